@@ -1,0 +1,187 @@
+"""Family ``qwen35``: Qwen3.5 / Qwen3.6 dense.  Three gated delta net layers, then one gated full-attention layer.
+
+Metadata and tensors as in docs/families.md; an MTP block behind the trunk is known and skipped.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from lucevisor.wire.gguf_files import GgufFiles
+from lucevisor.wire.gguf_header import GgufError
+from lucevisor.wire.model_spec import (
+    Keys,
+    LayerSpec,
+    ModelSpec,
+    StateTensor,
+    attention_state,
+    check_tensors,
+    main_quant,
+    tensor,
+)
+from lucevisor.wire.values import Dtype, Space
+
+
+@dataclass(frozen=True, slots=True)
+class Qwen35:
+    """Hyperparameters.  E embedding, F feed-forward, H/K query and kv heads of D, n_rotary rotated dims of each head."""
+
+    n_layers: int
+    embedding: int
+    feed_forward: int
+    n_heads: int
+    n_kv_heads: int
+    head_dim: int
+    n_rotary: int
+    theta: float
+    eps: float
+    scale: float
+    recurrent: tuple[bool, ...]
+    conv_taps: int
+    delta_key_heads: int
+    delta_value_heads: int
+    delta_dim: int  # of keys and values
+
+    @property
+    def conv_channels(self) -> int:
+        return (2 * self.delta_key_heads + self.delta_value_heads) * self.delta_dim
+
+
+def hyperparameters(keys: Keys, file: str) -> Qwen35:
+    """Read and cross-check the metadata.  Raises GgufError naming the key."""
+    n_layers = keys.integer("block_count") - keys.integer("nextn_predict_layers", 0, low=0)
+    if n_layers < 1:
+        raise GgufError(file, f"metadata value {keys.prefix}.block_count", "no layer is left beside the MTP blocks")
+    head_dim = keys.integer("attention.key_length")
+    if keys.integer("attention.value_length", head_dim) != head_dim:
+        raise GgufError(file, f"metadata value {keys.prefix}.attention.value_length", "differs from key_length")
+    interval = keys.integer("full_attention_interval", 4)
+    flags = keys.flags("attention.recurrent_layers", n_layers)
+    sections = keys.raw("rope.dimension_sections")
+    by_sections = 2 * sum(v for v in sections if isinstance(v, int)) if isinstance(sections, list) else None
+    n_rotary = keys.integer("rope.dimension_count", by_sections)
+    dim = keys.integer("ssm.state_size")
+    n_value = keys.integer("ssm.time_step_rank")
+    n_key = keys.integer("ssm.group_count")
+    if keys.integer("ssm.inner_size") != n_value * dim:
+        raise GgufError(file, f"metadata value {keys.prefix}.ssm.inner_size", f"is not time_step_rank x state_size = {n_value * dim}")
+    if n_value % n_key:
+        raise GgufError(file, f"metadata value {keys.prefix}.ssm.time_step_rank", f"{n_value} is not a multiple of group_count {n_key}")
+    heads, kv_heads = keys.integer("attention.head_count"), _kv_heads(keys, n_layers)
+    if heads % kv_heads or n_rotary > head_dim or n_rotary % 2:
+        raise GgufError(file, f"metadata value {keys.prefix}.attention", f"{heads} heads, {kv_heads} kv heads, {n_rotary} of {head_dim} rotated")
+    return Qwen35(
+        n_layers=n_layers,
+        embedding=keys.integer("embedding_length"),
+        feed_forward=keys.integer("feed_forward_length", 0, low=0),
+        n_heads=heads,
+        n_kv_heads=kv_heads,
+        head_dim=head_dim,
+        n_rotary=n_rotary,
+        theta=keys.number("rope.freq_base", 10000.0),
+        eps=keys.number("attention.layer_norm_rms_epsilon"),
+        scale=keys.number("attention.scale", head_dim**-0.5),
+        recurrent=tuple(flags if flags is not None else [(i + 1) % interval != 0 for i in range(n_layers)]),
+        conv_taps=keys.integer("ssm.conv_kernel", low=2, high=64),
+        delta_key_heads=n_key,
+        delta_value_heads=n_value,
+        delta_dim=dim,
+    )
+
+
+def _kv_heads(keys: Keys, n_layers: int) -> int:
+    """One number, or an array whose entries are 0 for layers without attention."""
+    values = {v for v in keys.integers("attention.head_count_kv", n_layers) if v}
+    if len(values) != 1:
+        raise GgufError(keys.file, f"metadata value {keys.prefix}.attention.head_count_kv", f"has several values: {sorted(values)}")
+    return values.pop()
+
+
+def mixer_tensors(p: Qwen35, i: int) -> dict[str, tuple[int, ...]]:
+    """Norms and token mixer of layer ``i``; what follows them (dense or experts) is the family's."""
+    b, e, d = f"blk.{i}.", p.embedding, p.head_dim
+    out: dict[str, tuple[int, ...]] = {b + "attn_norm.weight": (e,), b + "post_attention_norm.weight": (e,)}
+    if p.recurrent[i]:
+        inner = p.delta_value_heads * p.delta_dim
+        out |= {
+            b + "attn_qkv.weight": (p.conv_channels, e),
+            b + "attn_gate.weight": (inner, e),
+            b + "ssm_beta.weight": (p.delta_value_heads, e),
+            b + "ssm_alpha.weight": (p.delta_value_heads, e),
+            b + "ssm_a": (p.delta_value_heads,),
+            b + "ssm_dt.bias": (p.delta_value_heads,),
+            b + "ssm_conv1d.weight": (p.conv_channels, p.conv_taps),
+            b + "ssm_norm.weight": (p.delta_dim,),
+            b + "ssm_out.weight": (e, inner),
+        }
+    else:
+        out |= {
+            b + "attn_q.weight": (2 * p.n_heads * d, e),
+            b + "attn_k.weight": (p.n_kv_heads * d, e),
+            b + "attn_v.weight": (p.n_kv_heads * d, e),
+            b + "attn_output.weight": (e, p.n_heads * d),
+            b + "attn_q_norm.weight": (d,),
+            b + "attn_k_norm.weight": (d,),
+        }
+    return out
+
+
+def layer_state(p: Qwen35, i: int) -> tuple[StateTensor, ...]:
+    """Delta net: the last inputs of the convolution and the matrix S, both float32.  Attention: keys and values."""
+    if not p.recurrent[i]:
+        return attention_state(p.n_kv_heads, p.head_dim, p.head_dim)
+    return (
+        StateTensor("conv", (p.conv_taps - 1, p.conv_channels), Dtype.FLOAT32),
+        StateTensor("delta", (p.delta_value_heads, p.delta_dim, p.delta_dim), Dtype.FLOAT32),
+    )
+
+
+def dense_tensors(p: Qwen35, i: int) -> dict[str, tuple[int, ...]]:
+    b, e, f = f"blk.{i}.", p.embedding, p.feed_forward
+    return {b + "ffn_gate.weight": (f, e), b + "ffn_up.weight": (f, e), b + "ffn_down.weight": (e, f)}
+
+
+def build(files: GgufFiles, p: Qwen35, layer_tensors: list[dict[str, tuple[int, ...]]], keys: Keys) -> ModelSpec:
+    """Assemble and check a spec from the hyperparameters and each layer's tensors."""
+    vocabulary = tensor(files, "token_embd.weight").shape[0]
+    embed = {"token_embd.weight": (vocabulary, p.embedding)}
+    output = {"output.weight": (vocabulary, p.embedding)} if "output.weight" in files.tensors else embed
+    layers = tuple(
+        LayerSpec(
+            index=i,
+            space=Space.RECURRENT if p.recurrent[i] else Space.FULL,
+            tensors=tensors,
+            state=layer_state(p, i),
+        )
+        for i, tensors in enumerate(layer_tensors)
+    )
+    tail = {"output_norm.weight": (p.embedding,)} | output
+    for group in (embed, *(x.tensors for x in layers), tail):
+        check_tensors(files, group)
+    name = files.metadata.get("general.name")
+    used = {n for x in layers for n in x.tensors} | set(embed) | set(tail)
+    return ModelSpec(
+        architecture=keys.prefix,
+        name=name if isinstance(name, str) and name else files.paths[0].stem,
+        quant=main_quant(files),
+        embedding=p.embedding,
+        vocabulary=vocabulary,
+        context_tokens=keys.integer("context_length", 4096),
+        layers=layers,
+        head=embed,
+        tail=tail,
+        boundary_width=p.embedding,
+        params=p,
+        skipped=tuple(n for n in files.tensors if n not in used),
+        files=files,
+    )
+
+
+def spec(files: GgufFiles, options: Mapping[str, str]) -> ModelSpec:
+    """Read the spec of a ``qwen35`` file.  No model options."""
+    keys = Keys(files.metadata, "qwen35", str(files.paths[0]))
+    p = hyperparameters(keys, keys.file)
+    if not p.feed_forward:
+        raise GgufError(keys.file, "metadata value qwen35.feed_forward_length", "is missing")
+    return build(files, p, [mixer_tensors(p, i) | dense_tensors(p, i) for i in range(p.n_layers)], keys)

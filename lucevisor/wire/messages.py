@@ -1,0 +1,338 @@
+"""Every message that crosses a link or a pulse, as typed records.
+
+A frame's kind number selects the record, so metadata carries no type tag; :data:`MESSAGES` is the only table of kinds.
+Records on the hot path (``Step``, ``StepResult``) are encoded as arrays.  This file knows no sockets and no tensors.
+
+Direction: ``link`` carries Load, Step, Reset, Check, Shutdown down and Hello, Loaded, StepResult, Failed, Checked up;
+``pulse`` carries Heartbeat, Progress and LogLine up.
+"""
+
+from __future__ import annotations
+
+from enum import IntEnum
+from typing import Literal
+
+import msgspec
+
+from lucevisor.wire.values import Backend, Dtype, LayerRange, Sampling, Space
+
+PROTOCOL_VERSION = 1
+
+
+class Kind(IntEnum):
+    """Frame kinds.  Numbers are never reused."""
+
+    HELLO = 1
+    LOAD = 2
+    LOADED = 3
+    STEP = 4
+    STEP_RESULT = 5
+    FAILED = 6
+    RESET = 7
+    CHECK = 8
+    CHECKED = 9
+    SHUTDOWN = 10
+    HEARTBEAT = 32
+    PROGRESS = 33
+    LOG_LINE = 34
+
+
+# ---- hello and load
+
+
+class DeviceInfo(msgspec.Struct, frozen=True):
+    """One device as the daemon's torch sees it."""
+
+    index: int
+    name: str
+    total_bytes: int
+    free_bytes: int
+    architecture: str  # "sm_90", "gfx1151", "x86_64+avx512_bf16"
+    dtypes: list[Dtype]  # formats this device multiplies natively
+
+
+class Hello(msgspec.Struct, frozen=True):
+    """First message of a daemon, before it touches a device for weights."""
+
+    protocol: int
+    source_hash: str  # of the wire package and the daemons package as imported by this interpreter
+    pid: int
+    python: str  # version
+    executable: str
+    torch: str  # torch.__version__
+    backend: Backend
+    devices: list[DeviceInfo]
+    host_total_bytes: int
+    packages: dict[str, str]  # numpy, gguf, msgspec, triton (when there)
+
+
+class ShardPlan(msgspec.Struct, frozen=True):
+    """One contiguous layer range on one device of the group."""
+
+    device: int
+    layers: LayerRange
+
+
+class StagePlan(msgspec.Struct, frozen=True):
+    """Consecutive shards of one group, run in one call.
+
+    ``source`` / ``target`` name the arenas (indices into ``Load.arenas``) of the incoming and outgoing boundary; None at
+    the head (reads token ids) and at the tail (applies the head and samples).
+    """
+
+    stage: int
+    shards: list[ShardPlan]
+    source: int | None
+    target: int | None
+
+
+class ArenaPlan(msgspec.Struct, frozen=True):
+    """A ring of ``n_regions`` regions of ``region_bytes`` in a memfd; descriptors travel with the Load frame, same order."""
+
+    boundary: int  # index of the boundary: between stage ``boundary`` and ``boundary + 1``
+    region_bytes: int
+    n_regions: int
+
+
+class Pools(msgspec.Struct, frozen=True):
+    """Sizes of the id spaces; the same in every shard.  Ids run from 0 to n-1."""
+
+    full_pages: int
+    window_pages: int
+    states: int  # recurrent states: live ones and checkpoints
+
+
+class Load(msgspec.Struct, frozen=True):
+    """What a daemon loads and runs."""
+
+    files: list[str]  # absolute paths of the GGUF parts, in order
+    dtype: Dtype  # of activations and of boundary activations
+    kv_dtype: Dtype
+    stages: list[StagePlan]
+    arenas: list[ArenaPlan]
+    pools: Pools
+    max_sequences: int
+    max_step_tokens: int
+    threads: int = 0  # cpu: 0 = torch's choice
+    options: dict[str, str] = {}  # model options such as yarn_attn_factor
+
+
+class DeviceUse(msgspec.Struct, frozen=True):
+    """Memory a shard took on its device, measured after loading."""
+
+    device: int
+    layers: LayerRange
+    weight_bytes: int
+    state_bytes: int
+    free_bytes: int
+
+
+class Loaded(msgspec.Struct, frozen=True):
+    """Answer to Load: the stages are ready for steps."""
+
+    shards: list[DeviceUse]
+    kernels: dict[str, str]  # op or quant type -> implementation the chooser took
+    seconds: float
+
+
+# ---- steps
+
+
+class OpenSequence(msgspec.Struct, frozen=True, array_like=True, tag=1):
+    """Start a sequence.  ``state`` is its live recurrent state; ``history`` (ids already in the context that no slice will
+    carry) seeds the penalties."""
+
+    sequence: int
+    state: int
+    sampling: Sampling
+    history: list[int] = []
+
+
+class CloseSequence(msgspec.Struct, frozen=True, array_like=True, tag=2):
+    """Forget a sequence.  Its pages and state belong to the supervisor again."""
+
+    sequence: int
+
+
+class SetPages(msgspec.Struct, frozen=True, array_like=True, tag=3):
+    """``table[space][first : first + len(pages)] = pages``: entry i holds positions [64 i, 64 i + 64)."""
+
+    sequence: int
+    space: Space
+    first: int
+    pages: list[int]
+
+
+class CopyPage(msgspec.Struct, frozen=True, array_like=True, tag=4):
+    """Copy the first ``n_tokens`` positions of a page (copy-on-write of a partial page)."""
+
+    space: Space
+    source: int
+    target: int
+    n_tokens: int
+
+
+class CopyState(msgspec.Struct, frozen=True, array_like=True, tag=5):
+    """Copy a recurrent state (take a checkpoint, or start from one)."""
+
+    source: int
+    target: int
+
+
+class ZeroState(msgspec.Struct, frozen=True, array_like=True, tag=6):
+    """Reset a recurrent state to the start of a text."""
+
+    state: int
+
+
+Operation = OpenSequence | CloseSequence | SetPages | CopyPage | CopyState | ZeroState
+
+
+class Slice(msgspec.Struct, frozen=True, array_like=True):
+    """Consecutive tokens of one sequence in a step: ``tokens[i]`` stands at position ``start + i``.
+
+    ``sample``: draw the next token from the last row.  A decode is a slice of one token, a chunk a longer one, a verify
+    one whose every row is judged.
+    """
+
+    sequence: int
+    start: int
+    tokens: list[int]
+    sample: bool
+
+
+class Step(msgspec.Struct, frozen=True, array_like=True):
+    """The step plan: operations first, in order, then the slices, then what is wanted back.
+
+    ``region`` is the arena region that carries this step's boundary activations, rows in slice order.
+    Operations are executed by every stage; a stage runs its steps in the order received.
+    """
+
+    step_id: int
+    region: int
+    operations: list[Operation] = []
+    slices: list[Slice] = []
+    want_logits: bool = False  # tail: float32 logits [T, V] of every row, as payload
+    want_hidden: bool = False  # each stage: float32 residual stream [n_layers of the stage (+1 at the head), T, E], as payload
+
+    @property
+    def n_tokens(self) -> int:
+        return sum(len(s.tokens) for s in self.slices)
+
+
+class Sampled(msgspec.Struct, frozen=True, array_like=True):
+    """A token drawn by the tail.  ``logprob`` of it and the ``top`` (id, log-probability) pairs, when asked for."""
+
+    sequence: int
+    token: int
+    logprob: float | None = None
+    top: list[tuple[int, float]] = []
+
+
+class StepResult(msgspec.Struct, frozen=True, array_like=True):
+    """A stage finished a step; the boundary rows (if any) are in the arena region."""
+
+    step_id: int
+    stage: int
+    sampled: list[Sampled] = []
+    compute_s: float = 0.0  # from plan received to rows ready
+    wait_s: float = 0.0  # how long the compute thread had waited for this plan
+    segments: list[tuple[str, list[int]]] = []  # payload: (name, shape) of float32 arrays, one after the other
+
+
+class Failed(msgspec.Struct, frozen=True):
+    """A daemon could not do what a message asked.  ``fatal``: it exits after this message."""
+
+    what: str  # "load", "step 17", "check"
+    where: str  # "hip:1 layers [20,40)", a file, a tensor
+    reason: str
+    advice: str
+    fatal: bool
+    configuration: bool = False  # the same start would fail again: do not retry
+    details: str = ""  # traceback
+
+
+class Reset(msgspec.Struct, frozen=True):
+    """Drop every sequence; weights and pools stay.  Answered by a StepResult with ``step_id`` = ``token``."""
+
+    token: int
+
+
+class Check(msgspec.Struct, frozen=True):
+    """Doctor: run one layer's numbers on every visible device against the float32 cpu reference; map ``arenas`` (descriptors travel along)."""
+
+    files: list[str]
+    layer: int
+    dtype: Dtype
+    arenas: list[ArenaPlan] = []
+
+
+class CheckLine(msgspec.Struct, frozen=True):
+    subject: str  # "cuda:0 layer 3", "arena"
+    ok: bool
+    detail: str
+
+
+class Checked(msgspec.Struct, frozen=True):
+    lines: list[CheckLine]
+
+
+class Shutdown(msgspec.Struct, frozen=True):
+    """End in order.  End of file on the link means the same."""
+
+    reason: str = ""
+
+
+# ---- pulse
+
+
+class Heartbeat(msgspec.Struct, frozen=True):
+    """Says that the process lives, and for how long its compute thread has been busy with one thing."""
+
+    count: int
+    phase: Literal["start", "load", "idle", "step", "check"]
+    busy_s: float  # in this phase, for load since the last progress
+    step_id: int
+    n_steps: int
+    n_tokens: int
+    rss_bytes: int
+    free_bytes: list[int]  # per device
+
+
+class Progress(msgspec.Struct, frozen=True):
+    """Load progress of one shard."""
+
+    stage: int
+    device: int
+    done_bytes: int
+    total_bytes: int
+    phase: str  # "read", "convert", "pools", "warm up"
+
+
+class LogLine(msgspec.Struct, frozen=True):
+    """A structured log record of the daemon."""
+
+    level: Literal["debug", "info", "warning", "error"]
+    event: str
+    fields: dict[str, str | int | float | bool | None] = {}
+
+
+Message = (
+    Hello | Load | Loaded | Step | StepResult | Failed | Reset | Check | Checked | Shutdown | Heartbeat | Progress | LogLine
+)
+
+MESSAGES: dict[Kind, type[Message]] = {
+    Kind.HELLO: Hello,
+    Kind.LOAD: Load,
+    Kind.LOADED: Loaded,
+    Kind.STEP: Step,
+    Kind.STEP_RESULT: StepResult,
+    Kind.FAILED: Failed,
+    Kind.RESET: Reset,
+    Kind.CHECK: Check,
+    Kind.CHECKED: Checked,
+    Kind.SHUTDOWN: Shutdown,
+    Kind.HEARTBEAT: Heartbeat,
+    Kind.PROGRESS: Progress,
+    Kind.LOG_LINE: LogLine,
+}
