@@ -1,0 +1,181 @@
+"""Which options have no effect: not built yet, or pointless beside the other settings. No option is dropped in
+silence.
+
+Knows nothing of how features work. Invariant: whatever is in `UNIMPLEMENTED` is either refused by `load` or returned
+by `not_yet_effective` when the user asks for it. Building a feature deletes its row here, and nothing else in this
+package changes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from lucevisor.config.schema import GROUPS, SECTIONS, Config, FieldKey, keys_of
+from lucevisor.config.values import Notice, Weights, is_loopback
+
+
+@dataclass(frozen=True, slots=True)
+class Unimplemented:
+    """A key whose feature this version lacks: when a value asks for it, and whether ignoring that would change what is
+    answered.
+    """
+
+    what: str
+    asks: Callable[[Any], bool]
+    refused: bool
+    instead: str
+
+
+@dataclass(frozen=True, slots=True)
+class Inert:
+    """Keys that do nothing while another setting stands: which, when, why, and what would give them effect."""
+
+    keys: tuple[str, ...]
+    when: Callable[[Config], bool]
+    why: str
+    hint: str
+
+
+def _any(value: object) -> bool:
+    return True
+
+
+UNIMPLEMENTED: Mapping[str, Unimplemented] = {
+    "model.yarn_attn_factor": Unimplemented(
+        "the Laguna family", lambda value: value == "file", False, "remove the key"
+    ),
+    "engine.kv_dtype": Unimplemented("the type q8_0", lambda value: value == "q8_0", True, "nearest: float16"),
+    "cache.prefix_slots": Unimplemented("the prefix cache", lambda value: value != 0, False, "remove the key"),
+    "cache.memory": Unimplemented("the prefix cache", _any, False, "remove the key"),
+    "cache.dir": Unimplemented("snapshots", lambda value: value != "", True, 'set it to "" or remove the key'),
+    "cache.disk": Unimplemented("snapshots", _any, False, "remove the key"),
+    "cache.min_tokens": Unimplemented("the prefix cache", _any, False, "remove the key"),
+    "draft.kind": Unimplemented("speculative decoding", lambda value: value != "off", True, "nearest: off"),
+    "kvflash.pool_tokens": Unimplemented("KV Flash", lambda value: value != 0, True, "nearest: 0"),
+    "pflash.mode": Unimplemented("PFlash", lambda value: value != "off", True, "nearest: off"),
+    "recovery.hold_s": Unimplemented(
+        "holding requests over a restart", lambda value: value != 0, False, "set it to 0 or remove the key"
+    ),
+    "recovery.journal": Unimplemented("the journal", lambda value: value != 0, False, "set it to 0 or remove the key"),
+    "recovery.spares": Unimplemented("spare daemons", lambda value: value != 0, True, "nearest: 0"),
+}
+"""What is read and checked already but not built. Refused: ignoring it would change answers or break what the user
+relies on.
+"""
+
+INERT: tuple[Inert, ...] = (
+    Inert(
+        ("placement.target_layer_split",),
+        lambda config: len(config.placement.devices) == 1 and isinstance(config.placement.split, Weights),
+        "has no effect: one device holds all layers",
+        "remove the key, or add a device to placement.target_devices",
+    ),
+    Inert(
+        ("server.allow_open",),
+        lambda config: is_loopback(config.server.host) or bool(config.server.api_keys_file),
+        "has no effect: it only matters where other machines can reach server.host and no server.api_keys_file is set",
+        "remove the key",
+    ),
+    Inert(
+        ("cache.memory", "cache.min_tokens"),
+        lambda config: config.cache.prefix_slots == 0,
+        "has no effect while cache.prefix_slots is 0",
+        "remove the key, or set cache.prefix_slots",
+    ),
+    Inert(
+        ("cache.disk",),
+        lambda config: not config.cache.dir,
+        "has no effect while cache.dir is empty",
+        "remove the key, or set cache.dir",
+    ),
+    Inert(
+        ("draft.path", "draft.device", "draft.width"),
+        lambda config: config.draft.kind == "off",
+        "has no effect while draft.kind is off",
+        "remove the key, or set draft.kind",
+    ),
+    Inert(
+        ("draft.path", "draft.device"),
+        lambda config: config.draft.kind == "lookup",
+        "has no effect: the lookup drafter needs no model",
+        "remove the key, or set draft.kind to dflash",
+    ),
+    Inert(
+        ("kvflash.policy", "kvflash.tau"),
+        lambda config: config.kvflash.pool_tokens == 0,
+        "has no effect while kvflash.pool_tokens is 0",
+        "remove the key, or set kvflash.pool_tokens",
+    ),
+    Inert(
+        ("pflash.threshold", "pflash.keep_ratio"),
+        lambda config: config.pflash.mode == "off",
+        "has no effect while pflash.mode is off",
+        "remove the key, or set pflash.mode",
+    ),
+    Inert(
+        ("pflash.threshold",),
+        lambda config: config.pflash.mode == "always",
+        "has no effect while pflash.mode is always",
+        "remove the key, or set pflash.mode to auto",
+    ),
+)
+"""Options that only matter beside others; told of when they were set to something else than their default."""
+
+CPU_ONLY = ("threads",)
+GPU_ONLY = ("visible_devices",)
+
+
+def not_yet_effective(config: Config) -> list[Notice]:
+    """Return a notice for each option the user set that changes nothing in this version or beside the other settings,
+    in the order of the file.
+    """
+    notices: dict[str, Notice] = {}
+    for notice in (*_unimplemented(config), *_inert(config), *_inert_in_groups(config)):
+        notices.setdefault(notice.key, notice)
+    sections = ["model", GROUPS, *SECTIONS]
+    return sorted(notices.values(), key=lambda notice: sections.index(notice.key.partition(".")[0]))
+
+
+def field_key(key: str) -> FieldKey:
+    """Return what the schema says of a dotted key such as `server.port`; KeyError when there is none."""
+    section, _, name = key.partition(".")
+    return keys_of(SECTIONS[section])[name]
+
+
+def _written(config: Config, key: str) -> object:
+    each = field_key(key)
+    return each.key.kind.write(_value(config, key))
+
+
+def _value(config: Config, key: str) -> object:
+    value: object = getattr(getattr(config, key.partition(".")[0]), field_key(key).field)
+    return value
+
+
+def _unimplemented(config: Config) -> Iterator[Notice]:
+    for key, row in UNIMPLEMENTED.items():
+        if key in config.set_keys and row.asks(_value(config, key)):
+            why = f"has no effect: this version does not have {row.what} yet"
+            yield Notice(key=key, value=_written(config, key), why=why, hint=row.instead)
+
+
+def _inert(config: Config) -> Iterator[Notice]:
+    for row in INERT:
+        if row.when(config):
+            for key in row.keys:
+                if key in config.set_keys and _value(config, key) != field_key(key).default:
+                    yield Notice(key=key, value=_written(config, key), why=row.why, hint=row.hint)
+
+
+def _inert_in_groups(config: Config) -> Iterator[Notice]:
+    for group in config.groups.values():
+        on_cpu = group.backend == "cpu"
+        for name in GPU_ONLY if on_cpu else CPU_ONLY:
+            key, each = f"{GROUPS}.{group.name}.{name}", keys_of(type(group))[name]
+            value = getattr(group, each.field)
+            if key in config.set_keys and value != each.default:
+                meant_for = "cuda and hip" if on_cpu else "cpu"
+                why = f"has no effect on a group of backend {group.backend}: it is for {meant_for}"
+                yield Notice(key=key, value=each.key.kind.write(value), why=why, hint="remove the key")

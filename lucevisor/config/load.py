@@ -1,0 +1,226 @@
+"""From a TOML file and `--set` overrides to a `Config`.
+
+Knows nothing of devices or models: nothing but the two named files (configuration, API keys) is looked at. Invariant:
+`load` returns a checked Config or raises ConfigError with everything that was found wrong, never another exception; a
+key that the schema does not know is never skipped.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import tomllib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from lucevisor.config.effects import UNIMPLEMENTED, not_yet_effective
+from lucevisor.config.names import FilePath
+from lucevisor.config.resolve import OVERRIDE, Reading, resolve
+from lucevisor.config.schema import GROUPS, SECTIONS, Config, FieldKey, keys_of
+from lucevisor.config.sections import GroupConfig
+from lucevisor.config.strict import Refused, Text, choose, kind_of, nearest, plain
+from lucevisor.config.values import GROUP_NAME
+from lucevisor.errors import NO_VALUE, ConfigError, ConfigErrors
+
+_LARGEST_FILE_BYTES = 2**20
+_ENV = "env"
+
+
+def load(path: Path, overrides: Sequence[str] = ()) -> Config:
+    """Return the configuration in the file at `path`, with `KEY=VALUE` overrides on top.
+
+    Raises ConfigError; ConfigErrors, which is one, when several things are wrong.
+    """
+    tree = _read_tree(path)
+    try:
+        file = path.absolute()
+    except OSError as error:
+        raise ConfigError(
+            "", NO_VALUE, f"the working folder is gone: {error.strerror}", "change to another", file=str(path)
+        ) from None
+    return from_tree(tree, file, overrides, shown_as=str(path))
+
+
+def from_tree(tree: Mapping[str, object], file: Path, overrides: Sequence[str] = (), *, shown_as: str = "") -> Config:
+    """Return the configuration in what tomllib read from `file` (absolute; relative paths start at its folder). Raises
+    ConfigError.
+    """
+    reading = Reading(file=shown_as or str(file))
+    sections = _overridden(tree, overrides, reading)
+    for name in sections:
+        if name not in SECTIONS and name != GROUPS:
+            reading.refuse(name, sections[name], "is not a section", _nearest_section(name))
+    for name, section in SECTIONS.items():
+        _read_section(reading, name, section, sections.get(name, {}), file.parent)
+        if name == "model":
+            _read_groups(reading, sections.get(GROUPS, {}), file.parent)
+    resolve(reading)
+    if reading.errors:
+        raise reading.errors[0] if len(reading.errors) == 1 else ConfigErrors(reading.errors)
+    return _build(reading, file)
+
+
+def _read_tree(path: Path) -> Mapping[str, object]:
+    """Return the tables of a TOML file, or raise ConfigError."""
+
+    def wrong(why: str, hint: str) -> ConfigError:
+        return ConfigError("", NO_VALUE, why, hint, file=str(path))
+
+    try:
+        with path.open("rb") as file:
+            content = file.read(_LARGEST_FILE_BYTES + 1)
+    except (OSError, ValueError) as error:
+        why = getattr(error, "strerror", None) or error
+        raise wrong(f"cannot be read: {why}", "name a configuration file; etc/lucevisor.toml shows every key") from None
+    if len(content) > _LARGEST_FILE_BYTES:
+        raise wrong("is larger than 1 MiB", "name a configuration file in TOML, not a model")
+    try:
+        return tomllib.loads(content.decode("utf-8"))
+    except UnicodeDecodeError as error:
+        raise wrong(f"is not UTF-8 text (byte {error.start})", "save it as UTF-8") from None
+    except (ValueError, RecursionError) as error:  # TOMLDecodeError, too many digits, nested too deep
+        raise wrong(f"is not TOML: {error}", "quote text, and write lists in square brackets") from None
+
+
+def _overridden(tree: Mapping[str, object], overrides: Sequence[str], reading: Reading) -> dict[str, object]:
+    """Return a copy of the tables with the overrides in them as Text, and note which keys they are."""
+    sections: dict[str, object] = dict(tree)
+    for override in overrides:
+        key, equals, text = override.partition("=")
+        parts = key.split(".")
+        if not equals:
+            reading.errors.append(ConfigError(OVERRIDE, override, "is not KEY=VALUE", "such as --set server.port=8081"))
+        elif parts[0] not in SECTIONS and parts[0] != GROUPS and len(parts) > 1:
+            hint = _nearest_section(parts[0])
+            reading.errors.append(
+                ConfigError(key, text, f"is not a key: no section is {parts[0]}", hint, file=OVERRIDE)
+            )
+        elif not _is_key(parts):
+            reading.errors.append(ConfigError(key, text, "is not a key", _nearest_key(key), file=OVERRIDE))
+        elif key in reading.overridden:
+            reading.errors.append(
+                ConfigError(key, text, "is set twice", f"give one {OVERRIDE} for each key", file=OVERRIDE)
+            )
+        else:
+            reading.overridden.add(key)
+            _put(sections, parts, Text(text))
+    return sections
+
+
+def _is_key(parts: Sequence[str]) -> bool:
+    """Return whether dotted parts have the shape of a key; whether it exists is found out where all keys are read."""
+    if parts[0] == GROUPS:
+        return len(parts) == 3 or (len(parts) == 4 and parts[2] == _ENV)
+    return len(parts) == 2
+
+
+def _put(table: dict[str, object], parts: Sequence[str], value: Text) -> None:
+    """Set a value in nested tables, copying each table on the way; a table that is none is left for the error about
+    it.
+    """
+    for part in parts[:-1]:
+        inner = table.get(part, {})
+        if not isinstance(inner, dict):
+            return
+        table[part] = dict(inner)
+        table = table[part]  # type: ignore[assignment]
+    table[parts[-1]] = value
+
+
+def _read_groups(reading: Reading, groups: object, folder: Path) -> None:
+    if not isinstance(groups, dict):
+        reading.refuse(
+            GROUPS, groups, f"is {kind_of(groups)}, not a table", f"write [{GROUPS}.NAME] and backend = below it"
+        )
+        return
+    if not groups:
+        reading.refuse(
+            GROUPS, NO_VALUE, "is missing", f"add [{GROUPS}.NAME] with backend = cpu, cuda or hip for each interpreter"
+        )
+    for name, group in groups.items():
+        if not GROUP_NAME.fullmatch(name):
+            near = "".join(letter for letter in name.lower()[:32] if GROUP_NAME.fullmatch(letter))
+            hint = f"nearest: {near}" if near else "such as left"
+            reading.refuse(f"{GROUPS}.{name}", NO_VALUE, "is not a group's name: 1 to 32 of a-z 0-9 _ -", hint)
+            continue
+        reading.group_names.append(name)
+        _read_section(reading, f"{GROUPS}.{name}", GroupConfig, group, folder)
+
+
+def _read_section(reading: Reading, name: str, section: type[Any], table: object, folder: Path) -> None:
+    """Read the keys of one section into `reading.values`, defaults included."""
+    if not isinstance(table, dict):
+        reading.refuse(name, table, f"is {kind_of(table)}, not a table", f"write [{name}] and its keys below it")
+        return
+    keys = keys_of(section)
+    for key in table:
+        if key not in keys:
+            hint = _nearest_in_section(key, name, list(keys))
+            reading.refuse(f"{name}.{key}", table[key], f"is not a key of [{name}]", hint)
+    for key, each in keys.items():
+        dotted = f"{name}.{key}"
+        if key in table:
+            reading.set_keys.add(dotted)
+            _read_key(reading, dotted, each, table[key], folder)
+        elif each.required:
+            reading.refuse(
+                dotted, NO_VALUE, "is missing", f"add {key} = under [{name}]: {plain(each.key.kind.allowed())}"
+            )
+        else:
+            reading.values[dotted] = each.default
+
+
+def _read_key(reading: Reading, key: str, each: FieldKey, raw: object, folder: Path) -> None:
+    kind = each.key.kind
+    try:
+        value = kind.read(raw)
+        if isinstance(kind, FilePath):
+            value = kind.resolve(value, folder)
+    except Refused as refused:
+        reading.refuse(key, refused.value if refused.inside else raw, refused.why, refused.hint, inside=refused.inside)
+        return
+    missing = UNIMPLEMENTED.get(key)
+    if missing is not None and missing.refused and missing.asks(value):
+        reading.refuse(key, raw, f"this version does not have {missing.what} yet", missing.instead)
+    reading.values[key] = value
+
+
+def _build(reading: Reading, file: Path) -> Config:
+    """Return the Config of values that were all found right."""
+
+    def made(name: str, section: type[Any], /, **more: object) -> Any:
+        return section(
+            **more, **{each.field: reading.values[f"{name}.{key}"] for key, each in keys_of(section).items()}
+        )
+
+    groups = {name: made(f"{GROUPS}.{name}", GroupConfig, name=name) for name in reading.group_names}
+    config = Config(
+        file=file,
+        groups=MappingProxyType(groups),
+        set_keys=frozenset(reading.set_keys),
+        **{name: made(name, section) for name, section in SECTIONS.items()},
+    )
+    return dataclasses.replace(config, notices=(*reading.notices, *not_yet_effective(config)))
+
+
+def _all_keys() -> list[str]:
+    sections = {**SECTIONS, f"{GROUPS}.NAME": GroupConfig}
+    return [f"{name}.{key}" for name, section in sections.items() for key in keys_of(section)]
+
+
+def _nearest_section(name: str) -> str:
+    """Return the hint for a wrong section: a key of that name, else the sections that look like it."""
+    key = next((dotted for dotted in _all_keys() if dotted.endswith(f".{name}")), "")
+    return f"nearest: {key}" if key else choose(name, [*SECTIONS, GROUPS], "sections")
+
+
+def _nearest_in_section(key: str, section: str, keys: list[str]) -> str:
+    """Return the hint for a wrong key: the same key in another section, else the nearest in its own."""
+    elsewhere = next((dotted for dotted in _all_keys() if dotted.endswith(f".{key}")), "")
+    return f"nearest: {elsewhere}" if elsewhere and not nearest(key, keys) else choose(key, keys, "keys")
+
+
+def _nearest_key(key: str) -> str:
+    """Return the hint for an override's wrong key."""
+    return choose(key, _all_keys()) or f"such as server.port, or {GROUPS}.NAME.threads"

@@ -1,0 +1,229 @@
+"""Checks that need more than one key: devices against groups, the split against the devices, the endpoint against its
+keys.
+
+Knows nothing of TOML, and of the machine only the file of API keys. Invariant: it adds to `Reading.errors` and never
+raises. A value that could not be read is not in `Reading.values`, so nothing is said of it a second time.
+"""
+
+from __future__ import annotations
+
+import stat
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from lucevisor.config.schema import GROUPS
+from lucevisor.config.sections import visible_devices_variable
+from lucevisor.config.strict import Refused, choose
+from lucevisor.config.values import BACKENDS, DeviceRef, LayerSplit, Notice, Ranges, Split, Weights, is_loopback
+from lucevisor.errors import NO_VALUE, ConfigError
+
+OVERRIDE = "--set"
+_LARGEST_KEYS_FILE_BYTES = 2**20
+_KEYS_FILE_HINT = "name a readable text file with one key a line"
+
+
+@dataclass(slots=True)
+class Reading:
+    """A configuration on its way: values by dotted key, what the user set and how, and what was found wrong or odd."""
+
+    file: str
+    values: dict[str, Any] = field(default_factory=dict)
+    group_names: list[str] = field(default_factory=list)
+    set_keys: set[str] = field(default_factory=set)
+    overridden: set[str] = field(default_factory=set)
+    errors: list[ConfigError] = field(default_factory=list)
+    notices: list[Notice] = field(default_factory=list)
+
+    def refuse(self, key: str, value: object, why: str, hint: str = "", *, inside: str = "") -> None:
+        """Add an error about a key (`inside` it, `[1]` say), naming the file or `--set`, whichever gave the value."""
+        origin = OVERRIDE if key in self.overridden or f"{key}{inside}" in self.overridden else self.file
+        self.errors.append(ConfigError(f"{key}{inside}", value, why, hint, file=origin))
+
+    def group(self, name: str, key: str) -> Any:
+        """Return a group's value, or None when it was wrong."""
+        return self.values.get(f"{GROUPS}.{name}.{key}")
+
+
+def resolve(reading: Reading) -> None:
+    """Check the values against each other and put resolved devices in the place of the written ones."""
+    _check_groups(reading)
+    _check_split(reading)
+    _resolve_devices(reading)
+    _resolve_draft(reading)
+    _check_server(reading)
+
+
+def read_api_keys(path: Path) -> tuple[str, ...]:
+    """Return the keys of a file, one a line; empty lines and lines that start with `#` are skipped.
+
+    Raises ConfigError when the file cannot be read, holds no key, or a key could not be sent in a header. No message
+    shows a key.
+    """
+    key = "server.api_keys_file"
+    try:
+        lines = _text_lines(path)
+    except UnicodeDecodeError:
+        raise ConfigError(key, str(path), "is not UTF-8 text", _KEYS_FILE_HINT) from None
+    except (OSError, ValueError) as error:
+        why = f"cannot be read: {getattr(error, 'strerror', None) or error}"
+        raise ConfigError(key, str(path), why, _KEYS_FILE_HINT) from None
+    keys = []
+    for number, line in enumerate(lines, 1):
+        word = line.strip()
+        if not word or word.startswith("#"):
+            continue
+        if not all(33 <= ord(character) <= 126 for character in word):
+            raise ConfigError(
+                key, str(path), f"has a key on line {number} that holds a blank or is not ASCII", "write one key a line"
+            )
+        keys.append(word)
+    if not keys:
+        raise ConfigError(key, str(path), "holds no key", "write one key a line, or remove the setting")
+    return tuple(keys)
+
+
+def _text_lines(path: Path) -> list[str]:
+    """Return the lines of a small regular file; a device or a pipe could block for ever. Raises OSError, ValueError."""
+    if not stat.S_ISREG(path.stat().st_mode):
+        raise ValueError("it is not a regular file")
+    with path.open("rb") as file:
+        content = file.read(_LARGEST_KEYS_FILE_BYTES + 1)
+    if len(content) > _LARGEST_KEYS_FILE_BYTES:
+        raise ValueError("it is larger than 1 MiB")
+    return content.decode("utf-8").splitlines()
+
+
+def _check_groups(reading: Reading) -> None:
+    for name in reading.group_names:
+        backend = reading.group(name, "backend")
+        if backend is not None and name in BACKENDS and name != backend:
+            why = f"is not the backend that the group's name says: {name}:0 would be read as a {name} device"
+            reading.refuse(f"{GROUPS}.{name}.backend", backend, why, f"nearest: {name}, or give the group another name")
+        variable = visible_devices_variable(backend) if backend is not None else ""
+        if reading.group(name, "visible_devices") and variable in (reading.group(name, "env") or {}):
+            why = f"says the same as {GROUPS}.{name}.env.{variable}"
+            reading.refuse(
+                f"{GROUPS}.{name}.visible_devices",
+                list(reading.group(name, "visible_devices")),
+                why,
+                "keep one of the two",
+            )
+
+
+def _check_split(reading: Reading) -> None:
+    devices: Sequence[DeviceRef] | None = reading.values.get("placement.target_devices")
+    split: Split | None = reading.values.get("placement.target_layer_split")
+    if devices is None or not isinstance(split, Weights | Ranges) or len(split.values) == len(devices):
+        return
+    what = "weights" if isinstance(split, Weights) else "ranges"
+    names = ", ".join(map(str, devices))
+    why = f"has {len(split.values)} {what} for {len(devices)} devices"
+    key = "placement.target_layer_split"
+    reading.refuse(key, LayerSplit().write(split), why, f'write one for each of {names}, or "auto"')
+
+
+def _resolve_devices(reading: Reading) -> None:
+    key = "placement.target_devices"
+    written: Sequence[DeviceRef] | None = reading.values.get(key)
+    if written is None:
+        return
+    n_errors = len(reading.errors)
+    resolved: list[DeviceRef] = []
+    for index, device in enumerate(written):
+        found = _resolve_one(reading, key, device, f"[{index}]")
+        if found is not None and found in resolved:
+            others = {(found.group, other) for other in range(len(written) + 1)}
+            free = min(others - {(device.group, device.index) for device in resolved})
+            why, hint = "is the same device as an earlier one", f"nearest: {free[0]}:{free[1]}, if there is one"
+            reading.refuse(key, str(device), why, hint, inside=f"[{index}]")
+        elif found is not None:
+            resolved.append(found)
+    if len(reading.errors) == n_errors:
+        reading.values[key] = tuple(resolved)
+        _check_every_group_has_a_device(reading, resolved)
+
+
+def _resolve_one(reading: Reading, key: str, device: DeviceRef, inside: str) -> DeviceRef | None:
+    """Return the resolved device, or None after adding the error."""
+    backends = {name: reading.group(name, "backend") for name in reading.group_names}
+    if device.group not in backends and None in backends.values():
+        return None  # a group's backend is wrong itself; it may be the one that is meant here
+    try:
+        found = _resolve_device(device, backends)
+    except Refused as refused:
+        reading.refuse(key, str(device), refused.why, refused.hint, inside=inside)
+        return None
+    visible = reading.group(found.group, "visible_devices")
+    if visible and backends[found.group] != "cpu" and found.index >= len(visible):
+        why = f"is out of range: {GROUPS}.{found.group}.visible_devices lists {len(visible)}"
+        reading.refuse(key, str(device), why, f"nearest: {found.group}:{len(visible) - 1}", inside=inside)
+        return None
+    return found
+
+
+def _resolve_device(device: DeviceRef, groups: Mapping[str, str | None]) -> DeviceRef:
+    """Return the device with its group's name in place of a backend's; `groups` gives the backend of each group.
+    Raises Refused.
+    """
+    if device.group in groups:
+        return device
+    alike = [name for name, backend in groups.items() if backend == device.group]
+    if len(alike) == 1:
+        return DeviceRef(alike[0], device.index)
+    candidates = [f"{name}:{device.index}" for name in alike or groups]
+    if alike:
+        raise Refused(
+            f"is ambiguous: {len(alike)} groups have the backend {device.group}",
+            f"write one of {', '.join(candidates)}",
+        )
+    what = (
+        f"no group has the backend {device.group}" if device.group in BACKENDS else f"no group is named {device.group}"
+    )
+    raise Refused(what, choose(str(device), candidates, "devices of the groups"))
+
+
+def _check_every_group_has_a_device(reading: Reading, devices: Sequence[DeviceRef]) -> None:
+    used = {device.group for device in devices}
+    drafter: DeviceRef | None = reading.values.get("draft.device")
+    if drafter is not None and reading.values.get("draft.kind") == "dflash":
+        used.add(drafter.group)
+    for name in reading.group_names:
+        if name not in used:
+            why = "has no device in placement.target_devices: its daemon would be started for nothing"
+            reading.refuse(
+                f"{GROUPS}.{name}",
+                NO_VALUE,
+                why,
+                f"add {name}:0 to placement.target_devices, or remove [{GROUPS}.{name}]",
+            )
+
+
+def _resolve_draft(reading: Reading) -> None:
+    device: DeviceRef | None = reading.values.get("draft.device")
+    if device is not None:
+        found = _resolve_one(reading, "draft.device", device, "")
+        reading.values["draft.device"] = found
+    if reading.values.get("draft.kind") == "dflash" and reading.values.get("draft.path") == "":
+        reading.refuse("draft.path", "", "is empty, and draft.kind = dflash needs a drafter", "name the drafter's file")
+
+
+def _check_server(reading: Reading) -> None:
+    host, file, is_open = (reading.values.get(f"server.{key}") for key in ("host", "api_keys_file", "allow_open"))
+    if file:
+        try:
+            read_api_keys(Path(file))
+            if Path(file).stat().st_mode & stat.S_IROTH:
+                why, hint = "can be read by every user of this machine", f"chmod 600 {file}"
+                reading.notices.append(Notice(key="server.api_keys_file", value=file, why=why, hint=hint))
+        except ConfigError as error:
+            reading.refuse(error.key, error.value, error.why, error.hint)
+        except OSError as error:
+            reading.refuse(
+                "server.api_keys_file", file, f"cannot be read: {error.strerror}", "name a readable text file"
+            )
+    if host is not None and file == "" and is_open is False and not is_loopback(host):
+        why = "can be reached from other machines, and no key would be asked for"
+        hint = "set server.api_keys_file, or server.allow_open = true to serve everybody; nearest: 127.0.0.1"
+        reading.refuse("server.host", host, why, hint)

@@ -1,0 +1,344 @@
+"""The sections of the configuration file: every key's name, type, default, unit and meaning, once.
+
+Knows nothing of files or of the machine. Invariant: a field with a `Key` is a key of the file of the same name (or of
+`Key.name`); its default is what `load` gives when the key is not set; its kind takes exactly the values of the field's
+type.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import MappingProxyType
+from typing import Annotated, Any, Literal
+
+from lucevisor.config.names import Environment, FilePath, Host, Origin, VisibleDevice
+from lucevisor.config.strict import AUTO, Choice, Flag, Kind, Line, OrAuto, Real, Several, Size, Whole
+from lucevisor.config.values import (
+    BACKENDS,
+    HUB_PREFIX,
+    Auto,
+    Device,
+    DeviceRef,
+    HubFile,
+    LayerSplit,
+    MaybeDevice,
+    RestartLimit,
+    Restarts,
+    Split,
+    hub_file,
+)
+
+Backend = Literal["cpu", "cuda", "hip"]
+DType = Literal["auto", "float32", "bfloat16", "float16"]
+KvDType = Literal["auto", "float32", "float16", "bfloat16", "q8_0"]
+AutoWord = Literal["auto"]
+
+_RESTART_LIMIT = RestartLimit(5, 60)
+_VISIBLE_DEVICES = {"cuda": "CUDA_VISIBLE_DEVICES", "hip": "HIP_VISIBLE_DEVICES"}
+
+
+@dataclass(frozen=True, slots=True)
+class Key:
+    """What the file and the documentation say about one field."""
+
+    kind: Kind[Any]
+    text: str
+    unit: str = ""
+    name: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelConfig:
+    """The model to serve: one GGUF file."""
+
+    path: Annotated[
+        str,
+        Key(
+            FilePath(may_be_empty=False, hub=True),
+            "The GGUF file, the first part of a split one, or a file of the Hugging Face hub. "
+            "A relative path starts at the folder of this file.",
+        ),
+    ]
+    name: Annotated[
+        str, Key(Line(), "The model's id in `/v1/models`. Empty: `general.name` of the file, else its stem.")
+    ] = ""
+    yarn_attn_factor: Annotated[
+        Literal["default", "file"],
+        Key(
+            Choice(("default", "file")),
+            "Attention factor of YaRN in Laguna models: `default` is 0.1 ln(factor) + 1, `file` the value written in "
+            "the model file.",
+        ),
+    ] = "default"
+
+    @property
+    def source(self) -> Path | HubFile:
+        """Where the file is: a path of this machine, or a file of the hub."""
+        return hub_file(self.path) if self.path.startswith(HUB_PREFIX) else Path(self.path)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupConfig:
+    """A backend group: the devices that one Python interpreter can use, served by one shard daemon. `NAME` is yours: 1
+    to 32 of `a-z 0-9 _ -`; a group named `cpu`, `cuda` or `hip` must have that backend."""
+
+    name: str
+    backend: Annotated[Backend, Key(Choice(BACKENDS), "The accelerator stack of the group's torch build.")]
+    python: Annotated[
+        str,
+        Key(
+            FilePath(command=True),
+            "The group's interpreter; its environment holds torch, numpy, gguf and msgspec. A bare name is looked up "
+            "on PATH, a relative path starts at the folder of this file. Empty: the supervisor's own interpreter.",
+        ),
+    ] = ""
+    env: Annotated[
+        Mapping[str, str], Key(Environment(), "Environment variables for the daemon, added to the supervisor's.")
+    ] = field(default_factory=lambda: MappingProxyType({}))
+    visible_devices: Annotated[
+        tuple[str, ...],
+        Key(
+            Several(VisibleDevice()),
+            "Devices the daemon may see, by number or UUID, handed on as `CUDA_VISIBLE_DEVICES` or "
+            "`HIP_VISIBLE_DEVICES`; index 0 in `target_devices` is the first of them. Empty: what the supervisor "
+            "sees. Backends cuda and hip.",
+        ),
+    ] = ()
+    threads: Annotated[
+        int | AutoWord,
+        Key(
+            OrAuto(Whole(1, 1024)),
+            "Compute threads of the daemon. `auto`: as many as `cores`, else the usable cores shared between the cpu "
+            "groups. Backend cpu.",
+        ),
+    ] = "auto"
+    cores: Annotated[
+        tuple[int, ...],
+        Key(Several(Whole(0, 8191)), "Processor cores the daemon is pinned to. Empty: not pinned."),
+    ] = ()
+
+    def environment(self) -> dict[str, str]:
+        """Return what to add to the daemon's environment: `env`, and the variable for `visible_devices`."""
+        variable = visible_devices_variable(self.backend)
+        if not self.visible_devices or not variable:
+            return dict(self.env)
+        return {**self.env, variable: ",".join(self.visible_devices)}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlacementConfig:
+    """Which devices hold which layers."""
+
+    devices: Annotated[
+        tuple[DeviceRef, ...],
+        Key(
+            Several(Device(), at_least=1, distinct=False),  # twice the same is found when groups are known
+            "Devices in layer order; each holds one contiguous range of layers. On a cpu group every index is the "
+            "same memory, so `left:0` and `left:1` are two shards of one process.",
+            name="target_devices",
+        ),
+    ]
+    split: Annotated[
+        Split,
+        Key(
+            LayerSplit(),
+            "How many layers each device of `target_devices` holds. Weights are shares and need not add up to 1; "
+            'ranges name the layers: `["0-4", "4-8"]` is layers 0 to 3, then 4 to 7. `"auto"`: the planner chooses.',
+            name="target_layer_split",
+        ),
+    ] = field(default=Auto())
+
+    def split_text(self) -> str:
+        """Return the split as `--set placement.target_layer_split=` takes it."""
+        written = LayerSplit().write(self.split)
+        return ",".join(str(part) for part in written) if isinstance(written, list) else str(written)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineConfig:
+    """How the model is computed and how much runs at once."""
+
+    dtype: Annotated[
+        DType,
+        Key(
+            Choice((AUTO, "float32", "bfloat16", "float16")),
+            "Type of activations and arithmetic. `auto`: chosen by the daemon for its device.",
+        ),
+    ] = "auto"
+    kv_dtype: Annotated[
+        KvDType,
+        Key(
+            Choice((AUTO, "float32", "float16", "bfloat16", "q8_0")),
+            "Type of keys and values in the pages. `auto`: as `dtype`.",
+        ),
+    ] = "auto"
+    max_context: Annotated[
+        int | AutoWord,
+        Key(
+            OrAuto(Whole(1, 2**30)),
+            "Longest sequence, prompt and answer together. `auto`: the model's own limit, or less where the "
+            "pages do not reach.",
+            "tokens",
+        ),
+    ] = "auto"
+    max_sequences: Annotated[
+        int, Key(Whole(1, 4096), "Sequences that run at once; more wait in the queue.", "sequences")
+    ] = 8
+    prefill_chunk: Annotated[
+        int,
+        Key(Whole(1, 2**20), "Longest slice of a prompt in one step; smaller keeps other streams smoother.", "tokens"),
+    ] = 512
+    pages: Annotated[
+        int | AutoWord,
+        Key(
+            OrAuto(Whole(1, 2**31 - 1)),
+            "Pages of 64 tokens in each pool. `auto`: what the devices' free memory allows.",
+            "pages",
+        ),
+    ] = "auto"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerConfig:
+    """The HTTP endpoint."""
+
+    host: Annotated[
+        str, Key(Host(), "Address to listen on. Anything but loopback needs `api_keys_file`, or `allow_open = true`.")
+    ] = "127.0.0.1"
+    port: Annotated[
+        int, Key(Whole(0, 65535), "Port to listen on; 0 is any free one, which `lucevisor status` tells.")
+    ] = 8080
+    api_keys_file: Annotated[
+        str,
+        Key(
+            FilePath(),
+            "File of accepted keys, one a line; empty lines and lines that start with `#` are skipped. Empty: no key "
+            "is asked for.",
+        ),
+    ] = ""
+    allow_open: Annotated[bool, Key(Flag(), "Serve other machines without a key.")] = False
+    max_queue: Annotated[
+        int, Key(Whole(1, 2**20), "Requests that may wait for a place; one more is answered 429.", "requests")
+    ] = 256
+    cors_origins: Annotated[
+        tuple[str, ...],
+        Key(Several(Origin()), "Origins whose pages may call the endpoint from a browser. Empty: none."),
+    ] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CacheConfig:
+    """Reuse of prompts that were computed before, in memory and on disk."""
+
+    prefix_slots: Annotated[int, Key(Whole(0, 2**20), "Prompt prefixes kept in memory; 0 is off.", "slots")] = 32
+    memory: Annotated[int, Key(Size(), "Memory that prefix slots may take in all.", "bytes")] = 2**30
+    dir: Annotated[str, Key(FilePath(), "Folder of snapshots, which outlive a restart. Empty: none are written.")] = ""
+    disk: Annotated[int, Key(Size(), "Space that snapshots may take in all.", "bytes")] = 20 * 2**30
+    min_tokens: Annotated[int, Key(Whole(0, 2**30), "Shorter prefixes are not kept.", "tokens")] = 256
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DraftConfig:
+    """Speculative decoding: a cheap guess of the next tokens that the model checks in one step. It never changes what
+    is answered.
+    """
+
+    kind: Annotated[
+        Literal["off", "lookup", "dflash"],
+        Key(
+            Choice(("off", "lookup", "dflash")),
+            "`lookup` repeats what followed the same words before, `dflash` runs a drafter model.",
+        ),
+    ] = "off"
+    path: Annotated[str, Key(FilePath(hub=True), "The drafter's file; needed by `dflash`.")] = ""
+    device: Annotated[DeviceRef | None, Key(MaybeDevice(), "Where the drafter runs. Empty: with the tail.")] = None
+    width: Annotated[
+        int | AutoWord,
+        Key(
+            OrAuto(Whole(1, 64)), "Tokens verified in one step. `auto`: chosen from what was accepted lately.", "tokens"
+        ),
+    ] = "auto"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KvFlashConfig:
+    """KV Flash: long contexts in a bounded pool on the device, the rest of the pages in host memory."""
+
+    pool_tokens: Annotated[
+        int | AutoWord, Key(OrAuto(Whole(0, 2**31 - 1)), "Tokens kept on the devices; 0 is off.", "tokens")
+    ] = 0
+    policy: Annotated[
+        Literal["lru", "qk", "drafter"],
+        Key(
+            Choice(("lru", "qk", "drafter")),
+            "What ranks the pages: last use, the query's score, or the drafter's attention.",
+        ),
+    ] = "lru"
+    tau: Annotated[int, Key(Whole(1, 2**20), "Tokens between two choices of the pages to keep.", "tokens")] = 64
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PFlashConfig:
+    """PFlash: long prompts are shortened to their telling parts by the drafter before prefill. It changes what the
+    model reads.
+    """
+
+    mode: Annotated[
+        Literal["off", "auto", "always"],
+        Key(Choice(("off", "auto", "always")), "`auto`: only prompts of at least `threshold` tokens."),
+    ] = "off"
+    threshold: Annotated[int, Key(Whole(1, 2**30), "Shortest prompt that `auto` shortens.", "tokens")] = 32000
+    keep_ratio: Annotated[float, Key(Real(0.0, 1.0, open_low=True), "Share of the prompt that is kept.")] = 0.05
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RecoveryConfig:
+    """What happens when a daemon dies."""
+
+    hold_s: Annotated[
+        float,
+        Key(
+            Real(0.0, 86400.0),
+            "How long running requests are held for a daemon to come back; 0 ends them at once.",
+            "seconds",
+        ),
+    ] = 120.0
+    journal: Annotated[
+        int, Key(Size(), "Host memory for boundary activations, from which a lost shard is rebuilt.", "bytes")
+    ] = 2 * 2**30
+    spares: Annotated[
+        int,
+        Key(
+            Whole(0, 8),
+            "Daemons per group kept started without weights, so that a restart costs the weights only.",
+            "daemons",
+        ),
+    ] = 0
+    restart_limit: Annotated[
+        RestartLimit,
+        Key(
+            Restarts(),
+            "Most restarts of one group in a time; one more and the group is FAILED until `lucevisor restart`.",
+        ),
+    ] = _RESTART_LIMIT
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LogConfig:
+    """Log lines, on standard error and in the run-time folder."""
+
+    format: Annotated[
+        Literal["auto", "console", "json"],
+        Key(Choice((AUTO, "console", "json")), "`auto`: console on a terminal, JSON otherwise."),
+    ] = "auto"
+    level: Annotated[
+        Literal["debug", "info", "warning", "error"],
+        Key(Choice(("debug", "info", "warning", "error")), "Least severe line that is written."),
+    ] = "info"
+
+
+def visible_devices_variable(backend: Backend) -> str:
+    """Return the environment variable that limits what torch sees, or an empty string for a backend that has none."""
+    return _VISIBLE_DEVICES.get(backend, "")

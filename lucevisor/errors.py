@@ -1,0 +1,126 @@
+"""The project's own exceptions and the exit code each of them means.
+
+Knows nothing of where they are raised or shown. Invariant: every message says what happened, where (the key, field or
+file) and what to do about it, and every error maps to exactly one exit code.
+
+    LucevisorError              1  it failed while running
+      ConfigError               2  one wrong setting
+        ConfigErrors            2  several of them, found at once
+      NotRunningError           3  there is no supervisor to talk to
+      NotReadyError             4  the chain was not ready in time
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from enum import Enum, IntEnum
+from typing import ClassVar, Final
+
+_KEY_CHARS = 120
+_VALUE_CHARS = 80
+
+
+class ExitCode(IntEnum):
+    """What the exit status of every command means."""
+
+    DONE = 0
+    FAILED = 1
+    USAGE = 2
+    NOT_RUNNING = 3
+    NOT_READY = 4
+
+
+class _Absent(Enum):
+    VALUE = "no value"
+
+
+NO_VALUE: Final = _Absent.VALUE
+"""Stands for the value of a setting that is missing, so that None stays a value."""
+
+
+class LucevisorError(Exception):
+    """Something the user of a command should read; `exit_code` is what the process returns."""
+
+    exit_code: ClassVar[ExitCode] = ExitCode.FAILED
+
+
+class ConfigError(LucevisorError):
+    """One setting that is wrong: its key, its value, why it is refused and what to write instead.
+
+    `key` is dotted (`placement.target_devices[1]`) or empty when the whole file is meant; `value` is `NO_VALUE` when
+    there is none to show.
+    """
+
+    exit_code = ExitCode.USAGE
+
+    def __init__(self, key: str, value: object, why: str, hint: str = "", *, file: str = "") -> None:
+        self.key = key
+        self.value = value
+        self.why = why
+        self.hint = hint
+        self.file = file
+        super().__init__(say(key, value, why, hint, file))
+
+    @property
+    def errors(self) -> tuple[ConfigError, ...]:
+        """The single errors inside: this one."""
+        return (self,)
+
+
+class ConfigErrors(ConfigError):
+    """Several settings that are wrong, in the order they were found; its own attributes are those of the first."""
+
+    def __init__(self, errors: Sequence[ConfigError]) -> None:
+        if not errors:
+            raise ValueError("ConfigErrors holds at least one error")
+        self._errors = tuple(single for error in errors for single in error.errors)
+        first = self._errors[0]
+        super().__init__(first.key, first.value, first.why, first.hint, file=first.file)
+
+    @property
+    def errors(self) -> tuple[ConfigError, ...]:
+        """The single errors inside, at least one."""
+        return self._errors
+
+    def __str__(self) -> str:
+        """One line for each error."""
+        return "\n".join(str(error) for error in self._errors)
+
+
+class NotRunningError(LucevisorError):
+    """There is no supervisor to talk to."""
+
+    exit_code = ExitCode.NOT_RUNNING
+
+
+class NotReadyError(LucevisorError):
+    """The chain was not ready before the deadline."""
+
+    exit_code = ExitCode.NOT_READY
+
+
+def say(key: str, value: object, why: str, hint: str = "", file: str = "") -> str:
+    """Return `FILE: KEY = VALUE: WHY; HINT` on one line, each part left out when it is empty."""
+    name = _cut(key, _KEY_CHARS)
+    subject = name if value is NO_VALUE else f"{name} = {show(value)}"
+    text = f"{why}; {hint}" if hint else why
+    return _one_line(": ".join(part for part in (file, subject, text) if part))
+
+
+def show(value: object) -> str:
+    """Return a value as a configuration file would write it, on one line and cut to a readable length."""
+    try:
+        text = json.dumps(value, ensure_ascii=False, default=str)
+    except (ValueError, RecursionError, TypeError):  # too deep, an integer too long, keys no text
+        text = f"a {type(value).__name__}"
+    return _one_line(_cut(text, _VALUE_CHARS))
+
+
+def _cut(text: str, n_chars: int) -> str:
+    return text if len(text) <= n_chars else f"{text[:n_chars]}..."
+
+
+def _one_line(text: str) -> str:
+    """Escape what would break the line or move a terminal's cursor."""
+    return "".join(character if character.isprintable() else ascii(character)[1:-1] for character in text)

@@ -1,0 +1,130 @@
+"""docs/configuration.md, the files in etc/ and the promised keys all say what the types say."""
+
+import re
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from lucevisor.config import DeviceRef, Ranges, Weights, load
+from lucevisor.config.docs import PAGE, main, page
+from lucevisor.config.schema import GROUPS, SECTIONS, keys_of
+from lucevisor.config.sections import GroupConfig
+
+ROOT = Path(__file__).parents[2]
+ETC = ROOT / "etc"
+PROMISED = ROOT / "tests" / "data" / "config" / "contract.toml"
+ALL_KEYS = {(name, key) for name, section in {**SECTIONS, GROUPS: GroupConfig}.items() for key in keys_of(section)}
+
+
+def uncommented(path):
+    """Return a file's tables with every key that stands behind a "# " set."""
+    text = re.sub(r"^# (?=[a-z_]+ = )", "", path.read_text(encoding="utf-8"), flags=re.MULTILINE)
+    return tomllib.loads(text), text
+
+
+def test_the_page_is_what_the_types_say():
+    assert PAGE.read_text(encoding="utf-8") == page(), "run python -m lucevisor.config.docs"
+
+
+def test_every_key_is_on_the_page_under_its_section():
+    sections = dict(re.findall(r"^## `\[(.+?)\]`\n(.*?)(?=^## |\Z)", page(), re.MULTILINE | re.DOTALL))
+    found = {
+        (name.partition(".")[0], key)
+        for name, text in sections.items()
+        for key in re.findall(r"^\| `(\w+)` \|", text, re.MULTILINE)
+    }
+    assert found == ALL_KEYS
+
+
+def test_check_finds_a_page_that_differs(tmp_path, capsys):
+    file = tmp_path / "configuration.md"
+    assert main(["--file", str(file), "--check"]) == 1
+    assert main(["--file", str(file)]) == 0
+    assert main(["--file", str(file), "--check"]) == 0
+    file.write_text(file.read_text().replace("8080", "8081"))
+    capsys.readouterr()
+    assert main(["--file", str(file), "--check"]) == 1
+    output = capsys.readouterr()
+    assert "+| `port` | `8080`" in output.out
+    assert "run python -m lucevisor.config.docs" in output.err
+
+
+def test_the_sample_file_has_every_key_at_its_default():
+    tables, _ = uncommented(ETC / "lucevisor.toml")
+    groups = tables.pop(GROUPS)
+    found = {(name, key) for name, table in tables.items() for key in table} | {(GROUPS, key) for key in groups["left"]}
+    assert found == ALL_KEYS
+    for name, table in [*tables.items(), (GROUPS, groups["left"])]:
+        for key, each in keys_of(SECTIONS.get(name, GroupConfig)).items():
+            assert each.required or each.key.kind.read(table[key]) == each.default, f"{name}.{key}"
+
+
+def test_the_sample_file_has_a_comment_above_every_key():
+    lines = (ETC / "lucevisor.toml").read_text(encoding="utf-8").splitlines()
+    keys = [index for index, line in enumerate(lines) if re.match(r"(# )?[a-z_]+ = ", line)]
+    bare = [lines[index] for index in keys if not re.match(r"# [^=]+[.:]", lines[index - 1])]
+    assert bare == ['backend = "cpu"']  # of the second group
+
+
+def test_the_sample_file_loads_as_it_is_and_with_every_key_set(tmp_path):
+    assert load(ETC / "lucevisor.toml").notices == ()
+    _, text = uncommented(ETC / "lucevisor.toml")
+    (tmp_path / "lucevisor.toml").write_text(text)
+    config = load(tmp_path / "lucevisor.toml")
+    assert {notice.key for notice in config.notices} == {
+        "cache.prefix_slots", "cache.memory", "cache.disk", "cache.min_tokens", "recovery.hold_s", "recovery.journal",
+    }  # fmt: skip
+
+
+def test_the_demo():
+    config = load(ETC / "demo.toml")
+    assert config.model.path == str(ETC / "demo" / "demo-qwen35-22m-q4_k_m.gguf")
+    assert {name: (group.backend, group.threads) for name, group in config.groups.items()} == {
+        "left": ("cpu", 1),
+        "right": ("cpu", 1),
+    }
+    assert config.placement.split == Weights((0.5, 0.5))
+    assert (config.server.host, config.server.port) == ("127.0.0.1", 8080)
+    assert config.notices == ()
+
+
+def test_the_box_with_two_vendors():
+    config = load(ETC / "lucebox3.toml")
+    assert config.placement.devices == (DeviceRef("cuda", 0), DeviceRef("hip", 0))
+    assert config.placement.split == Ranges(((0, 20), (20, 40)))
+    assert config.groups["cuda"].python != config.groups["hip"].python
+    assert config.notices == ()
+
+
+def test_every_promised_key_exists_with_the_promised_default():
+    tables = tomllib.loads(PROMISED.read_text(encoding="utf-8"))
+    groups = tables.pop(GROUPS)
+    promised = {(name, key) for name, table in tables.items() for key in table} | {
+        (GROUPS, key) for key in groups["left"]
+    }
+    assert promised <= ALL_KEYS
+    for name, table in tables.items():
+        for key, value in table.items():
+            each = keys_of(SECTIONS[name])[key]
+            if not each.required and (name, key) != (
+                "placement",
+                "target_layer_split",
+            ):  # an example there, not a default
+                assert each.key.kind.read(value) == each.default, f"{name}.{key}"
+
+
+def test_the_promised_file_loads():
+    config = load(PROMISED)
+    assert [str(device) for device in config.placement.devices] == ["left:0", "right:0"]
+    assert config.groups["left"].cores == (0,)
+
+
+@pytest.mark.parametrize("section", [*SECTIONS.values(), GroupConfig])
+def test_every_key_is_documented_and_its_default_is_taken_by_its_kind(section):
+    assert section.__doc__
+    for name, each in keys_of(section).items():
+        assert each.key.text.endswith("."), name
+        assert each.key.kind.allowed(), name
+        if not each.required:
+            assert each.key.kind.read(each.key.kind.write(each.default)) == each.default, name

@@ -1,0 +1,147 @@
+"""Options without effect are refused or told of by name."""
+
+import pytest
+
+from lucevisor.config import load, not_yet_effective
+from lucevisor.config.effects import INERT, UNIMPLEMENTED, field_key
+from lucevisor.errors import ConfigError
+
+GPU_AND_CPU = """
+[model]
+path = "m.gguf"
+[groups.gpu]
+backend = "cuda"
+[groups.host]
+backend = "cpu"
+[placement]
+target_devices = ["gpu:0", "host:0"]
+"""
+
+
+@pytest.fixture
+def box(tmp_path):
+    path = tmp_path / "box.toml"
+    path.write_text(GPU_AND_CPU)
+    return path
+
+
+@pytest.mark.parametrize(
+    ("override", "key"),
+    [
+        ("draft.kind=lookup", "draft.kind"),
+        ("kvflash.pool_tokens=4096", "kvflash.pool_tokens"),
+        ("kvflash.pool_tokens=auto", "kvflash.pool_tokens"),
+        ("pflash.mode=auto", "pflash.mode"),
+        ("pflash.mode=always", "pflash.mode"),
+        ("cache.dir=snapshots", "cache.dir"),
+        ("recovery.spares=1", "recovery.spares"),
+        ("engine.kv_dtype=q8_0", "engine.kv_dtype"),
+    ],
+)
+def test_features_that_would_change_answers_are_refused_until_they_exist(box, override, key):
+    with pytest.raises(ConfigError) as caught:
+        load(box, [override])
+    (error,) = caught.value.errors
+    assert error.key == key
+    assert "this version does not have" in error.why
+    assert error.hint
+
+
+def test_a_refused_feature_is_still_checked_whole(box):
+    with pytest.raises(ConfigError) as caught:
+        load(box, ["draft.kind=dflash", "draft.device=gone:0"])
+    assert [error.key for error in caught.value.errors] == ["draft.kind", "draft.device", "draft.path"]
+
+
+def test_switches_at_off_say_nothing(box):
+    off = [
+        "draft.kind=off",
+        "kvflash.pool_tokens=0",
+        "pflash.mode=off",
+        "cache.dir=",
+        "recovery.spares=0",
+        "cache.prefix_slots=0",
+        "recovery.hold_s=0",
+        "recovery.journal=0",
+    ]
+    assert load(box, off).notices == ()
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        "cache.prefix_slots=32",
+        "cache.memory=1GiB",
+        "cache.disk=1GiB",
+        "cache.min_tokens=9",
+        "recovery.hold_s=120",
+        "recovery.journal=1GiB",
+        "model.yarn_attn_factor=file",
+        "draft.path=drafter.gguf",
+        "draft.device=gpu:0",
+        "draft.width=4",
+        "kvflash.policy=qk",
+        "kvflash.tau=32",
+        "pflash.threshold=1",
+        "pflash.keep_ratio=0.5",
+        "server.allow_open=true",
+        "groups.gpu.threads=2",
+        "groups.host.visible_devices=0",
+    ],
+)
+def test_other_options_without_effect_are_told_of_by_name(box, override):
+    config = load(box, [override])
+    (notice,) = config.notices
+    assert notice.key == override.partition("=")[0]
+    assert "no effect" in notice.why
+    assert notice.hint
+    assert notice.key in str(notice)
+    assert not_yet_effective(config) == [notice]
+
+
+def test_options_with_effect_say_nothing(box):
+    used = [
+        "groups.host.threads=2",
+        "groups.host.cores=0",
+        "groups.gpu.cores=1",
+        "groups.gpu.visible_devices=0",
+        "server.max_queue=3",
+        "engine.pages=9",
+        "log.level=debug",
+        "recovery.restart_limit=1/9s",
+        "placement.target_layer_split=1,2",
+        "engine.kv_dtype=float16",
+    ]
+    assert load(box, used).notices == ()
+
+
+def test_a_weight_for_the_only_device_is_told_of(tmp_path):
+    path = tmp_path / "one.toml"
+    path.write_text(
+        '[model]\npath="m"\n[groups.a]\nbackend="cpu"\n[placement]\ntarget_devices=["a:0"]\ntarget_layer_split=[0.5]\n'
+    )
+    assert [notice.key for notice in load(path).notices] == ["placement.target_layer_split"]
+    assert load(path, ["placement.target_layer_split=0-9"]).notices == ()
+
+
+def test_allow_open_beside_keys_is_told_of(box, tmp_path):
+    (tmp_path / "keys").write_text("k\n")
+    (tmp_path / "keys").chmod(0o600)
+    config = load(box, ["server.host=0.0.0.0", "server.allow_open=true", "server.api_keys_file=keys"])
+    assert [notice.key for notice in config.notices] == ["server.allow_open"]
+
+
+def test_notices_come_in_the_order_of_the_file_once_each(box):
+    config = load(
+        box, ["recovery.journal=1GiB", "cache.disk=1GiB", "groups.gpu.threads=2", "model.yarn_attn_factor=file"]
+    )
+    keys = [notice.key for notice in config.notices]
+    assert keys == ["model.yarn_attn_factor", "groups.gpu.threads", "cache.disk", "recovery.journal"]
+
+
+def test_the_tables_name_keys_that_exist_and_are_off_or_harmless_by_default():
+    for key, row in UNIMPLEMENTED.items():
+        assert not (row.refused and row.asks(field_key(key).default)), key
+    for inert in INERT:
+        for key in inert.keys:
+            assert not field_key(key).required

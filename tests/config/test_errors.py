@@ -1,0 +1,67 @@
+"""Exceptions: exit codes and one-line messages."""
+
+import pytest
+
+from lucevisor.errors import (
+    NO_VALUE,
+    ConfigError,
+    ConfigErrors,
+    ExitCode,
+    LucevisorError,
+    NotReadyError,
+    NotRunningError,
+)
+
+
+def test_exit_codes_are_the_promised_ones():
+    assert [int(code) for code in ExitCode] == [0, 1, 2, 3, 4]
+    codes = {
+        kind: int(kind.exit_code)
+        for kind in (LucevisorError, ConfigError, ConfigErrors, NotRunningError, NotReadyError)
+    }
+    assert codes == {LucevisorError: 1, ConfigError: 2, ConfigErrors: 2, NotRunningError: 3, NotReadyError: 4}
+
+
+def test_message_says_where_what_and_what_to_do():
+    error = ConfigError("server.port", 70000, "is not in 0..65535", "nearest: 65535", file="box.toml")
+    assert str(error) == "box.toml: server.port = 70000: is not in 0..65535; nearest: 65535"
+    assert str(ConfigError("model.path", NO_VALUE, "is missing")) == "model.path: is missing"
+    assert str(ConfigError("", NO_VALUE, "is not TOML", file="x.toml")) == "x.toml: is not TOML"
+
+
+def test_none_is_a_value():
+    assert str(ConfigError("a.b", None, "is wrong")) == "a.b = null: is wrong"
+
+
+@pytest.mark.parametrize("value", ["a\nb", "\x1b[2J", "‮", "\x00", "\ud800"])
+def test_a_message_is_one_printable_line(value):
+    text = str(ConfigError(value, value, f"is {value}", f"not {value}", file=value))
+    assert text.isprintable()
+    assert text.encode("utf-8")
+
+
+@pytest.mark.parametrize(
+    "value", [10**5000, [[["x"] * 9999]], float("nan"), {1: object()}], ids=["integer", "list", "nan", "object"]
+)
+def test_any_value_can_be_shown_and_stays_short(value):
+    assert len(str(ConfigError("k", value, "is odd"))) < 120
+
+
+def test_a_value_nested_too_deep_can_be_shown():
+    deep: list[object] = []
+    for _ in range(100_000):
+        deep = [deep]
+    assert str(ConfigError("k", deep, "is odd")) == "k = a list: is odd"
+
+
+def test_several_errors_are_flat_and_one_line_each():
+    one, two, three = (ConfigError(key, 1, "is wrong") for key in "abc")
+    several = ConfigErrors([ConfigErrors([one, two]), three])
+    assert several.errors == (one, two, three)
+    assert str(several).splitlines() == ["a = 1: is wrong", "b = 1: is wrong", "c = 1: is wrong"]
+    assert several.key == "a"
+
+
+def test_no_errors_is_no_error():
+    with pytest.raises(ValueError, match="at least one"):
+        ConfigErrors([])

@@ -1,0 +1,590 @@
+"""Loading: values, overrides, and one clear error for each thing that can be wrong."""
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from lucevisor.config import Auto, DeviceRef, HubFile, Ranges, RestartLimit, Weights, load, read_api_keys
+from lucevisor.errors import ConfigError, ConfigErrors
+
+SMALLEST = """
+[model]
+path = "m.gguf"
+[groups.left]
+backend = "cpu"
+[groups.right]
+backend = "cpu"
+[placement]
+target_devices = ["left:0", "right:0"]
+"""
+TWO_VENDORS = """
+[model]
+path = "m.gguf"
+[groups.nv]
+backend = "cuda"
+[groups.amd]
+backend = "hip"
+[placement]
+target_devices = ["cuda:0", "hip:0", "hip:1"]
+target_layer_split = [0.08, 0.46, 0.46]
+"""
+
+
+@pytest.fixture
+def file(tmp_path):
+    """A function that writes a configuration and returns its path."""
+
+    def write(text: str) -> Path:
+        path = tmp_path / "box.toml"
+        path.write_text(text, encoding="utf-8")
+        return path
+
+    return write
+
+
+def errors_of(path: Path, *overrides: str) -> list[ConfigError]:
+    """Return the errors that loading raises; each message must name its origin and its key."""
+    with pytest.raises(ConfigError) as caught:
+        load(path, overrides)
+    for error in caught.value.errors:
+        assert error.file in (str(path), "--set") or error.key == "--set"
+        assert error.key in str(error)
+        assert "\n" not in str(error)
+    return list(caught.value.errors)
+
+
+def error_of(path: Path, *overrides: str) -> ConfigError:
+    """Return the only error that loading raises."""
+    errors = errors_of(path, *overrides)
+    assert len(errors) == 1, [str(error) for error in errors]
+    return errors[0]
+
+
+# --- what is taken
+
+
+def test_the_smallest_file_gets_every_default(file, tmp_path):
+    config = load(file(SMALLEST))
+    assert config.file == tmp_path / "box.toml"
+    assert config.model.path == str(tmp_path / "m.gguf")
+    assert config.model.source == tmp_path / "m.gguf"
+    assert list(config.groups) == ["left", "right"]
+    assert config.groups["left"].backend == "cpu"
+    assert config.placement.devices == (DeviceRef("left", 0), DeviceRef("right", 0))
+    assert config.placement.split == Auto()
+    assert (config.server.host, config.server.port) == ("127.0.0.1", 8080)
+    assert config.recovery.restart_limit == RestartLimit(5, 60)
+    assert config.set_keys == {"model.path", "groups.left.backend", "groups.right.backend", "placement.target_devices"}
+    assert config.notices == ()
+
+
+def test_backends_stand_for_the_only_group_that_has_them(file):
+    config = load(file(TWO_VENDORS))
+    assert [str(device) for device in config.placement.devices] == ["nv:0", "amd:0", "amd:1"]
+    assert config.placement.split == Weights((0.08, 0.46, 0.46))
+    assert config.placement.split_text() == "0.08,0.46,0.46"
+
+
+def test_groups_keep_the_order_of_the_file(file):
+    text = SMALLEST.replace("left", "zeta").replace("right", "alpha")
+    assert list(load(file(text)).groups) == ["zeta", "alpha"]
+
+
+def test_a_group_named_as_its_backend_wins_over_the_backend(file):
+    text = SMALLEST.replace("[groups.left]", "[groups.cpu]").replace("left:0", "cpu:0")
+    assert load(file(text)).placement.devices[0] == DeviceRef("cpu", 0)
+
+
+def test_one_cpu_group_may_hold_several_shards(file):
+    text = SMALLEST.replace('"left:0", "right:0"', '"left:0", "right:0", "left:1"')
+    assert [str(device) for device in load(file(text)).placement.devices] == ["left:0", "right:0", "left:1"]
+
+
+def test_hub_files_and_interpreters(file, tmp_path):
+    text = SMALLEST.replace('"m.gguf"', '"hf:o/r/m.gguf"').replace(
+        'backend = "cpu"', 'backend = "cpu"\npython = "v/bin/python"', 1
+    )
+    config = load(file(text))
+    assert config.model.source == HubFile("o", "r", "m.gguf")
+    assert config.groups["left"].python == str(tmp_path / "v/bin/python")
+    assert config.groups["right"].python == ""
+
+
+def test_a_relative_file_gives_absolute_paths(file, tmp_path, monkeypatch):
+    file(SMALLEST)
+    monkeypatch.chdir(tmp_path)
+    config = load(Path("box.toml"))
+    assert config.model.path == str(tmp_path / "m.gguf")
+    assert config.file == tmp_path / "box.toml"
+
+
+def test_the_environment_of_a_group(file):
+    text = TWO_VENDORS.replace('backend = "hip"', 'backend = "hip"\nvisible_devices = [1, 2]\nenv = { A = "1" }')
+    groups = load(file(text)).groups
+    assert groups["amd"].environment() == {"A": "1", "HIP_VISIBLE_DEVICES": "1,2"}
+    assert groups["nv"].environment() == {}
+
+
+def test_threads_of_a_group(file):
+    text = SMALLEST.replace('backend = "cpu"', 'backend = "cpu"\ncores = [0, 1, 2]', 1)
+    config = load(file(text))
+    assert config.threads_of("left", usable_cores=8) == 3
+    assert config.threads_of("right", usable_cores=8) == 4
+    assert config.threads_of("right", usable_cores=1) == 1
+    assert load(file(text), ["groups.right.threads=7"]).threads_of("right", usable_cores=8) == 7
+
+
+def test_the_dictionary_is_json_and_loads_to_an_equal_configuration(file, tmp_path):
+    config = load(file(SMALLEST), ["engine.pages=12", "groups.left.env.A=b c", "recovery.restart_limit=2/9s"])
+    sections = json.loads(json.dumps(config.as_dict()))
+    assert list(sections) == [
+        "model",
+        "groups",
+        "placement",
+        "engine",
+        "server",
+        "cache",
+        "draft",
+        "kvflash",
+        "pflash",
+        "recovery",
+        "log",
+    ]
+    assert sections["engine"]["pages"] == 12
+    assert sections["groups"]["left"]["env"] == {"A": "b c"}
+    assert sections["recovery"]["restart_limit"] == "2/9s"
+
+
+def test_a_loaded_configuration_cannot_be_changed(file):
+    config = load(file(SMALLEST))
+    with pytest.raises(TypeError):
+        config.groups["third"] = config.groups["left"]
+    with pytest.raises(AttributeError):
+        config.server.port = 1
+
+
+# --- overrides
+
+
+@pytest.mark.parametrize(
+    ("override", "found"),
+    [
+        ("placement.target_layer_split=0.3,0.7", lambda config: config.placement.split == Weights((0.3, 0.7))),
+        ("placement.target_layer_split=0-3,3-8", lambda config: config.placement.split == Ranges(((0, 3), (3, 8)))),
+        ("placement.target_layer_split=auto", lambda config: config.placement.split == Auto()),
+        (
+            "placement.target_devices=right:0,left:3",
+            lambda config: [str(d) for d in config.placement.devices] == ["right:0", "left:3"],
+        ),
+        ("server.port=0", lambda config: config.server.port == 0),
+        (
+            "server.cors_origins=http://a,http://b",
+            lambda config: config.server.cors_origins == ("http://a", "http://b"),
+        ),
+        ("server.cors_origins=[]", lambda config: config.server.cors_origins == ()),
+        ("cache.memory=2MiB", lambda config: config.cache.memory == 2 * 2**20),
+        ("engine.max_context=4096", lambda config: config.engine.max_context == 4096),
+        ("engine.max_context=auto", lambda config: config.engine.max_context == "auto"),
+        ("groups.left.threads=2", lambda config: config.groups["left"].threads == 2),
+        ("groups.left.cores=0,1", lambda config: config.groups["left"].cores == (0, 1)),
+        ("groups.left.env.X_1=a=b", lambda config: dict(config.groups["left"].env) == {"X_1": "a=b"}),
+        ("model.name=my model", lambda config: config.model.name == "my model"),
+        ("model.name=", lambda config: config.model.name == ""),
+        ("recovery.hold_s=0.5", lambda config: config.recovery.hold_s == 0.5),
+        ("log.level=debug", lambda config: config.log.level == "debug"),
+    ],
+)
+def test_overrides(file, override, found):
+    config = load(file(SMALLEST), [override])
+    assert found(config)
+    key = override.partition("=")[0]
+    assert (key if ".env." not in key else "groups.left.env") in config.set_keys
+
+
+def test_an_override_wins_over_the_file_and_leaves_the_rest(file):
+    config = load(file(SMALLEST + "[server]\nport = 1\nmax_queue = 7\n"), ["server.port=2"])
+    assert (config.server.port, config.server.max_queue) == (2, 7)
+
+
+def test_an_override_can_add_a_group(file):
+    config = load(file(SMALLEST), ["groups.mid.backend=cpu", "placement.target_devices=left:0,mid:0,right:0"])
+    assert list(config.groups) == ["left", "right", "mid"]
+
+
+@pytest.mark.parametrize(
+    ("override", "key", "hint"),
+    [
+        ("server.port", "--set", "server.port=8081"),
+        ("", "--set", "server.port=8081"),
+        ("port=1", "port", "server.port"),
+        ("server=1", "server", "server.port"),
+        ("server.prot=1", "server.prot", "nearest: port"),
+        ("serve.port=1", "serve.port", "nearest: server"),
+        ("server.port.x=1", "server.port.x", "server.port"),
+        ("groups.left=cpu", "groups.left", "groups.NAME"),
+        ("groups.left.env=A", "groups.left.env", "groups.NAME.env.VARIABLE=VALUE"),
+        ("groups.left.env.1=A", "groups.left.env.1", "not a digit first"),
+        ("groups.left.env.A.B=1", "groups.left.env.A.B", "groups.NAME"),
+        ("server.port=", "server.port", "decimal digits"),
+        ("server.port= 80", "server.port", "decimal digits"),
+        ("server.port=+80", "server.port", "decimal digits"),
+        ("server.port=0x50", "server.port", "decimal digits"),
+        ("server.port=80_80", "server.port", "decimal digits"),
+        ("server.port=65536", "server.port", "nearest: 65535"),
+        ("server.allow_open=yes", "server.allow_open", "true, false"),
+        ("server.cors_origins=", "server.cors_origins", "[] is the empty list"),
+        ("server.cors_origins=http://a,", "server.cors_origins", "[] is the empty list"),
+        ("placement.target_layer_split=0.3,   -1", "placement.target_layer_split[1]", "decimal digits"),
+        ("placement.target_layer_split=0.3,nan", "placement.target_layer_split[1]", "decimal digits"),
+        ("placement.target_layer_split=0.3,1e400", "placement.target_layer_split[1]", "a float can hold"),
+        ("placement.target_layer_split=0.3,", "placement.target_layer_split", "single commas"),
+        ("placement.target_devices=left:0, right:0", "placement.target_devices[1]", "nearest: right:0"),
+        ("placement.target_devices=left:0,right:00", "placement.target_devices[1]", "nearest: right:0"),
+        ("recovery.hold_s=inf", "recovery.hold_s", "decimal digits"),
+        ("pflash.keep_ratio=0", "pflash.keep_ratio", "number > 0 and <= 1"),
+        ("cache.memory=1 GiB", "cache.memory", "nearest: 1GiB"),
+        ("=1", "", "such as server.port"),
+    ],
+)
+def test_overrides_that_are_refused(file, override, key, hint):
+    error = error_of(file(SMALLEST), override)
+    assert error.key == key
+    assert error.file in ("--set", "")
+    assert hint in error.hint
+
+
+def test_a_key_is_set_once(file):
+    error = error_of(file(SMALLEST), "server.port=1", "server.port=1")
+    assert (error.key, error.why) == ("server.port", "is set twice")
+
+
+# --- what is refused, one error each
+
+
+@pytest.mark.parametrize(
+    ("more", "key", "value", "why", "hint"),
+    [
+        ("[sevrer]\nport = 1", "sevrer", {"port": 1}, "is not a section", "nearest: server"),
+        ("[server]\nprot = 1", "server.prot", 1, "is not a key of [server]", "nearest: port"),
+        (
+            "[server]\nprefill_chunk = 1",
+            "server.prefill_chunk",
+            1,
+            "is not a key of [server]",
+            "nearest: engine.prefill_chunk",
+        ),
+        ("[engine]\nthreads = 1", "engine.threads", 1, "is not a key of [engine]", "nearest: groups.NAME.threads"),
+        ("[server.tls]\ncert = 1", "server.tls", {"cert": 1}, "is not a key", "keys: host, port"),
+        (
+            "[group.third]\nbackend = 'cpu'",
+            "group",
+            {"third": {"backend": "cpu"}},
+            "is not a section",
+            "nearest: groups",
+        ),
+        ("[server]\nport = '8080'", "server.port", "8080", "is text, not an integer", "integer 0..65535"),
+        ("[server]\nport = 8080.0", "server.port", 8080.0, "is a number, not an integer", "integer 0..65535"),
+        ("[server]\nport = true", "server.port", True, "is true or false, not an integer", "integer 0..65535"),
+        ("[server]\nport = 65536", "server.port", 65536, "is not in 0..65535", "nearest: 65535"),
+        ("[server]\nport = -1", "server.port", -1, "is not in 0..65535", "nearest: 0"),
+        ("[server]\nport = 2020-01-01", "server.port", None, "is a date, not an integer", "integer 0..65535"),
+        ("[server]\nhost = ''", "server.host", "", "is empty", ""),
+        ("[server]\nhost = '[::1]'", "server.host", "[::1]", "is neither an IP address", "nearest: ::1"),
+        (
+            "[server]\nhost = '0.0.0.0'",
+            "server.host",
+            "0.0.0.0",
+            "can be reached from other machines",
+            "allow_open = true",
+        ),
+        (
+            "[server]\nhost = 'box.lan'",
+            "server.host",
+            "box.lan",
+            "can be reached from other machines",
+            "server.api_keys_file",
+        ),
+        ("[server]\nallow_open = 1", "server.allow_open", 1, "is an integer, not true or false", ""),
+        ("[server]\nmax_queue = 0", "server.max_queue", 0, "is not in", "nearest: 1"),
+        ("[server]\ncors_origins = 'x'", "server.cors_origins", "x", "is text, not a list", "list of"),
+        (
+            "[server]\ncors_origins = ['http://x/']",
+            "server.cors_origins[0]",
+            "http://x/",
+            "is not an origin",
+            "nearest: http://x",
+        ),
+        ("[server]\napi_keys_file = 'absent'", "server.api_keys_file", None, "cannot be read", "one key a line"),
+        ("[engine]\ndtype = 'float23'", "engine.dtype", "float23", "is not one of the choices", "nearest: float32"),
+        ("[engine]\ndtype = 'Float32'", "engine.dtype", "Float32", "is not one of the choices", "nearest: float32"),
+        ("[engine]\nmax_context = 'lots'", "engine.max_context", "lots", "is not an integer or auto", "or auto"),
+        ("[engine]\nmax_context = 0", "engine.max_context", 0, "is not in", "nearest: 1"),
+        ("[engine]\npages = false", "engine.pages", False, "is true or false", ""),
+        ("[cache]\nmemory = '1 GiB'", "cache.memory", "1 GiB", "is not a size", "nearest: 1GiB"),
+        ("[cache]\nmemory = 1.5", "cache.memory", 1.5, "is a number, not a size", "512MiB"),
+        ("[draft]\ndevice = 'gone:0'", "draft.device", "gone:0", "no group is named gone", "left:0, right:0"),
+        ("[draft]\ndevice = 'left'", "draft.device", "left", "is not GROUP:INDEX", "nearest: left:0"),
+        ("[pflash]\nkeep_ratio = 0", "pflash.keep_ratio", 0, "is out of range", "number > 0 and <= 1"),
+        ("[pflash]\nkeep_ratio = nan", "pflash.keep_ratio", None, "is not finite", ""),
+        ("[pflash]\nkeep_ratio = 1e400", "pflash.keep_ratio", None, "is not finite", ""),
+        ("[recovery]\nrestart_limit = '5'", "recovery.restart_limit", "5", "is not COUNT/SECONDSs", "5/60s"),
+        ("[recovery]\nhold_s = -1", "recovery.hold_s", -1, "is out of range", "number >= 0"),
+        ("[log]\nlevel = 'warn'", "log.level", "warn", "is not one of the choices", "nearest: warning"),
+        ("[log]\nformat = 'text'", "log.format", "text", "is not one of the choices", "console"),
+        ("log = 5", "log", 5, "is an integer, not a table", "write [log]"),
+        ("[[log]]\nlevel = 'info'", "log", [{"level": "info"}], "is a list, not a table", "write [log]"),
+        (
+            "[groups.'Left side']\nbackend = 'cpu'",
+            "groups.Left side",
+            None,
+            "is not a group's name",
+            "nearest: leftside",
+        ),
+        ("[groups.third]\nbackend = 'cpu'", "groups.third", None, "would be started for nothing", "add third:0"),
+        ("[groups]\nthird = 3", "groups.third", 3, "is an integer, not a table", "write [groups.third]"),
+    ],
+)
+def test_one_wrong_setting(file, more, key, value, why, hint):
+    text = f"{more}\n{SMALLEST}" if more.startswith("log") else f"{SMALLEST}\n{more}\n"
+    errors = errors_of(file(text))
+    error = errors[0]
+    assert len(errors) == 1 or more.startswith("[groups]"), [str(each) for each in errors]
+    assert error.key == key
+    assert value is None or error.value == value
+    assert why in error.why
+    assert hint in error.hint
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "key", "why", "hint"),
+    [
+        ('path = "m.gguf"', "", "model.path", "is missing", "add path ="),
+        ('path = "m.gguf"', 'path = ""', "model.path", "is empty", "write a value"),
+        ('path = "m.gguf"', 'path = " m.gguf"', "model.path", "has blanks at an end", "m.gguf"),
+        ('path = "m.gguf"', 'path = "hf:owner"', "model.path", "is not a file of the hub", "hf:owner/repo/file.gguf"),
+        ('path = "m.gguf"', 'path = "m\\n.gguf"', "model.path", "holds a control character", ""),
+        (
+            'backend = "cpu"\n[placement]',
+            'backend = "gpu"\n[placement]',
+            "groups.right.backend",
+            "is not one of the choices",
+            "nearest: cpu",
+        ),
+        ('backend = "cpu"\n[placement]', "\n[placement]", "groups.right.backend", "is missing", "cpu, cuda, hip"),
+        (
+            '["left:0", "right:0"]',
+            '["left:0", "right:0", "left:0"]',
+            "placement.target_devices[2]",
+            "is the same device",
+            "nearest: left:1",
+        ),
+        (
+            '["left:0", "right:0"]',
+            '["left:0", "rihgt:0"]',
+            "placement.target_devices[1]",
+            "no group is named rihgt",
+            "nearest: right:0",
+        ),
+        (
+            '["left:0", "right:0"]',
+            '["left:0", "hip:0"]',
+            "placement.target_devices[1]",
+            "no group has the backend hip",
+            "left:0, right:0",
+        ),
+        (
+            '["left:0", "right:0"]',
+            '["left:0", "cpu:1"]',
+            "placement.target_devices[1]",
+            "is ambiguous: 2 groups",
+            "left:1, right:1",
+        ),
+        (
+            '["left:0", "right:0"]',
+            '["left:0", "right:01"]',
+            "placement.target_devices[1]",
+            "is not GROUP:INDEX",
+            "nearest: right:1",
+        ),
+        (
+            '["left:0", "right:0"]',
+            '["left:0", "right: 1"]',
+            "placement.target_devices[1]",
+            "is not GROUP:INDEX",
+            "nearest: right:1",
+        ),
+        ('["left:0", "right:0"]', '["left:0", 0]', "placement.target_devices[1]", "is an integer, not GROUP:INDEX", ""),
+        ('["left:0", "right:0"]', '"left:0"', "placement.target_devices", "is text, not a list", ""),
+        ('["left:0", "right:0"]', "[]", "placement.target_devices", "is empty", "at least 1"),
+        ('["left:0", "right:0"]', '["left:0"]', "groups.right", "would be started for nothing", "add right:0"),
+        (
+            'target_devices = ["left:0", "right:0"]',
+            "",
+            "placement.target_devices",
+            "is missing",
+            "add target_devices =",
+        ),
+    ],
+)
+def test_one_wrong_line_of_the_smallest_file(file, old, new, key, why, hint):
+    assert old in SMALLEST
+    error = error_of(file(SMALLEST.replace(old, new)))
+    assert error.key == key
+    assert why in error.why
+    assert hint in error.hint
+
+
+@pytest.mark.parametrize(
+    ("split", "key", "why", "hint"),
+    [
+        ("[0.5]", "placement.target_layer_split", "has 1 weights for 2 devices", "left:0, right:0"),
+        ("[1, 1, 1]", "placement.target_layer_split", "has 3 weights for 2 devices", "left:0, right:0"),
+        ('["0-8"]', "placement.target_layer_split", "has 1 ranges for 2 devices", "left:0, right:0"),
+        ("[0.5, 0]", "placement.target_layer_split[1]", "not a finite number above 0", ""),
+        ("[0.5, -0.5]", "placement.target_layer_split[1]", "not a finite number above 0", ""),
+        ("[0.5, nan]", "placement.target_layer_split[1]", "not a finite number above 0", ""),
+        ("[0.5, inf]", "placement.target_layer_split[1]", "not a finite number above 0", ""),
+        ("[0.5, 1e400]", "placement.target_layer_split[1]", "not a finite number above 0", ""),
+        ("[0.5, true]", "placement.target_layer_split[1]", "is true or false, not a number", ""),
+        ('[0.5, "   -1"]', "placement.target_layer_split[1]", "is text, not a number", ""),
+        ('["0-4", "5-8"]', "placement.target_layer_split[1]", "does not start at layer 4", "nearest: 4-8"),
+        ('["0-4", "4-4"]', "placement.target_layer_split[1]", "is empty", "nearest: 4-5"),
+        ('"atuo"', "placement.target_layer_split", "is not auto", "nearest: auto"),
+        ("0.5", "placement.target_layer_split", "is a number, not auto", ""),
+    ],
+)
+def test_one_wrong_split(file, split, key, why, hint):
+    error = error_of(file(f"{SMALLEST}target_layer_split = {split}\n"))
+    assert error.key == key
+    assert why in error.why
+    assert hint in error.hint
+
+
+def test_the_same_device_under_two_names(file):
+    error = error_of(file(TWO_VENDORS.replace('"hip:1"', '"amd:0"')))
+    assert (error.key, error.value) == ("placement.target_devices[2]", "amd:0")
+    assert error.hint == "nearest: amd:1, if there is one"
+
+
+def test_no_group_at_all(file):
+    text = "[model]\npath = 'm'\n[placement]\ntarget_devices = ['cuda:0']\n"
+    errors = errors_of(file(text))
+    assert [error.key for error in errors] == ["groups", "placement.target_devices[0]"]
+
+
+def test_a_group_that_is_named_after_another_backend(file):
+    text = TWO_VENDORS.replace("[groups.nv]", "[groups.hip]")
+    error = next(error for error in errors_of(file(text)) if error.key == "groups.hip.backend")
+    assert error.value == "cuda"
+
+
+def test_visible_devices_bound_the_index_and_stand_once(file):
+    text = TWO_VENDORS.replace('backend = "hip"', 'backend = "hip"\nvisible_devices = [3]')
+    error = error_of(file(text))
+    assert (error.key, error.hint) == ("placement.target_devices[2]", "nearest: amd:0")
+    text = TWO_VENDORS.replace(
+        'backend = "cuda"', 'backend = "cuda"\nvisible_devices = [0]\nenv = { CUDA_VISIBLE_DEVICES = "1" }'
+    )
+    error = error_of(file(text))
+    assert (error.key, error.value) == ("groups.nv.visible_devices", ["0"])
+    assert "env.CUDA_VISIBLE_DEVICES" in error.why
+
+
+def test_all_errors_are_told_at_once(file):
+    text = SMALLEST.replace('["left:0", "right:0"]', '["left:0", "rite:0"]') + "[server]\nport = 'x'\nhots = 1\n[lgo]\n"
+    with pytest.raises(ConfigErrors) as caught:
+        load(file(text), ["engine.pages=0"])
+    assert [error.key for error in caught.value.errors] == [
+        "lgo",
+        "engine.pages",
+        "server.hots",
+        "server.port",
+        "placement.target_devices[1]",
+    ]
+    assert len(str(caught.value).splitlines()) == 5
+    assert caught.value.exit_code == 2
+
+
+# --- files
+
+
+@pytest.mark.parametrize(
+    ("content", "why"),
+    [
+        (b"\xff\xfe", "is not UTF-8 text (byte 0)"),
+        (b"[model", "is not TOML"),
+        (b"[model]\npath = 'a'\npath = 'b'\n", "is not TOML"),
+        (b"x = " + b"[" * 100_000, "is not TOML"),
+        (b"x = " + b"9" * 10_000, "is not TOML"),
+        (b"#" * (2**20 + 1), "is larger than 1 MiB"),
+    ],
+    ids=["utf-8", "syntax", "duplicate", "nested", "digits", "large"],
+)
+def test_files_that_are_no_configuration(tmp_path, content, why):
+    path = tmp_path / "box.toml"
+    path.write_bytes(content)
+    error = error_of(path)
+    assert why in error.why
+    assert error.hint
+
+
+@pytest.mark.parametrize("name", ["absent.toml", ".", "a\0b", "x" * 5000])
+def test_files_that_cannot_be_read(tmp_path, name):
+    error = error_of(tmp_path / name)
+    assert "cannot be read" in error.why
+
+
+# --- API keys
+
+
+def test_api_keys(file, tmp_path):
+    keys = tmp_path / "keys"
+    keys.write_text("# operators\nalpha-1\n\n  beta-2  \n#gamma\n")
+    keys.chmod(0o600)
+    assert read_api_keys(keys) == ("alpha-1", "beta-2")
+    config = load(file(SMALLEST + "[server]\nhost = '0.0.0.0'\napi_keys_file = 'keys'\n"))
+    assert config.server.api_keys_file == str(keys)
+    assert config.notices == ()
+
+
+@pytest.mark.parametrize(
+    ("content", "why"),
+    [
+        (b"", "holds no key"),
+        (b"# none\n\n", "holds no key"),
+        (b"good\nsecret one\n", "line 2"),
+        ("geh\u00e9im\n".encode(), "line 1"),
+        (b"\xff\n", "not UTF-8"),
+        (b"k\n" * 2**20, "larger than 1 MiB"),
+    ],
+    ids=["empty", "comments", "blank", "accent", "latin-1", "large"],
+)
+def test_key_files_that_are_refused_without_showing_a_key(file, tmp_path, content, why):
+    (tmp_path / "keys").write_bytes(content)
+    error = error_of(file(SMALLEST + "[server]\napi_keys_file = 'keys'\n"))
+    assert error.key == "server.api_keys_file"
+    assert why in error.why
+    assert "secret" not in str(error)
+
+
+def test_a_pipe_is_no_key_file(tmp_path):
+    os.mkfifo(tmp_path / "keys")
+    with pytest.raises(ConfigError, match="not a regular file"):
+        read_api_keys(tmp_path / "keys")
+
+
+def test_a_key_file_that_others_can_read_is_warned_about(file, tmp_path):
+    keys = tmp_path / "keys"
+    keys.write_text("k\n")
+    keys.chmod(0o644)
+    notices = load(file(SMALLEST + "[server]\napi_keys_file = 'keys'\n")).notices
+    assert [notice.key for notice in notices] == ["server.api_keys_file"]
+    assert notices[0].hint == f"chmod 600 {keys}"
+
+
+def test_an_open_server_is_a_choice(file):
+    config = load(file(SMALLEST + "[server]\nhost = '0.0.0.0'\nallow_open = true\n"))
+    assert config.server.allow_open
+    assert config.notices == ()

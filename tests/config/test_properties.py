@@ -1,0 +1,296 @@
+"""Any file gives a Config or a ConfigError, and a Config written down and read again is the same."""
+
+import json
+import re
+import tomllib
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from lucevisor.config import Config, load
+from lucevisor.config.effects import UNIMPLEMENTED
+from lucevisor.config.load import from_tree
+from lucevisor.config.schema import GROUPS, SECTIONS, keys_of
+from lucevisor.config.sections import GroupConfig
+from lucevisor.errors import ConfigError
+
+FILE = Path("/etc/box/box.toml")
+QUICK = settings(
+    deadline=None, max_examples=150, suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture]
+)
+REFUSED = {key for key, row in UNIMPLEMENTED.items() if row.refused}
+
+# --- TOML text: written here, so that tomllib is on the way of every value
+
+
+def toml(value) -> str:
+    """Return a value as TOML."""
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{toml(str(key))} = {toml(item)}" for key, item in value.items()) + "}"
+    if isinstance(value, list | tuple):
+        return "[" + ", ".join(map(toml, value)) + "]"
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, str):
+        return re.sub("\x7f", r"\\u007f", json.dumps(value, ensure_ascii=False))
+    return repr(value)
+
+
+def document(tree: dict) -> str:
+    """Return a whole file."""
+    return "".join(f"{toml(name)} = {toml(section)}\n" for name, section in tree.items())
+
+
+# --- valid configurations
+
+line = st.text(st.characters(exclude_categories=["C", "Z"]), max_size=12)
+path = line.filter(lambda text: not text.startswith(("hf:", "~")))
+auto = st.just("auto")
+size = st.integers(0, 2**40) | st.builds("{}{}".format, st.integers(0, 999), st.sampled_from(["KiB", "MiB", "GiB"]))
+name = st.from_regex(r"[a-z0-9_-]{1,32}", fullmatch=True).filter(lambda text: text not in ("cpu", "cuda", "hip"))
+VALID = {
+    "model": {"path": path.filter(bool), "name": line, "yarn_attn_factor": st.sampled_from(["default", "file"])},
+    "engine": {
+        "dtype": st.sampled_from(["auto", "float32", "bfloat16", "float16"]),
+        "kv_dtype": st.sampled_from(["auto", "float32", "float16", "bfloat16"]),
+        "max_context": auto | st.integers(1, 2**20),
+        "max_sequences": st.integers(1, 4096),
+        "prefill_chunk": st.integers(1, 2**20),
+        "pages": auto | st.integers(1, 2**20),
+    },
+    "server": {
+        "host": st.sampled_from(["127.0.0.1", "::1", "localhost"]),
+        "port": st.integers(0, 65535),
+        "allow_open": st.booleans(),
+        "max_queue": st.integers(1, 2**20),
+        "cors_origins": st.lists(st.sampled_from(["*", "http://a", "https://b:1", "tauri://c"]), unique=True),
+    },
+    "cache": {"prefix_slots": st.integers(0, 2**20), "memory": size, "disk": size, "min_tokens": st.integers(0, 2**30)},
+    "draft": {"path": path, "width": auto | st.integers(1, 64)},
+    "kvflash": {"policy": st.sampled_from(["lru", "qk", "drafter"]), "tau": st.integers(1, 2**20)},
+    "pflash": {"threshold": st.integers(1, 2**30), "keep_ratio": st.floats(0, 1, exclude_min=True) | st.just(1)},
+    "recovery": {
+        "hold_s": st.floats(0, 86400) | st.integers(0, 86400),
+        "journal": size,
+        "restart_limit": st.builds("{}/{}s".format, st.integers(0, 9999), st.integers(1, 999999)),
+    },
+    "log": {
+        "format": st.sampled_from(["auto", "console", "json"]),
+        "level": st.sampled_from(["debug", "info", "warning", "error"]),
+    },
+}
+group = st.fixed_dictionaries(
+    {"backend": st.sampled_from(["cpu", "cuda", "hip"])},
+    optional={
+        "python": path,
+        "env": st.dictionaries(
+            st.from_regex(r"[A-Z_][A-Z0-9_]{0,8}", fullmatch=True),
+            st.text(max_size=8).filter(lambda text: "\0" not in text),
+            max_size=3,
+        ),
+        "threads": auto | st.integers(1, 1024),
+        "cores": st.lists(st.integers(0, 8191), unique=True, max_size=4),
+    },
+)
+
+
+@st.composite
+def trees(draw):
+    """The tables of a valid file."""
+    groups = draw(st.dictionaries(name, group, min_size=1, max_size=4))
+    indices = {each: draw(st.lists(st.integers(0, 5), min_size=1, max_size=3, unique=True)) for each in groups}
+    devices = draw(st.permutations([f"{each}:{index}" for each in groups for index in indices[each]]))
+    weight = st.floats(1e-9, 1e9) | st.integers(1, 99)
+    split = draw(
+        auto | st.lists(weight, min_size=len(devices), max_size=len(devices)) | st.just(ranges(draw, len(devices)))
+    )
+    model = {key: kind for key, kind in VALID["model"].items() if key != "path"}
+    tree = {"model": draw(st.fixed_dictionaries({"path": VALID["model"]["path"]}, optional=model)), GROUPS: groups}
+    tree["placement"] = {"target_devices": list(devices), "target_layer_split": split}
+    for section, keys in VALID.items():
+        if section != "model" and draw(st.booleans()):
+            tree[section] = draw(st.fixed_dictionaries({}, optional=keys))
+    if draw(st.booleans()):
+        tree.setdefault("draft", {})["device"] = draw(st.sampled_from(devices))
+    return tree
+
+
+def ranges(draw, n_devices):
+    """Return contiguous layer ranges, one for each device."""
+    sizes = draw(st.lists(st.integers(1, 9), min_size=n_devices, max_size=n_devices))
+    starts = [sum(sizes[:index]) for index in range(n_devices)]
+    return [f"{start}-{start + size}" for start, size in zip(starts, sizes, strict=True)]
+
+
+def n_bytes(value):
+    """Return the bytes a size stands for, computed apart from the code under test."""
+    units = {"KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}
+    return value if isinstance(value, int) else int(value[:-3]) * units[value[-3:]]
+
+
+def expected(section, key, value):
+    """Return what `as_dict` must say of a value that was written in the file."""
+    if (section, key) in (("cache", "memory"), ("cache", "disk"), ("recovery", "journal")):
+        return n_bytes(value)
+    is_path = (section, key) in (("model", "path"), ("draft", "path")) or (key == "python" and "/" in value)
+    return str(FILE.parent / value) if is_path and value else value
+
+
+@QUICK
+@given(tree=trees())
+def test_a_valid_file_is_taken_as_it_is_written_and_reads_back(tree):
+    config = from_tree(tomllib.loads(document(tree)), FILE)
+    written = config.as_dict()
+    for section, table in tree.items():
+        tables = {f"{GROUPS}.{each}": inner for each, inner in table.items()} if section == GROUPS else {section: table}
+        for dotted, keys in tables.items():
+            shown = written[GROUPS][dotted.partition(".")[2]] if section == GROUPS else written[section]
+            for key, value in keys.items():
+                assert shown[key] == expected(section, key, value), f"{dotted}.{key}"
+                assert f"{dotted}.{key}" in config.set_keys
+    again = from_tree(tomllib.loads(document(written)), FILE)
+    assert again == config
+    assert again.as_dict() == json.loads(json.dumps(written))
+
+
+@QUICK
+@given(tree=trees(), key=st.sampled_from(sorted(f"{section}.{key}" for section, keys in VALID.items() for key in keys)))
+def test_an_option_is_effective_or_named_in_a_notice_never_unknown(tree, key):
+    config = from_tree(tree, FILE)
+    assert {notice.key for notice in config.notices} <= config.set_keys
+    section, _, short = key.partition(".")
+    row = UNIMPLEMENTED.get(key)
+    if row is not None and short in tree.get(section, {}):
+        asked = row.asks(getattr(getattr(config, section), short))
+        assert asked <= (key in {notice.key for notice in config.notices})
+
+
+# --- garbage
+
+scalar = st.one_of(
+    st.booleans(),
+    st.integers(-(2**70), 2**70),
+    st.floats(),
+    st.text(max_size=20),
+    st.sampled_from(
+        [
+            "auto",
+            "cuda:0",
+            "0-4",
+            "5/60s",
+            "1GiB",
+            "hf:a/b/c",
+            "../x",
+            "~/x",
+            "~",
+            "127.0.0.1",
+            "",
+            "   -1",
+            "1e400",
+            "off",
+        ]
+    ),
+    st.dates(),
+    st.times(),
+)
+garbage = st.recursive(
+    scalar,
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=8), inner, max_size=4),
+    max_leaves=6,
+)
+known_key = {
+    section: st.sampled_from([*keys_of(kind), "x"]) for section, kind in {**SECTIONS, GROUPS: GroupConfig}.items()
+}
+garbage_section = st.sampled_from(sorted(SECTIONS)).flatmap(
+    lambda section: st.tuples(st.just(section), garbage | st.dictionaries(known_key[section], garbage, max_size=5))
+)
+garbage_groups = st.dictionaries(
+    name | st.text(max_size=5), garbage | st.dictionaries(known_key[GROUPS], garbage, max_size=4), max_size=3
+)
+garbage_trees = st.builds(
+    lambda sections, groups, more: {**more, **dict(sections), GROUPS: groups},
+    st.lists(garbage_section, max_size=5),
+    garbage | garbage_groups,
+    st.dictionaries(st.text(max_size=8), garbage, max_size=2),
+)
+
+
+def outcome(call) -> Config | ConfigError:
+    """Return what a call gives; anything but a Config or a ConfigError with readable messages fails."""
+    try:
+        return call()
+    except ConfigError as error:
+        refused = error
+    assert all(str(each).isprintable() and each.why for each in refused.errors)
+    return refused
+
+
+@QUICK
+@given(tree=garbage_trees)
+def test_garbage_raises_config_errors_only(tree):
+    assert isinstance(outcome(lambda: from_tree(tree, FILE)), ConfigError)
+
+
+@QUICK
+@given(tree=trees(), section=st.sampled_from(sorted(VALID)), value=garbage, data=st.data())
+def test_one_garbage_value_in_a_valid_file(tree, section, value, data):
+    key = data.draw(st.sampled_from(sorted(keys_of(SECTIONS[section]))))
+    tree.setdefault(section, {})[key] = value
+    result = outcome(lambda: from_tree(tree, FILE))
+    if isinstance(result, ConfigError):
+        related = {f"{section}.{key}", "server.host"}  # keys or an open host may ask for the other
+        assert all(re.sub(r"\[\d+\]$", "", error.key) in related for error in result.errors), result
+
+
+@QUICK
+@given(
+    overrides=st.lists(
+        st.text(max_size=20)
+        | st.builds(
+            "{}={}".format,
+            st.sampled_from(
+                [f"{s}.{k}" for s in SECTIONS for k in keys_of(SECTIONS[s])] + ["groups.left.threads", "groups.x.env.A"]
+            ),
+            st.text(max_size=12),
+        ),
+        max_size=3,
+    )
+)
+def test_garbage_overrides_raise_config_errors_only(overrides):
+    tree = {"model": {"path": "m"}, GROUPS: {"left": {"backend": "cpu"}}, "placement": {"target_devices": ["left:0"]}}
+    result = outcome(lambda: from_tree(tree, FILE, overrides))
+    assert isinstance(result, Config | ConfigError)
+    assert tree == {
+        "model": {"path": "m"},
+        GROUPS: {"left": {"backend": "cpu"}},
+        "placement": {"target_devices": ["left:0"]},
+    }
+
+
+@pytest.fixture(scope="module")
+def scratch(tmp_path_factory):
+    return tmp_path_factory.mktemp("garbage") / "box.toml"
+
+
+@QUICK
+@given(
+    content=st.binary(max_size=200)
+    | garbage_trees.map(lambda tree: document(tree).encode("utf-8", "surrogatepass"))
+    | st.text(max_size=200).map(lambda text: text.encode("utf-8", "surrogatepass"))
+)
+def test_any_bytes_in_a_file_raise_config_errors_only(scratch, content):
+    scratch.write_bytes(content)
+    assert isinstance(outcome(lambda: load(scratch)), ConfigError)
+
+
+def test_the_refused_features_are_the_ones_the_valid_files_leave_out():
+    drawn = {f"{section}.{key}" for section, keys in VALID.items() for key in keys}
+    everything = {f"{section}.{key}" for section, kind in SECTIONS.items() for key in keys_of(kind)}
+    left_out = (
+        everything
+        - drawn
+        - {"placement.target_devices", "placement.target_layer_split", "draft.device", "server.api_keys_file"}
+    )
+    assert left_out | {"engine.kv_dtype"} == REFUSED
