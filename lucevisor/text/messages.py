@@ -1,0 +1,119 @@
+"""Chat messages as clients send them, made into what chat templates expect.
+
+Knows the OpenAI message shape and what one template can take (`Traits`), not Jinja. Invariant: no text of a client is
+changed; only its wrapping is (parts joined, JSON arguments decoded, a role or a field given the name the template
+knows).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from lucevisor.errors import LucevisorError
+
+_REASONING_FIELDS: Final = ("reasoning_content", "thinking", "reasoning")
+# Parts of a message that are text, and the field that holds it.
+_TEXT_PARTS: Final = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
+
+
+class TemplateError(LucevisorError):
+    """A chat cannot be made into a prompt; the message says which part of it and is fit for the client."""
+
+
+@dataclass(frozen=True)
+class Traits:
+    """What a template can take: a list of content parts, the role `developer`, tool results inside a call."""
+
+    content_parts: bool
+    developer_role: bool
+    embedded_tool_responses: bool
+
+
+def prepare_messages(messages: Sequence[Mapping[str, object]], traits: Traits) -> list[dict[str, object]]:
+    """Return the messages as the template takes them; raises TemplateError naming the message and field at fault."""
+    prepared = [_prepare(message, f"messages[{index}]", traits) for index, message in enumerate(messages)]
+    return _embed_tool_responses(prepared) if traits.embedded_tool_responses else prepared
+
+
+def _prepare(message: Mapping[str, object], where: str, traits: Traits) -> dict[str, object]:
+    if not isinstance(message, Mapping):
+        raise TemplateError(f"{where} is a {type(message).__name__}, must be an object with role and content")
+    result = dict(message)
+    if not isinstance(result.get("role"), str):
+        raise TemplateError(f"{where}.role is missing or not text; give system, user, assistant or tool")
+    if result["role"] == "developer" and not traits.developer_role:
+        result["role"] = "system"
+    reasoning = next((result[name] for name in _REASONING_FIELDS if result.get(name) is not None), None)
+    if reasoning is not None:
+        result = {"thinking": reasoning, **result, "reasoning_content": reasoning}
+    content = result.get("content")
+    if isinstance(content, (list, tuple)):
+        texts = [_part_text(part, f"{where}.content[{index}]") for index, part in enumerate(content)]
+        parts = [{"type": "text", "text": text} for text in texts]
+        result["content"] = parts if traits.content_parts else "\n".join(texts)
+    elif content is not None and not isinstance(content, str):
+        raise TemplateError(f"{where}.content is a {type(content).__name__}, must be text or a list of text parts")
+    if result.get("tool_calls"):
+        result["tool_calls"] = _prepare_calls(result["tool_calls"], f"{where}.tool_calls")
+    return result
+
+
+def _part_text(part: object, where: str) -> str:
+    kind = part.get("type") if isinstance(part, Mapping) else None
+    if not isinstance(part, Mapping) or not isinstance(kind, str) or kind not in _TEXT_PARTS:
+        raise TemplateError(f"{where}.type = {kind!r} is not supported; this server takes parts of type text only")
+    text = part.get(_TEXT_PARTS[kind])
+    if not isinstance(text, str):
+        raise TemplateError(f"{where}.{_TEXT_PARTS[kind]} is missing or not text")
+    return text
+
+
+def _prepare_calls(calls: object, where: str) -> list[object]:
+    """Decode the arguments of calls: clients send JSON text, templates walk an object."""
+    if not isinstance(calls, (list, tuple)):
+        raise TemplateError(f"{where} is a {type(calls).__name__}, must be a list of calls")
+    result: list[object] = []
+    for index, call in enumerate(calls):
+        function = call.get("function") if isinstance(call, Mapping) else None
+        if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+            raise TemplateError(f"{where}[{index}].function.name is missing or not text")
+        result.append({**call, "function": {**function, "arguments": _decoded(function.get("arguments"))}})
+    return result
+
+
+def _decoded(arguments: object) -> object:
+    """Return JSON text of an object as that object; other text stays as it is, for the template to take or refuse."""
+    if arguments is None or arguments == "":
+        return {}
+    if not isinstance(arguments, str):
+        return arguments
+    try:
+        value = json.loads(arguments)
+    except (ValueError, RecursionError):
+        return arguments
+    return value if isinstance(value, dict) else arguments
+
+
+def _embed_tool_responses(messages: Sequence[dict[str, object]]) -> list[dict[str, object]]:
+    """Move each tool message into the assistant message that called the tool, as `tool_responses`."""
+    result: list[dict[str, object]] = []
+    names: dict[object, object] = {}
+    for message in messages:
+        calls = message.get("tool_calls")
+        if isinstance(calls, list):
+            names = {call.get("id"): call["function"]["name"] for call in calls}
+        if message["role"] == "tool" and result and "tool_calls" in result[-1]:
+            name = message.get("name") or names.get(message.get("tool_call_id")) or "unknown"
+            earlier = result[-1].get("tool_responses", [])
+            response = {"name": name, "response": _text_of(message.get("content"))}
+            result[-1] = {**result[-1], "tool_responses": [*(earlier if isinstance(earlier, list) else []), response]}
+        else:
+            result.append(message)
+    return result
+
+
+def _text_of(content: object) -> object:
+    return "".join(part["text"] for part in content) if isinstance(content, list) else content

@@ -1,0 +1,173 @@
+"""Text that remembers which of its characters a chat template wrote.
+
+Knows neither Jinja nor tokens. `TracedText` is a `str` with one origin byte per character (1: the template's own
+literal, 0: anybody else's); it behaves as the plain string in every comparison, search and hash, so a template cannot
+tell the difference. Invariant: a character is marked only if it was copied from a template literal; whatever an
+operation cannot follow (formatting, JSON, translation tables) comes out as a plain `str`, which counts as foreign.
+Errors thus fall on the safe side.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import SupportsIndex
+
+_FOREIGN = b"\x00"
+_OWN = b"\x01"
+
+
+class TracedText(str):
+    """A string with the origin of each character: `origin[i]` is 1 where the template wrote character i."""
+
+    __slots__ = ("origin",)
+    origin: bytes
+
+    def __new__(cls, text: str = "", origin: bytes | None = None) -> TracedText:
+        """Wrap a text; without `origin` all of it is foreign. Raises ValueError when the lengths differ."""
+        traced = super().__new__(cls, text)
+        traced.origin = bytes(len(text)) if origin is None else origin
+        if len(traced.origin) != len(text):
+            raise ValueError(f"origin has {len(traced.origin)} entries for {len(text)} characters")
+        return traced
+
+    @classmethod
+    def own(cls, text: str) -> TracedText:
+        """Return a text that the template wrote itself."""
+        return cls(text, _OWN * len(text))
+
+    @classmethod
+    def of(cls, text: str) -> TracedText:
+        """Return a text as a traced one: itself if it is one, else as foreign."""
+        return text if isinstance(text, TracedText) else cls(text)
+
+    def __str__(self) -> str:  # Jinja converts what it prints with str(); a copy would forget the origin
+        return self
+
+    def __add__(self, other: str) -> str:
+        if not isinstance(other, str):
+            return NotImplemented
+        return concatenate([self, other])
+
+    def __radd__(self, other: str) -> str:
+        if not isinstance(other, str):
+            return NotImplemented
+        return concatenate([other, self])
+
+    def __mul__(self, times: SupportsIndex) -> TracedText:
+        return TracedText(str.__mul__(self, times), self.origin * times)
+
+    __rmul__ = __mul__
+
+    def __getitem__(self, index: SupportsIndex | slice) -> TracedText:
+        if not isinstance(index, slice):
+            position = range(len(self))[index]  # raises IndexError as str does
+            index = slice(position, position + 1)
+        return TracedText(str.__getitem__(self, index), self.origin[index])
+
+    def __iter__(self) -> Iterator[str]:
+        return (self[index] for index in range(len(self)))
+
+    def __getnewargs__(self) -> tuple[str, bytes]:  # type: ignore[override]  # copy and pickle keep the origin
+        return str.__str__(self), self.origin
+
+    def lstrip(self, chars: str | None = None, /) -> TracedText:
+        """Like str.lstrip."""
+        return self[len(self) - len(str.lstrip(self, chars)) :]
+
+    def rstrip(self, chars: str | None = None, /) -> TracedText:
+        """Like str.rstrip."""
+        return self[: len(str.rstrip(self, chars))]
+
+    def strip(self, chars: str | None = None, /) -> TracedText:
+        """Like str.strip."""
+        return self.lstrip(chars).rstrip(chars)
+
+    def removeprefix(self, prefix: str, /) -> TracedText:
+        """Like str.removeprefix."""
+        return self[len(self) - len(str.removeprefix(self, prefix)) :]
+
+    def removesuffix(self, suffix: str, /) -> TracedText:
+        """Like str.removesuffix."""
+        return self[: len(str.removesuffix(self, suffix))]
+
+    def split(self, sep: str | None = None, maxsplit: SupportsIndex = -1) -> list[str]:
+        """Like str.split."""
+        return self._locate(str.split(self, sep, maxsplit), sep)
+
+    def rsplit(self, sep: str | None = None, maxsplit: SupportsIndex = -1) -> list[str]:
+        """Like str.rsplit."""
+        return self._locate(str.rsplit(self, sep, maxsplit), sep)
+
+    def splitlines(self, keepends: bool = False) -> list[str]:
+        """Like str.splitlines."""
+        lines, start = [], 0
+        for full, line in zip(str.splitlines(self, True), str.splitlines(self, keepends), strict=True):
+            lines.append(self[start : start + len(line)])
+            start += len(full)
+        return list[str](lines)
+
+    def partition(self, sep: str, /) -> tuple[str, str, str]:
+        """Like str.partition."""
+        return self._cut(str.partition(self, sep))
+
+    def rpartition(self, sep: str, /) -> tuple[str, str, str]:
+        """Like str.rpartition."""
+        return self._cut(str.rpartition(self, sep))
+
+    def replace(self, old: str, new: str, count: SupportsIndex = -1, /) -> str:
+        """Like str.replace."""
+        if not old:  # inserts between all characters
+            return str.replace(self, old, new, count)
+        return concatenate(_between(new, self.split(old, count)))
+
+    def join(self, parts: Iterable[str], /) -> str:
+        """Like str.join."""
+        return concatenate(_between(self, list(parts)))
+
+    def upper(self) -> str:
+        """Like str.upper."""
+        return self._same_places(str.upper(self))
+
+    def lower(self) -> str:
+        """Like str.lower."""
+        return self._same_places(str.lower(self))
+
+    def title(self) -> str:
+        """Like str.title."""
+        return self._same_places(str.title(self))
+
+    def capitalize(self) -> str:
+        """Like str.capitalize."""
+        return self._same_places(str.capitalize(self))
+
+    def _locate(self, pieces: Sequence[str], sep: str | None) -> list[str]:
+        """Return the pieces of a split as slices of this text: each is found at or after the end of the one before."""
+        found: list[str] = []
+        start = 0
+        for piece in pieces:
+            start = self.find(piece, start) if sep is None else start
+            found.append(self[start : start + len(piece)])
+            start += len(piece) + (len(sep) if sep is not None else 0)
+        return found
+
+    def _cut(self, parts: tuple[str, str, str]) -> tuple[str, str, str]:
+        first, middle = len(parts[0]), len(parts[0]) + len(parts[1])
+        return self[:first], self[first:middle], self[middle:]
+
+    def _same_places(self, changed: str) -> str:
+        # A change of case may lengthen a text ("ß"), and then nobody can say which character is whose.
+        return TracedText(changed, self.origin) if len(changed) == len(self) else changed
+
+
+def concatenate(pieces: Iterable[str]) -> TracedText:
+    """Return the pieces as one text; plain strings are foreign."""
+    parts = list(pieces)
+    origin = [part.origin if isinstance(part, TracedText) else _FOREIGN * len(part) for part in parts]
+    return TracedText("".join(parts), b"".join(origin))
+
+
+def _between(separator: str, parts: Sequence[str]) -> list[str]:
+    """Return the parts with the separator between each two."""
+    spread = [separator] * max(2 * len(parts) - 1, 0)
+    spread[::2] = parts
+    return spread

@@ -1,0 +1,128 @@
+"""How each value of `tokenizer.ggml.pre` cuts and normalises text before byte-pair merging.
+
+Knows no vocabulary and no template. Invariant: one row per scheme, written as the model's own `tokenizer.json` has
+it, so that ids equal those of the Hugging Face tokenizer the model was trained with. Where llama.cpp does otherwise
+the row says so.
+
+Sources: llama.cpp `src/llama-vocab.cpp` (names and aliases), transformers `tokenization_qwen2.py`,
+`tokenization_qwen3_5.py`, `tokenization_gemma.py`, and the published `tokenizer.json` of Llama 3, GPT-2 and Laguna.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from enum import Enum, auto
+
+from tokenizers import Regex, normalizers, pre_tokenizers
+
+
+class Normal(Enum):
+    """What happens to text before it is cut."""
+
+    NONE = auto()
+    NFC = auto()
+    METASPACE = auto()  # each space becomes U+2581, as SentencePiece writes it
+
+
+@dataclass(frozen=True)
+class Cut:
+    """One regular expression (Oniguruma syntax) that cuts text; `behavior` says what becomes of a match."""
+
+    pattern: str
+    behavior: str = "isolated"
+
+
+@dataclass(frozen=True)
+class Scheme:
+    """One way to turn text into the symbols that byte-pair merges work on.
+
+    `byte_level`: symbols are the 256 letters of GPT-2's byte alphabet; else characters, with `<0xNN>` for unknown ones.
+    `ignore_merges`: a piece that is a token as a whole is that token, whatever the merges say.
+    `whole_text`: tokens of any type that are found in text before all else (they match this pattern entirely).
+    `added_text`: user-defined tokens that are ordinary text; other user-defined tokens are markers of a template.
+    """
+
+    cuts: tuple[Cut, ...] = ()
+    normal: Normal = Normal.NONE
+    byte_level: bool = True
+    ignore_merges: bool = False
+    whole_text: re.Pattern[str] | None = None
+    added_text: re.Pattern[str] = re.compile(r"\s+")
+
+    def normalizer(self) -> normalizers.Normalizer | None:
+        """Return the normaliser of the `tokenizers` library, or None when text is taken as it is."""
+        if self.normal is Normal.NFC:
+            return normalizers.NFC()
+        if self.normal is Normal.METASPACE:
+            return normalizers.Replace(" ", "▁")
+        return None
+
+    def pre_tokenizer(self) -> pre_tokenizers.PreTokenizer | None:
+        """Return the pre-tokenizer of the `tokenizers` library, or None when text is merged as one piece."""
+        steps: list[pre_tokenizers.PreTokenizer] = [
+            pre_tokenizers.Split(Regex(cut.pattern), cut.behavior) for cut in self.cuts
+        ]
+        if self.byte_level:
+            steps.append(pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False))
+        return pre_tokenizers.Sequence(steps) if steps else None
+
+
+_CONTRACTION = "(?i:'s|'t|'re|'ve|'m|'ll|'d)"
+_GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+_LLAMA3 = _CONTRACTION + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+_QWEN2 = _CONTRACTION + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+_QWEN35 = (
+    _CONTRACTION + r"|[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|\p{N}| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+_O200K = (
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+    r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+    r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+
+# llama.cpp's own fallback for files that name no pre-tokenizer; no published tokenizer.json has it.
+DEFAULT = Scheme(
+    (
+        Cut(r"[\p{P}\$\+<=>\^~\|]+"),
+        Cut(r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)"),
+        Cut(r"\p{N}+"),
+        Cut(r"[0-9][0-9][0-9]"),
+    )
+)
+GPT2 = Scheme((Cut(_GPT2),))
+SMOLLM = Scheme((Cut(r"\p{N}"), Cut(_GPT2)))
+LLAMA3 = Scheme((Cut(_LLAMA3),), ignore_merges=True)
+GPT4O = Scheme((Cut(_O200K),))
+# Qwen's tokenizer.json normalises to NFC; llama.cpp does not, so its ids differ for decomposed accents and Hangul jamo.
+QWEN2 = Scheme((Cut(_QWEN2),), normal=Normal.NFC)
+QWEN35 = Scheme((Cut(_QWEN35),), normal=Normal.NFC)
+# Laguna's tokenizer.json keeps CR LF together and glues each run of line ends to what follows; llama.cpp cuts at LF
+# only, so its ids differ for CR LF text.
+LAGUNA = Scheme((Cut(r"(?:\r?\n)+(?!\r?\n)", "merged_with_next"), Cut(_QWEN2)))
+# Gemma merges over the whole text. No token mixes line ends with anything else, so runs of them are found first, the
+# longest token winning; the HTML tags that older files mark as user-defined are text as well.
+GEMMA4 = Scheme(
+    normal=Normal.METASPACE,
+    byte_level=False,
+    whole_text=re.compile(r"\n+"),
+    added_text=re.compile(r"\s+|▁+|</?[a-z][a-z0-9]*>"),
+)
+
+
+def _rows(*rows: tuple[Scheme, Iterable[str]]) -> dict[str, Scheme]:
+    return {name: scheme for scheme, names in rows for name in names}
+
+
+SCHEMES: dict[str, Scheme] = _rows(
+    (DEFAULT, ["default"]),
+    (GPT2, ["gpt-2", "phi-2"]),
+    (SMOLLM, ["smollm", "starcoder"]),
+    (LLAMA3, ["llama-bpe", "llama3", "llama-v3"]),
+    (GPT4O, ["gpt-4o"]),
+    (QWEN2, ["qwen2", "deepseek-r1-qwen"]),
+    (QWEN35, ["qwen35"]),
+    (LAGUNA, ["laguna"]),
+    (GEMMA4, ["gemma4"]),
+)

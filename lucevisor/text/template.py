@@ -1,0 +1,171 @@
+"""The chat template of a model: messages and tools to a prompt, in which the client's words stay words.
+
+Knows neither HTTP nor tensors. `ChatTemplate.render` runs the file's own Jinja template on the messages as they are,
+so each operation of the template (trim, split, `in`, JSON) sees the true text, and learns from `TracedText` which
+characters of the result the template wrote. Only those may form control tokens: a client that writes `<|im_end|>`,
+whole or in pieces that the template puts side by side, or in a tool's name, gets the letters of it.
+Invariant: `RenderedPrompt.text` equals what transformers' `apply_chat_template` gives for the same arguments.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from typing import Final
+
+from jinja2 import TemplateError as JinjaError
+from jinja2 import TemplateSyntaxError
+
+from lucevisor.text.messages import TemplateError, Traits, prepare_messages
+from lucevisor.text.output_format import OutputFormat, detect_format
+from lucevisor.text.provenance import TracedText
+from lucevisor.text.template_language import RaisedByTemplate, TemplateLanguage
+from lucevisor.text.tokenizer import Segment, Tokenizer
+from lucevisor.text.vocabulary import named_tokens, require
+
+__all__ = ["ChatTemplate", "EncodedPrompt", "RenderedPrompt", "Segment", "TemplateError"]
+
+TEMPLATE_KEY: Final = "tokenizer.chat_template"
+_RUNS: Final = re.compile(rb"\x00+|\x01+")
+# What a template may raise on messages it was not written for, beside Jinja's own errors.
+_FAULTS: Final = (JinjaError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError)
+_RESERVED: Final = frozenset(["messages", "tools", "add_generation_prompt"])
+_PROBE: Final = "probe of content parts"
+
+
+@dataclass(frozen=True)
+class EncodedPrompt:
+    """A prompt as token ids; `turn_ends` are the offsets at which a chat message is complete, ascending."""
+
+    ids: list[int]
+    turn_ends: list[int]
+
+
+@dataclass(frozen=True)
+class RenderedPrompt:
+    """A prompt in runs of the template's own text and of foreign text; `reasoning_open`: it ends inside reasoning."""
+
+    segments: tuple[Segment, ...]
+    reasoning_open: bool
+
+    @property
+    def text(self) -> str:
+        """The whole prompt."""
+        return "".join(segment.text for segment in self.segments)
+
+    def ids(self, tokenizer: Tokenizer) -> list[int]:
+        """Return the token ids; as in transformers, a beginning-of-text token is there if the template writes it."""
+        return tokenizer.encode_segments(self.segments)
+
+    def encoded(self, tokenizer: Tokenizer) -> EncodedPrompt:
+        """Return the token ids and the offsets at which a prefix cache may cut them."""
+        ids = self.ids(tokenizer)
+        return EncodedPrompt(ids, tokenizer.turn_ends(ids))
+
+
+class ChatTemplate:
+    """A compiled chat template: its `source`, and the `output_format` of what a model answers under it."""
+
+    def __init__(self, source: str, tokens: Mapping[str, str], clock: Callable[[], datetime] = datetime.now) -> None:
+        """Compile a template; `tokens` are `bos_token` and the like, `clock` answers the template's `strftime_now`.
+
+        Raises TemplateError naming the line when the source is not a template.
+        """
+        self.source = source
+        self.output_format: OutputFormat = detect_format(source)
+        self._tokens = {name: TracedText.own(text) for name, text in tokens.items()}
+        try:
+            self._template = TemplateLanguage(clock).from_string(source)
+        except TemplateSyntaxError as error:
+            where = f"{TEMPLATE_KEY} line {error.lineno}"
+            raise TemplateError(f"{where}: {error.message}; convert the file again") from error
+        except (*_FAULTS, SyntaxError) as error:
+            raise TemplateError(f"{TEMPLATE_KEY} cannot be compiled ({type(error).__name__}: {error})") from error
+        self._traits = Traits(
+            content_parts=self._takes_content_parts(),
+            developer_role="developer" in source,
+            embedded_tool_responses="tool_responses" in source and "tool_call_id" not in source,
+        )
+
+    @classmethod
+    def from_gguf(
+        cls, metadata: Mapping[str, object], clock: Callable[[], datetime] = datetime.now
+    ) -> ChatTemplate | None:
+        """Return the chat template of a GGUF file's metadata, or None if it has none; TemplateError if broken."""
+        if TEMPLATE_KEY not in metadata:
+            return None
+        return cls(require(metadata, TEMPLATE_KEY, str), named_tokens(metadata), clock)
+
+    def render(
+        self,
+        messages: Sequence[Mapping[str, object]],
+        *,
+        tools: Sequence[Mapping[str, object]] = (),
+        enable_thinking: bool | None = None,
+        add_generation_prompt: bool = True,
+        extra: Mapping[str, object] | None = None,
+    ) -> RenderedPrompt:
+        """Return the prompt for OpenAI messages and tools; `extra` are further variables (`chat_template_kwargs`).
+
+        Raises TemplateError, fit for the client, for messages that the template refuses or cannot take.
+        """
+        variables: dict[str, object] = {"documents": None, **self._tokens}
+        variables |= self._checked(extra or {}, enable_thinking)
+        variables["messages"] = prepare_messages(messages, self._traits)
+        variables["tools"] = list(tools) or None
+        variables["add_generation_prompt"] = add_generation_prompt
+        text = self._run(variables)
+        segments = tuple(
+            Segment(str.__str__(text)[run.start() : run.end()], trusted=text.origin[run.start()] == 1)
+            for run in _RUNS.finditer(text.origin)
+        )
+        return RenderedPrompt(segments, self.output_format.reasoning_open_after(segments))
+
+    def lost_markers(self, tokenizer: Tokenizer) -> list[str]:
+        """Return control tokens that this template writes but that would come out as letters; empty for a sound one.
+
+        A template may build a marker in a way whose origin cannot be followed (string formatting): a warning at load.
+        """
+        talk = [{"role": role, "content": "hello"} for role in ("system", "user", "assistant", "user")]
+        try:
+            prompt = self.render(talk)
+        except TemplateError:  # refuses this sample: some take no system message
+            prompt = self.render(talk[1:2])
+        intended = Counter(tokenizer.encode(prompt.text, parse_special=True))
+        lost = intended - Counter(prompt.ids(tokenizer))
+        texts = (tokenizer.decode([token_id], skip_special=False) for token_id in lost)
+        return sorted(text for text in texts if tokenizer.token_id(text) is not None)
+
+    def _checked(self, extra: Mapping[str, object], enable_thinking: bool | None) -> dict[str, object]:
+        taken = sorted((_RESERVED | self._tokens.keys()) & extra.keys())
+        if taken:
+            raise TemplateError(f"chat_template_kwargs.{taken[0]} is set by the server; leave it out")
+        if enable_thinking is None:
+            return dict(extra)
+        if extra.get("enable_thinking", enable_thinking) != enable_thinking:
+            raise TemplateError("chat_template_kwargs.enable_thinking contradicts enable_thinking; give one of them")
+        return {**extra, "enable_thinking": enable_thinking}
+
+    def _run(self, variables: Mapping[str, object]) -> TracedText:
+        try:
+            return TracedText.of(self._template.render(variables))
+        except RaisedByTemplate as error:
+            raise TemplateError(f"the model's chat template refuses these messages: {error}") from error
+        except _FAULTS as error:
+            raise TemplateError(
+                f"the model's chat template cannot take these messages ({type(error).__name__}: {error}); "
+                "check roles, content and tool calls"
+            ) from error
+
+    def _takes_content_parts(self) -> bool:
+        """Say whether the template walks a list of content parts, by trying; else it prints it as Python would."""
+        parts = [{"type": "text", "text": _PROBE}]
+        variables = {**self._tokens, "messages": [{"role": "user", "content": parts}], "add_generation_prompt": False}
+        try:
+            text = self._run(variables)
+        except TemplateError:
+            return False
+        return _PROBE in text and repr(_PROBE) not in text

@@ -1,0 +1,175 @@
+"""The Jinja dialect of chat templates, in a sandbox, with the origin of every character kept.
+
+Knows neither messages nor tokens. Gives the same text as transformers' `apply_chat_template` (same block trimming,
+`tojson`, `raise_exception`, `strftime_now`, loop controls, `generation` tag), as `TracedText`: each string literal of
+the template is compiled to `TracedText.own`, joins go through `concatenate`, everything a caller passes in is plain
+and therefore foreign.
+Invariant: a template can neither reach Python's internals nor change its arguments (`ImmutableSandboxedEnvironment`).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable
+from datetime import datetime
+from typing import Any, Final, NoReturn
+
+from jinja2 import TemplateError as JinjaError
+from jinja2 import nodes, pass_eval_context
+from jinja2.compiler import CodeGenerator, Frame
+from jinja2.exceptions import SecurityError
+from jinja2.ext import Extension
+from jinja2.filters import do_join, do_replace
+from jinja2.nodes import EvalContext
+from jinja2.parser import Parser
+from jinja2.runtime import Context
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+from jinja2.utils import Namespace
+
+from lucevisor.text.provenance import TracedText, concatenate
+
+_FOLLOWED_METHODS: Final = frozenset(["join", "replace"])
+
+
+class RaisedByTemplate(JinjaError):
+    """The template itself refused its input through `raise_exception`."""
+
+
+class _OriginCodeGenerator(CodeGenerator):
+    """Compiles string literals to traced ones; the hooks are those that Jinja's own native types use."""
+
+    def visit_Const(self, node: nodes.Const, frame: Frame) -> None:
+        self.write(_source(node.as_const(frame.eval_ctx)))
+
+    def visit_TemplateData(self, node: nodes.TemplateData, frame: Frame) -> None:
+        try:
+            self.write(_source(str(node.as_const(frame.eval_ctx))))
+        except nodes.Impossible:  # escaping is switched on or off while rendering; such text counts as foreign
+            super().visit_TemplateData(node, frame)
+
+    def visit_Concat(self, node: nodes.Concat, frame: Frame) -> None:
+        self.write("environment.concat((")
+        for argument in node.nodes:
+            self.write("str(")
+            self.visit(argument, frame)
+            self.write("), ")
+        self.write("))")
+
+    def _output_const_repr(self, group: Iterable[Any]) -> str:
+        return _source("".join(map(str, group)))
+
+
+def _source(value: object) -> str:
+    """Return Python source for a constant of a template."""
+    if isinstance(value, str):
+        return f"environment.own({str.__str__(value)!r})"
+    if isinstance(value, list):
+        return f"[{', '.join(map(_source, value))}]"
+    if isinstance(value, tuple):
+        return f"({''.join(f'{_source(item)}, ' for item in value)})"
+    if isinstance(value, dict):
+        return f"{{{', '.join(f'{_source(key)}: {_source(item)}' for key, item in value.items())}}}"
+    return str(value) if isinstance(value, float) else repr(value)
+
+
+class _GenerationTag(Extension):
+    """`{% generation %}` marks what the assistant writes, for training; here it only opens a scope."""
+
+    tags = {"generation"}  # noqa: RUF012  # Jinja declares it as an instance attribute
+
+    def parse(self, parser: Parser) -> nodes.Node:
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return nodes.Scope(body, lineno=line)
+
+
+class _TemplateNamespace(Namespace):
+    """Jinja's `namespace()` without names that begin with an underscore, as transformers has it."""
+
+    def __init__(*args: Any, **kwargs: Any) -> None:  # no named self: `namespace(self=1)` is legal
+        for name in dict(*args[1:], **kwargs):
+            _refuse_underscore(name)
+        Namespace.__init__(*args, **kwargs)
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        _refuse_underscore(name)
+        super().__setitem__(name, value)
+
+
+def _refuse_underscore(name: object) -> None:
+    if isinstance(name, str) and name.startswith("_"):
+        raise SecurityError(f"a chat template may not store {name!r} in a namespace")
+
+
+class _TemplateDict:
+    """Stands for `dict`, whose unbound methods could change the arguments of a render."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> dict[Any, Any]:
+        return dict(*args, **kwargs)
+
+    def fromkeys(self, keys: Iterable[Any], value: Any = None) -> dict[Any, Any]:
+        return dict.fromkeys(keys, value)
+
+
+class TemplateLanguage(ImmutableSandboxedEnvironment):
+    """The environment that chat templates are compiled in; `clock` answers `strftime_now`."""
+
+    code_generator_class = _OriginCodeGenerator
+    concat = staticmethod(concatenate)  # Jinja's own way to give something else than text
+    own = staticmethod(TracedText.own)
+
+    def __init__(self, clock: Callable[[], datetime]) -> None:
+        extensions = ["jinja2.ext.loopcontrols", _GenerationTag]
+        super().__init__(trim_blocks=True, lstrip_blocks=True, extensions=extensions)
+        self.filters.update(tojson=_to_json, join=_join, replace=_replace, indent=_indent)
+        self.globals.update(
+            raise_exception=_raise_exception,
+            strftime_now=lambda layout: clock().strftime(layout),
+            dict=_TemplateDict(),
+            namespace=_TemplateNamespace,
+        )
+
+    def call(__self, __context: Context, __obj: Any, *args: Any, **kwargs: Any) -> Any:
+        """Call something for a template; a plain string's `join` and `replace` keep the origin of their arguments."""
+        owner = getattr(__obj, "__self__", None)
+        if isinstance(owner, str) and not isinstance(owner, TracedText) and __obj.__name__ in _FOLLOWED_METHODS:
+            __obj = getattr(TracedText.of(owner), __obj.__name__)
+        return super().call(__context, __obj, *args, **kwargs)
+
+
+def _raise_exception(message: object) -> NoReturn:
+    raise RaisedByTemplate(str(message))
+
+
+def _to_json(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """Return JSON as transformers writes it: no HTML escapes, characters as they are, keys in order of insertion."""
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+@pass_eval_context
+def _join(context: EvalContext, value: Iterable[Any], d: str = "", attribute: str | int | None = None) -> str:
+    """Jinja's `join` filter, origins kept."""
+    joined: str = do_join(context, value, TracedText.of(d), attribute)
+    return joined
+
+
+@pass_eval_context
+def _replace(context: EvalContext, s: Any, old: Any, new: Any, count: int | None = None) -> str:
+    """Jinja's `replace` filter, origins kept."""
+    replaced: str = do_replace(context, TracedText.of(str(s)), old, new, count)
+    return replaced
+
+
+def _indent(s: str, width: int | str = 4, first: bool = False, blank: bool = False) -> str:
+    """Jinja's `indent` filter, origins kept."""
+    indention = width if isinstance(width, str) else " " * width
+    head, *rest = (TracedText.of(s) + "\n").splitlines()
+    lines = [indention + line if line or blank else line for line in rest]
+    indented = TracedText("\n").join([head, *lines])
+    return indention + indented if first else indented

@@ -1,0 +1,120 @@
+"""`<|tool_call>call:NAME{key:<|"|>text<|"|>,other:42}<tool_call|>`, as Gemma 4 writes calls.
+
+The arguments are JSON with bare keys and with `<|"|>` for the quotes of strings, which are not escaped inside.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import Final
+
+from lucevisor.text.tools.call import ToolCall, Tools, make_call, parse_json
+
+_QUOTE: Final = '<|"|>'
+_HEAD: Final = re.compile(r"\s*call:\s*([^\s{]+)\s*\{")
+_KEY: Final = re.compile(r"\s*([^\s:,{}\[\]]+?)\s*:")
+_BLANKS: Final = re.compile(r"\s*")
+_JSON_STRING: Final = re.compile(r'"(?:[^"\\]|\\.)*"', re.DOTALL)
+_BARE: Final = re.compile(r"[^,{}\[\]]+")
+_MAX_DEPTH: Final = 64
+
+
+class _Malformed(Exception):
+    """The text is no call."""
+
+
+class Gemma4:
+    """Calls in Gemma 4's own notation."""
+
+    open = "<|tool_call>"
+    close = "<tool_call|>"
+    tags: Sequence[str] = (open, close, _QUOTE)
+
+    def parse(self, body: str, tools: Tools) -> ToolCall | None:
+        """Return the call, or None when a brace, key or quote is missing."""
+        head = _HEAD.match(body)
+        if head is None:
+            return None
+        reader = _Reader(body, head.end() - 1)
+        try:
+            arguments = reader.value(0)
+        except _Malformed:
+            return None
+        if not isinstance(arguments, dict) or body[reader.position :].strip():
+            return None
+        return make_call(head.group(1), arguments)
+
+    def is_inside_value(self, body: str) -> bool:
+        """Say whether the text ends between a pair of string quotes."""
+        return body.count(_QUOTE) % 2 == 1
+
+
+class _Reader:
+    """Reads one value after another; `position` is the next character to read."""
+
+    def __init__(self, text: str, position: int) -> None:
+        self._text = text
+        self.position = position
+
+    def value(self, depth: int) -> object:
+        """Read an object, a list, a string or a bare JSON value."""
+        if depth > _MAX_DEPTH:
+            raise _Malformed
+        if self._take("{"):
+            return self._object(depth)
+        if self._take("["):
+            return self._list(depth)
+        if self._take(_QUOTE):
+            end = self._text.find(_QUOTE, self.position)
+            if end < 0:
+                raise _Malformed
+            text, self.position = self._text[self.position : end], end + len(_QUOTE)
+            return text
+        match = _JSON_STRING.match(self._text, self.position) or _BARE.match(self._text, self.position)
+        if match is None:
+            raise _Malformed
+        self.position = match.end()
+        try:
+            return parse_json(match.group())
+        except ValueError as error:
+            raise _Malformed from error
+
+    def _object(self, depth: int) -> dict[str, object]:
+        result: dict[str, object] = {}
+        while not self._take("}"):
+            if result and not self._take(","):
+                raise _Malformed
+            key = self._key()
+            result[key] = self.value(depth + 1)
+        return result
+
+    def _list(self, depth: int) -> list[object]:
+        result: list[object] = []
+        while not self._take("]"):
+            if result and not self._take(","):
+                raise _Malformed
+            result.append(self.value(depth + 1))
+        return result
+
+    def _key(self) -> str:
+        if self._take(_QUOTE):
+            end = self._text.find(_QUOTE, self.position)
+            key, self.position = self._text[self.position : end], end + len(_QUOTE)
+            if end < 0 or not self._take(":"):
+                raise _Malformed
+            return key
+        match = _KEY.match(self._text, self.position)
+        if match is None:
+            raise _Malformed
+        self.position = match.end()
+        return match.group(1).strip('"')
+
+    def _take(self, what: str) -> bool:
+        """Skip blanks, and then `what` if it comes next."""
+        blanks = _BLANKS.match(self._text, self.position)
+        start = blanks.end() if blanks else self.position
+        if not self._text.startswith(what, start):
+            return False
+        self.position = start + len(what)
+        return True

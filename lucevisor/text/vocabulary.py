@@ -1,0 +1,159 @@
+"""The vocabulary of a GGUF file: tokens, their kinds and bytes, and which of them end a message.
+
+Knows nothing of merging or templates. Invariant: what was read is complete and consistent (lengths, ids, no doubles),
+so the rest of `text` may index it without checks. Source of the keys: the GGUF specification, section "Tokenizer".
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import Final, TypeVar
+
+from lucevisor.errors import LucevisorError
+
+_T = TypeVar("_T")
+
+MODEL_KEY: Final = "tokenizer.ggml.model"
+PRE_KEY: Final = "tokenizer.ggml.pre"
+TOKENS_KEY: Final = "tokenizer.ggml.tokens"
+TYPES_KEY: Final = "tokenizer.ggml.token_type"
+MERGES_KEY: Final = "tokenizer.ggml.merges"
+
+# Tokens that end what the model says, by their text: files name one id only (`eos_token_id`), models stop at several.
+# Those of llama.cpp's list that a byte-pair vocabulary can hold, and Laguna's end of turn, which older files do not
+# name.
+_ENDINGS: Final = frozenset(
+    [
+        *["<|im_end|>", "<|endoftext|>", "<|fim_pad|>", "<|repo_name|>", "<|file_sep|>"],  # Qwen
+        *["<eos>", "<end_of_turn>", "<turn|>", "<|tool_response>"],  # Gemma; the last hands over to a tool
+        *["</assistant>"],  # Laguna
+        *["<|eot_id|>", "<|eom_id|>", "<|end_of_text|>"],  # Llama
+        *["<|end|>", "<|return|>", "</s>", "<EOT>", "[EOT]", "[EOS]", "<｜end▁of▁sentence｜>"],
+    ]
+)
+# Tokens that end a message of somebody else than the model, in templates that close each role by its own name.
+_TURN_ENDINGS: Final = frozenset(["</user>", "</system>"])
+
+_ROLES: Final = {
+    "bos": "bos_token",
+    "eos": "eos_token",
+    "unknown": "unk_token",
+    "padding": "pad_token",
+    "mask": "mask_token",
+}
+
+
+class TokenizerError(LucevisorError):
+    """The tokenizer part of a GGUF file cannot be used; the message names the key, the value and what is known."""
+
+
+class TokenType(IntEnum):
+    """Values of `tokenizer.ggml.token_type`."""
+
+    NORMAL = 1
+    UNKNOWN = 2
+    CONTROL = 3
+    USER_DEFINED = 4
+    UNUSED = 5
+    BYTE = 6
+
+
+@dataclass(frozen=True)
+class Vocabulary:
+    """All tokens of a model: `tokens[id]` and `types[id]`, the ids with a meaning, and the merges in order of rank.
+
+    `eos_ids`: every token that ends a generation. `turn_end_ids`: those, and tokens that end another role's message.
+    """
+
+    tokens: Sequence[str]
+    types: Sequence[int]
+    merges: Sequence[tuple[str, str]]
+    eos_ids: frozenset[int]
+    turn_end_ids: frozenset[int]
+    bos: int | None
+    unknown: int | None
+    add_bos: bool
+
+    @classmethod
+    def from_gguf(cls, metadata: Mapping[str, object]) -> Vocabulary:
+        """Read the vocabulary from GGUF metadata (plain Python values); raises TokenizerError naming the key."""
+        tokens = require(metadata, TOKENS_KEY, list)
+        types = require(metadata, TYPES_KEY, list, [int(TokenType.NORMAL)] * len(tokens))
+        if len(types) != len(tokens):
+            counts = f"{TYPES_KEY} has {len(types)} entries, {TOKENS_KEY} has {len(tokens)}"
+            raise TokenizerError(f"{counts}; convert the file again")
+        _check_tokens(tokens)
+        named = {
+            name: token_id
+            for name in ("bos", "eos", "eot", "eom", "unknown", "padding", "mask")
+            if (token_id := _token_id(metadata, f"tokenizer.ggml.{name}_token_id", len(tokens))) is not None
+        }
+        typed = TYPES_KEY in metadata
+        endings = {i for name, i in named.items() if name in ("eos", "eot", "eom")}
+        turn_endings: set[int] = set()
+        for token_id, text in enumerate(tokens):
+            if text in _ENDINGS or text in _TURN_ENDINGS:
+                # An ordinary token may look like one: `</s>` is the end of struck-out text to Gemma.
+                if typed and types[token_id] not in (TokenType.CONTROL, TokenType.USER_DEFINED):
+                    continue
+                (endings if text in _ENDINGS else turn_endings).add(token_id)
+        return cls(
+            tokens=tokens,
+            types=[TokenType.CONTROL if i in endings else kind for i, kind in enumerate(types)],
+            merges=_merges(require(metadata, MERGES_KEY, list)),
+            eos_ids=frozenset(endings),
+            turn_end_ids=frozenset(endings | turn_endings),
+            bos=named.get("bos"),
+            unknown=named.get("unknown"),
+            add_bos=require(metadata, "tokenizer.ggml.add_bos_token", bool, False),
+        )
+
+
+def named_tokens(metadata: Mapping[str, object]) -> dict[str, str]:
+    """Return the texts of the tokens that have a role, under the names chat templates use (`bos_token`, ...)."""
+    tokens = require(metadata, TOKENS_KEY, list, [])
+    found = {name: _token_id(metadata, f"tokenizer.ggml.{key}_token_id", len(tokens)) for key, name in _ROLES.items()}
+    return {name: tokens[token_id] for name, token_id in found.items() if token_id is not None}
+
+
+def require(metadata: Mapping[str, object], key: str, kind: type[_T], default: _T | None = None) -> _T:
+    """Return `metadata[key]` of the given type, or the default; raises TokenizerError when missing or another type."""
+    if key not in metadata:
+        if default is None:
+            raise TokenizerError(f"the GGUF file has no {key}; convert the model again, with its vocabulary")
+        return default
+    value = metadata[key]
+    if not isinstance(value, kind):
+        raise TokenizerError(f"{key} is a {type(value).__name__}, must be a {kind.__name__}; convert the file again")
+    return value
+
+
+def _check_tokens(tokens: Sequence[object]) -> None:
+    seen: dict[str, int] = {}
+    for token_id, text in enumerate(tokens):
+        if not isinstance(text, str):
+            raise TokenizerError(f"{TOKENS_KEY}[{token_id}] is a {type(text).__name__}, must be text")
+        if text and seen.setdefault(text, token_id) != token_id:
+            raise TokenizerError(f"{TOKENS_KEY}: {seen[text]} and {token_id} are both {text!r}; convert the file again")
+
+
+def _token_id(metadata: Mapping[str, object], key: str, n_vocab: int) -> int | None:
+    if key not in metadata:
+        return None
+    token_id = require(metadata, key, int)
+    if not 0 <= token_id < n_vocab:
+        raise TokenizerError(f"{key} = {token_id} is not a token: the vocabulary has {n_vocab}")
+    return token_id
+
+
+def _merges(lines: Sequence[object]) -> list[tuple[str, str]]:
+    merges = []
+    for rank, line in enumerate(lines):
+        # A part may begin with a space, never hold one further on: the search starts at the second character.
+        space = line.find(" ", 1) if isinstance(line, str) else -1
+        if not isinstance(line, str) or space < 0:
+            raise TokenizerError(f"{MERGES_KEY}[{rank}] = {line!r} is not two tokens with a space between")
+        merges.append((line[:space], line[space + 1 :]))
+    return merges

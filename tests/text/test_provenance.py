@@ -1,0 +1,131 @@
+"""A traced text is its plain text in all respects, and knows who wrote each character.
+
+The oracle is the text itself: the template's own characters are upper case and `_`, foreign ones lower case and `-`, so
+after any operation that only moves characters each of them still tells whose it is.
+"""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lucevisor.text.provenance import TracedText, concatenate
+
+OWN, FOREIGN = "AB_ ", "ab-\t"
+
+
+def traced(text):
+    """Mark each character by what it looks like."""
+    return TracedText(text, bytes(character in OWN for character in text))
+
+
+def check(result, expected):
+    """The same plain value, and every traced character marked as it looks."""
+    assert result == expected
+    if isinstance(expected, (list, tuple)):
+        for item, plain in zip(result, expected, strict=True):
+            check(item, plain)
+    elif isinstance(result, TracedText):
+        assert result.origin == bytes(character in OWN for character in result)
+    elif isinstance(result, str):
+        pytest.fail(f"{result!r} lost its origin")
+
+
+texts = st.text(alphabet=OWN + FOREIGN, max_size=12)
+short = st.text(alphabet=OWN + FOREIGN, min_size=1, max_size=2)
+
+
+@given(texts, texts, short, short, st.integers(-1, 3), st.integers(-13, 13), st.integers(-13, 13))
+def test_operations_move_marks_with_their_characters(text, other, part, new, count, start, stop):
+    mine, theirs = traced(text), traced(other)
+    check(mine + theirs, text + other)
+    check(mine * count, text * count)
+    check(count * mine, count * text)
+    check(mine[start:stop], text[start:stop])
+    check(mine[::-1], text[::-1])
+    check(list(mine), list(text))
+    check(mine.strip(), text.strip())
+    check(mine.strip(part), text.strip(part))
+    check(mine.lstrip(part), text.lstrip(part))
+    check(mine.rstrip(), text.rstrip())
+    check(mine.removeprefix(part), text.removeprefix(part))
+    check(mine.removesuffix(part), text.removesuffix(part))
+    check(mine.split(), text.split())
+    check(mine.split(None, count), text.split(None, count))
+    check(mine.rsplit(None, count), text.rsplit(None, count))
+    check(mine.split(part, count), text.split(part, count))
+    check(mine.rsplit(part, count), text.rsplit(part, count))
+    check(mine.partition(part), text.partition(part))
+    check(mine.rpartition(part), text.rpartition(part))
+    check(mine.replace(part, traced(new), count), text.replace(part, new, count))
+    check(mine.join([theirs, mine, traced(part)]), text.join([other, text, part]))
+    check(concatenate([mine, theirs]), text + other)
+    check(str(mine), text)
+    check(copy.deepcopy(mine), text)
+
+
+@given(st.text(alphabet=OWN + FOREIGN + "\n\r\u2028", max_size=12), st.booleans())
+def test_lines(text, keepends):
+    mine = TracedText(text, bytes(character in OWN + "\n" for character in text))
+    lines = mine.splitlines(keepends)
+    assert lines == text.splitlines(keepends)
+    assert all(line.origin == bytes(c in OWN + "\n" for c in line) for line in lines)
+
+
+@given(texts)
+def test_nothing_tells_it_from_a_plain_string(text):
+    mine = traced(text)
+    assert mine == text
+    assert hash(mine) == hash(text)
+    assert {text: 1}[mine] == 1
+    assert (text in mine, mine in text, mine.startswith(text), len(mine)) == (True, True, True, len(text))
+    assert isinstance(mine, str)
+
+
+def test_plain_strings_count_as_foreign_on_either_side():
+    own = TracedText.own("OWN")
+    assert (own + "x").origin == b"\1\1\1\0"
+    assert ("x" + own).origin == b"\0\1\1\1"
+    assert own.replace("W", "ww").origin == b"\1\0\0\1"
+    assert own.join(["x", "y"]).origin == b"\0\1\1\1\0"
+    assert TracedText("abc").origin == b"\0\0\0"
+    assert TracedText.of(own) is own
+
+
+def test_a_change_of_case_keeps_marks_unless_it_changes_the_length():
+    assert TracedText.own("abc").upper().origin == b"\1\1\1"
+    assert (TracedText.own("a") + "b").title().origin == b"\1\0"
+    assert ("A" + TracedText.own("B")).lower().origin == b"\0\1"
+    assert ("a" + TracedText.own("B")).capitalize().origin == b"\0\1"
+    assert not isinstance(TracedText.own("aß").upper(), TracedText)
+
+
+@pytest.mark.parametrize(
+    "operation",
+    [
+        lambda text: text % {"x": "y"},
+        lambda text: text.format("y"),
+        lambda text: text.translate({65: "x"}),
+        lambda text: text.replace("", "-"),
+        lambda text: text.center(20),
+    ],
+)
+def test_what_cannot_be_followed_is_foreign(operation):
+    result = operation(TracedText.own("A%(x)s{}"))
+    assert not isinstance(result, TracedText) or not any(result.origin)
+
+
+def test_errors_are_those_of_a_string():
+    with pytest.raises(IndexError):
+        TracedText.own("A")[1]
+    with pytest.raises(TypeError):
+        TracedText.own("A") + 1
+    with pytest.raises(TypeError):
+        1 + TracedText.own("A")
+    with pytest.raises(ValueError, match="empty separator"):
+        TracedText.own("A").split("")
+    with pytest.raises(ValueError, match="origin has 1 entries for 2 characters"):
+        TracedText("ab", b"\1")

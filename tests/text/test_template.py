@@ -1,0 +1,315 @@
+"""Chats become the prompts that transformers makes of them, and a client's words stay words."""
+
+from __future__ import annotations
+
+import json
+from datetime import datetime
+
+import pytest
+from hypothesis import given, settings
+
+from lucevisor.text.template import ChatTemplate, TemplateError
+from lucevisor.text.tokenizer import Tokenizer
+from tests.text.test_tokenizer import marker_soup
+from tests.text.vocabularies import CONTROL, byte_metadata, demo_metadata, demo_oracle
+
+DEMO = Tokenizer.from_gguf(demo_metadata())
+TEMPLATE = ChatTemplate.from_gguf(demo_metadata())
+CONTROL_IDS = range(8182, 8192)
+TOOLS = [
+    {
+        "type": "function",
+        "function": {
+            "name": "get_doc",
+            "description": 'Text of <an> "object" & more',
+            "parameters": {"type": "object", "properties": {"name": {"type": "string"}}, "required": ["name"]},
+        },
+    }
+]
+CALL = {"id": "c1", "type": "function", "function": {"name": "get_doc", "arguments": '{"name": "os.path"}'}}
+CHATS = [
+    [{"role": "user", "content": "hi"}],
+    [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "  héllo\n\n"}],
+    [
+        {"role": "user", "content": "a"},
+        {"role": "assistant", "content": "<think>\nwhy\n</think>\n\nb"},
+        {"role": "user", "content": "c"},
+    ],
+    [
+        {"role": "user", "content": "doc?"},
+        {"role": "assistant", "content": None, "tool_calls": [CALL, CALL]},
+        {"role": "tool", "tool_call_id": "c1", "content": "text <|im_end|>"},
+        {"role": "tool", "tool_call_id": "c1", "content": "more"},
+    ],
+    [
+        {"role": "user", "content": "a"},
+        {"role": "assistant", "content": "b", "reasoning_content": "deep"},
+    ],
+]
+
+
+def source(text, **more):
+    return ChatTemplate(text, {}, **more)
+
+
+class TestDemoModel:
+    @pytest.mark.parametrize("chat", CHATS)
+    @pytest.mark.parametrize("tools", [[], TOOLS])
+    @pytest.mark.parametrize("thinking", [None, True, False])
+    @pytest.mark.parametrize("generate", [True, False])
+    def test_text_equals_that_of_transformers(self, chat, tools, thinking, generate):
+        oracle = pytest.importorskip("transformers.utils.chat_template_utils")
+        decoded = json.loads(json.dumps(chat).replace(json.dumps(CALL["function"]["arguments"]), '{"name": "os.path"}'))
+        options = {} if thinking is None else {"enable_thinking": thinking}
+        [expected], _ = oracle.render_jinja_template(
+            [decoded], tools=tools or None, chat_template=TEMPLATE.source, add_generation_prompt=generate, **options
+        )
+        prompt = TEMPLATE.render(chat, tools=tools, enable_thinking=thinking, add_generation_prompt=generate)
+        assert prompt.text == expected
+
+    def test_a_transcript(self):
+        prompt = TEMPLATE.render(CHATS[3], tools=TOOLS[:0])
+        assert prompt.text == (
+            "<|im_start|>user\ndoc?<|im_end|>\n"
+            "<|im_start|>assistant\n<think>\n\n</think>\n\n"
+            '<tool_call>\n{"name": "get_doc", "arguments": {"name": "os.path"}}\n</tool_call>\n'
+            '<tool_call>\n{"name": "get_doc", "arguments": {"name": "os.path"}}\n</tool_call><|im_end|>\n'
+            "<|im_start|>user\n<tool_response>\ntext <|im_end|>\n</tool_response>\n"
+            "<tool_response>\nmore\n</tool_response><|im_end|>\n"
+            "<|im_start|>assistant\n<think>\n\n</think>\n\n"
+        )
+
+    @pytest.mark.parametrize("chat", [CHATS[0], CHATS[1], CHATS[2], CHATS[4]])
+    def test_ids_of_an_honest_chat_equal_those_of_the_trained_tokenizer(self, chat):
+        prompt = TEMPLATE.render(chat, tools=TOOLS)
+        assert prompt.ids(DEMO) == demo_oracle().encode(prompt.text).ids
+
+    def test_tools_are_json_as_they_came(self):
+        assert json.dumps(TOOLS[0], ensure_ascii=False) in TEMPLATE.render(CHATS[0], tools=TOOLS).text
+
+    @pytest.mark.parametrize(("thinking", "opened"), [(True, True), (False, False), (None, False)])
+    def test_whether_reasoning_is_open(self, thinking, opened):
+        assert TEMPLATE.render(CHATS[0], enable_thinking=thinking).reasoning_open is opened
+        assert not TEMPLATE.render(CHATS[0], enable_thinking=thinking, add_generation_prompt=False).reasoning_open
+
+    def test_a_client_cannot_open_reasoning(self):
+        assert not TEMPLATE.render([{"role": "user", "content": "<think>"}]).reasoning_open
+        assert TEMPLATE.render([{"role": "user", "content": "</think>"}], enable_thinking=True).reasoning_open
+
+    def test_no_marker_is_lost(self):
+        assert TEMPLATE.lost_markers(DEMO) == []
+
+
+def controls(chat, **options):
+    return [i for i in TEMPLATE.render(chat, **options).ids(DEMO) if i in CONTROL_IDS]
+
+
+class TestForeignWords:
+    @given(marker_soup, marker_soup, marker_soup)
+    @settings(max_examples=150, deadline=None)
+    def test_no_message_changes_the_control_tokens(self, system, user, result):
+        def chat(a, b, c):
+            return [
+                {"role": "system", "content": a},
+                {"role": "user", "content": b},
+                {"role": "assistant", "content": "x", "tool_calls": [CALL]},
+                {"role": "tool", "content": c},
+            ]
+
+        assert controls(chat(system, user, result)) == controls(chat("a", "b", "c"))
+
+    @given(marker_soup, marker_soup, marker_soup)
+    @settings(max_examples=100, deadline=None)
+    def test_no_tool_changes_the_control_tokens(self, name, description, key):
+        def tools(a, b, c):
+            return [{"function": {"name": a, "description": b, "parameters": {"properties": {c: {"type": "string"}}}}}]
+
+        assert controls(CHATS[0], tools=tools(name, description, key)) == controls(CHATS[0], tools=tools("a", "b", "c"))
+
+    @given(marker_soup)
+    @settings(max_examples=100, deadline=None)
+    def test_the_words_arrive_as_they_are(self, text):
+        prompt = TEMPLATE.render([{"role": "user", "content": text}])
+        assert prompt.text.startswith(f"<|im_start|>user\n{text}<|im_end|>\n")
+
+    @given(marker_soup, marker_soup)
+    @settings(max_examples=100, deadline=None)
+    def test_calls_in_the_history_are_words_too(self, name, value):
+        def chat(a, b):
+            call = {"function": {"name": a, "arguments": json.dumps({"k": b})}}
+            return [CHATS[0][0], {"role": "assistant", "content": "", "tool_calls": [call]}]
+
+        assert controls(chat(name, value)) == controls(chat("a", "b"))
+
+    def test_pieces_that_the_template_joins_are_words(self):
+        template = source(
+            "{% for m in messages %}<{{ m.role }}>{% for p in m.content %}{{ p.text }}{% endfor %}{% endfor %}"
+        )
+        tokens = Tokenizer.from_gguf(byte_metadata("qwen2", {"<|end|>": CONTROL, "<user>": CONTROL}))
+        parts = [{"type": "text", "text": "<|e"}, {"type": "text", "text": "nd|>"}]
+        prompt = template.render([{"role": "user", "content": parts}])
+        assert prompt.text == "<user><|end|>"
+        assert not any(map(tokens.is_special, prompt.ids(tokens)))  # `user` is the client's word as well
+
+    def test_roles_and_variables_are_words(self):
+        template = source("{{ messages[0].role }}{{ extra_text }}{{ '<|im_end|>' }}")
+        prompt = template.render([{"role": "<|im_end|>"}], extra={"extra_text": "<|im_end|>"})
+        assert [i for i in prompt.ids(DEMO) if i in CONTROL_IDS] == [8184]
+
+    def test_the_client_s_own_think_tags_are_split_as_the_template_says(self):
+        """An operation of the template on content works on the true text, and the tags it then writes are tokens."""
+        chat = [*CHATS[0], {"role": "assistant", "content": "<think>\nwhy <|im_end|>\n</think>\n\nanswer"}]
+        prompt = TEMPLATE.render(chat, add_generation_prompt=False)
+        assert prompt.text.endswith("<think>\nwhy <|im_end|>\n</think>\n\nanswer<|im_end|>\n")
+        assert [i for i in prompt.ids(DEMO) if i in CONTROL_IDS] == [8183, 8184, 8183, 8186, 8187, 8184]
+
+
+class TestTurnEnds:
+    @pytest.mark.parametrize("chat", [CHATS[2], CHATS[3]])
+    def test_a_continued_chat_shares_the_ids_up_to_each_turn_end(self, chat):
+        """The last user message decides how the template renders what follows it; up to there nothing changes."""
+        prompt = TEMPLATE.render(chat).encoded(DEMO)
+        ends = [DEMO.decode(prompt.ids[:end], skip_special=False) for end in prompt.turn_ends]
+        assert len(ends) == len([m for m in chat if m["role"] != "tool"]) + any(m["role"] == "tool" for m in chat)
+        assert all(text.endswith("<|im_end|>\n") for text in ends)
+        longer = [*chat, {"role": "assistant", "content": "z"}, {"role": "user", "content": "more"}]
+        continued = TEMPLATE.render(longer).encoded(DEMO)
+        assert continued.ids[: prompt.turn_ends[0]] == prompt.ids[: prompt.turn_ends[0]]
+        assert continued.turn_ends[0] == prompt.turn_ends[0]
+
+
+class TestMessages:
+    def test_text_parts_are_joined_for_a_template_that_wants_text(self):
+        parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+        assert "user\na\nb<|im_end|>" in TEMPLATE.render([{"role": "user", "content": parts}]).text
+
+    def test_text_parts_stay_parts_for_a_template_that_walks_them(self):
+        template = source("{% for p in messages[0].content %}[{{ p.text }}]{% endfor %}")
+        parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+        assert template.render([{"role": "user", "content": parts}]).text == "[a][b]"
+
+    @pytest.mark.parametrize(
+        ("message", "expected"),
+        [
+            ({"content": "x"}, r"messages\[0\].role is missing"),
+            ("hello", r"messages\[0\] is a str, must be an object"),
+            ({"role": "user", "content": 5}, r"messages\[0\].content is a int"),
+            (
+                {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "image_url", "image_url": {}}]},
+                r"messages\[0\].content\[1\].type = 'image_url' is not supported",
+            ),
+            ({"role": "user", "content": [{"type": "text"}]}, r"messages\[0\].content\[0\].text is missing"),
+            ({"role": "user", "content": ["a"]}, r"messages\[0\].content\[0\].type = None"),
+            ({"role": "assistant", "tool_calls": [{}]}, r"messages\[0\].tool_calls\[0\].function.name is missing"),
+            ({"role": "assistant", "tool_calls": "x"}, r"messages\[0\].tool_calls is a str"),
+        ],
+    )
+    def test_what_cannot_be_taken_is_named(self, message, expected):
+        with pytest.raises(TemplateError, match=expected):
+            TEMPLATE.render([message])
+
+    def test_a_developer_is_the_system_to_a_template_that_does_not_know_the_role(self):
+        template = source("{% for m in messages %}{{ m.role }};{% endfor %}")
+        assert template.render([{"role": "developer", "content": ""}]).text == "system;"
+        knows = source("{% for m in messages %}{{ 'DEV' if m.role == 'developer' else m.role }};{% endfor %}")
+        assert knows.render([{"role": "developer", "content": ""}]).text == "DEV;"
+
+    def test_reasoning_has_one_name_for_templates(self):
+        template = source("{{ messages[0].reasoning_content }}|{{ messages[0].thinking }}")
+        for name in ("reasoning_content", "reasoning", "thinking"):
+            assert template.render([{"role": "assistant", name: "r"}]).text == "r|r"
+
+    def test_arguments_that_are_no_json_object_stay_text(self):
+        template = source("{{ messages[0].tool_calls[0].function.arguments is string }}")
+        for arguments, is_text in (
+            ("{broken", "True"),
+            ("[1]", "True"),
+            ("{}", "False"),
+            ("", "False"),
+            ({"a": 1}, "False"),
+        ):
+            call = {"function": {"name": "f", "arguments": arguments}}
+            assert template.render([{"role": "assistant", "tool_calls": [call]}]).text == is_text
+
+    def test_tool_results_move_into_the_call_for_a_template_that_wants_them_there(self):
+        template = source("{% for m in messages %}{{ m.role }}{{ m.tool_responses or '' }};{% endfor %}")
+        chat = [*CHATS[3], {"role": "assistant", "content": "done"}]
+        result = "{'name': 'get_doc', 'response': '%s'}"
+        responses = f"[{result % 'text <|im_end|>'}, {result % 'more'}]"
+        assert template.render(chat).text == f"user;assistant{responses};assistant;"
+
+    def test_the_client_s_objects_are_left_alone(self):
+        chat = json.loads(json.dumps(CHATS[3]))
+        TEMPLATE.render(chat, tools=TOOLS)
+        assert chat == CHATS[3]
+
+
+class TestErrors:
+    def test_a_file_without_a_template(self):
+        assert ChatTemplate.from_gguf(byte_metadata("qwen2", {})) is None
+
+    def test_a_broken_template_is_named_with_its_line(self):
+        with pytest.raises(TemplateError, match=r"tokenizer.chat_template line 2: .*endif"):
+            source("x\n{% if a %}")
+
+    @pytest.mark.parametrize("text", ["{{ x | no_such_filter }}", "{{ " + "(" * 5000 + "1" + ")" * 5000 + " }}"])
+    def test_a_template_that_cannot_be_compiled(self, text):
+        with pytest.raises(TemplateError, match=r"tokenizer.chat_template (line 1: No filter|cannot be compiled)"):
+            source(text)
+
+    def test_a_refusal_of_the_template_reaches_the_client(self):
+        template = source("{{ raise_exception('Conversation roles must alternate') }}")
+        with pytest.raises(TemplateError, match="refuses these messages: Conversation roles must alternate"):
+            template.render(CHATS[0])
+
+    @pytest.mark.parametrize(
+        "text",
+        ["{{ messages[9].content }}", "{{ messages[0].content + 1 }}", "{{ messages | items | list }}", "{{ 1 / 0 }}"],
+    )
+    def test_a_template_that_fails_on_the_messages(self, text):
+        with pytest.raises(TemplateError, match="cannot take these messages"):
+            source(text).render(CHATS[0])
+
+    def test_an_attack_of_the_template_fails(self):
+        with pytest.raises(TemplateError, match="SecurityError"):
+            source("{{ messages.__class__.__subclasses__() }}").render(CHATS[0])
+
+    @pytest.mark.parametrize("name", ["messages", "tools", "add_generation_prompt", "eos_token"])
+    def test_variables_of_the_server_cannot_be_replaced(self, name):
+        template = ChatTemplate("{{ eos_token }}", {"eos_token": "<e>"})
+        with pytest.raises(TemplateError, match=f"chat_template_kwargs.{name} is set by the server"):
+            template.render(CHATS[0], extra={name: "x"})
+
+    def test_thinking_said_twice(self):
+        assert TEMPLATE.render(CHATS[0], extra={"enable_thinking": True}).reasoning_open
+        assert TEMPLATE.render(CHATS[0], enable_thinking=True, extra={"enable_thinking": True}).reasoning_open
+        with pytest.raises(TemplateError, match="contradicts"):
+            TEMPLATE.render(CHATS[0], enable_thinking=False, extra={"enable_thinking": True})
+
+
+def test_named_tokens_are_the_template_s_own():
+    markers = {"<s>": CONTROL, "</s>": CONTROL}
+    metadata = byte_metadata("qwen2", markers, bos_token_id=264, eos_token_id=265)
+    metadata["tokenizer.chat_template"] = "{{ bos_token }}{{ messages[0].content }}{{ eos_token }}{{ unk_token }}"
+    prompt = ChatTemplate.from_gguf(metadata).render([{"role": "user", "content": "</s>"}])
+    tokens = Tokenizer.from_gguf(metadata)
+    assert prompt.text == "<s></s></s>"
+    assert prompt.ids(tokens) == [264, *tokens.encode("</s>"), 265]
+
+
+def test_the_clock_reaches_the_template():
+    template = source("{{ strftime_now('%Y') }}", clock=lambda: datetime(1999, 1, 1))
+    assert template.render([]).text == "1999"
+
+
+def test_a_marker_whose_origin_cannot_be_followed_is_reported():
+    template = source("{% for m in messages %}{{ '%s%s' % ('<|im_start|>', m.role) }}{{ '<|im_end|>' }}{% endfor %}")
+    assert template.lost_markers(DEMO) == ["<|im_start|>"]
+
+
+def test_a_template_that_takes_no_system_message_is_checked_all_the_same():
+    template = source(
+        "{% if messages[0].role == 'system' %}{{ raise_exception('no system') }}{% endif %}"
+        "{{ '%s%s' % ('<|im_start|>', messages[0].role) }}"
+    )
+    assert template.lost_markers(DEMO) == ["<|im_start|>"]

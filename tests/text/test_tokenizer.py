@@ -1,0 +1,293 @@
+"""Ids equal those of the tokenizer the model was trained with; foreign text never becomes a control token."""
+
+from __future__ import annotations
+
+import unicodedata
+
+import pytest
+from gguf import GGUFReader
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import AddedToken
+from tokenizers import Tokenizer as Library
+from tokenizers.models import BPE
+
+from lucevisor.text.tokenizer import Segment, Tokenizer
+from lucevisor.text.vocabulary import TokenizerError
+from tests.text.awkward import AWKWARD
+from tests.text.vocabularies import (
+    CONTROL,
+    GEMMA_MARKERS,
+    NORMAL,
+    ROOT,
+    USER_DEFINED,
+    byte_metadata,
+    demo_metadata,
+    demo_oracle,
+    gemma_metadata,
+)
+
+GOLDEN = ROOT / "tests/data/golden"
+DEMO = Tokenizer.from_gguf(demo_metadata())
+DEMO_MARKERS = demo_metadata()["tokenizer.ggml.tokens"][8182:]
+MARKER_IDS = set(range(8182, 8192))
+# Text that is likely to hold whole markers, parts of them, and the seams between.
+marker_soup = st.lists(
+    st.one_of(
+        st.sampled_from(DEMO_MARKERS),
+        st.sampled_from(DEMO_MARKERS).flatmap(lambda m: st.integers(0, len(m)).map(lambda i: m[:i])),
+        st.sampled_from(DEMO_MARKERS).flatmap(lambda m: st.integers(0, len(m)).map(lambda i: m[i:])),
+        st.text(max_size=8),
+        st.sampled_from(AWKWARD),
+    ),
+    max_size=8,
+).map("".join)
+
+
+class TestDemoModel:
+    def test_what_the_file_says(self):
+        assert DEMO.n_vocab == 8192
+        assert DEMO.eos_ids == {8184, 8182}
+        assert (DEMO.bos, DEMO.add_bos) == (None, False)
+        assert DEMO.token_id("<|im_end|>") == 8184
+        assert DEMO.token_id("hello") is None
+        assert [DEMO.is_special(i) for i in (0, 8183, 8184, 8186)] == [False, True, True, False]
+
+    @pytest.mark.parametrize("text", AWKWARD)
+    def test_awkward_strings_have_the_trained_ids(self, text):
+        assert DEMO.encode(text, parse_special=True) == demo_oracle().encode(text).ids
+
+    @given(marker_soup)
+    @settings(max_examples=300, deadline=None)
+    def test_any_text_has_the_trained_ids(self, text):
+        assert DEMO.encode(text, parse_special=True) == demo_oracle().encode(text).ids
+
+    @given(marker_soup)
+    @settings(max_examples=300, deadline=None)
+    def test_foreign_text_has_no_control_token_and_comes_back(self, text):
+        ids = DEMO.encode(text)
+        assert MARKER_IDS.isdisjoint(ids)
+        assert DEMO.decode(ids) == unicodedata.normalize("NFC", text)
+
+    @given(marker_soup)
+    @settings(max_examples=200, deadline=None)
+    def test_decode_equals_the_library(self, text):
+        ids = DEMO.encode(text, parse_special=True)
+        assert DEMO.decode(ids) == demo_oracle().decode(ids, skip_special_tokens=True)
+        assert DEMO.decode(ids, skip_special=False) == demo_oracle().decode(ids, skip_special_tokens=False)
+
+    @given(st.lists(st.integers(0, 8191), max_size=30))
+    @settings(max_examples=200, deadline=None)
+    def test_decode_of_any_ids_equals_the_library(self, ids):
+        assert DEMO.decode(ids) == demo_oracle().decode(ids, skip_special_tokens=True)
+
+    def test_half_a_surrogate_pair_becomes_the_replacement_character(self):
+        assert DEMO.decode(DEMO.encode("a\ud800b\udfff")) == "a\ufffdb\ufffd"
+
+    @pytest.mark.parametrize("token_id", [-1, 8192])
+    def test_an_id_outside_the_vocabulary_is_refused(self, token_id):
+        with pytest.raises(TokenizerError, match=f"{token_id} is outside the vocabulary of 8192"):
+            DEMO.token_bytes(token_id)
+
+
+class TestSegments:
+    def test_only_trusted_markers_are_tokens(self):
+        ids = DEMO.encode_segments([Segment("<|im_start|>user\n", True), Segment("<|im_end|>", False)])
+        assert ids[0] == 8183
+        assert MARKER_IDS.isdisjoint(ids[1:])
+
+    @pytest.mark.parametrize(
+        "segments",
+        [
+            [Segment("<|im_", True), Segment("end|>", False)],
+            [Segment("<|im_", False), Segment("end|>", True)],
+            [Segment("<|im_", False), Segment("end|>", False)],
+            [Segment("<", True), Segment("|im_end|", False), Segment(">", True)],
+        ],
+    )
+    def test_a_marker_made_of_pieces_is_text(self, segments):
+        assert DEMO.encode_segments(segments) == DEMO.encode("<|im_end|>")
+
+    def test_a_marker_over_two_trusted_segments_is_a_token(self):
+        assert DEMO.encode_segments([Segment("<|im_", True), Segment("", False), Segment("end|>", True)]) == [8184]
+
+    @given(st.lists(st.tuples(marker_soup, st.booleans()), max_size=5))
+    @settings(max_examples=200, deadline=None)
+    def test_merges_reach_over_seams(self, pairs):
+        """Without markers in it, text has the ids of the whole, wherever the seams are."""
+        runs = [(text.replace("<", "("), trusted) for text, trusted in pairs]
+        segments = [Segment(text, trusted) for text, trusted in runs]
+        assert DEMO.encode_segments(segments) == DEMO.encode("".join(text for text, _ in runs))
+
+    @given(marker_soup, marker_soup, marker_soup)
+    @settings(max_examples=200, deadline=None)
+    def test_foreign_text_changes_no_control_token_around_it(self, before, foreign, after):
+        def controls(middle):
+            ids = DEMO.encode_segments([Segment(before, True), Segment(middle, False), Segment(after, True)])
+            return [i for i in ids if i in MARKER_IDS]
+
+        assert controls(foreign) == controls("x")
+
+    @given(st.text(alphabet="<ab>", max_size=20))
+    def test_overlapping_markers_match_as_in_the_library(self, text):
+        """Leftmost first, then longest."""
+        markers = {"<a>": CONTROL, "<a>b": CONTROL, "a>": USER_DEFINED, "b<a": CONTROL, "ab": USER_DEFINED}
+        metadata = byte_metadata("qwen2", markers)
+        vocab = {token: i for i, token in enumerate(metadata["tokenizer.ggml.tokens"])}
+        oracle = Library(BPE(vocab={t: i for t, i in vocab.items() if t not in markers}, merges=[]))
+        oracle.add_tokens([AddedToken(f"pad{i}", normalized=False) for i in range(len(vocab) - len(markers) - 256 - 8)])
+        oracle.add_tokens([AddedToken(marker, normalized=False) for marker in markers])
+        tokens = Tokenizer.from_gguf(metadata)
+        shown = [tokens.token_bytes(i).decode() for i in tokens.encode(text, parse_special=True)]
+        assert shown == oracle.encode(text).tokens
+
+
+class TestPrompts:
+    def test_bos_is_added_once_where_the_file_says_so(self):
+        tokens = Tokenizer.from_gguf(
+            byte_metadata("qwen2", {"<s>": CONTROL}, bos_token_id=264, add_bos_token=True),
+        )
+        assert (tokens.bos, tokens.add_bos) == (264, True)
+        assert tokens.encode_prompt("a")[0] == 264
+        assert tokens.encode_prompt("<s>a") == tokens.encode_prompt("a")
+        assert 264 not in tokens.encode("a")
+
+    def test_markers_of_a_raw_prompt_are_tokens(self):
+        assert DEMO.encode_prompt("<|im_start|>user") == demo_oracle().encode("<|im_start|>user").ids
+
+    def test_turn_ends_lie_after_the_blanks_behind_an_end_token(self):
+        ids = DEMO.encode("<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\nyo<|im_end|>", parse_special=True)
+        first, second = DEMO.turn_ends(ids)
+        assert DEMO.decode(ids[:first], skip_special=False) == "<|im_start|>user\nhi<|im_end|>\n"
+        assert second == len(ids)
+
+    def test_blanks_that_text_follows_belong_to_that_text(self):
+        ids = DEMO.encode("a<|im_end|>\nb", parse_special=True)
+        assert DEMO.turn_ends(ids) == [ids.index(8184) + 1]
+
+
+class TestGemma:
+    TOKENS = Tokenizer.from_gguf(gemma_metadata())
+
+    def oracle(self):
+        """Transformers' own Gemma tokenizer, with the tokens that Gemma's tokenizer.json adds."""
+        gemma = pytest.importorskip("transformers.models.gemma.tokenization_gemma")
+        tokens = gemma_metadata()["tokenizer.ggml.tokens"]
+        merges = [tuple(merge.split(" ")) for merge in gemma_metadata()["tokenizer.ggml.merges"]]
+        made = gemma.GemmaTokenizer(vocab={t: i for i, t in enumerate(tokens)}, merges=merges, mask_token="<pad>")
+        made.add_tokens([AddedToken("\n" * n, normalized=False) for n in (1, 2, 3)])
+        made.add_tokens([AddedToken(marker, normalized=False) for marker in GEMMA_MARKERS])
+        return made
+
+    def test_awkward_strings_have_the_ids_of_transformers(self):
+        oracle = self.oracle()
+        for text in AWKWARD:
+            expected = oracle.encode(text, add_special_tokens=False) if text else []
+            assert self.TOKENS.encode(text, parse_special=True) == expected, text
+
+    @given(text=st.text(alphabet="the cat\n  ▁<0x4>é日😀|turn", max_size=60))
+    @settings(max_examples=200, deadline=None)
+    def test_foreign_text_comes_back(self, text):
+        ids = self.TOKENS.encode(text)
+        assert not any(self.TOKENS.is_special(i) for i in ids)
+        # U+2581 is Gemma's own sign for a space: it cannot be told from one.
+        assert self.TOKENS.decode(ids) == text.replace("▁", " ")
+
+    def test_markers_are_kept_apart_and_line_ends_found_whole(self):
+        assert self.TOKENS.encode("<|turn>") != [self.TOKENS.token_id("<|turn>")]
+        assert self.TOKENS.encode("<|turn>", parse_special=True) == [self.TOKENS.token_id("<|turn>")]
+        assert [self.TOKENS.token_bytes(i) for i in self.TOKENS.encode("\n" * 5)] == [b"\n\n\n", b"\n\n"]
+
+    def test_unknown_characters_are_bytes(self):
+        assert [self.TOKENS.token_bytes(i) for i in self.TOKENS.encode("🦖")] == [b"\xf0", b"\x9f", b"\xa6", b"\x96"]
+
+    def test_endings(self):
+        texts = {self.TOKENS.token_bytes(i).decode() for i in self.TOKENS.eos_ids}
+        assert texts == {"<eos>", "<turn|>"}  # `</s>` is an ordinary token here: struck-out text ends
+
+
+class TestEndings:
+    def test_every_known_ending_of_the_vocabulary_counts(self):
+        markers = {"<|im_end|>": CONTROL, "<|endoftext|>": CONTROL, "</assistant>": USER_DEFINED, "<x>": CONTROL}
+        tokens = Tokenizer.from_gguf(byte_metadata("laguna", markers, eot_token_id=267))
+        assert tokens.eos_ids == {264, 265, 266, 267}
+        assert tokens.is_special(266)
+
+    def test_an_ordinary_token_is_no_ending(self):
+        tokens = Tokenizer.from_gguf(byte_metadata("qwen2", {"<|im_end|>": NORMAL}))
+        assert tokens.eos_ids == frozenset()
+
+
+@pytest.mark.parametrize("path", sorted(GOLDEN.glob("*/model.gguf")), ids=lambda path: path.parent.name)
+def test_the_files_of_every_family_load(path):
+    fields = GGUFReader(path).fields
+    metadata = {key: field.contents() for key, field in fields.items() if key.startswith("tokenizer")}
+    tokens = Tokenizer.from_gguf(metadata)
+    assert tokens.n_vocab == 288
+    assert tokens.eos_ids == {280, 282, 284}
+    assert tokens.encode("<|im_end|>", parse_special=True) == [282]
+    assert 282 not in tokens.encode("<|im_end|>")
+
+
+class TestRefusals:
+    @pytest.mark.parametrize(
+        ("change", "message"),
+        [
+            ({"pre": "martian"}, r"tokenizer.ggml.pre = 'martian' is not known.*known are .*laguna.*qwen35"),
+            ({"model": "bert"}, r"tokenizer.ggml.model = 'bert' is not known; known are 'gpt2'"),
+            ({"model": 3}, r"tokenizer.ggml.model is a int, must be a str"),
+            ({"tokens": None}, r"tokenizer.ggml.tokens is a NoneType"),
+            ({"tokens": ["a", 5]}, r"token_type has 265 entries, tokenizer.ggml.tokens has 2"),
+            ({"merges": ["ab"]}, r"merges\[0\] = 'ab' is not two tokens"),
+            ({"eos_token_id": 265}, r"eos_token_id = 265 is not a token: the vocabulary has 265"),
+            ({"eos_token_id": -1}, r"eos_token_id = -1"),
+            ({"add_bos_token": "yes"}, r"add_bos_token is a str, must be a bool"),
+        ],
+    )
+    def test_the_key_is_named(self, change, message):
+        metadata = byte_metadata("qwen2", {"<x>": CONTROL})
+        metadata |= {f"tokenizer.ggml.{key}": value for key, value in change.items()}
+        with pytest.raises(TokenizerError, match=message):
+            Tokenizer.from_gguf(metadata)
+
+    @pytest.mark.parametrize("key", ["tokenizer.ggml.model", "tokenizer.ggml.tokens", "tokenizer.ggml.merges"])
+    def test_a_missing_key_is_named(self, key):
+        metadata = byte_metadata("qwen2", {})
+        del metadata[key]
+        with pytest.raises(TokenizerError, match=f"the GGUF file has no {key}"):
+            Tokenizer.from_gguf(metadata)
+
+    def test_a_token_that_is_no_text(self):
+        metadata = byte_metadata("qwen2", {})
+        metadata["tokenizer.ggml.tokens"][7] = 7
+        with pytest.raises(TokenizerError, match=r"tokens\[7\] is a int, must be text"):
+            Tokenizer.from_gguf(metadata)
+
+    def test_a_double_token(self):
+        metadata = byte_metadata("qwen2", {})
+        metadata["tokenizer.ggml.tokens"][7] = metadata["tokenizer.ggml.tokens"][3]
+        with pytest.raises(TokenizerError, match="3 and 7 are both"):
+            Tokenizer.from_gguf(metadata)
+
+    def test_a_missing_byte_letter(self):
+        metadata = byte_metadata("qwen2", {})
+        metadata["tokenizer.ggml.tokens"][0] = "something else"
+        with pytest.raises(TokenizerError, match="lacks 1 byte letters"):
+            Tokenizer.from_gguf(metadata)
+
+    def test_a_control_token_as_long_as_a_book(self):
+        metadata = byte_metadata("qwen2", {"<" * 100_000: CONTROL})
+        with pytest.raises(TokenizerError, match="a control token of 100000 characters"):
+            Tokenizer.from_gguf(metadata)
+
+    def test_a_merge_of_what_is_no_token_is_passed_over(self):
+        metadata = byte_metadata("qwen2", {})
+        metadata["tokenizer.ggml.merges"] = ["h e", "x yz", *metadata["tokenizer.ggml.merges"], "t h"]
+        tokens = Tokenizer.from_gguf(metadata)
+        assert [tokens.token_bytes(i) for i in tokens.encode("the xyz")] == [b"the", b" ", b"x", b"y", b"z"]
+
+    def test_holes_and_unused_tokens_are_no_doubles(self):
+        metadata = byte_metadata("qwen2", {})
+        metadata["tokenizer.ggml.tokens"] += ["", "", "[PAD1]"]
+        metadata["tokenizer.ggml.token_type"] += [1, 5, 5]
+        assert Tokenizer.from_gguf(metadata).n_vocab == 267

@@ -1,0 +1,230 @@
+"""Calls are read as each family writes them; what is none is None, and nothing raises."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lucevisor.text.tools import FORMATS
+from lucevisor.text.tools.call import read_value
+
+GEMMA, PAIRS, XML, JSON = (tool_format for _, tool_format in FORMATS)
+SCHEMAS = {
+    "s": {"type": "string"},
+    "i": {"type": "integer"},
+    "n": {"type": "number"},
+    "b": {"type": "boolean"},
+    "l": {"type": "array"},
+    "o": {"type": "object"},
+    "maybe": {"anyOf": [{"type": "string"}, {"type": "null"}]},
+    "either": {"type": ["integer", "string"]},
+    "choice": {"enum": ["1", "2"]},
+}
+TOOLS = [
+    {"type": "function", "function": {"name": "other", "parameters": {"properties": {"s": {"type": "integer"}}}}},
+    {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": SCHEMAS}}},
+]
+
+
+def call(tool_format, body, tools=TOOLS):
+    found = tool_format.parse(body, tools)
+    return found and (found.name, json.loads(found.arguments))
+
+
+@pytest.mark.parametrize(
+    ("body", "expected"),
+    [
+        ('\n{"name": "f", "arguments": {"s": "é\\n", "i": 1}}\n', ("f", {"s": "é\n", "i": 1})),
+        ('{"name": "f", "parameters": {"s": "x"}}', ("f", {"s": "x"})),
+        ('{"name": "f", "arguments": "{\\"s\\": \\"x\\"}"}', ("f", {"s": "x"})),
+        ('{"name": "f"}', ("f", {})),
+        ('{"arguments": {}, "name": "f"}', ("f", {})),
+        ('{"name": "f", "arguments": [1]}', None),
+        ('{"name": "f", "arguments": null}', None),
+        ('{"name": "f", "arguments": "x"}', None),
+        ('{"name": "f", "arguments": {"n": NaN}}', None),
+        ('{"name": 5, "arguments": {}}', None),
+        ('{"name": "", "arguments": {}}', None),
+        ('{"arguments": {}}', None),
+        ('{"name": "f", "arguments": {}} trailing', None),
+        ('["f"]', None),
+        ("", None),
+        ("[" * 100_000, None),
+    ],
+)
+def test_json_objects(body, expected):
+    assert call(JSON, body) == expected
+
+
+@pytest.mark.parametrize(
+    ("body", "expected"),
+    [
+        ("\n<function=f>\n<parameter=s>\nvalue\n</parameter>\n</function>\n", ("f", {"s": "value"})),
+        ("<function=f></function>", ("f", {})),
+        ("<function=f>\n<parameter=s>\n two\n\nlines \n\n</parameter>\n</function>", ("f", {"s": " two\n\nlines \n"})),
+        ("<function=f><parameter=s>123</parameter></function>", ("f", {"s": "123"})),
+        ("<function=f><parameter=i>\n123\n</parameter></function>", ("f", {"i": 123})),
+        ("<function=f><parameter=unknown>\n[1, 2]\n</parameter></function>", ("f", {"unknown": [1, 2]})),
+        ("<function=g><parameter=s>1</parameter></function>", ("g", {"s": 1})),
+        ("<function=other><parameter=s>1</parameter></function>", ("other", {"s": 1})),
+        (
+            "<function=f><parameter=s>a</parameter> b\n</parameter>\n<parameter=b>\ntrue\n</parameter></function>",
+            ("f", {"s": "a</parameter> b", "b": True}),
+        ),
+        ("<function=f><parameter=s>\nx\n</parameter>", ("f", {"s": "x"})),  # no </function>
+        ("<function=f><parameter=s>\nx\n</function>", None),
+        ("<function=f>words<parameter=s>\nx\n</parameter></function>", None),
+        ("<function=f><parameter=s>\nx\n</parameter></function> words", None),
+        ("<parameter=s>x</parameter>", None),
+        ('{"name": "f"}', None),
+        ("", None),
+    ],
+)
+def test_xml_functions(body, expected):
+    assert call(XML, body) == expected
+
+
+@pytest.mark.parametrize(
+    ("body", "expected"),
+    [
+        ("f<arg_key>s</arg_key><arg_value> kept \n</arg_value>", ("f", {"s": " kept \n"})),
+        ("f\n<arg_key>i</arg_key>\n<arg_value>5</arg_value>\n<arg_key>b</arg_key>\n<arg_value>true</arg_value>\n",
+         ("f", {"i": 5, "b": True})),
+        ("f", ("f", {})),
+        ("\nf\n", ("f", {})),
+        ("f<arg_key>s</arg_key><arg_value>a</arg_value>b</arg_value>", ("f", {"s": "a</arg_value>b"})),
+        ('f<arg_key>o</arg_key><arg_value>{"k": [1]}</arg_value>', ("f", {"o": {"k": [1]}})),
+        ("f<arg_key>s</arg_key>", None),
+        ("f words", None),
+        ("<arg_key>s</arg_key><arg_value>a</arg_value>", None),
+        ("", None),
+    ],
+)  # fmt: skip
+def test_argument_pairs(body, expected):
+    assert call(PAIRS, body) == expected
+
+
+@pytest.mark.parametrize(
+    ("body", "expected"),
+    [
+        ('call:f{s:<|"|>Paris<|"|>}', ("f", {"s": "Paris"})),
+        ("call:f{}", ("f", {})),
+        ('call:f{s:<|"|>say "hi", \\ {x:1}<|"|>,i:42,n:-1.5e3,b:true,z:null}',
+         ("f", {"s": 'say "hi", \\ {x:1}', "i": 42, "n": -1500.0, "b": True, "z": None})),
+        ('call:f{l:[<|"|>a<|"|>,{k:[]},2],o:{<|"|>q k<|"|>:<|"|><|"|>}}',
+         ("f", {"l": ["a", {"k": []}, 2], "o": {"q k": ""}})),
+        ('call: f { s : "json \\"str\\"" , i : 1 }', ("f", {"s": 'json "str"', "i": 1})),
+        ('call:f{s:<|"|>open}', None),
+        ("call:f{s:bare}", None),
+        ("call:f{s:1", None),
+        ("call:f{s:1 i:2}", None),
+        ("call:f{s:1} words", None),
+        ("call:f{s}", None),
+        ("call:f{s:}", None),
+        ("call:f{l:[1 2]}", None),
+        ("call:f{l:[1", None),
+        ('call:f{<|"|>k<|"|> 1}', None),
+        ('call:f{<|"|>k:1}', None),
+        ("call:{}", None),
+        ("f{}", None),
+        ("call:f{n:NaN}", None),
+        ("call:f{l:" + "[" * 5000, None),
+        ("", None),
+    ],
+)  # fmt: skip
+def test_gemma(body, expected):
+    assert call(GEMMA, body) == expected
+
+
+@pytest.mark.parametrize(
+    ("text", "name", "expected"),
+    [
+        ("12", "s", "12"),
+        ("12", "i", 12),
+        ("12.0", "i", 12),
+        ("12.5", "i", "12.5"),
+        ("12", "n", 12),
+        ("true", "b", True),
+        ("True", "b", True),
+        ("1", "b", "1"),
+        ("true", "i", "true"),
+        ("[1]", "l", [1]),
+        ("{}", "l", "{}"),
+        ('{"a": 1}', "o", {"a": 1}),
+        ("None", "maybe", None),
+        ("null", "maybe", None),
+        ("text", "maybe", "text"),
+        ('"quoted"', "maybe", '"quoted"'),
+        ("5", "either", 5),
+        ("five", "either", "five"),
+        ("1", "choice", "1"),
+        ("NaN", "n", "NaN"),
+        ("not json", "o", "not json"),
+    ],
+)
+def test_values_follow_the_schema(text, name, expected):
+    value = read_value(text, SCHEMAS[name])
+    assert value == expected
+    assert type(value) is type(expected)
+
+
+# Text that none of the notations uses as a delimiter.
+words = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="<>"), max_size=20)
+names = st.text("abcxyz_", min_size=1, max_size=6)
+values = st.recursive(
+    st.one_of(
+        words, st.integers(-(2**53), 2**53), st.booleans(), st.none(), st.floats(allow_nan=False, allow_infinity=False)
+    ),
+    lambda inner: st.one_of(st.lists(inner, max_size=3), st.dictionaries(names, inner, max_size=3)),
+    max_leaves=6,
+)
+
+
+def write_gemma(value):
+    if isinstance(value, str):
+        return f'<|"|>{value}<|"|>'
+    if isinstance(value, dict):
+        return "{" + ",".join(f"{key}:{write_gemma(item)}" for key, item in value.items()) + "}"
+    if isinstance(value, list):
+        return "[" + ",".join(map(write_gemma, value)) + "]"
+    return json.dumps(value)
+
+
+class TestRoundTrips:
+    @given(names, st.dictionaries(names, values, max_size=4))
+    @settings(max_examples=200, deadline=None)
+    def test_structured_notations(self, name, arguments):
+        assert call(JSON, json.dumps({"name": name, "arguments": arguments})) == (name, arguments)
+        assert call(GEMMA, f"call:{name}{write_gemma(arguments)}") == (name, arguments)
+
+    @given(names, st.dictionaries(names, words, max_size=4))
+    @settings(max_examples=200, deadline=None)
+    def test_bare_strings(self, name, arguments):
+        properties = {key: {"type": "string"} for key in arguments}
+        tools = [{"function": {"name": name, "parameters": {"properties": properties}}}]
+        xml = "".join(f"<parameter={key}>\n{value}\n</parameter>\n" for key, value in arguments.items())
+        assert call(XML, f"\n<function={name}>\n{xml}</function>\n", tools) == (name, arguments)
+        pairs = "".join(f"<arg_key>{k}</arg_key><arg_value>{v}</arg_value>" for k, v in arguments.items())
+        assert call(PAIRS, name + pairs, tools) == (name, arguments)
+
+    @given(names, st.dictionaries(names, values.filter(lambda value: not isinstance(value, str)), max_size=4))
+    @settings(max_examples=200, deadline=None)
+    def test_bare_json(self, name, arguments):
+        """Undeclared parameters that are JSON come back as what they are."""
+        written = {key: json.dumps(value) for key, value in arguments.items()}
+        xml = "".join(f"<parameter={key}>\n{value}\n</parameter>\n" for key, value in written.items())
+        pairs = "".join(f"<arg_key>{k}</arg_key><arg_value>{v}</arg_value>" for k, v in written.items())
+        if not any("<" in value for value in written.values()):
+            assert call(XML, f"<function={name}>{xml}</function>", []) == (name, arguments)
+            assert call(PAIRS, name + pairs, []) == (name, arguments)
+
+
+@given(st.text('<>/="{}[]:,|\\ \ncall:ftoolparameterargkeyvalue', max_size=60))
+@settings(max_examples=500, deadline=None)
+def test_no_text_raises(body):
+    for tool_format in (GEMMA, PAIRS, XML, JSON):
+        tool_format.parse(body, TOOLS)
+        tool_format.is_inside_value(body)
