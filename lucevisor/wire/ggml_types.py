@@ -1,4 +1,5 @@
-"""GGML tensor types: id, name, elements and bytes of a block.  Source: ggml.h / gguf-py constants (block sizes are part of the format).
+"""GGML tensor types: id, name, elements and bytes of a block.  Source: ggml.h / gguf-py constants (block sizes are
+part of the format).
 
 Also the one rule that says in which form a tensor rests on a device (:func:`resident_format`), so that the placement
 planner and the loader cannot disagree about bytes.
@@ -22,12 +23,14 @@ class GgmlType(NamedTuple):
 
 
 _ROWS = [
-    (0, "F32", 1, 4), (1, "F16", 1, 2), (2, "Q4_0", 32, 18), (3, "Q4_1", 32, 20), (6, "Q5_0", 32, 22), (7, "Q5_1", 32, 24),
-    (8, "Q8_0", 32, 34), (9, "Q8_1", 32, 40), (10, "Q2_K", 256, 84), (11, "Q3_K", 256, 110), (12, "Q4_K", 256, 144),
-    (13, "Q5_K", 256, 176), (14, "Q6_K", 256, 210), (15, "Q8_K", 256, 292), (16, "IQ2_XXS", 256, 66), (17, "IQ2_XS", 256, 74),
-    (18, "IQ3_XXS", 256, 98), (19, "IQ1_S", 256, 50), (20, "IQ4_NL", 32, 18), (21, "IQ3_S", 256, 110), (22, "IQ2_S", 256, 82),
-    (23, "IQ4_XS", 256, 136), (24, "I8", 1, 1), (25, "I16", 1, 2), (26, "I32", 1, 4), (27, "I64", 1, 8), (28, "F64", 1, 8),
-    (29, "IQ1_M", 256, 56), (30, "BF16", 1, 2), (34, "TQ1_0", 256, 54), (35, "TQ2_0", 256, 66), (39, "MXFP4", 32, 17),
+    (0, "F32", 1, 4), (1, "F16", 1, 2), (2, "Q4_0", 32, 18), (3, "Q4_1", 32, 20),
+    (6, "Q5_0", 32, 22), (7, "Q5_1", 32, 24), (8, "Q8_0", 32, 34), (9, "Q8_1", 32, 40),
+    (10, "Q2_K", 256, 84), (11, "Q3_K", 256, 110), (12, "Q4_K", 256, 144), (13, "Q5_K", 256, 176),
+    (14, "Q6_K", 256, 210), (15, "Q8_K", 256, 292), (16, "IQ2_XXS", 256, 66), (17, "IQ2_XS", 256, 74),
+    (18, "IQ3_XXS", 256, 98), (19, "IQ1_S", 256, 50), (20, "IQ4_NL", 32, 18), (21, "IQ3_S", 256, 110),
+    (22, "IQ2_S", 256, 82), (23, "IQ4_XS", 256, 136), (24, "I8", 1, 1), (25, "I16", 1, 2),
+    (26, "I32", 1, 4), (27, "I64", 1, 8), (28, "F64", 1, 8), (29, "IQ1_M", 256, 56),
+    (30, "BF16", 1, 2), (34, "TQ1_0", 256, 54), (35, "TQ2_0", 256, 66), (39, "MXFP4", 32, 17),
     (40, "NVFP4", 64, 36),
 ]  # fmt: skip
 
@@ -58,18 +61,21 @@ class Format(StrEnum):
 def row_bytes(kind: GgmlType, n_columns: int) -> int:
     """Bytes of one row in the file.  Raises ValueError when the row is not whole blocks."""
     if n_columns % kind.block_elements:
-        raise ValueError(f"a row of {n_columns} numbers is not a whole number of {kind.name} blocks of {kind.block_elements}")
+        raise ValueError(
+            f"a row of {n_columns} numbers is not a whole number of {kind.name} blocks of {kind.block_elements}"
+        )
     return n_columns // kind.block_elements * kind.block_bytes
 
 
 def resident_format(kind: GgmlType, shape: tuple[int, ...], backend: Backend, dtype: Dtype) -> Format:
-    """Form of a tensor of ``shape`` (row-major, rows last-but-one) on a device of ``backend`` that computes in ``dtype``.
+    """Form of a tensor of ``shape`` (row-major, rows last-but-one) on a device of ``backend`` that computes in
+    ``dtype``.
 
     Vectors and F32 matrices that are kept F32 in every real file (router, convolution) stay float32.
     """
     if len(shape) < 2:
         return Format.FLOAT32
-    if kind.name in DENSE or dtype is Dtype.FLOAT32 and backend is Backend.CPU:
+    if kind.name in DENSE or (dtype is Dtype.FLOAT32 and backend is Backend.CPU):
         return Format(dtype.value)
     if backend is Backend.CPU:
         if dtype is Dtype.BFLOAT16 and len(shape) == 2:

@@ -1,7 +1,8 @@
 """Parse the header of a GGUF file: metadata and tensor table, nothing else.
 
-Knows no torch, no family and no file system: the caller maps the file.  Every count and length is checked against what is
-left of the file before anything is allocated, so a hostile header costs no more memory than its own size.
+Knows no torch, no family and no file system: the caller maps the file.  Every count and length is checked against what
+is left of the file before anything is allocated, so a hostile header costs no more memory than a small multiple of its
+own size; :data:`MAX_HEADER_BYTES` bounds that for a sparse file of any size.
 Source: the GGUF specification, versions 2 and 3, little-endian.
 """
 
@@ -10,6 +11,7 @@ from __future__ import annotations
 import struct
 from array import array
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 from lucevisor.wire.ggml_types import TYPES, GgmlType
 
@@ -17,21 +19,29 @@ MAX_TENSORS = 1 << 20
 MAX_DIMENSIONS = 4
 MAX_KEY_BYTES = 65535  # the specification's own limit
 MAX_NAME_BYTES = 255  # ggml allows 64; converters of others go further
+MAX_HEADER_BYTES = 128 << 20  # a vocabulary of 262144 tokens with its merges takes 15 MB
+_SHOWN_CHARS = 150
 
 Value = bool | int | float | str | list["Value"] | list[int] | list[float] | list[str] | list[bool]
+
+
+def _shorten(text: str) -> str:
+    """A hostile key or value is as long as it likes; the message is not."""
+    return text if len(text) <= 2 * _SHOWN_CHARS else f"{text[:_SHOWN_CHARS]}...{text[-_SHOWN_CHARS:]}"
 
 
 class GgufError(ValueError):
     """The file is not a GGUF file that can be read.  ``where`` names the key, tensor or offset."""
 
     def __init__(self, file: str, where: str, reason: str) -> None:
+        where, reason = _shorten(where), _shorten(reason)
         super().__init__(f"{file}: {where}: {reason}")
         self.file, self.where, self.reason = file, where, reason
 
 
 @dataclass(frozen=True, slots=True)
 class TensorInfo:
-    """One tensor: ``shape`` is row-major (the reverse of GGUF's order), ``offset`` counts from the start of its file."""
+    """One tensor: ``shape`` is row-major (the reverse of GGUF's order), ``offset`` counts from its file's start."""
 
     name: str
     kind: GgmlType
@@ -61,14 +71,25 @@ _STRING, _ARRAY = 8, 9
 
 class _Reader:
     def __init__(self, data: memoryview, file: str) -> None:
-        self.data, self.file, self.at = data, file, 0
+        self.data, self.file, self.at = data[:MAX_HEADER_BYTES], file, 0
+        self.whole = len(data) <= MAX_HEADER_BYTES
+
+    @property
+    def left(self) -> int:
+        return len(self.data) - self.at
 
     def fail(self, where: str, reason: str) -> GgufError:
         return GgufError(self.file, f"{where} (byte {self.at})", reason)
 
+    def short(self, where: str, what: str) -> GgufError:
+        end = f"of the {MAX_HEADER_BYTES} that a header may take"
+        if self.whole:
+            end = "in the file: it is truncated or damaged, fetch it again"
+        return self.fail(where, f"{what}, but only {self.left} bytes are left {end}")
+
     def scalar(self, code: str, size: int, where: str) -> int | float | bool:
-        if self.at + size > len(self.data):
-            raise self.fail(where, "the file ends here: it is truncated, fetch it again")
+        if size > self.left:
+            raise self.short(where, f"a value of {size} bytes")
         (value,) = struct.unpack_from(code, self.data, self.at)
         self.at += size
         return value  # type: ignore[no-any-return]
@@ -83,8 +104,8 @@ class _Reader:
         n = self.u64(where)
         if limit is not None and n > limit:
             raise self.fail(where, f"a string of {n} bytes where at most {limit} are allowed")
-        if n > len(self.data) - self.at:
-            raise self.fail(where, f"a string of {n} bytes, but {len(self.data) - self.at} are left in the file")
+        if n > self.left:
+            raise self.short(where, f"a string of {n} bytes")
         raw = self.data[self.at : self.at + n].tobytes()
         self.at += n
         try:
@@ -105,17 +126,16 @@ class _Reader:
 
     def array(self, where: str, depth: int) -> Value:
         kind, n = self.u32(where), self.u64(where)
-        left = len(self.data) - self.at
         if kind in _SCALARS:
             size = _SCALARS[kind][1]
-            if n * size > left:
-                raise self.fail(where, f"an array of {n} values, but only {left} bytes are left in the file")
+            if n * size > self.left:
+                raise self.short(where, f"an array of {n} values")
             out = array(_ARRAY_CODES[kind], self.data[self.at : self.at + n * size].tobytes())
             self.at += n * size
             return [bool(v) for v in out] if kind == 7 else out.tolist()
-        if n * (8 if kind == _STRING else 12) > left:
-            raise self.fail(where, f"an array of {n} values, but only {left} bytes are left in the file")
-        return [self.value(kind, where, depth + 1) for _ in range(n)]  # type: ignore[return-value]
+        if n * (8 if kind == _STRING else 12) > self.left:
+            raise self.short(where, f"an array of {n} values")
+        return [self.value(kind, where, depth + 1) for _ in range(n)]
 
 
 def parse(data: memoryview, file: str, file_bytes: int | None = None) -> GgufHeader:
@@ -136,10 +156,10 @@ def parse(data: memoryview, file: str, file_bytes: int | None = None) -> GgufHea
     if version not in (2, 3):
         raise reader.fail("version", f"GGUF version {version} is not supported, only 2 and 3: convert the file again")
     n_tensors, n_values = reader.u64("tensor count"), reader.u64("metadata count")
-    if n_tensors > MAX_TENSORS or n_tensors * 24 > len(data):
-        raise reader.fail("tensor count", f"{n_tensors} tensors cannot be in a file of {total} bytes")
-    if n_values * 13 > len(data):
-        raise reader.fail("metadata count", f"{n_values} metadata values cannot be in a file of {total} bytes")
+    if n_tensors > MAX_TENSORS or n_tensors * 24 > reader.left:
+        raise reader.short("tensor count", f"{n_tensors} tensors")
+    if n_values * 13 > reader.left:
+        raise reader.short("metadata count", f"{n_values} metadata values")
     metadata: dict[str, Value] = {}
     for i in range(n_values):
         key = reader.text(f"metadata key {i}", MAX_KEY_BYTES)
@@ -160,10 +180,13 @@ def _tensor_table(reader: _Reader, version: int, metadata: dict[str, Value], n_t
         if info.name in seen:
             raise reader.fail(f"tensor {info.name!r}", "appears twice")
         if info.offset % alignment:
-            raise reader.fail(f"tensor {info.name!r}", f"offset {info.offset} is not a multiple of the alignment {alignment}")
+            raise reader.fail(
+                f"tensor {info.name!r}", f"offset {info.offset} is not a multiple of the alignment {alignment}"
+            )
         seen.add(info.name)
         rows.append(info)
     start = (reader.at + alignment - 1) // alignment * alignment
+    _check_overlap(reader, rows)
     tensors: dict[str, TensorInfo] = {}
     for info in rows:
         stop = start + info.offset + info.n_bytes
@@ -174,6 +197,18 @@ def _tensor_table(reader: _Reader, version: int, metadata: dict[str, Value], n_t
             )  # fmt: skip
         tensors[info.name] = TensorInfo(info.name, info.kind, info.shape, start + info.offset, info.n_bytes)
     return GgufHeader(version, metadata, tensors, start)
+
+
+def _check_overlap(reader: _Reader, rows: list[TensorInfo]) -> None:
+    """Two tensors never share bytes: a damaged offset would otherwise load as silent garbage."""
+    by_offset = sorted(rows, key=lambda row: row.offset)
+    for before, after in pairwise(by_offset):
+        if before.offset + before.n_bytes > after.offset:
+            raise GgufError(
+                reader.file,
+                f"tensor {after.name!r}",
+                f"its data overlap those of {before.name!r}: the file is damaged, fetch it again",
+            )
 
 
 def _tensor_row(reader: _Reader, i: int) -> TensorInfo:
@@ -195,6 +230,8 @@ def _tensor_row(reader: _Reader, i: int) -> TensorInfo:
     if kind is None:
         raise reader.fail(where, f"unknown tensor type {type_id}: the file is newer than this version, or damaged")
     if extents[0] % kind.block_elements:
-        raise reader.fail(where, f"rows of {extents[0]} numbers are not whole {kind.name} blocks of {kind.block_elements}")
+        raise reader.fail(
+            where, f"rows of {extents[0]} numbers are not whole {kind.name} blocks of {kind.block_elements}"
+        )
     n_bytes = n // kind.block_elements * kind.block_bytes
     return TensorInfo(name, kind, tuple(reversed(extents)), reader.u64(where), n_bytes)

@@ -76,7 +76,8 @@ class ShardPlan(msgspec.Struct, frozen=True):
 class StagePlan(msgspec.Struct, frozen=True):
     """Consecutive shards of one group, run in one call.
 
-    ``source`` / ``target`` name the arenas (indices into ``Load.arenas``) of the incoming and outgoing boundary; None at
+    ``source`` / ``target`` name the arenas (indices into ``Load.arenas``) of the incoming and outgoing boundary;
+    None at
     the head (reads token ids) and at the tail (applies the head and samples).
     """
 
@@ -87,7 +88,8 @@ class StagePlan(msgspec.Struct, frozen=True):
 
 
 class ArenaPlan(msgspec.Struct, frozen=True):
-    """A ring of ``n_regions`` regions of ``region_bytes`` in a memfd; descriptors travel with the Load frame, same order."""
+    """A ring of ``n_regions`` regions of ``region_bytes`` in a memfd; descriptors travel with the Load frame, same
+    order."""
 
     boundary: int  # index of the boundary: between stage ``boundary`` and ``boundary + 1``
     region_bytes: int
@@ -139,7 +141,8 @@ class Loaded(msgspec.Struct, frozen=True):
 
 
 class OpenSequence(msgspec.Struct, frozen=True, array_like=True, tag=1):
-    """Start a sequence.  ``state`` is its live recurrent state; ``history`` (ids already in the context that no slice will
+    """Start a sequence.  ``state`` is its live recurrent state; ``history`` (ids already in the context that no
+    slice will
     carry) seeds the penalties."""
 
     sequence: int
@@ -213,7 +216,9 @@ class Step(msgspec.Struct, frozen=True, array_like=True):
     operations: list[Operation] = []
     slices: list[Slice] = []
     want_logits: bool = False  # tail: float32 logits [T, V] of every row, as payload
-    want_hidden: bool = False  # each stage: float32 residual stream [n_layers of the stage (+1 at the head), T, E], as payload
+    want_hidden: bool = (
+        False  # each stage: float32 residual stream [n_layers of the stage (+1 at the head), T, E], as payload
+    )
 
     @property
     def n_tokens(self) -> int:
@@ -259,7 +264,8 @@ class Reset(msgspec.Struct, frozen=True):
 
 
 class Check(msgspec.Struct, frozen=True):
-    """Doctor: run one layer's numbers on every visible device against the float32 cpu reference; map ``arenas`` (descriptors travel along)."""
+    """Doctor: run one layer's numbers on every visible device against the float32 cpu reference; map ``arenas``
+    (descriptors travel along)."""
 
     files: list[str]
     layer: int
@@ -318,7 +324,19 @@ class LogLine(msgspec.Struct, frozen=True):
 
 
 Message = (
-    Hello | Load | Loaded | Step | StepResult | Failed | Reset | Check | Checked | Shutdown | Heartbeat | Progress | LogLine
+    Hello
+    | Load
+    | Loaded
+    | Step
+    | StepResult
+    | Failed
+    | Reset
+    | Check
+    | Checked
+    | Shutdown
+    | Heartbeat
+    | Progress
+    | LogLine
 )
 
 MESSAGES: dict[Kind, type[Message]] = {

@@ -1,4 +1,5 @@
-"""Small value types that supervisor and daemons share.  Invariant: no I/O, no torch, no defaults that depend on the machine."""
+"""Small value types that supervisor and daemons share.  Invariant: no I/O, no torch, no defaults that depend on the
+machine."""
 
 from __future__ import annotations
 
@@ -54,10 +55,13 @@ class LayerRange(msgspec.Struct, frozen=True, array_like=True):
 class Sampling(msgspec.Struct, frozen=True, array_like=True):
     """How the tail stage turns the logits of one sequence into a token.
 
-    ``temperature`` 0 is greedy.  ``top_k`` 0, ``top_p`` 1 and ``min_p`` 0 switch a filter off.  ``repetition_penalty`` 1,
-    ``presence_penalty`` 0 and ``frequency_penalty`` 0 switch a penalty off; penalties count the whole prompt and output.
+    ``temperature`` 0 is greedy.  ``top_k`` 0, ``top_p`` 1 and ``min_p`` 0 switch a filter off.
+    ``repetition_penalty`` 1,
+    ``presence_penalty`` 0 and ``frequency_penalty`` 0 switch a penalty off; penalties count the whole prompt and
+    output.
     ``seed`` makes the choice a function of (seed, position, logits) alone, so it does not depend on the batch, the
-    placement or a restart.  ``n_top_logprobs`` -1: no log-probabilities; n >= 0: that of the chosen token and the n best.
+    placement or a restart.  ``n_top_logprobs`` -1: no log-probabilities; n >= 0: that of the chosen token and the n
+    best.
     """
 
     temperature: float = 1.0
@@ -82,7 +86,8 @@ class Sampling(msgspec.Struct, frozen=True, array_like=True):
 
 
 def dtype_bytes(dtype: Dtype, n: int) -> int:
-    """Bytes of ``n`` consecutive numbers stored as ``dtype`` (q8_0: ``n`` is a multiple of 32, or is rounded up to one)."""
+    """Bytes of ``n`` consecutive numbers stored as ``dtype`` (q8_0: ``n`` is a multiple of 32, or is rounded up to
+    one)."""
     if dtype is Dtype.Q8_0:
         return (n + 31) // 32 * 34
     return n * (4 if dtype is Dtype.FLOAT32 else 2)

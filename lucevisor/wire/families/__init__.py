@@ -5,18 +5,23 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from lucevisor.wire.families import qwen35
+from lucevisor.wire.families import gemma4, laguna, qwen3, qwen35, qwen35moe
 from lucevisor.wire.gguf_files import GgufFiles, open_model, part_paths
 from lucevisor.wire.gguf_header import GgufError
 from lucevisor.wire.model_spec import ModelSpec
 
 FAMILIES: dict[str, Callable[[GgufFiles, Mapping[str, str]], ModelSpec]] = {
+    "gemma4": gemma4.spec,
+    "laguna": laguna.spec,
+    "qwen3": qwen3.spec,
     "qwen35": qwen35.spec,
+    "qwen35moe": qwen35moe.spec,
 }
 
 
 def read_spec(files: GgufFiles, options: Mapping[str, str] | None = None) -> ModelSpec:
-    """The spec of an opened model; ``options`` are those of ``Load.options``.  Raises GgufError for an unknown architecture."""
+    """The spec of an opened model; ``options`` are those of ``Load.options``.  Raises GgufError for an unknown
+    architecture."""
     architecture = files.metadata.get("general.architecture")
     family = FAMILIES.get(architecture) if isinstance(architecture, str) else None
     if family is None:

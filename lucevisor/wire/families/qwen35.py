@@ -5,27 +5,27 @@ Metadata and tensors as in docs/families.md; an MTP block behind the trunk is kn
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from lucevisor.wire.gguf_files import GgufFiles
 from lucevisor.wire.gguf_header import GgufError
 from lucevisor.wire.model_spec import (
+    MAX_LAYERS,
     Keys,
     LayerSpec,
     ModelSpec,
     StateTensor,
+    assemble,
     attention_state,
-    check_tensors,
-    main_quant,
-    tensor,
 )
 from lucevisor.wire.values import Dtype, Space
 
 
 @dataclass(frozen=True, slots=True)
 class Qwen35:
-    """Hyperparameters.  E embedding, F feed-forward, H/K query and kv heads of D, n_rotary rotated dims of each head."""
+    """Hyperparameters.  E embedding, F feed-forward, H/K query and kv heads of D, n_rotary rotated dims of each
+    head."""
 
     n_layers: int
     embedding: int
@@ -50,7 +50,7 @@ class Qwen35:
 
 def hyperparameters(keys: Keys, file: str) -> Qwen35:
     """Read and cross-check the metadata.  Raises GgufError naming the key."""
-    n_layers = keys.integer("block_count") - keys.integer("nextn_predict_layers", 0, low=0)
+    n_layers = keys.integer("block_count", high=MAX_LAYERS) - keys.integer("nextn_predict_layers", 0, low=0)
     if n_layers < 1:
         raise GgufError(file, f"metadata value {keys.prefix}.block_count", "no layer is left beside the MTP blocks")
     head_dim = keys.integer("attention.key_length")
@@ -65,12 +65,24 @@ def hyperparameters(keys: Keys, file: str) -> Qwen35:
     n_value = keys.integer("ssm.time_step_rank")
     n_key = keys.integer("ssm.group_count")
     if keys.integer("ssm.inner_size") != n_value * dim:
-        raise GgufError(file, f"metadata value {keys.prefix}.ssm.inner_size", f"is not time_step_rank x state_size = {n_value * dim}")
+        raise GgufError(
+            file,
+            f"metadata value {keys.prefix}.ssm.inner_size",
+            f"is not time_step_rank x state_size = {n_value * dim}",
+        )
     if n_value % n_key:
-        raise GgufError(file, f"metadata value {keys.prefix}.ssm.time_step_rank", f"{n_value} is not a multiple of group_count {n_key}")
+        raise GgufError(
+            file,
+            f"metadata value {keys.prefix}.ssm.time_step_rank",
+            f"{n_value} is not a multiple of group_count {n_key}",
+        )
     heads, kv_heads = keys.integer("attention.head_count"), _kv_heads(keys, n_layers)
-    if heads % kv_heads or n_rotary > head_dim or n_rotary % 2:
-        raise GgufError(file, f"metadata value {keys.prefix}.attention", f"{heads} heads, {kv_heads} kv heads, {n_rotary} of {head_dim} rotated")
+    if heads % kv_heads or not 2 <= n_rotary <= head_dim or n_rotary % 2:
+        raise GgufError(
+            file,
+            f"metadata value {keys.prefix}.attention",
+            f"{heads} heads, {kv_heads} kv heads, {n_rotary} of {head_dim} rotated",
+        )
     return Qwen35(
         n_layers=n_layers,
         embedding=keys.integer("embedding_length"),
@@ -79,8 +91,8 @@ def hyperparameters(keys: Keys, file: str) -> Qwen35:
         n_kv_heads=kv_heads,
         head_dim=head_dim,
         n_rotary=n_rotary,
-        theta=keys.number("rope.freq_base", 10000.0),
-        eps=keys.number("attention.layer_norm_rms_epsilon"),
+        theta=keys.number("rope.freq_base", 10000.0, above=0.0),
+        eps=keys.number("attention.layer_norm_rms_epsilon", above=0.0),
         scale=keys.number("attention.scale", head_dim**-0.5),
         recurrent=tuple(flags if flags is not None else [(i + 1) % interval != 0 for i in range(n_layers)]),
         conv_taps=keys.integer("ssm.conv_kernel", low=2, high=64),
@@ -94,7 +106,9 @@ def _kv_heads(keys: Keys, n_layers: int) -> int:
     """One number, or an array whose entries are 0 for layers without attention."""
     values = {v for v in keys.integers("attention.head_count_kv", n_layers) if v}
     if len(values) != 1:
-        raise GgufError(keys.file, f"metadata value {keys.prefix}.attention.head_count_kv", f"has several values: {sorted(values)}")
+        raise GgufError(
+            keys.file, f"metadata value {keys.prefix}.attention.head_count_kv", f"has several values: {sorted(values)}"
+        )
     return values.pop()
 
 
@@ -138,44 +152,26 @@ def layer_state(p: Qwen35, i: int) -> tuple[StateTensor, ...]:
 
 
 def dense_tensors(p: Qwen35, i: int) -> dict[str, tuple[int, ...]]:
+    """The gated feed-forward part of a dense model's layer."""
     b, e, f = f"blk.{i}.", p.embedding, p.feed_forward
     return {b + "ffn_gate.weight": (f, e), b + "ffn_up.weight": (f, e), b + "ffn_down.weight": (e, f)}
 
 
-def build(files: GgufFiles, p: Qwen35, layer_tensors: list[dict[str, tuple[int, ...]]], keys: Keys) -> ModelSpec:
-    """Assemble and check a spec from the hyperparameters and each layer's tensors."""
-    vocabulary = tensor(files, "token_embd.weight").shape[0]
-    embed = {"token_embd.weight": (vocabulary, p.embedding)}
-    output = {"output.weight": (vocabulary, p.embedding)} if "output.weight" in files.tensors else embed
-    layers = tuple(
+def build(
+    files: GgufFiles, keys: Keys, p: Qwen35, feed_forward: Callable[[int], dict[str, tuple[int, ...]]], n_routed: int = 0
+) -> ModelSpec:
+    """Assemble and check a spec; ``feed_forward(i)`` names the tensors behind layer i's mixer."""
+    layers = [
         LayerSpec(
             index=i,
             space=Space.RECURRENT if p.recurrent[i] else Space.FULL,
-            tensors=tensors,
+            tensors=mixer_tensors(p, i) | feed_forward(i),
             state=layer_state(p, i),
+            n_routed=n_routed,
         )
-        for i, tensors in enumerate(layer_tensors)
-    )
-    tail = {"output_norm.weight": (p.embedding,)} | output
-    for group in (embed, *(x.tensors for x in layers), tail):
-        check_tensors(files, group)
-    name = files.metadata.get("general.name")
-    used = {n for x in layers for n in x.tensors} | set(embed) | set(tail)
-    return ModelSpec(
-        architecture=keys.prefix,
-        name=name if isinstance(name, str) and name else files.paths[0].stem,
-        quant=main_quant(files),
-        embedding=p.embedding,
-        vocabulary=vocabulary,
-        context_tokens=keys.integer("context_length", 4096),
-        layers=layers,
-        head=embed,
-        tail=tail,
-        boundary_width=p.embedding,
-        params=p,
-        skipped=tuple(n for n in files.tensors if n not in used),
-        files=files,
-    )
+        for i in range(p.n_layers)
+    ]
+    return assemble(files, keys, p, layers, embedding=p.embedding)
 
 
 def spec(files: GgufFiles, options: Mapping[str, str]) -> ModelSpec:
@@ -184,4 +180,4 @@ def spec(files: GgufFiles, options: Mapping[str, str]) -> ModelSpec:
     p = hyperparameters(keys, keys.file)
     if not p.feed_forward:
         raise GgufError(keys.file, "metadata value qwen35.feed_forward_length", "is missing")
-    return build(files, p, [mixer_tensors(p, i) | dense_tensors(p, i) for i in range(p.n_layers)], keys)
+    return build(files, keys, p, lambda i: dense_tensors(p, i))

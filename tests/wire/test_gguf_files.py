@@ -1,0 +1,133 @@
+"""Files and split files: what the gguf package writes is put together again, and a mixed-up set is refused."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import struct
+from pathlib import Path
+
+import gguf
+import numpy as np
+import pytest
+
+from lucevisor.wire.gguf_files import open_model, part_paths
+from lucevisor.wire.gguf_header import GgufError
+from tests.wire import gguf_bytes as raw
+
+N_TENSORS = 7
+
+
+def write(path: Path, tensors_per_part: int, seed: int = 0) -> dict[str, np.ndarray]:
+    """Write ``N_TENSORS`` random tensors with the gguf package, split after ``tensors_per_part`` (0 = not)."""
+    random = np.random.default_rng(seed)
+    writer = gguf.GGUFWriter(path, "any", split_max_tensors=tensors_per_part)
+    arrays = {f"t.{i}": random.standard_normal((i + 1, 3)).astype(np.float32) for i in range(N_TENSORS)}
+    for name, array in arrays.items():
+        writer.add_tensor(name, array)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return arrays
+
+
+@pytest.mark.parametrize("tensors_per_part", [0, 1, 3])
+def test_all_parts_are_one_table_with_the_bytes_written(tmp_path, tensors_per_part):
+    arrays = write(tmp_path / "m.gguf", tensors_per_part)
+    first = min(tmp_path.iterdir())
+    assert len(part_paths(first)) == len(list(tmp_path.iterdir()))
+    model = open_model(part_paths(first))
+    assert model.tensors.keys() == arrays.keys()
+    assert model.total_bytes == sum(a.nbytes for a in arrays.values())
+    for name, array in arrays.items():
+        found = model.tensors[name]
+        assert found.shape == array.shape
+        assert bytes(model.bytes_of(found)) == array.tobytes()
+
+
+def test_any_part_leads_to_all_in_order(tmp_path):
+    write(tmp_path / "m.gguf", 3)
+    parts = sorted(tmp_path.iterdir())
+    assert all(part_paths(p) == tuple(parts) for p in parts)
+
+
+def test_a_missing_part_is_named(tmp_path):
+    write(tmp_path / "m.gguf", 3)
+    (tmp_path / "m-00002-of-00003.gguf").unlink()
+    with pytest.raises(GgufError, match=r"1 of 3 parts are missing, first m-00002-of-00003\.gguf"):
+        part_paths(tmp_path / "m-00001-of-00003.gguf")
+
+
+@pytest.mark.parametrize("name", ["m-00000-of-00003.gguf", "m-00004-of-00003.gguf", "m-00001-of-00000.gguf"])
+def test_a_name_that_is_no_part_of_its_count_is_refused(tmp_path, name):
+    with pytest.raises(GgufError, match="its name says part"):
+        part_paths(tmp_path / name)
+
+
+def test_swapped_parts_are_refused(tmp_path):
+    write(tmp_path / "m.gguf", 3)
+    one, two = tmp_path / "m-00001-of-00003.gguf", tmp_path / "m-00002-of-00003.gguf"
+    one.rename(tmp_path / "x")
+    two.rename(one)
+    (tmp_path / "x").rename(two)
+    with pytest.raises(GgufError, match=r"split\.no.*says 1, its place among the parts is 0"):
+        open_model(part_paths(one))
+
+
+def test_a_part_of_another_split_is_refused(tmp_path):
+    write(tmp_path / "m.gguf", 4)  # 2 parts
+    other = tmp_path / "other"
+    other.mkdir()
+    write(other / "m.gguf", 1)
+    shutil.copy(other / "m-00002-of-00007.gguf", tmp_path / "m-00002-of-00002.gguf")
+    with pytest.raises(GgufError, match=r"m-00002-of-00002\.gguf: metadata value 'split\.count': says 7, opened are 2"):
+        open_model(part_paths(tmp_path / "m-00001-of-00002.gguf"))
+
+
+def test_a_first_part_that_was_renamed_asks_for_the_others(tmp_path):
+    write(tmp_path / "m.gguf", 3)
+    (tmp_path / "m-00001-of-00003.gguf").rename(tmp_path / "model.gguf")
+    with pytest.raises(GgufError, match=r"split\.count.*says 3, opened are 1"):
+        open_model(part_paths(tmp_path / "model.gguf"))
+
+
+def split_part(path: Path, names: list[str], total: int) -> None:
+    entries = [raw.entry("split.tensors.count", raw.I32, total)]
+    path.write_bytes(
+        raw.padded(raw.header(entries, [raw.tensor(n, [4], 0, 32 * i) for i, n in enumerate(names)]), 32 * len(names))
+    )
+
+
+def test_a_tensor_in_two_parts_is_refused(tmp_path):
+    split_part(tmp_path / "m-00001-of-00002.gguf", ["a", "b"], 4)
+    split_part(tmp_path / "m-00002-of-00002.gguf", ["c", "a"], 4)
+    with pytest.raises(GgufError, match="tensor 'a': is also in an earlier part"):
+        open_model(part_paths(tmp_path / "m-00001-of-00002.gguf"))
+
+
+def test_too_few_tensors_in_all_parts_are_refused(tmp_path):
+    split_part(tmp_path / "m-00001-of-00002.gguf", ["a"], 3)
+    split_part(tmp_path / "m-00002-of-00002.gguf", ["b"], 3)
+    with pytest.raises(GgufError, match="says 3, the parts hold 2"):
+        open_model(part_paths(tmp_path / "m-00001-of-00002.gguf"))
+
+
+@pytest.mark.parametrize("data", [b"", b"GGUF", b"GGUF" + struct.pack("<IQ", 3, 0)])
+def test_a_stub_is_refused(tmp_path, data):
+    path = tmp_path / "m.gguf"
+    path.write_bytes(data)
+    with pytest.raises(GgufError, match="too short"):
+        open_model([path])
+
+
+def test_what_is_no_file_is_refused_at_once(tmp_path):
+    os.mkfifo(tmp_path / "pipe.gguf")  # opening it must not wait for a writer
+    for path in (tmp_path / "pipe.gguf", tmp_path):
+        with pytest.raises(GgufError, match="not a regular file"):
+            open_model([path])
+
+
+def test_a_file_that_is_not_there_is_an_oserror_that_names_it(tmp_path):
+    with pytest.raises(FileNotFoundError, match=r"absent\.gguf"):
+        open_model(part_paths(tmp_path / "absent.gguf"))
