@@ -1,0 +1,21 @@
+"""`python -m daemons`: see daemons/main.py.
+
+Says in one line what an interpreter lacks, before anything is imported that needs it; so this file runs on any
+Python 3.
+"""
+
+import sys
+
+EXIT_CONFIGURATION = 78  # as in daemons/options.py, which may not be importable here
+
+if sys.version_info < (3, 11):  # noqa: UP036 - a group's interpreter is the user's choice, not this project's
+    print(f"Python {sys.version.split()[0]} of {sys.executable} is too old: 3.11 is the least", file=sys.stderr)
+    sys.exit(EXIT_CONFIGURATION)
+
+try:
+    from daemons.main import main
+except ImportError as error:
+    print(f"{error}: install torch, numpy, gguf and msgspec for {sys.executable}", file=sys.stderr)
+    sys.exit(EXIT_CONFIGURATION)
+
+sys.exit(main(sys.argv[1:]))

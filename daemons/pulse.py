@@ -1,0 +1,153 @@
+"""The pulse: a second thread that reports while the compute thread is inside a kernel.
+
+Knows no torch and nothing of what is computed. Invariants: no method of `Reporter` blocks or raises because of the
+supervisor; memory held for a supervisor that does not read is bounded (log lines and progress are dropped and
+counted, heartbeats are made when sent).
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Literal
+
+from lucevisor.wire.blocking import BlockingLink
+from lucevisor.wire.errors import LinkClosed
+from lucevisor.wire.messages import Heartbeat, LogLine, Progress
+
+HEARTBEAT_S = 0.5
+N_WAITING = 1000  # log lines and progress reports kept for a slow supervisor
+
+Phase = Literal["start", "load", "idle", "step", "check"]
+Field = str | int | float | bool | None
+_PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
+
+
+class Reporter:
+    """What the daemon says of itself. Every method may be called from any thread.
+
+    `on_lost` is called once, from the pulse thread, when the supervisor has closed the pulse.
+    """
+
+    def __init__(self, link: BlockingLink, on_lost: Callable[[], None]) -> None:
+        self._link = link
+        self._on_lost = on_lost
+        self._now: tuple[Phase, int, float] = ("start", 0, time.monotonic())
+        self._reported: Phase | None = None  # phase of the last heartbeat
+        self._n_steps = 0
+        self._n_tokens = 0
+        self._free_bytes: list[int] = []
+        self._waiting: deque[Progress | LogLine] = deque()
+        self._n_dropped = 0
+        self._lock = threading.Lock()  # of the counters and the queue; never held while sending
+        self._wake = threading.Event()
+        self._closing = False
+        self._thread = threading.Thread(target=self._run, name="pulse", daemon=True)
+
+    def start(self) -> None:
+        """Send the first heartbeat now and the next ones every half second."""
+        self._thread.start()
+
+    def phase(self, phase: Phase, step_id: int = 0) -> None:
+        """Say what the compute thread does from now on. Every change but that between idle and step is reported at
+        once.
+        """
+        before = self._now[0]
+        self._now = (phase, step_id, time.monotonic())
+        if phase != before and {phase, before} != {"idle", "step"}:
+            self._wake.set()
+
+    def progress(self, progress: Progress) -> None:
+        """Report that the load moved on, which also restarts `busy_s`."""
+        phase, step_id, _ = self._now
+        self._now = (phase, step_id, time.monotonic())
+        self._put(progress)
+
+    def log(self, level: Literal["debug", "info", "warning", "error"], event: str, **fields: Field) -> None:
+        """Send a structured log record."""
+        self._put(LogLine(level=level, event=event, fields=fields))
+
+    def step_done(self, n_tokens: int) -> None:
+        """Count a step of `n_tokens` rows."""
+        with self._lock:
+            self._n_steps += 1
+            self._n_tokens += n_tokens
+
+    def memory(self, free_bytes: Sequence[int]) -> None:
+        """Give the free bytes of each device for the heartbeats to come."""
+        self._free_bytes = list(free_bytes)
+
+    @property
+    def phase_now(self) -> Phase:
+        """What was last given to `phase`."""
+        return self._now[0]
+
+    def close(self, timeout_s: float = 1.0) -> None:
+        """Send what waits, for at most `timeout_s`, and end the thread."""
+        self._closing = True
+        self._wake.set()
+        if self._thread.ident is not None:
+            self._thread.join(timeout_s)
+
+    def _put(self, message: Progress | LogLine) -> None:
+        with self._lock:
+            if len(self._waiting) >= N_WAITING:
+                self._n_dropped += 1
+                return
+            self._waiting.append(message)
+        self._wake.set()
+
+    def _take(self) -> list[Progress | LogLine]:
+        with self._lock:
+            taken = list(self._waiting)
+            self._waiting.clear()
+            if self._n_dropped:
+                taken.append(LogLine("warning", "pulse was not read: reports dropped", {"n_dropped": self._n_dropped}))
+                self._n_dropped = 0
+        return taken
+
+    def _run(self) -> None:
+        count = 0
+        due = time.monotonic()
+        try:
+            while True:
+                self._wake.clear()
+                closing = self._closing
+                for message in self._take():
+                    self._link.send(message)
+                phase = self._now[0]
+                if time.monotonic() >= due or phase != self._reported:
+                    self._link.send(self._heartbeat(count))
+                    count += 1
+                    due = time.monotonic() + HEARTBEAT_S
+                if closing:
+                    return
+                self._wake.wait(max(due - time.monotonic(), 0.0))
+        except LinkClosed:
+            if not self._closing:
+                self._on_lost()
+
+    def _heartbeat(self, count: int) -> Heartbeat:
+        phase, step_id, since = self._now
+        self._reported = phase
+        with self._lock:
+            n_steps, n_tokens = self._n_steps, self._n_tokens
+        return Heartbeat(
+            count=count,
+            phase=phase,
+            busy_s=time.monotonic() - since,
+            step_id=step_id,
+            n_steps=n_steps,
+            n_tokens=n_tokens,
+            rss_bytes=_rss_bytes(),
+            free_bytes=self._free_bytes,
+        )
+
+
+def _rss_bytes() -> int:
+    """Return the resident bytes of this process."""
+    with open("/proc/self/statm", encoding="ascii") as statm:
+        return int(statm.read().split()[1]) * _PAGE_BYTES

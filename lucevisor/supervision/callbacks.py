@@ -1,0 +1,49 @@
+"""What the owner of a group gives and gets: the load to send, and the news.
+
+Knows nothing of processes. Invariant: callbacks are called from the event loop, one at a time, and must not block.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+
+from lucevisor.supervision.states import State
+from lucevisor.wire.aio import Link
+from lucevisor.wire.frames import Frame
+from lucevisor.wire.messages import Heartbeat, Hello, Load, Loaded, Progress
+
+
+@dataclass(frozen=True, slots=True)
+class LoadOrder:
+    """A Load message and the descriptors of its arenas, same order; they stay the caller's and may be closed after
+    the send.
+    """
+
+    load: Load
+    fds: Sequence[int] = ()
+
+
+def _ignore(*_: object) -> None:
+    """Take any news and do nothing."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Callbacks:
+    """What the owner of a group wants to hear. The first argument is always the group's name.
+
+    `make_load(group, hello)` says what to load and may wait for other groups; an exception ends the start as a
+    configuration error. `on_ready` hands the link over for sending; `on_frame` gets every frame from then on.
+    `on_lost` comes once after each `on_ready`, as soon as the link is of no use: the process may still be dying.
+    `on_draining`: send nothing new, finish, then call `drained()`; None means that there is never anything to wait
+    for.
+    """
+
+    make_load: Callable[[str, Hello], Awaitable[LoadOrder]]
+    on_ready: Callable[[str, Link, Hello, Loaded], None] = _ignore
+    on_lost: Callable[[str, str], None] = _ignore
+    on_frame: Callable[[str, Frame], None] = _ignore
+    on_state: Callable[[str, State, str], None] = _ignore
+    on_draining: Callable[[str], None] | None = None
+    on_heartbeat: Callable[[str, Heartbeat], None] = _ignore
+    on_progress: Callable[[str, Progress], None] = _ignore

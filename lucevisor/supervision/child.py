@@ -1,0 +1,212 @@
+"""One daemon process: spawned, signalled, drained and reaped here and nowhere else.
+
+Knows no states and no messages. Invariants: the process is the child of the main thread (the kernel ties a daemon's
+life to that thread); it inherits exactly its ends of link and pulse; signals and the wait go through a pidfd, so a
+reused pid is never hit; it is reaped once, and nothing of it stays open afterwards.
+
+`subprocess.Popen` makes the process and asyncio's own child watcher is not used: the watcher (and uvloop's) reaps
+children itself, so a pidfd opened after the spawn may already name somebody else, and two reapers race for the exit
+status. See docs/adr/0003.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from lucevisor.supervision.environment import Handles, Launch
+from lucevisor.supervision.events import Blow
+from lucevisor.supervision.output import Lines
+
+_READ_BYTES = 65536
+_DRAIN_AT_EXIT_BYTES = 4 * 2**20
+_LACK = frozenset({errno.EAGAIN, errno.ENOMEM, errno.EMFILE, errno.ENFILE})
+_CRASHES = frozenset({signal.SIGABRT, signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL})
+_SIGNALS = {
+    Blow.STACKS: (signal.SIGUSR1, signal.SIGCONT),  # a stopped process handles no signal until it is continued
+    Blow.TERMINATE: (signal.SIGTERM,),
+    Blow.KILL: (signal.SIGKILL,),
+}
+
+
+class SpawnError(Exception):
+    """No process was made. `configuration`: another try would fail as well."""
+
+    def __init__(self, reason: str, configuration: bool) -> None:
+        super().__init__(reason)
+        self.reason = reason
+        self.configuration = configuration
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """How a process ended. Both None: something else in this process reaped it. `hint`: its last words on stderr."""
+
+    code: int | None
+    signal: int | None
+    hint: str
+
+
+class Child:
+    """A running or just ended process. `link_socket` and `pulse_socket` are the supervisor's ends; the owner closes
+    them.
+
+    `on_line(stream, line)` gets its output, `on_exit(ended)` comes once, after the last line.
+    """
+
+    def __init__(
+        self,
+        process: subprocess.Popen[bytes],
+        link_socket: socket.socket,
+        pulse_socket: socket.socket,
+        on_line: Callable[[str, str], None],
+        on_exit: Callable[[Ended], None],
+    ) -> None:
+        self._pidfd = os.pidfd_open(process.pid)  # the pid cannot be reused before it is reaped below
+        self.pid = process.pid
+        self.link_socket = link_socket
+        self.pulse_socket = pulse_socket
+        self.lines = {"stdout": Lines(), "stderr": Lines()}
+        self._process = process
+        self._on_line = on_line
+        self._on_exit = on_exit
+        self._loop = asyncio.get_running_loop()
+        assert process.stdout is not None
+        assert process.stderr is not None
+        self._pipes = {"stdout": process.stdout.fileno(), "stderr": process.stderr.fileno()}
+        for stream, fd in self._pipes.items():
+            os.set_blocking(fd, False)
+            self._loop.add_reader(fd, self._read, stream)
+        self._loop.add_reader(self._pidfd, self._reap)
+
+    @property
+    def ended(self) -> bool:
+        """Whether the process is reaped."""
+        return self._pidfd < 0
+
+    def send(self, blow: Blow) -> None:
+        """Signal the process; one that has ended but is not reaped takes it silently. Then: ProcessLookupError."""
+        if self.ended:
+            raise ProcessLookupError(f"process {self.pid} has ended")
+        for number in _SIGNALS[blow]:
+            signal.pidfd_send_signal(self._pidfd, number)
+
+    def _read(self, stream: str) -> int:
+        """Take what a pipe holds, at most one buffer of it; returns the bytes taken."""
+        fd = self._pipes.get(stream)
+        if fd is None:
+            return 0
+        try:
+            data = os.read(fd, _READ_BYTES)
+        except BlockingIOError:
+            return 0
+        if not data:
+            self._close_pipe(stream)
+        for line in self.lines[stream].feed(data, self._loop.time()):
+            self._on_line(stream, line)
+        return len(data)
+
+    def _close_pipe(self, stream: str) -> None:
+        fd = self._pipes.pop(stream, None)
+        if fd is None:
+            return
+        self._loop.remove_reader(fd)
+        pipe = self._process.stdout if stream == "stdout" else self._process.stderr
+        assert pipe is not None
+        pipe.close()
+        lines = self.lines[stream]
+        for line in lines.end(self._loop.time()):
+            self._on_line(stream, line)
+
+    def _reap(self) -> None:
+        """The pidfd is readable: the process has ended."""
+        try:
+            status = os.waitid(os.P_PIDFD, self._pidfd, os.WEXITED | os.WNOHANG)
+        except ChildProcessError:
+            code = number = None  # SIGCHLD is ignored in this process, or somebody waits for all children
+        else:
+            if status is None:
+                return
+            by_exit = status.si_code == os.CLD_EXITED
+            code = status.si_status if by_exit else None
+            number = None if by_exit else status.si_status
+        self._loop.remove_reader(self._pidfd)
+        os.close(self._pidfd)
+        self._pidfd = -1
+        self._process.returncode = -1 if code is None else code  # Popen shall not wait for it
+        for stream in ("stdout", "stderr"):
+            left = _DRAIN_AT_EXIT_BYTES  # a grandchild may hold the pipe and write on
+            while left > 0 and (taken := self._read(stream)):
+                left -= taken
+            self._close_pipe(stream)
+        hint = self.lines["stderr"].last if code or number in _CRASHES else ""
+        self._on_exit(Ended(code, number, hint))
+
+
+def find_python(python: str, path: str | None) -> str:
+    """Return the absolute path of an interpreter: empty is this one, a bare name is looked up on `path`.
+
+    Links are not followed: a virtual environment's python is a link, and its name is what makes it one. Raises
+    SpawnError.
+    """
+    if not python:
+        return sys.executable
+    found = shutil.which(python, path=path)
+    if found is None:
+        where = "is no executable file" if os.sep in python else "is not on PATH"
+        raise SpawnError(f"python = {python!r} {where}; give the path of the group's interpreter", configuration=True)
+    return os.path.abspath(found)
+
+
+def spawn(
+    make_launch: Callable[[Handles], Launch],
+    on_line: Callable[[str, str], None],
+    on_exit: Callable[[Ended], None],
+) -> Child:
+    """Start a process with two inherited sockets, its own session and no other descriptor, and watch it.
+
+    Its own session keeps a terminal's Ctrl-C and hang-up with the supervisor. Raises SpawnError; call it in the main
+    thread.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        raise RuntimeError("a daemon is killed when the thread that spawned it ends: spawn in the main thread")
+    sockets: list[socket.socket] = []
+    try:
+        sockets += socket.socketpair()
+        sockets += socket.socketpair()
+        link, child_link, pulse, child_pulse = sockets
+        launch = make_launch(Handles(child_link.fileno(), child_pulse.fileno(), os.getpid()))
+        process = subprocess.Popen(
+            launch.argv,
+            env=launch.env,
+            cwd=launch.directory,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            bufsize=0,
+            pass_fds=(child_link.fileno(), child_pulse.fileno()),
+            start_new_session=True,
+        )
+        child_link.close()  # else the end of file never comes
+        child_pulse.close()
+        try:
+            return Child(process, link, pulse, on_line, on_exit)
+        except OSError:
+            with process:  # closes the pipes and reaps
+                process.kill()
+            raise
+    except OSError as error:
+        for each in sockets:
+            each.close()
+        what = f"{error.filename!r}: " if error.filename is not None else ""
+        reason = f"cannot start a daemon: {what}{error.strerror}"
+        raise SpawnError(reason, configuration=error.errno not in _LACK) from error

@@ -1,0 +1,195 @@
+"""One daemon process with its link and pulse: what they say becomes events for the machine.
+
+Knows no states: what an event means, and what to do about it, the machine decides. Invariants: every event carries
+this daemon's number; a dead daemon's last frames are told before its exit, so a `Failed` that explains the exit is
+never lost; after the exit nothing of it is open.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Callable
+from typing import Literal
+
+import structlog
+
+from lucevisor.errors import LucevisorError
+from lucevisor.supervision import events as ev
+from lucevisor.supervision.callbacks import Callbacks
+from lucevisor.supervision.child import Child, Ended
+from lucevisor.wire.aio import Link
+from lucevisor.wire.errors import LinkClosed, LocalProtocolError, WireError
+from lucevisor.wire.frames import Frame
+from lucevisor.wire.handshake import Expected, check_hello
+from lucevisor.wire.messages import Failed, Heartbeat, Hello, Loaded, LogLine, Progress, Shutdown
+from lucevisor.wire.states import Channel
+
+LAST_FRAMES_S = 0.5  # after the exit, for the link to give what the dead process had sent
+
+_log = structlog.get_logger("lucevisor.supervision")
+
+
+class Daemon:
+    """One incarnation of a group's daemon. `adopt` the process right after the spawn; `tell` gets the events."""
+
+    def __init__(self, number: int, expected: Expected, callbacks: Callbacks, tell: Callable[[ev.Event], None]) -> None:
+        self.number = number
+        self.name = expected.group
+        self.hello: Hello | None = None
+        self.loaded: Loaded | None = None
+        self.heartbeat: Heartbeat | None = None
+        self.link: Link
+        self.child: Child
+        self._pulse: Link
+        self._expected = expected
+        self._callbacks = callbacks
+        self._tell = tell
+        self._ready = False
+        self._loading: asyncio.Task[None] | None = None
+        self._ended: Ended | None = None
+        self._log = _log.bind(group=self.name)
+
+    def adopt(self, child: Child) -> None:
+        """Take the process over and listen to it."""
+        self.child = child
+        self._log = _log.bind(group=self.name, pid=child.pid)
+        self.link = Link(child.link_socket, self._on_link_frame, self._on_link_closed, name=f"{self.name} link")
+        self._pulse = Link(
+            child.pulse_socket,
+            self._on_pulse_frame,
+            self._on_pulse_closed,
+            channel=Channel.PULSE,
+            name=f"{self.name} pulse",
+        )
+
+    # ---- what the machine says
+
+    def send_load(self) -> None:
+        """Ask the owner what to load, and send it when it is known."""
+        assert self.hello is not None
+        self._loading = asyncio.get_running_loop().create_task(self._load(self.hello), name=f"load of {self.name}")
+
+    def send_shutdown(self, reason: str) -> None:
+        """Ask the daemon to end; a dead link ends it as well."""
+        with contextlib.suppress(WireError):
+            self.link.send(Shutdown(reason))
+
+    def signal(self, blow: ev.Blow) -> None:
+        """Send a signal."""
+        self._log.info("signal", to=blow.value)
+        self.child.send(blow)
+
+    def announce_ready(self) -> None:
+        """Hand the link to the owner; from now on it gets the frames."""
+        assert self.hello is not None
+        assert self.loaded is not None
+        self._ready = True
+        self._callbacks.on_ready(self.name, self.link, self.hello, self.loaded)
+
+    def silence(self) -> None:
+        """The owner was told that this daemon is lost: it gets no more of its frames."""
+        self._ready = False
+
+    # ---- what the process says
+
+    def on_line(self, stream: str, line: str) -> None:
+        """Take a line of output."""
+        self._log.info("output", stream=stream, line=line)
+
+    def on_ended(self, ended: Ended) -> None:
+        """The process is reaped; its last frames may still lie in the sockets."""
+        self._ended = ended
+        if self.link.closed:
+            self._finish()
+        else:
+            asyncio.get_running_loop().call_later(LAST_FRAMES_S, self._finish)
+
+    def _finish(self) -> None:
+        if self._ended is None:
+            return
+        ended, self._ended = self._ended, None
+        if self._loading is not None:
+            self._loading.cancel()
+        self.link.close("the process ended")
+        self._pulse.close("the process ended")
+        self._tell(ev.Exited(self.number, ended.code, ended.signal, ended.hint))
+
+    async def _load(self, hello: Hello) -> None:
+        try:
+            order = await self._callbacks.make_load(self.name, hello)
+            self.link.send(order.load, fds=order.fds)
+        except LinkClosed:
+            return  # told by the link itself
+        except (LucevisorError, LocalProtocolError) as error:
+            self._tell(ev.Failure(self.number, str(error), configuration=True))
+        except (
+            Exception
+        ) as error:  # the edge to the owner's code: without an answer the daemon would wait until it stalls
+            self._log.exception("nothing to load")
+            self._tell(ev.Failure(self.number, f"nothing to load: {type(error).__name__}: {error}", configuration=True))
+        else:
+            self._tell(ev.LoadSent(self.number))
+
+    def _on_link_frame(self, frame: Frame) -> None:
+        match frame.message:
+            case Hello() as hello:
+                self._on_hello(hello)
+            case Loaded() as loaded:
+                self.loaded = loaded
+                self._tell(ev.LoadedReceived(self.number))
+            case Failed() as failed if failed.fatal or not self._ready:
+                self._on_failed(failed)
+            case _ if self._ready:
+                self._callbacks.on_frame(self.name, frame)
+            case _:
+                pass  # late answers of a daemon that was given up
+
+    def _on_hello(self, hello: Hello) -> None:
+        problems = check_hello(hello, self._expected)
+        if problems:
+            reason = "; ".join(str(problem) for problem in problems)
+            self._tell(ev.Failure(self.number, reason, configuration=True))
+            return
+        self.hello = hello
+        self._tell(ev.HelloReceived(self.number))
+
+    def _on_failed(self, failed: Failed) -> None:
+        reason = f"{failed.what} failed at {failed.where}: {failed.reason}; {failed.advice}"
+        self._log.error(
+            "daemon failed", what=failed.what, where=failed.where, reason=failed.reason, details=failed.details
+        )
+        self._tell(ev.Failure(self.number, reason, failed.configuration, exiting=failed.fatal))
+
+    def _on_link_closed(self, error: WireError) -> None:
+        self._tell(ev.LinkClosed(self.number, str(error)))
+        self._finish()
+
+    def _on_pulse_frame(self, frame: Frame) -> None:
+        match frame.message:
+            case Heartbeat() as heartbeat:
+                self.heartbeat = heartbeat
+                self._tell(ev.Beat(self.number, heartbeat.phase))
+                self._callbacks.on_heartbeat(self.name, heartbeat)
+            case Progress() as progress:
+                self._tell(ev.Progressed(self.number))
+                self._callbacks.on_progress(self.name, progress)
+            case LogLine(level, event, fields):
+                self._on_log_line(level, event, fields)
+            case _:
+                pass
+
+    def _on_log_line(
+        self,
+        level: Literal["debug", "info", "warning", "error"],
+        event: str,
+        fields: dict[str, str | int | float | bool | None],
+    ) -> None:
+        taken = ("event", "group", "pid", "level", "timestamp")  # what a daemon calls so is kept under another name
+        renamed = {f"daemon_{key}" if key in taken else key: value for key, value in fields.items()}
+        getattr(self._log, level)(event, **renamed)
+
+    def _on_pulse_closed(self, error: WireError) -> None:
+        """Without a pulse a daemon is of no use; but one that ends closes both, and its link says why."""
+        closed = ev.LinkClosed(self.number, f"pulse: {error}")
+        asyncio.get_running_loop().call_later(LAST_FRAMES_S, self._tell, closed)

@@ -1,0 +1,298 @@
+"""One backend group at work: carries out what the machine decides and tells it what happens.
+
+Knows neither placement nor steps: what to load, and what a frame means, is the business of its callbacks. Invariants:
+the machine alone decides; news reach it one at a time, in order, each with the number of the child it is about;
+callbacks are called from the event loop, never from within one another's instructions out of order, and must not
+block.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+from collections import deque
+from collections.abc import Callable, Sequence
+
+import structlog
+
+from lucevisor.config import GroupConfig
+from lucevisor.errors import LucevisorError
+from lucevisor.supervision import events as ev
+from lucevisor.supervision.callbacks import Callbacks
+from lucevisor.supervision.child import Child, SpawnError, find_python, spawn
+from lucevisor.supervision.daemon import Daemon
+from lucevisor.supervision.environment import launch
+from lucevisor.supervision.machine import Machine
+from lucevisor.supervision.policy import Limits
+from lucevisor.supervision.staging import Staging
+from lucevisor.supervision.states import State
+from lucevisor.wire.aio import Link
+from lucevisor.wire.handshake import Expected
+from lucevisor.wire.messages import Heartbeat, Hello, Loaded
+from lucevisor.wire.values import Backend
+
+_log = structlog.get_logger("lucevisor.supervision")
+
+_BEYOND_S = 5.0  # a wait gives up so long after the machine should have ended it
+
+
+class RefusedError(LucevisorError):
+    """What was asked of a group cannot be done now; the message says why and what to do."""
+
+
+class GroupSupervisor:
+    """Starts, watches, stops and restarts the daemon of one group. Make it inside a running event loop, in the main
+    thread.
+
+    `threads` is 0 or what the configuration gives a cpu group; `devices` are the indices of the group's devices in
+    use.
+    """
+
+    def __init__(
+        self,
+        config: GroupConfig,
+        threads: int,
+        staging: Staging,
+        callbacks: Callbacks,
+        *,
+        devices: Sequence[int] = (0,),
+        limits: Limits | None = None,
+    ) -> None:
+        self.config = config
+        self.name = config.name
+        self.limits = limits or Limits()
+        self._threads = threads
+        self._staging = staging
+        self._callbacks = callbacks
+        indices = [0] if config.backend == "cpu" else list(devices)  # every index of a cpu group is the same memory
+        self._expected = Expected(config.name, Backend(config.backend), staging.source_hash, indices)
+        self._spawner: Callable[..., Child] = spawn
+        self._machine = Machine(config.name, self.limits, random.random)
+        self._loop = asyncio.get_running_loop()
+        self._daemon: Daemon | None = None
+        self._timers: dict[ev.Timer, asyncio.TimerHandle] = {}
+        self._news: deque[ev.Event] = deque()
+        self._pumping = False
+        self._refused = ""
+        self._waiting: list[tuple[Callable[[State], bool], asyncio.Future[State]]] = []
+
+    # ---- what others may ask
+
+    @property
+    def state(self) -> State:
+        """Where the group stands; `reason` says why."""
+        return self._machine.state
+
+    @property
+    def reason(self) -> str:
+        """Why the group is in its state: after a failure, what failed."""
+        return self._machine.reason
+
+    @property
+    def quarantined(self) -> bool:
+        """Whether a process that does not end keeps the group's devices."""
+        return self._machine.quarantined
+
+    @property
+    def pid(self) -> int | None:
+        """The process there is."""
+        return self._machine.pid or None
+
+    @property
+    def restarts(self) -> int:
+        """How often a new process took the place of an earlier one, since the supervisor started."""
+        return self._machine.restarts
+
+    @property
+    def hello(self) -> Hello | None:
+        """What the present process said of itself."""
+        return self._living.hello if self._living else None
+
+    @property
+    def loaded(self) -> Loaded | None:
+        """What the present process loaded."""
+        return self._living.loaded if self._living else None
+
+    @property
+    def heartbeat(self) -> Heartbeat | None:
+        """The last heartbeat of the present process."""
+        return self._living.heartbeat if self._living else None
+
+    @property
+    def output(self) -> dict[str, tuple[str, ...]]:
+        """The last lines on stdout and stderr of the present process, or of the last one."""
+        lines = self._daemon.child.lines if self._daemon else {}
+        return {stream: tuple(of.kept) for stream, of in lines.items()}
+
+    @property
+    def link(self) -> Link | None:
+        """The link, while the group takes steps."""
+        usable = self.state in (State.READY, State.DRAINING)
+        return self._living.link if self._living and usable else None
+
+    async def start(self) -> None:
+        """Want the group up. Returns when the process is spawned; `wait(READY)` waits for the rest. Raises
+        RefusedError.
+        """
+        self._ask(ev.StartAsked())
+
+    async def stop(self, deadline_s: float = 4.0, drain_s: float = 0.0) -> State:
+        """End the process and return STOPPED, or FAILED when it is quarantined.
+
+        Legal in every state, for any number of callers, who share one shutdown: a later call can only shorten its
+        deadlines. `drain_s` lets running steps finish; at `deadline_s` the process is killed.
+        """
+        self._ask(ev.StopAsked(deadline_s, drain_s))
+        return await self._until(self._at_rest, deadline_s + self.limits.reap_s + _BEYOND_S)
+
+    async def kill(self) -> State:
+        """End the process with SIGKILL at once; returns as `stop` does."""
+        return await self.stop(deadline_s=0.0)
+
+    async def restart(self, *, now: bool = False, deadline_s: float = 10.0) -> None:
+        """Run the group in a new process, after the work it has unless `now`; clears FAILED and what counts towards
+        it.
+
+        Returns when that is under way; `wait(READY)` waits for the new process. Raises RefusedError when the group is
+        being stopped or is in quarantine.
+        """
+        self._ask(ev.RestartAsked(deadline_s, 0.0 if now else deadline_s / 2))
+
+    async def wait(self, *states: State, timeout_s: float) -> State:
+        """Wait until the group enters one of `states`, or is in one already, and return it. Raises TimeoutError."""
+        return await self._until(lambda state: state in states, timeout_s)
+
+    def drained(self) -> None:
+        """The owner has no work left at this group: the answer to `on_draining`."""
+        if self._living is not None:
+            self._tell(ev.Drained(self._living.number))
+
+    def step_overdue(self, step_id: int, waited_s: float) -> None:
+        """The owner waited too long for a step: the process is taken for hanging, asked for its stacks, killed and
+        restarted.
+        """
+        if self._living is not None:
+            self._tell(ev.StepOverdue(self._living.number, step_id, waited_s))
+
+    # ---- the pump: events in, instructions out
+
+    def _ask(self, event: ev.Event) -> None:
+        """Tell what an outsider wants; raises RefusedError when the machine does not take it."""
+        self._refused = ""
+        self._tell(event)
+        if self._refused:
+            raise RefusedError(self._refused)
+
+    def _tell(self, event: ev.Event) -> None:
+        """Give the machine one event and carry out what it says; events raised meanwhile wait for their turn.
+
+        What concerns the process comes before the callbacks, so that one that raises leaves no child unwatched.
+        """
+        self._news.append(event)
+        if self._pumping:
+            return
+        self._pumping = True
+        try:
+            while self._news:
+                instructions = self._machine.handle(self._news.popleft(), self._loop.time())
+                for instruction in instructions:
+                    self._carry_out(instruction)
+                for instruction in instructions:
+                    self._announce(instruction)
+        finally:
+            self._pumping = False
+
+    def _carry_out(self, instruction: ev.Instruction) -> None:
+        match instruction:
+            case ev.StartTimer(timer, after_s):
+                self._cancel(timer)
+                self._timers[timer] = self._loop.call_later(after_s, self._fire, timer)
+            case ev.CancelTimer(timer):
+                self._cancel(timer)
+            case ev.Spawn(number):
+                self._spawn(number)
+            case ev.SendLoad():
+                self._present.send_load()
+            case ev.SendShutdown(_, reason):
+                self._present.send_shutdown(reason)
+            case ev.SendSignal(_, blow):
+                self._present.signal(blow)
+            case ev.Refuse(reason):
+                self._refused = reason
+
+    def _announce(self, instruction: ev.Instruction) -> None:
+        match instruction:
+            case ev.Publish(state, reason):
+                self._publish(state, reason)
+            case ev.AnnounceReady():
+                self._present.announce_ready()
+            case ev.AnnounceLost(_, reason):
+                self._present.silence()
+                self._callbacks.on_lost(self.name, reason)
+            case ev.AnnounceDraining(number):
+                if self._callbacks.on_draining is None:
+                    self._tell(ev.Drained(number))
+                else:
+                    self._callbacks.on_draining(self.name)
+
+    @property
+    def _living(self) -> Daemon | None:
+        """The daemon whose process has not been reaped."""
+        return self._daemon if self._machine.pid else None
+
+    @property
+    def _present(self) -> Daemon:
+        """The daemon that an instruction is about: the machine gives none without one."""
+        assert self._daemon is not None
+        return self._daemon
+
+    def _spawn(self, number: int) -> None:
+        env = {**os.environ, **self.config.environment()}
+        daemon = Daemon(number, self._expected, self._callbacks, self._tell)
+        try:
+            python = find_python(self.config.python, env.get("PATH"))
+            child = self._spawner(
+                lambda handles: launch(
+                    self.config, self._threads, self._staging.directory, os.environ, python, handles
+                ),
+                daemon.on_line,
+                daemon.on_ended,
+            )
+        except SpawnError as error:
+            self._tell(ev.SpawnFailed(number, f"groups.{self.name}: {error.reason}", error.configuration))
+            return
+        self._daemon = daemon
+        daemon.adopt(child)
+        self._tell(ev.Spawned(number, child.pid))
+
+    def _fire(self, timer: ev.Timer) -> None:
+        del self._timers[timer]
+        self._tell(ev.TimerFired(timer))
+
+    def _cancel(self, timer: ev.Timer) -> None:
+        handle = self._timers.pop(timer, None)
+        if handle is not None:
+            handle.cancel()
+
+    # ---- states and who waits for them
+
+    def _publish(self, state: State, reason: str) -> None:
+        log = {State.FAILED: _log.error, State.BACKOFF: _log.warning}.get(state, _log.info)
+        log("group state", group=self.name, state=state.value, reason=reason, pid=self.pid)
+        self._callbacks.on_state(self.name, state, reason)
+        for accepts, future in self._waiting:
+            if not future.done() and accepts(state):
+                future.set_result(state)
+        self._waiting = [waiting for waiting in self._waiting if not waiting[1].done()]
+
+    def _at_rest(self, state: State) -> bool:
+        return state is State.STOPPED or (state is State.FAILED and self._machine.quarantined)
+
+    async def _until(self, accepts: Callable[[State], bool], timeout_s: float) -> State:
+        if accepts(self.state):
+            return self.state
+        future: asyncio.Future[State] = self._loop.create_future()
+        self._waiting.append((accepts, future))
+        async with asyncio.timeout(timeout_s):
+            return await future

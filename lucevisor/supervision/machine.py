@@ -1,0 +1,399 @@
+"""The supervision state machine of one backend group: events in, instructions out.
+
+Knows no processes, sockets, clocks or chance: `now` is an argument and random numbers are injected. Invariants: at
+most one child exists at a time; no instruction names a child that has exited; READY is entered only after hello and
+loaded of the same child; every stop ends in STOPPED once the exit is told, or in FAILED with `quarantined` set when
+the process does not even end on SIGKILL; then no second child is started until the exit of the first is told.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from enum import Enum, auto
+
+from lucevisor.supervision import events as ev
+from lucevisor.supervision.events import Blow, Timer
+from lucevisor.supervision.policy import Limits, RestartPolicy
+from lucevisor.supervision.states import TRANSITIONS, State
+
+N_LOGGED = 64  # events kept for the story of an InvalidTransition
+
+_IDLE = (State.STOPPED, State.BACKOFF, State.FAILED)
+_WATCHED = (State.LOADING, State.READY, State.DRAINING)
+
+
+class InvalidTransition(Exception):
+    """The machine was about to make a move that the table does not list: a fault of this program, told with its
+    story.
+    """
+
+
+class _Then(Enum):
+    """What follows the end of the present child."""
+
+    RETRY = auto()
+    STOP = auto()
+    START = auto()
+
+
+class _Rung(Enum):
+    """Where the stop ladder stands."""
+
+    MESSAGE = auto()  # a shutdown message was sent
+    GRACE = auto()  # nothing is sent: the child ends by itself
+    TERM = auto()
+    STACKS = auto()  # it hangs: its stacks are being written
+    KILL = auto()
+
+
+class Machine:
+    """One group. `restarts` counts starts after the first that a failure or a restart asked for; `pid` is 0 without a
+    process.
+    """
+
+    def __init__(self, name: str, limits: Limits, chance: Callable[[], float]) -> None:
+        self.name = name
+        self.limits = limits
+        self.policy = RestartPolicy(limits, chance)
+        self.state = State.STOPPED
+        self.reason = ""
+        self.child: int | None = None
+        self.pid = 0
+        self.restarts = 0
+        self.quarantined = False
+        self._n_children = 0
+        self._spawned = False
+        self._load_sent = False
+        self._announced = False
+        self._then = _Then.RETRY
+        self._fault = ""
+        self._configuration = False
+        self._rung = _Rung.GRACE
+        self._kill_by: float | None = None
+        self._due: dict[Timer, float] = {}
+        self._looked: set[Timer] = set()
+        self._log: deque[str] = deque(maxlen=N_LOGGED)
+        self._out: list[ev.Instruction] = []
+        self._now = 0.0
+
+    def handle(self, event: ev.Event, now: float) -> list[ev.Instruction]:
+        """Take one event at `now` (seconds of a monotonic clock) and return what to do, in order.
+
+        News of a child that is gone, and timers that are not running, are ignored. Raises InvalidTransition on a
+        fault of the machine.
+        """
+        self._now = now
+        self._out = []
+        self._log.append(f"{now:.3f} {self.state} {event}")
+        child = getattr(event, "child", self.child)
+        if child == self.child:
+            self._take(event)
+        return self._out
+
+    @property
+    def story(self) -> tuple[str, ...]:
+        """The last events: time, state before, event."""
+        return tuple(self._log)
+
+    def _take(self, event: ev.Event) -> None:
+        match event:
+            case ev.TimerFired(timer):
+                self._on_timer(timer)
+            case ev.Beat(_, phase):
+                if self.state in _WATCHED:  # a load may keep the pulse thread from the lock it needs to say so
+                    self._arm(Timer.PULSE, self.limits.silence_s("load" if self.state is State.LOADING else phase))
+            case ev.Progressed():
+                if self.state is State.LOADING:
+                    self._arm(Timer.LOAD, self.limits.load_stall_s)
+            case ev.StartAsked():
+                self._on_start_asked()
+            case ev.StopAsked(deadline_s, drain_s):
+                self._on_stop_asked(deadline_s, drain_s)
+            case ev.RestartAsked(deadline_s, drain_s):
+                self._on_restart_asked(deadline_s, drain_s)
+            case ev.Drained():
+                if self.state is State.DRAINING:
+                    self._leave("drained", _Rung.MESSAGE)
+            case ev.Spawned(_, pid):
+                self._on_spawned(pid)
+            case ev.HelloReceived() | ev.LoadSent() | ev.LoadedReceived():
+                self._on_start_news(event)
+            case ev.LinkClosed(_, reason):
+                if self.state is not State.STOPPING:
+                    self._lose(reason, _Rung.GRACE)
+                    self._fault = ""  # the exit that follows explains it better, unless none follows
+            case ev.StepOverdue(_, step_id, waited_s):
+                self._lose(f"step {step_id} gave no result in {waited_s:.1f} s", _Rung.STACKS)
+            case ev.Failure(_, reason, configuration, exiting):
+                self._lose(reason, _Rung.GRACE if exiting else _Rung.TERM, configuration)
+            case ev.SpawnFailed(_, reason, configuration):
+                self._on_gone(reason, configuration)
+            case ev.Exited(_, code, _, _):
+                self._on_gone(event.how(self.pid), code == ev.EXIT_CONFIGURATION)
+
+    # ---- asked from outside
+
+    def _on_start_asked(self) -> None:
+        if self.state is State.STOPPED:
+            self.policy.forgive()
+            self._start("start asked")
+        elif self.state is State.FAILED:
+            self._out.append(
+                ev.Refuse(f"group {self.name} failed: {self.reason}; `lucevisor restart {self.name}` tries again")
+            )
+        elif self._stop_runs():
+            self._out.append(ev.Refuse(f"group {self.name} is being stopped; start it when it is stopped"))
+
+    def _on_stop_asked(self, deadline_s: float, drain_s: float) -> None:
+        if self.quarantined:
+            self._then = _Then.STOP
+        elif self.state in (State.BACKOFF, State.FAILED):
+            self._disarm(Timer.BACKOFF)
+            self._go(State.STOPPED, "stop asked")
+        elif self.state is not State.STOPPED:
+            self._then = _Then.STOP
+            self._end("stop asked", deadline_s, drain_s)
+
+    def _on_restart_asked(self, deadline_s: float, drain_s: float) -> None:
+        if self.quarantined:
+            self._out.append(ev.Refuse(f"group {self.name}: {self.reason}"))
+        elif self._stop_runs():
+            self._out.append(ev.Refuse(f"group {self.name} is being stopped; start it when it is stopped"))
+        elif self.state in _IDLE:
+            self.policy.forgive()
+            self._disarm(Timer.BACKOFF)
+            self.restarts += self._n_children > 0
+            self._start("restart asked")
+        else:
+            self.policy.forgive()
+            self._then = _Then.START
+            self._end("restart asked", deadline_s, drain_s)
+
+    def _stop_runs(self) -> bool:
+        return self._then is _Then.STOP and self.state in (State.DRAINING, State.STOPPING)
+
+    def _end(self, reason: str, deadline_s: float, drain_s: float) -> None:
+        """Start to end the living child, or end it sooner: a later request only ever shortens."""
+        asked_s = self._now + max(deadline_s, 0.0)
+        self._kill_by = asked_s if self._kill_by is None else min(self._kill_by, asked_s)
+        drain_s = min(drain_s, deadline_s)
+        if self.state is State.STOPPING:
+            self._hurry()
+        elif deadline_s <= 0:
+            self._leave(reason, _Rung.KILL)
+        elif self.state in (State.STARTING, State.LOADING):
+            self._leave(reason, _Rung.TERM)  # it does not read its link while it imports and loads
+        elif drain_s <= 0:
+            self._leave(reason, _Rung.MESSAGE)
+        elif self.state is State.READY:
+            self._go(State.DRAINING, reason)
+            self._arm(Timer.DRAIN, drain_s)
+            assert self.child is not None
+            self._out.append(ev.AnnounceDraining(self.child))
+        elif self._now + drain_s < self._due.get(Timer.DRAIN, self._now):
+            self._arm(Timer.DRAIN, drain_s)
+
+    def _hurry(self) -> None:
+        """Apply a shortened deadline to the ladder as it stands."""
+        left_s = self._left_s()
+        if self._rung is _Rung.KILL:
+            return
+        if left_s <= 0:
+            self._climb(_Rung.KILL)
+        elif Timer.RUNG in self._due:  # else there is no process yet
+            self._arm_sooner(left_s / 2 if self._rung is _Rung.MESSAGE else left_s)
+
+    # ---- news of the child
+
+    def _start(self, reason: str) -> None:
+        self._n_children += 1
+        self.child = self._n_children
+        self._spawned = self._load_sent = self._announced = self._configuration = False
+        self._then = _Then.RETRY
+        self._fault = ""
+        self._kill_by = None
+        self._go(State.STARTING, reason)
+        self._out.append(ev.Spawn(self.child))
+
+    def _on_spawned(self, pid: int) -> None:
+        self.pid = pid
+        self._spawned = True
+        if self.state is State.STARTING:
+            self._arm(Timer.HELLO, self.limits.hello_s)
+        else:
+            self._climb(self._rung)  # a stop came before the process did
+
+    def _on_start_news(self, event: ev.HelloReceived | ev.LoadSent | ev.LoadedReceived) -> None:
+        if self.state is State.STOPPING:
+            return
+        match event:
+            case ev.HelloReceived(child) if self.state is State.STARTING and self._spawned:
+                self._disarm(Timer.HELLO)
+                self._go(State.LOADING, "hello")
+                self._arm(Timer.LOAD, self.limits.load_stall_s)
+                self._arm(Timer.PULSE, self.limits.silence_s("load"))
+                self._out.append(ev.SendLoad(child))
+            case ev.LoadSent() if self.state is State.LOADING:
+                self._load_sent = True
+                self._arm(Timer.LOAD, self.limits.load_stall_s)
+            case ev.LoadedReceived(child) if self.state is State.LOADING and self._load_sent:
+                self._disarm(Timer.LOAD)
+                self._go(State.READY, "loaded")
+                self._arm(Timer.PULSE, self.limits.silence_s("step"))
+                self.policy.became_ready(self._now)
+                self._announced = True
+                self._out.append(ev.AnnounceReady(child))
+            case ev.HelloReceived() | ev.LoadedReceived():
+                what = "hello" if isinstance(event, ev.HelloReceived) else "loaded"
+                self._lose(f"it said {what} out of turn, while {self.state}", _Rung.TERM)
+            case ev.LoadSent():
+                pass  # lost meanwhile
+
+    def _lose(self, reason: str, rung: _Rung, configuration: bool = False) -> None:
+        """The child is of no use any more: end it from `rung` on."""
+        if self.state in (State.STARTING, *_WATCHED):
+            self._fault = reason
+            self._configuration = configuration
+            self._leave(reason, rung)
+
+    def _on_gone(self, how: str, configuration: bool) -> None:
+        """There is no process (any more)."""
+        reason = self._fault or how
+        configuration = configuration or self._configuration
+        self._disarm(*Timer)
+        self._announce_lost(reason)
+        self.child = None
+        self.pid = 0
+        self._spawned = False
+        was_quarantined, self.quarantined = self.quarantined, False
+        if self._then is _Then.STOP:
+            self._go(State.STOPPED, "stop asked")
+        elif was_quarantined:
+            self.reason = f"{how}, long after SIGKILL; `lucevisor restart {self.name}` tries again"
+            self._out.append(ev.Publish(self.state, self.reason))
+        elif self._then is _Then.START:
+            self.restarts += 1
+            self._start("restart asked")
+        else:
+            self._retry(reason, configuration)
+
+    def _retry(self, reason: str, configuration: bool) -> None:
+        delay_s = None if configuration else self.policy.delay_s(self._now)
+        if configuration:
+            self._go(State.FAILED, reason)
+        elif delay_s is None:
+            self._go(
+                State.FAILED, f"{reason}; restart limit {self.limits.n_restarts}/{self.limits.window_s:g}s reached"
+            )
+        else:
+            self._go(State.BACKOFF, reason)
+            self._arm(Timer.BACKOFF, delay_s)
+
+    # ---- timers and the stop ladder
+
+    def _on_timer(self, timer: Timer) -> None:
+        if timer not in self._due:
+            return
+        del self._due[timer]
+        match timer:
+            case Timer.BACKOFF:
+                self.restarts += 1
+                self.policy.restarted(self._now)
+                self._start("backoff over")
+            case Timer.DRAIN:
+                self._leave("drain deadline", _Rung.MESSAGE)
+            case Timer.RUNG:
+                self._on_rung()
+            case Timer.HELLO | Timer.LOAD | Timer.PULSE:
+                if timer in self._looked:
+                    self._lose(self._silence(timer), _Rung.STACKS)
+                else:
+                    self._arm(timer, self.limits.second_look_s)
+                    self._looked.add(timer)
+
+    def _silence(self, timer: Timer) -> str:
+        if timer is Timer.HELLO:
+            return f"no hello in {self.limits.hello_s:g} s"
+        if timer is Timer.LOAD:
+            return f"no load progress in {self.limits.load_stall_s:g} s"
+        return "no heartbeat within its limit: the process hangs or is stopped"
+
+    def _on_rung(self) -> None:
+        if self._rung is _Rung.MESSAGE:
+            self._climb(_Rung.TERM)
+        elif self._rung is not _Rung.KILL:
+            self._fault = self._fault or self.reason
+            self._climb(_Rung.KILL)
+        else:
+            self.quarantined = True
+            self._go(
+                State.FAILED,
+                f"process {self.pid} does not end on SIGKILL (uninterruptible sleep in a driver?); its devices are in "
+                "quarantine and no second daemon is started on them; see dmesg, a reboot may be needed",
+            )
+
+    def _leave(self, reason: str, rung: _Rung) -> None:
+        """Enter STOPPING with a child that may still live."""
+        self._disarm(Timer.HELLO, Timer.LOAD, Timer.PULSE, Timer.DRAIN)
+        self._announce_lost(reason)
+        self._go(State.STOPPING, reason)
+        self._climb(rung)
+
+    def _climb(self, rung: _Rung) -> None:
+        """Stand on `rung`: send what belongs to it and wait for as long as it allows. Without a process yet, only
+        remember it.
+        """
+        self._rung = rung
+        if not self._spawned or self.child is None:
+            return
+        match rung:
+            case _Rung.MESSAGE:
+                self._out.append(ev.SendShutdown(self.child, self.reason))
+                self._arm(Timer.RUNG, self._left_s() / 2)
+            case _Rung.GRACE:
+                self._arm(Timer.RUNG, min(self.limits.exit_grace_s, self._left_s()))
+            case _Rung.TERM:
+                self._out.append(ev.SendSignal(self.child, Blow.TERMINATE))
+                self._arm(Timer.RUNG, self.limits.exit_grace_s if self._kill_by is None else self._left_s())
+            case _Rung.STACKS:
+                self._out.append(ev.SendSignal(self.child, Blow.STACKS))
+                self._arm(Timer.RUNG, min(self.limits.stacks_s, self._left_s()))
+            case _Rung.KILL:
+                self._out.append(ev.SendSignal(self.child, Blow.KILL))
+                self._arm(Timer.RUNG, self.limits.reap_s)
+
+    def _left_s(self) -> float:
+        return float("inf") if self._kill_by is None else max(self._kill_by - self._now, 0.0)
+
+    # ---- bookkeeping
+
+    def _go(self, state: State, reason: str) -> None:
+        if state not in TRANSITIONS[self.state]:
+            story = "\n  ".join(self._log)
+            raise InvalidTransition(
+                f"group {self.name}: no move from {self.state} to {state} ({reason}); last events:\n  {story}"
+            )
+        self.state = state
+        self.reason = reason
+        self._out.append(ev.Publish(state, reason))
+
+    def _announce_lost(self, reason: str) -> None:
+        if self._announced and self.child is not None:
+            self._announced = False
+            self._out.append(ev.AnnounceLost(self.child, reason))
+
+    def _arm(self, timer: Timer, after_s: float) -> None:
+        self._looked.discard(timer)
+        self._due[timer] = self._now + after_s
+        self._out.append(ev.StartTimer(timer, after_s))
+
+    def _arm_sooner(self, after_s: float) -> None:
+        if self._now + after_s < self._due[Timer.RUNG]:
+            self._arm(Timer.RUNG, after_s)
+
+    def _disarm(self, *timers: Timer) -> None:
+        for timer in timers:
+            self._looked.discard(timer)
+            if self._due.pop(timer, None) is not None:
+                self._out.append(ev.CancelTimer(timer))

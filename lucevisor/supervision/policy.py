@@ -1,0 +1,86 @@
+"""How long to wait, how often to try again, when to give up.
+
+Knows no states and no processes; `now` is any clock that only goes forward, in seconds, and chance comes in as a
+number. Invariant: between two calls of `forgive`, no window of `RestartLimit.window_s` seconds holds more than
+`RestartLimit.n_restarts` restarts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Every deadline of supervision, in seconds.
+
+    `heartbeat_s` holds for an idle daemon. One that reported a step may be silent for `busy_heartbeat_s`, because a
+    Python thread is blind while another holds the interpreter lock; one that reported a load or a check for
+    `load_stall_s`.
+    """
+
+    hello_s: float = 60.0
+    load_stall_s: float = 120.0
+    heartbeat_s: float = 10.0
+    busy_heartbeat_s: float = 30.0
+    second_look_s: float = 0.5  # a late supervisor reads what arrived meanwhile before it believes in silence
+    stacks_s: float = 1.0  # from asking for stacks to SIGKILL
+    exit_grace_s: float = 2.0  # for a daemon that ends by itself
+    reap_s: float = 10.0  # from SIGKILL to quarantine
+    backoff_first_s: float = 0.25
+    backoff_most_s: float = 30.0
+    stable_s: float = 60.0  # READY for so long resets the backoff
+    n_restarts: int = 5  # after failures, within any `window_s`; 0: a group that failed stays failed
+    window_s: float = 60.0
+
+    def silence_s(self, phase: str) -> float:
+        """Return how long a daemon may be silent after a heartbeat that reported `phase`."""
+        return {"idle": self.heartbeat_s, "step": self.busy_heartbeat_s}.get(phase, self.load_stall_s)
+
+
+@dataclass(slots=True)
+class RestartPolicy:
+    """Decides after each failure whether and when to try again. `chance` returns a number in [0, 1)."""
+
+    limits: Limits
+    chance: Callable[[], float]
+    _restarts: list[float] = field(default_factory=list)  # times of restarts after failures, within the window
+    _in_a_row: int = 0  # failures since the last stable period
+    _unready: int = 0  # starts in a row that never became ready
+    _ready_at: float | None = None
+
+    def became_ready(self, now: float) -> None:
+        """Note that a start succeeded."""
+        self._ready_at = now
+        self._unready = 0
+
+    def delay_s(self, now: float) -> float | None:
+        """Return the seconds to wait before the next start after a failure at `now`, or None to give up.
+
+        Exponential backoff with jitter between half and the whole of the step. A start that never succeeds is given
+        up after `n_restarts` tries in a row, however slowly it fails.
+        """
+        if self._ready_at is None:
+            self._unready += 1
+        elif now - self._ready_at >= self.limits.stable_s:
+            self._in_a_row = 0
+        self._ready_at = None
+        self._in_a_row += 1
+        step_s = min(self.limits.backoff_most_s, self.limits.backoff_first_s * 2.0 ** min(self._in_a_row - 1, 60))
+        delay_s = step_s * (0.5 + 0.5 * self.chance())
+        self._restarts = [at for at in self._restarts if at > now + delay_s - self.limits.window_s]
+        if len(self._restarts) >= self.limits.n_restarts or self._unready > self.limits.n_restarts:
+            return None
+        return delay_s
+
+    def restarted(self, now: float) -> None:
+        """Note a restart after a failure at the moment it happens."""
+        self._restarts.append(now)
+
+    def forgive(self) -> None:
+        """Forget all failures: an operator asked for a restart."""
+        self._restarts.clear()
+        self._in_a_row = 0
+        self._unready = 0
+        self._ready_at = None

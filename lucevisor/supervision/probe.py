@@ -1,0 +1,141 @@
+"""A daemon that only says hello (and perhaps runs a check), then goes: what `plan` and `doctor` ask of a group.
+
+Knows no states and never restarts.  Invariant: when :func:`probe` returns, its process is gone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from lucevisor.config import GroupConfig
+from lucevisor.supervision.child import Ended, SpawnError, find_python, spawn
+from lucevisor.supervision.environment import launch
+from lucevisor.supervision.events import Blow
+from lucevisor.supervision.staging import Staging
+from lucevisor.wire.aio import Link
+from lucevisor.wire.errors import WireError
+from lucevisor.wire.frames import Frame
+from lucevisor.wire.handshake import Expected, check_hello
+from lucevisor.wire.messages import Check, Checked, Failed, Hello, Shutdown
+from lucevisor.wire.states import Channel
+from lucevisor.wire.values import Backend
+
+EXIT_S = 3.0
+
+
+@dataclass(frozen=True, slots=True)
+class Probe:
+    """What came of it.  ``problem`` is empty when all that was asked was answered; ``hello`` may be there
+    nevertheless."""
+
+    hello: Hello | None = None
+    checked: Checked | None = None
+    problem: str = ""
+
+
+class _Session:
+    def __init__(self) -> None:
+        loop = asyncio.get_running_loop()
+        self.hello: asyncio.Future[Hello] = loop.create_future()
+        self.checked: asyncio.Future[Checked] = loop.create_future()
+        self.ended: asyncio.Future[Ended] = loop.create_future()
+        self.failure = ""  # what the daemon said itself
+        self.closed = ""
+
+    def on_frame(self, frame: Frame) -> None:
+        match frame.message:
+            case Hello() as hello:
+                self.hello.set_result(hello)
+            case Checked() as checked:
+                self.checked.set_result(checked)
+            case Failed() as failed:
+                self.failure = f"{failed.what} failed at {failed.where}: {failed.reason}; {failed.advice}"
+            case _:
+                pass
+
+    def on_closed(self, error: WireError) -> None:
+        self.closed = str(error)
+
+    def on_ended(self, ended: Ended) -> None:
+        self.ended.set_result(ended)
+
+    async def answer(self, future: asyncio.Future[Hello] | asyncio.Future[Checked], timeout_s: float) -> bool:
+        await asyncio.wait({future, self.ended}, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+        return future.done()
+
+
+async def probe(
+    group: GroupConfig,
+    staging: Staging,
+    devices: Sequence[int],
+    check: tuple[Check, Sequence[int]] | None,
+    hello_s: float,
+    check_s: float,
+) -> Probe:
+    """Start the group's interpreter, take its hello, run ``check`` (a Check and its descriptors), end it."""
+    session = _Session()
+    env = {**os.environ, **group.environment()}
+    try:
+        python = find_python(group.python, env.get("PATH"))
+        child = spawn(
+            lambda handles: launch(group, 0, staging.directory, os.environ, python, handles),
+            lambda *_: None,
+            session.on_ended,
+        )
+    except SpawnError as e:
+        return Probe(problem=f"groups.{group.name}: {e.reason}")
+    link = Link(child.link_socket, session.on_frame, session.on_closed, name=f"{group.name} link")
+    pulse = Link(child.pulse_socket, lambda _: None, lambda _: None, channel=Channel.PULSE, name=f"{group.name} pulse")
+    try:
+        return await _ask(
+            session,
+            link,
+            Expected(group.name, Backend(group.backend), staging.source_hash, list(devices)),
+            check,
+            hello_s,
+            check_s,
+        )
+    finally:
+        with contextlib.suppress(WireError):
+            link.send(Shutdown("the probe is over"))
+        await asyncio.wait({session.ended}, timeout=EXIT_S)
+        if not session.ended.done():
+            child.send(Blow.KILL)
+            await asyncio.wait({session.ended}, timeout=EXIT_S)
+        link.close()
+        pulse.close()
+
+
+async def _ask(
+    session: _Session,
+    link: Link,
+    expected: Expected,
+    check: tuple[Check, Sequence[int]] | None,
+    hello_s: float,
+    check_s: float,
+) -> Probe:
+    if not await session.answer(session.hello, hello_s):
+        return Probe(problem=_why(session, f"no hello within {hello_s:.0f} s"))
+    hello = session.hello.result()
+    problems = check_hello(hello, expected)
+    if problems:
+        return Probe(hello, problem="; ".join(str(p) for p in problems))
+    if check is None:
+        return Probe(hello)
+    order, fds = check
+    link.send(order, fds=fds)
+    if not await session.answer(session.checked, check_s):
+        return Probe(hello, problem=_why(session, f"the check did not end within {check_s:.0f} s"))
+    return Probe(hello, session.checked.result())
+
+
+def _why(session: _Session, otherwise: str) -> str:
+    if not session.ended.done():
+        return session.failure or session.closed or otherwise
+    ended = session.ended.result()
+    how = f"signal {ended.signal}" if ended.signal is not None else f"code {ended.code}"
+    return session.failure or f"its interpreter ended with {how}: {ended.hint or 'no word on standard error'}"

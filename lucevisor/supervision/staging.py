@@ -1,0 +1,57 @@
+"""The directory that is a daemon's view of this project: `daemons` and `lucevisor.wire`, nothing else.
+
+Knows no processes. Invariant: the directory is owned by this user with mode 0700 and holds links to exactly those
+packages of the running supervisor, so a foreign interpreter never sees the supervisor's site-packages, and both sides
+run the same wire code.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import stat
+from dataclasses import dataclass
+from pathlib import Path
+
+import lucevisor
+from lucevisor.errors import LucevisorError
+from lucevisor.wire.source_hash import source_hash
+
+_NAME = "staging"
+
+
+@dataclass(frozen=True, slots=True)
+class Staging:
+    """The PYTHONPATH of every daemon, and the hash of the sources it held when the supervisor started.
+
+    A package that is replaced while the supervisor runs makes the next daemon's hello differ from `source_hash`.
+    """
+
+    directory: Path
+    source_hash: str
+
+
+def stage_packages(run_dir: Path) -> Staging:
+    """Make `run_dir/staging` afresh and return it.
+
+    `run_dir` must be a directory of this user. Leftovers of an earlier run are replaced. Raises LucevisorError naming
+    the path when the directory is somebody else's, or when the `daemons` package does not lie beside `lucevisor`.
+    """
+    own = Path(lucevisor.__file__).resolve().parent
+    daemons = own.parent / "daemons"
+    if not (daemons / "__main__.py").is_file():
+        raise LucevisorError(f"{daemons}: the daemons package is missing beside {own}; install lucevisor again")
+    found = os.lstat(run_dir)
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid():
+        raise LucevisorError(f"{run_dir} is not a directory of user {os.geteuid()}; remove it or set XDG_RUNTIME_DIR")
+    staging = run_dir / _NAME
+    if staging.is_symlink() or staging.is_file():
+        staging.unlink()
+    elif staging.exists():
+        shutil.rmtree(staging)
+    staging.mkdir(mode=0o700)
+    (staging / "lucevisor").mkdir(mode=0o700)
+    (staging / "daemons").symlink_to(daemons)
+    (staging / "lucevisor" / "__init__.py").symlink_to(own / "__init__.py")
+    (staging / "lucevisor" / "wire").symlink_to(own / "wire")
+    return Staging(staging, source_hash(own / "wire", daemons))

@@ -1,0 +1,113 @@
+"""The states of a backend group and the only moves between them.
+
+Knows no events, no clocks and no processes. Invariant: a move that `TRANSITIONS` does not list never happens; the
+diagram of docs/states.md is printed from the same table (`python -m lucevisor.supervision.states --diagram`).
+"""
+
+from __future__ import annotations
+
+import sys
+from enum import StrEnum
+
+
+class State(StrEnum):
+    """What a backend group is doing. A child process may exist in the states of `WITH_CHILD` only, and in FAILED when
+    quarantined.
+    """
+
+    STOPPED = "stopped"  # nothing runs, nothing is wanted
+    STARTING = "starting"  # a child is spawned; it imports torch and has yet to say hello
+    LOADING = "loading"  # it said hello and loads its layers
+    READY = "ready"  # it takes steps
+    DRAINING = "draining"  # it finishes the steps it has and gets no new ones
+    STOPPING = "stopping"  # it is told, asked or forced to end
+    BACKOFF = "backoff"  # it is gone; the next start waits
+    FAILED = "failed"  # given up until a restart is asked
+
+
+WITH_CHILD = frozenset({State.STARTING, State.LOADING, State.READY, State.DRAINING, State.STOPPING})
+
+TRANSITIONS: dict[State, dict[State, str]] = {
+    State.STOPPED: {
+        State.STARTING: "start or restart asked",
+    },
+    State.STARTING: {
+        State.LOADING: "hello",
+        State.STOPPING: "stop or restart asked; hello late or refused; link closed",
+        State.BACKOFF: "exited",
+        State.FAILED: "cannot spawn; configuration error; restart limit",
+    },
+    State.LOADING: {
+        State.READY: "loaded",
+        State.STOPPING: "stop or restart asked; load stalled or failed; pulse missed; link closed",
+        State.BACKOFF: "exited",
+        State.FAILED: "exited with a configuration error; restart limit",
+    },
+    State.READY: {
+        State.DRAINING: "stop or restart asked",
+        State.STOPPING: "stop or restart asked at once; pulse missed; step overdue; failed; link closed",
+        State.BACKOFF: "exited",
+        State.FAILED: "exited with a configuration error; restart limit",
+    },
+    State.DRAINING: {
+        State.STOPPING: "drained; drain deadline; pulse missed; step overdue; failed; link closed",
+        State.STOPPED: "exited, stop asked",
+        State.STARTING: "exited, restart asked",
+    },
+    State.STOPPING: {
+        State.STOPPED: "exited, stop asked",
+        State.STARTING: "exited, restart asked",
+        State.BACKOFF: "exited after a failure",
+        State.FAILED: "configuration error; restart limit; does not die (quarantine)",
+    },
+    State.BACKOFF: {
+        State.STARTING: "backoff over; restart asked",
+        State.STOPPED: "stop asked",
+    },
+    State.FAILED: {
+        State.STARTING: "restart asked",
+        State.STOPPED: "stop asked",
+    },
+}
+
+
+def diagram() -> str:
+    """Return the table as a mermaid state diagram, one line a move."""
+    lines = ["stateDiagram-v2", "    [*] --> STOPPED"]
+    for source, targets in TRANSITIONS.items():
+        lines += [
+            f"    {source.name} --> {target.name}: {cause.replace(';', ',')}" for target, cause in targets.items()
+        ]
+    return "\n".join(lines)
+
+
+def page() -> str:
+    """Return the whole text of docs/states.md."""
+    rows = [
+        f"| {source.name} | {target.name} | {cause} |"
+        for source, targets in TRANSITIONS.items()
+        for target, cause in targets.items()
+    ]
+    return "\n".join(
+        [
+            "# States of a backend group",
+            "",
+            "Printed from the transition table by `python -m lucevisor.supervision.states --diagram > docs/states.md`;",
+            "a test checks that it is current.",
+            "",
+            "```mermaid",
+            diagram(),
+            "```",
+            "",
+            "| from | to | when |",
+            "|---|---|---|",
+            *rows,
+            "",
+        ]
+    )
+
+
+if __name__ == "__main__":
+    if sys.argv[1:] != ["--diagram"]:
+        sys.exit("usage: python -m lucevisor.supervision.states --diagram")
+    sys.stdout.write(page())

@@ -1,0 +1,127 @@
+"""Daemons that hang, in every way a process can: detected, asked for their stacks, killed or set apart."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+
+import pytest
+from structlog.testing import capture_logs
+
+from lucevisor.supervision.child import Child, spawn
+from lucevisor.supervision.group import RefusedError
+from lucevisor.supervision.states import State
+from lucevisor.wire.messages import Step
+from tests.supervision.real_groups import (
+    brisk,
+    exists,
+    ready,
+    tiny_group,
+    until,
+)
+
+
+def output_of(logs, pid: int) -> list[str]:
+    """What a daemon wrote, from the structured log."""
+    return [entry["line"] for entry in logs if entry["event"] == "output" and entry["pid"] == pid]
+
+
+async def test_a_stopped_daemon_is_detected_asked_for_its_stacks_killed_and_restarted(tmp_path):
+    limits = brisk(heartbeat_s=1.5, stacks_s=2.0)
+    with capture_logs() as logs:
+        async with tiny_group(tmp_path, limits=limits) as (group, owner):
+            await group.start()
+            await ready(group)
+            await until(lambda: group.heartbeat and group.heartbeat.phase == "idle")
+            first = group.pid
+            os.kill(first, signal.SIGSTOP)
+            await until(lambda: group.state is State.STOPPING)
+            assert "no heartbeat" in group.reason
+            await ready(group, n_restarts=1)
+            assert not exists(first)
+    assert "no heartbeat" in owner.lost[0]
+    assert any("in receive" in line for line in output_of(logs, first))
+    assert [entry["to"] for entry in logs if entry["event"] == "signal"][:2] == ["stacks", "kill"]
+
+
+async def test_a_daemon_that_hangs_with_the_interpreter_lock_gives_its_stacks(tmp_path):
+    limits = brisk(heartbeat_s=1.5, busy_heartbeat_s=1.5, stacks_s=2.0)
+    with capture_logs() as logs:
+        async with tiny_group(tmp_path, "hang at step", limits=limits) as (group, _):
+            await group.start()
+            await ready(group)
+            first = group.pid
+            group.link.send(Step(1, 0))
+            await until(lambda: group.state is State.STOPPING)
+            await ready(group, n_restarts=1)
+    assert any("hang_with_gil" in line for line in output_of(logs, first))
+
+
+async def test_an_overdue_step_restarts_the_daemon_though_its_pulse_beats(tmp_path):
+    async with tiny_group(tmp_path, "sleep at step", TINY_ONCE=str(tmp_path / "once")) as (group, _):
+        await group.start()
+        await ready(group)
+        group.link.send(Step(1, 0))
+        await until(lambda: group.heartbeat and group.heartbeat.phase == "step")
+        group.step_overdue(1, 31.0)
+        assert group.reason == "step 1 gave no result in 31.0 s"
+        await ready(group, n_restarts=1)
+
+
+async def test_two_seconds_without_heartbeats_during_a_load_are_no_hang(tmp_path):
+    async with tiny_group(tmp_path, "hold gil", limits=brisk(heartbeat_s=0.8, busy_heartbeat_s=0.8)) as (group, _):
+        await group.start()
+        await ready(group)
+        assert group.restarts == 0
+
+
+async def test_a_load_without_progress_is_ended_and_progress_moves_the_deadline(tmp_path):
+    limits = brisk(load_stall_s=1.0, heartbeat_s=20.0)
+    async with tiny_group(tmp_path, "sleep at load", limits=limits, TINY_ONCE=str(tmp_path / "once")) as (group, _):
+        await group.start()
+        await until(lambda: group.state is State.STOPPING)
+        assert group.reason == "no load progress in 1 s"
+        await ready(group, n_restarts=1)
+
+
+async def test_a_daemon_without_hello_is_ended(tmp_path):
+    limits = brisk(hello_s=1.0)
+    async with tiny_group(tmp_path, "sleep at start", limits=limits, TINY_ONCE=str(tmp_path / "once")) as (group, _):
+        await group.start()
+        await until(lambda: group.state is State.STOPPING)
+        assert group.reason == "no hello in 1 s"
+        await ready(group, n_restarts=1)
+
+
+async def test_a_daemon_that_never_ends_is_quarantined_and_no_second_one_is_started(tmp_path):
+    """SIGKILL cannot end a process that sleeps inside a driver: here its signals are lost on the way."""
+    made: list[Child] = []
+
+    def unkillable(*arguments) -> Child:
+        child = spawn(*arguments)
+        child.send = lambda blow: None
+        made.append(child)
+        return child
+
+    limits = brisk(reap_s=0.3)
+    async with tiny_group(tmp_path, "deaf", limits=limits, spawner=unkillable) as (group, _):
+        await group.start()
+        await ready(group)
+        began = time.monotonic()
+        assert await group.stop(0.5) is State.FAILED
+        assert time.monotonic() - began < 3.0
+        assert group.quarantined
+        assert "quarantine" in group.reason
+        with pytest.raises(RefusedError, match="quarantine"):
+            await group.restart()
+        with pytest.raises(RefusedError):
+            await group.start()
+        assert await group.stop(0.5) is State.FAILED
+        assert len(made) == 1
+        os.kill(made[0].pid, signal.SIGKILL)  # the driver let go
+        assert await group.wait(State.STOPPED, timeout_s=10) is State.STOPPED
+        await group.start()
+        assert len(made) == 2
+        os.kill(made[1].pid, signal.SIGKILL)
+        await group.stop()

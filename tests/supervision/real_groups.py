@@ -1,0 +1,169 @@
+"""Groups of real processes for tests: the tiny daemon behind the real main, link, pulse and supervisor."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import lucevisor
+from lucevisor.config import GroupConfig
+from lucevisor.supervision.callbacks import Callbacks, LoadOrder
+from lucevisor.supervision.group import GroupSupervisor
+from lucevisor.supervision.policy import Limits
+from lucevisor.supervision.staging import Staging, stage_packages
+from lucevisor.supervision.states import State
+from lucevisor.wire.messages import Load, Pools
+from lucevisor.wire.source_hash import source_hash
+from lucevisor.wire.values import Dtype
+
+FAST = Limits(backoff_first_s=0.05, hello_s=20.0, exit_grace_s=0.5, stacks_s=0.5, second_look_s=0.1, n_restarts=3)
+REAL = ("__init__.py", "__main__.py", "main.py", "options.py", "pulse.py")
+PATIENCE_S = 30.0
+
+
+def brisk(**changes) -> Limits:
+    """The limits of the tests with some changed."""
+    return Limits(**{name: getattr(FAST, name) for name in Limits.__slots__} | changes)
+
+
+def stage_tiny(run_dir: Path) -> Staging:
+    """Stage the packages as the supervisor does, with the tiny serve() in the place of the one that needs torch."""
+    staging = stage_packages(run_dir).directory
+    real = (staging / "daemons").resolve()
+    (staging / "daemons").unlink()
+    (staging / "daemons").mkdir()
+    for name in REAL:
+        (staging / "daemons" / name).symlink_to(real / name)
+    (staging / "daemons" / "serve.py").symlink_to(Path(__file__).parent / "tiny" / "serve.py")
+    return Staging(staging, source_hash(Path(lucevisor.__file__).parent / "wire", staging / "daemons"))
+
+
+def tiny_load() -> LoadOrder:
+    """An order that no tiny daemon looks at."""
+    return LoadOrder(Load([], Dtype.FLOAT32, Dtype.FLOAT32, [], [], Pools(1, 0, 0), 1, 1))
+
+
+class Owner:
+    """The owner of a group: writes down what it is told, in order."""
+
+    def __init__(self) -> None:
+        self.states: list[State] = []
+        self.news: list[str] = []
+        self.links = []
+        self.frames = []
+        self.progress = []
+        self.heartbeats = []
+        self.lost: list[str] = []
+        self.may_load = asyncio.Event()
+        self.may_load.set()
+        self.asked_for_load = asyncio.Event()
+        self.load_error: Exception | None = None
+        self.n_cancelled_loads = 0
+        self.hellos = []
+
+    def callbacks(self, on_draining=None) -> Callbacks:
+        return Callbacks(
+            make_load=self.make_load,
+            on_ready=self.on_ready,
+            on_lost=self.on_lost,
+            on_frame=lambda _, frame: self.frames.append(frame),
+            on_state=self.on_state,
+            on_draining=on_draining,
+            on_heartbeat=lambda _, heartbeat: self.heartbeats.append(heartbeat),
+            on_progress=lambda _, progress: self.progress.append(progress),
+        )
+
+    async def make_load(self, group, hello) -> LoadOrder:
+        self.hellos.append(hello)
+        self.asked_for_load.set()
+        try:
+            await self.may_load.wait()
+        except asyncio.CancelledError:
+            self.n_cancelled_loads += 1
+            raise
+        if self.load_error is not None:
+            raise self.load_error
+        return tiny_load()
+
+    def on_ready(self, group, link, hello, loaded) -> None:
+        self.news.append("ready")
+        self.links.append(link)
+
+    def on_lost(self, group, reason) -> None:
+        self.news.append("lost")
+        self.lost.append(reason)
+
+    def on_state(self, group, state, reason) -> None:
+        self.states.append(state)
+
+
+@asynccontextmanager
+async def tiny_group(run_dir, how="", *, limits=FAST, owner=None, spawner=None, name="left", draining=None, **env):
+    """A stopped group whose daemon behaves as `how` says; killed at the end, whatever the test did."""
+    owner = owner or Owner()
+    staging = run_dir if isinstance(run_dir, Staging) else stage_tiny(run_dir)
+    config = GroupConfig(name=name, backend="cpu", env={"TINY": how, **env})
+    group = GroupSupervisor(config, 1, staging, owner.callbacks(draining), limits=limits)
+    if spawner:
+        group._spawner = spawner
+    try:
+        yield group, owner
+    finally:
+        if not group.quarantined:
+            await group.kill()
+
+
+async def ready(group: GroupSupervisor, n_restarts: int | None = None) -> None:
+    """Wait until the group is READY, after `n_restarts` restarts if given."""
+    await until(
+        lambda: group.state is State.FAILED or (group.state is State.READY and n_restarts in (None, group.restarts))
+    )
+    assert group.state is State.READY, group.reason
+
+
+async def until(condition, timeout_s: float = PATIENCE_S) -> None:
+    """Wait until `condition()` holds: for what no callback tells."""
+    async with asyncio.timeout(timeout_s):
+        while not condition():  # noqa: ASYNC110 - the kernel and other processes set no event
+            await asyncio.sleep(0.01)
+
+
+def links_of(pid: int) -> list[str]:
+    """What the open descriptors of a process are, by name."""
+    return [os.readlink(entry) for entry in Path(f"/proc/{pid}/fd").iterdir()]
+
+
+def environment_of(pid: int) -> list[bytes]:
+    return Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+
+
+def exists(pid: int) -> bool:
+    """Whether a process is there, a zombie included."""
+    return Path(f"/proc/{pid}").exists()
+
+
+def runs(pid: int) -> bool:
+    """Whether a process is there and is no zombie."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+def open_descriptors() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+def zombies() -> int:
+    """Children of this process that nobody has waited for."""
+    count = 0
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                fields = (entry / "stat").read_text().rpartition(")")[2].split()
+            except (FileNotFoundError, ProcessLookupError):
+                continue
+            count += fields[0] == "Z" and fields[1] == str(os.getpid())
+    return count

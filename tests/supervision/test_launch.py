@@ -1,0 +1,139 @@
+"""What a daemon is started with: environment, arguments, staging directory, and what becomes of its output."""
+
+from __future__ import annotations
+
+import os
+import stat
+import subprocess
+import sys
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lucevisor.config import GroupConfig
+from lucevisor.errors import LucevisorError
+from lucevisor.supervision import output
+from lucevisor.supervision.environment import Handles, environment, launch
+from lucevisor.supervision.output import LINES_PER_SECOND, LONGEST_LINE, N_KEPT, Lines
+from lucevisor.supervision.staging import stage_packages
+
+INHERITED = {
+    "PATH": "/bin",
+    "HOME": "/root",
+    "PYTHONPATH": "/somewhere",
+    "PYTHONHOME": "/elsewhere",
+    "VIRTUAL_ENV": "/venv",
+    "NOTIFY_SOCKET": "/run/systemd/notify",
+    "CUDA_VISIBLE_DEVICES": "0",
+    "HIP_VISIBLE_DEVICES": "1",
+    "ROCR_VISIBLE_DEVICES": "1",
+}
+
+
+def env_of(tmp_path, threads=0, **group):
+    return environment(GroupConfig(name="g", **group), threads, tmp_path, INHERITED)
+
+
+def test_the_supervisors_python_settings_do_not_travel(tmp_path):
+    env = env_of(tmp_path, backend="cuda")
+    assert env["PYTHONPATH"] == str(tmp_path)
+    assert env["PATH"] == "/bin"
+    assert not env.keys() & {"PYTHONHOME", "VIRTUAL_ENV", "NOTIFY_SOCKET"}
+
+
+@pytest.mark.parametrize(
+    ("group", "visible"),
+    [
+        ({"backend": "cpu"}, {"CUDA_VISIBLE_DEVICES": "-1", "HIP_VISIBLE_DEVICES": "-1"}),
+        ({"backend": "cuda"}, {"CUDA_VISIBLE_DEVICES": "0"}),
+        ({"backend": "cuda", "visible_devices": ("2", "3")}, {"CUDA_VISIBLE_DEVICES": "2,3"}),
+        ({"backend": "hip"}, {"HIP_VISIBLE_DEVICES": "1", "ROCR_VISIBLE_DEVICES": "1"}),
+        ({"backend": "hip", "env": {"CUDA_VISIBLE_DEVICES": "5"}, "visible_devices": ("0",)}, None),
+    ],
+)
+def test_a_group_sees_its_own_backends_devices(tmp_path, group, visible):
+    env = env_of(tmp_path, **group)
+    seen = {key: value for key, value in env.items() if "VISIBLE" in key}
+    if visible is None:
+        visible = {"CUDA_VISIBLE_DEVICES": "5", "HIP_VISIBLE_DEVICES": "0", "ROCR_VISIBLE_DEVICES": "1"}
+    assert seen == visible
+
+
+def test_threads_reach_a_cpu_group_and_the_configuration_wins(tmp_path):
+    assert env_of(tmp_path, threads=3, backend="cpu")["OMP_NUM_THREADS"] == "3"
+    assert "OMP_NUM_THREADS" not in env_of(tmp_path, backend="cpu")
+    own = env_of(tmp_path, threads=3, backend="cpu", env={"OMP_NUM_THREADS": "2", "PYTHONPATH": "/mine"})
+    assert own["OMP_NUM_THREADS"] == "2"
+    assert own["PYTHONPATH"] == str(tmp_path)  # a daemon that imports another lucevisor would be refused anyway
+
+
+def test_arguments_come_back_from_the_daemons_own_parser(tmp_path):
+    from daemons.options import Options, parse
+
+    group = GroupConfig(name="left side", backend="cpu", cores=(0, 1))
+    started = launch(group, 2, tmp_path, {}, "/usr/bin/python3", Handles(7, 9, 4711))
+    assert started.argv[:6] == ("/usr/bin/python3", "-u", "-X", "faulthandler", "-m", "daemons")
+    assert parse(started.argv[6:]) == Options("left side", "cpu", 7, 9, 4711, 2, (0, 1))
+
+
+def test_staging_shows_wire_and_daemons_and_nothing_else(tmp_path):
+    staging = stage_packages(tmp_path).directory
+    assert stat.S_IMODE(staging.stat().st_mode) == 0o700
+    probe = (
+        "import lucevisor.wire.messages, daemons.options\n"
+        "import importlib.util as u\n"
+        "for name in ('lucevisor.errors', 'lucevisor.config', 'lucevisor.supervision', 'structlog', 'aiohttp'):\n"
+        "    try:\n"
+        "        found = u.find_spec(name)\n"
+        "    except ModuleNotFoundError:\n"
+        "        found = None\n"
+        "    assert found is None, name\n"
+    )
+    # -S: without site-packages; msgspec, which a daemon's environment holds, is given by itself
+    import msgspec
+
+    only = staging.parent / "only"
+    only.mkdir()
+    (only / "msgspec").symlink_to(os.path.dirname(msgspec.__file__))
+    env = {"PYTHONPATH": f"{staging}:{only}", "PATH": os.environ["PATH"]}
+    subprocess.run([sys.executable, "-S", "-c", probe], env=env, cwd=staging, check=True)
+
+
+def test_staging_replaces_leftovers_and_refuses_a_link_as_run_directory(tmp_path):
+    first = stage_packages(tmp_path)
+    (first.directory / "stale.py").write_text("")
+    again = stage_packages(tmp_path)
+    assert again == first
+    assert not (again.directory / "stale.py").exists()
+    link = tmp_path / "link"
+    link.symlink_to(tmp_path)
+    with pytest.raises(LucevisorError, match="is not a directory of user"):
+        stage_packages(link)
+
+
+@given(
+    lines=st.lists(st.text(st.characters(exclude_characters="\r\n", exclude_categories=["Cs"]))), cut=st.integers(1, 50)
+)
+def test_lines_come_out_whole_however_the_bytes_are_cut(lines, cut):
+    data = "".join(line + "\n" for line in lines).encode()
+    of, got = Lines(), []
+    for start in range(0, len(data), cut):
+        got += of.feed(data[start : start + cut], 0.0)
+    assert got == [line for line in lines if line]
+    assert of.end(0.0) == []
+
+
+def test_output_is_bounded_in_length_count_and_rate():
+    of = Lines()
+    assert of.feed(b"a" * (LONGEST_LINE + 5000) + b"\nshort\r\nlast", 0.0) == ["a" * LONGEST_LINE + " […]", "short"]
+    assert of.end(0.0) == ["last"]
+    passed = of.feed(b"line\n" * 2000, 1.5)
+    assert len(passed) == LINES_PER_SECOND
+    assert len(of.kept) == N_KEPT
+    assert of.feed(b"later\n", 3.0) == [
+        f"[{2000 - LINES_PER_SECOND} lines dropped from the log: more than 500 a second]",
+        "later",
+    ]
+    assert of.last == "later"
+    assert output.N_KEPT < 1000

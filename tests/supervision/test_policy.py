@@ -1,0 +1,66 @@
+"""Backoff and restart intensity."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lucevisor.supervision.policy import Limits, RestartPolicy
+
+
+def test_backoff_doubles_to_its_most_and_a_stable_period_resets_it():
+    policy = RestartPolicy(Limits(n_restarts=1000, window_s=1.0, stable_s=60.0), lambda: 1.0)
+    delays = []
+    now = 0.0
+    for _ in range(12):
+        policy.became_ready(now)
+        delays.append(policy.delay_s(now))
+        now += 100.0
+        policy.restarted(now)
+    assert delays == [0.25, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 30.0, 30.0, 30.0, 30.0, 30.0]
+    policy.became_ready(now)
+    assert policy.delay_s(now + 59.9) == 30.0
+    policy.became_ready(now + 100.0)
+    assert policy.delay_s(now + 160.0) == 0.25
+
+
+@given(chance=st.floats(0.0, 1.0, exclude_max=True), n=st.integers(1, 9))
+def test_jitter_stays_between_half_and_the_whole_step(chance, n):
+    limits = Limits(n_restarts=100)
+    policy = RestartPolicy(limits, lambda: chance)
+    delay_s = 0.0
+    for _ in range(n):
+        delay_s = policy.delay_s(0.0) or 0.0
+    step_s = min(limits.backoff_first_s * 2 ** (n - 1), limits.backoff_most_s)
+    assert 0.5 * step_s <= delay_s <= step_s
+
+
+def test_no_restarts_allowed_means_failed_at_once():
+    assert RestartPolicy(Limits(n_restarts=0), lambda: 0.5).delay_s(0.0) is None
+
+
+@given(gaps=st.lists(st.floats(0.0, 40.0), max_size=60), seed=st.integers(0, 1000), n=st.integers(1, 6))
+def test_no_window_holds_more_restarts_than_allowed(gaps, seed, n):
+    limits = Limits(n_restarts=n, window_s=30.0)
+    policy = RestartPolicy(limits, random.Random(seed).random)
+    now, restarts = 0.0, []
+    for gap in gaps:
+        now += gap
+        policy.became_ready(now)
+        delay_s = policy.delay_s(now)
+        if delay_s is None:
+            policy.forgive()
+            restarts = []
+            continue
+        now += delay_s
+        policy.restarted(now)
+        restarts.append(now)
+        assert sum(now - limits.window_s < at <= now for at in restarts) <= n
+
+
+@pytest.mark.parametrize(("phase", "limit_s"), [("idle", 10.0), ("step", 30.0), ("start", 120.0)])
+def test_silence_limits(phase, limit_s):
+    assert Limits().silence_s(phase) == limit_s

@@ -1,0 +1,121 @@
+"""The daemon's second thread: it never holds up the first, whatever the supervisor does."""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+
+import pytest
+
+from daemons.pulse import N_WAITING, Reporter
+from lucevisor.wire.blocking import BlockingLink
+from lucevisor.wire.messages import Heartbeat, LogLine, Progress
+from lucevisor.wire.states import Channel, Role
+
+
+@pytest.fixture
+def ends():
+    """A reporter that is not started, the supervisor's end, and an event that tells that the pulse was lost."""
+    near, far = socket.socketpair()
+    lost = threading.Event()
+    supervisor = BlockingLink(far, role=Role.SUPERVISOR, channel=Channel.PULSE)
+    pulse = BlockingLink(near, channel=Channel.PULSE)
+    reporter = Reporter(pulse, lost.set)
+    yield reporter, supervisor, lost
+    supervisor.close()
+    reporter.close()
+    pulse.close()
+
+
+def receive(supervisor, kind, n):
+    """The next `n` messages of a kind; others are skipped."""
+    found = []
+    while len(found) < n:
+        frame = supervisor.receive()
+        assert frame is not None
+        if isinstance(frame.message, kind):
+            found.append(frame.message)
+    return found
+
+
+def test_the_first_heartbeat_comes_at_once_and_the_next_ones_count(ends):
+    reporter, supervisor, _ = ends
+    reporter.memory([10, 20])
+    began = time.monotonic()
+    reporter.start()
+    first, second = receive(supervisor, Heartbeat, 2)
+    assert 0.4 < time.monotonic() - began < 2.0
+    assert (first.count, first.phase, first.free_bytes) == (0, "start", [10, 20])
+    assert second.count == 1
+    assert second.busy_s > first.busy_s
+    assert second.rss_bytes > 2**20
+
+
+def test_a_change_of_phase_is_told_at_once_but_steps_are_not(ends):
+    reporter, supervisor, _ = ends
+    reporter.start()
+    receive(supervisor, Heartbeat, 1)
+    began = time.monotonic()
+    reporter.phase("load")
+    assert receive(supervisor, Heartbeat, 1)[0].phase == "load"
+    reporter.phase("idle")
+    assert receive(supervisor, Heartbeat, 1)[0].phase == "idle"
+    assert time.monotonic() - began < 0.3
+    for step in range(1000):
+        reporter.phase("step", step)
+        reporter.step_done(3)
+        reporter.phase("idle")
+    beat = receive(supervisor, Heartbeat, 1)[0]
+    assert (beat.count, beat.n_steps, beat.n_tokens) == (3, 1000, 3000)
+
+
+def test_progress_and_logs_keep_their_order_and_progress_restarts_the_busy_time(ends):
+    reporter, supervisor, _ = ends
+    reporter.phase("load")
+    time.sleep(0.2)
+    reporter.log("warning", "converted", tensor="blk.0", n_bytes=5)
+    progress = Progress(stage=0, device=0, done_bytes=1, total_bytes=2, phase="read")
+    reporter.progress(progress)
+    reporter.start()
+    assert supervisor.receive().message == LogLine("warning", "converted", {"tensor": "blk.0", "n_bytes": 5})
+    assert supervisor.receive().message == progress
+    beat = supervisor.receive().message
+    assert beat.phase == "load"
+    assert beat.busy_s < 0.15
+
+
+def test_a_supervisor_that_does_not_read_costs_bounded_memory_and_no_time(ends):
+    reporter, supervisor, lost = ends
+    reporter.start()
+    time.sleep(0.05)
+    began = time.monotonic()
+    for i in range(20 * N_WAITING):
+        reporter.log("info", "x" * 200, i=i)
+    assert time.monotonic() - began < 2.0
+    assert len(reporter._waiting) <= N_WAITING
+    dropped = 0
+    while not dropped:
+        line = receive(supervisor, LogLine, 1)[0]
+        dropped = line.fields.get("n_dropped", 0)
+    assert dropped > N_WAITING
+    assert not lost.is_set()
+
+
+def test_a_closed_pulse_is_told_and_what_is_said_later_is_no_error(ends):
+    reporter, supervisor, lost = ends
+    reporter.start()
+    receive(supervisor, Heartbeat, 1)
+    supervisor.close()
+    assert lost.wait(2.0)
+    reporter.log("info", "nobody hears")
+    reporter.close()
+
+
+def test_close_sends_what_waits(ends):
+    reporter, supervisor, lost = ends
+    reporter.start()
+    reporter.log("error", "last words")
+    reporter.close()
+    assert receive(supervisor, LogLine, 1)[0].event == "last words"
+    assert not lost.is_set()
