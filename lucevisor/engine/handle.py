@@ -1,0 +1,59 @@
+"""A client's end of a running request: an async iterator of its events that can cancel it.
+
+Knows nothing of scheduling.  Invariant: the iteration ends right after the FinishedEvent, which always comes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from types import TracebackType
+
+from lucevisor.engine.request import Event, FinishedEvent
+
+
+class RequestHandle:
+    """Events of one request, for one reader.
+
+    ``with engine.submit(request) as handle: async for event in handle: ...`` cancels what still runs when the block is
+    left, so a reader that goes away frees the pages.
+    """
+
+    def __init__(self, request_id: str, cancel: Callable[[str], None]) -> None:
+        self.request_id = request_id
+        self.finished: FinishedEvent | None = None  # set as soon as the engine knows, before the reader gets there
+        self._cancel = cancel
+        self._events: asyncio.Queue[Event] = asyncio.Queue()
+        self._read_all = False
+
+    def push(self, event: Event) -> None:
+        """Add an event; for the engine."""
+        if isinstance(event, FinishedEvent):
+            self.finished = event
+        self._events.put_nowait(event)
+
+    def cancel(self) -> None:
+        """End the request; its pages are free when this returns, and a FinishedEvent is the next event that is new.
+
+        Does nothing when it is over already.
+        """
+        if self.finished is None:
+            self._cancel(self.request_id)
+
+    def __aiter__(self) -> RequestHandle:
+        return self
+
+    async def __anext__(self) -> Event:
+        if self._read_all:
+            raise StopAsyncIteration
+        event = await self._events.get()
+        self._read_all = isinstance(event, FinishedEvent)
+        return event
+
+    def __enter__(self) -> RequestHandle:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.cancel()

@@ -1,0 +1,86 @@
+"""The sizes the scheduler works within.  Pure; invariant: a limit that could block every request for ever is refused
+here.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from lucevisor.memory.pages import PagePools
+from lucevisor.memory.tables import most_window_pages
+from lucevisor.wire.messages import Pools
+from lucevisor.wire.values import PAGE_TOKENS, Space
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineLimits:
+    """Sizes of one chain.  ``pools`` is the record sent in Load; raises ValueError naming the field that cannot work.
+
+    ``max_step_tokens`` bounds a step and with it how long a decode may wait for the prefill chunks beside it; one chunk
+    and one token of every sequence always fit, so neither starves.  ``window_tokens``: positions that a sliding layer
+    sees, itself included; None without such layers.
+    """
+
+    n_stages: int
+    max_sequences: int
+    max_context: int
+    prefill_chunk: int
+    max_step_tokens: int
+    spaces: frozenset[Space]
+    pools: Pools
+    window_tokens: int | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("n_stages", "max_sequences", "prefill_chunk"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} is {getattr(self, name)}; it must be 1 or more")
+        if self.max_context < 2:
+            raise ValueError(f"max_context is {self.max_context}; a token of prompt and one more need 2")
+        least = self.prefill_chunk + self.max_sequences
+        if self.max_step_tokens < least:
+            raise ValueError(
+                f"max_step_tokens is {self.max_step_tokens}; prefill_chunk + max_sequences = {least} is the least"
+            )
+        self._check_pools()
+
+    def _check_pools(self) -> None:
+        if not self.spaces:
+            raise ValueError("spaces is empty; name the spaces of the model's layers")
+        if Space.FULL in self.spaces and self.pools.full_pages < 1:
+            raise ValueError(f"pools.full_pages is {self.pools.full_pages}; the model needs 1 or more")
+        if Space.RECURRENT in self.spaces and self.pools.states < self.max_sequences:
+            raise ValueError(
+                f"pools.states is {self.pools.states}; max_sequences = {self.max_sequences} need a live state each"
+            )
+        if (Space.WINDOW in self.spaces) != (self.window_tokens is not None):
+            raise ValueError(
+                f"window_tokens is {self.window_tokens}; it is given if and only if the model has sliding layers"
+            )
+        if self.window_tokens is not None:
+            if self.window_tokens < 1:
+                raise ValueError(f"window_tokens is {self.window_tokens}; it must be 1 or more")
+            least = most_window_pages(self.window_tokens, self.prefill_chunk, self.max_context)
+            if self.pools.window_pages < least:
+                raise ValueError(
+                    f"pools.window_pages is {self.pools.window_pages}; one sequence needs {least} for a window of "
+                    f"{self.window_tokens} tokens and chunks of {self.prefill_chunk}"
+                )
+
+    @property
+    def n_regions(self) -> int:
+        """Arena regions, and the most steps in flight: one a stage, and one that waits at the head."""
+        return self.n_stages + 1
+
+    @property
+    def page_tokens(self) -> int:
+        """Positions that the ``full`` pool holds; without such layers nothing but ``max_context`` bounds a sequence."""
+        return self.pools.full_pages * PAGE_TOKENS if Space.FULL in self.spaces else self.max_context
+
+    @property
+    def capacity_tokens(self) -> int:
+        """The longest sequence that can be computed when it is alone."""
+        return min(self.max_context, self.page_tokens)
+
+    def make_pools(self) -> PagePools:
+        """Return fresh allocators, all ids free."""
+        return PagePools(self.spaces, self.pools)

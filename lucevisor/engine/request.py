@@ -1,0 +1,175 @@
+"""What a client asked and what it is told: requests, their events, their states, and the refusals of submit.
+
+Types only: this file knows neither HTTP nor text nor the scheduler.  All that says which change of a request's state is
+legal is the table TRANSITIONS.  Invariant: the last event of every request is one FinishedEvent.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+from typing import Final, Literal
+
+from lucevisor.errors import LucevisorError
+from lucevisor.wire.values import Sampling
+
+Reason = Literal["stop", "length", "cancelled", "error"]
+ErrorCode = Literal["shard_lost", "shard_failed", "protocol_error", "shutting_down"]
+
+
+class RequestState(Enum):
+    """Where a request stands."""
+
+    QUEUED = "queued"  # holds nothing in the shards
+    PREFILL = "prefill"  # has pages; its prompt is not computed yet
+    DECODE = "decode"  # has its first token
+    FINISHED = "finished"
+    CANCELLED = "cancelled"
+    FAILED = "failed"
+
+
+_ENDS: Final = frozenset({RequestState.FINISHED, RequestState.CANCELLED, RequestState.FAILED})
+
+TRANSITIONS: Final[dict[RequestState, frozenset[RequestState]]] = {
+    # QUEUED -> FINISHED: preempted while its last token was under way in the chain
+    RequestState.QUEUED: frozenset({RequestState.PREFILL}) | _ENDS,
+    # -> QUEUED: preempted, its pages went to an older request
+    RequestState.PREFILL: frozenset({RequestState.DECODE, RequestState.QUEUED}) | _ENDS - {RequestState.FINISHED},
+    RequestState.DECODE: frozenset({RequestState.QUEUED}) | _ENDS,
+    RequestState.FINISHED: frozenset(),
+    RequestState.CANCELLED: frozenset(),
+    RequestState.FAILED: frozenset(),
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GenerationRequest:
+    """Continue ``prompt`` by at most ``max_tokens`` tokens, until one of ``stop_ids``.
+
+    ``request_id`` is unique among unfinished requests.  The engine lowers ``max_tokens`` to what context and pages
+    allow.  ``turn_boundaries``: positions of the prompt where a chat turn ends, ascending; prefix slots checkpoint
+    there.
+    """
+
+    request_id: str
+    prompt: tuple[int, ...]
+    max_tokens: int
+    sampling: Sampling
+    stop_ids: frozenset[int] = frozenset()
+    turn_boundaries: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """Tokens of a request: of the prompt, of it taken from a prefix slot, and generated (the stop id included)."""
+
+    prompt_tokens: int
+    cached_tokens: int
+    generated_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Timings:
+    """Seconds from submit to the first step, from there to the first token, from there to the end."""
+
+    queue_s: float
+    prefill_s: float
+    decode_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class RequestError:
+    """Why a request could not be finished.  ``message`` says what happened, where, and what to do."""
+
+    code: ErrorCode
+    message: str
+
+
+@dataclass(frozen=True, slots=True)
+class TokenEvent:
+    """A generated token; its log-probability and the best (id, log-probability) pairs when they were asked for."""
+
+    token: int
+    logprob: float | None = None
+    top: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class FinishedEvent:
+    """The end of a request.  ``error`` is set if and only if ``reason`` is "error".
+
+    A stop id ends a request without a TokenEvent, so nothing must be taken back from the text; it is named here and
+    counted in the usage, as other OpenAI-compatible servers count it.
+    """
+
+    reason: Reason
+    usage: Usage
+    timings: Timings
+    error: RequestError | None = None
+    stop_id: int | None = None
+
+
+Event = TokenEvent | FinishedEvent
+
+
+class SubmitError(LucevisorError):
+    """A request was refused before anything was done for it.  ``code`` is a stable word for programs."""
+
+    code = "refused"
+
+    def __init__(self, message: str) -> None:
+        self.message = message
+        super().__init__(message)
+
+
+class InvalidRequest(SubmitError):
+    """A value of the request cannot be served at all."""
+
+    code = "invalid_request"
+
+    def __init__(self, parameter: str, message: str) -> None:
+        self.parameter = parameter
+        super().__init__(f"{parameter}: {message}")
+
+
+class ContextOverflow(SubmitError):
+    """The prompt leaves no room for a token.  ``limit_tokens``: the longest sequence that fits."""
+
+    code = "context_length_exceeded"
+
+    def __init__(self, prompt_tokens: int, max_context: int, page_tokens: int) -> None:
+        self.prompt_tokens = prompt_tokens
+        self.max_context = max_context
+        self.limit_tokens = min(max_context, page_tokens)
+        if page_tokens < max_context:
+            cause = f"the page pool holds {page_tokens} tokens (max_context is {max_context})"
+            remedy = "or give the pool more memory (engine.pages)"
+        else:
+            cause = f"max_context is {max_context}"
+            remedy = "or raise engine.max_context"
+        super().__init__(
+            f"the prompt has {prompt_tokens} tokens and one more must fit, but {cause}; "
+            f"shorten the prompt to at most {self.limit_tokens - 1} tokens, {remedy}"
+        )
+
+
+class QueueFull(SubmitError):
+    """As many requests wait as may wait.  ``retry_after_s``: when one of them is likely to have left the queue."""
+
+    code = "queue_full"
+
+    def __init__(self, n_queued: int, retry_after_s: int) -> None:
+        self.retry_after_s = retry_after_s
+        super().__init__(
+            f"{n_queued} requests are waiting, the most that may (server.max_queue); try again in {retry_after_s} s"
+        )
+
+
+class NotReady(SubmitError):
+    """No new work is taken: the chain is away, or the engine drains or was closed."""
+
+    code = "not_ready"
+
+    def __init__(self, reason: str) -> None:
+        self.reason = reason
+        super().__init__(f"the model does not take requests now: {reason}")

@@ -1,0 +1,111 @@
+"""The scheduler's record of one request, and of the sequence it runs as while it holds pages.
+
+Knows tokens, positions and times; decides nothing.  Invariant: a record has a live sequence exactly in the states
+PREFILL and DECODE, and every change of state is in request.TRANSITIONS.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from lucevisor.engine.request import (
+    TRANSITIONS,
+    FinishedEvent,
+    GenerationRequest,
+    Reason,
+    RequestError,
+    RequestState,
+    Timings,
+    Usage,
+)
+from lucevisor.memory.tables import PageTable
+
+
+class InvalidTransition(Exception):
+    """A request's state was changed in a way the table does not know: a defect of the scheduler."""
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """What a step brings back besides tokens, for comparing placements; such slices have a step of their own.
+
+    ``rows``: the most tokens of one step, so that its payload stays within the limit of a frame.
+    """
+
+    hidden: bool
+    rows: int
+
+
+@dataclass(slots=True, eq=False)
+class LiveSequence:
+    """A sequence inside the shards: ids it owns, and how far planned slices carry its tokens."""
+
+    sequence: int
+    state: int  # live recurrent state; -1 when the model has none
+    table: PageTable
+    n_planned: int = 0  # tokens[:n_planned] are computed or on their way
+    last_step: int = 0  # the last step that carried a slice: who waited longest goes first
+
+
+@dataclass(slots=True, eq=False)
+class RequestRecord:
+    """One request from submit to its end.  ``arrival`` orders requests by age; ``tokens`` is the prompt, then the
+    output.
+    """
+
+    request: GenerationRequest
+    arrival: int
+    max_tokens: int  # lowered to what context and pages allow
+    submitted_at: float
+    wanted: Wanted | None = None
+    tokens: list[int] = field(default_factory=list)
+    state: RequestState = RequestState.QUEUED
+    live: LiveSequence | None = None
+    n_in_flight: int = 0  # steps in the chain that carry a slice of it
+    started_at: float | None = None
+    first_token_at: float | None = None
+
+    def __post_init__(self) -> None:
+        self.tokens = list(self.request.prompt)
+
+    @property
+    def ended(self) -> bool:
+        """Whether the request is over."""
+        return not TRANSITIONS[self.state]
+
+    @property
+    def n_generated(self) -> int:
+        """Tokens drawn so far, the stop id included."""
+        return len(self.tokens) - len(self.request.prompt)
+
+    def move(self, state: RequestState) -> None:
+        """Change the state.  Raises InvalidTransition when the table does not allow it."""
+        if state not in TRANSITIONS[self.state]:
+            raise InvalidTransition(
+                f"request {self.request.request_id}: {self.state.value} -> {state.value} is not in the table"
+            )
+        self.state = state
+
+    def next_stop(self, start: int, chunk: int) -> int:
+        """Return where a slice that begins at ``start`` ends.
+
+        Chunks end at absolute multiples of the chunk size, wherever they begin, so that a prompt computed from the
+        middle on is cut at the same places as one computed whole.
+        """
+        if self.wanted is not None:
+            chunk = min(chunk, self.wanted.rows)
+        return min(len(self.tokens), (start // chunk + 1) * chunk)
+
+    def finished_event(
+        self, reason: Reason, now: float, error: RequestError | None, stop_id: int | None
+    ) -> FinishedEvent:
+        """Return the last event, with usage and times up to ``now``."""
+        started = now if self.started_at is None else self.started_at
+        first = now if self.first_token_at is None else self.first_token_at
+        return FinishedEvent(
+            reason=reason,
+            usage=Usage(len(self.request.prompt), 0, self.n_generated),
+            timings=Timings(started - self.submitted_at, first - started, now - first),
+            error=error,
+            stop_id=stop_id,
+        )

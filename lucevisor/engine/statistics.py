@@ -1,0 +1,114 @@
+"""Counts of the engine: totals since start, and rates over the last seconds.
+
+Pure; ``now`` is an argument.  Invariant: a rate is events counted divided by seconds passed, nothing smoothed or
+guessed.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from dataclasses import dataclass, field
+
+from lucevisor.engine.chain import ChainResult
+from lucevisor.memory.pages import PageUse
+
+_BUCKETS = 100
+
+
+class RateWindow:
+    """Events a second over the last ``window_s`` seconds, in about a hundred buckets whatever the rate."""
+
+    def __init__(self, window_s: float, now: float) -> None:
+        if window_s <= 0:
+            raise ValueError(f"a window of {window_s} s cannot be measured; give more than 0")
+        self._window_s = window_s
+        self._bucket_s = window_s / _BUCKETS
+        self._started_at = now
+        self._buckets: deque[tuple[int, int]] = deque()  # (bucket number, events)
+
+    def add(self, n: int, now: float) -> None:
+        """Count ``n`` events at ``now``."""
+        bucket = int((now - self._started_at) / self._bucket_s)
+        if self._buckets and self._buckets[-1][0] == bucket:
+            n += self._buckets.pop()[1]
+        self._buckets.append((bucket, n))
+        self._forget(now)
+
+    def rate(self, now: float) -> float:
+        """Return events a second, over the window or the time since the start where that is shorter."""
+        self._forget(now)
+        seconds = min(self._window_s, now - self._started_at)
+        return sum(n for _, n in self._buckets) / max(seconds, self._bucket_s)
+
+    def _forget(self, now: float) -> None:
+        # A bucket half outside the window goes: the rate is at most a hundredth too low, never too high.
+        oldest = math.ceil((now - self._started_at - self._window_s) / self._bucket_s)
+        while self._buckets and self._buckets[0][0] < oldest:
+            self._buckets.popleft()
+
+
+@dataclass(slots=True)
+class StageTotals:
+    """What a stage did since start.  ``wait_s``: its compute thread had nothing to do."""
+
+    n_steps: int = 0
+    compute_s: float = 0.0
+    wait_s: float = 0.0
+
+
+@dataclass(slots=True)
+class BoundaryTotals:
+    """Hand-overs between stage i and i + 1 since start, seen from here: answer of i to step sent to i + 1."""
+
+    n_hops: int = 0
+    seconds: float = 0.0
+
+
+@dataclass(slots=True)
+class StepTotals:
+    """Steps since start."""
+
+    n_steps: int = 0
+    n_tokens: int = 0
+    seconds: float = 0.0  # head sent to tail answered, steps that overlap counted each
+    stages: list[StageTotals] = field(default_factory=list)
+    boundaries: list[BoundaryTotals] = field(default_factory=list)
+
+    def add(self, result: ChainResult) -> None:
+        """Count a step that went down the chain."""
+        while len(self.stages) < len(result.results):
+            self.stages.append(StageTotals())
+        while len(self.boundaries) < len(result.hops_s):
+            self.boundaries.append(BoundaryTotals())
+        self.n_steps += 1
+        self.n_tokens += result.step.n_tokens
+        self.seconds += result.seconds
+        for stage, answer in zip(self.stages, result.results, strict=False):
+            stage.n_steps += 1
+            stage.compute_s += answer.compute_s
+            stage.wait_s += answer.wait_s
+        for boundary, seconds in zip(self.boundaries, result.hops_s, strict=False):
+            boundary.n_hops += 1
+            boundary.seconds += seconds
+
+
+@dataclass(frozen=True, slots=True)
+class EngineStatistics:
+    """A snapshot for status, metrics and the dashboard.
+
+    ``tokens_per_s``: generated tokens that arrived in the last ``window_s`` seconds divided by those seconds (by the
+    engine's age while that is shorter), all requests together; 0 when nothing was generated in them.
+    """
+
+    ready: bool
+    reason: str  # why not ready; empty when ready
+    running: int
+    queued: int
+    in_flight: int
+    tokens_per_s: float
+    window_s: float
+    generated_tokens: int
+    preemptions: int
+    pages: dict[str, PageUse]  # by space
+    steps: StepTotals

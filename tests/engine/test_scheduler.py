@@ -1,0 +1,484 @@
+"""What the scheduler plans: chunks, micro-batches, pages, preemption, and the results it takes or refuses."""
+
+from __future__ import annotations
+
+import pytest
+
+from lucevisor.engine.limits import EngineLimits
+from lucevisor.engine.request import (
+    ContextOverflow,
+    FinishedEvent,
+    GenerationRequest,
+    InvalidRequest,
+    RequestError,
+    TokenEvent,
+    Usage,
+)
+from lucevisor.engine.scheduler import NO_STATE, Scheduler, StepPlan, WrongResult
+from lucevisor.engine.sequence import Wanted
+from lucevisor.memory.pages import PageUse
+from lucevisor.wire.messages import (
+    CloseSequence,
+    OpenSequence,
+    Pools,
+    Sampled,
+    SetPages,
+    Slice,
+    StepResult,
+    ZeroState,
+)
+from lucevisor.wire.values import Sampling, Space
+from tests.engine.toy_engine import ALL_SPACES, limits, request
+
+ERROR = RequestError("shard_lost", "group left was killed; send the request again")
+
+
+def plans(scheduler: Scheduler, now: float = 0.0) -> list[StepPlan]:
+    """All steps that can be sent now."""
+    found = []
+    while (plan := scheduler.next_plan(now)) is not None:
+        found.append(plan)
+    return found
+
+
+def shape(plan: StepPlan) -> list[tuple[str, int, int, bool]]:
+    """(request, start, tokens, sample) of each slice."""
+    return [
+        (name, s.start, len(s.tokens), s.sample) for name, s in zip(plan.request_ids, plan.step.slices, strict=True)
+    ]
+
+
+def answer(plan: StepPlan, token: int = 7) -> StepResult:
+    """The tail's result: the same token for each slice that asks for one."""
+    sampled = [Sampled(s.sequence, token) for s in plan.step.slices if s.sample]
+    return StepResult(plan.step.step_id, 0, sampled)
+
+
+def decoding(bounds: EngineLimits, names: str, n: int = 50) -> Scheduler:
+    """A scheduler whose requests, of three tokens each, all have their first token and no step in flight."""
+    scheduler = Scheduler(bounds)
+    for name in names:
+        scheduler.submit(request(name, n=n), 0.0)
+    while any(plan := plans(scheduler)) and plan[0].step.operations:
+        for one in plan:
+            scheduler.apply(answer(one), 0.0)
+        if scheduler.n_running == len(names) and not scheduler.n_queued:
+            break
+    assert scheduler.n_in_flight == 0
+    return scheduler
+
+
+# ---- filling a step
+
+
+def test_the_first_step_opens_the_sequence_and_gives_it_pages_and_state() -> None:
+    scheduler = Scheduler(limits())
+    sampling = Sampling(temperature=0.5, seed=3)
+    scheduler.submit(GenerationRequest(request_id="a", prompt=tuple(range(70)), max_tokens=2, sampling=sampling), 0.0)
+    [first, second] = plans(scheduler)
+    assert first.step.operations == [OpenSequence(0, 0, sampling), ZeroState(0), SetPages(0, Space.FULL, 0, [0])]
+    assert first.step.slices == [Slice(0, 0, list(range(64)), False)]
+    assert second.step.operations == [SetPages(0, Space.FULL, 1, [1])]
+    assert second.step.slices == [Slice(0, 64, list(range(64, 70)), True)]
+
+
+def test_chunks_of_a_prompt_follow_each_other_up_to_the_bound_in_flight() -> None:
+    scheduler = Scheduler(limits(n_stages=2, max_sequences=1, prefill_chunk=50, max_step_tokens=60))
+    scheduler.submit(request("a", range(170)), 0.0)
+    found = plans(scheduler)
+    assert [shape(p) for p in found] == [[("a", 0, 50, False)], [("a", 50, 50, False)], [("a", 100, 50, False)]]
+    assert [p.step.region for p in found] == [p.step.step_id % 3 for p in found]
+    assert len({p.step.region for p in found}) == 3
+    scheduler.apply(answer(found[0]), 0.0)
+    [last] = plans(scheduler)
+    assert shape(last) == [("a", 150, 20, True)]
+
+
+def test_decodes_ride_beside_prefill_chunks_and_come_first() -> None:
+    scheduler = decoding(limits(), "ab")
+    scheduler.submit(request("c", range(300)), 0.0)
+    found = plans(scheduler)
+    assert shape(found[0]) == [("a", 3, 1, True), ("b", 3, 1, True), ("c", 0, 64, False)]
+    assert shape(found[1]) == [("c", 64, 64, False)]
+    scheduler.apply(answer(found[0]), 0.0)
+    [third] = plans(scheduler)
+    assert shape(third) == [("a", 4, 1, True), ("b", 4, 1, True), ("c", 128, 64, False)]
+
+
+def test_a_step_takes_several_prompts_and_skips_a_chunk_that_does_not_fit() -> None:
+    scheduler = Scheduler(limits())
+    for name, n_prompt in (("a", 60), ("b", 64), ("c", 50), ("d", 4)):
+        scheduler.submit(request(name, range(n_prompt)), 0.0)
+    found = plans(scheduler)
+    assert [name for name, *_ in shape(found[0])] == ["a", "b", "d"]
+    assert found[0].step.n_tokens == 128
+    assert [name for name, *_ in shape(found[1])] == ["c"]
+
+
+@pytest.mark.parametrize("n_stages", [1, 2, 3, 4])
+def test_decodes_are_dealt_into_as_many_micro_batches_as_there_are_stages(n_stages: int) -> None:
+    names = "abcdefgh"
+    bounds = limits(n_stages=n_stages, max_sequences=8, pools=Pools(64, 0, 8))
+    scheduler = decoding(bounds, names)
+    found = plans(scheduler)
+    most = -(-8 // n_stages)
+    assert len(found) == n_stages
+    assert [len(p.step.slices) for p in found[:-1]] == [most] * (n_stages - 1)
+    assert sorted(name for p in found for name in p.request_ids) == list(names)
+    served = dict.fromkeys(names, 0)
+    for _ in range(6 * n_stages):  # going on, nobody falls behind
+        oldest = found.pop(0)
+        scheduler.apply(answer(oldest), 0.0)
+        for name in oldest.request_ids:
+            served[name] += 1
+        found += plans(scheduler)
+        assert scheduler.n_in_flight == n_stages
+    assert max(served.values()) - min(served.values()) <= 1
+
+
+def test_micro_batches_that_were_uneven_become_even() -> None:
+    scheduler = decoding(limits(n_stages=2, max_sequences=5, pools=Pools(64, 0, 5)), "a", n=100)
+    flight = plans(scheduler)
+    for name in "bcde":
+        scheduler.submit(request(name, n=100), 0.0)
+    sizes = []
+    for _ in range(12):
+        flight += plans(scheduler)
+        sizes.append([sum(s.sample for s in p.step.slices) for p in flight])
+        scheduler.apply(answer(flight.pop(0)), 0.0)
+    assert sorted(sizes[-1]) == [2, 3]
+
+
+def test_those_that_waited_longest_go_first() -> None:
+    scheduler = decoding(limits(n_stages=2, max_sequences=5, pools=Pools(64, 0, 5)), "ab")
+    flight = plans(scheduler)
+    for name in "cde":
+        scheduler.submit(request(name), 0.0)
+    flight += plans(scheduler)
+    assert [p.request_ids for p in flight] == [("a",), ("b",), ("c", "d", "e")]
+    for _ in range(3):  # a and b go on as one micro-batch each while c, d, e get their first token
+        scheduler.apply(answer(flight.pop(0)), 0.0)
+        flight += plans(scheduler)
+    assert [p.request_ids for p in flight] == [("a",), ("b",)]
+    scheduler.apply(answer(flight.pop(0)), 0.0)
+    assert [p.request_ids for p in plans(scheduler)] == [("c", "d", "e")]
+
+
+def test_rows_that_come_back_have_a_step_of_their_own() -> None:
+    scheduler = decoding(limits(), "a")
+    scheduler.submit(request("rows", range(100), n=1), 0.0, Wanted(hidden=True, rows=40))
+    scheduler.submit(request("b"), 0.0)
+    found = plans(scheduler)
+    assert shape(found[0]) == [("a", 3, 1, True), ("b", 0, 3, True)]
+    assert shape(found[1]) == [("rows", 0, 40, False)]
+    assert (found[0].step.want_logits, found[0].step.want_hidden) == (False, False)
+    assert (found[1].step.want_logits, found[1].step.want_hidden) == (True, True)
+
+
+# ---- admission and pages
+
+
+def test_requests_start_in_order_and_a_long_one_is_not_overtaken() -> None:
+    scheduler = Scheduler(limits(pools=Pools(4, 0, 4)))
+    for name, n_prompt in (("a", 100), ("b", 200), ("c", 3)):
+        scheduler.submit(request(name, range(n_prompt), n=1), 0.0)
+    found = plans(scheduler)
+    assert {name for p in found for name in p.request_ids} == {"a"}
+    assert (scheduler.n_running, scheduler.n_queued) == (1, 2)
+    for p in found:
+        scheduler.apply(answer(p), 0.0)
+    assert {name for p in plans(scheduler) for name in p.request_ids} == {"b"}
+
+
+def test_pages_promised_to_a_prompt_under_way_are_not_given_to_another() -> None:
+    scheduler = Scheduler(limits(pools=Pools(6, 0, 4)))
+    scheduler.submit(request("a", range(256)), 0.0)
+    [first, *_] = plans(scheduler)
+    assert shape(first) == [("a", 0, 64, False)]
+    scheduler.submit(request("b", range(128)), 0.0)  # 6 - 4 promised - 1 to grow by < 2
+    scheduler.apply(answer(first), 0.0)
+    assert [p.request_ids for p in plans(scheduler)] == [("a",)]
+
+
+def test_the_youngest_gives_its_pages_to_an_older_one_and_goes_on_later() -> None:
+    scheduler = Scheduler(limits(max_sequences=3, pools=Pools(4, 0, 3)))
+    for name in "ab":
+        scheduler.submit(request(name, range(62), n=90), 0.0)
+    told: dict[str, int] = {"a": 0, "b": 0}
+    order: list[str] = []
+    preempted_at = None
+    while not scheduler.idle:
+        found = plans(scheduler)
+        for p in found:
+            for name, event in scheduler.apply(answer(p), 0.0):
+                if isinstance(event, TokenEvent):
+                    told[name] += 1
+                else:
+                    order.append(name)
+        if scheduler.n_preemptions and preempted_at is None:
+            preempted_at = dict(told)
+            assert scheduler.pages()[Space.FULL] == PageUse(3, 4)
+            assert (scheduler.n_running, scheduler.n_queued) == (1, 1)
+    assert preempted_at == {"a": 68, "b": 67}  # two pages each hold 62 + 66 tokens; the 67th needs a third page
+    assert order == ["a", "b"]
+    assert told == {"a": 90, "b": 90}
+    assert scheduler.n_preemptions == 1
+
+
+def test_a_preempted_request_carries_all_its_tokens_again() -> None:
+    scheduler = Scheduler(limits(max_sequences=2, pools=Pools(4, 0, 2)))
+    for name in "ab":
+        scheduler.submit(request(name, range(62), n=90), 0.0)
+    carried: dict[str, list[int]] = {"a": [], "b": []}
+    token = 0
+    while not scheduler.idle:
+        for p in plans(scheduler):
+            opened = {o.sequence for o in p.step.operations if isinstance(o, OpenSequence)}
+            for name, s in zip(p.request_ids, p.step.slices, strict=True):
+                if s.sequence in opened:
+                    assert s.start == 0
+                    carried[name] = []
+                assert s.start == len(carried[name])
+                carried[name] += s.tokens
+            token += 1
+            scheduler.apply(answer(p, token), 0.0)
+    assert scheduler.n_preemptions == 1
+    assert len(carried["b"]) == 62 + 89  # the last token is never computed
+    assert carried["b"][62:] == sorted(set(carried["b"][62:]))
+
+
+def preempted(stop_ids: frozenset[int] = frozenset(), waiting: str = "") -> tuple[Scheduler, list[StepPlan]]:
+    """a has just taken a page of b while a token of b was under way: steps of b and of a are in flight."""
+    scheduler = Scheduler(limits(n_stages=2, max_sequences=2, pools=Pools(4, 0, 2)))
+    for name, n_prompt in (("a", 61), ("b", 30)):
+        scheduler.submit(request(name, range(n_prompt), n=90, stop_ids=stop_ids), 0.0)
+    flight = plans(scheduler)
+    for name in waiting:
+        scheduler.submit(request(name), 0.0)
+    while not scheduler.n_preemptions:
+        scheduler.apply(answer(flight.pop(0)), 0.0)
+        flight += plans(scheduler)
+    assert [p.request_ids for p in flight] == [("b",), ("a",)]
+    assert (scheduler.n_running, scheduler.n_queued) == (1, 1 + len(waiting))
+    return scheduler, flight
+
+
+def test_a_token_under_way_at_preemption_is_kept() -> None:
+    scheduler, flight = preempted()
+    assert scheduler.apply(answer(flight.pop(0), 13), 0.0) == [("b", TokenEvent(13))]
+    scheduler.cancel("a", 0.0)
+    [first, second] = plans(scheduler)
+    assert [s.sample for p in (first, second) for s in p.step.slices] == [False, True]
+    again = first.step.slices[0].tokens + second.step.slices[0].tokens
+    assert again == [*range(30), *[7] * (len(again) - 31), 13]
+
+
+def test_a_preempted_request_waits_for_its_token_under_way() -> None:
+    scheduler, flight = preempted()
+    scheduler.cancel("a", 0.0)  # all pages are free, but the token of b would be drawn twice
+    assert plans(scheduler) == []
+    scheduler.apply(answer(flight.pop(0)), 0.0)
+    assert [p.request_ids for p in plans(scheduler)] == [("b",), ("b",)]
+
+
+def test_a_preempted_request_goes_on_after_the_shards_were_lost() -> None:
+    scheduler, _ = preempted()
+    assert [name for name, _ in scheduler.fail_all(ERROR, 0.0)] == ["a"]
+    assert [p.request_ids for p in plans(scheduler)] == [("b",), ("b",)]
+
+
+def test_a_preempted_request_goes_before_those_that_wait() -> None:
+    scheduler, flight = preempted(waiting="c")
+    scheduler.cancel("a", 0.0)
+    assert plans(scheduler) == []  # b waits for its token under way, and c behind it
+    scheduler.apply(answer(flight.pop(0)), 0.0)
+    assert plans(scheduler)[0].request_ids == ("b", "c")
+
+
+def test_a_stop_id_under_way_at_preemption_ends_the_request() -> None:
+    scheduler, flight = preempted(frozenset({13}))
+    [(name, finished)] = scheduler.apply(answer(flight.pop(0), 13), 0.0)
+    assert name == "b"
+    assert isinstance(finished, FinishedEvent)
+    assert finished.reason == "stop"
+    assert (scheduler.n_running, scheduler.n_queued) == (1, 0)
+
+
+def test_window_pages_of_the_past_are_given_back_while_decoding() -> None:
+    bounds = limits(spaces=ALL_SPACES, window_tokens=64, pools=Pools(16, 3, 4))
+    scheduler = Scheduler(bounds)
+    scheduler.submit(request("a", range(100), n=400), 0.0)
+    most = 0
+    while not scheduler.idle:
+        for p in plans(scheduler):
+            most = max(most, scheduler.pages()[Space.WINDOW].used)
+            scheduler.apply(answer(p), 0.0)
+    assert most == 2
+    assert {use.used for use in scheduler.pages().values()} == {0}
+
+
+def test_a_model_without_recurrent_layers_has_no_state() -> None:
+    scheduler = Scheduler(limits(spaces=frozenset({Space.FULL}), pools=Pools(16, 0, 0)))
+    scheduler.submit(request("a"), 0.0)
+    [plan] = plans(scheduler)
+    assert plan.step.operations == [
+        OpenSequence(0, NO_STATE, request("a").sampling),
+        SetPages(0, Space.FULL, 0, [0]),
+    ]
+
+
+# ---- refusals and ends
+
+
+def test_what_can_never_be_served_is_refused_at_once() -> None:
+    scheduler = Scheduler(limits(pools=Pools(3, 0, 4)))
+    scheduler.submit(request("a"), 0.0)
+    with pytest.raises(InvalidRequest, match="request_id: 'a' is in use"):
+        scheduler.submit(request("a"), 0.0)
+    with pytest.raises(InvalidRequest, match="prompt: is empty"):
+        scheduler.submit(request("b", ()), 0.0)
+    with pytest.raises(InvalidRequest, match="max_tokens: is 0"):
+        scheduler.submit(request("b", n=0), 0.0)
+    with pytest.raises(ContextOverflow) as caught:
+        scheduler.submit(request("b", range(192)), 0.0)
+    assert (caught.value.prompt_tokens, caught.value.limit_tokens) == (192, 192)
+    assert scheduler.n_queued == 1
+
+
+def test_the_longest_prompt_that_fits_gets_one_token() -> None:
+    scheduler = Scheduler(limits(pools=Pools(3, 0, 4)))
+    scheduler.submit(request("a", range(191), n=1000), 0.0)
+    events = []
+    while not scheduler.idle:
+        for p in plans(scheduler):
+            events += scheduler.apply(answer(p), 0.0)
+    assert [type(e) for _, e in events] == [TokenEvent, FinishedEvent]
+    assert isinstance(events[1][1], FinishedEvent)
+    assert events[1][1].reason == "length"
+
+
+def test_a_stop_id_ends_a_request_is_counted_and_is_no_token_event() -> None:
+    scheduler = Scheduler(limits())
+    scheduler.submit(request("a", stop_ids=frozenset({9})), 1.0)
+    [plan] = plans(scheduler, 3.0)
+    assert scheduler.apply(answer(plan, 8), 4.0) == [("a", TokenEvent(8))]
+    [plan] = plans(scheduler, 4.0)
+    [(name, finished)] = scheduler.apply(answer(plan, 9), 10.0)
+    assert name == "a"
+    assert isinstance(finished, FinishedEvent)
+    assert (finished.reason, finished.stop_id, finished.usage) == ("stop", 9, Usage(3, 0, 2))
+    timings = finished.timings
+    assert (timings.queue_s, timings.prefill_s, timings.decode_s) == (2.0, 1.0, 6.0)
+    assert scheduler.idle
+
+
+def test_log_probabilities_are_passed_on() -> None:
+    scheduler = Scheduler(limits())
+    scheduler.submit(request("a"), 0.0)
+    [plan] = plans(scheduler)
+    sampled = Sampled(0, 5, -0.5, [(5, -0.5), (6, -1.5)])
+    [(_, event)] = scheduler.apply(StepResult(plan.step.step_id, 0, [sampled]), 0.0)
+    assert event == TokenEvent(5, -0.5, ((5, -0.5), (6, -1.5)))
+
+
+def test_a_result_may_bring_several_tokens_and_those_behind_the_end_are_dropped() -> None:
+    scheduler = Scheduler(limits())
+    scheduler.submit(request("a", n=3), 0.0)
+    [plan] = plans(scheduler)
+    assert scheduler.apply(StepResult(plan.step.step_id, 0, [Sampled(0, 5), Sampled(0, 6)]), 0.0) == [
+        ("a", TokenEvent(5)),
+        ("a", TokenEvent(6)),
+    ]
+    [plan] = plans(scheduler)
+    assert plan.step.slices == [Slice(0, 3, [5, 6], True)]
+    events = scheduler.apply(StepResult(plan.step.step_id, 0, [Sampled(0, 7), Sampled(0, 8)]), 0.0)
+    assert events[0] == ("a", TokenEvent(7))
+    assert len(events) == 2
+    assert isinstance(events[1][1], FinishedEvent)
+
+
+def test_cancel_frees_everything_at_once_and_late_tokens_are_dropped() -> None:
+    scheduler = Scheduler(limits(max_sequences=1, pools=Pools(16, 0, 1)))
+    scheduler.submit(request("a", range(60)), 0.0)
+    scheduler.submit(request("b"), 0.0)
+    [plan] = plans(scheduler)
+    [(name, finished)] = scheduler.cancel("a", 1.0)
+    assert name == "a"
+    assert isinstance(finished, FinishedEvent)
+    assert finished.reason == "cancelled"
+    assert {use.used for use in scheduler.pages().values()} == {0}
+    [following] = plans(scheduler)  # the id is used again, after its CloseSequence
+    assert following.step.operations[:2] == [CloseSequence(0), OpenSequence(0, 0, request("b").sampling)]
+    assert scheduler.apply(answer(plan, 3), 1.0) == []
+    assert scheduler.apply(answer(following, 4), 1.0) == [("b", TokenEvent(4))]
+    assert scheduler.cancel("a", 2.0) == []
+
+
+def test_a_queued_request_is_cancelled_without_a_step() -> None:
+    scheduler = Scheduler(limits(max_sequences=1, pools=Pools(16, 0, 1)))
+    for name in "ab":
+        scheduler.submit(request(name), 0.0)
+    [plan] = plans(scheduler)
+    [(_, finished)] = scheduler.cancel("b", 5.0)
+    assert isinstance(finished, FinishedEvent)
+    assert finished.timings.queue_s == 5.0
+    assert scheduler.n_queued == 0
+    scheduler.cancel("a", 5.0)
+    assert not scheduler.idle  # its step is still under way
+    scheduler.apply(answer(plan), 5.0)
+    assert scheduler.idle
+
+
+def test_lost_shards_end_running_requests_and_keep_queued_ones() -> None:
+    scheduler = Scheduler(limits(max_sequences=2, pools=Pools(16, 0, 2)))
+    for name in "abc":
+        scheduler.submit(request(name), 0.0)
+    plans(scheduler)
+    events = scheduler.fail_all(ERROR, 1.0)
+    assert [name for name, _ in events] == ["a", "b"]
+    for _, finished in events:
+        assert isinstance(finished, FinishedEvent)
+        assert (finished.reason, finished.error) == ("error", ERROR)
+    assert (scheduler.n_running, scheduler.n_queued, scheduler.n_in_flight) == (0, 1, 0)
+    [plan] = plans(scheduler)
+    assert plan.step.operations == [  # nothing of the lost sequences is closed in shards that start empty
+        OpenSequence(0, 0, request("c").sampling),
+        ZeroState(0),
+        SetPages(0, Space.FULL, 0, [0]),
+    ]
+    scheduler.apply(answer(plan), 1.0)
+    assert [name for name, _ in scheduler.fail_queued(ERROR, 1.0)] == []
+    scheduler.submit(request("d"), 1.0)
+    assert [name for name, _ in scheduler.fail_queued(ERROR, 1.0)] == ["d"]
+
+
+@pytest.mark.parametrize(
+    ("result", "words"),
+    [
+        (StepResult(77, 0, [Sampled(0, 1)]), "result of step 77 came; the oldest step in flight is 1"),
+        (StepResult(1, 0, []), r"asked for tokens of sequences \[0\], the result has \[\]"),
+        (StepResult(1, 0, [Sampled(3, 1)]), r"the result has \[3\]"),
+        (StepResult(1, 0, [Sampled(0, 1), Sampled(1, 1)]), r"the result has \[0, 1\]"),
+    ],
+)
+def test_a_result_that_does_not_fit_its_step_is_refused_and_changes_nothing(result: StepResult, words: str) -> None:
+    scheduler = Scheduler(limits())
+    scheduler.submit(request("a"), 0.0)
+    [plan] = plans(scheduler)
+    with pytest.raises(WrongResult, match=words):
+        scheduler.apply(result, 0.0)
+    assert scheduler.apply(answer(plan, 2), 0.0) == [("a", TokenEvent(2))]
+
+
+def test_a_result_without_a_step_is_refused() -> None:
+    with pytest.raises(WrongResult, match="in flight is none"):
+        Scheduler(limits()).apply(StepResult(1, 0), 0.0)
+
+
+def test_nothing_is_admitted_while_admission_is_off() -> None:
+    scheduler = decoding(limits(), "a")
+    scheduler.submit(request("b"), 0.0)
+    scheduler.admitting = False
+    assert [p.request_ids for p in plans(scheduler)] == [("a",)]
+    scheduler.admitting = True
+    assert [p.request_ids for p in plans(scheduler)] == [("b",)]

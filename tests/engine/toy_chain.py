@@ -1,0 +1,306 @@
+"""The daemons' side of a chain in memory: test equipment for the pure core of the engine.
+
+It executes real encoded steps on a toy model of which every stage keeps pages, windows and recurrent states by id, as
+real shards do, and never looks anything up by request.  A wrong page table, a page given away too early, a missing
+ZeroState, a reused region or a token counted twice changes the tokens that come out.  ``alone`` is the same model
+without pages, batches or steps: the oracle.  A rule between supervisor and daemons that is broken raises Violation.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from lucevisor.wire.codec import payload_segments
+from lucevisor.wire.connection import Connection
+from lucevisor.wire.messages import (
+    CloseSequence,
+    OpenSequence,
+    Pools,
+    Sampled,
+    SetPages,
+    Slice,
+    Step,
+    StepResult,
+    ZeroState,
+)
+from lucevisor.wire.states import LinkState, Role
+from lucevisor.wire.values import PAGE_TOKENS, Sampling, Space
+
+VOCABULARY = 97
+_MASK = (1 << 61) - 1
+_POISON = 0xDEAD  # what a state or page holds before anybody has set it
+
+
+class Violation(AssertionError):
+    """The supervisor broke a rule that daemons rely on."""
+
+
+def mix(*numbers: int) -> int:
+    """A number that depends on all arguments and their order."""
+    value = 0x9E3779B9
+    for number in numbers:
+        value = ((value ^ number) * 0x100000001B3 + 0x9E3779B97F4A7C15) & _MASK
+        value ^= value >> 29
+    return value
+
+
+def draw(row: int, sampling: Sampling, position: int, counts: int) -> int:
+    """The token after a row: a function of (seed, position, row) and of what was counted for the penalties."""
+    return mix(row, sampling.seed, position, counts) % VOCABULARY
+
+
+@dataclass(frozen=True)
+class ToyModel:
+    """``window``: positions that a window layer sees, itself included; None without such layers."""
+
+    n_stages: int
+    spaces: frozenset[Space]
+    window: int | None
+
+    def alone(self, prompt: Sequence[int], sampling: Sampling, n_tokens: int, stop_ids: frozenset[int]) -> list[int]:
+        """What the model generates for one request, the stop id included, computed without pages or batches."""
+        tokens = list(prompt)
+        kept: list[list[int]] = [[] for _ in range(self.n_stages)]
+        states = [0] * self.n_stages
+        row = 0
+        for i in range(len(prompt) + n_tokens):
+            if i == len(tokens):
+                counts = sum(mix(t) for t in tokens) & _MASK
+                tokens.append(draw(row, sampling, i, counts))
+                if tokens[i] in stop_ids or len(tokens) == len(prompt) + n_tokens:
+                    break
+            row = mix(tokens[i], i)
+            for stage in range(self.n_stages):
+                kept[stage].append(mix(row, i, stage))
+                states[stage] = mix(states[stage], row)
+                parts = [row]
+                if Space.FULL in self.spaces:
+                    parts.append(sum(kept[stage]))
+                if self.window is not None:
+                    parts.append(sum(kept[stage][-self.window :]))
+                if Space.RECURRENT in self.spaces:
+                    parts.append(states[stage])
+                row = mix(*parts)
+        return tokens[len(prompt) :]
+
+
+@dataclass
+class _Open:
+    incarnation: int
+    state: int
+    sampling: Sampling
+    counts: int
+    n_tokens: int = 0
+    tables: dict[Space, list[int]] = field(default_factory=dict)
+
+
+class ToyStage:
+    """One stage: its pools, its sequences, its boundary regions (``regions`` is shared with its neighbours)."""
+
+    def __init__(
+        self, model: ToyModel, stage: int, pools: Pools, regions: dict[tuple[int, int], tuple[int, list[int]]]
+    ):
+        self.model, self.stage, self.regions = model, stage, regions
+        sizes = {Space.FULL: pools.full_pages, Space.WINDOW: pools.window_pages}
+        self.pages = {space: [[_POISON] * PAGE_TOKENS for _ in range(n)] for space, n in sizes.items()}
+        self.owner: dict[tuple[Space, int], int] = {}  # page -> incarnation it was last given to
+        self.states = [_POISON] * pools.states
+        self.sequences: dict[int, _Open] = {}
+        self.n_opened = 0
+
+    def run(self, step: Step, max_sequences: int) -> tuple[StepResult, list[np.ndarray]]:
+        """Execute a step; the payload arrays come along."""
+        for operation in step.operations:
+            self._operate(operation)
+            if len(self.sequences) > max_sequences:
+                raise Violation(f"{len(self.sequences)} sequences are open, {max_sequences} were announced")
+        named = [s.sequence for s in step.slices]
+        if len(named) != len(set(named)):
+            raise Violation(f"step {step.step_id} carries two slices of a sequence: {named}")
+        rows_in = (
+            self._read_region(step)
+            if self.stage
+            else [mix(t, s.start + i) for s in step.slices for i, t in enumerate(s.tokens)]
+        )
+        rows_out: list[int] = []
+        sampled = []
+        for piece in step.slices:
+            rows = self._slice(piece, rows_in[len(rows_out) : len(rows_out) + len(piece.tokens)])
+            rows_out += rows
+            if self.stage == self.model.n_stages - 1:
+                sequence = self.sequences[piece.sequence]
+                sequence.counts = (sequence.counts + sum(mix(t) for t in piece.tokens)) & _MASK
+                if piece.sample:
+                    token = draw(rows[-1], sequence.sampling, sequence.n_tokens, sequence.counts)
+                    sampled.append(Sampled(piece.sequence, token))
+        self.regions[self.stage, step.region] = (step.step_id, rows_out)
+        arrays, segments = self._payload(step, rows_in, rows_out)
+        return StepResult(step.step_id, self.stage, sampled, compute_s=0.25, wait_s=0.5, segments=segments), arrays
+
+    def _read_region(self, step: Step) -> list[int]:
+        step_id, rows = self.regions[self.stage - 1, step.region]
+        if step_id != step.step_id:
+            raise Violation(
+                f"region {step.region} was overwritten by step {step_id} before step {step.step_id} was read"
+            )
+        return rows
+
+    def _operate(self, operation: object) -> None:
+        match operation:
+            case OpenSequence(sequence=sequence, state=state, sampling=sampling, history=history):
+                if sequence in self.sequences:
+                    raise Violation(f"sequence {sequence} is opened while it is open")
+                self.n_opened += 1
+                counts = sum(mix(t) for t in history) & _MASK
+                self.sequences[sequence] = _Open(self.n_opened, state, sampling, counts)
+            case CloseSequence(sequence=sequence):
+                if self.sequences.pop(sequence, None) is None:
+                    raise Violation(f"sequence {sequence} is closed but not open")
+            case SetPages(sequence=sequence, space=space, first=first, pages=pages):
+                if sequence not in self.sequences:
+                    raise Violation(f"pages are set for sequence {sequence}, which is not open")
+                table = self.sequences[sequence].tables.setdefault(space, [])
+                if first > len(table) or not pages:
+                    raise Violation(
+                        f"sequence {sequence}: entries {first} + {len(pages)} leave a gap behind {len(table)}"
+                    )
+                if not all(0 <= page < len(self.pages[space]) for page in pages):
+                    raise Violation(f"pages {pages} are outside the pool of space {space}")
+                table[first : first + len(pages)] = pages
+                for page in pages:
+                    self.owner[space, page] = self.sequences[sequence].incarnation
+            case ZeroState(state=state):
+                self.states[state] = 0
+            case other:
+                raise Violation(f"an operation nobody plans: {other}")
+
+    def _slice(self, piece: Slice, rows: list[int]) -> list[int]:
+        sequence = self.sequences.get(piece.sequence)
+        if sequence is None:
+            raise Violation(f"a slice of sequence {piece.sequence}, which is not open")
+        if piece.start != sequence.n_tokens or not piece.tokens:
+            raise Violation(
+                f"sequence {piece.sequence}: slice at {piece.start}, {sequence.n_tokens} tokens are computed"
+            )
+        out = []
+        for position, row in enumerate(rows, start=piece.start):
+            value = mix(row, position, self.stage)
+            parts = [row]
+            if Space.FULL in self.model.spaces:
+                self._page(sequence, Space.FULL, position)[position % PAGE_TOKENS] = value
+                parts.append(self._sum(sequence, Space.FULL, 0, position))
+            if self.model.window is not None:
+                self._page(sequence, Space.WINDOW, position)[position % PAGE_TOKENS] = value
+                parts.append(self._sum(sequence, Space.WINDOW, max(0, position - self.model.window + 1), position))
+            if Space.RECURRENT in self.model.spaces:
+                self.states[sequence.state] = mix(self.states[sequence.state], row)
+                parts.append(self.states[sequence.state])
+            out.append(mix(*parts))
+        sequence.n_tokens += len(rows)
+        return out
+
+    def _page(self, sequence: _Open, space: Space, position: int) -> list[int]:
+        table = sequence.tables.get(space, [])
+        entry = position // PAGE_TOKENS
+        if entry >= len(table):
+            raise Violation(f"position {position} has no page in space {space}")
+        if self.owner[space, table[entry]] != sequence.incarnation:
+            raise Violation(
+                f"position {position}: page {table[entry]} of space {space} belongs to another sequence by now"
+            )
+        return self.pages[space][table[entry]]
+
+    def _sum(self, sequence: _Open, space: Space, first: int, last: int) -> int:
+        total = 0
+        for start in range(first - first % PAGE_TOKENS, last + 1, PAGE_TOKENS):
+            page = self._page(sequence, space, start)
+            total += sum(page[max(0, first - start) : last + 1 - start])
+        return total
+
+    def _payload(
+        self, step: Step, rows_in: list[int], rows_out: list[int]
+    ) -> tuple[list[np.ndarray], list[tuple[str, list[int]]]]:
+        """Hidden ``[1 (+1 at the head), T, 2]``, logits ``[T, 3]``: numbers made of the row, so a swap shows."""
+        arrays: list[tuple[str, np.ndarray]] = []
+        if step.want_hidden:
+            layers = ([rows_in] if self.stage == 0 else []) + [rows_out]
+            arrays.append(("hidden", np.array([[toy_row(r, 2) for r in layer] for layer in layers], dtype=np.float32)))
+        if step.want_logits and self.stage == self.model.n_stages - 1:
+            arrays.append(("logits", np.array([toy_row(r, 3) for r in rows_out], dtype=np.float32)))
+        return [a for _, a in arrays], [(name, list(a.shape)) for name, a in arrays]
+
+
+def toy_row(row: int, width: int) -> list[float]:
+    """Small numbers that a row stands for in a payload."""
+    return [float(mix(row, i) % 1000) for i in range(width)]
+
+
+class ToyDaemon:
+    """Runs one or several stages, one step at a time in the order received.  It is a StageLink as well."""
+
+    def __init__(self, stages: dict[int, ToyStage], limits: ToyLimits):
+        self.stages, self.limits = stages, limits
+        self.inbox: deque[tuple[int, Step]] = deque()
+        self.dead = False
+        self._connection = Connection(Role.DAEMON)
+        self._connection.state = LinkState.READY
+
+    def send(self, message: bytes, /) -> None:
+        if self.dead:
+            raise BrokenPipeError("the daemon is dead")
+        self._connection.receive(message)
+        for frame in self._connection.events():
+            assert isinstance(frame.message, Step)
+            if frame.request_id != frame.message.step_id:
+                raise Violation("the request id of a step's frame is not its step id")
+            self.inbox.append((frame.flags, frame.message))
+
+    def run_one(self) -> tuple[StepResult, memoryview]:
+        """Execute the oldest step received."""
+        stage, step = self.inbox.popleft()
+        if step.n_tokens > self.limits.max_step_tokens:
+            raise Violation(
+                f"step {step.step_id} has {step.n_tokens} tokens, {self.limits.max_step_tokens} were announced"
+            )
+        if not 0 <= step.region <= self.limits.n_stages:
+            raise Violation(f"there is no region {step.region}")
+        result, arrays = self.stages[stage].run(step, self.limits.max_sequences)
+        payload = memoryview(bytearray(b"".join(a.tobytes() for a in arrays)))
+        payload_segments(result, payload)  # must fit together
+        return result, payload
+
+
+@dataclass(frozen=True)
+class ToyLimits:
+    """What daemons were told in Load."""
+
+    n_stages: int
+    max_sequences: int
+    max_step_tokens: int
+
+
+def toy_daemons(
+    model: ToyModel, pools: Pools, limits: ToyLimits, homes: Sequence[int] = ()
+) -> tuple[list[ToyDaemon], list[ToyDaemon]]:
+    """Return fresh daemons, and for each stage the one that runs it; ``homes[s]`` names the daemon of stage s."""
+    regions: dict[tuple[int, int], tuple[int, list[int]]] = {}
+    homes = homes or range(model.n_stages)
+    stages = {s: ToyStage(model, s, pools, regions) for s in range(model.n_stages)}
+    daemons = {home: ToyDaemon({s: stages[s] for s in stages if homes[s] == home}, limits) for home in homes}
+    return list(daemons.values()), [daemons[home] for home in homes]
+
+
+def run_all(
+    daemons: Sequence[ToyDaemon], receive: Callable[[StepResult, memoryview], None], n_most: int = 100_000
+) -> None:
+    """Let the daemons work until all are idle; the first that can goes first.  Violation when that takes too long."""
+    for _ in range(n_most):
+        busy = next((d for d in daemons if d.inbox), None)
+        if busy is None:
+            return
+        receive(*busy.run_one())
+    raise Violation(f"the chain is still busy after {n_most} steps of stages")

@@ -1,0 +1,118 @@
+"""An engine over toy daemons, driven by hand: nothing happens until a test lets a daemon work."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import replace
+
+from lucevisor.engine.chain import Chain, ChainFailure, ChainResult
+from lucevisor.engine.handle import RequestHandle
+from lucevisor.engine.limits import EngineLimits
+from lucevisor.engine.loop import Engine, EngineSettings
+from lucevisor.engine.request import Event, FinishedEvent, GenerationRequest, RequestError, TokenEvent
+from lucevisor.wire.messages import Pools
+from lucevisor.wire.values import Sampling, Space
+from tests.engine.toy_chain import ToyDaemon, ToyLimits, ToyModel, run_all, toy_daemons
+
+LOST = RequestError("shard_lost", "group left was killed; send the request again")
+HYBRID = frozenset({Space.FULL, Space.RECURRENT})
+ALL_SPACES = frozenset(Space)
+
+
+def limits(**changes: object) -> EngineLimits:
+    """Small limits of one stage, to be changed one by one."""
+    usual = EngineLimits(
+        n_stages=1,
+        max_sequences=4,
+        max_context=1024,
+        prefill_chunk=64,
+        max_step_tokens=128,
+        spaces=HYBRID,
+        pools=Pools(full_pages=16, window_pages=0, states=4),
+    )
+    return replace(usual, **changes)  # type: ignore[arg-type]
+
+
+def request(name: str, prompt: Sequence[int] = (1, 2, 3), n: int = 4, **more: object) -> GenerationRequest:
+    """A request with a seed of its own."""
+    sampling = Sampling(seed=sum(name.encode()))
+    return GenerationRequest(request_id=name, prompt=tuple(prompt), max_tokens=n, sampling=sampling, **more)  # type: ignore[arg-type]
+
+
+class ToyEngine:
+    """``now`` is the clock.  ``homes[s]`` names the daemon of stage s when stages share daemons."""
+
+    def __init__(self, limits: EngineLimits, *, max_queue: int = 1000, homes: Sequence[int] = ()):
+        self.limits, self.homes = limits, homes
+        self.model = ToyModel(limits.n_stages, limits.spaces, limits.window_tokens)
+        self.now = 0.0
+        self.failures: list[ChainFailure] = []
+        self.steps: list[ChainResult] = []
+        self.engine = Engine(
+            limits,
+            EngineSettings(
+                max_queue=max_queue,
+                clock=lambda: self.now,
+                on_step=self.steps.append,
+                on_chain_failed=self.failures.append,
+            ),
+        )
+        self.daemons: list[ToyDaemon] = []
+        self.links: list[ToyDaemon] = []
+        self.chain: Chain | None = None
+
+    def attach(self) -> None:
+        """Fresh daemons, and a chain over them."""
+        told = ToyLimits(self.limits.n_stages, self.limits.max_sequences, self.limits.max_step_tokens)
+        self.daemons, self.links = toy_daemons(self.model, self.limits.pools, told, self.homes)
+        self.chain = Chain(self.links, self.engine.on_result, self.engine.on_failed, clock=lambda: self.now)
+        self.engine.attach(self.chain)
+
+    def lose(self) -> None:
+        """A daemon dies: the engine is told, and its chain is gone."""
+        self.engine.detach(LOST)
+        self.daemons = []
+
+    def run(self) -> None:
+        """Let the daemons work until nothing is left to do."""
+        assert self.chain is not None
+        run_all(self.daemons, self.chain.receive)
+
+    def work(self, index: int) -> bool:
+        """Let one busy daemon execute one step; False when all are idle."""
+        busy = [d for d in self.daemons if d.inbox]
+        if not busy:
+            return False
+        assert self.chain is not None
+        assert self.chain.n_in_flight <= self.limits.n_stages + 1
+        self.chain.receive(*busy[index % len(busy)].run_one())
+        return True
+
+    async def play(self) -> None:
+        """Let the daemons work until nothing is left to do; other tasks run between their steps."""
+        for _ in range(100_000):
+            if not self.work(0):
+                return
+            await asyncio.sleep(0)
+        raise AssertionError("the chain is still busy after 100000 steps of stages")
+
+    def alone(self, request: GenerationRequest) -> list[int]:
+        """What the toy model generates for this request alone."""
+        room = self.limits.capacity_tokens - len(request.prompt)
+        return self.model.alone(request.prompt, request.sampling, min(request.max_tokens, room), request.stop_ids)
+
+
+async def events_of(handle: RequestHandle) -> list[Event]:
+    """All events of a request that is over."""
+    assert handle.finished is not None, f"{handle.request_id} is not over"
+    return [event async for event in handle]
+
+
+def told(events: Sequence[Event]) -> tuple[list[int], FinishedEvent]:
+    """The tokens as the model drew them (the stop id included), and how it ended."""
+    *tokens, finished = events
+    assert isinstance(finished, FinishedEvent)
+    ids = [event.token for event in tokens if isinstance(event, TokenEvent)]
+    assert len(ids) == len(tokens)
+    return ids + ([finished.stop_id] if finished.stop_id is not None else []), finished
