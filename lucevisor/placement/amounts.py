@@ -1,0 +1,14 @@
+"""Bytes as people read them."""
+
+from __future__ import annotations
+
+_UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
+
+
+def size(n_bytes: int) -> str:
+    """Return such as ``812 B``, ``1.50 GiB``, ``23.4 MiB`` or ``-3.00 MiB``: three digits or four, binary units."""
+    amount, unit = abs(float(n_bytes)), 0
+    while round(amount, 1 if unit else 0) >= 1024 and unit < len(_UNITS) - 1:
+        amount, unit = amount / 1024, unit + 1
+    digits = 0 if unit == 0 else 1 if round(amount, 2) >= 10 else 2
+    return f"{'-' if n_bytes < 0 else ''}{amount:.{digits}f} {_UNITS[unit]}"

@@ -1,0 +1,169 @@
+"""What a shard costs in bytes: weights, state, workspace.
+
+Weights are counted by :mod:`lucevisor.wire.resident`, the rule that the loader follows, and state by the specs' own
+table, which the pools follow, so both are exact.  The workspace is an estimate of the peak while a step is computed,
+for the daemons' plain torch operations; a layer frees its part before the next one begins, so the largest layer counts:
+
+    activations  T (4 E + sum of matrix rows of a layer) x 4 bytes             float32 copies of all a layer makes
+    delta rule   T x rows of a state x RULE_COPIES x 4                         frames, decays, solved systems
+                 B x states of a layer x 2                                     states gathered and written back
+    attention    B x pages a sequence x page of a layer                        keys and values, padded to the longest
+                 T x (query heads a kv head) x L x (1 + b)                     the mask, as flags and as numbers
+                 SCORE_BYTES                                                   float32 on a GPU: scores in plain steps
+    tail         n_sequences x V x TAIL_BYTES                                  logits, sorted values and ids, counts
+    GPU          min(largest matrix of blocks, EXPANDED_NUMBERS) (12 + b)      expanded by parts to be multiplied
+                 LIBRARY_BYTES                                                 the matrix libraries' own workspace
+    cpu          largest int8 matrix x 2                                       widened for more than a few rows
+
+T tokens of a step, B sequences decoded together, L longest sequence, E embedding, V vocabulary, b bytes of a number.
+Knows no devices' free memory.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import prod
+
+from lucevisor.placement.result import Shard
+from lucevisor.wire.ggml_types import Format
+from lucevisor.wire.messages import Pools
+from lucevisor.wire.model_spec import LayerSpec, ModelSpec
+from lucevisor.wire.resident import Resident, Role, end_residents, layer_residents
+from lucevisor.wire.values import PAGE_TOKENS, Backend, Dtype, Space, dtype_bytes
+
+RULE_COPIES = 16
+SCORE_BYTES = 3 * (256 << 20)
+TAIL_BYTES = 28
+EXPANDED_NUMBERS = 1 << 26
+LIBRARY_BYTES = 96 << 20
+FEW_ROWS = 8
+"""Up to this many rows an int8 matrix is multiplied as it is."""
+
+
+def pages_of(n_tokens: int) -> int:
+    """Return how many pages hold ``n_tokens`` positions."""
+    return -(-n_tokens // PAGE_TOKENS)
+
+
+@dataclass(frozen=True, slots=True)
+class Steps:
+    """How large steps and pools are.  ``n_together``: sequences that are decoded in one step."""
+
+    max_tokens: int
+    max_sequences: int
+    max_context: int
+    n_together: int
+    pools: Pools
+
+
+@dataclass(frozen=True, slots=True)
+class _Weights:
+    n_bytes: int
+    stored_bytes: int  # of the same numbers in the file
+    n_rows: int  # of all matrices together, of experts those in use: numbers a token that they make
+    largest_blocks: int  # numbers of the largest matrix kept as blocks
+    largest_int8: int
+
+
+class CostModel:
+    """The costs of a model's layers in one pair of formats; weights are added up once per backend and layer."""
+
+    def __init__(self, spec: ModelSpec, dtype: Dtype, kv_dtype: Dtype) -> None:
+        """``spec.files`` must be set, else counting weights raises ValueError."""
+        self.spec, self.dtype, self.kv_dtype = spec, dtype, kv_dtype
+        self._units = [layer.unit_bytes(kv_dtype) for layer in spec.layers]
+        read_as = dtype if kv_dtype is Dtype.Q8_0 else kv_dtype
+        self._read = [layer.unit_bytes(read_as) for layer in spec.layers]
+        self._groups = [_query_groups(layer) for layer in spec.layers]
+        self._layers: dict[tuple[Backend, int], _Weights] = {}
+        self._ends: dict[tuple[Backend, bool, bool], _Weights] = {}
+
+    def weight_bytes(self, shard: Shard) -> int:
+        """Bytes of weights that the shard keeps; embedding and head count where the shard is first or last."""
+        return sum(part.n_bytes for part in self._parts(shard))
+
+    def stored_bytes(self, shard: Shard) -> int:
+        """Bytes of the same weights in the file."""
+        return sum(part.stored_bytes for part in self._parts(shard))
+
+    def state_bytes(self, shard: Shard, pools: Pools) -> int:
+        """Bytes of the shard's pools."""
+        units = {Space.FULL: pools.full_pages, Space.WINDOW: pools.window_pages, Space.RECURRENT: pools.states}
+        return sum(units[self.spec.layers[i].space] * self._units[i] for i in _indices(shard))
+
+    def workspace_bytes(self, shard: Shard, steps: Steps) -> int:
+        """Estimate what else the shard needs while it computes; see the top of this file."""
+        ends, *layers = self._parts(shard)
+        out = max(
+            (steps.max_tokens * (4 * self.spec.embedding + part.n_rows) * 4 + self._mixer_bytes(i, steps))
+            for i, part in zip(_indices(shard), layers, strict=True)
+        )
+        if shard.last:
+            out += steps.max_sequences * self.spec.vocabulary * TAIL_BYTES
+        if shard.backend is Backend.CPU:
+            few = steps.max_sequences <= FEW_ROWS
+            return out + 2 * max(0 if few else ends.largest_int8, *(part.largest_int8 for part in layers))
+        expanded = min(EXPANDED_NUMBERS, max(part.largest_blocks for part in (ends, *layers)))
+        out += expanded * (12 + dtype_bytes(self.dtype, 1)) + LIBRARY_BYTES
+        return out + (SCORE_BYTES if self.dtype is Dtype.FLOAT32 else 0)
+
+    def _mixer_bytes(self, i: int, steps: Steps) -> int:
+        """Attention or delta rule of layer ``i``."""
+        layer = self.spec.layers[i]
+        if layer.space is Space.RECURRENT:
+            rows = max((prod(t.shape[:-1]) for t in layer.state), default=0)
+            return steps.max_tokens * rows * RULE_COPIES * 4 + steps.n_together * self._units[i] * 2
+        seen, n_pages = steps.max_context, steps.pools.full_pages
+        if layer.space is Space.WINDOW:
+            n_pages = steps.pools.window_pages
+            if layer.window:
+                seen = min(seen, layer.window - 1 + steps.max_tokens)
+        source = i if layer.shares_with is None else layer.shares_with
+        read = steps.n_together * min(n_pages, pages_of(seen) + 1) * self._read[source]
+        return read + steps.max_tokens * self._groups[source] * seen * (1 + dtype_bytes(self.dtype, 1))
+
+    def _parts(self, shard: Shard) -> list[_Weights]:
+        """The ends first, then each layer."""
+        ends = (shard.backend, shard.first, shard.last)
+        if ends not in self._ends:
+            backend, first, last = ends
+            found = end_residents(self.spec, first=first, last=last, backend=backend, dtype=self.dtype)
+            self._ends[ends] = _count(found)
+        out = [self._ends[ends]]
+        for i in _indices(shard):
+            key = (shard.backend, i)
+            if key not in self._layers:
+                found = layer_residents(self.spec, i, shard.backend, self.dtype)
+                self._layers[key] = _count(found, self.spec.layers[i].n_routed)
+            out.append(self._layers[key])
+        return out
+
+
+def _count(found: list[Resident], n_routed: int = 0) -> _Weights:
+    """Sums over some weights.  Each of the ``n_routed`` experts that a token goes through makes rows and takes some."""
+    matrices = [r for r in found if len(r.shape) >= 2 and r.role is not Role.LOOKUP]
+    return _Weights(
+        n_bytes=sum(r.n_bytes for r in found),
+        stored_bytes=sum(prod(r.shape) // r.kind.block_elements * r.kind.block_bytes for r in found),
+        n_rows=sum(r.shape[-2] if len(r.shape) == 2 else n_routed * (r.shape[-2] + r.shape[-1]) for r in matrices),
+        largest_blocks=_largest(matrices, Format.BLOCKS),
+        largest_int8=_largest(matrices, Format.INT8),
+    )
+
+
+def _indices(shard: Shard) -> range:
+    return range(shard.layers.start, shard.layers.stop)
+
+
+def _largest(matrices: list[Resident], form: Format) -> int:
+    """Numbers of the largest matrix in a form; of a stack of experts, one expert counts."""
+    return max((r.shape[-2] * r.shape[-1] for r in matrices if r.form is form and r.role is Role.MATRIX), default=0)
+
+
+def _query_groups(layer: LayerSpec) -> int:
+    """Query heads that share a kv head: the width of the attention output over the width of the values."""
+    values = next((t for t in layer.state if t.name == "v"), None)
+    output = next((shape for name, shape in layer.tensors.items() if name.endswith("attn_output.weight")), None)
+    if values is None or output is None:
+        return 1
+    return max(1, output[-1] // (values.shape[-1] * values.shape[-2]))

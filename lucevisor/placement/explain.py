@@ -1,0 +1,154 @@
+"""A plan as people and scripts read it: rows, a plain text table, all of it as text, JSON.
+
+Invariant: what is shown is what the placement says; nothing is computed here but sums and differences.
+"""
+
+from __future__ import annotations
+
+from dataclasses import astuple, dataclass
+
+from lucevisor.placement.amounts import size
+from lucevisor.placement.result import DevicePlan, Infeasible, Placement
+
+Result = Placement | Infeasible
+HEADINGS = ("GROUP", "DEVICE", "LAYERS", "WEIGHTS", "STATE", "WORKSPACE", "FREE", "")
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One shard, all of it text."""
+
+    group: str
+    device: str
+    layers: str
+    weights: str
+    state: str
+    workspace: str
+    free: str
+    verdict: str  # "fits", "short by 1.2 GiB", "unknown"
+
+
+def placement_of(result: Result) -> Placement:
+    """What was planned, whether or not it fits."""
+    return result.placement if isinstance(result, Infeasible) else result
+
+
+def rows(result: Result) -> list[Row]:
+    """Return a row for each shard, in layer order."""
+    return [
+        Row(
+            group=d.device.group,
+            device=f"{d.device} {d.name}".strip(),
+            layers=str(d.layers),
+            weights=size(d.weight_bytes),
+            state=size(d.state_bytes),
+            workspace=size(d.workspace_bytes),
+            free="unknown" if d.free_bytes is None else size(d.free_bytes),
+            verdict=_verdict(d),
+        )
+        for d in placement_of(result).devices
+    ]
+
+
+def _verdict(device: DevicePlan) -> str:
+    if device.fits is None:
+        return "unknown"
+    return "fits" if device.fits else f"short by {size(device.short_bytes)}"
+
+
+def table(result: Result) -> str:
+    """Return the rows under their headings, in columns of plain text."""
+    lines = [HEADINGS, *(astuple(row) for row in rows(result))]
+    widths = [max(len(line[i]) for line in lines) for i in range(len(HEADINGS))]
+    right = range(3, 7)
+    return "\n".join(
+        "  ".join(
+            cell.rjust(w) if i in right else cell.ljust(w) for i, (cell, w) in enumerate(zip(line, widths, strict=True))
+        ).rstrip()
+        for line in lines
+    )
+
+
+def text(result: Result) -> str:
+    """Return all that ``lucevisor plan`` prints: model, table, sizes, reasons, notices, advice."""
+    p = placement_of(result)
+    where = f"{_counted(len(p.devices), 'device')}, {_counted(len(p.stages), 'stage')}"
+    parts = [
+        f"{p.model} ({p.architecture}, {p.n_layers} layers, {p.quant}) on {where}",
+        table(result),
+        _sizes(p),
+        _listed("Why", p.reasons),
+        _listed("Note", p.notices),
+    ]
+    if isinstance(result, Infeasible):
+        parts.append(_listed("It does not fit", result.message.splitlines()))
+    return "\n\n".join(part for part in parts if part)
+
+
+def _sizes(p: Placement) -> str:
+    pools = [_counted(p.pools.full_pages, "page")]
+    if p.pools.window_pages:
+        pools.append(_counted(p.pools.window_pages, "window page"))
+    if p.pools.states:
+        pools.append(_counted(p.pools.states, "recurrent state"))
+    sequences = f"{_counted(p.max_sequences, 'sequence')} of {p.max_context} tokens"
+    step = f"steps of {p.max_step_tokens} tokens, {sequences}"
+    return f"{', '.join(pools)}; {step}; boundaries take {size(p.arena_bytes)} of host memory"
+
+
+def _counted(n: int, what: str) -> str:
+    return f"{n} {what}" if n == 1 else f"{n} {what}s"
+
+
+def _listed(heading: str, lines: tuple[str, ...] | list[str]) -> str:
+    return "\n".join([f"{heading}:", *(f"  {line}" for line in lines)]) if lines else ""
+
+
+def as_json(result: Result) -> dict[str, object]:
+    """Return what ``plan --json`` prints.  Bytes are numbers, unknown ones null; ``fits`` is null when not known."""
+    p = placement_of(result)
+    verdicts = [d.fits for d in p.devices]
+    fits = False if isinstance(result, Infeasible) else None if None in verdicts else True
+    return {
+        "fits": fits,
+        "model": {"name": p.model, "architecture": p.architecture, "layers": p.n_layers, "quant": p.quant},
+        "dtype": p.dtype.value,
+        "kv_dtype": p.kv_dtype.value,
+        "max_context": p.max_context,
+        "max_sequences": p.max_sequences,
+        "prefill_chunk": p.prefill_chunk,
+        "max_step_tokens": p.max_step_tokens,
+        "pages": {"full": p.pools.full_pages, "window": p.pools.window_pages, "states": p.pools.states},
+        "arena_bytes": p.arena_bytes,
+        "stages": [
+            {
+                "stage": stage.index,
+                "group": stage.group,
+                "layers": [stage.layers.start, stage.layers.stop],
+                "devices": [str(shard.device) for shard in stage.shards],
+            }
+            for stage in p.stages
+        ],
+        "devices": [_device_json(d) for d in p.devices],
+        "reasons": list(p.reasons),
+        "notices": list(p.notices),
+        "advice": list(result.advice) if isinstance(result, Infeasible) else [],
+    }
+
+
+def _device_json(d: DevicePlan) -> dict[str, object]:
+    return {
+        "device": str(d.device),
+        "group": d.device.group,
+        "backend": d.backend.value,
+        "name": d.name,
+        "memory": d.memory,
+        "layers": [d.layers.start, d.layers.stop],
+        "weight_bytes": d.weight_bytes,
+        "state_bytes": d.state_bytes,
+        "workspace_bytes": d.workspace_bytes,
+        "free_bytes": d.free_bytes,
+        "reserve_bytes": d.reserve_bytes,
+        "fits": d.fits,
+        "short_bytes": d.short_bytes,
+    }

@@ -1,0 +1,183 @@
+"""Why a placement is what it is, and what the user should know about it, in sentences.  Decides nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from lucevisor.config import Auto, Config, Weights
+from lucevisor.placement.amounts import size
+from lucevisor.placement.cost import pages_of
+from lucevisor.placement.devices import memories_of
+from lucevisor.placement.formats import Chosen
+from lucevisor.placement.ranges import Move
+from lucevisor.placement.sizing import SPARE_STATES, UNKNOWN_PAGES, Case, Sized
+from lucevisor.wire.values import PAGE_TOKENS, Space
+
+_GROWN = 1.1
+"""Weights that take this many times their bytes in the file on a device are worth a sentence."""
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """What was decided, and from what."""
+
+    config: Config
+    case: Case
+    sized: Sized
+    formats: tuple[Chosen, Chosen]  # of activations, of keys and values
+    moves: tuple[Move, ...]
+
+
+def reasons_of(facts: Facts) -> tuple[str, ...]:
+    """Return a sentence for each choice, in the order in which they were made."""
+    return (
+        *(chosen.reason for chosen in facts.formats),
+        _layers(facts),
+        _context(facts),
+        _pages(facts),
+        *_states(facts),
+        *_weights(facts),
+        *_skipped(facts),
+        *_memories(facts),
+    )
+
+
+def notices_of(facts: Facts) -> tuple[str, ...]:
+    """Return what to warn about at start: settings that were changed or have no effect, and slow choices."""
+    return (
+        *(notice for chosen in facts.formats for notice in chosen.notices),
+        *_moved(facts),
+        *_inert(facts),
+    )
+
+
+def _layers(facts: Facts) -> str:
+    split = facts.config.placement.split
+    if isinstance(split, Weights):
+        weights, n = facts.config.placement.split_text(), facts.case.spec.n_layers
+        return f"layers: {n} shared out by the weights {weights}, sums rounded"
+    if not isinstance(split, Auto):
+        return "layers: ranges as configured"
+    memories = memories_of(facts.case.seats).values()
+    known = [f"{m.name} {size(m.usable_bytes)}" for m in memories if m.usable_bytes is not None]
+    if not known:
+        return "layers: about equal bytes for each device, whose free memory is not known"
+    return f"layers: the fullest device is as little full as possible; usable are {', '.join(known)}"
+
+
+def _context(facts: Facts) -> str:
+    case, sized = facts.case, facts.sized
+    chosen, trained = sized.max_context, case.spec.context_tokens
+    if case.max_context is not None:
+        return f"max_context {chosen}: as configured"
+    if chosen == trained:
+        return f"max_context {chosen}: the model's own"
+    if case.pages is not None and pages_of(chosen) == case.pages:
+        return f"max_context {chosen}: engine.pages = {case.pages} hold no more; the model's own is {trained}"
+    if pages_of(chosen) == UNKNOWN_PAGES:
+        why = "free memory is not known, so no more is promised"
+        return f"max_context {chosen}: {why}; the model's own is {trained}, engine.max_context sets it"
+    return f"max_context {chosen}: the longest of which one sequence fits; the model's own is {trained}"
+
+
+def _pages(facts: Facts) -> str:
+    sized, n = facts.sized, facts.sized.pools.full_pages
+    if Space.FULL not in facts.case.spec.spaces():
+        return "pages 0: no layer of the model attends to all positions"
+    enough = f"{facts.case.max_sequences} sequences of {sized.max_context} tokens"
+    match sized.bound:
+        case "asked":
+            return f"pages {n}: as configured"
+        case "enough":
+            return f"pages {n}: enough for {enough}"
+        case "unknown":
+            return f"pages {n}: free memory is not known, so no more are promised; engine.pages sets it"
+        case memory:
+            most = facts.case.max_sequences * pages_of(sized.max_context)
+            return f"pages {n}: as many as fit in {memory}; {enough} would use {most}"
+
+
+def _states(facts: Facts) -> Iterator[str]:
+    pools, n = facts.sized.pools, facts.case.max_sequences
+    if pools.states:
+        yield f"recurrent states {pools.states}: one for each of {n} sequences, and {SPARE_STATES} spare"
+    if pools.window_pages:
+        window = facts.case.spec.window
+        yield f"window pages {pools.window_pages}: what {n} sequences hold at a window of {window} tokens"
+
+
+def _weights(facts: Facts) -> Iterator[str]:
+    """Sentences on weights that take more than in the file, and on a table that is kept at both ends."""
+    spec, model = facts.case.spec, facts.case.model()
+    for shard, use in zip(facts.sized.shards, facts.sized.uses, strict=True):
+        stored = model.stored_bytes(shard)
+        if use.weight_bytes > stored * _GROWN:
+            what = f"{size(use.weight_bytes)} of weights, {size(stored)} in the file"
+            yield f"{shard.device} holds {what}: not all its types are multiplied as stored in {facts.case.dtype} there"
+    for name in spec.tail:
+        if name in spec.head and len(facts.sized.shards) > 1:
+            first, last = facts.sized.shards[0].device, facts.sized.shards[-1].device
+            yield f"{name} is both embedding and output matrix: {first} and {last} hold a copy each"
+
+
+def _skipped(facts: Facts) -> Iterator[str]:
+    spec = facts.case.spec
+    if spec.skipped and spec.files is not None:
+        n_bytes = sum(spec.files.tensors[name].n_bytes for name in spec.skipped)
+        what = f"{len(spec.skipped)} tensors ({size(n_bytes)})"
+        yield f"{what} of the file are not used and not loaded, the first is {spec.skipped[0]}"
+
+
+def _memories(facts: Facts) -> Iterator[str]:
+    """What was free where, and how much of it is left alone."""
+    memories = memories_of(facts.case.seats).values()
+    for memory in memories:
+        if memory.free_bytes is not None:
+            users = [str(seat.device) for seat in facts.case.seats if seat.memory == memory.name]
+            shared = "" if users == [memory.name] else f" for {', '.join(users)}{' together' if len(users) > 1 else ''}"
+            kept = size(memory.reserve_bytes)
+            yield f"{memory.name}: {size(memory.free_bytes)} are free{shared}, {kept} of that are left alone"
+    unknown = [memory.name for memory in memories if memory.free_bytes is None]
+    if unknown:
+        yield f"whether it fits is not known for {', '.join(unknown)}: free memory was not asked for"
+
+
+def _moved(facts: Facts) -> Iterator[str]:
+    for move in facts.moves:
+        before, behind = (facts.sized.shards[i].device for i in (move.shard - 1, move.shard))
+        yield (
+            f"placement.target_layer_split: the boundary between {before} and {behind} moved from layer {move.wanted} "
+            f"to {move.chosen}, the nearest where no layer reads state of a layer in front of the cut"
+        )
+
+
+def _inert(facts: Facts) -> Iterator[str]:
+    """Settings of the engine section that do less than they say."""
+    case, sized, engine = facts.case, facts.sized, facts.config.engine
+    spec, context = case.spec, sized.max_context
+    if case.max_context is not None and case.max_context > spec.context_tokens:
+        yield (
+            f"engine.max_context = {case.max_context} is longer than the {spec.context_tokens} tokens the model was "
+            "made for: answers may get worse behind that"
+        )
+    if engine.prefill_chunk > sized.prefill_chunk and "engine.prefill_chunk" in facts.config.set_keys:
+        yield f"engine.prefill_chunk = {engine.prefill_chunk} is cut to max_context = {context}"
+    if spec.spaces() == {Space.RECURRENT} and engine.kv_dtype != "auto":
+        yield f"engine.kv_dtype = {engine.kv_dtype} has no effect: the model has no attention layers"
+    if case.pages is None:
+        return
+    if Space.FULL not in spec.spaces():
+        yield f"engine.pages = {case.pages} has no effect: no layer of the model attends to all positions"
+        return
+    most = case.max_sequences * pages_of(context)
+    if case.pages > most:
+        yield (
+            f"engine.pages = {case.pages} is more than can be used: {case.max_sequences} sequences of {context} tokens "
+            f"fill {most}"
+        )
+    if case.pages < case.max_sequences:
+        yield (
+            f"engine.max_sequences = {case.max_sequences}: engine.pages = {case.pages} hold {case.pages} sequences at "
+            f"most, of {PAGE_TOKENS} tokens each"
+        )

@@ -1,0 +1,66 @@
+"""Models, machines and configurations for planner tests."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+from lucevisor.config import Config, load
+from lucevisor.wire.messages import DeviceInfo
+from lucevisor.wire.model_spec import LayerSpec, ModelSpec, StateTensor
+from lucevisor.wire.values import Dtype, Space
+
+DEMO = Path(__file__).parents[2] / "etc/demo/demo-qwen35-22m-q4_k_m.gguf"
+GIB = 1 << 30
+MIB = 1 << 20
+BACKENDS = {"cuda": "cuda", "hip": "hip", "left": "cpu", "right": "cpu", "third": "cpu"}
+
+
+def gpu(index: int = 0, gib: float = 24, *, bfloat16: bool = True, name: str = "GPU") -> DeviceInfo:
+    """A GPU with ``gib`` free."""
+    dtypes = [Dtype.FLOAT32, Dtype.FLOAT16, *([Dtype.BFLOAT16] if bfloat16 else [])]
+    return DeviceInfo(index, name, int(gib * GIB) + GIB, int(gib * GIB), "sm_86", dtypes)
+
+
+def cpu(gib: float = 16, *, bfloat16: bool = True) -> DeviceInfo:
+    """A host with ``gib`` available."""
+    dtypes = [Dtype.FLOAT32, *([Dtype.BFLOAT16] if bfloat16 else [])]
+    return DeviceInfo(0, "CPU", 2 * int(gib * GIB), int(gib * GIB), "x86_64", dtypes)
+
+
+def configure(folder: Path, devices: Sequence[str], split: object = "auto", **engine: object) -> Config:
+    """Write and load a configuration; groups are those of ``devices``."""
+    groups = dict.fromkeys(device.split(":")[0] for device in devices)
+    lines = ["[model]", 'path = "model.gguf"']
+    for group in groups:
+        lines += [f"[groups.{group}]", f'backend = "{BACKENDS[group]}"']
+    lines += [
+        "[placement]",
+        f"target_devices = {json.dumps(list(devices))}",
+        f"target_layer_split = {json.dumps(split)}",
+    ]
+    lines += ["[engine]", *(f"{key} = {json.dumps(value)}" for key, value in engine.items())]
+    path = folder / "plan.toml"
+    path.write_text("\n".join(lines) + "\n")
+    return load(path)
+
+
+def bare_spec(n_layers: int = 12, sharing: dict[int, int] | None = None, window: int = 0) -> ModelSpec:
+    """A model without files: attention layers only, ``sharing[i]`` the layer whose pages layer i reads.
+
+    With a ``window``, even layers slide.  Its weights cannot be counted.
+    """
+    page = (StateTensor("k", (64, 2, 32)), StateTensor("v", (64, 2, 32)))
+    layers = tuple(
+        LayerSpec(
+            index=i,
+            space=Space.WINDOW if window and i % 2 == 0 else Space.FULL,
+            tensors={},
+            state=() if sharing and i in sharing else page,
+            window=window if i % 2 == 0 else 0,
+            shares_with=sharing.get(i) if sharing else None,
+        )
+        for i in range(n_layers)
+    )
+    return ModelSpec("any", "bare", "F32", 64, 100, 4096, layers, {}, {}, 64, None)

@@ -1,0 +1,30 @@
+"""The daemon's loader takes exactly the bytes that the plan says: the plan is followed for real, on the cpu."""
+
+from __future__ import annotations
+
+import pytest
+
+from daemons.models.stage import Stage
+from lucevisor.placement.planner import plan
+from lucevisor.placement.result import Placement
+from lucevisor.placement.stages import load_message
+from lucevisor.wire.families import open_spec
+from lucevisor.wire.values import Backend
+from tests.placement.made import DEMO, configure
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("devices", [["left:0"], ["left:0", "right:0", "third:0"]])
+def test_weights_and_pools_take_what_was_planned(tmp_path, devices, dtype):
+    spec = open_spec(DEMO)
+    config = configure(tmp_path, devices, [1, 2, 1][: len(devices)], dtype=dtype, pages=20)
+    placement = plan(spec, config)
+    assert isinstance(placement, Placement)
+    taken = []
+    for group in placement.groups:
+        load = load_message(placement, group, [str(DEMO)], threads=1)
+        for stage in load.stages:
+            taken += Stage.load(spec, stage, load, Backend.CPU, lambda _: None).usage()
+    assert [(use.layers, use.weight_bytes, use.state_bytes) for use in taken] == [
+        (d.layers, d.weight_bytes, d.state_bytes) for d in placement.devices
+    ]

@@ -1,0 +1,485 @@
+"""Plans of real and full-size models: exact bytes, what fits, what is chosen, and advice that holds when followed."""
+
+from __future__ import annotations
+
+import dataclasses
+import tomllib
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from lucevisor.config import Config
+from lucevisor.errors import ConfigError, ExitCode
+from lucevisor.placement.cost import pages_of
+from lucevisor.placement.devices import Inventory
+from lucevisor.placement.planner import plan
+from lucevisor.placement.result import Infeasible, Placement, PlacementError
+from lucevisor.wire.families import open_spec
+from lucevisor.wire.model_spec import ModelSpec
+from lucevisor.wire.resident import weight_bytes
+from lucevisor.wire.values import Dtype, LayerRange, Space
+from tests.placement.made import DEMO, GIB, bare_spec, configure, cpu, gpu
+from tests.wire.qwen35_file import QWEN36_27B, QWEN36_35B_A3B, Shape, write
+
+BOX = ["cuda:0", "hip:0", "hip:1"]
+BOX_SPLIT = [0.08, 0.46, 0.46]
+CPUS = ["left:0", "right:0"]
+
+
+@pytest.fixture(scope="module")
+def demo() -> ModelSpec:
+    return open_spec(DEMO)
+
+
+@pytest.fixture(scope="module")
+def experts(tmp_path_factory) -> ModelSpec:
+    """The 35B-A3B shape: 256 experts a layer, of which each token takes eight."""
+    return open_spec(write(tmp_path_factory.mktemp("gguf") / "35b.gguf", QWEN36_35B_A3B))
+
+
+@pytest.fixture(scope="module")
+def big(tmp_path_factory) -> ModelSpec:
+    """The 27B shape in Q4_K_M: 16.5 GB of weights in a file that is nearly all hole."""
+    return open_spec(write(tmp_path_factory.mktemp("gguf") / "27b.gguf", QWEN36_27B))
+
+
+def placed(spec: ModelSpec, config: Config, inventory: Inventory | None = None) -> Placement:
+    result = plan(spec, config, inventory)
+    assert isinstance(result, Placement), result.message
+    return result
+
+
+def refused(spec: ModelSpec, config: Config, inventory: Inventory | None = None) -> Infeasible:
+    result = plan(spec, config, inventory)
+    assert isinstance(result, Infeasible)
+    return result
+
+
+def box(first: float = 23, second: float = 94, third: float = 31) -> Inventory:
+    return {"cuda": [gpu(0, first)], "hip": [gpu(0, second), gpu(1, third)]}
+
+
+# ---- what is where
+
+
+def test_the_published_split_of_64_layers(big, tmp_path):
+    p = placed(big, configure(tmp_path, BOX, BOX_SPLIT), box())
+    assert [str(d.layers) for d in p.devices] == ["[0,5)", "[5,35)", "[35,64)"]
+    assert [(s.group, str(s.layers)) for s in p.stages] == [("cuda", "[0,5)"), ("hip", "[5,64)")]
+
+
+def test_gpus_hold_the_bytes_of_the_file(big, tmp_path):
+    """Every type of the Q4_K_M mix rests on a GPU as it is, and float32 vectors and taps stay float32."""
+    p = placed(big, configure(tmp_path, BOX, BOX_SPLIT), box())
+    assert sum(d.weight_bytes for d in p.devices) == 16_536_406_016
+
+    def stored(part: str) -> int:
+        return sum(t.n_bytes for name, t in big.files.tensors.items() if name.startswith(part))
+
+    layers = [sum(stored(f"blk.{i}.") for i in range(d.layers.start, d.layers.stop)) for d in p.devices]
+    assert p.devices[0].weight_bytes == layers[0] + 248320 * 5120 * 144 // 256
+    assert p.devices[1].weight_bytes == layers[1]
+    assert p.devices[2].weight_bytes == layers[2] + 248320 * 5120 * 210 // 256 + 5120 * 4
+
+
+def test_experts_stay_with_their_layers(experts, tmp_path):
+    config = configure(tmp_path, ["cuda:0", "hip:0"], ["0-20", "20-40"], pages=1024, max_context=16384)
+    p = placed(experts, config, {"cuda": [gpu(0, 24)], "hip": [gpu(0, 90)]})
+    assert sum(d.weight_bytes for d in p.devices) == 21_155_768_832
+    convolution = 3 * QWEN36_35B_A3B.channels * 4 * 30
+    assert sum(d.state_bytes for d in p.devices) == 1024 * 64 * 20_480 + 9 * (62_914_560 + convolution)
+    assert max(d.weight_bytes for d in p.devices) < 11 * GIB
+
+
+def test_state_is_the_published_bytes_times_pages_and_sequences(big, tmp_path):
+    p = placed(big, configure(tmp_path, BOX, BOX_SPLIT, pages=1000, max_context=64000, max_sequences=4), box())
+    assert (p.pools.full_pages, p.pools.states, p.pools.window_pages) == (1000, 5, 0)
+    convolution = 3 * QWEN36_27B.channels * 4 * 48
+    assert sum(d.state_bytes for d in p.devices) == 1000 * 64 * 65_536 + 5 * (150_994_944 + convolution)
+
+
+def test_the_plan_counts_what_the_loader_counts(demo, tmp_path):
+    for dtype in ("float32", "bfloat16"):
+        p = placed(demo, configure(tmp_path, [*CPUS, "third:0"], [1, 2, 1], dtype=dtype))
+        for i, d in enumerate(p.devices):
+            kept = weight_bytes(demo, d.layers, first=i == 0, last=i == 2, backend=d.backend, dtype=Dtype(dtype))
+            assert d.weight_bytes == kept
+            units = {Space.FULL: p.pools.full_pages, Space.RECURRENT: p.pools.states}
+            assert d.state_bytes == sum(n * demo.unit_bytes(s, d.layers, Dtype(dtype)) for s, n in units.items())
+
+
+def test_tied_embeddings_count_at_both_ends_but_once_on_one_gpu(tmp_path):
+    table = 1024 * 256 * 210 // 256
+    shape = Shape(tied=True)
+    spec = open_spec(write(tmp_path / "tied.gguf", shape))
+    whole = sum(t.n_bytes for t in spec.files.tensors.values())
+    one = placed(spec, configure(tmp_path, ["cuda:0"]), {"cuda": [gpu()]})
+    two = placed(spec, configure(tmp_path, ["cuda:0", "hip:0"]), {"cuda": [gpu()], "hip": [gpu()]})
+    assert one.devices[0].weight_bytes == whole
+    assert sum(d.weight_bytes for d in two.devices) == whole + table
+    assert any("token_embd.weight is both embedding and output matrix" in reason for reason in two.reasons)
+
+
+def test_tensors_of_no_use_are_not_counted(tmp_path):
+    spec = open_spec(write(tmp_path / "m.gguf", Shape()))
+    fewer = dataclasses.replace(spec, skipped=("output_norm.weight",))
+    p = placed(fewer, configure(tmp_path, ["left:0"]))
+    assert "1 tensors (1.00 KiB) of the file are not used and not loaded, the first is output_norm.weight" in p.reasons
+
+
+def test_all_cpu_devices_draw_from_one_memory(big, tmp_path):
+    devices = ["left:0", "left:1", "right:0"]
+    config = configure(tmp_path, devices, [1, 1, 1], max_context=4096, pages=64)
+    p = placed(big, config, {"left": [cpu(24)], "right": [cpu(25)]})
+    assert {d.memory for d in p.devices} == {"host"}
+    assert {d.free_bytes for d in p.devices} == {24 * GIB}
+    assert len(p.stages) == 2
+    short = refused(big, config, {"left": [cpu(14)], "right": [cpu(14)]})  # each shard alone would fit
+    [shortage] = short.shortages
+    assert [str(d) for d in shortage.devices] == devices
+    assert all(d.short_bytes == shortage.short_bytes for d in short.placement.devices)
+    assert all(d.needed_bytes < 14 * GIB for d in short.placement.devices)
+
+
+# ---- formats
+
+
+@pytest.mark.parametrize(
+    ("devices", "inventory", "expected"),
+    [
+        (CPUS, {"left": [cpu()], "right": [cpu()]}, "bfloat16"),
+        (CPUS, {"left": [cpu()], "right": [cpu(bfloat16=False)]}, "float32"),
+        (CPUS, None, "float32"),
+        (BOX, None, "bfloat16"),
+        (BOX, {"cuda": [gpu(bfloat16=False)], "hip": [gpu(), gpu(1)]}, "float16"),
+        (["cuda:0", "left:0"], {"cuda": [gpu()], "left": [cpu()]}, "bfloat16"),
+        (["cuda:0", "left:0"], {"cuda": [gpu()], "left": [cpu(bfloat16=False)]}, "float32"),
+    ],
+)
+def test_automatic_dtype(demo, tmp_path, devices, inventory, expected):
+    p = placed(demo, configure(tmp_path, devices), inventory)
+    assert (p.dtype, p.kv_dtype) == (expected, expected)
+    assert p.reasons[0].startswith(f"dtype {expected}: ")
+
+
+def test_a_configured_dtype_is_taken_and_slow_devices_are_named(demo, tmp_path):
+    config = configure(tmp_path, CPUS, dtype="bfloat16", kv_dtype="float32")
+    p = placed(demo, config, {"left": [cpu()], "right": [cpu(bfloat16=False)]})
+    assert (p.dtype, p.kv_dtype) == ("bfloat16", "float32")
+    [notice] = p.notices
+    assert "right:0 cannot multiply it natively" in notice
+    assert "left:0" not in notice
+
+
+def test_keys_and_values_take_what_their_format_takes(big, tmp_path):
+    state = {}
+    for kv_dtype in ("float32", "float16"):
+        p = placed(big, configure(tmp_path, BOX, BOX_SPLIT, kv_dtype=kv_dtype, pages=512, max_context=8192), box())
+        state[kv_dtype] = sum(d.state_bytes for d in p.devices)
+    assert state["float32"] - state["float16"] == 512 * 64 * 65_536
+
+
+# ---- context and pages
+
+
+def test_what_fits_entirely_is_given_entirely(demo, tmp_path):
+    p = placed(demo, configure(tmp_path, CPUS), {"left": [cpu()], "right": [cpu()]})
+    assert p.max_context == demo.context_tokens
+    assert p.pools.full_pages == 8 * pages_of(demo.context_tokens)
+    assert p.max_step_tokens == 512 + 8
+    assert (p.pools.states, p.window_tokens) == (9, None)
+
+
+def test_automatic_pages_fill_the_device_that_is_short_and_no_more(big, tmp_path):
+    p = placed(big, configure(tmp_path, BOX, BOX_SPLIT), box())
+    assert p.max_context == 262144
+    assert f"pages {p.pools.full_pages}: as many as fit in hip:1" in " ".join(p.reasons)
+    hip1 = p.devices[2]
+    assert hip1.free_bytes is not None
+    page = big.unit_bytes(Space.FULL, hip1.layers, p.kv_dtype)
+    left = hip1.free_bytes - hip1.reserve_bytes - hip1.needed_bytes
+    assert 0 <= left < 2 * page
+    more = configure(tmp_path, BOX, BOX_SPLIT, pages=p.pools.full_pages + 2, max_context=262144)
+    assert [s.memory for s in refused(big, more, box()).shortages] == ["hip:1"]
+
+
+def test_the_context_is_lowered_until_one_sequence_fits(big, tmp_path):
+    p = placed(big, configure(tmp_path, BOX, BOX_SPLIT), box(third=12))
+    assert 0 < p.max_context < 262144
+    assert p.max_context % 64 == 0
+    assert p.pools.full_pages == p.max_context // 64
+    assert any(r.startswith(f"max_context {p.max_context}: the longest of which one sequence fits") for r in p.reasons)
+    longer = configure(tmp_path, BOX, BOX_SPLIT, max_context=p.max_context + 128)
+    refused(big, longer, box(third=12))
+
+
+def test_pages_bound_an_automatic_context(demo, tmp_path):
+    p = placed(demo, configure(tmp_path, CPUS, pages=5))
+    assert (p.max_context, p.pools.full_pages, p.prefill_chunk) == (320, 5, 320)
+    assert p.max_step_tokens == 328
+    assert "engine.pages = 5 hold no more" in " ".join(p.reasons)
+    assert "engine.max_sequences = 8: engine.pages = 5 hold 5 sequences at most" in " ".join(p.notices)
+
+
+def test_unknown_memory_promises_little(big, tmp_path):
+    p = placed(big, configure(tmp_path, BOX, BOX_SPLIT))
+    assert (p.pools.full_pages, p.max_context) == (512, 32768)
+    assert [d.fits for d in p.devices] == [None, None, None]
+    assert "whether it fits is not known for cuda:0, hip:0, hip:1" in p.reasons[-1]
+    asked = placed(big, configure(tmp_path, BOX, BOX_SPLIT, max_context=131072))
+    assert (asked.pools.full_pages, asked.max_context) == (2048, 131072)  # one sequence, at least
+
+
+def test_a_group_that_was_not_asked_is_unknown_alone(big, tmp_path):
+    p = placed(big, configure(tmp_path, BOX, BOX_SPLIT), {"cuda": [gpu(0, 23)]})
+    assert [d.fits for d in p.devices] == [True, None, None]
+    assert p.pools.full_pages == 512
+
+
+def test_settings_that_do_less_than_they_say_are_named(demo, tmp_path):
+    p = placed(demo, configure(tmp_path, CPUS, pages=10_000, max_context=8192, prefill_chunk=10_000))
+    notices = "\n".join(p.notices)
+    assert "engine.max_context = 8192 is longer than the 4096 tokens" in notices
+    assert "engine.pages = 10000 is more than can be used: 8 sequences of 8192 tokens fill 1024" in notices
+    assert "engine.prefill_chunk = 10000 is cut to max_context = 8192" in notices
+
+
+def test_nothing_is_noted_about_defaults(demo, tmp_path):
+    assert placed(demo, configure(tmp_path, CPUS)).notices == ()
+
+
+# ---- refused
+
+
+def wrong(spec: ModelSpec, config: Config, inventory: Inventory | None = None) -> PlacementError:
+    with pytest.raises(PlacementError) as caught:
+        plan(spec, config, inventory)
+    error = caught.value
+    assert isinstance(error, ConfigError)
+    assert error.exit_code is ExitCode.USAGE
+    assert error.file == str(config.file)
+    return error
+
+
+def test_more_devices_than_layers(demo, tmp_path):
+    devices = [f"left:{i}" for i in range(9)]
+    for split in ("auto", [1] * 9, [f"{i}-{i + 1}" for i in range(9)]):
+        error = wrong(demo, configure(tmp_path, devices, split))
+        assert error.key == "placement.target_devices"
+        assert error.value == devices
+        assert "9 devices for 8 layers" in error.why
+        assert error.hint == "nearest: the first 8 of them"
+
+
+def test_ranges_of_another_model(demo, tmp_path):
+    error = wrong(demo, configure(tmp_path, CPUS, ["0-4", "4-7"]))
+    assert (error.key, error.value) == ("placement.target_layer_split", "0-4,4-7")
+    assert "layer 7 is in no range: the model has 8" in error.why
+    assert error.hint == 'nearest: ["0-4", "4-8"]'
+
+
+def test_a_device_that_is_not_there(demo, tmp_path):
+    config = configure(tmp_path, ["cuda:0", "cuda:2"])
+    error = wrong(demo, config, {"cuda": [gpu(0), gpu(1, name="RTX 3090")]})
+    assert (error.key, error.value) == ("placement.target_devices[1]", "cuda:2")
+    assert "cuda:1 (RTX 3090)" in error.why
+    assert error.hint == "nearest: cuda:1"
+    assert "remove it" in wrong(demo, config, {"cuda": [gpu(0)]}).hint
+    assert "has no device" in wrong(demo, config, {"cuda": []}).why
+    placed(demo, configure(tmp_path, ["left:0", "left:7"]), {"left": [cpu()]})  # on a cpu every index is the host
+
+
+def test_pages_that_hold_less_than_the_context(demo, tmp_path):
+    error = wrong(demo, configure(tmp_path, CPUS, pages=10, max_context=4096))
+    assert (error.key, error.value) == ("engine.pages", 10)
+    assert "hold 640 tokens" in error.why
+    assert error.hint == "nearest: 64, or engine.max_context = 640"
+    assert wrong(demo, configure(tmp_path, CPUS, max_context=1)).hint == "nearest: 2"
+
+
+# ---- what does not fit
+
+
+def follow(spec: ModelSpec, folder: Path, devices: list[str], split: object, advice: str, **engine: object) -> Config:
+    """The configuration with every ``key = value`` of a piece of advice applied."""
+    written = advice.removeprefix("it fits with ").removesuffix(" together").split(" and ")
+    for line in written:
+        for section, values in tomllib.loads(line).items():
+            if section == "placement":
+                split = values["target_layer_split"]
+            else:
+                engine |= values
+    return configure(folder, devices, split, **engine)
+
+
+def quoted(advice: str) -> str:
+    """TOML of an advice line whose format names are bare words."""
+    for word in ("bfloat16", "float16", "float32"):
+        advice = advice.replace(f"dtype = {word}", f'dtype = "{word}"')
+    return advice
+
+
+@pytest.mark.parametrize(
+    ("split", "engine", "inventory", "expected"),
+    [
+        ([1, 1, 1], {"max_context": 4096}, box(first=4), "placement.target_layer_split"),
+        (BOX_SPLIT, {"pages": 100_000}, box(), "engine.pages"),
+        (BOX_SPLIT, {"max_context": 262144, "kv_dtype": "float32"}, box(third=30), "engine.kv_dtype"),
+        (BOX_SPLIT, {"max_context": 262144}, box(third=16), "engine.max_context"),
+        (BOX_SPLIT, {"max_context": 4096, "max_sequences": 600}, box(), "engine.max_sequences"),
+        (BOX_SPLIT, {"max_context": 99_968, "prefill_chunk": 99_968, "pages": 1562}, box(), "engine.prefill_chunk"),
+    ],
+)
+def test_advice_holds_when_it_is_followed(big, tmp_path, split, engine, inventory, expected):
+    result = refused(big, configure(tmp_path, BOX, split, **engine), inventory)
+    assert all(s.short_bytes > 0 for s in result.shortages)
+    assert any(expected in line for line in result.advice)
+    for line in result.advice:
+        assert line.startswith("it fits with ")
+        placed(big, follow(big, tmp_path, BOX, split, quoted(line), **engine), inventory)
+
+
+def test_changes_that_only_help_together_are_found(big, tmp_path):
+    engine = {"max_context": 262144, "kv_dtype": "float32", "dtype": "float32"}
+    result = refused(big, configure(tmp_path, BOX, [1, 1, 1], **engine), box(8, 12, 12))
+    [line] = result.advice
+    assert " and " in line
+    placed(big, follow(big, tmp_path, BOX, [1, 1, 1], quoted(line), **engine), box(8, 12, 12))
+
+
+def test_what_can_never_fit_says_so(big, tmp_path):
+    result = refused(big, configure(tmp_path, CPUS, [1, 1]), {"left": [cpu(4)], "right": [cpu(4)]})
+    [line] = result.advice
+    assert "use a smaller quant of the model, or add a device" in line
+    [shortage] = result.shortages
+    assert shortage.memory == "host"
+    needed = sum(d.needed_bytes for d in result.placement.devices) + result.placement.arena_bytes
+    assert shortage.needed_bytes == needed
+    assert shortage.short_bytes == needed - int(4 * GIB * 0.9) - 1
+    assert f"host is {shortage.short_bytes / GIB:.1f} GiB short" in result.message
+
+
+# ---- automatic ranges
+
+
+def test_automatic_ranges_follow_the_free_memory(big, tmp_path):
+    even = placed(big, configure(tmp_path, BOX), box(24, 24, 24))
+    skewed = placed(big, configure(tmp_path, BOX), box(8, 48, 24))
+    assert len(skewed.devices[0].layers) < len(even.devices[0].layers)
+    assert len(skewed.devices[1].layers) > len(even.devices[1].layers)
+    fill = [d.needed_bytes / (d.free_bytes - d.reserve_bytes) for d in even.devices]
+    assert max(fill) <= 1
+    assert "layers: the fullest device is as little full as possible" in " ".join(even.reasons)
+
+
+def test_automatic_ranges_give_at_least_the_pages_of_any_weights(big, tmp_path):
+    inventory = box(16, 24, 20)
+    best = placed(big, configure(tmp_path, BOX), inventory)
+    for split in ([1, 1, 1], [16, 24, 20], [15, 25, 20], [2, 3, 2]):
+        other = plan(big, configure(tmp_path, BOX, split), inventory)
+        if isinstance(other, Placement):
+            assert best.pools.full_pages >= other.pools.full_pages * 0.95
+
+
+def test_automatic_ranges_of_unknown_devices_are_even(big, tmp_path):
+    weights = [d.weight_bytes for d in placed(big, configure(tmp_path, BOX)).devices]
+    assert max(weights) < 1.3 * min(weights)
+
+
+# ---- layers that share state
+
+
+@pytest.fixture
+def sharing(monkeypatch) -> ModelSpec:
+    """Twelve layers, the last six read pages of layers 4 and 5; weights are not looked at."""
+    for function in ("end_residents", "layer_residents"):
+        monkeypatch.setattr(f"lucevisor.placement.cost.{function}", lambda *_, **__: [])
+    return bare_spec(12, {i: 4 + i % 2 for i in range(6, 12)}, window=100)
+
+
+def test_a_boundary_between_sharing_layers_moves_with_a_notice(sharing, tmp_path):
+    p = placed(sharing, configure(tmp_path, CPUS, ["0-7", "7-12"]))
+    assert [str(d.layers) for d in p.devices] == ["[0,4)", "[4,12)"]
+    [notice] = p.notices
+    assert "the boundary between left:0 and right:0 moved from layer 7 to 4" in notice
+    weights = placed(sharing, configure(tmp_path, [*CPUS, "third:0"], [1, 1, 1]))
+    assert [str(d.layers) for d in weights.devices] == ["[0,3)", "[3,4)", "[4,12)"]
+    assert len(weights.notices) == 2
+    auto = placed(sharing, configure(tmp_path, CPUS))
+    assert auto.devices[0].layers.stop <= 4
+
+
+def test_too_many_devices_for_the_legal_boundaries(sharing, tmp_path):
+    error = wrong(sharing, configure(tmp_path, [f"left:{i}" for i in range(6)], "auto"))
+    assert error.key == "placement.target_devices"
+    assert "only in front of layers 1, 2, 3, 4" in error.why
+
+
+def test_window_pages_hold_all_sequences(sharing, tmp_path):
+    p = placed(sharing, configure(tmp_path, CPUS, max_sequences=3, prefill_chunk=128))
+    assert p.window_tokens == 100
+    # 99 + 128 positions fill 4 pages and touch 5; one more to grow by
+    assert p.pools.window_pages == 3 * (5 + 1)
+    assert p.pools.states == 0
+    page = 2 * 64 * 2 * 32 * 4
+    owners = {"[0,4)": 2, "[4,12)": 1}  # layers of each space that own pages
+    for d in p.devices:
+        assert d.state_bytes % page == 0
+    total = sum(d.state_bytes for d in p.devices)
+    assert total == page * sum(owners.values()) * (p.pools.full_pages + p.pools.window_pages)
+
+
+# ---- whatever is asked
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+def test_any_plan_covers_every_layer_and_fits(demo, tmp_path, data):
+    groups = data.draw(st.lists(st.sampled_from(["cuda", "hip", "left", "right"]), min_size=1, max_size=6))
+    devices = [f"{g}:{groups[:i].count(g)}" for i, g in enumerate(groups)]
+    split = data.draw(
+        st.one_of(
+            st.just("auto"),
+            st.lists(st.floats(0.01, 100), min_size=len(devices), max_size=len(devices)),
+        )
+    )
+    engine = data.draw(
+        st.fixed_dictionaries(
+            {},
+            optional={
+                "max_context": st.integers(2, 10_000),
+                "max_sequences": st.integers(1, 40),
+                "prefill_chunk": st.integers(1, 4096),
+                "dtype": st.sampled_from(["float32", "bfloat16", "float16"]),
+                "kv_dtype": st.sampled_from(["float32", "float16"]),
+            },
+        )
+    )
+    free = st.floats(0.6, 3)
+    inventory = {g: [gpu(i, data.draw(free)) for i in range(6)] for g in ("cuda", "hip")}
+    inventory |= {g: [cpu(data.draw(free))] for g in ("left", "right")}
+    known = data.draw(st.sets(st.sampled_from(sorted(inventory))))
+    result = plan(demo, configure(tmp_path, devices, split, **engine), {g: inventory[g] for g in known})
+    p = result.placement if isinstance(result, Infeasible) else result
+    assert [layer for d in p.devices for layer in range(d.layers.start, d.layers.stop)] == list(range(8))
+    assert [layer for s in p.stages for layer in range(s.layers.start, s.layers.stop)] == list(range(8))
+    assert [d.device for d in p.devices] == [shard.device for s in p.stages for shard in s.shards]
+    assert p.max_step_tokens >= p.prefill_chunk + p.max_sequences
+    assert p.pools.full_pages >= pages_of(p.max_context)
+    assert p.max_context <= engine.get("max_context", demo.context_tokens)
+    for memory in {d.memory for d in p.devices}:
+        users = [d for d in p.devices if d.memory == memory]
+        if users[0].free_bytes is None:
+            continue
+        needed = sum(d.needed_bytes for d in users) + (p.arena_bytes if memory == "host" else 0)
+        fits = needed <= users[0].free_bytes - users[0].reserve_bytes
+        assert all(d.fits is fits for d in users)
+    assert isinstance(result, Infeasible) == any(d.fits is False for d in p.devices)
+
+
+def test_a_layer_range_of_a_device_is_contiguous_with_the_next(demo, tmp_path):
+    p = placed(demo, configure(tmp_path, CPUS, ["0-3", "3-8"]))
+    assert [d.layers for d in p.devices] == [LayerRange(0, 3), LayerRange(3, 8)]
+    assert "layers: ranges as configured" in p.reasons
