@@ -1,0 +1,95 @@
+"""Doctor's check: does this interpreter's torch compute a layer's numbers right, on every visible device, and map an
+arena?"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from daemons import device as devices
+from daemons.models.stage import Stage
+from lucevisor.wire.arena import Arena
+from lucevisor.wire.errors import ArenaError
+from lucevisor.wire.families import read_spec
+from lucevisor.wire.gguf_files import open_model
+from lucevisor.wire.messages import (
+    Check,
+    Checked,
+    CheckLine,
+    Load,
+    OpenSequence,
+    Operation,
+    Pools,
+    SetPages,
+    ShardPlan,
+    Slice,
+    StagePlan,
+    Step,
+    ZeroState,
+)
+from lucevisor.wire.model_spec import ModelSpec
+from lucevisor.wire.values import Backend, Dtype, LayerRange, Sampling, Space
+
+N_TOKENS = 9
+TOLERANCE = {Dtype.FLOAT32: 1e-4, Dtype.FLOAT16: 1e-2, Dtype.BFLOAT16: 4e-2}
+"""Allowed root-mean-square error of one layer relative to its output, against float32 on the cpu."""
+
+
+def run_check(order: Check, backend: Backend, fds: Sequence[int]) -> Checked:
+    """Run every check; a check that fails is a line, never an exception."""
+    lines = [_arena(fd, plan.boundary, order, i) for i, (fd, plan) in enumerate(zip(fds, order.arenas, strict=True))]
+    spec = read_spec(open_model([Path(f) for f in order.files]))
+    rows = torch.randn(N_TOKENS, spec.boundary_width, generator=torch.Generator().manual_seed(order.layer))
+    reference = _layer(spec, order, Backend.CPU, 0, Dtype.FLOAT32, rows)
+    lines += [_device(spec, order, backend, d.index, rows, reference) for d in devices.visible_devices(backend)]
+    return Checked(lines)
+
+
+def _arena(fd: int, boundary: int, order: Check, i: int) -> CheckLine:
+    try:
+        arena = Arena.attach(fd, order.arenas[i])
+        region = arena.region(0)
+        ok = bytes(region[:8]) == b"lucevisr"[:8]
+        region[8:16] = bytes(region[:8])
+        seen = "read" if ok else "NOT seen"
+        detail = f"{order.arenas[i].region_bytes} bytes a region, mapped, the supervisor's bytes {seen}"
+        arena.close()
+        return CheckLine(f"arena {boundary}", ok, detail)
+    except ArenaError as e:
+        return CheckLine(f"arena {boundary}", False, str(e))
+
+
+def _device(spec: ModelSpec, order: Check, backend: Backend, index: int, rows: Tensor, reference: Tensor) -> CheckLine:
+    subject = f"{backend}:{index} layer {order.layer} {order.dtype}"
+    try:
+        got = _layer(spec, order, backend, index, order.dtype, rows)
+    except Exception as e:  # whatever torch raises on a broken device is what the operator must see
+        return CheckLine(subject, False, f"{type(e).__name__}: {e}")
+    change = (reference - rows).square().mean().sqrt()
+    error = float(((got - reference).square().mean().sqrt()) / change)
+    limit = TOLERANCE[order.dtype]
+    return CheckLine(
+        subject, error <= limit, f"relative error {error:.1e} against float32 on the cpu, allowed {limit:.0e}"
+    )
+
+
+@torch.inference_mode()
+def _layer(spec: ModelSpec, order: Check, backend: Backend, index: int, dtype: Dtype, rows: Tensor) -> Tensor:
+    layers = LayerRange(order.layer, order.layer + 1)
+    plan = StagePlan(1, [ShardPlan(index, layers)], source=0, target=1)
+    kv_dtype = dtype if dtype in (Dtype.FLOAT32, Dtype.FLOAT16) else Dtype.BFLOAT16
+    load = Load(order.files, dtype, kv_dtype, [plan], [], Pools(1, 1, 1), 1, N_TOKENS)
+    stage = Stage.load(spec, plan, load, backend, lambda _: None)
+    operations: list[Operation] = [
+        ZeroState(0),
+        OpenSequence(0, 0, Sampling()),
+        SetPages(0, Space.FULL, 0, [0]),
+        SetPages(0, Space.WINDOW, 0, [0]),
+    ]
+    step = Step(0, 0, operations, [Slice(0, 0, [0] * N_TOKENS, False)])
+    stage.apply([o for o in operations if not isinstance(o, SetPages) or o.space in spec.spaces()])
+    out = stage.forward(step, rows.to(devices.torch_dtype(dtype)))
+    return out.rows.float().cpu()

@@ -1,0 +1,247 @@
+"""Devices as torch sees them: names, memory, threads, copies between host and device.
+
+The only file of the daemon with branches on cuda and hip.  torch calls the devices of both ``cuda``; which one this
+interpreter has is told by ``torch.version.hip``.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from daemons.errors import DeviceError
+from lucevisor.wire.messages import DeviceInfo
+from lucevisor.wire.values import Backend, Dtype
+
+_TORCH_DTYPES = {Dtype.FLOAT32: torch.float32, Dtype.BFLOAT16: torch.bfloat16, Dtype.FLOAT16: torch.float16}
+CPU = torch.device("cpu")
+_PORTABLE = 1  # cudaHostRegisterPortable and hipHostRegisterPortable: valid for every device of this process
+
+
+def seen_backend() -> Backend:
+    """The accelerator stack of this interpreter's torch; cpu when it has none or sees no device."""
+    if not torch.cuda.is_available():
+        return Backend.CPU
+    return Backend.HIP if torch.version.hip else Backend.CUDA
+
+
+def prepare(backend: Backend, threads: int) -> None:
+    """Set what holds for the whole process: true float32 products, the number of cpu threads (0: torch's choice)."""
+    torch.set_float32_matmul_precision("highest")
+    if backend is not Backend.CPU:
+        torch.backends.cuda.matmul.allow_tf32 = False
+        torch.backends.cudnn.allow_tf32 = False
+        torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
+        torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
+    set_threads(threads)
+
+
+def set_threads(n: int) -> None:
+    """Number of cpu threads of one operation; 0 leaves torch's choice."""
+    if n > 0:
+        torch.set_num_threads(n)
+
+
+def torch_dtype(dtype: Dtype) -> torch.dtype:
+    """torch's name of an activation format.  Raises DeviceError for a storage-only format such as q8_0."""
+    if dtype not in _TORCH_DTYPES:
+        raise DeviceError(
+            "dtype",
+            f"{dtype.value} is a format of attention state, not of activations",
+            "use float32, bfloat16 or float16",
+            configuration=True,
+        )
+    return _TORCH_DTYPES[dtype]
+
+
+def torch_device(backend: Backend, index: int) -> torch.device:
+    """The torch device of a backend's index.  Raises DeviceError naming the devices that are there."""
+    if backend is Backend.CPU:
+        return CPU
+    _require(backend)
+    n = torch.cuda.device_count()
+    if not 0 <= index < n:
+        seen = ", ".join(f"{backend.value}:{i}" for i in range(n)) or "none"
+        raise DeviceError(
+            f"{backend.value}:{index}",
+            f"no such device, torch sees {seen}",
+            "check the group's visible_devices and target_devices",
+            configuration=True,
+        )
+    return torch.device("cuda", index)
+
+
+def visible_devices(backend: Backend) -> list[DeviceInfo]:
+    """Every device of ``backend`` in this interpreter.  Raises DeviceError when its torch is built for another one."""
+    if backend is Backend.CPU:
+        return [_cpu_info()]
+    _require(backend)
+    return [_accelerator_info(i) for i in range(torch.cuda.device_count())]
+
+
+def _require(backend: Backend) -> None:
+    built = "rocm" if torch.version.hip else "cuda" if torch.version.cuda else "cpu"
+    wanted = "rocm" if backend is Backend.HIP else "cuda"
+    if built != wanted:
+        raise DeviceError(
+            f"backend {backend.value}",
+            f"torch {torch.__version__} of this interpreter is a {built} build",
+            f"point the group's python at an environment with a {wanted} build of torch",
+            configuration=True,
+        )
+    if not torch.cuda.is_available():
+        raise DeviceError(
+            f"backend {backend.value}",
+            "torch sees no device",
+            "check the driver (nvidia-smi or rocm-smi), the device permissions and the group's visible_devices",
+            configuration=True,
+        )
+
+
+def _accelerator_info(index: int) -> DeviceInfo:
+    properties = torch.cuda.get_device_properties(index)
+    free, total = torch.cuda.mem_get_info(index)
+    if torch.version.hip:
+        architecture = str(getattr(properties, "gcnArchName", "gfx")).split(":")[0]
+        bfloat16 = architecture.startswith(("gfx9", "gfx11", "gfx12")) and architecture != "gfx906"
+    else:
+        architecture = f"sm_{properties.major}{properties.minor}"
+        bfloat16 = properties.major >= 8
+    dtypes = [Dtype.FLOAT32, Dtype.FLOAT16] + ([Dtype.BFLOAT16] if bfloat16 else [])
+    return DeviceInfo(index, properties.name, total, free, architecture, dtypes)
+
+
+def _cpu_info() -> DeviceInfo:
+    model, flags = platform.machine(), frozenset[str]()
+    try:
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            key, _, value = line.partition(":")
+            if key.strip() == "model name":
+                model = value.strip()
+            elif key.strip() == "flags":
+                flags = frozenset(value.split())
+                break
+    except OSError:
+        pass  # no /proc/cpuinfo: the machine type names the device well enough
+    known = [f for f in ("avx2", "avx512f", "avx512_bf16", "amx_bf16") if f in flags]
+    dtypes = [Dtype.FLOAT32] + ([Dtype.BFLOAT16] if flags & {"avx512_bf16", "amx_bf16"} else [])
+    architecture = "+".join([platform.machine(), *known[-1:]])
+    return DeviceInfo(0, model, host_total_bytes(), memory_free(CPU), architecture, dtypes)
+
+
+# ---- memory
+
+
+def host_total_bytes() -> int:
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def memory_total(device: torch.device) -> int:
+    """Bytes of the device's memory; for the cpu those of the host."""
+    return host_total_bytes() if device.type == "cpu" else int(torch.cuda.mem_get_info(device)[1])
+
+
+def memory_free(device: torch.device) -> int:
+    """Bytes that can still be allocated on the device, counting what torch's allocator holds unused."""
+    if device.type == "cpu":
+        for line in Path("/proc/meminfo").read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) * 1024
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
+    cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return int(torch.cuda.mem_get_info(device)[0]) + cached
+
+
+@contextmanager
+def allocating(device: torch.device, what: str, n_bytes: int, advice: str) -> Iterator[None]:
+    """Turn torch's out-of-memory errors inside the block into a DeviceError that says for what, and how much."""
+    try:
+        yield
+    except RuntimeError as error:  # torch.cuda.OutOfMemoryError is one; the cpu allocator raises a bare one
+        if not isinstance(error, torch.cuda.OutOfMemoryError) and "allocate memory" not in str(error):
+            raise
+        free, total = memory_free(device), memory_total(device)
+        raise DeviceError(
+            str(device),
+            f"out of memory for {what}: {n_bytes} bytes asked, {free} of {total} are free",
+            advice,
+            configuration=True,
+        ) from error
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait until everything queued on the device's current stream is done."""
+    if device.type != "cpu":
+        torch.cuda.current_stream(device).synchronize()
+
+
+# ---- boundary activations
+
+
+def register_host(buffer: memoryview) -> bool:
+    """Page-lock arena memory, so that copies to and from devices are DMA.
+
+    False where that is not possible: copies then go through the driver's own staging memory, slower but right.
+    """
+    if not torch.cuda.is_available() or not len(buffer):
+        return False
+    address = torch.frombuffer(buffer, dtype=torch.uint8).data_ptr()
+    done = int(_runtime().cudaHostRegister(address, len(buffer), _PORTABLE)) == 0
+    if not done:
+        _forget_last_error()
+    return done
+
+
+def unregister_host(buffer: memoryview) -> None:
+    """Undo a :func:`register_host` that returned True, before the memory is unmapped."""
+    address = torch.frombuffer(buffer, dtype=torch.uint8).data_ptr()
+    if int(_runtime().cudaHostUnregister(address)) != 0:
+        _forget_last_error()
+
+
+def _runtime() -> Any:
+    """The CUDA or HIP runtime functions that torch exposes."""
+    return torch.cuda.cudart()  # type: ignore[no-untyped-call]
+
+
+def _forget_last_error() -> None:
+    """Let a launch of no account have the refusal, which the runtime reports a second time at the next launch."""
+    with suppress(RuntimeError):  # the refusal itself, already told to the caller by the return value
+        torch.zeros(1, device="cuda").add_(1)
+    torch.cuda.synchronize()
+
+
+def boundary_view(buffer: memoryview, dtype: Dtype, rows: int, width: int) -> Tensor:
+    """``[rows, width]`` of an arena region as a cpu tensor over the same bytes.
+
+    Raises DeviceError when they do not fit.
+    """
+    kind = torch_dtype(dtype)
+    n_bytes = rows * width * kind.itemsize
+    if n_bytes > len(buffer):
+        raise DeviceError(
+            "arena region",
+            f"{rows} rows of {width} {dtype.value} take {n_bytes} bytes, the region has {len(buffer)}",
+            "send fewer tokens in a step: max_step_tokens and the arena's region size disagree",
+        )
+    if rows == 0:
+        return torch.empty(0, width, dtype=kind)
+    return torch.frombuffer(buffer, dtype=kind, count=rows * width).view(rows, width)
+
+
+def copy_in(view: Tensor, device: torch.device) -> Tensor:
+    """Rows of an arena region on ``device``.  On the cpu the view itself: the region keeps still during its step."""
+    return view.to(device, non_blocking=True)
+
+
+def copy_out(rows: Tensor, view: Tensor) -> None:
+    """Write ``rows`` to an arena region and return when the bytes are there."""
+    view.copy_(rows, non_blocking=True)
+    synchronize(rows.device)

@@ -1,0 +1,250 @@
+"""Building blocks of decoder layers, shared by all families.
+
+A block is a callable ``(x [T, E], batch) -> [T, E]``; its weights and its layer's pools are bound when it is built, and
+it knows no sequence, no step and no family name.  Families combine blocks in ``Family.layer``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from daemons.ops.attention import attention
+from daemons.ops.basic import RmsNorm, Rope, gated, l2_scale, rotate
+from daemons.ops.delta_rule import chunked, convolve, step
+from daemons.ops.linear import Linear, Table
+from daemons.state.batch import Batch, Group
+from daemons.state.pools import PagedTensor, Pools
+from daemons.weights import Weights
+from lucevisor.wire.model_spec import ModelSpec
+from lucevisor.wire.values import Space
+
+Block = Callable[[Tensor, Batch], Tensor]
+
+
+class Family(Protocol):
+    """What a family file provides.  ``weights`` and ``pools`` are those of one shard."""
+
+    def __init__(self, spec: ModelSpec, weights: Weights, pools: Pools) -> None: ...
+
+    def head(self) -> Callable[[Batch], Tensor]:
+        """Token ids to boundary rows [T, boundary width]."""
+
+    def enter(self, rows: Tensor, batch: Batch) -> Tensor:
+        """Boundary rows to the residual stream [T, E]; what else they carry is noted in ``batch`` for the shard's layers."""
+        return rows
+
+    def leave(self, h: Tensor, batch: Batch) -> Tensor:
+        """The residual stream to boundary rows."""
+        return h
+
+    def layer(self, index: int) -> Block:
+        """One decoder layer on the residual stream."""
+
+    def tail(self) -> Callable[[Tensor], Tensor]:
+        """Rows of the residual stream [n, E] to float32 logits [n, V]."""
+
+
+# ---- layers
+
+
+class PreNormLayer:
+    """``h += mixer(norm(h)); h += mlp(norm(h))``."""
+
+    def __init__(self, mixer_norm: RmsNorm, mixer: Block, mlp_norm: RmsNorm, mlp: Block) -> None:
+        self.mixer_norm, self.mixer, self.mlp_norm, self.mlp = mixer_norm, mixer, mlp_norm, mlp
+
+    def __call__(self, h: Tensor, batch: Batch) -> Tensor:
+        h = h + self.mixer(self.mixer_norm(h), batch)
+        return h + self.mlp(self.mlp_norm(h), batch)
+
+
+class Embedding:
+    """Rows of the token table, times ``scale``."""
+
+    def __init__(self, table: Table, scale: float = 1.0) -> None:
+        self.table, self.scale = table, scale
+
+    def __call__(self, batch: Batch) -> Tensor:
+        h = self.table(batch.ids)
+        return h if self.scale == 1.0 else h * self.scale
+
+
+class Output:
+    """Final norm and output matrix; logits float32, squashed to ``cap * tanh(x / cap)`` when a cap is given."""
+
+    def __init__(self, norm: RmsNorm, head: Linear, softcap: float = 0.0) -> None:
+        self.norm, self.head, self.softcap = norm, head, softcap
+
+    def __call__(self, h: Tensor) -> Tensor:
+        logits = self.head(self.norm(h)).float()
+        return logits if self.softcap == 0.0 else torch.tanh(logits / self.softcap) * self.softcap
+
+
+class GatedMlp:
+    """``down(act(gate x) * (up x))``; gate and up are one product."""
+
+    def __init__(self, gate_up: Linear, down: Linear, activation: str = "silu") -> None:
+        self.gate_up, self.down, self.activation = gate_up, down, activation
+
+    def __call__(self, x: Tensor, batch: Batch) -> Tensor:
+        return self.down(gated(self.gate_up(x), self.activation))
+
+
+# ---- attention
+
+
+@dataclass(frozen=True)
+class AttentionShape:
+    """H query heads, K kv heads of D.  K 0: the layer makes no keys and values, it reads those of another.
+
+    ``gate`` columns follow q and k in the input product: H D for a gate per element, H for one per head, 0 for none;
+    ``softplus``: instead of the sigmoid.  ``key_values``: values are the keys before norm and rotation.  ``window`` 0:
+    all positions.
+    """
+
+    n_heads: int
+    n_kv_heads: int
+    head_dim: int
+    scale: float
+    gate: int = 0
+    space: Space = Space.FULL
+    window: int = 0
+    softcap: float = 0.0
+    softplus: bool = False
+    key_values: bool = False
+
+
+class Attention:
+    """Causal attention over paged keys and values.
+
+    ``inputs`` gives columns q (H D), k (K D), gate, v (K D; none when values are keys).  ``positions`` has a norm weight
+    per head [H + K, D]: q and k are normed, rotated and cast together.  ``value_norm`` acts on each head of v.
+    """
+
+    def __init__(
+        self,
+        shape: AttentionShape,
+        inputs: Linear,
+        output: Linear,
+        pages: tuple[PagedTensor, PagedTensor],
+        positions: QueryKey,
+        value_norm: RmsNorm | None = None,
+    ) -> None:
+        self.shape, self.inputs, self.output, self.positions = shape, inputs, output, positions
+        self.keys, self.values = pages
+        self.value_norm = value_norm
+        s = shape
+        self.heads = [s.n_heads, s.n_kv_heads]
+        self.columns = [sum(self.heads) * s.head_dim, s.gate, 0 if s.key_values else s.n_kv_heads * s.head_dim]
+
+    def __call__(self, x: Tensor, batch: Batch) -> Tensor:
+        s = self.shape
+        rows, d = batch.n_rows, s.head_dim
+        qk, gate, v = self.inputs(x).split_with_sizes(self.columns, dim=-1)
+        qk = qk.view(rows, -1, d)
+        q, k = self.positions(qk, batch).split_with_sizes(self.heads, dim=1)
+        if s.n_kv_heads:
+            v = qk[:, s.n_heads :] if s.key_values else v.view(rows, -1, d)
+            slots = batch.slots[s.space]
+            self.keys.write(slots, k)
+            self.values.write(slots, v if self.value_norm is None else self.value_norm(v))
+        out = batch.each(self._attend, q)
+        if s.gate:
+            open_ = F.softplus(gate.float()).to(out.dtype) if s.softplus else torch.sigmoid(gate)
+            out = out * open_.view(rows, s.n_heads, -1)
+        return self.output(out.reshape(rows, -1))
+
+    def _attend(self, group: Group, q: Tensor) -> Tensor:
+        pages, mask = group.keys(self.shape.space, self.shape.window)
+        k, v = self.keys.read(pages, q.dtype), self.values.read(pages, q.dtype)
+        return attention(q, k, v, mask, scale=self.shape.scale, softcap=self.shape.softcap)
+
+
+class QueryKey:
+    """Norm and rotary positions of queries and keys [T, H + K, D]; arithmetic in float32."""
+
+    def __init__(self, norm: RmsNorm, rope: Rope) -> None:
+        self.norm, self.rope = norm, rope
+
+    def __call__(self, x: Tensor, batch: Batch) -> Tensor:
+        cos, sin = batch.turn(self.rope)
+        return rotate(self.norm.float32(x), cos, sin).to(x.dtype)
+
+
+# ---- gated delta net
+
+
+@dataclass(frozen=True)
+class DeltaShape:
+    """Key heads, value heads (value head j reads key head j mod n_key), head dims of both."""
+
+    n_key: int
+    n_value: int
+    dim: int
+
+    @property
+    def channels(self) -> int:
+        return (2 * self.n_key + self.n_value) * self.dim
+
+
+@dataclass(frozen=True)
+class DeltaWeights:
+    """``inputs``: columns q, k, v (the convolution's channels), z, alpha, beta.  ``taps`` [Kc, C]; ``decay`` (as
+    stored: -exp A) and ``dt`` [N]; all but the matrices float32.
+    """
+
+    inputs: Linear
+    output: Linear
+    taps: Tensor
+    decay: Tensor
+    dt: Tensor
+    norm: RmsNorm
+
+
+class DeltaNet:
+    """Gated delta net: short convolution, gated delta rule, gated norm.  State and arithmetic are float32."""
+
+    def __init__(self, shape: DeltaShape, weights: DeltaWeights, convolution: Tensor, states: Tensor) -> None:
+        self.shape, self.w, self.convolution, self.states = shape, weights, convolution, states
+        s = shape
+        self.columns = [s.channels, s.n_value * s.dim, s.n_value, s.n_value]
+        self.kept = weights.taps.shape[0] - 1
+        # rms norm times this is the l2 norm; queries also carry the rule's 1/sqrt(Dk)
+        l2 = l2_scale(s.dim)
+        scale = torch.tensor([[l2 * l2], [l2]], dtype=torch.float32, device=weights.taps.device)
+        self.qk_norm = RmsNorm(scale.repeat_interleave(s.n_key, dim=0), s.dim, 1e-6 / s.dim)
+
+    def __call__(self, x: Tensor, batch: Batch) -> Tensor:
+        s, rows = self.shape, batch.n_rows
+        mixed, z, alpha, beta = self.w.inputs(x).split_with_sizes(self.columns, dim=-1)
+        y = F.silu(batch.each(self._convolve, mixed.float()))
+        qk, v = y.split_with_sizes([2 * s.n_key * s.dim, s.n_value * s.dim], dim=-1)
+        qk = self.qk_norm(qk.view(rows, 2 * s.n_key, s.dim)).view(rows, 2, s.n_key, s.dim)
+        if s.n_value != s.n_key:
+            qk = torch.cat([qk] * (s.n_value // s.n_key), dim=2)
+        g = F.softplus(alpha.float() + self.w.dt).mul_(self.w.decay)
+        o = batch.each(self._recur, qk, v.view(rows, s.n_value, s.dim), g, torch.sigmoid(beta.float()))
+        o = self.w.norm(o).mul_(F.silu(z.float()).view(rows, s.n_value, s.dim))
+        return self.w.output(o.reshape(rows, -1).to(x.dtype))
+
+    def _convolve(self, group: Group, mixed: Tensor) -> Tensor:
+        out, window = convolve(mixed, group.load_state(self.convolution), self.w.taps)
+        group.store_state(self.convolution, window[:, -self.kept :])
+        return out
+
+    def _recur(self, group: Group, qk: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> Tensor:
+        """qk [B, n, 2, N, D], v [B, n, N, D], g and beta [B, n, N] -> o [B, n, N, D]"""
+        state = group.load_state(self.states)
+        if group.n_tokens == 1:
+            out = step(state, qk.squeeze(1), v, g.exp(), beta).unsqueeze(1)
+        else:
+            q, k = qk.unbind(2)
+            out, state = chunked(state, q, k, v, (g, beta), group.offset)
+        group.store_state(self.states, state)
+        return out

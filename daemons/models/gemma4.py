@@ -1,0 +1,198 @@
+"""Family ``gemma4``: sliding and full attention with heads of different sizes, norms on both sides of each part, optionally
+per-layer embeddings, layers that read the keys and values of an earlier one, and routed experts.  Maths: docs/families.md."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from daemons.models.blocks import Attention, AttentionShape, Block, Embedding, Family, GatedMlp, Output, QueryKey
+from daemons.models.mixture import build_routed, build_router
+from daemons.ops.basic import RmsNorm, rope
+from daemons.ops.linear import Linear
+from daemons.ops.moe import ExpertMlp, Router
+from daemons.state.batch import Batch
+from daemons.state.pools import Pools
+from daemons.weights import Weights
+from lucevisor.wire.families.gemma4 import Gemma4
+from lucevisor.wire.model_spec import ModelSpec
+
+
+@dataclass(frozen=True)
+class NormedBlock:
+    """``post(block(pre(h)))``; without ``post`` the block's own result."""
+
+    pre: RmsNorm
+    block: Block
+    post: RmsNorm | None
+
+    def __call__(self, h: Tensor, batch: Batch) -> Tensor:
+        out = self.block(self.pre(h), batch)
+        return out if self.post is None else self.post(out)
+
+
+@dataclass(frozen=True)
+class RoutedBlock:
+    """Routed experts beside the dense part.  The router reads the residual stream through a norm of its own."""
+
+    router_norm: RmsNorm
+    router: Router
+    routed: ExpertMlp
+    pre: RmsNorm
+    post: RmsNorm
+
+    def __call__(self, h: Tensor, batch: Batch) -> Tensor:
+        return self.post(self.routed(self.pre(h), *self.router(self.router_norm.float32(h))))
+
+
+@dataclass(frozen=True)
+class InputBlock:
+    """``post(project(gelu(gate h) * input))`` with the layer's row ``at`` of the step's per-layer inputs."""
+
+    gate: Linear
+    project: Linear
+    post: RmsNorm
+    at: int
+
+    def __call__(self, h: Tensor, batch: Batch) -> Tensor:
+        assert batch.layer_inputs is not None
+        return self.post(self.project(F.gelu(self.gate(h), approximate="tanh") * batch.layer_inputs[:, self.at]))
+
+
+@dataclass(frozen=True)
+class Gemma4Block:
+    """One layer.  ``parallel`` adds to ``mlp`` before their common norm ``post``; ``scale`` [] multiplies the whole stream."""
+
+    attention: Block
+    mlp: Block
+    parallel: Block | None
+    post: RmsNorm
+    inputs: Block | None
+    scale: Tensor
+
+    def __call__(self, h: Tensor, batch: Batch) -> Tensor:
+        h = h + self.attention(h, batch)
+        y = self.mlp(h, batch)
+        if self.parallel is not None:
+            y = y + self.parallel(h, batch)
+        h = h + self.post(y)
+        if self.inputs is not None:
+            h = h + self.inputs(h, batch)
+        return h * self.scale
+
+
+class LayerInputs:
+    """Per-layer inputs [T, layers of the shard, P] of a step, from its ids and its scaled embedding rows."""
+
+    def __init__(self, p: Gemma4, weights: Weights, n_layers: int) -> None:
+        self.p, self.n_layers = p, n_layers
+        self.table = weights.table("per_layer_token_embd.weight")
+        self.project = weights.linear("per_layer_model_proj.weight")
+        self.norm = RmsNorm(weights.exact("per_layer_proj_norm.weight"), p.layer_input, p.eps)
+
+    def __call__(self, ids: Tensor, embedded: Tensor) -> Tensor:
+        shape = (-1, self.n_layers, self.p.layer_input)
+        own = self.table(ids).view(shape) * math.sqrt(self.p.layer_input)
+        context = self.project(embedded).view(shape) * (1.0 / math.sqrt(self.p.embedding))
+        return (own + self.norm(context)) * math.sqrt(0.5)
+
+
+class Gemma4Family(Family):
+    """Builds the blocks of one shard.  With per-layer embeddings a boundary carries the scaled embedding row behind h."""
+
+    def __init__(self, spec: ModelSpec, weights: Weights, pools: Pools) -> None:
+        assert isinstance(spec.params, Gemma4)
+        self.spec, self.p, self.w, self.pools = spec, spec.params, weights, pools
+        self.device = weights.chooser.device
+        factors = weights.exact("rope_freqs.weight")
+        self.ropes = {False: rope(self.p.rotary, self.device, factors), True: rope(self.p.rotary_sliding, self.device)}
+        self.inputs = LayerInputs(self.p, weights, len(pools.layers)) if self.p.layer_input else None
+
+    def norm(self, name: str) -> RmsNorm:
+        weight = self.w.exact(name)
+        return RmsNorm(weight, weight.shape[-1], self.p.eps)
+
+    def head(self) -> Callable[[Batch], Tensor]:
+        embedding = Embedding(self.w.table("token_embd.weight"), math.sqrt(self.p.embedding))
+        if self.inputs is None:
+            return embedding
+
+        def doubled(batch: Batch) -> Tensor:
+            h = embedding(batch)
+            return torch.cat((h, h), dim=-1)
+
+        return doubled
+
+    def tail(self) -> Callable[[Tensor], Tensor]:
+        output = "output.weight" if "output.weight" in self.spec.tail else "token_embd.weight"
+        return Output(self.norm("output_norm.weight"), self.w.linear(output), self.p.softcap)
+
+    def enter(self, rows: Tensor, batch: Batch) -> Tensor:
+        if self.inputs is None:
+            return rows
+        h, batch.carried = rows.split_with_sizes([self.p.embedding] * 2, dim=-1)
+        batch.layer_inputs = self.inputs(batch.ids, batch.carried)
+        return h
+
+    def leave(self, h: Tensor, batch: Batch) -> Tensor:
+        return h if batch.carried is None else torch.cat((h, batch.carried), dim=-1)
+
+    def layer(self, index: int) -> Block:
+        b, moe = f"blk.{index}.", self.p.experts is not None
+        gate_up = self.w.linear(b + "ffn_gate.weight", b + "ffn_up.weight")
+        mlp = GatedMlp(gate_up, self.w.linear(b + "ffn_down.weight"), "gelu_tanh")
+        pre, post = self.norm(b + "attn_norm.weight"), self.norm(b + "post_attention_norm.weight")
+        mlp_norm = self.norm(b + "ffn_norm.weight")
+        return Gemma4Block(
+            attention=NormedBlock(pre, self.attention(index), post),
+            mlp=NormedBlock(mlp_norm, mlp, self.norm(b + "post_ffw_norm_1.weight") if moe else None),
+            parallel=self.routed(index) if moe else None,
+            post=self.norm(b + "post_ffw_norm.weight"),
+            inputs=self.input_block(index) if self.inputs is not None else None,
+            scale=self.w.exact(b + "layer_output_scale.weight").view(()),
+        )
+
+    def routed(self, index: int) -> Block:
+        p, b = self.p, f"blk.{index}."
+        assert p.experts is not None
+        scale = self.w.exact(b + "ffn_gate_inp.scale") / math.sqrt(p.embedding)
+        return RoutedBlock(
+            router_norm=RmsNorm(scale, p.embedding, p.eps),
+            router=build_router(self.w, b, p.experts, expert_scale="ffn_down_exps.scale"),
+            routed=build_routed(self.w, b, "gelu_tanh"),
+            pre=self.norm(b + "pre_ffw_norm_2.weight"),
+            post=self.norm(b + "post_ffw_norm_2.weight"),
+        )
+
+    def input_block(self, index: int) -> Block:
+        b = f"blk.{index}."
+        gate, project = self.w.linear(b + "inp_gate.weight"), self.w.linear(b + "proj.weight")
+        return InputBlock(gate, project, self.norm(b + "post_norm.weight"), index - self.pools.layers.start)
+
+    def attention(self, index: int) -> Block:
+        p, b, layer = self.p, f"blk.{index}.", self.p.layers[index]
+        d, owns = layer.head_dim, p.owns(index)
+        names, norms = [b + "attn_q.weight"], [self.w.exact(b + "attn_q_norm.weight").expand(p.n_heads, -1)]
+        if owns:
+            names += [b + "attn_k.weight"] + ([] if layer.key_values else [b + "attn_v.weight"])
+            norms.append(self.w.exact(b + "attn_k_norm.weight").expand(layer.n_kv_heads, -1))
+        spec = self.spec.layers[index]
+        shape = AttentionShape(
+            n_heads=p.n_heads,
+            n_kv_heads=layer.n_kv_heads if owns else 0,
+            head_dim=d,
+            scale=1.0,
+            space=spec.space,
+            window=spec.window,
+            key_values=layer.key_values,
+        )
+        pages = self.pools.paged(layer.source, "k"), self.pools.paged(layer.source, "v")
+        positions = QueryKey(RmsNorm(torch.cat(norms), d, p.eps), self.ropes[layer.sliding])
+        value_norm = RmsNorm(torch.ones(d, device=self.device), d, p.eps)
+        output = self.w.linear(b + "attn_output.weight")
+        return Attention(shape, self.w.linear(*names), output, pages, positions, value_norm)

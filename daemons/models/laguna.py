@@ -1,0 +1,76 @@
+"""Family ``laguna``: full and sliding attention with gated heads, a dense layer or more, then routed experts beside a shared one.
+Maths: docs/families.md."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from daemons.models.blocks import (
+    Attention,
+    AttentionShape,
+    Block,
+    Embedding,
+    Family,
+    GatedMlp,
+    Output,
+    PreNormLayer,
+    QueryKey,
+)
+from daemons.models.mixture import Mixture, build_routed, build_router, build_shared
+from daemons.ops.basic import RmsNorm, rope
+from daemons.state.batch import Batch
+from daemons.state.pools import Pools
+from daemons.weights import Weights
+from lucevisor.wire.families.laguna import Laguna
+from lucevisor.wire.model_spec import ModelSpec
+
+
+class LagunaFamily(Family):
+    """Builds the blocks of one shard."""
+
+    def __init__(self, spec: ModelSpec, weights: Weights, pools: Pools) -> None:
+        assert isinstance(spec.params, Laguna)
+        self.spec, self.p, self.w, self.pools = spec, spec.params, weights, pools
+        device = weights.chooser.device
+        self.ropes = {False: rope(self.p.rotary, device), True: rope(self.p.rotary_sliding, device)}
+
+    def norm(self, name: str) -> RmsNorm:
+        weight = self.w.exact(name)
+        return RmsNorm(weight, weight.shape[-1], self.p.eps)
+
+    def head(self) -> Callable[[Batch], Tensor]:
+        return Embedding(self.w.table("token_embd.weight"))
+
+    def tail(self) -> Callable[[Tensor], Tensor]:
+        output = "output.weight" if "output.weight" in self.spec.tail else "token_embd.weight"
+        return Output(self.norm("output_norm.weight"), self.w.linear(output))
+
+    def layer(self, index: int) -> Block:
+        b = f"blk.{index}."
+        norms = self.norm(b + "attn_norm.weight"), self.norm(b + "ffn_norm.weight")
+        return PreNormLayer(norms[0], self.attention(index), norms[1], self.mlp(index))
+
+    def mlp(self, index: int) -> Block:
+        b, x = f"blk.{index}.", self.p.experts
+        if index < self.p.n_dense or x is None:
+            gate_up = self.w.linear(b + "ffn_gate.weight", b + "ffn_up.weight")
+            return GatedMlp(gate_up, self.w.linear(b + "ffn_down.weight"))
+        shared = build_shared(self.w, b) if x.shared_width else None
+        return Mixture(build_router(self.w, b, x, bias="exp_probs_b.bias"), build_routed(self.w, b, "silu"), shared)
+
+    def attention(self, index: int) -> Block:
+        p, b, d = self.p, f"blk.{index}.", self.p.head_dim
+        n_heads, layer = p.heads[index], self.spec.layers[index]
+        gate = [b + "attn_gate.weight"] if p.gates[index] else []
+        inputs = self.w.linear(b + "attn_q.weight", b + "attn_k.weight", *gate, b + "attn_v.weight")
+        q_norm, k_norm = self.w.exact(b + "attn_q_norm.weight"), self.w.exact(b + "attn_k_norm.weight")
+        per_head = torch.cat((q_norm.expand(n_heads, -1), k_norm.expand(p.n_kv_heads, -1)))
+        shape = AttentionShape(
+            n_heads, p.n_kv_heads, d, d**-0.5, gate=p.gates[index], space=layer.space, window=layer.window, softplus=True
+        )
+        pages = self.pools.paged(index, "k"), self.pools.paged(index, "v")
+        positions = QueryKey(RmsNorm(per_head, d, p.eps), self.ropes[p.sliding[index]])
+        return Attention(shape, inputs, self.w.linear(b + "attn_output.weight"), pages, positions)

@@ -1,0 +1,62 @@
+"""Family ``qwen3``: dense, full attention in every layer, norms on queries and keys.  Maths: docs/families.md."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from daemons.models.blocks import (
+    Attention,
+    AttentionShape,
+    Block,
+    Embedding,
+    Family,
+    GatedMlp,
+    Output,
+    PreNormLayer,
+    QueryKey,
+)
+from daemons.ops.basic import RmsNorm, rope
+from daemons.state.batch import Batch
+from daemons.state.pools import Pools
+from daemons.weights import Weights
+from lucevisor.wire.families.qwen3 import Qwen3
+from lucevisor.wire.model_spec import ModelSpec
+
+
+class Qwen3Family(Family):
+    """Builds the blocks of one shard."""
+
+    def __init__(self, spec: ModelSpec, weights: Weights, pools: Pools) -> None:
+        assert isinstance(spec.params, Qwen3)
+        self.spec, self.p, self.w, self.pools = spec, spec.params, weights, pools
+        self.rope = rope(self.p.rotary, weights.chooser.device)
+
+    def norm(self, name: str) -> RmsNorm:
+        weight = self.w.exact(name)
+        return RmsNorm(weight, weight.shape[-1], self.p.eps)
+
+    def head(self) -> Callable[[Batch], Tensor]:
+        return Embedding(self.w.table("token_embd.weight"))
+
+    def tail(self) -> Callable[[Tensor], Tensor]:
+        output = "output.weight" if "output.weight" in self.spec.tail else "token_embd.weight"
+        return Output(self.norm("output_norm.weight"), self.w.linear(output))
+
+    def layer(self, index: int) -> Block:
+        b = f"blk.{index}."
+        gate_up = self.w.linear(b + "ffn_gate.weight", b + "ffn_up.weight")
+        mlp = GatedMlp(gate_up, self.w.linear(b + "ffn_down.weight"))
+        return PreNormLayer(self.norm(b + "attn_norm.weight"), self.attention(index), self.norm(b + "ffn_norm.weight"), mlp)
+
+    def attention(self, index: int) -> Block:
+        p, b, d = self.p, f"blk.{index}.", self.p.head_dim
+        inputs = self.w.linear(b + "attn_q.weight", b + "attn_k.weight", b + "attn_v.weight")
+        q_norm, k_norm = self.w.exact(b + "attn_q_norm.weight"), self.w.exact(b + "attn_k_norm.weight")
+        per_head = torch.cat((q_norm.expand(p.n_heads, -1), k_norm.expand(p.n_kv_heads, -1)))
+        shape = AttentionShape(p.n_heads, p.n_kv_heads, d, d**-0.5)
+        pages = self.pools.paged(index, "k"), self.pools.paged(index, "v")
+        positions = QueryKey(RmsNorm(per_head, d, p.eps), self.rope)
+        return Attention(shape, inputs, self.w.linear(b + "attn_output.weight"), pages, positions)

@@ -1,0 +1,91 @@
+"""Family ``qwen35``: three gated delta net layers, then one gated full-attention layer.  Maths: docs/families.md."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from daemons.models.blocks import (
+    Attention,
+    AttentionShape,
+    Block,
+    DeltaNet,
+    DeltaShape,
+    DeltaWeights,
+    Embedding,
+    Family,
+    GatedMlp,
+    Output,
+    PreNormLayer,
+    QueryKey,
+)
+from daemons.ops.basic import RmsNorm, plain_rope
+from daemons.state.batch import Batch
+from daemons.state.pools import Pools
+from daemons.weights import Rows, Weights
+from lucevisor.wire.families.qwen35 import Qwen35
+from lucevisor.wire.model_spec import ModelSpec
+
+
+class Qwen35Family(Family):
+    """Builds the blocks of one shard.  A family with another feed-forward part overrides :meth:`mlp`."""
+
+    def __init__(self, spec: ModelSpec, weights: Weights, pools: Pools) -> None:
+        assert isinstance(spec.params, Qwen35)
+        self.spec, self.p, self.w, self.pools = spec, spec.params, weights, pools
+        self.device = weights.chooser.device
+        self.rope = plain_rope(self.p.n_rotary, self.p.theta, self.device)
+
+    def norm(self, name: str) -> RmsNorm:
+        weight = self.w.exact(name)
+        return RmsNorm(weight, weight.shape[-1], self.p.eps)
+
+    def head(self) -> Callable[[Batch], Tensor]:
+        return Embedding(self.w.table("token_embd.weight"))
+
+    def tail(self) -> Callable[[Tensor], Tensor]:
+        output = "output.weight" if "output.weight" in self.spec.tail else "token_embd.weight"
+        return Output(self.norm("output_norm.weight"), self.w.linear(output))
+
+    def layer(self, index: int) -> Block:
+        b = f"blk.{index}."
+        mixer = self.delta_net(index) if self.p.recurrent[index] else self.attention(index)
+        return PreNormLayer(
+            self.norm(b + "attn_norm.weight"), mixer, self.norm(b + "post_attention_norm.weight"), self.mlp(index)
+        )
+
+    def mlp(self, index: int) -> Block:
+        b = f"blk.{index}."
+        gate_up = self.w.linear(b + "ffn_gate.weight", b + "ffn_up.weight")
+        return GatedMlp(gate_up, self.w.linear(b + "ffn_down.weight"))
+
+    def attention(self, index: int) -> Block:
+        p, b = self.p, f"blk.{index}."
+        d = p.head_dim
+        # rows of attn_q come head by head, query then gate: take all queries first, so that q and k lie side by side
+        q = Rows(b + "attn_q.weight", tuple((2 * h * d, 2 * h * d + d) for h in range(p.n_heads)))
+        gate = Rows(b + "attn_q.weight", tuple((2 * h * d + d, 2 * h * d + 2 * d) for h in range(p.n_heads)))
+        inputs = self.w.linear(q, b + "attn_k.weight", gate, b + "attn_v.weight")
+        q_norm, k_norm = self.w.exact(b + "attn_q_norm.weight"), self.w.exact(b + "attn_k_norm.weight")
+        per_head = torch.cat((q_norm.expand(p.n_heads, -1), k_norm.expand(p.n_kv_heads, -1)))
+        shape = AttentionShape(p.n_heads, p.n_kv_heads, d, p.scale, gate=p.n_heads * d)
+        pages = self.pools.paged(index, "k"), self.pools.paged(index, "v")
+        positions = QueryKey(RmsNorm(per_head, d, p.eps), self.rope)
+        return Attention(shape, inputs, self.w.linear(b + "attn_output.weight"), pages, positions)
+
+    def delta_net(self, index: int) -> Block:
+        p, b = self.p, f"blk.{index}."
+        weights = DeltaWeights(
+            inputs=self.w.linear(
+                b + "attn_qkv.weight", b + "attn_gate.weight", b + "ssm_alpha.weight", b + "ssm_beta.weight"
+            ),
+            output=self.w.linear(b + "ssm_out.weight"),
+            taps=self.w.exact(b + "ssm_conv1d.weight").t().contiguous(),
+            decay=self.w.exact(b + "ssm_a"),
+            dt=self.w.exact(b + "ssm_dt.bias"),
+            norm=self.norm(b + "ssm_norm.weight"),
+        )
+        shape = DeltaShape(p.delta_key_heads, p.delta_value_heads, p.delta_dim)
+        return DeltaNet(shape, weights, self.pools.state(index, "conv"), self.pools.state(index, "delta"))

@@ -1,0 +1,22 @@
+"""Family ``qwen35moe``: ``qwen35`` with routed experts and a gated shared one behind each mixer.  Maths: docs/families.md."""
+
+from __future__ import annotations
+
+from daemons.models.blocks import Block
+from daemons.models.mixture import Mixture, build_routed, build_router, build_shared
+from daemons.models.qwen35 import Qwen35Family
+from lucevisor.wire.families.qwen35moe import Qwen35Moe
+
+
+class Qwen35MoeFamily(Qwen35Family):
+    """Builds the blocks of one shard."""
+
+    def mlp(self, index: int) -> Block:
+        assert isinstance(self.p, Qwen35Moe)
+        b = f"blk.{index}."
+        return Mixture(
+            router=build_router(self.w, b, self.p.experts),
+            routed=build_routed(self.w, b, "silu"),
+            shared=build_shared(self.w, b),
+            gate=self.w.exact(b + "ffn_gate_inp_shexp.weight").view(1, -1),
+        )

@@ -1,0 +1,130 @@
+"""The blocks of one shard: its layer range on its device, with the head or the tail where the chain begins or ends.
+
+Knows no links and no sequences; invariant: the residual stream has the compute dtype throughout, so a boundary inside
+or between shards changes no number.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from daemons.device import memory_free
+from daemons.errors import LoadError
+from daemons.models import FAMILIES
+from daemons.models.blocks import Block
+from daemons.ops.choose import Chooser
+from daemons.state.batch import Batch
+from daemons.state.pools import Pools
+from daemons.weights import Weights
+from lucevisor.wire.gguf_files import GgufFiles
+from lucevisor.wire.messages import DeviceUse, ShardPlan
+from lucevisor.wire.messages import Pools as PoolSizes
+from lucevisor.wire.model_spec import ModelSpec
+from lucevisor.wire.resident import residents
+from lucevisor.wire.values import Backend, Dtype
+
+
+@dataclass(frozen=True, slots=True)
+class ShardRequest:
+    """What to build: one shard of ``spec``; ``first`` adds the head's tensors, ``last`` the tail's."""
+
+    spec: ModelSpec
+    plan: ShardPlan
+    first: bool
+    last: bool
+    backend: Backend
+    dtype: Dtype
+    kv_dtype: Dtype
+    pools: PoolSizes
+
+
+class Stack:
+    """A built shard.  ``head`` is None behind the first shard of the chain, ``tail`` before the last."""
+
+    def __init__(self, request: ShardRequest, chooser: Chooser, report: Callable[[int, int], None]) -> None:
+        spec, layers = request.spec, request.plan.layers
+        self.device, self.plan, self.chooser = chooser.device, request.plan, chooser
+        self.pools = Pools(spec, layers, self.device, request.kv_dtype, request.pools)
+        kept = residents(
+            spec, layers, first=request.first, last=request.last, backend=request.backend, dtype=request.dtype
+        )
+        weights = Weights(_files(spec), kept, chooser, report)
+        try:
+            family = FAMILIES[spec.architecture](spec, weights, self.pools)
+            self.enter, self.leave = family.enter, family.leave
+            self.head: Callable[[Batch], Tensor] | None = family.head() if request.first else None
+            self.layers: list[Block] = [family.layer(i) for i in range(layers.start, layers.stop)]
+            self.tail: Callable[[Tensor], Tensor] | None = family.tail() if request.last else None
+        finally:
+            weights.close()
+        self.weight_bytes = weights.n_bytes
+        self.warnings = [
+            f"{name} tensors are not kept as stored: {stored} bytes in the file take {taken} bytes on {self.device}"
+            for name, (stored, taken) in sorted(weights.converted.items())
+        ]
+
+    def run(self, rows: Tensor | None, batch: Batch, hidden: list[Tensor] | None) -> Tensor:
+        """Boundary rows [T, boundary width] through the layers; at the tail the residual stream [T, E] comes out.
+
+        ``hidden`` collects the residual stream at every layer's end (and behind the embedding) when given.
+        """
+        if self.head is not None:
+            rows = self.head(batch)
+        assert rows is not None
+        h = self.enter(rows, batch)
+        if self.head is not None and hidden is not None:
+            hidden.append(h)
+        for layer in self.layers:
+            h = layer(h, batch)
+            if hidden is not None:
+                hidden.append(h)
+        return h if self.tail is not None else self.leave(h, batch)
+
+    def usage(self) -> DeviceUse:
+        return DeviceUse(
+            device=self.plan.device,
+            layers=self.plan.layers,
+            weight_bytes=self.weight_bytes,
+            state_bytes=self.pools.nbytes,
+            free_bytes=memory_free(self.device),
+        )
+
+
+def check(request: ShardRequest) -> None:
+    """Raise LoadError for a plan that cannot be right for this model, before memory is touched."""
+    spec, layers = request.spec, request.plan.layers
+    where = f"stage shard {layers} on device {request.plan.device}"
+    if spec.architecture not in FAMILIES:
+        known = ", ".join(sorted(FAMILIES))
+        raise LoadError(
+            where,
+            f"architecture {spec.architecture!r} is not one of {known}",
+            "use a file of a known family",
+            configuration=True,
+        )
+    if not 0 <= layers.start < layers.stop <= spec.n_layers:
+        raise LoadError(
+            where, f"the model has layers [0,{spec.n_layers})", "correct the plan's layer ranges", configuration=True
+        )
+    for boundary in (layers.start, layers.stop):
+        if not spec.legal_boundary(boundary):
+            reason = f"layers behind {boundary} read pages of layers before it"
+            raise LoadError(where, reason, "move the boundary to a legal place", configuration=True)
+    _files(spec)
+
+
+def _files(spec: ModelSpec) -> GgufFiles:
+    if spec.files is None:
+        raise LoadError(
+            spec.name, "the model's files are not opened", "read the spec with open_spec", configuration=True
+        )
+    return spec.files
+
+
+def stream_dtype(h: Tensor, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Rows of a boundary on the device of the next shard, in the compute dtype."""
+    return h.to(device=device, dtype=dtype, non_blocking=True)

@@ -1,0 +1,159 @@
+"""One stage: the consecutive shards of a backend group, loaded once, then run step by step.
+
+The face of the tensor code towards the runtime: it takes wire messages and gives tensors.  Knows neither links nor
+arenas.  Invariant: steps run in the order given; nothing on the way of a step waits for a device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from daemons.device import prepare, torch_device, torch_dtype
+from daemons.errors import LoadError, StateError
+from daemons.models.stack import ShardRequest, Stack, check, stream_dtype
+from daemons.ops.choose import Chooser
+from daemons.state.batch import Batch, Layout
+from daemons.state.sequences import Sequences
+from lucevisor.wire.messages import DeviceUse, Load, Operation, Progress, StagePlan, Step
+from lucevisor.wire.model_spec import ModelSpec
+from lucevisor.wire.values import Backend
+
+
+@dataclass(slots=True)
+class StageOutput:
+    """``rows`` [T, boundary_width], at the tail [T, E], in the load's dtype on the last shard's device.
+
+    ``hidden``: the residual stream [T, E] at each layer's end (at the head behind the embedding too) if it was wanted,
+    on the same device.
+    """
+
+    rows: Tensor
+    hidden: list[Tensor] = field(default_factory=list)
+
+
+class Stage:
+    """A loaded stage.  Made by :meth:`load`."""
+
+    def __init__(self, spec: ModelSpec, plan: StagePlan, load: Load, stacks: list[Stack]) -> None:
+        self.spec, self.plan, self.stacks = spec, plan, stacks
+        self.head, self.tail = stacks[0].head is not None, stacks[-1].tail is not None
+        self.first_device, self.device = stacks[0].device, stacks[-1].device
+        self.dtype = torch_dtype(load.dtype)
+        self.max_step_tokens = load.max_step_tokens
+        self.sequences = Sequences([s.pools for s in stacks], load.pools, load.max_sequences)
+        self.kernels: dict[str, str] = {}
+        for stack in stacks:
+            self.kernels |= stack.chooser.chosen
+        self.warnings = [w for stack in stacks for w in stack.warnings]
+
+    @classmethod
+    @torch.inference_mode()
+    def load(
+        cls, spec: ModelSpec, plan: StagePlan, load: Load, backend: Backend, progress: Callable[[Progress], None]
+    ) -> Stage:
+        """Load the stage's shards onto their devices, in order.
+
+        ``spec.files`` must be open.  Raises LoadError (file, tensor) or DeviceError (device, tensor, bytes).
+        """
+        prepare(backend, load.threads)
+        if not plan.shards:
+            raise LoadError(f"stage {plan.stage}", "the plan has no shard", "correct the plan", configuration=True)
+        last = len(plan.shards) - 1
+        requests = [
+            ShardRequest(
+                spec=spec,
+                plan=shard,
+                first=plan.source is None and i == 0,
+                last=plan.target is None and i == last,
+                backend=backend,
+                dtype=load.dtype,
+                kv_dtype=load.kv_dtype,
+                pools=load.pools,
+            )
+            for i, shard in enumerate(plan.shards)
+        ]
+        for a, b in zip(plan.shards, plan.shards[1:], strict=False):
+            if a.layers.stop != b.layers.start:
+                raise LoadError(
+                    f"stage {plan.stage}",
+                    f"shard {b.layers} does not follow {a.layers}",
+                    "correct the plan",
+                    configuration=True,
+                )
+        dtype = torch_dtype(load.dtype)
+        stacks = []
+        for request in requests:
+            check(request)
+        for request in requests:
+            chooser = Chooser(torch_device(backend, request.plan.device), dtype)
+            device = request.plan.device
+
+            def report(done: int, total: int, device: int = device) -> None:
+                progress(Progress(plan.stage, device, done, total, "read"))
+
+            progress(Progress(plan.stage, device, 0, 0, "pools"))
+            stacks.append(Stack(request, chooser, report))
+        return cls(spec, plan, load, stacks)
+
+    @torch.inference_mode()
+    def apply(self, operations: Sequence[Operation]) -> None:
+        """Carry out state operations in order.  Raises StateError at the first impossible one; those before it hold."""
+        for operation in operations:
+            self.sequences.apply(operation)
+
+    @torch.inference_mode()
+    def forward(self, step: Step, rows_in: Tensor | None) -> StageOutput:
+        """Run the step's slices through the stage's layers; the step's operations must have been applied.
+
+        ``rows_in`` [T, boundary_width], on any device; ignored at the head, which reads the slices' token ids.
+        Raises StateError for slices that contradict the tables.
+        """
+        n = step.n_tokens
+        where = f"step {step.step_id}"
+        if n == 0:
+            rows = torch.empty(0, self.spec.boundary_width, dtype=self.dtype, device=self.device)
+            return StageOutput(rows, [])
+        if n > self.max_step_tokens:
+            raise StateError(where, f"{n} tokens, this daemon was loaded for steps of up to {self.max_step_tokens}")
+        h = None if self.head else rows_in
+        if not self.head and (h is None or h.shape != (n, self.spec.boundary_width)):
+            found = "none" if h is None else list(h.shape)
+            raise StateError(where, f"boundary rows {found} for {n} tokens of width {self.spec.boundary_width}")
+        self.sequences.flush()
+        layout = Layout(step.slices, self.sequences, self.spec)
+        batches: dict[torch.device, Batch] = {}
+        hidden: list[Tensor] | None = [] if step.want_hidden else None
+        for stack in self.stacks:
+            device = stack.device
+            if device not in batches:
+                batches[device] = Batch(layout, self.sequences.tables(device), device)
+            if h is not None:
+                h = stream_dtype(h, self.dtype, device)
+            h = stack.run(h, batches[device], hidden)
+        assert h is not None
+        return StageOutput(h, [x.to(self.device) for x in hidden or []])
+
+    @torch.inference_mode()
+    def logits(self, rows: Tensor, indices: Sequence[int] | None) -> Tensor:
+        """Float32 logits [n, V] of the chosen rows (None: all) of :meth:`forward`'s output.  Tail stages only."""
+        tail = self.stacks[-1].tail
+        if tail is None:
+            raise StateError(f"stage {self.plan.stage}", "logits were asked of a stage that is not the tail")
+        if indices is not None and list(indices) != list(range(rows.shape[0])):
+            index = torch.tensor(list(indices), dtype=torch.int64)
+            if rows.device.type != "cpu":
+                index = index.pin_memory().to(rows.device, non_blocking=True)
+            rows = rows.index_select(0, index)
+        return tail(rows)
+
+    def reset(self) -> None:
+        """Forget all sequences; weights and pools stay."""
+        self.sequences.reset()
+
+    def usage(self) -> list[DeviceUse]:
+        """Memory of each shard, measured."""
+        return [stack.usage() for stack in self.stacks]

@@ -1,0 +1,1 @@
+"""Arithmetic of the model blocks: functions and small callables over tensors, without state, families or files."""

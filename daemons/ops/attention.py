@@ -1,0 +1,76 @@
+"""Causal attention of some query rows over gathered keys, with grouped heads, window and soft cap.
+
+Knows tensors only: the caller gathers pages and builds the mask.  ``reference`` is the oracle of every faster form.
+
+Shapes: B slices, n query tokens a slice, L key positions, H query heads, K kv heads, D head dim of keys, Dv of values.
+Query head h reads kv head h // (H / K).
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+SCORE_ELEMENTS = 1 << 26
+"""Scores the reference holds at a time: 256 MiB of float32."""
+
+
+def visible(queries: Tensor, keys: Tensor, window: int) -> Tensor:
+    """Mask ``[B, 1, n, L]``: a query sees keys that are not later and, with a window, less than ``window`` back.
+
+    ``queries`` [B, n] and ``keys`` [B, L] are positions; a window counts the query itself; 0 is no window.
+    """
+    q, k = queries[:, None, :, None], keys[:, None, None, :]
+    return k <= q if window == 0 else (k <= q) & (k > q - window)
+
+
+def attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *, scale: float, softcap: float = 0.0) -> Tensor:
+    """Attend ``q`` [B, n, H, D] to ``k`` [B, L, K, D] and ``v`` [B, L, K, Dv]; returns [B, n, H, Dv] of q's dtype.
+
+    ``mask`` [B, 1, n, L], True where visible; None: every query sees every key.  Softmax is float32.
+    """
+    if softcap > 0.0 or (q.dtype == torch.float32 and q.device.type != "cpu"):
+        return reference(q, k, v, mask, scale=scale, softcap=softcap)  # fused kernels of GPUs may use TF32
+    n, group = q.shape[1], q.shape[2] // k.shape[2]
+    folded = _fold(q, k.shape[2])
+    if mask is not None and n > 1 and group > 1:
+        mask = mask.unsqueeze(2).expand(-1, -1, group, -1, -1).flatten(2, 3)
+    out = F.scaled_dot_product_attention(folded, k.transpose(1, 2), v.transpose(1, 2), attn_mask=mask, scale=scale)
+    return _unfold(out, n)
+
+
+def reference(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *, scale: float, softcap: float = 0.0) -> Tensor:
+    """The same in plain steps, float32 scores, a bounded number of them at a time."""
+    batch, n, heads, _ = q.shape
+    kv_heads, length = k.shape[2], k.shape[1]
+    keys, values = k.permute(0, 2, 3, 1).float(), v.transpose(1, 2).float()
+    rows = max(1, SCORE_ELEMENTS // max(1, batch * heads * length))
+    parts = []
+    for at in range(0, n, rows):
+        part = q[:, at : at + rows]
+        scores = torch.matmul(_fold(part.float(), kv_heads), keys).mul_(scale)
+        if softcap > 0.0:
+            scores = torch.tanh(scores / softcap) * softcap
+        if mask is not None:
+            hidden = ~mask[:, :, at : at + rows]
+            apart = scores.view(batch, kv_heads, heads // kv_heads, -1, length)
+            scores = apart.masked_fill(hidden.unsqueeze(2), float("-inf")).flatten(2, 3)
+        parts.append(_unfold(torch.matmul(torch.softmax(scores, dim=-1), values), part.shape[1]))
+    return torch.cat(parts, dim=1).to(q.dtype)
+
+
+def _fold(q: Tensor, kv_heads: int) -> Tensor:
+    """[B, n, H, D] -> [B, K, G n, D]: heads that share a kv head become query rows, so keys are not repeated."""
+    b, n, h, d = q.shape
+    if n == 1:
+        return q.reshape(b, kv_heads, h // kv_heads, d)
+    return q.view(b, n, kv_heads, h // kv_heads, d).permute(0, 2, 3, 1, 4).reshape(b, kv_heads, -1, d)
+
+
+def _unfold(o: Tensor, n: int) -> Tensor:
+    """[B, K, G n, Dv] -> [B, n, H, Dv]"""
+    b, k, rows, d = o.shape
+    if n == 1:
+        return o.reshape(b, 1, k * rows, d)
+    return o.view(b, k, rows // n, n, d).permute(0, 3, 1, 2, 4).reshape(b, n, k * (rows // n), d)

@@ -1,0 +1,117 @@
+"""Norms, rotary positions, activations: the small operations every family uses.
+
+Invariant: statistics are float32 whatever the activations are; unless said otherwise a result has its input's dtype.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from lucevisor.wire.rope import Rotary, Yarn
+
+
+class RmsNorm:
+    """``x rsqrt(mean(x²) + eps) weight`` over the last dimension, weight as stored.
+
+    ``weight`` float32, broadcast against the last dimensions of x: ``[D]``, or ``[H, D]`` for a weight per head; None
+    is 1.  The product with the weight is float32, then cast (Qwen3.5, Gemma 4, llama.cpp).
+    """
+
+    __slots__ = ("eps", "weight", "width")
+
+    def __init__(self, weight: Tensor | None, width: int, eps: float, device: torch.device | None = None) -> None:
+        self.weight, self.width = weight, width
+        where = device if weight is None else weight.device
+        self.eps = torch.tensor(eps, dtype=torch.float32, device=where)
+
+    def float32(self, x: Tensor) -> Tensor:
+        """The norm of x, float32."""
+        x = x.float()
+        # one reduction, one fused square, mean and eps: for a decode row the calls are the cost
+        length = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+        out = x * torch.addcmul(self.eps, length, length, value=1.0 / self.width).rsqrt_()
+        return out if self.weight is None else out.mul_(self.weight)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self.float32(x).to(x.dtype)
+
+
+@dataclass(frozen=True)
+class Rope:
+    """Rotary positions over the first ``n_rotary`` dims of a head, NEOX pairing: dim j turns with dim j + n_rotary / 2.
+
+    ``inverse_frequencies`` float32 [n_rotary / 2]; ``magnitude`` multiplies cos and sin (YaRN).
+    Layers with equal parameters share one object, so that cos and sin are computed once a step.
+    """
+
+    n_rotary: int
+    inverse_frequencies: Tensor
+    magnitude: float = 1.0
+
+    def tables(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """cos and sin ``[T, 1, n_rotary / 2]`` float32 of positions ``[T]``."""
+        angle = positions.to(torch.float32)[:, None, None] * self.inverse_frequencies
+        cos, sin = angle.cos(), angle.sin()
+        return (cos, sin) if self.magnitude == 1.0 else (cos * self.magnitude, sin * self.magnitude)
+
+
+def plain_rope(n_rotary: int, theta: float, device: torch.device) -> Rope:
+    """Frequencies ``theta^(-2j / n_rotary)``."""
+    exponent = torch.arange(0, n_rotary, 2, dtype=torch.float32) / n_rotary
+    return Rope(n_rotary, (1.0 / torch.pow(torch.tensor(theta, dtype=torch.float32), exponent)).to(device))
+
+
+def rope(rotary: Rotary, device: torch.device, factors: Tensor | None = None) -> Rope:
+    """Frequencies ``theta^(-2j / n)``, stretched by YaRN where the file says so, divided by ``factors`` [n / 2] when given.
+
+    YaRN: arXiv 2309.00071, section 3.2 and 3.4.  Pairs between the two turn counts are blended linearly in the pair's index.
+    """
+    plain = plain_rope(rotary.n, rotary.theta, device)
+    inverse, yarn = plain.inverse_frequencies, rotary.yarn
+    if factors is not None:
+        inverse = inverse / factors
+    if yarn is None:
+        return Rope(rotary.n, inverse)
+    low = max(math.floor(_pair_of(yarn.beta_fast, rotary, yarn)), 0)
+    high = min(math.ceil(_pair_of(yarn.beta_slow, rotary, yarn)), rotary.n - 1)
+    pair = torch.arange(rotary.n // 2, dtype=torch.float32, device=device)
+    slowed = ((pair - low) / max(high - low, 0.001)).clamp_(0.0, 1.0)
+    inverse = inverse * (1.0 - slowed) + inverse / yarn.factor * slowed
+    formula = 0.1 * math.log(yarn.factor) + 1.0 if yarn.factor > 1.0 else 1.0
+    return Rope(rotary.n, inverse, yarn.extra * (formula if yarn.attention_factor is None else yarn.attention_factor))
+
+
+def _pair_of(turns: float, rotary: Rotary, yarn: Yarn) -> float:
+    """The pair, as a broken number, that turns so many times within the original context."""
+    wave = yarn.original_context / (2.0 * math.pi * turns)
+    return rotary.n * math.log(wave) / (2.0 * math.log(rotary.theta))
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotate the first dims of ``x`` ``[T, H, D]`` float32 in place by tables ``[T, 1, n / 2]``, and return it."""
+    half = cos.shape[-1]
+    a, b = x[..., :half], x[..., half : 2 * half]
+    turned = a * sin
+    a.mul_(cos).addcmul_(b, sin, value=-1.0)
+    b.mul_(cos).add_(turned)
+    return x
+
+
+def gated(x: Tensor, activation: str) -> Tensor:
+    """``act(gate) * up`` of ``x`` ``[T, 2F]``, gate columns first.  ``activation``: silu, or gelu in its tanh form."""
+    gate, up = x.chunk(2, dim=-1)
+    if activation == "silu":
+        return F.silu(gate).mul_(up)
+    if activation == "gelu_tanh":
+        return F.gelu(gate, approximate="tanh").mul_(up)
+    raise ValueError(f"activation {activation!r} is neither silu nor gelu_tanh")
+
+
+def l2_scale(width: int) -> float:
+    """Factor between the rms norm and the l2 norm of a vector of ``width`` numbers."""
+    return 1.0 / math.sqrt(width)

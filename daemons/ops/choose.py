@@ -1,0 +1,91 @@
+"""Which implementation an operation gets, decided once at load; what was chosen is reported.
+
+The form a matrix rests in is not decided here but by ``lucevisor.wire.resident`` (the planner counts its bytes); this
+file turns form, device and dtype into a callable.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from daemons.ops.experts import BlockExperts, DenseExperts, ExpertMatrices
+from daemons.ops.linear import (
+    Blocks,
+    BlockTable,
+    Dense,
+    DenseFloat32Cpu,
+    DenseTable,
+    Int4Cpu,
+    Int8Cpu,
+    Linear,
+    PackedBfloat16Cpu,
+    Table,
+)
+from lucevisor.wire.ggml_types import GgmlType
+
+
+@dataclass(slots=True)
+class Chooser:
+    """Makes the callables of one device and remembers what it chose, as ``what -> implementation``."""
+
+    device: torch.device
+    dtype: torch.dtype
+    chosen: dict[str, str] = field(default_factory=dict)
+
+    def _note(self, what: str, implementation: str) -> None:
+        key = f"{self.device} {what}"
+        before = self.chosen.get(key, "")
+        if implementation not in before.split(" + "):
+            self.chosen[key] = f"{before} + {implementation}" if before else implementation
+
+    def dense(self, kinds: set[str], weight: Tensor, *, indexed: bool = False) -> Linear:
+        """A plain matrix.  ``indexed``: it is also a lookup table, so its rows must stay where they are."""
+        what = "linear " + ",".join(sorted(kinds))
+        if self.device.type == "cpu" and weight.dtype == torch.float32:
+            self._note(what, "float32 batched mkl")
+            return DenseFloat32Cpu(weight)
+        if self.device.type == "cpu" and weight.dtype == torch.bfloat16 and not indexed and packed_bfloat16():
+            self._note(what, "bfloat16 onednn packed")
+            return PackedBfloat16Cpu(weight)
+        self._note(what, f"{str(weight.dtype).removeprefix('torch.')} torch")
+        return Dense(weight)
+
+    def blocks(self, kind: GgmlType, raw: Tensor, n_columns: int) -> Linear:
+        self._note(f"linear {kind.name}", f"blocks, expanded to {str(self.dtype).removeprefix('torch.')} at each call")
+        return Blocks(kind, raw, n_columns)
+
+    def expert_dense(self, kinds: set[str], weight: Tensor) -> ExpertMatrices:
+        """Plain matrices of experts ``[X, N, K]``."""
+        self._note("experts " + ",".join(sorted(kinds)), f"{str(weight.dtype).removeprefix('torch.')} torch")
+        return DenseExperts(weight)
+
+    def expert_blocks(self, kind: GgmlType, raw: Tensor, n_columns: int) -> ExpertMatrices:
+        """Quant blocks of experts ``[X, N, row_bytes]``."""
+        self._note(f"experts {kind.name}", f"blocks, expanded to {str(self.dtype).removeprefix('torch.')} when chosen")
+        return BlockExperts(kind, raw, n_columns)
+
+    def int4(self, kinds: set[str], packed: Tensor, affine: Tensor) -> Linear:
+        self._note("linear " + ",".join(sorted(kinds)), "int4 groups of 32, torch packed")
+        return Int4Cpu(packed, affine)
+
+    def int8(self, kinds: set[str], weight: Tensor, scale: Tensor) -> Linear:
+        self._note("linear " + ",".join(sorted(kinds)), "int8 rows, torch packed")
+        return Int8Cpu(weight, scale)
+
+    def table(self, kind: GgmlType, weight: Tensor) -> Table:
+        """A lookup table: raw blocks are uint8."""
+        if weight.dtype == torch.uint8:
+            self._note(f"lookup {kind.name}", "blocks, rows expanded after the lookup")
+            return BlockTable(kind, weight, self.dtype)
+        self._note(f"lookup {kind.name}", f"{str(weight.dtype).removeprefix('torch.')} torch")
+        return DenseTable(weight, self.dtype)
+
+
+def packed_bfloat16() -> bool:
+    """Whether this torch has oneDNN's packed bfloat16 product and the cpu the instructions for it."""
+    if not torch._C._has_mkldnn or not hasattr(torch.ops.mkldnn, "_reorder_linear_weight"):
+        return False
+    return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())

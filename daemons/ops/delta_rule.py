@@ -1,0 +1,95 @@
+"""The gated delta rule and the short convolution in front of it, float32.
+
+Source: Yang, Kautz, Hatamizadeh, "Gated Delta Networks" (2024), sections 2-3, with the conventions of docs/families.md.
+Two forms of one rule: ``step`` for one token a sequence, ``chunked`` for runs of tokens.  Both take and give the state
+``S`` [B, N, Dk, Dv] (N value heads); neither knows where it is stored.
+
+    S <- exp(g) S;  e = beta (v - k' S);  S <- S + k e';  o = q' S        (q is already scaled by 1/sqrt(Dk))
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+CHUNK = 64
+"""Tokens of a chunk.  Borders lie at positions that are multiples of it, wherever a step begins."""
+
+
+def convolve(inputs: Tensor, left: Tensor, taps: Tensor) -> tuple[Tensor, Tensor]:
+    """Depth-wise causal convolution without activation.
+
+    ``inputs`` [B, n, C], ``left`` [B, taps - 1, C] the inputs before them, ``taps`` [taps, C], last one for the current
+    token.  Returns [B, n, C] and the window [B, taps - 1 + n, C], whose last taps - 1 rows are the next ``left``.
+    """
+    n, n_taps = inputs.shape[1], taps.shape[0]
+    window = torch.cat((left, inputs), dim=1)
+    if n == 1:
+        return (window * taps).sum(dim=1, keepdim=True), window
+    out = window[:, :n] * taps[0]
+    for j in range(1, n_taps):
+        out.addcmul_(window[:, j : j + n], taps[j])
+    return out, window
+
+
+def step(state: Tensor, qk: Tensor, v: Tensor, decay: Tensor, beta: Tensor) -> Tensor:
+    """One token: update ``state`` [B, N, Dk, Dv] in place, return o [B, N, Dv].
+
+    ``qk`` [B, 2, N, Dk] queries and keys; v [B, N, Dv]; ``decay`` = exp(g) and beta [B, N].
+    """
+    b, n, dk, dv = state.shape
+    q, k = qk.transpose(0, 1).reshape(2, b * n, 1, dk).unbind(0)
+    s = state.view(b * n, dk, dv)
+    s.mul_(decay.reshape(-1, 1, 1))
+    error = torch.baddbmm(v.reshape(b * n, 1, dv), k, s, alpha=-1.0).mul_(beta.reshape(-1, 1, 1))
+    s.addcmul_(k.transpose(1, 2), error)
+    return torch.bmm(q, s).view(b, n, dv)
+
+
+def chunked(
+    state: Tensor, q: Tensor, k: Tensor, v: Tensor, gates: tuple[Tensor, Tensor], offset: int
+) -> tuple[Tensor, Tensor]:
+    """A run of tokens; returns o [B, n, N, Dv] and S.
+
+    q, k [B, n, N, Dk]; v [B, n, N, Dv]; ``gates`` = (g, beta), each [B, n, N].
+    ``offset``: position of the first token modulo CHUNK.  Rows of zeros in front and behind fill the outer chunks; a
+    zero row (k = v = g = beta = 0) leaves S as it is.
+    """
+    b, n, heads, dk = q.shape
+    dv = v.shape[-1]
+    fits = offset + n <= CHUNK
+    front, size = (0, n) if fits else (offset, CHUNK)
+    back = -(front + n) % size
+    q, k, v = (_frames(x, front, back, size) for x in (q, k, v))  # [B N, chunks, size, D]
+    g, beta = (_frames(x.unsqueeze(-1), front, back, size).squeeze(-1) for x in gates)
+    total = g.cumsum(dim=-1)
+    ratio = total.unsqueeze(-1) - total.unsqueeze(-2)
+    above = torch.ones(size, size, dtype=torch.bool, device=q.device).triu(1)
+    ratio = ratio.masked_fill_(above, float("-inf")).exp_()  # masked first: above the diagonal exp would overflow
+    kt, beta, grown = k.transpose(-1, -2), beta.unsqueeze(-1), total.exp().unsqueeze(-1)
+    mixing = (k @ kt).mul_(ratio).mul_(beta)
+    unit = torch.eye(size, device=q.device).expand_as(mixing)
+    solve = torch.linalg.solve_triangular(mixing, unit, upper=False, unitriangular=True)
+    solve = solve * beta.transpose(-1, -2)
+    within = (q @ kt).mul_(ratio)
+    last = total[..., -1:]
+    k_left = k.mul((last - total).exp().unsqueeze(-1)).transpose(-1, -2)
+    q_grown, k_grown, shrink = q * grown, k * grown, last.exp().unsqueeze(-1)
+    s = state.reshape(b * heads, dk, dv)
+    parts = []
+    for i in range(q.shape[1]):
+        u = solve[:, i] @ torch.baddbmm(v[:, i], k_grown[:, i], s, alpha=-1.0)  # what S does not know yet
+        parts.append(torch.baddbmm(q_grown[:, i] @ s, within[:, i], u))
+        s = torch.baddbmm(s * shrink[:, i], k_left[:, i], u)
+    out = torch.cat(parts, dim=1)[:, front : front + n]
+    return out.view(b, heads, n, dv).transpose(1, 2), s.view(b, heads, dk, dv)
+
+
+def _frames(x: Tensor, front: int, back: int, size: int) -> Tensor:
+    """[B, n, N, D] -> [B N, chunks, size, D] with zero rows in front and behind."""
+    b, n, heads, d = x.shape
+    x = x.transpose(1, 2).reshape(b * heads, n, d)
+    if front or back:
+        x = F.pad(x, (0, 0, front, back))
+    return x.view(b * heads, -1, size, d)

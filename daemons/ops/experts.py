@@ -1,0 +1,79 @@
+"""Resting matrices of experts: one product with the matrix of an expert, or the matrices of many at once.
+
+Knows forms, no routing.  ``X`` experts, each ``[N, K]``; which class a tensor gets is decided by ``choose``.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from daemons.ops.linear import Blocks, Dense, DenseFloat32Cpu, Joined, Linear
+from daemons.quants import dequantise
+from lucevisor.wire.ggml_types import GgmlType
+
+
+class ExpertMatrices(Protocol):
+    """``n_experts`` matrices of ``n_out`` rows; ``n_numbers`` of one; ``n_bytes`` of all on their device."""
+
+    n_experts: int
+    n_out: int
+    n_numbers: int
+    n_bytes: int
+
+    def one(self, expert: int) -> Linear:
+        """The product with one expert's matrix."""
+
+    def some(self, experts: Tensor, dtype: torch.dtype) -> Tensor:
+        """Matrices ``[P, N, K]`` of the experts [P], which may repeat."""
+
+
+class DenseExperts:
+    """Plain matrices ``[X, N, K]`` of the activations' dtype."""
+
+    def __init__(self, weight: Tensor) -> None:
+        self.weight = weight
+        self.n_experts, self.n_out, n_columns = weight.shape
+        self.n_numbers, self.n_bytes = self.n_out * n_columns, weight.nbytes
+        form = DenseFloat32Cpu if weight.device.type == "cpu" and weight.dtype == torch.float32 else Dense
+        self.products: list[Linear] = [form(matrix) for matrix in weight]
+
+    def one(self, expert: int) -> Linear:
+        return self.products[expert]
+
+    def some(self, experts: Tensor, dtype: torch.dtype) -> Tensor:
+        return self.weight.index_select(0, experts)
+
+
+class BlockExperts:
+    """The file's quant blocks, raw ``[X, N, row_bytes]``; only chosen experts are expanded."""
+
+    def __init__(self, kind: GgmlType, raw: Tensor, n_columns: int) -> None:
+        self.kind, self.raw, self.n_columns = kind, raw, n_columns
+        self.n_experts, self.n_out = raw.shape[:2]
+        self.n_numbers, self.n_bytes = self.n_out * n_columns, raw.nbytes
+        self.products: list[Linear] = [Blocks(kind, matrix, n_columns) for matrix in raw]
+
+    def one(self, expert: int) -> Linear:
+        return self.products[expert]
+
+    def some(self, experts: Tensor, dtype: torch.dtype) -> Tensor:
+        raw = self.raw.index_select(0, experts).flatten(0, 1)
+        return dequantise(self.kind, raw, dtype).view(-1, self.n_out, self.n_columns)
+
+
+class JoinedExperts:
+    """Matrices of the same experts in several forms, below each other."""
+
+    def __init__(self, parts: list[ExpertMatrices]) -> None:
+        self.parts = parts
+        self.n_experts, self.n_out = parts[0].n_experts, sum(p.n_out for p in parts)
+        self.n_numbers, self.n_bytes = sum(p.n_numbers for p in parts), sum(p.n_bytes for p in parts)
+
+    def one(self, expert: int) -> Linear:
+        return Joined([p.one(expert) for p in self.parts])
+
+    def some(self, experts: Tensor, dtype: torch.dtype) -> Tensor:
+        return torch.cat([p.some(experts, dtype) for p in self.parts], dim=1)

@@ -1,0 +1,173 @@
+"""Pools: the device memory of pages and recurrent states of one shard.
+
+Built from the layer table alone; knows no family and no sequence.  Layers with the same state share one allocation
+``[layers, units, *shape]``, so that copying a page or a state is one call for all of them.  Invariant: unit ids are
+those of the supervisor, the same in every shard; a pool starts as zeros, so stale positions behind a mask are finite.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import prod
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from daemons.device import allocating, torch_dtype
+from lucevisor.wire.messages import Pools as PoolSizes
+from lucevisor.wire.model_spec import ModelSpec
+from lucevisor.wire.values import Dtype, LayerRange, Space
+
+GROUP = 32
+"""Numbers that share one scale in q8_0 state."""
+
+
+@dataclass(slots=True)
+class Pages:
+    """Which pages a group of slices reads: B slices of P pages each.
+
+    ``index`` [B P] page ids; of the P * 64 positions of a slice, ``length`` ones from ``skip`` on count.  None: B is 1
+    and the ids follow each other, so reading is a view of the pool's slots ``skip`` .. ``skip + length`` (cpu only).
+    """
+
+    index: Tensor | None
+    n_slices: int
+    skip: int
+    length: int
+
+
+class DensePages:
+    """Keys or values of one layer, ``[pages, 64, K, D]``."""
+
+    __slots__ = ("pages", "slots")
+
+    def __init__(self, pages: Tensor) -> None:
+        self.pages = pages
+        self.slots = pages.view(-1, *pages.shape[2:])
+
+    def write(self, slots: Tensor, rows: Tensor) -> None:
+        """Store ``rows`` [T, K, D] at slots ``page * 64 + offset`` [T]."""
+        self.slots.index_copy_(0, slots, rows.to(self.slots.dtype))
+
+    def read(self, pages: Pages, dtype: torch.dtype) -> Tensor:
+        """Gather [B, length, K, D] as ``dtype``."""
+        return _gather(self.pages, pages).to(dtype)
+
+
+class Q8Pages:
+    """Keys or values of one layer as q8_0: codes int8 ``[pages, 64, K, D]`` and a float16 scale for 32 numbers."""
+
+    __slots__ = ("codes", "scales", "width")
+
+    def __init__(self, codes: Tensor, scales: Tensor, width: int) -> None:
+        self.codes, self.scales, self.width = codes, scales, width
+
+    def write(self, slots: Tensor, rows: Tensor) -> None:
+        x = F.pad(rows.float(), (0, -self.width % GROUP))
+        x = x.view(*x.shape[:-1], -1, GROUP)
+        scale = (x.abs().amax(dim=-1) / 127).to(torch.float16)
+        inverse = torch.where(scale > 0, 1.0 / scale.float(), 0.0)
+        codes = (x * inverse.unsqueeze(-1)).round_().clamp_(-127, 127).to(torch.int8)
+        self.codes.view(-1, *self.codes.shape[2:]).index_copy_(0, slots, codes.flatten(-2))
+        self.scales.view(-1, *self.scales.shape[2:]).index_copy_(0, slots, scale)
+
+    def read(self, pages: Pages, dtype: torch.dtype) -> Tensor:
+        codes, scales = _gather(self.codes, pages).to(torch.float32), _gather(self.scales, pages).to(torch.float32)
+        x = codes.reshape(*scales.shape, GROUP) * scales.unsqueeze(-1)
+        return x.flatten(-2).narrow(-1, 0, self.width).to(dtype)
+
+
+PagedTensor = DensePages | Q8Pages
+
+
+def _gather(pool: Tensor, pages: Pages) -> Tensor:
+    if pages.index is None:
+        return pool.view(-1, *pool.shape[2:]).narrow(0, pages.skip, pages.length).unsqueeze(0)
+    found = pool.index_select(0, pages.index).view(pages.n_slices, -1, *pool.shape[2:])
+    return found if pages.skip == 0 and pages.length == found.shape[1] else found.narrow(1, pages.skip, pages.length)
+
+
+@dataclass(frozen=True, slots=True)
+class _Shape:
+    """What layers must have in common to share an allocation."""
+
+    space: Space
+    name: str
+    shape: tuple[int, ...]
+    dtype: Dtype
+
+
+class Pools:
+    """All state of the layers of one shard on one device.  Raises DeviceError when the device has no room for it."""
+
+    def __init__(
+        self, spec: ModelSpec, layers: LayerRange, device: torch.device, kv_dtype: Dtype, sizes: PoolSizes
+    ) -> None:
+        self.device, self.layers = device, layers
+        self.units = {Space.FULL: sizes.full_pages, Space.WINDOW: sizes.window_pages, Space.RECURRENT: sizes.states}
+        members: dict[_Shape, list[int]] = {}
+        for i in range(layers.start, layers.stop):
+            layer = spec.layers[i]
+            for t in layer.state:
+                members.setdefault(_Shape(layer.space, t.name, t.shape, t.dtype or kv_dtype), []).append(i)
+        self._stacks: list[tuple[Space, list[Tensor]]] = []
+        self._paged: dict[tuple[int, str], PagedTensor] = {}
+        self._states: dict[tuple[int, str], Tensor] = {}
+        for shape, indices in members.items():
+            self._allocate(shape, indices)
+
+    def _allocate(self, shape: _Shape, indices: list[int]) -> None:
+        n = (len(indices), self.units[shape.space])
+        quantised = shape.dtype is Dtype.Q8_0
+        width = shape.shape[-1]
+        parts = [((*n, *shape.shape), torch.float32)]
+        if quantised:
+            groups = -(-width // GROUP)
+            parts = [
+                ((*n, *shape.shape[:-1], groups * GROUP), torch.int8),
+                ((*n, *shape.shape[:-1], groups), torch.float16),
+            ]
+        else:
+            parts = [((*n, *shape.shape), torch_dtype(shape.dtype))]
+        n_bytes = sum(prod(extent) * kind.itemsize for extent, kind in parts)
+        what = f"state {shape.name!r} of layers {indices[0]}..{indices[-1]} ({n[1]} units of space {shape.space.value})"
+        advice = "lower the number of pages or sequences, choose a smaller kv dtype, or give this device fewer layers"
+        with allocating(self.device, what, n_bytes, advice):
+            tensors = [torch.zeros(extent, dtype=kind, device=self.device) for extent, kind in parts]
+        self._stacks.append((shape.space, tensors))
+        for at, i in enumerate(indices):
+            if shape.space is Space.RECURRENT:
+                self._states[i, shape.name] = tensors[0][at]
+            elif quantised:
+                self._paged[i, shape.name] = Q8Pages(tensors[0][at], tensors[1][at], width)
+            else:
+                self._paged[i, shape.name] = DensePages(tensors[0][at])
+
+    def paged(self, layer: int, name: str) -> PagedTensor:
+        """Pages of an attention layer (or of the layer it shares from)."""
+        return self._paged[layer, name]
+
+    def state(self, layer: int, name: str) -> Tensor:
+        """Recurrent states of a layer, ``[states, *shape]``."""
+        return self._states[layer, name]
+
+    def copy_page(self, space: Space, source: int, target: int, n_tokens: int) -> None:
+        """Copy the first ``n_tokens`` positions of a page, in every layer of ``space``."""
+        for tensor in self._of(space):
+            tensor[:, target, :n_tokens] = tensor[:, source, :n_tokens]
+
+    def copy_state(self, source: int, target: int) -> None:
+        for tensor in self._of(Space.RECURRENT):
+            tensor[:, target] = tensor[:, source]
+
+    def zero_state(self, state: int) -> None:
+        for tensor in self._of(Space.RECURRENT):
+            tensor[:, state].zero_()
+
+    def _of(self, space: Space) -> list[Tensor]:
+        return [t for s, tensors in self._stacks if s is space for t in tensors]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(t.nbytes for _, tensors in self._stacks for t in tensors)

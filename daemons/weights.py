@@ -1,0 +1,397 @@
+"""Weights of one shard: from the files onto a device, in the forms that ``lucevisor.wire.resident`` lists.
+
+Reads with pread into a small staging buffer and converts chunk by chunk, so the host never holds more than a chunk
+beside what stays; the page cache keeps the file for the next start.  Knows tensor names only as keys.
+Invariant: when a shard is built, ``n_bytes`` equals the planner's ``weight_bytes``.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from daemons.device import allocating
+from daemons.errors import LoadError
+from daemons.ops.choose import Chooser
+from daemons.ops.experts import ExpertMatrices, JoinedExperts
+from daemons.ops.linear import Joined, Linear, Table
+from daemons.quants import dequantise, four_bit
+from lucevisor.wire.ggml_types import DENSE, NATIVE, Format, GgmlType
+from lucevisor.wire.gguf_files import GgufFiles
+from lucevisor.wire.gguf_header import TensorInfo
+from lucevisor.wire.resident import Resident, Role
+
+CHUNK_BYTES = 8 << 20
+PACK_ROWS = 64
+"""torch packs int4 in blocks of up to 64 rows, each for itself: chunks of whole blocks can be packed one by one."""
+ADVICE = "give this device fewer layers (target_layer_split), a smaller quant, or fewer pages"
+REPORT_S = 0.05
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """Rows of a matrix in a wanted order: half-open ranges, joined.  None: all rows as they are.
+
+    ``columns``: the range of columns that is kept.  None: all.
+    """
+
+    name: str
+    ranges: tuple[tuple[int, int], ...] | None = None
+    columns: tuple[int, int] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Piece:
+    tensor: TensorInfo
+    start: int
+    stop: int
+    columns: tuple[int, int]
+
+    @property
+    def width(self) -> int:
+        return self.columns[1] - self.columns[0]
+
+    @property
+    def byte_columns(self) -> tuple[int, int]:
+        """Where in a row the blocks lie that hold the columns."""
+        kind = self.tensor.kind
+        first, behind = self.columns[0] // kind.block_elements, -(-self.columns[1] // kind.block_elements)
+        return first * kind.block_bytes, behind * kind.block_bytes
+
+    @property
+    def n_bytes(self) -> int:
+        """Of its rows, in the file."""
+        return (self.stop - self.start) * (self.tensor.n_bytes // row_count(self.tensor))
+
+
+class Staging:
+    """Reads file bytes into reused host memory and brings them to the device.
+
+    For an accelerator there are two page-locked buffers in turn, so that reading overlaps copying.
+    """
+
+    def __init__(self, files: GgufFiles, device: torch.device) -> None:
+        self.files, self.device = files, device
+        self.accelerated = device.type != "cpu"
+        self.buffers = [torch.empty(0, dtype=torch.uint8) for _ in range(2 if self.accelerated else 1)]
+        self.busy: list[torch.cuda.Event | None] = [None] * len(self.buffers)
+        self.turn = 0
+        self.descriptors = [os.open(path, os.O_RDONLY | os.O_CLOEXEC) for path in files.paths]
+        for fd in self.descriptors:
+            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_SEQUENTIAL)
+
+    def close(self) -> None:
+        for fd in self.descriptors:
+            os.close(fd)
+        self.descriptors = []
+        self.buffers = []
+
+    def load(self, pieces: Sequence[_Piece]) -> list[Tensor]:
+        """Raw rows of each piece on the device, uint8 [rows, row_bytes]; valid until the next call."""
+        self.turn = (self.turn + 1) % len(self.buffers)
+        event = self.busy[self.turn]
+        if event is not None:
+            event.synchronize()
+        row_bytes = [p.tensor.n_bytes // row_count(p.tensor) for p in pieces]
+        sizes = [n * (p.stop - p.start) for n, p in zip(row_bytes, pieces, strict=True)]
+        offsets = [0]
+        for size in sizes:
+            offsets.append(-(-(offsets[-1] + size) // 64) * 64)  # numbers of any format stay aligned
+        buffer = self._roomy(offsets[-1])
+        for piece, n, size, at in zip(pieces, row_bytes, sizes, offsets, strict=False):
+            self._read(buffer[at : at + size], piece.tensor, piece.start * n)
+        there = buffer.to(self.device, non_blocking=True) if self.accelerated else buffer
+        if self.accelerated:
+            event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            event.record(torch.cuda.current_stream(self.device))
+            self.busy[self.turn] = event
+        return [there[at : at + size].view(-1, n) for at, size, n in zip(offsets, sizes, row_bytes, strict=False)]
+
+    def _roomy(self, n_bytes: int) -> Tensor:
+        if self.buffers[self.turn].numel() < n_bytes:
+            self.buffers[self.turn] = torch.empty(n_bytes, dtype=torch.uint8, pin_memory=self.accelerated)
+        return self.buffers[self.turn][:n_bytes]
+
+    def _read(self, target: Tensor, tensor: TensorInfo, skip: int) -> None:
+        view = memoryview(target.numpy())  # type: ignore[arg-type]  # torch's stub of numpy() hides the buffer
+        at = 0
+        while at < len(view):
+            try:
+                n = os.preadv(self.descriptors[tensor.part], [view[at:]], tensor.offset + skip + at)
+            except OSError as error:
+                raise self._failed(
+                    tensor, f"reading failed: {error.strerror}", "check the disk and the file"
+                ) from error
+            if n == 0:
+                raise self._failed(tensor, "the file ended: it was cut after it was opened", "fetch the file again")
+            at += n
+
+    def _failed(self, tensor: TensorInfo, reason: str, advice: str) -> LoadError:
+        return LoadError(f"{self.files.paths[tensor.part]}: tensor {tensor.name!r}", reason, advice)
+
+
+def row_count(tensor: TensorInfo) -> int:
+    """Rows of a tensor: the product of all but its last extent."""
+    n = 1
+    for extent in tensor.shape[:-1]:
+        n *= extent
+    return n
+
+
+@dataclass(slots=True)
+class Progress:
+    """Counts file bytes and reports them, not oftener than every REPORT_S."""
+
+    total_bytes: int
+    report: Callable[[int, int], None]
+    done_bytes: int = 0
+    last_s: float = 0.0
+
+    def add(self, n_bytes: int) -> None:
+        self.done_bytes += n_bytes
+        now = time.monotonic()
+        if now - self.last_s >= REPORT_S or self.done_bytes >= self.total_bytes:
+            self.last_s = now
+            self.report(self.done_bytes, self.total_bytes)
+
+
+@dataclass(slots=True)
+class Weights:
+    """Makes the callables and vectors of one shard.  Close it when the shard is built."""
+
+    files: GgufFiles
+    residents: Sequence[Resident]
+    chooser: Chooser
+    report: Callable[[int, int], None]
+    n_bytes: int = 0
+    converted: dict[str, tuple[int, int]] = field(
+        default_factory=dict
+    )  # type -> bytes in the file, bytes on the device
+    staging: Staging = field(init=False)
+    progress: Progress = field(init=False)
+    _forms: dict[tuple[str, Role], Resident] = field(init=False)
+    _shared: dict[str, tuple[GgmlType, Tensor]] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._forms = {(r.name, r.role): r for r in self.residents}
+        self._shared = {}
+        self.staging = Staging(self.files, self.chooser.device)
+        self.progress = Progress(sum(r.read_bytes for r in self.residents), self.report)
+
+    def close(self) -> None:
+        self.staging.close()
+
+    # ---- what blocks ask for
+
+    def exact(self, name: str) -> Tensor:
+        """A vector, or a small matrix whose arithmetic is float32, in its own shape."""
+        resident = self._forms[name, Role.EXACT]
+        return self._dense([Rows(name)], torch.float32).view(resident.shape)
+
+    def linear(self, *wanted: str | Rows) -> Linear:
+        """The product with these matrices below each other; neighbours of one form become one matrix.
+
+        A name stands for the whole tensor, or for the part of it that is the shard's.
+        """
+        rows = [_own(self._forms[w, Role.MATRIX]) if isinstance(w, str) else w for w in wanted]
+        groups: list[list[Rows]] = []
+        for r in rows:
+            if groups and self._mergeable(groups[-1][-1], r):
+                groups[-1].append(r)
+            else:
+                groups.append([r])
+        parts = [self._matrix(group) for group in groups]
+        return parts[0] if len(parts) == 1 else Joined(parts)
+
+    def experts(self, *names: str) -> ExpertMatrices:
+        """Matrices of experts, tensors ``[X, N, K]``; each expert's rows of all ``names`` below each other."""
+        forms = [self._form(Rows(name)) for name in names]
+        if not all(self._mergeable(Rows(names[0]), Rows(name)) for name in names[1:]):
+            return JoinedExperts([self.experts(name) for name in names])
+        rows = [Rows(r.name, ((e * r.shape[1], (e + 1) * r.shape[1]),)) for e in range(forms[0].shape[0]) for r in forms]
+        n_experts, n_columns = forms[0].shape[0], forms[0].shape[-1]
+        if forms[0].form is Format.BLOCKS:
+            raw = self._raw(rows)
+            return self.chooser.expert_blocks(forms[0].kind, raw.view(n_experts, -1, raw.shape[-1]), n_columns)
+        weight = self._dense(rows, self._dtype_of(forms[0]))
+        return self.chooser.expert_dense({r.kind.name for r in forms}, weight.view(n_experts, -1, n_columns))
+
+    def table(self, name: str) -> Table:
+        """Rows by id.  Where it is the output matrix too, both share one tensor if the resident forms say so."""
+        lookup = self._forms.get((name, Role.LOOKUP))
+        shared = lookup is None
+        resident = self._forms[name, Role.MATRIX] if lookup is None else lookup
+        if resident.form is Format.BLOCKS:
+            weight = self._raw([_own(resident)])
+        else:
+            weight = self._dense([_own(resident)], self._dtype_of(resident))
+        if shared:
+            self._shared[name] = (resident.kind, weight)
+        return self.chooser.table(resident.kind, weight)
+
+    # ---- forms
+
+    def _form(self, rows: Rows) -> Resident:
+        return self._forms[rows.name, Role.MATRIX]
+
+    def _mergeable(self, a: Rows, b: Rows) -> bool:
+        fa, fb = self._form(a), self._form(b)
+        return fa.form is fb.form and (fa.form is not Format.BLOCKS or fa.kind is fb.kind)
+
+    def _dtype_of(self, resident: Resident) -> torch.dtype:
+        return torch.float32 if resident.form is Format.FLOAT32 else self.chooser.dtype
+
+    def _matrix(self, rows: list[Rows]) -> Linear:
+        first = self._form(rows[0])
+        kinds = {self._form(r).kind.name for r in rows}
+        if rows[0].name in self._shared:
+            kind, weight = self._shared[rows[0].name]
+            if first.form is Format.BLOCKS:
+                return self.chooser.blocks(kind, weight, first.shape[-1])
+            return self.chooser.dense(kinds, weight, indexed=True)
+        if first.form is Format.BLOCKS:
+            return self.chooser.blocks(first.kind, self._raw(rows), first.shape[-1])
+        if first.form is Format.INT4:
+            return self.chooser.int4(kinds, *self._int4(rows))
+        if first.form is Format.INT8:
+            return self.chooser.int8(kinds, *self._int8(rows))
+        return self.chooser.dense(kinds, self._dense(rows, self._dtype_of(first)))
+
+    def _raw(self, rows: list[Rows]) -> Tensor:
+        pieces = self._pieces(rows)
+        start, stop = pieces[0].byte_columns
+        out = self._empty(pieces, (_total(pieces), stop - start), torch.uint8)
+        for at, parts in self._chunks(pieces, 1):
+            for _, raw in parts:
+                out[at : at + raw.shape[0]] = raw
+                at += raw.shape[0]
+        return out
+
+    def _dense(self, rows: list[Rows], dtype: torch.dtype) -> Tensor:
+        pieces = self._pieces(rows)
+        out = self._empty(pieces, (_total(pieces), pieces[0].width), dtype)
+        for at, parts in self._chunks(pieces, 1):
+            for piece, raw in parts:
+                out[at : at + raw.shape[0]] = self._numbers(piece, raw, dtype)
+                at += raw.shape[0]
+        for piece in pieces:
+            kind = piece.tensor.kind.name
+            if kind not in DENSE and kind not in NATIVE:
+                stored, kept = self.converted.get(kind, (0, 0))
+                numbers = (piece.stop - piece.start) * piece.width
+                self.converted[kind] = (stored + piece.n_bytes, kept + numbers * dtype.itemsize)
+        return out
+
+    def _int8(self, rows: list[Rows]) -> tuple[Tensor, Tensor]:
+        pieces = self._pieces(rows)
+        n, columns = _total(pieces), pieces[0].width
+        weight = self._empty(pieces, (n, columns), torch.int8)
+        scales = self._empty(pieces, (n,), torch.bfloat16)
+        for at, parts in self._chunks(pieces, 1):
+            for piece, raw in parts:
+                x = self._numbers(piece, raw, torch.float32)
+                scale = (x.abs().amax(dim=1) / 127).to(torch.bfloat16)
+                divisor = torch.where(scale > 0, scale.float(), 1.0).unsqueeze(1)
+                weight[at : at + x.shape[0]] = (x / divisor).round_().clamp_(-127, 127).to(torch.int8)
+                scales[at : at + x.shape[0]] = scale
+                at += x.shape[0]
+        return weight, scales
+
+    def _int4(self, rows: list[Rows]) -> tuple[Tensor, Tensor]:
+        pieces = self._pieces(rows)
+        n, columns = _total(pieces), pieces[0].width
+        packed = self._empty(pieces, (n, columns // 2), torch.uint8)
+        affine = self._empty(pieces, (columns // 32, n, 2), torch.bfloat16)
+        for at, parts in self._chunks(pieces, PACK_ROWS):
+            codes, scales, zeros = (
+                torch.cat(x) for x in zip(*(four_bit(p.tensor.kind, raw) for p, raw in parts), strict=True)
+            )
+            stop = at + codes.shape[0]
+            packed[at:stop] = torch._convert_weight_to_int4pack_for_cpu(codes.to(torch.int32), 1)
+            affine[:, at:stop, 0] = scales.t()
+            affine[:, at:stop, 1] = zeros.t()
+        return packed, affine
+
+    # ---- reading
+
+    def _numbers(self, piece: _Piece, raw: Tensor, dtype: torch.dtype) -> Tensor:
+        tensor = piece.tensor
+        try:
+            found = dequantise(tensor.kind, raw, dtype)
+            return found if found.shape[1] == piece.width else found.narrow(1, _ahead(piece), piece.width)
+        except (NotImplementedError, KeyError, ValueError) as error:
+            where = f"{self.files.paths[tensor.part]}: tensor {tensor.name!r}"
+            reason = f"nobody here can read its type {tensor.kind.name} ({error})"
+            raise LoadError(where, reason, "use a file with another quant type", configuration=True) from error
+
+    def _pieces(self, rows: list[Rows]) -> list[_Piece]:
+        out: list[_Piece] = []
+        for r in rows:
+            tensor = self.files.tensors[r.name]
+            columns = r.columns or (0, tensor.shape[-1])
+            out += [_Piece(tensor, a, b, columns) for a, b in r.ranges or ((0, row_count(tensor)),)]
+        return out
+
+    def _empty(self, pieces: list[_Piece], shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        names = ", ".join(dict.fromkeys(p.tensor.name for p in pieces))
+        n_bytes = dtype.itemsize
+        for extent in shape:
+            n_bytes *= extent
+        what = f"weights of {names} ({self.files.paths[pieces[0].tensor.part].name})"
+        with allocating(self.chooser.device, what, n_bytes, ADVICE):
+            out = torch.empty(shape, dtype=dtype, device=self.chooser.device)
+        self.n_bytes += out.nbytes
+        return out
+
+    def _chunks(self, pieces: list[_Piece], align: int) -> Iterator[tuple[int, list[tuple[_Piece, Tensor]]]]:
+        """The pieces in order, cut into chunks of about CHUNK_BYTES and whole multiples of ``align`` rows."""
+        row_bytes = max(p.tensor.n_bytes // row_count(p.tensor) for p in pieces)
+        numbers = pieces[0].width * 4  # what a row takes while it is converted
+        size = max(align, CHUNK_BYTES // max(row_bytes, numbers) // align * align)
+        total = _total(pieces)
+        borders = [*range(0, total, size), total]
+        for start, stop in pairwise(borders):
+            part = list(_cut(pieces, start, stop))
+            yield start, [(p, _narrow(p, raw)) for p, raw in zip(part, self.staging.load(part), strict=True)]
+            self.progress.add(sum(p.n_bytes for p in part))
+
+
+def _total(pieces: list[_Piece]) -> int:
+    return sum(p.stop - p.start for p in pieces)
+
+
+def _own(resident: Resident) -> Rows:
+    """What a shard takes of a tensor."""
+    part = resident.part
+    if part is None:
+        return Rows(resident.name)
+    span = (part.start, part.stop)
+    return Rows(resident.name, (span,)) if part.axis == 0 else Rows(resident.name, columns=span)
+
+
+def _narrow(piece: _Piece, raw: Tensor) -> Tensor:
+    """The blocks of whole rows that hold the piece's columns."""
+    start, stop = piece.byte_columns
+    return raw if stop - start == raw.shape[1] else raw[:, start:stop].contiguous()
+
+
+def _ahead(piece: _Piece) -> int:
+    """Numbers of the first block that lie before the piece's columns."""
+    return piece.columns[0] % piece.tensor.kind.block_elements
+
+
+def _cut(pieces: list[_Piece], start: int, stop: int) -> Iterator[_Piece]:
+    """What rows start .. stop of the joined pieces are made of."""
+    at = 0
+    for p in pieces:
+        n = p.stop - p.start
+        low, high = max(start, at), min(stop, at + n)
+        if low < high:
+            yield replace(p, start=p.start + low - at, stop=p.start + high - at)
+        at += n

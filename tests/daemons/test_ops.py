@@ -1,0 +1,228 @@
+"""Operations against plain float64 arithmetic written out position by position."""
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from daemons.ops.attention import attention, reference, visible
+from daemons.ops.basic import RmsNorm, gated, plain_rope, rotate
+from daemons.ops.delta_rule import chunked, convolve, step
+from daemons.ops.linear import Blocks, Dense, DenseFloat32Cpu, Int4Cpu, Int8Cpu, Joined, PackedBfloat16Cpu
+from lucevisor.wire.ggml_types import BY_NAME
+
+# ---- basic
+
+
+@pytest.mark.parametrize("rows", [1, 5, 40])
+def test_rms_norm(rows):
+    x, w = torch.randn(rows, 96) * 3, torch.randn(96)
+    wanted = x.double() / (x.double().square().mean(-1, keepdim=True) + 1e-6).sqrt() * w.double()
+    assert torch.allclose(RmsNorm(w, 96, 1e-6)(x), wanted.float(), rtol=2e-6, atol=1e-6)
+    plain = RmsNorm(None, 96, 1e-6, torch.device("cpu"))
+    assert torch.allclose(plain(x) * w, wanted.float(), rtol=2e-6, atol=1e-6)
+    half = RmsNorm(w, 96, 1e-6)(x.bfloat16())
+    assert half.dtype == torch.bfloat16
+
+
+def test_rms_norm_of_a_small_vector_feels_eps():
+    x = torch.full((1, 4), 1e-4)
+    assert torch.allclose(RmsNorm(torch.ones(4), 4, 1e-6)(x), x / math.sqrt(1e-8 + 1e-6), rtol=1e-5)
+
+
+def test_rope_turns_pairs_half_a_rotary_part_apart():
+    rope = plain_rope(8, 10000.0, torch.device("cpu"))
+    x = torch.randn(3, 2, 12)
+    positions = torch.tensor([0, 5, 1000])
+    cos, sin = rope.tables(positions)
+    found = rotate(x.clone(), cos, sin)
+    assert torch.equal(found[0], x[0])
+    assert torch.equal(found[..., 8:], x[..., 8:])
+    for t, p in enumerate(positions.tolist()):
+        for j in range(4):
+            a = p * 10000.0 ** (-2 * j / 8)
+            u, v = x[t, :, j].double(), x[t, :, j + 4].double()
+            assert torch.allclose(found[t, :, j].double(), u * math.cos(a) - v * math.sin(a), atol=2e-4)
+            assert torch.allclose(found[t, :, j + 4].double(), v * math.cos(a) + u * math.sin(a), atol=2e-4)
+
+
+def test_gated_takes_the_gate_first():
+    x = torch.randn(3, 10)
+    assert torch.allclose(gated(x, "silu"), F.silu(x[:, :5]) * x[:, 5:])
+    assert torch.allclose(gated(x, "gelu_tanh"), F.gelu(x[:, :5], approximate="tanh") * x[:, 5:])
+    with pytest.raises(ValueError, match="relu"):
+        gated(x, "relu")
+
+
+# ---- linear
+
+
+@pytest.mark.parametrize("rows", [1, 2, 3, 8, 9, 33])
+@pytest.mark.parametrize(("n", "k"), [(64, 96), (48, 33), (7, 16), (6, 32)])
+def test_float32_products_of_any_row_count(rows, n, k):
+    w, x = torch.randn(n, k), torch.randn(rows, 2 * k)[:, :k]
+    wanted = (x.double() @ w.double().t()).float()
+    for product in (Dense(w), DenseFloat32Cpu(w)):
+        found = product(x)
+        assert found.shape == (rows, n)
+        assert found.is_contiguous()
+        assert torch.allclose(found, wanted, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("rows", [1, 20])
+def test_packed_bfloat16(rows):
+    w, x = torch.randn(48, 64).bfloat16(), torch.randn(rows, 64).bfloat16()
+    wanted = x.double() @ w.double().t()
+    assert torch.allclose(PackedBfloat16Cpu(w)(x).double(), wanted, rtol=1e-2, atol=5e-2)
+
+
+@pytest.mark.parametrize("rows", [1, 3, 20])
+def test_int8_and_int4_products_multiply_what_they_hold(rows):
+    x = torch.randn(rows, 64).bfloat16()
+    codes, scale = torch.randint(-127, 128, (80, 64), dtype=torch.int8), torch.rand(80).bfloat16()
+    wanted = x.double() @ (codes.double() * scale.double().unsqueeze(1)).t()
+    assert float((Int8Cpu(codes, scale)(x).double() - wanted).norm() / wanted.norm()) < 5e-3
+    q, affine = torch.randint(0, 16, (80, 64), dtype=torch.int32), torch.randn(2, 80, 2).bfloat16()
+    a = affine.permute(1, 0, 2).double().unsqueeze(2)  # [N, groups, 1, 2]
+    w = ((q.view(80, 2, 32).double() - 8) * a[..., 0] + a[..., 1]).view(80, 64)
+    found = Int4Cpu(torch._convert_weight_to_int4pack_for_cpu(q, 1), affine)(x)
+    assert float((found.double() - x.double() @ w.t()).norm() / (x.double() @ w.t()).norm()) < 5e-3
+
+
+def test_large_block_matrices_are_expanded_in_parts(monkeypatch):
+    raw = torch.randint(0, 256, (50, 34 * 3), dtype=torch.uint8)
+    raw.view(50, 3, 34)[..., 0:2] = torch.tensor([0x00, 0x2C], dtype=torch.uint8)  # scale 0.0625
+    x = torch.randn(4, 96)
+    whole = Blocks(BY_NAME["Q8_0"], raw, 96)(x)
+    monkeypatch.setattr("daemons.ops.linear.EXPANDED_ELEMENTS", 96 * 7)
+    assert torch.allclose(Blocks(BY_NAME["Q8_0"], raw, 96)(x), whole, rtol=1e-5, atol=1e-5)
+
+
+def test_joined_products_lie_side_by_side():
+    a, b, x = torch.randn(6, 8), torch.randn(3, 8), torch.randn(5, 8)
+    joined = Joined([Dense(a), Dense(b)])
+    assert torch.equal(joined(x), torch.cat((F.linear(x, a), F.linear(x, b)), dim=1))
+    assert (joined.n_out, joined.n_bytes) == (9, 9 * 8 * 4)
+
+
+# ---- attention
+
+
+def plain_attention(q, k, v, queries, keys, window, scale, softcap):
+    """One query row after the other, float64."""
+    b, n, h, _ = q.shape
+    out = torch.zeros(b, n, h, v.shape[-1], dtype=torch.float64)
+    group = h // k.shape[2]
+    for i in range(b):
+        for t in range(n):
+            distance = queries[i, t] - keys[i]
+            seen = (distance >= 0) & ((distance < window) if window else torch.tensor(True))
+            for head in range(h):
+                scores = (k[i, :, head // group].double() @ q[i, t, head].double()) * scale
+                if softcap:
+                    scores = torch.tanh(scores / softcap) * softcap
+                p = torch.softmax(scores.masked_fill(~seen, float("-inf")), dim=0)
+                out[i, t, head] = p @ v[i, :, head // group].double()
+    return out.float()
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    shape=st.tuples(st.integers(1, 3), st.integers(1, 4), st.integers(1, 3), st.integers(1, 3)),
+    past=st.integers(0, 9),
+    window=st.sampled_from([0, 1, 4]),
+    softcap=st.sampled_from([0.0, 5.0]),
+)
+def test_attention_against_single_rows(shape, past, window, softcap):
+    b, n, kv_heads, group = shape
+    length = past + n
+    q, k = torch.randn(b, n, kv_heads * group, 8), torch.randn(b, length, kv_heads, 8)
+    v = torch.randn(b, length, kv_heads, 6)
+    queries = torch.arange(past, length).expand(b, -1)
+    keys = torch.arange(length).expand(b, -1)
+    mask = visible(queries, keys, window)
+    wanted = plain_attention(q, k, v, queries, keys, window, 0.3, softcap)
+    for function in (attention, reference):
+        found = function(q, k, v, mask, scale=0.3, softcap=softcap)
+        assert torch.allclose(found, wanted, atol=1e-5)
+
+
+def test_the_reference_bounds_its_scores(monkeypatch):
+    q, k, v = torch.randn(2, 6, 4, 8), torch.randn(2, 9, 2, 8), torch.randn(2, 9, 2, 8)
+    mask = visible(torch.arange(3, 9).expand(2, -1), torch.arange(9).expand(2, -1), 0)
+    whole = reference(q, k, v, mask, scale=1.0)
+    monkeypatch.setattr("daemons.ops.attention.SCORE_ELEMENTS", 2 * 4 * 9 * 2)
+    assert torch.allclose(reference(q, k, v, mask, scale=1.0), whole, atol=1e-6)
+
+
+def test_a_decode_row_without_a_mask_sees_everything():
+    q, k, v = torch.randn(1, 1, 4, 8), torch.randn(1, 9, 2, 8), torch.randn(1, 9, 2, 8)
+    assert torch.allclose(attention(q, k, v, None, scale=1.0), reference(q, k, v, None, scale=1.0), atol=1e-6)
+
+
+# ---- delta rule
+
+
+def plain_delta_rule(s, q, k, v, g, beta):
+    """The recurrence of the paper in float64; one token, one head at a time."""
+    b, n, heads, _ = q.shape
+    s, out = s.double().clone(), torch.zeros(b, n, heads, v.shape[-1], dtype=torch.float64)
+    for i in range(b):
+        for h in range(heads):
+            for t in range(n):
+                kt, qt = k[i, t, h].double(), q[i, t, h].double()
+                s[i, h] *= g[i, t, h].double().exp()
+                s[i, h] += torch.outer(kt, beta[i, t, h].double() * (v[i, t, h].double() - kt @ s[i, h]))
+                out[i, t, h] = qt @ s[i, h]
+    return out.float(), s.float()
+
+
+def rule_inputs(b, n, heads, dk, dv, seed):
+    torch.manual_seed(seed)
+    q, k = (F.normalize(torch.randn(b, n, heads, dk), dim=-1) for _ in range(2))
+    v, g = torch.randn(b, n, heads, dv), -F.softplus(torch.randn(b, n, heads) * 2)
+    return torch.randn(b, heads, dk, dv), q * dk**-0.5, k, v, g, torch.rand(b, n, heads)
+
+
+@settings(max_examples=20, deadline=None)
+@given(
+    b=st.integers(1, 2), heads=st.integers(1, 3), n=st.integers(1, 150), offset=st.integers(0, 63), seed=st.integers(0, 99)
+)
+def test_chunks_are_the_recurrence(b, heads, n, offset, seed):
+    s, q, k, v, g, beta = rule_inputs(b, n, heads, 8, 6, seed)
+    wanted, after = plain_delta_rule(s, q, k, v, g, beta)
+    found, state = chunked(s, q, k, v, (g, beta), offset)
+    assert torch.allclose(found, wanted, atol=2e-5)
+    assert torch.allclose(state, after, atol=2e-5)
+
+
+def test_chunks_survive_strong_decay_and_equal_keys():
+    """Decays whose inverse overflows, and one key repeated: the system to solve is as full as it gets."""
+    s, q, k, v, g, beta = rule_inputs(1, 100, 2, 8, 8, 0)
+    k[:], beta[:] = k[:, :1].clone(), 0.9
+    g[:, ::3] = -60.0
+    wanted, after = plain_delta_rule(s, q, k, v, g, beta)
+    found, state = chunked(s, q, k, v, (g, beta), 17)
+    assert torch.allclose(found, wanted, atol=1e-4)
+    assert torch.allclose(state, after, atol=1e-4)
+
+
+def test_steps_are_the_recurrence_and_work_in_place():
+    s, q, k, v, g, beta = rule_inputs(3, 5, 4, 8, 6, 1)
+    wanted, after = plain_delta_rule(s, q, k, v, g, beta)
+    for t in range(5):
+        out = step(s, torch.stack((q[:, t], k[:, t]), dim=1), v[:, t], g[:, t].exp(), beta[:, t])
+        assert torch.allclose(out, wanted[:, t], atol=1e-5)
+    assert torch.allclose(s, after, atol=1e-5)
+
+
+@pytest.mark.parametrize("n", [1, 2, 9])
+def test_convolution_is_torchs_depth_wise_one(n):
+    inputs, left, taps = torch.randn(2, n, 6), torch.randn(2, 3, 6), torch.randn(4, 6)
+    found, window = convolve(inputs, left, taps)
+    wanted = F.conv1d(torch.cat((left, inputs), dim=1).transpose(1, 2), taps.t().unsqueeze(1), groups=6).transpose(1, 2)
+    assert torch.allclose(found, wanted, atol=1e-5)
+    assert torch.equal(window[:, -3:], torch.cat((left, inputs), dim=1)[:, -3:])

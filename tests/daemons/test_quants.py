@@ -1,0 +1,58 @@
+"""Block formats against gguf-py's own dequantisation, on random bytes."""
+
+import gguf
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from daemons.quants import dequantise, four_bit
+from lucevisor.wire.ggml_types import BY_NAME, NATIVE
+from tests.daemons.tiny_models import random_blocks
+
+KINDS = ["F32", "F16", "BF16", *sorted(NATIVE)]
+OTHERS = ["Q4_1", "Q5_0", "Q5_1", "Q2_K", "Q3_K", "IQ4_NL", "IQ4_XS", "MXFP4", "IQ2_XXS", "TQ2_0"]
+
+
+def oracle(kind: str, raw: np.ndarray) -> np.ndarray:
+    with np.errstate(all="ignore"):  # random scales are NaN and infinite at times
+        return gguf.quants.dequantize(raw, gguf.GGMLQuantizationType[kind])
+
+
+@settings(max_examples=40, deadline=None)
+@given(kind=st.sampled_from(KINDS), rows=st.integers(1, 3), blocks=st.integers(1, 3), seed=st.integers(0, 1 << 32))
+def test_any_bytes_give_the_reference_bits(kind, rows, blocks, seed):
+    raw = np.random.default_rng(seed).integers(0, 256, (rows, blocks * BY_NAME[kind].block_bytes), dtype=np.uint8)
+    wanted = oracle(kind, raw)
+    found = dequantise(BY_NAME[kind], torch.from_numpy(raw), torch.float32).numpy()
+    assert found.shape == wanted.shape
+    np.testing.assert_array_equal(found, wanted)  # NaN equals NaN here
+
+
+@pytest.mark.parametrize("kind", OTHERS)
+def test_other_types_are_read_by_the_library(kind):
+    raw = np.random.default_rng(1).integers(0, 256, (2, 2 * BY_NAME[kind].block_bytes), dtype=np.uint8)
+    found = dequantise(BY_NAME[kind], torch.from_numpy(raw), torch.float32).numpy()
+    np.testing.assert_array_equal(found, oracle(kind, raw))
+
+
+def test_a_type_nobody_reads_is_refused():
+    with pytest.raises(NotImplementedError):
+        dequantise(BY_NAME["Q8_K"], torch.zeros(1, 292, dtype=torch.uint8), torch.float32)
+
+
+@settings(max_examples=20, deadline=None)
+@given(kind=st.sampled_from(["Q4_0", "Q4_K"]), seed=st.integers(0, 1 << 32))
+def test_four_bit_groups_are_the_same_numbers(kind, seed):
+    raw = random_blocks(np.random.default_rng(seed), kind, 4, 512)
+    codes, scale, zero = four_bit(BY_NAME[kind], torch.from_numpy(raw))
+    assert codes.dtype == torch.uint8
+    assert int(codes.max()) < 16
+    numbers = (codes.view(4, -1, 32).float() - 8) * scale.unsqueeze(-1) + zero.unsqueeze(-1)
+    np.testing.assert_allclose(numbers.reshape(4, -1).numpy(), oracle(kind, raw), rtol=1e-5, atol=1e-7)
+
+
+def test_only_four_bit_types_have_four_bit_codes():
+    with pytest.raises(KeyError, match="Q6_K"):
+        four_bit(BY_NAME["Q6_K"], torch.zeros(1, 210, dtype=torch.uint8))
