@@ -1,0 +1,164 @@
+"""The request bodies of the API as typed records, and what becomes of parameters that are not in them.
+
+Knows names, types and ranges; what a value means is for the handlers.  Invariant: no parameter is dropped silently.
+One that cannot change the answer is in `HARMLESS`; one that could is in `REFUSED` with the reason; others are unknown.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Final, Literal
+
+import msgspec
+from msgspec import Meta
+
+MAX_STOPS = 16
+MAX_STOP_CHARS = 1024
+MAX_TOP_LOGPROBS = 20
+MAX_CHOICES = 128
+"""Choices of one request over all its prompts: each is a sequence of its own."""
+
+Count = Annotated[int, Meta(ge=1, le=2**31 - 1)]
+Flag = bool | None
+Fraction = Annotated[float, Meta(ge=0, le=1)]
+OpenAiPenalty = Annotated[float, Meta(ge=-2, le=2)]
+StopText = Annotated[str, Meta(min_length=1, max_length=MAX_STOP_CHARS)]
+
+HARMLESS: Final = frozenset(
+    {
+        "user",
+        "store",
+        "metadata",
+        "service_tier",
+        "safety_identifier",
+        "prompt_cache_key",
+        "prompt_cache_retention",
+        "prompt_cache_options",
+        "prediction",
+    }
+)
+"""Parameters of OpenAI's API about accounts, storage and speed: the tokens of the answer do not depend on them."""
+
+NOT_HERE: Final = "is not supported by this server; leave it out"
+
+REFUSED: Final[dict[str, str]] = {
+    "audio": "is not supported: this server answers with text only; leave it out",
+    "function_call": "is deprecated and not supported; use tool_choice",
+    "functions": "is deprecated and not supported; use tools",
+    "guided_json": "is not supported yet; leave it out and ask for the format in the prompt",
+    "guided_regex": "is not supported yet; leave it out",
+    "guided_grammar": "is not supported yet; leave it out",
+    "grammar": "is not supported yet; leave it out",
+    "min_tokens": NOT_HERE,
+    "moderation": NOT_HERE,
+    "suffix": "is not supported: the model continues text, it does not fill gaps; leave it out",
+    "web_search_options": "is not supported: this server does not search the web; leave it out",
+}
+"""Known parameters that would change the answer and that this server cannot honour (null is accepted)."""
+
+NEUTRAL: Final[dict[str, tuple[object, ...]]] = {
+    "modalities": (["text"],),
+    "verbosity": ("medium",),
+    "best_of": (1,),
+    "use_beam_search": (False,),
+    "skip_special_tokens": (True,),
+    "add_generation_prompt": (True,),
+    "continue_final_message": (False,),
+}
+"""Parameters of which only the value that changes nothing is accepted."""
+
+
+class StreamOptions(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """How a stream is told."""
+
+    include_usage: Flag = None
+    include_obfuscation: Flag = None  # padding against traffic analysis: never sent, so either value is met
+
+
+class GenerationBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """What chat and plain completions have in common.  None: not given, the default applies."""
+
+    model: str | None = None
+    temperature: Annotated[float, Meta(ge=0, le=2)] | None = None
+    top_p: Fraction | None = None
+    top_k: Annotated[int, Meta(ge=-1, le=2**31 - 1)] | None = None  # -1 and 0: off
+    min_p: Fraction | None = None
+    seed: Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] | None = None
+    stop: StopText | Annotated[list[StopText], Meta(max_length=MAX_STOPS)] | None = None
+    n: Annotated[int, Meta(ge=1, le=MAX_CHOICES)] | None = None
+    logit_bias: dict[str, Annotated[float, Meta(ge=-100, le=100)]] | None = None
+    presence_penalty: OpenAiPenalty | None = None
+    frequency_penalty: OpenAiPenalty | None = None
+    repetition_penalty: Annotated[float, Meta(ge=0.01, le=100)] | None = None
+    max_tokens: Count | None = None
+    ignore_eos: Flag = None
+    stream: Flag = None
+    stream_options: StreamOptions | None = None
+    return_token_ids: Flag = None
+
+    @property
+    def stops(self) -> tuple[str, ...]:
+        """The stop strings, whichever way they were given."""
+        if self.stop is None:
+            return ()
+        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
+
+
+class NamedFunction(msgspec.Struct):
+    """The function that a tool_choice object asks for."""
+
+    name: str
+
+
+class ToolChoice(msgspec.Struct):
+    """A tool_choice that names a tool."""
+
+    type: str
+    function: NamedFunction | None = None
+
+
+class ResponseFormat(msgspec.Struct):
+    """The format asked of the answer; only its type is read."""
+
+    type: str
+
+
+class ChatBody(GenerationBody, kw_only=True, forbid_unknown_fields=True):
+    """POST /v1/chat/completions.  Messages and tools stay as they came, for the template; messages.py checks them."""
+
+    messages: list[dict[str, Any]]
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: str | ToolChoice | None = None
+    parallel_tool_calls: Flag = None
+    max_completion_tokens: Count | None = None
+    logprobs: Flag = None
+    top_logprobs: Annotated[int, Meta(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
+    enable_thinking: Flag = None
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    response_format: ResponseFormat | None = None
+
+
+class CompletionBody(GenerationBody, kw_only=True, forbid_unknown_fields=True):
+    """POST /v1/completions."""
+
+    prompt: str | list[str | int | list[int]]
+    echo: Flag = None
+    logprobs: Annotated[int, Meta(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
+
+
+class TokenizeBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """POST /tokenize.  `content` and `prompt` are two names of the same text."""
+
+    model: str | None = None
+    content: str | None = None
+    prompt: str | None = None
+    add_special: bool = False
+    parse_special: bool = True
+    with_pieces: bool = False
+
+
+class DetokenizeBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """POST /detokenize."""
+
+    model: str | None = None
+    tokens: list[int]

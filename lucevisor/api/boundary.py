@@ -1,0 +1,147 @@
+"""The edge every request crosses: its id, access, errors as JSON, metrics and one log line.
+
+Knows no endpoint.  Invariant: whatever a handler does, the client gets a whole answer, or a stream whose last event
+is an error, or a closed connection; and exactly one line and one count say which.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable
+
+import msgspec
+import structlog
+from aiohttp import web
+
+from lucevisor.api.context import ACTIVE, METRICS, PORTS, RequestContext, attach, context_of, has_context, request_id_of
+from lucevisor.api.errors import CLIENT_CLOSED, ApiError, internal_error, unavailable
+from lucevisor.api.guard import OPEN_PATHS, check_access, cors_headers, is_preflight, preflight
+from lucevisor.api.sse import ClientGone
+
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+log = structlog.get_logger("lucevisor.api")
+
+_QUIET = OPEN_PATHS | {"/metrics"}
+_STATUS_MESSAGES = {
+    404: ("there is no such path here", "not_found"),
+    405: ("the method is not allowed for this path", "method_not_allowed"),
+}
+
+
+@web.middleware
+async def boundary(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """Serve one request."""
+    context = RequestContext(request_id_of(request), time.monotonic())
+    attach(request, context)
+    active = request.app[ACTIVE]
+    active.contexts.add(context)
+    status = CLIENT_CLOSED
+    with structlog.contextvars.bound_contextvars(request_id=context.request_id):
+        try:
+            status, response = await _serve(request, context, handler)
+            return response
+        finally:
+            active.contexts.discard(context)
+            _account(request, context, status)
+
+
+async def _serve(request: web.Request, context: RequestContext, handler: Handler) -> tuple[int, web.StreamResponse]:
+    """Return the response and the status to count, which is the error's where a stream ended by one."""
+    try:
+        response = await _admitted(request, handler)
+        return response.status, response
+    except ClientGone as gone:
+        context.fields["dropped"] = str(gone)
+        stream = context.stream
+        # Nobody reads it; aiohttp needs a response to return.
+        return CLIENT_CLOSED, stream.response if stream is not None and stream.started else web.Response(
+            status=CLIENT_CLOSED
+        )
+    except ApiError as error:
+        failure = error
+    except web.HTTPException as error:
+        failure = _from_http(request, error)
+    except Exception:  # the edge of the process: a defect is logged, and the client gets a whole answer all the same
+        log.exception("request failed")
+        failure = internal_error(context.request_id)
+    context.fields["error"] = failure.message
+    return await _fail(context, failure)
+
+
+async def _admitted(request: web.Request, handler: Handler) -> web.StreamResponse:
+    ports = request.app[PORTS]
+    if is_preflight(request) and (answer := preflight(request, ports.settings)) is not None:
+        return answer
+    check_access(request, ports.settings, ports.keys)
+    if request.app[ACTIVE].draining and request.path not in _QUIET:
+        raise unavailable("the server is shutting down", ports.settings.retry_after_s, "shutting_down")
+    return await handler(request)
+
+
+async def _fail(context: RequestContext, failure: ApiError) -> tuple[int, web.StreamResponse]:
+    stream = context.stream
+    if stream is not None and stream.started:
+        try:
+            await stream.fail(failure.body())
+        except ClientGone as gone:
+            context.fields["dropped"] = str(gone)
+        return failure.status, stream.response
+    response = web.Response(
+        status=failure.status,
+        body=msgspec.json.encode(failure.body()),
+        content_type="application/json",
+        headers=failure.headers,
+    )
+    if failure.status in (408, 413):
+        response.force_close()  # what is left of the body is not worth reading
+    return failure.status, response
+
+
+def _from_http(request: web.Request, error: web.HTTPException) -> ApiError:
+    """Translate aiohttp's own refusals (no route, wrong method)."""
+    message, code = _STATUS_MESSAGES.get(error.status, (error.reason, "invalid_request"))
+    headers = {"Allow": error.headers["Allow"]} if "Allow" in error.headers else {}
+    return ApiError(error.status, f"{request.method} {request.path}: {message}", code=code, headers=headers)
+
+
+def _account(request: web.Request, context: RequestContext, status: int) -> None:
+    metrics = request.app[METRICS]
+    metrics.requests.labels(str(status)).inc()
+    metrics.prompt_tokens.inc(context.prompt_tokens)
+    metrics.generated_tokens.inc(context.generated_tokens)
+    fields: dict[str, object] = {
+        "method": request.method,
+        "path": request.path,
+        "status": status,
+        "duration_s": round(time.monotonic() - context.started_s, 6),
+    }
+    if context.handles:
+        fields |= {
+            "prompt_tokens": context.prompt_tokens,
+            "cached_tokens": context.cached_tokens,
+            "generated_tokens": context.generated_tokens,
+            "queue_s": round(context.queue_s, 6),
+            "first_token_s": None if context.first_token_s is None else round(context.first_token_s, 6),
+        }
+    level = "debug" if request.path in _QUIET else "info" if status < 500 else "warning"
+    getattr(log, level)("request", **fields, **context.fields)
+
+
+async def set_headers(request: web.Request, response: web.StreamResponse) -> None:
+    """Add what every answer carries, streams included; a signal of aiohttp, just before the head is sent."""
+    response.headers["Server"] = "lucevisor"
+    if has_context(request):
+        response.headers["x-request-id"] = context_of(request).request_id
+    response.headers.update(cors_headers(request.headers.get("Origin"), request.app[PORTS].settings))
+
+
+async def wait_until_idle(active_count: Callable[[], int], deadline_s: float) -> bool:
+    """Return whether no request was in service before the deadline; looks every 20 ms."""
+    end = time.monotonic() + deadline_s
+    while active_count():
+        if time.monotonic() >= end:
+            return False
+        await asyncio.sleep(0.02)
+    return True

@@ -1,0 +1,147 @@
+"""POST /v1/chat/completions: messages and tools to one sequence a choice.
+
+Knows the parameters of the endpoint and how they meet the model's chat template.  Invariant: a wish that the template
+cannot carry out is refused by name, never dropped.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+from aiohttp import web
+
+from lucevisor.api.bodies import ChatBody, ToolChoice
+from lucevisor.api.chat_shape import ChatShape
+from lucevisor.api.choice import Reading
+from lucevisor.api.context import PORTS
+from lucevisor.api.decoding import offload, read_object, to_record
+from lucevisor.api.errors import ApiError, bad_parameter
+from lucevisor.api.messages import check_messages, check_tools
+from lucevisor.api.planning import Outline, Stamp, check_common, make_jobs
+from lucevisor.api.ports import Ports
+from lucevisor.api.respond import Plan, respond
+from lucevisor.errors import show
+from lucevisor.text.output_parser import OutputParser
+from lucevisor.text.template import ChatTemplate, EncodedPrompt, TemplateError
+
+
+async def chat_completions(request: web.Request) -> web.StreamResponse:
+    """Answer one chat request."""
+    ports = request.app[PORTS]
+    fields, size = await read_object(request, ports.settings.max_body_bytes, ports.settings.body_timeout_s)
+    plan = await offload(size, plan_chat, fields, ports, Stamp.now("chatcmpl"))
+    return await respond(request, plan)
+
+
+def plan_chat(fields: dict[str, Any], ports: Ports, stamp: Stamp) -> Plan:
+    """Return what a decoded body asks for; ApiError naming the parameter that cannot be met."""
+    body = to_record(ChatBody, fields)
+    check_common(body, ports)
+    _check_format(body)
+    if body.top_logprobs is not None and not body.logprobs:
+        raise bad_parameter("top_logprobs", "is given without logprobs; send logprobs: true as well")
+    if ports.template is None:
+        raise ApiError(
+            400, "the model's file has no chat template; use /v1/completions", code="no_chat_template", param="model"
+        )
+    tools = check_tools(body.tools or [], _choice(body))
+    messages = check_messages(body.messages)
+    encoded, reasoning_open = _render(body, messages, tools, ports, ports.template)
+    output_format = ports.template.output_format
+    reading = Reading(
+        stops=body.stops,
+        make_parser=partial(OutputParser, reasoning_open, tools, output_format),
+        visible=output_format.visible_ids(ports.tokenizer),
+        reasoning_open=reasoning_open,
+        one_tool_call=body.parallel_tool_calls is False,
+    )
+    shape = ChatShape(
+        response_id=stamp.response_id,
+        created_s=stamp.created_s,
+        model=ports.model.name,
+        fingerprint=ports.model.fingerprint,
+        tokenizer=ports.tokenizer,
+        logprobs=bool(body.logprobs),
+        token_ids=bool(body.return_token_ids),
+        include_usage=bool(body.stream_options and body.stream_options.include_usage),
+    )
+    outline = Outline(
+        prompts=[encoded],
+        reading=reading,
+        max_tokens=_max_tokens(body),
+        n_top_logprobs=(body.top_logprobs or 0) if body.logprobs else -1,
+    )
+    return Plan(
+        jobs=make_jobs(body, ports, stamp, outline), shape=shape, stream=bool(body.stream), prompt_param="messages"
+    )
+
+
+def _check_format(body: ChatBody) -> None:
+    if body.response_format is not None and body.response_format.type != "text":
+        raise bad_parameter(
+            "response_format",
+            f"type {show(body.response_format.type)} is not supported yet; use text, ask for the format in a message",
+            "unsupported_value",
+        )
+
+
+def _choice(body: ChatBody) -> object:
+    """Return tool_choice as a word; an object that names a tool is one of the choices that are not supported."""
+    return "required" if isinstance(body.tool_choice, ToolChoice) else body.tool_choice
+
+
+def _max_tokens(body: ChatBody) -> int | None:
+    old, new = body.max_tokens, body.max_completion_tokens
+    if old is not None and new is not None and old != new:
+        raise bad_parameter("max_completion_tokens", f"{new} contradicts max_tokens = {old}; send one of them")
+    return old if new is None else new
+
+
+def _render(
+    body: ChatBody, messages: list[dict[str, Any]], tools: list[dict[str, Any]], ports: Ports, template: ChatTemplate
+) -> tuple[EncodedPrompt, bool]:
+    """Return the prompt's ids and whether it ends inside reasoning."""
+    if tools and (template.output_format.tools is None or "tools" not in template.source):
+        raise bad_parameter(
+            "tools", "the model's chat template knows no tools; leave them out", "unsupported_parameter"
+        )
+    extra = dict(body.chat_template_kwargs or {})
+    for name in extra:
+        if name not in template.source:
+            raise bad_parameter(
+                f"chat_template_kwargs.{name}",
+                "the model's chat template does not use it; leave it out",
+                "unknown_parameter",
+            )
+    if body.reasoning_effort is not None and "reasoning_effort" in template.source:
+        extra.setdefault("reasoning_effort", body.reasoning_effort)
+    try:
+        prompt = template.render(messages, tools=tools, enable_thinking=_thinking(body, template), extra=extra)
+    except TemplateError as error:
+        param = "chat_template_kwargs" if str(error).startswith("chat_template_kwargs") else "messages"
+        raise ApiError(400, str(error), code="template_error", param=param) from None
+    return prompt.encoded(ports.tokenizer), prompt.reasoning_open
+
+
+def _thinking(body: ChatBody, template: ChatTemplate) -> bool | None:
+    """Return whether the model shall think, None: as the template has it; ApiError where it cannot be so."""
+    wish, param = body.enable_thinking, "enable_thinking"
+    if body.reasoning_effort is not None:
+        by_effort = body.reasoning_effort not in ("none", "minimal")
+        if wish is not None and wish != by_effort:
+            raise bad_parameter(
+                "reasoning_effort", f"{show(body.reasoning_effort)} contradicts enable_thinking; send one of them"
+            )
+        wish, param = by_effort, "reasoning_effort"
+    if wish is None or "enable_thinking" in template.source:
+        return wish
+    if wish and not (param == "reasoning_effort" and param in template.source):
+        raise bad_parameter(
+            param, "the model's chat template cannot switch thinking on; leave it out", "unsupported_value"
+        )
+    if not wish and template.output_format.reasoning is not None:
+        raise bad_parameter(
+            param, "the model's chat template cannot switch thinking off; leave it out", "unsupported_value"
+        )
+    return None

@@ -1,0 +1,125 @@
+"""The JSON of chat completions: one object, or chunks of a stream.
+
+Pure.  Invariant: fields and order are OpenAI's; our additions are `reasoning_content` (as other open servers name it),
+`token_ids` when asked, and `timings`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from lucevisor.api.choice import Piece, TokenRecord
+from lucevisor.api.logprobs import chat_logprobs
+from lucevisor.api.totals import Totals
+from lucevisor.text.output_parser import ContentDelta, ReasoningDelta, ToolCallDelta
+from lucevisor.text.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChatShape:
+    """`response_id`, `created_s` (Unix time) and `fingerprint` are told in every chunk."""
+
+    response_id: str
+    created_s: int
+    model: str
+    fingerprint: str
+    tokenizer: Tokenizer
+    logprobs: bool
+    token_ids: bool
+    include_usage: bool
+
+    def first(self, index: int) -> object:
+        """Return the chunk that names the role."""
+        return self._chunk([self._choice(index, {"role": "assistant", "content": ""}, Piece(None))])
+
+    def chunk(self, index: int, piece: Piece) -> object:
+        """Return the chunk of a piece; the finish reason comes in one of its own, with an empty delta."""
+        delta: dict[str, object] = {}
+        match piece.event:
+            case ContentDelta(text):
+                delta["content"] = text
+            case ReasoningDelta(text):
+                delta["reasoning_content"] = text
+            case ToolCallDelta() as call:
+                delta["tool_calls"] = [{"index": call.index, **self._tool_call(index, call)}]
+            case None:
+                pass
+        return self._chunk([self._choice(index, delta, piece)])
+
+    def usage_chunk(self, totals: Totals) -> object | None:
+        """Return the last chunk, which has usage and no choice."""
+        if not self.include_usage:
+            return None
+        return {**self._chunk([]), "usage": totals.usage(), "timings": totals.told_timings()}
+
+    def whole(self, choices: Sequence[Sequence[Piece]], totals: Totals) -> object:
+        """Return the answer in one object."""
+        return {
+            **self._head("chat.completion"),
+            "choices": [self._whole_choice(index, pieces) for index, pieces in enumerate(choices)],
+            "usage": totals.usage(),
+            "timings": totals.told_timings(),
+        }
+
+    def _head(self, kind: str) -> dict[str, object]:
+        head: dict[str, object] = {
+            "id": self.response_id,
+            "object": kind,
+            "created": self.created_s,
+            "model": self.model,
+        }
+        if self.fingerprint:
+            head["system_fingerprint"] = self.fingerprint
+        return head
+
+    def _chunk(self, choices: list[object]) -> dict[str, object]:
+        chunk = {**self._head("chat.completion.chunk"), "choices": choices}
+        if self.include_usage:
+            chunk["usage"] = None
+        return chunk
+
+    def _choice(self, index: int, delta: dict[str, object], piece: Piece) -> dict[str, object]:
+        choice: dict[str, object] = {
+            "index": index,
+            "delta": delta,
+            "logprobs": self._logprobs(piece.tokens),
+            "finish_reason": piece.finish_reason,
+        }
+        if self.token_ids:
+            choice["token_ids"] = list(piece.token_ids)
+        return choice
+
+    def _whole_choice(self, index: int, pieces: Sequence[Piece]) -> dict[str, object]:
+        events = [piece.event for piece in pieces]
+        content = "".join(e.text for e in events if isinstance(e, ContentDelta))
+        reasoning = "".join(e.text for e in events if isinstance(e, ReasoningDelta))
+        calls = [self._tool_call(index, e) for e in events if isinstance(e, ToolCallDelta)]
+        message: dict[str, object] = {
+            "role": "assistant",
+            "content": content or (None if calls else ""),
+            "refusal": None,
+        }
+        if reasoning:
+            message["reasoning_content"] = reasoning
+        if calls:
+            message["tool_calls"] = calls
+        choice: dict[str, object] = {
+            "index": index,
+            "message": message,
+            "logprobs": self._logprobs([token for piece in pieces for token in piece.tokens], whole=True),
+            "finish_reason": pieces[-1].finish_reason,
+        }
+        if self.token_ids:
+            choice["token_ids"] = [token_id for piece in pieces for token_id in piece.token_ids]
+        return choice
+
+    def _logprobs(self, tokens: Sequence[TokenRecord], *, whole: bool = False) -> object:
+        if not self.logprobs or not (tokens or whole):
+            return None
+        return chat_logprobs(self.tokenizer, tokens)
+
+    def _tool_call(self, index: int, call: ToolCallDelta) -> dict[str, object]:
+        # Unique for good, since the response's id is; clients send it back with the tool's result.
+        call_id = f"call_{self.response_id.rpartition('-')[2]}{index:02d}{call.index:02d}"
+        return {"id": call_id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}

@@ -1,0 +1,164 @@
+"""The events of one running sequence, read into what a client is shown: text, reasoning, tool calls, and an end.
+
+Pure: no I/O, no clock, no JSON.  Invariant: every token consumed is reported in exactly one piece, in order, and the
+last piece of a choice is the only one with a finish reason.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from lucevisor.engine.request import FinishedEvent, RequestError, TokenEvent
+from lucevisor.text.detokenizer import Detokenizer
+from lucevisor.text.output_parser import ContentDelta, OutputEvent, OutputParser, ReasoningDelta, ToolCallDelta
+from lucevisor.text.stop import StopMatcher
+from lucevisor.text.tokenizer import Tokenizer
+
+FinishReason = Literal["stop", "length", "tool_calls"]
+
+
+class GenerationFailed(Exception):
+    """A sequence ended before its answer was complete; `error` says why."""
+
+    def __init__(self, error: RequestError) -> None:
+        self.error = error
+        super().__init__(error.message)
+
+
+@dataclass(frozen=True, slots=True)
+class TokenRecord:
+    """A token of a piece; `offset` is where its text begins in the choice's text, in characters."""
+
+    event: TokenEvent
+    offset: int
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """What one or several tokens added to a choice.  `event` is None where they added nothing that is shown.
+
+    `token_ids` are the ids of `tokens`, and at the end the id that ended the choice.
+    """
+
+    event: OutputEvent | None
+    tokens: tuple[TokenRecord, ...] = ()
+    token_ids: tuple[int, ...] = ()
+    finish_reason: FinishReason | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ChoiceUsage:
+    """Tokens of one choice.  `generated` counts the id that ended it; `reasoning` of them are reasoning."""
+
+    prompt: int
+    cached: int
+    generated: int
+    reasoning: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reading:
+    """How the tokens of a request are read.  `make_parser` is None for plain completions: all text is content."""
+
+    stops: Sequence[str] = ()
+    make_parser: Callable[[], OutputParser] | None = None
+    visible: frozenset[int] = frozenset()  # control tokens whose text the parser must see
+    reasoning_open: bool = False
+    one_tool_call: bool = False  # end after the first call
+
+
+class ChoiceReader:
+    """Reads the events of one sequence.  When `ended` turns true the rest is of no use: cancel the sequence."""
+
+    def __init__(self, tokenizer: Tokenizer, reading: Reading) -> None:
+        self._detokenizer = Detokenizer(tokenizer, reading.visible)
+        self._stop = StopMatcher(reading.stops)
+        self._parser = reading.make_parser() if reading.make_parser is not None else None
+        self._one_tool_call = reading.one_tool_call
+        self._in_reasoning = reading.reasoning_open
+        self._held: list[TokenRecord] = []  # consumed, not reported in a piece yet
+        self._n_chars = 0
+        self._n_tokens = 0
+        self._n_reasoning = 0
+        self._n_calls = 0
+        self.ended = False
+
+    def token(self, event: TokenEvent) -> list[Piece]:
+        """Take a token; return what can be shown by now.  After `ended` nothing more is taken."""
+        if self.ended:
+            return []
+        self._n_tokens += 1
+        self._held.append(TokenRecord(event, self._n_chars))
+        text = self._detokenizer.push(event.token)
+        self._n_chars += len(text)
+        events = self._parse(self._stop.push(text))
+        self._note_section(events)
+        if self._stop.matched is not None:
+            self.ended = True
+        return self._pieces(events)
+
+    def finish(self, event: FinishedEvent) -> tuple[list[Piece], ChoiceUsage]:
+        """Take the end; return the last pieces and the count of tokens.
+
+        Raises GenerationFailed when the sequence ended by an error, or was cancelled by somebody else than its reader.
+        """
+        if event.error is not None:
+            raise GenerationFailed(event.error)
+        if event.reason == "cancelled" and not self.ended:
+            raise GenerationFailed(RequestError("shutting_down", "the server ended this request; send it again later"))
+        cut = self.ended  # by its reader: a stop string or the only tool call that was allowed
+        events: list[OutputEvent] = []
+        if not (self._one_tool_call and self._n_calls):
+            rest = self._stop.push(self._detokenizer.flush())
+            events = self._parse(rest + self._stop.flush())
+            if self._parser is not None:
+                events += self._counted(self._parser.flush())
+        pieces = self._pieces(events)
+        end_ids = tuple(record.event.token for record in self._held)
+        if event.stop_id is not None and not cut:
+            self._n_tokens += 1
+            end_ids += (event.stop_id,)
+        pieces.append(Piece(None, tuple(self._held), end_ids, self._reason(event, cut)))
+        self._held.clear()
+        usage = ChoiceUsage(event.usage.prompt_tokens, event.usage.cached_tokens, self._n_tokens, self._n_reasoning)
+        return pieces, usage
+
+    def _parse(self, text: str) -> list[OutputEvent]:
+        if self._parser is None:
+            return [ContentDelta(text)] if text else []
+        return self._counted(self._parser.push(text)) if text else []
+
+    def _counted(self, events: list[OutputEvent]) -> list[OutputEvent]:
+        """Count tool calls; where one is all that was allowed, drop what follows it."""
+        for index, event in enumerate(events):
+            if isinstance(event, ToolCallDelta):
+                self._n_calls += 1
+                if self._one_tool_call:
+                    self.ended = True
+                    return events[: index + 1]
+        return events
+
+    def _note_section(self, events: Sequence[OutputEvent]) -> None:
+        """Count the token just taken as reasoning or not; one that shows nothing belongs to the section before it."""
+        if events:
+            self._in_reasoning = isinstance(events[-1], ReasoningDelta)
+            if isinstance(events[0], ReasoningDelta):
+                self._n_reasoning += 1
+        elif self._in_reasoning:
+            self._n_reasoning += 1
+
+    def _pieces(self, events: Sequence[OutputEvent]) -> list[Piece]:
+        """Make a piece of each event; the tokens held so far go with the first."""
+        pieces: list[Piece] = []
+        for event in events:
+            ids = tuple(record.event.token for record in self._held)
+            pieces.append(Piece(event, tuple(self._held), ids))
+            self._held.clear()
+        return pieces
+
+    def _reason(self, event: FinishedEvent, cut: bool) -> FinishReason:
+        if event.reason == "length" and self._stop.matched is None and not cut:
+            return "length"
+        return "tool_calls" if self._n_calls else "stop"

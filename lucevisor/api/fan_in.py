@@ -1,0 +1,58 @@
+"""The events of several sequences as one stream.
+
+Knows neither JSON nor HTTP.  Invariant: when the block is left, by whatever way, no task of it is left and every
+sequence is cancelled or over.  The queue is short: for a slow reader events wait in the handles, nobody else waits.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+
+from lucevisor.api.ports import HandlePort
+from lucevisor.engine.request import Event
+
+_QUEUE = 64
+
+IndexedEvent = tuple[int, Event]
+
+
+class Events:
+    """The joined stream: index of the sequence and its event."""
+
+    def __init__(self, queue: asyncio.Queue[IndexedEvent]) -> None:
+        self._queue = queue
+
+    async def next(self, timeout_s: float) -> IndexedEvent | None:
+        """Return the next event, or None when there was none for `timeout_s`."""
+        if not self._queue.empty():
+            return self._queue.get_nowait()
+        try:
+            async with asyncio.timeout(timeout_s):
+                return await self._queue.get()
+        except TimeoutError:
+            return None
+
+
+@asynccontextmanager
+async def joined(handles: Sequence[HandlePort]) -> AsyncIterator[Events]:
+    """Read all handles at once for as long as the block runs."""
+    queue: asyncio.Queue[IndexedEvent] = asyncio.Queue(_QUEUE)
+    try:
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(_pump(index, handle, queue)) for index, handle in enumerate(handles)]
+            yield Events(queue)
+            for task in tasks:
+                task.cancel()
+    except BaseExceptionGroup as errors:
+        # One cause ended the block, its own error or a defect in a pump; the group adds nothing to it.
+        raise errors.exceptions[0] from None
+    finally:
+        for handle in handles:
+            handle.cancel()
+
+
+async def _pump(index: int, handle: HandlePort, queue: asyncio.Queue[IndexedEvent]) -> None:
+    async for event in handle:
+        await queue.put((index, event))

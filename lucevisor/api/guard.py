@@ -1,0 +1,123 @@
+"""Who may ask what: peer address, Host header, API key, origin.
+
+Knows headers and addresses, no endpoint but the open ones.  Invariant: without keys nobody but this machine is served,
+unless the operator said `allow_open`; a page of another origin is told nothing unless its origin is configured.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+from typing import Final
+
+from aiohttp import web
+
+from lucevisor.api.errors import ApiError
+from lucevisor.api.keys import ApiKeys
+from lucevisor.api.ports import ApiSettings
+from lucevisor.errors import show
+
+OPEN_PATHS: Final = frozenset({"/health", "/ready"})
+"""Asked by load balancers, which hold no key."""
+
+_ALLOW_HEADERS: Final = "authorization, content-type, x-api-key, x-request-id"
+
+
+def check_access(request: web.Request, settings: ApiSettings, keys: ApiKeys) -> None:
+    """Raise ApiError 401 or 403 for a request that is not to be served."""
+    if keys.required:
+        if request.path not in OPEN_PATHS:
+            _check_key(request, keys)
+    elif not settings.allow_open:
+        _check_local(request, settings.host)
+
+
+def _check_key(request: web.Request, keys: ApiKeys) -> None:
+    scheme, _, token = request.headers.get("Authorization", "").partition(" ")
+    token = token.strip() if scheme.lower() == "bearer" else request.headers.get("x-api-key", "").strip()
+    if not token:
+        raise _unauthorised("no API key was sent; send it as Authorization: Bearer KEY")
+    if not keys.accepts(token):
+        raise _unauthorised("the API key is not one of this server's")
+
+
+def _unauthorised(message: str) -> ApiError:
+    return ApiError(401, message, code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"})
+
+
+def _check_local(request: web.Request, host: str) -> None:
+    peer = request.remote or ""
+    if not _is_loopback(peer):
+        raise ApiError(
+            403,
+            f"without API keys this server answers its own machine only, not {show(peer)}; "
+            "set server.api_keys_file, or server.allow_open to serve everybody",
+            code="loopback_only",
+        )
+    # A web page can point a name of its own at 127.0.0.1 and ask through its visitor's browser: the name gives it away.
+    named = _host_name(request.headers.get("Host", ""))
+    if (
+        named
+        and named != host.lower()
+        and not named.endswith(".localhost")
+        and named != "localhost"
+        and not _is_loopback(named)
+    ):
+        raise ApiError(
+            403,
+            f"Host is {show(named)}; without API keys only localhost, a loopback address or server.host is "
+            "answered; set server.api_keys_file or server.allow_open",
+            code="foreign_host",
+        )
+
+
+def _is_loopback(address: str) -> bool:
+    try:
+        ip = ipaddress.ip_address(address.partition("%")[0])
+    except ValueError:
+        return False
+    mapped = getattr(ip, "ipv4_mapped", None)
+    return (mapped or ip).is_loopback
+
+
+def _host_name(header: str) -> str:
+    """Return the name of a Host header without its port."""
+    header = header.strip().lower()
+    if header.startswith("["):
+        return header[1:].partition("]")[0]
+    return header.rpartition(":")[0] if header.rpartition(":")[2].isdigit() and ":" in header else header
+
+
+def cors_headers(origin: str | None, settings: ApiSettings) -> dict[str, str]:
+    """Return the headers that let a page of `origin` read the answer; empty unless it is configured."""
+    if not settings.cors_origins or origin is None:
+        return {}
+    if "*" in settings.cors_origins:
+        return {"Access-Control-Allow-Origin": "*", "Access-Control-Expose-Headers": "x-request-id, retry-after"}
+    if origin not in settings.cors_origins:
+        return {"Vary": "Origin"}
+    return {
+        "Access-Control-Allow-Origin": origin,
+        "Access-Control-Expose-Headers": "x-request-id, retry-after",
+        "Vary": "Origin",
+    }
+
+
+def is_preflight(request: web.Request) -> bool:
+    """Say whether a browser asks for permission to send the real request."""
+    return (
+        request.method == "OPTIONS"
+        and "Origin" in request.headers
+        and "Access-Control-Request-Method" in request.headers
+    )
+
+
+def preflight(request: web.Request, settings: ApiSettings) -> web.Response | None:
+    """Return the answer to a preflight of a configured origin, else None: the page then may not ask."""
+    if "Access-Control-Allow-Origin" not in cors_headers(request.headers.get("Origin"), settings):
+        return None
+    headers = {
+        "Access-Control-Allow-Methods": "GET, POST, OPTIONS",
+        "Access-Control-Allow-Headers": _ALLOW_HEADERS,
+        "Access-Control-Max-Age": "600",
+    }
+    return web.Response(status=204, headers=headers)

@@ -1,0 +1,78 @@
+"""What can be asked about the server: models, properties, health, readiness, metrics.
+
+Nothing here gives the model work or waits for it.
+"""
+
+from __future__ import annotations
+
+import msgspec
+from aiohttp import web
+
+from lucevisor import __version__
+from lucevisor.api.context import METRICS, PORTS
+from lucevisor.api.planning import check_model
+from lucevisor.api.ports import ModelCard
+
+
+async def models(request: web.Request) -> web.Response:
+    """GET /v1/models."""
+    return _json({"object": "list", "data": [_model(request.app[PORTS].model)]})
+
+
+async def model(request: web.Request) -> web.Response:
+    """GET /v1/models/{id}; ids may hold slashes."""
+    ports = request.app[PORTS]
+    check_model(request.match_info["id"], ports)
+    return _json(_model(ports.model))
+
+
+async def props(request: web.Request) -> web.Response:
+    """GET /props: what llama.cpp's server tells there, as far as it exists here."""
+    ports = request.app[PORTS]
+    tokenizer, defaults = ports.tokenizer, ports.defaults
+    eos = [tokenizer.decode([i], skip_special=False) for i in sorted(tokenizer.eos_ids)]
+    settings = {"n_ctx": ports.max_context, "params": msgspec.to_builtins(defaults)}
+    return _json(
+        {
+            "default_generation_settings": settings,
+            "total_slots": ports.max_sequences,
+            "model_alias": ports.model.name,
+            "model_path": ports.model.path,
+            "architecture": ports.model.architecture,
+            "quant": ports.model.quant,
+            "n_vocab": tokenizer.n_vocab,
+            "chat_template": ports.template.source if ports.template is not None else None,
+            "bos_token": None if tokenizer.bos is None else tokenizer.decode([tokenizer.bos], skip_special=False),
+            "eos_tokens": eos,
+            "modalities": {"vision": False, "audio": False},
+            "build_info": f"lucevisor {__version__}",
+        }
+    )
+
+
+async def health(_: web.Request) -> web.Response:
+    """GET /health: the event loop answers."""
+    return _json({"status": "ok"})
+
+
+async def ready(request: web.Request) -> web.Response:
+    """GET /ready: 200 when the chain is ready, else 503 naming what is not."""
+    parts = request.app[PORTS].not_ready()
+    if not parts:
+        return _json({"status": "ready"})
+    waiting = [{"name": part.name, "state": part.state, "reason": part.reason} for part in parts]
+    return _json({"status": "not ready", "not_ready": waiting}, 503)
+
+
+async def metrics(request: web.Request) -> web.Response:
+    """GET /metrics, for Prometheus."""
+    body, content_type = request.app[METRICS].render(request.headers.get("Accept", ""))
+    return web.Response(body=body, headers={"Content-Type": content_type})
+
+
+def _model(card: ModelCard) -> dict[str, object]:
+    return {"id": card.name, "object": "model", "created": card.created_s, "owned_by": "lucevisor"}
+
+
+def _json(body: object, status: int = 200) -> web.Response:
+    return web.Response(body=msgspec.json.encode(body), status=status, content_type="application/json")

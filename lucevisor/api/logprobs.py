@@ -1,0 +1,56 @@
+"""Log-probabilities in the two shapes of OpenAI's API.
+
+Pure.  Invariant: every number is finite JSON (a token that cannot come is told as -9999), and a token whose bytes are
+no text on their own is written `bytes:\\xe2\\x80`, so that no two tokens are told as one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from lucevisor.api.choice import TokenRecord
+from lucevisor.text.tokenizer import Tokenizer
+
+LEAST = -9999.0
+
+
+def token_text(tokenizer: Tokenizer, token_id: int) -> str:
+    """Return the text of one token, or its bytes written out where they are not UTF-8."""
+    raw = tokenizer.token_bytes(token_id)
+    try:
+        return raw.decode("utf-8")
+    except UnicodeDecodeError:
+        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw)
+
+
+def chat_logprobs(tokenizer: Tokenizer, tokens: Iterable[TokenRecord]) -> dict[str, object]:
+    """Return a chat choice's `logprobs`."""
+
+    def entry(token_id: int, logprob: float | None) -> dict[str, object]:
+        raw = list(tokenizer.token_bytes(token_id))
+        return {"token": token_text(tokenizer, token_id), "logprob": _finite(logprob), "bytes": raw}
+
+    content = [
+        {**entry(t.event.token, t.event.logprob), "top_logprobs": [entry(i, value) for i, value in t.event.top]}
+        for t in tokens
+    ]
+    return {"content": content, "refusal": None}
+
+
+def completion_logprobs(tokenizer: Tokenizer, tokens: Sequence[TokenRecord]) -> dict[str, object]:
+    """Return a plain completion's `logprobs`; offsets count from the beginning of the generated text."""
+    tops = []
+    for t in tokens:
+        top = {token_text(tokenizer, i): _finite(value) for i, value in t.event.top}
+        top.setdefault(token_text(tokenizer, t.event.token), _finite(t.event.logprob))  # as OpenAI: the chosen one too
+        tops.append(top)
+    return {
+        "tokens": [token_text(tokenizer, t.event.token) for t in tokens],
+        "token_logprobs": [_finite(t.event.logprob) for t in tokens],
+        "top_logprobs": tops,
+        "text_offset": [t.offset for t in tokens],
+    }
+
+
+def _finite(logprob: float | None) -> float:
+    return LEAST if logprob is None or not logprob > LEAST else logprob

@@ -1,0 +1,145 @@
+"""Chat messages and tools as OpenAI's clients send them: checked, and passed on to the chat template as they came.
+
+Knows the shapes, not the template language.  Invariant: what is returned holds text only, each field of the type that
+templates rely on, and no field is lost but those that are null.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+import msgspec
+
+from lucevisor.api.decoding import convert
+from lucevisor.api.errors import ApiError, bad_parameter
+from lucevisor.errors import show
+
+ROLES: Final = ("system", "developer", "user", "assistant", "tool")
+
+
+class _Function(msgspec.Struct):
+    name: str
+    arguments: str | dict[str, Any] = ""
+
+
+class _ToolCall(msgspec.Struct):
+    function: _Function
+    id: str | None = None
+    type: str | None = None
+
+
+class _Message(msgspec.Struct):
+    role: str
+    content: str | list[dict[str, Any]] | None = None
+    name: str | None = None
+    tool_calls: list[_ToolCall] | None = None
+    tool_call_id: str | None = None
+    reasoning_content: str | None = None
+    refusal: str | None = None
+    audio: Any = None
+    function_call: Any = None
+
+
+class _ToolFunction(msgspec.Struct):
+    name: str
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class _Tool(msgspec.Struct):
+    type: str
+    function: _ToolFunction | None = None
+
+
+def check_messages(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the messages ready for a template; ApiError 400 naming the message and field that is wrong."""
+    if not messages:
+        raise bad_parameter("messages", "is empty; send at least one message")
+    return [_check_message(raw, f"messages[{index}]") for index, raw in enumerate(messages)]
+
+
+def _check_message(raw: dict[str, Any], where: str) -> dict[str, Any]:
+    message = convert(_Message, raw, where)
+    if message.role not in ROLES:
+        known = ", ".join(ROLES)
+        raise bad_parameter(f"{where}.role", f"{show(message.role)} is not a role; known are {known}")
+    for name in ("audio", "function_call"):
+        if getattr(message, name) is not None:
+            raise bad_parameter(f"{where}.{name}", "is not supported; leave it out", "unsupported_parameter")
+    if message.tool_calls and message.role != "assistant":
+        raise bad_parameter(
+            f"{where}.tool_calls", f"stands in a message of role {message.role}; only assistant calls tools"
+        )
+    for index, call in enumerate(message.tool_calls or ()):
+        if call.type not in (None, "function"):
+            raise bad_parameter(
+                f"{where}.tool_calls[{index}].type", f"{show(call.type)} is not supported; use function"
+            )
+    kept = {name: value for name, value in raw.items() if value is not None}
+    if isinstance(message.content, list):
+        _check_parts(message.content, f"{where}.content")
+    elif message.content is None:
+        if message.role != "assistant" or not (message.tool_calls or message.refusal or message.reasoning_content):
+            raise bad_parameter(f"{where}.content", "is missing; it is required", "missing_required_parameter")
+        kept["content"] = message.refusal or ""
+    return kept
+
+
+def _check_parts(parts: list[dict[str, Any]], where: str) -> None:
+    if not parts:
+        raise bad_parameter(where, "is an empty array; send text")
+    for index, part in enumerate(parts):
+        kind = part.get("type")
+        if kind != "text":
+            raise bad_parameter(
+                f"{where}[{index}].type",
+                f"{show(kind)} is not supported; this server takes parts of type text only",
+                "unsupported_content",
+            )
+        if not isinstance(part.get("text"), str):
+            raise bad_parameter(f"{where}[{index}].text", "is missing or not a string; it is required")
+
+
+def check_tools(tools: list[dict[str, Any]], choice: object) -> list[dict[str, Any]]:
+    """Return the tools to offer to the model; ApiError 400 for what the server cannot honour.
+
+    `choice` is tool_choice as decoded.  "none" offers no tool at all, so that the model cannot call one.
+    """
+    names = [_check_tool(tool, f"tools[{index}]") for index, tool in enumerate(tools)]
+    _check_choice(choice, names)
+    if choice == "none":
+        return []
+    return [{**tool, "function": {k: v for k, v in tool["function"].items() if v is not None}} for tool in tools]
+
+
+def _check_tool(raw: dict[str, Any], where: str) -> str:
+    tool = convert(_Tool, raw, where)
+    if tool.type != "function":
+        raise bad_parameter(f"{where}.type", f"{show(tool.type)} is not supported; use function", "unsupported_value")
+    if tool.function is None:
+        raise bad_parameter(f"{where}.function", "is missing; it is required", "missing_required_parameter")
+    if not tool.function.name:
+        raise bad_parameter(f"{where}.function.name", "is empty; give the function a name")
+    if tool.function.strict:
+        raise bad_parameter(
+            f"{where}.function.strict",
+            "true is not supported yet: arguments are not held to the schema while they are generated; leave it out",
+            "unsupported_value",
+        )
+    return tool.function.name
+
+
+def _check_choice(choice: object, names: list[str]) -> None:
+    if choice in (None, "none") or (choice == "auto" and names):
+        return
+    if choice == "auto":
+        raise bad_parameter("tool_choice", "is given without tools; send tools or leave it out")
+    if isinstance(choice, str) and choice != "required":
+        raise bad_parameter("tool_choice", f"{show(choice)} is not a choice; use auto or none")
+    raise ApiError(
+        400,
+        "tool_choice: only auto and none are supported: the model decides by itself whether it calls a tool",
+        code="unsupported_value",
+        param="tool_choice",
+    )

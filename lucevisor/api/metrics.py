@@ -1,0 +1,111 @@
+"""Figures for Prometheus: counters and histograms of the HTTP side, and the state of engine and groups at each scrape.
+
+Holds its own registry: nothing is global, so several servers fit in one process.  Invariant: names are those of the
+contract, and labels take few values (status codes, stages, spaces, groups, states).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Final
+
+from prometheus_client import CollectorRegistry, Counter, Histogram
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric, SummaryMetricFamily
+from prometheus_client.exposition import choose_encoder
+from prometheus_client.registry import Collector
+
+from lucevisor.api.ports import Ports
+from lucevisor.engine.statistics import EngineStatistics
+from lucevisor.supervision.states import State
+
+_P: Final = "lucevisor_"
+_FIRST_TOKEN_S: Final = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 50, 100)
+_INTER_TOKEN_S: Final = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.1, 0.25, 0.5, 1, 2.5)
+
+
+class Metrics:
+    """All metrics of one server.  Handlers count in the public members; the rest is read when it is asked for."""
+
+    def __init__(self, ports: Ports) -> None:
+        self._registry = CollectorRegistry(auto_describe=False)
+
+        def counter(name: str, text: str, labels: tuple[str, ...] = ()) -> Counter:
+            return Counter(_P + name, text, labels, registry=self._registry)
+
+        self.requests = counter("requests", "HTTP requests by status; 499: the client went away.", ("code",))
+        self.prompt_tokens = counter("prompt_tokens", "Tokens of the prompts of answered requests.")
+        self.generated_tokens = counter("generated_tokens", "Tokens generated for answered requests.")
+        self.time_to_first_token = Histogram(
+            _P + "time_to_first_token_seconds",
+            "From the head of a request to its first token.",
+            buckets=_FIRST_TOKEN_S,
+            registry=self._registry,
+        )
+        self.inter_token = Histogram(
+            _P + "inter_token_seconds",
+            "Between two tokens of a choice.",
+            buckets=_INTER_TOKEN_S,
+            registry=self._registry,
+        )
+        self._registry.register(_State(ports))
+
+    def render(self, accept: str) -> tuple[bytes, str]:
+        """Return all metrics in the exposition format that an Accept header asks for, and its content type."""
+        encode: Callable[[CollectorRegistry], bytes]
+        encode, content_type = choose_encoder(accept)
+        return encode(self._registry), content_type
+
+
+class _State(Collector):
+    """Reads engine and groups at scrape time."""
+
+    def __init__(self, ports: Ports) -> None:
+        self._ports = ports
+
+    def describe(self) -> list[Metric]:
+        """Name no metric: the registry would call collect to find the names, before there is an engine."""
+        return []
+
+    def collect(self) -> Iterator[Metric]:
+        """Yield the metrics as of now."""
+        yield from self._groups()
+        if self._ports.engine is not None:
+            yield from _engine(self._ports.engine.statistics())
+
+    def _groups(self) -> Iterator[Metric]:
+        states = GaugeMetricFamily(
+            _P + "group_state", "1 for the state a backend group is in.", labels=["group", "state"]
+        )
+        restarts = CounterMetricFamily(
+            _P + "daemon_restarts", "Restarts of shard daemons by reason.", labels=["group", "reason"]
+        )
+        for group in self._ports.groups():
+            for state in State:
+                states.add_metric([group.name, state.value], float(group.state == state.value))
+            for reason, n in group.restarts.items():
+                restarts.add_metric([group.name, reason], n)
+        yield states
+        yield restarts
+
+
+def _engine(now: EngineStatistics) -> Iterator[Metric]:
+    yield GaugeMetricFamily(_P + "requests_running", "Requests that hold pages in the shards.", value=now.running)
+    yield GaugeMetricFamily(_P + "requests_queued", "Requests that wait for a place.", value=now.queued)
+    pages = GaugeMetricFamily(_P + "pages", "Pages of a space by where they are.", labels=["space", "where"])
+    for space, use in now.pages.items():
+        pages.add_metric([space, "device"], use.used)
+        pages.add_metric([space, "free"], use.total - use.used)
+    yield pages
+    step = SummaryMetricFamily(_P + "step_seconds", "Time a stage computed on a step.", labels=["stage"])
+    wait = SummaryMetricFamily(_P + "stage_wait_seconds", "Time a stage waited for a step.", labels=["stage"])
+    for index, stage in enumerate(now.steps.stages):
+        step.add_metric([str(index)], stage.n_steps, stage.compute_s)
+        wait.add_metric([str(index)], stage.n_steps, stage.wait_s)
+    yield step
+    yield wait
+    hop = SummaryMetricFamily(
+        _P + "hop_seconds", "From the answer of a stage to the step sent on to the next.", labels=["boundary"]
+    )
+    for index, boundary in enumerate(now.steps.boundaries):
+        hop.add_metric([str(index)], boundary.n_hops, boundary.seconds)
+    yield hop

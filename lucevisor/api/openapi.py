@@ -1,0 +1,99 @@
+"""GET /openapi.json: the API described for tools, request bodies straight from the types that decode them.
+
+Invariant: a parameter is in the document if and only if the server takes it.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, Final
+
+import msgspec
+from aiohttp import web
+
+from lucevisor import __version__
+from lucevisor.api.bodies import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
+
+_BODIES: Final[dict[str, tuple[type[msgspec.Struct], str]]] = {
+    "/v1/chat/completions": (ChatBody, "Answer a conversation."),
+    "/v1/completions": (CompletionBody, "Continue a text or token ids."),
+    "/tokenize": (TokenizeBody, "Turn a text into token ids."),
+    "/detokenize": (DetokenizeBody, "Turn token ids into text."),
+}
+_READS: Final = {
+    "/v1/models": "List the model that is served.",
+    "/v1/models/{id}": "Describe one model.",
+    "/props": "Tell the server's properties.",
+    "/health": "Say that the server lives.",
+    "/ready": "Say whether the chain is ready, or what is not.",
+    "/metrics": "Tell the figures for Prometheus.",
+    "/openapi.json": "Tell this document.",
+}
+_STREAMED: Final = frozenset({"/v1/chat/completions", "/v1/completions"})
+_ERRORS: Final = {
+    "400": "A parameter cannot be met; error.param names it.",
+    "401": "The API key is missing or wrong.",
+    "404": "The model is not served here.",
+    "413": "The body is too large.",
+    "429": "The queue is full; come back after Retry-After seconds.",
+    "503": "The chain is not ready; come back after Retry-After seconds.",
+}
+
+
+async def openapi(_: web.Request) -> web.Response:
+    """Return the document."""
+    return web.Response(body=_document(), content_type="application/json")
+
+
+@functools.cache
+def _document() -> bytes:
+    _, schemas = msgspec.json.schema_components(
+        [kind for kind, _ in _BODIES.values()], ref_template="#/components/schemas/{name}"
+    )
+    nullable_text = {"type": ["string", "null"]}
+    fields = {"message": {"type": "string"}, "type": {"type": "string"}, "param": nullable_text, "code": nullable_text}
+    error = {"type": "object", "required": list(fields), "properties": fields}
+    schemas["Error"] = {"type": "object", "required": ["error"], "properties": {"error": error}}
+    paths: dict[str, Any] = {path: {"post": _post(path, *body)} for path, body in _BODIES.items()}
+    paths |= {path: {"get": _get(path, summary)} for path, summary in _READS.items()}
+    return msgspec.json.encode(
+        {
+            "openapi": "3.1.0",
+            "info": {"title": "Lucevisor", "version": __version__},
+            "paths": paths,
+            "components": {
+                "schemas": schemas,
+                "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}},
+            },
+            "security": [{}, {"key": []}],
+        }
+    )
+
+
+def _post(path: str, kind: type[msgspec.Struct], summary: str) -> dict[str, Any]:
+    content: dict[str, Any] = {"application/json": {"schema": {"type": "object"}}}
+    if path in _STREAMED:
+        content["text/event-stream"] = {"schema": {"type": "string"}}
+    body = {"schema": {"$ref": f"#/components/schemas/{kind.__name__}"}}
+    return {
+        "summary": summary,
+        "operationId": path.strip("/").replace("/", "_"),
+        "requestBody": {"required": True, "content": {"application/json": body}},
+        "responses": {"200": {"description": "The answer.", "content": content}, **_error_responses(tuple(_ERRORS))},
+    }
+
+
+def _get(path: str, summary: str) -> dict[str, Any]:
+    operation: dict[str, Any] = {
+        "summary": summary,
+        "operationId": path.strip("/").replace("/", "_").replace("{id}", "one").replace(".", "_"),
+        "responses": {"200": {"description": "The answer."}, **_error_responses(("401",))},
+    }
+    if "{id}" in path:
+        operation["parameters"] = [{"name": "id", "in": "path", "required": True, "schema": {"type": "string"}}]
+    return operation
+
+
+def _error_responses(statuses: tuple[str, ...]) -> dict[str, Any]:
+    content = {"application/json": {"schema": {"$ref": "#/components/schemas/Error"}}}
+    return {status: {"description": _ERRORS[status], "content": content} for status in statuses}

@@ -1,0 +1,139 @@
+"""What the API needs from the rest of the supervisor, as types that the composition root fills in.
+
+Knows no HTTP.  `Ports` is the one object a handler reads; the parts that do not exist before the chain is planned
+(`engine`, `max_context`, `max_sequences`) are set later by the composition root, and requests get 503 until then.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Protocol
+
+from lucevisor.api.keys import ApiKeys
+from lucevisor.engine.request import Event, GenerationRequest
+from lucevisor.engine.statistics import EngineStatistics
+from lucevisor.text.template import ChatTemplate
+from lucevisor.text.tokenizer import Tokenizer
+
+
+class HandlePort(Protocol):
+    """One running request.  The last event is a FinishedEvent; leaving the `with` block cancels what still runs."""
+
+    def __aiter__(self) -> AsyncIterator[Event]: ...
+
+    def cancel(self) -> None:
+        """End the request at once; idempotent; a FinishedEvent follows in the stream."""
+
+    def __enter__(self) -> HandlePort: ...
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None, /
+    ) -> None: ...
+
+
+class EnginePort(Protocol):
+    """The part of the engine that requests go to."""
+
+    def submit(self, request: GenerationRequest, /) -> HandlePort:
+        """Queue a request; raises lucevisor.engine.request.SubmitError when it is refused."""
+
+    def statistics(self) -> EngineStatistics:
+        """Return counts as of now; called at each scrape."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelCard:
+    """What is told about the model that is served.  `created_s`: Unix time; `fingerprint`: changes when outputs may."""
+
+    name: str
+    created_s: int
+    fingerprint: str = ""
+    path: str = ""
+    architecture: str = ""
+    quant: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingDefaults:
+    """Sampling values for requests that do not say; the plain values are those of OpenAI's API."""
+
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+
+    @classmethod
+    def from_gguf(cls, metadata: Mapping[str, object]) -> SamplingDefaults:
+        """Read `general.sampling.*`; a key that is absent, no number or out of range leaves the plain value."""
+        plain = cls()
+
+        def number(key: str, default: float, low: float, high: float) -> float:
+            value = metadata.get(f"general.sampling.{key}")
+            if isinstance(value, bool) or not isinstance(value, int | float) or not low <= value <= high:
+                return default
+            return float(value)
+
+        return cls(
+            temperature=number("temp", plain.temperature, 0.0, 2.0),
+            top_k=int(number("top_k", plain.top_k, 0, 2**31 - 1)),
+            top_p=number("top_p", plain.top_p, 0.0, 1.0),
+            min_p=number("min_p", plain.min_p, 0.0, 1.0),
+            repetition_penalty=number("penalty_repeat", plain.repetition_penalty, 0.01, 100.0),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class NotReadyPart:
+    """Something that keeps the chain from being ready: `name` as in the configuration, for example "group left"."""
+
+    name: str
+    state: str
+    reason: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class GroupFigures:
+    """One backend group for the metrics.  `restarts`: count by reason, a word or two from a closed list."""
+
+    name: str
+    state: str
+    restarts: Mapping[str, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ApiSettings:
+    """Limits of the HTTP side.  `host` is the configured bind address; times in seconds, sizes in bytes."""
+
+    host: str = "127.0.0.1"
+    allow_open: bool = False
+    cors_origins: tuple[str, ...] = ()
+    max_body_bytes: int = 32 * 1024 * 1024
+    body_timeout_s: float = 60.0  # from the head of a request to the end of its body
+    write_timeout_s: float = 60.0  # a client that takes nothing for so long is dropped
+    keepalive_s: float = 15.0  # silence before a stream gets a comment line, so that proxies keep it open
+    retry_after_s: int = 5  # told with 503 while a shard is away
+
+
+def _no_groups() -> Sequence[GroupFigures]:
+    return ()
+
+
+@dataclass(slots=True, kw_only=True)
+class Ports:
+    """All that handlers use.  `not_ready` returns an empty sequence when the chain is ready; it must not block."""
+
+    model: ModelCard
+    tokenizer: Tokenizer
+    template: ChatTemplate | None
+    not_ready: Callable[[], Sequence[NotReadyPart]]
+    defaults: SamplingDefaults = field(default_factory=SamplingDefaults)
+    keys: ApiKeys = field(default_factory=ApiKeys)
+    settings: ApiSettings = field(default_factory=ApiSettings)
+    groups: Callable[[], Sequence[GroupFigures]] = _no_groups
+    banned: tuple[int, ...] = ()  # ids never sampled: rows of the vocabulary that stand for nothing
+    engine: EnginePort | None = None
+    max_context: int = 0  # tokens; 0: not known yet
+    max_sequences: int = 0

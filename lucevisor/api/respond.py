@@ -1,0 +1,175 @@
+"""Submits the sequences of a request, reads their events and writes the answer, streamed or whole.
+
+Knows no JSON shape (`Shape` does) and no tokenizer.  Invariant: nothing is sent before the engine took every sequence,
+and when a response ends, for whatever reason, all its sequences are over.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import msgspec
+from aiohttp import web
+
+from lucevisor.api.choice import ChoiceReader, GenerationFailed, Piece
+from lucevisor.api.context import METRICS, PORTS, RequestContext, context_of
+from lucevisor.api.errors import from_refusal, from_request_error, unavailable
+from lucevisor.api.fan_in import Events, joined
+from lucevisor.api.metrics import Metrics
+from lucevisor.api.ports import HandlePort, Ports
+from lucevisor.api.sse import EventStream
+from lucevisor.api.totals import Totals
+from lucevisor.engine.request import FinishedEvent, GenerationRequest, SubmitError, TokenEvent
+
+
+class Shape(Protocol):
+    """The JSON of one endpoint.  `index` is the index of a choice."""
+
+    def first(self, index: int) -> object | None:
+        """Return the event that opens a choice in a stream, or None."""
+
+    def chunk(self, index: int, piece: Piece) -> object:
+        """Return the event of one piece."""
+
+    def usage_chunk(self, totals: Totals) -> object | None:
+        """Return the last event, with the usage, or None when it is not wanted."""
+
+    def whole(self, choices: Sequence[Sequence[Piece]], totals: Totals) -> object:
+        """Return the body of an answer that is not streamed."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """One choice: what to generate and how to read it.  `new_prompt`: no earlier choice has the same prompt."""
+
+    request: GenerationRequest
+    reader: ChoiceReader
+    new_prompt: bool = True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """A request made ready for the engine.  `prompt_param` is the parameter that the prompt came in."""
+
+    jobs: Sequence[Job]
+    shape: Shape
+    stream: bool
+    prompt_param: str
+
+
+async def respond(request: web.Request, plan: Plan) -> web.StreamResponse:
+    """Run a plan and answer; ApiError when it is refused or a sequence fails, ClientGone when nobody listens."""
+    ports, context = request.app[PORTS], context_of(request)
+    context.handles = _submit(ports, plan)
+    run = _Run(plan, context, request.app[METRICS])
+    try:
+        async with joined(context.handles) as events:
+            if plan.stream:
+                stream = context.stream = EventStream(request, ports.settings.write_timeout_s)
+                await run.stream(events, stream, ports.settings.keepalive_s)
+                return stream.response
+            body = await run.whole(events, ports.settings.keepalive_s)
+    except GenerationFailed as failure:
+        raise from_request_error(failure.error, ports.settings.retry_after_s) from None
+    return web.Response(body=msgspec.json.encode(body), content_type="application/json")
+
+
+def _submit(ports: Ports, plan: Plan) -> list[HandlePort]:
+    if ports.engine is None:
+        waiting = ", ".join(f"{part.name} is {part.state}" for part in ports.not_ready()) or "it is being started"
+        raise unavailable(f"the model is not ready: {waiting}; try again later", ports.settings.retry_after_s)
+    handles: list[HandlePort] = []
+    try:
+        for job in plan.jobs:
+            handles.append(ports.engine.submit(job.request))  # noqa: PERF401 - what was taken must be known on a refusal
+    except BaseException as error:
+        for handle in handles:
+            handle.cancel()
+        if isinstance(error, SubmitError):
+            raise from_refusal(error, plan.prompt_param, ports.settings.retry_after_s) from None
+        raise
+    return handles
+
+
+class _Run:
+    """One plan while it runs."""
+
+    def __init__(self, plan: Plan, context: RequestContext, metrics: Metrics) -> None:
+        self._plan = plan
+        self._context = context
+        self._metrics = metrics
+        self._totals = Totals()
+        self._n_open = len(plan.jobs)
+        self._last_token_s: list[float | None] = [None] * len(plan.jobs)
+        self._n_tokens = [0] * len(plan.jobs)
+        self._cut: set[int] = set()  # choices that ended by a stop string or tool call: what still comes is of no use
+
+    async def stream(self, events: Events, stream: EventStream, keepalive_s: float) -> None:
+        """Send each piece as it comes."""
+        shape = self._plan.shape
+        opened = [False] * len(self._plan.jobs)
+        while self._n_open:
+            item = await events.next(keepalive_s)
+            if item is None:
+                await stream.comment()
+                continue
+            index, event = item
+            pieces = self._read(index, event)
+            if not opened[index]:
+                opened[index] = True
+                if (first := shape.first(index)) is not None:
+                    await stream.send(first)
+            for piece in pieces:
+                await stream.send(shape.chunk(index, piece))
+        if (usage := shape.usage_chunk(self._totals)) is not None:
+            await stream.send(usage)
+        await stream.finish()
+
+    async def whole(self, events: Events, patience_s: float) -> object:
+        """Gather all pieces; return the body."""
+        choices: list[list[Piece]] = [[] for _ in self._plan.jobs]
+        while self._n_open:
+            item = await events.next(patience_s)
+            if item is not None:
+                index, event = item
+                choices[index] += self._read(index, event)
+        return self._plan.shape.whole(choices, self._totals)
+
+    def _read(self, index: int, event: TokenEvent | FinishedEvent) -> list[Piece]:
+        job, context = self._plan.jobs[index], self._context
+        if isinstance(event, TokenEvent):
+            if index in self._cut:
+                return []
+            self._note_token(index)
+            pieces = job.reader.token(event)
+            if job.reader.ended:
+                self._cut.add(index)
+                context.handles[index].cancel()
+            return pieces
+        context.queue_s = event.timings.queue_s
+        if self._last_token_s[index] is None and job.new_prompt:
+            context.prompt_tokens += event.usage.prompt_tokens
+        pieces, usage = job.reader.finish(event)
+        self._totals.add(usage, event.timings, new_prompt=job.new_prompt)
+        context.cached_tokens = self._totals.cached
+        context.generated_tokens += usage.generated - self._n_tokens[index]  # the id that ended it, if any
+        self._n_open -= 1
+        return pieces
+
+    def _note_token(self, index: int) -> None:
+        now = time.monotonic()
+        last = self._last_token_s[index]
+        if last is not None:
+            self._metrics.inter_token.observe(now - last)
+        else:
+            if self._plan.jobs[index].new_prompt:
+                self._context.prompt_tokens += len(self._plan.jobs[index].request.prompt)
+            if self._context.first_token_s is None:
+                self._context.first_token_s = now - self._context.started_s
+                self._metrics.time_to_first_token.observe(self._context.first_token_s)
+        self._last_token_s[index] = now
+        self._n_tokens[index] += 1
+        self._context.generated_tokens += 1

@@ -1,0 +1,59 @@
+"""Sampling parameters of a body to the record that the tail stage samples by.
+
+Pure: the seed of requests that give none is an argument.  Invariant: every value is in the range that the tail accepts,
+and choice 0 of a request samples exactly as the same request with n = 1.
+"""
+
+from __future__ import annotations
+
+from lucevisor.api.bodies import GenerationBody
+from lucevisor.api.errors import bad_parameter
+from lucevisor.api.ports import Ports, SamplingDefaults
+from lucevisor.errors import show
+from lucevisor.wire.values import Sampling
+
+_SEEDS = 2**63
+_COLDEST = 1e-4
+"""Below it the best token is certain to be drawn, and logits divided by it leave float32: sampled as 0, greedy."""
+
+
+def sampling_of(body: GenerationBody, ports: Ports, seed: int, n_top_logprobs: int) -> Sampling:
+    """Return how choice 0 is sampled; `seed` stands in when the body has none; -1 logprobs: none wanted.
+
+    ApiError 400 for a logit_bias that names no token.
+    """
+    default: SamplingDefaults = ports.defaults
+    temperature = _or(body.temperature, default.temperature)
+    eos = ports.tokenizer.eos_ids if body.ignore_eos else frozenset()
+    return Sampling(
+        temperature=temperature if temperature >= _COLDEST else 0.0,
+        top_k=max(0, int(_or(body.top_k, default.top_k))),
+        top_p=_or(body.top_p, default.top_p),
+        min_p=_or(body.min_p, default.min_p),
+        seed=body.seed if body.seed is not None else seed,
+        repetition_penalty=_or(body.repetition_penalty, default.repetition_penalty),
+        presence_penalty=_or(body.presence_penalty, 0.0),
+        frequency_penalty=_or(body.frequency_penalty, 0.0),
+        logit_bias=_logit_bias(body, ports.tokenizer.n_vocab),
+        n_top_logprobs=n_top_logprobs,
+        banned=tuple(sorted({*ports.banned, *eos})),
+    )
+
+
+def seed_of_choice(seed: int, index: int) -> int:
+    """Return the seed of choice `index`: that of the request for 0, others distinct, all within 64 bits with sign."""
+    return (seed + index + _SEEDS) % (2 * _SEEDS) - _SEEDS
+
+
+def _or(value: float | None, default: float) -> float:
+    return default if value is None else value
+
+
+def _logit_bias(body: GenerationBody, n_vocab: int) -> dict[int, float]:
+    bias: dict[int, float] = {}
+    for key, value in (body.logit_bias or {}).items():
+        # Strictly decimal digits: int() would also take blanks, signs, underscores and other scripts' digits.
+        if not (key.isascii() and key.isdigit() and len(key) <= 10) or int(key) >= n_vocab:
+            raise bad_parameter(f"logit_bias.{key[:40]}", f"{show(key)} is not a token id; use 0 to {n_vocab - 1}")
+        bias[int(key)] = float(value)
+    return bias

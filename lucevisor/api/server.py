@@ -1,0 +1,103 @@
+"""Binds the API to a port, and takes it off again in order.
+
+Knows routes and sockets; handlers and their parts are elsewhere.  Invariant: after `drain` no request is in service.
+"""
+
+from __future__ import annotations
+
+import errno
+import time
+
+from aiohttp import web
+
+from lucevisor.api import info
+from lucevisor.api.boundary import boundary, set_headers, wait_until_idle
+from lucevisor.api.chat import chat_completions
+from lucevisor.api.completions import completions
+from lucevisor.api.context import ACTIVE, METRICS, PORTS, ActiveRequests
+from lucevisor.api.metrics import Metrics
+from lucevisor.api.openapi import openapi
+from lucevisor.api.ports import Ports
+from lucevisor.api.text_routes import detokenize, tokenize
+from lucevisor.errors import ConfigError, LucevisorError
+
+_CLOSING_S = 2.0
+_LAST_EVENTS_S = 1.0
+
+
+def create_app(ports: Ports) -> web.Application:
+    """Return the application; parts of `ports` that are set later take effect at once."""
+    app = web.Application(middlewares=[boundary], client_max_size=ports.settings.max_body_bytes)
+    app[PORTS] = ports
+    app[METRICS] = Metrics(ports)
+    app[ACTIVE] = ActiveRequests()
+    app.on_response_prepare.append(set_headers)
+    app.add_routes(
+        [
+            web.post("/v1/chat/completions", chat_completions),
+            web.post("/v1/completions", completions),
+            web.get("/v1/models", info.models),
+            web.get("/v1/models/{id:.+}", info.model),
+            web.post("/tokenize", tokenize),
+            web.post("/detokenize", detokenize),
+            web.get("/props", info.props),
+            web.get("/health", info.health),
+            web.get("/ready", info.ready),
+            web.get("/metrics", info.metrics),
+            web.get("/openapi.json", openapi),
+        ]
+    )
+    return app
+
+
+async def serve(app: web.Application, host: str, port: int) -> tuple[web.AppRunner, str]:
+    """Listen on `host`:`port` (0: any free port); return the runner and the URL.  `await runner.cleanup()` ends it.
+
+    Raises ConfigError when the address is wrong or taken.
+    """
+    runner = web.AppRunner(app, access_log=None, handler_cancellation=True, shutdown_timeout=_CLOSING_S)
+    await runner.setup()
+    try:
+        await web.TCPSite(runner, host, port).start()
+    except (OSError, OverflowError) as error:
+        await runner.cleanup()
+        raise _cannot_bind(host, port, error) from None
+    bound_host, bound_port = runner.addresses[0][:2]
+    if bound_host in ("0.0.0.0", "::"):
+        bound_host = "127.0.0.1" if bound_host == "0.0.0.0" else "::1"
+    shown = f"[{bound_host}]" if ":" in bound_host else bound_host
+    return runner, f"http://{shown}:{bound_port}"
+
+
+async def drain(runner: web.AppRunner, deadline_s: float) -> bool:
+    """Take no more requests and let running ones end; return whether all did before the deadline.
+
+    Those that did not are cancelled: their clients get an error event, or a 503 where nothing was sent yet.
+    """
+    if runner.app[ACTIVE].draining is False:
+        runner.app[ACTIVE].draining = True
+        for site in list(runner.sites):
+            await site.stop()
+    started = time.monotonic()
+    active = runner.app[ACTIVE].contexts
+    if await wait_until_idle(lambda: len(active), deadline_s):
+        return True
+    for context in list(active):
+        context.cancel()
+    await wait_until_idle(lambda: len(active), _LAST_EVENTS_S + max(0.0, deadline_s - (time.monotonic() - started)))
+    return False
+
+
+def _cannot_bind(host: str, port: int, error: Exception) -> LucevisorError:
+    number = getattr(error, "errno", None)
+    if number == errno.EADDRINUSE:
+        return ConfigError(
+            "server.port", port, f"is taken on {host}", "stop what listens there, or use another port, or 0 for any"
+        )
+    if number in (errno.EACCES, errno.EPERM):
+        return ConfigError("server.port", port, "may not be bound by this user", "use a port above 1023")
+    if isinstance(error, OverflowError):
+        return ConfigError("server.port", port, "is not a port", "use 0 to 65535")
+    return ConfigError(
+        "server.host", host, f"cannot be bound: {error}", "use an address of this machine, such as 127.0.0.1"
+    )

@@ -1,0 +1,48 @@
+"""Token counts and times of a whole answer, and how they are told.
+
+Pure.  Invariant: the counts are those of the choices that the client got; a prompt that several share counts once.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from lucevisor.api.choice import ChoiceUsage
+from lucevisor.engine.request import Timings
+
+
+@dataclass(slots=True)
+class Totals:
+    """Sums over the choices of a request.  `timings` are those of the choice that ended last."""
+
+    prompt: int = 0
+    cached: int = 0
+    generated: int = 0
+    reasoning: int = 0
+    timings: Timings | None = None
+
+    def add(self, usage: ChoiceUsage, timings: Timings, *, new_prompt: bool) -> None:
+        """Add a choice; `new_prompt`: no choice before shared its prompt."""
+        if new_prompt:
+            self.prompt += usage.prompt
+            self.cached += usage.cached
+        self.generated += usage.generated
+        self.reasoning += usage.reasoning
+        self.timings = timings
+
+    def usage(self) -> dict[str, object]:
+        """Return OpenAI's `usage`."""
+        return {
+            "prompt_tokens": self.prompt,
+            "completion_tokens": self.generated,
+            "total_tokens": self.prompt + self.generated,
+            "prompt_tokens_details": {"cached_tokens": self.cached},
+            "completion_tokens_details": {"reasoning_tokens": self.reasoning},
+        }
+
+    def told_timings(self) -> dict[str, float]:
+        """Return `timings`, an addition of ours: seconds in the queue, of the prompt and of the answer."""
+        if self.timings is None:
+            return {}
+        t = self.timings
+        return {"queue_s": round(t.queue_s, 6), "prefill_s": round(t.prefill_s, 6), "decode_s": round(t.decode_s, 6)}

@@ -1,0 +1,200 @@
+"""A model whose answers a test writes: the real engine and chain over one stage in memory that samples by a script.
+
+Only the tensors are missing: requests pass scheduler, steps and frames as in service; tokenizer and chat template are
+those of the bundled demo model.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import math
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from lucevisor.api.ports import GroupFigures, ModelCard, NotReadyPart, Ports
+from lucevisor.engine.chain import Chain
+from lucevisor.engine.limits import EngineLimits
+from lucevisor.engine.loop import Engine, EngineSettings
+from lucevisor.engine.request import RequestError
+from lucevisor.text.template import ChatTemplate
+from lucevisor.text.tokenizer import Tokenizer
+from lucevisor.wire.connection import Connection
+from lucevisor.wire.gguf_files import open_model, part_paths
+from lucevisor.wire.messages import CloseSequence, OpenSequence, Pools, Sampled, Step, StepResult
+from lucevisor.wire.states import LinkState, Role
+from lucevisor.wire.values import Sampling, Space
+
+DEMO = Path(__file__).parents[2] / "etc" / "demo" / "demo-qwen35-22m-q4_k_m.gguf"
+MODEL = "scripted/demo"
+LOST = RequestError("shard_lost", "group left was killed; send the request again")
+
+
+@functools.cache
+def metadata() -> dict[str, object]:
+    return dict(open_model(part_paths(DEMO)).metadata)
+
+
+@functools.cache
+def tokenizer() -> Tokenizer:
+    return Tokenizer.from_gguf(metadata())
+
+
+@dataclass
+class Seen:
+    """What a script knows when it chooses the next token of a sequence."""
+
+    sampling: Sampling
+    prompt: list[int] = field(default_factory=list)
+    generated: list[int] = field(default_factory=list)
+
+
+Scored = tuple[int, list[tuple[int, float]]]  # the token, and ids with their log-probabilities, best first
+Script = Callable[[Seen], Scored]
+
+
+def ids_of(text: str) -> list[int]:
+    return tokenizer().encode(text, parse_special=True)
+
+
+def say(text: str | Sequence[int], *, end: bool = True) -> Script:
+    """Answer with this text (or these ids) and an end of turn; without `end`, with the text again and again."""
+    ids = ids_of(text) if isinstance(text, str) else list(text)
+    eos = min(tokenizer().eos_ids)
+
+    def script(seen: Seen) -> Scored:
+        n = len(seen.generated)
+        token = ids[n % len(ids)] if not end or n < len(ids) else eos
+        return token, [(token, -0.25), ((token + 1) % 8000, -1.75)]
+
+    return script
+
+
+def dice(seen: Seen) -> Scored:
+    """Draw among 40 tokens by temperature, seed, bias and bans, as the tail of a real chain does."""
+    n, last = len(seen.generated), (seen.prompt + seen.generated)[-1]
+    ids = range(300, 340)
+    source = random.Random(f"{n} {last}")
+    logits = {i: source.uniform(0, 4) for i in ids}
+    logprobs = _log_softmax(logits)
+    for i, bias in seen.sampling.logit_bias.items():
+        logits[i] = logits.get(i, 0.0) + bias
+    for i in seen.sampling.banned:
+        logits.pop(i, None)
+    best = max(logits, key=lambda i: logits[i])
+    if seen.sampling.temperature > 0:
+        weights = _log_softmax({i: value / seen.sampling.temperature for i, value in logits.items()})
+        draw = random.Random(f"{seen.sampling.seed} {n}")
+        best = draw.choices(list(weights), [math.exp(w) for w in weights.values()])[0]
+    scores = {best: logprobs.get(best, -math.inf), **logprobs}
+    return best, sorted(scores.items(), key=lambda item: -item[1])
+
+
+def _log_softmax(logits: dict[int, float]) -> dict[int, float]:
+    most = max(logits.values())
+    total = most + math.log(sum(math.exp(value - most) for value in logits.values()))
+    return {i: value - total for i, value in logits.items()}
+
+
+class ScriptedStage:
+    """The only stage of the chain.  `step_s`: how long a step takes; `held`: answer nothing until `release`."""
+
+    def __init__(self) -> None:
+        self.script: Script = say("Hello!")
+        self.step_s = 0.0
+        self.held = False
+        self.chain: Chain | None = None
+        self.sequences: dict[int, Seen] = {}
+        self.opened: list[Seen] = []
+        self._waiting: list[Step] = []
+        self._connection = Connection(Role.DAEMON)
+        self._connection.state = LinkState.READY
+
+    def send(self, message: bytes, /) -> None:
+        self._connection.receive(message)
+        for frame in self._connection.events():
+            assert isinstance(frame.message, Step)
+            self._waiting.append(frame.message)
+            asyncio.get_running_loop().call_later(self.step_s, self._answer_one)
+
+    def release(self) -> None:
+        self.held = False
+        for _ in list(self._waiting):
+            self._answer_one()
+
+    def _answer_one(self) -> None:
+        if self.held or not self._waiting or self.chain is None:
+            return
+        self.chain.receive(self._run(self._waiting.pop(0)))
+
+    def _run(self, step: Step) -> StepResult:
+        for operation in step.operations:
+            if isinstance(operation, OpenSequence):
+                self.sequences[operation.sequence] = Seen(operation.sampling)
+                self.opened.append(self.sequences[operation.sequence])
+            elif isinstance(operation, CloseSequence):
+                del self.sequences[operation.sequence]
+        sampled = []
+        for piece in step.slices:
+            seen = self.sequences[piece.sequence]
+            seen.prompt += piece.tokens[: max(0, len(piece.tokens) if not seen.generated else 0)]
+            if piece.sample:
+                token, scores = self.script(seen)
+                seen.generated.append(token)
+                n = seen.sampling.n_top_logprobs
+                sampled.append(
+                    Sampled(piece.sequence, token)
+                    if n < 0
+                    else Sampled(piece.sequence, token, dict(scores)[token], scores[:n])
+                )
+        return StepResult(step.step_id, 0, sampled, compute_s=0.25, wait_s=0.125)
+
+
+class Rig:
+    """Engine, stage and ports of one server.  Make it inside the running loop."""
+
+    def __init__(self, *, attach: bool = True, max_queue: int = 8, **ports: object) -> None:
+        self.limits = EngineLimits(
+            n_stages=1,
+            max_sequences=4,
+            max_context=512,
+            prefill_chunk=128,
+            max_step_tokens=256,
+            spaces=frozenset({Space.FULL, Space.RECURRENT}),
+            pools=Pools(full_pages=64, window_pages=0, states=4),
+        )
+        self.stage = ScriptedStage()
+        self.waiting_for: list[NotReadyPart] = []
+        self.engine = Engine(self.limits, EngineSettings(max_queue=max_queue))
+        settings: dict[str, object] = {
+            "model": ModelCard(name=MODEL, created_s=1_700_000_000, fingerprint="fp_test", path="demo.gguf"),
+            "tokenizer": tokenizer(),
+            "template": ChatTemplate.from_gguf(metadata()),
+            "not_ready": lambda: self.waiting_for,
+            "groups": lambda: [GroupFigures("left", "ready", {"exited": 2}), GroupFigures("right", "loading")],
+            "engine": self.engine,
+            "max_context": self.limits.max_context,
+            "max_sequences": self.limits.max_sequences,
+        }
+        self.ports = Ports(**{**settings, **ports})  # type: ignore[arg-type]
+        if attach:
+            self.attach()
+
+    def attach(self) -> None:
+        """Bring the chain up."""
+        self.stage.sequences.clear()
+        self.stage.chain = Chain([self.stage], self.engine.on_result, self.engine.on_failed)
+        self.engine.attach(self.stage.chain)
+
+    def lose(self) -> None:
+        """A shard dies."""
+        self.stage.chain = None
+        self.engine.detach(LOST)
+
+    @property
+    def n_busy(self) -> int:
+        """Requests that the engine holds, and pages in use."""
+        now = self.engine.statistics()
+        return now.running + now.queued + now.pages["full"].used

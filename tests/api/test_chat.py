@@ -1,0 +1,369 @@
+"""POST /v1/chat/completions over a real socket: shapes, reasons, parameters, errors."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from lucevisor.api.ports import SamplingDefaults
+from lucevisor.text.template import ChatTemplate
+from tests.api.scripted_model import MODEL, Rig, dice, ids_of, say, tokenizer
+
+CHAT = "/v1/chat/completions"
+MESSAGES = [{"role": "user", "content": "Hi"}]
+TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
+CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
+
+
+class TestWhole:
+    async def test_the_shape(self, client):
+        client.rig.stage.script = say("Hello, wörld 🎉!")
+        status, answer = await client.chat(model=MODEL)
+        assert status == 200
+        n = len(ids_of("Hello, wörld 🎉!")) + 1
+        n_prompt = answer["usage"]["prompt_tokens"]
+        assert answer.pop("id").startswith("chatcmpl-")
+        assert isinstance(answer.pop("created"), int)
+        assert set(answer.pop("timings")) == {"queue_s", "prefill_s", "decode_s"}
+        assert answer == {
+            "object": "chat.completion",
+            "model": MODEL,
+            "system_fingerprint": "fp_test",
+            "choices": [
+                {
+                    "index": 0,
+                    "message": {"role": "assistant", "content": "Hello, wörld 🎉!", "refusal": None},
+                    "logprobs": None,
+                    "finish_reason": "stop",
+                }
+            ],
+            "usage": {
+                "prompt_tokens": n_prompt,
+                "completion_tokens": n,
+                "total_tokens": n_prompt + n,
+                "prompt_tokens_details": {"cached_tokens": 0},
+                "completion_tokens_details": {"reasoning_tokens": 0},
+            },
+        }
+        assert client.rig.n_busy == 0
+
+    async def test_the_prompt_is_the_templates(self, client):
+        await client.chat("Hi <|im_end|>", enable_thinking=True)
+        template = ChatTemplate.from_gguf
+        seen = client.rig.stage.opened[-1].prompt
+        assert template is not None
+        assert tokenizer().decode(seen, skip_special=False) == (
+            "<|im_start|>user\nHi <|im_end|><|im_end|>\n<|im_start|>assistant\n<think>\n"
+        )
+        assert seen.count(tokenizer().token_id("<|im_end|>")) == 1  # the client's own is letters
+
+    async def test_length(self, client):
+        client.rig.stage.script = say("one two three", end=False)
+        _, answer = await client.chat(max_tokens=2)
+        assert answer["choices"][0]["finish_reason"] == "length"
+        assert answer["usage"]["completion_tokens"] == 2
+
+    async def test_without_max_tokens_the_context_is_the_limit(self, client):
+        client.rig.stage.script = say("word ", end=False)
+        _, answer = await client.chat()
+        assert answer["choices"][0]["finish_reason"] == "length"
+        assert answer["usage"]["total_tokens"] == 512
+
+    async def test_reasoning(self, client):
+        client.rig.stage.script = say("I think.\n</think>\n\nIt is 4.")
+        _, answer = await client.chat(enable_thinking=True)
+        message = answer["choices"][0]["message"]
+        assert (message["reasoning_content"], message["content"]) == ("I think.", "It is 4.")
+        assert answer["usage"]["completion_tokens_details"]["reasoning_tokens"] > 3
+
+    async def test_tool_calls(self, client):
+        client.rig.stage.script = say(CALL)
+        _, answer = await client.chat(tools=[TOOL], tool_choice="auto")
+        choice = answer["choices"][0]
+        assert choice["finish_reason"] == "tool_calls"
+        assert choice["message"]["content"] is None
+        (call,) = choice["message"]["tool_calls"]
+        assert call.pop("id").startswith("call_")
+        assert call == {"type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}
+        prompt = tokenizer().decode(client.rig.stage.opened[-1].prompt)
+        assert '"name": "add"' in prompt
+
+    async def test_a_call_and_its_result_go_back(self, client):
+        client.rig.stage.script = say(CALL)
+        _, answer = await client.chat(tools=[TOOL])
+        message = answer["choices"][0]["message"]
+        result = {"role": "tool", "tool_call_id": message["tool_calls"][0]["id"], "content": "2"}
+        client.rig.stage.script = say("Two.")
+        status, answer = await client.ask(CHAT, {"messages": [*MESSAGES, message, result], "tools": [TOOL]})
+        assert (status, answer["choices"][0]["message"]["content"]) == (200, "Two.")
+        assert "<tool_response>\n2\n</tool_response>" in tokenizer().decode(client.rig.stage.opened[-1].prompt)
+
+    async def test_tool_choice_none_offers_none(self, client):
+        client.rig.stage.script = say(CALL)
+        _, answer = await client.chat(tools=[TOOL], tool_choice="none")
+        assert answer["choices"][0]["message"]["content"] == CALL
+        assert "add" not in tokenizer().decode(client.rig.stage.opened[-1].prompt)
+
+    async def test_one_call_without_parallel_calls(self, client):
+        client.rig.stage.script = say(CALL + "\n" + CALL, end=False)
+        _, answer = await client.chat(tools=[TOOL], parallel_tool_calls=False)
+        assert len(answer["choices"][0]["message"]["tool_calls"]) == 1
+        assert client.rig.n_busy == 0
+
+    async def test_stop_strings(self, client):
+        client.rig.stage.script = say("one two three four", end=False)
+        _, answer = await client.chat(stop=["three", "x"])
+        choice = answer["choices"][0]
+        assert (choice["message"]["content"], choice["finish_reason"]) == ("one two ", "stop")
+        assert answer["usage"]["completion_tokens"] == len(ids_of("one two three"))
+        assert client.rig.n_busy == 0
+
+    async def test_logprobs(self, client):
+        client.rig.stage.script = dice
+        _, answer = await client.chat(logprobs=True, top_logprobs=3, max_tokens=4, temperature=0)
+        content = answer["choices"][0]["logprobs"]["content"]
+        assert len(content) == 4
+        for entry in content:
+            assert entry["logprob"] == entry["top_logprobs"][0]["logprob"]  # greedy takes the best
+            assert len(entry["top_logprobs"]) == 3
+            assert bytes(entry["bytes"]).decode() == entry["token"]
+        _, answer = await client.chat(logprobs=True, max_tokens=1)
+        assert answer["choices"][0]["logprobs"]["content"][0]["top_logprobs"] == []
+
+    async def test_token_ids(self, client):
+        client.rig.stage.script = say("Hello")
+        _, answer = await client.chat(return_token_ids=True)
+        ids = answer["choices"][0]["token_ids"]
+        assert ids[:-1] == ids_of("Hello")
+        assert ids[-1] in tokenizer().eos_ids
+
+    async def test_several_choices_differ_by_seed_and_the_first_is_that_of_one(self, client):
+        client.rig.stage.script = dice
+        _, three = await client.chat(n=3, seed=11, max_tokens=8)
+        _, one = await client.chat(seed=11, max_tokens=8)
+        texts = [choice["message"]["content"] for choice in three["choices"]]
+        assert [choice["index"] for choice in three["choices"]] == [0, 1, 2]
+        assert texts[0] == one["choices"][0]["message"]["content"]
+        assert len(set(texts)) == 3
+        assert three["usage"]["prompt_tokens"] == one["usage"]["prompt_tokens"]
+        assert three["usage"]["completion_tokens"] == 24
+
+    async def test_seeds(self, client):
+        client.rig.stage.script = dice
+        ask = {"max_tokens": 8}
+        first, second, third = [(await client.chat(seed=s, **ask))[1]["choices"][0]["message"] for s in (1, 1, 2)]
+        assert first == second != third
+        free = {(await client.chat(**ask))[1]["choices"][0]["message"]["content"] for _ in range(4)}
+        assert len(free) > 1  # no seed: another one each time
+
+    async def test_the_rest_of_the_parameters_reach_the_stage(self, client):
+        await client.chat(
+            temperature=0.5,
+            top_p=0.9,
+            top_k=7,
+            min_p=0.01,
+            presence_penalty=0.5,
+            frequency_penalty=-0.5,
+            repetition_penalty=1.1,
+            logit_bias={"5": 2},
+            ignore_eos=True,
+            max_completion_tokens=1,
+            user="ann",
+            store=False,
+            response_format={"type": "text"},
+        )
+        s = client.rig.stage.opened[-1].sampling
+        assert (s.temperature, s.top_p, s.top_k, s.min_p) == (0.5, 0.9, 7, 0.01)
+        assert (s.presence_penalty, s.frequency_penalty, s.repetition_penalty) == (0.5, -0.5, 1.1)
+        assert s.logit_bias == {5: 2.0}
+        assert set(s.banned) == tokenizer().eos_ids
+
+    async def test_defaults_of_the_model_file(self, start):
+        client = await start(Rig(defaults=SamplingDefaults(temperature=0.25, top_k=9)))
+        await client.chat()
+        assert client.rig.stage.opened[-1].sampling.top_k == 9
+        assert client.rig.stage.opened[-1].sampling.temperature == 0.25
+
+    async def test_ignore_eos_goes_on(self, client):
+        client.rig.stage.script = say([2200, 8184], end=False)
+        _, answer = await client.chat(ignore_eos=True, max_tokens=6)
+        assert answer["usage"]["completion_tokens"] == 6
+        assert answer["choices"][0]["finish_reason"] == "length"
+
+
+class TestThinking:
+    @pytest.mark.parametrize(
+        ("fields", "thinks"),
+        [
+            ({}, False),  # the template's own default
+            ({"enable_thinking": True}, True),
+            ({"enable_thinking": False}, False),
+            ({"reasoning_effort": "high"}, True),
+            ({"reasoning_effort": "none"}, False),
+            ({"chat_template_kwargs": {"enable_thinking": True}}, True),
+            ({"reasoning_effort": "low", "enable_thinking": True}, True),
+        ],
+    )
+    async def test_switches(self, client, fields, thinks):
+        assert (await client.chat(**fields))[0] == 200
+        prompt = tokenizer().decode(client.rig.stage.opened[-1].prompt, skip_special=False)
+        assert prompt.endswith("<think>\n") == thinks
+
+    @pytest.mark.parametrize(
+        ("fields", "param"),
+        [
+            ({"reasoning_effort": "none", "enable_thinking": True}, "reasoning_effort"),
+            (
+                {"enable_thinking": False, "chat_template_kwargs": {"enable_thinking": True}},
+                "chat_template_kwargs",
+            ),
+            ({"chat_template_kwargs": {"colour": "red"}}, "chat_template_kwargs.colour"),
+            ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs"),
+        ],
+    )
+    async def test_contradictions(self, client, fields, param):
+        status, answer = await client.chat(**fields)
+        assert (status, answer["error"]["param"]) == (400, param)
+
+    async def test_a_template_without_a_switch_refuses_the_wish(self, start):
+        template = ChatTemplate("{% for m in messages %}{{ m.content }}{% endfor %}", {})
+        client = await start(Rig(template=template))
+        status, answer = await client.chat(enable_thinking=True)
+        assert (status, answer["error"]["param"]) == (400, "enable_thinking")
+        assert (await client.chat(enable_thinking=False))[0] == 200  # it does not think anyway
+        status, answer = await client.chat(tools=[TOOL])
+        assert (status, answer["error"]["param"]) == (400, "tools")
+
+    async def test_a_template_that_always_thinks_cannot_be_told_not_to(self, start):
+        template = ChatTemplate("{{ messages[0].content }}<think>{# </think> #}", {})
+        client = await start(Rig(template=template))
+        status, answer = await client.chat(reasoning_effort="none")
+        assert (status, answer["error"]["param"]) == (400, "reasoning_effort")
+
+    async def test_a_model_without_a_chat_template(self, start):
+        client = await start(Rig(template=None))
+        status, answer = await client.chat()
+        assert (status, answer["error"]["code"]) == (400, "no_chat_template")
+
+
+class TestStream:
+    async def chunks(self, client, **more):
+        events = await client.events(CHAT, {"messages": MESSAGES, **more})
+        assert events[-1] == "[DONE]"
+        return [json.loads(event) for event in events[:-1]]
+
+    async def test_the_shape(self, client):
+        client.rig.stage.script = say("Hello, wörld 🎉!")
+        chunks = await self.chunks(client)
+        assert len({(c["id"], c["created"], c["object"], c["model"]) for c in chunks}) == 1
+        assert chunks[0]["object"] == "chat.completion.chunk"
+        choices = [c["choices"][0] for c in chunks]
+        assert choices[0]["delta"] == {"role": "assistant", "content": ""}
+        assert "".join(c["delta"].get("content", "") for c in choices) == "Hello, wörld 🎉!"
+        assert choices[-1] == {"index": 0, "delta": {}, "logprobs": None, "finish_reason": "stop"}
+        assert all(c["finish_reason"] is None for c in choices[:-1])
+        assert not any("usage" in c for c in chunks)
+
+    async def test_usage_comes_last_without_choices(self, client):
+        chunks = await self.chunks(client, stream_options={"include_usage": True})
+        assert [c["usage"] for c in chunks[:-1]] == [None] * (len(chunks) - 1)
+        assert chunks[-1]["choices"] == []
+        _, whole = await client.chat()
+        assert chunks[-1]["usage"] == whole["usage"]
+
+    @pytest.mark.parametrize(
+        ("script", "fields", "reason"),
+        [
+            (say("a b c", end=False), {"max_tokens": 3}, "length"),
+            (say("a b c", end=False), {"stop": "c"}, "stop"),
+            (say(CALL), {"tools": [TOOL]}, "tool_calls"),
+            (say([8184]), {}, "stop"),
+        ],
+    )
+    async def test_reasons_and_what_a_stream_adds_up_to(self, client, script, fields, reason):
+        client.rig.stage.script = script
+        fields = {**fields, "return_token_ids": True, "logprobs": True}
+        chunks = await self.chunks(client, **fields)
+        _, whole = await client.chat(**fields)
+        choices = [c["choices"][0] for c in chunks]
+        assert choices[-1]["finish_reason"] == whole["choices"][0]["finish_reason"] == reason
+        assert [i for c in choices for i in c["token_ids"]] == whole["choices"][0]["token_ids"]
+        told = [entry for c in choices if c["logprobs"] for entry in c["logprobs"]["content"]]
+        assert told == whole["choices"][0]["logprobs"]["content"]
+        text = "".join(c["delta"].get("content") or "" for c in choices)
+        assert text == (whole["choices"][0]["message"]["content"] or "")
+
+    async def test_tool_calls(self, client):
+        client.rig.stage.script = say("Yes.\n" + CALL)
+        chunks = await self.chunks(client, tools=[TOOL])
+        (delta,) = [c["choices"][0]["delta"] for c in chunks if "tool_calls" in c["choices"][0]["delta"]]
+        (call,) = delta["tool_calls"]
+        assert call["index"] == 0
+        assert call["type"] == "function"
+        assert call["id"].startswith("call_")
+        assert call["function"] == {"name": "add", "arguments": '{"a": 1}'}
+
+    async def test_reasoning(self, client):
+        client.rig.stage.script = say("Hm.\n</think>\n\nYes.")
+        chunks = await self.chunks(client, enable_thinking=True)
+        deltas = [c["choices"][0]["delta"] for c in chunks]
+        assert "".join(d.get("reasoning_content", "") for d in deltas) == "Hm."
+        assert "".join(d.get("content", "") for d in deltas) == "Yes."
+
+    async def test_several_choices(self, client):
+        client.rig.stage.script = dice
+        chunks = await self.chunks(client, n=3, seed=3, max_tokens=5)
+        _, whole = await client.chat(n=3, seed=3, max_tokens=5)
+        for index in range(3):
+            mine = [c["choices"][0] for c in chunks if c["choices"][0]["index"] == index]
+            assert mine[0]["delta"]["role"] == "assistant"
+            text = "".join(c["delta"].get("content", "") for c in mine)
+            assert text == whole["choices"][index]["message"]["content"]
+            assert mine[-1]["finish_reason"] == "length"
+
+
+class TestRefusals:
+    @pytest.mark.parametrize(
+        ("fields", "param"),
+        [
+            ({"temperature": 3}, "temperature"),
+            ({"unknown": 1}, "unknown"),
+            ({"messages": []}, "messages"),
+            ({"stream_options": {}}, "stream_options"),
+            ({"top_logprobs": 2}, "top_logprobs"),
+            ({"response_format": {"type": "json_object"}}, "response_format"),
+            ({"response_format": {"type": "json_schema", "json_schema": {}}}, "response_format"),
+            ({"max_tokens": 1, "max_completion_tokens": 2}, "max_completion_tokens"),
+            ({"logit_bias": {"x": 1}}, "logit_bias.x"),
+            ({"tools": [TOOL], "tool_choice": "required"}, "tool_choice"),
+            ({"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "add"}}}, "tool_choice"),
+            ({"suffix": "x"}, "suffix"),
+            ({"functions": []}, "functions"),
+            ({"messages": [{"role": "user", "content": "word " * 600}]}, "messages"),
+        ],
+    )
+    async def test_400_names_the_parameter(self, client, fields, param):
+        status, answer = await client.ask(CHAT, {"messages": MESSAGES, **fields})
+        assert status == 400
+        assert set(answer) == {"error"}
+        assert set(answer["error"]) == {"message", "type", "param", "code"}
+        assert answer["error"]["type"] == "invalid_request_error"
+        assert answer["error"]["param"] == param
+        assert client.rig.n_busy == 0
+
+    async def test_a_prompt_too_long_has_its_code(self, client):
+        _, answer = await client.chat("word " * 600)
+        assert answer["error"]["code"] == "context_length_exceeded"
+
+    async def test_another_model(self, client):
+        status, answer = await client.chat(model="gpt-4o")
+        assert (status, answer["error"]["code"], answer["error"]["param"]) == (404, "model_not_found", "model")
+
+    async def test_messages_that_the_template_cannot_take(self, start):
+        template = ChatTemplate("{{ raise_exception('no system message, please') }}", {})
+        client = await start(Rig(template=template))
+        status, answer = await client.chat()
+        assert status == 400
+        assert answer["error"]["param"] == "messages"
+        assert "no system message, please" in answer["error"]["message"]

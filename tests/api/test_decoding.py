@@ -1,0 +1,177 @@
+"""Whatever the bytes, a body becomes a record or an ApiError that names the parameter."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lucevisor.api.bodies import HARMLESS, NEUTRAL, REFUSED, ChatBody, CompletionBody, TokenizeBody
+from lucevisor.api.decoding import to_record
+from lucevisor.api.errors import ApiError
+
+CHAT = {"messages": [{"role": "user", "content": "Hi"}]}
+
+
+def refused(kind, fields):
+    with pytest.raises(ApiError) as caught:
+        to_record(kind, fields)
+    assert caught.value.status == 400
+    assert caught.value.param is None or caught.value.message.startswith(caught.value.param)
+    return caught.value
+
+
+class TestValues:
+    def test_a_body_with_everything(self):
+        body = to_record(
+            ChatBody,
+            CHAT
+            | {
+                "temperature": 1,
+                "top_p": 0.5,
+                "stop": "x",
+                "logit_bias": {"5": -100},
+                "stream_options": {"include_usage": True},
+                "tool_choice": {"type": "function", "function": {"name": "f"}},
+            },
+        )
+        assert body.temperature == 1.0
+        assert body.stops == ("x",)
+        assert body.stream_options is not None
+        assert body.stream_options.include_usage
+
+    def test_null_is_the_default(self):
+        names = [f.name for f in msgspec.structs.fields(ChatBody) if f.name != "messages"]
+        assert to_record(ChatBody, CHAT | dict.fromkeys(names)) == to_record(ChatBody, CHAT)
+
+    @pytest.mark.parametrize(
+        ("param", "value"),
+        [
+            ("temperature", 2.1),
+            ("temperature", -0.1),
+            ("temperature", "warm"),
+            ("temperature", True),
+            ("top_p", 1.5),
+            ("top_k", -2),
+            ("top_k", 1.5),
+            ("min_p", -1),
+            ("n", 0),
+            ("n", 129),
+            ("max_tokens", 0),
+            ("max_tokens", 10**30),
+            ("max_completion_tokens", -1),
+            ("seed", 2**63),
+            ("seed", "1"),
+            ("stop", 5),
+            ("stop", ""),
+            ("presence_penalty", 3),
+            ("frequency_penalty", -3),
+            ("repetition_penalty", 0),
+            ("logprobs", 1),
+            ("top_logprobs", 21),
+            ("stream", "yes"),
+            ("ignore_eos", 1),
+            ("messages", "Hi"),
+            ("messages", None),
+            ("tools", {}),
+            ("reasoning_effort", "extreme"),
+            ("chat_template_kwargs", []),
+        ],
+    )
+    def test_a_wrong_value_names_its_parameter(self, param, value):
+        error = refused(ChatBody, CHAT | {param: value})
+        assert error.param == param
+        assert error.code == "invalid_value"
+
+    @pytest.mark.parametrize(
+        ("fields", "param"),
+        [
+            ({"stop": ["a", ""]}, "stop[1]"),
+            ({"stop": ["a"] * 17}, "stop"),
+            ({"stop": ["a", 3]}, "stop[1]"),
+            ({"messages": ["Hi"]}, "messages[0]"),
+            ({"stream_options": {"include_usage": 1}}, "stream_options.include_usage"),
+            ({"tool_choice": {"type": "function", "function": {}}}, "tool_choice.function.name"),
+            ({"response_format": {}}, "response_format.type"),
+        ],
+    )
+    def test_a_path_inside_a_parameter(self, fields, param):
+        assert refused(ChatBody, CHAT | fields).param == param
+
+    def test_the_message_shows_the_value_and_the_limit(self):
+        message = refused(ChatBody, CHAT | {"temperature": 3}).message
+        assert message == "temperature: 3: expected number <= 2.0"
+
+    def test_a_required_parameter(self):
+        error = refused(ChatBody, {})
+        assert (error.param, error.code) == ("messages", "missing_required_parameter")
+        assert refused(CompletionBody, {}).param == "prompt"
+
+
+class TestOtherParameters:
+    def test_an_unknown_one_is_refused_with_the_nearest(self):
+        error = refused(ChatBody, CHAT | {"temprature": 1})
+        assert (error.param, error.code) == ("temprature", "unknown_parameter")
+        assert "did you mean temperature?" in error.message
+
+    def test_an_unknown_one_inside(self):
+        error = refused(ChatBody, CHAT | {"stream_options": {"includ_usage": True}})
+        assert error.param == "stream_options.includ_usage"
+        assert "did you mean include_usage?" in error.message
+
+    @pytest.mark.parametrize("name", sorted(HARMLESS))
+    def test_harmless_ones_are_taken(self, name):
+        to_record(ChatBody, CHAT | {name: "anything"})
+
+    @pytest.mark.parametrize("name", sorted(REFUSED))
+    def test_refused_ones_are_named_unless_null(self, name):
+        error = refused(ChatBody, CHAT | {name: "anything"})
+        assert (error.param, error.code) == (name, "unsupported_parameter")
+        to_record(ChatBody, CHAT | {name: None})
+
+    @pytest.mark.parametrize("name", sorted(NEUTRAL))
+    def test_neutral_values_only(self, name):
+        to_record(ChatBody, CHAT | {name: NEUTRAL[name][0]})
+        to_record(ChatBody, CHAT | {name: None})
+        assert refused(ChatBody, CHAT | {name: "other"}).param == name
+
+    def test_no_table_hides_a_parameter_that_is_supported(self):
+        known = {*ChatBody.__struct_fields__, *CompletionBody.__struct_fields__}
+        assert not known & (HARMLESS | REFUSED.keys() | NEUTRAL.keys())
+
+    def test_every_parameter_of_the_openai_client_is_known_or_refused_by_name(self):
+        from openai.types import completion_create_params as plain
+        from openai.types.chat import completion_create_params as chat
+
+        accounted = HARMLESS | REFUSED.keys() | NEUTRAL.keys()
+        chat_names = set(chat.CompletionCreateParamsBase.__annotations__)
+        plain_names = set(plain.CompletionCreateParamsBase.__annotations__)
+        assert chat_names - accounted <= set(ChatBody.__struct_fields__)
+        assert plain_names - accounted <= set(CompletionBody.__struct_fields__)
+
+
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=8),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=8), inner, max_size=4),
+    max_leaves=12,
+)
+
+
+@given(
+    st.sampled_from([ChatBody, CompletionBody, TokenizeBody]),
+    st.dictionaries(
+        st.sampled_from([*ChatBody.__struct_fields__, *CompletionBody.__struct_fields__, *REFUSED, *NEUTRAL, "x"]),
+        json_values,
+        max_size=6,
+    ),
+)
+@settings(max_examples=300, deadline=None)
+def test_any_object_is_a_record_or_a_named_refusal(kind, fields):
+    refusal = None
+    try:
+        to_record(kind, fields)
+    except ApiError as error:
+        refusal = error
+    assert refusal is None or (refusal.status == 400 and refusal.param)
+    assert len(str(refusal)) < 1000

@@ -1,0 +1,154 @@
+"""Who is served: keys, loopback, Host header, origins."""
+
+from __future__ import annotations
+
+import pytest
+from aiohttp.test_utils import make_mocked_request
+
+from lucevisor.api.errors import ApiError
+from lucevisor.api.guard import check_access, cors_headers
+from lucevisor.api.keys import ApiKeys
+from lucevisor.api.ports import ApiSettings
+from tests.api.scripted_model import Rig
+
+CHAT = "/v1/chat/completions"
+PREFLIGHT = {"Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": "content-type"}
+BODY = {"messages": [{"role": "user", "content": "Hi"}]}
+
+
+def access(path="/v1/models", *, remote="127.0.0.1", keys=(), headers=(), **settings):
+    """Status that a request of this kind is refused with, or 200."""
+    request = make_mocked_request("GET", path, headers=dict(headers)).clone(remote=remote)
+    try:
+        check_access(request, ApiSettings(**settings), ApiKeys(keys))
+    except ApiError as error:
+        return error.status
+    return 200
+
+
+class TestWithoutKeys:
+    @pytest.mark.parametrize(
+        ("remote", "status"),
+        [
+            ("127.0.0.1", 200),
+            ("127.8.9.1", 200),
+            ("::1", 200),
+            ("::ffff:127.0.0.1", 200),
+            ("192.168.1.5", 403),
+            ("::ffff:192.168.1.5", 403),
+            ("2001:db8::1", 403),
+            ("fe80::1%eth0", 403),
+            ("", 403),
+            ("localhost", 403),
+        ],
+    )
+    def test_loopback_only(self, remote, status):
+        assert access(remote=remote) == status
+        assert access("/health", remote=remote) == status
+        assert access(remote=remote, allow_open=True) == 200
+
+    @pytest.mark.parametrize(
+        ("host", "status"),
+        [
+            ("localhost", 200),
+            ("localhost:8080", 200),
+            ("LOCALHOST:8080", 200),
+            ("127.0.0.1:1", 200),
+            ("[::1]:8080", 200),
+            ("app.localhost", 200),
+            ("box.lan:8080", 200),
+            ("evil.example", 403),
+            ("evil.example:8080", 403),
+            ("127.0.0.1.evil.example", 403),
+            ("[2001:db8::1]:80", 403),
+        ],
+    )
+    def test_a_name_that_is_not_this_machines(self, host, status):
+        assert access(headers={"Host": host}, host="box.lan") == status
+        assert access(headers={"Host": host}, host="box.lan", allow_open=True) == 200
+        assert access(headers={"Host": host, "x-api-key": "k"}, keys=["k"]) == 200
+
+
+class TestWithKeys:
+    @pytest.mark.parametrize(
+        ("headers", "status"),
+        [
+            ({}, 401),
+            ({"Authorization": "Bearer one"}, 200),
+            ({"Authorization": "bearer  two "}, 200),
+            ({"x-api-key": "one"}, 200),
+            ({"Authorization": "Bearer three"}, 401),
+            ({"Authorization": "Basic one"}, 401),
+            ({"Authorization": "one"}, 401),
+            ({"Authorization": "Bearer "}, 401),
+            ({"Authorization": "Bearer one two"}, 401),
+        ],
+    )
+    def test_one_of_them_is_needed(self, headers, status):
+        assert access(keys=["one", "two"], headers=headers) == status
+        assert access(keys=["one", "two"], headers=headers, allow_open=True) == status
+        assert access("/health", keys=["one"], headers=headers) == 200
+        assert access("/metrics", keys=["one", "two"], headers=headers) == status
+
+    def test_from_anywhere(self):
+        assert access(remote="203.0.113.9", keys=["one"], headers={"x-api-key": "one"}) == 200
+
+    async def test_over_a_socket(self, start):
+        rig = Rig(keys=ApiKeys(["s3cret"]))
+        client = await start(rig)
+        async with client.session.post(client.url + CHAT, json=BODY) as response:
+            assert response.status == 401
+            assert response.headers["WWW-Authenticate"] == "Bearer"
+            answer = await response.json()
+        assert (answer["error"]["type"], answer["error"]["code"]) == ("authentication_error", "invalid_api_key")
+        good = {"Authorization": "Bearer s3cret"}
+        assert (await client.ask(CHAT, BODY, headers=good))[0] == 200
+        rig.ports.keys.replace(["other"])
+        assert (await client.ask(CHAT, BODY, headers=good))[0] == 401
+        assert (await client.ask("/ready"))[0] == 200
+        assert (await client.ask("/v1/nope"))[0] == 401  # paths are not told to strangers either
+
+
+class TestOrigins:
+    async def asks(self, client, method="POST", origin="https://app.example", **headers):
+        body = {"json": BODY} if method == "POST" else {}
+        async with client.session.request(
+            method, client.url + CHAT, headers={"Origin": origin, **headers}, **body
+        ) as response:
+            await response.read()
+            return response
+
+    async def test_off_unless_configured(self, client):
+        response = await self.asks(client)
+        assert response.status == 200
+        assert not [h for h in response.headers if h.lower().startswith("access-control")]
+        assert (await self.asks(client, "OPTIONS", **PREFLIGHT)).status == 405
+
+    async def test_exact_origins(self, start):
+        client = await start(Rig(settings=ApiSettings(cors_origins=("https://app.example",)), keys=ApiKeys(["k"])))
+        preflight = await self.asks(client, "OPTIONS", **PREFLIGHT)  # carries no key, by specification
+        assert preflight.status == 204
+        assert preflight.headers["Access-Control-Allow-Origin"] == "https://app.example"
+        assert "authorization" in preflight.headers["Access-Control-Allow-Headers"]
+        real = await self.asks(client, Authorization="Bearer k")
+        assert real.headers["Access-Control-Allow-Origin"] == "https://app.example"
+        assert real.headers["Vary"] == "Origin"
+        refused = await self.asks(client)  # the page may read why
+        assert (refused.status, refused.headers["Access-Control-Allow-Origin"]) == (401, "https://app.example")
+        for other in ("https://app.example.evil", "http://app.example", "null"):
+            response = await self.asks(client, "OPTIONS", other, **PREFLIGHT)
+            assert "Access-Control-Allow-Origin" not in response.headers
+            assert response.status != 204
+
+    async def test_streams_carry_the_headers(self, start):
+        client = await start(Rig(settings=ApiSettings(cors_origins=("https://app.example",))))
+        async with client.session.post(
+            client.url + CHAT, json={**BODY, "stream": True}, headers={"Origin": "https://app.example"}
+        ) as response:
+            assert response.headers["Access-Control-Allow-Origin"] == "https://app.example"
+            await response.read()
+
+    def test_a_star_lets_every_page_in(self):
+        settings = ApiSettings(cors_origins=("*",))
+        assert cors_headers("https://x.example", settings)["Access-Control-Allow-Origin"] == "*"
+        assert cors_headers(None, settings) == {}

@@ -1,0 +1,104 @@
+"""Models, properties, health, readiness and metrics."""
+
+from __future__ import annotations
+
+import asyncio
+
+from prometheus_client.parser import text_string_to_metric_families
+
+from lucevisor.api.ports import NotReadyPart
+from tests.api.conftest import until
+from tests.api.scripted_model import MODEL, Rig, say
+
+
+async def test_models(client):
+    card = {"id": MODEL, "object": "model", "created": 1_700_000_000, "owned_by": "lucevisor"}
+    assert await client.ask("/v1/models") == (200, {"object": "list", "data": [card]})
+    assert await client.ask(f"/v1/models/{MODEL}") == (200, card)
+    assert await client.ask("/v1/models/scripted%2Fdemo") == (200, card)
+    status, answer = await client.ask("/v1/models/other")
+    assert (status, answer["error"]["code"]) == (404, "model_not_found")
+
+
+async def test_props(client):
+    _, props = await client.ask("/props")
+    assert props["default_generation_settings"]["n_ctx"] == 512
+    assert props["default_generation_settings"]["params"]["temperature"] == 1.0
+    assert props["total_slots"] == 4
+    assert "messages" in props["chat_template"]
+    assert "<|im_end|>" in props["eos_tokens"]
+
+
+async def test_health_and_ready(client):
+    assert await client.ask("/ready") == (200, {"status": "ready"})
+    client.rig.waiting_for = [NotReadyPart("group left", "loading", "reads weights")]
+    status, answer = await client.ask("/ready")
+    assert status == 503
+    assert answer["not_ready"] == [{"name": "group left", "state": "loading", "reason": "reads weights"}]
+    assert await client.ask("/health") == (200, {"status": "ok"})
+
+
+async def families(client, accept="text/plain"):
+    async with client.session.get(client.url + "/metrics", headers={"Accept": accept}) as response:
+        assert response.status == 200
+        return {f.name: f for f in text_string_to_metric_families(await response.text())}
+
+
+def value(found, name, **labels):
+    family = found[name.removesuffix("_total")]
+    (sample,) = [s for s in family.samples if s.name == name and s.labels == labels]
+    return sample.value
+
+
+async def test_metrics_count_what_happened(client):
+    client.rig.stage.script = say("one two three")
+    _, answer = await client.chat()
+    await client.chat(temperature=9)
+    found = await families(client)
+    assert value(found, "lucevisor_requests_total", code="200") == 1
+    assert value(found, "lucevisor_requests_total", code="400") == 1
+    assert value(found, "lucevisor_prompt_tokens_total") == answer["usage"]["prompt_tokens"]
+    assert value(found, "lucevisor_generated_tokens_total") == answer["usage"]["completion_tokens"]
+    samples = {s.name: s.value for f in found.values() for s in f.samples if not s.labels}
+    assert samples["lucevisor_time_to_first_token_seconds_count"] == 1
+    assert samples["lucevisor_inter_token_seconds_count"] == answer["usage"]["completion_tokens"] - 2
+    assert value(found, "lucevisor_group_state", group="left", state="ready") == 1
+    assert value(found, "lucevisor_group_state", group="right", state="ready") == 0
+    assert value(found, "lucevisor_daemon_restarts_total", group="left", reason="exited") == 2
+    n_steps = answer["usage"]["completion_tokens"]
+    for name, each in (("step", 0.25), ("stage_wait", 0.125)):
+        told = {s.name: s.value for s in found[f"lucevisor_{name}_seconds"].samples}
+        assert told[f"lucevisor_{name}_seconds_count"] >= n_steps
+        assert told[f"lucevisor_{name}_seconds_sum"] == each * told[f"lucevisor_{name}_seconds_count"]
+
+
+async def test_gauges_of_running_and_queued_requests(client):
+    client.rig.stage.held = True
+    asked = [asyncio.create_task(client.chat(max_tokens=1)) for _ in range(6)]
+    await until(lambda: client.rig.engine.statistics().queued == 4)
+    found = await families(client)
+    client.rig.stage.release()
+    await asyncio.gather(*asked)
+    assert value(found, "lucevisor_requests_running") == 2  # as many as steps are in flight
+    assert value(found, "lucevisor_requests_queued") == 4
+    assert value(found, "lucevisor_pages", space="recurrent", where="device") == 2
+    assert value(found, "lucevisor_pages", space="recurrent", where="free") == 2
+
+
+async def test_openmetrics_is_spoken_too(client):
+    async with client.session.get(
+        client.url + "/metrics", headers={"Accept": "application/openmetrics-text"}
+    ) as response:
+        assert response.content_type == "application/openmetrics-text"
+        assert (await response.text()).endswith("# EOF\n")
+
+
+async def test_metrics_before_there_is_an_engine(start):
+    client = await start(Rig(attach=False, engine=None))
+    assert "lucevisor_group_state" in await families(client)
+
+
+async def test_names_are_unique_over_two_servers(start):
+    first, second = await start(), await start()
+    await first.chat()
+    assert "lucevisor_requests_total" not in str((await families(second))["lucevisor_requests"].samples)

@@ -1,0 +1,222 @@
+"""The unmodified `openai` client against the server on uvloop: results parse into its types, errors raise its own."""
+
+from __future__ import annotations
+
+import asyncio
+
+import openai
+import pytest
+
+from lucevisor.api.keys import ApiKeys
+from tests.api.scripted_model import MODEL, Rig, dice, ids_of, say
+
+HI = [{"role": "user", "content": "Hi"}]
+TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}
+CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
+
+
+@pytest.fixture
+def server(live):
+    return live()
+
+
+@pytest.fixture
+def client(server):
+    with openai.OpenAI(base_url=server.url + "/v1", api_key="none", max_retries=0, timeout=20) as one:
+        yield one
+
+
+def script(server, value, step_s=0.0):
+    def put(rig):
+        rig.stage.script, rig.stage.step_s = value, step_s
+
+    server.do(put)
+
+
+def test_models(client):
+    assert [m.id for m in client.models.list()] == [MODEL]
+    assert client.models.retrieve(MODEL).owned_by == "lucevisor"
+
+
+def test_chat(client, server):
+    script(server, say("Hello, wörld 🎉!"))
+    answer = client.chat.completions.create(model=MODEL, messages=HI)
+    assert answer.choices[0].message.content == "Hello, wörld 🎉!"
+    assert answer.choices[0].finish_reason == "stop"
+    assert answer.usage.completion_tokens == len(ids_of("Hello, wörld 🎉!")) + 1
+    assert answer.usage.prompt_tokens_details.cached_tokens == 0
+    assert answer.system_fingerprint == "fp_test"
+    assert answer.created > 0
+
+
+def test_chat_stream_with_usage(client, server):
+    script(server, say("Hello, wörld 🎉!"))
+    stream = client.chat.completions.create(
+        model=MODEL, messages=HI, stream=True, stream_options={"include_usage": True}
+    )
+    chunks = list(stream)
+    assert chunks[0].choices[0].delta.role == "assistant"
+    assert "".join(c.choices[0].delta.content or "" for c in chunks if c.choices) == "Hello, wörld 🎉!"
+    assert chunks[-2].choices[0].finish_reason == "stop"
+    assert chunks[-1].choices == []
+    assert chunks[-1].usage.total_tokens == chunks[-1].usage.prompt_tokens + len(ids_of("Hello, wörld 🎉!")) + 1
+
+
+def test_stop_and_length(client, server):
+    script(server, say("one two three", end=False))
+    answer = client.chat.completions.create(model=MODEL, messages=HI, stop=["two"])
+    assert (answer.choices[0].message.content, answer.choices[0].finish_reason) == ("one ", "stop")
+    answer = client.chat.completions.create(model=MODEL, messages=HI, max_completion_tokens=2)
+    assert answer.choices[0].finish_reason == "length"
+    *_, last = client.chat.completions.create(model=MODEL, messages=HI, max_tokens=2, stream=True)
+    assert last.choices[0].finish_reason == "length"
+
+
+def test_seed_and_n(client, server):
+    script(server, dice)
+    ask = {"model": MODEL, "messages": HI, "max_tokens": 8, "seed": 5}
+    first, second = (client.chat.completions.create(**ask).choices[0].message.content for _ in range(2))
+    assert first == second
+    texts = [c.message.content for c in client.chat.completions.create(**ask, n=3).choices]
+    assert texts[0] == first
+    assert len(set(texts)) == 3
+
+
+def test_logit_bias(client, server):
+    script(server, dice)
+    answer = client.chat.completions.create(
+        model=MODEL, messages=HI, max_tokens=3, logit_bias={"305": 100}, extra_body={"return_token_ids": True}
+    )
+    assert answer.choices[0].model_extra["token_ids"] == [305] * 3
+
+
+def test_logprobs(client, server):
+    script(server, dice)
+    answer = client.chat.completions.create(model=MODEL, messages=HI, max_tokens=2, logprobs=True, top_logprobs=2)
+    first = answer.choices[0].logprobs.content[0]
+    assert first.logprob <= 0
+    assert len(first.top_logprobs) == 2
+    plain = client.completions.create(model=MODEL, prompt="x", max_tokens=2, logprobs=2)
+    assert len(plain.choices[0].logprobs.token_logprobs) == 2
+
+
+def test_tools(client, server):
+    script(server, say(CALL))
+    answer = client.chat.completions.create(model=MODEL, messages=HI, tools=[TOOL])
+    (call,) = answer.choices[0].message.tool_calls
+    assert (call.function.name, call.function.arguments) == ("add", '{"a": 1}')
+    assert answer.choices[0].finish_reason == "tool_calls"
+    script(server, say("Two."))
+    history = [*HI, answer.choices[0].message, {"role": "tool", "tool_call_id": call.id, "content": "2"}]
+    again = client.chat.completions.create(model=MODEL, messages=history, tools=[TOOL])
+    assert again.choices[0].message.content == "Two."
+
+
+def test_streamed_tools_with_the_clients_own_accumulator(client, server):
+    script(server, say("Wait.\n" + CALL))
+    with client.chat.completions.stream(model=MODEL, messages=HI, tools=[TOOL]) as stream:
+        kinds = [event.type for event in stream]
+        final = stream.get_final_completion()
+    assert "tool_calls.function.arguments.done" in kinds
+    assert final.choices[0].message.content == "Wait."
+    assert final.choices[0].message.tool_calls[0].function.arguments == '{"a": 1}'
+    assert final.choices[0].finish_reason == "tool_calls"
+
+
+def test_reasoning(client, server):
+    script(server, say("Hm.\n</think>\n\nYes."))
+    answer = client.chat.completions.create(model=MODEL, messages=HI, reasoning_effort="high")
+    assert answer.choices[0].message.model_extra["reasoning_content"] == "Hm."
+    assert answer.choices[0].message.content == "Yes."
+    assert answer.usage.completion_tokens_details.reasoning_tokens > 0
+
+
+def test_completions(client, server):
+    script(server, say(" world"))
+    answer = client.completions.create(model=MODEL, prompt=["Hello", "Hi"], echo=True)
+    assert [c.text for c in answer.choices] == ["Hello world", "Hi world"]
+    chunks = list(client.completions.create(model=MODEL, prompt=[5, 6], stream=True, max_tokens=1))
+    assert "".join(c.choices[0].text for c in chunks) == " world"
+    assert chunks[-1].choices[0].finish_reason == "length"
+
+
+async def test_async_client(server):
+    async with openai.AsyncOpenAI(base_url=server.url + "/v1", api_key="none", max_retries=0) as client:
+
+        async def one():
+            stream = await client.chat.completions.create(model=MODEL, messages=HI, stream=True)
+            return "".join([c.choices[0].delta.content or "" async for c in stream])
+
+        assert await asyncio.gather(*(one() for _ in range(6))) == ["Hello!"] * 6
+
+
+class TestErrors:
+    def test_bad_request(self, client):
+        with pytest.raises(openai.BadRequestError) as caught:
+            client.chat.completions.create(model=MODEL, messages=HI, temperature=5)
+        assert caught.value.param == "temperature"
+        assert caught.value.type == "invalid_request_error"
+        assert caught.value.code == "invalid_value"
+        assert caught.value.request_id
+
+    def test_not_found(self, client):
+        with pytest.raises(openai.NotFoundError) as caught:
+            client.chat.completions.create(model="gpt-4o", messages=HI)
+        assert caught.value.code == "model_not_found"
+        with pytest.raises(openai.NotFoundError):
+            client.models.retrieve("gpt-4o")
+
+    def test_authentication(self, live):
+        server = live(lambda: Rig(keys=ApiKeys(["right"])))
+        with openai.OpenAI(base_url=server.url + "/v1", api_key="wrong", max_retries=0) as client:
+            with pytest.raises(openai.AuthenticationError):
+                client.models.list()
+            assert client.with_options(api_key="right").models.list().data[0].id == MODEL
+
+    def test_rate_limit(self, live):
+        server = live(lambda: Rig(max_queue=1))
+        with openai.OpenAI(base_url=server.url + "/v1", api_key="none", max_retries=0) as client:
+            with pytest.raises(openai.RateLimitError) as caught:
+                client.chat.completions.create(model=MODEL, messages=HI, n=30)
+            assert int(caught.value.response.headers["retry-after"]) >= 1
+
+    def test_unavailable(self, client, server):
+        server.do(Rig.lose)
+        with pytest.raises(openai.InternalServerError) as caught:
+            client.chat.completions.create(model=MODEL, messages=HI)
+        assert caught.value.status_code == 503
+        assert "group left was killed" in caught.value.message
+
+    def test_a_retry_after_a_shard_came_back(self, live):
+        from lucevisor.api.ports import ApiSettings
+
+        server = live(lambda: Rig(settings=ApiSettings(retry_after_s=1)))
+        server.do(Rig.lose)
+        server.do(lambda rig: asyncio.get_running_loop().call_later(0.3, rig.attach))
+        with openai.OpenAI(base_url=server.url + "/v1", api_key="none", max_retries=2) as client:
+            assert client.chat.completions.create(model=MODEL, messages=HI).choices[0].message.content == "Hello!"
+
+    def test_too_large(self, client):
+        with pytest.raises(openai.APIStatusError) as caught:
+            client.chat.completions.create(model=MODEL, messages=[{"role": "user", "content": "x" * (33 << 20)}])
+        assert caught.value.status_code == 413
+
+    @pytest.mark.parametrize("n", [1, 2])
+    def test_an_error_in_a_stream_is_raised(self, client, server, n):
+        script(server, say("word ", end=False), step_s=0.002)
+        stream = client.chat.completions.create(model=MODEL, messages=HI, stream=True, n=n)
+        seen = [next(stream) for _ in range(4)]
+        server.do(Rig.lose)
+        with pytest.raises(openai.APIError, match="group left was killed") as caught:
+            seen += list(stream)
+        assert caught.value.code == "shard_lost"
+        assert not any(c.choices[0].finish_reason for c in seen)
+
+    def test_a_client_that_closes_its_stream_frees_everything(self, client, server):
+        script(server, say("word ", end=False), step_s=0.01)
+        with client.chat.completions.create(model=MODEL, messages=HI, stream=True) as stream:
+            next(stream)
+        for _ in range(100):
+            if not server.do(lambda rig: rig.n_busy):
+                return
+        raise AssertionError("the sequence still runs")

@@ -1,0 +1,91 @@
+"""Parameters become the record the tail samples by; defaults come from the file, then from OpenAI."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lucevisor.api.bodies import GenerationBody
+from lucevisor.api.errors import ApiError
+from lucevisor.api.ports import ModelCard, Ports, SamplingDefaults
+from lucevisor.api.sampling import sampling_of, seed_of_choice
+from lucevisor.wire.values import Sampling
+from tests.api.scripted_model import tokenizer
+
+PORTS = Ports(
+    model=ModelCard(name="m", created_s=0), tokenizer=tokenizer(), template=None, not_ready=list, banned=(8190, 8191)
+)
+
+
+def test_defaults_are_openais():
+    expected = Sampling(seed=7, banned=(8190, 8191))
+    assert sampling_of(GenerationBody(), PORTS, 7, -1) == expected
+
+
+def test_defaults_of_the_file_and_what_a_request_says():
+    metadata = {"general.sampling.temp": 0.5, "general.sampling.top_k": 20, "general.sampling.min_p": 0.1}
+    ports = replace(PORTS, defaults=SamplingDefaults.from_gguf(metadata))
+    sampling = sampling_of(GenerationBody(top_k=5, min_p=0.0), ports, 0, -1)
+    assert (sampling.temperature, sampling.top_k, sampling.min_p) == (0.5, 5, 0.0)
+
+
+@pytest.mark.parametrize("value", ["0.5", True, None, -1.0, 3.0, float("nan"), [0.5]])
+def test_a_broken_default_of_the_file_is_left_out(value):
+    assert SamplingDefaults.from_gguf({"general.sampling.temp": value}) == SamplingDefaults()
+
+
+def test_every_parameter_arrives():
+    body = GenerationBody(
+        temperature=0.1,
+        top_p=0.2,
+        top_k=3,
+        min_p=0.4,
+        seed=-5,
+        presence_penalty=0.6,
+        frequency_penalty=0.7,
+        repetition_penalty=1.8,
+        logit_bias={"9": 1.5, "0": -100},
+        ignore_eos=True,
+    )
+    assert sampling_of(body, PORTS, 1, 4) == Sampling(
+        temperature=0.1,
+        top_p=0.2,
+        top_k=3,
+        min_p=0.4,
+        seed=-5,
+        presence_penalty=0.6,
+        frequency_penalty=0.7,
+        repetition_penalty=1.8,
+        logit_bias={9: 1.5, 0: -100.0},
+        n_top_logprobs=4,
+        banned=tuple(sorted({8190, 8191, *tokenizer().eos_ids})),
+    )
+
+
+@pytest.mark.parametrize(("asked", "given"), [(0.0, 0.0), (4e-113, 0.0), (9e-5, 0.0), (1e-4, 1e-4), (2.0, 2.0)])
+def test_a_temperature_that_float32_cannot_divide_by_is_greedy(asked, given):
+    assert sampling_of(GenerationBody(temperature=asked), PORTS, 0, -1).temperature == given
+
+
+def test_minus_one_switches_top_k_off():
+    assert sampling_of(GenerationBody(top_k=-1), PORTS, 0, -1).top_k == 0
+
+
+@pytest.mark.parametrize("key", ["", "x", "-1", "+1", " 1", "1.0", "8192", "1_0", "٣", "9" * 5000])
+def test_a_bias_that_names_no_token(key):
+    with pytest.raises(ApiError) as caught:
+        sampling_of(GenerationBody(logit_bias={key: 1.0}), PORTS, 0, -1)
+    assert caught.value.status == 400
+    assert str(caught.value.param).startswith("logit_bias")
+    assert len(caught.value.message) < 300
+
+
+@given(st.integers(-(2**63), 2**63 - 1))
+def test_seeds_of_choices_are_distinct_and_fit_64_bits(seed):
+    seeds = [seed_of_choice(seed, i) for i in range(5)]
+    assert seeds[0] == seed
+    assert len(set(seeds)) == 5
+    assert all(-(2**63) <= s < 2**63 for s in seeds)

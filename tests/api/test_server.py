@@ -1,0 +1,416 @@
+"""Binding, draining, and what happens to requests when clients, shards or the server go away."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+
+import aiohttp
+import pytest
+import structlog
+from structlog.testing import capture_logs
+
+from lucevisor.api.ports import ApiSettings, NotReadyPart
+from lucevisor.api.server import create_app, drain, serve
+from lucevisor.errors import ConfigError
+from tests.api.conftest import until
+from tests.api.scripted_model import Rig, say
+
+CHAT = "/v1/chat/completions"
+BODY = {"messages": [{"role": "user", "content": "Hi"}]}
+
+
+def endless(rig, step_s=0.002):
+    rig.stage.script = say("word ", end=False)
+    rig.stage.step_s = step_s
+
+
+def raw_post(client, body):
+    """Send a request on a socket of small buffers and leave it open; the caller reads or closes it."""
+    host, _, port = client.url.removeprefix("http://").partition(":")
+    data = json.dumps(body).encode()
+    sock = socket.socket()
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    sock.connect((host, int(port)))
+    sock.sendall(head(len(data)) + data)
+    return sock
+
+
+def head(n_bytes):
+    return (
+        f"POST {CHAT} HTTP/1.1\r\nHost: localhost\r\n"
+        f"Content-Type: application/json\r\nContent-Length: {n_bytes}\r\n\r\n"
+    ).encode()
+
+
+class TestBinding:
+    async def test_port_0_is_a_free_port(self):
+        runner, url = await serve(create_app(Rig().ports), "127.0.0.1", 0)
+        assert url.startswith("http://127.0.0.1:")
+        assert not url.endswith(":0")
+        await runner.cleanup()
+
+    async def test_any_address_is_told_as_one_that_can_be_asked(self):
+        runner, url = await serve(create_app(Rig().ports), "0.0.0.0", 0)
+        async with aiohttp.ClientSession() as session, session.get(url + "/health") as response:
+            assert response.status == 200
+        await runner.cleanup()
+
+    async def test_a_taken_port(self):
+        runner, url = await serve(create_app(Rig().ports), "127.0.0.1", 0)
+        port = int(url.rpartition(":")[2])
+        with pytest.raises(ConfigError, match=rf"server\.port = {port}: is taken on 127\.0\.0\.1"):
+            await serve(create_app(Rig().ports), "127.0.0.1", port)
+        await runner.cleanup()
+
+    @pytest.mark.parametrize(
+        ("host", "port", "key"), [("203.0.113.7", 0, "server.host"), ("127.0.0.1", 70000, "server.port")]
+    )
+    async def test_addresses_that_cannot_be_bound(self, host, port, key):
+        with pytest.raises(ConfigError) as caught:
+            await serve(create_app(Rig().ports), host, port)
+        assert caught.value.key == key
+
+
+class TestNotReady:
+    async def test_before_there_is_an_engine(self, start):
+        rig = Rig(attach=False, engine=None)
+        rig.waiting_for = [NotReadyPart("group left", "loading")]
+        client = await start(rig)
+        async with client.session.post(client.url + CHAT, json=BODY) as response:
+            answer = await response.json()
+            assert response.status == 503
+            assert response.headers["Retry-After"] == "5"
+        assert "group left is loading" in answer["error"]["message"]
+        assert answer["error"]["type"] == "server_error"
+
+    async def test_while_a_shard_is_away_and_after(self, client):
+        client.rig.lose()
+        status, answer = await client.chat()
+        assert (status, answer["error"]["code"]) == (503, "not_ready")
+        assert "group left was killed" in answer["error"]["message"]
+        client.rig.attach()
+        assert (await client.chat())[0] == 200
+
+    async def test_a_full_queue(self, start):
+        client = await start(Rig(max_queue=2))
+        client.rig.stage.held = True
+        asked = [asyncio.create_task(client.chat(max_tokens=1)) for _ in range(4)]  # two steps are in flight
+        await until(lambda: client.rig.engine.statistics().queued == 2)
+        async with client.session.post(client.url + CHAT, json=BODY) as response:
+            answer = await response.json()
+            assert response.status == 429
+            assert int(response.headers["Retry-After"]) >= 1
+        assert (answer["error"]["type"], answer["error"]["code"]) == ("rate_limit_error", "queue_full")
+        client.rig.stage.release()
+        assert {status for status, _ in await asyncio.gather(*asked)} == {200}
+
+    async def test_choices_that_do_not_all_fit_leave_nothing_behind(self, start):
+        client = await start(Rig(max_queue=2))
+        client.rig.stage.held = True
+        status, answer = await client.chat(n=20)
+        assert (status, answer["error"]["code"]) == (429, "queue_full")
+        assert client.rig.engine.statistics().queued == 0
+        client.rig.stage.release()
+        await until(lambda: client.rig.n_busy == 0)
+
+
+class TestLostShard:
+    async def test_before_the_first_token_the_status_tells(self, client):
+        client.rig.stage.held = True
+        asked = asyncio.create_task(client.chat(stream=True))
+        await until(lambda: client.rig.engine.statistics().running == 1)
+        client.rig.lose()
+        status, answer = await asked
+        assert (status, answer["error"]["code"]) == (503, "shard_lost")
+        assert "group left was killed" in answer["error"]["message"]
+
+    @pytest.mark.parametrize("n", [1, 3])
+    async def test_in_a_stream_the_last_event_is_the_error(self, client, n):
+        endless(client.rig)
+        body = {**BODY, "stream": True, "n": n}
+        with capture_logs() as logs:
+            async with client.session.post(client.url + CHAT, json=body) as response:
+                assert response.status == 200
+                text = (await response.content.readuntil(b"word")).decode()
+                client.rig.lose()
+                text += (await response.read()).decode()
+        events = [line.removeprefix("data: ") for line in text.split("\n\n")[:-1]]
+        error = json.loads(events[-1])
+        assert set(error) == {"error"}
+        assert (error["error"]["code"], error["error"]["type"]) == ("shard_lost", "server_error")
+        assert "[DONE]" not in text
+        assert not any(c.get("finish_reason") for e in events[:-1] for c in json.loads(e)["choices"])
+        (line,) = [entry for entry in logs if entry["event"] == "request"]
+        assert line["status"] == 503  # the head said 200, log and metrics say how it ended
+        client.rig.attach()
+        client.rig.stage.script = say("ok")
+        assert (await client.chat())[0] == 200
+
+    async def test_whole_answers_get_a_503(self, client):
+        endless(client.rig)
+        asked = asyncio.create_task(client.chat())
+        await until(lambda: client.rig.engine.statistics().generated_tokens > 2)
+        client.rig.lose()
+        status, answer = await asked
+        assert (status, answer["error"]["code"]) == (503, "shard_lost")
+
+
+class TestClientGoesAway:
+    @pytest.mark.parametrize("more", [{"stream": True}, {}, {"n": 3, "stream": True}])
+    async def test_everything_is_freed_at_once(self, client, more):
+        endless(client.rig, step_s=0.01)
+        with capture_logs() as logs:
+            sock = raw_post(client, {**BODY, **more})
+            await until(lambda: client.rig.engine.statistics().generated_tokens > 3)
+            sock.close()
+            await until(lambda: client.rig.engine.statistics().running == 0, 0.5)
+            await until(lambda: client.rig.n_busy == 0, 0.5)
+            await until(lambda: [e for e in logs if e["event"] == "request"], 0.5)
+        (line,) = [e for e in logs if e["event"] == "request"]
+        assert line["status"] == 499
+        assert line["generated_tokens"] >= 3
+
+    async def test_while_it_waits_in_the_queue(self, client):
+        client.rig.stage.held = True
+        socks = [raw_post(client, BODY) for _ in range(6)]
+        await until(lambda: client.rig.engine.statistics().queued == 4)  # two run
+        for sock in socks:
+            sock.close()
+        await until(lambda: client.rig.engine.statistics().queued == 0)
+        client.rig.stage.release()
+        await until(lambda: client.rig.n_busy == 0)
+
+    async def test_while_the_body_comes(self, client):
+        host, _, port = client.url.removeprefix("http://").partition(":")
+        sock = socket.create_connection((host, int(port)))
+        sock.sendall(head(99) + b"{")
+        await asyncio.sleep(0.05)
+        sock.close()
+        await asyncio.sleep(0.05)
+        assert (await client.chat())[0] == 200
+
+    async def test_a_client_that_takes_nothing_is_dropped_and_stalls_nobody(self, start):
+        client = await start(Rig(settings=ApiSettings(write_timeout_s=0.5)))
+        # Long events fill the buffers soon: each chunk tells 20 tokens' log-probabilities.
+        client.rig.stage.script = lambda seen: (300, [(300 + i, -0.5) for i in range(20)])
+        with capture_logs() as logs:
+            sock = raw_post(client, {**BODY, "stream": True, "logprobs": True, "top_logprobs": 20, "n": 8})
+            await until(lambda: client.rig.engine.statistics().generated_tokens > 10)
+            await until(lambda: client.rig.n_busy == 0, 10)
+            assert (await client.chat(max_tokens=5))[0] == 200
+            await until(lambda: any(e.get("dropped") for e in logs))
+        sock.close()
+        (line,) = [e for e in logs if e.get("dropped")]
+        assert line["status"] == 499
+        assert "took nothing for 0.5 s" in line["dropped"]
+
+
+class TestStreamsStayAlive:
+    async def test_a_comment_in_the_silence(self, start):
+        client = await start(Rig(settings=ApiSettings(keepalive_s=0.05)))
+        client.rig.stage.held = True
+        async with client.session.post(client.url + CHAT, json={**BODY, "stream": True}) as response:
+            assert await response.content.readuntil(b"\n\n") == b": waiting\n\n"
+            client.rig.stage.release()
+            assert (await response.read()).endswith(b"data: [DONE]\n\n")
+
+    async def test_an_error_after_the_comment_is_an_event(self, start):
+        client = await start(Rig(settings=ApiSettings(keepalive_s=0.05)))
+        client.rig.stage.held = True
+        async with client.session.post(client.url + CHAT, json={**BODY, "stream": True}) as response:
+            await response.content.readuntil(b"\n\n")
+            client.rig.lose()
+            assert b'"code":"shard_lost"' in (await response.read()).splitlines()[-2]
+
+
+class TestDrain:
+    async def test_running_requests_end_and_new_ones_are_refused(self, client):
+        endless(client.rig)
+        streaming = asyncio.create_task(client.events(CHAT, {**BODY, "max_tokens": 60}))
+        async with client.session.get(client.url + "/health") as kept_alive:
+            await kept_alive.read()
+        await until(lambda: client.rig.engine.statistics().running == 1)
+        draining = asyncio.create_task(drain(client.runner, 5.0))
+        await asyncio.sleep(0.02)
+        with pytest.raises(aiohttp.ClientConnectorError):
+            async with aiohttp.ClientSession() as session:
+                await session.post(client.url + CHAT, json=BODY)
+        status, answer = await client.chat()  # over the connection that stayed open
+        assert (status, answer["error"]["code"]) == (503, "shutting_down")
+        assert await draining
+        assert (await streaming)[-1] == "[DONE]"
+
+    async def test_what_does_not_end_in_time_gets_an_error(self, client):
+        endless(client.rig)
+        streaming = asyncio.create_task(client.events(CHAT, BODY))
+        whole = asyncio.create_task(client.chat())
+        await until(lambda: client.rig.engine.statistics().generated_tokens > 4)
+        assert not await drain(client.runner, 0.05)
+        assert json.loads((await streaming)[-1])["error"]["code"] == "shutting_down"
+        assert (await whole)[0] == 503
+        assert client.rig.n_busy == 0
+
+    async def test_twice_is_once(self, client):
+        assert await drain(client.runner, 1.0)
+        assert await drain(client.runner, 1.0)
+
+
+class TestDefects:
+    """A defect of ours gives a whole 500, or an error event, and never half a body."""
+
+    async def test_before_the_stream(self, client):
+        def broken():
+            raise ZeroDivisionError("a defect with /secret/path")
+
+        client.rig.ports.not_ready = broken
+        with capture_logs() as logs:
+            status, answer = await client.ask("/ready")
+        assert status == 500
+        assert answer["error"]["code"] == "internal_error"
+        assert "secret" not in str(answer)
+        assert [e for e in logs if e["log_level"] == "error"]
+        assert (await client.ask("/health"))[0] == 200
+
+    async def test_in_a_stream(self, client, monkeypatch):
+        endless(client.rig)
+        calls = 0
+        from lucevisor.api.choice import ChoiceReader
+
+        real = ChoiceReader.token
+
+        def breaks(self, event):
+            nonlocal calls
+            calls += 1
+            if calls > 5:
+                raise ZeroDivisionError
+            return real(self, event)
+
+        monkeypatch.setattr(ChoiceReader, "token", breaks)
+        events = await client.events(CHAT, {**BODY, "n": 2})
+        assert json.loads(events[-1])["error"]["code"] == "internal_error"
+        assert len(events) > 2
+        await until(lambda: client.rig.n_busy == 0)
+
+    async def test_in_a_whole_answer(self, client, monkeypatch):
+        from lucevisor.api.choice import ChoiceReader
+
+        monkeypatch.setattr(ChoiceReader, "finish", lambda *_: 1 / 0)
+        status, answer = await client.chat()
+        assert (status, answer["error"]["code"]) == (500, "internal_error")
+
+
+class TestRequestIds:
+    async def test_ours_and_theirs(self, client):
+        for sent, kept in (("trace-1", True), ("x" * 128, True), ("x" * 129, False), ("a b", False), ("", False)):
+            async with client.session.get(client.url + "/health", headers={"x-request-id": sent}) as response:
+                assert (response.headers["x-request-id"] == sent) == kept
+                assert response.headers["x-request-id"]
+
+    async def test_on_errors_streams_and_unknown_paths(self, client):
+        headers = {"x-request-id": "mine"}
+        for path, body in ((CHAT, {**BODY, "stream": True}), (CHAT, {}), ("/nope", {})):
+            async with client.session.post(client.url + path, json=body, headers=headers) as response:
+                assert response.headers["x-request-id"] == "mine"
+                await response.read()
+
+    async def test_the_log_line(self, client):
+        seen = []
+        structlog.configure(
+            processors=[structlog.contextvars.merge_contextvars, lambda _l, _m, e: seen.append(e) or _drop()]
+        )
+        try:
+            await client.ask(CHAT, BODY, headers={"x-request-id": "mine"})
+        finally:
+            structlog.reset_defaults()
+        (line,) = [e for e in seen if e["event"] == "request"]
+        assert line["request_id"] == "mine"
+        assert (line["method"], line["path"], line["status"]) == ("POST", CHAT, 200)
+        assert line["prompt_tokens"] > 0
+        assert line["generated_tokens"] > 0
+        assert line["duration_s"] >= line["first_token_s"] > 0
+
+
+def _drop():
+    raise structlog.DropEvent
+
+
+class TestBodies:
+    async def test_content_types(self, client):
+        data = json.dumps(BODY)
+        for kind, good in (
+            ("application/json", True),
+            ("application/json; charset=utf-8", True),
+            ("Application/JSON", True),
+            ("application/vnd.api+json", True),
+            ("text/plain", False),
+            ("application/x-www-form-urlencoded", False),
+        ):
+            status, answer = await client.ask(CHAT, data=data, headers={"Content-Type": kind})
+            assert status == (200 if good else 400), kind
+            assert good or answer["error"]["code"] == "unsupported_content_type"
+
+    @pytest.mark.parametrize(
+        "data",
+        [
+            b"",
+            b"{",
+            b"[]",
+            b'"x"',
+            b"null",
+            b"NaN",
+            b"\xff\xfe",
+            b'{"a":1}{"b":2}',
+            b'{"a":"\\ud800"}',
+            b'{"a":1e999}',
+            b"[" * 100_000,
+            b'{"messages":' + b"[" * 5000 + b"]" * 5000 + b"}",
+        ],
+    )
+    async def test_no_json_object(self, client, data):
+        status, answer = await client.ask(CHAT, data=data, headers={"Content-Type": "application/json"})
+        assert status == 400
+        assert answer["error"]["message"]
+
+    async def test_too_large(self, start):
+        client = await start(Rig(settings=ApiSettings(max_body_bytes=10_000)))
+        big = json.dumps({**BODY, "user": "x" * 20_000}).encode()
+        json_type = {"Content-Type": "application/json"}
+        status, answer = await client.ask(CHAT, data=big, headers=json_type)
+        assert (status, answer["error"]["code"]) == (413, "request_too_large")
+
+        async def pieces():
+            for start in range(0, len(big), 1000):
+                yield big[start : start + 1000]
+
+        status, answer = await client.ask(CHAT, data=pieces(), headers=json_type)  # chunked: no length told before
+        assert status == 413
+        assert (await client.chat())[0] == 200
+
+    async def test_a_body_that_does_not_come(self, start):
+        client = await start(Rig(settings=ApiSettings(body_timeout_s=0.1)))
+
+        async def slow():
+            yield b"{"
+            await asyncio.sleep(5)
+            yield b"}"
+
+        status, answer = await client.ask(CHAT, data=slow(), headers={"Content-Type": "application/json"})
+        assert (status, answer["error"]["code"]) == (408, "request_timeout")
+
+    async def test_paths_and_methods(self, client):
+        status, answer = await client.ask("/v1/nope", {})
+        assert (status, answer["error"]["code"]) == (404, "not_found")
+        async with client.session.get(client.url + CHAT) as response:
+            assert response.status == 405
+            assert response.headers["Allow"] == "POST"
+            assert (await response.json())["error"]["code"] == "method_not_allowed"
+
+
+async def test_many_requests_at_once_leave_nothing(client):
+    endless(client.rig, 0.001)
+    answers = await asyncio.gather(*(client.chat(max_tokens=10) for _ in range(8)))
+    assert {status for status, _ in answers} == {200}
+    assert len({a["choices"][0]["message"]["content"] for _, a in answers}) == 1
+    assert client.rig.n_busy == 0
