@@ -1,0 +1,6 @@
+"""``python -m lucevisor``."""
+
+from lucevisor.cli import main
+
+if __name__ == "__main__":
+    main()

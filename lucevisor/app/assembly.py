@@ -1,0 +1,118 @@
+"""Joins READY daemons to a chain and keeps the engine told: the place where supervision and engine meet.
+
+When every group is READY, all daemons drop their sequences (Reset) and answer; only then a chain over their links is
+attached to
+the engine.  When a daemon is lost, the chain is closed at once and running requests end with an error that names the
+group.
+Invariant: the engine has a chain if and only if every link of it is READY and was reset after the last loss.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import structlog
+
+from lucevisor.engine.chain import Chain
+from lucevisor.engine.loop import Engine
+from lucevisor.engine.request import RequestError
+from lucevisor.wire.aio import Link
+from lucevisor.wire.errors import WireError
+from lucevisor.wire.frames import Frame
+from lucevisor.wire.messages import Failed, Reset, StepResult
+
+RESET_BASE = 1 << 62
+"""Tokens of Reset start here, far above any step id, since both come back as a StepResult's step_id."""
+
+log = structlog.get_logger("assembly")
+
+
+class Assembly:
+    """``stage_groups[s]`` is the group that runs stage s."""
+
+    def __init__(self, engine: Engine, stage_groups: Sequence[str], on_change: Callable[[], None]) -> None:
+        self._engine = engine
+        self._stage_groups = list(stage_groups)
+        self._on_change = on_change
+        self._links: dict[str, Link] = {}
+        self._resetting: set[str] = set()
+        self._token = RESET_BASE
+        self._chain: Chain | None = None
+
+    @property
+    def complete(self) -> bool:
+        """Whether requests are being served."""
+        return self._chain is not None
+
+    def ready(self, group: str, link: Link) -> None:
+        """A daemon finished loading."""
+        self._links[group] = link
+        if set(self._links) == set(self._stage_groups):
+            self._token += 1
+            self._resetting = set(self._links)
+            for one in self._links.values():
+                try:
+                    one.send(Reset(self._token), request_id=self._token)
+                except WireError:  # its own on_closed tells supervision, which calls lost()
+                    return
+
+    def lost(self, group: str, reason: str) -> None:
+        """A daemon is gone or going."""
+        self._links.pop(group, None)
+        self._resetting.clear()
+        self._close(
+            RequestError(
+                "shard_lost", f"group {group} was lost while the request ran: {reason}; send the request again"
+            )
+        )
+
+    def frame(self, group: str, frame: Frame) -> None:
+        """Every frame of a READY daemon's link."""
+        match frame.message:
+            case StepResult() as result if result.step_id > RESET_BASE:
+                if result.step_id == self._token and group in self._resetting:
+                    self._resetting.discard(group)
+                    if not self._resetting:
+                        self._attach()
+            case StepResult() as result if self._chain is not None:
+                self._chain.receive(result, frame.payload)
+            case Failed() as failed if self._chain is not None:
+                stage = self._stage_groups.index(group)
+                self._chain.failed(stage, failed)
+            case _:
+                pass  # an answer to a step of a chain that is closed by now
+
+    def close(self, error: RequestError) -> None:
+        """Detach for good."""
+        self._links.clear()
+        self._resetting.clear()
+        self._close(error)
+
+    def _attach(self) -> None:
+        chain = Chain(
+            [_Sender(self._links[g]) for g in self._stage_groups], self._engine.on_result, self._engine.on_failed
+        )
+        self._chain = chain
+        self._engine.attach(chain)
+        log.info("chain ready", stages=self._stage_groups)
+        self._on_change()
+
+    def _close(self, error: RequestError) -> None:
+        if self._chain is not None:
+            self._chain.close()
+            self._chain = None
+            self._engine.detach(error)
+            self._on_change()
+
+
+class _Sender:
+    """A stage link for the chain.  A dead link is not its business: supervision hears of it and calls ``lost``."""
+
+    def __init__(self, link: Link) -> None:
+        self._link = link
+
+    def send(self, data: bytes) -> None:
+        try:
+            self._link.send(data)
+        except WireError as e:
+            log.debug("a step was not sent", reason=str(e))

@@ -1,0 +1,221 @@
+"""`lucevisor start`, below the command line: build a service, its HTTP endpoint and its admin socket, serve until
+told to stop.
+
+The first SIGINT or SIGTERM (or `lucevisor stop`) lets running requests end for a moment, the second shortens every
+deadline,
+the third kills the daemons.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import Any
+
+import structlog
+import uvloop
+from aiohttp import web
+
+from lucevisor.api.admin import create_admin_app, serve_admin
+from lucevisor.api.keys import ApiKeys
+from lucevisor.api.ports import (
+    ApiSettings,
+    GroupFigures,
+    ModelCard,
+    NotReadyPart,
+    Ports,
+    SamplingDefaults,
+)
+from lucevisor.api.server import create_app, serve
+from lucevisor.app import logs
+from lucevisor.app.model_source import resolve
+from lucevisor.app.rundir import RunDirectory
+from lucevisor.app.service import Model, Observer, Service
+from lucevisor.app.status import status
+from lucevisor.config import Config, read_api_keys
+from lucevisor.engine.loop import Engine
+from lucevisor.errors import ConfigError, ExitCode
+from lucevisor.supervision.states import State
+from lucevisor.text.template import ChatTemplate
+from lucevisor.text.tokenizer import Tokenizer
+from lucevisor.wire.families import open_spec
+from lucevisor.wire.gguf_files import part_paths
+from lucevisor.wire.gguf_header import GgufError
+
+log = structlog.get_logger("lucevisor")
+
+
+def open_model(config: Config, notify: Callable[[str], None] = lambda _: None) -> Model:
+    """Find the model's file and read its header.  Raises ConfigError naming ``model.path``."""
+    path = resolve(config, notify)
+    try:
+        spec = open_spec(path, {"yarn_attn_factor": config.model.yarn_attn_factor})
+        files = part_paths(path)
+    except GgufError as e:
+        raise ConfigError(
+            "model.path", config.model.path, str(e), "name a file of a family this version runs", file=str(config.file)
+        ) from e
+    return Model(spec, files, config.model.name or spec.name)
+
+
+def run(config: Config, name: str, observer: Observer, *, to_terminal: bool = True) -> ExitCode:
+    """Serve until stopped; log to the run directory and, with ``to_terminal``, to standard error.  Raises
+    LucevisorError for what keeps it from starting at all."""
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # until the loop takes both signals over
+    run_dir = RunDirectory(name)
+    run_dir.claim()
+    try:
+        logs.configure(config.log.format, config.log.level, run_dir.log, to_terminal=to_terminal)
+        model = open_model(config, lambda what: log.info("fetching", what=what))
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            return runner.run(_run(config, model, run_dir, observer))
+    except KeyboardInterrupt:  # stopped before there was anything to stop
+        return ExitCode.DONE
+    finally:
+        run_dir.close()
+
+
+async def _run(config: Config, model: Model, run_dir: RunDirectory, observer: Observer) -> ExitCode:
+    return await Supervisor(config, model, run_dir, observer).run()
+
+
+class Supervisor:
+    """A service with its two doors, HTTP for clients and the admin socket for operators.  Made in a running loop."""
+
+    def __init__(self, config: Config, model: Model, run_dir: RunDirectory, observer: Observer) -> None:
+        self.config, self.model, self.run_dir = config, model, run_dir
+        self.url = ""
+        self._tokenizer = Tokenizer.from_gguf(model.spec.files.metadata if model.spec.files is not None else {})
+        self._ports = self._make_ports()
+        self.service = Service(config, model, run_dir.path, observer, self._on_engine)
+        self._stop_asked = asyncio.Event()
+        self._n_stops = 0
+        self._hurry: set[asyncio.Task[None]] = set()
+
+    async def run(self) -> ExitCode:
+        """Start, serve, stop."""
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(number, self.stop, signal.Signals(number).name)
+        for notice in self.config.notices:
+            log.warning("configuration", notice=str(notice))
+        for marker in self._ports.template.lost_markers(self._tokenizer) if self._ports.template is not None else []:
+            log.warning("chat template writes a marker in a way that makes it ordinary text", marker=marker)
+        admin = await serve_admin(create_admin_app(self), self.run_dir.socket)
+        http: web.AppRunner | None = None
+        try:
+            http, self.url = await serve(create_app(self._ports), self.config.server.host, self.config.server.port)
+            log.info("listening", url=self.url, name=self.run_dir.name, pid=os.getpid())
+            started = asyncio.ensure_future(self.service.start())
+            asked = asyncio.ensure_future(self._stop_asked.wait())
+            await asyncio.wait({started, asked}, return_when=asyncio.FIRST_COMPLETED)
+            if started.done():
+                started.result()
+            await asked
+        finally:
+            await self.service.stop()
+            if http is not None:
+                await http.cleanup()
+            await admin.cleanup()
+        log.info("stopped", name=self.run_dir.name)
+        return ExitCode.DONE
+
+    # ---- what an operator may ask (lucevisor.api.admin.AdminPort)
+
+    def status(self) -> dict[str, Any]:
+        return status(self.service, self.run_dir.name, self.url)
+
+    async def wait_ready(self, timeout_s: float) -> bool:
+        return await self.service.wait_ready(timeout_s)
+
+    def stop(self, reason: str) -> None:
+        self._n_stops += 1
+        log.info("stopping", reason=reason, ask=self._n_stops)
+        self._stop_asked.set()
+        if self._n_stops > 1:
+            task = asyncio.create_task(self.service.stop(0.0, 1.0 if self._n_stops == 2 else 0.0), name="hurry")
+            self._hurry.add(task)
+            task.add_done_callback(self._hurry.discard)
+
+    async def restart(self, groups: list[str], *, now: bool) -> None:
+        for group in groups or list(self.service.groups):
+            await self.service.restart(group, now=now)
+
+    async def follow_log(self, group: str | None, *, follow: bool) -> AsyncIterator[str]:
+        """Lines of the run's log, oldest first; with ``follow`` also those to come."""
+        with (self.run_dir.log / "supervisor.jsonl").open(encoding="utf-8") as file:
+            part = ""
+            while True:
+                part += file.readline()
+                if part.endswith("\n"):
+                    if group is None or f'"group": "{group}"' in part:
+                        yield part
+                    part = ""
+                elif follow and not self._stop_asked.is_set():
+                    await asyncio.sleep(0.2)
+                else:
+                    return
+
+    # ---- what clients are served from
+
+    def _make_ports(self) -> Ports:
+        metadata = self.model.spec.files.metadata if self.model.spec.files is not None else {}
+        server = self.config.server
+        return Ports(
+            model=ModelCard(
+                name=self.model.name,
+                created_s=int(self.model.files[0].stat().st_mtime),
+                path=str(self.model.files[0]),
+                architecture=self.model.spec.architecture,
+                quant=self.model.spec.quant,
+            ),
+            tokenizer=self._tokenizer,
+            template=ChatTemplate.from_gguf(metadata),
+            not_ready=self._not_ready,
+            defaults=SamplingDefaults.from_gguf(metadata),
+            keys=ApiKeys(read_api_keys(Path(server.api_keys_file)) if server.api_keys_file else ()),
+            settings=ApiSettings(host=server.host, allow_open=server.allow_open, cors_origins=server.cors_origins),
+            groups=self._group_figures,
+            banned=tuple(range(self._tokenizer.n_vocab, self.model.spec.vocabulary)),
+        )
+
+    def _on_engine(self, engine: Engine) -> None:
+        placement = self.service.placement
+        self._ports.engine = engine
+        if placement is not None:
+            self._ports.max_context = placement.max_context
+            self._ports.max_sequences = placement.max_sequences
+
+    def _not_ready(self) -> list[NotReadyPart]:
+        if self.service.state == "ready":
+            return []
+        parts = [
+            NotReadyPart(f"group {name}", g.state.name.lower(), g.reason)
+            for name, g in self.service.groups.items()
+            if g.state is not State.READY
+        ]
+        return parts or [NotReadyPart("chain", self.service.state, self.service.reason())]
+
+    def _group_figures(self) -> list[GroupFigures]:
+        return [
+            GroupFigures(name, g.state.name.lower(), {"any": g.restarts} if g.restarts else {})
+            for name, g in self.service.groups.items()
+        ]
+
+
+async def ids_through_chain(config: Config, model: Model, run_dir: Path, ids: list[int], observer: Observer) -> Any:
+    """`lucevisor logits`: start the daemons, run ``ids`` through the whole chain, stop.  Returns an IdsOutput."""
+    service = Service(config, model, run_dir, observer)
+    try:
+        await service.start()
+        if not await service.wait_ready(None) or service.engine is None or service.placement is None:
+            raise ConfigError("CONFIG", str(config.file), service.reason() or "the chain did not become ready")
+        spec = model.spec
+        row_bytes = 4 * max(spec.vocabulary, (spec.n_layers + 1) * spec.embedding)
+        rows = max(1, min(service.placement.prefill_chunk, (128 << 20) // row_bytes))
+        return await service.engine.run_ids(ids, want_hidden=True, rows_per_step=rows)
+    finally:
+        await service.stop(0.0)

@@ -1,0 +1,182 @@
+"""The run directory of a supervisor: ``$XDG_RUNTIME_DIR/lucevisor/NAME`` (or ``/run/lucevisor/NAME``), mode 0700.
+
+Holds ``lock``, ``pid``, ``admin.sock``, ``log/`` and the daemons' package directory.  A lock held on ``lock`` means
+"running";
+everything else there may be stale and is safe to find.  A pid is trusted only with its boot id and start time.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import re
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+
+from lucevisor.errors import ConfigError, LucevisorError, NotRunningError
+
+NAME = re.compile(r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,63}$")
+
+
+class AlreadyRunningError(LucevisorError):
+    """Another supervisor holds the name."""
+
+
+@dataclass(frozen=True, slots=True)
+class Running:
+    """A supervisor that answers to ``name``; ``pid`` is -1 when its pid file is not (yet) there."""
+
+    name: str
+    socket: Path
+    pid: int
+
+
+def runtime_root() -> Path:
+    """The directory that holds all run directories.  Raises ConfigError when the machine offers none."""
+    base = os.environ.get("XDG_RUNTIME_DIR", "")
+    if base:
+        return Path(base) / "lucevisor"
+    if os.geteuid() == 0:
+        return Path("/run/lucevisor")
+    user = Path(f"/run/user/{os.geteuid()}")
+    if user.is_dir():
+        return user / "lucevisor"
+    raise ConfigError(
+        "XDG_RUNTIME_DIR", "", "is not set and /run/user/UID is not there", "set it to a directory only you can enter"
+    )
+
+
+def check_name(name: str) -> str:
+    """``name`` itself when it can name a run directory, else ConfigError."""
+    if not NAME.match(name):
+        raise ConfigError(
+            "--name",
+            name,
+            "is not a usable name",
+            "letters, digits, '.', '_' and '-', at most 64, first a letter or digit",
+        )
+    return name
+
+
+class RunDirectory:
+    """Claimed by the supervisor for its life.  ``close`` removes it and is idempotent."""
+
+    def __init__(self, name: str) -> None:
+        self.name = check_name(name)
+        self.path = runtime_root() / name
+        self._lock: int | None = None
+
+    @property
+    def socket(self) -> Path:
+        return self.path / "admin.sock"
+
+    @property
+    def log(self) -> Path:
+        return self.path / "log"
+
+    def claim(self) -> None:
+        """Create the directory and take the lock.  Raises AlreadyRunningError naming the other supervisor."""
+        self.path.mkdir(parents=True, exist_ok=True)
+        for part in (self.path.parent, self.path):
+            if part.stat().st_uid != os.geteuid():
+                raise LucevisorError(
+                    f"{part} belongs to another user: remove it, or set XDG_RUNTIME_DIR to a directory of yours"
+                )
+            part.chmod(0o700)
+        if len(os.fsencode(self.socket)) > 100:
+            raise LucevisorError(f"{self.socket}: too long for a socket: use a shorter --name or XDG_RUNTIME_DIR")
+        fd = os.open(self.path / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(fd)
+            pid = read_pid(self.path)
+            raise AlreadyRunningError(
+                f"a supervisor named {self.name!r} runs already (pid {pid}): stop it with "
+                f"`lucevisor stop --name {self.name}`, or start this one with another --name"
+            ) from None
+        self._lock = fd
+        for stale in (self.socket, self.path / "pid"):
+            stale.unlink(missing_ok=True)
+        self.log.mkdir(exist_ok=True)
+        (self.path / "pid").write_text(f"{os.getpid()} {boot_id()} {start_ticks(os.getpid())}\n")
+
+    def close(self) -> None:
+        """Remove the directory and give the name back."""
+        if self._lock is None:
+            return
+        shutil.rmtree(self.path, ignore_errors=True)
+        os.close(self._lock)
+        self._lock = None
+
+
+def boot_id() -> str:
+    return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+
+
+def start_ticks(pid: int) -> int | None:
+    """When the process was started, in clock ticks after boot; None when there is no such process."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return None
+    return int(stat[stat.rindex(")") + 2 :].split()[19])
+
+
+def read_pid(path: Path) -> int:
+    """The pid in a run directory, or -1 when it is missing, of an earlier boot, or of another process by now."""
+    try:
+        pid, boot, ticks = (path / "pid").read_text().split()
+    except (OSError, ValueError):
+        return -1
+    return int(pid) if boot == boot_id() and start_ticks(int(pid)) == int(ticks) else -1
+
+
+def is_locked(path: Path) -> bool:
+    """Whether a living supervisor holds the run directory."""
+    try:
+        fd = os.open(path / "lock", os.O_RDWR | os.O_CLOEXEC)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    finally:
+        os.close(fd)
+    return False
+
+
+def running() -> list[Running]:
+    """All supervisors of this user that run now."""
+    root = runtime_root()
+    if not root.is_dir():
+        return []
+    return [
+        Running(p.name, p / "admin.sock", read_pid(p)) for p in sorted(root.iterdir()) if p.is_dir() and is_locked(p)
+    ]
+
+
+def find(name: str | None, socket: Path | None) -> Running:
+    """The supervisor a command speaks to: by socket, by name, or the only one.  Raises NotRunningError (exit code
+    3)."""
+    if socket is not None:
+        if not socket.exists():
+            raise NotRunningError(f"{socket}: there is no such socket: nothing runs there")
+        return Running(socket.parent.name, socket, read_pid(socket.parent))
+    all_running = running()
+    if name is not None:
+        for one in all_running:
+            if one.name == check_name(name):
+                return one
+        raise NotRunningError(f"no supervisor named {name!r} runs{_names(all_running)}")
+    if not all_running:
+        raise NotRunningError("no supervisor runs: start one with `lucevisor start CONFIG`")
+    if len(all_running) > 1:
+        raise NotRunningError(f"several supervisors run{_names(all_running)}: say which with --name")
+    return all_running[0]
+
+
+def _names(all_running: list[Running]) -> str:
+    return f" ({', '.join(one.name for one in all_running)})" if all_running else ""

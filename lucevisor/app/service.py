@@ -1,0 +1,306 @@
+"""One running supervisor: groups, placement, arenas, engine.  Builds them, keeps them, stops them; knows no HTTP.
+
+Order at start: read the model's header, start every group, wait for all hellos, plan once, create the arenas, load,
+assemble
+the chain.  A daemon that is restarted later gets the same Load again: the placement is kept for the supervisor's life.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, Protocol
+
+import structlog
+
+from lucevisor.app.assembly import Assembly
+from lucevisor.config import Config
+from lucevisor.engine.chain import ChainFailure
+from lucevisor.engine.limits import EngineLimits
+from lucevisor.engine.loop import Engine, EngineSettings
+from lucevisor.engine.request import RequestError
+from lucevisor.errors import LucevisorError, NotReadyError
+from lucevisor.placement.planner import plan
+from lucevisor.placement.result import Infeasible, Placement
+from lucevisor.placement.stages import load_message
+from lucevisor.supervision.callbacks import Callbacks, LoadOrder
+from lucevisor.supervision.group import GroupSupervisor
+from lucevisor.supervision.policy import Limits
+from lucevisor.supervision.staging import stage_packages
+from lucevisor.supervision.states import State
+from lucevisor.wire.arena import Arena
+from lucevisor.wire.frames import Frame
+from lucevisor.wire.messages import DeviceInfo, Heartbeat, Hello, Progress
+from lucevisor.wire.model_spec import ModelSpec
+
+ServiceState = Literal["ready", "starting", "degraded", "failed", "draining"]
+
+STEP_DEADLINE_S = 120.0
+"""A step in flight for longer than this is taken for a hang: stacks are dumped, the daemon is killed and restarted."""
+
+DRAIN_S = 2.0
+STOP_S = 2.0
+RESTART_S = 30.0
+"""Deadlines of a first stop: running requests get DRAIN_S to end, daemons STOP_S to leave before
+SIGKILL.  RESTART_S: an orderly restart waits half of it for running requests, and kills at the end of it."""
+
+log = structlog.get_logger("service")
+
+
+class Observer(Protocol):
+    """Who watches a start: the command line's progress bars, or a test."""
+
+    def state(self, group: str, state: State, reason: str) -> None: ...
+
+    def progress(self, group: str, progress: Progress) -> None: ...
+
+    def ready(self, service: Service) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    """The model as the supervisor knows it: its file and what the header says."""
+
+    spec: ModelSpec
+    files: tuple[Path, ...]
+    name: str  # id in /v1/models
+
+
+class Service:
+    """Made inside a running event loop.  ``on_engine`` is called once, when placement made the engine."""
+
+    def __init__(
+        self,
+        config: Config,
+        model: Model,
+        run_dir: Path,
+        observer: Observer,
+        on_engine: Callable[[Engine], None] = lambda _: None,
+    ) -> None:
+        self.config, self.model = config, model
+        self.placement: Placement | None = None
+        self.engine: Engine | None = None
+        self.arenas: dict[int, Arena] = {}
+        self.started_at = time.monotonic()
+        self._observer, self._on_engine = observer, on_engine
+        self._assembly: Assembly | None = None
+        self._hellos: dict[str, Hello] = {}
+        self._placed: asyncio.Future[Placement] = asyncio.get_running_loop().create_future()
+        self._placed.add_done_callback(_retrieve)
+        self._changed = asyncio.Event()
+        self._stopping: asyncio.Task[None] | None = None
+        self._watchdog: asyncio.Task[None] | None = None
+        self._was_ready = False
+        self._restarting = asyncio.Lock()
+        staging = stage_packages(run_dir)
+        limit = config.recovery.restart_limit
+        limits = Limits(n_restarts=limit.count, window_s=float(limit.seconds))
+        callbacks = Callbacks(
+            make_load=self._make_load,
+            on_ready=self._on_ready,
+            on_lost=self._on_lost,
+            on_frame=self._on_frame,
+            on_state=self._on_state,
+            on_draining=self._on_draining,
+            on_progress=observer.progress,
+            on_heartbeat=self._on_heartbeat,
+        )
+        self.groups: dict[str, GroupSupervisor] = {
+            name: GroupSupervisor(
+                group, self._threads(name), staging, callbacks, devices=group_devices(config, name), limits=limits
+            )
+            for name, group in config.groups.items()
+        }
+
+    # ---- life
+
+    async def start(self) -> None:
+        """Start every group; returns when all are spawned.  READY is awaited with :meth:`wait_ready`."""
+        self._watchdog = asyncio.create_task(self._watch(), name="watchdog")
+        await asyncio.gather(*(g.start() for g in self.groups.values()))
+
+    async def wait_ready(self, timeout_s: float | None = None) -> bool:
+        """True when requests are served, False at the deadline, when a group FAILED or when stopping."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                while self.state not in ("ready", "failed", "draining"):
+                    self._changed.clear()
+                    await self._changed.wait()
+        return self.state == "ready"
+
+    async def stop(self, drain_s: float = DRAIN_S, stop_s: float = STOP_S) -> None:
+        """Stop everything.  Any number of callers share one shutdown; a further call with shorter deadlines shortens
+        it."""
+        if self._stopping is None:
+            self._stopping = asyncio.create_task(self._stop(drain_s, stop_s), name="stop")
+        elif stop_s < STOP_S:
+            await asyncio.gather(*(g.stop(deadline_s=stop_s) for g in self.groups.values()))
+        await asyncio.shield(self._stopping)
+
+    async def _stop(self, drain_s: float, stop_s: float) -> None:
+        self._notify()
+        error = RequestError(
+            "shutting_down", "the supervisor is stopping; send the request to another one, or again later"
+        )
+        if self.engine is not None and self._assembly is not None and self._assembly.complete and drain_s > 0:
+            await self.engine.drain(drain_s)
+        if self.engine is not None:
+            self.engine.close(error)
+        if self._assembly is not None:
+            self._assembly.close(error)
+        await asyncio.gather(*(g.stop(deadline_s=stop_s) for g in self.groups.values()))
+        if self._watchdog is not None:
+            self._watchdog.cancel()
+        if not self._placed.done():
+            self._placed.cancel()
+        for arena in self.arenas.values():
+            arena.close()
+        self._notify()
+
+    async def restart(self, group: str, *, now: bool) -> None:
+        """Restart one group's daemon; returns when the chain serves again.  Raises LucevisorError naming group and
+        reason."""
+        one = self.groups.get(group)
+        if one is None:
+            raise LucevisorError(f"there is no group {group!r}: the groups are {', '.join(self.groups)}")
+        if self._stopping is not None:
+            raise LucevisorError("the supervisor is stopping")
+        async with self._restarting:
+            await one.restart(now=now, deadline_s=RESTART_S)
+            self._notify()
+            await one.wait(State.STARTING, State.FAILED, timeout_s=2 * RESTART_S)
+            if not await self.wait_ready(None):
+                raise NotReadyError(f"group {group} did not come back: {self.reason()}")
+
+    # ---- what it looks like from outside
+
+    @property
+    def state(self) -> ServiceState:
+        if self._stopping is not None:
+            return "draining"
+        if any(g.state is State.FAILED for g in self.groups.values()):
+            return "failed"
+        if self._assembly is not None and self._assembly.complete:
+            return "ready"
+        return "degraded" if self._was_ready else "starting"
+
+    def reason(self) -> str:
+        """Why requests are not served now; empty when they are."""
+        if self.state == "ready":
+            return ""
+        if self._stopping is not None:
+            return "the supervisor is stopping"
+        parts = [
+            f"group {name} is {g.state.name}" + (f": {g.reason}" if g.reason else "")
+            for name, g in self.groups.items()
+            if g.state is not State.READY
+        ]
+        return "; ".join(parts) or "the chain is being put together"
+
+    # ---- callbacks of supervision
+
+    async def _make_load(self, group: str, hello: Hello) -> LoadOrder:
+        self._hellos[group] = hello
+        if len(self._hellos) == len(self.groups) and not self._placed.done():
+            try:
+                self._placed.set_result(self._place())
+            except LucevisorError as e:
+                self._placed.set_exception(e)
+        placement = await asyncio.shield(self._placed)
+        load = load_message(placement, group, [str(f) for f in self.model.files], self._threads(group))
+        return LoadOrder(load, [self.arenas[a.boundary].fd for a in load.arenas])
+
+    def _place(self) -> Placement:
+        inventory: Mapping[str, list[DeviceInfo]] = {g: h.devices for g, h in self._hellos.items()}
+        result = plan(self.model.spec, self.config, inventory)
+        if isinstance(result, Infeasible):
+            raise LucevisorError(result.message)
+        for notice in result.notices:
+            log.warning("placement notice", notice=notice)
+        log.info("placement", dtype=str(result.dtype), kv_dtype=str(result.kv_dtype), max_context=result.max_context,
+                 devices=[f"{d.device} {d.layers}" for d in result.devices])  # fmt: skip
+        self.placement = result
+        self.arenas = {a.boundary: Arena.create(a) for a in result.arenas}
+        limits = EngineLimits(
+            n_stages=len(result.stages), max_sequences=result.max_sequences, max_context=result.max_context,
+            prefill_chunk=result.prefill_chunk, max_step_tokens=result.max_step_tokens, spaces=result.spaces,
+            pools=result.pools, window_tokens=result.window_tokens,
+        )  # fmt: skip
+        settings = EngineSettings(max_queue=self.config.server.max_queue, on_chain_failed=self._on_chain_failed)
+        self.engine = Engine(limits, settings)
+        self._assembly = Assembly(self.engine, [s.group for s in result.stages], self._notify)
+        self._on_engine(self.engine)
+        return result
+
+    def _threads(self, name: str) -> int:
+        """Threads of a cpu group; 0 elsewhere: the host side of a GPU group has one thread of work."""
+        if self.config.groups[name].backend != "cpu":
+            return 0
+        return self.config.threads_of(name, len(os.sched_getaffinity(0)))
+
+    def _on_ready(self, group: str, link: object, _hello: Hello, _loaded: object) -> None:
+        if self._assembly is not None:
+            self._assembly.ready(group, link)  # type: ignore[arg-type]  # a Link; the callback's type is supervision's
+
+    def _on_lost(self, group: str, reason: str) -> None:
+        if self._assembly is not None:
+            self._assembly.lost(group, reason)
+        self._notify()
+
+    def _on_frame(self, group: str, frame: Frame) -> None:
+        if self._assembly is not None:
+            self._assembly.frame(group, frame)
+
+    def _on_state(self, group: str, state: State, reason: str) -> None:
+        if state is State.FAILED and self.engine is not None:
+            self.engine.detach(RequestError("shard_lost", f"group {group} failed: {reason}"), permanent=True)
+        self._observer.state(group, state, reason)
+        self._notify()
+
+    def _on_draining(self, group: str) -> None:
+        task = asyncio.create_task(self._drain_for_restart(group), name=f"drain for {group}")
+        task.add_done_callback(_retrieve)
+
+    async def _drain_for_restart(self, group: str) -> None:
+        if self.engine is not None:
+            await self.engine.quiesce(RESTART_S / 2)
+        self.groups[group].drained()
+
+    def _on_heartbeat(self, group: str, heartbeat: Heartbeat) -> None:
+        log.debug("heartbeat", group=group, phase=heartbeat.phase, busy_s=round(heartbeat.busy_s, 3))
+
+    def _on_chain_failed(self, failure: ChainFailure) -> None:
+        log.error("chain failed", failure=str(failure))
+
+    def _notify(self) -> None:
+        if self.state == "ready" and not self._was_ready:
+            self._was_ready = True
+        self._changed.set()
+        if self.state == "ready":
+            self._observer.ready(self)
+
+    async def _watch(self) -> None:
+        """Look once a second for a step that takes too long; the group that runs it is told."""
+        while True:
+            await asyncio.sleep(1.0)
+            stuck = self.engine.oldest_in_flight() if self.engine is not None else None
+            if stuck is not None and stuck.elapsed_s > STEP_DEADLINE_S and self.placement is not None:
+                group = self.placement.stages[stuck.stage].group
+                log.error("step overdue", group=group, step=stuck.step_id, elapsed_s=round(stuck.elapsed_s, 1))
+                self.groups[group].step_overdue(stuck.step_id, stuck.elapsed_s)
+
+
+def group_devices(config: Config, name: str) -> list[int]:
+    """Indices of the group's devices that the placement names."""
+    return [d.index for d in config.placement.devices if d.group == name]
+
+
+def _retrieve(future: asyncio.Future[Placement] | asyncio.Task[None]) -> None:
+    """Mark an exception as seen: whoever awaits the future still gets it."""
+    if not future.cancelled():
+        future.exception()

@@ -1,0 +1,95 @@
+"""The JSON of `lucevisor status --json`, built from a service's parts.  Field names are promises
+(docs/operating.md)."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+from lucevisor.app.service import Service
+from lucevisor.engine.statistics import EngineStatistics
+from lucevisor.supervision.group import GroupSupervisor
+from lucevisor.wire.messages import DeviceUse
+
+
+def status(service: Service, name: str, url: str) -> dict[str, Any]:
+    """Everything an operator sees at one glance; never blocks."""
+    spec = service.model.spec
+    return {
+        "name": name,
+        "pid": os.getpid(),
+        "url": url,
+        "state": service.state,
+        "reason": service.reason(),
+        "model": {
+            "name": service.model.name,
+            "architecture": spec.architecture,
+            "layers": spec.n_layers,
+            "quant": spec.quant,
+            "file": str(service.model.files[0]),
+        },
+        "groups": [_group(service, g) for g in service.groups.values()],
+        "engine": _engine(service.engine.statistics() if service.engine is not None else None),
+        "draft": {"kind": "off"},
+        "cache": {"prefix_slots": 0},
+    }
+
+
+def _group(service: Service, group: GroupSupervisor) -> dict[str, Any]:
+    placement = service.placement
+    stages = placement.stages_of(group.name) if placement is not None else ()
+    used = {u.layers: u for u in group.loaded.shards} if group.loaded is not None else {}
+    free = (
+        dict(zip(sorted({u.device for u in used.values()}), group.heartbeat.free_bytes, strict=False))
+        if group.heartbeat
+        else {}
+    )
+    return {
+        "name": group.name,
+        "backend": group.config.backend,
+        "pid": group.pid,
+        "state": group.state.name.lower(),
+        "reason": group.reason,
+        "restarts": group.restarts,
+        "quarantined": group.quarantined,
+        "stages": [s.index for s in stages],
+        "devices": [_device(group.name, u, free) for u in used.values()],
+        "rss_bytes": group.heartbeat.rss_bytes if group.heartbeat is not None else 0,
+        "torch": group.hello.torch if group.hello is not None else "",
+        "python": group.hello.executable if group.hello is not None else "",
+        "kernels": group.loaded.kernels if group.loaded is not None else {},
+        "spare": False,
+    }
+
+
+def _device(group: str, use: DeviceUse, free: dict[int, int]) -> dict[str, Any]:
+    return {
+        "device": f"{group}:{use.device}",
+        "layers": [use.layers.start, use.layers.stop],
+        "weight_bytes": use.weight_bytes,
+        "state_bytes": use.state_bytes,
+        "free_bytes": free.get(use.device, use.free_bytes),
+    }
+
+
+def _engine(statistics: EngineStatistics | None) -> dict[str, Any]:
+    if statistics is None:
+        return {"running": 0, "queued": 0, "held": 0, "tokens_per_s": 0.0, "pages": {"total": 0, "used": 0, "host": 0}}
+    pages = statistics.pages.values()
+    return {
+        "running": statistics.running,
+        "queued": statistics.queued,
+        "held": 0,
+        "tokens_per_s": round(statistics.tokens_per_s, 2),
+        "generated_tokens": statistics.generated_tokens,
+        "preemptions": statistics.preemptions,
+        "pages": {"total": sum(p.total for p in pages), "used": sum(p.used for p in pages), "host": 0},
+        "stages": [
+            {
+                "steps": s.n_steps,
+                "compute_ms": round(1e3 * s.compute_s / s.n_steps, 3) if s.n_steps else 0.0,
+                "wait_ms": round(1e3 * s.wait_s / s.n_steps, 3) if s.n_steps else 0.0,
+            }
+            for s in statistics.steps.stages
+        ],
+    }

@@ -1,0 +1,65 @@
+"""Speak to a running supervisor over its admin socket: plain HTTP of the standard library, quick to import."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from lucevisor.errors import LucevisorError, NotRunningError
+
+
+class _UnixConnection(http.client.HTTPConnection):
+    def __init__(self, path: Path, timeout_s: float) -> None:
+        super().__init__("localhost", timeout=timeout_s)
+        self._path = path
+
+    def connect(self) -> None:
+        self.sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self.sock.settimeout(self.timeout)
+        self.sock.connect(str(self._path))
+
+
+class AdminClient:
+    """Calls raise NotRunningError when nobody listens, LucevisorError with the supervisor's own words when it
+    refuses."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def call(
+        self, method: str, target: str, body: dict[str, Any] | None = None, timeout_s: float = 30.0
+    ) -> dict[str, Any]:
+        """One request, its JSON answer."""
+        connection = _UnixConnection(self._path, timeout_s)
+        try:
+            connection.request(method, target, json.dumps(body) if body is not None else None)
+            response = connection.getresponse()
+            raw = response.read()
+        except TimeoutError:
+            raise LucevisorError(
+                f"{self._path}: no answer within {timeout_s:.0f} s; the supervisor is stuck, see its log"
+            ) from None
+        except (ConnectionError, FileNotFoundError, http.client.HTTPException) as e:
+            raise NotRunningError(f"{self._path}: nobody answers ({e}); the supervisor is gone") from e
+        finally:
+            connection.close()
+        answer = json.loads(raw)
+        if response.status != 200:
+            raise LucevisorError(str(answer.get("error", answer)))
+        return dict(answer)
+
+    def lines(self, target: str) -> Iterator[str]:
+        """Lines of a streamed answer, as they come."""
+        connection = _UnixConnection(self._path, 1e6)
+        try:
+            connection.request("GET", target)
+            for line in connection.getresponse():
+                yield line.decode()
+        except (ConnectionError, FileNotFoundError) as e:
+            raise NotRunningError(f"{self._path}: nobody answers ({e}); the supervisor is gone") from e
+        finally:
+            connection.close()

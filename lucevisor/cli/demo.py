@@ -1,0 +1,121 @@
+"""``lucevisor demo``: the whole thing in half a minute, on any machine with a cpu."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from lucevisor.cli.admin_client import AdminClient
+from lucevisor.cli.openai_client import connect
+from lucevisor.errors import ExitCode, LucevisorError
+
+if TYPE_CHECKING:
+    from openai import OpenAI
+
+QUESTIONS = [
+    "What does os.path.join do?",
+    "Which function computes a square root?",
+    "How do I reverse a string in Python?",
+]
+
+
+def demo_config() -> Path:
+    """etc/demo.toml of the source tree this package runs from."""
+    path = Path(__file__).resolve().parents[2] / "etc" / "demo.toml"
+    if not path.is_file():
+        raise LucevisorError(
+            f"{path} is not there: the demo needs the source tree; give another configuration with --config"
+        )
+    return path
+
+
+@click.command()
+@click.option(
+    "--config",
+    type=click.Path(path_type=Path, exists=True, dir_okay=False),
+    help="Configuration instead of etc/demo.toml.",
+)
+@click.option("--set", "overrides", metavar="KEY=VALUE", multiple=True, help="Override a key.")
+@click.option("--max-tokens", default=120, show_default=True)
+def demo(config: Path | None, overrides: tuple[str, ...], max_tokens: int) -> int:
+    """Start the bundled model over two daemons on a free port, ask three questions, restart one daemon, ask again,
+    stop."""
+    from lucevisor.cli.start import start
+
+    with tempfile.TemporaryDirectory(prefix="lucevisor-demo-") as directory:
+        os.environ["XDG_RUNTIME_DIR"] = directory  # a demo leaves nothing behind, and disturbs no supervisor that runs
+        arguments = [str(config or demo_config()), "--name", "demo", "--daemon", "--set", "server.port=0"]
+        for override in overrides:
+            arguments += ["--set", override]
+        began = time.monotonic()
+        start.main(arguments, standalone_mode=False)
+        admin = AdminClient(Path(directory) / "lucevisor" / "demo" / "admin.sock")
+        try:
+            return _run(admin, began, max_tokens)
+        finally:
+            _stop(admin, Path(directory) / "lucevisor" / "demo")
+
+
+def _run(admin: AdminClient, began: float, max_tokens: int) -> int:
+    status = admin.call("GET", "/status")
+    click.echo(
+        f"started in {time.monotonic() - began:.1f} s: {status['model']['name']}, {status['model']['layers']} layers"
+    )
+    _print_shards(status)
+    client = connect(status["url"])
+    first = [_ask(client, status, question, max_tokens) for question in QUESTIONS]
+    victim = status["groups"][-1]["name"]
+    began = time.monotonic()
+    after = admin.call("POST", "/restart", {"groups": [victim], "now": False}, timeout_s=120.0)
+    pids = [(a["pid"], b["pid"]) for a, b in zip(status["groups"], after["groups"], strict=True) if a["name"] == victim]
+    click.echo(f"\nrestarted group {victim} in {time.monotonic() - began:.1f} s: pid {pids[0][0]} is now {pids[0][1]}")
+    again = _ask(client, after, QUESTIONS[0], max_tokens)
+    if again != first[0]:
+        raise LucevisorError("the answer after the restart differs from the one before")
+    click.echo("the same answer as before the restart")
+    return ExitCode.DONE
+
+
+def _print_shards(status: dict[str, Any]) -> None:
+    for group in status["groups"]:
+        for device in group["devices"]:
+            start, stop = device["layers"]
+            where = f"group {group['name']} (pid {group['pid']}): {device['device']}"
+            click.echo(f"  {where} layers [{start},{stop}), {device['weight_bytes']} bytes of weights")
+
+
+def _ask(client: OpenAI, status: dict[str, Any], question: str, max_tokens: int) -> str:
+    began = time.monotonic()
+    answer = client.chat.completions.create(
+        model=status["model"]["name"],
+        messages=[{"role": "user", "content": question}],
+        temperature=0,
+        max_tokens=max_tokens,
+    )
+    seconds = time.monotonic() - began
+    text = (answer.choices[0].message.content or "").strip()
+    n = answer.usage.completion_tokens if answer.usage is not None else 0
+    path = " -> ".join(
+        f"{d['device']} [{d['layers'][0]},{d['layers'][1]})" for g in status["groups"] for d in g["devices"]
+    )
+    click.echo(
+        f"\nQ: {question}\nA: {text}\n   {n} tokens in {seconds:.2f} s, {n / seconds:.1f} tokens/s, computed by {path}"
+    )
+    if not text:
+        raise LucevisorError(f"no answer to {question!r}")
+    return text
+
+
+def _stop(admin: AdminClient, directory: Path) -> None:
+    admin.call("POST", "/stop")
+    deadline = time.monotonic() + 10
+    while directory.exists():
+        if time.monotonic() > deadline:
+            raise LucevisorError(f"the demo's supervisor did not stop within 10 s; see {directory}")
+        time.sleep(0.02)
+    click.echo("stopped")

@@ -1,0 +1,63 @@
+"""``lucevisor logits``: the numbers behind the tokens, to compare placements."""
+
+from __future__ import annotations
+
+import asyncio
+import tempfile
+from pathlib import Path
+
+import click
+
+from lucevisor.cli.options import config_argument
+from lucevisor.cli.progress import SilentDisplay
+from lucevisor.config import load
+from lucevisor.errors import ExitCode, LucevisorError
+
+
+@click.command()
+@config_argument
+@click.option(
+    "--ids",
+    "ids_file",
+    type=click.Path(path_type=Path, exists=True, dir_okay=False),
+    required=True,
+    help="JSON list of token ids.",
+)
+@click.option(
+    "--out",
+    type=click.Path(path_type=Path, dir_okay=False),
+    required=True,
+    help="File to write: logits [T,V], hidden [L+1,T,E].",
+)
+def logits(config: Path, overrides: tuple[str, ...], ids_file: Path, out: Path) -> int:
+    """Run token ids through the whole chain of daemons; save float32 logits of every position and the residual
+    stream after
+    every layer (row 0: the embedding output)."""
+    import msgspec
+    import numpy as np
+    import uvloop
+
+    from lucevisor.app import logs
+    from lucevisor.app.run import ids_through_chain, open_model
+
+    loaded = load(config, overrides)
+    logs.configure(loaded.log.format, "warning")
+    model = open_model(loaded)
+    try:
+        ids = msgspec.json.decode(ids_file.read_bytes(), type=list[int])
+    except msgspec.MsgspecError as e:
+        raise LucevisorError(f"{ids_file}: not a JSON list of token ids: {e}") from e
+    wrong = [i for i in ids if not 0 <= i < model.spec.vocabulary]
+    if not ids or wrong:
+        raise LucevisorError(
+            f"{ids_file}: " + (f"ids {wrong[:5]} are not in 0..{model.spec.vocabulary - 1}" if ids else "no ids")
+        )
+    with (
+        tempfile.TemporaryDirectory(prefix="lucevisor-logits-") as directory,
+        asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner,
+    ):
+        result = runner.run(ids_through_chain(loaded, model, Path(directory), ids, SilentDisplay()))
+    with out.open("wb") as file:
+        np.savez(file, logits=result.logits, hidden=result.hidden, input_ids=np.asarray(ids, dtype=np.int32))
+    click.echo(f"{out}: logits {list(result.logits.shape)}, hidden {list(result.hidden.shape)}")
+    return ExitCode.DONE

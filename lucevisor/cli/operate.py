@@ -1,0 +1,124 @@
+"""Commands of an operator that speak to a running supervisor: stop, status, restart, logs."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import click
+
+from lucevisor.app.rundir import Running, find, is_locked
+from lucevisor.cli.admin_client import AdminClient
+from lucevisor.cli.options import target_options
+from lucevisor.errors import ExitCode, LucevisorError, NotRunningError
+
+
+@click.command()
+@target_options
+@click.option("--timeout", "timeout_s", default=30.0, show_default=True, help="Seconds to wait for the end.")
+def stop(name: str | None, socket: Path | None, timeout_s: float) -> int:
+    """Stop a supervisor and its daemons.  Run it twice to hurry."""
+    target = find(name, socket)
+    try:
+        AdminClient(target.socket).call("POST", "/stop")
+    except NotRunningError:
+        if is_locked(target.socket.parent):
+            raise
+    deadline = time.monotonic() + timeout_s
+    while is_locked(target.socket.parent):
+        if time.monotonic() > deadline:
+            raise LucevisorError(
+                f"{target.name} (pid {target.pid}) still runs after {timeout_s:.0f} s; run stop again to hurry it"
+            )
+        time.sleep(0.02)
+    click.echo(f"{target.name} is stopped")
+    return ExitCode.DONE
+
+
+@click.command()
+@target_options
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+def status(name: str | None, socket: Path | None, as_json: bool) -> int:
+    """Show what runs where."""
+    answer = AdminClient(find(name, socket).socket).call("GET", "/status")
+    if as_json:
+        click.echo(json.dumps(answer, indent=2))
+    else:
+        _print_status(answer)
+    return ExitCode.DONE
+
+
+@click.command()
+@click.argument("group", required=False)
+@click.option("--rolling", is_flag=True, help="All groups, one after the other.")
+@click.option("--now", is_flag=True, help="Do not wait for running requests.")
+@target_options
+def restart(group: str | None, rolling: bool, now: bool, name: str | None, socket: Path | None) -> int:
+    """Restart GROUP's daemon (or all, --rolling); returns when the endpoint serves again."""
+    if (group is None) == (not rolling):
+        raise click.UsageError("name a GROUP, or give --rolling for all of them")
+    target = find(name, socket)
+    began = time.monotonic()
+    order: dict[str, Any] = {"groups": [] if rolling else [group], "now": now}
+    answer = AdminClient(target.socket).call("POST", "/restart", order, timeout_s=3600.0)
+    done = [g for g in answer["groups"] if rolling or g["name"] == group]
+    for one in done:
+        click.echo(f"group {one['name']} is {one['state']}, pid {one['pid']}, restarts {one['restarts']}")
+    click.echo(f"{target.name} is {answer['state']} after {time.monotonic() - began:.1f} s")
+    return ExitCode.DONE
+
+
+@click.command()
+@click.argument("group", required=False)
+@click.option("-f", "--follow", is_flag=True, help="Go on printing as lines come.")
+@target_options
+def logs(group: str | None, follow: bool, name: str | None, socket: Path | None) -> int:
+    """Print the log, of GROUP alone when named."""
+    target: Running = find(name, socket)
+    query = f"?follow={int(follow)}" + (f"&group={group}" if group else "")
+    try:
+        for line in AdminClient(target.socket).lines(f"/logs{query}"):
+            click.echo(line, nl=False)
+    except KeyboardInterrupt:
+        pass
+    return ExitCode.DONE
+
+
+NO_DEVICE: dict[str, Any] = {"device": "", "layers": None, "weight_bytes": 0, "state_bytes": 0, "free_bytes": 0}
+
+
+def _print_status(s: dict[str, Any]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console(width=None if sys.stdout.isatty() else 140)
+    console.print(f"[bold]{s['name']}[/bold] {s['state']}  {s['url']}  pid {s['pid']}", highlight=False)
+    if s["reason"]:
+        console.print(f"reason: {s['reason']}", highlight=False)
+    m, e = s["model"], s["engine"]
+    console.print(f"{m['name']} ({m['architecture']}, {m['layers']} layers, {m['quant']})", highlight=False)
+    table = Table("group", "backend", "state", "pid", "restarts", "device", "layers", "weights", "state bytes", "free")
+    for g in s["groups"]:
+        for d in g["devices"] or [NO_DEVICE]:
+            layers = f"[{d['layers'][0]},{d['layers'][1]})" if d["layers"] else ""
+            sizes = [_size(d[k]) for k in ("weight_bytes", "state_bytes", "free_bytes")]
+            table.add_row(
+                g["name"], g["backend"], g["state"], str(g["pid"]), str(g["restarts"]), d["device"], layers, *sizes
+            )
+    console.print(table)
+    p = e["pages"]
+    pages = f"pages {p['used']} of {p['total']}"
+    work = f"running {e['running']}, queued {e['queued']}, {e['tokens_per_s']} tokens/s, {pages}"
+    console.print(work, highlight=False)
+
+
+def _size(n: int) -> str:
+    value = float(n)
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if value < 1024 or unit == "GiB":
+            return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"
+        value /= 1024
+    return ""

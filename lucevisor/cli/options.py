@@ -1,0 +1,27 @@
+"""Arguments that several commands share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import click
+
+Decorator = Callable[[Callable[..., Any]], Callable[..., Any]]
+
+
+def config_argument(function: Callable[..., Any]) -> Callable[..., Any]:
+    """CONFIG and ``--set K=V``."""
+    function = click.option(
+        "--set", "overrides", metavar="KEY=VALUE", multiple=True, help="Override a key, e.g. server.port=0."
+    )(function)
+    return click.argument("config", type=click.Path(path_type=Path))(function)
+
+
+def target_options(function: Callable[..., Any]) -> Callable[..., Any]:
+    """``--name`` and ``--socket``: which running supervisor is meant."""
+    function = click.option("--socket", type=click.Path(path_type=Path), help="Admin socket of the supervisor.")(
+        function
+    )
+    return click.option("--name", help="Name of the supervisor (default: the only one running).")(function)

@@ -1,0 +1,38 @@
+"""``lucevisor plan``: what would go where, from the header of the model and the free memory of the devices."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+
+import click
+
+from lucevisor.cli.options import config_argument
+from lucevisor.config import load
+from lucevisor.errors import ExitCode
+
+
+@click.command()
+@config_argument
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+@click.option("--no-probe", is_flag=True, help="Do not ask the groups' interpreters which devices there are.")
+def plan(config: Path, overrides: tuple[str, ...], as_json: bool, no_probe: bool) -> int:
+    """Show shards, bytes of weights and state per device, what does not fit and by how much.  Loads no weights."""
+    from lucevisor.app.probe import inventory
+    from lucevisor.app.run import open_model
+    from lucevisor.placement.explain import as_json as plan_json
+    from lucevisor.placement.explain import text
+    from lucevisor.placement.planner import plan as make_plan
+    from lucevisor.placement.result import Infeasible
+
+    loaded = load(config, overrides)
+    model = open_model(loaded, lambda what: click.echo(f"fetching {what}", err=True))
+    found, problems = ({}, {}) if no_probe else asyncio.run(inventory(loaded))
+    for group, problem in problems.items():
+        click.echo(f"group {group}: {problem}; its memory is taken as unknown", err=True)
+    result = make_plan(model.spec, loaded, found)
+    click.echo(json.dumps(plan_json(result), indent=2) if as_json else text(result))
+    for notice in loaded.notices:
+        click.echo(f"notice: {notice}", err=True)
+    return ExitCode.FAILED if isinstance(result, Infeasible) else ExitCode.DONE

@@ -1,0 +1,79 @@
+"""``lucevisor start``: in the foreground, or in the background with ``--daemon``."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import click
+
+from lucevisor.app.rundir import check_name, is_locked, runtime_root
+from lucevisor.cli.admin_client import AdminClient
+from lucevisor.cli.options import config_argument
+from lucevisor.cli.progress import SilentDisplay, StartDisplay
+from lucevisor.config import load
+from lucevisor.errors import ExitCode, LucevisorError, NotReadyError, NotRunningError
+
+
+@click.command()
+@config_argument
+@click.option("--name", help="Name for status, stop and the others (default: the file's stem).")
+@click.option("--daemon", is_flag=True, help="Run in the background; return when the endpoint is ready.")
+@click.option("--detached", is_flag=True, hidden=True, help="What --daemon starts: logs to the run directory only.")
+@click.option(
+    "--timeout", "timeout_s", default=600.0, show_default=True, help="With --daemon: seconds to wait for READY."
+)
+def start(
+    config: Path, overrides: tuple[str, ...], name: str | None, daemon: bool, detached: bool, timeout_s: float
+) -> int:
+    """Start CONFIG: one daemon per group, one model over all devices, one endpoint."""
+    loaded = load(config, overrides)
+    chosen = check_name(name or config.stem)
+    if daemon:
+        return _in_background(config, overrides, chosen, timeout_s)
+    from lucevisor.app.run import run  # imports the whole supervisor: only where it is needed
+
+    if detached:
+        return int(run(loaded, chosen, SilentDisplay(), to_terminal=False))
+    with StartDisplay(loaded) as display:
+        return int(run(loaded, chosen, display))
+
+
+def _in_background(config: Path, overrides: tuple[str, ...], name: str, timeout_s: float) -> int:
+    """Start a foreground supervisor in a session of its own and wait until it serves."""
+    directory = runtime_root() / name
+    if is_locked(directory):
+        raise LucevisorError(f"a supervisor named {name!r} runs already: stop it, or give this one another --name")
+    command = [sys.executable, "-m", "lucevisor", "start", str(config.resolve()), "--name", name, "--detached"]
+    for override in overrides:
+        command += ["--set", override]
+    # Once it serves it writes to its log only, so a pipe that nobody reads any more does it no harm.
+    process = subprocess.Popen(
+        command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, start_new_session=True
+    )
+    deadline = time.monotonic() + timeout_s
+    client = AdminClient(directory / "admin.sock")
+    while time.monotonic() < deadline:
+        if process.poll() is not None:
+            said = process.stderr.read().decode(errors="replace") if process.stderr is not None else ""
+            raise LucevisorError(
+                f"the supervisor ended with code {process.returncode} before it was ready:\n{said[-4000:]}"
+            )
+        try:
+            status = client.call("GET", "/status")
+        except NotRunningError:
+            time.sleep(0.1)
+            continue
+        if status["state"] == "ready":
+            click.echo(f"{name} is ready at {status['url']} (pid {status['pid']})")
+            return ExitCode.DONE
+        if status["state"] == "failed":
+            raise LucevisorError(
+                f"{name} failed to start: {status['reason']}; it still runs: `lucevisor stop --name {name}`"
+            )
+        time.sleep(0.1)
+    raise NotReadyError(
+        f"{name} was not ready within {timeout_s:.0f} s; it still starts: `lucevisor status --name {name}`"
+    )

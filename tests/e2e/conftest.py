@@ -1,0 +1,39 @@
+"""Fixtures of the end-to-end tests: one supervisor of the bundled demo for all tests that only ask it things."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import structlog
+
+from tests.e2e.process import DEMO, Cli
+
+structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.WARNING))
+
+
+@pytest.fixture(scope="session")
+def demo_status() -> Iterator[dict[str, Any]]:
+    """Status of a running demo supervisor, shared by tests that leave it as it was."""
+    cli = Cli()
+    try:
+        yield cli.start(DEMO, "engine.dtype=float32", "engine.max_sequences=8")
+        cli.stop()
+    finally:
+        cli.close()
+
+
+@pytest.fixture(scope="session")
+def endpoint(demo_status: dict[str, Any]) -> str:
+    """Base URL of the OpenAI API of a running demo supervisor."""
+    return f"{demo_status['url']}/v1"
+
+
+@pytest.fixture
+def cli() -> Iterator[Cli]:
+    """The command line with a run directory of its own."""
+    one = Cli()
+    yield one
+    one.close()

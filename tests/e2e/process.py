@@ -1,0 +1,74 @@
+"""A supervisor as an operator runs it: the command line, a process of its own, its run directory."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+ROOT = Path(__file__).parents[2]
+DEMO = ROOT / "etc" / "demo.toml"
+
+
+def wait_until(condition: Any, seconds: float, what: str) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, f"not within {seconds} s: {what}"
+        time.sleep(0.02)
+
+
+class Cli:
+    """Runs commands with a run directory of its own (short: socket paths are limited to 107 bytes)."""
+
+    def __init__(self) -> None:
+        self.runtime = Path(tempfile.mkdtemp(prefix="lv"))
+        self.env = os.environ | {"XDG_RUNTIME_DIR": str(self.runtime), "NO_COLOR": "1"}
+
+    def run(self, *arguments: str, timeout_s: float = 60.0, check: bool = True) -> subprocess.CompletedProcess[str]:
+        done = subprocess.run(
+            [sys.executable, "-m", "lucevisor", *arguments],
+            env=self.env, text=True, capture_output=True, timeout=timeout_s, check=False,
+        )  # fmt: skip
+        assert not check or done.returncode == 0, f"{arguments}: {done.returncode}\n{done.stdout}\n{done.stderr}"
+        return done
+
+    def popen(self, *arguments: str) -> subprocess.Popen[str]:
+        return subprocess.Popen(
+            [sys.executable, "-m", "lucevisor", *arguments],
+            env=self.env, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True,
+        )  # fmt: skip
+
+    def start(self, config: Path = DEMO, *overrides: str, name: str = "t") -> dict[str, Any]:
+        sets = [part for o in ("server.port=0", *overrides) for part in ("--set", o)]
+        self.run("start", str(config), "--daemon", "--name", name, "--timeout", "60", *sets, timeout_s=90)
+        return self.status(name)
+
+    def status(self, name: str = "t") -> dict[str, Any]:
+        return dict(json.loads(self.run("status", "--json", "--name", name).stdout))
+
+    def stop(self, name: str = "t") -> None:
+        self.run("stop", "--name", name)
+
+    def close(self) -> None:
+        """Kill what a failed test left, so that it does not disturb the next."""
+        for process in psutil.process_iter(["pid", "environ"]):
+            if (process.info["environ"] or {}).get("XDG_RUNTIME_DIR") == str(self.runtime):
+                process.send_signal(signal.SIGKILL)
+        shutil.rmtree(self.runtime, ignore_errors=True)
+
+
+def alive(pid: int) -> bool:
+    """Whether the process runs (a zombie does not)."""
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False

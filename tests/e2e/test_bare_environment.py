@@ -1,0 +1,77 @@
+"""A daemon runs in an environment that holds torch, numpy, gguf, msgspec and what those need: nothing of the
+supervisor's."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import re
+import subprocess
+import sys
+import venv
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.e2e.service import GOLDEN, running, write_config
+
+DAEMON_PACKAGES = ("torch", "numpy", "gguf", "msgspec")
+
+
+def closure(names: tuple[str, ...]) -> set[str]:
+    """Distributions that ``names`` need, as installed here, extras left out."""
+    found: set[str] = set()
+    todo = list(names)
+    while todo:
+        name = re.sub(r"[-_.]+", "-", todo.pop()).lower()
+        if name in found:
+            continue
+        try:
+            needs = importlib.metadata.distribution(name).requires or []
+        except importlib.metadata.PackageNotFoundError:
+            continue  # not needed on this platform
+        found.add(name)
+        todo += [re.split(r"[\s;<>=!~\[(]", n, maxsplit=1)[0] for n in needs if "extra ==" not in n]
+    return found
+
+
+@pytest.fixture(scope="module")
+def bare_python(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A virtual environment of its own with links to exactly those distributions."""
+    home = tmp_path_factory.mktemp("bare")
+    venv.create(home, with_pip=False)
+    site = next((home / "lib").glob("python*/site-packages"))
+    for name in closure(DAEMON_PACKAGES):
+        distribution = importlib.metadata.distribution(name)
+        tops = {f.parts[0] for f in distribution.files or [] if not f.parts[0].startswith(("..", "__pycache__"))}
+        for top in tops:
+            (site / top).symlink_to(Path(str(distribution.locate_file(top))))
+    return home / "bin" / "python"
+
+
+def test_the_environment_is_bare(bare_python: Path) -> None:
+    names = "('lucevisor', 'aiohttp', 'click', 'tokenizers', 'structlog')"
+    code = f"import importlib.util as u; print([n for n in {names} if u.find_spec(n)])"
+    done = subprocess.run([bare_python, "-I", "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+async def test_a_daemon_of_another_environment_computes_the_golden_numbers(bare_python: Path, tmp_path: Path) -> None:
+    golden = np.load(GOLDEN / "qwen35" / "golden.npz")
+    config = write_config(
+        tmp_path,
+        GOLDEN / "qwen35" / "model.gguf",
+        {"own": 1, "bare": 1},
+        ["0-4", "4-8"],
+        '[engine]\ndtype = "float32"\n',
+    )
+    text = config.read_text().replace("[groups.bare]", f'[groups.bare]\npython = "{bare_python}"')
+    config.write_text(text)
+    async with running(config, tmp_path) as service:
+        hello = service.groups["bare"].hello
+        assert hello is not None
+        assert hello.executable == str(bare_python)
+        assert hello.executable != sys.executable
+        assert service.engine is not None
+        rows = await service.engine.run_ids(golden["input_ids"].tolist(), want_hidden=False, rows_per_step=64)
+        assert np.abs(rows.logits - golden["logits"]).max() < 2e-4

@@ -1,0 +1,148 @@
+"""The commands as a user types them."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import pytest
+
+from tests.e2e.process import DEMO, ROOT, Cli, alive, wait_until
+from tests.e2e.service import GOLDEN, write_config
+
+
+def test_demo_answers_restarts_a_shard_and_leaves_nothing(cli: Cli) -> None:
+    done = cli.run("demo", "--max-tokens", "60", timeout_s=100)
+    assert done.stdout.count("Q: ") == 4
+    assert "join" in done.stdout.split("A: ")[1].lower()
+    assert "left:0 [0," in done.stdout
+    assert "tokens/s" in done.stdout
+    assert "restarted group right" in done.stdout
+    assert "the same answer as before the restart" in done.stdout
+    assert done.stdout.rstrip().endswith("stopped")
+
+
+def test_ctrl_c_in_the_foreground_stops_everything_within_five_seconds(cli: Cli) -> None:
+    process = cli.popen("start", str(DEMO), "--name", "t", "--set", "server.port=0")
+    wait_until(lambda: cli.run("status", "--name", "t", check=False).returncode == 0, 20, "status answers")
+    wait_until(lambda: cli.status()["state"] == "ready", 30, "ready")
+    children = psutil.Process(process.pid).children(recursive=True)
+    assert len(children) == 2
+    began = time.monotonic()
+    process.send_signal(signal.SIGINT)
+    output, _ = process.communicate(timeout=10)
+    assert time.monotonic() - began < 5
+    assert process.returncode == 0
+    assert "Traceback" not in output
+    assert not any(alive(c.pid) for c in children)
+    assert not (cli.runtime / "lucevisor" / "t").exists()
+
+
+def test_status_shows_groups_ranges_and_memory(demo_status: dict[str, Any]) -> None:
+    groups = demo_status["groups"]
+    assert [g["name"] for g in groups] == ["left", "right"]
+    assert groups[0]["pid"] != groups[1]["pid"]
+    assert [d["layers"] for g in groups for d in g["devices"]] == [[0, 4], [4, 8]]
+    for g in groups:
+        assert g["state"] == "ready"
+        assert g["restarts"] == 0
+        for d in g["devices"]:
+            assert d["weight_bytes"] > 1_000_000
+            assert d["state_bytes"] > 0
+            assert d["free_bytes"] > 0
+    assert demo_status["model"] == demo_status["model"] | {"architecture": "qwen35", "layers": 8, "quant": "Q4_K"}
+    assert demo_status["engine"]["tokens_per_s"] == 0
+
+
+def test_operating_a_running_supervisor(cli: Cli) -> None:
+    first = cli.start()
+    assert "left" in cli.run("status").stdout
+    out = cli.run("restart", "right").stdout
+    assert "group right is ready" in out
+    now = cli.status()
+    assert now["groups"][1]["pid"] != first["groups"][1]["pid"]
+    assert now["groups"][1]["restarts"] == 1
+    assert "there is no group 'middle'" in cli.run("restart", "middle", check=False).stderr
+    rolled = cli.run("restart", "--rolling", "--now").stdout
+    assert "group left is ready" in rolled
+    lines = [json.loads(line) for line in cli.run("logs", "left").stdout.splitlines()]
+    assert lines
+    assert {line["group"] for line in lines} == {"left"}
+    clash = cli.run("start", str(DEMO), "--name", "t", "--set", "server.port=0", check=False)
+    assert clash.returncode == 1
+    assert "runs already" in clash.stderr
+    cli.stop()
+    assert cli.run("status", check=False).returncode == 3
+
+
+def test_plan_prints_shards_and_bytes_and_what_does_not_fit(cli: Cli) -> None:
+    text = cli.run("plan", str(DEMO)).stdout
+    assert "[0,4)" in text
+    assert "[4,8)" in text
+    plan = json.loads(cli.run("plan", str(DEMO), "--json").stdout)
+    assert plan["fits"] is True
+    short = cli.run("plan", str(DEMO), "--set", "engine.pages=100000000", check=False)
+    assert short.returncode == 1
+    assert "short by" in short.stdout
+
+
+def test_doctor_passes_on_this_machine_and_names_a_missing_interpreter(cli: Cli, tmp_path: Path) -> None:
+    done = cli.run("doctor", str(DEMO))
+    assert "all groups are fit" in done.stdout
+    assert "arena" in done.stdout
+    broken = tmp_path / "broken.toml"
+    broken.write_text(
+        DEMO.read_text()
+        .replace('path = "demo/', f'path = "{DEMO.parent}/demo/')
+        .replace("[groups.right]", '[groups.right]\npython = "/nowhere/python"')
+    )
+    bad = cli.run("doctor", str(broken), check=False)
+    assert bad.returncode == 1
+    assert "/nowhere/python" in bad.stdout
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("placement.target_layer_split=0.5,0.3,0.2", "target_layer_split"),
+        ("placement.target_layer_split=0.5,nan", "target_layer_split"),
+        ("placement.target_devices=left:0,left:0", "is the same device as an earlier one"),
+        ("placement.target_devices=left:0,rihgt:0", "right"),
+        ("server.prot=1", "nearest: port"),
+        ("engine.max_sequences=   -1", "max_sequences"),
+        ("model.path=nowhere.gguf", "model.path"),
+    ],
+)
+def test_a_wrong_configuration_is_one_clear_error_and_exit_code_2(cli: Cli, override: str, words: str) -> None:
+    done = cli.run("start", str(DEMO), "--set", override, check=False)
+    assert done.returncode == 2, done.stderr
+    assert words in done.stderr
+    assert "Traceback" not in done.stderr
+    assert not list((cli.runtime / "lucevisor").glob("*")) if (cli.runtime / "lucevisor").exists() else True
+
+
+def test_logits_writes_the_golden_numbers(cli: Cli, tmp_path: Path) -> None:
+    golden = np.load(GOLDEN / "qwen35" / "golden.npz")
+    extra = '[engine]\ndtype = "float32"\n'
+    config = write_config(tmp_path, GOLDEN / "qwen35" / "model.gguf", {"a": 1, "b": 1}, ["0-3", "3-8"], extra)
+    (tmp_path / "ids.json").write_text(json.dumps(golden["input_ids"].tolist()))
+    cli.run("logits", str(config), "--ids", str(tmp_path / "ids.json"), "--out", str(tmp_path / "out.npz"))
+    got = np.load(tmp_path / "out.npz")
+    assert got["logits"].dtype == np.float32
+    assert np.abs(got["logits"] - golden["logits"]).max() < 2e-4
+    assert np.abs(got["hidden"] - golden["hidden"]).max() < 2e-4
+
+
+def test_importing_the_command_line_is_cheap() -> None:
+    code = (
+        "import sys, lucevisor.cli; print(sorted({'torch','numpy','aiohttp','jinja2','tokenizers'} & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
+    assert done.stdout.strip() == "[]"

@@ -1,0 +1,147 @@
+"""Daemons and supervisors that die, with real processes and the demo model (docs/failures.md)."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import contextlib
+import json
+import os
+import signal
+import time
+import urllib.error
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from tests.e2e.process import DEMO, Cli, alive, wait_until
+
+QUESTION = {"messages": [{"role": "user", "content": "What does os.path.join do?"}], "temperature": 0, "max_tokens": 24}
+
+
+def post(url: str, body: dict[str, Any], timeout_s: float = 30.0) -> tuple[int, dict[str, Any]]:
+    request = urllib.request.Request(url, json.dumps(body).encode(), {"content-type": "application/json"})
+    try:
+        with urllib.request.urlopen(request, timeout=timeout_s) as answer:
+            return answer.status, json.load(answer)
+    except urllib.error.HTTPError as e:
+        return e.code, json.load(e)
+
+
+def answer(status: dict[str, Any], **more: Any) -> str:
+    code, body = post(f"{status['url']}/v1/chat/completions", QUESTION | more)
+    assert code == 200, body
+    return str(body["choices"][0]["message"]["content"])
+
+
+def group(status: dict[str, Any], name: str) -> dict[str, Any]:
+    return next(g for g in status["groups"] if g["name"] == name)
+
+
+@pytest.mark.parametrize("victim", ["left", "right"])
+def test_a_daemon_killed_while_idle_comes_back_and_the_next_answer_is_right(cli: Cli, victim: str) -> None:
+    status = cli.start()
+    before = answer(status)
+    other = next(g for g in status["groups"] if g["name"] != victim)
+    os.kill(group(status, victim)["pid"], signal.SIGKILL)
+    wait_until(lambda: group(cli.status(), victim)["restarts"] == 1, 10, "a restart")
+    wait_until(lambda: cli.status()["state"] == "ready", 30, "ready again")
+    now = cli.status()
+    assert group(now, victim)["pid"] != group(status, victim)["pid"]
+    assert group(now, other["name"])["pid"] == other["pid"], "the sibling keeps its process and its weights"
+    assert answer(status) == before
+    cli.stop()
+
+
+def test_a_daemon_killed_while_a_request_runs_ends_it_with_a_clear_error(cli: Cli) -> None:
+    status = cli.start()
+    before = answer(status)
+    url = f"{status['url']}/v1/completions"
+    with concurrent.futures.ThreadPoolExecutor(2) as pool:
+        plain = pool.submit(post, url, {"prompt": "import os\n", "max_tokens": 3000, "ignore_eos": True})
+        lines = pool.submit(
+            stream, url, {"prompt": "import os\n", "max_tokens": 3000, "ignore_eos": True, "stream": True}
+        )
+        wait_until(lambda: cli.status()["engine"]["running"] == 2, 10, "both requests run")
+        os.kill(group(status, "right")["pid"], signal.SIGKILL)
+        code, body = plain.result(timeout=10)
+        streamed = lines.result(timeout=10)
+    assert code == 503
+    assert "right" in body["error"]["message"]
+    assert json.loads(streamed[-1])["error"]["message"], "the stream ends with an error, not with a finish_reason"
+    wait_until(lambda: cli.status()["state"] == "ready", 30, "ready again")
+    assert answer(status) == before
+    assert cli.status()["engine"]["pages"]["used"] == 0
+    cli.stop()
+
+
+def stream(url: str, body: dict[str, Any]) -> list[str]:
+    """Data of all server-sent events."""
+    request = urllib.request.Request(url, json.dumps(body).encode(), {"content-type": "application/json"})
+    with urllib.request.urlopen(request, timeout=30) as reply:
+        return [line.decode()[6:].strip() for line in reply if line.startswith(b"data: ")]
+
+
+def test_while_a_shard_is_away_new_requests_get_503_with_the_reason(cli: Cli) -> None:
+    status = cli.start()
+    os.kill(group(status, "left")["pid"], signal.SIGKILL)
+    wait_until(lambda: cli.status()["state"] == "degraded", 5, "degraded")
+    code, body = post(f"{status['url']}/v1/chat/completions", QUESTION)
+    assert code == 503
+    assert "left" in body["error"]["message"]
+    with pytest.raises(urllib.error.HTTPError) as refused:
+        urllib.request.urlopen(f"{status['url']}/ready", timeout=5)
+    assert refused.value.code == 503
+    assert "left" in refused.value.read().decode()
+    refused.value.close()
+    with urllib.request.urlopen(f"{status['url']}/health", timeout=5) as health:
+        assert health.status == 200
+    wait_until(lambda: cli.status()["state"] == "ready", 30, "ready again")
+    cli.stop()
+
+
+def test_a_killed_supervisor_leaves_no_daemon(cli: Cli) -> None:
+    status = cli.start()
+    daemons = [g["pid"] for g in status["groups"]]
+    os.kill(status["pid"], signal.SIGKILL)
+    wait_until(lambda: not any(alive(pid) for pid in daemons), 2, "daemons gone")
+    again = cli.start()  # the stale run directory is no obstacle
+    assert again["state"] == "ready"
+    cli.stop()
+
+
+def test_fifty_stops_at_once_are_one_clean_stop(cli: Cli) -> None:
+    status = cli.start()
+    pids = [status["pid"], *(g["pid"] for g in status["groups"])]
+    socket = cli.runtime / "lucevisor" / "t" / "admin.sock"
+    with concurrent.futures.ThreadPoolExecutor(50) as pool:
+        list(pool.map(lambda _: ask_stop(socket), range(50)))
+    wait_until(lambda: not any(alive(pid) for pid in pids), 5, "everything gone")
+    assert not socket.parent.exists()
+
+
+def ask_stop(socket: Path) -> None:
+    from lucevisor.cli.admin_client import AdminClient
+    from lucevisor.errors import NotRunningError
+
+    with contextlib.suppress(NotRunningError):  # others were quicker
+        AdminClient(socket).call("POST", "/stop")
+
+
+@pytest.mark.parametrize("delay_s", [0.0, 0.3, 0.6, 1.0, 1.5, 2.2, 3.0])
+def test_a_stop_in_each_phase_of_the_start_is_clean(cli: Cli, delay_s: float) -> None:
+    process = cli.popen("start", str(DEMO), "--name", "t", "--set", "server.port=0")
+    pid_file = cli.runtime / "lucevisor" / "t" / "pid"
+    wait_until(pid_file.exists, 10, "the supervisor is there")
+    time.sleep(delay_s)
+    children = psutil.Process(process.pid).children(recursive=True)
+    process.send_signal(signal.SIGINT)
+    began = time.monotonic()
+    output, _ = process.communicate(timeout=10)
+    assert time.monotonic() - began < 5, output
+    assert process.returncode == 0, output
+    assert "Traceback" not in output, output
+    wait_until(lambda: not any(alive(c.pid) for c in children), 1, "no daemon left")
+    assert not pid_file.parent.exists()

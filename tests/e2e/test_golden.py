@@ -1,0 +1,71 @@
+"""Golden logits, hidden states and greedy tokens through real daemons, for splits into shards and processes.
+
+Oracle: transformers in float32 (tests/data/golden/README.md).
+"""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.e2e.service import GOLDEN, generate, running, write_config
+
+TOLERANCE = 2e-4
+
+SPLITS = {
+    "unsplit": ({"a": 1}, ["0-8"]),
+    "two shards, one process": ({"a": 2}, ["0-3", "3-8"]),
+    "two shards, two processes": ({"a": 1, "b": 1}, ["0-5", "5-8"]),
+    "three shards, one process": ({"a": 3}, ["0-1", "1-4", "4-8"]),
+    "three shards, three processes": ({"a": 1, "b": 1, "c": 1}, ["0-2", "2-6", "6-8"]),
+    "four shards, two processes": ({"a": 2, "b": 2}, ["0-1", "1-3", "3-7", "7-8"]),
+}
+
+
+def first_difference(got: np.ndarray, expected: np.ndarray) -> str:
+    """Name the first layer whose output differs by more than the tolerance."""
+    worst = np.abs(got - expected).max(axis=(1, 2))
+    for row, error in enumerate(worst):
+        if error > TOLERANCE:
+            return f"{'the embedding' if row == 0 else f'layer {row - 1}'} differs by {error:.2e}"
+    return "no layer differs"
+
+
+@pytest.mark.parametrize("split", SPLITS)
+async def test_every_split_gives_the_golden_numbers(split: str, tmp_path: Path) -> None:
+    groups, ranges = SPLITS[split]
+    golden = np.load(GOLDEN / "qwen35" / "golden.npz")
+    config = write_config(
+        tmp_path, GOLDEN / "qwen35" / "model.gguf", groups, ranges, '[engine]\ndtype = "float32"\nprefill_chunk = 32\n'
+    )
+    ids = golden["input_ids"].tolist()
+    prompt = ids[: int(golden["prompt_len"])]
+    async with running(config, tmp_path) as service:
+        assert service.engine is not None
+        rows = await service.engine.run_ids(ids, want_hidden=True, rows_per_step=32)
+        assert rows.hidden is not None
+        assert np.abs(rows.hidden - golden["hidden"]).max() < TOLERANCE, first_difference(rows.hidden, golden["hidden"])
+        assert np.abs(rows.logits - golden["logits"]).max() < TOLERANCE
+        assert await generate(service, prompt, 32) == golden["greedy"].tolist()
+        prompts = [ids[i : i + 7 * (i + 1)] for i in range(8)]
+        alone = [await generate(service, p, 24) for p in prompts]
+        together = await asyncio.gather(*(generate(service, p, 24) for p in prompts))
+        assert list(together) == alone
+        pages = service.engine.statistics().pages
+        assert {space: use.used for space, use in pages.items()} == dict.fromkeys(pages, 0)
+
+
+async def test_a_file_with_an_mtp_block_gives_the_same_numbers(tmp_path: Path) -> None:
+    golden = np.load(GOLDEN / "qwen35" / "golden.npz")
+    config = write_config(
+        tmp_path, GOLDEN / "qwen35_mtp" / "model.gguf", {"a": 1}, ["0-8"], '[engine]\ndtype = "float32"\n'
+    )
+    async with running(config, tmp_path) as service:
+        assert service.engine is not None
+        rows = await service.engine.run_ids(golden["input_ids"].tolist(), want_hidden=True, rows_per_step=64)
+        assert rows.hidden is not None
+        assert np.abs(rows.hidden - golden["hidden"]).max() < TOLERANCE, first_difference(rows.hidden, golden["hidden"])
+        assert np.abs(rows.logits - golden["logits"]).max() < TOLERANCE
