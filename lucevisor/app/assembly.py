@@ -89,9 +89,10 @@ class Assembly:
         self._close(error)
 
     def _attach(self) -> None:
-        chain = Chain(
-            [_Sender(self._links[g]) for g in self._stage_groups], self._engine.on_result, self._engine.on_failed
-        )
+        senders = {
+            group: _Sender(link) for group, link in self._links.items()
+        }  # one a daemon: it runs one step at a time
+        chain = Chain([senders[g] for g in self._stage_groups], self._engine.on_result, self._engine.on_failed)
         self._chain = chain
         self._engine.attach(chain)
         log.info("chain ready", stages=self._stage_groups)

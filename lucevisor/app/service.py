@@ -97,6 +97,7 @@ class Service:
         self._watchdog: asyncio.Task[None] | None = None
         self._was_ready = False
         self._restarting = asyncio.Lock()
+        self._tasks: set[asyncio.Task[None]] = set()  # the loop itself holds tasks weakly
         staging = stage_packages(run_dir)
         limit = config.recovery.restart_limit
         limits = Limits(n_restarts=limit.count, window_s=float(limit.seconds))
@@ -265,6 +266,8 @@ class Service:
     def _on_draining(self, group: str) -> None:
         task = asyncio.create_task(self._drain_for_restart(group), name=f"drain for {group}")
         task.add_done_callback(_retrieve)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
 
     async def _drain_for_restart(self, group: str) -> None:
         if self.engine is not None:
@@ -275,7 +278,15 @@ class Service:
         log.debug("heartbeat", group=group, phase=heartbeat.phase, busy_s=round(heartbeat.busy_s, 3))
 
     def _on_chain_failed(self, failure: ChainFailure) -> None:
-        log.error("chain failed", failure=str(failure))
+        """A daemon broke the order of steps, or said that it failed: only a new process of it is trusted again."""
+        assert self.placement is not None
+        group = self.placement.stages[failure.stage].group
+        log.error("chain failed", group=group, code=failure.code, reason=failure.message)
+        if self.groups[group].state is State.READY and self._stopping is None:
+            task = asyncio.create_task(self.groups[group].restart(now=True), name=f"restart of {group}")
+            task.add_done_callback(_retrieve)
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
 
     def _notify(self) -> None:
         if self.state == "ready" and not self._was_ready:

@@ -149,7 +149,7 @@ def test_every_request_gets_the_tokens_it_gets_alone(scenario: Scenario) -> None
     asyncio.run(play.check())
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(scenarios(crowded=True))
 def test_preemption_changes_no_tokens(scenario: Scenario) -> None:
     play = Play(scenario)
@@ -157,7 +157,7 @@ def test_preemption_changes_no_tokens(scenario: Scenario) -> None:
     asyncio.run(play.check())
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(scenarios(crowded=True))
 def test_admission_that_hopes_too_much_changes_no_tokens(scenario: Scenario) -> None:
     """Without any check of pages at admission requests preempt each other all the time; only time may be lost."""
