@@ -214,8 +214,8 @@ class Weights:
         forms = [self._form(Rows(name)) for name in names]
         if not all(self._mergeable(Rows(names[0]), Rows(name)) for name in names[1:]):
             return JoinedExperts([self.experts(name) for name in names])
-        rows = [Rows(r.name, ((e * r.shape[1], (e + 1) * r.shape[1]),)) for e in range(forms[0].shape[0]) for r in forms]
         n_experts, n_columns = forms[0].shape[0], forms[0].shape[-1]
+        rows = [Rows(r.name, ((e * r.shape[1], (e + 1) * r.shape[1]),)) for e in range(n_experts) for r in forms]
         if forms[0].form is Format.BLOCKS:
             raw = self._raw(rows)
             return self.chooser.expert_blocks(forms[0].kind, raw.view(n_experts, -1, raw.shape[-1]), n_columns)

@@ -36,7 +36,9 @@ class Family(Protocol):
         """Token ids to boundary rows [T, boundary width]."""
 
     def enter(self, rows: Tensor, batch: Batch) -> Tensor:
-        """Boundary rows to the residual stream [T, E]; what else they carry is noted in ``batch`` for the shard's layers."""
+        """Boundary rows to the residual stream [T, E]; what else they carry is noted in ``batch`` for the shard's
+        layers.
+        """
         return rows
 
     def leave(self, h: Tensor, batch: Batch) -> Tensor:
@@ -123,8 +125,8 @@ class AttentionShape:
 class Attention:
     """Causal attention over paged keys and values.
 
-    ``inputs`` gives columns q (H D), k (K D), gate, v (K D; none when values are keys).  ``positions`` has a norm weight
-    per head [H + K, D]: q and k are normed, rotated and cast together.  ``value_norm`` acts on each head of v.
+    ``inputs`` gives columns q (H D), k (K D), gate, v (K D; none when values are keys).  ``positions`` has a norm
+    weight per head [H + K, D]: q and k are normed, rotated and cast together.  ``value_norm`` acts on each head of v.
     """
 
     def __init__(
@@ -214,35 +216,37 @@ class DeltaNet:
         self.shape, self.w, self.convolution, self.states = shape, weights, convolution, states
         s = shape
         self.columns = [s.channels, s.n_value * s.dim, s.n_value, s.n_value]
-        self.kept = weights.taps.shape[0] - 1
+        self.channels = [2 * s.n_key * s.dim, s.n_value * s.dim]
         # rms norm times this is the l2 norm; queries also carry the rule's 1/sqrt(Dk)
         l2 = l2_scale(s.dim)
         scale = torch.tensor([[l2 * l2], [l2]], dtype=torch.float32, device=weights.taps.device)
         self.qk_norm = RmsNorm(scale.repeat_interleave(s.n_key, dim=0), s.dim, 1e-6 / s.dim)
 
     def __call__(self, x: Tensor, batch: Batch) -> Tensor:
-        s, rows = self.shape, batch.n_rows
-        mixed, z, alpha, beta = self.w.inputs(x).split_with_sizes(self.columns, dim=-1)
-        y = F.silu(batch.each(self._convolve, mixed.float()))
-        qk, v = y.split_with_sizes([2 * s.n_key * s.dim, s.n_value * s.dim], dim=-1)
-        qk = self.qk_norm(qk.view(rows, 2 * s.n_key, s.dim)).view(rows, 2, s.n_key, s.dim)
-        if s.n_value != s.n_key:
-            qk = torch.cat([qk] * (s.n_value // s.n_key), dim=2)
-        g = F.softplus(alpha.float() + self.w.dt).mul_(self.w.decay)
-        o = batch.each(self._recur, qk, v.view(rows, s.n_value, s.dim), g, torch.sigmoid(beta.float()))
-        o = self.w.norm(o).mul_(F.silu(z.float()).view(rows, s.n_value, s.dim))
-        return self.w.output(o.reshape(rows, -1).to(x.dtype))
+        o = batch.each(self._mix, self.w.inputs(x))
+        return self.w.output(o.reshape(batch.n_rows, -1).to(x.dtype))
 
-    def _convolve(self, group: Group, mixed: Tensor) -> Tensor:
-        out, window = convolve(mixed, group.load_state(self.convolution), self.w.taps)
-        group.store_state(self.convolution, window[:, -self.kept :])
-        return out
+    def _mix(self, group: Group, y: Tensor) -> Tensor:
+        """Input columns [B, n, C + ...] to gated outputs [B, n, N, Dv], float32; moves the group's states on."""
+        s, b, n = self.shape, group.n_slices, group.n_tokens
+        if y.dtype != torch.float32:
+            y = y.float()
+        mixed, z, alpha, beta = y.split_with_sizes(self.columns, dim=-1)
+        mixed, window = convolve(mixed, group.load_state(self.convolution), self.w.taps)
+        group.store_state(self.convolution, window[:, n:])
+        qk, v = F.silu(mixed).split_with_sizes(self.channels, dim=-1)
+        qk = self.qk_norm.float32(qk.view(b, n, 2 * s.n_key, s.dim)).view(b, n, 2, s.n_key, s.dim)
+        if s.n_value != s.n_key:
+            qk = torch.cat([qk] * (s.n_value // s.n_key), dim=3)
+        g, beta = F.softplus(alpha + self.w.dt).mul_(self.w.decay), torch.sigmoid(beta)
+        o = self._recur(group, qk, v.view(b, n, s.n_value, s.dim), g, beta)
+        return self.w.norm.float32(o).mul_(F.silu(z).view(b, n, s.n_value, s.dim))
 
     def _recur(self, group: Group, qk: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> Tensor:
         """qk [B, n, 2, N, D], v [B, n, N, D], g and beta [B, n, N] -> o [B, n, N, D]"""
         state = group.load_state(self.states)
         if group.n_tokens == 1:
-            out = step(state, qk.squeeze(1), v, g.exp(), beta).unsqueeze(1)
+            out = step(state, qk, v, g.exp_(), beta)
         else:
             q, k = qk.unbind(2)
             out, state = chunked(state, q, k, v, (g, beta), group.offset)

@@ -1,5 +1,7 @@
-"""Family ``gemma4``: sliding and full attention with heads of different sizes, norms on both sides of each part, optionally
-per-layer embeddings, layers that read the keys and values of an earlier one, and routed experts.  Maths: docs/families.md."""
+"""Family ``gemma4``: sliding and full attention with heads of different sizes, norms on both sides of each part,
+optionally per-layer embeddings, layers that read the keys and values of an earlier one, and routed experts.  Maths:
+docs/families.md.
+"""
 
 from __future__ import annotations
 
@@ -66,7 +68,9 @@ class InputBlock:
 
 @dataclass(frozen=True)
 class Gemma4Block:
-    """One layer.  ``parallel`` adds to ``mlp`` before their common norm ``post``; ``scale`` [] multiplies the whole stream."""
+    """One layer.  ``parallel`` adds to ``mlp`` before their common norm ``post``; ``scale`` [] multiplies the whole
+    stream.
+    """
 
     attention: Block
     mlp: Block
@@ -103,7 +107,9 @@ class LayerInputs:
 
 
 class Gemma4Family(Family):
-    """Builds the blocks of one shard.  With per-layer embeddings a boundary carries the scaled embedding row behind h."""
+    """Builds the blocks of one shard.  With per-layer embeddings a boundary carries the scaled embedding row behind
+    h.
+    """
 
     def __init__(self, spec: ModelSpec, weights: Weights, pools: Pools) -> None:
         assert isinstance(spec.params, Gemma4)

@@ -1,5 +1,6 @@
-"""Family ``laguna``: full and sliding attention with gated heads, a dense layer or more, then routed experts beside a shared one.
-Maths: docs/families.md."""
+"""Family ``laguna``: full and sliding attention with gated heads, a dense layer or more, then routed experts beside a
+shared one. Maths: docs/families.md.
+"""
 
 from __future__ import annotations
 
@@ -69,7 +70,14 @@ class LagunaFamily(Family):
         q_norm, k_norm = self.w.exact(b + "attn_q_norm.weight"), self.w.exact(b + "attn_k_norm.weight")
         per_head = torch.cat((q_norm.expand(n_heads, -1), k_norm.expand(p.n_kv_heads, -1)))
         shape = AttentionShape(
-            n_heads, p.n_kv_heads, d, d**-0.5, gate=p.gates[index], space=layer.space, window=layer.window, softplus=True
+            n_heads,
+            p.n_kv_heads,
+            d,
+            d**-0.5,
+            gate=p.gates[index],
+            space=layer.space,
+            window=layer.window,
+            softplus=True,
         )
         pages = self.pools.paged(index, "k"), self.pools.paged(index, "v")
         positions = QueryKey(RmsNorm(per_head, d, p.eps), self.ropes[p.sliding[index]])

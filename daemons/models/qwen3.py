@@ -49,7 +49,9 @@ class Qwen3Family(Family):
         b = f"blk.{index}."
         gate_up = self.w.linear(b + "ffn_gate.weight", b + "ffn_up.weight")
         mlp = GatedMlp(gate_up, self.w.linear(b + "ffn_down.weight"))
-        return PreNormLayer(self.norm(b + "attn_norm.weight"), self.attention(index), self.norm(b + "ffn_norm.weight"), mlp)
+        return PreNormLayer(
+            self.norm(b + "attn_norm.weight"), self.attention(index), self.norm(b + "ffn_norm.weight"), mlp
+        )
 
     def attention(self, index: int) -> Block:
         p, b, d = self.p, f"blk.{index}.", self.p.head_dim

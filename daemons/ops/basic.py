@@ -31,14 +31,16 @@ class RmsNorm:
 
     def float32(self, x: Tensor) -> Tensor:
         """The norm of x, float32."""
-        x = x.float()
+        if x.dtype != torch.float32:
+            x = x.float()
         # one reduction, one fused square, mean and eps: for a decode row the calls are the cost
         length = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
         out = x * torch.addcmul(self.eps, length, length, value=1.0 / self.width).rsqrt_()
         return out if self.weight is None else out.mul_(self.weight)
 
     def __call__(self, x: Tensor) -> Tensor:
-        return self.float32(x).to(x.dtype)
+        out = self.float32(x)
+        return out if out.dtype == x.dtype else out.to(x.dtype)
 
 
 @dataclass(frozen=True)
@@ -67,9 +69,11 @@ def plain_rope(n_rotary: int, theta: float, device: torch.device) -> Rope:
 
 
 def rope(rotary: Rotary, device: torch.device, factors: Tensor | None = None) -> Rope:
-    """Frequencies ``theta^(-2j / n)``, stretched by YaRN where the file says so, divided by ``factors`` [n / 2] when given.
+    """Frequencies ``theta^(-2j / n)``, stretched by YaRN where the file says so, divided by ``factors`` [n / 2] when
+    given.
 
-    YaRN: arXiv 2309.00071, section 3.2 and 3.4.  Pairs between the two turn counts are blended linearly in the pair's index.
+    YaRN: arXiv 2309.00071, section 3.2 and 3.4.  Pairs between the two turn counts are blended linearly in the pair's
+    index.
     """
     plain = plain_rope(rotary.n, rotary.theta, device)
     inverse, yarn = plain.inverse_frequencies, rotary.yarn

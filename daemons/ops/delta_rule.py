@@ -21,7 +21,7 @@ def convolve(inputs: Tensor, left: Tensor, taps: Tensor) -> tuple[Tensor, Tensor
     """Depth-wise causal convolution without activation.
 
     ``inputs`` [B, n, C], ``left`` [B, taps - 1, C] the inputs before them, ``taps`` [taps, C], last one for the current
-    token.  Returns [B, n, C] and the window [B, taps - 1 + n, C], whose last taps - 1 rows are the next ``left``.
+    token.  Returns [B, n, C] and the window [B, taps - 1 + n, C], whose rows from n on are the next ``left``.
     """
     n, n_taps = inputs.shape[1], taps.shape[0]
     window = torch.cat((left, inputs), dim=1)
@@ -34,17 +34,17 @@ def convolve(inputs: Tensor, left: Tensor, taps: Tensor) -> tuple[Tensor, Tensor
 
 
 def step(state: Tensor, qk: Tensor, v: Tensor, decay: Tensor, beta: Tensor) -> Tensor:
-    """One token: update ``state`` [B, N, Dk, Dv] in place, return o [B, N, Dv].
+    """One token a sequence: update ``state`` [B, N, Dk, Dv] in place, return o [B, 1, N, Dv].
 
-    ``qk`` [B, 2, N, Dk] queries and keys; v [B, N, Dv]; ``decay`` = exp(g) and beta [B, N].
+    ``qk`` [B, 1, 2, N, Dk] queries and keys; v [B, 1, N, Dv]; ``decay`` = exp(g) and beta [B, 1, N].
     """
     b, n, dk, dv = state.shape
-    q, k = qk.transpose(0, 1).reshape(2, b * n, 1, dk).unbind(0)
+    q, k = qk.transpose(0, 2).reshape(2, b * n, 1, dk).unbind(0)
     s = state.view(b * n, dk, dv)
     s.mul_(decay.reshape(-1, 1, 1))
     error = torch.baddbmm(v.reshape(b * n, 1, dv), k, s, alpha=-1.0).mul_(beta.reshape(-1, 1, 1))
     s.addcmul_(k.transpose(1, 2), error)
-    return torch.bmm(q, s).view(b, n, dv)
+    return torch.bmm(q, s).view(b, 1, n, dv)
 
 
 def chunked(

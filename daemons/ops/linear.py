@@ -65,7 +65,7 @@ class DenseFloat32Cpu:
 
 
 class PackedBfloat16Cpu:
-    """A bfloat16 matrix on the cpu in oneDNN's packed layout: a decode row takes 2.7 times less than with a plain one."""
+    """A bfloat16 matrix on the cpu in oneDNN's packed layout: 2.7 times faster for a decode row than a plain one."""
 
     def __init__(self, weight: Tensor) -> None:
         self.n_out, self.n_bytes = weight.shape[0], weight.nbytes

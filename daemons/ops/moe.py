@@ -1,7 +1,7 @@
 """Routed experts: who is chosen, and the products with those chosen.
 
-Knows neither files nor families.  Invariant: a token's result depends on that token alone, and its experts are summed in the
-order of their weights, so it is the same in every batch.
+Knows neither files nor families.  Invariant: a token's result depends on that token alone, and its experts are summed
+in the order of their weights, so it is the same in every batch.
 
 Shapes: T tokens, E embedding, X experts, k chosen for each token, F width of an expert.
 """
@@ -27,7 +27,9 @@ SMALLEST_SUM = 6.103515625e-5
 
 @dataclass(frozen=True)
 class Router:
-    """``weight`` float32 [X, E].  ``bias`` [X] counts in the choice only; ``expert_scale`` [X] multiplies final weights."""
+    """``weight`` float32 [X, E].  ``bias`` [X] counts in the choice only; ``expert_scale`` [X] multiplies final
+    weights.
+    """
 
     weight: Tensor
     n_used: int
@@ -92,7 +94,9 @@ class ExpertMlp:
         parts = []
         for at in range(0, pairs.shape[0], size):
             part = pairs[at : at + size]
-            inner = gated(torch.bmm(self.gate_up.some(part, x.dtype), rows[at : at + size]).squeeze(-1), self.activation)
+            inner = gated(
+                torch.bmm(self.gate_up.some(part, x.dtype), rows[at : at + size]).squeeze(-1), self.activation
+            )
             parts.append(torch.bmm(self.down.some(part, x.dtype), inner.unsqueeze(-1)).squeeze(-1))
         return _weighted(torch.cat(parts).view(-1, k, self.down.n_out), weights)
 

@@ -5,6 +5,7 @@ Knows the parameters of the endpoint.  Invariant: token ids reach the engine as 
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 from aiohttp import web
@@ -46,13 +47,13 @@ def plan_completion(fields: dict[str, Any], ports: Ports, stamp: Stamp) -> Plan:
         fingerprint=ports.model.fingerprint,
         tokenizer=ports.tokenizer,
         n=body.n or 1,
-        echoes=tuple(text for text, _ in prompts) if body.echo else (),
+        echoes=tuple(_echo(prompt, ports.tokenizer) for prompt in prompts) if body.echo else (),
         logprobs=body.logprobs is not None,
         token_ids=bool(body.return_token_ids),
         include_usage=bool(body.stream_options and body.stream_options.include_usage),
     )
     outline = Outline(
-        prompts=[EncodedPrompt(ids, []) for _, ids in prompts],
+        prompts=[EncodedPrompt(prompt.ids, []) for prompt in prompts],
         reading=Reading(stops=body.stops),
         max_tokens=body.max_tokens,
         n_top_logprobs=-1 if body.logprobs is None else body.logprobs,
@@ -61,8 +62,20 @@ def plan_completion(fields: dict[str, Any], ports: Ports, stamp: Stamp) -> Plan:
     return Plan(jobs=jobs, shape=shape, stream=bool(body.stream), prompt_param="prompt")
 
 
-def prompts_of(prompt: str | list[str | int | list[int]], tokenizer: Tokenizer) -> list[tuple[str, list[int]]]:
-    """Return text and ids of each prompt: a text, several, a list of ids, or several of those."""
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """One prompt; `text` is None when it came as token ids."""
+
+    ids: list[int]
+    text: str | None = None
+
+
+def _echo(prompt: Prompt, tokenizer: Tokenizer) -> str:
+    return tokenizer.decode(prompt.ids) if prompt.text is None else prompt.text
+
+
+def prompts_of(prompt: str | list[str | int | list[int]], tokenizer: Tokenizer) -> list[Prompt]:
+    """Return the prompts: a text, several, a list of ids, or several of those."""
     if isinstance(prompt, str):
         return [_from_text(prompt, "prompt", tokenizer)]
     if not prompt:
@@ -80,14 +93,14 @@ def prompts_of(prompt: str | list[str | int | list[int]], tokenizer: Tokenizer) 
     return prompts
 
 
-def _from_text(text: str, where: str, tokenizer: Tokenizer) -> tuple[str, list[int]]:
+def _from_text(text: str, where: str, tokenizer: Tokenizer) -> Prompt:
     ids = tokenizer.encode_prompt(text)
     if not ids:
         raise bad_parameter(where, "is empty; the model needs at least one token to go on from")
-    return text, ids
+    return Prompt(ids, text)
 
 
-def _from_ids(ids: object, where: str, tokenizer: Tokenizer) -> tuple[str, list[int]]:
+def _from_ids(ids: object, where: str, tokenizer: Tokenizer) -> Prompt:
     if not isinstance(ids, list) or not ids:
         raise bad_parameter(where, "is empty; the model needs at least one token to go on from")
     checked: list[int] = []
@@ -97,4 +110,4 @@ def _from_ids(ids: object, where: str, tokenizer: Tokenizer) -> tuple[str, list[
         if not 0 <= token_id < tokenizer.n_vocab:
             raise bad_parameter(f"{where}[{index}]", f"{token_id} is not a token id; use 0 to {tokenizer.n_vocab - 1}")
         checked.append(token_id)
-    return tokenizer.decode(checked), checked
+    return Prompt(checked)

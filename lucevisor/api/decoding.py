@@ -23,8 +23,8 @@ Body = TypeVar("Body", bound=msgspec.Struct)
 P = ParamSpec("P")
 T = TypeVar("T")
 
-INLINE_BYTES = 64 * 1024
-"""Bodies up to this size are worked on in the event loop (about a millisecond); longer ones in a thread."""
+INLINE_BYTES = 8 * 1024
+"""Bodies up to this size are worked on in the event loop (about 2 ms of tokenizing); longer ones in a thread."""
 
 _PATH: Final = re.compile(r" - at `\$(?P<path>[^`]*)`$")
 _UNKNOWN: Final = re.compile(r"^Object contains unknown field `(?P<name>.*)`$", re.DOTALL)

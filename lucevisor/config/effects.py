@@ -43,9 +43,6 @@ def _any(value: object) -> bool:
 
 
 UNIMPLEMENTED: Mapping[str, Unimplemented] = {
-    "model.yarn_attn_factor": Unimplemented(
-        "the Laguna family", lambda value: value == "file", False, "remove the key"
-    ),
     "engine.kv_dtype": Unimplemented("the type q8_0", lambda value: value == "q8_0", True, "nearest: float16"),
     "cache.prefix_slots": Unimplemented("the prefix cache", lambda value: value != 0, False, "remove the key"),
     "cache.memory": Unimplemented("the prefix cache", _any, False, "remove the key"),

@@ -153,9 +153,11 @@ def _moved(facts: Facts) -> Iterator[str]:
 
 
 def _inert(facts: Facts) -> Iterator[str]:
-    """Settings of the engine section that do less than they say."""
+    """Settings of the engine and model sections that do less than they say."""
     case, sized, engine = facts.case, facts.sized, facts.config.engine
     spec, context = case.spec, sized.max_context
+    if facts.config.model.yarn_attn_factor == "file" and "yarn_attn_factor" not in spec.options:
+        yield "model.yarn_attn_factor = file has no effect: the model file holds no attention factor of YaRN"
     if case.max_context is not None and case.max_context > spec.context_tokens:
         yield (
             f"engine.max_context = {case.max_context} is longer than the {spec.context_tokens} tokens the model was "

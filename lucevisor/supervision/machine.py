@@ -101,8 +101,8 @@ class Machine:
             case ev.TimerFired(timer):
                 self._on_timer(timer)
             case ev.Beat(_, phase):
-                if self.state in _WATCHED:  # a load may keep the pulse thread from the lock it needs to say so
-                    self._arm(Timer.PULSE, self.limits.silence_s("load" if self.state is State.LOADING else phase))
+                if self.state in _WATCHED:
+                    self._arm_pulse(phase)
             case ev.Progressed():
                 if self.state is State.LOADING:
                     self._arm(Timer.LOAD, self.limits.load_stall_s)
@@ -232,7 +232,7 @@ class Machine:
                 self._disarm(Timer.HELLO)
                 self._go(State.LOADING, "hello")
                 self._arm(Timer.LOAD, self.limits.load_stall_s)
-                self._arm(Timer.PULSE, self.limits.silence_s("load"))
+                self._arm_pulse("start")
                 self._out.append(ev.SendLoad(child))
             case ev.LoadSent() if self.state is State.LOADING:
                 self._load_sent = True
@@ -240,15 +240,13 @@ class Machine:
             case ev.LoadedReceived(child) if self.state is State.LOADING and self._load_sent:
                 self._disarm(Timer.LOAD)
                 self._go(State.READY, "loaded")
-                self._arm(Timer.PULSE, self.limits.silence_s("step"))
+                self._arm_pulse("load")
                 self.policy.became_ready(self._now)
                 self._announced = True
                 self._out.append(ev.AnnounceReady(child))
             case ev.HelloReceived() | ev.LoadedReceived():
                 what = "hello" if isinstance(event, ev.HelloReceived) else "loaded"
                 self._lose(f"it said {what} out of turn, while {self.state}", _Rung.TERM)
-            case ev.LoadSent():
-                pass  # lost meanwhile
 
     def _lose(self, reason: str, rung: _Rung, configuration: bool = False) -> None:
         """The child is of no use any more: end it from `rung` on."""
@@ -279,10 +277,9 @@ class Machine:
             self._retry(reason, configuration)
 
     def _retry(self, reason: str, configuration: bool) -> None:
-        delay_s = None if configuration else self.policy.delay_s(self._now)
         if configuration:
             self._go(State.FAILED, reason)
-        elif delay_s is None:
+        elif (delay_s := self.policy.delay_s(self._now)) is None:
             self._go(
                 State.FAILED, f"{reason}; restart limit {self.limits.n_restarts}/{self.limits.window_s:g}s reached"
             )
@@ -387,6 +384,9 @@ class Machine:
         self._looked.discard(timer)
         self._due[timer] = self._now + after_s
         self._out.append(ev.StartTimer(timer, after_s))
+
+    def _arm_pulse(self, phase: str) -> None:
+        self._arm(Timer.PULSE, self.limits.silence_s(phase, loading=self.state is State.LOADING))
 
     def _arm_sooner(self, after_s: float) -> None:
         if self._now + after_s < self._due[Timer.RUNG]:

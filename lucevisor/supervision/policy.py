@@ -34,9 +34,15 @@ class Limits:
     n_restarts: int = 5  # after failures, within any `window_s`; 0: a group that failed stays failed
     window_s: float = 60.0
 
-    def silence_s(self, phase: str) -> float:
-        """Return how long a daemon may be silent after a heartbeat that reported `phase`."""
-        return {"idle": self.heartbeat_s, "step": self.busy_heartbeat_s}.get(phase, self.load_stall_s)
+    def silence_s(self, phase: str, *, loading: bool) -> float:
+        """Return how long a daemon may be silent after a heartbeat that reported `phase`.
+
+        `loading`: it has been sent its load and has not answered; then `phase` may be older than that. After the
+        answer, a late report of the load counts as any work does.
+        """
+        if loading or phase == "check":
+            return self.load_stall_s
+        return self.heartbeat_s if phase == "idle" else self.busy_heartbeat_s
 
 
 @dataclass(slots=True)

@@ -15,7 +15,7 @@ import msgspec
 
 from lucevisor.wire.errors import LocalProtocolError, RemoteProtocolError
 from lucevisor.wire.frames import MAX_DESCRIPTORS, MAX_PAYLOAD_BYTES, Header, damaged, pack_header
-from lucevisor.wire.messages import MESSAGES, Check, Kind, Load, Message, StepResult
+from lucevisor.wire.messages import MESSAGES, Check, Kind, Load, Message, Restore, Save, StepResult
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 _FLOAT32_BYTES = 4
 _MAX_DIMENSIONS = 8  # of a segment; also bounds the work of multiplying them
 
-WITH_DESCRIPTORS = frozenset({Kind.LOAD, Kind.CHECK})
-"""Kinds whose frames carry descriptors, one per arena."""
+WITH_DESCRIPTORS = frozenset({Kind.LOAD, Kind.CHECK, Kind.SAVE, Kind.RESTORE})
+"""Kinds whose frames carry descriptors: one per arena, or that of the snapshot file."""
 
 KIND_OF: dict[type[Message], Kind] = {record: kind for kind, record in MESSAGES.items()}
 
@@ -88,7 +88,9 @@ def decode(header: Header, metadata: memoryview) -> Message:
 
 def n_descriptors(message: Message) -> int:
     """How many descriptors travel with the frame of ``message``."""
-    return len(message.arenas) if isinstance(message, Load | Check) else 0
+    if isinstance(message, Load | Check):
+        return len(message.arenas)
+    return 1 if isinstance(message, Save | Restore) else 0
 
 
 def byte_views(payload: Iterable[Buffer]) -> list[memoryview]:

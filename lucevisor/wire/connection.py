@@ -136,9 +136,9 @@ class Connection:
         n_named = n_descriptors(message) if kind in WITH_DESCRIPTORS else 0
         if n_fds != n_named:
             raise LocalProtocolError(
-                f"{kind.name} names {n_named} arenas, but {n_fds} descriptors go along",
+                f"{kind.name} names {_named(kind, n_named)}, but {n_fds} descriptors go along",
                 self.name,
-                "give one descriptor per arena, in the same order",
+                "give one descriptor per arena, in the same order, or that of the snapshot file",
             )
         self._advance(kind)
         return [data, *views]
@@ -247,7 +247,7 @@ class Connection:
             n = n_descriptors(message)
             if len(self._fds) < n:
                 raise RemoteProtocolError(
-                    f"{header.kind.name} names {n} arenas, {len(self._fds)} descriptors came along",
+                    f"{header.kind.name} names {_named(header.kind, n)}, {len(self._fds)} descriptors came along",
                     "descriptors",
                     "restart the group; check the limit of open files (ulimit -n) if it comes again",
                 )
@@ -263,3 +263,8 @@ class Connection:
         n = self._end - self._start
         self._small[:n] = self._small[self._start : self._end]
         self._start, self._end = 0, n
+
+
+def _named(kind: Kind, n: int) -> str:
+    """What the descriptors of a frame are."""
+    return "a snapshot file" if kind in (Kind.SAVE, Kind.RESTORE) else f"{n} arenas"

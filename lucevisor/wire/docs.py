@@ -12,7 +12,7 @@ from pathlib import Path
 
 from lucevisor.wire.codec import WITH_DESCRIPTORS
 from lucevisor.wire.frames import KIB, LIMITS, MAX_FLAGS, MIB
-from lucevisor.wire.messages import MESSAGES
+from lucevisor.wire.messages import MESSAGES, Kind
 from lucevisor.wire.states import INITIAL, SENDERS, TRANSITIONS, Channel
 
 PAGE = Path(__file__).parents[2] / "docs" / "wire.md"
@@ -27,7 +27,7 @@ def messages() -> str:
     ]
     for kind, record in MESSAGES.items():
         channel, sender = SENDERS[kind]
-        extras = ["one descriptor an arena"] if kind in WITH_DESCRIPTORS else []
+        extras = [_descriptors(kind)] if kind in WITH_DESCRIPTORS else []
         if kind in MAX_FLAGS:
             extras.append("stage in flags")
         limits = LIMITS[kind]
@@ -93,6 +93,10 @@ def main(arguments: list[str]) -> int:
         return 1
     PAGE.write_text(new, encoding="utf-8")
     return 0
+
+
+def _descriptors(kind: Kind) -> str:
+    return "the file's descriptor" if kind in (Kind.SAVE, Kind.RESTORE) else "one descriptor an arena"
 
 
 def _size(n_bytes: int) -> str:

@@ -1,7 +1,7 @@
 """Mixture-of-experts metadata and tensors that several families share.
 
-Knows names of the file and shapes, no maths.  The routed experts of a layer are three-dimensional tensors: they stay with
-their layer, whole.
+Knows names of the file and shapes, no maths.  The routed experts of a layer are three-dimensional tensors: they stay
+with their layer, whole.
 """
 
 from __future__ import annotations
@@ -18,10 +18,11 @@ MAX_EXPERTS = 1 << 16
 
 @dataclass(frozen=True, slots=True)
 class Experts:
-    """``n_used`` of ``n_experts`` gated parts of ``width`` for each token, beside a shared one of ``shared_width`` (0: none).
+    """``n_used`` of ``n_experts`` gated parts of ``width`` for each token, beside a shared one of ``shared_width``
+    (0: none).
 
-    ``gating``: softmax or sigmoid of the router's output.  ``normalise``: weights of the chosen are divided by their sum;
-    then they are multiplied by ``scale``.
+    ``gating``: softmax or sigmoid of the router's output.  ``normalise``: weights of the chosen are divided by their
+    sum; then they are multiplied by ``scale``.
     """
 
     n_experts: int

@@ -77,6 +77,12 @@ LIMITS: dict[Kind, Limits] = {
     Kind.CHECK: Limits(1 * MIB, 0, "paths, as in Load"),
     Kind.CHECKED: Limits(1 * MIB, 0, "one line a device and layer"),
     Kind.SHUTDOWN: Limits(64 * KIB, 0, "one sentence"),
+    Kind.SAVE: Limits(
+        MAX_METADATA_BYTES, 0, "at most 200 bytes a tensor, 1,024 layers of 4; 5 bytes a page, 16,384 of 1 Mi tokens"
+    ),
+    Kind.SAVED: Limits(4 * KIB, 0, "three numbers"),
+    Kind.RESTORE: Limits(MAX_METADATA_BYTES, 0, "as Save"),
+    Kind.RESTORED: Limits(4 * KIB, 0, "three numbers and a remark"),
     Kind.HEARTBEAT: Limits(4 * KIB, 0, "a dozen numbers"),
     Kind.PROGRESS: Limits(4 * KIB, 0, "a dozen numbers"),
     Kind.LOG_LINE: Limits(256 * KIB, 0, "one record; long texts are cut by the sender"),
@@ -90,7 +96,8 @@ class Frame(msgspec.Struct, frozen=True):
     """One received frame.
 
     ``payload`` is a writable view of bytes that nobody else will write; keep it as long as you like.  ``fds`` came with
-    the frame, one per arena the message names, in that order, close-on-exec; whoever takes the frame closes them.
+    the frame, one per arena the message names, in that order, or the snapshot file; close-on-exec; whoever takes the
+    frame closes them.
     """
 
     kind: Kind

@@ -3,7 +3,8 @@
 A frame's kind number selects the record, so metadata carries no type tag; :data:`MESSAGES` is the only table of kinds.
 Records on the hot path (``Step``, ``StepResult``) are encoded as arrays.  This file knows no sockets and no tensors.
 
-Direction: ``link`` carries Load, Step, Reset, Check, Shutdown down and Hello, Loaded, StepResult, Failed, Checked up;
+Direction: ``link`` carries Load, Step, Reset, Check, Save, Restore, Shutdown down and Hello, Loaded, StepResult, Failed,
+Checked, Saved, Restored up;
 ``pulse`` carries Heartbeat, Progress and LogLine up.
 """
 
@@ -32,6 +33,10 @@ class Kind(IntEnum):
     CHECK = 8
     CHECKED = 9
     SHUTDOWN = 10
+    SAVE = 11
+    SAVED = 12
+    RESTORE = 13
+    RESTORED = 14
     HEARTBEAT = 32
     PROGRESS = 33
     LOG_LINE = 34
@@ -289,6 +294,79 @@ class Shutdown(msgspec.Struct, frozen=True):
     reason: str = ""
 
 
+# ---- snapshots
+
+
+class SnapshotTensor(msgspec.Struct, frozen=True, array_like=True):
+    """One tensor of a snapshot file (docs/snapshot-format.md), and where its bytes lie.
+
+    ``kind`` names it among those of its ``layer``: the name of a state tensor, with ``.scale`` behind it for the scales of
+    q8_0.  Axis 0 of a paged one are positions, from ``first`` on (window layers keep what is still visible).
+    """
+
+    name: str
+    layer: int  # absolute
+    kind: str
+    dtype: str  # as safetensors writes it: F32, BF16, F16, I8
+    shape: tuple[int, ...]
+    offset: int  # from the start of the file
+    n_bytes: int
+    first: int = 0
+
+
+class SlotPlace(msgspec.Struct, frozen=True, array_like=True):
+    """Where a prefix slot of ``n_tokens`` lies, or shall lie, in the pools.
+
+    ``full[i]`` holds positions [64 i, 64 i + 64), ``window[i]`` those of entry ``first_window + i``; ``state`` is its
+    recurrent state, -1 without one.
+    """
+
+    n_tokens: int
+    full: list[int] = []
+    window: list[int] = []
+    first_window: int = 0
+    state: int = -1
+
+
+class Save(msgspec.Struct, frozen=True):
+    """Write ``tensors``, those of the daemon's own layers, into a snapshot file; its descriptor travels along.
+
+    The supervisor leaves every page and state of ``place`` unchanged until the answer, so steps go on meanwhile.
+    ``file`` is for error messages.  Answered by Saved, or by Failed that is not fatal, with the request id ``transfer``.
+    """
+
+    transfer: int
+    file: str
+    place: SlotPlace
+    tensors: list[SnapshotTensor]
+
+
+class Saved(msgspec.Struct, frozen=True):
+    transfer: int
+    n_bytes: int
+    seconds: float
+
+
+class Restore(msgspec.Struct, frozen=True):
+    """Read ``tensors`` from a snapshot file into the pages and the state of ``place``, which no sequence uses yet.
+
+    They belong to the transfer until the answer: Restored, or Failed that is not fatal, with the request id ``transfer``.
+    ``place.n_tokens`` may be less than the file holds.
+    """
+
+    transfer: int
+    file: str
+    place: SlotPlace
+    tensors: list[SnapshotTensor]
+
+
+class Restored(msgspec.Struct, frozen=True):
+    transfer: int
+    n_bytes: int
+    seconds: float
+    converted: str = ""  # "BF16 to float32" when file and pools hold different number formats
+
+
 # ---- pulse
 
 
@@ -334,6 +412,10 @@ Message = (
     | Check
     | Checked
     | Shutdown
+    | Save
+    | Saved
+    | Restore
+    | Restored
     | Heartbeat
     | Progress
     | LogLine
@@ -350,6 +432,10 @@ MESSAGES: dict[Kind, type[Message]] = {
     Kind.CHECK: Check,
     Kind.CHECKED: Checked,
     Kind.SHUTDOWN: Shutdown,
+    Kind.SAVE: Save,
+    Kind.SAVED: Saved,
+    Kind.RESTORE: Restore,
+    Kind.RESTORED: Restored,
     Kind.HEARTBEAT: Heartbeat,
     Kind.PROGRESS: Progress,
     Kind.LOG_LINE: LogLine,

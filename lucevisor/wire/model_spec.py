@@ -82,7 +82,8 @@ class LayerSpec:
 class ModelSpec:
     """A model of some family.  ``params`` is the family's own frozen record of hyperparameters.
 
-    ``boundary_width``: numbers a token that cross a boundary (the hidden states, plus what a family adds).
+    ``boundary_width``: numbers a token that cross a boundary (the hidden states, plus what a family adds).  ``options``:
+    the model options that change something for this file.
     """
 
     architecture: str
@@ -97,6 +98,7 @@ class ModelSpec:
     boundary_width: int
     params: object
     every: Mapping[str, tuple[int, ...]] = field(default_factory=dict)  # small ones, loaded by every shard
+    options: frozenset[str] = frozenset()
     skipped: tuple[str, ...] = ()  # tensors of the file that are known and not used, such as an MTP block
     files: GgufFiles | None = field(default=None, repr=False, compare=False)
 
@@ -233,8 +235,13 @@ def attention_state(n_kv_heads: int, key_dim: int, value_dim: int) -> tuple[Stat
 
 
 def assemble(
-    files: GgufFiles, keys: Keys, params: object, layers: Sequence[LayerSpec], *, embedding: int, carried: int = 0,
-    every: Mapping[str, tuple[int, ...]] | None = None
+    files: GgufFiles,
+    keys: Keys,
+    params: object,
+    layers: Sequence[LayerSpec],
+    *,
+    carried: int = 0,
+    every: Mapping[str, tuple[int, ...]] | None = None,
 ) -> ModelSpec:
     """The spec of a model with a token table at the head and, at the tail, a norm and an output matrix (the table when
     the file has none).
@@ -242,6 +249,7 @@ def assemble(
     ``carried``: numbers a token that cross a boundary beside the residual stream.  Raises GgufError for a tensor that
     is missing or has another shape than ``layers`` say.
     """
+    embedding = keys.integer("embedding_length")
     vocabulary = tensor(files, "token_embd.weight").shape[0]
     head = {"token_embd.weight": (vocabulary, embedding)}
     output = {"output.weight": (vocabulary, embedding)} if "output.weight" in files.tensors else head

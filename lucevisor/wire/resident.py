@@ -1,8 +1,8 @@
 """What a shard keeps on its device: one :class:`Resident` a tensor, with its form and bytes.
 
-The planner adds these bytes up and the loader makes exactly these forms, so that what a plan promises is what a device
-holds.  Knows no torch; invariants: every tensor name of the shard appears in the form its role asks for, once; the bytes
-of a shard are those of its ends and of its layers, added up.
+The planner adds these bytes up and the loader makes exactly these forms, so that what a plan promises is what a
+device holds.  Knows no torch; invariants: every tensor name of the shard appears in the form its role asks for, once;
+the bytes of a shard are those of its ends and of its layers, added up.
 """
 
 from __future__ import annotations
@@ -33,7 +33,9 @@ DENSE_FORMS = frozenset({Format.FLOAT32, Format.BFLOAT16, Format.FLOAT16})
 
 @dataclass(frozen=True, slots=True)
 class Resident:
-    """One tensor, or the ``part`` of it that the shard's layers use, as it rests on a device; ``shape`` is what rests."""
+    """One tensor, or the ``part`` of it that the shard's layers use, as it rests on a device; ``shape`` is what
+    rests.
+    """
 
     name: str
     kind: GgmlType
@@ -83,10 +85,11 @@ def residents(
 
 
 def end_residents(spec: ModelSpec, *, first: bool, last: bool, backend: Backend, dtype: Dtype) -> list[Resident]:
-    """What a shard keeps beside its layers: small tensors of every shard, the head's when ``first``, the tail's when ``last``.
+    """What a shard keeps beside its layers: small tensors of every shard, the head's when ``first``, the tail's when
+    ``last``.
 
-    A table that is also the output matrix (tied embeddings) is kept once when both are on this shard and the matrix's form
-    can be indexed by row (dense, or blocks); else it is kept in both forms.
+    A table that is also the output matrix (tied embeddings) is kept once when both are on this shard and the matrix's
+    form can be indexed by row (dense, or blocks); else it is kept in both forms.
     """
     files = _files(spec)
     out: list[Resident] = []

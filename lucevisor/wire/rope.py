@@ -11,9 +11,10 @@ from lucevisor.wire.model_spec import Keys
 class Yarn:
     """Stretching by ``factor`` of a model made for ``original_context`` positions.
 
-    Pairs that turn more than ``beta_fast`` times within the original context keep their frequency, those that turn less
-    than ``beta_slow`` times are slowed by ``factor``, the others lie between.  ``attention_factor``: what the file says
-    cos and sin are multiplied by; None: it says nothing.  ``extra``: a further multiplier (``rope.scaling.attn_factor``).
+    Pairs that turn more than ``beta_fast`` times within the original context keep their frequency, those that turn
+    less than ``beta_slow`` times are slowed by ``factor``, the others lie between.  ``attention_factor``: what the
+    file says cos and sin are multiplied by; None: it says nothing.  ``extra``: a further multiplier
+    (``rope.scaling.attn_factor``).
     """
 
     factor: float

@@ -76,7 +76,6 @@ def test_switches_at_off_say_nothing(box):
         "cache.min_tokens=9",
         "recovery.hold_s=120",
         "recovery.journal=1GiB",
-        "model.yarn_attn_factor=file",
         "draft.path=drafter.gguf",
         "draft.device=gpu:0",
         "draft.width=4",
@@ -111,6 +110,7 @@ def test_options_with_effect_say_nothing(box):
         "recovery.restart_limit=1/9s",
         "placement.target_layer_split=1,2",
         "engine.kv_dtype=float16",
+        "model.yarn_attn_factor=file",
     ]
     assert load(box, used).notices == ()
 
@@ -132,11 +132,9 @@ def test_allow_open_beside_keys_is_told_of(box, tmp_path):
 
 
 def test_notices_come_in_the_order_of_the_file_once_each(box):
-    config = load(
-        box, ["recovery.journal=1GiB", "cache.disk=1GiB", "groups.gpu.threads=2", "model.yarn_attn_factor=file"]
-    )
+    config = load(box, ["recovery.journal=1GiB", "cache.disk=1GiB", "groups.gpu.threads=2"])
     keys = [notice.key for notice in config.notices]
-    assert keys == ["model.yarn_attn_factor", "groups.gpu.threads", "cache.disk", "recovery.journal"]
+    assert keys == ["groups.gpu.threads", "cache.disk", "recovery.journal"]
 
 
 def test_the_tables_name_keys_that_exist_and_are_off_or_harmless_by_default():

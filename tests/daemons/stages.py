@@ -53,10 +53,15 @@ def load_stages(
 
 @dataclass
 class Chain:
-    """Runs slices through all stages.  Pages come scattered on purpose: neighbours in a text are not neighbours in a pool."""
+    """Runs slices through all stages.
+
+    Pages come scattered on purpose: neighbours in a text are not neighbours in a pool.
+    """
 
     stages: list[Stage]
-    free_pages: list[int] = field(default_factory=lambda: [(i * 37 + 5) % POOLS.full_pages for i in range(POOLS.full_pages)])
+    free_pages: list[int] = field(
+        default_factory=lambda: [(i * 37 + 5) % POOLS.full_pages for i in range(POOLS.full_pages)]
+    )
     lengths: dict[int, int] = field(default_factory=dict)
     pages: dict[int, list[int]] = field(default_factory=dict)
     states: dict[int, int] = field(default_factory=dict)

@@ -189,7 +189,11 @@ def rule_inputs(b, n, heads, dk, dv, seed):
 
 @settings(max_examples=20, deadline=None)
 @given(
-    b=st.integers(1, 2), heads=st.integers(1, 3), n=st.integers(1, 150), offset=st.integers(0, 63), seed=st.integers(0, 99)
+    b=st.integers(1, 2),
+    heads=st.integers(1, 3),
+    n=st.integers(1, 150),
+    offset=st.integers(0, 63),
+    seed=st.integers(0, 99),
 )
 def test_chunks_are_the_recurrence(b, heads, n, offset, seed):
     s, q, k, v, g, beta = rule_inputs(b, n, heads, 8, 6, seed)
@@ -214,8 +218,9 @@ def test_steps_are_the_recurrence_and_work_in_place():
     s, q, k, v, g, beta = rule_inputs(3, 5, 4, 8, 6, 1)
     wanted, after = plain_delta_rule(s, q, k, v, g, beta)
     for t in range(5):
-        out = step(s, torch.stack((q[:, t], k[:, t]), dim=1), v[:, t], g[:, t].exp(), beta[:, t])
-        assert torch.allclose(out, wanted[:, t], atol=1e-5)
+        at = slice(t, t + 1)
+        out = step(s, torch.stack((q[:, at], k[:, at]), dim=2), v[:, at], g[:, at].exp(), beta[:, at])
+        assert torch.allclose(out, wanted[:, at], atol=1e-5)
     assert torch.allclose(s, after, atol=1e-5)
 
 

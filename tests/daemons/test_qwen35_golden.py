@@ -56,7 +56,9 @@ def test_logits_and_every_layer(golden):
     assert len(c.hidden) == golden.spec.n_layers + 1
     for i, (found, wanted) in enumerate(zip(c.hidden, golden.hidden, strict=True)):
         difference = float((found - wanted).abs().max())
-        assert difference < TOLERANCE, f"first difference after {f'layer {i - 1}' if i else 'the embedding'}: {difference:.2e}"
+        assert difference < TOLERANCE, (
+            f"first difference after {f'layer {i - 1}' if i else 'the embedding'}: {difference:.2e}"
+        )
     assert_close(logits, golden.logits)
 
 
@@ -131,7 +133,9 @@ def test_many_sequences_in_one_step(qwen35):
 
 
 def test_concurrent_greedy_equals_one_by_one(qwen35):
-    prompts = [qwen35.ids[i : i + n] for i, n in ((0, 40), (3, 7), (10, 62), (20, 1), (5, 64), (8, 33), (1, 20), (0, 3))]
+    prompts = [
+        qwen35.ids[i : i + n] for i, n in ((0, 40), (3, 7), (10, 62), (20, 1), (5, 64), (8, 33), (1, 20), (0, 3))
+    ]
     alone = []
     for prompt in prompts:
         c = qwen35.chain()

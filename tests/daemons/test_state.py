@@ -59,7 +59,9 @@ def test_pools_take_the_bytes_the_spec_says(kv_dtype, head_dim):
     assert pools.nbytes == wanted
 
 
-@pytest.mark.parametrize(("kv_dtype", "limit"), [(Dtype.FLOAT32, 0.0), (Dtype.FLOAT16, 1e-3), (Dtype.BFLOAT16, 8e-3), (Dtype.Q8_0, 8e-3)])
+@pytest.mark.parametrize(
+    ("kv_dtype", "limit"), [(Dtype.FLOAT32, 0.0), (Dtype.FLOAT16, 1e-3), (Dtype.BFLOAT16, 8e-3), (Dtype.Q8_0, 8e-3)]
+)
 @pytest.mark.parametrize("head_dim", [32, 40])
 def test_pages_give_back_what_was_written(kv_dtype, limit, head_dim):
     _, pools, _ = make(kv_dtype, head_dim=head_dim)
@@ -252,7 +254,7 @@ def test_rows_keep_the_order_of_slices_and_groups_find_theirs():
 @settings(max_examples=60, deadline=None)
 @given(seed=st.integers(0, 1 << 30), window=st.sampled_from([1, 5, 64, 70]))
 def test_gathered_keys_are_those_a_position_may_see(seed, window):
-    """Any slices over scattered tables, full and sliding: attending with pages and mask equals attending to a plain list."""
+    """Any slices over scattered tables, full and sliding: pages and mask give what a plain list of keys gives."""
     rng = random.Random(seed)
     spec, pools, sequences = make(window=window)
     slices, texts = [], {}

@@ -29,7 +29,16 @@ class Tiny:
 
 
 # offsets of the float16 scales inside a block: random bytes there would be NaN or 60000
-_SCALES = {"Q4_0": [0], "Q8_0": [0], "Q4_K": [0, 2], "Q5_K": [0, 2], "Q6_K": [208], "Q5_0": [0], "IQ4_NL": [0], "Q4_1": [0, 2]}
+_SCALES = {
+    "Q4_0": [0],
+    "Q8_0": [0],
+    "Q4_K": [0, 2],
+    "Q5_K": [0, 2],
+    "Q6_K": [208],
+    "Q5_0": [0],
+    "IQ4_NL": [0],
+    "Q4_1": [0, 2],
+}
 
 
 def random_blocks(rng: np.random.Generator, kind: str, rows: int, columns: int, size: float = 0.05) -> np.ndarray:
@@ -85,10 +94,11 @@ def write(path: Path, t: Tiny, kinds: list[str], *, expand: bool = False, seed: 
     w = gguf.GGUFWriter(path, "qwen35")
     numbers = {
         "block_count": t.n_layers, "context_length": 4096, "embedding_length": t.embedding,
-        "feed_forward_length": t.feed_forward, "attention.head_count": t.n_heads, "attention.head_count_kv": t.n_kv_heads,
-        "attention.key_length": t.head_dim, "attention.value_length": t.head_dim, "rope.dimension_count": t.n_rotary,
-        "full_attention_interval": t.interval, "ssm.conv_kernel": 4, "ssm.state_size": t.dim, "ssm.group_count": t.n_key,
-        "ssm.time_step_rank": t.n_value, "ssm.inner_size": t.n_value * t.dim,
+        "feed_forward_length": t.feed_forward, "attention.head_count": t.n_heads,
+        "attention.head_count_kv": t.n_kv_heads, "attention.key_length": t.head_dim,
+        "attention.value_length": t.head_dim, "rope.dimension_count": t.n_rotary,
+        "full_attention_interval": t.interval, "ssm.conv_kernel": 4, "ssm.state_size": t.dim,
+        "ssm.group_count": t.n_key, "ssm.time_step_rank": t.n_value, "ssm.inner_size": t.n_value * t.dim,
     }  # fmt: skip
     for key, number in numbers.items():
         w.add_uint32(f"qwen35.{key}", number)

@@ -246,8 +246,10 @@ def test_settings_that_do_less_than_they_say_are_named(demo, tmp_path):
     assert "engine.prefill_chunk = 10000 is cut to max_context = 8192" in notices
 
 
-def test_nothing_is_noted_about_defaults(demo, tmp_path):
+def test_nothing_is_noted_about_defaults_and_what_is_fully_used(demo, tmp_path):
     assert placed(demo, configure(tmp_path, CPUS)).notices == ()
+    used = {"pages": 8 * 64, "max_context": 4096, "max_sequences": 8, "prefill_chunk": 4096}
+    assert placed(demo, configure(tmp_path, CPUS, **used)).notices == ()
 
 
 # ---- refused

@@ -61,6 +61,15 @@ def test_no_window_holds_more_restarts_than_allowed(gaps, seed, n):
         assert sum(now - limits.window_s < at <= now for at in restarts) <= n
 
 
-@pytest.mark.parametrize(("phase", "limit_s"), [("idle", 10.0), ("step", 30.0), ("start", 120.0)])
-def test_silence_limits(phase, limit_s):
-    assert Limits().silence_s(phase) == limit_s
+@pytest.mark.parametrize(
+    ("phase", "loading", "limit_s"),
+    [
+        ("idle", False, 10.0),
+        ("step", False, 30.0),
+        ("check", False, 120.0),
+        ("load", False, 30.0),
+        ("idle", True, 120.0),
+    ],
+)
+def test_silence_limits(phase, loading, limit_s):
+    assert Limits().silence_s(phase, loading=loading) == limit_s

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from lucevisor.wire import messages
 from lucevisor.wire.codec import encode
-from lucevisor.wire.messages import MESSAGES, Check, Kind, Load, Step, StepResult
+from lucevisor.wire.messages import MESSAGES, Check, Kind, Load, Restore, Save, Step, StepResult
 from lucevisor.wire.states import SENDERS, TRANSITIONS, Channel, LinkState, Role
 
 SCALARS = {
@@ -113,7 +113,7 @@ def streams(draw, max_frames=6):
         kind = draw(st.sampled_from(kinds))
         message, payload = draw(message_and_payload(kind))
         request_id = draw(st.integers(0, 2**64 - 1))
-        n_fds = len(message.arenas) if isinstance(message, Load | Check) else 0
+        n_fds = len(message.arenas) if isinstance(message, Load | Check) else int(isinstance(message, Save | Restore))
         flags = draw(st.integers(0, 255)) if kind is Kind.STEP else 0
         data = encode(message, request_id, flags, len(payload)) + payload
         frames.append(Sent(kind, request_id, flags, message, payload, tuple(range(fd, fd + n_fds)), data))

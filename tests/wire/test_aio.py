@@ -180,6 +180,18 @@ def test_damage_closes_the_link_after_the_frames_before_it(run):
     run(main())
 
 
+def test_damage_in_the_first_bytes_closes_the_link(run):
+    async def main():
+        link, seen, theirs = new_link()
+        assert link.state is LinkState.READY
+        theirs.sendall(b"Segmentation fault\n")
+        assert isinstance(await seen.closed(), RemoteProtocolError)
+        assert seen.frames == []
+        theirs.close()
+
+    run(main())
+
+
 def test_a_handler_that_raises_closes_the_link_and_is_heard(run):
     async def main():
         link, seen, theirs = new_link()

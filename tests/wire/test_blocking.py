@@ -2,6 +2,7 @@
 
 import os
 import resource
+import signal
 import socket
 import subprocess
 import sys
@@ -285,6 +286,30 @@ def test_close_wakes_a_thread_that_receives(raw):
         link.send(StepResult(1, 0))
 
 
+def test_a_frame_cut_by_a_signal_handler_is_the_last(pair):
+    """A frame may be half written when a handler raises: another after it would be read as its rest."""
+    supervisor, daemon = pair
+
+    def interrupt(number, frame):
+        raise InterruptedError("stop was asked")
+
+    before = signal.signal(signal.SIGALRM, interrupt)
+    try:
+        signal.setitimer(signal.ITIMER_REAL, 0.1)
+        with pytest.raises(InterruptedError):
+            supervisor.send(STEP, payload=[bytes(1_000_000)])  # nobody reads
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+    with pytest.raises(LinkClosed, match="sending was interrupted by InterruptedError"):
+        supervisor.send(Reset(1))
+    daemon.send(StepResult(1, 0))
+    assert supervisor.receive().message == StepResult(1, 0)  # the other direction is whole
+    supervisor.close()
+    assert daemon.receive() is None
+    assert daemon.closed_because.what == "end of file inside a STEP frame"
+
+
 def test_what_must_not_be_sent_leaves_the_link_usable(pair):
     supervisor, daemon = pair
     with pytest.raises(LocalProtocolError):
@@ -297,6 +322,7 @@ def test_what_must_not_be_sent_leaves_the_link_usable(pair):
 
 def test_spinning_receives_the_same(raw):
     peer, link = raw
+    assert link.state is LinkState.READY
     link._spin_s = 0.02
     peer.sendall(encode(Reset(1)))
     assert link.receive().message.token == 1

@@ -149,6 +149,17 @@ def test_hostile_metadata_give_gguferror_or_a_sound_spec(changes, removed, tiny)
     assert len(message.encode("utf-8")) < 1500
 
 
+@pytest.mark.parametrize("n_layers", [1025, 1 << 24, (1 << 32) - 1])
+def test_a_claim_of_many_layers_costs_nothing(tiny, n_layers):
+    tracemalloc.start()
+    try:
+        with pytest.raises(GgufError, match=r"block_count: is \d+, expected 1 to 1024"):
+            read_spec(dataclasses.replace(tiny, metadata={**tiny.metadata, "qwen35.block_count": n_layers}))
+        assert tracemalloc.get_traced_memory()[1] < 1 << 20
+    finally:
+        tracemalloc.stop()
+
+
 def test_keys_say_what_they_expected():
     keys = Keys({"a.n": 5, "a.list": [1, 2], "a.text": "x", "a.nan": float("nan"), "a.same": [3, 3]}, "a", "f.gguf")
     assert keys.integer("n") == 5

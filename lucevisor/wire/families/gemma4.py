@@ -1,7 +1,8 @@
 """Family ``gemma4``: sliding and full attention with heads of different sizes, norms on both sides of each part.
 
-Three variations, told by the file: per-layer embeddings (E2B, E4B), layers that read the keys and values of an earlier one, and
-routed experts beside the dense part.  A full layer without a value matrix takes its values from the key product.
+Three variations, told by the file: per-layer embeddings (E2B, E4B), layers that read the keys and values of an
+earlier one, and routed experts beside the dense part.  A full layer without a value matrix takes its values from the
+key product.
 """
 
 from __future__ import annotations
@@ -27,8 +28,9 @@ from lucevisor.wire.values import Space
 
 @dataclass(frozen=True, slots=True)
 class Gemma4Layer:
-    """What differs between layers.  ``source``: the layer whose keys and values this one reads (itself when it owns some).
-    ``key_values``: values are the raw keys."""
+    """What differs between layers.  ``source``: the layer whose keys and values this one reads (itself when it owns
+    some). ``key_values``: values are the raw keys.
+    """
 
     sliding: bool
     n_kv_heads: int
@@ -40,7 +42,9 @@ class Gemma4Layer:
 
 @dataclass(frozen=True, slots=True)
 class Gemma4:
-    """Hyperparameters.  ``layer_input``: width P of the per-layer embeddings, 0 without.  ``softcap`` of the logits, 0 without."""
+    """Hyperparameters.  ``layer_input``: width P of the per-layer embeddings, 0 without.  ``softcap`` of the logits, 0
+    without.
+    """
 
     embedding: int
     n_heads: int
@@ -62,13 +66,17 @@ class Gemma4:
 
 
 def sources(keys: Keys, sliding: list[bool]) -> list[int]:
-    """For each layer the one whose keys and values it reads: itself, or the last owning layer of the same attention type."""
+    """For each layer the one whose keys and values it reads: itself, or the last owning layer of the same attention
+    type.
+    """
     n_owning = len(sliding) - keys.integer("attention.shared_kv_layers", 0, low=0)
     last = {kind: max((i for i in range(n_owning) if sliding[i] is kind), default=-1) for kind in (True, False)}
     out = [i if i < n_owning else last[kind] for i, kind in enumerate(sliding)]
     if -1 in out:
         kind = "sliding" if sliding[out.index(-1)] else "full"
-        raise keys.error("attention.shared_kv_layers", f"leaves no {kind} layer that layer {out.index(-1)} could share from")
+        raise keys.error(
+            "attention.shared_kv_layers", f"leaves no {kind} layer that layer {out.index(-1)} could share from"
+        )
     return out
 
 
@@ -109,7 +117,8 @@ def hyperparameters(files: GgufFiles, keys: Keys) -> Gemma4:
             keys.even("rope.dimension_count", full, most=full), keys.number("rope.freq_base", 1e6, above=0.0)
         ),
         rotary_sliding=Rotary(
-            keys.even("rope.dimension_count_swa", narrow, most=narrow), keys.number("rope.freq_base_swa", 1e4, above=0.0)
+            keys.even("rope.dimension_count_swa", narrow, most=narrow),
+            keys.number("rope.freq_base_swa", 1e4, above=0.0),
         ),
         eps=keys.number("attention.layer_norm_rms_epsilon", above=0.0),
         layer_input=keys.integer("embedding_length_per_layer_input", 0, low=0),
@@ -194,4 +203,4 @@ def spec(files: GgufFiles, options: Mapping[str, str]) -> ModelSpec:
         every["per_layer_proj_norm.weight"] = (p.layer_input,)
     # the embedding row travels on: every shard makes the inputs of its own layers from it
     carried = p.embedding if p.layer_input else 0
-    return assemble(files, keys, p, layers, embedding=p.embedding, carried=carried, every=every)
+    return assemble(files, keys, p, layers, carried=carried, every=every)

@@ -1,7 +1,9 @@
-"""Family ``laguna``: full and sliding attention with gated heads, a dense layer or more, then routed experts beside a shared one.
+"""Family ``laguna``: full and sliding attention with gated heads, a dense layer or more, then routed experts beside a
+shared one.
 
-Query heads differ by layer.  Only full layers scale positions (YaRN).  Option ``yarn_attn_factor``: "default" multiplies cos and
-sin by 0.1 ln(factor) + 1, as the servers do that people run these files with; "file" by the value written in the file.
+Query heads differ by layer.  Only full layers scale positions (YaRN).  Option ``yarn_attn_factor``: "default"
+multiplies cos and sin by 0.1 ln(factor) + 1, as the servers do that people run these files with; "file" by the value
+written in the file.
 """
 
 from __future__ import annotations
@@ -17,11 +19,13 @@ from lucevisor.wire.rope import Rotary, read_rotary
 from lucevisor.wire.values import Space
 
 DEFAULT_PERIOD = 4
+OPTION = "yarn_attn_factor"
 
 
 @dataclass(frozen=True, slots=True)
 class Laguna:
-    """Hyperparameters.  ``heads[i]`` query heads and ``gates[i]`` gate columns of layer i: one a head, or one an element, or 0.
+    """Hyperparameters.  ``heads[i]`` query heads and ``gates[i]`` gate columns of layer i: one a head, or one an
+    element, or 0.
 
     ``window`` positions a layer with ``sliding[i]`` sees.  The first ``n_dense`` layers have no experts.
     """
@@ -129,7 +133,8 @@ def spec(files: GgufFiles, options: Mapping[str, str]) -> ModelSpec:
     """Read the spec of a ``laguna`` file.  Option ``yarn_attn_factor``: "default" or "file"."""
     keys = Keys(files.metadata, "laguna", str(files.paths[0]))
     p = hyperparameters(files, keys)
-    if options.get("yarn_attn_factor", "default") != "file" and p.rotary.yarn is not None:
+    heeded = frozenset({OPTION} if p.rotary.yarn is not None and p.rotary.yarn.attention_factor is not None else ())
+    if options.get(OPTION, "default") != "file" and p.rotary.yarn is not None:
         p = replace(p, rotary=replace(p.rotary, yarn=replace(p.rotary.yarn, attention_factor=None)))
     state = attention_state(p.n_kv_heads, p.head_dim, p.head_dim)
     layers = [
@@ -143,4 +148,4 @@ def spec(files: GgufFiles, options: Mapping[str, str]) -> ModelSpec:
         )
         for i, slides in enumerate(p.sliding)
     ]
-    return assemble(files, keys, p, layers, embedding=p.embedding)
+    return replace(assemble(files, keys, p, layers), options=heeded)

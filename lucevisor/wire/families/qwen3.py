@@ -62,4 +62,4 @@ def spec(files: GgufFiles, options: Mapping[str, str]) -> ModelSpec:
     keys.check_heads(p.n_heads, p.n_kv_heads)
     state = attention_state(p.n_kv_heads, d, d)
     layers = [LayerSpec(i, Space.FULL, layer_tensors(p, i), state) for i in range(p.n_layers)]
-    return assemble(files, keys, p, layers, embedding=p.embedding)
+    return assemble(files, keys, p, layers)

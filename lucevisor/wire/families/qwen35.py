@@ -158,7 +158,11 @@ def dense_tensors(p: Qwen35, i: int) -> dict[str, tuple[int, ...]]:
 
 
 def build(
-    files: GgufFiles, keys: Keys, p: Qwen35, feed_forward: Callable[[int], dict[str, tuple[int, ...]]], n_routed: int = 0
+    files: GgufFiles,
+    keys: Keys,
+    p: Qwen35,
+    feed_forward: Callable[[int], dict[str, tuple[int, ...]]],
+    n_routed: int = 0,
 ) -> ModelSpec:
     """Assemble and check a spec; ``feed_forward(i)`` names the tensors behind layer i's mixer."""
     layers = [
@@ -171,7 +175,7 @@ def build(
         )
         for i in range(p.n_layers)
     ]
-    return assemble(files, keys, p, layers, embedding=p.embedding)
+    return assemble(files, keys, p, layers)
 
 
 def spec(files: GgufFiles, options: Mapping[str, str]) -> ModelSpec:

@@ -1,0 +1,355 @@
+"""What a hop costs: supervisor to a daemon process and back, beside a raw socketpair, ZeroMQ and gRPC in the same run.
+
+    python bench/hop.py [--rounds 20] [--cores free|same|apart] [--save]
+
+Every contender has its own child process; rounds of all contenders alternate, so that drift of the machine hits all
+alike.  Times are per round trip, after one warm-up round that is not counted.  --cores: where the kernel may run them:
+anywhere, all on core 0, or this process on core 0 and the children on core 1.  --save writes
+bench/results/hop-CORES.json.
+"""
+
+import argparse
+import asyncio
+import json
+import os
+import platform
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from importlib.metadata import version
+from pathlib import Path
+
+import uvloop
+
+from lucevisor.wire.aio import Link
+from lucevisor.wire.arena import Arena
+from lucevisor.wire.blocking import BlockingLink
+from lucevisor.wire.codec import encode
+from lucevisor.wire.messages import ArenaPlan, Load, Pools, Slice, Step
+from lucevisor.wire.states import Role
+from lucevisor.wire.values import Dtype
+
+PEERS = Path(__file__).with_name("hop_peers.py")
+EMPTY = 55  # bytes the raw contenders send for an empty step: about the length of its frame
+SIZES = {"10 KiB": 10 * 1024, "5 MiB": 5 * 1024 * 1024}
+TARGET_RATIO, TARGET_EXTRA_US = 1.5, 30.0
+
+
+class Child:
+    """A peer process over a socketpair (``sock``) or a socket path."""
+
+    def __init__(self, kind, n_bytes=0, path="", cpu=None):
+        self.sock = None
+        fds = []
+        if not path:
+            self.sock, theirs = socket.socketpair()
+            path, fds = str(theirs.fileno()), [theirs.fileno()]
+        self.process = subprocess.Popen(
+            [sys.executable, str(PEERS), kind, path, str(n_bytes)],
+            pass_fds=fds,
+            stdin=subprocess.PIPE,
+            preexec_fn=None if cpu is None else lambda: os.sched_setaffinity(0, {cpu}),
+        )
+        if fds:
+            theirs.close()
+
+    def end(self):
+        self.process.stdin.close()
+        try:
+            self.process.wait(5)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
+
+
+class Raw:
+    """Blocking sockets on both sides, nothing decoded: the least that Python can do."""
+
+    def __init__(self, n_bytes, cpu):
+        self.child = Child("raw", n_bytes, cpu=cpu)
+        self.data = os.urandom(n_bytes)
+        self.buffer = memoryview(bytearray(n_bytes))
+
+    async def open(self):
+        pass
+
+    async def round(self, n):
+        times, sock, buffer, data = [], self.child.sock, self.buffer, self.data
+        for _ in range(n):
+            start = time.perf_counter_ns()
+            self._exchange(sock, data, buffer)
+            times.append(time.perf_counter_ns() - start)
+        return times
+
+    @staticmethod
+    def _exchange(sock, data, buffer):
+        sock.sendall(data)
+        got = 0
+        while got < len(buffer):
+            got += sock.recv_into(buffer[got:])
+
+    async def close(self):
+        self.child.sock.close()
+        self.child.end()
+
+
+class OurLink:
+    """aio.Link here, BlockingLink there.  ``how``: empty, decode, arena, inline.  ``spin_us``: the child polls."""
+
+    def __init__(self, how, n_bytes, cpu, spin_us=0):
+        self.how = how
+        self.child = Child("link", spin_us, cpu=cpu)
+        self.rows = os.urandom(n_bytes)
+        self.arenas = [Arena.create(ArenaPlan(i, n_bytes, 2)) for i in range(2)] if how == "arena" else []
+        self.times = []
+
+    async def open(self):
+        loop = asyncio.get_running_loop()
+        self.ready = loop.create_future()
+        self.link = Link(self.child.sock, self._on_frame, self._on_closed)
+        await self.ready  # hello
+        self.ready = loop.create_future()
+        plans = [arena.plan for arena in self.arenas]
+        load = Load([], Dtype.FLOAT32, Dtype.FLOAT32, [], plans, Pools(1, 1, 1), 1, 1)
+        self.link.send(load, fds=[arena.fd for arena in self.arenas])
+        await self.ready  # loaded
+        self.left = 0
+
+    def _on_closed(self, reason):
+        if not self.ready.done():
+            self.ready.set_exception(reason)
+
+    def _on_frame(self, frame):
+        now = time.perf_counter_ns()
+        if frame.kind.name != "STEP_RESULT":
+            self.ready.set_result(None)
+            return
+        if self.how == "arena":  # the next stage would make a tensor on this view
+            view = self.arenas[1].region(frame.message.step_id % 2)
+            now = time.perf_counter_ns()
+            assert view[-1] == self.rows[-1]
+        elif self.how == "inline":
+            assert frame.payload[-1] == self.rows[-1]
+        self.times.append(now - self.start)
+        self.left -= 1
+        if self.left:
+            self._step()
+        else:
+            self.ready.set_result(None)
+
+    def _step(self):
+        n = self.left
+        self.start = time.perf_counter_ns()
+        if self.how == "inline":
+            self.link.send(Step(n, 0), payload=[self.rows])
+        elif self.how == "decode":
+            self.link.send(encode(Step(n, 0, slices=[Slice(i, 1000 + n, [n], True) for i in range(8)])))
+        else:
+            if self.how == "arena":
+                self.arenas[0].region(n % 2)[:] = self.rows
+            self.link.send(encode(Step(n, n % 2)))
+
+    async def round(self, n):
+        self.times, self.left = [], n
+        self.ready = asyncio.get_running_loop().create_future()
+        self._step()
+        await self.ready
+        return self.times
+
+    async def close(self):
+        self.link.close()
+        for arena in self.arenas:
+            arena.close()
+        self.child.end()
+
+
+class OurBlockingLink:
+    """BlockingLink on both sides: what the codec costs without an event loop."""
+
+    def __init__(self, cpu):
+        self.child = Child("link", cpu=cpu)
+
+    async def open(self):
+        self.link = BlockingLink(self.child.sock, role=Role.SUPERVISOR)
+        self.link.receive()
+        self.link.send(Load([], Dtype.FLOAT32, Dtype.FLOAT32, [], [], Pools(1, 1, 1), 1, 1))
+        self.link.receive()
+
+    async def round(self, n):
+        times = []
+        for i in range(n):
+            start = time.perf_counter_ns()
+            self.link.send(Step(i, 0))
+            self.link.receive()
+            times.append(time.perf_counter_ns() - start)
+        return times
+
+    async def close(self):
+        self.link.close()
+        self.child.end()
+
+
+class Zmq:
+    """PAIR over ipc; zmq.asyncio here, blocking there."""
+
+    def __init__(self, n_bytes, cpu, directory):
+        import zmq
+        import zmq.asyncio
+
+        self.context = zmq.asyncio.Context()
+        self.sock = self.context.socket(zmq.PAIR)
+        path = f"{directory}/zmq-{n_bytes}"
+        self.sock.bind(f"ipc://{path}")
+        self.child = Child("zmq", path=path, cpu=cpu)
+        self.data = os.urandom(n_bytes)
+
+    async def open(self):
+        await self.round(1)
+
+    async def round(self, n):
+        times = []
+        for _ in range(n):
+            start = time.perf_counter_ns()
+            await self.sock.send(self.data, copy=False)
+            await self.sock.recv(copy=False)
+            times.append(time.perf_counter_ns() - start)
+        return times
+
+    async def close(self):
+        await self.sock.send(b"")
+        self.child.end()
+        self.sock.close()
+        self.context.term()
+
+
+class Grpc:
+    """A unary call over a Unix socket with raw bytes; grpc.aio here, a thread pool of one there."""
+
+    def __init__(self, n_bytes, cpu, directory):
+        self.path = f"{directory}/grpc-{n_bytes}"
+        self.child = Child("grpc", path=self.path, cpu=cpu)
+        self.data = os.urandom(n_bytes)
+
+    async def open(self):
+        import grpc.aio
+
+        options = [("grpc.max_receive_message_length", -1), ("grpc.max_send_message_length", -1)]
+        self.channel = grpc.aio.insecure_channel(f"unix:{self.path}", options=options)
+        self.call = self.channel.unary_unary("/hop/echo")
+        await self.call(self.data, wait_for_ready=True)
+
+    async def round(self, n):
+        times = []
+        for _ in range(n):
+            start = time.perf_counter_ns()
+            await self.call(self.data)
+            times.append(time.perf_counter_ns() - start)
+        return times
+
+    async def close(self):
+        await self.channel.close()
+        self.child.end()
+
+
+def contenders(cpu, directory):
+    """metric -> contender -> (object, round trips a round); the first of a metric is the base of the ratios."""
+    metrics = {
+        "empty step": {
+            "raw socketpair": (Raw(EMPTY, cpu), 200),
+            "link": (OurLink("empty", 0, cpu), 200),
+            "link, 8 sequences": (OurLink("decode", 0, cpu), 200),
+            "link, daemon polls 50 us": (OurLink("empty", 0, cpu, 50), 200),
+            "link, both ends blocking": (OurBlockingLink(cpu), 200),
+            "ZeroMQ": (Zmq(EMPTY, cpu, directory), 200),
+            "gRPC": (Grpc(EMPTY, cpu, directory), 100),
+        }
+    }
+    for name, n_bytes in SIZES.items():
+        n = 100 if n_bytes < 100_000 else 10
+        metrics[f"{name} rows, both ways"] = {
+            "raw socketpair": (Raw(n_bytes, cpu), n),
+            "link, arena": (OurLink("arena", n_bytes, cpu), n),
+            "link, inline": (OurLink("inline", n_bytes, cpu), n),
+            "ZeroMQ": (Zmq(n_bytes, cpu, directory), n),
+            "gRPC": (Grpc(n_bytes, cpu, directory), n),
+        }
+    return metrics
+
+
+def conditions(cores):
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    model = next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), "?")
+    versions = {name: version(name) for name in ("uvloop", "msgspec", "pyzmq", "grpcio")}
+    return {
+        "cpu": model,
+        "cores": os.cpu_count(),
+        "kernel": platform.release(),
+        "python": platform.python_version(),
+        "processes on cores": cores,
+        "load average at start": [round(x, 2) for x in os.getloadavg()],
+        **versions,
+    }
+
+
+async def measure(rounds, cpu):
+    """{metric: {contender: times in us}}"""
+    with tempfile.TemporaryDirectory() as directory:
+        metrics = contenders(cpu, directory)
+        everyone = [(metric, name, *entry) for metric, group in metrics.items() for name, entry in group.items()]
+        for _, _, contender, _ in everyone:
+            await contender.open()
+        times = {metric: {name: [] for name in group} for metric, group in metrics.items()}
+        for turn in range(rounds + 1):
+            for metric, name, contender, n in everyone:
+                found = await contender.round(n)
+                if turn:  # the first round warms up
+                    times[metric][name] += [t / 1000 for t in found]
+        for _, _, contender, _ in everyone:
+            await contender.close()
+    return times
+
+
+def summarise(times):
+    rows = []
+    for metric, group in times.items():
+        base = statistics.median(next(iter(group.values())))
+        for name, found in group.items():
+            p50, p90 = statistics.median(found), statistics.quantiles(found, n=10)[-1]
+            rows.append({"metric": metric, "contender": name, "p50_us": p50, "p90_us": p90, "ratio": p50 / base})
+    return rows
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument("--cores", choices=["free", "same", "apart"], default="free")
+    parser.add_argument("--save", action="store_true", help="write bench/results/hop-CORES.json")
+    options = parser.parse_args()
+    cpu = {"free": None, "same": 0, "apart": 1}[options.cores]
+    if cpu is not None:
+        os.sched_setaffinity(0, {0})
+    where = conditions(options.cores)
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        times = runner.run(measure(options.rounds, cpu))
+    rows = summarise(times)
+    print(", ".join(f"{name} {value}" for name, value in where.items()))
+    print(f"{'metric':48} | {'p50':>9} | {'p90':>9} | ratio to raw")
+    for row in rows:
+        label = f"{row['metric']}: {row['contender']}"
+        print(f"{label:48} | {row['p50_us']:6.0f} us | {row['p90_us']:6.0f} us | {row['ratio']:.2f}")
+    found = {row["contender"]: row["p50_us"] for row in rows if row["metric"] == "empty step"}
+    limit = TARGET_RATIO * found["raw socketpair"] + TARGET_EXTRA_US
+    verdict = "met" if found["link"] <= limit else "missed"
+    formula = f"{TARGET_RATIO} x raw + {TARGET_EXTRA_US:.0f} us = {limit:.0f} us"
+    print(f"target, empty step: {found['link']:.0f} us <= {formula}: {verdict}")
+    if options.save:
+        path = Path(__file__).parent / "results" / f"hop-{options.cores}.json"
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(json.dumps({"conditions": where, "rounds": options.rounds, "rows": rows}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,94 @@
+"""The far ends of bench/hop.py: one process each, ``python hop_peers.py KIND ADDRESS BYTES``.
+
+raw: ADDRESS is a descriptor; reads BYTES, writes BYTES.  link: ADDRESS is a descriptor; a daemon without a
+model, BYTES microseconds of polling.  zmq, grpc: ADDRESS is a path; echo.
+"""
+
+import os
+import platform
+import socket
+import sys
+from concurrent.futures import ThreadPoolExecutor
+
+from lucevisor.wire.arena import Arena
+from lucevisor.wire.blocking import BlockingLink
+from lucevisor.wire.messages import PROTOCOL_VERSION, Hello, Load, Loaded, Sampled, Shutdown, Step, StepResult
+from lucevisor.wire.values import Backend
+
+
+def raw(address, n_bytes):
+    sock = socket.socket(fileno=int(address))
+    buffer = memoryview(bytearray(n_bytes))
+    while True:
+        n = 0
+        while n < n_bytes:
+            got = sock.recv_into(buffer[n:])
+            if got == 0:
+                return
+            n += got
+        sock.sendall(buffer)
+
+
+def link(address, spin_us):
+    link = BlockingLink.from_fd(int(address), spin_s=spin_us / 1e6)
+    link.send(
+        Hello(
+            protocol=PROTOCOL_VERSION,
+            source_hash="",
+            pid=os.getpid(),
+            python=platform.python_version(),
+            executable=sys.executable,
+            torch="",
+            backend=Backend.CPU,
+            devices=[],
+            host_total_bytes=0,
+            packages={},
+        )
+    )
+    arenas = []
+    while (frame := link.receive()) is not None:
+        match frame.message:
+            case Load() as load:
+                arenas = [Arena.attach(fd, plan) for fd, plan in zip(frame.fds, load.arenas, strict=True)]
+                link.send(Loaded([], {}, 0.0))
+            case Step() as step if len(frame.payload):
+                result = StepResult(step.step_id, 0, segments=[("rows", [len(frame.payload) // 4])])
+                link.send(result, payload=[frame.payload])
+            case Step() as step:
+                if arenas:  # rows in, rows out: as little as a stage can do
+                    arenas[1].region(step.region)[:] = arenas[0].region(step.region)
+                link.send(StepResult(step.step_id, 0, [Sampled(s.sequence, 1) for s in step.slices]))
+            case Shutdown():
+                return
+
+
+def zmq(address, _):
+    import zmq
+
+    context = zmq.Context()
+    sock = context.socket(zmq.PAIR)
+    sock.connect(f"ipc://{address}")
+    while True:
+        frame = sock.recv(copy=False)
+        if len(frame) == 0:
+            break
+        sock.send(frame, copy=False)
+    sock.close()
+    context.term()
+
+
+def grpc(address, _):
+    import grpc
+
+    options = [("grpc.max_receive_message_length", -1), ("grpc.max_send_message_length", -1)]
+    server = grpc.server(ThreadPoolExecutor(1), options=options)
+    echo = grpc.unary_unary_rpc_method_handler(lambda request, _: request)
+    server.add_generic_rpc_handlers([grpc.method_handlers_generic_handler("hop", {"echo": echo})])
+    server.add_insecure_port(f"unix:{address}")
+    server.start()
+    sys.stdin.read()  # the parent closes it
+    server.stop(None)
+
+
+if __name__ == "__main__":
+    {"raw": raw, "link": link, "zmq": zmq, "grpc": grpc}[sys.argv[1]](sys.argv[2], int(sys.argv[3]))

@@ -1,0 +1,255 @@
+"""The loader: forms, bytes, conversions and refusals, on files written by the gguf library."""
+
+import dataclasses
+import os
+
+import gguf
+import numpy as np
+import pytest
+import torch
+
+from daemons.device import CPU
+from daemons.errors import DeviceError, LoadError, StateError
+from daemons.models.stack import ShardRequest, Stack
+from daemons.models.stage import Stage
+from daemons.ops.choose import Chooser
+from daemons.weights import Rows, Weights
+from lucevisor.wire.families import open_spec
+from lucevisor.wire.ggml_types import BY_NAME
+from lucevisor.wire.messages import Load, Progress, ShardPlan, Slice, StagePlan, Step
+from lucevisor.wire.resident import residents, weight_bytes
+from lucevisor.wire.values import Backend, Dtype, LayerRange
+from tests.daemons.stages import POOLS, Chain, load_stages
+from tests.daemons.tiny_models import Tiny, write
+
+NATIVE = ["Q4_K", "Q6_K", "Q5_K", "Q8_0", "Q4_0"]
+TORCH = {Dtype.FLOAT32: torch.float32, Dtype.BFLOAT16: torch.bfloat16, Dtype.FLOAT16: torch.float16}
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    """Models by what they hold; each is written once."""
+    folder = tmp_path_factory.mktemp("models")
+    made = {}
+
+    def get(kinds: list[str], *, expand: bool = False, tied: bool = True):
+        key = ("-".join(kinds), expand, tied)
+        if key not in made:
+            made[key] = write(folder / f"m{len(made)}.gguf", Tiny(tied=tied), kinds, expand=expand)
+        return made[key]
+
+    return get
+
+
+def make_stack(
+    spec, backend=Backend.CPU, dtype=Dtype.FLOAT32, layers=None, first=True, last=True, report=None
+) -> Stack:
+    """A shard whose forms are those of ``backend``, computed on the cpu."""
+    plan = ShardPlan(0, layers or LayerRange(0, spec.n_layers))
+    kv = Dtype.FLOAT32 if dtype is Dtype.FLOAT32 else dtype
+    request = ShardRequest(spec, plan, first, last, backend, dtype, kv, POOLS)
+    with torch.inference_mode():
+        return Stack(request, Chooser(CPU, TORCH[dtype]), report or (lambda done, total: None))
+
+
+def stage_of(stack: Stack, spec, dtype=Dtype.FLOAT32) -> Stage:
+    load = Load([], dtype, dtype, [], [], POOLS, 16, 512)
+    return Stage(spec, StagePlan(0, [stack.plan], None, None), load, [stack])
+
+
+def logits(stages: list[Stage]) -> torch.Tensor:
+    c = Chain(stages)
+    c.open(0, 3)
+    ids = [(i * 31 + 7) % 320 for i in range(90)]
+    return torch.cat((c.run((0, ids[:70])), c.run_in_chunks(0, ids[70:], 1)))
+
+
+def relative(found, wanted) -> float:
+    return float((found.double() - wanted.double()).norm() / wanted.double().norm())
+
+
+@pytest.mark.parametrize("dtype", [Dtype.FLOAT32, Dtype.BFLOAT16, Dtype.FLOAT16])
+@pytest.mark.parametrize("backend", list(Backend))
+@pytest.mark.parametrize("kinds", [["F32"], ["F16", "BF16"], NATIVE, ["Q5_0", "IQ4_NL", "Q4_K"]])
+@pytest.mark.parametrize("tied", [True, False])
+def test_loaded_bytes_are_the_planned_bytes(files, kinds, backend, dtype, tied):
+    spec = open_spec(files(kinds, tied=tied))
+    for layers, first, last in (
+        (LayerRange(0, 4), True, True), (LayerRange(0, 1), True, False), (LayerRange(1, 3), False, False),
+        (LayerRange(3, 4), False, True),
+    ):  # fmt: skip
+        stack = make_stack(spec, backend, dtype, layers, first, last)
+        planned = weight_bytes(spec, layers, first=first, last=last, backend=backend, dtype=dtype)
+        assert stack.weight_bytes == planned
+
+
+def test_quantised_weights_are_the_same_float32_numbers(files):
+    wanted = logits(load_stages(open_spec(files(NATIVE, expand=True, tied=False))))
+    found = logits(load_stages(open_spec(files(NATIVE, tied=False))))
+    assert torch.equal(found, wanted)
+    assert float(wanted.std()) > 0.1
+
+
+def test_a_tied_table_of_another_form_than_the_head(files):
+    """bfloat16 on the cpu: the head is int8, the lookup keeps the file's blocks."""
+    spec = open_spec(files(["Q6_K"]))
+    kept = residents(spec, LayerRange(0, 4), first=True, last=True, backend=Backend.CPU, dtype=Dtype.BFLOAT16)
+    assert sorted((r.role.value, r.form.value) for r in kept if r.name == "token_embd.weight") == [
+        ("lookup", "blocks"), ("matrix", "int8"),
+    ]  # fmt: skip
+    exact = logits(load_stages(spec))
+    assert relative(logits(load_stages(spec, dtype=Dtype.BFLOAT16)), exact) < 0.05
+
+
+@pytest.mark.parametrize("kinds", [["F32"], ["BF16"], NATIVE, ["Q4_0"], ["Q8_0"], ["Q5_0", "Q4_1"]])
+@pytest.mark.parametrize("tied", [True, False])
+def test_accelerator_forms_compute_the_same(files, kinds, tied):
+    """What a GPU would hold (blocks, expanded at each call), run here in float32."""
+    spec = open_spec(files(kinds, tied=tied))
+    wanted = logits(load_stages(spec))
+    stack = make_stack(spec, Backend.CUDA)
+    assert relative(logits([stage_of(stack, spec)]), wanted) < 1e-4
+    forms = {r.form.value for r in residents(
+        spec, LayerRange(0, 4), first=True, last=True, backend=Backend.CUDA, dtype=Dtype.FLOAT32
+    )}  # fmt: skip
+    assert ("blocks" in forms) == any(k in NATIVE for k in kinds)
+
+
+# Largest error of y = W x for random x, relative to y, beside the float32 product of the dequantised matrix.
+# int4: scale and zero are bfloat16 (2^-9 each).
+# int8: one scale a row, so half a step is 1/254 of the row's largest number.
+@pytest.mark.parametrize(
+    ("kind", "limit"),
+    [("Q4_0", 0.006), ("Q4_K", 0.006), ("Q8_0", 0.012), ("Q5_K", 0.012), ("Q6_K", 0.012), ("BF16", 0.005)],
+)
+def test_packed_cpu_forms_stay_near_the_dequantised_product(files, kind, limit):
+    spec = open_spec(files([kind]))
+    x = torch.randn(3, 256).bfloat16()
+    names = ("blk.0.ffn_gate.weight", "blk.0.ffn_up.weight")
+    found, wanted = [], []
+    for dtype in (Dtype.BFLOAT16, Dtype.FLOAT32):
+        kept = residents(spec, LayerRange(0, 1), first=False, last=False, backend=Backend.CPU, dtype=dtype)
+        weights = Weights(spec.files, kept, Chooser(CPU, TORCH[dtype]), lambda done, total: None)
+        product = weights.linear(*names)
+        weights.close()
+        (found if dtype is Dtype.BFLOAT16 else wanted).append(product(x.to(TORCH[dtype])))
+    error = relative(found[0], wanted[0])
+    assert 1e-4 < error < limit, error
+
+
+@pytest.mark.parametrize("dtype", [Dtype.FLOAT32, Dtype.BFLOAT16])
+@pytest.mark.parametrize("kinds", [NATIVE, ["Q4_K"], ["Q5_0"]])
+def test_reading_in_small_chunks_changes_nothing(files, kinds, dtype, monkeypatch):
+    spec = open_spec(files(kinds))
+    wanted = logits(load_stages(spec, dtype=dtype))
+    monkeypatch.setattr("daemons.weights.CHUNK_BYTES", 5000)
+    assert torch.equal(logits(load_stages(spec, dtype=dtype)), wanted)
+
+
+def test_row_ranges_of_several_matrices_come_in_the_order_asked_for(files, monkeypatch):
+    monkeypatch.setattr("daemons.weights.CHUNK_BYTES", 3000)
+    path = files(NATIVE)
+    spec = open_spec(path)
+    kept = residents(spec, LayerRange(0, 1), first=False, last=False, backend=Backend.CPU, dtype=Dtype.FLOAT32)
+    weights = Weights(spec.files, kept, Chooser(CPU, torch.float32), lambda done, total: None)
+    gate, up = "blk.0.ffn_gate.weight", "blk.0.ffn_up.weight"
+    product = weights.linear(Rows(gate, ((10, 12), (0, 3))), Rows(up), Rows(gate, ((200, 256),)))
+    weights.close()
+    stored = {t.name: gguf.quants.dequantize(t.data, t.tensor_type) for t in gguf.GGUFReader(path).tensors}
+    wanted = np.concatenate([stored[gate][10:12], stored[gate][0:3], stored[up], stored[gate][200:256]])
+    np.testing.assert_array_equal(product.weight.numpy(), wanted)
+
+
+def test_what_was_chosen_and_converted_is_told(files):
+    stage = load_stages(open_spec(files(["Q5_0", "Q4_K", "Q8_0"])), dtype=Dtype.BFLOAT16)[0]
+    assert any(text.startswith("int4") for text in stage.kernels.values())
+    assert stage.kernels["cpu linear Q8_0"].startswith("int8")
+    (warning,) = stage.warnings
+    assert warning.startswith("Q5_0 tensors are not kept as stored: ")
+    assert "bytes on cpu" in warning
+
+
+def test_progress_reaches_the_total(files, monkeypatch):
+    monkeypatch.setattr("daemons.weights.REPORT_S", 0.0)
+    monkeypatch.setattr("daemons.weights.CHUNK_BYTES", 60000)
+    spec = open_spec(files(NATIVE))
+    seen: list[Progress] = []
+    load = Load([], Dtype.FLOAT32, Dtype.FLOAT32, [], [], POOLS, 4, 64)
+    plan = StagePlan(2, [ShardPlan(0, LayerRange(0, 2)), ShardPlan(0, LayerRange(2, 4))], None, None)
+    Stage.load(spec, plan, load, Backend.CPU, seen.append)
+    read = [p for p in seen if p.phase == "read"]
+    assert {p.stage for p in seen} == {2}
+    assert len(read) > 20
+    ends = [p for p in read if p.done_bytes == p.total_bytes]
+    assert len(ends) == 2
+    # the tied table is read by the first shard as a lookup, by the last as the head
+    assert sum(p.total_bytes for p in ends) == spec.files.total_bytes + spec.files.tensors["token_embd.weight"].n_bytes
+
+
+# ---- refusals
+
+
+def test_a_file_cut_after_it_was_opened(tmp_path):
+    path = write(tmp_path / "cut.gguf", Tiny(), ["Q8_0"])
+    spec = open_spec(path)
+    os.truncate(path, path.stat().st_size - 100_000)
+    with pytest.raises(LoadError, match=r"cut\.gguf: tensor 'blk\.3\..*the file ended: it was cut after it was opened"):
+        load_stages(spec)
+
+
+def test_a_type_nobody_can_read_names_the_tensor(files):
+    spec = open_spec(files(["Q8_0"]))
+    tensors = dict(spec.files.tensors)
+    name = "blk.2.ffn_up.weight"
+    tensors[name] = dataclasses.replace(tensors[name], kind=BY_NAME["Q8_K"], n_bytes=256 * 292)
+    strange = dataclasses.replace(spec, files=dataclasses.replace(spec.files, tensors=tensors))
+    with pytest.raises(
+        LoadError, match=r"tensor 'blk\.2\.ffn_up\.weight': nobody here can read its type Q8_K"
+    ) as caught:
+        load_stages(strange)
+    assert caught.value.configuration
+
+
+@pytest.mark.parametrize(
+    ("shards", "message"),
+    [
+        ([], "the plan has no shard"),
+        ([(0, 0, 2), (0, 3, 4)], "shard [3,4) does not follow [0,2)"),
+        ([(0, 0, 5)], "the model has layers [0,4)"),
+        ([(0, 2, 2)], "the model has layers [0,4)"),
+    ],
+)
+def test_impossible_plans_are_refused(files, shards, message):
+    spec = open_spec(files(["Q8_0"]))
+    load = Load([], Dtype.FLOAT32, Dtype.FLOAT32, [], [], POOLS, 4, 64)
+    plan = StagePlan(0, [ShardPlan(d, LayerRange(a, b)) for d, a, b in shards], None, None)
+    with pytest.raises((LoadError, DeviceError)) as caught:
+        Stage.load(spec, plan, load, Backend.CPU, lambda _: None)
+    assert message in str(caught.value)
+    assert caught.value.configuration
+
+
+def test_unknown_families_and_unopened_files_are_refused(files):
+    spec = open_spec(files(["Q8_0"]))
+    with pytest.raises(LoadError, match=r"architecture 'mamba9' is not one of .*qwen35"):
+        load_stages(dataclasses.replace(spec, architecture="mamba9"))
+    with pytest.raises(LoadError, match="files are not opened"):
+        load_stages(dataclasses.replace(spec, files=None))
+    with pytest.raises(DeviceError, match="q8_0 is a format of attention state"):
+        load_stages(spec, dtype=Dtype.Q8_0)
+
+
+def test_steps_that_do_not_fit_the_stage_are_refused(files):
+    spec = open_spec(files(["Q8_0"]))
+    c = Chain(load_stages(spec, [[2], []]))
+    c.open(0, 0)
+    head, tail = c.stages
+    with pytest.raises(StateError, match="513 tokens, this daemon was loaded for steps of up to 512"):
+        head.forward(Step(1, 0, [], [Slice(0, 0, [1] * 513, True)]), None)
+    with pytest.raises(StateError, match=r"boundary rows \[2, 256\] for 1 tokens of width 256"):
+        tail.forward(Step(1, 0, [], [Slice(0, 0, [1], True)]), torch.zeros(2, 256))
+    with pytest.raises(StateError, match="boundary rows none"):
+        tail.forward(Step(1, 0, [], [Slice(0, 0, [1], True)]), None)
+    with pytest.raises(StateError, match="logits were asked of a stage that is not the tail"):
+        head.logits(torch.zeros(1, 256), None)
+    assert head.forward(Step(1, 0), None).rows.shape == (0, 256)
