@@ -16,14 +16,15 @@ from lucevisor.wire.gguf_header import TensorInfo
 from lucevisor.wire.model_spec import ModelSpec
 
 SAMPLE_BYTES = 256
-"""Of every tensor, from its middle: two fine-tunes of a model differ in nothing else.  Costs one page of the file each."""
+"""Of every tensor, from its middle: fine-tunes of a model differ in nothing else.  Costs one page of the file each."""
 
 _VERSION = "lucevisor model fingerprint 1"
 _OF_THE_PARTS = "split."  # metadata of a split file: how many parts, which one
 
 
 def fingerprint(spec: ModelSpec, options: Mapping[str, str] | None = None) -> str:
-    """64 hex digits: sha256 over one ASCII line a fact.  ``options`` are the model options the spec was read with.
+    """64 hex digits: sha256 over one ASCII line a fact.  ``options`` are the model options the spec was read with; one
+    that is "default", or changes nothing for this file, counts as not given.
 
     Raises ValueError when the spec's files are not open.
     """
@@ -31,7 +32,8 @@ def fingerprint(spec: ModelSpec, options: Mapping[str, str] | None = None) -> st
         raise ValueError(f"the files of {spec.name} are not open: read the spec with open_spec")
     files = spec.files
     digest = sha256()
-    for fact in (_VERSION, spec.architecture, *_metadata(files), *_tensors(files), *sorted((options or {}).items())):
+    heeded = sorted((k, v) for k, v in (options or {}).items() if k in spec.options and v != "default")
+    for fact in (_VERSION, spec.architecture, *_metadata(files), *_tensors(files), *heeded):
         # ascii(): unlike repr() the same in every version of Python; the escapes make a line break impossible
         digest.update(ascii(fact).encode("ascii") + b"\n")
     return digest.hexdigest()

@@ -3,8 +3,8 @@
 A frame's kind number selects the record, so metadata carries no type tag; :data:`MESSAGES` is the only table of kinds.
 Records on the hot path (``Step``, ``StepResult``) are encoded as arrays.  This file knows no sockets and no tensors.
 
-Direction: ``link`` carries Load, Step, Reset, Check, Save, Restore, Shutdown down and Hello, Loaded, StepResult, Failed,
-Checked, Saved, Restored up;
+Direction: ``link`` carries Load, Step, Reset, Check, Save, Restore, Shutdown down and Hello, Loaded, StepResult,
+Failed, Checked, Saved, Restored up;
 ``pulse`` carries Heartbeat, Progress and LogLine up.
 """
 
@@ -300,8 +300,8 @@ class Shutdown(msgspec.Struct, frozen=True):
 class SnapshotTensor(msgspec.Struct, frozen=True, array_like=True):
     """One tensor of a snapshot file (docs/snapshot-format.md), and where its bytes lie.
 
-    ``kind`` names it among those of its ``layer``: the name of a state tensor, with ``.scale`` behind it for the scales of
-    q8_0.  Axis 0 of a paged one are positions, from ``first`` on (window layers keep what is still visible).
+    ``kind`` names it among those of its ``layer``: the name of a state tensor, with ``.scale`` behind it for the scales
+    of q8_0.  Axis 0 of a paged one are positions, from ``first`` on (window layers keep what is still visible).
     """
 
     name: str
@@ -332,7 +332,8 @@ class Save(msgspec.Struct, frozen=True):
     """Write ``tensors``, those of the daemon's own layers, into a snapshot file; its descriptor travels along.
 
     The supervisor leaves every page and state of ``place`` unchanged until the answer, so steps go on meanwhile.
-    ``file`` is for error messages.  Answered by Saved, or by Failed that is not fatal, with the request id ``transfer``.
+    ``file`` is for error messages.  Answered by Saved, or by Failed that is not fatal; both carry the request id
+    ``transfer``.
     """
 
     transfer: int
@@ -350,8 +351,8 @@ class Saved(msgspec.Struct, frozen=True):
 class Restore(msgspec.Struct, frozen=True):
     """Read ``tensors`` from a snapshot file into the pages and the state of ``place``, which no sequence uses yet.
 
-    They belong to the transfer until the answer: Restored, or Failed that is not fatal, with the request id ``transfer``.
-    ``place.n_tokens`` may be less than the file holds.
+    They belong to the transfer until the answer: Restored, or Failed that is not fatal; both carry the request id
+    ``transfer``.  ``place.n_tokens`` may be less than the file holds.
     """
 
     transfer: int

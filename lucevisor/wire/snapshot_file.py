@@ -1,28 +1,38 @@
-"""The snapshot file: which tensors a prefix slot has, where they lie, and the header in front of them.
+"""The snapshot file: a header in front of the tensors of one prefix slot, in the layout of safetensors.
 
-Layout of safetensors, so that any tool reads it; described for readers in docs/snapshot-format.md.  Pure: numbers and
-bytes, no files, no clock, no checksum library (the checksums of tensors are texts that somebody else computed).
-Invariant: what :func:`parse` accepts was written by :func:`pack` and has not lost or changed one bit of its header; its
-tensors lie one after the other up to the last byte of the file.
+Described for readers in docs/snapshot-format.md.  Pure: numbers and bytes, no files, no clock, no checksum library (the
+checksums of tensors are texts that somebody else computed).  Invariant: what :func:`parse` accepts was written by
+:func:`pack` and has not lost or changed one bit of its header; its tensors lie one after the other up to the last byte
+of the file.
 """
 
 from __future__ import annotations
 
 import base64
-import struct
 import zlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from enum import StrEnum
+from dataclasses import replace
 from hashlib import sha256
-from math import isfinite, prod
+from math import isfinite
 from typing import Any
 
 import msgspec
 
 from lucevisor.wire.messages import SnapshotTensor
-from lucevisor.wire.model_spec import LayerSpec
-from lucevisor.wire.values import PAGE_TOKENS, Dtype, LayerRange, Space
+from lucevisor.wire.snapshot_layout import (
+    DRAFTER,
+    ITEM_BYTES,
+    Fault,
+    NextToken,
+    Slot,
+    Snapshot,
+    SnapshotError,
+    StateModel,
+    pack_tokens,
+    slot_tensors,
+    tensor_bytes,
+)
+from lucevisor.wire.values import PAGE_TOKENS, Dtype
 
 FORMAT = "lucevisor-snapshot"
 FORMAT_VERSION = 1
@@ -31,21 +41,14 @@ LENGTH_BYTES = 8
 DATA_ALIGNMENT = 4096
 """The tensors start at a multiple of it: what maps the file gets whole memory pages."""
 MAX_HEADER_BYTES = 64 << 20
-MAX_TOKENS = 1 << 26
-"""As many positions as a page table holds; bounds what a header may unpack to."""
-SCALE = ".scale"
-"""Ends the kind of the scales that belong to q8_0 codes."""
-Q8_GROUP = 32
-
+MAX_TOKENS = 1 << 24
+"""More than any context; bounds what a header may unpack to."""
 NO_CHECKSUM = "0" * 16
-DRAFTER = "drafter."
-"""Starts the names of a drafter's tensors: kept and checked like all others, no business of the target's layers."""
 
 _CHECK_DIGITS = 64
 _START = b'{"__metadata__":{"header_check":"'
 _CHECK_AT = LENGTH_BYTES + len(_START)
 MIN_HEADER_BYTES = len(_START) + _CHECK_DIGITS + 4
-
 
 
 # ---- layout
@@ -101,7 +104,7 @@ def pack(snapshot: Snapshot) -> bytes:
 
 
 def header_check(header: bytes | bytearray) -> str:
-    """sha256 over the length field and the JSON text, spaces included, the digits of the check itself taken as zeros."""
+    """sha256 over the length field, the JSON text and the spaces; the digits of the check itself count as zeros."""
     digest = sha256(header[:_CHECK_AT])
     digest.update(b"0" * _CHECK_DIGITS)
     digest.update(header[_CHECK_AT + _CHECK_DIGITS :])
@@ -279,8 +282,8 @@ class _Parser:
             if start != at or stop - start != tensor_bytes(row.dtype, row.shape):
                 raise self._foreign(f"tensor {name}", f"bytes {start} to {stop} do not follow {at} or fit its shape")
             layer, kind = _layer_and_kind(name)
-            first = firsts.get(name, 0)
-            found.append(SnapshotTensor(name, layer, kind, row.dtype, row.shape, self.data_start + at, stop - start, first))
+            first, offset = firsts.get(name, 0), self.data_start + at
+            found.append(SnapshotTensor(name, layer, kind, row.dtype, row.shape, offset, stop - start, first))
             at = stop
         return tuple(found)
 

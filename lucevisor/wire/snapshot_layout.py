@@ -1,8 +1,8 @@
 """What a snapshot holds: which tensors a prefix slot of a model has, and the records around them.
 
 Pure: numbers and names.  Knows no bytes of the file; those are in ``snapshot_file``.  Invariant: the tensors of a slot
-follow from the layer table, the number of tokens and the kv dtype alone, so a file written under one split is read under
-any other.
+follow from the layer table, the number of tokens and the kv dtype alone, so a file written under one split is read
+under any other.
 """
 
 from __future__ import annotations
@@ -163,7 +163,8 @@ def slot_tensors(layers: Sequence[LayerSpec], n_tokens: int, kv_dtype: Dtype) ->
             shape = state.shape if layer.space is Space.RECURRENT else (n_tokens - first, *state.shape[1:])
             for kind, dtype, extents in _stored(state.name, state.dtype or kv_dtype, shape):
                 name = f"layers.{layer.index}.{kind}"
-                found.append(SnapshotTensor(name, layer.index, kind, dtype, extents, 0, tensor_bytes(dtype, extents), first))
+                n_bytes = tensor_bytes(dtype, extents)
+                found.append(SnapshotTensor(name, layer.index, kind, dtype, extents, 0, n_bytes, first))
     return sorted(found, key=lambda t: (-ITEM_BYTES[t.dtype], t.layer, t.kind))
 
 

@@ -11,7 +11,13 @@ import structlog
 
 from tests.e2e.process import DEMO, Cli
 
-structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.WARNING))
+
+@pytest.fixture(autouse=True)
+def quiet_log() -> Iterator[None]:
+    """Warnings and errors only, so that a failure's output shows what matters."""
+    structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.WARNING))
+    yield
+    structlog.reset_defaults()
 
 
 @pytest.fixture(scope="session")
