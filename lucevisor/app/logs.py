@@ -44,7 +44,11 @@ def configure(
         form = "console" if out.isatty() else "json"
     renderer: Processor
     if form == "console":
-        renderer = structlog.dev.ConsoleRenderer(colors=out.isatty(), pad_event_to=24)
+        renderer = structlog.dev.ConsoleRenderer(
+            colors=out.isatty(),
+            pad_event_to=24,
+            exception_formatter=structlog.dev.plain_traceback,  # the rich one shows local variables: prompts
+        )
     else:
         renderer = structlog.processors.JSONRenderer(ensure_ascii=False)
     file = (directory / "supervisor.jsonl").open("a", encoding="utf-8") if directory is not None else None

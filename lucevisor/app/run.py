@@ -201,7 +201,7 @@ class Supervisor:
 
     def _group_figures(self) -> list[GroupFigures]:
         return [
-            GroupFigures(name, g.state.name.lower(), {"any": g.restarts} if g.restarts else {})
+            GroupFigures(name, g.state.name.lower(), dict(self.service.restart_reasons[name]))
             for name, g in self.service.groups.items()
         ]
 

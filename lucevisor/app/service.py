@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import os
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -97,6 +98,7 @@ class Service:
         self._watchdog: asyncio.Task[None] | None = None
         self._was_ready = False
         self._restarting = asyncio.Lock()
+        self.restart_reasons: dict[str, Counter[str]] = {name: Counter() for name in config.groups}
         self._tasks: set[asyncio.Task[None]] = set()  # the loop itself holds tasks weakly
         staging = stage_packages(run_dir)
         limit = config.recovery.restart_limit
@@ -173,6 +175,7 @@ class Service:
             raise LucevisorError("the supervisor is stopping")
         async with self._restarting:
             await one.restart(now=now, deadline_s=RESTART_S)
+            self.restart_reasons[group]["operator"] += 1
             self._notify()
             await one.wait(State.STARTING, State.FAILED, timeout_s=2 * RESTART_S)
             if not await self.wait_ready(None):
@@ -258,6 +261,8 @@ class Service:
             self._assembly.frame(group, frame)
 
     def _on_state(self, group: str, state: State, reason: str) -> None:
+        if state is State.BACKOFF:
+            self.restart_reasons[group]["failure"] += 1
         if state is State.FAILED and self.engine is not None:
             self.engine.detach(RequestError("shard_lost", f"group {group} failed: {reason}"), permanent=True)
         self._observer.state(group, state, reason)
