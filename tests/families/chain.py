@@ -1,0 +1,155 @@
+"""A chain of stages in one process over both page spaces, with ids dealt out, and taken back, the way a supervisor
+would.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from daemons.models.stage import Stage
+from lucevisor.wire.messages import (
+    CloseSequence,
+    Load,
+    OpenSequence,
+    Operation,
+    Pools,
+    SetPages,
+    ShardPlan,
+    Slice,
+    StagePlan,
+    Step,
+    ZeroState,
+)
+from lucevisor.wire.model_spec import ModelSpec
+from lucevisor.wire.values import PAGE_TOKENS, Backend, Dtype, LayerRange, Sampling, Space
+
+PAGES = 61
+STATES = 16
+
+
+def pools_of(spec: ModelSpec) -> Pools:
+    """Pools with only the spaces that the model has."""
+    spaces = spec.spaces()
+    return Pools(
+        full_pages=PAGES if Space.FULL in spaces else 0,
+        window_pages=PAGES - 8 if Space.WINDOW in spaces else 0,
+        states=STATES if Space.RECURRENT in spaces else 0,
+    )
+
+
+@dataclass(frozen=True)
+class How:
+    """Number formats and backend of a chain."""
+
+    dtype: Dtype = Dtype.FLOAT32
+    kv_dtype: Dtype = Dtype.FLOAT32
+    backend: Backend = Backend.CPU
+
+
+def load_stages(spec: ModelSpec, cuts: Sequence[int] = (), how: How | None = None, shards: bool = False) -> list[Stage]:
+    """A stage for each range between the ``cuts``; with ``shards`` one stage that holds them all as shards."""
+    how = how or How()
+    borders = [0, *cuts, spec.n_layers]
+    ranges = [ShardPlan(0, LayerRange(a, b)) for a, b in pairwise(borders)]
+    groups = [ranges] if shards else [[r] for r in ranges]
+    load = Load([], how.dtype, how.kv_dtype, [], [], pools_of(spec), max_sequences=16, max_step_tokens=512)
+    last = len(groups) - 1
+    plans = [StagePlan(i, g, i - 1 if i else None, i if i < last else None) for i, g in enumerate(groups)]
+    return [Stage.load(spec, plan, load, how.backend, lambda _: None) for plan in plans]
+
+
+@dataclass
+class Text:
+    """What the supervisor remembers of a sequence: its length, its state, its pages in each space (None: given
+    back).
+    """
+
+    state: int
+    length: int = 0
+    pages: dict[Space, list[int | None]] = field(default_factory=dict)
+
+
+class Chain:
+    """Runs slices through all stages.  Pages are scattered: neighbours in a text are not neighbours in a pool."""
+
+    def __init__(self, spec: ModelSpec, stages: list[Stage], *, release: bool = True) -> None:
+        self.spec, self.stages, self.release = spec, stages, release
+        sizes = pools_of(spec)
+        units = {Space.FULL: sizes.full_pages, Space.WINDOW: sizes.window_pages}
+        self.free = {space: [(i * 37 + 5) % n for i in range(n)] for space, n in units.items() if n}
+        self.free_states = [(i * 7 + 3) % STATES for i in range(STATES)]
+        self.texts: dict[int, Text] = {}
+        self.hidden: list[Tensor] = []
+        for stage in stages:
+            stage.reset()
+
+    def open(self, sequence: int) -> None:
+        state = self.free_states.pop() if Space.RECURRENT in self.spec.spaces() else 0
+        self.texts[sequence] = Text(state, pages={space: [] for space in self.free})
+        operations: list[Operation] = [OpenSequence(sequence, state, Sampling())]
+        if Space.RECURRENT in self.spec.spaces():
+            operations.append(ZeroState(state))
+        self._apply(operations)
+
+    def close(self, sequence: int) -> None:
+        text = self.texts.pop(sequence)
+        for space, pages in text.pages.items():
+            self.free[space] += [page for page in pages if page is not None]
+        self.free_states.append(text.state)
+        self._apply([CloseSequence(sequence)])
+
+    def run(self, *parts: tuple[int, Sequence[int]], want_hidden: bool = False) -> Tensor:
+        """Append tokens to sequences in one step; logits [T, V] of every row, in the order of the parts."""
+        operations: list[Operation] = []
+        slices = []
+        for sequence, tokens in parts:
+            text = self.texts[sequence]
+            slices.append(Slice(sequence, text.length, list(tokens), True))
+            operations += self._grow(sequence, text, len(tokens))
+        step = Step(1, 0, operations, slices, want_hidden=want_hidden)
+        rows: Tensor | None = None
+        self.hidden = []
+        for stage in self.stages:
+            stage.apply(step.operations)
+            out = stage.forward(step, rows)
+            rows = out.rows
+            self.hidden += out.hidden
+        assert rows is not None
+        return self.stages[-1].logits(rows, None)
+
+    def _grow(self, sequence: int, text: Text, n: int) -> list[Operation]:
+        """Pages for ``n`` more positions; those that no later query sees go back first, and may be dealt out at
+        once.
+        """
+        operations: list[Operation] = []
+        for space, pages in text.pages.items():
+            if space is Space.WINDOW and self.release:
+                for i in range(min(max(0, text.length - self.spec.window + 1) // PAGE_TOKENS, len(pages))):
+                    if (page := pages[i]) is not None:
+                        self.free[space].append(page)
+                        pages[i] = None
+            missing = -(-(text.length + n) // PAGE_TOKENS) - len(pages)
+            if missing > 0:
+                new = [self.free[space].pop() for _ in range(missing)]
+                operations.append(SetPages(sequence, space, len(pages), new))
+                pages += new
+        text.length += n
+        return operations
+
+    def run_in_chunks(self, sequence: int, tokens: Sequence[int], size: int) -> Tensor:
+        return torch.cat([self.run((sequence, tokens[i : i + size])) for i in range(0, len(tokens), size)])
+
+    def greedy(self, sequence: int, prompt: Sequence[int], n: int) -> list[int]:
+        out = [int(self.run((sequence, prompt))[-1].argmax())]
+        while len(out) < n:
+            out.append(int(self.run((sequence, [out[-1]]))[-1].argmax()))
+        return out
+
+    def _apply(self, operations: list[Operation]) -> None:
+        for stage in self.stages:
+            stage.apply(operations)

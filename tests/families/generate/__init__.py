@@ -1,0 +1,19 @@
+"""Random tiny models of each family: shapes drawn by seed, computed by transformers, written as GGUF.
+
+``FAMILIES[name](draw)`` gives a :class:`~tests.families.generate.made.Made`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from tests.families.generate import gemma4, laguna, qwen
+from tests.families.generate.made import Draw, Made
+
+FAMILIES: dict[str, Callable[[Draw], Made]] = {
+    "qwen3": qwen.qwen3,
+    "qwen35": qwen.qwen35,
+    "qwen35moe": qwen.qwen35moe,
+    "gemma4": gemma4.gemma4,
+    "laguna": laguna.laguna,
+}

@@ -1,0 +1,202 @@
+"""What the generators of all families have in common: drawing, random weights, the file.
+
+Invariant: a seed gives the same model on every machine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import gguf
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+Value = int | float | bool | str | list[int] | list[bool]
+T = TypeVar("T")
+
+VECTORS: dict[str, tuple[float, float]] = {
+    "A_log": (-0.5, 1.0),
+    "dt_bias": (-1.0, 1.0),
+    "layer_scalar": (0.6, 1.1),
+    "per_expert_scale": (0.6, 1.4),
+    "e_score_correction_bias": (-0.3, 0.3),
+}
+"""Ranges of vectors that are no norms."""
+
+
+PLAIN: dict[str, Any] = {"attn_implementation": "eager", "experts_implementation": "eager"}
+"""Settings of transformers: sums in plain steps, no kernels that ask for aligned widths."""
+
+
+class Draw:
+    """Choices of one seed."""
+
+    def __init__(self, seed: int) -> None:
+        self.rng = np.random.default_rng(seed)
+
+    def one(self, *values: T) -> T:
+        return values[int(self.rng.integers(len(values)))]
+
+    def between(self, low: int, high: int) -> int:
+        """From ``low`` to ``high``, both included."""
+        return int(self.rng.integers(low, high + 1))
+
+    def flag(self) -> bool:
+        return bool(self.rng.integers(2))
+
+    def ids(self, n: int, vocabulary: int) -> list[int]:
+        return [int(i) for i in self.rng.integers(0, vocabulary, n)]
+
+
+@dataclass(frozen=True)
+class Made:
+    """A model and its file's contents.  ``routers``: the modules whose output says who was chosen."""
+
+    model: nn.Module
+    architecture: str
+    metadata: dict[str, Value]
+    tensors: dict[str, Tensor]
+
+    @property
+    def vocabulary(self) -> int:
+        return self.tensors["token_embd.weight"].shape[0]
+
+    @property
+    def n_layers(self) -> int:
+        return int(self.metadata["block_count"])
+
+    def write(self, path: Path) -> Path:
+        return write_gguf(path, self.architecture, self.metadata, self.tensors)
+
+
+def build(
+    model_class: Callable[[Any], nn.Module], config: Any, draw: Draw, *, centred_norms: bool = False
+) -> nn.Module:
+    """The model with random weights of a size that keeps the signal: matrices by their width, norms near their
+    neutral value.
+
+    ``centred_norms``: a norm multiplies by one plus its weight.
+    """
+    model = model_class(config).eval()
+    seen: set[int] = set()
+    with torch.no_grad():
+        for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+            last = name.rpartition(".")[2]
+            if tensor.data_ptr() in seen or "inv_freq" in name or "embed_scale" in name:
+                continue
+            seen.add(tensor.data_ptr())
+            if last in VECTORS:
+                low, high = VECTORS[last]
+                x = draw.rng.uniform(low, high, tensor.shape)
+            elif tensor.dim() < 2:
+                centre = 0.0 if centred_norms and "linear_attn.norm" not in name else 1.0
+                x = draw.rng.normal(centre, 0.15, tensor.shape)
+            elif "embed" in name:
+                x = draw.rng.normal(0.0, 1.0, tensor.shape)
+            else:
+                fan_in = tensor.shape[-1] if "conv1d" not in name else 2
+                x = draw.rng.normal(0.0, 1.3 / fan_in**0.5, tensor.shape)
+            tensor.copy_(torch.from_numpy(x.astype(np.float32)))
+    return model
+
+
+def renamed(state: dict[str, Tensor], names: dict[str, str], n_layers: int) -> dict[str, Tensor]:
+    """Tensors of all layers under GGUF names: ``names`` maps the end of a GGUF name to that of the model's, without
+    layer; a layer lacks those that the model does not have.
+    """
+    out = {}
+    for i in range(n_layers):
+        for ours, theirs in names.items():
+            found = state.get(f"model.layers.{i}.{theirs}")
+            if found is not None:
+                out[f"blk.{i}.{ours}"] = found
+    return out
+
+
+def ends(state: dict[str, Tensor], *, tied: bool, norm_shift: float = 0.0) -> dict[str, Tensor]:
+    """Token table, last norm, and the output matrix when it is not the table."""
+    out = {
+        "token_embd.weight": state["model.embed_tokens.weight"],
+        "output_norm.weight": state["model.norm.weight"] + norm_shift,
+    }
+    return out if tied else out | {"output.weight": state["lm_head.weight"]}
+
+
+def write_gguf(path: Path, architecture: str, metadata: dict[str, Value], tensors: dict[str, Tensor]) -> Path:
+    """All tensors in F32."""
+    writer = gguf.GGUFWriter(path, architecture)
+    for key, value in metadata.items():
+        add_value(writer, f"{architecture}.{key}", value)
+    for name, tensor in tensors.items():
+        writer.add_tensor(name, np.ascontiguousarray(tensor.detach().to(torch.float32).numpy()))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def add_value(writer: gguf.GGUFWriter, key: str, value: Value) -> None:
+    match value:
+        case bool():
+            writer.add_bool(key, value)
+        case int():
+            writer.add_uint32(key, value)
+        case float():
+            writer.add_float32(key, value)
+        case str():
+            writer.add_string(key, value)
+        case list():
+            writer.add_array(key, value)
+
+
+def reference(model: nn.Module, ids: Sequence[int]) -> tuple[Tensor, float]:
+    """Logits [T, V] by transformers in float32, and how near a choice of experts was: the smallest distance between the
+    score of the last one chosen and the first one not chosen (infinite without experts)."""
+    margins: list[float] = []
+
+    def watch(module: nn.Module, args: Any, output: Any) -> None:
+        scores = output[0].float()
+        bias = getattr(module, "e_score_correction_bias", None)
+        if bias is not None:
+            scores = torch.sigmoid(scores) + bias
+        elif type(module).__name__.startswith("Qwen"):
+            scores = torch.softmax(scores, dim=-1)
+        k = output[-1].shape[-1]
+        if k < scores.shape[-1]:
+            best = scores.topk(k + 1, dim=-1).values
+            margins.append(float((best[:, k - 1] - best[:, k]).min()))
+
+    hooks = [m.register_forward_hook(watch) for m in model.modules() if type(m).__name__.endswith("Router")]
+    try:
+        logits = _logits(model, ids)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return logits, min(margins, default=float("inf"))
+
+
+def noise(model: nn.Module, ids: Sequence[int], logits: Tensor) -> float:
+    """What float32 can promise: how far transformers' own logits move when every weight moves by half a unit of its
+    last place, up or down at random.
+    """
+    generator = torch.Generator().manual_seed(0)
+    saved = [p.detach().clone() for p in model.parameters()]
+    with torch.no_grad():
+        for p in model.parameters():
+            sign = torch.randint(0, 2, p.shape, generator=generator) * 2.0 - 1.0
+            p.mul_(1.0 + 6e-8 * sign)
+        moved = _logits(model, ids)
+        for p, before in zip(model.parameters(), saved, strict=True):
+            p.copy_(before)
+    return float((moved - logits).abs().max())
+
+
+def _logits(model: nn.Module, ids: Sequence[int]) -> Tensor:
+    with torch.no_grad():
+        found: Tensor = model(torch.tensor([list(ids)]), use_cache=False).logits[0]
+    return found

@@ -1,0 +1,286 @@
+"""Headers of full-size models of several families, written with the gguf package; the data behind them are a hole in
+the file.
+
+Names and shapes are those of published files (docs/families.md), written down here a second time so that they can
+disagree with the specs under test.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import gguf
+import numpy as np
+
+Value = int | float | bool | str | list[int] | list[bool]
+
+
+@dataclass(frozen=True)
+class Model:
+    """A model of ``architecture``: its metadata (without the prefix) and its tensors, row-major."""
+
+    architecture: str
+    metadata: dict[str, Value]
+    tensors: dict[str, tuple[int, ...]] = field(default_factory=dict)
+
+
+def gemma4(
+    *,
+    n_layers: int,
+    embedding: int,
+    widths: list[int],
+    n_heads: int,
+    kv: tuple[int, int],
+    every: int,
+    window: int,
+    dims: tuple[int, int] = (256, 512),
+    n_shared: int = 0,
+    layer_input: int = 0,
+    experts: tuple[int, int, int] = (0, 0, 0),
+    key_values: bool = False,
+    vocabulary: int = 262144,
+) -> Model:
+    """``kv`` and ``dims``: kv heads and head dims of sliding and of full layers; every ``every``-th layer is full;
+    ``experts``: count, used, width."""
+    sliding = [(i + 1) % every != 0 for i in range(n_layers)]
+    metadata: dict[str, Value] = {
+        "block_count": n_layers,
+        "context_length": 131072,
+        "embedding_length": embedding,
+        "feed_forward_length": widths,
+        "attention.head_count": n_heads,
+        "attention.head_count_kv": [kv[0] if s else kv[1] for s in sliding],
+        "attention.layer_norm_rms_epsilon": 1e-6,
+        "attention.key_length": dims[1],
+        "attention.value_length": dims[1],
+        "attention.key_length_swa": dims[0],
+        "attention.value_length_swa": dims[0],
+        "attention.sliding_window": window,
+        "attention.sliding_window_pattern": sliding,
+        "attention.shared_kv_layers": n_shared,
+        "rope.freq_base": 1e6,
+        "rope.freq_base_swa": 1e4,
+        "rope.dimension_count": dims[1],
+        "rope.dimension_count_swa": dims[0],
+        "embedding_length_per_layer_input": layer_input,
+        "final_logit_softcapping": 30.0,
+    }
+    e = embedding
+    t: dict[str, tuple[int, ...]] = {
+        "rope_freqs.weight": (dims[1] // 2,),
+        "token_embd.weight": (vocabulary, e),
+        "output_norm.weight": (e,),
+    }
+    if layer_input:
+        t["per_layer_token_embd.weight"] = (vocabulary, n_layers * layer_input)
+        t["per_layer_model_proj.weight"] = (n_layers * layer_input, e)
+        t["per_layer_proj_norm.weight"] = (layer_input,)
+    n_experts, used, width = experts
+    if n_experts:
+        metadata |= {"expert_count": n_experts, "expert_used_count": used, "expert_feed_forward_length": width}
+    for i, slides in enumerate(sliding):
+        b, d, hk, f = f"blk.{i}.", dims[0] if slides else dims[1], kv[0] if slides else kv[1], widths[i]
+        for name in ("attn_norm", "post_attention_norm", "ffn_norm", "post_ffw_norm"):
+            t[b + name + ".weight"] = (e,)
+        t |= {b + "attn_q.weight": (n_heads * d, e), b + "attn_q_norm.weight": (d,)}
+        if i < n_layers - n_shared:
+            t |= {b + "attn_k.weight": (hk * d, e), b + "attn_k_norm.weight": (d,)}
+            if slides or not key_values:
+                t[b + "attn_v.weight"] = (hk * d, e)
+        t |= {b + "attn_output.weight": (e, n_heads * d), b + "layer_output_scale.weight": (1,)}
+        t |= {b + "ffn_gate.weight": (f, e), b + "ffn_up.weight": (f, e), b + "ffn_down.weight": (e, f)}
+        if layer_input:
+            t |= {
+                b + "inp_gate.weight": (layer_input, e),
+                b + "proj.weight": (e, layer_input),
+                b + "post_norm.weight": (e,),
+            }
+        if n_experts:
+            t |= {b + "ffn_gate_inp.weight": (n_experts, e), b + "ffn_gate_inp.scale": (e,)}
+            t |= {
+                b + "ffn_gate_up_exps.weight": (n_experts, 2 * width, e),
+                b + "ffn_down_exps.weight": (n_experts, e, width),
+            }
+            t[b + "ffn_down_exps.scale"] = (n_experts,)
+            t |= {b + n + ".weight": (e,) for n in ("pre_ffw_norm_2", "post_ffw_norm_1", "post_ffw_norm_2")}
+    return Model("gemma4", metadata, t)
+
+
+def laguna(
+    *,
+    n_layers: int,
+    embedding: int,
+    feed_forward: int,
+    heads: tuple[int, int],
+    n_kv_heads: int,
+    head_dim: int,
+    window: int,
+    experts: tuple[int, int, int, int],
+    vocabulary: int = 100352,
+) -> Model:
+    """``heads``: of full layers (every fourth, the first one included) and of sliding ones; ``experts``: count, used,
+    width, shared width.
+    """
+    n_experts, used, width, shared = experts
+    counts = [heads[0] if i % 4 == 0 else heads[1] for i in range(n_layers)]
+    metadata: dict[str, Value] = {
+        "block_count": n_layers,
+        "context_length": 131072,
+        "embedding_length": embedding,
+        "feed_forward_length": feed_forward,
+        "attention.head_count": counts,
+        "attention.head_count_kv": n_kv_heads,
+        "attention.key_length": head_dim,
+        "attention.value_length": head_dim,
+        "attention.layer_norm_rms_epsilon": 1e-6,
+        "attention.sliding_window": window,
+        "rope.freq_base": 5e5,
+        "rope.freq_base_swa": 1e4,
+        "rope.dimension_count": head_dim // 2,
+        "rope.dimension_count_swa": head_dim,
+        "rope.scaling.type": "yarn",
+        "rope.scaling.factor": 32.0,
+        "rope.scaling.original_context_length": 4096,
+        "rope.scaling.yarn_beta_fast": 64.0,
+        "rope.scaling.yarn_beta_slow": 1.0,
+        "rope.scaling.yarn_attn_factor": 1.0,
+        "expert_count": n_experts,
+        "expert_used_count": used,
+        "expert_feed_forward_length": width,
+        "expert_shared_feed_forward_length": shared,
+        "expert_weights_norm": True,
+        "expert_weights_scale": 2.5,
+        "expert_gating_func": 2,
+        "leading_dense_block_count": 1,
+    }
+    e, d = embedding, head_dim
+    t: dict[str, tuple[int, ...]] = {
+        "token_embd.weight": (vocabulary, e),
+        "output_norm.weight": (e,),
+        "output.weight": (vocabulary, e),
+    }
+    for i, h in enumerate(counts):
+        b = f"blk.{i}."
+        t |= {b + "attn_norm.weight": (e,), b + "ffn_norm.weight": (e,)}
+        t |= {b + "attn_q_norm.weight": (d,), b + "attn_k_norm.weight": (d,), b + "attn_gate.weight": (h, e)}
+        t |= {b + "attn_q.weight": (h * d, e), b + "attn_output.weight": (e, h * d)}
+        t |= {b + "attn_k.weight": (n_kv_heads * d, e), b + "attn_v.weight": (n_kv_heads * d, e)}
+        if i == 0:
+            f = feed_forward
+            t |= {b + "ffn_gate.weight": (f, e), b + "ffn_up.weight": (f, e), b + "ffn_down.weight": (e, f)}
+            continue
+        t |= {b + "ffn_gate_inp.weight": (n_experts, e), b + "exp_probs_b.bias": (n_experts,)}
+        t |= {b + f"ffn_{n}_exps.weight": (n_experts, width, e) for n in ("gate", "up")}
+        t |= {b + f"ffn_{n}_shexp.weight": (shared, e) for n in ("gate", "up")}
+        t |= {b + "ffn_down_exps.weight": (n_experts, e, width), b + "ffn_down_shexp.weight": (e, shared)}
+    return Model("laguna", metadata, t)
+
+
+E2B = gemma4(
+    n_layers=35,
+    embedding=1536,
+    widths=[6144] * 15 + [12288] * 20,
+    n_heads=8,
+    kv=(1, 1),
+    every=5,
+    window=512,
+    n_shared=20,
+    layer_input=256,
+)
+E4B = gemma4(
+    n_layers=42,
+    embedding=2560,
+    widths=[10240] * 42,
+    n_heads=8,
+    kv=(2, 2),
+    every=6,
+    window=512,
+    n_shared=18,
+    layer_input=256,
+)
+GEMMA4_26B_A4B = gemma4(
+    n_layers=30,
+    embedding=2816,
+    widths=[2112] * 30,
+    n_heads=16,
+    kv=(8, 2),
+    every=6,
+    window=1024,
+    experts=(128, 8, 704),
+    key_values=True,
+)
+GEMMA4_31B = gemma4(
+    n_layers=60,
+    embedding=5376,
+    widths=[21504] * 60,
+    n_heads=32,
+    kv=(16, 4),
+    every=6,
+    window=1024,
+    key_values=True,
+)
+LAGUNA_XS2 = laguna(
+    n_layers=40,
+    embedding=2048,
+    feed_forward=8192,
+    heads=(48, 64),
+    n_kv_heads=8,
+    head_dim=128,
+    window=512,
+    experts=(256, 8, 512, 512),
+)
+
+
+def kind_of(name: str, shape: tuple[int, ...], kind: str) -> gguf.GGMLQuantizationType:
+    """What a tensor gets in a file of ``kind``: vectors and routers stay F32, rows that are no whole blocks get Q8_0
+    or F16.
+    """
+    kinds = gguf.GGMLQuantizationType
+    if len(shape) < 2 or not name.endswith(".weight") or "ffn_gate_inp" in name:
+        return kinds.F32
+    if name == "per_layer_model_proj.weight":
+        return kinds.BF16
+    for candidate in (kinds[kind], kinds.Q8_0):
+        if shape[-1] % gguf.GGML_QUANT_SIZES[candidate][0] == 0:
+            return candidate
+    return kinds.F16
+
+
+def write(
+    path: Path, model: Model, kind: str = "Q4_K", *, without: str = "", changed: dict[str, Value] | None = None
+) -> Path:
+    """Write the header of ``model`` and a hole of the size of its data; ``without`` leaves a tensor out."""
+    writer = gguf.GGUFWriter(path, model.architecture)
+    for key, value in (model.metadata | (changed or {})).items():
+        _add(writer, f"{model.architecture}.{key}", value)
+    n_data = 0
+    for name, shape in model.tensors.items():
+        if name == without:
+            continue
+        quant = kind_of(name, shape, kind)
+        block, block_bytes = gguf.GGML_QUANT_SIZES[quant]
+        n_bytes = int(np.prod(shape, dtype=np.int64)) // block * block_bytes
+        writer.add_tensor_info(name, shape, np.dtype(np.float32), n_bytes, raw_dtype=quant)
+        n_data += -(-n_bytes // 32) * 32
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_ti_data_to_file()
+    writer.close()
+    os.truncate(path, -(-path.stat().st_size // 32) * 32 + n_data)
+    return path
+
+
+def _add(writer: gguf.GGUFWriter, key: str, value: Value) -> None:
+    match value:
+        case bool():
+            writer.add_bool(key, value)
+        case int():
+            writer.add_uint32(key, value)
+        case float():
+            writer.add_float32(key, value)
+        case str():
+            writer.add_string(key, value)
+        case list():
+            writer.add_array(key, value)

@@ -1,0 +1,78 @@
+"""Random tiny models of every family, of other shapes than the golden ones, against transformers run beside."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from lucevisor.wire.families import open_spec
+from tests.families.chain import Chain, load_stages
+from tests.families.generate import FAMILIES
+from tests.families.generate.made import Draw, Made, noise, reference
+
+TOLERANCE = 2e-4
+NOISE = 8
+"""How many times transformers' own rounding noise a difference may be, for models whose noise is large."""
+N_TOKENS = 70
+QUICK, ALL = 4, 24
+
+
+def seeds() -> list[object]:
+    """Few by default, all with ``-m slow``."""
+    marks = {True: [], False: [pytest.mark.slow]}
+    return [pytest.param(f, s, id=f"{f}-{s}", marks=marks[s < QUICK]) for f in FAMILIES for s in range(ALL)]
+
+
+def made_with_clear_choices(family: str, seed: int) -> tuple[Made, list[int], torch.Tensor, Draw]:
+    """The first model from ``seed`` on where no choice of experts hangs on rounding."""
+    while True:
+        draw = Draw(seed)
+        made = FAMILIES[family](draw)
+        ids = draw.ids(N_TOKENS, made.vocabulary)
+        logits, margin = reference(made.model, ids)
+        if margin > 2e-5:
+            return made, ids, logits, draw
+        seed += 1000
+
+
+@pytest.mark.filterwarnings("ignore")  # transformers' own
+@pytest.mark.parametrize(("family", "seed"), seeds())
+def test_random_models_agree_with_transformers(family: str, seed: int, tmp_path: Path) -> None:
+    made, ids, wanted, draw = made_with_clear_choices(family, seed)
+    spec = open_spec(made.write(tmp_path / "model.gguf"))
+    assert spec.skipped == ()
+    limit = max(TOLERANCE, NOISE * noise(made.model, ids, wanted))
+    cuts = [b for b in range(1, spec.n_layers) if spec.legal_boundary(b) and draw.flag()]
+    for split, size in (((), N_TOKENS), (cuts, draw.one(1, 13, 40, 64))):
+        chain = Chain(spec, load_stages(spec, split))
+        chain.open(0)
+        difference = float((chain.run_in_chunks(0, ids, size) - wanted).abs().max())
+        assert difference < limit, f"cuts {list(split)}, chunks of {size}: {difference:.1e}, allowed {limit:.1e}"
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_the_seeds_cover_what_they_should() -> None:
+    """Odd head counts, tied and untied outputs, one and many experts, windows shorter than the prompt, sharing
+    layers.
+    """
+    found = {f: [FAMILIES[f](Draw(s)) for s in range(ALL)] for f in FAMILIES}
+    everything = [m for made in found.values() for m in made]
+    assert {"output.weight" in m.tensors for m in everything} == {True, False}
+    counts = [m.metadata["attention.head_count"] for m in everything]
+    assert any(isinstance(n, int) and n % 2 for n in counts)
+    experts = {m.metadata.get("expert_count") for m in everything}
+    assert {1, 8} <= experts
+    assert any(m.metadata.get("expert_count") == m.metadata.get("expert_used_count") for m in found["laguna"])
+    assert all(m.metadata["attention.sliding_window"] < N_TOKENS for m in [*found["laguna"], *found["gemma4"]])
+    gemma = [m.metadata for m in found["gemma4"]]
+    assert {bool(m["attention.shared_kv_layers"]) for m in gemma} == {True, False}
+    assert {bool(m["embedding_length_per_layer_input"]) for m in gemma} == {True, False}
+    assert {"expert_count" in m for m in gemma} == {True, False}
+    assert {"rope.scaling.type" in m.metadata for m in [*found["laguna"], *found["qwen3"]]} == {True, False}
+    widths = {
+        m.tensors["blk.0.attn_gate.weight"].shape[0] // m.metadata["attention.head_count"][0] for m in found["laguna"]
+    }
+    assert 1 in widths
+    assert len(widths) > 1

@@ -1,0 +1,226 @@
+"""Every family's float32 cpu path against what transformers computes (tests/data/golden), whole and cut anywhere."""
+
+from __future__ import annotations
+
+from functools import cache
+from itertools import combinations
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from lucevisor.wire.families import open_spec
+from lucevisor.wire.resident import weight_bytes
+from lucevisor.wire.values import Backend, Dtype, LayerRange, Space
+from tests.families.chain import Chain, How, load_stages
+
+GOLDEN = Path(__file__).parents[1] / "data" / "golden"
+TOLERANCE = 2e-4
+HIDDEN_TOLERANCE = {"gemma4_e2b": 1e-3}
+"""Its residual stream reaches 17 and its queries are not scaled down: the golden float32 run itself is 7.4e-4 away
+from the same model in float64, in the same layers.
+"""
+FIXTURES = ("qwen3", "qwen35", "qwen35moe", "gemma4_e2b", "gemma4_moe", "laguna", "laguna_mscale")
+OPTIONS = {"laguna": {"yarn_attn_factor": "file"}}
+"""The golden file ``laguna`` holds an attention factor that only transformers obeys."""
+
+
+class Golden:
+    """A model, what is expected of it, and its stages unsplit."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.spec = open_spec(GOLDEN / name / "model.gguf", OPTIONS.get(name))
+        with np.load(GOLDEN / name / "golden.npz") as z:
+            self.ids: list[int] = z["input_ids"].tolist()
+            self.logits = torch.from_numpy(z["logits"])
+            self.hidden = torch.from_numpy(z["hidden"])
+            self.prompt = self.ids[: int(z["prompt_len"])]
+            self.greedy: list[int] = z["greedy"].tolist()
+        self.whole = load_stages(self.spec)
+
+    def chain(self, stages=None, **options) -> Chain:
+        return Chain(self.spec, stages or self.whole, **options)
+
+    def cuts(self) -> list[int]:
+        return [b for b in range(1, self.spec.n_layers) if self.spec.legal_boundary(b)]
+
+
+opened = cache(Golden)
+
+
+@pytest.fixture(params=FIXTURES)
+def golden(request) -> Golden:
+    return opened(request.param)
+
+
+def assert_close(found: Tensor, wanted: Tensor) -> None:
+    difference = float((found - wanted).abs().max())
+    assert difference < TOLERANCE, f"largest difference {difference:.2e}"
+
+
+def assert_layers(found: list[Tensor], golden: Golden) -> None:
+    assert len(found) == len(golden.hidden)
+    for i, (a, b) in enumerate(zip(found, golden.hidden, strict=True)):
+        difference = float((a - b).abs().max())
+        where = f"layer {i - 1}" if i else "the embedding"
+        limit = HIDDEN_TOLERANCE.get(golden.name, TOLERANCE)
+        assert difference < limit, f"the first difference is behind {where}: {difference:.2e}"
+
+
+def test_logits_and_every_layer(golden):
+    c = golden.chain()
+    c.open(3)
+    logits = c.run((3, golden.ids), want_hidden=True)
+    assert_layers(c.hidden, golden)
+    assert_close(logits, golden.logits)
+
+
+def test_greedy_tokens(golden):
+    c = golden.chain()
+    c.open(0)
+    assert c.greedy(0, golden.prompt, 32) == golden.greedy
+
+
+def test_every_cut_in_two(golden):
+    assert golden.cuts()
+    for cut in golden.cuts():
+        c = golden.chain(load_stages(golden.spec, [cut]))
+        c.open(0)
+        logits = c.run((0, golden.ids), want_hidden=True)
+        assert_layers(c.hidden, golden)
+        assert_close(logits, golden.logits)
+        c.close(0)
+        c.open(1)
+        assert c.greedy(1, golden.prompt, 32) == golden.greedy, f"cut before layer {cut}"
+
+
+def test_cuts_in_three_as_stages_and_as_shards(golden):
+    for i, cuts in enumerate(list(combinations(golden.cuts(), 2))[::4]):
+        c = golden.chain(load_stages(golden.spec, cuts, shards=i % 2 == 1))
+        c.open(0)
+        assert_close(c.run_in_chunks(0, golden.ids, 29), golden.logits)
+        assert len(c.stages) == (1 if i % 2 else 3)
+
+
+@pytest.mark.parametrize("size", [1, 7, 64])
+def test_chunks_of_a_prompt(golden, size):
+    c = golden.chain()
+    c.open(0)
+    assert_close(c.run_in_chunks(0, golden.ids, size), golden.logits)
+
+
+def test_many_sequences_in_one_step(golden):
+    """Prefill chunks of several lengths and decode rows of others share steps; each sequence gets its own logits."""
+    c, ids = golden.chain(), golden.ids
+    found: dict[int, list[Tensor]] = {s: [] for s in range(6)}
+    for s in found:
+        c.open(s)
+
+    def step(*parts):
+        rows = c.run(*parts)
+        at = 0
+        for s, tokens in parts:
+            found[s].append(rows[at : at + len(tokens)])
+            at += len(tokens)
+
+    step((1, ids[:5]), (0, ids[:30]))
+    step((2, ids[:64]), (1, ids[5:6]), (3, ids[:64]))
+    step((4, ids[:1]), (5, ids[:33]), (0, ids[30:63]), (1, ids[6:7]))
+    step((0, ids[63:64]), (3, ids[64:65]), (1, ids[7:8]), (2, ids[64:65]), (4, ids[1:2]), (5, ids[33:34]))
+    step((5, ids[34:40]), (0, ids[64:70]), (1, ids[8:9]), (4, ids[2:8]))
+    for parts in found.values():
+        rows = torch.cat(parts)
+        assert_close(rows, golden.logits[: len(rows)])
+
+
+def test_concurrent_greedy_equals_one_by_one(golden):
+    prompts = [golden.ids[i : i + n] for i, n in ((0, 40), (3, 7), (10, 62), (20, 1), (0, 3))]
+    alone = []
+    for prompt in prompts:
+        c = golden.chain()
+        c.open(0)
+        alone.append(c.greedy(0, prompt, 12))
+    c = golden.chain()
+    together = []
+    for s, prompt in enumerate(prompts):
+        c.open(s)
+        together.append([int(c.run((s, prompt))[-1].argmax())])
+    for _ in range(11):
+        rows = c.run(*((s, [tokens[-1]]) for s, tokens in enumerate(together)))
+        for s, tokens in enumerate(together):
+            tokens.append(int(rows[s].argmax()))
+    assert together == alone
+
+
+@pytest.mark.parametrize("name", [n for n in FIXTURES if n.startswith(("gemma4", "laguna"))])
+def test_window_pages_that_went_back_change_no_bit(name):
+    """Pages behind the window are dealt out again while their first owner lives; a run that keeps all of them
+    agrees.
+    """
+    golden = opened(name)
+    text = (golden.ids * 4)[:260]
+    kept, released = golden.chain(release=False), golden.chain(load_stages(golden.spec))
+    for c in (kept, released):
+        c.open(0)
+        c.open(1)
+    for at in range(0, 260, 20):
+        part = text[at : at + 20]
+        wanted, found = kept.run((0, part), (1, part[::-1])), released.run((0, part), (1, part[::-1]))
+        assert torch.equal(found, wanted)
+    gone = released.texts[0].pages[Space.WINDOW].count(None)
+    assert gone == (240 - golden.spec.window + 1) // 64
+    assert kept.texts[0].pages[Space.WINDOW].count(None) == 0
+
+
+def test_reused_pages_and_states_hold_nothing_of_the_last_text(golden):
+    c = golden.chain()
+    for s in range(3):
+        c.open(s)
+        c.run((s, golden.ids[::-1]))
+        c.close(s)
+    c.open(0)
+    assert_close(c.run_in_chunks(0, golden.ids, 24), golden.logits)
+
+
+def test_shards_load_what_the_plan_counts(golden):
+    for cuts in ([], golden.cuts()):
+        borders = [0, *cuts, golden.spec.n_layers]
+        stages = load_stages(golden.spec, cuts)
+        for stage, a, b in zip(stages, borders, borders[1:], strict=False):
+            [use] = stage.usage()
+            counted = weight_bytes(
+                golden.spec,
+                LayerRange(a, b),
+                first=a == 0,
+                last=b == golden.spec.n_layers,
+                backend=Backend.CPU,
+                dtype=Dtype.FLOAT32,
+            )
+            assert use.weight_bytes == counted
+            if not cuts:
+                assert use.weight_bytes == sum(golden.spec.files.tensors[n].n_bytes for n in golden.spec.files.tensors)
+
+
+# errors of transformers' own runs in bfloat16 and float16, relative to float32: these models are small and random, and
+# a chosen expert more or less is a large part of them
+HALF = {
+    "qwen3": (0.03, 0.004),
+    "qwen35": (0.12, 0.012),
+    "qwen35moe": (0.12, 0.012),
+    "gemma4_e2b": (0.208, 0.032),
+    "gemma4_moe": (0.496, 0.147),
+    "laguna": (0.2, 0.06),
+    "laguna_mscale": (0.2, 0.06),
+}
+
+
+@pytest.mark.parametrize("dtype", [Dtype.BFLOAT16, Dtype.FLOAT16])
+def test_half_precision_stays_near(golden, dtype):
+    c = golden.chain(load_stages(golden.spec, how=How(dtype, dtype)))
+    c.open(0)
+    found = c.run_in_chunks(0, golden.ids, 24)
+    error = float((found - golden.logits).norm() / golden.logits.norm())
+    assert 1e-4 < error < HALF[golden.name][dtype is Dtype.FLOAT16], error
