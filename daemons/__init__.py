@@ -1,1 +1,4 @@
-"""Shard daemons: run inside the interpreters of backend groups. Imports only the standard library, torch, numpy, gguf, msgspec and lucevisor.wire."""
+"""Shard daemons: run inside the interpreters of backend groups.
+
+They import the standard library, torch, numpy, gguf, msgspec and ``lucevisor.wire``, nothing else.
+"""

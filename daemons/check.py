@@ -1,5 +1,5 @@
 """Doctor's check: does this interpreter's torch compute a layer's numbers right, on every visible device, and map an
-arena?"""
+arena?  And the planner's: how fast?"""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from torch import Tensor
 
 from daemons import device as devices
 from daemons.models.stage import Stage
+from daemons.timing import release, time_span
 from lucevisor.wire.arena import Arena
 from lucevisor.wire.errors import ArenaError
 from lucevisor.wire.families import read_spec
@@ -20,6 +21,7 @@ from lucevisor.wire.messages import (
     Checked,
     CheckLine,
     Load,
+    Measure,
     OpenSequence,
     Operation,
     Pools,
@@ -40,12 +42,29 @@ TOLERANCE = {Dtype.FLOAT32: 1e-4, Dtype.FLOAT16: 1e-2, Dtype.BFLOAT16: 4e-2}
 
 def run_check(order: Check, backend: Backend, fds: Sequence[int]) -> Checked:
     """Run every check; a check that fails is a line, never an exception."""
+    if order.measure is not None:
+        return _measure(order, order.measure, backend)
     lines = [_arena(fd, plan.boundary, order, i) for i, (fd, plan) in enumerate(zip(fds, order.arenas, strict=True))]
     spec = read_spec(open_model([Path(f) for f in order.files]))
     rows = torch.randn(N_TOKENS, spec.boundary_width, generator=torch.Generator().manual_seed(order.layer))
     reference = _layer(spec, order, Backend.CPU, 0, Dtype.FLOAT32, rows)
     lines += [_device(spec, order, backend, d.index, rows, reference) for d in devices.visible_devices(backend)]
     return Checked(lines)
+
+
+def _measure(order: Check, measure: Measure, backend: Backend) -> Checked:
+    devices.set_threads(measure.threads)
+    spec = read_spec(open_model([Path(f) for f in order.files]), measure.options)
+    timings = []
+    for span in measure.spans:
+        try:
+            timings.append(time_span(spec, order, measure, backend, span))
+            release(devices.torch_device(backend, span.device))
+        except Exception as e:  # whatever it is, the planner goes without speeds and says why
+            return Checked(
+                [CheckLine(f"{backend}:{span.device} layers {span.layers}", False, f"{type(e).__name__}: {e}")]
+            )
+    return Checked([], timings)
 
 
 def _arena(fd: int, boundary: int, order: Check, i: int) -> CheckLine:
@@ -76,9 +95,20 @@ def _device(spec: ModelSpec, order: Check, backend: Backend, index: int, rows: T
     )
 
 
+def with_sources(spec: ModelSpec, layer: int) -> LayerRange:
+    """The layer, preceded by what it and those before it read pages of: mostly the layer alone."""
+    start = layer
+    while True:
+        sources = [x.shares_with for x in spec.layers[start : layer + 1] if x.shares_with is not None]
+        first = min([start, *sources])
+        if first == start:
+            return LayerRange(start, layer + 1)
+        start = first
+
+
 @torch.inference_mode()
 def _layer(spec: ModelSpec, order: Check, backend: Backend, index: int, dtype: Dtype, rows: Tensor) -> Tensor:
-    layers = LayerRange(order.layer, order.layer + 1)
+    layers = with_sources(spec, order.layer)
     plan = StagePlan(1, [ShardPlan(index, layers)], source=0, target=1)
     kv_dtype = dtype if dtype in (Dtype.FLOAT32, Dtype.FLOAT16) else Dtype.BFLOAT16
     load = Load(order.files, dtype, kv_dtype, [plan], [], Pools(1, 1, 1), 1, N_TOKENS)

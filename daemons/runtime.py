@@ -15,12 +15,14 @@ import torch
 from torch import Tensor
 
 from daemons import device as devices
+from daemons.errors import LoadError
 from daemons.models.stage import Stage
 from daemons.pulse import Reporter
 from daemons.sampling import Sampler
+from daemons.state.snapshot import StateMap
 from lucevisor.wire.arena import Arena
 from lucevisor.wire.families import read_spec
-from lucevisor.wire.gguf_files import open_model
+from lucevisor.wire.gguf_files import GgufFiles, open_model
 from lucevisor.wire.messages import (
     CloseSequence,
     DeviceUse,
@@ -54,7 +56,7 @@ class Runtime:
         self.stages: dict[int, Stage] = {}
         self._plans: dict[int, StagePlan] = {p.stage: p for p in load.stages}
         self._sampler: Sampler | None = None
-        self.spec = read_spec(open_model([Path(f) for f in load.files]), load.options)
+        self.spec = read_spec(_open_planned(load), load.options)
         if backend is not Backend.CPU:
             for arena in arenas:
                 devices.register_host(arena.view())
@@ -106,6 +108,10 @@ class Runtime:
         result = StepResult(step.step_id, stage_index, sampled, time.monotonic() - started, wait_s, segments)
         return Outcome(result, payload)
 
+    def state_map(self) -> StateMap:
+        """Where the state of every layer of every stage lies."""
+        return StateMap(self.spec, [stack.pools for stage in self.stages.values() for stack in stage.stacks])
+
     def reset(self, order: Reset) -> StepResult:
         """Drop every sequence of every stage."""
         for stage in self.stages.values():
@@ -155,3 +161,14 @@ class Runtime:
         if not wanted or self._sampler is None:
             return []
         return self._sampler.sample(sequences, positions, stage.logits(rows, wanted))
+
+
+def _open_planned(load: Load) -> GgufFiles:
+    """The model's files, if they are still those that the supervisor planned with.  Raises GgufError, LoadError."""
+    files = open_model([Path(f) for f in load.files])
+    changed = [path for path, a, b in zip(files.paths, files.marks, load.marks, strict=False) if a != b]
+    if changed:
+        reason = "the file is not the one that the plan was made for: it was changed since the supervisor read it"
+        advice = "restart the supervisor, which reads it again, when the file is complete"
+        raise LoadError(str(changed[0]), reason, advice, configuration=True)
+    return files

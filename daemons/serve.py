@@ -25,6 +25,7 @@ from daemons.errors import DaemonError
 from daemons.options import EXIT_CONFIGURATION, Options
 from daemons.pulse import Reporter
 from daemons.runtime import Runtime
+from daemons.state.transfers import Transfers
 from lucevisor.wire.blocking import BlockingLink
 from lucevisor.wire.errors import LinkClosed, WireError
 from lucevisor.wire.frames import Frame
@@ -36,6 +37,8 @@ from lucevisor.wire.messages import (
     Hello,
     Load,
     Reset,
+    Restore,
+    Save,
     Shutdown,
     Step,
 )
@@ -98,6 +101,8 @@ class _Server:
     def __init__(self, link: BlockingLink, reporter: Reporter, options: Options) -> None:
         self._link, self._reporter, self._options = link, reporter, options
         self._runtime: Runtime | None = None
+        self._transfers: Transfers | None = None
+        self._broken = False
         self._idle_since = time.monotonic()
 
     def run(self) -> int:
@@ -108,7 +113,7 @@ class _Server:
                 self._reporter.log("error", "link broken", reason=str(e))
                 return EXIT_FAILED
             if frame is None:
-                return 0
+                return EXIT_FAILED if self._broken else 0
             code = self._handle(frame)
             if code is not None:
                 return code
@@ -122,7 +127,11 @@ class _Server:
                 return self._step(step, frame.flags)
             case Load() as load:
                 return self._load(load, frame.fds)
+            case Save() | Restore() as order if self._transfers is not None:
+                self._transfers.take(order, *frame.fds)
+                return None
             case Reset() as order if self._runtime is not None:
+                self._end_transfers("the supervisor dropped every sequence")
                 self._link.send(self._runtime.reset(order), request_id=order.token)
                 return None
             case Check() as order:
@@ -130,6 +139,7 @@ class _Server:
                 self._link.send(run_check(order, self._options.backend, frame.fds))
                 return None
             case Shutdown():
+                self._end_transfers("the daemon was told to end")
                 return 0
             case other:
                 return self._fail(
@@ -160,9 +170,24 @@ class _Server:
             return self._fail(
                 "load", e, ", ".join(f"device {s.device} layers {s.layers}" for p in load.stages for s in p.shards)
             )
+        self._transfers = Transfers(
+            self._runtime.state_map(),
+            lambda answer, request_id: self._link.send(answer, request_id=request_id),
+            group=self._options.group,
+            broken=self._break,
+        )
         self._reporter.memory(free_bytes=self._runtime.free_bytes())
         self._link.send(loaded)
         return None
+
+    def _end_transfers(self, reason: str) -> None:
+        if self._transfers is not None:
+            self._transfers.cancel(reason)
+
+    def _break(self) -> None:
+        """A transfer found its device failed: wake the compute thread and end the process."""
+        self._broken = True
+        self._link.close()
 
     def _fail(self, what: str, error: Exception, where: str) -> int:
         if isinstance(error, DaemonError):

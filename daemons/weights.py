@@ -7,8 +7,6 @@ Invariant: when a shard is built, ``n_bytes`` equals the planner's ``weight_byte
 
 from __future__ import annotations
 
-import os
-import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
@@ -22,16 +20,16 @@ from daemons.ops.choose import Chooser
 from daemons.ops.experts import ExpertMatrices, JoinedExperts
 from daemons.ops.linear import Joined, Linear, Table
 from daemons.quants import dequantise, four_bit
+from daemons.reading import HostMemory, Piece, Progress, Staging, row_count
 from lucevisor.wire.ggml_types import DENSE, NATIVE, Format, GgmlType
 from lucevisor.wire.gguf_files import GgufFiles
-from lucevisor.wire.gguf_header import TensorInfo
 from lucevisor.wire.resident import Resident, Role
 
 CHUNK_BYTES = 8 << 20
+"""Bytes of one read and conversion: small enough for a cpu's caches; an accelerator gets four times as much a copy."""
 PACK_ROWS = 64
 """torch packs int4 in blocks of up to 64 rows, each for itself: chunks of whole blocks can be packed one by one."""
 ADVICE = "give this device fewer layers (target_layer_split), a smaller quant, or fewer pages"
-REPORT_S = 0.05
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,121 +42,6 @@ class Rows:
     name: str
     ranges: tuple[tuple[int, int], ...] | None = None
     columns: tuple[int, int] | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class _Piece:
-    tensor: TensorInfo
-    start: int
-    stop: int
-    columns: tuple[int, int]
-
-    @property
-    def width(self) -> int:
-        return self.columns[1] - self.columns[0]
-
-    @property
-    def byte_columns(self) -> tuple[int, int]:
-        """Where in a row the blocks lie that hold the columns."""
-        kind = self.tensor.kind
-        first, behind = self.columns[0] // kind.block_elements, -(-self.columns[1] // kind.block_elements)
-        return first * kind.block_bytes, behind * kind.block_bytes
-
-    @property
-    def n_bytes(self) -> int:
-        """Of its rows, in the file."""
-        return (self.stop - self.start) * (self.tensor.n_bytes // row_count(self.tensor))
-
-
-class Staging:
-    """Reads file bytes into reused host memory and brings them to the device.
-
-    For an accelerator there are two page-locked buffers in turn, so that reading overlaps copying.
-    """
-
-    def __init__(self, files: GgufFiles, device: torch.device) -> None:
-        self.files, self.device = files, device
-        self.accelerated = device.type != "cpu"
-        self.buffers = [torch.empty(0, dtype=torch.uint8) for _ in range(2 if self.accelerated else 1)]
-        self.busy: list[torch.cuda.Event | None] = [None] * len(self.buffers)
-        self.turn = 0
-        self.descriptors = [os.open(path, os.O_RDONLY | os.O_CLOEXEC) for path in files.paths]
-        for fd in self.descriptors:
-            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_SEQUENTIAL)
-
-    def close(self) -> None:
-        for fd in self.descriptors:
-            os.close(fd)
-        self.descriptors = []
-        self.buffers = []
-
-    def load(self, pieces: Sequence[_Piece]) -> list[Tensor]:
-        """Raw rows of each piece on the device, uint8 [rows, row_bytes]; valid until the next call."""
-        self.turn = (self.turn + 1) % len(self.buffers)
-        event = self.busy[self.turn]
-        if event is not None:
-            event.synchronize()
-        row_bytes = [p.tensor.n_bytes // row_count(p.tensor) for p in pieces]
-        sizes = [n * (p.stop - p.start) for n, p in zip(row_bytes, pieces, strict=True)]
-        offsets = [0]
-        for size in sizes:
-            offsets.append(-(-(offsets[-1] + size) // 64) * 64)  # numbers of any format stay aligned
-        buffer = self._roomy(offsets[-1])
-        for piece, n, size, at in zip(pieces, row_bytes, sizes, offsets, strict=False):
-            self._read(buffer[at : at + size], piece.tensor, piece.start * n)
-        there = buffer.to(self.device, non_blocking=True) if self.accelerated else buffer
-        if self.accelerated:
-            event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            event.record(torch.cuda.current_stream(self.device))
-            self.busy[self.turn] = event
-        return [there[at : at + size].view(-1, n) for at, size, n in zip(offsets, sizes, row_bytes, strict=False)]
-
-    def _roomy(self, n_bytes: int) -> Tensor:
-        if self.buffers[self.turn].numel() < n_bytes:
-            self.buffers[self.turn] = torch.empty(n_bytes, dtype=torch.uint8, pin_memory=self.accelerated)
-        return self.buffers[self.turn][:n_bytes]
-
-    def _read(self, target: Tensor, tensor: TensorInfo, skip: int) -> None:
-        view = memoryview(target.numpy())  # type: ignore[arg-type]  # torch's stub of numpy() hides the buffer
-        at = 0
-        while at < len(view):
-            try:
-                n = os.preadv(self.descriptors[tensor.part], [view[at:]], tensor.offset + skip + at)
-            except OSError as error:
-                raise self._failed(
-                    tensor, f"reading failed: {error.strerror}", "check the disk and the file"
-                ) from error
-            if n == 0:
-                raise self._failed(tensor, "the file ended: it was cut after it was opened", "fetch the file again")
-            at += n
-
-    def _failed(self, tensor: TensorInfo, reason: str, advice: str) -> LoadError:
-        return LoadError(f"{self.files.paths[tensor.part]}: tensor {tensor.name!r}", reason, advice)
-
-
-def row_count(tensor: TensorInfo) -> int:
-    """Rows of a tensor: the product of all but its last extent."""
-    n = 1
-    for extent in tensor.shape[:-1]:
-        n *= extent
-    return n
-
-
-@dataclass(slots=True)
-class Progress:
-    """Counts file bytes and reports them, not oftener than every REPORT_S."""
-
-    total_bytes: int
-    report: Callable[[int, int], None]
-    done_bytes: int = 0
-    last_s: float = 0.0
-
-    def add(self, n_bytes: int) -> None:
-        self.done_bytes += n_bytes
-        now = time.monotonic()
-        if now - self.last_s >= REPORT_S or self.done_bytes >= self.total_bytes:
-            self.last_s = now
-            self.report(self.done_bytes, self.total_bytes)
 
 
 @dataclass(slots=True)
@@ -177,11 +60,14 @@ class Weights:
     progress: Progress = field(init=False)
     _forms: dict[tuple[str, Role], Resident] = field(init=False)
     _shared: dict[str, tuple[GgmlType, Tensor]] = field(init=False)
+    _host: HostMemory | None = field(init=False)
 
     def __post_init__(self) -> None:
         self._forms = {(r.name, r.role): r for r in self.residents}
         self._shared = {}
         self.staging = Staging(self.files, self.chooser.device)
+        on_cpu = self.chooser.device.type == "cpu"
+        self._host = HostMemory.reserve(sum(r.n_bytes + 256 for r in self.residents)) if on_cpu else None
         self.progress = Progress(sum(r.read_bytes for r in self.residents), self.report)
 
     def close(self) -> None:
@@ -219,8 +105,16 @@ class Weights:
         if forms[0].form is Format.BLOCKS:
             raw = self._raw(rows)
             return self.chooser.expert_blocks(forms[0].kind, raw.view(n_experts, -1, raw.shape[-1]), n_columns)
+        kinds = {r.kind.name for r in forms}
+        if forms[0].form is Format.INT4:
+            packed, affine = self._int4(rows)
+            affine = affine.view(affine.shape[0], n_experts, -1, 2).transpose(0, 1).contiguous()
+            return self.chooser.expert_int4(kinds, packed.view(n_experts, -1, n_columns // 2), affine)
+        if forms[0].form is Format.INT8:
+            weight, scale = self._int8(rows)
+            return self.chooser.expert_int8(kinds, weight.view(n_experts, -1, n_columns), scale.view(n_experts, -1))
         weight = self._dense(rows, self._dtype_of(forms[0]))
-        return self.chooser.expert_dense({r.kind.name for r in forms}, weight.view(n_experts, -1, n_columns))
+        return self.chooser.expert_dense(kinds, weight.view(n_experts, -1, n_columns))
 
     def table(self, name: str) -> Table:
         """Rows by id.  Where it is the output matrix too, both share one tensor if the resident forms say so."""
@@ -267,7 +161,7 @@ class Weights:
         pieces = self._pieces(rows)
         start, stop = pieces[0].byte_columns
         out = self._empty(pieces, (_total(pieces), stop - start), torch.uint8)
-        for at, parts in self._chunks(pieces, 1):
+        for at, parts in self._chunks(pieces, 1, expanded=False):
             for _, raw in parts:
                 out[at : at + raw.shape[0]] = raw
                 at += raw.shape[0]
@@ -320,7 +214,7 @@ class Weights:
 
     # ---- reading
 
-    def _numbers(self, piece: _Piece, raw: Tensor, dtype: torch.dtype) -> Tensor:
+    def _numbers(self, piece: Piece, raw: Tensor, dtype: torch.dtype) -> Tensor:
         tensor = piece.tensor
         try:
             found = dequantise(tensor.kind, raw, dtype)
@@ -330,39 +224,42 @@ class Weights:
             reason = f"nobody here can read its type {tensor.kind.name} ({error})"
             raise LoadError(where, reason, "use a file with another quant type", configuration=True) from error
 
-    def _pieces(self, rows: list[Rows]) -> list[_Piece]:
-        out: list[_Piece] = []
+    def _pieces(self, rows: list[Rows]) -> list[Piece]:
+        out: list[Piece] = []
         for r in rows:
             tensor = self.files.tensors[r.name]
             columns = r.columns or (0, tensor.shape[-1])
-            out += [_Piece(tensor, a, b, columns) for a, b in r.ranges or ((0, row_count(tensor)),)]
+            out += [Piece(tensor, a, b, columns) for a, b in r.ranges or ((0, row_count(tensor)),)]
         return out
 
-    def _empty(self, pieces: list[_Piece], shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    def _empty(self, pieces: list[Piece], shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         names = ", ".join(dict.fromkeys(p.tensor.name for p in pieces))
         n_bytes = dtype.itemsize
         for extent in shape:
             n_bytes *= extent
         what = f"weights of {names} ({self.files.paths[pieces[0].tensor.part].name})"
         with allocating(self.chooser.device, what, n_bytes, ADVICE):
-            out = torch.empty(shape, dtype=dtype, device=self.chooser.device)
+            room = self._host.take(shape, dtype) if self._host is not None and not self.chooser.packs(dtype) else None
+            out = torch.empty(shape, dtype=dtype, device=self.chooser.device) if room is None else room
         self.n_bytes += out.nbytes
         return out
 
-    def _chunks(self, pieces: list[_Piece], align: int) -> Iterator[tuple[int, list[tuple[_Piece, Tensor]]]]:
-        """The pieces in order, cut into chunks of about CHUNK_BYTES and whole multiples of ``align`` rows."""
+    def _chunks(
+        self, pieces: list[Piece], align: int, *, expanded: bool = True
+    ) -> Iterator[tuple[int, list[tuple[Piece, Tensor]]]]:
+        """The pieces in chunks of about CHUNK_BYTES (as float32 if ``expanded``), whole multiples of ``align`` rows."""
         row_bytes = max(p.tensor.n_bytes // row_count(p.tensor) for p in pieces)
-        numbers = pieces[0].width * 4  # what a row takes while it is converted
-        size = max(align, CHUNK_BYTES // max(row_bytes, numbers) // align * align)
-        total = _total(pieces)
-        borders = [*range(0, total, size), total]
+        widest = max(row_bytes, pieces[0].width * 4) if expanded else row_bytes
+        budget = CHUNK_BYTES * (4 if self.staging.accelerated else 1)
+        size = max(align, budget // widest // align * align)
+        borders = [*range(0, _total(pieces), size), _total(pieces)]
         for start, stop in pairwise(borders):
             part = list(_cut(pieces, start, stop))
             yield start, [(p, _narrow(p, raw)) for p, raw in zip(part, self.staging.load(part), strict=True)]
             self.progress.add(sum(p.n_bytes for p in part))
 
 
-def _total(pieces: list[_Piece]) -> int:
+def _total(pieces: list[Piece]) -> int:
     return sum(p.stop - p.start for p in pieces)
 
 
@@ -375,18 +272,18 @@ def _own(resident: Resident) -> Rows:
     return Rows(resident.name, (span,)) if part.axis == 0 else Rows(resident.name, columns=span)
 
 
-def _narrow(piece: _Piece, raw: Tensor) -> Tensor:
+def _narrow(piece: Piece, raw: Tensor) -> Tensor:
     """The blocks of whole rows that hold the piece's columns."""
     start, stop = piece.byte_columns
     return raw if stop - start == raw.shape[1] else raw[:, start:stop].contiguous()
 
 
-def _ahead(piece: _Piece) -> int:
+def _ahead(piece: Piece) -> int:
     """Numbers of the first block that lie before the piece's columns."""
     return piece.columns[0] % piece.tensor.kind.block_elements
 
 
-def _cut(pieces: list[_Piece], start: int, stop: int) -> Iterator[_Piece]:
+def _cut(pieces: list[Piece], start: int, stop: int) -> Iterator[Piece]:
     """What rows start .. stop of the joined pieces are made of."""
     at = 0
     for p in pieces:

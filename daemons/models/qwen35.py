@@ -21,7 +21,7 @@ from daemons.models.blocks import (
     PreNormLayer,
     QueryKey,
 )
-from daemons.ops.basic import RmsNorm, plain_rope
+from daemons.ops.basic import RmsNorm, rope
 from daemons.state.batch import Batch
 from daemons.state.pools import Pools
 from daemons.weights import Rows, Weights
@@ -36,7 +36,7 @@ class Qwen35Family(Family):
         assert isinstance(spec.params, Qwen35)
         self.spec, self.p, self.w, self.pools = spec, spec.params, weights, pools
         self.device = weights.chooser.device
-        self.rope = plain_rope(self.p.n_rotary, self.p.theta, self.device)
+        self.rope = rope(self.p.rotary, self.device)
 
     def norm(self, name: str) -> RmsNorm:
         weight = self.w.exact(name)

@@ -110,9 +110,9 @@ def check(request: ShardRequest) -> None:
         raise LoadError(
             where, f"the model has layers [0,{spec.n_layers})", "correct the plan's layer ranges", configuration=True
         )
-    for boundary in (layers.start, layers.stop):
-        if not spec.legal_boundary(boundary):
-            reason = f"layers behind {boundary} read pages of layers before it"
+    for layer in spec.layers[layers.start : layers.stop]:
+        if layer.shares_with is not None and layer.shares_with not in layers:
+            reason = f"layer {layer.index} reads pages of layer {layer.shares_with}, which is elsewhere"
             raise LoadError(where, reason, "move the boundary to a legal place", configuration=True)
     _files(spec)
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from daemons.ops.experts import BlockExperts, DenseExperts, ExpertMatrices
+from daemons.ops.experts import BlockExperts, DenseExperts, ExpertMatrices, ListedExperts
 from daemons.ops.linear import (
     Blocks,
     BlockTable,
@@ -41,13 +41,17 @@ class Chooser:
         if implementation not in before.split(" + "):
             self.chosen[key] = f"{before} + {implementation}" if before else implementation
 
+    def packs(self, dtype: torch.dtype) -> bool:
+        """Whether a plain matrix of ``dtype`` is packed into other memory than it was read to."""
+        return self.device.type == "cpu" and dtype == torch.bfloat16 and packed_bfloat16()
+
     def dense(self, kinds: set[str], weight: Tensor, *, indexed: bool = False) -> Linear:
         """A plain matrix.  ``indexed``: it is also a lookup table, so its rows must stay where they are."""
         what = "linear " + ",".join(sorted(kinds))
         if self.device.type == "cpu" and weight.dtype == torch.float32:
             self._note(what, "float32 batched mkl")
             return DenseFloat32Cpu(weight)
-        if self.device.type == "cpu" and weight.dtype == torch.bfloat16 and not indexed and packed_bfloat16():
+        if not indexed and self.packs(weight.dtype):
             self._note(what, "bfloat16 onednn packed")
             return PackedBfloat16Cpu(weight)
         self._note(what, f"{str(weight.dtype).removeprefix('torch.')} torch")
@@ -66,6 +70,18 @@ class Chooser:
         """Quant blocks of experts ``[X, N, row_bytes]``."""
         self._note(f"experts {kind.name}", f"blocks, expanded to {str(self.dtype).removeprefix('torch.')} when chosen")
         return BlockExperts(kind, raw, n_columns)
+
+    def expert_int4(self, kinds: set[str], packed: Tensor, affine: Tensor) -> ExpertMatrices:
+        """Packed int4 ``[X, N, K / 2]`` and its affine groups ``[X, K / 32, N, 2]``."""
+        self._note("experts " + ",".join(sorted(kinds)), "int4 groups of 32, torch packed")
+        pairs = zip(packed, affine, strict=True)
+        return ListedExperts([Int4Cpu(p, a) for p, a in pairs], packed.shape[-1] * 2)
+
+    def expert_int8(self, kinds: set[str], weight: Tensor, scale: Tensor) -> ExpertMatrices:
+        """int8 ``[X, N, K]`` with one scale a row ``[X, N]``."""
+        self._note("experts " + ",".join(sorted(kinds)), "int8 rows, torch packed")
+        pairs = zip(weight, scale, strict=True)
+        return ListedExperts([Int8Cpu(w, s) for w, s in pairs], weight.shape[-1])
 
     def int4(self, kinds: set[str], packed: Tensor, affine: Tensor) -> Linear:
         self._note("linear " + ",".join(sorted(kinds)), "int4 groups of 32, torch packed")

@@ -64,6 +64,22 @@ class BlockExperts:
         return dequantise(self.kind, raw, dtype).view(-1, self.n_out, self.n_columns)
 
 
+class ListedExperts:
+    """Products of experts in whatever form they are, one after the other."""
+
+    def __init__(self, products: list[Linear], n_columns: int) -> None:
+        self.products, self.n_columns = products, n_columns
+        self.n_experts, self.n_out = len(products), products[0].n_out
+        self.n_numbers, self.n_bytes = self.n_out * n_columns, sum(p.n_bytes for p in products)
+
+    def one(self, expert: int) -> Linear:
+        return self.products[expert]
+
+    def some(self, experts: Tensor, dtype: torch.dtype) -> Tensor:
+        unit = torch.eye(self.n_columns, dtype=dtype, device=experts.device)
+        return torch.stack([self.products[e](unit).t() for e in experts.tolist()])
+
+
 class JoinedExperts:
     """Matrices of the same experts in several forms, below each other."""
 

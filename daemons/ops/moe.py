@@ -65,40 +65,79 @@ class ExpertMlp:
 
     def __call__(self, x: Tensor, experts: Tensor, weights: Tensor) -> Tensor:
         """The weighted sum [T, E] over each row's experts [T, k]."""
-        if x.device.type != "cpu" and experts.numel() <= FEW_PAIRS:
+        if x.device.type == "cpu":
+            return self.one_by_one(x, experts, weights)
+        if experts.numel() <= FEW_PAIRS:
             return self.gathered(x, experts, weights)
-        return self.grouped(x, experts, weights)
+        return self.batched(x, experts, weights)
 
-    def grouped(self, x: Tensor, experts: Tensor, weights: Tensor) -> Tensor:
-        """Rows are sorted by expert, each chosen expert multiplies its own once.  Waits for the device to say who was
-        chosen."""
-        k = experts.shape[1]
-        chosen, order = experts.flatten().sort(stable=True)
-        rows = x.index_select(0, order // k)
-        names, counts = (found.tolist() for found in torch.unique_consecutive(chosen, return_counts=True))
-        out = x.new_empty(rows.shape[0], self.down.n_out)
+    def one_by_one(self, x: Tensor, experts: Tensor, weights: Tensor) -> Tensor:
+        """Each chosen expert multiplies its own rows: no matrix is copied, every chosen one is read once."""
+        sorted_rows = _Sorted(x, experts)
+        out = x.new_empty(experts.numel(), self.down.n_out)
         at = 0
-        for expert, n in zip(names, counts, strict=True):
-            inner = gated(self.gate_up.one(expert)(rows[at : at + n]), self.activation)
+        for expert, n in zip(sorted_rows.names.tolist(), sorted_rows.counts.tolist(), strict=True):
+            inner = gated(self.gate_up.one(expert)(sorted_rows.rows[at : at + n]), self.activation)
             out[at : at + n] = self.down.one(expert)(inner)
             at += n
-        back = torch.empty_like(order)
-        back[order] = torch.arange(order.shape[0], device=order.device)
-        return _weighted(out.index_select(0, back).view(-1, k, self.down.n_out), weights)
+        return _weighted(sorted_rows.back(out), weights)
 
     def gathered(self, x: Tensor, experts: Tensor, weights: Tensor) -> Tensor:
         """The matrices of every pair are copied together and multiplied as one batch; nobody waits for the device."""
         k, pairs = experts.shape[1], experts.flatten()
-        size = max(1, EXPANDED_NUMBERS // (self.gate_up.n_numbers + self.down.n_numbers))
-        rows = x.repeat_interleave(k, dim=0).unsqueeze(-1)
-        parts = []
-        for at in range(0, pairs.shape[0], size):
-            part = pairs[at : at + size]
-            inner = gated(
-                torch.bmm(self.gate_up.some(part, x.dtype), rows[at : at + size]).squeeze(-1), self.activation
-            )
-            parts.append(torch.bmm(self.down.some(part, x.dtype), inner.unsqueeze(-1)).squeeze(-1))
+        rows = x.repeat_interleave(k, dim=0).unsqueeze(1)
+        parts = [self._batch(rows[at : at + self.n_expanded], pairs[at : at + self.n_expanded])
+                 for at in range(0, pairs.shape[0], self.n_expanded)]  # fmt: skip
         return _weighted(torch.cat(parts).view(-1, k, self.down.n_out), weights)
+
+    def batched(self, x: Tensor, experts: Tensor, weights: Tensor) -> Tensor:
+        """Chosen experts in batches, those with many rows first, so that a batch needs little padding.
+
+        Waits for the device once, to learn who was chosen how often.
+        """
+        sorted_rows = _Sorted(x, experts)
+        counts = sorted_rows.counts.tolist()
+        largest_first = sorted_rows.counts.argsort(descending=True)
+        ends = sorted_rows.counts.cumsum(0)
+        out = x.new_empty(experts.numel(), self.down.n_out)
+        longest = sorted(counts, reverse=True)
+        for at in range(0, len(counts), self.n_expanded):
+            chosen = largest_first[at : at + self.n_expanded]
+            first = (ends - sorted_rows.counts)[chosen].unsqueeze(1)
+            # short lists are filled up with their last row, whose result is then written more than once
+            place = torch.minimum(first + torch.arange(longest[at], device=x.device), ends[chosen].unsqueeze(1) - 1)
+            result = self._batch(sorted_rows.rows[place], sorted_rows.names[chosen])
+            out.index_copy_(0, place.flatten(), result.flatten(0, 1))
+        return _weighted(sorted_rows.back(out), weights)
+
+    @property
+    def n_expanded(self) -> int:
+        """Experts whose matrices are held expanded at a time."""
+        return max(1, EXPANDED_NUMBERS // (self.gate_up.n_numbers + self.down.n_numbers))
+
+    def _batch(self, rows: Tensor, experts: Tensor) -> Tensor:
+        """Rows [P, n, E] of experts [P] -> [P, n, E]."""
+        inner = gated(torch.bmm(rows, self.gate_up.some(experts, rows.dtype).transpose(1, 2)), self.activation)
+        return torch.bmm(inner, self.down.some(experts, rows.dtype).transpose(1, 2))
+
+
+class _Sorted:
+    """Rows of x, once for each of their experts, those of the same expert together.
+
+    ``names`` of the chosen experts, ascending, and the ``counts`` of their rows; all on the device.
+    """
+
+    def __init__(self, x: Tensor, experts: Tensor) -> None:
+        self.k = experts.shape[1]
+        chosen, self.order = experts.flatten().sort(stable=True)
+        self.rows = x.index_select(0, self.order // self.k)
+        self.names, self.counts = torch.unique_consecutive(chosen, return_counts=True)
+
+    def back(self, results: Tensor) -> Tensor:
+        """Results in the order of :attr:`rows` -> [T, k, E]."""
+        place = torch.empty_like(self.order)
+        place[self.order] = torch.arange(self.order.shape[0], device=results.device)
+        return results.index_select(0, place).view(-1, self.k, results.shape[-1])
 
 
 def _weighted(results: Tensor, weights: Tensor) -> Tensor:

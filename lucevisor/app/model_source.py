@@ -1,16 +1,34 @@
-"""Where the model file is: a path, or ``hf:owner/repo/file`` fetched through huggingface_hub into its own cache."""
+"""Where the model file is: a path, or ``hf:owner/repo/file`` fetched through huggingface_hub into its own cache.
+
+What is asked of the hub, how it is signed and where files lie is huggingface_hub's affair.  Added here: a download that
+was broken off, also by ending the process, goes on where it stopped (huggingface_hub itself forgets what it has when
+its call ends, and so does its faster transfer of chunks), and plain lines of progress where there is no terminal.
+Invariant: a file is in the cache under its final name only when it is whole.
+"""
 
 from __future__ import annotations
 
+import hashlib
+import io
+import os
 import re
+import shutil
+import sys
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING, Any, BinaryIO, cast
 
 from lucevisor.config import Config
 from lucevisor.config.values import HubFile
 from lucevisor.errors import ConfigError
 
+if TYPE_CHECKING:
+    from huggingface_hub import HfFileMetadata
+
 _PART = re.compile(r"-(\d{5})-of-(\d{5})\.gguf$")
+_SHA256 = re.compile(r"[0-9a-f]{64}")
+_UNFINISHED = ".lucevisor.incomplete"
 
 
 def part_names(file: str) -> list[str]:
@@ -24,11 +42,13 @@ def part_names(file: str) -> list[str]:
 def resolve(config: Config, notify: Callable[[str], None] = lambda _: None) -> Path:
     """Path of the model's (first) file on this machine, downloading when it is a hub path.
 
-    Resumes broken downloads; HF_HUB_OFFLINE=1 uses the cache only.  Raises ConfigError naming ``model.path``.
+    ``notify`` gets lines of progress; on a terminal huggingface_hub shows its own bar instead.  Resumes broken
+    downloads; with HF_HUB_OFFLINE=1, or while the hub does not answer, the cache is used.  Raises ConfigError naming
+    ``model.path``.
     """
     source = config.model.source
     if isinstance(source, HubFile):
-        return _download(config, source, notify)
+        return _Download(config, source, notify).run()
     if not source.is_file():
         why = "is a directory" if source.is_dir() else "there is no such file"
         raise ConfigError(
@@ -37,20 +57,176 @@ def resolve(config: Config, notify: Callable[[str], None] = lambda _: None) -> P
     return source
 
 
-def _download(config: Config, source: HubFile, notify: Callable[[str], None]) -> Path:
-    from huggingface_hub import hf_hub_download  # slow to import, and only needed for hub paths
-    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
+class _Counted(io.FileIO):
+    """A file being downloaded that tells of every tenth of its ``total`` bytes.  Writes whole buffers or raises."""
 
-    paths = []
-    for name in part_names(source.file):
-        notify(f"model {source.repo_id}/{name}")
+    def __init__(self, path: Path, total: int, tell: Callable[[int], None]) -> None:
+        super().__init__(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666), "r+b")
+        self._total, self._tell = total, tell
+        self._tenth = 10 * self.seek(0, os.SEEK_END) // max(1, total)
+
+    def write(self, data: Any) -> int:
+        view = memoryview(data)
+        while len(view):
+            view = view[super().write(view) or 0 :]
+        tenth = 10 * self.tell() // max(1, self._total)
+        if tenth > self._tenth:
+            self._tenth = tenth
+            self._tell(10 * tenth)
+        return len(data)
+
+
+@dataclass(frozen=True, slots=True)
+class _Download:
+    """One model from the hub: all parts from the same commit of its repository."""
+
+    config: Config
+    source: HubFile
+    notify: Callable[[str], None]
+
+    def run(self) -> Path:
+        """Return the path of the first part when all are there."""
+        names = part_names(self.source.file)
+        first = self._part(names[0], None)
+        for name in names[1:]:
+            self._part(name, first.relative_to(self._folder() / "snapshots").parts[0])
+        return first
+
+    def _part(self, name: str, commit: str | None) -> Path:
+        """One file of the newest commit, or of ``commit``: found in the cache or fetched."""
+        from huggingface_hub import get_hf_file_metadata, hf_hub_download, hf_hub_url  # slow to import
+
+        repo = self.source.repo_id
         try:
-            paths.append(Path(hf_hub_download(source.repo_id, name)))
-        except LocalEntryNotFoundError as e:
-            why = "is not in the local cache and the hub cannot be reached"
-            hint = "check the network and HF_HUB_OFFLINE"
-            raise ConfigError("model.path", config.model.path, why, hint, file=str(config.file)) from e
-        except HfHubHTTPError as e:
-            why, hint = f"the hub answered: {e}", "check owner, repo, file and HF_TOKEN"
-            raise ConfigError("model.path", config.model.path, why, hint, file=str(config.file)) from e
-    return paths[0]
+            facts = get_hf_file_metadata(hf_hub_url(repo, name, revision=commit))
+        except Exception as error:  # besides its own, those of its HTTP library, which differs from version to version
+            return self._cached(name, commit, error)
+        try:
+            self._fetch(name, facts)
+            return Path(hf_hub_download(repo, name, revision=commit))
+        except ConfigError:
+            raise
+        except Exception as error:  # as above
+            raise self._refusal(name, error) from error
+
+    def _cached(self, name: str, commit: str | None, error: Exception) -> Path:
+        """What an earlier start left, when the hub gives no answer that helps."""
+        from huggingface_hub import try_to_load_from_cache
+        from huggingface_hub.errors import OfflineModeIsEnabled
+
+        found = try_to_load_from_cache(self.source.repo_id, name, revision=commit)
+        if not isinstance(found, str):
+            raise self._refusal(name, error) from error
+        if not isinstance(error, OfflineModeIsEnabled):
+            self.notify(f"{self.source.repo_id}/{name} from the cache, for the hub says: {_first_line(error)}")
+        return Path(found)
+
+    def _fetch(self, name: str, facts: HfFileMetadata) -> None:
+        """Bring the file's bytes to where the cache keeps them; nothing to do when they are there."""
+        from huggingface_hub import constants, hf_hub_url
+        from huggingface_hub.utils import WeakFileLock  # type: ignore[attr-defined]  # exported, but not in __all__
+
+        if facts.etag is None or facts.size is None or facts.size > constants.MAX_HTTP_DOWNLOAD_SIZE:
+            self.notify(f"{self.source.repo_id}/{name}: a download of this file cannot be resumed")
+            return  # huggingface_hub fetches it in its own way
+        blob = self._folder() / "blobs" / facts.etag
+        lock = self._cache() / ".locks" / self._folder().name / f"{facts.etag}.lock"
+        for path in (blob, lock):
+            path.parent.mkdir(parents=True, exist_ok=True)
+        with WeakFileLock(lock):  # huggingface_hub's own name for it: two starts at once fetch once
+            if not blob.exists():
+                # not facts.location: on the way there the HTTP library drops the token where the host changes
+                url = hf_hub_url(self.source.repo_id, name, revision=facts.commit_hash)
+                self._fetch_to(blob, name, url, facts.size)
+
+    def _fetch_to(self, blob: Path, name: str, url: str, size: int) -> None:
+        from huggingface_hub.file_download import http_get
+        from huggingface_hub.utils import build_hf_headers  # type: ignore[attr-defined]  # as above
+
+        unfinished = blob.with_name(blob.name + _UNFINISHED)
+        done = unfinished.stat().st_size if unfinished.exists() else 0
+        if done > size:
+            unfinished.unlink()
+            done = 0
+        free = shutil.disk_usage(blob.parent).free
+        if size - done > free:
+            why = f"{name} takes {size - done} more bytes, {free} are free in {blob.parent}"
+            raise self._error(why, "free some, or set HF_HOME to a larger disk")
+        what = f"{self.source.repo_id}/{name}"
+        lines = self.notify if not _has_bar() else lambda _: None
+        lines(f"{what}: {size} bytes" + (f", {done} are there" if done else ""))
+        with _Counted(unfinished, size, lambda percent: lines(f"{what} {percent}% of {size} bytes")) as file:
+            headers = build_hf_headers() | {"Accept-Encoding": "identity"}
+            http_get(
+                url,
+                cast(BinaryIO, file),
+                resume_size=done,
+                headers=headers,
+                expected_size=size,
+                displayed_filename=name,
+            )
+        if done:  # what an earlier process left may have met a crash of the machine
+            self._check(unfinished, blob.name, name)
+        os.replace(unfinished, blob)
+
+    def _check(self, path: Path, etag: str, name: str) -> None:
+        """Compare a resumed file with the hub's checksum, if its etag is one.  Raises ConfigError."""
+        if _SHA256.fullmatch(etag) is None:
+            return
+        self.notify(f"{self.source.repo_id}/{name}: checking what was resumed")
+        with path.open("rb") as file:
+            if hashlib.file_digest(file, "sha256").hexdigest() == etag:
+                return
+        path.unlink()
+        raise self._error(f"{name} was resumed and its bytes are wrong", "start again: it is fetched anew")
+
+    def _refusal(self, name: str, error: Exception) -> ConfigError:
+        from huggingface_hub.errors import (
+            EntryNotFoundError,
+            GatedRepoError,
+            HfHubHTTPError,
+            OfflineModeIsEnabled,
+            RepositoryNotFoundError,
+        )
+
+        repo = self.source.repo_id
+        match error:
+            case OfflineModeIsEnabled():
+                why = f"{name} is not in the cache {self._cache()}, and HF_HUB_OFFLINE forbids asking the hub"
+                return self._error(why, "unset HF_HUB_OFFLINE for one start, or name a file of this machine")
+            case GatedRepoError():
+                why = f"the repository {repo} is gated"
+                return self._error(why, "accept its terms on the hub and set HF_TOKEN")
+            case RepositoryNotFoundError():
+                why = f"the hub has no repository {repo}, or does not show it to you ({_first_line(error)})"
+                return self._error(why, "check owner and repo; set HF_TOKEN if it is private")
+            case EntryNotFoundError():
+                return self._error(f"the repository {repo} has no file {name}", "check its name, letter by letter")
+            case HfHubHTTPError():
+                return self._error(f"the hub answered: {_first_line(error)}", "check HF_TOKEN, or try again later")
+        why = f"{name} cannot be fetched: {type(error).__name__}: {_first_line(error)}"
+        return self._error(why, "check the network, HF_ENDPOINT and the disk, and start again: it goes on from there")
+
+    def _error(self, why: str, hint: str) -> ConfigError:
+        return ConfigError("model.path", self.config.model.path, why, hint, file=str(self.config.file))
+
+    def _cache(self) -> Path:
+        from huggingface_hub import constants
+
+        return Path(constants.HF_HUB_CACHE).expanduser().resolve()
+
+    def _folder(self) -> Path:
+        from huggingface_hub.file_download import repo_folder_name
+
+        return self._cache() / repo_folder_name(repo_id=self.source.repo_id, repo_type="model")
+
+
+def _has_bar() -> bool:
+    """Whether huggingface_hub shows its progress bar."""
+    from huggingface_hub.utils import are_progress_bars_disabled  # type: ignore[attr-defined]  # as above
+
+    return sys.stderr.isatty() and not are_progress_bars_disabled()
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]

@@ -54,7 +54,7 @@ def open_model(config: Config, notify: Callable[[str], None] = lambda _: None) -
     try:
         spec = open_spec(path, {"yarn_attn_factor": config.model.yarn_attn_factor})
         files = part_paths(path)
-    except GgufError as e:
+    except (GgufError, OSError) as e:
         raise ConfigError(
             "model.path", config.model.path, str(e), "name a file of a family this version runs", file=str(config.file)
         ) from e

@@ -20,6 +20,7 @@ from typing import Literal, Protocol
 import structlog
 
 from lucevisor.app.assembly import Assembly
+from lucevisor.app.speeds import speeds_for
 from lucevisor.config import Config
 from lucevisor.engine.chain import ChainFailure
 from lucevisor.engine.limits import EngineLimits
@@ -36,6 +37,7 @@ from lucevisor.supervision.staging import stage_packages
 from lucevisor.supervision.states import State
 from lucevisor.wire.arena import Arena
 from lucevisor.wire.frames import Frame
+from lucevisor.wire.gguf_header import GgufError
 from lucevisor.wire.messages import DeviceInfo, Heartbeat, Hello, Progress
 from lucevisor.wire.model_spec import ModelSpec
 
@@ -93,6 +95,7 @@ class Service:
         self._hellos: dict[str, Hello] = {}
         self._placed: asyncio.Future[Placement] = asyncio.get_running_loop().create_future()
         self._placed.add_done_callback(_retrieve)
+        self._placing = asyncio.Lock()
         self._changed = asyncio.Event()
         self._stopping: asyncio.Task[None] | None = None
         self._watchdog: asyncio.Task[None] | None = None
@@ -210,18 +213,25 @@ class Service:
 
     async def _make_load(self, group: str, hello: Hello) -> LoadOrder:
         self._hellos[group] = hello
-        if len(self._hellos) == len(self.groups) and not self._placed.done():
-            try:
-                self._placed.set_result(self._place())
-            except LucevisorError as e:
-                self._placed.set_exception(e)
+        if len(self._hellos) == len(self.groups):
+            async with self._placing:  # measuring takes a while, in which a daemon may come a second time
+                if not self._placed.done():
+                    try:
+                        self._placed.set_result(await self._place())
+                    except LucevisorError as e:
+                        self._placed.set_exception(e)
         placement = await asyncio.shield(self._placed)
-        load = load_message(placement, group, [str(f) for f in self.model.files], self._threads(group))
+        try:
+            marks = self.model.spec.files.marks if self.model.spec.files is not None else ()
+        except (GgufError, OSError) as e:
+            raise LucevisorError(f"the model cannot be read any more: {e}") from e
+        load = load_message(placement, group, [str(f) for f in self.model.files], self._threads(group), marks)
         return LoadOrder(load, [self.arenas[a.boundary].fd for a in load.arenas])
 
-    def _place(self) -> Placement:
+    async def _place(self) -> Placement:
         inventory: Mapping[str, list[DeviceInfo]] = {g: h.devices for g, h in self._hellos.items()}
-        result = plan(self.model.spec, self.config, inventory)
+        speeds = await speeds_for(self.model.spec, self.model.files, self.config, inventory)
+        result = plan(self.model.spec, self.config, inventory, speeds)
         if isinstance(result, Infeasible):
             raise LucevisorError(result.message)
         for notice in result.notices:

@@ -17,21 +17,33 @@ from lucevisor.errors import ExitCode
 @config_argument
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 @click.option("--no-probe", is_flag=True, help="Do not ask the groups' interpreters which devices there are.")
-def plan(config: Path, overrides: tuple[str, ...], as_json: bool, no_probe: bool) -> int:
-    """Show shards, bytes of weights and state per device, what does not fit and by how much.  Loads no weights."""
+@click.option("--measure", is_flag=True, help="Measure how fast the devices are, for an automatic split, and keep it.")
+def plan(config: Path, overrides: tuple[str, ...], as_json: bool, no_probe: bool, measure: bool) -> int:
+    """Show shards, bytes of weights and state per device, what does not fit and by how much.  Loads no weights, but a
+    few layers with --measure."""
+    from lucevisor.app import logs
     from lucevisor.app.probe import inventory
     from lucevisor.app.run import open_model
+    from lucevisor.app.speeds import read, speeds_for, wanted
     from lucevisor.placement.explain import as_json as plan_json
     from lucevisor.placement.explain import text
     from lucevisor.placement.planner import plan as make_plan
     from lucevisor.placement.result import Infeasible
 
+    if measure and no_probe:
+        raise click.UsageError("--measure asks the groups' interpreters, --no-probe keeps from asking them: give one")
     loaded = load(config, overrides)
+    logs.configure(loaded.log.format, loaded.log.level)
     model = open_model(loaded, lambda what: click.echo(f"fetching {what}", err=True))
     found, problems = ({}, {}) if no_probe else asyncio.run(inventory(loaded))
     for group, problem in problems.items():
         click.echo(f"group {group}: {problem}; its memory is taken as unknown", err=True)
-    result = make_plan(model.spec, loaded, found)
+    if measure:
+        speeds = asyncio.run(speeds_for(model.spec, model.files, loaded, found, fresh=True))
+    else:
+        request = wanted(model.spec, loaded, found)
+        speeds = None if request is None else read(request, model.spec)
+    result = make_plan(model.spec, loaded, found, speeds)
     click.echo(json.dumps(plan_json(result), indent=2) if as_json else text(result))
     for notice in loaded.notices:
         click.echo(f"notice: {notice}", err=True)

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from lucevisor.config.schema import GROUPS, SECTIONS, Config, FieldKey, keys_of
-from lucevisor.config.values import Notice, Weights, is_loopback
+from lucevisor.config.values import Auto, Notice, Weights, is_loopback
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,12 +43,8 @@ def _any(value: object) -> bool:
 
 
 UNIMPLEMENTED: Mapping[str, Unimplemented] = {
-    "engine.kv_dtype": Unimplemented("the type q8_0", lambda value: value == "q8_0", True, "nearest: float16"),
-    "cache.prefix_slots": Unimplemented("the prefix cache", lambda value: value != 0, False, "remove the key"),
-    "cache.memory": Unimplemented("the prefix cache", _any, False, "remove the key"),
     "cache.dir": Unimplemented("snapshots", lambda value: value != "", True, 'set it to "" or remove the key'),
     "cache.disk": Unimplemented("snapshots", _any, False, "remove the key"),
-    "cache.min_tokens": Unimplemented("the prefix cache", _any, False, "remove the key"),
     "draft.kind": Unimplemented("speculative decoding", lambda value: value != "off", True, "nearest: off"),
     "kvflash.pool_tokens": Unimplemented("KV Flash", lambda value: value != 0, True, "nearest: 0"),
     "pflash.mode": Unimplemented("PFlash", lambda value: value != "off", True, "nearest: off"),
@@ -70,13 +66,19 @@ INERT: tuple[Inert, ...] = (
         "remove the key, or add a device to placement.target_devices",
     ),
     Inert(
+        ("placement.goal",),
+        lambda config: len(config.placement.devices) == 1 or not isinstance(config.placement.split, Auto),
+        'has no effect: there is a choice with placement.target_layer_split = "auto" and two devices or more only',
+        "remove the key",
+    ),
+    Inert(
         ("server.allow_open",),
         lambda config: is_loopback(config.server.host) or bool(config.server.api_keys_file),
         "has no effect: it only matters where other machines can reach server.host and no server.api_keys_file is set",
         "remove the key",
     ),
     Inert(
-        ("cache.memory", "cache.min_tokens"),
+        ("cache.memory", "cache.min_tokens", "cache.checkpoint_pages"),
         lambda config: config.cache.prefix_slots == 0,
         "has no effect while cache.prefix_slots is 0",
         "remove the key, or set cache.prefix_slots",

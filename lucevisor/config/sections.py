@@ -34,6 +34,10 @@ Backend = Literal["cpu", "cuda", "hip"]
 DType = Literal["auto", "float32", "bfloat16", "float16"]
 KvDType = Literal["auto", "float32", "float16", "bfloat16", "q8_0"]
 AutoWord = Literal["auto"]
+Goal = Literal["latency", "throughput"]
+Normalise = Literal["off", "fix", "move"]
+NORMALISE: tuple[Normalise, ...] = ("off", "fix", "move")
+GOALS: tuple[Goal, ...] = ("latency", "throughput")
 
 _RESTART_LIMIT = RestartLimit(5, 60)
 _VISIBLE_DEVICES = {"cuda": "CUDA_VISIBLE_DEVICES", "hip": "HIP_VISIBLE_DEVICES"}
@@ -68,8 +72,8 @@ class ModelConfig:
         Literal["default", "file"],
         Key(
             Choice(("default", "file")),
-            "Attention factor of YaRN in Laguna models: `default` is 0.1 ln(factor) + 1, `file` the value written in "
-            "the model file.",
+            "Attention factor of models that are stretched by YaRN (Laguna): `default` is 0.1 ln(factor) + 1, `file` "
+            "the value written in the model file.",
         ),
     ] = "default"
 
@@ -145,10 +149,19 @@ class PlacementConfig:
         Key(
             LayerSplit(),
             "How many layers each device of `target_devices` holds. Weights are shares and need not add up to 1; "
-            'ranges name the layers: `["0-4", "4-8"]` is layers 0 to 3, then 4 to 7. `"auto"`: the planner chooses.',
+            'ranges name the layers: `["0-4", "4-8"]` is layers 0 to 3, then 4 to 7. `"auto"`: the planner chooses, '
+            "from free memory and from the speed of each device, which the first start with a model measures.",
             name="target_layer_split",
         ),
     ] = field(default=Auto())
+    goal: Annotated[
+        Goal,
+        Key(
+            Choice(GOALS),
+            'What `target_layer_split = "auto"` makes short: `latency` the way of one request through all devices, '
+            "`throughput` the work of the slowest stage, which bounds what many requests get in all.",
+        ),
+    ] = "latency"
 
     def split_text(self) -> str:
         """Return the split as `--set placement.target_layer_split=` takes it."""
@@ -164,7 +177,8 @@ class EngineConfig:
         DType,
         Key(
             Choice((AUTO, "float32", "bfloat16", "float16")),
-            "Type of activations and arithmetic. `auto`: chosen by the daemon for its device.",
+            "Type of activations and arithmetic, one for the whole chain. `auto`: chosen by the planner for the "
+            "devices that are there.",
         ),
     ] = "auto"
     kv_dtype: Annotated[
@@ -230,13 +244,41 @@ class ServerConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CacheConfig:
-    """Reuse of prompts that were computed before, in memory and on disk."""
+    """Reuse of prompts that were computed before, in memory and on disk. It never changes what is answered, `normalise`
+    apart. docs/prefix-cache.md tells how it works.
+    """
 
     prefix_slots: Annotated[int, Key(Whole(0, 2**20), "Prompt prefixes kept in memory; 0 is off.", "slots")] = 32
-    memory: Annotated[int, Key(Size(), "Memory that prefix slots may take in all.", "bytes")] = 2**30
+    memory: Annotated[
+        int,
+        Key(
+            Size(),
+            "Memory that prefix slots may take in all, over all devices: pages that no running request uses as well, "
+            "and checkpoints of recurrent layers, which are set aside at start.",
+            "bytes",
+        ),
+    ] = 2**30
     dir: Annotated[str, Key(FilePath(), "Folder of snapshots, which outlive a restart. Empty: none are written.")] = ""
     disk: Annotated[int, Key(Size(), "Space that snapshots may take in all.", "bytes")] = 20 * 2**30
     min_tokens: Annotated[int, Key(Whole(0, 2**30), "Shorter prefixes are not kept.", "tokens")] = 256
+    checkpoint_pages: Annotated[
+        int,
+        Key(
+            Whole(0, 2**20),
+            "Models with recurrent layers: a prompt without chat turns is remembered at its last multiple of so many "
+            "pages of 64 tokens; 0: at its end only.",
+            "pages",
+        ),
+    ] = 4
+    normalise: Annotated[
+        Normalise,
+        Key(
+            Choice(NORMALISE),
+            "What is done with lines of the system prompt that some agents change every turn, a date or a billing "
+            "header: `off` nothing; `fix` their values are replaced by fixed words, so the model does not read them; "
+            "`move` dates go behind the last message.",
+        ),
+    ] = "off"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

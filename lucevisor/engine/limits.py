@@ -4,9 +4,10 @@ here.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from lucevisor.memory.pages import PagePools
+from lucevisor.memory.prefix import PrefixSettings
 from lucevisor.memory.tables import most_window_pages
 from lucevisor.wire.messages import Pools
 from lucevisor.wire.values import PAGE_TOKENS, Space
@@ -18,7 +19,7 @@ class EngineLimits:
 
     ``max_step_tokens`` bounds a step and with it how long a decode may wait for the prefill chunks beside it; one chunk
     and one token of every sequence always fit, so neither starves.  ``window_tokens``: positions that a sliding layer
-    sees, itself included; None without such layers.
+    sees, itself included; None without such layers.  ``prefix``: what prefix slots may take; off by default.
     """
 
     n_stages: int
@@ -29,6 +30,7 @@ class EngineLimits:
     spaces: frozenset[Space]
     pools: Pools
     window_tokens: int | None = None
+    prefix: PrefixSettings = field(default_factory=PrefixSettings)
 
     def __post_init__(self) -> None:
         for name in ("n_stages", "max_sequences", "prefill_chunk"):

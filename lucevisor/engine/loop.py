@@ -34,8 +34,11 @@ from lucevisor.engine.request import (
 from lucevisor.engine.rows import IdsOutput, RowCollector, RowsMissing
 from lucevisor.engine.scheduler import Events, Scheduler, WrongResult
 from lucevisor.engine.sequence import Wanted
-from lucevisor.engine.statistics import EngineStatistics, RateWindow, StepTotals
-from lucevisor.wire.values import Sampling
+from lucevisor.engine.statistics import CacheStatistics, EngineStatistics, RateWindow, StepTotals
+from lucevisor.memory.blocks import Slot
+from lucevisor.memory.prefix import PrefixIndex, Reservation
+from lucevisor.wire.messages import SlotPlace
+from lucevisor.wire.values import Sampling, Space
 
 _RETRY_S = (1, 60)  # bounds of Retry-After: a client that asks more often gains nothing, one that waits longer gives up
 _RETRY_UNKNOWN_S = 5  # when no request finished lately
@@ -214,7 +217,65 @@ class Engine:
             preemptions=self._scheduler.n_preemptions,
             pages={str(space): use for space, use in self._scheduler.pages().items()},
             steps=copy.deepcopy(self._totals),
+            cache=CacheStatistics.of(self._scheduler.reuse),
         )
+
+    # ---- prefix slots, for what moves them to disk and back
+
+    @property
+    def prefixes(self) -> PrefixIndex:
+        """The remembered prefixes: to look at, to set hooks, to pin."""
+        return self._scheduler.reuse.index
+
+    async def settled(self) -> bool:
+        """Wait until every stage has done all that was decided up to now; False when the chain breaks before."""
+        chain, goal = self._chain, self._scheduler.flush()
+        self._proceed([])
+        while chain is not None and chain is self._chain and self._scheduler.last_applied < goal:
+            self._changed.clear()
+            await self._changed.wait()
+        return chain is not None and chain is self._chain
+
+    async def export(self, slot: Slot) -> SlotPlace | None:
+        """Pin a slot and return where it lies, as soon as its bytes are there in every stage.
+
+        Until ``release``, which the caller owes after a place, nothing writes to its first ``n_tokens`` positions.
+        None, and no pin, when the slot is gone or the chain breaks.
+        """
+        self.prefixes.pin(slot)
+        if slot.alive and await self.settled() and slot.alive:
+            full, window = (slot.pages(space) for space in (Space.FULL, Space.WINDOW))
+            return SlotPlace(slot.n_tokens, full, window, slot.first_window, slot.state)
+        self.release(slot)
+        return None
+
+    def release(self, slot: Slot) -> None:
+        """Take the pin of ``export`` back."""
+        self.prefixes.unpin(slot)
+        self._proceed([])
+
+    async def reserve(self, n_tokens: int) -> Reservation | None:
+        """Take fresh pages and states for a prefix of so many tokens; no step under way writes to them any more.
+
+        The caller owes ``adopt`` when all their bytes are in every stage, else ``cancel_reservation``.  None when there
+        is no room or the chain breaks.
+        """
+        reservation = self.prefixes.reserve(n_tokens)
+        if reservation is not None and not await self.settled():
+            self.cancel_reservation(reservation)
+            return None
+        return reservation
+
+    def adopt(self, tokens: Sequence[int], reservation: Reservation) -> Slot | None:
+        """Publish a restored prefix; None when it is not kept: the chain broke meanwhile, or it is not worth it."""
+        slot = self.prefixes.adopt(tokens, reservation, self._clock())
+        self._proceed([])
+        return slot
+
+    def cancel_reservation(self, reservation: Reservation) -> None:
+        """Give reserved pages back.  Does nothing when they are given back or adopted already."""
+        self.prefixes.cancel(reservation)
+        self._proceed([])
 
     # ---- inside
 

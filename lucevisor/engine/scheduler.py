@@ -9,25 +9,27 @@ that every stage has one to work on; those that waited longest go first.  A prom
 follow each other down the chain; a decode waits for its previous token.  At most one step a stage and one more are in
 flight, which is also the number of arena regions, so no region is written before its last reader is done.
 
-Memory.  A request is admitted (in order of arrival) when the pages of all its known tokens are free, those promised to
-running ones and one a running one set aside.  When pages run out nevertheless, the youngest request gives its own back
-and returns to the front of the queue with the tokens it has; computed again they continue as before, since a draw
-depends on seed, position and logits alone.
+Memory.  A request is admitted (in order of arrival) when the pages of all its known tokens are free or held by prefix
+slots alone, those promised to running ones and one a running one set aside.  Only one whose beginning is just being
+computed for another lets others pass until that is done.  When pages run out nevertheless, slots give theirs up, then
+the youngest request gives its own back and returns to the front of the queue with the tokens it has; computed again
+they continue as before, since a draw depends on seed, position and logits alone.
 
 Why ids may be given away while steps are in flight: every stage executes steps in order, so a step planned later writes
 later.  Operations that no step carries yet stay in one ordered list and ride on the next plan.  Nothing is lost while
 they wait: page and state ids are the supervisor's, and a daemon keeps no more than a table for each of max_sequences.
 
-Invariants: ids are owned by live sequences only; a live sequence has at most one undrawn token under way; a finished
-request is in no list.
+Invariants: ids are owned by live sequences and prefix slots only; a live sequence has at most one undrawn token under
+way; a finished request is in no list.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass
 
+from lucevisor.engine.flight import Flight, Part, StepPlan, WrongResult, drawn_tokens
 from lucevisor.engine.limits import EngineLimits
+from lucevisor.engine.picking import Pick, choose
 from lucevisor.engine.request import (
     ContextOverflow,
     Event,
@@ -38,59 +40,19 @@ from lucevisor.engine.request import (
     RequestState,
     TokenEvent,
 )
-from lucevisor.engine.sequence import LiveSequence, RequestRecord, Wanted
+from lucevisor.engine.reuse import NOTHING, Reuse
+from lucevisor.engine.sequence import RequestRecord, Wanted
+from lucevisor.memory.blocks import NO_STATE
 from lucevisor.memory.pages import PageAllocator, PageUse
-from lucevisor.memory.tables import PageTable, most_window_pages, pages_of
-from lucevisor.wire.messages import (
-    CloseSequence,
-    OpenSequence,
-    Operation,
-    Sampled,
-    SetPages,
-    Slice,
-    Step,
-    StepResult,
-    ZeroState,
-)
+from lucevisor.memory.prefix import Match
+from lucevisor.memory.tables import most_window_pages, pages_of
+from lucevisor.wire.messages import CloseSequence, Operation, Sampled, SetPages, Slice, Step, StepResult
 from lucevisor.wire.values import Space
 
-NO_STATE = -1
-"""``OpenSequence.state`` of a model without recurrent layers."""
+__all__ = ["NO_STATE", "Events", "Scheduler", "StepPlan", "WrongResult"]
 
 Events = list[tuple[str, Event]]
 """What to tell whom: (request id, event), in order."""
-
-
-class WrongResult(Exception):
-    """A step result that does not answer the step it names: supervisor and daemons no longer agree on the state."""
-
-
-@dataclass(frozen=True, slots=True)
-class StepPlan:
-    """A step to send, and whose slices it carries (``request_ids[i]`` owns ``step.slices[i]``)."""
-
-    step: Step
-    request_ids: tuple[str, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class _Part:
-    record: RequestRecord
-    slice: Slice
-
-
-@dataclass(frozen=True, slots=True)
-class _Flight:
-    step_id: int
-    parts: dict[int, _Part]  # by sequence id as it was when the step was planned
-    decodes: bool
-
-
-@dataclass(frozen=True, slots=True)
-class _Pick:
-    record: RequestRecord
-    live: LiveSequence
-    stop: int
 
 
 class Scheduler:
@@ -101,13 +63,16 @@ class Scheduler:
         self.admitting = True  # False: queued requests stay queued, running ones go on
         self.n_preemptions = 0
         self.n_generated_tokens = 0
+        self.last_applied = 0  # the last step whose result came
         self._pools = limits.make_pools()
+        self.reuse = Reuse(limits, self._pools)
         self._sequences = PageAllocator(limits.max_sequences, "sequences")
         self._records: dict[str, RequestRecord] = {}
         self._queue: deque[RequestRecord] = deque()
         self._live: dict[int, RequestRecord] = {}
         self._operations: list[Operation] = []
-        self._in_flight: deque[_Flight] = deque()
+        self._flushing = False  # operations that wait for a step get one of their own
+        self._in_flight: deque[Flight] = deque()
         self._n_arrivals = 0
         self._last_step = 0
 
@@ -157,6 +122,7 @@ class Scheduler:
         max_tokens = min(request.max_tokens, capacity - n_prompt)
         record = RequestRecord(request, self._n_arrivals, max_tokens, now, wanted)
         self._n_arrivals += 1
+        self.reuse.submitted(record)
         self._records[request.request_id] = record
         self._queue.append(record)
 
@@ -170,9 +136,11 @@ class Scheduler:
 
         A preempted request counts as queued: all its tokens are here, so it goes on when the shards are back.
         """
+        self.reuse.index.clear()
         events = [self._finish(record, "error", now, error=error) for record in list(self._live.values())]
         self._in_flight.clear()
         self._operations.clear()  # the shards start empty
+        self._flushing = False
         for record in self._queue:
             record.n_in_flight = 0
         return events
@@ -188,11 +156,22 @@ class Scheduler:
         if len(self._in_flight) >= self.limits.n_regions:
             return None
         self._admit(now)
-        while picks := self._choose():
+        while picks := choose(self._live.values(), self._in_flight, self.limits):
             # Securing pages may preempt every pick while older requests are in flight: choose again.
+            n_preemptions = self.n_preemptions
             if secured := self._secure(picks):
-                return self._plan(secured)
-        return None
+                return self._plan(secured, now)
+            if n_preemptions == self.n_preemptions:
+                break
+        return self._plan([], now) if self._flushing else None
+
+    def flush(self) -> int:
+        """Let operations that wait for a step go with the next plan, whatever it carries.
+
+        Returns the step after whose result every stage has done all that was decided up to now.
+        """
+        self._flushing = bool(self._operations)
+        return self._last_step + self._flushing
 
     def apply(self, result: StepResult, now: float) -> Events:
         """Take the tail's result of the oldest step in flight.  Raises WrongResult, and changes nothing, when it does
@@ -201,8 +180,9 @@ class Scheduler:
         Each sampling slice gets one or more tokens (a verify step more than one); those behind the end of a request and
         those of a request that ended meanwhile are dropped.
         """
-        drawn = self._check(result)
+        drawn = drawn_tokens(self._in_flight[0] if self._in_flight else None, result)
         flight = self._in_flight.popleft()
+        self.last_applied = flight.step_id
         events: Events = []
         for sequence, part in flight.parts.items():
             part.record.n_in_flight -= 1
@@ -215,23 +195,47 @@ class Scheduler:
     # ---- inside: admission and choice
 
     def _admit(self, now: float) -> None:
-        while self.admitting and self._queue and len(self._live) < self.limits.max_sequences:
-            record = self._queue[0]
+        for record in tuple(self._queue):
             # A preempted request whose last token is still under way waits for it: the token is not drawn twice.
-            if record.n_in_flight or not self._fits(record):
+            if not self.admitting or len(self._live) >= self.limits.max_sequences or record.n_in_flight:
                 return
-            self._queue.popleft()
-            self._open(record, now)
+            if self.reuse.awaits(record, self._live.values()):
+                continue
+            match = self.reuse.match(record)
+            # What it would share may be all there is to give up for the rest of it: then it starts without.
+            if not self._start(record, match, now) and not (match.position and self._start(record, NOTHING, now)):
+                return
 
-    def _fits(self, record: RequestRecord) -> bool:
+    def _start(self, record: RequestRecord, match: Match, now: float) -> bool:
+        """Start a queued request with what is remembered of it; False when there is no room for it yet."""
+        if not self._fits(record, match):
+            return False
+        [sequence] = self._sequences.allocate(1) or [NO_STATE]
+        opened = self.reuse.open(record, sequence, match)
+        if opened is None:
+            self._sequences.release([sequence])
+            return False
+        record.live, operations = opened
+        self._operations += operations
+        self._queue.remove(record)
+        record.move(RequestState.PREFILL)
+        if record.started_at is None:
+            record.started_at = now
+        self._live[sequence] = record
+        self.reuse.started(record, match, now)
+        return True
+
+    def _fits(self, record: RequestRecord, match: Match) -> bool:
         needs = self._needs(record)
+        if Space.FULL in needs:
+            needs[Space.FULL] -= len(match.full)
         for other in self._live.values():
             for space, n in self._needs(other).items():
                 held = 0 if other.live is None else len(other.live.table.held(space))
                 needs[space] += max(0, n - held) + 1  # promised to it, and one to grow by
         if Space.RECURRENT in self._pools:
             needs[Space.RECURRENT] = 1
-        return self._pools.fits(needs)
+        return self.reuse.index.can_reclaim(needs, {Space.FULL: match.full, Space.WINDOW: match.window})
 
     def _needs(self, record: RequestRecord) -> dict[Space, int]:
         """Pages of the paged spaces that the known tokens of a request take at once."""
@@ -244,54 +248,12 @@ class Scheduler:
             needs[Space.WINDOW] = min(n_pages, most)
         return needs
 
-    def _open(self, record: RequestRecord, now: float) -> None:
-        [sequence] = self._sequences.allocate(1) or [NO_STATE]
-        state = NO_STATE
-        if Space.RECURRENT in self._pools:
-            [state] = self._pools[Space.RECURRENT].allocate(1) or [NO_STATE]
-        record.move(RequestState.PREFILL)
-        record.live = LiveSequence(sequence, state, PageTable(self._pools, self.limits.window_tokens))
-        if record.started_at is None:
-            record.started_at = now
-        self._live[sequence] = record
-        self._operations.append(OpenSequence(sequence, state, record.request.sampling))
-        if state != NO_STATE:
-            self._operations.append(ZeroState(state))
-
-    def _choose(self) -> list[_Pick]:
-        """Pick the slices of a step by age, waiting time and token budget; pages are secured afterwards."""
-        ready = [
-            _Pick(record, record.live, record.next_stop(record.live.n_planned, self.limits.prefill_chunk))
-            for record in self._live.values()
-            if record.live is not None and record.live.n_planned < len(record.tokens)
-        ]
-        decodes = [pick for pick in ready if pick.record.state is RequestState.DECODE]
-        decodes.sort(key=lambda pick: (pick.live.last_step, pick.record.arrival))
-        chunks = [pick for pick in ready if pick.record.state is RequestState.PREFILL]
-        chunks.sort(key=lambda pick: pick.record.arrival)
-        budget = self.limits.max_step_tokens
-        picks: list[_Pick] = []
-        for pick in decodes[: self._n_decodes()] + chunks:
-            n_tokens = pick.stop - pick.live.n_planned
-            if n_tokens > budget or (pick.record.wanted is not None and picks):
-                continue
-            picks.append(pick)
-            budget -= n_tokens
-            if pick.record.wanted is not None:
-                break  # its rows come back as payload: nobody else's rows among them
-        return picks
-
-    def _n_decodes(self) -> int:
-        """Return how many sequences make one micro-batch; 0 while every stage has one."""
-        if sum(flight.decodes for flight in self._in_flight) >= self.limits.n_stages:
-            return 0
-        n_decoding = sum(record.state is RequestState.DECODE for record in self._live.values())
-        return -(-n_decoding // self.limits.n_stages)
-
     # ---- inside: pages and plans
 
-    def _secure(self, picks: list[_Pick]) -> list[_Pick]:
-        """Give every pick its pages, oldest request first; preempt the youngest when there are none."""
+    def _secure(self, picks: list[Pick]) -> list[Pick]:
+        """Give every pick its pages, oldest request first; when there are none, slots give theirs, then the youngest
+        request.
+        """
         secured = []
         for pick in sorted(picks, key=lambda pick: pick.record.arrival):
             while pick.record.live is pick.live:  # not preempted for an older one, nor for itself
@@ -300,6 +262,10 @@ class Scheduler:
                     self._operations += [SetPages(pick.live.sequence, g.space, g.first, g.pages) for g in growths]
                     secured.append(pick)
                     break
+                if self.reuse.index.reclaim(pick.live.table.missing(pick.stop)):
+                    continue
+                if len(self._live) == 1 and self.reuse.index.held_back:
+                    break  # a snapshot is being written or read: its pages come back by themselves
                 self._preempt(max(self._live.values(), key=lambda record: record.arrival))
         return secured
 
@@ -309,7 +275,7 @@ class Scheduler:
         self._queue.appendleft(record)
         self.n_preemptions += 1
 
-    def _plan(self, picks: list[_Pick]) -> StepPlan:
+    def _plan(self, picks: list[Pick], now: float) -> StepPlan:
         self._last_step += 1
         slices = []
         for pick in picks:
@@ -318,7 +284,7 @@ class Scheduler:
             pick.live.n_planned = pick.stop
             pick.live.last_step = self._last_step
             pick.record.n_in_flight += 1
-        wanted = picks[0].record.wanted
+        wanted = picks[0].record.wanted if picks else None
         step = Step(
             step_id=self._last_step,
             region=self._last_step % self.limits.n_regions,
@@ -328,28 +294,15 @@ class Scheduler:
             want_hidden=wanted is not None and wanted.hidden,
         )
         self._operations = []
-        parts = {s.sequence: _Part(pick.record, s) for pick, s in zip(picks, slices, strict=True)}
+        self._flushing = False
+        for pick in picks:  # on the next step: the states are those behind this one's slices
+            self._operations += self.reuse.advanced(pick.record, now)
+        parts = {s.sequence: Part(pick.record, s) for pick, s in zip(picks, slices, strict=True)}
         decodes = any(pick.record.state is RequestState.DECODE for pick in picks)
-        self._in_flight.append(_Flight(step.step_id, parts, decodes))
+        self._in_flight.append(Flight(step.step_id, parts, decodes))
         return StepPlan(step, tuple(pick.record.request.request_id for pick in picks))
 
     # ---- inside: results and ends
-
-    def _check(self, result: StepResult) -> dict[int, list[Sampled]]:
-        """Return the drawn tokens by sequence id, when they are those the step asked for."""
-        if not self._in_flight or self._in_flight[0].step_id != result.step_id:
-            expected = self._in_flight[0].step_id if self._in_flight else "none"
-            raise WrongResult(f"a result of step {result.step_id} came; the oldest step in flight is {expected}")
-        parts = self._in_flight[0].parts
-        drawn: dict[int, list[Sampled]] = {}
-        for sampled in result.sampled:
-            drawn.setdefault(sampled.sequence, []).append(sampled)
-        asked = {sequence for sequence, part in parts.items() if part.slice.sample}
-        if asked != drawn.keys():
-            raise WrongResult(
-                f"step {result.step_id} asked for tokens of sequences {sorted(asked)}, the result has {sorted(drawn)}"
-            )
-        return drawn
 
     def _accept(self, record: RequestRecord, sampled: Sampled, now: float) -> Events:
         request = record.request
@@ -376,16 +329,19 @@ class Scheduler:
         stop_id: int | None = None,
     ) -> tuple[str, Event]:
         if record.live is not None:
+            if error is None:
+                self.reuse.ending(record, now)
             self._close(record)
         elif record.state is RequestState.QUEUED:
             self._queue.remove(record)
         ends = {"cancelled": RequestState.CANCELLED, "error": RequestState.FAILED}
         record.move(ends.get(reason, RequestState.FINISHED))
+        self.reuse.ended(record)
         del self._records[record.request.request_id]
         return record.request.request_id, record.finished_event(reason, now, error, stop_id)
 
     def _close(self, record: RequestRecord) -> None:
-        """Take everything a record holds in the shards; the ids are free at once, see the top of this file."""
+        """Take all that a record holds in the shards; what no slot holds is free at once, see the top of this file."""
         live = record.live
         if live is None:
             return

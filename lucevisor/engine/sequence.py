@@ -6,6 +6,7 @@ PREFILL and DECODE, and every change of state is in request.TRANSITIONS.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from dataclasses import dataclass, field
 
 from lucevisor.engine.request import (
@@ -18,6 +19,8 @@ from lucevisor.engine.request import (
     Timings,
     Usage,
 )
+from lucevisor.memory.blocks import Origin
+from lucevisor.memory.prefix import Match
 from lucevisor.memory.tables import PageTable
 
 
@@ -48,6 +51,26 @@ class LiveSequence:
 
 
 @dataclass(slots=True, eq=False)
+class PrefixUse:
+    """What a request has to do with remembered prefixes.
+
+    ``borders``: where its prompt is cut and remembered, and why; ``cuts`` are the same positions, in order.
+    ``shared_at``: a place where it is remembered beside those, because other prompts went on differently behind it.
+    ``looked_up``: the last match, and the version of the index it holds for.  ``common``: tokens in common with
+    requests that were being computed, by arrival.  ``cached``: tokens of the prompt that were never computed for it;
+    None before it started.
+    """
+
+    borders: dict[int, Origin] = field(default_factory=dict)
+    cuts: list[int] = field(default_factory=list)
+    shared_at: int = 0
+    looked_up: tuple[int, Match] | None = None
+    common: dict[int, int] = field(default_factory=dict)
+    cached: int | None = None
+    from_disk: bool = False
+
+
+@dataclass(slots=True, eq=False)
 class RequestRecord:
     """One request from submit to its end.  ``arrival`` orders requests by age; ``tokens`` is the prompt, then the
     output.
@@ -62,6 +85,7 @@ class RequestRecord:
     state: RequestState = RequestState.QUEUED
     live: LiveSequence | None = None
     n_in_flight: int = 0  # steps in the chain that carry a slice of it
+    prefix: PrefixUse = field(default_factory=PrefixUse)
     started_at: float | None = None
     first_token_at: float | None = None
 
@@ -89,12 +113,15 @@ class RequestRecord:
     def next_stop(self, start: int, chunk: int) -> int:
         """Return where a slice that begins at ``start`` ends.
 
-        Chunks end at absolute multiples of the chunk size, wherever they begin, so that a prompt computed from the
-        middle on is cut at the same places as one computed whole.
+        Chunks end at absolute multiples of the chunk size and at the prompt's own borders, wherever they begin, so that
+        a prompt computed from the middle on is cut at the same places as one computed whole.
         """
         if self.wanted is not None:
             chunk = min(chunk, self.wanted.rows)
-        return min(len(self.tokens), (start // chunk + 1) * chunk)
+        stop = min(len(self.tokens), (start // chunk + 1) * chunk)
+        cuts = self.prefix.cuts
+        at = bisect_right(cuts, start)
+        return min(stop, cuts[at]) if at < len(cuts) else stop
 
     def finished_event(
         self, reason: Reason, now: float, error: RequestError | None, stop_id: int | None
@@ -104,7 +131,7 @@ class RequestRecord:
         first = now if self.first_token_at is None else self.first_token_at
         return FinishedEvent(
             reason=reason,
-            usage=Usage(len(self.request.prompt), 0, self.n_generated),
+            usage=Usage(len(self.request.prompt), self.prefix.cached or 0, self.n_generated),
             timings=Timings(started - self.submitted_at, first - started, now - first),
             error=error,
             stop_id=stop_id,

@@ -11,6 +11,7 @@ from collections import deque
 from dataclasses import dataclass, field
 
 from lucevisor.engine.chain import ChainResult
+from lucevisor.engine.reuse import Reuse
 from lucevisor.memory.pages import PageUse
 
 _BUCKETS = 100
@@ -94,6 +95,42 @@ class StepTotals:
 
 
 @dataclass(frozen=True, slots=True)
+class CacheStatistics:
+    """Prefix slots as they are, and what they did since start.
+
+    ``n_bytes``: pages and states that slots alone hold.  ``n_hits`` of ``n_prompts`` prompts began with a known prefix;
+    ``tokens``: their tokens that were not computed, by where the prefix came from ("memory" or "disk").
+    """
+
+    n_slots: int = 0
+    max_slots: int = 0
+    n_pinned: int = 0
+    n_bytes: int = 0
+    memory_bytes: int = 0
+    n_prompts: int = 0
+    n_hits: int = 0
+    n_evictions: int = 0
+    tokens: dict[str, int] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, reuse: Reuse) -> CacheStatistics:
+        """Count as of now."""
+        index, counts = reuse.index, reuse.counts
+        slots = index.slots
+        return cls(
+            n_slots=len(slots),
+            max_slots=index.settings.max_slots,
+            n_pinned=sum(slot.pins > 0 for slot in slots),
+            n_bytes=index.n_bytes,
+            memory_bytes=index.settings.memory_bytes,
+            n_prompts=counts.n_prompts,
+            n_hits=counts.n_hits,
+            n_evictions=index.n_evictions,
+            tokens={str(tier): n for tier, n in counts.tokens.items()},
+        )
+
+
+@dataclass(frozen=True, slots=True)
 class EngineStatistics:
     """A snapshot for status, metrics and the dashboard.
 
@@ -112,3 +149,4 @@ class EngineStatistics:
     preemptions: int
     pages: dict[str, PageUse]  # by space
     steps: StepTotals
+    cache: CacheStatistics = field(default_factory=CacheStatistics)

@@ -1,8 +1,9 @@
 """Page allocators: the one place that says which page and state ids are in use, and by how many owners.
 
 A page id means the same 64 positions in every shard's pool; the bytes are the daemons' business.  This file knows no
-sequences and no positions.  Invariant: an id is either free or has at least one owner, never both, and
-``n_used + n_free == n_total`` after every call, those that raise included.
+sequences and no positions; of owners it knows one apart, the prefix index, whose ids can be had back.  Invariant: an id
+is either free or has at least one owner, never both, and ``n_used + n_free == n_total`` after every call, those that
+raise included.
 """
 
 from __future__ import annotations
@@ -35,6 +36,8 @@ class PageAllocator:
             raise ValueError(f"{name}: a pool of {n_total} ids cannot be made; give 0 or more")
         self.name = name
         self._owners = [0] * n_total
+        self._kept: set[int] = set()
+        self._n_idle = 0
         self._free = list(range(n_total))
         heapify(self._free)
 
@@ -53,8 +56,20 @@ class PageAllocator:
         """Ids with at least one owner; a shared id counts once."""
         return len(self._owners) - len(self._free)
 
+    @property
+    def n_idle(self) -> int:
+        """Ids that the prefix index keeps and nobody else owns: free as soon as it gives them up."""
+        return self._n_idle
+
+    def idle(self, page: int) -> bool:
+        """Say whether the prefix index alone owns an id."""
+        return page in self._kept and self._owners[page] == 1
+
     def owners(self, page: int) -> int:
-        """Return how many owners an id has; 0 = free.  Raises PageError when it is not of this pool."""
+        """Return how many owners an id has, the prefix index included; 0 = free.
+
+        Raises PageError when it is not of this pool.
+        """
         if not 0 <= page < len(self._owners):
             raise PageError(f"{self.name}: id {page} is outside 0 to {len(self._owners) - 1}")
         return self._owners[page]
@@ -82,7 +97,25 @@ class PageAllocator:
             if self.owners(page) == 0:
                 raise PageError(f"{self.name}: id {page} is free and cannot be shared")
         for page, n in counted.items():
+            self._n_idle -= self.idle(page)
             self._owners[page] += n
+
+    def keep(self, page: int) -> None:
+        """Make the prefix index one of the owners of an id that is in use.  Raises PageError, and changes nothing, when
+        it is one or the id is free.
+        """
+        if page in self._kept:
+            raise PageError(f"{self.name}: id {page} is kept already")
+        self.share([page])
+        self._kept.add(page)
+
+    def give_up(self, page: int) -> None:
+        """Take the prefix index from the owners of an id.  Raises PageError when it is not one of them."""
+        if page not in self._kept:
+            raise PageError(f"{self.name}: id {page} is given up but not kept")
+        self._n_idle -= self.idle(page)
+        self._kept.remove(page)
+        self.release([page])
 
     def release(self, pages: Iterable[int]) -> None:
         """Take one owner from each id, once for each time it is listed; an id without owners is free.
@@ -91,22 +124,23 @@ class PageAllocator:
         """
         counted = Counter(pages)
         for page, n in counted.items():
-            if self.owners(page) < n:
-                raise PageError(
-                    f"{self.name}: id {page} is released {n} times but has {self._owners[page]} owners (double free)"
-                )
+            held = self.owners(page) - (page in self._kept)  # the prefix index gives its own up
+            if held < n:
+                raise PageError(f"{self.name}: id {page} is released {n} times but has {held} owners (double free)")
         for page, n in counted.items():
             self._owners[page] -= n
+            self._n_idle += self.idle(page)
             if self._owners[page] == 0:
                 heappush(self._free, page)
 
 
 @dataclass(frozen=True, slots=True)
 class PageUse:
-    """Ids of one space: in use, and all there are."""
+    """Ids of one space: in use, all there are, and those in use that only prefix slots hold."""
 
     used: int
     total: int
+    idle: int = 0
 
 
 class PagePools:
@@ -141,4 +175,4 @@ class PagePools:
 
     def use(self) -> dict[Space, PageUse]:
         """Return what is in use, by space."""
-        return {space: PageUse(one.n_used, one.n_total) for space, one in self._allocators.items()}
+        return {space: PageUse(one.n_used, one.n_total, one.n_idle) for space, one in self._allocators.items()}

@@ -2,11 +2,13 @@
 
 ``full``: pages live as long as the sequence.  ``window``: pages that no later token can see are given back while the
 sequence goes on.  Knows positions and page ids, not tokens, requests or messages.
-Invariant: entries below ``first_held`` were given back, all others are owned by this table exactly once.
+Invariant: entries below ``first_held`` were given back or never taken, all others are owned by this table exactly once,
+and only pages that it took itself are written through it.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from lucevisor.memory.pages import PagePools
@@ -66,6 +68,23 @@ class PageTable:
         self._pools = pools
         self._window_tokens = window_tokens
         self._entries = {space: _Entries() for space in PAGED if space in pools}
+
+    def adopt(self, full: Sequence[int], first_window: int, window: Sequence[int]) -> None:
+        """Begin an empty table with whole pages that others own as well: it becomes one of their owners.
+
+        ``full``: entries 0 and on; ``window``: entries ``first_window`` and on, up to the same position.
+        """
+        shared = {Space.FULL: (0, full), Space.WINDOW: (first_window, window)}
+        for space, entries in self._entries.items():
+            first, pages = shared[space]
+            self._pools[space].share(pages)
+            entries.first_held, entries.pages = first, list(pages)
+
+    def entry(self, space: Space, index: int) -> int | None:
+        """Return the page of an entry, or None when it was given back or is not there yet."""
+        entries = self._entries[space]
+        at = index - entries.first_held
+        return entries.pages[at] if 0 <= at < len(entries.pages) else None
 
     def missing(self, n_tokens: int) -> dict[Space, int]:
         """Return how many pages positions ``0 .. n_tokens - 1`` need beyond those held; only spaces that need some."""

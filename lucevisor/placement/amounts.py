@@ -1,4 +1,4 @@
-"""Bytes as people read them."""
+"""Bytes and seconds as people read them."""
 
 from __future__ import annotations
 
@@ -12,3 +12,10 @@ def size(n_bytes: int) -> str:
         amount, unit = amount / 1024, unit + 1
     digits = 0 if unit == 0 else 1 if round(amount, 2) >= 10 else 2
     return f"{'-' if n_bytes < 0 else ''}{amount:.{digits}f} {_UNITS[unit]}"
+
+
+def seconds(n: float) -> str:
+    """Return such as ``1.23 s``, ``45.6 ms`` or ``789 us``."""
+    if n >= 1:
+        return f"{n:.2f} s"
+    return f"{n * 1e3:.3g} ms" if n >= 1e-3 else f"{n * 1e6:.3g} us"

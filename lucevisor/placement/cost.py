@@ -156,8 +156,12 @@ def _indices(shard: Shard) -> range:
 
 
 def _largest(matrices: list[Resident], form: Format) -> int:
-    """Numbers of the largest matrix in a form; of a stack of experts, one expert counts."""
-    return max((r.shape[-2] * r.shape[-1] for r in matrices if r.form is form and r.role is Role.MATRIX), default=0)
+    """Numbers of the largest matrix in a form.
+
+    Experts kept as blocks count together, since many of them are expanded at a time; int8 ones are widened one by one.
+    """
+    found = (r.shape if form is Format.BLOCKS else r.shape[-2:] for r in matrices if r.form is form)
+    return max((prod(shape) for shape in found), default=0)
 
 
 def _query_groups(layer: LayerSpec) -> int:

@@ -120,6 +120,8 @@ def as_json(result: Result) -> dict[str, object]:
         "max_step_tokens": p.max_step_tokens,
         "pages": {"full": p.pools.full_pages, "window": p.pools.window_pages, "states": p.pools.states},
         "arena_bytes": p.arena_bytes,
+        "goal": p.goal or None,
+        "speeds_measured": p.measured or None,
         "stages": [
             {
                 "stage": stage.index,
@@ -151,4 +153,6 @@ def _device_json(d: DevicePlan) -> dict[str, object]:
         "reserve_bytes": d.reserve_bytes,
         "fits": d.fits,
         "short_bytes": d.short_bytes,
+        "decode_s": d.decode_s,
+        "prefill_s": d.prefill_s,
     }

@@ -11,13 +11,15 @@ from dataclasses import replace
 
 from lucevisor.config import Auto, Config, Ranges, Split
 from lucevisor.placement.advice import advise
+from lucevisor.placement.auto import Automatic, automatic
 from lucevisor.placement.cost import pages_of
 from lucevisor.placement.devices import Inventory, Seat, memories_of, seats_of
 from lucevisor.placement.formats import choose_dtype, choose_kv_dtype
 from lucevisor.placement.ranges import Move, SplitError, from_ranges, from_weights, legalise
 from lucevisor.placement.reasons import Facts, notices_of, reasons_of
 from lucevisor.placement.result import DevicePlan, Infeasible, Placement, PlacementError
-from lucevisor.placement.sizing import Case, Sized, automatic_ranges, size
+from lucevisor.placement.sizing import Case, Sized, size, slots_set_aside
+from lucevisor.placement.speeds import Clock, Speeds
 from lucevisor.placement.stages import arenas_of, stages_of
 from lucevisor.wire.model_spec import ModelSpec
 from lucevisor.wire.values import PAGE_TOKENS, Dtype, LayerRange, Space
@@ -26,23 +28,29 @@ SPLIT_KEY = "placement.target_layer_split"
 DEVICES_KEY = "placement.target_devices"
 
 
-def plan(spec: ModelSpec, config: Config, inventory: Inventory | None = None) -> Placement | Infeasible:
+def plan(
+    spec: ModelSpec, config: Config, inventory: Inventory | None = None, speeds: Speeds | None = None
+) -> Placement | Infeasible:
     """Place ``spec`` on the devices of ``config``.
 
     ``spec.files`` must be set.  ``inventory``: what each group's daemon or probe said of its devices; a group that is
     missing, or None, leaves free memory unknown: nothing is then said about fitting there, and automatic sizes stay
-    small.  Raises PlacementError (a ConfigError) for settings that cannot be meant: a split that does not match the
-    layers, a device that is not there, pages that hold less than the context.
+    small.  ``speeds``: what was measured for this model on these devices, from which an automatic split is chosen;
+    None: it goes by memory.  Raises PlacementError (a ConfigError) for settings that cannot be meant: a split that does
+    not match the layers, a device that is not there, pages that hold less than the context.
     """
     seats = seats_of(config, inventory)
     dtype = choose_dtype(config.engine.dtype, seats)
     kv_dtype = choose_kv_dtype(config.engine.kv_dtype, dtype.dtype)
     case = _case(spec, config, seats, dtype.dtype, kv_dtype.dtype)
-    ranges, moves = split_layers(case, config.placement.split, config)
+    auto, ranges, moves = split_layers(case, config.placement.split, config, speeds)
     sized = size(case, ranges)
-    facts = Facts(config, case, sized, (dtype, kv_dtype), moves)
+    facts = Facts(config, case, sized, (dtype, kv_dtype), moves, auto)
     placement = replace(
-        assemble(case, sized), options=model_options(config), reasons=reasons_of(facts), notices=notices_of(facts)
+        timed(assemble(case, sized), auto),
+        options=model_options(config),
+        reasons=reasons_of(facts),
+        notices=notices_of(facts),
     )
     if sized.fits:
         return placement
@@ -54,17 +62,21 @@ def model_options(config: Config) -> dict[str, str]:
     return {} if config.model.yarn_attn_factor == "default" else {"yarn_attn_factor": config.model.yarn_attn_factor}
 
 
-def split_layers(case: Case, split: Split, config: Config) -> tuple[tuple[LayerRange, ...], tuple[Move, ...]]:
+def split_layers(
+    case: Case, split: Split, config: Config, speeds: Speeds | None
+) -> tuple[Automatic | None, tuple[LayerRange, ...], tuple[Move, ...]]:
     """Turn the configured split into ranges that the model allows.  Raises PlacementError."""
     n_layers = case.spec.n_layers
     try:
         if isinstance(split, Auto):
-            return automatic_ranges(case), ()
+            clock = None if speeds is None else Clock.of(case.spec, speeds)
+            auto = automatic(case, clock, config.placement.goal)
+            return auto, auto.ranges, ()
         if isinstance(split, Ranges):
             ranges = from_ranges(split.values, n_layers)
         else:
             ranges = from_weights(split.values, n_layers)
-        return legalise(ranges, case.spec.legal_boundary)
+        return None, *legalise(ranges, case.spec.legal_boundary)
     except SplitError as error:
         if error.of_devices:
             key, value = DEVICES_KEY, [str(device) for device in config.placement.devices]
@@ -95,6 +107,18 @@ def assemble(case: Case, sized: Sized) -> Placement:
         stages=stages,
         arenas=arenas_of(len(stages), sized.max_step_tokens, spec.boundary_width, case.dtype),
     )
+
+
+def timed(placement: Placement, auto: Automatic | None) -> Placement:
+    """Note the times from which an automatic split was chosen."""
+    if auto is None or auto.clock is None or auto.found is None:
+        return placement
+    times = [auto.clock.seconds(i, device.layers) for i, device in enumerate(placement.devices)]
+    devices = tuple(
+        replace(device, decode_s=decode_s, prefill_s=prefill_s)
+        for device, (decode_s, prefill_s) in zip(placement.devices, times, strict=True)
+    )
+    return replace(placement, devices=devices, goal=auto.goal, measured=auto.clock.speeds.measured)
 
 
 def _device_plans(seats: Sequence[Seat], sized: Sized) -> tuple[DevicePlan, ...]:
@@ -140,4 +164,5 @@ def _case(spec: ModelSpec, config: Config, seats: tuple[Seat, ...], dtype: Dtype
         prefill_chunk=engine.prefill_chunk,
         max_context=max_context,
         pages=pages,
+        n_slots=slots_set_aside(spec, kv_dtype, config.cache.prefix_slots, config.cache.memory),
     )

@@ -128,7 +128,7 @@ def _choose(
     Shard by shard the best way to reach each cut is kept (dynamic programming).
     """
     places = legal_places(n_layers, legal)
-    _check_places(n_shards, places)
+    check_places(n_shards, places)
     best: dict[int, tuple[_Total, tuple[int, ...]]] = {0: (nothing, ())}
     for shard in range(n_shards):
         stops = places if shard < n_shards - 1 else [n_layers]
@@ -158,7 +158,8 @@ def legal_places(n_layers: int, legal: Callable[[int], bool]) -> list[int]:
     return [b for b in range(1, n_layers) if legal(b)]
 
 
-def _check_places(n_shards: int, places: Sequence[int]) -> None:
+def check_places(n_shards: int, places: Sequence[int]) -> None:
+    """Raise SplitError when there are more shards than the places allow."""
     if len(places) < n_shards - 1:
         where = f"only in front of {_listed(places)}" if places else "nowhere"
         raise SplitError(

@@ -6,12 +6,15 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from lucevisor.config import Auto, Config, Weights
-from lucevisor.placement.amounts import size
+from lucevisor.placement.amounts import seconds, size
+from lucevisor.placement.auto import Automatic
 from lucevisor.placement.cost import pages_of
 from lucevisor.placement.devices import memories_of
+from lucevisor.placement.fastest import SLACK, Found
 from lucevisor.placement.formats import Chosen
 from lucevisor.placement.ranges import Move
-from lucevisor.placement.sizing import SPARE_STATES, UNKNOWN_PAGES, Case, Sized
+from lucevisor.placement.sizing import SPARE_STATES, UNKNOWN_PAGES, Case, Sized, reference
+from lucevisor.placement.speeds import ANSWER_TOKENS, PROMPT_TOKENS
 from lucevisor.wire.values import PAGE_TOKENS, Space
 
 _GROWN = 1.1
@@ -27,13 +30,16 @@ class Facts:
     sized: Sized
     formats: tuple[Chosen, Chosen]  # of activations, of keys and values
     moves: tuple[Move, ...]
+    auto: Automatic | None = None  # an automatic split and how it was found
 
 
 def reasons_of(facts: Facts) -> tuple[str, ...]:
     """Return a sentence for each choice, in the order in which they were made."""
     return (
         *(chosen.reason for chosen in facts.formats),
+        *_kept_smaller(facts),
         _layers(facts),
+        *_speeds(facts),
         _context(facts),
         _pages(facts),
         *_states(facts),
@@ -52,6 +58,16 @@ def notices_of(facts: Facts) -> tuple[str, ...]:
     )
 
 
+def _kept_smaller(facts: Facts) -> Iterator[str]:
+    """What keys and values of another format than the activations' save, or cost."""
+    case = facts.case
+    paged = [layer for layer in case.spec.layers if layer.space is not Space.RECURRENT]
+    if paged and case.kv_dtype is not case.dtype:
+        kept, plain = (sum(layer.unit_bytes(f) for layer in paged) for f in (case.kv_dtype, case.dtype))
+        change = f"{size(kept)} as {case.kv_dtype}, {size(plain)} as {case.dtype}"
+        yield f"keys and values of {PAGE_TOKENS} tokens in all layers take {change}"
+
+
 def _layers(facts: Facts) -> str:
     split = facts.config.placement.split
     if isinstance(split, Weights):
@@ -59,11 +75,43 @@ def _layers(facts: Facts) -> str:
         return f"layers: {n} shared out by the weights {weights}, sums rounded"
     if not isinstance(split, Auto):
         return "layers: ranges as configured"
+    if facts.auto is not None and facts.auto.found is not None:
+        return _by_speed(facts.auto.goal, facts.auto.found)
     memories = memories_of(facts.case.seats).values()
     known = [f"{m.name} {size(m.usable_bytes)}" for m in memories if m.usable_bytes is not None]
     if not known:
         return "layers: about equal bytes for each device, whose free memory is not known"
     return f"layers: the fullest device is as little full as possible; usable are {', '.join(known)}"
+
+
+def _by_speed(goal: str, found: Found) -> str:
+    what = "all devices together" if goal == "latency" else "the slowest stage"
+    request = f"a prompt of {PROMPT_TOKENS} tokens and an answer of {ANSWER_TOKENS}"
+    least = "no split that fits takes less"
+    if found.seconds > found.best_s:
+        least = f"the least full split within {SLACK:.0%} of the fastest that fits, {seconds(found.best_s)}"
+    return f"layers: goal {goal}: {request} take {what} {seconds(found.seconds)}; {least}"
+
+
+def _speeds(facts: Facts) -> Iterator[str]:
+    """What is known of the devices' speeds, and from when."""
+    auto = facts.auto
+    if auto is None or len(facts.case.seats) == 1:
+        return
+    if auto.clock is None:
+        yield "speeds of the devices are not known: the first start with this model measures them, or plan --measure"
+        return
+    speeds = auto.clock.speeds
+    if auto.found is None:
+        context = reference(facts.case)[0]
+        yield f"speeds were measured ({speeds.measured}) and not used: no split leaves room for {context} tokens"
+        return
+    for i, shard in enumerate(facts.sized.shards):
+        decode_s, prefill_s = auto.clock.seconds(i, shard.layers)
+        n_layers, n_rows = shard.layers.stop - shard.layers.start, speeds.conditions.n_rows
+        layers = "1 layer takes" if n_layers == 1 else f"{n_layers} layers take"
+        yield f"{shard.device}: {layers} {seconds(decode_s)} a token, {seconds(prefill_s)} for {n_rows} at once"
+    yield f"speeds were measured {speeds.measured}; plan --measure does it again"
 
 
 def _context(facts: Facts) -> str:
@@ -101,10 +149,15 @@ def _pages(facts: Facts) -> str:
 def _states(facts: Facts) -> Iterator[str]:
     pools, n = facts.sized.pools, facts.case.max_sequences
     if pools.states:
-        yield f"recurrent states {pools.states}: one for each of {n} sequences, and {SPARE_STATES} spare"
+        n_kept = pools.states - n - SPARE_STATES
+        kept = f", {n_kept} for prefix slots" if n_kept else ""
+        yield f"recurrent states {pools.states}: one for each of {n} sequences{kept}, and {SPARE_STATES} spare"
     if pools.window_pages:
         window = facts.case.spec.window
-        yield f"window pages {pools.window_pages}: what {n} sequences hold at a window of {window} tokens"
+        kept = " and prefix slots" if facts.sized.n_slots else ""
+        yield f"window pages {pools.window_pages}: what {n} sequences{kept} hold at a window of {window} tokens"
+    if facts.sized.n_slots < facts.case.n_slots:
+        yield f"prefix slots: {facts.sized.n_slots} set aside, {facts.case.n_slots} of cache.memory do not fit beside the rest"
 
 
 def _weights(facts: Facts) -> Iterator[str]:

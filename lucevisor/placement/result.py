@@ -47,7 +47,8 @@ class DevicePlan:
 
     ``memory`` names the memory the device draws from: all cpu devices share ``host``.  ``free_bytes`` is what that had
     free when it was looked at (None: unknown), ``reserve_bytes`` the part of it left alone, ``short_bytes`` how much is
-    missing in that memory for all shards that draw from it.
+    missing in that memory for all shards that draw from it.  ``decode_s`` and ``prefill_s``: what its layers take for
+    one token, and for a slice as it was measured; None where the split was not chosen by speed.
     """
 
     device: DeviceRef
@@ -61,6 +62,8 @@ class DevicePlan:
     free_bytes: int | None
     reserve_bytes: int
     short_bytes: int
+    decode_s: float | None = None
+    prefill_s: float | None = None
 
     @property
     def needed_bytes(self) -> int:
@@ -78,7 +81,8 @@ class Placement:
     """Where everything goes, and every size that daemons and engine must agree on.
 
     ``devices`` and ``stages`` are in layer order; ``arenas[b]`` lies between stage b and b + 1.  ``reasons`` say why it
-    is so, ``notices`` what the user should be told at start.
+    is so, ``notices`` what the user should be told at start.  ``goal`` and ``measured``: what an automatic split was
+    chosen for and when the speeds behind it were measured; empty when it was not chosen by speed.
     """
 
     model: str
@@ -100,6 +104,8 @@ class Placement:
     options: Mapping[str, str] = field(default_factory=dict)
     reasons: tuple[str, ...] = ()
     notices: tuple[str, ...] = ()
+    goal: str = ""
+    measured: str = ""
 
     @property
     def groups(self) -> tuple[str, ...]:

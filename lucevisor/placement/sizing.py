@@ -7,7 +7,7 @@ shards need in a memory is at most what it has usable.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 
 from lucevisor.placement.cost import CostModel, Steps, pages_of
@@ -30,7 +30,8 @@ SPARE_STATES = 1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """One combination of settings to be sized.  ``max_context`` and ``pages`` None: as much as fits.
+    """One combination of settings to be sized.  ``max_context`` and ``pages`` None: as much as fits.  ``n_slots``: prefix
+    slots for which states and window pages are set aside; fewer where that many do not fit.
 
     ``models`` keeps the cost models of this case and of those derived from it, which share the spec.
     """
@@ -43,6 +44,7 @@ class Case:
     prefill_chunk: int
     max_context: int | None
     pages: int | None
+    n_slots: int = 0
     models: dict[tuple[Dtype, Dtype], CostModel] = field(default_factory=dict, repr=False, compare=False)
 
     def model(self) -> CostModel:
@@ -78,10 +80,28 @@ class Sized:
     pools: Pools
     shortages: tuple[Shortage, ...]
     bound: str  # "asked", "enough", "unknown", or the name of a memory
+    n_slots: int = 0  # prefix slots for which states and window pages are set aside
 
     @property
     def fits(self) -> bool:
         return not self.shortages
+
+
+def slots_set_aside(spec: ModelSpec, kv_dtype: Dtype, max_slots: int, memory_bytes: int) -> int:
+    """Return for how many prefix slots there shall be recurrent states and window pages beyond those of sequences.
+
+    As many as their memory holds, at most ``max_slots``; 0 for a model without such layers: its slots need pages only,
+    and take those that no sequence needs.
+    """
+    every = LayerRange(0, spec.n_layers)
+    state_bytes, page_bytes = (spec.unit_bytes(space, every, kv_dtype) for space in (Space.RECURRENT, Space.WINDOW))
+    n_bytes = state_bytes + slot_window_pages(spec) * page_bytes
+    return min(max_slots, memory_bytes // n_bytes) if n_bytes else 0
+
+
+def slot_window_pages(spec: ModelSpec) -> int:
+    """Most window pages that one prefix slot holds: they fill w - 1 positions and begin inside a page."""
+    return pages_of(spec.window - 1) + 1 if spec.window and Space.WINDOW in spec.spaces() else 0
 
 
 def window_pages(spec: ModelSpec, max_sequences: int, prefill_chunk: int, max_context: int) -> int:
@@ -123,8 +143,9 @@ class _Sizer:
         case, spaces = self.case, self.case.spec.spaces()
         return Pools(
             full_pages=n_pages if Space.FULL in spaces else 0,
-            window_pages=window_pages(case.spec, case.max_sequences, self.chunk(max_context), max_context),
-            states=case.max_sequences + SPARE_STATES if Space.RECURRENT in spaces else 0,
+            window_pages=window_pages(case.spec, case.max_sequences, self.chunk(max_context), max_context)
+            + case.n_slots * slot_window_pages(case.spec),
+            states=case.max_sequences + SPARE_STATES + case.n_slots if Space.RECURRENT in spaces else 0,
         )
 
     def use(self, shard: Shard, max_context: int, n_pages: int) -> Use:
@@ -143,11 +164,13 @@ class _Sizer:
         for seat, shard in zip(self.case.seats, self.shards, strict=True):
             if seat.memory == memory:
                 total += self.use(shard, max_context, n_pages).total_bytes
-        if memory == HOST:
-            width, max_tokens = self.case.spec.boundary_width, self.max_tokens(max_context)
-            arenas = arenas_of(self.n_stages, max_tokens, width, self.case.dtype)
-            total += sum(arena.region_bytes * arena.n_regions for arena in arenas)
-        return total
+        return total + (self.arena_bytes(max_context) if memory == HOST else 0)
+
+    def arena_bytes(self, max_context: int) -> int:
+        """Host memory of the boundaries."""
+        width, max_tokens = self.case.spec.boundary_width, self.max_tokens(max_context)
+        arenas = arenas_of(self.n_stages, max_tokens, width, self.case.dtype)
+        return sum(arena.region_bytes * arena.n_regions for arena in arenas)
 
     def fits(self, memory: Memory, max_context: int, n_pages: int) -> bool:
         """Whether a memory has room for all that; an unknown one has."""
@@ -185,8 +208,17 @@ def size(case: Case, ranges: Sequence[LayerRange]) -> Sized:
     """Fix context and pages, and say what is missing where.
 
     A context that is not configured is the longest of which one sequence fits; pages that are not configured are as
-    many as fit, at most what all sequences can use.
+    many as fit, at most what all sequences can use.  What is set aside for prefix slots gives way before it does not
+    fit.
     """
+    sized = _size(case, ranges)
+    if sized.fits or not case.n_slots:
+        return sized
+    n_slots = most(case.n_slots - 1, lambda n: _size(replace(case, n_slots=n), ranges).fits)
+    return _size(replace(case, n_slots=max(0, n_slots)), ranges)
+
+
+def _size(case: Case, ranges: Sequence[LayerRange]) -> Sized:
     shards = shards_of([seat.device for seat in case.seats], [seat.backend for seat in case.seats], ranges)
     sizer = _Sizer(case, shards, len(stages_of(shards)))
     max_context = _context(sizer)
@@ -207,27 +239,30 @@ def size(case: Case, ranges: Sequence[LayerRange]) -> Sized:
         pools=sizer.pools(max_context, n_pages),
         shortages=tuple(shortages),
         bound=bound,
+        n_slots=case.n_slots,
     )
+
+
+def reference(case: Case) -> tuple[int, int]:
+    """Context and pages for which automatic ranges are chosen: as configured, else one sequence of REFERENCE_TOKENS."""
+    pages = case.pages or pages_of(case.max_context or min(case.spec.context_tokens, REFERENCE_TOKENS))
+    return case.max_context or min(case.spec.context_tokens, pages * PAGE_TOKENS), pages
 
 
 def automatic_ranges(case: Case) -> tuple[LayerRange, ...]:
     """Choose ranges so that the fullest device is as little full as possible, and the pages as many as that allows.
 
     A device's share is what a range takes there over what is usable; devices of one memory have equal parts of it, and
-    a memory that is not known counts like the mean of the others.  Another cost than bytes, such as seconds a step,
-    goes in through ``balanced``.  Raises SplitError when there are too many devices.
+    a memory that is not known counts like the mean of the others.  Raises SplitError when there are too many devices.
     """
-    groups = [seat.device.group for seat in case.seats]
-    sizer = _Sizer(case, (), 1 + sum(a != b for a, b in pairwise(groups)))
-    pages = case.pages or pages_of(case.max_context or min(case.spec.context_tokens, REFERENCE_TOKENS))
-    context = case.max_context or min(case.spec.context_tokens, pages * PAGE_TOKENS)
-    best = _evened(sizer, context, pages)
-    if not sizer.all_known:
+    context, pages = reference(case)
+    best = _evened(Filling(case, context, pages))
+    if any(memory.usable_bytes is None for memory in memories_of(case.seats).values()):
         return best
     sized = size(case, best)
     for _ in range(REBALANCINGS):
         # with the pages that came of it the devices are unevenly full: even them out again, while that gives more
-        again = _evened(sizer, sized.max_context, sized.pools.full_pages)
+        again = _evened(Filling(case, sized.max_context, sized.pools.full_pages))
         retried = size(case, again)
         if not retried.fits or _worth(retried) <= _worth(sized):
             break
@@ -235,23 +270,42 @@ def automatic_ranges(case: Case) -> tuple[LayerRange, ...]:
     return best
 
 
+class Filling:
+    """What any range of layers takes on any seat, for one context and one number of pages."""
+
+    def __init__(self, case: Case, context: int, pages: int) -> None:
+        groups = [seat.device.group for seat in case.seats]
+        self.case, self._context, self._pages = case, context, pages
+        self._sizer = _Sizer(case, (), 1 + sum(a != b for a, b in pairwise(groups)))
+        self._room = _usable_by_seat(case.seats)
+        # devices of one backend in the middle of the chain are alike
+        self._taken: dict[tuple[Backend, bool, bool, int, int], int] = {}
+
+    def n_bytes(self, i: int, layers: LayerRange) -> int:
+        """Bytes of seat number ``i``."""
+        seat, first, last = self.case.seats[i], i == 0, i == len(self.case.seats) - 1
+        key = (seat.backend, first, last, layers.start, layers.stop)
+        if key not in self._taken:
+            shard = Shard(seat.device, seat.backend, layers, first, last)
+            self._taken[key] = self._sizer.use(shard, self._context, self._pages).total_bytes
+        return self._taken[key]
+
+    def share(self, i: int, layers: LayerRange) -> float:
+        """The same over what is usable there; seats of one memory have equal parts of it."""
+        return self.n_bytes(i, layers) / self._room[i]
+
+    def arena_bytes(self) -> int:
+        """Host memory of the boundaries."""
+        return self._sizer.arena_bytes(self._context)
+
+
 def _worth(sized: Sized) -> tuple[bool, int, int]:
     return sized.fits, sized.max_context, sized.pools.full_pages
 
 
-def _evened(sizer: _Sizer, context: int, pages: int) -> tuple[LayerRange, ...]:
-    case, room = sizer.case, _usable_by_seat(sizer.case.seats)
-
-    taken: dict[tuple[Backend, bool, bool, int, int], int] = {}  # devices of one backend in the middle are alike
-
-    def share(i: int, layers: LayerRange) -> float:
-        seat, first, last = case.seats[i], i == 0, i == len(case.seats) - 1
-        key = (seat.backend, first, last, layers.start, layers.stop)
-        if key not in taken:
-            taken[key] = sizer.use(Shard(seat.device, seat.backend, layers, first, last), context, pages).total_bytes
-        return taken[key] / room[i]
-
-    return balanced(len(case.seats), case.spec.n_layers, share, case.spec.legal_boundary)
+def _evened(filling: Filling) -> tuple[LayerRange, ...]:
+    case = filling.case
+    return balanced(len(case.seats), case.spec.n_layers, filling.share, case.spec.legal_boundary)
 
 
 def _usable_by_seat(seats: Sequence[Seat]) -> list[float]:

@@ -40,8 +40,11 @@ def arenas_of(n_stages: int, max_step_tokens: int, boundary_width: int, dtype: D
     return tuple(ArenaPlan(boundary, region_bytes, n_stages + 1) for boundary in range(n_stages - 1))
 
 
-def load_message(placement: Placement, group: str, files: Sequence[str], threads: int = 0) -> Load:
-    """What the daemon of ``group`` loads.  ``files``: absolute paths of all parts of the model.
+def load_message(
+    placement: Placement, group: str, files: Sequence[str], threads: int = 0, marks: Sequence[str] = ()
+) -> Load:
+    """What the daemon of ``group`` loads.  ``files``: absolute paths of all parts of the model; ``marks``: what tells
+    them from others, one each, or none.
 
     ``arenas`` are those at either end of one of the group's stages, each once, in the order of the chain: send one
     descriptor for each, in this order.  Raises KeyError when the group has no stage.
@@ -71,4 +74,5 @@ def load_message(placement: Placement, group: str, files: Sequence[str], threads
         max_step_tokens=placement.max_step_tokens,
         threads=threads,
         options=dict(placement.options),
+        marks=list(marks),
     )

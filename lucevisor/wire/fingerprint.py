@@ -50,4 +50,4 @@ def _tensors(files: GgufFiles) -> list[object]:
 
 def _sample(files: GgufFiles, tensor: TensorInfo) -> str:
     start = max(0, tensor.n_bytes // 2 - SAMPLE_BYTES // 2)
-    return bytes(files.bytes_of(tensor)[start : start + SAMPLE_BYTES]).hex()
+    return files.read(tensor, start, SAMPLE_BYTES).hex()

@@ -38,13 +38,20 @@ TYPES: dict[int, GgmlType] = {row[0]: GgmlType(*row) for row in _ROWS}
 BY_NAME: dict[str, GgmlType] = {t.name: t for t in TYPES.values()}
 
 DENSE = frozenset({"F32", "F16", "BF16"})
-NATIVE = frozenset({"Q8_0", "Q4_0", "Q4_K", "Q5_K", "Q6_K"})
+NATIVE = frozenset(
+    {"Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL", "IQ4_XS", "MXFP4"}
+)
 """Quant types kept as blocks on a GPU and expanded on the fly."""
 
-CPU_INT4 = frozenset({"Q4_0", "Q4_K"})
+CPU_INT4 = frozenset({"Q4_0", "Q4_1", "Q4_K"})
 """Kept by a bfloat16 cpu shard as torch's packed int4, groups of 32."""
-CPU_INT8 = frozenset({"Q8_0", "Q5_K", "Q6_K"})
-"""Kept by a bfloat16 cpu shard as int8 with one scale a row (torch's packed int8 product)."""
+CPU_INT8 = frozenset({"Q8_0", "Q5_0", "Q5_1", "Q2_K", "Q3_K", "Q5_K", "Q6_K", "IQ4_NL", "IQ4_XS"})
+"""Kept by a bfloat16 cpu shard as int8 with one scale a row (torch's packed int8 product).  Not MXFP4: its numbers are
+exact in bfloat16, and its scales, powers of two, lie too far apart for one scale a row."""
+
+
+EXPERT_ROWS = 64
+"""Rows that torch packs together: matrices of experts that are whole such blocks can be packed below each other."""
 
 
 class Format(StrEnum):
@@ -78,8 +85,8 @@ def resident_format(kind: GgmlType, shape: tuple[int, ...], backend: Backend, dt
     if kind.name in DENSE or (dtype is Dtype.FLOAT32 and backend is Backend.CPU):
         return Format(dtype.value)
     if backend is Backend.CPU:
-        if dtype is Dtype.BFLOAT16 and len(shape) == 2:
-            if kind.name in CPU_INT4 and shape[0] % 16 == 0:
+        if dtype is Dtype.BFLOAT16:
+            if kind.name in CPU_INT4 and shape[-2] % (16 if len(shape) == 2 else EXPERT_ROWS) == 0:
                 return Format.INT4
             if kind.name in CPU_INT8:
                 return Format.INT8

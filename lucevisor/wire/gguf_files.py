@@ -1,35 +1,112 @@
-"""A GGUF model on disk: one file, or the parts of a split one, mapped and presented as one tensor table.
+"""A GGUF model on disk: one file, or the parts of a split one, presented as one tensor table.
 
-The maps are read-only and shared with the page cache; nothing is read until a tensor's bytes are asked for.
+Read with pread, never mapped: a map of a file that somebody cuts kills the process with SIGBUS where it is touched.
+Nothing but headers is read until a tensor's bytes are asked for.
 """
 
 from __future__ import annotations
 
-import mmap
 import os
 import re
 import stat
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from hashlib import sha256
 from pathlib import Path
 
-from lucevisor.wire.gguf_header import GgufError, GgufHeader, TensorInfo, Value, parse
+from lucevisor.wire.gguf_header import (
+    MAX_HEADER_BYTES,
+    GgufError,
+    GgufHeader,
+    HeaderCutError,
+    TensorInfo,
+    Value,
+    parse,
+)
 
 _PART = re.compile(r"^(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf$")
+_HEADER_READS = (1 << 20, 16 << 20, MAX_HEADER_BYTES)
+_CUT = "the file ended: it was cut after it was opened; fetch it again"
+
+MARK_BYTES = 256
+"""Of every tensor, from its middle, that :attr:`GgufFiles.marks` looks at."""
+
+
+class OpenFile:
+    """A file that is open for reading until nobody refers to it; replacing the file on disk does not change it.
+
+    ``mark`` is the sha256 of its header.
+    """
+
+    def __init__(self, path: Path) -> None:
+        # O_NONBLOCK: opening a pipe that nobody writes would wait for ever
+        self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+        weakref.finalize(self, os.close, self._fd)
+        self.path, self.mark = path, ""
+        status = os.fstat(self._fd)
+        if not stat.S_ISREG(status.st_mode):
+            raise GgufError(str(path), "file", "is not a regular file: name a .gguf file")
+        if status.st_size < 24:
+            raise GgufError(str(path), "byte 0", "the file is too short to be a GGUF file: fetch it again")
+        self.n_bytes = status.st_size
+
+    def fileno(self) -> int:
+        return self._fd
+
+    def read(self, start: int, n: int) -> bytes:
+        """``n`` bytes from ``start``; fewer where the file ends.  Raises OSError."""
+        parts = []
+        while n > 0 and (part := os.pread(self._fd, n, start)):
+            parts.append(part)
+            start, n = start + len(part), n - len(part)
+        return parts[0] if len(parts) == 1 else b"".join(parts)
+
+    def header(self) -> GgufHeader:
+        """The parsed header, of which no more is read than there is.  Raises GgufError."""
+        for n in _HEADER_READS:
+            data = self.read(0, min(n, self.n_bytes))
+            try:
+                header = parse(memoryview(data), str(self.path), max(len(data), self.n_bytes))
+            except HeaderCutError:
+                if len(data) < min(n, self.n_bytes):
+                    raise GgufError(str(self.path), f"byte {len(data)}", _CUT) from None
+                continue
+            self.mark = sha256(memoryview(data)[: header.data_offset]).hexdigest()
+            return header
+        raise AssertionError("the last read is the longest that a header may be")
 
 
 @dataclass(frozen=True)
 class GgufFiles:
-    """Headers and maps of all parts; ``metadata`` is that of the first part."""
+    """Headers of all parts, and the files themselves, open; ``metadata`` is that of the first part."""
 
     paths: tuple[Path, ...]
     metadata: dict[str, Value]
     tensors: dict[str, TensorInfo]
-    maps: tuple[mmap.mmap, ...]
+    parts: tuple[OpenFile, ...]
 
-    def bytes_of(self, tensor: TensorInfo) -> memoryview:
-        """The tensor's bytes as stored, without copying."""
-        return memoryview(self.maps[tensor.part])[tensor.offset : tensor.offset + tensor.n_bytes]
+    def read(self, tensor: TensorInfo, start: int = 0, n: int | None = None) -> bytes:
+        """``n`` bytes (default: all to the end) of the tensor as stored, from ``start`` on.
+
+        Raises GgufError when the file was cut since its header was read, OSError when it cannot be read.
+        """
+        n = max(0, tensor.n_bytes - start if n is None else min(n, tensor.n_bytes - start))
+        found = self.parts[tensor.part].read(tensor.offset + start, n)
+        if len(found) < n:
+            raise GgufError(str(self.paths[tensor.part]), f"tensor {tensor.name!r}", _CUT)
+        return found
+
+    @cached_property
+    def marks(self) -> tuple[str, ...]:
+        """64 hex digits for each part: of its header, its size and a few bytes of each tensor, as they were when this
+        was asked first.  What is read costs one page of the file a tensor.
+        """
+        digests = [sha256(f"{part.mark} {part.n_bytes}".encode()) for part in self.parts]
+        for t in self.tensors.values():
+            digests[t.part].update(self.read(t, max(0, t.n_bytes // 2 - MARK_BYTES // 2), MARK_BYTES))
+        return tuple(d.hexdigest() for d in digests)
 
     @property
     def total_bytes(self) -> int:
@@ -56,26 +133,26 @@ def part_paths(path: Path) -> tuple[Path, ...]:
 
 
 def open_model(paths: Sequence[Path]) -> GgufFiles:
-    """Map and parse every part.  Raises :class:`GgufError`, and OSError for a file that cannot be opened."""
+    """Open and parse every part.  Raises :class:`GgufError`, and OSError for a file that cannot be opened."""
     headers: list[GgufHeader] = []
-    maps: list[mmap.mmap] = []
+    parts: list[OpenFile] = []
     tensors: dict[str, TensorInfo] = {}
     for i, path in enumerate(paths):
-        mapped = _map(path)
-        header = parse(memoryview(mapped), str(path))
+        part = OpenFile(path)
+        header = part.header()
         _check_part(path, header, i, len(paths))
         for t in header.tensors.values():
             if t.name in tensors:
                 raise GgufError(str(path), f"tensor {t.name!r}", "is also in an earlier part of the split model")
             tensors[t.name] = TensorInfo(t.name, t.kind, t.shape, t.offset, t.n_bytes, i)
         headers.append(header)
-        maps.append(mapped)
+        parts.append(part)
     expected = headers[0].metadata.get("split.tensors.count")
     if len(paths) > 1 and isinstance(expected, int) and expected != len(tensors):
         raise GgufError(
             str(paths[0]), "metadata value 'split.tensors.count'", f"says {expected}, the parts hold {len(tensors)}"
         )
-    return GgufFiles(tuple(paths), headers[0].metadata, tensors, tuple(maps))
+    return GgufFiles(tuple(paths), headers[0].metadata, tensors, tuple(parts))
 
 
 def _check_part(path: Path, header: GgufHeader, i: int, n_parts: int) -> None:
@@ -91,17 +168,3 @@ def _check_part(path: Path, header: GgufHeader, i: int, n_parts: int) -> None:
     if number != i:
         reason = f"says {number}, its place among the parts is {i}: give each part the name it was made with"
         raise GgufError(str(path), "metadata value 'split.no'", reason)
-
-
-def _map(path: Path) -> mmap.mmap:
-    # O_NONBLOCK: opening a pipe that nobody writes would wait for ever
-    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
-    try:
-        status = os.fstat(fd)
-        if not stat.S_ISREG(status.st_mode):
-            raise GgufError(str(path), "file", "is not a regular file: name a .gguf file")
-        if status.st_size < 24:
-            raise GgufError(str(path), "byte 0", "the file is too short to be a GGUF file: fetch it again")
-        return mmap.mmap(fd, 0, prot=mmap.PROT_READ)
-    finally:
-        os.close(fd)

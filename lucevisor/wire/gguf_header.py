@@ -39,6 +39,10 @@ class GgufError(ValueError):
         self.file, self.where, self.reason = file, where, reason
 
 
+class HeaderCutError(GgufError):
+    """The bytes given end inside the header, and the file has more of them: parse again with more."""
+
+
 @dataclass(frozen=True, slots=True)
 class TensorInfo:
     """One tensor: ``shape`` is row-major (the reverse of GGUF's order), ``offset`` counts from its file's start."""
@@ -70,9 +74,9 @@ _STRING, _ARRAY = 8, 9
 
 
 class _Reader:
-    def __init__(self, data: memoryview, file: str) -> None:
+    def __init__(self, data: memoryview, file: str, file_bytes: int) -> None:
         self.data, self.file, self.at = data[:MAX_HEADER_BYTES], file, 0
-        self.whole = len(data) <= MAX_HEADER_BYTES
+        self.whole = file_bytes <= len(self.data)
 
     @property
     def left(self) -> int:
@@ -85,7 +89,10 @@ class _Reader:
         end = f"of the {MAX_HEADER_BYTES} that a header may take"
         if self.whole:
             end = "in the file: it is truncated or damaged, fetch it again"
-        return self.fail(where, f"{what}, but only {self.left} bytes are left {end}")
+        error = self.fail(where, f"{what}, but only {self.left} bytes are left {end}")
+        if self.whole or len(self.data) == MAX_HEADER_BYTES:
+            return error
+        return HeaderCutError(error.file, error.where, error.reason)
 
     def scalar(self, code: str, size: int, where: str) -> int | float | bool:
         if size > self.left:
@@ -142,10 +149,10 @@ def parse(data: memoryview, file: str, file_bytes: int | None = None) -> GgufHea
     """Parse the header at the start of ``data``.
 
     ``file_bytes`` is the size of the whole file (default: of ``data``); tensors must lie inside it.
-    Raises :class:`GgufError` naming the key or tensor.
+    Raises :class:`GgufError` naming the key or tensor; :class:`HeaderCutError` when more of the file could help.
     """
-    reader = _Reader(data, file)
     total = len(data) if file_bytes is None else file_bytes
+    reader = _Reader(data, file, total)
     magic = data[:4].tobytes()
     if magic != b"GGUF":
         raise GgufError(file, "byte 0", f"starts with {magic!r}, not b'GGUF': this is not a GGUF file")

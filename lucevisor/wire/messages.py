@@ -122,6 +122,7 @@ class Load(msgspec.Struct, frozen=True):
     max_step_tokens: int
     threads: int = 0  # cpu: 0 = torch's choice
     options: dict[str, str] = {}  # model options such as yarn_attn_factor
+    marks: list[str] = []  # GgufFiles.marks of the files that were planned with, to be found again; [] = not compared
 
 
 class DeviceUse(msgspec.Struct, frozen=True):
@@ -268,14 +269,34 @@ class Reset(msgspec.Struct, frozen=True):
     token: int
 
 
+class Span(msgspec.Struct, frozen=True, array_like=True):
+    """Layers to time on a device, with the head when ``first``, with the tail when ``last``."""
+
+    device: int
+    layers: LayerRange
+    first: bool = False
+    last: bool = False
+
+
+class Measure(msgspec.Struct, frozen=True):
+    """Time each of ``spans`` for a slice of ``n_rows`` tokens from position 0, and for one token behind it."""
+
+    spans: list[Span]
+    kv_dtype: Dtype
+    n_rows: int
+    threads: int = 0
+    options: dict[str, str] = {}
+
+
 class Check(msgspec.Struct, frozen=True):
     """Doctor: run one layer's numbers on every visible device against the float32 cpu reference; map ``arenas``
-    (descriptors travel along)."""
+    (descriptors travel along).  With ``measure``: time layers instead of comparing one."""
 
     files: list[str]
     layer: int
     dtype: Dtype
     arenas: list[ArenaPlan] = []
+    measure: Measure | None = None
 
 
 class CheckLine(msgspec.Struct, frozen=True):
@@ -284,8 +305,21 @@ class CheckLine(msgspec.Struct, frozen=True):
     detail: str
 
 
+class Timing(msgspec.Struct, frozen=True, array_like=True):
+    """Seconds that the layers of a Span take, for one token and for ``Measure.n_rows``; ``end_``: its head and tail,
+    the tail for one row in both."""
+
+    decode_s: float
+    prefill_s: float
+    end_decode_s: float = 0.0
+    end_prefill_s: float = 0.0
+
+
 class Checked(msgspec.Struct, frozen=True):
+    """Answer to Check.  ``timings``: one a Span, in their order; none when one failed, which is a line then."""
+
     lines: list[CheckLine]
+    timings: list[Timing] = []
 
 
 class Shutdown(msgspec.Struct, frozen=True):

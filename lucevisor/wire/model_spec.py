@@ -82,8 +82,8 @@ class LayerSpec:
 class ModelSpec:
     """A model of some family.  ``params`` is the family's own frozen record of hyperparameters.
 
-    ``boundary_width``: numbers a token that cross a boundary (the hidden states, plus what a family adds).  ``options``:
-    the model options that change something for this file.
+    ``boundary_width``: numbers a token that cross a boundary (the hidden states, plus what a family adds).
+    ``options``: the model options that change something for this file.
     """
 
     architecture: str
@@ -274,6 +274,7 @@ def assemble(
         boundary_width=embedding + carried,
         params=params,
         every=shared,
+        options=frozenset({"yarn_attn_factor"} if keys.has("rope.scaling.yarn_attn_factor") else ()),
         skipped=tuple(name for name in files.tensors if name not in used),
         files=files,
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from lucevisor.wire.model_spec import Keys
@@ -12,9 +13,8 @@ class Yarn:
     """Stretching by ``factor`` of a model made for ``original_context`` positions.
 
     Pairs that turn more than ``beta_fast`` times within the original context keep their frequency, those that turn
-    less than ``beta_slow`` times are slowed by ``factor``, the others lie between.  ``attention_factor``: what the
-    file says cos and sin are multiplied by; None: it says nothing.  ``extra``: a further multiplier
-    (``rope.scaling.attn_factor``).
+    less than ``beta_slow`` times are slowed by ``factor``, the others lie between.  Cos and sin are
+    multiplied by ``attention_factor`` (None: 0.1 ln(factor) + 1) and by ``extra`` (``rope.scaling.attn_factor``).
     """
 
     factor: float
@@ -34,21 +34,27 @@ class Rotary:
     yarn: Yarn | None = None
 
 
-def read_rotary(keys: Keys, head_dim: int) -> Rotary:
+def read_rotary(keys: Keys, head_dim: int, options: Mapping[str, str]) -> Rotary:
     """Read ``rope.dimension_count``, ``rope.freq_base`` and ``rope.scaling.*``.  Raises GgufError, also for a kind of
     scaling that nobody here computes."""
     n = keys.even("rope.dimension_count", head_dim, most=head_dim)
-    return Rotary(n, keys.number("rope.freq_base", 10000.0, above=0.0), read_yarn(keys))
+    return Rotary(n, keys.number("rope.freq_base", 10000.0, above=0.0), read_yarn(keys, options))
 
 
-def read_yarn(keys: Keys) -> Yarn | None:
-    """YaRN's parameters; None when positions are not scaled."""
+def read_yarn(keys: Keys, options: Mapping[str, str]) -> Yarn | None:
+    """YaRN's parameters; None when positions are not scaled.
+
+    Option ``yarn_attn_factor``: "default" leaves the factor on cos and sin to the formula, as the servers do that
+    people run these files with; "file" takes the value written in the file.
+    """
     kind = keys.text("rope.scaling.type", "none")
     if kind == "none":
         return None
     if kind != "yarn":
         raise keys.error("rope.scaling.type", f"is {kind!r}, known are 'yarn' and 'none'")
-    attention = keys.number("rope.scaling.yarn_attn_factor", 0.0) or None
+    attention = None
+    if options.get("yarn_attn_factor", "default") == "file":
+        attention = keys.number("rope.scaling.yarn_attn_factor", 0.0) or None
     return Yarn(
         factor=keys.number("rope.scaling.factor", 1.0, above=0.0),
         original_context=keys.integer("rope.scaling.original_context_length", keys.integer("context_length", 4096)),

@@ -73,7 +73,7 @@ def test_the_sample_file_loads_as_it_is_and_with_every_key_set(tmp_path):
     (tmp_path / "lucevisor.toml").write_text(text)
     config = load(tmp_path / "lucevisor.toml")
     assert {notice.key for notice in config.notices} == {
-        "cache.prefix_slots", "cache.memory", "cache.disk", "cache.min_tokens", "recovery.hold_s", "recovery.journal",
+        "cache.disk", "recovery.hold_s", "recovery.journal",
     }  # fmt: skip
 
 

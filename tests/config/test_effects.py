@@ -35,7 +35,6 @@ def box(tmp_path):
         ("pflash.mode=always", "pflash.mode"),
         ("cache.dir=snapshots", "cache.dir"),
         ("recovery.spares=1", "recovery.spares"),
-        ("engine.kv_dtype=q8_0", "engine.kv_dtype"),
     ],
 )
 def test_features_that_would_change_answers_are_refused_until_they_exist(box, override, key):
@@ -70,10 +69,7 @@ def test_switches_at_off_say_nothing(box):
 @pytest.mark.parametrize(
     "override",
     [
-        "cache.prefix_slots=32",
-        "cache.memory=1GiB",
         "cache.disk=1GiB",
-        "cache.min_tokens=9",
         "recovery.hold_s=120",
         "recovery.journal=1GiB",
         "draft.path=drafter.gguf",
@@ -109,10 +105,20 @@ def test_options_with_effect_say_nothing(box):
         "log.level=debug",
         "recovery.restart_limit=1/9s",
         "placement.target_layer_split=1,2",
-        "engine.kv_dtype=float16",
+        "engine.kv_dtype=q8_0",
         "model.yarn_attn_factor=file",
+        "cache.prefix_slots=5",
+        "cache.memory=2GiB",
+        "cache.min_tokens=9",
+        "cache.checkpoint_pages=1",
+        "cache.normalise=fix",
     ]
     assert load(box, used).notices == ()
+
+
+def test_what_slots_may_take_is_told_of_when_there_are_none(box):
+    config = load(box, ["cache.prefix_slots=0", "cache.memory=2GiB", "cache.min_tokens=9", "cache.checkpoint_pages=1"])
+    assert [notice.key for notice in config.notices] == ["cache.memory", "cache.min_tokens", "cache.checkpoint_pages"]
 
 
 def test_a_weight_for_the_only_device_is_told_of(tmp_path):

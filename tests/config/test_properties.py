@@ -54,7 +54,7 @@ VALID = {
     "model": {"path": path.filter(bool), "name": line, "yarn_attn_factor": st.sampled_from(["default", "file"])},
     "engine": {
         "dtype": st.sampled_from(["auto", "float32", "bfloat16", "float16"]),
-        "kv_dtype": st.sampled_from(["auto", "float32", "float16", "bfloat16"]),
+        "kv_dtype": st.sampled_from(["auto", "float32", "float16", "bfloat16", "q8_0"]),
         "max_context": auto | st.integers(1, 2**20),
         "max_sequences": st.integers(1, 4096),
         "prefill_chunk": st.integers(1, 2**20),
@@ -67,7 +67,14 @@ VALID = {
         "max_queue": st.integers(1, 2**20),
         "cors_origins": st.lists(st.sampled_from(["*", "http://a", "https://b:1", "tauri://c"]), unique=True),
     },
-    "cache": {"prefix_slots": st.integers(0, 2**20), "memory": size, "disk": size, "min_tokens": st.integers(0, 2**30)},
+    "cache": {
+        "prefix_slots": st.integers(0, 2**20),
+        "memory": size,
+        "disk": size,
+        "min_tokens": st.integers(0, 2**30),
+        "checkpoint_pages": st.integers(0, 2**20),
+        "normalise": st.sampled_from(["off", "fix", "move"]),
+    },
     "draft": {"path": path, "width": auto | st.integers(1, 64)},
     "kvflash": {"policy": st.sampled_from(["lru", "qk", "drafter"]), "tau": st.integers(1, 2**20)},
     "pflash": {"threshold": st.integers(1, 2**30), "keep_ratio": st.floats(0, 1, exclude_min=True) | st.just(1)},
@@ -109,6 +116,8 @@ def trees(draw):
     model = {key: kind for key, kind in VALID["model"].items() if key != "path"}
     tree = {"model": draw(st.fixed_dictionaries({"path": VALID["model"]["path"]}, optional=model)), GROUPS: groups}
     tree["placement"] = {"target_devices": list(devices), "target_layer_split": split}
+    if draw(st.booleans()):
+        tree["placement"]["goal"] = draw(st.sampled_from(["latency", "throughput"]))
     for section, keys in VALID.items():
         if section != "model" and draw(st.booleans()):
             tree[section] = draw(st.fixed_dictionaries({}, optional=keys))
@@ -291,6 +300,7 @@ def test_the_refused_features_are_the_ones_the_valid_files_leave_out():
     left_out = (
         everything
         - drawn
-        - {"placement.target_devices", "placement.target_layer_split", "draft.device", "server.api_keys_file"}
+        - {"placement.target_devices", "placement.target_layer_split", "placement.goal"}
+        - {"draft.device", "server.api_keys_file"}
     )
-    assert left_out | {"engine.kv_dtype"} == REFUSED
+    assert left_out == REFUSED

@@ -12,7 +12,7 @@ from lucevisor.wire.ggml_types import BY_NAME, NATIVE
 from tests.daemons.tiny_models import random_blocks
 
 KINDS = ["F32", "F16", "BF16", *sorted(NATIVE)]
-OTHERS = ["Q4_1", "Q5_0", "Q5_1", "Q2_K", "Q3_K", "IQ4_NL", "IQ4_XS", "MXFP4", "IQ2_XXS", "TQ2_0"]
+OTHERS = ["IQ1_M", "IQ1_S", "IQ2_S", "IQ2_XS", "IQ2_XXS", "IQ3_S", "IQ3_XXS", "NVFP4", "TQ1_0", "TQ2_0"]
 
 
 def oracle(kind: str, raw: np.ndarray) -> np.ndarray:
@@ -30,6 +30,42 @@ def test_any_bytes_give_the_reference_bits(kind, rows, blocks, seed):
     np.testing.assert_array_equal(found, wanted)  # NaN equals NaN here
 
 
+@pytest.mark.parametrize("kind", sorted(NATIVE))
+def test_real_looking_blocks_give_the_reference_bits_and_sensible_numbers(kind):
+    raw = random_blocks(np.random.default_rng(2), kind, 40, 1024)
+    wanted = oracle(kind, raw)
+    found = dequantise(BY_NAME[kind], torch.from_numpy(raw), torch.float32).numpy()
+    np.testing.assert_array_equal(found, wanted)
+    assert 0.005 < found.std() < 0.2
+
+
+@pytest.mark.parametrize("kind", [k for k in ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "MXFP4") if k in NATIVE])
+def test_numbers_that_the_library_quantised_come_back(kind):
+    """The library writes these types too: what it stored of a matrix is read as it reads it, and near the matrix."""
+    x = np.random.default_rng(3).normal(0, 0.04, (24, 256)).astype(np.float32)
+    raw = gguf.quants.quantize(x, gguf.GGMLQuantizationType[kind])
+    found = dequantise(BY_NAME[kind], torch.from_numpy(raw), torch.float32).numpy()
+    np.testing.assert_array_equal(found, oracle(kind, raw))
+    assert np.abs(found - x).max() < {"Q8_0": 0.001, "MXFP4": 0.04}.get(kind, 0.02)
+
+
+def test_every_power_of_two_of_mxfp4():
+    """All 256 exponents with all sixteen codes: the two smallest are subnormal numbers."""
+    raw = np.zeros((256, 17), dtype=np.uint8)
+    raw[:, 0] = np.arange(256)
+    raw[:, 1:] = np.arange(16) * 17
+    found = dequantise(BY_NAME["MXFP4"], torch.from_numpy(raw), torch.float32).numpy()
+    np.testing.assert_array_equal(found, oracle("MXFP4", raw))
+    assert found[0].max() == 12 * 2.0**-128
+
+
+@pytest.mark.parametrize("kind", sorted(NATIVE))
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_is_the_rounded_float32_number(kind, dtype):
+    raw = torch.from_numpy(random_blocks(np.random.default_rng(4), kind, 3, 512))
+    assert torch.equal(dequantise(BY_NAME[kind], raw, dtype), dequantise(BY_NAME[kind], raw, torch.float32).to(dtype))
+
+
 @pytest.mark.parametrize("kind", OTHERS)
 def test_other_types_are_read_by_the_library(kind):
     raw = np.random.default_rng(1).integers(0, 256, (2, 2 * BY_NAME[kind].block_bytes), dtype=np.uint8)
@@ -43,7 +79,7 @@ def test_a_type_nobody_reads_is_refused():
 
 
 @settings(max_examples=20, deadline=None)
-@given(kind=st.sampled_from(["Q4_0", "Q4_K"]), seed=st.integers(0, 1 << 32))
+@given(kind=st.sampled_from(["Q4_0", "Q4_1", "Q4_K"]), seed=st.integers(0, 1 << 32))
 def test_four_bit_groups_are_the_same_numbers(kind, seed):
     raw = random_blocks(np.random.default_rng(seed), kind, 4, 512)
     codes, scale, zero = four_bit(BY_NAME[kind], torch.from_numpy(raw))

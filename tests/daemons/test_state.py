@@ -44,6 +44,11 @@ def opened(sequence: int = 1, state: int = 0) -> OpenSequence:
     return OpenSequence(sequence, state, Sampling())
 
 
+@pytest.fixture(autouse=True)
+def _same_numbers_each_time():
+    torch.manual_seed(1)
+
+
 # ---- pools
 
 

@@ -38,7 +38,21 @@ _SCALES = {
     "Q5_0": [0],
     "IQ4_NL": [0],
     "Q4_1": [0, 2],
+    "Q5_1": [0, 2],
+    "Q2_K": [80, 82],
+    "Q3_K": [108],
+    "IQ4_XS": [0],
+    "MXFP4": [],
+    "IQ2_XXS": [0],
+    "IQ3_S": [0],
 }
+
+_SIZES = {
+    "Q8_0": 1 / 64, "Q6_K": 1 / 1500, "Q4_K": 1 / 250, "Q5_K": 1 / 500, "IQ4_NL": 1 / 64, "Q5_0": 1 / 10,
+    "Q4_1": 1 / 10, "Q5_1": 1 / 20, "Q2_K": 1 / 15, "Q3_K": 1 / 40, "IQ4_XS": 1 / 1200, "IQ2_XXS": 1 / 90,
+    "IQ3_S": 1 / 90,
+}  # fmt: skip
+"""Scale that makes numbers of about 1."""
 
 
 def random_blocks(rng: np.random.Generator, kind: str, rows: int, columns: int, size: float = 0.05) -> np.ndarray:
@@ -46,7 +60,9 @@ def random_blocks(rng: np.random.Generator, kind: str, rows: int, columns: int, 
     quant = gguf.GGMLQuantizationType[kind]
     elements, n_bytes = gguf.GGML_QUANT_SIZES[quant]
     raw = rng.integers(0, 256, (rows, columns // elements, n_bytes), dtype=np.uint8)
-    per = {"Q8_0": 1 / 64, "Q6_K": 1 / 1500, "Q4_K": 1 / 250, "Q5_K": 1 / 500, "IQ4_NL": 1 / 64}.get(kind, 1 / 5)
+    per = _SIZES.get(kind, 1 / 5)
+    if kind == "MXFP4":
+        raw[..., 0] = rng.integers(119, 122, raw.shape[:2])  # powers of two of 2^-9 to 2^-7
     for at in _SCALES[kind]:
         scale = (rng.uniform(0.5, 1.5, raw.shape[:2]) * size * per).astype(np.float16)
         raw[..., at : at + 2] = scale.view(np.uint8).reshape(*raw.shape[:2], 2)
@@ -88,10 +104,12 @@ def tensors(t: Tiny) -> dict[str, tuple[int, ...]]:
     return out
 
 
-def write(path: Path, t: Tiny, kinds: list[str], *, expand: bool = False, seed: int = 0) -> Path:
-    """Write a qwen35 file whose matrices take ``kinds`` in turn.  ``expand``: the same numbers, stored as F32."""
+def write(path: Path, t: Tiny, kinds: list[str], *, expand: bool = False, seed: int = 0, split: int = 0) -> Path:
+    """Write a qwen35 file whose matrices take ``kinds`` in turn.  ``expand``: the same numbers, stored as F32;
+    ``split``: so many tensors a file, named ``-00001-of-0000N``.
+    """
     rng = np.random.default_rng(seed)
-    w = gguf.GGUFWriter(path, "qwen35")
+    w = gguf.GGUFWriter(path, "qwen35", split_max_tensors=split)
     numbers = {
         "block_count": t.n_layers, "context_length": 4096, "embedding_length": t.embedding,
         "feed_forward_length": t.feed_forward, "attention.head_count": t.n_heads,

@@ -62,7 +62,7 @@ def scenarios(draw: st.DrawFn, *, crowded: bool = False) -> Scenario:
                 request_id=f"r{i}",
                 prompt=tuple((first + k * k) % 97 for k in range(n_prompt)),
                 max_tokens=draw(st.sampled_from([110, 140] if crowded else [1, 2, 20, 70, 110])),
-                sampling=Sampling(seed=draw(st.integers(0, 3))),
+                sampling=Sampling(seed=draw(st.integers(0, 3)), presence_penalty=draw(st.sampled_from([0.0, 0.5]))),
                 stop_ids=frozenset(() if crowded else draw(st.sampled_from([(), (5,), (5, 11, 50)]))),
             )
         )
@@ -162,7 +162,7 @@ def test_preemption_changes_no_tokens(scenario: Scenario) -> None:
 def test_admission_that_hopes_too_much_changes_no_tokens(scenario: Scenario) -> None:
     """Without any check of pages at admission requests preempt each other all the time; only time may be lost."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Scheduler, "_fits", lambda scheduler, record: True)
+        patch.setattr(Scheduler, "_fits", lambda scheduler, record, match: True)
         play = Play(scenario)
         play.play()
     asyncio.run(play.check())

@@ -18,6 +18,8 @@ from lucevisor.wire.codec import payload_segments
 from lucevisor.wire.connection import Connection
 from lucevisor.wire.messages import (
     CloseSequence,
+    CopyPage,
+    CopyState,
     OpenSequence,
     Pools,
     Sampled,
@@ -32,7 +34,9 @@ from lucevisor.wire.values import PAGE_TOKENS, Sampling, Space
 
 VOCABULARY = 97
 _MASK = (1 << 61) - 1
-_POISON = 0xDEAD  # what a state or page holds before anybody has set it
+_POISON = 0xDEAD  # what a state holds before anybody has set it
+_EMPTY = (-1, _POISON)  # what a page holds: at each offset the position it was written for, and a value
+_NO_PAGE = -1  # entry of a window table that starts behind its beginning
 
 
 class Violation(AssertionError):
@@ -49,8 +53,8 @@ def mix(*numbers: int) -> int:
 
 
 def draw(row: int, sampling: Sampling, position: int, counts: int) -> int:
-    """The token after a row: a function of (seed, position, row) and of what was counted for the penalties."""
-    return mix(row, sampling.seed, position, counts) % VOCABULARY
+    """The token after a row: a function of (seed, position, row) and of what was counted for the penalties, if any."""
+    return mix(row, sampling.seed, position, counts if sampling.penalised else 0) % VOCABULARY
 
 
 @dataclass(frozen=True)
@@ -65,6 +69,7 @@ class ToyModel:
         """What the model generates for one request, the stop id included, computed without pages or batches."""
         tokens = list(prompt)
         kept: list[list[int]] = [[] for _ in range(self.n_stages)]
+        totals = [0] * self.n_stages
         states = [0] * self.n_stages
         row = 0
         for i in range(len(prompt) + n_tokens):
@@ -76,10 +81,11 @@ class ToyModel:
             row = mix(tokens[i], i)
             for stage in range(self.n_stages):
                 kept[stage].append(mix(row, i, stage))
+                totals[stage] += kept[stage][-1]
                 states[stage] = mix(states[stage], row)
                 parts = [row]
                 if Space.FULL in self.spaces:
-                    parts.append(sum(kept[stage]))
+                    parts.append(totals[stage])
                 if self.window is not None:
                     parts.append(sum(kept[stage][-self.window :]))
                 if Space.RECURRENT in self.spaces:
@@ -90,11 +96,10 @@ class ToyModel:
 
 @dataclass
 class _Open:
-    incarnation: int
     state: int
     sampling: Sampling
     counts: int
-    n_tokens: int = 0
+    n_tokens: int | None = None  # not known before the first slice: it may begin with what a prefix slot holds
     tables: dict[Space, list[int]] = field(default_factory=dict)
 
 
@@ -106,11 +111,9 @@ class ToyStage:
     ):
         self.model, self.stage, self.regions = model, stage, regions
         sizes = {Space.FULL: pools.full_pages, Space.WINDOW: pools.window_pages}
-        self.pages = {space: [[_POISON] * PAGE_TOKENS for _ in range(n)] for space, n in sizes.items()}
-        self.owner: dict[tuple[Space, int], int] = {}  # page -> incarnation it was last given to
+        self.pages = {space: [[_EMPTY] * PAGE_TOKENS for _ in range(n)] for space, n in sizes.items()}
         self.states = [_POISON] * pools.states
         self.sequences: dict[int, _Open] = {}
-        self.n_opened = 0
 
     def run(self, step: Step, max_sequences: int) -> tuple[StepResult, list[np.ndarray]]:
         """Execute a step; the payload arrays come along."""
@@ -135,7 +138,8 @@ class ToyStage:
                 sequence = self.sequences[piece.sequence]
                 sequence.counts = (sequence.counts + sum(mix(t) for t in piece.tokens)) & _MASK
                 if piece.sample:
-                    token = draw(rows[-1], sequence.sampling, sequence.n_tokens, sequence.counts)
+                    after = piece.start + len(piece.tokens)
+                    token = draw(rows[-1], sequence.sampling, after, sequence.counts)
                     sampled.append(Sampled(piece.sequence, token))
         self.regions[self.stage, step.region] = (step.step_id, rows_out)
         arrays, segments = self._payload(step, rows_in, rows_out)
@@ -154,9 +158,8 @@ class ToyStage:
             case OpenSequence(sequence=sequence, state=state, sampling=sampling, history=history):
                 if sequence in self.sequences:
                     raise Violation(f"sequence {sequence} is opened while it is open")
-                self.n_opened += 1
                 counts = sum(mix(t) for t in history) & _MASK
-                self.sequences[sequence] = _Open(self.n_opened, state, sampling, counts)
+                self.sequences[sequence] = _Open(state, sampling, counts)
             case CloseSequence(sequence=sequence):
                 if self.sequences.pop(sequence, None) is None:
                     raise Violation(f"sequence {sequence} is closed but not open")
@@ -164,17 +167,22 @@ class ToyStage:
                 if sequence not in self.sequences:
                     raise Violation(f"pages are set for sequence {sequence}, which is not open")
                 table = self.sequences[sequence].tables.setdefault(space, [])
-                if first > len(table) or not pages:
+                if (first > len(table) and space is not Space.WINDOW) or not pages:
                     raise Violation(
                         f"sequence {sequence}: entries {first} + {len(pages)} leave a gap behind {len(table)}"
                     )
                 if not all(0 <= page < len(self.pages[space]) for page in pages):
                     raise Violation(f"pages {pages} are outside the pool of space {space}")
+                table += [_NO_PAGE] * (first - len(table))
                 table[first : first + len(pages)] = pages
-                for page in pages:
-                    self.owner[space, page] = self.sequences[sequence].incarnation
             case ZeroState(state=state):
                 self.states[state] = 0
+            case CopyState(source=source, target=target):
+                self.states[target] = self.states[source]
+            case CopyPage(space=space, source=source, target=target, n_tokens=n):
+                if source == target or not 0 < n < PAGE_TOKENS:
+                    raise Violation(f"{n} positions of page {source} are copied to {target}")
+                self.pages[space][target][:n] = self.pages[space][source][:n]
             case other:
                 raise Violation(f"an operation nobody plans: {other}")
 
@@ -182,6 +190,8 @@ class ToyStage:
         sequence = self.sequences.get(piece.sequence)
         if sequence is None:
             raise Violation(f"a slice of sequence {piece.sequence}, which is not open")
+        if sequence.n_tokens is None:
+            sequence.n_tokens = piece.start
         if piece.start != sequence.n_tokens or not piece.tokens:
             raise Violation(
                 f"sequence {piece.sequence}: slice at {piece.start}, {sequence.n_tokens} tokens are computed"
@@ -191,10 +201,10 @@ class ToyStage:
             value = mix(row, position, self.stage)
             parts = [row]
             if Space.FULL in self.model.spaces:
-                self._page(sequence, Space.FULL, position)[position % PAGE_TOKENS] = value
+                self._page(sequence, Space.FULL, position)[position % PAGE_TOKENS] = (position, value)
                 parts.append(self._sum(sequence, Space.FULL, 0, position))
             if self.model.window is not None:
-                self._page(sequence, Space.WINDOW, position)[position % PAGE_TOKENS] = value
+                self._page(sequence, Space.WINDOW, position)[position % PAGE_TOKENS] = (position, value)
                 parts.append(self._sum(sequence, Space.WINDOW, max(0, position - self.model.window + 1), position))
             if Space.RECURRENT in self.model.spaces:
                 self.states[sequence.state] = mix(self.states[sequence.state], row)
@@ -203,22 +213,22 @@ class ToyStage:
         sequence.n_tokens += len(rows)
         return out
 
-    def _page(self, sequence: _Open, space: Space, position: int) -> list[int]:
+    def _page(self, sequence: _Open, space: Space, position: int) -> list[tuple[int, int]]:
         table = sequence.tables.get(space, [])
         entry = position // PAGE_TOKENS
-        if entry >= len(table):
+        if entry >= len(table) or table[entry] == _NO_PAGE:
             raise Violation(f"position {position} has no page in space {space}")
-        if self.owner[space, table[entry]] != sequence.incarnation:
-            raise Violation(
-                f"position {position}: page {table[entry]} of space {space} belongs to another sequence by now"
-            )
         return self.pages[space][table[entry]]
 
     def _sum(self, sequence: _Open, space: Space, first: int, last: int) -> int:
         total = 0
         for start in range(first - first % PAGE_TOKENS, last + 1, PAGE_TOKENS):
             page = self._page(sequence, space, start)
-            total += sum(page[max(0, first - start) : last + 1 - start])
+            low = max(first, start)
+            for position, (written_for, value) in enumerate(page[low - start : last + 1 - start], low):
+                if written_for != position:
+                    raise Violation(f"position {position} of space {space} reads what was written for {written_for}")
+                total += value
         return total
 
     def _payload(

@@ -46,6 +46,7 @@ class ToyEngine:
     def __init__(self, limits: EngineLimits, *, max_queue: int = 1000, homes: Sequence[int] = ()):
         self.limits, self.homes = limits, homes
         self.model = ToyModel(limits.n_stages, limits.spaces, limits.window_tokens)
+        self._alone: dict[str, list[int]] = {}
         self.now = 0.0
         self.failures: list[ChainFailure] = []
         self.steps: list[ChainResult] = []
@@ -99,8 +100,10 @@ class ToyEngine:
 
     def alone(self, request: GenerationRequest) -> list[int]:
         """What the toy model generates for this request alone."""
-        room = self.limits.capacity_tokens - len(request.prompt)
-        return self.model.alone(request.prompt, request.sampling, min(request.max_tokens, room), request.stop_ids)
+        if request.request_id not in self._alone:
+            n = min(request.max_tokens, self.limits.capacity_tokens - len(request.prompt))
+            self._alone[request.request_id] = self.model.alone(request.prompt, request.sampling, n, request.stop_ids)
+        return self._alone[request.request_id]
 
 
 async def events_of(handle: RequestHandle) -> list[Event]:

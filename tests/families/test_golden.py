@@ -204,23 +204,35 @@ def test_shards_load_what_the_plan_counts(golden):
                 assert use.weight_bytes == sum(golden.spec.files.tensors[n].n_bytes for n in golden.spec.files.tensors)
 
 
-# errors of transformers' own runs in bfloat16 and float16, relative to float32: these models are small and random, and
-# a chosen expert more or less is a large part of them
+# errors of transformers' own runs of these files in bfloat16 and float16, relative to float32: the models are small and
+# random, and a chosen expert more or less is a large part of them
 HALF = {
-    "qwen3": (0.03, 0.004),
-    "qwen35": (0.12, 0.012),
-    "qwen35moe": (0.12, 0.012),
-    "gemma4_e2b": (0.208, 0.032),
+    "qwen3": (0.017, 0.0029),
+    "qwen35": (0.089, 0.0092),
+    "qwen35moe": (0.083, 0.021),
+    "gemma4_e2b": (0.208, 0.0325),
     "gemma4_moe": (0.496, 0.147),
-    "laguna": (0.2, 0.06),
-    "laguna_mscale": (0.2, 0.06),
+    "laguna": (0.192, 0.089),
+    "laguna_mscale": (0.192, 0.089),
 }
 
 
 @pytest.mark.parametrize("dtype", [Dtype.BFLOAT16, Dtype.FLOAT16])
-def test_half_precision_stays_near(golden, dtype):
+def test_half_precision_is_as_near_as_transformers(golden, dtype):
     c = golden.chain(load_stages(golden.spec, how=How(dtype, dtype)))
     c.open(0)
     found = c.run_in_chunks(0, golden.ids, 24)
     error = float((found - golden.logits).norm() / golden.logits.norm())
-    assert 1e-4 < error < HALF[golden.name][dtype is Dtype.FLOAT16], error
+    assert 1e-4 < error < 1.3 * HALF[golden.name][dtype is Dtype.FLOAT16], error
+
+
+def test_smaller_kv_dtypes_cost_accuracy_in_their_order(golden):
+    """float16 keeps most, q8_0 least; even that is no worse than transformers in bfloat16."""
+    errors = []
+    for kv_dtype in (Dtype.FLOAT16, Dtype.BFLOAT16, Dtype.Q8_0):
+        c = golden.chain(load_stages(golden.spec, how=How(Dtype.FLOAT32, kv_dtype)))
+        c.open(0)
+        errors.append(float((c.run_in_chunks(0, golden.ids, 24) - golden.logits).norm() / golden.logits.norm()))
+    assert errors == sorted(errors)
+    assert errors[0] > 1e-5
+    assert errors[-1] < 1.3 * HALF[golden.name][0]

@@ -43,7 +43,7 @@ def test_all_parts_are_one_table_with_the_bytes_written(tmp_path, tensors_per_pa
     for name, array in arrays.items():
         found = model.tensors[name]
         assert found.shape == array.shape
-        assert bytes(model.bytes_of(found)) == array.tobytes()
+        assert model.read(found) == array.tobytes()
 
 
 def test_any_part_leads_to_all_in_order(tmp_path):
@@ -131,3 +131,70 @@ def test_what_is_no_file_is_refused_at_once(tmp_path):
 def test_a_file_that_is_not_there_is_an_oserror_that_names_it(tmp_path):
     with pytest.raises(FileNotFoundError, match=r"absent\.gguf"):
         open_model(part_paths(tmp_path / "absent.gguf"))
+
+
+def test_a_header_longer_than_the_first_read_is_read_whole(tmp_path):
+    tokens = [f"token {i}" for i in range(90_000)]  # 1.9 MB
+    writer = gguf.GGUFWriter(tmp_path / "m.gguf", "any")
+    writer.add_token_list(tokens)
+    writer.add_tensor("t", np.arange(5, dtype=np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    model = open_model([tmp_path / "m.gguf"])
+    assert model.metadata["tokenizer.ggml.tokens"] == tokens
+    assert model.read(model.tensors["t"], 8, 4) == struct.pack("<f", 2)
+
+
+def test_a_large_file_whose_header_lies_costs_no_more_than_a_header_may(tmp_path):
+    """A sparse file of 1 TB that claims more metadata than a header may hold."""
+    path = tmp_path / "m.gguf"
+    path.write_bytes(b"GGUF" + struct.pack("<IQQ", 3, 0, 1) + raw.text("k") + struct.pack("<IIQ", 9, 0, 1 << 38))
+    os.truncate(path, 1 << 40)
+    with pytest.raises(GgufError, match="of the 134217728 that a header may take"):
+        open_model([path])
+
+
+def test_a_file_cut_while_it_is_open_is_an_error_and_no_signal(tmp_path):
+    arrays = write(tmp_path / "m.gguf", 0)
+    model = open_model([tmp_path / "m.gguf"])
+    os.truncate(tmp_path / "m.gguf", model.tensors["t.5"].offset + 4)
+    assert model.read(model.tensors["t.4"]) == arrays["t.4"].tobytes()
+    with pytest.raises(GgufError, match=r"m\.gguf: tensor 't\.5': the file ended: it was cut after it was opened"):
+        model.read(model.tensors["t.5"])
+
+
+def test_a_replaced_file_stays_what_it_was_for_who_has_it_open(tmp_path):
+    arrays = write(tmp_path / "m.gguf", 0)
+    model = open_model([tmp_path / "m.gguf"])
+    write(tmp_path / "new.gguf", 0, seed=1)
+    os.replace(tmp_path / "new.gguf", tmp_path / "m.gguf")
+    assert model.read(model.tensors["t.5"]) == arrays["t.5"].tobytes()
+
+
+def test_marks_tell_parts_that_differ_and_do_not_heed_names_or_times(tmp_path):
+    write(tmp_path / "m.gguf", 3)
+    paths = sorted(tmp_path.iterdir())
+    marks = open_model(paths).marks
+    assert len(set(marks)) == len(paths) == 3
+    shutil.copytree(tmp_path, tmp_path / "copy")
+    copies = sorted((tmp_path / "copy").iterdir())
+    assert open_model(copies).marks == marks
+    place = open_model(copies).tensors["t.4"].offset + 20
+    with copies[1].open("r+b") as file:
+        file.seek(place)
+        file.write(b"\xff")
+    assert [a == b for a, b in zip(open_model(copies).marks, marks, strict=True)] == [True, False, True]
+    with copies[2].open("ab") as file:
+        file.write(b"longer")
+    assert open_model(copies).marks[2] != marks[2]
+
+
+def test_files_are_closed_when_nobody_needs_them(tmp_path):
+    write(tmp_path / "m.gguf", 3)
+    before = len(os.listdir("/proc/self/fd"))
+    model = open_model(sorted(tmp_path.iterdir()))
+    assert len(os.listdir("/proc/self/fd")) == before + 3
+    del model
+    assert len(os.listdir("/proc/self/fd")) == before

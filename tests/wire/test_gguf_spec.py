@@ -138,9 +138,9 @@ def test_hostile_metadata_give_gguferror_or_a_sound_spec(changes, removed, tiny)
     else:
         assert spec.n_layers <= TINY.n_layers
         p = spec.params
-        assert 2 <= p.n_rotary <= p.head_dim
+        assert 2 <= p.rotary.n <= p.head_dim
         assert p.eps > 0
-        assert p.theta > 0
+        assert p.rotary.theta > 0
         assert len(p.recurrent) == spec.n_layers
     finally:
         _, peak_bytes = tracemalloc.get_traced_memory()

@@ -34,5 +34,5 @@ def read_spec(files: GgufFiles, options: Mapping[str, str] | None = None) -> Mod
 
 
 def open_spec(path: Path, options: Mapping[str, str] | None = None) -> ModelSpec:
-    """Map the model at ``path`` (all its parts) and read its spec; the result's ``files`` is set."""
+    """Open the model at ``path`` (all its parts) and read its spec; the result's ``files`` is set."""
     return read_spec(open_model(part_paths(path)), options)

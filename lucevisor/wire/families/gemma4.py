@@ -92,7 +92,7 @@ def hyperparameters(files: GgufFiles, keys: Keys) -> Gemma4:
     full, narrow, widths = keys.head_dim(), keys.head_dim("_swa"), keys.integers("feed_forward_length", n)
     if 0 in widths:
         raise keys.error("feed_forward_length", f"is 0 in layer {widths.index(0)}")
-    if read_yarn(keys) is not None:
+    if read_yarn(keys, {}) is not None:
         raise keys.error("rope.scaling.type", "is 'yarn', which this family has never had")
     layers = tuple(
         Gemma4Layer(

@@ -1,15 +1,13 @@
 """Family ``laguna``: full and sliding attention with gated heads, a dense layer or more, then routed experts beside a
 shared one.
 
-Query heads differ by layer.  Only full layers scale positions (YaRN).  Option ``yarn_attn_factor``: "default"
-multiplies cos and sin by 0.1 ln(factor) + 1, as the servers do that people run these files with; "file" by the value
-written in the file.
+Query heads differ by layer.  Only full layers scale positions (YaRN).
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from lucevisor.wire.experts import Experts, read_experts, routed_tensors, shared_tensors
 from lucevisor.wire.gguf_files import GgufFiles
@@ -19,7 +17,6 @@ from lucevisor.wire.rope import Rotary, read_rotary
 from lucevisor.wire.values import Space
 
 DEFAULT_PERIOD = 4
-OPTION = "yarn_attn_factor"
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,14 +71,14 @@ def gate_columns(files: GgufFiles, i: int, n_heads: int, head_dim: int) -> int:
     return shape[0]
 
 
-def hyperparameters(files: GgufFiles, keys: Keys) -> Laguna:
+def hyperparameters(files: GgufFiles, keys: Keys, options: Mapping[str, str]) -> Laguna:
     """Read and cross-check the metadata.  Raises GgufError naming the key."""
     n_layers = keys.integer("block_count", high=MAX_LAYERS)
     heads, n_kv_heads = keys.integers("attention.head_count", n_layers), keys.integer("attention.head_count_kv")
     for n in heads:
         keys.check_heads(n, n_kv_heads)
     d, window = keys.head_dim(), keys.integer("attention.sliding_window", 0, low=0)
-    rotary = read_rotary(keys, d)
+    rotary = read_rotary(keys, d, options)
     sliding = Rotary(
         keys.even("rope.dimension_count_swa", d, most=d), keys.number("rope.freq_base_swa", rotary.theta, above=0.0)
     )
@@ -130,12 +127,9 @@ def layer_tensors(files: GgufFiles, p: Laguna, i: int) -> dict[str, tuple[int, .
 
 
 def spec(files: GgufFiles, options: Mapping[str, str]) -> ModelSpec:
-    """Read the spec of a ``laguna`` file.  Option ``yarn_attn_factor``: "default" or "file"."""
+    """Read the spec of a ``laguna`` file.  Option ``yarn_attn_factor``: see ``wire.rope``."""
     keys = Keys(files.metadata, "laguna", str(files.paths[0]))
-    p = hyperparameters(files, keys)
-    heeded = frozenset({OPTION} if p.rotary.yarn is not None and p.rotary.yarn.attention_factor is not None else ())
-    if options.get(OPTION, "default") != "file" and p.rotary.yarn is not None:
-        p = replace(p, rotary=replace(p.rotary, yarn=replace(p.rotary.yarn, attention_factor=None)))
+    p = hyperparameters(files, keys, options)
     state = attention_state(p.n_kv_heads, p.head_dim, p.head_dim)
     layers = [
         LayerSpec(
@@ -148,4 +142,4 @@ def spec(files: GgufFiles, options: Mapping[str, str]) -> ModelSpec:
         )
         for i, slides in enumerate(p.sliding)
     ]
-    return replace(assemble(files, keys, p, layers), options=heeded)
+    return assemble(files, keys, p, layers)

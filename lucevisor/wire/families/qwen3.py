@@ -44,22 +44,30 @@ def layer_tensors(p: Qwen3, i: int) -> dict[str, tuple[int, ...]]:
     }
 
 
-def spec(files: GgufFiles, options: Mapping[str, str]) -> ModelSpec:
-    """Read the spec of a ``qwen3`` file.  No model options."""
-    keys = Keys(files.metadata, "qwen3", str(files.paths[0]))
-    refuse_experts(keys)
+def hyperparameters(keys: Keys, options: Mapping[str, str]) -> Qwen3:
+    """Read and cross-check the metadata.  Raises GgufError naming the key."""
     d = keys.head_dim()
     p = Qwen3(
         n_layers=keys.integer("block_count", high=MAX_LAYERS),
         embedding=keys.integer("embedding_length"),
-        feed_forward=keys.integer("feed_forward_length"),
+        feed_forward=keys.integer("feed_forward_length", 0, low=0),
         n_heads=keys.integer("attention.head_count"),
         n_kv_heads=keys.integer("attention.head_count_kv"),
         head_dim=d,
-        rotary=read_rotary(keys, d),
+        rotary=read_rotary(keys, d, options),
         eps=keys.number("attention.layer_norm_rms_epsilon", above=0.0),
     )
     keys.check_heads(p.n_heads, p.n_kv_heads)
-    state = attention_state(p.n_kv_heads, d, d)
+    return p
+
+
+def spec(files: GgufFiles, options: Mapping[str, str]) -> ModelSpec:
+    """Read the spec of a ``qwen3`` file.  Option ``yarn_attn_factor``: see ``wire.rope``."""
+    keys = Keys(files.metadata, "qwen3", str(files.paths[0]))
+    refuse_experts(keys)
+    p = hyperparameters(keys, options)
+    if not p.feed_forward:
+        raise keys.error("feed_forward_length", "is missing")
+    state = attention_state(p.n_kv_heads, p.head_dim, p.head_dim)
     layers = [LayerSpec(i, Space.FULL, layer_tensors(p, i), state) for i in range(p.n_layers)]
     return assemble(files, keys, p, layers)

@@ -19,13 +19,15 @@ from lucevisor.wire.model_spec import (
     assemble,
     attention_state,
 )
+from lucevisor.wire.rope import Rotary, read_yarn
 from lucevisor.wire.values import Dtype, Space
 
 
 @dataclass(frozen=True, slots=True)
 class Qwen35:
-    """Hyperparameters.  E embedding, F feed-forward, H/K query and kv heads of D, n_rotary rotated dims of each
-    head."""
+    """Hyperparameters.  E embedding, F feed-forward, H/K query and kv heads of D; ``rotary``: the part of each head
+    that turns.
+    """
 
     n_layers: int
     embedding: int
@@ -33,8 +35,7 @@ class Qwen35:
     n_heads: int
     n_kv_heads: int
     head_dim: int
-    n_rotary: int
-    theta: float
+    rotary: Rotary
     eps: float
     scale: float
     recurrent: tuple[bool, ...]
@@ -48,7 +49,7 @@ class Qwen35:
         return (2 * self.delta_key_heads + self.delta_value_heads) * self.delta_dim
 
 
-def hyperparameters(keys: Keys, file: str) -> Qwen35:
+def hyperparameters(keys: Keys, file: str, options: Mapping[str, str]) -> Qwen35:
     """Read and cross-check the metadata.  Raises GgufError naming the key."""
     n_layers = keys.integer("block_count", high=MAX_LAYERS) - keys.integer("nextn_predict_layers", 0, low=0)
     if n_layers < 1:
@@ -90,8 +91,7 @@ def hyperparameters(keys: Keys, file: str) -> Qwen35:
         n_heads=heads,
         n_kv_heads=kv_heads,
         head_dim=head_dim,
-        n_rotary=n_rotary,
-        theta=keys.number("rope.freq_base", 10000.0, above=0.0),
+        rotary=Rotary(n_rotary, keys.number("rope.freq_base", 10000.0, above=0.0), read_yarn(keys, options)),
         eps=keys.number("attention.layer_norm_rms_epsilon", above=0.0),
         scale=keys.number("attention.scale", head_dim**-0.5),
         recurrent=tuple(flags if flags is not None else [(i + 1) % interval != 0 for i in range(n_layers)]),
@@ -179,9 +179,9 @@ def build(
 
 
 def spec(files: GgufFiles, options: Mapping[str, str]) -> ModelSpec:
-    """Read the spec of a ``qwen35`` file.  No model options."""
+    """Read the spec of a ``qwen35`` file.  Option ``yarn_attn_factor``: see ``wire.rope``."""
     keys = Keys(files.metadata, "qwen35", str(files.paths[0]))
-    p = hyperparameters(keys, keys.file)
+    p = hyperparameters(keys, keys.file, options)
     if not p.feed_forward:
         raise GgufError(keys.file, "metadata value qwen35.feed_forward_length", "is missing")
     return build(files, keys, p, lambda i: dense_tensors(p, i))

@@ -31,9 +31,9 @@ def expert_tensors(files: GgufFiles, p: Qwen35Moe, i: int) -> dict[str, tuple[in
 
 
 def spec(files: GgufFiles, options: Mapping[str, str]) -> ModelSpec:
-    """Read the spec of a ``qwen35moe`` file.  No model options."""
+    """Read the spec of a ``qwen35moe`` file.  Option ``yarn_attn_factor``: see ``wire.rope``."""
     keys = Keys(files.metadata, "qwen35moe", str(files.paths[0]))
-    dense = hyperparameters(keys, keys.file)
+    dense = hyperparameters(keys, keys.file, options)
     width = None
     if dense.feed_forward:
         width = dense.feed_forward // keys.integer("expert_used_count")

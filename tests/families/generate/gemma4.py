@@ -63,21 +63,34 @@ def gemma4(draw: Draw) -> Made:
     vocabulary = draw.between(60, 200)
     full = {i: {"head_dim": wide, "num_key_value_heads": kv[1]} for i in range(n_layers) if not sliding[i]}
     config = transformers.Gemma4TextConfig(
-        vocab_size=vocabulary, vocab_size_per_layer_input=vocabulary, hidden_size=draw.between(17, 70),
-        intermediate_size=draw.between(20, 90), num_hidden_layers=n_layers, num_attention_heads=n_heads,
-        num_key_value_heads=kv[0], head_dim=d, max_position_embeddings=512, sliding_window=draw.between(2, 20),
-        layer_types=["sliding_attention" if s else "full_attention" for s in sliding], per_layer_config=full,
-        final_logit_softcapping=draw.one(30.0, 10.0), hidden_size_per_layer_input=layer_input,
-        attention_k_eq_v=key_values, num_kv_shared_layers=n_shared, use_double_wide_mlp=bool(layer_input) and draw.flag(),
-        enable_moe_block=bool(n_experts), num_experts=n_experts or None,
+        vocab_size=vocabulary,
+        vocab_size_per_layer_input=vocabulary,
+        hidden_size=draw.between(17, 70),
+        intermediate_size=draw.between(20, 90),
+        num_hidden_layers=n_layers,
+        num_attention_heads=n_heads,
+        num_key_value_heads=kv[0],
+        head_dim=d,
+        max_position_embeddings=512,
+        sliding_window=draw.between(2, 20),
+        layer_types=["sliding_attention" if s else "full_attention" for s in sliding],
+        per_layer_config=full,
+        final_logit_softcapping=draw.one(30.0, 10.0),
+        hidden_size_per_layer_input=layer_input,
+        attention_k_eq_v=key_values,
+        num_kv_shared_layers=n_shared,
+        use_double_wide_mlp=bool(layer_input) and draw.flag(),
+        enable_moe_block=bool(n_experts),
+        num_experts=n_experts or None,
         top_k_experts=draw.between(1, n_experts) if n_experts else None,
-        moe_intermediate_size=draw.between(9, 40) if n_experts else None, **PLAIN,
-        output_hidden_states=True,  # else transformers skips prompt rows of sharing layers, and fails without per-layer inputs
+        moe_intermediate_size=draw.between(9, 40) if n_experts else None,
+        **PLAIN,
+        output_hidden_states=True,  # else prompt rows skip the sharing layers
         rope_parameters={
             "full_attention": {"partial_rotary_factor": 0.25, "rope_theta": 1e6, "rope_type": "proportional"},
             "sliding_attention": {"rope_theta": 1e4, "rope_type": "default"},
         },
-    )  # fmt: skip
+    )
     model = build(transformers.Gemma4ForCausalLM, config, draw)
     state = model.state_dict()
     tensors = renamed(state, NAMES, n_layers)

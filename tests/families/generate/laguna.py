@@ -26,19 +26,35 @@ def laguna(draw: Draw) -> Made:
         yarn = {"rope_type": "yarn", "factor": draw.one(4.0, 32.0), "original_max_position_embeddings": 64}
         yarn |= {"beta_fast": draw.one(32.0, 64.0), "beta_slow": 1.0}
     config = transformers.LagunaConfig(
-        vocab_size=draw.between(60, 200), hidden_size=draw.between(17, 70), intermediate_size=draw.between(20, 90),
-        num_hidden_layers=n_layers, num_attention_heads=counts[0], num_attention_heads_per_layer=counts,
-        num_key_value_heads=n_kv, head_dim=d, max_position_embeddings=512, tie_word_embeddings=tied,
-        layer_types=["full_attention" if f else "sliding_attention" for f in full], sliding_window=draw.between(2, 20),
-        mlp_layer_types=["dense" if i < n_dense else "sparse" for i in range(n_layers)], num_experts=n_experts,
-        num_experts_per_tok=draw.between(1, n_experts), moe_intermediate_size=draw.between(9, 40),
-        shared_expert_intermediate_size=draw.between(9, 40), moe_routed_scaling_factor=draw.one(1.0, 2.5),
-        gating="per-element" if elementwise else "per-head", **PLAIN,
+        vocab_size=draw.between(60, 200),
+        hidden_size=draw.between(17, 70),
+        intermediate_size=draw.between(20, 90),
+        num_hidden_layers=n_layers,
+        num_attention_heads=counts[0],
+        num_attention_heads_per_layer=counts,
+        num_key_value_heads=n_kv,
+        head_dim=d,
+        max_position_embeddings=512,
+        tie_word_embeddings=tied,
+        layer_types=["full_attention" if f else "sliding_attention" for f in full],
+        sliding_window=draw.between(2, 20),
+        mlp_layer_types=["dense" if i < n_dense else "sparse" for i in range(n_layers)],
+        num_experts=n_experts,
+        num_experts_per_tok=draw.between(1, n_experts),
+        moe_intermediate_size=draw.between(9, 40),
+        shared_expert_intermediate_size=draw.between(9, 40),
+        moe_routed_scaling_factor=draw.one(1.0, 2.5),
+        gating="per-element" if elementwise else "per-head",
+        **PLAIN,
         rope_parameters={
             "full_attention": {"rope_theta": 5e5, "partial_rotary_factor": rotary["full"], **yarn},
-            "sliding_attention": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": rotary["sliding"]},
+            "sliding_attention": {
+                "rope_type": "default",
+                "rope_theta": 1e4,
+                "partial_rotary_factor": rotary["sliding"],
+            },
         },
-    )  # fmt: skip
+    )
     model = build(transformers.LagunaForCausalLM, config, draw)
     metadata: dict[str, Value] = {
         "block_count": n_layers,

@@ -46,11 +46,21 @@ def qwen3(draw: Draw) -> Made:
         rope |= {"beta_fast": 32.0, "beta_slow": 1.0}
     tied = draw.flag()
     config = transformers.Qwen3Config(
-        vocab_size=draw.between(60, 200), hidden_size=draw.between(17, 70), intermediate_size=draw.between(20, 90),
-        num_hidden_layers=draw.between(2, 5), num_attention_heads=n_heads, num_key_value_heads=n_kv, head_dim=d,
-        max_position_embeddings=512, rope_parameters=rope, tie_word_embeddings=tied, **PLAIN,
-        use_sliding_window=False, rms_norm_eps=draw.one(1e-6, 1e-5), pad_token_id=None,
-    )  # fmt: skip
+        vocab_size=draw.between(60, 200),
+        hidden_size=draw.between(17, 70),
+        intermediate_size=draw.between(20, 90),
+        num_hidden_layers=draw.between(2, 5),
+        num_attention_heads=n_heads,
+        num_key_value_heads=n_kv,
+        head_dim=d,
+        max_position_embeddings=512,
+        rope_parameters=rope,
+        tie_word_embeddings=tied,
+        **PLAIN,
+        use_sliding_window=False,
+        rms_norm_eps=draw.one(1e-6, 1e-5),
+        pad_token_id=None,
+    )
     model = build(transformers.Qwen3ForCausalLM, config, draw)
     metadata = metadata_of(config, d) | {"feed_forward_length": config.intermediate_size}
     if rope["rope_type"] == "yarn":
@@ -81,9 +91,12 @@ def qwen35moe(draw: Draw) -> Made:
     common, tied = hybrid(draw)
     n_experts = draw.between(1, 9)
     config = transformers.Qwen3_5MoeTextConfig(
-        num_experts=n_experts, num_experts_per_tok=draw.between(1, n_experts), moe_intermediate_size=draw.between(9, 40),
-        shared_expert_intermediate_size=draw.between(9, 50), **common,
-    )  # fmt: skip
+        num_experts=n_experts,
+        num_experts_per_tok=draw.between(1, n_experts),
+        moe_intermediate_size=draw.between(9, 40),
+        shared_expert_intermediate_size=draw.between(9, 50),
+        **common,
+    )
     model = build(transformers.Qwen3_5MoeForCausalLM, config, draw, centred_norms=True)
     metadata = hybrid_metadata(config, draw) | {
         "expert_count": n_experts,
@@ -124,6 +137,8 @@ def hybrid(draw: Draw) -> tuple[dict[str, Any], bool]:
     n_rotary = 2 * draw.between(1, d // 2)
     n_key = draw.between(1, 3)
     n_layers, interval = draw.between(2, 6), draw.between(2, 4)
+    stretched = draw.one(False, False, True)
+    yarn = {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 64}
     tied = draw.flag()
     third = n_rotary // 2 // 3
     return {
@@ -140,7 +155,7 @@ def hybrid(draw: Draw) -> tuple[dict[str, Any], bool]:
         "linear_num_key_heads": n_key,
         "linear_num_value_heads": n_key * draw.between(1, 3),
         "rope_parameters": {
-            "rope_type": "default",
+            **(yarn if stretched else {"rope_type": "default"}),
             "rope_theta": draw.one(1e4, 1e7),
             "partial_rotary_factor": n_rotary / d,
             "mrope_interleaved": True,
@@ -164,6 +179,8 @@ def hybrid_metadata(config: Any, draw: Draw) -> dict[str, Value]:
         "ssm.time_step_rank": config.linear_num_value_heads,
         "ssm.inner_size": config.linear_num_value_heads * config.linear_value_head_dim,
     }
+    if config.rope_parameters["rope_type"] == "yarn":
+        out |= {"rope.scaling.type": "yarn", "rope.scaling.factor": 8.0, "rope.scaling.original_context_length": 64}
     kinds = [kind == "linear_attention" for kind in config.layer_types]
     if all(kinds) or draw.flag():
         return out | {"attention.recurrent_layers": kinds}

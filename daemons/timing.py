@@ -1,0 +1,126 @@
+"""How fast a device runs layers: what the planner's automatic split is chosen from.
+
+Times the blocks that serve, on the pools that serve, in isolation: one span of layers is loaded, run, and released
+again.  Knows no plan.  Invariant: a time is that of the layers alone; what a step costs once (its arrays, its hop) is
+not in it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from daemons import device as devices
+from daemons.models.stack import Stack, stream_dtype
+from daemons.models.stage import Stage
+from daemons.state.batch import Batch, Layout
+from lucevisor.wire.messages import (
+    Check,
+    Load,
+    Measure,
+    OpenSequence,
+    Operation,
+    Pools,
+    SetPages,
+    ShardPlan,
+    Slice,
+    Span,
+    StagePlan,
+    Timing,
+    ZeroState,
+)
+from lucevisor.wire.model_spec import ModelSpec
+from lucevisor.wire.values import PAGE_TOKENS, Backend, Sampling, Space
+
+N_WARM = 2
+N_ROUNDS = 5
+ROUND_S = 0.01
+MAX_CALLS = 32
+"""The shortest of N_ROUNDS rounds counts, since what others do on the machine only ever makes one longer; a round makes
+as many calls as take ROUND_S, MAX_CALLS at most."""
+
+
+@torch.inference_mode()
+def time_span(spec: ModelSpec, order: Check, measure: Measure, backend: Backend, span: Span) -> Timing:
+    """Load ``span`` on its device and time it.  Raises what loading and running raise."""
+    plan = StagePlan(
+        1,
+        [ShardPlan(span.device, span.layers)],
+        source=None if span.first else 0,
+        target=None if span.last else 1,
+    )
+    n_pages = measure.n_rows // PAGE_TOKENS + 1
+    pools = Pools(n_pages, n_pages, 1)
+    load = Load(
+        order.files, order.dtype, measure.kv_dtype, [plan], [], pools, 1, measure.n_rows,
+        measure.threads, measure.options,
+    )  # fmt: skip
+    stage = Stage.load(spec, plan, load, backend, lambda _: None)
+    pages = list(range(n_pages))
+    tables: list[Operation] = [SetPages(0, s, 0, pages) for s in (Space.FULL, Space.WINDOW) if s in spec.spaces()]
+    states: list[Operation] = [ZeroState(0)] if Space.RECURRENT in spec.spaces() else []
+    stage.apply([*states, OpenSequence(0, 0, Sampling()), *tables])
+    prefill = _timed(spec, stage, Slice(0, 0, [i % spec.vocabulary for i in range(measure.n_rows)], False))
+    decode = _timed(spec, stage, Slice(0, measure.n_rows, [0], False))
+    return Timing(decode[0], prefill[0], decode[1], prefill[1])
+
+
+def _timed(spec: ModelSpec, stage: Stage, piece: Slice) -> tuple[float, float]:
+    """Seconds of the layers and of the ends for one slice."""
+    [stack] = stage.stacks
+    stage.sequences.flush()
+    batch = Batch(Layout([piece], stage.sequences, spec), stage.sequences.tables(stack.device), stack.device)
+    n = len(piece.tokens)
+    noise = torch.Generator().manual_seed(n)
+    boundary = stream_dtype(torch.randn(n, spec.boundary_width, generator=noise), stage.dtype, stack.device)
+    stack.enter(stack.head(batch) if stack.head is not None else boundary, batch)
+    # a token goes through few experts: as many different tokens as calls, so that no cache keeps those of one
+    inputs = torch.randn(max(n, MAX_CALLS), spec.embedding, generator=noise)
+    inputs = stream_dtype(inputs, stage.dtype, stack.device)
+
+    def layers(call: int) -> None:
+        h = inputs[:n] if n > 1 else inputs[call : call + 1]
+        for layer in stack.layers:
+            h = layer(h, batch)
+
+    ends = 0.0
+    if stack.head is not None:
+        ends += _seconds(lambda _: _head(stack, batch), stack.device)
+    if stack.tail is not None:
+        ends += _seconds(lambda call: _tail(stack, inputs[call : call + 1]), stack.device)
+    return _seconds(layers, stack.device), ends
+
+
+def _head(stack: Stack, batch: Batch) -> None:
+    if stack.head is not None:
+        stack.head(batch)
+
+
+def _tail(stack: Stack, row: Tensor) -> None:
+    if stack.tail is not None:
+        stack.tail(row)
+
+
+def _seconds(work: Callable[[int], None], device: torch.device) -> float:
+    """Seconds of a call, queued behind others as in a step: devices are waited for once a round."""
+
+    def once(n_calls: int) -> float:
+        devices.synchronize(device)
+        started = time.perf_counter()
+        for call in range(n_calls):
+            work(call)
+        devices.synchronize(device)
+        return (time.perf_counter() - started) / n_calls
+
+    warm = min(once(1) for _ in range(N_WARM))
+    n_calls = max(1, min(MAX_CALLS, round(ROUND_S / max(warm, 1e-9))))
+    return min(once(n_calls) for _ in range(N_ROUNDS))
+
+
+def release(device: torch.device) -> None:
+    """Give back what a span took, so that the next finds it free."""
+    if device.type != "cpu":
+        torch.cuda.empty_cache()

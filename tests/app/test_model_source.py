@@ -1,0 +1,260 @@
+"""``hf:owner/repo/file`` against a hub on loopback, with the real huggingface_hub, in a process as a user starts it."""
+
+from __future__ import annotations
+
+import os
+import pty
+import signal
+import subprocess
+import sys
+import termios
+import time
+from hashlib import sha256
+from pathlib import Path
+
+import pytest
+
+from lucevisor.app.model_source import part_names
+from tests.app.hub import Hub
+from tests.daemons.tiny_models import Tiny, write
+
+PIECE = 10 << 20  # of huggingface_hub
+KEPT = ("PATH", "PYTHONPATH", "LD_LIBRARY_PATH", "VIRTUAL_ENV", "COVERAGE_PROCESS_START")
+QUICK = """
+import sys
+from pathlib import Path
+from lucevisor.app.model_source import resolve
+from lucevisor.config import load
+from lucevisor.errors import ConfigError
+try:
+    print(resolve(load(Path(sys.argv[1]), ()), lambda what: print("fetching", what, file=sys.stderr)))
+except ConfigError as error:
+    print(error, file=sys.stderr)
+    sys.exit(int(error.exit_code))
+"""
+"""Finds the file and nothing else: a second sooner than the command."""
+
+
+@pytest.fixture(scope="module")
+def content(tmp_path_factory) -> bytes:
+    """A model of 2 MB with bytes behind it that nobody reads: huggingface_hub stores pieces of 10 MiB."""
+    return write(tmp_path_factory.mktemp("hub") / "m.gguf", Tiny(), ["Q8_0"]).read_bytes() + bytes(range(256)) * 90000
+
+
+@pytest.fixture(scope="module")
+def parts(tmp_path_factory) -> dict[str, bytes]:
+    folder = tmp_path_factory.mktemp("split")
+    write(folder / "s.gguf", Tiny(), ["Q8_0"], split=20)
+    return {f"q8/{p.name}": p.read_bytes() + bytes(11 << 20) for p in sorted(folder.iterdir())}
+
+
+class Box:
+    """A configuration, an empty cache, and a process that finds the model: ``lucevisor plan``, or QUICK."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.cache = folder / "hf" / "hub"
+
+    def start(self, hub: Hub | str, path: str = "m.gguf", *, plan: bool = False, **env: str) -> subprocess.Popen[str]:
+        config = self.folder / "box.toml"
+        config.write_text(
+            f'[model]\npath = "hf:{path if "/" in path and path.count("/") > 1 else "me/model/" + path}"\n'
+            '[groups.left]\nbackend = "cpu"\n[placement]\ntarget_devices = ["left:0"]\n'
+        )
+        url = hub if isinstance(hub, str) else hub.url
+        given = {k: os.environ[k] for k in KEPT if k in os.environ}
+        given |= {"HF_ENDPOINT": url, "HF_HOME": str(self.folder / "hf"), "HOME": str(self.folder), **env}
+        command = ["-m", "lucevisor", "plan", str(config), "--no-probe"] if plan else ["-c", QUICK, str(config)]
+        return subprocess.Popen(
+            [sys.executable, *command], env=given, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        )
+
+    def run(self, hub: Hub | str, path: str = "m.gguf", *, plan: bool = False, **env: str) -> tuple[int, str, str]:
+        process = self.start(hub, path, plan=plan, **env)
+        out, err = process.communicate(timeout=60)
+        assert "Traceback" not in err, err
+        return process.returncode, out, err
+
+    def unfinished(self) -> list[Path]:
+        return list(self.cache.glob("models--*/blobs/*.incomplete"))
+
+
+@pytest.fixture
+def box(tmp_path) -> Box:
+    return Box(tmp_path)
+
+
+def test_a_file_is_fetched_once_and_then_found(box, content):
+    with Hub({"m.gguf": content}) as hub:
+        code, out, err = box.run(hub, plan=True)
+        assert code == 0, err
+        assert "qwen35, 4 layers" in out
+        lines = [line for line in err.splitlines() if "m.gguf" in line]
+        assert lines[0] == f"fetching me/model/m.gguf: {len(content)} bytes"
+        assert lines[-1] == f"fetching me/model/m.gguf 100% of {len(content)} bytes"
+        assert len(hub.gets()) == 1
+        code, out, err = box.run(hub)
+        assert (code, err) == (0, "")
+        assert out.endswith("/m.gguf\n")
+        assert len(hub.gets()) == 1
+    (blob,) = box.cache.glob("models--me--model/blobs/*")
+    assert blob.read_bytes() == content
+
+
+def test_a_cut_connection_is_taken_up_where_it_broke(box, content):
+    cut = PIECE + 1_000_000
+    with Hub({"m.gguf": content}, break_at=[cut]) as hub:
+        code, _, err = box.run(hub)
+        assert code == 0, err
+        assert [s.range for s in hub.gets()] == [None, f"bytes={PIECE}-"]
+    (blob,) = box.cache.glob("models--me--model/blobs/*")
+    assert blob.read_bytes() == content
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGINT])
+def test_a_killed_start_is_taken_up_by_the_next(box, content, how):
+    with Hub({"m.gguf": content}, pause_s=0.05) as hub:
+        process = box.start(hub, plan=True)
+        deadline = time.monotonic() + 30
+        while not (box.unfinished() and box.unfinished()[0].stat().st_size >= PIECE):
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+        process.send_signal(how)
+        _, err = process.communicate(timeout=20)
+        assert "Traceback" not in err
+        there = box.unfinished()[0].stat().st_size
+        hub.pause_s = 0.0
+        code, _, err = box.run(hub)
+        assert code == 0, err
+        assert hub.gets()[-1].range == f"bytes={there}-"
+        assert f", {there} are there" in err
+        assert "checking what was resumed" in err
+    assert box.unfinished() == []
+
+
+def test_damaged_left_overs_are_found_out_and_the_next_start_is_clean(box, content):
+    with Hub({"m.gguf": content}) as hub:
+        box.run(hub, HF_HUB_OFFLINE="1")  # no effect on an empty cache
+        name = sha256(content).hexdigest() + ".lucevisor.incomplete"
+        blobs = box.cache / "models--me--model" / "blobs"
+        blobs.mkdir(parents=True)
+        (blobs / name).write_bytes(b"x" * 1000)
+        code, _, err = box.run(hub)
+        assert code == 2
+        assert "m.gguf was resumed and its bytes are wrong; start again" in err
+        code, _, err = box.run(hub)
+        assert code == 0, err
+
+
+def test_offline_with_and_without_cache(box, content):
+    with Hub({"m.gguf": content}) as hub:
+        code, _, err = box.run(hub, HF_HUB_OFFLINE="1")
+        assert code == 2
+        assert "model.path" in err
+        assert "is not in the cache" in err
+        assert "unset HF_HUB_OFFLINE" in err
+        assert hub.seen == []
+        assert box.run(hub)[0] == 0
+        n = len(hub.seen)
+        code, out, err = box.run(hub, HF_HUB_OFFLINE="1")
+        assert (code, err) == (0, "")
+        assert out.endswith("/m.gguf\n")
+        assert len(hub.seen) == n
+        url = hub.url
+    code, _, err = box.run(url)  # the hub is gone: what is there is used, and said so
+    assert code == 0
+    assert "from the cache, for the hub says" in err
+
+
+def test_a_hub_that_is_not_there_is_named(box):
+    code, _, err = box.run("http://127.0.0.1:9")
+    assert code == 2
+    assert "m.gguf cannot be fetched: ConnectError" in err
+    assert "HF_ENDPOINT" in err
+
+
+@pytest.mark.parametrize(
+    ("path", "message"),
+    [
+        ("absent.gguf", "the repository me/model has no file absent.gguf"),
+        ("you/other/m.gguf", "the hub has no repository you/other, or does not show it to you"),
+    ],
+)
+def test_what_the_hub_does_not_have(box, content, path, message):
+    with Hub({"m.gguf": content}) as hub:
+        code, _, err = box.run(hub, path)
+    assert code == 2
+    assert message in err
+
+
+def test_a_private_repository_needs_the_token_and_only_the_hub_gets_it(box, content):
+    with Hub({"m.gguf": content}, token="secret") as hub:
+        code, _, err = box.run(hub)
+        assert code == 2
+        assert "set HF_TOKEN if it is private" in err
+        code, _, err = box.run(hub, HF_TOKEN="secret")
+        assert code == 0, err
+        assert "secret" not in err
+        assert [s.token for s in hub.gets()] == [None]
+
+
+def test_a_gated_repository_says_so(box, content):
+    with Hub({"m.gguf": content}, gated=True) as hub:
+        code, _, err = box.run(hub)
+    assert code == 2
+    assert "the repository me/model is gated; accept its terms" in err
+
+
+def test_all_parts_of_a_split_file_come_and_only_missing_ones_later(box, parts):
+    names = list(parts)
+    assert len(names) > 2
+    assert part_names(names[0]) == names
+    with Hub(parts, break_at=[10**9, PIECE, 0, 0, 0, 0, 0, 0]) as hub:
+        process = box.start(hub, names[0])
+        deadline = time.monotonic() + 30
+        while len(hub.gets()) < 3:  # the second part breaks off for good
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+        process.kill()
+        process.communicate()
+        hub.break_at = []
+        before = len(hub.gets())
+        code, out, err = box.run(hub, names[1], plan=True)  # any part leads to all
+        assert code == 0, err
+        assert "4 layers" in out
+        later = hub.gets()[before:]
+        assert [s.path.removeprefix("/bytes/") for s in later] == names[1:]
+        assert later[0].range == f"bytes={PIECE}-"
+        assert box.run(hub, names[0], HF_HUB_OFFLINE="1")[0] == 0
+
+
+def test_a_part_that_the_repository_lacks_is_named(box, parts):
+    names = list(parts)
+    with Hub({k: v for k, v in parts.items() if k != names[1]}) as hub:
+        code, _, err = box.run(hub, names[0])
+    assert code == 2
+    assert f"has no file {names[1]}" in err
+
+
+def test_a_terminal_shows_the_bar_of_huggingface_hub(box, content):
+    ours, theirs = pty.openpty()
+    termios.tcsetwinsize(theirs, (24, 100))  # without a width there is no room for a bar
+    with Hub({"m.gguf": content}, pause_s=0.01) as hub:
+        process = box.start(hub)
+        process.kill()
+        process.communicate()
+        given = {k: os.environ[k] for k in KEPT if k in os.environ}
+        given |= {"HF_ENDPOINT": hub.url, "HF_HOME": str(box.folder / "tty"), "HOME": str(box.folder)}
+        command = [sys.executable, "-m", "lucevisor", "plan", str(box.folder / "box.toml"), "--no-probe"]
+        process = subprocess.Popen(command, env=given, stdout=subprocess.DEVNULL, stderr=theirs)
+        os.close(theirs)
+        shown = b""
+        try:
+            while chunk := os.read(ours, 65536):
+                shown += chunk
+        except OSError:
+            pass  # the other end closed: how a terminal says end of file
+        assert process.wait(30) == 0
+    os.close(ours)
+    assert b"100%|" in shown
+    assert b"% of" not in shown

@@ -1,0 +1,85 @@
+"""The full-size benchmark runs, on small files: right shapes, files that open, a record with every figure."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import gguf
+import numpy as np
+import pytest
+
+from bench.make_gguf import SHAPES, layout, stats, write
+from lucevisor.wire.families import open_spec
+from lucevisor.wire.resident import weight_bytes
+from lucevisor.wire.values import Backend, Dtype, LayerRange
+
+ROOT = Path(__file__).parents[2]
+TINY = [name for name in SHAPES if name.startswith("tiny-")]
+
+
+@pytest.mark.parametrize(
+    ("shape", "parameters", "gb"),
+    [
+        ("qwen3.6-27b", 26_895_998_464, 16.54),
+        ("qwen3.6-35b-a3b", 34_660_610_688, 21.16),
+        ("gemma4-26b-a4b", 25.2e9, None),
+        ("laguna-xs.2", 33.4e9, None),
+    ],
+)
+def test_full_shapes_hold_what_the_published_models_hold(shape, parameters, gb):
+    found = stats(SHAPES[shape]())
+    assert found["parameters"] == pytest.approx(parameters, rel=0 if gb else 0.01)
+    if gb:
+        assert round(found["weight_bytes"] / 1e9, 2) == gb
+
+
+@pytest.mark.parametrize("shape", TINY)
+def test_files_open_and_every_tensor_is_used(shape, tmp_path):
+    path, model = tmp_path / "m.gguf", SHAPES[shape]()
+    assert write(path, model) == path.stat().st_size
+    spec = open_spec(path)
+    assert spec.skipped == ()
+    assert (spec.n_layers, spec.vocabulary) == (model.n_layers, model.vocabulary)
+    rows, _ = layout(model)
+    assert {t.name: t.shape for t in spec.files.tensors.values()} == {name: shape for name, shape, *_ in rows}
+    assert weight_bytes(
+        spec, LayerRange(0, spec.n_layers), first=True, last=True, backend=Backend.CUDA, dtype=Dtype.BFLOAT16
+    ) == sum(t.n_bytes for t in spec.files.tensors.values())
+    for t in gguf.GGUFReader(path).tensors:  # weights are small, of both signs, and not all alike
+        values = gguf.dequantize(t.data, t.tensor_type)
+        assert np.isfinite(values).all()
+        if t.tensor_type is not gguf.GGMLQuantizationType.F32:
+            assert 0.005 < values.std() < 0.05, t.name
+            assert abs(values.mean()) < 0.01, t.name
+
+
+def test_the_benchmark_runs_on_two_cpu_groups(tmp_path):
+    command = [
+        sys.executable, "bench/full_size.py", "--shape", TINY[0], "--devices", "cpu:0", "cpu:0", "--tokens", "4",
+        "--prompt", "70", "--repeats", "1", "--json", str(tmp_path / "out.json"), "--set", "engine.dtype=float32",
+        "--file", str(tmp_path / "m.gguf"),
+    ]  # fmt: skip
+    done = subprocess.run(command, cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    found = json.loads((tmp_path / "out.json").read_text())
+    for kind in ("cold", "warm"):
+        assert [g["layers"] for g in found[kind]["groups"].values()] == [["[0,2)"], ["[2,4)"]]
+        for group in found[kind]["groups"].values():
+            assert group["load_s"] > 0
+            assert group["peak_resident_bytes"] > group["peak_anonymous_bytes"] > 10 << 20
+            assert group["host_limit_bytes"] is None
+        assert found[kind]["share_of_plain_read"] > 0
+    [memory] = found["warm"]["devices"].values()
+    assert memory["loaded_weight_bytes"] == memory["planned_weight_bytes"]
+    assert memory["loaded_state_bytes"] == memory["planned_state_bytes"]
+    assert {key: v["median"] > 0 for key, v in found["warm"]["speed"].items()} == {
+        "decode_1_tokens_per_s": True,
+        "decode_8_tokens_per_s": True,
+        "prefill_tokens_per_s": True,
+    }
+    assert "prefill_tokens_per_s" in done.stdout
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["m.gguf", "out.json"]

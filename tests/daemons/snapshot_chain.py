@@ -1,0 +1,205 @@
+"""Chains of stages that save slots to a real store and restore them, in the role of a supervisor."""
+
+from __future__ import annotations
+
+import os
+import random
+import threading
+from pathlib import Path
+
+import torch
+
+from daemons.models.stage import Stage
+from daemons.state.snapshot import StateMap
+from daemons.state.transfers import Transfers
+from lucevisor.memory.snapshot_store import SnapshotStore
+from lucevisor.memory.tables import first_seen_page
+from lucevisor.wire.families import open_spec
+from lucevisor.wire.fingerprint import fingerprint
+from lucevisor.wire.messages import (
+    CopyState,
+    Failed,
+    Load,
+    OpenSequence,
+    Pools,
+    Restore,
+    Save,
+    SetPages,
+    ShardPlan,
+    Slice,
+    SlotPlace,
+    StagePlan,
+    Step,
+    ZeroState,
+)
+from lucevisor.wire.snapshot_layout import Slot, StateModel
+from lucevisor.wire.values import PAGE_TOKENS, Backend, Dtype, LayerRange, Sampling, Space
+
+GOLDEN = Path(__file__).parents[1] / "data" / "golden"
+PAGED = (Space.FULL, Space.WINDOW)
+
+
+def golden_spec(name):
+    return open_spec(GOLDEN / name / "model.gguf")
+
+
+def state_model(spec, kv_dtype=Dtype.FLOAT32, dtype=Dtype.FLOAT32):
+    return StateModel(fingerprint(spec), spec.architecture, spec.name, dtype, kv_dtype, spec.layers)
+
+
+class SlotChain:
+    """``cuts``: for each stage the layers its shards end before, but for the chain's last one; pages come shuffled."""
+
+    def __init__(
+        self,
+        spec,
+        cuts=((),),
+        *,
+        kv_dtype=Dtype.FLOAT32,
+        dtype=Dtype.FLOAT32,
+        n_pages=40,
+        seed=0,
+        backend=Backend.CPU,
+    ):
+        self.spec = spec
+        spaces = spec.spaces()
+        pools = Pools(
+            n_pages if Space.FULL in spaces else 0,
+            n_pages if Space.WINDOW in spaces else 0,
+            8 if Space.RECURRENT in spaces else 0,
+        )
+        load = Load([], dtype, kv_dtype, [], [], pools, max_sequences=4, max_step_tokens=1024, threads=1)
+        stops = [stop for cut in cuts for stop in cut] + [spec.n_layers]
+        self.stages, start, at = [], 0, 0
+        for i, cut in enumerate(cuts):
+            shards = []
+            for _ in range(len(cut) + (i == len(cuts) - 1)):
+                shards.append(ShardPlan(0, LayerRange(start, stops[at])))
+                start, at = stops[at], at + 1
+            plan = StagePlan(i, shards, None if i == 0 else i - 1, None if i == len(cuts) - 1 else i)
+            self.stages.append(Stage.load(spec, plan, load, backend, lambda _: None))
+        self.free = {space: random.Random(seed).sample(range(n_pages), n_pages) for space in PAGED}
+        self.pages = {}
+        self.lengths = {}
+        self.answers = []
+        self._came = threading.Condition()
+        self.transfers = [
+            Transfers(StateMap(spec, [stack.pools for stack in stage.stacks]), self._answer) for stage in self.stages
+        ]
+
+    # ---- sequences
+
+    def apply(self, *operations):
+        for stage in self.stages:
+            stage.apply(operations)
+
+    def open(self, sequence, state=0):
+        self.pages[sequence] = {space: [] for space in PAGED if space in self.spec.spaces()}
+        self.lengths[sequence] = 0
+        self.apply(OpenSequence(sequence, state, Sampling()))
+        if Space.RECURRENT in self.spec.spaces():
+            self.apply(ZeroState(state))
+
+    def run(self, sequence, tokens):
+        """Append tokens; the logits of the last one."""
+        start = self.lengths[sequence]
+        operations = []
+        for space, pages in self.pages[sequence].items():
+            missing = -(-(start + len(tokens)) // PAGE_TOKENS) - len(pages)
+            new = [self.free[space].pop() for _ in range(missing)]
+            if new:
+                operations.append(SetPages(sequence, space, len(pages), new))
+                pages += new
+        self.lengths[sequence] = start + len(tokens)
+        step = Step(1, 0, operations, [Slice(sequence, start, list(tokens), True)])
+        rows = None
+        for stage in self.stages:
+            stage.apply(step.operations)
+            rows = stage.forward(step, rows).rows
+        return self.stages[-1].logits(rows, [len(tokens) - 1])[0]
+
+    def greedy(self, sequence, tokens, n):
+        out = [int(self.run(sequence, tokens).argmax())]
+        while len(out) < n:
+            out.append(int(self.run(sequence, out[-1:]).argmax()))
+        return out
+
+    # ---- slots
+
+    def place(self, sequence, state=-1):
+        """The slot of all of a sequence's tokens; ``state`` holds its checkpoint."""
+        n, pages = self.lengths[sequence], self.pages[sequence]
+        first = first_seen_page(n, self.spec.window) if Space.WINDOW in pages else 0
+        return SlotPlace(n, list(pages.get(Space.FULL, [])), pages.get(Space.WINDOW, [])[first:], first, state)
+
+    def fresh_place(self, n_tokens, state=-1):
+        """Pages that nobody has for a slot to restore."""
+        n = -(-n_tokens // PAGE_TOKENS)
+        has = self.spec.spaces()
+        first = first_seen_page(n_tokens, self.spec.window) if Space.WINDOW in has else 0
+        full = [self.free[Space.FULL].pop() for _ in range(n)] if Space.FULL in has else []
+        window = [self.free[Space.WINDOW].pop() for _ in range(n - first)] if Space.WINDOW in has else []
+        return SlotPlace(n_tokens, full, window, first, state)
+
+    def save(self, store: SnapshotStore, tokens, place, next_token=None):
+        """A whole save; the entry."""
+        writing = store.begin(Slot(list(tokens), 100.0, next_token))
+        answers = self.transfer(Save, writing, place)
+        return store.finish(writing, sum(a.n_bytes for a in answers))
+
+    def restore(self, store: SnapshotStore, entry, place):
+        """A whole restore into ``place``; the daemons' answers."""
+        n_tokens = None if place.n_tokens == entry.n_tokens else place.n_tokens
+        reading = store.open_for_restore(entry, n_tokens)
+        try:
+            store.check(reading)
+            answers = self.transfer(Restore, reading, place)
+            expected = [sum(reading.n_bytes(s.layers) for s in stage.plan.shards) for stage in self.stages]
+            failed = any(isinstance(a, Failed) for a in answers)
+            assert failed or sum(a.n_bytes for a in answers) == sum(expected)
+            return answers
+        finally:
+            store.close_reading(reading)
+
+    def adopt(self, sequence, place, live_state=0):
+        """Start a sequence from a restored slot."""
+        self.open(sequence, live_state)
+        operations = [CopyState(place.state, live_state)] if place.state >= 0 else []
+        for space, first, pages in ((Space.FULL, 0, place.full), (Space.WINDOW, place.first_window, place.window)):
+            if space in self.pages[sequence]:
+                self.pages[sequence][space] = [-1] * first + list(pages)
+                operations.append(SetPages(sequence, space, first, list(pages)))
+        self.lengths[sequence] = place.n_tokens
+        self.apply(*operations)
+
+    def transfer(self, kind, file, place):
+        """Send every stage its order and wait for all answers."""
+        self.answers = []
+        for stage, transfers in zip(self.stages, self.transfers, strict=True):
+            tensors = [t for shard in stage.plan.shards for t in file.tensors(shard.layers)]
+            transfers.take(kind(7, file.file, place, tensors), os.dup(file.fd))
+        with self._came:
+            assert self._came.wait_for(lambda: len(self.answers) == len(self.stages), 30)
+        return self.answers
+
+    def _answer(self, message, request_id):
+        with self._came:
+            assert request_id == 7
+            self.answers.append(message)
+            self._came.notify_all()
+
+    def bytes_of(self, space):
+        """All bytes of a space's pools, to see what a restore touched."""
+        return [t.clone() for s in self.stages for k in s.stacks for t in k.pools._of(space)]
+
+
+def ids_of(spec, n, seed=1):
+    return torch.randint(0, spec.vocabulary, (n,), generator=torch.Generator().manual_seed(seed)).tolist()
+
+
+def checkpoint(chain, sequence, state):
+    """The place of a slot of all the sequence's tokens, its recurrent state copied aside."""
+    if Space.RECURRENT not in chain.spec.spaces():
+        return chain.place(sequence)
+    chain.apply(CopyState(0, state))
+    return chain.place(sequence, state)

@@ -1,0 +1,147 @@
+"""Every quant type through the loader: alone, mixed in one product, in stacks of experts; what is converted is told."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import gguf
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from daemons.device import CPU
+from daemons.ops.choose import Chooser
+from daemons.weights import Rows, Weights
+from lucevisor.wire.families import open_spec
+from lucevisor.wire.ggml_types import BY_NAME, CPU_INT4, CPU_INT8, NATIVE, Format, resident_bytes
+from lucevisor.wire.gguf_files import GgufFiles, open_model
+from lucevisor.wire.resident import Resident, Role, form_of
+from lucevisor.wire.values import Backend, Dtype
+from tests.daemons.stages import load_stages
+from tests.daemons.tiny_models import Tiny, random_blocks, write
+
+CONVERTED = ["IQ2_XXS", "IQ3_S", "TQ1_0", "TQ2_0"]
+KINDS = [*sorted(NATIVE), "F32", "F16", "BF16", *CONVERTED]
+TORCH = {Dtype.FLOAT32: torch.float32, Dtype.BFLOAT16: torch.bfloat16, Dtype.FLOAT16: torch.float16}
+N, K, X = 48, 512, 3
+
+
+def stored(kind: str, rows: int, rng: np.random.Generator) -> np.ndarray:
+    """Rows of ``K`` numbers of about 0.05 as the file has them."""
+    if kind in ("F32", "F16", "BF16", "TQ1_0", "TQ2_0"):
+        x = rng.normal(0, 0.05, (rows, K)).astype(np.float32)
+        return x if kind == "F32" else gguf.quants.quantize(x, gguf.GGMLQuantizationType[kind])
+    return random_blocks(rng, kind, rows, K)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> tuple[GgufFiles, dict[str, np.ndarray]]:
+    """A file with a matrix and a stack of experts of every type, and their numbers as gguf reads them."""
+    path = tmp_path_factory.mktemp("mixed") / "m.gguf"
+    rng = np.random.default_rng(5)
+    writer = gguf.GGUFWriter(path, "any")
+    numbers = {}
+    for kind in KINDS:
+        quant = gguf.GGMLQuantizationType[kind]
+        for name, extents in ((f"{kind}.weight", (N,)), (f"{kind}_exps.weight", (X, N))):
+            raw = stored(kind, int(np.prod(extents)), rng)
+            numbers[name] = gguf.quants.dequantize(raw, quant).astype(np.float32).reshape(*extents, K)
+            raw = np.ascontiguousarray(raw).reshape(*extents, -1)
+            writer.add_tensor(name, raw, raw_dtype=None if kind == "F32" else quant)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return open_model([Path(path)]), numbers
+
+
+def weights_of(files: GgufFiles, names: list[str], backend: Backend, dtype: Dtype) -> Weights:
+    kept = []
+    for name in dict.fromkeys(names):
+        t = files.tensors[name]
+        form = form_of(t.kind, t.shape, Role.MATRIX, backend, dtype)
+        kept.append(Resident(name, t.kind, t.shape, Role.MATRIX, form, resident_bytes(t.kind, t.shape, form)))
+    return Weights(files, kept, Chooser(CPU, TORCH[dtype]), lambda done, total: None)
+
+
+def product_error(found: torch.Tensor, x: torch.Tensor, matrix: np.ndarray) -> float:
+    """Relative to the float64 product with gguf's numbers."""
+    wanted = x.double() @ torch.from_numpy(matrix).double().T
+    return float((found.double() - wanted).norm() / wanted.norm())
+
+
+@pytest.mark.parametrize("backend", [Backend.CPU, Backend.CUDA])
+@pytest.mark.parametrize("kind", KINDS)
+def test_each_type_in_float32_is_the_product_with_the_reference_numbers(model, kind, backend):
+    files, numbers = model
+    name = f"{kind}.weight"
+    weights = weights_of(files, [name], backend, Dtype.FLOAT32)
+    product = weights.linear(name)
+    x = torch.randn(5, K, generator=torch.Generator().manual_seed(1))
+    assert product_error(product(x), x, numbers[name]) < 1e-6
+    blocks = backend is Backend.CUDA and kind in NATIVE
+    assert weights._forms[name, Role.MATRIX].form is (Format.BLOCKS if blocks else Format.FLOAT32)
+    assert weights.n_bytes == product.n_bytes == (files.tensors[name].n_bytes if blocks else N * K * 4)
+    assert bool(weights.converted) == (kind in CONVERTED)
+
+
+# int8 keeps one scale a row, half a step of which is 1/254 of the row's largest number; int4's scale and zero, and
+# plain bfloat16, have 8 bits: 2^-9 a number
+@pytest.mark.parametrize("kind", sorted(NATIVE))
+def test_bfloat16_forms_on_the_cpu_stay_near(model, kind):
+    files, numbers = model
+    name = f"{kind}.weight"
+    weights = weights_of(files, [name], Backend.CPU, Dtype.BFLOAT16)
+    product = weights.linear(name)
+    x = torch.randn(64, K, generator=torch.Generator().manual_seed(1)).bfloat16()
+    error = product_error(product(x), x, numbers[name])
+    form = weights._forms[name, Role.MATRIX].form
+    assert form is (Format.INT4 if kind in CPU_INT4 else Format.INT8 if kind in CPU_INT8 else Format.BFLOAT16)
+    assert 1e-4 < error < {Format.INT4: 0.006, Format.INT8: 0.012, Format.BFLOAT16: 0.003}[form], error
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    parts=st.lists(st.tuples(st.sampled_from(KINDS), st.integers(0, N - 1), st.integers(1, N)), min_size=1, max_size=5),
+    backend=st.sampled_from([Backend.CPU, Backend.CUDA]),
+)
+def test_one_product_over_rows_of_several_types_keeps_their_order(model, parts, backend):
+    files, numbers = model
+    wanted, rows = [], []
+    for kind, start, n in parts:
+        stop = min(N, start + n)
+        rows.append(Rows(f"{kind}.weight", ((start, stop),)))
+        wanted.append(numbers[f"{kind}.weight"][start:stop])
+    product = weights_of(files, [r.name for r in rows], backend, Dtype.FLOAT32).linear(*rows)
+    x = torch.randn(2, K, generator=torch.Generator().manual_seed(2))
+    assert product.n_out == sum(len(w) for w in wanted)
+    assert product_error(product(x), x, np.concatenate(wanted)) < 1e-6
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    kinds=st.lists(st.sampled_from(KINDS), min_size=1, max_size=2, unique=True),
+    backend=st.sampled_from([Backend.CPU, Backend.CUDA]),
+)
+def test_stacks_of_experts_of_every_type(model, kinds, backend):
+    files, numbers = model
+    names = [f"{kind}_exps.weight" for kind in kinds]
+    experts = weights_of(files, names, backend, Dtype.FLOAT32).experts(*names)
+    wanted = np.concatenate([numbers[name] for name in names], axis=1)
+    x = torch.randn(2, K, generator=torch.Generator().manual_seed(3))
+    for e in range(X):
+        assert product_error(experts.one(e)(x), x, wanted[e]) < 1e-6
+    some = experts.some(torch.tensor([2, 0, 2]), torch.float32)
+    np.testing.assert_array_equal(some.numpy(), wanted[[2, 0, 2]])
+
+
+@pytest.mark.parametrize("kind", ["IQ2_XXS", "TQ1_0"])
+def test_a_converted_type_is_told_with_its_bytes(tmp_path, kind):
+    spec = open_spec(write(tmp_path / "m.gguf", Tiny(), [kind]))
+    (warning,) = load_stages(spec)[0].warnings
+    tensors = [t for t in spec.files.tensors.values() if t.kind is BY_NAME[kind]]
+    n_file = sum(t.n_bytes for t in tensors)
+    n_device = sum(int(np.prod(t.shape)) * 4 for t in tensors)
+    assert warning == f"{kind} tensors are not kept as stored: {n_file} bytes in the file take {n_device} bytes on cpu"

@@ -1,0 +1,389 @@
+"""Slots of real models go to a file and come back, under another split, in other pages, in other number formats."""
+
+import os
+import random
+import threading
+import time
+from types import SimpleNamespace
+
+import msgspec
+import pytest
+import torch
+from safetensors import safe_open
+
+from daemons.errors import StateError
+from daemons.state import snapshot as rows_of
+from daemons.state.snapshot import StateMap, cut
+from daemons.state.transfers import MAX_WAITING, Transfers
+from lucevisor.memory.snapshot_store import SnapshotStore
+from lucevisor.wire.messages import Failed, Restore, Restored, Save, Saved, SlotPlace
+from lucevisor.wire.snapshot_layout import NextToken, Slot
+from lucevisor.wire.values import Dtype, LayerRange, Space
+from tests.daemons.snapshot_chain import SlotChain, checkpoint, golden_spec, ids_of, state_model
+
+FAMILIES = ["qwen35", "qwen3", "qwen35moe", "gemma4_e2b", "laguna"]
+N = 150  # two whole pages and a part of a third; longer than the windows of the golden models
+
+
+@pytest.fixture
+def spec():
+    return golden_spec("qwen35")
+
+
+def opened(directory, model):
+    store = SnapshotStore(directory, model, 1 << 30)
+    store.scan()
+    return store
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_saved_under_one_split_restored_under_others(name, tmp_path):
+    spec = golden_spec(name)
+    legal = [i for i in range(1, spec.n_layers) if spec.legal_boundary(i)]
+    ids = ids_of(spec, N)
+    saving = SlotChain(spec, [legal[:1], []], seed=1)
+    saving.open(0)
+    saving.run(0, ids)
+    place = checkpoint(saving, 0, 5)
+    wanted = saving.greedy(0, [3, 1], 16)  # the sequence goes on; the slot stays
+    store = opened(tmp_path, state_model(spec))
+    entry = saving.save(store, ids, place, NextToken(wanted[0]))
+    store.close()
+
+    splits = [[[]], [legal[-1:], []], [legal[:1], legal[1:2], []], [legal[1:3], []]]
+    for seed, cuts in enumerate(splits):
+        other = SlotChain(spec, cuts, seed=10 + seed, n_pages=60)
+        restarted = opened(tmp_path, state_model(spec))
+        fresh = other.fresh_place(N, 2 if Space.RECURRENT in spec.spaces() else -1)
+        answers = other.restore(restarted, restarted.find([*ids, 3], N).entry, fresh)
+        assert all(isinstance(a, Restored) and a.converted == "" for a in answers)
+        other.adopt(1, fresh, live_state=3)
+        assert other.greedy(1, [3, 1], 16) == wanted, cuts
+        restarted.close()
+    assert entry.n_tokens == N
+
+
+@pytest.mark.parametrize("name", ["qwen35", "laguna"])
+@pytest.mark.parametrize("kv_dtype", [Dtype.FLOAT32, Dtype.BFLOAT16, Dtype.FLOAT16, Dtype.Q8_0])
+def test_equal_formats_come_back_bit_by_bit(name, kv_dtype, tmp_path):
+    spec = golden_spec(name)
+    model = state_model(spec, kv_dtype)
+    one = SlotChain(spec, kv_dtype=kv_dtype, seed=1)
+    one.open(0)
+    one.run(0, ids_of(spec, N))
+    place = checkpoint(one, 0, 5)
+    store = opened(tmp_path, model)
+    first = one.save(store, ids_of(spec, N), place)
+    with safe_open(tmp_path / first.file, "pt") as file:
+        before = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  # no mapping
+    other = SlotChain(spec, [[3], []] if spec.legal_boundary(3) else [[]], kv_dtype=kv_dtype, seed=2)
+    fresh = other.fresh_place(N, 2 if Space.RECURRENT in spec.spaces() else -1)
+    assert all(isinstance(a, Restored) for a in other.restore(store, first, fresh))
+    second = other.save(store, ids_of(spec, N), fresh)
+    with safe_open(tmp_path / second.file, "pt") as file:
+        for name, tensor in before.items():
+            assert torch.equal(file.get_tensor(name), tensor), name
+    assert first.snapshot.checksums == second.snapshot.checksums
+    store.close()
+
+
+def test_the_file_holds_what_the_model_wrote(spec, tmp_path):
+    """Against the pool, read position by position through the page table."""
+    chain = SlotChain(spec, seed=4)
+    chain.open(0)
+    chain.run(0, ids_of(spec, N))
+    place = checkpoint(chain, 0, 5)
+    store = opened(tmp_path, state_model(spec))
+    entry = chain.save(store, ids_of(spec, N), place)
+    pools = chain.stages[0].stacks[0].pools
+    with safe_open(tmp_path / entry.file, "pt") as file:
+        for layer in spec.layers:
+            for state in layer.state:
+                found = file.get_tensor(f"layers.{layer.index}.{state.name}")
+                if layer.space is Space.RECURRENT:
+                    assert torch.equal(found, pools.state(layer.index, state.name)[5])
+                    continue
+                pages = pools.paged(layer.index, state.name).pages
+                wanted = torch.stack([pages[place.full[i // 64], i % 64] for i in range(N)])
+                assert torch.equal(found, wanted)
+                assert float(found.abs().max()) > 0
+    store.close()
+
+
+@pytest.mark.parametrize("name", ["qwen35", "laguna"])
+@pytest.mark.parametrize(
+    ("saved", "restored", "limit"),
+    [
+        (Dtype.FLOAT32, Dtype.BFLOAT16, 2**-8),
+        (Dtype.FLOAT32, Dtype.FLOAT16, 2**-11),
+        (Dtype.BFLOAT16, Dtype.FLOAT32, 0.0),
+        (Dtype.FLOAT32, Dtype.Q8_0, 0.02),
+        (Dtype.Q8_0, Dtype.FLOAT32, 0.0),
+        (Dtype.Q8_0, Dtype.BFLOAT16, 2**-8),
+    ],
+)
+def test_other_number_formats_are_converted(name, saved, restored, limit, tmp_path):
+    spec = golden_spec(name)
+    one = SlotChain(spec, kv_dtype=saved, seed=1)
+    one.open(0)
+    one.run(0, ids_of(spec, N))
+    place = checkpoint(one, 0, 5)
+    store = opened(tmp_path, state_model(spec, saved))
+    entry = one.save(store, ids_of(spec, N), place)
+    store.close()
+    store = opened(tmp_path, state_model(spec, restored))
+    other = SlotChain(spec, [[2], []] if spec.legal_boundary(2) else [[]], kv_dtype=restored, seed=2)
+    fresh = other.fresh_place(N, 2 if Space.RECURRENT in spec.spaces() else -1)
+    answers = other.restore(store, entry, fresh)
+    short = {Dtype.FLOAT32: "F32", Dtype.BFLOAT16: "BF16", Dtype.FLOAT16: "F16", Dtype.Q8_0: "q8_0"}
+    assert {a.converted for a in answers} - {""} == {f"{short[saved]} to {short[restored]}"}  # "": no attention there
+    for layer in spec.layers:
+        for state in layer.state:
+            if layer.space is Space.RECURRENT:
+                continue
+            found, wanted = (numbers(c, layer, state.name, p) for c, p in ((other, fresh), (one, place)))
+            assert found.shape == wanted.shape
+            assert float((found - wanted).abs().max()) <= limit * float(wanted.abs().max()), layer.index
+    store.close()
+
+
+def numbers(chain, layer, name, place):
+    """The slot's rows of one layer in float32, read with the pool's own read."""
+    for stage in chain.stages:
+        for stack in stage.stacks:
+            if layer.index in stack.pools.layers:
+                full = layer.space is Space.FULL
+                index = torch.tensor(place.full if full else place.window)
+                first = 0 if full else max(0, place.n_tokens - layer.window + 1) - 64 * place.first_window
+                stop = place.n_tokens - (0 if full else 64 * place.first_window)
+                pages = SimpleNamespace(index=index, n_slices=1, skip=first, length=stop - first)
+                return stack.pools.paged(layer.index, name).read(pages, torch.float32)[0]
+    raise AssertionError(layer.index)
+
+
+def test_a_restore_touches_its_own_rows_only(tmp_path):
+    spec = golden_spec("laguna")
+    one = SlotChain(spec, seed=1)
+    one.open(0)
+    one.run(0, ids_of(spec, N))
+    store = opened(tmp_path, state_model(spec))
+    entry = one.save(store, ids_of(spec, N), one.place(0))
+    other = SlotChain(spec, seed=2)
+    for stack in other.stages[0].stacks:
+        for space in (Space.FULL, Space.WINDOW):
+            for tensor in stack.pools._of(space):
+                with torch.inference_mode():
+                    tensor.fill_(7.0)
+    fresh = other.fresh_place(N)
+    other.restore(store, entry, fresh)
+    for space, pages, base in ((Space.FULL, fresh.full, 0), (Space.WINDOW, fresh.window, fresh.first_window)):
+        rows = {(page, i) for e, page in enumerate(pages, base) for i in range(64) if e * 64 + i < N}
+        for tensor in other.bytes_of(space):
+            touched = (tensor != 7.0).flatten(3).any(3).any(0).nonzero().tolist()
+            assert {tuple(t) for t in touched} <= rows
+            assert len(touched) > 0
+    store.close()
+
+
+def test_a_part_of_a_slot_where_slots_can_be_cut(tmp_path):
+    spec = golden_spec("qwen3")
+    assert spec.spaces() == {Space.FULL}
+    ids = ids_of(spec, N)
+    one = SlotChain(spec, seed=1)
+    one.open(0)
+    one.run(0, ids)
+    store = opened(tmp_path, state_model(spec))
+    entry = one.save(store, ids, one.place(0))
+    one.open(1)
+    one.run(1, ids[:100])
+    wanted = one.greedy(1, [9, 8], 12)
+    other = SlotChain(spec, [[1], []], seed=3)
+    fresh = other.fresh_place(100)
+    other.restore(store, entry, fresh)
+    other.adopt(0, fresh)
+    assert other.greedy(0, [9, 8], 12) == wanted
+    store.close()
+
+
+def test_pieces_are_cut_and_joined_whatever_their_size(spec, tmp_path, monkeypatch):
+    ids = ids_of(spec, N)
+    one = SlotChain(spec, seed=1)
+    one.open(0)
+    one.run(0, ids)
+    place = checkpoint(one, 0, 5)
+    store = opened(tmp_path, state_model(spec))
+    wanted = one.save(store, ids, place).snapshot.checksums
+    for size, runs in ((1, 256), (700, 256), (5000, 1), (1 << 20, 2)):
+        monkeypatch.setattr(rows_of, "PIECE_BYTES", size)
+        monkeypatch.setattr(rows_of, "MAX_RUNS", runs)
+        assert one.save(store, ids, place).snapshot.checksums == wanted
+    store.close()
+
+
+def test_cut_keeps_every_row_in_order():
+    source = random.Random(3)
+    for _ in range(200):
+        runs = [(source.randrange(1000), source.randrange(1, 90)) for _ in range(source.randrange(8))]
+        most = source.randrange(1, 120)
+        parts = list(cut(runs, most))
+        assert all(sum(n for _, n in part) <= most and len(part) <= rows_of.MAX_RUNS for part in parts)
+        flat = [first + i for part in parts for first, n in part for i in range(n)]
+        assert flat == [first + i for first, n in runs for i in range(n)]
+
+
+# ---- orders that do not fit
+
+
+def saved(spec, tmp_path):
+    chain = SlotChain(spec, seed=1)
+    chain.open(0)
+    chain.run(0, ids_of(spec, N))
+    place = checkpoint(chain, 0, 5)
+    store = opened(tmp_path, state_model(spec))
+    return chain, store, place, chain.save(store, ids_of(spec, N), place)
+
+
+@pytest.mark.parametrize(
+    ("place", "text"),
+    [
+        (SlotPlace(N, [0, 1, 99], state=2), "page 99 is outside the pool of 40"),
+        (SlotPlace(N, [0, 1], state=2), "no page is given for position 128"),
+        (SlotPlace(N, [0, 1, 2], state=8), "state 8 is outside the pool of 8"),
+        (SlotPlace(N, [0, 1, 2], state=-1), "state -1 is outside the pool of 8"),
+        (SlotPlace(N + 1, [0, 1, 2], state=2), "a slot of 151 tokens"),
+        (SlotPlace(-1, [0, 1, 2], state=2), "a slot of -1 tokens"),
+    ],
+)
+def test_an_impossible_place_is_refused_and_the_daemon_lives_on(spec, tmp_path, place, text):
+    chain, store, good, entry = saved(spec, tmp_path)
+    reading = store.open_for_restore(entry)
+    for kind in (Save, Restore):
+        (answer,) = chain.transfer(kind, reading, place)
+        assert isinstance(answer, Failed)
+        assert not answer.fatal
+        assert text in answer.reason
+        assert "tensor layers." in answer.where
+    (answer,) = chain.transfer(Restore, reading, SlotPlace(N, good.full, state=3))
+    assert isinstance(answer, Restored)
+    store.close_reading(reading)
+    store.close()
+
+
+def test_layers_that_are_not_here_are_refused(spec, tmp_path):
+    _, store, place, entry = saved(spec, tmp_path)
+    states = StateMap(spec, [SlotChain(spec, [[4], []]).stages[0].stacks[0].pools])
+    with pytest.raises(StateError, match="layer 4 is not on this daemon"):
+        states.to_save(place, list(entry.snapshot.tensors))
+    assert states.to_save(place, entry.snapshot.of_layers(LayerRange(0, 4)))
+    store.close()
+
+
+def test_tensors_of_another_shape_are_refused(spec, tmp_path):
+    chain, store, place, entry = saved(spec, tmp_path)
+    states = StateMap(spec, [chain.stages[0].stacks[0].pools])
+    paged = next(t for t in entry.snapshot.tensors if t.kind == "k")
+    state = next(t for t in entry.snapshot.tensors if t.kind == "delta")
+    for tensor, change in (
+        (paged, {"shape": (N, 9, 16)}),
+        (paged, {"dtype": "F16"}),
+        (paged, {"kind": "z"}),
+        (paged, {"kind": "k.scale"}),
+        (state, {"shape": (1, 2, 3)}),
+        (state, {"dtype": "BF16"}),
+        (state, {"kind": "z"}),
+    ):
+        with pytest.raises(StateError, match=r"tensor layers\.\d+\.\w+: .*does not fit"):
+            states.to_save(place, [msgspec.structs.replace(tensor, **change)])
+    store.close()
+
+
+# ---- beside the compute thread
+
+
+class Gate:
+    """Holds a transfer at its first system call."""
+
+    def __init__(self):
+        self.reached, self.open = threading.Event(), threading.Event()
+
+    def __call__(self, _):
+        self.reached.set()
+        assert self.open.wait(30)
+
+
+def gated(chain):
+    gate, answers = Gate(), []
+    states = StateMap(chain.spec, [k.pools for k in chain.stages[0].stacks])
+    return gate, answers, Transfers(states, lambda message, _: answers.append(message), tick=gate)
+
+
+def test_steps_go_on_while_a_slot_is_saved(spec, tmp_path):
+    """The sequence appends to the slot's last, partial page and runs its live state meanwhile."""
+    alone = SlotChain(spec, seed=1)
+    alone.open(0)
+    alone.run(0, ids_of(spec, N))
+    wanted = alone.greedy(0, [3], 40)
+    chain, store, place, first = saved(spec, tmp_path)
+    gate, answers, transfers = gated(chain)
+    writing = store.begin(chain_slot(spec))
+    order = Save(1, writing.file, place, writing.tensors(LayerRange(0, spec.n_layers)))
+    began = time.monotonic()
+    transfers.take(order, os.dup(writing.fd))
+    assert time.monotonic() - began < 0.05
+    assert gate.reached.wait(5)
+    assert chain.greedy(0, [3], 40) == wanted
+    gate.open.set()
+    assert wait_for(answers, 1) == [Saved(1, writing.data_bytes, answers[0].seconds)]
+    assert store.finish(writing, writing.data_bytes).snapshot.checksums == first.snapshot.checksums
+    store.close()
+
+
+def chain_slot(spec):
+    return Slot(ids_of(spec, N), 100.0)
+
+
+def wait_for(answers, n):
+    deadline = time.monotonic() + 10
+    while len(answers) < n:
+        assert time.monotonic() < deadline
+        time.sleep(0.002)
+    return answers
+
+
+def test_cancel_returns_when_no_page_is_touched_any_more(spec, tmp_path):
+    chain, store, place, entry = saved(spec, tmp_path)
+    gate, answers, transfers = gated(chain)
+    reading = store.open_for_restore(entry)
+    order = Restore(9, reading.file, SlotPlace(N, place.full, state=3), reading.tensors(LayerRange(0, spec.n_layers)))
+    for _ in range(3):
+        transfers.take(order, os.dup(reading.fd))
+    assert gate.reached.wait(5)
+    threading.Timer(0.1, gate.open.set).start()
+    transfers.cancel("the supervisor dropped every sequence")
+    assert len(answers) == 3
+    assert len(transfers) == 0
+    assert all(isinstance(a, Failed) and not a.fatal and a.what == "restore 9" for a in answers)
+    assert all("dropped every sequence" in a.reason for a in answers)
+    before = chain.bytes_of(Space.FULL)
+    time.sleep(0.05)
+    assert all(torch.equal(a, b) for a, b in zip(before, chain.bytes_of(Space.FULL), strict=True))
+    store.close_reading(reading)
+    store.close()
+
+
+def test_more_orders_than_may_wait_are_refused(spec, tmp_path):
+    chain, store, place, entry = saved(spec, tmp_path)
+    gate, answers, transfers = gated(chain)
+    reading = store.open_for_restore(entry)
+    order = Restore(9, reading.file, SlotPlace(N, place.full, state=3), reading.tensors(LayerRange(0, spec.n_layers)))
+    n_fds = len(os.listdir("/proc/self/fd"))
+    for _ in range(MAX_WAITING + 2):
+        transfers.take(order, os.dup(reading.fd))
+    assert [a.reason for a in answers] == [f"{MAX_WAITING} transfers are waiting already"] * 2
+    gate.open.set()
+    wait_for(answers, MAX_WAITING + 2)
+    transfers.cancel("end")
+    assert len(os.listdir("/proc/self/fd")) == n_fds
+    assert sum(isinstance(a, Restored) for a in answers) == MAX_WAITING
+    store.close_reading(reading)
+    store.close()

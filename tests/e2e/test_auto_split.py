@@ -1,0 +1,154 @@
+"""``target_layer_split = "auto"`` from end to end: speeds are measured once, kept, and followed by plan and start."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from lucevisor.app import speeds as app
+from lucevisor.app.probe import inventory
+from lucevisor.app.run import open_model
+from lucevisor.app.speeds import SpeedFile, cache_directory, path_of, speeds_for, wanted, write
+from lucevisor.config import Config, load
+from lucevisor.placement.speeds import Request
+from lucevisor.wire.messages import Timing
+from tests.e2e.process import ROOT, Cli
+from tests.e2e.service import generate, running
+
+MODEL = ROOT / "etc" / "demo" / "demo-qwen35-22m-q4_k_m.gguf"
+
+
+@pytest.fixture
+def cache(tmp_path, monkeypatch) -> Path:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return tmp_path / "cache" / "lucevisor"
+
+
+@pytest.fixture
+def config(tmp_path) -> Path:
+    text = f'[model]\npath = "{MODEL}"\n'
+    for group in ("left", "right"):
+        text += f'[groups.{group}]\nbackend = "cpu"\nthreads = 1\n'
+    text += '[placement]\ntarget_devices = ["left:0", "right:0"]\n[engine]\ndtype = "float32"\n'
+    path = tmp_path / "auto.toml"
+    path.write_text(text)
+    return path
+
+
+async def request_for(loaded: Config) -> Request:
+    found, problems = await inventory(loaded)
+    assert not problems
+    request = wanted(open_model(loaded).spec, loaded, found)
+    assert request is not None
+    return request
+
+
+def keep(request: Request, factors: tuple[float, float]) -> None:
+    """A made file: seat i takes ``factors[i]`` ms a layer and token."""
+    timings = [[Timing(f / 1e3, f / 10) for _ in spans] for f, spans in zip(factors, request.spans, strict=True)]
+    write(request, request.answered(timings, "2026-01-02 03:04 UTC"))
+
+
+async def planned(config: Path, *overrides: str) -> dict[str, Any]:
+    """What the command says, run with the test's own cache directory."""
+    cli = Cli()
+    try:
+        sets = [part for o in overrides for part in ("--set", o)]
+        return dict(json.loads((await asyncio.to_thread(cli.run, "plan", str(config), "--json", *sets)).stdout))
+    finally:
+        cli.close()
+
+
+async def test_plan_and_start_follow_what_was_measured(cache, config, tmp_path):
+    keep(await request_for(load(config)), (3.0, 1.0))
+    latency = await planned(config)
+    throughput = await planned(config, "placement.goal=throughput")
+    assert [d["layers"] for d in latency["devices"]] == [[0, 1], [1, 8]]
+    assert [d["layers"] for d in throughput["devices"]] == [[0, 2], [2, 8]]
+    assert (latency["goal"], latency["speeds_measured"]) == ("latency", "2026-01-02 03:04 UTC")
+    assert "left:0: 1 layer takes 3 ms a token, 300 ms for 512 at once" in latency["reasons"]
+    assert latency["max_context"] == 4096  # the other automatic sizes hold as with any split
+    assert latency["pages"]["full"] == 8 * 64
+    async with running(config, tmp_path, ["placement.goal=throughput"]) as service:
+        assert service.placement is not None
+        assert [str(d.layers) for d in service.placement.devices] == ["[0,2)", "[2,8)"]
+        assert len(await generate(service, [1, 2, 3], 4)) == 4
+    assert len(list(cache.iterdir())) == 1  # nothing was measured
+
+
+async def test_the_first_start_measures_and_the_next_remembers(cache, config, tmp_path):
+    async with running(config, tmp_path) as service:
+        assert service.placement is not None
+        first = service.placement
+        assert first.measured
+        assert first.goal == "latency"
+        assert all(d.decode_s is not None and d.decode_s > 0 for d in first.devices)
+    [file] = cache.iterdir()
+    assert msgspec.json.decode(file.read_bytes(), type=SpeedFile).speeds.measured == first.measured
+    shown = await planned(config)
+    assert [d["layers"] for d in shown["devices"]] == [[d.layers.start, d.layers.stop] for d in first.devices]
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda data: b"",
+        lambda data: data[: len(data) // 2],
+        lambda data: b"\xff" + data,
+        lambda data: data.replace(b'"version": 1,', b'"version": 2,'),
+        lambda data: data.replace(b"float32", b"float16"),
+        lambda data: data.replace(b"0.003", b"-1"),
+        lambda data: data.replace(b"left:0", b"up:0"),
+        lambda data: b"[" * 100_000,
+    ],
+)
+async def test_a_damaged_file_is_ignored(cache, config, damage, capsys):
+    loaded = load(config)
+    request, spec = await request_for_once(loaded)
+    keep(request, (3.0, 1.0))
+    path = path_of(request)
+    assert app.read(request, spec) is not None
+    path.write_bytes(damage(path.read_bytes()))
+    assert app.read(request, spec) is None
+    assert "speed file ignored" in capsys.readouterr().out
+
+
+_requests: dict[str, Any] = {}
+
+
+async def request_for_once(loaded: Config) -> Any:
+    """The request and the spec; the groups are asked once for all cases, which differ in their files only."""
+    if not _requests:
+        _requests["it"] = (await request_for(loaded), open_model(loaded).spec)
+    return _requests["it"]
+
+
+async def test_a_group_that_cannot_measure_leaves_the_split_to_memory(cache, config, tmp_path, capsys):
+    loaded = load(config)
+    found, _ = await inventory(loaded)
+    model = open_model(loaded)
+    speeds = await speeds_for(model.spec, [tmp_path / "gone.gguf"], loaded, found)
+    assert speeds is None
+    assert "speeds not measured" in capsys.readouterr().out
+    assert not cache.exists()
+
+
+async def test_a_cache_that_cannot_be_written_is_no_reason_to_stop(config, tmp_path, monkeypatch, capsys):
+    blocked = tmp_path / "file"
+    blocked.write_text("")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(blocked))
+    keep((await request_for_once(load(config)))[0], (3.0, 1.0))
+    assert "speeds not kept" in capsys.readouterr().out
+
+
+def test_where_the_cache_is(monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", "relative")
+    monkeypatch.setenv("HOME", "/home/someone")
+    assert cache_directory() == Path("/home/someone/.cache/lucevisor")
+    monkeypatch.setenv("XDG_CACHE_HOME", "/var/cache/x")
+    assert cache_directory() == Path("/var/cache/x/lucevisor")

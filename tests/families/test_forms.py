@@ -1,0 +1,156 @@
+"""Quantised files of every family: whatever a device keeps them as, the numbers are those of the dequantised file."""
+
+from __future__ import annotations
+
+from functools import cache
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from daemons.check import run_check, with_sources
+from daemons.device import CPU, torch_dtype
+from daemons.models.stack import ShardRequest, Stack
+from daemons.models.stage import Stage
+from daemons.ops.choose import Chooser
+from lucevisor.wire.families import open_spec
+from lucevisor.wire.ggml_types import NATIVE
+from lucevisor.wire.messages import Check, Load, ShardPlan, StagePlan
+from lucevisor.wire.model_spec import ModelSpec
+from lucevisor.wire.resident import weight_bytes
+from lucevisor.wire.values import Backend, Dtype, LayerRange
+from tests.families.chain import Chain, load_stages, pools_of
+from tests.families.shapes import Model, gemma4, laguna, write_data
+from tests.wire import qwen35_file
+
+HYBRID = qwen35_file.Shape(n_layers=4, feed_forward=256, vocabulary=320, n_experts=5, n_used=2)
+MODELS = {
+    "qwen35moe": Model("qwen35moe", qwen35_file.metadata(HYBRID), qwen35_file.tensors(HYBRID)),
+    "gemma4 inputs": gemma4(
+        n_layers=6,
+        embedding=256,
+        widths=[256, 256, 256, 256, 512, 512],
+        n_heads=4,
+        kv=(2, 1),
+        every=2,
+        window=20,
+        dims=(64, 128),
+        n_shared=2,
+        layer_input=256,
+        vocabulary=320,
+    ),
+    "gemma4 experts": gemma4(
+        n_layers=4,
+        embedding=256,
+        widths=[256] * 4,
+        n_heads=4,
+        kv=(2, 1),
+        every=2,
+        window=20,
+        dims=(64, 128),
+        experts=(5, 2, 256),
+        key_values=True,
+        vocabulary=320,
+    ),
+    "laguna": laguna(
+        n_layers=5,
+        embedding=256,
+        feed_forward=256,
+        heads=(4, 8),
+        n_kv_heads=2,
+        head_dim=64,
+        window=20,
+        experts=(5, 2, 256, 256),
+        vocabulary=320,
+    ),
+}
+MIXES = {"k": ["Q4_K", "Q6_K", "Q5_K"], "four": ["Q4_K"], "old": ["Q8_0", "Q4_0"], "all": sorted(NATIVE)}
+IDS = [(i * 31 + 7) % 320 for i in range(80)]
+
+
+@pytest.fixture(scope="module")
+def spec_of(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("quantised")
+
+    @cache
+    def get(name: str, mix: str, expand: bool = False) -> ModelSpec:
+        path = folder / f"{name}-{mix}-{expand}.gguf"
+        return open_spec(write_data(Path(path), MODELS[name], MIXES[mix], expand=expand))
+
+    return get
+
+
+def with_forms_of(spec: ModelSpec, backend: Backend, dtype: Dtype = Dtype.FLOAT32, cuts=()) -> list[Stage]:
+    """Stages whose weights rest as ``backend`` would keep them, computed on the cpu."""
+    borders = [0, *cuts, spec.n_layers]
+    stages = []
+    for i, (a, b) in enumerate(pairwise(borders)):
+        shard, last = ShardPlan(0, LayerRange(a, b)), b == spec.n_layers
+        plan = StagePlan(i, [shard], None if i == 0 else i - 1, None if last else i)
+        request = ShardRequest(spec, shard, i == 0, last, backend, dtype, dtype, pools_of(spec))
+        with torch.inference_mode():
+            stack = Stack(request, Chooser(CPU, torch_dtype(dtype)), lambda done, total: None)
+        load = Load([], dtype, dtype, [], [], pools_of(spec), 16, 512)
+        stages.append(Stage(spec, plan, load, [stack]))
+        planned = weight_bytes(spec, shard.layers, first=i == 0, last=last, backend=backend, dtype=dtype)
+        assert stack.weight_bytes == planned
+    return stages
+
+
+def logits(spec: ModelSpec, stages: list[Stage]) -> Tensor:
+    c = Chain(spec, stages)
+    c.open(0)
+    return torch.cat((c.run((0, IDS[:70])), c.run_in_chunks(0, IDS[70:], 1)))
+
+
+def relative(found: Tensor, wanted: Tensor) -> float:
+    return float((found - wanted).norm() / wanted.norm())
+
+
+@pytest.mark.parametrize("mix", ["k", "all"])
+@pytest.mark.parametrize("name", MODELS)
+def test_float32_on_the_cpu_is_the_dequantised_file(name, mix, spec_of):
+    exact = spec_of(name, mix, True)
+    wanted = logits(exact, load_stages(exact))
+    spec = spec_of(name, mix)
+    assert torch.equal(logits(spec, load_stages(spec)), wanted)
+    assert float(wanted.std()) > 0.1
+
+
+@pytest.mark.parametrize("mix", MIXES)
+@pytest.mark.parametrize("name", MODELS)
+def test_blocks_as_a_gpu_keeps_them_give_the_same_numbers(name, mix, spec_of):
+    spec = spec_of(name, mix)
+    wanted = logits(spec, load_stages(spec))
+    assert relative(logits(spec, with_forms_of(spec, Backend.CUDA)), wanted) < 1e-4
+    cuts = [b for b in range(1, spec.n_layers) if spec.legal_boundary(b)]
+    assert relative(logits(spec, with_forms_of(spec, Backend.CUDA, cuts=cuts)), wanted) < 1e-4
+
+
+@pytest.mark.parametrize("mix", ["k", "four", "old"])
+@pytest.mark.parametrize("name", MODELS)
+def test_bfloat16_on_the_cpu_keeps_experts_packed_and_stays_near(name, mix, spec_of):
+    spec = spec_of(name, mix)
+    stages = with_forms_of(spec, Backend.CPU, Dtype.BFLOAT16)
+    if "inputs" not in name:
+        chosen = {k: v for k, v in stages[0].kernels.items() if " experts " in k}
+        assert chosen
+        assert all("packed" in v for v in chosen.values()), chosen
+        dense = sum(2 * torch.Size(shape).numel() for shape in MODELS[name].tensors.values())
+        assert stages[0].usage()[0].weight_bytes < 0.7 * dense
+    found = logits(spec, stages)
+    # a token whose last choice of expert hangs on the rounding may change as a whole; most do not
+    exact = logits(spec, load_stages(spec))
+    near = ((found - exact).norm(dim=1) / exact.norm(dim=1)).median()
+    assert float(near) < 0.12
+
+
+def test_the_doctor_checks_layers_that_share_with_their_sources(tmp_path):
+    path = write_data(tmp_path / "model.gguf", MODELS["gemma4 inputs"], ["Q8_0"])
+    spec = open_spec(path)
+    assert [str(with_sources(spec, i)) for i in range(6)] == ["[0,1)", "[1,2)", "[2,3)", "[3,4)", "[2,5)", "[2,6)"]
+    for layer in range(6):
+        [line] = run_check(Check([str(path)], layer, Dtype.FLOAT32), Backend.CPU, []).lines
+        assert line.ok, line

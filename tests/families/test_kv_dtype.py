@@ -1,0 +1,103 @@
+"""Keys and values kept in fewer bits: what that does to logits and greedy tokens, and to memory.
+
+The golden models have random weights, so nothing damps an error and a few of them amplify it: Gemma 4's and Laguna's
+attention over random keys is nearly one-hot, where a rounding picks another position.  The limits are what was measured
+(in the comment), times 1.5.
+"""
+
+from __future__ import annotations
+
+import gguf
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from daemons.state.pools import GROUP, Pages, Q8Pages
+from lucevisor.wire.values import Dtype, Space
+from tests.families.chain import How, load_stages, pools_of
+from tests.families.test_golden import opened
+
+# (relative error of the logits of all positions, greedy tokens that agree before the first other one), measured
+MEASURED = {
+    ("qwen3", Dtype.FLOAT16): (0.00035, 32), ("qwen3", Dtype.BFLOAT16): (0.0030, 32),
+    ("qwen3", Dtype.Q8_0): (0.0096, 32),
+    ("qwen35", Dtype.FLOAT16): (0.00008, 32), ("qwen35", Dtype.BFLOAT16): (0.00069, 32),
+    ("qwen35", Dtype.Q8_0): (0.0020, 32),
+    ("qwen35moe", Dtype.FLOAT16): (0.00003, 32), ("qwen35moe", Dtype.BFLOAT16): (0.00027, 32),
+    ("qwen35moe", Dtype.Q8_0): (0.00095, 32),
+    ("laguna", Dtype.FLOAT16): (0.00053, 32), ("laguna", Dtype.BFLOAT16): (0.041, 32),
+    ("laguna", Dtype.Q8_0): (0.092, 14),
+    ("gemma4_e2b", Dtype.FLOAT16): (0.0062, 32), ("gemma4_e2b", Dtype.BFLOAT16): (0.066, 10),
+    ("gemma4_e2b", Dtype.Q8_0): (0.22, 0),
+    ("gemma4_moe", Dtype.FLOAT16): (0.098, 13), ("gemma4_moe", Dtype.BFLOAT16): (0.18, 0),
+    ("gemma4_moe", Dtype.Q8_0): (0.37, 2),
+}  # fmt: skip
+BITS = {Dtype.FLOAT16: 16, Dtype.BFLOAT16: 16, Dtype.Q8_0: 8.5}
+
+
+@pytest.mark.parametrize(("name", "kv_dtype"), MEASURED)
+def test_accuracy_and_memory_of_smaller_keys_and_values(name, kv_dtype):
+    error, n_same = MEASURED[name, kv_dtype]
+    golden = opened(name)
+    stages = load_stages(golden.spec, how=How(kv_dtype=kv_dtype))
+    chain = golden.chain(stages)
+    chain.open(0)
+    found = chain.run_in_chunks(0, golden.ids, 24)
+    relative = float((found - golden.logits).norm() / golden.logits.norm())
+    assert error / 10 < relative < error * 1.5  # not float32 by mistake, and not nonsense
+    if n_same == 32:
+        chain = golden.chain(stages)
+        chain.open(0)
+        assert chain.greedy(0, golden.prompt, 32) == golden.greedy
+    assert paged_bytes(golden, kv_dtype) * 32 == pytest.approx(paged_bytes(golden, Dtype.FLOAT32) * BITS[kv_dtype])
+    taken = sum(use.state_bytes for stage in stages for use in stage.usage())
+    assert taken == paged_bytes(golden, kv_dtype) + recurrent_bytes(golden)
+
+
+def paged_bytes(golden, kv_dtype: Dtype) -> int:
+    pools, layers = pools_of(golden.spec), golden.spec.layers
+    units = {Space.FULL: pools.full_pages, Space.WINDOW: pools.window_pages, Space.RECURRENT: 0}
+    return sum(units[layer.space] * layer.unit_bytes(kv_dtype) for layer in layers)
+
+
+def recurrent_bytes(golden) -> int:
+    n = pools_of(golden.spec).states
+    return n * sum(x.unit_bytes(Dtype.FLOAT32) for x in golden.spec.layers if x.space is Space.RECURRENT)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    width=st.integers(1, 130),
+    heads=st.integers(1, 3),
+    exponents=st.lists(st.integers(-8, 12), min_size=5, max_size=5),
+    seed=st.integers(0, 1 << 32),
+)
+def test_what_is_written_comes_back_as_near_as_q8_0_of_ggml(width, heads, exponents, seed):
+    """Every number within half a step of its group's 127th part, and no worse than gguf's own q8_0 on the whole."""
+    groups = -(-width // GROUP)
+    pages = Q8Pages(
+        torch.zeros(4, 64, heads, groups * GROUP, dtype=torch.int8),
+        torch.zeros(4, 64, heads, groups, dtype=torch.float16),
+        width,
+    )
+    random = torch.Generator().manual_seed(seed)
+    rows = torch.randn(5, heads, width, generator=random) * 2.0 ** torch.tensor(exponents).view(5, 1, 1)
+    slots = torch.tensor([3 * 64, 3 * 64 + 1, 3 * 64 + 63, 64 + 5, 64 + 4])
+    pages.write(slots, rows)
+    found = pages.read(Pages(torch.tensor([0, 1, 2, 3]), 1, 0, 256), torch.float32)[0, slots]
+    assert found.shape == rows.shape
+    padded = torch.nn.functional.pad(rows, (0, -width % GROUP)).view(5, heads, groups, GROUP)
+    step = padded.abs().amax(dim=-1, keepdim=True) / 127
+    errors = torch.nn.functional.pad(found - rows, (0, -width % GROUP)).view_as(padded).abs()
+    assert bool((errors <= step * (0.5 + 127 / 2048) + 1e-7).all())  # the scale itself is rounded to 11 bits
+    flat = padded.reshape(-1, GROUP).numpy()
+    kind = gguf.GGMLQuantizationType.Q8_0
+    theirs = torch.from_numpy(gguf.quants.dequantize(gguf.quants.quantize(flat, kind), kind)).view_as(padded)
+    assert float(errors.norm()) <= 1.02 * float((theirs - padded).norm()) + 1e-7
+
+
+def test_unwritten_and_zero_positions_are_zero():
+    pages = Q8Pages(torch.zeros(1, 64, 1, 32, dtype=torch.int8), torch.zeros(1, 64, 1, 1, dtype=torch.float16), 32)
+    pages.write(torch.tensor([7]), torch.zeros(1, 1, 32))
+    assert bool((pages.read(Pages(None, 1, 0, 64), torch.float32) == 0).all())

@@ -1,0 +1,76 @@
+"""Routing and the ways to multiply with chosen experts, against a loop over tokens."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from daemons.ops.experts import DenseExperts, JoinedExperts
+from daemons.ops.moe import ExpertMlp, Router
+
+
+def by_token(x: Tensor, ids: Tensor, weights: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> Tensor:
+    """What the words say, one token and one expert at a time, in float64."""
+    out = torch.zeros(x.shape[0], down.shape[1], dtype=torch.float64)
+    for t in range(x.shape[0]):
+        for e, w in zip(ids[t].tolist(), weights[t].double(), strict=True):
+            row = x[t].double()
+            out[t] += w * (down[e].double() @ (F.silu(gate[e].double() @ row) * (up[e].double() @ row)))
+    return out
+
+
+@pytest.mark.parametrize(("n_tokens", "n_experts", "k"), [(1, 8, 3), (5, 1, 1), (40, 8, 3), (33, 4, 4), (64, 50, 2)])
+@pytest.mark.parametrize("joined", [False, True])
+def test_every_way_is_the_loop(n_tokens, n_experts, k, joined, monkeypatch):
+    g = torch.Generator().manual_seed(n_tokens)
+    gate, up = (torch.randn(n_experts, 24, 20, generator=g) / 4 for _ in range(2))
+    down = torch.randn(n_experts, 20, 24, generator=g) / 4
+    x = torch.randn(n_tokens, 20, generator=g)
+    ids = torch.stack([torch.randperm(n_experts, generator=g)[:k] for _ in range(n_tokens)])
+    weights = torch.rand(n_tokens, k, generator=g)
+    both = JoinedExperts([DenseExperts(gate), DenseExperts(up)]) if joined else DenseExperts(torch.cat((gate, up), 1))
+    mlp = ExpertMlp(both, DenseExperts(down), "silu")
+    wanted = by_token(x, ids, weights, gate, up, down)
+    ways = [mlp, mlp.one_by_one, mlp.gathered, mlp.batched]
+    assert all(torch.allclose(way(x, ids, weights).double(), wanted, atol=1e-5) for way in ways)
+    monkeypatch.setattr("daemons.ops.moe.EXPANDED_NUMBERS", 3000)  # two experts at a time
+    assert mlp.n_expanded == 2
+    assert all(torch.allclose(way(x, ids, weights).double(), wanted, atol=1e-5) for way in ways)
+
+
+def test_a_row_does_not_depend_on_its_neighbours():
+    g = torch.Generator().manual_seed(3)
+    mlp = ExpertMlp(
+        DenseExperts(torch.randn(6, 32, 16, generator=g)), DenseExperts(torch.randn(6, 16, 16, generator=g)), "silu"
+    )
+    router = Router(torch.randn(6, 16, generator=g), 2, "softmax", True, 1.0)
+    x = torch.randn(30, 16, generator=g)
+    together = mlp(x, *router(x))
+    for i in (0, 7, 29):
+        row = x[i : i + 1]
+        assert torch.allclose(mlp(row, *router(row)), together[i : i + 1], rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("gating", ["softmax", "sigmoid"])
+@pytest.mark.parametrize("normalise", [True, False])
+def test_weights_of_the_chosen(gating, normalise):
+    g = torch.Generator().manual_seed(1)
+    weight, x, bias = torch.randn(7, 12, generator=g), torch.randn(9, 12, generator=g), torch.randn(7, generator=g)
+    per_expert = torch.rand(7, generator=g)
+    ids, weights = Router(weight, 3, gating, normalise, 2.5, bias, per_expert)(x)
+    for t in range(9):
+        scores = weight @ x[t]
+        scores = scores.sigmoid() if gating == "sigmoid" else scores.exp() / scores.exp().sum()
+        best = sorted(range(7), key=lambda e: -float(scores[e] + bias[e]))[:3]
+        assert ids[t].tolist() == best
+        total = sum(float(scores[e]) for e in best) if normalise else 1.0
+        for e, w in zip(best, weights[t].tolist(), strict=True):
+            assert w == pytest.approx(float(scores[e]) / total * 2.5 * float(per_expert[e]), rel=1e-5)
+
+
+def test_weights_that_are_all_almost_nothing_stay_finite():
+    router = Router(torch.full((4, 2), -200.0), 2, "sigmoid", True, 1.0)
+    _, weights = router(torch.ones(1, 2))
+    assert torch.isfinite(weights).all()

@@ -1,0 +1,84 @@
+"""A process that saves a slot of a real model and is killed at a point of its choice.
+
+    python -m tests.faults.snapshot_saver DIRECTORY
+
+Reads one number a line from standard input; for each it forks a child that begins, writes (with the daemon's own
+threads) and finishes the slot, and kills itself with SIGKILL at that point: every step of the supervisor's write
+protocol and every system call of the daemon on the file is one.  Prints "killed POINT NAME", "done N_POINTS" or
+"failed CODE".
+"""
+
+import os
+import signal
+import sys
+import threading
+import traceback
+from pathlib import Path
+
+import structlog
+
+from daemons.state import snapshot
+from daemons.state.transfers import Transfers
+from lucevisor.memory.snapshot_store import SnapshotStore
+from lucevisor.wire.messages import Save, Saved
+from lucevisor.wire.snapshot_layout import Slot
+from lucevisor.wire.values import LayerRange
+from tests.daemons.snapshot_chain import SlotChain, StateMap, checkpoint, golden_spec, ids_of, state_model
+
+N = 150
+NEW, OLD = 0, 1  # seeds of the slot that is being saved, and of one that was saved before
+
+
+def save_and_die(directory, chain, place, point):
+    at_point, lock = [0], threading.Lock()
+
+    def at(name):
+        with lock:
+            if at_point[0] == point:
+                os.write(1, f"killed {point} {name}".encode())
+                os.kill(os.getpid(), signal.SIGKILL)
+            at_point[0] += 1
+
+    structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(50))
+    snapshot.PIECE_BYTES = 20000  # several system calls for a tensor
+    spec = chain.spec
+    store = SnapshotStore(directory, state_model(spec), 1 << 30, at=at)
+    answers, came = [], threading.Event()
+
+    def answer(message, _):
+        answers.append(message)
+        came.set()
+
+    transfers = Transfers(StateMap(spec, [k.pools for s in chain.stages for k in s.stacks]), answer, tick=at)
+    writing = store.begin(Slot(ids_of(spec, N, seed=NEW), 100.0))
+    order = Save(1, writing.file, place, writing.tensors(LayerRange(0, spec.n_layers)))
+    transfers.take(order, os.dup(writing.fd))
+    came.wait(30)
+    assert isinstance(answers[0], Saved), answers
+    store.finish(writing, answers[0].n_bytes)
+    os.write(1, f"done {at_point[0]}".encode())
+
+
+def main():
+    directory = Path(sys.argv[1])
+    chain = SlotChain(golden_spec("qwen35"), seed=1)
+    chain.open(0)
+    chain.run(0, ids_of(chain.spec, N, seed=NEW))
+    place = checkpoint(chain, 0, 5)
+    for line in sys.stdin:
+        pid = os.fork()  # no other thread lives here: those of the save are the child's
+        if pid == 0:
+            try:
+                save_and_die(directory, chain, place, int(line))
+                os._exit(0)
+            except BaseException:
+                traceback.print_exc()
+                os._exit(1)
+        _, status = os.waitpid(pid, 0)
+        if os.WIFEXITED(status) and os.WEXITSTATUS(status):
+            os.write(1, f"failed {os.WEXITSTATUS(status)}".encode())
+        os.write(1, b"\n")  # the line is whole when the child is gone
+
+
+if __name__ == "__main__":
+    main()

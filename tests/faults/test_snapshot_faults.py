@@ -1,0 +1,445 @@
+"""What goes wrong on the way to the disk and back: never a crash, never a wrong state, always a line that says why."""
+
+import errno
+import json
+import os
+import random
+import resource
+import signal
+import subprocess
+import sys
+import time
+from contextlib import closing, contextmanager, suppress
+from pathlib import Path
+
+import pytest
+from structlog.testing import capture_logs
+
+from lucevisor.memory import snapshot_disk
+from lucevisor.memory.snapshot_store import SnapshotRefused
+from lucevisor.memory.snapshot_writer import STEPS, SnapshotFailed
+from lucevisor.wire.snapshot_file import FORMAT_VERSION
+from lucevisor.wire.snapshot_layout import Fault
+from tests.daemons.snapshot_chain import SlotChain, golden_spec, ids_of, state_model
+from tests.faults.snapshot_saver import NEW, OLD, N
+from tests.memory.snapshot_parts import fill, made_model, made_slot, made_store, names, restore, save
+from tests.wire.snapshot_bytes import rewritten
+
+ROOT = Path(__file__).parents[2]
+
+
+# ---- kill -9
+
+
+class Saver:
+    """The process of snapshot_saver."""
+
+    def __init__(self, directory):
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "tests.faults.snapshot_saver", directory],
+            cwd=ROOT,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+
+    def save(self, kill_at):
+        self._process.stdin.write(f"{kill_at}\n")
+        self._process.stdin.flush()
+        return self._process.stdout.readline().split()
+
+    def close(self):
+        self._process.stdin.close()
+        self._process.stdout.close()
+        assert self._process.wait(10) == 0
+
+
+def test_kill_9_at_every_point_of_a_save(tmp_path):
+    """Supervisor's steps and daemon's writes alike.  The old file restores, the new one is whole or absent."""
+    spec = golden_spec("qwen35")
+    old_ids, new_ids = ids_of(spec, N, seed=OLD), ids_of(spec, N, seed=NEW)
+    chain = SlotChain(spec, seed=3)
+    chain.open(0)
+    chain.run(0, old_ids)
+    store = made_store(tmp_path, state_model(spec), disk_bytes=1 << 30)
+    kept = chain.save(store, old_ids, chain.place(0, 0))
+    wanted = restore(store, kept)
+    points = []
+    with closing(Saver(tmp_path)) as saver:
+        kill_everywhere(saver, store, kept, wanted, new_ids, points)
+    written = [p for p in points if p.startswith("layers.")]
+    assert [p for p in points if p not in written] == list(STEPS)
+    assert set(written) == {t.name for t in kept.snapshot.tensors}
+    assert len(written) > len(set(written))
+    store.close()
+
+
+def kill_everywhere(saver, store, kept, wanted, new_ids, points):
+    while True:
+        word, number, *name = saver.save(len(points))
+        if word == "done":
+            assert int(number) == len(points)
+            break
+        assert (word, int(number)) == ("killed", len(points))
+        points += name
+        check_after_kill(store, points[-1], kept, wanted, new_ids)
+        for file in store.directory.glob("*.safetensors"):
+            if file.name != kept.file:
+                file.unlink()
+
+
+def check_after_kill(store, point, kept, wanted, new_ids):
+    leftovers = [n for n in names(store.directory) if n.endswith(".partial")]
+    with capture_logs() as logs:
+        entries = store.scan()
+    assert restore(store, kept) == wanted
+    assert not [n for n in names(store.directory) if not n.endswith(".safetensors")]
+    removed = [line["file"] for line in logs if line["event"] == "snapshot leftover removed"]
+    assert removed == leftovers
+    published = point in ("sync_directory", "prune")
+    assert len(entries) == (2 if published else 1), point
+    assert bool(leftovers) == (not published and point != "create"), point
+    match = store.find([*new_ids, 1], N)
+    assert (match is not None) == published
+    if match:
+        restore(store, match.entry)  # complete: every checksum is right
+
+
+def test_the_file_of_a_killed_supervisor_is_not_removed_while_a_daemon_writes_it(tmp_path):
+    """The daemon's copy of the descriptor keeps the lock; when it is gone too, the next scan cleans up."""
+    store = made_store(tmp_path)
+    writing = store.begin(made_slot())
+    daemon = subprocess.Popen(["sleep", "60"], pass_fds=[writing.fd])
+    os.close(writing.fd)  # what the kernel does with a killed supervisor
+    writing.done = True
+    store.scan()
+    assert names(tmp_path) == [writing.path.name]
+    daemon.send_signal(signal.SIGKILL)
+    daemon.wait()
+    store.scan()
+    assert names(tmp_path) == []
+    store.close()
+
+
+# ---- errors of the disk
+
+
+def saved_before(store):
+    """An earlier file, and what is in it."""
+    entry = save(store, made_slot(start=900))
+    return entry, restore(store, entry)
+
+
+def must_fail(store, slot, label, text):
+    """A save that fails: with its reason, once in the log, and nothing left of it."""
+    kept = names(store.directory)
+    with capture_logs() as logs, pytest.raises(SnapshotFailed, match=text) as caught:
+        save(store, slot)
+    assert caught.value.label == label
+    (line,) = [line for line in logs if line["event"] == "snapshot not saved"]
+    assert line["reason"] in str(caught.value)
+    assert line["log_level"] == "warning"
+    assert names(store.directory) == kept
+    assert store.statistics.failures[label] >= 1
+
+
+@pytest.mark.parametrize("number", [errno.EIO, errno.ENOSPC])
+@pytest.mark.parametrize("step", [s for s in STEPS if s not in ("sync_directory", "prune")])
+def test_an_error_at_any_step_leaves_the_earlier_files(tmp_path, step, number):
+    armed = []
+
+    def at(name):
+        if armed and name == step:
+            raise OSError(number, os.strerror(number))
+
+    store = made_store(tmp_path, at=at)
+    entry, data = saved_before(store)
+    armed.append(True)
+    must_fail(store, made_slot(), "disk_full" if number == errno.ENOSPC else "io", errno.errorcode[number])
+    armed.clear()
+    assert restore(store, entry) == data
+    assert restore(store, save(store))  # and the next one works
+    store.close()
+
+
+@pytest.mark.parametrize("step", ["sync_directory", "prune"])
+def test_an_error_behind_the_rename_keeps_the_complete_file(tmp_path, step):
+    def at(name):
+        if name == step:
+            raise OSError(errno.EIO, "Input/output error")
+
+    store = made_store(tmp_path, at=at)
+    with capture_logs() as logs:
+        entry = save(store)
+    assert [line["event"] for line in logs if line["log_level"] == "warning"] == [
+        {"sync_directory": "snapshot directory not synced", "prune": "snapshots not pruned"}[step]
+    ]
+    assert restore(store, entry)
+    store.close()
+
+
+@pytest.mark.parametrize("failing", [1, 2])
+def test_a_failed_fsync_is_never_repeated(tmp_path, monkeypatch, failing):
+    """The first is for the data, the second for the header."""
+    store = made_store(tmp_path)
+    entry, data = saved_before(store)
+    real, calls = os.fsync, []
+
+    def fsync(fd):
+        calls.append(fd)
+        if len(calls) == failing:
+            raise OSError(errno.EIO, "Input/output error")
+        real(fd)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    must_fail(store, made_slot(), "io", "EIO 5")
+    assert len(calls) == failing
+    assert restore(store, entry) == data
+    assert restore(store, save(store))
+    store.close()
+
+
+@contextmanager
+def small_disk(directory, n_bytes):
+    """A tmpfs of that size; skips where it cannot be mounted."""
+    directory.mkdir()
+    command = ["mount", "-t", "tmpfs", "-o", f"size={n_bytes}", "tmpfs", str(directory)]
+    try:
+        done = subprocess.run(command, capture_output=True, check=False)
+    except FileNotFoundError:
+        pytest.skip("there is no mount command here")
+    if done.returncode:
+        pytest.skip(f"a tmpfs cannot be mounted here: {done.stderr.decode().strip()}")
+    try:
+        yield directory
+    finally:
+        subprocess.run(["umount", str(directory)], check=True)
+
+
+def test_a_full_disk(tmp_path):
+    with small_disk(tmp_path / "disk", 256 << 10) as directory:
+        store = made_store(directory)
+        entry, data = saved_before(store)
+        n = 0
+        with suppress(SnapshotFailed):
+            for n in range(100):  # how far it came
+                save(store, made_slot(1000, start=n))
+        assert 0 < n < 99
+        must_fail(store, made_slot(1000, start=n), "disk_full", "ENOSPC 28: No space left on device")
+        assert restore(store, entry) == data
+        assert len(store.scan()) == n + 1
+        store.close()
+
+
+def test_a_file_size_limit(tmp_path):
+    store = made_store(tmp_path)
+    entry, data = saved_before(store)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, hard))
+    try:
+        must_fail(store, made_slot(), "disk_full", "EFBIG 27")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert restore(store, entry) == data
+    store.close()
+
+
+def test_a_directory_that_went_away(tmp_path):
+    store = made_store(tmp_path / "cache")
+    entry = save(store)
+    for path in (tmp_path / "cache").iterdir():
+        path.unlink()
+    (tmp_path / "cache").rmdir()
+    with capture_logs() as logs, pytest.raises(SnapshotFailed, match="ENOENT"):
+        save(store)
+    assert len(logs) == 1
+    with pytest.raises(SnapshotRefused) as caught:
+        store.open_for_restore(entry)
+    assert caught.value.fault is Fault.GONE
+    store.close()
+
+
+# ---- what is wrong with a file when it is read
+
+
+def must_be_refused(store, entry, fault=None):
+    """Never handed out or never passed; set aside with its reason in the log."""
+    with capture_logs() as logs, pytest.raises(SnapshotRefused) as caught:
+        restore(store, entry)
+    assert fault is None or caught.value.fault is fault
+    (line,) = logs
+    assert (line["event"], line["log_level"], line["file"]) == ("snapshot refused", "warning", entry.file)
+    assert line["reason"] == caught.value.reason
+    assert line["set_aside"].startswith(entry.file + ".refused")
+    assert entry.file not in names(store.directory)
+    assert entry.file not in [e.file for e in store.entries]
+    return caught.value
+
+
+def each_damage(tmp_path, n_tokens=40):
+    """A store, a good entry and its bytes; ``put(data)`` makes them the file again."""
+    store = made_store(tmp_path)
+    entry = save(store, made_slot(n_tokens))
+    path = tmp_path / entry.file
+    good = path.read_bytes()
+
+    def put(data):
+        for name in names(tmp_path):
+            (tmp_path / name).unlink()
+        path.write_bytes(data)
+        store._entries[entry.file] = entry
+
+    return store, entry, good, put
+
+
+def flipped(data, at):
+    return data[:at] + bytes([data[at] ^ 0x10]) + data[at + 1 :]
+
+
+def test_a_flipped_bit_in_every_field_of_the_header(tmp_path):
+    store, entry, good, put = each_damage(tmp_path)
+    rows = json.loads(good[8 : entry.snapshot.data_start])
+    places = [0, 1, 7, 8, 9]
+    for key, value in rows["__metadata__"].items():
+        start = good.index(f'"{key}":'.encode())
+        places += [start + 1, start + len(key) + 4] + ([start + len(key) + 4 + len(value) // 2] if value else [])
+    for name in rows:
+        start = good.index(f'"{name}":{{'.encode())
+        places += [start + 1, *(good.index(f'"{word}":'.encode(), start) + len(word) + 5 for word in
+                                ("dtype", "shape", "data_offsets") if name != "__metadata__")]  # fmt: skip
+    assert len(places) > 5 + 15 * 2 + 6 * 4
+    for at in places:
+        put(flipped(good, at))
+        must_be_refused(store, entry)
+    put(good)
+    assert restore(store, entry)
+    store.close()
+
+
+def test_a_flipped_bit_in_every_tensor(tmp_path):
+    store, entry, good, put = each_damage(tmp_path)
+    for tensor in entry.snapshot.tensors:
+        for at in (tensor.offset, tensor.offset + tensor.n_bytes // 2, tensor.offset + tensor.n_bytes - 1):
+            put(flipped(good, at))
+            reading = store.open_for_restore(entry)  # the header is good
+            store.close_reading(reading)
+            refused = must_be_refused(store, entry, Fault.DAMAGED)
+            assert f"tensor {tensor.name}: " in refused.reason
+    store.close()
+
+
+def test_a_file_cut_at_every_kilobyte(tmp_path):
+    store, entry, good, put = each_damage(tmp_path, 200)
+    assert len(good) > 16 << 10
+    for size in [0, 1, 7, 8, 100, *range(1024, len(good), 1024), len(good) - 1]:
+        put(good[:size])
+        must_be_refused(store, entry, Fault.TRUNCATED)
+        put(good[:size])
+        with capture_logs() as logs:
+            assert store.scan() == []
+        assert [line["fault"] for line in logs if line["event"] == "snapshot refused"] == ["truncated"]
+        put(good[:size] + bytes(len(good) - size))  # the length is right, the rest was never written
+        must_be_refused(store, entry)
+    store.close()
+
+
+def test_a_file_cut_while_it_is_read(tmp_path):
+    store, entry, good, _ = each_damage(tmp_path)
+    reading = store.open_for_restore(entry)
+    os.truncate(tmp_path / entry.file, len(good) - 10)
+    with pytest.raises(SnapshotRefused, match="ends at byte"):
+        store.check(reading)
+    store.close_reading(reading)
+    store.close()
+
+
+def test_a_newer_version_and_another_model(tmp_path):
+    store, entry, good, put = each_damage(tmp_path)
+    start = entry.snapshot.data_start
+    put(rewritten(good[:start], format_version=str(FORMAT_VERSION + 1)) + good[start:])
+    refused = must_be_refused(store, entry, Fault.NEWER)
+    assert "this lucevisor reads 1" in refused.reason
+    put(rewritten(good[:start], model_fingerprint="ef" * 32, model_name="Other") + good[start:])
+    with pytest.raises(SnapshotRefused, match="is that of 'Other'") as caught:
+        store.open_for_restore(entry)
+    assert caught.value.fault is Fault.OTHER_MODEL
+    assert names(tmp_path) == [entry.file]  # it belongs to somebody
+    store.close()
+
+
+def test_a_disk_that_cannot_be_read(tmp_path, monkeypatch):
+    store = made_store(tmp_path)
+    kept, _ = saved_before(store)
+    for call, place in (("pread", "header"), ("preadv", "header"), ("preadv", "tensors")):
+        entry = save(store)
+        n_calls = []
+
+        real = getattr(os, call)
+
+        def broken(*args, n_calls=n_calls, real=real, skip=int(place == "tensors")):
+            n_calls.append(args)
+            if len(n_calls) <= skip:
+                return real(*args)
+            raise OSError(errno.EIO, "Input/output error")
+
+        monkeypatch.setattr(snapshot_disk.os, call, broken)
+        refused = must_be_refused(store, entry, Fault.UNREADABLE)
+        monkeypatch.undo()
+        assert refused.reason == f"{place}: cannot be read: EIO, Input/output error"
+    assert restore(store, kept)
+    store.close()
+
+
+def test_random_damage_never_passes(tmp_path):
+    """Whatever is overwritten, the file is refused, and the slot can be saved again."""
+    store, entry, good, put = each_damage(tmp_path)
+    source = random.Random(5)
+    for _ in range(150):
+        at, n = source.randrange(len(good)), source.choice([1, 2, 8, 100, 5000])
+        data = good[:at] + source.randbytes(n) + good[at + n :]
+        if data == good:
+            continue
+        put(data)
+        with suppress(AssertionError):
+            must_be_refused(store, entry)
+            continue
+        raise AssertionError(f"{n} bytes at {at} were not found")
+    put(good)
+    assert restore(store, entry)
+    assert restore(store, save(store))
+    store.close()
+
+
+def test_a_supervisor_that_stops_inside_the_lock_delays_nobody_for_long(tmp_path, monkeypatch):
+    monkeypatch.setattr(snapshot_disk, "LOCK_S", 0.2)
+    code = (
+        "import sys, time\nfrom pathlib import Path\nfrom lucevisor.memory import snapshot_disk\n"
+        "with snapshot_disk.locked(Path(sys.argv[1])):\n    print('locked', flush=True)\n    time.sleep(60)\n"
+    )
+    other = subprocess.Popen([sys.executable, "-c", code, tmp_path], cwd=ROOT, stdout=subprocess.PIPE)
+    assert other.stdout.readline() == b"locked\n"
+    store = made_store(tmp_path)
+    began = time.monotonic()
+    must_fail(store, made_slot(), "locked", "another process has held its lock")
+    assert time.monotonic() - began < 2
+    other.kill()
+    other.wait()
+    other.stdout.close()
+    assert restore(store, save(store))  # the kernel gave the lock back
+    store.close()
+
+
+def test_two_models_of_one_fingerprint_prefix_do_not_mix(tmp_path):
+    """Names hold 16 digits of the fingerprint; the header holds all 64."""
+    a = made_model(digits="ab")
+    b = type(a)("ab" * 8 + "cd" * 24, a.architecture, "Made 2B", a.dtype, a.kv_dtype, a.layers)
+    one, two = made_store(tmp_path, a), made_store(tmp_path, b)
+    entry = save(one)
+    assert two.scan() == []
+    assert restore(one, entry)
+    writing = two.begin(made_slot(start=1))
+    two.finish(writing, fill(writing))
+    assert [e.file for e in one.scan()] == [entry.file]
+    one.close()
+    two.close()

@@ -1,0 +1,64 @@
+"""What ``engine.kv_dtype`` saves is in the plan, in bytes, and the daemon takes just these."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from daemons.models.stage import Stage
+from lucevisor.placement.explain import text
+from lucevisor.placement.planner import plan
+from lucevisor.placement.result import Placement
+from lucevisor.placement.stages import load_message
+from lucevisor.wire.families import open_spec
+from lucevisor.wire.values import Backend, Dtype, Space
+from tests.placement.made import DEMO, configure
+
+PAGES = 20
+
+
+@pytest.fixture(scope="module")
+def spec():
+    return open_spec(DEMO)
+
+
+def planned(spec, folder, kv_dtype: str) -> Placement:
+    config = configure(folder, ["left:0"], dtype="float32", kv_dtype=kv_dtype, pages=PAGES)
+    found = plan(spec, config)
+    assert isinstance(found, Placement)
+    return found
+
+
+@pytest.mark.parametrize(("kv_dtype", "bits"), [("float16", 16), ("bfloat16", 16), ("q8_0", 8.5)])
+def test_the_plan_counts_the_bits_of_keys_and_values(spec, tmp_path, kv_dtype, bits):
+    exact, smaller = planned(spec, tmp_path, "float32"), planned(spec, tmp_path, kv_dtype)
+    numbers = sum(layer.unit_bytes(Dtype.FLOAT32) for layer in spec.layers if layer.space is Space.FULL) // 4 * PAGES
+    saved = exact.devices[0].state_bytes - smaller.devices[0].state_bytes
+    assert saved == numbers * (32 - bits) / 8
+    assert exact.devices[0].weight_bytes == smaller.devices[0].weight_bytes
+    (reason,) = [r for r in smaller.reasons if r.startswith("keys and values of 64 tokens in all layers take")]
+    assert f" as {kv_dtype}, " in reason
+    assert reason in text(smaller)
+    assert not any(r.startswith("keys and values of") for r in exact.reasons)
+
+
+def test_the_daemon_takes_what_the_plan_says_of_q8_0(spec, tmp_path):
+    placement = planned(spec, tmp_path, "q8_0")
+    load = load_message(placement, "left", [str(DEMO)], threads=1)
+    (use,) = Stage.load(spec, load.stages[0], load, Backend.CPU, lambda _: None).usage()
+    assert use.state_bytes == placement.devices[0].state_bytes
+
+
+def test_the_command_shows_it(tmp_path):
+    configure(tmp_path, ["left:0"], dtype="float32", pages=PAGES)
+    shown = {}
+    for kv_dtype in ("float32", "q8_0"):
+        command = [sys.executable, "-m", "lucevisor", "plan", str(tmp_path / "plan.toml"), "--json", "--no-probe"]
+        command += ["--set", f"engine.kv_dtype={kv_dtype}", "--set", f"model.path={DEMO}"]
+        done = subprocess.run(command, capture_output=True, text=True, check=True)
+        shown[kv_dtype] = json.loads(done.stdout)
+    assert shown["q8_0"]["kv_dtype"] == "q8_0"
+    assert shown["q8_0"]["devices"][0]["state_bytes"] < shown["float32"]["devices"][0]["state_bytes"]

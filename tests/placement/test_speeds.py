@@ -1,0 +1,302 @@
+"""Automatic splits by speed: what is measured, what it depends on, and what the planner makes of it."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import msgspec
+import pytest
+from hypothesis import HealthCheck, event, given, settings
+from hypothesis import strategies as st
+
+from lucevisor.config import Config
+from lucevisor.placement.auto import problem_of
+from lucevisor.placement.devices import Inventory, seats_of
+from lucevisor.placement.explain import as_json, text
+from lucevisor.placement.planner import plan
+from lucevisor.placement.result import Infeasible, Placement, PlacementError
+from lucevisor.placement.sizing import Case
+from lucevisor.placement.speeds import (
+    ANSWER_TOKENS,
+    PROMPT_TOKENS,
+    Clock,
+    Request,
+    Speeds,
+    kinds_of,
+    model_key,
+    request_of,
+    units_of,
+)
+from lucevisor.wire.families import open_spec
+from lucevisor.wire.messages import Timing
+from lucevisor.wire.model_spec import ModelSpec
+from lucevisor.wire.values import LayerRange
+from tests.placement.made import DEMO, bare_spec, configure, cpu, gpu
+from tests.placement.test_fastest import every_split
+from tests.wire.qwen35_file import QWEN36_27B, write
+
+CPUS = ["left:0", "right:0"]
+TWO = {"left": [cpu()], "right": [cpu()]}
+THREADS = {"left": 1, "right": 1, "third": 1}
+
+
+@pytest.fixture(scope="module")
+def demo() -> ModelSpec:
+    return open_spec(DEMO)
+
+
+@pytest.fixture(scope="module")
+def big(tmp_path_factory) -> ModelSpec:
+    return open_spec(write(tmp_path_factory.mktemp("gguf") / "27b.gguf", QWEN36_27B))
+
+
+def asked(spec: ModelSpec, config: Config, inventory: Inventory) -> Request:
+    request = request_of(spec, config, inventory, THREADS, "1")
+    assert request is not None
+    return request
+
+
+def made(request: Request, timing: Callable[[int, str], Timing]) -> Speeds:
+    """Speeds from a function of seat and kind."""
+    seats = [[timing(i, kind) for kind in spans] for i, spans in enumerate(request.spans)]
+    return request.answered(seats, "2026-01-02 03:04 UTC")
+
+
+def uniform(request: Request, factors: Sequence[float], tail_s: float = 0.0) -> Speeds:
+    """Seat i takes ``factors[i]`` ms a layer and token, 100 of that for a prompt; the last has a tail."""
+    last = len(factors) - 1
+    return made(
+        request, lambda i, _: Timing(factors[i] / 1e3, factors[i] / 10, tail_s * (i == last), tail_s * (i == last))
+    )
+
+
+def layers_of(result: Placement | Infeasible) -> list[str]:
+    assert isinstance(result, Placement), result.message
+    return [str(d.layers) for d in result.devices]
+
+
+# ---- what is measured
+
+
+def test_one_layer_of_each_kind_is_timed_with_the_ends_where_they_lie(demo, tmp_path):
+    request = asked(demo, configure(tmp_path, [*CPUS, "third:0"]), {**TWO, "third": [cpu()]})
+    kinds = kinds_of(demo)
+    assert len(kinds) == demo.n_layers
+    assert 2 <= len(set(kinds)) < demo.n_layers  # delta net, attention, and types that differ
+    for i, spans in enumerate(request.spans):
+        assert set(spans) == set(kinds[i : demo.n_layers - 2 + i])
+        for kind, span in spans.items():
+            assert kinds[span.layers.start] == kind
+            assert span.layers.stop == span.layers.start + 1
+        assert [s.first for s in spans.values()].count(True) == (i == 0)
+        assert [s.last for s in spans.values()].count(True) == (i == 2)
+
+
+def test_layers_that_share_state_are_timed_together():
+    spec = bare_spec(8, sharing={4: 3, 5: 3, 7: 3})
+    assert [str(u) for u in units_of(spec)] == ["[0,1)", "[1,2)", "[2,3)", "[3,8)"]
+    kinds = kinds_of(spec)
+    assert kinds[0] == kinds[1] == kinds[2] != kinds[3]
+
+
+def test_nothing_is_asked_where_nothing_is_chosen(demo, tmp_path):
+    for config in (configure(tmp_path, CPUS, [1, 1]), configure(tmp_path, ["left:0"])):
+        assert request_of(demo, config, TWO, THREADS, "1") is None
+    assert request_of(demo, configure(tmp_path, CPUS), {"left": [cpu()]}, THREADS, "1") is None
+    many = [f"left:{i}" for i in range(9)]  # more than there are layers: refused by the planner
+    assert request_of(demo, configure(tmp_path, many), TWO, THREADS, "1") is None
+
+
+def test_the_key_changes_with_all_that_speeds_depend_on(demo, big, tmp_path):
+    config = configure(tmp_path, CPUS)
+    conditions = asked(demo, config, TWO).conditions
+    assert asked(demo, for_throughput(config), TWO).conditions == conditions
+    others = [
+        request_of(demo, config, TWO, {"left": 1, "right": 2}, "1"),
+        request_of(demo, config, TWO, THREADS, "2"),
+        request_of(big, config, TWO, THREADS, "1"),
+        request_of(demo, configure(tmp_path, CPUS[::-1]), TWO, THREADS, "1"),
+        request_of(demo, configure(tmp_path, CPUS, dtype="float32"), TWO, THREADS, "1"),
+        request_of(demo, configure(tmp_path, CPUS, kv_dtype="q8_0"), TWO, THREADS, "1"),
+        request_of(demo, configure(tmp_path, CPUS, prefill_chunk=64), TWO, THREADS, "1"),
+        request_of(demo, configure(tmp_path, ["cuda:0", "left:0"]), {**TWO, "cuda": [gpu()]}, THREADS, "1"),
+        request_of(demo, configure(tmp_path, ["cuda:0", "left:0"]), {**TWO, "cuda": [gpu(name="B")]}, THREADS, "1"),
+    ]
+    keys = {conditions.key(), *(other.conditions.key() for other in others if other is not None)}
+    assert len(keys) == 1 + len(others)
+    more_memory = {"left": [cpu(99)], "right": [cpu(99)]}
+    assert asked(demo, config, more_memory).conditions.key() == conditions.key()
+    assert model_key(demo) == model_key(open_spec(DEMO))
+
+
+def test_speeds_survive_json_and_nonsense_is_seen(demo, tmp_path):
+    speeds = uniform(asked(demo, configure(tmp_path, CPUS), TWO), [1.0, 2.0])
+    assert msgspec.json.decode(msgspec.json.encode(speeds), type=Speeds) == speeds
+    assert speeds.valid()
+    for bad in (float("nan"), float("inf"), -1.0):
+        seats = [{**speeds.seats[0], "x": Timing(bad, 1.0)}, speeds.seats[1]]
+        assert not msgspec.structs.replace(speeds, seats=seats).valid()
+    assert not msgspec.structs.replace(speeds, seats=speeds.seats[:1]).valid()
+    with pytest.raises(KeyError, match="seat 1 has no times"):
+        Clock.of(demo, msgspec.structs.replace(speeds, seats=[speeds.seats[0], {}]))
+
+
+def test_a_range_takes_its_layers_and_its_end(demo, tmp_path):
+    clock = Clock.of(demo, uniform(asked(demo, configure(tmp_path, CPUS), TWO), [1.0, 2.0], tail_s=0.5))
+    assert clock.seconds(0, LayerRange(0, 3)) == pytest.approx((0.003, 0.3))
+    assert clock.seconds(1, LayerRange(3, 8)) == pytest.approx((0.510, 1.5))
+    assert clock.work_s(1, LayerRange(3, 8)) == pytest.approx(1.5 * PROMPT_TOKENS / 512 + 0.510 * ANSWER_TOKENS)
+
+
+# ---- what the planner makes of it
+
+
+def for_throughput(config: Config) -> Config:
+    return replace(config, placement=replace(config.placement, goal="throughput"))
+
+
+def test_the_goals(demo, tmp_path):
+    config = configure(tmp_path, CPUS)
+    request = asked(demo, config, TWO)
+    speeds = uniform(request, [1.0, 3.0])
+    assert layers_of(plan(demo, config, TWO, speeds)) == ["[0,7)", "[7,8)"]
+    assert layers_of(plan(demo, for_throughput(config), TWO, speeds)) == ["[0,6)", "[6,8)"]
+    slow_tail = uniform(request, [1.0, 1.0], tail_s=0.005)
+    assert layers_of(plan(demo, for_throughput(config), TWO, slow_tail)) == ["[0,6)", "[6,8)"]
+
+
+def test_devices_of_one_group_work_one_after_the_other(demo, tmp_path):
+    config = for_throughput(configure(tmp_path, ["cuda:0", "hip:0", "hip:1"]))
+    box = {"cuda": [gpu()], "hip": [gpu(0), gpu(1)]}
+    result = plan(demo, config, box, uniform(asked(demo, config, box), [1.0, 1.0, 1.0]))
+    assert layers_of(result)[0] == "[0,4)"
+
+
+def test_equally_fast_devices_are_filled_evenly(demo, tmp_path):
+    config = configure(tmp_path, ["cuda:0", "hip:0"])
+    box = {"cuda": [gpu()], "hip": [gpu()]}
+    result = plan(demo, config, box, uniform(asked(demo, config, box), [1.0, 1.004]))
+    assert layers_of(result) == layers_of(plan(demo, config, box))
+
+
+def test_memory_bounds_what_the_fast_device_gets(big, tmp_path):
+    """The fast device would take all 64 layers; it has room for some, with 32768 tokens of one sequence."""
+    config = configure(tmp_path, ["cuda:0", "hip:0"])
+    box = {"cuda": [gpu(0, 12)], "hip": [gpu(0, 94)]}
+    speeds = uniform(asked(big, config, box), [1.0, 3.0])
+    result = plan(big, config, box, speeds)
+    assert isinstance(result, Placement)
+    n_first = result.devices[0].layers.stop
+    assert 10 < n_first < 50
+    assert result.max_context >= 32768
+    assert all(d.fits for d in result.devices)
+    n = n_first + 3  # within 3 % of the fastest is good enough, so that it may leave room for two more
+    more = configure(tmp_path, ["cuda:0", "hip:0"], [f"0-{n}", f"{n}-64"], max_context=32768)
+    assert isinstance(plan(big, more, box), Infeasible)
+
+
+def test_pages_and_context_as_configured_are_kept_room_for(big, tmp_path):
+    config = configure(tmp_path, ["cuda:0", "hip:0"], max_context=131072, pages=4096)
+    box = {"cuda": [gpu(0, 12)], "hip": [gpu(0, 94)]}
+    result = plan(big, config, box, uniform(asked(big, config, box), [1.0, 3.0]))
+    assert isinstance(result, Placement)
+    assert (result.max_context, result.pools.full_pages) == (131072, 4096)
+    assert all(d.fits for d in result.devices)
+
+
+def test_without_room_for_any_split_memory_decides(big, tmp_path):
+    config = configure(tmp_path, ["cuda:0", "hip:0"])
+    box = {"cuda": [gpu(0, 10.5)], "hip": [gpu(0, 10.5)]}
+    result = plan(big, config, box, uniform(asked(big, config, box), [1.0, 3.0]))
+    assert isinstance(result, Placement)
+    assert layers_of(result) == layers_of(plan(big, config, box))
+    assert "no split leaves room for 32768 tokens" in " ".join(result.reasons)
+    assert (result.goal, result.measured) == ("", "")
+
+
+def test_more_devices_than_layers_are_refused_with_speeds_too(demo, tmp_path):
+    speeds = uniform(asked(demo, configure(tmp_path, CPUS), TWO), [1.0, 3.0])
+    with pytest.raises(PlacementError, match="has 9 devices for 8 layers"):
+        plan(demo, configure(tmp_path, [f"left:{i}" for i in range(9)]), TWO, seats_repeated(speeds, 9))
+
+
+def seats_repeated(speeds: Speeds, n: int) -> Speeds:
+    return msgspec.structs.replace(speeds, seats=[speeds.seats[0] | speeds.seats[1]] * n)
+
+
+def test_it_is_quick_and_explained(big, tmp_path):
+    devices = ["cuda:0", "hip:0", "hip:1", "left:0"]
+    config = configure(tmp_path, devices)
+    box = {"cuda": [gpu(0, 23)], "hip": [gpu(0, 94), gpu(1, 31)], "left": [cpu(64)]}
+    speeds = uniform(asked(big, config, box), [0.9, 1.3, 1.1, 20.0], tail_s=0.002)
+    started = time.process_time()
+    result = plan(big, config, box, speeds)
+    assert time.process_time() - started < 10
+    assert isinstance(result, Placement)
+    shown = text(result)
+    assert "layers: goal latency: a prompt of 512 tokens and an answer of 256 take all devices together" in shown
+    assert "speeds were measured 2026-01-02 03:04 UTC" in shown
+    assert f"left:0: {result.devices[3].layers.stop - result.devices[3].layers.start} layer" in shown
+    as_data = as_json(result)
+    assert (as_data["goal"], as_data["speeds_measured"]) == ("latency", "2026-01-02 03:04 UTC")
+    assert as_data["devices"][3]["decode_s"] == pytest.approx(0.022)
+    assert "the first start with this model measures them" in text(plan(big, config, box))
+
+
+times = st.floats(1e-5, 1e-2)
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    data=st.data(),
+    devices=st.sampled_from([["cuda:0", "left:0"], ["left:0", "right:0", "third:0"], ["cuda:0", "left:0", "left:1"]]),
+    throughput=st.booleans(),
+    mib=st.tuples(st.integers(1440, 1540), st.integers(70, 420)),
+)
+def test_any_speeds_give_the_best_of_all_splits_that_fit(demo, tmp_path, data, devices, throughput, mib):
+    config = configure(tmp_path, devices, max_context=2048, dtype="float32")
+    config = for_throughput(config) if throughput else config
+    inventory = {"cuda": [gpu(0, mib[0] / 1024)], **{g: [cpu(mib[1] / 1024)] for g in THREADS}}
+    speeds = made(asked(demo, config, inventory), lambda *_: Timing(data.draw(times), 100 * data.draw(times)))
+    result = plan(demo, config, inventory, speeds)
+    placement = result.placement if isinstance(result, Infeasible) else result
+    assert [i for d in placement.devices for i in range(d.layers.start, d.layers.stop)] == list(range(8))
+    case = Case(
+        spec=demo, seats=seats_of(config, inventory), dtype=placement.dtype, kv_dtype=placement.kv_dtype,
+        max_sequences=8, prefill_chunk=512, max_context=2048, pages=None,
+    )  # fmt: skip
+    problem = problem_of(case, Clock.of(demo, speeds), config.placement.goal)
+    splits = {ranges: (seconds, fullness) for seconds, fullness, ranges in every_split(problem)}
+    chosen = tuple(d.layers for d in placement.devices)
+    event(f"{len(splits)} of the splits fit")
+    if not splits:
+        assert placement.goal == ""
+        return
+    assert isinstance(result, Placement)
+    assert all(d.fits for d in result.devices)
+    best_s = min(seconds for seconds, _ in splits.values())
+    assert splits[chosen][0] <= best_s * 1.03
+    assert splits[chosen][1] == min(full for seconds, full in splits.values() if seconds <= best_s * 1.03)
+    for ranges in splits:  # what the search took for fitting does fit
+        again = configure(tmp_path, devices, [f"{r.start}-{r.stop}" for r in ranges], max_context=2048, dtype="float32")
+        assert isinstance(plan(demo, again, inventory), Placement)
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_automatic_context_and_pages_hold_with_any_speeds(big, tmp_path, seed):
+    chance = random.Random(seed)
+    config = configure(tmp_path, ["cuda:0", "hip:0", "left:0"])
+    config = for_throughput(config) if seed % 2 else config
+    box = {"cuda": [gpu(0, chance.uniform(4, 30))], "hip": [gpu(0, chance.uniform(4, 30))], "left": [cpu(12)]}
+    speeds = made(asked(big, config, box), lambda *_: Timing(chance.uniform(1e-5, 1e-2), chance.uniform(1e-3, 1)))
+    result = plan(big, config, box, speeds)
+    if isinstance(result, Infeasible):
+        assert isinstance(plan(big, config, box), Infeasible)  # nor does it by memory alone
+        return
+    assert [i for d in result.devices for i in range(d.layers.start, d.layers.stop)] == list(range(64))
+    assert all(d.fits for d in result.devices)
+    assert result.pools.full_pages * 64 >= result.max_context
+    assert result.max_context >= 32768 or not result.goal
