@@ -1,0 +1,138 @@
+"""Prefix slots with real daemons: the same greedy tokens with the cache off, cold and warm, and only new tokens
+computed.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+from lucevisor.app.service import Service
+from lucevisor.engine.request import FinishedEvent, GenerationRequest, TokenEvent
+from lucevisor.wire.families import open_spec
+from lucevisor.wire.values import Sampling
+from tests.e2e.service import GOLDEN, running, write_config
+
+DEMO = Path(__file__).parents[2] / "etc" / "demo" / "demo-qwen35-22m-q4_k_m.gguf"
+MODELS = {
+    "demo": DEMO,
+    **{name: GOLDEN / name / "model.gguf" for name in ("qwen3", "qwen35", "qwen35moe", "gemma4_e2b", "laguna")},
+}
+ANSWER = 12
+GREEDY = Sampling(temperature=0.0, presence_penalty=0.3)  # counts the whole prompt: the part from the cache as well
+CONFIG = """
+[engine]
+dtype = "float32"
+prefill_chunk = 64
+max_sequences = 4
+pages = 1000
+[cache]
+min_tokens = 64
+prefix_slots = {}
+"""
+
+_numbers = itertools.count()
+
+
+@dataclass
+class Told:
+    """What came of one arm: tokens of each answer, and what was cached of its prompt."""
+
+    answers: list[list[int]] = field(default_factory=list)
+    prompts: list[int] = field(default_factory=list)
+    cached: list[int] = field(default_factory=list)
+    n_computed: int = 0
+
+
+async def ask(
+    service: Service, prompt: list[int], turns: list[int], n: int = ANSWER
+) -> tuple[list[int], FinishedEvent]:
+    assert service.engine is not None
+    request = GenerationRequest(
+        request_id=f"prefix-{next(_numbers)}",
+        prompt=tuple(prompt),
+        max_tokens=n,
+        sampling=GREEDY,
+        turn_boundaries=tuple(turns),
+    )
+    tokens: list[int] = []
+    with service.engine.submit(request) as handle:
+        async for event in handle:
+            if isinstance(event, TokenEvent):
+                tokens.append(event.token)
+            else:
+                return tokens, event
+    raise AssertionError("the stream ended without a FinishedEvent")
+
+
+async def converse(service: Service, vocabulary: int, n_conversations: int) -> Told:
+    """Conversations of three turns, on two system prompts, one after the other."""
+    told, rng = Told(), random.Random(5)
+    systems = [[rng.randrange(vocabulary) for _ in range(n)] for n in (130, 150)]
+    assert service.engine is not None
+    before = service.engine.statistics().steps.n_tokens
+    for i in range(n_conversations):
+        prompt = list(systems[i % 2])
+        turns = [len(prompt)]
+        for _ in range(3):
+            prompt += [rng.randrange(vocabulary) for _ in range(rng.randrange(5, 40))]
+            turns.append(len(prompt))
+            prompt += [1, 2]  # what opens an answer
+            answer, finished = await ask(service, prompt, turns)
+            told.answers.append(answer)
+            told.prompts.append(len(prompt))
+            told.cached.append(finished.usage.cached_tokens)
+            prompt += answer
+            turns.append(len(prompt))
+    told.n_computed = service.engine.statistics().steps.n_tokens - before
+    return told
+
+
+async def arms(model: Path, directory: Path, n_conversations: int) -> tuple[Told, Told, Told]:
+    """Cache off; on and cold; on and warm, in the same process."""
+    spec = open_spec(model)
+    groups, ranges = {"a": 1, "b": 1}, [f"0-{spec.n_layers // 2}", f"{spec.n_layers // 2}-{spec.n_layers}"]
+    if "laguna" in str(model) or "gemma4" in str(model):
+        groups, ranges = {"a": 1}, [f"0-{spec.n_layers}"]
+    async with running(write_config(directory, model, groups, ranges, CONFIG.format(0)), directory) as service:
+        off = await converse(service, spec.vocabulary, n_conversations)
+    async with running(write_config(directory, model, groups, ranges, CONFIG.format(300)), directory) as service:
+        cold = await converse(service, spec.vocabulary, n_conversations)
+        warm = await converse(service, spec.vocabulary, n_conversations)
+        assert service.engine is not None
+        statistics = service.engine.statistics()
+        assert all(use.used == use.idle for use in statistics.pages.values())
+        assert statistics.cache.tokens["memory"] == sum(cold.cached) + sum(warm.cached)
+    return off, cold, warm
+
+
+def check(off: Told, cold: Told, warm: Told) -> None:
+    assert off.answers == cold.answers == warm.answers
+    assert set(off.cached) == {0}
+    for arm in (off, cold, warm):
+        generated = len(arm.answers) * (ANSWER - 1)  # the last token of an answer is not computed
+        assert arm.n_computed == sum(arm.prompts) - sum(arm.cached) + generated
+    for i, n in enumerate(cold.prompts):
+        if i % 3:  # behind the answer before it: all that is known but for the last drawn token
+            assert cold.cached[i] == cold.prompts[i - 1] + ANSWER - 1
+        elif i >= 6:  # behind the system prompt, which an earlier conversation had
+            assert cold.cached[i] == (130, 150)[i // 3 % 2]
+        # the very same prompt was there: behind its last turn, or at a page that ends in what opens the answer
+        assert n - 2 <= warm.cached[i] < n
+    assert warm.n_computed < cold.n_computed < off.n_computed
+
+
+@pytest.mark.parametrize("name", ["demo", "qwen35"])
+async def test_cache_off_cold_and_warm_give_the_same_tokens(name: str, tmp_path: Path) -> None:
+    check(*await arms(MODELS[name], tmp_path, 4))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("name", MODELS)
+async def test_40_conversations_of_every_family(name: str, tmp_path: Path) -> None:
+    check(*await arms(MODELS[name], tmp_path, 40))
