@@ -157,7 +157,8 @@ def _states(facts: Facts) -> Iterator[str]:
         kept = " and prefix slots" if facts.sized.n_slots else ""
         yield f"window pages {pools.window_pages}: what {n} sequences{kept} hold at a window of {window} tokens"
     if facts.sized.n_slots < facts.case.n_slots:
-        yield f"prefix slots: {facts.sized.n_slots} set aside, {facts.case.n_slots} of cache.memory do not fit beside the rest"
+        n_slots, wanted = facts.sized.n_slots, facts.case.n_slots
+        yield f"prefix slots: {n_slots} set aside, {wanted} of cache.memory do not fit beside the rest"
 
 
 def _weights(facts: Facts) -> Iterator[str]:

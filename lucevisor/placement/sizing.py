@@ -30,8 +30,8 @@ SPARE_STATES = 1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """One combination of settings to be sized.  ``max_context`` and ``pages`` None: as much as fits.  ``n_slots``: prefix
-    slots for which states and window pages are set aside; fewer where that many do not fit.
+    """One combination of settings to be sized.  ``max_context`` and ``pages`` None: as much as fits.  ``n_slots``:
+    prefix slots for which states and window pages are set aside; fewer where that many do not fit.
 
     ``models`` keeps the cost models of this case and of those derived from it, which share the spec.
     """
