@@ -78,11 +78,7 @@ class Bench:
         self.directory, self.device = directory, torch.device(options.device)
         spec = made_spec(options.shape)
         n_pages = -(-options.tokens // PAGE_TOKENS)
-        sizes = PoolSizes(2 * n_pages, 0, 4)
-        self.pools = Pools(spec, LayerRange(0, spec.n_layers), self.device, Dtype.BFLOAT16, sizes)
-        for _, tensors in self.pools._stacks:
-            for tensor in tensors:
-                tensor.random_(0, 100)
+        self.sizes = PoolSizes(2 * n_pages, 0, 4)
         model = StateModel("0" * 64, "made", options.shape, Dtype.BFLOAT16, Dtype.BFLOAT16, spec.layers)
         self.model, self.spec = model, spec
         self.layers = LayerRange(0, spec.n_layers)
@@ -97,6 +93,10 @@ class Bench:
         self.store = SnapshotStore(self.directory, self.model, 1 << 40)
 
     def start(self):
+        self.pools = Pools(self.spec, self.layers, self.device, Dtype.BFLOAT16, self.sizes)
+        for _, tensors in self.pools._stacks:
+            for tensor in tensors:
+                tensor.random_(0, 100)
         self.transfers = Transfers(StateMap(self.spec, [self.pools]), self.answer)
 
     def answer(self, message, _):
@@ -202,7 +202,7 @@ class Decoder:
 
 def decode_beside_saves(bench, options):
     ours, theirs = socket.socketpair()
-    pid = os.fork()  # before any thread is started
+    pid = os.fork()  # before any thread is started and any device touched
     if pid == 0:
         ours.close()
         bench.make_store()

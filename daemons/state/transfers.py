@@ -2,8 +2,8 @@
 
 The compute thread only queues an order.  Knows no sequences and decides nothing: the supervisor sees to it that no step
 writes what is being saved, or uses what is being restored.  Invariants: every order is answered once, after its last
-byte moved or its first error, and its descriptor is closed before that; :meth:`Transfers.cancel` returns when no page
-is touched any more.
+byte moved or its first error, and its descriptor is closed before that; when :meth:`Transfers.cancel` returns, no page
+is written any more, and what was cancelled is never answered as done.
 """
 
 from __future__ import annotations
@@ -93,11 +93,14 @@ class Transfers:
             (self._saving if isinstance(order, Save) else self._restoring).put(lambda lanes: self._begin(job, lanes))
 
     def cancel(self, reason: str) -> None:
-        """Stop every transfer between two pieces; returns when all of them were answered."""
+        """Stop every transfer between two pieces; returns when no page is written any more.
+
+        A save that hangs in a system call is not waited for: it reads pages, and is answered as failed in any case.
+        """
         with self._changed:
             for job in self._jobs.values():
                 job.cancelled = reason
-            self._changed.wait_for(lambda: not self._jobs)
+            self._changed.wait_for(lambda: not any(isinstance(j.order, Restore) for j in self._jobs.values()))
 
     def __len__(self) -> int:
         return len(self._jobs)
@@ -167,9 +170,13 @@ class Transfers:
 
     def _check(self, job: _Job) -> None:
         if job.cancelled:
-            raise CancelledError(job.order.file, f"cancelled: {job.cancelled}", "nothing to do")
+            raise self._cancelled(job)
         if job.error is not None:
             raise CancelledError(job.order.file, "another part of it failed", "see there")
+
+    @staticmethod
+    def _cancelled(job: _Job) -> CancelledError:
+        return CancelledError(job.order.file, f"cancelled: {job.cancelled}", "nothing to do")
 
     def _fail(self, job: _Job, error: Exception) -> None:
         with self._changed:
@@ -178,6 +185,8 @@ class Transfers:
 
     def _conclude(self, job: _Job) -> None:
         os.close(job.fd)
+        if job.cancelled and job.error is None:  # its last piece was under way; the pages may be somebody else's by now
+            job.error = self._cancelled(job)
         seconds = time.monotonic() - job.started_s
         transfer = job.order.transfer
         answer: Answer

@@ -17,7 +17,6 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-import structlog
 import xxhash
 
 from lucevisor.errors import ConfigError
@@ -33,8 +32,6 @@ LOCK_S = 5.0
 
 _OURS = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
 """Errors that say something about this process, nothing about the file."""
-
-log = structlog.get_logger("snapshots")
 
 Hook = Callable[[str], None]
 """Called before each step of the write protocol, with its name; tests kill the process or raise OSError there."""
@@ -216,7 +213,6 @@ def prune_directory(directory: Path, disk_bytes: int, keep: Collection[str] = ()
     for one in victims(list_files(directory), disk_bytes, keep):
         (directory / one.file).unlink(missing_ok=True)
         gone.append(one)
-        log.info("snapshot pruned", file=one.file, n_bytes=one.n_bytes)
     return gone
 
 

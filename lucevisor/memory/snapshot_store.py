@@ -295,6 +295,8 @@ class SnapshotStore:
         budget = self.disk_bytes if disk_bytes is None else disk_bytes
         with disk.locked(self.directory):
             gone = disk.prune_directory(self.directory, budget, keep)
+        for one in gone:
+            log.info("snapshot pruned", file=one.file, n_bytes=one.n_bytes)
         with self._guard:
             for one in gone:
                 self._entries.pop(one.file, None)

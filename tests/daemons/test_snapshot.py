@@ -12,6 +12,7 @@ import torch
 from safetensors import safe_open
 
 from daemons.errors import StateError
+from daemons.state import lanes
 from daemons.state import snapshot as rows_of
 from daemons.state.snapshot import StateMap, cut
 from daemons.state.transfers import MAX_WAITING, Transfers
@@ -22,7 +23,7 @@ from lucevisor.wire.values import Dtype, LayerRange, Space
 from tests.daemons.snapshot_chain import SlotChain, checkpoint, golden_spec, ids_of, state_model
 
 FAMILIES = ["qwen35", "qwen3", "qwen35moe", "gemma4_e2b", "laguna"]
-N = 150  # two whole pages and a part of a third; longer than the windows of the golden models
+N = 133  # two whole pages and a part of a third; windows begin inside the second page
 
 
 @pytest.fixture
@@ -220,6 +221,48 @@ def test_pieces_are_cut_and_joined_whatever_their_size(spec, tmp_path, monkeypat
     store.close()
 
 
+def test_pages_that_lie_side_by_side_are_one_run(spec, tmp_path):
+    chain, store, _, entry = saved(spec, tmp_path)
+    states = StateMap(spec, [chain.stages[0].stacks[0].pools])
+    keys = [t for t in entry.snapshot.tensors if t.kind == "k"][:1]
+    for pages, runs in (
+        ([3, 4, 5], [(192, N)]),
+        ([3, 5, 6], [(192, 64), (320, N - 64)]),
+        ([5, 4, 3], [(320, 64), (256, 64), (192, N - 128)]),
+    ):
+        (piece,) = states.to_save(SlotPlace(N, pages, state=5), keys)
+        assert piece.runs == runs
+    store.close()
+
+
+def test_short_writes_and_reads_go_on_where_they_stopped(spec, tmp_path, monkeypatch):
+    """A disk that takes and gives a part of what it is asked for, as the kernel may."""
+    chain, store, place, first = saved(spec, tmp_path)
+    source = random.Random(7)
+
+    def part(real):
+        def call(fd, views, offset):
+            n = source.randrange(1, sum(map(len, views)) + 1)
+            short = []
+            for view in views:
+                short.append(view[:n])
+                n -= len(short[-1])
+            return real(fd, [view for view in short if len(view)], offset)
+
+        return call
+
+    monkeypatch.setattr(lanes.os, "pwritev", part(os.pwritev))
+    assert chain.save(store, ids_of(spec, N), place).snapshot.checksums == first.snapshot.checksums
+    monkeypatch.undo()
+    real = os.preadv
+    monkeypatch.setattr(lanes, "os", SimpleNamespace(pwritev=os.pwritev, preadv=part(real)))
+    fresh = chain.fresh_place(N, 3)
+    assert all(isinstance(a, Restored) for a in chain.restore(store, first, fresh))
+    monkeypatch.undo()
+    assert chain.save(store, ids_of(spec, N), fresh).snapshot.checksums == first.snapshot.checksums
+    store.close()
+
+
 def test_cut_keeps_every_row_in_order():
     source = random.Random(3)
     for _ in range(200):
@@ -250,7 +293,7 @@ def saved(spec, tmp_path):
         (SlotPlace(N, [0, 1], state=2), "no page is given for position 128"),
         (SlotPlace(N, [0, 1, 2], state=8), "state 8 is outside the pool of 8"),
         (SlotPlace(N, [0, 1, 2], state=-1), "state -1 is outside the pool of 8"),
-        (SlotPlace(N + 1, [0, 1, 2], state=2), "a slot of 151 tokens"),
+        (SlotPlace(N + 1, [0, 1, 2], state=2), "a slot of 134 tokens"),
         (SlotPlace(-1, [0, 1, 2], state=2), "a slot of -1 tokens"),
     ],
 )
@@ -325,7 +368,7 @@ def test_steps_go_on_while_a_slot_is_saved(spec, tmp_path):
     wanted = alone.greedy(0, [3], 40)
     chain, store, place, first = saved(spec, tmp_path)
     gate, answers, transfers = gated(chain)
-    writing = store.begin(chain_slot(spec))
+    writing = store.begin(made_slot(spec))
     order = Save(1, writing.file, place, writing.tensors(LayerRange(0, spec.n_layers)))
     began = time.monotonic()
     transfers.take(order, os.dup(writing.fd))
@@ -338,7 +381,7 @@ def test_steps_go_on_while_a_slot_is_saved(spec, tmp_path):
     store.close()
 
 
-def chain_slot(spec):
+def made_slot(spec):
     return Slot(ids_of(spec, N), 100.0)
 
 
@@ -368,6 +411,25 @@ def test_cancel_returns_when_no_page_is_touched_any_more(spec, tmp_path):
     time.sleep(0.05)
     assert all(torch.equal(a, b) for a, b in zip(before, chain.bytes_of(Space.FULL), strict=True))
     store.close_reading(reading)
+    store.close()
+
+
+def test_a_save_that_hangs_delays_no_reset(spec, tmp_path):
+    """It may read pages that belong to others by now, so it is answered as failed whatever it wrote."""
+    chain, store, place, _ = saved(spec, tmp_path)
+    gate, answers, transfers = gated(chain)
+    writing = store.begin(made_slot(spec))
+    tensors = writing.tensors(LayerRange(0, spec.n_layers))[-1:]  # one piece: nothing is left to be stopped before
+    transfers.take(Save(9, writing.file, place, tensors), os.dup(writing.fd))
+    assert gate.reached.wait(5)
+    began = time.monotonic()
+    transfers.cancel("the supervisor dropped every sequence")
+    assert time.monotonic() - began < 1
+    gate.open.set()
+    (answer,) = wait_for(answers, 1)
+    assert isinstance(answer, Failed)
+    assert "dropped every sequence" in answer.reason
+    store.abort(writing, "cancelled")
     store.close()
 
 

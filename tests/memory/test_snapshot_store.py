@@ -6,6 +6,7 @@ import threading
 import time
 
 import pytest
+import xxhash
 from structlog.testing import capture_logs
 
 from lucevisor.errors import ConfigError
@@ -63,6 +64,18 @@ def test_a_slot_comes_back_after_a_restart(store):
     again.close_reading(reading)
     again.close()
     assert (store.statistics.n_saved, store.statistics.saved_bytes) == (1, entry.n_bytes)
+
+
+def test_checksums_are_those_of_the_reference(tmp_path):
+    """Piece by piece as in one go, for tensors longer than a piece."""
+    store = made_store(tmp_path, made_model(layers=FULL_ONLY))
+    entry = save(store, made_slot(30_000))
+    data = (tmp_path / entry.file).read_bytes()
+    for t in entry.snapshot.tensors:
+        assert t.n_bytes > disk.PIECE_BYTES
+        assert entry.snapshot.checksums[t.name] == xxhash.xxh3_64_hexdigest(data[t.offset : t.offset + t.n_bytes])
+    assert xxhash.xxh3_64_hexdigest(b"") == "2d06800538d394c2"
+    store.close()
 
 
 def test_no_match_for_less_than_a_slot_with_a_recurrent_state(store):

@@ -1,0 +1,119 @@
+"""Slots between a GPU's pools and a file: bit by bit, to and from a cpu, beside running steps."""
+
+import threading
+
+import pytest
+import torch
+from safetensors import safe_open
+
+from daemons.state import snapshot as rows_of
+from lucevisor.memory.snapshot_store import SnapshotStore
+from lucevisor.wire.messages import Restored
+from lucevisor.wire.values import Backend, Dtype, Space
+from tests.daemons.snapshot_chain import SlotChain, checkpoint, golden_spec, ids_of, state_model
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no GPU")]
+
+N = 133
+GPU = Backend.HIP if torch.version.hip else Backend.CUDA
+
+
+@pytest.fixture(params=[8 << 20, 3000], ids=["whole tensors", "many pieces"])
+def pieces(request, monkeypatch):
+    monkeypatch.setattr(rows_of, "PIECE_BYTES", request.param)
+
+
+def prepared(spec, backend, **options):
+    chain = SlotChain(spec, backend=backend, seed=1, **options)
+    chain.open(0)
+    chain.run(0, ids_of(spec, N))
+    return chain, checkpoint(chain, 0, 5)
+
+
+def tensors_of(path):
+    with safe_open(path, "pt") as file:
+        return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  # no mapping
+
+
+@pytest.mark.usefixtures("pieces")
+@pytest.mark.parametrize("name", ["qwen35", "laguna"])
+@pytest.mark.parametrize("kv_dtype", list(Dtype))
+@pytest.mark.parametrize("to", [GPU, Backend.CPU])
+def test_a_slot_of_a_gpu_comes_back_bit_by_bit(name, kv_dtype, to, tmp_path):
+    spec = golden_spec(name)
+    chain, place = prepared(spec, GPU, kv_dtype=kv_dtype)
+    store = SnapshotStore(tmp_path, state_model(spec, kv_dtype), 1 << 30)
+    ids = ids_of(spec, N)
+    first = chain.save(store, ids, place)
+    before = tensors_of(tmp_path / first.file)
+    assert all(float(t.float().abs().max()) > 0 for t in before.values())
+    other = SlotChain(spec, [[3], []] if spec.legal_boundary(3) else [[]], kv_dtype=kv_dtype, seed=2, backend=to)
+    fresh = other.fresh_place(N, 2 if Space.RECURRENT in spec.spaces() else -1)
+    assert all(isinstance(a, Restored) for a in other.restore(store, first, fresh))
+    second = other.save(store, ids, fresh)
+    after = tensors_of(tmp_path / second.file)
+    assert all(torch.equal(after[key], before[key]) for key in before)
+    store.close()
+
+
+@pytest.mark.parametrize("backend", [GPU, Backend.CPU])
+def test_greedy_tokens_go_on_on_a_gpu(backend, tmp_path):
+    """Saved by either backend in float32, restored on the GPU under another split."""
+    spec = golden_spec("qwen35")
+    chain, place = prepared(spec, backend)
+    wanted = chain.greedy(0, [3, 1], 16)
+    store = SnapshotStore(tmp_path, state_model(spec), 1 << 30)
+    entry = chain.save(store, ids_of(spec, N), place)
+    other = SlotChain(spec, [[1], [2, 6], []], seed=2, backend=GPU)
+    fresh = other.fresh_place(N, 2)
+    other.restore(store, entry, fresh)
+    other.adopt(1, fresh, live_state=3)
+    assert other.greedy(1, [3, 1], 16) == wanted
+    store.close()
+
+
+@pytest.mark.parametrize(("saved", "restored"), [(Dtype.FLOAT32, Dtype.BFLOAT16), (Dtype.Q8_0, Dtype.FLOAT16)])
+def test_formats_are_converted_as_on_a_cpu(saved, restored, tmp_path):
+    spec = golden_spec("laguna")
+    chain, place = prepared(spec, GPU, kv_dtype=saved)
+    store = SnapshotStore(tmp_path, state_model(spec, saved), 1 << 30)
+    entry = chain.save(store, ids_of(spec, N), place)
+    found = []
+    for backend in (GPU, Backend.CPU):
+        other = SlotChain(spec, kv_dtype=restored, seed=2, backend=backend)
+        fresh = other.fresh_place(N)
+        answers = other.restore(store, entry, fresh)
+        assert all(a.converted for a in answers)
+        again = SnapshotStore(tmp_path / str(backend), state_model(spec, restored), 1 << 30)
+        found.append(tensors_of(again.directory / other.save(again, ids_of(spec, N), fresh).file))
+        again.close()
+    assert all(torch.equal(found[0][key], found[1][key]) for key in found[0])
+    store.close()
+
+
+def test_steps_go_on_while_slots_are_saved_and_restored(tmp_path):
+    spec = golden_spec("qwen35")
+    alone, _ = prepared(spec, GPU)
+    wanted = alone.greedy(0, [3], 200)
+    chain, place = prepared(spec, GPU)
+    store = SnapshotStore(tmp_path, state_model(spec), 1 << 30)
+    first = chain.save(store, ids_of(spec, N), place)
+    fresh = chain.fresh_place(N, 2)
+    stop, entries = threading.Event(), []
+
+    def keep_going():
+        while not stop.is_set():
+            entries.append(chain.save(store, ids_of(spec, N), place))
+            chain.restore(store, entries[-1], fresh)
+            entries.append(chain.save(store, ids_of(spec, N), fresh))
+
+    thread = threading.Thread(target=keep_going)
+    thread.start()
+    try:
+        assert chain.greedy(0, [3], 200) == wanted
+    finally:
+        stop.set()
+        thread.join()
+    assert len(entries) > 1
+    assert {tuple(e.snapshot.checksums.items()) for e in entries} == {tuple(first.snapshot.checksums.items())}
+    store.close()

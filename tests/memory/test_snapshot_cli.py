@@ -1,0 +1,146 @@
+"""`lucevisor cache` on a directory, without a supervisor."""
+
+import json
+import os
+import subprocess
+import sys
+
+import click
+import pytest
+from click.testing import CliRunner
+
+from lucevisor.cli import cli
+from lucevisor.config.effects import UNIMPLEMENTED
+from lucevisor.errors import ExitCode, LucevisorError
+from tests.memory.snapshot_parts import made_model, made_slot, made_store, names, restore, save
+
+
+def run(*args):
+    """(exit code, output).  Errors come as the exceptions that main() prints."""
+    result = CliRunner().invoke(cli, ["cache", *map(str, args)], standalone_mode=False)
+    if result.exception is not None:
+        raise result.exception
+    return result.return_value, result.output
+
+
+@pytest.fixture
+def two(tmp_path):
+    """A directory with snapshots of two models, the first one older, and a stranger."""
+    entries = []
+    for i, digits in enumerate(("ab", "cd")):
+        store = made_store(tmp_path, made_model(f"Made {i}B", digits))
+        entries.append(save(store, made_slot(40 + i)))
+        os.utime(tmp_path / entries[-1].file, (1000 + i, 1000 + i))
+        store.close()
+    (tmp_path / "notes.txt").write_text("mine")
+    return tmp_path, entries
+
+
+def test_ls(two):
+    directory, (old, new) = two
+    code, output = run("ls", "--dir", directory)
+    lines = output.splitlines()
+    assert code == ExitCode.DONE
+    assert [line.split()[0] for line in lines[1:3]] == [new.file, old.file]
+    assert "Made 1B" in lines[1]
+    assert lines[-1].startswith("2 files, 18.0 KiB")
+    assert "notes" not in output
+    code, output = run("ls", "--dir", directory, "--json")
+    facts = json.loads(output)
+    assert facts[1]["n_tokens"] == 40
+    assert facts[1]["fingerprint"] == "ab" * 32
+
+
+def test_ls_of_a_configuration(two, monkeypatch):
+    monkeypatch.delitem(UNIMPLEMENTED, "cache.dir", raising=False)  # the supervisor may not use it yet
+    directory, _ = two
+    config = directory.parent / "c.toml"
+    config.write_text(
+        f'[model]\npath = "m.gguf"\n[groups.left]\nbackend = "cpu"\n[placement]\ntarget_devices = ["left:0"]\n'
+        f'[cache]\ndir = "{directory}"\ndisk = "1GiB"\n'
+    )
+    assert "18.0 KiB of 1.0 GiB" in run("ls", "-c", config)[1]
+    config.write_text(config.read_text().replace(f'dir = "{directory}"', 'dir = ""'))
+    with pytest.raises(click.UsageError, match=r"sets no cache\.dir"):
+        run("ls", "-c", config)
+    with pytest.raises(click.UsageError, match="name the directory"):
+        run("ls")
+
+
+def test_verify(two):
+    directory, (old, new) = two
+    code, output = run("verify", "--dir", directory)
+    assert (code, output.splitlines()[-1]) == (ExitCode.DONE, "2 checked, 0 damaged")
+    with open(directory / old.file, "r+b") as file:
+        file.seek(-1, 2)
+        file.write(b"?")
+    code, output = run("verify", "--dir", directory)
+    assert code == ExitCode.FAILED
+    assert f"{new.file}: good" in output
+    assert f"{old.file}: tensor layers.2.v: its bytes have the checksum" in output
+    assert run("verify", "--dir", directory, new.file)[0] == ExitCode.DONE
+    assert names(directory) == sorted([new.file, old.file, "notes.txt"])
+    run("verify", "--dir", directory, "--set-aside")
+    assert names(directory) == sorted([new.file, old.file + ".refused", "notes.txt"])
+    with pytest.raises(LucevisorError, match="is no snapshot in"):
+        run("verify", "--dir", directory, "notes.txt")
+
+
+def test_prune(two):
+    directory, (old, new) = two
+    code, output = run("prune", "--dir", directory, "--to", "10KiB")
+    assert (code, output.splitlines()[0].split()[:2]) == (ExitCode.DONE, ["removed", old.file + ","])
+    assert names(directory) == sorted([new.file, "notes.txt"])
+    (directory / (old.file + ".refused")).write_bytes(b"x")
+    run("prune", "--dir", directory, "--to", "10KiB")
+    assert old.file + ".refused" in names(directory)
+    run("prune", "--dir", directory, "--to", "10KiB", "--refused")
+    assert names(directory) == sorted([new.file, "notes.txt"])
+    with pytest.raises(click.UsageError, match="say how much may stay"):
+        run("prune", "--dir", directory)
+    with pytest.raises(click.BadParameter, match="is not a size"):
+        run("prune", "--dir", directory, "--to", "many")
+
+
+def test_rm(two):
+    directory, (old, new) = two
+    for bad, text in (("notes.txt", "not lucevisor's to remove"), (old.file.replace("ab", "ef"), "is not in")):
+        with pytest.raises(LucevisorError, match=text):
+            run("rm", "--dir", directory, old.file, bad)
+    assert len(names(directory)) == 3
+    run("rm", "--dir", directory, old.file, old.file)
+    assert names(directory) == sorted([new.file, "notes.txt"])
+    with pytest.raises(click.UsageError, match="or give --all"):
+        run("rm", "--dir", directory)
+    run("rm", "--dir", directory, "--all")
+    assert names(directory) == ["notes.txt"]
+
+
+def test_a_file_that_is_being_written_is_left_alone(tmp_path):
+    store = made_store(tmp_path)
+    writing = store.begin(made_slot())
+    assert "partial" in run("ls", "--dir", tmp_path)[1]
+    run("prune", "--dir", tmp_path, "--to", "0")
+    with pytest.raises(LucevisorError, match="is being written"):
+        run("rm", "--dir", tmp_path, "--all")
+    assert names(tmp_path) == [writing.path.name]
+    store.abort(writing, "end")
+    store.close()
+
+
+def test_a_damaged_header_is_shown(two):
+    directory, (old, new) = two
+    (directory / old.file).write_bytes(b"hello" * 100)
+    assert "damaged (header length: " in run("ls", "--dir", directory)[1]
+    store = made_store(directory, made_model("Made 1B", "cd"))
+    assert restore(store, new)
+    store.close()
+
+
+def test_exit_codes_of_the_command(tmp_path):
+    done = subprocess.run(
+        [sys.executable, "-m", "lucevisor", "cache", "ls", "--dir", tmp_path / "none"], capture_output=True, text=True
+    )
+    assert done.returncode == 1
+    assert "ENOENT" in done.stderr
+    assert "Traceback" not in done.stderr
