@@ -23,6 +23,7 @@ from lucevisor.api.ports import Ports
 from lucevisor.api.respond import Plan, respond
 from lucevisor.errors import show
 from lucevisor.text.output_parser import OutputParser
+from lucevisor.text.preamble import normalised
 from lucevisor.text.template import ChatTemplate, EncodedPrompt, TemplateError
 
 
@@ -46,7 +47,7 @@ def plan_chat(fields: dict[str, Any], ports: Ports, stamp: Stamp) -> Plan:
             400, "the model's file has no chat template; use /v1/completions", code="no_chat_template", param="model"
         )
     tools = check_tools(body.tools or [], _choice(body))
-    messages = check_messages(body.messages)
+    messages = normalised(check_messages(body.messages), ports.settings.normalise)
     encoded, reasoning_open = _render(body, messages, tools, ports, ports.template)
     output_format = ports.template.output_format
     reading = Reading(

@@ -93,7 +93,8 @@ def _engine(now: EngineStatistics) -> Iterator[Metric]:
     yield GaugeMetricFamily(_P + "requests_queued", "Requests that wait for a place.", value=now.queued)
     pages = GaugeMetricFamily(_P + "pages", "Pages of a space by where they are.", labels=["space", "where"])
     for space, use in now.pages.items():
-        pages.add_metric([space, "device"], use.used)
+        pages.add_metric([space, "device"], use.used - use.idle)
+        pages.add_metric([space, "cached"], use.idle)
         pages.add_metric([space, "free"], use.total - use.used)
     yield pages
     step = SummaryMetricFamily(_P + "step_seconds", "Time a stage computed on a step.", labels=["stage"])
@@ -109,3 +110,14 @@ def _engine(now: EngineStatistics) -> Iterator[Metric]:
     for index, boundary in enumerate(now.steps.boundaries):
         hop.add_metric([str(index)], boundary.n_hops, boundary.seconds)
     yield hop
+    cached = CounterMetricFamily(
+        _P + "cached_prompt_tokens", "Prompt tokens taken from a prefix slot, by where it came from.", labels=["tier"]
+    )
+    for tier in ("memory", "disk"):
+        cached.add_metric([tier], now.cache.tokens.get(tier, 0))
+    yield cached
+    yield GaugeMetricFamily(_P + "prefix_slots", "Prompt prefixes kept in memory.", value=now.cache.n_slots)
+    yield GaugeMetricFamily(_P + "prefix_bytes", "Pages and states that slots alone hold.", value=now.cache.n_bytes)
+    yield CounterMetricFamily(_P + "prefix_prompts", "Prompts that were begun.", value=now.cache.n_prompts)
+    yield CounterMetricFamily(_P + "prefix_hits", "Prompts that began with a known prefix.", value=now.cache.n_hits)
+    yield CounterMetricFamily(_P + "prefix_evictions", "Slots given up for others.", value=now.cache.n_evictions)

@@ -14,6 +14,7 @@ from typing import Protocol
 from lucevisor.api.keys import ApiKeys
 from lucevisor.engine.request import Event, GenerationRequest
 from lucevisor.engine.statistics import EngineStatistics
+from lucevisor.text.preamble import Normalise
 from lucevisor.text.template import ChatTemplate
 from lucevisor.text.tokenizer import Tokenizer
 
@@ -115,6 +116,7 @@ class ApiSettings:
     write_timeout_s: float = 60.0  # a client that takes nothing for so long is dropped
     keepalive_s: float = 15.0  # silence before a stream gets a comment line, so that proxies keep it open
     retry_after_s: int = 5  # told with 503 while a shard is away
+    normalise: Normalise = "off"  # volatile lines of system prompts
 
 
 def _no_groups() -> Sequence[GroupFigures]:

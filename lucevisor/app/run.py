@@ -177,7 +177,12 @@ class Supervisor:
             not_ready=self._not_ready,
             defaults=SamplingDefaults.from_gguf(metadata),
             keys=ApiKeys(read_api_keys(Path(server.api_keys_file)) if server.api_keys_file else ()),
-            settings=ApiSettings(host=server.host, allow_open=server.allow_open, cors_origins=server.cors_origins),
+            settings=ApiSettings(
+                host=server.host,
+                allow_open=server.allow_open,
+                cors_origins=server.cors_origins,
+                normalise=self.config.cache.normalise,
+            ),
             groups=self._group_figures,
             banned=tuple(range(self._tokenizer.n_vocab, self.model.spec.vocabulary)),
         )

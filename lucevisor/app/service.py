@@ -27,6 +27,7 @@ from lucevisor.engine.limits import EngineLimits
 from lucevisor.engine.loop import Engine, EngineSettings
 from lucevisor.engine.request import RequestError
 from lucevisor.errors import LucevisorError, NotReadyError
+from lucevisor.memory.prefix import PrefixSettings
 from lucevisor.placement.planner import plan
 from lucevisor.placement.result import Infeasible, Placement
 from lucevisor.placement.stages import load_message
@@ -40,6 +41,7 @@ from lucevisor.wire.frames import Frame
 from lucevisor.wire.gguf_header import GgufError
 from lucevisor.wire.messages import DeviceInfo, Heartbeat, Hello, Progress
 from lucevisor.wire.model_spec import ModelSpec
+from lucevisor.wire.values import LayerRange
 
 ServiceState = Literal["ready", "starting", "degraded", "failed", "draining"]
 
@@ -243,13 +245,25 @@ class Service:
         limits = EngineLimits(
             n_stages=len(result.stages), max_sequences=result.max_sequences, max_context=result.max_context,
             prefill_chunk=result.prefill_chunk, max_step_tokens=result.max_step_tokens, spaces=result.spaces,
-            pools=result.pools, window_tokens=result.window_tokens,
+            pools=result.pools, window_tokens=result.window_tokens, prefix=self._prefix_settings(result),
         )  # fmt: skip
         settings = EngineSettings(max_queue=self.config.server.max_queue, on_chain_failed=self._on_chain_failed)
         self.engine = Engine(limits, settings)
         self._assembly = Assembly(self.engine, [s.group for s in result.stages], self._notify)
         self._on_engine(self.engine)
         return result
+
+    def _prefix_settings(self, placement: Placement) -> PrefixSettings:
+        """What prefix slots may take, with what a page and a state take in all shards together."""
+        cache, spec = self.config.cache, self.model.spec
+        every = LayerRange(0, spec.n_layers)
+        return PrefixSettings(
+            max_slots=cache.prefix_slots,
+            memory_bytes=cache.memory,
+            min_tokens=cache.min_tokens,
+            checkpoint_pages=cache.checkpoint_pages,
+            unit_bytes={space: spec.unit_bytes(space, every, placement.kv_dtype) for space in placement.spaces},
+        )
 
     def _threads(self, name: str) -> int:
         """Threads of a cpu group; 0 elsewhere: the host side of a GPU group has one thread of work."""

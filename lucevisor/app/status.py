@@ -7,7 +7,7 @@ import os
 from typing import Any
 
 from lucevisor.app.service import Service
-from lucevisor.engine.statistics import EngineStatistics
+from lucevisor.engine.statistics import CacheStatistics, EngineStatistics
 from lucevisor.supervision.group import GroupSupervisor
 from lucevisor.wire.messages import DeviceUse
 
@@ -15,6 +15,7 @@ from lucevisor.wire.messages import DeviceUse
 def status(service: Service, name: str, url: str) -> dict[str, Any]:
     """Everything an operator sees at one glance; never blocks."""
     spec = service.model.spec
+    statistics = service.engine.statistics() if service.engine is not None else None
     return {
         "name": name,
         "pid": os.getpid(),
@@ -29,9 +30,24 @@ def status(service: Service, name: str, url: str) -> dict[str, Any]:
             "file": str(service.model.files[0]),
         },
         "groups": [_group(service, g) for g in service.groups.values()],
-        "engine": _engine(service.engine.statistics() if service.engine is not None else None),
+        "engine": _engine(statistics),
         "draft": {"kind": "off"},
-        "cache": {"prefix_slots": 0},
+        "cache": _cache(service, statistics.cache if statistics is not None else CacheStatistics()),
+    }
+
+
+def _cache(service: Service, now: CacheStatistics) -> dict[str, Any]:
+    """Prefix slots: ``hits`` of ``prompts`` began with a known prefix, ``tokens`` of theirs were not computed."""
+    return {
+        "prefix_slots": now.n_slots,
+        "max_slots": service.config.cache.prefix_slots,
+        "pinned": now.n_pinned,
+        "bytes": now.n_bytes,
+        "memory": service.config.cache.memory,
+        "prompts": now.n_prompts,
+        "hits": now.n_hits,
+        "evictions": now.n_evictions,
+        "tokens": {"memory": 0, "disk": 0} | now.tokens,
     }
 
 
@@ -74,7 +90,8 @@ def _device(group: str, use: DeviceUse, free: dict[int, int]) -> dict[str, Any]:
 
 def _engine(statistics: EngineStatistics | None) -> dict[str, Any]:
     if statistics is None:
-        return {"running": 0, "queued": 0, "held": 0, "tokens_per_s": 0.0, "pages": {"total": 0, "used": 0, "host": 0}}
+        pages_of_none = {"total": 0, "used": 0, "cached": 0, "host": 0}
+        return {"running": 0, "queued": 0, "held": 0, "tokens_per_s": 0.0, "pages": pages_of_none}
     pages = statistics.pages.values()
     return {
         "running": statistics.running,
@@ -83,7 +100,12 @@ def _engine(statistics: EngineStatistics | None) -> dict[str, Any]:
         "tokens_per_s": round(statistics.tokens_per_s, 2),
         "generated_tokens": statistics.generated_tokens,
         "preemptions": statistics.preemptions,
-        "pages": {"total": sum(p.total for p in pages), "used": sum(p.used for p in pages), "host": 0},
+        "pages": {
+            "total": sum(p.total for p in pages),
+            "used": sum(p.used - p.idle for p in pages),
+            "cached": sum(p.idle for p in pages),  # held by prefix slots alone
+            "host": 0,
+        },
         "stages": [
             {
                 "steps": s.n_steps,

@@ -12,26 +12,23 @@ from lucevisor.memory.blocks import Origin
 from lucevisor.memory.prefix import PrefixSettings
 from lucevisor.wire.values import PAGE_TOKENS
 
-_LAST_TURNS = 2
 
-
-def borders(n_prompt: int, turns: Sequence[int], settings: PrefixSettings, *, recurrent: bool) -> dict[int, Origin]:
+def borders(n_prompt: int, turns: Sequence[int], settings: PrefixSettings, *, anywhere: bool) -> dict[int, Origin]:
     """Return the positions at which a prompt of ``n_prompt`` tokens is remembered, ascending, and why.
 
-    By worth: the end of the last chat turn, where the next prompt of a conversation will go on; of the first one, the
-    system prompt; of the turn before the last, for when the last is asked again in other words.  Without turns, of a
-    model with recurrent layers: the last multiple of ``checkpoint_pages``, for when the same prompt comes again.  Then
-    the prompt's end.  A page apart from each other at least, and none before ``min_tokens``.
+    The end of the last chat turn, where the next prompt of a conversation goes on, and of the first one, the system
+    prompt.  Then, if a page apart from the others: the turn before the last, for when the last is asked again in other
+    words; without turns, and unless the model can start ``anywhere`` in what is remembered, the last multiple of
+    ``checkpoint_pages``, for when the same prompt comes again; the prompt's end.  None is before ``min_tokens``.
     """
-    inside = [turn for turn in turns if turn <= n_prompt]
-    places: list[tuple[int, Origin]] = [(turn, "turn") for turn in (*inside[-1:], *inside[:1], *inside[-_LAST_TURNS:])]
+    inside = [turn for turn in turns if turn < n_prompt]
+    chosen: dict[int, Origin] = dict.fromkeys((*inside[:1], *inside[-1:]), "turn")
+    others: list[tuple[int, Origin]] = [(turn, "turn") for turn in inside[-2:-1]]
     step = settings.checkpoint_pages * PAGE_TOKENS
-    if recurrent and step and not inside:
-        places.append(((n_prompt - 1) // step * step, "pages"))
-    places.append((n_prompt, "prompt"))
-    chosen: dict[int, Origin] = {}
-    for position, origin in places:
-        far = all(abs(position - other) >= PAGE_TOKENS for other in chosen)
-        if far and position >= max(1, settings.min_tokens):
+    if not anywhere and step and not inside:
+        others.append(((n_prompt - 1) // step * step, "pages"))
+    others.append((n_prompt, "prompt"))
+    for position, origin in others:
+        if all(abs(position - other) >= PAGE_TOKENS for other in chosen):
             chosen[position] = origin
-    return dict(sorted(chosen.items()))
+    return {n: chosen[n] for n in sorted(chosen) if n >= max(1, settings.min_tokens)}

@@ -85,12 +85,17 @@ class Engine:
 
     # ---- requests
 
-    def submit(self, request: GenerationRequest) -> RequestHandle:
-        """Queue a request and start it when there is room.
+    def submit(self, request: GenerationRequest, *, hold: bool = False) -> RequestHandle:
+        """Queue a request and start it when there is room; with ``hold`` not before ``resume``.
 
         Raises NotReady while the chain is away or the engine drains, QueueFull, InvalidRequest, ContextOverflow.
         """
-        return self._submit(request, None)
+        return self._submit(request, None, hold=hold)
+
+    def resume(self, request_id: str) -> None:
+        """Let a request start that was held, for what was restored for it meanwhile or without."""
+        self._scheduler.resume(request_id)
+        self._proceed([])
 
     async def run_ids(self, ids: Sequence[int], *, want_hidden: bool, rows_per_step: int) -> IdsOutput:
         """Run token ids through the whole chain and return the logits and hidden states of every position.
@@ -279,13 +284,13 @@ class Engine:
 
     # ---- inside
 
-    def _submit(self, request: GenerationRequest, wanted: Wanted | None) -> RequestHandle:
+    def _submit(self, request: GenerationRequest, wanted: Wanted | None, *, hold: bool = False) -> RequestHandle:
         if not self.ready:
             raise NotReady(self._refusal or self._away)
         now = self._clock()
         if self._scheduler.n_queued >= self._settings.max_queue:
             raise QueueFull(self._scheduler.n_queued, self._retry_after_s(now))
-        self._scheduler.submit(request, now, wanted)
+        self._scheduler.submit(request, now, wanted, hold=hold)
         handle = RequestHandle(request.request_id, self._cancel)
         self._handles[request.request_id] = handle
         self._proceed([])

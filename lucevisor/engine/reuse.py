@@ -56,7 +56,7 @@ class Reuse:
         """Find the places at which a prompt is cut; the same whatever is remembered."""
         request, use = record.request, record.prefix
         turns = request.turn_boundaries
-        use.borders = borders(len(request.prompt), turns, self._limits.prefix, recurrent=self.index.recurrent)
+        use.borders = borders(len(request.prompt), turns, self._limits.prefix, anywhere=self.index.anywhere)
         use.cuts = list(use.borders)
 
     def match(self, record: RequestRecord) -> Match:
@@ -69,11 +69,13 @@ class Reuse:
         return use.looked_up[1]
 
     def awaits(self, record: RequestRecord, running: Iterable[RequestRecord]) -> bool:
-        """Say whether the beginning of a queued request is being computed for another one just now.
+        """Say whether a queued request is held, or its beginning is being computed for another one just now.
 
         It would get nothing done before that: prompts are computed oldest first.  So it waits until the other has
         passed the last place that helps it, and starts there.
         """
+        if record.prefix.held:
+            return True
         if record.wanted is not None or not self.index.enabled:
             return False
         reached = self.match(record).position + PAGE_TOKENS
@@ -130,8 +132,8 @@ class Reuse:
         use.cached = n_cached if use.cached is None else min(use.cached, n_cached)
         use.common.clear()
         self.index.use(match, now)
-        if self.index.recurrent and match.n_known - match.position >= PAGE_TOKENS:
-            # Other prompts had more of it than any checkpoint is good for: leave one where they part.
+        if not self.index.anywhere and match.n_known - match.position >= PAGE_TOKENS:
+            # Other prompts had more of it than any slot is good for: leave one where they part.
             use.shared_at = self._last_cut(record, match.n_known)
 
     def advanced(self, record: RequestRecord, now: float) -> list[Operation]:
@@ -190,7 +192,7 @@ class Reuse:
         """Return how much a slot at ``stop`` gives to a prompt with so many tokens in common."""
         if stop <= n_common:
             return stop
-        return 0 if self.index.recurrent else n_common // PAGE_TOKENS * PAGE_TOKENS
+        return 0 if not self.index.anywhere else n_common // PAGE_TOKENS * PAGE_TOKENS
 
     def _common(self, record: RequestRecord, other: RequestRecord) -> int:
         """Return how many tokens two requests begin with alike, one left to compute."""

@@ -104,8 +104,13 @@ class Scheduler:
 
     # ---- requests
 
-    def submit(self, request: GenerationRequest, now: float, wanted: Wanted | None = None) -> None:
-        """Queue a request.  Raises InvalidRequest or ContextOverflow when it can never be served."""
+    def submit(
+        self, request: GenerationRequest, now: float, wanted: Wanted | None = None, *, hold: bool = False
+    ) -> None:
+        """Queue a request.  Raises InvalidRequest or ContextOverflow when it can never be served.
+
+        ``hold``: it does not start before ``resume``, and lets others pass.
+        """
         if request.request_id in self._records:
             raise InvalidRequest(
                 "request_id", f"{request.request_id!r} is in use by an unfinished request; choose another"
@@ -123,8 +128,14 @@ class Scheduler:
         record = RequestRecord(request, self._n_arrivals, max_tokens, now, wanted)
         self._n_arrivals += 1
         self.reuse.submitted(record)
+        record.prefix.held = hold
         self._records[request.request_id] = record
         self._queue.append(record)
+
+    def resume(self, request_id: str) -> None:
+        """Let a request start that was held.  Does nothing when it is over already."""
+        if request_id in self._records:
+            self._records[request_id].prefix.held = False
 
     def cancel(self, request_id: str, now: float) -> Events:
         """End a request; its ids are free when this returns.  Does nothing when it is over already."""

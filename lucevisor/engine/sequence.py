@@ -54,13 +54,15 @@ class LiveSequence:
 class PrefixUse:
     """What a request has to do with remembered prefixes.
 
-    ``borders``: where its prompt is cut and remembered, and why; ``cuts`` are the same positions, in order.
+    ``held``: it shall wait for what is being restored for it.  ``borders``: where its prompt is cut and remembered, and
+    why; ``cuts`` are the same positions, in order.
     ``shared_at``: a place where it is remembered beside those, because other prompts went on differently behind it.
     ``looked_up``: the last match, and the version of the index it holds for.  ``common``: tokens in common with
     requests that were being computed, by arrival.  ``cached``: tokens of the prompt that were never computed for it;
     None before it started.
     """
 
+    held: bool = False
     borders: dict[int, Origin] = field(default_factory=dict)
     cuts: list[int] = field(default_factory=list)
     shared_at: int = 0

@@ -103,10 +103,8 @@ class CacheStatistics:
     """
 
     n_slots: int = 0
-    max_slots: int = 0
     n_pinned: int = 0
     n_bytes: int = 0
-    memory_bytes: int = 0
     n_prompts: int = 0
     n_hits: int = 0
     n_evictions: int = 0
@@ -119,10 +117,8 @@ class CacheStatistics:
         slots = index.slots
         return cls(
             n_slots=len(slots),
-            max_slots=index.settings.max_slots,
             n_pinned=sum(slot.pins > 0 for slot in slots),
             n_bytes=index.n_bytes,
-            memory_bytes=index.settings.memory_bytes,
             n_prompts=counts.n_prompts,
             n_hits=counts.n_hits,
             n_evictions=index.n_evictions,

@@ -96,10 +96,10 @@ class PrefixIndex:
         self.settings = settings
         self.hooks = Hooks()
         self.recurrent = Space.RECURRENT in pools
+        self.anywhere = not self.recurrent and window_tokens is None  # any page of a known chain can be used
         self.version = 0  # changes whenever a match may
         self.n_evictions = 0
         self._pools = pools
-        self._window_tokens = window_tokens
         self._tree = BlockTree(pools, window_tokens)
         self._slots: dict[int, Slot] = {}
         self._reservations: set[Reservation] = set()
@@ -345,7 +345,7 @@ class PrefixIndex:
     def _n_lost(self, slot: Slot) -> int:
         """Return how many tokens had to be computed to come to where the slot ends, if it were given up."""
         known = slot.parent.n_tokens if slot.parent is not None else 0
-        if not self.recurrent and self._window_tokens is None:
+        if self.anywhere:
             block = slot.block  # the pages that others lead through stay
             while block.n_slots == 1 and block.parent is not None:
                 block = block.parent

@@ -155,6 +155,7 @@ def _case(spec: ModelSpec, config: Config, seats: tuple[Seat, ...], dtype: Dtype
         why = f"hold {pages * PAGE_TOKENS} tokens, less than engine.max_context = {max_context}"
         hint = f"nearest: {pages_of(max_context)}, or engine.max_context = {pages * PAGE_TOKENS}"
         raise PlacementError("engine.pages", pages, why, hint, file=file)
+    n_slots, n_slot_pages = slots_set_aside(spec, kv_dtype, config.cache.prefix_slots, config.cache.memory)
     return Case(
         spec=spec,
         seats=seats,
@@ -164,5 +165,6 @@ def _case(spec: ModelSpec, config: Config, seats: tuple[Seat, ...], dtype: Dtype
         prefill_chunk=engine.prefill_chunk,
         max_context=max_context,
         pages=pages,
-        n_slots=slots_set_aside(spec, kv_dtype, config.cache.prefix_slots, config.cache.memory),
+        n_slots=n_slots,
+        n_slot_pages=n_slot_pages,
     )

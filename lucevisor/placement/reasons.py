@@ -13,7 +13,7 @@ from lucevisor.placement.devices import memories_of
 from lucevisor.placement.fastest import SLACK, Found
 from lucevisor.placement.formats import Chosen
 from lucevisor.placement.ranges import Move
-from lucevisor.placement.sizing import SPARE_STATES, UNKNOWN_PAGES, Case, Sized, reference
+from lucevisor.placement.sizing import SPARE_STATES, UNKNOWN_PAGES, Case, Sized, most_used, reference
 from lucevisor.placement.speeds import ANSWER_TOKENS, PROMPT_TOKENS
 from lucevisor.wire.values import PAGE_TOKENS, Space
 
@@ -133,7 +133,8 @@ def _pages(facts: Facts) -> str:
     sized, n = facts.sized, facts.sized.pools.full_pages
     if Space.FULL not in facts.case.spec.spaces():
         return "pages 0: no layer of the model attends to all positions"
-    enough = f"{facts.case.max_sequences} sequences of {sized.max_context} tokens"
+    slots = " and prefix slots" if facts.case.n_slot_pages else ""
+    enough = f"{facts.case.max_sequences} sequences of {sized.max_context} tokens{slots}"
     match sized.bound:
         case "asked":
             return f"pages {n}: as configured"
@@ -142,7 +143,7 @@ def _pages(facts: Facts) -> str:
         case "unknown":
             return f"pages {n}: free memory is not known, so no more are promised; engine.pages sets it"
         case memory:
-            most = facts.case.max_sequences * pages_of(sized.max_context)
+            most = most_used(facts.case, sized.max_context)
             return f"pages {n}: as many as fit in {memory}; {enough} would use {most}"
 
 
@@ -156,9 +157,9 @@ def _states(facts: Facts) -> Iterator[str]:
         window = facts.case.spec.window
         kept = " and prefix slots" if facts.sized.n_slots else ""
         yield f"window pages {pools.window_pages}: what {n} sequences{kept} hold at a window of {window} tokens"
-    if facts.sized.n_slots < facts.case.n_slots:
-        n_slots, wanted = facts.sized.n_slots, facts.case.n_slots
-        yield f"prefix slots: {n_slots} set aside, {wanted} of cache.memory do not fit beside the rest"
+    n_slots, wanted = facts.sized.n_slots, facts.case.n_slots
+    if n_slots < wanted:
+        yield f"prefix slots: memory is set aside for {n_slots}; {wanted}, as cache.memory allows, do not fit"
 
 
 def _weights(facts: Facts) -> Iterator[str]:
@@ -226,11 +227,12 @@ def _inert(facts: Facts) -> Iterator[str]:
     if Space.FULL not in spec.spaces():
         yield f"engine.pages = {case.pages} has no effect: no layer of the model attends to all positions"
         return
-    most = case.max_sequences * pages_of(context)
+    most = case.max_sequences * pages_of(context) + case.n_slot_pages
     if case.pages > most:
+        slots = f", prefix slots {case.n_slot_pages} of them" if case.n_slot_pages else ""
         yield (
             f"engine.pages = {case.pages} is more than can be used: {case.max_sequences} sequences of {context} tokens "
-            f"fill {most}"
+            f"fill {most}{slots}"
         )
     if case.pages < case.max_sequences:
         yield (

@@ -31,7 +31,8 @@ SPARE_STATES = 1
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
     """One combination of settings to be sized.  ``max_context`` and ``pages`` None: as much as fits.  ``n_slots``:
-    prefix slots for which states and window pages are set aside; fewer where that many do not fit.
+    prefix slots for which states and window pages are set aside; fewer where that many do not fit.  ``n_slot_pages``:
+    pages that slots may fill beside those of sequences.
 
     ``models`` keeps the cost models of this case and of those derived from it, which share the spec.
     """
@@ -45,6 +46,7 @@ class Case:
     max_context: int | None
     pages: int | None
     n_slots: int = 0
+    n_slot_pages: int = 0
     models: dict[tuple[Dtype, Dtype], CostModel] = field(default_factory=dict, repr=False, compare=False)
 
     def model(self) -> CostModel:
@@ -87,16 +89,28 @@ class Sized:
         return not self.shortages
 
 
-def slots_set_aside(spec: ModelSpec, kv_dtype: Dtype, max_slots: int, memory_bytes: int) -> int:
-    """Return for how many prefix slots there shall be recurrent states and window pages beyond those of sequences.
+def slots_set_aside(spec: ModelSpec, kv_dtype: Dtype, max_slots: int, memory_bytes: int) -> tuple[int, int]:
+    """Return for how many prefix slots recurrent states and window pages are set aside, and how many pages of the full
+    space the rest of their memory holds.
 
-    As many as their memory holds, at most ``max_slots``; 0 for a model without such layers: its slots need pages only,
-    and take those that no sequence needs.
+    As many slots as the memory holds, at most ``max_slots``; 0 for a model without such layers: its slots need pages of
+    the full space only.
     """
+    if not max_slots:
+        return 0, 0
     every = LayerRange(0, spec.n_layers)
-    state_bytes, page_bytes = (spec.unit_bytes(space, every, kv_dtype) for space in (Space.RECURRENT, Space.WINDOW))
-    n_bytes = state_bytes + slot_window_pages(spec) * page_bytes
-    return min(max_slots, memory_bytes // n_bytes) if n_bytes else 0
+    state_bytes, window_bytes, page_bytes = (
+        spec.unit_bytes(space, every, kv_dtype) for space in (Space.RECURRENT, Space.WINDOW, Space.FULL)
+    )
+    slot_bytes = state_bytes + slot_window_pages(spec) * window_bytes
+    n_slots = min(max_slots, memory_bytes // slot_bytes) if slot_bytes else 0
+    return n_slots, (memory_bytes - n_slots * slot_bytes) // page_bytes if page_bytes else 0
+
+
+def most_used(case: Case, max_context: int) -> int:
+    """Pages that all sequences can fill, and as many again at most for prefix slots."""
+    n_pages = case.max_sequences * pages_of(max_context)
+    return n_pages + min(case.n_slot_pages, n_pages)
 
 
 def slot_window_pages(spec: ModelSpec) -> int:
@@ -208,8 +222,8 @@ def size(case: Case, ranges: Sequence[LayerRange]) -> Sized:
     """Fix context and pages, and say what is missing where.
 
     A context that is not configured is the longest of which one sequence fits; pages that are not configured are as
-    many as fit, at most what all sequences can use.  What is set aside for prefix slots gives way before it does not
-    fit.
+    many as fit, at most what sequences and prefix slots can use.  What is set aside for prefix slots gives way before
+    it does not fit.
     """
     sized = _size(case, ranges)
     if sized.fits or not case.n_slots:
@@ -346,7 +360,7 @@ def _pages(sizer: _Sizer, max_context: int) -> tuple[int, str]:
     case = sizer.case
     if case.pages is not None:
         return case.pages, "asked"
-    least, enough = pages_of(max_context), case.max_sequences * pages_of(max_context)
+    least, enough = pages_of(max_context), most_used(case, max_context)
     highest, bound = enough, "enough"
     if not sizer.all_known and max(least, UNKNOWN_PAGES) < highest:
         highest, bound = max(least, UNKNOWN_PAGES), "unknown"

@@ -5,9 +5,12 @@ computed.
 from __future__ import annotations
 
 import itertools
+import json
 import random
+import urllib.request
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -15,6 +18,8 @@ from lucevisor.app.service import Service
 from lucevisor.engine.request import FinishedEvent, GenerationRequest, TokenEvent
 from lucevisor.wire.families import open_spec
 from lucevisor.wire.values import Sampling
+from tests.e2e.process import DEMO as DEMO_CONFIG
+from tests.e2e.process import Cli
 from tests.e2e.service import GOLDEN, running, write_config
 
 DEMO = Path(__file__).parents[2] / "etc" / "demo" / "demo-qwen35-22m-q4_k_m.gguf"
@@ -136,3 +141,49 @@ async def test_cache_off_cold_and_warm_give_the_same_tokens(name: str, tmp_path:
 @pytest.mark.parametrize("name", MODELS)
 async def test_40_conversations_of_every_family(name: str, tmp_path: Path) -> None:
     check(*await arms(MODELS[name], tmp_path, 40))
+
+
+RULES = " ".join(f"Rule {i}: answer in one sentence and name the module." for i in range(30))
+
+
+def chat(status: dict[str, Any], hour: int, turns: list[str]) -> tuple[str, dict[str, Any]]:
+    """Ask the next turn of a conversation whose system prompt tells the time."""
+    messages = [{"role": "system", "content": f"Current time: {hour}:00\n{RULES}"}]
+    for i, text in enumerate(turns):
+        messages.append({"role": ("user", "assistant")[i % 2], "content": text})
+    body = {"messages": messages, "temperature": 0, "max_tokens": 8, "enable_thinking": False}
+    request = urllib.request.Request(
+        f"{status['url']}/v1/chat/completions", json.dumps(body).encode(), {"content-type": "application/json"}
+    )
+    with urllib.request.urlopen(request, timeout=30) as reply:
+        answer = json.load(reply)
+    return answer["choices"][0]["message"]["content"], answer["usage"]
+
+
+def test_an_agent_that_tells_the_time_is_answered_from_memory_and_everybody_is_told(cli: Cli) -> None:
+    status = cli.start(DEMO_CONFIG, "engine.dtype=float32", "cache.normalise=fix")
+    turns = ["What does os.path.join do?"]
+    cached, prompts = [], []
+    for hour in (9, 10, 11):
+        answer, usage = chat(status, hour, turns)
+        cached.append(usage["prompt_tokens_details"]["cached_tokens"])
+        prompts.append(usage["prompt_tokens"])
+        turns += [answer, "And os.path.split?"]
+    assert cached[0] == 0
+    assert all(n > 0.9 * before for n, before in zip(cached[1:], prompts, strict=False))
+    now = cli.status()
+    assert now["cache"]["hits"] == 2
+    assert now["cache"]["prompts"] == 3
+    assert now["cache"]["tokens"] == {"memory": sum(cached), "disk": 0}
+    assert 0 < now["cache"]["prefix_slots"] <= now["cache"]["max_slots"] == 32
+    assert 0 < now["cache"]["bytes"] <= now["cache"]["memory"] == 2**30
+    assert now["engine"]["pages"]["used"] == 0
+    assert now["engine"]["pages"]["cached"] > 0
+    with urllib.request.urlopen(f"{status['url']}/metrics", timeout=10) as reply:
+        text = reply.read().decode()
+    assert f'lucevisor_cached_prompt_tokens_total{{tier="memory"}} {float(sum(cached))}' in text
+    assert 'lucevisor_pages{space="full",where="cached"}' in text
+    cli.run("restart", "left")  # what the shards lost is forgotten
+    assert cli.status()["cache"]["prefix_slots"] == 0
+    assert chat(status, 12, turns[:1])[1]["prompt_tokens_details"]["cached_tokens"] == 0
+    cli.stop()

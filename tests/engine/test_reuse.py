@@ -10,13 +10,13 @@ import pytest
 
 from lucevisor.engine.borders import borders
 from lucevisor.engine.limits import EngineLimits
-from lucevisor.engine.request import FinishedEvent, GenerationRequest
+from lucevisor.engine.request import FinishedEvent, GenerationRequest, Usage
 from lucevisor.engine.reuse import common_tokens
 from lucevisor.engine.scheduler import Scheduler, StepPlan
-from lucevisor.engine.sequence import Wanted
+from lucevisor.engine.sequence import RequestRecord, Wanted
 from lucevisor.memory.blocks import Slot
 from lucevisor.memory.pages import PageUse
-from lucevisor.memory.prefix import PrefixSettings
+from lucevisor.memory.prefix import Match, PrefixSettings
 from lucevisor.wire.messages import (
     CloseSequence,
     CopyPage,
@@ -77,24 +77,27 @@ def slices(plans: Sequence[StepPlan], name: str) -> list[tuple[int, int]]:
 
 def test_a_prompt_is_remembered_at_its_first_and_last_turns_and_its_end() -> None:
     settings = PrefixSettings(min_tokens=64)
-    found = borders(2000, [300, 700, 900, 1200, 1500], settings, recurrent=True)
-    assert found == {300: "turn", 1200: "turn", 1500: "turn", 2000: "prompt"}
-    assert list(found) == sorted(found)
+    for anywhere in (True, False):
+        found = borders(2000, [300, 700, 900, 1200, 1500], settings, anywhere=anywhere)
+        assert found == {300: "turn", 1200: "turn", 1500: "turn", 2000: "prompt"}
+        assert list(found) == sorted(found)
 
 
-def test_places_are_a_page_apart_and_the_last_turn_comes_first() -> None:
+def test_the_first_and_the_last_turn_stand_and_others_are_a_page_apart_from_them() -> None:
     settings = PrefixSettings(min_tokens=64)
-    assert borders(510, [40, 470, 500], settings, recurrent=True) == {500: "turn"}
+    assert borders(510, [450, 470, 500], settings, anywhere=False) == {450: "turn", 500: "turn"}
+    assert borders(510, [40, 436, 500], settings, anywhere=False) == {436: "turn", 500: "turn"}
+    assert borders(500, [300, 500], settings, anywhere=False) == {300: "turn", 500: "prompt"}
 
 
-def test_without_turns_a_recurrent_model_is_remembered_at_a_multiple_of_pages() -> None:
+def test_without_turns_a_multiple_of_pages_is_remembered_where_a_model_cannot_start_anywhere() -> None:
     settings = PrefixSettings(min_tokens=64, checkpoint_pages=2)
-    assert borders(350, [], settings, recurrent=True) == {256: "pages", 350: "prompt"}
-    assert borders(400, [], settings, recurrent=True) == {384: "pages"}
-    assert borders(400, [], settings, recurrent=False) == {400: "prompt"}  # any of its pages is good
-    assert borders(400, [], replace(settings, checkpoint_pages=0), recurrent=True) == {400: "prompt"}
-    assert borders(256, [], settings, recurrent=True) == {128: "pages", 256: "prompt"}
-    assert borders(63, [50], settings, recurrent=True) == {}
+    assert borders(350, [], settings, anywhere=False) == {256: "pages", 350: "prompt"}
+    assert borders(400, [], settings, anywhere=False) == {384: "pages"}
+    assert borders(256, [], settings, anywhere=False) == {128: "pages", 256: "prompt"}
+    assert borders(400, [], settings, anywhere=True) == {400: "prompt"}
+    assert borders(400, [], replace(settings, checkpoint_pages=0), anywhere=False) == {400: "prompt"}
+    assert borders(63, [50], settings, anywhere=False) == {}
 
 
 @pytest.mark.parametrize("spaces", [HYBRID, FULL])
@@ -268,6 +271,22 @@ def test_those_that_waited_go_on_when_the_first_is_cancelled() -> None:
     assert scheduler.idle
 
 
+def test_nobody_waits_for_a_place_that_was_passed_and_not_remembered() -> None:
+    scheduler = Scheduler(warm(max_sequences=2, prefix=replace(ON, max_slots=1)))
+    run_one(scheduler, request("z", range(900, 1000), n=1))
+    [slot] = scheduler.reuse.index.slots
+    scheduler.reuse.index.pin(slot)  # so no other is kept
+    for name in "ab":
+        scheduler.submit(request(name, [*range(150), *range(ord(name), 900)], n=1, turn_boundaries=(150,)), 0.0)
+    plans = []
+    while "b" not in (plans[-1].request_ids if plans else ()):
+        plan = scheduler.next_plan(0.0)
+        assert plan is not None
+        plans.append(plan)
+        scheduler.apply(StepResult(plan.step.step_id, 0), 0.0)
+    assert slices(plans, "a")[-1][1] < 300
+
+
 def test_equal_slots_share_their_pages_when_both_were_computed() -> None:
     """Two sequences that computed the same from the start: the slots point to one copy of it."""
     scheduler = Scheduler(warm(spaces=FULL, prefix=replace(ON, min_tokens=100)))
@@ -333,7 +352,7 @@ def test_what_is_told_of_cached_tokens() -> None:
     scheduler = Scheduler(warm())
     told_of: dict[str, int] = {}
     for name, prompt in (("a", range(150)), ("b", [*range(150), 1]), ("c", range(700, 780))):
-        scheduler.submit(request(name, prompt, n=2, turn_boundaries=(150,)), 0.0)
+        scheduler.submit(request(name, prompt, n=2, turn_boundaries=(140,)), 0.0)
         while not scheduler.idle:
             plan = scheduler.next_plan(0.0)
             assert plan is not None
@@ -341,9 +360,18 @@ def test_what_is_told_of_cached_tokens() -> None:
             for owner, event in scheduler.apply(StepResult(plan.step.step_id, 0, drawn), 0.0):
                 if isinstance(event, FinishedEvent):
                     told_of[owner] = event.usage.cached_tokens
-    assert told_of == {"a": 0, "b": 150, "c": 0}
+    assert told_of == {"a": 0, "b": 140, "c": 0}
     counts = scheduler.reuse.counts
-    assert (counts.n_prompts, counts.n_hits, counts.tokens) == (3, 1, {"memory": 150, "disk": 0})
+    assert (counts.n_prompts, counts.n_hits, counts.tokens) == (3, 1, {"memory": 140, "disk": 0})
+
+
+def test_what_a_preempted_request_had_computed_after_all_was_not_cached() -> None:
+    scheduler = Scheduler(warm())
+    record = RequestRecord(request("a", range(100), n=50), 0, 50, 0.0)
+    record.tokens += [7] * 30
+    for position, cached in ((120, 100), (64, 64), (100, 64), (0, 0)):  # never more than the prompt, the least counts
+        scheduler.reuse.started(record, Match(position), 0.0)
+        assert record.finished_event("length", 1.0, None, None).usage == Usage(100, cached, 30)
 
 
 def test_common_tokens() -> None:
@@ -424,6 +452,23 @@ async def test_a_slot_goes_to_disk_and_back_after_the_shards_lost_it(spaces: fro
     await toy.play()
     assert third.finished is not None
     assert toy.engine.statistics().cache.tokens == {"memory": 140, "disk": 140}
+
+
+async def test_a_held_request_waits_for_what_is_restored_and_others_pass() -> None:
+    toy = ToyEngine(warm())
+    toy.attach()
+    held = toy.engine.submit(request("a", range(150), n=1), hold=True)
+    cancelled = toy.engine.submit(request("c", range(150), n=1), hold=True)
+    other = toy.engine.submit(request("b", range(500, 510), n=1))
+    await toy.play()
+    assert other.finished is not None
+    assert held.finished is None
+    cancelled.cancel()
+    toy.engine.resume("c")  # over already
+    toy.engine.resume("a")
+    await toy.play()
+    ids, _ = told(await events_of(held))
+    assert ids == toy.alone(request("a", range(150), n=1))
 
 
 async def test_an_export_ends_when_the_chain_breaks_and_holds_nothing() -> None:

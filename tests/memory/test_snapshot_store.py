@@ -1,6 +1,7 @@
 """The directory of snapshots on a real disk: what is saved comes back, and nothing else is touched."""
 
 import asyncio
+import gc
 import os
 import threading
 import time
@@ -38,9 +39,11 @@ def store(tmp_path):
 
 @pytest.fixture(autouse=True)
 def every_descriptor_is_closed():
+    gc.collect()  # what an earlier test left is not counted as ours
     before = len(os.listdir("/proc/self/fd"))
     yield
-    assert len(os.listdir("/proc/self/fd")) == before
+    gc.collect()
+    assert len(os.listdir("/proc/self/fd")) <= before
 
 
 def test_a_slot_comes_back_after_a_restart(store):

@@ -30,7 +30,7 @@ def cpu(gib: float = 16, *, bfloat16: bool = True) -> DeviceInfo:
 
 
 def configure(folder: Path, devices: Sequence[str], split: object = "auto", **engine: object) -> Config:
-    """Write and load a configuration; groups are those of ``devices``."""
+    """Write and load a configuration; groups are those of ``devices``.  Nothing is set aside for prefix slots."""
     groups = dict.fromkeys(device.split(":")[0] for device in devices)
     lines = ["[model]", 'path = "model.gguf"']
     for group in groups:
@@ -40,6 +40,7 @@ def configure(folder: Path, devices: Sequence[str], split: object = "auto", **en
         f"target_devices = {json.dumps(list(devices))}",
         f"target_layer_split = {json.dumps(split)}",
     ]
+    lines += ["[cache]", "prefix_slots = 0"]
     lines += ["[engine]", *(f"{key} = {json.dumps(value)}" for key, value in engine.items())]
     path = folder / "plan.toml"
     path.write_text("\n".join(lines) + "\n")

@@ -1,0 +1,184 @@
+"""Time to the first token of a prompt that is computed, and of one whose beginning is remembered in memory.
+
+    python bench/prefix.py [--model FILE] [--backend cpu|cuda|hip] [--groups 2] [--tokens 512,1024,2048,3072]
+                           [--rounds 9] [--dtype auto] [--save]
+
+Real daemons, requests straight into the engine.  A round asks, one after the other: a new prompt with the cache off, a
+new one with the cache on (what remembering costs), and that one again with another ending of two tokens (what it
+gains).  The first round is not counted.  `floor`: a prompt of three tokens, which no cache can beat.  What is
+remembered is checked by cached_tokens, what is computed by the tokens of all steps.  --save writes
+bench/results/prefix-BACKEND.json.
+"""
+
+import argparse
+import asyncio
+import contextlib
+import json
+import logging
+import os
+import platform
+import random
+import statistics
+import tempfile
+import time
+from importlib.metadata import version
+from pathlib import Path
+
+import structlog
+import uvloop
+
+from lucevisor.app.run import open_model
+from lucevisor.app.service import Service
+from lucevisor.cli.progress import SilentDisplay
+from lucevisor.config import load
+from lucevisor.engine.request import FinishedEvent, GenerationRequest, TokenEvent
+from lucevisor.wire.values import Sampling
+
+ROOT = Path(__file__).parents[1]
+DEMO = ROOT / "etc" / "demo" / "demo-qwen35-22m-q4_k_m.gguf"
+ENDING = 2
+ARMS = ("floor", "computed, cache off", "computed, cache on", "from memory")
+
+
+def configuration(options, directory, n_slots):
+    """A TOML file for the asked groups."""
+    names = [f"g{i}" for i in range(options.groups)]
+    text = f'[model]\npath = "{options.model}"\n'
+    for name in names:
+        text += f'[groups.{name}]\nbackend = "{options.backend}"\n'
+        if options.backend == "cpu":
+            text += f"threads = {max(1, os.cpu_count() // options.groups)}\n"
+    devices = ", ".join(f'"{name}:0"' for name in names)
+    pages = (max(options.tokens) // 64 + 2) * (options.rounds + 3) * (len(options.tokens) + 1)
+    text += f"""
+[placement]
+target_devices = [{devices}]
+target_layer_split = {[1] * options.groups}
+[engine]
+dtype = "{options.dtype}"
+max_sequences = 1
+max_context = {max(options.tokens) + 64}
+pages = {pages if n_slots else max(options.tokens) // 64 + 2}
+[cache]
+prefix_slots = {n_slots}
+memory = "{options.memory}"
+"""
+    path = Path(directory) / f"{n_slots}.toml"
+    path.write_text(text)
+    return path
+
+
+@contextlib.asynccontextmanager
+async def running(path, directory):
+    loaded = load(path)
+    service = Service(loaded, open_model(loaded), Path(directory), SilentDisplay())
+    try:
+        await service.start()
+        if not await service.wait_ready(600.0):
+            raise SystemExit(service.reason())
+        yield service
+    finally:
+        await service.stop(0.0)
+
+
+async def first_token(service, prompt, n_cached):
+    """Seconds to the first token; complains when more or less than expected was computed."""
+    request = GenerationRequest(
+        request_id=f"bench-{time.monotonic_ns()}",
+        prompt=tuple(prompt),
+        max_tokens=1,
+        sampling=Sampling(temperature=0.0),
+        turn_boundaries=(len(prompt) - ENDING,),
+    )
+    before = service.engine.statistics().steps.n_tokens
+    start, found = time.perf_counter(), 0.0
+    with service.engine.submit(request) as handle:
+        async for event in handle:
+            if isinstance(event, TokenEvent):
+                found = time.perf_counter() - start
+            elif isinstance(event, FinishedEvent):
+                n_computed = service.engine.statistics().steps.n_tokens - before
+                if (event.usage.cached_tokens, n_computed) != (n_cached, len(prompt) - n_cached):
+                    raise SystemExit(
+                        f"{event.usage.cached_tokens} tokens cached, {n_computed} computed of {len(prompt)}"
+                    )
+    return found
+
+
+async def measure(options):
+    """{(tokens, arm): seconds}"""
+    rng, times = random.Random(1), {}
+    with tempfile.TemporaryDirectory() as directory:
+        off, on = (configuration(options, directory, n) for n in (0, options.slots))
+        async with running(off, directory) as plain, running(on, directory) as cached:
+            vocabulary = plain.model.spec.vocabulary
+
+            def tokens(n):
+                return [rng.randrange(vocabulary) for _ in range(n)]
+
+            for turn in range(options.rounds + 1):
+                for n in options.tokens:
+                    beginning = tokens(n)
+                    found = (
+                        await first_token(plain, tokens(3), 0),
+                        await first_token(plain, tokens(n + ENDING), 0),
+                        await first_token(cached, beginning + tokens(ENDING), 0),
+                        await first_token(cached, beginning + tokens(ENDING), n),
+                    )
+                    for arm, seconds in zip(ARMS, found, strict=True):
+                        if turn:
+                            times.setdefault((n, arm), []).append(seconds)
+    return times
+
+
+def conditions(options):
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    return {
+        "model": Path(options.model).name,
+        "backend": options.backend,
+        "groups": options.groups,
+        "dtype": options.dtype,
+        "cpu": next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), "?"),
+        "cores": os.cpu_count(),
+        "python": platform.python_version(),
+        "torch": version("torch"),
+        "load average at start": [round(x, 2) for x in os.getloadavg()],
+        "rounds": options.rounds,
+    }
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", type=Path, default=DEMO)
+    parser.add_argument("--backend", choices=["cpu", "cuda", "hip"], default="cpu")
+    parser.add_argument("--groups", type=int, default=2)
+    parser.add_argument("--dtype", default="auto")
+    parser.add_argument("--tokens", type=lambda s: [int(n) for n in s.split(",")], default=[512, 1024, 2048, 3072])
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--slots", type=int, default=256)
+    parser.add_argument("--memory", default="4GiB", help="cache.memory")
+    parser.add_argument("--save", action="store_true", help="write bench/results/prefix-BACKEND.json")
+    options = parser.parse_args()
+    options.model = options.model.resolve()
+    structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.WARNING))
+    where = conditions(options)
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        times = runner.run(measure(options))
+    rows = []
+    for (n, arm), found in sorted(times.items(), key=lambda item: (item[0][0], ARMS.index(item[0][1]))):
+        p50, p90 = statistics.median(found), statistics.quantiles(found, n=10)[-1]
+        base = statistics.median(times[n, ARMS[1]])
+        rows.append({"tokens": n, "arm": arm, "p50_ms": 1e3 * p50, "p90_ms": 1e3 * p90, "ratio": p50 / base})
+    print(", ".join(f"{name} {value}" for name, value in where.items()))
+    print(f"{'time to first token':40} | {'p50':>10} | {'p90':>10} | ratio")
+    for row in rows:
+        label = f"{row['tokens']} tokens: {row['arm']}"
+        print(f"{label:40} | {row['p50_ms']:7.1f} ms | {row['p90_ms']:7.1f} ms | {row['ratio']:.3f}")
+    if options.save:
+        path = Path(__file__).parent / "results" / f"prefix-{options.backend}.json"
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(json.dumps({"conditions": where, "rows": rows}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
