@@ -20,14 +20,17 @@ from typing import Literal, Protocol
 import structlog
 
 from lucevisor.app.assembly import Assembly
+from lucevisor.app.shard_transfers import ShardTransfers
+from lucevisor.app.snapshots import Snapshots, open_store
 from lucevisor.app.speeds import speeds_for
 from lucevisor.config import Config
-from lucevisor.engine.chain import ChainFailure
+from lucevisor.engine.chain import ChainFailure, ChainResult
 from lucevisor.engine.limits import EngineLimits
 from lucevisor.engine.loop import Engine, EngineSettings
 from lucevisor.engine.request import RequestError
 from lucevisor.errors import LucevisorError, NotReadyError
-from lucevisor.memory.prefix import PrefixSettings
+from lucevisor.memory.prefix_records import PrefixSettings
+from lucevisor.memory.snapshots import SavePolicy
 from lucevisor.placement.planner import plan
 from lucevisor.placement.result import Infeasible, Placement
 from lucevisor.placement.stages import load_message
@@ -49,10 +52,12 @@ STEP_DEADLINE_S = 120.0
 """A step in flight for longer than this is taken for a hang: stacks are dumped, the daemon is killed and restarted."""
 
 DRAIN_S = 2.0
+SAVE_S = 10.0
 STOP_S = 2.0
 RESTART_S = 30.0
-"""Deadlines of a first stop: running requests get DRAIN_S to end, daemons STOP_S to leave before
-SIGKILL.  RESTART_S: an orderly restart waits half of it for running requests, and kills at the end of it."""
+"""Deadlines of a first stop: running requests get DRAIN_S to end, prefix slots SAVE_S to be saved to disk, daemons
+STOP_S to leave before SIGKILL.  RESTART_S: an orderly restart waits half of it for running requests, and kills at the
+end of it."""
 
 log = structlog.get_logger("service")
 
@@ -94,6 +99,8 @@ class Service:
         self.started_at = time.monotonic()
         self._observer, self._on_engine = observer, on_engine
         self._assembly: Assembly | None = None
+        self.snapshots: Snapshots | None = None
+        self._saving: asyncio.Task[int] | None = None
         self._hellos: dict[str, Hello] = {}
         self._placed: asyncio.Future[Placement] = asyncio.get_running_loop().create_future()
         self._placed.add_done_callback(_retrieve)
@@ -147,6 +154,8 @@ class Service:
         if self._stopping is None:
             self._stopping = asyncio.create_task(self._stop(drain_s, stop_s), name="stop")
         elif stop_s < STOP_S:
+            if self._saving is not None:
+                self._saving.cancel()
             await asyncio.gather(*(g.stop(deadline_s=stop_s) for g in self.groups.values()))
         await asyncio.shield(self._stopping)
 
@@ -157,11 +166,14 @@ class Service:
         )
         if self.engine is not None and self._assembly is not None and self._assembly.complete and drain_s > 0:
             await self.engine.drain(drain_s)
+            await self._save_all(SAVE_S)
         if self.engine is not None:
             self.engine.close(error)
         if self._assembly is not None:
             self._assembly.close(error)
         await asyncio.gather(*(g.stop(deadline_s=stop_s) for g in self.groups.values()))
+        if self.snapshots is not None:
+            await self.snapshots.close()
         if self._watchdog is not None:
             self._watchdog.cancel()
         if not self._placed.done():
@@ -169,6 +181,14 @@ class Service:
         for arena in self.arenas.values():
             arena.close()
         self._notify()
+
+    async def _save_all(self, deadline_s: float) -> None:
+        """Save prefix slots to disk before the shards lose them; a second stop cuts it short."""
+        if self.snapshots is not None and self._assembly is not None and self._assembly.complete:
+            self._saving = asyncio.create_task(self.snapshots.save_all(deadline_s), name="save all slots")
+            with contextlib.suppress(asyncio.CancelledError):
+                await self._saving
+            self._saving = None
 
     async def restart(self, group: str, *, now: bool) -> None:
         """Restart one group's daemon; returns when the chain serves again.  Raises LucevisorError naming group and
@@ -240,6 +260,7 @@ class Service:
             log.warning("placement notice", notice=notice)
         log.info("placement", dtype=str(result.dtype), kv_dtype=str(result.kv_dtype), max_context=result.max_context,
                  devices=[f"{d.device} {d.layers}" for d in result.devices])  # fmt: skip
+        store = await open_store(self.config.cache, self.model.spec, result)
         self.placement = result
         self.arenas = {a.boundary: Arena.create(a) for a in result.arenas}
         limits = EngineLimits(
@@ -247,9 +268,16 @@ class Service:
             prefill_chunk=result.prefill_chunk, max_step_tokens=result.max_step_tokens, spaces=result.spaces,
             pools=result.pools, window_tokens=result.window_tokens, prefix=self._prefix_settings(result),
         )  # fmt: skip
-        settings = EngineSettings(max_queue=self.config.server.max_queue, on_chain_failed=self._on_chain_failed)
+        settings = EngineSettings(
+            max_queue=self.config.server.max_queue, on_chain_failed=self._on_chain_failed, on_step=self._on_step
+        )
         self.engine = Engine(limits, settings)
         self._assembly = Assembly(self.engine, [s.group for s in result.stages], self._notify)
+        if store is not None:
+            layers = {g: [s.layers for s in result.stages_of(g)] for g in result.groups}
+            policy = SavePolicy(self.config.cache.min_tokens, self.config.cache.disk)
+            self.snapshots = Snapshots(self.engine, store, ShardTransfers(layers), policy)
+            self.snapshots.start()
         self._on_engine(self.engine)
         return result
 
@@ -272,15 +300,21 @@ class Service:
         return self.config.threads_of(name, len(os.sched_getaffinity(0)))
 
     def _on_ready(self, group: str, link: object, _hello: Hello, _loaded: object) -> None:
+        if self.snapshots is not None:
+            self.snapshots.shards.ready(group, link)  # type: ignore[arg-type]  # a Link; the type is supervision's
         if self._assembly is not None:
-            self._assembly.ready(group, link)  # type: ignore[arg-type]  # a Link; the callback's type is supervision's
+            self._assembly.ready(group, link)  # type: ignore[arg-type]
 
     def _on_lost(self, group: str, reason: str) -> None:
         if self._assembly is not None:
             self._assembly.lost(group, reason)
+        if self.snapshots is not None:
+            self.snapshots.shards.lost(group, reason)
         self._notify()
 
     def _on_frame(self, group: str, frame: Frame) -> None:
+        if self.snapshots is not None and self.snapshots.shards.frame(group, frame):
+            return
         if self._assembly is not None:
             self._assembly.frame(group, frame)
 
@@ -299,9 +333,13 @@ class Service:
         task.add_done_callback(self._tasks.discard)
 
     async def _drain_for_restart(self, group: str) -> None:
-        if self.engine is not None:
-            await self.engine.quiesce(RESTART_S / 2)
+        if self.engine is not None and await self.engine.quiesce(RESTART_S / 2):
+            await self._save_all(SAVE_S)
         self.groups[group].drained()
+
+    def _on_step(self, result: ChainResult) -> None:
+        if self.snapshots is not None:
+            self.snapshots.meter.add(result)
 
     def _on_heartbeat(self, group: str, heartbeat: Heartbeat) -> None:
         log.debug("heartbeat", group=group, phase=heartbeat.phase, busy_s=round(heartbeat.busy_s, 3))

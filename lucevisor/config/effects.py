@@ -38,13 +38,7 @@ class Inert:
     hint: str
 
 
-def _any(value: object) -> bool:
-    return True
-
-
 UNIMPLEMENTED: Mapping[str, Unimplemented] = {
-    "cache.dir": Unimplemented("snapshots", lambda value: value != "", True, 'set it to "" or remove the key'),
-    "cache.disk": Unimplemented("snapshots", _any, False, "remove the key"),
     "draft.kind": Unimplemented("speculative decoding", lambda value: value != "off", True, "nearest: off"),
     "kvflash.pool_tokens": Unimplemented("KV Flash", lambda value: value != 0, True, "nearest: 0"),
     "pflash.mode": Unimplemented("PFlash", lambda value: value != "off", True, "nearest: off"),
@@ -78,7 +72,7 @@ INERT: tuple[Inert, ...] = (
         "remove the key",
     ),
     Inert(
-        ("cache.memory", "cache.min_tokens", "cache.checkpoint_pages"),
+        ("cache.memory", "cache.min_tokens", "cache.checkpoint_pages", "cache.dir", "cache.disk"),
         lambda config: config.cache.prefix_slots == 0,
         "has no effect while cache.prefix_slots is 0",
         "remove the key, or set cache.prefix_slots",

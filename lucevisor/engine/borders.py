@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from lucevisor.memory.blocks import Origin
-from lucevisor.memory.prefix import PrefixSettings
+from lucevisor.memory.prefix_records import PrefixSettings
 from lucevisor.wire.values import PAGE_TOKENS
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from lucevisor.memory.pages import PagePools
-from lucevisor.memory.prefix import PrefixSettings
+from lucevisor.memory.prefix_records import PrefixSettings
 from lucevisor.memory.tables import most_window_pages
 from lucevisor.wire.messages import Pools
 from lucevisor.wire.values import PAGE_TOKENS, Space

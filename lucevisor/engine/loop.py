@@ -15,6 +15,7 @@ closed.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import copy
 import math
 import time
@@ -25,18 +26,21 @@ from lucevisor.engine.chain import Chain, ChainFailure, ChainResult, InFlight
 from lucevisor.engine.handle import RequestHandle
 from lucevisor.engine.limits import EngineLimits
 from lucevisor.engine.request import (
+    ContextOverflow,
     FinishedEvent,
     GenerationRequest,
     NotReady,
     QueueFull,
     RequestError,
+    TokenEvent,
 )
 from lucevisor.engine.rows import IdsOutput, RowCollector, RowsMissing
 from lucevisor.engine.scheduler import Events, Scheduler, WrongResult
 from lucevisor.engine.sequence import Wanted
 from lucevisor.engine.statistics import CacheStatistics, EngineStatistics, RateWindow, StepTotals
 from lucevisor.memory.blocks import Slot
-from lucevisor.memory.prefix import PrefixIndex, Reservation
+from lucevisor.memory.prefix import PrefixIndex
+from lucevisor.memory.prefix_records import Match, Reservation
 from lucevisor.wire.messages import SlotPlace
 from lucevisor.wire.values import Sampling, Space
 
@@ -78,22 +82,24 @@ class Engine:
         self._probes: dict[int, str] = {}  # step id -> request whose rows the step brings back
         self._outbox: Events = []
         self._changed = asyncio.Event()
-        self._n_ids_runs = 0
+        self._n_own = 0  # requests of ours: ids runs and probes
+        self.on_submit: Callable[[GenerationRequest], bool] = lambda _: False
         self._totals = StepTotals()
         self._generated = RateWindow(settings.rate_window_s, self._clock())
         self._finished = RateWindow(settings.rate_window_s, self._clock())
 
     # ---- requests
 
-    def submit(self, request: GenerationRequest, *, hold: bool = False) -> RequestHandle:
-        """Queue a request and start it when there is room; with ``hold`` not before ``resume``.
+    def submit(self, request: GenerationRequest) -> RequestHandle:
+        """Queue a request and start it when there is room; not before ``resume`` when ``on_submit`` said True to it.
 
         Raises NotReady while the chain is away or the engine drains, QueueFull, InvalidRequest, ContextOverflow.
         """
-        return self._submit(request, None, hold=hold)
+        self._check_taking()
+        return self._submit(request, None, hold=self.on_submit(request))
 
     def resume(self, request_id: str) -> None:
-        """Let a request start that was held, for what was restored for it meanwhile or without."""
+        """Let a request start that was held, with what was restored for it meanwhile or without."""
         self._scheduler.resume(request_id)
         self._proceed([])
 
@@ -104,8 +110,8 @@ class Engine:
         logits and of hidden states fit into one payload.  Raises what submit raises, RowsMissing when the chain
         broke, WireError when a payload is not what its result says.
         """
-        self._n_ids_runs += 1
-        request_id = f"ids-{self._n_ids_runs}"
+        self._check_taking()
+        request_id = self._own_id("ids")
         request = GenerationRequest(
             request_id=request_id, prompt=tuple(ids), max_tokens=1, sampling=Sampling(temperature=0.0)
         )
@@ -282,15 +288,51 @@ class Engine:
         self.prefixes.cancel(reservation)
         self._proceed([])
 
+    async def next_token(
+        self, place: Slot | Reservation, tokens: Sequence[int], token: int, n_top: int
+    ) -> TokenEvent | None:
+        """Return the best token behind ``tokens``, which lie at ``place``, and ``token``, with the ``n_top`` best.
+
+        For the record of a snapshot.  The caller keeps the place pinned or reserved.  None when the chain breaks, when
+        the context is too short, or when the only running request needs the pages.
+        """
+        index = self.prefixes
+        match = index.match_of(place) if isinstance(place, Slot) else place.match
+        sampling = Sampling(temperature=0.0, n_top_logprobs=n_top)
+        request = GenerationRequest(
+            request_id=self._own_id("probe"), prompt=(*tokens, token), max_tokens=1, sampling=sampling
+        )
+        if self._chain is None:
+            return None
+        found = None
+        with contextlib.suppress(ContextOverflow), self._submit(request, None, probe=match) as handle:
+            async for event in handle:
+                found = event if isinstance(event, TokenEvent) else found
+        return found
+
+    async def room(self) -> None:
+        """Wait until nobody waits and a sequence is free."""
+        scheduler = self._scheduler
+        while self._chain is None or scheduler.n_queued or scheduler.n_running >= scheduler.limits.max_sequences:
+            self._changed.clear()
+            await self._changed.wait()
+
     # ---- inside
 
-    def _submit(self, request: GenerationRequest, wanted: Wanted | None, *, hold: bool = False) -> RequestHandle:
+    def _own_id(self, what: str) -> str:
+        self._n_own += 1
+        return f"{what}-{self._n_own}"
+
+    def _check_taking(self) -> None:
         if not self.ready:
             raise NotReady(self._refusal or self._away)
-        now = self._clock()
         if self._scheduler.n_queued >= self._settings.max_queue:
-            raise QueueFull(self._scheduler.n_queued, self._retry_after_s(now))
-        self._scheduler.submit(request, now, wanted, hold=hold)
+            raise QueueFull(self._scheduler.n_queued, self._retry_after_s(self._clock()))
+
+    def _submit(
+        self, request: GenerationRequest, wanted: Wanted | None, *, hold: bool = False, probe: Match | None = None
+    ) -> RequestHandle:
+        self._scheduler.submit(request, self._clock(), wanted, hold=hold, probe=probe)
         handle = RequestHandle(request.request_id, self._cancel)
         self._handles[request.request_id] = handle
         self._proceed([])
@@ -306,6 +348,8 @@ class Engine:
             if plan.step.want_logits:
                 self._probes[plan.step.step_id] = plan.request_ids[0]
             self._chain.submit(plan.step)
+        if self._scheduler.starving:
+            self._outbox += self._scheduler.end_probes(self._clock())
         # Sending may find a dead link and come back here through on_failed: the outbox keeps the order of events then.
         while self._outbox:
             request_id, event = self._outbox.pop(0)

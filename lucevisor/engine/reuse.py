@@ -20,7 +20,8 @@ from lucevisor.engine.request import RequestState
 from lucevisor.engine.sequence import LiveSequence, RequestRecord
 from lucevisor.memory.blocks import NO_STATE, Origin, Source
 from lucevisor.memory.pages import PagePools
-from lucevisor.memory.prefix import Match, PrefixIndex
+from lucevisor.memory.prefix import PrefixIndex
+from lucevisor.memory.prefix_records import Match
 from lucevisor.memory.tables import PageTable
 from lucevisor.wire.messages import CopyPage, CopyState, OpenSequence, Operation, SetPages, ZeroState
 from lucevisor.wire.values import PAGE_TOKENS, Space
@@ -61,7 +62,9 @@ class Reuse:
 
     def match(self, record: RequestRecord) -> Match:
         """Return what is remembered of a request's tokens.  Rows that shall come back must all be computed."""
-        if record.wanted is not None or not self.index.enabled:
+        if record.probe is not None:
+            return record.probe
+        if record.apart or not self.index.enabled:
             return NOTHING
         use = record.prefix
         if use.looked_up is None or use.looked_up[0] != self.index.version:
@@ -76,11 +79,11 @@ class Reuse:
         """
         if record.prefix.held:
             return True
-        if record.wanted is not None or not self.index.enabled:
+        if record.apart or not self.index.enabled:
             return False
         reached = self.match(record).position + PAGE_TOKENS
         for other in running:
-            if other.state is RequestState.PREFILL and other.live is not None and other.wanted is None:
+            if other.state is RequestState.PREFILL and other.live is not None and not other.apart:
                 for stop in reversed(other.prefix.cuts):
                     if stop <= other.live.n_planned:
                         break
@@ -125,6 +128,8 @@ class Reuse:
 
     def started(self, record: RequestRecord, match: Match, now: float) -> None:
         """Note where a request started."""
+        if record.probe is not None:
+            return
         use = record.prefix
         n_cached = min(match.position, len(record.request.prompt))
         if use.cached is None:
@@ -139,7 +144,7 @@ class Reuse:
     def advanced(self, record: RequestRecord, now: float) -> list[Operation]:
         """Remember a prompt at its places, as soon as the slice that ends there is planned."""
         live, use = record.live, record.prefix
-        if live is None or record.wanted is not None:
+        if live is None or record.apart:
             return []
         origin: Origin | None = use.borders.get(live.n_planned)
         if origin is None and live.n_planned and live.n_planned == use.shared_at:
@@ -151,7 +156,7 @@ class Reuse:
     def ending(self, record: RequestRecord, now: float) -> None:
         """Remember all that was computed of a request that is about to release its ids: its states stay as they are."""
         live = record.live
-        if live is not None and live.n_planned and record.wanted is None:
+        if live is not None and live.n_planned and not record.apart:
             source = Source(live.n_planned, live.table.entry, live.state, "generation")
             live.state = NO_STATE  # the index takes it over
             self.index.publish(record.tokens, source, now)
@@ -159,7 +164,7 @@ class Reuse:
     def ended(self, record: RequestRecord) -> None:
         """Count a request that is over, and hold what is remembered within the settings."""
         use = record.prefix
-        if use.cached is not None and record.wanted is None:
+        if use.cached is not None and not record.apart:
             self.counts.n_prompts += 1
             self.counts.n_hits += use.cached > 0
             self.counts.tokens["disk" if use.from_disk else "memory"] += use.cached

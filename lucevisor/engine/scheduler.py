@@ -44,7 +44,7 @@ from lucevisor.engine.reuse import NOTHING, Reuse
 from lucevisor.engine.sequence import RequestRecord, Wanted
 from lucevisor.memory.blocks import NO_STATE
 from lucevisor.memory.pages import PageAllocator, PageUse
-from lucevisor.memory.prefix import Match
+from lucevisor.memory.prefix_records import Match
 from lucevisor.memory.tables import most_window_pages, pages_of
 from lucevisor.wire.messages import CloseSequence, Operation, Sampled, SetPages, Slice, Step, StepResult
 from lucevisor.wire.values import Space
@@ -61,6 +61,7 @@ class Scheduler:
     def __init__(self, limits: EngineLimits) -> None:
         self.limits = limits
         self.admitting = True  # False: queued requests stay queued, running ones go on
+        self.starving = False  # the only running request lacks pages that pins or reservations hold
         self.n_preemptions = 0
         self.n_generated_tokens = 0
         self.last_applied = 0  # the last step whose result came
@@ -105,11 +106,18 @@ class Scheduler:
     # ---- requests
 
     def submit(
-        self, request: GenerationRequest, now: float, wanted: Wanted | None = None, *, hold: bool = False
+        self,
+        request: GenerationRequest,
+        now: float,
+        wanted: Wanted | None = None,
+        *,
+        hold: bool = False,
+        probe: Match | None = None,
     ) -> None:
         """Queue a request.  Raises InvalidRequest or ContextOverflow when it can never be served.
 
-        ``hold``: it does not start before ``resume``, and lets others pass.
+        ``hold``: it does not start before ``resume``, and lets others pass.  ``probe``: it goes before all others, and
+        starts there, in pages that the caller keeps until it is over.
         """
         if request.request_id in self._records:
             raise InvalidRequest(
@@ -125,12 +133,15 @@ class Scheduler:
         if n_prompt + 1 > capacity:
             raise ContextOverflow(n_prompt, self.limits.max_context, self.limits.page_tokens)
         max_tokens = min(request.max_tokens, capacity - n_prompt)
-        record = RequestRecord(request, self._n_arrivals, max_tokens, now, wanted)
+        record = RequestRecord(request, self._n_arrivals, max_tokens, now, wanted, probe)
         self._n_arrivals += 1
         self.reuse.submitted(record)
         record.prefix.held = hold
         self._records[request.request_id] = record
-        self._queue.append(record)
+        if probe is None:
+            self._queue.append(record)
+        else:
+            self._queue.appendleft(record)
 
     def resume(self, request_id: str) -> None:
         """Let a request start that was held.  Does nothing when it is over already."""
@@ -148,7 +159,8 @@ class Scheduler:
         A preempted request counts as queued: all its tokens are here, so it goes on when the shards are back.
         """
         self.reuse.index.clear()
-        events = [self._finish(record, "error", now, error=error) for record in list(self._live.values())]
+        ending = [*self._live.values(), *(record for record in self._queue if record.probe is not None)]
+        events = [self._finish(record, "error", now, error=error) for record in ending]
         self._in_flight.clear()
         self._operations.clear()  # the shards start empty
         self._flushing = False
@@ -159,6 +171,12 @@ class Scheduler:
     def fail_queued(self, error: RequestError, now: float) -> Events:
         """End the queued requests with ``error``."""
         return [self._finish(record, "error", now, error=error) for record in list(self._queue)]
+
+    def end_probes(self, now: float) -> Events:
+        """End the probes that wait: what their pages keep from the only running request comes back."""
+        self.starving = False
+        waiting = [record for record in self._queue if record.probe is not None]
+        return [self._finish(record, "cancelled", now) for record in waiting]
 
     # ---- steps
 
@@ -208,13 +226,16 @@ class Scheduler:
     def _admit(self, now: float) -> None:
         for record in tuple(self._queue):
             # A preempted request whose last token is still under way waits for it: the token is not drawn twice.
-            if not self.admitting or len(self._live) >= self.limits.max_sequences or record.n_in_flight:
+            admitting = self.admitting or record.probe is not None
+            if not admitting or len(self._live) >= self.limits.max_sequences or record.n_in_flight:
                 return
             if self.reuse.awaits(record, self._live.values()):
                 continue
             match = self.reuse.match(record)
             # What it would share may be all there is to give up for the rest of it: then it starts without.
-            if not self._start(record, match, now) and not (match.position and self._start(record, NOTHING, now)):
+            if not self._start(record, match, now) and (
+                record.probe is not None or not match.position or not self._start(record, NOTHING, now)
+            ):
                 return
 
     def _start(self, record: RequestRecord, match: Match, now: float) -> bool:
@@ -276,6 +297,7 @@ class Scheduler:
                 if self.reuse.index.reclaim(pick.live.table.missing(pick.stop)):
                     continue
                 if len(self._live) == 1 and self.reuse.index.held_back:
+                    self.starving = True
                     break  # a snapshot is being written or read: its pages come back by themselves
                 self._preempt(max(self._live.values(), key=lambda record: record.arrival))
         return secured
@@ -318,7 +340,7 @@ class Scheduler:
     def _accept(self, record: RequestRecord, sampled: Sampled, now: float) -> Events:
         request = record.request
         record.tokens.append(sampled.token)
-        self.n_generated_tokens += 1
+        self.n_generated_tokens += not record.apart
         if record.first_token_at is None:
             record.first_token_at = now
         if record.state is RequestState.PREFILL:

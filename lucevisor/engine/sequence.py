@@ -20,7 +20,7 @@ from lucevisor.engine.request import (
     Usage,
 )
 from lucevisor.memory.blocks import Origin
-from lucevisor.memory.prefix import Match
+from lucevisor.memory.prefix_records import Match
 from lucevisor.memory.tables import PageTable
 
 
@@ -83,6 +83,7 @@ class RequestRecord:
     max_tokens: int  # lowered to what context and pages allow
     submitted_at: float
     wanted: Wanted | None = None
+    probe: Match | None = None  # a question of ours: it starts there, goes before others, and counts nowhere
     tokens: list[int] = field(default_factory=list)
     state: RequestState = RequestState.QUEUED
     live: LiveSequence | None = None
@@ -93,6 +94,11 @@ class RequestRecord:
 
     def __post_init__(self) -> None:
         self.tokens = list(self.request.prompt)
+
+    @property
+    def apart(self) -> bool:
+        """Whether it neither uses what is remembered nor is remembered: it asks about the chain itself."""
+        return self.wanted is not None or self.probe is not None
 
     @property
     def ended(self) -> bool:

@@ -82,6 +82,7 @@ class StoreStatistics:
     save_s: float = 0.0
     n_restored: int = 0
     restored_bytes: int = 0
+    restore_s: float = 0.0  # from the decision to the slot that can be used
     n_pruned: int = 0
     failures: Counter[str] = field(default_factory=Counter)  # labels of SnapshotFailed, faults of SnapshotRefused
 
@@ -244,9 +245,13 @@ class SnapshotStore:
                 disk.compare(disk.checksums(reading.fd, reading.snapshot.tensors, self._pool), reading.snapshot)
             except OSError as error:
                 raise disk.unreadable("tensors", error) from error
+
+    def restored(self, reading: Reading, seconds: float) -> None:
+        """Count a file whose slot is in use now; ``seconds`` since it was decided on."""
         with self._guard:
             self.statistics.n_restored += 1
             self.statistics.restored_bytes += reading.entry.n_bytes
+            self.statistics.restore_s += seconds
 
     @staticmethod
     def close_reading(reading: Reading) -> None:

@@ -121,6 +121,10 @@ def common_tokens(a: bytes, b: bytes) -> int:
 # ---- what to save
 
 
+READ_S = 0.002
+"""What a restore takes besides reading: opening, messages, one step to check it."""
+
+
 class Occasion(StrEnum):
     """Why a slot might be saved now."""
 
@@ -181,6 +185,18 @@ def why_not(candidate: Candidate, occasion: Occasion, policy: SavePolicy, speeds
     compute_s, read_s = c.gain_tokens / speeds.prefill_tokens_per_s, c.n_bytes / speeds.read_bytes_per_s
     if compute_s <= read_s:
         return f"computing {c.gain_tokens} tokens takes {compute_s:.3f} s, reading them {read_s:.3f} s"
+    return ""
+
+
+def why_not_read(n_tokens: int, gain_tokens: int, n_bytes: int, policy: SavePolicy, speeds: Speeds) -> str:
+    """Why a file that gives back ``n_tokens`` of a prompt is not read for the ``gain_tokens`` that memory has not;
+    empty when it is.
+    """
+    if n_tokens < policy.min_tokens:
+        return f"{n_tokens} tokens are less than cache.min_tokens = {policy.min_tokens}"
+    compute_s, read_s = gain_tokens / speeds.prefill_tokens_per_s, READ_S + n_bytes / speeds.read_bytes_per_s
+    if compute_s <= read_s:
+        return f"computing {gain_tokens} tokens takes {compute_s:.3f} s, reading them {read_s:.3f} s"
     return ""
 
 

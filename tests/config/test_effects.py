@@ -33,7 +33,6 @@ def box(tmp_path):
         ("kvflash.pool_tokens=auto", "kvflash.pool_tokens"),
         ("pflash.mode=auto", "pflash.mode"),
         ("pflash.mode=always", "pflash.mode"),
-        ("cache.dir=snapshots", "cache.dir"),
         ("recovery.spares=1", "recovery.spares"),
     ],
 )
@@ -108,6 +107,7 @@ def test_options_with_effect_say_nothing(box):
         "engine.kv_dtype=q8_0",
         "model.yarn_attn_factor=file",
         "cache.prefix_slots=5",
+        "cache.dir=snapshots",
         "cache.memory=2GiB",
         "cache.min_tokens=9",
         "cache.checkpoint_pages=1",

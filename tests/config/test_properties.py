@@ -71,6 +71,7 @@ VALID = {
         "prefix_slots": st.integers(0, 2**20),
         "memory": size,
         "disk": size,
+        "dir": st.sampled_from(["", "/var/cache/lucevisor"]),
         "min_tokens": st.integers(0, 2**30),
         "checkpoint_pages": st.integers(0, 2**20),
         "normalise": st.sampled_from(["off", "fix", "move"]),

@@ -16,7 +16,7 @@ from lucevisor.engine.scheduler import Scheduler, StepPlan
 from lucevisor.engine.sequence import RequestRecord, Wanted
 from lucevisor.memory.blocks import Slot
 from lucevisor.memory.pages import PageUse
-from lucevisor.memory.prefix import Match, PrefixSettings
+from lucevisor.memory.prefix_records import Match, PrefixSettings
 from lucevisor.wire.messages import (
     CloseSequence,
     CopyPage,
@@ -457,8 +457,9 @@ async def test_a_slot_goes_to_disk_and_back_after_the_shards_lost_it(spaces: fro
 async def test_a_held_request_waits_for_what_is_restored_and_others_pass() -> None:
     toy = ToyEngine(warm())
     toy.attach()
-    held = toy.engine.submit(request("a", range(150), n=1), hold=True)
-    cancelled = toy.engine.submit(request("c", range(150), n=1), hold=True)
+    toy.engine.on_submit = lambda asked: asked.request_id in ("a", "c")
+    held = toy.engine.submit(request("a", range(150), n=1))
+    cancelled = toy.engine.submit(request("c", range(150), n=1))
     other = toy.engine.submit(request("b", range(500, 510), n=1))
     await toy.play()
     assert other.finished is not None

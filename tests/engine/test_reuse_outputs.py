@@ -12,7 +12,7 @@ from lucevisor.engine.handle import RequestHandle
 from lucevisor.engine.limits import EngineLimits
 from lucevisor.engine.request import GenerationRequest
 from lucevisor.memory.blocks import Slot
-from lucevisor.memory.prefix import PrefixSettings, Reservation
+from lucevisor.memory.prefix_records import PrefixSettings, Reservation
 from lucevisor.memory.tables import most_window_pages
 from lucevisor.wire.messages import Pools
 from lucevisor.wire.values import Sampling, Space

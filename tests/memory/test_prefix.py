@@ -8,7 +8,8 @@ import pytest
 
 from lucevisor.memory.blocks import NO_STATE, Slot, Source
 from lucevisor.memory.pages import PageError, PagePools, PageUse
-from lucevisor.memory.prefix import PrefixIndex, PrefixSettings
+from lucevisor.memory.prefix import PrefixIndex
+from lucevisor.memory.prefix_records import PrefixSettings
 from lucevisor.memory.tables import PageTable
 from lucevisor.wire.messages import Pools
 from lucevisor.wire.values import PAGE_TOKENS, Space

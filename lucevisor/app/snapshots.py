@@ -1,0 +1,364 @@
+"""Prefix slots to disk and back: when a slot is saved, how a restored one comes to be used.
+
+Joins engine, store and daemons; every decision by number is in ``memory/snapshots.py``, every byte in the daemons and
+the store.  A request whose prompt a file knows better than memory is held, the file is read into reserved pages, its
+checksums are compared, the recorded next token is asked for, and only then the slot is published and the request
+starts.  Whatever goes wrong on the way, the request starts without.
+
+Invariant: a slot is published only when every daemon restored its part, every checksum was right and the next token was
+the recorded one; pages and descriptors are kept until every daemon is through with them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import structlog
+
+from lucevisor.app.shard_transfers import ShardTransfers
+from lucevisor.config import CacheConfig
+from lucevisor.engine.chain import ChainResult
+from lucevisor.engine.loop import Engine
+from lucevisor.engine.request import GenerationRequest, TokenEvent
+from lucevisor.memory.blocks import Slot
+from lucevisor.memory.prefix_records import Hooks, Reservation
+from lucevisor.memory.snapshot_background import BackgroundStore
+from lucevisor.memory.snapshot_store import Reading, SnapshotRefused, SnapshotStore
+from lucevisor.memory.snapshot_transfers import Transfer
+from lucevisor.memory.snapshot_writer import SnapshotFailed
+from lucevisor.memory.snapshots import (
+    Candidate,
+    Match,
+    Occasion,
+    SavePolicy,
+    Speeds,
+    for_shutdown,
+    why_not,
+    why_not_read,
+)
+from lucevisor.placement.result import Placement
+from lucevisor.wire.fingerprint import fingerprint
+from lucevisor.wire.messages import SlotPlace
+from lucevisor.wire.model_spec import ModelSpec
+from lucevisor.wire.snapshot_file import lay_out
+from lucevisor.wire.snapshot_layout import NextToken, StateModel
+from lucevisor.wire.snapshot_layout import Slot as FileSlot
+from lucevisor.wire.values import Dtype, Space
+
+TRANSFER_S = 60.0
+"""A save or restore that takes longer is given up: its disk hangs."""
+
+N_TOP = 4
+"""Next tokens recorded beside the best: a near tie may fall out otherwise on another backend."""
+
+NEAR_TIE = {True: 1e-3, False: 0.25}
+"""Nats that the restored model's best token may be less likely than the recorded one, by whether the states are float32
+of the same formats: sums of other batches differ in their last bits."""
+
+_PREFILL_STEP_TOKENS = 32
+_FIRST_GUESS = Speeds(prefill_tokens_per_s=500.0)
+
+log = structlog.get_logger("snapshots")
+
+
+async def open_store(cache: CacheConfig, spec: ModelSpec, placement: Placement) -> BackgroundStore | None:
+    """The directory of ``cache.dir``, scanned; None when snapshots are off.  Raises ConfigError naming it."""
+    if not cache.dir or not cache.prefix_slots:
+        return None
+    mark = await asyncio.to_thread(fingerprint, spec, placement.options)
+    model = StateModel(mark, spec.architecture, spec.name, placement.dtype, placement.kv_dtype, spec.layers)
+    store = BackgroundStore(SnapshotStore(Path(cache.dir), model, cache.disk))
+    await store.scan()
+    return store
+
+
+@dataclass(slots=True)
+class SpeedMeter:
+    """What computing and disk take here, as seen so far."""
+
+    n_tokens: int = 0
+    seconds: float = 0.0
+
+    def add(self, result: ChainResult) -> None:
+        """Count a step of some length: the slowest stage says how fast prompts are computed."""
+        if result.step.n_tokens >= _PREFILL_STEP_TOKENS:
+            self.n_tokens += result.step.n_tokens
+            self.seconds += max(answer.compute_s for answer in result.results)
+
+    def speeds(self, store: BackgroundStore) -> Speeds:
+        """Return the speeds as of now; guesses for what was not seen yet."""
+        seen, guess = store.store.statistics, _FIRST_GUESS
+
+        def per_s(n: int, seconds: float, otherwise: float) -> float:
+            return n / seconds if n and seconds > 0 else otherwise
+
+        return Speeds(
+            prefill_tokens_per_s=per_s(self.n_tokens, self.seconds, guess.prefill_tokens_per_s),
+            read_bytes_per_s=guess.read_bytes_per_s,
+            write_bytes_per_s=per_s(seen.saved_bytes, seen.save_s, guess.write_bytes_per_s),
+        )
+
+
+@dataclass(slots=True, eq=False)
+class _Restoring:
+    """A restore under way, and the requests that wait for it.  ``late``: they do not any more, nor will others."""
+
+    match: Match
+    waiting: list[str] = field(default_factory=list)
+    late: bool = False
+
+
+class Snapshots:
+    """Made when the engine is; ``start`` hooks it in, ``close`` ends it."""
+
+    def __init__(self, engine: Engine, store: BackgroundStore, shards: ShardTransfers, policy: SavePolicy) -> None:
+        self.store, self.shards = store, shards
+        self.meter = SpeedMeter()
+        self._engine, self._policy = engine, policy
+        self._restoring: dict[tuple[str, int], _Restoring] = {}
+        self._candidates: dict[int, Slot] = {}
+        self._wake = asyncio.Event()
+        self._saving = asyncio.Lock()  # one file at a time
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._worker: asyncio.Task[None] | None = None
+
+    # ---- life
+
+    def start(self) -> None:
+        """Watch the engine from now on."""
+        self._engine.prefixes.hooks = Hooks(on_slot=self._on_slot, on_evict=self._on_evict)
+        self._engine.on_submit = self._on_submit
+        self._worker = asyncio.create_task(self._save_turns(), name="save snapshots")
+
+    async def save_all(self, deadline_s: float) -> int:
+        """Save what is worth it of all slots in memory, most useful first; return how many files were written.
+
+        For the time before the shards lose their state.  Nothing is begun after the deadline.
+        """
+        end, n_saved = time.monotonic() + deadline_s, 0
+        speeds = self.meter.speeds(self.store)
+        slots = {slot.number: slot for slot in self._engine.prefixes.slots}
+        candidates = [self._candidate(slot) for slot in slots.values()]
+        for candidate in for_shutdown(candidates, self._policy, speeds, deadline_s):
+            left = end - time.monotonic()
+            slot = slots[candidate.slot]
+            if left <= 0:
+                log.warning("snapshots not saved in time", deadline_s=deadline_s, n_saved=n_saved)
+                break
+            if slot.alive and not why_not(self._candidate(slot), Occasion.SHUTDOWN, self._policy, speeds):
+                n_saved += await self._save(slot, Occasion.SHUTDOWN, left)
+        return n_saved
+
+    async def close(self) -> None:
+        """End all tasks; call when no daemon is left, so that every transfer has ended.  Waits for the disk."""
+        self._engine.on_submit = lambda _: False
+        self._engine.prefixes.hooks = Hooks()
+        for task in (*self._tasks, *([self._worker] if self._worker is not None else [])):
+            task.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await task
+        await asyncio.get_running_loop().run_in_executor(None, self.store.close)
+
+    # ---- restore
+
+    def _on_submit(self, request: GenerationRequest) -> bool:
+        """Say whether a request shall wait for a restore, and begin it."""
+        match = self._better(request)
+        if match is None:
+            return False
+        key = (match.entry.file, match.n_tokens)
+        under_way = self._restoring.get(key)
+        if under_way is None:
+            under_way = self._restoring[key] = _Restoring(match)
+            self._spawn(self._restore_for(key, under_way), f"restore {match.entry.file}")
+        if not under_way.late:
+            under_way.waiting.append(request.request_id)
+        return not under_way.late
+
+    def _better(self, request: GenerationRequest) -> Match | None:
+        prefixes, prompt = self._engine.prefixes, request.prompt
+        match = self.store.store.find(prompt, len(prompt) - 1) if prefixes.enabled else None
+        if match is None:
+            return None
+        gain = match.n_tokens - prefixes.match(prompt).position
+        n_bytes = match.entry.n_bytes * match.n_tokens // match.entry.n_tokens
+        speeds = self.meter.speeds(self.store)
+        return None if why_not_read(match.n_tokens, gain, n_bytes, self._policy, speeds) else match
+
+    async def _restore_for(self, key: tuple[str, int], under_way: _Restoring) -> None:
+        try:
+            await self._restore(under_way)
+        finally:
+            del self._restoring[key]
+            self._resume(under_way)
+
+    def _resume(self, under_way: _Restoring) -> None:
+        under_way.late = True
+        for request_id in under_way.waiting:
+            self._engine.resume(request_id)
+        under_way.waiting.clear()
+
+    async def _restore(self, under_way: _Restoring) -> None:
+        match, started = under_way.match, time.monotonic()
+        reservation = await self._engine.reserve(match.n_tokens)
+        if reservation is None:
+            log.info("snapshot not restored", file=match.entry.file, reason="there is no room in memory now")
+            return
+        try:
+            reading = await self.store.open_for_restore(match.entry, match.n_tokens)
+            try:
+                problem = await self._fill(reading, reservation, lambda: self._resume(under_way))
+                problem = problem or await self._judge(reading, reservation)
+            finally:
+                self.store.store.close_reading(reading)
+            if not problem and self._engine.adopt(reading.tokens, reservation) is None:
+                problem = "a daemon was lost meanwhile, or memory has no room for it"
+        except SnapshotRefused:  # logged and counted where it was found out
+            return
+        finally:
+            self._engine.cancel_reservation(reservation)
+        seconds = time.monotonic() - started
+        if problem:
+            log.warning("snapshot not restored", file=match.entry.file, reason=problem)
+            return
+        self.store.store.restored(reading, seconds)
+        log.info("snapshot restored", file=match.entry.file, n_tokens=match.n_tokens, seconds=round(seconds, 4),
+                 converted=reading.converted)  # fmt: skip
+
+    async def _fill(self, reading: Reading, reservation: Reservation, late: Callable[[], None]) -> str:
+        """Have the bytes read and compared; return the problem, empty when all is well.  Raises SnapshotRefused.
+
+        ``late`` is called when it takes too long; the pages stay reserved until the daemons are through.
+        """
+        ids = reservation.ids
+        place = SlotPlace(
+            reading.n_tokens, ids.get(Space.FULL, []), ids.get(Space.WINDOW, []), reservation.first_window,
+            reservation.state,
+        )  # fmt: skip
+        check = asyncio.create_task(self.store.check(reading))
+        transfer, overdue = await self._await(self.shards.restore(reading, place), TRANSFER_S, late)
+        await check
+        return overdue or transfer.problem
+
+    async def _judge(self, reading: Reading, reservation: Reservation) -> str:
+        """Ask for the recorded next token; return the problem.  A file that gives another one is set aside."""
+        record = reading.next_token
+        if record is None or record.input is None:
+            return ""
+        told = await self._engine.next_token(reservation, reading.tokens, record.input, N_TOP)
+        if told is None:
+            return "its next token could not be asked for"
+        if not record.agrees(told.token, self._tolerance(reading)):
+            reason = f"the next token is {told.token}, recorded is {record.token}: its state is not what was saved"
+            await self.store.discard(reading.entry, reason)
+            return reason
+        return ""
+
+    def _tolerance(self, reading: Reading) -> float:
+        return NEAR_TIE[not reading.converted and self.store.store.model.dtype is Dtype.FLOAT32]
+
+    # ---- save
+
+    def _on_slot(self, slot: Slot) -> None:
+        if slot.origin != "disk":
+            self._candidates[slot.number] = slot
+            self._wake.set()
+
+    def _on_evict(self, slot: Slot) -> None:
+        """A slot is about to go: keep it for a moment if it is worth a file and no other is being written."""
+        if self._saving.locked() or self._reason_not(slot, Occasion.EVICTION):
+            return
+        self._engine.prefixes.pin(slot)
+        self._spawn(self._save_evicted(slot), "save an evicted slot")
+
+    async def _save_evicted(self, slot: Slot) -> None:
+        try:
+            await self._save(slot, Occasion.EVICTION, TRANSFER_S)
+        finally:
+            self._engine.release(slot)
+
+    async def _save_turns(self) -> None:
+        """Save slots that were made, the longest first, while nobody waits for a place."""
+        while True:
+            await self._wake.wait()
+            self._wake.clear()
+            while self._candidates:
+                await self._engine.room()
+                slot = max(self._candidates.values(), key=lambda slot: slot.n_tokens)
+                del self._candidates[slot.number]
+                if slot.alive and not self._reason_not(slot, Occasion.TURN):
+                    await self._save(slot, Occasion.TURN, TRANSFER_S)
+
+    def _candidate(self, slot: Slot) -> Candidate:
+        tokens = slot.tokens
+        known = self.store.store.find(tokens, len(tokens))
+        n_bytes = lay_out(self.store.store.model, FileSlot(tokens, 0.0)).file_bytes
+        return Candidate(slot.number, len(tokens), n_bytes, known.n_tokens if known is not None else 0, slot.n_uses)
+
+    def _reason_not(self, slot: Slot, occasion: Occasion) -> str:
+        return why_not(self._candidate(slot), occasion, self._policy, self.meter.speeds(self.store))
+
+    async def _save(self, slot: Slot, occasion: Occasion, deadline_s: float) -> bool:
+        """Write a slot's file; False when that failed, which is logged."""
+        async with self._saving:
+            record = await self._record(slot) if occasion is not Occasion.EVICTION else None
+            place = await self._engine.export(slot)
+            if place is None:
+                return False
+            try:
+                writing = await self.store.begin(FileSlot(slot.tokens, time.time(), record))
+                late = "the daemons or the disk took too long"
+                transfer, overdue = await self._await(
+                    self.shards.save(writing, place), deadline_s,
+                    lambda: self._spawn(self.store.abort(writing, late), "abort a snapshot"),
+                )  # fmt: skip
+                if overdue or transfer.problem:
+                    await self.store.abort(writing, overdue or transfer.problem)
+                    return False
+                await self.store.finish(writing, transfer.n_bytes)
+            except SnapshotFailed:  # logged and counted by the store
+                return False
+            finally:
+                self._engine.release(slot)
+            return True
+
+    async def _record(self, slot: Slot) -> NextToken | None:
+        """Ask what comes behind a slot and one more token: a restored state can be asked the same."""
+        tokens = slot.tokens
+        prefixes = self._engine.prefixes
+        prefixes.pin(slot)
+        try:
+            told: TokenEvent | None = None
+            if slot.alive:
+                told = await self._engine.next_token(slot, tokens, tokens[0], N_TOP)
+        finally:
+            self._engine.release(slot)
+        return None if told is None else NextToken(told.token, told.logprob, list(told.top), tokens[0])
+
+    # ---- inside
+
+    async def _await(
+        self, end: asyncio.Future[Transfer], seconds: float, late: Callable[[], object]
+    ) -> tuple[Transfer, str]:
+        """Wait for a transfer's end, however long that takes; past the deadline tell ``late``, and say so."""
+        try:
+            return await asyncio.wait_for(asyncio.shield(end), seconds), ""
+        except TimeoutError:
+            late()
+            return await asyncio.shield(end), f"it took longer than {seconds:.1f} s"
+
+    def _spawn(self, work: Coroutine[Any, Any, None], name: str) -> None:
+        task = asyncio.create_task(work, name=name)
+        self._tasks.add(task)
+        task.add_done_callback(self._done)
+
+    def _done(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            log.error("snapshots", task=task.get_name(), reason=repr(error))

@@ -1,0 +1,76 @@
+"""Conversations of several turns with a running service, and what came of them: for tests of what is remembered."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from lucevisor.app.service import Service
+from lucevisor.engine.request import FinishedEvent, GenerationRequest, TokenEvent
+from lucevisor.wire.values import Sampling
+from tests.e2e.service import GOLDEN
+
+DEMO = Path(__file__).parents[2] / "etc" / "demo" / "demo-qwen35-22m-q4_k_m.gguf"
+MODELS = {
+    "demo": DEMO,
+    **{name: GOLDEN / name / "model.gguf" for name in ("qwen3", "qwen35", "qwen35moe", "gemma4_e2b", "laguna")},
+}
+ANSWER = 12
+GREEDY = Sampling(temperature=0.0, presence_penalty=0.3)  # counts the whole prompt: the part from the cache as well
+_numbers = itertools.count()
+
+
+@dataclass
+class Told:
+    """What came of one arm: tokens of each answer, and what was cached of its prompt."""
+
+    answers: list[list[int]] = field(default_factory=list)
+    prompts: list[int] = field(default_factory=list)
+    cached: list[int] = field(default_factory=list)
+    n_computed: int = 0
+
+
+async def ask(
+    service: Service, prompt: list[int], turns: list[int], n: int = ANSWER
+) -> tuple[list[int], FinishedEvent]:
+    assert service.engine is not None
+    request = GenerationRequest(
+        request_id=f"prefix-{next(_numbers)}",
+        prompt=tuple(prompt),
+        max_tokens=n,
+        sampling=GREEDY,
+        turn_boundaries=tuple(turns),
+    )
+    tokens: list[int] = []
+    with service.engine.submit(request) as handle:
+        async for event in handle:
+            if isinstance(event, TokenEvent):
+                tokens.append(event.token)
+            else:
+                return tokens, event
+    raise AssertionError("the stream ended without a FinishedEvent")
+
+
+async def converse(service: Service, vocabulary: int, n_conversations: int) -> Told:
+    """Conversations of three turns, on two system prompts, one after the other."""
+    told, rng = Told(), random.Random(5)
+    systems = [[rng.randrange(vocabulary) for _ in range(n)] for n in (130, 150)]
+    assert service.engine is not None
+    before = service.engine.statistics().steps.n_tokens
+    for i in range(n_conversations):
+        prompt = list(systems[i % 2])
+        turns = [len(prompt)]
+        for _ in range(3):
+            prompt += [rng.randrange(vocabulary) for _ in range(rng.randrange(5, 40))]
+            turns.append(len(prompt))
+            prompt += [1, 2]  # what opens an answer
+            answer, finished = await ask(service, prompt, turns)
+            told.answers.append(answer)
+            told.prompts.append(len(prompt))
+            told.cached.append(finished.usage.cached_tokens)
+            prompt += answer
+            turns.append(len(prompt))
+    told.n_computed = service.engine.statistics().steps.n_tokens - before
+    return told
