@@ -11,9 +11,9 @@ from __future__ import annotations
 import os
 import socket
 import struct
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Annotated, Any, Protocol
 
 import msgspec
 from aiohttp import web
@@ -21,8 +21,25 @@ from aiohttp import web
 from lucevisor.errors import LucevisorError
 
 
+class CachePort(Protocol):
+    """What an operator may ask of prefix slots and snapshots.  All but ``show`` raise LucevisorError when snapshots are
+    off."""
+
+    async def show(self) -> dict[str, Any]:
+        """Slots in memory and files on disk."""
+
+    async def verify(self, files: Sequence[str], *, set_aside: bool) -> list[dict[str, Any]]: ...
+
+    async def prune(self, disk_bytes: int | None, *, refused: bool) -> list[dict[str, Any]]: ...
+
+    async def remove(self, files: Sequence[str], *, everything: bool) -> list[dict[str, Any]]: ...
+
+
 class AdminPort(Protocol):
     """What an operator may ask of a supervisor."""
+
+    @property
+    def cache(self) -> CachePort: ...
 
     def status(self) -> dict[str, Any]: ...
 
@@ -40,6 +57,27 @@ class AdminPort(Protocol):
 class Restart(msgspec.Struct, forbid_unknown_fields=True):
     groups: list[str]
     now: bool = False
+
+
+class CacheVerify(msgspec.Struct, forbid_unknown_fields=True):
+    """No files: all snapshots."""
+
+    files: list[str] = []
+    set_aside: bool = False
+
+
+class CachePrune(msgspec.Struct, forbid_unknown_fields=True):
+    """``to``: bytes that may stay in use; null: the budget of the configuration."""
+
+    to: Annotated[int, msgspec.Meta(ge=0)] | None = None
+    refused: bool = False
+
+
+class CacheRemove(msgspec.Struct, forbid_unknown_fields=True):
+    """Either files or all."""
+
+    files: list[str] = []
+    all: bool = False
 
 
 def peer_uid(transport: object) -> int:
@@ -60,7 +98,7 @@ async def _own_user_only(
         return await handler(request)
     except LucevisorError as e:
         return _error(409, str(e))
-    except msgspec.ValidationError as e:
+    except msgspec.DecodeError as e:
         return _error(400, str(e))
 
 
@@ -69,7 +107,8 @@ def _error(status: int, message: str) -> web.Response:
 
 
 def create_admin_app(port: AdminPort) -> web.Application:
-    """Routes: GET /status, GET /ready?timeout_s=, POST /stop, POST /restart, GET /logs?group=&follow=."""
+    """Routes: GET /status, GET /ready?timeout_s=, POST /stop, POST /restart, GET /logs?group=&follow=, GET /cache, POST
+    /cache/verify, /cache/prune, /cache/rm."""
 
     async def status(_: web.Request) -> web.Response:
         return web.json_response(port.status())
@@ -106,9 +145,38 @@ def create_admin_app(port: AdminPort) -> web.Application:
             web.post("/stop", stop),
             web.post("/restart", restart),
             web.get("/logs", logs),
+            *_cache_routes(port),
         ]
     )
     return app
+
+
+def _cache_routes(port: AdminPort) -> list[web.RouteDef]:
+    """Bodies may be left out where every field has a default that says something."""
+
+    async def show(_: web.Request) -> web.Response:
+        return web.json_response(await port.cache.show())
+
+    async def verify(request: web.Request) -> web.Response:
+        order = msgspec.json.decode(await request.read() or b"{}", type=CacheVerify)
+        return web.json_response({"checked": await port.cache.verify(order.files, set_aside=order.set_aside)})
+
+    async def prune(request: web.Request) -> web.Response:
+        order = msgspec.json.decode(await request.read() or b"{}", type=CachePrune)
+        return web.json_response({"removed": await port.cache.prune(order.to, refused=order.refused)})
+
+    async def remove(request: web.Request) -> web.Response:
+        order = msgspec.json.decode(await request.read() or b"{}", type=CacheRemove)
+        if bool(order.files) == order.all:
+            return _error(400, "files, all: name files, or set all to true")
+        return web.json_response({"removed": await port.cache.remove(order.files, everything=order.all)})
+
+    return [
+        web.get("/cache", show),
+        web.post("/cache/verify", verify),
+        web.post("/cache/prune", prune),
+        web.post("/cache/rm", remove),
+    ]
 
 
 async def serve_admin(app: web.Application, path: Path) -> web.AppRunner:

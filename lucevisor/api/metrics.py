@@ -14,7 +14,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.exposition import choose_encoder
 from prometheus_client.registry import Collector
 
-from lucevisor.api.ports import Ports
+from lucevisor.api.ports import Ports, SnapshotFigures
 from lucevisor.engine.statistics import EngineStatistics
 from lucevisor.supervision.states import State
 
@@ -71,6 +71,9 @@ class _State(Collector):
         yield from self._groups()
         if self._ports.engine is not None:
             yield from _engine(self._ports.engine.statistics())
+        snapshots = self._ports.snapshots()
+        if snapshots is not None:
+            yield from _snapshots(snapshots)
 
     def _groups(self) -> Iterator[Metric]:
         states = GaugeMetricFamily(
@@ -121,3 +124,30 @@ def _engine(now: EngineStatistics) -> Iterator[Metric]:
     yield CounterMetricFamily(_P + "prefix_prompts", "Prompts that were begun.", value=now.cache.n_prompts)
     yield CounterMetricFamily(_P + "prefix_hits", "Prompts that began with a known prefix.", value=now.cache.n_hits)
     yield CounterMetricFamily(_P + "prefix_evictions", "Slots given up for others.", value=now.cache.n_evictions)
+
+
+def _snapshots(now: SnapshotFigures) -> Iterator[Metric]:
+    n_bytes = CounterMetricFamily(
+        _P + "snapshot_bytes", "Bytes of the snapshot files that were saved or restored.", labels=["op"]
+    )
+    seconds = CounterMetricFamily(
+        _P + "snapshot_seconds", "Time that saves and restores of snapshots took, those that succeeded.", labels=["op"]
+    )
+    for op, taken_bytes, taken_s in (
+        ("save", now.saved_bytes, now.save_s),
+        ("restore", now.restored_bytes, now.restore_s),
+    ):
+        n_bytes.add_metric([op], taken_bytes)
+        seconds.add_metric([op], taken_s)
+    yield n_bytes
+    yield seconds
+    failures = CounterMetricFamily(
+        _P + "snapshot_failures",
+        "Slots that were not saved and files that were not used, by reason.",
+        labels=["reason"],
+    )
+    for reason, n in now.failures.items():
+        failures.add_metric([reason], n)
+    yield failures
+    yield GaugeMetricFamily(_P + "snapshots", "Snapshot files that this model can use.", value=now.n_files)
+    yield GaugeMetricFamily(_P + "snapshot_disk_bytes", "What those files take on disk.", value=now.file_bytes)

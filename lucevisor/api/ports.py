@@ -105,6 +105,25 @@ class GroupFigures:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class SnapshotFigures:
+    """Snapshots for metrics and status.
+
+    ``n_files``, ``file_bytes``: files of this model that can be used now; the rest is counted since the start.
+    ``restore_s``: from the decision to the slot in use.  ``failures``: count by reason, every reason there is.
+    """
+
+    n_files: int
+    file_bytes: int
+    n_saved: int
+    saved_bytes: int
+    save_s: float
+    n_restored: int
+    restored_bytes: int
+    restore_s: float
+    failures: Mapping[str, int]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ApiSettings:
     """Limits of the HTTP side.  `host` is the configured bind address; times in seconds, sizes in bytes."""
 
@@ -123,6 +142,10 @@ def _no_groups() -> Sequence[GroupFigures]:
     return ()
 
 
+def _no_snapshots() -> SnapshotFigures | None:
+    return None
+
+
 @dataclass(slots=True, kw_only=True)
 class Ports:
     """All that handlers use.  `not_ready` returns an empty sequence when the chain is ready; it must not block."""
@@ -135,6 +158,7 @@ class Ports:
     keys: ApiKeys = field(default_factory=ApiKeys)
     settings: ApiSettings = field(default_factory=ApiSettings)
     groups: Callable[[], Sequence[GroupFigures]] = _no_groups
+    snapshots: Callable[[], SnapshotFigures | None] = _no_snapshots  # None while they are off
     banned: tuple[int, ...] = ()  # ids never sampled: rows of the vocabulary that stand for nothing
     engine: EnginePort | None = None
     max_context: int = 0  # tokens; 0: not known yet

@@ -28,9 +28,11 @@ from lucevisor.api.ports import (
     NotReadyPart,
     Ports,
     SamplingDefaults,
+    SnapshotFigures,
 )
 from lucevisor.api.server import create_app, serve
 from lucevisor.app import logs
+from lucevisor.app.cache_operations import CacheOperations, figures
 from lucevisor.app.model_source import resolve
 from lucevisor.app.rundir import RunDirectory
 from lucevisor.app.service import Model, Observer, Service
@@ -38,6 +40,7 @@ from lucevisor.app.status import status
 from lucevisor.config import Config, read_api_keys
 from lucevisor.engine.loop import Engine
 from lucevisor.errors import ConfigError, ExitCode
+from lucevisor.memory.snapshot_tools import check_directory
 from lucevisor.supervision.states import State
 from lucevisor.text.template import ChatTemplate
 from lucevisor.text.tokenizer import Tokenizer
@@ -70,6 +73,8 @@ def run(config: Config, name: str, observer: Observer, *, to_terminal: bool = Tr
     try:
         logs.configure(config.log.format, config.log.level, run_dir.log, to_terminal=to_terminal)
         model = open_model(config, lambda what: log.info("fetching", what=what))
+        if config.cache.dir and config.cache.prefix_slots:
+            check_directory(Path(config.cache.dir))
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             return runner.run(_run(config, model, run_dir, observer))
     except KeyboardInterrupt:  # stopped before there was anything to stop
@@ -91,6 +96,7 @@ class Supervisor:
         self._tokenizer = Tokenizer.from_gguf(model.spec.files.metadata if model.spec.files is not None else {})
         self._ports = self._make_ports()
         self.service = Service(config, model, run_dir.path, observer, self._on_engine)
+        self.cache = CacheOperations(self.service)
         self._stop_asked = asyncio.Event()
         self._n_stops = 0
         self._hurry: set[asyncio.Task[None]] = set()
@@ -184,6 +190,7 @@ class Supervisor:
                 normalise=self.config.cache.normalise,
             ),
             groups=self._group_figures,
+            snapshots=self._snapshot_figures,
             banned=tuple(range(self._tokenizer.n_vocab, self.model.spec.vocabulary)),
         )
 
@@ -209,6 +216,10 @@ class Supervisor:
             GroupFigures(name, g.state.name.lower(), dict(self.service.restart_reasons[name]))
             for name, g in self.service.groups.items()
         ]
+
+    def _snapshot_figures(self) -> SnapshotFigures | None:
+        snapshots = self.service.snapshots
+        return figures(snapshots.store) if snapshots is not None else None
 
 
 async def ids_through_chain(config: Config, model: Model, run_dir: Path, ids: list[int], observer: Observer) -> Any:

@@ -1,11 +1,12 @@
 """The JSON of `lucevisor status --json`, built from a service's parts.  Field names are promises
-(docs/operating.md)."""
+(docs/prefix-cache.md for those of ``cache``)."""
 
 from __future__ import annotations
 
 import os
 from typing import Any
 
+from lucevisor.app.cache_operations import figures
 from lucevisor.app.service import Service
 from lucevisor.engine.statistics import CacheStatistics, EngineStatistics
 from lucevisor.supervision.group import GroupSupervisor
@@ -37,7 +38,12 @@ def status(service: Service, name: str, url: str) -> dict[str, Any]:
 
 
 def _cache(service: Service, now: CacheStatistics) -> dict[str, Any]:
-    """Prefix slots: ``hits`` of ``prompts`` began with a known prefix, ``tokens`` of theirs were not computed."""
+    """Prefix slots: ``hits`` of ``prompts`` began with a known prefix, ``tokens`` of theirs were not computed.
+
+    Snapshots: ``dir`` is empty while they are off; ``snapshots`` files can be used; ``failures`` by reason, without
+    those that did not happen.
+    """
+    disk = figures(service.snapshots.store) if service.snapshots is not None else None
     return {
         "prefix_slots": now.n_slots,
         "max_slots": service.config.cache.prefix_slots,
@@ -48,6 +54,13 @@ def _cache(service: Service, now: CacheStatistics) -> dict[str, Any]:
         "hits": now.n_hits,
         "evictions": now.n_evictions,
         "tokens": {"memory": 0, "disk": 0} | now.tokens,
+        "dir": str(service.snapshots.store.store.directory.absolute()) if service.snapshots is not None else "",
+        "disk": service.config.cache.disk,
+        "snapshots": disk.n_files if disk is not None else 0,
+        "snapshot_bytes": disk.file_bytes if disk is not None else 0,
+        "saved": disk.n_saved if disk is not None else 0,
+        "restored": disk.n_restored if disk is not None else 0,
+        "failures": {reason: n for reason, n in disk.failures.items() if n} if disk is not None else {},
     }
 
 

@@ -1,23 +1,31 @@
-"""``lucevisor cache``: the snapshots on disk, seen without a running supervisor.
+"""``lucevisor cache``: the snapshots on disk, of a running supervisor or of a directory.
 
-Works on the directory of CONFIG's ``cache.dir`` or on ``--dir``; a supervisor that uses it may run meanwhile.
+With CONFIG's ``cache.dir`` or ``--dir`` the directory is worked on from here, whether or not a supervisor uses it;
+otherwise the supervisor is asked.  Both give the same facts, which are printed here.
 """
 
 from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import click
 
+from lucevisor.app.rundir import find
+from lucevisor.cli.admin_client import AdminClient
+from lucevisor.cli.options import target_options
 from lucevisor.config import load
 from lucevisor.config.strict import Refused, Size
 from lucevisor.errors import ExitCode
 
 _KIB = 1024
+_WAIT_S = 3600.0
+"""A supervisor that checks every byte of a large directory answers late."""
+
+Facts = dict[str, Any]
 
 
 class _Bytes(click.ParamType[int]):
@@ -30,50 +38,123 @@ class _Bytes(click.ParamType[int]):
             self.fail(f"{value} {refused.why}; {refused.hint}", param, ctx)
 
 
-def _where(function: Callable[..., Any]) -> Callable[..., Any]:
-    """CONFIG or ``--dir``, given on as ``directory`` and ``disk_bytes`` (None without a CONFIG)."""
+class _Place(Protocol):
+    """Whose snapshots: a directory's or a supervisor's.  All raise LucevisorError."""
 
-    def located(config: Path | None, directory: Path | None, **more: Any) -> Any:
-        disk_bytes = None
-        if config is not None:
-            cache = load(config, ()).cache
-            disk_bytes = cache.disk
-            if directory is None:
-                if not cache.dir:
-                    raise click.UsageError(f"{config} sets no cache.dir: set it, or give --dir")
-                directory = Path(cache.dir)
-        if directory is None:
-            raise click.UsageError("name the directory: --config CONFIG, or --dir DIRECTORY")
-        return function(directory=directory, disk_bytes=disk_bytes, **more)
+    def show(self) -> Facts: ...
+
+    def verify(self, files: Sequence[str], *, set_aside: bool) -> Iterator[Facts]: ...
+
+    def prune(self, to: int | None, *, refused: bool) -> list[Facts]: ...
+
+    def remove(self, files: Sequence[str], *, everything: bool) -> list[Facts]: ...
+
+
+class _Directory:
+    """``disk_bytes``: the budget of a CONFIG, if one was given."""
+
+    def __init__(self, directory: Path, disk_bytes: int | None) -> None:
+        from lucevisor.memory import snapshot_facts
+
+        self._facts, self._directory, self._disk_bytes = snapshot_facts, directory, disk_bytes
+
+    def show(self) -> Facts:
+        files = self._facts.files(self._directory)
+        return {"dir": str(self._directory), "disk": self._disk_bytes, "slots": [], "files": files}
+
+    def verify(self, files: Sequence[str], *, set_aside: bool) -> Iterator[Facts]:
+        for file in self._facts.to_verify(self._directory, files):
+            yield self._facts.verify(self._directory, file, set_aside=set_aside)
+
+    def prune(self, to: int | None, *, refused: bool) -> list[Facts]:
+        budget = to if to is not None else self._disk_bytes
+        if budget is None:
+            raise click.UsageError("say how much may stay: --to SIZE, or --config CONFIG for its cache.disk")
+        return self._facts.prune(self._directory, budget, refused=refused)
+
+    def remove(self, files: Sequence[str], *, everything: bool) -> list[Facts]:
+        return self._facts.remove(self._directory, files, everything=everything)
+
+
+class _Supervisor:
+    def __init__(self, socket: Path) -> None:
+        self._client = AdminClient(socket)
+
+    def show(self) -> Facts:
+        return self._client.call("GET", "/cache", timeout_s=_WAIT_S)
+
+    def verify(self, files: Sequence[str], *, set_aside: bool) -> Iterator[Facts]:
+        yield from self._post("verify", {"files": list(files), "set_aside": set_aside})["checked"]
+
+    def prune(self, to: int | None, *, refused: bool) -> list[Facts]:
+        return list(self._post("prune", {"to": to, "refused": refused})["removed"])
+
+    def remove(self, files: Sequence[str], *, everything: bool) -> list[Facts]:
+        return list(self._post("rm", {"files": list(files), "all": everything})["removed"])
+
+    def _post(self, operation: str, order: Facts) -> Facts:
+        return self._client.call("POST", f"/cache/{operation}", order, timeout_s=_WAIT_S)
+
+
+def _where(function: Callable[..., Any]) -> Callable[..., Any]:
+    """CONFIG, ``--dir``, ``--name`` or ``--socket``, given on as ``place``."""
+
+    def located(config: Path | None, directory: Path | None, name: str | None, socket: Path | None, **more: Any) -> Any:
+        return function(place=_place(config, directory, name, socket), **more)
 
     located.__name__, located.__doc__ = function.__name__, function.__doc__
     located.__click_params__ = getattr(function, "__click_params__", [])  # type: ignore[attr-defined]
     path = click.Path(path_type=Path)
-    with_dir = click.option("--dir", "directory", type=path, help="The directory of snapshots.")(located)
+    with_target = target_options(located)
+    with_dir = click.option("--dir", "directory", type=path, help="A directory of snapshots.")(with_target)
     return click.option("--config", "-c", type=path, help="Configuration file whose cache.dir is meant.")(with_dir)
+
+
+def _place(config: Path | None, directory: Path | None, name: str | None, socket: Path | None) -> _Place:
+    if config is None and directory is None:
+        return _Supervisor(find(name, socket).socket)
+    if name is not None or socket is not None:
+        raise click.UsageError(
+            "--config and --dir name a directory, --name and --socket a supervisor: give one of them"
+        )
+    disk_bytes = None
+    if config is not None:
+        cache = load(config, ()).cache
+        disk_bytes = cache.disk
+        if directory is None:
+            if not cache.dir:
+                raise click.UsageError(f"{config} sets no cache.dir: set it, or give --dir")
+            directory = Path(cache.dir)
+    assert directory is not None
+    return _Directory(directory, disk_bytes)
 
 
 @click.group()
 def cache() -> None:
-    """List, verify, prune and remove snapshots on disk."""
+    """List, verify, prune and remove snapshots on disk: of the running supervisor, or of a directory."""
 
 
 @cache.command("ls")
 @_where
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
-def list_(directory: Path, disk_bytes: int | None, as_json: bool) -> int:
+def list_(place: _Place, as_json: bool) -> int:
     """Show every snapshot, the last used first; reads headers only."""
-    from lucevisor.memory.snapshot_tools import listing, total_bytes
-
-    found = listing(directory)
+    found = place.show()
+    files, slots, disk_bytes = found["files"], found["slots"], found["disk"]
     if as_json:
-        click.echo(json.dumps([_facts(one) for one in found], indent=2))
+        click.echo(json.dumps(files, indent=2))
         return ExitCode.DONE
-    rows = [_row(one) for one in found]
-    if rows:
-        _print(["file", "state", "model", "tokens", "size", "kv", "last used"], rows)
-    total = _size(total_bytes([one.use for one in found]))
-    click.echo(f"{len(found)} files, {total}" + (f" of {_size(disk_bytes)}" if disk_bytes is not None else ""))
+    if files:
+        _print(["file", "state", "model", "tokens", "size", "kv", "last used"], [_row(one) for one in files])
+    total = _size(sum(one["n_bytes"] for one in files))
+    if found["dir"]:
+        click.echo(f"{len(files)} files, {total}" + (f" of {_size(disk_bytes)}" if disk_bytes is not None else ""))
+    else:
+        click.echo("no files: cache.dir is not in use")
+    if slots:
+        longest = max(one["n_tokens"] for one in slots)
+        n_disk = sum(one["origin"] == "disk" for one in slots)
+        click.echo(f"{len(slots)} prefix slots in memory, {n_disk} of them from disk, the longest has {longest} tokens")
     return ExitCode.DONE
 
 
@@ -81,38 +162,26 @@ def list_(directory: Path, disk_bytes: int | None, as_json: bool) -> int:
 @_where
 @click.argument("files", nargs=-1)
 @click.option("--set-aside", is_flag=True, help="Rename what is damaged, so that no supervisor tries it.")
-def verify(directory: Path, disk_bytes: int | None, files: tuple[str, ...], set_aside: bool) -> int:
+def verify(place: _Place, files: tuple[str, ...], set_aside: bool) -> int:
     """Compare every checksum of FILES, or of all snapshots.  Exit code 1 when one is damaged."""
-    from lucevisor.memory import snapshot_tools as tools
-    from lucevisor.memory.snapshots import FileKind
-
-    found = [one.use.file for one in tools.listing(directory) if one.use.kind is FileKind.SNAPSHOT]
-    for file in files:
-        if file not in found:
-            raise tools.CacheError(f"{file} is no snapshot in {directory}: `lucevisor cache ls` shows what is there")
-    n_damaged = 0
-    for file in files or found:
-        problem = tools.verify(directory, file)
-        n_damaged += bool(problem)
-        click.echo(f"{file}: {problem or 'good'}")
-        if problem and set_aside:
-            click.echo(f"{file}: set aside as {tools.set_aside(directory, file)}")
-    click.echo(f"{len(files or found)} checked, {n_damaged} damaged")
+    n_checked = n_damaged = 0
+    for one in place.verify(files, set_aside=set_aside):
+        n_checked += 1
+        n_damaged += bool(one["problem"])
+        click.echo(f"{one['file']}: {one['problem'] or 'good'}")
+        if one["set_aside"]:
+            click.echo(f"{one['file']}: set aside as {one['set_aside']}")
+    click.echo(f"{n_checked} checked, {n_damaged} damaged")
     return ExitCode.FAILED if n_damaged else ExitCode.DONE
 
 
 @cache.command()
 @_where
-@click.option("--to", type=_Bytes(), help="Space that may stay in use, e.g. 5GiB.  Default: cache.disk of CONFIG.")
+@click.option("--to", type=_Bytes(), help="Space that may stay in use, e.g. 5GiB.  Default: cache.disk.")
 @click.option("--refused", is_flag=True, help="Remove files that were set aside as well.")
-def prune(directory: Path, disk_bytes: int | None, to: int | None, refused: bool) -> int:
+def prune(place: _Place, to: int | None, refused: bool) -> int:
     """Remove leftovers, then the least recently used snapshots until the rest fits."""
-    from lucevisor.memory import snapshot_tools as tools
-
-    budget = to if to is not None else disk_bytes
-    if budget is None:
-        raise click.UsageError("say how much may stay: --to SIZE, or --config CONFIG for its cache.disk")
-    _print_gone(tools.prune(directory, budget, refused=refused))
+    _print_gone(place.prune(to, refused=refused))
     return ExitCode.DONE
 
 
@@ -120,62 +189,32 @@ def prune(directory: Path, disk_bytes: int | None, to: int | None, refused: bool
 @_where
 @click.argument("files", nargs=-1)
 @click.option("--all", "everything", is_flag=True, help="Every file of lucevisor's in the directory.")
-def rm(directory: Path, disk_bytes: int | None, files: tuple[str, ...], everything: bool) -> int:
+def rm(place: _Place, files: tuple[str, ...], everything: bool) -> int:
     """Remove FILES.  Names that are not lucevisor's are refused."""
-    from lucevisor.memory import snapshot_tools as tools
-
     if bool(files) == everything:
         raise click.UsageError("name FILES, or give --all")
-    wanted: Sequence[str] = [one.use.file for one in tools.listing(directory)] if everything else files
-    _print_gone(tools.remove(directory, wanted))
+    _print_gone(place.remove(files, everything=everything))
     return ExitCode.DONE
 
 
 # ---- output
 
 
-def _print_gone(gone: Sequence[Any]) -> None:
+def _print_gone(gone: Sequence[Facts]) -> None:
     for one in gone:
-        click.echo(f"removed {one.file}, {_size(one.n_bytes)}")
-    click.echo(f"{len(gone)} files removed, {_size(sum(one.n_bytes for one in gone))} free")
+        click.echo(f"removed {one['file']}, {_size(one['n_bytes'])}")
+    click.echo(f"{len(gone)} files removed, {_size(sum(one['n_bytes'] for one in gone))} free")
 
 
-def _state(one: Any) -> str:
-    return "damaged" if one.problem else str(one.use.kind.value)
-
-
-def _facts(one: Any) -> dict[str, Any]:
-    facts: dict[str, Any] = {
-        "file": one.use.file,
-        "state": _state(one),
-        "n_bytes": one.use.n_bytes,
-        "used_s": one.use.used_s,
-        "problem": one.problem,
-    }
-    if one.snapshot is not None:
-        s = one.snapshot
-        facts |= {
-            "model": s.model,
-            "architecture": s.architecture,
-            "fingerprint": s.fingerprint,
-            "n_tokens": s.n_tokens,
-            "dtype": s.dtype.value,
-            "kv_dtype": s.kv_dtype.value,
-            "created_s": s.created_s,
-        }
-    return facts
-
-
-def _row(one: Any) -> list[str]:
-    s = one.snapshot
+def _row(one: Facts) -> list[str]:
     return [
-        one.use.file,
-        _state(one) + (f" ({one.problem})" if one.problem else ""),
-        s.model if s else "",
-        str(s.n_tokens) if s else "",
-        _size(one.use.n_bytes),
-        s.kv_dtype.value if s else "",
-        time.strftime("%Y-%m-%d %H:%M", time.localtime(one.use.used_s)),
+        one["file"],
+        one["state"] + (f" ({one['problem']})" if one["problem"] else ""),
+        one.get("model", ""),
+        str(one.get("n_tokens", "")),
+        _size(one["n_bytes"]),
+        one.get("kv_dtype", ""),
+        time.strftime("%Y-%m-%d %H:%M", time.localtime(one["used_s"])),
     ]
 
 

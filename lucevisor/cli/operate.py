@@ -113,6 +113,25 @@ def _print_status(s: dict[str, Any]) -> None:
     pages = f"pages {p['used']} of {p['total']}"
     work = f"running {e['running']}, queued {e['queued']}, {e['tokens_per_s']} tokens/s, {pages}"
     console.print(work, highlight=False)
+    for line in _cache_lines(s["cache"]):
+        console.print(line, highlight=False)
+
+
+def _cache_lines(c: dict[str, Any]) -> list[str]:
+    """What is remembered of prompts; the second line when snapshots are on."""
+    lines = []
+    if c["max_slots"]:
+        lines.append(
+            f"prefix slots {c['prefix_slots']} of {c['max_slots']}, {_size(c['bytes'])} of {_size(c['memory'])}; "
+            f"{c['hits']} of {c['prompts']} prompts began with one, {sum(c['tokens'].values())} tokens not computed"
+        )
+    if c["dir"]:
+        failed = "".join(f", {n} {reason}" for reason, n in c["failures"].items())
+        lines.append(
+            f"snapshots {c['snapshots']}, {_size(c['snapshot_bytes'])} of {_size(c['disk'])} in {c['dir']}; "
+            f"saved {c['saved']}, restored {c['restored']}{failed}"
+        )
+    return lines
 
 
 def _size(n: int) -> str:

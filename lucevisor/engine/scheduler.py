@@ -162,6 +162,7 @@ class Scheduler:
         ending = [*self._live.values(), *(record for record in self._queue if record.probe is not None)]
         events = [self._finish(record, "error", now, error=error) for record in ending]
         self._in_flight.clear()
+        self.last_applied = self._last_step  # nobody will answer what was on its way
         self._operations.clear()  # the shards start empty
         self._flushing = False
         for record in self._queue:

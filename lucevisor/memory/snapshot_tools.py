@@ -1,7 +1,7 @@
-"""The directory of snapshots without a running supervisor: list, verify, prune, remove.
+"""The directory of snapshots, beside a running supervisor or without one: check, list, verify, prune, remove.
 
-For the command line; needs no model.  Invariants: only files with names of ours are opened or touched; a partial file
-that somebody writes is left alone.
+For the command line and the admin API; needs no model.  Invariants: only files with names of ours are opened or
+touched; a partial file that somebody writes is left alone.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-from lucevisor.errors import LucevisorError
+from lucevisor.errors import ConfigError, LucevisorError
 from lucevisor.memory import snapshot_disk as disk
 from lucevisor.memory.snapshot_disk import say
 from lucevisor.memory.snapshots import FileKind, FileUse, read_name
@@ -30,6 +30,14 @@ class Listing:
 
 class CacheError(LucevisorError):
     """What was asked of the directory cannot be done."""
+
+
+def check_directory(directory: Path) -> None:
+    """Make the directory if need be, and see that files can be listed, read and made there.  Raises ConfigError."""
+    disk.make_directory(directory)
+    if not os.access(directory, os.R_OK | os.W_OK | os.X_OK):
+        why = f"cannot be read and written by user {os.geteuid()}"
+        raise ConfigError("cache.dir", str(directory), why, "name a directory of yours that can be written")
 
 
 def listing(directory: Path) -> list[Listing]:

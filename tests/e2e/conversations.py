@@ -15,7 +15,10 @@ from tests.e2e.service import GOLDEN
 DEMO = Path(__file__).parents[2] / "etc" / "demo" / "demo-qwen35-22m-q4_k_m.gguf"
 MODELS = {
     "demo": DEMO,
-    **{name: GOLDEN / name / "model.gguf" for name in ("qwen3", "qwen35", "qwen35moe", "gemma4_e2b", "laguna")},
+    **{
+        name: GOLDEN / name / "model.gguf"
+        for name in ("qwen3", "qwen35", "qwen35moe", "gemma4_e2b", "gemma4_moe", "laguna")
+    },
 }
 ANSWER = 12
 GREEDY = Sampling(temperature=0.0, presence_penalty=0.3)  # counts the whole prompt: the part from the cache as well

@@ -1,0 +1,130 @@
+"""What an operator sees of prefix slots and snapshots while a supervisor runs, and may do to the files.
+
+The files are those of the store's directory, worked on by the same functions as ``lucevisor cache --dir``, in threads:
+the event loop never waits for the disk.  Invariant: after files went away the running store knows.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+from lucevisor.api.ports import SnapshotFigures
+from lucevisor.app.service import Service
+from lucevisor.engine.loop import Engine
+from lucevisor.errors import LucevisorError
+from lucevisor.memory import snapshot_facts
+from lucevisor.memory.blocks import NO_STATE, Slot
+from lucevisor.memory.snapshot_background import BackgroundStore
+from lucevisor.memory.snapshot_facts import Facts
+from lucevisor.memory.tables import pages_of
+from lucevisor.wire.snapshot_layout import Fault
+from lucevisor.wire.values import Space
+
+FAILED_SAVES = ("disk_full", "io", "locked", "too_large", "size", "aborted")
+"""Reasons for which a slot was not saved; those for which a file was not used are Fault's."""
+
+_REASONS = (*FAILED_SAVES, *(fault.value for fault in Fault))
+
+
+def figures(store: BackgroundStore) -> SnapshotFigures:
+    """What the store did since its start and holds now; every reason for a failure is there, with 0."""
+    seen, entries = store.store.statistics, store.store.entries
+    return SnapshotFigures(
+        n_files=len(entries),
+        file_bytes=sum(entry.n_bytes for entry in entries),
+        n_saved=seen.n_saved,
+        saved_bytes=seen.saved_bytes,
+        save_s=seen.save_s,
+        n_restored=seen.n_restored,
+        restored_bytes=seen.restored_bytes,
+        restore_s=seen.restore_s,
+        failures=dict.fromkeys(_REASONS, 0) | dict(seen.failures),
+    )
+
+
+class CacheOperations:
+    """The cache part of the admin API (lucevisor.api.admin.CachePort)."""
+
+    def __init__(self, service: Service) -> None:
+        self._service = service
+
+    async def show(self) -> dict[str, Any]:
+        """Slots in memory, the last used first, and files; no files and an empty ``dir`` when snapshots are off.
+
+        ``bytes`` of a slot: its pages and states over all shards, those that it shares with others included.
+        """
+        engine, store = self._service.engine, self._open_store()
+        slots = sorted(engine.prefixes.slots, key=lambda s: (-s.used_at, -s.number)) if engine is not None else []
+        found = await asyncio.to_thread(snapshot_facts.files, store.store.directory) if store is not None else []
+        return {
+            "dir": str(store.store.directory.absolute()) if store is not None else "",
+            "disk": store.store.disk_bytes if store is not None else self._service.config.cache.disk,
+            "slots": [_slot(engine, slot) for slot in slots] if engine is not None else [],
+            "files": found,
+        }
+
+    async def verify(self, files: Sequence[str], *, set_aside: bool) -> list[Facts]:
+        """Compare all checksums of ``files``, of all snapshots when none is named, one file after the other."""
+        store = self._store()
+        directory = store.store.directory
+        checked, n_aside = [], 0
+        try:
+            for file in await asyncio.to_thread(snapshot_facts.to_verify, directory, files):
+                one = await asyncio.to_thread(snapshot_facts.verify, directory, file, set_aside=set_aside)
+                checked.append(one)
+                n_aside += bool(one["set_aside"])
+        finally:
+            if n_aside:
+                await self._scan(store)
+        return checked
+
+    async def prune(self, disk_bytes: int | None, *, refused: bool) -> list[Facts]:
+        """Remove leftovers and what is over ``disk_bytes`` (None: the budget of the configuration)."""
+        store = self._store()
+        most = store.store.disk_bytes if disk_bytes is None else disk_bytes
+        gone = await asyncio.to_thread(snapshot_facts.prune, store.store.directory, most, refused=refused)
+        await self._scan(store)
+        return gone
+
+    async def remove(self, files: Sequence[str], *, everything: bool) -> list[Facts]:
+        """Remove files by name, or all."""
+        store = self._store()
+        try:
+            return await asyncio.to_thread(snapshot_facts.remove, store.store.directory, files, everything=everything)
+        finally:  # some may be gone when a later one could not be removed
+            await self._scan(store)
+
+    async def _scan(self, store: BackgroundStore) -> None:
+        if self._service.state != "draining":  # else the store may be closed by now, and forgets everything anyway
+            await store.scan()
+
+    def _open_store(self) -> BackgroundStore | None:
+        return self._service.snapshots.store if self._service.snapshots is not None else None
+
+    def _store(self) -> BackgroundStore:
+        store = self._open_store()
+        if self._service.state == "draining":
+            raise LucevisorError("the supervisor is stopping: use --dir when it has stopped")
+        if store is not None:
+            return store
+        cache = self._service.config.cache
+        if cache.dir and cache.prefix_slots:
+            raise LucevisorError("snapshots are not open yet: the chain is not placed; ask again when it is ready")
+        key = "cache.prefix_slots is 0" if cache.dir else "cache.dir is not set"
+        raise LucevisorError(f"snapshots are off: {key} in {self._service.config.file}")
+
+
+def _slot(engine: Engine, slot: Slot) -> Facts:
+    unit = Counter(engine.prefixes.settings.unit_bytes)  # 0 for a space that the model lacks
+    n_pages = pages_of(slot.n_tokens)
+    n_bytes = unit[Space.FULL] * n_pages + unit[Space.WINDOW] * (n_pages - slot.first_window)
+    return {
+        "n_tokens": slot.n_tokens,
+        "origin": slot.origin,
+        "pins": slot.pins,
+        "uses": slot.n_uses,
+        "bytes": n_bytes + (unit[Space.RECURRENT] if slot.state != NO_STATE else 0),
+    }
