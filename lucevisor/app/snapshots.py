@@ -192,11 +192,14 @@ class Snapshots:
         return None if why_not_read(match.n_tokens, gain, n_bytes, self._policy, speeds) else match
 
     async def _restore_for(self, key: tuple[str, int], under_way: _Restoring) -> None:
+        slot = None
         try:
-            await self._restore(under_way)
+            slot = await self._restore(under_way)
         finally:
             del self._restoring[key]
             self._resume(under_way)
+            if slot is not None:
+                self._engine.release(slot)
 
     def _resume(self, under_way: _Restoring) -> None:
         under_way.late = True
@@ -204,12 +207,14 @@ class Snapshots:
             self._engine.resume(request_id)
         under_way.waiting.clear()
 
-    async def _restore(self, under_way: _Restoring) -> None:
+    async def _restore(self, under_way: _Restoring) -> Slot | None:
+        """Return the restored slot, pinned; None when it comes to nothing."""
         match, started = under_way.match, time.monotonic()
         reservation = await self._engine.reserve(match.n_tokens)
         if reservation is None:
             log.info("snapshot not restored", file=match.entry.file, reason="there is no room in memory now")
-            return
+            return None
+        slot = None
         try:
             reading = await self.store.open_for_restore(match.entry, match.n_tokens)
             try:
@@ -217,19 +222,20 @@ class Snapshots:
                 problem = problem or await self._judge(reading, reservation)
             finally:
                 self.store.store.close_reading(reading)
-            if not problem and self._engine.adopt(reading.tokens, reservation) is None:
-                problem = "a daemon was lost meanwhile, or memory has no room for it"
+            if not problem and (slot := self._engine.adopt(reading.tokens, reservation)) is None:
+                problem = "a daemon was lost meanwhile"
         except SnapshotRefused:  # logged and counted where it was found out
-            return
+            return None
         finally:
             self._engine.cancel_reservation(reservation)
         seconds = time.monotonic() - started
         if problem:
             log.warning("snapshot not restored", file=match.entry.file, reason=problem)
-            return
+            return None
         self.store.store.restored(reading, seconds)
         log.info("snapshot restored", file=match.entry.file, n_tokens=match.n_tokens, seconds=round(seconds, 4),
                  converted=reading.converted)  # fmt: skip
+        return slot
 
     async def _fill(self, reading: Reading, reservation: Reservation, late: Callable[[], None]) -> str:
         """Have the bytes read and compared; return the problem, empty when all is well.  Raises SnapshotRefused.

@@ -278,7 +278,10 @@ class Engine:
         return reservation
 
     def adopt(self, tokens: Sequence[int], reservation: Reservation) -> Slot | None:
-        """Publish a restored prefix; None when it is not kept: the chain broke meanwhile, or it is not worth it."""
+        """Publish a restored prefix; the caller owes ``release`` when those have begun that wait for it.
+
+        None when it is not kept: the chain broke meanwhile, or it is not worth it.
+        """
         slot = self.prefixes.adopt(tokens, reservation, self._clock())
         self._proceed([])
         return slot

@@ -118,17 +118,19 @@ class PrefixIndex:
         """Return how many tokens a slot at ``n_tokens`` would save over the slots there are."""
         return n_tokens - self._parent_position(tokens, n_tokens)
 
-    def publish(self, tokens: Sequence[int], source: Source, now: float) -> Slot | None:
+    def publish(self, tokens: Sequence[int], source: Source, now: float, *, pinned: bool = False) -> Slot | None:
         """Remember the first ``source.n_tokens`` tokens; the index becomes an owner of the pages that hold them, and
         takes the state over from the caller, whatever comes of it.
 
         From then on any step planned later may use them.  None when it is not worth it, when the window behind it is
-        gone, or when it was the first to be given up.  An equal slot is only touched, and returned.
+        gone, or when it was the first to be given up.  An equal slot is only touched, and returned.  ``pinned``: what
+        is returned has a pin.
         """
         slot = self.find(tokens, source.n_tokens) if self.worth(source.n_tokens) else None
         made = None
         if slot is not None:
             self.touch(slot, now)
+            slot.pins += pinned
         elif self.worth(source.n_tokens):
             slot = made = self._tree.add(tokens, source, self._n_made)
         if source.state != NO_STATE:
@@ -139,6 +141,7 @@ class PrefixIndex:
             self._place(made, tokens)
             self._slots[made.number] = made
             self.touch(made, now)
+            made.pins += pinned
             self.trim()
             if made.alive:
                 self.hooks.on_slot(made)
@@ -163,7 +166,8 @@ class PrefixIndex:
     def adopt(self, tokens: Sequence[int], reservation: Reservation, now: float) -> Slot | None:
         """Publish a prefix whose bytes are all in its reserved ids; ``tokens`` are as many as were reserved for.
 
-        None when the shards lost their state since, or when it was not worth keeping.
+        The slot has a pin, so that whom it was restored for can use it.  None when the shards lost their state since,
+        or when it was not worth keeping.
         """
         if reservation not in self._reservations:
             return None
@@ -172,10 +176,10 @@ class PrefixIndex:
         self._reservations.remove(reservation)
         source = Source(reservation.n_tokens, reservation.entry, reservation.state, "disk")
         reservation.ids.pop(Space.RECURRENT, None)  # the index takes it over
-        slot = self.publish(tokens, source, now)
+        slot = self.publish(tokens, source, now, pinned=True)
         self._release(reservation)
         self.trim()
-        return slot if slot is not None and slot.alive else None
+        return slot
 
     def cancel(self, reservation: Reservation) -> None:
         """Give the ids of a reservation back.  Does nothing when it is adopted, cancelled or forgotten already."""

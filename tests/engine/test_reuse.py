@@ -439,6 +439,8 @@ async def test_a_slot_goes_to_disk_and_back_after_the_shards_lost_it(spaces: fro
     restored = toy.engine.adopt(tokens, reservation)
     assert restored is not None
     assert restored.origin == "disk"
+    assert restored.pins == 1
+    toy.engine.release(restored)
     assert toy.engine.adopt(tokens, reservation) is None  # once
     one = request("b", [*range(140), 5, 5, 5], n=20)
     again = toy.engine.submit(one)

@@ -1,4 +1,4 @@
-"""`lucevisor cache` on a directory, without a supervisor."""
+"""`lucevisor cache` on a directory, without a supervisor; with one: tests/e2e/test_cache_admin.py."""
 
 import json
 import os
@@ -10,8 +10,8 @@ import pytest
 from click.testing import CliRunner
 
 from lucevisor.cli import cli
-from lucevisor.config.effects import UNIMPLEMENTED
-from lucevisor.errors import ExitCode, LucevisorError
+from lucevisor.errors import ConfigError, ExitCode, LucevisorError, NotRunningError
+from lucevisor.memory.snapshot_tools import check_directory
 from tests.memory.snapshot_parts import made_model, made_slot, made_store, names, restore, save
 
 
@@ -51,8 +51,7 @@ def test_ls(two):
     assert facts[1]["fingerprint"] == "ab" * 32
 
 
-def test_ls_of_a_configuration(two, monkeypatch):
-    monkeypatch.delitem(UNIMPLEMENTED, "cache.dir", raising=False)  # the supervisor may not use it yet
+def test_ls_of_a_configuration(two):
     directory, _ = two
     config = directory.parent / "c.toml"
     config.write_text(
@@ -63,8 +62,17 @@ def test_ls_of_a_configuration(two, monkeypatch):
     config.write_text(config.read_text().replace(f'dir = "{directory}"', 'dir = ""'))
     with pytest.raises(click.UsageError, match=r"sets no cache\.dir"):
         run("ls", "-c", config)
-    with pytest.raises(click.UsageError, match="name the directory"):
-        run("ls")
+    with pytest.raises(click.UsageError, match="give one of them"):
+        run("ls", "-c", config, "--name", "t")
+
+
+def test_without_a_directory_a_supervisor_is_asked(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    for command in (["ls"], ["verify"], ["prune"], ["rm", "--all"]):
+        with pytest.raises(NotRunningError, match="no supervisor runs"):
+            run(*command)
+    with pytest.raises(NotRunningError, match="no such socket"):
+        run("ls", "--socket", tmp_path / "none")
 
 
 def test_verify(two):
@@ -135,6 +143,24 @@ def test_a_damaged_header_is_shown(two):
     store = made_store(directory, made_model("Made 1B", "cd"))
     assert restore(store, new)
     store.close()
+
+
+def test_a_directory_is_checked_before_it_is_used(tmp_path):
+    check_directory(tmp_path / "new" / "one")
+    assert (tmp_path / "new" / "one").stat().st_mode & 0o777 == 0o700
+    (tmp_path / "file").write_text("x")
+    for bad in ("file", "file/inside"):
+        with pytest.raises(ConfigError, match=r"cache\.dir = .*file.*name a directory"):
+            check_directory(tmp_path / bad)
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="nothing is read-only for root")
+@pytest.mark.parametrize("mode", [0o500, 0o300, 0o600])
+def test_a_directory_that_cannot_be_used_is_refused(tmp_path, mode):
+    tmp_path.chmod(mode)
+    with pytest.raises(ConfigError, match=r"cache\.dir = .*cannot be read and written"):
+        check_directory(tmp_path)
+    tmp_path.chmod(0o700)
 
 
 def test_exit_codes_of_the_command(tmp_path):

@@ -1,0 +1,112 @@
+"""Snapshots as an operator sees them: a real supervisor, asked over the command line before and after a restart."""
+
+from __future__ import annotations
+
+import json
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from tests.e2e.process import DEMO, Cli, wait_until
+
+RULES = " ".join(f"Rule {i}: answer in one sentence and name the module." for i in range(40))
+
+
+def chat(status: dict[str, Any], turns: list[str]) -> tuple[str, int, int]:
+    """Answer, tokens of the prompt, and how many of them were cached."""
+    messages = [{"role": "system", "content": RULES}]
+    for i, text in enumerate(turns):
+        messages.append({"role": ("user", "assistant")[i % 2], "content": text})
+    body = {"messages": messages, "temperature": 0, "max_tokens": 8, "enable_thinking": False}
+    request = urllib.request.Request(
+        f"{status['url']}/v1/chat/completions", json.dumps(body).encode(), {"content-type": "application/json"}
+    )
+    with urllib.request.urlopen(request, timeout=30) as reply:
+        answer = json.load(reply)
+    usage = answer["usage"]
+    n_cached = usage["prompt_tokens_details"]["cached_tokens"]
+    return answer["choices"][0]["message"]["content"], usage["prompt_tokens"], n_cached
+
+
+def metrics(status: dict[str, Any]) -> dict[tuple[str, ...], float]:
+    with urllib.request.urlopen(f"{status['url']}/metrics", timeout=10) as reply:
+        text = reply.read().decode()
+    samples = [s for family in text_string_to_metric_families(text) for s in family.samples]
+    return {(s.name.removeprefix("lucevisor_"), *s.labels.values()): s.value for s in samples}
+
+
+def files(cli: Cli, *where: str) -> list[dict[str, Any]]:
+    return list(json.loads(cli.run("cache", "ls", "--json", *where).stdout))
+
+
+def test_a_conversation_goes_on_after_a_restart_and_the_operator_sees_how(cli: Cli, tmp_path: Path) -> None:
+    directory = tmp_path / "snapshots"
+    overrides = ("engine.dtype=float32", f"cache.dir={directory}", "cache.min_tokens=64", "cache.disk=1GiB")
+    status = cli.start(DEMO, *overrides)
+    assert status["cache"]["dir"] == str(directory)
+    assert (status["cache"]["snapshots"], status["cache"]["failures"]) == (0, {})
+    before = metrics(status)
+    assert before["snapshot_bytes_total", "save"] == before["snapshot_failures_total", "disk_full"] == 0
+    turns = ["What does os.path.join do?"]
+    answer, n_prompt, n_cached = chat(status, turns)
+    assert (n_prompt > 300, n_cached) == (True, 0)
+    turns += [answer, "And os.path.split?"]
+
+    wait_until(lambda: cli.status()["cache"]["saved"] >= 1, 20, "a file was saved")
+    found = files(cli)
+    now = cli.status()["cache"]
+    assert {one["state"] for one in found} <= {"snapshot", "partial"}
+    assert now["saved"] >= now["snapshots"] >= 1
+    assert 0 < now["snapshot_bytes"] <= now["disk"] == 2**30
+    assert metrics(status)["snapshot_bytes_total", "save"] > 0
+    text = cli.run("cache", "ls").stdout
+    assert " of 1.0 GiB" in text
+    assert "prefix slots in memory, 0 of them from disk" in text
+    assert f"in {directory}" in cli.run("status").stdout.replace("\n", "")
+    cli.run("cache", "verify")
+    cli.stop()
+
+    status = cli.start(DEMO, *overrides)
+    assert status["cache"]["snapshots"] == len(files(cli, "--dir", str(directory))) > 0
+    _, n_prompt, n_cached = chat(status, turns)
+    assert n_cached > 300
+    after = metrics(status)
+    assert after["cached_prompt_tokens_total", "disk"] == n_cached
+    assert after["snapshot_bytes_total", "restore"] > 0
+    assert after["snapshot_seconds_total", "restore"] > 0
+    assert not any(n for key, n in after.items() if key[0] == "snapshot_failures_total")
+    assert "1 of them from disk" in cli.run("cache", "ls").stdout
+    assert cli.status()["cache"]["restored"] == 1
+
+    one = files(cli)[0]["file"]
+    assert cli.run("cache", "rm", one).stdout.startswith(f"removed {one}, ")
+    assert not (directory / one).exists()
+    assert "0 files removed" in cli.run("cache", "prune").stdout
+    # what the second turn left may still be on its way to the disk
+    wait_until(lambda: cli.run("cache", "prune", "--to", "0") and not files(cli), 20, "all files are pruned")
+    assert cli.status()["cache"]["snapshots"] == 0
+    cli.stop()
+
+
+@pytest.mark.parametrize("name", ["file", "file/inside"])
+def test_an_unusable_directory_is_refused_before_a_daemon_is_started(cli: Cli, tmp_path: Path, name: str) -> None:
+    (tmp_path / "file").write_text("x")
+    done = cli.run(
+        "start",
+        str(DEMO),
+        "--name",
+        "t",
+        "--set",
+        "server.port=0",
+        "--set",
+        f"cache.dir={tmp_path / name}",
+        check=False,
+    )
+    assert done.returncode == 2
+    assert "cache.dir" in done.stderr
+    assert "name a directory" in done.stderr
+    assert "Traceback" not in done.stderr
+    assert "daemon" not in done.stderr
