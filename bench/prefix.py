@@ -1,13 +1,14 @@
-"""Time to the first token of a prompt that is computed, and of one whose beginning is remembered in memory.
+"""Time to the first token of a prompt that is computed, and of one whose beginning is remembered in memory or on disk.
 
     python bench/prefix.py [--model FILE] [--backend cpu|cuda|hip] [--groups 2] [--tokens 512,1024,2048,3072]
                            [--rounds 9] [--dtype auto] [--save]
 
 Real daemons, requests straight into the engine.  A round asks, one after the other: a new prompt with the cache off, a
-new one with the cache on (what remembering costs), and that one again with another ending of two tokens (what it
-gains).  The first round is not counted.  `floor`: a prompt of three tokens, which no cache can beat.  What is
-remembered is checked by cached_tokens, what is computed by the tokens of all steps.  --save writes
-bench/results/prefix-BACKEND.json.
+new one with the cache on (what remembering costs), that one again with another ending of two tokens (what it gains),
+and, when its file is written and all memory forgotten, once more with another ending: then it is restored from its
+file, which is in the page cache.  The first round is not counted.  `floor`: a prompt of three tokens, which no cache
+can beat.  What is remembered is checked by cached_tokens, what is computed by the tokens of all steps (from disk one
+more, by which the restored state is judged).  --save writes bench/results/prefix-NAME.json.
 """
 
 import argparse
@@ -27,17 +28,17 @@ from pathlib import Path
 import structlog
 import uvloop
 
-from lucevisor.app.run import open_model
-from lucevisor.app.service import Service
-from lucevisor.cli.progress import SilentDisplay
+from lucevisor.app.service import Model, Service
 from lucevisor.config import load
 from lucevisor.engine.request import FinishedEvent, GenerationRequest, TokenEvent
+from lucevisor.wire.families import open_spec
 from lucevisor.wire.values import Sampling
 
 ROOT = Path(__file__).parents[1]
 DEMO = ROOT / "etc" / "demo" / "demo-qwen35-22m-q4_k_m.gguf"
 ENDING = 2
-ARMS = ("floor", "computed, cache off", "computed, cache on", "from memory")
+ARMS = ("floor", "computed, cache off", "computed, cache on", "from memory", "from disk")
+SAVED_S = 120.0
 
 
 def configuration(options, directory, n_slots):
@@ -63,15 +64,27 @@ pages = {pages if n_slots else max(options.tokens) // 64 + 2}
 prefix_slots = {n_slots}
 memory = "{options.memory}"
 """
+    if n_slots:
+        text += f'dir = "{directory}/snapshots"\ndisk = "{options.disk}"\n'
     path = Path(directory) / f"{n_slots}.toml"
     path.write_text(text)
     return path
 
 
+class Observer:
+    """Watches nothing."""
+
+    def state(self, *_):
+        pass
+
+    progress = ready = state
+
+
 @contextlib.asynccontextmanager
 async def running(path, directory):
     loaded = load(path)
-    service = Service(loaded, open_model(loaded), Path(directory), SilentDisplay())
+    model = Path(loaded.model.path)
+    service = Service(loaded, Model(open_spec(model), (model,), model.stem), Path(directory), Observer())
     try:
         await service.start()
         if not await service.wait_ready(600.0):
@@ -81,8 +94,8 @@ async def running(path, directory):
         await service.stop(0.0)
 
 
-async def first_token(service, prompt, n_cached):
-    """Seconds to the first token; complains when more or less than expected was computed."""
+async def first_token(service, prompt, n_cached, n_more=0):
+    """Seconds to the first token; complains when more or less than expected was computed: ``n_more`` is checking."""
     request = GenerationRequest(
         request_id=f"bench-{time.monotonic_ns()}",
         prompt=tuple(prompt),
@@ -98,11 +111,39 @@ async def first_token(service, prompt, n_cached):
                 found = time.perf_counter() - start
             elif isinstance(event, FinishedEvent):
                 n_computed = service.engine.statistics().steps.n_tokens - before
-                if (event.usage.cached_tokens, n_computed) != (n_cached, len(prompt) - n_cached):
+                if (event.usage.cached_tokens, n_computed) != (n_cached, len(prompt) - n_cached + n_more):
                     raise SystemExit(
                         f"{event.usage.cached_tokens} tokens cached, {n_computed} computed of {len(prompt)}"
                     )
     return found
+
+
+async def saved(service, beginning):
+    """Wait until a prompt's file is written; complains when it is not."""
+    store, end = service.snapshots.store.store, time.monotonic() + SAVED_S
+    while (match := store.find(beginning, len(beginning))) is None or match.n_tokens < len(beginning):
+        if time.monotonic() > end:
+            raise SystemExit(f"no snapshot after {SAVED_S} s: {store.statistics}")
+        await asyncio.sleep(0.01)
+
+
+async def remembered(service, prompt, n):
+    """A prompt whose first n tokens are in memory, when their file is written."""
+    await saved(service, prompt[:n])
+    return await first_token(service, prompt, n)
+
+
+async def restored(service, prompt, n):
+    """A prompt whose first n tokens are in a file only."""
+    forget(service)
+    return await first_token(service, prompt, n, 1)
+
+
+def forget(service):
+    """Drop every slot in memory."""
+    prefixes = service.engine.prefixes
+    for slot in prefixes.slots:
+        prefixes.drop(slot)
 
 
 async def measure(options):
@@ -123,12 +164,18 @@ async def measure(options):
                         await first_token(plain, tokens(3), 0),
                         await first_token(plain, tokens(n + ENDING), 0),
                         await first_token(cached, beginning + tokens(ENDING), 0),
-                        await first_token(cached, beginning + tokens(ENDING), n),
+                        await remembered(cached, beginning + tokens(ENDING), n),
+                        await restored(cached, beginning + tokens(ENDING), n),
                     )
                     for arm, seconds in zip(ARMS, found, strict=True):
                         if turn:
                             times.setdefault((n, arm), []).append(seconds)
-    return times
+            now = cached.snapshots.store.store.statistics
+            seen = {
+                "saved": now.n_saved, "saved_bytes": now.saved_bytes, "save_s": now.save_s, "restored": now.n_restored,
+                "restored_bytes": now.restored_bytes, "restore_s": now.restore_s, "failures": dict(now.failures),
+            }  # fmt: skip
+    return times, seen
 
 
 def conditions(options):
@@ -157,27 +204,36 @@ def main():
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--slots", type=int, default=256)
     parser.add_argument("--memory", default="4GiB", help="cache.memory")
-    parser.add_argument("--save", action="store_true", help="write bench/results/prefix-BACKEND.json")
+    parser.add_argument("--disk", default="20GiB", help="cache.disk")
+    parser.add_argument("--name", help="of the result; default: the backend")
+    parser.add_argument("--save", action="store_true", help="write bench/results/prefix-NAME.json")
     options = parser.parse_args()
     options.model = options.model.resolve()
     structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.WARNING))
     where = conditions(options)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        times = runner.run(measure(options))
+        times, seen = runner.run(measure(options))
     rows = []
     for (n, arm), found in sorted(times.items(), key=lambda item: (item[0][0], ARMS.index(item[0][1]))):
         p50, p90 = statistics.median(found), statistics.quantiles(found, n=10)[-1]
         base = statistics.median(times[n, ARMS[1]])
-        rows.append({"tokens": n, "arm": arm, "p50_ms": 1e3 * p50, "p90_ms": 1e3 * p90, "ratio": p50 / base})
+        floor = statistics.median(times[n, ARMS[0]])
+        rows.append(
+            {
+                "tokens": n, "arm": arm, "p50_ms": 1e3 * p50, "p90_ms": 1e3 * p90, "ratio": p50 / base,
+                "over_floor_ms": 1e3 * (p50 - floor),
+            }
+        )  # fmt: skip
     print(", ".join(f"{name} {value}" for name, value in where.items()))
-    print(f"{'time to first token':40} | {'p50':>10} | {'p90':>10} | ratio")
+    print(f"{'time to first token':40} | {'p50':>10} | {'p90':>10} | ratio | over floor")
     for row in rows:
         label = f"{row['tokens']} tokens: {row['arm']}"
-        print(f"{label:40} | {row['p50_ms']:7.1f} ms | {row['p90_ms']:7.1f} ms | {row['ratio']:.3f}")
+        times_ms = f"{row['p50_ms']:7.1f} ms | {row['p90_ms']:7.1f} ms"
+        print(f"{label:40} | {times_ms} | {row['ratio']:.3f} | {row['over_floor_ms']:.1f} ms")
     if options.save:
-        path = Path(__file__).parent / "results" / f"prefix-{options.backend}.json"
+        path = Path(__file__).parent / "results" / f"prefix-{options.name or options.backend}.json"
         path.parent.mkdir(exist_ok=True)
-        path.write_text(json.dumps({"conditions": where, "rows": rows}, indent=1) + "\n")
+        path.write_text(json.dumps({"conditions": where, "rows": rows, "snapshots": seen}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -62,7 +62,7 @@ NEAR_TIE = {True: 1e-3, False: 0.25}
 of the same formats: sums of other batches differ in their last bits."""
 
 _PREFILL_STEP_TOKENS = 32
-_FIRST_GUESS = Speeds(prefill_tokens_per_s=500.0)
+_FIRST_GUESS = Speeds(prefill_tokens_per_s=500.0, step_s=0.01)
 
 log = structlog.get_logger("snapshots")
 
@@ -84,12 +84,17 @@ class SpeedMeter:
 
     n_tokens: int = 0
     seconds: float = 0.0
+    n_short: int = 0
+    short_s: float = 0.0
 
     def add(self, result: ChainResult) -> None:
-        """Count a step of some length: the slowest stage says how fast prompts are computed."""
+        """Count a step: in long ones the slowest stage says how fast prompts are computed, short ones are decodes."""
         if result.step.n_tokens >= _PREFILL_STEP_TOKENS:
             self.n_tokens += result.step.n_tokens
             self.seconds += max(answer.compute_s for answer in result.results)
+        else:
+            self.n_short += 1
+            self.short_s += result.seconds
 
     def speeds(self, store: BackgroundStore) -> Speeds:
         """Return the speeds as of now; guesses for what was not seen yet."""
@@ -102,6 +107,7 @@ class SpeedMeter:
             prefill_tokens_per_s=per_s(self.n_tokens, self.seconds, guess.prefill_tokens_per_s),
             read_bytes_per_s=guess.read_bytes_per_s,
             write_bytes_per_s=per_s(seen.saved_bytes, seen.save_s, guess.write_bytes_per_s),
+            step_s=self.short_s / self.n_short if self.n_short else guess.step_s,
         )
 
 
@@ -230,7 +236,10 @@ class Snapshots:
             self._engine.cancel_reservation(reservation)
         seconds = time.monotonic() - started
         if problem:
-            log.warning("snapshot not restored", file=match.entry.file, reason=problem)
+            if any(
+                entry.file == match.entry.file for entry in self.store.store.entries
+            ):  # else it was set aside, which is told already
+                self.store.store.not_restored(match.entry, problem)
             return None
         self.store.store.restored(reading, seconds)
         log.info("snapshot restored", file=match.entry.file, n_tokens=match.n_tokens, seconds=round(seconds, 4),

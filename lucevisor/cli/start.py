@@ -58,6 +58,9 @@ def _in_background(config: Path, overrides: tuple[str, ...], name: str, timeout_
     while time.monotonic() < deadline:
         if process.poll() is not None:
             said = process.stderr.read().decode(errors="replace") if process.stderr is not None else ""
+            if process.returncode == ExitCode.USAGE:  # it says what is wrong with the configuration: nothing to add
+                click.echo(said, err=True, nl=False)
+                return ExitCode.USAGE
             raise LucevisorError(
                 f"the supervisor ended with code {process.returncode} before it was ready:\n{said[-4000:]}"
             )

@@ -33,6 +33,10 @@ from lucevisor.wire.values import LayerRange
 log = structlog.get_logger("snapshots")
 
 
+NOT_RESTORED = "not_restored"
+"""The label of a restore that failed in a daemon or took too long; the file stays."""
+
+
 class SnapshotRefused(LucevisorError):
     """A file that will not be restored.  ``fault`` says why in a word, ``reason`` in a sentence."""
 
@@ -252,6 +256,12 @@ class SnapshotStore:
             self.statistics.n_restored += 1
             self.statistics.restored_bytes += reading.entry.n_bytes
             self.statistics.restore_s += seconds
+
+    def not_restored(self, entry: SnapshotEntry, reason: str) -> None:
+        """Log and count a file that is good for all we know, and was not restored."""
+        with self._guard:
+            self.statistics.failures[NOT_RESTORED] += 1
+        log.warning("snapshot not restored", file=entry.file, reason=reason)
 
     @staticmethod
     def close_reading(reading: Reading) -> None:

@@ -42,7 +42,7 @@ NICE = 10
 
 
 class SnapshotFailed(LucevisorError):
-    """A slot that was not saved.  ``label``: disk_full, io, locked, too_large, size."""
+    """A slot that was not saved.  ``label``: disk_full, io, locked, too_large, size, aborted."""
 
     def __init__(self, label: str, file: str, reason: str) -> None:
         super().__init__(f"snapshot {file} was not saved: {reason}; earlier snapshots are as they were")

@@ -121,10 +121,6 @@ def common_tokens(a: bytes, b: bytes) -> int:
 # ---- what to save
 
 
-READ_S = 0.002
-"""What a restore takes besides reading: opening, messages, one step to check it."""
-
-
 class Occasion(StrEnum):
     """Why a slot might be saved now."""
 
@@ -140,6 +136,7 @@ class Speeds:
     prefill_tokens_per_s: float
     read_bytes_per_s: float = 1e9
     write_bytes_per_s: float = 1e9
+    step_s: float = 0.0  # a step of one token, by which a restored state is judged
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,7 +179,8 @@ def why_not(candidate: Candidate, occasion: Occasion, policy: SavePolicy, speeds
         needed = max(needed, int(c.n_tokens * policy.turn_gain))
     if c.gain_tokens < needed:
         return f"{c.n_saved_tokens} of its {c.n_tokens} tokens are on disk; {needed} new ones would be worth a file"
-    compute_s, read_s = c.gain_tokens / speeds.prefill_tokens_per_s, c.n_bytes / speeds.read_bytes_per_s
+    compute_s = c.gain_tokens / speeds.prefill_tokens_per_s
+    read_s = speeds.step_s + c.n_bytes / speeds.read_bytes_per_s
     if compute_s <= read_s:
         return f"computing {c.gain_tokens} tokens takes {compute_s:.3f} s, reading them {read_s:.3f} s"
     return ""
@@ -194,7 +192,7 @@ def why_not_read(n_tokens: int, gain_tokens: int, n_bytes: int, policy: SavePoli
     """
     if n_tokens < policy.min_tokens:
         return f"{n_tokens} tokens are less than cache.min_tokens = {policy.min_tokens}"
-    compute_s, read_s = gain_tokens / speeds.prefill_tokens_per_s, READ_S + n_bytes / speeds.read_bytes_per_s
+    compute_s, read_s = gain_tokens / speeds.prefill_tokens_per_s, speeds.step_s + n_bytes / speeds.read_bytes_per_s
     if compute_s <= read_s:
         return f"computing {gain_tokens} tokens takes {compute_s:.3f} s, reading them {read_s:.3f} s"
     return ""

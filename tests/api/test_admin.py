@@ -21,7 +21,7 @@ from lucevisor.cli import cli
 from lucevisor.config.sections import CacheConfig
 from lucevisor.errors import LucevisorError
 from lucevisor.memory.snapshot_background import BackgroundStore
-from lucevisor.memory.snapshot_store import SnapshotRefused
+from lucevisor.memory.snapshot_store import NOT_RESTORED, SnapshotRefused
 from lucevisor.wire.snapshot_layout import Fault
 from tests.api.scripted_model import Rig
 from tests.memory.snapshot_parts import made_model, made_slot, made_store, names, restore, save
@@ -202,7 +202,9 @@ async def snapshot_metrics(client):
 
 def test_every_reason_of_a_failure_is_described():
     page = (Path(__file__).parents[2] / "docs" / "snapshot-format.md").read_text(encoding="utf-8")
-    saves, reads = page.split("## What is told")[1].split("| reason | what |")[1].strip().splitlines()[1:3]
+    rows = page.split("## What is told")[1].split("| reason | what |")[1].strip().splitlines()
+    saves, reads, late = rows[1:4]
+    assert f"`{NOT_RESTORED}`" in late
     assert set(re.findall(r"`(\w+)`", saves)) == set(FAILED_SAVES)
     assert set(re.findall(r"`(\w+)`", reads)) == {fault.value for fault in Fault}
 
@@ -213,7 +215,7 @@ async def test_metrics_of_snapshots(start, desk):
     zeros = await snapshot_metrics(client)
     assert set(zeros.values()) == {0}
     reasons = {key[1] for key in zeros if key[0] == "snapshot_failures_total"}
-    assert reasons == {*FAILED_SAVES, *(fault.value for fault in Fault)}
+    assert reasons == {*FAILED_SAVES, *(fault.value for fault in Fault), NOT_RESTORED}
     entry = save(store)
     reading = store.open_for_restore(entry)
     store.restored(reading, 0.5)

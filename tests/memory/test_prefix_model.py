@@ -2,81 +2,69 @@
 
 The model writes into pages and states what a device would compute there: the hash of all tokens up to each position.
 So a page that is given away too early, shared wrongly or kept too long shows as a wrong content, a wrong owner or a
-leak.  What a prompt must find is looked for by comparing it with every slot there is.
+leak.  What a prompt must find, and which slot must go first, is looked for by comparing every slot with every other.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass, field
+from typing import ClassVar
 
 import pytest
 from hypothesis import Phase, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
 
 from lucevisor.memory.blocks import NO_STATE, Slot, Source
 from lucevisor.memory.pages import PagePools
-from lucevisor.memory.prefix import Match, PrefixIndex, PrefixSettings, Reservation
+from lucevisor.memory.prefix import PrefixIndex
+from lucevisor.memory.prefix_records import Match, PrefixSettings, Reservation
 from lucevisor.memory.tables import PAGED, PageTable, first_seen_page
 from lucevisor.wire.messages import Pools
 from lucevisor.wire.values import PAGE_TOKENS, Space
+from tests.memory.prefix_parts import (
+    PARTS,
+    SPACES,
+    TEXTS,
+    UNIT_BYTES,
+    Device,
+    Sequence,
+    check_choice,
+    common,
+    held,
+    prefix_hash,
+    text,
+)
 
-SPACES = {
-    "full": frozenset({Space.FULL}),
-    "hybrid": frozenset({Space.FULL, Space.RECURRENT}),
-    "window": frozenset({Space.FULL, Space.WINDOW}),
-    "all": frozenset(Space),
-    "recurrent": frozenset({Space.RECURRENT}),
-}
-UNIT_BYTES = {Space.FULL: 2, Space.WINDOW: 1, Space.RECURRENT: 5}
 PHASES = [phase for phase in Phase if phase is not Phase.explain]
-PARTS = [(0, 70), (0, 70), (0, 64), (900, 50)]
-
-
-def text(which: int, length: int) -> list[int]:
-    """The beginning of one of four texts, three of which begin alike: for 70, 70 and 64 tokens."""
-    first, alike = PARTS[which]
-    return [first + i if i < alike else 1000 * (which + 1) + i for i in range(length)]
-
-
-TEXTS = st.builds(text, st.integers(0, 3), st.sampled_from([30, 64, 65, 70, 80, 128, 129, 150, 192, 250, 300]))
-
-
-@dataclass(eq=False)
-class Sequence:
-    """What a live sequence is in the model: tokens, how far they are computed, its table and state."""
-
-    tokens: list[int]
-    table: PageTable
-    state: int
-    n: int
-
-
-@dataclass
-class Device:
-    """What pages and states hold."""
-
-    pages: dict[tuple[Space, int], list[int]] = field(default_factory=dict)
-    states: dict[int, int] = field(default_factory=dict)
-
-    def page(self, space: Space, page: int) -> list[int]:
-        return self.pages.setdefault((space, page), [-1] * PAGE_TOKENS)
 
 
 class IndexMachine(RuleBasedStateMachine):
-    """One index, a few sequences, and a device that remembers every write."""
+    """One index, a few sequences, and a device that remembers every write.
+
+    ``done`` counts what was asked of the index and the tables, over all runs of a class.
+    """
+
+    kinds: ClassVar[tuple[str, ...]] = tuple(sorted(SPACES))
+    done: ClassVar[Counter[str]] = Counter()
 
     @initialize(
-        kind=st.sampled_from(sorted(SPACES)),
+        which=st.integers(0, len(SPACES) - 1),
         sizes=st.tuples(st.sampled_from([6, 14, 40]), st.sampled_from([5, 12]), st.integers(1, 6)),
         window=st.sampled_from([1, 64, 100]),
         limits=st.tuples(
             st.sampled_from([1, 4, 12, 12]), st.sampled_from([7, 40, 1000, 1000]), st.sampled_from([0, 0, 70])
         ),
     )
-    def begin(self, kind: str, sizes: tuple[int, int, int], window: int, limits: tuple[int, int, int]) -> None:
-        self.spaces = SPACES[kind]
+    def begin(self, which: int, sizes: tuple[int, int, int], window: int, limits: tuple[int, int, int]) -> None:
+        self.spaces = SPACES[self.kinds[which % len(self.kinds)]]
         self.window = window if Space.WINDOW in self.spaces else None
         self.pools = PagePools(self.spaces, Pools(*sizes))
         max_slots, memory_bytes, self.min_tokens = limits
@@ -91,10 +79,14 @@ class IndexMachine(RuleBasedStateMachine):
         self.reservations: list[Reservation] = []
         self.pinned: list[Slot] = []
         self.pin_next_evicted = False
+        self.n_prompts = 0
+        self.found: dict[int, tuple[int, Match]] = {}
 
     def evicted(self, slot: Slot) -> None:
+        self.done["evict"] += 1
         assert slot.alive
         assert not slot.pins
+        check_choice(slot, self.index.slots, self.pools, self.n_prompts)
         if self.pin_next_evicted:
             self.pin_next_evicted = False
             self.index.pin(slot)
@@ -106,6 +98,7 @@ class IndexMachine(RuleBasedStateMachine):
     @rule(tokens=TEXTS, now=st.floats(0, 100))
     def start(self, tokens: list[int], now: float) -> None:
         """A prompt comes: it starts behind what is remembered, if there is room."""
+        self.done["start"] += 1
         match = self.index.match(tokens)
         self.check_match(match, tokens)
         table = PageTable(self.pools, self.window)
@@ -135,6 +128,7 @@ class IndexMachine(RuleBasedStateMachine):
         if match.slot is not None:
             self.index.unpin(match.slot)
         self.index.use(match, now)
+        self.n_prompts += 1
 
     @rule(tokens=TEXTS, cuts=st.sets(st.sampled_from([30, 64, 70, 80, 128, 140, 192]), max_size=3))
     def converse(self, tokens: list[int], cuts: set[int]) -> None:
@@ -153,6 +147,7 @@ class IndexMachine(RuleBasedStateMachine):
     @rule(which=st.integers(0, 9), n=st.sampled_from([1, 7, 64, 200]), publish=st.booleans())
     def compute(self, which: int, n: int, publish: bool) -> None:
         """A sequence gets its next slice; its pages may cost slots."""
+        self.done["grow"] += 1
         one = self.sequences[which % len(self.sequences)]
         stop = min(len(one.tokens), one.n + n)
         while one.table.grow(one.n, stop) is None:
@@ -172,6 +167,7 @@ class IndexMachine(RuleBasedStateMachine):
             self.publish(one)
 
     def publish(self, one: Sequence) -> None:
+        self.done["publish"] += 1
         if not self.index.worth(one.n) or self.index.find(one.tokens, one.n) is not None:
             return
         state = NO_STATE
@@ -186,6 +182,7 @@ class IndexMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.sequences)
     @rule(which=st.integers(0, 9), remember=st.booleans())
     def end(self, which: int, remember: bool) -> None:
+        self.done["end"] += 1
         one = self.sequences.pop(which % len(self.sequences))
         if remember:
             self.index.publish(one.tokens, Source(one.n, one.table.entry, one.state, "generation"), 0.0)
@@ -197,6 +194,7 @@ class IndexMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.index.slots and len(self.pinned) < 3)
     @rule(which=st.integers(0, 99), keep=st.booleans())
     def pin(self, which: int, keep: bool) -> None:
+        self.done["pin" if keep else "drop"] += 1
         slot = self.index.slots[which % len(self.index.slots)]
         if keep:
             self.index.pin(slot)
@@ -208,6 +206,7 @@ class IndexMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.pinned)
     @rule()
     def unpin(self) -> None:
+        self.done["unpin"] += 1
         self.index.unpin(self.pinned.pop(0))
 
     @precondition(lambda self: len(self.pinned) < 3)
@@ -215,9 +214,10 @@ class IndexMachine(RuleBasedStateMachine):
     def pin_what_is_evicted_next(self) -> None:
         self.pin_next_evicted = True
 
-    @precondition(lambda self: not self.reservations)
+    @precondition(lambda self: len(self.reservations) < 2)
     @rule(n=st.sampled_from([64, 80, 150, 200]))
     def reserve(self, n: int) -> None:
+        self.done["reserve"] += 1
         reservation = self.index.reserve(n)
         if reservation is not None:
             self.reservations.append(reservation)
@@ -225,6 +225,7 @@ class IndexMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.reservations)
     @rule(adopt=st.booleans(), which=st.integers(0, 3))
     def restored(self, adopt: bool, which: int) -> None:
+        self.done["adopt" if adopt else "cancel"] += 1
         reservation = self.reservations.pop(0)
         if not adopt:
             self.index.cancel(reservation)
@@ -237,14 +238,21 @@ class IndexMachine(RuleBasedStateMachine):
                     self.device.page(space, page)[position % PAGE_TOKENS] = prefix_hash(tokens[: position + 1])
         if self.recurrent:
             self.device.states[reservation.state] = prefix_hash(tokens)
-        self.index.adopt(tokens, reservation, 0.0)
+        slot = self.index.adopt(tokens, reservation, 0.0)
+        assert slot is not None
+        assert slot.alive
+        self.index.unpin(slot)  # whoever waited for it has begun
 
     @rule(rarely=st.integers(0, 30))
     def lose(self, rarely: int) -> None:
         """The shards lose everything."""
         if rarely:
             return
+        self.done["clear"] += 1
         self.index.clear()
+        for reservation in self.reservations:  # whoever restored into them comes too late
+            assert self.index.adopt(text(0, reservation.n_tokens), reservation, 0.0) is None
+            self.index.cancel(reservation)
         for one in self.sequences:
             one.table.release()
             if self.recurrent:
@@ -289,6 +297,14 @@ class IndexMachine(RuleBasedStateMachine):
             assert page[position % PAGE_TOKENS] == prefix_hash(tokens[: position + 1])
 
     @invariant()
+    def what_was_found_stays_until_the_version_changes(self) -> None:
+        for which in range(len(PARTS)):
+            match = self.index.match(text(which, 300))
+            version, before = self.found.get(which, (-1, match))
+            assert version != self.index.version or match == before
+            self.found[which] = (self.index.version, match)
+
+    @invariant()
     def every_id_has_the_owners_it_should(self) -> None:
         for space in self.spaces:
             allocator = self.pools[space]
@@ -297,11 +313,7 @@ class IndexMachine(RuleBasedStateMachine):
                 owners.update([one.state] if space is Space.RECURRENT else one.table.held(space))
             for reservation in self.reservations:
                 owners.update(reservation.ids.get(space, ()))
-            kept = {
-                page
-                for slot in self.index.slots
-                for page in ([slot.state] if space is Space.RECURRENT else slot.pages(space))
-            }
+            kept = {page for slot in self.index.slots for page in held(slot, space)}
             expected = [owners[page] + (page in kept) for page in range(allocator.n_total)]
             assert [allocator.owners(page) for page in range(allocator.n_total)] == expected
             assert allocator.n_idle == sum(page in kept and not owners[page] for page in range(allocator.n_total))
@@ -332,22 +344,25 @@ class IndexMachine(RuleBasedStateMachine):
         assert all(use.used == 0 for use in self.pools.use().values())
 
 
-def common(one: tuple[int, ...], other: list[int]) -> int:
-    n = 0
-    while n < min(len(one), len(other)) and one[n] == other[n]:
-        n += 1
-    return n
-
-
-def prefix_hash(tokens: list[int]) -> int:
-    """A number that stands for all tokens up to a position."""
-    return hash(tuple(tokens))
-
-
 TestIndexMachine = IndexMachine.TestCase
 TestIndexMachine.settings = settings(max_examples=150, stateful_step_count=120, deadline=None, phases=PHASES)
 
 
+OPERATIONS = 25_000
+"""Of each kind of model: 125,000 in all."""
+NAMES = {"start", "grow", "publish", "end", "pin", "drop", "unpin", "reserve", "adopt", "cancel", "clear", "evict"}
+
+
 @pytest.mark.slow
-class TestIndexMachineLong(IndexMachine.TestCase):
-    settings = settings(max_examples=1500, stateful_step_count=120, deadline=None, phases=PHASES)
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("kind", SPACES)
+def test_a_hundred_thousand_operations(kind: str) -> None:
+    class Machine(IndexMachine):
+        kinds: ClassVar[tuple[str, ...]] = (kind,)
+        done: ClassVar[Counter[str]] = Counter()
+
+    while Machine.done.total() - Machine.done["evict"] < OPERATIONS:
+        some = settings(max_examples=100, stateful_step_count=120, deadline=None, phases=PHASES, database=None)
+        run_state_machine_as_test(Machine, settings=some)
+    print(f"{kind}: {dict(Machine.done.most_common())}")
+    assert Machine.done.keys() == NAMES
