@@ -103,10 +103,9 @@ async def four_arms(place: Place, n: int) -> None:
     assert counts["restored"] > 0
     assert tokens["disk"] > 0
     assert tokens["memory"] + tokens["disk"] == sum(again.cached)
-    # A restored state answers for itself with one token; so does one that is saved.
-    probes = counts["restored"] + counts["saved"]
-    generated = len(again.answers) * (ANSWER - 1)
-    assert again.n_computed == sum(again.prompts) - sum(again.cached) + generated + probes
+    # A state that is restored whole answers for itself with one token; so does one that is saved.
+    n_asked = again.n_computed - (sum(again.prompts) - sum(again.cached) + len(again.answers) * (ANSWER - 1))
+    assert 0 <= n_asked <= counts["restored"] + counts["saved"]
     for n_prompt, n_warm, n_again in zip(again.prompts, warm.cached, again.cached, strict=True):
         assert n_again > n_warm - MIN_TOKENS  # a file for fewer is not written
         assert n_again < n_prompt
