@@ -67,7 +67,7 @@ def open_model(config: Config, notify: Callable[[str], None] = lambda _: None) -
 def run(config: Config, name: str, observer: Observer, *, to_terminal: bool = True) -> ExitCode:
     """Serve until stopped; log to the run directory and, with ``to_terminal``, to standard error.  Raises
     LucevisorError for what keeps it from starting at all."""
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # until the loop takes both signals over
+    early = EarlySignals()
     run_dir = RunDirectory(name)
     run_dir.claim()
     try:
@@ -75,16 +75,42 @@ def run(config: Config, name: str, observer: Observer, *, to_terminal: bool = Tr
         model = open_model(config, lambda what: log.info("fetching", what=what))
         if config.cache.dir and config.cache.prefix_slots:
             check_directory(Path(config.cache.dir))
+        early.only_note()
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            return runner.run(_run(config, model, run_dir, observer))
+            return runner.run(_run(config, model, run_dir, observer, early))
     except KeyboardInterrupt:  # stopped before there was anything to stop
         return ExitCode.DONE
     finally:
         run_dir.close()
 
 
-async def _run(config: Config, model: Model, run_dir: RunDirectory, observer: Observer) -> ExitCode:
-    return await Supervisor(config, model, run_dir, observer).run()
+async def _run(
+    config: Config, model: Model, run_dir: RunDirectory, observer: Observer, early: EarlySignals
+) -> ExitCode:
+    return await Supervisor(config, model, run_dir, observer).run(early)
+
+
+class EarlySignals:
+    """SIGINT and SIGTERM until the loop takes them over.  None is lost: not when the interrupt is raised where Python
+    ignores exceptions, in a finaliser, nor between the start of the loop and its own handlers.
+    """
+
+    def __init__(self) -> None:
+        self.asked = ""
+        self._raising = True
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, self._on_signal)
+
+    def only_note(self) -> None:
+        """From now on signals are noted only.  Raises KeyboardInterrupt when there was one."""
+        self._raising = False
+        if self.asked:
+            raise KeyboardInterrupt
+
+    def _on_signal(self, number: int, _: object) -> None:
+        self.asked = signal.Signals(number).name
+        if self._raising:
+            raise KeyboardInterrupt
 
 
 class Supervisor:
@@ -101,11 +127,13 @@ class Supervisor:
         self._n_stops = 0
         self._hurry: set[asyncio.Task[None]] = set()
 
-    async def run(self) -> ExitCode:
+    async def run(self, early: EarlySignals) -> ExitCode:
         """Start, serve, stop."""
         loop = asyncio.get_running_loop()
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(number, self.stop, signal.Signals(number).name)
+        if early.asked:
+            self.stop(early.asked)
         for notice in self.config.notices:
             log.warning("configuration", notice=str(notice))
         for marker in self._ports.template.lost_markers(self._tokenizer) if self._ports.template is not None else []:

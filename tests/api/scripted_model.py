@@ -119,6 +119,11 @@ class ScriptedStage:
             self._waiting.append(frame.message)
             asyncio.get_running_loop().call_later(self.step_s, self._answer_one)
 
+    def clear(self) -> None:
+        """A new process: it has no sequences, and nobody waits for what the old one was asked."""
+        self.sequences.clear()
+        self._waiting.clear()
+
     def release(self) -> None:
         self.held = False
         for _ in list(self._waiting):
@@ -184,7 +189,7 @@ class Rig:
 
     def attach(self) -> None:
         """Bring the chain up."""
-        self.stage.sequences.clear()
+        self.stage.clear()
         self.stage.chain = Chain([self.stage], self.engine.on_result, self.engine.on_failed)
         self.engine.attach(self.stage.chain)
 

@@ -113,7 +113,7 @@ def test_a_cut_connection_is_taken_up_where_it_broke(box, content):
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGINT])
 def test_a_killed_start_is_taken_up_by_the_next(box, content, how):
-    with Hub({"m.gguf": content}, pause_s=0.05) as hub:
+    with Hub({"m.gguf": content}, pause_s=0.15) as hub:
         process = box.start(hub, plan=True)
         deadline = time.monotonic() + 30
         while not (box.unfinished() and box.unfinished()[0].stat().st_size >= PIECE):
