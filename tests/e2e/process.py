@@ -32,6 +32,7 @@ class Cli:
     def __init__(self) -> None:
         self.runtime = Path(tempfile.mkdtemp(prefix="lv"))
         self.env = os.environ | {"XDG_RUNTIME_DIR": str(self.runtime), "NO_COLOR": "1"}
+        self._started: list[subprocess.Popen[str]] = []
 
     def run(self, *arguments: str, timeout_s: float = 60.0, check: bool = True) -> subprocess.CompletedProcess[str]:
         done = subprocess.run(
@@ -42,10 +43,12 @@ class Cli:
         return done
 
     def popen(self, *arguments: str) -> subprocess.Popen[str]:
-        return subprocess.Popen(
+        process = subprocess.Popen(
             [sys.executable, "-m", "lucevisor", *arguments],
             env=self.env, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True,
         )  # fmt: skip
+        self._started.append(process)
+        return process
 
     def start(self, config: Path = DEMO, *overrides: str, name: str = "t") -> dict[str, Any]:
         sets = [part for o in ("server.port=0", *overrides) for part in ("--set", o)]
@@ -63,6 +66,8 @@ class Cli:
         for process in psutil.process_iter(["pid", "environ"]):
             if (process.info["environ"] or {}).get("XDG_RUNTIME_DIR") == str(self.runtime):
                 process.send_signal(signal.SIGKILL)
+        for started in self._started:  # a zombie or an open pipe would be found by another test
+            started.communicate(timeout=10)
         shutil.rmtree(self.runtime, ignore_errors=True)
 
 
