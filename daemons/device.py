@@ -8,10 +8,13 @@ from __future__ import annotations
 
 import os
 import platform
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
+from math import prod
+from mmap import mmap
 from pathlib import Path
 from typing import Any
+from weakref import finalize
 
 import torch
 from torch import Tensor
@@ -176,6 +179,28 @@ def allocating(device: torch.device, what: str, n_bytes: int, advice: str) -> It
         ) from error
 
 
+def host_zeros(extent: Sequence[int], dtype: torch.dtype, device: torch.device) -> tuple[Tensor, bool]:
+    """Zeros in host memory, to be copied to and from ``device``, and whether such copies are DMA.
+
+    Page-locked for a GPU, where that is possible, for as long as the tensor lives.  Raises DeviceError when the host
+    has no room.
+    """
+    n_bytes = prod(extent) * dtype.itemsize
+    advice = "lower cache.prefix_slots or cache.memory, or let the devices hold them: cache.states = device"
+    with allocating(CPU, f"checkpoints of {device}", n_bytes, advice):
+        if device.type == "cpu" or not n_bytes:
+            return torch.zeros(*extent, dtype=dtype), device.type == "cpu"
+        try:
+            memory = mmap(-1, n_bytes)  # pages of its own: what torch pins itself is rounded up to powers of two
+        except OSError as error:
+            raise RuntimeError(f"cannot allocate memory: {error.strerror}") from error
+    zeros = torch.frombuffer(memory, dtype=dtype).view(*extent)
+    locked = register_host(memoryview(memory))
+    if locked:
+        finalize(memory, _unregister, zeros.data_ptr()).atexit = False
+    return zeros, locked
+
+
 def synchronize(device: torch.device) -> None:
     """Wait until everything queued on the device's current stream is done."""
     if device.type != "cpu":
@@ -201,7 +226,10 @@ def register_host(buffer: memoryview) -> bool:
 
 def unregister_host(buffer: memoryview) -> None:
     """Undo a :func:`register_host` that returned True, before the memory is unmapped."""
-    address = torch.frombuffer(buffer, dtype=torch.uint8).data_ptr()
+    _unregister(torch.frombuffer(buffer, dtype=torch.uint8).data_ptr())
+
+
+def _unregister(address: int) -> None:
     if int(_runtime().cudaHostUnregister(address)) != 0:
         _forget_last_error()
 
