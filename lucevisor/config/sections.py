@@ -262,8 +262,8 @@ class CacheConfig:
         Literal["device", "host"],
         Key(
             Choice(("device", "host")),
-            "Where checkpoints of recurrent layers lie. `host`: in host memory, from and to where they are copied when a "
-            "slot is used or made; the devices hold the states of running sequences only. Pages stay on the devices.",
+            "Where checkpoints of recurrent layers lie. `host`: in host memory, to and from where they are copied when "
+            "a slot is made or used; the devices hold the states of running sequences only. Pages stay on the devices.",
         ),
     ] = "device"
     dir: Annotated[str, Key(FilePath(), "Folder of snapshots, which outlive a restart. Empty: none are written.")] = ""
