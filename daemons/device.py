@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import os
 import platform
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from math import prod
 from mmap import mmap
 from pathlib import Path
 from typing import Any
-from weakref import finalize
 
 import torch
 from torch import Tensor
@@ -191,14 +191,24 @@ def host_zeros(extent: Sequence[int], dtype: torch.dtype, device: torch.device) 
         if device.type == "cpu" or not n_bytes:
             return torch.zeros(*extent, dtype=dtype), device.type == "cpu"
         try:
-            memory = mmap(-1, n_bytes)  # pages of its own: what torch pins itself is rounded up to powers of two
+            memory = _HostMemory(-1, n_bytes)  # not torch's pinned memory, which is rounded up to powers of two
         except OSError as error:
             raise RuntimeError(f"cannot allocate memory: {error.strerror}") from error
+    memory.locked = register_host(memoryview(memory))
     zeros = torch.frombuffer(memory, dtype=dtype).view(*extent)
-    locked = register_host(memoryview(memory))
-    if locked:
-        finalize(memory, _unregister, zeros.data_ptr()).atexit = False
-    return zeros, locked
+    memory.address = zeros.data_ptr()
+    return zeros, memory.locked
+
+
+class _HostMemory(mmap):
+    """Memory that tensors share; what was page-locked is unlocked before it is unmapped."""
+
+    locked = False
+    address = 0
+
+    def __del__(self) -> None:
+        if self.locked and not sys.is_finalizing():
+            _unregister(self.address)
 
 
 def synchronize(device: torch.device) -> None:

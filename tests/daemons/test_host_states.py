@@ -1,5 +1,8 @@
 """Recurrent states of which some lie in host memory: copies both ways, snapshots of them, and what they cannot be."""
 
+import gc
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -155,3 +158,25 @@ def test_a_host_without_room_is_told_of_with_the_bytes(kind):
         device.host_zeros((1 << 45,), torch.float32, torch.device(kind))
     assert caught.value.configuration
     assert "cache.states" in caught.value.advice
+
+
+def test_memory_is_unlocked_before_it_is_unmapped(monkeypatch):
+    """As long as a view lives it stays; the driver is not here, so it is seen when it would be called."""
+    seen = []
+
+    def mapped(address):
+        lines = (line.split()[0].split("-") for line in Path("/proc/self/maps").read_text().splitlines())
+        return any(int(first, 16) <= address < int(end, 16) for first, end in lines)
+
+    monkeypatch.setattr(device, "register_host", lambda _: True)
+    monkeypatch.setattr(device, "_unregister", lambda address: seen.append((address, mapped(address))))
+    zeros, locked = device.host_zeros((64, 1 << 16), torch.float32, torch.device("cuda"))
+    address, view = zeros.data_ptr(), zeros[3:].view(torch.uint8)
+    assert locked
+    del zeros
+    assert not view.any()
+    assert seen == []
+    del view
+    gc.collect()
+    assert seen == [(address, True)]
+    assert not mapped(address)
