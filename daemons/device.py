@@ -8,8 +8,11 @@ from __future__ import annotations
 
 import os
 import platform
-from collections.abc import Iterator
+import sys
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
+from math import prod
+from mmap import mmap
 from pathlib import Path
 from typing import Any
 
@@ -176,6 +179,38 @@ def allocating(device: torch.device, what: str, n_bytes: int, advice: str) -> It
         ) from error
 
 
+def host_zeros(extent: Sequence[int], dtype: torch.dtype, device: torch.device) -> tuple[Tensor, bool]:
+    """Zeros in host memory, to be copied to and from ``device``, and whether such copies are DMA.
+
+    Page-locked for a GPU, where that is possible, for as long as the tensor lives.  Raises DeviceError when the host
+    has no room.
+    """
+    n_bytes = prod(extent) * dtype.itemsize
+    advice = "lower cache.prefix_slots or cache.memory, or let the devices hold them: cache.states = device"
+    with allocating(CPU, f"checkpoints of {device}", n_bytes, advice):
+        if device.type == "cpu" or not n_bytes:
+            return torch.zeros(*extent, dtype=dtype), device.type == "cpu"
+        try:
+            memory = _HostMemory(-1, n_bytes)  # not torch's pinned memory, which is rounded up to powers of two
+        except OSError as error:
+            raise RuntimeError(f"cannot allocate memory: {error.strerror}") from error
+    memory.locked = register_host(memoryview(memory))
+    zeros = torch.frombuffer(memory, dtype=dtype).view(*extent)
+    memory.address = zeros.data_ptr()
+    return zeros, memory.locked
+
+
+class _HostMemory(mmap):
+    """Memory that tensors share; what was page-locked is unlocked before it is unmapped."""
+
+    locked = False
+    address = 0
+
+    def __del__(self) -> None:
+        if self.locked and not sys.is_finalizing():
+            _unregister(self.address)
+
+
 def synchronize(device: torch.device) -> None:
     """Wait until everything queued on the device's current stream is done."""
     if device.type != "cpu":
@@ -201,7 +236,10 @@ def register_host(buffer: memoryview) -> bool:
 
 def unregister_host(buffer: memoryview) -> None:
     """Undo a :func:`register_host` that returned True, before the memory is unmapped."""
-    address = torch.frombuffer(buffer, dtype=torch.uint8).data_ptr()
+    _unregister(torch.frombuffer(buffer, dtype=torch.uint8).data_ptr())
+
+
+def _unregister(address: int) -> None:
     if int(_runtime().cudaHostUnregister(address)) != 0:
         _forget_last_error()
 

@@ -66,6 +66,9 @@ class Stack:
             f"{name} tensors are not kept as stored: {stored} bytes in the file take {taken} bytes on {self.device}"
             for name, (stored, taken) in sorted(weights.converted.items())
         ]
+        if not self.pools.page_locked:
+            what = f"{self.pools.host_nbytes} bytes of checkpoints in host memory"
+            self.warnings.append(f"{what} cannot be page-locked: prefix slots are slower to use on {self.device}")
 
     def run(self, rows: Tensor | None, batch: Batch, hidden: list[Tensor] | None) -> Tensor:
         """Boundary rows [T, boundary width] through the layers; at the tail the residual stream [T, E] comes out.
@@ -91,6 +94,7 @@ class Stack:
             weight_bytes=self.weight_bytes,
             state_bytes=self.pools.nbytes,
             free_bytes=memory_free(self.device),
+            host_state_bytes=self.pools.host_nbytes,
         )
 
 

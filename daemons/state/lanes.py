@@ -112,10 +112,12 @@ def lane_for(device: torch.device) -> Lane:
 
 
 class HostLane:
-    """The pool is ordinary memory."""
+    """The pool is ordinary memory, or what a GPU's pool keeps there."""
 
     def wait_for(self, event: torch.cuda.Event | None) -> None:
-        """On a cpu an operation is done when it returns."""
+        """On a cpu an operation is done when it returns; a GPU may still be copying."""
+        if event is not None:
+            event.synchronize()
 
     def save(self, piece: Piece, file: SnapshotFile) -> None:
         file.write(piece.name, _views(piece), piece.offset)

@@ -56,6 +56,7 @@ class Sequences:
     def __init__(self, pools: Sequence[Pools], sizes: PoolSizes, max_sequences: int) -> None:
         self.pools = list(pools)
         self.units = {Space.FULL: sizes.full_pages, Space.WINDOW: sizes.window_pages, Space.RECURRENT: sizes.states}
+        self.device_states = sizes.device_states
         self.max_sequences = max_sequences
         self.by_id: dict[int, OpenedSequence] = {}
         self._free_rows = list(range(max_sequences - 1, -1, -1))
@@ -97,10 +98,12 @@ class Sequences:
             case CopyState(source, target):
                 self._check_unit("CopyState", Space.RECURRENT, source)
                 self._check_unit("CopyState", Space.RECURRENT, target)
+                if min(source, target) >= self.device_states:
+                    raise StateError("CopyState", f"states {source} and {target} both lie in host memory")
                 for pool in self.pools:
                     pool.copy_state(source, target)
             case ZeroState(state):
-                self._check_unit("ZeroState", Space.RECURRENT, state)
+                self._check_live("ZeroState", state)
                 for pool in self.pools:
                     pool.zero_state(state)
 
@@ -109,6 +112,11 @@ class Sequences:
             kind = "state" if space is Space.RECURRENT else f"page of space {space.value}"
             raise StateError(where, f"{kind} {unit} is outside the pool of {self.units[space]}")
 
+    def _check_live(self, where: str, state: int) -> None:
+        self._check_unit(where, Space.RECURRENT, state)
+        if state >= self.device_states:
+            raise StateError(where, f"state {state} lies in host memory, where checkpoints are; a live one cannot")
+
     def _open(self, operation: OpenSequence) -> None:
         where = f"OpenSequence {operation.sequence}"
         if operation.sequence in self.by_id:
@@ -116,7 +124,7 @@ class Sequences:
         if not self._free_rows:
             raise StateError(where, f"{self.max_sequences} sequences are open, the most this daemon was loaded for")
         if self.units[Space.RECURRENT]:
-            self._check_unit(where, Space.RECURRENT, operation.state)
+            self._check_live(where, operation.state)
         self.by_id[operation.sequence] = OpenedSequence(operation.sequence, self._free_rows.pop(), operation.state)
 
     def _set_pages(self, operation: SetPages) -> None:

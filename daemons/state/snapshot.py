@@ -36,7 +36,10 @@ Run = tuple[int, int]
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Rows of a pool and their place in the file.  ``memory``: uint8 [rows of the pool, bytes of a row]."""
+    """Rows of a pool and their place in the file.  ``memory``: uint8 [rows of the pool, bytes of a row].
+
+    ``device``: where these lie; the cpu for states that a GPU's pool keeps in host memory.
+    """
 
     name: str
     device: torch.device
@@ -129,9 +132,8 @@ class StateMap:
 
     def _pieces(self, place: SlotPlace, tensor: SnapshotTensor) -> Iterator[Piece]:
         if self._space(tensor) is Space.RECURRENT:
-            rows, runs, shape = self._states(tensor), [(place.state, 1)], tensor.shape
-            if not 0 <= place.state < rows.shape[0]:
-                raise StateError(f"tensor {tensor.name}", f"state {place.state} is outside the pool of {rows.shape[0]}")
+            rows, row = self._state(tensor, place.state)
+            runs, shape = [(row, 1)], tensor.shape
         else:
             rows, runs, shape = self._slots(tensor), self._runs(place, tensor), tensor.shape[1:]
         if FILE[rows.dtype] != tensor.dtype or rows.shape[1:] != shape:
@@ -205,9 +207,14 @@ class StateMap:
         pages = paged.scales if is_scale else paged.codes
         return pages.view(-1, *pages.shape[2:])
 
-    def _states(self, tensor: SnapshotTensor) -> Tensor:
+    def _state(self, tensor: SnapshotTensor, state: int) -> tuple[Tensor, int]:
+        """The rows among which a recurrent state lies, and which of them it is."""
+        pool = self._pool(tensor)
+        n = pool.units[Space.RECURRENT]
+        if not 0 <= state < n:
+            raise StateError(f"tensor {tensor.name}", f"state {state} is outside the pool of {n}")
         try:
-            return self._pool(tensor).state(tensor.layer, tensor.kind)
+            return pool.rows_with(tensor.layer, tensor.kind, state)
         except KeyError:
             raise _misfit(tensor, "the layer has no state of this kind") from None
 

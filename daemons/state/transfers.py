@@ -52,6 +52,10 @@ class _Job:
     n_bytes: int = 0
     converted: str = ""
 
+    def before(self, device: torch.device) -> list[torch.cuda.Event]:
+        """What must be done before memory of ``device`` is touched; any GPU may be copying to or from the host's."""
+        return list(self.events.values()) if device.type == "cpu" else [self.events[device]]
+
     @property
     def what(self) -> str:
         return f"{'save' if isinstance(self.order, Save) else 'restore'} {self.order.transfer}"
@@ -145,7 +149,8 @@ class Transfers:
                 lane = used.get(work.device)
                 if lane is None:
                     lane = used[work.device] = lanes.get(work.device)
-                    lane.wait_for(job.events.get(work.device))
+                    for event in job.before(work.device):
+                        lane.wait_for(event)
                 if isinstance(work, Conversion):
                     lane.convert(work, file)
                 elif isinstance(job.order, Save):

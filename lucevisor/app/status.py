@@ -97,6 +97,7 @@ def _device(group: str, use: DeviceUse, free: dict[int, int]) -> dict[str, Any]:
         "layers": [use.layers.start, use.layers.stop],
         "weight_bytes": use.weight_bytes,
         "state_bytes": use.state_bytes,
+        "host_state_bytes": use.host_state_bytes,
         "free_bytes": free.get(use.device, use.free_bytes),
     }
 

@@ -72,7 +72,7 @@ INERT: tuple[Inert, ...] = (
         "remove the key",
     ),
     Inert(
-        ("cache.memory", "cache.min_tokens", "cache.checkpoint_pages", "cache.dir", "cache.disk"),
+        ("cache.memory", "cache.states", "cache.min_tokens", "cache.checkpoint_pages", "cache.dir", "cache.disk"),
         lambda config: config.cache.prefix_slots == 0,
         "has no effect while cache.prefix_slots is 0",
         "remove the key, or set cache.prefix_slots",

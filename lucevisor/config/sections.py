@@ -258,6 +258,14 @@ class CacheConfig:
             "bytes",
         ),
     ] = 2**30
+    states: Annotated[
+        Literal["device", "host"],
+        Key(
+            Choice(("device", "host")),
+            "Where checkpoints of recurrent layers lie. `host`: in host memory, to and from where they are copied when "
+            "a slot is made or used; the devices hold the states of running sequences only. Pages stay on the devices.",
+        ),
+    ] = "device"
     dir: Annotated[str, Key(FilePath(), "Folder of snapshots, which outlive a restart. Empty: none are written.")] = ""
     disk: Annotated[int, Key(Size(), "Space that snapshots may take in all.", "bytes")] = 20 * 2**30
     min_tokens: Annotated[int, Key(Whole(0, 2**30), "Shorter prefixes are not kept.", "tokens")] = 256

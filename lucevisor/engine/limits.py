@@ -50,9 +50,13 @@ class EngineLimits:
             raise ValueError("spaces is empty; name the spaces of the model's layers")
         if Space.FULL in self.spaces and self.pools.full_pages < 1:
             raise ValueError(f"pools.full_pages is {self.pools.full_pages}; the model needs 1 or more")
-        if Space.RECURRENT in self.spaces and self.pools.states < self.max_sequences:
+        if self.pools.host_states < 0:
+            raise ValueError(f"pools.host_states is {self.pools.host_states}; give 0 or more")
+        if Space.RECURRENT in self.spaces and self.pools.device_states < self.max_sequences:
+            in_host = f", {self.pools.host_states} of them in host memory" if self.pools.host_states else ""
             raise ValueError(
-                f"pools.states is {self.pools.states}; max_sequences = {self.max_sequences} need a live state each"
+                f"pools.states is {self.pools.states}{in_host}; max_sequences = {self.max_sequences} need a live state "
+                "each"
             )
         if (Space.WINDOW in self.spaces) != (self.window_tokens is not None):
             raise ValueError(

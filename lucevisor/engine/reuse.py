@@ -153,13 +153,20 @@ class Reuse:
             return []
         return self._remember(record, live, origin, now)
 
-    def ending(self, record: RequestRecord, now: float) -> None:
-        """Remember all that was computed of a request that is about to release its ids: its states stay as they are."""
+    def ending(self, record: RequestRecord, now: float) -> list[Operation]:
+        """Remember all that was computed of a request that is about to release its ids.
+
+        Its states stay as they are and become the slot's, but for checkpoints in host memory, to where they are copied.
+        """
         live = record.live
-        if live is not None and live.n_planned and not record.apart:
-            source = Source(live.n_planned, live.table.entry, live.state, "generation")
-            live.state = NO_STATE  # the index takes it over
-            self.index.publish(record.tokens, source, now)
+        if live is None or not live.n_planned or record.apart:
+            return []
+        if self._pools.copies_states:
+            return self._remember(record, live, "generation", now)
+        source = Source(live.n_planned, live.table.entry, live.state, "generation")
+        live.state = NO_STATE  # the index takes it over
+        self.index.publish(record.tokens, source, now)
+        return []
 
     def ended(self, record: RequestRecord) -> None:
         """Count a request that is over, and hold what is remembered within the settings."""

@@ -364,7 +364,7 @@ class Scheduler:
     ) -> tuple[str, Event]:
         if record.live is not None:
             if error is None:
-                self.reuse.ending(record, now)
+                self._operations += self.reuse.ending(record, now)
             self._close(record)
         elif record.state is RequestState.QUEUED:
             self._queue.remove(record)

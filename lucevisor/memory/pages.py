@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
 
@@ -22,23 +23,24 @@ class PageError(Exception):
 
 
 class PageAllocator:
-    """Ids ``0 .. n_total - 1`` with reference counts.
+    """Ids ``first .. first + n_total - 1`` with reference counts.
 
     The lowest free ids are given first, so the same calls give the same ids, and long-lived pages gather at the start
     of the pool.  Costs O(log n) an id.
     """
 
-    def __init__(self, n_total: int, name: str = "pages") -> None:
+    def __init__(self, n_total: int, name: str = "pages", first: int = 0) -> None:
         """Start with all ids free.  ``name`` is used in error messages.  Raises ValueError when ``n_total`` is
         negative.
         """
         if n_total < 0:
             raise ValueError(f"{name}: a pool of {n_total} ids cannot be made; give 0 or more")
         self.name = name
+        self._first = first
         self._owners = [0] * n_total
         self._kept: set[int] = set()
         self._n_idle = 0
-        self._free = list(range(n_total))
+        self._free = list(range(first, first + n_total))
         heapify(self._free)
 
     @property
@@ -63,16 +65,17 @@ class PageAllocator:
 
     def idle(self, page: int) -> bool:
         """Say whether the prefix index alone owns an id."""
-        return page in self._kept and self._owners[page] == 1
+        return page in self._kept and self._owners[page - self._first] == 1
 
     def owners(self, page: int) -> int:
         """Return how many owners an id has, the prefix index included; 0 = free.
 
         Raises PageError when it is not of this pool.
         """
-        if not 0 <= page < len(self._owners):
-            raise PageError(f"{self.name}: id {page} is outside 0 to {len(self._owners) - 1}")
-        return self._owners[page]
+        first, last = self._first, self._first + len(self._owners) - 1
+        if not first <= page <= last:
+            raise PageError(f"{self.name}: id {page} is outside {first} to {last}")
+        return self._owners[page - first]
 
     def allocate(self, n: int) -> list[int] | None:
         """Take ``n`` free ids, each with one owner; None, and nothing taken, when fewer are free.
@@ -85,7 +88,7 @@ class PageAllocator:
             return None
         taken = [heappop(self._free) for _ in range(n)]
         for page in taken:
-            self._owners[page] = 1
+            self._owners[page - self._first] = 1
         return taken
 
     def share(self, pages: Iterable[int]) -> None:
@@ -98,7 +101,7 @@ class PageAllocator:
                 raise PageError(f"{self.name}: id {page} is free and cannot be shared")
         for page, n in counted.items():
             self._n_idle -= self.idle(page)
-            self._owners[page] += n
+            self._owners[page - self._first] += n
 
     def keep(self, page: int) -> None:
         """Make the prefix index one of the owners of an id that is in use.  Raises PageError, and changes nothing, when
@@ -128,9 +131,9 @@ class PageAllocator:
             if held < n:
                 raise PageError(f"{self.name}: id {page} is released {n} times but has {held} owners (double free)")
         for page, n in counted.items():
-            self._owners[page] -= n
+            self._owners[page - self._first] -= n
             self._n_idle += self.idle(page)
-            if self._owners[page] == 0:
+            if self._owners[page - self._first] == 0:
                 heappush(self._free, page)
 
 
@@ -144,12 +147,28 @@ class PageUse:
 
 
 class PagePools:
-    """The allocators of the spaces a model has: pages of ``full`` and ``window``, states of ``recurrent``."""
+    """The allocators of the spaces a model has: pages of ``full`` and ``window``, states of ``recurrent``.
+
+    ``of_slots`` is from where prefix slots have their ids: the same allocators, but for recurrent states that lie in
+    host memory, of which it has all, and these pools none.  Slots and live sequences then take no state from each
+    other.
+    """
 
     def __init__(self, spaces: Iterable[Space], pools: Pools) -> None:
         """Make one allocator a space, of the size that ``pools`` (as sent in Load) gives it."""
-        sizes = {Space.FULL: pools.full_pages, Space.WINDOW: pools.window_pages, Space.RECURRENT: pools.states}
+        sizes = {Space.FULL: pools.full_pages, Space.WINDOW: pools.window_pages, Space.RECURRENT: pools.device_states}
         self._allocators = {space: PageAllocator(sizes[space], f"space {space}") for space in sorted(spaces)}
+        self.of_slots = self
+        if pools.host_states and Space.RECURRENT in self:
+            self.of_slots = copy(self)
+            in_host = PageAllocator(pools.host_states, "states in host memory", pools.device_states)
+            self.of_slots.of_slots = self.of_slots
+            self.of_slots._allocators = {**self._allocators, Space.RECURRENT: in_host}
+
+    @property
+    def copies_states(self) -> bool:
+        """Whether a live state cannot become a slot's as it is."""
+        return self.of_slots is not self
 
     @property
     def spaces(self) -> Sequence[Space]:
@@ -174,5 +193,10 @@ class PagePools:
         return all(n <= self._allocators[space].n_free for space, n in needs.items())
 
     def use(self) -> dict[Space, PageUse]:
-        """Return what is in use, by space."""
-        return {space: PageUse(one.n_used, one.n_total, one.n_idle) for space, one in self._allocators.items()}
+        """Return what is in use, by space, wherever it lies."""
+        return {space: _use_of(one, self.of_slots[space]) for space, one in self._allocators.items()}
+
+
+def _use_of(live: PageAllocator, of_slots: PageAllocator) -> PageUse:
+    both = (live,) if live is of_slots else (live, of_slots)
+    return PageUse(sum(a.n_used for a in both), sum(a.n_total for a in both), sum(a.n_idle for a in both))

@@ -33,8 +33,9 @@ class PrefixIndex:
         self.anywhere = not self.recurrent and window_tokens is None  # any page of a known chain can be used
         self.version = 0  # changes whenever a match may
         self.n_evictions = 0
-        self._pools = pools
-        self._tree = BlockTree(pools, window_tokens)
+        self._sequence_pools = pools
+        self._pools = pools.of_slots
+        self._tree = BlockTree(self._pools, window_tokens)
         self._slots: dict[int, Slot] = {}
         self._reservations: set[Reservation] = set()
         self._tick = 0
@@ -154,7 +155,7 @@ class PrefixIndex:
         first, needs = self._tree.first_window(n_tokens), {Space.FULL: pages_of(n_tokens), Space.RECURRENT: 1}
         needs[Space.WINDOW] = pages_of(n_tokens) - first
         needs = {space: n for space, n in needs.items() if space in self._pools}
-        if not self.worth(n_tokens) or not self.reclaim(needs):
+        if not self.worth(n_tokens) or not self._reclaim(self._pools, needs):
             return None
         ids = self._pools.allocate(needs)
         if ids is None:
@@ -204,12 +205,12 @@ class PrefixIndex:
     # ---- giving up
 
     def can_reclaim(self, needs: Mapping[Space, int], shared: Mapping[Space, Collection[int]]) -> bool:
-        """Say whether so many ids of each space would be free if all slots without a pin were given up.
+        """Say whether so many ids of each space would be free for a sequence if all slots without a pin were given up.
 
         ``shared``: ids that the asker is about to own as well, which would stay.
         """
         for space, n in needs.items():
-            allocator = self._pools[space]
+            allocator = self._sequence_pools[space]
             if n > allocator.n_free:
                 pinned = {page for slot in self._slots.values() if slot.pins for page in self._ids(slot, space)}
                 staying = sum(allocator.idle(page) for page in pinned.union(shared.get(space, ())))
@@ -218,14 +219,8 @@ class PrefixIndex:
         return True
 
     def reclaim(self, needs: Mapping[Space, int]) -> bool:
-        """Give up slots until so many ids of each space are free; False when that is not enough."""
-        while not self._pools.fits(needs):
-            lacking = [space for space, n in needs.items() if n > self._pools[space].n_free]
-            victim = self._least(lacking)
-            if victim is None:
-                return False
-            self._evict(victim)
-        return True
+        """Give up slots until so many ids of each space are free for a sequence; False when that is not enough."""
+        return self._reclaim(self._sequence_pools, needs)
 
     def trim(self) -> None:
         """Give up slots until number and bytes are within the settings.  To be called when a sequence ended too: what
@@ -319,6 +314,16 @@ class PrefixIndex:
         for other in self._slots.values():
             if other.parent is slot:
                 other.parent = slot.parent
+
+    def _reclaim(self, pools: PagePools, needs: Mapping[Space, int]) -> bool:
+        while not pools.fits(needs):
+            lacking = [space for space, n in needs.items() if n > pools[space].n_free]
+            of_slots = all(pools[space] is self._pools[space] for space in lacking)
+            victim = self._least(lacking) if of_slots else None  # no slot can give what no slot has
+            if victim is None:
+                return False
+            self._evict(victim)
+        return True
 
     def _ids(self, slot: Slot, space: Space) -> list[int]:
         if space is Space.RECURRENT:

@@ -87,9 +87,14 @@ class CostModel:
         return sum(part.stored_bytes for part in self._parts(shard))
 
     def state_bytes(self, shard: Shard, pools: Pools) -> int:
-        """Bytes of the shard's pools."""
-        units = {Space.FULL: pools.full_pages, Space.WINDOW: pools.window_pages, Space.RECURRENT: pools.states}
+        """Bytes of the shard's pools on its device."""
+        units = {Space.FULL: pools.full_pages, Space.WINDOW: pools.window_pages, Space.RECURRENT: pools.device_states}
         return sum(units[self.spec.layers[i].space] * self._units[i] for i in _indices(shard))
+
+    def host_state_bytes(self, shard: Shard, pools: Pools) -> int:
+        """Bytes of the shard's recurrent states that lie in host memory."""
+        recurrent = (self._units[i] for i in _indices(shard) if self.spec.layers[i].space is Space.RECURRENT)
+        return pools.host_states * sum(recurrent)
 
     def workspace_bytes(self, shard: Shard, steps: Steps) -> int:
         """Estimate what else the shard needs while it computes; see the top of this file."""

@@ -90,10 +90,13 @@ def _sizes(p: Placement) -> str:
     if p.pools.window_pages:
         pools.append(_counted(p.pools.window_pages, "window page"))
     if p.pools.states:
-        pools.append(_counted(p.pools.states, "recurrent state"))
+        in_host = f" ({p.pools.host_states} of them in host memory)" if p.pools.host_states else ""
+        pools.append(_counted(p.pools.states, "recurrent state") + in_host)
     sequences = f"{_counted(p.max_sequences, 'sequence')} of {p.max_context} tokens"
     step = f"steps of {p.max_step_tokens} tokens, {sequences}"
-    return f"{', '.join(pools)}; {step}; boundaries take {size(p.arena_bytes)} of host memory"
+    host = f"boundaries take {size(p.arena_bytes)} of host memory"
+    kept = ", ".join(f"{size(n_bytes)} of group {group}" for group, n_bytes in p.host_state_bytes.items())
+    return f"{', '.join(pools)}; {step}; {host}{f', checkpoints {kept}' if kept else ''}"
 
 
 def _counted(n: int, what: str) -> str:
@@ -118,7 +121,13 @@ def as_json(result: Result) -> dict[str, object]:
         "max_sequences": p.max_sequences,
         "prefill_chunk": p.prefill_chunk,
         "max_step_tokens": p.max_step_tokens,
-        "pages": {"full": p.pools.full_pages, "window": p.pools.window_pages, "states": p.pools.states},
+        "pages": {
+            "full": p.pools.full_pages,
+            "window": p.pools.window_pages,
+            "states": p.pools.states,
+            "host_states": p.pools.host_states,
+        },
+        "host_state_bytes": p.host_state_bytes,
         "arena_bytes": p.arena_bytes,
         "goal": p.goal or None,
         "speeds_measured": p.measured or None,
@@ -148,6 +157,7 @@ def _device_json(d: DevicePlan) -> dict[str, object]:
         "layers": [d.layers.start, d.layers.stop],
         "weight_bytes": d.weight_bytes,
         "state_bytes": d.state_bytes,
+        "host_state_bytes": d.host_state_bytes,
         "workspace_bytes": d.workspace_bytes,
         "free_bytes": d.free_bytes,
         "reserve_bytes": d.reserve_bytes,

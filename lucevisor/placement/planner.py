@@ -137,6 +137,7 @@ def _device_plans(seats: Sequence[Seat], sized: Sized) -> tuple[DevicePlan, ...]
             free_bytes=memories[seat.memory].free_bytes,
             reserve_bytes=memories[seat.memory].reserve_bytes,
             short_bytes=short.get(seat.memory, 0),
+            host_state_bytes=use.host_state_bytes,
         )
         for seat, shard, use in zip(seats, sized.shards, sized.uses, strict=True)
     )
@@ -167,4 +168,5 @@ def _case(spec: ModelSpec, config: Config, seats: tuple[Seat, ...], dtype: Dtype
         pages=pages,
         n_slots=n_slots,
         n_slot_pages=n_slot_pages,
+        states_in_host=config.cache.states == "host" and n_slots > 0,
     )

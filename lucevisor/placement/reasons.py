@@ -149,10 +149,14 @@ def _pages(facts: Facts) -> str:
 
 def _states(facts: Facts) -> Iterator[str]:
     pools, n = facts.sized.pools, facts.case.max_sequences
-    if pools.states:
-        n_kept = pools.states - n - SPARE_STATES
+    if pools.host_states:
+        kept = f"{pools.host_states - SPARE_STATES} for prefix slots, and {SPARE_STATES} spare"
+        yield f"recurrent states {pools.states}: one on the devices for each of {n} sequences; in host memory {kept}"
+    elif pools.states:
+        n_spare = min(SPARE_STATES, pools.states - n)
+        n_kept = pools.states - n - n_spare
         kept = f", {n_kept} for prefix slots" if n_kept else ""
-        yield f"recurrent states {pools.states}: one for each of {n} sequences{kept}, and {SPARE_STATES} spare"
+        yield f"recurrent states {pools.states}: one for each of {n} sequences{kept}, and {n_spare} spare"
     if pools.window_pages:
         window = facts.case.spec.window
         kept = " and prefix slots" if facts.sized.n_slots else ""
@@ -222,6 +226,8 @@ def _inert(facts: Facts) -> Iterator[str]:
         yield f"engine.prefill_chunk = {engine.prefill_chunk} is cut to max_context = {context}"
     if spec.spaces() == {Space.RECURRENT} and engine.kv_dtype != "auto":
         yield f"engine.kv_dtype = {engine.kv_dtype} has no effect: the model has no attention layers"
+    if Space.RECURRENT not in spec.spaces() and facts.config.cache.prefix_slots and facts.config.cache.states == "host":
+        yield "cache.states = host has no effect: the model has no recurrent layers, and pages stay on the devices"
     if case.pages is None:
         return
     if Space.FULL not in spec.spaces():

@@ -47,7 +47,8 @@ class DevicePlan:
 
     ``memory`` names the memory the device draws from: all cpu devices share ``host``.  ``free_bytes`` is what that had
     free when it was looked at (None: unknown), ``reserve_bytes`` the part of it left alone, ``short_bytes`` how much is
-    missing in that memory for all shards that draw from it.  ``decode_s`` and ``prefill_s``: what its layers take for
+    missing in that memory for all shards that draw from it.  ``host_state_bytes`` is what of the state lies in host
+    memory, not on the device.  ``decode_s`` and ``prefill_s``: what its layers take for
     one token, and for a slice as it was measured; None where the split was not chosen by speed.
     """
 
@@ -62,12 +63,13 @@ class DevicePlan:
     free_bytes: int | None
     reserve_bytes: int
     short_bytes: int
+    host_state_bytes: int = 0
     decode_s: float | None = None
     prefill_s: float | None = None
 
     @property
     def needed_bytes(self) -> int:
-        """Weights, state and workspace together."""
+        """Weights, state and workspace together, on the device."""
         return self.weight_bytes + self.state_bytes + self.workspace_bytes
 
     @property
@@ -116,6 +118,15 @@ class Placement:
     def arena_bytes(self) -> int:
         """Host memory of all arenas."""
         return sum(arena.region_bytes * arena.n_regions for arena in self.arenas)
+
+    @property
+    def host_state_bytes(self) -> dict[str, int]:
+        """Host memory of the checkpoints that do not lie on the devices, by group; without those that have none."""
+        found: dict[str, int] = {}
+        for device in self.devices:
+            if device.host_state_bytes:
+                found[device.device.group] = found.get(device.device.group, 0) + device.host_state_bytes
+        return found
 
     def stages_of(self, group: str) -> tuple[Stage, ...]:
         """The stages a group runs."""

@@ -32,7 +32,7 @@ SPARE_STATES = 1
 class Case:
     """One combination of settings to be sized.  ``max_context`` and ``pages`` None: as much as fits.  ``n_slots``:
     prefix slots for which states and window pages are set aside; fewer where that many do not fit.  ``n_slot_pages``:
-    pages that slots may fill beside those of sequences.
+    pages that slots may fill beside those of sequences.  ``states_in_host``: the states of slots lie in host memory.
 
     ``models`` keeps the cost models of this case and of those derived from it, which share the spec.
     """
@@ -47,6 +47,7 @@ class Case:
     pages: int | None
     n_slots: int = 0
     n_slot_pages: int = 0
+    states_in_host: bool = False
     models: dict[tuple[Dtype, Dtype], CostModel] = field(default_factory=dict, repr=False, compare=False)
 
     def model(self) -> CostModel:
@@ -59,15 +60,22 @@ class Case:
 
 @dataclass(frozen=True, slots=True)
 class Use:
-    """Bytes of one shard."""
+    """Bytes of one shard: on its device, and what it has in host memory beside that."""
 
     weight_bytes: int
     state_bytes: int
     workspace_bytes: int
+    host_state_bytes: int = 0
 
     @property
     def total_bytes(self) -> int:
+        """On the device."""
         return self.weight_bytes + self.state_bytes + self.workspace_bytes
+
+    def bytes_in(self, memory: str, device_memory: str) -> int:
+        """What of it lies in a memory, when the device's own is ``device_memory``."""
+        on_device = self.total_bytes if memory == device_memory else 0
+        return on_device + (self.host_state_bytes if memory == HOST else 0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -155,11 +163,14 @@ class _Sizer:
 
     def pools(self, max_context: int, n_pages: int) -> Pools:
         case, spaces = self.case, self.case.spec.spaces()
+        n_kept = case.n_slots + SPARE_STATES if case.n_slots or not case.states_in_host else 0
+        recurrent = Space.RECURRENT in spaces
         return Pools(
             full_pages=n_pages if Space.FULL in spaces else 0,
             window_pages=window_pages(case.spec, case.max_sequences, self.chunk(max_context), max_context)
             + case.n_slots * slot_window_pages(case.spec),
-            states=case.max_sequences + SPARE_STATES + case.n_slots if Space.RECURRENT in spaces else 0,
+            states=case.max_sequences + n_kept if recurrent else 0,
+            host_states=n_kept if recurrent and case.states_in_host else 0,
         )
 
     def use(self, shard: Shard, max_context: int, n_pages: int) -> Use:
@@ -170,14 +181,15 @@ class _Sizer:
             weight_bytes=self.model.weight_bytes(shard),
             state_bytes=self.model.state_bytes(shard, pools),
             workspace_bytes=self.model.workspace_bytes(shard, steps),
+            host_state_bytes=self.model.host_state_bytes(shard, pools),
         )
 
     def needed(self, memory: str, max_context: int, n_pages: int) -> int:
         """Bytes that all shards of a memory take, the host's with the arenas."""
         total = 0
         for seat, shard in zip(self.case.seats, self.shards, strict=True):
-            if seat.memory == memory:
-                total += self.use(shard, max_context, n_pages).total_bytes
+            if memory in (seat.memory, HOST):
+                total += self.use(shard, max_context, n_pages).bytes_in(memory, seat.memory)
         return total + (self.arena_bytes(max_context) if memory == HOST else 0)
 
     def arena_bytes(self, max_context: int) -> int:
@@ -301,7 +313,7 @@ class Filling:
         key = (seat.backend, first, last, layers.start, layers.stop)
         if key not in self._taken:
             shard = Shard(seat.device, seat.backend, layers, first, last)
-            self._taken[key] = self._sizer.use(shard, self._context, self._pages).total_bytes
+            self._taken[key] = self._sizer.use(shard, self._context, self._pages).bytes_in(seat.memory, seat.memory)
         return self._taken[key]
 
     def share(self, i: int, layers: LayerRange) -> float:

@@ -102,11 +102,21 @@ class ArenaPlan(msgspec.Struct, frozen=True):
 
 
 class Pools(msgspec.Struct, frozen=True):
-    """Sizes of the id spaces; the same in every shard.  Ids run from 0 to n-1."""
+    """Sizes of the id spaces; the same in every shard.  Ids run from 0 to n-1.
+
+    The last ``host_states`` of the recurrent states lie in the daemon's host memory: they hold checkpoints and are
+    never live.
+    """
 
     full_pages: int
     window_pages: int
     states: int  # recurrent states: live ones and checkpoints
+    host_states: int = 0
+
+    @property
+    def device_states(self) -> int:
+        """Recurrent states on the devices: ids below this one may be live."""
+        return self.states - self.host_states
 
 
 class Load(msgspec.Struct, frozen=True):
@@ -133,6 +143,7 @@ class DeviceUse(msgspec.Struct, frozen=True):
     weight_bytes: int
     state_bytes: int
     free_bytes: int
+    host_state_bytes: int = 0  # of its state, what lies in host memory beside that
 
 
 class Loaded(msgspec.Struct, frozen=True):

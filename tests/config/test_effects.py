@@ -109,6 +109,7 @@ def test_options_with_effect_say_nothing(box):
         "cache.prefix_slots=5",
         "cache.dir=snapshots",
         "cache.memory=2GiB",
+        "cache.states=host",
         "cache.min_tokens=9",
         "cache.checkpoint_pages=1",
         "cache.normalise=fix",
@@ -117,8 +118,9 @@ def test_options_with_effect_say_nothing(box):
 
 
 def test_what_slots_may_take_is_told_of_when_there_are_none(box):
-    config = load(box, ["cache.prefix_slots=0", "cache.memory=2GiB", "cache.min_tokens=9", "cache.checkpoint_pages=1"])
-    assert [notice.key for notice in config.notices] == ["cache.memory", "cache.min_tokens", "cache.checkpoint_pages"]
+    settings = {"memory": "2GiB", "states": "host", "min_tokens": 9, "checkpoint_pages": 1}
+    config = load(box, ["cache.prefix_slots=0", *(f"cache.{key}={value}" for key, value in settings.items())])
+    assert [notice.key for notice in config.notices] == [f"cache.{key}" for key in settings]
 
 
 def test_a_weight_for_the_only_device_is_told_of(tmp_path):

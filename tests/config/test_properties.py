@@ -72,6 +72,7 @@ VALID = {
         "memory": size,
         "disk": size,
         "dir": st.sampled_from(["", "/var/cache/lucevisor"]),
+        "states": st.sampled_from(["device", "host"]),
         "min_tokens": st.integers(0, 2**30),
         "checkpoint_pages": st.integers(0, 2**20),
         "normalise": st.sampled_from(["off", "fix", "move"]),

@@ -48,7 +48,10 @@ def state_model(spec, kv_dtype=Dtype.FLOAT32, dtype=Dtype.FLOAT32):
 
 
 class SlotChain:
-    """``cuts``: for each stage the layers its shards end before, but for the chain's last one; pages come shuffled."""
+    """``cuts``: for each stage the layers its shards end before, but for the chain's last one; pages come shuffled.
+
+    Of the 8 recurrent states the last ``host_states`` lie in host memory.
+    """
 
     def __init__(
         self,
@@ -58,6 +61,7 @@ class SlotChain:
         kv_dtype=Dtype.FLOAT32,
         dtype=Dtype.FLOAT32,
         n_pages=40,
+        host_states=0,
         seed=0,
         backend=Backend.CPU,
     ):
@@ -67,6 +71,7 @@ class SlotChain:
             n_pages if Space.FULL in spaces else 0,
             n_pages if Space.WINDOW in spaces else 0,
             8 if Space.RECURRENT in spaces else 0,
+            host_states,
         )
         load = Load([], dtype, kv_dtype, [], [], pools, max_sequences=4, max_step_tokens=1024, threads=1)
         stops = [stop for cut in cuts for stop in cut] + [spec.n_layers]
@@ -191,6 +196,17 @@ class SlotChain:
     def bytes_of(self, space):
         """All bytes of a space's pools, to see what a restore touched."""
         return [t.clone() for s in self.stages for k in s.stacks for t in k.pools._of(space)]
+
+
+def states_of(chain, state):
+    """A copy of one recurrent state: (layer, name) -> its numbers, on the host."""
+    found = {}
+    for pools in (stack.pools for stage in chain.stages for stack in stage.stacks):
+        for layer in chain.spec.layers[pools.layers.start : pools.layers.stop]:
+            for t in layer.state if layer.space is Space.RECURRENT else ():
+                rows, row = pools.rows_with(layer.index, t.name, state)
+                found[layer.index, t.name] = rows[row].detach().to("cpu", copy=True)
+    return found
 
 
 def ids_of(spec, n, seed=1):

@@ -26,24 +26,36 @@ pages = 1000
 [cache]
 min_tokens = 64
 prefix_slots = {}
+states = "{}"
 """
 
 
-async def arms(model: Path, directory: Path, n_conversations: int) -> tuple[Told, Told, Told]:
-    """Cache off; on and cold; on and warm, in the same process."""
+async def arms(model: Path, directory: Path, n_conversations: int, states: str = "device") -> tuple[Told, Told, Told]:
+    """Cache off; on and cold; on and warm, in the same process.  ``states``: where checkpoints lie."""
     spec = open_spec(model)
     groups, ranges = {"a": 1, "b": 1}, [f"0-{spec.n_layers // 2}", f"{spec.n_layers // 2}-{spec.n_layers}"]
     if "laguna" in str(model) or "gemma4" in str(model):
         groups, ranges = {"a": 1}, [f"0-{spec.n_layers}"]
-    async with running(write_config(directory, model, groups, ranges, CONFIG.format(0)), directory) as service:
+
+    def config(n_slots: int) -> Path:
+        return write_config(directory, model, groups, ranges, CONFIG.format(n_slots, states))
+
+    async with running(config(0), directory) as service:
         off = await converse(service, spec.vocabulary, n_conversations)
-    async with running(write_config(directory, model, groups, ranges, CONFIG.format(300)), directory) as service:
+    async with running(config(300), directory) as service:
         cold = await converse(service, spec.vocabulary, n_conversations)
         warm = await converse(service, spec.vocabulary, n_conversations)
         assert service.engine is not None
         statistics = service.engine.statistics()
         assert all(use.used == use.idle for use in statistics.pages.values())
         assert statistics.cache.tokens["memory"] == sum(cold.cached) + sum(warm.cached)
+        if states == "host":
+            assert service.placement is not None
+            pools = service.placement.pools
+            assert (pools.device_states, pools.host_states) == (4, 301)
+            found = [slot.state for slot in service.engine.prefixes.slots]
+            assert found
+            assert min(found) >= 4
     return off, cold, warm
 
 
@@ -63,9 +75,9 @@ def check(off: Told, cold: Told, warm: Told) -> None:
     assert warm.n_computed < cold.n_computed < off.n_computed
 
 
-@pytest.mark.parametrize("name", ["demo", "qwen35"])
-async def test_cache_off_cold_and_warm_give_the_same_tokens(name: str, tmp_path: Path) -> None:
-    check(*await arms(MODELS[name], tmp_path, 4))
+@pytest.mark.parametrize(("name", "states"), [("demo", "device"), ("qwen35", "device"), ("qwen35", "host")])
+async def test_cache_off_cold_and_warm_give_the_same_tokens(name: str, states: str, tmp_path: Path) -> None:
+    check(*await arms(MODELS[name], tmp_path, 4, states))
 
 
 @pytest.mark.slow

@@ -35,6 +35,7 @@ pages = {pages}
 [cache]
 min_tokens = {min_tokens}
 prefix_slots = {slots}
+states = "{states}"
 dir = "{directory}"
 """
 SPLITS = {1: "1", 2: "0.5,0.5", 3: "0.08,0.46,0.46"}
@@ -50,14 +51,14 @@ def _computing_is_dear(monkeypatch: pytest.MonkeyPatch) -> None:
 class Place:
     """Where a test's snapshots are, and how its services are configured."""
 
-    def __init__(self, model: Path, directory: Path) -> None:
-        self.model, self.directory = model, directory
+    def __init__(self, model: Path, directory: Path, states: str = "device") -> None:
+        self.model, self.directory, self.states = model, directory, states
         self.snapshots = directory / "snapshots"
 
     def config(self, n_groups: int = 2, *, slots: int = 2000, pages: int = 1200, on: bool = True) -> Path:
         groups = dict.fromkeys("abc"[:n_groups], 1)
         where = self.snapshots if on else ""
-        extra = CONFIG.format(slots=slots, pages=pages, directory=where, min_tokens=MIN_TOKENS)
+        extra = CONFIG.format(slots=slots, pages=pages, directory=where, min_tokens=MIN_TOKENS, states=self.states)
         path = write_config(self.directory, self.model, groups, ["0-1"] * n_groups, extra)
         text = path.read_text().replace(str(["0-1"] * n_groups).replace("'", '"'), f"[{SPLITS[n_groups]}]")
         path.write_text(text)
@@ -111,9 +112,11 @@ async def four_arms(place: Place, n: int) -> None:
         assert n_again < n_prompt
 
 
-@pytest.mark.parametrize("name", ["demo", "qwen35", "gemma4_e2b"])
-async def test_off_cold_warm_and_after_a_restart_give_the_same_tokens(name: str, tmp_path: Path) -> None:
-    await four_arms(Place(MODELS[name], tmp_path), 3)
+@pytest.mark.parametrize(
+    ("name", "states"), [("demo", "device"), ("qwen35", "device"), ("qwen35", "host"), ("gemma4_e2b", "device")]
+)
+async def test_off_cold_warm_and_after_a_restart_give_the_same_tokens(name: str, states: str, tmp_path: Path) -> None:
+    await four_arms(Place(MODELS[name], tmp_path, states), 3)
 
 
 @pytest.mark.slow

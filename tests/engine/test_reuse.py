@@ -202,6 +202,55 @@ def test_the_states_of_an_ended_sequence_become_the_slot_without_a_copy() -> Non
     assert scheduler.reuse.index.slots == []
 
 
+IN_HOST = Pools(64, 64, 2 + 3, 3)
+"""States 0 and 1 on the devices, 2 to 4 in host memory."""
+
+
+def copies(plans: Sequence[StepPlan]) -> list[tuple[int, int]]:
+    return [(o.source, o.target) for plan in plans for o in plan.step.operations if isinstance(o, CopyState)]
+
+
+def test_the_end_of_a_request_is_copied_to_host_memory_before_its_state_goes_to_another() -> None:
+    scheduler = Scheduler(warm(max_sequences=1, max_step_tokens=65, pools=Pools(64, 0, 1 + 3, 3)))
+    plans = run_one(scheduler, request("a", range(70), n=3))
+    assert copies(plans) == [(0, 1)]  # behind the prompt
+    assert scheduler.pages()[Space.RECURRENT] == PageUse(2, 4, idle=2)  # another behind the answer
+    [first, *rest] = run_one(scheduler, request("b", [*range(70), 7, 7, 3], n=1))
+    names = [type(o).__name__ for o in first.step.operations]
+    assert names.index("CopyState") < names.index("CloseSequence") < names.index("OpenSequence")
+    assert copies([first]) == [(0, 2), (2, 0)]  # the end of a, from which b starts
+    assert slices([first, *rest], "b")[0] == (72, 73)
+    assert scheduler.reuse.counts.tokens["memory"] == 72
+
+
+def test_a_request_never_costs_a_slot_whose_state_it_cannot_have() -> None:
+    scheduler = Scheduler(warm(max_sequences=2, pools=IN_HOST))
+    for first in (0, 1000, 2000):
+        run_one(scheduler, request(f"r{first}", range(first, first + 64), n=1))
+    index = scheduler.reuse.index
+    assert [slot.state for slot in index.slots] == [2, 3, 4]
+    needs = {Space.RECURRENT: 3}
+    assert not index.can_reclaim(needs, {})
+    assert not index.reclaim(needs)
+    assert index.can_reclaim({Space.RECURRENT: 2}, {})
+    assert len(index.slots) == 3
+    reservation = index.reserve(200)  # a prefix from disk takes the place of one
+    assert reservation is not None
+    assert reservation.state in (2, 3, 4)
+    assert len(index.slots) == 2
+
+
+def test_states_in_host_memory_are_taken_from_slots_that_are_worth_less() -> None:
+    scheduler = Scheduler(warm(max_sequences=2, pools=IN_HOST))
+    for first in (0, 1000, 2000):
+        run_one(scheduler, request(f"r{first}", range(first, first + 100), n=1))
+    run_one(scheduler, request("long", range(3000, 3200), n=1))
+    slots = scheduler.reuse.index.slots
+    assert sorted(slot.n_tokens for slot in slots) == [64, 64, 192]  # its 8 tokens behind that are worth too little
+    assert {slot.state for slot in slots} == {2, 3, 4}
+    assert scheduler.reuse.index.n_evictions > 0
+
+
 def test_rows_that_shall_come_back_are_computed_whatever_is_remembered() -> None:
     scheduler = Scheduler(warm())
     run_one(scheduler, request("a", range(128), n=1))

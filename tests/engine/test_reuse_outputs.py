@@ -29,6 +29,7 @@ def bounds(draw: st.DrawFn) -> EngineLimits:
     chunk = draw(st.sampled_from([7, 32, 64, 100]))
     window = draw(st.sampled_from([1, 40, 64, 130])) if Space.WINDOW in spaces else None
     max_sequences = draw(st.sampled_from([1, 2, 4]))
+    n_states, in_host = draw(st.sampled_from([0, 1, 5])), draw(st.booleans())
     n_window = 0 if window is None else most_window_pages(window, chunk, 500) + draw(st.sampled_from([0, 2, 9]))
     return EngineLimits(
         n_stages=draw(st.integers(1, 3)),
@@ -37,7 +38,9 @@ def bounds(draw: st.DrawFn) -> EngineLimits:
         prefill_chunk=chunk,
         max_step_tokens=chunk + max_sequences + draw(st.sampled_from([0, 150])),
         spaces=spaces,
-        pools=Pools(draw(st.sampled_from([5, 8, 12, 30])), n_window, max_sequences + draw(st.sampled_from([0, 1, 5]))),
+        pools=Pools(
+            draw(st.sampled_from([5, 8, 12, 30])), n_window, max_sequences + n_states, n_states if in_host else 0
+        ),
         window_tokens=window,
         prefix=PrefixSettings(
             max_slots=draw(st.sampled_from([1, 20, 20, 20])),

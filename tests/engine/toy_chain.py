@@ -113,6 +113,7 @@ class ToyStage:
         sizes = {Space.FULL: pools.full_pages, Space.WINDOW: pools.window_pages}
         self.pages = {space: [[_EMPTY] * PAGE_TOKENS for _ in range(n)] for space, n in sizes.items()}
         self.states = [_POISON] * pools.states
+        self.n_live_states = pools.device_states  # those behind them are in host memory
         self.sequences: dict[int, _Open] = {}
 
     def run(self, step: Step, max_sequences: int) -> tuple[StepResult, list[np.ndarray]]:
@@ -158,6 +159,7 @@ class ToyStage:
             case OpenSequence(sequence=sequence, state=state, sampling=sampling, history=history):
                 if sequence in self.sequences:
                     raise Violation(f"sequence {sequence} is opened while it is open")
+                self._check_live(state)
                 counts = sum(mix(t) for t in history) & _MASK
                 self.sequences[sequence] = _Open(state, sampling, counts)
             case CloseSequence(sequence=sequence):
@@ -176,8 +178,10 @@ class ToyStage:
                 table += [_NO_PAGE] * (first - len(table))
                 table[first : first + len(pages)] = pages
             case ZeroState(state=state):
+                self._check_live(state)
                 self.states[state] = 0
             case CopyState(source=source, target=target):
+                self._check_live(min(source, target))
                 self.states[target] = self.states[source]
             case CopyPage(space=space, source=source, target=target, n_tokens=n):
                 if source == target or not 0 < n < PAGE_TOKENS:
@@ -185,6 +189,10 @@ class ToyStage:
                 self.pages[space][target][:n] = self.pages[space][source][:n]
             case other:
                 raise Violation(f"an operation nobody plans: {other}")
+
+    def _check_live(self, state: int) -> None:
+        if state >= self.n_live_states:
+            raise Violation(f"state {state} lies in host memory, where nothing can be computed")
 
     def _slice(self, piece: Slice, rows: list[int]) -> list[int]:
         sequence = self.sequences.get(piece.sequence)

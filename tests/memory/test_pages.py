@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
+from typing import ClassVar
 
 import pytest
 from hypothesis import given, settings
@@ -18,15 +19,18 @@ from lucevisor.wire.values import Space
 class AllocatorMachine(RuleBasedStateMachine):
     """References held by imaginary owners, beside an allocator that must agree with them after every call."""
 
+    first: ClassVar[int] = 0
+
     def __init__(self) -> None:
         super().__init__()
         self.n_total = 12
-        self.allocator = PageAllocator(self.n_total)
+        self.allocator = PageAllocator(self.n_total, first=self.first)
+        self.ids = range(self.first, self.first + self.n_total)
         self.owners: Counter[int] = Counter()
 
     @rule(n=st.integers(0, 14))
     def allocate(self, n: int) -> None:
-        free = [page for page in range(self.n_total) if not self.owners[page]]
+        free = [page for page in self.ids if not self.owners[page]]
         pages = self.allocator.allocate(n)
         if n > len(free):
             assert pages is None
@@ -34,8 +38,9 @@ class AllocatorMachine(RuleBasedStateMachine):
             assert pages == free[:n]
             self.owners.update(pages)
 
-    @rule(pages=st.lists(st.integers(-1, 12), max_size=5))
-    def share(self, pages: list[int]) -> None:
+    @rule(numbers=st.lists(st.integers(-1, 12), max_size=5))
+    def share(self, numbers: list[int]) -> None:
+        pages = [self.first + n for n in numbers]
         if all(self.owners[page] for page in pages):
             self.allocator.share(pages)
             self.owners.update(pages)
@@ -43,8 +48,9 @@ class AllocatorMachine(RuleBasedStateMachine):
             with pytest.raises(PageError):
                 self.allocator.share(pages)
 
-    @rule(pages=st.lists(st.integers(-1, 12), max_size=5))
-    def release(self, pages: list[int]) -> None:
+    @rule(numbers=st.lists(st.integers(-1, 12), max_size=5))
+    def release(self, numbers: list[int]) -> None:
+        pages = [self.first + n for n in numbers]
         if all(n <= self.owners[page] for page, n in Counter(pages).items()):
             self.allocator.release(pages)
             self.owners.subtract(pages)
@@ -57,11 +63,17 @@ class AllocatorMachine(RuleBasedStateMachine):
         used = {page for page, n in self.owners.items() if n > 0}
         assert self.allocator.n_used == len(used)
         assert self.allocator.n_free == self.n_total - len(used)
-        assert [self.allocator.owners(page) for page in range(self.n_total)] == [
-            self.owners[page] for page in range(self.n_total)
-        ]
+        assert [self.allocator.owners(page) for page in self.ids] == [self.owners[page] for page in self.ids]
 
 
+class OffsetMachine(AllocatorMachine):
+    """The same where the ids do not begin with 0."""
+
+    first = 30
+
+
+TestOffsetMachine = OffsetMachine.TestCase
+TestOffsetMachine.settings = settings(max_examples=30, stateful_step_count=60, deadline=None)
 TestAllocatorMachine = AllocatorMachine.TestCase
 TestAllocatorMachine.settings = settings(max_examples=60, stateful_step_count=60, deadline=None)
 
@@ -142,3 +154,26 @@ def test_pools_take_from_every_space_or_from_none(full: int, window: int) -> Non
     used = (full, window) if fits else (0, 0)
     assert pools.use() == {Space.FULL: PageUse(used[0], 4), Space.WINDOW: PageUse(used[1], 3)}
     assert Space.RECURRENT not in pools
+
+
+def test_states_of_slots_in_host_memory_are_ids_behind_those_of_sequences() -> None:
+    pools = PagePools([Space.FULL, Space.RECURRENT], Pools(full_pages=4, window_pages=0, states=5, host_states=3))
+    assert pools.copies_states
+    assert pools.of_slots[Space.FULL] is pools[Space.FULL]
+    assert pools[Space.RECURRENT].allocate(2) == [0, 1]
+    assert pools[Space.RECURRENT].allocate(1) is None
+    assert pools.of_slots[Space.RECURRENT].allocate(2) == [2, 3]
+    pools.of_slots[Space.RECURRENT].keep(2)
+    pools.of_slots[Space.RECURRENT].release([2])
+    assert pools.use()[Space.RECURRENT] == PageUse(4, 5, idle=1)
+    with pytest.raises(PageError, match="states in host memory: id 1 is outside 2 to 4"):
+        pools.of_slots[Space.RECURRENT].release([1])
+    with pytest.raises(PageError, match="space recurrent: id 2 is outside 0 to 1"):
+        pools[Space.RECURRENT].release([2])
+
+
+@pytest.mark.parametrize("spaces", [[Space.FULL], [Space.FULL, Space.RECURRENT]])
+def test_without_states_in_host_memory_slots_and_sequences_share_all_pools(spaces: list[Space]) -> None:
+    pools = PagePools(spaces, Pools(full_pages=4, window_pages=0, states=5, host_states=5 * (len(spaces) == 1)))
+    assert pools.of_slots is pools
+    assert not pools.copies_states

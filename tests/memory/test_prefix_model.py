@@ -23,7 +23,7 @@ from hypothesis.stateful import (
 )
 
 from lucevisor.memory.blocks import NO_STATE, Slot, Source
-from lucevisor.memory.pages import PagePools
+from lucevisor.memory.pages import PageAllocator, PagePools
 from lucevisor.memory.prefix import PrefixIndex
 from lucevisor.memory.prefix_records import Match, PrefixSettings, Reservation
 from lucevisor.memory.tables import PAGED, PageTable, first_seen_page
@@ -62,11 +62,17 @@ class IndexMachine(RuleBasedStateMachine):
         limits=st.tuples(
             st.sampled_from([1, 4, 12, 12]), st.sampled_from([7, 40, 1000, 1000]), st.sampled_from([0, 0, 70])
         ),
+        n_live=st.sampled_from([0, 0, 2, 4]),
     )
-    def begin(self, which: int, sizes: tuple[int, int, int], window: int, limits: tuple[int, int, int]) -> None:
+    def begin(
+        self, which: int, sizes: tuple[int, int, int], window: int, limits: tuple[int, int, int], n_live: int
+    ) -> None:
+        """``n_live``: states for sequences alone, those of slots lie in host memory; 0: one pool for both."""
         self.spaces = SPACES[self.kinds[which % len(self.kinds)]]
         self.window = window if Space.WINDOW in self.spaces else None
-        self.pools = PagePools(self.spaces, Pools(*sizes))
+        n_full, n_window, n_states = sizes
+        self.sizes = Pools(n_full, n_window, n_live + n_states, n_states if n_live else 0)
+        self.pools = PagePools(self.spaces, self.sizes)
         max_slots, memory_bytes, self.min_tokens = limits
         self.settings = PrefixSettings(
             max_slots=max_slots, memory_bytes=memory_bytes, min_tokens=self.min_tokens, unit_bytes=UNIT_BYTES
@@ -86,7 +92,7 @@ class IndexMachine(RuleBasedStateMachine):
         self.done["evict"] += 1
         assert slot.alive
         assert not slot.pins
-        check_choice(slot, self.index.slots, self.pools, self.n_prompts)
+        check_choice(slot, self.index.slots, self.pools.of_slots, self.n_prompts)
         if self.pin_next_evicted:
             self.pin_next_evicted = False
             self.index.pin(slot)
@@ -184,10 +190,13 @@ class IndexMachine(RuleBasedStateMachine):
     def end(self, which: int, remember: bool) -> None:
         self.done["end"] += 1
         one = self.sequences.pop(which % len(self.sequences))
-        if remember:
+        given = remember and not self.pools.copies_states
+        if given:
             self.index.publish(one.tokens, Source(one.n, one.table.entry, one.state, "generation"), 0.0)
+        elif remember:
+            self.publish(one)
         one.table.release()
-        if self.recurrent and not remember:
+        if self.recurrent and not given:
             self.pools[Space.RECURRENT].release([one.state])
         self.index.trim()
 
@@ -307,23 +316,30 @@ class IndexMachine(RuleBasedStateMachine):
     @invariant()
     def every_id_has_the_owners_it_should(self) -> None:
         for space in self.spaces:
-            allocator = self.pools[space]
             owners: Counter[int] = Counter()
             for one in self.sequences:
                 owners.update([one.state] if space is Space.RECURRENT else one.table.held(space))
             for reservation in self.reservations:
                 owners.update(reservation.ids.get(space, ()))
             kept = {page for slot in self.index.slots for page in held(slot, space)}
-            expected = [owners[page] + (page in kept) for page in range(allocator.n_total)]
-            assert [allocator.owners(page) for page in range(allocator.n_total)] == expected
-            assert allocator.n_idle == sum(page in kept and not owners[page] for page in range(allocator.n_total))
+            for allocator, ids in self.allocators(space):
+                assert allocator.n_total == len(ids)
+                assert [allocator.owners(page) for page in ids] == [owners[page] + (page in kept) for page in ids]
+                assert allocator.n_idle == sum(page in kept and not owners[page] for page in ids)
+
+    def allocators(self, space: Space) -> list[tuple[PageAllocator, range]]:
+        """The allocators of a space and the ids of each."""
+        allocator, n = self.pools[space], self.sizes.device_states
+        if space is not Space.RECURRENT or not self.sizes.host_states:
+            return [(allocator, range(allocator.n_total))]
+        return [(allocator, range(n)), (self.pools.of_slots[space], range(n, self.sizes.states))]
 
     @invariant()
     def slots_are_within_the_settings(self) -> None:
         slots = self.index.slots
         pinned = [slot for slot in slots if slot.pins]
         assert len(slots) <= max(self.settings.max_slots, len(pinned))
-        n_bytes = sum(self.pools[space].n_idle * UNIT_BYTES[space] for space in self.spaces)
+        n_bytes = sum(use.idle * UNIT_BYTES[space] for space, use in self.pools.use().items())
         assert self.index.n_bytes == n_bytes
         assert n_bytes <= self.settings.memory_bytes or len(pinned) == len(slots)
         for slot in slots:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from daemons.models.stage import Stage
+from lucevisor.config import CacheConfig
 from lucevisor.placement.planner import plan
 from lucevisor.placement.result import Placement
 from lucevisor.placement.stages import load_message
@@ -14,10 +17,12 @@ from tests.placement.made import DEMO, configure
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("states", ["device", "host"])
 @pytest.mark.parametrize("devices", [["left:0"], ["left:0", "right:0", "third:0"]])
-def test_weights_and_pools_take_what_was_planned(tmp_path, devices, dtype):
+def test_weights_and_pools_take_what_was_planned(tmp_path, devices, states, dtype):
     spec = open_spec(DEMO)
     config = configure(tmp_path, devices, [1, 2, 1][: len(devices)], dtype=dtype, pages=20)
+    config = replace(config, cache=CacheConfig(prefix_slots=3, states=states))
     placement = plan(spec, config)
     assert isinstance(placement, Placement)
     taken = []
@@ -25,6 +30,7 @@ def test_weights_and_pools_take_what_was_planned(tmp_path, devices, dtype):
         load = load_message(placement, group, [str(DEMO)], threads=1)
         for stage in load.stages:
             taken += Stage.load(spec, stage, load, Backend.CPU, lambda _: None).usage()
-    assert [(use.layers, use.weight_bytes, use.state_bytes) for use in taken] == [
-        (d.layers, d.weight_bytes, d.state_bytes) for d in placement.devices
+    assert [(use.layers, use.weight_bytes, use.state_bytes, use.host_state_bytes) for use in taken] == [
+        (d.layers, d.weight_bytes, d.state_bytes, d.host_state_bytes) for d in placement.devices
     ]
+    assert (sum(use.host_state_bytes for use in taken) > 0) == (states == "host")

@@ -4,11 +4,15 @@ start."""
 from __future__ import annotations
 
 import dataclasses
+import json
 from pathlib import Path
+from typing import Literal
 
 import pytest
 
 from lucevisor.config import CacheConfig, Config
+from lucevisor.placement.amounts import size
+from lucevisor.placement.explain import as_json, text
 from lucevisor.placement.planner import plan
 from lucevisor.placement.result import Placement
 from lucevisor.wire.families import open_spec
@@ -26,8 +30,10 @@ def big(tmp_path_factory) -> ModelSpec:
     return open_spec(write(tmp_path_factory.mktemp("gguf") / "27b.gguf", QWEN36_27B))
 
 
-def cached(config: Config, n_slots: int = 32, memory: int = GIB) -> Config:
-    return dataclasses.replace(config, cache=CacheConfig(prefix_slots=n_slots, memory=memory))
+def cached(
+    config: Config, n_slots: int = 32, memory: int = GIB, states: Literal["device", "host"] = "device"
+) -> Config:
+    return dataclasses.replace(config, cache=CacheConfig(prefix_slots=n_slots, memory=memory, states=states))
 
 
 def placed(spec: ModelSpec, config: Config, gib: float) -> Placement:
@@ -105,3 +111,73 @@ def test_the_demo_has_a_state_for_every_slot(tmp_path: Path):
     p = plan(open_spec(DEMO), cached(configure(tmp_path, ["left:0"], max_sequences=2)), {"left": [cpu()]})
     assert isinstance(p, Placement)
     assert p.pools.states == 2 + 1 + 32
+
+
+def test_in_host_memory_the_devices_hold_the_states_of_sequences_only(big, tmp_path):
+    config = configure(tmp_path, ["cuda:0"], max_sequences=4, pages=1000, max_context=64000)
+    on_device, in_host, without = (
+        placed(big, c, 40) for c in (cached(config), cached(config, states="host"), cached(config, n_slots=0))
+    )
+    assert (in_host.pools.states, in_host.pools.host_states) == (on_device.pools.states, 6 + 1)
+    assert in_host.pools.device_states == 4
+    [here], [there], [none] = on_device.devices, in_host.devices, without.devices
+    assert there.host_state_bytes == here.state_bytes - there.state_bytes == 7 * STATE_27B
+    assert here.needed_bytes - there.needed_bytes == 7 * STATE_27B
+    assert none.state_bytes - there.state_bytes == STATE_27B  # not even a spare one
+    assert in_host.host_state_bytes == {"cuda": 7 * STATE_27B}
+    what = "one on the devices for each of 4 sequences; in host memory 6 for prefix slots, and 1 spare"
+    assert f"recurrent states 11: {what}" in in_host.reasons
+    shown = text(in_host)
+    assert "11 recurrent states (7 of them in host memory); steps" in shown
+    assert f"of host memory, checkpoints {size(7 * STATE_27B)} of group cuda" in shown
+    told = json.loads(json.dumps(as_json(in_host)))
+    assert (told["pages"]["host_states"], told["host_state_bytes"]) == (7, {"cuda": 7 * STATE_27B})
+    assert told["devices"][0]["host_state_bytes"] == 7 * STATE_27B
+
+
+def test_in_host_memory_they_cost_no_pages(big, tmp_path):
+    config = configure(tmp_path, ["cuda:0"], max_sequences=4, max_context=32768)
+    without, with_slots = (placed(big, c, 24) for c in (config, cached(config, states="host")))
+    assert with_slots.pools.host_states == 7
+    assert with_slots.pools.full_pages >= without.pools.full_pages
+
+
+@pytest.mark.parametrize("devices", [["left:0"], ["cuda:0", "left:0"]])
+def test_host_memory_that_is_known_is_not_promised_twice(devices, big, tmp_path):
+    """Checkpoints of every shard count where the host's free memory is known, and give way before a start does."""
+    config = configure(tmp_path, devices, max_sequences=1, pages=300, max_context=19200)
+    found = {"cuda": [gpu(0, 80)], "left": [cpu(200)]}
+    wanted = cached(config, memory=8 * GIB, states="host")
+    roomy = plan(big, wanted, found)
+    assert isinstance(roomy, Placement)
+    on_host = sum(d.needed_bytes for d in roomy.devices if d.memory == "host")
+    assert roomy.pools.host_states == 32 + 1
+    need = on_host + sum(d.host_state_bytes for d in roomy.devices) + roomy.arena_bytes
+    split = [f"{d.layers.start}-{d.layers.stop}" for d in roomy.devices]
+    fixed = configure(tmp_path, devices, split, max_sequences=1, pages=300, max_context=19200)
+    wanted = cached(fixed, memory=8 * GIB, states="host")
+    tight = (need - 2.5 * STATE_27B) / 0.9 / GIB  # a tenth is left alone
+    less = plan(big, wanted, {**found, "left": [cpu(tight)]})
+    assert isinstance(less, Placement)
+    assert (less.pools.device_states, less.pools.host_states) == (1, 32 + 1 - 3)
+    what = "memory is set aside for 29; 32, as cache.memory allows, do not fit"
+    assert any(what in reason for reason in less.reasons)
+    least = (on_host + roomy.arena_bytes + 9 * MIB) / 0.9 / GIB
+    none = plan(big, wanted, {**found, "left": [cpu(least)]})
+    assert isinstance(none, Placement)
+    assert (none.pools.states, none.pools.host_states) == (1, 0)
+    assert "recurrent states 1: one for each of 1 sequences, and 0 spare" in none.reasons
+
+
+def test_the_option_is_told_of_where_it_does_nothing(tmp_path, big, monkeypatch):
+    for function in ("end_residents", "layer_residents"):
+        monkeypatch.setattr(f"lucevisor.placement.cost.{function}", lambda *_, **__: [])
+    config = configure(tmp_path, ["left:0"], max_sequences=2)
+    dense = plan(bare_spec(12), cached(config, states="host"), {"left": [cpu()]})
+    assert isinstance(dense, Placement)
+    assert (dense.pools.states, dense.pools.host_states) == (0, 0)
+    assert [notice for notice in dense.notices if "cache.states = host has no effect" in notice]
+    for spec, states in ((bare_spec(12), "device"), (big, "host")):
+        other = plan(spec, cached(config, states=states), {"left": [cpu(200)]})
+        assert isinstance(other, Placement)
+        assert not [notice for notice in other.notices if "cache.states" in notice]

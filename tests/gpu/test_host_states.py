@@ -1,0 +1,160 @@
+"""Checkpoints of a GPU's recurrent states in host memory: bit by bit, in order with the stream, and off the device."""
+
+import gc
+
+import pytest
+import torch
+
+from daemons.state.pools import Pools
+from lucevisor.memory.snapshot_store import SnapshotStore
+from lucevisor.wire.messages import CopyState, Restored
+from lucevisor.wire.messages import Pools as PoolSizes
+from lucevisor.wire.values import Backend, Dtype, LayerRange, Space
+from tests.daemons.snapshot_chain import SlotChain, checkpoint, golden_spec, ids_of, state_model, states_of
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no GPU")]
+
+N = 133
+GPU = Backend.HIP if torch.version.hip else Backend.CUDA
+CYCLES = 1_000_000_000
+"""Half a second or more on any GPU."""
+
+
+@pytest.fixture(scope="module")
+def spec():
+    return golden_spec("qwen35")
+
+
+def prepared(spec, **options):
+    chain = SlotChain(spec, backend=GPU, host_states=4, seed=1, **options)
+    chain.open(0)
+    chain.run(0, ids_of(spec, N))
+    return chain
+
+
+def equal(one, other):
+    return one.keys() == other.keys() and all(torch.equal(one[key], other[key]) for key in one)
+
+
+def settled(chain, state):
+    torch.cuda.synchronize()  # host rows are read as they are: nothing else waits for the copy
+    return states_of(chain, state)
+
+
+def test_a_checkpoint_comes_back_bit_by_bit(spec):
+    chain = prepared(spec)
+    place = checkpoint(chain, 0, 6)
+    kept = settled(chain, 6)
+    assert equal(kept, states_of(chain, 0))
+    assert all(float(numbers.abs().max()) > 0 for numbers in kept.values())
+    wanted = chain.greedy(0, [3, 1], 16)
+    assert not equal(kept, states_of(chain, 0))
+    chain.adopt(1, place, live_state=3)
+    assert equal(settled(chain, 3), kept)
+    assert equal(states_of(chain, 6), kept)
+    assert chain.greedy(1, [3, 1], 16) == wanted
+
+
+def test_tokens_are_those_of_checkpoints_on_the_device(spec):
+    answers = []
+    for host_states in (0, 4):
+        chain = SlotChain(spec, [[3], []], backend=GPU, host_states=host_states, seed=1)
+        chain.open(0)
+        chain.run(0, ids_of(spec, N))
+        place = checkpoint(chain, 0, 6)
+        answers.append(chain.greedy(0, [3, 1], 16))
+        chain.adopt(1, place, live_state=3)
+        answers.append(chain.greedy(1, [3, 1], 16))
+    assert all(answer == answers[0] for answer in answers)
+
+
+def test_the_device_holds_live_states_only(spec):
+    layers = LayerRange(0, spec.n_layers)
+    torch.cuda.synchronize()
+    gc.collect()
+    before = torch.cuda.memory_allocated(0)
+    sizes = PoolSizes(full_pages=4, window_pages=0, states=2 + 200, host_states=200)
+    pools = Pools(spec, layers, torch.device("cuda", 0), Dtype.FLOAT32, sizes)
+    taken = torch.cuda.memory_allocated(0) - before
+    state = spec.unit_bytes(Space.RECURRENT, layers, Dtype.FLOAT32)
+    full = spec.unit_bytes(Space.FULL, layers, Dtype.FLOAT32)
+    n_tensors = len(pools._stacks)
+    assert pools.nbytes == 4 * full + 2 * state
+    assert pools.nbytes <= taken <= pools.nbytes + n_tensors * 512  # the allocator rounds up
+    assert pools.host_nbytes == 200 * state
+    assert pools.page_locked
+    assert all(tensor.device.type == "cpu" and tensor.is_pinned() for tensor in pools._host_stacks)
+
+
+def test_memory_that_was_given_back_can_be_page_locked_again(spec):
+    sizes = PoolSizes(full_pages=1, window_pages=0, states=2 + 50, host_states=50)
+    for _ in range(10):
+        pools = Pools(spec, LayerRange(0, spec.n_layers), torch.device("cuda", 0), Dtype.FLOAT32, sizes)
+        assert pools.page_locked
+        pools.copy_state(0, 30)
+        torch.cuda.synchronize()
+        del pools
+        gc.collect()
+
+
+def test_nobody_waits_for_a_copy_but_who_reads_it(spec):
+    """Copies both ways are queued behind a kernel that is running; the call returns at once."""
+    chain = prepared(spec)
+    kept = settled(chain, 0)
+    torch.cuda.synchronize()
+    torch.cuda._sleep(CYCLES)
+    chain.apply(CopyState(0, 6), CopyState(6, 2))
+    queued = torch.cuda.Event()
+    queued.record()
+    assert not queued.query()
+    queued.synchronize()
+    assert equal(states_of(chain, 6), kept)
+    assert equal(states_of(chain, 2), kept)
+
+
+def test_a_save_waits_for_the_copy_of_what_it_saves(spec, tmp_path):
+    chain = prepared(spec)
+    store = SnapshotStore(tmp_path, state_model(spec), 1 << 30)
+    on_device = chain.save(store, ids_of(spec, N), checkpoint(chain, 0, 2))
+    torch.cuda._sleep(CYCLES)
+    in_host = chain.save(store, ids_of(spec, N), checkpoint(chain, 0, 6))
+    assert in_host.snapshot.checksums == on_device.snapshot.checksums
+    store.close()
+
+
+def test_a_restore_waits_for_who_still_reads_what_was_there(spec, tmp_path):
+    """A sequence starts from a slot that is given up at once for a prefix from disk."""
+    chain = prepared(spec)
+    store = SnapshotStore(tmp_path, state_model(spec), 1 << 30)
+    entry = chain.save(store, ids_of(spec, N), checkpoint(chain, 0, 6))
+    saved = settled(chain, 6)
+    chain.run(0, [3, 1, 4])
+    chain.apply(CopyState(0, 6))
+    newer = settled(chain, 6)
+    assert not equal(saved, newer)
+    torch.cuda._sleep(CYCLES)
+    chain.apply(CopyState(6, 2))
+    fresh = chain.fresh_place(N, 6)
+    assert all(isinstance(a, Restored) for a in chain.restore(store, entry, fresh))
+    assert equal(settled(chain, 2), newer)
+    assert equal(states_of(chain, 6), saved)
+    store.close()
+
+
+@pytest.mark.parametrize("restored", [1, 5])
+@pytest.mark.parametrize("to", [GPU, Backend.CPU])
+def test_snapshots_of_states_in_host_memory_come_back(spec, restored, to, tmp_path):
+    chain = prepared(spec)
+    place = checkpoint(chain, 0, 6)
+    kept = settled(chain, 6)
+    wanted = chain.greedy(0, [3, 1], 16)
+    store = SnapshotStore(tmp_path, state_model(spec), 1 << 30)
+    entry = chain.save(store, ids_of(spec, N), place)
+    other = SlotChain(spec, [[3], []], backend=to, host_states=4, seed=2)
+    fresh = other.fresh_place(N, restored)
+    assert all(isinstance(a, Restored) for a in other.restore(store, entry, fresh))
+    assert equal(settled(other, restored), kept)
+    if to is GPU:
+        other.adopt(1, fresh, live_state=3)
+        assert other.greedy(1, [3, 1], 16) == wanted
+    store.close()
