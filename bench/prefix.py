@@ -65,7 +65,7 @@ prefix_slots = {n_slots}
 memory = "{options.memory}"
 """
     if n_slots:
-        text += f'dir = "{directory}/snapshots"\ndisk = "{options.disk}"\n'
+        text += f'dir = "{directory}/snapshots"\ndisk = "{options.disk}"\nstates = "{options.states}"\n'
     path = Path(directory) / f"{n_slots}.toml"
     path.write_text(text)
     return path
@@ -185,6 +185,7 @@ def conditions(options):
         "backend": options.backend,
         "groups": options.groups,
         "dtype": options.dtype,
+        "states": options.states,
         "cpu": next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), "?"),
         "cores": os.cpu_count(),
         "python": platform.python_version(),
@@ -204,6 +205,7 @@ def main():
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--slots", type=int, default=256)
     parser.add_argument("--memory", default="4GiB", help="cache.memory")
+    parser.add_argument("--states", default="device", help="cache.states")
     parser.add_argument("--disk", default="20GiB", help="cache.disk")
     parser.add_argument("--name", help="of the result; default: the backend")
     parser.add_argument("--save", action="store_true", help="write bench/results/prefix-NAME.json")

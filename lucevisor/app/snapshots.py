@@ -94,7 +94,7 @@ class SpeedMeter:
             self.seconds += max(answer.compute_s for answer in result.results)
         else:
             self.n_short += 1
-            self.short_s += result.seconds
+            self.short_s += sum(answer.compute_s for answer in result.results)  # not the wait behind others
 
     def speeds(self, store: BackgroundStore) -> Speeds:
         """Return the speeds as of now; guesses for what was not seen yet."""
