@@ -186,8 +186,8 @@ class Service:
         """Save prefix slots to disk before the shards lose them; a second stop cuts it short."""
         if self.snapshots is not None and self._assembly is not None and self._assembly.complete:
             self._saving = asyncio.create_task(self.snapshots.save_all(deadline_s), name="save all slots")
-            with contextlib.suppress(asyncio.CancelledError):
-                await self._saving
+            with contextlib.suppress(asyncio.CancelledError, TimeoutError):
+                await asyncio.wait_for(self._saving, deadline_s + 1.0)  # a disk that hangs holds up no stop
             self._saving = None
 
     async def restart(self, group: str, *, now: bool) -> None:

@@ -31,7 +31,7 @@ from lucevisor.memory.prefix_records import Hooks, Reservation
 from lucevisor.memory.snapshot_background import BackgroundStore
 from lucevisor.memory.snapshot_store import Reading, SnapshotRefused, SnapshotStore
 from lucevisor.memory.snapshot_transfers import Transfer
-from lucevisor.memory.snapshot_writer import SnapshotFailed
+from lucevisor.memory.snapshot_writer import SnapshotFailed, Writing
 from lucevisor.memory.snapshots import (
     Candidate,
     Match,
@@ -326,8 +326,9 @@ class Snapshots:
             place = await self._engine.export(slot)
             if place is None:
                 return False
+            unsealed: Writing | None = None
             try:
-                writing = await self.store.begin(FileSlot(slot.tokens, time.time(), record))
+                writing = unsealed = await self.store.begin(FileSlot(slot.tokens, time.time(), record))
                 late = "the daemons or the disk took too long"
                 transfer, overdue = await self._await(
                     self.shards.save(writing, place), deadline_s,
@@ -336,9 +337,14 @@ class Snapshots:
                 if overdue or transfer.problem:
                     await self.store.abort(writing, overdue or transfer.problem)
                     return False
+                unsealed = None  # from here on it ends by itself, cancelled or not
                 await self.store.finish(writing, transfer.n_bytes)
             except SnapshotFailed:  # logged and counted by the store
                 return False
+            except asyncio.CancelledError:
+                if unsealed is not None:  # what daemons still write goes into a file without a name
+                    self.store.store.abort(unsealed, "the stop was hurried")
+                raise
             finally:
                 self._engine.release(slot)
             return True

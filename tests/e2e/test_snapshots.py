@@ -356,3 +356,33 @@ async def test_nobody_waits_for_a_disk_that_hangs(tmp_path: Path, monkeypatch: p
         assert service.engine is not None
         await until(lambda: not any(slot.pins for slot in service.engine.prefixes.slots))  # type: ignore[union-attr]
     assert not list(place.snapshots.glob("*.partial"))
+
+
+async def test_a_hurried_stop_waits_for_no_file(tmp_path: Path) -> None:
+    place = Place(MODELS["qwen35"], tmp_path)
+    async with running(place.config(), place.directory) as service:
+        assert service.engine is not None
+        service.engine.prefixes.hooks.on_slot = lambda slot: None
+        await ask(service, PROMPT, [])
+        delay(service, "save", 30.0)
+        first = asyncio.create_task(service.stop())
+        await until(lambda: bool(list(place.snapshots.glob("*.partial"))))
+        assert not first.done()
+        async with asyncio.timeout(5.0):
+            await service.stop(0.0, 1.0)
+            await first
+    assert not place.files()
+    assert not list(place.snapshots.glob("*.partial"))
+
+
+async def test_a_disk_that_hangs_holds_up_no_stop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    place = Place(MODELS["qwen35"], tmp_path)
+    monkeypatch.setattr("lucevisor.app.service.SAVE_S", 0.5)
+    async with running(place.config(), place.directory) as service:
+        assert service.engine is not None
+        service.engine.prefixes.hooks.on_slot = lambda slot: None
+        await ask(service, PROMPT, [])
+        delay(service, "save", 30.0)
+        async with asyncio.timeout(8.0):
+            await service.stop()
+    assert not list(place.snapshots.iterdir()) or [p.name for p in place.snapshots.iterdir()] == ["lucevisor.lock"]
