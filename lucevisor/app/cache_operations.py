@@ -20,12 +20,10 @@ from lucevisor.memory.blocks import NO_STATE, Slot
 from lucevisor.memory.snapshot_background import BackgroundStore
 from lucevisor.memory.snapshot_facts import Facts
 from lucevisor.memory.snapshot_store import NOT_RESTORED
+from lucevisor.memory.snapshot_writer import FAILED_SAVES
 from lucevisor.memory.tables import pages_of
 from lucevisor.wire.snapshot_layout import Fault
 from lucevisor.wire.values import Space
-
-FAILED_SAVES = ("disk_full", "io", "locked", "too_large", "size", "aborted")
-"""Reasons for which a slot was not saved; those for which a file was not used are Fault's."""
 
 _REASONS = (*FAILED_SAVES, *(fault.value for fault in Fault), NOT_RESTORED)
 

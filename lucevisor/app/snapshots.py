@@ -12,7 +12,6 @@ the recorded one; pages and descriptors are kept until every daemon is through w
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import time
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
@@ -47,7 +46,7 @@ from lucevisor.wire.fingerprint import fingerprint
 from lucevisor.wire.messages import SlotPlace
 from lucevisor.wire.model_spec import ModelSpec
 from lucevisor.wire.snapshot_file import lay_out
-from lucevisor.wire.snapshot_layout import NextToken, StateModel
+from lucevisor.wire.snapshot_layout import Fault, NextToken, StateModel
 from lucevisor.wire.snapshot_layout import Slot as FileSlot
 from lucevisor.wire.values import Dtype, Space
 
@@ -131,8 +130,7 @@ class Snapshots:
         self._candidates: dict[int, Slot] = {}
         self._wake = asyncio.Event()
         self._saving = asyncio.Lock()  # one file at a time
-        self._tasks: set[asyncio.Task[None]] = set()
-        self._worker: asyncio.Task[None] | None = None
+        self._tasks: set[asyncio.Task[object]] = set()
 
     # ---- life
 
@@ -140,7 +138,7 @@ class Snapshots:
         """Watch the engine from now on."""
         self._engine.prefixes.hooks = Hooks(on_slot=self._on_slot, on_evict=self._on_evict)
         self._engine.on_submit = self._on_submit
-        self._worker = asyncio.create_task(self._save_turns(), name="save snapshots")
+        self._spawn(self._save_turns(), "save snapshots at turns")
 
     async def save_all(self, deadline_s: float) -> int:
         """Save what is worth it of all slots in memory, most useful first; return how many files were written.
@@ -165,10 +163,10 @@ class Snapshots:
         """End all tasks; call when no daemon is left, so that every transfer has ended.  Waits for the disk."""
         self._engine.on_submit = lambda _: False
         self._engine.prefixes.hooks = Hooks()
-        for task in (*self._tasks, *([self._worker] if self._worker is not None else [])):
+        tasks = list(self._tasks)
+        for task in tasks:
             task.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await task
+        await asyncio.gather(*tasks, return_exceptions=True)  # _done has logged what failed
         await asyncio.get_running_loop().run_in_executor(None, self.store.close)
 
     # ---- restore
@@ -236,10 +234,7 @@ class Snapshots:
             self._engine.cancel_reservation(reservation)
         seconds = time.monotonic() - started
         if problem:
-            if any(
-                entry.file == match.entry.file for entry in self.store.store.entries
-            ):  # else it was set aside, which is told already
-                self.store.store.not_restored(match.entry, problem)
+            self.store.store.not_restored(match.entry, problem)
             return None
         self.store.store.restored(reading, seconds)
         log.info("snapshot restored", file=match.entry.file, n_tokens=match.n_tokens, seconds=round(seconds, 4),
@@ -262,7 +257,8 @@ class Snapshots:
         return overdue or transfer.problem
 
     async def _judge(self, reading: Reading, reservation: Reservation) -> str:
-        """Ask for the recorded next token; return the problem.  A file that gives another one is set aside."""
+        """Ask for the recorded next token; return the problem.  A file that gives another one is set aside, and
+        SnapshotRefused raised."""
         record = reading.next_token
         if record is None or record.input is None:
             return ""
@@ -272,7 +268,7 @@ class Snapshots:
         if not record.agrees(told.token, self._tolerance(reading)):
             reason = f"the next token is {told.token}, recorded is {record.token}: its state is not what was saved"
             await self.store.discard(reading.entry, reason)
-            return reason
+            raise SnapshotRefused(Fault.MISFIT, reading.file, reason)
         return ""
 
     def _tolerance(self, reading: Reading) -> float:
@@ -308,7 +304,8 @@ class Snapshots:
                 slot = max(self._candidates.values(), key=lambda slot: slot.n_tokens)
                 del self._candidates[slot.number]
                 if slot.alive and not self._reason_not(slot, Occasion.TURN):
-                    await self._save(slot, Occasion.TURN, TRANSFER_S)
+                    saving = self._spawn(self._save(slot, Occasion.TURN, TRANSFER_S), "save a turn")
+                    await asyncio.wait({saving})  # a defect in one is logged and ends no other
 
     def _candidate(self, slot: Slot) -> Candidate:
         tokens = slot.tokens
@@ -374,12 +371,13 @@ class Snapshots:
             late()
             return await asyncio.shield(end), f"it took longer than {seconds:.1f} s"
 
-    def _spawn(self, work: Coroutine[Any, Any, None], name: str) -> None:
+    def _spawn(self, work: Coroutine[Any, Any, object], name: str) -> asyncio.Task[object]:
         task = asyncio.create_task(work, name=name)
         self._tasks.add(task)
         task.add_done_callback(self._done)
+        return task
 
-    def _done(self, task: asyncio.Task[None]) -> None:
+    def _done(self, task: asyncio.Task[object]) -> None:
         self._tasks.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
-            log.error("snapshots", task=task.get_name(), reason=repr(error))
+            log.error("snapshot task failed", task=task.get_name(), reason=repr(error), exc_info=error)

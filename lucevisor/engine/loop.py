@@ -79,7 +79,7 @@ class Engine:
         self._refusal = ""  # set for good by drain and close
         self._handles: dict[str, RequestHandle] = {}
         self._collectors: dict[str, RowCollector] = {}
-        self._probes: dict[int, str] = {}  # step id -> request whose rows the step brings back
+        self._row_steps: dict[int, str] = {}  # step id -> request whose rows the step brings back
         self._outbox: Events = []
         self._changed = asyncio.Event()
         self._n_own = 0  # requests of ours: ids runs and probes
@@ -157,7 +157,7 @@ class Engine:
             self._chain.close()
             self._chain = None
         self._away = error.message
-        self._probes.clear()
+        self._row_steps.clear()
         now = self._clock()
         events = self._scheduler.fail_all(error, now)
         if permanent:
@@ -349,7 +349,7 @@ class Engine:
         self._outbox += events
         while self._chain is not None and (plan := self._scheduler.next_plan(self._clock())) is not None:
             if plan.step.want_logits:
-                self._probes[plan.step.step_id] = plan.request_ids[0]
+                self._row_steps[plan.step.step_id] = plan.request_ids[0]
             self._chain.submit(plan.step)
         if self._scheduler.starving:
             self._outbox += self._scheduler.end_probes(self._clock())
@@ -363,7 +363,7 @@ class Engine:
         self._changed.set()
 
     def _collect(self, result: ChainResult) -> None:
-        request_id = self._probes.pop(result.step.step_id, None)
+        request_id = self._row_steps.pop(result.step.step_id, None)
         if request_id is not None and request_id in self._collectors:
             self._collectors[request_id].add(result)
 

@@ -6,13 +6,13 @@ Knows no more than the store.  Invariant: a call that was cancelled still runs t
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import ParamSpec, TypeVar
 
 from lucevisor.memory.snapshot_store import Reading, SnapshotStore
 from lucevisor.memory.snapshot_writer import Writing
-from lucevisor.memory.snapshots import FileUse, SnapshotEntry
+from lucevisor.memory.snapshots import SnapshotEntry
 from lucevisor.wire.snapshot_layout import Slot
 
 P = ParamSpec("P")
@@ -48,9 +48,6 @@ class BackgroundStore:
 
     async def discard(self, entry: SnapshotEntry, reason: str) -> None:
         await self._run(self.store.discard, entry, reason)
-
-    async def prune(self, disk_bytes: int | None = None, keep: Collection[str] = ()) -> list[FileUse]:
-        return await self._run(self.store.prune, disk_bytes, keep)
 
     def close(self) -> None:
         """Wait for what is under way and end the threads.  Blocks as long as the disk does."""

@@ -41,8 +41,12 @@ _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 NICE = 10
 
 
+FAILED_SAVES = ("disk_full", "io", "locked", "too_large", "size", "aborted")
+"""The labels of saves that failed; those of files that were not used are Fault's."""
+
+
 class SnapshotFailed(LucevisorError):
-    """A slot that was not saved.  ``label``: disk_full, io, locked, too_large, size, aborted."""
+    """A slot that was not saved.  ``label``: one of FAILED_SAVES."""
 
     def __init__(self, label: str, file: str, reason: str) -> None:
         super().__init__(f"snapshot {file} was not saved: {reason}; earlier snapshots are as they were")

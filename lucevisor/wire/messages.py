@@ -6,6 +6,8 @@ Records on the hot path (``Step``, ``StepResult``) are encoded as arrays.  This 
 Direction: ``link`` carries Load, Step, Reset, Check, Save, Restore, Shutdown down and Hello, Loaded, StepResult,
 Failed, Checked, Saved, Restored up;
 ``pulse`` carries Heartbeat, Progress and LogLine up.
+
+Longer than files here are: records and no code, the whole protocol at one place, from which docs/wire.md is made.
 """
 
 from __future__ import annotations

@@ -16,12 +16,13 @@ from prometheus_client.parser import text_string_to_metric_families
 from structlog.testing import capture_logs
 
 from lucevisor.api.admin import create_admin_app, serve_admin
-from lucevisor.app.cache_operations import FAILED_SAVES, CacheOperations, figures
+from lucevisor.app.cache_operations import CacheOperations, figures
 from lucevisor.cli import cli
 from lucevisor.config.sections import CacheConfig
 from lucevisor.errors import LucevisorError
 from lucevisor.memory.snapshot_background import BackgroundStore
 from lucevisor.memory.snapshot_store import NOT_RESTORED, SnapshotRefused
+from lucevisor.memory.snapshot_writer import FAILED_SAVES
 from lucevisor.wire.snapshot_layout import Fault
 from tests.api.scripted_model import Rig
 from tests.memory.snapshot_parts import made_model, made_slot, made_store, names, restore, save

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import itertools
 import random
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from lucevisor.app.service import Service
-from lucevisor.engine.request import FinishedEvent, GenerationRequest, TokenEvent
+from lucevisor.engine.request import FinishedEvent
 from lucevisor.wire.values import Sampling
-from tests.e2e.service import GOLDEN
+from tests.e2e.service import GOLDEN, generate_all
 
 DEMO = Path(__file__).parents[2] / "etc" / "demo" / "demo-qwen35-22m-q4_k_m.gguf"
 MODELS = {
@@ -22,7 +21,6 @@ MODELS = {
 }
 ANSWER = 12
 GREEDY = Sampling(temperature=0.0, presence_penalty=0.3)  # counts the whole prompt: the part from the cache as well
-_numbers = itertools.count()
 
 
 @dataclass
@@ -38,22 +36,7 @@ class Told:
 async def ask(
     service: Service, prompt: list[int], turns: list[int], n: int = ANSWER
 ) -> tuple[list[int], FinishedEvent]:
-    assert service.engine is not None
-    request = GenerationRequest(
-        request_id=f"prefix-{next(_numbers)}",
-        prompt=tuple(prompt),
-        max_tokens=n,
-        sampling=GREEDY,
-        turn_boundaries=tuple(turns),
-    )
-    tokens: list[int] = []
-    with service.engine.submit(request) as handle:
-        async for event in handle:
-            if isinstance(event, TokenEvent):
-                tokens.append(event.token)
-            else:
-                return tokens, event
-    raise AssertionError("the stream ended without a FinishedEvent")
+    return await generate_all(service, prompt, n, GREEDY, turns)
 
 
 async def converse(service: Service, vocabulary: int, n_conversations: int) -> Told:

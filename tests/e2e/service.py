@@ -54,7 +54,7 @@ async def generate(service: Service, prompt: Sequence[int], n: int, sampling: Sa
 
 
 async def generate_all(
-    service: Service, prompt: Sequence[int], n: int, sampling: Sampling | None = None
+    service: Service, prompt: Sequence[int], n: int, sampling: Sampling | None = None, turns: Sequence[int] = ()
 ) -> tuple[list[int], FinishedEvent]:
     """Token ids of one request, and how it ended."""
     assert service.engine is not None
@@ -63,6 +63,7 @@ async def generate_all(
         prompt=tuple(int(i) for i in prompt),
         max_tokens=n,
         sampling=sampling or Sampling(temperature=0.0),
+        turn_boundaries=tuple(turns),
     )
     tokens: list[int] = []
     with service.engine.submit(request) as handle:

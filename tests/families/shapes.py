@@ -234,6 +234,45 @@ LAGUNA_XS2 = laguna(
     experts=(256, 8, 512, 512),
 )
 
+# Rows of whole blocks of every quant type, 320 tokens in the vocabulary.
+SMALL_GEMMA4_INPUTS = gemma4(
+    n_layers=6,
+    embedding=256,
+    widths=[256, 256, 256, 256, 512, 512],
+    n_heads=4,
+    kv=(2, 1),
+    every=2,
+    window=20,
+    dims=(64, 128),
+    n_shared=2,
+    layer_input=256,
+    vocabulary=320,
+)
+SMALL_GEMMA4_EXPERTS = gemma4(
+    n_layers=4,
+    embedding=256,
+    widths=[256] * 4,
+    n_heads=4,
+    kv=(2, 1),
+    every=2,
+    window=20,
+    dims=(64, 128),
+    experts=(5, 2, 256),
+    key_values=True,
+    vocabulary=320,
+)
+SMALL_LAGUNA = laguna(
+    n_layers=5,
+    embedding=256,
+    feed_forward=256,
+    heads=(4, 8),
+    n_kv_heads=2,
+    head_dim=64,
+    window=20,
+    experts=(5, 2, 256, 256),
+    vocabulary=320,
+)
+
 
 def kind_of(name: str, shape: tuple[int, ...], kind: str) -> gguf.GGMLQuantizationType:
     """What a tensor gets in a file of ``kind``: vectors and routers stay F32, rows that are no whole blocks get Q8_0

@@ -22,49 +22,21 @@ from lucevisor.wire.model_spec import ModelSpec
 from lucevisor.wire.resident import weight_bytes
 from lucevisor.wire.values import Backend, Dtype, LayerRange
 from tests.families.chain import Chain, load_stages, pools_of
-from tests.families.shapes import Model, gemma4, laguna, write_data
+from tests.families.shapes import (
+    SMALL_GEMMA4_EXPERTS,
+    SMALL_GEMMA4_INPUTS,
+    SMALL_LAGUNA,
+    Model,
+    write_data,
+)
 from tests.wire import qwen35_file
 
 HYBRID = qwen35_file.Shape(n_layers=4, feed_forward=256, vocabulary=320, n_experts=5, n_used=2)
 MODELS = {
     "qwen35moe": Model("qwen35moe", qwen35_file.metadata(HYBRID), qwen35_file.tensors(HYBRID)),
-    "gemma4 inputs": gemma4(
-        n_layers=6,
-        embedding=256,
-        widths=[256, 256, 256, 256, 512, 512],
-        n_heads=4,
-        kv=(2, 1),
-        every=2,
-        window=20,
-        dims=(64, 128),
-        n_shared=2,
-        layer_input=256,
-        vocabulary=320,
-    ),
-    "gemma4 experts": gemma4(
-        n_layers=4,
-        embedding=256,
-        widths=[256] * 4,
-        n_heads=4,
-        kv=(2, 1),
-        every=2,
-        window=20,
-        dims=(64, 128),
-        experts=(5, 2, 256),
-        key_values=True,
-        vocabulary=320,
-    ),
-    "laguna": laguna(
-        n_layers=5,
-        embedding=256,
-        feed_forward=256,
-        heads=(4, 8),
-        n_kv_heads=2,
-        head_dim=64,
-        window=20,
-        experts=(5, 2, 256, 256),
-        vocabulary=320,
-    ),
+    "gemma4 inputs": SMALL_GEMMA4_INPUTS,
+    "gemma4 experts": SMALL_GEMMA4_EXPERTS,
+    "laguna": SMALL_LAGUNA,
 }
 MIXES = {"k": ["Q4_K", "Q6_K", "Q5_K"], "four": ["Q4_K"], "old": ["Q8_0", "Q4_0"], "all": sorted(NATIVE)}
 IDS = [(i * 31 + 7) % 320 for i in range(80)]

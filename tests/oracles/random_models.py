@@ -16,7 +16,7 @@ import torch
 
 from tests.families.generate.made import Made, Value, add_value
 from tests.families.generate.qwen import divided
-from tests.families.shapes import Model, gemma4, laguna
+from tests.families.shapes import SMALL_GEMMA4_EXPERTS, SMALL_GEMMA4_INPUTS, SMALL_LAGUNA, Model
 from tests.wire import qwen35_file
 
 VOCABULARY = 320
@@ -58,43 +58,9 @@ MODELS = {
     "qwen3": qwen3(),
     "qwen35": hybrid(_DENSE),
     "qwen35moe": hybrid(_HYBRID),
-    "gemma4 with per-layer inputs": gemma4(
-        n_layers=6,
-        embedding=256,
-        widths=[256, 256, 256, 256, 512, 512],
-        n_heads=4,
-        kv=(2, 1),
-        every=2,
-        window=20,
-        dims=(64, 128),
-        n_shared=2,
-        layer_input=256,
-        vocabulary=VOCABULARY,
-    ),
-    "gemma4 with experts": gemma4(
-        n_layers=4,
-        embedding=256,
-        widths=[256] * 4,
-        n_heads=4,
-        kv=(2, 1),
-        every=2,
-        window=20,
-        dims=(64, 128),
-        experts=(5, 2, 256),
-        key_values=True,
-        vocabulary=VOCABULARY,
-    ),
-    "laguna": laguna(
-        n_layers=5,
-        embedding=256,
-        feed_forward=256,
-        heads=(4, 8),
-        n_kv_heads=2,
-        head_dim=64,
-        window=20,
-        experts=(5, 2, 256, 256),
-        vocabulary=VOCABULARY,
-    ),
+    "gemma4 with per-layer inputs": SMALL_GEMMA4_INPUTS,
+    "gemma4 with experts": SMALL_GEMMA4_EXPERTS,
+    "laguna": SMALL_LAGUNA,
 }
 
 
