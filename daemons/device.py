@@ -10,7 +10,7 @@ import os
 import platform
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from math import prod
 from mmap import mmap
 from pathlib import Path
@@ -209,6 +209,11 @@ class _HostMemory(mmap):
     def __del__(self) -> None:
         if self.locked and not sys.is_finalizing():
             _unregister(self.address)
+
+
+def launching(device: torch.device) -> AbstractContextManager[object]:
+    """Kernels that are not torch's go to the thread's current device: make it this one."""
+    return nullcontext() if device.type == "cpu" else torch.cuda.device(device)
 
 
 def synchronize(device: torch.device) -> None:

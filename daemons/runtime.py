@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -20,6 +21,7 @@ from daemons.models.stage import Stage
 from daemons.pulse import Reporter
 from daemons.sampling import Sampler
 from daemons.state.snapshot import StateMap
+from daemons.warm import warm_up
 from lucevisor.wire.arena import Arena
 from lucevisor.wire.families import read_spec
 from lucevisor.wire.gguf_files import GgufFiles, open_model
@@ -29,6 +31,7 @@ from lucevisor.wire.messages import (
     Load,
     Loaded,
     OpenSequence,
+    Progress,
     Reset,
     Sampled,
     StagePlan,
@@ -75,6 +78,11 @@ class Runtime:
             stage = Stage.load(runtime.spec, plan, load, backend, reporter.progress)
             for warning in stage.warnings:
                 reporter.log("warning", warning, stage=plan.stage)
+            if any(stage.recordings):
+                for shard in plan.shards:
+                    reporter.progress(Progress(plan.stage, shard.device, 0, 0, "warm up"))
+                warm_up(stage)
+            stage.warn = partial(reporter.log, "warning", stage=plan.stage)
             runtime.stages[plan.stage] = stage
             uses += stage.usage()
             kernels |= stage.kernels

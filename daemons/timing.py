@@ -63,8 +63,9 @@ def time_span(spec: ModelSpec, order: Check, measure: Measure, backend: Backend,
     tables: list[Operation] = [SetPages(0, s, 0, pages) for s in (Space.FULL, Space.WINDOW) if s in spec.spaces()]
     states: list[Operation] = [ZeroState(0)] if Space.RECURRENT in spec.spaces() else []
     stage.apply([*states, OpenSequence(0, 0, Sampling()), *tables])
-    prefill = _timed(spec, stage, Slice(0, 0, [i % spec.vocabulary for i in range(measure.n_rows)], False))
-    decode = _timed(spec, stage, Slice(0, measure.n_rows, [0], False))
+    with devices.launching(stage.device):
+        prefill = _timed(spec, stage, Slice(0, 0, [i % spec.vocabulary for i in range(measure.n_rows)], False))
+        decode = _timed(spec, stage, Slice(0, measure.n_rows, [0], False))
     return Timing(decode[0], prefill[0], decode[1], prefill[1])
 
 
@@ -72,7 +73,8 @@ def _timed(spec: ModelSpec, stage: Stage, piece: Slice) -> tuple[float, float]:
     """Seconds of the layers and of the ends for one slice."""
     [stack] = stage.stacks
     stage.sequences.flush()
-    batch = Batch(Layout([piece], stage.sequences, spec), stage.sequences.tables(stack.device), stack.device)
+    layout = Layout([piece], stage.sequences, spec)
+    batch = Batch(layout, stage.sequences.tables(stack.device), layout.on(stack.device))
     n = len(piece.tokens)
     noise = torch.Generator().manual_seed(n)
     boundary = stream_dtype(torch.randn(n, spec.boundary_width, generator=noise), stage.dtype, stack.device)

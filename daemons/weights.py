@@ -8,8 +8,10 @@ Invariant: when a shard is built, ``n_bytes`` equals the planner's ``weight_byte
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
+from math import prod
 
 import torch
 from torch import Tensor
@@ -19,9 +21,10 @@ from daemons.errors import LoadError
 from daemons.ops.choose import Chooser
 from daemons.ops.experts import ExpertMatrices, JoinedExperts
 from daemons.ops.linear import Joined, Linear, Table
+from daemons.planes import Planes, empty, take_apart
 from daemons.quants import dequantise, four_bit
 from daemons.reading import HostMemory, Piece, Progress, Staging, row_count
-from lucevisor.wire.ggml_types import DENSE, NATIVE, Format, GgmlType
+from lucevisor.wire.ggml_types import DENSE, NATIVE, Format, GgmlType, resident_bytes
 from lucevisor.wire.gguf_files import GgufFiles
 from lucevisor.wire.resident import Resident, Role
 
@@ -59,7 +62,7 @@ class Weights:
     staging: Staging = field(init=False)
     progress: Progress = field(init=False)
     _forms: dict[tuple[str, Role], Resident] = field(init=False)
-    _shared: dict[str, tuple[GgmlType, Tensor]] = field(init=False)
+    _shared: dict[str, tuple[GgmlType, Tensor | Planes]] = field(init=False)
     _host: HostMemory | None = field(init=False)
 
     def __post_init__(self) -> None:
@@ -103,6 +106,9 @@ class Weights:
         n_experts, n_columns = forms[0].shape[0], forms[0].shape[-1]
         rows = [Rows(r.name, ((e * r.shape[1], (e + 1) * r.shape[1]),)) for e in range(n_experts) for r in forms]
         if forms[0].form is Format.BLOCKS:
+            if self.chooser.takes_apart(forms[0].kind, n_columns):
+                planes = self._planes(rows).map(lambda plane: plane.view(n_experts, -1, plane.shape[-1]))
+                return self.chooser.expert_planes(forms[0].kind, planes, n_columns)
             raw = self._raw(rows)
             return self.chooser.expert_blocks(forms[0].kind, raw.view(n_experts, -1, raw.shape[-1]), n_columns)
         kinds = {r.kind.name for r in forms}
@@ -121,7 +127,10 @@ class Weights:
         lookup = self._forms.get((name, Role.LOOKUP))
         shared = lookup is None
         resident = self._forms[name, Role.MATRIX] if lookup is None else lookup
-        if resident.form is Format.BLOCKS:
+        weight: Tensor | Planes
+        if shared and resident.form is Format.BLOCKS and self.chooser.takes_apart(resident.kind, resident.shape[-1]):
+            weight = self._planes([_own(resident)])
+        elif resident.form is Format.BLOCKS:
             weight = self._raw([_own(resident)])
         else:
             weight = self._dense([_own(resident)], self._dtype_of(resident))
@@ -146,10 +155,14 @@ class Weights:
         kinds = {self._form(r).kind.name for r in rows}
         if rows[0].name in self._shared:
             kind, weight = self._shared[rows[0].name]
+            if isinstance(weight, Planes):
+                return self.chooser.planes(kind, weight, first.shape[-1])
             if first.form is Format.BLOCKS:
                 return self.chooser.blocks(kind, weight, first.shape[-1])
             return self.chooser.dense(kinds, weight, indexed=True)
         if first.form is Format.BLOCKS:
+            if self.chooser.takes_apart(first.kind, first.shape[-1]):
+                return self.chooser.planes(first.kind, self._planes(rows), first.shape[-1])
             return self.chooser.blocks(first.kind, self._raw(rows), first.shape[-1])
         if first.form is Format.INT4:
             return self.chooser.int4(kinds, *self._int4(rows))
@@ -164,6 +177,20 @@ class Weights:
         for at, parts in self._chunks(pieces, 1, expanded=False):
             for _, raw in parts:
                 out[at : at + raw.shape[0]] = raw
+                at += raw.shape[0]
+        return out
+
+    def _planes(self, rows: list[Rows]) -> Planes:
+        pieces = self._pieces(rows)
+        kind, n, columns = pieces[0].tensor.kind, _total(pieces), pieces[0].width
+        with self._allocating(pieces, resident_bytes(kind, (n, columns), Format.BLOCKS)):
+            out = empty(kind, n, columns, self.chooser.device)
+        self.n_bytes += out.nbytes
+        to = out.tensors()
+        for at, parts in self._chunks(pieces, 1, expanded=False):
+            for _, raw in parts:
+                for target, plane in zip(to, take_apart(kind, raw).tensors(), strict=True):
+                    target[at : at + raw.shape[0]] = plane
                 at += raw.shape[0]
         return out
 
@@ -233,16 +260,16 @@ class Weights:
         return out
 
     def _empty(self, pieces: list[Piece], shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        names = ", ".join(dict.fromkeys(p.tensor.name for p in pieces))
-        n_bytes = dtype.itemsize
-        for extent in shape:
-            n_bytes *= extent
-        what = f"weights of {names} ({self.files.paths[pieces[0].tensor.part].name})"
-        with allocating(self.chooser.device, what, n_bytes, ADVICE):
+        with self._allocating(pieces, prod(shape) * dtype.itemsize):
             room = self._host.take(shape, dtype) if self._host is not None and not self.chooser.packs(dtype) else None
             out = torch.empty(shape, dtype=dtype, device=self.chooser.device) if room is None else room
         self.n_bytes += out.nbytes
         return out
+
+    def _allocating(self, pieces: list[Piece], n_bytes: int) -> AbstractContextManager[None]:
+        names = ", ".join(dict.fromkeys(p.tensor.name for p in pieces))
+        what = f"weights of {names} ({self.files.paths[pieces[0].tensor.part].name})"
+        return allocating(self.chooser.device, what, n_bytes, ADVICE)
 
     def _chunks(
         self, pieces: list[Piece], align: int, *, expanded: bool = True

@@ -15,11 +15,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from daemons.ops.attention import attention
-from daemons.ops.basic import RmsNorm, Rope, gated, l2_scale, rotate
+from daemons.ops.basic import RmsNorm, Rope, l2_scale
 from daemons.ops.delta_rule import chunked, convolve, step
 from daemons.ops.linear import Linear, Table
+from daemons.ops.operations import FEW_TOKENS, MixWeights, Norm, Operations
+from daemons.ops.paged import PagedTensor
 from daemons.state.batch import Batch, Group
-from daemons.state.pools import PagedTensor, Pools
+from daemons.state.pools import Pools
 from daemons.weights import Weights
 from lucevisor.wire.model_spec import ModelSpec
 from lucevisor.wire.values import Space
@@ -58,12 +60,12 @@ class Family(Protocol):
 class PreNormLayer:
     """``h += mixer(norm(h)); h += mlp(norm(h))``."""
 
-    def __init__(self, mixer_norm: RmsNorm, mixer: Block, mlp_norm: RmsNorm, mlp: Block) -> None:
+    def __init__(self, mixer_norm: Norm, mixer: Block, mlp_norm: Norm, mlp: Block) -> None:
         self.mixer_norm, self.mixer, self.mlp_norm, self.mlp = mixer_norm, mixer, mlp_norm, mlp
 
     def __call__(self, h: Tensor, batch: Batch) -> Tensor:
-        h = h + self.mixer(self.mixer_norm(h), batch)
-        return h + self.mlp(self.mlp_norm(h), batch)
+        h, x = self.mlp_norm.added(h, self.mixer(self.mixer_norm(h), batch))
+        return h + self.mlp(x, batch)
 
 
 class Embedding:
@@ -80,7 +82,7 @@ class Embedding:
 class Output:
     """Final norm and output matrix; logits float32, squashed to ``cap * tanh(x / cap)`` when a cap is given."""
 
-    def __init__(self, norm: RmsNorm, head: Linear, softcap: float = 0.0) -> None:
+    def __init__(self, norm: Norm, head: Linear, softcap: float = 0.0) -> None:
         self.norm, self.head, self.softcap = norm, head, softcap
 
     def __call__(self, h: Tensor) -> Tensor:
@@ -91,11 +93,11 @@ class Output:
 class GatedMlp:
     """``down(act(gate x) * (up x))``; gate and up are one product."""
 
-    def __init__(self, gate_up: Linear, down: Linear, activation: str = "silu") -> None:
-        self.gate_up, self.down, self.activation = gate_up, down, activation
+    def __init__(self, gate_up: Linear, down: Linear, operations: Operations, activation: str = "silu") -> None:
+        self.gate_up, self.down, self.operations, self.activation = gate_up, down, operations, activation
 
     def __call__(self, x: Tensor, batch: Batch) -> Tensor:
-        return self.down(gated(self.gate_up(x), self.activation))
+        return self.down(self.operations.gated(self.gate_up(x), self.activation))
 
 
 # ---- attention
@@ -136,12 +138,14 @@ class Attention:
         output: Linear,
         pages: tuple[PagedTensor, PagedTensor],
         positions: QueryKey,
-        value_norm: RmsNorm | None = None,
+        operations: Operations,
+        value_norm: Norm | None = None,
     ) -> None:
         self.shape, self.inputs, self.output, self.positions = shape, inputs, output, positions
         self.keys, self.values = pages
-        self.value_norm = value_norm
+        self.value_norm, self.operations = value_norm, operations
         s = shape
+        self.few = operations.attend(window=s.window, scale=s.scale, softcap=s.softcap)
         self.heads = [s.n_heads, s.n_kv_heads]
         self.columns = [sum(self.heads) * s.head_dim, s.gate, 0 if s.key_values else s.n_kv_heads * s.head_dim]
 
@@ -158,11 +162,13 @@ class Attention:
             self.values.write(slots, v if self.value_norm is None else self.value_norm(v))
         out = batch.each(self._attend, q)
         if s.gate:
-            open_ = F.softplus(gate.float()).to(out.dtype) if s.softplus else torch.sigmoid(gate)
-            out = out * open_.view(rows, s.n_heads, -1)
+            return self.output(self.operations.opened(out, gate, s.softplus))
         return self.output(out.reshape(rows, -1))
 
     def _attend(self, group: Group, q: Tensor) -> Tensor:
+        if self.few is not None and group.n_tokens <= FEW_TOKENS:
+            found = self.few(q.flatten(0, 1), self.keys, self.values, group.query(self.shape.space))
+            return found.view(q.shape[0], q.shape[1], *found.shape[1:])
         pages, mask = group.keys(self.shape.space, self.shape.window)
         k, v = self.keys.read(pages, q.dtype), self.values.read(pages, q.dtype)
         return attention(q, k, v, mask, scale=self.shape.scale, softcap=self.shape.softcap)
@@ -171,12 +177,11 @@ class Attention:
 class QueryKey:
     """Norm and rotary positions of queries and keys [T, H + K, D]; arithmetic in float32."""
 
-    def __init__(self, norm: RmsNorm, rope: Rope) -> None:
-        self.norm, self.rope = norm, rope
+    def __init__(self, norm: Norm, rope: Rope, operations: Operations) -> None:
+        self.norm, self.rope, self.operations = norm, rope, operations
 
     def __call__(self, x: Tensor, batch: Batch) -> Tensor:
-        cos, sin = batch.turn(self.rope)
-        return rotate(self.norm.float32(x), cos, sin).to(x.dtype)
+        return self.operations.turned(x, self.norm, *batch.turn(self.rope))
 
 
 # ---- gated delta net
@@ -206,14 +211,23 @@ class DeltaWeights:
     taps: Tensor
     decay: Tensor
     dt: Tensor
-    norm: RmsNorm
+    norm: Norm
 
 
 class DeltaNet:
     """Gated delta net: short convolution, gated delta rule, gated norm.  State and arithmetic are float32."""
 
-    def __init__(self, shape: DeltaShape, weights: DeltaWeights, convolution: Tensor, states: Tensor) -> None:
+    def __init__(
+        self,
+        shape: DeltaShape,
+        weights: DeltaWeights,
+        convolution: Tensor,
+        states: Tensor,
+        operations: Operations,
+    ) -> None:
         self.shape, self.w, self.convolution, self.states = shape, weights, convolution, states
+        w = weights
+        self.few = operations.mix(MixWeights(shape.n_key, shape.n_value, shape.dim, w.taps, w.decay, w.dt, w.norm))
         s = shape
         self.columns = [s.channels, s.n_value * s.dim, s.n_value, s.n_value]
         self.channels = [2 * s.n_key * s.dim, s.n_value * s.dim]
@@ -229,6 +243,9 @@ class DeltaNet:
     def _mix(self, group: Group, y: Tensor) -> Tensor:
         """Input columns [B, n, C + ...] to gated outputs [B, n, N, Dv], float32; moves the group's states on."""
         s, b, n = self.shape, group.n_slices, group.n_tokens
+        if self.few is not None and n <= FEW_TOKENS:
+            found = self.few(y.flatten(0, 1), self.convolution, self.states, group.states)
+            return found.view(b, n, s.n_value, s.dim)
         if y.dtype != torch.float32:
             y = y.float()
         mixed, z, alpha, beta = y.split_with_sizes(self.columns, dim=-1)

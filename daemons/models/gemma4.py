@@ -15,9 +15,10 @@ from torch import Tensor
 
 from daemons.models.blocks import Attention, AttentionShape, Block, Embedding, Family, GatedMlp, Output, QueryKey
 from daemons.models.mixture import build_routed, build_router
-from daemons.ops.basic import RmsNorm, rope
+from daemons.ops.basic import rope
 from daemons.ops.linear import Linear
 from daemons.ops.moe import ExpertMlp, Router
+from daemons.ops.operations import Norm
 from daemons.state.batch import Batch
 from daemons.state.pools import Pools
 from daemons.weights import Weights
@@ -29,9 +30,9 @@ from lucevisor.wire.model_spec import ModelSpec
 class NormedBlock:
     """``post(block(pre(h)))``; without ``post`` the block's own result."""
 
-    pre: RmsNorm
+    pre: Norm
     block: Block
-    post: RmsNorm | None
+    post: Norm | None
 
     def __call__(self, h: Tensor, batch: Batch) -> Tensor:
         out = self.block(self.pre(h), batch)
@@ -42,11 +43,11 @@ class NormedBlock:
 class RoutedBlock:
     """Routed experts beside the dense part.  The router reads the residual stream through a norm of its own."""
 
-    router_norm: RmsNorm
+    router_norm: Norm
     router: Router
     routed: ExpertMlp
-    pre: RmsNorm
-    post: RmsNorm
+    pre: Norm
+    post: Norm
 
     def __call__(self, h: Tensor, batch: Batch) -> Tensor:
         return self.post(self.routed(self.pre(h), *self.router(self.router_norm.float32(h))))
@@ -58,7 +59,7 @@ class InputBlock:
 
     gate: Linear
     project: Linear
-    post: RmsNorm
+    post: Norm
     at: int
 
     def __call__(self, h: Tensor, batch: Batch) -> Tensor:
@@ -75,7 +76,7 @@ class Gemma4Block:
     attention: Block
     mlp: Block
     parallel: Block | None
-    post: RmsNorm
+    post: Norm
     inputs: Block | None
     scale: Tensor
 
@@ -97,7 +98,7 @@ class LayerInputs:
         self.p, self.n_layers = p, n_layers
         self.table = weights.table("per_layer_token_embd.weight")
         self.project = weights.linear("per_layer_model_proj.weight")
-        self.norm = RmsNorm(weights.exact("per_layer_proj_norm.weight"), p.layer_input, p.eps)
+        self.norm = weights.chooser.operations.norm(weights.exact("per_layer_proj_norm.weight"), p.layer_input, p.eps)
 
     def __call__(self, ids: Tensor, embedded: Tensor) -> Tensor:
         shape = (-1, self.n_layers, self.p.layer_input)
@@ -114,14 +115,15 @@ class Gemma4Family(Family):
     def __init__(self, spec: ModelSpec, weights: Weights, pools: Pools) -> None:
         assert isinstance(spec.params, Gemma4)
         self.spec, self.p, self.w, self.pools = spec, spec.params, weights, pools
+        self.operations = weights.chooser.operations
         self.device = weights.chooser.device
         factors = weights.exact("rope_freqs.weight")
         self.ropes = {False: rope(self.p.rotary, self.device, factors), True: rope(self.p.rotary_sliding, self.device)}
         self.inputs = LayerInputs(self.p, weights, len(pools.layers)) if self.p.layer_input else None
 
-    def norm(self, name: str) -> RmsNorm:
+    def norm(self, name: str) -> Norm:
         weight = self.w.exact(name)
-        return RmsNorm(weight, weight.shape[-1], self.p.eps)
+        return self.operations.norm(weight, weight.shape[-1], self.p.eps)
 
     def head(self) -> Callable[[Batch], Tensor]:
         embedding = Embedding(self.w.table("token_embd.weight"), math.sqrt(self.p.embedding))
@@ -151,7 +153,7 @@ class Gemma4Family(Family):
     def layer(self, index: int) -> Block:
         b, moe = f"blk.{index}.", self.p.experts is not None
         gate_up = self.w.linear(b + "ffn_gate.weight", b + "ffn_up.weight")
-        mlp = GatedMlp(gate_up, self.w.linear(b + "ffn_down.weight"), "gelu_tanh")
+        mlp = GatedMlp(gate_up, self.w.linear(b + "ffn_down.weight"), self.operations, "gelu_tanh")
         pre, post = self.norm(b + "attn_norm.weight"), self.norm(b + "post_attention_norm.weight")
         mlp_norm = self.norm(b + "ffn_norm.weight")
         return Gemma4Block(
@@ -168,7 +170,7 @@ class Gemma4Family(Family):
         assert p.experts is not None
         scale = self.w.exact(b + "ffn_gate_inp.scale") / math.sqrt(p.embedding)
         return RoutedBlock(
-            router_norm=RmsNorm(scale, p.embedding, p.eps),
+            router_norm=self.operations.norm(scale, p.embedding, p.eps),
             router=build_router(self.w, b, p.experts, expert_scale="ffn_down_exps.scale"),
             routed=build_routed(self.w, b, "gelu_tanh"),
             pre=self.norm(b + "pre_ffw_norm_2.weight"),
@@ -198,7 +200,9 @@ class Gemma4Family(Family):
             key_values=layer.key_values,
         )
         pages = self.pools.paged(layer.source, "k"), self.pools.paged(layer.source, "v")
-        positions = QueryKey(RmsNorm(torch.cat(norms), d, p.eps), self.ropes[layer.sliding])
-        value_norm = RmsNorm(torch.ones(d, device=self.device), d, p.eps)
+        positions = QueryKey(
+            self.operations.norm(torch.cat(norms), d, p.eps), self.ropes[layer.sliding], self.operations
+        )
+        value_norm = self.operations.norm(torch.ones(d, device=self.device), d, p.eps)
         output = self.w.linear(b + "attn_output.weight")
-        return Attention(shape, self.w.linear(*names), output, pages, positions, value_norm)
+        return Attention(shape, self.w.linear(*names), output, pages, positions, self.operations, value_norm)

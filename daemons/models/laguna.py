@@ -21,7 +21,8 @@ from daemons.models.blocks import (
     QueryKey,
 )
 from daemons.models.mixture import Mixture, build_routed, build_router, build_shared
-from daemons.ops.basic import RmsNorm, rope
+from daemons.ops.basic import rope
+from daemons.ops.operations import Norm
 from daemons.state.batch import Batch
 from daemons.state.pools import Pools
 from daemons.weights import Weights
@@ -35,12 +36,13 @@ class LagunaFamily(Family):
     def __init__(self, spec: ModelSpec, weights: Weights, pools: Pools) -> None:
         assert isinstance(spec.params, Laguna)
         self.spec, self.p, self.w, self.pools = spec, spec.params, weights, pools
+        self.operations = weights.chooser.operations
         device = weights.chooser.device
         self.ropes = {False: rope(self.p.rotary, device), True: rope(self.p.rotary_sliding, device)}
 
-    def norm(self, name: str) -> RmsNorm:
+    def norm(self, name: str) -> Norm:
         weight = self.w.exact(name)
-        return RmsNorm(weight, weight.shape[-1], self.p.eps)
+        return self.operations.norm(weight, weight.shape[-1], self.p.eps)
 
     def head(self) -> Callable[[Batch], Tensor]:
         return Embedding(self.w.table("token_embd.weight"))
@@ -58,7 +60,7 @@ class LagunaFamily(Family):
         b, x = f"blk.{index}.", self.p.experts
         if index < self.p.n_dense or x is None:
             gate_up = self.w.linear(b + "ffn_gate.weight", b + "ffn_up.weight")
-            return GatedMlp(gate_up, self.w.linear(b + "ffn_down.weight"))
+            return GatedMlp(gate_up, self.w.linear(b + "ffn_down.weight"), self.operations)
         shared = build_shared(self.w, b) if x.shared_width else None
         return Mixture(build_router(self.w, b, x, bias="exp_probs_b.bias"), build_routed(self.w, b, "silu"), shared)
 
@@ -80,5 +82,5 @@ class LagunaFamily(Family):
             softplus=True,
         )
         pages = self.pools.paged(index, "k"), self.pools.paged(index, "v")
-        positions = QueryKey(RmsNorm(per_head, d, p.eps), self.ropes[p.sliding[index]])
-        return Attention(shape, inputs, self.w.linear(b + "attn_output.weight"), pages, positions)
+        positions = QueryKey(self.operations.norm(per_head, d, p.eps), self.ropes[p.sliding[index]], self.operations)
+        return Attention(shape, inputs, self.w.linear(b + "attn_output.weight"), pages, positions, self.operations)

@@ -18,7 +18,8 @@ from daemons.models.blocks import (
     PreNormLayer,
     QueryKey,
 )
-from daemons.ops.basic import RmsNorm, rope
+from daemons.ops.basic import rope
+from daemons.ops.operations import Norm
 from daemons.state.batch import Batch
 from daemons.state.pools import Pools
 from daemons.weights import Weights
@@ -32,11 +33,12 @@ class Qwen3Family(Family):
     def __init__(self, spec: ModelSpec, weights: Weights, pools: Pools) -> None:
         assert isinstance(spec.params, Qwen3)
         self.spec, self.p, self.w, self.pools = spec, spec.params, weights, pools
+        self.operations = weights.chooser.operations
         self.rope = rope(self.p.rotary, weights.chooser.device)
 
-    def norm(self, name: str) -> RmsNorm:
+    def norm(self, name: str) -> Norm:
         weight = self.w.exact(name)
-        return RmsNorm(weight, weight.shape[-1], self.p.eps)
+        return self.operations.norm(weight, weight.shape[-1], self.p.eps)
 
     def head(self) -> Callable[[Batch], Tensor]:
         return Embedding(self.w.table("token_embd.weight"))
@@ -48,7 +50,7 @@ class Qwen3Family(Family):
     def layer(self, index: int) -> Block:
         b = f"blk.{index}."
         gate_up = self.w.linear(b + "ffn_gate.weight", b + "ffn_up.weight")
-        mlp = GatedMlp(gate_up, self.w.linear(b + "ffn_down.weight"))
+        mlp = GatedMlp(gate_up, self.w.linear(b + "ffn_down.weight"), self.operations)
         return PreNormLayer(
             self.norm(b + "attn_norm.weight"), self.attention(index), self.norm(b + "ffn_norm.weight"), mlp
         )
@@ -60,5 +62,5 @@ class Qwen3Family(Family):
         per_head = torch.cat((q_norm.expand(p.n_heads, -1), k_norm.expand(p.n_kv_heads, -1)))
         shape = AttentionShape(p.n_heads, p.n_kv_heads, d, d**-0.5)
         pages = self.pools.paged(index, "k"), self.pools.paged(index, "v")
-        positions = QueryKey(RmsNorm(per_head, d, p.eps), self.rope)
-        return Attention(shape, inputs, self.w.linear(b + "attn_output.weight"), pages, positions)
+        positions = QueryKey(self.operations.norm(per_head, d, p.eps), self.rope, self.operations)
+        return Attention(shape, inputs, self.w.linear(b + "attn_output.weight"), pages, positions, self.operations)

@@ -21,7 +21,8 @@ from daemons.models.blocks import (
     PreNormLayer,
     QueryKey,
 )
-from daemons.ops.basic import RmsNorm, rope
+from daemons.ops.basic import rope
+from daemons.ops.operations import Norm
 from daemons.state.batch import Batch
 from daemons.state.pools import Pools
 from daemons.weights import Rows, Weights
@@ -35,12 +36,13 @@ class Qwen35Family(Family):
     def __init__(self, spec: ModelSpec, weights: Weights, pools: Pools) -> None:
         assert isinstance(spec.params, Qwen35)
         self.spec, self.p, self.w, self.pools = spec, spec.params, weights, pools
+        self.operations = weights.chooser.operations
         self.device = weights.chooser.device
         self.rope = rope(self.p.rotary, self.device)
 
-    def norm(self, name: str) -> RmsNorm:
+    def norm(self, name: str) -> Norm:
         weight = self.w.exact(name)
-        return RmsNorm(weight, weight.shape[-1], self.p.eps)
+        return self.operations.norm(weight, weight.shape[-1], self.p.eps)
 
     def head(self) -> Callable[[Batch], Tensor]:
         return Embedding(self.w.table("token_embd.weight"))
@@ -59,7 +61,7 @@ class Qwen35Family(Family):
     def mlp(self, index: int) -> Block:
         b = f"blk.{index}."
         gate_up = self.w.linear(b + "ffn_gate.weight", b + "ffn_up.weight")
-        return GatedMlp(gate_up, self.w.linear(b + "ffn_down.weight"))
+        return GatedMlp(gate_up, self.w.linear(b + "ffn_down.weight"), self.operations)
 
     def attention(self, index: int) -> Block:
         p, b = self.p, f"blk.{index}."
@@ -72,8 +74,8 @@ class Qwen35Family(Family):
         per_head = torch.cat((q_norm.expand(p.n_heads, -1), k_norm.expand(p.n_kv_heads, -1)))
         shape = AttentionShape(p.n_heads, p.n_kv_heads, d, p.scale, gate=p.n_heads * d)
         pages = self.pools.paged(index, "k"), self.pools.paged(index, "v")
-        positions = QueryKey(RmsNorm(per_head, d, p.eps), self.rope)
-        return Attention(shape, inputs, self.w.linear(b + "attn_output.weight"), pages, positions)
+        positions = QueryKey(self.operations.norm(per_head, d, p.eps), self.rope, self.operations)
+        return Attention(shape, inputs, self.w.linear(b + "attn_output.weight"), pages, positions, self.operations)
 
     def delta_net(self, index: int) -> Block:
         p, b = self.p, f"blk.{index}."
@@ -88,4 +90,6 @@ class Qwen35Family(Family):
             norm=self.norm(b + "ssm_norm.weight"),
         )
         shape = DeltaShape(p.delta_key_heads, p.delta_value_heads, p.delta_dim)
-        return DeltaNet(shape, weights, self.pools.state(index, "conv"), self.pools.state(index, "delta"))
+        return DeltaNet(
+            shape, weights, self.pools.state(index, "conv"), self.pools.state(index, "delta"), self.operations
+        )

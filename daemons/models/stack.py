@@ -62,7 +62,7 @@ class Stack:
         finally:
             weights.close()
         self.weight_bytes = weights.n_bytes
-        self.warnings = [
+        self.warnings = chooser.warnings + [
             f"{name} tensors are not kept as stored: {stored} bytes in the file take {taken} bytes on {self.device}"
             for name, (stored, taken) in sorted(weights.converted.items())
         ]
@@ -70,7 +70,7 @@ class Stack:
             what = f"{self.pools.host_nbytes} bytes of checkpoints in host memory"
             self.warnings.append(f"{what} cannot be page-locked: prefix slots are slower to use on {self.device}")
 
-    def run(self, rows: Tensor | None, batch: Batch, hidden: list[Tensor] | None) -> Tensor:
+    def run(self, rows: Tensor | None, batch: Batch, hidden: list[Tensor] | None = None) -> Tensor:
         """Boundary rows [T, boundary width] through the layers; at the tail the residual stream [T, E] comes out.
 
         ``hidden`` collects the residual stream at every layer's end (and behind the embedding) when given.

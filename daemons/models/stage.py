@@ -12,8 +12,9 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from daemons.device import prepare, torch_device, torch_dtype
+from daemons.device import launching, prepare, torch_device, torch_dtype
 from daemons.errors import LoadError, StateError
+from daemons.graphs import Recordings
 from daemons.models.stack import ShardRequest, Stack, check, stream_dtype
 from daemons.ops.choose import Chooser
 from daemons.state.batch import Batch, Layout
@@ -49,6 +50,13 @@ class Stage:
         for stack in stacks:
             self.kernels |= stack.chooser.chosen
         self.warnings = [w for stack in stacks for w in stack.warnings]
+        self.warn: Callable[[str], None] = self.warnings.append
+        self.recordings = [
+            Recordings(s.device, s.run, lambda text: self.warn(text))
+            if s.chooser.kernels and s.device.type != "cpu"
+            else None
+            for s in stacks
+        ]
 
     @classmethod
     @torch.inference_mode()
@@ -125,15 +133,17 @@ class Stage:
             raise StateError(where, f"boundary rows {found} for {n} tokens of width {self.spec.boundary_width}")
         self.sequences.flush()
         layout = Layout(step.slices, self.sequences, self.spec)
-        batches: dict[torch.device, Batch] = {}
         hidden: list[Tensor] | None = [] if step.want_hidden else None
-        for stack in self.stacks:
+        for stack, recordings in zip(self.stacks, self.recordings, strict=True):
             device = stack.device
-            if device not in batches:
-                batches[device] = Batch(layout, self.sequences.tables(device), device)
+            tables = self.sequences.tables(device)
             if h is not None:
                 h = stream_dtype(h, self.dtype, device)
-            h = stack.run(h, batches[device], hidden)
+            with launching(device):
+                if recordings is None or hidden is not None:
+                    h = stack.run(h, Batch(layout, tables, layout.on(device)), hidden)
+                else:
+                    h = recordings.run(h, layout, tables)
         assert h is not None
         return StageOutput(h, [x.to(self.device) for x in hidden or []])
 
@@ -148,7 +158,8 @@ class Stage:
             if rows.device.type != "cpu":
                 index = index.pin_memory().to(rows.device, non_blocking=True)
             rows = rows.index_select(0, index)
-        return tail(rows)
+        with launching(rows.device):
+            return tail(rows)
 
     def reset(self) -> None:
         """Forget all sequences; weights and pools stay."""

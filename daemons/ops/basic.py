@@ -22,10 +22,10 @@ class RmsNorm:
     is 1.  The product with the weight is float32, then cast (Qwen3.5, Gemma 4, llama.cpp).
     """
 
-    __slots__ = ("eps", "weight", "width")
+    __slots__ = ("eps", "epsilon", "weight", "width")
 
     def __init__(self, weight: Tensor | None, width: int, eps: float, device: torch.device | None = None) -> None:
-        self.weight, self.width = weight, width
+        self.weight, self.width, self.epsilon = weight, width, eps
         where = device if weight is None else weight.device
         self.eps = torch.tensor(eps, dtype=torch.float32, device=where)
 
@@ -41,6 +41,11 @@ class RmsNorm:
     def __call__(self, x: Tensor) -> Tensor:
         out = self.float32(x)
         return out if out.dtype == x.dtype else out.to(x.dtype)
+
+    def added(self, h: Tensor, delta: Tensor) -> tuple[Tensor, Tensor]:
+        """``h + delta`` and its norm."""
+        h = h + delta
+        return h, self(h)
 
 
 @dataclass(frozen=True)

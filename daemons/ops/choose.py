@@ -7,10 +7,12 @@ file turns form, device and dtype into a callable.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 
 import torch
 from torch import Tensor
 
+from daemons.device import launching
 from daemons.ops.experts import BlockExperts, DenseExperts, ExpertMatrices, ListedExperts
 from daemons.ops.linear import (
     Blocks,
@@ -22,18 +24,41 @@ from daemons.ops.linear import (
     Int8Cpu,
     Linear,
     PackedBfloat16Cpu,
+    PlaneTable,
     Table,
 )
+from daemons.ops.operations import Operations, Reference
+from daemons.planes import Planes, has_planes
 from lucevisor.wire.ggml_types import GgmlType
 
 
 @dataclass(slots=True)
 class Chooser:
-    """Makes the callables of one device and remembers what it chose, as ``what -> implementation``."""
+    """Makes the callables of one device and remembers what it chose, as ``what -> implementation``.
+
+    ``kernels``: use Triton's; None: on a GPU, where Triton is installed.
+    """
 
     device: torch.device
     dtype: torch.dtype
+    kernels: bool | None = None
     chosen: dict[str, str] = field(default_factory=dict)
+    warnings: list[str] = field(default_factory=list)
+    """What costs speed here and could be changed."""
+    operations: Operations = field(init=False)
+
+    def __post_init__(self) -> None:
+        if self.kernels is None:
+            reason = unusable(self.device, self.dtype) if self.device.type != "cpu" else "a cpu"
+            self.kernels = not reason
+            if reason and self.device.type != "cpu":
+                self.warnings.append(f"{self.device} runs plain torch, many times slower than kernels: {reason}")
+        self.operations = _kernels() if self.kernels else Reference()
+        self._note("layers", "triton" if self.kernels else "torch")
+
+    def takes_apart(self, kind: GgmlType, n_columns: int) -> bool:
+        """Whether blocks rest as planes."""
+        return bool(self.kernels) and has_planes(kind, n_columns)
 
     def _note(self, what: str, implementation: str) -> None:
         key = f"{self.device} {what}"
@@ -60,6 +85,20 @@ class Chooser:
     def blocks(self, kind: GgmlType, raw: Tensor, n_columns: int) -> Linear:
         self._note(f"linear {kind.name}", f"blocks, expanded to {str(self.dtype).removeprefix('torch.')} at each call")
         return Blocks(kind, raw, n_columns)
+
+    def planes(self, kind: GgmlType, planes: Planes, n_columns: int) -> Linear:
+        """Quant blocks taken apart."""
+        from daemons.ops.quantised import PlaneMatrix
+
+        self._note(f"linear {kind.name}", "planes, triton")
+        return PlaneMatrix(kind, planes, n_columns)
+
+    def expert_planes(self, kind: GgmlType, planes: Planes, n_columns: int) -> ExpertMatrices:
+        """Quant blocks of experts taken apart, planes ``[X, N, *]``."""
+        from daemons.ops.quantised import PlaneExperts
+
+        self._note(f"experts {kind.name}", "planes, triton")
+        return PlaneExperts(kind, planes, n_columns)
 
     def expert_dense(self, kinds: set[str], weight: Tensor) -> ExpertMatrices:
         """Plain matrices of experts ``[X, N, K]``."""
@@ -91,13 +130,39 @@ class Chooser:
         self._note("linear " + ",".join(sorted(kinds)), "int8 rows, torch packed")
         return Int8Cpu(weight, scale)
 
-    def table(self, kind: GgmlType, weight: Tensor) -> Table:
+    def table(self, kind: GgmlType, weight: Tensor | Planes) -> Table:
         """A lookup table: raw blocks are uint8."""
+        if isinstance(weight, Planes):
+            self._note(f"lookup {kind.name}", "planes, rows expanded after the lookup")
+            return PlaneTable(kind, weight, self.dtype)
         if weight.dtype == torch.uint8:
             self._note(f"lookup {kind.name}", "blocks, rows expanded after the lookup")
             return BlockTable(kind, weight, self.dtype)
         self._note(f"lookup {kind.name}", f"{str(weight.dtype).removeprefix('torch.')} torch")
         return DenseTable(weight, self.dtype)
+
+
+def unusable(device: torch.device, dtype: torch.dtype) -> str:
+    """Why Triton's kernels cannot be used on a GPU, and what to do about it; empty if they can."""
+    if find_spec("triton") is None:
+        return "Triton is not installed in its environment; install the one that belongs to this torch"
+    try:
+        from daemons.ops.quantised import probe
+
+        with launching(device):
+            probe(device, dtype)
+    except (
+        Exception
+    ) as error:  # a missing C compiler, a GPU it does not know, a library that does not fit: all the same
+        first = str(error).strip().partition("\n")[0]
+        return f"Triton cannot compile for it ({type(error).__name__}: {first}); it needs a C compiler and a driver"
+    return ""
+
+
+def _kernels() -> Operations:
+    from daemons.ops.kernels import Kernels
+
+    return Kernels()
 
 
 def packed_bfloat16() -> bool:

@@ -14,6 +14,10 @@ from daemons.ops.linear import Blocks, Dense, DenseFloat32Cpu, Joined, Linear
 from daemons.quants import dequantise
 from lucevisor.wire.ggml_types import GgmlType
 
+FEW_PAIRS = 64
+EXPANDED_NUMBERS = 1 << 26
+"""Numbers of gathered matrices held at a time."""
+
 
 class ExpertMatrices(Protocol):
     """``n_experts`` matrices of ``n_out`` rows; ``n_numbers`` of one; ``n_bytes`` of all on their device."""
@@ -22,6 +26,8 @@ class ExpertMatrices(Protocol):
     n_out: int
     n_numbers: int
     n_bytes: int
+    few_pairs: int
+    """Up to this many pairs of row and expert an accelerator uses :meth:`routed` instead of asking who was chosen."""
 
     def one(self, expert: int) -> Linear:
         """The product with one expert's matrix."""
@@ -29,9 +35,22 @@ class ExpertMatrices(Protocol):
     def some(self, experts: Tensor, dtype: torch.dtype) -> Tensor:
         """Matrices ``[P, N, K]`` of the experts [P], which may repeat."""
 
+    def routed(self, x: Tensor, experts: Tensor, share: int) -> Tensor:
+        """``[P, N]``: row p // share of x [T, K] times the matrix of experts[p].  Does not wait for the device."""
+
+
+def gathered(matrices: ExpertMatrices, x: Tensor, experts: Tensor, share: int) -> Tensor:
+    """:meth:`ExpertMatrices.routed` with copies of the matrices, a bounded number of them at a time."""
+    rows = x.repeat_interleave(share, dim=0).unsqueeze(2)
+    step = max(1, EXPANDED_NUMBERS // matrices.n_numbers)
+    pairs = zip(torch.split(experts, step), torch.split(rows, step), strict=True)
+    return torch.cat([torch.bmm(matrices.some(e, x.dtype), part) for e, part in pairs]).squeeze(2)
+
 
 class DenseExperts:
     """Plain matrices ``[X, N, K]`` of the activations' dtype."""
+
+    few_pairs = FEW_PAIRS
 
     def __init__(self, weight: Tensor) -> None:
         self.weight = weight
@@ -46,9 +65,14 @@ class DenseExperts:
     def some(self, experts: Tensor, dtype: torch.dtype) -> Tensor:
         return self.weight.index_select(0, experts)
 
+    def routed(self, x: Tensor, experts: Tensor, share: int) -> Tensor:
+        return gathered(self, x, experts, share)
+
 
 class BlockExperts:
     """The file's quant blocks, raw ``[X, N, row_bytes]``; only chosen experts are expanded."""
+
+    few_pairs = FEW_PAIRS
 
     def __init__(self, kind: GgmlType, raw: Tensor, n_columns: int) -> None:
         self.kind, self.raw, self.n_columns = kind, raw, n_columns
@@ -63,9 +87,14 @@ class BlockExperts:
         raw = self.raw.index_select(0, experts).flatten(0, 1)
         return dequantise(self.kind, raw, dtype).view(-1, self.n_out, self.n_columns)
 
+    def routed(self, x: Tensor, experts: Tensor, share: int) -> Tensor:
+        return gathered(self, x, experts, share)
+
 
 class ListedExperts:
     """Products of experts in whatever form they are, one after the other."""
+
+    few_pairs = FEW_PAIRS
 
     def __init__(self, products: list[Linear], n_columns: int) -> None:
         self.products, self.n_columns = products, n_columns
@@ -79,6 +108,9 @@ class ListedExperts:
         unit = torch.eye(self.n_columns, dtype=dtype, device=experts.device)
         return torch.stack([self.products[e](unit).t() for e in experts.tolist()])
 
+    def routed(self, x: Tensor, experts: Tensor, share: int) -> Tensor:
+        return gathered(self, x, experts, share)
+
 
 class JoinedExperts:
     """Matrices of the same experts in several forms, below each other."""
@@ -87,9 +119,13 @@ class JoinedExperts:
         self.parts = parts
         self.n_experts, self.n_out = parts[0].n_experts, sum(p.n_out for p in parts)
         self.n_numbers, self.n_bytes = sum(p.n_numbers for p in parts), sum(p.n_bytes for p in parts)
+        self.few_pairs = min(p.few_pairs for p in parts)
 
     def one(self, expert: int) -> Linear:
         return Joined([p.one(expert) for p in self.parts])
 
     def some(self, experts: Tensor, dtype: torch.dtype) -> Tensor:
         return torch.cat([p.some(experts, dtype) for p in self.parts], dim=1)
+
+    def routed(self, x: Tensor, experts: Tensor, share: int) -> Tensor:
+        return torch.cat([p.routed(x, experts, share) for p in self.parts], dim=1)

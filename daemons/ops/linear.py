@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from daemons.planes import Planes, put_together
 from daemons.quants import dequantise
 from lucevisor.wire.ggml_types import GgmlType
 
@@ -19,6 +20,13 @@ FEW_ROWS = 8
 """Up to this many rows a cpu product is a walk over the weights, and other forms of it win."""
 EXPANDED_ELEMENTS = 1 << 26
 """Numbers of a quantised matrix that are expanded at a time."""
+PART_ROWS = 256
+"""Parts are whole multiples of this: results that start at odd places cost a GPU's library four times the time."""
+
+
+def part_rows(n_columns: int) -> int:
+    """Rows of a quantised matrix that are expanded at a time."""
+    return max(PART_ROWS, EXPANDED_ELEMENTS // n_columns // PART_ROWS * PART_ROWS)
 
 
 class Linear(Protocol):
@@ -84,7 +92,7 @@ class Blocks:
         self.n_out, self.n_bytes = raw.shape[0], raw.nbytes
 
     def __call__(self, x: Tensor) -> Tensor:
-        step = max(1, EXPANDED_ELEMENTS // self.n_columns)
+        step = part_rows(self.n_columns)
         if step >= self.n_out:
             return F.linear(x, dequantise(self.kind, self.raw, x.dtype))
         out = x.new_empty(x.shape[0], self.n_out)
@@ -161,3 +169,14 @@ class BlockTable:
 
     def __call__(self, ids: Tensor) -> Tensor:
         return dequantise(self.kind, self.raw.index_select(0, ids), self.dtype)
+
+
+class PlaneTable:
+    """Rows of a quantised table whose blocks are taken apart, because it is the output matrix too."""
+
+    def __init__(self, kind: GgmlType, planes: Planes, dtype: torch.dtype) -> None:
+        self.kind, self.planes, self.dtype, self.n_bytes = kind, planes, dtype, planes.nbytes
+
+    def __call__(self, ids: Tensor) -> Tensor:
+        rows = self.planes.map(lambda plane: plane.index_select(0, ids))
+        return dequantise(self.kind, put_together(self.kind, rows), self.dtype)

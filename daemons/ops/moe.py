@@ -14,13 +14,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from daemons.ops.basic import gated
-from daemons.ops.experts import ExpertMatrices
+from daemons.ops.experts import EXPANDED_NUMBERS, ExpertMatrices
+from daemons.ops.operations import Operations
 
-FEW_PAIRS = 64
-"""Up to this many pairs of token and expert an accelerator gathers matrices instead of asking who was chosen."""
-EXPANDED_NUMBERS = 1 << 26
-"""Numbers of gathered matrices held at a time."""
 SMALLEST_SUM = 6.103515625e-5
 """Sums of weights are at least this, the smallest normal float16, before weights are divided by them (llama.cpp)."""
 
@@ -62,12 +58,13 @@ class ExpertMlp:
     gate_up: ExpertMatrices
     down: ExpertMatrices
     activation: str
+    operations: Operations
 
     def __call__(self, x: Tensor, experts: Tensor, weights: Tensor) -> Tensor:
         """The weighted sum [T, E] over each row's experts [T, k]."""
         if x.device.type == "cpu":
             return self.one_by_one(x, experts, weights)
-        if experts.numel() <= FEW_PAIRS:
+        if experts.numel() <= min(self.gate_up.few_pairs, self.down.few_pairs):
             return self.gathered(x, experts, weights)
         return self.batched(x, experts, weights)
 
@@ -77,18 +74,16 @@ class ExpertMlp:
         out = x.new_empty(experts.numel(), self.down.n_out)
         at = 0
         for expert, n in zip(sorted_rows.names.tolist(), sorted_rows.counts.tolist(), strict=True):
-            inner = gated(self.gate_up.one(expert)(sorted_rows.rows[at : at + n]), self.activation)
+            inner = self._gated(self.gate_up.one(expert)(sorted_rows.rows[at : at + n]))
             out[at : at + n] = self.down.one(expert)(inner)
             at += n
         return _weighted(sorted_rows.back(out), weights)
 
     def gathered(self, x: Tensor, experts: Tensor, weights: Tensor) -> Tensor:
-        """The matrices of every pair are copied together and multiplied as one batch; nobody waits for the device."""
+        """Each pair is a product of its own; nobody waits for the device."""
         k, pairs = experts.shape[1], experts.flatten()
-        rows = x.repeat_interleave(k, dim=0).unsqueeze(1)
-        parts = [self._batch(rows[at : at + self.n_expanded], pairs[at : at + self.n_expanded])
-                 for at in range(0, pairs.shape[0], self.n_expanded)]  # fmt: skip
-        return _weighted(torch.cat(parts).view(-1, k, self.down.n_out), weights)
+        inner = self._gated(self.gate_up.routed(x, pairs, k))
+        return _weighted(self.down.routed(inner, pairs, 1).view(-1, k, self.down.n_out), weights)
 
     def batched(self, x: Tensor, experts: Tensor, weights: Tensor) -> Tensor:
         """Chosen experts in batches, those with many rows first, so that a batch needs little padding.
@@ -110,6 +105,9 @@ class ExpertMlp:
             out.index_copy_(0, place.flatten(), result.flatten(0, 1))
         return _weighted(sorted_rows.back(out), weights)
 
+    def _gated(self, x: Tensor) -> Tensor:
+        return self.operations.gated(x, self.activation)
+
     @property
     def n_expanded(self) -> int:
         """Experts whose matrices are held expanded at a time."""
@@ -117,7 +115,8 @@ class ExpertMlp:
 
     def _batch(self, rows: Tensor, experts: Tensor) -> Tensor:
         """Rows [P, n, E] of experts [P] -> [P, n, E]."""
-        inner = gated(torch.bmm(rows, self.gate_up.some(experts, rows.dtype).transpose(1, 2)), self.activation)
+        both = torch.bmm(rows, self.gate_up.some(experts, rows.dtype).transpose(1, 2))
+        inner = self._gated(both.flatten(0, 1)).view(*rows.shape[:2], -1)
         return torch.bmm(inner, self.down.some(experts, rows.dtype).transpose(1, 2))
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -18,11 +19,15 @@ from daemons.errors import StateError
 from daemons.ops.attention import visible
 from daemons.ops.basic import Rope
 from daemons.ops.delta_rule import CHUNK
-from daemons.state.pools import Pages
+from daemons.ops.operations import FEW_TOKENS, PagedQuery
+from daemons.ops.paged import Pages
 from daemons.state.sequences import NO_PAGE, OpenedSequence, Sequences
 from lucevisor.wire.messages import Slice
 from lucevisor.wire.model_spec import ModelSpec
 from lucevisor.wire.values import PAGE_TOKENS, Space
+
+LEAST_REACH = 128
+"""Attention over fewer positions is launched in the same way."""
 
 
 @dataclass(slots=True)
@@ -43,6 +48,19 @@ class SliceGroup:
     def end(self) -> int:
         """Position behind the last token of the longest slice."""
         return max(self.starts) + self.n
+
+    @property
+    def reach(self) -> int:
+        """A bound of :attr:`end` that changes seldom: the next power of two, LEAST_REACH at least."""
+        return max(LEAST_REACH, 1 << (self.end - 1).bit_length())
+
+
+class Pattern(NamedTuple):
+    """What a step of few tokens launches depends on: B slices of n tokens whose attention ends before ``reach``."""
+
+    n_slices: int
+    n_tokens: int
+    reach: int
 
 
 class Layout:
@@ -75,6 +93,24 @@ class Layout:
             group.sequences.append(sequence)
             row += n
         self.packed = np.concatenate([columns.ravel(), *(self._group_numbers(g) for g in self.groups)])
+
+    @property
+    def pattern(self) -> Pattern | None:
+        """None unless all slices have the same number of tokens, and few."""
+        if len(self.groups) != 1 or self.groups[0].n > FEW_TOKENS:
+            return None
+        group = self.groups[0]
+        return Pattern(len(group.starts), group.n, group.reach)
+
+    def pinned(self) -> Tensor:
+        """The array in memory that a GPU copies from."""
+        return torch.from_numpy(self.packed).pin_memory()
+
+    def on(self, device: torch.device) -> Tensor:
+        """The array on a device."""
+        if device.type == "cpu":
+            return torch.from_numpy(self.packed)
+        return self.pinned().to(device, non_blocking=True)
 
     @staticmethod
     def _group_numbers(group: SliceGroup) -> np.ndarray:
@@ -152,6 +188,10 @@ class Group:
             if target.data_ptr() != value.data_ptr():
                 target.copy_(value)
 
+    def query(self, space: Space) -> PagedQuery:
+        """Where the group's queries find their pages, for an operation that reads them in place."""
+        return PagedQuery(self.tables[space], self.table_rows, self.starts, self.n_tokens, self.layout.reach)
+
     def keys(self, space: Space, window: int) -> tuple[Pages, Tensor | None]:
         """Pages to read and the mask [B, 1, n, L] (None: all visible) for every layer of that space and window."""
         found = self._memo.get((space, window))
@@ -203,11 +243,9 @@ class Group:
 class Batch:
     """A step on one device.  ``ids``, ``positions`` [T] int64; ``slots[space]`` [T]: where its keys are written."""
 
-    def __init__(self, layout: Layout, tables: dict[Space, Tensor], device: torch.device) -> None:
-        packed = torch.from_numpy(layout.packed)
-        if device.type != "cpu":
-            packed = packed.pin_memory().to(device, non_blocking=True)
-        self.n_rows, self.device = layout.n_rows, device
+    def __init__(self, layout: Layout, tables: dict[Space, Tensor], packed: Tensor) -> None:
+        """``packed``: the layout's array on the device."""
+        self.n_rows, self.device = layout.n_rows, packed.device
         n, at = self.n_rows, (2 + len(layout.spaces)) * self.n_rows
         self.ids, self.positions = packed[:n], packed[n : 2 * n]
         self.slots: dict[Space, Tensor] = {s: packed[i * n : (i + 1) * n] for i, s in enumerate(layout.spaces, 2)}

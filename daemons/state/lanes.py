@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from daemons.errors import DaemonError
-from daemons.state.pools import GROUP
+from daemons.ops.paged import GROUP
 from daemons.state.snapshot import MAX_RUNS, PIECE_BYTES, TORCH, Conversion, Piece, Run
 from lucevisor.wire.snapshot_layout import SCALE
 

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from daemons.errors import StateError
-from daemons.state.pools import GROUP, PagedTensor, Pools, Q8Pages
+from daemons.ops.paged import GROUP, PagedTensor, Q8Pages
+from daemons.state.pools import Pools
 from lucevisor.wire.messages import SlotPlace, SnapshotTensor
 from lucevisor.wire.model_spec import ModelSpec
 from lucevisor.wire.snapshot_layout import SCALE

@@ -10,8 +10,9 @@ from hypothesis import strategies as st
 from daemons.device import CPU
 from daemons.errors import DeviceError, StateError
 from daemons.ops.attention import reference
+from daemons.ops.paged import Pages
 from daemons.state.batch import Batch, Layout
-from daemons.state.pools import Pages, Pools
+from daemons.state.pools import Pools
 from daemons.state.sequences import Sequences
 from lucevisor.wire.messages import CloseSequence, CopyPage, CopyState, OpenSequence, SetPages, Slice, ZeroState
 from lucevisor.wire.messages import Pools as PoolSizes
@@ -208,7 +209,8 @@ def table_of(sequences: Sequences, sequence: int, pages: list[int], space: Space
 
 def batch_of(spec: ModelSpec, sequences: Sequences, slices: list[Slice]) -> Batch:
     sequences.flush()
-    return Batch(Layout(slices, sequences, spec), sequences.tables(CPU), CPU)
+    layout = Layout(slices, sequences, spec)
+    return Batch(layout, sequences.tables(CPU), layout.on(CPU))
 
 
 @pytest.mark.parametrize(

@@ -54,7 +54,9 @@ def spec_of(tmp_path_factory):
     return get
 
 
-def with_forms_of(spec: ModelSpec, backend: Backend, dtype: Dtype = Dtype.FLOAT32, cuts=()) -> list[Stage]:
+def with_forms_of(
+    spec: ModelSpec, backend: Backend, dtype: Dtype = Dtype.FLOAT32, cuts=(), *, kernels: bool = False
+) -> list[Stage]:
     """Stages whose weights rest as ``backend`` would keep them, computed on the cpu."""
     borders = [0, *cuts, spec.n_layers]
     stages = []
@@ -63,7 +65,7 @@ def with_forms_of(spec: ModelSpec, backend: Backend, dtype: Dtype = Dtype.FLOAT3
         plan = StagePlan(i, [shard], None if i == 0 else i - 1, None if last else i)
         request = ShardRequest(spec, shard, i == 0, last, backend, dtype, dtype, pools_of(spec))
         with torch.inference_mode():
-            stack = Stack(request, Chooser(CPU, torch_dtype(dtype)), lambda done, total: None)
+            stack = Stack(request, Chooser(CPU, torch_dtype(dtype), kernels), lambda done, total: None)
         load = Load([], dtype, dtype, [], [], pools_of(spec), 16, 512)
         stages.append(Stage(spec, plan, load, [stack]))
         planned = weight_bytes(spec, shard.layers, first=i == 0, last=last, backend=backend, dtype=dtype)

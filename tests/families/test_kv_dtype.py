@@ -13,7 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from daemons.state.pools import GROUP, Pages, Q8Pages
+from daemons.ops.paged import GROUP, Pages, Q8Pages
 from lucevisor.wire.values import Dtype, Space
 from tests.families.chain import How, load_stages, pools_of
 from tests.families.test_golden import opened

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from daemons.ops.experts import DenseExperts, JoinedExperts
 from daemons.ops.moe import ExpertMlp, Router
+from daemons.ops.operations import Reference
 
 
 def by_token(x: Tensor, ids: Tensor, weights: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> Tensor:
@@ -31,10 +32,11 @@ def test_every_way_is_the_loop(n_tokens, n_experts, k, joined, monkeypatch):
     ids = torch.stack([torch.randperm(n_experts, generator=g)[:k] for _ in range(n_tokens)])
     weights = torch.rand(n_tokens, k, generator=g)
     both = JoinedExperts([DenseExperts(gate), DenseExperts(up)]) if joined else DenseExperts(torch.cat((gate, up), 1))
-    mlp = ExpertMlp(both, DenseExperts(down), "silu")
+    mlp = ExpertMlp(both, DenseExperts(down), "silu", Reference())
     wanted = by_token(x, ids, weights, gate, up, down)
     ways = [mlp, mlp.one_by_one, mlp.gathered, mlp.batched]
     assert all(torch.allclose(way(x, ids, weights).double(), wanted, atol=1e-5) for way in ways)
+    monkeypatch.setattr("daemons.ops.experts.EXPANDED_NUMBERS", 3000)
     monkeypatch.setattr("daemons.ops.moe.EXPANDED_NUMBERS", 3000)  # two experts at a time
     assert mlp.n_expanded == 2
     assert all(torch.allclose(way(x, ids, weights).double(), wanted, atol=1e-5) for way in ways)
@@ -43,7 +45,10 @@ def test_every_way_is_the_loop(n_tokens, n_experts, k, joined, monkeypatch):
 def test_a_row_does_not_depend_on_its_neighbours():
     g = torch.Generator().manual_seed(3)
     mlp = ExpertMlp(
-        DenseExperts(torch.randn(6, 32, 16, generator=g)), DenseExperts(torch.randn(6, 16, 16, generator=g)), "silu"
+        DenseExperts(torch.randn(6, 32, 16, generator=g)),
+        DenseExperts(torch.randn(6, 16, 16, generator=g)),
+        "silu",
+        Reference(),
     )
     router = Router(torch.randn(6, 16, generator=g), 2, "softmax", True, 1.0)
     x = torch.randn(30, 16, generator=g)

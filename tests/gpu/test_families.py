@@ -55,7 +55,10 @@ def test_halves_are_as_near_as_on_the_cpu(name: str, dtype: Dtype) -> None:
     golden = opened(name)
     c = Chain(golden.spec, load_stages(golden.spec, (), How(dtype, dtype, Backend.CUDA)))
     c.open(0)
-    error = relative(c.run_in_chunks(0, golden.ids, 24).cpu(), golden.logits)
+    found = c.run_in_chunks(0, golden.ids, 24).cpu()
+    # the middle one of all tokens: a token whose last choice of expert hangs on the rounding may change as a whole
+    error = float(((found - golden.logits).norm(dim=1) / golden.logits.norm(dim=1)).median())
+    print(f"{name} {dtype}: {error:.1e}")
     assert 1e-4 < error < 1.4 * HALF[name][dtype is Dtype.FLOAT16]
 
 

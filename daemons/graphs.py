@@ -1,0 +1,108 @@
+"""Steps of few tokens as graphs: what a shard launches is recorded once and then started with one call.
+
+A step of a large model is hundreds of launches of a few microseconds each; started one by one from Python they cost
+more than they compute.  A recording is for one pattern (how many slices of how many tokens, how far their attention
+reaches); ids, positions, slots and pages are read from memory that each step fills anew.  Invariants: a recorded step
+gives the numbers of the same step launched one by one; nothing is recorded that waits for the device.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from daemons.state.batch import Batch, Layout, Pattern
+from lucevisor.wire.values import Space
+
+RECORD_AT = 2
+"""The time a pattern is seen at which it is recorded: the first one compiles and fills caches."""
+MAX_RECORDINGS = 64
+"""Recordings that are kept; the one that was not used for longest goes."""
+
+Work = Callable[[Tensor | None, Batch], Tensor]
+"""What is recorded: rows of a boundary (None at the head) and a batch, to the rows of the shard's end."""
+
+
+@dataclass(slots=True)
+class Recording:
+    """A recorded step and the memory that it reads and writes."""
+
+    graph: torch.cuda.CUDAGraph
+    packed: Tensor
+    rows: Tensor | None
+    out: Tensor
+
+    def replay(self, rows: Tensor | None, layout: Layout) -> Tensor:
+        self.packed.copy_(layout.pinned(), non_blocking=True)
+        if rows is not None and self.rows is not None:
+            self.rows.copy_(rows, non_blocking=True)
+        self.graph.replay()
+        return self.out
+
+
+@dataclass(slots=True)
+class Recordings:
+    """The recorded steps of one shard on one GPU.  A result is good until the next step."""
+
+    device: torch.device
+    work: Work
+    warn: Callable[[str], None] = lambda _: None
+    _seen: dict[Pattern, int] = field(default_factory=dict)
+    _kept: OrderedDict[Pattern, Recording] = field(default_factory=OrderedDict)
+    _tables: dict[Space, int] = field(default_factory=dict)
+    _pool: Any = None  # torch's handle of the memory that all recordings share
+    _refused: set[Pattern] = field(default_factory=set)
+
+    def run(self, rows: Tensor | None, layout: Layout, tables: dict[Space, Tensor]) -> Tensor:
+        """The shard's rows of a step, from a recording if there is one; makes one when the pattern comes back."""
+        pattern = layout.pattern
+        if pattern is None or pattern in self._refused:
+            return self.work(rows, Batch(layout, tables, layout.on(self.device)))
+        addresses = {space: table.data_ptr() for space, table in tables.items()}
+        if addresses != self._tables:  # tables that grew lie elsewhere
+            self._kept.clear()
+            self._tables = addresses
+        found = self._kept.get(pattern)
+        if found is None:
+            self._seen[pattern] = self._seen.get(pattern, 0) + 1
+            if self._seen[pattern] >= RECORD_AT:
+                found = self._record(pattern, rows, layout, tables)
+            if found is None:
+                return self.work(rows, Batch(layout, tables, layout.on(self.device)))
+            self._kept[pattern] = found
+            if len(self._kept) > MAX_RECORDINGS:
+                self._kept.popitem(last=False)
+        self._kept.move_to_end(pattern)
+        return found.replay(rows, layout)
+
+    def _record(
+        self, pattern: Pattern, rows: Tensor | None, layout: Layout, tables: dict[Space, Tensor]
+    ) -> Recording | None:
+        """Record the step, without running it."""
+        graph = torch.cuda.CUDAGraph()
+        packed = layout.on(self.device)
+        fixed = None if rows is None else torch.empty_like(rows, device=self.device)
+        if self._pool is None:
+            self._pool = torch.cuda.graph_pool_handle()
+        stream = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
+        stream.wait_stream(torch.cuda.current_stream(self.device))
+        try:
+            with torch.cuda.stream(stream):
+                # other threads of the daemon copy snapshots meanwhile: theirs are no business of this recording
+                graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+                try:
+                    out = self.work(fixed, Batch(layout, tables, packed))
+                finally:
+                    graph.capture_end()
+        except RuntimeError as error:  # of whatever kind, out of memory too: the step can still be launched one by one
+            self._refused.add(pattern)
+            self._pool = None  # a recording that was cut off never gives it back
+            self.warn(f"steps of {pattern} on {self.device} cannot be recorded and are slower: {error}")
+            return None
+        torch.cuda.current_stream(self.device).wait_stream(stream)
+        return Recording(graph, packed, fixed, out)

@@ -1,0 +1,77 @@
+"""The operations of a layer as Triton kernels: one launch where the reference has up to sixty.  For GPUs."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from daemons.ops.operations import Attend, Mix, MixWeights, Norm, PagedQuery
+from daemons.ops.paged import PagedTensor
+from daemons.ops.triton import basic
+from daemons.ops.triton.attention import attend_few
+from daemons.ops.triton.delta_rule import Mixer, mix_few
+
+
+class KernelNorm:
+    """See :class:`daemons.ops.basic.RmsNorm`."""
+
+    __slots__ = ("epsilon", "weight")
+
+    def __init__(self, weight: Tensor | None, epsilon: float) -> None:
+        self.weight = None if weight is None else weight.contiguous()
+        self.epsilon = epsilon
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return basic.rms_norm(x, self.weight, self.epsilon)
+
+    def float32(self, x: Tensor) -> Tensor:
+        return basic.rms_norm(x, self.weight, self.epsilon, torch.float32)
+
+    def added(self, h: Tensor, delta: Tensor) -> tuple[Tensor, Tensor]:
+        assert self.weight is not None
+        return basic.add_rms_norm(h, delta, self.weight, self.epsilon)
+
+
+class Kernels:
+    """See :class:`daemons.ops.operations.Operations`."""
+
+    def norm(self, weight: Tensor | None, width: int, eps: float) -> Norm:
+        return KernelNorm(weight, eps)
+
+    def gated(self, x: Tensor, activation: str) -> Tensor:
+        return basic.gated(x, activation)
+
+    def opened(self, x: Tensor, gate: Tensor, softplus: bool) -> Tensor:
+        return basic.gate_heads(x, gate, "softplus" if softplus else "sigmoid")
+
+    def turned(self, x: Tensor, norm: Norm, cos: Tensor, sin: Tensor) -> Tensor:
+        assert norm.weight is not None
+        return basic.query_key(x, norm.weight, norm.epsilon, cos, sin)
+
+    def attend(self, *, window: int, scale: float, softcap: float) -> Attend | None:
+        def few(q: Tensor, keys: PagedTensor, values: PagedTensor, where: PagedQuery) -> Tensor:
+            return attend_few(
+                q,
+                keys,
+                values,
+                where.tables,
+                where.rows,
+                where.starts,
+                where.n_tokens,
+                window=window,
+                scale=scale,
+                softcap=softcap,
+                longest=where.reach,
+            )
+
+        return few
+
+    def mix(self, weights: MixWeights) -> Mix | None:
+        w = weights
+        assert w.norm.weight is not None
+        mixer = Mixer(w.n_key, w.n_value, w.dim, w.taps, w.decay, w.dt, w.norm.weight, w.norm.epsilon)
+
+        def few(y: Tensor, convolution: Tensor, states: Tensor, ids: Tensor) -> Tensor:
+            return mix_few(y, convolution, states, ids, mixer)
+
+        return few

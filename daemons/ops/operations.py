@@ -1,0 +1,116 @@
+"""The operations of a layer beside its products, as one object a device: what blocks are built with.
+
+:class:`Reference` is plain torch, for every device; ``daemons.ops.kernels`` has the same for GPUs.  A block that may
+have a form for few tokens asks for it when it is built, and is given None where there is none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from daemons.ops.basic import RmsNorm, gated, rotate
+from daemons.ops.paged import PagedTensor
+
+FEW_TOKENS = 16
+"""Tokens of a slice up to which the forms for few tokens are taken: a decoded one, a draft, the end of a prompt."""
+
+
+class Norm(Protocol):
+    """Root-mean-square norm over the last dimension; see :class:`daemons.ops.basic.RmsNorm`."""
+
+    weight: Tensor | None
+    epsilon: float
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Of x's dtype."""
+
+    def float32(self, x: Tensor) -> Tensor: ...
+
+    def added(self, h: Tensor, delta: Tensor) -> tuple[Tensor, Tensor]:
+        """``h + delta`` and its norm."""
+
+
+@dataclass(frozen=True)
+class PagedQuery:
+    """Queries over pages: B slices of n tokens.
+
+    ``tables`` [rows, pages] and ``rows`` [B]: which pages; ``starts`` [B]: position of each slice's first token;
+    ``reach``: at least the position behind the last token of the longest slice.
+    """
+
+    tables: Tensor
+    rows: Tensor
+    starts: Tensor
+    n_tokens: int
+    reach: int
+
+
+Attend = Callable[[Tensor, PagedTensor, PagedTensor, PagedQuery], Tensor]
+"""Queries [B n, H, D], pages of keys and values -> [B n, H, D]."""
+Mix = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+"""Columns [B n, C + ...], pools of convolution and delta states, ids [B] -> gated outputs [B n, N D]."""
+
+
+@dataclass(frozen=True)
+class MixWeights:
+    """What a delta net has beside its matrices: key heads, value heads, head dim; taps [Kc, C], decay and dt [N]."""
+
+    n_key: int
+    n_value: int
+    dim: int
+    taps: Tensor
+    decay: Tensor
+    dt: Tensor
+    norm: Norm
+
+
+class Operations(Protocol):
+    """One implementation of everything here."""
+
+    def norm(self, weight: Tensor | None, width: int, eps: float) -> Norm:
+        """``weight`` float32 [D], [H, D], or None for 1."""
+
+    def gated(self, x: Tensor, activation: str) -> Tensor:
+        """``act(gate) * up`` of x [T, 2F]."""
+
+    def opened(self, x: Tensor, gate: Tensor, softplus: bool) -> Tensor:
+        """x [T, H, D] times the sigmoid or softplus of ``gate`` [T, H D] or [T, H]: [T, H D]."""
+
+    def turned(self, x: Tensor, norm: Norm, cos: Tensor, sin: Tensor) -> Tensor:
+        """Norm of each head of x [T, H, D], then rotary positions by tables [T, 1, half]."""
+
+    def attend(self, *, window: int, scale: float, softcap: float) -> Attend | None:
+        """Attention of slices of up to FEW_TOKENS."""
+
+    def mix(self, weights: MixWeights) -> Mix | None:
+        """The gated delta net of slices of up to FEW_TOKENS."""
+
+
+class Reference:
+    """Plain torch."""
+
+    def norm(self, weight: Tensor | None, width: int, eps: float) -> Norm:
+        return RmsNorm(weight, width, eps)
+
+    def gated(self, x: Tensor, activation: str) -> Tensor:
+        return gated(x, activation)
+
+    def opened(self, x: Tensor, gate: Tensor, softplus: bool) -> Tensor:
+        n_rows, n_heads = x.shape[:2]
+        factor = F.softplus(gate.float()).to(x.dtype) if softplus else torch.sigmoid(gate)
+        return (x * factor.view(n_rows, n_heads, -1)).reshape(n_rows, -1)
+
+    def turned(self, x: Tensor, norm: Norm, cos: Tensor, sin: Tensor) -> Tensor:
+        return rotate(norm.float32(x), cos, sin).to(x.dtype)
+
+    def attend(self, *, window: int, scale: float, softcap: float) -> Attend | None:
+        return None
+
+    def mix(self, weights: MixWeights) -> Mix | None:
+        return None

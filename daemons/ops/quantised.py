@@ -1,0 +1,66 @@
+"""Quantised matrices on a GPU: taken apart into planes, multiplied by Triton's kernels."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from daemons.ops.linear import part_rows
+from daemons.ops.triton.linear import MAX_ROWS, expand, multiply
+from daemons.planes import CHUNK, Planes, empty
+from lucevisor.wire.ggml_types import BY_NAME, GgmlType
+
+
+class PlaneMatrix:
+    """A matrix ``[N, K]``: few rows are multiplied with its codes, many with its expanded numbers."""
+
+    def __init__(self, kind: GgmlType, planes: Planes, n_columns: int) -> None:
+        self.kind, self.planes, self.n_columns = kind, planes, n_columns
+        self.n_out, self.n_bytes = planes.codes.shape[0], planes.nbytes
+
+    def __call__(self, x: Tensor) -> Tensor:
+        if x.shape[0] <= MAX_ROWS:
+            return multiply(self.kind, self.planes, x.contiguous())
+        step = part_rows(self.n_columns)
+        if step >= self.n_out:
+            return F.linear(x, expand(self.kind, self.planes, x.dtype))
+        out = x.new_empty(x.shape[0], self.n_out)
+        for at in range(0, self.n_out, step):
+            n = min(step, self.n_out - at)
+            torch.mm(x, expand(self.kind, self.planes, x.dtype, at, n).t(), out=out[:, at : at + n])
+        return out
+
+
+class PlaneExperts:
+    """Matrices of experts ``[X, N, K]``; see :class:`daemons.ops.experts.ExpertMatrices`."""
+
+    few_pairs = 512
+
+    def __init__(self, kind: GgmlType, planes: Planes, n_columns: int) -> None:
+        self.kind, self.planes, self.n_columns = kind, planes, n_columns
+        self.n_experts, self.n_out = planes.codes.shape[:2]
+        self.n_numbers, self.n_bytes = self.n_out * n_columns, planes.nbytes
+        self.products = [PlaneMatrix(kind, self._of(e), n_columns) for e in range(self.n_experts)]
+
+    def _of(self, expert: int) -> Planes:
+        return self.planes.map(lambda plane: plane[expert])
+
+    def one(self, expert: int) -> PlaneMatrix:
+        return self.products[expert]
+
+    def some(self, experts: Tensor, dtype: torch.dtype) -> Tensor:
+        chosen = self.planes.map(lambda plane: plane.index_select(0, experts).flatten(0, 1))
+        return expand(self.kind, chosen, dtype).view(-1, self.n_out, self.n_columns)
+
+    def routed(self, x: Tensor, experts: Tensor, share: int) -> Tensor:
+        return multiply(self.kind, self.planes, x.contiguous(), experts, share)
+
+
+def probe(device: torch.device, dtype: torch.dtype) -> None:
+    """Multiply a small matrix: raises what Triton raises where it cannot compile or run."""
+    kind = BY_NAME["Q4_K"]
+    planes = empty(kind, 32, CHUNK, device).map(torch.zeros_like)
+    product = multiply(kind, planes, torch.ones(1, CHUNK, dtype=dtype, device=device))
+    if bool(product.any()):
+        raise RuntimeError("a product with zeros is not zero")

@@ -1,0 +1,336 @@
+"""Causal attention of few query tokens a slice over paged keys and values that stay where they are.
+
+For decoding, for verifying a draft, for the end of a prompt.  Flash decoding in two launches: programs take equal parts
+of a slice's visible positions and leave a softmax each, then the parts are merged.  The torch form is a gather of the
+pages and ``daemons.ops.attention.reference``.
+
+Invariant: the launches depend on numbers of the host alone (how many splits), never on the lengths that lie on the
+device: a slice that is short for its number of splits leaves some of them empty.
+
+Shapes: B slices, n query tokens a slice, H query heads, K kv heads, G = H / K, D head dim of keys, Dv of values.  The
+n G query rows of a slice that read one kv head are rows of one product, so keys are read once for all of them.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from daemons.ops.paged import GROUP, PagedTensor, Q8Pages
+from lucevisor.wire.values import PAGE_TOKENS
+
+PROGRAMS_PER_PROCESSOR = 2
+"""As many as fit at once by their shared memory: more would be a second wave."""
+SPLIT_TOKENS = 128
+"""Positions below which a split is not worth its part of the merge."""
+LONGEST_SPLIT_TOKENS = 2048
+"""Positions above which a split of one long slice would keep all others waiting."""
+TILE_BYTES = 1 << 14
+"""Keys a program holds at a time: wide enough loads, room for three of them, with values, in shared memory."""
+MAX_ACCUMULATOR = 1 << 14
+"""Numbers of the output a program holds: 64 registers of a thread, with 8 warps."""
+HIP_MATRIX = ("gfx908", "gfx90a", "gfx94", "gfx95", "gfx12")
+"""AMD's architectures with matrix units.  Those of gfx11 want their factors twice, which is as hard on registers as to
+have none.
+"""
+
+_LOWEST = tl.constexpr(-1.0e30)  # a maximum of no scores; finite, so that differences of two are no NaN
+_PAGE = tl.constexpr(PAGE_TOKENS)
+_GROUP = tl.constexpr(GROUP)
+
+
+@triton.jit
+def _tile(pages, scales, base, inside, K: tl.constexpr, D: tl.constexpr, N: tl.constexpr, WIDTH: tl.constexpr):
+    """Rows ``base``, ``base + K``, ... of a pool seen as [rows, D], as [N, WIDTH]; zeros where not ``inside`` [N]."""
+    row, d = tl.arange(0, N)[:, None] * K, tl.arange(0, WIDTH)[None, :]
+    mask = inside[:, None] if WIDTH == D else inside[:, None] & (d < D)
+    tile = tl.load(pages + base * D + row * D + d, mask=mask, other=0)
+    if scales is not None:
+        groups: tl.constexpr = D // _GROUP
+        g = tl.arange(0, WIDTH // _GROUP)[None, :]
+        scale = tl.load(scales + base * groups + row * groups + g, mask=inside[:, None] & (g < groups), other=0)
+        apart = tl.reshape(tile.to(tl.float32), (N, WIDTH // _GROUP, _GROUP))
+        tile = tl.reshape(apart * scale.to(tl.float32)[:, :, None], (N, WIDTH))
+    return tile
+
+
+@triton.jit(do_not_specialize=["table_rows", "starts", "window", "n", "n_splits", "table_stride", "n_rows"])
+def few_kernel(
+    q,
+    keys,
+    key_scales,
+    values,
+    value_scales,
+    tables,
+    table_rows,
+    starts,
+    partials,
+    sums,
+    scale,
+    softcap,
+    window,
+    n,
+    n_splits,
+    n_rows,
+    table_stride,
+    token_stride,
+    head_stride,
+    K: tl.constexpr,
+    G: tl.constexpr,
+    D: tl.constexpr,
+    DV: tl.constexpr,
+    DK_STORED: tl.constexpr,
+    DV_STORED: tl.constexpr,
+    CAPPED: tl.constexpr,
+    M: tl.constexpr,
+    N: tl.constexpr,
+    WIDTH: tl.constexpr,
+    VALUE_WIDTH: tl.constexpr,
+) -> None:
+    """One kv head of a slice, M query rows (token-major) and one split of its positions, N at a time.
+
+    Writes the split's output, as a softmax of its own, to ``partials`` [splits, n_rows, K G, DV] and the log2 of the
+    sum of its weights to ``sums`` [splits, n_rows, K G].
+    """
+    b, kv = tl.program_id(2) // K, tl.program_id(2) % K
+    split = tl.program_id(1)
+    start = tl.load(starts + b).to(tl.int32)
+    low, end = tl.maximum(start - window + 1, 0), start + n
+    first, n_blocks = low // N, (end + N - 1) // N - low // N
+    # in 64 bits: blocks of the longest table times splits
+    begin = first + (n_blocks.to(tl.int64) * split // n_splits).to(tl.int32)
+    stop = first + (n_blocks.to(tl.int64) * (split + 1) // n_splits).to(tl.int32)
+
+    m = tl.program_id(0) * M + tl.arange(0, M)
+    token, head = m // G, kv * G + m % G
+    real = m < n * G
+    d = tl.arange(0, WIDTH)
+    rows = q + b.to(tl.int64) * n * token_stride + token * token_stride + head * head_stride
+    queries = tl.load(rows[:, None] + d[None, :], mask=real[:, None] & (d < D)[None, :], other=0)
+    position = start + token
+    to_log2 = 1.4426950408889634
+
+    table = tables + tl.load(table_rows + b).to(tl.int64) * table_stride
+    page = tl.load(table + begin * N // _PAGE, mask=begin < stop, other=0)
+    top = tl.full([M], _LOWEST, tl.float32)
+    total = tl.zeros([M], tl.float32)
+    acc = tl.zeros([M, VALUE_WIDTH], tl.float32)
+    for block in range(begin, stop):
+        at = block * N
+        base = (page.to(tl.int64) * _PAGE + at % _PAGE) * K + kv
+        page = tl.load(table + (block + 1) * N // _PAGE, mask=block + 1 < stop, other=0)  # the next one, ahead of use
+        key = at + tl.arange(0, N)
+        inside = (key >= low) & (key < end)  # what lies in a page beside them may be anything, NaN too
+        k = _tile(keys, key_scales, base, inside, K, DK_STORED, N, WIDTH).to(queries.dtype)
+        s = tl.dot(queries, tl.trans(k), input_precision="ieee") * scale
+        if CAPPED:
+            s = softcap - 2.0 * softcap / (tl.exp2(s * (2.0 * to_log2 / softcap)) + 1.0)  # softcap tanh(s / softcap)
+        seen = (key[None, :] <= position[:, None]) & (key[None, :] > position[:, None] - window)
+        s = tl.where(seen, s * to_log2, float("-inf"))
+        higher = tl.maximum(top, tl.max(s, 1))
+        weight = tl.exp2(s - higher[:, None])
+        shrink = tl.exp2(top - higher)
+        total = total * shrink + tl.sum(weight, 1)
+        v = _tile(values, value_scales, base, inside, K, DV_STORED, N, VALUE_WIDTH).to(queries.dtype)
+        acc = tl.dot(weight.to(queries.dtype), v, acc * shrink[:, None], input_precision="ieee")
+        top = higher
+
+    total = tl.where(total > 0.0, total, 1.0)
+    out = split.to(tl.int64) * n_rows + b * n + token
+    out = out * (K * G) + head
+    dv = tl.arange(0, VALUE_WIDTH)
+    tl.store(
+        partials + out[:, None] * DV + dv[None, :],
+        (acc / total[:, None]).to(partials.dtype.element_ty),
+        mask=real[:, None] & (dv < DV)[None, :],
+    )
+    tl.store(sums + out, top + tl.log2(total), mask=real)
+
+
+@triton.jit(do_not_specialize=["n_splits", "n_rows"])
+def merge_kernel(
+    partials, sums, out, n_splits, n_rows, D: tl.constexpr, SPLITS: tl.constexpr, WIDTH: tl.constexpr
+) -> None:
+    """WIDTH columns of a row of ``out`` [n_rows, D], of ``partials`` [splits, n_rows, D] and ``sums`` [splits, n_rows],
+    SPLITS of them at a time.
+    """
+    row, d = tl.program_id(0).to(tl.int64), tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
+    top = tl.full([1], _LOWEST, tl.float32)
+    total = tl.zeros([1], tl.float32)
+    acc = tl.zeros([WIDTH], tl.float32)
+    for first in range(0, n_splits, SPLITS):
+        split = first + tl.arange(0, SPLITS)
+        there = split < n_splits
+        at = split.to(tl.int64) * n_rows + row
+        part = tl.load(partials + at[:, None] * D + d[None, :], mask=there[:, None] & (d < D)[None, :], other=0.0)
+        height = tl.load(sums + at, mask=there, other=_LOWEST)
+        higher = tl.maximum(top, tl.max(height, 0))
+        weight, shrink = tl.exp2(height - higher), tl.exp2(top - higher)
+        total = total * shrink + tl.sum(weight, 0)
+        acc = acc * shrink + tl.sum(part * weight[:, None], 0)
+        top = higher
+    tl.store(out + row * D + d, (acc / total).to(out.dtype.element_ty), mask=d < D)
+
+
+@dataclass(frozen=True, slots=True)
+class Device:
+    """Multiprocessors (compute units); bytes of shared memory that a program can have; bytes of the widest numbers that
+    matrix units multiply as they are, 0 without such units.
+    """
+
+    processors: int
+    shared_bytes: int
+    matrix_itemsize: int
+
+
+@functools.cache
+def _device(device: torch.device) -> Device:
+    if device.type == "cpu":  # the interpreter: any small number of processors, and no registers to run out of
+        return Device(4, 1 << 16, 4)
+    found = torch.cuda.get_device_properties(device)
+    shared_bytes = getattr(found, "shared_memory_per_block_optin", found.shared_memory_per_block)
+    matrix = found.gcnArchName.startswith(HIP_MATRIX) if torch.version.hip else found.major >= 8
+    return Device(found.multi_processor_count, shared_bytes, 2 if matrix else 0)
+
+
+@dataclass(frozen=True, slots=True)
+class Blocks:
+    """Query rows and positions of a program's tile, and how it is run."""
+
+    rows: int
+    tokens: int
+    n_warps: int
+    n_stages: int
+
+
+def tile(n_query_rows: int, width: int, itemsize: int, device: Device) -> Blocks:
+    """The tile for so many query rows of a kv head, by the larger head dim and the bytes of a number."""
+    if itemsize > device.matrix_itemsize:
+        # plain multiply-adds keep whole rows of both factors in registers
+        return Blocks(16, 16, 4, 2 if device.shared_bytes > 1 << 16 else 1)
+    width, room = triton.next_power_of_2(width), 1 if device.shared_bytes > 1 << 16 else 2
+    most_rows = max(16, min(64, MAX_ACCUMULATOR // room // width))
+    rows = min(max(16, triton.next_power_of_2(n_query_rows)), most_rows)
+    tokens = min(64, max(16, TILE_BYTES // room // (width * itemsize)))
+    n_warps = 8 if rows * width > MAX_ACCUMULATOR // 2 else 4
+    return Blocks(rows, tokens, n_warps, 3 if device.shared_bytes > 1 << 17 else 2)
+
+
+def _numbers(pages: PagedTensor) -> Tensor:
+    """[pages, 64, K, D], the last padded to whole groups in q8_0."""
+    return pages.codes if isinstance(pages, Q8Pages) else pages.pages
+
+
+def _scales(pages: PagedTensor) -> Tensor | None:
+    return pages.scales if isinstance(pages, Q8Pages) else None
+
+
+def _width(pages: PagedTensor) -> int:
+    return pages.width if isinstance(pages, Q8Pages) else pages.pages.shape[3]
+
+
+def _tile_width(pages: PagedTensor) -> int:
+    """A power of two that holds a row, enough for a product's inner dimension."""
+    return max(16, int(triton.next_power_of_2(_numbers(pages).shape[3])))
+
+
+def splits(n_programs: int, n_tokens: int, n_processors: int) -> int:
+    """Into how many splits to cut up to ``n_tokens`` visible positions, for ``n_programs`` programs a split."""
+    room = PROGRAMS_PER_PROCESSOR * n_processors // n_programs
+    return max(1, min(room, -(-n_tokens // SPLIT_TOKENS)), -(-n_tokens // LONGEST_SPLIT_TOKENS))
+
+
+def attend_few(
+    q: Tensor,
+    keys: PagedTensor,
+    values: PagedTensor,
+    tables: Tensor,
+    table_rows: Tensor,
+    starts: Tensor,
+    n: int,
+    *,
+    window: int,
+    scale: float,
+    softcap: float,
+    longest: int,
+    n_splits: int | None = None,
+) -> Tensor:
+    """Attend ``q`` [B n, H, D], slice after slice, to the pages of their sequences; returns [B n, H, Dv] of q's dtype.
+
+    Slice b is at positions ``starts[b]`` .. ``starts[b] + n - 1``, and position p of it in page
+    ``tables[table_rows[b], p // 64]`` (integers [rows, pages], [B], [B], on the device).  A query sees what is not
+    later and, with a ``window``, less than ``window`` back; pages before that are never touched.  ``softcap`` 0: none.
+    ``longest``: position behind the last token of the longest slice, or a bound of it; with ``n_splits`` given (a graph
+    keeps those it was captured with) it is not used.  Arithmetic is float32 but for the two products, whose factors
+    have q's dtype.
+    """
+    n_rows, n_heads, d = q.shape
+    n_slices, n_kv_heads, dv = n_rows // n, _numbers(keys).shape[2], _width(values)
+    group = n_heads // n_kv_heads
+    assert n_rows == n_slices * n
+    assert n_heads == group * n_kv_heads
+    assert q.stride(2) == 1
+    assert starts.shape == table_rows.shape == (n_slices,)
+    assert starts.is_contiguous()
+    assert table_rows.is_contiguous()
+    assert tables.stride(1) == 1
+    assert _numbers(keys).shape[:3] == _numbers(values).shape[:3]
+    assert _width(keys) == d
+    assert _numbers(keys).is_contiguous()
+    assert _numbers(values).is_contiguous()
+    device = _device(q.device)
+    blocks = tile(group * n, max(d, dv), q.element_size(), device)
+    n_row_blocks = -(-group * n // blocks.rows)
+    if n_splits is None:
+        bound = min(longest, window + n) if window else longest
+        n_splits = splits(n_row_blocks * n_slices * n_kv_heads, bound, device.processors)
+    out = torch.empty(n_rows, n_heads, dv, dtype=q.dtype, device=q.device)
+    sums = torch.empty(n_splits, n_rows, n_heads, dtype=torch.float32, device=q.device)
+    partials = out  # a single split is the result
+    if n_splits > 1:
+        partials = torch.empty(n_splits, n_rows, n_heads, dv, dtype=torch.float32, device=q.device)
+    few_kernel[n_row_blocks, n_splits, n_slices * n_kv_heads](
+        q,
+        _numbers(keys),
+        _scales(keys),
+        _numbers(values),
+        _scales(values),
+        tables,
+        table_rows,
+        starts,
+        partials,
+        sums,
+        scale,
+        softcap,
+        window or 1 << 30,
+        n,
+        n_splits,
+        n_rows,
+        tables.stride(0),
+        q.stride(0),
+        q.stride(1),
+        K=n_kv_heads,
+        G=group,
+        D=d,
+        DV=dv,
+        DK_STORED=_numbers(keys).shape[3],
+        DV_STORED=_numbers(values).shape[3],
+        CAPPED=softcap > 0.0,
+        M=blocks.rows,
+        N=blocks.tokens,
+        WIDTH=_tile_width(keys),
+        VALUE_WIDTH=_tile_width(values),
+        num_warps=blocks.n_warps,
+        num_stages=blocks.n_stages,
+    )
+    if n_splits > 1:
+        width = min(64, triton.next_power_of_2(dv))
+        merge_kernel[n_rows * n_heads, -(-dv // width)](
+            partials, sums, out, n_splits, n_rows * n_heads, D=dv, SPLITS=64, WIDTH=width, num_warps=4
+        )
+    return out

@@ -1,0 +1,359 @@
+"""The small operations of a decoder layer, each one launch: norms, rotary positions, gates, sums of groups.
+
+Arithmetic is float32 whatever the activations are, rounded once where a result is stored.  Numbers of tokens are
+runtime arguments that nothing is compiled for; widths and head dims are a model's, and compiled in.
+
+Shapes: T tokens, H heads, D the last dimension, F columns of an activation.  The last dimension of an operand is
+contiguous, its rows may lie apart, as columns cut out of a wider product do.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+TILE = 1024
+"""Numbers of a program that holds several short rows or a part of a long one: 16 bytes of half precision for each
+thread."""
+GROUP = 16
+"""Numbers that :func:`group_sums` adds."""
+
+
+# ---- norms
+
+
+@triton.jit(do_not_specialize=["n_rows"])
+def rms_norm_kernel(
+    x,  # [T, H, D]
+    weight,  # [H, D], [D] when weight_stride is 0, or None
+    out,  # [T, H, D] contiguous
+    n_rows,  # T H
+    n_heads,
+    token_stride,
+    head_stride,
+    weight_stride,
+    eps,
+    D: tl.constexpr,
+    BLOCK: tl.constexpr,
+    ROWS: tl.constexpr,
+) -> None:
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    column = tl.arange(0, BLOCK)[None, :]
+    mask = (row < n_rows)[:, None] & (column < D)
+    head = row % n_heads
+    at = (row // n_heads).to(tl.int64) * token_stride + head * head_stride
+    value = tl.load(x + at[:, None] + column, mask=mask, other=0.0).to(tl.float32)
+    if weight is not None:  # asked for before the sum is waited for
+        scale = tl.load(weight + (head * weight_stride)[:, None] + column, mask=mask, other=0.0)
+    value *= tl.rsqrt(tl.sum(value * value, axis=1) / D + eps)[:, None]
+    if weight is not None:
+        value *= scale
+    tl.store(out + row.to(tl.int64)[:, None] * D + column, value.to(out.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def add_rms_norm_kernel(
+    h,  # [T, D]
+    delta,  # [T, D]
+    weight,  # [D]
+    total,  # [T, D] contiguous
+    out,  # [T, D] contiguous
+    h_stride,
+    delta_stride,
+    eps,
+    D: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> None:
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, BLOCK)
+    mask = column < D
+    value = tl.load(h + row * h_stride + column, mask=mask, other=0.0).to(tl.float32)
+    value += tl.load(delta + row * delta_stride + column, mask=mask, other=0.0).to(tl.float32)
+    scale = tl.load(weight + column, mask=mask, other=0.0)
+    rounded = value.to(total.dtype.element_ty)
+    tl.store(total + row * D + column, rounded, mask=mask)
+    value = rounded.to(tl.float32)  # the norm is that of the stream as it is stored
+    value *= tl.rsqrt(tl.sum(value * value, axis=0) / D + eps)
+    tl.store(out + row * D + column, (value * scale).to(out.dtype.element_ty), mask=mask)
+
+
+def norm_tile(d: int) -> tuple[int, int, int]:
+    """Columns of a program (a power of two), its rows, its warps."""
+    block = triton.next_power_of_2(d)
+    return block, max(1, TILE // block), min(max(block // 512, 4), 16)
+
+
+def rms_norm(x: Tensor, weight: Tensor | None, eps: float, out_dtype: torch.dtype | None = None) -> Tensor:
+    """``x rsqrt(mean(x²) + eps) weight`` over the last dimension of x ``[..., D]``; contiguous, of ``out_dtype`` or
+    x's.
+
+    ``weight`` float32 contiguous: ``[D]``, ``[H, D]`` for a weight per head of x ``[..., H, D]``, or None for 1.
+    The product with it is float32, then cast.
+    """
+    d = x.shape[-1]
+    heads = x.view(-1, 1, d) if x.dim() < 3 else x if x.dim() == 3 else x.view(-1, *x.shape[-2:])
+    tokens, n_heads = heads.shape[:2]
+    assert heads.stride(2) == 1
+    assert weight is None or (weight.shape in ((d,), (n_heads, d)) and weight.is_contiguous())
+    out = torch.empty(x.shape, dtype=x.dtype if out_dtype is None else out_dtype, device=x.device)
+    block, rows, warps = norm_tile(d)
+    rms_norm_kernel[(triton.cdiv(tokens * n_heads, rows),)](
+        heads,
+        weight,
+        out,
+        tokens * n_heads,
+        n_heads,
+        heads.stride(0),
+        heads.stride(1),
+        d if weight is not None and weight.dim() == 2 else 0,
+        eps,
+        D=d,
+        BLOCK=block,
+        ROWS=rows,
+        num_warps=warps,
+    )
+    return out
+
+
+def add_rms_norm(h: Tensor, delta: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """``h + delta`` of ``[T, D]``, rounded to h's dtype, and the norm of that rounded sum with weight float32 ``[D]``.
+
+    Both contiguous and of h's dtype.
+    """
+    tokens, d = h.shape
+    assert (delta.shape, weight.shape) == (h.shape, (d,))
+    assert h.stride(1) == delta.stride(1) == weight.stride(0) == 1
+    total = torch.empty((tokens, d), dtype=h.dtype, device=h.device)
+    out = torch.empty_like(total)
+    block, _, warps = norm_tile(d)
+    add_rms_norm_kernel[(tokens,)](
+        h, delta, weight, total, out, h.stride(0), delta.stride(0), eps, D=d, BLOCK=block, num_warps=warps
+    )
+    return total, out
+
+
+# ---- queries and keys
+
+
+@triton.jit(do_not_specialize=["n_rows"])
+def query_key_kernel(
+    x,  # [T, H, D]
+    weight,  # [H, D]
+    cos,  # [T, HALF]
+    sin,  # [T, HALF]
+    out,  # [T, H, D] contiguous
+    n_rows,  # T H
+    n_heads,
+    token_stride,
+    head_stride,
+    eps,
+    D: tl.constexpr,
+    HALF: tl.constexpr,
+    BLOCK_HALF: tl.constexpr,
+    BLOCK_REST: tl.constexpr,  # 0: every dim is rotated
+    ROWS: tl.constexpr,
+) -> None:
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    head, token = row % n_heads, (row // n_heads).to(tl.int64)
+    x += (token * token_stride + head * head_stride)[:, None]
+    weight += (head * D)[:, None]
+    out += (row.to(tl.int64) * D)[:, None]
+    inside = (row < n_rows)[:, None]
+
+    j = tl.arange(0, BLOCK_HALF)[None, :]  # dim j turns with dim j + HALF
+    turned = inside & (j < HALF)
+    a = tl.load(x + j, mask=turned, other=0.0).to(tl.float32)
+    b = tl.load(x + HALF + j, mask=turned, other=0.0).to(tl.float32)
+    c = tl.load(cos + (token * HALF)[:, None] + j, mask=turned, other=0.0)
+    s = tl.load(sin + (token * HALF)[:, None] + j, mask=turned, other=0.0)
+    a_scale = tl.load(weight + j, mask=turned, other=0.0)
+    b_scale = tl.load(weight + HALF + j, mask=turned, other=0.0)
+    squares = tl.sum(a * a + b * b, axis=1)
+    if BLOCK_REST > 0:
+        k = 2 * HALF + tl.arange(0, BLOCK_REST)[None, :]
+        kept = inside & (k < D)
+        rest = tl.load(x + k, mask=kept, other=0.0).to(tl.float32)
+        rest_scale = tl.load(weight + k, mask=kept, other=0.0)
+        squares += tl.sum(rest * rest, axis=1)
+    inverse = tl.rsqrt(squares / D + eps)[:, None]
+    a *= inverse * a_scale
+    b *= inverse * b_scale
+    tl.store(out + j, (a * c - b * s).to(out.dtype.element_ty), mask=turned)
+    tl.store(out + HALF + j, (b * c + a * s).to(out.dtype.element_ty), mask=turned)
+    if BLOCK_REST > 0:
+        tl.store(out + k, (rest * inverse * rest_scale).to(out.dtype.element_ty), mask=kept)
+
+
+def query_key_tile(d: int, half: int) -> tuple[int, int, int]:
+    """Columns of a program for a half of the rotated dims and for those that are not (powers of two or 0), its rows."""
+    block_half = triton.next_power_of_2(half)
+    block_rest = triton.next_power_of_2(d - 2 * half) if d > 2 * half else 0
+    return block_half, block_rest, max(1, TILE // max(2 * block_half, block_rest))
+
+
+def query_key(x: Tensor, weight: Tensor, eps: float, cos: Tensor, sin: Tensor) -> Tensor:
+    """Norm of each head of x ``[T, H, D]`` with its weight float32 ``[H, D]``, then rotary positions: contiguous, of
+    x's dtype.
+
+    ``cos`` and ``sin`` float32 ``[T, 1, half]``; dim j turns with dim j + half, dims from 2 half on stay.
+    """
+    tokens, n_heads, d = x.shape
+    half = cos.shape[-1]
+    assert x.stride(2) == 1
+    assert 2 * half <= d
+    assert weight.shape == (n_heads, d)
+    assert cos.shape == sin.shape == (tokens, 1, half)
+    assert all(table.is_contiguous() for table in (weight, cos, sin))
+    out = torch.empty((tokens, n_heads, d), dtype=x.dtype, device=x.device)
+    block_half, block_rest, rows = query_key_tile(d, half)
+    query_key_kernel[(triton.cdiv(tokens * n_heads, rows),)](
+        x,
+        weight,
+        cos,
+        sin,
+        out,
+        tokens * n_heads,
+        n_heads,
+        x.stride(0),
+        x.stride(1),
+        eps,
+        D=d,
+        HALF=half,
+        BLOCK_HALF=block_half,
+        BLOCK_REST=block_rest,
+        ROWS=rows,
+        num_warps=4,
+    )
+    return out
+
+
+# ---- gates
+
+
+@triton.jit
+def gated_kernel(
+    x,  # [T, 2F]
+    out,  # [T, F] contiguous
+    n_columns,  # F
+    row_stride,
+    GELU: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> None:
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    mask = column < n_columns
+    gate = tl.load(x + row * row_stride + column, mask=mask, other=0.0).to(tl.float32)
+    up = tl.load(x + row * row_stride + n_columns + column, mask=mask, other=0.0).to(tl.float32)
+    # for gelu: 0.5 (1 + tanh(u)) is sigmoid(2u), and 2 sqrt(2/pi) is 1.59...
+    inner = 1.5957691216057308 * gate * (1.0 + 0.044715 * gate * gate) if GELU else gate
+    tl.store(out + row * n_columns + column, (gate * tl.sigmoid(inner) * up).to(out.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def gate_heads_kernel(
+    x,  # [T, H, D]
+    gate,  # [T, H D], or [T, H] when PER_HEAD
+    out,  # [T, H D] contiguous
+    n_columns,  # H D
+    token_stride,
+    head_stride,
+    gate_stride,
+    D: tl.constexpr,
+    PER_HEAD: tl.constexpr,
+    SOFTPLUS: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> None:
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    mask = column < n_columns
+    head = column // D
+    value = tl.load(x + row * token_stride + head * head_stride + column % D, mask=mask, other=0.0).to(tl.float32)
+    opening = tl.load(gate + row * gate_stride + (head if PER_HEAD else column), mask=mask, other=0.0).to(tl.float32)
+    if SOFTPLUS:
+        # log(1 + e) has lost most of e where e is small: there its series
+        e = tl.exp(-tl.abs(opening))
+        opened = tl.maximum(opening, 0.0) + tl.where(e < 0.0078125, e * (1.0 - e * (0.5 - e / 3.0)), tl.log(1.0 + e))
+    else:
+        opened = tl.sigmoid(opening)
+    tl.store(out + row * n_columns + column, (value * opened).to(out.dtype.element_ty), mask=mask)
+
+
+def gated(x: Tensor, activation: str) -> Tensor:
+    """``act(gate) * up`` of x ``[T, 2F]``, gate columns first.  ``activation``: silu, or gelu in its tanh form.
+
+    Rounded once: in half precision the torch form rounds ``act(gate)`` before the product too.
+    """
+    if activation not in ("silu", "gelu_tanh"):
+        raise ValueError(f"activation {activation!r} is neither silu nor gelu_tanh")
+    tokens, f = x.shape[0], x.shape[1] // 2
+    assert x.shape == (tokens, 2 * f)
+    assert x.stride(1) == 1
+    out = torch.empty((tokens, f), dtype=x.dtype, device=x.device)
+    gated_kernel[(tokens, triton.cdiv(f, TILE))](
+        x, out, f, x.stride(0), GELU=activation == "gelu_tanh", BLOCK=TILE, num_warps=4
+    )
+    return out
+
+
+def gate_heads(out: Tensor, gate: Tensor, kind: str) -> Tensor:
+    """``out`` ``[T, H, D]`` times ``act(gate)``: contiguous ``[T, H D]`` of out's dtype.
+
+    ``gate`` ``[T, H D]``, or ``[T, H]`` for one a head; ``kind``: sigmoid or softplus.  Rounded once: in half precision
+    the torch form rounds ``act(gate)`` before the product too.
+    """
+    if kind not in ("sigmoid", "softplus"):
+        raise ValueError(f"gate {kind!r} is neither sigmoid nor softplus")
+    tokens, n_heads, d = out.shape
+    columns = n_heads * d
+    assert gate.shape in ((tokens, columns), (tokens, n_heads))
+    assert out.stride(2) == gate.stride(1) == 1
+    result = torch.empty((tokens, columns), dtype=out.dtype, device=out.device)
+    gate_heads_kernel[(tokens, triton.cdiv(columns, TILE))](
+        out,
+        gate,
+        result,
+        columns,
+        out.stride(0),
+        out.stride(1),
+        gate.stride(0),
+        D=d,
+        PER_HEAD=gate.shape[1] != columns,
+        SOFTPLUS=kind == "softplus",
+        BLOCK=TILE,
+        num_warps=4,
+    )
+    return result
+
+
+# ---- sums of groups
+
+
+@triton.jit
+def group_sums_kernel(
+    x,  # [T, K]
+    out,  # [T, K / GROUP] contiguous
+    n_groups,  # K / GROUP
+    row_stride,
+    GROUP: tl.constexpr,
+    GROUPS: tl.constexpr,
+) -> None:
+    row = tl.program_id(0).to(tl.int64)
+    group = tl.program_id(1) * GROUPS + tl.arange(0, GROUPS)
+    at = x + row * row_stride + group[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
+    value = tl.load(at, mask=(group < n_groups)[:, None], other=0.0).to(tl.float32)
+    tl.store(out + row * n_groups + group, tl.sum(value, axis=1), mask=group < n_groups)
+
+
+def group_sums(x: Tensor) -> Tensor:
+    """Sums of each 16 consecutive numbers of a row of x ``[T, K]``, K a multiple of 16: float32 ``[T, K / 16]``."""
+    tokens, n_groups = x.shape[0], x.shape[1] // GROUP
+    assert x.shape == (tokens, n_groups * GROUP)
+    assert x.stride(1) == 1
+    out = torch.empty((tokens, n_groups), dtype=torch.float32, device=x.device)
+    groups = TILE // GROUP
+    group_sums_kernel[(tokens, triton.cdiv(n_groups, groups))](
+        x, out, n_groups, x.stride(0), GROUP=GROUP, GROUPS=groups, num_warps=4
+    )
+    return out

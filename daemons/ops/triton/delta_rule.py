@@ -1,0 +1,245 @@
+"""The gated delta net mixer for few tokens a slice: decode, the check of a draft, the end of a prompt.
+
+From the input columns to the gated outputs in two launches; what it computes is ``daemons.models.blocks.DeltaNet``.
+The tokens of a slice follow each other in one program, which holds the matrix S of a value head in registers: long
+slices are better off with the chunked form.  Knows no sequence and no step, only rows of the state pools.
+
+Why a program holds all of S and not a part of its columns: 48 heads of 128 x 128 are 48 programs with 64 KiB each in
+flight, which is enough to hide the latency of the memory; with parts, more processors would share the work of one
+sequence, but the norm over a head would be a third launch, which costs more than that saves.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from daemons.ops.basic import l2_scale
+
+L2_EPS = 1e-6
+"""Added to the squared length of a query or key."""
+
+
+@dataclass(frozen=True, slots=True)
+class Mixer:
+    """What one layer's mixer is made of: heads, width of a head (keys and values), weights in float32.
+
+    ``taps`` [taps, C], last one for the current token; ``decay`` (as stored: -exp A) and ``dt`` [n_value];
+    ``norm`` [dim] and ``eps`` of the gated norm.  Value head j reads key head j mod n_key.
+    """
+
+    n_key: int
+    n_value: int
+    dim: int
+    taps: Tensor
+    decay: Tensor
+    dt: Tensor
+    norm: Tensor
+    eps: float
+
+    @property
+    def channels(self) -> int:
+        """C, of the convolution: q, k and v."""
+        return (2 * self.n_key + self.n_value) * self.dim
+
+    @property
+    def columns(self) -> int:
+        """The channels, z, alpha and beta."""
+        return self.channels + self.n_value * (self.dim + 2)
+
+
+@triton.jit
+def _softplus(x):
+    """log(1 + exp x) without losing what the 1 drowns (Kahan's log1p); x itself above 20, as in torch."""
+    e = tl.exp(tl.minimum(x, 20.0))
+    u = 1.0 + e
+    part = tl.where(u == 1.0, e, tl.log(u) * (e / tl.where(u == 1.0, 1.0, u - 1.0)))
+    return tl.where(x > 20.0, x, part)
+
+
+@triton.jit(do_not_specialize=["n"], do_not_specialize_on_alignment=["ids"])
+def convolve_kernel(
+    y,  # [B n, columns]
+    mixed,  # [B n, C]
+    gates,  # [B n, N_VALUE, 2]: what S keeps of itself, and beta
+    convolution,  # [states, TAPS - 1, C]
+    ids,  # [B]
+    taps,  # [TAPS, C]
+    decay,  # [N_VALUE]
+    dt,  # [N_VALUE]
+    n,
+    y_stride,
+    EPS: tl.constexpr,
+    SCALE: tl.constexpr,
+    N_KEY: tl.constexpr,
+    N_VALUE: tl.constexpr,
+    DIM: tl.constexpr,
+    TAPS: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> None:
+    """One head (of q, k, v) of one token: convolution, silu, l2 norm of q and k, gates of v.
+
+    Grid [2 N_KEY + N_VALUE, B n].  Only reads the window, so that no token waits for another; :func:`recur_kernel`
+    moves it on.
+    """
+    head, token = tl.program_id(0), tl.program_id(1) % n
+    row = tl.program_id(1).to(tl.int64)
+    C: tl.constexpr = (2 * N_KEY + N_VALUE) * DIM
+    at = tl.arange(0, BLOCK)
+    inside = at < DIM
+    channel = head * DIM + at
+    inputs = y + row * y_stride
+    window = convolution + tl.load(ids + row // n) * ((TAPS - 1) * C) + channel
+    x = tl.zeros([BLOCK], dtype=tl.float32)
+    for i in tl.static_range(TAPS):
+        back = TAPS - 1 - i  # so many tokens before this one; what lies before the slice is in the window
+        width = tl.where(token < back, DIM, 0)
+        old = tl.load(window + (token + i) * C, mask=at < width, other=0.0)
+        new = tl.load(inputs - back * y_stride + channel, mask=at < DIM - width, other=0.0)
+        tap = tl.load(taps + i * C + channel, mask=inside, other=0.0)
+        x += (old + new.to(tl.float32)) * tap  # one of the two is 0
+    x = x / (1.0 + tl.exp(-x))
+    if head < 2 * N_KEY:
+        # the l2 norm is the rms norm times a scale; queries also carry the rule's 1/sqrt(Dk), which is the same number
+        x *= tl.rsqrt(tl.sum(x * x, axis=0) / DIM + EPS) * tl.where(head < N_KEY, SCALE * SCALE, SCALE)
+    else:
+        j = head - 2 * N_KEY
+        alpha = tl.load(inputs + C + N_VALUE * DIM + j).to(tl.float32)
+        beta = tl.load(inputs + C + N_VALUE * (DIM + 1) + j).to(tl.float32)
+        kept = tl.exp(_softplus(alpha + tl.load(dt + j)) * tl.load(decay + j))
+        tl.store(gates + (row * N_VALUE + j) * 2, kept)
+        tl.store(gates + (row * N_VALUE + j) * 2 + 1, 1.0 / (1.0 + tl.exp(-beta)))
+    tl.store(mixed + row * C + channel, x, mask=inside)
+
+
+@triton.jit
+def _token_inputs(mixed, gates, z, at, pair, value, width):
+    """q and k [BLOCK, 2], v, z, decay and beta of one token, whose heads begin at ``pair`` [1, 2] and ``value``.
+
+    ``width``: the heads' DIM, or 0 behind the last token: nothing is read.
+    """
+    qk = tl.load(mixed + pair + at[:, None], mask=at[:, None] < width, other=0.0)
+    v = tl.load(mixed + value + at, mask=at < width, other=0.0)
+    gate = tl.load(z + at, mask=at < width, other=0.0).to(tl.float32)
+    kept = tl.load(gates, mask=width > 0, other=0.0)
+    beta = tl.load(gates + 1, mask=width > 0, other=0.0)
+    return qk, v, gate, kept, beta
+
+
+@triton.jit(do_not_specialize=["n"], do_not_specialize_on_alignment=["ids"])
+def recur_kernel(
+    y,  # [B n, columns]
+    mixed,  # [B n, C]
+    gates,  # [B n, N_VALUE, 2]
+    out,  # [B n, N_VALUE DIM]
+    convolution,  # [states, TAPS - 1, C]
+    states,  # [states, N_VALUE, DIM, DIM]
+    ids,  # [B]
+    norm,  # [DIM]
+    eps,
+    n,
+    y_stride,
+    N_KEY: tl.constexpr,
+    N_VALUE: tl.constexpr,
+    DIM: tl.constexpr,
+    TAPS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PART: tl.constexpr,
+    KEPT: tl.constexpr,
+) -> None:
+    """One value head of one slice: the rule over its n tokens, the gated norm; S and the window move on in the pools.
+
+    Grid [N_VALUE, B].  Of the window every program moves PART channels; KEPT is its TAPS - 1 rows, rounded up.
+    """
+    j, b = tl.program_id(0), tl.program_id(1)
+    C: tl.constexpr = (2 * N_KEY + N_VALUE) * DIM
+    state = tl.load(ids + b)
+    first = b.to(tl.int64) * n
+    at = tl.arange(0, BLOCK)
+    inside = at < DIM
+    square = inside[:, None] & inside[None, :]
+    matrix = states + (state * N_VALUE + j) * (DIM * DIM) + at[:, None] * DIM + at[None, :]
+    s = tl.load(matrix, mask=square, other=0.0)
+
+    # rows n .. n + TAPS - 2 of (window, inputs); the convolution, which reads the window, is done by now
+    row = tl.arange(0, KEPT)[:, None]
+    channel = j * PART + tl.arange(0, PART)[None, :]
+    mine, before = (row < TAPS - 1) & (channel < C), row + n < TAPS - 1
+    window = convolution + state * ((TAPS - 1) * C) + channel
+    old = tl.load(window + (row + n) * C, mask=mine & before, other=0.0)
+    new = tl.load(y + (first + n - (TAPS - 1) + row) * y_stride + channel, mask=mine & (row + n >= TAPS - 1), other=0.0)
+    moved = old + new.to(tl.float32)  # one of the two is 0
+
+    weight = tl.load(norm + at, mask=inside, other=0.0)
+    heads = (j % N_KEY + N_KEY * tl.arange(0, 2)[None, :]) * DIM
+    value = (2 * N_KEY + j) * DIM
+    mixed += first * C
+    gates += (first * N_VALUE + j) * 2
+    z = y + first * y_stride + C + j * DIM
+    out += first * (N_VALUE * DIM) + j * DIM
+    qk, v, gate, kept, beta = _token_inputs(mixed, gates, z, at, heads, value, DIM)
+    for token in range(n):
+        mixed += C
+        gates += 2 * N_VALUE
+        z += y_stride
+        # asked for before this token's sums are waited for
+        later = _token_inputs(mixed, gates, z, at, heads, value, tl.where(token + 1 < n, DIM, 0))
+        q, k = tl.split(qk)
+        error = (v - kept * tl.sum(s * k[:, None], axis=0)) * beta
+        s = s * kept + k[:, None] * error[None, :]
+        o = tl.sum(s * q[:, None], axis=0)
+        o *= tl.rsqrt(tl.sum(o * o, axis=0) / DIM + eps) * weight
+        o *= gate / (1.0 + tl.exp(-gate))
+        tl.store(out + at, o.to(out.dtype.element_ty), mask=inside)
+        out += N_VALUE * DIM
+        qk, v, gate, kept, beta = later
+    tl.store(matrix, s, mask=square)
+    tl.debug_barrier()  # threads of this program write what others of it have read
+    tl.store(window + row * C, moved, mask=mine)
+
+
+def convolve_options(n_key: int, n_value: int, dim: int, n_taps: int) -> dict[str, float]:
+    """What :func:`convolve_kernel` is compiled for, and its warps."""
+    heads = {"N_KEY": n_key, "N_VALUE": n_value, "DIM": dim, "TAPS": n_taps, "BLOCK": triton.next_power_of_2(dim)}
+    return heads | {"EPS": L2_EPS / dim, "SCALE": l2_scale(dim), "num_warps": 1}
+
+
+def recur_options(n_key: int, n_value: int, dim: int, n_taps: int) -> dict[str, int]:
+    """What :func:`recur_kernel` is compiled for, and its warps."""
+    block, part = triton.next_power_of_2(dim), triton.cdiv((2 * n_key + n_value) * dim, n_value)
+    heads = {"N_KEY": n_key, "N_VALUE": n_value, "DIM": dim, "TAPS": n_taps, "BLOCK": block}
+    window = {"PART": triton.next_power_of_2(part), "KEPT": triton.next_power_of_2(n_taps - 1)}
+    return heads | window | {"num_warps": 8 if block > 64 else 4}
+
+
+def mix_few(y: Tensor, convolution: Tensor, states: Tensor, ids: Tensor, mixer: Mixer) -> Tensor:
+    """Input columns [B n, columns] to gated outputs [B n, n_value dim], in the dtype of ``y``; moves the states on.
+
+    ``y``: columns q, k, v (the channels C), z, alpha, beta; slice b has rows b n .. b n + n - 1, n from 1 to a few
+    dozen; the last dim contiguous.  Pools ``convolution`` [states, taps - 1, C] and ``states``
+    [states, n_value, Dk, Dv], float32, are changed in rows ``ids`` [B] int64, which differ from each other.
+    """
+    m, n_taps, channels = mixer, mixer.taps.shape[0], mixer.channels
+    rows, n_slices = y.shape[0], ids.shape[0]
+    n = rows // n_slices
+    assert y.shape == (n * n_slices, m.columns)
+    assert y.stride(1) == 1
+    assert convolution.shape[1:] == (n_taps - 1, channels)
+    assert states.shape[1:] == (m.n_value, m.dim, m.dim)
+    assert all(x.is_contiguous() for x in (convolution, states, ids))
+    assert [x.dtype for x in (convolution, states, ids)] == [torch.float32, torch.float32, torch.int64]
+    mixed = torch.empty(rows, channels, dtype=torch.float32, device=y.device)
+    gates = torch.empty(rows, m.n_value, 2, dtype=torch.float32, device=y.device)
+    out = torch.empty(rows, m.n_value * m.dim, dtype=y.dtype, device=y.device)
+    sizes = (m.n_key, m.n_value, m.dim, n_taps)
+    convolve_kernel[(2 * m.n_key + m.n_value, rows)](
+        *(y, mixed, gates, convolution, ids, m.taps, m.decay, m.dt, n, y.stride(0)), **convolve_options(*sizes)
+    )
+    recur_kernel[(m.n_value, n_slices)](
+        *(y, mixed, gates, out, convolution, states, ids, m.norm, m.eps, n, y.stride(0)), **recur_options(*sizes)
+    )
+    return out

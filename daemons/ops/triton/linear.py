@@ -1,0 +1,338 @@
+"""Products with quantised matrices that rest as planes (see ``daemons.planes``), and their expansion.
+
+For few rows codes go to the matrix units as they are, small whole numbers that every float format holds exactly, and
+scales act on the float32 sums of each group: weights are never rounded.  Codes are put into the mantissa of a number
+BIAS (a shift, a mask and an or for two of them), so a group's sum starts at -BIAS times the sum of x over the group.
+For many rows a matrix is expanded, with the arithmetic of ``daemons.quants``, for the library's product.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from daemons.planes import CHUNK, Planes
+from lucevisor.wire.ggml_types import GgmlType
+
+MAX_ROWS = 64
+"""Rows that :func:`multiply` takes at most."""
+WARPS_PER_UNIT = 36
+"""Warps a multiprocessor is given at most by splitting rows: they hide each other's waiting for memory."""
+SUMMED = 16
+"""Groups that one program sums up."""
+LEAST_CHUNKS = 2
+"""Chunks of a part of a row at least."""
+
+
+@triton.jit
+def _half(word):
+    """The low 16 bits of a word as the float16 that they are, in float32."""
+    return word.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+
+
+@triton.jit
+def _bias(x):
+    """What :func:`_numbers` adds to codes in the format of ``x``."""
+    if x.dtype.element_ty == tl.bfloat16:
+        return 128.0
+    elif x.dtype.element_ty == tl.float16:
+        return 1024.0
+    else:
+        return 1.0
+
+
+@triton.jit
+def _numbers(pairs, x, BN: tl.constexpr, L: tl.constexpr):
+    """Words [BN, L / 2] with a code in each half -> [BN, L] numbers code + BIAS in the format of ``x``."""
+    if x.dtype.element_ty == tl.bfloat16:
+        pairs |= 0x43004300
+        both = tl.join(pairs.to(tl.int16), (pairs >> 16).to(tl.int16))
+        return both.reshape([BN, L]).to(tl.bfloat16, bitcast=True)
+    elif x.dtype.element_ty == tl.float16:
+        pairs |= 0x64006400
+        both = tl.join(pairs.to(tl.int16), (pairs >> 16).to(tl.int16))
+        return both.reshape([BN, L]).to(tl.float16, bitcast=True)
+    else:
+        return tl.join((pairs & 0xFFFF).to(tl.float32), (pairs >> 16).to(tl.float32)).reshape([BN, L]) + 1.0
+
+
+@triton.jit
+def _apart(pairs, BN: tl.constexpr, L: tl.constexpr):
+    """Words [BN, L / 2] with a code in each half -> codes [BN, L] int32."""
+    return tl.join(pairs & 0xFFFF, pairs >> 16).reshape([BN, L])
+
+
+@triton.jit
+def _spread(high):
+    """The two bytes of an int16 -> 16 bits apart, four places up."""
+    both = high.to(tl.int32)
+    return ((both & 0xFF) | ((both & 0xFF00) << 8)) << 4
+
+
+@triton.jit
+def _fifth(high, J: tl.constexpr):
+    """Bit J of each half, moved to bit 4: ``high`` has the bits of Q5_K's pairs 16 apart, four places up."""
+    return (high >> J) & 0x00100010
+
+
+@triton.jit
+def _upper(high, I: tl.constexpr):  # noqa: E741
+    """Field I of two bits of each half, moved to bit 4."""
+    if I < 2:
+        return (high << (4 - 2 * I)) & 0x00300030
+    else:
+        return (high >> (2 * I - 4)) & 0x00300030
+
+
+@triton.jit
+def _group(numbers, x_at, total, here, x, OFFSET: tl.constexpr, BN: tl.constexpr, BM: tl.constexpr):
+    """[BN, BM]: sum_k (number - BIAS - OFFSET) x, for numbers [BN, L] and ``total`` [BM], the sums of x."""
+    first = tl.zeros([BN, BM], tl.float32) - (_bias(x) + OFFSET) * total[None, :]
+    return tl.dot(numbers, tl.load(x_at, mask=here[None, :], other=0.0), first, input_precision="ieee")
+
+
+@triton.jit(do_not_specialize=["n_rows", "n_splits", "share"])
+def _multiply(
+    x, sums, codes, high, scales, steps, experts, out, n_rows, n_out, n_chunks, n_splits, share,
+    KIND: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+):  # fmt: skip
+    """Program (i, s, z): BN columns of the product, part s of the chunks, all rows.  ``out`` [n_splits, rows, n_out].
+
+    With ``experts`` [pairs]: row z is the product of row z // share of x with the matrix of expert z.
+    """
+    L: tl.constexpr = 16 if KIND == "Q6_K" else 32
+    GROUPS: tl.constexpr = 256 // L
+    WIDTH: tl.constexpr = BM if experts is None else 1
+    OFFSET: tl.constexpr = 32.0 if KIND == "Q6_K" else 8.0 if KIND == "Q4_0" else 0.0
+    split = tl.program_id(1)
+    columns = tl.program_id(0) * BN + tl.arange(0, BN)
+    kept = tl.minimum(columns, n_out - 1).to(tl.int64)
+    m = tl.arange(0, BM)
+    if experts is None:
+        here, row, lane, to = m < n_rows, m, m, m
+    else:
+        z = tl.program_id(2)
+        here, row, lane, to = m == 0, z // share + m * 0, m * 0, z + m * 0
+        if KIND != "Q8_0":
+            sums += (z // share) * n_chunks * GROUPS
+        kept += tl.load(experts + z) * n_out
+    x_at = x + row[None, :].to(tl.int64) * n_chunks * 256 + tl.arange(0, L)[:, None]
+    pair = tl.arange(0, L // 2)[None, :]
+    acc = tl.zeros([BN, BM], tl.float32)
+    for chunk in range(split * n_chunks // n_splits, (split + 1) * n_chunks // n_splits):
+        at = kept * n_chunks + chunk
+        xs = x_at + chunk * 256
+        if KIND != "Q8_0":
+            ts = sums + chunk * (GROUPS * WIDTH) + lane
+        inner = tl.zeros([BN, BM], tl.float32)
+        if KIND == "Q8_0":
+            for j in tl.static_range(8):
+                code = tl.load(codes + at[:, None] * 256 + 32 * j + tl.arange(0, 32)[None, :]).to(x.dtype.element_ty)
+                scale = tl.load(steps + at * 8 + j).to(tl.float32)
+                part = tl.dot(code, tl.load(xs + 32 * j, mask=here[None, :], other=0.0), input_precision="ieee")
+                acc += scale[:, None] * part
+        elif KIND == "Q6_K":
+            for g in tl.static_range(2):
+                bits = tl.load(high + at[:, None] * 16 + 8 * g + pair)
+                for i in tl.static_range(8):
+                    if i % 4 == 0:
+                        words = tl.load(codes + at[:, None] * 32 + 16 * g + 2 * i + pair)
+                        four = tl.load(scales + at * 4 + 2 * g + i // 4)
+                    code = ((words >> (4 * (i % 4))) & 0x000F000F) | _upper(bits, i)
+                    total = tl.load(ts + (8 * g + i) * WIDTH)
+                    part = _group(_numbers(code, x, BN, L), xs + 128 * g + 16 * i, total, here, x, OFFSET, BN, BM)
+                    inner += ((four << (24 - 8 * (i % 4))) >> 24).to(tl.float32)[:, None] * part
+            acc += tl.load(steps + at).to(tl.float32)[:, None] * inner
+        else:
+            low = tl.zeros([BN, BM], tl.float32)
+            if KIND == "Q5_K":
+                bits = _spread(tl.load(high + at[:, None] * 16 + pair))
+            if KIND != "Q4_0":
+                minima = tl.load(scales + at * 4 + 2)
+                ends = tl.load(scales + at * 4 + 3)
+            for h in tl.static_range(2):
+                words = tl.load(codes + at[:, None] * 32 + 16 * h + pair)
+                if KIND != "Q4_0":
+                    four = tl.load(scales + at * 4 + h)
+                for i in tl.static_range(4):
+                    code = (words >> (4 * i)) & 0x000F000F
+                    if KIND == "Q5_K":
+                        code |= _fifth(bits, 4 * h + i)
+                    total = tl.load(ts + (4 * h + i) * WIDTH)
+                    part = _group(_numbers(code, x, BN, L), xs + 128 * h + 32 * i, total, here, x, OFFSET, BN, BM)
+                    if KIND == "Q4_0":
+                        inner += tl.load(steps + at * 8 + 4 * h + i).to(tl.float32)[:, None] * part
+                    else:
+                        minimum = ((four >> (8 * i + 6)) & 3) | (((minima >> (16 * h + 4 * i)) & 15) << 2)
+                        inner += ((four >> (8 * i)) & 63).to(tl.float32)[:, None] * part
+                        low += minimum.to(tl.float32)[:, None] * total[None, :]
+            if KIND == "Q4_0":
+                acc += inner
+            else:
+                acc += _half(ends)[:, None] * inner - _half(ends >> 16)[:, None] * low
+    to_row = split * n_rows + to.to(tl.int64)
+    inside = (columns < n_out)[:, None] & here[None, :]
+    tl.store(out + to_row[None, :] * n_out + columns[:, None], acc.to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit(do_not_specialize=["n_splits", "size"])
+def _sum(parts, out, n_splits, size, BLOCK: tl.constexpr):
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    total = tl.zeros([BLOCK], tl.float32)
+    for _ in range(n_splits):
+        total += tl.load(parts + at, mask=at < size, other=0.0)
+        parts += size
+    tl.store(out + at, total.to(out.dtype.element_ty), mask=at < size)
+
+
+@triton.jit(do_not_specialize=["n_rows"])
+def _group_sums(x, sums, n_rows, n_groups, L: tl.constexpr, BM: tl.constexpr, BLOCK: tl.constexpr):
+    """Program (i, z): sums of x over BLOCK groups, for BM rows.  ``sums`` [z, n_groups, BM], zeros beyond the rows."""
+    group = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    row = tl.program_id(1) * BM + tl.arange(0, BM)
+    at = row[None, :].to(tl.int64) * n_groups + group[:, None]
+    inside = (row < n_rows)[None, :] & (group < n_groups)[:, None]
+    numbers = tl.load(x + at[:, :, None] * L + tl.arange(0, L)[None, None, :], mask=inside[:, :, None], other=0.0)
+    to = (tl.program_id(1) * n_groups + group[:, None]) * BM + tl.arange(0, BM)[None, :]
+    tl.store(sums + to, tl.sum(numbers.to(tl.float32), axis=2), mask=(group < n_groups)[:, None] & (row >= 0)[None, :])
+
+
+@triton.jit(do_not_specialize=["first_row", "n_rows"])
+def _expand(codes, high, scales, steps, out, first_row, n_rows, n_chunks, KIND: tl.constexpr, BN: tl.constexpr):
+    """Program (i, chunk): BN rows from ``first_row`` on, 256 columns."""
+    L: tl.constexpr = 16 if KIND == "Q6_K" else 32
+    chunk = tl.program_id(1)
+    row = tl.program_id(0) * BN + tl.arange(0, BN)
+    kept = tl.minimum(row, n_rows - 1).to(tl.int64)
+    at = (first_row + kept) * n_chunks + chunk
+    element = tl.arange(0, L)[None, :]
+    pair = tl.arange(0, L // 2)[None, :]
+    to = out + (kept * n_chunks + chunk)[:, None] * 256 + element
+    inside = (row < n_rows)[:, None] & (element >= 0)
+    kind = out.dtype.element_ty
+    if KIND == "Q8_0":
+        for j in tl.static_range(8):
+            code = tl.load(codes + at[:, None] * 256 + 32 * j + element).to(tl.float32)
+            scale = tl.load(steps + at * 8 + j).to(tl.float32)
+            tl.store(to + 32 * j, (scale[:, None] * code).to(kind), mask=inside)
+    elif KIND == "Q6_K":
+        d = tl.load(steps + at).to(tl.float32)
+        for g in tl.static_range(2):
+            bits = tl.load(high + at[:, None] * 16 + 8 * g + pair)
+            for i in tl.static_range(8):
+                if i % 4 == 0:
+                    words = tl.load(codes + at[:, None] * 32 + 16 * g + 2 * i + pair)
+                    four = tl.load(scales + at * 4 + 2 * g + i // 4)
+                code = _apart(((words >> (4 * (i % 4))) & 0x000F000F) | _upper(bits, i), BN, L)
+                scale = d * ((four << (24 - 8 * (i % 4))) >> 24).to(tl.float32)
+                number = scale[:, None] * (code - 32).to(tl.float32)
+                tl.store(to + 128 * g + 16 * i, number.to(kind), mask=inside)
+    else:
+        if KIND == "Q5_K":
+            bits = _spread(tl.load(high + at[:, None] * 16 + pair))
+        if KIND != "Q4_0":
+            minima = tl.load(scales + at * 4 + 2)
+            ends = tl.load(scales + at * 4 + 3)
+            d, dmin = _half(ends), _half(ends >> 16)
+        for j in tl.static_range(8):
+            if j % 4 == 0:
+                words = tl.load(codes + at[:, None] * 32 + 4 * j + pair)
+                if KIND != "Q4_0":
+                    four = tl.load(scales + at * 4 + j // 4)
+            both = (words >> (4 * (j % 4))) & 0x000F000F
+            if KIND == "Q5_K":
+                both |= _fifth(bits, j)
+            code = _apart(both, BN, L)
+            if KIND == "Q4_0":
+                scale = tl.load(steps + at * 8 + j).to(tl.float32)
+                number = scale[:, None] * (code - 8).to(tl.float32)
+            else:
+                minimum = ((four >> (8 * (j % 4) + 6)) & 3) | (((minima >> (4 * j)) & 15) << 2)
+                scale = d * ((four >> (8 * (j % 4))) & 63).to(tl.float32)
+                number = scale[:, None] * code.to(tl.float32) - (dmin * minimum.to(tl.float32))[:, None]
+            tl.store(to + 32 * j, number.to(kind), mask=inside)
+
+
+# ---- launches
+
+
+@cache
+def _n_units(device: torch.device) -> int:
+    """Multiprocessors of a device; 1 for the interpreter's cpu."""
+    return 1 if device.type == "cpu" else int(torch.cuda.get_device_properties(device).multi_processor_count)
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """How :func:`multiply` is launched: columns of a program, its warps, stages of its loop, parts of a row."""
+
+    columns: int
+    n_warps: int
+    n_stages: int
+    n_splits: int
+
+
+def shape(n_programs_deep: int, n_out: int, n_chunks: int, device: torch.device) -> Shape:
+    """The launch for a product of ``n_out`` columns, ``n_programs_deep`` of them side by side.
+
+    Rows are split until the device is full.
+    """
+    columns, warps, splits = 32, 2, 1
+    n_warps = triton.cdiv(n_out, columns) * n_programs_deep * warps
+    room = WARPS_PER_UNIT * _n_units(device)
+    while n_warps * splits * 2 <= room and n_chunks // (2 * splits) >= LEAST_CHUNKS:
+        splits *= 2
+    return Shape(columns, warps, 2, splits)
+
+
+def multiply(
+    kind: GgmlType, planes: Planes, x: Tensor, experts: Tensor | None = None, share: int = 1, how: Shape | None = None
+) -> Tensor:
+    """``x [T, K] W'`` -> [T, N] of x's dtype, for T up to MAX_ROWS; accumulates in float32.
+
+    ``experts`` int64 [P]: planes are those of matrices [X, N, *], and row p of the result [P, N] is the product of row
+    p // share of x with matrix experts[p]; any P.
+    """
+    n_rows, width = x.shape
+    n_out, n_chunks = planes.codes.shape[-2], width // CHUNK
+    assert x.is_contiguous()
+    assert experts is not None or n_rows <= MAX_ROWS
+    size = 16 if kind.name == "Q6_K" else 32
+    lanes = 1 if experts is not None else 8 if n_rows <= 8 else triton.next_power_of_2(n_rows)
+    n_results, depth = (n_rows, 1) if experts is None else (experts.shape[0], experts.shape[0])
+    sums = None
+    if kind.name != "Q8_0":
+        n_groups, blocks = width // size, triton.cdiv(n_rows, lanes)
+        sums = torch.empty(blocks, n_groups, lanes, dtype=torch.float32, device=x.device)
+        grid = (triton.cdiv(n_groups, SUMMED), blocks)
+        _group_sums[grid](x, sums, n_rows, n_groups, size, lanes, SUMMED, num_warps=4)
+    how = how or shape(depth, n_out, n_chunks, x.device)
+    out = x.new_empty(n_results, n_out)
+    parts = out
+    if how.n_splits > 1:
+        parts = torch.empty(how.n_splits, n_results, n_out, dtype=torch.float32, device=x.device)
+    _multiply[(triton.cdiv(n_out, how.columns), how.n_splits, depth)](
+        x, sums, planes.codes, planes.high, planes.scales, planes.steps, experts, parts,
+        n_results, n_out, n_chunks, how.n_splits, share,
+        KIND=kind.name, BM=max(lanes, 8), BN=how.columns, num_warps=how.n_warps, num_stages=how.n_stages,
+    )  # fmt: skip
+    if how.n_splits > 1:
+        _sum[(triton.cdiv(out.numel(), 512),)](parts, out, how.n_splits, out.numel(), 512, num_warps=4)
+    return out
+
+
+def expand(kind: GgmlType, planes: Planes, dtype: torch.dtype, first_row: int = 0, n_rows: int | None = None) -> Tensor:
+    """Rows of a matrix ``[N, K]`` as numbers: the same bits as ``daemons.quants.dequantise``."""
+    n_rows = planes.codes.shape[0] if n_rows is None else n_rows
+    n_chunks = planes.codes.shape[1] // (CHUNK if kind.name == "Q8_0" else CHUNK // 8)
+    out = torch.empty(n_rows, n_chunks * CHUNK, dtype=dtype, device=planes.codes.device)
+    _expand[(triton.cdiv(n_rows, 8), n_chunks)](
+        planes.codes, planes.high, planes.scales, planes.steps, out, first_row, n_rows, n_chunks,
+        KIND=kind.name, BN=8, num_warps=4, enable_fp_fusion=False,
+    )  # fmt: skip
+    return out

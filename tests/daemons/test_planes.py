@@ -1,0 +1,88 @@
+"""Blocks taken apart are the same bytes in the order that daemons.planes says."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from daemons.planes import PLANED, empty, has_planes, put_together, take_apart
+from daemons.quants import dequantise
+from lucevisor.wire.ggml_types import BY_NAME
+from tests.daemons.tiny_models import random_blocks
+
+KINDS = sorted(kind.name for kind in PLANED)
+
+
+def raw_of(kind: str, rows: int, columns: int) -> torch.Tensor:
+    return torch.from_numpy(random_blocks(np.random.default_rng(5), kind, rows, columns))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("rows", [1, 5])
+def test_any_bytes_come_back(kind, rows):
+    type_ = BY_NAME[kind]
+    n_bytes = 3 * 256 // type_.block_elements * type_.block_bytes
+    raw = torch.from_numpy(np.random.default_rng(rows).integers(0, 256, (rows, n_bytes), dtype=np.uint8))
+    planes = take_apart(type_, raw)
+    assert planes.nbytes == raw.nbytes
+    assert torch.equal(put_together(type_, planes), raw)
+    room = empty(type_, rows, 3 * 256, raw.device)
+    for wanted, found in zip(planes.tensors(), room.tensors(), strict=True):
+        assert (found.shape, found.dtype) == (wanted.shape, wanted.dtype)
+        assert wanted.is_contiguous()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_rows_are_taken_apart_by_themselves(kind):
+    raw = raw_of(kind, 6, 512)
+    whole, some = take_apart(BY_NAME[kind], raw), take_apart(BY_NAME[kind], raw[2:4])
+    for a, b in zip(whole.tensors(), some.tensors(), strict=True):
+        assert torch.equal(a[2:4].view(torch.uint8), b.view(torch.uint8))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_fields_stand_where_the_table_says(kind):
+    """Numbers made from the planes alone, element by element."""
+    type_ = BY_NAME[kind]
+    raw = raw_of(kind, 3, 512)
+    wanted = dequantise(type_, raw, torch.float32).numpy()
+    planes = take_apart(type_, raw)
+    codes = planes.codes.numpy().astype(np.int64)
+    high = None if planes.high is None else planes.high.numpy().astype(np.int64)
+    found = np.zeros_like(wanted)
+    for n in range(3):
+        for k in range(512):
+            chunk, e = divmod(k, 256)
+            found[n, k] = number(kind, planes, codes[n], None if high is None else high[n], n, chunk, e)
+    np.testing.assert_array_equal(found, wanted)
+
+
+def number(kind, planes, codes, high, n, chunk, e):
+    f32 = np.float32
+    if kind == "Q8_0":
+        return f32(planes.steps[n, chunk * 8 + e // 32]) * f32(codes[chunk * 256 + e])
+    size = 16 if kind == "Q6_K" else 32
+    j, within = divmod(e, size)
+    w, odd = divmod(within, 2)
+    q = codes[chunk * 32 + size // 2 * (j >> 2) + w] >> 16 * odd + 4 * (j & 3) & 15
+    if kind == "Q6_K":
+        q |= (high[chunk * 16 + 8 * (j >> 3) + w] >> 16 * odd + 2 * (j & 7) & 3) << 4
+        scale = planes.scales[n].view(torch.int8)[chunk * 16 + j]
+        return f32(planes.steps[n, chunk]) * f32(scale) * f32(q - 32)
+    if kind == "Q4_0":
+        return f32(planes.steps[n, chunk * 8 + j]) * f32(q - 8)
+    if kind == "Q5_K":
+        q |= (high[chunk * 16 + w] >> 8 * odd + j & 1) << 4
+    words = planes.scales[n, chunk * 4 : chunk * 4 + 4].numpy().astype(np.int64)
+    field = words[j >> 2] >> 8 * (j & 3) & 255
+    minimum = field >> 6 | (words[2] >> 4 * j & 15) << 2
+    d, dmin = planes.scales[n, chunk * 4 + 3].reshape(1).view(torch.float16).float().numpy()
+    return d * f32(field & 63) * f32(q) - dmin * f32(minimum)
+
+
+def test_what_cannot_be_taken_apart():
+    assert has_planes(BY_NAME["Q4_0"], 512)
+    assert not has_planes(BY_NAME["Q4_0"], 288)
+    assert not has_planes(BY_NAME["Q8_0"], 288)
+    assert not has_planes(BY_NAME["Q5_0"], 512)

@@ -1,0 +1,101 @@
+"""Recorded steps give the numbers of steps launched one by one, bit for bit, and follow what changes between steps."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor
+
+from daemons.device import prepare
+from daemons.graphs import RECORD_AT, Recordings
+from daemons.models.stage import Stage
+from lucevisor.wire.values import Backend, Dtype
+from tests.families.chain import Chain, How, load_stages
+from tests.families.test_golden import FIXTURES, opened
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA or HIP device"),
+]
+EXACT = How(Dtype.FLOAT32, Dtype.FLOAT32, Backend.CUDA)
+
+
+@pytest.fixture(autouse=True)
+def prepared() -> None:
+    prepare(Backend.CUDA, 0)
+
+
+def recordings_of(stages: list[Stage]) -> Iterator[Recordings]:
+    for stage in stages:
+        for recordings in stage.recordings:
+            assert recordings is not None
+            yield recordings
+
+
+def unrecorded(stages: list[Stage]) -> list[Stage]:
+    for stage in stages:
+        stage.recordings = [None for _ in stage.recordings]
+    return stages
+
+
+def steps(c: Chain, ids: list[int]) -> Tensor:
+    """A prompt, then single tokens far enough to need more pages, a second sequence beside the first, short runs."""
+    found = [c.run((0, ids[:20]))]
+    found += [c.run((0, [token])) for token in (ids * 8)[20:150]]
+    c.open(1)
+    found += [c.run((1, ids[5:12]))]
+    found += [c.run((0, [a]), (1, [b])) for a, b in zip(ids[:12], ids[3:15], strict=True)]
+    found += [c.run((1, ids[at : at + 3])) for at in range(0, 15, 3)]
+    return torch.cat([x.cpu() for x in found])
+
+
+@pytest.mark.parametrize("name", FIXTURES)
+def test_recorded_steps_are_the_steps(name: str) -> None:
+    golden = opened(name)
+    for cuts in ((), golden.cuts()[:1]):
+        plain, recorded = load_stages(golden.spec, cuts, EXACT), load_stages(golden.spec, cuts, EXACT)
+        chains = Chain(golden.spec, unrecorded(plain)), Chain(golden.spec, recorded)
+        for c in chains:
+            c.open(0)
+        wanted, found = (steps(c, golden.ids) for c in chains)
+        assert torch.equal(found, wanted)
+        for recordings in recordings_of(recorded):
+            assert not recordings._refused
+            assert {(p.n_slices, p.n_tokens) for p in recordings._kept} == {(1, 1), (2, 1), (1, 3)}
+
+
+def test_a_pattern_is_recorded_when_it_comes_back() -> None:
+    golden = opened(FIXTURES[0])
+    [stage] = load_stages(golden.spec, (), EXACT)
+    c = Chain(golden.spec, [stage])
+    c.open(0)
+    [recordings] = recordings_of([stage])
+    for i in range(RECORD_AT + 1):
+        assert bool(recordings._kept) == (i >= RECORD_AT)
+        c.run((0, golden.ids[i : i + 1]))
+    c.run((0, golden.ids[:3]), want_hidden=True)
+    assert len(recordings._kept) == 1
+
+
+def test_what_cannot_be_recorded_is_said_and_launched_one_by_one() -> None:
+    golden = opened(FIXTURES[0])
+    [stage] = load_stages(golden.spec, (), EXACT)
+    [recordings] = recordings_of([stage])
+    said: list[str] = []
+    stage.warn = said.append
+    work = recordings.work
+
+    def waiting(rows: Tensor | None, batch: object) -> Tensor:
+        out = work(rows, batch)  # type: ignore[arg-type]
+        out.sum().item()
+        return out
+
+    recordings.work = waiting
+    c = Chain(golden.spec, [stage])
+    c.open(0)
+    found = torch.cat([c.run((0, [token])).cpu() for token in golden.ids[:6]])
+    assert float((found - golden.logits[:6]).abs().max()) < 5e-4
+    assert len(said) == 1
+    assert "cannot be recorded" in said[0]

@@ -1,0 +1,74 @@
+"""Specialisations of the products with quantised matrices, by type, dtype of the activations and rows."""
+
+from __future__ import annotations
+
+import torch
+
+from daemons.ops.triton import linear
+from daemons.planes import empty
+from lucevisor.wire.ggml_types import BY_NAME
+from tests.kernels.targets import Case
+
+TYPES = {torch.int32: "*i32", torch.int16: "*i16", torch.int8: "*i8", torch.float16: "*fp16"}
+
+
+def _planes(kind: str) -> tuple[dict[str, str], dict[str, None]]:
+    """Types of the planes that ``kind`` has, and None for those that it has not."""
+    planes = empty(BY_NAME[kind], 1, 256, torch.device("meta"))
+    found = {name: getattr(planes, name) for name in ("codes", "high", "scales", "steps")}
+    there = {name: TYPES[plane.dtype] for name, plane in found.items() if plane is not None}
+    return there, {name: None for name in found if name not in there}
+
+
+def _multiply(kind: str, dtype: str, rows: int = 8, *, parts: bool = True, routed: bool = False, **fixed: int) -> Case:
+    """``rows``: BM.  ``parts``: the row is split, sums are written in float32.  ``fixed``: integers that are 1."""
+    pointers, absent = _planes(kind)
+    pointers |= {"x": f"*{dtype}", "out": "*fp32" if parts else f"*{dtype}"}
+    if kind == "Q8_0":
+        absent |= {"sums": None}
+    else:
+        pointers |= {"sums": "*fp32"}
+    if routed:
+        pointers |= {"experts": "*i64"}
+    else:
+        absent |= {"experts": None}
+    integers = ("n_rows", "n_out", "n_chunks", "n_splits", "share")
+    signature = pointers | {name: "i32" for name in integers if name not in fixed}
+    how = linear.shape(1, 4096, 16, torch.device("cpu"))
+    constants = absent | fixed | {"KIND": kind, "BM": rows, "BN": how.columns}
+    options = {"num_warps": how.n_warps, "num_stages": how.n_stages}
+    name = f"multiply {kind} {dtype} {rows}{' routed' * routed}{'' if parts else ' direct'}{' narrow' * bool(fixed)}"
+    return Case(name, linear._multiply, signature, constants, (*pointers, "n_out"), options)
+
+
+def _expand(kind: str, dtype: str) -> Case:
+    pointers, absent = _planes(kind)
+    pointers |= {"out": f"*{dtype}"}
+    signature = pointers | dict.fromkeys(("first_row", "n_rows", "n_chunks"), "i32")
+    options = {"num_warps": 4, "enable_fp_fusion": False}
+    constants = absent | {"KIND": kind, "BN": 8}
+    return Case(f"expand {kind} {dtype}", linear._expand, signature, constants, tuple(pointers), options)
+
+
+def _sum(dtype: str) -> Case:
+    signature = {"parts": "*fp32", "out": f"*{dtype}", "n_splits": "i32", "size": "i32"}
+    return Case(f"sum {dtype}", linear._sum, signature, {"BLOCK": 512}, ("parts", "out"), {"num_warps": 4})
+
+
+def _group_sums(dtype: str) -> Case:
+    signature = {"x": f"*{dtype}", "sums": "*fp32", "n_rows": "i32", "n_groups": "i32"}
+    constants = {"L": 32, "BM": 8, "BLOCK": linear.SUMMED}
+    return Case(f"group sums {dtype}", linear._group_sums, signature, constants, ("x", "sums"), {"num_warps": 4})
+
+
+CASES = [
+    *(_multiply(kind, "bf16") for kind in ("Q4_K", "Q5_K", "Q6_K", "Q4_0", "Q8_0")),
+    _multiply("Q4_K", "fp16", 64, parts=False),
+    _multiply("Q6_K", "fp16", routed=True),
+    _multiply("Q4_K", "fp32", parts=False),
+    _multiply("Q6_K", "fp32"),
+    _multiply("Q8_0", "fp16", routed=True, parts=False, n_chunks=1),
+    *(_expand(kind, "bf16") for kind in ("Q4_K", "Q5_K", "Q6_K", "Q4_0", "Q8_0")),
+    _sum("bf16"),
+    _group_sums("bf16"),
+]

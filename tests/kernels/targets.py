@@ -1,0 +1,90 @@
+"""Compile every kernel for every GPU that we promise, on a machine that has none of them.
+
+    python -m tests.kernels.targets [TARGET ...]        prints a JSON line per target: what was compiled, what failed
+
+A process of its own: the tests beside it run the same kernels under Triton's interpreter, which is chosen for a whole
+process.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import pkgutil
+import sys
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+import tests.kernels
+
+TARGETS = {
+    "sm_75": ("cuda", 75, 32),
+    "sm_80": ("cuda", 80, 32),
+    "sm_86": ("cuda", 86, 32),
+    "sm_89": ("cuda", 89, 32),
+    "sm_90": ("cuda", 90, 32),
+    "sm_120": ("cuda", 120, 32),
+    "gfx906": ("hip", "gfx906", 64),
+    "gfx942": ("hip", "gfx942", 64),
+    "gfx1100": ("hip", "gfx1100", 32),
+    "gfx1151": ("hip", "gfx1151", 32),
+    "gfx1201": ("hip", "gfx1201", 32),
+}
+"""Name -> backend, architecture, threads of a warp."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """One specialisation of a kernel.
+
+    ``signature``: argument -> Triton type ("*fp32", "i32"); arguments not named are those of ``constants``.
+    ``aligned``: arguments that are multiples of 16, as the launcher finds for most pointers and sizes.
+    """
+
+    name: str
+    kernel: Any
+    signature: dict[str, str]
+    constants: dict[str, Any]
+    aligned: tuple[str, ...] = ()
+    options: dict[str, int] = field(default_factory=dict)
+
+
+def cases() -> list[Case]:
+    """CASES of every module tests.kernels.cases_*."""
+    names = [m.name for m in pkgutil.iter_modules(tests.kernels.__path__) if m.name.startswith("cases_")]
+    return [case for name in sorted(names) for case in importlib.import_module(f"tests.kernels.{name}").CASES]
+
+
+def compiled(case: Case, target: str) -> Any:
+    """The compiled kernel; its ``asm`` ends with the machine code."""
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource, compile
+
+    names = case.kernel.arg_names
+    signature = {n: case.signature.get(n, "constexpr") for n in names}
+    missing = [n for n in names if n not in case.signature and n not in case.constants]
+    if missing:
+        raise ValueError(f"{case.name}: neither type nor value of {missing}")
+    attributes = {(names.index(n),): [["tt.divisibility", 16]] for n in case.aligned}
+    source = ASTSource(case.kernel, signature=signature, constexprs=case.constants, attrs=attributes)
+    return compile(source, target=GPUTarget(*TARGETS[target]), options=dict(case.options))
+
+
+def report(target: str) -> dict[str, Any]:
+    """Compile all cases for one target."""
+    began, failures, machine_code = time.monotonic(), {}, "hsaco" if target.startswith("gfx") else "cubin"
+    found = cases()
+    for case in found:
+        try:
+            if not compiled(case, target).asm[machine_code]:
+                failures[case.name] = f"no {machine_code}"
+        except Exception as e:  # every kind of failure is a line of the report
+            failures[case.name] = f"{type(e).__name__}: {e}"[:2000]
+    seconds = round(time.monotonic() - began, 1)
+    return {"target": target, "cases": [c.name for c in found], "failures": failures, "seconds": seconds}
+
+
+if __name__ == "__main__":
+    for name in sys.argv[1:] or TARGETS:
+        print(json.dumps(report(name)), flush=True)

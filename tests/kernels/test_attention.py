@@ -1,0 +1,223 @@
+"""Attention over pages in place beside a gather and the reference.
+
+Whatever a kernel may not look at is NaN here: free pages, positions of a page in front of the window or behind the last
+token, and the page in front of the pool, which is where a table entry NO_PAGE points.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from daemons.ops.attention import reference, visible
+from daemons.ops.paged import DensePages, PagedTensor, Pages, Q8Pages
+from daemons.state.sequences import NO_PAGE
+from lucevisor.wire.values import PAGE_TOKENS
+
+pytest.importorskip("triton")
+
+from daemons.ops.triton.attention import attend_few, splits
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+KINDS = [torch.float32, torch.float16] + ([torch.bfloat16] if DEVICE == "cuda" else [])
+TOLERANCE = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Slices of ``n`` tokens that end at ``lengths``; ``kv``: dtype of the pages, None for q8_0."""
+
+    lengths: tuple[int, ...]
+    n: int = 1
+    group: int = 4
+    n_kv_heads: int = 2
+    head_dim: int = 64
+    window: int = 0
+    softcap: float = 0.0
+    dtype: torch.dtype = torch.float32
+    kv: torch.dtype | None = torch.float32
+    value_dim: int = 0  # 0: as keys
+
+    @property
+    def starts(self) -> list[int]:
+        return [length - self.n for length in self.lengths]
+
+
+class Scene:
+    """Queries, pools full of NaN but for what the slices see, and scrambled tables."""
+
+    def __init__(self, p: Problem) -> None:
+        self.p = p
+        generator = torch.Generator().manual_seed(sum(p.lengths) + 7 * p.n + p.group)
+        self.q = torch.randn(
+            len(p.lengths) * p.n, p.n_kv_heads * p.group, p.head_dim, generator=generator, dtype=torch.float32
+        )
+        self.q = self.q.to(DEVICE, p.dtype)
+        counts = [-(-length // PAGE_TOKENS) for length in p.lengths]
+        free = torch.randperm(sum(counts) + 3, generator=generator).tolist()
+        self.keys, self.values = (self.pool(len(free), d) for d in (p.head_dim, p.value_dim or p.head_dim))
+        order = torch.randperm(len(counts) + 2, generator=generator)[: len(counts)]
+        self.tables = torch.full((len(counts) + 2, max(counts) + 3), NO_PAGE, dtype=torch.int32)
+        self.table_rows = order.to(DEVICE)
+        for row, start, length, count in zip(order.tolist(), p.starts, p.lengths, counts, strict=True):
+            low = max(0, start - p.window + 1) if p.window else 0
+            pages = torch.tensor([free.pop() for _ in range(count - low // PAGE_TOKENS)])
+            self.tables[row, low // PAGE_TOKENS : count] = pages
+            at = torch.arange(low, length)
+            slots = (self.tables[row].long()[at // PAGE_TOKENS] * PAGE_TOKENS + at % PAGE_TOKENS).to(DEVICE)
+            for pool, d in ((self.keys, p.head_dim), (self.values, p.value_dim or p.head_dim)):
+                rows = torch.randn(len(at), p.n_kv_heads, d, generator=generator)
+                pool.write(slots, rows.to(DEVICE))
+        self.tables = self.tables.to(DEVICE)
+        self.starts = torch.tensor(p.starts, device=DEVICE)
+
+    def pool(self, n_pages: int, d: int) -> PagedTensor:
+        shape = (n_pages + 1, PAGE_TOKENS, self.p.n_kv_heads)  # what is in front of page 0 is no page
+        if self.p.kv is not None:
+            return DensePages(torch.full((*shape, d), float("nan"), dtype=self.p.kv, device=DEVICE)[1:])
+        groups = -(-d // 32)
+        codes = torch.full((*shape, groups * 32), 99, dtype=torch.int8, device=DEVICE)
+        return Q8Pages(codes[1:], torch.full((*shape, groups), float("nan"), dtype=torch.float16, device=DEVICE)[1:], d)
+
+    def found(self, n_splits: int | None = None, q: Tensor | None = None) -> Tensor:
+        p = self.p
+        return attend_few(
+            self.q if q is None else q,
+            self.keys,
+            self.values,
+            self.tables,
+            self.table_rows,
+            self.starts,
+            p.n,
+            window=p.window,
+            scale=0.3,
+            softcap=p.softcap,
+            longest=max(p.lengths),
+            n_splits=n_splits,
+        )
+
+    def expected(self) -> Tensor:
+        """Gather and reference, slice by slice, with what is hidden set to zero."""
+        p, out = self.p, []
+        for b, (start, length) in enumerate(zip(p.starts, p.lengths, strict=True)):
+            index = self.tables[self.table_rows[b]].long().clamp_(min=0)[: -(-length // PAGE_TOKENS)]
+            pages = Pages(index, 1, 0, length)
+            k, v = (pool.read(pages, p.dtype).float().nan_to_num_() for pool in (self.keys, self.values))
+            positions = torch.arange(length, device=DEVICE)
+            q = self.q[b * p.n : (b + 1) * p.n].float()[None]
+            mask = visible(positions[None, start:], positions[None], p.window)
+            out.append(reference(q, k, v, mask, scale=0.3, softcap=p.softcap)[0])
+        return torch.cat(out)
+
+    def check(self, n_splits: int | None = None, q: Tensor | None = None) -> None:
+        found = self.found(n_splits, q)
+        assert found.dtype == self.p.dtype
+        assert found.is_contiguous()
+        bound = TOLERANCE[self.p.dtype]
+        torch.testing.assert_close(found.float(), self.expected(), atol=bound, rtol=bound)
+
+
+DECODE = Problem((1, 64, 65, 300))
+
+
+@pytest.mark.parametrize("n_splits", [1, 3, None])
+def test_one_token_a_slice_over_lengths_around_page_borders(n_splits: int | None) -> None:
+    Scene(DECODE).check(n_splits)
+
+
+@pytest.mark.parametrize("dtype", KINDS[1:])
+@pytest.mark.parametrize("n_splits", [1, 2])
+def test_activations_and_pages_of_half_the_width(dtype: torch.dtype, n_splits: int) -> None:
+    Scene(replace(DECODE, group=6, n_kv_heads=1, dtype=dtype, kv=dtype)).check(n_splits)
+
+
+@pytest.mark.parametrize("length", [1, 63, 64, 65])
+def test_splits_that_stay_empty(length: int) -> None:
+    Scene(Problem((length,), n_kv_heads=1)).check(6)
+
+
+def test_more_splits_than_one_merge_holds() -> None:
+    Scene(Problem((2100,), group=8, n_kv_heads=1)).check(100)
+
+
+@pytest.mark.parametrize(("group", "n"), [(1, 16), (4, 2), (6, 5), (8, 3)])
+def test_few_tokens_a_slice(group: int, n: int) -> None:
+    Scene(Problem((n, 64 + n // 2, 150), n, group, n_kv_heads=1)).check(2)
+
+
+@pytest.mark.parametrize("dtype", KINDS)
+def test_more_query_rows_than_a_tile(dtype: torch.dtype) -> None:
+    Scene(Problem((70,), 11, 6, n_kv_heads=1, dtype=dtype, kv=dtype)).check(2)
+    Scene(Problem((16, 130), 16, 16, n_kv_heads=1, dtype=dtype, kv=dtype)).check(1)
+
+
+@pytest.mark.parametrize("window", [1, 20, 64, 65, 129])
+@pytest.mark.parametrize("n", [1, 4])
+def test_pages_in_front_of_a_window_are_never_read(window: int, n: int) -> None:
+    Scene(Problem((n, 192, 257), n, 2, n_kv_heads=1, window=window)).check(2)
+
+
+def test_soft_cap_also_where_it_is_reached() -> None:
+    scene = Scene(Problem((65, 130), softcap=5.0))
+    scene.q *= 20.0
+    scene.check(2)
+
+
+@pytest.mark.parametrize("dtype", KINDS)
+@pytest.mark.parametrize("n", [1, 3])
+def test_pages_of_q8_0(dtype: torch.dtype, n: int) -> None:
+    Scene(Problem((n, 65, 130), n, 3, dtype=dtype, kv=None)).check(2)
+
+
+@pytest.mark.parametrize("kv", [torch.float16, None])
+def test_head_dims_that_are_no_power_of_two(kv: torch.dtype | None) -> None:
+    Scene(Problem((70,), 3, 3, n_kv_heads=3, head_dim=80, kv=kv)).check(2)
+    Scene(Problem((70,), 1, 2, head_dim=48, value_dim=24, kv=kv)).check(2)
+
+
+@pytest.mark.parametrize("kv", [torch.float16, None])
+@pytest.mark.parametrize("head_dim", [128, 256, 512])
+def test_large_heads(head_dim: int, kv: torch.dtype | None) -> None:
+    Scene(Problem((70,), 2, 3, n_kv_heads=1, head_dim=head_dim, dtype=torch.float16, kv=kv)).check(2)
+
+
+@pytest.mark.parametrize(("dtype", "kv"), [(torch.float16, torch.float32), (torch.float32, torch.float16)])
+def test_pages_of_another_dtype_than_the_queries(dtype: torch.dtype, kv: torch.dtype) -> None:
+    Scene(Problem((65, 130), dtype=dtype, kv=kv)).check(2)
+
+
+def test_queries_that_are_columns_of_a_product() -> None:
+    scene = Scene(Problem((9, 80), 3, 3))
+    wide = torch.full((6, 3 * 6, 64), float("nan"), device=DEVICE)
+    wide[:, 1:13:2] = scene.q
+    scene.check(2, wide[:, 1:13:2])
+
+
+def test_splits_fill_the_processors_and_no_more() -> None:
+    assert splits(8, 50_000, 132) == 33
+    assert splits(8, 1000, 132) == 8  # not worth more
+    assert splits(1000, 2000, 132) == 1
+    assert splits(1000, 20_000, 132) == 10  # one long slice among a thousand
+    assert splits(3, 1, 132) == 1
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(DEVICE == "cpu", reason="torch sees no GPU")
+def test_a_graph_follows_lengths_on_the_device() -> None:
+    scene, other = Scene(replace(DECODE, lengths=(300, 300, 300, 300))), Scene(DECODE)
+    scene.found(5)  # compiled before the capture
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = scene.found(5)
+    for name in ("q", "starts", "table_rows"):
+        getattr(scene, name).copy_(getattr(other, name))
+    scene.tables[:, : other.tables.shape[1]] = other.tables
+    n_pages = other.keys.slots.shape[0]
+    scene.keys.slots[:n_pages] = other.keys.slots
+    scene.values.slots[:n_pages] = other.values.slots
+    graph.replay()
+    torch.testing.assert_close(out, other.expected(), atol=2e-5, rtol=2e-5)

@@ -1,0 +1,287 @@
+"""The small kernels give the numbers of their torch forms."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("triton")
+
+import torch.nn.functional as F  # noqa: E402
+
+from daemons.ops.basic import RmsNorm, plain_rope, rotate  # noqa: E402
+from daemons.ops.basic import gated as torch_gated  # noqa: E402
+from daemons.ops.triton import basic  # noqa: E402
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+DTYPES = [torch.float32, torch.float16] + ([torch.bfloat16] if DEVICE == "cuda" else [])
+STEP = {torch.float32: 4e-6, torch.float16: 2.0**-10, torch.bfloat16: 2.0**-7}
+"""Relative distance of neighbouring numbers; for float32 what a sum of some thousand in another order may differ by."""
+ONCE = {torch.float32: 1, torch.float16: 0.51, torch.bfloat16: 0.51}
+"""Steps between a number and what it is rounded to; the kernels' own error comes on top."""
+TWICE = {torch.float32: 1, torch.float16: 1.51, torch.bfloat16: 1.51}
+"""Steps between a product rounded once and one whose factor was rounded before."""
+EPS = 1e-6
+
+pytestmark = [pytest.mark.parametrize("dtype", DTYPES, ids=lambda d: str(d).removeprefix("torch."))]
+
+
+@pytest.fixture(autouse=True)
+def infinity_is_no_warning():
+    """Under the interpreter exp is numpy's, which warns where it gives infinity."""
+    with np.errstate(over="ignore"):
+        yield
+
+
+def normal(*shape, dtype=torch.float32, seed=1):
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(*shape, generator=generator).to(DEVICE, dtype)
+
+
+def cut(*shape, dtype, before=32, after=48):
+    """Rows [T, ...] that are columns of a wider matrix."""
+    wide = normal(shape[0], before + int(np.prod(shape[1:])) + after, dtype=dtype, seed=2)
+    x = wide[:, before : wide.shape[1] - after].view(shape)
+    assert shape[0] == 1 or not x.is_contiguous()
+    return x
+
+
+def close(found, wanted, steps=1.0, atol=1e-6):
+    """``steps``: times the distance of neighbouring numbers of found's dtype; wanted may be of a wider one."""
+    assert found.is_contiguous()
+    torch.testing.assert_close(found.double(), wanted.double(), rtol=steps * STEP[found.dtype], atol=atol)
+
+
+# ---- norms
+
+
+@pytest.mark.parametrize(("t", "d"), [(1, 5120), (3, 2816), (2, 8192), (5, 128), (17, 256), (9, 80), (1, 16384)])
+def test_rms_norm_of_rows(dtype, t, d):
+    x, weight = normal(t, d, dtype=dtype), normal(d, seed=3) + 1
+    found = basic.rms_norm(x, weight, EPS)
+    assert found.dtype == dtype
+    close(found, RmsNorm(weight, d, EPS)(x))
+    close(basic.rms_norm(x, None, EPS), RmsNorm(None, d, EPS, x.device)(x))
+
+
+@pytest.mark.parametrize(("t", "h", "d"), [(1, 48, 128), (7, 3, 256), (33, 5, 96), (2, 1, 512)])
+def test_rms_norm_of_heads(dtype, t, h, d):
+    x, weight = cut(t, h, d, dtype=dtype), normal(h, d, seed=3) + 1
+    close(basic.rms_norm(x, weight, EPS), RmsNorm(weight, d, EPS)(x))
+    close(basic.rms_norm(x[:, :1], weight[0], EPS), RmsNorm(weight[0], d, EPS)(x[:, :1]))
+    float32 = basic.rms_norm(x, weight, EPS, torch.float32)
+    assert float32.dtype == torch.float32
+    close(float32, RmsNorm(weight, d, EPS).float32(x))
+
+
+def test_rms_norm_of_other_shapes(dtype):
+    weight = normal(6, 64, seed=3)
+    x = normal(2, 5, 6, 64, dtype=dtype)
+    close(basic.rms_norm(x, weight, EPS), RmsNorm(weight, 64, EPS)(x))
+    close(basic.rms_norm(x[0, 0, 0], weight[0], EPS), RmsNorm(weight[0], 64, EPS)(x[0, 0, 0]))
+    assert basic.rms_norm(x[:0], weight, EPS).shape == (0, 5, 6, 64)
+
+
+def test_rms_norm_counts_eps(dtype):
+    x, weight = normal(4, 128, dtype=dtype) * 1e-3, torch.ones(128, device=DEVICE)
+    close(basic.rms_norm(x, weight, 1e-5), RmsNorm(weight, 128, 1e-5)(x), steps=2)
+
+
+@pytest.mark.parametrize(("t", "d"), [(1, 5120), (6, 2816), (3, 100), (1, 8192)])
+def test_add_rms_norm(dtype, t, d):
+    h, delta, weight = normal(t, d, dtype=dtype) * 8, cut(t, d, dtype=dtype), normal(d, seed=3) + 1
+    total, found = basic.add_rms_norm(h, delta, weight, EPS)
+    assert total.dtype == found.dtype == dtype
+    assert total.is_contiguous()
+    assert torch.equal(total, h + delta)
+    close(found, RmsNorm(weight, d, EPS)(h + delta))
+
+
+def test_the_norm_is_that_of_the_rounded_sum(dtype):
+    """Columns that make up the whole norm lose half a step when they are rounded, which moves half of the others."""
+    large = {torch.float16: 2048, torch.bfloat16: 256, torch.float32: 2.0**24}[dtype]
+    h, delta = normal(1, 1024, dtype=dtype), torch.zeros(1, 1024, device=DEVICE, dtype=dtype)
+    h[:, ::2], delta[:, ::2] = large, 0.99
+    weight = torch.full((1024,), 100.0, device=DEVICE)
+    total, found = basic.add_rms_norm(h, delta, weight, EPS)
+    assert torch.equal(total[:, ::2], h[:, ::2])
+    equal = found == RmsNorm(weight, 1024, EPS)(h)
+    assert equal[:, 1::2].float().mean() > (0.9 if dtype != torch.float32 else 0.2)
+
+
+def apart(t, h, d, dtype):
+    """[t, h, d] whose heads lie further apart than its tokens."""
+    x = normal(h, t, d, dtype=dtype).transpose(0, 1)
+    assert x.stride(0) < x.stride(1)
+    return x
+
+
+def test_norms_of_heads_that_lie_apart(dtype):
+    x, weight = apart(5, 3, 32, dtype), normal(3, 32, seed=3)
+    close(basic.rms_norm(x, weight, EPS), RmsNorm(weight, 32, EPS)(x))
+    one, none = torch.ones(5, 1, 8, device=DEVICE), torch.zeros(5, 1, 8, device=DEVICE)
+    close(basic.query_key(x, weight, EPS, one, none), RmsNorm(weight, 32, EPS)(x))
+
+
+# ---- queries and keys
+
+
+@pytest.mark.parametrize(
+    ("t", "h", "d", "half"),
+    [(1, 40, 128, 64), (5, 3, 256, 32), (3, 5, 512, 256), (19, 2, 64, 16), (2, 3, 96, 24), (4, 3, 80, 40)],
+)  # fmt: skip
+def test_query_key(dtype, t, h, d, half):
+    x, weight = cut(t, h, d, dtype=dtype), normal(h, d, seed=3) + 1
+    positions = torch.arange(t, device=DEVICE) * 37 + 5
+    cos, sin = plain_rope(2 * half, 1e6, torch.device(DEVICE)).tables(positions)
+    cos, sin = cos * 1.25, sin * 1.25  # a magnitude, which the dims that stay must not get
+    wanted = rotate(RmsNorm(weight, d, EPS).float32(x), cos, sin)
+    found = basic.query_key(x, weight, EPS, cos, sin)
+    assert found.dtype == dtype
+    # a difference of two products: its error is relative to them
+    torch.testing.assert_close(found.float(), wanted, rtol=STEP[dtype] / 2, atol=1e-5)
+    assert found.is_contiguous()
+
+
+# ---- gates
+
+
+@pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
+@pytest.mark.parametrize(("t", "f"), [(1, 17408), (5, 2112), (3, 704), (2, 100)])
+def test_gated(dtype, activation, t, f):
+    x = cut(t, 2 * f, dtype=dtype) * 3
+    found = basic.gated(x, activation)
+    assert found.dtype == dtype
+    close(found, torch_gated(x.double(), activation), steps=ONCE[dtype], atol=1e-7)
+    # 1 + tanh, as torch has it, is rounded at 1 where the result is nearly nothing
+    close(found, torch_gated(x, activation), steps=TWICE[dtype], atol=1e-5)
+
+
+def test_gated_far_from_zero(dtype):
+    gate = torch.tensor([[-500.0, -80.0, -12.0, 0.0, 12.0, 80.0, 500.0]], device=DEVICE)
+    x = torch.cat((gate, torch.ones_like(gate)), dim=1).to(dtype)
+    for activation in ("silu", "gelu_tanh"):
+        close(basic.gated(x, activation), torch_gated(x.double(), activation), steps=ONCE[dtype], atol=1e-7)
+
+
+def test_gated_and_gate_heads_know_their_activations(dtype):
+    with pytest.raises(ValueError, match="relu"):
+        basic.gated(normal(1, 32, dtype=dtype), "relu")
+    with pytest.raises(ValueError, match="silu"):
+        basic.gate_heads(normal(1, 2, 16, dtype=dtype), normal(1, 2, dtype=dtype), "silu")
+
+
+def opened(gate, kind):
+    """As Attention has it."""
+    return F.softplus(gate.float()).to(gate.dtype) if kind == "softplus" else torch.sigmoid(gate)
+
+
+@pytest.mark.parametrize("kind", ["sigmoid", "softplus"])
+@pytest.mark.parametrize("per_head", [False, True])
+@pytest.mark.parametrize(("t", "h", "d"), [(1, 24, 256), (5, 3, 128), (3, 7, 80), (2, 64, 128)])
+def test_gate_heads(dtype, kind, per_head, t, h, d):
+    out = cut(t, h, d, dtype=dtype)
+    gate = cut(t, h if per_head else h * d, dtype=dtype, before=17, after=31) * 4
+    found = basic.gate_heads(out, gate, kind)
+    assert found.dtype == dtype
+    exact = (out.double() * opened(gate.double(), kind).view(t, h, -1)).reshape(t, -1)
+    close(found, exact, steps=2 if dtype == torch.float32 else ONCE[dtype], atol=1e-7)
+    rounded = (out * opened(gate, kind).view(t, h, -1)).reshape(t, -1)
+    close(found, rounded, steps=2 if dtype == torch.float32 else TWICE[dtype], atol=1e-7)
+
+
+def test_gate_heads_of_heads_that_lie_apart(dtype):
+    out, gate = apart(5, 3, 32, dtype), normal(5, 3, dtype=dtype)
+    wanted = (out.double() * torch.sigmoid(gate.double())[..., None]).reshape(5, -1)
+    close(basic.gate_heads(out, gate, "sigmoid"), wanted, steps=ONCE[dtype])
+
+
+def test_softplus_of_far_gates(dtype):
+    """Where it is nearly nothing, nearly its argument, and on both sides of the border between its two forms."""
+    gate = torch.tensor([[-60.0, -9.0, -4.875, -4.75, -1.0, 0.0, 1.0, 4.875, 19.0, 21.0, 80.0]], device=DEVICE)
+    gate = gate.to(dtype)
+    out = torch.ones(1, gate.shape[1], 16, device=DEVICE)
+    found = basic.gate_heads(out, gate, "softplus").view(-1, 16)[:, 0]
+    exact = torch.log1p(torch.exp(gate.double()))[0]
+    torch.testing.assert_close(found.double(), exact, rtol=2e-5, atol=1e-30)
+
+
+# ---- sums of groups
+
+
+@pytest.mark.parametrize(("t", "k"), [(1, 5120), (4, 2816), (3, 16), (2, 17408 // 8)])
+def test_group_sums(dtype, t, k):
+    for x in (normal(t, k, dtype=dtype), cut(t, k, dtype=dtype)):
+        found = basic.group_sums(x)
+        assert found.dtype == torch.float32
+        assert found.is_contiguous()
+        # sums of numbers around 1 that may cancel each other
+        torch.testing.assert_close(found, x.float().view(t, -1, 16).sum(-1), rtol=0, atol=1e-5)
+
+
+# ---- all of them
+
+
+def every(t, dtype, d=64):
+    """One call of each kernel for t tokens of 4 heads of d."""
+    h, wide, weight = normal(t, 4 * d, dtype=dtype), cut(t, 4, d, dtype=dtype), normal(4, d)
+    cos, sin = plain_rope(d // 2, 1e4, torch.device(DEVICE)).tables(torch.arange(t, device=DEVICE))
+    gates = normal(t, 4, dtype=dtype)
+    return lambda: (
+        basic.rms_norm(h, weight.view(-1), EPS),
+        basic.rms_norm(wide, weight, EPS),
+        *basic.add_rms_norm(h, h, weight.view(-1), EPS),
+        basic.query_key(wide, weight, EPS, cos, sin),
+        basic.gated(h, "silu"),
+        basic.gate_heads(wide, gates, "softplus"),
+        basic.group_sums(h),
+    )
+
+
+@pytest.mark.parametrize("t", [1, 3])
+def test_nothing_is_written_behind_a_result(dtype, t, monkeypatch):
+    """A row that is too long would be set right by the next one, but for the last."""
+    work, behind, empty = every(t, dtype, 24), [], torch.empty
+
+    def guarded(shape, dtype, device):
+        memory = torch.full((int(np.prod(shape)) + 4096,), 7.0, dtype=dtype, device=device)
+        behind.append(memory[-4096:])
+        return memory[:-4096].view(shape)
+
+    monkeypatch.setattr(torch, "empty", guarded)
+    monkeypatch.setattr(torch, "empty_like", lambda x: guarded(x.shape, x.dtype, x.device))
+    found = work()
+    monkeypatch.setattr(torch, "empty", empty)
+    assert len(behind) == len(found)
+    assert all(bool((x == 7.0).all()) for x in behind)
+
+
+@pytest.mark.skipif(DEVICE == "cpu", reason="torch sees no GPU")
+def test_a_graph_replays_them(dtype):
+    work = every(3, dtype)
+    wanted = work()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = work()
+    for x in found:
+        x.zero_()
+    graph.replay()
+    torch.cuda.synchronize()
+    assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
+
+
+@pytest.mark.skipif(DEVICE == "cpu", reason="torch sees no GPU")
+def test_other_numbers_of_tokens_are_not_compiled_for(dtype):
+    kernels = [getattr(basic, n) for n in dir(basic) if n.endswith("_kernel")]
+    assert len(kernels) == 6
+
+    def compiled():
+        return [len(k.device_caches[torch.cuda.current_device()][0]) for k in kernels]
+
+    every(2, dtype)()
+    before = compiled()
+    for t in (1, 3, 16, 48, 1000):
+        every(t, dtype)()
+    assert compiled() == before

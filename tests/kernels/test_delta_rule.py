@@ -1,0 +1,195 @@
+"""The mixer of few tokens beside the torch form that the daemon's block is made of."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("triton")
+
+from daemons.models.blocks import DeltaNet, DeltaShape, DeltaWeights
+from daemons.ops.basic import RmsNorm
+from daemons.ops.operations import Reference
+from daemons.ops.triton.delta_rule import Mixer, mix_few
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+HALVES = [torch.float16] + [torch.bfloat16] * (DEVICE == "cuda")
+EPS = 1e-6
+N_STATES = 7
+
+
+@dataclass
+class Layer:
+    """A mixer, its torch form, and pools for each of the two, which begin as equals."""
+
+    mixer: Mixer
+    net: DeltaNet
+    convolution: Tensor
+    states: Tensor
+
+    def inputs(self, rows: int, seed: int = 1, spread: float = 1.0) -> Tensor:
+        g = torch.Generator().manual_seed(seed)
+        return (torch.randn(rows, self.mixer.columns, generator=g) * spread).to(DEVICE)
+
+    def torch_form(self, y: Tensor, ids: list[int]) -> Tensor:
+        """Outputs [B n, n_value dim] float32; moves the states of ``net`` on."""
+        index, rows = torch.tensor(ids, device=DEVICE), y.shape[0]
+
+        def store(pool: Tensor, value: Tensor) -> None:
+            pool[index] = value
+
+        group = SimpleNamespace(
+            n_slices=len(ids),
+            n_tokens=rows // len(ids),
+            offset=0,
+            load_state=lambda pool: pool[index],
+            store_state=store,
+        )
+        return self.net._mix(group, y.view(len(ids), -1, y.shape[-1])).reshape(rows, -1)
+
+    def kernels(self, y: Tensor, ids: list[int]) -> Tensor:
+        """Outputs of the kernels; moves the states of this on."""
+        return mix_few(y, self.convolution, self.states, torch.tensor(ids, device=DEVICE), self.mixer)
+
+    def check(self, got: Tensor, expected: Tensor, tolerance: float = 2e-5) -> None:
+        """Outputs and both pools."""
+        torch.testing.assert_close(got.float(), expected, rtol=tolerance, atol=tolerance)
+        assert torch.equal(self.convolution, self.net.convolution)
+        torch.testing.assert_close(self.states, self.net.states, rtol=2e-5, atol=2e-5)
+
+
+def layer(
+    n_key: int = 2, n_value: int = 4, dim: int = 32, n_taps: int = 4, decay: tuple[float, float] = (0.1, 8.0)
+) -> Layer:
+    """``decay``: exp A of the first and of the last head."""
+    g = torch.Generator().manual_seed(0)
+    shape = DeltaShape(n_key, n_value, dim)
+
+    def random(*extent: int) -> Tensor:
+        return torch.randn(*extent, generator=g).to(DEVICE)
+
+    taps, dt, weight = random(n_taps, shape.channels), random(n_value), random(dim)
+    rates = -torch.linspace(*decay, n_value).to(DEVICE)
+    norm = RmsNorm(weight, dim, EPS)
+    pools = random(N_STATES, n_taps - 1, shape.channels), random(N_STATES, n_value, dim, dim)
+    weights = DeltaWeights(None, None, taps, rates, dt, norm)  # type: ignore[arg-type]  # the matrices are around it
+    net = DeltaNet(shape, weights, pools[0].clone(), pools[1].clone(), Reference())
+    return Layer(Mixer(n_key, n_value, dim, taps, rates, dt, weight, EPS), net, *pools)
+
+
+@pytest.mark.parametrize(
+    ("n", "ids"), [(1, [3]), (1, [6, 1, 4, 0, 3]), (2, [5, 0, 2]), (3, [1, 0]), (4, [2]), (7, [4]), (16, [5, 3])]
+)
+def test_outputs_and_states_are_those_of_the_torch_form(n: int, ids: list[int]) -> None:
+    a = layer(1, 2)
+    y = a.inputs(n * len(ids))
+    a.check(a.kernels(y, ids), a.torch_form(y, ids))
+
+
+@pytest.mark.parametrize(
+    ("n_key", "n_value", "dim", "n_taps"),
+    [(2, 2, 32, 4), (1, 3, 64, 4), (2, 4, 128, 4), (3, 9, 16, 4), (2, 6, 48, 4), (2, 4, 20, 2), (1, 2, 32, 7)],
+)
+def test_any_heads_and_taps(n_key: int, n_value: int, dim: int, n_taps: int) -> None:
+    a = layer(n_key, n_value, dim, n_taps)
+    for ids in ([4], [4, 1]):
+        y = a.inputs(2, seed=len(ids))
+        a.check(a.kernels(y, ids), a.torch_form(y, ids))
+
+
+@pytest.mark.parametrize("decay", [(0.0, 0.0), (1e-6, 1e-3), (50.0, 500.0)])
+def test_heads_that_keep_all_and_heads_that_forget_all(decay: tuple[float, float]) -> None:
+    a = layer(1, 3, decay=decay)
+    y = a.inputs(5, spread=6.0)
+    y[:, -2 * a.mixer.n_value :] *= 2.0  # alpha and beta: both sides of where softplus and sigmoid are straight
+    # one by one: the chunked form adds the logarithms of decays up, which costs it digits when they are large
+    expected = torch.cat([a.torch_form(row, [1]) for row in y.split(1)])
+    a.check(a.kernels(y, [1]), expected, tolerance=5e-5)
+
+
+def test_queries_and_keys_of_almost_no_length() -> None:
+    """Lengths about the root of the epsilon in the l2 norm, and zeros."""
+    a = layer(1, 2)
+    for pool in (a.convolution, a.net.convolution):
+        pool.zero_()
+    y = a.inputs(5, spread=3e-4)
+    y[0] = 0.0
+    a.check(a.kernels(y, [2]), a.torch_form(y, [2]))
+
+
+def test_a_slow_decay_is_not_lost() -> None:
+    """alpha + dt far below 0: softplus is about exp of it, of which 1 + exp keeps two bits."""
+    a = layer(n_value=2, decay=(3e5, 3e5))
+    y = a.inputs(1)
+    y[:, -4:-2] = -15.0 - a.mixer.dt
+    before = a.states[3].clone()
+    y[:, -2:] = -80.0  # beta 0: S only shrinks
+    a.kernels(y, [3])
+    kept = math.exp(-3e5 * math.exp(-15.0))
+    torch.testing.assert_close(a.states[3], before * kept, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", HALVES, ids=str)
+@pytest.mark.parametrize("n", [1, 5])
+def test_half_precision_is_rounded_only_at_the_end(dtype: torch.dtype, n: int) -> None:
+    a = layer(1, 3, 64)
+    y = a.inputs(2 * n).to(dtype)
+    got = a.kernels(y, [6, 2])
+    assert got.dtype == dtype
+    a.check(got, a.torch_form(y, [6, 2]), tolerance=2 * torch.finfo(dtype).eps)
+
+
+def test_tokens_at_once_are_tokens_one_by_one() -> None:
+    """Bit for bit, outputs and states, so that a draft's check may take the place of single steps."""
+    ids, n = [4, 0], 5
+    at_once, single, halves = layer(1, 2), layer(1, 2), layer(1, 2)
+    y = at_once.inputs(2 * n).view(2, n, -1)
+    out = at_once.kernels(y.reshape(2 * n, -1), ids).view(2, n, -1)
+    for i in range(n):
+        assert torch.equal(single.kernels(y[:, i], ids), out[:, i])
+    for part in (slice(0, 2), slice(2, n)):
+        halves.kernels(y[:, part].reshape(-1, y.shape[-1]), ids)
+    for other in (single, halves):
+        assert torch.equal(other.states, at_once.states)
+        assert torch.equal(other.convolution, at_once.convolution)
+
+
+def test_other_states_stay_as_they_are() -> None:
+    a = layer()
+    before = a.convolution.clone(), a.states.clone()
+    a.kernels(a.inputs(4), [5, 2])
+    for old, new in zip(before, (a.convolution, a.states), strict=True):
+        changed = (old != new).flatten(1).any(dim=1)
+        assert changed.tolist() == [False, False, True, False, False, True, False]
+
+
+def test_rows_of_a_wider_batch() -> None:
+    """The columns of a product that made more, a part of its rows, ids within another tensor: as a step cuts them."""
+    a = layer()
+    y = a.inputs(6)
+    wide = torch.nn.functional.pad(y, (0, 5, 1, 0), value=float("nan"))
+    ids = torch.tensor([0, 3, 1], device=DEVICE)[1:]
+    got = mix_few(wide[1:, : a.mixer.columns], a.convolution, a.states, ids, a.mixer)
+    a.check(got, a.torch_form(y, [3, 1]))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(DEVICE == "cpu", reason="no CUDA or HIP device: no graph to capture")
+def test_a_graph_runs_it_for_the_ids_of_the_day() -> None:
+    a = layer(2, 6, 128)
+    y, ids = a.inputs(3), torch.tensor([0], device=DEVICE)
+    a.kernels(y, [6])  # compiled before the capture
+    a.torch_form(y, [6])
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        got = mix_few(y, a.convolution, a.states, ids, a.mixer)
+    for state in (4, 1):
+        ids.fill_(state)
+        y.copy_(a.inputs(3, seed=state))
+        graph.replay()
+        a.check(got, a.torch_form(y, [state]))

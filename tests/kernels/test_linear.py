@@ -1,0 +1,423 @@
+"""Products with planes beside float64 products of the dequantised matrix; expanded matrices bit for bit."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("triton")
+
+from daemons.ops.triton import linear
+from daemons.ops.triton.linear import MAX_ROWS, Shape, expand, multiply
+from daemons.planes import PLANED, Planes, take_apart
+from daemons.quants import dequantise
+from lucevisor.wire.ggml_types import BY_NAME, GgmlType
+from tests.daemons.tiny_models import random_blocks
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+DTYPES = [torch.float32, torch.float16] + ([torch.bfloat16] if DEVICE == "cuda" else [])
+KINDS = sorted(kind.name for kind in PLANED)
+ROUNDING = {torch.float32: 0.0, torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8}
+"""Of a result, relative to it."""
+SUMMING = {torch.float32: 5e-7, torch.float16: 5e-6 if DEVICE == "cpu" else 3e-5, torch.bfloat16: 1e-5}
+"""Of float32 sums, relative to the sum of their parts' sizes; BIAS costs float16 most, and matrix units cut off."""
+SHAPES = [(1, 31), (2, 40), (8, 1), (16, 31), (9, 100), (17, 40), (33, 31), (64, 1)]
+"""Rows and columns: one more and one less than a tile, one, many."""
+
+of_kinds = pytest.mark.parametrize("kind", KINDS)
+of_dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=lambda d: str(d).removeprefix("torch."))
+on_gpu = pytest.mark.skipif(DEVICE == "cpu", reason="no CUDA or HIP device: nothing is captured or compiled")
+
+
+@pytest.fixture(autouse=True)
+def infinity_is_no_warning():
+    """The interpreter rounds with numpy, which warns where a float16 becomes infinite."""
+    with np.errstate(over="ignore"):
+        yield
+
+
+@dataclass
+class Matrix:
+    """A quantised matrix [..., N, K]: blocks [N, row_bytes], planes, and its numbers in float64."""
+
+    kind: GgmlType
+    raw: Tensor
+    planes: Planes
+    numbers: Tensor
+
+    @classmethod
+    def of(cls, kind: str, raw: np.ndarray) -> Matrix:
+        type_, blocks = BY_NAME[kind], torch.from_numpy(raw).to(DEVICE)
+        return cls(type_, blocks, take_apart(type_, blocks), dequantise(type_, blocks, torch.float32).double())
+
+    @classmethod
+    def random(cls, kind: str, n: int, k: int) -> Matrix:
+        """Numbers of either sign, as in a model: minima lie half the range of codes below zero."""
+        raw = random_blocks(np.random.default_rng(n + k), kind, n, k)
+        scales = halves(raw, kind)
+        if scales.shape[-1] == 2:
+            scales[..., 1] = scales[..., 0] * (7.5 if kind == "Q4_K" else 15.5)
+        return cls.of(kind, raw)
+
+    def experts(self, n_experts: int) -> Matrix:
+        """The same rows as those of experts."""
+        planes = self.planes.map(lambda p: p.view(n_experts, -1, p.shape[-1]))
+        return Matrix(self.kind, self.raw, planes, self.numbers.view(n_experts, -1, self.numbers.shape[-1]))
+
+    def check(self, x: Tensor, how: Shape | None = None, limit: float | None = None) -> Tensor:
+        found = multiply(self.kind, self.planes, x, how=how)
+        return near(found, x.double(), self.numbers.t(), x.dtype, limit)
+
+
+def near(found: Tensor, x: Tensor, w: Tensor, dtype: torch.dtype, limit: float | None = None) -> Tensor:
+    """Every number of ``found`` beside the float64 product of x and w."""
+    wanted, size = x @ w, x.abs() @ w.abs()
+    assert found.dtype == dtype
+    assert found.shape == wanted.shape
+    over = (found.double() - wanted).abs() - ROUNDING[dtype] * wanted.abs()
+    limit = SUMMING[dtype] if limit is None else limit
+    assert bool((over <= limit * size).all()), f"{float((over / size).max()):.1e} of the size of the parts"
+    return found
+
+
+def normal(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 1) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(DEVICE, dtype)
+
+
+def bits(x: Tensor) -> Tensor:
+    return x.contiguous().view(torch.uint8)
+
+
+def halves(raw: np.ndarray, kind: str) -> np.ndarray:
+    """A view [rows, blocks, scales] of the float16 scales inside blocks."""
+    blocks = raw.reshape(raw.shape[0], -1, BY_NAME[kind].block_bytes)
+    first, count = {"Q6_K": (208, 1), "Q4_K": (0, 2), "Q5_K": (0, 2)}.get(kind, (0, 1))
+    return blocks[..., first : first + 2 * count].view(np.float16)
+
+
+def extreme(kind: str) -> np.ndarray:
+    """Rows of 256 numbers: scales zero, negative, the largest and the smallest there are; then ordinary ones."""
+    raw = random_blocks(np.random.default_rng(3), kind, 12, 256)
+    scales = halves(raw, kind)
+    for row, scale in enumerate((0.0, -0.0, 65504.0, -65504.0, 2.0**-14, 2.0**-24, -(2.0**-24))):
+        scales[row] = scale
+    scales[7:9] *= -1
+    scales[9, ::2] = 0
+    scales[10, ..., 0] *= -1  # the scale, but not the minimum, where there is one
+    return raw
+
+
+# ---- expanded
+
+
+@of_dtypes
+@of_kinds
+def test_expanded_numbers_are_those_of_dequantise(kind, dtype):
+    m = Matrix.random(kind, 9, 512)
+    wanted = dequantise(m.kind, m.raw, dtype)
+    assert torch.equal(bits(expand(m.kind, m.planes, dtype)), bits(wanted))
+    for first, n in ((3, 5), (8, 1)):
+        assert torch.equal(bits(expand(m.kind, m.planes, dtype, first, n)), bits(wanted[first : first + n]))
+
+
+@of_dtypes
+@of_kinds
+def test_extreme_scales_expand_to_the_same_bits(kind, dtype):
+    m = Matrix.of(kind, extreme(kind))
+    found = expand(m.kind, m.planes, dtype)
+    assert torch.equal(bits(found), bits(dequantise(m.kind, m.raw, dtype)))
+    assert not bool(found.isnan().any())
+
+
+# ---- multiplied
+
+
+@pytest.mark.parametrize(
+    ("rows", "n", "dtype"),
+    [(*shape, dtype) for i, shape in enumerate(SHAPES) for dtype in (DTYPES if DEVICE == "cuda" else [DTYPES[i % 2]])],
+    ids=lambda v: str(v).removeprefix("torch."),
+)
+@of_kinds
+def test_rows_and_columns(kind, rows, n, dtype):
+    Matrix.random(kind, n, 256).check(normal(rows, 256, dtype=dtype))
+
+
+@pytest.mark.parametrize(
+    ("k", "how", "dtype"),
+    [
+        (768, Shape(16, 1, 2, 3), torch.float32),
+        (2048, None, torch.float16),
+    ],
+    ids=lambda v: str(v).removeprefix("torch."),
+)
+@of_kinds
+def test_rows_of_many_chunks_are_split(kind, k, how, dtype):
+    Matrix.random(kind, 20, k).check(normal(3, k, dtype=dtype), how)
+
+
+@pytest.mark.parametrize("how", [Shape(32, 2, 3, 1), Shape(64, 4, 1, 2), Shape(32, 2, 3, 5)], ids=lambda h: h.n_splits)
+def test_parts_that_differ_or_are_empty(how):
+    Matrix.random("Q8_0", 20, 768).check(normal(3, 768), how)
+
+
+@pytest.mark.parametrize("n_units", [1, 132])
+def test_no_part_is_left_without_chunks(monkeypatch, n_units):
+    monkeypatch.setattr(linear, "_n_units", lambda device: n_units)
+    device = torch.device("cpu")
+    for n_out in (1, 40, 1000, 5120, 150_000):
+        for n_chunks in (1, 2, 3, 10, 20, 68):
+            for deep in (1, 8, 64):
+                how = linear.shape(deep, n_out, n_chunks, device)
+                assert 1 <= how.n_splits <= max(1, n_chunks // linear.LEAST_CHUNKS)
+                programs = -(-n_out // how.columns) * deep * how.n_splits
+                assert how.n_splits == 1 or programs * how.n_warps <= linear.WARPS_PER_UNIT * n_units
+
+
+@of_kinds
+def test_nothing_but_the_result_is_rounded(kind):
+    """Of float16 results all but a few, nearly half-way between two, are the nearest to the exact product."""
+    m = Matrix.random(kind, 40, 512)
+    x = normal(8, 512, dtype=torch.float16)
+    equal = m.check(x) == (x.double() @ m.numbers.t()).half()
+    assert float(equal.float().mean()) > (0.92 if DEVICE == "cpu" else 0.7)
+
+
+@pytest.mark.parametrize("dtype", DTYPES[1:])
+@of_kinds
+def test_an_offset_of_the_activations_leaves_the_result(kind, dtype):
+    """Codes are numbers BIAS, whose product with the sum of x is taken off again: here it is 1024 times 50 times 32,
+    and a result a few thousandths of it.  float32 keeps 24 bits of it, so what is lost is still far below a float16's.
+    """
+    m = Matrix.random(kind, 32, 512)
+    x = (normal(4, 512) + 50).to(dtype)
+    found = m.check(x, limit=2e-5)
+    wanted = x.double() @ m.numbers.t()
+    assert float((found.double() - wanted).norm() / wanted.norm()) < ROUNDING[dtype]
+
+
+@of_kinds
+def test_a_large_activation_leaves_the_small_ones(kind):
+    """Outliers, as layers have them.  BIAS makes each cost its own group bits even where its weight is 0, so what is
+    lost goes by the largest weight; of what the others add up to it is a fiftieth at most.
+    """
+    m = Matrix.random(kind, 32, 512)
+    x = normal(4, 512, dtype=torch.float16)
+    others = x.double() @ m.numbers.t()
+    x[:, 5], x[1, 40] = 3000.0, -2000.0
+    found, wanted = multiply(m.kind, m.planes, x), x.double() @ m.numbers.t()
+    over = (found.double() - wanted).abs() - ROUNDING[x.dtype] * wanted.abs()
+    allowed = 1e-5 * x.double().abs().sum(dim=1, keepdim=True) * m.numbers.abs().max()
+    assert bool((over <= allowed).all()), float((over / allowed).max())
+    assert float(allowed.max()) < 0.02 * float(others.std())
+
+
+@of_kinds
+def test_extreme_scales(kind):
+    m = Matrix.of(kind, extreme(kind))
+    x = normal(3, 256)
+    found = m.check(x, limit=4e-6)
+    assert not bool(found[:, :2].any())  # zero blocks
+    assert bool(found[:, [2, 3, 4, 5, 6, 7, 8, 10, 11]].all())
+    if kind in ("Q6_K", "Q4_0", "Q8_0"):
+        assert torch.equal(found[:, 2].sign(), (x.double() @ m.numbers[2]).sign().float())
+
+
+@pytest.mark.parametrize("kind", ["Q6_K", "Q8_0"])
+def test_lowest_codes_and_scales(kind):
+    """-128 as a code of Q8_0, as a scale of Q6_K; all bits set elsewhere."""
+    for byte in (0x00, 0x7F, 0x80, 0xFF):
+        raw = np.full((4, 256 // BY_NAME[kind].block_elements * BY_NAME[kind].block_bytes), byte, dtype=np.uint8)
+        halves(raw, kind)[:] = 0.01
+        Matrix.of(kind, raw).check(normal(2, 256, dtype=torch.float16))
+
+
+def test_a_row_depends_on_itself_alone():
+    m = Matrix.random("Q4_K", 31, 256)
+    x = normal(6, 256, dtype=torch.float16)
+    together = multiply(m.kind, m.planes, x)
+    x[3] = 60000
+    beside = multiply(m.kind, m.planes, x)
+    keep = [0, 1, 2, 4, 5]
+    assert torch.equal(together[keep], beside[keep])
+    assert not torch.equal(together[3], beside[3])
+
+
+# ---- experts
+
+
+@pytest.mark.parametrize(
+    ("experts", "share"),
+    [([1], 1), ([2, 0, 1, 1], 2), ([0, 2, 2], 1)],
+    ids=["one", "several of a row", "rows of their own"],
+)
+@of_kinds
+def test_routed(kind, experts, share):
+    check_routed(Matrix.random(kind, 3 * 20, 256).experts(3), experts, share, torch.float16)
+
+
+@pytest.mark.parametrize("kind", ["Q4_K", "Q6_K", "Q8_0"])
+def test_routed_in_parts(kind):
+    check_routed(Matrix.random(kind, 4 * 20, 768).experts(4), [3, 3], 1, torch.float32, Shape(16, 1, 2, 3))
+    check_routed(Matrix.random(kind, 4 * 33, 256).experts(4), [3, 0], 2, torch.float32)
+
+
+@pytest.mark.parametrize("dtype", DTYPES[1:])
+def test_many_pairs(dtype):
+    check_routed(
+        Matrix.random("Q4_0", 7 * 9, 256).experts(7),
+        [i * i % 7 for i in range(40 if DEVICE == "cuda" else 20)],
+        4,
+        dtype,
+    )
+
+
+def test_more_rows_than_a_product_of_one_matrix_takes():
+    n = MAX_ROWS + 5
+    check_routed(Matrix.random("Q8_0", 2 * 3, 256).experts(2), [i % 2 for i in range(n)], 1, torch.float32)
+
+
+def check_routed(m: Matrix, experts: list[int], share: int, dtype: torch.dtype, how: Shape | None = None) -> None:
+    x = normal(len(experts) // share, m.numbers.shape[-1], dtype=dtype)
+    found = multiply(m.kind, m.planes, x, torch.tensor(experts, device=DEVICE), share, how)
+    assert found.shape == (len(experts), m.numbers.shape[1])
+    for p, expert in enumerate(experts):
+        at = slice(p // share, p // share + 1)
+        near(found[p : p + 1], x[at].double(), m.numbers[expert].t(), dtype)
+
+
+# ---- memory
+
+
+class Guarded:
+    """Makes tensors full of NaN in the middle of sevens, and sees afterwards what was written where."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.made: list[tuple[Tensor, Tensor]] = []
+        real, real_empty = torch.full, Tensor.new_empty
+
+        def make(*shape: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+            n = int(np.prod(shape))
+            whole = real((n + 512,), 7.0, dtype=dtype, device=device)
+            self.made.append((whole, whole[256 : 256 + n].fill_(float("nan"))))
+            return whole[256 : 256 + n].view(shape)
+
+        def like(x: Tensor, *shape: int, **options: torch.device) -> Tensor:
+            if options:  # the interpreter's own
+                return real_empty(x, *shape, **options)
+            return make(*shape, dtype=x.dtype, device=x.device)
+
+        class Torch:
+            """What a launcher uses of torch."""
+
+            empty, float32 = staticmethod(make), torch.float32
+
+        monkeypatch.setattr(linear, "torch", Torch)
+        monkeypatch.setattr(Tensor, "new_empty", like)
+
+    def check(self) -> None:
+        assert self.made
+        for whole, inner in self.made:
+            assert bool(inner.isfinite().all()), "not all of it was written"
+            around = torch.cat((whole[:256], whole[-256:]))
+            assert bool((around == 7.0).all()), "more than it was written"
+
+
+@pytest.mark.parametrize("how", [Shape(32, 2, 3, 1), Shape(16, 1, 2, 2)], ids=["whole", "parts"])
+@pytest.mark.parametrize("kind", ["Q5_K", "Q6_K", "Q8_0"])
+def test_a_product_reads_and_writes_its_own_only(kind, how, monkeypatch):
+    """Activations between NaN, rows of a matrix between rows of NaN."""
+    m = Matrix.random(kind, 28, 512)
+    raw = m.raw.cpu().numpy().copy()
+    halves(raw, kind)[:3] = np.nan
+    halves(raw, kind)[-5:] = np.nan
+    planes = take_apart(m.kind, torch.from_numpy(raw).to(DEVICE)).map(lambda p: p[3:-5])
+    wide = torch.full((9, 512), float("nan"), dtype=torch.float16, device=DEVICE)
+    wide[2:5] = normal(3, 512, dtype=torch.float16)
+    x = wide[2:5]
+    with monkeypatch.context() as patch:
+        guarded = Guarded(patch)
+        found = multiply(m.kind, planes, x, how=how)
+    guarded.check()
+    near(found, x.double(), m.numbers[3:-5].t(), torch.float16)
+
+
+def test_a_routed_product_writes_its_own_only(monkeypatch):
+    m = Matrix.random("Q4_K", 3 * 20, 512).experts(3)
+    experts, x = torch.tensor([2, 1, 2], device=DEVICE), normal(3, 512, dtype=torch.float16)
+    with monkeypatch.context() as patch:
+        guarded = Guarded(patch)
+        multiply(m.kind, m.planes, x, experts, 1, Shape(16, 1, 2, 2))
+    guarded.check()
+
+
+@of_kinds
+def test_expansion_writes_its_own_only(kind, monkeypatch):
+    m = Matrix.random(kind, 7, 256)
+    with monkeypatch.context() as patch:
+        guarded = Guarded(patch)
+        expand(m.kind, m.planes, torch.float16, 1, 3)
+    guarded.check()
+
+
+# ---- as a server runs it
+
+
+@pytest.mark.gpu
+@on_gpu
+@pytest.mark.parametrize("dtype", DTYPES)
+@of_kinds
+def test_a_graph_runs_it_for_the_activations_of_the_day(kind, dtype):
+    m, routed = Matrix.random(kind, 200, 2048), Matrix.random(kind, 5 * 40, 2048).experts(5)
+    x, experts = normal(4, 2048, dtype=dtype), torch.tensor([0, 1, 2, 3, 4, 0, 1, 2], device=DEVICE)
+    multiply(m.kind, m.planes, x)  # compiled before the capture
+    multiply(routed.kind, routed.planes, x, experts, 2)
+    expand(m.kind, m.planes, dtype)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = multiply(m.kind, m.planes, x)
+        pairs = multiply(routed.kind, routed.planes, x, experts, 2)
+        numbers = expand(m.kind, m.planes, dtype)
+    for seed in (5, 6):
+        x.copy_(normal(4, 2048, seed=seed))
+        experts.copy_(experts.flip(0) if seed == 5 else torch.full_like(experts, 3))
+        graph.replay()
+        near(found, x.double(), m.numbers.t(), dtype)
+        for p, expert in enumerate(experts.tolist()):
+            near(pairs[p : p + 1], x[p // 2 : p // 2 + 1].double(), routed.numbers[expert].t(), dtype)
+        assert torch.equal(numbers, dequantise(m.kind, m.raw, dtype))
+
+
+@pytest.mark.gpu
+@on_gpu
+def test_other_counts_of_rows_and_pairs_compile_nothing():
+    m, routed = Matrix.random("Q4_K", 200, 2048), Matrix.random("Q4_K", 5 * 40, 2048).experts(5)
+
+    def compiled() -> int:
+        kernels = (linear._multiply, linear._sum, linear._expand)
+        return sum(len(cache[0]) for kernel in kernels for cache in kernel.device_caches.values())
+
+    def run(rows: range, counts: range) -> None:
+        for n in rows:
+            multiply(m.kind, m.planes, normal(n, 2048, dtype=torch.float16))
+        for n in counts:
+            experts = torch.arange(16 * n, device=DEVICE)[: n * 2] % 5
+            multiply(routed.kind, routed.planes, normal(n, 2048, dtype=torch.float16), experts, 2)
+            multiply(routed.kind, routed.planes, normal(2 * n, 2048, dtype=torch.float16), experts)
+        for first in (0, 1, 16):
+            expand(m.kind, m.planes, torch.float16, first, 200 - 2 * first)
+
+    chosen = linear.shape(1, 200, 8, torch.device(DEVICE))
+    for shape in (replace(chosen, n_splits=1), replace(chosen, n_splits=4)):  # a sum is needed, or none
+        multiply(m.kind, m.planes, normal(3, 2048, dtype=torch.float16), how=shape)
+        multiply(m.kind, m.planes, normal(9, 2048, dtype=torch.float16), how=shape)
+        experts = torch.tensor([1, 2], device=DEVICE)
+        multiply(routed.kind, routed.planes, normal(1, 2048, dtype=torch.float16), experts, 2, shape)
+    expand(m.kind, m.planes, torch.float16, 3, 5)
+    before = compiled()
+    assert before > 0
+    run(range(1, 17), range(1, 40))
+    assert compiled() == before

@@ -1,0 +1,226 @@
+"""Matrices that rest as planes give the numbers of those that rest as blocks, and take the bytes that were planned."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import gguf
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("triton")
+
+from daemons.device import CPU
+from daemons.ops import quantised
+from daemons.ops.choose import Chooser
+from daemons.ops.experts import BlockExperts, JoinedExperts
+from daemons.ops.linear import BlockTable, PlaneTable
+from daemons.ops.moe import ExpertMlp
+from daemons.ops.operations import Reference
+from daemons.ops.quantised import PlaneExperts, PlaneMatrix
+from daemons.ops.triton import linear
+from daemons.ops.triton.linear import MAX_ROWS, Shape
+from daemons.planes import PLANED, put_together, take_apart
+from daemons.quants import dequantise
+from daemons.weights import Rows, Weights
+from lucevisor.wire.families import open_spec
+from lucevisor.wire.ggml_types import BY_NAME, GgmlType
+from lucevisor.wire.resident import residents
+from lucevisor.wire.values import Backend, Dtype, LayerRange
+from tests.daemons.tiny_models import Tiny, random_blocks, write
+from tests.families.test_forms import spec_of, with_forms_of
+
+__all__ = ["spec_of"]  # a fixture
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+DTYPES = [torch.float32, torch.float16] + ([torch.bfloat16] if DEVICE == "cuda" else [])
+KINDS = sorted(kind.name for kind in PLANED)
+LIMIT = {torch.float32: 2e-6, torch.float16: 5e-4, torch.bfloat16: 4e-3}
+"""Relative to the norm: what a product that rounds nothing but its result may be off."""
+ROUNDED = {torch.float32: 2e-6, torch.float16: 8e-4, torch.bfloat16: 7e-3}
+"""The same with the matrix rounded before it is multiplied."""
+
+of_kinds = pytest.mark.parametrize("kind", KINDS)
+of_dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=lambda d: str(d).removeprefix("torch."))
+
+of_each = pytest.mark.parametrize(
+    ("kind", "dtype"),
+    [(k, d) for i, k in enumerate(KINDS) for d in (DTYPES if DEVICE == "cuda" else [DTYPES[i % 2]])],
+    ids=lambda v: str(v).removeprefix("torch."),
+)
+
+
+@pytest.fixture
+def few_programs(monkeypatch):
+    """The interpreter's time goes by programs, not by their size."""
+    if DEVICE == "cpu":
+        monkeypatch.setattr(linear, "shape", lambda deep, n_out, n_chunks, device: Shape(512, 4, 1, 1))
+
+
+def blocks(kind: str, n: int, k: int) -> tuple[GgmlType, Tensor]:
+    raw = random_blocks(np.random.default_rng(n + k), kind, n, k)
+    return BY_NAME[kind], torch.from_numpy(raw).to(DEVICE)
+
+
+def normal(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 1) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(DEVICE, dtype)
+
+
+def relative(found: Tensor, wanted: Tensor) -> float:
+    assert found.shape == wanted.shape
+    return float((found.double() - wanted.double()).norm() / wanted.double().norm())
+
+
+# ---- one matrix
+
+
+@of_each
+def test_many_rows_are_multiplied_as_few_are(kind, dtype, few_programs):
+    type_, raw = blocks(kind, 13, 256)
+    product = PlaneMatrix(type_, take_apart(type_, raw), 256)
+    assert (product.n_out, product.n_bytes) == (13, raw.nbytes)
+    x = normal(MAX_ROWS + 1, 256, dtype=dtype)
+    wanted = x.double() @ dequantise(type_, raw, torch.float32).double().t()
+    few, many = product(x[:MAX_ROWS]), product(x)
+    assert few.dtype == many.dtype == dtype
+    assert relative(few, wanted[:MAX_ROWS]) < LIMIT[dtype]
+    assert relative(many, wanted) < ROUNDED[dtype]
+
+
+@pytest.mark.parametrize("at_a_time", [1, 8, 9])
+def test_a_matrix_too_large_to_be_expanded_at_once(at_a_time, monkeypatch):
+    type_, raw = blocks("Q8_0", 17, 256)
+    product = PlaneMatrix(type_, take_apart(type_, raw), 256)
+    x = normal(MAX_ROWS + 1, 256)
+    wanted = product(x)
+    monkeypatch.setattr(quantised, "part_rows", lambda n_columns: at_a_time)
+    seen = []
+    real = quantised.expand
+    monkeypatch.setattr(quantised, "expand", lambda *a: seen.append(a[-1]) or real(*a))
+    assert relative(product(x), wanted) < 1e-6
+    assert sum(seen) == 17
+    assert max(seen) == at_a_time
+
+
+def test_columns_of_a_wider_input(few_programs):
+    type_, raw = blocks("Q4_K", 21, 256)
+    product = PlaneMatrix(type_, take_apart(type_, raw), 256)
+    wide = normal(MAX_ROWS + 1, 400)
+    for rows in (3, MAX_ROWS + 1):
+        x = wide[:rows, 100:356]
+        assert relative(product(x), product(x.contiguous())) < 1e-6
+    assert product(wide[:1, 100:356]).shape == (1, 21)
+
+
+# ---- experts
+
+
+class Both(NamedTuple):
+    """The same experts as planes and as blocks."""
+
+    planes: PlaneExperts
+    blocks: BlockExperts
+
+
+def experts_of(kind: str, n_experts: int, n: int, k: int) -> Both:
+    type_, raw = blocks(kind, n_experts * n, k)
+    planes = take_apart(type_, raw).map(lambda p: p.view(n_experts, n, -1))
+    return Both(PlaneExperts(type_, planes, k), BlockExperts(type_, raw.view(n_experts, n, -1), k))
+
+
+@of_each
+def test_experts_as_planes_and_as_blocks(kind, dtype, few_programs):
+    a, b = experts_of(kind, 4, 12, 256)
+    assert (a.n_experts, a.n_out, a.n_numbers, a.n_bytes) == (b.n_experts, b.n_out, b.n_numbers, b.n_bytes)
+    x, chosen = normal(2, 256, dtype=dtype), torch.tensor([2, 0, 3, 2], device=DEVICE)
+    assert torch.equal(a.some(chosen[1:], dtype), b.some(chosen[1:], dtype))
+    assert relative(a.routed(x, chosen, 2), b.routed(x, chosen, 2)) < ROUNDED[dtype]
+    assert relative(a.one(2)(x), b.one(2)(x)) < ROUNDED[dtype]
+
+
+@pytest.mark.parametrize("dtype", DTYPES[1:])
+def test_ways_through_an_mlp_of_experts(dtype, few_programs):
+    up, down = experts_of("Q8_0", 3, 512, 256), experts_of("Q4_K", 3, 24, 256)
+    mlp = ExpertMlp(up.planes, down.planes, "silu", Reference())
+    plain = ExpertMlp(up.blocks, down.blocks, "silu", Reference())
+    x, chosen = normal(3, 256, dtype=dtype), torch.tensor([[2, 0], [0, 2], [2, 0]], device=DEVICE)
+    weights = normal(3, 2).softmax(dim=1)
+    wanted = plain.one_by_one(x, chosen, weights)
+    limit = 3 * ROUNDED[dtype]
+    assert relative(mlp.one_by_one(x, chosen, weights), wanted) < limit
+    assert relative(mlp.gathered(x, chosen, weights), wanted) < limit
+    assert relative(mlp.batched(x, chosen, weights), wanted) < limit
+
+
+def test_experts_joined_from_two_types(few_programs):
+    (a, a_blocks), (b, b_blocks) = experts_of("Q6_K", 3, 8, 256), experts_of("Q4_0", 3, 5, 256)
+    joined, wanted = JoinedExperts([a, b]), JoinedExperts([a_blocks, b_blocks])
+    x, chosen = normal(2, 256), torch.tensor([1, 2, 2, 0], device=DEVICE)
+    assert joined.few_pairs == PlaneExperts.few_pairs > wanted.few_pairs
+    assert relative(joined.routed(x, chosen, 2), wanted.routed(x, chosen, 2)) < 4e-6
+
+
+# ---- lookups
+
+
+@of_dtypes
+@of_kinds
+def test_rows_of_a_table_are_the_same_bits(kind, dtype):
+    type_, raw = blocks(kind, 50, 512)
+    ids = torch.tensor([7, 0, 49, 7, 13], device=DEVICE)
+    a, b = PlaneTable(type_, take_apart(type_, raw), dtype), BlockTable(type_, raw, dtype)
+    assert a.n_bytes == b.n_bytes
+    assert a(ids).dtype == dtype
+    assert torch.equal(a(ids), b(ids))
+
+
+# ---- loading
+
+
+def weights_of(path, kept) -> Weights:
+    return Weights(open_spec(path).files, kept, Chooser(CPU, torch.float32, kernels=True), lambda done, total: None)
+
+
+@of_kinds
+def test_planes_are_read_piece_by_piece(kind, tmp_path, monkeypatch):
+    """Ranges of rows in the order asked for; the planes hold the file's bytes, and no more than was planned."""
+    monkeypatch.setattr("daemons.weights.CHUNK_BYTES", 3000)
+    path = write(tmp_path / "model.gguf", Tiny(n_layers=2), [kind])
+    spec = open_spec(path)
+    kept = residents(spec, LayerRange(0, 1), first=False, last=False, backend=Backend.CUDA, dtype=Dtype.FLOAT32)
+    gate, up = "blk.0.ffn_gate.weight", "blk.0.ffn_up.weight"
+    weights = weights_of(path, kept)
+    product = weights.linear(gate, up)
+    weights.close()
+    stored = {t.name: torch.from_numpy(np.array(t.data)) for t in gguf.GGUFReader(path).tensors if t.name in (gate, up)}
+    assert isinstance(product, PlaneMatrix)
+    assert torch.equal(put_together(product.kind, product.planes), torch.cat([stored[gate], stored[up]]))
+    assert product.n_bytes == weights.n_bytes == sum(r.n_bytes for r in kept if r.name in (gate, up))
+    weights = weights_of(path, kept)
+    product = weights.linear(Rows(gate, ((10, 12), (0, 3))), Rows(up))
+    weights.close()
+    wanted = torch.cat([stored[gate][10:12], stored[gate][0:3], stored[up]])
+    assert torch.equal(put_together(product.kind, product.planes), wanted)
+
+
+def test_a_table_that_is_the_output_matrix_too_is_held_once(tmp_path):
+    path = write(tmp_path / "model.gguf", Tiny(n_layers=2), ["Q6_K"])
+    spec = open_spec(path)
+    kept = residents(spec, LayerRange(0, 2), first=True, last=True, backend=Backend.CUDA, dtype=Dtype.FLOAT32)
+    weights = weights_of(path, kept)
+    table, head = weights.table("token_embd.weight"), weights.linear("token_embd.weight")
+    weights.close()
+    assert isinstance(table, PlaneTable)
+    assert isinstance(head, PlaneMatrix)
+    assert table.planes is head.planes
+    assert weights.n_bytes == head.n_bytes == sum(r.n_bytes for r in kept if r.name == "token_embd.weight")
+
+
+def test_a_model_takes_the_bytes_that_were_planned(spec_of):
+    """Asserted where it is loaded, for experts, a head and matrices of several types."""
+    stages = with_forms_of(spec_of("qwen35moe", "k"), Backend.CUDA, kernels=True)
+    chosen = [v for k, v in stages[0].kernels.items() if "linear Q" in k or "experts Q" in k]
+    assert chosen
+    assert set(chosen) == {"planes, triton"}
