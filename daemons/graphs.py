@@ -28,6 +28,25 @@ Work = Callable[[Tensor | None, Batch], Tensor]
 """What is recorded: rows of a boundary (None at the head) and a batch, to the rows of the shard's end."""
 
 
+def record(device: torch.device, work: Callable[[], Tensor], pool: Any) -> tuple[torch.cuda.CUDAGraph, Tensor]:
+    """The launches of ``work`` on a GPU, none of which runs, and its result, which lies in ``pool``'s memory.
+
+    Raises RuntimeError (torch's) when it waits for the device or needs memory that is not there.
+    """
+    graph = torch.cuda.CUDAGraph()
+    stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+    stream.wait_stream(torch.cuda.current_stream(device))
+    with torch.cuda.stream(stream):
+        # other threads of the daemon copy snapshots meanwhile: theirs are no business of this recording
+        graph.capture_begin(pool=pool, capture_error_mode="thread_local")
+        try:
+            out = work()
+        finally:
+            graph.capture_end()
+    torch.cuda.current_stream(device).wait_stream(stream)
+    return graph, out
+
+
 @dataclass(slots=True)
 class Recording:
     """A recorded step and the memory that it reads and writes."""
@@ -84,25 +103,15 @@ class Recordings:
         self, pattern: Pattern, rows: Tensor | None, layout: Layout, tables: dict[Space, Tensor]
     ) -> Recording | None:
         """Record the step, without running it."""
-        graph = torch.cuda.CUDAGraph()
         packed = layout.on(self.device)
         fixed = None if rows is None else torch.empty_like(rows, device=self.device)
         if self._pool is None:
             self._pool = torch.cuda.graph_pool_handle()
-        stream = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
-        stream.wait_stream(torch.cuda.current_stream(self.device))
         try:
-            with torch.cuda.stream(stream):
-                # other threads of the daemon copy snapshots meanwhile: theirs are no business of this recording
-                graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
-                try:
-                    out = self.work(fixed, Batch(layout, tables, packed))
-                finally:
-                    graph.capture_end()
+            graph, out = record(self.device, lambda: self.work(fixed, Batch(layout, tables, packed)), self._pool)
         except RuntimeError as error:  # of whatever kind, out of memory too: the step can still be launched one by one
             self._refused.add(pattern)
             self._pool = None  # a recording that was cut off never gives it back
             self.warn(f"steps of {pattern} on {self.device} cannot be recorded and are slower: {error}")
             return None
-        torch.cuda.current_stream(self.device).wait_stream(stream)
         return Recording(graph, packed, fixed, out)

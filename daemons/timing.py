@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from daemons import device as devices
+from daemons.graphs import record
 from daemons.models.stack import Stack, stream_dtype
 from daemons.models.stage import Stage
 from daemons.state.batch import Batch, Layout
@@ -83,17 +84,35 @@ def _timed(spec: ModelSpec, stage: Stage, piece: Slice) -> tuple[float, float]:
     inputs = torch.randn(max(n, MAX_CALLS), spec.embedding, generator=noise)
     inputs = stream_dtype(inputs, stage.dtype, stack.device)
 
-    def layers(call: int) -> None:
+    def layers(call: int) -> Tensor:
         h = inputs[:n] if n > 1 else inputs[call : call + 1]
         for layer in stack.layers:
             h = layer(h, batch)
+        return h
 
     ends = 0.0
     if stack.head is not None:
         ends += _seconds(lambda _: _head(stack, batch), stack.device)
     if stack.tail is not None:
         ends += _seconds(lambda call: _tail(stack, inputs[call : call + 1]), stack.device)
-    return _seconds(layers, stack.device), ends
+    recorded = stage.recordings[0] is not None and layout.pattern is not None
+    return _seconds(_Recorded(stack.device, layers) if recorded else layers, stack.device), ends
+
+
+class _Recorded:
+    """Work as a GPU does it in a step of few tokens: launched one by one the first time, then recorded."""
+
+    def __init__(self, device: torch.device, work: Callable[[int], Tensor]) -> None:
+        self.device, self.work = device, work
+        self.graphs: dict[int, torch.cuda.CUDAGraph] = {}
+        self.pool = torch.cuda.graph_pool_handle()
+
+    def __call__(self, call: int) -> None:
+        if not self.graphs:
+            self.work(call)  # compiles
+        if call not in self.graphs:
+            self.graphs[call], _ = record(self.device, lambda: self.work(call), self.pool)
+        self.graphs[call].replay()
 
 
 def _head(stack: Stack, batch: Batch) -> None:
@@ -106,7 +125,7 @@ def _tail(stack: Stack, row: Tensor) -> None:
         stack.tail(row)
 
 
-def _seconds(work: Callable[[int], None], device: torch.device) -> float:
+def _seconds(work: Callable[[int], object], device: torch.device) -> float:
     """Seconds of a call, queued behind others as in a step: devices are waited for once a round."""
 
     def once(n_calls: int) -> float:

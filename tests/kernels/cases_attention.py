@@ -43,7 +43,7 @@ CASES = [
     _few("fp16", "fp16", 128, 4, 1, device=Device(60, 64 << 10, 0)),
     _few("bf16", "bf16", 256, 8, 1, device=H200),
     _few("bf16", "bf16", 128, 6, 16, capped=True, device=H200),
-    _few("bf16", "q8_0", 256, 6, 1, device=H200),
+    _few("bf16", "q8_0", 256, 6, 1),
     _few("fp16", "q8_0", 80, 8, 4),
     _few("bf16", "bf16", 512, 8, 5),
     _few("fp32", "fp32", 256, 4, 1),

@@ -55,13 +55,6 @@ def _gate_heads(name: str, dtype: str, d: int, per_head: bool, softplus: bool) -
     return Case(name, basic.gate_heads_kernel, signature, constants, tuple(signature), {"num_warps": 4})
 
 
-def _group_sums(dtype: str) -> Case:
-    signature = {"x": f"*{dtype}", "out": "*fp32", "n_groups": "i32", "row_stride": "i32"}
-    constants = {"GROUP": basic.GROUP, "GROUPS": basic.TILE // basic.GROUP}
-    aligned = ("x", "out", "n_groups", "row_stride")
-    return Case(f"group_sums {dtype}", basic.group_sums_kernel, signature, constants, aligned, {"num_warps": 4})
-
-
 CASES = [
     _norm("rms_norm rows fp16", "fp16", 5120, None),
     _norm("rms_norm heads fp32, no weight", "fp32", 128, 16, weighted=False),
@@ -70,5 +63,4 @@ CASES = [
     _query_key("query_key bf16, a part rotated", "bf16", 256, 32),
     _gated("bf16", gelu=True),
     _gate_heads("gate_heads bf16, softplus a head", "bf16", 128, per_head=True, softplus=True),
-    _group_sums("fp16"),
 ]

@@ -63,7 +63,7 @@ def _group_sums(dtype: str) -> Case:
 
 CASES = [
     *(_multiply(kind, "bf16") for kind in ("Q4_K", "Q5_K", "Q6_K", "Q4_0", "Q8_0")),
-    _multiply("Q4_K", "fp16", 64, parts=False),
+    _multiply("Q4_K", "fp16", 16, parts=False),
     _multiply("Q6_K", "fp16", routed=True),
     _multiply("Q4_K", "fp32", parts=False),
     _multiply("Q6_K", "fp32"),

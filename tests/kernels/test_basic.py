@@ -106,8 +106,9 @@ def test_the_norm_is_that_of_the_rounded_sum(dtype):
     weight = torch.full((1024,), 100.0, device=DEVICE)
     total, found = basic.add_rms_norm(h, delta, weight, EPS)
     assert torch.equal(total[:, ::2], h[:, ::2])
-    equal = found == RmsNorm(weight, 1024, EPS)(h)
-    assert equal[:, 1::2].float().mean() > (0.9 if dtype != torch.float32 else 0.2)
+    if dtype != torch.float32:  # there sums of another order differ as much
+        equal = found == RmsNorm(weight, 1024, EPS)(h)
+        assert equal[:, 1::2].float().mean() > 0.9
 
 
 def apart(t, h, d, dtype):
@@ -207,19 +208,6 @@ def test_softplus_of_far_gates(dtype):
     torch.testing.assert_close(found.double(), exact, rtol=2e-5, atol=1e-30)
 
 
-# ---- sums of groups
-
-
-@pytest.mark.parametrize(("t", "k"), [(1, 5120), (4, 2816), (3, 16), (2, 17408 // 8)])
-def test_group_sums(dtype, t, k):
-    for x in (normal(t, k, dtype=dtype), cut(t, k, dtype=dtype)):
-        found = basic.group_sums(x)
-        assert found.dtype == torch.float32
-        assert found.is_contiguous()
-        # sums of numbers around 1 that may cancel each other
-        torch.testing.assert_close(found, x.float().view(t, -1, 16).sum(-1), rtol=0, atol=1e-5)
-
-
 # ---- all of them
 
 
@@ -235,7 +223,6 @@ def every(t, dtype, d=64):
         basic.query_key(wide, weight, EPS, cos, sin),
         basic.gated(h, "silu"),
         basic.gate_heads(wide, gates, "softplus"),
-        basic.group_sums(h),
     )
 
 

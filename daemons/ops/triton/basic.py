@@ -1,4 +1,4 @@
-"""The small operations of a decoder layer, each one launch: norms, rotary positions, gates, sums of groups.
+"""The small operations of a decoder layer, each one launch: norms, rotary positions, gates.
 
 Arithmetic is float32 whatever the activations are, rounded once where a result is stored.  Numbers of tokens are
 runtime arguments that nothing is compiled for; widths and head dims are a model's, and compiled in.
@@ -17,8 +17,6 @@ from torch import Tensor
 TILE = 1024
 """Numbers of a program that holds several short rows or a part of a long one: 16 bytes of half precision for each
 thread."""
-GROUP = 16
-"""Numbers that :func:`group_sums` adds."""
 
 
 # ---- norms
@@ -325,35 +323,3 @@ def gate_heads(out: Tensor, gate: Tensor, kind: str) -> Tensor:
         num_warps=4,
     )
     return result
-
-
-# ---- sums of groups
-
-
-@triton.jit
-def group_sums_kernel(
-    x,  # [T, K]
-    out,  # [T, K / GROUP] contiguous
-    n_groups,  # K / GROUP
-    row_stride,
-    GROUP: tl.constexpr,
-    GROUPS: tl.constexpr,
-) -> None:
-    row = tl.program_id(0).to(tl.int64)
-    group = tl.program_id(1) * GROUPS + tl.arange(0, GROUPS)
-    at = x + row * row_stride + group[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
-    value = tl.load(at, mask=(group < n_groups)[:, None], other=0.0).to(tl.float32)
-    tl.store(out + row * n_groups + group, tl.sum(value, axis=1), mask=group < n_groups)
-
-
-def group_sums(x: Tensor) -> Tensor:
-    """Sums of each 16 consecutive numbers of a row of x ``[T, K]``, K a multiple of 16: float32 ``[T, K / 16]``."""
-    tokens, n_groups = x.shape[0], x.shape[1] // GROUP
-    assert x.shape == (tokens, n_groups * GROUP)
-    assert x.stride(1) == 1
-    out = torch.empty((tokens, n_groups), dtype=torch.float32, device=x.device)
-    groups = TILE // GROUP
-    group_sums_kernel[(tokens, triton.cdiv(n_groups, groups))](
-        x, out, n_groups, x.stride(0), GROUP=GROUP, GROUPS=groups, num_warps=4
-    )
-    return out

@@ -1,0 +1,136 @@
+"""Products with quantised matrices: Triton's kernels beside plain torch, on one GPU.
+
+    python bench/kernels.py [--device cuda:0] [--rounds 5] [--name NAME] [--save]
+
+Matrices of the 27B shape, random blocks, bfloat16 activations.  Each product is recorded in a graph over as many copies
+of the matrix as do not fit a GPU's cache, so that neither launches nor caches count; kernel and plain form take turns
+within a round.  `GB/s`: bytes of the matrix as it rests, over the time; the plain form expands the matrix first.
+--save writes bench/results/kernels-NAME.json.
+"""
+
+import argparse
+import json
+import platform
+import statistics
+from importlib.metadata import version
+from pathlib import Path
+
+import torch
+
+from daemons.device import prepare
+from daemons.ops.linear import Blocks
+from daemons.ops.quantised import PlaneMatrix
+from daemons.planes import empty, put_together
+from lucevisor.wire.ggml_types import BY_NAME
+from lucevisor.wire.values import Backend
+
+MATRICES = (
+    ("gate and up", "Q4_K", 34816, 5120),
+    ("delta net in", "Q4_K", 16480, 5120),
+    ("delta net out", "Q4_K", 5120, 6144),
+    ("down", "Q6_K", 5120, 17408),
+    ("a quarter of output", "Q6_K", 62080, 5120),
+    ("down", "Q5_K", 5120, 17408),
+    ("down", "Q8_0", 5120, 17408),
+    ("down", "Q4_0", 5120, 17408),
+)
+ROWS = (1, 8, 32, 512)
+CACHE_BYTES = 300_000_000
+
+
+def planes_of(kind, n, k, device):
+    """Random codes, small scales."""
+    planes = empty(kind, n, k, device)
+    for plane in planes.tensors():
+        if plane.dtype == torch.float16:
+            plane.normal_(std=1e-3)
+        else:
+            limits = torch.iinfo(plane.dtype)
+            plane.random_(limits.min, limits.max)
+    if kind.name in ("Q4_K", "Q5_K"):
+        planes.scales.view(n, -1, 4)[..., 3] = 0x04000400  # d and dmin
+    return planes
+
+
+def recorded(products, x):
+    """A graph of the products, and how many they are."""
+    for product in products:
+        product(x)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for product in products:
+            product(x)
+    graph.replay()
+    return graph, len(products)
+
+
+def seconds(graph, count):
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start.record()
+    graph.replay()
+    end.record()
+    torch.cuda.synchronize()
+    return start.elapsed_time(end) / 1e3 / count
+
+
+def measure(options):
+    rows_of_table = []
+    for name, kind_name, n, k in MATRICES:
+        kind = BY_NAME[kind_name]
+        n_bytes = n * k // kind.block_elements * kind.block_bytes
+        copies = [planes_of(kind, n, k, options.device) for _ in range(max(2, CACHE_BYTES // n_bytes + 1))]
+        kernels = [PlaneMatrix(kind, planes, k) for planes in copies]
+        plain = [Blocks(kind, put_together(kind, planes), k) for planes in copies[:2]]
+        for rows in ROWS:
+            x = torch.randn(rows, k, device=options.device, dtype=torch.bfloat16)
+            wanted, found = plain[0](x).float(), kernels[0](x).float()
+            error = float((found - wanted).norm() / wanted.norm())
+            if not error < 1e-2:
+                raise SystemExit(f"{kind_name} {n} x {k}, {rows} rows: relative error {error}")
+            graphs = [recorded(kernels, x), recorded(plain, x)]
+            times = [[seconds(*graph) for graph in graphs] for _ in range(options.rounds + 1)][1:]
+            ours, theirs = (statistics.median(t[i] for t in times) for i in range(2))
+            rows_of_table.append(
+                {
+                    "matrix": name, "kind": kind_name, "shape": [n, k], "rows": rows, "kernel_us": 1e6 * ours,
+                    "plain_us": 1e6 * theirs, "ratio": ours / theirs, "GB/s": n_bytes / ours / 1e9, "error": error,
+                }
+            )  # fmt: skip
+            del graphs
+    return rows_of_table
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", type=torch.device, default=torch.device("cuda:0"))
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--name", default="gpu", help="of the result")
+    parser.add_argument("--save", action="store_true", help="write bench/results/kernels-NAME.json")
+    options = parser.parse_args()
+    prepare(Backend.CUDA, 0)
+    torch.cuda.set_device(options.device)
+    where = {
+        "device": torch.cuda.get_device_name(options.device),
+        "python": platform.python_version(),
+        "torch": version("torch"),
+        "triton": version("triton"),
+        "rounds": options.rounds,
+    }
+    with torch.inference_mode():
+        found = measure(options)
+    print(", ".join(f"{name} {value}" for name, value in where.items()))
+    print(f"{'product':44} | {'kernel':>10} | {'plain':>10} | ratio |   GB/s")
+    for row in found:
+        label = f"{row['matrix']} {row['kind']} {row['shape'][0]} x {row['shape'][1]}, {row['rows']} rows"
+        print(
+            f"{label:44} | {row['kernel_us']:7.1f} us | {row['plain_us']:7.1f} us | {row['ratio']:.3f} | "
+            f"{row['GB/s']:6.0f}"
+        )
+    if options.save:
+        path = Path(__file__).parent / "results" / f"kernels-{options.name}.json"
+        path.write_text(json.dumps({"conditions": where, "rows": found}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
