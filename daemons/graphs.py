@@ -73,7 +73,7 @@ class Recordings:
     warn: Callable[[str], None] = lambda _: None
     _seen: dict[Pattern, int] = field(default_factory=dict)
     _kept: OrderedDict[Pattern, Recording] = field(default_factory=OrderedDict)
-    _tables: dict[Space, int] = field(default_factory=dict)
+    _tables: dict[Space, tuple[int, int]] = field(default_factory=dict)
     _pool: Any = None  # torch's handle of the memory that all recordings share
     _refused: set[Pattern] = field(default_factory=set)
 
@@ -82,10 +82,10 @@ class Recordings:
         pattern = layout.pattern
         if pattern is None or pattern in self._refused:
             return self.work(rows, Batch(layout, tables, layout.on(self.device)))
-        addresses = {space: table.data_ptr() for space, table in tables.items()}
-        if addresses != self._tables:  # tables that grew lie elsewhere
+        places = {space: (table.data_ptr(), table.stride(0)) for space, table in tables.items()}
+        if places != self._tables:  # tables grow
             self._kept.clear()
-            self._tables = addresses
+            self._tables = places
         found = self._kept.get(pattern)
         if found is None:
             self._seen[pattern] = self._seen.get(pattern, 0) + 1

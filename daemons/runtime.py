@@ -78,17 +78,28 @@ class Runtime:
             stage = Stage.load(runtime.spec, plan, load, backend, reporter.progress)
             for warning in stage.warnings:
                 reporter.log("warning", warning, stage=plan.stage)
-            if any(stage.recordings):
-                for shard in plan.shards:
-                    reporter.progress(Progress(plan.stage, shard.device, 0, 0, "warm up"))
-                warm_up(stage)
             stage.warn = partial(reporter.log, "warning", stage=plan.stage)
             runtime.stages[plan.stage] = stage
             uses += stage.usage()
             kernels |= stage.kernels
             if plan.target is None:
                 runtime._sampler = Sampler(runtime.spec.vocabulary, stage.device)
-        return runtime, Loaded(uses, kernels, time.monotonic() - started)
+        loaded = Loaded(uses, kernels, time.monotonic() - started)
+        runtime._warm_up(reporter)
+        return runtime, loaded
+
+    def _warm_up(self, reporter: Reporter) -> None:
+        """Let the compilers of those stages run that have any."""
+        for plan in self._load.stages:
+            stage = self.stages[plan.stage]
+            if any(stage.recordings):
+                started = time.monotonic()
+                for shard in plan.shards:
+                    reporter.progress(Progress(plan.stage, shard.device, 0, 0, "warm up"))
+                warm_up(stage)
+                reporter.log(
+                    "info", "kernels are ready", stage=plan.stage, seconds=round(time.monotonic() - started, 1)
+                )
 
     @torch.inference_mode()
     def run_step(self, step: Step, stage_index: int, wait_s: float) -> Outcome:

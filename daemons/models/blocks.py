@@ -227,7 +227,7 @@ class DeltaNet:
     ) -> None:
         self.shape, self.w, self.convolution, self.states = shape, weights, convolution, states
         w = weights
-        self.few = operations.mix(MixWeights(shape.n_key, shape.n_value, shape.dim, w.taps, w.decay, w.dt, w.norm))
+        self.mix = operations.mix(MixWeights(shape.n_key, shape.n_value, shape.dim, w.taps, w.decay, w.dt, w.norm))
         s = shape
         self.columns = [s.channels, s.n_value * s.dim, s.n_value, s.n_value]
         self.channels = [2 * s.n_key * s.dim, s.n_value * s.dim]
@@ -243,8 +243,8 @@ class DeltaNet:
     def _mix(self, group: Group, y: Tensor) -> Tensor:
         """Input columns [B, n, C + ...] to gated outputs [B, n, N, Dv], float32; moves the group's states on."""
         s, b, n = self.shape, group.n_slices, group.n_tokens
-        if self.few is not None and n <= FEW_TOKENS:
-            found = self.few(y.flatten(0, 1), self.convolution, self.states, group.states)
+        if self.mix is not None and (self.mix.longest is None or n <= self.mix.longest):
+            found = self.mix(y.flatten(0, 1), self.convolution, self.states, group.states, group.offset)
             return found.view(b, n, s.n_value, s.dim)
         if y.dtype != torch.float32:
             y = y.float()

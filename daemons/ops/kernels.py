@@ -5,10 +5,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from daemons.ops.operations import Attend, Mix, MixWeights, Norm, PagedQuery
+from daemons.ops.operations import FEW_TOKENS, Attend, Mix, MixWeights, Norm, PagedQuery
 from daemons.ops.paged import PagedTensor
 from daemons.ops.triton import basic
 from daemons.ops.triton.attention import attend_few
+from daemons.ops.triton.delta_chunks import mix_run
 from daemons.ops.triton.delta_rule import Mixer, mix_few
 
 
@@ -30,6 +31,22 @@ class KernelNorm:
     def added(self, h: Tensor, delta: Tensor) -> tuple[Tensor, Tensor]:
         assert self.weight is not None
         return basic.add_rms_norm(h, delta, self.weight, self.epsilon)
+
+
+class KernelMix:
+    """See :class:`daemons.ops.operations.Mix`.  Only heads of 32, 64, 128, ... have a form for long runs."""
+
+    __slots__ = ("longest", "mixer")
+
+    def __init__(self, w: MixWeights) -> None:
+        assert w.norm.weight is not None
+        self.mixer = Mixer(w.n_key, w.n_value, w.dim, w.taps, w.decay, w.dt, w.norm.weight, w.norm.epsilon)
+        self.longest = None if w.dim >= 32 and w.dim & (w.dim - 1) == 0 else FEW_TOKENS
+
+    def __call__(self, y: Tensor, convolution: Tensor, states: Tensor, ids: Tensor, offset: int) -> Tensor:
+        if y.shape[0] // ids.shape[0] <= FEW_TOKENS:
+            return mix_few(y, convolution, states, ids, self.mixer)
+        return mix_run(y, convolution, states, ids, self.mixer, offset)
 
 
 class Kernels:
@@ -67,11 +84,4 @@ class Kernels:
         return few
 
     def mix(self, weights: MixWeights) -> Mix | None:
-        w = weights
-        assert w.norm.weight is not None
-        mixer = Mixer(w.n_key, w.n_value, w.dim, w.taps, w.decay, w.dt, w.norm.weight, w.norm.epsilon)
-
-        def few(y: Tensor, convolution: Tensor, states: Tensor, ids: Tensor) -> Tensor:
-            return mix_few(y, convolution, states, ids, mixer)
-
-        return few
+        return KernelMix(weights)

@@ -53,8 +53,18 @@ class PagedQuery:
 
 Attend = Callable[[Tensor, PagedTensor, PagedTensor, PagedQuery], Tensor]
 """Queries [B n, H, D], pages of keys and values -> [B n, H, D]."""
-Mix = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
-"""Columns [B n, C + ...], pools of convolution and delta states, ids [B] -> gated outputs [B n, N D]."""
+
+
+class Mix(Protocol):
+    """The gated delta net: columns [B n, C + ...] to gated outputs [B n, N D]; moves the states ``ids`` [B] of both
+    pools on.
+    """
+
+    longest: int | None
+    """Tokens of a slice that it takes at most; None: any number."""
+
+    def __call__(self, y: Tensor, convolution: Tensor, states: Tensor, ids: Tensor, offset: int) -> Tensor:
+        """``offset``: the slices' start modulo the chunk of the delta rule."""
 
 
 @dataclass(frozen=True)
@@ -89,7 +99,7 @@ class Operations(Protocol):
         """Attention of slices of up to FEW_TOKENS."""
 
     def mix(self, weights: MixWeights) -> Mix | None:
-        """The gated delta net of slices of up to FEW_TOKENS."""
+        """The gated delta net, if it has a form of its own."""
 
 
 class Reference:

@@ -153,7 +153,7 @@ class Loaded(msgspec.Struct, frozen=True):
 
     shards: list[DeviceUse]
     kernels: dict[str, str]  # op or quant type -> implementation the chooser took
-    seconds: float
+    seconds: float  # until the weights lay there, without what compiling kernels took
 
 
 # ---- steps

@@ -40,6 +40,7 @@ class Case:
 
     ``signature``: argument -> Triton type ("*fp32", "i32"); arguments not named are those of ``constants``.
     ``aligned``: arguments that are multiples of 16, as the launcher finds for most pointers and sizes.
+    ``targets``: those it is compiled for.
     """
 
     name: str
@@ -48,6 +49,7 @@ class Case:
     constants: dict[str, Any]
     aligned: tuple[str, ...] = ()
     options: dict[str, int] = field(default_factory=dict)
+    targets: tuple[str, ...] = tuple(TARGETS)
 
 
 def cases() -> list[Case]:
@@ -74,7 +76,7 @@ def compiled(case: Case, target: str) -> Any:
 def report(target: str) -> dict[str, Any]:
     """Compile all cases for one target."""
     began, failures, machine_code = time.monotonic(), {}, "hsaco" if target.startswith("gfx") else "cubin"
-    found = cases()
+    found = [c for c in cases() if target in c.targets]
     for case in found:
         try:
             if not compiled(case, target).asm[machine_code]:

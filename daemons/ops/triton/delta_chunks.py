@@ -1,0 +1,290 @@
+"""The gated delta net mixer for runs of tokens: prefill.  For few tokens there is ``delta_rule``.
+
+Source: Yang, Wang, Zhang, Shen, Kim, "Parallelizing Linear Transformers with the Delta Rule" (2024) and Yang, Kautz,
+Hatamizadeh, "Gated Delta Networks" (2024); the numbers are those of ``daemons.ops.delta_rule.chunked``.  Four launches:
+
+    convolve_kernel   a token and head: q, k, v and the gates
+    solve_kernel      a chunk and value head: how its tokens act on each other; all chunks at once
+    carry_kernel      a value head and some of its columns: S from chunk to chunk, the only part that waits for itself
+    gate_kernel       some tokens of a value head: gated norm
+
+With ``kept`` what S keeps at a token, a chunk has ``grown``_i = kept_0 .. kept_i, ``left``_j = kept_(j+1) .. kept_last
+and ``ratio``_ij = kept_(j+1) .. kept_i for j <= i, else 0.  They are made as products, not as exponentials of
+differences of sums: nothing overflows, and no digits are lost behind a token that forgets all.
+
+    L = strictly lower part of diag(beta) K K' * ratio      solve  = (I + L)^-1 diag(beta)
+    u = solve (V - diag(grown) K S)                         within = Q K' * ratio
+    O = diag(grown) Q S + within u                          S <- grown_last S + K' diag(left) u
+"""
+
+from __future__ import annotations
+
+from functools import cache
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from daemons.ops.delta_rule import CHUNK
+from daemons.ops.triton.delta_rule import Mixer, convolve_kernel, convolve_options
+
+VALUES = 32
+"""Columns of S in a program of :func:`carry_kernel`: four programs a head of 128, which fill an H200 from one slice."""
+ROWS = 16
+"""Tokens in a program of :func:`gate_kernel`."""
+
+
+@triton.jit
+def _inverse(lower, SIZE: tl.constexpr, PRECISION: tl.constexpr):
+    """(I + lower)^-1 for a strictly lower triangular [SIZE, SIZE].
+
+    Blocks of 16 on the diagonal by elimination, all of them at once, then pairs of them: the inverse of
+    [[A, 0], [C, B]] is D - D [[0, 0], [C, 0]] D with D = [[A^-1, 0], [0, B^-1]].  What stands between is not much
+    larger than the result; powers of ``lower``, for a series, would be where keys resemble each other.
+    """
+    BLOCKS: tl.constexpr = SIZE // 16
+    block, at = tl.arange(0, BLOCKS), tl.arange(0, 16)
+    diagonal = block[:, None, None, None] == block[None, None, :, None]
+    small = tl.sum(tl.where(diagonal, tl.reshape(lower, [BLOCKS, 16, BLOCKS, 16]), 0.0), axis=2)
+    row, column = at[None, :, None], at[None, None, :]
+    found = tl.where(row == column, 1.0, tl.zeros_like(small))
+    for i in range(15):
+        done = tl.sum(tl.where(row == i, found, 0.0), axis=1)
+        below = tl.sum(tl.where(column == i, small, 0.0), axis=2)
+        found -= below[:, :, None] * done[:, None, :]
+    inverse = tl.reshape(tl.where(diagonal, found[:, :, None, :], 0.0), [SIZE, SIZE])
+    i, j = tl.arange(0, SIZE)[:, None], tl.arange(0, SIZE)[None, :]
+    for level in tl.static_range(2):
+        corner = (i // (16 << level) != j // (16 << level)) & (i // (32 << level) == j // (32 << level))
+        corner = tl.where(corner, lower, 0.0)
+        corner = tl.dot(inverse, corner, input_precision=PRECISION)
+        inverse -= tl.dot(corner, inverse, input_precision=PRECISION)
+    return inverse
+
+
+@triton.jit(do_not_specialize=["n", "offset"])
+def solve_kernel(
+    mixed,  # [B n, C]
+    gates,  # [B n, N_VALUE, 2]
+    pairs,  # [B, chunks, N_VALUE, 2, SIZE, SIZE]: solve, within
+    decays,  # [B, chunks, N_VALUE, 2, SIZE]: grown, left
+    n,
+    offset,
+    N_KEY: tl.constexpr,
+    N_VALUE: tl.constexpr,
+    DIM: tl.constexpr,
+    SIZE: tl.constexpr,
+    WIDTH: tl.constexpr,
+    PRECISION: tl.constexpr,
+) -> None:
+    """One chunk of one value head.  Grid [N_VALUE, chunks, B]; the first and last chunk may be partly empty."""
+    j, c, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    C: tl.constexpr = (2 * N_KEY + N_VALUE) * DIM
+    at, channel = tl.arange(0, SIZE), tl.arange(0, WIDTH)
+    token = c * SIZE - offset + at
+    inside = (token >= 0) & (token < n)
+    row = b.to(tl.int64) * n + token
+    kept = tl.load(gates + (row * N_VALUE + j) * 2, mask=inside, other=1.0)  # an empty row leaves S as it is
+    beta = tl.load(gates + (row * N_VALUE + j) * 2 + 1, mask=inside, other=0.0)
+    qk, kk = tl.zeros([SIZE, SIZE], dtype=tl.float32), tl.zeros([SIZE, SIZE], dtype=tl.float32)
+    at_q = mixed + row[:, None] * C + (j % N_KEY) * DIM + channel[None, :]
+    for _ in range(DIM // WIDTH):
+        q = tl.load(at_q, mask=inside[:, None], other=0.0)
+        k = tl.load(at_q + N_KEY * DIM, mask=inside[:, None], other=0.0)
+        qk = tl.dot(q, tl.trans(k), acc=qk, input_precision=PRECISION)
+        kk = tl.dot(k, tl.trans(k), acc=kk, input_precision=PRECISION)
+        at_q += WIDTH
+
+    below = at[:, None] > at[None, :]
+    ratio = tl.cumprod(tl.where(below, kept[:, None], 1.0), axis=0)
+    ratio = tl.where(at[:, None] >= at[None, :], ratio, 0.0)
+    place = (b.to(tl.int64) * tl.num_programs(1) + c) * N_VALUE + j
+    decay_at = decays + place * (2 * SIZE) + at
+    tl.store(decay_at, tl.cumprod(kept, axis=0))
+    tl.store(decay_at + SIZE, tl.sum(tl.where(at[:, None] == SIZE - 1, ratio, 0.0), axis=0))
+
+    pair_at = pairs + place * (2 * SIZE * SIZE) + at[:, None] * SIZE + at[None, :]
+    tl.store(pair_at + SIZE * SIZE, qk * ratio)
+    lower = tl.where(below, kk * ratio * beta[:, None], 0.0)
+    tl.store(pair_at, _inverse(lower, SIZE, PRECISION) * beta[None, :])
+
+
+@triton.jit(do_not_specialize=["n", "offset", "n_chunks"], do_not_specialize_on_alignment=["ids"])
+def carry_kernel(
+    y,  # [B n, columns]
+    mixed,  # [B n, C]
+    pairs,  # [B, chunks, N_VALUE, 2, SIZE, SIZE]
+    decays,  # [B, chunks, N_VALUE, 2, SIZE]
+    convolution,  # [states, TAPS - 1, C]
+    states,  # [states, N_VALUE, DIM, DIM]
+    ids,  # [B]
+    n,
+    offset,
+    n_chunks,
+    y_stride,
+    N_KEY: tl.constexpr,
+    N_VALUE: tl.constexpr,
+    DIM: tl.constexpr,
+    TAPS: tl.constexpr,
+    SIZE: tl.constexpr,
+    VALUES: tl.constexpr,
+    PART: tl.constexpr,
+    KEPT: tl.constexpr,
+    PRECISION: tl.constexpr,
+) -> None:
+    """VALUES columns of S of one value head through all chunks of a slice; what it finds takes the place of v.
+
+    Grid [DIM / VALUES, N_VALUE, B].  Also moves PART channels of the window on, which only the convolution reads; n is
+    at least its TAPS - 1 rows (KEPT: rounded up).
+    """
+    part, j, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    C: tl.constexpr = (2 * N_KEY + N_VALUE) * DIM
+    state = tl.load(ids + b)
+    first = b.to(tl.int64) * n
+
+    row = tl.arange(0, KEPT)[:, None]
+    moved = (j * (DIM // VALUES) + part) * PART + tl.arange(0, PART)[None, :]
+    mine = (row < TAPS - 1) & (moved < C)
+    last = tl.load(y + (first + n - (TAPS - 1) + row) * y_stride + moved, mask=mine, other=0.0)
+    tl.store(convolution + (state * (TAPS - 1) + row) * C + moved, last.to(tl.float32), mask=mine)
+
+    HALF: tl.constexpr = DIM // 2
+    at, channel, value = tl.arange(0, SIZE), tl.arange(0, HALF), part * VALUES + tl.arange(0, VALUES)
+    matrix = states + (state * N_VALUE + j) * (DIM * DIM) + channel[:, None] * DIM + value[None, :]
+    upper, lower = tl.load(matrix), tl.load(matrix + HALF * DIM)  # S: a product with all of it needs too many registers
+    of_key = at[:, None] * C + channel[None, :]
+    of_value = at[:, None] * C + value[None, :]
+    of_pair = at[:, None] * SIZE + at[None, :]
+    place = b.to(tl.int64) * n_chunks * N_VALUE + j
+    pairs += place * (2 * SIZE * SIZE)
+    decays += place * (2 * SIZE)
+    mixed += (first - offset) * C
+    begin = -offset
+    for _ in range(n_chunks):
+        inside = (at[:, None] + begin >= 0) & (at[:, None] + begin < n)
+        q_at = mixed + (j % N_KEY) * DIM
+        k_at = q_at + N_KEY * DIM
+        v_at = mixed + (2 * N_KEY + j) * DIM
+        grown, left, shrink = tl.load(decays + at), tl.load(decays + SIZE + at), tl.load(decays + SIZE - 1)
+        k = tl.load(k_at + of_key, mask=inside, other=0.0)
+        u = tl.dot(k, upper, input_precision=PRECISION)
+        k = tl.load(k_at + HALF + of_key, mask=inside, other=0.0)
+        u = tl.dot(k, lower, acc=u, input_precision=PRECISION)
+        u = tl.load(v_at + of_value, mask=inside, other=0.0) - grown[:, None] * u
+        u = tl.dot(tl.load(pairs + of_pair), u, input_precision=PRECISION)
+        q = tl.load(q_at + of_key, mask=inside, other=0.0)
+        o = tl.dot(q, upper, input_precision=PRECISION)
+        q = tl.load(q_at + HALF + of_key, mask=inside, other=0.0)
+        o = tl.dot(q, lower, acc=o, input_precision=PRECISION) * grown[:, None]
+        o = tl.dot(tl.load(pairs + SIZE * SIZE + of_pair), u, acc=o, input_precision=PRECISION)
+        tl.store(v_at + of_value, o, mask=inside)  # each o is made of the v that it replaces, so that has been read
+        u *= left[:, None]
+        k = tl.load(k_at + of_key, mask=inside, other=0.0)  # once more: it would be in the way if held from above on
+        upper = tl.dot(tl.trans(k), u, acc=upper * shrink, input_precision=PRECISION)
+        k = tl.load(k_at + HALF + of_key, mask=inside, other=0.0)
+        lower = tl.dot(tl.trans(k), u, acc=lower * shrink, input_precision=PRECISION)
+        mixed += SIZE * C
+        pairs += N_VALUE * (2 * SIZE * SIZE)
+        decays += N_VALUE * (2 * SIZE)
+        begin += SIZE
+    tl.store(matrix, upper)
+    tl.store(matrix + HALF * DIM, lower)
+
+
+@triton.jit(do_not_specialize=["rows"])
+def gate_kernel(
+    y,  # [rows, columns]
+    mixed,  # [rows, C]: q, k, and what came of v
+    out,  # [rows, N_VALUE DIM]
+    norm,  # [DIM]
+    eps,
+    rows,
+    y_stride,
+    N_KEY: tl.constexpr,
+    N_VALUE: tl.constexpr,
+    DIM: tl.constexpr,
+    ROWS: tl.constexpr,
+) -> None:
+    """ROWS tokens of one value head: rms norm, times silu of z.  Grid [N_VALUE, rows / ROWS rounded up]."""
+    j, row = tl.program_id(0), tl.program_id(1).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
+    C: tl.constexpr = (2 * N_KEY + N_VALUE) * DIM
+    at = tl.arange(0, DIM)[None, :]
+    inside = row < rows
+    o = tl.load(mixed + row * C + (2 * N_KEY + j) * DIM + at, mask=inside, other=0.0)
+    z = tl.load(y + row * y_stride + C + j * DIM + at, mask=inside, other=0.0).to(tl.float32)
+    o *= tl.rsqrt(tl.sum(o * o, axis=1) / DIM + eps)[:, None] * tl.load(norm + at)
+    o *= z / (1.0 + tl.exp(-z))
+    tl.store(out + row * (N_VALUE * DIM) + j * DIM + at, o.to(out.dtype.element_ty), mask=inside)
+
+
+@cache
+def _precision(device: torch.device) -> str:
+    """How the products of float32 are made: where there are tensor cores for it, as three products of TF32."""
+    if device.type == "cuda" and torch.version.hip is None and torch.cuda.get_device_capability(device) >= (8, 0):
+        return "tf32x3"
+    return "ieee"
+
+
+def solve_options(n_key: int, n_value: int, dim: int, precision: str) -> dict[str, int | str]:
+    """What :func:`solve_kernel` is compiled for, and its warps."""
+    heads: dict[str, int | str] = {"N_KEY": n_key, "N_VALUE": n_value, "DIM": dim}
+    return heads | {"SIZE": CHUNK, "WIDTH": min(dim, 32), "PRECISION": precision, "num_warps": 4}
+
+
+def carry_options(n_key: int, n_value: int, dim: int, n_taps: int, precision: str) -> dict[str, int | str]:
+    """What :func:`carry_kernel` is compiled for, and its warps."""
+    values = min(dim, VALUES)
+    part = triton.cdiv((2 * n_key + n_value) * dim, n_value * (dim // values))
+    heads: dict[str, int | str] = {"N_KEY": n_key, "N_VALUE": n_value, "DIM": dim, "TAPS": n_taps}
+    window = {"PART": triton.next_power_of_2(part), "KEPT": triton.next_power_of_2(n_taps - 1)}
+    return heads | window | {"SIZE": CHUNK, "VALUES": values, "PRECISION": precision, "num_warps": 4, "num_stages": 1}
+
+
+def gate_options(n_key: int, n_value: int, dim: int) -> dict[str, int]:
+    """What :func:`gate_kernel` is compiled for, and its warps."""
+    return {"N_KEY": n_key, "N_VALUE": n_value, "DIM": dim, "ROWS": ROWS, "num_warps": 4}
+
+
+def mix_run(y: Tensor, convolution: Tensor, states: Tensor, ids: Tensor, mixer: Mixer, offset: int) -> Tensor:
+    """Input columns [B n, columns] to gated outputs [B n, n_value dim], in the dtype of ``y``; moves the states on.
+
+    As ``delta_rule.mix_few``, for n from taps - 1 to thousands and a ``dim`` that is a power of two from 32 on.
+    ``offset``: position of each slice's first token modulo CHUNK.  Borders of chunks lie at positions that are
+    multiples of CHUNK, so that the cut of a prompt into steps changes nothing but roundings.
+    """
+    m, n_taps, channels = mixer, mixer.taps.shape[0], mixer.channels
+    rows, n_slices = y.shape[0], ids.shape[0]
+    n = rows // n_slices
+    assert y.shape == (n * n_slices, m.columns)
+    assert y.stride(1) == 1
+    assert n >= n_taps - 1
+    assert 0 <= offset < CHUNK
+    assert convolution.shape[1:] == (n_taps - 1, channels)
+    assert states.shape[1:] == (m.n_value, m.dim, m.dim)
+    assert all(x.is_contiguous() for x in (convolution, states, ids))
+    assert [x.dtype for x in (convolution, states, ids)] == [torch.float32, torch.float32, torch.int64]
+    n_chunks = -(-(offset + n) // CHUNK)
+
+    def scratch(*shape: int) -> Tensor:
+        return torch.empty(shape, dtype=torch.float32, device=y.device)
+
+    mixed, gates = scratch(rows, channels), scratch(rows, m.n_value, 2)
+    pairs = scratch(n_slices, n_chunks, m.n_value, 2, CHUNK, CHUNK)
+    decays = scratch(n_slices, n_chunks, m.n_value, 2, CHUNK)
+    out = torch.empty(rows, m.n_value * m.dim, dtype=y.dtype, device=y.device)
+    heads, precision = (m.n_key, m.n_value, m.dim), _precision(y.device)
+    convolve_kernel[(2 * m.n_key + m.n_value, rows)](
+        *(y, mixed, gates, convolution, ids, m.taps, m.decay, m.dt, n, y.stride(0)), **convolve_options(*heads, n_taps)
+    )
+    solve_kernel[(m.n_value, n_chunks, n_slices)](
+        *(mixed, gates, pairs, decays, n, offset), **solve_options(*heads, precision)
+    )
+    carry_kernel[(m.dim // min(m.dim, VALUES), m.n_value, n_slices)](
+        *(y, mixed, pairs, decays, convolution, states, ids, n, offset, n_chunks, y.stride(0)),
+        **carry_options(*heads, n_taps, precision),
+    )
+    gate_kernel[(m.n_value, triton.cdiv(rows, ROWS))](
+        *(y, mixed, out, m.norm, m.eps, rows, y.stride(0)), **gate_options(*heads)
+    )
+    return out
