@@ -93,13 +93,13 @@ class Runtime:
         for plan in self._load.stages:
             stage = self.stages[plan.stage]
             if any(stage.recordings):
-                started = time.monotonic()
-                for shard in plan.shards:
-                    reporter.progress(Progress(plan.stage, shard.device, 0, 0, "warm up"))
-                warm_up(stage)
-                reporter.log(
-                    "info", "kernels are ready", stage=plan.stage, seconds=round(time.monotonic() - started, 1)
-                )
+                self._warm_up_stage(stage, plan, reporter)
+
+    def _warm_up_stage(self, stage: Stage, plan: StagePlan, reporter: Reporter) -> None:
+        started, device = time.monotonic(), plan.shards[0].device
+        warm_up(stage, lambda done, all_: reporter.progress(Progress(plan.stage, device, done, all_, "warm up")))
+        seconds = round(time.monotonic() - started, 1)
+        reporter.log("info", "kernels are ready", stage=plan.stage, seconds=seconds)
 
     @torch.inference_mode()
     def run_step(self, step: Step, stage_index: int, wait_s: float) -> Outcome:

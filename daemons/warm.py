@@ -6,7 +6,7 @@ through a stage as real ones do, on pages and a state that nobody uses yet, and 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 
@@ -21,11 +21,13 @@ FAR = 512
 """A position from which attention over few tokens is split."""
 
 
-def warm_up(stage: Stage) -> None:
-    """Run them all, and wait for them."""
+def warm_up(stage: Stage, report: Callable[[int, int], None] = lambda done, total: None) -> None:
+    """Run them all, and wait for them.  ``report`` hears how many of them are done."""
     sizes = {space: units for space, units in stage.sequences.units.items() if units}
     pages = min((n for space, n in sizes.items() if space is not Space.RECURRENT), default=FAR // PAGE_TOKENS + 4)
-    for number, (start, n) in enumerate(_slices(pages * PAGE_TOKENS, stage.max_step_tokens)):
+    slices = list(_slices(pages * PAGE_TOKENS, stage.max_step_tokens))
+    for number, (start, n) in enumerate(slices):
+        report(number, len(slices))  # more often than a load may be silent, however slow the compilers are
         table = list(range((start + n - 1) // PAGE_TOKENS + 1))
         states: list[Operation] = [ZeroState(0)] if Space.RECURRENT in sizes else []
         tables = [SetPages(0, space, 0, table) for space in sizes if space is not Space.RECURRENT]

@@ -1,0 +1,86 @@
+"""How long is a step?  Some layers of a full-size model on one GPU, without supervisor and link.
+
+    python bench/steps.py --model FILE [--layers 16] [--steps 512@0,1@512,8@513] [--rounds 5] [--profile]
+
+Loads the last ``--layers`` layers with the output matrix as one shard, as a daemon does, and runs steps of one slice:
+``n@start`` is n tokens at position start.  Printed for each: milliseconds until the next token is known, and until the
+step is launched, the first time (kernels are compiled or found on disk), then ``--rounds`` more.  ``--profile`` lists
+what the device did in one more round.
+"""
+
+import argparse
+import time
+from pathlib import Path
+
+import torch
+
+from daemons.device import prepare
+from daemons.models.stage import Stage
+from lucevisor.wire.families import open_spec
+from lucevisor.wire.messages import Load, OpenSequence, Pools, SetPages, ShardPlan, Slice, StagePlan, Step, ZeroState
+from lucevisor.wire.values import PAGE_TOKENS, Backend, Dtype, LayerRange, Sampling, Space
+
+
+def parsed(text):
+    return [tuple(int(part) for part in step.split("@")) for step in text.split(",")]
+
+
+def loaded(options, spec):
+    """The stage, with one sequence open that has pages for every step."""
+    n_pages = max(start + n for n, start in options.steps) // PAGE_TOKENS + 1
+    layers = LayerRange(spec.n_layers - options.layers, spec.n_layers)
+    plan = StagePlan(0, [ShardPlan(0, layers)], source=0, target=None)
+    files = [str(path) for path in spec.files.paths]
+    longest = max(n for n, _ in options.steps)
+    load = Load(files, Dtype.BFLOAT16, Dtype.BFLOAT16, [plan], [], Pools(n_pages, n_pages, 4), 4, longest)
+    stage = Stage.load(spec, plan, load, Backend.CUDA, lambda _: None)
+    spaces = spec.spaces()
+    states = [ZeroState(0)] if Space.RECURRENT in spaces else []
+    tables = [SetPages(0, s, 0, list(range(n_pages))) for s in (Space.FULL, Space.WINDOW) if s in spaces]
+    stage.apply([*states, OpenSequence(0, 0, Sampling()), *tables])
+    return stage
+
+
+def seconds(stage, n, start):
+    """Until the token is known, and until all is launched."""
+    rows = torch.randn(n, stage.spec.boundary_width, device=stage.device, dtype=stage.dtype)
+    torch.cuda.synchronize()
+    began = time.perf_counter()
+    out = stage.forward(Step(0, 0, [], [Slice(0, start, [1] * n, True)]), rows)
+    launched = time.perf_counter() - began
+    stage.logits(out.rows, [n - 1]).argmax(-1).tolist()
+    return time.perf_counter() - began, launched
+
+
+def profile(stage, n, start):
+    from torch.profiler import ProfilerActivity
+    from torch.profiler import profile as recording
+
+    with recording(activities=[ProfilerActivity.CUDA]) as found:
+        seconds(stage, n, start)
+    rows = [(e.self_device_time_total / 1e3, e.count, e.key) for e in found.key_averages()]
+    print(f"  on the device {sum(row[0] for row in rows):.2f} ms")
+    for ms, count, name in sorted(rows, reverse=True)[:12]:
+        print(f"  {ms:8.2f} ms {count:6d} {name[:90]}")
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", type=Path, required=True)
+    parser.add_argument("--layers", type=int, default=16)
+    parser.add_argument("--steps", type=parsed, default=parsed("512@0,2048@512,1@4096,8@4097"))
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--profile", action="store_true")
+    options = parser.parse_args()
+    prepare(Backend.CUDA, 0)
+    stage = loaded(options, open_spec(options.model.resolve()))
+    print(f"{torch.cuda.get_device_name(stage.device)}, torch {torch.__version__}, {options.layers} layers, bfloat16")
+    for n, start in options.steps:
+        found = [seconds(stage, n, start) for _ in range(options.rounds + 1)]
+        print(f"{n} at {start}:", ", ".join(f"{1e3 * a:.1f} ({1e3 * b:.1f})" for a, b in found), "ms", flush=True)
+        if options.profile:
+            profile(stage, n, start)
+
+
+if __name__ == "__main__":
+    main()
