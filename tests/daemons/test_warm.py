@@ -6,8 +6,12 @@ import pytest
 import torch
 
 from daemons.models.stage import Stage
+from daemons.runtime import Runtime
+from daemons.state.batch import Batch
 from daemons.warm import RUNS, warm_up
-from tests.families.chain import Chain, load_stages
+from lucevisor.wire.messages import Load, Progress, ShardPlan, StagePlan
+from lucevisor.wire.values import Backend, Dtype, LayerRange
+from tests.families.chain import Chain, load_stages, pools_of
 from tests.families.test_golden import FIXTURES, opened
 
 
@@ -40,3 +44,52 @@ def test_a_small_pool_is_warmed_as_far_as_it_reaches(monkeypatch: pytest.MonkeyP
     stage.sequences.units = {space: min(n, 1) for space, n in stage.sequences.units.items()}
     warm_up(stage)
     assert not stage.sequences.by_id
+
+
+class Told:
+    """A reporter that keeps what it is told."""
+
+    def __init__(self) -> None:
+        self.phases: list[str] = []
+        self.events: list[str] = []
+
+    def progress(self, progress: Progress) -> None:
+        self.phases.append(progress.phase)
+
+    def log(self, level: str, event: str, **fields: object) -> None:
+        self.events.append(event)
+
+
+@pytest.mark.parametrize("compiles", [True, False])
+def test_a_daemon_warms_up_what_it_compiles(compiles: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    golden = opened(FIXTURES[0])
+    assert golden.spec.files is not None
+    whole = [ShardPlan(0, LayerRange(0, golden.spec.n_layers))]
+    files = [str(path) for path in golden.spec.files.paths]
+    load = Load(
+        files, Dtype.FLOAT32, Dtype.FLOAT32, [StagePlan(0, whole, None, None)], [], pools_of(golden.spec), 4, 64
+    )
+    if compiles:  # a stage on a GPU has a recorder for each shard
+        made = Stage.__init__
+
+        def recorded(self, *arguments):
+            made(self, *arguments)
+            self.recordings = [Plain(self)]
+
+        monkeypatch.setattr(Stage, "__init__", recorded)
+    told = Told()
+    runtime, loaded = Runtime.load(load, Backend.CPU, [], told)
+    assert ("warm up" in told.phases) == compiles
+    assert ("kernels are ready" in told.events) == compiles
+    assert loaded.seconds > 0
+    assert not runtime.stages[0].sequences.by_id
+
+
+class Plain:
+    """Runs a shard's step without recording it."""
+
+    def __init__(self, stage: Stage) -> None:
+        [self.stack] = stage.stacks
+
+    def run(self, rows, layout, tables):
+        return self.stack.run(rows, Batch(layout, tables, layout.on(self.stack.device)))

@@ -43,7 +43,7 @@ def _bias(x):
     elif x.dtype.element_ty == tl.float16:
         return 1024.0
     else:
-        return 1.0
+        return 0.0
 
 
 @triton.jit
@@ -58,7 +58,7 @@ def _numbers(pairs, x, BN: tl.constexpr, L: tl.constexpr):
         both = tl.join(pairs.to(tl.int16), (pairs >> 16).to(tl.int16))
         return both.reshape([BN, L]).to(tl.float16, bitcast=True)
     else:
-        return tl.join((pairs & 0xFFFF).to(tl.float32), (pairs >> 16).to(tl.float32)).reshape([BN, L]) + 1.0
+        return tl.join((pairs & 0xFFFF).to(tl.float32), (pairs >> 16).to(tl.float32)).reshape([BN, L])
 
 
 @triton.jit
