@@ -13,7 +13,7 @@ import json
 import pkgutil
 import sys
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import tests.kernels
@@ -50,6 +50,15 @@ class Case:
     aligned: tuple[str, ...] = ()
     options: dict[str, int] = field(default_factory=dict)
     targets: tuple[str, ...] = tuple(TARGETS)
+
+
+ONE_EACH = ("sm_90", "gfx942")
+"""For more specialisations of a kernel of which one is compiled for every target."""
+
+
+def for_some(*cases: Case) -> list[Case]:
+    """The same cases, for one target of each vendor."""
+    return [replace(case, targets=ONE_EACH) for case in cases]
 
 
 def cases() -> list[Case]:
