@@ -112,6 +112,8 @@ class Recordings:
         except RuntimeError as error:  # of whatever kind, out of memory too: the step can still be launched one by one
             self._refused.add(pattern)
             self._pool = None  # a recording that was cut off never gives it back
-            self.warn(f"steps of {pattern} on {self.device} cannot be recorded and are slower: {error}")
+            what = f"steps of {pattern.n_slices} x {pattern.n_tokens} tokens on {self.device} are launched one by one"
+            advice = "if its memory was full, set engine.pages lower, else report this"
+            self.warn(f"{what}, which is slower: they cannot be recorded: {error}; {advice}")
             return None
         return Recording(graph, packed, fixed, out)

@@ -36,7 +36,7 @@ from lucevisor.wire.ggml_types import GgmlType
 class Chooser:
     """Makes the callables of one device and remembers what it chose, as ``what -> implementation``.
 
-    ``kernels``: use Triton's; None: on a GPU, where Triton is installed.
+    ``kernels``: use Triton's; None: on a GPU for which Triton can compile.
     """
 
     device: torch.device
@@ -151,9 +151,7 @@ def unusable(device: torch.device, dtype: torch.dtype) -> str:
 
         with launching(device):
             probe(device, dtype)
-    except (
-        Exception
-    ) as error:  # a missing C compiler, a GPU it does not know, a library that does not fit: all the same
+    except Exception as error:  # no C compiler, a GPU it does not know, a library that does not fit: all the same
         first = str(error).strip().partition("\n")[0]
         return f"Triton cannot compile for it ({type(error).__name__}: {first}); it needs a C compiler and a driver"
     return ""

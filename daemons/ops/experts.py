@@ -15,6 +15,7 @@ from daemons.quants import dequantise
 from lucevisor.wire.ggml_types import GgmlType
 
 FEW_PAIRS = 64
+"""Pairs of row and expert up to which matrices are gathered."""
 EXPANDED_NUMBERS = 1 << 26
 """Numbers of gathered matrices held at a time."""
 

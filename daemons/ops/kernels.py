@@ -10,7 +10,7 @@ from daemons.ops.paged import PagedTensor
 from daemons.ops.triton import basic
 from daemons.ops.triton.attention import attend_few
 from daemons.ops.triton.delta_chunks import mix_run
-from daemons.ops.triton.delta_rule import Mixer, mix_few
+from daemons.ops.triton.delta_rule import mix_few
 
 
 class KernelNorm:
@@ -36,17 +36,16 @@ class KernelNorm:
 class KernelMix:
     """See :class:`daemons.ops.operations.Mix`.  Only heads of 32, 64, 128, ... have a form for long runs."""
 
-    __slots__ = ("longest", "mixer")
+    __slots__ = ("longest", "weights")
 
     def __init__(self, w: MixWeights) -> None:
-        assert w.norm.weight is not None
-        self.mixer = Mixer(w.n_key, w.n_value, w.dim, w.taps, w.decay, w.dt, w.norm.weight, w.norm.epsilon)
+        self.weights = w
         self.longest = None if w.dim >= 32 and w.dim & (w.dim - 1) == 0 else FEW_TOKENS
 
     def __call__(self, y: Tensor, convolution: Tensor, states: Tensor, ids: Tensor, offset: int) -> Tensor:
         if y.shape[0] // ids.shape[0] <= FEW_TOKENS:
-            return mix_few(y, convolution, states, ids, self.mixer)
-        return mix_run(y, convolution, states, ids, self.mixer, offset)
+            return mix_few(y, convolution, states, ids, self.weights)
+        return mix_run(y, convolution, states, ids, self.weights, offset)
 
 
 class Kernels:

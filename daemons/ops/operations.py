@@ -69,7 +69,11 @@ class Mix(Protocol):
 
 @dataclass(frozen=True)
 class MixWeights:
-    """What a delta net has beside its matrices: key heads, value heads, head dim; taps [Kc, C], decay and dt [N]."""
+    """What a delta net has beside its matrices: heads, width of a head (keys and values), weights in float32.
+
+    ``taps`` [taps, C], last one for the current token; ``decay`` (as stored: -exp A) and ``dt`` [n_value]; ``norm`` the
+    gated one, [dim].  Value head j reads key head j mod n_key.
+    """
 
     n_key: int
     n_value: int
@@ -78,6 +82,16 @@ class MixWeights:
     decay: Tensor
     dt: Tensor
     norm: Norm
+
+    @property
+    def channels(self) -> int:
+        """C, of the convolution: q, k and v."""
+        return (2 * self.n_key + self.n_value) * self.dim
+
+    @property
+    def columns(self) -> int:
+        """The channels, z, alpha and beta."""
+        return self.channels + self.n_value * (self.dim + 2)
 
 
 class Operations(Protocol):

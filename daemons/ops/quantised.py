@@ -41,13 +41,9 @@ class PlaneExperts:
         self.kind, self.planes, self.n_columns = kind, planes, n_columns
         self.n_experts, self.n_out = planes.codes.shape[:2]
         self.n_numbers, self.n_bytes = self.n_out * n_columns, planes.nbytes
-        self.products = [PlaneMatrix(kind, self._of(e), n_columns) for e in range(self.n_experts)]
-
-    def _of(self, expert: int) -> Planes:
-        return self.planes.map(lambda plane: plane[expert])
 
     def one(self, expert: int) -> PlaneMatrix:
-        return self.products[expert]
+        return PlaneMatrix(self.kind, self.planes.map(lambda plane: plane[expert]), self.n_columns)
 
     def some(self, experts: Tensor, dtype: torch.dtype) -> Tensor:
         chosen = self.planes.map(lambda plane: plane.index_select(0, experts).flatten(0, 1))

@@ -14,17 +14,16 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-from daemons.models.blocks import DeltaNet, DeltaShape, DeltaWeights
-from daemons.ops.basic import RmsNorm
+from daemons.models.blocks import DeltaNet
 from daemons.ops.delta_rule import CHUNK, convolve, step
-from daemons.ops.operations import Reference
+from daemons.ops.operations import MixWeights
 from daemons.ops.triton import delta_chunks, delta_rule
 from daemons.ops.triton.delta_chunks import mix_run
-from daemons.ops.triton.delta_rule import Mixer, mix_few
+from daemons.ops.triton.delta_rule import mix_few
+from tests.kernels.delta_layers import random_net
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 HALVES = [torch.float16] + [torch.bfloat16] * (DEVICE == "cuda")
-EPS = 1e-6
 N_STATES = 5
 FINE = 1.0 if DEVICE == "cpu" else 5.0
 """What the tolerances are multiplied by: products of three of TF32 are not quite those of float32."""
@@ -67,7 +66,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 class Layer:
     """A mixer, its torch form, and pools for each of the two, which begin as equals."""
 
-    mixer: Mixer
+    mixer: MixWeights
     net: DeltaNet
     convolution: Tensor
     states: Tensor
@@ -102,7 +101,7 @@ class Layer:
         at = [slice(i, i + 1) for i in range(n)]
         o = torch.cat([step(s, qk[:, i], v[:, i], kept[:, i], beta[:, i]) for i in at], dim=1)
         z = y[:, m.channels : m.channels + m.n_value * m.dim].double()
-        o = (F.rms_norm(o, (m.dim,), m.norm.double(), m.eps)).view(n, -1) * F.silu(z)
+        o = (F.rms_norm(o, (m.dim,), m.norm.weight.double(), m.norm.epsilon)).view(n, -1) * F.silu(z)
         self.net.convolution[state] = convolve(y[None, :, : m.channels], left, m.taps)[1][0, n:]
         self.net.states[state] = s[0].float()
         return o.float()
@@ -127,19 +126,7 @@ def layer(
     n_key: int = 1, n_value: int = 2, dim: int = 32, n_taps: int = 4, decay: tuple[float, float] = (0.02, 2.0)
 ) -> Layer:
     """``decay``: exp A of the first and of the last head."""
-    g = torch.Generator().manual_seed(0)
-    shape = DeltaShape(n_key, n_value, dim)
-
-    def random(*extent: int) -> Tensor:
-        return torch.randn(*extent, generator=g).to(DEVICE)
-
-    taps, dt, weight = random(n_taps, shape.channels), random(n_value), random(dim)
-    rates = -torch.linspace(*decay, n_value).to(DEVICE)
-    norm = RmsNorm(weight, dim, EPS)
-    pools = random(N_STATES, n_taps - 1, shape.channels), random(N_STATES, n_value, dim, dim)
-    weights = DeltaWeights(None, None, taps, rates, dt, norm)  # type: ignore[arg-type]  # the matrices are around it
-    net = DeltaNet(shape, weights, pools[0].clone(), pools[1].clone(), Reference())
-    return Layer(Mixer(n_key, n_value, dim, taps, rates, dt, weight, EPS), net, *pools)
+    return Layer(*random_net(n_key, n_value, dim, n_taps, decay, N_STATES, DEVICE))
 
 
 @pytest.mark.parametrize(

@@ -12,14 +12,13 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-from daemons.models.blocks import DeltaNet, DeltaShape, DeltaWeights
-from daemons.ops.basic import RmsNorm
-from daemons.ops.operations import Reference
-from daemons.ops.triton.delta_rule import Mixer, mix_few
+from daemons.models.blocks import DeltaNet
+from daemons.ops.operations import MixWeights
+from daemons.ops.triton.delta_rule import mix_few
+from tests.kernels.delta_layers import random_net
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 HALVES = [torch.float16] + [torch.bfloat16] * (DEVICE == "cuda")
-EPS = 1e-6
 N_STATES = 7
 
 
@@ -27,7 +26,7 @@ N_STATES = 7
 class Layer:
     """A mixer, its torch form, and pools for each of the two, which begin as equals."""
 
-    mixer: Mixer
+    mixer: MixWeights
     net: DeltaNet
     convolution: Tensor
     states: Tensor
@@ -67,19 +66,7 @@ def layer(
     n_key: int = 2, n_value: int = 4, dim: int = 32, n_taps: int = 4, decay: tuple[float, float] = (0.1, 8.0)
 ) -> Layer:
     """``decay``: exp A of the first and of the last head."""
-    g = torch.Generator().manual_seed(0)
-    shape = DeltaShape(n_key, n_value, dim)
-
-    def random(*extent: int) -> Tensor:
-        return torch.randn(*extent, generator=g).to(DEVICE)
-
-    taps, dt, weight = random(n_taps, shape.channels), random(n_value), random(dim)
-    rates = -torch.linspace(*decay, n_value).to(DEVICE)
-    norm = RmsNorm(weight, dim, EPS)
-    pools = random(N_STATES, n_taps - 1, shape.channels), random(N_STATES, n_value, dim, dim)
-    weights = DeltaWeights(None, None, taps, rates, dt, norm)  # type: ignore[arg-type]  # the matrices are around it
-    net = DeltaNet(shape, weights, pools[0].clone(), pools[1].clone(), Reference())
-    return Layer(Mixer(n_key, n_value, dim, taps, rates, dt, weight, EPS), net, *pools)
+    return Layer(*random_net(n_key, n_value, dim, n_taps, decay, N_STATES, DEVICE))
 
 
 @pytest.mark.parametrize(

@@ -265,8 +265,8 @@ def attend_few(
     Slice b is at positions ``starts[b]`` .. ``starts[b] + n - 1``, and position p of it in page
     ``tables[table_rows[b], p // 64]`` (integers [rows, pages], [B], [B], on the device).  A query sees what is not
     later and, with a ``window``, less than ``window`` back; pages before that are never touched.  ``softcap`` 0: none.
-    ``longest``: position behind the last token of the longest slice, or a bound of it; with ``n_splits`` given (a graph
-    keeps those it was captured with) it is not used.  Arithmetic is float32 but for the two products, whose factors
+    ``longest``: position behind the last token of the longest slice, or a bound of it; with ``n_splits`` given it
+    is not used.  Arithmetic is float32 but for the two products, whose factors
     have q's dtype.
     """
     n_rows, n_heads, d = q.shape
@@ -295,39 +295,12 @@ def attend_few(
     if n_splits > 1:
         partials = torch.empty(n_splits, n_rows, n_heads, dv, dtype=torch.float32, device=q.device)
     few_kernel[n_row_blocks, n_splits, n_slices * n_kv_heads](
-        q,
-        _numbers(keys),
-        _scales(keys),
-        _numbers(values),
-        _scales(values),
-        tables,
-        table_rows,
-        starts,
-        partials,
-        sums,
-        scale,
-        softcap,
-        window or 1 << 30,
-        n,
-        n_splits,
-        n_rows,
-        tables.stride(0),
-        q.stride(0),
-        q.stride(1),
-        K=n_kv_heads,
-        G=group,
-        D=d,
-        DV=dv,
-        DK_STORED=_numbers(keys).shape[3],
-        DV_STORED=_numbers(values).shape[3],
-        CAPPED=softcap > 0.0,
-        M=blocks.rows,
-        N=blocks.tokens,
-        WIDTH=_tile_width(keys),
-        VALUE_WIDTH=_tile_width(values),
-        num_warps=blocks.n_warps,
-        num_stages=blocks.n_stages,
-    )
+        q, _numbers(keys), _scales(keys), _numbers(values), _scales(values), tables, table_rows, starts, partials, sums,
+        scale, softcap, window or 1 << 30, n, n_splits, n_rows, tables.stride(0), q.stride(0), q.stride(1),
+        K=n_kv_heads, G=group, D=d, DV=dv, DK_STORED=_numbers(keys).shape[3], DV_STORED=_numbers(values).shape[3],
+        CAPPED=softcap > 0.0, M=blocks.rows, N=blocks.tokens, WIDTH=_tile_width(keys), VALUE_WIDTH=_tile_width(values),
+        num_warps=blocks.n_warps, num_stages=blocks.n_stages,
+    )  # fmt: skip
     if n_splits > 1:
         width = min(64, triton.next_power_of_2(dv))
         merge_kernel[n_rows * n_heads, -(-dv // width)](

@@ -27,7 +27,8 @@ import triton.language as tl
 from torch import Tensor
 
 from daemons.ops.delta_rule import CHUNK
-from daemons.ops.triton.delta_rule import Mixer, convolve_kernel, convolve_options
+from daemons.ops.operations import MixWeights
+from daemons.ops.triton.delta_rule import convolve_kernel, convolve_options
 
 VALUES = 32
 """Columns of S in a program of :func:`carry_kernel`: four programs a head of 128, which fill an H200 from one slice."""
@@ -246,7 +247,7 @@ def gate_options(n_key: int, n_value: int, dim: int) -> dict[str, int]:
     return {"N_KEY": n_key, "N_VALUE": n_value, "DIM": dim, "ROWS": ROWS, "num_warps": 4}
 
 
-def mix_run(y: Tensor, convolution: Tensor, states: Tensor, ids: Tensor, mixer: Mixer, offset: int) -> Tensor:
+def mix_run(y: Tensor, convolution: Tensor, states: Tensor, ids: Tensor, mixer: MixWeights, offset: int) -> Tensor:
     """Input columns [B n, columns] to gated outputs [B n, n_value dim], in the dtype of ``y``; moves the states on.
 
     As ``delta_rule.mix_few``, for n from taps - 1 to thousands and a ``dim`` that is a power of two from 32 on.
@@ -285,6 +286,6 @@ def mix_run(y: Tensor, convolution: Tensor, states: Tensor, ids: Tensor, mixer: 
         **carry_options(*heads, n_taps, precision),
     )
     gate_kernel[(m.n_value, triton.cdiv(rows, ROWS))](
-        *(y, mixed, out, m.norm, m.eps, rows, y.stride(0)), **gate_options(*heads)
+        *(y, mixed, out, m.norm.weight, m.norm.epsilon, rows, y.stride(0)), **gate_options(*heads)
     )
     return out

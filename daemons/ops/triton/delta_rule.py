@@ -11,45 +11,16 @@ sequence, but the norm over a head would be a third launch, which costs more tha
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from daemons.ops.basic import l2_scale
+from daemons.ops.operations import MixWeights
 
 L2_EPS = 1e-6
 """Added to the squared length of a query or key."""
-
-
-@dataclass(frozen=True, slots=True)
-class Mixer:
-    """What one layer's mixer is made of: heads, width of a head (keys and values), weights in float32.
-
-    ``taps`` [taps, C], last one for the current token; ``decay`` (as stored: -exp A) and ``dt`` [n_value];
-    ``norm`` [dim] and ``eps`` of the gated norm.  Value head j reads key head j mod n_key.
-    """
-
-    n_key: int
-    n_value: int
-    dim: int
-    taps: Tensor
-    decay: Tensor
-    dt: Tensor
-    norm: Tensor
-    eps: float
-
-    @property
-    def channels(self) -> int:
-        """C, of the convolution: q, k and v."""
-        return (2 * self.n_key + self.n_value) * self.dim
-
-    @property
-    def columns(self) -> int:
-        """The channels, z, alpha and beta."""
-        return self.channels + self.n_value * (self.dim + 2)
 
 
 @triton.jit
@@ -216,7 +187,7 @@ def recur_options(n_key: int, n_value: int, dim: int, n_taps: int) -> dict[str, 
     return heads | window | {"num_warps": 8 if block > 64 else 4}
 
 
-def mix_few(y: Tensor, convolution: Tensor, states: Tensor, ids: Tensor, mixer: Mixer) -> Tensor:
+def mix_few(y: Tensor, convolution: Tensor, states: Tensor, ids: Tensor, mixer: MixWeights) -> Tensor:
     """Input columns [B n, columns] to gated outputs [B n, n_value dim], in the dtype of ``y``; moves the states on.
 
     ``y``: columns q, k, v (the channels C), z, alpha, beta; slice b has rows b n .. b n + n - 1, n from 1 to a few
@@ -240,6 +211,7 @@ def mix_few(y: Tensor, convolution: Tensor, states: Tensor, ids: Tensor, mixer: 
         *(y, mixed, gates, convolution, ids, m.taps, m.decay, m.dt, n, y.stride(0)), **convolve_options(*sizes)
     )
     recur_kernel[(m.n_value, n_slices)](
-        *(y, mixed, gates, out, convolution, states, ids, m.norm, m.eps, n, y.stride(0)), **recur_options(*sizes)
+        *(y, mixed, gates, out, convolution, states, ids, m.norm.weight, m.norm.epsilon, n, y.stride(0)),
+        **recur_options(*sizes),
     )
     return out
