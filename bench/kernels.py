@@ -81,7 +81,7 @@ def measure(options):
         n_bytes = n * k // kind.block_elements * kind.block_bytes
         copies = [planes_of(kind, n, k, options.device) for _ in range(max(2, CACHE_BYTES // n_bytes + 1))]
         kernels = [PlaneMatrix(kind, planes, k) for planes in copies]
-        plain = [Blocks(kind, put_together(kind, planes), k) for planes in copies[:2]]
+        plain = [Blocks(kind, put_together(kind, planes, k), k) for planes in copies[:2]]
         for rows in ROWS:
             x = torch.randn(rows, k, device=options.device, dtype=torch.bfloat16)
             wanted, found = plain[0](x).float(), kernels[0](x).float()

@@ -34,6 +34,7 @@ from daemons.state.transfers import Transfers
 from lucevisor.memory.snapshot_store import SnapshotStore
 from lucevisor.wire.families import open_spec
 from lucevisor.wire.messages import (
+    Failed,
     Load,
     OpenSequence,
     Restore,
@@ -75,7 +76,8 @@ def made_spec(shape):
 
 class Bench:
     def __init__(self, options, directory):
-        self.directory, self.device = directory, torch.device(options.device)
+        self.directory = directory
+        self.device = torch.device(options.device, None if options.device == "cpu" else 0)
         spec = made_spec(options.shape)
         n_pages = -(-options.tokens // PAGE_TOKENS)
         self.sizes = PoolSizes(2 * n_pages, 0, 4)
@@ -107,7 +109,10 @@ class Bench:
         self.came.clear()
         self.transfers.take(order, os.dup(fd))
         self.came.wait()
-        return self.answers[-1]
+        answer = self.answers[-1]
+        if isinstance(answer, Failed):
+            raise SystemExit(f"{answer.what}: {answer.where}: {answer.reason}")
+        return answer
 
     def raw(self, n_bytes):
         """What the disk can do: seconds to allocate, write and sync as many bytes from warm memory."""

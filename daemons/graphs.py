@@ -70,6 +70,7 @@ class Recordings:
 
     device: torch.device
     work: Work
+    most_tokens: int  # of a step that is recorded: longer ones wait for the device
     warn: Callable[[str], None] = lambda _: None
     _seen: dict[Pattern, int] = field(default_factory=dict)
     _kept: OrderedDict[Pattern, Recording] = field(default_factory=OrderedDict)
@@ -80,11 +81,12 @@ class Recordings:
     def run(self, rows: Tensor | None, layout: Layout, tables: dict[Space, Tensor]) -> Tensor:
         """The shard's rows of a step, from a recording if there is one; makes one when the pattern comes back."""
         pattern = layout.pattern
-        if pattern is None or pattern in self._refused:
+        if pattern is None or layout.n_rows > self.most_tokens or pattern in self._refused:
             return self.work(rows, Batch(layout, tables, layout.on(self.device)))
         places = {space: (table.data_ptr(), table.stride(0)) for space, table in tables.items()}
         if places != self._tables:  # tables grow
             self._kept.clear()
+            self._pool = None  # torch gives the memory back with its last recording
             self._tables = places
         found = self._kept.get(pattern)
         if found is None:

@@ -1,7 +1,8 @@
 """Quant blocks taken apart into planes, so that a GPU loads each of their parts in wide, aligned pieces.
 
 A row keeps its bytes, only their order changes: :func:`take_apart` and :func:`put_together` are each other's inverse,
-on any device.  A chunk is 256 numbers, and ``element`` counts within it.
+on any device.  A chunk is 256 numbers, and ``element`` counts within it; a row that ends within one is filled up with
+blocks of zero bytes, which are zeros.  ``K``: its numbers then.
 
     Q4_K, Q5_K  codes   int32 [N, K/8]    word 16 h + w (h < 2, w < 16), field i < 4: low four bits of the elements
                                           32 (4 h + i) + 2 w (bits 4 i) and its neighbour + 1 (bits 16 + 4 i)
@@ -14,7 +15,8 @@ on any device.  A chunk is 256 numbers, and ``element`` counts within it.
                                           16 (8 g + i) + 2 w (bits 2 i) and its neighbour + 1 (bits 16 + 2 i)
                 scales  int32 [N, K/64]   byte j & 3 of word j >> 2: scale of 16, signed
                 steps   f16   [N, K/256]  d
-    Q4_0        codes   as Q4_K; steps f16 [N, K/32] d
+    Q4_0, Q5_0  codes   as Q4_K; high as Q5_K; steps f16 [N, K/32] d
+    Q4_1, Q5_1  codes   as Q4_K; high as Q5_K; steps int32 [N, K/32] d | m << 16, both f16
     Q8_0        codes   int8  [N, K]      as stored; steps f16 [N, K/32] d
 
 Two neighbours lie 16 bits apart in a word: a shift and a mask make both halves of a pair of 16-bit floats.
@@ -26,12 +28,10 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from lucevisor.wire.ggml_types import BY_NAME, GgmlType
-
-CHUNK = 256
-"""Numbers whose codes share words."""
+from lucevisor.wire.ggml_types import CHUNK, GgmlType, filled, row_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,26 +67,26 @@ class _Plane:
 
 
 _CODES4 = _Plane(torch.int32, 4)
+_HIGH1 = _Plane(torch.int16, 1)
 _LAYOUTS: dict[str, tuple[_Plane | None, ...]] = {
     "Q4_K": (_CODES4, None, _Plane(torch.int32, 0.5), None),
-    "Q5_K": (_CODES4, _Plane(torch.int16, 1), _Plane(torch.int32, 0.5), None),
+    "Q5_K": (_CODES4, _HIGH1, _Plane(torch.int32, 0.5), None),
     "Q6_K": (_CODES4, _Plane(torch.int32, 2), _Plane(torch.int32, 0.5), _Plane(torch.float16, 1 / 16)),
     "Q4_0": (_CODES4, None, None, _Plane(torch.float16, 0.5)),
+    "Q5_0": (_CODES4, _HIGH1, None, _Plane(torch.float16, 0.5)),
+    "Q4_1": (_CODES4, None, None, _Plane(torch.int32, 1)),
+    "Q5_1": (_CODES4, _HIGH1, None, _Plane(torch.int32, 1)),
     "Q8_0": (_Plane(torch.int8, 8), None, None, _Plane(torch.float16, 0.5)),
 }
 
 
-def has_planes(kind: GgmlType, n_columns: int) -> bool:
-    """Whether rows of ``n_columns`` numbers of this type can be taken apart."""
-    return kind.name in _LAYOUTS and n_columns % CHUNK == 0
-
-
 def empty(kind: GgmlType, n_rows: int, n_columns: int, device: torch.device) -> Planes:
     """Room for the planes of a matrix."""
+    k = filled(n_columns)
     made = [
         None
         if p is None
-        else torch.empty(n_rows, round(n_columns * p.bits) // (8 * p.dtype.itemsize), dtype=p.dtype, device=device)
+        else torch.empty(n_rows, round(k * p.bits) // (8 * p.dtype.itemsize), dtype=p.dtype, device=device)
         for p in _LAYOUTS[kind.name]
     ]
     assert made[0] is not None
@@ -95,13 +95,17 @@ def empty(kind: GgmlType, n_rows: int, n_columns: int, device: torch.device) -> 
 
 def take_apart(kind: GgmlType, raw: Tensor) -> Planes:
     """Blocks ``[N, row_bytes]`` uint8 as planes, on their device."""
+    n_columns = raw.shape[1] // kind.block_bytes * kind.block_elements
+    missing = row_bytes(kind, filled(n_columns)) - raw.shape[1]
+    if missing:
+        raw = F.pad(raw, (0, missing))
     return _APART[kind.name](raw.view(raw.shape[0], -1, kind.block_bytes))
 
 
-def put_together(kind: GgmlType, planes: Planes) -> Tensor:
+def put_together(kind: GgmlType, planes: Planes, n_columns: int) -> Tensor:
     """Planes ``[N, *]`` as the blocks ``[N, row_bytes]`` uint8 that they were."""
     out = torch.cat(list(_TOGETHER[kind.name](planes)), dim=-1)
-    return out.view(planes.codes.shape[0], -1)
+    return out.view(planes.codes.shape[0], -1)[:, : row_bytes(kind, n_columns)]
 
 
 # ---- words of codes
@@ -237,23 +241,54 @@ def _q6_k_blocks(p: Planes) -> Iterator[Tensor]:
     yield _bytes_of(_split(p.steps, 1, -1, 1))
 
 
-# ---- Q4_0: d 0:2, q 2:18 (elements i and i + 16); Q8_0: d 0:2, q 2:34
+# ---- Q4_0, Q4_1: d 0:2, of Q4_1 m 2:4, q of 16 bytes (elements i and i + 16); Q5_0, Q5_1: before q 4 bytes, bit i of
+# which is element i's; Q8_0: d 0:2, q 2:34
 
 
 def _steps(b: Tensor) -> Tensor:
     return b[..., 0:2].contiguous().view(torch.float16).flatten(1)
 
 
-def _q4_0(b: Tensor) -> Planes:
-    codes = _split(_low_high(b[..., 2:18]).flatten(1), 1, -1, CHUNK)
-    return Planes(_words(codes, 4, 32), steps=_steps(b))
+def _pairs(b: Tensor) -> Tensor:
+    """d and m as one word."""
+    return b[..., 0:4].contiguous().view(torch.int32).flatten(1)
 
 
-def _q4_0_blocks(p: Planes) -> Iterator[Tensor]:
+def _simple_codes(q: Tensor) -> Tensor:
+    """q of every block ``[N, blocks, 16]`` -> words."""
+    return _words(_split(_low_high(q).flatten(1), 1, -1, CHUNK), 4, 32)
+
+
+def _simple_high(h: Tensor) -> Tensor:
+    """The four bytes of bits of every block -> words."""
+    bits = (h.unsqueeze(-1) >> _shifts(1, h.device).flatten()) & 1
+    return _words(_split(bits.flatten(1), 1, -1, CHUNK), 1, 32)
+
+
+def _simple_blocks(p: Planes) -> Iterator[Tensor]:
     assert p.steps is not None
     yield _bytes_of(_split(p.steps, 1, -1, 1))
+    if p.high is not None:
+        bits = _split(_codes(p.high, 1, 32).flatten(1), 1, -1, 4, 8)
+        yield (bits << _shifts(1, bits.device).flatten()).sum(dim=-1, dtype=torch.uint8)
     nibbles = _split(_codes(p.codes, 4, 32).flatten(1), 1, -1, 2, 16)
     yield nibbles[..., 0, :] | (nibbles[..., 1, :] << 4)
+
+
+def _q4_0(b: Tensor) -> Planes:
+    return Planes(_simple_codes(b[..., 2:18]), steps=_steps(b))
+
+
+def _q4_1(b: Tensor) -> Planes:
+    return Planes(_simple_codes(b[..., 4:20]), steps=_pairs(b))
+
+
+def _q5_0(b: Tensor) -> Planes:
+    return Planes(_simple_codes(b[..., 6:22]), _simple_high(b[..., 2:6]), steps=_steps(b))
+
+
+def _q5_1(b: Tensor) -> Planes:
+    return Planes(_simple_codes(b[..., 8:24]), _simple_high(b[..., 4:8]), steps=_pairs(b))
 
 
 def _q8_0(b: Tensor) -> Planes:
@@ -267,10 +302,10 @@ def _q8_0_blocks(p: Planes) -> Iterator[Tensor]:
 
 
 _APART: dict[str, Callable[[Tensor], Planes]] = {
-    "Q4_K": _q4_k, "Q5_K": _q5_k, "Q6_K": _q6_k, "Q4_0": _q4_0, "Q8_0": _q8_0,
+    "Q4_K": _q4_k, "Q5_K": _q5_k, "Q6_K": _q6_k, "Q8_0": _q8_0,
+    "Q4_0": _q4_0, "Q4_1": _q4_1, "Q5_0": _q5_0, "Q5_1": _q5_1,
 }  # fmt: skip
 _TOGETHER: dict[str, Callable[[Planes], Iterator[Tensor]]] = {
-    "Q4_K": _q4_k_blocks, "Q5_K": _q5_k_blocks, "Q6_K": _q6_k_blocks, "Q4_0": _q4_0_blocks, "Q8_0": _q8_0_blocks,
+    "Q4_K": _q4_k_blocks, "Q5_K": _q5_k_blocks, "Q6_K": _q6_k_blocks, "Q8_0": _q8_0_blocks,
+    "Q4_0": _simple_blocks, "Q4_1": _simple_blocks, "Q5_0": _simple_blocks, "Q5_1": _simple_blocks,
 }  # fmt: skip
-PLANED = frozenset(BY_NAME[name] for name in _LAYOUTS)
-"""Types that can be taken apart."""

@@ -2,7 +2,8 @@
 
 Reads with pread into a small staging buffer and converts chunk by chunk, so the host never holds more than a chunk
 beside what stays; the page cache keeps the file for the next start.  Knows tensor names only as keys.
-Invariant: when a shard is built, ``n_bytes`` equals the planner's ``weight_bytes``.
+Invariant: when a shard is built, ``n_bytes`` equals the planner's ``weight_bytes``, less what rows were planned to be
+filled up with where the device has no kernels.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from daemons.quants import dequantise, four_bit
 from daemons.reading import HostMemory, Piece, Progress, Staging, row_count
 from lucevisor.wire.ggml_types import DENSE, NATIVE, Format, GgmlType, resident_bytes
 from lucevisor.wire.gguf_files import GgufFiles
-from lucevisor.wire.resident import Resident, Role
+from lucevisor.wire.resident import QUANTISED_FORMS, Resident, Role
 
 CHUNK_BYTES = 8 << 20
 """Bytes of one read and conversion: small enough for a cpu's caches; an accelerator gets four times as much a copy."""
@@ -105,8 +106,8 @@ class Weights:
             return JoinedExperts([self.experts(name) for name in names])
         n_experts, n_columns = forms[0].shape[0], forms[0].shape[-1]
         rows = [Rows(r.name, ((e * r.shape[1], (e + 1) * r.shape[1]),)) for e in range(n_experts) for r in forms]
-        if forms[0].form is Format.BLOCKS:
-            if self.chooser.takes_apart(forms[0].kind, n_columns):
+        if forms[0].form in QUANTISED_FORMS:
+            if self.chooser.takes_apart(forms[0].form):
                 planes = self._planes(rows).map(lambda plane: plane.view(n_experts, -1, plane.shape[-1]))
                 return self.chooser.expert_planes(forms[0].kind, planes, n_columns)
             raw = self._raw(rows)
@@ -128,15 +129,15 @@ class Weights:
         shared = lookup is None
         resident = self._forms[name, Role.MATRIX] if lookup is None else lookup
         weight: Tensor | Planes
-        if shared and resident.form is Format.BLOCKS and self.chooser.takes_apart(resident.kind, resident.shape[-1]):
+        if shared and self.chooser.takes_apart(resident.form):
             weight = self._planes([_own(resident)])
-        elif resident.form is Format.BLOCKS:
+        elif resident.form in QUANTISED_FORMS:
             weight = self._raw([_own(resident)])
         else:
             weight = self._dense([_own(resident)], self._dtype_of(resident))
         if shared:
             self._shared[name] = (resident.kind, weight)
-        return self.chooser.table(resident.kind, weight)
+        return self.chooser.table(resident.kind, weight, resident.shape[-1])
 
     # ---- forms
 
@@ -145,7 +146,7 @@ class Weights:
 
     def _mergeable(self, a: Rows, b: Rows) -> bool:
         fa, fb = self._form(a), self._form(b)
-        return fa.form is fb.form and (fa.form is not Format.BLOCKS or fa.kind is fb.kind)
+        return fa.form is fb.form and (fa.form not in QUANTISED_FORMS or fa.kind is fb.kind)
 
     def _dtype_of(self, resident: Resident) -> torch.dtype:
         return torch.float32 if resident.form is Format.FLOAT32 else self.chooser.dtype
@@ -157,11 +158,11 @@ class Weights:
             kind, weight = self._shared[rows[0].name]
             if isinstance(weight, Planes):
                 return self.chooser.planes(kind, weight, first.shape[-1])
-            if first.form is Format.BLOCKS:
+            if first.form in QUANTISED_FORMS:
                 return self.chooser.blocks(kind, weight, first.shape[-1])
             return self.chooser.dense(kinds, weight, indexed=True)
-        if first.form is Format.BLOCKS:
-            if self.chooser.takes_apart(first.kind, first.shape[-1]):
+        if first.form in QUANTISED_FORMS:
+            if self.chooser.takes_apart(first.form):
                 return self.chooser.planes(first.kind, self._planes(rows), first.shape[-1])
             return self.chooser.blocks(first.kind, self._raw(rows), first.shape[-1])
         if first.form is Format.INT4:
@@ -183,15 +184,15 @@ class Weights:
     def _planes(self, rows: list[Rows]) -> Planes:
         pieces = self._pieces(rows)
         kind, n, columns = pieces[0].tensor.kind, _total(pieces), pieces[0].width
-        with self._allocating(pieces, resident_bytes(kind, (n, columns), Format.BLOCKS)):
+        with self._allocating(pieces, resident_bytes(kind, (n, columns), Format.PLANES)):
             out = empty(kind, n, columns, self.chooser.device)
         self.n_bytes += out.nbytes
         to = out.tensors()
         for at, parts in self._chunks(pieces, 1, expanded=False):
-            for _, raw in parts:
-                for target, plane in zip(to, take_apart(kind, raw).tensors(), strict=True):
-                    target[at : at + raw.shape[0]] = plane
-                at += raw.shape[0]
+            # as one: with many small experts in a chunk, launches would take longer than the work
+            raw = torch.cat([rows for _, rows in parts])
+            for target, plane in zip(to, take_apart(kind, raw).tensors(), strict=True):
+                target[at : at + raw.shape[0]] = plane
         return out
 
     def _dense(self, rows: list[Rows], dtype: torch.dtype) -> Tensor:

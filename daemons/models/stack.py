@@ -62,6 +62,9 @@ class Stack:
         finally:
             weights.close()
         self.weight_bytes = weights.n_bytes
+        n_routed = max((spec.layers[i].n_routed for i in range(layers.start, layers.stop)), default=0)
+        self.unwaiting_tokens = chooser.few_pairs // max(1, n_routed)
+        """Tokens of a step up to which nothing waits for the device to learn which experts were chosen."""
         self.warnings = chooser.warnings + [
             f"{name} tensors are not kept as stored: {stored} bytes in the file take {taken} bytes on {self.device}"
             for name, (stored, taken) in sorted(weights.converted.items())

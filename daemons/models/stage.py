@@ -52,7 +52,7 @@ class Stage:
         self.warnings = [w for stack in stacks for w in stack.warnings]
         self.warn: Callable[[str], None] = self.warnings.append
         self.recordings = [
-            Recordings(s.device, s.run, lambda text: self.warn(text))
+            Recordings(s.device, s.run, s.unwaiting_tokens, lambda text: self.warn(text))
             if s.chooser.kernels and s.device.type != "cpu"
             else None
             for s in stacks

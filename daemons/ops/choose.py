@@ -28,8 +28,8 @@ from daemons.ops.linear import (
     Table,
 )
 from daemons.ops.operations import Operations, Reference
-from daemons.planes import Planes, has_planes
-from lucevisor.wire.ggml_types import GgmlType
+from daemons.planes import Planes
+from lucevisor.wire.ggml_types import Format, GgmlType
 
 
 @dataclass(slots=True)
@@ -46,6 +46,8 @@ class Chooser:
     warnings: list[str] = field(default_factory=list)
     """What costs speed here and could be changed."""
     operations: Operations = field(init=False)
+    few_pairs: int = 1 << 30
+    """Pairs of row and expert up to which all experts that were made here need not wait for the device."""
 
     def __post_init__(self) -> None:
         if self.kernels is None:
@@ -56,9 +58,9 @@ class Chooser:
         self.operations = _kernels() if self.kernels else Reference()
         self._note("layers", "triton" if self.kernels else "torch")
 
-    def takes_apart(self, kind: GgmlType, n_columns: int) -> bool:
-        """Whether blocks rest as planes."""
-        return bool(self.kernels) and has_planes(kind, n_columns)
+    def takes_apart(self, form: Format) -> bool:
+        """Whether what shall rest in that form rests as planes."""
+        return form is Format.PLANES and bool(self.kernels)
 
     def _note(self, what: str, implementation: str) -> None:
         key = f"{self.device} {what}"
@@ -98,17 +100,21 @@ class Chooser:
         from daemons.ops.quantised import PlaneExperts
 
         self._note(f"experts {kind.name}", "planes, triton")
-        return PlaneExperts(kind, planes, n_columns)
+        return self._experts(PlaneExperts(kind, planes, n_columns))
+
+    def _experts(self, matrices: ExpertMatrices) -> ExpertMatrices:
+        self.few_pairs = min(self.few_pairs, matrices.few_pairs)
+        return matrices
 
     def expert_dense(self, kinds: set[str], weight: Tensor) -> ExpertMatrices:
         """Plain matrices of experts ``[X, N, K]``."""
         self._note("experts " + ",".join(sorted(kinds)), f"{str(weight.dtype).removeprefix('torch.')} torch")
-        return DenseExperts(weight)
+        return self._experts(DenseExperts(weight))
 
     def expert_blocks(self, kind: GgmlType, raw: Tensor, n_columns: int) -> ExpertMatrices:
         """Quant blocks of experts ``[X, N, row_bytes]``."""
         self._note(f"experts {kind.name}", f"blocks, expanded to {str(self.dtype).removeprefix('torch.')} when chosen")
-        return BlockExperts(kind, raw, n_columns)
+        return self._experts(BlockExperts(kind, raw, n_columns))
 
     def expert_int4(self, kinds: set[str], packed: Tensor, affine: Tensor) -> ExpertMatrices:
         """Packed int4 ``[X, N, K / 2]`` and its affine groups ``[X, K / 32, N, 2]``."""
@@ -130,11 +136,11 @@ class Chooser:
         self._note("linear " + ",".join(sorted(kinds)), "int8 rows, torch packed")
         return Int8Cpu(weight, scale)
 
-    def table(self, kind: GgmlType, weight: Tensor | Planes) -> Table:
+    def table(self, kind: GgmlType, weight: Tensor | Planes, n_columns: int) -> Table:
         """A lookup table: raw blocks are uint8."""
         if isinstance(weight, Planes):
             self._note(f"lookup {kind.name}", "planes, rows expanded after the lookup")
-            return PlaneTable(kind, weight, self.dtype)
+            return PlaneTable(kind, weight, n_columns, self.dtype)
         if weight.dtype == torch.uint8:
             self._note(f"lookup {kind.name}", "blocks, rows expanded after the lookup")
             return BlockTable(kind, weight, self.dtype)

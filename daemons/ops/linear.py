@@ -174,9 +174,10 @@ class BlockTable:
 class PlaneTable:
     """Rows of a quantised table whose blocks are taken apart, because it is the output matrix too."""
 
-    def __init__(self, kind: GgmlType, planes: Planes, dtype: torch.dtype) -> None:
-        self.kind, self.planes, self.dtype, self.n_bytes = kind, planes, dtype, planes.nbytes
+    def __init__(self, kind: GgmlType, planes: Planes, n_columns: int, dtype: torch.dtype) -> None:
+        self.kind, self.planes, self.n_columns, self.dtype = kind, planes, n_columns, dtype
+        self.n_bytes = planes.nbytes
 
     def __call__(self, ids: Tensor) -> Tensor:
         rows = self.planes.map(lambda plane: plane.index_select(0, ids))
-        return dequantise(self.kind, put_together(self.kind, rows), self.dtype)
+        return dequantise(self.kind, put_together(self.kind, rows, self.n_columns), self.dtype)

@@ -8,8 +8,8 @@ from torch import Tensor
 
 from daemons.ops.linear import part_rows
 from daemons.ops.triton.linear import MAX_ROWS, expand, multiply
-from daemons.planes import CHUNK, Planes, empty
-from lucevisor.wire.ggml_types import BY_NAME, GgmlType
+from daemons.planes import Planes, empty
+from lucevisor.wire.ggml_types import BY_NAME, CHUNK, GgmlType
 
 
 class PlaneMatrix:
@@ -24,12 +24,15 @@ class PlaneMatrix:
             return multiply(self.kind, self.planes, x.contiguous())
         step = part_rows(self.n_columns)
         if step >= self.n_out:
-            return F.linear(x, expand(self.kind, self.planes, x.dtype))
+            return F.linear(x, self._expanded(x.dtype, 0, self.n_out))
         out = x.new_empty(x.shape[0], self.n_out)
         for at in range(0, self.n_out, step):
             n = min(step, self.n_out - at)
-            torch.mm(x, expand(self.kind, self.planes, x.dtype, at, n).t(), out=out[:, at : at + n])
+            torch.mm(x, self._expanded(x.dtype, at, n).t(), out=out[:, at : at + n])
         return out
+
+    def _expanded(self, dtype: torch.dtype, first: int, n: int) -> Tensor:
+        return expand(self.kind, self.planes, dtype, first, n).narrow(1, 0, self.n_columns)
 
 
 class PlaneExperts:
@@ -38,16 +41,17 @@ class PlaneExperts:
     few_pairs = 512
 
     def __init__(self, kind: GgmlType, planes: Planes, n_columns: int) -> None:
-        self.kind, self.planes, self.n_columns = kind, planes, n_columns
+        self.kind, self.planes = kind, planes
         self.n_experts, self.n_out = planes.codes.shape[:2]
-        self.n_numbers, self.n_bytes = self.n_out * n_columns, planes.nbytes
+        self.n_columns, self.n_numbers, self.n_bytes = n_columns, self.n_out * n_columns, planes.nbytes
 
     def one(self, expert: int) -> PlaneMatrix:
         return PlaneMatrix(self.kind, self.planes.map(lambda plane: plane[expert]), self.n_columns)
 
     def some(self, experts: Tensor, dtype: torch.dtype) -> Tensor:
         chosen = self.planes.map(lambda plane: plane.index_select(0, experts).flatten(0, 1))
-        return expand(self.kind, chosen, dtype).view(-1, self.n_out, self.n_columns)
+        numbers = expand(self.kind, chosen, dtype)
+        return numbers.view(-1, self.n_out, numbers.shape[1]).narrow(2, 0, self.n_columns)
 
     def routed(self, x: Tensor, experts: Tensor, share: int) -> Tensor:
         return multiply(self.kind, self.planes, x.contiguous(), experts, share)

@@ -85,6 +85,8 @@ class SpeedMeter:
     seconds: float = 0.0
     n_short: int = 0
     short_s: float = 0.0
+    read_bytes: int = 0
+    read_s: float = 0.0
 
     def add(self, result: ChainResult) -> None:
         """Count a step: in long ones the slowest stage says how fast prompts are computed, short ones are decodes."""
@@ -95,19 +97,33 @@ class SpeedMeter:
             self.n_short += 1
             self.short_s += sum(answer.compute_s for answer in result.results)  # not the wait behind others
 
+    def add_read(self, n_bytes: int, seconds: float) -> None:
+        """Count a restore: until all shards had it and its checksums were compared."""
+        self.read_bytes += n_bytes
+        self.read_s += seconds
+
     def speeds(self, store: BackgroundStore) -> Speeds:
-        """Return the speeds as of now; guesses for what was not seen yet."""
+        """Return the speeds as of now; guesses for what was not seen yet.
+
+        Before the first restore, files are taken to be read as fast as they were written: few disks read slower.
+        """
         seen, guess = store.store.statistics, _FIRST_GUESS
 
         def per_s(n: int, seconds: float, otherwise: float) -> float:
             return n / seconds if n and seconds > 0 else otherwise
 
+        written = per_s(seen.saved_bytes, seen.save_s, guess.write_bytes_per_s)
         return Speeds(
             prefill_tokens_per_s=per_s(self.n_tokens, self.seconds, guess.prefill_tokens_per_s),
-            read_bytes_per_s=guess.read_bytes_per_s,
-            write_bytes_per_s=per_s(seen.saved_bytes, seen.save_s, guess.write_bytes_per_s),
+            read_bytes_per_s=per_s(self.read_bytes, self.read_s, written),
+            write_bytes_per_s=written,
             step_s=self.short_s / self.n_short if self.n_short else guess.step_s,
         )
+
+
+def _part_bytes(match: Match) -> int:
+    """Bytes of the part of a file that would be used."""
+    return match.entry.n_bytes * match.n_tokens // match.entry.n_tokens
 
 
 @dataclass(slots=True, eq=False)
@@ -191,9 +207,8 @@ class Snapshots:
         if match is None:
             return None
         gain = match.n_tokens - prefixes.match(prompt).position
-        n_bytes = match.entry.n_bytes * match.n_tokens // match.entry.n_tokens
-        speeds = self.meter.speeds(self.store)
-        return None if why_not_read(match.n_tokens, gain, n_bytes, self._policy, speeds) else match
+        reason = why_not_read(match.n_tokens, gain, _part_bytes(match), self._policy, self.meter.speeds(self.store))
+        return None if reason else match
 
     async def _restore_for(self, key: tuple[str, int], under_way: _Restoring) -> None:
         slot = None
@@ -223,6 +238,7 @@ class Snapshots:
             reading = await self.store.open_for_restore(match.entry, match.n_tokens)
             try:
                 problem = await self._fill(reading, reservation, lambda: self._resume(under_way))
+                self.meter.add_read(_part_bytes(match), time.monotonic() - started)
                 problem = problem or await self._judge(reading, reservation)
             finally:
                 self.store.store.close_reading(reading)

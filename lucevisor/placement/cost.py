@@ -21,6 +21,7 @@ Knows no devices' free memory.
 
 from __future__ import annotations
 
+from collections.abc import Set
 from dataclasses import dataclass
 from math import prod
 
@@ -28,7 +29,7 @@ from lucevisor.placement.result import Shard
 from lucevisor.wire.ggml_types import Format
 from lucevisor.wire.messages import Pools
 from lucevisor.wire.model_spec import LayerSpec, ModelSpec
-from lucevisor.wire.resident import Resident, Role, end_residents, layer_residents
+from lucevisor.wire.resident import QUANTISED_FORMS, Resident, Role, end_residents, layer_residents
 from lucevisor.wire.values import PAGE_TOKENS, Backend, Dtype, Space, dtype_bytes
 
 RULE_COPIES = 16
@@ -61,7 +62,7 @@ class _Weights:
     n_bytes: int
     stored_bytes: int  # of the same numbers in the file
     n_rows: int  # of all matrices together, of experts those in use: numbers a token that they make
-    largest_blocks: int  # numbers of the largest matrix kept as blocks
+    largest_blocks: int  # numbers of the largest matrix kept as blocks or planes
     largest_int8: int
 
 
@@ -151,8 +152,8 @@ def _count(found: list[Resident], n_routed: int = 0) -> _Weights:
         n_bytes=sum(r.n_bytes for r in found),
         stored_bytes=sum(prod(r.shape) // r.kind.block_elements * r.kind.block_bytes for r in found),
         n_rows=sum(r.shape[-2] if len(r.shape) == 2 else n_routed * (r.shape[-2] + r.shape[-1]) for r in matrices),
-        largest_blocks=_largest(matrices, Format.BLOCKS),
-        largest_int8=_largest(matrices, Format.INT8),
+        largest_blocks=_largest(matrices, QUANTISED_FORMS),
+        largest_int8=_largest(matrices, {Format.INT8}),
     )
 
 
@@ -160,12 +161,13 @@ def _indices(shard: Shard) -> range:
     return range(shard.layers.start, shard.layers.stop)
 
 
-def _largest(matrices: list[Resident], form: Format) -> int:
-    """Numbers of the largest matrix in a form.
+def _largest(matrices: list[Resident], forms: Set[Format]) -> int:
+    """Numbers of the largest matrix in one of the forms.
 
-    Experts kept as blocks count together, since many of them are expanded at a time; int8 ones are widened one by one.
+    Experts kept as blocks or planes count together, since many of them are expanded at a time; int8 ones are widened
+    one by one.
     """
-    found = (r.shape if form is Format.BLOCKS else r.shape[-2:] for r in matrices if r.form is form)
+    found = (r.shape if r.form in QUANTISED_FORMS else r.shape[-2:] for r in matrices if r.form in forms)
     return max((prod(shape) for shape in found), default=0)
 
 

@@ -43,6 +43,11 @@ NATIVE = frozenset(
 )
 """Quant types kept as blocks on a GPU and expanded on the fly."""
 
+PLANED = frozenset({"Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K"})
+"""Of those, the ones whose blocks a GPU takes apart, because there are kernels for their parts."""
+CHUNK = 256
+"""Numbers of a row whose parts lie together: rows of 32-element blocks are filled up to whole chunks."""
+
 CPU_INT4 = frozenset({"Q4_0", "Q4_1", "Q4_K"})
 """Kept by a bfloat16 cpu shard as torch's packed int4, groups of 32."""
 CPU_INT8 = frozenset({"Q8_0", "Q5_0", "Q5_1", "Q2_K", "Q3_K", "Q5_K", "Q6_K", "IQ4_NL", "IQ4_XS"})
@@ -61,6 +66,7 @@ class Format(StrEnum):
     BFLOAT16 = "bfloat16"
     FLOAT16 = "float16"
     BLOCKS = "blocks"  # the file's own quant blocks
+    PLANES = "planes"  # quant blocks taken apart, rows filled up; as BLOCKS where a device cannot compile kernels
     INT4 = "int4"
     INT8 = "int8"
 
@@ -91,11 +97,18 @@ def resident_format(kind: GgmlType, shape: tuple[int, ...], backend: Backend, dt
             if kind.name in CPU_INT8:
                 return Format.INT8
         return Format(dtype.value)
+    if kind.name in PLANED:
+        return Format.PLANES
     return Format.BLOCKS if kind.name in NATIVE else Format(dtype.value)
 
 
+def filled(n_columns: int) -> int:
+    """Columns of a row that is filled up to whole chunks."""
+    return -(-n_columns // CHUNK) * CHUNK
+
+
 def resident_bytes(kind: GgmlType, shape: tuple[int, ...], form: Format) -> int:
-    """Bytes a tensor takes on the device in that form."""
+    """Bytes a tensor takes on the device in that form; planes at most."""
     n = 1
     for d in shape:
         n *= d
@@ -111,3 +124,5 @@ def resident_bytes(kind: GgmlType, shape: tuple[int, ...], form: Format) -> int:
             return n // 2 + n // 32 * 4
         case Format.BLOCKS:
             return rows * row_bytes(kind, shape[-1])
+        case Format.PLANES:
+            return rows * row_bytes(kind, filled(shape[-1]))

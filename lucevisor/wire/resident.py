@@ -29,6 +29,8 @@ LOOKUPS = frozenset({"token_embd.weight", "per_layer_token_embd.weight"})
 EXACT_SUFFIXES = ("ssm_conv1d.weight", "ffn_gate_inp.weight", "ffn_gate_inp_shexp.weight")
 """Matrices whose arithmetic is float32 in every implementation: convolution taps and routers."""
 DENSE_FORMS = frozenset({Format.FLOAT32, Format.BFLOAT16, Format.FLOAT16})
+QUANTISED_FORMS = frozenset({Format.BLOCKS, Format.PLANES})
+"""The file's own codes and scales."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,7 +123,7 @@ def weight_bytes(
 
 def _row_indexed(files: GgufFiles, name: str, shape: tuple[int, ...], backend: Backend, dtype: Dtype) -> bool:
     form = resident_format(tensor(files, name).kind, shape, backend, dtype)
-    return form is Format.BLOCKS or form in DENSE_FORMS
+    return form in QUANTISED_FORMS or form in DENSE_FORMS
 
 
 def _files(spec: ModelSpec) -> GgufFiles:
@@ -143,11 +145,12 @@ def _resident(
 
 
 def _part(files: GgufFiles, name: str, part: Part, backend: Backend, dtype: Dtype) -> Resident:
-    """A layer's part of a tensor.  Blocks that a cut would divide cannot rest as blocks."""
+    """A layer's part of a tensor.  Blocks that a cut would divide cannot rest as blocks; columns are no planes."""
     kind, role = tensor(files, name).kind, _role(name, part.shape)
     form = form_of(kind, part.shape, role, backend, dtype)
-    if form is Format.BLOCKS and part.axis == 1 and any(at % kind.block_elements for at in (part.start, part.stop)):
-        form = Format(dtype.value)
+    if form in QUANTISED_FORMS and part.axis == 1:
+        divided = any(at % kind.block_elements for at in (part.start, part.stop))
+        form = Format(dtype.value) if divided else Format.BLOCKS
     return Resident(name, kind, part.shape, role, form, resident_bytes(kind, part.shape, form), part)
 
 

@@ -40,3 +40,13 @@ def test_long_steps_tell_how_fast_prompts_are_and_short_ones_what_a_check_costs(
     assert speeds.prefill_tokens_per_s == pytest.approx(512 / 0.4)
     assert speeds.step_s == pytest.approx(0.03)
     assert speeds.write_bytes_per_s == pytest.approx(2e9)
+
+
+def test_files_are_read_as_fast_as_they_were_written_until_one_was_read() -> None:
+    meter = SpeedMeter()
+    assert meter.speeds(store(saved_bytes=10**9, save_s=0.5)).read_bytes_per_s == pytest.approx(2e9)
+    meter.add_read(3 * 10**8, 0.05)
+    meter.add_read(10**8, 0.05)
+    speeds = meter.speeds(store(saved_bytes=10**9, save_s=0.5))
+    assert speeds.read_bytes_per_s == pytest.approx(4e9)
+    assert speeds.write_bytes_per_s == pytest.approx(2e9)

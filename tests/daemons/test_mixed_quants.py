@@ -15,7 +15,7 @@ from daemons.device import CPU
 from daemons.ops.choose import Chooser
 from daemons.weights import Rows, Weights
 from lucevisor.wire.families import open_spec
-from lucevisor.wire.ggml_types import BY_NAME, CPU_INT4, CPU_INT8, NATIVE, Format, resident_bytes
+from lucevisor.wire.ggml_types import BY_NAME, CPU_INT4, CPU_INT8, NATIVE, PLANED, Format, resident_bytes
 from lucevisor.wire.gguf_files import GgufFiles, open_model
 from lucevisor.wire.resident import Resident, Role, form_of
 from lucevisor.wire.values import Backend, Dtype
@@ -82,7 +82,8 @@ def test_each_type_in_float32_is_the_product_with_the_reference_numbers(model, k
     x = torch.randn(5, K, generator=torch.Generator().manual_seed(1))
     assert product_error(product(x), x, numbers[name]) < 1e-6
     blocks = backend is Backend.CUDA and kind in NATIVE
-    assert weights._forms[name, Role.MATRIX].form is (Format.BLOCKS if blocks else Format.FLOAT32)
+    form = (Format.PLANES if kind in PLANED else Format.BLOCKS) if blocks else Format.FLOAT32
+    assert weights._forms[name, Role.MATRIX].form is form
     assert weights.n_bytes == product.n_bytes == (files.tensors[name].n_bytes if blocks else N * K * 4)
     assert bool(weights.converted) == (kind in CONVERTED)
 

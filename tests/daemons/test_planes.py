@@ -6,12 +6,14 @@ import numpy as np
 import pytest
 import torch
 
-from daemons.planes import PLANED, empty, has_planes, put_together, take_apart
+from daemons.planes import empty, put_together, take_apart
 from daemons.quants import dequantise
-from lucevisor.wire.ggml_types import BY_NAME
+from lucevisor.wire.ggml_types import BY_NAME, PLANED, Format, resident_bytes
 from tests.daemons.tiny_models import random_blocks
 
-KINDS = sorted(kind.name for kind in PLANED)
+KINDS = sorted(PLANED)
+SHORT = sorted(name for name in PLANED if BY_NAME[name].block_elements == 32)
+"""Types whose rows may end within a chunk."""
 
 
 def raw_of(kind: str, rows: int, columns: int) -> torch.Tensor:
@@ -26,11 +28,27 @@ def test_any_bytes_come_back(kind, rows):
     raw = torch.from_numpy(np.random.default_rng(rows).integers(0, 256, (rows, n_bytes), dtype=np.uint8))
     planes = take_apart(type_, raw)
     assert planes.nbytes == raw.nbytes
-    assert torch.equal(put_together(type_, planes), raw)
+    assert torch.equal(put_together(type_, planes, 3 * 256), raw)
     room = empty(type_, rows, 3 * 256, raw.device)
     for wanted, found in zip(planes.tensors(), room.tensors(), strict=True):
         assert (found.shape, found.dtype) == (wanted.shape, wanted.dtype)
         assert wanted.is_contiguous()
+
+
+@pytest.mark.parametrize("kind", SHORT)
+@pytest.mark.parametrize("columns", [32, 352, 704])
+def test_rows_that_end_within_a_chunk_are_filled_up(kind, columns):
+    type_ = BY_NAME[kind]
+    raw = raw_of(kind, 3, columns)
+    planes = take_apart(type_, raw)
+    assert torch.equal(put_together(type_, planes, columns), raw)
+    filled = torch.zeros(3, resident_bytes(type_, (1, columns), Format.PLANES), dtype=torch.uint8)
+    filled[:, : raw.shape[1]] = raw
+    for found, wanted in zip(planes.tensors(), take_apart(type_, filled).tensors(), strict=True):
+        assert torch.equal(found, wanted)
+    room = empty(type_, 3, columns, raw.device)
+    assert [t.shape for t in room.tensors()] == [t.shape for t in planes.tensors()]
+    assert planes.nbytes == resident_bytes(type_, (3, columns), Format.PLANES)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -70,19 +88,15 @@ def number(kind, planes, codes, high, n, chunk, e):
         q |= (high[chunk * 16 + 8 * (j >> 3) + w] >> 16 * odd + 2 * (j & 7) & 3) << 4
         scale = planes.scales[n].view(torch.int8)[chunk * 16 + j]
         return f32(planes.steps[n, chunk]) * f32(scale) * f32(q - 32)
-    if kind == "Q4_0":
-        return f32(planes.steps[n, chunk * 8 + j]) * f32(q - 8)
-    if kind == "Q5_K":
+    if high is not None:
         q |= (high[chunk * 16 + w] >> 8 * odd + j & 1) << 4
+    if kind in ("Q4_0", "Q5_0"):
+        return f32(planes.steps[n, chunk * 8 + j]) * f32(q - (16 if high is not None else 8))
+    if kind in ("Q4_1", "Q5_1"):
+        d, m = planes.steps[n, chunk * 8 + j].reshape(1).view(torch.float16).float().numpy()
+        return d * f32(q) + m
     words = planes.scales[n, chunk * 4 : chunk * 4 + 4].numpy().astype(np.int64)
     field = words[j >> 2] >> 8 * (j & 3) & 255
     minimum = field >> 6 | (words[2] >> 4 * j & 15) << 2
     d, dmin = planes.scales[n, chunk * 4 + 3].reshape(1).view(torch.float16).float().numpy()
     return d * f32(field & 63) * f32(q) - dmin * f32(minimum)
-
-
-def test_what_cannot_be_taken_apart():
-    assert has_planes(BY_NAME["Q4_0"], 512)
-    assert not has_planes(BY_NAME["Q4_0"], 288)
-    assert not has_planes(BY_NAME["Q8_0"], 288)
-    assert not has_planes(BY_NAME["Q5_0"], 512)

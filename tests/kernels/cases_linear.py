@@ -20,8 +20,19 @@ def _planes(kind: str) -> tuple[dict[str, str], dict[str, None]]:
     return there, {name: None for name in found if name not in there}
 
 
-def _multiply(kind: str, dtype: str, rows: int = 8, *, parts: bool = True, routed: bool = False, **fixed: int) -> Case:
-    """``rows``: BM.  ``parts``: the row is split, sums are written in float32.  ``fixed``: integers that are 1."""
+def _multiply(
+    kind: str,
+    dtype: str,
+    rows: int = 8,
+    *,
+    parts: bool = True,
+    routed: bool = False,
+    filled: bool = False,
+    **fixed: int,
+) -> Case:
+    """``rows``: BM.  ``parts``: the row is split, sums are written in float32.  ``filled``: rows end within a chunk.
+    ``fixed``: integers that are 1.
+    """
     pointers, absent = _planes(kind)
     pointers |= {"x": f"*{dtype}", "out": "*fp32" if parts else f"*{dtype}"}
     if kind == "Q8_0":
@@ -32,13 +43,14 @@ def _multiply(kind: str, dtype: str, rows: int = 8, *, parts: bool = True, route
         pointers |= {"experts": "*i64"}
     else:
         absent |= {"experts": None}
-    integers = ("n_rows", "n_out", "n_chunks", "n_splits", "share")
+    integers = ("n_rows", "n_out", "n_chunks", "width", "n_splits", "share")
     signature = pointers | {name: "i32" for name in integers if name not in fixed}
     how = linear.shape(1, 4096, 16, torch.device("cpu"))
-    constants = absent | fixed | {"KIND": kind, "BM": rows, "BN": how.columns}
+    constants = absent | fixed | {"KIND": kind, "BM": rows, "BN": how.columns, "FILLED": filled}
     options = {"num_warps": how.n_warps, "num_stages": how.n_stages}
-    name = f"multiply {kind} {dtype} {rows}{' routed' * routed}{'' if parts else ' direct'}{' narrow' * bool(fixed)}"
-    return Case(name, linear._multiply, signature, constants, (*pointers, "n_out"), options)
+    how_called = f"{' routed' * routed}{'' if parts else ' direct'}{' narrow' * bool(fixed)}{' filled' * filled}"
+    name = f"multiply {kind} {dtype} {rows}{how_called}"
+    return Case(name, linear._multiply, signature, constants, (*pointers, "n_out", "width"), options)
 
 
 def _expand(kind: str, dtype: str) -> Case:
@@ -56,9 +68,11 @@ def _sum(dtype: str) -> Case:
 
 
 def _group_sums(dtype: str) -> Case:
-    signature = {"x": f"*{dtype}", "sums": "*fp32", "n_rows": "i32", "n_groups": "i32"}
+    signature = {"x": f"*{dtype}", "sums": "*fp32", "n_rows": "i32", "n_groups": "i32", "width": "i32"}
     constants = {"L": 32, "BM": 8, "BLOCK": linear.SUMMED}
-    return Case(f"group sums {dtype}", linear._group_sums, signature, constants, ("x", "sums"), {"num_warps": 4})
+    return Case(
+        f"group sums {dtype}", linear._group_sums, signature, constants, ("x", "sums", "width"), {"num_warps": 4}
+    )
 
 
 CASES = [
@@ -70,6 +84,10 @@ CASES = [
         _multiply("Q4_K", "fp32", parts=False),
         _multiply("Q6_K", "fp32"),
         _multiply("Q8_0", "fp16", routed=True, parts=False, n_chunks=1),
+        _multiply("Q8_0", "bf16", routed=True, filled=True),
+        _multiply("Q5_0", "bf16", routed=True, filled=True),
+        *(_multiply(kind, "bf16") for kind in ("Q5_0", "Q4_1", "Q5_1")),
+        *(_expand(kind, "bf16") for kind in ("Q5_0", "Q4_1", "Q5_1")),
     ),
     *(_expand(kind, "bf16") for kind in ("Q4_K", "Q5_K", "Q6_K", "Q4_0", "Q8_0")),
     _sum("bf16"),

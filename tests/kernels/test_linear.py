@@ -13,14 +13,16 @@ pytest.importorskip("triton")
 
 from daemons.ops.triton import linear
 from daemons.ops.triton.linear import MAX_ROWS, Shape, expand, multiply
-from daemons.planes import PLANED, Planes, take_apart
+from daemons.planes import Planes, take_apart
 from daemons.quants import dequantise
-from lucevisor.wire.ggml_types import BY_NAME, GgmlType
+from lucevisor.wire.ggml_types import BY_NAME, PLANED, GgmlType
 from tests.daemons.tiny_models import random_blocks
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPES = [torch.float32, torch.float16] + ([torch.bfloat16] if DEVICE == "cuda" else [])
-KINDS = sorted(kind.name for kind in PLANED)
+KINDS = sorted(PLANED)
+SHORT = sorted(name for name in PLANED if BY_NAME[name].block_elements == 32)
+"""Types whose rows may end within a chunk."""
 ROUNDING = {torch.float32: 0.0, torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8}
 """Of a result, relative to it."""
 SUMMING = {torch.float32: 5e-7, torch.float16: 5e-6 if DEVICE == "cpu" else 3e-5, torch.bfloat16: 1e-5}
@@ -95,7 +97,7 @@ def bits(x: Tensor) -> Tensor:
 def halves(raw: np.ndarray, kind: str) -> np.ndarray:
     """A view [rows, blocks, scales] of the float16 scales inside blocks."""
     blocks = raw.reshape(raw.shape[0], -1, BY_NAME[kind].block_bytes)
-    first, count = {"Q6_K": (208, 1), "Q4_K": (0, 2), "Q5_K": (0, 2)}.get(kind, (0, 1))
+    first, count = {"Q6_K": (208, 1), "Q8_0": (0, 1), "Q4_0": (0, 1), "Q5_0": (0, 1)}.get(kind, (0, 2))
     return blocks[..., first : first + 2 * count].view(np.float16)
 
 
@@ -122,6 +124,15 @@ def test_expanded_numbers_are_those_of_dequantise(kind, dtype):
     assert torch.equal(bits(expand(m.kind, m.planes, dtype)), bits(wanted))
     for first, n in ((3, 5), (8, 1)):
         assert torch.equal(bits(expand(m.kind, m.planes, dtype, first, n)), bits(wanted[first : first + n]))
+
+
+@pytest.mark.parametrize("kind", SHORT)
+def test_a_row_that_ends_within_a_chunk_is_filled_up_with_zeros(kind):
+    m = Matrix.random(kind, 9, 352)
+    found = expand(m.kind, m.planes, torch.float32)
+    assert torch.equal(bits(found[:, :352]), bits(dequantise(m.kind, m.raw, torch.float32)))
+    assert found.shape == (9, 512)
+    assert not bool(found[:, 352:].any())
 
 
 @of_dtypes
@@ -157,6 +168,14 @@ def test_rows_and_columns(kind, rows, n, dtype):
 @of_kinds
 def test_rows_of_many_chunks_are_split(kind, k, how, dtype):
     Matrix.random(kind, 20, k).check(normal(3, k, dtype=dtype), how)
+
+
+@pytest.mark.parametrize(("rows", "k", "dtype"), [(1, 96, DTYPES[1]), (3, 352, DTYPES[0]), (17, 704, DTYPES[-1])])
+@pytest.mark.parametrize("kind", SHORT)
+def test_rows_that_end_within_a_chunk(kind, rows, k, dtype):
+    m = Matrix.random(kind, 40, k)
+    for how in (None, Shape(32, 2, 2, 2)):
+        m.check(normal(rows, k, dtype=dtype), how)
 
 
 @pytest.mark.parametrize("how", [Shape(32, 2, 3, 1), Shape(64, 4, 1, 2), Shape(32, 2, 3, 5)], ids=lambda h: h.n_splits)
@@ -259,6 +278,11 @@ def test_routed(kind, experts, share):
     check_routed(Matrix.random(kind, 3 * 20, 256).experts(3), experts, share, torch.float16)
 
 
+@pytest.mark.parametrize("kind", SHORT)
+def test_routed_rows_that_end_within_a_chunk(kind):
+    check_routed(Matrix.random(kind, 3 * 20, 352).experts(3), [2, 0, 1, 1], 2, torch.float16)
+
+
 @pytest.mark.parametrize("kind", ["Q4_K", "Q6_K", "Q8_0"])
 def test_routed_in_parts(kind):
     check_routed(Matrix.random(kind, 4 * 20, 768).experts(4), [3, 3], 1, torch.float32, Shape(16, 1, 2, 3))
@@ -327,16 +351,16 @@ class Guarded:
 
 
 @pytest.mark.parametrize("how", [Shape(32, 2, 3, 1), Shape(16, 1, 2, 2)], ids=["whole", "parts"])
-@pytest.mark.parametrize("kind", ["Q5_K", "Q6_K", "Q8_0"])
-def test_a_product_reads_and_writes_its_own_only(kind, how, monkeypatch):
+@pytest.mark.parametrize(("kind", "k"), [("Q5_K", 512), ("Q6_K", 512), ("Q8_0", 512), ("Q8_0", 480), ("Q5_0", 288)])
+def test_a_product_reads_and_writes_its_own_only(kind, k, how, monkeypatch):
     """Activations between NaN, rows of a matrix between rows of NaN."""
-    m = Matrix.random(kind, 28, 512)
+    m = Matrix.random(kind, 28, k)
     raw = m.raw.cpu().numpy().copy()
     halves(raw, kind)[:3] = np.nan
     halves(raw, kind)[-5:] = np.nan
     planes = take_apart(m.kind, torch.from_numpy(raw).to(DEVICE)).map(lambda p: p[3:-5])
-    wide = torch.full((9, 512), float("nan"), dtype=torch.float16, device=DEVICE)
-    wide[2:5] = normal(3, 512, dtype=torch.float16)
+    wide = torch.full((9, k), float("nan"), dtype=torch.float16, device=DEVICE)
+    wide[2:5] = normal(3, k, dtype=torch.float16)
     x = wide[2:5]
     with monkeypatch.context() as patch:
         guarded = Guarded(patch)

@@ -22,11 +22,11 @@ from daemons.ops.operations import Reference
 from daemons.ops.quantised import PlaneExperts, PlaneMatrix
 from daemons.ops.triton import linear
 from daemons.ops.triton.linear import MAX_ROWS, Shape
-from daemons.planes import PLANED, put_together, take_apart
+from daemons.planes import put_together, take_apart
 from daemons.quants import dequantise
 from daemons.weights import Rows, Weights
 from lucevisor.wire.families import open_spec
-from lucevisor.wire.ggml_types import BY_NAME, GgmlType
+from lucevisor.wire.ggml_types import BY_NAME, PLANED, GgmlType
 from lucevisor.wire.resident import residents
 from lucevisor.wire.values import Backend, Dtype, LayerRange
 from tests.daemons.tiny_models import Tiny, random_blocks, write
@@ -36,7 +36,7 @@ __all__ = ["spec_of"]  # a fixture
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPES = [torch.float32, torch.float16] + ([torch.bfloat16] if DEVICE == "cuda" else [])
-KINDS = sorted(kind.name for kind in PLANED)
+KINDS = sorted(PLANED)
 LIMIT = {torch.float32: 2e-6, torch.float16: 5e-4, torch.bfloat16: 4e-3}
 """Relative to the norm: what a product that rounds nothing but its result may be off."""
 ROUNDED = {torch.float32: 2e-6, torch.float16: 8e-4, torch.bfloat16: 7e-3}
@@ -170,7 +170,7 @@ def test_experts_joined_from_two_types(few_programs):
 def test_rows_of_a_table_are_the_same_bits(kind, dtype):
     type_, raw = blocks(kind, 50, 512)
     ids = torch.tensor([7, 0, 49, 7, 13], device=DEVICE)
-    a, b = PlaneTable(type_, take_apart(type_, raw), dtype), BlockTable(type_, raw, dtype)
+    a, b = PlaneTable(type_, take_apart(type_, raw), 512, dtype), BlockTable(type_, raw, dtype)
     assert a.n_bytes == b.n_bytes
     assert a(ids).dtype == dtype
     assert torch.equal(a(ids), b(ids))
@@ -196,13 +196,14 @@ def test_planes_are_read_piece_by_piece(kind, tmp_path, monkeypatch):
     weights.close()
     stored = {t.name: torch.from_numpy(np.array(t.data)) for t in gguf.GGUFReader(path).tensors if t.name in (gate, up)}
     assert isinstance(product, PlaneMatrix)
-    assert torch.equal(put_together(product.kind, product.planes), torch.cat([stored[gate], stored[up]]))
+    found = put_together(product.kind, product.planes, product.n_columns)
+    assert torch.equal(found, torch.cat([stored[gate], stored[up]]))
     assert product.n_bytes == weights.n_bytes == sum(r.n_bytes for r in kept if r.name in (gate, up))
     weights = weights_of(path, kept)
     product = weights.linear(Rows(gate, ((10, 12), (0, 3))), Rows(up))
     weights.close()
     wanted = torch.cat([stored[gate][10:12], stored[gate][0:3], stored[up]])
-    assert torch.equal(put_together(product.kind, product.planes), wanted)
+    assert torch.equal(put_together(product.kind, product.planes, product.n_columns), wanted)
 
 
 def test_a_table_that_is_the_output_matrix_too_is_held_once(tmp_path):

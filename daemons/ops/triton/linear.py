@@ -16,8 +16,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from daemons.planes import CHUNK, Planes
-from lucevisor.wire.ggml_types import GgmlType
+from daemons.planes import Planes
+from lucevisor.wire.ggml_types import CHUNK, GgmlType, filled
 
 MAX_ROWS = 64
 """Rows that :func:`multiply` takes at most."""
@@ -90,6 +90,15 @@ def _upper(high, I: tl.constexpr):  # noqa: E741
 
 
 @triton.jit
+def _inside(here, at, width, FILLED: tl.constexpr):
+    """Which rows of x have numbers at column ``at``: none beyond ``width``, where rows are ``FILLED`` up."""
+    if FILLED:
+        return here & (here.to(tl.int32) * 0 + at < width)  # no number of Python's, which the interpreter's at may be
+    else:
+        return here
+
+
+@triton.jit
 def _group(numbers, x_at, total, here, x, OFFSET: tl.constexpr, BN: tl.constexpr, BM: tl.constexpr):
     """[BN, BM]: sum_k (number - BIAS - OFFSET) x, for numbers [BN, L] and ``total`` [BM], the sums of x."""
     first = tl.zeros([BN, BM], tl.float32) - (_bias(x) + OFFSET) * total[None, :]
@@ -98,8 +107,8 @@ def _group(numbers, x_at, total, here, x, OFFSET: tl.constexpr, BN: tl.constexpr
 
 @triton.jit(do_not_specialize=["n_rows", "n_splits", "share"])
 def _multiply(
-    x, sums, codes, high, scales, steps, experts, out, n_rows, n_out, n_chunks, n_splits, share,
-    KIND: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    x, sums, codes, high, scales, steps, experts, out, n_rows, n_out, n_chunks, width, n_splits, share,
+    KIND: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, FILLED: tl.constexpr,
 ):  # fmt: skip
     """Program (i, s, z): BN columns of the product, part s of the chunks, all rows.  ``out`` [n_splits, rows, n_out].
 
@@ -108,7 +117,10 @@ def _multiply(
     L: tl.constexpr = 16 if KIND == "Q6_K" else 32
     GROUPS: tl.constexpr = 256 // L
     WIDTH: tl.constexpr = BM if experts is None else 1
-    OFFSET: tl.constexpr = 32.0 if KIND == "Q6_K" else 8.0 if KIND == "Q4_0" else 0.0
+    OFFSET: tl.constexpr = 32.0 if KIND == "Q6_K" else 16.0 if KIND == "Q5_0" else 8.0 if KIND == "Q4_0" else 0.0
+    FIFTH: tl.constexpr = KIND == "Q5_K" or KIND == "Q5_0" or KIND == "Q5_1"
+    NESTED: tl.constexpr = KIND == "Q4_K" or KIND == "Q5_K"  # scales of scales
+    MINIMA: tl.constexpr = KIND == "Q4_1" or KIND == "Q5_1"
     split = tl.program_id(1)
     columns = tl.program_id(0) * BN + tl.arange(0, BN)
     kept = tl.minimum(columns, n_out - 1).to(tl.int64)
@@ -121,7 +133,7 @@ def _multiply(
         if KIND != "Q8_0":
             sums += (z // share) * n_chunks * GROUPS
         kept += tl.load(experts + z) * n_out
-    x_at = x + row[None, :].to(tl.int64) * n_chunks * 256 + tl.arange(0, L)[:, None]
+    x_at = x + row[None, :].to(tl.int64) * width + tl.arange(0, L)[:, None]
     pair = tl.arange(0, L // 2)[None, :]
     acc = tl.zeros([BN, BM], tl.float32)
     for chunk in range(split * n_chunks // n_splits, (split + 1) * n_chunks // n_splits):
@@ -134,7 +146,8 @@ def _multiply(
             for j in tl.static_range(8):
                 code = tl.load(codes + at[:, None] * 256 + 32 * j + tl.arange(0, 32)[None, :]).to(x.dtype.element_ty)
                 scale = tl.load(steps + at * 8 + j).to(tl.float32)
-                part = tl.dot(code, tl.load(xs + 32 * j, mask=here[None, :], other=0.0), input_precision="ieee")
+                there = _inside(here, chunk * 256 + 32 * j, width, FILLED)
+                part = tl.dot(code, tl.load(xs + 32 * j, mask=there[None, :], other=0.0), input_precision="ieee")
                 acc += scale[:, None] * part
         elif KIND == "Q6_K":
             for g in tl.static_range(2):
@@ -150,31 +163,35 @@ def _multiply(
             acc += tl.load(steps + at).to(tl.float32)[:, None] * inner
         else:
             low = tl.zeros([BN, BM], tl.float32)
-            if KIND == "Q5_K":
+            if FIFTH:
                 bits = _spread(tl.load(high + at[:, None] * 16 + pair))
-            if KIND != "Q4_0":
+            if NESTED:
                 minima = tl.load(scales + at * 4 + 2)
                 ends = tl.load(scales + at * 4 + 3)
             for h in tl.static_range(2):
                 words = tl.load(codes + at[:, None] * 32 + 16 * h + pair)
-                if KIND != "Q4_0":
+                if NESTED:
                     four = tl.load(scales + at * 4 + h)
                 for i in tl.static_range(4):
                     code = (words >> (4 * i)) & 0x000F000F
-                    if KIND == "Q5_K":
+                    if FIFTH:
                         code |= _fifth(bits, 4 * h + i)
                     total = tl.load(ts + (4 * h + i) * WIDTH)
-                    part = _group(_numbers(code, x, BN, L), xs + 128 * h + 32 * i, total, here, x, OFFSET, BN, BM)
-                    if KIND == "Q4_0":
-                        inner += tl.load(steps + at * 8 + 4 * h + i).to(tl.float32)[:, None] * part
-                    else:
+                    there = _inside(here, chunk * 256 + 128 * h + 32 * i, width, FILLED)
+                    part = _group(_numbers(code, x, BN, L), xs + 128 * h + 32 * i, total, there, x, OFFSET, BN, BM)
+                    if NESTED:
                         minimum = ((four >> (8 * i + 6)) & 3) | (((minima >> (16 * h + 4 * i)) & 15) << 2)
                         inner += ((four >> (8 * i)) & 63).to(tl.float32)[:, None] * part
                         low += minimum.to(tl.float32)[:, None] * total[None, :]
-            if KIND == "Q4_0":
-                acc += inner
-            else:
+                    elif MINIMA:
+                        step = tl.load(steps + at * 8 + 4 * h + i)
+                        inner += _half(step)[:, None] * part + _half(step >> 16)[:, None] * total[None, :]
+                    else:
+                        inner += tl.load(steps + at * 8 + 4 * h + i).to(tl.float32)[:, None] * part
+            if NESTED:
                 acc += _half(ends)[:, None] * inner - _half(ends >> 16)[:, None] * low
+            else:
+                acc += inner
     to_row = split * n_rows + to.to(tl.int64)
     inside = (columns < n_out)[:, None] & here[None, :]
     tl.store(out + to_row[None, :] * n_out + columns[:, None], acc.to(out.dtype.element_ty), mask=inside)
@@ -191,13 +208,14 @@ def _sum(parts, out, n_splits, size, BLOCK: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["n_rows"])
-def _group_sums(x, sums, n_rows, n_groups, L: tl.constexpr, BM: tl.constexpr, BLOCK: tl.constexpr):
-    """Program (i, z): sums of x over BLOCK groups, for BM rows.  ``sums`` [z, n_groups, BM], zeros beyond the rows."""
+def _group_sums(x, sums, n_rows, n_groups, width, L: tl.constexpr, BM: tl.constexpr, BLOCK: tl.constexpr):
+    """Program (i, z): sums of x over BLOCK groups, for BM rows.  ``sums`` [z, n_groups, BM], zeros beyond the rows and
+    the width."""
     group = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     row = tl.program_id(1) * BM + tl.arange(0, BM)
-    at = row[None, :].to(tl.int64) * n_groups + group[:, None]
-    inside = (row < n_rows)[None, :] & (group < n_groups)[:, None]
-    numbers = tl.load(x + at[:, :, None] * L + tl.arange(0, L)[None, None, :], mask=inside[:, :, None], other=0.0)
+    at = row[None, :].to(tl.int64) * width + group[:, None] * L
+    inside = (row < n_rows)[None, :] & (group * L < width)[:, None]
+    numbers = tl.load(x + at[:, :, None] + tl.arange(0, L)[None, None, :], mask=inside[:, :, None], other=0.0)
     to = (tl.program_id(1) * n_groups + group[:, None]) * BM + tl.arange(0, BM)[None, :]
     tl.store(sums + to, tl.sum(numbers.to(tl.float32), axis=2), mask=(group < n_groups)[:, None] & (row >= 0)[None, :])
 
@@ -206,6 +224,8 @@ def _group_sums(x, sums, n_rows, n_groups, L: tl.constexpr, BM: tl.constexpr, BL
 def _expand(codes, high, scales, steps, out, first_row, n_rows, n_chunks, KIND: tl.constexpr, BN: tl.constexpr):
     """Program (i, chunk): BN rows from ``first_row`` on, 256 columns."""
     L: tl.constexpr = 16 if KIND == "Q6_K" else 32
+    FIFTH: tl.constexpr = KIND == "Q5_K" or KIND == "Q5_0" or KIND == "Q5_1"
+    NESTED: tl.constexpr = KIND == "Q4_K" or KIND == "Q5_K"
     chunk = tl.program_id(1)
     row = tl.program_id(0) * BN + tl.arange(0, BN)
     kept = tl.minimum(row, n_rows - 1).to(tl.int64)
@@ -233,24 +253,27 @@ def _expand(codes, high, scales, steps, out, first_row, n_rows, n_chunks, KIND: 
                 number = scale[:, None] * (code - 32).to(tl.float32)
                 tl.store(to + 128 * g + 16 * i, number.to(kind), mask=inside)
     else:
-        if KIND == "Q5_K":
+        if FIFTH:
             bits = _spread(tl.load(high + at[:, None] * 16 + pair))
-        if KIND != "Q4_0":
+        if NESTED:
             minima = tl.load(scales + at * 4 + 2)
             ends = tl.load(scales + at * 4 + 3)
             d, dmin = _half(ends), _half(ends >> 16)
         for j in tl.static_range(8):
             if j % 4 == 0:
                 words = tl.load(codes + at[:, None] * 32 + 4 * j + pair)
-                if KIND != "Q4_0":
+                if NESTED:
                     four = tl.load(scales + at * 4 + j // 4)
             both = (words >> (4 * (j % 4))) & 0x000F000F
-            if KIND == "Q5_K":
+            if FIFTH:
                 both |= _fifth(bits, j)
             code = _apart(both, BN, L)
-            if KIND == "Q4_0":
+            if KIND == "Q4_0" or KIND == "Q5_0":
                 scale = tl.load(steps + at * 8 + j).to(tl.float32)
-                number = scale[:, None] * (code - 8).to(tl.float32)
+                number = scale[:, None] * (code - (16 if FIFTH else 8)).to(tl.float32)
+            elif not NESTED:
+                step = tl.load(steps + at * 8 + j)
+                number = _half(step)[:, None] * code.to(tl.float32) + _half(step >> 16)[:, None]
             else:
                 minimum = ((four >> (8 * (j % 4) + 6)) & 3) | (((minima >> (4 * j)) & 15) << 2)
                 scale = d * ((four >> (8 * (j % 4))) & 63).to(tl.float32)
@@ -299,7 +322,7 @@ def multiply(
     p // share of x with matrix experts[p]; any P.
     """
     n_rows, width = x.shape
-    n_out, n_chunks = planes.codes.shape[-2], width // CHUNK
+    n_out, n_chunks = planes.codes.shape[-2], filled(width) // CHUNK
     assert x.is_contiguous()
     assert experts is not None or n_rows <= MAX_ROWS
     size = 16 if kind.name == "Q6_K" else 32
@@ -307,10 +330,10 @@ def multiply(
     n_results, depth = (n_rows, 1) if experts is None else (experts.shape[0], experts.shape[0])
     sums = None
     if kind.name != "Q8_0":
-        n_groups, blocks = width // size, triton.cdiv(n_rows, lanes)
+        n_groups, blocks = n_chunks * CHUNK // size, triton.cdiv(n_rows, lanes)
         sums = torch.empty(blocks, n_groups, lanes, dtype=torch.float32, device=x.device)
         grid = (triton.cdiv(n_groups, SUMMED), blocks)
-        _group_sums[grid](x, sums, n_rows, n_groups, size, lanes, SUMMED, num_warps=4)
+        _group_sums[grid](x, sums, n_rows, n_groups, width, size, lanes, SUMMED, num_warps=4)
     how = how or shape(depth, n_out, n_chunks, x.device)
     out = x.new_empty(n_results, n_out)
     parts = out
@@ -318,8 +341,9 @@ def multiply(
         parts = torch.empty(how.n_splits, n_results, n_out, dtype=torch.float32, device=x.device)
     _multiply[(triton.cdiv(n_out, how.columns), how.n_splits, depth)](
         x, sums, planes.codes, planes.high, planes.scales, planes.steps, experts, parts,
-        n_results, n_out, n_chunks, how.n_splits, share,
-        KIND=kind.name, BM=max(lanes, 8), BN=how.columns, num_warps=how.n_warps, num_stages=how.n_stages,
+        n_results, n_out, n_chunks, width, how.n_splits, share,
+        KIND=kind.name, BM=max(lanes, 8), BN=how.columns, FILLED=width % CHUNK != 0,
+        num_warps=how.n_warps, num_stages=how.n_stages,
     )  # fmt: skip
     if how.n_splits > 1:
         _sum[(triton.cdiv(out.numel(), 512),)](parts, out, how.n_splits, out.numel(), 512, num_warps=4)
@@ -327,7 +351,7 @@ def multiply(
 
 
 def expand(kind: GgmlType, planes: Planes, dtype: torch.dtype, first_row: int = 0, n_rows: int | None = None) -> Tensor:
-    """Rows of a matrix ``[N, K]`` as numbers: the same bits as ``daemons.quants.dequantise``."""
+    """Rows of a matrix ``[N, K]``, filled up to whole chunks, as numbers: the bits of ``daemons.quants.dequantise``."""
     n_rows = planes.codes.shape[0] if n_rows is None else n_rows
     n_chunks = planes.codes.shape[1] // (CHUNK if kind.name == "Q8_0" else CHUNK // 8)
     out = torch.empty(n_rows, n_chunks * CHUNK, dtype=dtype, device=planes.codes.device)
