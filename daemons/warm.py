@@ -15,8 +15,10 @@ from daemons.models.stage import Stage
 from lucevisor.wire.messages import CloseSequence, OpenSequence, Operation, SetPages, Slice, Step, ZeroState
 from lucevisor.wire.values import PAGE_TOKENS, Sampling, Space
 
-RUNS = (1, 2, 16, 32, 64, 160)
-"""Tokens of the steps: the tiles of few rows, and many rows with more than one chunk of a recurrent layer."""
+RUNS = (1, 2, 16, 32, 64, 160, 512)
+"""Tokens of the steps: the tiles of few rows, and many rows with more than one chunk of a recurrent layer.  The longest
+step there can be is run too.
+"""
 FAR = 512
 """A position from which attention over few tokens is split."""
 
@@ -46,7 +48,7 @@ def warm_up(stage: Stage, report: Callable[[int, int], None] = lambda done, tota
 
 def _slices(room: int, longest: int) -> Iterator[tuple[int, int]]:
     """Start and length of every slice that fits ``room`` positions and a step of ``longest`` tokens."""
-    for n in RUNS:
+    for n in sorted({*RUNS, longest}):
         for start in (0, FAR):
             if n <= longest and start + n <= room:
                 yield start, n

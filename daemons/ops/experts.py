@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from daemons.ops.linear import Blocks, Dense, DenseFloat32Cpu, Joined, Linear
+from daemons.ops.routes import Routes
 from daemons.quants import dequantise
 from lucevisor.wire.ggml_types import GgmlType
 
@@ -36,15 +37,15 @@ class ExpertMatrices(Protocol):
     def some(self, experts: Tensor, dtype: torch.dtype) -> Tensor:
         """Matrices ``[P, N, K]`` of the experts [P], which may repeat."""
 
-    def routed(self, x: Tensor, experts: Tensor, share: int) -> Tensor:
-        """``[P, N]``: row p // share of x [T, K] times the matrix of experts[p].  Does not wait for the device."""
+    def routed(self, x: Tensor, routes: Routes, share: int) -> Tensor:
+        """``[P, N]``: row p // share of x [T, K] times the matrix of pair p's expert.  Does not wait for the device."""
 
 
-def gathered(matrices: ExpertMatrices, x: Tensor, experts: Tensor, share: int) -> Tensor:
+def gathered(matrices: ExpertMatrices, x: Tensor, routes: Routes, share: int) -> Tensor:
     """:meth:`ExpertMatrices.routed` with copies of the matrices, a bounded number of them at a time."""
     rows = x.repeat_interleave(share, dim=0).unsqueeze(2)
     step = max(1, EXPANDED_NUMBERS // matrices.n_numbers)
-    pairs = zip(torch.split(experts, step), torch.split(rows, step), strict=True)
+    pairs = zip(torch.split(routes.pairs, step), torch.split(rows, step), strict=True)
     return torch.cat([torch.bmm(matrices.some(e, x.dtype), part) for e, part in pairs]).squeeze(2)
 
 
@@ -66,8 +67,8 @@ class DenseExperts:
     def some(self, experts: Tensor, dtype: torch.dtype) -> Tensor:
         return self.weight.index_select(0, experts)
 
-    def routed(self, x: Tensor, experts: Tensor, share: int) -> Tensor:
-        return gathered(self, x, experts, share)
+    def routed(self, x: Tensor, routes: Routes, share: int) -> Tensor:
+        return gathered(self, x, routes, share)
 
 
 class BlockExperts:
@@ -88,8 +89,8 @@ class BlockExperts:
         raw = self.raw.index_select(0, experts).flatten(0, 1)
         return dequantise(self.kind, raw, dtype).view(-1, self.n_out, self.n_columns)
 
-    def routed(self, x: Tensor, experts: Tensor, share: int) -> Tensor:
-        return gathered(self, x, experts, share)
+    def routed(self, x: Tensor, routes: Routes, share: int) -> Tensor:
+        return gathered(self, x, routes, share)
 
 
 class ListedExperts:
@@ -109,8 +110,8 @@ class ListedExperts:
         unit = torch.eye(self.n_columns, dtype=dtype, device=experts.device)
         return torch.stack([self.products[e](unit).t() for e in experts.tolist()])
 
-    def routed(self, x: Tensor, experts: Tensor, share: int) -> Tensor:
-        return gathered(self, x, experts, share)
+    def routed(self, x: Tensor, routes: Routes, share: int) -> Tensor:
+        return gathered(self, x, routes, share)
 
 
 class JoinedExperts:
@@ -128,5 +129,5 @@ class JoinedExperts:
     def some(self, experts: Tensor, dtype: torch.dtype) -> Tensor:
         return torch.cat([p.some(experts, dtype) for p in self.parts], dim=1)
 
-    def routed(self, x: Tensor, experts: Tensor, share: int) -> Tensor:
-        return torch.cat([p.routed(x, experts, share) for p in self.parts], dim=1)
+    def routed(self, x: Tensor, routes: Routes, share: int) -> Tensor:
+        return torch.cat([p.routed(x, routes, share) for p in self.parts], dim=1)

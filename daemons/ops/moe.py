@@ -16,6 +16,7 @@ from torch import Tensor
 
 from daemons.ops.experts import EXPANDED_NUMBERS, ExpertMatrices
 from daemons.ops.operations import Operations
+from daemons.ops.routes import Routes
 
 SMALLEST_SUM = 6.103515625e-5
 """Sums of weights are at least this, the smallest normal float16, before weights are divided by them (llama.cpp)."""
@@ -80,10 +81,10 @@ class ExpertMlp:
         return _weighted(sorted_rows.back(out), weights)
 
     def gathered(self, x: Tensor, experts: Tensor, weights: Tensor) -> Tensor:
-        """Each pair is a product of its own; nobody waits for the device."""
-        k, pairs = experts.shape[1], experts.flatten()
-        inner = self._gated(self.gate_up.routed(x, pairs, k))
-        return _weighted(self.down.routed(inner, pairs, 1).view(-1, k, self.down.n_out), weights)
+        """Products by pairs of row and expert; nobody waits for the device."""
+        k, routes = experts.shape[1], Routes(experts.flatten(), self.gate_up.n_experts)
+        inner = self._gated(self.gate_up.routed(x, routes, k))
+        return _weighted(self.down.routed(inner, routes, 1).view(-1, k, self.down.n_out), weights)
 
     def batched(self, x: Tensor, experts: Tensor, weights: Tensor) -> Tensor:
         """Chosen experts in batches, those with many rows first, so that a batch needs little padding.

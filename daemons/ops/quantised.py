@@ -7,9 +7,15 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from daemons.ops.linear import part_rows
+from daemons.ops.routes import Routes
+from daemons.ops.triton.grouped import grouped
 from daemons.ops.triton.linear import MAX_ROWS, expand, multiply
 from daemons.planes import Planes, empty
 from lucevisor.wire.ggml_types import BY_NAME, CHUNK, GgmlType
+
+ANY = 1 << 30
+SINGLE_PAIRS = 320
+"""Pairs of row and expert up to which each is a product of its own; more are grouped by expert."""
 
 
 class PlaneMatrix:
@@ -38,7 +44,7 @@ class PlaneMatrix:
 class PlaneExperts:
     """Matrices of experts ``[X, N, K]``; see :class:`daemons.ops.experts.ExpertMatrices`."""
 
-    few_pairs = 512
+    few_pairs = ANY
 
     def __init__(self, kind: GgmlType, planes: Planes, n_columns: int) -> None:
         self.kind, self.planes = kind, planes
@@ -53,8 +59,10 @@ class PlaneExperts:
         numbers = expand(self.kind, chosen, dtype)
         return numbers.view(-1, self.n_out, numbers.shape[1]).narrow(2, 0, self.n_columns)
 
-    def routed(self, x: Tensor, experts: Tensor, share: int) -> Tensor:
-        return multiply(self.kind, self.planes, x.contiguous(), experts, share)
+    def routed(self, x: Tensor, routes: Routes, share: int) -> Tensor:
+        if len(routes) <= SINGLE_PAIRS:
+            return multiply(self.kind, self.planes, x.contiguous(), routes.pairs, share)
+        return grouped(self.kind, self.planes, x.contiguous(), routes, share)
 
 
 def probe(device: torch.device, dtype: torch.dtype) -> None:

@@ -12,7 +12,7 @@ from tests.kernels.targets import Case, for_some
 TYPES = {torch.int32: "*i32", torch.int16: "*i16", torch.int8: "*i8", torch.float16: "*fp16"}
 
 
-def _planes(kind: str) -> tuple[dict[str, str], dict[str, None]]:
+def planes_of(kind: str) -> tuple[dict[str, str], dict[str, None]]:
     """Types of the planes that ``kind`` has, and None for those that it has not."""
     planes = empty(BY_NAME[kind], 1, 256, torch.device("meta"))
     found = {name: getattr(planes, name) for name in ("codes", "high", "scales", "steps")}
@@ -33,7 +33,7 @@ def _multiply(
     """``rows``: BM.  ``parts``: the row is split, sums are written in float32.  ``filled``: rows end within a chunk.
     ``fixed``: integers that are 1.
     """
-    pointers, absent = _planes(kind)
+    pointers, absent = planes_of(kind)
     pointers |= {"x": f"*{dtype}", "out": "*fp32" if parts else f"*{dtype}"}
     if kind == "Q8_0":
         absent |= {"sums": None}
@@ -54,7 +54,7 @@ def _multiply(
 
 
 def _expand(kind: str, dtype: str) -> Case:
-    pointers, absent = _planes(kind)
+    pointers, absent = planes_of(kind)
     pointers |= {"out": f"*{dtype}"}
     signature = pointers | dict.fromkeys(("first_row", "n_rows", "n_chunks"), "i32")
     options = {"num_warps": 4, "enable_fp_fusion": False}

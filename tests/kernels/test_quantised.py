@@ -20,6 +20,7 @@ from daemons.ops.linear import BlockTable, PlaneTable
 from daemons.ops.moe import ExpertMlp
 from daemons.ops.operations import Reference
 from daemons.ops.quantised import PlaneExperts, PlaneMatrix
+from daemons.ops.routes import Routes
 from daemons.ops.triton import linear
 from daemons.ops.triton.linear import MAX_ROWS, Shape
 from daemons.planes import put_together, take_apart
@@ -136,7 +137,7 @@ def test_experts_as_planes_and_as_blocks(kind, dtype, few_programs):
     assert (a.n_experts, a.n_out, a.n_numbers, a.n_bytes) == (b.n_experts, b.n_out, b.n_numbers, b.n_bytes)
     x, chosen = normal(2, 256, dtype=dtype), torch.tensor([2, 0, 3, 2], device=DEVICE)
     assert torch.equal(a.some(chosen[1:], dtype), b.some(chosen[1:], dtype))
-    assert relative(a.routed(x, chosen, 2), b.routed(x, chosen, 2)) < ROUNDED[dtype]
+    assert relative(a.routed(x, Routes(chosen, 4), 2), b.routed(x, Routes(chosen, 4), 2)) < ROUNDED[dtype]
     assert relative(a.one(2)(x), b.one(2)(x)) < ROUNDED[dtype]
 
 
@@ -159,7 +160,7 @@ def test_experts_joined_from_two_types(few_programs):
     joined, wanted = JoinedExperts([a, b]), JoinedExperts([a_blocks, b_blocks])
     x, chosen = normal(2, 256), torch.tensor([1, 2, 2, 0], device=DEVICE)
     assert joined.few_pairs == PlaneExperts.few_pairs > wanted.few_pairs
-    assert relative(joined.routed(x, chosen, 2), wanted.routed(x, chosen, 2)) < 4e-6
+    assert relative(joined.routed(x, Routes(chosen, 3), 2), wanted.routed(x, Routes(chosen, 3), 2)) < 4e-6
 
 
 # ---- lookups

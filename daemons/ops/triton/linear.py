@@ -90,6 +90,34 @@ def _upper(high, I: tl.constexpr):  # noqa: E741
 
 
 @triton.jit
+def _of_nested(both, four, minima, ends, J: tl.constexpr, BN: tl.constexpr):
+    """Group J of Q4_K or Q5_K as numbers [BN, 32], from its codes and the words of its chunk's scales."""
+    minimum = ((four >> (8 * (J % 4) + 6)) & 3) | (((minima >> (4 * J)) & 15) << 2)
+    scale = _half(ends) * ((four >> (8 * (J % 4))) & 63).to(tl.float32)
+    code = _apart(both, BN, 32).to(tl.float32)
+    return scale[:, None] * code - (_half(ends >> 16) * minimum.to(tl.float32))[:, None]
+
+
+@triton.jit
+def _of_simple(both, step, KIND: tl.constexpr, BN: tl.constexpr):
+    """A group of Q4_0, Q4_1, Q5_0 or Q5_1 as numbers [BN, 32], from its codes and its step."""
+    code = _apart(both, BN, 32)
+    if KIND == "Q4_0":
+        return step.to(tl.float32)[:, None] * (code - 8).to(tl.float32)
+    elif KIND == "Q5_0":
+        return step.to(tl.float32)[:, None] * (code - 16).to(tl.float32)
+    else:
+        return _half(step)[:, None] * code.to(tl.float32) + _half(step >> 16)[:, None]
+
+
+@triton.jit
+def _of_q6(both, four, d, J: tl.constexpr, BN: tl.constexpr):
+    """Group J of Q6_K as numbers [BN, 16], from its codes, the word of its scale and the chunk's step."""
+    scale = d * ((four << (24 - 8 * (J % 4))) >> 24).to(tl.float32)
+    return scale[:, None] * (_apart(both, BN, 16) - 32).to(tl.float32)
+
+
+@triton.jit
 def _inside(here, at, width, FILLED: tl.constexpr):
     """Which rows of x have numbers at column ``at``: none beyond ``width``, where rows are ``FILLED`` up."""
     if FILLED:
@@ -248,9 +276,7 @@ def _expand(codes, high, scales, steps, out, first_row, n_rows, n_chunks, KIND: 
                 if i % 4 == 0:
                     words = tl.load(codes + at[:, None] * 32 + 16 * g + 2 * i + pair)
                     four = tl.load(scales + at * 4 + 2 * g + i // 4)
-                code = _apart(((words >> (4 * (i % 4))) & 0x000F000F) | _upper(bits, i), BN, L)
-                scale = d * ((four << (24 - 8 * (i % 4))) >> 24).to(tl.float32)
-                number = scale[:, None] * (code - 32).to(tl.float32)
+                number = _of_q6(((words >> (4 * (i % 4))) & 0x000F000F) | _upper(bits, i), four, d, i, BN)
                 tl.store(to + 128 * g + 16 * i, number.to(kind), mask=inside)
     else:
         if FIFTH:
@@ -258,7 +284,6 @@ def _expand(codes, high, scales, steps, out, first_row, n_rows, n_chunks, KIND: 
         if NESTED:
             minima = tl.load(scales + at * 4 + 2)
             ends = tl.load(scales + at * 4 + 3)
-            d, dmin = _half(ends), _half(ends >> 16)
         for j in tl.static_range(8):
             if j % 4 == 0:
                 words = tl.load(codes + at[:, None] * 32 + 4 * j + pair)
@@ -267,17 +292,10 @@ def _expand(codes, high, scales, steps, out, first_row, n_rows, n_chunks, KIND: 
             both = (words >> (4 * (j % 4))) & 0x000F000F
             if FIFTH:
                 both |= _fifth(bits, j)
-            code = _apart(both, BN, L)
-            if KIND == "Q4_0" or KIND == "Q5_0":
-                scale = tl.load(steps + at * 8 + j).to(tl.float32)
-                number = scale[:, None] * (code - (16 if FIFTH else 8)).to(tl.float32)
-            elif not NESTED:
-                step = tl.load(steps + at * 8 + j)
-                number = _half(step)[:, None] * code.to(tl.float32) + _half(step >> 16)[:, None]
+            if NESTED:
+                number = _of_nested(both, four, minima, ends, j, BN)
             else:
-                minimum = ((four >> (8 * (j % 4) + 6)) & 3) | (((minima >> (4 * j)) & 15) << 2)
-                scale = d * ((four >> (8 * (j % 4))) & 63).to(tl.float32)
-                number = scale[:, None] * code.to(tl.float32) - (dmin * minimum.to(tl.float32))[:, None]
+                number = _of_simple(both, tl.load(steps + at * 8 + j), KIND, BN)
             tl.store(to + 32 * j, number.to(kind), mask=inside)
 
 

@@ -1,0 +1,127 @@
+"""Products of many rows with the matrices of their experts beside float64 products, and who reads and writes what."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("triton")
+
+from daemons.ops.moe import ExpertMlp
+from daemons.ops.operations import Reference
+from daemons.ops.quantised import SINGLE_PAIRS, PlaneExperts
+from daemons.ops.routes import Routes
+from daemons.ops.triton.grouped import GroupedShape, grouped, grouped_shape
+from tests.kernels.test_linear import DEVICE, DTYPES, KINDS, SHORT, Matrix, infinity_is_no_warning, near, normal, on_gpu
+from tests.kernels.test_quantised import LIMIT, experts_of, relative
+
+__all__ = ["infinity_is_no_warning"]  # a fixture
+
+SMALL = GroupedShape(16, 32, 4, 2, 2)
+
+
+def routes_of(pairs: list[int], n_experts: int) -> Routes:
+    return Routes(torch.tensor(pairs, device=DEVICE), n_experts)
+
+
+def check(m: Matrix, pairs: list[int], share: int, dtype: torch.dtype, how: GroupedShape | None = SMALL) -> Tensor:
+    """``m``: matrices [X, N, K]."""
+    x = normal(len(pairs) // share, m.numbers.shape[-1], dtype=dtype)
+    found = grouped(m.kind, m.planes, x, routes_of(pairs, m.numbers.shape[0]), share, how)
+    rounded = m.numbers.to(dtype).double()  # as it is multiplied
+    for expert in set(pairs):
+        of = [p for p, e in enumerate(pairs) if e == expert]
+        near(found[of], x[[p // share for p in of]].double(), rounded[expert].t(), dtype)
+    return found
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("kind", KINDS)
+def test_each_type(kind, dtype):
+    """More columns than a program has, an expert without rows, one with one, one with more than all of its programs
+    take at a time."""
+    m = Matrix.random(kind, 4 * 40, 512).experts(4)
+    check(m, [2] * 17 + [0] + [2, 3] * 14 + [2] * 18, 2, dtype)
+
+
+@pytest.mark.parametrize("kind", SHORT)
+def test_rows_that_end_within_a_chunk(kind):
+    check(Matrix.random(kind, 3 * 33, 352).experts(3), [1, 0, 0, 2, 1, 1], 1, torch.float16)
+
+
+@pytest.mark.parametrize("rows", [16, 32, 64])
+def test_the_launches_that_are_chosen(rows):
+    n_experts = 3
+    n_pairs = rows // 2 * n_experts + (0 if rows < 64 else 3)
+    how = grouped_shape(n_pairs, n_experts)
+    assert how.rows == rows
+    pairs = [i * i % n_experts for i in range(n_pairs)]
+    check(Matrix.random("Q4_K", n_experts * 9, 256).experts(n_experts), pairs, 1, torch.float32, how)
+
+
+def test_all_rows_to_one_expert():
+    check(Matrix.random("Q6_K", 5 * 20, 256).experts(5), [4] * 70, 1, torch.float32)
+
+
+def test_only_the_rows_that_are_routed_are_read_and_all_results_are_written(monkeypatch):
+    """Activations between NaN; experts that nobody goes to are NaN."""
+    m = Matrix.random("Q8_0", 4 * 20, 256)
+    planes = m.planes.map(lambda p: p.view(4, 20, -1).clone())
+    assert planes.steps is not None
+    planes.steps[1] = float("nan")
+    wide = torch.full((20, 256), float("nan"), dtype=torch.float16, device=DEVICE)
+    wide[3:13] = normal(10, 256, dtype=torch.float16)
+    pairs = [0, 2, 3, 0, 2, 2, 3, 2, 0, 2]
+    real = Tensor.new_empty
+
+    def filled(x: Tensor, *shape: int, **options: object) -> Tensor:
+        return real(x, *shape, **options).fill_(float("nan"))
+
+    with monkeypatch.context() as patch:
+        if DEVICE == "cuda":  # the interpreter makes tensors too
+            patch.setattr(Tensor, "new_empty", filled)
+        found = grouped(m.kind, planes, wide[3:13], routes_of(pairs, 4), 1, SMALL)
+    assert bool(found.isfinite().all())
+    wanted = torch.stack([m.experts(4).numbers[e] @ wide[3 + p].double() for p, e in enumerate(pairs)])
+    assert relative(found, wanted) < LIMIT[torch.float16] * 2
+
+
+def test_pairs_are_sorted_by_expert():
+    routes = routes_of([3, 0, 3, 1, 0, 3], 5)
+    order, bounds = routes.sorted
+    assert order.tolist() == [1, 4, 3, 0, 2, 5]
+    assert bounds.tolist() == [0, 2, 3, 3, 6, 6]
+    assert routes.sorted is routes.sorted
+
+
+@pytest.mark.parametrize("n_rows", [SINGLE_PAIRS // 2, SINGLE_PAIRS // 2 + 1])
+def test_an_mlp_gives_the_same_whichever_way_its_pairs_go(n_rows):
+    up, down = experts_of("Q4_0", 3, 64, 256), experts_of("Q8_0", 3, 24, 32)
+    mlp = ExpertMlp(up.planes, down.planes, "silu", Reference())
+    plain = ExpertMlp(up.blocks, down.blocks, "silu", Reference())
+    x = normal(n_rows, 256)
+    chosen = torch.stack((torch.arange(n_rows) % 3, (torch.arange(n_rows) + 1) % 3), dim=1).to(DEVICE)
+    weights = normal(n_rows, 2).softmax(dim=1)
+    assert relative(mlp(x, chosen, weights), plain.one_by_one(x, chosen, weights)) < 1e-5
+    assert PlaneExperts.few_pairs > 1 << 20
+
+
+@on_gpu
+def test_a_graph_records_them():
+    """Nothing on the way waits for the device, and a replay follows other routes."""
+    up, down = experts_of("Q4_K", 8, 512, 256), experts_of("Q6_K", 8, 64, 256)
+    mlp = ExpertMlp(up.planes, down.planes, "silu", Reference())
+    x, weights = normal(300, 256, dtype=torch.bfloat16), normal(300, 2).softmax(dim=1)
+    routes = [torch.rand(300, 8, generator=torch.Generator().manual_seed(i)).topk(2).indices.cuda() for i in range(2)]
+    wanted = [mlp(x, chosen, weights) for chosen in routes]
+    chosen = routes[0].clone()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = mlp(x, chosen, weights)
+    for each, result in zip(routes, wanted, strict=True):
+        chosen.copy_(each)
+        graph.replay()
+        torch.cuda.synchronize()
+        assert torch.equal(found, result)
