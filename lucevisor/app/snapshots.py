@@ -61,7 +61,10 @@ NEAR_TIE = {True: 1e-3, False: 0.25}
 of the same formats: sums of other batches differ in their last bits."""
 
 _PREFILL_STEP_TOKENS = 32
-_FIRST_GUESS = Speeds(prefill_tokens_per_s=500.0, step_s=0.01)
+_FIRST_GUESS = Speeds(prefill_tokens_per_s=500.0, read_bytes_per_s=4e9, step_s=0.01)
+"""Reading is taken for fast until it was seen to be slow: what is never saved is never measured."""
+_READ_OVER_WRITE = 2.0
+"""Before the first restore: reading needs no fsync, and finds some of a file in the page cache."""
 
 log = structlog.get_logger("snapshots")
 
@@ -105,7 +108,7 @@ class SpeedMeter:
     def speeds(self, store: BackgroundStore) -> Speeds:
         """Return the speeds as of now; guesses for what was not seen yet.
 
-        Before the first restore, files are taken to be read as fast as they were written: few disks read slower.
+        Before the first restore, a slow disk shows in how fast files were written.
         """
         seen, guess = store.store.statistics, _FIRST_GUESS
 
@@ -113,9 +116,10 @@ class SpeedMeter:
             return n / seconds if n and seconds > 0 else otherwise
 
         written = per_s(seen.saved_bytes, seen.save_s, guess.write_bytes_per_s)
+        likely = min(guess.read_bytes_per_s, _READ_OVER_WRITE * written) if seen.n_saved else guess.read_bytes_per_s
         return Speeds(
             prefill_tokens_per_s=per_s(self.n_tokens, self.seconds, guess.prefill_tokens_per_s),
-            read_bytes_per_s=per_s(self.read_bytes, self.read_s, written),
+            read_bytes_per_s=per_s(self.read_bytes, self.read_s, likely),
             write_bytes_per_s=written,
             step_s=self.short_s / self.n_short if self.n_short else guess.step_s,
         )
