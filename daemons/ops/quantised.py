@@ -14,6 +14,7 @@ from daemons.planes import Planes, empty
 from lucevisor.wire.ggml_types import BY_NAME, CHUNK, GgmlType
 
 ANY = 1 << 30
+"""More pairs than any step has."""
 SINGLE_PAIRS = 320
 """Pairs of row and expert up to which each is a product of its own; more are grouped by expert."""
 

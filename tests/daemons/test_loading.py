@@ -16,7 +16,7 @@ from daemons.ops.choose import Chooser
 from daemons.reading import HostMemory
 from daemons.weights import Rows, Weights
 from lucevisor.wire.families import open_spec
-from lucevisor.wire.ggml_types import BY_NAME
+from lucevisor.wire.ggml_types import BY_NAME, PLANED
 from lucevisor.wire.messages import Load, Progress, ShardPlan, Slice, StagePlan, Step
 from lucevisor.wire.resident import residents, weight_bytes
 from lucevisor.wire.values import Backend, Dtype, LayerRange
@@ -118,7 +118,8 @@ def test_accelerator_forms_compute_the_same(files, kinds, tied):
     forms = {r.form.value for r in residents(
         spec, LayerRange(0, 4), first=True, last=True, backend=Backend.CUDA, dtype=Dtype.FLOAT32
     )}  # fmt: skip
-    assert ("blocks" in forms) == any(k in NATIVE for k in kinds)
+    assert bool(forms & {"blocks", "planes"}) == any(k in NATIVE for k in kinds)
+    assert ("planes" in forms) == any(k in PLANED for k in kinds)
 
 
 # Largest error of y = W x for random x, relative to y, beside the float32 product of the dequantised matrix.
