@@ -35,6 +35,7 @@ def logits(spec: ModelSpec, kernels: bool) -> Tensor:
     return torch.cat([c.run((0, ids)) for ids in slices()])
 
 
+@pytest.mark.timeout(600)  # an interpreter runs the kernels
 @pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning")  # numpy says so, a GPU would not
 @pytest.mark.slow
 @pytest.mark.parametrize("mix", ["k", "old"])
