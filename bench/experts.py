@@ -9,15 +9,13 @@ The forms take turns within a round.  --save writes bench/results/experts-NAME.j
 
 import argparse
 import json
-import platform
 import statistics
 import time
-from importlib.metadata import version
 from pathlib import Path
 from unittest import mock
 
 import torch
-from kernels import planes_of
+from kernels import conditions, planes_of
 
 from daemons.device import prepare
 from daemons.ops import quantised
@@ -99,13 +97,7 @@ def main():
     options = parser.parse_args()
     prepare(Backend.CUDA, 0)
     torch.cuda.set_device(options.device)
-    where = {
-        "device": torch.cuda.get_device_name(options.device),
-        "python": platform.python_version(),
-        "torch": version("torch"),
-        "triton": version("triton"),
-        "rounds": options.rounds,
-    }
+    where = conditions(options)
     print(", ".join(f"{name} {value}" for name, value in where.items()))
     print(f"{'':29} | " + " | ".join(f"{arm:>13}" for arm in ARMS) + " | error")
     with torch.inference_mode():

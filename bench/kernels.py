@@ -101,6 +101,16 @@ def measure(options):
     return rows_of_table
 
 
+def conditions(options):
+    return {
+        "device": torch.cuda.get_device_name(options.device),
+        "python": platform.python_version(),
+        "torch": version("torch"),
+        "triton": version("triton"),
+        "rounds": options.rounds,
+    }
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", type=torch.device, default=torch.device("cuda:0"))
@@ -110,13 +120,7 @@ def main():
     options = parser.parse_args()
     prepare(Backend.CUDA, 0)
     torch.cuda.set_device(options.device)
-    where = {
-        "device": torch.cuda.get_device_name(options.device),
-        "python": platform.python_version(),
-        "torch": version("torch"),
-        "triton": version("triton"),
-        "rounds": options.rounds,
-    }
+    where = conditions(options)
     with torch.inference_mode():
         found = measure(options)
     print(", ".join(f"{name} {value}" for name, value in where.items()))

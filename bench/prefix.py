@@ -1,7 +1,7 @@
 """Time to the first token of a prompt that is computed, and of one whose beginning is remembered in memory or on disk.
 
     python bench/prefix.py [--model FILE] [--backend cpu|cuda|hip] [--groups 2] [--tokens 512,1024,2048,3072]
-                           [--rounds 9] [--dtype auto] [--save]
+                           [--rounds 9] [--dtype auto] [--save] [--verbose]
 
 Real daemons, requests straight into the engine.  A round asks, one after the other: a new prompt with the cache off, a
 new one with the cache on (what remembering costs), that one again with another ending of two tokens (what it gains),
@@ -123,7 +123,9 @@ async def saved(service, beginning):
     store, end = service.snapshots.store.store, time.monotonic() + SAVED_S
     while (match := store.find(beginning, len(beginning))) is None or match.n_tokens < len(beginning):
         if time.monotonic() > end:
-            raise SystemExit(f"no snapshot after {SAVED_S} s: {store.statistics}")
+            raise SystemExit(
+                f"no snapshot after {SAVED_S} s: {store.statistics}; --verbose shows why, if it was not worth it"
+            )
         await asyncio.sleep(0.01)
 
 
@@ -209,9 +211,11 @@ def main():
     parser.add_argument("--disk", default="20GiB", help="cache.disk")
     parser.add_argument("--name", help="of the result; default: the backend")
     parser.add_argument("--save", action="store_true", help="write bench/results/prefix-NAME.json")
+    parser.add_argument("--verbose", action="store_true", help="show the log: what is not worth a file, and why")
     options = parser.parse_args()
     options.model = options.model.resolve()
-    structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.WARNING))
+    level = logging.DEBUG if options.verbose else logging.WARNING
+    structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(level))
     where = conditions(options)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         times, seen = runner.run(measure(options))

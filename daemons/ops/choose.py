@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from daemons.device import launching
-from daemons.ops.experts import BlockExperts, DenseExperts, ExpertMatrices, ListedExperts
+from daemons.ops.experts import ANY_PAIRS, BlockExperts, DenseExperts, ExpertMatrices, ListedExperts
 from daemons.ops.linear import (
     Blocks,
     BlockTable,
@@ -46,7 +46,7 @@ class Chooser:
     warnings: list[str] = field(default_factory=list)
     """What costs speed here and could be changed."""
     operations: Operations = field(init=False)
-    few_pairs: int = 1 << 30
+    few_pairs: int = ANY_PAIRS
     """Pairs of row and expert up to which all experts that were made here need not wait for the device."""
 
     def __post_init__(self) -> None:

@@ -17,6 +17,8 @@ from lucevisor.wire.ggml_types import GgmlType
 
 FEW_PAIRS = 64
 """Pairs of row and expert up to which matrices are gathered."""
+ANY_PAIRS = 1 << 30
+"""More pairs than any step has."""
 EXPANDED_NUMBERS = 1 << 26
 """Numbers of gathered matrices held at a time."""
 

@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from daemons.ops.experts import ANY_PAIRS
 from daemons.ops.linear import part_rows
 from daemons.ops.routes import Routes
 from daemons.ops.triton.grouped import grouped
@@ -13,8 +14,6 @@ from daemons.ops.triton.linear import MAX_ROWS, expand, multiply
 from daemons.planes import Planes, empty
 from lucevisor.wire.ggml_types import BY_NAME, CHUNK, GgmlType
 
-ANY = 1 << 30
-"""More pairs than any step has."""
 SINGLE_PAIRS = 320
 """Pairs of row and expert up to which each is a product of its own; more are grouped by expert."""
 
@@ -45,7 +44,7 @@ class PlaneMatrix:
 class PlaneExperts:
     """Matrices of experts ``[X, N, K]``; see :class:`daemons.ops.experts.ExpertMatrices`."""
 
-    few_pairs = ANY
+    few_pairs = ANY_PAIRS
 
     def __init__(self, kind: GgmlType, planes: Planes, n_columns: int) -> None:
         self.kind, self.planes = kind, planes

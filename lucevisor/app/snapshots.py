@@ -21,8 +21,8 @@ from typing import Any
 import structlog
 
 from lucevisor.app.shard_transfers import ShardTransfers
+from lucevisor.app.snapshot_speeds import SpeedMeter
 from lucevisor.config import CacheConfig
-from lucevisor.engine.chain import ChainResult
 from lucevisor.engine.loop import Engine
 from lucevisor.engine.request import GenerationRequest, TokenEvent
 from lucevisor.memory.blocks import Slot
@@ -60,12 +60,6 @@ NEAR_TIE = {True: 1e-3, False: 0.25}
 """Nats that the restored model's best token may be less likely than the recorded one, by whether the states are float32
 of the same formats: sums of other batches differ in their last bits."""
 
-_PREFILL_STEP_TOKENS = 32
-_FIRST_GUESS = Speeds(prefill_tokens_per_s=500.0, read_bytes_per_s=4e9, step_s=0.01)
-"""Reading is taken for fast until it was seen to be slow: what is never saved is never measured."""
-_READ_OVER_WRITE = 2.0
-"""Before the first restore: reading needs no fsync, and finds some of a file in the page cache."""
-
 log = structlog.get_logger("snapshots")
 
 
@@ -78,56 +72,6 @@ async def open_store(cache: CacheConfig, spec: ModelSpec, placement: Placement) 
     store = BackgroundStore(SnapshotStore(Path(cache.dir), model, cache.disk))
     await store.scan()
     return store
-
-
-@dataclass(slots=True)
-class SpeedMeter:
-    """What computing and disk take here, as seen so far."""
-
-    n_tokens: int = 0
-    seconds: float = 0.0
-    n_short: int = 0
-    short_s: float = 0.0
-    read_bytes: int = 0
-    read_s: float = 0.0
-
-    def add(self, result: ChainResult) -> None:
-        """Count a step: in long ones the slowest stage says how fast prompts are computed, short ones are decodes."""
-        if result.step.n_tokens >= _PREFILL_STEP_TOKENS:
-            self.n_tokens += result.step.n_tokens
-            self.seconds += max(answer.compute_s for answer in result.results)
-        else:
-            self.n_short += 1
-            self.short_s += sum(answer.compute_s for answer in result.results)  # not the wait behind others
-
-    def add_read(self, n_bytes: int, seconds: float) -> None:
-        """Count a restore: until all shards had it and its checksums were compared."""
-        self.read_bytes += n_bytes
-        self.read_s += seconds
-
-    def speeds(self, store: BackgroundStore) -> Speeds:
-        """Return the speeds as of now; guesses for what was not seen yet.
-
-        Before the first restore, a slow disk shows in how fast files were written.
-        """
-        seen, guess = store.store.statistics, _FIRST_GUESS
-
-        def per_s(n: int, seconds: float, otherwise: float) -> float:
-            return n / seconds if n and seconds > 0 else otherwise
-
-        written = per_s(seen.saved_bytes, seen.save_s, guess.write_bytes_per_s)
-        likely = min(guess.read_bytes_per_s, _READ_OVER_WRITE * written) if seen.n_saved else guess.read_bytes_per_s
-        return Speeds(
-            prefill_tokens_per_s=per_s(self.n_tokens, self.seconds, guess.prefill_tokens_per_s),
-            read_bytes_per_s=per_s(self.read_bytes, self.read_s, likely),
-            write_bytes_per_s=written,
-            step_s=self.short_s / self.n_short if self.n_short else guess.step_s,
-        )
-
-
-def _part_bytes(match: Match) -> int:
-    """Bytes of the part of a file that would be used."""
-    return match.entry.n_bytes * match.n_tokens // match.entry.n_tokens
 
 
 @dataclass(slots=True, eq=False)
@@ -166,7 +110,7 @@ class Snapshots:
         For the time before the shards lose their state.  Nothing is begun after the deadline.
         """
         end, n_saved = time.monotonic() + deadline_s, 0
-        speeds = self.meter.speeds(self.store)
+        speeds = self._speeds()
         slots = {slot.number: slot for slot in self._engine.prefixes.slots}
         candidates = [self._candidate(slot) for slot in slots.values()]
         for candidate in for_shutdown(candidates, self._policy, speeds, deadline_s):
@@ -211,7 +155,9 @@ class Snapshots:
         if match is None:
             return None
         gain = match.n_tokens - prefixes.match(prompt).position
-        reason = why_not_read(match.n_tokens, gain, _part_bytes(match), self._policy, self.meter.speeds(self.store))
+        reason = why_not_read(match.n_tokens, gain, match.n_bytes, self._policy, self._speeds())
+        if reason:
+            log.debug("snapshot not used", file=match.entry.file, reason=reason)
         return None if reason else match
 
     async def _restore_for(self, key: tuple[str, int], under_way: _Restoring) -> None:
@@ -241,8 +187,7 @@ class Snapshots:
         try:
             reading = await self.store.open_for_restore(match.entry, match.n_tokens)
             try:
-                problem = await self._fill(reading, reservation, lambda: self._resume(under_way))
-                self.meter.add_read(_part_bytes(match), time.monotonic() - started)
+                problem = await self._fill(match, reading, reservation, lambda: self._resume(under_way))
                 problem = problem or await self._judge(reading, reservation)
             finally:
                 self.store.store.close_reading(reading)
@@ -261,7 +206,7 @@ class Snapshots:
                  converted=reading.converted)  # fmt: skip
         return slot
 
-    async def _fill(self, reading: Reading, reservation: Reservation, late: Callable[[], None]) -> str:
+    async def _fill(self, match: Match, reading: Reading, reservation: Reservation, late: Callable[[], None]) -> str:
         """Have the bytes read and compared; return the problem, empty when all is well.  Raises SnapshotRefused.
 
         ``late`` is called when it takes too long; the pages stay reserved until the daemons are through.
@@ -271,9 +216,12 @@ class Snapshots:
             reading.n_tokens, ids.get(Space.FULL, []), ids.get(Space.WINDOW, []), reservation.first_window,
             reservation.state,
         )  # fmt: skip
+        started = time.monotonic()
         check = asyncio.create_task(self.store.check(reading))
         transfer, overdue = await self._await(self.shards.restore(reading, place), TRANSFER_S, late)
         await check
+        if not transfer.problem:
+            self.meter.add_read(match.n_bytes, time.monotonic() - started)
         return overdue or transfer.problem
 
     async def _judge(self, reading: Reading, reservation: Reservation) -> str:
@@ -334,7 +282,13 @@ class Snapshots:
         return Candidate(slot.number, len(tokens), n_bytes, known.n_tokens if known is not None else 0, slot.n_uses)
 
     def _reason_not(self, slot: Slot, occasion: Occasion) -> str:
-        return why_not(self._candidate(slot), occasion, self._policy, self.meter.speeds(self.store))
+        reason = why_not(self._candidate(slot), occasion, self._policy, self._speeds())
+        if reason:
+            log.debug("snapshot not worth a file", n_tokens=slot.n_tokens, occasion=occasion.value, reason=reason)
+        return reason
+
+    def _speeds(self) -> Speeds:
+        return self.meter.speeds(self.store.store.statistics)
 
     async def _save(self, slot: Slot, occasion: Occasion, deadline_s: float) -> bool:
         """Write a slot's file; False when that failed, which is logged."""

@@ -83,6 +83,11 @@ class Match:
     entry: SnapshotEntry
     n_tokens: int
 
+    @property
+    def n_bytes(self) -> int:
+        """Of the part that would be read."""
+        return self.entry.n_bytes * self.n_tokens // self.entry.n_tokens
+
 
 # ---- what can be used
 

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import types
-from typing import Any
-
 import pytest
 
-from lucevisor.app.snapshots import SpeedMeter
+from lucevisor.app.snapshot_speeds import SpeedMeter
 from lucevisor.engine.chain import ChainResult
 from lucevisor.memory.snapshot_store import StoreStatistics
 from lucevisor.memory.snapshots import Candidate, Occasion, SavePolicy, why_not
@@ -22,12 +19,8 @@ def result(n_tokens: int, compute_s: list[float], seconds: float) -> ChainResult
     return ChainResult(step, answers, (), (), seconds)
 
 
-def store(**seen: Any) -> Any:
-    return types.SimpleNamespace(store=types.SimpleNamespace(statistics=StoreStatistics(**seen)))
-
-
 def test_guesses_before_anything_was_seen() -> None:
-    speeds = SpeedMeter().speeds(store())
+    speeds = SpeedMeter().speeds(StoreStatistics())
     assert speeds.prefill_tokens_per_s > 0
     assert speeds.write_bytes_per_s > 0
     assert 0 < speeds.step_s < 1
@@ -37,7 +30,7 @@ def test_long_steps_tell_how_fast_prompts_are_and_short_ones_what_a_check_costs(
     meter = SpeedMeter()
     meter.add(result(512, [0.2, 0.4], 0.6))  # stages work at the same time on different chunks
     meter.add(result(2, [0.01, 0.02], 0.65))  # it waited behind the long one
-    speeds = meter.speeds(store(saved_bytes=10**9, save_s=0.5))
+    speeds = meter.speeds(StoreStatistics(saved_bytes=10**9, save_s=0.5))
     assert speeds.prefill_tokens_per_s == pytest.approx(512 / 0.4)
     assert speeds.step_s == pytest.approx(0.03)
     assert speeds.write_bytes_per_s == pytest.approx(2e9)
@@ -45,13 +38,16 @@ def test_long_steps_tell_how_fast_prompts_are_and_short_ones_what_a_check_costs(
 
 def test_reading_is_taken_for_fast_until_a_file_was_written_slowly_or_one_was_read() -> None:
     meter = SpeedMeter()
-    assert meter.speeds(store()).read_bytes_per_s == pytest.approx(4e9)
-    fast, slow = store(n_saved=1, saved_bytes=10**9, save_s=0.2), store(n_saved=1, saved_bytes=10**9, save_s=5.0)
+    assert meter.speeds(StoreStatistics()).read_bytes_per_s == pytest.approx(4e9)
+    fast, slow = (
+        StoreStatistics(n_saved=1, saved_bytes=10**9, save_s=0.2),
+        StoreStatistics(n_saved=1, saved_bytes=10**9, save_s=5.0),
+    )
     assert meter.speeds(fast).read_bytes_per_s == pytest.approx(4e9)
     assert meter.speeds(slow).read_bytes_per_s == pytest.approx(4e8)
     meter.add_read(3 * 10**8, 0.05)
     meter.add_read(10**8, 0.05)
-    for seen in (store(), fast, slow):
+    for seen in (StoreStatistics(), fast, slow):
         assert meter.speeds(seen).read_bytes_per_s == pytest.approx(4e9)
     meter.add_read(10**8, 0.4)
     assert meter.speeds(fast).read_bytes_per_s == pytest.approx(1e9)
@@ -64,6 +60,6 @@ def test_a_fast_gpu_saves_its_first_prompt() -> None:
     meter.add(result(512, [0.042, 0.043], 0.085))
     meter.add(result(1, [0.006, 0.006], 0.012))
     policy = SavePolicy(min_tokens=256, disk_bytes=10**11)
-    assert not why_not(Candidate(0, 1024, 221_000_000), Occasion.TURN, policy, meter.speeds(store()))
-    slow = store(n_saved=1, saved_bytes=10**9, save_s=5.0)
+    assert not why_not(Candidate(0, 1024, 221_000_000), Occasion.TURN, policy, meter.speeds(StoreStatistics()))
+    slow = StoreStatistics(n_saved=1, saved_bytes=10**9, save_s=5.0)
     assert "reading them" in why_not(Candidate(0, 1024, 221_000_000), Occasion.TURN, policy, meter.speeds(slow))

@@ -5,6 +5,7 @@ computed, and never a wrong token from a file or a daemon that is not what it sh
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import random
 import signal
@@ -15,9 +16,11 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import structlog
 
 from lucevisor.app.service import Service
-from lucevisor.app.snapshots import Snapshots, SpeedMeter
+from lucevisor.app.snapshot_speeds import SpeedMeter
+from lucevisor.app.snapshots import Snapshots
 from lucevisor.memory import snapshot_disk
 from lucevisor.memory.snapshots import Speeds
 from lucevisor.wire.families import open_spec
@@ -45,7 +48,7 @@ PROMPT = [random.Random(3).randrange(5, 500) for _ in range(300)]
 @pytest.fixture(autouse=True)
 def _computing_is_dear(monkeypatch: pytest.MonkeyPatch) -> None:
     """As it is with models that are worth a file: else these small ones are computed before a file is open."""
-    monkeypatch.setattr(SpeedMeter, "speeds", lambda self, store: Speeds(prefill_tokens_per_s=1.0))
+    monkeypatch.setattr(SpeedMeter, "speeds", lambda self, seen: Speeds(prefill_tokens_per_s=1.0))
 
 
 class Place:
@@ -99,6 +102,8 @@ async def four_arms(place: Place, n: int) -> None:
         counts = told_of(service)
         assert service.engine is not None
         tokens = service.engine.statistics().cache.tokens
+        read_bytes = snapshots_of(service).meter.read_bytes
+        assert 0 < read_bytes <= snapshots_of(service).store.store.statistics.restored_bytes
     assert off.answers == cold.answers == warm.answers == again.answers
     assert counts["failed"] == 0
     assert counts["restored"] > 0
@@ -156,6 +161,21 @@ async def test_saved_under_one_split_and_used_under_others_by_every_family(name:
 
 
 # ---- when and what
+
+
+async def test_the_log_says_why_a_slot_is_not_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(SpeedMeter, "speeds", lambda self, seen: Speeds(prefill_tokens_per_s=1e12))
+    structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.DEBUG))
+    place = Place(MODELS["qwen35"], tmp_path)
+    with structlog.testing.capture_logs() as said:
+        async with running(place.config(), place.directory) as service:
+            await ask(service, PROMPT, [])
+            await until(lambda: any(line["event"] == "snapshot not worth a file" for line in said))
+    [line, *_] = [line for line in said if line["event"] == "snapshot not worth a file"]
+    assert line["log_level"] == "debug"
+    assert "computing" in line["reason"]
+    assert "reading them" in line["reason"]
+    assert not place.files()
 
 
 async def test_an_evicted_slot_goes_to_disk_and_comes_back(tmp_path: Path) -> None:
@@ -282,6 +302,7 @@ async def test_a_daemon_killed_while_it_restores_costs_the_prefix_only(group: st
         answer, finished = await ask(service, PROMPT, [])  # it was queued: it waits for the daemon
         assert answer == expected
         assert finished.usage.cached_tokens == 0
+        assert snapshots_of(service).meter.read_bytes == 0  # what did not arrive says nothing of the disk
         answer, finished = await ask(service, [*PROMPT, *expected, 7], [])
         assert finished.usage.cached_tokens > 200
     assert place.files()

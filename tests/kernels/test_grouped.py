@@ -8,6 +8,7 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
+from daemons.ops.experts import ANY_PAIRS
 from daemons.ops.moe import ExpertMlp
 from daemons.ops.operations import Reference
 from daemons.ops.quantised import SINGLE_PAIRS, PlaneExperts
@@ -104,7 +105,7 @@ def test_an_mlp_gives_the_same_whichever_way_its_pairs_go(n_rows):
     chosen = torch.stack((torch.arange(n_rows) % 3, (torch.arange(n_rows) + 1) % 3), dim=1).to(DEVICE)
     weights = normal(n_rows, 2).softmax(dim=1)
     assert relative(mlp(x, chosen, weights), plain.one_by_one(x, chosen, weights)) < 1e-5
-    assert PlaneExperts.few_pairs > 1 << 20
+    assert PlaneExperts.few_pairs == ANY_PAIRS
 
 
 @on_gpu
