@@ -23,6 +23,7 @@ from daemons.ops.experts import BlockExperts
 from daemons.ops.kernels import Kernels
 from daemons.ops.moe import ExpertMlp
 from daemons.ops.quantised import PlaneExperts
+from daemons.ops.router import Chosen
 from daemons.planes import put_together
 from lucevisor.wire.ggml_types import BY_NAME
 from lucevisor.wire.values import Backend
@@ -48,11 +49,11 @@ def limits(arm):
     return {"each pair": 1 << 30, "grouped": 0}.get(arm, quantised.SINGLE_PAIRS)
 
 
-def seconds(arm, mlp, x, experts, weights):
+def seconds(arm, mlp, x, chosen):
     with mock.patch.object(quantised, "SINGLE_PAIRS", limits(arm)):
         torch.cuda.synchronize()
         began = time.perf_counter()
-        out = mlp(x, experts, weights)
+        out = mlp(x, chosen)
         torch.cuda.synchronize()
     return time.perf_counter() - began, out
 
@@ -66,11 +67,12 @@ def measure(options):
         for n in options.tokens:
             x = torch.randn(n, width, device=options.device, dtype=torch.bfloat16)
             weights, experts = torch.rand(n, n_experts, device=options.device).softmax(dim=1).topk(n_used)
+            chosen = Chosen(experts, weights, None)
             times, results = {}, {}
             for i in range(options.rounds + 3):  # the first ones compile
                 for arm in ARMS:
                     mlp = plain if arm == "plain torch" else planes
-                    s, results[arm] = seconds(arm, mlp, x, experts, weights)
+                    s, results[arm] = seconds(arm, mlp, x, chosen)
                     if i >= 3:
                         times.setdefault(arm, []).append(s)
             wanted = results["plain torch"].float()

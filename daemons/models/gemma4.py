@@ -14,11 +14,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from daemons.models.blocks import Attention, AttentionShape, Block, Embedding, Family, GatedMlp, Output, QueryKey
-from daemons.models.mixture import build_routed, build_router
+from daemons.models.mixture import build_route, build_routed
 from daemons.ops.basic import rope
 from daemons.ops.linear import Linear
-from daemons.ops.moe import ExpertMlp, Router
+from daemons.ops.moe import ExpertMlp
 from daemons.ops.operations import Norm
+from daemons.ops.router import Route
 from daemons.state.batch import Batch
 from daemons.state.pools import Pools
 from daemons.weights import Weights
@@ -44,13 +45,13 @@ class RoutedBlock:
     """Routed experts beside the dense part.  The router reads the residual stream through a norm of its own."""
 
     router_norm: Norm
-    router: Router
+    route: Route
     routed: ExpertMlp
     pre: Norm
     post: Norm
 
     def __call__(self, h: Tensor, batch: Batch) -> Tensor:
-        return self.post(self.routed(self.pre(h), *self.router(self.router_norm.float32(h))))
+        return self.post(self.routed(self.pre(h), self.route(self.router_norm.float32(h))))
 
 
 @dataclass(frozen=True)
@@ -171,7 +172,7 @@ class Gemma4Family(Family):
         scale = self.w.exact(b + "ffn_gate_inp.scale") / math.sqrt(p.embedding)
         return RoutedBlock(
             router_norm=self.operations.norm(scale, p.embedding, p.eps),
-            router=build_router(self.w, b, p.experts, expert_scale="ffn_down_exps.scale"),
+            route=build_route(self.w, b, p.experts, expert_scale="ffn_down_exps.scale"),
             routed=build_routed(self.w, b, "gelu_tanh"),
             pre=self.norm(b + "pre_ffw_norm_2.weight"),
             post=self.norm(b + "post_ffw_norm_2.weight"),

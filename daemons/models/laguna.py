@@ -20,7 +20,7 @@ from daemons.models.blocks import (
     PreNormLayer,
     QueryKey,
 )
-from daemons.models.mixture import Mixture, build_routed, build_router, build_shared
+from daemons.models.mixture import Mixture, build_route, build_routed, build_shared
 from daemons.ops.basic import rope
 from daemons.ops.operations import Norm
 from daemons.state.batch import Batch
@@ -62,7 +62,7 @@ class LagunaFamily(Family):
             gate_up = self.w.linear(b + "ffn_gate.weight", b + "ffn_up.weight")
             return GatedMlp(gate_up, self.w.linear(b + "ffn_down.weight"), self.operations)
         shared = build_shared(self.w, b) if x.shared_width else None
-        return Mixture(build_router(self.w, b, x, bias="exp_probs_b.bias"), build_routed(self.w, b, "silu"), shared)
+        return Mixture(build_route(self.w, b, x, bias="exp_probs_b.bias"), build_routed(self.w, b, "silu"), shared)
 
     def attention(self, index: int) -> Block:
         p, b, d = self.p, f"blk.{index}.", self.p.head_dim

@@ -6,42 +6,43 @@ import torch
 from torch import Tensor
 
 from daemons.models.blocks import GatedMlp
-from daemons.ops.moe import ExpertMlp, Router
+from daemons.ops.moe import ExpertMlp
+from daemons.ops.router import Route, Router
 from daemons.state.batch import Batch
 from daemons.weights import Weights
 from lucevisor.wire.experts import Experts
 
 
 class Mixture:
-    """The routed experts of the rows, plus a shared part that every row goes through.
+    """The routed experts of the rows, plus a shared part that every row goes through, as far as the router opens it."""
 
-    ``gate`` float32 [1, E]: the shared part is multiplied by the sigmoid of its product with the row; None: by 1.
-    """
-
-    def __init__(self, router: Router, routed: ExpertMlp, shared: GatedMlp | None, gate: Tensor | None = None) -> None:
-        self.router, self.routed, self.shared, self.gate = router, routed, shared, gate
+    def __init__(self, route: Route, routed: ExpertMlp, shared: GatedMlp | None) -> None:
+        self.route, self.routed, self.shared = route, routed, shared
 
     def __call__(self, x: Tensor, batch: Batch) -> Tensor:
-        out = self.routed(x, *self.router(x))
-        if self.shared is None:
-            return out
-        shared = self.shared(x, batch)
-        if self.gate is not None:
-            shared = shared * torch.sigmoid(x.float() @ self.gate.t()).to(x.dtype)
-        return out + shared
+        return self.routed(x, self.route(x), None if self.shared is None else self.shared(x, batch))
 
 
-def build_router(w: Weights, prefix: str, x: Experts, bias: str = "", expert_scale: str = "") -> Router:
-    """The router of the layer ``prefix`` ("blk.3."); ``bias`` and ``expert_scale`` name further tensors of it."""
-    return Router(
-        weight=w.exact(prefix + "ffn_gate_inp.weight"),
+def build_route(
+    w: Weights, prefix: str, x: Experts, *, bias: str = "", expert_scale: str = "", shared_gate: str = ""
+) -> Route:
+    """The router of the layer ``prefix`` ("blk.3."); ``bias``, ``expert_scale`` and ``shared_gate`` name further
+    tensors of it.
+    """
+    weight = w.exact(prefix + "ffn_gate_inp.weight")
+    if shared_gate:
+        weight = torch.cat((weight, w.exact(prefix + shared_gate).view(1, -1)))
+    router = Router(
+        weight=weight,
         n_used=x.n_used,
         gating=x.gating,
         normalise=x.normalise,
         scale=x.scale,
         bias=w.exact(prefix + bias) if bias else None,
         expert_scale=w.exact(prefix + expert_scale) if expert_scale else None,
+        opens=bool(shared_gate),
     )
+    return w.chooser.operations.router(router)
 
 
 def build_routed(w: Weights, prefix: str, activation: str) -> ExpertMlp:

@@ -5,7 +5,7 @@ docs/families.md.
 from __future__ import annotations
 
 from daemons.models.blocks import Block
-from daemons.models.mixture import Mixture, build_routed, build_router, build_shared
+from daemons.models.mixture import Mixture, build_route, build_routed, build_shared
 from daemons.models.qwen35 import Qwen35Family
 from lucevisor.wire.families.qwen35moe import Qwen35Moe
 
@@ -17,8 +17,7 @@ class Qwen35MoeFamily(Qwen35Family):
         assert isinstance(self.p, Qwen35Moe)
         b = f"blk.{index}."
         return Mixture(
-            router=build_router(self.w, b, self.p.experts),
+            route=build_route(self.w, b, self.p.experts, shared_gate="ffn_gate_inp_shexp.weight"),
             routed=build_routed(self.w, b, "silu"),
             shared=build_shared(self.w, b),
-            gate=self.w.exact(b + "ffn_gate_inp_shexp.weight").view(1, -1),
         )

@@ -7,10 +7,12 @@ from torch import Tensor
 
 from daemons.ops.operations import FEW_TOKENS, Attend, Mix, MixWeights, Norm, PagedQuery
 from daemons.ops.paged import PagedTensor
+from daemons.ops.router import Chosen, Route, Router
 from daemons.ops.triton import basic
 from daemons.ops.triton.attention import attend_few
 from daemons.ops.triton.delta_chunks import mix_run
 from daemons.ops.triton.delta_rule import mix_few
+from daemons.ops.triton.routing import choose, scores_few, weighted
 
 
 class KernelNorm:
@@ -48,6 +50,19 @@ class KernelMix:
         return mix_run(y, convolution, states, ids, self.weights, offset)
 
 
+class KernelRouter:
+    """See :class:`daemons.ops.router.Router`."""
+
+    __slots__ = ("router",)
+
+    def __init__(self, router: Router) -> None:
+        self.router = router
+
+    def __call__(self, x: Tensor) -> Chosen:
+        few = x.shape[0] <= FEW_TOKENS
+        return choose(self.router, scores_few(x.contiguous(), self.router.weight) if few else self.router.scores(x))
+
+
 class Kernels:
     """See :class:`daemons.ops.operations.Operations`."""
 
@@ -63,6 +78,12 @@ class Kernels:
     def turned(self, x: Tensor, norm: Norm, cos: Tensor, sin: Tensor) -> Tensor:
         assert norm.weight is not None
         return basic.query_key(x, norm.weight, norm.epsilon, cos, sin)
+
+    def router(self, router: Router) -> Route:
+        return KernelRouter(router)
+
+    def weighted(self, results: Tensor, weights: Tensor, shared: Tensor | None, opening: Tensor | None) -> Tensor:
+        return weighted(results, weights, shared, opening)
 
     def attend(self, *, window: int, scale: float, softcap: float) -> Attend | None:
         def few(q: Tensor, keys: PagedTensor, values: PagedTensor, where: PagedQuery) -> Tensor:

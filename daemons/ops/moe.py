@@ -1,4 +1,4 @@
-"""Routed experts: who is chosen, and the products with those chosen.
+"""Products with the experts that a router chose.
 
 Knows neither files nor families.  Invariant: a token's result depends on that token alone, and its experts are summed
 in the order of their weights, so it is the same in every batch.
@@ -11,45 +11,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from daemons.ops.experts import EXPANDED_NUMBERS, ExpertMatrices
 from daemons.ops.operations import Operations
+from daemons.ops.router import Chosen
 from daemons.ops.routes import Routes
-
-SMALLEST_SUM = 6.103515625e-5
-"""Sums of weights are at least this, the smallest normal float16, before weights are divided by them (llama.cpp)."""
-
-
-@dataclass(frozen=True)
-class Router:
-    """``weight`` float32 [X, E].  ``bias`` [X] counts in the choice only; ``expert_scale`` [X] multiplies final
-    weights.
-    """
-
-    weight: Tensor
-    n_used: int
-    gating: str
-    normalise: bool
-    scale: float
-    bias: Tensor | None = None
-    expert_scale: Tensor | None = None
-
-    def __call__(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Chosen experts int64 [T, k] and their weights float32 [T, k] of rows ``x`` [T, E]."""
-        scores = F.linear(x.float(), self.weight)
-        scores = torch.sigmoid(scores) if self.gating == "sigmoid" else torch.softmax(scores, dim=-1)
-        if self.bias is None:
-            weights, experts = scores.topk(self.n_used, dim=-1)
-        else:
-            experts = (scores + self.bias).topk(self.n_used, dim=-1).indices
-            weights = scores.gather(1, experts)
-        if self.normalise:
-            weights = weights / weights.sum(dim=-1, keepdim=True).clamp_(min=SMALLEST_SUM)
-        if self.scale != 1.0:
-            weights = weights * self.scale
-        return experts, weights if self.expert_scale is None else weights * self.expert_scale[experts]
 
 
 @dataclass(frozen=True)
@@ -61,15 +28,21 @@ class ExpertMlp:
     activation: str
     operations: Operations
 
-    def __call__(self, x: Tensor, experts: Tensor, weights: Tensor) -> Tensor:
-        """The weighted sum [T, E] over each row's experts [T, k]."""
-        if x.device.type == "cpu":
-            return self.one_by_one(x, experts, weights)
-        if experts.numel() <= min(self.gate_up.few_pairs, self.down.few_pairs):
-            return self.gathered(x, experts, weights)
-        return self.batched(x, experts, weights)
+    def __call__(self, x: Tensor, chosen: Chosen, shared: Tensor | None = None) -> Tensor:
+        """The weighted sum [T, E] over each row's experts, plus the result ``shared`` [T, E] of what every row goes
+        through, as far as it is open.
+        """
+        return self.operations.weighted(self.results(x, chosen.experts), chosen.weights, shared, chosen.opening)
 
-    def one_by_one(self, x: Tensor, experts: Tensor, weights: Tensor) -> Tensor:
+    def results(self, x: Tensor, experts: Tensor) -> Tensor:
+        """[T, k, E]: of each row's experts [T, k]."""
+        if x.device.type == "cpu":
+            return self.one_by_one(x, experts)
+        if experts.numel() <= min(self.gate_up.few_pairs, self.down.few_pairs):
+            return self.gathered(x, experts)
+        return self.batched(x, experts)
+
+    def one_by_one(self, x: Tensor, experts: Tensor) -> Tensor:
         """Each chosen expert multiplies its own rows: no matrix is copied, every chosen one is read once."""
         sorted_rows = _Sorted(x, experts)
         out = x.new_empty(experts.numel(), self.down.n_out)
@@ -78,15 +51,15 @@ class ExpertMlp:
             inner = self._gated(self.gate_up.one(expert)(sorted_rows.rows[at : at + n]))
             out[at : at + n] = self.down.one(expert)(inner)
             at += n
-        return _weighted(sorted_rows.back(out), weights)
+        return sorted_rows.back(out)
 
-    def gathered(self, x: Tensor, experts: Tensor, weights: Tensor) -> Tensor:
+    def gathered(self, x: Tensor, experts: Tensor) -> Tensor:
         """Products by pairs of row and expert; nobody waits for the device."""
         k, routes = experts.shape[1], Routes(experts.flatten(), self.gate_up.n_experts)
         inner = self._gated(self.gate_up.routed(x, routes, k))
-        return _weighted(self.down.routed(inner, routes, 1).view(-1, k, self.down.n_out), weights)
+        return self.down.routed(inner, routes, 1).view(-1, k, self.down.n_out)
 
-    def batched(self, x: Tensor, experts: Tensor, weights: Tensor) -> Tensor:
+    def batched(self, x: Tensor, experts: Tensor) -> Tensor:
         """Chosen experts in batches, those with many rows first, so that a batch needs little padding.
 
         Waits for the device once, to learn who was chosen how often.
@@ -104,7 +77,7 @@ class ExpertMlp:
             place = torch.minimum(first + torch.arange(longest[at], device=x.device), ends[chosen].unsqueeze(1) - 1)
             result = self._batch(sorted_rows.rows[place], sorted_rows.names[chosen])
             out.index_copy_(0, place.flatten(), result.flatten(0, 1))
-        return _weighted(sorted_rows.back(out), weights)
+        return sorted_rows.back(out)
 
     def _gated(self, x: Tensor) -> Tensor:
         return self.operations.gated(x, self.activation)
@@ -138,8 +111,3 @@ class _Sorted:
         place = torch.empty_like(self.order)
         place[self.order] = torch.arange(self.order.shape[0], device=results.device)
         return results.index_select(0, place).view(-1, self.k, results.shape[-1])
-
-
-def _weighted(results: Tensor, weights: Tensor) -> Tensor:
-    """Sum of results [T, k, E] with weights [T, k], in float32; of results' dtype."""
-    return torch.bmm(weights.unsqueeze(1), results.float()).squeeze(1).to(results.dtype)

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from daemons.ops.basic import RmsNorm, gated, rotate
 from daemons.ops.paged import PagedTensor
+from daemons.ops.router import Route, Router
 
 FEW_TOKENS = 16
 """Tokens of a slice up to which the forms for few tokens are taken: a decoded one, a draft, the end of a prompt."""
@@ -109,6 +110,14 @@ class Operations(Protocol):
     def turned(self, x: Tensor, norm: Norm, cos: Tensor, sin: Tensor) -> Tensor:
         """Norm of each head of x [T, H, D], then rotary positions by tables [T, 1, half]."""
 
+    def router(self, router: Router) -> Route:
+        """What chooses as ``router`` does."""
+
+    def weighted(self, results: Tensor, weights: Tensor, shared: Tensor | None, opening: Tensor | None) -> Tensor:
+        """Sum of results [T, k, E] with weights float32 [T, k], plus ``shared`` [T, E] times ``opening`` float32 [T],
+        None for 1; of results' dtype.
+        """
+
     def attend(self, *, window: int, scale: float, softcap: float) -> Attend | None:
         """Attention of slices of up to FEW_TOKENS."""
 
@@ -132,6 +141,15 @@ class Reference:
 
     def turned(self, x: Tensor, norm: Norm, cos: Tensor, sin: Tensor) -> Tensor:
         return rotate(norm.float32(x), cos, sin).to(x.dtype)
+
+    def router(self, router: Router) -> Route:
+        return router
+
+    def weighted(self, results: Tensor, weights: Tensor, shared: Tensor | None, opening: Tensor | None) -> Tensor:
+        out = torch.bmm(weights.unsqueeze(1), results.float()).squeeze(1).to(results.dtype)
+        if shared is None:
+            return out
+        return out + (shared if opening is None else shared * opening.unsqueeze(1).to(shared.dtype))
 
     def attend(self, *, window: int, scale: float, softcap: float) -> Attend | None:
         return None

@@ -11,7 +11,7 @@ import transformers
 
 from daemons import models
 from daemons.models.blocks import Block, PreNormLayer
-from daemons.models.mixture import Mixture, build_routed, build_router
+from daemons.models.mixture import Mixture, build_route, build_routed
 from daemons.models.qwen3 import Qwen3Family
 from lucevisor.wire import families
 from lucevisor.wire.experts import Experts, read_experts, routed_tensors
@@ -54,7 +54,7 @@ class Qwen3MoeFamily(Qwen3Family):
     def layer(self, index: int) -> Block:
         assert isinstance(self.p, Qwen3Moe)
         b = f"blk.{index}."
-        mlp = Mixture(build_router(self.w, b, self.p.experts), build_routed(self.w, b, "silu"), None)
+        mlp = Mixture(build_route(self.w, b, self.p.experts), build_routed(self.w, b, "silu"), None)
         return PreNormLayer(
             self.norm(b + "attn_norm.weight"), self.attention(index), self.norm(b + "ffn_norm.weight"), mlp
         )

@@ -8,8 +8,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from daemons.ops.experts import DenseExperts, JoinedExperts
-from daemons.ops.moe import ExpertMlp, Router
+from daemons.ops.moe import ExpertMlp
 from daemons.ops.operations import Reference
+from daemons.ops.router import Chosen, Router
 
 
 def by_token(x: Tensor, ids: Tensor, weights: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> Tensor:
@@ -34,12 +35,17 @@ def test_every_way_is_the_loop(n_tokens, n_experts, k, joined, monkeypatch):
     both = JoinedExperts([DenseExperts(gate), DenseExperts(up)]) if joined else DenseExperts(torch.cat((gate, up), 1))
     mlp = ExpertMlp(both, DenseExperts(down), "silu", Reference())
     wanted = by_token(x, ids, weights, gate, up, down)
-    ways = [mlp, mlp.one_by_one, mlp.gathered, mlp.batched]
-    assert all(torch.allclose(way(x, ids, weights).double(), wanted, atol=1e-5) for way in ways)
+    ways = [mlp.results, mlp.one_by_one, mlp.gathered, mlp.batched]
+
+    def summed(way):
+        return (way(x, ids) * weights.unsqueeze(2)).sum(1).double()
+
+    assert all(torch.allclose(summed(way), wanted, atol=1e-5) for way in ways)
+    assert torch.allclose(mlp(x, Chosen(ids, weights, None)).double(), wanted, atol=1e-5)
     monkeypatch.setattr("daemons.ops.experts.EXPANDED_NUMBERS", 3000)
     monkeypatch.setattr("daemons.ops.moe.EXPANDED_NUMBERS", 3000)  # two experts at a time
     assert mlp.n_expanded == 2
-    assert all(torch.allclose(way(x, ids, weights).double(), wanted, atol=1e-5) for way in ways)
+    assert all(torch.allclose(summed(way), wanted, atol=1e-5) for way in ways)
 
 
 def test_a_row_does_not_depend_on_its_neighbours():
@@ -52,10 +58,10 @@ def test_a_row_does_not_depend_on_its_neighbours():
     )
     router = Router(torch.randn(6, 16, generator=g), 2, "softmax", True, 1.0)
     x = torch.randn(30, 16, generator=g)
-    together = mlp(x, *router(x))
+    together = mlp(x, router(x))
     for i in (0, 7, 29):
         row = x[i : i + 1]
-        assert torch.allclose(mlp(row, *router(row)), together[i : i + 1], rtol=1e-4, atol=1e-4)
+        assert torch.allclose(mlp(row, router(row)), together[i : i + 1], rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("gating", ["softmax", "sigmoid"])
@@ -64,7 +70,8 @@ def test_weights_of_the_chosen(gating, normalise):
     g = torch.Generator().manual_seed(1)
     weight, x, bias = torch.randn(7, 12, generator=g), torch.randn(9, 12, generator=g), torch.randn(7, generator=g)
     per_expert = torch.rand(7, generator=g)
-    ids, weights = Router(weight, 3, gating, normalise, 2.5, bias, per_expert)(x)
+    ids, weights, opening = Router(weight, 3, gating, normalise, 2.5, bias, per_expert)(x)
+    assert opening is None
     for t in range(9):
         scores = weight @ x[t]
         scores = scores.sigmoid() if gating == "sigmoid" else scores.exp() / scores.exp().sum()
@@ -77,5 +84,17 @@ def test_weights_of_the_chosen(gating, normalise):
 
 def test_weights_that_are_all_almost_nothing_stay_finite():
     router = Router(torch.full((4, 2), -200.0), 2, "sigmoid", True, 1.0)
-    _, weights = router(torch.ones(1, 2))
-    assert torch.isfinite(weights).all()
+    assert torch.isfinite(router(torch.ones(1, 2)).weights).all()
+
+
+def test_a_shared_part_is_added_as_far_as_it_is_open():
+    g = torch.Generator().manual_seed(4)
+    weight, x, shared = (torch.randn(*shape, generator=g) for shape in ((5, 12), (3, 12), (3, 12)))
+    matrices = [DenseExperts(torch.randn(4, *shape, generator=g)) for shape in ((16, 12), (12, 8))]
+    mlp = ExpertMlp(*matrices, "silu", Reference())
+    chosen = Router(weight, 2, "softmax", True, 1.0, opens=True)(x)
+    plain = Router(weight[:4], 2, "softmax", True, 1.0)(x)
+    assert torch.equal(chosen.experts, plain.experts)
+    opened = mlp(x, plain) + shared * torch.sigmoid(x @ weight[4:].t())
+    assert torch.allclose(mlp(x, chosen, shared), opened, atol=1e-5)
+    assert torch.allclose(mlp(x, plain, shared), mlp(x, plain) + shared, atol=1e-5)

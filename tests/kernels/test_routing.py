@@ -1,0 +1,117 @@
+"""The kernels around routed experts choose and sum as their torch forms do."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("triton")
+
+from daemons.ops.kernels import Kernels  # noqa: E402
+from daemons.ops.operations import FEW_TOKENS, Reference  # noqa: E402
+from daemons.ops.router import Router  # noqa: E402
+from daemons.ops.triton.routing import choose, scores_few, weighted  # noqa: E402
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+DTYPES = [torch.float32, torch.float16] + ([torch.bfloat16] if DEVICE == "cuda" else [])
+ROUNDED = {torch.float32: 2e-6, torch.float16: 2.0**-9, torch.bfloat16: 2.0**-6}
+
+
+@pytest.fixture(autouse=True)
+def infinity_is_no_warning():
+    """Under the interpreter arithmetic is numpy's, which warns where it gives infinity or no number."""
+    with np.errstate(over="ignore", invalid="ignore"):
+        yield
+
+
+def normal(*shape, dtype=torch.float32, seed=1):
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(*shape, generator=generator).to(DEVICE, dtype)
+
+
+def router_of(n_experts, width, k, *, gating="softmax", normalise=True, scale=1.0, more=(), opens=False):
+    bias = normal(n_experts, seed=5) / 4 if "bias" in more else None
+    expert_scale = normal(n_experts, seed=6).abs() + 0.5 if "expert_scale" in more else None
+    weight = normal(n_experts + opens, width, seed=7) / width**0.5
+    return Router(weight, k, gating, normalise, scale, bias, expert_scale, opens)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("tokens", "width", "n_scores"), [(1, 2048, 257), (3, 2816, 128), (16, 96, 5), (2, 40, 1)])
+def test_scores(dtype, tokens, width, n_scores):
+    x, weight = normal(tokens, width, dtype=dtype), normal(n_scores, width, seed=3)
+    wanted = x.double() @ weight.double().t()
+    assert (scores_few(x, weight).double() - wanted).norm() / wanted.norm() < 1e-6
+
+
+@pytest.mark.parametrize("tokens", [1, 9])
+@pytest.mark.parametrize(
+    "router",
+    [
+        router_of(256, 64, 8, opens=True),
+        router_of(256, 64, 8, gating="sigmoid", scale=2.5, more=("bias",)),
+        router_of(128, 64, 8, more=("expert_scale",)),
+        router_of(6, 16, 3, normalise=False, opens=True),
+        router_of(5, 16, 5, gating="sigmoid", more=("bias", "expert_scale"), opens=True),
+        router_of(1, 16, 1),
+    ],
+    ids=["qwen35moe", "laguna", "gemma4", "few", "all", "one"],
+)
+def test_choice(router, tokens):
+    scores = router.scores(normal(tokens, router.weight.shape[1], seed=11))
+    found, wanted = choose(router, scores), router.choose(scores)
+    assert torch.equal(found.experts, wanted.experts)
+    torch.testing.assert_close(found.weights, wanted.weights, rtol=1e-5, atol=1e-7)
+    assert (found.opening is None) == (not router.opens)
+    if router.opens:
+        torch.testing.assert_close(found.opening, wanted.opening, rtol=1e-5, atol=1e-7)
+
+
+def test_of_equal_scores_the_first_and_no_expert_twice():
+    router = router_of(40, 16, 8)
+    scores = torch.zeros(1, 40, device=DEVICE)
+    scores[0, [3, 17]] = 2.0
+    found = choose(router, scores)
+    assert found.experts.tolist() == [[3, 17, 0, 1, 2, 4, 5, 6]]
+    torch.testing.assert_close(found.weights.sum(), torch.tensor(1.0, device=DEVICE))
+
+
+def test_scores_that_are_no_numbers_choose_experts_that_are_there():
+    """What comes of it is no number either, but no memory is read that is not the experts'."""
+    router = router_of(5, 16, 2)
+    experts = choose(router, torch.full((2, 5), float("nan"), device=DEVICE)).experts
+    assert ((experts >= 0) & (experts < 5)).all()
+
+
+def test_weights_that_are_all_almost_nothing_stay_finite():
+    router = router_of(4, 2, 2, gating="sigmoid")
+    assert torch.isfinite(choose(router, torch.full((1, 4), -400.0, device=DEVICE)).weights).all()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("tokens", "k", "width"), [(1, 8, 2048), (5, 3, 300), (3, 1, 96)])
+@pytest.mark.parametrize("beside", ["nothing", "shared", "gated"])
+def test_weighted_sum(dtype, tokens, k, width, beside):
+    results, weights = normal(tokens, k, width, dtype=dtype), normal(tokens, k, seed=2).softmax(dim=1)
+    wide = normal(tokens, width + 16, dtype=dtype, seed=3)
+    shared = None if beside == "nothing" else wide[:, :width]
+    opening = torch.sigmoid(normal(tokens, seed=4)) if beside == "gated" else None
+    found = weighted(results, weights, shared, opening)
+    assert found.dtype == dtype
+    wanted = (results.double() * weights.double().unsqueeze(2)).sum(1)
+    if shared is not None:
+        wanted += shared.double() * (1.0 if opening is None else opening.double().unsqueeze(1))
+    torch.testing.assert_close(found.double(), wanted, rtol=ROUNDED[dtype], atol=ROUNDED[dtype])
+    plain = Reference().weighted(results, weights, shared, opening)
+    torch.testing.assert_close(found.double(), plain.double(), rtol=4 * ROUNDED[dtype], atol=4 * ROUNDED[dtype])
+
+
+@pytest.mark.parametrize("tokens", [1, FEW_TOKENS, FEW_TOKENS + 1])
+def test_few_rows_and_many_choose_the_same(tokens):
+    router = router_of(32, 96, 4, opens=True)
+    x = normal(tokens, 96, seed=9)
+    found, wanted = Kernels().router(router)(x), Reference().router(router)(x)
+    assert torch.equal(found.experts, wanted.experts)
+    torch.testing.assert_close(found.weights, wanted.weights, rtol=1e-5, atol=1e-7)
+    torch.testing.assert_close(found.opening, wanted.opening, rtol=1e-5, atol=1e-7)
