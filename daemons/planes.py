@@ -7,8 +7,8 @@ blocks of zero bytes, which are zeros.  ``K``: its numbers then.
     Q4_K, Q5_K  codes   int32 [N, K/8]    word 16 h + w (h < 2, w < 16), field i < 4: low four bits of the elements
                                           32 (4 h + i) + 2 w (bits 4 i) and its neighbour + 1 (bits 16 + 4 i)
                 high    int16 [N, K/16]   Q5_K: fifth bits of the elements 32 j + 2 w (bit j of w) and + 1 (bit 8 + j)
-                scales  int32 [N, K/64]   four words: byte j & 3 of word j >> 2: scale of 32 | (minimum & 3) << 6
-                                          nibble j of word 2: minimum >> 2;  word 3: d | dmin << 16, both f16
+                scales  int32 [N, K/64]   half j & 1 of word j >> 1 (of four): scale of 32 | minimum << 6 | bits << 12;
+                                          bits of the low halves: d, of the high ones: dmin, both f16, lowest first
     Q6_K        codes   int32 [N, K/8]    word 8 h + w (h < 4, w < 8), field i < 4: low four bits of the elements
                                           16 (4 h + i) + 2 w (bits 4 i) and its neighbour + 1 (bits 16 + 4 i)
                 high    int32 [N, K/16]   word 8 g + w (g < 2), field i < 8: upper two bits of the elements
@@ -160,22 +160,25 @@ def _k_scale_words(b: Tensor) -> Tensor:
     lows, minima, rest = b[..., 4:8], b[..., 8:12], b[..., 12:16]
     scale = torch.cat((lows & 63, (rest & 15) | ((lows >> 6) << 4)), dim=-1)
     minimum = torch.cat((minima & 63, (rest >> 4) | ((minima >> 6) << 4)), dim=-1)
+    ends = torch.cat((_low_high(b[..., 0:2].unsqueeze(-1)), _low_high(b[..., 2:4].unsqueeze(-1))), dim=-1)
+    nibble = ends.flatten(-3, -2).flatten(-2)  # d and dmin in turns
     first = scale | ((minimum & 3) << 6)
-    upper = _split(minimum >> 2, -1, 4, 2)
-    second = upper[..., 0] | (upper[..., 1] << 4)
-    return torch.cat((first, second, b[..., 0:4]), dim=-1).contiguous().view(torch.int32)
+    second = (minimum >> 2) | (nibble << 4)
+    return torch.stack((first, second), dim=-1).flatten(-2).contiguous().view(torch.int32)
 
 
 def _k_scale_bytes(words: Tensor) -> Tensor:
     """``[N, chunks, 4]`` int32 -> the blocks' first 16 bytes."""
-    b = _bytes_of(words)
-    first, second = b[..., 0:8], b[..., 8:12]
+    b = _split(_bytes_of(words), -1, 8, 2)
+    first, second = b[..., 0], b[..., 1]
     scale = first & 63
-    minimum = (first >> 6) | ((torch.stack((second & 15, second >> 4), dim=-1).flatten(-2)) << 2)
+    minimum = (first >> 6) | ((second & 15) << 2)
+    nibble = _split(second >> 4, -1, 2, 2, 2)  # [byte, low or high, d or dmin]
+    ends = (nibble[..., 0, :] | (nibble[..., 1, :] << 4)).transpose(-1, -2).flatten(-2)
     lows = scale[..., :4] | ((scale[..., 4:] >> 4) << 6)
     minima = minimum[..., :4] | ((minimum[..., 4:] >> 4) << 6)
     rest = (scale[..., 4:] & 15) | ((minimum[..., 4:] & 15) << 4)
-    return torch.cat((b[..., 12:16], lows, minima, rest), dim=-1)
+    return torch.cat((ends, lows, minima, rest), dim=-1)
 
 
 def _k_codes(q: Tensor) -> Tensor:

@@ -96,7 +96,7 @@ def number(kind, planes, codes, high, n, chunk, e):
         d, m = planes.steps[n, chunk * 8 + j].reshape(1).view(torch.float16).float().numpy()
         return d * f32(q) + m
     words = planes.scales[n, chunk * 4 : chunk * 4 + 4].numpy().astype(np.int64)
-    field = words[j >> 2] >> 8 * (j & 3) & 255
-    minimum = field >> 6 | (words[2] >> 4 * j & 15) << 2
-    d, dmin = planes.scales[n, chunk * 4 + 3].reshape(1).view(torch.float16).float().numpy()
-    return d * f32(field & 63) * f32(q) - dmin * f32(minimum)
+    field = words[j >> 1] >> 16 * (j & 1)
+    ends = [sum((words[w] >> 16 * odd + 12 & 15) << 4 * w for w in range(4)) for odd in range(2)]
+    d, dmin = np.array(ends, dtype=np.uint16).view(np.float16).astype(f32)
+    return d * f32(field & 63) * f32(q) - dmin * f32(field >> 6 & 63)

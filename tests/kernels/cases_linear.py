@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 
-from daemons.ops.triton import linear
+from daemons.ops.triton import launch, linear, nested
 from daemons.planes import empty
 from lucevisor.wire.ggml_types import BY_NAME
-from tests.kernels.targets import Case, for_some
+from tests.kernels.targets import ONE_EACH, TARGETS, Case, for_some
 
 TYPES = {torch.int32: "*i32", torch.int16: "*i16", torch.int8: "*i8", torch.float16: "*fp16"}
 
@@ -45,12 +47,56 @@ def _multiply(
         absent |= {"experts": None}
     integers = ("n_rows", "n_out", "n_chunks", "width", "n_splits", "share")
     signature = pointers | {name: "i32" for name in integers if name not in fixed}
-    how = linear.shape(1, 4096, 16, torch.device("cpu"))
+    how = launch.Tile()
     constants = absent | fixed | {"KIND": kind, "BM": rows, "BN": how.columns, "FILLED": filled}
     options = {"num_warps": how.n_warps, "num_stages": how.n_stages}
     how_called = f"{' routed' * routed}{'' if parts else ' direct'}{' narrow' * bool(fixed)}{' filled' * filled}"
     name = f"multiply {kind} {dtype} {rows}{how_called}"
     return Case(name, linear._multiply, signature, constants, (*pointers, "n_out", "width"), options)
+
+
+def _multiply_nested(kind: str, rows: int = 8, *, out: str = "fp32", routed: bool = False) -> list[Case]:
+    """One for each vendor: they fuse two multiply-adds in their own ways."""
+    pointers, absent = planes_of(kind)
+    del absent["steps"]
+    pointers |= {"x": "*fp16", "factors": "*fp32", "totals": "*fp16", "out": f"*{out}"}
+    if routed:
+        pointers |= {"experts": "*i64"}
+    else:
+        absent |= {"experts": None}
+    signature = pointers | dict.fromkeys(("n_rows", "n_out", "n_chunks", "n_splits", "share"), "i32")
+    how = nested.tile(1 if routed else rows)
+    options = {"num_warps": how.n_warps, "num_stages": how.n_stages}
+    name = f"multiply nested {kind} {out} {rows}{' routed' * routed}"
+    vendors = {
+        "ptx": tuple(t for t in TARGETS if t.startswith("sm_")),
+        "llvm": tuple(t for t in TARGETS if t.startswith("gfx")),
+    }
+    return [
+        Case(
+            f"{name} {fused}",
+            nested._multiply_nested,
+            signature,
+            absent | {"KIND": kind, "BM": rows, "BN": how.columns, "FUSED": fused},
+            (*pointers, "n_out"),
+            options,
+            targets,
+        )
+        for fused, targets in vendors.items()
+    ]
+
+
+def _prepare(dtype: str, lanes: int) -> Case:
+    signature = {"x": f"*{dtype}", "numbers": "*fp16", "factors": "*fp32", "totals": "*fp16"}
+    pointers = tuple(signature)
+    signature |= {"n_rows": "i32", "n_chunks": "i32", "width": "i32"}
+    constants = {"BM": lanes, "ROWS": nested.PREPARED}
+    return Case(f"prepare {dtype} {lanes}", nested._prepare, signature, constants, pointers, {"num_warps": 4})
+
+
+def for_one_each(cases: list[Case]) -> list[Case]:
+    """The same cases, each for those of its targets that more specialisations are compiled for."""
+    return [replace(case, targets=tuple(t for t in case.targets if t in ONE_EACH)) for case in cases]
 
 
 def _expand(kind: str, dtype: str) -> Case:
@@ -64,7 +110,7 @@ def _expand(kind: str, dtype: str) -> Case:
 
 def _sum(dtype: str) -> Case:
     signature = {"parts": "*fp32", "out": f"*{dtype}", "n_splits": "i32", "size": "i32"}
-    return Case(f"sum {dtype}", linear._sum, signature, {"BLOCK": 512}, ("parts", "out"), {"num_warps": 4})
+    return Case(f"sum {dtype}", launch._sum, signature, {"BLOCK": 512}, ("parts", "out"), {"num_warps": 4})
 
 
 def _group_sums(dtype: str) -> Case:
@@ -76,10 +122,15 @@ def _group_sums(dtype: str) -> Case:
 
 
 CASES = [
-    *(_multiply(kind, "bf16") for kind in ("Q4_K", "Q5_K", "Q6_K", "Q4_0", "Q8_0")),
-    _multiply("Q4_K", "fp16", routed=True),
+    *(_multiply(kind, "bf16") for kind in ("Q6_K", "Q4_0", "Q8_0")),
+    *_multiply_nested("Q4_K"),
+    *_multiply_nested("Q5_K", out="bf16", routed=True),
+    *for_one_each(_multiply_nested("Q4_K", 16, out="fp16")),
+    *for_one_each(_multiply_nested("Q4_K", 64)),
+    _prepare("bf16", 8),
     *for_some(
-        _multiply("Q4_K", "fp16", 16, parts=False),
+        _prepare("fp16", 1),
+        _multiply("Q5_K", "fp32"),
         _multiply("Q6_K", "fp16", routed=True),
         _multiply("Q4_K", "fp32", parts=False),
         _multiply("Q6_K", "fp32"),

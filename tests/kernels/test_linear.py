@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 import pytest
@@ -11,8 +11,9 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-from daemons.ops.triton import linear
-from daemons.ops.triton.linear import MAX_ROWS, Shape, expand, multiply
+from daemons.ops.triton import launch, linear, nested
+from daemons.ops.triton.launch import Shape
+from daemons.ops.triton.linear import MAX_ROWS, expand, multiply
 from daemons.planes import Planes, take_apart
 from daemons.quants import dequantise
 from lucevisor.wire.ggml_types import BY_NAME, PLANED, GgmlType
@@ -185,15 +186,15 @@ def test_parts_that_differ_or_are_empty(how):
 
 @pytest.mark.parametrize("n_units", [1, 132])
 def test_no_part_is_left_without_chunks(monkeypatch, n_units):
-    monkeypatch.setattr(linear, "_n_units", lambda device: n_units)
+    monkeypatch.setattr(launch, "_n_units", lambda device: n_units)
     device = torch.device("cpu")
     for n_out in (1, 40, 1000, 5120, 150_000):
         for n_chunks in (1, 2, 3, 10, 20, 68):
             for deep in (1, 8, 64):
-                how = linear.shape(deep, n_out, n_chunks, device)
-                assert 1 <= how.n_splits <= max(1, n_chunks // linear.LEAST_CHUNKS)
+                how = launch.shape(launch.Tile(), deep, n_out, n_chunks, device)
+                assert 1 <= how.n_splits <= max(1, n_chunks // launch.LEAST_CHUNKS)
                 programs = -(-n_out // how.columns) * deep * how.n_splits
-                assert how.n_splits == 1 or programs * how.n_warps <= linear.WARPS_PER_UNIT * n_units
+                assert how.n_splits == 1 or programs * how.n_warps <= launch.WARPS_PER_UNIT * n_units
 
 
 @of_kinds
@@ -417,11 +418,13 @@ def test_a_graph_runs_it_for_the_activations_of_the_day(kind, dtype):
 
 @pytest.mark.gpu
 @on_gpu
-def test_other_counts_of_rows_and_pairs_compile_nothing():
-    m, routed = Matrix.random("Q4_K", 200, 2048), Matrix.random("Q4_K", 5 * 40, 2048).experts(5)
+@pytest.mark.parametrize("kind", ["Q4_K", "Q6_K"])
+def test_other_counts_of_rows_and_pairs_compile_nothing(kind):
+    m, routed = Matrix.random(kind, 200, 2048), Matrix.random(kind, 5 * 40, 2048).experts(5)
 
     def compiled() -> int:
-        kernels = (linear._multiply, linear._sum, linear._expand)
+        products = (linear._multiply, nested._multiply_nested, nested._prepare)
+        kernels = (*products, linear._group_sums, launch._sum, linear._expand)
         return sum(len(cache[0]) for kernel in kernels for cache in kernel.device_caches.values())
 
     def run(rows: range, counts: range) -> None:
@@ -434,12 +437,15 @@ def test_other_counts_of_rows_and_pairs_compile_nothing():
         for first in (0, 1, 16):
             expand(m.kind, m.planes, torch.float16, first, 200 - 2 * first)
 
-    chosen = linear.shape(1, 200, 8, torch.device(DEVICE))
-    for shape in (replace(chosen, n_splits=1), replace(chosen, n_splits=4)):  # a sum is needed, or none
-        multiply(m.kind, m.planes, normal(3, 2048, dtype=torch.float16), how=shape)
-        multiply(m.kind, m.planes, normal(9, 2048, dtype=torch.float16), how=shape)
+    def shape(lanes: int, n_splits: int) -> Shape:
+        tile = nested.tile(lanes) if kind == "Q4_K" else launch.Tile()
+        return Shape(tile.columns, tile.n_warps, tile.n_stages, n_splits)
+
+    for n_splits in (1, 4):  # a sum is needed, or none
+        multiply(m.kind, m.planes, normal(3, 2048, dtype=torch.float16), how=shape(8, n_splits))
+        multiply(m.kind, m.planes, normal(9, 2048, dtype=torch.float16), how=shape(16, n_splits))
         experts = torch.tensor([1, 2], device=DEVICE)
-        multiply(routed.kind, routed.planes, normal(1, 2048, dtype=torch.float16), experts, 2, shape)
+        multiply(routed.kind, routed.planes, normal(1, 2048, dtype=torch.float16), experts, 2, shape(1, n_splits))
     expand(m.kind, m.planes, torch.float16, 3, 5)
     before = compiled()
     assert before > 0

@@ -21,8 +21,9 @@ from daemons.ops.moe import ExpertMlp
 from daemons.ops.operations import Reference
 from daemons.ops.quantised import PlaneExperts, PlaneMatrix
 from daemons.ops.routes import Routes
-from daemons.ops.triton import linear
-from daemons.ops.triton.linear import MAX_ROWS, Shape
+from daemons.ops.triton import linear, nested
+from daemons.ops.triton.launch import Shape
+from daemons.ops.triton.linear import MAX_ROWS
 from daemons.planes import put_together, take_apart
 from daemons.quants import dequantise
 from daemons.weights import Rows, Weights
@@ -57,7 +58,8 @@ of_each = pytest.mark.parametrize(
 def few_programs(monkeypatch):
     """The interpreter's time goes by programs, not by their size."""
     if DEVICE == "cpu":
-        monkeypatch.setattr(linear, "shape", lambda deep, n_out, n_chunks, device: Shape(512, 4, 1, 1))
+        for module in (linear, nested):
+            monkeypatch.setattr(module, "shape", lambda deep, n_out, n_chunks, device: Shape(512, 4, 1, 1))
 
 
 def blocks(kind: str, n: int, k: int) -> tuple[GgmlType, Tensor]:

@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from daemons.ops.routes import Routes
-from daemons.ops.triton.linear import _fifth, _inside, _of_nested, _of_q6, _of_simple, _spread, _upper
+from daemons.ops.triton.codes import fifth_of, inside_of, load_ends, of_nested, of_q6, of_simple, spread, upper_of
 from daemons.planes import Planes
 from lucevisor.wire.ggml_types import CHUNK, GgmlType, filled
 
@@ -63,10 +63,9 @@ def _tile(
             d = tl.load(steps + at).to(tl.float32)
         elif KIND != "Q8_0":
             if FIFTH:
-                bits = _spread(tl.load(high + at[:, None] * 16 + pair))
+                bits = spread(tl.load(high + at[:, None] * 16 + pair))
             if NESTED:
-                minima = tl.load(scales + at * 4 + 2)
-                ends = tl.load(scales + at * 4 + 3)
+                ends = load_ends(scales + at * 4)
         for j in tl.static_range(256 // L):
             if KIND == "Q8_0":
                 code = tl.load(codes + at[:, None] * 256 + 32 * j + element).to(tl.float32)
@@ -77,20 +76,18 @@ def _tile(
                 if j % 4 == 0:
                     words = tl.load(codes + at[:, None] * 32 + 2 * j + pair)
                     four = tl.load(scales + at * 4 + j // 4)
-                number = _of_q6(((words >> (4 * (j % 4))) & 0x000F000F) | _upper(bits, j % 8), four, d, j, BN)
+                number = of_q6(((words >> (4 * (j % 4))) & 0x000F000F) | upper_of(bits, j % 8), four, d, j, BN)
             else:
                 if j % 4 == 0:
                     words = tl.load(codes + at[:, None] * 32 + 4 * j + pair)
-                    if NESTED:
-                        four = tl.load(scales + at * 4 + j // 4)
                 both = (words >> (4 * (j % 4))) & 0x000F000F
                 if FIFTH:
-                    both |= _fifth(bits, j)
+                    both |= fifth_of(bits, j)
                 if NESTED:
-                    number = _of_nested(both, four, minima, ends, j, BN)
+                    number = of_nested(both, tl.load(scales + at * 4 + j // 2), ends, j, BN)
                 else:
-                    number = _of_simple(both, tl.load(steps + at * 8 + j), KIND, BN)
-            there = _inside(here, chunk * 256 + L * j, width, FILLED)
+                    number = of_simple(both, tl.load(steps + at * 8 + j), KIND, BN)
+            there = inside_of(here, chunk * 256 + L * j, width, FILLED)
             part = tl.load(x_at + chunk * 256 + L * j, mask=there[None, :], other=0.0)
             acc = tl.dot(number.to(x.dtype.element_ty), part, acc, input_precision="ieee")
     inside = (columns < n_out)[:, None] & here[None, :]

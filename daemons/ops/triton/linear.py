@@ -8,128 +8,39 @@ For many rows a matrix is expanded, with the arithmetic of ``daemons.quants``, f
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from functools import cache
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from daemons.ops.triton.codes import (
+    bias_of,
+    fifth_of,
+    half_of,
+    inside_of,
+    load_ends,
+    numbers_of,
+    of_nested,
+    of_q6,
+    of_simple,
+    spread,
+    upper_of,
+)
+from daemons.ops.triton.launch import Shape, Tile, add_up, parts_of, shape
+from daemons.ops.triton.nested import NESTED, multiply_nested
 from daemons.planes import Planes
 from lucevisor.wire.ggml_types import CHUNK, GgmlType, filled
 
 MAX_ROWS = 64
 """Rows that :func:`multiply` takes at most."""
-WARPS_PER_UNIT = 36
-"""Warps a multiprocessor is given at most by splitting rows: they hide each other's waiting for memory."""
 SUMMED = 16
 """Groups that one program sums up."""
-LEAST_CHUNKS = 2
-"""Chunks of a part of a row at least."""
-
-
-@triton.jit
-def _half(word):
-    """The low 16 bits of a word as the float16 that they are, in float32."""
-    return word.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
-
-
-@triton.jit
-def _bias(x):
-    """What :func:`_numbers` adds to codes in the format of ``x``."""
-    if x.dtype.element_ty == tl.bfloat16:
-        return 128.0
-    elif x.dtype.element_ty == tl.float16:
-        return 1024.0
-    else:
-        return 0.0
-
-
-@triton.jit
-def _numbers(pairs, x, BN: tl.constexpr, L: tl.constexpr):
-    """Words [BN, L / 2] with a code in each half -> [BN, L] numbers code + BIAS in the format of ``x``."""
-    if x.dtype.element_ty == tl.bfloat16:
-        pairs |= 0x43004300
-        both = tl.join(pairs.to(tl.int16), (pairs >> 16).to(tl.int16))
-        return both.reshape([BN, L]).to(tl.bfloat16, bitcast=True)
-    elif x.dtype.element_ty == tl.float16:
-        pairs |= 0x64006400
-        both = tl.join(pairs.to(tl.int16), (pairs >> 16).to(tl.int16))
-        return both.reshape([BN, L]).to(tl.float16, bitcast=True)
-    else:
-        return tl.join((pairs & 0xFFFF).to(tl.float32), (pairs >> 16).to(tl.float32)).reshape([BN, L])
-
-
-@triton.jit
-def _apart(pairs, BN: tl.constexpr, L: tl.constexpr):
-    """Words [BN, L / 2] with a code in each half -> codes [BN, L] int32."""
-    return tl.join(pairs & 0xFFFF, pairs >> 16).reshape([BN, L])
-
-
-@triton.jit
-def _spread(high):
-    """The two bytes of an int16 -> 16 bits apart, four places up."""
-    both = high.to(tl.int32)
-    return ((both & 0xFF) | ((both & 0xFF00) << 8)) << 4
-
-
-@triton.jit
-def _fifth(high, J: tl.constexpr):
-    """Bit J of each half, moved to bit 4: ``high`` has the bits of Q5_K's pairs 16 apart, four places up."""
-    return (high >> J) & 0x00100010
-
-
-@triton.jit
-def _upper(high, I: tl.constexpr):  # noqa: E741
-    """Field I of two bits of each half, moved to bit 4."""
-    if I < 2:
-        return (high << (4 - 2 * I)) & 0x00300030
-    else:
-        return (high >> (2 * I - 4)) & 0x00300030
-
-
-@triton.jit
-def _of_nested(both, four, minima, ends, J: tl.constexpr, BN: tl.constexpr):
-    """Group J of Q4_K or Q5_K as numbers [BN, 32], from its codes and the words of its chunk's scales."""
-    minimum = ((four >> (8 * (J % 4) + 6)) & 3) | (((minima >> (4 * J)) & 15) << 2)
-    scale = _half(ends) * ((four >> (8 * (J % 4))) & 63).to(tl.float32)
-    code = _apart(both, BN, 32).to(tl.float32)
-    return scale[:, None] * code - (_half(ends >> 16) * minimum.to(tl.float32))[:, None]
-
-
-@triton.jit
-def _of_simple(both, step, KIND: tl.constexpr, BN: tl.constexpr):
-    """A group of Q4_0, Q4_1, Q5_0 or Q5_1 as numbers [BN, 32], from its codes and its step."""
-    code = _apart(both, BN, 32)
-    if KIND == "Q4_0":
-        return step.to(tl.float32)[:, None] * (code - 8).to(tl.float32)
-    elif KIND == "Q5_0":
-        return step.to(tl.float32)[:, None] * (code - 16).to(tl.float32)
-    else:
-        return _half(step)[:, None] * code.to(tl.float32) + _half(step >> 16)[:, None]
-
-
-@triton.jit
-def _of_q6(both, four, d, J: tl.constexpr, BN: tl.constexpr):
-    """Group J of Q6_K as numbers [BN, 16], from its codes, the word of its scale and the chunk's step."""
-    scale = d * ((four << (24 - 8 * (J % 4))) >> 24).to(tl.float32)
-    return scale[:, None] * (_apart(both, BN, 16) - 32).to(tl.float32)
-
-
-@triton.jit
-def _inside(here, at, width, FILLED: tl.constexpr):
-    """Which rows of x have numbers at column ``at``: none beyond ``width``, where rows are ``FILLED`` up."""
-    if FILLED:
-        return here & (here.to(tl.int32) * 0 + at < width)  # no number of Python's, which the interpreter's at may be
-    else:
-        return here
 
 
 @triton.jit
 def _group(numbers, x_at, total, here, x, OFFSET: tl.constexpr, BN: tl.constexpr, BM: tl.constexpr):
     """[BN, BM]: sum_k (number - BIAS - OFFSET) x, for numbers [BN, L] and ``total`` [BM], the sums of x."""
-    first = tl.zeros([BN, BM], tl.float32) - (_bias(x) + OFFSET) * total[None, :]
+    first = tl.zeros([BN, BM], tl.float32) - (bias_of(x) + OFFSET) * total[None, :]
     return tl.dot(numbers, tl.load(x_at, mask=here[None, :], other=0.0), first, input_precision="ieee")
 
 
@@ -174,7 +85,7 @@ def _multiply(
             for j in tl.static_range(8):
                 code = tl.load(codes + at[:, None] * 256 + 32 * j + tl.arange(0, 32)[None, :]).to(x.dtype.element_ty)
                 scale = tl.load(steps + at * 8 + j).to(tl.float32)
-                there = _inside(here, chunk * 256 + 32 * j, width, FILLED)
+                there = inside_of(here, chunk * 256 + 32 * j, width, FILLED)
                 part = tl.dot(code, tl.load(xs + 32 * j, mask=there[None, :], other=0.0), input_precision="ieee")
                 acc += scale[:, None] * part
         elif KIND == "Q6_K":
@@ -184,55 +95,42 @@ def _multiply(
                     if i % 4 == 0:
                         words = tl.load(codes + at[:, None] * 32 + 16 * g + 2 * i + pair)
                         four = tl.load(scales + at * 4 + 2 * g + i // 4)
-                    code = ((words >> (4 * (i % 4))) & 0x000F000F) | _upper(bits, i)
+                    code = ((words >> (4 * (i % 4))) & 0x000F000F) | upper_of(bits, i)
                     total = tl.load(ts + (8 * g + i) * WIDTH)
-                    part = _group(_numbers(code, x, BN, L), xs + 128 * g + 16 * i, total, here, x, OFFSET, BN, BM)
+                    part = _group(numbers_of(code, x, BN, L), xs + 128 * g + 16 * i, total, here, x, OFFSET, BN, BM)
                     inner += ((four << (24 - 8 * (i % 4))) >> 24).to(tl.float32)[:, None] * part
             acc += tl.load(steps + at).to(tl.float32)[:, None] * inner
         else:
             low = tl.zeros([BN, BM], tl.float32)
             if FIFTH:
-                bits = _spread(tl.load(high + at[:, None] * 16 + pair))
+                bits = spread(tl.load(high + at[:, None] * 16 + pair))
             if NESTED:
-                minima = tl.load(scales + at * 4 + 2)
-                ends = tl.load(scales + at * 4 + 3)
+                ends = load_ends(scales + at * 4)
             for h in tl.static_range(2):
                 words = tl.load(codes + at[:, None] * 32 + 16 * h + pair)
-                if NESTED:
-                    four = tl.load(scales + at * 4 + h)
                 for i in tl.static_range(4):
                     code = (words >> (4 * i)) & 0x000F000F
                     if FIFTH:
-                        code |= _fifth(bits, 4 * h + i)
+                        code |= fifth_of(bits, 4 * h + i)
                     total = tl.load(ts + (4 * h + i) * WIDTH)
-                    there = _inside(here, chunk * 256 + 128 * h + 32 * i, width, FILLED)
-                    part = _group(_numbers(code, x, BN, L), xs + 128 * h + 32 * i, total, there, x, OFFSET, BN, BM)
+                    there = inside_of(here, chunk * 256 + 128 * h + 32 * i, width, FILLED)
+                    part = _group(numbers_of(code, x, BN, L), xs + 128 * h + 32 * i, total, there, x, OFFSET, BN, BM)
                     if NESTED:
-                        minimum = ((four >> (8 * i + 6)) & 3) | (((minima >> (16 * h + 4 * i)) & 15) << 2)
-                        inner += ((four >> (8 * i)) & 63).to(tl.float32)[:, None] * part
-                        low += minimum.to(tl.float32)[:, None] * total[None, :]
+                        word = tl.load(scales + at * 4 + 2 * h + i // 2) >> (16 * (i % 2))
+                        inner += (word & 63).to(tl.float32)[:, None] * part
+                        low += ((word >> 6) & 63).to(tl.float32)[:, None] * total[None, :]
                     elif MINIMA:
                         step = tl.load(steps + at * 8 + 4 * h + i)
-                        inner += _half(step)[:, None] * part + _half(step >> 16)[:, None] * total[None, :]
+                        inner += half_of(step)[:, None] * part + half_of(step >> 16)[:, None] * total[None, :]
                     else:
                         inner += tl.load(steps + at * 8 + 4 * h + i).to(tl.float32)[:, None] * part
             if NESTED:
-                acc += _half(ends)[:, None] * inner - _half(ends >> 16)[:, None] * low
+                acc += half_of(ends)[:, None] * inner - half_of(ends >> 16)[:, None] * low
             else:
                 acc += inner
     to_row = split * n_rows + to.to(tl.int64)
     inside = (columns < n_out)[:, None] & here[None, :]
     tl.store(out + to_row[None, :] * n_out + columns[:, None], acc.to(out.dtype.element_ty), mask=inside)
-
-
-@triton.jit(do_not_specialize=["n_splits", "size"])
-def _sum(parts, out, n_splits, size, BLOCK: tl.constexpr):
-    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    total = tl.zeros([BLOCK], tl.float32)
-    for _ in range(n_splits):
-        total += tl.load(parts + at, mask=at < size, other=0.0)
-        parts += size
-    tl.store(out + at, total.to(out.dtype.element_ty), mask=at < size)
 
 
 @triton.jit(do_not_specialize=["n_rows"])
@@ -276,59 +174,27 @@ def _expand(codes, high, scales, steps, out, first_row, n_rows, n_chunks, KIND: 
                 if i % 4 == 0:
                     words = tl.load(codes + at[:, None] * 32 + 16 * g + 2 * i + pair)
                     four = tl.load(scales + at * 4 + 2 * g + i // 4)
-                number = _of_q6(((words >> (4 * (i % 4))) & 0x000F000F) | _upper(bits, i), four, d, i, BN)
+                number = of_q6(((words >> (4 * (i % 4))) & 0x000F000F) | upper_of(bits, i), four, d, i, BN)
                 tl.store(to + 128 * g + 16 * i, number.to(kind), mask=inside)
     else:
         if FIFTH:
-            bits = _spread(tl.load(high + at[:, None] * 16 + pair))
+            bits = spread(tl.load(high + at[:, None] * 16 + pair))
         if NESTED:
-            minima = tl.load(scales + at * 4 + 2)
-            ends = tl.load(scales + at * 4 + 3)
+            ends = load_ends(scales + at * 4)
         for j in tl.static_range(8):
             if j % 4 == 0:
                 words = tl.load(codes + at[:, None] * 32 + 4 * j + pair)
-                if NESTED:
-                    four = tl.load(scales + at * 4 + j // 4)
             both = (words >> (4 * (j % 4))) & 0x000F000F
             if FIFTH:
-                both |= _fifth(bits, j)
+                both |= fifth_of(bits, j)
             if NESTED:
-                number = _of_nested(both, four, minima, ends, j, BN)
+                number = of_nested(both, tl.load(scales + at * 4 + j // 2), ends, j, BN)
             else:
-                number = _of_simple(both, tl.load(steps + at * 8 + j), KIND, BN)
+                number = of_simple(both, tl.load(steps + at * 8 + j), KIND, BN)
             tl.store(to + 32 * j, number.to(kind), mask=inside)
 
 
 # ---- launches
-
-
-@cache
-def _n_units(device: torch.device) -> int:
-    """Multiprocessors of a device; 1 for the interpreter's cpu."""
-    return 1 if device.type == "cpu" else int(torch.cuda.get_device_properties(device).multi_processor_count)
-
-
-@dataclass(frozen=True, slots=True)
-class Shape:
-    """How :func:`multiply` is launched: columns of a program, its warps, stages of its loop, parts of a row."""
-
-    columns: int
-    n_warps: int
-    n_stages: int
-    n_splits: int
-
-
-def shape(n_programs_deep: int, n_out: int, n_chunks: int, device: torch.device) -> Shape:
-    """The launch for a product of ``n_out`` columns, ``n_programs_deep`` of them side by side.
-
-    Rows are split until the device is full.
-    """
-    columns, warps, splits = 32, 2, 1
-    n_warps = triton.cdiv(n_out, columns) * n_programs_deep * warps
-    room = WARPS_PER_UNIT * _n_units(device)
-    while n_warps * splits * 2 <= room and n_chunks // (2 * splits) >= LEAST_CHUNKS:
-        splits *= 2
-    return Shape(columns, warps, 2, splits)
 
 
 def multiply(
@@ -343,6 +209,8 @@ def multiply(
     n_out, n_chunks = planes.codes.shape[-2], filled(width) // CHUNK
     assert x.is_contiguous()
     assert experts is not None or n_rows <= MAX_ROWS
+    if kind.name in NESTED and x.dtype != torch.float32:
+        return multiply_nested(kind, planes, x, experts, share, how)
     size = 16 if kind.name == "Q6_K" else 32
     lanes = 1 if experts is not None else 8 if n_rows <= 8 else triton.next_power_of_2(n_rows)
     n_results, depth = (n_rows, 1) if experts is None else (experts.shape[0], experts.shape[0])
@@ -352,19 +220,16 @@ def multiply(
         sums = torch.empty(blocks, n_groups, lanes, dtype=torch.float32, device=x.device)
         grid = (triton.cdiv(n_groups, SUMMED), blocks)
         _group_sums[grid](x, sums, n_rows, n_groups, width, size, lanes, SUMMED, num_warps=4)
-    how = how or shape(depth, n_out, n_chunks, x.device)
+    how = how or shape(Tile(), depth, n_out, n_chunks, x.device)
     out = x.new_empty(n_results, n_out)
-    parts = out
-    if how.n_splits > 1:
-        parts = torch.empty(how.n_splits, n_results, n_out, dtype=torch.float32, device=x.device)
+    parts = parts_of(out, how.n_splits)
     _multiply[(triton.cdiv(n_out, how.columns), how.n_splits, depth)](
         x, sums, planes.codes, planes.high, planes.scales, planes.steps, experts, parts,
         n_results, n_out, n_chunks, width, how.n_splits, share,
         KIND=kind.name, BM=max(lanes, 8), BN=how.columns, FILLED=width % CHUNK != 0,
         num_warps=how.n_warps, num_stages=how.n_stages,
     )  # fmt: skip
-    if how.n_splits > 1:
-        _sum[(triton.cdiv(out.numel(), 512),)](parts, out, how.n_splits, out.numel(), 512, num_warps=4)
+    add_up(parts, out)
     return out
 
 

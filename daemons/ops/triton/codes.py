@@ -1,0 +1,119 @@
+"""What the bits of planes mean (see ``daemons.planes``), in the middle of a kernel.
+
+A word of codes has two neighbours in its halves.  BN: rows of the matrix, L: numbers of a group.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def half_of(word):
+    """The low 16 bits of a word as the float16 that they are, in float32."""
+    return word.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+
+
+@triton.jit
+def bias_of(x):
+    """What :func:`_numbers` adds to codes in the format of ``x``."""
+    if x.dtype.element_ty == tl.bfloat16:
+        return 128.0
+    elif x.dtype.element_ty == tl.float16:
+        return 1024.0
+    else:
+        return 0.0
+
+
+@triton.jit
+def numbers_of(pairs, x, BN: tl.constexpr, L: tl.constexpr):
+    """Words [BN, L / 2] with a code in each half -> [BN, L] numbers code + BIAS in the format of ``x``."""
+    if x.dtype.element_ty == tl.bfloat16:
+        pairs |= 0x43004300
+        both = tl.join(pairs.to(tl.int16), (pairs >> 16).to(tl.int16))
+        return both.reshape([BN, L]).to(tl.bfloat16, bitcast=True)
+    elif x.dtype.element_ty == tl.float16:
+        pairs |= 0x64006400
+        both = tl.join(pairs.to(tl.int16), (pairs >> 16).to(tl.int16))
+        return both.reshape([BN, L]).to(tl.float16, bitcast=True)
+    else:
+        return tl.join((pairs & 0xFFFF).to(tl.float32), (pairs >> 16).to(tl.float32)).reshape([BN, L])
+
+
+@triton.jit
+def apart(pairs, BN: tl.constexpr, L: tl.constexpr):
+    """Words [BN, L / 2] with a code in each half -> codes [BN, L] int32."""
+    return tl.join(pairs & 0xFFFF, pairs >> 16).reshape([BN, L])
+
+
+@triton.jit
+def spread(high):
+    """The two bytes of an int16 -> 16 bits apart, four places up."""
+    both = high.to(tl.int32)
+    return ((both & 0xFF) | ((both & 0xFF00) << 8)) << 4
+
+
+@triton.jit
+def fifth_of(high, J: tl.constexpr):
+    """Bit J of each half, moved to bit 4: ``high`` has the bits of Q5_K's pairs 16 apart, four places up."""
+    return (high >> J) & 0x00100010
+
+
+@triton.jit
+def upper_of(high, I: tl.constexpr):  # noqa: E741
+    """Field I of two bits of each half, moved to bit 4."""
+    if I < 2:
+        return (high << (4 - 2 * I)) & 0x00300030
+    else:
+        return (high >> (2 * I - 4)) & 0x00300030
+
+
+@triton.jit
+def ends_of(first, second, third, fourth):
+    """The word d | dmin << 16 of a chunk of Q4_K or Q5_K, from its four words of scales."""
+    ends = ((first >> 12) & 0x000F000F) | ((second >> 8) & 0x00F000F0)
+    return ends | ((third >> 4) & 0x0F000F00) | (fourth & -0x0FFF1000)
+
+
+@triton.jit
+def load_ends(words):
+    """The same from memory, where the four words lie."""
+    return ends_of(tl.load(words), tl.load(words + 1), tl.load(words + 2), tl.load(words + 3))
+
+
+@triton.jit
+def of_nested(both, word, ends, J: tl.constexpr, BN: tl.constexpr):
+    """Group J of Q4_K or Q5_K as numbers [BN, 32], from its codes, its word of scales and its chunk's ends."""
+    scale = half_of(ends) * ((word >> (16 * (J % 2))) & 63).to(tl.float32)
+    minimum = (word >> (16 * (J % 2) + 6)) & 63
+    code = apart(both, BN, 32).to(tl.float32)
+    return scale[:, None] * code - (half_of(ends >> 16) * minimum.to(tl.float32))[:, None]
+
+
+@triton.jit
+def of_simple(both, step, KIND: tl.constexpr, BN: tl.constexpr):
+    """A group of Q4_0, Q4_1, Q5_0 or Q5_1 as numbers [BN, 32], from its codes and its step."""
+    code = apart(both, BN, 32)
+    if KIND == "Q4_0":
+        return step.to(tl.float32)[:, None] * (code - 8).to(tl.float32)
+    elif KIND == "Q5_0":
+        return step.to(tl.float32)[:, None] * (code - 16).to(tl.float32)
+    else:
+        return half_of(step)[:, None] * code.to(tl.float32) + half_of(step >> 16)[:, None]
+
+
+@triton.jit
+def of_q6(both, four, d, J: tl.constexpr, BN: tl.constexpr):
+    """Group J of Q6_K as numbers [BN, 16], from its codes, the word of its scale and the chunk's step."""
+    scale = d * ((four << (24 - 8 * (J % 4))) >> 24).to(tl.float32)
+    return scale[:, None] * (apart(both, BN, 16) - 32).to(tl.float32)
+
+
+@triton.jit
+def inside_of(here, at, width, FILLED: tl.constexpr):
+    """Which rows of x have numbers at column ``at``: none beyond ``width``, where rows are ``FILLED`` up."""
+    if FILLED:
+        return here & (here.to(tl.int32) * 0 + at < width)  # no number of Python's, which the interpreter's at may be
+    else:
+        return here

@@ -1,0 +1,130 @@
+"""Products with whole scales in half precision: x on the way to float16, and numbers of every size."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("triton")
+
+from daemons.ops.triton import nested  # noqa: E402
+from daemons.ops.triton.linear import multiply  # noqa: E402
+from daemons.planes import Planes, take_apart  # noqa: E402
+from daemons.quants import dequantise  # noqa: E402
+from lucevisor.wire.ggml_types import BY_NAME  # noqa: E402
+from tests.daemons.tiny_models import random_blocks  # noqa: E402
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+DTYPES = [torch.float16] + ([torch.bfloat16] if DEVICE == "cuda" else [])
+
+of_dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=lambda d: str(d).removeprefix("torch."))
+of_kinds = pytest.mark.parametrize("kind", sorted(nested.NESTED))
+
+
+@pytest.fixture(autouse=True)
+def infinity_is_no_warning():
+    """The interpreter's arithmetic is numpy's, which warns where it gives infinity or no number."""
+    with np.errstate(over="ignore", invalid="ignore"):
+        yield
+
+
+def normal(*shape, dtype=torch.float32, seed=1):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(DEVICE, dtype)
+
+
+def matrix(kind: str, n: int, k: int) -> tuple[Planes, torch.Tensor]:
+    """Planes, and the numbers in float64; minima lie half the range of codes below zero."""
+    raw = random_blocks(np.random.default_rng(n + k), kind, n, k)
+    ends = raw.reshape(n, -1, BY_NAME[kind].block_bytes)[..., :4].view(np.float16)
+    ends[..., 1] = ends[..., 0] * (7.5 if kind == "Q4_K" else 15.5)
+    blocks = torch.from_numpy(raw).to(DEVICE)
+    return take_apart(BY_NAME[kind], blocks), dequantise(BY_NAME[kind], blocks, torch.float32).double()
+
+
+def error(found, x, numbers):
+    """Of the worst number, relative to the size of the parts of its sum."""
+    wanted, size = x.double() @ numbers.t(), x.double().abs() @ numbers.abs().t()
+    return float(((found.double() - wanted).abs() / size.clamp(min=1e-300)).max())
+
+
+def prepared(x, lanes):
+    """Numbers [T, chunks, 256], factors [T, chunks], totals [T, chunks, 16]."""
+    n_rows, width = x.shape
+    n_chunks, blocks = -(-width // 256), -(-n_rows // lanes)
+    numbers = torch.full((n_rows, n_chunks, 256), float("nan"), dtype=torch.float16, device=DEVICE)
+    factors = torch.zeros(blocks, n_chunks, lanes, device=DEVICE)
+    totals = torch.zeros(blocks, n_chunks, lanes, 16, dtype=torch.float16, device=DEVICE)
+    grid = (n_chunks, -(-n_rows // nested.PREPARED))
+    nested._prepare[grid](x, numbers, factors, totals, n_rows, n_chunks, width, lanes, nested.PREPARED, num_warps=4)
+    by_row = factors.transpose(1, 2).flatten(0, 1), totals.transpose(1, 2).flatten(0, 1)
+    return numbers, *(t[:n_rows].float() for t in by_row)
+
+
+@of_dtypes
+@pytest.mark.parametrize(("n_rows", "width", "lanes"), [(1, 512, 8), (11, 768, 16), (5, 352, 1)])
+def test_x_comes_to_float16_without_loss(dtype, n_rows, width, lanes):
+    sizes = torch.logspace(-5, 5, n_rows, base=10, device=DEVICE).unsqueeze(1)
+    x = (normal(n_rows, width) * sizes).to(dtype)
+    numbers, factors, totals = prepared(x, lanes)
+    back = (numbers.float() * factors.unsqueeze(2)).flatten(1)
+    finite = x.isfinite().all(dim=1)
+    assert bool(finite.any())
+    assert torch.equal(back[finite, :width], x.float()[finite])
+    assert not bool(back[:, width:].any())
+    assert bool(((factors.log2() % 1) == 0).all())
+    sums = numbers.double().view(n_rows, -1, 8, 32).sum(-1)
+    both = totals[..., :8].double() + totals[..., 8:].double()
+    largest = numbers.double().abs().amax(dim=2)[finite]
+    assert bool(((largest >= 512) & (largest < 1024)).all())
+    assert bool(((both - sums)[finite].abs() <= 2.0**-21 * sums[finite].abs() + 2.0**-24).all())
+
+
+@of_dtypes
+@of_kinds
+@pytest.mark.parametrize("scale", [1e-7, 1e-3, 1.0, 1e3])
+def test_numbers_of_every_size(kind, dtype, scale):
+    """A result is as exact as its chunk's largest number allows, wherever that is, and for one row or many."""
+    planes, numbers = matrix(kind, 70, 512)
+    x = (normal(3, 512) * scale).to(dtype)
+    x[1, ::2] *= 2.0**-12
+    x[2] = 0
+    x[2, 300] = scale
+    found = multiply(BY_NAME[kind], planes, x)
+    rounding = {torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8}[dtype]
+    smallest = torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps
+    wanted = x.double() @ numbers.t()
+    size = x.double().abs() @ numbers.abs().t()
+    assert bool(((found.double() - wanted).abs() <= rounding * wanted.abs() + 1e-6 * size + smallest).all())
+
+
+@of_kinds
+def test_rows_of_zeros_give_zeros(kind):
+    planes, _ = matrix(kind, 40, 256)
+    found = multiply(BY_NAME[kind], planes, torch.zeros(2, 256, dtype=torch.float16, device=DEVICE))
+    assert not bool(found.any())
+
+
+@of_kinds
+@pytest.mark.parametrize("value", [float("inf"), float("nan")])
+def test_what_is_no_number_stays_none(kind, value):
+    """And only in its own row."""
+    planes, numbers = matrix(kind, 40, 512)
+    x = normal(2, 512, dtype=torch.float16)
+    x[0, 300] = value
+    found = multiply(BY_NAME[kind], planes, x)
+    assert not bool(found[0].isfinite().any())
+    assert error(found[1:], x[1:], numbers) < 1e-3
+
+
+@of_dtypes
+@of_kinds
+@pytest.mark.parametrize("n_rows", [1, 8, 16, 33, 64])
+def test_a_row_is_the_same_among_any_others(kind, dtype, n_rows):
+    """Its neighbours change neither its factor nor its sums, as long as they are multiplied in the same way."""
+    planes, _ = matrix(kind, 40, 512)
+    x = normal(64, 512, dtype=dtype)[:n_rows].contiguous()
+    others = x.clone()
+    others[: n_rows // 2] *= 1000
+    found, again = (multiply(BY_NAME[kind], planes, rows) for rows in (x, others))
+    assert torch.equal(found[n_rows // 2 :], again[n_rows // 2 :])
