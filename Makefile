@@ -10,7 +10,7 @@ start: setup
 	$(BIN)/lucevisor start etc/demo.toml
 
 test: setup
-	$(BIN)/python -m pytest -m "not slow and not gpu" --cov --cov-report=term:skip-covered
+	$(BIN)/python -m pytest -m "not slow and not gpu" -n logical --dist loadfile --cov --cov-report=term:skip-covered
 
 setup: $(VENV)/.ready
 
