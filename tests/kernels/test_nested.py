@@ -19,7 +19,7 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPES = [torch.float16] + ([torch.bfloat16] if DEVICE == "cuda" else [])
 
 of_dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=lambda d: str(d).removeprefix("torch."))
-of_kinds = pytest.mark.parametrize("kind", sorted(nested.NESTED))
+of_kinds = pytest.mark.parametrize("kind", sorted(nested.NESTED_KINDS))
 
 
 @pytest.fixture(autouse=True)

@@ -59,7 +59,7 @@ def few_programs(monkeypatch):
     """The interpreter's time goes by programs, not by their size."""
     if DEVICE == "cpu":
         for module in (linear, nested):
-            monkeypatch.setattr(module, "shape", lambda deep, n_out, n_chunks, device: Shape(512, 4, 1, 1))
+            monkeypatch.setattr(module, "shape", lambda tile, deep, n_out, n_chunks, device: Shape(512, 4, 1, 1))
 
 
 def blocks(kind: str, n: int, k: int) -> tuple[GgmlType, Tensor]:

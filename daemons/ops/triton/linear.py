@@ -3,7 +3,8 @@
 For few rows codes go to the matrix units as they are, small whole numbers that every float format holds exactly, and
 scales act on the float32 sums of each group: weights are never rounded.  Codes are put into the mantissa of a number
 BIAS (a shift, a mask and an or for two of them), so a group's sum starts at -BIAS times the sum of x over the group.
-For many rows a matrix is expanded, with the arithmetic of ``daemons.quants``, for the library's product.
+Q4_K and Q5_K in half precision have a product of their own, ``nested``.  For many rows a matrix is expanded, with the
+arithmetic of ``daemons.quants``, for the library's product.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from daemons.ops.triton.codes import (
     upper_of,
 )
 from daemons.ops.triton.launch import Shape, Tile, add_up, parts_of, shape
-from daemons.ops.triton.nested import NESTED, multiply_nested
+from daemons.ops.triton.nested import NESTED_KINDS, multiply_nested
 from daemons.planes import Planes
 from lucevisor.wire.ggml_types import CHUNK, GgmlType, filled
 
@@ -209,7 +210,7 @@ def multiply(
     n_out, n_chunks = planes.codes.shape[-2], filled(width) // CHUNK
     assert x.is_contiguous()
     assert experts is not None or n_rows <= MAX_ROWS
-    if kind.name in NESTED and x.dtype != torch.float32:
+    if kind.name in NESTED_KINDS and x.dtype != torch.float32:
         return multiply_nested(kind, planes, x, experts, share, how)
     size = 16 if kind.name == "Q6_K" else 32
     lanes = 1 if experts is not None else 8 if n_rows <= 8 else triton.next_power_of_2(n_rows)

@@ -20,7 +20,7 @@ from daemons.ops.triton.launch import Shape, Tile, add_up, parts_of, shape
 from daemons.planes import Planes
 from lucevisor.wire.ggml_types import CHUNK, GgmlType, filled
 
-NESTED = frozenset({"Q4_K", "Q5_K"})
+NESTED_KINDS = frozenset({"Q4_K", "Q5_K"})
 """Types that :func:`multiply_nested` takes."""
 PREPARED = 8
 """Rows that one program prepares."""
