@@ -16,8 +16,15 @@ def half_of(word):
 
 
 @triton.jit
+def float16_of(words, BN: tl.constexpr, L: tl.constexpr):
+    """Words [BN, L / 2] of two float16 numbers -> [BN, L]."""
+    both = tl.join(words.to(tl.int16), (words >> 16).to(tl.int16))
+    return both.reshape([BN, L]).to(tl.float16, bitcast=True)
+
+
+@triton.jit
 def bias_of(x):
-    """What :func:`_numbers` adds to codes in the format of ``x``."""
+    """What :func:`numbers_of` adds to codes in the format of ``x``."""
     if x.dtype.element_ty == tl.bfloat16:
         return 128.0
     elif x.dtype.element_ty == tl.float16:
@@ -34,9 +41,7 @@ def numbers_of(pairs, x, BN: tl.constexpr, L: tl.constexpr):
         both = tl.join(pairs.to(tl.int16), (pairs >> 16).to(tl.int16))
         return both.reshape([BN, L]).to(tl.bfloat16, bitcast=True)
     elif x.dtype.element_ty == tl.float16:
-        pairs |= 0x64006400
-        both = tl.join(pairs.to(tl.int16), (pairs >> 16).to(tl.int16))
-        return both.reshape([BN, L]).to(tl.float16, bitcast=True)
+        return float16_of(pairs | 0x64006400, BN, L)
     else:
         return tl.join((pairs & 0xFFFF).to(tl.float32), (pairs >> 16).to(tl.float32)).reshape([BN, L])
 
@@ -55,9 +60,12 @@ def spread(high):
 
 
 @triton.jit
-def fifth_of(high, J: tl.constexpr):
-    """Bit J of each half, moved to bit 4: ``high`` has the bits of Q5_K's pairs 16 apart, four places up."""
-    return (high >> J) & 0x00100010
+def fifth_of(high, J: tl.constexpr, TO: tl.constexpr = 4):
+    """Bit J of each half, moved to bit TO: ``high`` has the bits of Q5_K's pairs as :func:`spread` leaves them."""
+    if J + 4 > TO:
+        return (high >> (J + 4 - TO)) & (0x00010001 << TO)
+    else:
+        return (high << (TO - J - 4)) & (0x00010001 << TO)
 
 
 @triton.jit

@@ -67,6 +67,11 @@ def shape(tile: Tile, n_programs_deep: int, n_out: int, n_chunks: int, device: t
     return Shape(tile.columns, tile.n_warps, tile.n_stages, splits)
 
 
+def lanes_of(n_rows: int, experts: Tensor | None) -> int:
+    """Rows that a program multiplies at a time: one where each row has its own expert."""
+    return 1 if experts is not None else 8 if n_rows <= 8 else triton.next_power_of_2(n_rows)
+
+
 def parts_of(out: Tensor, n_splits: int) -> Tensor:
     """Where ``n_splits`` parts of the product ``out`` [T, N] go: itself for one, float32 [n_splits, T, N] for more."""
     return out if n_splits == 1 else torch.empty(n_splits, *out.shape, dtype=torch.float32, device=out.device)

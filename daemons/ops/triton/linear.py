@@ -27,7 +27,7 @@ from daemons.ops.triton.codes import (
     spread,
     upper_of,
 )
-from daemons.ops.triton.launch import Shape, Tile, add_up, parts_of, shape
+from daemons.ops.triton.launch import Shape, Tile, add_up, lanes_of, parts_of, shape
 from daemons.ops.triton.nested import NESTED_KINDS, multiply_nested
 from daemons.planes import Planes
 from lucevisor.wire.ggml_types import CHUNK, GgmlType, filled
@@ -213,7 +213,7 @@ def multiply(
     if kind.name in NESTED_KINDS and x.dtype != torch.float32:
         return multiply_nested(kind, planes, x, experts, share, how)
     size = 16 if kind.name == "Q6_K" else 32
-    lanes = 1 if experts is not None else 8 if n_rows <= 8 else triton.next_power_of_2(n_rows)
+    lanes = lanes_of(n_rows, experts)
     n_results, depth = (n_rows, 1) if experts is None else (experts.shape[0], experts.shape[0])
     sums = None
     if kind.name != "Q8_0":

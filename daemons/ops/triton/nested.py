@@ -15,8 +15,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from daemons.ops.triton.codes import ends_of, half_of, spread
-from daemons.ops.triton.launch import Shape, Tile, add_up, parts_of, shape
+from daemons.ops.triton.codes import ends_of, fifth_of, float16_of, half_of, spread
+from daemons.ops.triton.launch import Shape, Tile, add_up, lanes_of, parts_of, shape
 from daemons.planes import Planes
 from lucevisor.wire.ggml_types import CHUNK, GgmlType, filled
 
@@ -61,22 +61,6 @@ def _multiply_add(a, b, c, PICK: tl.constexpr, FUSED: tl.constexpr):
         return (low.to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF) | (
             high.to(tl.int16, bitcast=True).to(tl.int32) << 16
         )
-
-
-@triton.jit
-def _whole(words, ROWS: tl.constexpr, L: tl.constexpr):
-    """Words [ROWS, L / 2] of two float16 numbers -> [ROWS, L]."""
-    both = tl.join(words.to(tl.int16), (words >> 16).to(tl.int16))
-    return both.reshape([ROWS, L]).to(tl.float16, bitcast=True)
-
-
-@triton.jit
-def _fifth(high, J: tl.constexpr, TO: tl.constexpr):
-    """Bit J of each half, moved to bit TO: ``high`` has the bits of Q5_K's pairs as :func:`spread` leaves them."""
-    if J + 4 > TO:
-        return (high >> (J + 4 - TO)) & (0x00010001 << TO)
-    else:
-        return (high << (TO - J - 4)) & (0x00010001 << TO)
 
 
 @triton.jit(do_not_specialize=["n_rows", "n_splits", "share"])
@@ -131,17 +115,17 @@ def _multiply_nested(
                 else:
                     code = ((words >> (4 * i - 4)) & 0x00F000F0) | 0x64006400
                 if KIND == "Q5_K":
-                    code |= _fifth(bits, 4 * h + i, 4 if i % 2 == 0 else 8)
+                    code |= fifth_of(bits, 4 * h + i, 4 if i % 2 == 0 else 8)
                 scaled = _multiply_add(
                     code, scale[:, None].broadcast_to([BN, 16]), base[:, None].broadcast_to([BN, 16]), i % 2, FUSED
                 )
                 there = tl.load(xs + 128 * h + 32 * i, mask=here[None, :], other=0.0)
-                inner = tl.dot(_whole(scaled, BN, 32), there, inner)
+                inner = tl.dot(float16_of(scaled, BN, 32), there, inner)
         minima = ((tl.load(scales + at[:, None] * 4 + eight) >> 6) & 0x003F003F) | 0x64006400
         unit = tl.full([BN, 8], 0x3C003C00, tl.int32)
         minima = _multiply_add(minima, unit, tl.full([BN, 8], -0x1BFF1C00, tl.int32), 2, FUSED)
         total = tl.load(total_at + chunk * (16 * WIDTH), mask=here[None, :], other=0.0)
-        low = tl.dot(_whole(minima, BN, 16), total)
+        low = tl.dot(float16_of(minima, BN, 16), total)
         ends = ends_of(first, second, third, fourth)
         factor = tl.load(factors + chunk * WIDTH + lane, mask=here, other=0.0)
         acc += factor[None, :] * (half_of(ends)[:, None] * inner - half_of(ends >> 16)[:, None] * low)
@@ -197,7 +181,7 @@ def multiply_nested(
     """See :func:`daemons.ops.triton.linear.multiply`; x is float16 or bfloat16."""
     n_rows, width = x.shape
     n_out, n_chunks = planes.codes.shape[-2], filled(width) // CHUNK
-    lanes = 1 if experts is not None else 8 if n_rows <= 8 else triton.next_power_of_2(n_rows)
+    lanes = lanes_of(n_rows, experts)
     blocks = triton.cdiv(n_rows, lanes)
     numbers = torch.empty(n_rows, n_chunks * CHUNK, dtype=torch.float16, device=x.device)
     factors = torch.empty(blocks, n_chunks, lanes, dtype=torch.float32, device=x.device)
