@@ -38,7 +38,7 @@ from lucevisor.wire.messages import (
     Step,
     StepResult,
 )
-from lucevisor.wire.values import Backend
+from lucevisor.wire.values import Backend, FileIdentity
 
 
 @dataclass(slots=True)
@@ -84,7 +84,9 @@ class Runtime:
             kernels |= stage.kernels
             if plan.target is None:
                 runtime._sampler = Sampler(runtime.spec.vocabulary, stage.device)
-        loaded = Loaded(uses, kernels, time.monotonic() - started)
+        assert runtime.spec.files is not None
+        identities = _unchanged(runtime.spec.files)
+        loaded = Loaded(uses, kernels, time.monotonic() - started, identities)
         runtime._warm_up(reporter)
         return runtime, loaded
 
@@ -183,11 +185,20 @@ class Runtime:
 
 
 def _open_planned(load: Load) -> GgufFiles:
-    """The model's files, if they are still those that the supervisor planned with.  Raises GgufError, LoadError."""
+    """The model's files, if they are those that the supervisor asked for.  Raises GgufError, LoadError."""
     files = open_model([Path(f) for f in load.files])
-    changed = [path for path, a, b in zip(files.paths, files.marks, load.marks, strict=False) if a != b]
+    wanted = load.identities or files.identities
+    changed = [path for path, a, b in zip(files.paths, files.identities, wanted, strict=True) if a != b]
     if changed:
-        reason = "the file is not the one that the plan was made for: it was changed since the supervisor read it"
-        advice = "restart the supervisor, which reads it again, when the file is complete"
-        raise LoadError(str(changed[0]), reason, advice, configuration=True)
+        reason = "the file is not the one that the supervisor asked for: it was changed or replaced a moment ago"
+        raise LoadError(str(changed[0]), reason, "leave the file alone while a daemon loads it")
     return files
+
+
+def _unchanged(files: GgufFiles) -> list[FileIdentity]:
+    """What was read; LoadError when a part was changed while it was read."""
+    changed = files.changed()
+    if changed:
+        reason = "the file was changed while it was loaded: what was read is of no one state of it"
+        raise LoadError(str(changed[0]), reason, "leave the file alone while a daemon loads it")
+    return list(files.identities)

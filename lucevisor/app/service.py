@@ -1,8 +1,8 @@
 """One running supervisor: groups, placement, arenas, engine.  Builds them, keeps them, stops them; knows no HTTP.
 
 Order at start: read the model's header, start every group, wait for all hellos, plan once, create the arenas, load,
-assemble
-the chain.  A daemon that is restarted later gets the same Load again: the placement is kept for the supervisor's life.
+assemble the chain; beside loading, hash the weights and open the snapshots.  A daemon that is restarted later gets the
+same Load again: the placement is kept for the supervisor's life, and files with other bytes are refused.
 """
 
 from __future__ import annotations
@@ -20,17 +20,15 @@ from typing import Literal, Protocol
 import structlog
 
 from lucevisor.app.assembly import Assembly
-from lucevisor.app.shard_transfers import ShardTransfers
-from lucevisor.app.snapshots import Snapshots, open_store
-from lucevisor.app.speeds import speeds_for
+from lucevisor.app.engine_limits import engine_limits
+from lucevisor.app.snapshots import Snapshots, open_snapshots
+from lucevisor.app.speeds import cache_directory, speeds_for
+from lucevisor.app.weights import ModelWeights
 from lucevisor.config import Config
 from lucevisor.engine.chain import ChainFailure, ChainResult
-from lucevisor.engine.limits import EngineLimits
 from lucevisor.engine.loop import Engine, EngineSettings
 from lucevisor.engine.request import RequestError
 from lucevisor.errors import LucevisorError, NotReadyError
-from lucevisor.memory.prefix_records import PrefixSettings
-from lucevisor.memory.snapshots import SavePolicy
 from lucevisor.placement.planner import plan
 from lucevisor.placement.result import Infeasible, Placement
 from lucevisor.placement.stages import load_message
@@ -39,12 +37,11 @@ from lucevisor.supervision.group import GroupSupervisor
 from lucevisor.supervision.policy import Limits
 from lucevisor.supervision.staging import stage_packages
 from lucevisor.supervision.states import State
+from lucevisor.wire.aio import Link
 from lucevisor.wire.arena import Arena
 from lucevisor.wire.frames import Frame
-from lucevisor.wire.gguf_header import GgufError
-from lucevisor.wire.messages import DeviceInfo, Heartbeat, Hello, Progress
+from lucevisor.wire.messages import DeviceInfo, Heartbeat, Hello, Loaded, Progress
 from lucevisor.wire.model_spec import ModelSpec
-from lucevisor.wire.values import LayerRange
 
 ServiceState = Literal["ready", "starting", "degraded", "failed", "draining"]
 
@@ -99,13 +96,18 @@ class Service:
         self.started_at = time.monotonic()
         self._observer, self._on_engine = observer, on_engine
         self._assembly: Assembly | None = None
+        assert model.spec.files is not None
+        self._weights = ModelWeights(model.spec.files, cache_directory())
         self.snapshots: Snapshots | None = None
+        self._opening: asyncio.Task[None] | None = None  # while snapshots are wanted and not open yet
+        self._links: dict[str, Link] = {}
         self._saving: asyncio.Task[int] | None = None
         self._hellos: dict[str, Hello] = {}
         self._placed: asyncio.Future[Placement] = asyncio.get_running_loop().create_future()
         self._placed.add_done_callback(_retrieve)
         self._placing = asyncio.Lock()
         self._changed = asyncio.Event()
+        self._loaded = asyncio.Event()  # all groups together, once
         self._stopping: asyncio.Task[None] | None = None
         self._watchdog: asyncio.Task[None] | None = None
         self._was_ready = False
@@ -117,6 +119,7 @@ class Service:
         limits = Limits(n_restarts=limit.count, window_s=float(limit.seconds))
         callbacks = Callbacks(
             make_load=self._make_load,
+            check_loaded=self._check_loaded,
             on_ready=self._on_ready,
             on_lost=self._on_lost,
             on_frame=self._on_frame,
@@ -172,6 +175,10 @@ class Service:
         if self._assembly is not None:
             self._assembly.close(error)
         await asyncio.gather(*(g.stop(deadline_s=stop_s) for g in self.groups.values()))
+        await self._weights.close()
+        if self._opening is not None:  # it ends by itself now, unless the disk hangs
+            self._loaded.set()
+            await asyncio.wait({self._opening}, timeout=STOP_S)
         if self.snapshots is not None:
             await self.snapshots.close()
         if self._watchdog is not None:
@@ -214,7 +221,7 @@ class Service:
             return "draining"
         if any(g.state is State.FAILED for g in self.groups.values()):
             return "failed"
-        if self._assembly is not None and self._assembly.complete:
+        if self._assembly is not None and self._assembly.complete and self._opening is None:
             return "ready"
         return "degraded" if self._was_ready else "starting"
 
@@ -229,6 +236,8 @@ class Service:
             for name, g in self.groups.items()
             if g.state is not State.READY
         ]
+        if not parts and self._opening is not None:
+            return f"the weights are being hashed for cache.dir, {self._weights.progress()}: once for each model file"
         return "; ".join(parts) or "the chain is being put together"
 
     # ---- callbacks of supervision
@@ -243,14 +252,12 @@ class Service:
                     except LucevisorError as e:
                         self._placed.set_exception(e)
         placement = await asyncio.shield(self._placed)
-        try:
-            marks = self.model.spec.files.marks if self.model.spec.files is not None else ()
-        except (GgufError, OSError) as e:
-            raise LucevisorError(f"the model cannot be read any more: {e}") from e
-        load = load_message(placement, group, [str(f) for f in self.model.files], self._threads(group), marks)
+        identities = await self._weights.admit()
+        load = load_message(placement, group, [str(f) for f in self.model.files], self._threads(group), identities)
         return LoadOrder(load, [self.arenas[a.boundary].fd for a in load.arenas])
 
     async def _place(self) -> Placement:
+        await self._weights.settle()
         inventory: Mapping[str, list[DeviceInfo]] = {g: h.devices for g, h in self._hellos.items()}
         speeds = await speeds_for(self.model.spec, self.model.files, self.config, inventory)
         result = plan(self.model.spec, self.config, inventory, speeds)
@@ -260,38 +267,36 @@ class Service:
             log.warning("placement notice", notice=notice)
         log.info("placement", dtype=str(result.dtype), kv_dtype=str(result.kv_dtype), max_context=result.max_context,
                  devices=[f"{d.device} {d.layers}" for d in result.devices])  # fmt: skip
-        store = await open_store(self.config.cache, self.model.spec, result)
         self.placement = result
         self.arenas = {a.boundary: Arena.create(a) for a in result.arenas}
-        limits = EngineLimits(
-            n_stages=len(result.stages), max_sequences=result.max_sequences, max_context=result.max_context,
-            prefill_chunk=result.prefill_chunk, max_step_tokens=result.max_step_tokens, spaces=result.spaces,
-            pools=result.pools, window_tokens=result.window_tokens, prefix=self._prefix_settings(result),
-        )  # fmt: skip
+        limits = engine_limits(self.config.cache, self.model.spec, result)
         settings = EngineSettings(
             max_queue=self.config.server.max_queue, on_chain_failed=self._on_chain_failed, on_step=self._on_step
         )
         self.engine = Engine(limits, settings)
         self._assembly = Assembly(self.engine, [s.group for s in result.stages], self._notify)
-        if store is not None:
-            layers = {g: [s.layers for s in result.stages_of(g)] for g in result.groups}
-            policy = SavePolicy(self.config.cache.min_tokens, self.config.cache.disk)
-            self.snapshots = Snapshots(self.engine, store, ShardTransfers(layers), policy)
-            self.snapshots.start()
+        if self.config.cache.dir and self.config.cache.prefix_slots:
+            self._opening = asyncio.create_task(self._open_snapshots(self.engine, result), name="open snapshots")
         self._on_engine(self.engine)
         return result
 
-    def _prefix_settings(self, placement: Placement) -> PrefixSettings:
-        """What prefix slots may take, with what a page and a state take in all shards together."""
-        cache, spec = self.config.cache, self.model.spec
-        every = LayerRange(0, spec.n_layers)
-        return PrefixSettings(
-            max_slots=cache.prefix_slots,
-            memory_bytes=cache.memory,
-            min_tokens=cache.min_tokens,
-            checkpoint_pages=cache.checkpoint_pages,
-            unit_bytes={space: spec.unit_bytes(space, every, placement.kv_dtype) for space in placement.spaces},
-        )
+    async def _open_snapshots(self, engine: Engine, placement: Placement) -> None:
+        """Begin to use ``cache.dir`` when all weights are hashed; without that no file may be read or written."""
+        try:
+            if not self._weights.fits_memory():
+                await self._loaded.wait()  # two readers at two places would read the disk twice
+            digests = await self._weights.digests()
+            found = await open_snapshots(engine, self.config.cache, self.model.spec, digests, placement)
+            for group, link in self._links.items():
+                found.shards.ready(group, link)
+            found.start()
+            self.snapshots = found
+        except LucevisorError as error:
+            if self._stopping is None:
+                log.error("snapshots are off until the next start", reason=str(error))
+        finally:
+            self._opening = None
+            self._notify()
 
     def _threads(self, name: str) -> int:
         """Threads of a cpu group; 0 elsewhere: the host side of a GPU group has one thread of work."""
@@ -299,13 +304,21 @@ class Service:
             return 0
         return self.config.threads_of(name, len(os.sched_getaffinity(0)))
 
-    def _on_ready(self, group: str, link: object, _hello: Hello, _loaded: object) -> None:
+    def _check_loaded(self, group: str, loaded: Loaded) -> str:
+        """Why a daemon's weights must not join those of the others; empty when they are the same model's."""
+        if self._weights.admitted(loaded.identities):
+            return ""
+        return f"group {group} read another state of the model file than the one that runs"
+
+    def _on_ready(self, group: str, link: Link, _hello: Hello, _loaded: Loaded) -> None:
+        self._links[group] = link
         if self.snapshots is not None:
-            self.snapshots.shards.ready(group, link)  # type: ignore[arg-type]  # a Link; the type is supervision's
+            self.snapshots.shards.ready(group, link)
         if self._assembly is not None:
-            self._assembly.ready(group, link)  # type: ignore[arg-type]
+            self._assembly.ready(group, link)
 
     def _on_lost(self, group: str, reason: str) -> None:
+        self._links.pop(group, None)
         if self._assembly is not None:
             self._assembly.lost(group, reason)
         if self.snapshots is not None:
@@ -356,6 +369,9 @@ class Service:
             task.add_done_callback(self._tasks.discard)
 
     def _notify(self) -> None:
+        if self._assembly is not None and self._assembly.complete:
+            self._loaded.set()
+            self._weights.begin()
         if self.state == "ready" and not self._was_ready:
             self._was_ready = True
         self._changed.set()

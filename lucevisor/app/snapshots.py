@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -63,15 +63,16 @@ of the same formats: sums of other batches differ in their last bits."""
 log = structlog.get_logger("snapshots")
 
 
-async def open_store(cache: CacheConfig, spec: ModelSpec, placement: Placement) -> BackgroundStore | None:
-    """The directory of ``cache.dir``, scanned; None when snapshots are off.  Raises ConfigError naming it."""
-    if not cache.dir or not cache.prefix_slots:
-        return None
-    mark = await asyncio.to_thread(fingerprint, spec, placement.options)
+async def open_snapshots(
+    engine: Engine, cache: CacheConfig, spec: ModelSpec, digests: Mapping[str, str], placement: Placement
+) -> Snapshots:
+    """Those of ``cache.dir``, scanned, not started.  ``digests``: of all tensors.  Raises ConfigError."""
+    mark = await asyncio.to_thread(fingerprint, spec, digests, placement.options)
     model = StateModel(mark, spec.architecture, spec.name, placement.dtype, placement.kv_dtype, spec.layers)
     store = BackgroundStore(SnapshotStore(Path(cache.dir), model, cache.disk))
     await store.scan()
-    return store
+    layers = {g: [s.layers for s in placement.stages_of(g)] for g in placement.groups}
+    return Snapshots(engine, store, ShardTransfers(layers), SavePolicy(cache.min_tokens, cache.disk))
 
 
 @dataclass(slots=True, eq=False)

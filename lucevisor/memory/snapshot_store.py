@@ -288,7 +288,7 @@ class SnapshotStore:
         with self._guard:
             self._entries.pop(file, None)
         self.statistics.failures[error.fault.value] += 1
-        kept_name = error.fault in (Fault.GONE, Fault.OTHER_MODEL) or disk.is_our_own(error)
+        kept_name = error.fault in (Fault.GONE, Fault.OTHER_MODEL, Fault.OLDER) or disk.is_our_own(error)
         aside = "" if kept_name else self._set_aside(file, fd)
         log.warning("snapshot refused", file=file, fault=error.fault.value, reason=str(error), set_aside=aside)
 

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from lucevisor.config import DeviceRef
 from lucevisor.placement.result import Placement, Shard, Stage
 from lucevisor.wire.messages import ArenaPlan, Load, ShardPlan, StagePlan
-from lucevisor.wire.values import Backend, Dtype, LayerRange, dtype_bytes
+from lucevisor.wire.values import Backend, Dtype, FileIdentity, LayerRange, dtype_bytes
 
 
 def shards_of(
@@ -41,10 +41,10 @@ def arenas_of(n_stages: int, max_step_tokens: int, boundary_width: int, dtype: D
 
 
 def load_message(
-    placement: Placement, group: str, files: Sequence[str], threads: int = 0, marks: Sequence[str] = ()
+    placement: Placement, group: str, files: Sequence[str], threads: int = 0, identities: Sequence[FileIdentity] = ()
 ) -> Load:
-    """What the daemon of ``group`` loads.  ``files``: absolute paths of all parts of the model; ``marks``: what tells
-    them from others, one each, or none.
+    """What the daemon of ``group`` loads.  ``files``: absolute paths of all parts of the model;
+    ``identities``: the state that each must be in, or none.
 
     ``arenas`` are those at either end of one of the group's stages, each once, in the order of the chain: send one
     descriptor for each, in this order.  Raises KeyError when the group has no stage.
@@ -74,5 +74,5 @@ def load_message(
         max_step_tokens=placement.max_step_tokens,
         threads=threads,
         options=dict(placement.options),
-        marks=list(marks),
+        identities=list(identities),
     )

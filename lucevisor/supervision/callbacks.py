@@ -28,18 +28,25 @@ def _ignore(*_: object) -> None:
     """Take any news and do nothing."""
 
 
+def _accept(*_: object) -> str:
+    """Find nothing wrong."""
+    return ""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Callbacks:
     """What the owner of a group wants to hear. The first argument is always the group's name.
 
     `make_load(group, hello)` says what to load and may wait for other groups; an exception ends the start as a
-    configuration error. `on_ready` hands the link over for sending; `on_frame` gets every frame from then on.
+    configuration error. `check_loaded` says why what was loaded must not be used, or "".
+    `on_ready` hands the link over for sending; `on_frame` gets every frame from then on.
     `on_lost` comes once after each `on_ready`, as soon as the link is of no use: the process may still be dying.
     `on_draining`: send nothing new, finish, then call `drained()`; None means that there is never anything to wait
     for.
     """
 
     make_load: Callable[[str, Hello], Awaitable[LoadOrder]]
+    check_loaded: Callable[[str, Loaded], str] = _accept
     on_ready: Callable[[str, Link, Hello, Loaded], None] = _ignore
     on_lost: Callable[[str, str], None] = _ignore
     on_frame: Callable[[str, Frame], None] = _ignore

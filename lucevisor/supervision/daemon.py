@@ -137,7 +137,8 @@ class Daemon:
                 self._on_hello(hello)
             case Loaded() as loaded:
                 self.loaded = loaded
-                self._tell(ev.LoadedReceived(self.number))
+                problem = self._callbacks.check_loaded(self.name, loaded)
+                self._tell(ev.Failure(self.number, problem) if problem else ev.LoadedReceived(self.number))
             case Failed() as failed if failed.fatal or not self._ready:
                 self._on_failed(failed)
             case _ if self._ready:

@@ -12,7 +12,6 @@ import stat
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from hashlib import sha256
 from pathlib import Path
 
@@ -25,27 +24,22 @@ from lucevisor.wire.gguf_header import (
     Value,
     parse,
 )
+from lucevisor.wire.values import FileIdentity
 
 _PART = re.compile(r"^(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf$")
 _HEADER_READS = (1 << 20, 16 << 20, MAX_HEADER_BYTES)
 _CUT = "the file ended: it was cut after it was opened; fetch it again"
 
-MARK_BYTES = 256
-"""Of every tensor, from its middle, that :attr:`GgufFiles.marks` looks at."""
-
 
 class OpenFile:
-    """A file that is open for reading until nobody refers to it; replacing the file on disk does not change it.
-
-    ``mark`` is the sha256 of its header.
-    """
+    """A file that is open for reading until nobody refers to it; replacing the file on disk does not change it."""
 
     def __init__(self, path: Path) -> None:
         # O_NONBLOCK: opening a pipe that nobody writes would wait for ever
         self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
         weakref.finalize(self, os.close, self._fd)
-        self.path, self.mark = path, ""
-        status = os.fstat(self._fd)
+        self.path, self._header, self._header_bytes = path, "", 0
+        status = self._opened = os.fstat(self._fd)
         if not stat.S_ISREG(status.st_mode):
             raise GgufError(str(path), "file", "is not a regular file: name a .gguf file")
         if status.st_size < 24:
@@ -54,6 +48,22 @@ class OpenFile:
 
     def fileno(self) -> int:
         return self._fd
+
+    @property
+    def identity(self) -> FileIdentity:
+        """What the file was when it was opened, before its header was read."""
+        return self._identity(self._opened)
+
+    def identity_now(self) -> FileIdentity:
+        """What it is now.  The header counts as read: whoever changed it has moved the times."""
+        return self._identity(os.fstat(self._fd))
+
+    def _identity(self, s: os.stat_result) -> FileIdentity:
+        return FileIdentity(s.st_dev, s.st_ino, s.st_size, s.st_mtime_ns, s.st_ctime_ns, self._header)
+
+    def has_its_header(self) -> bool:
+        """Read the header again and say whether it is the parsed one.  Raises OSError."""
+        return sha256(self.read(0, self._header_bytes)).hexdigest() == self._header
 
     def read(self, start: int, n: int) -> bytes:
         """``n`` bytes from ``start``; fewer where the file ends.  Raises OSError."""
@@ -73,7 +83,8 @@ class OpenFile:
                 if len(data) < min(n, self.n_bytes):
                     raise GgufError(str(self.path), f"byte {len(data)}", _CUT) from None
                 continue
-            self.mark = sha256(memoryview(data)[: header.data_offset]).hexdigest()
+            self._header_bytes = header.data_offset
+            self._header = sha256(memoryview(data)[: header.data_offset]).hexdigest()
             return header
         raise AssertionError("the last read is the longest that a header may be")
 
@@ -98,15 +109,18 @@ class GgufFiles:
             raise GgufError(str(self.paths[tensor.part]), f"tensor {tensor.name!r}", _CUT)
         return found
 
-    @cached_property
-    def marks(self) -> tuple[str, ...]:
-        """64 hex digits for each part: of its header, its size and a few bytes of each tensor, as they were when this
-        was asked first.  What is read costs one page of the file a tensor.
-        """
-        digests = [sha256(f"{part.mark} {part.n_bytes}".encode()) for part in self.parts]
-        for t in self.tensors.values():
-            digests[t.part].update(self.read(t, max(0, t.n_bytes // 2 - MARK_BYTES // 2), MARK_BYTES))
-        return tuple(d.hexdigest() for d in digests)
+    @property
+    def identities(self) -> tuple[FileIdentity, ...]:
+        """What the parts were when they were opened."""
+        return tuple(part.identity for part in self.parts)
+
+    def changed(self) -> list[Path]:
+        """The parts that were written to, or had their name or mode changed, since they were opened."""
+        return [part.path for part in self.parts if part.identity_now() != part.identity]
+
+    def other_headers(self) -> list[Path]:
+        """The parts whose header is not the parsed one any more; reads all headers.  Raises OSError."""
+        return [part.path for part in self.parts if not part.has_its_header()]
 
     @property
     def total_bytes(self) -> int:

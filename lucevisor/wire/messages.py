@@ -17,7 +17,7 @@ from typing import Literal
 
 import msgspec
 
-from lucevisor.wire.values import Backend, Dtype, LayerRange, Sampling, Space
+from lucevisor.wire.values import Backend, Dtype, FileIdentity, LayerRange, Sampling, Space
 
 PROTOCOL_VERSION = 1
 
@@ -134,7 +134,7 @@ class Load(msgspec.Struct, frozen=True):
     max_step_tokens: int
     threads: int = 0  # cpu: 0 = torch's choice
     options: dict[str, str] = {}  # model options such as yarn_attn_factor
-    marks: list[str] = []  # GgufFiles.marks of the files that were planned with, to be found again; [] = not compared
+    identities: list[FileIdentity] = []  # of ``files`` as the running plan knows them; [] = not compared
 
 
 class DeviceUse(msgspec.Struct, frozen=True):
@@ -154,6 +154,7 @@ class Loaded(msgspec.Struct, frozen=True):
     shards: list[DeviceUse]
     kernels: dict[str, str]  # op or quant type -> implementation the chooser took
     seconds: float  # until the weights lay there, without what compiling kernels took
+    identities: list[FileIdentity] = []  # of the files that were read, the same before and after reading
 
 
 # ---- steps

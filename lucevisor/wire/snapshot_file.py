@@ -35,7 +35,7 @@ from lucevisor.wire.snapshot_layout import (
 from lucevisor.wire.values import PAGE_TOKENS, Dtype
 
 FORMAT = "lucevisor-snapshot"
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 
 LENGTH_BYTES = 8
 DATA_ALIGNMENT = 4096
@@ -229,6 +229,11 @@ class _Parser:
         if self._get("format") != FORMAT:
             raise self._foreign("format", f"is {self._get('format')[:40]!r}, not {FORMAT!r}")
         version = self._number("format_version", 1 << 31)
+        if version < FORMAT_VERSION:
+            reason = (
+                f"is {version}: made by an earlier version of lucevisor, whose fingerprint did not cover all weights"
+            )
+            raise SnapshotError(Fault.OLDER, "format_version", reason)
         if version > FORMAT_VERSION:
             raise SnapshotError(Fault.NEWER, "format_version", f"is {version}, this lucevisor reads {FORMAT_VERSION}")
         if self._number("page_tokens", 1 << 20) != PAGE_TOKENS:

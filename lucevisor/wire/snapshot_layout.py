@@ -36,6 +36,7 @@ class Fault(StrEnum):
     TRUNCATED = "truncated"
     DAMAGED = "damaged"
     FOREIGN = "foreign"
+    OLDER = "older"
     NEWER = "newer"
     OTHER_MODEL = "other_model"
     MISFIT = "misfit"  # a snapshot of this model, but not of this shape of state

@@ -52,6 +52,20 @@ class LayerRange(msgspec.Struct, frozen=True, array_like=True):
         return f"[{self.start},{self.stop})"
 
 
+class FileIdentity(msgspec.Struct, frozen=True, array_like=True):
+    """One state of one file on this host, by what fstat says and the sha256 of its GGUF header.
+
+    Every write through a descriptor moves ``ctime_ns``; ``os.utime`` cannot set it back.
+    """
+
+    device: int
+    inode: int
+    n_bytes: int
+    mtime_ns: int
+    ctime_ns: int
+    header: str
+
+
 class Sampling(msgspec.Struct, frozen=True, array_like=True):
     """How the tail stage turns the logits of one sequence into a token.
 

@@ -14,6 +14,7 @@ from daemons.state.snapshot import StateMap
 from daemons.state.transfers import Transfers
 from lucevisor.memory.snapshot_store import SnapshotStore
 from lucevisor.memory.tables import first_seen_page
+from lucevisor.memory.weight_digests import digest_tensors
 from lucevisor.wire.families import open_spec
 from lucevisor.wire.fingerprint import fingerprint
 from lucevisor.wire.messages import (
@@ -44,7 +45,9 @@ def golden_spec(name):
 
 
 def state_model(spec, kv_dtype=Dtype.FLOAT32, dtype=Dtype.FLOAT32):
-    return StateModel(fingerprint(spec), spec.architecture, spec.name, dtype, kv_dtype, spec.layers)
+    return StateModel(
+        fingerprint(spec, digest_tensors(spec.files)), spec.architecture, spec.name, dtype, kv_dtype, spec.layers
+    )
 
 
 class SlotChain:

@@ -7,14 +7,19 @@ import gguf
 import numpy as np
 import pytest
 
+from lucevisor.memory.weight_digests import digest_tensors
+from lucevisor.wire import fingerprint as module
 from lucevisor.wire.families import open_spec
-from lucevisor.wire.fingerprint import fingerprint
 from tests.daemons.tiny_models import Tiny, tensors
 
 GOLDEN = Path(__file__).parents[1] / "data" / "golden"
 
 
-def write(path, *, reverse=False, scale=1.0, metadata=(), kind=None, parts=0):
+def fingerprint(spec, options=None):
+    return module.fingerprint(spec, digest_tensors(spec.files), options)
+
+
+def write(path, *, reverse=False, scale=1.0, metadata=(), kind=None, parts=0, unused=""):
     """A small qwen35 file; every difference is asked for."""
     t = Tiny(n_layers=2)
     rng = np.random.default_rng(0)
@@ -35,6 +40,8 @@ def write(path, *, reverse=False, scale=1.0, metadata=(), kind=None, parts=0):
         w.add_string(key, value)
     made = {name: rng.normal(0, 0.1, shape).astype(np.float32) for name, shape in tensors(t).items()}
     made["blk.1.ffn_down.weight"] *= np.float32(scale)
+    if unused:
+        made[unused] = rng.normal(0, 0.1, (3, 40)).astype(np.float32)
     for name in reversed(made) if reverse else made:
         x = made[name]
         w.add_tensor(name, x.astype(np.float16) if kind == name else x)
@@ -75,6 +82,7 @@ def test_splitting_the_file_does_not_matter(tmp_path, original):
         {"metadata": [("tokenizer.chat_template", "x")]},
         {"metadata": [("general.name", "another")]},
         {"kind": "blk.0.ffn_up.weight"},
+        {"unused": "blk.2.nextn.eh_proj.weight"},
     ],
 )
 def test_what_makes_it_another_model(tmp_path, original, change):
@@ -100,4 +108,12 @@ def test_all_golden_models_differ():
 def test_closed_files_are_told():
     spec = replace(open_spec(GOLDEN / "qwen35" / "model.gguf"), files=None)
     with pytest.raises(ValueError, match="read the spec with open_spec"):
-        fingerprint(spec)
+        module.fingerprint(spec, {})
+
+
+def test_a_tensor_without_a_digest_is_told():
+    spec = open_spec(GOLDEN / "qwen35" / "model.gguf")
+    digests = digest_tensors(spec.files)
+    del digests["output_norm.weight"]
+    with pytest.raises(KeyError, match="output_norm"):
+        module.fingerprint(spec, digests)

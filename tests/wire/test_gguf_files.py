@@ -173,22 +173,28 @@ def test_a_replaced_file_stays_what_it_was_for_who_has_it_open(tmp_path):
     assert model.read(model.tensors["t.5"]) == arrays["t.5"].tobytes()
 
 
-def test_marks_tell_parts_that_differ_and_do_not_heed_names_or_times(tmp_path):
+def test_identities_tell_every_change_of_a_part(tmp_path):
     write(tmp_path / "m.gguf", 3)
     paths = sorted(tmp_path.iterdir())
-    marks = open_model(paths).marks
-    assert len(set(marks)) == len(paths) == 3
-    shutil.copytree(tmp_path, tmp_path / "copy")
-    copies = sorted((tmp_path / "copy").iterdir())
-    assert open_model(copies).marks == marks
-    place = open_model(copies).tensors["t.4"].offset + 20
-    with copies[1].open("r+b") as file:
-        file.seek(place)
+    model = open_model(paths)
+    assert open_model(paths).identities == model.identities
+    assert len(set(model.identities)) == len(paths) == 3
+    assert model.changed() == model.other_headers() == []
+    before = paths[1].stat()
+    with paths[1].open("r+b") as file:
+        file.seek(model.tensors["t.4"].offset + 20)
         file.write(b"\xff")
-    assert [a == b for a, b in zip(open_model(copies).marks, marks, strict=True)] == [True, False, True]
-    with copies[2].open("ab") as file:
-        file.write(b"longer")
-    assert open_model(copies).marks[2] != marks[2]
+    os.utime(paths[1], ns=(before.st_atime_ns, before.st_mtime_ns))
+    assert paths[1].stat().st_mtime_ns == before.st_mtime_ns
+    assert model.changed() == [paths[1]]
+    assert [a == b for a, b in zip(open_model(paths).identities, model.identities, strict=True)] == [True, False, True]
+    assert model.other_headers() == []
+    with paths[0].open("r+b") as file:
+        file.write(b"gguf")
+    assert model.other_headers() == [paths[0]]
+    os.replace(shutil.copy(paths[2], tmp_path / "copy"), paths[2])
+    assert paths[2].stat().st_ino != model.identities[2].inode
+    assert model.changed() == paths
 
 
 def test_files_are_closed_when_nobody_needs_them(tmp_path):

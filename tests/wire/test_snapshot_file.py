@@ -180,7 +180,8 @@ def test_a_file_of_another_length_than_the_header_says(change):
 @pytest.mark.parametrize(
     ("change", "fault", "text"),
     [
-        ({"format_version": str(FORMAT_VERSION + 1)}, Fault.NEWER, "format_version: is 2, this lucevisor reads 1"),
+        ({"format_version": str(FORMAT_VERSION + 1)}, Fault.NEWER, "format_version: is 3, this lucevisor reads 2"),
+        ({"format_version": "1"}, Fault.OLDER, "format_version: is 1: made by an earlier version of lucevisor"),
         ({"format_version": "x"}, Fault.FOREIGN, "format_version: is 'x'"),
         ({"format": "pt"}, Fault.FOREIGN, "format: is 'pt'"),
         ({"page_tokens": "32"}, Fault.MISFIT, f"page_tokens: is 32, ours is {PAGE_TOKENS}"),
