@@ -166,6 +166,9 @@ def verify(place: _Place, files: tuple[str, ...], set_aside: bool) -> int:
     """Compare every checksum of FILES, or of all snapshots.  Exit code 1 when one is damaged."""
     n_checked = n_damaged = 0
     for one in place.verify(files, set_aside=set_aside):
+        if one.get("gone"):
+            click.echo(f"{one['file']}: removed meanwhile")
+            continue
         n_checked += 1
         n_damaged += bool(one["problem"])
         click.echo(f"{one['file']}: {one['problem'] or 'good'}")

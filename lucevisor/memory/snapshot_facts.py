@@ -32,10 +32,12 @@ def to_verify(directory: Path, wanted: Sequence[str]) -> list[str]:
 
 
 def verify(directory: Path, file: str, *, set_aside: bool) -> Facts:
-    """Compare every checksum of one file.  ``problem``: empty when it is good; ``set_aside``: its new name, if any."""
-    problem = tools.verify(directory, file)
-    aside = tools.set_aside(directory, file) if problem and set_aside else ""
-    return {"file": file, "problem": problem, "set_aside": aside}
+    """Compare every checksum of one file.  ``problem``: empty when it is good; ``gone``: it was removed meanwhile;
+    ``set_aside``: its new name, if any.
+    """
+    found = tools.verify(directory, file)
+    aside = tools.set_aside(directory, file, found.inode) if found.problem and set_aside else ""
+    return {"file": file, "problem": found.problem, "gone": found.gone, "set_aside": aside}
 
 
 def prune(directory: Path, disk_bytes: int, *, refused: bool) -> list[Facts]:
@@ -45,8 +47,7 @@ def prune(directory: Path, disk_bytes: int, *, refused: bool) -> list[Facts]:
 
 def remove(directory: Path, wanted: Sequence[str], *, everything: bool) -> list[Facts]:
     """Remove files by name, or all of ours; what was removed.  Raises CacheError."""
-    names = [one.use.file for one in tools.listing(directory)] if everything else wanted
-    return [_use(one) for one in tools.remove(directory, names)]
+    return [_use(one) for one in tools.remove(directory, None if everything else wanted)]
 
 
 def _use(use: FileUse) -> Facts:

@@ -16,7 +16,7 @@ from lucevisor.errors import ConfigError, LucevisorError
 from lucevisor.memory import snapshot_disk as disk
 from lucevisor.memory.snapshot_disk import say
 from lucevisor.memory.snapshots import FileKind, FileUse, read_name
-from lucevisor.wire.snapshot_layout import Snapshot, SnapshotError
+from lucevisor.wire.snapshot_layout import Fault, Snapshot, SnapshotError
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +26,18 @@ class Listing:
     use: FileUse
     snapshot: Snapshot | None
     problem: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What is wrong with a file; empty when it is good.  ``gone``: it was removed or renamed meanwhile.
+
+    ``inode``: of the file that was read, when it is one to set aside, else 0.
+    """
+
+    problem: str = ""
+    gone: bool = False
+    inode: int = 0
 
 
 class CacheError(LucevisorError):
@@ -50,15 +62,20 @@ def listing(directory: Path) -> list[Listing]:
                 fd, snapshot, _ = disk.open_snapshot(directory / use.file)
                 os.close(fd)
             except SnapshotError as error:
+                if error.fault is Fault.GONE:  # removed since the directory was listed
+                    continue
                 problem = str(error)
         found.append(Listing(use, snapshot, problem))
     return sorted(found, key=lambda one: (-one.use.used_s, one.use.file))
 
 
-def verify(directory: Path, file: str) -> str:
-    """What is wrong with a file, tensors included; empty when it is good."""
+def verify(directory: Path, file: str) -> Verdict:
+    """Check a file, tensors included."""
+    inode = 0
     try:
-        fd, snapshot, _ = disk.open_snapshot(directory / file)
+        inode = _inode(directory / file)
+        fd, snapshot, status = disk.open_snapshot(directory / file)
+        inode = status.st_ino
         try:
             with ThreadPoolExecutor(min(4, os.cpu_count() or 1)) as pool:
                 disk.compare(disk.checksums(fd, snapshot.tensors, pool), snapshot)
@@ -67,15 +84,30 @@ def verify(directory: Path, file: str) -> str:
         finally:
             os.close(fd)
     except SnapshotError as error:
-        return str(error)
-    return ""
+        if error.fault is Fault.GONE:
+            return Verdict(gone=True)
+        no_fault_of_its_own = error.fault is Fault.OLDER or disk.is_our_own(error)
+        return Verdict(str(error), inode=0 if no_fault_of_its_own else inode)
+    return Verdict()
 
 
-def set_aside(directory: Path, file: str) -> str:
-    """Rename a file so that no supervisor uses it; its new name.  Raises CacheError."""
+def _inode(path: Path) -> int:
+    """Of the file under this name, a link itself included; 0 when there is none."""
+    try:
+        return path.lstat().st_ino
+    except OSError:
+        return 0
+
+
+def set_aside(directory: Path, file: str, inode: int) -> str:
+    """Rename a file so that no supervisor uses it; its new name.  Raises CacheError.
+
+    Empty, and nothing is renamed, unless the name still stands for the file of this ``inode``: it may have been removed
+    or saved anew since it was found damaged.
+    """
     try:
         with disk.locked(directory):
-            return disk.set_aside(directory / file).name
+            return disk.set_aside(directory / file).name if inode and _inode(directory / file) == inode else ""
     except OSError as error:
         raise CacheError(f"{file} cannot be renamed in {directory}: {say(error)}") from error
 
@@ -98,11 +130,14 @@ def prune(directory: Path, disk_bytes: int, *, refused: bool = False) -> list[Fi
         raise CacheError(f"{directory} cannot be pruned: {say(error)}") from error
 
 
-def remove(directory: Path, files: Iterable[str]) -> list[FileUse]:
-    """Remove files by name.  Raises CacheError for a name that is not ours or not there; then nothing was removed."""
+def remove(directory: Path, files: Iterable[str] | None = None) -> list[FileUse]:
+    """Remove files by name, or all of ours; what was removed, less what somebody else removed at the same time.
+
+    Raises CacheError for a name that is not ours or not there; then nothing was removed.
+    """
     there = {use.file: use for use in _files(directory)}
-    wanted = list(dict.fromkeys(files))
-    for file in wanted:
+    names = list(dict.fromkeys(files)) if files is not None else None
+    for file in names or ():
         if read_name(file).kind is FileKind.STRANGER:
             raise CacheError(f"{file} is not the name of a snapshot: it is not lucevisor's to remove")
         if file not in there:
@@ -110,15 +145,26 @@ def remove(directory: Path, files: Iterable[str]) -> list[FileUse]:
     gone = []
     try:
         with disk.locked(directory):
-            for file in wanted:
-                if there[file].kind is not FileKind.PARTIAL:
-                    (directory / file).unlink(missing_ok=True)
-                elif not disk.remove_leftover(directory / file):
-                    raise CacheError(f"{file} is being written: stop its supervisor first")
-                gone.append(there[file])
+            there = {use.file: use for use in _files(directory)}  # nobody renames or removes from here on
+            gone.extend(
+                there[file]
+                for file in (there if names is None else names)
+                if file in there and _remove(directory / file, there[file].kind)
+            )
     except OSError as error:
         raise CacheError(f"files of {directory} cannot be removed: {say(error)}") from error
     return gone
+
+
+def _remove(path: Path, kind: FileKind) -> bool:
+    """Remove one file; False when it is gone already.  Raises CacheError for one that is being written."""
+    if kind is not FileKind.PARTIAL:
+        path.unlink(missing_ok=True)
+    elif not disk.remove_leftover(path):
+        if path.exists():
+            raise CacheError(f"{path.name} is being written: stop its supervisor first")
+        return False  # its writer gave it up
+    return True
 
 
 def _files(directory: Path) -> list[FileUse]:

@@ -1,19 +1,30 @@
-"""A model file that is cut or changed behind the supervisor's back: the group says which file, no signal kills it."""
+"""A model file that is cut or changed behind the supervisor's back: no group runs other bytes than the rest, no
+snapshot of other weights is used, the reason says what to do, no signal kills anybody.
+"""
 
 from __future__ import annotations
 
 import os
 import shutil
+import urllib.error
+import urllib.request
 from pathlib import Path
 
 import pytest
 
 from lucevisor.app.run import open_model
 from lucevisor.app.service import Service
+from lucevisor.app.snapshot_speeds import SpeedMeter
 from lucevisor.cli.progress import SilentDisplay
 from lucevisor.config import load
+from lucevisor.memory.snapshots import Speeds
 from lucevisor.supervision.states import State
-from tests.e2e.service import GOLDEN, running, write_config
+from lucevisor.wire.families import open_spec
+from tests.e2e.process import Cli
+from tests.e2e.service import GOLDEN, generate, generate_all, running, write_config
+
+PROMPT = [7 * i % 250 + 5 for i in range(150)]
+REFUSED = r"model\.gguf changed since the supervisor started.*`lucevisor stop`, then `lucevisor start`"
 
 
 @pytest.fixture
@@ -22,16 +33,35 @@ def model(tmp_path: Path) -> Path:
 
 
 def change(model: Path, how: str) -> None:
-    """Cut the file in the middle, or zero its second half, in place or by a new file of the same name."""
-    data = model.read_bytes()
+    """Cut the file in the middle, zero its second half (in place or by a new file of the same name), or change one byte
+    of a tensor; with the old times as far as a user can set them.
+    """
+    before, data = model.stat(), model.read_bytes()
     other = model.with_name("other.gguf")
     other.write_bytes(data[: len(data) // 2] + bytes(len(data) - len(data) // 2))
     if how == "cut":
         os.truncate(model, len(data) // 2)
     elif how == "overwritten":
         shutil.copyfile(other, model)
-    else:
+    elif how == "replaced":
         os.replace(other, model)
+    elif how == "same bytes":
+        os.replace(shutil.copy(model, other), model)
+    else:
+        files = open_spec(model).files
+        assert how == "one byte"
+        assert files is not None
+        tensor = files.tensors["blk.5.ffn_down.weight"]
+        with model.open("r+b") as file:
+            file.seek(tensor.offset + 3)  # sign and exponent of its first number
+            byte = file.read(1)[0]
+            file.seek(tensor.offset + 3)
+            file.write(bytes([byte ^ 0x80]))
+    os.utime(model, ns=(before.st_atime_ns, before.st_mtime_ns))
+
+
+def two_groups(tmp_path: Path, model: Path, extra: str = "") -> Path:
+    return write_config(tmp_path, model, {"left": 1, "right": 1}, ["0-4", "4-8"], extra)
 
 
 async def test_cut_before_the_daemons_load(model: Path, tmp_path: Path) -> None:
@@ -42,21 +72,109 @@ async def test_cut_before_the_daemons_load(model: Path, tmp_path: Path) -> None:
         await service.start()
         assert not await service.wait_ready(60.0)
         assert service.groups["left"].state is State.FAILED
-        assert "model.gguf: tensor '" in service.reason()
-        assert "it was cut after it was opened" in service.reason()
+        assert "model.gguf was changed while the supervisor started" in service.reason()
     finally:
         await service.stop(0.0)
 
 
-@pytest.mark.parametrize("how", ["cut", "overwritten", "replaced"])
+CACHE = """
+[engine]
+dtype = "float32"
+[cache]
+min_tokens = 8
+prefix_slots = 100
+dir = "{}"
+"""
+
+
+@pytest.mark.parametrize("how", ["cut", "overwritten", "replaced", "one byte"])
 async def test_changed_before_a_daemon_loads_again(model: Path, tmp_path: Path, how: str) -> None:
-    async with running(write_config(tmp_path, model, {"left": 1, "right": 1}, ["0-4", "4-8"]), tmp_path) as service:
+    async with running(two_groups(tmp_path, model, CACHE.format(tmp_path / "snapshots")), tmp_path) as service:
         change(model, how)
-        with pytest.raises(Exception, match=r"model\.gguf") as caught:
+        with pytest.raises(Exception, match="the file is truncated" if how == "cut" else REFUSED) as caught:
             await service.restart("right", now=True)
-        wanted = "the file is truncated" if how == "cut" else "the file is not the one that the plan was made for"
-        assert wanted in str(caught.value)
-        if how == "cut":
+        if how != "replaced":
             assert "tensor '" in str(caught.value)
         assert service.groups["right"].state is State.FAILED
         assert service.groups["left"].state is State.READY
+
+
+async def test_the_same_bytes_in_another_file_are_loaded(model: Path, tmp_path: Path) -> None:
+    async with running(two_groups(tmp_path, model, CACHE.format(tmp_path / "snapshots")), tmp_path) as service:
+        before = await generate(service, PROMPT, 8)
+        change(model, "same bytes")
+        await service.restart("right", now=True)
+        assert await generate(service, PROMPT, 8) == before
+
+
+async def test_changed_and_the_daemon_dies(model: Path, tmp_path: Path) -> None:
+    """A restart that nobody asked for is refused alike; with the old bytes back an operator's works."""
+    async with running(two_groups(tmp_path, model, CACHE.format(tmp_path / "snapshots")), tmp_path) as service:
+        before = await generate(service, PROMPT, 8)
+        change(model, "one byte")
+        right = service.groups["right"]
+        assert right.pid is not None
+        os.kill(right.pid, 9)
+        assert await right.wait(State.FAILED, timeout_s=60.0) is State.FAILED
+        assert "changed since the supervisor started" in service.reason()
+        assert "tensor 'blk.5.ffn_down.weight' holds other bytes" in service.reason()
+        change(model, "one byte")  # and back
+        await service.restart("right", now=True)
+        assert await generate(service, PROMPT, 8) == before
+
+
+async def test_a_snapshot_of_other_weights_is_not_used(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One byte of one tensor, the size and the time of the file as before."""
+    monkeypatch.setattr(SpeedMeter, "speeds", lambda self, seen: Speeds(prefill_tokens_per_s=1.0))
+    kept = CACHE.format(tmp_path / "snapshots")
+
+    async def ask(extra: str) -> tuple[list[int], int, int]:
+        async with running(two_groups(tmp_path, model, extra), tmp_path) as service:
+            tokens, finished = await generate_all(service, PROMPT, 8, turns=[100])
+            n_restored = 0
+            if service.snapshots is not None:
+                await service.snapshots.save_all(60.0)
+                n_restored = service.snapshots.store.store.statistics.n_restored
+            return tokens, finished.usage.cached_tokens, n_restored
+
+    first = await ask(kept)
+    assert first[1:] == (0, 0)
+    again = await ask(kept)
+    assert again[0] == first[0]
+    assert again[2] == 1  # the same weights: used
+    change(model, "one byte")
+    changed = await ask(kept)
+    assert changed[1:] == (0, 0)
+    assert changed == await ask("[engine]\ndtype = 'float32'\n[cache]\nprefix_slots = 0\n")
+    change(model, "one byte")  # and back
+    back = await ask(kept)
+    assert back[0] == first[0]
+    assert back[2] == 1
+
+
+def test_an_operator_sees_why_and_what_to_do(cli: Cli, model: Path, tmp_path: Path) -> None:
+    extra = f'[server]\nport = 0\n[cache]\ndir = "{tmp_path / "snapshots"}"\n'
+    config = two_groups(tmp_path, model, extra)
+    url = cli.start(config)["url"]
+    change(model, "overwritten")
+    done = cli.run("restart", "left", "--name", "t", check=False)
+    assert done.returncode == 1
+    assert "model.gguf changed since the supervisor started" in done.stdout + done.stderr
+    assert "then `lucevisor start`" in done.stdout + done.stderr
+    assert cli.status()["state"] == "failed"
+    with pytest.raises(urllib.error.HTTPError) as caught:
+        urllib.request.urlopen(f"{url}/ready", timeout=10)
+    assert caught.value.code == 503
+    assert "changed since the supervisor started" in caught.value.read().decode()
+    request = urllib.request.Request(
+        f"{url}/v1/completions", b'{"prompt": [5, 6], "max_tokens": 1}', {"content-type": "application/json"}
+    )
+    with pytest.raises(urllib.error.HTTPError) as caught:
+        urllib.request.urlopen(request, timeout=10)
+    assert caught.value.code == 503
+    assert "changed since the supervisor started" in caught.value.read().decode()
+    cli.run("stop", "--name", "t")
+    assert cli.start(config)["state"] == "ready"
+    cli.run("stop", "--name", "t")

@@ -359,7 +359,7 @@ def test_a_newer_version_and_another_model(tmp_path):
     start = entry.snapshot.data_start
     put(rewritten(good[:start], format_version=str(FORMAT_VERSION + 1)) + good[start:])
     refused = must_be_refused(store, entry, Fault.NEWER)
-    assert "this lucevisor reads 1" in refused.reason
+    assert f"this lucevisor reads {FORMAT_VERSION}" in refused.reason
     put(rewritten(good[:start], model_fingerprint="ef" * 32, model_name="Other") + good[start:])
     with pytest.raises(SnapshotRefused, match="is that of 'Other'") as caught:
         store.open_for_restore(entry)

@@ -2,8 +2,11 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
+import threading
+import time
 
 import click
 import pytest
@@ -11,8 +14,11 @@ from click.testing import CliRunner
 
 from lucevisor.cli import cli
 from lucevisor.errors import ConfigError, ExitCode, LucevisorError, NotRunningError
+from lucevisor.memory import snapshot_disk, snapshot_facts
 from lucevisor.memory.snapshot_tools import check_directory
+from lucevisor.memory.snapshots import LOCK_FILE
 from tests.memory.snapshot_parts import made_model, made_slot, made_store, names, restore, save
+from tests.wire.snapshot_bytes import rewritten
 
 
 def run(*args):
@@ -92,6 +98,99 @@ def test_verify(two):
     assert names(directory) == sorted([new.file, old.file + ".refused", "notes.txt"])
     with pytest.raises(LucevisorError, match="is no snapshot in"):
         run("verify", "--dir", directory, "notes.txt")
+
+
+def spoil(path):
+    with open(path, "r+b") as file:
+        file.seek(-1, 2)
+        file.write(b"?")
+
+
+def until_waiting(thread):
+    """Until ``thread`` has the lock file open, which this thread has locked."""
+    while sum(os.path.exists(fd) and os.readlink(fd).endswith(LOCK_FILE) for fd in fds()) < 2:
+        assert thread.is_alive()
+        time.sleep(0.01)
+
+
+def fds():
+    return [f"/proc/self/fd/{fd}" for fd in os.listdir("/proc/self/fd")]
+
+
+@pytest.mark.parametrize("meanwhile", ["removed", "saved anew", "set aside by another"])
+def test_verify_beside_who_changes_the_directory(two, meanwhile):
+    """Between the checksums and the rename others had the directory: what is there now is not what was checked."""
+    directory, (old, new) = two
+    good = shutil.copy(directory / old.file, directory.parent / "good")
+    spoil(directory / old.file)
+    answers = []
+
+    def verify():
+        answers.append(snapshot_facts.verify(directory, old.file, set_aside=True))
+
+    thread = threading.Thread(target=verify)
+    with snapshot_disk.locked(directory):  # it finds the damage and waits here
+        thread.start()
+        until_waiting(thread)
+        if meanwhile == "saved anew":
+            os.replace(good, directory / old.file)
+        elif meanwhile == "removed":
+            (directory / old.file).unlink()
+        else:
+            (directory / old.file).rename(directory / (old.file + ".refused"))
+    thread.join(10)
+    assert [(a["set_aside"], a["gone"]) for a in answers] == [("", False)]
+    assert answers[0]["problem"]
+    left = {"removed": [], "saved anew": [old.file], "set aside by another": [old.file + ".refused"]}[meanwhile]
+    assert names(directory) == sorted([*left, new.file, "notes.txt"])
+
+
+def test_a_file_that_went_away_is_not_damaged(two, monkeypatch):
+    directory, (old, new) = two
+    (directory / old.file).unlink()
+    facts = snapshot_facts.verify(directory, old.file, set_aside=True)
+    assert facts == {"file": old.file, "problem": "", "gone": True, "set_aside": ""}
+    monkeypatch.setattr(snapshot_facts, "to_verify", lambda *_: [old.file, new.file])  # as listed a moment before
+    code, output = run("verify", "--dir", directory, "--set-aside")
+    assert code == ExitCode.DONE
+    assert f"{old.file}: removed meanwhile" in output
+    assert "1 checked, 0 damaged" in output
+
+
+def test_rm_beside_who_renames(two):
+    """A file that another process renamed between the listing and the lock: `rm --all` removes it, a name is passed."""
+    directory, (old, new) = two
+    answers = []
+    for wanted, everything in ([old.file], False), ([], True):
+        thread = threading.Thread(
+            target=lambda w=wanted, e=everything: answers.append(snapshot_facts.remove(directory, w, everything=e))
+        )
+        with snapshot_disk.locked(directory):
+            thread.start()
+            until_waiting(thread)
+            if not everything:
+                (directory / old.file).rename(directory / (old.file + ".refused"))
+            else:
+                (directory / new.file).rename(directory / (new.file + ".refused"))
+        thread.join(10)
+    assert [[one["file"] for one in gone] for gone in answers] == [[], [old.file + ".refused", new.file + ".refused"]]
+    assert names(directory) == ["notes.txt"]
+
+
+def test_snapshots_of_an_earlier_version_are_told_and_left_alone(two):
+    directory, (old, new) = two
+    data = (directory / old.file).read_bytes()
+    start = 8 + int.from_bytes(data[:8], "little")
+    (directory / old.file).write_bytes(rewritten(data[:start], format_version="1") + data[start:])
+    assert "made by an earlier version of lucevisor" in run("ls", "--dir", directory)[1]
+    code, output = run("verify", "--dir", directory, "--set-aside")
+    assert code == ExitCode.FAILED
+    assert f"{old.file}: format_version: is 1: made by an earlier version" in output
+    store = made_store(directory, made_model("Made 0B", "ab"))
+    assert store.scan() == []
+    assert store.statistics.failures == {"older": 1}
+    store.close()
+    assert names(directory) == sorted([old.file, new.file, "notes.txt"])
 
 
 def test_prune(two):
