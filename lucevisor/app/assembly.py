@@ -44,6 +44,11 @@ class Assembly:
         """Whether requests are being served."""
         return self._chain is not None
 
+    @property
+    def resetting(self) -> frozenset[str]:
+        """The groups that have yet to answer a Reset."""
+        return frozenset(self._resetting)
+
     def ready(self, group: str, link: Link) -> None:
         """A daemon finished loading."""
         self._links[group] = link

@@ -12,17 +12,19 @@ import contextlib
 import os
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal, Protocol
 
 import structlog
 
+from lucevisor import awake
 from lucevisor.app.assembly import Assembly
 from lucevisor.app.engine_limits import engine_limits
 from lucevisor.app.snapshots import Snapshots, open_snapshots
 from lucevisor.app.speeds import cache_directory, speeds_for
+from lucevisor.app.watchdog import Watchdog, Work
 from lucevisor.app.weights import ModelWeights
 from lucevisor.config import Config
 from lucevisor.engine.chain import ChainFailure, ChainResult
@@ -45,9 +47,6 @@ from lucevisor.wire.model_spec import ModelSpec
 
 ServiceState = Literal["ready", "starting", "degraded", "failed", "draining"]
 
-STEP_DEADLINE_S = 120.0
-"""A step in flight for longer than this is taken for a hang: stacks are dumped, the daemon is killed and restarted."""
-
 DRAIN_S = 2.0
 SAVE_S = 10.0
 STOP_S = 2.0
@@ -55,6 +54,8 @@ RESTART_S = 30.0
 """Deadlines of a first stop: running requests get DRAIN_S to end, prefix slots SAVE_S to be saved to disk, daemons
 STOP_S to leave before SIGKILL.  RESTART_S: an orderly restart waits half of it for running requests, and kills at the
 end of it."""
+
+WATCH_S = 1.0
 
 log = structlog.get_logger("service")
 
@@ -79,7 +80,8 @@ class Model:
 
 
 class Service:
-    """Made inside a running event loop.  ``on_engine`` is called once, when placement made the engine."""
+    """Made inside a running event loop.  ``on_engine`` is called once, when placement made the engine.  ``limits``: the
+    deadlines of supervision; restarts are limited by the configuration."""
 
     def __init__(
         self,
@@ -88,6 +90,7 @@ class Service:
         run_dir: Path,
         observer: Observer,
         on_engine: Callable[[Engine], None] = lambda _: None,
+        limits: Limits | None = None,
     ) -> None:
         self.config, self.model = config, model
         self.placement: Placement | None = None
@@ -116,7 +119,7 @@ class Service:
         self._tasks: set[asyncio.Task[None]] = set()  # the loop itself holds tasks weakly
         staging = stage_packages(run_dir)
         limit = config.recovery.restart_limit
-        limits = Limits(n_restarts=limit.count, window_s=float(limit.seconds))
+        self._limits = replace(limits or Limits(), n_restarts=limit.count, window_s=float(limit.seconds))
         callbacks = Callbacks(
             make_load=self._make_load,
             check_loaded=self._check_loaded,
@@ -130,7 +133,7 @@ class Service:
         )
         self.groups: dict[str, GroupSupervisor] = {
             name: GroupSupervisor(
-                group, self._threads(name), staging, callbacks, devices=group_devices(config, name), limits=limits
+                group, self._threads(name), staging, callbacks, devices=group_devices(config, name), limits=self._limits
             )
             for name, group in config.groups.items()
         }
@@ -194,7 +197,8 @@ class Service:
         if self.snapshots is not None and self._assembly is not None and self._assembly.complete:
             self._saving = asyncio.create_task(self.snapshots.save_all(deadline_s), name="save all slots")
             with contextlib.suppress(asyncio.CancelledError, TimeoutError):
-                await asyncio.wait_for(self._saving, deadline_s + 1.0)  # a disk that hangs holds up no stop
+                async with awake.timeout(deadline_s + 1.0):  # a disk that hangs holds up no stop
+                    await self._saving
             self._saving = None
 
     async def restart(self, group: str, *, now: bool) -> None:
@@ -206,6 +210,8 @@ class Service:
         if self._stopping is not None:
             raise LucevisorError("the supervisor is stopping")
         async with self._restarting:
+            if self._stopping is not None:  # asked while this one waited for its turn
+                raise LucevisorError("the supervisor is stopping")
             await one.restart(now=now, deadline_s=RESTART_S)
             self.restart_reasons[group]["operator"] += 1
             self._notify()
@@ -362,11 +368,8 @@ class Service:
         assert self.placement is not None
         group = self.placement.stages[failure.stage].group
         log.error("chain failed", group=group, code=failure.code, reason=failure.message)
-        if self.groups[group].state is State.READY and self._stopping is None:
-            task = asyncio.create_task(self.groups[group].restart(now=True), name=f"restart of {group}")
-            task.add_done_callback(_retrieve)
-            self._tasks.add(task)
-            task.add_done_callback(self._tasks.discard)
+        # Later: the engine may be in the middle of sending.
+        asyncio.get_running_loop().call_soon(self.groups[group].distrust, failure.message)
 
     def _notify(self) -> None:
         if self._assembly is not None and self._assembly.complete:
@@ -379,14 +382,22 @@ class Service:
             self._observer.ready(self)
 
     async def _watch(self) -> None:
-        """Look once a second for a step that takes too long; the group that runs it is told."""
+        """Look once a second for a step or a reset that takes too long; the group that works on it is told."""
+        watchdog = Watchdog(self._limits.step_s, awake.AwakeClock())
         while True:
-            await asyncio.sleep(1.0)
-            stuck = self.engine.oldest_in_flight() if self.engine is not None else None
-            if stuck is not None and stuck.elapsed_s > STEP_DEADLINE_S and self.placement is not None:
-                group = self.placement.stages[stuck.stage].group
-                log.error("step overdue", group=group, step=stuck.step_id, elapsed_s=round(stuck.elapsed_s, 1))
-                self.groups[group].step_overdue(stuck.step_id, stuck.elapsed_s)
+            await asyncio.sleep(WATCH_S)
+            for work, waited_s in watchdog.look(self._in_hand()).items():
+                log.error("overdue", group=work.group, what=work.what, waited_s=round(waited_s, 1))
+                self.groups[work.group].overdue(work.what, waited_s)
+
+    def _in_hand(self) -> Iterator[Work]:
+        """What the daemons work on.  Of all steps only the one begun first: those behind it wait for it."""
+        oldest = self.engine.oldest_in_flight() if self.engine is not None else None
+        if oldest is not None and self.placement is not None:
+            yield Work(self.placement.stages[oldest.stage].group, f"step {oldest.step_id} at stage {oldest.stage}")
+        if self._assembly is not None:
+            for group in self._assembly.resetting:
+                yield Work(group, "a reset")
 
 
 def group_devices(config: Config, name: str) -> list[int]:

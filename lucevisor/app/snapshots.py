@@ -20,6 +20,7 @@ from typing import Any
 
 import structlog
 
+from lucevisor import awake
 from lucevisor.app.shard_transfers import ShardTransfers
 from lucevisor.app.snapshot_speeds import SpeedMeter
 from lucevisor.config import CacheConfig
@@ -341,7 +342,8 @@ class Snapshots:
     ) -> tuple[Transfer, str]:
         """Wait for a transfer's end, however long that takes; past the deadline tell ``late``, and say so."""
         try:
-            return await asyncio.wait_for(asyncio.shield(end), seconds), ""
+            async with awake.timeout(seconds):
+                return await asyncio.shield(end), ""
         except TimeoutError:
             late()
             return await asyncio.shield(end), f"it took longer than {seconds:.1f} s"

@@ -7,7 +7,6 @@ nothing that goes wrong here keeps a start from going on without speeds.
 
 from __future__ import annotations
 
-import asyncio
 import os
 import tempfile
 from collections.abc import Sequence
@@ -18,7 +17,7 @@ from typing import Literal
 import msgspec
 import structlog
 
-from lucevisor import __version__
+from lucevisor import __version__, awake
 from lucevisor.config import Config
 from lucevisor.placement.devices import Inventory
 from lucevisor.placement.planner import model_options
@@ -117,7 +116,7 @@ async def speeds_for(
         return found
     log.info("measuring how fast the devices are", model=spec.name, seats=request.conditions.seats)
     try:
-        async with asyncio.timeout(MEASURE_S):
+        async with awake.timeout(MEASURE_S):
             found = await measure(request, files, config)
     except TimeoutError:
         log.warning("speeds not measured", reason=f"not done within {MEASURE_S:.0f} s")

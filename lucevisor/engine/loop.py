@@ -22,6 +22,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from lucevisor import awake
 from lucevisor.engine.chain import Chain, ChainFailure, ChainResult, InFlight
 from lucevisor.engine.handle import RequestHandle
 from lucevisor.engine.limits import EngineLimits
@@ -375,7 +376,7 @@ class Engine:
 
     async def _wait(self, done: Callable[[], bool], timeout_s: float) -> bool:
         try:
-            async with asyncio.timeout(timeout_s):
+            async with awake.timeout(timeout_s):
                 while not done():
                     self._changed.clear()
                     await self._changed.wait()

@@ -122,11 +122,11 @@ class LinkClosed:
 
 
 @dataclass(frozen=True, slots=True)
-class StepOverdue:
-    """The engine waited for a step longer than it allows."""
+class Overdue:
+    """The child has worked on one thing for longer than it may: "step 17", "a reset"."""
 
     child: int
-    step_id: int
+    what: str
     waited_s: float
 
 
@@ -183,7 +183,7 @@ Event = (
     | LoadedReceived
     | Beat
     | LinkClosed
-    | StepOverdue
+    | Overdue
     | Failure
     | Exited
     | TimerFired

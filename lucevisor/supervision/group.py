@@ -16,6 +16,7 @@ from collections.abc import Callable, Sequence
 
 import structlog
 
+from lucevisor import awake
 from lucevisor.config import GroupConfig
 from lucevisor.errors import LucevisorError
 from lucevisor.supervision import events as ev
@@ -70,6 +71,7 @@ class GroupSupervisor:
         self._spawner: Callable[..., Child] = spawn
         self._machine = Machine(config.name, self.limits, random.random)
         self._loop = asyncio.get_running_loop()
+        self._clock = awake.AwakeClock()
         self._daemon: Daemon | None = None
         self._timers: dict[ev.Timer, asyncio.TimerHandle] = {}
         self._news: deque[ev.Event] = deque()
@@ -168,12 +170,17 @@ class GroupSupervisor:
         if self._living is not None:
             self._tell(ev.Drained(self._living.number))
 
-    def step_overdue(self, step_id: int, waited_s: float) -> None:
-        """The owner waited too long for a step: the process is taken for hanging, asked for its stacks, killed and
+    def overdue(self, what: str, waited_s: float) -> None:
+        """The owner waited too long for `what`: the process is taken for hanging, asked for its stacks, killed and
         restarted.
         """
         if self._living is not None:
-            self._tell(ev.StepOverdue(self._living.number, step_id, waited_s))
+            self._tell(ev.Overdue(self._living.number, what, waited_s))
+
+    def distrust(self, reason: str) -> None:
+        """The owner found the daemon wrong: it is ended and restarted, which counts as a failure."""
+        if self._living is not None:
+            self._tell(ev.Failure(self._living.number, reason))
 
     # ---- the pump: events in, instructions out
 
@@ -195,7 +202,7 @@ class GroupSupervisor:
         self._pumping = True
         try:
             while self._news:
-                instructions = self._machine.handle(self._news.popleft(), self._loop.time())
+                instructions = self._machine.handle(self._news.popleft(), self._clock())
                 for instruction in instructions:
                     self._carry_out(instruction)
                 for instruction in instructions:
@@ -294,5 +301,5 @@ class GroupSupervisor:
             return self.state
         future: asyncio.Future[State] = self._loop.create_future()
         self._waiting.append((accepts, future))
-        async with asyncio.timeout(timeout_s):
+        async with awake.timeout(timeout_s):
             return await future

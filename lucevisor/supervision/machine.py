@@ -18,6 +18,7 @@ from lucevisor.supervision.policy import Limits, RestartPolicy
 from lucevisor.supervision.states import TRANSITIONS, State
 
 N_LOGGED = 64  # events kept for the story of an InvalidTransition
+_EARLY_S = 0.01  # event loops count milliseconds
 
 _IDLE = (State.STOPPED, State.BACKOFF, State.FAILED)
 _WATCHED = (State.LOADING, State.READY, State.DRAINING)
@@ -78,7 +79,8 @@ class Machine:
         self._now = 0.0
 
     def handle(self, event: ev.Event, now: float) -> list[ev.Instruction]:
-        """Take one event at `now` (seconds of a monotonic clock) and return what to do, in order.
+        """Take one event at `now` (seconds of a monotonic clock that stands still while this process is stopped) and
+        return what to do, in order.
 
         News of a child that is gone, and timers that are not running, are ignored. Raises InvalidTransition on a
         fault of the machine.
@@ -123,8 +125,8 @@ class Machine:
                 if self.state is not State.STOPPING:
                     self._lose(reason, _Rung.GRACE)
                     self._fault = ""  # the exit that follows explains it better, unless none follows
-            case ev.StepOverdue(_, step_id, waited_s):
-                self._lose(f"step {step_id} gave no result in {waited_s:.1f} s", _Rung.STACKS)
+            case ev.Overdue(_, what, waited_s):
+                self._lose(f"{what} gave no result in {waited_s:.1f} s", _Rung.STACKS)
             case ev.Failure(_, reason, configuration, exiting):
                 self._lose(reason, _Rung.GRACE if exiting else _Rung.TERM, configuration)
             case ev.SpawnFailed(_, reason, configuration):
@@ -290,7 +292,11 @@ class Machine:
     # ---- timers and the stop ladder
 
     def _on_timer(self, timer: Timer) -> None:
-        if timer not in self._due:
+        due = self._due.get(timer)
+        if due is None:
+            return
+        if self._now < due - _EARLY_S:  # the supervisor was stopped for the rest of the time: nobody listened
+            self._out.append(ev.StartTimer(timer, due - self._now))
             return
         del self._due[timer]
         match timer:

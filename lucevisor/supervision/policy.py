@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Every deadline of supervision, in seconds.
+    """Every deadline of supervision, in seconds in which the supervisor ran (`lucevisor.awake`).
 
     `heartbeat_s` holds for an idle daemon. One that reported a step may be silent for `busy_heartbeat_s`, because a
     Python thread is blind while another holds the interpreter lock; one that reported a load or a check for
@@ -28,6 +28,7 @@ class Limits:
     stacks_s: float = 1.0  # from asking for stacks to SIGKILL
     exit_grace_s: float = 2.0  # for a daemon that ends by itself
     reap_s: float = 10.0  # from SIGKILL to quarantine
+    step_s: float = 120.0  # a daemon that works on one step, or on a reset, for longer is taken for hanging
     backoff_first_s: float = 0.25
     backoff_most_s: float = 30.0
     stable_s: float = 60.0  # READY for so long resets the backoff

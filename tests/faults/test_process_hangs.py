@@ -63,7 +63,7 @@ async def test_an_overdue_step_restarts_the_daemon_though_its_pulse_beats(tmp_pa
         await ready(group)
         group.link.send(Step(1, 0))
         await until(lambda: group.heartbeat and group.heartbeat.phase == "step")
-        group.step_overdue(1, 31.0)
+        group.overdue("step 1", 31.0)
         assert group.reason == "step 1 gave no result in 31.0 s"
         await ready(group, n_restarts=1)
 

@@ -134,7 +134,7 @@ def test_a_missed_pulse_dumps_stacks_then_kills_then_restarts():
 
 def test_an_overdue_step_is_a_hang():
     told = Told().to(State.READY)
-    assert blows(told.tell(ev.StepOverdue(1, 17, 31.5))) == [Blow.STACKS]
+    assert blows(told.tell(ev.Overdue(1, "step 17", 31.5))) == [Blow.STACKS]
     assert told.machine.reason == "step 17 gave no result in 31.5 s"
 
 

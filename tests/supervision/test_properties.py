@@ -148,7 +148,7 @@ class World(RuleBasedStateMachine):
     @precondition(lambda self: self.child is not None and self.spawned)
     @rule()
     def hangs_in_a_step(self):
-        self.tell(ev.StepOverdue(self.child, 3, 40.0))
+        self.tell(ev.Overdue(self.child, "step 3", 40.0))
 
     @precondition(lambda self: self.child is not None and self.spawned)
     @rule()

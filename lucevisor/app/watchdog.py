@@ -1,0 +1,34 @@
+"""Finds work that a daemon has had in hand for too long.
+
+Pure: the clock comes in, and what a name stands for is the caller's business. Invariant: work is overdue only when it
+was seen at every look for `limit_s` on a clock that stands still while the supervisor does: a result that waits in a
+socket of a supervisor that was stopped is late through no fault of the daemon.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """What a group's daemon works on. `what` is shown to people and names this piece of work only."""
+
+    group: str
+    what: str
+
+
+class Watchdog:
+    """Call `look` about once a second with all the work in hand."""
+
+    def __init__(self, limit_s: float, clock: Callable[[], float]) -> None:
+        self._limit_s = limit_s
+        self._clock = clock
+        self._seen_at: dict[Work, float] = {}
+
+    def look(self, in_hand: Iterable[Work]) -> dict[Work, float]:
+        """Return what is overdue, and for how many seconds it has been in hand."""
+        now = self._clock()
+        self._seen_at = {work: self._seen_at.get(work, now) for work in in_hand}
+        return {work: now - at for work, at in self._seen_at.items() if now - at > self._limit_s}

@@ -1,0 +1,68 @@
+"""Time in which this process ran, for deadlines that a pause of the supervisor must not use up.
+
+While the supervisor is stopped (SIGSTOP, a frozen container, a box that swaps) nobody reads, so silence proves nothing
+about a daemon; and uvloop runs the timers that came due meanwhile before it reads what arrived. Knows nothing of what
+is waited for. Invariant: a stretch in which the event loop did not run counts for `LONGEST_GAP_S` at most, and for so
+much at least as long as it lasted: time goes on, if slowly, however badly the loop is held up.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+import weakref
+from collections.abc import AsyncIterator, Callable
+
+TICK_S = 0.5
+LONGEST_GAP_S = 1.0
+
+
+class AwakeClock:
+    """A monotonic clock that stands still while the process does. Call it for the seconds.
+
+    Make it in a running loop, which touches it every `TICK_S` for as long as somebody holds it.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._touched = clock()
+        self._paused_s = 0.0
+        _tick(weakref.ref(self), asyncio.get_running_loop())
+
+    def __call__(self) -> float:
+        now = self._clock()
+        self._paused_s += max(now - self._touched - LONGEST_GAP_S, 0.0)
+        self._touched = now
+        return now - self._paused_s
+
+
+def _tick(held: weakref.ref[AwakeClock], loop: asyncio.AbstractEventLoop) -> None:
+    clock = held()
+    if clock is not None:
+        clock()
+        loop.call_later(TICK_S, _tick, held, loop)
+
+
+@contextlib.asynccontextmanager
+async def timeout(seconds: float) -> AsyncIterator[None]:
+    """`asyncio.timeout` in seconds of an AwakeClock. Raises TimeoutError."""
+    loop = asyncio.get_running_loop()
+    clock = AwakeClock()
+    end = clock() + seconds
+    timer: asyncio.Handle
+    async with asyncio.timeout(None) as scope:
+
+        def look() -> None:
+            nonlocal timer
+            left_s = end - clock()
+            if left_s > 0:
+                timer = loop.call_later(min(left_s, TICK_S), look)
+            elif not scope.expired():
+                scope.reschedule(loop.time())
+
+        timer = loop.call_soon(look)
+        try:
+            yield
+        finally:
+            timer.cancel()
