@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Literal
 
 import structlog
@@ -25,9 +25,29 @@ from lucevisor.wire.handshake import Expected, check_hello
 from lucevisor.wire.messages import Failed, Heartbeat, Hello, Loaded, LogLine, Progress, Shutdown
 from lucevisor.wire.states import Channel
 
+Field = str | int | float | bool | None
+
 LAST_FRAMES_S = 0.5  # after the exit, for the link to give what the dead process had sent
 
+_RESERVED = frozenset({
+    "self", "method_name", "event", "positional_args",  # parameters of structlog's methods
+    "exc_info", "exception", "stack", "stack_info", "level", "log_level", "timestamp", "logger", "logger_name", "name",
+    "group", "pid",
+})  # fmt: skip
+"""Fields of a log record that mean something to structlog, its processors or this program."""
+
 _log = structlog.get_logger("lucevisor.supervision")
+
+
+def own_fields(fields: Mapping[str, Field]) -> dict[str, Field]:
+    """Return the fields of a daemon's log record under names that nothing else uses: `self` becomes `daemon_self`."""
+    named: dict[str, Field] = {}
+    for key, value in fields.items():
+        name = key
+        while name in _RESERVED or name.startswith("_") or (name != key and name in fields):
+            name = f"daemon_{name}"
+        named[name] = value
+    return named
 
 
 class Daemon:
@@ -184,11 +204,9 @@ class Daemon:
         self,
         level: Literal["debug", "info", "warning", "error"],
         event: str,
-        fields: dict[str, str | int | float | bool | None],
+        fields: dict[str, Field],
     ) -> None:
-        taken = ("event", "group", "pid", "level", "timestamp")  # what a daemon calls so is kept under another name
-        renamed = {f"daemon_{key}" if key in taken else key: value for key, value in fields.items()}
-        getattr(self._log, level)(event, **renamed)
+        getattr(self._log, level)(event, **own_fields(fields))
 
     def _on_pulse_closed(self, error: WireError) -> None:
         """Without a pulse a daemon is of no use; but one that ends closes both, and its link says why."""

@@ -6,6 +6,7 @@ It stands in for daemons/serve.py in the tests of supervision; everything around
 from __future__ import annotations
 
 import ctypes
+import json
 import os
 import platform
 import signal
@@ -25,6 +26,7 @@ from lucevisor.wire.messages import (
     Hello,
     Load,
     Loaded,
+    LogLine,
     Progress,
     Reset,
     Shutdown,
@@ -115,6 +117,9 @@ class Tiny:
             sys.exit(1)
         self.link.send(Loaded([DeviceUse(0, LayerRange(0, 1), 1, 1, 1)], {}, 0.0))
         self.reporter.log("info", "tiny is ready", event_of="test", group="mine")
+        if "odd log" in self.how:
+            # Not by reporter.log(), whose own parameters would be in the way: any daemon may send such a record.
+            self.reporter._put(LogLine("info", "odd", json.loads(os.environ["TINY_FIELDS"])))
         self.at("ready")
         if "close link" in self.how:
             self.link.close()
