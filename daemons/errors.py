@@ -5,6 +5,11 @@ Invariant: whoever reads ``where``, ``reason`` and ``advice`` needs no traceback
 
 from __future__ import annotations
 
+import traceback
+from pathlib import Path
+
+_OUR_DIRECTORY = Path(__file__).parent
+
 
 class DaemonError(Exception):
     """Something could not be done.  ``configuration``: the same start would fail again, so a retry is useless."""
@@ -29,3 +34,16 @@ class LoadError(DaemonError):
 
 class DeviceError(DaemonError):
     """A device is missing, out of memory or refuses to work."""
+
+
+def describe(error: BaseException) -> str:
+    """Return type, first line and place of an error of somebody else's code: torch adds lines of hints, and the place
+    that matters is the innermost one in this package.
+    """
+    first = next((line for line in str(error).splitlines() if line.strip()), "")
+    said = f"{type(error).__name__}: {first}" if first else type(error).__name__
+    frames = traceback.extract_tb(error.__traceback__)
+    ours = next((f for f in reversed(frames) if _OUR_DIRECTORY in Path(f.filename).parents), None)
+    if ours is None:
+        return said
+    return f"{said} (at daemons/{Path(ours.filename).relative_to(_OUR_DIRECTORY)}:{ours.lineno} in {ours.name})"

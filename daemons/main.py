@@ -18,6 +18,7 @@ import traceback
 from collections.abc import Sequence
 from types import FrameType
 
+from daemons.errors import describe
 from daemons.options import EXIT_CONFIGURATION, Options, parse
 from daemons.pulse import Reporter
 from lucevisor.wire.blocking import BlockingLink
@@ -62,9 +63,9 @@ def _serve(link: BlockingLink, reporter: Reporter, options: Options) -> int:
         return serve(link, reporter, options)
     except Exception as error:
         traceback.print_exc()
-        reason = f"{type(error).__name__}: {error}"
         advice = "see the daemon's log; report it if the same request fails again"
-        failed = Failed(reporter.phase_now, options.group, reason, advice, fatal=True, details=traceback.format_exc())
+        details = traceback.format_exc()
+        failed = Failed(reporter.phase_now, options.group, describe(error), advice, fatal=True, details=details)
         _tell(link, failed)
         return 1
 

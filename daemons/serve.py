@@ -21,7 +21,7 @@ import daemons
 import lucevisor.wire
 from daemons import device as devices
 from daemons.check import run_check
-from daemons.errors import DaemonError
+from daemons.errors import DaemonError, describe
 from daemons.options import EXIT_CONFIGURATION, Options
 from daemons.pulse import Reporter
 from daemons.runtime import Runtime
@@ -193,8 +193,9 @@ class _Server:
         if isinstance(error, DaemonError):
             where, reason, advice, configuration = error.where, error.reason, error.advice, error.configuration
         else:
-            configuration = isinstance(error, GgufError | FileNotFoundError | PermissionError)
-            reason, advice = f"{type(error).__name__}: {error}", _advice(error, configuration)
+            # Only a load reads what the configuration names; a compiler's files may be missing for a moment.
+            configuration = what == "load" and isinstance(error, GgufError | FileNotFoundError | PermissionError)
+            reason, advice = describe(error), _advice(error, configuration)
         message = Failed(
             what=what,
             where=f"group {self._options.group} {where}".strip(),
@@ -214,6 +215,8 @@ def _advice(error: Exception, configuration: bool) -> str:
             "the device is full: give it fewer layers (placement.target_layer_split) or fewer pages (engine.pages), "
             "or free it"
         )
+    if isinstance(error, MemoryError) or "DefaultCPUAllocator" in str(error):
+        return "the machine's memory is full: give the group fewer layers or pages, or free it"
     if configuration:
         return "correct the file or the configuration, then `lucevisor restart GROUP`"
     return "the daemon is restarted; if this repeats, the log holds the traceback"

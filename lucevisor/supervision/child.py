@@ -26,6 +26,7 @@ from dataclasses import dataclass
 from lucevisor.supervision.environment import Handles, Launch
 from lucevisor.supervision.events import Blow
 from lucevisor.supervision.output import Lines
+from lucevisor.supervision.post_mortem import cause, explain_kill, oom_kills
 
 _READ_BYTES = 65536
 _DRAIN_AT_EXIT_BYTES = 4 * 2**20
@@ -49,7 +50,8 @@ class SpawnError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """How a process ended. Both None: something else in this process reaped it. `hint`: its last words on stderr."""
+    """How a process ended. Both None: something else in this process reaped it. `hint`: what its stderr
+    or the kernel says of the cause."""
 
     code: int | None
     signal: int | None
@@ -76,6 +78,8 @@ class Child:
         self.link_socket = link_socket
         self.pulse_socket = pulse_socket
         self.lines = {"stdout": Lines(), "stderr": Lines()}
+        self._killed = False  # by us
+        self._oom_kills = oom_kills()
         self._process = process
         self._on_line = on_line
         self._on_exit = on_exit
@@ -97,6 +101,7 @@ class Child:
         """Signal the process; one that has ended but is not reaped takes it silently. Then: ProcessLookupError."""
         if self.ended:
             raise ProcessLookupError(f"process {self.pid} has ended")
+        self._killed |= blow is Blow.KILL
         for number in _SIGNALS[blow]:
             signal.pidfd_send_signal(self._pidfd, number)
 
@@ -148,8 +153,12 @@ class Child:
             while left > 0 and (taken := self._read(stream)):
                 left -= taken
             self._close_pipe(stream)
-        hint = self.lines["stderr"].last if code or number in _CRASHES else ""
-        self._on_exit(Ended(code, number, hint))
+        self._on_exit(Ended(code, number, self._hint(code, number)))
+
+    def _hint(self, code: int | None, number: int | None) -> str:
+        if number == signal.SIGKILL and not self._killed:
+            return explain_kill(self._oom_kills, oom_kills())
+        return cause(self.lines["stderr"].kept) if code or number in _CRASHES else ""
 
 
 def find_python(python: str, path: str | None) -> str:

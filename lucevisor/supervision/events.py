@@ -144,8 +144,8 @@ class Failure:
 
 @dataclass(frozen=True, slots=True)
 class Exited:
-    """The process is gone and reaped. Both `code` and `signal` None: its status was lost. `hint`: its last line on
-    stderr.
+    """The process is gone and reaped. Both `code` and `signal` None: its status was lost. `hint`: what its
+    stderr or the kernel says of the cause.
     """
 
     child: int
@@ -154,7 +154,7 @@ class Exited:
     hint: str = ""
 
     def how(self, pid: int) -> str:
-        """Say how process `pid` ended, with its last words when it left any."""
+        """Say how process `pid` ended, with the cause when there is a word of it."""
         if self.signal is not None:
             how = f"process {pid} was killed by signal {self.signal}"
             how += f" ({_SIGNALS[self.signal]})" if self.signal in _SIGNALS else ""

@@ -44,11 +44,6 @@ class Lines:
         passed = self._close(now)
         return passed + self._own_up()
 
-    @property
-    def last(self) -> str:
-        """The last line that says something."""
-        return next((line for line in reversed(self.kept) if line.strip()), "")
-
     def _close(self, now: float) -> list[str]:
         line = self._rest.decode("utf-8", "replace") + (" […]" if self._cut else "")
         self._rest.clear()

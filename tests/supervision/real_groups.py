@@ -19,7 +19,7 @@ from lucevisor.wire.source_hash import source_hash
 from lucevisor.wire.values import Dtype
 
 FAST = Limits(backoff_first_s=0.05, hello_s=20.0, exit_grace_s=0.5, stacks_s=0.5, second_look_s=0.1, n_restarts=3)
-REAL = ("__init__.py", "__main__.py", "main.py", "options.py", "pulse.py")
+REAL = ("__init__.py", "__main__.py", "errors.py", "main.py", "options.py", "pulse.py")
 PATIENCE_S = 30.0
 
 

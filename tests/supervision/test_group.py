@@ -84,7 +84,9 @@ async def test_output_and_log_lines_become_fields(tmp_path):
             pid = group.pid
             group.link.send(Step(5, 0))
             await group.wait(State.BACKOFF, timeout_s=10)
-            assert group.reason.startswith("step failed at left: RuntimeError: tiny raises at step;")
+            assert group.reason.startswith(
+                "step failed at left: RuntimeError: tiny raises at step (at daemons/serve.py:"
+            )
     lines = [entry for entry in logs if entry["event"] == "output"]
     assert {"group": "left", "pid": pid, "stream": "stderr", "log_level": "info", "event": "output"}.items() <= lines[
         0

@@ -135,5 +135,4 @@ def test_output_is_bounded_in_length_count_and_rate():
         f"[{2000 - LINES_PER_SECOND} lines dropped from the log: more than 500 a second]",
         "later",
     ]
-    assert of.last == "later"
     assert output.N_KEPT < 1000

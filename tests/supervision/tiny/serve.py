@@ -141,6 +141,14 @@ class Tiny:
             raise RuntimeError(f"tiny raises at {place}")
         if f"abort at {place}" in self.how:
             os.abort()
+        if f"segfault at {place}" in self.how:
+            ctypes.string_at(0)
+        if f"double free at {place}" in self.how:
+            LIBC.free.argtypes = [ctypes.c_void_p]
+            LIBC.malloc.restype = ctypes.c_void_p
+            block, _keeps_it_in_the_middle = LIBC.malloc(2000), LIBC.malloc(1)
+            LIBC.free(block)
+            LIBC.free(block)
         if f"sleep at {place}" in self.how:
             time.sleep(600)
         if f"hang at {place}" in self.how:

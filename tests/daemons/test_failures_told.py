@@ -1,0 +1,73 @@
+"""What a daemon says of an error before it ends: the cause in one line, where, and whether another try may help."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from daemons.errors import DeviceError, describe
+from daemons.ops.basic import rotate
+from daemons.options import EXIT_CONFIGURATION, Options
+from daemons.serve import EXIT_FAILED, _Server
+from lucevisor.wire.values import Backend
+
+
+class Sent:
+    """A link that keeps what was sent."""
+
+    def __init__(self) -> None:
+        self.messages = []
+
+    def send(self, message) -> None:
+        self.messages.append(message)
+
+
+def told(what: str, error: Exception):
+    link = Sent()
+    server = _Server(link, None, Options("left", Backend.CPU, 0, 0, 0, 1, ()))
+    try:
+        raise error
+    except Exception as caught:
+        code = server._fail(what, caught, "stage 0")
+    [message] = link.messages
+    return code, message
+
+
+def test_an_error_of_torch_is_told_in_one_line_with_the_innermost_frame_of_ours():
+    with pytest.raises(RuntimeError) as caught:
+        rotate(torch.zeros(2, 4, 8), torch.zeros(3, 8), torch.zeros(3, 8))
+    said = describe(caught.value)
+    assert said.startswith("RuntimeError: The size of tensor a")
+    assert "(at daemons/ops/" in said
+    assert "in rotate)" in said
+
+
+def test_the_hints_that_torch_adds_are_left_to_the_details():
+    error = RuntimeError("CUDA error: out of luck\nFor debugging consider passing CUDA_LAUNCH_BLOCKING=1\n")
+    assert describe(error) == "RuntimeError: CUDA error: out of luck"
+    assert describe(MemoryError()) == "MemoryError"
+    code, message = told("step 7", error)
+    assert code == EXIT_FAILED
+    assert message.reason == "RuntimeError: CUDA error: out of luck"
+    assert "CUDA_LAUNCH_BLOCKING" in message.details
+
+
+@pytest.mark.parametrize("kind", [FileNotFoundError, PermissionError])
+def test_a_file_that_is_missing_in_a_step_is_tried_again_and_in_a_load_is_not(kind):
+    code, message = told("step 7", kind(2, "No such file", "/root/.triton/cache/x"))
+    assert (code, message.configuration) == (EXIT_FAILED, False)
+    code, message = told("load", kind(2, "No such file", "model.gguf"))
+    assert (code, message.configuration) == (EXIT_CONFIGURATION, True)
+
+
+@pytest.mark.parametrize(
+    ("error", "advice"),
+    [
+        (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB"), "the device is full"),
+        (MemoryError(), "the machine's memory is full"),
+        (RuntimeError("DefaultCPUAllocator: can't allocate memory"), "the machine's memory is full"),
+        (DeviceError("cuda:0", "gone", "look at the cables"), "look at the cables"),
+    ],
+)
+def test_the_advice_names_what_is_short(error, advice):
+    assert told("step 7", error)[1].advice.startswith(advice)
