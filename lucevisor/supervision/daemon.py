@@ -96,9 +96,10 @@ class Daemon:
             self.link.send(Shutdown(reason))
 
     def signal(self, blow: ev.Blow) -> None:
-        """Send a signal."""
+        """Send a signal; a process that is reaped needs none, and its exit is about to be told."""
         self._log.info("signal", to=blow.value)
-        self.child.send(blow)
+        with contextlib.suppress(ProcessLookupError):
+            self.child.send(blow)
 
     def announce_ready(self) -> None:
         """Hand the link to the owner; from now on it gets the frames."""
@@ -120,10 +121,14 @@ class Daemon:
     def on_ended(self, ended: Ended) -> None:
         """The process is reaped; its last frames may still lie in the sockets."""
         self._ended = ended
-        if self.link.closed:
-            self._finish()
-        else:
+        if not self._finish_when_read():
             asyncio.get_running_loop().call_later(LAST_FRAMES_S, self._finish)
+
+    def _finish_when_read(self) -> bool:
+        """Tell the exit if both sockets have given all that the process had sent."""
+        if self.link.closed and self._pulse.closed:
+            self._finish()
+        return self._ended is None
 
     def _finish(self) -> None:
         if self._ended is None:
@@ -184,7 +189,7 @@ class Daemon:
 
     def _on_link_closed(self, error: WireError) -> None:
         self._tell(ev.LinkClosed(self.number, str(error)))
-        self._finish()
+        self._finish_when_read()
 
     def _on_pulse_frame(self, frame: Frame) -> None:
         match frame.message:
@@ -210,5 +215,6 @@ class Daemon:
 
     def _on_pulse_closed(self, error: WireError) -> None:
         """Without a pulse a daemon is of no use; but one that ends closes both, and its link says why."""
+        self._finish_when_read()
         closed = ev.LinkClosed(self.number, f"pulse: {error}")
         asyncio.get_running_loop().call_later(LAST_FRAMES_S, self._tell, closed)

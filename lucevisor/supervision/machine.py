@@ -16,9 +16,9 @@ from lucevisor.supervision import events as ev
 from lucevisor.supervision.events import Blow, Timer
 from lucevisor.supervision.policy import Limits, RestartPolicy
 from lucevisor.supervision.states import TRANSITIONS, State
+from lucevisor.supervision.timers import Timers
 
 N_LOGGED = 64  # events kept for the story of an InvalidTransition
-_EARLY_S = 0.01  # event loops count milliseconds
 
 _IDLE = (State.STOPPED, State.BACKOFF, State.FAILED)
 _WATCHED = (State.LOADING, State.READY, State.DRAINING)
@@ -59,6 +59,7 @@ class Machine:
         self.policy = RestartPolicy(limits, chance)
         self.state = State.STOPPED
         self.reason = ""
+        self.failure = ""  # why the last process ended, until a new one is READY or somebody asked for something else
         self.child: int | None = None
         self.pid = 0
         self.restarts = 0
@@ -72,8 +73,7 @@ class Machine:
         self._configuration = False
         self._rung = _Rung.GRACE
         self._kill_by: float | None = None
-        self._due: dict[Timer, float] = {}
-        self._looked: set[Timer] = set()
+        self._timers = Timers()
         self._log: deque[str] = deque(maxlen=N_LOGGED)
         self._out: list[ev.Instruction] = []
         self._now = 0.0
@@ -106,7 +106,7 @@ class Machine:
                 if self.state in _WATCHED:
                     self._arm_pulse(phase)
             case ev.Progressed():
-                if self.state is State.LOADING:
+                if self.state is State.LOADING and self._load_sent:
                     self._arm(Timer.LOAD, self.limits.load_stall_s)
             case ev.StartAsked():
                 self._on_start_asked()
@@ -138,7 +138,7 @@ class Machine:
 
     def _on_start_asked(self) -> None:
         if self.state is State.STOPPED:
-            self.policy.forgive()
+            self._forgive()
             self._start("start asked")
         elif self.state is State.FAILED:
             self._out.append(
@@ -163,14 +163,18 @@ class Machine:
         elif self._stop_runs():
             self._out.append(ev.Refuse(f"group {self.name} is being stopped; start it when it is stopped"))
         elif self.state in _IDLE:
-            self.policy.forgive()
+            self._forgive()
             self._disarm(Timer.BACKOFF)
             self.restarts += self._n_children > 0
             self._start("restart asked")
         else:
-            self.policy.forgive()
+            self._forgive()
             self._then = _Then.START
             self._end("restart asked", deadline_s, drain_s)
+
+    def _forgive(self) -> None:
+        self.policy.forgive()
+        self.failure = ""
 
     def _stop_runs(self) -> bool:
         return self._then is _Then.STOP and self.state in (State.DRAINING, State.STOPPING)
@@ -193,18 +197,18 @@ class Machine:
             self._arm(Timer.DRAIN, drain_s)
             assert self.child is not None
             self._out.append(ev.AnnounceDraining(self.child))
-        elif self._now + drain_s < self._due.get(Timer.DRAIN, self._now):
+        elif self._timers.due_after(Timer.DRAIN, self._now + drain_s):
             self._arm(Timer.DRAIN, drain_s)
 
     def _hurry(self) -> None:
         """Apply a shortened deadline to the ladder as it stands."""
-        left_s = self._left_s()
+        left_s = self._left_s() / (2 if self._rung is _Rung.MESSAGE else 1)
         if self._rung is _Rung.KILL:
             return
         if left_s <= 0:
             self._climb(_Rung.KILL)
-        elif Timer.RUNG in self._due:  # else there is no process yet
-            self._arm_sooner(left_s / 2 if self._rung is _Rung.MESSAGE else left_s)
+        elif self._timers.due_after(Timer.RUNG, self._now + left_s):  # none runs without a process
+            self._arm(Timer.RUNG, left_s)
 
     # ---- news of the child
 
@@ -233,14 +237,14 @@ class Machine:
             case ev.HelloReceived(child) if self.state is State.STARTING and self._spawned:
                 self._disarm(Timer.HELLO)
                 self._go(State.LOADING, "hello")
-                self._arm(Timer.LOAD, self.limits.load_stall_s)
-                self._arm_pulse("start")
+                self._arm_pulse("start")  # no more: what to load may depend on groups that are not up yet
                 self._out.append(ev.SendLoad(child))
             case ev.LoadSent() if self.state is State.LOADING:
                 self._load_sent = True
                 self._arm(Timer.LOAD, self.limits.load_stall_s)
             case ev.LoadedReceived(child) if self.state is State.LOADING and self._load_sent:
                 self._disarm(Timer.LOAD)
+                self.failure = ""
                 self._go(State.READY, "loaded")
                 self._arm_pulse("load")
                 self.policy.became_ready(self._now)
@@ -279,6 +283,7 @@ class Machine:
             self._retry(reason, configuration)
 
     def _retry(self, reason: str, configuration: bool) -> None:
+        self.failure = reason
         if configuration:
             self._go(State.FAILED, reason)
         elif (delay_s := self.policy.delay_s(self._now)) is None:
@@ -292,13 +297,11 @@ class Machine:
     # ---- timers and the stop ladder
 
     def _on_timer(self, timer: Timer) -> None:
-        due = self._due.get(timer)
-        if due is None:
+        over = self._timers.fired(timer, self._now)
+        if isinstance(over, ev.StartTimer):
+            self._out.append(over)
+        if over is not True:
             return
-        if self._now < due - _EARLY_S:  # the supervisor was stopped for the rest of the time: nobody listened
-            self._out.append(ev.StartTimer(timer, due - self._now))
-            return
-        del self._due[timer]
         match timer:
             case Timer.BACKOFF:
                 self.restarts += 1
@@ -309,18 +312,17 @@ class Machine:
             case Timer.RUNG:
                 self._on_rung()
             case Timer.HELLO | Timer.LOAD | Timer.PULSE:
-                if timer in self._looked:
+                again = self._timers.look_again(timer, self._now, self.limits.second_look_s)
+                if again is None:
                     self._lose(self._silence(timer), _Rung.STACKS)
                 else:
-                    self._arm(timer, self.limits.second_look_s)
-                    self._looked.add(timer)
+                    self._out.append(again)
 
     def _silence(self, timer: Timer) -> str:
-        if timer is Timer.HELLO:
-            return f"no hello in {self.limits.hello_s:g} s"
-        if timer is Timer.LOAD:
-            return f"no load progress in {self.limits.load_stall_s:g} s"
-        return "no heartbeat within its limit: the process hangs or is stopped"
+        return {
+            Timer.HELLO: f"no hello in {self.limits.hello_s:g} s",
+            Timer.LOAD: f"no load progress in {self.limits.load_stall_s:g} s",
+        }.get(timer, "no heartbeat within its limit: the process hangs or is stopped")
 
     def _on_rung(self) -> None:
         if self._rung is _Rung.MESSAGE:
@@ -372,6 +374,8 @@ class Machine:
     # ---- bookkeeping
 
     def _go(self, state: State, reason: str) -> None:
+        if state in (State.STARTING, State.LOADING) and self.failure:
+            reason = f"restarting after: {self.failure}"  # who asks now wants to know that
         if state not in TRANSITIONS[self.state]:
             story = "\n  ".join(self._log)
             raise InvalidTransition(
@@ -387,19 +391,10 @@ class Machine:
             self._out.append(ev.AnnounceLost(self.child, reason))
 
     def _arm(self, timer: Timer, after_s: float) -> None:
-        self._looked.discard(timer)
-        self._due[timer] = self._now + after_s
-        self._out.append(ev.StartTimer(timer, after_s))
+        self._out.append(self._timers.arm(timer, self._now, after_s))
 
     def _arm_pulse(self, phase: str) -> None:
         self._arm(Timer.PULSE, self.limits.silence_s(phase, loading=self.state is State.LOADING))
 
-    def _arm_sooner(self, after_s: float) -> None:
-        if self._now + after_s < self._due[Timer.RUNG]:
-            self._arm(Timer.RUNG, after_s)
-
     def _disarm(self, *timers: Timer) -> None:
-        for timer in timers:
-            self._looked.discard(timer)
-            if self._due.pop(timer, None) is not None:
-                self._out.append(ev.CancelTimer(timer))
+        self._out += self._timers.disarm(*timers)

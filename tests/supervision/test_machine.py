@@ -82,6 +82,7 @@ def test_a_start_goes_through_hello_and_loaded_to_ready():
 
 def test_progress_moves_the_stall_deadline_and_silence_ends_the_load():
     told = Told().to(State.LOADING)
+    told.tell(ev.LoadSent(1))
     told.now += 100.0
     told.tell(ev.Progressed(1))
     assert told.due[Timer.LOAD] == told.now + LIMITS.load_stall_s
@@ -90,6 +91,64 @@ def test_progress_moves_the_stall_deadline_and_silence_ends_the_load():
     ]  # the supervisor may be the late one
     assert blows(told.fire(Timer.LOAD)) == [Blow.STACKS]
     assert told.machine.reason == "no load progress in 120 s"
+
+
+def test_while_nothing_is_sent_to_load_the_pulse_alone_is_watched():
+    """What to load may depend on groups that take minutes to come up."""
+    told = Told().to(State.LOADING)
+    for _ in range(1000):
+        told.now += 1.0
+        told.tell(ev.Beat(1, "idle"))
+        assert set(told.due) == {Timer.PULSE}
+    told.tell(ev.LoadSent(1))
+    assert told.due[Timer.LOAD] == told.now + LIMITS.load_stall_s
+
+
+def test_a_timer_that_fires_after_a_pause_of_the_supervisor_goes_on_for_the_rest():
+    """The clock stood still, the timers of the event loop did not."""
+    told = Told().to(State.READY)
+    told.now += 2.0
+    del told.due[Timer.PULSE]
+    assert told.tell(ev.TimerFired(Timer.PULSE)) == [ev.StartTimer(Timer.PULSE, LIMITS.busy_heartbeat_s - 2.0)]
+    assert told.due[Timer.PULSE] == 100.0 + LIMITS.busy_heartbeat_s
+    told.fire(Timer.PULSE)
+    assert blows(told.fire(Timer.PULSE)) == [Blow.STACKS]
+
+
+def test_a_pause_after_sigkill_is_no_quarantine():
+    told = Told().to(State.READY)
+    told.tell(ev.StopAsked(0.0))
+    del told.due[Timer.RUNG]
+    assert told.tell(ev.TimerFired(Timer.RUNG)) == [ev.StartTimer(Timer.RUNG, LIMITS.reap_s)]
+    told.tell(ev.Exited(1, signal=9))
+    assert told.state is State.STOPPED
+
+
+def test_the_cause_of_the_last_failure_is_told_until_ready_again():
+    told = Told().to(State.READY)
+    told.tell(ev.Exited(1, signal=11))
+    cause = "process 1001 was killed by signal 11 (SIGSEGV)"
+    assert told.machine.reason == cause
+    said = told.fire(Timer.BACKOFF)
+    assert of(ev.Publish, said) == [ev.Publish(State.STARTING, f"restarting after: {cause}")]
+    told.to(State.LOADING, 2)
+    assert told.machine.reason == f"restarting after: {cause}"
+    told.tell(ev.Exited(2, code=1, hint="no memory"))
+    told.fire(Timer.BACKOFF)
+    assert told.machine.reason == "restarting after: process 1002 exited with code 1: no memory"
+    told.to(State.READY, 3)
+    assert told.machine.reason == "loaded"
+    assert told.machine.failure == ""
+
+
+@pytest.mark.parametrize("asked", [ev.RestartAsked(4.0), ev.StopAsked(4.0)])
+def test_what_an_operator_asks_ends_the_story_of_a_failure(asked):
+    told = Told().to(State.READY)
+    told.tell(ev.Exited(1, signal=11))
+    told.tell(asked)
+    told.tell(ev.StartAsked())
+    assert told.state is State.STARTING
+    assert told.machine.reason in ("restart asked", "start asked")
 
 
 def test_a_heartbeat_between_the_two_looks_saves_the_daemon():
