@@ -345,16 +345,16 @@ class Service:
         self._observer.state(group, state, reason)
         self._notify()
 
-    def _on_draining(self, group: str) -> None:
-        task = asyncio.create_task(self._drain_for_restart(group), name=f"drain for {group}")
+    def _on_draining(self, group: str, child: int) -> None:
+        task = asyncio.create_task(self._drain_for_restart(group, child), name=f"drain for {group}")
         task.add_done_callback(_retrieve)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    async def _drain_for_restart(self, group: str) -> None:
+    async def _drain_for_restart(self, group: str, child: int) -> None:
         if self.engine is not None and await self.engine.quiesce(RESTART_S / 2):
             await self._save_all(SAVE_S)
-        self.groups[group].drained()
+        self.groups[group].drained(child)
 
     def _on_step(self, result: ChainResult) -> None:
         if self.snapshots is not None:

@@ -41,8 +41,8 @@ class Callbacks:
     configuration error. `check_loaded` says why what was loaded must not be used, or "".
     `on_ready` hands the link over for sending; `on_frame` gets every frame from then on.
     `on_lost` comes once after each `on_ready`, as soon as the link is of no use: the process may still be dying.
-    `on_draining`: send nothing new, finish, then call `drained()`; None means that there is never anything to wait
-    for.
+    `on_draining(group, child)`: send nothing new, finish, then call `drained(child)`; None means that there is never
+    anything to wait for. One that raises is told to the loop's exception handler, and loses nobody else's news.
     """
 
     make_load: Callable[[str, Hello], Awaitable[LoadOrder]]
@@ -51,6 +51,6 @@ class Callbacks:
     on_lost: Callable[[str, str], None] = _ignore
     on_frame: Callable[[str, Frame], None] = _ignore
     on_state: Callable[[str, State, str], None] = _ignore
-    on_draining: Callable[[str], None] | None = None
+    on_draining: Callable[[str, int], None] | None = None
     on_heartbeat: Callable[[str, Heartbeat], None] = _ignore
     on_progress: Callable[[str, Progress], None] = _ignore

@@ -165,10 +165,9 @@ class GroupSupervisor:
         """Wait until the group enters one of `states`, or is in one already, and return it. Raises TimeoutError."""
         return await self._until(lambda state: state in states, timeout_s)
 
-    def drained(self) -> None:
-        """The owner has no work left at this group: the answer to `on_draining`."""
-        if self._living is not None:
-            self._tell(ev.Drained(self._living.number))
+    def drained(self, child: int) -> None:
+        """The owner has no work left at this child: the answer to `on_draining`. Too late for the child is ignored."""
+        self._tell(ev.Drained(child))
 
     def overdue(self, what: str, waited_s: float) -> None:
         """The owner waited too long for `what`: the process is taken for hanging, asked for its stacks, killed and
@@ -194,7 +193,8 @@ class GroupSupervisor:
     def _tell(self, event: ev.Event) -> None:
         """Give the machine one event and carry out what it says; events raised meanwhile wait for their turn.
 
-        What concerns the process comes before the callbacks, so that one that raises leaves no child unwatched.
+        What concerns the process comes before the callbacks, and one that raises ends neither the rest of them nor the
+        caller, which may be the reader of a link.
         """
         self._news.append(event)
         if self._pumping:
@@ -206,7 +206,11 @@ class GroupSupervisor:
                 for instruction in instructions:
                     self._carry_out(instruction)
                 for instruction in instructions:
-                    self._announce(instruction)
+                    try:
+                        self._announce(instruction)
+                    except Exception as error:  # the owner's code: the others shall hear their news
+                        context = {"message": f"group {self.name}: {instruction} was not taken", "exception": error}
+                        self._loop.call_exception_handler(context)
         finally:
             self._pumping = False
 
@@ -241,7 +245,7 @@ class GroupSupervisor:
                 if self._callbacks.on_draining is None:
                     self._tell(ev.Drained(number))
                 else:
-                    self._callbacks.on_draining(self.name)
+                    self._callbacks.on_draining(self.name, number)
 
     @property
     def _living(self) -> Daemon | None:
@@ -287,11 +291,11 @@ class GroupSupervisor:
     def _publish(self, state: State, reason: str) -> None:
         log = {State.FAILED: _log.error, State.BACKOFF: _log.warning}.get(state, _log.info)
         log("group state", group=self.name, state=state.value, reason=reason, pid=self.pid)
-        self._callbacks.on_state(self.name, state, reason)
         for accepts, future in self._waiting:
             if not future.done() and accepts(state):
                 future.set_result(state)
         self._waiting = [waiting for waiting in self._waiting if not waiting[1].done()]
+        self._callbacks.on_state(self.name, state, reason)
 
     def _at_rest(self, state: State) -> bool:
         return state is State.STOPPED or (state is State.FAILED and self._machine.quarantined)

@@ -165,7 +165,7 @@ async def test_a_failed_load_gives_the_daemons_words(tmp_path, how):
 
 async def test_a_restart_drains_and_counts(tmp_path):
     drains = []
-    async with tiny_group(tmp_path, draining=drains.append) as (group, owner):
+    async with tiny_group(tmp_path, draining=lambda *news: drains.append(news)) as (group, owner):
         await group.start()
         await ready(group)
         first = group.pid
@@ -173,11 +173,11 @@ async def test_a_restart_drains_and_counts(tmp_path):
         assert group.state is State.DRAINING
         group.link.send(Reset(9))  # work under way is finished
         await until(lambda: owner.frames)
-        group.drained()
+        group.drained(drains[0][1])
         await ready(group)
         assert group.pid != first
         assert group.restarts == 1
-    assert drains == ["left"]
+    assert drains == [("left", 1)]
     assert owner.states[3:7] == [State.DRAINING, State.STOPPING, State.STARTING, State.LOADING]
 
 

@@ -184,6 +184,18 @@ class World(RuleBasedStateMachine):
             self.tell(ev.TimerFired(timer))
         self.now = end
 
+    @rule()
+    def supervisor_is_stopped_for_long(self):
+        """The event loop's timers are all due, the machine's clock stood still: nothing happens but that they go
+        on.
+        """
+        for timer, due in list(self.due.items()):
+            if due > self.now + 0.1:
+                before = self.machine.state
+                self.tell(ev.TimerFired(timer))
+                assert self.machine.state is before
+                assert abs(self.due[timer] - due) < 1e-6
+
     @rule(timer=st.sampled_from(list(Timer)))
     def foreign_timer(self, timer):
         if timer not in self.due:

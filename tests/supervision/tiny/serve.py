@@ -137,6 +137,11 @@ class Tiny:
             print(f"tiny ends at {place}", file=sys.stderr)
             sys.stdout.flush()
             os._exit(int(os.environ.get("TINY_CODE", "3")))
+        if f"last words at {place}" in self.how:
+            for n in range(200):
+                self.reporter.log("error", "last words", n=n)
+            self.reporter.close()
+            os._exit(1)
         if f"raise at {place}" in self.how:
             raise RuntimeError(f"tiny raises at {place}")
         if f"abort at {place}" in self.how:

@@ -1,0 +1,148 @@
+"""News that come in an unlucky order, with real processes: death beside hello, ready, signals and stops."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+
+import pytest
+from structlog.testing import capture_logs
+
+from lucevisor.supervision import events as ev
+from lucevisor.supervision.states import State
+from lucevisor.wire.messages import Step
+from tests.supervision.real_groups import Owner, brisk, exists, ready, tiny_group, until
+
+
+async def reaped_but_not_told(group) -> None:
+    """Kill the daemon and let the loop reap it while its link is not read: what a long payload in the link does."""
+    daemon = group._daemon
+    loop = asyncio.get_running_loop()
+    for link in (daemon.link, daemon._pulse):
+        loop.remove_reader(link._poll.fileno())
+    os.kill(daemon.child.pid, signal.SIGKILL)
+    await until(lambda: daemon.child.ended)
+    assert group.state is State.READY
+
+
+def watch_the_loop() -> list[dict]:
+    """What reaches the loop's exception handler from now on."""
+    found: list[dict] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: found.append(context))
+    return found
+
+
+@pytest.mark.parametrize("how", ["stop", "kill", "overdue", "distrust", "restart"])
+async def test_a_signal_to_a_daemon_that_is_reaped_but_whose_exit_is_not_told_yet(tmp_path, how):
+    async with tiny_group(tmp_path) as (group, _):
+        await group.start()
+        await ready(group)
+        unhandled = watch_the_loop()
+        await reaped_but_not_told(group)
+        match how:
+            case "stop":
+                assert await group.stop(0.05) is State.STOPPED
+            case "kill":
+                assert await group.kill() is State.STOPPED
+            case "overdue":
+                group.overdue("step 1", 31.0)
+                await ready(group, n_restarts=1)
+            case "distrust":
+                group.distrust("it counts wrong")
+                await ready(group, n_restarts=1)
+            case "restart":
+                await group.restart(now=True, deadline_s=0.0)
+                await ready(group, n_restarts=1)
+        assert unhandled == []
+
+
+async def test_the_last_log_record_of_a_dying_daemon_is_logged(tmp_path):
+    with capture_logs() as logs:
+        async with tiny_group(tmp_path, "last words at step", TINY_ONCE=str(tmp_path / "once")) as (group, _):
+            await group.start()
+            await ready(group)
+            group.link.send(Step(1, 0))
+            await ready(group, n_restarts=1)
+    words = [entry["n"] for entry in logs if entry["event"] == "last words"]
+    assert words == list(range(200))
+
+
+async def test_callbacks_that_raise_lose_no_news_and_no_child(tmp_path):
+    class Faulty(Owner):
+        def on_ready(self, *news):
+            super().on_ready(*news)
+            raise OSError("disk full")
+
+        def on_lost(self, *news):
+            super().on_lost(*news)
+            raise OSError("disk full")
+
+        def on_state(self, *news):
+            super().on_state(*news)
+            raise OSError("disk full")
+
+    async with tiny_group(tmp_path, owner=Faulty()) as (group, owner):
+        unhandled = watch_the_loop()
+        await group.start()
+        await group.wait(State.READY, timeout_s=20)
+        pid = group.pid
+        os.kill(pid, signal.SIGKILL)
+        await group.wait(State.BACKOFF, timeout_s=20)
+        await group.wait(State.READY, timeout_s=20)
+        assert await group.stop() is State.STOPPED
+        assert not exists(pid)
+    assert owner.news == ["ready", "lost", "ready", "lost"]
+    assert len(unhandled) == len(owner.states) + len(owner.news)
+    assert {type(context["exception"]) for context in unhandled} == {OSError}
+
+
+async def test_the_end_of_an_earlier_drain_does_not_end_a_later_one(tmp_path):
+    """The daemon dies while it drains; the owner's wait for that drain ends during the drain of the next process."""
+    drains = []
+    async with tiny_group(tmp_path, draining=lambda _, child: drains.append(child)) as (group, _):
+        await group.start()
+        await ready(group)
+        await group.restart(deadline_s=60.0)
+        first = drains[0]
+        os.kill(group.pid, signal.SIGKILL)
+        await ready(group, n_restarts=1)
+        await group.restart(deadline_s=60.0)
+        assert group.state is State.DRAINING
+        group.drained(first)
+        assert group.state is State.DRAINING
+        group.drained(drains[1])
+        await ready(group, n_restarts=2)
+
+
+async def test_a_stop_in_backoff_and_a_restart_of_what_is_stopped(tmp_path):
+    async with tiny_group(tmp_path, "exit at load", limits=brisk(backoff_first_s=30.0)) as (group, owner):
+        await group.start()
+        await group.wait(State.BACKOFF, timeout_s=20)
+        assert await group.stop() is State.STOPPED
+        await group.restart()
+        await group.wait(State.BACKOFF, timeout_s=20)
+        await group.restart()  # does not wait for the pause
+        await group.wait(State.BACKOFF, timeout_s=20)
+    assert owner.states.count(State.STARTING) == 3
+
+
+async def test_a_heartbeat_after_the_exit_is_nobodys(tmp_path):
+    async with tiny_group(tmp_path) as (group, _):
+        await group.start()
+        await ready(group)
+        old = group._daemon
+        os.kill(group.pid, signal.SIGKILL)
+        await ready(group, n_restarts=1)
+        assert group._machine.handle(ev.Beat(old.number, "idle"), group._clock()) == []
+        assert group.heartbeat is not old.heartbeat
+
+
+async def test_a_daemon_that_the_owner_distrusts_time_and_again_fails_at_the_restart_limit(tmp_path):
+    async with tiny_group(tmp_path, limits=brisk(n_restarts=2)) as (group, _):
+        await group.start()
+        for n in range(3):
+            await ready(group, n_restarts=n)
+            group.distrust("it answered step 7 while step 6 was due")
+        await group.wait(State.FAILED, timeout_s=20)
+        assert group.reason == "it answered step 7 while step 6 was due; restart limit 2/60s reached"
