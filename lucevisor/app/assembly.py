@@ -80,12 +80,20 @@ class Assembly:
                     if not self._resetting:
                         self._attach()
             case StepResult() as result if self._chain is not None:
+                if not self._runs(group, result.stage):  # the chain would blame the group whose stage it is
+                    reason = f"it answered for stage {result.stage}, which it does not run"
+                    advice = "the daemon is restarted; report it with the log if it happens again"
+                    failed = Failed(f"step {result.step_id}", f"group {group}", reason, advice, fatal=False)
+                    self._chain.failed(self._stage_groups.index(group), failed)
+                    return
                 self._chain.receive(result, frame.payload)
             case Failed() as failed if self._chain is not None:
-                stage = self._stage_groups.index(group)
-                self._chain.failed(stage, failed)
+                self._chain.failed(self._stage_groups.index(group), failed)
             case _:
                 pass  # an answer to a step of a chain that is closed by now
+
+    def _runs(self, group: str, stage: int) -> bool:
+        return 0 <= stage < len(self._stage_groups) and self._stage_groups[stage] == group
 
     def close(self, error: RequestError) -> None:
         """Detach for good."""

@@ -74,6 +74,7 @@ class Tiny:
                 case Step() as step:
                     self.step(step)
                 case Reset(token):
+                    self.at("reset")
                     self.link.send(StepResult(token, 0))
                 case Shutdown() if "deaf" not in self.how:
                     return 0

@@ -1,0 +1,132 @@
+"""The whole service over processes that misbehave: tiny daemons in the place of those with torch."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+
+from lucevisor.app import service as service_module
+from lucevisor.app.run import open_model
+from lucevisor.app.service import Service
+from lucevisor.cli.progress import SilentDisplay
+from lucevisor.config import load
+from lucevisor.engine.request import FinishedEvent, GenerationRequest
+from lucevisor.errors import LucevisorError
+from lucevisor.supervision.states import State
+from lucevisor.wire.values import Sampling
+from tests.e2e.process import ROOT
+from tests.supervision.real_groups import brisk, stage_tiny, until
+
+
+@pytest.fixture(autouse=True)
+def tiny(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(service_module, "stage_packages", stage_tiny)
+
+
+def config_of(tmp_path: Path, limit: int = 5, **how: str) -> Path:
+    """Two groups that each serve half of the demo model; ``how`` a group's daemon behaves, once."""
+    text = f'[model]\npath = "{ROOT / "etc" / "demo" / "demo-qwen35-22m-q4_k_m.gguf"}"\n'
+    for name in ("left", "right"):
+        text += f'[groups.{name}]\nbackend = "cpu"\nthreads = 1\n'
+        text += f'env = {{ TINY = "{how.get(name, "")}", TINY_ONCE = "{tmp_path / name if limit > 1 else ""}" }}\n'
+    text += '[placement]\ntarget_devices = ["left:0", "right:0"]\ntarget_layer_split = [0.5, 0.5]\n'
+    text += f'[recovery]\nrestart_limit = "{limit}/60s"\n'
+    (tmp_path / "config.toml").write_text(text)
+    return tmp_path / "config.toml"
+
+
+@asynccontextmanager
+async def serving(config_file: Path, directory: Path, **limits: float) -> AsyncIterator[Service]:
+    config = load(config_file, [])
+    service = Service(config, open_model(config), directory, SilentDisplay(), limits=brisk(**limits))
+    try:
+        await service.start()
+        yield service
+    finally:
+        await service.stop(0.0, 0.5)
+
+
+async def ask(service: Service) -> FinishedEvent:
+    assert service.engine is not None
+    request = GenerationRequest(request_id="r", prompt=(1, 2), max_tokens=4, sampling=Sampling(temperature=0.0))
+    with service.engine.submit(request) as handle:
+        async for event in handle:
+            if isinstance(event, FinishedEvent):
+                return event
+    raise AssertionError("the stream ended without a FinishedEvent")
+
+
+async def test_ready_names_the_cause_of_the_last_failure_until_ready_again(tmp_path):
+    """In every state on the way back, through the first process's death, the pause, the import and the load."""
+    async with serving(config_of(tmp_path), tmp_path, backoff_first_s=0.3) as service:
+        assert await service.wait_ready(60.0), service.reason()
+        pid = service.groups["left"].pid
+        heard: list[tuple[State, str]] = []
+        service._observer.state = lambda group, state, _: heard.append((state, service.reason()))
+        os.kill(pid, signal.SIGKILL)
+        await until(lambda: service.state != "ready")
+        assert await service.wait_ready(60.0), service.reason()
+    cause = f"process {pid} was killed by signal 9 (SIGKILL)"
+    assert dict(heard)[State.BACKOFF].startswith(f"group left is BACKOFF: {cause}")
+    assert dict(heard)[State.STARTING].startswith(f"group left is STARTING: restarting after: {cause}")
+    assert dict(heard)[State.LOADING].startswith(f"group left is LOADING: restarting after: {cause}")
+
+
+async def test_a_daemon_that_hangs_in_a_reset_is_found(tmp_path):
+    config = config_of(tmp_path, right="sleep at reset")
+    async with serving(config, tmp_path, step_s=1.0) as service:
+        right = service.groups["right"]
+        await right.wait(State.READY, timeout_s=60)
+        await right.wait(State.STOPPING, timeout_s=20)
+        assert right.reason.startswith("a reset gave no result in ")
+        assert await service.wait_ready(60.0), service.reason()
+        assert service.groups["left"].restarts == 0
+
+
+async def test_a_daemon_that_breaks_the_order_of_steps_counts_as_failed(tmp_path):
+    """The tiny daemon answers every step as stage 0: the right one is wrong each time."""
+    async with serving(config_of(tmp_path, limit=1), tmp_path) as service:
+        assert await service.wait_ready(60.0), service.reason()
+        right = service.groups["right"]
+        end = await ask(service)
+        assert end.error is not None
+        assert "group right" in end.error.message
+        await right.wait(State.BACKOFF, timeout_s=20)
+        assert await service.wait_ready(60.0), service.reason()
+        assert service.restart_reasons["right"] == {"failure": 1}
+        await ask(service)
+        await right.wait(State.FAILED, timeout_s=20)
+        assert "it answered for stage 0, which it does not run" in service.reason()
+        assert "restart limit 1/60s reached" in service.reason()
+        assert service.groups["left"].restarts == 0
+
+
+async def test_a_restart_that_waits_for_another_starts_nothing_during_a_stop(tmp_path):
+    async with serving(config_of(tmp_path, left="sleep at reset"), tmp_path) as service:
+        left, right = service.groups.values()
+        await left.wait(State.READY, timeout_s=60)
+        await right.wait(State.READY, timeout_s=60)
+        first = asyncio.create_task(service.restart("right", now=True))
+        second = asyncio.create_task(service.restart("right", now=True))
+        await right.wait(State.STARTING, timeout_s=20)
+        await service.stop(0.0, 0.5)
+        for asked in (first, second):
+            with pytest.raises(LucevisorError, match="stopping"):
+                await asked
+        assert [group.state for group in service.groups.values()] == [State.STOPPED] * 2
+        assert right.pid is None
+
+
+async def test_a_group_waits_for_the_others_as_long_as_they_need(tmp_path):
+    """What it loads depends on them: the stall of a load is counted from when it is sent."""
+    config = config_of(tmp_path, right="sleep at start")
+    async with serving(config, tmp_path, load_stall_s=1.0, hello_s=4.0, heartbeat_s=20.0) as service:
+        assert await service.wait_ready(60.0), service.reason()
+        assert service.groups["right"].restarts == 1
+        assert service.groups["left"].restarts == 0
