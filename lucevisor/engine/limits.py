@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from lucevisor.memory.pages import PagePools
 from lucevisor.memory.prefix_records import PrefixSettings
-from lucevisor.memory.tables import most_window_pages
+from lucevisor.memory.tables import most_window_pages, pages_of
 from lucevisor.wire.messages import Pools
 from lucevisor.wire.values import PAGE_TOKENS, Space
 
@@ -86,6 +86,15 @@ class EngineLimits:
     def capacity_tokens(self) -> int:
         """The longest sequence that can be computed when it is alone."""
         return min(self.max_context, self.page_tokens)
+
+    def pages_needed(self, n_tokens: int) -> dict[Space, int]:
+        """Return the pages of the paged spaces that so many tokens of a sequence take at once."""
+        n_pages = pages_of(n_tokens)
+        needs = {Space.FULL: n_pages} if Space.FULL in self.spaces else {}
+        if self.window_tokens is not None:
+            most = most_window_pages(self.window_tokens, self.prefill_chunk, self.max_context)
+            needs[Space.WINDOW] = min(n_pages, most)
+        return needs
 
     def make_pools(self) -> PagePools:
         """Return fresh allocators, all ids free."""

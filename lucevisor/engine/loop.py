@@ -39,14 +39,16 @@ from lucevisor.engine.rows import IdsOutput, RowCollector, RowsMissing
 from lucevisor.engine.scheduler import Events, Scheduler, WrongResult
 from lucevisor.engine.sequence import Wanted
 from lucevisor.engine.statistics import CacheStatistics, EngineStatistics, RateWindow, StepTotals
+from lucevisor.engine.step_times import LEAST_TOKENS
 from lucevisor.memory.blocks import Slot
 from lucevisor.memory.prefix import PrefixIndex
 from lucevisor.memory.prefix_records import Match, Reservation
 from lucevisor.wire.messages import SlotPlace
 from lucevisor.wire.values import Sampling, Space
 
-_RETRY_S = (1, 60)  # bounds of Retry-After: a client that asks more often gains nothing, one that waits longer gives up
-_RETRY_UNKNOWN_S = 5  # when no request finished lately
+_RETRY_S = (1, 600)  # bounds of Retry-After: a client that asks more often gains nothing
+_RETRY_UNKNOWN_S = 5  # before anything was measured
+_RETRY_VALID_S = 1.0  # an estimate is told for so long, so that refusing costs nothing
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,7 +89,7 @@ class Engine:
         self.on_submit: Callable[[GenerationRequest], bool] = lambda _: False
         self._totals = StepTotals()
         self._generated = RateWindow(settings.rate_window_s, self._clock())
-        self._finished = RateWindow(settings.rate_window_s, self._clock())
+        self._retry = (-math.inf, 0)  # when it was estimated, and Retry-After
 
     # ---- requests
 
@@ -169,6 +171,7 @@ class Engine:
         """Take a step that went down the chain; to be given to Chain."""
         now = self._clock()
         self._totals.add(result)
+        self._time_prefill(result)
         n_before = self._scheduler.n_generated_tokens
         try:
             events = self._scheduler.apply(result.results[-1], now)
@@ -360,8 +363,13 @@ class Engine:
             self._handles[request_id].push(event)
             if isinstance(event, FinishedEvent):
                 del self._handles[request_id]
-                self._finished.add(1, self._clock())
         self._changed.set()
+
+    def _time_prefill(self, result: ChainResult) -> None:
+        """Learn from a step with a slice of a prompt what chunks cost at the slowest stage."""
+        if max((len(piece.tokens) for piece in result.step.slices), default=0) >= LEAST_TOKENS:
+            slowest_s = max(answer.compute_s for answer in result.results)
+            self._scheduler.step_times.add(result.step.n_tokens, slowest_s)
 
     def _collect(self, result: ChainResult) -> None:
         request_id = self._row_steps.pop(result.step.step_id, None)
@@ -369,10 +377,12 @@ class Engine:
             self._collectors[request_id].add(result)
 
     def _retry_after_s(self, now: float) -> int:
-        """Return when the next place in the queue is likely to be free: the mean time between two finished requests."""
-        rate = self._finished.rate(now)
-        least, most = _RETRY_S
-        return _RETRY_UNKNOWN_S if rate == 0 else min(most, max(least, math.ceil(1 / rate)))
+        """Return when those that wait now will have started."""
+        if now - self._retry[0] >= _RETRY_VALID_S:
+            wait_s, (least, most) = self._scheduler.wait_s(), _RETRY_S
+            seconds = _RETRY_UNKNOWN_S if wait_s is None else min(most, max(least, math.ceil(wait_s)))
+            self._retry = (now, seconds)
+        return self._retry[1]
 
     async def _wait(self, done: Callable[[], bool], timeout_s: float) -> bool:
         try:

@@ -1,51 +1,118 @@
-"""Which slices go into the next step: decodes first, by how long they waited, then chunks by age.
+"""Which slices go into the next step: decodes first, by how long they waited, then prompts, the shortest first.
 
-Pure; knows the token budget of a step, not pages.  Invariant: what is picked fits into one step, and a slice whose rows
-come back has a step of its own.
+Pure; knows the token budget of a step, not pages.  ``Room`` says what prompts may take: while others wait or decode, a
+long prompt gets small chunks, and short prompts go in front of it.  A prompt that ``MOST_SKIPPED`` steps left out goes
+first, so none starves.
+Invariant: what is picked fits into one step; a slice whose rows come back has a step of its own; a slice never crosses
+a multiple of ``prefill_chunk`` nor a border of its prompt, and one that is cut short ends at a page.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
+from typing import Final
 
 from lucevisor.engine.flight import Flight
 from lucevisor.engine.limits import EngineLimits
 from lucevisor.engine.request import RequestState
 from lucevisor.engine.sequence import LiveSequence, RequestRecord
+from lucevisor.wire.values import PAGE_TOKENS
+
+MOST_SKIPPED: Final = 4
+"""Steps in a row that may leave a prompt out in favour of shorter ones: it keeps a fifth of them at least."""
+
+
+@dataclass(frozen=True, slots=True)
+class Room:
+    """What prompts may take of the next step.
+
+    ``shared``: others wait or decode beside a long prompt, so a step carries at most ``chunk`` prompt tokens, and at
+    most one step a stage carries a long prompt.  ``level``: how far ahead of the others a key is, in coarse units.
+    """
+
+    step_id: int
+    chunk: int
+    shared: bool
+    level: Callable[[str], int]
+
+    @classmethod
+    def beside(
+        cls, live: Iterable[RequestRecord], step_id: int, chunk: int, level: Callable[[str], int], *, recent: bool
+    ) -> Room:
+        """Return the room beside requests that run; ``recent``: a short prompt started lately."""
+        others = recent or any(
+            record.state is RequestState.DECODE or (record.live is not None and record.live.n_prefill <= chunk)
+            for record in live
+        )
+        return cls(step_id, chunk, others, level)
+
+    def is_long(self, record: RequestRecord) -> bool:
+        """Whether a prompt is one that leaves room for others."""
+        return self.shared and record.live is not None and record.live.n_prefill > self.chunk and record.wanted is None
 
 
 @dataclass(frozen=True, slots=True)
 class Pick:
-    """A slice to be: from ``live.n_planned`` to ``stop``."""
+    """A slice to be: from ``live.n_planned`` to ``stop``.  ``long``: of a long prompt, while others share the chain."""
 
     record: RequestRecord
     live: LiveSequence
     stop: int
+    long: bool = False
 
 
-def choose(records: Collection[RequestRecord], flights: Collection[Flight], limits: EngineLimits) -> list[Pick]:
-    """Pick the slices of a step by age, waiting time and token budget; pages are secured afterwards."""
-    ready = [
-        Pick(record, record.live, record.next_stop(record.live.n_planned, limits.prefill_chunk))
-        for record in records
-        if record.live is not None and record.live.n_planned < len(record.tokens)
-    ]
-    decodes = [pick for pick in ready if pick.record.state is RequestState.DECODE]
+def choose(
+    records: Collection[RequestRecord], flights: Collection[Flight], limits: EngineLimits, room: Room
+) -> list[Pick]:
+    """Pick the slices of a step by waiting time, size and token budget; pages are secured afterwards."""
+    decodes, prompts = [], []
+    for record in records:
+        if record.live is not None and record.live.n_planned < len(record.tokens):
+            if record.state is RequestState.PREFILL:
+                prompts.append(record)
+            else:
+                stop = record.next_stop(record.live.n_planned, limits.prefill_chunk)
+                decodes.append(Pick(record, record.live, stop))
+    full = sum(flight.long for flight in flights) >= limits.n_stages
+    if full and any(room.is_long(record) for record in prompts):
+        decodes.clear()  # they ride with its next chunk; what is left in flight is for a short prompt that comes
     decodes.sort(key=lambda pick: (pick.live.last_step, pick.record.arrival))
-    chunks = [pick for pick in ready if pick.record.state is RequestState.PREFILL]
-    chunks.sort(key=lambda pick: pick.record.arrival)
-    budget = limits.max_step_tokens
     picks: list[Pick] = []
-    for pick in decodes[: _n_decodes(records, flights, limits)] + chunks:
+    budget = limits.max_step_tokens
+    for pick in decodes[: _n_decodes(records, flights, limits)]:
         n_tokens = pick.stop - pick.live.n_planned
-        if n_tokens > budget or (pick.record.wanted is not None and picks):
+        if n_tokens <= budget:
+            picks.append(pick)
+            budget -= n_tokens
+    budget = min(budget, room.chunk) if room.shared else budget
+    for record in sorted(prompts, key=lambda record: _turn(record, room)):
+        found = None if full and room.is_long(record) else _chunk(record, limits, room, budget)
+        if found is None or (record.wanted is not None and picks):
             continue
-        picks.append(pick)
-        budget -= n_tokens
-        if pick.record.wanted is not None:
+        picks.append(found)
+        budget -= found.stop - found.live.n_planned
+        if record.wanted is not None:
             break  # its rows come back as payload: nobody else's rows among them
     return picks
+
+
+def _chunk(record: RequestRecord, limits: EngineLimits, room: Room, budget: int) -> Pick | None:
+    """Return the next slice of a prompt that has at most ``budget`` tokens, cut at a page if need be."""
+    assert record.live is not None
+    long, start = room.is_long(record), record.live.n_planned
+    stop, most = record.next_stop(start, limits.prefill_chunk), min(budget, room.chunk) if long else budget
+    if stop - start > most and record.wanted is None:  # its rows are limited otherwise
+        stop = (start + most) // PAGE_TOKENS * PAGE_TOKENS
+    return Pick(record, record.live, stop, long) if stop > start else None
+
+
+def _turn(record: RequestRecord, room: Room) -> tuple[bool, int, int, int, int]:
+    live = record.live
+    assert live is not None
+    overdue = room.step_id - live.last_step > MOST_SKIPPED
+    n_left = len(record.tokens) - live.n_planned
+    return not overdue, live.last_step if overdue else 0, room.level(record.request.key_id), n_left, record.arrival
 
 
 def _n_decodes(records: Collection[RequestRecord], flights: Collection[Flight], limits: EngineLimits) -> int:

@@ -48,7 +48,7 @@ class GenerationRequest:
 
     ``request_id`` is unique among unfinished requests.  The engine lowers ``max_tokens`` to what context and pages
     allow.  ``turn_boundaries``: positions of the prompt where a chat turn ends, ascending; prefix slots checkpoint
-    there.
+    there.  ``key_id``: stands for the API key it came with, never the key itself; keys get fair shares.
     """
 
     request_id: str
@@ -57,6 +57,7 @@ class GenerationRequest:
     sampling: Sampling
     stop_ids: frozenset[int] = frozenset()
     turn_boundaries: tuple[int, ...] = ()
+    key_id: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,7 +155,7 @@ class ContextOverflow(SubmitError):
 
 
 class QueueFull(SubmitError):
-    """As many requests wait as may wait.  ``retry_after_s``: when one of them is likely to have left the queue."""
+    """As many requests wait as may wait.  ``retry_after_s``: when they are likely to have started."""
 
     code = "queue_full"
 

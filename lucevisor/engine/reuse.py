@@ -59,6 +59,11 @@ class Reuse:
         turns = request.turn_boundaries
         use.borders = borders(len(request.prompt), turns, self._limits.prefix, anywhere=self.index.anywhere)
         use.cuts = list(use.borders)
+        self.resize(record)
+
+    def resize(self, record: RequestRecord) -> None:
+        """Note how much of a waiting request is to be computed, as of now."""
+        record.size = len(record.tokens) - self.match(record).position
 
     def match(self, record: RequestRecord) -> Match:
         """Return what is remembered of a request's tokens.  Rows that shall come back must all be computed."""
@@ -74,8 +79,8 @@ class Reuse:
     def awaits(self, record: RequestRecord, running: Iterable[RequestRecord]) -> bool:
         """Say whether a queued request is held, or its beginning is being computed for another one just now.
 
-        It would get nothing done before that: prompts are computed oldest first.  So it waits until the other has
-        passed the last place that helps it, and starts there.
+        It would compute the same once more.  So it waits until the other has passed the last place that helps it, and
+        starts there.
         """
         if record.prefix.held:
             return True

@@ -1,23 +1,10 @@
 """Decides what the chain computes next: admission, chunked prefill, continuous batching, preemption.
 
 Pure: requests and step results in, step plans and events out; ``now`` (seconds, monotonic) is an argument.  Knows no
-sockets, no clock and no text.
-
-How a step is filled.  Decodes first, so a long prompt never starves them; then prefill chunks, oldest request first, as
-many as ``max_step_tokens`` allows.  Decoding sequences are dealt into as many micro-batches as there are stages, so
-that every stage has one to work on; those that waited longest go first.  A prompt's chunks depend on no result and
-follow each other down the chain; a decode waits for its previous token.  At most one step a stage and one more are in
-flight, which is also the number of arena regions, so no region is written before its last reader is done.
-
-Memory.  A request is admitted (in order of arrival) when the pages of all its known tokens are free or held by prefix
-slots alone, those promised to running ones and one a running one set aside.  Only one whose beginning is just being
-computed for another lets others pass until that is done.  When pages run out nevertheless, slots give theirs up, then
-the youngest request gives its own back and returns to the front of the queue with the tokens it has; computed again
-they continue as before, since a draw depends on seed, position and logits alone.
+sockets, no clock and no text.  The rules, and what they promise: docs/scheduling.md.
 
 Why ids may be given away while steps are in flight: every stage executes steps in order, so a step planned later writes
-later.  Operations that no step carries yet stay in one ordered list and ride on the next plan.  Nothing is lost while
-they wait: page and state ids are the supervisor's, and a daemon keeps no more than a table for each of max_sequences.
+later.  Operations that no step carries yet stay in one ordered list and ride on the next plan.
 
 Invariants: ids are owned by live sequences and prefix slots only; a live sequence has at most one undrawn token under
 way; a finished request is in no list.
@@ -25,11 +12,14 @@ way; a finished request is in no list.
 
 from __future__ import annotations
 
-from collections import deque
+import math
+from collections import Counter, deque
+from typing import Final
 
 from lucevisor.engine.flight import Flight, Part, StepPlan, WrongResult, drawn_tokens
 from lucevisor.engine.limits import EngineLimits
-from lucevisor.engine.picking import Pick, choose
+from lucevisor.engine.picking import Pick, Room, choose
+from lucevisor.engine.queue import RequestQueue
 from lucevisor.engine.request import (
     ContextOverflow,
     Event,
@@ -42,10 +32,12 @@ from lucevisor.engine.request import (
 )
 from lucevisor.engine.reuse import NOTHING, Reuse
 from lucevisor.engine.sequence import RequestRecord, Wanted
+from lucevisor.engine.shares import KeyShares
+from lucevisor.engine.step_times import StepTimes
+from lucevisor.engine.waits import WaitEstimate
 from lucevisor.memory.blocks import NO_STATE
 from lucevisor.memory.pages import PageAllocator, PageUse
 from lucevisor.memory.prefix_records import Match
-from lucevisor.memory.tables import most_window_pages, pages_of
 from lucevisor.wire.messages import CloseSequence, Operation, Sampled, SetPages, Slice, Step, StepResult
 from lucevisor.wire.values import Space
 
@@ -53,6 +45,9 @@ __all__ = ["NO_STATE", "Events", "Scheduler", "StepPlan", "WrongResult"]
 
 Events = list[tuple[str, Event]]
 """What to tell whom: (request id, event), in order."""
+
+RECENT_S: Final = 5.0
+"""Long prompts leave room for so long after the last short one started: its client is likely to ask again."""
 
 
 class Scheduler:
@@ -69,7 +64,11 @@ class Scheduler:
         self.reuse = Reuse(limits, self._pools)
         self._sequences = PageAllocator(limits.max_sequences, "sequences")
         self._records: dict[str, RequestRecord] = {}
-        self._queue: deque[RequestRecord] = deque()
+        self._shares = KeyShares(credit=4 * limits.prefill_chunk)
+        self._queue = RequestQueue(self._shares)
+        self.step_times = StepTimes(limits.prefill_chunk)
+        self._short_until = -math.inf
+        self._waits = WaitEstimate()
         self._live: dict[int, RequestRecord] = {}
         self._operations: list[Operation] = []
         self._flushing = False  # operations that wait for a step get one of their own
@@ -102,6 +101,10 @@ class Scheduler:
     def pages(self) -> dict[Space, PageUse]:
         """Return ids used and there are, of each space of the model."""
         return self._pools.use()
+
+    def wait_s(self) -> float | None:
+        """Return in how many seconds a request behind all others would start; None before enough was measured."""
+        return self._waits.wait_s(self._live.values(), self._queue.in_turn([*self._queue], self._live.values()))
 
     # ---- requests
 
@@ -138,15 +141,15 @@ class Scheduler:
         self.reuse.submitted(record)
         record.prefix.held = hold
         self._records[request.request_id] = record
-        if probe is None:
-            self._queue.append(record)
-        else:
-            self._queue.appendleft(record)
+        self._shares.enter(request.key_id)
+        self._queue.add(record)
 
     def resume(self, request_id: str) -> None:
         """Let a request start that was held.  Does nothing when it is over already."""
-        if request_id in self._records:
-            self._records[request_id].prefix.held = False
+        record = self._records.get(request_id)
+        if record is not None:
+            record.prefix.held = False
+            self.reuse.resize(record)
 
     def cancel(self, request_id: str, now: float) -> Events:
         """End a request; its ids are free when this returns.  Does nothing when it is over already."""
@@ -186,7 +189,8 @@ class Scheduler:
         if len(self._in_flight) >= self.limits.n_regions:
             return None
         self._admit(now)
-        while picks := choose(self._live.values(), self._in_flight, self.limits):
+        room = self._room(now)
+        while picks := choose(self._live.values(), self._in_flight, self.limits, room):
             # Securing pages may preempt every pick while older requests are in flight: choose again.
             n_preemptions = self.n_preemptions
             if secured := self._secure(picks):
@@ -212,6 +216,7 @@ class Scheduler:
         """
         drawn = drawn_tokens(self._in_flight[0] if self._in_flight else None, result)
         flight = self._in_flight.popleft()
+        self._waits.applied(flight, self._live.values(), now, idle=not self._in_flight)
         self.last_applied = flight.step_id
         events: Events = []
         for sequence, part in flight.parts.items():
@@ -224,8 +229,21 @@ class Scheduler:
 
     # ---- inside: admission and choice
 
+    def _room(self, now: float) -> Room:
+        burst = self.limits.prefill_chunk  # keys closer together than a chunk count as equal: the shortest goes first
+        return Room.beside(
+            self._live.values(),
+            self._last_step + 1,
+            self.step_times.shared_chunk,
+            lambda key: self._shares.lead(key) // burst,
+            recent=now < self._short_until,
+        )
+
     def _admit(self, now: float) -> None:
-        for record in tuple(self._queue):
+        n_free = self.limits.max_sequences - len(self._live)
+        waiting = deque(self._queue.in_turn([*self._queue], self._live.values()) if n_free and self._queue else ())
+        while waiting:
+            record = waiting.popleft()
             # A preempted request whose last token is still under way waits for it: the token is not drawn twice.
             admitting = self.admitting or record.probe is not None
             if not admitting or len(self._live) >= self.limits.max_sequences or record.n_in_flight:
@@ -238,6 +256,8 @@ class Scheduler:
                 record.probe is not None or not match.position or not self._start(record, NOTHING, now)
             ):
                 return
+            if self._shares.contested:  # its prompt is promised to its key now
+                waiting = deque(self._queue.in_turn(waiting, self._live.values()))
 
     def _start(self, record: RequestRecord, match: Match, now: float) -> bool:
         """Start a queued request with what is remembered of it; False when there is no room for it yet."""
@@ -250,36 +270,29 @@ class Scheduler:
             return False
         record.live, operations = opened
         self._operations += operations
-        self._queue.remove(record)
+        self._queue.start(record)
         record.move(RequestState.PREFILL)
         if record.started_at is None:
             record.started_at = now
+        record.live.n_prefill = len(record.tokens) - record.live.n_planned
+        record.live.last_step = self._last_step
+        if record.probe is None and record.live.n_prefill <= self.step_times.shared_chunk:
+            self._short_until = now + RECENT_S
         self._live[sequence] = record
         self.reuse.started(record, match, now)
         return True
 
     def _fits(self, record: RequestRecord, match: Match) -> bool:
-        needs = self._needs(record)
+        needs = self.limits.pages_needed(len(record.tokens))
         if Space.FULL in needs:
             needs[Space.FULL] -= len(match.full)
         for other in self._live.values():
-            for space, n in self._needs(other).items():
+            for space, n in self.limits.pages_needed(len(other.tokens)).items():
                 held = 0 if other.live is None else len(other.live.table.held(space))
                 needs[space] += max(0, n - held) + 1  # promised to it, and one to grow by
         if Space.RECURRENT in self._pools:
             needs[Space.RECURRENT] = 1
         return self.reuse.index.can_reclaim(needs, {Space.FULL: match.full, Space.WINDOW: match.window})
-
-    def _needs(self, record: RequestRecord) -> dict[Space, int]:
-        """Pages of the paged spaces that the known tokens of a request take at once."""
-        n_pages = pages_of(len(record.tokens))
-        needs = {}
-        if Space.FULL in self._pools:
-            needs[Space.FULL] = n_pages
-        if self.limits.window_tokens is not None:
-            most = most_window_pages(self.limits.window_tokens, self.limits.prefill_chunk, self.limits.max_context)
-            needs[Space.WINDOW] = min(n_pages, most)
-        return needs
 
     # ---- inside: pages and plans
 
@@ -306,18 +319,20 @@ class Scheduler:
     def _preempt(self, record: RequestRecord) -> None:
         self._close(record)
         record.move(RequestState.QUEUED)
-        self._queue.appendleft(record)
+        self._queue.add(record)
         self.n_preemptions += 1
 
     def _plan(self, picks: list[Pick], now: float) -> StepPlan:
         self._last_step += 1
-        slices = []
+        slices, tokens_of_keys = [], Counter[str]()
         for pick in picks:
             start, tokens = pick.live.n_planned, pick.record.tokens
             slices.append(Slice(pick.live.sequence, start, tokens[start : pick.stop], sample=pick.stop == len(tokens)))
             pick.live.n_planned = pick.stop
             pick.live.last_step = self._last_step
             pick.record.n_in_flight += 1
+            tokens_of_keys[pick.record.request.key_id] += pick.stop - start
+        self._shares.charge(tokens_of_keys)
         wanted = picks[0].record.wanted if picks else None
         step = Step(
             step_id=self._last_step,
@@ -333,7 +348,8 @@ class Scheduler:
             self._operations += self.reuse.advanced(pick.record, now)
         parts = {s.sequence: Part(pick.record, s) for pick, s in zip(picks, slices, strict=True)}
         decodes = any(pick.record.state is RequestState.DECODE for pick in picks)
-        self._in_flight.append(Flight(step.step_id, parts, decodes))
+        self._waits.planned(now)
+        self._in_flight.append(Flight(step.step_id, parts, decodes, any(pick.long for pick in picks)))
         return StepPlan(step, tuple(pick.record.request.request_id for pick in picks))
 
     # ---- inside: results and ends
@@ -371,6 +387,8 @@ class Scheduler:
         ends = {"cancelled": RequestState.CANCELLED, "error": RequestState.FAILED}
         record.move(ends.get(reason, RequestState.FINISHED))
         self.reuse.ended(record)
+        self._waits.finished(record, reason)
+        self._shares.leave(record.request.key_id)
         del self._records[record.request.request_id]
         return record.request.request_id, record.finished_event(reason, now, error, stop_id)
 

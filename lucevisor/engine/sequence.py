@@ -47,6 +47,7 @@ class LiveSequence:
     state: int  # live recurrent state; -1 when the model has none
     table: PageTable
     n_planned: int = 0  # tokens[:n_planned] are computed or on their way
+    n_prefill: int = 0  # tokens that had to be computed when it started
     last_step: int = 0  # the last step that carried a slice: who waited longest goes first
 
 
@@ -89,6 +90,8 @@ class RequestRecord:
     live: LiveSequence | None = None
     n_in_flight: int = 0  # steps in the chain that carry a slice of it
     prefix: PrefixUse = field(default_factory=PrefixUse)
+    size: int = 0  # tokens to compute before the first one is drawn, as far as was known when it was queued
+    n_passed: int = 0  # tokens of requests that came later and started before it
     started_at: float | None = None
     first_token_at: float | None = None
 

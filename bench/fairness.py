@@ -1,0 +1,205 @@
+"""Time to the first token of short prompts, alone and beside long ones, and what the long ones lose by it.
+
+    python bench/fairness.py [--model FILE] [--backend cpu|cuda|hip] [--groups 2] [--long 4000] [--short 64]
+                             [--answer 16] [--pause 3] [--seconds 45] [--rounds 3] [--save] [--verbose]
+
+A supervisor with real daemons, asked over HTTP by another process: four clients that ask, read the answer, pause and ask
+again, and two long prompts that are sent again as soon as both are computed.  A round measures the long prompts alone,
+the short ones alone, and both together, each for --seconds after a warm-up; rounds are interleaved and pooled.  Prefix
+slots are off, every prompt is new.  Target: p95 of the time to the first token of short prompts beside long ones at most
+3 x alone, prompt tokens a second of the long ones at least 0.9 x alone.  --save writes bench/results/fairness-NAME.json.
+"""
+
+import argparse
+import asyncio
+import json
+import os
+import platform
+import random
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from contextlib import contextmanager
+from pathlib import Path
+
+import aiohttp
+
+ROOT = Path(__file__).parents[1]
+DEMO = ROOT / "etc" / "demo" / "demo-qwen35-22m-q4_k_m.gguf"
+N_SHORT, N_LONG = 4, 2
+FIRST_ID, IDS = 300, 5000  # ordinary tokens
+WARM_S = 3.0
+
+
+def configuration(options, directory):
+    """A TOML file for the asked groups."""
+    names = [f"g{i}" for i in range(options.groups)]
+    text = f'[model]\npath = "{options.model}"\n'
+    for name in names:
+        text += f'[groups.{name}]\nbackend = "{options.backend}"\n'
+        if options.backend == "cpu":
+            text += f"threads = {max(1, os.cpu_count() // options.groups)}\n"
+    devices = ", ".join(f'"{name}:0"' for name in names)
+    text += f"""
+[placement]
+target_devices = [{devices}]
+target_layer_split = {[1] * options.groups}
+[cache]
+prefix_slots = 0
+[server]
+port = 0
+"""
+    path = Path(directory) / "fairness.toml"
+    path.write_text(text)
+    return path
+
+
+@contextmanager
+def running(options):
+    """A supervisor of its own; its URL."""
+    with tempfile.TemporaryDirectory(prefix="lv") as directory:
+        env = os.environ | {"XDG_RUNTIME_DIR": directory, "NO_COLOR": "1"}
+
+        def lucevisor(*arguments):
+            command = [sys.executable, "-m", "lucevisor", *arguments]
+            return subprocess.run(command, env=env, text=True, capture_output=True, check=True, timeout=900).stdout
+
+        path = configuration(options, directory)
+        lucevisor("start", str(path), "--daemon", "--name", "fairness", "--timeout", "600")
+        try:
+            yield json.loads(lucevisor("status", "--json", "--name", "fairness"))["url"]
+        finally:
+            lucevisor("stop", "--name", "fairness")
+
+
+class Load:
+    """Clients of one server."""
+
+    def __init__(self, session, url, options):
+        self.session, self.url, self.options = session, url, options
+        self.chance = random.Random(1)
+        self.first_s = []  # of short prompts
+        self.gaps_s = []  # between tokens of their answers
+        self.computed = []  # (when, tokens) of long prompts
+
+    async def ask(self, n_prompt, n_answer):
+        """Seconds to the first token and between the others."""
+        prompt = [FIRST_ID + self.chance.randrange(IDS) for _ in range(n_prompt)]
+        body = {"prompt": prompt, "max_tokens": n_answer, "temperature": 0, "stream": True, "ignore_eos": True}
+        start, times = time.perf_counter(), []
+        async with self.session.post(f"{self.url}/v1/completions", json=body) as reply:
+            if reply.status != 200:
+                raise SystemExit(await reply.text())
+            async for line in reply.content:
+                if line.startswith(b"data: {"):
+                    times.append(time.perf_counter())
+        return times[0] - start, [b - a for a, b in zip(times, times[1:], strict=False)]
+
+    async def short(self):
+        while True:
+            await asyncio.sleep(self.options.pause * self.chance.uniform(0.5, 1.5))
+            first_s, gaps_s = await self.ask(self.options.short, self.options.answer)
+            self.first_s.append(first_s)
+            self.gaps_s += gaps_s
+
+    async def long(self):
+        while True:
+            started = time.perf_counter()
+            await asyncio.gather(*(self.ask(self.options.long, 1) for _ in range(N_LONG)))
+            self.computed.append((time.perf_counter() - started, N_LONG * self.options.long))
+
+
+async def measure(session, url, options, n_short, n_long):
+    """What clients see within --seconds after a warm-up; long prompts that were under way at its ends are left out."""
+    load = Load(session, url, options)
+    tasks = [asyncio.create_task(load.short()) for _ in range(n_short)]
+    await asyncio.sleep(options.pause if n_short else 0)  # the short ones first: they are what goes on all day
+    tasks += [asyncio.create_task(load.long()) for _ in range(n_long)]
+    await asyncio.sleep(WARM_S)
+    load.first_s.clear()
+    load.gaps_s.clear()
+    done, _ = await asyncio.wait(tasks, timeout=options.seconds, return_when=asyncio.FIRST_EXCEPTION)
+    for task in done:
+        task.result()
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+    await asyncio.sleep(1.0)
+    return load
+
+
+def times(values):
+    """p50 and p95 in milliseconds."""
+    if len(values) < 2:
+        return None
+    cuts = statistics.quantiles(values, n=20, method="inclusive")
+    return {"n": len(values), "p50_ms": round(1e3 * cuts[9], 1), "p95_ms": round(1e3 * cuts[18], 1)}
+
+
+async def bench(url, options):
+    arms = {"long alone": (0, 1), "short alone": (N_SHORT, 0), "together": (N_SHORT, 1)}
+    first, gaps, rates = ({arm: [] for arm in arms} for _ in range(3))
+    async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(600)) as session:
+        for number in range(options.rounds):
+            for arm, (n_short, n_long) in arms.items():
+                load = await measure(session, url, options, n_short, n_long)
+                first[arm] += load.first_s
+                gaps[arm] += load.gaps_s
+                rates[arm] += [n / seconds for seconds, n in load.computed[bool(n_short) :]]
+                print(f"round {number + 1}: {arm}", times(load.first_s), [round(n / s) for s, n in load.computed])
+    tokens_per_s = {arm: round(statistics.median(found)) for arm, found in rates.items() if found}
+    found = {
+        "time to first token": {arm: times(values) for arm, values in first.items() if values},
+        "between tokens": {arm: times(values) for arm, values in gaps.items() if values},
+        "long prompt tokens a second": tokens_per_s,
+    }
+    alone, together = (found["time to first token"][arm] for arm in ("short alone", "together"))
+    found["ratios"] = {
+        "p50 of the first token": round(together["p50_ms"] / alone["p50_ms"], 2),
+        "p95 of the first token": round(together["p95_ms"] / alone["p95_ms"], 2),
+        "long": round(tokens_per_s["together"] / tokens_per_s["long alone"], 3),
+    }
+    return found
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", type=Path, default=DEMO)
+    parser.add_argument("--backend", default="cpu")
+    parser.add_argument("--groups", type=int, default=2)
+    parser.add_argument("--long", type=int, default=4000)
+    parser.add_argument("--short", type=int, default=64)
+    parser.add_argument("--answer", type=int, default=16)
+    parser.add_argument("--pause", type=float, default=3.0)
+    parser.add_argument("--seconds", type=float, default=45.0)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--name", default="")
+    parser.add_argument("--save", action="store_true")
+    options = parser.parse_args()
+    options.model = options.model.resolve()
+    load_before = os.getloadavg()[0]
+    with running(options) as url:
+        found = asyncio.run(bench(url, options))
+    conditions = {
+        "model": options.model.name,
+        "backend": options.backend,
+        "groups": options.groups,
+        "short": {"clients": N_SHORT, "prompt": options.short, "answer": options.answer, "pause_s": options.pause},
+        "long": {"prompts at once": N_LONG, "prompt": options.long},
+        "seconds": options.seconds,
+        "rounds": options.rounds,
+        "cores": os.cpu_count(),
+        "load before": round(load_before, 2),
+        "machine": f"{platform.machine()}, Python {platform.python_version()}, Linux {platform.release()}",
+    }
+    print(json.dumps(found, indent=1))
+    if options.save:
+        path = ROOT / "bench" / "results" / f"fairness-{options.name or options.backend}.json"
+        path.write_text(json.dumps({"conditions": conditions, **found}, indent=1) + "\n")
+        print(f"written to {path.relative_to(ROOT)}")
+
+
+if __name__ == "__main__":
+    main()

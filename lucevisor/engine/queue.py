@@ -1,0 +1,74 @@
+"""The requests that wait for a place, and whose turn it is.
+
+Probes first, then preempted requests, whose clients already read; then the key that got least; within a key the
+shortest prompt, aged.  Ageing counts work, not seconds, so it holds on any machine: a request that came later and
+starts earlier charges its size to all it passes, and twice its own size of that makes a request the next of its key.
+Pure.  Invariant: requests that came later with the same key compute less than ``3 n + 64`` tokens of prompts before a
+request of n tokens is first among them.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Iterator
+from typing import Final
+
+from lucevisor.engine.request import RequestState
+from lucevisor.engine.sequence import RequestRecord
+from lucevisor.engine.shares import KeyShares
+from lucevisor.wire.values import PAGE_TOKENS
+
+PATIENCE: Final = 2
+"""A request is passed by later ones until they took so many times its own size."""
+
+
+class RequestQueue:
+    """Waiting requests.  Iterates in no order that matters; see ``in_turn``."""
+
+    def __init__(self, shares: KeyShares) -> None:
+        self._shares = shares
+        self._waiting: dict[RequestRecord, None] = {}
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    def __iter__(self) -> Iterator[RequestRecord]:
+        return iter(self._waiting)
+
+    def add(self, record: RequestRecord) -> None:
+        """Let a request wait."""
+        self._waiting[record] = None
+
+    def remove(self, record: RequestRecord) -> None:
+        """Take a request out that is over."""
+        del self._waiting[record]
+
+    def start(self, record: RequestRecord) -> None:
+        """Take a request out that starts, and age those it passes."""
+        del self._waiting[record]
+        if record.probe is None and record.started_at is None:
+            size = max(PAGE_TOKENS, record.size)  # a start takes a place, however short the prompt
+            for other in self._waiting:
+                if other.arrival < record.arrival and other.request.key_id == record.request.key_id:
+                    other.n_passed += size
+
+    def in_turn(self, records: Collection[RequestRecord], live: Collection[RequestRecord]) -> list[RequestRecord]:
+        """Return waiting requests, the next one first.  ``live``: those that run, whose prompts are promised to their
+        keys.
+        """
+        promised: Counter[str] = Counter()
+        if self._shares.contested:
+            for record in live:
+                if record.live is not None and record.state is RequestState.PREFILL:
+                    promised[record.request.key_id] += len(record.tokens) - record.live.n_planned
+
+        def turn(record: RequestRecord) -> tuple[int, int, int, int]:
+            if record.probe is not None:
+                return 0, 0, 0, record.arrival
+            if record.started_at is not None:
+                return 1, 0, 0, record.arrival
+            key = record.request.key_id
+            aged = max(0, PATIENCE * record.size - record.n_passed)
+            return 2, self._shares.lead(key) + promised[key], aged, record.arrival
+
+        return sorted(records, key=turn)

@@ -1,0 +1,105 @@
+"""How long a request that comes now would wait: measured rates, and the work that is ahead of it.
+
+Rates are tokens divided by the seconds in which such work was under way, recent ones weighted more: prompt tokens of
+the chain while any prompt was computed, generated tokens of one sequence while it decoded.  The wait is found by
+playing the queue through with them: a place is free when its request ends, prompts are computed one after the other.
+Pure; ``now`` is an argument.  Invariant: without a measured rate there is no estimate.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Collection, Iterable, Sequence
+from typing import Final
+
+from lucevisor.engine.flight import Flight
+from lucevisor.engine.request import Reason, RequestState
+from lucevisor.engine.sequence import RequestRecord
+
+HALF_LIFE_S: Final = 30.0
+"""Seconds of work after which a measurement counts half."""
+_MOST_PLAYED: Final = 1024  # requests played through; the wait of a longer queue is proportional
+
+
+class _Rate:
+    """Tokens by seconds of work."""
+
+    def __init__(self) -> None:
+        self._tokens = 0.0
+        self._seconds = 0.0
+
+    def add(self, n_tokens: int, seconds: float, keep: float) -> None:
+        self._tokens = self._tokens * keep + n_tokens
+        self._seconds = self._seconds * keep + seconds
+
+    @property
+    def seconds_per_token(self) -> float | None:
+        return self._seconds / self._tokens if self._tokens and self._seconds else None
+
+
+class WaitEstimate:
+    """Measures, and estimates waits."""
+
+    def __init__(self) -> None:
+        self._prompts, self._answers = _Rate(), _Rate()
+        self._counted_until: float | None = None  # None: no step is under way
+        self._to_the_limit = [0.0, 0.0]  # max_tokens of requests that used them all, and of all requests
+        self._stopped = [0.0, 0.0]  # tokens of those that ended earlier, and their number
+
+    def planned(self, now: float) -> None:
+        """A step was sent; time counts from the first one under way."""
+        if self._counted_until is None:
+            self._counted_until = now
+
+    def applied(self, flight: Flight, live: Collection[RequestRecord], now: float, *, idle: bool) -> None:
+        """A step's result came, and nothing of it was taken over yet; ``idle``: no other is under way."""
+        seconds = now - (now if self._counted_until is None else self._counted_until)
+        self._counted_until = None if idle else now
+        keep = 0.5 ** (seconds / HALF_LIFE_S)
+        prompt = [p for p in flight.parts.values() if p.record.state is RequestState.PREFILL]
+        if any(record.state is RequestState.PREFILL for record in live):
+            self._prompts.add(sum(len(part.slice.tokens) for part in prompt), seconds, keep)
+        if n_decoding := sum(record.state is RequestState.DECODE for record in live):
+            self._answers.add(len(flight.parts) - len(prompt), seconds * n_decoding, keep)
+
+    def finished(self, record: RequestRecord, reason: Reason) -> None:
+        """A request is over; errors say nothing about the length of answers."""
+        if reason == "error" or record.apart:
+            return
+        at_limit = reason == "length"
+        for sums, more in (
+            (self._to_the_limit, (record.max_tokens * at_limit, record.max_tokens)),
+            (self._stopped, (record.n_generated * (not at_limit), float(not at_limit))),
+        ):
+            sums[:] = (0.97 * old + new for old, new in zip(sums, more, strict=True))  # the last thirty or so
+
+    def wait_s(self, running: Iterable[RequestRecord], queued: Sequence[RequestRecord]) -> float | None:
+        """Return in how many seconds a request behind all ``queued`` ones, given in turn, would start."""
+        per_prompt, per_answer = self._prompts.seconds_per_token, self._answers.seconds_per_token
+        if per_prompt is None or per_answer is None:
+            return None
+        computed_s, places = 0.0, []
+        for record in sorted(running, key=lambda record: record.state is RequestState.PREFILL):
+            if record.state is RequestState.PREFILL and record.live is not None:
+                computed_s += (len(record.tokens) - record.live.n_planned) * per_prompt
+                places.append(computed_s + self._left(record) * per_answer)
+            else:
+                places.append(self._left(record) * per_answer)
+        if not places:
+            places.append(0.0)
+        heapq.heapify(places)
+        played = queued[:_MOST_PLAYED]
+        for record in played:
+            computed_s = max(computed_s, places[0]) + record.size * per_prompt
+            heapq.heapreplace(places, computed_s + self._left(record) * per_answer)
+        return places[0] * (len(queued) / len(played) if played else 1.0)
+
+    def _left(self, record: RequestRecord) -> float:
+        """Return how many tokens a request is expected to generate from now on."""
+        most = record.max_tokens - record.n_generated
+        of_limit, all_limits = self._to_the_limit
+        tokens, n = self._stopped
+        share = of_limit / all_limits if all_limits else 1.0
+        mean = tokens / n if n else most
+        expected = mean - record.n_generated if record.n_generated < mean else mean
+        return share * most + (1 - share) * min(most, expected)

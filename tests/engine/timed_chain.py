@@ -1,0 +1,152 @@
+"""A scheduler on a chain whose steps take simulated time: a virtual clock, no threads, the same result every time.
+
+A stage takes ``overhead_s + tokens * token_s`` for a step and works on one at a time, in order.  The defaults are those
+measured on one core of an EPYC (Zen 4) with the demo model, two groups.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import random
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from statistics import quantiles
+
+from lucevisor.engine.limits import EngineLimits
+from lucevisor.engine.request import FinishedEvent, TokenEvent
+from lucevisor.engine.scheduler import Scheduler, StepPlan
+from lucevisor.engine.step_times import LEAST_TOKENS
+from lucevisor.wire.messages import Pools, Sampled, StepResult
+from tests.engine.toy_engine import HYBRID, request
+
+
+def demo_limits(**changes: object) -> EngineLimits:
+    """What the planner gives the demo model."""
+    usual: dict[str, object] = {
+        "n_stages": 2,
+        "max_sequences": 8,
+        "max_context": 8192,
+        "prefill_chunk": 512,
+        "max_step_tokens": 520,
+        "spaces": HYBRID,
+        "pools": Pools(full_pages=1024, window_pages=0, states=9),
+    }
+    return EngineLimits(**{**usual, **changes})  # type: ignore[arg-type]
+
+
+@dataclass
+class Story:
+    """What one request saw, in seconds of the virtual clock."""
+
+    name: str
+    n_prompt: int
+    submitted_at: float
+    started_at: float | None = None
+    first_at: float | None = None
+    ended_at: float | None = None
+
+    @property
+    def first_s(self) -> float:
+        assert self.first_at is not None, f"{self.name} has no token"
+        return self.first_at - self.submitted_at
+
+
+@dataclass
+class TimedChain:
+    """``at(when, action)`` runs an action at a time; ``run(until)`` lets time pass."""
+
+    limits: EngineLimits = field(default_factory=demo_limits)
+    overhead_s: float = 0.008
+    token_s: float = 0.000385
+    jitter: float = 0.0  # a stage takes up to this share more or less
+    now: float = 0.0
+    stories: dict[str, Story] = field(default_factory=dict)
+    plans: list[StepPlan] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.scheduler = Scheduler(self.limits)
+        self._free_at = [0.0] * self.limits.n_stages
+        self._flight: deque[tuple[float, StepPlan]] = deque()
+        self._actions: list[tuple[float, int, Callable[[], None]]] = []
+        self._number = itertools.count()
+        self._on_end: dict[str, Callable[[], None]] = {}
+        self._chance = random.Random(0)
+
+    def submit(
+        self, name: str, n_prompt: int, n: int, *, key: str = "", on_end: Callable[[], None] | None = None
+    ) -> None:
+        first = next(self._number)  # no two prompts alike
+        prompt = [first, *range(n_prompt - 1)]
+        self.stories[name] = Story(name, n_prompt, self.now)
+        if on_end is not None:
+            self._on_end[name] = on_end
+        self.scheduler.submit(request(name, prompt, n, key_id=key), self.now)
+
+    def at(self, when: float, action: Callable[[], None]) -> None:
+        heapq.heappush(self._actions, (when, next(self._number), action))
+
+    def client(self, name: str, n_prompt: int, n: int, pause_s: float, start_s: float, key: str = "") -> None:
+        """Ask, read the answer, pause for about so long, ask again, for ever."""
+        numbers, chance = itertools.count(), random.Random(name)
+
+        def ask() -> None:
+            self.submit(f"{name}-{next(numbers)}", n_prompt, n, key=key, on_end=again)
+
+        def again() -> None:
+            self.at(self.now + pause_s * chance.uniform(0.5, 1.5), ask)
+
+        self.at(start_s, ask)
+
+    def run(self, until: float = 1e9) -> None:
+        while True:
+            self._send()
+            times = [self._flight[0][0]] if self._flight else []
+            times += [self._actions[0][0]] if self._actions else []
+            if not times or min(times) > until:
+                self.now = max(self.now, min(until, 1e8)) if until < 1e9 else self.now
+                return
+            self.now = min(times)
+            if self._flight and self._flight[0][0] == self.now:
+                self._answer(self._flight.popleft()[1])
+            else:
+                heapq.heappop(self._actions)[2]()
+
+    def _send(self) -> None:
+        while (plan := self.scheduler.next_plan(self.now)) is not None:
+            done_at, seconds = self.now, self.overhead_s + plan.step.n_tokens * self.token_s
+            for stage, free_at in enumerate(self._free_at):
+                share = 1 + self.jitter * self._chance.uniform(-1, 1)
+                done_at = self._free_at[stage] = max(done_at, free_at) + seconds * share
+            self._flight.append((done_at, plan))
+            self.plans.append(plan)
+            for name in plan.request_ids:
+                if self.stories[name].started_at is None:
+                    self.stories[name].started_at = self.now
+
+    def _answer(self, plan: StepPlan) -> None:
+        drawn = [Sampled(s.sequence, 7) for s in plan.step.slices if s.sample]
+        events = self.scheduler.apply(StepResult(plan.step.step_id, 0, drawn), self.now)
+        if max(len(s.tokens) for s in plan.step.slices) >= LEAST_TOKENS:
+            self.scheduler.step_times.add(plan.step.n_tokens, self.overhead_s + plan.step.n_tokens * self.token_s)
+        for name, event in events:
+            story = self.stories[name]
+            if isinstance(event, TokenEvent) and story.first_at is None:
+                story.first_at = self.now
+            elif isinstance(event, FinishedEvent):
+                story.ended_at = self.now
+                if (on_end := self._on_end.pop(name, None)) is not None:
+                    on_end()
+
+    def first_token_s(self, prefix: str, after: float = 0.0, before: float = 1e9) -> list[float]:
+        """Times to the first token of requests named so, that were submitted in that time."""
+        return [
+            story.first_s
+            for name, story in self.stories.items()
+            if name.startswith(prefix) and after <= story.submitted_at < before and story.first_at is not None
+        ]
+
+
+def p95(values: list[float]) -> float:
+    return quantiles(values, n=20, method="inclusive")[-1]
