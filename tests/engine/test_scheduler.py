@@ -14,7 +14,7 @@ from lucevisor.engine.request import (
     TokenEvent,
     Usage,
 )
-from lucevisor.engine.scheduler import NO_STATE, Scheduler, StepPlan, WrongResult
+from lucevisor.engine.scheduler import NO_STATE, RECENT_S, Scheduler, StepPlan, WrongResult
 from lucevisor.engine.sequence import Wanted
 from lucevisor.memory.pages import PageUse
 from lucevisor.wire.messages import (
@@ -99,20 +99,69 @@ def test_decodes_ride_beside_prefill_chunks_and_come_first() -> None:
     scheduler.submit(request("c", range(300)), 0.0)
     found = plans(scheduler)
     assert shape(found[0]) == [("a", 3, 1, True), ("b", 3, 1, True), ("c", 0, 64, False)]
-    assert shape(found[1]) == [("c", 64, 64, False)]
+    assert len(found) == 1  # one stage, one chunk: what is left in flight is for a short prompt that comes
     scheduler.apply(answer(found[0]), 0.0)
-    [third] = plans(scheduler)
-    assert shape(third) == [("a", 4, 1, True), ("b", 4, 1, True), ("c", 128, 64, False)]
+    [second] = plans(scheduler)
+    assert shape(second) == [("a", 4, 1, True), ("b", 4, 1, True), ("c", 64, 64, False)]
 
 
-def test_a_step_takes_several_prompts_and_skips_a_chunk_that_does_not_fit() -> None:
-    scheduler = Scheduler(limits())
+def test_a_step_takes_several_prompts_the_shortest_first() -> None:
+    scheduler = Scheduler(limits(prefill_chunk=120))
     for name, n_prompt in (("a", 60), ("b", 64), ("c", 50), ("d", 4)):
         scheduler.submit(request(name, range(n_prompt)), 0.0)
     found = plans(scheduler)
-    assert [name for name, *_ in shape(found[0])] == ["a", "b", "d"]
-    assert found[0].step.n_tokens == 128
-    assert [name for name, *_ in shape(found[1])] == ["c"]
+    assert {name for name, *_ in shape(found[0])} == {"a", "c", "d"}
+    assert {name for name, *_ in shape(found[1])} == {"b"}
+
+
+def test_a_chunk_is_cut_at_a_page_to_what_shorter_prompts_leave() -> None:
+    scheduler = Scheduler(limits(prefill_chunk=512, max_step_tokens=516, pools=Pools(64, 0, 4)))
+    for name, n_prompt in (("long", 900), ("short", 70)):
+        scheduler.submit(request(name, range(n_prompt)), 0.0)
+    found = plans(scheduler)
+    assert shape(found[0]) == [("long", 0, 128, False), ("short", 0, 70, True)]
+    assert len(found) == 1
+    scheduler.apply(answer(found[0]), 0.0)
+    [second] = plans(scheduler)
+    assert shape(second) == [("long", 128, 256, False), ("short", 70, 1, True)]
+    scheduler.apply(answer(second), 0.0)
+    [third] = plans(scheduler)
+    assert shape(third) == [("long", 384, 128, False), ("short", 71, 1, True)]  # never across a whole chunk's end
+
+
+def test_alone_a_long_prompt_gets_whole_chunks_and_every_step_in_flight() -> None:
+    scheduler = Scheduler(limits(n_stages=2, prefill_chunk=256, max_step_tokens=300, pools=Pools(64, 0, 4)))
+    scheduler.submit(request("long", range(1000), n=1), 0.0)
+    assert [shape(p) for p in plans(scheduler)] == [[("long", at, 256, False)] for at in (0, 256, 512)]
+
+
+def test_beside_a_short_prompt_a_long_one_gets_small_chunks_and_leaves_a_step_free() -> None:
+    scheduler = Scheduler(limits(n_stages=2, prefill_chunk=256, max_step_tokens=300, pools=Pools(64, 0, 4)))
+    scheduler.submit(request("first", n=1), 0.0)
+    scheduler.submit(request("long", range(1000), n=1), 0.0)
+    found = plans(scheduler, 0.0)
+    assert [shape(p) for p in found] == [
+        [("first", 0, 3, True), ("long", 0, 64, False)],  # 128 less what the short one takes, cut at a page
+        [("long", 64, 128, False)],
+    ]
+    scheduler.submit(request("second", n=1), 1.0)
+    [short] = plans(scheduler, 1.0)
+    assert shape(short) == [("second", 0, 3, True)]  # at once, and nobody rides with it
+    for p in [*found, short]:
+        scheduler.apply(answer(p), 1.0)
+    assert [p.step.n_tokens for p in plans(scheduler, 1.0)] == [64, 128]  # to the next multiple, then on
+
+
+def test_a_while_after_the_last_short_prompt_long_ones_get_whole_chunks_again() -> None:
+    scheduler = Scheduler(limits(prefill_chunk=256, max_step_tokens=300, pools=Pools(64, 0, 4)))
+    scheduler.submit(request("short", n=1), 0.0)
+    for p in plans(scheduler, 0.0):
+        scheduler.apply(answer(p), 0.0)
+    scheduler.submit(request("long", range(1000), n=1), RECENT_S - 0.1)
+    [small] = plans(scheduler, RECENT_S - 0.1)
+    assert small.step.n_tokens == 128
+    scheduler.apply(answer(small), RECENT_S + 0.1)
+    assert [p.step.n_tokens for p in plans(scheduler, RECENT_S + 0.1)] == [128, 256]  # to the next multiple, then whole
 
 
 @pytest.mark.parametrize("n_stages", [1, 2, 3, 4])
@@ -178,16 +227,19 @@ def test_rows_that_come_back_have_a_step_of_their_own() -> None:
 # ---- admission and pages
 
 
-def test_requests_start_in_order_and_a_long_one_is_not_overtaken() -> None:
+def test_the_shortest_starts_first_and_one_without_room_is_not_overtaken_by_longer_ones() -> None:
     scheduler = Scheduler(limits(pools=Pools(4, 0, 4)))
-    for name, n_prompt in (("a", 100), ("b", 200), ("c", 3)):
+    for name, n_prompt in (("a", 200), ("b", 100), ("c", 3), ("d", 230)):
         scheduler.submit(request(name, range(n_prompt), n=1), 0.0)
     found = plans(scheduler)
+    assert {name for p in found for name in p.request_ids} == {"b", "c"}
+    assert (scheduler.n_running, scheduler.n_queued) == (2, 2)
+    while found:
+        scheduler.apply(answer(found.pop(0)), 0.0)
+        found += plans(scheduler)
+        if scheduler.n_queued == 1:
+            break
     assert {name for p in found for name in p.request_ids} == {"a"}
-    assert (scheduler.n_running, scheduler.n_queued) == (1, 2)
-    for p in found:
-        scheduler.apply(answer(p), 0.0)
-    assert {name for p in plans(scheduler) for name in p.request_ids} == {"b"}
 
 
 def test_pages_promised_to_a_prompt_under_way_are_not_given_to_another() -> None:
@@ -292,7 +344,9 @@ def test_a_preempted_request_goes_before_those_that_wait() -> None:
     scheduler.cancel("a", 0.0)
     assert plans(scheduler) == []  # b waits for its token under way, and c behind it
     scheduler.apply(answer(flight.pop(0)), 0.0)
-    assert plans(scheduler)[0].request_ids == ("b", "c")
+    found = plans(scheduler)
+    opened = [o.sampling for p in found for o in p.step.operations if isinstance(o, OpenSequence)]
+    assert opened == [request("b").sampling, request("c").sampling]
 
 
 def test_a_stop_id_under_way_at_preemption_ends_the_request() -> None:
@@ -400,8 +454,8 @@ def test_a_result_may_bring_several_tokens_and_those_behind_the_end_are_dropped(
 def test_cancel_frees_everything_at_once_and_late_tokens_are_dropped() -> None:
     scheduler = Scheduler(limits(max_sequences=1, pools=Pools(16, 0, 1)))
     scheduler.submit(request("a", range(60)), 0.0)
-    scheduler.submit(request("b"), 0.0)
     [plan] = plans(scheduler)
+    scheduler.submit(request("b"), 0.0)
     [(name, finished)] = scheduler.cancel("a", 1.0)
     assert name == "a"
     assert isinstance(finished, FinishedEvent)

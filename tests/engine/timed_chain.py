@@ -15,11 +15,15 @@ from dataclasses import dataclass, field
 from statistics import quantiles
 
 from lucevisor.engine.limits import EngineLimits
-from lucevisor.engine.request import FinishedEvent, TokenEvent
+from lucevisor.engine.request import FinishedEvent
 from lucevisor.engine.scheduler import Scheduler, StepPlan
 from lucevisor.engine.step_times import LEAST_TOKENS
 from lucevisor.wire.messages import Pools, Sampled, StepResult
 from tests.engine.toy_engine import HYBRID, request
+
+
+STOP = 5
+"""The id that ends an answer."""
 
 
 def demo_limits(**changes: object) -> EngineLimits:
@@ -43,9 +47,16 @@ class Story:
     name: str
     n_prompt: int
     submitted_at: float
+    n_answer: int
+    n_drawn: int = 0
     started_at: float | None = None
     first_at: float | None = None
     ended_at: float | None = None
+
+    def draw(self) -> int:
+        """The next token of its answer."""
+        self.n_drawn += 1
+        return STOP if self.n_drawn == self.n_answer else 7
 
     @property
     def first_s(self) -> float:
@@ -75,14 +86,22 @@ class TimedChain:
         self._chance = random.Random(0)
 
     def submit(
-        self, name: str, n_prompt: int, n: int, *, key: str = "", on_end: Callable[[], None] | None = None
+        self,
+        name: str,
+        n_prompt: int,
+        n: int,
+        *,
+        n_answer: int | None = None,
+        key: str = "",
+        on_end: Callable[[], None] | None = None,
     ) -> None:
+        """Ask for at most ``n`` tokens; the model stops after ``n_answer``."""
         first = next(self._number)  # no two prompts alike
         prompt = [first, *range(n_prompt - 1)]
-        self.stories[name] = Story(name, n_prompt, self.now)
+        self.stories[name] = Story(name, n_prompt, self.now, n_answer or n)
         if on_end is not None:
             self._on_end[name] = on_end
-        self.scheduler.submit(request(name, prompt, n, key_id=key), self.now)
+        self.scheduler.submit(request(name, prompt, n, key_id=key, stop_ids=frozenset({STOP})), self.now)
 
     def at(self, when: float, action: Callable[[], None]) -> None:
         heapq.heappush(self._actions, (when, next(self._number), action))
@@ -126,15 +145,18 @@ class TimedChain:
                     self.stories[name].started_at = self.now
 
     def _answer(self, plan: StepPlan) -> None:
-        drawn = [Sampled(s.sequence, 7) for s in plan.step.slices if s.sample]
+        drawn = [
+            Sampled(s.sequence, self.stories[name].draw())
+            for name, s in zip(plan.request_ids, plan.step.slices, strict=True)
+            if s.sample
+        ]
         events = self.scheduler.apply(StepResult(plan.step.step_id, 0, drawn), self.now)
         if max(len(s.tokens) for s in plan.step.slices) >= LEAST_TOKENS:
             self.scheduler.step_times.add(plan.step.n_tokens, self.overhead_s + plan.step.n_tokens * self.token_s)
         for name, event in events:
             story = self.stories[name]
-            if isinstance(event, TokenEvent) and story.first_at is None:
-                story.first_at = self.now
-            elif isinstance(event, FinishedEvent):
+            story.first_at = self.now if story.first_at is None else story.first_at
+            if isinstance(event, FinishedEvent):
                 story.ended_at = self.now
                 if (on_end := self._on_end.pop(name, None)) is not None:
                     on_end()

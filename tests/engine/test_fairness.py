@@ -1,0 +1,227 @@
+"""What clients see on a chain with simulated step times: short prompts beside long ones, keys beside keys, waits."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from statistics import median
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lucevisor.engine.limits import EngineLimits
+from lucevisor.engine.picking import MOST_SKIPPED
+from lucevisor.engine.queue import PATIENCE
+from lucevisor.wire.messages import Pools
+from lucevisor.wire.values import PAGE_TOKENS
+from tests.engine.timed_chain import TimedChain, demo_limits, p95
+
+LONG = 4000
+
+
+def four_short_clients(chain: TimedChain) -> None:
+    for i in range(4):
+        chain.client(f"short{i}", 48, 16, 4.0, 0.7 * i)
+
+
+def long_pairs(chain: TimedChain, start_s: float) -> list[float]:
+    """Two long prompts, and two again when both are computed; the seconds each pair takes."""
+    took: list[float] = []
+
+    def ask() -> None:
+        left, start = [2], chain.now
+
+        def done() -> None:
+            left[0] -= 1
+            if not left[0]:
+                took.append(chain.now - start)
+                ask()
+
+        for i in range(2):
+            chain.submit(f"long{len(took)}-{i}", LONG, 1, on_end=done)
+
+    chain.at(start_s, ask)
+    return took
+
+
+@pytest.mark.parametrize("jitter", [0.0, 0.3])
+def test_four_short_clients_beside_two_long_prompts(jitter: float) -> None:
+    """p95 of the time to the first token at most 3 x alone, and the long prompts lose at most a tenth."""
+    alone = TimedChain(jitter=jitter)
+    four_short_clients(alone)
+    alone.run(until=120)
+    long_alone = TimedChain(jitter=jitter)
+    alone_s = long_pairs(long_alone, 0.0)
+    long_alone.run(until=120)
+    together = TimedChain(jitter=jitter)
+    four_short_clients(together)
+    together_s = long_pairs(together, 10.0)
+    together.run(until=160)
+    assert p95(together.first_token_s("short", after=10)) <= 3 * p95(alone.first_token_s("short"))
+    assert median(alone_s) / median(together_s) >= 0.9
+
+
+def test_the_first_token_of_a_short_prompt_waits_for_one_small_chunk_a_stage() -> None:
+    """The bound of docs/scheduling.md, for a prompt that finds a place and nothing but long prompts beside it."""
+    chain = TimedChain()
+    chain.client("short", 48, 1, 1.3, 0.0)
+    long_pairs(chain, 5.0)
+    chain.run(until=60)
+    n, chunk = chain.limits.n_stages, chain.scheduler.step_times.shared_chunk
+    step_s = chain.overhead_s + chunk * chain.token_s
+    own_s = chain.overhead_s + 48 * chain.token_s
+    assert chunk == 128
+    assert max(chain.first_token_s("short", after=5)) <= n * step_s + own_s + 1e-9
+
+
+def test_a_flood_of_short_prompts_leaves_a_long_one_its_share() -> None:
+    chain = TimedChain()
+    chain.submit("long", LONG, 1)
+    for i in range(6):
+        chain.client(f"short{i}", 120, 1, 0.0, 0.01 * i)
+    chain.run(until=60)
+    story = chain.stories["long"]
+    assert story.ended_at is not None
+    n_chunks = -(-LONG // 64)
+    longest_s = chain.overhead_s + (128 + 120) * chain.token_s
+    assert story.ended_at <= n_chunks * (MOST_SKIPPED + 1) * longest_s
+
+
+# ---- nobody starves
+
+
+@st.composite
+def crowds(draw: st.DrawFn) -> tuple[EngineLimits, list[tuple[float, int, int]]]:
+    """Limits, and requests as (when, tokens of the prompt, tokens of the answer)."""
+    chunk = draw(st.sampled_from([64, 128, 512]))
+    n_sequences = draw(st.integers(2, 6))
+    bounds = demo_limits(
+        n_stages=draw(st.integers(1, 3)),
+        max_sequences=n_sequences,
+        prefill_chunk=chunk,
+        max_step_tokens=chunk + n_sequences,
+        pools=Pools(2000, 0, n_sequences),
+    )
+    asked = st.tuples(st.floats(0, 3), st.sampled_from([3, 40, 90, 300, 900, 2000]), st.sampled_from([1, 4, 30]))
+    return bounds, draw(st.lists(asked, min_size=3, max_size=25))
+
+
+def played(bounds: EngineLimits, asked: list[tuple[float, int, int]]) -> TimedChain:
+    chain = TimedChain(bounds)
+    for i, (when, n_prompt, n) in enumerate(asked):
+        chain.at(when, lambda i=i, n_prompt=n_prompt, n=n: chain.submit(f"r{i}", n_prompt, n))  # type: ignore[misc]
+    chain.run()
+    assert all(story.ended_at is not None for story in chain.stories.values())
+    return chain
+
+
+@settings(max_examples=60, deadline=None)
+@given(crowds())
+def test_a_started_prompt_is_left_out_by_few_steps_in_a_row(crowd: tuple[EngineLimits, list[tuple[float, int, int]]]) -> None:
+    bounds, asked = crowd
+    chain = played(bounds, asked)
+    most = (MOST_SKIPPED + bounds.max_sequences) + bounds.n_regions
+    carried: dict[str, list[int]] = {}
+    for number, plan in enumerate(chain.plans):
+        for name, piece in zip(plan.request_ids, plan.step.slices, strict=True):
+            if piece.start < chain.stories[name].n_prompt:
+                carried.setdefault(name, []).append(number)
+    for steps in carried.values():
+        assert all(after - before <= most for before, after in pairwise(steps))
+
+
+@settings(max_examples=60, deadline=None)
+@given(crowds())
+def test_later_requests_take_a_bounded_amount_of_work_before_an_earlier_one(
+    crowd: tuple[EngineLimits, list[tuple[float, int, int]]],
+) -> None:
+    chain = played(*crowd)
+    stories = list(chain.stories.values())  # by arrival
+    for i, story in enumerate(stories):
+        assert story.started_at is not None
+        passed = [
+            max(PAGE_TOKENS, later.n_prompt)
+            for later in stories[i + 1 :]
+            if later.started_at is not None and later.started_at < story.started_at
+        ]
+        assert sum(passed) < (PATIENCE + 1) * story.n_prompt + PAGE_TOKENS
+
+
+def test_a_stream_of_short_prompts_does_not_keep_a_long_one_out() -> None:
+    chain = TimedChain(demo_limits(max_sequences=2, pools=Pools(1024, 0, 2)))
+    for i in range(6):
+        chain.client(f"short{i}", 60, 4, 0.0, 0.001 * i)
+    chain.at(1.0, lambda: chain.submit("long", 1000, 1))
+    chain.run(until=60)
+    story = chain.stories["long"]
+    assert story.started_at is not None
+    later = [s for s in chain.stories.values() if s.submitted_at > 1.0 and (s.started_at or 1e9) < story.started_at]
+    assert len(later) > 10  # it is passed
+    assert sum(max(PAGE_TOKENS, s.n_prompt) for s in later) < 3 * 1000 + PAGE_TOKENS  # within its bound
+
+
+# ---- keys
+
+
+def test_one_request_of_a_key_does_not_wait_behind_200_of_another() -> None:
+    chain = TimedChain()
+    for i in range(200):
+        chain.submit(f"a{i}", 100, 32, key="a")
+    chain.at(3.0, lambda: chain.submit("b", 200, 8, key="b"))
+    chain.run()
+    story = chain.stories["b"]
+    assert story.started_at is not None
+    between = [s for n, s in chain.stories.items() if n[0] == "a" and 3.0 < (s.started_at or 0.0) < story.started_at]
+    assert len(between) <= 1  # the next place is its own
+    assert max(s.ended_at or 0.0 for s in chain.stories.values()) > 10 * (story.ended_at or 1e9) / 3
+
+
+def test_keys_that_ask_all_the_time_get_equal_shares() -> None:
+    """One with many short requests, one with few long ones, one with answers."""
+    chain = TimedChain(demo_limits(max_sequences=6, pools=Pools(1024, 0, 6)))
+    for i in range(12):
+        chain.client(f"a{i}", 60, 2, 0.0, 0.0, key="a")
+    for i in range(6):
+        chain.client(f"b{i}", 1500, 2, 0.0, 0.0, key="b")
+    chain.run(until=60)
+    tokens = {"a": 0, "b": 0}
+    for plan in chain.plans[len(chain.plans) // 4 :]:
+        for name, piece in zip(plan.request_ids, plan.step.slices, strict=True):
+            tokens[name[0]] += len(piece.tokens)
+    assert min(tokens.values()) / max(tokens.values()) > 0.75
+
+
+# ---- Retry-After
+
+
+LOADS: dict[str, tuple[int, list[tuple[int, int, int]]]] = {  # waiting, and (prompt, max_tokens, tokens until it stops)
+    "short answers": (250, [(40, 30, 30)]),
+    "chats": (100, [(100, 60, 60)]),
+    "summaries": (30, [(2000, 4, 4)]),
+    "stories": (60, [(600, 150, 150)]),
+    "mixed": (120, [(40, 30, 30), (1500, 20, 20), (200, 120, 120)]),
+    "answers that stop early": (100, [(100, 4000, 50), (300, 4000, 90)]),
+}
+
+
+@pytest.mark.parametrize("name", LOADS)
+def test_the_estimated_wait_is_within_a_factor_2_of_the_real_one(name: str) -> None:
+    n_waiting, kinds = LOADS[name]
+    chain = TimedChain(demo_limits(pools=Pools(2048, 0, 9)), jitter=0.2)
+    for i in range(8 + n_waiting):
+        n_prompt, most, n_answer = kinds[i % len(kinds)]
+        chain.submit(f"r{i}", n_prompt, most, n_answer=n_answer)
+    chain.run(until=5.0)
+    estimate_s = chain.scheduler.wait_s()
+    chain.run()
+    # who comes behind all of them starts when the last of them has started and the next place is free
+    real_s = max(story.started_at or 0.0 for story in chain.stories.values()) - 5.0
+    assert estimate_s is not None
+    assert real_s > 5.0  # a load in which it matters
+    assert real_s / 2 <= estimate_s <= 2 * real_s, (estimate_s, real_s)
+
+
+def test_without_measurements_there_is_no_estimate() -> None:
+    chain = TimedChain()
+    chain.submit("a", 100, 4)
+    assert chain.scheduler.wait_s() is None
