@@ -1,0 +1,101 @@
+"""What a model's float32 path gives in exact arithmetic, and how far float32 may take it from there.
+
+The numbers that rest in memory are those of the float32 path; only what is computed from them is float64.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+from unittest import mock
+
+import torch
+from torch import Tensor
+
+from daemons.models import stack
+from daemons.models.stage import Stage
+from lucevisor.wire.model_spec import ModelSpec
+from tests.families.chain import Chain, load_stages
+from tests.numerics import RUNS, SAFETY, Exact
+
+
+class Bounds(NamedTuple):
+    """Exact ``logits`` [T, V] and ``hidden`` states [L + 1, T, E], float64.
+
+    Row t of two float32 runs, or of one and the exact one, differs by ``allowed[t]`` at most, that of hidden state i by
+    ``allowed_hidden[i, t]``.
+    """
+
+    logits: Tensor
+    hidden: Tensor
+    allowed: Tensor
+    allowed_hidden: Tensor
+
+    def worst(self, found: Tensor, wanted: Tensor | None = None) -> float:
+        """The largest difference between the first logits and ``wanted`` (None: exact ones), in parts of what is
+        allowed.
+        """
+        n = len(found)
+        return _worst(found, self.logits[:n] if wanted is None else wanted[:n], self.allowed[:n])
+
+    def worst_hidden(self, found: Sequence[Tensor], wanted: Tensor) -> list[float]:
+        """The same for each hidden state."""
+        return [_worst(*each) for each in zip(found, wanted, self.allowed_hidden, strict=True)]
+
+
+def _worst(found: Tensor, wanted: Tensor, allowed: Tensor) -> float:
+    difference = (found.double() - wanted.double()).abs().amax(dim=-1)
+    return float(torch.where(difference == 0, 0.0, difference / allowed).max())
+
+
+def load_exact(load: Callable[[], list[Stage]]) -> list[Stage]:
+    """Stages whose pools are float64, to run within :class:`Exact`."""
+
+    def pools(*args: object) -> object:
+        with Exact():
+            return made(*args)  # type: ignore[arg-type]
+
+    made = stack.Pools
+    with mock.patch.object(stack, "Pools", pools):
+        return load()
+
+
+def bounds(spec: ModelSpec, ids: Sequence[int], load: Callable[[], list[Stage]] | None = None) -> Bounds:
+    """Of one step that runs all of ``ids``.  Raises where a choice of experts hangs on rounding: then there is no bound."""
+    stages = load_exact(load or (lambda: load_stages(spec)))
+
+    def run(mode: Exact, n: int) -> tuple[Tensor, Tensor]:
+        """All results of n sequences of the same tokens, [n, T, V] and [L + 1, n, T, E]."""
+        with mode:
+            chain = Chain(spec, stages)
+            for i in range(n):
+                chain.open(i)
+            logits = chain.run(*((i, ids) for i in range(n)), want_hidden=True)
+            return logits.unflatten(0, (n, -1)), torch.stack(chain.hidden).unflatten(1, (n, -1))
+
+    exact, perturbed = Exact(), Exact(seed=0)
+    logits, hidden = run(exact, 1)
+    others, others_hidden = run(perturbed, RUNS)  # every row is perturbed by itself
+    for one, many in zip(exact.choices, perturbed.choices, strict=True):
+        if not torch.equal(one.repeat(RUNS, 1), many):
+            raise AssertionError(f"{spec.name}: which experts are chosen hangs on rounding; take other tokens")
+    allowed = SAFETY * (others - logits).abs().amax(dim=(0, 2))
+    return Bounds(logits[0], hidden[:, 0], allowed, SAFETY * (others_hidden - hidden).abs().amax(dim=(1, 3)))
+
+
+def assert_same_tokens(spec: ModelSpec, prompt: Sequence[int], found: Sequence[int], wanted: Sequence[int]) -> None:
+    """Greedy continuations of ``prompt`` are equal, but for a token whose rivals rounding may swap: what follows it is
+    not compared.
+    """
+    assert len(found) == len(wanted)
+    parted = next((i for i, (a, b) in enumerate(zip(found, wanted, strict=True)) if a != b), None)
+    if parted is None:
+        return
+    exact = bounds(spec, [*prompt, *wanted[:parted]])
+    row = exact.logits[-1]
+    behind = float(row.max() - torch.minimum(row[found[parted]], row[wanted[parted]]))
+    allowed = float(exact.allowed[-1])
+    assert behind <= allowed, (
+        f"token {parted} is {found[parted]} instead of {wanted[parted]}: {behind:.1e} behind the best,"
+        f" rounding explains {allowed:.1e}"
+    )

@@ -1,0 +1,148 @@
+"""How far a float32 run may be from the exact result: measured from the code's conditioning, not tuned on a machine.
+
+``Exact()`` runs code written for float32 in float64.  ``Exact(seed)`` also perturbs every result by as much as float32
+may round it, whatever the order of summation (Monte Carlo arithmetic, Parker 1997).  The distance between the two is
+the rounding error that the code amplifies, and the same number on every processor.  docs/numerics.md has the model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils._python_dispatch import TorchDispatchMode
+
+UNIT = 2.0**-24
+"""Unit roundoff of float32: the largest relative error of one rounding."""
+ULP = 2 * UNIT
+"""Error of an elementary function (SLEEF u10, MKL VML HA), and more than that of + - * /."""
+RUNS = 4
+"""Perturbed runs of which the worst counts."""
+SAFETY = 2.0
+"""Two float32 runs may err to either side; one gets as much, since the worst of few runs is a guess at the worst."""
+
+EXACT = frozenset(
+    "_to_copy _unsafe_view abs amax amin arange argmax bitwise_not cat clamp clamp_ clone constant_pad_nd copy_ detach_"
+    " embedding empty empty_like eq eye fill_ full full_like gather ge gt index index_copy_ index_put_ index_select"
+    " isinf isnan le lift_fresh lt masked_fill masked_fill_ max maximum min minimum ne neg new_empty new_full new_zeros"
+    " one_hot ones ones_like relu repeat roll scalar_tensor scatter scatter_ sort stack topk tril triu where zero_"
+    " zeros zeros_like".split()
+)
+"""Operations that move or choose numbers and round none."""
+PRODUCTS = frozenset("addmm addmv baddbmm bmm dot mm mv".split())
+SET_UP = frozenset("copy_ detach_ lift_fresh".split())
+"""Writes into float32 memory that leave a number as it is: how weights come to rest."""
+
+
+class _Kind(NamedTuple):
+    name: str
+    composite: bool
+    view: bool
+    written: tuple[int, ...]
+
+
+@cache
+def _kind(func: Any) -> _Kind:
+    arguments = func._schema.arguments
+    return _Kind(
+        func._schema.name.removeprefix("aten::"),
+        func.has_kernel_for_dispatch_key(torch._C.DispatchKey.CompositeImplicitAutograd),
+        any(a.alias_info and not a.alias_info.is_write for a in arguments),
+        tuple(i for i, a in enumerate(arguments) if a.alias_info and a.alias_info.is_write),
+    )
+
+
+class Exact(TorchDispatchMode):
+    """Within it, float32 operands are widened where they are used and new tensors are float64.
+
+    Pools that are written must be made within it.  ``choices``: indices that ``topk`` gave, in order.
+    """
+
+    def __init__(self, seed: int | None = None) -> None:
+        super().__init__()
+        self.random = None if seed is None else torch.Generator().manual_seed(seed)
+        self.choices: list[Tensor] = []
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # skipping takes an import of 1.4 s, and nothing is compiled here
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kind, kwargs = _kind(func), kwargs or {}
+        if kind.name == "view" and func._overloadname == "dtype":
+            return func(*args, **kwargs)  # bytes of a file
+        if kind.name == "scaled_dot_product_attention":
+            with sdpa_kernel(SDPBackend.MATH), self:
+                return func.decompose(*args, **kwargs)
+        if kind.composite:
+            with self:
+                return func.decompose(*args, **kwargs)
+        if kind.view:
+            return func(*args, **kwargs)
+        for i in kind.written:
+            if args[i].dtype == torch.float32 and kind.name not in SET_UP:
+                raise TypeError(f"{func} writes into float32 memory; make that tensor within Exact")
+        args = [x if i in kind.written else _widened(x) for i, x in enumerate(args)]
+        kwargs = {name: _widened(x) for name, x in kwargs.items()}
+        if self.random is None or kind.name in EXACT:
+            out = func(*args, **kwargs)
+        else:
+            out = self._perturbed(kind.name, func, args, kwargs)
+        if kind.name == "topk":
+            self.choices.append(out[1])
+        return out
+
+    def _perturbed(self, name: str, func: Any, args: list[Any], kwargs: dict[str, Any]) -> Any:
+        if name == "linalg_solve_triangular":  # backward stable: the exact solution for a matrix nearby
+            matrix = args[0]
+            args[0] = matrix + matrix * self._uniform(matrix) * (UNIT * (matrix.shape[-1] / 2) ** 0.5)
+            return func(*args, **kwargs)
+        out = func(*args, **kwargs)
+        if isinstance(out, tuple) and any(x.is_floating_point() for x in out):
+            raise NotImplementedError(f"{func}: tests/numerics.py has no error model for it")
+        if isinstance(out, Tensor) and out.dtype == torch.float64:
+            size = _size(name, func, args, kwargs, out)
+            out.add_(size.mul_(self._uniform(out)).nan_to_num_(0.0, 0.0, 0.0))  # infinities of a mask stay
+        return out
+
+    def _uniform(self, x: Tensor) -> Tensor:
+        return torch.rand(x.shape, generator=self.random, dtype=torch.float64).mul_(2).sub_(1)
+
+
+def _widened(x: Any) -> Any:
+    if isinstance(x, Tensor):
+        return x.double() if x.dtype == torch.float32 else x
+    if isinstance(x, list | tuple) and x and isinstance(x[0], Tensor | None):
+        return [_widened(y) for y in x]
+    return torch.float64 if x is torch.float32 else x
+
+
+def _size(name: str, func: Any, args: Sequence[Any], kwargs: dict[str, Any], out: Tensor) -> Tensor:
+    """The largest error of each number of ``out = func(*args)``.
+
+    The error of a sum of n terms, every step rounded by up to u, has a standard deviation of at most u sqrt(n / 6)
+    times the 2-norm of the terms where signs are mixed and u sqrt(n) / 3 times their sum where they are not, whatever
+    the order.  Uniform noise of that deviation reaches sqrt(3) times as far.
+    """
+    if name in PRODUCTS:
+        squares = [x.square() if isinstance(x, Tensor) else x for x in args]
+        n = args[-1].shape[-1 if args[-1].dim() == 1 else -2]
+        return func(*squares, **{k: abs(x) for k, x in kwargs.items()}).sqrt_().mul_(UNIT * (n / 2) ** 0.5)
+    if name in ("sum", "mean"):
+        n = args[0].numel() // max(1, out.numel())
+        return func(args[0].abs(), *args[1:], **kwargs).mul_(UNIT * (n / 3) ** 0.5)
+    if name == "cumsum":
+        return func(args[0].abs(), *args[1:], **kwargs).mul_(UNIT * (out.shape[args[1]] / 3) ** 0.5)
+    if name == "linalg_vector_norm":
+        return out * (UNIT * (args[0].numel() / max(1, out.numel()) / 3) ** 0.5)
+    if name in ("_softmax", "_log_softmax"):
+        return out * (ULP + UNIT * (out.shape[args[1]] / 3) ** 0.5)
+    if name in ("addcmul", "addcmul_"):  # a difference of products may be as small as it likes
+        return ((args[1] * args[2]).abs_() + out.abs()).mul_(ULP)
+    if name == "gelu":  # 1 + tanh is rounded at 1 where the result is nearly nothing
+        return args[0].abs().mul_(ULP)
+    return out * ULP
