@@ -16,12 +16,14 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Final
 
 from tokenizers import AddedToken, models
 from tokenizers import Tokenizer as MergingCore
 
 from lucevisor.text.schemes import SCHEMES, Normal, Scheme
+from lucevisor.text.token_bound import SURROGATES, TokenBound
 from lucevisor.text.vocabulary import (
     MODEL_KEY,
     PRE_KEY,
@@ -35,7 +37,6 @@ from lucevisor.text.vocabulary import (
 _MARKER_TYPES: Final = frozenset([TokenType.CONTROL, TokenType.UNKNOWN, TokenType.USER_DEFINED])
 _HIDDEN_TYPES: Final = frozenset([TokenType.CONTROL, TokenType.UNKNOWN])
 _BYTE_TOKEN: Final = re.compile(r"<0x([0-9A-Fa-f]{2})>")
-_SURROGATES: Final = re.compile("[\ud800-\udfff]")
 
 
 @dataclass(frozen=True)
@@ -51,6 +52,7 @@ class Tokenizer:
 
     def __init__(self, vocabulary: Vocabulary, scheme: Scheme) -> None:
         self._vocabulary = vocabulary
+        self._scheme = scheme
         self._bytes = _token_bytes(vocabulary, scheme)
         self._core = _build_core(vocabulary, scheme)
         markers = {
@@ -98,6 +100,11 @@ class Tokenizer:
                 done = match.end()
         return ids + self._merge(text[done:])
 
+    @cached_property
+    def bound(self) -> TokenBound:
+        """How few tokens a text can have; built at the first use."""
+        return TokenBound(self._vocabulary, self._bytes, self._scheme, _byte_alphabet())
+
     def decode(self, ids: Iterable[int], skip_special: bool = True) -> str:
         """Return the text of ids, without control tokens unless asked; bytes that are not UTF-8 become U+FFFD."""
         shown = (i for i in ids if not (skip_special and self.is_special(i)))
@@ -139,9 +146,10 @@ class Tokenizer:
     def _merge(self, text: str) -> list[int]:
         if not text:
             return []
-        # JSON may carry half of a surrogate pair; no UTF-8 holds it.
-        text = text if text.isascii() else _SURROGATES.sub("\ufffd", text)
-        ids: list[int] = self._core.encode(text, add_special_tokens=False).ids
+        text = text if text.isascii() else SURROGATES.sub("\ufffd", text)
+        # `encode` holds the interpreter lock, a batch does not; the fast one keeps no offsets, which take most memory.
+        (encoding,) = self._core.encode_batch_fast([text], add_special_tokens=False)
+        ids: list[int] = encoding.ids
         return ids
 
 
