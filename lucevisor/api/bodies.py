@@ -14,8 +14,15 @@ from msgspec import Meta
 MAX_STOPS = 16
 MAX_STOP_CHARS = 1024
 MAX_TOP_LOGPROBS = 20
+MAX_BIASES = 4096
 MAX_CHOICES = 128
 """Choices of one request over all its prompts: each is a sequence of its own."""
+MAX_ECHO_CHARS = 4 * 1024 * 1024
+"""Characters of prompts that one answer repeats, over all its choices."""
+MAX_TEXT_CHARS = 4 * 1024 * 1024
+"""Characters of a text for /tokenize, which the context does not bound."""
+MAX_TOOL_VALUES = 32 * 1024
+"""JSON values in all the tools of a request: the schemas of a thousand tools."""
 
 Count = Annotated[int, Meta(ge=1, le=2**31 - 1)]
 Flag = bool | None

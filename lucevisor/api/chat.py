@@ -11,16 +11,19 @@ from typing import Any
 
 from aiohttp import web
 
+from lucevisor.api.asked import Asked, ReadRequest
 from lucevisor.api.bodies import ChatBody, ToolChoice
 from lucevisor.api.chat_shape import ChatShape
 from lucevisor.api.choice import Reading
 from lucevisor.api.context import PORTS
-from lucevisor.api.decoding import offload, read_object, to_record
+from lucevisor.api.decoding import to_record
 from lucevisor.api.errors import ApiError, bad_parameter
 from lucevisor.api.messages import check_messages, check_tools
-from lucevisor.api.planning import Outline, Stamp, check_common, make_jobs
+from lucevisor.api.planning import Stamp, check_choices, check_common, check_length, check_tokens, make_jobs
 from lucevisor.api.ports import Ports
+from lucevisor.api.receive import receive
 from lucevisor.api.respond import Plan, respond
+from lucevisor.api.sampling import fresh_seed, sampling_of
 from lucevisor.errors import show
 from lucevisor.text.output_parser import OutputParser
 from lucevisor.text.preamble import normalised
@@ -29,13 +32,12 @@ from lucevisor.text.template import ChatTemplate, EncodedPrompt, TemplateError
 
 async def chat_completions(request: web.Request) -> web.StreamResponse:
     """Answer one chat request."""
-    ports = request.app[PORTS]
-    fields, size = await read_object(request, ports.settings.max_body_bytes, ports.settings.body_timeout_s)
-    plan = await offload(size, plan_chat, fields, ports, Stamp.now("chatcmpl"))
-    return await respond(request, plan)
+    read = await receive(request, "chat", read_chat)
+    assert isinstance(read, ReadRequest)
+    return await respond(request, plan_chat(read, request.app[PORTS], Stamp.now("chatcmpl")))
 
 
-def plan_chat(fields: dict[str, Any], ports: Ports, stamp: Stamp) -> Plan:
+def read_chat(fields: dict[str, Any], ports: Ports) -> ReadRequest:
     """Return what a decoded body asks for; ApiError naming the parameter that cannot be met."""
     body = to_record(ChatBody, fields)
     check_common(body, ports)
@@ -49,13 +51,36 @@ def plan_chat(fields: dict[str, Any], ports: Ports, stamp: Stamp) -> Plan:
     tools = check_tools(body.tools or [], _choice(body))
     messages = normalised(check_messages(body.messages), ports.settings.normalise)
     encoded, reasoning_open = _render(body, messages, tools, ports, ports.template)
-    output_format = ports.template.output_format
-    reading = Reading(
+    n_top_logprobs = (body.top_logprobs or 0) if body.logprobs else -1
+    asked = Asked(
+        sampling=sampling_of(body, ports, fresh_seed(), n_top_logprobs),
+        turn_ends=[encoded.turn_ends],
+        max_tokens=_max_tokens(body),
+        n=check_choices(body.n, 1),
+        ignore_eos=bool(body.ignore_eos),
         stops=body.stops,
-        make_parser=partial(OutputParser, reasoning_open, tools, output_format),
-        visible=output_format.visible_ids(ports.tokenizer),
+        stream=bool(body.stream),
+        include_usage=bool(body.stream_options and body.stream_options.include_usage),
+        token_ids=bool(body.return_token_ids),
+        logprobs=bool(body.logprobs),
+        tools=tools,
         reasoning_open=reasoning_open,
         one_tool_call=body.parallel_tool_calls is False,
+    )
+    return ReadRequest(asked, [tuple(encoded.ids)])
+
+
+def plan_chat(read: ReadRequest, ports: Ports, stamp: Stamp) -> Plan:
+    """Return the sequences of a request and the shape of its answer."""
+    asked = read.asked
+    assert ports.template is not None
+    output_format = ports.template.output_format
+    reading = Reading(
+        stops=asked.stops,
+        make_parser=partial(OutputParser, asked.reasoning_open, asked.tools, output_format),
+        visible=output_format.visible_ids(ports.tokenizer),
+        reasoning_open=asked.reasoning_open,
+        one_tool_call=asked.one_tool_call,
     )
     shape = ChatShape(
         response_id=stamp.response_id,
@@ -63,19 +88,12 @@ def plan_chat(fields: dict[str, Any], ports: Ports, stamp: Stamp) -> Plan:
         model=ports.model.name,
         fingerprint=ports.model.fingerprint,
         tokenizer=ports.tokenizer,
-        logprobs=bool(body.logprobs),
-        token_ids=bool(body.return_token_ids),
-        include_usage=bool(body.stream_options and body.stream_options.include_usage),
+        logprobs=asked.logprobs,
+        token_ids=asked.token_ids,
+        include_usage=asked.include_usage,
     )
-    outline = Outline(
-        prompts=[encoded],
-        reading=reading,
-        max_tokens=_max_tokens(body),
-        n_top_logprobs=(body.top_logprobs or 0) if body.logprobs else -1,
-    )
-    return Plan(
-        jobs=make_jobs(body, ports, stamp, outline), shape=shape, stream=bool(body.stream), prompt_param="messages"
-    )
+    jobs = make_jobs(read, reading, ports, stamp)
+    return Plan(jobs=jobs, shape=shape, stream=asked.stream, prompt_param="messages")
 
 
 def _check_format(body: ChatBody) -> None:
@@ -122,7 +140,10 @@ def _render(
     except TemplateError as error:
         param = "chat_template_kwargs" if str(error).startswith("chat_template_kwargs") else "messages"
         raise ApiError(400, str(error), code="template_error", param=param) from None
-    return prompt.encoded(ports.tokenizer), prompt.reasoning_open
+    check_length(prompt.text, "messages", ports)
+    encoded = prompt.encoded(ports.tokenizer)
+    check_tokens(len(encoded.ids), "messages", ports)
+    return encoded, prompt.reasoning_open
 
 
 def _thinking(body: ChatBody, template: ChatTemplate) -> bool | None:

@@ -5,6 +5,7 @@ Knows no endpoint.  Invariant: whoever ends a request (a drain, the boundary aft
 
 from __future__ import annotations
 
+import asyncio
 import re
 import secrets
 from collections.abc import Sequence
@@ -55,6 +56,17 @@ class ActiveRequests:
 
 
 ACTIVE: Final = web.AppKey("active", ActiveRequests)
+
+
+class Bodies:
+    """The bodies in hand: their bytes, and whose turn it is to be read in the event loop."""
+
+    def __init__(self) -> None:
+        self.n_bytes = 0
+        self.turn = asyncio.Lock()
+
+
+BODIES: Final = web.AppKey("bodies", Bodies)
 
 
 def request_id_of(request: web.Request) -> str:

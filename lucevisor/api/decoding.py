@@ -1,31 +1,23 @@
-"""Bytes of a request to a typed record, or an ApiError that names the parameter.
+"""Bytes of a body to a typed record, or an ApiError that names the parameter.
 
-Knows HTTP bodies and msgspec; knows no endpoint.  Invariant: whatever the bytes are, the outcome is a record or an
-ApiError with status 4xx.
+Knows JSON and msgspec; knows no endpoint.  Invariant: whatever the bytes are, the outcome is a record or an ApiError
+with status 4xx.
 """
 
 from __future__ import annotations
 
-import asyncio
 import difflib
 import re
-from collections.abc import Callable
-from typing import Any, Final, ParamSpec, TypeVar
+from typing import Any, Final, TypeVar
 
 import msgspec
-from aiohttp import web
 
 from lucevisor.api.bodies import HARMLESS, NEUTRAL, REFUSED
 from lucevisor.api.errors import ApiError, bad_parameter
 from lucevisor.errors import show
 
 Body = TypeVar("Body", bound=msgspec.Struct)
-P = ParamSpec("P")
-T = TypeVar("T")
-
-INLINE_BYTES = 8 * 1024
-"""Bodies up to this size are worked on in the event loop (about 2 ms of tokenizing); longer ones in a thread."""
-
+_MAX_NAME_CHARS: Final = 80  # of an unknown parameter, in the answer
 _PATH: Final = re.compile(r" - at `\$(?P<path>[^`]*)`$")
 _UNKNOWN: Final = re.compile(r"^Object contains unknown field `(?P<name>.*)`$", re.DOTALL)
 _MISSING: Final = re.compile(r"^Object missing required field `(?P<name>.*)`$")
@@ -40,43 +32,8 @@ _TYPE_NAMES: Final = {
 }
 
 
-async def read_object(request: web.Request, limit_bytes: int, timeout_s: float) -> tuple[dict[str, Any], int]:
-    """Return the JSON object in a request's body, and its size in bytes; ApiError 400, 408 or 413."""
-    media_type = request.content_type.lower()
-    if media_type != "application/json" and not (
-        media_type.startswith("application/") and media_type.endswith("+json")
-    ):
-        sent = request.headers.get("Content-Type", "")
-        raise ApiError(
-            400, f"Content-Type is {show(sent)}; send the body as application/json", code="unsupported_content_type"
-        )
-    if request.content_length is not None and request.content_length > limit_bytes:
-        raise too_large(limit_bytes)
-    try:
-        async with asyncio.timeout(timeout_s):
-            raw = await request.read()
-    except TimeoutError:
-        raise ApiError(408, f"the body did not arrive within {timeout_s:g} s", code="request_timeout") from None
-    except web.HTTPRequestEntityTooLarge:
-        raise too_large(limit_bytes) from None
-    except web.RequestPayloadError as error:
-        raise ApiError(400, f"the body cannot be read: {error}", code="invalid_body") from None
-    return await offload(len(raw), _decode_object, raw), len(raw)
-
-
-async def offload(size_bytes: int, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-    """Run `work` here when its input is small, else in a thread, so that a long prompt does not stall other streams."""
-    if size_bytes <= INLINE_BYTES:
-        return work(*args, **kwargs)
-    return await asyncio.to_thread(work, *args, **kwargs)
-
-
-def too_large(limit_bytes: int) -> ApiError:
-    """Return the 413; `limit_bytes` is the most a body may have."""
-    return ApiError(413, f"the body is larger than {limit_bytes} bytes; send less", code="request_too_large")
-
-
-def _decode_object(raw: bytes) -> dict[str, Any]:
+def decode_object(raw: bytes) -> dict[str, Any]:
+    """Return the JSON object that a body is; ApiError 400."""
     try:
         value = msgspec.json.decode(raw)
     except (ValueError, RecursionError) as error:  # msgspec's errors and UnicodeDecodeError are ValueErrors
@@ -105,8 +62,9 @@ def to_record(kind: type[Body], fields: dict[str, Any]) -> Body:
                 name, f"{show(value)} is not supported; leave it out or send {neutral}", "unsupported_value"
             )
         elif name not in HARMLESS and name not in REFUSED and name not in NEUTRAL:
+            told = name if len(name) <= _MAX_NAME_CHARS else name[:_MAX_NAME_CHARS] + "…"
             raise bad_parameter(
-                name, f"is not a parameter of this endpoint{_nearest(name, known)}", "unknown_parameter"
+                told, f"is not a parameter of this endpoint{_nearest(told, known)}", "unknown_parameter"
             )
     return convert(kind, kept)
 

@@ -10,6 +10,7 @@ from typing import Any, Final
 
 import msgspec
 
+from lucevisor.api.bodies import MAX_TOOL_VALUES
 from lucevisor.api.decoding import convert
 from lucevisor.api.errors import ApiError, bad_parameter
 from lucevisor.errors import show
@@ -106,11 +107,26 @@ def check_tools(tools: list[dict[str, Any]], choice: object) -> list[dict[str, A
 
     `choice` is tool_choice as decoded.  "none" offers no tool at all, so that the model cannot call one.
     """
+    if not _few_values(tools, MAX_TOOL_VALUES):
+        raise bad_parameter("tools", f"hold more than {MAX_TOOL_VALUES} values; offer fewer or simpler tools")
     names = [_check_tool(tool, f"tools[{index}]") for index, tool in enumerate(tools)]
     _check_choice(choice, names)
     if choice == "none":
         return []
     return [{**tool, "function": {k: v for k, v in tool["function"].items() if v is not None}} for tool in tools]
+
+
+def _few_values(value: object, most: int) -> bool:
+    """Say whether a decoded JSON value holds at most so many values, itself included."""
+    left, open_values = most, [value]
+    while open_values and left >= 0:
+        item = open_values.pop()
+        left -= 1
+        if isinstance(item, dict | list):
+            if len(item) > left:
+                return False
+            open_values.extend(item.values() if isinstance(item, dict) else item)
+    return left >= 0
 
 
 def _check_tool(raw: dict[str, Any], where: str) -> str:

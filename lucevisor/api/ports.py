@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Protocol
 
+from lucevisor.api.asked import Kind, ReadRequest
 from lucevisor.api.keys import ApiKeys
 from lucevisor.engine.request import Event, GenerationRequest
 from lucevisor.engine.statistics import EngineStatistics
@@ -42,6 +43,19 @@ class EnginePort(Protocol):
 
     def statistics(self) -> EngineStatistics:
         """Return counts as of now; called at each scrape."""
+
+
+class IntakePort(Protocol):
+    """Reads bodies that are too long for the event loop."""
+
+    def start(self, ports: Ports, /) -> None:
+        """Begin to get ready; without it the first body waits for that."""
+
+    async def read(self, kind: Kind, body: Sequence[bytes], ports: Ports, /) -> ReadRequest | bytes:
+        """Return what a body asks for, or the answer to it; ApiError when it is refused."""
+
+    async def close(self) -> None:
+        """End what still reads."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -132,6 +146,10 @@ class ApiSettings:
     cors_origins: tuple[str, ...] = ()
     max_body_bytes: int = 32 * 1024 * 1024
     body_timeout_s: float = 60.0  # from the head of a request to the end of its body
+    max_bodies_bytes: int = 256 * 1024 * 1024  # of all bodies that are being received or read; beyond it: 429
+    intake_memory_bytes: int = 1024 * 1024 * 1024  # that reading one body may take; beyond it: 413
+    intake_timeout_s: float = 60.0  # that reading one body may take; beyond it: 413
+    intake_waiting: int = 1024  # bodies that may wait to be read; beyond it: 429
     write_timeout_s: float = 60.0  # a client that takes nothing for so long is dropped
     keepalive_s: float = 15.0  # silence before a stream gets a comment line, so that proxies keep it open
     retry_after_s: int = 5  # told with 503 while a shard is away
@@ -154,6 +172,7 @@ class Ports:
     tokenizer: Tokenizer
     template: ChatTemplate | None
     not_ready: Callable[[], Sequence[NotReadyPart]]
+    intake: IntakePort | None = None  # None: bodies that are too long for the event loop are refused
     defaults: SamplingDefaults = field(default_factory=SamplingDefaults)
     keys: ApiKeys = field(default_factory=ApiKeys)
     settings: ApiSettings = field(default_factory=ApiSettings)

@@ -1,12 +1,14 @@
 """Sampling parameters of a body to the record that the tail stage samples by.
 
-Pure: the seed of requests that give none is an argument.  Invariant: every value is in the range that the tail accepts,
+Pure but for the seed of requests that give none.  Invariant: every value is in the range that the tail accepts,
 and choice 0 of a request samples exactly as the same request with n = 1.
 """
 
 from __future__ import annotations
 
-from lucevisor.api.bodies import GenerationBody
+import secrets
+
+from lucevisor.api.bodies import MAX_BIASES, GenerationBody
 from lucevisor.api.errors import bad_parameter
 from lucevisor.api.ports import Ports, SamplingDefaults
 from lucevisor.errors import show
@@ -15,6 +17,11 @@ from lucevisor.wire.values import Sampling
 _SEEDS = 2**63
 _COLDEST = 1e-4
 """Below it the best token is certain to be drawn, and logits divided by it leave float32: sampled as 0, greedy."""
+
+
+def fresh_seed() -> int:
+    """Return a seed for a request that gives none."""
+    return secrets.randbits(63)
 
 
 def sampling_of(body: GenerationBody, ports: Ports, seed: int, n_top_logprobs: int) -> Sampling:
@@ -50,6 +57,8 @@ def _or(value: float | None, default: float) -> float:
 
 
 def _logit_bias(body: GenerationBody, n_vocab: int) -> dict[int, float]:
+    if len(body.logit_bias or ()) > MAX_BIASES:
+        raise bad_parameter("logit_bias", f"has more than {MAX_BIASES} entries; send fewer")
     bias: dict[int, float] = {}
     for key, value in (body.logit_bias or {}).items():
         # Strictly decimal digits: int() would also take blanks, signs, underscores and other scripts' digits.

@@ -14,7 +14,7 @@ from lucevisor.api import info
 from lucevisor.api.boundary import boundary, set_headers, wait_until_idle
 from lucevisor.api.chat import chat_completions
 from lucevisor.api.completions import completions
-from lucevisor.api.context import ACTIVE, METRICS, PORTS, ActiveRequests
+from lucevisor.api.context import ACTIVE, BODIES, METRICS, PORTS, ActiveRequests, Bodies
 from lucevisor.api.metrics import Metrics
 from lucevisor.api.openapi import openapi
 from lucevisor.api.ports import Ports
@@ -31,7 +31,9 @@ def create_app(ports: Ports) -> web.Application:
     app[PORTS] = ports
     app[METRICS] = Metrics(ports)
     app[ACTIVE] = ActiveRequests()
+    app[BODIES] = Bodies()
     app.on_response_prepare.append(set_headers)
+    app.on_cleanup.append(_close_intake)
     app.add_routes(
         [
             web.post("/v1/chat/completions", chat_completions),
@@ -48,6 +50,11 @@ def create_app(ports: Ports) -> web.Application:
         ]
     )
     return app
+
+
+async def _close_intake(app: web.Application) -> None:
+    if (intake := app[PORTS].intake) is not None:
+        await intake.close()
 
 
 async def serve(app: web.Application, host: str, port: int) -> tuple[web.AppRunner, str]:

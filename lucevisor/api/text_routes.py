@@ -10,30 +10,27 @@ from typing import Any
 import msgspec
 from aiohttp import web
 
-from lucevisor.api.bodies import DetokenizeBody, TokenizeBody
-from lucevisor.api.context import PORTS
-from lucevisor.api.decoding import offload, read_object, to_record
+from lucevisor.api.bodies import MAX_TEXT_CHARS, DetokenizeBody, TokenizeBody
+from lucevisor.api.decoding import to_record
 from lucevisor.api.errors import bad_parameter
 from lucevisor.api.logprobs import token_text
 from lucevisor.api.planning import check_model
 from lucevisor.api.ports import Ports
+from lucevisor.api.receive import receive
 
 
 async def tokenize(request: web.Request) -> web.Response:
     """Return the token ids of a text."""
-    ports = request.app[PORTS]
-    fields, size = await read_object(request, ports.settings.max_body_bytes, ports.settings.body_timeout_s)
-    return _json(await offload(size, _tokenize, fields, ports))
+    return _json(await receive(request, "tokenize", read_tokenize))
 
 
 async def detokenize(request: web.Request) -> web.Response:
     """Return the text of token ids, control tokens included."""
-    ports = request.app[PORTS]
-    fields, size = await read_object(request, ports.settings.max_body_bytes, ports.settings.body_timeout_s)
-    return _json(await offload(size, _detokenize, fields, ports))
+    return _json(await receive(request, "detokenize", read_detokenize))
 
 
-def _tokenize(fields: dict[str, Any], ports: Ports) -> dict[str, object]:
+def read_tokenize(fields: dict[str, Any], ports: Ports) -> bytes:
+    """Return the answer to a decoded body; ApiError naming the parameter that cannot be met."""
     body = to_record(TokenizeBody, fields)
     check_model(body.model, ports)
     if body.content is not None and body.prompt is not None:
@@ -41,6 +38,9 @@ def _tokenize(fields: dict[str, Any], ports: Ports) -> dict[str, object]:
     text = body.prompt if body.content is None else body.content
     if text is None:
         raise bad_parameter("content", "is missing; it is required", "missing_required_parameter")
+    if len(text) > MAX_TEXT_CHARS:
+        param = "content" if body.prompt is None else "prompt"
+        raise bad_parameter(param, f"has {len(text)} characters, more than {MAX_TEXT_CHARS}; send it in parts")
     tokenizer = ports.tokenizer
     ids = tokenizer.encode(text, parse_special=body.parse_special)
     if body.add_special and tokenizer.add_bos and tokenizer.bos is not None and ids[:1] != [tokenizer.bos]:
@@ -48,18 +48,20 @@ def _tokenize(fields: dict[str, Any], ports: Ports) -> dict[str, object]:
     tokens: list[object] = list(ids)
     if body.with_pieces:
         tokens = [{"id": i, "piece": token_text(tokenizer, i)} for i in ids]
-    return {"tokens": tokens, "count": len(ids)}
+    return msgspec.json.encode({"tokens": tokens, "count": len(ids)})
 
 
-def _detokenize(fields: dict[str, Any], ports: Ports) -> dict[str, object]:
+def read_detokenize(fields: dict[str, Any], ports: Ports) -> bytes:
+    """Return the answer to a decoded body; ApiError naming the parameter that cannot be met."""
     body = to_record(DetokenizeBody, fields)
     check_model(body.model, ports)
     n_vocab = ports.tokenizer.n_vocab
     for index, token_id in enumerate(body.tokens):
         if not 0 <= token_id < n_vocab:
             raise bad_parameter(f"tokens[{index}]", f"{token_id} is not a token id; use 0 to {n_vocab - 1}")
-    return {"content": ports.tokenizer.decode(body.tokens, skip_special=False)}
+    return msgspec.json.encode({"content": ports.tokenizer.decode(body.tokens, skip_special=False)})
 
 
 def _json(body: object) -> web.Response:
-    return web.Response(body=msgspec.json.encode(body), content_type="application/json")
+    assert isinstance(body, bytes)
+    return web.Response(body=body, content_type="application/json")

@@ -20,6 +20,7 @@ import uvloop
 from aiohttp import web
 
 from lucevisor.api.admin import create_admin_app, serve_admin
+from lucevisor.api.intake import Intake
 from lucevisor.api.keys import ApiKeys
 from lucevisor.api.ports import (
     ApiSettings,
@@ -141,6 +142,8 @@ class Supervisor:
         admin = await serve_admin(create_admin_app(self), self.run_dir.socket)
         http: web.AppRunner | None = None
         try:
+            if self._ports.intake is not None:
+                self._ports.intake.start(self._ports)
             http, self.url = await serve(create_app(self._ports), self.config.server.host, self.config.server.port)
             log.info("listening", url=self.url, name=self.run_dir.name, pid=os.getpid())
             started = asyncio.ensure_future(self.service.start())
@@ -209,6 +212,7 @@ class Supervisor:
             tokenizer=self._tokenizer,
             template=ChatTemplate.from_gguf(metadata),
             not_ready=self._not_ready,
+            intake=Intake(metadata),
             defaults=SamplingDefaults.from_gguf(metadata),
             keys=ApiKeys(read_api_keys(Path(server.api_keys_file)) if server.api_keys_file else ()),
             settings=ApiSettings(

@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from lucevisor.api.intake import Intake
 from lucevisor.api.ports import GroupFigures, ModelCard, NotReadyPart, Ports
 from lucevisor.engine.chain import Chain
 from lucevisor.engine.limits import EngineLimits
@@ -177,6 +178,7 @@ class Rig:
             "model": ModelCard(name=MODEL, created_s=1_700_000_000, fingerprint="fp_test", path="demo.gguf"),
             "tokenizer": tokenizer(),
             "template": ChatTemplate.from_gguf(metadata()),
+            "intake": Intake(metadata()),
             "not_ready": lambda: self.waiting_for,
             "groups": lambda: [GroupFigures("left", "ready", {"exited": 2}), GroupFigures("right", "loading")],
             "engine": self.engine,

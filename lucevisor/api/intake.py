@@ -1,0 +1,335 @@
+"""Reads long bodies in processes of their own, so that no client can hold the interpreter lock of the event loop.
+
+JSON of 16 MB holds the lock for seconds, whatever thread decodes it; a template and a pre-tokenizer take as long as
+their input wants.  So a body goes to an intake process as it came, and what comes back is bounded: a refusal, a short
+answer, or token ids that fit the context.  Memory and time of a process are limited; one that exceeds them is killed,
+and its request refused.  Knows processes and their protocol, no endpoint; intake_process.py is the other end.
+Invariant: a process works on one body at a time; bodies up to SHORT_BYTES never wait for longer ones alone.
+"""
+
+from __future__ import annotations
+
+import array
+import asyncio
+import os
+import socket
+import struct
+import subprocess
+import sys
+from collections import deque
+from collections.abc import Coroutine, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final, TypeVar
+
+import msgspec
+import structlog
+
+from lucevisor.api.asked import Asked, Kind, ReadRequest
+from lucevisor.api.errors import ApiError
+from lucevisor.api.ports import Ports, SamplingDefaults
+from lucevisor.text.preamble import Normalise
+
+SHORT_BYTES: Final = 256 * 1024
+"""Bodies up to this size may use either process, longer ones only the first."""
+
+JOB: Final = struct.Struct("!BIQ")
+"""To the process: index of the kind, max_context, bytes of the body that follows."""
+
+REPLY: Final = struct.Struct("!BQ")
+"""From it: an outcome and the bytes of the record that follows, and after ASKED the ids of the prompts."""
+
+KINDS: Final[tuple[Kind, ...]] = ("chat", "completion", "tokenize", "detokenize")
+READY, ASKED, ANSWER, REFUSED, DEFECT = range(5)
+
+_ID_BYTES: Final = 4
+_LONG_PROMPT: Final = 4096  # ids; the loop gets a turn after each prompt as long as this
+_TOO_MUCH: Final = "the body takes more than {what} to read; send less"
+
+T = TypeVar("T")
+
+log = structlog.get_logger("lucevisor.api")
+
+
+class Setup(msgspec.Struct, frozen=True, kw_only=True):
+    """What a process needs to know, sent once.  ``metadata``: the tokenizer part of the model's GGUF header."""
+
+    metadata: dict[str, Any]
+    model: str
+    defaults: SamplingDefaults
+    banned: tuple[int, ...]
+    normalise: Normalise
+    memory_bytes: int
+
+
+class Refusal(msgspec.Struct, frozen=True, kw_only=True):
+    """An ApiError on its way."""
+
+    status: int
+    message: str
+    code: str | None
+    param: str | None
+    headers: dict[str, str]
+
+
+class AskedReply(msgspec.Struct, frozen=True, kw_only=True):
+    """What was asked, and the number of ids of each prompt."""
+
+    asked: Asked
+    lengths: list[int]
+
+
+class IntakeLost(Exception):
+    """The process ended or was ended while it read a body."""
+
+
+class Intake:
+    """The intake processes of one server; the first is started with the first long body, or by `start`."""
+
+    def __init__(self, metadata: Mapping[str, object]) -> None:
+        """Take the metadata of the model's GGUF header: the file itself may be another by the time it is needed."""
+        self._metadata = {key: value for key, value in metadata.items() if key.startswith(("tokenizer.", "general."))}
+        self._setup: int | None = None  # descriptor of a memory file
+        self._processes: list[_Process | None] = [None, None]
+        self._waiting: deque[tuple[asyncio.Future[int], int]] = deque()
+        self._free = {0, 1}
+        self._jobs: set[asyncio.Task[Any]] = set()
+        self._closed = False
+
+    def start(self, ports: Ports) -> None:
+        """Start the first process, so that the first long body need not wait for it."""
+        self._add(self._start(ports))
+
+    async def read(self, kind: Kind, body: Sequence[bytes], ports: Ports) -> ReadRequest | bytes:
+        """Return what a body asks for, or the answer to it; ApiError when it is refused."""
+        size = sum(map(len, body))
+        index = await self._take(size, ports)
+        # A client that goes away leaves the process to finish: killing and starting it costs more.
+        return await asyncio.shield(self._add(self._run(index, kind, body, size, ports)))
+
+    async def close(self) -> None:
+        """End the processes; what they read is lost."""
+        self._closed = True
+        for job in list(self._jobs):
+            job.cancel()
+        await asyncio.gather(*self._jobs, return_exceptions=True)
+        for index, process in enumerate(self._processes):
+            if process is not None:
+                self._processes[index] = None
+                await process.end()
+        if self._setup is not None:
+            os.close(self._setup)
+            self._setup = None
+
+    def _add(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
+        job = asyncio.create_task(work)
+        self._jobs.add(job)
+        job.add_done_callback(self._jobs.discard)
+        job.add_done_callback(lambda done: done.cancelled() or done.exception())  # nobody may be left to ask
+        return job
+
+    async def _start(self, ports: Ports) -> None:
+        index = await self._take(SHORT_BYTES + 1, ports)
+        try:
+            await self._ready(index, ports)
+        except (IntakeLost, OSError) as error:
+            await self._drop(index)
+            log.error("an intake process cannot be started", reason=str(error))
+        finally:
+            self._give_back(index)
+
+    async def _take(self, size: int, ports: Ports) -> int:
+        """Return the index of a process for a body of this size, when it is free."""
+        index = self._fitting(size)
+        if index is None:
+            if len(self._waiting) >= ports.settings.intake_waiting:
+                raise ApiError(
+                    429,
+                    f"{len(self._waiting)} long requests wait to be read; try again in a second",
+                    code="queue_full",
+                    headers={"Retry-After": "1"},
+                )
+            turn: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+            self._waiting.append((turn, size))
+            try:
+                index = await turn
+            except asyncio.CancelledError:
+                if turn.done() and not turn.cancelled():
+                    self._give_back(turn.result())
+                raise
+        else:
+            self._free.discard(index)
+        return index
+
+    def _fitting(self, size: int) -> int | None:
+        lanes = (0, 1) if size <= SHORT_BYTES else (0,)
+        return next((index for index in lanes if index in self._free), None)
+
+    def _give_back(self, index: int) -> None:
+        """Hand the process to the first who waits and may use it."""
+        self._free.add(index)
+        for entry in list(self._waiting):
+            turn, size = entry
+            if turn.done():
+                self._waiting.remove(entry)
+            elif self._fitting(size) == index:
+                self._waiting.remove(entry)
+                self._free.discard(index)
+                turn.set_result(index)
+                return
+
+    async def _run(self, index: int, kind: Kind, body: Sequence[bytes], size: int, ports: Ports) -> ReadRequest | bytes:
+        try:
+            process = await self._ready(index, ports)
+            async with asyncio.timeout(ports.settings.intake_timeout_s):
+                return await process.ask(kind, body, size, ports.max_context)
+        except TimeoutError:
+            await self._drop(index)
+            raise _too_much(f"{ports.settings.intake_timeout_s:g} s") from None
+        except IntakeLost as lost:
+            await self._drop(index)
+            log.warning("an intake process ended", reason=str(lost), body_bytes=size)
+            raise _too_much(f"{ports.settings.intake_memory_bytes >> 20} MiB of memory") from None
+        except OSError as error:  # no memory or descriptors for another process
+            await self._drop(index)
+            log.error("an intake process cannot be started", reason=str(error))
+            raise ApiError(
+                503,
+                f"long requests cannot be read now: {error.strerror}; try again later",
+                code="not_ready",
+                headers={"Retry-After": str(ports.settings.retry_after_s)},
+            ) from None
+        except asyncio.CancelledError:
+            await self._drop(index)
+            raise
+        finally:
+            self._give_back(index)
+
+    async def _ready(self, index: int, ports: Ports) -> _Process:
+        if self._closed:
+            raise IntakeLost("the server is closing")
+        process = self._processes[index]
+        if process is None:
+            if self._setup is None:
+                self._setup = _memory_file(msgspec.msgpack.encode(self._setup_of(ports)))
+            process = self._processes[index] = _Process(self._setup)
+            await process.begin()
+        return process
+
+    async def _drop(self, index: int) -> None:
+        process, self._processes[index] = self._processes[index], None
+        if process is not None:
+            await process.end()
+
+    def _setup_of(self, ports: Ports) -> Setup:
+        return Setup(
+            metadata=self._metadata,
+            model=ports.model.name,
+            defaults=ports.defaults,
+            banned=ports.banned,
+            normalise=ports.settings.normalise,
+            memory_bytes=ports.settings.intake_memory_bytes,
+        )
+
+
+class _Process:
+    """One process and the socket to it.  It ends when its end of the socket is closed."""
+
+    def __init__(self, setup: int) -> None:
+        """Spawn; raises OSError."""
+        ours, theirs = socket.socketpair()
+        with theirs:
+            try:
+                self._process = subprocess.Popen(
+                    [sys.executable, "-m", "lucevisor.api.intake_process", str(theirs.fileno()), str(setup)],
+                    env=_environment(),
+                    stdin=subprocess.DEVNULL,
+                    stdout=subprocess.DEVNULL,
+                    stderr=subprocess.DEVNULL,
+                    pass_fds=(theirs.fileno(), setup),
+                    start_new_session=True,  # Ctrl-C is for the supervisor
+                )
+            except BaseException:
+                ours.close()
+                raise
+        self._socket: socket.socket | None = ours
+        self._reader: asyncio.StreamReader
+        self._writer: asyncio.StreamWriter | None = None
+
+    async def begin(self) -> None:
+        """Wait until it has its tokenizer; raises IntakeLost."""
+        assert self._socket is not None
+        self._reader, self._writer = await asyncio.open_unix_connection(sock=self._socket)
+        self._socket = None
+        outcome, record = await self._reply()
+        if outcome != READY:
+            raise IntakeLost(record.decode(errors="replace"))
+
+    async def ask(self, kind: Kind, body: Sequence[bytes], size: int, max_context: int) -> ReadRequest | bytes:
+        """Send one body, return what comes of it; ApiError for a refusal, IntakeLost."""
+        assert self._writer is not None
+        try:
+            self._writer.write(JOB.pack(KINDS.index(kind), max_context, size))
+            for part in body:
+                self._writer.write(part)
+                await self._writer.drain()
+        except ConnectionError as error:
+            raise IntakeLost(str(error)) from None
+        outcome, record = await self._reply()
+        if outcome == ASKED:
+            reply = msgspec.msgpack.decode(record, type=AskedReply)
+            return ReadRequest(reply.asked, [await self._ids(length) for length in reply.lengths])
+        if outcome == ANSWER:
+            return record
+        if outcome == REFUSED:
+            told = msgspec.msgpack.decode(record, type=Refusal)
+            raise ApiError(told.status, told.message, code=told.code, param=told.param, headers=told.headers)
+        raise RuntimeError(f"an intake process failed:\n{record.decode(errors='replace')}")
+
+    async def end(self) -> None:
+        """Kill and reap it."""
+        if self._socket is not None:
+            self._socket.close()
+        if self._writer is not None:
+            self._writer.transport.abort()
+        self._process.kill()
+        await asyncio.to_thread(self._process.wait)  # memory of a gigabyte takes a while to be given back
+
+    async def _reply(self) -> tuple[int, bytes]:
+        outcome, length = REPLY.unpack(await self._exactly(REPLY.size))
+        return outcome, await self._exactly(length)
+
+    async def _ids(self, length: int) -> tuple[int, ...]:
+        ids = array.array("I", await self._exactly(_ID_BYTES * length))
+        if length >= _LONG_PROMPT:
+            await asyncio.sleep(0)
+        return tuple(ids)
+
+    async def _exactly(self, length: int) -> bytes:
+        try:
+            return await self._reader.readexactly(length)
+        except (asyncio.IncompleteReadError, ConnectionError):
+            raise IntakeLost(f"process {self._process.pid} ended") from None
+
+
+def _too_much(what: str) -> ApiError:
+    return ApiError(413, _TOO_MUCH.format(what=what), code="request_too_large")
+
+
+def _memory_file(data: bytes) -> int:
+    """Return the descriptor of a nameless file in memory that holds `data`."""
+    descriptor = os.memfd_create("lucevisor-intake", os.MFD_CLOEXEC)
+    with os.fdopen(os.dup(descriptor), "wb") as file:
+        file.write(data)
+    return descriptor
+
+
+def _environment() -> dict[str, str]:
+    """Return the environment of a process: this one's, with this package and nothing of the working directory."""
+    root = str(Path(__file__).parents[2])
+    known = [root, *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
+    return {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(dict.fromkeys(known)),
+        "PYTHONSAFEPATH": "1",
+        "TOKENIZERS_PARALLELISM": "false",  # one text at a time: more threads only take memory
+    }

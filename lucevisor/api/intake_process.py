@@ -1,0 +1,138 @@
+"""The process that reads long bodies: JSON, checks, chat template, tokens; intake.py starts it and talks to it.
+
+Knows the readers of the endpoints.  Invariant: it does one body after the other, takes no more memory than it may
+beyond what it began with, and is gone as soon as the server is.
+"""
+
+from __future__ import annotations
+
+import array
+import contextlib
+import ctypes
+import gc
+import os
+import resource
+import select
+import socket
+import sys
+import threading
+import traceback
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Final
+
+import msgspec
+
+from lucevisor.api import chat, completions, text_routes
+from lucevisor.api.asked import Kind, ReadRequest
+from lucevisor.api.decoding import decode_object
+from lucevisor.api.errors import ApiError
+from lucevisor.api.intake import (
+    ANSWER,
+    ASKED,
+    DEFECT,
+    JOB,
+    KINDS,
+    READY,
+    REFUSED,
+    REPLY,
+    SHORT_BYTES,
+    AskedReply,
+    Refusal,
+    Setup,
+)
+from lucevisor.api.ports import ApiSettings, ModelCard, Ports
+from lucevisor.text.template import ChatTemplate
+from lucevisor.text.tokenizer import Tokenizer
+
+_READERS: Final[Mapping[Kind, Callable[[dict[str, Any], Ports], ReadRequest | bytes]]] = {
+    "chat": chat.read_chat,
+    "completion": completions.read_completion,
+    "tokenize": text_routes.read_tokenize,
+    "detokenize": text_routes.read_detokenize,
+}
+
+
+def main(socket_fd: int, setup_fd: int) -> None:
+    """Serve until the other end closes."""
+    link = socket.socket(fileno=socket_fd)
+    threading.Thread(target=_end_with_the_server, args=(link,), daemon=True).start()
+    # Processes share the descriptor and so its offset.
+    setup = msgspec.msgpack.decode(os.pread(setup_fd, os.fstat(setup_fd).st_size, 0), type=Setup)
+    ports = _make_ports(setup)
+    _limit_memory(setup.memory_bytes)
+    gc.freeze()
+    gc.disable()  # a collection in the middle of a body's million objects finds nothing
+    link.sendall(REPLY.pack(READY, 0))
+    with link.makefile("rb") as incoming:
+        while head := incoming.read(JOB.size):
+            kind, max_context, size = JOB.unpack(head)
+            ports.max_context = max_context
+            for part in _reply(_READERS[KINDS[kind]], incoming.read(size), ports):
+                link.sendall(part)
+            if size > SHORT_BYTES:
+                _give_back_memory()
+
+
+def _reply(
+    reader: Callable[[dict[str, Any], Ports], ReadRequest | bytes], body: bytes, ports: Ports
+) -> tuple[bytes, ...]:
+    try:
+        read = reader(decode_object(body), ports)
+    except ApiError as error:
+        refusal = Refusal(
+            status=error.status, message=error.message, code=error.code, param=error.param, headers=error.headers
+        )
+        return _framed(REFUSED, msgspec.msgpack.encode(refusal))
+    except MemoryError:
+        os._exit(1)  # there may be too little left to say so; the server knows
+    except Exception:  # the edge of the process: a defect is the server's to log
+        return _framed(DEFECT, traceback.format_exc().encode())
+    if isinstance(read, bytes):
+        return _framed(ANSWER, read)
+    reply = AskedReply(asked=read.asked, lengths=[len(ids) for ids in read.prompts])
+    return *_framed(ASKED, msgspec.msgpack.encode(reply)), *(array.array("I", ids).tobytes() for ids in read.prompts)
+
+
+def _framed(outcome: int, record: bytes) -> tuple[bytes, bytes]:
+    return REPLY.pack(outcome, len(record)), record
+
+
+def _make_ports(setup: Setup) -> Ports:
+    tokenizer = Tokenizer.from_gguf(setup.metadata)
+    tokenizer.bound  # noqa: B018 - built now, not while somebody waits
+    return Ports(
+        model=ModelCard(name=setup.model, created_s=0),
+        tokenizer=tokenizer,
+        template=ChatTemplate.from_gguf(setup.metadata),
+        not_ready=tuple,
+        defaults=setup.defaults,
+        settings=replace(ApiSettings(), normalise=setup.normalise),
+        banned=setup.banned,
+    )
+
+
+def _limit_memory(more_bytes: int) -> None:
+    """Let this process take so much memory beyond what it has."""
+    fields = Path("/proc/self/statm").read_text().split()
+    resource.setrlimit(resource.RLIMIT_DATA, (int(fields[5]) * resource.getpagesize() + more_bytes,) * 2)
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+
+
+def _give_back_memory() -> None:
+    gc.collect()
+    with contextlib.suppress(AttributeError):  # another C library than glibc
+        ctypes.CDLL(None).malloc_trim(0)
+
+
+def _end_with_the_server(link: socket.socket) -> None:
+    """End this process when the other end of the socket is closed, whatever it does at the time."""
+    poll = select.poll()
+    poll.register(link.fileno(), select.POLLRDHUP)
+    poll.poll()
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), int(sys.argv[2]))

@@ -1,0 +1,90 @@
+"""A request's body from the socket to what it asks for: short ones here, long ones through the intake.
+
+Knows HTTP bodies, no endpoint.  Invariants: the event loop works on at most INLINE_BYTES of a body at a time, and lets
+others run between two bodies; the bytes of all bodies in hand are bounded.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Any, Final
+
+from aiohttp import web
+
+from lucevisor.api.asked import Kind, ReadRequest
+from lucevisor.api.context import BODIES, PORTS, Bodies
+from lucevisor.api.decoding import decode_object
+from lucevisor.api.errors import ApiError
+from lucevisor.api.ports import ApiSettings, Ports
+from lucevisor.errors import show
+
+INLINE_BYTES: Final = 4 * 1024
+"""Bodies up to this size are read in the event loop: 2 ms of template and tokens at most."""
+
+Reader = Callable[[dict[str, Any], Ports], ReadRequest | bytes]
+
+
+async def receive(request: web.Request, kind: Kind, reader: Reader) -> ReadRequest | bytes:
+    """Return what the body of a request asks for, or the answer to it; ApiError where it is refused."""
+    ports, bodies = request.app[PORTS], request.app[BODIES]
+    body: list[bytes] = []
+    try:
+        await _receive(request, ports.settings, bodies, body)
+        if sum(map(len, body)) <= INLINE_BYTES:
+            async with bodies.turn:
+                await asyncio.sleep(0)  # one body for each time round the loop, however many have come
+                return reader(decode_object(b"".join(body)), ports)
+        if ports.intake is None:
+            raise too_large(INLINE_BYTES)
+        return await ports.intake.read(kind, body, ports)
+    finally:
+        bodies.n_bytes -= sum(map(len, body))
+
+
+async def _receive(request: web.Request, settings: ApiSettings, bodies: Bodies, body: list[bytes]) -> None:
+    """Append the parts of the body as they come, counted in `bodies`."""
+    media_type = request.content_type.lower()
+    if media_type != "application/json" and not (
+        media_type.startswith("application/") and media_type.endswith("+json")
+    ):
+        sent = request.headers.get("Content-Type", "")
+        raise ApiError(
+            400, f"Content-Type is {show(sent)}; send the body as application/json", code="unsupported_content_type"
+        )
+    limit_bytes = settings.max_body_bytes
+    if request.content_length is not None and request.content_length > limit_bytes:
+        raise too_large(limit_bytes)
+    size = 0
+    try:
+        async with asyncio.timeout(settings.body_timeout_s):
+            async for part in request.content.iter_any():
+                size += len(part)
+                if size > limit_bytes:
+                    raise too_large(limit_bytes)
+                if bodies.n_bytes + len(part) > settings.max_bodies_bytes:
+                    raise _too_many(settings)
+                bodies.n_bytes += len(part)
+                body.append(part)
+    except TimeoutError:
+        raise ApiError(
+            408, f"the body did not arrive within {settings.body_timeout_s:g} s", code="request_timeout"
+        ) from None
+    except web.HTTPRequestEntityTooLarge:
+        raise too_large(limit_bytes) from None
+    except web.RequestPayloadError as error:
+        raise ApiError(400, f"the body cannot be read: {error}", code="invalid_body") from None
+
+
+def too_large(limit_bytes: int) -> ApiError:
+    """Return the 413; `limit_bytes` is the most a body may have."""
+    return ApiError(413, f"the body is larger than {limit_bytes} bytes; send less", code="request_too_large")
+
+
+def _too_many(settings: ApiSettings) -> ApiError:
+    return ApiError(
+        429,
+        f"requests of {settings.max_bodies_bytes >> 20} MiB are being received; try again in a second",
+        code="queue_full",
+        headers={"Retry-After": "1"},
+    )
