@@ -39,6 +39,10 @@ class Asked(msgspec.Struct, frozen=True, kw_only=True):
     echoes: tuple[str, ...] = ()
 
 
+Answer = list[bytes]
+"""The body of an answer that needs no model, in parts."""
+
+
 @dataclass(frozen=True, slots=True)
 class ReadRequest:
     """A request with the token ids of its prompts."""

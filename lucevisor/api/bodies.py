@@ -20,7 +20,9 @@ MAX_CHOICES = 128
 MAX_ECHO_CHARS = 4 * 1024 * 1024
 """Characters of prompts that one answer repeats, over all its choices."""
 MAX_TEXT_CHARS = 4 * 1024 * 1024
-"""Characters of a text for /tokenize, which the context does not bound."""
+MAX_TEXT_TOKENS = 1024 * 1024
+MAX_ANSWER_BYTES = 16 * 1024 * 1024
+"""Of /tokenize and /detokenize, which the context does not bound."""
 MAX_TOOL_VALUES = 32 * 1024
 """JSON values in all the tools of a request: the schemas of a thousand tools."""
 

@@ -14,7 +14,17 @@ import msgspec
 import structlog
 from aiohttp import web
 
-from lucevisor.api.context import ACTIVE, METRICS, PORTS, RequestContext, attach, context_of, has_context, request_id_of
+from lucevisor.api.context import (
+    ACTIVE,
+    ENTRANCE,
+    METRICS,
+    PORTS,
+    RequestContext,
+    attach,
+    context_of,
+    has_context,
+    request_id_of,
+)
 from lucevisor.api.errors import CLIENT_CLOSED, ApiError, internal_error, unavailable
 from lucevisor.api.guard import OPEN_PATHS, check_access, cors_headers, is_preflight, preflight
 from lucevisor.api.sse import ClientGone
@@ -33,6 +43,7 @@ _STATUS_MESSAGES = {
 @web.middleware
 async def boundary(request: web.Request, handler: Handler) -> web.StreamResponse:
     """Serve one request."""
+    await request.app[ENTRANCE].turn()
     context = RequestContext(request_id_of(request), time.monotonic())
     attach(request, context)
     active = request.app[ACTIVE]

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from lucevisor.api.choice import Piece, TokenRecord
-from lucevisor.api.logprobs import chat_logprobs
+from lucevisor.api.logprobs import chat_logprobs, encoded_each
 from lucevisor.api.totals import Totals
 from lucevisor.text.output_parser import ContentDelta, ReasoningDelta, ToolCallDelta
 from lucevisor.text.tokenizer import Tokenizer
@@ -117,7 +117,8 @@ class ChatShape:
     def _logprobs(self, tokens: Sequence[TokenRecord], *, whole: bool = False) -> object:
         if not self.logprobs or not (tokens or whole):
             return None
-        return chat_logprobs(self.tokenizer, tokens)
+        told = chat_logprobs(self.tokenizer, tokens)
+        return {**told, "content": encoded_each(told["content"])} if whole else told
 
     def _tool_call(self, index: int, call: ToolCallDelta) -> dict[str, object]:
         # Unique for good, since the response's id is; clients send it back with the tool's result.

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from lucevisor.api.choice import Piece, TokenRecord
-from lucevisor.api.logprobs import completion_logprobs
+from lucevisor.api.logprobs import completion_logprobs, encoded_each
 from lucevisor.api.totals import Totals
 from lucevisor.text.output_parser import ContentDelta
 from lucevisor.text.tokenizer import Tokenizer
@@ -91,7 +91,8 @@ class CompletionShape:
     def _logprobs(self, tokens: Sequence[TokenRecord], *, whole: bool) -> object:
         if not self.logprobs or not (tokens or whole):
             return None
-        return completion_logprobs(self.tokenizer, tokens)
+        told = completion_logprobs(self.tokenizer, tokens)
+        return {**told, "top_logprobs": encoded_each(told["top_logprobs"])} if whole else told
 
 
 def _text(piece: Piece) -> str:

@@ -5,7 +5,6 @@ Knows no endpoint.  Invariant: whoever ends a request (a drain, the boundary aft
 
 from __future__ import annotations
 
-import asyncio
 import re
 import secrets
 from collections.abc import Sequence
@@ -17,6 +16,7 @@ from aiohttp import web
 from lucevisor.api.metrics import Metrics
 from lucevisor.api.ports import HandlePort, Ports
 from lucevisor.api.sse import EventStream
+from lucevisor.api.turnstile import Turnstile
 
 PORTS: Final = web.AppKey("ports", Ports)
 METRICS: Final = web.AppKey("metrics", Metrics)
@@ -63,10 +63,12 @@ class Bodies:
 
     def __init__(self) -> None:
         self.n_bytes = 0
-        self.turn = asyncio.Lock()
+        self.turns = Turnstile(1)
 
 
 BODIES: Final = web.AppKey("bodies", Bodies)
+ENTRANCE: Final = web.AppKey("entrance", Turnstile)
+"""What every request passes first: a handler takes 0.1 ms before it waits for anything."""
 
 
 def request_id_of(request: web.Request) -> str:

@@ -6,6 +6,7 @@ unless the operator said `allow_open`; a page of another origin is told nothing 
 
 from __future__ import annotations
 
+import functools
 import ipaddress
 from typing import Final
 
@@ -70,6 +71,7 @@ def _check_local(request: web.Request, host: str) -> None:
         )
 
 
+@functools.lru_cache(1024)
 def _is_loopback(address: str) -> bool:
     try:
         ip = ipaddress.ip_address(address.partition("%")[0])

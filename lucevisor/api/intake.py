@@ -24,8 +24,8 @@ from typing import Any, Final, TypeVar
 import msgspec
 import structlog
 
-from lucevisor.api.asked import Asked, Kind, ReadRequest
-from lucevisor.api.errors import ApiError
+from lucevisor.api.asked import Answer, Asked, Kind, ReadRequest
+from lucevisor.api.errors import ApiError, unavailable
 from lucevisor.api.ports import Ports, SamplingDefaults
 from lucevisor.text.preamble import Normalise
 
@@ -42,6 +42,7 @@ KINDS: Final[tuple[Kind, ...]] = ("chat", "completion", "tokenize", "detokenize"
 READY, ASKED, ANSWER, REFUSED, DEFECT = range(5)
 
 _ID_BYTES: Final = 4
+_PART_BYTES: Final = 256 * 1024  # of a long answer: 10 MB in one piece take 10 ms to copy
 _LONG_PROMPT: Final = 4096  # ids; the loop gets a turn after each prompt as long as this
 _TOO_MUCH: Final = "the body takes more than {what} to read; send less"
 
@@ -99,16 +100,25 @@ class Intake:
         """Start the first process, so that the first long body need not wait for it."""
         self._add(self._start(ports))
 
-    async def read(self, kind: Kind, body: Sequence[bytes], ports: Ports) -> ReadRequest | bytes:
+    async def read(self, kind: Kind, body: Sequence[bytes], ports: Ports) -> ReadRequest | Answer:
         """Return what a body asks for, or the answer to it; ApiError when it is refused."""
         size = sum(map(len, body))
         index = await self._take(size, ports)
         # A client that goes away leaves the process to finish: killing and starting it costs more.
-        return await asyncio.shield(self._add(self._run(index, kind, body, size, ports)))
+        job = self._add(self._run(index, kind, body, size, ports))
+        try:
+            return await asyncio.shield(job)
+        except asyncio.CancelledError:
+            if self._closed and job.cancelled():
+                raise _closing(ports) from None
+            raise
 
     async def close(self) -> None:
         """End the processes; what they read is lost."""
         self._closed = True
+        while self._waiting:
+            turn, _ = self._waiting.popleft()
+            turn.cancel()
         for job in list(self._jobs):
             job.cancel()
         await asyncio.gather(*self._jobs, return_exceptions=True)
@@ -155,6 +165,8 @@ class Intake:
             except asyncio.CancelledError:
                 if turn.done() and not turn.cancelled():
                     self._give_back(turn.result())
+                if self._closed and turn.cancelled():
+                    raise _closing(ports) from None
                 raise
         else:
             self._free.discard(index)
@@ -177,7 +189,9 @@ class Intake:
                 turn.set_result(index)
                 return
 
-    async def _run(self, index: int, kind: Kind, body: Sequence[bytes], size: int, ports: Ports) -> ReadRequest | bytes:
+    async def _run(
+        self, index: int, kind: Kind, body: Sequence[bytes], size: int, ports: Ports
+    ) -> ReadRequest | Answer:
         try:
             process = await self._ready(index, ports)
             async with asyncio.timeout(ports.settings.intake_timeout_s):
@@ -206,7 +220,7 @@ class Intake:
 
     async def _ready(self, index: int, ports: Ports) -> _Process:
         if self._closed:
-            raise IntakeLost("the server is closing")
+            raise _closing(ports)
         process = self._processes[index]
         if process is None:
             if self._setup is None:
@@ -260,11 +274,9 @@ class _Process:
         assert self._socket is not None
         self._reader, self._writer = await asyncio.open_unix_connection(sock=self._socket)
         self._socket = None
-        outcome, record = await self._reply()
-        if outcome != READY:
-            raise IntakeLost(record.decode(errors="replace"))
+        await self._reply()
 
-    async def ask(self, kind: Kind, body: Sequence[bytes], size: int, max_context: int) -> ReadRequest | bytes:
+    async def ask(self, kind: Kind, body: Sequence[bytes], size: int, max_context: int) -> ReadRequest | Answer:
         """Send one body, return what comes of it; ApiError for a refusal, IntakeLost."""
         assert self._writer is not None
         try:
@@ -274,12 +286,13 @@ class _Process:
                 await self._writer.drain()
         except ConnectionError as error:
             raise IntakeLost(str(error)) from None
-        outcome, record = await self._reply()
+        outcome, parts = await self._reply()
+        if outcome == ANSWER:
+            return parts
+        record = b"".join(parts)
         if outcome == ASKED:
             reply = msgspec.msgpack.decode(record, type=AskedReply)
             return ReadRequest(reply.asked, [await self._ids(length) for length in reply.lengths])
-        if outcome == ANSWER:
-            return record
         if outcome == REFUSED:
             told = msgspec.msgpack.decode(record, type=Refusal)
             raise ApiError(told.status, told.message, code=told.code, param=told.param, headers=told.headers)
@@ -294,9 +307,10 @@ class _Process:
         self._process.kill()
         await asyncio.to_thread(self._process.wait)  # memory of a gigabyte takes a while to be given back
 
-    async def _reply(self) -> tuple[int, bytes]:
+    async def _reply(self) -> tuple[int, list[bytes]]:
         outcome, length = REPLY.unpack(await self._exactly(REPLY.size))
-        return outcome, await self._exactly(length)
+        whole, rest = divmod(length, _PART_BYTES)
+        return outcome, [await self._exactly(n) for n in [*[_PART_BYTES] * whole, rest]]
 
     async def _ids(self, length: int) -> tuple[int, ...]:
         ids = array.array("I", await self._exactly(_ID_BYTES * length))
@@ -309,6 +323,10 @@ class _Process:
             return await self._reader.readexactly(length)
         except (asyncio.IncompleteReadError, ConnectionError):
             raise IntakeLost(f"process {self._process.pid} ended") from None
+
+
+def _closing(ports: Ports) -> ApiError:
+    return unavailable("the server is shutting down", ports.settings.retry_after_s, "shutting_down")
 
 
 def _too_much(what: str) -> ApiError:

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+import msgspec
+
 from lucevisor.api.choice import TokenRecord
 from lucevisor.text.tokenizer import Tokenizer
 
@@ -50,6 +52,12 @@ def completion_logprobs(tokenizer: Tokenizer, tokens: Sequence[TokenRecord]) -> 
         "top_logprobs": tops,
         "text_offset": [t.offset for t in tokens],
     }
+
+
+def encoded_each(items: object) -> list[msgspec.Raw]:
+    """Return a list with each item encoded: the encoder holds the interpreter lock, for short times then."""
+    assert isinstance(items, list)
+    return [msgspec.Raw(msgspec.json.encode(item)) for item in items]
 
 
 def _finite(logprob: float | None) -> float:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Protocol
 
-from lucevisor.api.asked import Kind, ReadRequest
+from lucevisor.api.asked import Answer, Kind, ReadRequest
 from lucevisor.api.keys import ApiKeys
 from lucevisor.engine.request import Event, GenerationRequest
 from lucevisor.engine.statistics import EngineStatistics
@@ -51,7 +51,7 @@ class IntakePort(Protocol):
     def start(self, ports: Ports, /) -> None:
         """Begin to get ready; without it the first body waits for that."""
 
-    async def read(self, kind: Kind, body: Sequence[bytes], ports: Ports, /) -> ReadRequest | bytes:
+    async def read(self, kind: Kind, body: Sequence[bytes], ports: Ports, /) -> ReadRequest | Answer:
         """Return what a body asks for, or the answer to it; ApiError when it is refused."""
 
     async def close(self) -> None:

@@ -12,7 +12,7 @@ from typing import Any, Final
 
 from aiohttp import web
 
-from lucevisor.api.asked import Kind, ReadRequest
+from lucevisor.api.asked import Answer, Kind, ReadRequest
 from lucevisor.api.context import BODIES, PORTS, Bodies
 from lucevisor.api.decoding import decode_object
 from lucevisor.api.errors import ApiError
@@ -25,16 +25,16 @@ INLINE_BYTES: Final = 4 * 1024
 Reader = Callable[[dict[str, Any], Ports], ReadRequest | bytes]
 
 
-async def receive(request: web.Request, kind: Kind, reader: Reader) -> ReadRequest | bytes:
+async def receive(request: web.Request, kind: Kind, reader: Reader) -> ReadRequest | Answer:
     """Return what the body of a request asks for, or the answer to it; ApiError where it is refused."""
     ports, bodies = request.app[PORTS], request.app[BODIES]
     body: list[bytes] = []
     try:
         await _receive(request, ports.settings, bodies, body)
         if sum(map(len, body)) <= INLINE_BYTES:
-            async with bodies.turn:
-                await asyncio.sleep(0)  # one body for each time round the loop, however many have come
-                return reader(decode_object(b"".join(body)), ports)
+            await bodies.turns.turn()
+            read = reader(decode_object(b"".join(body)), ports)
+            return [read] if isinstance(read, bytes) else read
         if ports.intake is None:
             raise too_large(INLINE_BYTES)
         return await ports.intake.read(kind, body, ports)

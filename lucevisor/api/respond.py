@@ -6,10 +6,11 @@ and when a response ends, for whatever reason, all its sequences are over.
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Final, Protocol
 
 import msgspec
 from aiohttp import web
@@ -23,6 +24,9 @@ from lucevisor.api.ports import HandlePort, Ports
 from lucevisor.api.sse import EventStream
 from lucevisor.api.totals import Totals
 from lucevisor.engine.request import FinishedEvent, GenerationRequest, SubmitError, TokenEvent
+
+_LONG_PROMPT: Final = 4096  # ids; the loop gets a turn after each prompt as long as this
+_QUICK_RECORDS: Final = 2000  # tokens and log-probabilities of an answer that is put together in a millisecond or two
 
 
 class Shape(Protocol):
@@ -63,7 +67,7 @@ class Plan:
 async def respond(request: web.Request, plan: Plan) -> web.StreamResponse:
     """Run a plan and answer; ApiError when it is refused or a sequence fails, ClientGone when nobody listens."""
     ports, context = request.app[PORTS], context_of(request)
-    context.handles = _submit(ports, plan)
+    await _submit(ports, plan, context)
     run = _Run(plan, context, request.app[METRICS])
     try:
         async with joined(context.handles) as events:
@@ -74,24 +78,26 @@ async def respond(request: web.Request, plan: Plan) -> web.StreamResponse:
             body = await run.whole(events, ports.settings.keepalive_s)
     except GenerationFailed as failure:
         raise from_request_error(failure.error, ports.settings.retry_after_s) from None
-    return web.Response(body=msgspec.json.encode(body), content_type="application/json")
+    return web.Response(body=body, content_type="application/json")
 
 
-def _submit(ports: Ports, plan: Plan) -> list[HandlePort]:
+async def _submit(ports: Ports, plan: Plan, context: RequestContext) -> None:
+    """Submit every sequence or none; `context` knows each at once, since a drain may come in between."""
     if ports.engine is None:
         waiting = ", ".join(f"{part.name} is {part.state}" for part in ports.not_ready()) or "it is being started"
         raise unavailable(f"the model is not ready: {waiting}; try again later", ports.settings.retry_after_s)
-    handles: list[HandlePort] = []
+    context.handles = handles = list[HandlePort]()
     try:
         for job in plan.jobs:
-            handles.append(ports.engine.submit(job.request))  # noqa: PERF401 - what was taken must be known on a refusal
+            handles.append(ports.engine.submit(job.request))
+            if len(job.request.prompt) >= _LONG_PROMPT:
+                await asyncio.sleep(0)
     except BaseException as error:
         for handle in handles:
             handle.cancel()
         if isinstance(error, SubmitError):
             raise from_refusal(error, plan.prompt_param, ports.settings.retry_after_s) from None
         raise
-    return handles
 
 
 class _Run:
@@ -128,7 +134,7 @@ class _Run:
             await stream.send(usage)
         await stream.finish()
 
-    async def whole(self, events: Events, patience_s: float) -> object:
+    async def whole(self, events: Events, patience_s: float) -> bytes:
         """Gather all pieces; return the body."""
         choices: list[list[Piece]] = [[] for _ in self._plan.jobs]
         while self._n_open:
@@ -136,7 +142,16 @@ class _Run:
             if item is not None:
                 index, event = item
                 choices[index] += self._read(index, event)
-        return self._plan.shape.whole(choices, self._totals)
+        if sum(map(len, choices)) * (1 + self._n_scores()) <= _QUICK_RECORDS:
+            return self._encoded(choices)
+        return await asyncio.to_thread(self._encoded, choices)
+
+    def _n_scores(self) -> int:
+        """Return how many log-probabilities are told with each token."""
+        return 1 + max(job.request.sampling.n_top_logprobs for job in self._plan.jobs)
+
+    def _encoded(self, choices: Sequence[Sequence[Piece]]) -> bytes:
+        return msgspec.json.encode(self._plan.shape.whole(choices, self._totals))
 
     def _read(self, index: int, event: TokenEvent | FinishedEvent) -> list[Piece]:
         job, context = self._plan.jobs[index], self._context

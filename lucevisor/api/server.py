@@ -14,15 +14,17 @@ from lucevisor.api import info
 from lucevisor.api.boundary import boundary, set_headers, wait_until_idle
 from lucevisor.api.chat import chat_completions
 from lucevisor.api.completions import completions
-from lucevisor.api.context import ACTIVE, BODIES, METRICS, PORTS, ActiveRequests, Bodies
+from lucevisor.api.context import ACTIVE, BODIES, ENTRANCE, METRICS, PORTS, ActiveRequests, Bodies
 from lucevisor.api.metrics import Metrics
 from lucevisor.api.openapi import openapi
 from lucevisor.api.ports import Ports
 from lucevisor.api.text_routes import detokenize, tokenize
+from lucevisor.api.turnstile import Turnstile
 from lucevisor.errors import ConfigError, LucevisorError
 
 _CLOSING_S = 2.0
 _LAST_EVENTS_S = 1.0
+_STARTS_A_ROUND = 16
 
 
 def create_app(ports: Ports) -> web.Application:
@@ -32,8 +34,9 @@ def create_app(ports: Ports) -> web.Application:
     app[METRICS] = Metrics(ports)
     app[ACTIVE] = ActiveRequests()
     app[BODIES] = Bodies()
+    app[ENTRANCE] = Turnstile(_STARTS_A_ROUND)
     app.on_response_prepare.append(set_headers)
-    app.on_cleanup.append(_close_intake)
+    app.on_shutdown.append(_close_intake)
     app.add_routes(
         [
             web.post("/v1/chat/completions", chat_completions),

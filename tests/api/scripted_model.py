@@ -161,15 +161,15 @@ class ScriptedStage:
 class Rig:
     """Engine, stage and ports of one server.  Make it inside the running loop."""
 
-    def __init__(self, *, attach: bool = True, max_queue: int = 8, **ports: object) -> None:
+    def __init__(self, *, attach: bool = True, max_queue: int = 8, max_context: int = 512, **ports: object) -> None:
         self.limits = EngineLimits(
             n_stages=1,
             max_sequences=4,
-            max_context=512,
+            max_context=max_context,
             prefill_chunk=128,
             max_step_tokens=256,
             spaces=frozenset({Space.FULL, Space.RECURRENT}),
-            pools=Pools(full_pages=64, window_pages=0, states=4),
+            pools=Pools(full_pages=max(64, max_context // 64), window_pages=0, states=4),
         )
         self.stage = ScriptedStage()
         self.waiting_for: list[NotReadyPart] = []

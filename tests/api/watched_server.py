@@ -15,12 +15,10 @@ import gc
 import json
 import sys
 import time
-from dataclasses import replace
 
 import structlog
 import uvloop
 
-from lucevisor.api.ports import ApiSettings
 from lucevisor.api.server import create_app, serve
 from tests.api.scripted_model import Rig
 
@@ -50,7 +48,7 @@ class Watch:
 
 
 async def main() -> None:
-    rig = Rig(max_queue=1024, settings=replace(ApiSettings(), max_bodies_bytes=512 << 20))
+    rig = Rig(max_queue=1024, max_context=1 << 18)
     assert rig.ports.intake is not None
     rig.ports.intake.start(rig.ports)
     runner, url = await serve(create_app(rig.ports), "127.0.0.1", 0)
