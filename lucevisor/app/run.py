@@ -32,7 +32,7 @@ from lucevisor.api.ports import (
     SnapshotFigures,
 )
 from lucevisor.api.server import create_app, serve
-from lucevisor.app import logs
+from lucevisor.app import collector, logs
 from lucevisor.app.cache_operations import CacheOperations, figures
 from lucevisor.app.model_source import resolve
 from lucevisor.app.rundir import RunDirectory
@@ -144,6 +144,7 @@ class Supervisor:
         try:
             if self._ports.intake is not None:
                 self._ports.intake.start(self._ports)
+            collector.quieten()
             http, self.url = await serve(create_app(self._ports), self.config.server.host, self.config.server.port)
             log.info("listening", url=self.url, name=self.run_dir.name, pid=os.getpid())
             started = asyncio.ensure_future(self.service.start())

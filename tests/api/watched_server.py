@@ -11,7 +11,6 @@ then the process does not compute.
 from __future__ import annotations
 
 import asyncio
-import gc
 import json
 import sys
 import time
@@ -20,6 +19,7 @@ import structlog
 import uvloop
 
 from lucevisor.api.server import create_app, serve
+from lucevisor.app import collector
 from tests.api.scripted_model import Rig
 
 PERIOD_S = 0.001
@@ -52,7 +52,7 @@ async def main() -> None:
     assert rig.ports.intake is not None
     rig.ports.intake.start(rig.ports)
     runner, url = await serve(create_app(rig.ports), "127.0.0.1", 0)
-    gc.freeze()
+    collector.quieten()
     reader = asyncio.StreamReader()
     await asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), sys.stdin)
     watch = Watch()
