@@ -16,7 +16,7 @@ from lucevisor.errors import LucevisorError
 from lucevisor.memory import digest_cache
 from lucevisor.wire.gguf_files import open_model, part_paths
 from lucevisor.wire.values import FileIdentity
-from tests.memory.test_weight_digests import flip
+from tests.memory.test_weight_digests import flip, settled
 from tests.wire.test_fingerprint import write
 
 S = 1_000_000_000
@@ -24,7 +24,7 @@ S = 1_000_000_000
 
 @pytest.fixture
 def model(tmp_path: Path) -> Path:
-    return write(tmp_path / "m.gguf", unused="blk.2.nextn.eh_proj.weight")
+    return settled(write(tmp_path / "m.gguf", unused="blk.2.nextn.eh_proj.weight"))
 
 
 def change(path: Path, how: str) -> None:
