@@ -152,12 +152,25 @@ class SnapshotStore:
             self._entries = found | {
                 name: e for name, e in self._entries.items() if name not in listed and e.used_s >= began_s
             }
-        n_others = sum(f.kind is FileKind.SNAPSHOT for f in files) - len(found)
+        others = [f.file for f in files if f.kind is FileKind.SNAPSHOT and f.file not in found]
+        n_older = sum(map(self._is_older, others))
+        if n_older:
+            log.warning(
+                "snapshots of an earlier version are not used", n=n_older, reason="their fingerprint did not cover all "
+                "weights; `lucevisor cache ls` shows them, `cache rm` removes them",
+            )  # fmt: skip
         log.info(
-            "snapshots scanned", directory=str(self.directory), n_usable=len(found), n_others=n_others,
+            "snapshots scanned", directory=str(self.directory), n_usable=len(found), n_others=len(others),
             n_bytes=sum(f.n_bytes for f in files), seconds=round(time.monotonic() - started, 3),
         )  # fmt: skip
         return self.entries
+
+    def _is_older(self, file: str) -> bool:
+        try:
+            os.close(disk.open_snapshot(self.directory / file)[0])
+        except SnapshotError as error:
+            return error.fault is Fault.OLDER
+        return False
 
     def _entry(self, file: FileUse) -> SnapshotEntry:
         with self._refusing(file.file):

@@ -10,6 +10,7 @@ import time
 
 import click
 import pytest
+import structlog
 from click.testing import CliRunner
 
 from lucevisor.cli import cli
@@ -190,6 +191,11 @@ def test_snapshots_of_an_earlier_version_are_told_and_left_alone(two):
     assert store.scan() == []
     assert store.statistics.failures == {"older": 1}
     store.close()
+    with structlog.testing.capture_logs() as logs:  # under the name of another model, as one of that version has
+        store = made_store(directory, made_model("Made 0B", "ef"))
+        assert store.scan() == []
+        store.close()
+    assert [line["n"] for line in logs if line["event"] == "snapshots of an earlier version are not used"] == [1]
     assert names(directory) == sorted([old.file, new.file, "notes.txt"])
 
 
