@@ -22,7 +22,7 @@ import structlog
 from lucevisor.errors import LucevisorError
 from lucevisor.memory import digest_cache
 from lucevisor.memory.weight_digests import DigestsStopped, FileChangedError, HashProgress, digest_tensors
-from lucevisor.wire.gguf_files import GgufFiles, open_model
+from lucevisor.wire.gguf_files import GgufFiles, identity_of, open_model
 from lucevisor.wire.gguf_header import GgufError
 from lucevisor.wire.values import FileIdentity
 
@@ -31,6 +31,9 @@ TICK_S = 0.1
 times are taken to say that nobody wrote to it since."""
 COARSE_TICK_S = 2.0
 """The same for file systems that keep whole seconds."""
+
+CLOSE_S = 2.0
+"""A pass ends within a piece of 1 MiB, unless the disk hangs: no stop waits for that."""
 
 _ANEW = "`lucevisor stop`, then `lucevisor start`, loads the new file into every group"
 
@@ -89,11 +92,12 @@ class ModelWeights:
         return f"{100 * done // max(total, 1)} % of {total / 1e9:.1f} GB"
 
     async def close(self) -> None:
-        """End all hashing; returns when no thread reads any more."""
+        """End all hashing; returns when no thread reads any more, or the disk hangs."""
         for one in self._passes:
             one.stop = True
         tasks = [*self._comparing.values(), *([self._hashing] if self._hashing is not None else [])]
-        await asyncio.gather(*tasks, return_exceptions=True)
+        if tasks:
+            await asyncio.wait(tasks, timeout=CLOSE_S)
 
     def _on_hashed(self, task: asyncio.Task[dict[str, str]]) -> None:
         if task.cancelled():
@@ -117,6 +121,9 @@ class ModelWeights:
         cannot be read.
         """
         try:
+            known = await asyncio.to_thread(self._admitted_now)
+            if known is not None:
+                return known
             files = await asyncio.to_thread(open_model, self._files.paths)
         except (GgufError, OSError) as error:
             raise LucevisorError(f"the model cannot be read any more: {error}") from error
@@ -131,6 +138,14 @@ class ModelWeights:
                 if identities in self._comparing and self._comparing[identities].done():
                     del self._comparing[identities]
         return identities
+
+    def _admitted_now(self) -> tuple[FileIdentity, ...] | None:
+        """The identities of the files under the model's names, if they are admitted; no file is opened."""
+        found = [path.stat() for path in self._files.paths]
+        for identities in self._admitted:
+            if all(identity_of(s, i.header) == i for s, i in zip(found, identities, strict=True)):
+                return identities
+        return None
 
     async def _compare(self, files: GgufFiles) -> None:
         """Admit ``files`` if they hold the same bytes.  Raises WeightsChangedError."""

@@ -142,7 +142,7 @@ def remove(directory: Path, files: Iterable[str] | None = None) -> list[FileUse]
             raise CacheError(f"{file} is not the name of a snapshot: it is not lucevisor's to remove")
         if file not in there:
             raise CacheError(f"{file} is not in {directory}: `lucevisor cache ls` shows what is")
-    gone = []
+    gone: list[FileUse] = []
     try:
         with disk.locked(directory):
             there = {use.file: use for use in _files(directory)}  # nobody renames or removes from here on

@@ -31,6 +31,11 @@ _HEADER_READS = (1 << 20, 16 << 20, MAX_HEADER_BYTES)
 _CUT = "the file ended: it was cut after it was opened; fetch it again"
 
 
+def identity_of(s: os.stat_result, header: str) -> FileIdentity:
+    """The identity of a file of this status whose header has this sha256."""
+    return FileIdentity(s.st_dev, s.st_ino, s.st_size, s.st_mtime_ns, s.st_ctime_ns, header)
+
+
 class OpenFile:
     """A file that is open for reading until nobody refers to it; replacing the file on disk does not change it."""
 
@@ -52,14 +57,11 @@ class OpenFile:
     @property
     def identity(self) -> FileIdentity:
         """What the file was when it was opened, before its header was read."""
-        return self._identity(self._opened)
+        return identity_of(self._opened, self._header)
 
     def identity_now(self) -> FileIdentity:
         """What it is now.  The header counts as read: whoever changed it has moved the times."""
-        return self._identity(os.fstat(self._fd))
-
-    def _identity(self, s: os.stat_result) -> FileIdentity:
-        return FileIdentity(s.st_dev, s.st_ino, s.st_size, s.st_mtime_ns, s.st_ctime_ns, self._header)
+        return identity_of(os.fstat(self._fd), self._header)
 
     def has_its_header(self) -> bool:
         """Read the header again and say whether it is the parsed one.  Raises OSError."""
