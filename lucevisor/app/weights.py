@@ -121,7 +121,7 @@ class ModelWeights:
         cannot be read.
         """
         try:
-            known = await asyncio.to_thread(self._admitted_now)
+            known = await asyncio.to_thread(_now_among, self._files.paths, tuple(self._admitted))
             if known is not None:
                 return known
             files = await asyncio.to_thread(open_model, self._files.paths)
@@ -138,14 +138,6 @@ class ModelWeights:
                 if identities in self._comparing and self._comparing[identities].done():
                     del self._comparing[identities]
         return identities
-
-    def _admitted_now(self) -> tuple[FileIdentity, ...] | None:
-        """The identities of the files under the model's names, if they are admitted; no file is opened."""
-        found = [path.stat() for path in self._files.paths]
-        for identities in self._admitted:
-            if all(identity_of(s, i.header) == i for s, i in zip(found, identities, strict=True)):
-                return identities
-        return None
 
     async def _compare(self, files: GgufFiles) -> None:
         """Admit ``files`` if they hold the same bytes.  Raises WeightsChangedError."""
@@ -206,6 +198,15 @@ def unsettled_s(identities: Sequence[FileIdentity], now_ns: int) -> float:
         return identity.ctime_ns + int((COARSE_TICK_S if coarse else TICK_S) * 1e9)
 
     return (max(map(end_ns, identities), default=now_ns) - now_ns) / 1e9
+
+
+def _now_among(paths: Sequence[Path], admitted: Sequence[tuple[FileIdentity, ...]]) -> tuple[FileIdentity, ...] | None:
+    """Those identities that the files under ``paths`` have now; no file is opened.  Raises OSError."""
+    found = [path.stat() for path in paths]
+    for identities in admitted:
+        if all(identity_of(s, i.header) == i for s, i in zip(found, identities, strict=True)):
+            return identities
+    return None
 
 
 async def _settle(files: GgufFiles) -> None:
