@@ -107,6 +107,7 @@ async def test_the_same_bytes_in_another_file_are_loaded(model: Path, tmp_path: 
         assert await generate(service, PROMPT, 8) == before
 
 
+@pytest.mark.timeout(300)
 async def test_changed_and_the_daemon_dies(model: Path, tmp_path: Path) -> None:
     """A restart that nobody asked for is refused alike; with the old bytes back an operator's works."""
     async with running(two_groups(tmp_path, model, CACHE.format(tmp_path / "snapshots")), tmp_path) as service:
@@ -123,7 +124,7 @@ async def test_changed_and_the_daemon_dies(model: Path, tmp_path: Path) -> None:
         assert await generate(service, PROMPT, 8) == before
 
 
-@pytest.mark.timeout(300)  # five starts
+@pytest.mark.timeout(300)  # four starts
 async def test_a_snapshot_of_other_weights_is_not_used(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -151,6 +152,7 @@ async def test_a_snapshot_of_other_weights_is_not_used(
     assert changed == await ask("[engine]\ndtype = 'float32'\n[cache]\nprefix_slots = 0\n")
 
 
+@pytest.mark.timeout(300)
 def test_an_operator_sees_why_and_what_to_do(cli: Cli, model: Path, tmp_path: Path) -> None:
     extra = f'[server]\nport = 0\n[cache]\ndir = "{tmp_path / "snapshots"}"\n'
     config = two_groups(tmp_path, model, extra)
