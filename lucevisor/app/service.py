@@ -24,7 +24,7 @@ from lucevisor.app.assembly import Assembly
 from lucevisor.app.engine_limits import engine_limits
 from lucevisor.app.snapshots import Snapshots, open_snapshots
 from lucevisor.app.speeds import cache_directory, speeds_for
-from lucevisor.app.watchdog import Watchdog, Work
+from lucevisor.app.watchdog import Work, watch
 from lucevisor.app.weights import ModelWeights
 from lucevisor.config import Config
 from lucevisor.engine.chain import ChainFailure, ChainResult
@@ -55,8 +55,6 @@ RESTART_S = 30.0
 STOP_S to leave before SIGKILL.  RESTART_S: an orderly restart waits half of it for running requests, and kills at the
 end of it."""
 
-WATCH_S = 1.0
-
 log = structlog.get_logger("service")
 
 
@@ -64,9 +62,7 @@ class Observer(Protocol):
     """Who watches a start: the command line's progress bars, or a test."""
 
     def state(self, group: str, state: State, reason: str) -> None: ...
-
     def progress(self, group: str, progress: Progress) -> None: ...
-
     def ready(self, service: Service) -> None: ...
 
 
@@ -106,8 +102,7 @@ class Service:
         self._links: dict[str, Link] = {}
         self._saving: asyncio.Task[int] | None = None
         self._hellos: dict[str, Hello] = {}
-        self._placed: asyncio.Future[Placement] = asyncio.get_running_loop().create_future()
-        self._placed.add_done_callback(_retrieve)
+        self._placed = _new_future()
         self._placing = asyncio.Lock()
         self._changed = asyncio.Event()
         self._loaded = asyncio.Event()  # all groups together, once
@@ -142,17 +137,20 @@ class Service:
 
     async def start(self) -> None:
         """Start every group; returns when all are spawned.  READY is awaited with :meth:`wait_ready`."""
-        self._watchdog = asyncio.create_task(self._watch(), name="watchdog")
+        self._watchdog = asyncio.create_task(watch(self._limits.step_s, self._in_hand, self._overdue), name="watchdog")
         await asyncio.gather(*(g.start() for g in self.groups.values()))
 
     async def wait_ready(self, timeout_s: float | None = None) -> bool:
         """True when requests are served, False at the deadline, when a group FAILED or when stopping."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
-                while self.state not in ("ready", "failed", "draining"):
-                    self._changed.clear()
-                    await self._changed.wait()
+                await self._until(lambda: self.state in ("ready", "failed", "draining"))
         return self.state == "ready"
+
+    async def _until(self, condition: Callable[[], bool]) -> None:
+        while not condition():
+            self._changed.clear()
+            await self._changed.wait()
 
     async def stop(self, drain_s: float = DRAIN_S, stop_s: float = STOP_S) -> None:
         """Stop everything.  Any number of callers share one shutdown; a further call with shorter deadlines shortens
@@ -202,21 +200,23 @@ class Service:
             self._saving = None
 
     async def restart(self, group: str, *, now: bool) -> None:
-        """Restart one group's daemon; returns when the chain serves again.  Raises LucevisorError naming group and
-        reason."""
+        """Restart one group's daemon; returns when the chain serves again, or waits for another group that FAILED.
+        Raises LucevisorError naming group and reason."""
         one = self.groups.get(group)
         if one is None:
             raise LucevisorError(f"there is no group {group!r}: the groups are {', '.join(self.groups)}")
-        if self._stopping is not None:
-            raise LucevisorError("the supervisor is stopping")
         async with self._restarting:
-            if self._stopping is not None:  # asked while this one waited for its turn
+            if self._stopping is not None:  # also since this one waited for its turn
                 raise LucevisorError("the supervisor is stopping")
             await one.restart(now=now, deadline_s=RESTART_S)
             self.restart_reasons[group]["operator"] += 1
             self._notify()
             await one.wait(State.STARTING, State.FAILED, timeout_s=2 * RESTART_S)
-            if not await self.wait_ready(None):
+            tried = (State.LOADING, State.READY, State.FAILED)
+            await self._until(
+                lambda: self.state in ("ready", "draining") or (self.state == "failed" and one.state in tried)
+            )
+            if self.state == "draining" or one.state is State.FAILED:
                 raise NotReadyError(f"group {group} did not come back: {self.reason()}")
 
     # ---- what it looks like from outside
@@ -250,6 +250,8 @@ class Service:
 
     async def _make_load(self, group: str, hello: Hello) -> LoadOrder:
         self._hellos[group] = hello
+        if self._placed.done() and self._placed.exception() is not None:
+            self._placed = _new_future()  # a restart: what did not fit may fit now
         if len(self._hellos) == len(self.groups):
             async with self._placing:  # measuring takes a while, in which a daemon may come a second time
                 if not self._placed.done():
@@ -340,6 +342,8 @@ class Service:
     def _on_state(self, group: str, state: State, reason: str) -> None:
         if state is State.BACKOFF:
             self.restart_reasons[group]["failure"] += 1
+        if self.placement is None and state in (State.BACKOFF, State.FAILED):
+            self._hellos.pop(group, None)  # what a dead process saw is no basis for a plan
         if state is State.FAILED and self.engine is not None:
             self.engine.detach(RequestError("shard_lost", f"group {group} failed: {reason}"), permanent=True)
         self._observer.state(group, state, reason)
@@ -381,14 +385,9 @@ class Service:
         if self.state == "ready":
             self._observer.ready(self)
 
-    async def _watch(self) -> None:
-        """Look once a second for a step or a reset that takes too long; the group that works on it is told."""
-        watchdog = Watchdog(self._limits.step_s, awake.AwakeClock())
-        while True:
-            await asyncio.sleep(WATCH_S)
-            for work, waited_s in watchdog.look(self._in_hand()).items():
-                log.error("overdue", group=work.group, what=work.what, waited_s=round(waited_s, 1))
-                self.groups[work.group].overdue(work.what, waited_s)
+    def _overdue(self, work: Work, waited_s: float) -> None:
+        log.error("overdue", group=work.group, what=work.what, waited_s=round(waited_s, 1))
+        self.groups[work.group].overdue(work.what, waited_s)
 
     def _in_hand(self) -> Iterator[Work]:
         """What the daemons work on.  Of all steps only the one begun first: those behind it wait for it."""
@@ -403,6 +402,12 @@ class Service:
 def group_devices(config: Config, name: str) -> list[int]:
     """Indices of the group's devices that the placement names."""
     return [d.index for d in config.placement.devices if d.group == name]
+
+
+def _new_future() -> asyncio.Future[Placement]:
+    future: asyncio.Future[Placement] = asyncio.get_running_loop().create_future()
+    future.add_done_callback(_retrieve)
+    return future
 
 
 def _retrieve(future: asyncio.Future[Placement] | asyncio.Task[None]) -> None:

@@ -1,14 +1,23 @@
 """Finds work that a daemon has had in hand for too long.
 
-Pure: the clock comes in, and what a name stands for is the caller's business. Invariant: work is overdue only when it
+Knows no groups: what a name stands for is the caller's business. Invariant: work is overdue only when it
 was seen at every look for `limit_s` on a clock that stands still while the supervisor does: a result that waits in a
 socket of a supervisor that was stopped is late through no fault of the daemon.
 """
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+
+import structlog
+
+from lucevisor.awake import AwakeClock
+
+WATCH_S = 1.0
+
+log = structlog.get_logger("watchdog")
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,3 +41,15 @@ class Watchdog:
         now = self._clock()
         self._seen_at = {work: self._seen_at.get(work, now) for work in in_hand}
         return {work: now - at for work, at in self._seen_at.items() if now - at > self._limit_s}
+
+
+async def watch(limit_s: float, in_hand: Callable[[], Iterable[Work]], overdue: Callable[[Work, float], None]) -> None:
+    """Look at `in_hand()` for ever, and tell `overdue` what it has held for longer than `limit_s`."""
+    watchdog = Watchdog(limit_s, AwakeClock())
+    while True:
+        await asyncio.sleep(WATCH_S)
+        try:
+            for work, waited_s in watchdog.look(in_hand()).items():
+                overdue(work, waited_s)
+        except Exception:  # a defect elsewhere must not end the watch
+            log.exception("the watch for overdue work failed; it goes on")

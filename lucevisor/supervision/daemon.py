@@ -148,6 +148,8 @@ class Daemon:
             return  # told by the link itself
         except (LucevisorError, LocalProtocolError) as error:
             self._tell(ev.Failure(self.number, str(error), configuration=True))
+        except OSError as error:  # descriptors, memory, a disk: what passes
+            self._tell(ev.Failure(self.number, f"nothing to load: {type(error).__name__}: {error}"))
         except (
             Exception
         ) as error:  # the edge to the owner's code: without an answer the daemon would wait until it stalls

@@ -130,3 +130,51 @@ async def test_a_group_waits_for_the_others_as_long_as_they_need(tmp_path):
         assert await service.wait_ready(60.0), service.reason()
         assert service.groups["right"].restarts == 1
         assert service.groups["left"].restarts == 0
+
+
+@pytest.mark.parametrize("how", ["exit at start", "exit at load", "exit at ready", "exit at reset", "abort at reset"])
+async def test_a_death_at_any_point_of_the_way_to_a_chain_is_made_good(tmp_path, how):
+    async with serving(config_of(tmp_path, right=how), tmp_path) as service:
+        right = service.groups["right"]
+        await right.wait(State.BACKOFF, timeout_s=60)
+        assert await service.wait_ready(60.0), service.reason()
+        assert right.restarts == 1
+        assert service.groups["left"].restarts == 0
+
+
+async def test_a_service_with_a_stopped_daemon_is_not_ready_and_says_why(tmp_path):
+    async with serving(config_of(tmp_path), tmp_path, heartbeat_s=1.0, busy_heartbeat_s=1.0) as service:
+        assert await service.wait_ready(60.0), service.reason()
+        os.kill(service.groups["left"].pid, signal.SIGSTOP)
+        await until(lambda: service.state != "ready")
+        assert "group left is STOPPING: no heartbeat" in service.reason()
+        assert await service.wait_ready(60.0), service.reason()
+
+
+async def test_a_plan_that_did_not_fit_is_made_again_at_a_restart(tmp_path):
+    """What filled a device may be gone by then."""
+    async with serving(config_of(tmp_path, left="poor", right="poor"), tmp_path) as service:
+        assert not await service.wait_ready(60.0)
+        for group in service.groups.values():
+            await group.wait(State.FAILED, timeout_s=20)
+            assert "short" in group.reason
+        await service.restart("left", now=True)
+        assert service.groups["left"].state is State.LOADING  # it waits for the other one
+        await service.restart("right", now=True)
+        assert service.state == "ready"
+        assert service.groups["left"].restarts == 1
+
+
+async def test_a_lack_of_descriptors_while_the_load_is_made_is_not_for_good(tmp_path, monkeypatch):
+    short = [OSError(24, "Too many open files")]
+
+    def create(plan):
+        if short:
+            raise short.pop()
+        return real(plan)
+
+    real = service_module.Arena.create
+    monkeypatch.setattr(service_module.Arena, "create", create)
+    async with serving(config_of(tmp_path), tmp_path) as service:
+        assert await service.wait_ready(60.0), service.reason()
+        assert sum(group.restarts for group in service.groups.values()) == 1

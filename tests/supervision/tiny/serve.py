@@ -95,7 +95,7 @@ class Tiny:
             executable=sys.executable,
             torch="2.13.0",
             backend=Backend.CPU,
-            devices=[DeviceInfo(0, "tiny", 2**30, 2**30, "x86_64", [])],
+            devices=[DeviceInfo(0, "tiny", 2**30, 1 if "poor" in self.how else 2**30, "x86_64", [])],
             host_total_bytes=2**30,
             packages={"numpy": "2.0", "gguf": "0.17", "msgspec": "0.19"},
         )
@@ -116,7 +116,8 @@ class Tiny:
                 Failed("load", "blk.0", "tensor is missing", "get the whole file", True, "config" in self.how)
             )
             sys.exit(1)
-        self.link.send(Loaded([DeviceUse(0, LayerRange(0, 1), 1, 1, 1)], {}, 0.0))
+        same = {"identities": load.identities} if hasattr(load, "identities") else {}
+        self.link.send(Loaded([DeviceUse(0, LayerRange(0, 1), 1, 1, 1)], {}, 0.0, **same))
         self.reporter.log("info", "tiny is ready", event_of="test", group="mine")
         if "odd log" in self.how:
             # Not by reporter.log(), whose own parameters would be in the way: any daemon may send such a record.
