@@ -210,7 +210,6 @@ class Service:
                 raise LucevisorError("the supervisor is stopping")
             await one.restart(now=now, deadline_s=RESTART_S)
             self.restart_reasons[group]["operator"] += 1
-            self._notify()
             await one.wait(State.STARTING, State.FAILED, timeout_s=2 * RESTART_S)
             tried = (State.LOADING, State.READY, State.FAILED)
             await self._until(
@@ -344,8 +343,9 @@ class Service:
             self.restart_reasons[group]["failure"] += 1
         if self.placement is None and state in (State.BACKOFF, State.FAILED):
             self._hellos.pop(group, None)  # what a dead process saw is no basis for a plan
-        if state is State.FAILED and self.engine is not None:
-            self.engine.detach(RequestError("shard_lost", f"group {group} failed: {reason}"), permanent=True)
+        if self.engine is not None and self._assembly is not None and not self._assembly.complete:
+            away = RequestError("shard_lost", f"{self.reason()}; send the request again later")
+            self.engine.detach(away, permanent=state is State.FAILED)
         self._observer.state(group, state, reason)
         self._notify()
 

@@ -45,12 +45,12 @@ TRANSITIONS: dict[State, dict[State, str]] = {
     },
     State.READY: {
         State.DRAINING: "stop or restart asked",
-        State.STOPPING: "stop or restart asked at once; pulse missed; step overdue; failed; link closed",
+        State.STOPPING: "stop or restart asked at once; pulse missed; step or reset overdue; failed; link closed",
         State.BACKOFF: "exited",
         State.FAILED: "exited with a configuration error; restart limit",
     },
     State.DRAINING: {
-        State.STOPPING: "drained; drain deadline; pulse missed; step overdue; failed; link closed",
+        State.STOPPING: "drained; drain deadline; pulse missed; step or reset overdue; failed; link closed",
         State.STOPPED: "exited, stop asked",
         State.STARTING: "exited, restart asked",
     },

@@ -16,7 +16,7 @@ from lucevisor.app.run import open_model
 from lucevisor.app.service import Service
 from lucevisor.cli.progress import SilentDisplay
 from lucevisor.config import load
-from lucevisor.engine.request import FinishedEvent, GenerationRequest
+from lucevisor.engine.request import FinishedEvent, GenerationRequest, NotReady
 from lucevisor.errors import LucevisorError
 from lucevisor.supervision.states import State
 from lucevisor.wire.values import Sampling
@@ -70,7 +70,9 @@ async def test_ready_names_the_cause_of_the_last_failure_until_ready_again(tmp_p
         heard: list[tuple[State, str]] = []
         service._observer.state = lambda group, state, _: heard.append((state, service.reason()))
         os.kill(pid, signal.SIGKILL)
-        await until(lambda: service.state != "ready")
+        await service.groups["left"].wait(State.LOADING, timeout_s=60)
+        with pytest.raises(NotReady, match=f"group left is LOADING: restarting after: process {pid} was killed"):
+            await ask(service)
         assert await service.wait_ready(60.0), service.reason()
     cause = f"process {pid} was killed by signal 9 (SIGKILL)"
     assert dict(heard)[State.BACKOFF].startswith(f"group left is BACKOFF: {cause}")
