@@ -8,6 +8,7 @@ counted, heartbeats are made when sent).
 from __future__ import annotations
 
 import os
+import sys
 import threading
 import time
 from collections import deque
@@ -117,7 +118,7 @@ class Reporter:
                 self._wake.clear()
                 closing = self._closing
                 for message in self._take():
-                    self._link.send(message)
+                    self._send(message)
                 phase = self._now[0]
                 if time.monotonic() >= due or phase != self._reported:
                     self._link.send(self._heartbeat(count))
@@ -129,6 +130,15 @@ class Reporter:
         except LinkClosed:
             if not self._closing:
                 self._on_lost()
+
+    def _send(self, message: Progress | LogLine) -> None:
+        """Send a report; one that is no message (too long, no UTF-8) must not end the heartbeats."""
+        try:
+            self._link.send(message)
+        except LinkClosed:
+            raise
+        except Exception as error:  # found while encoding: nothing of it was sent
+            print(f"a report cannot be sent: {type(error).__name__}: {str(error)[:200]}", file=sys.stderr)
 
     def _heartbeat(self, count: int) -> Heartbeat:
         phase, step_id, since = self._now
@@ -148,6 +158,9 @@ class Reporter:
 
 
 def _rss_bytes() -> int:
-    """Return the resident bytes of this process."""
-    with open("/proc/self/statm", encoding="ascii") as statm:
-        return int(statm.read().split()[1]) * _PAGE_BYTES
+    """Return the resident bytes of this process, 0 when there is no descriptor left to find out."""
+    try:
+        with open("/proc/self/statm", encoding="ascii") as statm:
+            return int(statm.read().split()[1]) * _PAGE_BYTES
+    except OSError:
+        return 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import resource
 import socket
 import threading
 import time
@@ -112,6 +113,29 @@ def test_a_closed_pulse_is_told_and_what_is_said_later_is_no_error(ends):
     assert lost.wait(2.0)
     reporter.log("info", "nobody hears")
     reporter.close()
+
+
+@pytest.mark.parametrize("fields", [{"path": "/data/\udc80.gguf"}, {"n": 2**70}, {"text": "x" * 2**25}])
+def test_a_report_that_is_no_message_does_not_end_the_heartbeats(ends, fields, capfd):
+    reporter, supervisor, lost = ends
+    reporter.log("info", "odd", **fields)
+    reporter.log("info", "plain")
+    reporter.start()
+    assert receive(supervisor, LogLine, 1)[0].event == "plain"
+    assert receive(supervisor, Heartbeat, 2)[1].count == 1
+    assert not lost.is_set()
+    assert "a report cannot be sent" in capfd.readouterr().err
+
+
+def test_without_descriptors_the_heart_beats_on(ends):
+    reporter, supervisor, _ = ends
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (0, hard))
+    try:
+        reporter.start()
+        assert [beat.rss_bytes for beat in receive(supervisor, Heartbeat, 2)] == [0, 0]
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 def test_close_sends_what_waits(ends):
