@@ -114,4 +114,4 @@ def explain_kill(before: int | None, after: int | None) -> str:
             "the kernel was out of memory and killed it; give the group fewer layers (placement.target_layer_split) "
             "or the machine more memory"
         )
-    return "the supervisor did not send it; an operator, a memory watcher, or see `dmesg`"
+    return "the supervisor did not send it: a person, a memory watcher or the kernel did (see `dmesg`)"

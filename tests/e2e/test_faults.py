@@ -84,6 +84,16 @@ def stream(url: str, body: dict[str, Any]) -> list[str]:
         return [line.decode()[6:].strip() for line in reply if line.startswith(b"data: ")]
 
 
+def unready(status: dict[str, Any]) -> str:
+    """What /ready says while it is 503."""
+    try:
+        with urllib.request.urlopen(f"{status['url']}/ready", timeout=5):
+            return ""
+    except urllib.error.HTTPError as refused:
+        with refused:
+            return refused.read().decode()
+
+
 def test_while_a_shard_is_away_new_requests_get_503_with_the_reason(cli: Cli) -> None:
     status = cli.start()
     os.kill(group(status, "left")["pid"], signal.SIGKILL)
@@ -96,6 +106,10 @@ def test_while_a_shard_is_away_new_requests_get_503_with_the_reason(cli: Cli) ->
     assert refused.value.code == 503
     assert "left" in refused.value.read().decode()
     refused.value.close()
+    wait_until(
+        lambda: "restarting after: process" in unready(status), 10, "the cause, in the state of the next process"
+    )
+    assert "killed by signal 9 (SIGKILL)" in unready(status) or cli.status()["state"] == "ready"
     with urllib.request.urlopen(f"{status['url']}/health", timeout=5) as health:
         assert health.status == 200
     wait_until(lambda: cli.status()["state"] == "ready", 30, "ready again")
