@@ -52,13 +52,13 @@ def pause(*pids: int) -> None:
 
 @pytest.mark.parametrize("with_daemons", [False, True])
 def test_a_pause_of_the_supervisor_kills_no_healthy_daemon(tmp_path: Path, with_daemons: bool) -> None:
-    with streaming(tmp_path, 600) as run:
+    with streaming(tmp_path, 300) as run:
         pids = [run.process.pid, *(run.daemons if with_daemons else [])]
         pause(*pids)
         for pid in pids:
             os.kill(pid, signal.SIGCONT)
         end = run.next_line()
-    assert end == {"n_tokens": 600, "reason": "length", "pids": run.daemons, "why": "", "states": ["ready", "ready"]}
+    assert end == {"n_tokens": 300, "reason": "length", "pids": run.daemons, "why": "", "states": ["ready", "ready"]}
 
 
 def test_a_daemon_that_hangs_is_found_also_after_a_pause(tmp_path: Path) -> None:
