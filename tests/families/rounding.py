@@ -16,36 +16,14 @@ from daemons.models import stack
 from daemons.models.stage import Stage
 from lucevisor.wire.model_spec import ModelSpec
 from tests.families.chain import Chain, load_stages
-from tests.numerics import RUNS, SAFETY, Exact
+from tests.numerics import RUNS, Bound, Exact
 
 
 class Bounds(NamedTuple):
-    """Exact ``logits`` [T, V] and ``hidden`` states [L + 1, T, E], float64.
+    """Of logits [T, V], and of hidden states [L + 1, T, E] behind the embedding and behind every layer."""
 
-    Row t of two float32 runs, or of one and the exact one, differs by ``allowed[t]`` at most, that of hidden state i by
-    ``allowed_hidden[i, t]``.
-    """
-
-    logits: Tensor
-    hidden: Tensor
-    allowed: Tensor
-    allowed_hidden: Tensor
-
-    def worst(self, found: Tensor, wanted: Tensor | None = None) -> float:
-        """The largest difference between the first logits and ``wanted`` (None: exact ones), in parts of what is
-        allowed.
-        """
-        n = len(found)
-        return _worst(found, self.logits[:n] if wanted is None else wanted[:n], self.allowed[:n])
-
-    def worst_hidden(self, found: Sequence[Tensor], wanted: Tensor) -> list[float]:
-        """The same for each hidden state."""
-        return [_worst(*each) for each in zip(found, wanted, self.allowed_hidden, strict=True)]
-
-
-def _worst(found: Tensor, wanted: Tensor, allowed: Tensor) -> float:
-    difference = (found.double() - wanted.double()).abs().amax(dim=-1)
-    return float(torch.where(difference == 0, 0.0, difference / allowed).max())
+    logits: Bound
+    hidden: Bound
 
 
 def load_exact(load: Callable[[], list[Stage]]) -> list[Stage]:
@@ -79,8 +57,7 @@ def bounds(spec: ModelSpec, ids: Sequence[int], load: Callable[[], list[Stage]] 
     for one, many in zip(exact.choices, perturbed.choices, strict=True):
         if not torch.equal(one.repeat(RUNS, 1), many):
             raise AssertionError(f"{spec.name}: which experts are chosen hangs on rounding; take other tokens")
-    allowed = SAFETY * (others - logits).abs().amax(dim=(0, 2))
-    return Bounds(logits[0], hidden[:, 0], allowed, SAFETY * (others_hidden - hidden).abs().amax(dim=(1, 3)))
+    return Bounds(Bound.of(logits[0], others), Bound.of(hidden[:, 0], others_hidden.transpose(0, 1)))
 
 
 def assert_same_tokens(spec: ModelSpec, prompt: Sequence[int], found: Sequence[int], wanted: Sequence[int]) -> None:
@@ -91,8 +68,8 @@ def assert_same_tokens(spec: ModelSpec, prompt: Sequence[int], found: Sequence[i
     parted = next((i for i, (a, b) in enumerate(zip(found, wanted, strict=True)) if a != b), None)
     if parted is None:
         return
-    exact = bounds(spec, [*prompt, *wanted[:parted]])
-    row = exact.logits[-1]
+    exact = bounds(spec, [*prompt, *wanted[:parted]]).logits
+    row = exact.exact[-1]
     behind = float(row.max() - torch.minimum(row[found[parted]], row[wanted[parted]]))
     allowed = float(exact.allowed[-1])
     assert behind <= allowed, (

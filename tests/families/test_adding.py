@@ -96,7 +96,8 @@ def test_a_family_added_by_the_book_agrees_with_transformers(seed: int, tmp_path
     found = families.open_spec(made.write(tmp_path / "model.gguf"))
     assert found.skipped == ()
     ids = draw.ids(50, made.vocabulary)
-    wanted, _ = reference(made.model, ids)
+    theirs, clear = reference(made.model, ids)
+    assert clear
     c = Chain(found, load_stages(found, [1]))
     c.open(0)
-    assert float((c.run_in_chunks(0, ids, 17) - wanted).abs().max()) < 4e-5 * max(5.0, float(wanted.abs().max()))
+    assert theirs.worst(c.run_in_chunks(0, ids, 17)) <= 1.0

@@ -16,6 +16,7 @@ from lucevisor.wire.resident import weight_bytes
 from lucevisor.wire.values import Backend, Dtype, LayerRange, Space
 from tests.families.chain import Chain, How, load_stages
 from tests.families.rounding import Bounds, assert_same_tokens, bounds
+from tests.numerics import Bound
 
 GOLDEN = Path(__file__).parents[1] / "data" / "golden"
 FIXTURES = ("qwen3", "qwen35", "qwen35moe", "gemma4_e2b", "gemma4_moe", "laguna", "laguna_mscale")
@@ -46,7 +47,7 @@ class Golden:
 
     def assert_logits(self, found: Tensor) -> None:
         """Logits of the first ids are the golden ones, as near as two float32 runs must be."""
-        worst = self.bounds.worst(found, self.logits)
+        worst = self.bounds.logits.worst(found, self.logits)
         assert worst <= 1.0, f"{worst:.2f} times as far from the golden logits as rounding explains"
 
     def assert_tokens(self, found: list[int]) -> None:
@@ -65,8 +66,8 @@ def golden(request) -> Golden:
 
 
 def assert_layers(found: list[Tensor], golden: Golden) -> None:
-    for i, worst in enumerate(golden.bounds.worst_hidden(found, golden.hidden)):
-        where = f"layer {i - 1}" if i else "the embedding"
+    for i, (rows, wanted, *bound) in enumerate(zip(found, golden.hidden, *golden.bounds.hidden, strict=True)):
+        where, worst = f"layer {i - 1}" if i else "the embedding", Bound(*bound).worst(rows, wanted)
         assert worst <= 1.0, f"the first difference is behind {where}: {worst:.2f} times what rounding explains"
 
 

@@ -15,6 +15,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from tests.numerics import RUNS, Bound, Exact
+
 Value = int | float | bool | str | list[int] | list[bool]
 T = TypeVar("T")
 
@@ -95,6 +97,8 @@ def build(
             elif tensor.dim() < 2:
                 centre = 0.0 if centred_norms and "linear_attn.norm" not in name else 1.0
                 x = draw.rng.normal(centre, 0.15, tensor.shape)
+                if not centre:  # a file holds 1 + x in float32
+                    x = (1.0 + x).astype(np.float32) - np.float32(1.0)
             elif "embed" in name:
                 x = draw.rng.normal(0.0, 1.0, tensor.shape)
             else:
@@ -154,49 +158,14 @@ def add_value(writer: gguf.GGUFWriter, key: str, value: Value) -> None:
             writer.add_array(key, value)
 
 
-def reference(model: nn.Module, ids: Sequence[int]) -> tuple[Tensor, float]:
-    """Logits [T, V] by transformers in float32, and how near a choice of experts was: the smallest distance between the
-    score of the last one chosen and the first one not chosen (infinite without experts)."""
-    margins: list[float] = []
-
-    def watch(module: nn.Module, args: Any, output: Any) -> None:
-        scores = output[0].float()
-        bias = getattr(module, "e_score_correction_bias", None)
-        if bias is not None:
-            scores = torch.sigmoid(scores) + bias
-        elif type(module).__name__.startswith("Qwen"):
-            scores = torch.softmax(scores, dim=-1)
-        k = output[-1].shape[-1]
-        if k < scores.shape[-1]:
-            best = scores.topk(k + 1, dim=-1).values
-            margins.append(float((best[:, k - 1] - best[:, k]).min()))
-
-    hooks = [m.register_forward_hook(watch) for m in model.modules() if type(m).__name__.endswith("Router")]
-    try:
-        logits = _logits(model, ids)
-    finally:
-        for hook in hooks:
-            hook.remove()
-    return logits, min(margins, default=float("inf"))
-
-
-def noise(model: nn.Module, ids: Sequence[int], logits: Tensor) -> float:
-    """What float32 can promise: how far transformers' own logits move when every weight moves by half a unit of its
-    last place, up or down at random.
+def reference(model: nn.Module, ids: Sequence[int]) -> tuple[Bound, bool]:
+    """Exact logits [T, V] by transformers, how far its float32 may be from them, and whether rounding leaves all
+    choices of experts as they are.
     """
-    generator = torch.Generator().manual_seed(0)
-    saved = [p.detach().clone() for p in model.parameters()]
-    with torch.no_grad():
-        for p in model.parameters():
-            sign = torch.randint(0, 2, p.shape, generator=generator) * 2.0 - 1.0
-            p.mul_(1.0 + 6e-8 * sign)
-        moved = _logits(model, ids)
-        for p, before in zip(model.parameters(), saved, strict=True):
-            p.copy_(before)
-    return float((moved - logits).abs().max())
-
-
-def _logits(model: nn.Module, ids: Sequence[int]) -> Tensor:
-    with torch.no_grad():
-        found: Tensor = model(torch.tensor([list(ids)]), use_cache=False).logits[0]
-    return found
+    exact, perturbed = Exact(), Exact(seed=0)
+    with torch.no_grad(), exact:
+        [logits] = model(torch.tensor([list(ids)]), use_cache=False).logits
+    with torch.no_grad(), perturbed:
+        others = model(torch.tensor([list(ids)] * RUNS), use_cache=False).logits
+    chosen = zip(exact.choices, perturbed.choices, strict=True)
+    return Bound.of(logits, others), all(torch.equal(one.repeat(RUNS, 1), many) for one, many in chosen)
