@@ -7,6 +7,7 @@ the rounding error that the code amplifies, and the same number on every process
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from functools import cache
 from typing import Any, NamedTuple
@@ -26,15 +27,20 @@ SAFETY = 4.0
 """Twice, as two float32 runs may err to either side, and twice, as the worst of few runs is a guess at the worst."""
 
 EXACT = frozenset(
-    "_to_copy _unsafe_view abs amax amin arange argmax bitwise_not cat clamp clamp_ clone constant_pad_nd copy_ detach_"
-    " embedding empty empty_like eq eye fill_ full full_like gather ge gt index index_copy_ index_put_ index_select"
-    " isinf isnan le lift_fresh lt masked_fill masked_fill_ max maximum min minimum ne neg new_empty new_full new_zeros"
-    " one_hot ones ones_like relu repeat roll scalar_tensor scatter scatter_ sort stack topk tril triu where zero_"
-    " zeros zeros_like".split()
+    re.findall(
+        r"\w+",
+        """
+        _to_copy _unsafe_view abs amax amin arange argmax bitwise_not cat clamp clamp_ clone constant_pad_nd copy_
+        detach_ embedding empty empty_like eq eye fill_ full full_like gather ge gt index index_copy_ index_put_
+        index_select isinf isnan le lift_fresh lt masked_fill masked_fill_ max maximum min minimum ne neg new_empty
+        new_full new_zeros one_hot ones ones_like relu repeat roll scalar_tensor scatter scatter_ sort stack topk tril
+        triu where zero_ zeros zeros_like
+        """,
+    )
 )
 """Operations that move or choose numbers and round none."""
-PRODUCTS = frozenset("addmm addmv baddbmm bmm dot mm mv".split())
-SET_UP = frozenset("copy_ detach_ lift_fresh".split())
+PRODUCTS = frozenset(["addmm", "addmv", "baddbmm", "bmm", "dot", "mm", "mv"])
+SET_UP = frozenset(["copy_", "detach_", "lift_fresh"])
 """Writes into float32 memory that leave a number as it is: how weights come to rest."""
 
 

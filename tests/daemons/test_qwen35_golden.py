@@ -1,5 +1,6 @@
 """The float32 cpu path against logits and hidden states computed with transformers (tests/data/golden)."""
 
+from functools import cached_property
 from pathlib import Path
 
 import numpy as np
@@ -10,9 +11,9 @@ from lucevisor.wire.families import open_spec
 from lucevisor.wire.messages import CopyPage, CopyState, SetPages
 from lucevisor.wire.values import Dtype, Space
 from tests.daemons.stages import Chain, load_stages
+from tests.families.rounding import Bounds, assert_same_tokens, bounds
 
 GOLDEN = Path(__file__).parents[1] / "data" / "golden"
-TOLERANCE = 2e-4
 FIXTURES = ("qwen35", "qwen35_mtp")
 
 
@@ -26,6 +27,13 @@ class Golden:
             self.prompt = self.ids[: int(z["prompt_len"])]
             self.greedy: list[int] = z["greedy"].tolist()
         self.whole = load_stages(self.spec)
+
+    @cached_property
+    def bounds(self) -> Bounds:
+        return bounds(self.spec, self.ids)
+
+    def assert_logits(self, found, rows=slice(None)):
+        self.bounds.assert_logits(found, self.logits, rows)
 
     def chain(self, stages=None) -> Chain:
         made = Chain(self.whole if stages is None else stages)
@@ -44,35 +52,25 @@ def qwen35() -> Golden:
     return Golden("qwen35")
 
 
-def assert_close(found, wanted):
-    difference = float((found - wanted).abs().max())
-    assert difference < TOLERANCE, f"largest difference {difference:.2e}"
-
-
 def test_logits_and_every_layer(golden):
     c = golden.chain()
     c.open(3, 5)
     logits = c.run((3, golden.ids), want_hidden=True)
-    assert len(c.hidden) == golden.spec.n_layers + 1
-    for i, (found, wanted) in enumerate(zip(c.hidden, golden.hidden, strict=True)):
-        difference = float((found - wanted).abs().max())
-        assert difference < TOLERANCE, (
-            f"first difference after {f'layer {i - 1}' if i else 'the embedding'}: {difference:.2e}"
-        )
-    assert_close(logits, golden.logits)
+    golden.bounds.assert_layers(c.hidden, golden.hidden)
+    golden.assert_logits(logits)
 
 
 @pytest.mark.parametrize("size", [1, 7, 16, 64])
 def test_chunks_of_a_prompt(golden, size):
     c = golden.chain()
     c.open(0, 0)
-    assert_close(c.run_in_chunks(0, golden.ids, size), golden.logits)
+    golden.assert_logits(c.run_in_chunks(0, golden.ids, size))
 
 
 def test_greedy_tokens(golden):
     c = golden.chain()
     c.open(0, 7)
-    assert c.greedy(0, golden.prompt, 32) == golden.greedy
+    assert_same_tokens(golden.spec, golden.prompt, c.greedy(0, golden.prompt, 32), golden.greedy)
 
 
 def test_the_tail_computes_only_the_rows_asked_for(qwen35):
@@ -127,9 +125,9 @@ def test_many_sequences_in_one_step(qwen35):
     step([(4, ids[:1]), (5, ids[:33]), (0, ids[30:63]), (1, ids[6:7])])
     step([(0, ids[63:64]), (3, ids[64:65]), (1, ids[7:8]), (2, ids[64:65]), (4, ids[1:2]), (5, ids[33:34])])
     step([(5, ids[34:40]), (0, ids[64:70]), (1, ids[8:9]), (4, ids[2:8])])
-    for s, parts in found.items():
+    for parts in found.values():
         rows = torch.cat(parts)
-        assert_close(rows, qwen35.logits[: len(rows)]), s
+        qwen35.assert_logits(rows, slice(len(rows)))
 
 
 def test_concurrent_greedy_equals_one_by_one(qwen35):
@@ -150,7 +148,8 @@ def test_concurrent_greedy_equals_one_by_one(qwen35):
         rows = c.run(*((s, [tokens[-1]]) for s, tokens in enumerate(together)))
         for s, tokens in enumerate(together):
             tokens.append(int(rows[s].argmax()))
-    assert together == alone
+    for prompt, found, wanted in zip(prompts, together, alone, strict=True):
+        assert_same_tokens(qwen35.spec, prompt, found, wanted)
 
 
 def test_reused_pages_and_states_hold_nothing_of_the_last_text(qwen35):
@@ -159,7 +158,7 @@ def test_reused_pages_and_states_hold_nothing_of_the_last_text(qwen35):
     c.run((0, qwen35.ids[::-1]))
     c.close(0)
     c.open(0, 4)
-    assert_close(c.run_in_chunks(0, qwen35.ids, 24), qwen35.logits)
+    qwen35.assert_logits(c.run_in_chunks(0, qwen35.ids, 24))
 
 
 def test_a_prefix_is_continued_from_copies(qwen35):
@@ -174,7 +173,7 @@ def test_a_prefix_is_continued_from_copies(qwen35):
     own = c.free_pages.pop()
     c.apply([CopyState(9, 10), CopyPage(Space.FULL, partial, own, 6), SetPages(1, Space.FULL, 0, [shared, own])])
     c.pages[1], c.lengths[1] = [shared, own], 70
-    assert_close(c.run((1, qwen35.ids[70:])), qwen35.logits[70:])
+    qwen35.assert_logits(c.run((1, qwen35.ids[70:])), slice(70, None))
 
 
 @pytest.mark.parametrize(("kv_dtype", "limit"), [(Dtype.FLOAT16, 0.02), (Dtype.BFLOAT16, 0.12), (Dtype.Q8_0, 0.12)])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pytest
-import torch
 
 from daemons.models.stage import Stage
 from daemons.runtime import Runtime
@@ -34,7 +33,7 @@ def test_a_warm_chain_is_golden(name: str, monkeypatch: pytest.MonkeyPatch) -> N
         assert not stage.sequences.by_id
     c = Chain(golden.spec, stages)
     c.open(0)
-    assert torch.allclose(c.run((0, golden.ids)), golden.logits, atol=5e-4)
+    golden.assert_logits(c.run((0, golden.ids)))
 
 
 def test_a_small_pool_is_warmed_as_far_as_it_reaches(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -25,6 +25,17 @@ class Bounds(NamedTuple):
     logits: Bound
     hidden: Bound
 
+    def assert_logits(self, found: Tensor, wanted: Tensor, rows: slice = slice(None)) -> None:
+        """``found``: the ``rows`` of logits that two float32 runs agree on; ``wanted``: logits of all."""
+        worst = Bound(*(x[rows] for x in self.logits)).worst(found, wanted[rows])
+        assert worst <= 1.0, f"logits are {worst:.2f} times as far apart as rounding explains"
+
+    def assert_layers(self, found: Sequence[Tensor], wanted: Tensor) -> None:
+        """The same for all hidden states."""
+        for i, (rows, golden, *bound) in enumerate(zip(found, wanted, *self.hidden, strict=True)):
+            where, worst = f"layer {i - 1}" if i else "the embedding", Bound(*bound).worst(rows, golden)
+            assert worst <= 1.0, f"the first difference is behind {where}: {worst:.2f} times what rounding explains"
+
 
 def load_exact(load: Callable[[], list[Stage]]) -> list[Stage]:
     """Stages whose pools are float64, to run within :class:`Exact`."""
@@ -39,7 +50,7 @@ def load_exact(load: Callable[[], list[Stage]]) -> list[Stage]:
 
 
 def bounds(spec: ModelSpec, ids: Sequence[int], load: Callable[[], list[Stage]] | None = None) -> Bounds:
-    """Of one step that runs all of ``ids``.  Raises where a choice of experts hangs on rounding: then there is no bound."""
+    """Of one step that runs all of ``ids``.  Raises where a choice of experts hangs on rounding: it has no bound."""
     stages = load_exact(load or (lambda: load_stages(spec)))
 
     def run(mode: Exact, n: int) -> tuple[Tensor, Tensor]:

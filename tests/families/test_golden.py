@@ -16,7 +16,6 @@ from lucevisor.wire.resident import weight_bytes
 from lucevisor.wire.values import Backend, Dtype, LayerRange, Space
 from tests.families.chain import Chain, How, load_stages
 from tests.families.rounding import Bounds, assert_same_tokens, bounds
-from tests.numerics import Bound
 
 GOLDEN = Path(__file__).parents[1] / "data" / "golden"
 FIXTURES = ("qwen3", "qwen35", "qwen35moe", "gemma4_e2b", "gemma4_moe", "laguna", "laguna_mscale")
@@ -47,8 +46,7 @@ class Golden:
 
     def assert_logits(self, found: Tensor) -> None:
         """Logits of the first ids are the golden ones, as near as two float32 runs must be."""
-        worst = self.bounds.logits.worst(found, self.logits)
-        assert worst <= 1.0, f"{worst:.2f} times as far from the golden logits as rounding explains"
+        self.bounds.assert_logits(found, self.logits, slice(len(found)))
 
     def assert_tokens(self, found: list[int]) -> None:
         assert_same_tokens(self.spec, self.prompt, found, self.greedy)
@@ -65,17 +63,11 @@ def golden(request) -> Golden:
     return opened(request.param)
 
 
-def assert_layers(found: list[Tensor], golden: Golden) -> None:
-    for i, (rows, wanted, *bound) in enumerate(zip(found, golden.hidden, *golden.bounds.hidden, strict=True)):
-        where, worst = f"layer {i - 1}" if i else "the embedding", Bound(*bound).worst(rows, wanted)
-        assert worst <= 1.0, f"the first difference is behind {where}: {worst:.2f} times what rounding explains"
-
-
 def test_logits_and_every_layer(golden):
     c = golden.chain()
     c.open(3)
     logits = c.run((3, golden.ids), want_hidden=True)
-    assert_layers(c.hidden, golden)
+    golden.bounds.assert_layers(c.hidden, golden.hidden)
     golden.assert_logits(logits)
 
 
@@ -91,7 +83,7 @@ def test_every_cut_in_two(golden):
         c = golden.chain(load_stages(golden.spec, [cut]))
         c.open(0)
         logits = c.run((0, golden.ids), want_hidden=True)
-        assert_layers(c.hidden, golden)
+        golden.bounds.assert_layers(c.hidden, golden.hidden)
         golden.assert_logits(logits)
         c.close(0)
         c.open(1)
