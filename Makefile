@@ -4,13 +4,27 @@ VENV   ?= .venv
 BIN    := $(VENV)/bin
 ORACLE ?= $(VENV)/oracle
 
-.PHONY: start test setup style types arch docs check slow oracle bench clean
+.PHONY: start test numerics setup style types arch docs check slow oracle gpu bench clean
 
 start: setup
 	$(BIN)/lucevisor start etc/demo.toml
 
 test: setup
 	$(BIN)/python -m pytest -m "not slow and not gpu" -n logical --dist loadfile --cov --cov-report=term:skip-covered
+
+# The same numbers from other vector units than this machine's own, which `test` runs: torch's kernels without SIMD and with AVX2,
+# MKL's with AVX2. Every family's whole model beside its golden file, quantised forms, single operations: what rounds in torch's or
+# MKL's hands. Splits and daemons only add copies, which `test` covers. Daemons inherit the setting.
+NUMERIC_TESTS := tests/daemons/test_ops.py tests/families/test_moe.py \
+	tests/families/test_golden.py::test_logits_and_every_layer tests/families/test_golden.py::test_chunks_of_a_prompt \
+	tests/families/test_golden.py::test_greedy_tokens tests/families/test_golden.py::test_many_sequences_in_one_step \
+	tests/families/test_forms.py::test_blocks_as_a_gpu_keeps_them_give_the_same_numbers
+NUMERIC_SETTINGS := ATEN_CPU_CAPABILITY=default ATEN_CPU_CAPABILITY=avx2 MKL_ENABLE_INSTRUCTIONS=AVX2
+
+numerics: setup
+	for setting in $(NUMERIC_SETTINGS); do \
+		echo "$$setting" && env $$setting $(BIN)/python -m pytest -q -n logical --dist loadscope $(NUMERIC_TESTS) || exit 1; \
+	done
 
 setup: $(VENV)/.ready
 
@@ -44,14 +58,19 @@ slow: setup
 oracle: setup $(ORACLE)/.ready
 	LUCEVISOR_ORACLE_PYTHON=$(abspath $(ORACLE))/bin/python $(BIN)/python -m pytest -m slow tests/oracles
 
-# llama.cpp from source, 4 to 12 minutes on two cores. Its GELU in float32: the stock build takes it from a table of halves.
+# llama.cpp from source, 4 to 12 minutes on two cores. Its GELU in float32: the stock build takes it from a table of halves. Its
+# kernels for AVX2 on x86, where its AMX path crashes in prefill, and for the machine's own processor elsewhere.
+GGML_CPU := $(if $(filter x86_64 amd64,$(shell uname -m)),-DGGML_NATIVE=OFF $(if $(shell grep -m1 -ow avx2 /proc/cpuinfo),\
+	-DGGML_SSE42=ON -DGGML_AVX=ON -DGGML_AVX2=ON -DGGML_FMA=ON -DGGML_F16C=ON -DGGML_BMI2=ON,\
+	-DGGML_SSE42=OFF -DGGML_AVX=OFF -DGGML_AVX2=OFF -DGGML_FMA=OFF -DGGML_F16C=OFF -DGGML_BMI2=OFF),-DGGML_NATIVE=ON)
+
 $(ORACLE)/.ready:
 	$(PYTHON) -m venv $(ORACLE)
 	$(ORACLE)/bin/python -m pip download --quiet --no-deps --no-binary :all: --dest $(ORACLE)/source \
 		"$$($(BIN)/python -c 'import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["oracle"])')"
 	tar -xzf $(ORACLE)/source/*.tar.gz -C $(ORACLE)/source --strip-components=1
 	sed -i '/^#define GGML_GELU_FP16/d' $(ORACLE)/source/vendor/llama.cpp/ggml/src/ggml-cpu/vec.h
-	CMAKE_ARGS="-DGGML_NATIVE=ON -DGGML_OPENMP=OFF -DLLAMA_CURL=OFF -DLLAMA_OPENSSL=OFF -DLLAVA_BUILD=OFF -DLLAMA_BUILD_TESTS=OFF \
+	CMAKE_ARGS="$(GGML_CPU) -DGGML_OPENMP=OFF -DLLAMA_CURL=OFF -DLLAMA_OPENSSL=OFF -DLLAVA_BUILD=OFF -DLLAMA_BUILD_TESTS=OFF \
 		-DLLAMA_BUILD_EXAMPLES=OFF -DLLAMA_BUILD_TOOLS=OFF -DLLAMA_BUILD_SERVER=OFF -DLLAMA_BUILD_UI=OFF" \
 		$(ORACLE)/bin/python -m pip install --quiet $(ORACLE)/source
 	touch $@
