@@ -8,7 +8,7 @@ the rounding error that the code amplifies, and the same number on every process
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -137,6 +137,23 @@ class Bound(NamedTuple):
         rows = slice(len(found))
         apart = (found.double() - (self.exact if wanted is None else wanted.double())[rows]).abs().amax(dim=-1)
         return float(torch.where(apart == 0, 0.0, apart / self.allowed[rows]).max())
+
+
+def bound(function: Callable[..., Tensor], *args: Tensor) -> Bound:
+    """Of the rows of a function of tensors; arguments may be written."""
+
+    def run(mode: Exact) -> Tensor:
+        with mode:
+            return function(*(_widened(x.clone()) for x in args))
+
+    return Bound.of(run(Exact()), torch.stack([run(Exact(seed)) for seed in range(RUNS)]))
+
+
+def product_error(x: Tensor, weight: Tensor) -> Tensor:
+    """What ``x @ weight.T`` in float32 may be from the exact product, in any order: n u |x| |w| (Higham 2002, 3.1), and
+    one rounding more for the other side of the comparison.
+    """
+    return (x.double().abs() @ weight.double().abs().t()) * ((x.shape[-1] + 1) * UNIT)
 
 
 def _widened(x: Any) -> Any:
