@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from daemons.ops.attention import attention, reference, visible
 from daemons.ops.basic import RmsNorm, gated, plain_rope, rotate
+from daemons.ops.choose import packed_bfloat16
 from daemons.ops.delta_rule import chunked, convolve, step
 from daemons.ops.linear import Blocks, Dense, DenseFloat32Cpu, Int4Cpu, Int8Cpu, Joined, PackedBfloat16Cpu
 from daemons.quants import dequantise
@@ -88,6 +89,7 @@ HALF_STEP = 2.0**-8
 """Largest relative error of rounding to bfloat16."""
 
 
+@pytest.mark.skipif(not packed_bfloat16(), reason="oneDNN multiplies no bfloat16 on this processor")
 @pytest.mark.parametrize("rows", [1, 20])
 def test_packed_bfloat16(rows):
     w, x = torch.randn(48, 64).bfloat16(), torch.randn(rows, 64).bfloat16()
