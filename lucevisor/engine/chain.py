@@ -101,6 +101,7 @@ class Chain:
         self._lines: list[deque[_Trip]] = [deque() for _ in stages]  # steps at each stage, in the order sent
         self._heard_at: dict[int, float] = {}  # by link: a daemon has one compute thread for all its stages
         self._open = True
+        self.on_head_answered: Callable[[], None] = lambda: None  # not called by a chain of one stage
 
     @property
     def n_stages(self) -> int:
@@ -146,6 +147,8 @@ class Chain:
         trip.payloads.append(payload)
         if stage + 1 < self.n_stages:
             self._relay(trip, stage + 1, heard_at)
+            if stage == 0 and self._open:
+                self.on_head_answered()
             return
         seconds = heard_at - trip.started_at
         self._on_result(ChainResult(trip.step, tuple(trip.results), tuple(trip.payloads), tuple(trip.hops_s), seconds))

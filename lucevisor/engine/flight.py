@@ -33,14 +33,11 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class Flight:
-    """A step between plan and result.  ``parts``: by sequence id as it was when the step was planned; ``long``: it
-    carries a chunk of a long prompt while others share the chain.
-    """
+    """A step between plan and result.  ``parts``: by sequence id as it was when the step was planned."""
 
     step_id: int
     parts: dict[int, Part]
     decodes: bool
-    long: bool = False
 
 
 def drawn_tokens(flight: Flight | None, result: StepResult) -> dict[int, list[Sampled]]:

@@ -147,6 +147,7 @@ class Engine:
         if self._chain is not None:
             raise RuntimeError("a chain is attached already; detach it first")
         self._chain = chain
+        chain.on_head_answered = self._on_head_answered
         self._scheduler.admitting = True
         self._proceed([])
 
@@ -186,6 +187,12 @@ class Engine:
         self._proceed(events)
         if self._settings.on_step is not None:
             self._settings.on_step(result)
+
+    def _on_head_answered(self) -> None:
+        """Send what waited for the head."""
+        self._scheduler.head_answered()
+        if self._scheduler.n_in_flight <= self._scheduler.limits.n_stages:
+            self._proceed([])
 
     def on_failed(self, failure: ChainFailure) -> None:
         """The chain broke: detach it and pass the failure on; to be given to Chain."""

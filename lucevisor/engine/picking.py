@@ -20,32 +20,31 @@ from lucevisor.engine.sequence import LiveSequence, RequestRecord
 from lucevisor.wire.values import PAGE_TOKENS
 
 MOST_SKIPPED: Final = 4
-"""Steps in a row that may leave a prompt out in favour of shorter ones: it keeps a fifth of them at least."""
+"""Steps in a row that may leave a prompt out in favour of shorter ones; twice as many while the head is never free."""
 
 
 @dataclass(frozen=True, slots=True)
 class Room:
     """What prompts may take of the next step.
 
-    ``shared``: others wait or decode beside a long prompt, so a step carries at most ``chunk`` prompt tokens, and at
-    most one step a stage carries a long prompt.  ``level``: how far ahead of the others a key is, in coarse units.
+    ``shared``: others wait or decode beside a long prompt, so a step carries at most ``chunk`` prompt tokens, and a
+    long prompt waits until the head is free, so that a short one that comes has at most one step before it there.
+    ``level``: how far ahead of the others a key is, in coarse units.
     """
 
     step_id: int
     chunk: int
     shared: bool
+    head_free: bool
     level: Callable[[str], int]
 
-    @classmethod
-    def beside(
-        cls, live: Iterable[RequestRecord], step_id: int, chunk: int, level: Callable[[str], int], *, recent: bool
-    ) -> Room:
-        """Return the room beside requests that run; ``recent``: a short prompt started lately."""
-        others = recent or any(
-            record.state is RequestState.DECODE or (record.live is not None and record.live.n_prefill <= chunk)
-            for record in live
-        )
-        return cls(step_id, chunk, others, level)
+    def lets_wait(self, record: RequestRecord) -> bool:
+        """Whether a prompt waits for the head to be free."""
+        return not self.head_free and self.is_long(record) and self.n_skipped(record) < 2 * MOST_SKIPPED
+
+    def n_skipped(self, record: RequestRecord) -> int:
+        """Return how many steps left a prompt out since the last one that did not."""
+        return self.step_id - record.live.last_step - 1 if record.live is not None else 0
 
     def is_long(self, record: RequestRecord) -> bool:
         """Whether a prompt is one that leaves room for others."""
@@ -54,12 +53,19 @@ class Room:
 
 @dataclass(frozen=True, slots=True)
 class Pick:
-    """A slice to be: from ``live.n_planned`` to ``stop``.  ``long``: of a long prompt, while others share the chain."""
+    """A slice to be: from ``live.n_planned`` to ``stop``."""
 
     record: RequestRecord
     live: LiveSequence
     stop: int
-    long: bool = False
+
+
+def has_others(live: Iterable[RequestRecord], chunk: int) -> bool:
+    """Return whether something but long prompts runs: a decode, or a prompt that fits into a chunk."""
+    return any(
+        record.state is RequestState.DECODE or (record.live is not None and record.live.n_prefill <= chunk)
+        for record in live
+    )
 
 
 def choose(
@@ -74,9 +80,10 @@ def choose(
             else:
                 stop = record.next_stop(record.live.n_planned, limits.prefill_chunk)
                 decodes.append(Pick(record, record.live, stop))
-    full = sum(flight.long for flight in flights) >= limits.n_stages
-    if full and any(room.is_long(record) for record in prompts):
-        decodes.clear()  # they ride with its next chunk; what is left in flight is for a short prompt that comes
+    waiting = [record for record in prompts if room.lets_wait(record)]
+    if waiting:
+        prompts = [record for record in prompts if record not in waiting]
+        decodes.clear()  # they ride with its next chunk: a step of their own would cost it time
     decodes.sort(key=lambda pick: (pick.live.last_step, pick.record.arrival))
     picks: list[Pick] = []
     budget = limits.max_step_tokens
@@ -87,7 +94,7 @@ def choose(
             budget -= n_tokens
     budget = min(budget, room.chunk) if room.shared else budget
     for record in sorted(prompts, key=lambda record: _turn(record, room)):
-        found = None if full and room.is_long(record) else _chunk(record, limits, room, budget)
+        found = _chunk(record, limits, room, budget)
         if found is None or (record.wanted is not None and picks):
             continue
         picks.append(found)
@@ -104,13 +111,13 @@ def _chunk(record: RequestRecord, limits: EngineLimits, room: Room, budget: int)
     stop, most = record.next_stop(start, limits.prefill_chunk), min(budget, room.chunk) if long else budget
     if stop - start > most and record.wanted is None:  # its rows are limited otherwise
         stop = (start + most) // PAGE_TOKENS * PAGE_TOKENS
-    return Pick(record, record.live, stop, long) if stop > start else None
+    return Pick(record, record.live, stop) if stop > start else None
 
 
 def _turn(record: RequestRecord, room: Room) -> tuple[bool, int, int, int, int]:
     live = record.live
     assert live is not None
-    overdue = room.step_id - live.last_step > MOST_SKIPPED
+    overdue = room.n_skipped(record) >= MOST_SKIPPED
     n_left = len(record.tokens) - live.n_planned
     return not overdue, live.last_step if overdue else 0, room.level(record.request.key_id), n_left, record.arrival
 

@@ -18,7 +18,7 @@ from typing import Final
 
 from lucevisor.engine.flight import Flight, Part, StepPlan, WrongResult, drawn_tokens
 from lucevisor.engine.limits import EngineLimits
-from lucevisor.engine.picking import Pick, Room, choose
+from lucevisor.engine.picking import Pick, Room, choose, has_others
 from lucevisor.engine.queue import RequestQueue
 from lucevisor.engine.request import (
     ContextOverflow,
@@ -73,6 +73,7 @@ class Scheduler:
         self._operations: list[Operation] = []
         self._flushing = False  # operations that wait for a step get one of their own
         self._in_flight: deque[Flight] = deque()
+        self._n_at_head = 0  # of them, those that the head has not answered, as far as it was told
         self._n_arrivals = 0
         self._last_step = 0
 
@@ -165,6 +166,7 @@ class Scheduler:
         ending = [*self._live.values(), *(record for record in self._queue if record.probe is not None)]
         events = [self._finish(record, "error", now, error=error) for record in ending]
         self._in_flight.clear()
+        self._n_at_head = 0
         self.last_applied = self._last_step  # nobody will answer what was on its way
         self._operations.clear()  # the shards start empty
         self._flushing = False
@@ -207,6 +209,10 @@ class Scheduler:
         self._flushing = bool(self._operations)
         return self._last_step + self._flushing
 
+    def head_answered(self) -> None:
+        """The head is done with the oldest step it had: a long prompt that leaves room for others may go on."""
+        self._n_at_head -= 1
+
     def apply(self, result: StepResult, now: float) -> Events:
         """Take the tail's result of the oldest step in flight.  Raises WrongResult, and changes nothing, when it does
         not fit it.
@@ -216,6 +222,7 @@ class Scheduler:
         """
         drawn = drawn_tokens(self._in_flight[0] if self._in_flight else None, result)
         flight = self._in_flight.popleft()
+        self._n_at_head = min(self._n_at_head, len(self._in_flight))
         self._waits.applied(flight, self._live.values(), now, idle=not self._in_flight)
         self.last_applied = flight.step_id
         events: Events = []
@@ -230,13 +237,14 @@ class Scheduler:
     # ---- inside: admission and choice
 
     def _room(self, now: float) -> Room:
-        burst = self.limits.prefill_chunk  # keys closer together than a chunk count as equal: the shortest goes first
-        return Room.beside(
-            self._live.values(),
-            self._last_step + 1,
-            self.step_times.shared_chunk,
-            lambda key: self._shares.lead(key) // burst,
-            recent=now < self._short_until,
+        chunk = self.step_times.shared_chunk
+        return Room(
+            step_id=self._last_step + 1,
+            chunk=chunk,
+            shared=now < self._short_until or has_others(self._live.values(), chunk),
+            head_free=self._n_at_head == 0,
+            # keys closer together than a chunk count as equal: the shortest goes first
+            level=lambda key: self._shares.lead(key) // self.limits.prefill_chunk,
         )
 
     def _admit(self, now: float) -> None:
@@ -349,7 +357,8 @@ class Scheduler:
         parts = {s.sequence: Part(pick.record, s) for pick, s in zip(picks, slices, strict=True)}
         decodes = any(pick.record.state is RequestState.DECODE for pick in picks)
         self._waits.planned(now)
-        self._in_flight.append(Flight(step.step_id, parts, decodes, any(pick.long for pick in picks)))
+        self._in_flight.append(Flight(step.step_id, parts, decodes))
+        self._n_at_head += 1
         return StepPlan(step, tuple(pick.record.request.request_id for pick in picks))
 
     # ---- inside: results and ends

@@ -34,10 +34,12 @@ ERROR = RequestError("shard_lost", "group left was killed; send the request agai
 
 
 def plans(scheduler: Scheduler, now: float = 0.0) -> list[StepPlan]:
-    """All steps that can be sent now."""
+    """All steps that can be sent now, down a chain whose head is always done at once."""
     found = []
     while (plan := scheduler.next_plan(now)) is not None:
         found.append(plan)
+        if scheduler.limits.n_stages > 1:
+            scheduler.head_answered()
     return found
 
 
@@ -139,17 +141,21 @@ def test_beside_a_short_prompt_a_long_one_gets_small_chunks_and_leaves_a_step_fr
     scheduler = Scheduler(limits(n_stages=2, prefill_chunk=256, max_step_tokens=300, pools=Pools(64, 0, 4)))
     scheduler.submit(request("first", n=1), 0.0)
     scheduler.submit(request("long", range(1000), n=1), 0.0)
-    found = plans(scheduler, 0.0)
-    assert [shape(p) for p in found] == [
-        [("first", 0, 3, True), ("long", 0, 64, False)],  # 128 less what the short one takes, cut at a page
-        [("long", 64, 128, False)],
-    ]
+    first = scheduler.next_plan(0.0)
+    assert first is not None
+    # 128 less what the short one takes, cut at a page
+    assert shape(first) == [("first", 0, 3, True), ("long", 0, 64, False)]
+    assert scheduler.next_plan(0.0) is None  # the head has a step
     scheduler.submit(request("second", n=1), 1.0)
-    [short] = plans(scheduler, 1.0)
-    assert shape(short) == [("second", 0, 3, True)]  # at once, and nobody rides with it
-    for p in [*found, short]:
-        scheduler.apply(answer(p), 1.0)
-    assert [p.step.n_tokens for p in plans(scheduler, 1.0)] == [64, 128]  # to the next multiple, then on
+    second = scheduler.next_plan(1.0)
+    assert second is not None
+    assert shape(second) == [("second", 0, 3, True)]  # at once, and nobody rides with it
+    scheduler.head_answered()
+    assert scheduler.next_plan(1.0) is None
+    scheduler.head_answered()
+    third = scheduler.next_plan(1.0)
+    assert third is not None
+    assert shape(third) == [("long", 64, 128, False)]
 
 
 def test_a_while_after_the_last_short_prompt_long_ones_get_whole_chunks_again() -> None:
@@ -231,15 +237,13 @@ def test_the_shortest_starts_first_and_one_without_room_is_not_overtaken_by_long
     scheduler = Scheduler(limits(pools=Pools(4, 0, 4)))
     for name, n_prompt in (("a", 200), ("b", 100), ("c", 3), ("d", 230)):
         scheduler.submit(request(name, range(n_prompt), n=1), 0.0)
-    found = plans(scheduler)
-    assert {name for p in found for name in p.request_ids} == {"b", "c"}
+    found, order = plans(scheduler), []
     assert (scheduler.n_running, scheduler.n_queued) == (2, 2)
     while found:
+        order += [name for name in found[0].request_ids if name not in order]
         scheduler.apply(answer(found.pop(0)), 0.0)
         found += plans(scheduler)
-        if scheduler.n_queued == 1:
-            break
-    assert {name for p in found for name in p.request_ids} == {"a"}
+    assert order == ["c", "b", "a", "d"]
 
 
 def test_pages_promised_to_a_prompt_under_way_are_not_given_to_another() -> None:

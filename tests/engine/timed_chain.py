@@ -139,10 +139,9 @@ class TimedChain:
                 share = 1 + self.jitter * self._chance.uniform(-1, 1)
                 done_at = self._free_at[stage] = max(done_at, free_at) + seconds * share
             self._flight.append((done_at, plan))
+            if self.limits.n_stages > 1:
+                self.at(self._free_at[0], self.scheduler.head_answered)
             self.plans.append(plan)
-            for name in plan.request_ids:
-                if self.stories[name].started_at is None:
-                    self.stories[name].started_at = self.now
 
     def _answer(self, plan: StepPlan) -> None:
         drawn = [
@@ -157,7 +156,7 @@ class TimedChain:
             story = self.stories[name]
             story.first_at = self.now if story.first_at is None else story.first_at
             if isinstance(event, FinishedEvent):
-                story.ended_at = self.now
+                story.ended_at, story.started_at = self.now, story.submitted_at + event.timings.queue_s
                 if (on_end := self._on_end.pop(name, None)) is not None:
                     on_end()
 
