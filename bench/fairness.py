@@ -1,13 +1,14 @@
 """Time to the first token of short prompts, alone and beside long ones, and what the long ones lose by it.
 
     python bench/fairness.py [--model FILE] [--backend cpu|cuda|hip] [--groups 2] [--long 4000] [--short 64]
-                             [--answer 16] [--pause 3] [--seconds 45] [--rounds 3] [--save] [--verbose]
+                             [--answer 16] [--pause 3] [--seconds 45] [--rounds 3] [--name NAME] [--save]
 
-A supervisor with real daemons, asked over HTTP by another process: four clients that ask, read the answer, pause and ask
-again, and two long prompts that are sent again as soon as both are computed.  A round measures the long prompts alone,
-the short ones alone, and both together, each for --seconds after a warm-up; rounds are interleaved and pooled.  Prefix
-slots are off, every prompt is new.  Target: p95 of the time to the first token of short prompts beside long ones at most
-3 x alone, prompt tokens a second of the long ones at least 0.9 x alone.  --save writes bench/results/fairness-NAME.json.
+A supervisor with real daemons, asked over HTTP by another process: four clients that ask, read the answer, pause and
+ask again, and two long prompts that are sent again as soon as both are computed.  A round measures the long prompts
+alone, the short ones alone, and both together, each for --seconds after a warm-up; rounds are interleaved and pooled.
+Prefix slots are off, every prompt is new.  Target: p95 of the time to the first token of short prompts beside long ones
+at most 3 x alone, prompt tokens a second of the long ones at least 0.9 x alone.  --save writes
+bench/results/fairness-NAME.json.
 """
 
 import argparse
@@ -22,6 +23,7 @@ import sys
 import tempfile
 import time
 from contextlib import contextmanager
+from itertools import pairwise
 from pathlib import Path
 
 import aiohttp
@@ -82,20 +84,18 @@ class Load:
         self.chance = random.Random(1)
         self.first_s = []  # of short prompts
         self.gaps_s = []  # between tokens of their answers
-        self.computed = []  # (when, tokens) of long prompts
+        self.computed = []  # (seconds, tokens) of each two long prompts
 
     async def ask(self, n_prompt, n_answer):
         """Seconds to the first token and between the others."""
         prompt = [FIRST_ID + self.chance.randrange(IDS) for _ in range(n_prompt)]
         body = {"prompt": prompt, "max_tokens": n_answer, "temperature": 0, "stream": True, "ignore_eos": True}
-        start, times = time.perf_counter(), []
+        start = time.perf_counter()
         async with self.session.post(f"{self.url}/v1/completions", json=body) as reply:
             if reply.status != 200:
                 raise SystemExit(await reply.text())
-            async for line in reply.content:
-                if line.startswith(b"data: {"):
-                    times.append(time.perf_counter())
-        return times[0] - start, [b - a for a, b in zip(times, times[1:], strict=False)]
+            times = [time.perf_counter() async for line in reply.content if line.startswith(b"data: {")]
+        return times[0] - start, [b - a for a, b in pairwise(times)]
 
     async def short(self):
         while True:
@@ -108,7 +108,7 @@ class Load:
         while True:
             started = time.perf_counter()
             await asyncio.gather(*(self.ask(self.options.long, 1) for _ in range(N_LONG)))
-            self.computed.append((time.perf_counter() - started, N_LONG * self.options.long))
+            self.computed.append((time.perf_counter() - started, N_LONG * self.options.long))  # seconds, tokens
 
 
 async def measure(session, url, options, n_short, n_long):
@@ -120,7 +120,7 @@ async def measure(session, url, options, n_short, n_long):
     await asyncio.sleep(WARM_S)
     load.first_s.clear()
     load.gaps_s.clear()
-    done, _ = await asyncio.wait(tasks, timeout=options.seconds, return_when=asyncio.FIRST_EXCEPTION)
+    done, _ = await asyncio.wait(tasks, timeout=options.seconds, return_when=asyncio.FIRST_COMPLETED)
     for task in done:
         task.result()
     for task in tasks:
@@ -147,7 +147,7 @@ async def bench(url, options):
                 load = await measure(session, url, options, n_short, n_long)
                 first[arm] += load.first_s
                 gaps[arm] += load.gaps_s
-                rates[arm] += [n / seconds for seconds, n in load.computed[bool(n_short) :]]
+                rates[arm] += [n / seconds for seconds, n in load.computed]
                 print(f"round {number + 1}: {arm}", times(load.first_s), [round(n / s) for s, n in load.computed])
     tokens_per_s = {arm: round(statistics.median(found)) for arm, found in rates.items() if found}
     found = {
@@ -155,6 +155,8 @@ async def bench(url, options):
         "between tokens": {arm: times(values) for arm, values in gaps.items() if values},
         "long prompt tokens a second": tokens_per_s,
     }
+    if len(tokens_per_s) < 2 or len(found["time to first token"]) < 2:
+        raise SystemExit(f"too little was measured, give more --seconds: {found}")
     alone, together = (found["time to first token"][arm] for arm in ("short alone", "together"))
     found["ratios"] = {
         "p50 of the first token": round(together["p50_ms"] / alone["p50_ms"], 2),

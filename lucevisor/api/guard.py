@@ -33,12 +33,17 @@ def check_access(request: web.Request, settings: ApiSettings, keys: ApiKeys) -> 
 
 
 def _check_key(request: web.Request, keys: ApiKeys) -> None:
-    scheme, _, token = request.headers.get("Authorization", "").partition(" ")
-    token = token.strip() if scheme.lower() == "bearer" else request.headers.get("x-api-key", "").strip()
+    token = shown_key(request)
     if not token:
         raise _unauthorised("no API key was sent; send it as Authorization: Bearer KEY")
     if not keys.accepts(token):
         raise _unauthorised("the API key is not one of this server's")
+
+
+def shown_key(request: web.Request) -> str:
+    """Return the key a request shows, empty if none."""
+    scheme, _, token = request.headers.get("Authorization", "").partition(" ")
+    return token.strip() if scheme.lower() == "bearer" else request.headers.get("x-api-key", "").strip()
 
 
 def _unauthorised(message: str) -> ApiError:

@@ -41,6 +41,12 @@ class Metrics:
             buckets=_FIRST_TOKEN_S,
             registry=self._registry,
         )
+        self.queue = Histogram(
+            _P + "queue_seconds",
+            "From a sequence's arrival at the engine to its start.",
+            buckets=_FIRST_TOKEN_S,
+            registry=self._registry,
+        )
         self.inter_token = Histogram(
             _P + "inter_token_seconds",
             "Between two tokens of a choice.",

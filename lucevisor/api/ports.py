@@ -6,10 +6,11 @@ Knows no HTTP.  `Ports` is the one object a handler reads; the parts that do not
 
 from __future__ import annotations
 
+import math
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
-from typing import Protocol
+from typing import Final, Protocol
 
 from lucevisor.api.asked import Answer, Kind, ReadRequest
 from lucevisor.api.keys import ApiKeys
@@ -152,8 +153,16 @@ class ApiSettings:
     intake_waiting: int = 1024  # bodies that may wait to be read; beyond it: 429
     write_timeout_s: float = 60.0  # a client that takes nothing for so long is dropped
     keepalive_s: float = 15.0  # silence before a stream gets a comment line, so that proxies keep it open
-    retry_after_s: int = 5  # told with 503 while a shard is away
+    retry_after_s: int = 5  # told with 503 when nothing better is known
     normalise: Normalise = "off"  # volatile lines of system prompts
+
+
+RETRY_AFTER_S: Final = (1, 600)
+"""Bounds of Retry-After."""
+
+
+def _not_known() -> float | None:
+    return None
 
 
 def _no_groups() -> Sequence[GroupFigures]:
@@ -176,9 +185,15 @@ class Ports:
     defaults: SamplingDefaults = field(default_factory=SamplingDefaults)
     keys: ApiKeys = field(default_factory=ApiKeys)
     settings: ApiSettings = field(default_factory=ApiSettings)
+    ready_in_s: Callable[[], float | None] = _not_known  # None: not known
     groups: Callable[[], Sequence[GroupFigures]] = _no_groups
     snapshots: Callable[[], SnapshotFigures | None] = _no_snapshots  # None while they are off
     banned: tuple[int, ...] = ()  # ids never sampled: rows of the vocabulary that stand for nothing
     engine: EnginePort | None = None
     max_context: int = 0  # tokens; 0: not known yet
     max_sequences: int = 0
+
+    def retry_after_s(self) -> int:
+        """Return what to tell with a 503 while the chain is away."""
+        wait_s, (least, most) = self.ready_in_s(), RETRY_AFTER_S
+        return self.settings.retry_after_s if wait_s is None else min(most, max(least, math.ceil(wait_s)))

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final, Protocol
 
 import msgspec
@@ -19,6 +19,8 @@ from lucevisor.api.choice import ChoiceReader, GenerationFailed, Piece
 from lucevisor.api.context import METRICS, PORTS, RequestContext, context_of
 from lucevisor.api.errors import from_refusal, from_request_error, unavailable
 from lucevisor.api.fan_in import Events, joined
+from lucevisor.api.guard import shown_key
+from lucevisor.api.keys import key_id
 from lucevisor.api.metrics import Metrics
 from lucevisor.api.ports import HandlePort, Ports
 from lucevisor.api.sse import EventStream
@@ -67,7 +69,9 @@ class Plan:
 async def respond(request: web.Request, plan: Plan) -> web.StreamResponse:
     """Run a plan and answer; ApiError when it is refused or a sequence fails, ClientGone when nobody listens."""
     ports, context = request.app[PORTS], context_of(request)
-    await _submit(ports, plan, context)
+    # Without keys in force any client could show many and take many shares.
+    key = key_id(shown_key(request)) if ports.keys.required else ""
+    await _submit(ports, plan, context, key)
     run = _Run(plan, context, request.app[METRICS])
     try:
         async with joined(context.handles) as events:
@@ -77,26 +81,26 @@ async def respond(request: web.Request, plan: Plan) -> web.StreamResponse:
                 return stream.response
             body = await run.whole(events, ports.settings.keepalive_s)
     except GenerationFailed as failure:
-        raise from_request_error(failure.error, ports.settings.retry_after_s) from None
+        raise from_request_error(failure.error, ports.retry_after_s()) from None
     return web.Response(body=body, content_type="application/json")
 
 
-async def _submit(ports: Ports, plan: Plan, context: RequestContext) -> None:
+async def _submit(ports: Ports, plan: Plan, context: RequestContext, key: str) -> None:
     """Submit every sequence or none; `context` knows each at once, since a drain may come in between."""
     if ports.engine is None:
         waiting = ", ".join(f"{part.name} is {part.state}" for part in ports.not_ready()) or "it is being started"
-        raise unavailable(f"the model is not ready: {waiting}; try again later", ports.settings.retry_after_s)
+        raise unavailable(f"the model is not ready: {waiting}; try again later", ports.retry_after_s())
     context.handles = handles = list[HandlePort]()
     try:
         for job in plan.jobs:
-            handles.append(ports.engine.submit(job.request))
+            handles.append(ports.engine.submit(replace(job.request, key_id=key)))
             if len(job.request.prompt) >= _LONG_PROMPT:
                 await asyncio.sleep(0)
     except BaseException as error:
         for handle in handles:
             handle.cancel()
         if isinstance(error, SubmitError):
-            raise from_refusal(error, plan.prompt_param, ports.settings.retry_after_s) from None
+            raise from_refusal(error, plan.prompt_param, ports.retry_after_s()) from None
         raise
 
 
@@ -165,6 +169,7 @@ class _Run:
                 context.handles[index].cancel()
             return pieces
         context.queue_s = event.timings.queue_s
+        self._metrics.queue.observe(event.timings.queue_s)
         if self._last_token_s[index] is None and job.new_prompt:
             context.prompt_tokens += event.usage.prompt_tokens
         pieces, usage = job.reader.finish(event)

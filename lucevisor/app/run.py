@@ -214,6 +214,7 @@ class Supervisor:
             template=ChatTemplate.from_gguf(metadata),
             not_ready=self._not_ready,
             intake=Intake(metadata),
+            ready_in_s=lambda: self.service.ready_in_s(),
             defaults=SamplingDefaults.from_gguf(metadata),
             keys=ApiKeys(read_api_keys(Path(server.api_keys_file)) if server.api_keys_file else ()),
             settings=ApiSettings(

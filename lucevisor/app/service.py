@@ -22,6 +22,7 @@ import structlog
 from lucevisor import awake
 from lucevisor.app.assembly import Assembly
 from lucevisor.app.engine_limits import engine_limits
+from lucevisor.app.readiness import Readiness
 from lucevisor.app.snapshots import Snapshots, open_snapshots
 from lucevisor.app.speeds import cache_directory, speeds_for
 from lucevisor.app.watchdog import Work, watch
@@ -115,6 +116,7 @@ class Service:
         staging = stage_packages(run_dir)
         limit = config.recovery.restart_limit
         self._limits = replace(limits or Limits(), n_restarts=limit.count, window_s=float(limit.seconds))
+        self._readiness = Readiness(self._limits)
         callbacks = Callbacks(
             make_load=self._make_load,
             check_loaded=self._check_loaded,
@@ -245,6 +247,10 @@ class Service:
             return f"the weights are being hashed for cache.dir, {self._weights.progress()}: once for each model file"
         return "; ".join(parts) or "the chain is being put together"
 
+    def ready_in_s(self) -> float | None:
+        """Return in how many seconds requests are likely to be served; None when that is not known."""
+        return None if self._stopping is not None else self._readiness.wait_s(self.groups, time.monotonic())
+
     # ---- callbacks of supervision
 
     async def _make_load(self, group: str, hello: Hello) -> LoadOrder:
@@ -339,6 +345,7 @@ class Service:
             self._assembly.frame(group, frame)
 
     def _on_state(self, group: str, state: State, reason: str) -> None:
+        self._readiness.changed(group, state, time.monotonic())
         if state is State.BACKOFF:
             self.restart_reasons[group]["failure"] += 1
         if self.placement is None and state in (State.BACKOFF, State.FAILED):

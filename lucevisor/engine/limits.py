@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from lucevisor.engine.request import ContextOverflow, GenerationRequest, InvalidRequest
 from lucevisor.memory.pages import PagePools
 from lucevisor.memory.prefix_records import PrefixSettings
 from lucevisor.memory.tables import most_window_pages, pages_of
@@ -86,6 +87,17 @@ class EngineLimits:
     def capacity_tokens(self) -> int:
         """The longest sequence that can be computed when it is alone."""
         return min(self.max_context, self.page_tokens)
+
+    def most_answer(self, request: GenerationRequest) -> int:
+        """Return how many tokens a request may generate.  Raises InvalidRequest or ContextOverflow if none."""
+        if not request.prompt:
+            raise InvalidRequest("prompt", "is empty; give at least one token")
+        if request.max_tokens < 1:
+            raise InvalidRequest("max_tokens", f"is {request.max_tokens}; ask for at least 1 token")
+        n_prompt, capacity = len(request.prompt), self.capacity_tokens
+        if n_prompt + 1 > capacity:
+            raise ContextOverflow(n_prompt, self.max_context, self.page_tokens)
+        return min(request.max_tokens, capacity - n_prompt)
 
     def pages_needed(self, n_tokens: int) -> dict[Space, int]:
         """Return the pages of the paged spaces that so many tokens of a sequence take at once."""

@@ -39,7 +39,6 @@ from lucevisor.engine.rows import IdsOutput, RowCollector, RowsMissing
 from lucevisor.engine.scheduler import Events, Scheduler, WrongResult
 from lucevisor.engine.sequence import Wanted
 from lucevisor.engine.statistics import CacheStatistics, EngineStatistics, RateWindow, StepTotals
-from lucevisor.engine.step_times import LEAST_TOKENS
 from lucevisor.memory.blocks import Slot
 from lucevisor.memory.prefix import PrefixIndex
 from lucevisor.memory.prefix_records import Match, Reservation
@@ -172,7 +171,7 @@ class Engine:
         """Take a step that went down the chain; to be given to Chain."""
         now = self._clock()
         self._totals.add(result)
-        self._time_prefill(result)
+        self._scheduler.step_times.add(result.step, max(answer.compute_s for answer in result.results))
         n_before = self._scheduler.n_generated_tokens
         try:
             events = self._scheduler.apply(result.results[-1], now)
@@ -371,12 +370,6 @@ class Engine:
             if isinstance(event, FinishedEvent):
                 del self._handles[request_id]
         self._changed.set()
-
-    def _time_prefill(self, result: ChainResult) -> None:
-        """Learn from a step with a slice of a prompt what chunks cost at the slowest stage."""
-        if max((len(piece.tokens) for piece in result.step.slices), default=0) >= LEAST_TOKENS:
-            slowest_s = max(answer.compute_s for answer in result.results)
-            self._scheduler.step_times.add(result.step.n_tokens, slowest_s)
 
     def _collect(self, result: ChainResult) -> None:
         request_id = self._row_steps.pop(result.step.step_id, None)

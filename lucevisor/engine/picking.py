@@ -22,6 +22,9 @@ from lucevisor.wire.values import PAGE_TOKENS
 MOST_SKIPPED: Final = 4
 """Steps in a row that may leave a prompt out in favour of shorter ones; twice as many while the head is never free."""
 
+RECENT_S: Final = 5.0
+"""Long prompts leave room for so long after the last short one started: its client is likely to ask again."""
+
 
 @dataclass(frozen=True, slots=True)
 class Room:

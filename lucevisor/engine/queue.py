@@ -28,6 +28,7 @@ class RequestQueue:
     def __init__(self, shares: KeyShares) -> None:
         self._shares = shares
         self._waiting: dict[RequestRecord, None] = {}
+        self._order: list[RequestRecord] | None = None  # as long as it holds
 
     def __len__(self) -> int:
         return len(self._waiting)
@@ -38,24 +39,36 @@ class RequestQueue:
     def add(self, record: RequestRecord) -> None:
         """Let a request wait."""
         self._waiting[record] = None
+        self._order = None
 
     def remove(self, record: RequestRecord) -> None:
         """Take a request out that is over."""
         del self._waiting[record]
+        self._order = None
 
     def start(self, record: RequestRecord) -> None:
         """Take a request out that starts, and age those it passes."""
-        del self._waiting[record]
+        self.remove(record)
         if record.probe is None and record.started_at is None:
             size = max(PAGE_TOKENS, record.size)  # a start takes a place, however short the prompt
             for other in self._waiting:
                 if other.arrival < record.arrival and other.request.key_id == record.request.key_id:
                     other.n_passed += size
 
-    def in_turn(self, records: Collection[RequestRecord], live: Collection[RequestRecord]) -> list[RequestRecord]:
-        """Return waiting requests, the next one first.  ``live``: those that run, whose prompts are promised to their
-        keys.
+    def resized(self) -> None:
+        """The size of a waiting request changed."""
+        self._order = None
+
+    def in_turn(self, live: Collection[RequestRecord]) -> list[RequestRecord]:
+        """Return the waiting requests, the next one first.  ``live``: those that run, whose prompts are promised to
+        their keys.
         """
+        if self._order is None or self._shares.contested:
+            self._order = self.sorted(self._waiting, live)
+        return self._order
+
+    def sorted(self, records: Collection[RequestRecord], live: Collection[RequestRecord]) -> list[RequestRecord]:
+        """Return some of the waiting requests in turn, as of now."""
         promised: Counter[str] = Counter()
         if self._shares.contested:
             for record in live:

@@ -13,15 +13,13 @@ way; a finished request is in no list.
 from __future__ import annotations
 
 import math
-from collections import Counter, deque
-from typing import Final
+from collections import deque
 
 from lucevisor.engine.flight import Flight, Part, StepPlan, WrongResult, drawn_tokens
 from lucevisor.engine.limits import EngineLimits
-from lucevisor.engine.picking import Pick, Room, choose, has_others
+from lucevisor.engine.picking import RECENT_S, Pick, Room, choose, has_others
 from lucevisor.engine.queue import RequestQueue
 from lucevisor.engine.request import (
-    ContextOverflow,
     Event,
     GenerationRequest,
     InvalidRequest,
@@ -45,9 +43,6 @@ __all__ = ["NO_STATE", "Events", "Scheduler", "StepPlan", "WrongResult"]
 
 Events = list[tuple[str, Event]]
 """What to tell whom: (request id, event), in order."""
-
-RECENT_S: Final = 5.0
-"""Long prompts leave room for so long after the last short one started: its client is likely to ask again."""
 
 
 class Scheduler:
@@ -105,7 +100,7 @@ class Scheduler:
 
     def wait_s(self) -> float | None:
         """Return in how many seconds a request behind all others would start; None before enough was measured."""
-        return self._waits.wait_s(self._live.values(), self._queue.in_turn([*self._queue], self._live.values()))
+        return self._waits.wait_s(self._live.values(), self._queue.in_turn(self._live.values()))
 
     # ---- requests
 
@@ -127,17 +122,9 @@ class Scheduler:
             raise InvalidRequest(
                 "request_id", f"{request.request_id!r} is in use by an unfinished request; choose another"
             )
-        if not request.prompt:
-            raise InvalidRequest("prompt", "is empty; give at least one token")
-        if request.max_tokens < 1:
-            raise InvalidRequest("max_tokens", f"is {request.max_tokens}; ask for at least 1 token")
         if wanted is not None and wanted.rows < 1:
             raise InvalidRequest("rows", f"is {wanted.rows}; a step needs at least 1")
-        n_prompt, capacity = len(request.prompt), self.limits.capacity_tokens
-        if n_prompt + 1 > capacity:
-            raise ContextOverflow(n_prompt, self.limits.max_context, self.limits.page_tokens)
-        max_tokens = min(request.max_tokens, capacity - n_prompt)
-        record = RequestRecord(request, self._n_arrivals, max_tokens, now, wanted, probe)
+        record = RequestRecord(request, self._n_arrivals, self.limits.most_answer(request), now, wanted, probe)
         self._n_arrivals += 1
         self.reuse.submitted(record)
         record.prefix.held = hold
@@ -151,6 +138,7 @@ class Scheduler:
         if record is not None:
             record.prefix.held = False
             self.reuse.resize(record)
+            self._queue.resized()
 
     def cancel(self, request_id: str, now: float) -> Events:
         """End a request; its ids are free when this returns.  Does nothing when it is over already."""
@@ -167,6 +155,7 @@ class Scheduler:
         events = [self._finish(record, "error", now, error=error) for record in ending]
         self._in_flight.clear()
         self._n_at_head = 0
+        self._waits.stopped()
         self.last_applied = self._last_step  # nobody will answer what was on its way
         self._operations.clear()  # the shards start empty
         self._flushing = False
@@ -237,24 +226,21 @@ class Scheduler:
     # ---- inside: admission and choice
 
     def _room(self, now: float) -> Room:
-        chunk = self.step_times.shared_chunk
+        chunk, whole = self.step_times.shared_chunk, self.limits.prefill_chunk
+        shared = now < self._short_until or has_others(self._live.values(), chunk)
+        # Keys closer together than a chunk count as equal: the shortest prompt goes first.
         return Room(
-            step_id=self._last_step + 1,
-            chunk=chunk,
-            shared=now < self._short_until or has_others(self._live.values(), chunk),
-            head_free=self._n_at_head == 0,
-            # keys closer together than a chunk count as equal: the shortest goes first
-            level=lambda key: self._shares.lead(key) // self.limits.prefill_chunk,
+            self._last_step + 1, chunk, shared, self._n_at_head == 0, lambda key: self._shares.lead(key) // whole
         )
 
     def _admit(self, now: float) -> None:
         n_free = self.limits.max_sequences - len(self._live)
-        waiting = deque(self._queue.in_turn([*self._queue], self._live.values()) if n_free and self._queue else ())
+        waiting = deque(self._queue.in_turn(self._live.values()) if n_free else ())
         while waiting:
             record = waiting.popleft()
             # A preempted request whose last token is still under way waits for it: the token is not drawn twice.
-            admitting = self.admitting or record.probe is not None
-            if not admitting or len(self._live) >= self.limits.max_sequences or record.n_in_flight:
+            admitting = (self.admitting or record.probe is not None) and not record.n_in_flight
+            if not admitting or len(self._live) >= self.limits.max_sequences:
                 return
             if self.reuse.awaits(record, self._live.values()):
                 continue
@@ -265,7 +251,7 @@ class Scheduler:
             ):
                 return
             if self._shares.contested:  # its prompt is promised to its key now
-                waiting = deque(self._queue.in_turn(waiting, self._live.values()))
+                waiting = deque(self._queue.sorted(waiting, self._live.values()))
 
     def _start(self, record: RequestRecord, match: Match, now: float) -> bool:
         """Start a queued request with what is remembered of it; False when there is no room for it yet."""
@@ -332,15 +318,14 @@ class Scheduler:
 
     def _plan(self, picks: list[Pick], now: float) -> StepPlan:
         self._last_step += 1
-        slices, tokens_of_keys = [], Counter[str]()
+        slices = []
         for pick in picks:
             start, tokens = pick.live.n_planned, pick.record.tokens
             slices.append(Slice(pick.live.sequence, start, tokens[start : pick.stop], sample=pick.stop == len(tokens)))
             pick.live.n_planned = pick.stop
             pick.live.last_step = self._last_step
             pick.record.n_in_flight += 1
-            tokens_of_keys[pick.record.request.key_id] += pick.stop - start
-        self._shares.charge(tokens_of_keys)
+        self._shares.charge((p.record.request.key_id, len(s.tokens)) for p, s in zip(picks, slices, strict=True))
         wanted = picks[0].record.wanted if picks else None
         step = Step(
             step_id=self._last_step,

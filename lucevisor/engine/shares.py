@@ -9,7 +9,7 @@ Pure.  Invariant: only keys with unfinished requests are compared; without any, 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable
 
 
 class KeyShares:
@@ -39,11 +39,11 @@ class KeyShares:
         if not self._requests:
             self._served.clear()
 
-    def charge(self, tokens: Mapping[str, int]) -> None:
+    def charge(self, tokens: Iterable[tuple[str, int]]) -> None:
         """Charge tokens to their keys."""
         if not self.contested:
             return  # only differences matter
-        for key, n in tokens.items():
+        for key, n in tokens:
             self._served[key] += n
         least = max(self._served[key] for key in self._requests) - self._credit
         for key in self._requests:

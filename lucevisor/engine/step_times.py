@@ -11,12 +11,12 @@ from collections import deque
 from statistics import median
 from typing import Final
 
+from lucevisor.wire.messages import Step
 from lucevisor.wire.values import PAGE_TOKENS
 
 _KEPT: Final = 9  # steps of a size class: their median is not moved by a few outliers
 _LEAST_STEPS: Final = 2
-LEAST_TOKENS: Final = 16
-"""Steps with fewer prompt tokens run other kernels, as decodes do, and say nothing about prefill."""
+_LEAST_TOKENS: Final = 16  # of a slice: shorter ones run other kernels, as decodes do
 MOST_LOSS: Final = 1.15
 """A prompt token in a smaller chunk may cost this much of what it costs in a whole one: the price of room."""
 
@@ -28,6 +28,7 @@ def chunk_sizes(full: int) -> list[int]:
         sizes.insert(0, sizes[0] // 2)
     return sizes
 
+
 class StepTimes:
     """Recent prefill steps by size class (powers of two)."""
 
@@ -36,10 +37,11 @@ class StepTimes:
         self._steps: dict[int, deque[tuple[int, float]]] = {}
         self._chunk: int | None = None
 
-    def add(self, n_tokens: int, seconds: float) -> None:
-        """Count a step that computed prompt tokens; ``seconds``: of its slowest stage."""
-        if n_tokens >= LEAST_TOKENS and seconds > 0:
-            self._steps.setdefault(n_tokens.bit_length(), deque(maxlen=_KEPT)).append((n_tokens, seconds))
+    def add(self, step: Step, seconds: float) -> None:
+        """Count a step if it computed a prompt; ``seconds``: of its slowest stage."""
+        if seconds > 0 and max((len(piece.tokens) for piece in step.slices), default=0) >= _LEAST_TOKENS:
+            n = step.n_tokens
+            self._steps.setdefault(n.bit_length(), deque(maxlen=_KEPT)).append((n, seconds))
             self._chunk = None
 
     @property

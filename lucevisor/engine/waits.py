@@ -51,6 +51,10 @@ class WaitEstimate:
         if self._counted_until is None:
             self._counted_until = now
 
+    def stopped(self) -> None:
+        """The steps under way are lost."""
+        self._counted_until = None
+
     def applied(self, flight: Flight, live: Collection[RequestRecord], now: float, *, idle: bool) -> None:
         """A step's result came, and nothing of it was taken over yet; ``idle``: no other is under way."""
         seconds = now - (now if self._counted_until is None else self._counted_until)

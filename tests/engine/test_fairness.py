@@ -117,7 +117,9 @@ def played(bounds: EngineLimits, asked: list[tuple[float, int, int]]) -> TimedCh
 
 @settings(max_examples=60, deadline=None)
 @given(crowds())
-def test_a_started_prompt_is_left_out_by_few_steps_in_a_row(crowd: tuple[EngineLimits, list[tuple[float, int, int]]]) -> None:
+def test_a_started_prompt_is_left_out_by_few_steps_in_a_row(
+    crowd: tuple[EngineLimits, list[tuple[float, int, int]]],
+) -> None:
     bounds, asked = crowd
     chain = played(bounds, asked)
     most = 2 * MOST_SKIPPED + bounds.max_sequences

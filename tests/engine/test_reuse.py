@@ -322,7 +322,9 @@ def test_nobody_waits_for_a_place_that_was_passed_and_not_remembered() -> None:
     [slot] = scheduler.reuse.index.slots
     scheduler.reuse.index.pin(slot)  # so no other is kept
     for name in "ab":
-        scheduler.submit(request(name, [*range(150), *range(ord(name), 700 + ord(name))], n=1, turn_boundaries=(150,)), 0.0)
+        scheduler.submit(
+            request(name, [*range(150), *range(ord(name), 700 + ord(name))], n=1, turn_boundaries=(150,)), 0.0
+        )
     plans = []
     while "b" not in (plans[-1].request_ids if plans else ()):
         plan = scheduler.next_plan(0.0)

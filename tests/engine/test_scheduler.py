@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from lucevisor.engine.limits import EngineLimits
+from lucevisor.engine.picking import RECENT_S
 from lucevisor.engine.request import (
     ContextOverflow,
     FinishedEvent,
@@ -14,7 +15,7 @@ from lucevisor.engine.request import (
     TokenEvent,
     Usage,
 )
-from lucevisor.engine.scheduler import NO_STATE, RECENT_S, Scheduler, StepPlan, WrongResult
+from lucevisor.engine.scheduler import NO_STATE, Scheduler, StepPlan, WrongResult
 from lucevisor.engine.sequence import Wanted
 from lucevisor.memory.pages import PageUse
 from lucevisor.wire.messages import (

@@ -17,10 +17,8 @@ from statistics import quantiles
 from lucevisor.engine.limits import EngineLimits
 from lucevisor.engine.request import FinishedEvent
 from lucevisor.engine.scheduler import Scheduler, StepPlan
-from lucevisor.engine.step_times import LEAST_TOKENS
 from lucevisor.wire.messages import Pools, Sampled, StepResult
 from tests.engine.toy_engine import HYBRID, request
-
 
 STOP = 5
 """The id that ends an answer."""
@@ -150,8 +148,7 @@ class TimedChain:
             if s.sample
         ]
         events = self.scheduler.apply(StepResult(plan.step.step_id, 0, drawn), self.now)
-        if max(len(s.tokens) for s in plan.step.slices) >= LEAST_TOKENS:
-            self.scheduler.step_times.add(plan.step.n_tokens, self.overhead_s + plan.step.n_tokens * self.token_s)
+        self.scheduler.step_times.add(plan.step, self.overhead_s + plan.step.n_tokens * self.token_s)
         for name, event in events:
             story = self.stories[name]
             story.first_at = self.now if story.first_at is None else story.first_at
