@@ -42,16 +42,17 @@ class TokenBound:
         """`alphabet` translates the letters that byte-level tokens are written in (code points) to bytes."""
         self._nfc = scheme.normal is Normal.NFC
         self._sets = _byte_sets()
-        most = np.zeros(len(self._sets), np.int64)
+        most = [0] * len(self._sets)
         masks = [frozenset(np.flatnonzero(row).tolist()) for row in self._sets[256:]]
         for raw in set(_forms(vocabulary, token_bytes, scheme, alphabet)):
-            present = set(raw)
-            for value in present:
-                most[value] = max(most[value], raw.count(value))
+            values = set(raw)
+            for value in values:
+                if not most[value] or (len(values) < len(raw) and raw.count(value) > most[value]):
+                    most[value] = raw.count(value)
             for index, mask in enumerate(masks, 256):
                 if len(raw) > most[index]:
                     most[index] = max(most[index], sum(map(mask.__contains__, raw)))
-        self._most = np.maximum(most, 1)
+        self._most = np.maximum(np.array(most, np.int64), 1)
         self.longest_bytes = int(most[-1])
         """Bytes that one token stands for at most."""
         self._known = _stands_for_every_byte(vocabulary, scheme)

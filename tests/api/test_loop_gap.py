@@ -174,6 +174,7 @@ async def test_one_body(server, name):
     await watched(server, work)
 
 
+@pytest.mark.timeout(300)
 async def test_500_clients():
     """In a fresh process: what the bodies above left behind is looked at by the garbage collector."""
     server = Server()
@@ -183,7 +184,7 @@ async def test_500_clients():
             async with clients(server.url) as post:
 
                 async def client() -> None:
-                    for _ in range(3):
+                    for _ in range(2):
                         status, answer = await post(CHAT, chat())
                         assert status == 200, answer
 

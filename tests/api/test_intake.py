@@ -1,0 +1,277 @@
+"""Long bodies are read as short ones are, in processes whose memory, time and number are bounded."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import psutil
+import pytest
+
+from lucevisor.api.asked import ReadRequest
+from lucevisor.api.chat import read_chat
+from lucevisor.api.completions import read_completion
+from lucevisor.api.decoding import decode_object
+from lucevisor.api.errors import ApiError
+from lucevisor.api.intake import SHORT_BYTES, Intake
+from lucevisor.api.ports import ApiSettings
+from lucevisor.api.receive import INLINE_BYTES
+from lucevisor.api.text_routes import read_detokenize, read_tokenize
+from tests.api.conftest import until
+from tests.api.scripted_model import Rig, metadata
+
+READERS = {
+    "chat": read_chat,
+    "completion": read_completion,
+    "tokenize": read_tokenize,
+    "detokenize": read_detokenize,
+}
+TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}
+BODIES = [
+    ("chat", {"messages": [{"role": "user", "content": "Hi é 🎉 <|im_end|>"}]}),
+    ("chat", {"messages": [{"role": "system", "content": "a"}, {"role": "user", "content": "b"}], "tools": [TOOL]}),
+    (
+        "chat",
+        {
+            "messages": [{"role": "user", "content": "Hi"}],
+            "seed": -5,
+            "temperature": 0.5,
+            "top_k": 3,
+            "logit_bias": {"7": -100, "9": 1.5},
+            "stop": ["a", "b"],
+            "n": 3,
+            "logprobs": True,
+            "top_logprobs": 2,
+            "max_tokens": 9,
+            "ignore_eos": True,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+            "parallel_tool_calls": False,
+            "enable_thinking": True,
+        },
+    ),
+    ("chat", {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]}),
+    ("chat", {"messages": [], "temprature": 1}),
+    ("chat", {"messages": [{"role": "user", "content": "Hi " * 600}]}),
+    ("completion", {"prompt": "Once upon", "echo": True, "seed": 1}),
+    ("completion", {"prompt": [[1, 2, 3], [4]], "n": 2, "seed": 1, "return_token_ids": True}),
+    ("completion", {"prompt": [1, 8192]}),
+    ("completion", {"prompt": [5] * 600}),
+    ("tokenize", {"content": "Hello é <|im_end|>", "with_pieces": True}),
+    ("tokenize", {}),
+    ("detokenize", {"tokens": [1, 2, 3, 8184]}),
+    ("detokenize", {"tokens": [-1]}),
+]
+
+
+def outcome(read: object) -> object:
+    """What was read, without the seed that is drawn when none is given."""
+    if isinstance(read, ApiError):
+        return read.status, read.message, read.code, read.param, read.headers
+    if isinstance(read, ReadRequest):
+        fields = {name: getattr(read.asked, name) for name in read.asked.__struct_fields__ if name != "sampling"}
+        sampling = read.asked.sampling
+        return fields, read.prompts, [getattr(sampling, n) for n in sampling.__struct_fields__ if n != "seed"]
+    return b"".join(read) if isinstance(read, list) else read
+
+
+@pytest.fixture
+async def intake():
+    made = Intake(metadata())
+    yield made
+    await made.close()
+
+
+async def test_a_process_reads_as_the_server_does(intake):
+    ports = Rig(attach=False).ports
+    for kind, fields in BODIES:
+        body = json.dumps(fields).encode()
+        try:
+            here = READERS[kind](decode_object(body), ports)
+        except ApiError as error:
+            here = error
+        try:
+            there = await intake.read(kind, [body[:7], body[7:], b" " * 5000], ports)
+        except ApiError as error:
+            there = error
+        assert outcome(there) == outcome(here), fields
+        if "seed" in fields:
+            assert there.asked.sampling == here.asked.sampling
+
+
+async def test_no_json(intake):
+    with pytest.raises(ApiError) as caught:
+        await intake.read("chat", [b"{" * 10_000], Rig(attach=False).ports)
+    assert (caught.value.status, caught.value.code) == (400, "invalid_json")
+
+
+def children() -> list[psutil.Process]:
+    return [
+        child for child in psutil.Process().children() if "lucevisor.api.intake_process" in " ".join(child.cmdline())
+    ]
+
+
+async def test_no_process_before_a_long_body_and_none_after_the_end(start):
+    client = await start()
+    await client.chat()
+    assert not children()
+    assert (await client.chat(user="x" * INLINE_BYTES))[0] == 200
+    (process,) = children()
+    await client.runner.cleanup()
+    assert not process.is_running()
+
+
+async def test_a_process_that_is_killed_costs_one_request(start):
+    client = await start()
+    await client.chat(user="x" * INLINE_BYTES)
+    (process,) = children()
+    process.suspend()
+    asked = asyncio.create_task(client.chat(user="x" * INLINE_BYTES))
+    await asyncio.sleep(0.2)
+    process.kill()
+    status, answer = await asked
+    assert (status, answer["error"]["code"]) == (413, "request_too_large")
+    assert (await client.chat(user="x" * INLINE_BYTES))[0] == 200
+    assert not process.is_running()
+
+
+async def test_too_long_to_read(start):
+    client = await start(Rig(settings=replace(ApiSettings(), intake_timeout_s=10.0)))
+    await client.chat(user="x" * INLINE_BYTES)
+    client.rig.ports.settings = replace(ApiSettings(), intake_timeout_s=0.2)
+    (process,) = children()
+    process.suspend()
+    status, answer = await client.chat(user="x" * INLINE_BYTES)
+    assert (status, answer["error"]["code"]) == (413, "request_too_large")
+    assert "0.2 s" in answer["error"]["message"]
+    assert not process.is_running()
+
+
+async def test_too_much_memory(start):
+    """15 MB of arrays are 300 MB of objects."""
+    client = await start(Rig(settings=replace(ApiSettings(), intake_memory_bytes=128 << 20)))
+    body = b'{"messages":[' + b"[]," * 5_000_000 + b"[]]}"
+    json_type = {"Content-Type": "application/json"}
+    status, answer = await client.ask("/v1/chat/completions", data=io.BytesIO(body), headers=json_type)
+    assert (status, answer["error"]["code"]) == (413, "request_too_large")
+    assert "128 MiB" in answer["error"]["message"]
+    assert (await client.chat(user="x" * INLINE_BYTES))[0] == 200
+
+
+async def test_short_bodies_do_not_wait_for_long_ones(start):
+    client = await start()
+    await client.chat(user="x" * (SHORT_BYTES + 1))
+    (process,) = children()
+    process.suspend()
+    long = asyncio.create_task(client.chat(user="x" * (SHORT_BYTES + 1)))
+    await asyncio.sleep(0.2)
+    assert (await client.chat(user="x" * INLINE_BYTES))[0] == 200
+    assert not long.done()
+    process.resume()
+    assert (await long)[0] == 200
+
+
+async def test_too_many_wait(start):
+    client = await start(Rig(settings=replace(ApiSettings(), intake_waiting=1)))
+    long = "x" * (SHORT_BYTES + 1)
+    await client.chat(user=long)
+    (process,) = children()
+    process.suspend()
+    asked = [asyncio.create_task(client.chat(user=long)) for _ in range(3)]
+    done, waiting = await asyncio.wait(asked, return_when=asyncio.FIRST_COMPLETED)
+    status, answer = done.pop().result()
+    assert (status, answer["error"]["code"]) == (429, "queue_full")
+    process.resume()
+    assert [status for status, _ in await asyncio.gather(*waiting)] == [200, 200]
+
+
+async def test_the_bytes_of_all_bodies_are_bounded(start):
+    client = await start(Rig(settings=replace(ApiSettings(), max_bodies_bytes=100_000)))
+    json_type = {"Content-Type": "application/json"}
+    going = asyncio.Event()
+
+    async def slow():
+        yield b'{"user": "' + b"x" * 80_000
+        await going.wait()
+        yield b'", "messages": [{"role": "user", "content": "Hi"}]}'
+
+    first = asyncio.create_task(client.ask("/v1/chat/completions", data=slow(), headers=json_type))
+    await asyncio.sleep(0.2)
+    status, answer = await client.chat(user="x" * 50_000)
+    assert (status, answer["error"]["code"]) == (429, "queue_full")
+    going.set()
+    assert (await first)[0] == 200
+    assert (await client.chat(user="x" * 50_000))[0] == 200
+
+
+async def test_a_client_that_goes_away_leaves_the_process_to_others(start):
+    client = await start()
+    await client.chat(user="x" * INLINE_BYTES)
+    (process,) = children()
+    process.suspend()
+    asked = asyncio.create_task(client.chat(user="x" * INLINE_BYTES))
+    await asyncio.sleep(0.2)
+    asked.cancel()
+    await asyncio.wait([asked])
+    process.resume()
+    assert (await client.chat(user="x" * INLINE_BYTES))[0] == 200
+    assert process in children()
+
+
+async def test_a_request_that_is_read_while_the_server_stops(start):
+    client = await start()
+    await client.chat(user="x" * (SHORT_BYTES + 1))
+    (process,) = children()
+    process.suspend()
+    asked = [asyncio.create_task(client.chat(user="x" * (SHORT_BYTES + 1))) for _ in range(2)]
+    await asyncio.sleep(0.3)
+    await client.runner.cleanup()
+    for status, answer in await asyncio.gather(*asked):
+        assert (status, answer["error"]["code"]) == (503, "shutting_down")
+    await until(lambda: not process.is_running())
+
+
+async def test_no_descriptor_is_left(start):
+    async def round_trip() -> None:
+        client = await start()
+        await client.chat(user="x" * INLINE_BYTES)
+        await client.session.close()
+        await client.runner.cleanup()
+
+    await round_trip()
+    before = len(os.listdir("/proc/self/fd"))
+    await round_trip()
+    assert len(os.listdir("/proc/self/fd")) <= before
+
+
+def test_no_process_outlives_a_server_that_is_killed():
+    server = subprocess.Popen(
+        [sys.executable, "-m", "tests.api.watched_server"],
+        cwd=Path(__file__).parents[2],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert server.stdin is not None
+    assert server.stdout is not None
+    try:
+        server.stdout.readline()
+        found = psutil.Process(server.pid).children()
+        assert len(found) == 1
+    finally:
+        server.send_signal(signal.SIGKILL)
+        server.wait()
+        server.stdin.close()
+        server.stdout.close()
+    end = time.monotonic() + 20
+    while found[0].is_running() and found[0].status() != psutil.STATUS_ZOMBIE:
+        assert time.monotonic() < end
+        time.sleep(0.02)
