@@ -1,0 +1,127 @@
+"""What a request may hold at most: beyond each bound a 400 that names the parameter.  docs/limits.md lists them."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import json
+
+import pytest
+
+from lucevisor.api import bodies
+from lucevisor.api.turnstile import Turnstile
+from tests.api.scripted_model import Rig, say
+
+CHAT, PLAIN = "/v1/chat/completions", "/v1/completions"
+HI = [{"role": "user", "content": "Hi"}]
+
+
+def tool(parameters: object) -> dict[str, object]:
+    return {"type": "function", "function": {"name": "f", "parameters": parameters}}
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param", "code"),
+    [
+        (CHAT, {"messages": HI, "stop": ["x"] * (bodies.MAX_STOPS + 1)}, "stop", "invalid_value"),
+        (CHAT, {"messages": HI, "stop": "x" * (bodies.MAX_STOP_CHARS + 1)}, "stop", "invalid_value"),
+        (CHAT, {"messages": HI, "n": bodies.MAX_CHOICES + 1}, "n", "invalid_value"),
+        (CHAT, {"messages": HI, "logprobs": True, "top_logprobs": 21}, "top_logprobs", "invalid_value"),
+        (
+            CHAT,
+            {"messages": HI, "logit_bias": {str(i): 1 for i in range(bodies.MAX_BIASES + 1)}},
+            "logit_bias",
+            "invalid_value",
+        ),
+        (
+            CHAT,
+            {"messages": HI, "tools": [tool({"enum": list(range(bodies.MAX_TOOL_VALUES))})]},
+            "tools",
+            "invalid_value",
+        ),
+        (
+            CHAT,
+            {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:x"}}]}]},
+            "messages[0].content[0].type",
+            "unsupported_content",
+        ),
+        (CHAT, {"messages": [{"role": "user", "content": "x " * 10_000}]}, "messages", "context_length_exceeded"),
+        (CHAT, {"messages": HI * 600}, "messages", "context_length_exceeded"),
+        (PLAIN, {"prompt": "x" * 100_000}, "prompt", "context_length_exceeded"),
+        (PLAIN, {"prompt": ["x", "x " * 600]}, "prompt[1]", "context_length_exceeded"),
+        (PLAIN, {"prompt": [5] * 512}, "prompt", "context_length_exceeded"),
+        (PLAIN, {"prompt": [[5], [5] * 512]}, "prompt[1]", "context_length_exceeded"),
+        (PLAIN, {"prompt": ["x"] * (bodies.MAX_CHOICES + 1)}, "n", "invalid_value"),
+        (PLAIN, {"prompt": ["x"] * 65, "n": 2}, "n", "invalid_value"),
+        (
+            "/tokenize",
+            {"content": " " * (bodies.MAX_TEXT_CHARS + 1)},
+            "content",
+            "invalid_value",
+        ),
+        ("/tokenize", {"prompt": "1" * 900_000, "with_pieces": True}, "prompt", "invalid_value"),
+        ("/detokenize", {"tokens": [5] * (bodies.MAX_TEXT_TOKENS + 1)}, "tokens", "invalid_value"),
+    ],
+)
+async def test_beyond_a_bound(client, path, body, param, code):
+    json_type = {"Content-Type": "application/json"}
+    status, answer = await client.ask(path, data=io.BytesIO(json.dumps(body).encode()), headers=json_type)
+    assert (status, answer["error"]["param"], answer["error"]["code"]) == (400, param, code)
+    assert answer["error"]["message"].startswith(f"{param}: ")
+
+
+async def test_what_is_repeated_is_bounded(start):
+    client = await start(Rig(max_context=1 << 16))
+    status, answer = await client.ask(PLAIN, {"prompt": " " * 100_000, "echo": True, "n": 42})
+    assert (status, answer["error"]["param"]) == (400, "echo")
+
+
+async def test_a_name_as_long_as_a_body_is_not_repeated(client):
+    status, answer = await client.ask(CHAT, {"messages": HI, "x" * 100_000: 1})
+    assert status == 400
+    assert len(answer["error"]["message"]) < 300
+
+
+async def test_an_answer_with_many_log_probabilities_is_the_same_in_a_thread(client, monkeypatch):
+    client.rig.stage.script = say("ab", end=False)
+    body = {"logprobs": True, "top_logprobs": 2, "max_tokens": 40, "seed": 1}
+    _, here = await client.chat(**body)
+    monkeypatch.setattr("lucevisor.api.respond._QUICK_RECORDS", 0)
+    _, there = await client.chat(**body)
+    assert here["choices"] == there["choices"]
+    assert len(there["choices"][0]["logprobs"]["content"]) == 40
+
+
+class TestTurnstile:
+    async def test_so_many_in_a_round_in_order(self):
+        turnstile, passed, rounds = Turnstile(3), [], []
+
+        async def task(number: int) -> None:
+            await turnstile.turn()
+            passed.append(number)
+
+        tasks = [asyncio.create_task(task(number)) for number in range(20)]
+        while len(passed) < 20:
+            before = len(passed)
+            await asyncio.sleep(0)
+            rounds.append(len(passed) - before)
+        assert passed == list(range(20))
+        assert max(rounds) <= 3
+        assert len(rounds) < 20
+        await asyncio.gather(*tasks)
+
+    async def test_one_that_is_cancelled_takes_no_turn(self):
+        turnstile = Turnstile(1)
+        await turnstile.turn()
+        waiting = [asyncio.create_task(turnstile.turn()) for _ in range(3)]
+        await asyncio.sleep(0)
+        waiting[1].cancel()  # the first is through already
+        await asyncio.wait_for(asyncio.gather(waiting[0], waiting[2]), 5)
+        assert waiting[1].cancelled()
+
+    async def test_after_a_pause_it_lets_through_at_once(self):
+        turnstile = Turnstile(1)
+        for _ in range(3):
+            await turnstile.turn()
+            await asyncio.sleep(0)
+            await asyncio.sleep(0)
