@@ -142,10 +142,10 @@ class Supervisor:
         admin = await serve_admin(create_admin_app(self), self.run_dir.socket)
         http: web.AppRunner | None = None
         try:
+            http, self.url = await serve(create_app(self._ports), self.config.server.host, self.config.server.port)
             if self._ports.intake is not None:
                 self._ports.intake.start(self._ports)
             collector.quieten()
-            http, self.url = await serve(create_app(self._ports), self.config.server.host, self.config.server.port)
             log.info("listening", url=self.url, name=self.run_dir.name, pid=os.getpid())
             started = asyncio.ensure_future(self.service.start())
             asked = asyncio.ensure_future(self._stop_asked.wait())
