@@ -129,7 +129,7 @@ def server():
 @pytest.fixture(scope="module")
 def connection(server):
     host, _, port = server.url.removeprefix("http://").partition(":")
-    one = http.client.HTTPConnection(host, int(port), timeout=3)
+    one = http.client.HTTPConnection(host, int(port), timeout=30)  # the first long body starts a process
     yield one
     one.close()
 
