@@ -80,6 +80,8 @@ class WaitEstimate:
     def wait_s(self, running: Iterable[RequestRecord], queued: Sequence[RequestRecord]) -> float | None:
         """Return in how many seconds a request behind all ``queued`` ones, given in turn, would start."""
         per_prompt, per_answer = self._prompts.seconds_per_token, self._answers.seconds_per_token
+        if per_answer is None and self._to_the_limit[1]:
+            per_answer = 0.0  # requests ended and none decoded: answers of one token
         if per_prompt is None or per_answer is None:
             return None
         computed_s, places = 0.0, []

@@ -6,7 +6,7 @@ import hmac
 
 import pytest
 
-from lucevisor.api.keys import ApiKeys
+from lucevisor.api.keys import ApiKeys, key_id
 from lucevisor.errors import ConfigError
 
 
@@ -61,3 +61,10 @@ def test_a_broken_file_leaves_the_keys(tmp_path):
 
 def test_no_key_is_in_the_object():
     assert "secret" not in repr(vars(ApiKeys(["secret"])))
+
+
+def test_a_key_is_told_apart_by_an_id_that_does_not_tell_it():
+    assert key_id("") == ""
+    assert key_id("alpha") == key_id("alpha") != key_id("beta")
+    assert "alpha" not in key_id("alpha")
+    assert len(key_id("\udcff")) == 16

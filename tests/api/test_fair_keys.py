@@ -1,0 +1,60 @@
+"""Which key a request came with reaches the scheduler, and a 503 tells when to come back."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from lucevisor.api.keys import ApiKeys, key_id
+from lucevisor.engine.loop import Engine
+from lucevisor.engine.request import GenerationRequest
+from tests.api.scripted_model import MODEL, Rig
+
+
+@pytest.fixture
+def submitted(monkeypatch: pytest.MonkeyPatch) -> list[GenerationRequest]:
+    """Requests as the engine gets them."""
+    seen: list[GenerationRequest] = []
+    real = Engine.submit
+
+    def submit(engine: Engine, request: GenerationRequest) -> Any:
+        seen.append(request)
+        return real(engine, request)
+
+    monkeypatch.setattr(Engine, "submit", submit)
+    return seen
+
+
+async def test_requests_are_told_apart_by_the_key_they_came_with(start, submitted):
+    client = await start(Rig(keys=ApiKeys(["alpha", "beta"])))
+    body = {"model": MODEL, "prompt": "Hi", "max_tokens": 2, "n": 2}
+    for headers in ({"Authorization": "Bearer alpha"}, {"x-api-key": "beta"}, {"x-api-key": "alpha"}):
+        status, _ = await client.ask("/v1/completions", body, headers=headers)
+        assert status == 200
+    ids = [request.key_id for request in submitted]
+    assert ids == [key_id("alpha")] * 2 + [key_id("beta")] * 2 + [key_id("alpha")] * 2
+    assert not any("alpha" in request.key_id for request in submitted)
+
+
+async def test_without_keys_in_force_what_is_shown_makes_no_difference(start, submitted):
+    client = await start(Rig())
+    status, _ = await client.ask(
+        "/v1/completions", {"prompt": "Hi", "max_tokens": 1}, headers={"Authorization": "Bearer x"}
+    )
+    assert status == 200
+    assert [request.key_id for request in submitted] == [""]
+
+
+@pytest.mark.parametrize(("ready_in_s", "told"), [(None, "5"), (0.0, "1"), (17.2, "18"), (1e6, "600")])
+async def test_a_503_says_when_the_chain_is_likely_to_be_back(start, ready_in_s, told):
+    client = await start(Rig(attach=False, ready_in_s=lambda: ready_in_s))
+    async with client.session.post(f"{client.url}/v1/completions", json={"prompt": "Hi"}) as response:
+        assert (response.status, response.headers["Retry-After"]) == (503, told)
+
+
+async def test_the_wait_in_the_queue_is_measured(start):
+    client = await start(Rig())
+    await client.ask("/v1/completions", {"prompt": "Hi", "max_tokens": 1})
+    async with client.session.get(f"{client.url}/metrics") as response:
+        assert "lucevisor_queue_seconds_count 1.0" in await response.text()
