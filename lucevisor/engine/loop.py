@@ -189,8 +189,7 @@ class Engine:
 
     def _on_head_answered(self) -> None:
         """Send what waited for the head."""
-        self._scheduler.head_answered()
-        if self._scheduler.n_in_flight <= self._scheduler.limits.n_stages:
+        if self._scheduler.head_answered():
             self._proceed([])
 
     def on_failed(self, failure: ChainFailure) -> None:

@@ -170,8 +170,7 @@ class Scheduler:
     def end_probes(self, now: float) -> Events:
         """End the probes that wait: what their pages keep from the only running request comes back."""
         self.starving = False
-        waiting = [record for record in self._queue if record.probe is not None]
-        return [self._finish(record, "cancelled", now) for record in waiting]
+        return [self._finish(record, "cancelled", now) for record in [*self._queue] if record.probe is not None]
 
     # ---- steps
 
@@ -198,9 +197,10 @@ class Scheduler:
         self._flushing = bool(self._operations)
         return self._last_step + self._flushing
 
-    def head_answered(self) -> None:
-        """The head is done with the oldest step it had: a long prompt that leaves room for others may go on."""
+    def head_answered(self) -> bool:
+        """The head is done with the oldest step it had; return whether there are prompts, which may wait for that."""
         self._n_at_head -= 1
+        return any(record.state is RequestState.PREFILL for record in self._live.values())
 
     def apply(self, result: StepResult, now: float) -> Events:
         """Take the tail's result of the oldest step in flight.  Raises WrongResult, and changes nothing, when it does

@@ -78,7 +78,7 @@ class TimedChain:
         self.scheduler = Scheduler(self.limits)
         self._free_at = [0.0] * self.limits.n_stages
         self._flight: deque[tuple[float, StepPlan]] = deque()
-        self._actions: list[tuple[float, int, Callable[[], None]]] = []
+        self._actions: list[tuple[float, int, Callable[[], object]]] = []
         self._number = itertools.count()
         self._on_end: dict[str, Callable[[], None]] = {}
         self._chance = random.Random(0)
@@ -101,7 +101,7 @@ class TimedChain:
             self._on_end[name] = on_end
         self.scheduler.submit(request(name, prompt, n, key_id=key, stop_ids=frozenset({STOP})), self.now)
 
-    def at(self, when: float, action: Callable[[], None]) -> None:
+    def at(self, when: float, action: Callable[[], object]) -> None:
         heapq.heappush(self._actions, (when, next(self._number), action))
 
     def client(self, name: str, n_prompt: int, n: int, pause_s: float, start_s: float, key: str = "") -> None:
