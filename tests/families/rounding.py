@@ -46,7 +46,10 @@ def load_exact(load: Callable[[], list[Stage]]) -> list[Stage]:
 
     made = stack.Pools
     with mock.patch.object(stack, "Pools", pools):
-        return load()
+        stages = load()
+    for stage in stages:
+        stage.max_step_tokens *= RUNS
+    return stages
 
 
 def bounds(spec: ModelSpec, ids: Sequence[int], load: Callable[[], list[Stage]] | None = None) -> Bounds:
