@@ -19,6 +19,7 @@ from typing import ClassVar, Final
 
 _KEY_CHARS = 120
 _VALUE_CHARS = 80
+_MAX_TOLD = 50
 
 
 class ExitCode(IntEnum):
@@ -84,8 +85,11 @@ class ConfigErrors(ConfigError):
         return self._errors
 
     def __str__(self) -> str:
-        """One line for each error."""
-        return "\n".join(str(error) for error in self._errors)
+        """One line for each error, of the first 50."""
+        lines = [str(error) for error in self._errors[:_MAX_TOLD]]
+        if more := len(self._errors) - len(lines):
+            lines.append(f"and {more} more")
+        return "\n".join(lines)
 
 
 class NotRunningError(LucevisorError):

@@ -6,12 +6,14 @@ contract, and labels take few values (status codes, stages, spaces, groups, stat
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import re
+from collections.abc import Iterator
 from typing import Final
 
 from prometheus_client import CollectorRegistry, Counter, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric, SummaryMetricFamily
-from prometheus_client.exposition import choose_encoder
+from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4, generate_latest
+from prometheus_client.openmetrics import exposition as openmetrics
 from prometheus_client.registry import Collector
 
 from lucevisor.api.ports import Ports, SnapshotFigures
@@ -20,6 +22,7 @@ from lucevisor.supervision.states import State
 
 _P: Final = "lucevisor_"
 _FIRST_TOKEN_S: Final = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 50, 100)
+_QUALITY: Final = re.compile(r"0(?:\.\d{0,3})?|1(?:\.0{0,3})?", re.ASCII)
 _INTER_TOKEN_S: Final = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.1, 0.25, 0.5, 1, 2.5)
 
 
@@ -57,9 +60,24 @@ class Metrics:
 
     def render(self, accept: str) -> tuple[bytes, str]:
         """Return all metrics in the exposition format that an Accept header asks for, and its content type."""
-        encode: Callable[[CollectorRegistry], bytes]
-        encode, content_type = choose_encoder(accept)
-        return encode(self._registry), content_type
+        if wants_openmetrics(accept):
+            return openmetrics.generate_latest(self._registry), openmetrics.CONTENT_TYPE_LATEST
+        return generate_latest(self._registry), CONTENT_TYPE_PLAIN_0_0_4
+
+
+def wants_openmetrics(accept: str) -> bool:
+    """Say whether an Accept header prefers OpenMetrics to plain text; whatever cannot be read prefers nothing.
+
+    prometheus_client's own choose_encoder raises on versions that are no numbers and echoes them into the answer.
+    """
+    quality = {"application/openmetrics-text": 0.0, "text/plain": 0.0}
+    for media_range in accept.split(","):
+        media_type, *parameters = (part.strip().lower() for part in media_range.split(";"))
+        named = dict(parameter.partition("=")[::2] for parameter in parameters)
+        shown = named.get("q", "1")
+        if media_type in quality and _QUALITY.fullmatch(shown):
+            quality[media_type] = max(quality[media_type], float(shown))
+    return 0 < quality["application/openmetrics-text"] >= quality["text/plain"]
 
 
 class _State(Collector):

@@ -20,10 +20,11 @@ from lucevisor.config.resolve import OVERRIDE, Reading, resolve
 from lucevisor.config.schema import GROUPS, SECTIONS, Config, FieldKey, keys_of
 from lucevisor.config.sections import GroupConfig
 from lucevisor.config.strict import Refused, Text, choose, kind_of, nearest, plain
+from lucevisor.config.toml_limits import MAX_FILE_BYTES, fault
 from lucevisor.config.values import GROUP_NAME
 from lucevisor.errors import NO_VALUE, ConfigError, ConfigErrors
 
-_LARGEST_FILE_BYTES = 2**20
+_MAX_OVERRIDES = 256
 _ENV = "env"
 
 
@@ -69,16 +70,20 @@ def _read_tree(path: Path) -> Mapping[str, object]:
 
     try:
         with path.open("rb") as file:
-            content = file.read(_LARGEST_FILE_BYTES + 1)
+            content = file.read(MAX_FILE_BYTES + 1)
     except (OSError, ValueError) as error:
         why = getattr(error, "strerror", None) or error
         raise wrong(f"cannot be read: {why}", "name a configuration file; etc/lucevisor.toml shows every key") from None
-    if len(content) > _LARGEST_FILE_BYTES:
-        raise wrong("is larger than 1 MiB", "name a configuration file in TOML, not a model")
+    if len(content) > MAX_FILE_BYTES:
+        raise wrong(f"is larger than {MAX_FILE_BYTES >> 10} KiB", "name a configuration file in TOML, not a model")
     try:
-        return tomllib.loads(content.decode("utf-8"))
+        text = content.decode("utf-8")
     except UnicodeDecodeError as error:
         raise wrong(f"is not UTF-8 text (byte {error.start})", "save it as UTF-8") from None
+    if too_much := fault(text):
+        raise wrong(too_much, "name a configuration file; etc/lucevisor.toml shows every key")
+    try:
+        return tomllib.loads(text)
     except (ValueError, RecursionError) as error:  # TOMLDecodeError, too many digits, nested too deep
         raise wrong(f"is not TOML: {error}", "quote text, and write lists in square brackets") from None
 
@@ -86,6 +91,9 @@ def _read_tree(path: Path) -> Mapping[str, object]:
 def _overridden(tree: Mapping[str, object], overrides: Sequence[str], reading: Reading) -> dict[str, object]:
     """Return a copy of the tables with the overrides in them as Text, and note which keys they are."""
     sections: dict[str, object] = dict(tree)
+    if len(overrides) > _MAX_OVERRIDES:
+        why = f"is given {len(overrides)} times, at most {_MAX_OVERRIDES} are read"
+        raise ConfigError(OVERRIDE, NO_VALUE, why, "write the keys into the configuration file")
     for override in overrides:
         key, equals, text = override.partition("=")
         parts = key.split(".")

@@ -21,6 +21,7 @@ from lucevisor.errors import NO_VALUE, ConfigError
 
 OVERRIDE = "--set"
 _LARGEST_KEYS_FILE_BYTES = 2**20
+_MAX_API_KEYS = 4096  # every request is compared with all of them
 _KEYS_FILE_HINT = "name a readable text file with one key a line"
 
 
@@ -79,6 +80,9 @@ def read_api_keys(path: Path) -> tuple[str, ...]:
                 key, str(path), f"has a key on line {number} that holds a blank or is not ASCII", "write one key a line"
             )
         keys.append(word)
+    if len(keys) > _MAX_API_KEYS:
+        why = f"holds {len(keys)} keys, at most {_MAX_API_KEYS} are taken"
+        raise ConfigError(key, str(path), why, "remove those that nobody uses")
     if not keys:
         raise ConfigError(key, str(path), "holds no key", "write one key a line, or remove the setting")
     return tuple(keys)

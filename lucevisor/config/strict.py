@@ -25,6 +25,9 @@ SIZE_UNITS: Final = {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
 _INTEGER = re.compile(r"-?(?:0|[1-9][0-9]*)", re.ASCII)
 _DECIMAL = re.compile(r"-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:[eE][+-]?[0-9]+)?", re.ASCII)
 _SIZE = re.compile(r"(0|[1-9][0-9]*)(KiB|MiB|GiB)?", re.ASCII)
+MAX_ITEMS: Final = 1024
+"""Of a list; no key wants more than there are devices, layers or origins."""
+
 _LONGEST_NUMBER = 40  # characters; a longer one is out of every range here, and int() is quadratic
 
 
@@ -335,6 +338,7 @@ class Several(Kind[tuple[Any, ...]]):
         return self._read_each([] if text == "[]" else [Text(part) for part in split_list(text)])
 
     def _read_each(self, values: Sequence[object]) -> tuple[Any, ...]:
+        check_length(values)
         if len(values) < self.at_least:
             raise Refused("is empty", f"list at least {self.at_least}", value=[])
         read: list[Any] = []
@@ -353,6 +357,12 @@ class Several(Kind[tuple[Any, ...]]):
 
     def allowed(self) -> str:
         return f"list of: {self.item.allowed()}"
+
+
+def check_length(values: Sequence[object]) -> None:
+    """Raise Refused for a list that is too long to be meant."""
+    if len(values) > MAX_ITEMS:
+        raise Refused(f"has {len(values)} items, at most {MAX_ITEMS} are read", "shorten the list")
 
 
 def split_list(text: str) -> list[str]:

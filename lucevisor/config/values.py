@@ -17,6 +17,7 @@ from lucevisor.config.strict import (
     Kind,
     Refused,
     Text,
+    check_length,
     choose,
     decimal_of,
     kind_of,
@@ -192,6 +193,7 @@ class LayerSplit(Kind[Split]):
             raise self.mistyped(value)
         if not value:
             raise Refused("is empty", 'write one weight or range for each target device, or "auto"', value=[])
+        check_length(value)
         if all(isinstance(item, str) for item in value):
             return _ranges(value)
         return _weights([_number(item, index) for index, item in enumerate(value)])
@@ -200,6 +202,7 @@ class LayerSplit(Kind[Split]):
         if text == AUTO:
             return Auto()
         parts = split_list(text)
+        check_length(parts)
         if any(_RANGE.fullmatch(part) for part in parts):
             return _ranges(parts)
         return _weights([_number(Text(part), index) for index, part in enumerate(parts)])
