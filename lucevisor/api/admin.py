@@ -1,24 +1,40 @@
 """The operator's endpoint: JSON over HTTP on a Unix socket in the run directory, for the same user only.
 
 The directory is 0700 and every connection's peer uid is checked besides (SO_PEERCRED), so a descriptor that leaked
-out of the
-directory is of no use to another user.  This file knows routes and JSON; what they do is the :class:`AdminPort`'s
-business.
+out of the directory is of no use to another user.  This file knows routes and JSON; what they do is the
+:class:`AdminPort`'s business.  Invariant: every answer is JSON without NaN, and what an operator sent wrong is a 400
+that names it.
 """
 
 from __future__ import annotations
 
+import json
+import math
 import os
 import socket
 import struct
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Protocol
+from typing import Annotated, Any, Final, Protocol, TypeVar
 
 import msgspec
+import structlog
 from aiohttp import web
 
-from lucevisor.errors import LucevisorError
+from lucevisor.api.errors import ApiError
+from lucevisor.errors import LucevisorError, show
+
+log = structlog.get_logger("lucevisor.admin")
+
+MAX_WAIT_S: Final = 86_400.0
+"""Longest `timeout_s` of GET /ready."""
+MAX_ORDER_BYTES: Final = 1 << 20
+MAX_SHOWN_CHARS: Final = 300
+MAX_NAMES: Final = 10_000
+"""Groups or files of one order."""
+
+Order = TypeVar("Order", bound=msgspec.Struct)
+Names = Annotated[list[str], msgspec.Meta(max_length=MAX_NAMES)]
 
 
 class CachePort(Protocol):
@@ -55,28 +71,28 @@ class AdminPort(Protocol):
 
 
 class Restart(msgspec.Struct, forbid_unknown_fields=True):
-    groups: list[str]
+    groups: Names
     now: bool = False
 
 
 class CacheVerify(msgspec.Struct, forbid_unknown_fields=True):
     """No files: all snapshots."""
 
-    files: list[str] = []
+    files: Names = []
     set_aside: bool = False
 
 
 class CachePrune(msgspec.Struct, forbid_unknown_fields=True):
     """``to``: bytes that may stay in use; null: the budget of the configuration."""
 
-    to: Annotated[int, msgspec.Meta(ge=0)] | None = None
+    to: Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)] | None = None
     refused: bool = False
 
 
 class CacheRemove(msgspec.Struct, forbid_unknown_fields=True):
     """Either files or all."""
 
-    files: list[str] = []
+    files: Names = []
     all: bool = False
 
 
@@ -98,12 +114,56 @@ async def _own_user_only(
         return await handler(request)
     except LucevisorError as e:
         return _error(409, str(e))
-    except msgspec.DecodeError as e:
-        return _error(400, str(e))
+    except ApiError as e:
+        return _error(e.status, e.message)
+    except web.HTTPException as e:
+        return _error(e.status, f"{request.method} {request.path}: {e.reason}")
+    except Exception as e:  # the edge of the process: the operator reads what broke, the log says where
+        log.exception("admin request failed", path=request.path)
+        return _error(500, f"{type(e).__name__}: {e}; see the log")
 
 
 def _error(status: int, message: str) -> web.Response:
     return web.json_response({"error": message}, status=status)
+
+
+def _json(answer: dict[str, Any]) -> web.Response:
+    """A JSON answer; a figure that is not finite, as a broken device may report it, is null."""
+    try:
+        text = json.dumps(answer, allow_nan=False)
+    except ValueError:
+        text = json.dumps(_finite(answer), allow_nan=False)
+    return web.Response(text=text, content_type="application/json")
+
+
+def _finite(value: object) -> object:
+    if isinstance(value, dict):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+async def _read_order(request: web.Request, kind: type[Order], default: bytes = b"") -> Order:
+    """The body as a record; ApiError that says what is wrong in it."""
+    if request.headers.get("Content-Encoding", "identity").lower() != "identity":
+        raise ApiError(415, "send the body without Content-Encoding")
+    try:
+        return msgspec.json.decode(await request.read() or default, type=kind)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as e:
+        raise ApiError(400, f"the body is refused: {str(e)[:MAX_SHOWN_CHARS]}") from None
+
+
+def _seconds(request: web.Request, name: str) -> float:
+    """A query parameter in seconds, 0 when it is left out; ApiError when it is not finite or out of range."""
+    sent = request.query.get(name, "0")
+    try:
+        value = float(sent)
+    except ValueError:
+        value = math.nan
+    if not 0 <= value <= MAX_WAIT_S:  # false for nan too
+        raise ApiError(400, f"{name} = {show(sent)}: is not a number of seconds from 0 to {MAX_WAIT_S:.0f}")
+    return value
 
 
 def create_admin_app(port: AdminPort) -> web.Application:
@@ -111,23 +171,19 @@ def create_admin_app(port: AdminPort) -> web.Application:
     /cache/verify, /cache/prune, /cache/rm."""
 
     async def status(_: web.Request) -> web.Response:
-        return web.json_response(port.status())
+        return _json(port.status())
 
     async def ready(request: web.Request) -> web.Response:
-        try:
-            timeout_s = float(request.query.get("timeout_s", "0"))
-        except ValueError:
-            return _error(400, "timeout_s: not a number of seconds")
-        return web.json_response({"ready": await port.wait_ready(timeout_s)})
+        return _json({"ready": await port.wait_ready(_seconds(request, "timeout_s"))})
 
     async def stop(_: web.Request) -> web.Response:
         port.stop("asked by an operator")
-        return web.json_response({"stopping": True})
+        return _json({"stopping": True})
 
     async def restart(request: web.Request) -> web.Response:
-        order = msgspec.json.decode(await request.read(), type=Restart)
+        order = await _read_order(request, Restart)
         await port.restart(order.groups, now=order.now)
-        return web.json_response(port.status())
+        return _json(port.status())
 
     async def logs(request: web.Request) -> web.StreamResponse:
         response = web.StreamResponse(headers={"content-type": "application/x-ndjson"})
@@ -137,7 +193,7 @@ def create_admin_app(port: AdminPort) -> web.Application:
         await response.write_eof()
         return response
 
-    app = web.Application(middlewares=[_own_user_only])
+    app = web.Application(middlewares=[_own_user_only], client_max_size=MAX_ORDER_BYTES)
     app.add_routes(
         [
             web.get("/status", status),
@@ -155,21 +211,21 @@ def _cache_routes(port: AdminPort) -> list[web.RouteDef]:
     """Bodies may be left out where every field has a default that says something."""
 
     async def show(_: web.Request) -> web.Response:
-        return web.json_response(await port.cache.show())
+        return _json(await port.cache.show())
 
     async def verify(request: web.Request) -> web.Response:
-        order = msgspec.json.decode(await request.read() or b"{}", type=CacheVerify)
-        return web.json_response({"checked": await port.cache.verify(order.files, set_aside=order.set_aside)})
+        order = await _read_order(request, CacheVerify, b"{}")
+        return _json({"checked": await port.cache.verify(order.files, set_aside=order.set_aside)})
 
     async def prune(request: web.Request) -> web.Response:
-        order = msgspec.json.decode(await request.read() or b"{}", type=CachePrune)
-        return web.json_response({"removed": await port.cache.prune(order.to, refused=order.refused)})
+        order = await _read_order(request, CachePrune, b"{}")
+        return _json({"removed": await port.cache.prune(order.to, refused=order.refused)})
 
     async def remove(request: web.Request) -> web.Response:
-        order = msgspec.json.decode(await request.read() or b"{}", type=CacheRemove)
+        order = await _read_order(request, CacheRemove, b"{}")
         if bool(order.files) == order.all:
             return _error(400, "files, all: name files, or set all to true")
-        return web.json_response({"removed": await port.cache.remove(order.files, everything=order.all)})
+        return _json({"removed": await port.cache.remove(order.files, everything=order.all)})
 
     return [
         web.get("/cache", show),
@@ -181,7 +237,9 @@ def _cache_routes(port: AdminPort) -> list[web.RouteDef]:
 
 async def serve_admin(app: web.Application, path: Path) -> web.AppRunner:
     """Listen on ``path`` (made with mode 0600).  ``await runner.cleanup()`` ends it."""
-    runner = web.AppRunner(app, access_log=None, handler_cancellation=True, shutdown_timeout=1.0)
+    runner = web.AppRunner(
+        app, access_log=None, handler_cancellation=True, shutdown_timeout=1.0, auto_decompress=False
+    )
     await runner.setup()
     old = os.umask(0o177)
     try:

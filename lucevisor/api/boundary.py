@@ -26,7 +26,7 @@ from lucevisor.api.context import (
     request_id_of,
 )
 from lucevisor.api.errors import CLIENT_CLOSED, ApiError, internal_error, unavailable
-from lucevisor.api.guard import OPEN_PATHS, check_access, cors_headers, is_preflight, preflight
+from lucevisor.api.guard import OPEN_PATHS, check_access, check_coding, cors_headers, is_preflight, preflight
 from lucevisor.api.sse import ClientGone
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -88,6 +88,7 @@ async def _admitted(request: web.Request, handler: Handler) -> web.StreamRespons
     check_access(request, ports.settings, ports.keys)
     if request.app[ACTIVE].draining and request.path not in _QUIET:
         raise unavailable("the server is shutting down", ports.settings.retry_after_s, "shutting_down")
+    check_coding(request)
     return await handler(request)
 
 
@@ -105,7 +106,7 @@ async def _fail(context: RequestContext, failure: ApiError) -> tuple[int, web.St
         content_type="application/json",
         headers=failure.headers,
     )
-    if failure.status in (408, 413):
+    if failure.status in (408, 413, 415):
         response.force_close()  # what is left of the body is not worth reading
     return failure.status, response
 

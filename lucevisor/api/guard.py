@@ -1,4 +1,4 @@
-"""Who may ask what: peer address, Host header, API key, origin.
+"""Who may ask what: peer address, Host header, API key, origin, coding of the body.
 
 Knows headers and addresses, no endpoint but the open ones.  Invariant: without keys nobody but this machine is served,
 unless the operator said `allow_open`; a page of another origin is told nothing unless its origin is configured.
@@ -92,6 +92,18 @@ def _host_name(header: str) -> str:
     if header.startswith("["):
         return header[1:].partition("]")[0]
     return header.rpartition(":")[0] if header.rpartition(":")[2].isdigit() and ":" in header else header
+
+
+def check_coding(request: web.Request) -> None:
+    """Raise ApiError 415 for a compressed body: a few bytes of one may stand for any number."""
+    sent = request.headers.get("Content-Encoding", "identity")
+    if sent.strip().lower() != "identity":
+        raise ApiError(
+            415,
+            f"Content-Encoding is {show(sent)}; send the body uncompressed, without this header",
+            code="unsupported_content_encoding",
+            headers={"Accept-Encoding": "identity"},
+        )
 
 
 def cors_headers(origin: str | None, settings: ApiSettings) -> dict[str, str]:

@@ -65,7 +65,13 @@ async def serve(app: web.Application, host: str, port: int) -> tuple[web.AppRunn
 
     Raises ConfigError when the address is wrong or taken.
     """
-    runner = web.AppRunner(app, access_log=None, handler_cancellation=True, shutdown_timeout=_CLOSING_S)
+    runner = web.AppRunner(
+        app,
+        access_log=None,
+        handler_cancellation=True,
+        shutdown_timeout=_CLOSING_S,
+        auto_decompress=False,  # the guard refuses compressed bodies; aiohttp would inflate them before it is asked
+    )
     await runner.setup()
     try:
         await web.TCPSite(runner, host, port).start()

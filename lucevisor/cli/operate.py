@@ -7,18 +7,19 @@ import sys
 import time
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 import click
 
 from lucevisor.app.rundir import Running, find, is_locked
 from lucevisor.cli.admin_client import AdminClient
-from lucevisor.cli.options import target_options
+from lucevisor.cli.options import Seconds, target_options
 from lucevisor.errors import ExitCode, LucevisorError, NotRunningError
 
 
 @click.command()
 @target_options
-@click.option("--timeout", "timeout_s", default=30.0, show_default=True, help="Seconds to wait for the end.")
+@click.option("--timeout", "timeout_s", type=Seconds(), default=30.0, show_default=True, help="Seconds to wait for the end.")
 def stop(name: str | None, socket: Path | None, timeout_s: float) -> int:
     """Stop a supervisor and its daemons.  Run it twice to hurry."""
     target = find(name, socket)
@@ -78,7 +79,7 @@ def restart(group: str | None, rolling: bool, now: bool, name: str | None, socke
 def logs(group: str | None, follow: bool, name: str | None, socket: Path | None) -> int:
     """Print the log, of GROUP alone when named."""
     target: Running = find(name, socket)
-    query = f"?follow={int(follow)}" + (f"&group={group}" if group else "")
+    query = f"?follow={int(follow)}" + (f"&group={quote(group, safe='')}" if group else "")
     try:
         for line in AdminClient(target.socket).lines(f"/logs{query}"):
             click.echo(line, nl=False)

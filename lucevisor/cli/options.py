@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,21 @@ from typing import Any
 import click
 
 Decorator = Callable[[Callable[..., Any]], Callable[..., Any]]
+
+
+class Seconds(click.ParamType):
+    """A finite number of seconds, 0 to a day."""
+
+    name = "seconds"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        try:
+            seconds = float(value)
+        except ValueError:
+            seconds = math.nan
+        if not 0 <= seconds <= 86_400:  # false for nan too
+            self.fail(f"{value!r} is not a number of seconds from 0 to 86400", param, ctx)
+        return seconds
 
 
 def config_argument(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -11,7 +11,7 @@ import click
 
 from lucevisor.app.rundir import check_name, is_locked, runtime_root
 from lucevisor.cli.admin_client import AdminClient
-from lucevisor.cli.options import config_argument
+from lucevisor.cli.options import Seconds, config_argument
 from lucevisor.cli.progress import SilentDisplay, StartDisplay
 from lucevisor.config import load
 from lucevisor.errors import ExitCode, LucevisorError, NotReadyError, NotRunningError
@@ -23,7 +23,12 @@ from lucevisor.errors import ExitCode, LucevisorError, NotReadyError, NotRunning
 @click.option("--daemon", is_flag=True, help="Run in the background; return when the endpoint is ready.")
 @click.option("--detached", is_flag=True, hidden=True, help="What --daemon starts: logs to the run directory only.")
 @click.option(
-    "--timeout", "timeout_s", default=600.0, show_default=True, help="With --daemon: seconds to wait for READY."
+    "--timeout",
+    "timeout_s",
+    type=Seconds(),
+    default=600.0,
+    show_default=True,
+    help="With --daemon: seconds to wait for READY.",
 )
 def start(
     config: Path, overrides: tuple[str, ...], name: str | None, daemon: bool, detached: bool, timeout_s: float

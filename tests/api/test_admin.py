@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import io
 import json
 import os
 import re
@@ -30,6 +31,16 @@ from tests.memory.snapshot_parts import made_model, made_slot, made_store, names
 
 class Desk:
     """A supervisor's cache behind its socket.  ``service`` has what CacheOperations reads of a Service."""
+
+    waited: tuple[float, ...] = ()
+    shown: dict[str, object] = {}  # noqa: RUF012  # a test sets its own
+
+    async def wait_ready(self, timeout_s):
+        self.waited += (timeout_s,)
+        return True
+
+    def status(self):
+        return self.shown
 
     def __init__(self, directory, disk_bytes=1 << 24):
         self.store = BackgroundStore(made_store(directory, disk_bytes=disk_bytes))
@@ -138,6 +149,67 @@ async def test_rm_of_files_and_of_all_leaves_strangers(desk):
 async def test_orders_that_make_no_sense_are_refused(desk, path, body, text):
     status, told = await desk.ask("POST", f"/cache/{path}", data=body)
     assert (status, text in told["error"]) == (400, True), told
+
+
+@pytest.mark.parametrize("sent", ["nan", "inf", "-inf", "-1", "1e999", "86401", "", "1s", "x" * 5000, "%00", "%ff"])
+async def test_a_wait_that_is_no_number_of_seconds_is_refused_by_name(desk, sent):
+    status, told = await desk.ask("GET", f"/ready?timeout_s={sent}")
+    assert (status, told["error"].startswith("timeout_s = ")) == (400, True)
+    assert desk.waited == ()
+
+
+async def test_waits_that_are(desk):
+    for sent in ("", "?timeout_s=0", "?timeout_s=1e3", "?timeout_s=86400"):
+        assert await desk.ask("GET", f"/ready{sent}") == (200, {"ready": True})
+    assert desk.waited == (0.0, 0.0, 1000.0, 86400.0)
+
+
+@pytest.mark.parametrize("path", ["/restart", "/cache/verify", "/cache/prune", "/cache/rm"])
+@pytest.mark.parametrize(
+    "body",
+    [
+        b'{"groups": ["\xed"]}',
+        b"[" * 100_000,
+        b'{"groups": ' + b"[" * 100_000,
+        b'{"to": 1e999}',
+        b'{"to": 1' + b"0" * 5000 + b"}",
+        b'{"groups": [' + b'"a",' * 10_000 + b'"a"]}',
+        b'{"x' + b"x" * 100_000 + b'": 1}',
+    ],
+    ids=["utf-8", "nested", "nested groups", "overflow", "digits", "many", "long"],
+)
+async def test_orders_that_cannot_be_read_are_400(desk, path, body):
+    status, told = await desk.ask("POST", path, data=body)
+    assert status == 400
+    assert len(told["error"]) < 400
+
+
+async def test_refusals_of_the_server_itself_are_json_too(desk):
+    assert (await desk.ask("POST", "/cache/rm", data=io.BytesIO(b"{" + b" " * (1 << 20))))[0] == 413
+    assert (await desk.ask("GET", "/nothing"))[0] == 404
+    assert (await desk.ask("GET", "/stop"))[0] == 405
+    status, told = await desk.ask("POST", "/cache/rm", data=b"{}", headers={"Content-Encoding": "gzip"})
+    assert (status, told["error"]) == (415, "send the body without Content-Encoding")
+
+
+async def test_figures_that_are_not_finite_are_null(desk):
+    desk.shown = {"a": float("nan"), "b": [float("inf"), 1.5, (-float("inf"),)], "name": "caf\u00e9\udcff"}
+    async with desk.session.get("http://admin/status") as response:
+        text = await response.text()
+    assert json.loads(text, parse_constant=pytest.fail) == {"a": None, "b": [None, 1.5, [None]], "name": "caf\u00e9\udcff"}
+
+
+async def test_a_defect_is_told_and_logged(desk):
+    desk.service.snapshots = object()
+    status, told = await desk.ask("GET", "/cache")
+    assert (status, told["error"].startswith("AttributeError: ")) == (500, True)
+
+
+@pytest.mark.parametrize("sent", ["nan", "inf", "-1", "1e999", "soon"])
+def test_commands_take_finite_seconds_only(sent):
+    for arguments in (["stop", "--timeout", sent], ["start", "c.toml", "--timeout", sent]):
+        result = CliRunner().invoke(cli, arguments)
+        assert (result.exit_code, "is not a number of seconds" in result.output) == (2, True)
 
 
 @pytest.mark.parametrize("path", ["verify", "prune", "rm"])

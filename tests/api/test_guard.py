@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import io
+import resource
+import zlib
+
+import aiohttp
 import pytest
 from aiohttp.test_utils import make_mocked_request
 
@@ -152,3 +157,34 @@ class TestOrigins:
         settings = ApiSettings(cors_origins=("*",))
         assert cors_headers("https://x.example", settings)["Access-Control-Allow-Origin"] == "*"
         assert cors_headers(None, settings) == {}
+
+
+class TestCompressedBodies:
+    @pytest.mark.parametrize("coding", ["gzip", "deflate", "br", "zstd", "GZip", "gzip, gzip", "identity, gzip", "x", ""])
+    async def test_they_are_refused(self, client, coding):
+        headers = {"Content-Encoding": coding, "Content-Type": "application/json"}
+        for path in (CHAT, "/tokenize"):
+            async with client.session.post(client.url + path, data=b"\x1f\x8b{}", headers=headers) as response:
+                answer = await response.json()
+                assert response.status == 415
+                assert response.headers["Accept-Encoding"] == "identity"
+            assert answer["error"]["code"] == "unsupported_content_encoding"
+            assert "uncompressed" in answer["error"]["message"]
+        assert (await client.chat())[0] == 200
+
+    async def test_identity_is_no_coding(self, client):
+        status, _ = await client.ask(CHAT, BODY, headers={"Content-Encoding": "identity"})
+        assert status == 200
+
+    async def test_a_bomb_is_not_inflated(self, client):
+        packer = zlib.compressobj(wbits=31)
+        bomb = io.BytesIO(b"".join(packer.compress(bytes(1 << 20)) for _ in range(400)) + packer.flush())
+        before_kib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        headers = {"Content-Encoding": "gzip", "Content-Type": "application/json"}
+        try:
+            async with client.session.post(client.url + CHAT, data=bomb, headers=headers) as response:
+                assert response.status == 415
+        except aiohttp.ClientConnectionError:  # the server closed before all was sent
+            pass
+        assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before_kib < 32 << 10
+        assert (await client.chat())[0] == 200

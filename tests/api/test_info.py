@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
+import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from lucevisor.api.ports import NotReadyPart
@@ -102,3 +103,31 @@ async def test_names_are_unique_over_two_servers(start):
     first, second = await start(), await start()
     await first.chat()
     assert "lucevisor_requests_total" not in str((await families(second))["lucevisor_requests"].samples)
+
+
+PLAIN, OPEN = "text/plain", "application/openmetrics-text"
+
+
+@pytest.mark.parametrize(
+    ("accept", "kind"),
+    [
+        ("", PLAIN),
+        ("*/*", PLAIN),
+        (OPEN, OPEN),
+        ("application/openmetrics-text;q=;version=zz", PLAIN),
+        ("application/openmetrics-text;version=zz", OPEN),
+        ("application/openmetrics-text;version=1.0.0;q=0", PLAIN),
+        ("application/openmetrics-text; version=1.0.0; q=0.5, text/plain;q=0.7", PLAIN),
+        ("application/openmetrics-text;version=1.0.0;escaping=allow-utf-8;q=0.6,text/plain;version=0.0.4;q=0.3", OPEN),
+        ("text/plain;version=99999999999.1;escaping=values", PLAIN),
+        ("text/plain;version=\u00b2;q=\u0662", PLAIN),
+        (";;;=,=;q", PLAIN),
+        ("application/openmetrics-text;q=1e5", PLAIN),
+        (",".join(["application/openmetrics-text;q=0.001;version=.."] * 150), OPEN),
+    ],
+)
+async def test_any_accept_header_gets_metrics(client, accept, kind):
+    async with client.session.get(client.url + "/metrics", headers={"Accept": accept}) as response:
+        assert response.status == 200
+        assert response.content_type == kind
+        assert (await response.text()).endswith("# EOF\n") == (kind == OPEN)
