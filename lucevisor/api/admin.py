@@ -237,9 +237,7 @@ def _cache_routes(port: AdminPort) -> list[web.RouteDef]:
 
 async def serve_admin(app: web.Application, path: Path) -> web.AppRunner:
     """Listen on ``path`` (made with mode 0600).  ``await runner.cleanup()`` ends it."""
-    runner = web.AppRunner(
-        app, access_log=None, handler_cancellation=True, shutdown_timeout=1.0, auto_decompress=False
-    )
+    runner = web.AppRunner(app, access_log=None, handler_cancellation=True, shutdown_timeout=1.0, auto_decompress=False)
     await runner.setup()
     old = os.umask(0o177)
     try:

@@ -6,6 +6,7 @@ no text on their own is written `bytes:\\xe2\\x80`, so that no two tokens are to
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 
 import msgspec
@@ -61,4 +62,4 @@ def encoded_each(items: object) -> list[msgspec.Raw]:
 
 
 def _finite(logprob: float | None) -> float:
-    return LEAST if logprob is None or not logprob > LEAST else logprob
+    return LEAST if logprob is None or not LEAST < logprob < math.inf else logprob

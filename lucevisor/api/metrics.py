@@ -61,7 +61,8 @@ class Metrics:
     def render(self, accept: str) -> tuple[bytes, str]:
         """Return all metrics in the exposition format that an Accept header asks for, and its content type."""
         if wants_openmetrics(accept):
-            return openmetrics.generate_latest(self._registry), openmetrics.CONTENT_TYPE_LATEST
+            text: bytes = openmetrics.generate_latest(self._registry)  # type: ignore[no-untyped-call]
+            return text, openmetrics.CONTENT_TYPE_LATEST
         return generate_latest(self._registry), CONTENT_TYPE_PLAIN_0_0_4
 
 

@@ -19,7 +19,9 @@ from lucevisor.errors import ExitCode, LucevisorError, NotRunningError
 
 @click.command()
 @target_options
-@click.option("--timeout", "timeout_s", type=Seconds(), default=30.0, show_default=True, help="Seconds to wait for the end.")
+@click.option(
+    "--timeout", "timeout_s", type=Seconds(), default=30.0, show_default=True, help="Seconds to wait for the end."
+)
 def stop(name: str | None, socket: Path | None, timeout_s: float) -> int:
     """Stop a supervisor and its daemons.  Run it twice to hurry."""
     target = find(name, socket)

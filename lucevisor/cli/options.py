@@ -12,7 +12,7 @@ import click
 Decorator = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 
-class Seconds(click.ParamType):
+class Seconds(click.ParamType[float]):
     """A finite number of seconds, 0 to a day."""
 
     name = "seconds"

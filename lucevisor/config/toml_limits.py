@@ -16,7 +16,8 @@ MAX_NAME_PARTS: Final = 8
 MAX_KEYS: Final = 1000
 """Assignments and table headers of a file, those in inline tables included."""
 
-# Possessive and with optional closing quotes, so that no character is looked at twice: tomllib refuses what never closes.
+# Possessive and with optional closing quotes, so that no character is looked at twice; what never closes, tomllib
+# refuses.
 _TOKEN: Final = re.compile(
     r"""
       (?P<part> \"{3} (?: [^"\\] | \\. | "{1,2}(?!") )*+ "{0,5}

@@ -8,12 +8,14 @@ knows).
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, NoReturn
 
 from lucevisor.errors import LucevisorError
 
+_MAX_DIGITS: Final = 1000
 _REASONING_FIELDS: Final = ("reasoning_content", "thinking", "reasoning")
 # Parts of a message that are text, and the field that holds it.
 _TEXT_PARTS: Final = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
@@ -91,10 +93,36 @@ def _decoded(arguments: object) -> object:
     if not isinstance(arguments, str):
         return arguments
     try:
-        value = json.loads(arguments)
+        value = json.loads(arguments, parse_constant=_refuse_constant, parse_int=_whole, parse_float=_real)
+        return _encodable(value) if isinstance(value, dict) else arguments
     except (ValueError, RecursionError):
         return arguments
-    return value if isinstance(value, dict) else arguments
+
+
+def _refuse_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is no JSON value")
+
+
+def _whole(digits: str) -> object:
+    """Return an integer; one that Python would neither read nor write stays text."""
+    return int(digits) if len(digits) <= _MAX_DIGITS else digits
+
+
+def _real(digits: str) -> object:
+    """Return a float; one beyond a double stays text, because templates would write it as Infinity."""
+    value = float(digits)
+    return value if math.isfinite(value) else digits
+
+
+def _encodable(value: object) -> object:
+    """Return the value with replacement characters for lone surrogates, which JSON can name and UTF-8 cannot hold."""
+    if isinstance(value, str):
+        return value if value.isascii() else value.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+    if isinstance(value, list):
+        return [_encodable(item) for item in value]
+    if isinstance(value, dict):
+        return {_encodable(key): _encodable(item) for key, item in value.items()}
+    return value
 
 
 def _embed_tool_responses(messages: Sequence[dict[str, object]]) -> list[dict[str, object]]:

@@ -10,7 +10,13 @@ Errors thus fall on the safe side.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from typing import SupportsIndex
+from operator import index as index_of
+from typing import Final, SupportsIndex
+
+MAX_PIECES: Final = 1 << 18
+"""Of a text that is split, replaced in or walked; each is an object of its own."""
+MAX_CHARS: Final = 1 << 24
+"""Of one text; a prompt of a million tokens has about a quarter of it."""
 
 _FOREIGN = b"\x00"
 _OWN = b"\x01"
@@ -54,6 +60,7 @@ class TracedText(str):
         return concatenate([other, self])
 
     def __mul__(self, times: SupportsIndex) -> TracedText:
+        _check_length(len(self) * index_of(times))
         return TracedText(str.__mul__(self, times), self.origin * times)
 
     __rmul__ = __mul__
@@ -65,6 +72,7 @@ class TracedText(str):
         return TracedText(str.__getitem__(self, index), self.origin[index])
 
     def __iter__(self) -> Iterator[str]:
+        _check_pieces(len(self))
         return (self[index] for index in range(len(self)))
 
     def __getnewargs__(self) -> tuple[str, bytes]:  # type: ignore[override]  # copy and pickle keep the origin
@@ -100,6 +108,7 @@ class TracedText(str):
 
     def splitlines(self, keepends: bool = False) -> list[str]:
         """Like str.splitlines."""
+        _check_pieces(str.count(self, "\n"))
         lines, start = [], 0
         for full, line in zip(str.splitlines(self, True), str.splitlines(self, keepends), strict=True):
             lines.append(self[start : start + len(line)])
@@ -117,7 +126,11 @@ class TracedText(str):
     def replace(self, old: str, new: str, count: SupportsIndex = -1, /) -> str:
         """Like str.replace."""
         if not old:  # inserts between all characters
+            _check_length(len(self) + (len(self) + 1) * len(new))
             return str.replace(self, old, new, count)
+        n_found = str.count(self, old)
+        n_replaced = n_found if index_of(count) < 0 else min(n_found, index_of(count))
+        _check_length(len(self) + n_replaced * (len(new) - len(old)))
         return concatenate(_between(new, self.split(old, count)))
 
     def join(self, parts: Iterable[str], /) -> str:
@@ -142,6 +155,7 @@ class TracedText(str):
 
     def _locate(self, pieces: Sequence[str], sep: str | None) -> list[str]:
         """Return the pieces of a split as slices of this text: each is found at or after the end of the one before."""
+        _check_pieces(len(pieces))
         found: list[str] = []
         start = 0
         for piece in pieces:
@@ -161,9 +175,24 @@ class TracedText(str):
 
 def concatenate(pieces: Iterable[str]) -> TracedText:
     """Return the pieces as one text; plain strings are foreign."""
-    parts = list(pieces)
+    parts, n_chars = [], 0
+    for part in pieces:
+        if part:
+            parts.append(part)
+            n_chars += len(part)
+            _check_length(n_chars)
     origin = [part.origin if isinstance(part, TracedText) else _FOREIGN * len(part) for part in parts]
     return TracedText("".join(parts), b"".join(origin))
+
+
+def _check_length(n_chars: int) -> None:
+    if n_chars > MAX_CHARS:
+        raise OverflowError(f"a text of more than {MAX_CHARS} characters")
+
+
+def _check_pieces(n_pieces: int) -> None:
+    if n_pieces > MAX_PIECES:
+        raise OverflowError(f"a text cut into more than {MAX_PIECES} pieces")
 
 
 def _between(separator: str, parts: Sequence[str]) -> list[str]:

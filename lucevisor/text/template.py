@@ -31,7 +31,9 @@ __all__ = ["ChatTemplate", "EncodedPrompt", "RenderedPrompt", "Segment", "Templa
 TEMPLATE_KEY: Final = "tokenizer.chat_template"
 _RUNS: Final = re.compile(rb"\x00+|\x01+")
 # What a template may raise on messages it was not written for, beside Jinja's own errors.
-_FAULTS: Final = (JinjaError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError)
+_FAULTS: Final = (
+    *(JinjaError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError, MemoryError),
+)
 _RESERVED: Final = frozenset(["messages", "tools", "add_generation_prompt"])
 _PROBE: Final = "probe of content parts"
 

@@ -4,7 +4,8 @@ Knows neither messages nor tokens. Gives the same text as transformers' `apply_c
 `tojson`, `raise_exception`, `strftime_now`, loop controls, `generation` tag), as `TracedText`: each string literal of
 the template is compiled to `TracedText.own`, joins go through `concatenate`, everything a caller passes in is plain
 and therefore foreign.
-Invariant: a template can neither reach Python's internals nor change its arguments (`ImmutableSandboxedEnvironment`).
+Invariant: a template can neither reach Python's internals nor change its arguments (`ImmutableSandboxedEnvironment`),
+and what a rendering costs is bounded (`template_limits`).
 """
 
 from __future__ import annotations
@@ -14,8 +15,8 @@ from collections.abc import Callable, Iterable
 from datetime import datetime
 from typing import Any, Final, NoReturn
 
+from jinja2 import Template, nodes, pass_eval_context
 from jinja2 import TemplateError as JinjaError
-from jinja2 import nodes, pass_eval_context
 from jinja2.compiler import CodeGenerator, Frame
 from jinja2.exceptions import SecurityError
 from jinja2.ext import Extension
@@ -26,7 +27,8 @@ from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 
-from lucevisor.text.provenance import TracedText, concatenate
+from lucevisor.text import template_limits
+from lucevisor.text.provenance import MAX_CHARS, TracedText, concatenate
 
 _FOLLOWED_METHODS: Final = frozenset(["join", "replace"])
 
@@ -54,6 +56,23 @@ class _OriginCodeGenerator(CodeGenerator):
             self.visit(argument, frame)
             self.write("), ")
         self.write("))")
+
+    def visit_List(self, node: nodes.List, frame: Frame) -> None:
+        self._nested(super().visit_List, node, frame)
+
+    def visit_Dict(self, node: nodes.Dict, frame: Frame) -> None:
+        self._nested(super().visit_Dict, node, frame)
+
+    def visit_Tuple(self, node: nodes.Tuple, frame: Frame) -> None:
+        if node.ctx == "load":
+            self._nested(super().visit_Tuple, node, frame)
+        else:
+            super().visit_Tuple(node, frame)
+
+    def _nested(self, visit: Callable[[Any, Frame], None], node: nodes.Expr, frame: Frame) -> None:
+        self.write("environment.nested(")
+        visit(node, frame)
+        self.write(")")
 
     def _output_const_repr(self, group: Iterable[Any]) -> str:
         return _source("".join(map(str, group)))
@@ -111,17 +130,31 @@ class _TemplateDict:
         return dict.fromkeys(keys, value)
 
 
+class _BoundedTemplate(Template):
+    """A compiled template, each rendering of which has a budget of its own."""
+
+    def render(self, *args: Any, **kwargs: Any) -> str:
+        with template_limits.budget():
+            return super().render(*args, **kwargs)
+
+
 class TemplateLanguage(ImmutableSandboxedEnvironment):
     """The environment that chat templates are compiled in; `clock` answers `strftime_now`."""
 
     code_generator_class = _OriginCodeGenerator
+    template_class = _BoundedTemplate
+    intercepted_binops = frozenset(["+", "*", "**", "%"])
     concat = staticmethod(concatenate)  # Jinja's own way to give something else than text
     own = staticmethod(TracedText.own)
+    step = staticmethod(template_limits.step)
+    nested = staticmethod(template_limits.nested)
 
     def __init__(self, clock: Callable[[], datetime]) -> None:
         extensions = ["jinja2.ext.loopcontrols", _GenerationTag]
         super().__init__(trim_blocks=True, lstrip_blocks=True, extensions=extensions)
         self.filters.update(tojson=_to_json, join=_join, replace=_replace, indent=_indent)
+        self.filters = {name: template_limits.counted_filter(name, each) for name, each in self.filters.items()}
+        del self.globals["lipsum"]  # any amount of text, and no chat template's business
         self.globals.update(
             raise_exception=_raise_exception,
             strftime_now=lambda layout: clock().strftime(layout),
@@ -134,7 +167,29 @@ class TemplateLanguage(ImmutableSandboxedEnvironment):
         owner = getattr(__obj, "__self__", None)
         if isinstance(owner, str) and not isinstance(owner, TracedText) and __obj.__name__ in _FOLLOWED_METHODS:
             __obj = getattr(TracedText.of(owner), __obj.__name__)
-        return super().call(__context, __obj, *args, **kwargs)
+        template_limits.check_call(__obj, args, kwargs)
+        made = super().call(__context, __obj, *args, **kwargs)
+        template_limits.step(made)
+        return made
+
+    def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
+        """Apply an operator whose result may be larger than its operands."""
+        template_limits.check_operator(operator, left, right)
+        made = super().call_binop(context, operator, left, right)
+        template_limits.step(made)
+        return made
+
+    def _parse(self, source: str, name: str | None, filename: str | None) -> nodes.Template:
+        """Parse a template and let each round of its loops count as a step."""
+        if len(source) > template_limits.MAX_SOURCE_CHARS:
+            raise template_limits.TooMuch(f"has more than {template_limits.MAX_SOURCE_CHARS} characters")
+        tree = super()._parse(source, name, filename)
+        for loop in tree.find_all(nodes.For):
+            count = nodes.Call(nodes.EnvironmentAttribute("step"), [], [], None, None, lineno=loop.lineno)
+            loop.body.insert(0, nodes.ExprStmt(count, lineno=loop.lineno))
+            if loop.test is not None:  # looked at also for the rounds that it leaves out
+                loop.test = nodes.And(nodes.Not(count), loop.test, lineno=loop.lineno)
+        return tree
 
 
 def _raise_exception(message: object) -> NoReturn:
@@ -170,6 +225,8 @@ def _indent(s: str, width: int | str = 4, first: bool = False, blank: bool = Fal
     """Jinja's `indent` filter, origins kept."""
     indention = width if isinstance(width, str) else " " * width
     head, *rest = (TracedText.of(s) + "\n").splitlines()
+    if len(s) + len(rest) * len(indention) > MAX_CHARS:
+        raise template_limits.TooMuch(f"indents to more than {MAX_CHARS} characters")
     lines = [indention + line if line or blank else line for line in rest]
     indented = TracedText("\n").join([head, *lines])
     return indention + indented if first else indented

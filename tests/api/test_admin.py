@@ -196,7 +196,11 @@ async def test_figures_that_are_not_finite_are_null(desk):
     desk.shown = {"a": float("nan"), "b": [float("inf"), 1.5, (-float("inf"),)], "name": "caf\u00e9\udcff"}
     async with desk.session.get("http://admin/status") as response:
         text = await response.text()
-    assert json.loads(text, parse_constant=pytest.fail) == {"a": None, "b": [None, 1.5, [None]], "name": "caf\u00e9\udcff"}
+    assert json.loads(text, parse_constant=pytest.fail) == {
+        "a": None,
+        "b": [None, 1.5, [None]],
+        "name": "caf\u00e9\udcff",
+    }
 
 
 async def test_a_defect_is_told_and_logged(desk):

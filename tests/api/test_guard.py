@@ -160,7 +160,9 @@ class TestOrigins:
 
 
 class TestCompressedBodies:
-    @pytest.mark.parametrize("coding", ["gzip", "deflate", "br", "zstd", "GZip", "gzip, gzip", "identity, gzip", "x", ""])
+    @pytest.mark.parametrize(
+        "coding", ["gzip", "deflate", "br", "zstd", "GZip", "gzip, gzip", "identity, gzip", "x", ""]
+    )
     async def test_they_are_refused(self, client, coding):
         headers = {"Content-Encoding": coding, "Content-Type": "application/json"}
         for path in (CHAT, "/tokenize"):

@@ -39,5 +39,6 @@ def test_completion_shape_holds_the_chosen_token_too():
 
 
 def test_a_missing_or_impossible_number_is_finite():
-    record = TokenRecord(TokenEvent(5, math.nan), 0)
-    assert chat_logprobs(tokenizer(), [record])["content"][0]["logprob"] == -9999.0  # type: ignore[index]
+    for impossible in (math.nan, -math.inf, math.inf, None):
+        record = TokenRecord(TokenEvent(5, impossible), 0)
+        assert chat_logprobs(tokenizer(), [record])["content"][0]["logprob"] == -9999.0  # type: ignore[index]

@@ -1,21 +1,22 @@
 """What every tool-call format gives and takes: a call, the tools' schemas, and values read from text by schema.
 
-Knows no format. Invariant: a value that cannot be read as its schema says stays text; nothing a model wrote is dropped.
+Knows no format. Invariant: a value that cannot be read as its schema says stays text; nothing a model wrote is dropped,
+and the arguments of a call are JSON by RFC 8259 with each number as the model wrote it.
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Final, NoReturn, Protocol
+from typing import Final, Protocol
+
+from lucevisor.text import json_text
+from lucevisor.text.json_text import Number
 
 Tools = Sequence[Mapping[str, object]]
 """Tools as OpenAI clients send them: `{"type": "function", "function": {"name", "description", "parameters"}}`."""
 
 _PYTHON_TYPES: Final[Mapping[str, tuple[type, ...]]] = {
-    "integer": (int,),
-    "number": (int, float),
     "boolean": (bool,),
     "object": (dict,),
     "array": (list,),
@@ -57,7 +58,7 @@ class ToolFormat(Protocol):
 
 def make_call(name: str, arguments: Mapping[str, object]) -> ToolCall:
     """Return a call with its arguments written as JSON."""
-    return ToolCall(name, json.dumps(arguments, ensure_ascii=False))
+    return ToolCall(name, json_text.write(arguments))
 
 
 def has_tool(tools: Tools, name: str) -> bool:
@@ -86,27 +87,22 @@ def read_value(text: str, schema: Mapping[str, object] | None) -> object:
     if kinds and kinds <= {"string"}:
         return text
     try:
-        value = parse_json(_PYTHON_WORDS.get(text.strip(), text))
-    except (ValueError, RecursionError):
+        value = json_text.parse(_PYTHON_WORDS.get(text.strip(), text))
+    except ValueError:
         return text
     if not kinds:
         return value
+    if isinstance(value, Number):
+        return _as_number(value, kinds) or text
     allowed = tuple(kind for name in kinds for kind in _PYTHON_TYPES.get(name, ()))
-    if isinstance(value, bool):  # Python calls it an int
-        return value if "boolean" in kinds else text
-    if isinstance(value, float) and value.is_integer() and "number" not in kinds and "integer" in kinds:
-        return int(value)
     return value if isinstance(value, allowed) else text
 
 
-def parse_json(text: str) -> object:
-    """Return the value of strict JSON text; raises ValueError (also for NaN and Infinity) or RecursionError."""
-    value: object = json.loads(text, parse_constant=_refuse_constant)
-    return value
-
-
-def _refuse_constant(name: str) -> NoReturn:
-    raise ValueError(f"{name} is no JSON value")
+def _as_number(value: Number, kinds: set[str]) -> Number | None:
+    """Return the number as a schema of these types wants it, or None when it wants none such."""
+    if "number" in kinds:
+        return value
+    return value.as_integer() if "integer" in kinds else None
 
 
 def _function(tool: Mapping[str, object]) -> Mapping[str, object]:

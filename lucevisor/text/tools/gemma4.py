@@ -9,7 +9,8 @@ import re
 from collections.abc import Sequence
 from typing import Final
 
-from lucevisor.text.tools.call import ToolCall, Tools, make_call, parse_json
+from lucevisor.text.json_text import MAX_DEPTH, parse
+from lucevisor.text.tools.call import ToolCall, Tools, make_call
 
 _QUOTE: Final = '<|"|>'
 _HEAD: Final = re.compile(r"\s*call:\s*([^\s{]+)\s*\{")
@@ -17,7 +18,6 @@ _KEY: Final = re.compile(r"\s*([^\s:,{}\[\]]+?)\s*:")
 _BLANKS: Final = re.compile(r"\s*")
 _JSON_STRING: Final = re.compile(r'"(?:[^"\\]|\\.)*"', re.DOTALL)
 _BARE: Final = re.compile(r"[^,{}\[\]]+")
-_MAX_DEPTH: Final = 64
 
 
 class _Malformed(Exception):
@@ -59,7 +59,7 @@ class _Reader:
 
     def value(self, depth: int) -> object:
         """Read an object, a list, a string or a bare JSON value."""
-        if depth > _MAX_DEPTH:
+        if depth >= MAX_DEPTH:
             raise _Malformed
         if self._take("{"):
             return self._object(depth)
@@ -76,7 +76,7 @@ class _Reader:
             raise _Malformed
         self.position = match.end()
         try:
-            return parse_json(match.group())
+            return parse(match.group())
         except ValueError as error:
             raise _Malformed from error
 

@@ -6,9 +6,13 @@ import re
 from collections.abc import Sequence
 from typing import Final
 
-from lucevisor.text.tools.call import ToolCall, Tools, make_call, parse_json
+from lucevisor.text.json_text import parse
+from lucevisor.text.tools.call import ToolCall, Tools, make_call
 
 _QUOTED_OR_REST: Final = re.compile(r'"(?:[^"\\]|\\.)*"|[^"]+', re.DOTALL)
+
+
+_NAME: Final = re.compile("[^\ud800-\udfff]+")  # JSON can name a lone surrogate, an answer in UTF-8 cannot
 
 
 class JsonObject:
@@ -21,16 +25,16 @@ class JsonObject:
     def parse(self, body: str, tools: Tools) -> ToolCall | None:
         """Return the call, or None; `parameters` is taken for `arguments`, which may be JSON text themselves."""
         try:
-            call = parse_json(body)
+            call = parse(body)
             if not isinstance(call, dict):
                 return None
             arguments = call.get("arguments", call.get("parameters", {}))
             if isinstance(arguments, str):
-                arguments = parse_json(arguments)
-        except (ValueError, RecursionError):
+                arguments = parse(arguments)
+        except ValueError:
             return None
         name = call.get("name")
-        if not isinstance(name, str) or not name or not isinstance(arguments, dict):
+        if not isinstance(name, str) or not _NAME.fullmatch(name) or not isinstance(arguments, dict):
             return None
         return make_call(name, arguments)
 
