@@ -1,8 +1,8 @@
 """Parse the header of a GGUF file: metadata and tensor table, nothing else.
 
 Knows no torch, no family and no file system: the caller maps the file.  Every count and length is checked against what
-is left of the file before anything is allocated, so a hostile header costs no more memory than a small multiple of its
-own size; :data:`MAX_HEADER_BYTES` bounds that for a sparse file of any size.
+is left of the file before anything is allocated, and against the limits below, so a hostile header costs no more memory
+than a small multiple of its own size and never more than 1 GiB, however large and sparse its file is.
 Source: the GGUF specification, versions 2 and 3, little-endian.
 """
 
@@ -17,7 +17,9 @@ from lucevisor.wire.ggml_types import TYPES, GgmlType
 
 MAX_TENSORS = 1 << 20
 MAX_DIMENSIONS = 4
+MAX_KEYS = 1 << 14  # published files have about 50
 MAX_KEY_BYTES = 65535  # the specification's own limit
+MAX_ARRAY_VALUES = 1 << 22  # of all arrays together; a vocabulary of 262144 tokens with its merges has 1.3 million
 MAX_NAME_BYTES = 255  # ggml allows 64; converters of others go further
 MAX_HEADER_BYTES = 128 << 20  # a vocabulary of 262144 tokens with its merges takes 15 MB
 _SHOWN_CHARS = 150
@@ -73,10 +75,16 @@ _ARRAY_CODES = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "B", 
 _STRING, _ARRAY = 8, 9
 
 
+def _least_bytes(kind: int) -> int:
+    """What a value of an array takes at least."""
+    return _SCALARS[kind][1] if kind in _SCALARS else 8 if kind == _STRING else 12
+
+
 class _Reader:
     def __init__(self, data: memoryview, file: str, file_bytes: int) -> None:
         self.data, self.file, self.at = data[:MAX_HEADER_BYTES], file, 0
         self.whole = file_bytes <= len(self.data)
+        self.n_array_values = 0
 
     @property
     def left(self) -> int:
@@ -133,6 +141,9 @@ class _Reader:
 
     def array(self, where: str, depth: int) -> Value:
         kind, n = self.u32(where), self.u64(where)
+        self.n_array_values += n
+        if self.n_array_values > MAX_ARRAY_VALUES and n * _least_bytes(kind) <= self.left:
+            raise self.fail(where, f"arrays of {self.n_array_values} values, at most {MAX_ARRAY_VALUES} are read")
         if kind in _SCALARS:
             size = _SCALARS[kind][1]
             if n * size > self.left:
@@ -140,7 +151,7 @@ class _Reader:
             out = array(_ARRAY_CODES[kind], self.data[self.at : self.at + n * size].tobytes())
             self.at += n * size
             return [bool(v) for v in out] if kind == 7 else out.tolist()
-        if n * (8 if kind == _STRING else 12) > self.left:
+        if n * _least_bytes(kind) > self.left:
             raise self.short(where, f"an array of {n} values")
         return [self.value(kind, where, depth + 1) for _ in range(n)]
 
@@ -167,6 +178,8 @@ def parse(data: memoryview, file: str, file_bytes: int | None = None) -> GgufHea
         raise reader.short("tensor count", f"{n_tensors} tensors")
     if n_values * 13 > reader.left:
         raise reader.short("metadata count", f"{n_values} metadata values")
+    if n_values > MAX_KEYS:
+        raise reader.fail("metadata count", f"{n_values} metadata values, at most {MAX_KEYS} are read")
     metadata: dict[str, Value] = {}
     for i in range(n_values):
         key = reader.text(f"metadata key {i}", MAX_KEY_BYTES)

@@ -290,3 +290,20 @@ def test_a_sparse_file_of_a_terabyte_costs_nothing(tmp_path):
     os.truncate(path, 1 << 40)
     with pytest.raises(GgufError, match=f"of the {MAX_HEADER_BYTES} that a header may take"):
         read(path)
+
+
+def test_values_of_all_arrays_together_are_bounded():
+    half = raw.text("a") + struct.pack("<IIQ", raw.ARRAY, raw.U8, 1 << 21) + bytes(1 << 21)
+    more = raw.text("b") + struct.pack("<IIQ", raw.ARRAY, raw.I16, 1 << 21) + bytes(1 << 22)
+    header = parse(memoryview(raw.header([half, more], [])), "m.gguf")
+    assert len(header.metadata["b"]) == 1 << 21
+    one = raw.array("c", raw.U8, [1])
+    with pytest.raises(GgufError, match=r"'c'.*arrays of 4194305 values, at most 4194304"):
+        parse(memoryview(raw.header([half, more, one], [])), "m.gguf")
+
+
+def test_keys_are_bounded():
+    entries = [raw.entry(f"k{i}", raw.U8, 1) for i in range((1 << 14) + 1)]
+    assert len(parse(memoryview(raw.header(entries[1:], [])), "m.gguf").metadata) == 1 << 14
+    with pytest.raises(GgufError, match="16385 metadata values, at most 16384"):
+        parse(memoryview(raw.header(entries, [])), "m.gguf")
