@@ -174,9 +174,9 @@ def text_case(rng: random.Random) -> str:
         assert tokenizer.decode(prompt.ids(tokenizer), skip_special=False) is not None
         return "a prompt"
     except (GgufError, TokenizerError, TemplateError) as error:
-        assert str(error)
-        assert len(str(error)) < 20_000
-        return type(error).__name__
+        told, kind = str(error), type(error).__name__
+    assert 0 < len(told) < 20_000
+    return kind
 
 
 @pytest.fixture
@@ -205,8 +205,11 @@ def head_case(rng):
     try:
         header = parse(memoryview(data), "model.gguf", rng.choice((n_bytes, len(data), 2**62)))
     except GgufError as error:
-        assert len(str(error)) < 1000
-        return f"{type(error).__name__} {error.where.split()[0]}"
+        told, place = str(error), f"{type(error).__name__} {error.where.split()[0]}"
+        header = None
+    if header is None:
+        assert len(told) < 1000
+        return place
     assert all(tensor.offset >= 0 and tensor.n_bytes > 0 for tensor in header.tensors.values())
     return "read"
 

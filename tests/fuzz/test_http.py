@@ -1,4 +1,4 @@
-"""Requests as bytes on a real socket: whatever they are, whole answers below 500 in the promised shape, and no traceback.
+"""Requests as bytes on a real socket: whatever they are, whole answers below 500 in the promised shape, no traceback.
 
 Heads that are right with bodies that are not; heads that are broken; pipelines, chunks, and what proxies smuggle with.
 """
