@@ -11,6 +11,7 @@ import logging
 import random
 import re
 import socket
+from collections import deque
 
 import pytest
 import structlog
@@ -267,6 +268,9 @@ def check(status, headers, body):
         assert body.endswith(b"data: [DONE]\n\n") or b'"error"' in body
 
 
+LOGGERS = [logging.getLogger(name) for name in ("aiohttp", "asyncio", "lucevisor")]
+
+
 class Server:
     """A server in this process, whose errors in the log are gathered."""
 
@@ -275,10 +279,13 @@ class Server:
         self._configuration = structlog.get_config()
         self._handler = logging.Handler(logging.ERROR)
         self._handler.emit = self._record
-        logging.getLogger().addHandler(self._handler)
+        for logger in LOGGERS:  # pytest keeps every record that gets to the root, with the frames of its traceback
+            logger.addHandler(self._handler)
+            logger.propagate = False
         structlog.configure(processors=[self._note], cache_logger_on_first_use=False)
         self.live = Live(Rig)
         self.live.do(lambda rig: setattr(rig.stage, "script", dice))
+        self.live.do(lambda rig: setattr(rig.stage, "opened", deque(maxlen=1)))  # else the rig keeps every prompt
         host, _, port = self.live.url.removeprefix("http://").partition(":")
         self.address = (host, int(port))
         self.kept: socket.socket | None = None
@@ -304,7 +311,9 @@ class Server:
         if self.kept is not None:
             self.kept.close()
         self.live.close()
-        logging.getLogger().removeHandler(self._handler)
+        for logger in LOGGERS:
+            logger.removeHandler(self._handler)
+            logger.propagate = True
         structlog.configure(**self._configuration)
 
 
