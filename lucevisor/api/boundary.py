@@ -14,6 +14,7 @@ import msgspec
 import structlog
 from aiohttp import web
 
+from lucevisor.api.connections import Connection
 from lucevisor.api.context import (
     ACTIVE,
     ENTRANCE,
@@ -144,6 +145,8 @@ def _account(request: web.Request, context: RequestContext, status: int) -> None
 async def set_headers(request: web.Request, response: web.StreamResponse) -> None:
     """Add what every answer carries, streams included; a signal of aiohttp, just before the head is sent."""
     response.headers["Server"] = "lucevisor"
+    if isinstance(request.protocol, Connection):
+        request.protocol.answering()
     if has_context(request):
         response.headers["x-request-id"] = context_of(request).request_id
     response.headers.update(cors_headers(request.headers.get("Origin"), request.app[PORTS].settings))

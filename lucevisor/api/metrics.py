@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterator
 from typing import Final
 
-from prometheus_client import CollectorRegistry, Counter, Histogram
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric, SummaryMetricFamily
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4, generate_latest
 from prometheus_client.openmetrics import exposition as openmetrics
@@ -56,6 +56,10 @@ class Metrics:
             buckets=_INTER_TOKEN_S,
             registry=self._registry,
         )
+        self.connections = Gauge(_P + "connections", "Open connections of clients.", registry=self._registry)
+        self.connections_dropped = counter(
+            "connections_dropped", "Connections that the server ended, by the deadline or cap.", ("reason",)
+        )
         self._registry.register(_State(ports))
 
     def render(self, accept: str) -> tuple[bytes, str]:
@@ -94,6 +98,12 @@ class _State(Collector):
     def collect(self) -> Iterator[Metric]:
         """Yield the metrics as of now."""
         yield from self._groups()
+        drops = CounterMetricFamily(
+            _P + "log_records_dropped", "Log records that were not written, by sink.", labels=["sink"]
+        )
+        for sink, n in self._ports.log_drops().items():
+            drops.add_metric([sink], n)
+        yield drops
         if self._ports.engine is not None:
             yield from _engine(self._ports.engine.statistics())
         snapshots = self._ports.snapshots()

@@ -147,11 +147,17 @@ class ApiSettings:
     cors_origins: tuple[str, ...] = ()
     max_body_bytes: int = 32 * 1024 * 1024
     body_timeout_s: float = 60.0  # from the head of a request to the end of its body
+    body_rate_s: float = 10.0  # a body that brings fewer than `min_body_rate` bytes a second over so long is given up
+    min_body_rate: float = 512.0
     max_bodies_bytes: int = 256 * 1024 * 1024  # of all bodies that are being received or read; beyond it: 429
     intake_memory_bytes: int = 1024 * 1024 * 1024  # that reading one body may take; beyond it: 413
     intake_timeout_s: float = 60.0  # that reading one body may take; beyond it: 413
     intake_waiting: int = 1024  # bodies that may wait to be read; beyond it: 429
     write_timeout_s: float = 60.0  # a client that takes nothing for so long is dropped
+    head_timeout_s: float = 10.0  # from the connection, or the first byte of a later request, to the end of the head
+    max_head_bytes: int = 64 * 1024  # request line and fields together
+    idle_timeout_s: float = 75.0  # between two requests of a connection
+    max_connections: int = 1024
     keepalive_s: float = 15.0  # silence before a stream gets a comment line, so that proxies keep it open
     retry_after_s: int = 5  # told with 503 when nothing better is known
     normalise: Normalise = "off"  # volatile lines of system prompts
@@ -188,6 +194,7 @@ class Ports:
     ready_in_s: Callable[[], float | None] = _not_known  # None: not known
     groups: Callable[[], Sequence[GroupFigures]] = _no_groups
     snapshots: Callable[[], SnapshotFigures | None] = _no_snapshots  # None while they are off
+    log_drops: Callable[[], Mapping[str, int]] = dict  # log records that were not written, by sink
     banned: tuple[int, ...] = ()  # ids never sampled: rows of the vocabulary that stand for nothing
     engine: EnginePort | None = None
     max_context: int = 0  # tokens; 0: not known yet

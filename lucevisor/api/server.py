@@ -14,6 +14,7 @@ from lucevisor.api import info
 from lucevisor.api.boundary import boundary, set_headers, wait_until_idle
 from lucevisor.api.chat import chat_completions
 from lucevisor.api.completions import completions
+from lucevisor.api.connections import ConnectionRunner
 from lucevisor.api.context import ACTIVE, BODIES, ENTRANCE, METRICS, PORTS, ActiveRequests, Bodies
 from lucevisor.api.metrics import Metrics
 from lucevisor.api.openapi import openapi
@@ -22,6 +23,7 @@ from lucevisor.api.text_routes import detokenize, tokenize
 from lucevisor.api.turnstile import Turnstile
 from lucevisor.errors import ConfigError, LucevisorError
 
+_BACKLOG = 1024  # connections that wait to be accepted; the kernel caps it at net.core.somaxconn
 _CLOSING_S = 2.0
 _LAST_EVENTS_S = 1.0
 _STARTS_A_ROUND = 16
@@ -65,16 +67,10 @@ async def serve(app: web.Application, host: str, port: int) -> tuple[web.AppRunn
 
     Raises ConfigError when the address is wrong or taken.
     """
-    runner = web.AppRunner(
-        app,
-        access_log=None,
-        handler_cancellation=True,
-        shutdown_timeout=_CLOSING_S,
-        auto_decompress=False,  # the guard refuses compressed bodies; aiohttp would inflate them before it is asked
-    )
+    runner = ConnectionRunner(app, app[PORTS].settings, app[METRICS], _CLOSING_S)
     await runner.setup()
     try:
-        await web.TCPSite(runner, host, port).start()
+        await web.TCPSite(runner, host, port, backlog=_BACKLOG).start()
     except (OSError, OverflowError) as error:
         await runner.cleanup()
         raise _cannot_bind(host, port, error) from None

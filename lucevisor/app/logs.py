@@ -1,57 +1,248 @@
-"""Where log records go: structlog, console or JSON lines on standard error, and JSON lines in the run directory.
+"""Where log records go: JSON lines in the run directory, console or JSON lines on standard error.
+
+Every record passes through a bounded queue to a writer thread for each of the two, so no caller ever waits for a disk,
+a terminal or a pipe, and no failed write reaches a caller.  A record that cannot be queued or written is dropped and
+counted; the next record that is written is preceded by one that says how many are missing.  The file rotates.
 
 Daemon output and daemon log lines arrive here as records with the fields group, pid, shard, step; requests add request.
 """
 
 from __future__ import annotations
 
+import atexit
+import contextlib
 import logging
+import os
+import queue
+import select
 import sys
+import threading
+import time
+from collections.abc import Mapping
+from datetime import UTC, datetime
+from logging.handlers import QueueHandler, QueueListener, RotatingFileHandler
 from pathlib import Path
-from typing import IO, Literal
+from typing import IO, Any, Final, Literal
 
 import structlog
+from structlog.stdlib import ProcessorFormatter
 from structlog.typing import EventDict, Processor, WrappedLogger
 
+FILE: Final = "supervisor.jsonl"
+FILE_BYTES: Final = 8 * 2**20
+N_OLD_FILES: Final = 3
+"""A file that reaches FILE_BYTES becomes FILE.1, and that FILE.2; the oldest of N_OLD_FILES is removed."""
 
-class _Tee:
-    """Writes each record to the terminal in its form and to the file as JSON."""
+N_QUEUED: Final = 4096
+CLOSING_S: Final = 1.0
+"""How long `close` waits for each writer."""
 
-    def __init__(self, console: Processor, stream: IO[str] | None, file: IO[str] | None) -> None:
-        self._console, self._json = console, structlog.processors.JSONRenderer(ensure_ascii=False)
-        self._stream, self._file = stream, file
+Sink = Literal["file", "stderr"]
 
-    def __call__(self, logger: WrappedLogger, name: str, event: EventDict) -> str:
-        if self._file is not None:
-            self._file.write(str(self._json(logger, name, dict(event))) + "\n")
-            self._file.flush()
-        if self._stream is None:
-            raise structlog.DropEvent
+
+class Drops:
+    """Records that one sink never got.  Any thread may count."""
+
+    def __init__(self) -> None:
+        self.total = 0
+        self.unreported = 0
+        self.reason = ""
+        self._lock = threading.Lock()
+
+    def add(self, reason: str) -> None:
+        with self._lock:
+            self.total += 1
+            self.unreported += 1
+            self.reason = reason
+
+    def reported(self, n: int) -> None:
+        with self._lock:
+            self.unreported -= n
+
+
+class _Queue(QueueHandler):
+    """Queues a record for a writer; drops it when the queue is full."""
+
+    def __init__(self, drops: Drops) -> None:
+        self.records: queue.Queue[Any] = queue.Queue(N_QUEUED)
+        super().__init__(self.records)
+        self.drops = drops
+
+    def prepare(self, record: logging.LogRecord) -> logging.LogRecord:
+        """Leave records of structlog to the writer's thread; render others now, with arguments and traceback."""
+        prepared: logging.LogRecord = record if isinstance(record.msg, dict) else super().prepare(record)
+        return prepared
+
+    def enqueue(self, record: logging.LogRecord) -> None:
         try:
-            self._stream.write(str(self._console(logger, name, event)) + "\n")
+            self.queue.put_nowait(record)
+        except queue.Full:
+            self.drops.add(f"{N_QUEUED} records wait to be written")
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        self.drops.add("the record cannot be rendered")
+
+
+class _Writer(QueueListener):
+    """The thread that feeds one sink.  It is a daemon thread: a write that hangs holds up no exit."""
+
+    def __init__(self, records: queue.Queue[Any], handler: logging.Handler) -> None:
+        super().__init__(records, handler)
+        self._records = records
+
+    def finish(self, deadline_s: float) -> None:
+        """Write what is queued and end, or give up at the deadline."""
+        thread, self._thread = self._thread, None
+        if thread is not None:
+            with contextlib.suppress(queue.Full):
+                self._records.put(None, timeout=deadline_s)  # what `QueueListener` takes for the end
+            thread.join(deadline_s)
+
+
+class _SinkHandler(logging.Handler):
+    """Renders and writes in the writer's thread; an error drops the record."""
+
+    drops: Drops
+    sink: Sink
+
+    def put(self, data: bytes) -> None:
+        """Write all of it or raise."""
+        raise NotImplementedError
+
+    def handle(self, record: logging.LogRecord) -> bool:
+        """Write without the handler's lock: `logging.shutdown` takes it, and would wait for a write that hangs."""
+        self.emit(record)
+        return True
+
+    def emit(self, record: logging.LogRecord) -> None:
+        n_missing = self.drops.unreported
+        try:
+            text = self.format(record)
+            if n_missing:
+                text = f"{self._notice(n_missing)}\n{text}"
+            self.put(f"{text}\n".encode(errors="backslashreplace"))
+        except OSError as error:
+            self.drops.add(error.strerror or str(error))
+        except Exception as error:  # the end of the line for records: nobody is left to tell
+            self.drops.add(f"{type(error).__name__}: {error}")
+        else:
+            self.drops.reported(n_missing)
+
+    def _notice(self, n_missing: int) -> str:
+        event = {
+            "event": "log records dropped",
+            "level": "warning",
+            "timestamp": _iso(time.time()),
+            "records": n_missing,
+            "sink": self.sink,
+            "reason": self.drops.reason,
+        }
+        record = logging.LogRecord("lucevisor", logging.WARNING, "", 0, event, None, None)
+        record._logger, record._name = None, "warning"  # by which ProcessorFormatter knows records of structlog
+        return self.format(record)
+
+
+class _File(_SinkHandler, RotatingFileHandler):
+    """JSON lines in a file that rotates.  Unbuffered, so that a full disk leaves neither half a line nor a backlog."""
+
+    sink = "file"
+
+    def __init__(self, path: Path, drops: Drops) -> None:
+        self.drops = drops
+        RotatingFileHandler.__init__(self, path, maxBytes=FILE_BYTES, backupCount=N_OLD_FILES)
+
+    def _open(self) -> Any:
+        return open(self.baseFilename, "ab", buffering=0)
+
+    def put(self, data: bytes) -> None:
+        stream: Any = self.stream
+        if stream is None or os.fstat(stream.fileno()).st_nlink == 0:  # closed by a failed rotation, or removed
+            if stream is not None:
+                stream.close()
+            stream = self.stream = self._open()
+        size = os.fstat(stream.fileno()).st_size
+        if size and size + len(data) > self.maxBytes:
+            self.doRollover()
+            stream, size = self.stream, 0
+        try:
+            _write_all(stream.fileno(), data)
+        except OSError:
+            with contextlib.suppress(OSError):
+                stream.truncate(size)
+            raise
+
+
+class _Stderr(_SinkHandler):
+    """Standard error, in the form the operator chose."""
+
+    sink = "stderr"
+
+    def __init__(self, stream: IO[str], drops: Drops) -> None:
+        super().__init__()
+        self.drops = drops
+        self._stream = stream
+        self._fd: int | None = None
+        if not stream.isatty():  # else progress bars may share it, through the stream
+            with contextlib.suppress(OSError, ValueError, AttributeError):
+                self._fd = stream.fileno()
+
+    def format(self, record: logging.LogRecord) -> str:
+        return str(record.msg) if getattr(record, "plain", False) else super().format(record)
+
+    def put(self, data: bytes) -> None:
+        if self._fd is not None:  # past the stream's lock: the interpreter takes that at exit
+            _write_all(self._fd, data)
+        else:
+            self._stream.write(data.decode())
             self._stream.flush()
-        except (BrokenPipeError, ValueError):  # the terminal went away: the file still has it
-            pass
-        raise structlog.DropEvent
+
+
+class _Logs:
+    """The sinks that are open, each with its queue and writer."""
+
+    def __init__(self, handlers: list[_SinkHandler]) -> None:
+        self.parts = {handler.sink: (_Queue(handler.drops), handler) for handler in handlers}
+        self._writers = [_Writer(entry.records, handler) for entry, handler in self.parts.values()]
+        for entry, _ in self.parts.values():
+            logging.getLogger().addHandler(entry)
+        for writer in self._writers:
+            writer.start()
+
+    def close(self) -> None:
+        for entry, _ in self.parts.values():
+            logging.getLogger().removeHandler(entry)
+        for writer in self._writers:
+            writer.finish(CLOSING_S)
+        for _, handler in self.parts.values():
+            if isinstance(handler, _File):
+                handler.close()
+
+
+_open: _Logs | None = None
+_drops: dict[Sink, Drops] = {"file": Drops(), "stderr": Drops()}
 
 
 def configure(
     form: Literal["auto", "console", "json"], level: str, directory: Path | None = None, *, to_terminal: bool = True
 ) -> None:
-    """Set up structlog for this process.  ``auto`` is console on a terminal, JSON elsewhere."""
-    out = sys.stderr
-    if form == "auto":
-        form = "console" if out.isatty() else "json"
-    renderer: Processor
-    if form == "console":
-        renderer = structlog.dev.ConsoleRenderer(
-            colors=out.isatty(),
-            pad_event_to=24,
-            exception_formatter=structlog.dev.plain_traceback,  # the rich one shows local variables: prompts
-        )
-    else:
-        renderer = structlog.processors.JSONRenderer(ensure_ascii=False)
-    file = (directory / "supervisor.jsonl").open("a", encoding="utf-8") if directory is not None else None
+    """Set up structlog and logging for this process; `close` ends it, and so does the end of the process.
+
+    ``auto`` is console on a terminal, JSON elsewhere.  Raises OSError when the file in ``directory`` cannot be opened.
+    """
+    global _open
+    close()
+    handlers: list[_SinkHandler] = []
+    if directory is not None:
+        file = _File(directory / FILE, _drops["file"])
+        file.setFormatter(_formatter(structlog.processors.JSONRenderer(ensure_ascii=False)))
+        handlers.append(file)
+    if to_terminal:
+        terminal = _Stderr(sys.stderr, _drops["stderr"])
+        terminal.setFormatter(_formatter(_renderer(form, is_terminal=sys.stderr.isatty())))
+        handlers.append(terminal)
+    logging.getLogger().setLevel(logging.WARNING)
+    ours = logging.getLogger("lucevisor")
+    ours.setLevel(logging.DEBUG)  # structlog filters by level before a record is made
     structlog.configure(
         processors=[
             structlog.contextvars.merge_contextvars,
@@ -59,9 +250,74 @@ def configure(
             structlog.processors.TimeStamper(fmt="iso", utc=True),
             structlog.processors.StackInfoRenderer(),
             structlog.processors.format_exc_info,
-            _Tee(renderer, out if to_terminal else None, file),
+            ProcessorFormatter.wrap_for_formatter,
         ],
+        logger_factory=lambda *_: ours,
         wrapper_class=structlog.make_filtering_bound_logger(logging.getLevelNamesMapping()[level.upper()]),
         cache_logger_on_first_use=False,
     )
-    logging.basicConfig(level=logging.WARNING, stream=out, format="%(levelname)s %(name)s %(message)s")
+    _open = _Logs(handlers)
+
+
+def close() -> None:
+    """Write what is queued, within `CLOSING_S` for each sink, and close the file; idempotent."""
+    global _open
+    logs, _open = _open, None
+    if logs is not None:
+        logs.close()
+
+
+atexit.register(close)
+
+
+def say(line: str) -> None:
+    """Show a line on standard error without waiting for it, in order with the records there."""
+    part = _open.parts.get("stderr") if _open is not None else None
+    if part is None:
+        with contextlib.suppress(OSError, ValueError):
+            print(line, file=sys.stderr, flush=True)
+        return
+    record = logging.LogRecord("lucevisor", logging.INFO, "", 0, line, None, None)
+    record.plain = True
+    part[0].enqueue(record)
+
+
+def dropped() -> Mapping[str, int]:
+    """Return how many records each sink never got since this process began."""
+    return {sink: drops.total for sink, drops in _drops.items()}
+
+
+def _renderer(form: str, *, is_terminal: bool) -> Processor:
+    if form == "json" or (form == "auto" and not is_terminal):
+        return structlog.processors.JSONRenderer(ensure_ascii=False)
+    return structlog.dev.ConsoleRenderer(
+        colors=is_terminal,
+        pad_event_to=24,
+        exception_formatter=structlog.dev.plain_traceback,  # the rich one shows local variables: prompts
+    )
+
+
+def _formatter(renderer: Processor) -> ProcessorFormatter:
+    """Return what renders our own records, and those of libraries that log through the standard library."""
+    return ProcessorFormatter(
+        processors=[ProcessorFormatter.remove_processors_meta, renderer], foreign_pre_chain=[_from_library]
+    )
+
+
+def _from_library(_: WrappedLogger, __: str, event: EventDict) -> EventDict:
+    record: logging.LogRecord = event["_record"]
+    event.update(level=record.levelname.lower(), timestamp=_iso(record.created), logger=record.name)
+    return event
+
+
+def _iso(at_s: float) -> str:
+    return datetime.fromtimestamp(at_s, UTC).isoformat().replace("+00:00", "Z")
+
+
+def _write_all(fd: int, data: bytes) -> None:
+    left = memoryview(data)
+    while left:
+        try:
+            left = left[os.write(fd, left) :]
+        except BlockingIOError:  # somebody made the pipe non-blocking
+            select.select([], [fd], [])

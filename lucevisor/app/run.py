@@ -34,8 +34,10 @@ from lucevisor.api.ports import (
 from lucevisor.api.server import create_app, serve
 from lucevisor.app import collector, logs
 from lucevisor.app.cache_operations import CacheOperations, figures
+from lucevisor.app.log_reader import LogReader
 from lucevisor.app.model_source import resolve
-from lucevisor.app.rundir import RunDirectory
+from lucevisor.app.open_files import connections_within, raise_limit
+from lucevisor.app.rundir import RunDirectory, unusable
 from lucevisor.app.service import Model, Observer, Service
 from lucevisor.app.status import status
 from lucevisor.config import Config, read_api_keys
@@ -72,7 +74,10 @@ def run(config: Config, name: str, observer: Observer, *, to_terminal: bool = Tr
     run_dir = RunDirectory(name)
     run_dir.claim()
     try:
-        logs.configure(config.log.format, config.log.level, run_dir.log, to_terminal=to_terminal)
+        try:
+            logs.configure(config.log.format, config.log.level, run_dir.log, to_terminal=to_terminal)
+        except OSError as error:
+            raise unusable(run_dir.path, error) from error
         model = open_model(config, lambda what: log.info("fetching", what=what))
         if config.cache.dir and config.cache.prefix_slots:
             check_directory(Path(config.cache.dir))
@@ -82,6 +87,7 @@ def run(config: Config, name: str, observer: Observer, *, to_terminal: bool = Tr
     except KeyboardInterrupt:  # stopped before there was anything to stop
         return ExitCode.DONE
     finally:
+        logs.close()
         run_dir.close()
 
 
@@ -139,7 +145,10 @@ class Supervisor:
             log.warning("configuration", notice=str(notice))
         for marker in self._ports.template.lost_markers(self._tokenizer) if self._ports.template is not None else []:
             log.warning("chat template writes a marker in a way that makes it ordinary text", marker=marker)
-        admin = await serve_admin(create_admin_app(self), self.run_dir.socket)
+        try:
+            admin = await serve_admin(create_admin_app(self), self.run_dir.socket)
+        except OSError as error:
+            raise unusable(self.run_dir.path, error) from error
         http: web.AppRunner | None = None
         try:
             http, self.url = await serve(create_app(self._ports), self.config.server.host, self.config.server.port)
@@ -184,24 +193,29 @@ class Supervisor:
 
     async def follow_log(self, group: str | None, *, follow: bool) -> AsyncIterator[str]:
         """Lines of the run's log, oldest first; with ``follow`` also those to come."""
-        with (self.run_dir.log / "supervisor.jsonl").open(encoding="utf-8") as file:
-            part = ""
+        reader = LogReader(self.run_dir.log / logs.FILE)
+        try:
             while True:
-                part += file.readline()
-                if part.endswith("\n"):
-                    if group is None or f'"group": "{group}"' in part:
-                        yield part
-                    part = ""
-                elif follow and not self._stop_asked.is_set():
+                lines = await reader.lines()
+                for line in lines:
+                    if group is None or f'"group": "{group}"' in line:
+                        yield line
+                if not lines:
+                    if not follow or self._stop_asked.is_set():
+                        return
                     await asyncio.sleep(0.2)
-                else:
-                    return
+        finally:
+            reader.close()
 
     # ---- what clients are served from
 
     def _make_ports(self) -> Ports:
         metadata = self.model.spec.files.metadata if self.model.spec.files is not None else {}
         server = self.config.server
+        most_connections = connections_within(raise_limit(), len(self.config.groups))
+        if most_connections < server.max_connections:
+            log.warning("fewer connections", max_connections=most_connections,
+                        reason="the limit of open files is low: raise it (`ulimit -Hn`, LimitNOFILE=)")  # fmt: skip
         return Ports(
             model=ModelCard(
                 name=self.model.name,
@@ -222,9 +236,11 @@ class Supervisor:
                 allow_open=server.allow_open,
                 cors_origins=server.cors_origins,
                 normalise=self.config.cache.normalise,
+                max_connections=min(server.max_connections, most_connections),
             ),
             groups=self._group_figures,
             snapshots=self._snapshot_figures,
+            log_drops=logs.dropped,
             banned=tuple(range(self._tokenizer.n_vocab, self.model.spec.vocabulary)),
         )
 

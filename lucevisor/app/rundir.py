@@ -1,20 +1,24 @@
 """The run directory of a supervisor: ``$XDG_RUNTIME_DIR/lucevisor/NAME`` (or ``/run/lucevisor/NAME``), mode 0700.
 
 Holds ``lock``, ``pid``, ``admin.sock``, ``log/`` and the daemons' package directory.  A lock held on ``lock`` means
-"running";
-everything else there may be stale and is safe to find.  A pid is trusted only with its boot id and start time.
+"running"; everything else there may be stale and is safe to find.  A pid is trusted only with its boot id and start
+time.
 """
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import os
 import re
 import shutil
+import time
 from dataclasses import dataclass
 from pathlib import Path
 
 from lucevisor.errors import ConfigError, LucevisorError, NotRunningError
+
+_CLAIM_S = 0.5  # `is_locked` of others holds the lock for moments
 
 NAME = re.compile(r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,63}$")
 
@@ -76,39 +80,88 @@ class RunDirectory:
         return self.path / "log"
 
     def claim(self) -> None:
-        """Create the directory and take the lock.  Raises AlreadyRunningError naming the other supervisor."""
-        self.path.mkdir(parents=True, exist_ok=True)
-        for part in (self.path.parent, self.path):
-            if part.stat().st_uid != os.geteuid():
-                raise LucevisorError(
-                    f"{part} belongs to another user: remove it, or set XDG_RUNTIME_DIR to a directory of yours"
-                )
-            part.chmod(0o700)
+        """Create the directory and take the lock.
+
+        Raises AlreadyRunningError naming the other supervisor, ConfigError when the directory cannot be used.
+        """
         if len(os.fsencode(self.socket)) > 100:
             raise LucevisorError(f"{self.socket}: too long for a socket: use a shorter --name or XDG_RUNTIME_DIR")
-        fd = os.open(self.path / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            self._lock = self._take_lock()
+            for stale in (self.socket, self.path / "pid"):
+                stale.unlink(missing_ok=True)
+            self.log.mkdir(exist_ok=True)
+            (self.path / "pid").write_text(f"{os.getpid()} {boot_id()} {start_ticks(os.getpid())}\n")
+        except OSError as error:
+            self.close()
+            raise unusable(self.path, error) from error
+
+    def _take_lock(self) -> int:
+        """Return the descriptor of the lock file, which lies in the directory: another start or stop that removes
+        either in between is seen, and the claim begins again."""
+        give_up_s = time.monotonic() + _CLAIM_S
+        while True:
+            fd = self._try_lock()
+            if fd is not None:
+                return fd
+            if time.monotonic() > give_up_s:
+                pid = read_pid(self.path)
+                raise AlreadyRunningError(
+                    f"a supervisor named {self.name!r} runs already (pid {pid}): stop it with "
+                    f"`lucevisor stop --name {self.name}`, or start this one with another --name"
+                )
+            time.sleep(0.01)
+
+    def _try_lock(self) -> int | None:
+        self.path.mkdir(parents=True, exist_ok=True)
+        try:
+            for part in (self.path.parent, self.path):
+                if part.stat().st_uid != os.geteuid():
+                    raise LucevisorError(
+                        f"{part} belongs to another user: remove it, or set XDG_RUNTIME_DIR to a directory of yours"
+                    )
+                part.chmod(0o700)
+            fd = os.open(self.path / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        except FileNotFoundError:  # a supervisor that stops removes it right now
+            return None
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
+            if os.path.samestat(os.fstat(fd), (self.path / "lock").stat()):
+                return fd
+        except (BlockingIOError, FileNotFoundError):  # held, perhaps for a moment by `is_locked`; or removed
+            pass
+        except OSError:
             os.close(fd)
-            pid = read_pid(self.path)
-            raise AlreadyRunningError(
-                f"a supervisor named {self.name!r} runs already (pid {pid}): stop it with "
-                f"`lucevisor stop --name {self.name}`, or start this one with another --name"
-            ) from None
-        self._lock = fd
-        for stale in (self.socket, self.path / "pid"):
-            stale.unlink(missing_ok=True)
-        self.log.mkdir(exist_ok=True)
-        (self.path / "pid").write_text(f"{os.getpid()} {boot_id()} {start_ticks(os.getpid())}\n")
+            raise
+        os.close(fd)
+        return None
 
     def close(self) -> None:
-        """Remove the directory and give the name back."""
+        """Remove the directory and give the name back; the lock file goes last, so what another start finds or makes
+        there is never removed."""
         if self._lock is None:
             return
-        shutil.rmtree(self.path, ignore_errors=True)
+        with contextlib.suppress(OSError):
+            for entry in self.path.iterdir():
+                if entry.is_dir() and not entry.is_symlink():
+                    shutil.rmtree(entry, ignore_errors=True)
+                elif entry.name != "lock":
+                    entry.unlink(missing_ok=True)
+            (self.path / "lock").unlink(missing_ok=True)
+            self.path.rmdir()  # fails when another start has just made a lock file
         os.close(self._lock)
         self._lock = None
+
+
+def unusable(path: Path, error: OSError) -> ConfigError:
+    """Return the error that says why a run directory cannot be used."""
+    where = f" ({error.filename})" if error.filename is not None and str(error.filename) != str(path) else ""
+    return ConfigError(
+        "XDG_RUNTIME_DIR" if os.environ.get("XDG_RUNTIME_DIR") else "run directory",
+        str(path),
+        f"cannot be used{where}: {error.strerror or error}",
+        "make room or give write permission there, or set XDG_RUNTIME_DIR to another directory",
+    )
 
 
 def boot_id() -> str:

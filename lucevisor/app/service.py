@@ -23,6 +23,7 @@ from lucevisor import awake
 from lucevisor.app.assembly import Assembly
 from lucevisor.app.engine_limits import engine_limits
 from lucevisor.app.readiness import Readiness
+from lucevisor.app.rundir import unusable
 from lucevisor.app.snapshots import Snapshots, open_snapshots
 from lucevisor.app.speeds import cache_directory, speeds_for
 from lucevisor.app.watchdog import Work, watch
@@ -113,7 +114,10 @@ class Service:
         self._restarting = asyncio.Lock()
         self.restart_reasons: dict[str, Counter[str]] = {name: Counter() for name in config.groups}
         self._tasks: set[asyncio.Task[None]] = set()  # the loop itself holds tasks weakly
-        staging = stage_packages(run_dir)
+        try:
+            staging = stage_packages(run_dir)
+        except OSError as error:
+            raise unusable(run_dir, error) from error
         limit = config.recovery.restart_limit
         self._limits = replace(limits or Limits(), n_restarts=limit.count, window_s=float(limit.seconds))
         self._readiness = Readiness(self._limits)
@@ -162,21 +166,16 @@ class Service:
         elif stop_s < STOP_S:
             if self._saving is not None:
                 self._saving.cancel()
+            self._end_requests()  # before their groups go: the reason is the stop, not a lost shard
             await asyncio.gather(*(g.stop(deadline_s=stop_s) for g in self.groups.values()))
         await asyncio.shield(self._stopping)
 
     async def _stop(self, drain_s: float, stop_s: float) -> None:
         self._notify()
-        error = RequestError(
-            "shutting_down", "the supervisor is stopping; send the request to another one, or again later"
-        )
         if self.engine is not None and self._assembly is not None and self._assembly.complete and drain_s > 0:
             await self.engine.drain(drain_s)
             await self._save_all(SAVE_S)
-        if self.engine is not None:
-            self.engine.close(error)
-        if self._assembly is not None:
-            self._assembly.close(error)
+        self._end_requests()
         await asyncio.gather(*(g.stop(deadline_s=stop_s) for g in self.groups.values()))
         await self._weights.close()
         if self._opening is not None:  # it ends by itself now, unless the disk hangs
@@ -191,6 +190,16 @@ class Service:
         for arena in self.arenas.values():
             arena.close()
         self._notify()
+
+    def _end_requests(self) -> None:
+        """End what still runs or waits, and take nothing more; idempotent."""
+        error = RequestError(
+            "shutting_down", "the supervisor is stopping; send the request to another one, or again later"
+        )
+        if self.engine is not None:
+            self.engine.close(error)
+        if self._assembly is not None:
+            self._assembly.close(error)
 
     async def _save_all(self, deadline_s: float) -> None:
         """Save prefix slots to disk before the shards lose them; a second stop cuts it short."""
@@ -347,7 +356,7 @@ class Service:
     def _on_state(self, group: str, state: State, reason: str) -> None:
         self._readiness.changed(group, state, time.monotonic())
         if state is State.BACKOFF:
-            self.restart_reasons[group]["failure"] += 1
+            self.restart_reasons[group]["lack" if self.groups[group].lacking else "failure"] += 1
         if self.placement is None and state in (State.BACKOFF, State.FAILED):
             self._hellos.pop(group, None)  # what a dead process saw is no basis for a plan
         if self.engine is not None and self._assembly is not None and not self._assembly.complete:

@@ -6,8 +6,7 @@ import sys
 from types import TracebackType
 from typing import TYPE_CHECKING
 
-import click
-
+from lucevisor.app import logs
 from lucevisor.config import Config
 from lucevisor.supervision.states import State
 
@@ -60,7 +59,7 @@ class StartDisplay:
         tenths = 10 * progress.done_bytes // max(1, progress.total_bytes)
         if tenths > self._tenths.get(key, -1):
             self._tenths[key] = tenths
-            click.echo(f"loading {title} {10 * tenths}% of {progress.total_bytes} bytes", err=True)
+            logs.say(f"loading {title} {10 * tenths}% of {progress.total_bytes} bytes")
 
     def ready(self, service: Service) -> None:
         """The endpoint serves."""
@@ -70,7 +69,7 @@ class StartDisplay:
         if not self._announced and service.placement is not None:
             self._announced = True
             devices = ", ".join(f"{d.device} layers {d.layers}" for d in service.placement.devices)
-            click.echo(f"ready: {service.model.name} ({service.model.spec.quant}) over {devices}", err=True)
+            logs.say(f"ready: {service.model.name} ({service.model.spec.quant}) over {devices}")
 
     def _end_bars(self) -> None:
         if self._bars is not None:

@@ -236,6 +236,15 @@ class ServerConfig:
     max_queue: Annotated[
         int, Key(Whole(1, 2**20), "Requests that may wait for a place; one more is answered 429.", "requests")
     ] = 256
+    max_connections: Annotated[
+        int,
+        Key(
+            Whole(1, 2**16),
+            "Open connections of clients. One more replaces the one that has waited longest without a request, or is "
+            "answered 503; fewer where the limit of open files is low.",
+            "connections",
+        ),
+    ] = 1024
     cors_origins: Annotated[
         tuple[str, ...],
         Key(Several(Origin()), "Origins whose pages may call the endpoint from a browser. Empty: none."),

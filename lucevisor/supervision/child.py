@@ -12,8 +12,10 @@ status. See docs/adr/0003.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import errno
 import os
+import resource
 import shutil
 import signal
 import socket
@@ -30,7 +32,15 @@ from lucevisor.supervision.post_mortem import cause, explain_kill, oom_kills
 
 _READ_BYTES = 65536
 _DRAIN_AT_EXIT_BYTES = 4 * 2**20
-_LACK = frozenset({errno.EAGAIN, errno.ENOMEM, errno.EMFILE, errno.ENFILE})
+_LACK = {
+    errno.EMFILE: "the supervisor's limit of open files (`ulimit -n`) is reached",
+    errno.ENFILE: "the machine's limit of open files (fs.file-max) is reached",
+    errno.EAGAIN: "the limit of processes (`ulimit -u`, or of the control group) is reached",
+    errno.ENOMEM: "the machine is out of memory",
+}
+"""What passes without the group's doing."""
+_CHILD_FILES = 4096
+"""A daemon's limit of open files, where the hard limit allows it.  The supervisor's own is higher, for connections."""
 _CRASHES = frozenset({signal.SIGABRT, signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL})
 _SIGNALS = {
     Blow.STACKS: (signal.SIGUSR1, signal.SIGCONT),  # a stopped process handles no signal until it is continued
@@ -40,7 +50,7 @@ _SIGNALS = {
 
 
 class SpawnError(Exception):
-    """No process was made. `configuration`: another try would fail as well."""
+    """No process was made. `configuration`: another try would fail as well; else the supervisor lacks something."""
 
     def __init__(self, reason: str, configuration: bool) -> None:
         super().__init__(reason)
@@ -161,6 +171,13 @@ class Child:
         return cause(self.lines["stderr"].kept) if code or number in _CRASHES else ""
 
 
+def _limit_files(pid: int) -> None:
+    """Give a daemon a limit of open files of its own."""
+    with contextlib.suppress(OSError):  # it has ended already, or may not be asked: it keeps the supervisor's
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.prlimit(pid, resource.RLIMIT_NOFILE, (min(soft, _CHILD_FILES), hard))
+
+
 def find_python(python: str, path: str | None) -> str:
     """Return the absolute path of an interpreter: empty is this one, a bare name is looked up on `path`.
 
@@ -205,6 +222,7 @@ def spawn(
             pass_fds=(child_link.fileno(), child_pulse.fileno()),
             start_new_session=True,
         )
+        _limit_files(process.pid)
         child_link.close()  # else the end of file never comes
         child_pulse.close()
         try:
@@ -218,4 +236,6 @@ def spawn(
             each.close()
         what = f"{error.filename!r}: " if error.filename is not None else ""
         reason = f"cannot start a daemon: {what}{error.strerror}"
+        if error.errno in _LACK:
+            reason += f": {_LACK[error.errno]}; tried again until it works"
         raise SpawnError(reason, configuration=error.errno not in _LACK) from error

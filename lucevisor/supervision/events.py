@@ -76,7 +76,7 @@ class Spawned:
 
 @dataclass(frozen=True, slots=True)
 class SpawnFailed:
-    """There is no process. `configuration`: another try would fail as well."""
+    """There is no process. `configuration`: another try would fail as well; else the supervisor lacked something."""
 
     child: int
     reason: str

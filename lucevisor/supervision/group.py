@@ -97,6 +97,11 @@ class GroupSupervisor:
         return self._machine.quarantined
 
     @property
+    def lacking(self) -> bool:
+        """Whether BACKOFF is a wait for descriptors, memory or processes: not a failure of the group."""
+        return self._machine.lacking
+
+    @property
     def pid(self) -> int | None:
         """The process there is."""
         return self._machine.pid or None

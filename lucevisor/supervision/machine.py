@@ -1,9 +1,9 @@
 """The supervision state machine of one backend group: events in, instructions out.
 
-Knows no processes, sockets, clocks or chance: `now` is an argument and random numbers are injected. Invariants: at
-most one child exists at a time; no instruction names a child that has exited; READY is entered only after hello and
-loaded of the same child; every stop ends in STOPPED once the exit is told, or in FAILED with `quarantined` set when
-the process does not even end on SIGKILL; then no second child is started until the exit of the first is told.
+Knows no processes, sockets, clocks or chance: `now` and random numbers are arguments. Invariants: at most one child
+exists at a time; no instruction names a child that has exited; READY is entered only after hello and loaded of the same
+child; every stop ends in STOPPED once the exit is told, or in FAILED with `quarantined` set when the process does not
+even end on SIGKILL; then no second child is started until the exit of the first is told.
 """
 
 from __future__ import annotations
@@ -25,9 +25,7 @@ _WATCHED = (State.LOADING, State.READY, State.DRAINING)
 
 
 class InvalidTransition(Exception):
-    """The machine was about to make a move that the table does not list: a fault of this program, told with its
-    story.
-    """
+    """A move that the table does not list: a fault of this program, told with its story."""
 
 
 class _Then(Enum):
@@ -49,9 +47,7 @@ class _Rung(Enum):
 
 
 class Machine:
-    """One group. `restarts` counts starts after the first that a failure or a restart asked for; `pid` is 0 without a
-    process.
-    """
+    """One group. `restarts` counts starts after the first, by failure or request; `pid` is 0 without a process."""
 
     def __init__(self, name: str, limits: Limits, chance: Callable[[], float]) -> None:
         self.name = name
@@ -64,6 +60,7 @@ class Machine:
         self.pid = 0
         self.restarts = 0
         self.quarantined = False
+        self.lacking = False  # in BACKOFF: because there were no descriptors, memory or processes left
         self._n_children = 0
         self._spawned = False
         self._load_sent = False
@@ -130,7 +127,7 @@ class Machine:
             case ev.Failure(_, reason, configuration, exiting):
                 self._lose(reason, _Rung.GRACE if exiting else _Rung.TERM, configuration)
             case ev.SpawnFailed(_, reason, configuration):
-                self._on_gone(reason, configuration)
+                self._on_gone(reason, configuration, lack=not configuration)
             case ev.Exited(_, code, _, _):
                 self._on_gone(event.how(self.pid), code == ev.EXIT_CONFIGURATION)
 
@@ -218,6 +215,7 @@ class Machine:
         self._spawned = self._load_sent = self._announced = self._configuration = False
         self._then = _Then.RETRY
         self._fault = ""
+        self.lacking = False
         self._kill_by = None
         self._go(State.STARTING, reason)
         self._out.append(ev.Spawn(self.child))
@@ -261,8 +259,8 @@ class Machine:
             self._configuration = configuration
             self._leave(reason, rung)
 
-    def _on_gone(self, how: str, configuration: bool) -> None:
-        """There is no process (any more)."""
+    def _on_gone(self, how: str, configuration: bool, *, lack: bool = False) -> None:
+        """There is no process (any more). `lack`: the supervisor could not make one, which is not the group's fault."""
         reason = self._fault or how
         configuration = configuration or self._configuration
         self._disarm(*Timer)
@@ -280,17 +278,18 @@ class Machine:
             self.restarts += 1
             self._start("restart asked")
         else:
-            self._retry(reason, configuration)
+            self._retry(reason, configuration, lack)
 
-    def _retry(self, reason: str, configuration: bool) -> None:
+    def _retry(self, reason: str, configuration: bool, lack: bool) -> None:
         self.failure = reason
         if configuration:
             self._go(State.FAILED, reason)
-        elif (delay_s := self.policy.delay_s(self._now)) is None:
+        elif (delay_s := self.limits.lack_pause_s if lack else self.policy.delay_s(self._now)) is None:
             self._go(
                 State.FAILED, f"{reason}; restart limit {self.limits.n_restarts}/{self.limits.window_s:g}s reached"
             )
         else:
+            self.lacking = lack
             self._go(State.BACKOFF, reason)
             self._arm(Timer.BACKOFF, delay_s)
 
@@ -304,8 +303,9 @@ class Machine:
             return
         match timer:
             case Timer.BACKOFF:
-                self.restarts += 1
-                self.policy.restarted(self._now)
+                if not self.lacking:
+                    self.restarts += 1
+                    self.policy.restarted(self._now)
                 self._start("backoff over")
             case Timer.DRAIN:
                 self._leave("drain deadline", _Rung.MESSAGE)

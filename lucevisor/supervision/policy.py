@@ -32,6 +32,7 @@ class Limits:
     backoff_first_s: float = 0.25
     backoff_most_s: float = 30.0
     stable_s: float = 60.0  # READY for so long resets the backoff
+    lack_pause_s: float = 1.0  # between tries while the supervisor has no descriptors, memory or processes left
     n_restarts: int = 5  # after failures, within any `window_s`; 0: a group that failed stays failed
     window_s: float = 60.0
 

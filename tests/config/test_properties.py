@@ -65,6 +65,7 @@ VALID = {
         "port": st.integers(0, 65535),
         "allow_open": st.booleans(),
         "max_queue": st.integers(1, 2**20),
+        "max_connections": st.integers(1, 2**16),
         "cors_origins": st.lists(st.sampled_from(["*", "http://a", "https://b:1", "tauri://c"]), unique=True),
     },
     "cache": {

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import resource
 import signal
 import time
 
@@ -133,8 +134,6 @@ def test_spawning_outside_the_main_thread_is_refused(tmp_path):
 
 
 async def test_a_lack_of_descriptors_is_retried_and_leaks_nothing(tmp_path):
-    import resource
-
     owner = Owner()
     async with tiny_group(tmp_path, owner=owner) as (group, _):
         assert isinstance(group, GroupSupervisor)
@@ -148,4 +147,24 @@ async def test_a_lack_of_descriptors_is_retried_and_leaks_nothing(tmp_path):
         finally:
             resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
         assert open_descriptors() <= before + 1
-        await ready(group, n_restarts=1)
+        await ready(group)
+        assert group.restarts == 0, "it was not the group's fault"
+
+
+async def test_a_lack_longer_than_the_restart_limit_ends_in_ready_and_not_in_failed(tmp_path):
+    limits = brisk(lack_pause_s=0.02, n_restarts=2)
+    owner = Owner()
+    async with tiny_group(tmp_path, owner=owner, limits=limits) as (group, _):
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (open_descriptors() + 3, hard))
+        try:
+            await group.start()
+            await until(lambda: owner.states.count(State.BACKOFF) >= 10)
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        assert State.FAILED not in owner.states
+        await ready(group)
+        assert resource.prlimit(group.pid, resource.RLIMIT_NOFILE)[0] == min(soft, 4096)
+        os.kill(group.pid, signal.SIGKILL)
+        await until(lambda: group.restarts == 1)
+        await ready(group)

@@ -273,6 +273,21 @@ def test_a_configuration_error_is_not_retried(event):
     assert Timer.BACKOFF not in told.due
 
 
+def test_a_lack_of_the_supervisor_is_a_pause_and_never_counts():
+    told = Told()
+    told.tell(ev.StartAsked())
+    for child in range(1, 50):
+        told.tell(ev.SpawnFailed(child, "too many open files", configuration=False))
+        assert (told.state, told.machine.lacking) == (State.BACKOFF, True)
+        told.fire(Timer.BACKOFF)
+    assert (told.machine.restarts, told.machine.lacking) == (0, False)
+    told.to(State.READY, 50)
+    told.tell(ev.Exited(50, code=1))
+    assert (told.state, told.machine.lacking) == (State.BACKOFF, False)
+    told.fire(Timer.BACKOFF)
+    assert told.machine.restarts == 1
+
+
 def test_a_refused_hello_is_terminated_and_not_retried():
     told = Told().to(State.STARTING)
     assert blows(told.tell(ev.Failure(1, "protocol 2, not 1", configuration=True))) == [Blow.TERMINATE]

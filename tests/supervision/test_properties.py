@@ -37,6 +37,7 @@ class World(RuleBasedStateMachine):
         self.due: dict[Timer, float] = {}
         self.restarts: list[float] = []
         self.highest = 0
+        self.lacked = False  # the last spawn failed for want of descriptors or memory
 
     def tell(self, event):
         for instruction in self.machine.handle(event, self.now):
@@ -50,8 +51,9 @@ class World(RuleBasedStateMachine):
                 self.child, self.highest = number, number
                 self.spawned = self.announced = self.killed = False
                 self.said = set()
-                if event == ev.TimerFired(Timer.BACKOFF):
+                if event == ev.TimerFired(Timer.BACKOFF) and not self.lacked:
                     self.restarts.append(self.now)
+                self.lacked = False
             case ev.SendLoad(number) | ev.SendShutdown(number) | ev.SendSignal(number):
                 assert number == self.child, "an instruction for a dead child"
                 assert self.spawned, "an instruction for a child that is not there yet"
@@ -105,6 +107,7 @@ class World(RuleBasedStateMachine):
         child = self.child
         if fails:
             self.child = None
+            self.lacked = not configuration
             self.tell(ev.SpawnFailed(child, "no memory", configuration))
         else:
             self.spawned = True

@@ -1,0 +1,335 @@
+"""Connections that end: deadlines for heads, bodies, reading and idling, and a cap on how many are open.
+
+aiohttp has a deadline for idle connections only.  Knows HTTP/1.1 framing, no routes.  Invariants: a connection without
+a whole request ends at `head_timeout_s`, one whose client takes nothing at `write_timeout_s`; at the cap a new
+connection replaces the one that has waited longest without a request; a connection with a request in service is never
+closed to make room.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from http import HTTPStatus
+from typing import Any, Final
+
+import msgspec
+import structlog
+from aiohttp import StreamReader, web
+from aiohttp.http import HttpVersion11
+from aiohttp.http_exceptions import HttpProcessingError
+
+from lucevisor.api.errors import ApiError
+from lucevisor.api.metrics import Metrics
+from lucevisor.api.ports import ApiSettings
+
+_LOOK_S: Final = 1.0
+_PROBE_S: Final = 0.1
+_CONTINUE: Final = b"HTTP/1.1 100 Continue\r\n\r\n"
+
+log = structlog.get_logger("lucevisor.api")
+
+
+class Connections:
+    """The connections of one server.  Looks at each about once a second, while there are any."""
+
+    def __init__(self, settings: ApiSettings, metrics: Metrics, loop: asyncio.AbstractEventLoop) -> None:
+        self.settings = settings
+        self.loop = loop
+        self._metrics = metrics
+        self._all: set[Connection] = set()
+        self._waiting: dict[Connection, None] = {}  # without a request in service, the longest wait first
+        self._look_s = min(_LOOK_S, min(settings.head_timeout_s, settings.idle_timeout_s, settings.body_rate_s) / 4)
+        self._timer: asyncio.TimerHandle | None = None
+        metrics.connections.set_function(lambda: len(self._all))
+
+    def admit(self, connection: Connection) -> bool:
+        """Count a new connection; False when there is no room for it."""
+        if len(self._all) >= self.settings.max_connections:
+            oldest = next(iter(self._waiting), None)
+            if oldest is None:
+                self.count("refused")
+                return False
+            self.count("replaced")
+            oldest.abort()
+            self.forget(oldest)  # the loop tells of its end later
+        self._all.add(connection)
+        if self._timer is None:
+            self._timer = self.loop.call_later(self._look_s, self._look)
+        return True
+
+    def waits(self, connection: Connection) -> None:
+        """Note that a connection has no request in service from now on."""
+        if connection in self._all:
+            self._waiting[connection] = None
+
+    def works(self, connection: Connection) -> None:
+        """Note that a whole head came."""
+        self._waiting.pop(connection, None)
+
+    def forget(self, connection: Connection) -> None:
+        """Note that a connection has ended; idempotent."""
+        self._all.discard(connection)
+        self._waiting.pop(connection, None)
+
+    def count(self, reason: str) -> None:
+        """Count a connection that the server ended."""
+        self._metrics.connections_dropped.labels(reason).inc()
+
+    def malformed(self, status: int, why: str, remote: str | None) -> None:
+        """Count and log bytes that are no request."""
+        self._metrics.requests.labels(str(status)).inc()
+        log.info("malformed request", status=status, reason=why, remote=remote)
+
+    def _look(self) -> None:
+        now = self.loop.time()
+        for connection in list(self._all):
+            connection.look(now, connection in self._waiting)
+        self._timer = self.loop.call_later(self._look_s, self._look) if self._all else None
+
+
+class Connection(web.RequestHandler):
+    """aiohttp's protocol of one connection, with deadlines.  Tells a request's arrival by `_messages`, where aiohttp
+    queues parsed heads: it has no hook for that."""
+
+    __slots__ = (
+        "_answering",
+        "_body",
+        "_body_due_s",
+        "_due_s",
+        "_half_closed",
+        "_n_body_bytes",
+        "_n_head_bytes",
+        "_n_unsent",
+        "_pool",
+        "_speaks_11",
+        "_stalled_s",
+        "_wire",
+    )
+
+    def __init__(self, manager: web.Server, pool: Connections, **options: Any) -> None:
+        super().__init__(manager, loop=pool.loop, **options)
+        self._pool = pool
+        self._wire: asyncio.Transport | None = None  # until it is lost; aiohttp drops its own reference at a close
+        self._due_s = 0.0  # while it waits: when that ends
+        self._n_head_bytes = 0
+        self._body: StreamReader | None = None  # of the last request
+        self._body_due_s = 0.0
+        self._n_body_bytes = 0  # since the rate was last looked at
+        self._n_unsent = 0
+        self._stalled_s = 0.0
+        self._half_closed = self._answering = self._speaks_11 = False
+
+    # ---- what the event loop tells
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
+        self._wire = transport
+        if not self._pool.admit(self):
+            self._force_close = True
+            transport.write(_raw(ApiError(503, "too many connections are open; try again later", code="overloaded")))
+            transport.close()
+            return
+        super().connection_made(transport)
+        self._due_s = self._pool.loop.time() + self._pool.settings.head_timeout_s
+        self._pool.waits(self)
+
+    def connection_lost(self, exc: BaseException | None) -> None:
+        self._pool.forget(self)
+        self._wire = None
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        n_before = self._request_count
+        super().data_received(data)
+        now = self._pool.loop.time()
+        if self._request_count > n_before:
+            self._on_request(now)
+        elif self._in_service:
+            self._n_body_bytes += len(data)
+        elif data and not self._force_close:
+            if self._n_head_bytes == 0:
+                self._due_s = min(self._due_s, now + self._pool.settings.head_timeout_s)
+            self._n_head_bytes += len(data)
+            if self._n_head_bytes > self._pool.settings.max_head_bytes:
+                most = self._pool.settings.max_head_bytes
+                self._refuse(ApiError(431, f"the head is longer than {most} bytes; send less", code="head_too_large"))
+
+    def eof_received(self) -> bool | None:  # type: ignore[override]  # what asyncio's protocols may return
+        """Keep the connection for the answer when the client ended its side after a whole request.
+
+        A client that closed both sides looks the same until something is sent to it: an interim response, which every
+        client of HTTP/1.1 skips, is answered by a reset then.
+        """
+        if self._body is None or not self._speaks_11 or not self._body.is_eof():
+            return None
+        self._half_closed = True
+        self._probe()
+        return True
+
+    # ---- what aiohttp tells
+
+    async def finish_response(
+        self, request: web.BaseRequest, resp: web.StreamResponse, start_time: float | None
+    ) -> tuple[web.StreamResponse, bool]:
+        try:
+            return await super().finish_response(request, resp, start_time)
+        finally:
+            self._answering = False
+            if not self._messages:
+                self._on_idle()
+
+    def answering(self) -> None:
+        """The head of the answer is about to be sent: no interim response may follow."""
+        self._answering = True
+
+    def handle_error(
+        self, request: web.BaseRequest, status: int = 500, exc: BaseException | None = None, message: str | None = None
+    ) -> web.StreamResponse:
+        """Answer what is no HTTP request in the API's shape, and log it in one line."""
+        if status >= 500:
+            return super().handle_error(request, status, exc, message)
+        why = _first_line(message or str(exc))
+        self._pool.malformed(status, why, request.remote)
+        self.answering()
+        error = ApiError(status, f"this is no valid HTTP request: {why}", code="invalid_http")
+        response = web.Response(
+            status=status, body=msgspec.json.encode(error.body()), content_type="application/json",
+            headers={"Server": "lucevisor"},
+        )  # fmt: skip
+        response.force_close()
+        return response
+
+    def log_exception(self, *args: Any, **kw: Any) -> None:
+        """Log a body that breaks off or is no valid encoding in one line: it is no defect of ours."""
+        error = kw.get("exc_info")
+        if isinstance(error, HttpProcessingError | web.RequestPayloadError):
+            log.info("malformed request", reason=_first_line(str(error)))
+        else:
+            super().log_exception(*args, **kw)
+
+    # ---- deadlines
+
+    def look(self, now: float, waiting: bool) -> None:
+        """End the connection if one of its deadlines has passed."""
+        assert self._wire is not None
+        n_unsent = self._wire.get_write_buffer_size()
+        if n_unsent != self._n_unsent or n_unsent == 0:
+            self._n_unsent, self._stalled_s = n_unsent, now
+        elif now - self._stalled_s > self._pool.settings.write_timeout_s + 2 * _LOOK_S:  # a stream tells it itself
+            self._pool.count("write")
+            self.abort()
+            return
+        if waiting:
+            if now >= self._due_s and not self._force_close:
+                self._end_wait()
+        elif self._half_closed:
+            self._probe()
+        elif self._body is not None and self._wire.is_reading() and now >= self._body_due_s:
+            self._look_at_body(self._body, now)
+
+    def abort(self) -> None:
+        """Close without sending what is left."""
+        if self._wire is not None:
+            self._wire.abort()
+
+    @property
+    def _in_service(self) -> bool:
+        return self._body is not None
+
+    def _on_request(self, now: float) -> None:
+        settings = self._pool.settings
+        self._n_head_bytes = self._n_body_bytes = 0
+        self._body_due_s = now + settings.body_rate_s
+        if self._messages:  # a loop may start the handler at once
+            message, self._body = self._messages[-1]
+            self._speaks_11 = getattr(message, "version", None) == HttpVersion11
+        self._pool.works(self)
+
+    def _on_idle(self) -> None:
+        self._body = None
+        self._due_s = self._pool.loop.time() + self._pool.settings.idle_timeout_s
+        self._pool.waits(self)
+        if self._half_closed:
+            self.close()
+
+    def _end_wait(self) -> None:
+        if self._n_head_bytes == 0:
+            self._pool.count("head" if self._request_count == 0 else "idle")
+            self.force_close()
+            return
+        self._pool.count("head")
+        seconds = self._pool.settings.head_timeout_s
+        self._refuse(ApiError(408, f"the head did not arrive within {seconds:g} s", code="request_timeout"))
+
+    def _refuse(self, error: ApiError) -> None:
+        """Answer a head that is not whole, and close."""
+        if self._wire is not None:
+            self._wire.write(_raw(error))
+        self.force_close()
+
+    def _look_at_body(self, body: StreamReader, now: float) -> None:
+        """Give up a body that comes too slowly.  Only while we read: a full buffer is not the client's fault."""
+        settings = self._pool.settings
+        if not body.is_eof() and self._n_body_bytes < settings.body_rate_s * settings.min_body_rate:
+            self._pool.count("body")
+            body.set_exception(TimeoutError())  # whoever reads the body answers 408
+        self._n_body_bytes = 0
+        self._body_due_s = now + settings.body_rate_s
+
+    def _probe(self) -> None:
+        """Find out whether the client of a half-closed connection is still there: the second write after a reset
+        fails."""
+        if self._wire is None or self._answering or not self._in_service:
+            return
+        if self._n_unsent == 0:
+            self._wire.write(_CONTINUE)
+            self._pool.loop.call_later(_PROBE_S, self._probe_again)
+
+    def _probe_again(self) -> None:
+        if self._wire is not None and not self._answering and self._in_service:
+            self._wire.write(_CONTINUE)
+
+
+class _Server(web.Server):
+    """Makes a Connection for each client."""
+
+    def __init__(self, plain: web.Server, pool: Connections, options: dict[str, Any]) -> None:
+        super().__init__(
+            plain.request_handler,
+            request_factory=plain.request_factory,
+            handler_cancellation=plain.handler_cancellation,
+            loop=pool.loop,
+        )
+        self._pool, self._options = pool, options
+
+    def __call__(self) -> Connection:
+        return Connection(self, self._pool, **self._options)
+
+
+class ConnectionRunner(web.AppRunner):
+    """aiohttp's runner of an application, over connections with deadlines."""
+
+    def __init__(self, app: web.Application, settings: ApiSettings, metrics: Metrics, shutdown_timeout: float) -> None:
+        super().__init__(app, access_log=None, handler_cancellation=True, shutdown_timeout=shutdown_timeout)
+        self._limits, self._metrics = settings, metrics
+
+    async def _make_server(self) -> web.Server:
+        plain = await super()._make_server()
+        pool = Connections(self._limits, self._metrics, asyncio.get_running_loop())
+        # The guard refuses compressed bodies; aiohttp would inflate them before it is asked.
+        return _Server(plain, pool, {"access_log": None, "lingering_time": 2.0, "auto_decompress": False})
+
+
+def _raw(error: ApiError) -> bytes:
+    """Return a whole response for a connection that has no request."""
+    body = msgspec.json.encode(error.body())
+    phrase = HTTPStatus(error.status).phrase
+    head = (
+        f"HTTP/1.1 {error.status} {phrase}\r\nServer: lucevisor\r\nContent-Type: application/json\r\n"
+        f"Content-Length: {len(body)}\r\nConnection: close\r\n\r\n"
+    )
+    return head.encode() + body
+
+
+def _first_line(text: str) -> str:
+    return text.strip().partition("\n")[0].rstrip(":").strip()[:200]

@@ -1,0 +1,99 @@
+"""Reads the log file of a running supervisor, over rotations.
+
+Knows no records, only lines.  Invariants: every line is given whole and once, oldest first, for as long as the reader
+keeps up with the rotation; files are read in threads of its own, so a disk that hangs stalls neither the event loop nor
+other work in threads.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import BinaryIO, Final
+
+from lucevisor.app.logs import N_OLD_FILES
+
+_READ_BYTES: Final = 64 * 2**10
+_LINE_BYTES: Final = 16 * 2**20  # a longer one is no line of ours, and is skipped
+
+_threads = ThreadPoolExecutor(4, thread_name_prefix="log-reader")
+
+
+class LogReader:
+    """One reader.  `lines` gives what is there; `close` when done."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._file: BinaryIO | None = None
+        self._offset = 0  # of the first line that was not given
+
+    async def lines(self) -> list[str]:
+        """Return some of the lines that follow, none when there are none yet."""
+        return await asyncio.get_running_loop().run_in_executor(_threads, self._lines)
+
+    def close(self) -> None:
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+    def _lines(self) -> list[str]:
+        while True:
+            if self._file is None and not self._open_next(-1):
+                return []
+            assert self._file is not None
+            inode = os.fstat(self._file.fileno()).st_ino
+            newest = self._files()[-1:] == [inode]  # looked at before the last read: no line is added to an old file
+            if lines := self._read():
+                return lines
+            if newest or not self._open_next(inode):
+                return []
+
+    def _read(self) -> list[str]:
+        """Return the whole lines of one block; what follows the last of them is read again: the writer takes back a
+        line that a full disk cut short."""
+        assert self._file is not None
+        n_bytes = _READ_BYTES
+        while True:
+            data = os.pread(self._file.fileno(), n_bytes, self._offset)
+            end = data.rfind(b"\n") + 1
+            if not end and len(data) >= _LINE_BYTES:  # no line of ours: it goes nowhere
+                self._offset += len(data)
+                return []
+            if end or len(data) < n_bytes:
+                break
+            n_bytes *= 2
+        self._offset += end
+        return [line.decode("utf-8", "replace") + "\n" for line in data[:end].split(b"\n")[:-1]]
+
+    def _open_next(self, inode: int) -> bool:
+        """Go on with the file after the one that has the inode, or with the oldest; False when there is none."""
+        inodes = self._files()
+        following = inodes.index(inode) + 1 if inode in inodes else 0
+        if following >= len(inodes):
+            return False
+        for path in self._paths():
+            try:
+                file = path.open("rb")
+            except FileNotFoundError:
+                continue
+            if os.fstat(file.fileno()).st_ino == inodes[following]:
+                self.close()
+                self._file, self._offset = file, 0
+                return True
+            file.close()
+        return False  # rotated meanwhile: looked for again at the next call
+
+    def _paths(self) -> list[Path]:
+        """Return the names a file can have, the oldest first."""
+        return [self._path.with_name(f"{self._path.name}.{n}") for n in range(N_OLD_FILES, 0, -1)] + [self._path]
+
+    def _files(self) -> list[int]:
+        inodes = []
+        for path in self._paths():
+            try:
+                inodes.append(path.stat().st_ino)
+            except OSError:
+                continue
+        return inodes

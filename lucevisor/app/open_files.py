@@ -1,0 +1,31 @@
+"""The limit of open files of this process.
+
+A connection is a descriptor, and so are the links, pipes and files a daemon needs to be started: what connections may
+take is what others leave.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import resource
+from typing import Final
+
+_WANTED: Final = 65536
+_RESERVED: Final = 192
+_RESERVED_PER_GROUP: Final = 16
+
+
+def raise_limit() -> int:
+    """Raise the limit of open files as far as the hard limit allows, and return it."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = _WANTED if hard == resource.RLIM_INFINITY else min(_WANTED, hard)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        with contextlib.suppress(OSError, ValueError):  # a sandbox may forbid it
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return _WANTED if soft == resource.RLIM_INFINITY else soft
+
+
+def connections_within(n_files: int, n_groups: int) -> int:
+    """Return how many connections leave enough of ``n_files`` for everything else; at least a quarter of them."""
+    return max(n_files // 4, n_files - _RESERVED - _RESERVED_PER_GROUP * n_groups)

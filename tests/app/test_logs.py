@@ -1,0 +1,224 @@
+"""Log records under full disks, readers that do not read, rotation and exits."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import structlog
+
+from lucevisor.app import logs
+from lucevisor.app.log_reader import LogReader
+
+log = structlog.get_logger("t")
+
+
+@pytest.fixture(autouse=True)
+def _restored():
+    yield
+    logs.close()
+    structlog.reset_defaults()
+    logging.getLogger().setLevel(logging.WARNING)
+
+
+def read(directory: Path) -> list[dict]:
+    """All records, oldest first; every line must be whole."""
+    paths = [directory / f"{logs.FILE}.{n}" for n in range(logs.N_OLD_FILES, 0, -1)] + [directory / logs.FILE]
+    return [json.loads(line) for path in paths if path.exists() for line in path.read_text().split("\n")[:-1]]
+
+
+def until(condition, seconds: float = 20.0) -> None:
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.005)
+
+
+class TestRecords:
+    def test_ours_and_those_of_libraries_become_json_lines(self, tmp_path):
+        logs.configure("json", "info", tmp_path, to_terminal=False)
+        log.info("one", group="left", odd="\ud800\u2028")
+        log.debug("not this")
+        try:
+            raise ZeroDivisionError("a cause")
+        except ZeroDivisionError:
+            log.exception("two")
+            logging.getLogger("aiohttp.server").exception("three %s", "arguments")
+        logging.getLogger("aiohttp.access").info("not this")
+        logs.close()
+        one, two, three = read(tmp_path)
+        assert (one["event"], one["group"], one["level"]) == ("one", "left", "info")
+        assert one["timestamp"].endswith("Z")
+        assert (two["event"], two["level"]) == ("two", "error")
+        assert "ZeroDivisionError: a cause" in two["exception"]
+        assert three["event"].startswith("three arguments\nTraceback")
+        assert (three["level"], three["logger"]) == ("error", "aiohttp.server")
+        assert three["timestamp"] >= two["timestamp"][:19]
+
+    def test_a_record_that_cannot_be_rendered_harms_no_other(self, tmp_path):
+        class Odd:
+            def __structlog__(self):
+                raise RuntimeError("no")
+
+        logs.configure("json", "info", tmp_path, to_terminal=False)
+        before = logs.dropped()["file"]
+        log.info("odd", value=Odd())
+        log.info("next")
+        logs.close()
+        assert logs.dropped()["file"] == before + 1
+        assert [record["event"] for record in read(tmp_path)] == ["log records dropped", "next"]
+
+
+class TestFullDisk:
+    def test_records_are_dropped_and_counted_and_writing_goes_on_when_there_is_room(self, tmp_path, small_disk):
+        directory = small_disk(64)
+        logs.configure("json", "info", directory, to_terminal=False)
+        before = logs.dropped()["file"]
+        log.info("before")
+        filler = directory / "filler"
+        until(lambda: len(read(directory)) == 1)
+        fill(filler)
+        for i in range(200):
+            log.info("lost or not", i=i, text="x" * 200)  # some fit into the rest of the last page
+        until(lambda: logs._open.parts["file"][0].records.empty())
+        n_dropped = logs.dropped()["file"] - before
+        assert n_dropped > 150
+        filler.unlink()
+        log.info("after")
+        logs.close()
+        records = read(directory)  # whole lines only
+        assert [record["event"] for record in (records[0], *records[-2:])] == ["before", "log records dropped", "after"]
+        assert records[-2]["records"] == n_dropped == logs.dropped()["file"] - before
+        assert records[-2]["reason"] == "No space left on device"
+        assert len(records) + n_dropped == 1 + 200 + 2
+
+
+SCRIPT = """
+import sys, structlog, pathlib
+from lucevisor.app import logs
+logs.configure("json", "info", pathlib.Path(sys.argv[1]) if sys.argv[1] else None, to_terminal=True)
+log = structlog.get_logger("t")
+"""
+
+
+def script(text: str, directory: str = "", **more) -> subprocess.Popen:
+    command = [sys.executable, "-c", SCRIPT + text, directory]
+    return subprocess.Popen(command, text=True, **more)
+
+
+def test_a_disk_that_hangs_stops_nobody(tmp_path):
+    """A pipe that nobody reads stands for the disk: writes block for ever."""
+    text = f"""
+import os
+os.dup2(os.pipe()[1], logs._open.parts["file"][1].stream.fileno())
+for i in range({logs.N_QUEUED + 2000}): log.info("much", i=i, text="x" * 100)
+logs.close()
+print(logs.dropped()["file"])
+"""
+    process = script(text, str(tmp_path), stderr=subprocess.DEVNULL, stdout=subprocess.PIPE)
+    said, _ = process.communicate(timeout=100)
+    assert process.returncode == 0
+    assert 0 < int(said) <= 2000
+
+
+class TestStandardError:
+    @pytest.mark.parametrize("end", ["", "sys.exit(1)", "try: raise RuntimeError('crashed')\nfinally: logs.close()"])
+    def test_everything_is_written_on_every_exit(self, end):
+        process = script(f"for i in range(1000): log.info('line', i=i)\n{end}", stderr=subprocess.PIPE)
+        _, said = process.communicate(timeout=60)
+        lines = said.splitlines()
+        assert [json.loads(line)["i"] for line in lines if line.startswith("{")] == list(range(1000))
+        assert ("RuntimeError: crashed" in said) == ("crashed" in end)
+
+    def test_a_pipe_nobody_reads_stops_neither_the_file_nor_the_exit(self, tmp_path):
+        text = "for i in range(4000): log.info('line', i=i, text='x' * 100)\nlogs.say('a line')\nlogs.close()\nprint('done')"
+        process = script(text, str(tmp_path), stderr=subprocess.PIPE, stdout=subprocess.PIPE)
+        assert process.stdout.readline() == "done\n"
+        assert process.wait(timeout=60) == 0
+        assert [record["i"] for record in read(tmp_path)] == list(range(4000))
+        process.stderr.close()
+        process.stdout.close()
+
+    def test_a_reader_that_went_away_and_a_full_device(self, tmp_path):
+        text = "for i in range(100): log.info('line', i=i)\nlogs.close()\nprint(logs.dropped())"
+        with open("/dev/full", "w") as full:
+            done = script(text, str(tmp_path), stderr=full, stdout=subprocess.PIPE)
+            said, _ = done.communicate(timeout=60)
+        assert said == "{'file': 0, 'stderr': 100}\n"
+        assert len(read(tmp_path)) == 100
+
+    def test_lines_of_the_display_keep_their_place(self):
+        text = "log.info('one')\nlogs.say('plain: two')\nlog.info('three')"
+        _, said = script(text, stderr=subprocess.PIPE).communicate(timeout=60)
+        one, two, three = said.splitlines()
+        assert (json.loads(one)["event"], two, json.loads(three)["event"]) == ("one", "plain: two", "three")
+
+
+class TestRotation:
+    def test_files_stay_small_and_few(self, tmp_path, monkeypatch):
+        monkeypatch.setattr(logs, "FILE_BYTES", 4096)
+        logs.configure("json", "info", tmp_path, to_terminal=False)
+        for i in range(500):
+            log.info("line", i=i)
+        logs.close()
+        names = sorted(path.name for path in tmp_path.iterdir())
+        assert names == [logs.FILE, *(f"{logs.FILE}.{n}" for n in range(1, logs.N_OLD_FILES + 1))]
+        assert all(path.stat().st_size <= 4096 for path in tmp_path.iterdir())
+        kept = [record["i"] for record in read(tmp_path)]
+        assert kept == list(range(kept[0], 500))
+
+    def test_a_removed_file_is_made_again(self, tmp_path):
+        logs.configure("json", "info", tmp_path, to_terminal=False)
+        log.info("one")
+        until(lambda: read(tmp_path))
+        (tmp_path / logs.FILE).unlink()
+        log.info("two")
+        logs.close()
+        assert [record["event"] for record in read(tmp_path)] == ["two"]
+
+    async def test_a_reader_follows_and_misses_nothing(self, tmp_path, monkeypatch):
+        monkeypatch.setattr(logs, "FILE_BYTES", 4096)
+        logs.configure("json", "info", tmp_path, to_terminal=False)
+        reader = LogReader(tmp_path / logs.FILE)
+        seen: list[int] = []
+        assert await reader.lines() == []
+        for i in range(600):
+            log.info("line", i=i, text="\u2028 \x0b" + "é" * (i % 50))
+            if i % 20 == 19:
+                while len(seen) <= i:
+                    seen += [json.loads(line)["i"] for line in await reader.lines()]
+                    await asyncio.sleep(0)
+        reader.close()
+        assert seen == list(range(600))
+
+    async def test_a_reader_begins_with_the_oldest_file_and_takes_whole_lines_only(self, tmp_path):
+        for n, text in ((2, "a\n"), (1, "b\nc\n"), (0, "d\nhal")):
+            (tmp_path / (f"f.{n}" if n else "f")).write_text(text)
+        reader = LogReader(tmp_path / "f")
+        seen = []
+        while lines := await reader.lines():
+            seen += lines
+        assert seen == ["a\n", "b\n", "c\n", "d\n"]
+        (tmp_path / "f").write_text("d\nother\n")  # the writer took the half line back
+        assert await reader.lines() == ["other\n"]
+        assert await reader.lines() == []
+        reader.close()
+
+
+def fill(path: Path) -> None:
+    """Take the last byte of a file system."""
+    with open(path, "wb", buffering=0) as file:
+        size = 1 << 16
+        while size:
+            try:
+                while file.write(b"\0" * size):
+                    pass
+            except OSError:
+                size //= 2
