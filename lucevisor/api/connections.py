@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 from http import HTTPStatus
-from typing import Any, Final
+from typing import Any, Final, cast
 
 import msgspec
 import structlog
@@ -18,7 +18,7 @@ from aiohttp import StreamReader, web
 from aiohttp.http import HttpVersion11
 from aiohttp.http_exceptions import HttpProcessingError
 
-from lucevisor.api.errors import ApiError
+from lucevisor.api.errors import ApiError, unavailable
 from lucevisor.api.metrics import Metrics
 from lucevisor.api.ports import ApiSettings
 
@@ -122,12 +122,11 @@ class Connection(web.RequestHandler):
     # ---- what the event loop tells
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
-        self._wire = transport
+        wire = self._wire = cast(asyncio.Transport, transport)  # uvloop's is no subclass of it
         if not self._pool.admit(self):
             self._force_close = True
-            transport.write(_raw(ApiError(503, "too many connections are open; try again later", code="overloaded")))
-            transport.close()
+            wire.write(_raw(unavailable("too many connections are open; try again later", 1, "overloaded")))
+            wire.close()
             return
         super().connection_made(transport)
         self._due_s = self._pool.loop.time() + self._pool.settings.head_timeout_s
@@ -326,9 +325,10 @@ def _raw(error: ApiError) -> bytes:
     phrase = HTTPStatus(error.status).phrase
     head = (
         f"HTTP/1.1 {error.status} {phrase}\r\nServer: lucevisor\r\nContent-Type: application/json\r\n"
-        f"Content-Length: {len(body)}\r\nConnection: close\r\n\r\n"
+        f"Content-Length: {len(body)}\r\nConnection: close\r\n"
     )
-    return head.encode() + body
+    head += "".join(f"{name}: {value}\r\n" for name, value in error.headers.items())
+    return head.encode() + b"\r\n" + body
 
 
 def _first_line(text: str) -> str:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-import os
 import subprocess
 import sys
 import time
@@ -138,7 +137,8 @@ class TestStandardError:
         assert ("RuntimeError: crashed" in said) == ("crashed" in end)
 
     def test_a_pipe_nobody_reads_stops_neither_the_file_nor_the_exit(self, tmp_path):
-        text = "for i in range(4000): log.info('line', i=i, text='x' * 100)\nlogs.say('a line')\nlogs.close()\nprint('done')"
+        text = "for i in range(4000): log.info('line', i=i, text='x' * 100)\nlogs.say('a line')\n"
+        text += "logs.close()\nprint('done')"
         process = script(text, str(tmp_path), stderr=subprocess.PIPE, stdout=subprocess.PIPE)
         assert process.stdout.readline() == "done\n"
         assert process.wait(timeout=60) == 0

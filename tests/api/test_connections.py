@@ -1,0 +1,324 @@
+"""Clients that send half a request, take no answer, come in thousands or speak no HTTP, on real sockets over uvloop."""
+
+from __future__ import annotations
+
+import json
+import logging
+import resource
+import select
+import socket
+import time
+import urllib.request
+
+import pytest
+from structlog.testing import capture_logs
+
+from lucevisor.api.ports import ApiSettings
+from tests.api.scripted_model import Rig, say
+
+CHAT = "/v1/chat/completions"
+BODY = {"messages": [{"role": "user", "content": "Hi"}]}
+HEALTH = b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"
+
+
+_dialled = []
+
+
+@pytest.fixture(autouse=True)
+def _hang_up():
+    yield
+    while _dialled:
+        _dialled.pop().close()
+
+
+def dial(server, sent=b"", rcvbuf=0):
+    sock = socket.socket()
+    _dialled.append(sock)
+    if rcvbuf:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, rcvbuf)
+    host, _, port = server.url.removeprefix("http://").partition(":")
+    sock.settimeout(20)
+    sock.connect((host, int(port)))
+    if sent:
+        sock.sendall(sent)
+    return sock
+
+
+def post(body, path=CHAT, n_bytes=None, version="1.1"):
+    data = json.dumps(body).encode()
+    head = f"POST {path} HTTP/{version}\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+    return (head + f"Content-Length: {n_bytes or len(data)}\r\n\r\n").encode() + data
+
+
+def read_all(sock):
+    """What comes until the server closes."""
+    got = b""
+    try:
+        while data := sock.recv(65536):
+            got += data
+    except ConnectionResetError:
+        pass
+    return got
+
+
+def read_one(sock):
+    """One answer with a length."""
+    got = b""
+    while b"\r\n\r\n" not in got:
+        got += sock.recv(65536)
+    head, _, body = got.partition(b"\r\n\r\n")
+    n = next(int(line.split(b":")[1]) for line in head.split(b"\r\n") if line.lower().startswith(b"content-length"))
+    while len(body) < n:
+        body += sock.recv(65536)
+    return head, body
+
+
+def metric(server, line):
+    with urllib.request.urlopen(server.url + "/metrics", timeout=20) as answer:
+        for one in answer.read().decode().splitlines():
+            if one.startswith(f"lucevisor_{line} "):
+                return float(one.rpartition(" ")[2])
+    return 0.0
+
+
+def dropped(server, reason):
+    return metric(server, f'connections_dropped_total{{reason="{reason}"}}')
+
+
+def until(condition, seconds=8.0):
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
+@pytest.fixture
+def serve(live):
+    """Start a server with settings: `server = serve(head_timeout_s=0.2)`."""
+    return lambda **settings: live(lambda: Rig(settings=ApiSettings(**settings)))
+
+
+class TestHeads:
+    def test_one_that_never_ends_is_refused_however_it_drips(self, serve):
+        server = serve(head_timeout_s=0.3)
+        sock = dial(server, b"GET /health HTTP/1.1\r\n")
+        answer = b""
+        end = time.monotonic() + 20
+        while not answer:
+            assert time.monotonic() < end
+            sock.sendall(b"x-a: b\r\n")
+            if select.select([sock], [], [], 0.02)[0]:
+                answer = read_all(sock)
+        head, _, body = answer.partition(b"\r\n\r\n")
+        assert head.startswith(b"HTTP/1.1 408 Request Timeout\r\n")
+        assert json.loads(body)["error"]["code"] == "request_timeout"
+        assert dropped(server, "head") == 1
+
+    def test_silence_is_closed(self, serve):
+        server = serve(head_timeout_s=0.2)
+        assert read_all(dial(server)) == b""
+        assert dropped(server, "head") == 1
+
+    def test_a_long_one_is_refused(self, serve):
+        server = serve(max_head_bytes=5000)
+        sock = dial(server, b"GET /health HTTP/1.1\r\n" + b"x: " + b"y" * 4000 + b"\r\n")
+        sock.sendall(b"z: " + b"y" * 4000)
+        assert read_all(sock).startswith(b"HTTP/1.1 431 ")
+
+    def test_a_later_one_has_the_same_deadline(self, serve):
+        server = serve(head_timeout_s=0.2, idle_timeout_s=60)
+        sock = dial(server, HEALTH)
+        assert read_one(sock)[0].startswith(b"HTTP/1.1 200 ")
+        time.sleep(0.5)  # idle for longer than a head may take
+        sock.sendall(HEALTH + b"GET /health HT")
+        assert read_one(sock)[0].startswith(b"HTTP/1.1 200 ")
+        sock.sendall(b"TP/1.1\r\nHost: localhost\r\n")
+        assert read_all(sock).startswith(b"HTTP/1.1 408 ")
+
+    def test_an_idle_connection_is_closed(self, serve):
+        server = serve(idle_timeout_s=0.2)
+        sock = dial(server, HEALTH)
+        read_one(sock)
+        assert read_all(sock) == b""
+        assert dropped(server, "idle") == 1
+
+
+class TestBodies:
+    def test_one_that_drips_is_given_up(self, serve):
+        server = serve(body_rate_s=0.2, min_body_rate=1000)
+        sock = dial(server, post(BODY, n_bytes=100_000))
+        for _ in range(3):
+            time.sleep(0.02)
+            sock.sendall(b" ")
+        assert read_all(sock).startswith(b"HTTP/1.1 408 ")
+        assert dropped(server, "body") == 1
+
+    def test_one_that_is_slow_and_steady_is_taken(self, serve):
+        server = serve(body_rate_s=0.2, min_body_rate=100)
+        data = post({**BODY, "user": "x" * 1000})
+        sock = dial(server)
+        for at in range(0, len(data), 100):
+            sock.sendall(data[at : at + 100])
+            time.sleep(0.05)
+        assert read_one(sock)[0].startswith(b"HTTP/1.1 200 ")
+
+    def test_waiting_behind_a_long_request_is_no_fault(self, serve):
+        server = serve(body_rate_s=0.1, min_body_rate=100_000)
+        server.do(lambda rig: setattr(rig.stage, "held", True))
+        sock = dial(server, post(BODY))
+        until(lambda: server.do(lambda rig: rig.engine.statistics().running) == 1)
+        time.sleep(0.4)
+        server.do(lambda rig: rig.stage.release())
+        assert read_one(sock)[0].startswith(b"HTTP/1.1 200 ")
+
+
+class TestUnreadAnswers:
+    def test_a_client_that_reads_no_answer_is_dropped(self, serve):
+        server = serve(write_timeout_s=0.2)
+        sock = dial(server, rcvbuf=4096)
+        sock.settimeout(0.2)
+        ask = b"GET /openapi.json HTTP/1.1\r\nHost: localhost\r\n\r\n" * 100
+        try:
+            while True:
+                sock.sendall(ask)  # until nothing more is taken
+        except (TimeoutError, ConnectionError):
+            pass
+        until(lambda: dropped(server, "write") == 1)
+        until(lambda: metric(server, "connections") == 1)  # that of the scrape
+
+    def test_one_that_reads_slowly_is_not(self, serve):
+        server = serve(write_timeout_s=0.2)
+        sock = dial(server, rcvbuf=4096)
+        n = 200
+        sock.sendall(b"GET /openapi.json HTTP/1.1\r\nHost: localhost\r\n\r\n" * (n - 1))
+        sock.sendall(b"GET /openapi.json HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")
+        got, end = b"", time.monotonic() + 4.0
+        while time.monotonic() < end:
+            got += sock.recv(4096)
+            time.sleep(0.02)
+        got += read_all(sock)
+        assert got.count(b"HTTP/1.1 200") == n
+        assert dropped(server, "write") == 0
+
+
+class TestCap:
+    def test_two_thousand_half_open_connections_keep_nobody_out(self, serve):
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        if hard < 6000:
+            pytest.skip(f"the hard limit of open files is {hard}; 2,000 connections need 6,000 here")
+        resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, 6000), hard))
+        socks = []
+        try:
+            server = serve(max_connections=500, head_timeout_s=1.0)
+            for i in range(2000):
+                socks.append(dial(server, b"GET /health HTTP/1.1\r\nx:"))
+                if i % 100 == 99:
+                    sock = dial(server, HEALTH)
+                    assert read_one(sock)[0].startswith(b"HTTP/1.1 200 ")
+                    sock.close()
+                    assert metric(server, "connections") <= 500
+            answer = read_one(dial(server, post(BODY)))
+            assert answer[0].startswith(b"HTTP/1.1 200 ")
+            until(lambda: metric(server, "connections") <= 2)
+            n_closed = dropped(server, "replaced") + dropped(server, "head")
+            assert 2000 <= n_closed <= 2025
+            assert dropped(server, "refused") == 0
+            assert all(read_all(sock)[:12] in (b"", b"HTTP/1.1 408") for sock in socks)
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+    def test_requests_in_service_are_never_closed_for_others(self, serve):
+        server = serve(max_connections=3)
+        server.do(lambda rig: setattr(rig.stage, "held", True))
+        asked = [dial(server, post(BODY)) for _ in range(3)]
+        until(lambda: server.do(lambda rig: rig.engine.statistics().running + rig.engine.statistics().queued) == 3)
+        head, _, body = read_all(dial(server, HEALTH)).partition(b"\r\n\r\n")
+        assert head.startswith(b"HTTP/1.1 503 ")
+        assert b"Retry-After: " in head
+        assert json.loads(body)["error"]["code"] == "overloaded"
+        server.do(lambda rig: rig.stage.release())
+        assert all(read_one(sock)[0].startswith(b"HTTP/1.1 200 ") for sock in asked)
+        assert dropped(server, "refused") == 1  # this scrape replaced one that was idle
+
+
+MALFORMED = [
+    b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03",
+    b"HELLO\r\n\r\n",
+    b"GET / HTTP/9.9\r\n\r\n",
+    b"GET http://[::1 HTTP/1.1\r\nHost: localhost\r\n\r\n",
+    b"GET /%%% HTTP/1.1\r\nno colon\r\n\r\n",
+    b"GET / HTTP/1.1\r\nHost: localhost\r\nHost: y\r\n\r\n",
+    b"GET / HTTP/1.1\r\nx: " + b"y" * 9000 + b"\r\n\r\n",
+    b"GET /" + b"y" * 9000 + b" HTTP/1.1\r\n\r\n",
+    b"POST / HTTP/1.1\r\nHost: localhost\r\nContent-Length: -1\r\n\r\n",
+    b"POST / HTTP/1.1\r\nHost: localhost\r\nContent-Length: 1\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n",
+    b"GET / HTTP/1.1\r\nHost: localhost\r\n" + b"".join(b"h%d: v\r\n" % i for i in range(200)) + b"\r\n",
+    b"GET / HTTP/1.1\r\nx\x00y: z\r\n\r\n",
+]
+BROKEN_BODY = (
+    b" HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\n\r\n"
+)
+
+
+class TestMalformed:
+    @pytest.mark.parametrize("sent", MALFORMED)
+    def test_a_refusal_in_json_and_one_log_line_without_a_traceback(self, serve, sent, caplog):
+        server = serve()
+        with capture_logs() as logs:
+            sock = dial(server, sent)
+            head, _, body = read_all(sock).partition(b"\r\n\r\n")
+        assert head.startswith((b"HTTP/1.1 400 ", b"HTTP/1.0 400 ")), head
+        assert json.loads(body)["error"]["code"] == "invalid_http"
+        assert b"Traceback" not in body
+        assert [entry["event"] for entry in logs] == ["malformed request"]
+        assert "\n" not in logs[0]["reason"]
+        assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
+        assert metric(server, 'requests_total{code="400"}') == 1
+
+    @pytest.mark.parametrize("target", [b"GET /health", b"POST " + CHAT.encode(), b"POST /nope"])
+    def test_a_broken_body(self, serve, target, caplog):
+        server = serve()
+        with capture_logs() as logs:
+            assert read_all(dial(server, target + BROKEN_BODY)).startswith(b"HTTP/1.")
+        assert not [entry for entry in logs if entry["log_level"] not in ("info", "debug")]
+        assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
+
+
+class TestHalfClose:
+    @pytest.mark.parametrize("stream", [False, True])
+    def test_the_answer_comes_all_the_same(self, serve, stream):
+        server = serve()
+        server.do(lambda rig: setattr(rig.stage, "step_s", 0.02))
+        server.do(lambda rig: setattr(rig.stage, "script", say("one two three four five six seven")))
+        sock = dial(server, post({**BODY, "stream": stream}))
+        sock.shutdown(socket.SHUT_WR)
+        got = read_all(sock)
+        while got.startswith(b"HTTP/1.1 100 Continue\r\n\r\n"):
+            got = got.removeprefix(b"HTTP/1.1 100 Continue\r\n\r\n")
+        assert got.startswith(b"HTTP/1.1 200 OK\r\n")
+        assert got.count(b"HTTP/1.1 ") == 1
+        assert (b"data: [DONE]" if stream else b"six seven") in got
+        until(lambda: metric(server, "connections") == 1)
+
+    def test_several_requests_at_once(self, serve):
+        server = serve()
+        sock = dial(server, post(BODY) + HEALTH + post(BODY))
+        sock.shutdown(socket.SHUT_WR)
+        assert read_all(sock).count(b"HTTP/1.1 200 OK") == 3
+
+    def test_half_a_request_is_none(self, serve):
+        server = serve()
+        for sent in (b"", b"GET /health HTT", post(BODY, n_bytes=5000)):
+            sock = dial(server, sent)
+            sock.shutdown(socket.SHUT_WR)
+            assert read_all(sock) == b""
+
+    @pytest.mark.parametrize("version", ["1.0", "1.1"])
+    def test_a_client_that_is_gone_is_told_from_one_that_waits(self, serve, version):
+        server = serve()
+        server.do(lambda rig: setattr(rig.stage, "held", True))
+        sock = dial(server, post(BODY, version=version))
+        until(lambda: server.do(lambda rig: rig.engine.statistics().running) == 1)
+        sock.close()
+        until(lambda: server.do(lambda rig: rig.engine.statistics().running + rig.engine.statistics().queued) == 0, 3)
+        server.do(lambda rig: rig.stage.release())
