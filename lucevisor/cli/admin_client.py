@@ -43,7 +43,7 @@ class AdminClient:
             raise LucevisorError(
                 f"{self._path}: no answer within {timeout_s:.0f} s; the supervisor is stuck, see its log"
             ) from None
-        except (ConnectionError, FileNotFoundError, http.client.HTTPException) as e:
+        except (ConnectionError, FileNotFoundError, NotADirectoryError, http.client.HTTPException) as e:
             raise NotRunningError(f"{self._path}: nobody answers ({e}); the supervisor is gone") from e
         finally:
             connection.close()
@@ -59,7 +59,7 @@ class AdminClient:
             connection.request("GET", target)
             for line in connection.getresponse():
                 yield line.decode()
-        except (ConnectionError, FileNotFoundError) as e:
+        except (ConnectionError, FileNotFoundError, NotADirectoryError) as e:
             raise NotRunningError(f"{self._path}: nobody answers ({e}); the supervisor is gone") from e
         finally:
             connection.close()

@@ -43,8 +43,11 @@ class Cli:
         return done
 
     def popen(self, *arguments: str) -> subprocess.Popen[str]:
+        return self.popen_raw([sys.executable, "-m", "lucevisor", *arguments])
+
+    def popen_raw(self, command: list[str]) -> subprocess.Popen[str]:
         process = subprocess.Popen(
-            [sys.executable, "-m", "lucevisor", *arguments],
+            command,
             env=self.env, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True,
         )  # fmt: skip
         self._started.append(process)

@@ -136,6 +136,25 @@ def test_fifty_stops_at_once_are_one_clean_stop(cli: Cli) -> None:
     assert not socket.parent.exists()
 
 
+@pytest.mark.parametrize("n_stops", [2, 3])
+def test_several_stops_at_once_end_requests_with_shutting_down(cli: Cli, n_stops: int) -> None:
+    status = cli.start()
+    url = f"{status['url']}/v1/completions"
+    body = {"prompt": "import os\n", "max_tokens": 3000, "ignore_eos": True}
+    with concurrent.futures.ThreadPoolExecutor(2) as pool:
+        whole = pool.submit(post, url, body)
+        lines = pool.submit(stream, url, body | {"stream": True})
+        wait_until(lambda: cli.status()["engine"]["running"] == 2, 10, "both requests run")
+        for _ in range(n_stops):
+            os.kill(status["pid"], signal.SIGINT)
+            time.sleep(0.05)
+        code, answer = whole.result(timeout=30)
+        streamed = lines.result(timeout=30)
+    assert (code, answer["error"]["code"]) == (503, "shutting_down")
+    assert json.loads(streamed[-1])["error"]["code"] == "shutting_down"
+    wait_until(lambda: not alive(status["pid"]), 10, "the supervisor is gone")
+
+
 def ask_stop(socket: Path) -> None:
     from lucevisor.cli.admin_client import AdminClient
     from lucevisor.errors import NotRunningError

@@ -1,0 +1,138 @@
+"""Run directories claimed and given back by several processes at once."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from lucevisor.app import rundir
+from lucevisor.app.rundir import AlreadyRunningError, RunDirectory, is_locked, running
+from lucevisor.errors import ConfigError
+
+
+@pytest.fixture(autouse=True)
+def runtime(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    return tmp_path
+
+
+CLAIMS = """
+import os, sys, time
+from lucevisor.app.rundir import AlreadyRunningError, RunDirectory, read_pid
+n = 0
+end = time.monotonic() + 2.0
+while time.monotonic() < end:
+    one = RunDirectory("t")
+    try:
+        one.claim()
+    except AlreadyRunningError:
+        continue
+    n += 1
+    assert read_pid(one.path) == os.getpid(), "another process' pid file"
+    (one.log / "mine").write_text("x")
+    try:
+        holder = os.open(sys.argv[1], os.O_CREAT | os.O_EXCL)
+    except FileExistsError:
+        raise SystemExit("two processes hold the name")
+    time.sleep(0.001)
+    assert read_pid(one.path) == os.getpid(), "the pid file was removed by another process"
+    assert (one.log / "mine").exists()
+    os.close(holder)
+    os.unlink(sys.argv[1])
+    one.close()
+print(n)
+"""
+
+
+def test_many_starts_and_stops_at_once_never_share_a_name(runtime, monkeypatch):
+    processes = [
+        subprocess.Popen([sys.executable, "-c", CLAIMS, str(runtime / "held")], text=True, stdout=-1, stderr=-1)
+        for _ in range(4)
+    ]
+    ended = [process.communicate(timeout=60) for process in processes]
+    assert [process.returncode for process in processes] == [0] * 4, ended
+    assert sum(int(said) for said, _ in ended) > 10
+    assert not (runtime / "lucevisor" / "t").exists()
+
+
+def test_a_name_that_is_taken():
+    one = RunDirectory("t")
+    one.claim()
+    with pytest.raises(AlreadyRunningError, match=rf"'t' runs already \(pid {os.getpid()}\)"):
+        RunDirectory("t").claim()
+    assert [r.pid for r in running()] == [os.getpid()]
+    one.close()
+    one.close()
+    assert not one.path.exists()
+
+
+def test_whoever_looks_whether_it_is_locked_is_not_taken_for_a_supervisor(monkeypatch):
+    monkeypatch.setattr(rundir, "_CLAIM_S", 30.0)  # looks come as fast as two threads can
+    done = threading.Event()
+    path = RunDirectory("t").path
+
+    def look():
+        while not done.is_set():
+            is_locked(path)
+
+    with ThreadPoolExecutor(2) as pool:
+        looks = [pool.submit(look) for _ in range(2)]
+        try:
+            for _ in range(50):
+                one = RunDirectory("t")
+                one.claim()
+                one.close()
+        finally:
+            done.set()
+        for one_look in looks:
+            one_look.result()
+
+
+def test_what_another_start_made_meanwhile_is_kept():
+    """The directory of a supervisor that stops, with the lock file of one that starts just then."""
+    one = RunDirectory("t")
+    one.claim()
+    (one.path / "lock").unlink()
+    other = RunDirectory("t")
+    other._lock = other._try_lock()
+    assert other._lock is not None
+    with pytest.raises(AlreadyRunningError):
+        RunDirectory("t").claim()
+    other.close()
+    one.close()
+
+
+@pytest.mark.parametrize("there", ["a file", "a file above", "a broken link"])
+def test_a_directory_that_cannot_be_made(runtime, there, monkeypatch):
+    if there == "a file":
+        (runtime / "lucevisor").write_text("")
+    elif there == "a file above":
+        monkeypatch.setenv("XDG_RUNTIME_DIR", "/dev/null/x")
+    else:
+        (runtime / "lucevisor").symlink_to("nowhere")
+    with pytest.raises(ConfigError) as caught:
+        RunDirectory("t").claim()
+    assert str(caught.value).startswith("XDG_RUNTIME_DIR = ")
+    assert "\n" not in str(caught.value)
+    assert "cannot be used" in str(caught.value)
+
+
+def test_a_full_disk(small_disk, monkeypatch):
+    from tests.app.test_logs import fill
+
+    directory: Path = small_disk(32)
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(directory))
+    fill(directory / "filler")
+    one = RunDirectory("t")
+    with pytest.raises(ConfigError, match=r"No space left on device; make room"):
+        one.claim()
+    assert not one.path.exists(), "nothing is left behind"
+    (directory / "filler").unlink()
+    one.claim()
+    one.close()
