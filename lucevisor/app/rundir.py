@@ -101,10 +101,15 @@ class RunDirectory:
         either in between is seen, and the claim begins again."""
         give_up_s = time.monotonic() + _CLAIM_S
         while True:
-            fd = self._try_lock()
-            if fd is not None:
-                return fd
+            obstacle: OSError | None = None
+            try:
+                if (fd := self._try_lock()) is not None:
+                    return fd
+            except (FileNotFoundError, FileExistsError) as error:  # a supervisor that stops removes it right now
+                obstacle = error
             if time.monotonic() > give_up_s:
+                if obstacle is not None:
+                    raise obstacle
                 pid = read_pid(self.path)
                 raise AlreadyRunningError(
                     f"a supervisor named {self.name!r} runs already (pid {pid}): stop it with "
@@ -114,16 +119,13 @@ class RunDirectory:
 
     def _try_lock(self) -> int | None:
         self.path.mkdir(parents=True, exist_ok=True)
-        try:
-            for part in (self.path.parent, self.path):
-                if part.stat().st_uid != os.geteuid():
-                    raise LucevisorError(
-                        f"{part} belongs to another user: remove it, or set XDG_RUNTIME_DIR to a directory of yours"
-                    )
-                part.chmod(0o700)
-            fd = os.open(self.path / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        except FileNotFoundError:  # a supervisor that stops removes it right now
-            return None
+        for part in (self.path.parent, self.path):
+            if part.stat().st_uid != os.geteuid():
+                raise LucevisorError(
+                    f"{part} belongs to another user: remove it, or set XDG_RUNTIME_DIR to a directory of yours"
+                )
+            part.chmod(0o700)
+        fd = os.open(self.path / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             if os.path.samestat(os.fstat(fd), (self.path / "lock").stat()):

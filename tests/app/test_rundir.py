@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import subprocess
 import sys
 import threading
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -73,25 +73,17 @@ def test_a_name_that_is_taken():
 
 
 def test_whoever_looks_whether_it_is_locked_is_not_taken_for_a_supervisor(monkeypatch):
-    monkeypatch.setattr(rundir, "_CLAIM_S", 30.0)  # looks come as fast as two threads can
-    done = threading.Event()
-    path = RunDirectory("t").path
-
-    def look():
-        while not done.is_set():
-            is_locked(path)
-
-    with ThreadPoolExecutor(2) as pool:
-        looks = [pool.submit(look) for _ in range(2)]
-        try:
-            for _ in range(50):
-                one = RunDirectory("t")
-                one.claim()
-                one.close()
-        finally:
-            done.set()
-        for one_look in looks:
-            one_look.result()
+    monkeypatch.setattr(rundir, "_CLAIM_S", 30.0)
+    one = RunDirectory("t")
+    one.path.mkdir(parents=True)
+    with (one.path / "lock").open("w") as looks:  # as `is_locked` does, for longer
+        fcntl.flock(looks, fcntl.LOCK_SH)
+        timer = threading.Timer(0.1, fcntl.flock, (looks, fcntl.LOCK_UN))
+        timer.start()
+        one.claim()
+        timer.join()
+    assert is_locked(one.path)
+    one.close()
 
 
 def test_what_another_start_made_meanwhile_is_kept():
