@@ -238,12 +238,7 @@ class ServerConfig:
     ] = 256
     max_connections: Annotated[
         int,
-        Key(
-            Whole(1, 2**16),
-            "Open connections of clients. One more replaces the one that has waited longest without a request, or is "
-            "answered 503; fewer where the limit of open files is low.",
-            "connections",
-        ),
+        Key(Whole(1, 2**16), "Open connections; one more replaces the longest idle one, or gets 503.", "connections"),
     ] = 1024
     cors_origins: Annotated[
         tuple[str, ...],
