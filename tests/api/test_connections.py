@@ -126,10 +126,10 @@ class TestHeads:
         assert read_all(sock).startswith(b"HTTP/1.1 431 ")
 
     def test_a_later_one_has_the_same_deadline(self, serve):
-        server = serve(head_timeout_s=0.2, idle_timeout_s=60)
+        server = serve(head_timeout_s=1.0, idle_timeout_s=60)
         sock = dial(server, HEALTH)
         assert read_one(sock)[0].startswith(b"HTTP/1.1 200 ")
-        time.sleep(0.5)  # idle for longer than a head may take
+        time.sleep(1.5)  # idle for longer than a head may take
         sock.sendall(HEALTH + b"GET /health HT")
         assert read_one(sock)[0].startswith(b"HTTP/1.1 200 ")
         sock.sendall(b"TP/1.1\r\nHost: localhost\r\n")
@@ -154,12 +154,12 @@ class TestBodies:
         assert dropped(server, "body") == 1
 
     def test_one_that_is_slow_and_steady_is_taken(self, serve):
-        server = serve(body_rate_s=0.2, min_body_rate=100)
+        server = serve(body_rate_s=2.0, min_body_rate=10)
         data = post({**BODY, "user": "x" * 1000})
         sock = dial(server)
         for at in range(0, len(data), 100):
             sock.sendall(data[at : at + 100])
-            time.sleep(0.05)
+            time.sleep(0.2)
         assert read_one(sock)[0].startswith(b"HTTP/1.1 200 ")
 
     def test_waiting_behind_a_long_request_is_no_fault(self, serve):
@@ -187,12 +187,12 @@ class TestUnreadAnswers:
         until(lambda: metric(server, "connections") == 1)  # that of the scrape
 
     def test_one_that_reads_slowly_is_not(self, serve):
-        server = serve(write_timeout_s=0.2)
+        server = serve(write_timeout_s=1.5)
         sock = dial(server, rcvbuf=4096)
         n = 200
         sock.sendall(b"GET /openapi.json HTTP/1.1\r\nHost: localhost\r\n\r\n" * (n - 1))
         sock.sendall(b"GET /openapi.json HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")
-        got, end = b"", time.monotonic() + 4.0
+        got, end = b"", time.monotonic() + 5.0
         while time.monotonic() < end:
             got += sock.recv(4096)
             time.sleep(0.02)
@@ -320,5 +320,5 @@ class TestHalfClose:
         sock = dial(server, post(BODY, version=version))
         until(lambda: server.do(lambda rig: rig.engine.statistics().running) == 1)
         sock.close()
-        until(lambda: server.do(lambda rig: rig.engine.statistics().running + rig.engine.statistics().queued) == 0, 3)
+        until(lambda: server.do(lambda rig: rig.engine.statistics().running + rig.engine.statistics().queued) == 0)
         server.do(lambda rig: rig.stage.release())
