@@ -8,6 +8,8 @@ Query head h reads kv head h // (H / K).
 
 from __future__ import annotations
 
+from functools import cache
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -36,8 +38,22 @@ def attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *, scale: fl
     folded = _fold(q, k.shape[2])
     if mask is not None and n > 1 and group > 1:
         mask = mask.unsqueeze(2).expand(-1, -1, group, -1, -1).flatten(2, 3)
-    out = F.scaled_dot_product_attention(folded, k.transpose(1, 2), v.transpose(1, 2), attn_mask=mask, scale=scale)
-    return _unfold(out, n)
+    keys, values, dtype = k.transpose(1, 2), v.transpose(1, 2), q.dtype
+    if q.device.type == "cpu" and dtype != torch.float32 and _capability_masked():
+        folded, keys, values = folded.float(), keys.float(), values.float()
+    out = F.scaled_dot_product_attention(folded, keys, values, attn_mask=mask, scale=scale)
+    return _unfold(out.to(dtype), n)
+
+
+@cache
+def _capability_masked() -> bool:
+    """Whether ATEN_CPU_CAPABILITY hides AVX-512 from torch while oneDNN still sees it.
+
+    Torch's fused attention then packs half precision for oneDNN and raises "pack_vnni2 is only supported when avx512 is
+    supported" (torch 2.11 on a Xeon with AMX).
+    """
+    seen_by_onednn = torch._C._has_mkldnn and torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    return bool(seen_by_onednn) and not torch.backends.cpu.get_cpu_capability().startswith("AVX512")
 
 
 def reference(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *, scale: float, softcap: float = 0.0) -> Tensor:
