@@ -23,7 +23,6 @@ import sys
 import tempfile
 import time
 from contextlib import contextmanager
-from itertools import pairwise
 from pathlib import Path
 
 import aiohttp
@@ -87,27 +86,35 @@ class Load:
         self.computed = []  # (seconds, tokens) of each two long prompts
 
     async def ask(self, n_prompt, n_answer):
-        """Seconds to the first token and between the others."""
+        """Yield the seconds to each token from the one before."""
         prompt = [FIRST_ID + self.chance.randrange(IDS) for _ in range(n_prompt)]
         body = {"prompt": prompt, "max_tokens": n_answer, "temperature": 0, "stream": True, "ignore_eos": True}
-        start = time.perf_counter()
+        last = time.perf_counter()
         async with self.session.post(f"{self.url}/v1/completions", json=body) as reply:
             if reply.status != 200:
                 raise SystemExit(await reply.text())
-            times = [time.perf_counter() async for line in reply.content if line.startswith(b"data: {")]
-        return times[0] - start, [b - a for a, b in pairwise(times)]
+            async for line in reply.content:
+                if line.startswith(b"data: {"):
+                    now = time.perf_counter()
+                    yield now - last
+                    last = now
 
     async def short(self):
         while True:
             await asyncio.sleep(self.options.pause * self.chance.uniform(0.5, 1.5))
-            first_s, gaps_s = await self.ask(self.options.short, self.options.answer)
-            self.first_s.append(first_s)
-            self.gaps_s += gaps_s
+            n = 0
+            async for seconds in self.ask(self.options.short, self.options.answer):
+                (self.gaps_s if n else self.first_s).append(seconds)
+                n += 1
+
+    async def whole(self, n_prompt):
+        async for _ in self.ask(n_prompt, 1):
+            pass
 
     async def long(self):
         while True:
             started = time.perf_counter()
-            await asyncio.gather(*(self.ask(self.options.long, 1) for _ in range(N_LONG)))
+            await asyncio.gather(*(self.whole(self.options.long) for _ in range(N_LONG)))
             self.computed.append((time.perf_counter() - started, N_LONG * self.options.long))  # seconds, tokens
 
 
