@@ -4,13 +4,20 @@ VENV   ?= .venv
 BIN    := $(VENV)/bin
 ORACLE ?= $(VENV)/oracle
 
-.PHONY: start test numerics setup style types arch docs check slow oracle gpu bench clean
+.PHONY: start test coverage kernels numerics setup style types arch docs check slow oracle gpu bench clean
 
 start: setup
 	$(BIN)/lucevisor start etc/demo.toml
 
 test: setup
-	$(BIN)/python -m pytest -m "not slow and not gpu" -n logical --dist loadfile --cov --cov-report=term:skip-covered
+	$(BIN)/python -m pytest -m "not slow and not gpu" -n logical --dist worksteal
+
+coverage: setup
+	$(BIN)/python -m pytest -m "not slow and not gpu" -n logical --dist worksteal --cov --cov-report=term:skip-covered
+
+# All combinations for all targets, after a kernel, its tests or the pins of torch and triton changed.  Records what passed.
+kernels: setup
+	$(BIN)/python -m tests.kernels.verify -n logical --dist worksteal
 
 # The same numbers from other vector units than this machine's own, which `test` runs: torch's kernels without SIMD and with AVX2,
 # MKL's with AVX2. Every family's whole model beside its golden file, quantised forms, single operations: what rounds in torch's or
@@ -52,8 +59,8 @@ docs: setup
 
 check: style types arch docs test
 
-slow: setup
-	$(BIN)/python -m pytest -m slow
+slow: setup kernels
+	$(BIN)/python -m pytest -m "slow or hypothesis" --hypothesis-profile=deep --timeout=1200 --ignore=tests/kernels
 
 oracle: setup $(ORACLE)/.ready
 	LUCEVISOR_ORACLE_PYTHON=$(abspath $(ORACLE))/bin/python $(BIN)/python -m pytest -m slow tests/oracles

@@ -1,6 +1,8 @@
 """Compile every kernel for every GPU that we promise, on a machine that has none of them.
 
-    python -m tests.kernels.targets [TARGET ...]        prints a JSON line per target: what was compiled, what failed
+    python -m tests.kernels.targets [--few] [TARGET ...]  prints a JSON line per target: what was compiled, what failed
+
+``--few``: of all cases of all targets one a kernel and quant type, dealt out to the targets (:func:`dealt`).
 
 A process of its own: the tests beside it run the same kernels under Triton's interpreter, which is chosen for a whole
 process.
@@ -82,10 +84,19 @@ def compiled(case: Case, target: str) -> Any:
     return compile(source, target=GPUTarget(*TARGETS[target]), options=dict(case.options))
 
 
-def report(target: str) -> dict[str, Any]:
-    """Compile all cases for one target."""
+def dealt(found: list[Case]) -> dict[str, list[Case]]:
+    """Target -> cases: one of each kernel and quant type, for that of its targets which has the fewest until then."""
+    hands: dict[str, list[Case]] = {target: [] for target in TARGETS}
+    kinds = {(case.kernel.fn.__qualname__, case.constants.get("KIND")): case for case in reversed(found)}
+    for case in reversed(kinds.values()):
+        hands[min(case.targets, key=lambda target: len(hands[target]))].append(case)
+    return hands
+
+
+def report(target: str, few: bool) -> dict[str, Any]:
+    """Compile the cases for one target."""
     began, failures, machine_code = time.monotonic(), {}, "hsaco" if target.startswith("gfx") else "cubin"
-    found = [c for c in cases() if target in c.targets]
+    found = dealt(cases())[target] if few else [c for c in cases() if target in c.targets]
     for case in found:
         try:
             if not compiled(case, target).asm[machine_code]:
@@ -97,5 +108,6 @@ def report(target: str) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    for name in sys.argv[1:] or TARGETS:
-        print(json.dumps(report(name)), flush=True)
+    names = [a for a in sys.argv[1:] if a != "--few"]
+    for name in names or TARGETS:
+        print(json.dumps(report(name, few="--few" in sys.argv)), flush=True)

@@ -1,4 +1,7 @@
-"""Every kernel becomes machine code for every target, without a GPU."""
+"""Kernels become machine code for every target, without a GPU: one case a kind always, all cases in ``make kernels``.
+
+What is compiled is kept in build/triton, by the hash of its source (Triton's own key): a second run compiles nothing.
+"""
 
 from __future__ import annotations
 
@@ -6,39 +9,53 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from tests.kernels.targets import TARGETS
+from tests.kernels.targets import TARGETS, Case, cases, dealt
 
 pytest.importorskip("triton")
 
-Done = subprocess.CompletedProcess[str]
+CACHE = Path(__file__).parents[2] / "build" / "triton"
 
 
-def compile_all(target: str, cache: Path) -> Done:
+def compile_for(*arguments: str) -> list[dict[str, Any]]:
+    """A process of its own, since this one runs kernels under the interpreter; a report for each target."""
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    environment["TRITON_CACHE_DIR"] = str(cache)  # nothing found there: it is compiled now
-    command = [sys.executable, "-m", "tests.kernels.targets", target]
-    return subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    environment.setdefault("TRITON_CACHE_DIR", str(CACHE))
+    command = [sys.executable, "-m", "tests.kernels.targets", *arguments]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-4000:]
+    reports = [json.loads(line) for line in done.stdout.splitlines()]
+    for report in reports:
+        assert report["cases"]
+        assert report["failures"] == {}, report["target"]
+    return reports
 
 
-@pytest.fixture(scope="module")
-def compiling(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Future[Done]]]:
-    """One process a target, as many at once as there are cores."""
-    with ThreadPoolExecutor(os.cpu_count()) as pool:
-        yield {t: pool.submit(compile_all, t, tmp_path_factory.mktemp(t)) for t in TARGETS}
-        pool.shutdown(cancel_futures=True)
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("target", TARGETS)
+def test_every_kernel_compiles(target: str) -> None:
+    compile_for(target)
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("target", TARGETS)
-def test_every_kernel_compiles(target: str, compiling: dict[str, Future[Done]]) -> None:
-    done = compiling[target].result()
-    assert done.returncode == 0, done.stderr[-4000:]
-    found = json.loads(done.stdout.splitlines()[-1])
-    assert found["cases"]
-    assert found["failures"] == {}
+@pytest.mark.parametrize("half", [0, 1])  # on one core each
+def test_one_case_a_kind_compiles(half: int) -> None:
+    targets = list(TARGETS)[half::2]
+    assert [report["target"] for report in compile_for("--few", *targets)] == targets
+
+
+def test_the_few_are_of_every_kernel_and_quant_type() -> None:
+    def kinds(of: list[Case]) -> set[tuple[object, object]]:
+        return {(case.kernel, case.constants.get("KIND")) for case in of}
+
+    hands = dealt(cases())
+    few = [case for hand in hands.values() for case in hand]
+    assert kinds(few) == kinds(cases())
+    assert len(few) == len(kinds(few))
+    assert all(hands.values()), "a target compiles nothing"
+    assert all(target in case.targets for target, hand in hands.items() for case in hand)
