@@ -38,6 +38,7 @@ class Assembly:
         self._resetting: set[str] = set()
         self._token = RESET_BASE
         self._chain: Chain | None = None
+        self._closed = False
 
     @property
     def complete(self) -> bool:
@@ -51,6 +52,8 @@ class Assembly:
 
     def ready(self, group: str, link: Link) -> None:
         """A daemon finished loading."""
+        if self._closed:  # it was loading when the supervisor was told to stop
+            return
         self._links[group] = link
         if set(self._links) == set(self._stage_groups):
             self._token += 1
@@ -97,6 +100,7 @@ class Assembly:
 
     def close(self, error: RequestError) -> None:
         """Detach for good."""
+        self._closed = True
         self._links.clear()
         self._resetting.clear()
         self._close(error)
