@@ -179,3 +179,93 @@ def test_a_hop_is_timed_from_the_answer_to_the_step_sent_on() -> None:
 def test_a_chain_has_stages() -> None:
     with pytest.raises(ValueError, match="at least one stage"):
         Chain([], print, print)
+
+
+@pytest.mark.parametrize("dead", [0, 1, 2])
+def test_a_link_that_dies_while_steps_are_at_every_stage(dead: int) -> None:
+    """It is found when the next step is sent to it; what the other stages answer after that is too late."""
+    bench = Bench([0, 1, 2])
+    for i in (1, 2, 3):
+        bench.chain.submit(step(i))
+    bench.chain.receive(StepResult(1, 0))
+    bench.chain.receive(StepResult(2, 0))
+    bench.chain.receive(StepResult(1, 1))  # now step 3 is at stage 0, 2 at 1 and 1 at 2
+    bench.wires[dead].error = LinkClosed("end of file", "link", "wait")
+    assert bench.failures == []
+    last = [lambda: bench.chain.submit(step(4)), lambda: bench.chain.receive(StepResult(3, 0)),
+            lambda: bench.chain.receive(StepResult(2, 1))]  # fmt: skip
+    last[dead]()
+    assert [(f.stage, f.code) for f in bench.failures] == [(dead, "shard_lost")]
+    sent = [len(wire.sent) for wire in bench.wires]
+    for late in (StepResult(1, 2), StepResult(2, 1), StepResult(3, 0)):
+        bench.chain.receive(late)
+    bench.chain.failed(1, Failed("step 2", "cpu", "out of memory", "fewer pages", fatal=True))
+    bench.chain.submit(step(5))
+    assert (len(bench.failures), bench.results, bench.chain.n_in_flight) == (1, [], 0)
+    assert [len(wire.sent) for wire in bench.wires] == sent
+    assert bench.chain.oldest_in_flight(100.0) is None
+
+
+def test_a_dead_link_does_not_hold_up_steps_that_are_past_it() -> None:
+    bench = Bench([0, 1])
+    bench.chain.submit(step(1))
+    bench.chain.receive(StepResult(1, 0))
+    bench.wires[0].error = BrokenPipeError("gone")
+    bench.chain.receive(StepResult(1, 1))
+    assert [r.step.step_id for r in bench.results] == [1]
+    assert bench.failures == []
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_the_same_answer_twice_ends_the_chain_at_the_stage_that_gave_it(stage: int) -> None:
+    bench = Bench([0, 1, 2])
+    bench.chain.submit(step(1))
+    for s in range(stage + 1):
+        bench.chain.receive(StepResult(1, s))
+    bench.chain.receive(StepResult(1, stage))
+    assert [(f.stage, f.code) for f in bench.failures] == [(stage, "protocol_error")]
+    assert len(bench.results) == (stage == 2)  # what the tail answered first was handed out
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_an_answer_to_a_later_step_ends_the_chain_at_every_stage(stage: int) -> None:
+    bench = Bench([0, 1, 2])
+    for i in (1, 2):
+        bench.chain.submit(step(i))
+        for s in range(stage):
+            bench.chain.receive(StepResult(i, s))
+    bench.chain.receive(StepResult(2, stage))
+    [failure] = bench.failures
+    assert (failure.stage, bench.results) == (stage, [])
+    assert f"stage {stage} answered step 2 while step 1 was due" in failure.message
+
+
+def test_after_close_neither_answers_nor_failures_are_told() -> None:
+    bench = Bench([0, 1])
+    bench.chain.submit(step(1))
+    bench.chain.close()
+    bench.chain.receive(StepResult(1, 0))
+    bench.chain.receive(StepResult(9, 7))
+    bench.chain.failed(0, Failed("step 1", "cpu", "out of memory", "fewer pages", fatal=True))
+    bench.chain.submit(step(2))
+    assert (bench.results, bench.failures, bench.ids(0), bench.ids(1)) == ([], [], [(0, 1)], [])
+
+
+def test_who_takes_a_result_may_close_the_chain_or_send_the_next_step() -> None:
+    """The engine does both from inside its callback."""
+    bench = Bench([0])
+    taken: list[int] = []
+
+    def take(result: ChainResult) -> None:
+        taken.append(result.step.step_id)
+        if len(taken) == 1:
+            chain.submit(step(3))
+        else:
+            chain.close()
+
+    chain = Chain(bench.wires, take, bench.failures.append)
+    for i in (1, 2):
+        chain.submit(step(i))
+    for i in (1, 2, 3):
+        chain.receive(StepResult(i, 0))
+    assert (taken, bench.failures, bench.ids(0)) == ([1, 2], [], [(0, 1), (0, 2), (0, 3)])
