@@ -2,7 +2,7 @@
 
     python -m tests.kernels.targets [--few] [TARGET ...]  prints a JSON line per target: what was compiled, what failed
 
-``--few``: of all cases of all targets one a kernel and quant type, dealt out to the targets (:func:`dealt`).
+``--few``: a few cases, in which every kernel and quant type occurs, dealt out to the targets (:func:`dealt`).
 
 A process of its own: the tests beside it run the same kernels under Triton's interpreter, which is chosen for a whole
 process.
@@ -19,6 +19,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import tests.kernels
+from tests.kernels.cover import cover
 
 TARGETS = {
     "sm_75": ("cuda", 75, 32),
@@ -85,12 +86,19 @@ def compiled(case: Case, target: str) -> Any:
 
 
 def dealt(found: list[Case]) -> dict[str, list[Case]]:
-    """Target -> cases: one of each kernel and quant type, for that of its targets which has the fewest until then."""
+    """Target -> cases: few in which every kernel and quant type occurs, each for the target that has fewest."""
     hands: dict[str, list[Case]] = {target: [] for target in TARGETS}
-    kinds = {(case.kernel.fn.__qualname__, case.constants.get("KIND")): case for case in reversed(found)}
-    for case in reversed(kinds.values()):
-        hands[min(case.targets, key=lambda target: len(hands[target]))].append(case)
+    names = cover({case.name: kinds(case) for case in found})
+    for case in found:
+        if case.name in names:
+            hands[min(case.targets, key=lambda target: len(hands[target]))].append(case)
     return hands
+
+
+def kinds(case: Case) -> set[tuple[str, str]]:
+    """What a case is one of: its kernel, and its quant type if it has one."""
+    found = {("kernel", case.kernel.fn.__qualname__)}
+    return found | {("quant type", case.constants["KIND"])} if "KIND" in case.constants else found
 
 
 def report(target: str, few: bool) -> dict[str, Any]:
