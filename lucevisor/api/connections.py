@@ -103,6 +103,7 @@ class Connection(web.RequestHandler):
         "_pool",
         "_speaks_11",
         "_stalled_s",
+        "_unread",
         "_wire",
     )
 
@@ -112,7 +113,8 @@ class Connection(web.RequestHandler):
         self._wire: asyncio.Transport | None = None  # until it is lost; aiohttp drops its own reference at a close
         self._due_s = 0.0  # while it waits: when that ends
         self._n_head_bytes = 0
-        self._body: StreamReader | None = None  # of the last request
+        self._body: StreamReader | None = None  # of the request in service
+        self._unread: StreamReader | None = None  # of a request that was answered before its body was read
         self._body_due_s = 0.0
         self._n_body_bytes = 0  # since the rate was last looked at
         self._n_unsent = 0
@@ -139,13 +141,14 @@ class Connection(web.RequestHandler):
 
     def data_received(self, data: bytes) -> None:
         n_before = self._request_count
+        of_a_body = self._unread is not None and not self._unread.is_eof()
         super().data_received(data)
         now = self._pool.loop.time()
         if self._request_count > n_before:
             self._on_request(now)
         elif self._in_service:
             self._n_body_bytes += len(data)
-        elif data and not self._force_close:
+        elif data and not self._force_close and not of_a_body:
             if self._n_head_bytes == 0:
                 self._due_s = min(self._due_s, now + self._pool.settings.head_timeout_s)
             self._n_head_bytes += len(data)
@@ -245,7 +248,7 @@ class Connection(web.RequestHandler):
         self._pool.works(self)
 
     def _on_idle(self) -> None:
-        self._body = None
+        self._unread, self._body = self._body, None
         self._due_s = self._pool.loop.time() + self._pool.settings.idle_timeout_s
         self._pool.waits(self)
         if self._half_closed:

@@ -108,7 +108,7 @@ PROSE = "The quick brown fox jumps over the lazy dog. "
 
 # name: path, body, status, code of the error
 CASES: dict[str, Callable[[], tuple[str, bytes, int, str | None]]] = {
-    "a word of 33 MB": lambda: (CHAT, chat("x" * 33_000_000), 400, "context_length_exceeded"),
+    "a word of 33 MB": lambda: (CHAT, chat("x" * 33_000_000), 400, "template_error"),
     "10 MB of arrays": lambda: (CHAT, b'{"messages":[' + b"[]," * 3_300_000 + b"[]]}", 400, "invalid_value"),
     "10 MB of objects": lambda: (
         CHAT,
