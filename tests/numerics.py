@@ -40,8 +40,24 @@ EXACT = frozenset(
 )
 """Operations that move or choose numbers and round none."""
 PRODUCTS = frozenset(["addmm", "addmv", "baddbmm", "bmm", "dot", "mm", "mv"])
+BFLOAT16, FLOAT16 = 2.0**-8, 2.0**-11
+"""Their unit roundoffs."""
+STORED = PRODUCTS | frozenset(["add", "add_", "gelu", "mul", "mul_", "sigmoid", "silu"])
+"""Operations whose results the half precision path writes to memory in its format; the others it does in float32."""
 SET_UP = frozenset(["copy_", "detach_", "lift_fresh"])
 """Writes into float32 memory that leave a number as it is: how weights come to rest."""
+
+
+class Narrow(NamedTuple):
+    """Roundoff relative to the results of what is ``STORED``, and to ``weights`` of products: uniform within +-, which
+    has 1.4 times the deviation that rounding to the nearest has over all mantissas.
+
+    ``packed``: weights are int8 or int4 with bfloat16 scales: half a step is 1/254 of the row's largest number, int4's
+    zero is rounded at the height of it; the scale costs what plain bfloat16 does.
+    """
+
+    unit: float
+    packed: bool = False
 
 
 class _Kind(NamedTuple):
@@ -66,10 +82,12 @@ class Exact(TorchDispatchMode):
     """Within it, float32 operands are widened where they are used and new tensors are float64.
 
     Pools that are written must be made within it.  ``choices``: indices that ``topk`` gave, in order.
+    ``narrow``: roundings to a narrower format that are perturbed too.
     """
 
-    def __init__(self, seed: int | None = None) -> None:
+    def __init__(self, seed: int | None = None, narrow: Narrow | None = None) -> None:
         super().__init__()
+        self.narrow = narrow
         self.random = None if seed is None else torch.Generator().manual_seed(seed)
         self.choices: list[Tensor] = []
 
@@ -112,6 +130,8 @@ class Exact(TorchDispatchMode):
             raise NotImplementedError(f"{func}: tests/numerics.py has no error model for it")
         if isinstance(out, Tensor) and out.dtype == torch.float64:
             size = _size(name, func, args, kwargs, out)
+            if self.narrow:
+                size = size + _narrow_size(name, self.narrow, args, out)
             out.add_(size.mul_(self._uniform(out)).nan_to_num_(0.0, 0.0, 0.0))  # infinities of a mask stay
         return out
 
@@ -156,12 +176,44 @@ def product_error(x: Tensor, weight: Tensor) -> Tensor:
     return (x.double().abs() @ weight.double().abs().t()) * ((x.shape[-1] + 1) * UNIT)
 
 
+def narrow_error(x: Tensor, weight: Tensor, narrow: Narrow) -> Tensor:
+    """The same where results and weights are rounded to a narrower format, which no bound in any order tells from a
+    wrong weight: what independent roundings reach.  Compare the norm of all numbers, in which they even out.
+    """
+    x, weight = x.double(), weight.double().t()
+    return _narrow_size("mm", narrow, (x, weight), x @ weight) + product_error(x, weight.t())
+
+
+def attention_error(q: Tensor, k: Tensor, v: Tensor, scale: float) -> float:
+    """What one row of attention in float32 (q [D], k [n, D], v [n, Dv]) may be from the exact one, in any order: an
+    error e of scores scales weights by exp(2 e) at most, and there are n numbers to sum, twice.
+    """
+    scores = float((k.double().abs() @ q.double().abs()).max()) * scale * (q.shape[-1] + 2) * UNIT
+    return float(v.abs().max()) * (2 * scores + (2 * len(k) + 8) * UNIT)
+
+
 def _widened(x: Any) -> Any:
     if isinstance(x, Tensor):
         return x.double() if x.dtype == torch.float32 else x
     if isinstance(x, list | tuple) and x and isinstance(x[0], Tensor | None):
         return [_widened(y) for y in x]
     return torch.float64 if x is torch.float32 else x
+
+
+def _narrow_size(name: str, narrow: Narrow, args: Sequence[Any], out: Tensor) -> Tensor:
+    """What rounding results, and factors of products, to a narrower format adds to :func:`_size`."""
+    if name not in STORED:
+        return torch.zeros_like(out)
+    size = out.abs()
+    if name in PRODUCTS:
+        a, b = args[-2:]
+        a, b = (a[None] if a.dim() == 1 else a).double(), (b[:, None] if b.dim() == 1 else b).double()
+        terms = (a.square() @ b.square()).sqrt_()
+        if narrow.packed:  # either may be the weight
+            largest = a.norm(dim=-1, keepdim=True) * b.abs().amax(dim=-2, keepdim=True)
+            terms += largest.maximum(a.abs().amax(dim=-1, keepdim=True) * b.norm(dim=-2, keepdim=True))
+        size += terms.view_as(out)
+    return size.mul_(narrow.unit)
 
 
 def _size(name: str, func: Any, args: Sequence[Any], kwargs: dict[str, Any], out: Tensor) -> Tensor:

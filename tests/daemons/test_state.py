@@ -18,6 +18,7 @@ from lucevisor.wire.messages import CloseSequence, CopyPage, CopyState, OpenSequ
 from lucevisor.wire.messages import Pools as PoolSizes
 from lucevisor.wire.model_spec import LayerSpec, ModelSpec, StateTensor, attention_state
 from lucevisor.wire.values import PAGE_TOKENS, Dtype, LayerRange, Sampling, Space
+from tests.numerics import attention_error
 
 SIZES = PoolSizes(full_pages=12, window_pages=8, states=5)
 
@@ -303,7 +304,9 @@ def test_gathered_keys_are_those_a_position_may_see(seed, window):
                 low = max(0, t - reach + 1) if reach else 0
                 k, v = texts[piece.sequence][:, low : t + 1]
                 wanted = reference(q[row][None, None], k[None], v[None], None, scale=1.0)[0, 0]
-                assert torch.allclose(found[row], wanted, atol=1e-5)
+                group = q.shape[1] // k.shape[1]
+                heads = [attention_error(q[row, h], k[:, h // group], v[:, h // group], 1.0) for h in range(q.shape[1])]
+                assert bool(((found[row] - wanted).abs().amax(dim=-1) <= 2 * torch.tensor(heads)).all())
                 row += 1
 
 

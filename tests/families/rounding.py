@@ -10,13 +10,16 @@ from typing import NamedTuple
 from unittest import mock
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from daemons.models import stack
 from daemons.models.stage import Stage
+from daemons.ops.paged import GROUP, DensePages
 from lucevisor.wire.model_spec import ModelSpec
+from lucevisor.wire.values import Dtype
 from tests.families.chain import Chain, load_stages
-from tests.numerics import RUNS, Bound, Exact
+from tests.numerics import BFLOAT16, FLOAT16, RUNS, Bound, Exact, Narrow
 
 
 class Bounds(NamedTuple):
@@ -72,6 +75,53 @@ def bounds(spec: ModelSpec, ids: Sequence[int], load: Callable[[], list[Stage]] 
         if not torch.equal(one.repeat(RUNS, 1), many):
             raise AssertionError(f"{spec.name}: which experts are chosen hangs on rounding; take other tokens")
     return Bounds(Bound.of(logits[0], others), Bound.of(hidden[:, 0], others_hidden.transpose(0, 1)))
+
+
+class Formats(NamedTuple):
+    """Of a run that is not float32: ``dtype`` of weights and results, ``kv`` of pages, ``packed`` weights."""
+
+    dtype: Dtype = Dtype.FLOAT32
+    kv: Dtype = Dtype.FLOAT32
+    packed: bool = False
+
+
+MIDDLE_RUNS = 3
+"""Perturbed runs of which the worst counts: the middle row hardly differs between them."""
+MIDDLE_SAFETY = 1.25
+"""As the worst of few runs is a guess at the worst."""
+UNITS = {Dtype.BFLOAT16: BFLOAT16, Dtype.FLOAT16: FLOAT16}
+
+
+def middle_error(found: Tensor, wanted: Tensor) -> float:
+    """Relative error of the middle one of all rows: a token whose last choice of expert hangs on the rounding may
+    change as a whole.
+    """
+    return float(((found.double() - wanted.double()).norm(dim=1) / wanted.double().norm(dim=1)).median())
+
+
+def explained(spec: ModelSpec, ids: Sequence[int], exact: Tensor, formats: Formats) -> float:
+    """The largest :func:`middle_error` beside ``exact`` that rounding to ``formats`` explains: that of the float32 path
+    when weights, results and pages are perturbed by as much.  The narrow path itself is not asked.
+    """
+    narrow = None if formats.dtype is Dtype.FLOAT32 else Narrow(UNITS[formats.dtype], formats.packed)
+    stages, write = load_exact(lambda: load_stages(spec)), DensePages.write
+
+    def rounded(pages: DensePages, slots: Tensor, rows: Tensor) -> None:
+        if formats.kv is Dtype.Q8_0:  # half a step, and the scale is float16
+            groups = F.pad(rows, (0, -rows.shape[-1] % GROUP)).unflatten(-1, (-1, GROUP)).abs()
+            size = (groups.amax(dim=-1, keepdim=True) * (0.5 / 127 + FLOAT16)).expand_as(groups)
+            size = size.flatten(-2)[..., : rows.shape[-1]]
+        else:
+            size = rows.abs() * UNITS.get(formats.kv, 0.0)
+        write(pages, slots, rows + size * (2 * torch.rand(rows.shape, generator=noise) - 1))
+
+    noise = torch.Generator().manual_seed(0)
+    with mock.patch.object(DensePages, "write", rounded), Exact(0, narrow):
+        chain = Chain(spec, stages)
+        for i in range(MIDDLE_RUNS):
+            chain.open(i)
+        found = chain.run(*((i, ids) for i in range(MIDDLE_RUNS))).unflatten(0, (MIDDLE_RUNS, -1))
+    return MIDDLE_SAFETY * max(middle_error(x, exact) for x in found)
 
 
 def assert_same_tokens(spec: ModelSpec, prompt: Sequence[int], found: Sequence[int], wanted: Sequence[int]) -> None:
