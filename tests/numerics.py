@@ -136,7 +136,7 @@ class Exact(TorchDispatchMode):
         return out
 
     def _uniform(self, x: Tensor) -> Tensor:
-        return torch.rand(x.shape, generator=self.random, dtype=torch.float64).mul_(2).sub_(1)
+        return torch.rand(x.shape, generator=self.random, dtype=torch.float64).mul_(2).sub_(1).to(x.device)
 
 
 class Bound(NamedTuple):

@@ -10,10 +10,11 @@ import sys
 import venv
 from pathlib import Path
 
-import numpy as np
 import pytest
+import torch
 
 from tests.e2e.service import GOLDEN, running, write_config
+from tests.families.test_golden import opened
 
 DAEMON_PACKAGES = ("torch", "numpy", "gguf", "msgspec")
 
@@ -57,7 +58,7 @@ def test_the_environment_is_bare(bare_python: Path) -> None:
 
 
 async def test_a_daemon_of_another_environment_computes_the_golden_numbers(bare_python: Path, tmp_path: Path) -> None:
-    golden = np.load(GOLDEN / "qwen35" / "golden.npz")
+    golden = opened("qwen35")
     config = write_config(
         tmp_path,
         GOLDEN / "qwen35" / "model.gguf",
@@ -73,5 +74,5 @@ async def test_a_daemon_of_another_environment_computes_the_golden_numbers(bare_
         assert hello.executable == str(bare_python)
         assert hello.executable != sys.executable
         assert service.engine is not None
-        rows = await service.engine.run_ids(golden["input_ids"].tolist(), want_hidden=False, rows_per_step=64)
-        assert np.abs(rows.logits - golden["logits"]).max() < 2e-4
+        rows = await service.engine.run_ids(golden.ids, want_hidden=False, rows_per_step=64)
+        golden.assert_logits(torch.from_numpy(rows.logits))

@@ -13,9 +13,11 @@ from typing import Any
 import numpy as np
 import psutil
 import pytest
+import torch
 
 from tests.e2e.process import DEMO, ROOT, Cli, alive, wait_until
 from tests.e2e.service import GOLDEN, write_config
+from tests.families.test_golden import opened
 
 
 def test_demo_answers_restarts_a_shard_and_leaves_nothing(cli: Cli) -> None:
@@ -129,15 +131,15 @@ def test_a_wrong_configuration_is_one_clear_error_and_exit_code_2(cli: Cli, over
 
 
 def test_logits_writes_the_golden_numbers(cli: Cli, tmp_path: Path) -> None:
-    golden = np.load(GOLDEN / "qwen35" / "golden.npz")
+    golden = opened("qwen35")
     extra = '[engine]\ndtype = "float32"\n'
     config = write_config(tmp_path, GOLDEN / "qwen35" / "model.gguf", {"a": 1, "b": 1}, ["0-3", "3-8"], extra)
-    (tmp_path / "ids.json").write_text(json.dumps(golden["input_ids"].tolist()))
+    (tmp_path / "ids.json").write_text(json.dumps(golden.ids))
     cli.run("logits", str(config), "--ids", str(tmp_path / "ids.json"), "--out", str(tmp_path / "out.npz"))
     got = np.load(tmp_path / "out.npz")
     assert got["logits"].dtype == np.float32
-    assert np.abs(got["logits"] - golden["logits"]).max() < 2e-4
-    assert np.abs(got["hidden"] - golden["hidden"]).max() < 2e-4
+    golden.assert_logits(torch.from_numpy(got["logits"]))
+    golden.bounds.assert_layers(torch.from_numpy(got["hidden"]), golden.hidden)
 
 
 def test_importing_the_command_line_is_cheap() -> None:

@@ -11,9 +11,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 from tests.e2e.process import DEMO, Cli
 from tests.e2e.service import GOLDEN, generate, running
+from tests.families.test_golden import opened
 
 pytestmark = pytest.mark.gpu
 
@@ -50,23 +52,20 @@ PLACEMENTS = {
 
 @pytest.mark.parametrize("placement", PLACEMENTS)
 async def test_float32_on_any_mixture_is_golden(placement: str, tmp_path: Path) -> None:
-    """Tolerance 5e-4 on logits and on the hidden states after every layer, greedy tokens identical."""
+    """As near as two float32 runs must be: logits, hidden states after every layer, greedy tokens."""
     n, devices, ranges = PLACEMENTS[placement]
     if gpu_count() < n:
         pytest.skip(f"needs {n} GPUs, {gpu_count()} are here")
-    golden = np.load(GOLDEN / "qwen35" / "golden.npz")
+    golden = opened("qwen35")
     devices = [d.replace("cudab:", "cuda2:") for d in devices]
     config = mixed_config(tmp_path, GOLDEN / "qwen35" / "model.gguf", devices, ranges, '[engine]\ndtype = "float32"\n')
     async with running(config, tmp_path) as service:
         assert service.engine is not None
-        rows = await service.engine.run_ids(golden["input_ids"].tolist(), want_hidden=True, rows_per_step=64)
+        rows = await service.engine.run_ids(golden.ids, want_hidden=True, rows_per_step=64)
         assert rows.hidden is not None
-        errors = [float(np.abs(a - b).max()) for a, b in zip(rows.hidden, golden["hidden"], strict=True)]
-        print(f"{placement}: hidden {max(errors):.1e}, logits {np.abs(rows.logits - golden['logits']).max():.1e}")
-        assert max(errors) < 5e-4, errors
-        assert np.abs(rows.logits - golden["logits"]).max() < 5e-4
-        prompt = golden["input_ids"][: int(golden["prompt_len"])].tolist()
-        assert await generate(service, prompt, 32) == golden["greedy"].tolist()
+        golden.bounds.assert_layers(torch.from_numpy(rows.hidden), golden.hidden)
+        golden.assert_logits(torch.from_numpy(rows.logits))
+        golden.assert_tokens(await generate(service, golden.prompt, 32))
 
 
 @pytest.mark.parametrize("placement", ["one gpu", "gpu then cpu", "two gpus, two groups"])

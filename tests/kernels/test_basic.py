@@ -13,11 +13,14 @@ import torch.nn.functional as F  # noqa: E402
 from daemons.ops.basic import RmsNorm, plain_rope, rotate  # noqa: E402
 from daemons.ops.basic import gated as torch_gated  # noqa: E402
 from daemons.ops.triton import basic  # noqa: E402
+from tests.kernels.limits import assert_near  # noqa: E402
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPES = [torch.float32, torch.float16] + ([torch.bfloat16] if DEVICE == "cuda" else [])
 STEP = {torch.float32: 4e-6, torch.float16: 2.0**-10, torch.bfloat16: 2.0**-7}
-"""Relative distance of neighbouring numbers; for float32 what a sum of some thousand in another order may differ by."""
+"""Relative distance of neighbouring numbers.  For float32 67 roundoffs: a gate's exp takes an argument of up to 16,
+perhaps times log2(e), whose rounding it multiplies by as much, and a few roundings follow.
+"""
 ONCE = {torch.float32: 1, torch.float16: 0.51, torch.bfloat16: 0.51}
 """Steps between a number and what it is rounded to; the kernels' own error comes on top."""
 TWICE = {torch.float32: 1, torch.float16: 1.51, torch.bfloat16: 1.51}
@@ -56,36 +59,41 @@ def close(found, wanted, steps=1.0, atol=1e-6):
 # ---- norms
 
 
+def norm_of(found, norm, x):
+    assert found.is_contiguous()
+    assert_near(found, norm.float32, x)
+
+
 @pytest.mark.parametrize(("t", "d"), [(1, 5120), (3, 2816), (2, 8192), (5, 128), (17, 256), (9, 80), (1, 16384)])
 def test_rms_norm_of_rows(dtype, t, d):
     x, weight = normal(t, d, dtype=dtype), normal(d, seed=3) + 1
     found = basic.rms_norm(x, weight, EPS)
     assert found.dtype == dtype
-    close(found, RmsNorm(weight, d, EPS)(x))
-    close(basic.rms_norm(x, None, EPS), RmsNorm(None, d, EPS, x.device)(x))
+    norm_of(found, RmsNorm(weight, d, EPS), x)
+    norm_of(basic.rms_norm(x, None, EPS), RmsNorm(None, d, EPS, x.device), x)
 
 
 @pytest.mark.parametrize(("t", "h", "d"), [(1, 48, 128), (7, 3, 256), (33, 5, 96), (2, 1, 512)])
 def test_rms_norm_of_heads(dtype, t, h, d):
     x, weight = cut(t, h, d, dtype=dtype), normal(h, d, seed=3) + 1
-    close(basic.rms_norm(x, weight, EPS), RmsNorm(weight, d, EPS)(x))
-    close(basic.rms_norm(x[:, :1], weight[0], EPS), RmsNorm(weight[0], d, EPS)(x[:, :1]))
+    norm_of(basic.rms_norm(x, weight, EPS), RmsNorm(weight, d, EPS), x)
+    norm_of(basic.rms_norm(x[:, :1], weight[0], EPS), RmsNorm(weight[0], d, EPS), x[:, :1])
     float32 = basic.rms_norm(x, weight, EPS, torch.float32)
     assert float32.dtype == torch.float32
-    close(float32, RmsNorm(weight, d, EPS).float32(x))
+    norm_of(float32, RmsNorm(weight, d, EPS), x)
 
 
 def test_rms_norm_of_other_shapes(dtype):
     weight = normal(6, 64, seed=3)
     x = normal(2, 5, 6, 64, dtype=dtype)
-    close(basic.rms_norm(x, weight, EPS), RmsNorm(weight, 64, EPS)(x))
-    close(basic.rms_norm(x[0, 0, 0], weight[0], EPS), RmsNorm(weight[0], 64, EPS)(x[0, 0, 0]))
+    norm_of(basic.rms_norm(x, weight, EPS), RmsNorm(weight, 64, EPS), x)
+    norm_of(basic.rms_norm(x[0, 0, 0], weight[0], EPS), RmsNorm(weight[0], 64, EPS), x[0, 0, 0])
     assert basic.rms_norm(x[:0], weight, EPS).shape == (0, 5, 6, 64)
 
 
 def test_rms_norm_counts_eps(dtype):
     x, weight = normal(4, 128, dtype=dtype) * 1e-3, torch.ones(128, device=DEVICE)
-    close(basic.rms_norm(x, weight, 1e-5), RmsNorm(weight, 128, 1e-5)(x), steps=2)
+    norm_of(basic.rms_norm(x, weight, 1e-5), RmsNorm(weight, 128, 1e-5), x)
 
 
 @pytest.mark.parametrize(("t", "d"), [(1, 5120), (6, 2816), (3, 100), (1, 8192)])
@@ -95,7 +103,7 @@ def test_add_rms_norm(dtype, t, d):
     assert total.dtype == found.dtype == dtype
     assert total.is_contiguous()
     assert torch.equal(total, h + delta)
-    close(found, RmsNorm(weight, d, EPS)(h + delta))
+    norm_of(found, RmsNorm(weight, d, EPS), h + delta)
 
 
 def test_the_norm_is_that_of_the_rounded_sum(dtype):
@@ -120,9 +128,9 @@ def apart(t, h, d, dtype):
 
 def test_norms_of_heads_that_lie_apart(dtype):
     x, weight = apart(5, 3, 32, dtype), normal(3, 32, seed=3)
-    close(basic.rms_norm(x, weight, EPS), RmsNorm(weight, 32, EPS)(x))
+    norm_of(basic.rms_norm(x, weight, EPS), RmsNorm(weight, 32, EPS), x)
     one, none = torch.ones(5, 1, 8, device=DEVICE), torch.zeros(5, 1, 8, device=DEVICE)
-    close(basic.query_key(x, weight, EPS, one, none), RmsNorm(weight, 32, EPS)(x))
+    norm_of(basic.query_key(x, weight, EPS, one, none), RmsNorm(weight, 32, EPS), x)
 
 
 # ---- queries and keys
@@ -137,11 +145,9 @@ def test_query_key(dtype, t, h, d, half):
     positions = torch.arange(t, device=DEVICE) * 37 + 5
     cos, sin = plain_rope(2 * half, 1e6, torch.device(DEVICE)).tables(positions)
     cos, sin = cos * 1.25, sin * 1.25  # a magnitude, which the dims that stay must not get
-    wanted = rotate(RmsNorm(weight, d, EPS).float32(x), cos, sin)
     found = basic.query_key(x, weight, EPS, cos, sin)
     assert found.dtype == dtype
-    # a difference of two products: its error is relative to them
-    torch.testing.assert_close(found.float(), wanted, rtol=STEP[dtype] / 2, atol=1e-5)
+    assert_near(found, lambda x: rotate(RmsNorm(weight, d, EPS).float32(x), cos, sin), x)
     assert found.is_contiguous()
 
 

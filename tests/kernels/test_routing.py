@@ -12,10 +12,10 @@ from daemons.ops.kernels import Kernels  # noqa: E402
 from daemons.ops.operations import FEW_TOKENS, Reference  # noqa: E402
 from daemons.ops.router import Router  # noqa: E402
 from daemons.ops.triton.routing import choose, scores_few, weighted  # noqa: E402
+from tests.kernels.limits import assert_near  # noqa: E402
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPES = [torch.float32, torch.float16] + ([torch.bfloat16] if DEVICE == "cuda" else [])
-ROUNDED = {torch.float32: 2e-6, torch.float16: 2.0**-9, torch.bfloat16: 2.0**-6}
 
 
 @pytest.fixture(autouse=True)
@@ -41,8 +41,7 @@ def router_of(n_experts, width, k, *, gating="softmax", normalise=True, scale=1.
 @pytest.mark.parametrize(("tokens", "width", "n_scores"), [(1, 2048, 257), (3, 2816, 128), (16, 96, 5), (2, 40, 1)])
 def test_scores(dtype, tokens, width, n_scores):
     x, weight = normal(tokens, width, dtype=dtype), normal(n_scores, width, seed=3)
-    wanted = x.double() @ weight.double().t()
-    assert (scores_few(x, weight).double() - wanted).norm() / wanted.norm() < 1e-6
+    assert_near(scores_few(x, weight), lambda x: x @ weight.t(), x)
 
 
 @pytest.mark.parametrize("tokens", [1, 9])
@@ -99,12 +98,19 @@ def test_weighted_sum(dtype, tokens, k, width, beside):
     opening = torch.sigmoid(normal(tokens, seed=4)) if beside == "gated" else None
     found = weighted(results, weights, shared, opening)
     assert found.dtype == dtype
-    wanted = (results.double() * weights.double().unsqueeze(2)).sum(1)
+
+    def form(results, weights, beside):
+        return (results * weights.unsqueeze(2)).sum(1) + beside
+
+    added = torch.zeros(1, device=DEVICE)
     if shared is not None:
-        wanted += shared.double() * (1.0 if opening is None else opening.double().unsqueeze(1))
-    torch.testing.assert_close(found.double(), wanted, rtol=ROUNDED[dtype], atol=ROUNDED[dtype])
-    plain = Reference().weighted(results, weights, shared, opening)
-    torch.testing.assert_close(found.double(), plain.double(), rtol=4 * ROUNDED[dtype], atol=4 * ROUNDED[dtype])
+        added = shared.float() * (1.0 if opening is None else opening.unsqueeze(1))  # rounded once more: an ulp of it
+    assert_near(found, form, results, weights, added)
+    # the plain form rounds each product and each sum to the dtype
+    largest = float((results.abs().float() * weights.unsqueeze(2)).sum(1).max() + added.abs().max())
+    assert_near(
+        Reference().weighted(results, weights, shared, opening), form, results, weights, added, rounded=4 * largest
+    )
 
 
 @pytest.mark.parametrize("tokens", [1, FEW_TOKENS, FEW_TOKENS + 1])

@@ -23,6 +23,7 @@ SOURCES = (
     "daemons/quants.py",
     "lucevisor/wire/ggml_types.py",
     "tests/kernels/**/*.py",
+    "tests/numerics.py",  # how near is near
 )
 VERSIONS = ("torch", "triton")
 
