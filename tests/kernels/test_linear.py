@@ -221,8 +221,9 @@ def test_an_offset_of_the_activations_leaves_the_result(kind, dtype):
 
 @of_kinds
 def test_a_large_activation_leaves_the_small_ones(kind):
-    """Outliers, as layers have them.  BIAS makes each cost its own group bits even where its weight is 0, so what is
-    lost goes by the largest weight; of what the others add up to it is a fiftieth at most.
+    """Outliers, as layers have them.  A group of 32 is a float32 sum of (code + 1024) x, so an outlier costs its group
+    bits even where its weight is 0: each of the additions behind it rounds by u (code + 1024) step |x| at most, all
+    by sqrt(32 / 3) of that in the standard deviation, five of which are 16: a fifth of what the others add up to.
     """
     m = Matrix.random(kind, 32, 512)
     x = normal(4, 512, dtype=torch.float16)
@@ -230,9 +231,11 @@ def test_a_large_activation_leaves_the_small_ones(kind):
     x[:, 5], x[1, 40] = 3000.0, -2000.0
     found, wanted = multiply(m.kind, m.planes, x), x.double() @ m.numbers.t()
     over = (found.double() - wanted).abs() - ROUNDING[x.dtype] * wanted.abs()
-    allowed = 1e-5 * x.double().abs().sum(dim=1, keepdim=True) * m.numbers.abs().max()
+    n_codes = 1 << int(kind[1])
+    step = 2 * m.numbers.abs().max() / n_codes
+    allowed = 16 * 2.0**-24 * (1024 + n_codes) * step * x.double().abs().sum(dim=1, keepdim=True)
     assert bool((over <= allowed).all()), float((over / allowed).max())
-    assert float(allowed.max()) < 0.02 * float(others.std())
+    assert float(allowed.max()) < 0.2 * float(others.std())
 
 
 @of_kinds
