@@ -203,8 +203,8 @@ async def test_500_clients():
 async def test_bodies_at_once_wait_their_turn(server):
     """Four bodies of 33 MB: one after the other is read, and a short request beside them is answered at once.
 
-    The loop stood 100 to 140 ms in one run of the whole suite, and never alone or beside other load.  The 132 MB of fresh
-    pages that a virtual machine asks its host for are suspected, not shown; reading them in the loop would take seconds.
+    The loop stood 100 to 140 ms in one run of the whole suite, and never alone or beside other load.  That a virtual
+    machine asks its host for the 132 MB of fresh pages is suspected, not shown; reading them in the loop takes seconds.
     """
 
     async def work() -> None:
