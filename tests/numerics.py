@@ -13,6 +13,7 @@ from functools import cache
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -190,6 +191,19 @@ def attention_error(q: Tensor, k: Tensor, v: Tensor, scale: float) -> float:
     """
     scores = float((k.double().abs() @ q.double().abs()).max()) * scale * (q.shape[-1] + 2) * UNIT
     return float(v.abs().max()) * (2 * scores + (2 * len(k) + 8) * UNIT)
+
+
+def q8_error(x: Tensor) -> Tensor:
+    """How far numbers [..., D] kept in q8_0 may be from ``x``: half a step of their group's float16 scale.
+
+    Codes end at 127, which a scale that was rounded down leaves behind by 127 times what was lost; float32 rounds the
+    inverse, a code and a product by up to 127 u of the step each.
+    """
+    groups = F.pad(x, (0, -x.shape[-1] % 32)).unflatten(-1, (-1, 32)).double().abs()
+    largest = groups.amax(dim=-1, keepdim=True)
+    step = (largest.float() / 127).half().double()
+    error = (step / 2).maximum(largest - 127 * step) + step * (3 * 127 * UNIT)
+    return error.expand_as(groups).flatten(-2)[..., : x.shape[-1]]
 
 
 def _widened(x: Any) -> Any:

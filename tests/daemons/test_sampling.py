@@ -10,13 +10,14 @@ from hypothesis import strategies as st
 
 from daemons.sampling import Row, Sampler, adjust, draw, uniform
 from lucevisor.wire.values import Sampling
+from tests.numerics import UNIT, bound
 
 CPU = torch.device("cpu")
 
 
 def kept_by_hand(logits: np.ndarray, s: Sampling) -> np.ndarray:
     """The distribution after temperature, top_k, top_p, min_p, in float64, the slow and plain way."""
-    p = np.exp((logits - logits.max()) / s.temperature, dtype=np.float64)
+    p = np.exp((logits.astype(np.float64) - logits.max()) / s.temperature)
     p /= p.sum()
     order = np.argsort(-p, kind="stable")
     if s.top_k > 0:
@@ -29,6 +30,15 @@ def kept_by_hand(logits: np.ndarray, s: Sampling) -> np.ndarray:
         total += p[i]
     p[p < s.min_p * p.max()] = 0
     return p / p.sum()
+
+
+def border_error(logits: torch.Tensor, s: Sampling) -> float:
+    """How far a border between two tokens, in running sums of probabilities, is from the exact one.
+
+    The temperature and its division are rounded to float32, the rest is float64: exponents are off by 2 u of their
+    size, those of a token and of the total; what is kept has a total as well.
+    """
+    return 8 * UNIT * float(logits.abs().max()) / s.temperature
 
 
 @given(st.integers(0, 2**64 - 1), st.integers(0, 10**6))
@@ -60,10 +70,10 @@ def test_draws_follow_the_filtered_distribution(sampling: Sampling) -> None:
     logits = torch.randn(1, 64, generator=torch.Generator().manual_seed(3)) * 2
     expected = kept_by_hand(logits[0].numpy(), sampling)
     n = 20000
-    u = [(i + 0.5) / n for i in range(n)]  # a stratified sample: frequencies are exact to 1/n a token
+    u = [(i + 0.5) / n for i in range(n)]  # a stratified sample: one more or less between two borders
     tokens = draw(logits.repeat(n, 1), [sampling] * n, u)
     frequency = np.bincount(tokens, minlength=64) / n
-    assert np.abs(frequency - expected).max() < 2e-4
+    assert np.abs(frequency - expected).max() <= 1 / n + 2 * border_error(logits, sampling)
 
 
 @pytest.mark.parametrize(
@@ -79,7 +89,11 @@ def test_flat_distributions_wider_than_the_candidates_are_drawn_from_whole(sampl
     order = np.argsort(-expected, kind="stable")
     running = np.cumsum(expected[order])
     by_hand = [order[np.searchsorted(running, v, side="right")] for v in u]
-    assert sum(a == b for a, b in zip(tokens, by_hand, strict=True)) >= n - 3  # ties of float rounding aside
+    near = border_error(logits, sampling)
+    sure = [np.abs(running - v).min() > near for v in u]
+    assert sum(sure) >= n - 1
+    for token, wanted, decided in zip(tokens, by_hand, sure, strict=True):
+        assert not decided or logits[0, token] == logits[0, wanted]  # equal ones stand in any order
 
 
 def test_a_row_does_not_depend_on_its_batch() -> None:
@@ -99,7 +113,7 @@ def test_penalties_count_history_and_carried_tokens() -> None:
     x = torch.tensor([1.0, 4.0, -1.0, 3.0, 0.0, 0.0])
     adjust(row, x)
     expected = [1.0, 4 / 2 - 0.5 - 3 * 0.25, -1 * 2 - 0.5 - 0.25, 3.0, 0.0, 0.0]
-    assert x.tolist() == pytest.approx(expected)
+    assert x.tolist() == expected  # float32 holds all of them
 
 
 def test_repetition_penalty_is_that_of_transformers() -> None:
@@ -111,7 +125,8 @@ def test_repetition_penalty_is_that_of_transformers() -> None:
     sampler.open(0, Sampling(repetition_penalty=1.7), history=seen[0].tolist())
     got = logits[0].clone()
     adjust(sampler.rows[0], got)
-    assert torch.allclose(got, expected[0])
+    # each side rounds the penalty and one operation
+    assert bool(((got.double() - expected[0].double()).abs() <= 4 * UNIT * expected[0].double().abs()).all())
 
 
 def test_bias_decides_and_banned_ids_never_appear() -> None:
@@ -126,12 +141,13 @@ def test_greedy_and_drawn_rows_share_a_batch_and_logprobs_are_the_models_own() -
     sampler = Sampler(40, CPU)
     sampler.open(0, Sampling(temperature=0, n_top_logprobs=3), [])
     sampler.open(1, Sampling(temperature=0.5, seed=11, n_top_logprobs=0), [])
-    reference = torch.log_softmax(logits, dim=-1)
+    exact, allowed = bound(lambda x: torch.log_softmax(x, dim=-1).unsqueeze(-1), logits)  # of each by itself
     greedy, drawn = sampler.sample([0, 1], [9, 9], logits.clone())
     assert greedy.token == int(logits[0].argmax())
-    assert greedy.logprob == pytest.approx(float(reference[0, greedy.token]))
-    assert [i for i, _ in greedy.top] == reference[0].topk(3).indices.tolist()
-    assert drawn.logprob == pytest.approx(float(reference[1, drawn.token]))
+    assert abs(greedy.logprob - float(exact[0, greedy.token])) <= float(allowed[0, greedy.token])
+    assert [i for i, _ in greedy.top] == exact[0, :, 0].topk(3).indices.tolist()
+    assert greedy.top[0] == (greedy.token, greedy.logprob)
+    assert abs(drawn.logprob - float(exact[1, drawn.token])) <= float(allowed[1, drawn.token])
     assert drawn.top == []
     assert sampler.sample([1], [9], logits[1:].clone())[0].token == drawn.token
 
