@@ -61,6 +61,12 @@ class Narrow(NamedTuple):
     packed: bool = False
 
 
+TF32X3 = 20 * UNIT
+"""Error of a product of two numbers as three of TF32: a number is its first 11 bits and, cut off, the next 11, which is
+8u off; so are both factors, and the product of the seconds, which is left out, is 4u.
+"""
+
+
 class _Kind(NamedTuple):
     name: str
     composite: bool
@@ -83,12 +89,12 @@ class Exact(TorchDispatchMode):
     """Within it, float32 operands are widened where they are used and new tensors are float64.
 
     Pools that are written must be made within it.  ``choices``: indices that ``topk`` gave, in order.
-    ``narrow``: roundings to a narrower format that are perturbed too.
+    ``narrow``: roundings to a narrower format that are perturbed too.  ``tf32x3``: products are those of matrix units.
     """
 
-    def __init__(self, seed: int | None = None, narrow: Narrow | None = None) -> None:
+    def __init__(self, seed: int | None = None, narrow: Narrow | None = None, *, tf32x3: bool = False) -> None:
         super().__init__()
-        self.narrow = narrow
+        self.narrow, self.tf32x3 = narrow, tf32x3
         self.random = None if seed is None else torch.Generator().manual_seed(seed)
         self.choices: list[Tensor] = []
 
@@ -124,13 +130,13 @@ class Exact(TorchDispatchMode):
     def _perturbed(self, name: str, func: Any, args: list[Any], kwargs: dict[str, Any]) -> Any:
         if name == "linalg_solve_triangular":  # backward stable: the exact solution for a matrix nearby
             matrix = args[0]
-            args[0] = matrix + matrix * self._uniform(matrix) * (UNIT * (matrix.shape[-1] / 2) ** 0.5)
+            args[0] = matrix + matrix * self._uniform(matrix) * _summed(matrix.shape[-1], self.tf32x3)
             return func(*args, **kwargs)
         out = func(*args, **kwargs)
         if isinstance(out, tuple) and any(x.is_floating_point() for x in out):
             raise NotImplementedError(f"{func}: tests/numerics.py has no error model for it")
         if isinstance(out, Tensor) and out.dtype == torch.float64:
-            size = _size(name, func, args, kwargs, out)
+            size = _size(name, func, args, kwargs, out, self.tf32x3)
             if self.narrow:
                 size = size + _narrow_size(name, self.narrow, args, out)
             out.add_(size.mul_(self._uniform(out)).nan_to_num_(0.0, 0.0, 0.0))  # infinities of a mask stay
@@ -235,7 +241,14 @@ def _narrow_size(name: str, narrow: Narrow, args: Sequence[Any], out: Tensor) ->
     return size.mul_(narrow.unit)
 
 
-def _size(name: str, func: Any, args: Sequence[Any], kwargs: dict[str, Any], out: Tensor) -> Tensor:
+def _summed(n: int, tf32x3: bool) -> float:
+    """Error of a sum of n products, relative to the 2-norm of the terms.  Matrix units cut partial sums off, by 2u."""
+    return TF32X3 + ULP * (n / 2) ** 0.5 if tf32x3 else max(ULP, UNIT * (n / 2) ** 0.5)
+
+
+def _size(
+    name: str, func: Any, args: Sequence[Any], kwargs: dict[str, Any], out: Tensor, tf32x3: bool = False
+) -> Tensor:
     """The largest error of each number of ``out = func(*args)``.
 
     The error of a sum of n terms, every step rounded by up to u, has a standard deviation of at most u sqrt(n / 6)
@@ -245,12 +258,14 @@ def _size(name: str, func: Any, args: Sequence[Any], kwargs: dict[str, Any], out
     if name in PRODUCTS:
         squares = [x.square() if isinstance(x, Tensor) else x for x in args]
         n = args[-1].shape[-1 if args[-1].dim() == 1 else -2]
-        return func(*squares, **{k: abs(x) for k, x in kwargs.items()}).sqrt_().mul_(max(ULP, UNIT * (n / 2) ** 0.5))
+        return func(*squares, **{k: abs(x) for k, x in kwargs.items()}).sqrt_().mul_(_summed(n, tf32x3))
     if name in ("sum", "mean"):
         n = args[0].numel() // max(1, out.numel())
         return func(args[0].abs(), *args[1:], **kwargs).mul_(UNIT * (n / 3) ** 0.5)
     if name == "cumsum":
         return func(args[0].abs(), *args[1:], **kwargs).mul_(UNIT * (out.shape[args[1]] / 3) ** 0.5)
+    if name == "cumprod":  # as many roundings as factors
+        return out.abs() * (UNIT * out.shape[args[1]] ** 0.5)
     if name == "linalg_vector_norm":
         return out * (UNIT * (args[0].numel() / max(1, out.numel()) / 3) ** 0.5)
     if name in ("_softmax", "_safe_softmax", "_log_softmax"):

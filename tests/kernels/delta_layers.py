@@ -1,31 +1,166 @@
-"""A random gated delta net for tests of its kernels: weights, the plain form, pools."""
+"""A random gated delta net: kernels of its mixer beside the daemon's block, as near as rounding lets them be.
+
+The block is run in float64, and once more with every operation perturbed (``tests.numerics``).
+"""
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from types import SimpleNamespace
 
 import torch
 from torch import Tensor
 
 from daemons.models.blocks import DeltaNet, DeltaShape, DeltaWeights
 from daemons.ops.basic import RmsNorm
+from daemons.ops.delta_rule import CHUNK
 from daemons.ops.operations import MixWeights, Reference
+from daemons.state.batch import Group
+from tests.kernels.limits import assert_within
+from tests.numerics import RUNS, Bound, Exact
 
 EPS = 1e-6
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+Results = tuple[Tensor, Tensor, Tensor]
+"""Outputs [B, n, n_value, dim], convolution windows [B, taps - 1, C] and matrices S [B, n_value, dim, dim]."""
+Form = Callable[[Tensor, Tensor, Tensor], Results]
+"""Of input columns [B, n, columns], windows and matrices in front of them."""
+
+Bounds = tuple[Bound, Tensor, Bound]
+"""Of outputs and matrices; windows are copies."""
 
 
-def random_net(
-    n_key: int, n_value: int, dim: int, n_taps: int, decay: tuple[float, float], n_states: int, device: str
-) -> tuple[MixWeights, DeltaNet, Tensor, Tensor]:
-    """``decay``: exp A of the first and of the last head.  The net has copies of the two pools, ``n_states`` long."""
-    g = torch.Generator().manual_seed(0)
-    shape = DeltaShape(n_key, n_value, dim)
+class ChunkNet(DeltaNet):
+    """The block with the chunked rule as kernels compute it: decays are multiplied, where the daemon's torch form adds
+    their logarithms, which costs digits when they are large (``daemons.ops.triton.delta_chunks`` has the formulas).
+    """
 
-    def random(*extent: int) -> Tensor:
-        return torch.randn(*extent, generator=g).to(device)
+    def _recur(self, group: Group, qk: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> Tensor:
+        s, parts = group.load_state(self.states), []
+        borders = list(range(CHUNK - group.offset, group.n_tokens, CHUNK))
+        rows = [x.transpose(1, 2).tensor_split(borders, dim=2) for x in (*qk.unbind(2), v, g.exp(), beta)]
+        for q, k, v, kept, beta in zip(*rows, strict=True):  # [B, N, tokens, D] and [B, N, tokens]
+            beta, unit = beta.unsqueeze(-1), torch.eye(q.shape[2], device=q.device)
+            below = torch.ones_like(unit).tril(-1).bool()
+            ratio = torch.where(below, kept.unsqueeze(-1), torch.ones_like(unit)).cumprod(dim=-2).tril()
+            grown, left = kept.cumprod(dim=-1).unsqueeze(-1), ratio[..., -1, :].unsqueeze(-1)
+            lower = (k @ k.mT * ratio * beta).tril(-1)
+            inverse = torch.linalg.solve_triangular(lower, unit.expand_as(lower), upper=False, unitriangular=True)
+            u = inverse * beta.mT @ (v - grown * (k @ s))
+            parts.append(grown * (q @ s) + q @ k.mT * ratio @ u)
+            s = grown[..., -1:, :] * s + k.mT @ (u * left)
+        group.store_state(self.states, s)
+        return torch.cat(parts, dim=2).transpose(1, 2)
 
-    taps, dt, weight = random(n_taps, shape.channels), random(n_value), random(dim)
-    rates = -torch.linspace(*decay, n_value).to(device)
-    norm = RmsNorm(weight, dim, EPS)
-    pools = random(n_states, n_taps - 1, shape.channels), random(n_states, n_value, dim, dim)
-    weights = DeltaWeights(None, None, taps, rates, dt, norm)  # type: ignore[arg-type]  # the matrices are around it
-    net = DeltaNet(shape, weights, pools[0].clone(), pools[1].clone(), Reference())
-    return MixWeights(n_key, n_value, dim, taps, rates, dt, norm), net, *pools
+
+@dataclass
+class Layer:
+    """A mixer, the blocks that it is compared with, and pools of states for its kernels.
+
+    ``net``: the daemon's block; ``chunks``: of the same weights.  ``precision``: of the kernels' products.
+    """
+
+    mixer: MixWeights
+    net: DeltaNet
+    chunks: ChunkNet
+    convolution: Tensor
+    states: Tensor
+    precision: str = "ieee"
+
+    @classmethod
+    def random(
+        cls, n_key: int, n_value: int, dim: int, n_taps: int, decay: tuple[float, float], n_states: int
+    ) -> Layer:
+        """``decay``: exp A of the first and of the last head."""
+        g = torch.Generator().manual_seed(0)
+        shape = DeltaShape(n_key, n_value, dim)
+
+        def random(*extent: int) -> Tensor:
+            return torch.randn(*extent, generator=g).to(DEVICE)
+
+        taps, dt, weight = random(n_taps, shape.channels), random(n_value), random(dim)
+        rates = -torch.linspace(*decay, n_value).to(DEVICE)
+        norm = RmsNorm(weight, dim, EPS)
+        pools = random(n_states, n_taps - 1, shape.channels), random(n_states, n_value, dim, dim)
+        weights = DeltaWeights(None, None, taps, rates, dt, norm)  # type: ignore[arg-type]  # the matrices are around it
+        nets = [kind(shape, weights, torch.empty(0), torch.empty(0), Reference()) for kind in (DeltaNet, ChunkNet)]
+        return cls(MixWeights(n_key, n_value, dim, taps, rates, dt, norm), *nets, *pools)  # type: ignore[arg-type]
+
+    def twin(self) -> Layer:
+        """One with copies of the pools."""
+        return replace(self, convolution=self.convolution.clone(), states=self.states.clone())
+
+    def inputs(self, rows: int, seed: int = 1, spread: float = 1.0) -> Tensor:
+        g = torch.Generator().manual_seed(seed)
+        return (torch.randn(rows, self.mixer.columns, generator=g) * spread).to(DEVICE)
+
+    def check(
+        self,
+        run: Callable[[Tensor, list[int]], Tensor],
+        y: Tensor,
+        ids: list[int],
+        rounded: Form,
+        exact: Form | None = None,
+    ) -> Tensor:
+        """``run`` moves on this layer's states ``ids`` for ``y`` [B n, columns], and gives and leaves what ``exact``
+        says, as near as roundings in ``rounded``, another form of it, explain.  Its outputs.
+        """
+        bounds = self.bounds(y, ids, rounded, exact)
+        found = run(y, ids)
+        self.within(found, ids, bounds)
+        return found
+
+    def bounds(
+        self, y: Tensor, ids: list[int], rounded: Form, exact: Form | None = None
+    ) -> tuple[Bound, Tensor, Bound]:
+        """Outputs, windows and matrices of this layer's states, which stay as they are.  All perturbed runs are made at
+        once, as slices.
+        """
+        args = y.float().view(len(ids), -1, y.shape[-1]), self.convolution[ids], self.states[ids]
+        with Exact():
+            wanted = (exact or rounded)(*(x.double() for x in args))
+        with Exact(seed=0, tf32x3=self.precision == "tf32x3"):
+            perturbed = rounded(*(x.double().repeat(RUNS, *[1] * (x.dim() - 1)) for x in args))
+        o, left, s = zip(wanted, (x.unflatten(0, (RUNS, -1)) for x in perturbed), strict=True)
+        return Bound.of(*o), left[0], Bound.of(*s)
+
+    def within(self, found: Tensor, ids: list[int], bounds: Bounds) -> None:
+        """``found`` are the outputs within their bound, states ``ids`` those within theirs, windows equal."""
+        outputs, windows, matrices = bounds
+        assert_within(found.view(outputs.exact.shape), outputs, what="the output")
+        assert torch.equal(self.convolution[ids].double(), windows)
+        assert_within(self.states[ids], matrices, what="the state")
+
+
+def form_of(net: DeltaNet, offset: int = 0) -> Form:
+    """What the block makes of a whole run."""
+
+    def form(y: Tensor, left: Tensor, s: Tensor) -> Results:
+        states = {id(net.convolution): left, id(net.states): s}
+        group = SimpleNamespace(
+            n_slices=y.shape[0],
+            n_tokens=y.shape[1],
+            offset=offset,
+            load_state=lambda pool: states[id(pool)],
+            store_state=lambda pool, value: states.update({id(pool): value}),
+        )
+        out = net._mix(group, y)  # type: ignore[arg-type]
+        return out, states[id(net.convolution)], states[id(net.states)]
+
+    return form
+
+
+def one_by_one(net: DeltaNet) -> Form:
+    """What it makes of single tokens."""
+    single = form_of(net)
+
+    def form(y: Tensor, left: Tensor, s: Tensor) -> Results:
+        out = []
+        for row in y.split(1, dim=1):
+            o, left, s = single(row, left, s)
+            out.append(o)
+        return torch.cat(out, dim=1), left, s
+
+    return form

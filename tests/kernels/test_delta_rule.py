@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass
-from types import SimpleNamespace
+from functools import partial
 
 import pytest
 import torch
@@ -12,61 +10,28 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-from daemons.models.blocks import DeltaNet
-from daemons.ops.operations import MixWeights
 from daemons.ops.triton.delta_rule import mix_few
-from tests.kernels.delta_layers import random_net
+from tests.kernels.delta_layers import DEVICE, Layer, form_of, one_by_one
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 HALVES = [torch.float16] + [torch.bfloat16] * (DEVICE == "cuda")
 N_STATES = 7
-
-
-@dataclass
-class Layer:
-    """A mixer, its torch form, and pools for each of the two, which begin as equals."""
-
-    mixer: MixWeights
-    net: DeltaNet
-    convolution: Tensor
-    states: Tensor
-
-    def inputs(self, rows: int, seed: int = 1, spread: float = 1.0) -> Tensor:
-        g = torch.Generator().manual_seed(seed)
-        return (torch.randn(rows, self.mixer.columns, generator=g) * spread).to(DEVICE)
-
-    def torch_form(self, y: Tensor, ids: list[int]) -> Tensor:
-        """Outputs [B n, n_value dim] float32; moves the states of ``net`` on."""
-        index, rows = torch.tensor(ids, device=DEVICE), y.shape[0]
-
-        def store(pool: Tensor, value: Tensor) -> None:
-            pool[index] = value
-
-        group = SimpleNamespace(
-            n_slices=len(ids),
-            n_tokens=rows // len(ids),
-            offset=0,
-            load_state=lambda pool: pool[index],
-            store_state=store,
-        )
-        return self.net._mix(group, y.view(len(ids), -1, y.shape[-1])).reshape(rows, -1)
-
-    def kernels(self, y: Tensor, ids: list[int]) -> Tensor:
-        """Outputs of the kernels; moves the states of this on."""
-        return mix_few(y, self.convolution, self.states, torch.tensor(ids, device=DEVICE), self.mixer)
-
-    def check(self, got: Tensor, expected: Tensor, tolerance: float = 2e-5) -> None:
-        """Outputs and both pools."""
-        torch.testing.assert_close(got.float(), expected, rtol=tolerance, atol=tolerance)
-        assert torch.equal(self.convolution, self.net.convolution)
-        torch.testing.assert_close(self.states, self.net.states, rtol=2e-5, atol=2e-5)
 
 
 def layer(
     n_key: int = 2, n_value: int = 4, dim: int = 32, n_taps: int = 4, decay: tuple[float, float] = (0.1, 8.0)
 ) -> Layer:
     """``decay``: exp A of the first and of the last head."""
-    return Layer(*random_net(n_key, n_value, dim, n_taps, decay, N_STATES, DEVICE))
+    return Layer.random(n_key, n_value, dim, n_taps, decay, N_STATES)
+
+
+def kernels(a: Layer, y: Tensor, ids: list[int]) -> Tensor:
+    """Outputs; moves the states of ``a`` on."""
+    return mix_few(y, a.convolution, a.states, torch.tensor(ids, device=DEVICE), a.mixer)
+
+
+def check(a: Layer, y: Tensor, ids: list[int]) -> Tensor:
+    """Beside the block's run, with the roundings of single tokens: so these kernels go."""
+    return a.check(partial(kernels, a), y, ids, one_by_one(a.net), form_of(a.net))
 
 
 @pytest.mark.parametrize(
@@ -75,7 +40,7 @@ def layer(
 def test_outputs_and_states_are_those_of_the_torch_form(n: int, ids: list[int]) -> None:
     a = layer(1, 2)
     y = a.inputs(n * len(ids))
-    a.check(a.kernels(y, ids), a.torch_form(y, ids))
+    check(a, y, ids)
 
 
 @pytest.mark.parametrize(
@@ -86,7 +51,7 @@ def test_any_heads_and_taps(n_key: int, n_value: int, dim: int, n_taps: int) -> 
     a = layer(n_key, n_value, dim, n_taps)
     for ids in ([4], [4, 1]):
         y = a.inputs(2, seed=len(ids))
-        a.check(a.kernels(y, ids), a.torch_form(y, ids))
+        check(a, y, ids)
 
 
 @pytest.mark.parametrize("decay", [(0.0, 0.0), (1e-6, 1e-3), (50.0, 500.0)])
@@ -94,19 +59,16 @@ def test_heads_that_keep_all_and_heads_that_forget_all(decay: tuple[float, float
     a = layer(1, 3, decay=decay)
     y = a.inputs(5, spread=6.0)
     y[:, -2 * a.mixer.n_value :] *= 2.0  # alpha and beta: both sides of where softplus and sigmoid are straight
-    # one by one: the chunked form adds the logarithms of decays up, which costs it digits when they are large
-    expected = torch.cat([a.torch_form(row, [1]) for row in y.split(1)])
-    a.check(a.kernels(y, [1]), expected, tolerance=5e-5)
+    check(a, y, [1])
 
 
 def test_queries_and_keys_of_almost_no_length() -> None:
     """Lengths about the root of the epsilon in the l2 norm, and zeros."""
     a = layer(1, 2)
-    for pool in (a.convolution, a.net.convolution):
-        pool.zero_()
+    a.convolution.zero_()
     y = a.inputs(5, spread=3e-4)
     y[0] = 0.0
-    a.check(a.kernels(y, [2]), a.torch_form(y, [2]))
+    check(a, y, [2])
 
 
 def test_a_slow_decay_is_not_lost() -> None:
@@ -116,9 +78,9 @@ def test_a_slow_decay_is_not_lost() -> None:
     y[:, -4:-2] = -15.0 - a.mixer.dt
     before = a.states[3].clone()
     y[:, -2:] = -80.0  # beta 0: S only shrinks
-    a.kernels(y, [3])
-    kept = math.exp(-3e5 * math.exp(-15.0))
-    torch.testing.assert_close(a.states[3], before * kept, rtol=1e-5, atol=1e-6)
+    check(a, y, [3])
+    kept = a.states[3] / before
+    assert bool(((kept > 0.90) & (kept < 0.92)).all())  # exp(-3e5 exp(-15)) is 0.912
 
 
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
@@ -126,21 +88,20 @@ def test_a_slow_decay_is_not_lost() -> None:
 def test_half_precision_is_rounded_only_at_the_end(dtype: torch.dtype, n: int) -> None:
     a = layer(1, 3, 64)
     y = a.inputs(2 * n).to(dtype)
-    got = a.kernels(y, [6, 2])
-    assert got.dtype == dtype
-    a.check(got, a.torch_form(y, [6, 2]), tolerance=2 * torch.finfo(dtype).eps)
+    assert check(a, y, [6, 2]).dtype == dtype
 
 
 def test_tokens_at_once_are_tokens_one_by_one() -> None:
     """Bit for bit, outputs and states, so that a draft's check may take the place of single steps."""
     ids, n = [4, 0], 5
-    at_once, single, halves = layer(1, 2), layer(1, 2), layer(1, 2)
+    at_once = layer(1, 2)
+    single, halves = at_once.twin(), at_once.twin()
     y = at_once.inputs(2 * n).view(2, n, -1)
-    out = at_once.kernels(y.reshape(2 * n, -1), ids).view(2, n, -1)
+    out = kernels(at_once, y.reshape(2 * n, -1), ids).view(2, n, -1)
     for i in range(n):
-        assert torch.equal(single.kernels(y[:, i], ids), out[:, i])
+        assert torch.equal(kernels(single, y[:, i], ids), out[:, i])
     for part in (slice(0, 2), slice(2, n)):
-        halves.kernels(y[:, part].reshape(-1, y.shape[-1]), ids)
+        kernels(halves, y[:, part].reshape(-1, y.shape[-1]), ids)
     for other in (single, halves):
         assert torch.equal(other.states, at_once.states)
         assert torch.equal(other.convolution, at_once.convolution)
@@ -149,7 +110,7 @@ def test_tokens_at_once_are_tokens_one_by_one() -> None:
 def test_other_states_stay_as_they_are() -> None:
     a = layer()
     before = a.convolution.clone(), a.states.clone()
-    a.kernels(a.inputs(4), [5, 2])
+    kernels(a, a.inputs(4), [5, 2])
     for old, new in zip(before, (a.convolution, a.states), strict=True):
         changed = (old != new).flatten(1).any(dim=1)
         assert changed.tolist() == [False, False, True, False, False, True, False]
@@ -161,8 +122,11 @@ def test_rows_of_a_wider_batch() -> None:
     y = a.inputs(6)
     wide = torch.nn.functional.pad(y, (0, 5, 1, 0), value=float("nan"))
     ids = torch.tensor([0, 3, 1], device=DEVICE)[1:]
-    got = mix_few(wide[1:, : a.mixer.columns], a.convolution, a.states, ids, a.mixer)
-    a.check(got, a.torch_form(y, [3, 1]))
+
+    def run(*_: object) -> Tensor:
+        return mix_few(wide[1:, : a.mixer.columns], a.convolution, a.states, ids, a.mixer)
+
+    a.check(run, y, [3, 1], one_by_one(a.net))
 
 
 @pytest.mark.gpu
@@ -170,13 +134,16 @@ def test_rows_of_a_wider_batch() -> None:
 def test_a_graph_runs_it_for_the_ids_of_the_day() -> None:
     a = layer(2, 6, 128)
     y, ids = a.inputs(3), torch.tensor([0], device=DEVICE)
-    a.kernels(y, [6])  # compiled before the capture
-    a.torch_form(y, [6])
+    kernels(a, y, [6])  # compiled before the capture
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         got = mix_few(y, a.convolution, a.states, ids, a.mixer)
     for state in (4, 1):
         ids.fill_(state)
         y.copy_(a.inputs(3, seed=state))
-        graph.replay()
-        a.check(got, a.torch_form(y, [state]))
+
+        def run(*_: object) -> Tensor:
+            graph.replay()
+            return got
+
+        a.check(run, y, [state], one_by_one(a.net))
