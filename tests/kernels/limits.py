@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from math import log
 
 import torch
 from torch import Tensor
@@ -25,6 +26,44 @@ def sigmoid_error(x: Tensor, relative: float = 0.0) -> Tensor:
     relative to it, of which 1 - sigmoid(x) is left.  The sum is rounded and divided by.
     """
     return (1 - x.double().sigmoid()) * (x.double().abs() * (2 * UNIT + relative) + EXP) + UNIT + DIVISION
+
+
+def softplus_error(x: Tensor) -> Tensor:
+    """How far max(x, 0) + log(1 + e), where e is exp(-|x|), may be in float32 from the exact softplus.
+
+    An error of e counts e / (1 + e) times.  From 2^-7 on 1 + e is rounded, and log2 of 1 to 2 is off by 2^-22 at most
+    (PTX: lg2.approx.f32); below, the series of three terms is cut off at e^3 / 4, less than an ulp, and rounded twice.
+    Then a factor and a sum are rounded.
+    """
+    size = x.double().abs()
+    e = (-size).exp()
+    logarithm = torch.where(e >= 2.0**-7, UNIT + 4 * UNIT * log(2), 4 * UNIT * e)
+    softplus = x.double().clamp(min=0) + e.log1p()
+    return e / (1 + e) * (size * 2 * UNIT + EXP) + logarithm + 3 * UNIT * softplus
+
+
+def assert_each(
+    found: Tensor, exact: Tensor, error: Tensor, *, roundings: int = 1, factor: Tensor | float = 0.0
+) -> None:
+    """Every number of ``found`` is the ``exact`` one but for ``error``, and for each of the ``roundings`` to its dtype
+    half a step; ``factor``: of a number that was rounded before it was multiplied, and may have been subnormal.
+    """
+    assert found.shape == exact.shape
+    kind = torch.finfo(found.dtype)
+    smallest = kind.smallest_normal * kind.eps * (1 + torch.as_tensor(factor).double().abs())
+    over = (found.double() - exact).abs() / (error + roundings * UNITS[found.dtype] * exact.abs() + smallest)
+    assert bool((over <= 1).all()), f"{float(over.max()):.2f} times as far as rounding explains"
+
+
+def assert_nearest(found: Tensor, exact: Tensor, allowed: Tensor) -> None:
+    """``found`` is a number of its dtype nearest to one within ``allowed`` of ``exact``: nothing is rounded twice.
+
+    Numbers nearly half-way between two, which either may stand for, are no more than half of all.
+    """
+    low, high = (exact - allowed).to(found.dtype), (exact + allowed).to(found.dtype)
+    decided = low == high
+    assert float(decided.float().mean()) > 0.5
+    assert torch.equal(found[decided], low[decided])
 
 
 def assert_near(found: Tensor, form: Callable[..., Tensor], *args: Tensor, rounded: float = 0.0) -> None:
