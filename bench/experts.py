@@ -24,9 +24,9 @@ from daemons.ops.kernels import Kernels
 from daemons.ops.moe import ExpertMlp
 from daemons.ops.quantised import PlaneExperts
 from daemons.ops.router import Chosen
-from daemons.planes import put_together
-from lucevisor.wire.ggml_types import BY_NAME
-from lucevisor.wire.values import Backend
+from daemons.weights.packed import put_together
+from lucevisor.model.quant_types import BY_NAME
+from lucevisor.model.values import Backend
 
 LAYERS = (  # experts, of which each token uses, embedding, width of an expert, types of gate and up, and of down
     ("Qwen3.6-35B-A3B", 256, 8, 2048, 512, "Q4_K", "Q6_K"),

@@ -32,11 +32,11 @@ from pathlib import Path
 import structlog
 from make_gguf import SHAPES, stats, write
 
-from lucevisor.app.service import Model, Service
 from lucevisor.config import load
+from lucevisor.deployment.service import Model, Service
 from lucevisor.engine.request import GenerationRequest, TokenEvent
-from lucevisor.wire.families import open_spec
-from lucevisor.wire.values import Sampling
+from lucevisor.model.families import open_spec
+from lucevisor.model.values import Sampling
 
 READ_BYTES = 16 << 20
 POLL_S = 0.1

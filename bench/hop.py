@@ -24,13 +24,13 @@ from pathlib import Path
 
 import uvloop
 
-from lucevisor.wire.aio import Link
-from lucevisor.wire.arena import Arena
-from lucevisor.wire.blocking import BlockingLink
-from lucevisor.wire.codec import encode
-from lucevisor.wire.messages import ArenaPlan, Load, Pools, Slice, Step
-from lucevisor.wire.states import Role
-from lucevisor.wire.values import Dtype
+from lucevisor.model.values import Dtype
+from lucevisor.protocol.arena import Arena
+from lucevisor.protocol.asyncio_link import Link
+from lucevisor.protocol.blocking_link import BlockingLink
+from lucevisor.protocol.codec import encode
+from lucevisor.protocol.messages import ArenaPlan, Load, Pools, Slice, Step
+from lucevisor.protocol.states import Role
 
 PEERS = Path(__file__).with_name("hop_peers.py")
 EMPTY = 55  # bytes the raw contenders send for an empty step: about the length of its frame

@@ -10,10 +10,10 @@ import socket
 import sys
 from concurrent.futures import ThreadPoolExecutor
 
-from lucevisor.wire.arena import Arena
-from lucevisor.wire.blocking import BlockingLink
-from lucevisor.wire.messages import PROTOCOL_VERSION, Hello, Load, Loaded, Sampled, Shutdown, Step, StepResult
-from lucevisor.wire.values import Backend
+from lucevisor.model.values import Backend
+from lucevisor.protocol.arena import Arena
+from lucevisor.protocol.blocking_link import BlockingLink
+from lucevisor.protocol.messages import PROTOCOL_VERSION, Hello, Load, Loaded, Sampled, Shutdown, Step, StepResult
 
 
 def raw(address, n_bytes):

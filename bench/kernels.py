@@ -20,9 +20,9 @@ import torch
 from daemons.device import prepare
 from daemons.ops.linear import Blocks
 from daemons.ops.quantised import PlaneMatrix
-from daemons.planes import empty, put_together
-from lucevisor.wire.ggml_types import BY_NAME
-from lucevisor.wire.values import Backend
+from daemons.weights.packed import empty, put_together
+from lucevisor.model.quant_types import BY_NAME
+from lucevisor.model.values import Backend
 
 MATRICES = (
     ("gate and up", "Q4_K", 34816, 5120),

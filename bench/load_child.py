@@ -119,9 +119,9 @@ def load(path, backend, dtype):
     import torch
 
     from daemons.models.stage import Stage
-    from lucevisor.wire.families import open_spec
-    from lucevisor.wire.messages import Load, Pools, ShardPlan, StagePlan
-    from lucevisor.wire.values import Backend, Dtype, LayerRange
+    from lucevisor.model.families import open_spec
+    from lucevisor.model.values import Backend, Dtype, LayerRange
+    from lucevisor.protocol.messages import Load, Pools, ShardPlan, StagePlan
 
     def stage_of(path):
         spec = open_spec(path)

@@ -27,13 +27,14 @@ import msgspec
 import structlog
 import torch
 
+from daemons.kv.pools import Pools
 from daemons.models.stage import Stage
-from daemons.state.pools import Pools
-from daemons.state.snapshot import StateMap
-from daemons.state.transfers import Transfers
-from lucevisor.memory.snapshot_store import SnapshotStore
-from lucevisor.wire.families import open_spec
-from lucevisor.wire.messages import (
+from daemons.snapshots.state_map import StateMap
+from daemons.snapshots.transfers import Transfers
+from lucevisor.model.families import open_spec
+from lucevisor.model.spec import LayerSpec, ModelSpec, StateTensor, attention_state
+from lucevisor.model.values import PAGE_TOKENS, Backend, Dtype, LayerRange, Sampling, Space
+from lucevisor.protocol.messages import (
     Failed,
     Load,
     OpenSequence,
@@ -46,10 +47,9 @@ from lucevisor.wire.messages import (
     StagePlan,
     Step,
 )
-from lucevisor.wire.messages import Pools as PoolSizes
-from lucevisor.wire.model_spec import LayerSpec, ModelSpec, StateTensor, attention_state
-from lucevisor.wire.snapshot_layout import Slot, StateModel
-from lucevisor.wire.values import PAGE_TOKENS, Backend, Dtype, LayerRange, Sampling, Space
+from lucevisor.protocol.messages import Pools as PoolSizes
+from lucevisor.snapshots.layout import Slot, StateModel
+from lucevisor.snapshots.store import SnapshotStore
 
 SHAPES = {  # layers, kv heads, head dim, delta heads, delta dim, channels
     "small": (16, 2, 128, 16, 64, 4096),

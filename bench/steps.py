@@ -16,9 +16,19 @@ import torch
 
 from daemons.device import prepare
 from daemons.models.stage import Stage
-from lucevisor.wire.families import open_spec
-from lucevisor.wire.messages import Load, OpenSequence, Pools, SetPages, ShardPlan, Slice, StagePlan, Step, ZeroState
-from lucevisor.wire.values import PAGE_TOKENS, Backend, Dtype, LayerRange, Sampling, Space
+from lucevisor.model.families import open_spec
+from lucevisor.model.values import PAGE_TOKENS, Backend, Dtype, LayerRange, Sampling, Space
+from lucevisor.protocol.messages import (
+    Load,
+    OpenSequence,
+    Pools,
+    SetPages,
+    ShardPlan,
+    Slice,
+    StagePlan,
+    Step,
+    ZeroState,
+)
 
 
 def parsed(text):

@@ -1,4 +1,5 @@
 """Shard daemons: run inside the interpreters of backend groups.
 
-They import the standard library, torch, numpy, gguf, msgspec and ``lucevisor.wire``, nothing else.
+They import the standard library, torch, numpy, gguf, msgspec, ``lucevisor.model`` and ``lucevisor.protocol``,
+nothing else.
 """

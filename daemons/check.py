@@ -12,11 +12,13 @@ from torch import Tensor
 from daemons import device as devices
 from daemons.models.stage import Stage
 from daemons.timing import release, time_span
-from lucevisor.wire.arena import Arena
-from lucevisor.wire.errors import ArenaError
-from lucevisor.wire.families import read_spec
-from lucevisor.wire.gguf_files import open_model
-from lucevisor.wire.messages import (
+from lucevisor.model.families import read_spec
+from lucevisor.model.gguf_files import open_model
+from lucevisor.model.spec import ModelSpec
+from lucevisor.model.values import Backend, Dtype, LayerRange, Sampling, Space
+from lucevisor.protocol.arena import Arena
+from lucevisor.protocol.errors import ArenaError
+from lucevisor.protocol.messages import (
     Check,
     Checked,
     CheckLine,
@@ -32,8 +34,6 @@ from lucevisor.wire.messages import (
     Step,
     ZeroState,
 )
-from lucevisor.wire.model_spec import ModelSpec
-from lucevisor.wire.values import Backend, Dtype, LayerRange, Sampling, Space
 
 N_TOKENS = 9
 TOLERANCE = {Dtype.FLOAT32: 1e-4, Dtype.FLOAT16: 1e-2, Dtype.BFLOAT16: 4e-2}

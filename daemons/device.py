@@ -20,8 +20,8 @@ import torch
 from torch import Tensor
 
 from daemons.errors import DeviceError
-from lucevisor.wire.messages import DeviceInfo
-from lucevisor.wire.values import Backend, Dtype
+from lucevisor.model.values import Backend, Dtype
+from lucevisor.protocol.messages import DeviceInfo
 
 _TORCH_DTYPES = {Dtype.FLOAT32: torch.float32, Dtype.BFLOAT16: torch.bfloat16, Dtype.FLOAT16: torch.float16}
 CPU = torch.device("cpu")

@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from daemons.state.batch import Batch, Layout, Pattern
-from lucevisor.wire.values import Space
+from daemons.kv.batch import Batch, Layout, Pattern
+from lucevisor.model.values import Space
 
 RECORD_AT = 2
 """The time a pattern is seen at which it is recorded: the first one compiles and fills caches."""

@@ -1,6 +1,6 @@
 """A daemon's life around its work: tied to its parent, pinned, reporting, ended in order.
 
-Knows no torch: `daemons.serve` does, and is imported last, when the process can already be ended, asked for its
+Knows no torch: `daemons.worker` does, and is imported last, when the process can already be ended, asked for its
 stacks and heard. Invariants: the process does not outlive its parent; every way out has an exit code (0 in order, 1
 failed, 78 would fail again) and, while the link stands, a `Failed` that says why.
 """
@@ -21,10 +21,10 @@ from types import FrameType
 from daemons.errors import describe
 from daemons.options import EXIT_CONFIGURATION, Options, parse
 from daemons.pulse import Reporter
-from lucevisor.wire.blocking import BlockingLink
-from lucevisor.wire.errors import LinkClosed, LocalProtocolError
-from lucevisor.wire.messages import Failed
-from lucevisor.wire.states import Channel
+from lucevisor.protocol.blocking_link import BlockingLink
+from lucevisor.protocol.errors import LinkClosed, LocalProtocolError
+from lucevisor.protocol.messages import Failed
+from lucevisor.protocol.states import Channel
 
 _PR_SET_PDEATHSIG = 1
 
@@ -53,7 +53,7 @@ def main(argv: Sequence[str]) -> int:
 
 def _serve(link: BlockingLink, reporter: Reporter, options: Options) -> int:
     try:
-        from daemons.serve import serve
+        from daemons.worker import serve
     except ImportError as error:
         traceback.print_exc()
         advice = f"install torch, numpy, gguf and msgspec for {sys.executable}, or set groups.{options.group}.python"

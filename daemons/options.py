@@ -10,7 +10,7 @@ import argparse
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from lucevisor.wire.values import Backend
+from lucevisor.model.values import Backend
 
 EXIT_CONFIGURATION = 78
 """Exit code for a start that would fail again in the same way (EX_CONFIG of sysexits.h); the supervisor does not

@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from lucevisor.wire.messages import Sampled
-from lucevisor.wire.values import Sampling
+from lucevisor.model.values import Sampling
+from lucevisor.protocol.messages import Sampled
 
 CANDIDATES = 1024
 """Rows whose filters keep fewer tokens than this need no full sort of the vocabulary."""

@@ -15,10 +15,12 @@ from torch import Tensor
 
 from daemons import device as devices
 from daemons.graphs import record
+from daemons.kv.batch import Batch, Layout
 from daemons.models.stack import Stack, stream_dtype
 from daemons.models.stage import Stage
-from daemons.state.batch import Batch, Layout
-from lucevisor.wire.messages import (
+from lucevisor.model.spec import ModelSpec
+from lucevisor.model.values import PAGE_TOKENS, Backend, Sampling, Space
+from lucevisor.protocol.messages import (
     Check,
     Load,
     Measure,
@@ -33,8 +35,6 @@ from lucevisor.wire.messages import (
     Timing,
     ZeroState,
 )
-from lucevisor.wire.model_spec import ModelSpec
-from lucevisor.wire.values import PAGE_TOKENS, Backend, Sampling, Space
 
 N_WARM = 2
 N_ROUNDS = 5

@@ -13,8 +13,10 @@ file) and what to do about it, and every error maps to exactly one exit code.
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Sequence
 from enum import Enum, IntEnum
+from pathlib import Path
 from typing import ClassVar, Final
 
 _KEY_CHARS = 120
@@ -128,3 +130,14 @@ def _cut(text: str, n_chars: int) -> str:
 def _one_line(text: str) -> str:
     """Escape what would break the line or move a terminal's cursor."""
     return "".join(character if character.isprintable() else ascii(character)[1:-1] for character in text)
+
+
+def unusable(path: Path, error: OSError) -> ConfigError:
+    """Return the error that says why a run directory cannot be used."""
+    where = f" ({error.filename})" if error.filename is not None and str(error.filename) != str(path) else ""
+    return ConfigError(
+        "XDG_RUNTIME_DIR" if os.environ.get("XDG_RUNTIME_DIR") else "run directory",
+        str(path),
+        f"cannot be used{where}: {error.strerror or error}",
+        "make room or give write permission there, or set XDG_RUNTIME_DIR to another directory",
+    )

@@ -14,17 +14,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from daemons.kv.batch import Batch, Group
+from daemons.kv.pools import Pools
+from daemons.models.loader import Weights
 from daemons.ops.attention import attention
 from daemons.ops.basic import RmsNorm, Rope, l2_scale
 from daemons.ops.delta_rule import chunked, convolve, step
 from daemons.ops.linear import Linear, Table
 from daemons.ops.operations import FEW_TOKENS, MixWeights, Norm, Operations
 from daemons.ops.paged import PagedTensor
-from daemons.state.batch import Batch, Group
-from daemons.state.pools import Pools
-from daemons.weights import Weights
-from lucevisor.wire.model_spec import ModelSpec
-from lucevisor.wire.values import Space
+from lucevisor.model.spec import ModelSpec
+from lucevisor.model.values import Space
 
 Block = Callable[[Tensor, Batch], Tensor]
 

@@ -13,18 +13,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from daemons.kv.batch import Batch
+from daemons.kv.pools import Pools
 from daemons.models.blocks import Attention, AttentionShape, Block, Embedding, Family, GatedMlp, Output, QueryKey
+from daemons.models.loader import Weights
 from daemons.models.mixture import build_route, build_routed
 from daemons.ops.basic import rope
 from daemons.ops.linear import Linear
 from daemons.ops.moe import ExpertMlp
 from daemons.ops.operations import Norm
 from daemons.ops.router import Route
-from daemons.state.batch import Batch
-from daemons.state.pools import Pools
-from daemons.weights import Weights
-from lucevisor.wire.families.gemma4 import Gemma4
-from lucevisor.wire.model_spec import ModelSpec
+from lucevisor.model.families.gemma4 import Gemma4
+from lucevisor.model.spec import ModelSpec
 
 
 @dataclass(frozen=True)

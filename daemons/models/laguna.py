@@ -9,6 +9,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from daemons.kv.batch import Batch
+from daemons.kv.pools import Pools
 from daemons.models.blocks import (
     Attention,
     AttentionShape,
@@ -20,14 +22,12 @@ from daemons.models.blocks import (
     PreNormLayer,
     QueryKey,
 )
+from daemons.models.loader import Weights
 from daemons.models.mixture import Mixture, build_route, build_routed, build_shared
 from daemons.ops.basic import rope
 from daemons.ops.operations import Norm
-from daemons.state.batch import Batch
-from daemons.state.pools import Pools
-from daemons.weights import Weights
-from lucevisor.wire.families.laguna import Laguna
-from lucevisor.wire.model_spec import ModelSpec
+from lucevisor.model.families.laguna import Laguna
+from lucevisor.model.spec import ModelSpec
 
 
 class LagunaFamily(Family):

@@ -5,12 +5,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from daemons.kv.batch import Batch
 from daemons.models.blocks import GatedMlp
+from daemons.models.loader import Weights
 from daemons.ops.moe import ExpertMlp
 from daemons.ops.router import Route, Router
-from daemons.state.batch import Batch
-from daemons.weights import Weights
-from lucevisor.wire.experts import Experts
+from lucevisor.model.experts import Experts
 
 
 class Mixture:

@@ -7,6 +7,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from daemons.kv.batch import Batch
+from daemons.kv.pools import Pools
 from daemons.models.blocks import (
     Attention,
     AttentionShape,
@@ -18,13 +20,11 @@ from daemons.models.blocks import (
     PreNormLayer,
     QueryKey,
 )
+from daemons.models.loader import Weights
 from daemons.ops.basic import rope
 from daemons.ops.operations import Norm
-from daemons.state.batch import Batch
-from daemons.state.pools import Pools
-from daemons.weights import Weights
-from lucevisor.wire.families.qwen3 import Qwen3
-from lucevisor.wire.model_spec import ModelSpec
+from lucevisor.model.families.qwen3 import Qwen3
+from lucevisor.model.spec import ModelSpec
 
 
 class Qwen3Family(Family):

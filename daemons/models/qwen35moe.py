@@ -7,7 +7,7 @@ from __future__ import annotations
 from daemons.models.blocks import Block
 from daemons.models.mixture import Mixture, build_route, build_routed, build_shared
 from daemons.models.qwen35 import Qwen35Family
-from lucevisor.wire.families.qwen35moe import Qwen35Moe
+from lucevisor.model.families.qwen35moe import Qwen35Moe
 
 
 class Qwen35MoeFamily(Qwen35Family):

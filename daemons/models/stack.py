@@ -14,18 +14,18 @@ from torch import Tensor
 
 from daemons.device import memory_free
 from daemons.errors import LoadError
+from daemons.kv.batch import Batch
+from daemons.kv.pools import Pools
 from daemons.models import FAMILIES
 from daemons.models.blocks import Block
-from daemons.ops.choose import Chooser
-from daemons.state.batch import Batch
-from daemons.state.pools import Pools
-from daemons.weights import Weights
-from lucevisor.wire.gguf_files import GgufFiles
-from lucevisor.wire.messages import DeviceUse, ShardPlan
-from lucevisor.wire.messages import Pools as PoolSizes
-from lucevisor.wire.model_spec import ModelSpec
-from lucevisor.wire.resident import residents
-from lucevisor.wire.values import Backend, Dtype
+from daemons.models.loader import Weights
+from daemons.ops.selection import Chooser
+from lucevisor.model.gguf_files import GgufFiles
+from lucevisor.model.spec import ModelSpec
+from lucevisor.model.values import Backend, Dtype
+from lucevisor.model.weight_layout import residents
+from lucevisor.protocol.messages import DeviceUse, ShardPlan
+from lucevisor.protocol.messages import Pools as PoolSizes
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,13 +15,13 @@ from torch import Tensor
 from daemons.device import launching, prepare, torch_device, torch_dtype
 from daemons.errors import LoadError, StateError
 from daemons.graphs import Recordings
+from daemons.kv.batch import Batch, Layout
+from daemons.kv.sequences import Sequences
 from daemons.models.stack import ShardRequest, Stack, check, stream_dtype
-from daemons.ops.choose import Chooser
-from daemons.state.batch import Batch, Layout
-from daemons.state.sequences import Sequences
-from lucevisor.wire.messages import DeviceUse, Load, Operation, Progress, StagePlan, Step
-from lucevisor.wire.model_spec import ModelSpec
-from lucevisor.wire.values import Backend
+from daemons.ops.selection import Chooser
+from lucevisor.model.spec import ModelSpec
+from lucevisor.model.values import Backend
+from lucevisor.protocol.messages import DeviceUse, Load, Operation, Progress, StagePlan, Step
 
 
 @dataclass(slots=True)

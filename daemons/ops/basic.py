@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lucevisor.wire.rope import Rotary, Yarn
+from lucevisor.model.rope import Rotary, Yarn
 
 
 class RmsNorm:

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from daemons.ops.linear import Blocks, Dense, DenseFloat32Cpu, Joined, Linear
 from daemons.ops.routes import Routes
-from daemons.quants import dequantise
-from lucevisor.wire.ggml_types import GgmlType
+from daemons.weights.dequant import dequantise
+from lucevisor.model.quant_types import GgmlType
 
 FEW_PAIRS = 64
 """Pairs of row and expert up to which matrices are gathered."""

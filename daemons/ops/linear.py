@@ -12,9 +12,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from daemons.planes import Planes, put_together
-from daemons.quants import dequantise
-from lucevisor.wire.ggml_types import GgmlType
+from daemons.weights.dequant import dequantise
+from daemons.weights.packed import Planes, put_together
+from lucevisor.model.quant_types import GgmlType
 
 FEW_ROWS = 8
 """Up to this many rows a cpu product is a walk over the weights, and other forms of it win."""

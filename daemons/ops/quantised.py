@@ -11,8 +11,8 @@ from daemons.ops.linear import part_rows
 from daemons.ops.routes import Routes
 from daemons.ops.triton.grouped import grouped
 from daemons.ops.triton.linear import MAX_ROWS, expand, multiply
-from daemons.planes import Planes, empty
-from lucevisor.wire.ggml_types import BY_NAME, CHUNK, GgmlType
+from daemons.weights.packed import Planes, empty
+from lucevisor.model.quant_types import BY_NAME, CHUNK, GgmlType
 
 SINGLE_PAIRS = 320
 """Pairs of row and expert up to which each is a product of its own; more are grouped by expert."""

@@ -12,18 +12,18 @@ from collections.abc import Sequence
 from typing import Any
 
 from lucevisor.api.ports import SnapshotFigures
-from lucevisor.app.service import Service
-from lucevisor.engine.loop import Engine
+from lucevisor.deployment.service import Service
+from lucevisor.engine.core import Engine
 from lucevisor.errors import LucevisorError
-from lucevisor.memory import snapshot_facts
-from lucevisor.memory.blocks import NO_STATE, Slot
-from lucevisor.memory.snapshot_background import BackgroundStore
-from lucevisor.memory.snapshot_facts import Facts
-from lucevisor.memory.snapshot_store import NOT_RESTORED
-from lucevisor.memory.snapshot_writer import FAILED_SAVES
-from lucevisor.memory.tables import pages_of
-from lucevisor.wire.snapshot_layout import Fault
-from lucevisor.wire.values import Space
+from lucevisor.kv.page_table import pages_of
+from lucevisor.kv.prefix_tree import NO_STATE, Slot
+from lucevisor.model.values import Space
+from lucevisor.snapshots import facts
+from lucevisor.snapshots.background import BackgroundStore
+from lucevisor.snapshots.facts import Facts
+from lucevisor.snapshots.layout import Fault
+from lucevisor.snapshots.store import NOT_RESTORED
+from lucevisor.snapshots.writer import FAILED_SAVES
 
 _REASONS = (*FAILED_SAVES, *(fault.value for fault in Fault), NOT_RESTORED)
 
@@ -57,7 +57,7 @@ class CacheOperations:
         """
         engine, store = self._service.engine, self._open_store()
         slots = sorted(engine.prefixes.slots, key=lambda s: (-s.used_at, -s.number)) if engine is not None else []
-        found = await asyncio.to_thread(snapshot_facts.files, store.store.directory) if store is not None else []
+        found = await asyncio.to_thread(facts.files, store.store.directory) if store is not None else []
         return {
             "dir": str(store.store.directory.absolute()) if store is not None else "",
             "disk": store.store.disk_bytes if store is not None else self._service.config.cache.disk,
@@ -71,8 +71,8 @@ class CacheOperations:
         directory = store.store.directory
         checked, n_aside = [], 0
         try:
-            for file in await asyncio.to_thread(snapshot_facts.to_verify, directory, files):
-                one = await asyncio.to_thread(snapshot_facts.verify, directory, file, set_aside=set_aside)
+            for file in await asyncio.to_thread(facts.to_verify, directory, files):
+                one = await asyncio.to_thread(facts.verify, directory, file, set_aside=set_aside)
                 checked.append(one)
                 n_aside += bool(one["set_aside"])
         finally:
@@ -84,7 +84,7 @@ class CacheOperations:
         """Remove leftovers and what is over ``disk_bytes`` (None: the budget of the configuration)."""
         store = self._store()
         most = store.store.disk_bytes if disk_bytes is None else disk_bytes
-        gone = await asyncio.to_thread(snapshot_facts.prune, store.store.directory, most, refused=refused)
+        gone = await asyncio.to_thread(facts.prune, store.store.directory, most, refused=refused)
         await self._scan(store)
         return gone
 
@@ -92,7 +92,7 @@ class CacheOperations:
         """Remove files by name, or all."""
         store = self._store()
         try:
-            return await asyncio.to_thread(snapshot_facts.remove, store.store.directory, files, everything=everything)
+            return await asyncio.to_thread(facts.remove, store.store.directory, files, everything=everything)
         finally:  # some may be gone when a later one could not be removed
             await self._scan(store)
 

@@ -37,19 +37,19 @@ from lucevisor.app.cache_operations import CacheOperations, figures
 from lucevisor.app.log_reader import LogReader
 from lucevisor.app.model_source import resolve
 from lucevisor.app.open_files import connections_within, raise_limit
-from lucevisor.app.rundir import RunDirectory, unusable
-from lucevisor.app.service import Model, Observer, Service
+from lucevisor.app.rundir import RunDirectory
 from lucevisor.app.status import status
 from lucevisor.config import Config, read_api_keys
-from lucevisor.engine.loop import Engine
-from lucevisor.errors import ConfigError, ExitCode
-from lucevisor.memory.snapshot_tools import check_directory
+from lucevisor.deployment.service import Model, Observer, Service
+from lucevisor.engine.core import Engine
+from lucevisor.errors import ConfigError, ExitCode, unusable
+from lucevisor.model.families import open_spec
+from lucevisor.model.gguf_files import part_paths
+from lucevisor.model.gguf_header import GgufError
+from lucevisor.snapshots.tools import check_directory
 from lucevisor.supervision.states import State
 from lucevisor.text.template import ChatTemplate
 from lucevisor.text.tokenizer import Tokenizer
-from lucevisor.wire.families import open_spec
-from lucevisor.wire.gguf_files import part_paths
-from lucevisor.wire.gguf_header import GgufError
 
 log = structlog.get_logger("lucevisor")
 

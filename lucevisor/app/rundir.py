@@ -16,7 +16,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from lucevisor.errors import ConfigError, LucevisorError, NotRunningError
+from lucevisor.errors import ConfigError, LucevisorError, NotRunningError, unusable
 
 _CLAIM_S = 0.5  # `is_locked` of others holds the lock for moments
 
@@ -153,17 +153,6 @@ class RunDirectory:
             self.path.rmdir()  # fails when another start has just made a lock file
         os.close(self._lock)
         self._lock = None
-
-
-def unusable(path: Path, error: OSError) -> ConfigError:
-    """Return the error that says why a run directory cannot be used."""
-    where = f" ({error.filename})" if error.filename is not None and str(error.filename) != str(path) else ""
-    return ConfigError(
-        "XDG_RUNTIME_DIR" if os.environ.get("XDG_RUNTIME_DIR") else "run directory",
-        str(path),
-        f"cannot be used{where}: {error.strerror or error}",
-        "make room or give write permission there, or set XDG_RUNTIME_DIR to another directory",
-    )
 
 
 def boot_id() -> str:

@@ -7,10 +7,10 @@ import os
 from typing import Any
 
 from lucevisor.app.cache_operations import figures
-from lucevisor.app.service import Service
+from lucevisor.deployment.service import Service
 from lucevisor.engine.statistics import CacheStatistics, EngineStatistics
+from lucevisor.protocol.messages import DeviceUse
 from lucevisor.supervision.group import GroupSupervisor
-from lucevisor.wire.messages import DeviceUse
 
 
 def status(service: Service, name: str, url: str) -> dict[str, Any]:

@@ -54,9 +54,9 @@ class _Directory:
     """``disk_bytes``: the budget of a CONFIG, if one was given."""
 
     def __init__(self, directory: Path, disk_bytes: int | None) -> None:
-        from lucevisor.memory import snapshot_facts
+        from lucevisor.snapshots import facts
 
-        self._facts, self._directory, self._disk_bytes = snapshot_facts, directory, disk_bytes
+        self._facts, self._directory, self._disk_bytes = facts, directory, disk_bytes
 
     def show(self) -> Facts:
         files = self._facts.files(self._directory)

@@ -10,9 +10,9 @@ import click
 from lucevisor.cli.options import config_argument
 from lucevisor.config import Config, load
 from lucevisor.errors import ExitCode
+from lucevisor.model.values import Dtype
+from lucevisor.protocol.messages import Check
 from lucevisor.supervision.probe import Probe
-from lucevisor.wire.messages import Check
-from lucevisor.wire.values import Dtype
 
 
 @click.command()
@@ -20,8 +20,8 @@ from lucevisor.wire.values import Dtype
 @click.option("--layer", default=0, show_default=True, help="Layer whose numbers are compared.")
 def doctor(config: Path, overrides: tuple[str, ...], layer: int) -> int:
     """Check each group of CONFIG: imports, torch build, devices, memory, arena mapping, one layer's numbers."""
-    from lucevisor.app.probe import check_arena, each_group
     from lucevisor.app.run import open_model
+    from lucevisor.deployment.probe import check_arena, each_group
 
     loaded = load(config, overrides)
     model = open_model(loaded, lambda what: click.echo(f"fetching {what}", err=True))

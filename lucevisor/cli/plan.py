@@ -22,9 +22,9 @@ def plan(config: Path, overrides: tuple[str, ...], as_json: bool, no_probe: bool
     """Show shards, bytes of weights and state per device, what does not fit and by how much.  Loads no weights, but a
     few layers with --measure."""
     from lucevisor.app import logs
-    from lucevisor.app.probe import inventory
     from lucevisor.app.run import open_model
-    from lucevisor.app.speeds import read, speeds_for, wanted
+    from lucevisor.deployment.probe import inventory
+    from lucevisor.deployment.speeds import read, speeds_for, wanted
     from lucevisor.placement.explain import as_json as plan_json
     from lucevisor.placement.explain import text
     from lucevisor.placement.planner import plan as make_plan

@@ -14,8 +14,8 @@ if TYPE_CHECKING:
     from rich.progress import Progress as Bars
     from rich.progress import TaskID
 
-    from lucevisor.app.service import Service
-    from lucevisor.wire.messages import Progress
+    from lucevisor.deployment.service import Service
+    from lucevisor.protocol.messages import Progress
 
 
 class StartDisplay:

@@ -7,11 +7,11 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from lucevisor.engine.request import ContextOverflow, GenerationRequest, InvalidRequest
-from lucevisor.memory.pages import PagePools
-from lucevisor.memory.prefix_records import PrefixSettings
-from lucevisor.memory.tables import most_window_pages, pages_of
-from lucevisor.wire.messages import Pools
-from lucevisor.wire.values import PAGE_TOKENS, Space
+from lucevisor.kv.page_pool import PagePools
+from lucevisor.kv.page_table import most_window_pages, pages_of
+from lucevisor.kv.prefix_records import PrefixSettings
+from lucevisor.model.values import PAGE_TOKENS, Space
+from lucevisor.protocol.messages import Pools
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -16,7 +16,7 @@ from typing import Final
 from lucevisor.engine.request import RequestState
 from lucevisor.engine.sequence import RequestRecord
 from lucevisor.engine.shares import KeyShares
-from lucevisor.wire.values import PAGE_TOKENS
+from lucevisor.model.values import PAGE_TOKENS
 
 PATIENCE: Final = 2
 """A request is passed by later ones until they took so many times its own size."""

@@ -11,10 +11,10 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from lucevisor.engine.chain import ChainResult
+from lucevisor.engine.pipeline import ChainResult
 from lucevisor.errors import LucevisorError
-from lucevisor.wire.codec import payload_segments
-from lucevisor.wire.frames import MAX_PAYLOAD_BYTES
+from lucevisor.protocol.codec import payload_segments
+from lucevisor.protocol.frames import MAX_PAYLOAD_BYTES
 
 _FLOAT32_BYTES = 4
 

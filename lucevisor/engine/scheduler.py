@@ -15,9 +15,9 @@ from __future__ import annotations
 import math
 from collections import deque
 
-from lucevisor.engine.flight import Flight, Part, StepPlan, WrongResult, drawn_tokens
+from lucevisor.engine.batching import RECENT_S, Pick, Room, choose, has_others
 from lucevisor.engine.limits import EngineLimits
-from lucevisor.engine.picking import RECENT_S, Pick, Room, choose, has_others
+from lucevisor.engine.prefix_reuse import NOTHING, Reuse
 from lucevisor.engine.queue import RequestQueue
 from lucevisor.engine.request import (
     Event,
@@ -28,16 +28,16 @@ from lucevisor.engine.request import (
     RequestState,
     TokenEvent,
 )
-from lucevisor.engine.reuse import NOTHING, Reuse
 from lucevisor.engine.sequence import RequestRecord, Wanted
 from lucevisor.engine.shares import KeyShares
+from lucevisor.engine.step import Flight, Part, StepPlan, WrongResult, drawn_tokens
 from lucevisor.engine.step_times import StepTimes
 from lucevisor.engine.waits import WaitEstimate
-from lucevisor.memory.blocks import NO_STATE
-from lucevisor.memory.pages import PageAllocator, PageUse
-from lucevisor.memory.prefix_records import Match
-from lucevisor.wire.messages import CloseSequence, Operation, Sampled, SetPages, Slice, Step, StepResult
-from lucevisor.wire.values import Space
+from lucevisor.kv.page_pool import PageAllocator, PageUse
+from lucevisor.kv.prefix_records import Match
+from lucevisor.kv.prefix_tree import NO_STATE
+from lucevisor.model.values import Space
+from lucevisor.protocol.messages import CloseSequence, Operation, Sampled, SetPages, Slice, Step, StepResult
 
 __all__ = ["NO_STATE", "Events", "Scheduler", "StepPlan", "WrongResult"]
 

@@ -19,9 +19,9 @@ from lucevisor.engine.request import (
     Timings,
     Usage,
 )
-from lucevisor.memory.blocks import Origin
-from lucevisor.memory.prefix_records import Match
-from lucevisor.memory.tables import PageTable
+from lucevisor.kv.page_table import PageTable
+from lucevisor.kv.prefix_records import Match
+from lucevisor.kv.prefix_tree import Origin
 
 
 class InvalidTransition(Exception):

@@ -10,9 +10,9 @@ import math
 from collections import deque
 from dataclasses import dataclass, field
 
-from lucevisor.engine.chain import ChainResult
-from lucevisor.engine.reuse import Reuse
-from lucevisor.memory.pages import PageUse
+from lucevisor.engine.pipeline import ChainResult
+from lucevisor.engine.prefix_reuse import Reuse
+from lucevisor.kv.page_pool import PageUse
 
 _BUCKETS = 100
 

@@ -11,8 +11,8 @@ from collections import deque
 from statistics import median
 from typing import Final
 
-from lucevisor.wire.messages import Step
-from lucevisor.wire.values import PAGE_TOKENS
+from lucevisor.model.values import PAGE_TOKENS
+from lucevisor.protocol.messages import Step
 
 _KEPT: Final = 9  # steps of a size class: their median is not moved by a few outliers
 _LEAST_STEPS: Final = 2

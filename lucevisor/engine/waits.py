@@ -12,9 +12,9 @@ import heapq
 from collections.abc import Collection, Iterable, Sequence
 from typing import Final
 
-from lucevisor.engine.flight import Flight
 from lucevisor.engine.request import Reason, RequestState
 from lucevisor.engine.sequence import RequestRecord
+from lucevisor.engine.step import Flight
 
 HALF_LIFE_S: Final = 30.0
 """Seconds of work after which a measurement counts half."""

@@ -8,11 +8,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
+from lucevisor.model.values import Dtype, LayerRange
 from lucevisor.placement.amounts import size as amount
 from lucevisor.placement.formats import choose_dtype
 from lucevisor.placement.ranges import SplitError
 from lucevisor.placement.sizing import Case, Sized, automatic_ranges, most, size
-from lucevisor.wire.values import Dtype, LayerRange
 
 LEAST_CHUNK = 64
 _Ranges = tuple[LayerRange, ...]

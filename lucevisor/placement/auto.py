@@ -9,12 +9,12 @@ from collections import Counter
 from dataclasses import dataclass
 
 from lucevisor.config.sections import Goal
+from lucevisor.model.values import LayerRange
 from lucevisor.placement.devices import HOST, memories_of
 from lucevisor.placement.fastest import Found, Price, Problem, fastest
 from lucevisor.placement.ranges import check_count, check_places, legal_places
 from lucevisor.placement.sizing import Case, Filling, automatic_ranges, reference
 from lucevisor.placement.speeds import Clock
-from lucevisor.wire.values import LayerRange
 
 
 @dataclass(frozen=True, slots=True)

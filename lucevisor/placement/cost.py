@@ -1,8 +1,9 @@
 """What a shard costs in bytes: weights, state, workspace.
 
-Weights are counted by :mod:`lucevisor.wire.resident`, the rule that the loader follows, and state by the specs' own
-table, which the pools follow, so both are exact.  The workspace is an estimate of the peak while a step is computed,
-for the daemons' plain torch operations; a layer frees its part before the next one begins, so the largest layer counts:
+Weights are counted by :mod:`lucevisor.model.weight_layout`, the rule that the loader follows, and state by the specs'
+own table, which the pools follow, so both are exact.  The workspace is an estimate of the peak while a step is
+computed, for the daemons' plain torch operations; a layer frees its part before the next one begins, so the largest
+layer counts:
 
     activations  T (4 E + sum of matrix rows of a layer) x 4 bytes             float32 copies of all a layer makes
     delta rule   T x rows of a state x RULE_COPIES x 4                         frames, decays, solved systems
@@ -25,12 +26,12 @@ from collections.abc import Set
 from dataclasses import dataclass
 from math import prod
 
+from lucevisor.model.quant_types import Format
+from lucevisor.model.spec import LayerSpec, ModelSpec
+from lucevisor.model.values import PAGE_TOKENS, Backend, Dtype, Space, dtype_bytes
+from lucevisor.model.weight_layout import QUANTISED_FORMS, Resident, Role, end_residents, layer_residents
 from lucevisor.placement.result import Shard
-from lucevisor.wire.ggml_types import Format
-from lucevisor.wire.messages import Pools
-from lucevisor.wire.model_spec import LayerSpec, ModelSpec
-from lucevisor.wire.resident import QUANTISED_FORMS, Resident, Role, end_residents, layer_residents
-from lucevisor.wire.values import PAGE_TOKENS, Backend, Dtype, Space, dtype_bytes
+from lucevisor.protocol.messages import Pools
 
 RULE_COPIES = 16
 SCORE_BYTES = 3 * (256 << 20)

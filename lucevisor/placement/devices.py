@@ -10,9 +10,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from lucevisor.config import Config, DeviceRef
+from lucevisor.model.values import Backend
 from lucevisor.placement.result import PlacementError
-from lucevisor.wire.messages import DeviceInfo
-from lucevisor.wire.values import Backend
+from lucevisor.protocol.messages import DeviceInfo
 
 Inventory = Mapping[str, Sequence[DeviceInfo]]
 """What the daemon (or a probe) of each group said in its Hello; a group that is left out was not asked."""

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
-from lucevisor.wire.values import LayerRange
+from lucevisor.model.values import LayerRange
 
 SLACK = 0.03
 """Splits whose times lie this close count as equally fast, since measuring is no better: the least full is taken."""

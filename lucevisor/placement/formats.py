@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from lucevisor.config import DType, KvDType
+from lucevisor.model.values import Backend, Dtype
 from lucevisor.placement.devices import Seat
-from lucevisor.wire.values import Backend, Dtype
 
 _AUTO = "auto"
 _PREFERENCE = (Dtype.BFLOAT16, Dtype.FLOAT16)

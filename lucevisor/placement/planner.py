@@ -10,6 +10,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from lucevisor.config import Auto, Config, Ranges, Split
+from lucevisor.model.spec import ModelSpec
+from lucevisor.model.values import PAGE_TOKENS, Dtype, LayerRange, Space
 from lucevisor.placement.advice import advise
 from lucevisor.placement.auto import Automatic, automatic
 from lucevisor.placement.cost import pages_of
@@ -21,8 +23,6 @@ from lucevisor.placement.result import DevicePlan, Infeasible, Placement, Placem
 from lucevisor.placement.sizing import Case, Sized, size, slots_set_aside
 from lucevisor.placement.speeds import Clock, Speeds
 from lucevisor.placement.stages import arenas_of, stages_of
-from lucevisor.wire.model_spec import ModelSpec
-from lucevisor.wire.values import PAGE_TOKENS, Dtype, LayerRange, Space
 
 SPLIT_KEY = "placement.target_layer_split"
 DEVICES_KEY = "placement.target_devices"

@@ -12,7 +12,7 @@ from fractions import Fraction
 from itertools import pairwise
 from math import floor
 
-from lucevisor.wire.values import LayerRange
+from lucevisor.model.values import LayerRange
 
 Cost = Callable[[int, LayerRange], float]
 """What it costs that shard number i holds a range: a share of its memory, or seconds a step."""

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from lucevisor.config import Auto, Config, Weights
+from lucevisor.model.values import PAGE_TOKENS, Space
 from lucevisor.placement.amounts import seconds, size
 from lucevisor.placement.auto import Automatic
 from lucevisor.placement.cost import pages_of
@@ -15,7 +16,6 @@ from lucevisor.placement.formats import Chosen
 from lucevisor.placement.ranges import Move
 from lucevisor.placement.sizing import SPARE_STATES, UNKNOWN_PAGES, Case, Sized, most_used, reference
 from lucevisor.placement.speeds import ANSWER_TOKENS, PROMPT_TOKENS
-from lucevisor.wire.values import PAGE_TOKENS, Space
 
 _GROWN = 1.1
 """Weights that take this many times their bytes in the file on a device are worth a sentence."""

@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 
 from lucevisor.config import DeviceRef
 from lucevisor.errors import ConfigError
+from lucevisor.model.values import Backend, Dtype, LayerRange, Space
 from lucevisor.placement.amounts import size
-from lucevisor.wire.messages import ArenaPlan, Pools
-from lucevisor.wire.values import Backend, Dtype, LayerRange, Space
+from lucevisor.protocol.messages import ArenaPlan, Pools
 
 
 class PlacementError(ConfigError):

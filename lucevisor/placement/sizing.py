@@ -10,14 +10,14 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 
+from lucevisor.model.spec import ModelSpec
+from lucevisor.model.values import PAGE_TOKENS, Backend, Dtype, LayerRange, Space
 from lucevisor.placement.cost import CostModel, Steps, pages_of
 from lucevisor.placement.devices import HOST, Memory, Seat, memories_of
 from lucevisor.placement.ranges import balanced
 from lucevisor.placement.result import Shard, Shortage
 from lucevisor.placement.stages import arenas_of, shards_of, stages_of
-from lucevisor.wire.messages import Pools
-from lucevisor.wire.model_spec import ModelSpec
-from lucevisor.wire.values import PAGE_TOKENS, Backend, Dtype, LayerRange, Space
+from lucevisor.protocol.messages import Pools
 
 REBALANCINGS = 3
 UNKNOWN_PAGES = 512

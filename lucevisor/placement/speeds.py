@@ -16,12 +16,12 @@ from math import isfinite
 import msgspec
 
 from lucevisor.config import Auto, Config
+from lucevisor.model.spec import LayerSpec, ModelSpec
+from lucevisor.model.values import Backend, Dtype, LayerRange
 from lucevisor.placement.devices import Inventory, Seat, seats_of
 from lucevisor.placement.formats import choose_dtype, choose_kv_dtype
 from lucevisor.placement.ranges import legal_places
-from lucevisor.wire.messages import Span, Timing
-from lucevisor.wire.model_spec import LayerSpec, ModelSpec
-from lucevisor.wire.values import Backend, Dtype, LayerRange
+from lucevisor.protocol.messages import Span, Timing
 
 PROMPT_TOKENS = 512
 ANSWER_TOKENS = 256

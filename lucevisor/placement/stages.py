@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from lucevisor.config import DeviceRef
+from lucevisor.model.values import Backend, Dtype, FileIdentity, LayerRange, dtype_bytes
 from lucevisor.placement.result import Placement, Shard, Stage
-from lucevisor.wire.messages import ArenaPlan, Load, ShardPlan, StagePlan
-from lucevisor.wire.values import Backend, Dtype, FileIdentity, LayerRange, dtype_bytes
+from lucevisor.protocol.messages import ArenaPlan, Load, ShardPlan, StagePlan
 
 
 def shards_of(

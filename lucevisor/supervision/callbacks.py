@@ -8,10 +8,10 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 
+from lucevisor.protocol.asyncio_link import Link
+from lucevisor.protocol.frames import Frame
+from lucevisor.protocol.messages import Heartbeat, Hello, Load, Loaded, Progress
 from lucevisor.supervision.states import State
-from lucevisor.wire.aio import Link
-from lucevisor.wire.frames import Frame
-from lucevisor.wire.messages import Heartbeat, Hello, Load, Loaded, Progress
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,15 +15,15 @@ from typing import Literal
 import structlog
 
 from lucevisor.errors import LucevisorError
+from lucevisor.protocol.asyncio_link import Link
+from lucevisor.protocol.errors import LinkClosed, LocalProtocolError, WireError
+from lucevisor.protocol.frames import Frame
+from lucevisor.protocol.handshake import Expected, check_hello
+from lucevisor.protocol.messages import Failed, Heartbeat, Hello, Loaded, LogLine, Progress, Shutdown
+from lucevisor.protocol.states import Channel
 from lucevisor.supervision import events as ev
 from lucevisor.supervision.callbacks import Callbacks
 from lucevisor.supervision.child import Child, Ended
-from lucevisor.wire.aio import Link
-from lucevisor.wire.errors import LinkClosed, LocalProtocolError, WireError
-from lucevisor.wire.frames import Frame
-from lucevisor.wire.handshake import Expected, check_hello
-from lucevisor.wire.messages import Failed, Heartbeat, Hello, Loaded, LogLine, Progress, Shutdown
-from lucevisor.wire.states import Channel
 
 Field = str | int | float | bool | None
 

@@ -19,6 +19,10 @@ import structlog
 from lucevisor import awake
 from lucevisor.config import GroupConfig
 from lucevisor.errors import LucevisorError
+from lucevisor.model.values import Backend
+from lucevisor.protocol.asyncio_link import Link
+from lucevisor.protocol.handshake import Expected
+from lucevisor.protocol.messages import Heartbeat, Hello, Loaded
 from lucevisor.supervision import events as ev
 from lucevisor.supervision.callbacks import Callbacks
 from lucevisor.supervision.child import Child, SpawnError, find_python, spawn
@@ -28,10 +32,6 @@ from lucevisor.supervision.machine import Machine
 from lucevisor.supervision.policy import Limits
 from lucevisor.supervision.staging import Staging
 from lucevisor.supervision.states import State
-from lucevisor.wire.aio import Link
-from lucevisor.wire.handshake import Expected
-from lucevisor.wire.messages import Heartbeat, Hello, Loaded
-from lucevisor.wire.values import Backend
 
 _log = structlog.get_logger("lucevisor.supervision")
 

@@ -12,17 +12,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from lucevisor.config import GroupConfig
+from lucevisor.model.values import Backend
+from lucevisor.protocol.asyncio_link import Link
+from lucevisor.protocol.errors import WireError
+from lucevisor.protocol.frames import Frame
+from lucevisor.protocol.handshake import Expected, check_hello
+from lucevisor.protocol.messages import Check, Checked, Failed, Hello, Shutdown
+from lucevisor.protocol.states import Channel
 from lucevisor.supervision.child import Ended, SpawnError, find_python, spawn
 from lucevisor.supervision.environment import launch
 from lucevisor.supervision.events import Blow
 from lucevisor.supervision.staging import Staging
-from lucevisor.wire.aio import Link
-from lucevisor.wire.errors import WireError
-from lucevisor.wire.frames import Frame
-from lucevisor.wire.handshake import Expected, check_hello
-from lucevisor.wire.messages import Check, Checked, Failed, Hello, Shutdown
-from lucevisor.wire.states import Channel
-from lucevisor.wire.values import Backend
 
 EXIT_S = 3.0
 

@@ -1,4 +1,4 @@
-"""The directory that is a daemon's view of this project: `daemons` and `lucevisor.wire`, nothing else.
+"""A daemon's view of this project: a directory with `daemons`, `lucevisor.model` and `lucevisor.protocol`.
 
 Knows no processes. Invariant: the directory is owned by this user with mode 0700 and holds links to exactly those
 packages of the running supervisor, so a foreign interpreter never sees the supervisor's site-packages, and both sides
@@ -15,7 +15,7 @@ from pathlib import Path
 
 import lucevisor
 from lucevisor.errors import LucevisorError
-from lucevisor.wire.source_hash import source_hash
+from lucevisor.protocol.source_hash import SHARED_PACKAGES, source_hash
 
 _NAME = "staging"
 
@@ -53,5 +53,6 @@ def stage_packages(run_dir: Path) -> Staging:
     (staging / "lucevisor").mkdir(mode=0o700)
     (staging / "daemons").symlink_to(daemons)
     (staging / "lucevisor" / "__init__.py").symlink_to(own / "__init__.py")
-    (staging / "lucevisor" / "wire").symlink_to(own / "wire")
-    return Staging(staging, source_hash(own / "wire", daemons))
+    for name in SHARED_PACKAGES:
+        (staging / "lucevisor" / name).symlink_to(own / name)
+    return Staging(staging, source_hash(own, daemons))

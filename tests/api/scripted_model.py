@@ -16,17 +16,17 @@ from pathlib import Path
 
 from lucevisor.api.intake import Intake
 from lucevisor.api.ports import GroupFigures, ModelCard, NotReadyPart, Ports
-from lucevisor.engine.chain import Chain
+from lucevisor.engine.core import Engine, EngineSettings
 from lucevisor.engine.limits import EngineLimits
-from lucevisor.engine.loop import Engine, EngineSettings
+from lucevisor.engine.pipeline import Chain
 from lucevisor.engine.request import RequestError
+from lucevisor.model.gguf_files import open_model, part_paths
+from lucevisor.model.values import Sampling, Space
+from lucevisor.protocol.connection import Connection
+from lucevisor.protocol.messages import CloseSequence, OpenSequence, Pools, Sampled, Step, StepResult
+from lucevisor.protocol.states import LinkState, Role
 from lucevisor.text.template import ChatTemplate
 from lucevisor.text.tokenizer import Tokenizer
-from lucevisor.wire.connection import Connection
-from lucevisor.wire.gguf_files import open_model, part_paths
-from lucevisor.wire.messages import CloseSequence, OpenSequence, Pools, Sampled, Step, StepResult
-from lucevisor.wire.states import LinkState, Role
-from lucevisor.wire.values import Sampling, Space
 
 DEMO = Path(__file__).parents[2] / "etc" / "demo" / "demo-qwen35-22m-q4_k_m.gguf"
 MODEL = "scripted/demo"

@@ -21,12 +21,12 @@ from lucevisor.app.cache_operations import CacheOperations, figures
 from lucevisor.cli import cli
 from lucevisor.config.sections import CacheConfig
 from lucevisor.errors import LucevisorError
-from lucevisor.memory.snapshot_background import BackgroundStore
-from lucevisor.memory.snapshot_store import NOT_RESTORED, SnapshotRefused
-from lucevisor.memory.snapshot_writer import FAILED_SAVES
-from lucevisor.wire.snapshot_layout import Fault
+from lucevisor.snapshots.background import BackgroundStore
+from lucevisor.snapshots.layout import Fault
+from lucevisor.snapshots.store import NOT_RESTORED, SnapshotRefused
+from lucevisor.snapshots.writer import FAILED_SAVES
 from tests.api.scripted_model import Rig
-from tests.memory.snapshot_parts import made_model, made_slot, made_store, names, restore, save
+from tests.snapshots.snapshot_parts import made_model, made_slot, made_store, names, restore, save
 
 
 class Desk:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from lucevisor.api.keys import ApiKeys, key_id
-from lucevisor.engine.loop import Engine
+from lucevisor.engine.core import Engine
 from lucevisor.engine.request import GenerationRequest
 from tests.api.scripted_model import MODEL, Rig
 

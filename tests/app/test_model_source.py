@@ -15,8 +15,8 @@ from pathlib import Path
 import pytest
 
 from lucevisor.app.model_source import part_names
-from tests.app.hub import Hub
 from tests.daemons.tiny_models import Tiny, write
+from tests.deployment.hub import Hub
 
 PIECE = 10 << 20  # of huggingface_hub
 KEPT = ("PATH", "PYTHONPATH", "LD_LIBRARY_PATH", "VIRTUAL_ENV", "COVERAGE_PROCESS_START")

@@ -14,10 +14,10 @@ import numpy as np
 import pytest
 
 from bench.make_gguf import SHAPES, layout, stats, write
-from lucevisor.wire.families import open_spec
-from lucevisor.wire.ggml_types import PLANED
-from lucevisor.wire.resident import weight_bytes
-from lucevisor.wire.values import Backend, Dtype, LayerRange
+from lucevisor.model.families import open_spec
+from lucevisor.model.quant_types import PLANED
+from lucevisor.model.values import Backend, Dtype, LayerRange
+from lucevisor.model.weight_layout import weight_bytes
 
 ROOT = Path(__file__).parents[2]
 TINY = [name for name in SHAPES if name.startswith("tiny-")]

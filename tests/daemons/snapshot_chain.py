@@ -10,14 +10,14 @@ from pathlib import Path
 import torch
 
 from daemons.models.stage import Stage
-from daemons.state.snapshot import StateMap
-from daemons.state.transfers import Transfers
-from lucevisor.memory.snapshot_store import SnapshotStore
-from lucevisor.memory.tables import first_seen_page
-from lucevisor.memory.weight_digests import digest_tensors
-from lucevisor.wire.families import open_spec
-from lucevisor.wire.fingerprint import fingerprint
-from lucevisor.wire.messages import (
+from daemons.snapshots.state_map import StateMap
+from daemons.snapshots.transfers import Transfers
+from lucevisor.deployment.weight_digests import digest_tensors
+from lucevisor.kv.page_table import first_seen_page
+from lucevisor.model.families import open_spec
+from lucevisor.model.fingerprint import fingerprint
+from lucevisor.model.values import PAGE_TOKENS, Backend, Dtype, LayerRange, Sampling, Space
+from lucevisor.protocol.messages import (
     CopyState,
     Failed,
     Load,
@@ -33,8 +33,8 @@ from lucevisor.wire.messages import (
     Step,
     ZeroState,
 )
-from lucevisor.wire.snapshot_layout import Slot, StateModel
-from lucevisor.wire.values import PAGE_TOKENS, Backend, Dtype, LayerRange, Sampling, Space
+from lucevisor.snapshots.layout import Slot, StateModel
+from lucevisor.snapshots.store import SnapshotStore
 
 GOLDEN = Path(__file__).parents[1] / "data" / "golden"
 PAGED = (Space.FULL, Space.WINDOW)

@@ -10,8 +10,10 @@ import torch
 from torch import Tensor
 
 from daemons.models.stage import Stage
-from lucevisor.wire.families import open_spec
-from lucevisor.wire.messages import (
+from lucevisor.model.families import open_spec
+from lucevisor.model.spec import ModelSpec
+from lucevisor.model.values import PAGE_TOKENS, Backend, Dtype, LayerRange, Sampling, Space
+from lucevisor.protocol.messages import (
     CloseSequence,
     Load,
     OpenSequence,
@@ -24,8 +26,6 @@ from lucevisor.wire.messages import (
     Step,
     ZeroState,
 )
-from lucevisor.wire.model_spec import ModelSpec
-from lucevisor.wire.values import PAGE_TOKENS, Backend, Dtype, LayerRange, Sampling, Space
 
 POOLS = Pools(full_pages=96, window_pages=0, states=24)
 

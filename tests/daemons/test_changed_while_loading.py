@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 
 from daemons.errors import LoadError
-from daemons.runtime import Runtime
-from lucevisor.wire.families import open_spec
-from lucevisor.wire.messages import Load, Pools, Progress, ShardPlan, StagePlan
-from lucevisor.wire.values import Backend, Dtype, FileIdentity, LayerRange
-from tests.memory.test_weight_digests import GOLDEN, flip, settled
+from daemons.runner import Runtime
+from lucevisor.model.families import open_spec
+from lucevisor.model.values import Backend, Dtype, FileIdentity, LayerRange
+from lucevisor.protocol.messages import Load, Pools, Progress, ShardPlan, StagePlan
+from tests.deployment.test_weight_digests import GOLDEN, flip, settled
 
 
 class Reporter:

@@ -7,7 +7,7 @@ import torch
 
 from daemons import device
 from daemons.errors import DeviceError
-from lucevisor.wire.values import Backend, Dtype
+from lucevisor.model.values import Backend, Dtype
 
 WITHOUT_ACCELERATOR = pytest.mark.skipif(torch.cuda.is_available(), reason="this torch sees an accelerator")
 

@@ -8,8 +8,8 @@ import torch
 from daemons.errors import DeviceError, describe
 from daemons.ops.basic import rotate
 from daemons.options import EXIT_CONFIGURATION, Options
-from daemons.serve import EXIT_FAILED, _Server
-from lucevisor.wire.values import Backend
+from daemons.worker import EXIT_FAILED, _Server
+from lucevisor.model.values import Backend
 
 
 class Sent:

@@ -9,12 +9,12 @@ import torch
 from daemons import device
 from daemons.device import CPU
 from daemons.errors import DeviceError, StateError
-from daemons.state.pools import Pools
-from daemons.state.sequences import Sequences
-from lucevisor.memory.snapshot_store import SnapshotStore
-from lucevisor.wire.messages import CopyState, Failed, OpenSequence, Restored, ZeroState
-from lucevisor.wire.messages import Pools as PoolSizes
-from lucevisor.wire.values import Dtype, LayerRange, Sampling, Space
+from daemons.kv.pools import Pools
+from daemons.kv.sequences import Sequences
+from lucevisor.model.values import Dtype, LayerRange, Sampling, Space
+from lucevisor.protocol.messages import CopyState, Failed, OpenSequence, Restored, ZeroState
+from lucevisor.protocol.messages import Pools as PoolSizes
+from lucevisor.snapshots.store import SnapshotStore
 from tests.daemons.snapshot_chain import SlotChain, checkpoint, golden_spec, ids_of, state_model, states_of
 
 SIZES = PoolSizes(full_pages=4, window_pages=0, states=5, host_states=3)

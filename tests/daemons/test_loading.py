@@ -10,16 +10,16 @@ import torch
 
 from daemons.device import CPU
 from daemons.errors import DeviceError, LoadError, StateError
+from daemons.models.loader import Rows, Weights
 from daemons.models.stack import ShardRequest, Stack
 from daemons.models.stage import Stage
-from daemons.ops.choose import Chooser
-from daemons.reading import HostMemory
-from daemons.weights import Rows, Weights
-from lucevisor.wire.families import open_spec
-from lucevisor.wire.ggml_types import BY_NAME, PLANED
-from lucevisor.wire.messages import Load, Progress, ShardPlan, Slice, StagePlan, Step
-from lucevisor.wire.resident import residents, weight_bytes
-from lucevisor.wire.values import Backend, Dtype, LayerRange
+from daemons.ops.selection import Chooser
+from daemons.weights.reading import HostMemory
+from lucevisor.model.families import open_spec
+from lucevisor.model.quant_types import BY_NAME, PLANED
+from lucevisor.model.values import Backend, Dtype, LayerRange
+from lucevisor.model.weight_layout import residents, weight_bytes
+from lucevisor.protocol.messages import Load, Progress, ShardPlan, Slice, StagePlan, Step
 from tests.daemons.stages import POOLS, Chain, load_stages
 from tests.daemons.tiny_models import Tiny, write
 from tests.families.rounding import Formats, bounds, explained, middle_error
@@ -142,12 +142,12 @@ def test_packed_cpu_forms_stay_near_the_dequantised_product(files, kind):
 def test_reading_in_small_chunks_changes_nothing(files, kinds, dtype, monkeypatch):
     spec = open_spec(files(kinds))
     wanted = logits(load_stages(spec, dtype=dtype))
-    monkeypatch.setattr("daemons.weights.CHUNK_BYTES", 5000)
+    monkeypatch.setattr("daemons.models.loader.CHUNK_BYTES", 5000)
     assert torch.equal(logits(load_stages(spec, dtype=dtype)), wanted)
 
 
 def test_row_ranges_of_several_matrices_come_in_the_order_asked_for(files, monkeypatch):
-    monkeypatch.setattr("daemons.weights.CHUNK_BYTES", 3000)
+    monkeypatch.setattr("daemons.models.loader.CHUNK_BYTES", 3000)
     path = files(NATIVE)
     spec = open_spec(path)
     kept = residents(spec, LayerRange(0, 1), first=False, last=False, backend=Backend.CPU, dtype=Dtype.FLOAT32)
@@ -170,8 +170,8 @@ def test_what_was_chosen_and_converted_is_told(files):
 
 
 def test_progress_reaches_the_total(files, monkeypatch):
-    monkeypatch.setattr("daemons.reading.REPORT_S", 0.0)
-    monkeypatch.setattr("daemons.weights.CHUNK_BYTES", 60000)
+    monkeypatch.setattr("daemons.weights.reading.REPORT_S", 0.0)
+    monkeypatch.setattr("daemons.models.loader.CHUNK_BYTES", 60000)
     spec = open_spec(files(NATIVE))
     seen: list[Progress] = []
     load = Load([], Dtype.FLOAT32, Dtype.FLOAT32, [], [], POOLS, 4, 64)

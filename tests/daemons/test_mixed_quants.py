@@ -12,13 +12,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from daemons.device import CPU
-from daemons.ops.choose import Chooser
-from daemons.weights import Rows, Weights
-from lucevisor.wire.families import open_spec
-from lucevisor.wire.ggml_types import BY_NAME, CPU_INT4, CPU_INT8, NATIVE, PLANED, Format, resident_bytes
-from lucevisor.wire.gguf_files import GgufFiles, open_model
-from lucevisor.wire.resident import Resident, Role, form_of
-from lucevisor.wire.values import Backend, Dtype
+from daemons.models.loader import Rows, Weights
+from daemons.ops.selection import Chooser
+from lucevisor.model.families import open_spec
+from lucevisor.model.gguf_files import GgufFiles, open_model
+from lucevisor.model.quant_types import BY_NAME, CPU_INT4, CPU_INT8, NATIVE, PLANED, Format, resident_bytes
+from lucevisor.model.values import Backend, Dtype
+from lucevisor.model.weight_layout import Resident, Role, form_of
 from tests.daemons.stages import load_stages
 from tests.daemons.tiny_models import Tiny, random_blocks, write
 from tests.numerics import BFLOAT16, Narrow, narrow_error, product_error

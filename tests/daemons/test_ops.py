@@ -10,11 +10,11 @@ from hypothesis import strategies as st
 
 from daemons.ops.attention import attention, reference, visible
 from daemons.ops.basic import RmsNorm, gated, plain_rope, rotate
-from daemons.ops.choose import packed_bfloat16
 from daemons.ops.delta_rule import chunked, convolve, step
 from daemons.ops.linear import Blocks, Dense, DenseFloat32Cpu, Int4Cpu, Int8Cpu, Joined, PackedBfloat16Cpu
-from daemons.quants import dequantise
-from lucevisor.wire.ggml_types import BY_NAME
+from daemons.ops.selection import packed_bfloat16
+from daemons.weights.dequant import dequantise
+from lucevisor.model.quant_types import BY_NAME
 from tests.numerics import BFLOAT16, Narrow, bound, narrow_error, product_error
 
 

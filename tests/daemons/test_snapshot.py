@@ -12,14 +12,14 @@ import torch
 from safetensors import safe_open
 
 from daemons.errors import StateError
-from daemons.state import lanes
-from daemons.state import snapshot as rows_of
-from daemons.state.snapshot import StateMap, cut
-from daemons.state.transfers import MAX_WAITING, Transfers
-from lucevisor.memory.snapshot_store import SnapshotStore
-from lucevisor.wire.messages import Failed, Restore, Restored, Save, Saved, SlotPlace
-from lucevisor.wire.snapshot_layout import NextToken, Slot
-from lucevisor.wire.values import Dtype, LayerRange, Space
+from daemons.snapshots import state_map as rows_of
+from daemons.snapshots import streams
+from daemons.snapshots.state_map import StateMap, cut
+from daemons.snapshots.transfers import MAX_WAITING, Transfers
+from lucevisor.model.values import Dtype, LayerRange, Space
+from lucevisor.protocol.messages import Failed, Restore, Restored, Save, Saved, SlotPlace
+from lucevisor.snapshots.layout import NextToken, Slot
+from lucevisor.snapshots.store import SnapshotStore
 from tests.daemons.snapshot_chain import SlotChain, checkpoint, golden_spec, ids_of, state_model
 
 FAMILIES = ["qwen35", "qwen3", "qwen35moe", "gemma4_e2b", "laguna"]
@@ -251,11 +251,11 @@ def test_short_writes_and_reads_go_on_where_they_stopped(spec, tmp_path, monkeyp
 
         return call
 
-    monkeypatch.setattr(lanes.os, "pwritev", part(os.pwritev))
+    monkeypatch.setattr(streams.os, "pwritev", part(os.pwritev))
     assert chain.save(store, ids_of(spec, N), place).snapshot.checksums == first.snapshot.checksums
     monkeypatch.undo()
     real = os.preadv
-    monkeypatch.setattr(lanes, "os", SimpleNamespace(pwritev=os.pwritev, preadv=part(real)))
+    monkeypatch.setattr(streams, "os", SimpleNamespace(pwritev=os.pwritev, preadv=part(real)))
     fresh = chain.fresh_place(N, 3)
     assert all(isinstance(a, Restored) for a in chain.restore(store, first, fresh))
     monkeypatch.undo()

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from lucevisor.memory.snapshot_store import SnapshotStore
-from lucevisor.wire.blocking import BlockingLink
-from lucevisor.wire.messages import (
+from lucevisor.model.values import Dtype, LayerRange, Sampling, Space
+from lucevisor.protocol.blocking_link import BlockingLink
+from lucevisor.protocol.messages import (
     CopyState,
     Failed,
     Load,
@@ -32,9 +32,9 @@ from lucevisor.wire.messages import (
     Step,
     ZeroState,
 )
-from lucevisor.wire.snapshot_layout import NextToken, Slot
-from lucevisor.wire.states import Role
-from lucevisor.wire.values import Dtype, LayerRange, Sampling, Space
+from lucevisor.protocol.states import Role
+from lucevisor.snapshots.layout import NextToken, Slot
+from lucevisor.snapshots.store import SnapshotStore
 from tests.daemons.snapshot_chain import GOLDEN, golden_spec, ids_of, state_model
 
 SPEC = golden_spec("qwen35")

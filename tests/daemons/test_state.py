@@ -9,15 +9,15 @@ from hypothesis import strategies as st
 
 from daemons.device import CPU
 from daemons.errors import DeviceError, StateError
+from daemons.kv.batch import Batch, Layout
+from daemons.kv.pools import Pools
+from daemons.kv.sequences import Sequences
 from daemons.ops.attention import reference
 from daemons.ops.paged import Pages
-from daemons.state.batch import Batch, Layout
-from daemons.state.pools import Pools
-from daemons.state.sequences import Sequences
-from lucevisor.wire.messages import CloseSequence, CopyPage, CopyState, OpenSequence, SetPages, Slice, ZeroState
-from lucevisor.wire.messages import Pools as PoolSizes
-from lucevisor.wire.model_spec import LayerSpec, ModelSpec, StateTensor, attention_state
-from lucevisor.wire.values import PAGE_TOKENS, Dtype, LayerRange, Sampling, Space
+from lucevisor.model.spec import LayerSpec, ModelSpec, StateTensor, attention_state
+from lucevisor.model.values import PAGE_TOKENS, Dtype, LayerRange, Sampling, Space
+from lucevisor.protocol.messages import CloseSequence, CopyPage, CopyState, OpenSequence, SetPages, Slice, ZeroState
+from lucevisor.protocol.messages import Pools as PoolSizes
 from tests.numerics import attention_error, q8_error
 
 SIZES = PoolSizes(full_pages=12, window_pages=8, states=5)

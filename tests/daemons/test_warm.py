@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
+from daemons.kv.batch import Batch
 from daemons.models.stage import Stage
-from daemons.runtime import Runtime
-from daemons.state.batch import Batch
+from daemons.runner import Runtime
 from daemons.warm import RUNS, warm_up
-from lucevisor.wire.messages import Load, Progress, ShardPlan, StagePlan
-from lucevisor.wire.values import Backend, Dtype, LayerRange
+from lucevisor.model.values import Backend, Dtype, LayerRange
+from lucevisor.protocol.messages import Load, Progress, ShardPlan, StagePlan
 from tests.families.chain import Chain, load_stages, pools_of
 from tests.families.test_golden import FIXTURES, opened
 

@@ -8,11 +8,11 @@ from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 
 from lucevisor.app.run import open_model
-from lucevisor.app.service import Service
 from lucevisor.cli.progress import SilentDisplay
 from lucevisor.config import load
+from lucevisor.deployment.service import Service
 from lucevisor.engine.request import FinishedEvent, GenerationRequest, TokenEvent
-from lucevisor.wire.values import Sampling
+from lucevisor.model.values import Sampling
 
 DATA = Path(__file__).parents[1] / "data"
 GOLDEN = DATA / "golden"

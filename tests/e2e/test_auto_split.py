@@ -10,13 +10,13 @@ from typing import Any
 import msgspec
 import pytest
 
-from lucevisor.app import speeds as app
-from lucevisor.app.probe import inventory
 from lucevisor.app.run import open_model
-from lucevisor.app.speeds import SpeedFile, cache_directory, path_of, speeds_for, wanted, write
 from lucevisor.config import Config, load
+from lucevisor.deployment import speeds as app
+from lucevisor.deployment.probe import inventory
+from lucevisor.deployment.speeds import SpeedFile, cache_directory, path_of, speeds_for, wanted, write
 from lucevisor.placement.speeds import Request
-from lucevisor.wire.messages import Timing
+from lucevisor.protocol.messages import Timing
 from tests.e2e.process import ROOT, Cli
 from tests.e2e.service import generate, running
 

@@ -13,13 +13,13 @@ from pathlib import Path
 import pytest
 
 from lucevisor.app.run import open_model
-from lucevisor.app.service import Service
-from lucevisor.app.snapshot_speeds import SpeedMeter
 from lucevisor.cli.progress import SilentDisplay
 from lucevisor.config import load
-from lucevisor.memory.snapshots import Speeds
+from lucevisor.deployment.service import Service
+from lucevisor.model.families import open_spec
+from lucevisor.snapshots.policy import Speeds
+from lucevisor.snapshots.speeds import SpeedMeter
 from lucevisor.supervision.states import State
-from lucevisor.wire.families import open_spec
 from tests.e2e.process import Cli
 from tests.e2e.service import GOLDEN, generate, generate_all, running, write_config
 

@@ -14,9 +14,9 @@ import numpy as np
 import pytest
 import torch
 
-from lucevisor.app.service import Service
-from lucevisor.wire.families import open_spec
-from lucevisor.wire.model_spec import ModelSpec
+from lucevisor.deployment.service import Service
+from lucevisor.model.families import open_spec
+from lucevisor.model.spec import ModelSpec
 from tests.e2e.service import GOLDEN, generate, running, write_config
 from tests.families.rounding import Bounds, assert_same_tokens, bounds
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from lucevisor.wire.families import open_spec
+from lucevisor.model.families import open_spec
 from tests.e2e.conversations import ANSWER, MODELS, Told, converse
 from tests.e2e.process import DEMO as DEMO_CONFIG
 from tests.e2e.process import Cli

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from lucevisor.app.service import Service
+from lucevisor.deployment.service import Service
 from lucevisor.engine.request import FinishedEvent, GenerationRequest, TokenEvent
-from lucevisor.wire.families import open_spec
-from lucevisor.wire.values import PAGE_TOKENS, Sampling, Space
+from lucevisor.model.families import open_spec
+from lucevisor.model.values import PAGE_TOKENS, Sampling, Space
 from tests.e2e.service import GOLDEN, running, write_config
 
 N_REQUESTS, N_SHARED = 200, 2000

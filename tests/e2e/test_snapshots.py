@@ -18,13 +18,13 @@ from pathlib import Path
 import pytest
 import structlog
 
-from lucevisor.app.service import Service
-from lucevisor.app.snapshot_speeds import SpeedMeter
-from lucevisor.app.snapshots import Snapshots
-from lucevisor.memory import snapshot_disk
-from lucevisor.memory.snapshots import Speeds
-from lucevisor.wire.families import open_spec
-from lucevisor.wire.snapshot_file import pack
+from lucevisor.deployment.service import Service
+from lucevisor.model.families import open_spec
+from lucevisor.snapshots import disk
+from lucevisor.snapshots.file_format import pack
+from lucevisor.snapshots.manager import Snapshots
+from lucevisor.snapshots.policy import Speeds
+from lucevisor.snapshots.speeds import SpeedMeter
 from tests.e2e.conversations import ANSWER, MODELS, Told, ask, converse
 from tests.e2e.service import running, write_config
 
@@ -248,7 +248,7 @@ async def saved_prompt(place: Place) -> list[int]:
 
 def change_states(file: Path) -> None:
     """Write other numbers into every tensor, with checksums that fit: nothing but the model can tell."""
-    fd, snapshot, _ = snapshot_disk.open_snapshot(file)
+    fd, snapshot, _ = disk.open_snapshot(file)
     os.close(fd)
     data = bytearray(file.read_bytes())
     size = len(data) - snapshot.data_start
@@ -258,7 +258,7 @@ def change_states(file: Path) -> None:
     file.write_bytes(data)
     with file.open("r+b") as opened:
         with ThreadPoolExecutor(1) as pool:
-            sums = snapshot_disk.checksums(opened.fileno(), snapshot.tensors, pool)
+            sums = disk.checksums(opened.fileno(), snapshot.tensors, pool)
         opened.write(pack(replace(snapshot, checksums=sums)))
 
 
@@ -361,7 +361,7 @@ def delay(service: Service, what: str, seconds: float) -> None:
 async def test_nobody_waits_for_a_disk_that_hangs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     place = Place(MODELS["qwen35"], tmp_path)
     expected = await saved_prompt(place)
-    monkeypatch.setattr("lucevisor.app.snapshots.TRANSFER_S", 0.3)
+    monkeypatch.setattr("lucevisor.snapshots.manager.TRANSFER_S", 0.3)
     async with running(place.config(), place.directory) as service:
         delay(service, "restore", 1.5)
         answer, finished = await ask(service, PROMPT, [])
@@ -398,7 +398,7 @@ async def test_a_hurried_stop_waits_for_no_file(tmp_path: Path) -> None:
 
 async def test_a_disk_that_hangs_holds_up_no_stop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     place = Place(MODELS["qwen35"], tmp_path)
-    monkeypatch.setattr("lucevisor.app.service.SAVE_S", 0.5)
+    monkeypatch.setattr("lucevisor.deployment.service.SAVE_S", 0.5)
     async with running(place.config(), place.directory) as service:
         assert service.engine is not None
         service.engine.prefixes.hooks.on_slot = lambda slot: None

@@ -9,11 +9,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from lucevisor.engine.batching import MOST_SKIPPED
 from lucevisor.engine.limits import EngineLimits
-from lucevisor.engine.picking import MOST_SKIPPED
 from lucevisor.engine.queue import PATIENCE
-from lucevisor.wire.messages import Pools
-from lucevisor.wire.values import PAGE_TOKENS
+from lucevisor.model.values import PAGE_TOKENS
+from lucevisor.protocol.messages import Pools
 from tests.engine.timed_chain import TimedChain, demo_limits, p95
 
 LONG = 4000

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from lucevisor.wire.messages import Pools
-from lucevisor.wire.values import Space
+from lucevisor.model.values import Space
+from lucevisor.protocol.messages import Pools
 from tests.engine.toy_engine import ALL_SPACES, limits
 
 

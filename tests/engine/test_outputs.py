@@ -16,9 +16,9 @@ from lucevisor.engine.request import (
     GenerationRequest,
 )
 from lucevisor.engine.scheduler import Scheduler
-from lucevisor.memory.tables import most_window_pages
-from lucevisor.wire.messages import Pools
-from lucevisor.wire.values import Sampling, Space
+from lucevisor.kv.page_table import most_window_pages
+from lucevisor.model.values import Sampling, Space
+from lucevisor.protocol.messages import Pools
 from tests.engine.toy_engine import ALL_SPACES, HYBRID, LOST, ToyEngine, events_of, told
 
 

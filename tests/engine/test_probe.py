@@ -8,10 +8,10 @@ from collections.abc import Sequence
 import pytest
 
 from lucevisor.engine.limits import EngineLimits
-from lucevisor.memory.blocks import Slot
-from lucevisor.memory.prefix_records import PrefixSettings
-from lucevisor.wire.messages import Pools
-from lucevisor.wire.values import Sampling, Space
+from lucevisor.kv.prefix_records import PrefixSettings
+from lucevisor.kv.prefix_tree import Slot
+from lucevisor.model.values import Sampling, Space
+from lucevisor.protocol.messages import Pools
 from tests.engine.toy_engine import ALL_SPACES, HYBRID, ToyEngine, limits, request
 
 FULL = frozenset({Space.FULL})

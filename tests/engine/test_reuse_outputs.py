@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 from lucevisor.engine.handle import RequestHandle
 from lucevisor.engine.limits import EngineLimits
 from lucevisor.engine.request import GenerationRequest
-from lucevisor.memory.blocks import Slot
-from lucevisor.memory.prefix_records import PrefixSettings, Reservation
-from lucevisor.memory.tables import most_window_pages
-from lucevisor.wire.messages import Pools
-from lucevisor.wire.values import Sampling, Space
+from lucevisor.kv.page_table import most_window_pages
+from lucevisor.kv.prefix_records import PrefixSettings, Reservation
+from lucevisor.kv.prefix_tree import Slot
+from lucevisor.model.values import Sampling, Space
+from lucevisor.protocol.messages import Pools
 from tests.engine.toy_engine import ALL_SPACES, HYBRID, ToyEngine, events_of, told
 
 SPACES = [HYBRID, ALL_SPACES, frozenset({Space.FULL}), frozenset({Space.FULL, Space.WINDOW})]

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from lucevisor.engine.batching import RECENT_S
 from lucevisor.engine.limits import EngineLimits
-from lucevisor.engine.picking import RECENT_S
 from lucevisor.engine.request import (
     ContextOverflow,
     FinishedEvent,
@@ -17,8 +17,9 @@ from lucevisor.engine.request import (
 )
 from lucevisor.engine.scheduler import NO_STATE, Scheduler, StepPlan, WrongResult
 from lucevisor.engine.sequence import Wanted
-from lucevisor.memory.pages import PageUse
-from lucevisor.wire.messages import (
+from lucevisor.kv.page_pool import PageUse
+from lucevisor.model.values import Sampling, Space
+from lucevisor.protocol.messages import (
     CloseSequence,
     OpenSequence,
     Pools,
@@ -28,7 +29,6 @@ from lucevisor.wire.messages import (
     StepResult,
     ZeroState,
 )
-from lucevisor.wire.values import Sampling, Space
 from tests.engine.toy_engine import ALL_SPACES, limits, request
 
 ERROR = RequestError("shard_lost", "group left was killed; send the request again")

@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lucevisor.engine.chain import ChainResult
+from lucevisor.engine.pipeline import ChainResult
 from lucevisor.engine.statistics import BoundaryTotals, RateWindow, StageTotals, StepTotals
-from lucevisor.wire.messages import Slice, Step, StepResult
+from lucevisor.protocol.messages import Slice, Step, StepResult
 
 
 def test_a_steady_stream_has_its_rate() -> None:

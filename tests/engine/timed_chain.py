@@ -17,7 +17,7 @@ from statistics import quantiles
 from lucevisor.engine.limits import EngineLimits
 from lucevisor.engine.request import FinishedEvent
 from lucevisor.engine.scheduler import Scheduler, StepPlan
-from lucevisor.wire.messages import Pools, Sampled, StepResult
+from lucevisor.protocol.messages import Pools, Sampled, StepResult
 from tests.engine.toy_engine import HYBRID, request
 
 STOP = 5

@@ -14,9 +14,10 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from lucevisor.wire.codec import payload_segments
-from lucevisor.wire.connection import Connection
-from lucevisor.wire.messages import (
+from lucevisor.model.values import PAGE_TOKENS, Sampling, Space
+from lucevisor.protocol.codec import payload_segments
+from lucevisor.protocol.connection import Connection
+from lucevisor.protocol.messages import (
     CloseSequence,
     CopyPage,
     CopyState,
@@ -29,8 +30,7 @@ from lucevisor.wire.messages import (
     StepResult,
     ZeroState,
 )
-from lucevisor.wire.states import LinkState, Role
-from lucevisor.wire.values import PAGE_TOKENS, Sampling, Space
+from lucevisor.protocol.states import LinkState, Role
 
 VOCABULARY = 97
 _MASK = (1 << 61) - 1

@@ -6,13 +6,13 @@ import asyncio
 from collections.abc import Sequence
 from dataclasses import replace
 
-from lucevisor.engine.chain import Chain, ChainFailure, ChainResult
+from lucevisor.engine.core import Engine, EngineSettings
 from lucevisor.engine.handle import RequestHandle
 from lucevisor.engine.limits import EngineLimits
-from lucevisor.engine.loop import Engine, EngineSettings
+from lucevisor.engine.pipeline import Chain, ChainFailure, ChainResult
 from lucevisor.engine.request import Event, FinishedEvent, GenerationRequest, RequestError, TokenEvent
-from lucevisor.wire.messages import Pools
-from lucevisor.wire.values import Sampling, Space
+from lucevisor.model.values import Sampling, Space
+from lucevisor.protocol.messages import Pools
 from tests.engine.toy_chain import ToyDaemon, ToyLimits, ToyModel, run_all, toy_daemons
 
 LOST = RequestError("shard_lost", "group left was killed; send the request again")

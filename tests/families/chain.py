@@ -12,7 +12,9 @@ import torch
 from torch import Tensor
 
 from daemons.models.stage import Stage
-from lucevisor.wire.messages import (
+from lucevisor.model.spec import ModelSpec
+from lucevisor.model.values import PAGE_TOKENS, Backend, Dtype, LayerRange, Sampling, Space
+from lucevisor.protocol.messages import (
     CloseSequence,
     Load,
     OpenSequence,
@@ -25,8 +27,6 @@ from lucevisor.wire.messages import (
     Step,
     ZeroState,
 )
-from lucevisor.wire.model_spec import ModelSpec
-from lucevisor.wire.values import PAGE_TOKENS, Backend, Dtype, LayerRange, Sampling, Space
 
 PAGES = 61
 STATES = 16

@@ -16,8 +16,8 @@ from torch import Tensor
 from daemons.models import stack
 from daemons.models.stage import Stage
 from daemons.ops.paged import GROUP, DensePages
-from lucevisor.wire.model_spec import ModelSpec
-from lucevisor.wire.values import Dtype
+from lucevisor.model.spec import ModelSpec
+from lucevisor.model.values import Dtype
 from tests.families.chain import Chain, load_stages
 from tests.numerics import BFLOAT16, FLOAT16, RUNS, Bound, Exact, Narrow
 

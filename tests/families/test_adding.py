@@ -13,17 +13,17 @@ from daemons import models
 from daemons.models.blocks import Block, PreNormLayer
 from daemons.models.mixture import Mixture, build_route, build_routed
 from daemons.models.qwen3 import Qwen3Family
-from lucevisor.wire import families
-from lucevisor.wire.experts import Experts, read_experts, routed_tensors
-from lucevisor.wire.families.qwen3 import Qwen3, hyperparameters, layer_tensors
-from lucevisor.wire.gguf_files import GgufFiles
-from lucevisor.wire.model_spec import Keys, LayerSpec, ModelSpec, assemble, attention_state
-from lucevisor.wire.values import Space
+from lucevisor.model import families
+from lucevisor.model.experts import Experts, read_experts, routed_tensors
+from lucevisor.model.families.qwen3 import Qwen3, hyperparameters, layer_tensors
+from lucevisor.model.gguf_files import GgufFiles
+from lucevisor.model.spec import Keys, LayerSpec, ModelSpec, assemble, attention_state
+from lucevisor.model.values import Space
 from tests.families.chain import Chain, load_stages
 from tests.families.generate.made import PLAIN, Draw, Made, build, ends, reference, renamed
 from tests.families.generate.qwen import ATTENTION, HEAD_NORMS, heads, metadata_of
 
-# ---- what would be lucevisor/wire/families/qwen3moe.py
+# ---- what would be lucevisor/model/families/qwen3moe.py
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,13 +14,13 @@ from daemons.check import run_check, with_sources
 from daemons.device import CPU, torch_dtype
 from daemons.models.stack import ShardRequest, Stack
 from daemons.models.stage import Stage
-from daemons.ops.choose import Chooser
-from lucevisor.wire.families import open_spec
-from lucevisor.wire.ggml_types import NATIVE
-from lucevisor.wire.messages import Check, Load, ShardPlan, StagePlan
-from lucevisor.wire.model_spec import ModelSpec
-from lucevisor.wire.resident import weight_bytes
-from lucevisor.wire.values import Backend, Dtype, LayerRange
+from daemons.ops.selection import Chooser
+from lucevisor.model.families import open_spec
+from lucevisor.model.quant_types import NATIVE
+from lucevisor.model.spec import ModelSpec
+from lucevisor.model.values import Backend, Dtype, LayerRange
+from lucevisor.model.weight_layout import weight_bytes
+from lucevisor.protocol.messages import Check, Load, ShardPlan, StagePlan
 from tests.families.chain import Chain, load_stages, pools_of
 from tests.families.rounding import Formats, bounds, explained, middle_error
 from tests.families.shapes import (
@@ -30,7 +30,7 @@ from tests.families.shapes import (
     Model,
     write_data,
 )
-from tests.wire import qwen35_file
+from tests.model import qwen35_file
 
 HYBRID = qwen35_file.Shape(n_layers=4, feed_forward=256, vocabulary=320, n_experts=5, n_used=2)
 MODELS = {

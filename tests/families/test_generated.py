@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from lucevisor.wire.families import open_spec
+from lucevisor.model.families import open_spec
 from tests.families.chain import Chain, load_stages
 from tests.families.generate import FAMILIES
 from tests.families.generate.made import Draw, Made, reference

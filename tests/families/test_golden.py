@@ -11,9 +11,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from lucevisor.wire.families import open_spec
-from lucevisor.wire.resident import weight_bytes
-from lucevisor.wire.values import Backend, Dtype, LayerRange, Space
+from lucevisor.model.families import open_spec
+from lucevisor.model.values import Backend, Dtype, LayerRange, Space
+from lucevisor.model.weight_layout import weight_bytes
 from tests.families.chain import Chain, How, load_stages
 from tests.families.rounding import Bounds, Formats, assert_same_tokens, bounds, explained, middle_error
 

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from daemons.ops.paged import GROUP, Pages, Q8Pages
-from lucevisor.wire.values import Dtype, Space
+from lucevisor.model.values import Dtype, Space
 from tests.families.chain import How, load_stages, pools_of
 from tests.families.rounding import load_exact
 from tests.families.test_golden import opened

@@ -17,12 +17,12 @@ from pathlib import Path
 
 import structlog
 
-from daemons.state import snapshot
-from daemons.state.transfers import Transfers
-from lucevisor.memory.snapshot_store import SnapshotStore
-from lucevisor.wire.messages import Save, Saved
-from lucevisor.wire.snapshot_layout import Slot
-from lucevisor.wire.values import LayerRange
+from daemons.snapshots import state_map
+from daemons.snapshots.transfers import Transfers
+from lucevisor.model.values import LayerRange
+from lucevisor.protocol.messages import Save, Saved
+from lucevisor.snapshots.layout import Slot
+from lucevisor.snapshots.store import SnapshotStore
 from tests.daemons.snapshot_chain import SlotChain, StateMap, checkpoint, golden_spec, ids_of, state_model
 
 N = 150
@@ -40,7 +40,7 @@ def save_and_die(directory, chain, place, point):
             at_point[0] += 1
 
     structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(50))
-    snapshot.PIECE_BYTES = 20000  # several system calls for a tensor
+    state_map.PIECE_BYTES = 20000  # several system calls for a tensor
     spec = chain.spec
     store = SnapshotStore(directory, state_model(spec), 1 << 30, at=at)
     answers, came = [], threading.Event()

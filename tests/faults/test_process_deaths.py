@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
+from lucevisor.protocol.messages import Step
 from lucevisor.supervision.group import RefusedError
 from lucevisor.supervision.states import State
-from lucevisor.wire.messages import Step
 from tests.supervision.real_groups import (
     brisk,
     exists,

@@ -9,10 +9,10 @@ import time
 import pytest
 from structlog.testing import capture_logs
 
+from lucevisor.protocol.messages import Step
 from lucevisor.supervision.child import Child, spawn
 from lucevisor.supervision.group import RefusedError
 from lucevisor.supervision.states import State
-from lucevisor.wire.messages import Step
 from tests.supervision.real_groups import (
     brisk,
     exists,

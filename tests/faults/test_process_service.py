@@ -11,15 +11,15 @@ from pathlib import Path
 
 import pytest
 
-from lucevisor.app import service as service_module
 from lucevisor.app.run import open_model
-from lucevisor.app.service import Service
 from lucevisor.cli.progress import SilentDisplay
 from lucevisor.config import load
+from lucevisor.deployment import service as service_module
+from lucevisor.deployment.service import Service
 from lucevisor.engine.request import FinishedEvent, GenerationRequest, NotReady
 from lucevisor.errors import LucevisorError
+from lucevisor.model.values import Sampling
 from lucevisor.supervision.states import State
-from lucevisor.wire.values import Sampling
 from tests.e2e.process import ROOT
 from tests.supervision.real_groups import brisk, stage_tiny, until
 

@@ -15,15 +15,15 @@ from pathlib import Path
 import pytest
 from structlog.testing import capture_logs
 
-from lucevisor.memory import snapshot_disk
-from lucevisor.memory.snapshot_store import SnapshotRefused
-from lucevisor.memory.snapshot_writer import STEPS, SnapshotFailed
-from lucevisor.wire.snapshot_file import FORMAT_VERSION
-from lucevisor.wire.snapshot_layout import Fault
+from lucevisor.snapshots import disk
+from lucevisor.snapshots.file_format import FORMAT_VERSION
+from lucevisor.snapshots.layout import Fault
+from lucevisor.snapshots.store import SnapshotRefused
+from lucevisor.snapshots.writer import STEPS, SnapshotFailed
 from tests.daemons.snapshot_chain import SlotChain, golden_spec, ids_of, state_model
 from tests.faults.snapshot_saver import NEW, OLD, N
-from tests.memory.snapshot_parts import fill, made_model, made_slot, made_store, names, restore, save
-from tests.wire.snapshot_bytes import rewritten
+from tests.snapshots.snapshot_bytes import rewritten
+from tests.snapshots.snapshot_parts import fill, made_model, made_slot, made_store, names, restore, save
 
 ROOT = Path(__file__).parents[2]
 
@@ -383,7 +383,7 @@ def test_a_disk_that_cannot_be_read(tmp_path, monkeypatch):
                 return real(*args)
             raise OSError(errno.EIO, "Input/output error")
 
-        monkeypatch.setattr(snapshot_disk.os, call, broken)
+        monkeypatch.setattr(disk.os, call, broken)
         refused = must_be_refused(store, entry, Fault.UNREADABLE)
         monkeypatch.undo()
         assert refused.reason == f"{place}: cannot be read: EIO, Input/output error"
@@ -412,10 +412,10 @@ def test_random_damage_never_passes(tmp_path):
 
 
 def test_a_supervisor_that_stops_inside_the_lock_delays_nobody_for_long(tmp_path, monkeypatch):
-    monkeypatch.setattr(snapshot_disk, "LOCK_S", 0.2)
+    monkeypatch.setattr(disk, "LOCK_S", 0.2)
     code = (
-        "import sys, time\nfrom pathlib import Path\nfrom lucevisor.memory import snapshot_disk\n"
-        "with snapshot_disk.locked(Path(sys.argv[1])):\n    print('locked', flush=True)\n    time.sleep(60)\n"
+        "import sys, time\nfrom pathlib import Path\nfrom lucevisor.snapshots import disk\n"
+        "with disk.locked(Path(sys.argv[1])):\n    print('locked', flush=True)\n    time.sleep(60)\n"
     )
     other = subprocess.Popen([sys.executable, "-c", code, tmp_path], cwd=ROOT, stdout=subprocess.PIPE)
     assert other.stdout.readline() == b"locked\n"

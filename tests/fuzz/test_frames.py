@@ -19,15 +19,15 @@ from zlib import crc32
 import msgspec
 import pytest
 
-from lucevisor.wire import messages
-from lucevisor.wire.aio import Link
-from lucevisor.wire.blocking import BlockingLink
-from lucevisor.wire.codec import encode, n_descriptors
-from lucevisor.wire.connection import Connection
-from lucevisor.wire.errors import LinkClosed, RemoteProtocolError, WireError
-from lucevisor.wire.frames import CHECKED_BYTES, HEADER_BYTES
-from lucevisor.wire.messages import MESSAGES, Kind
-from lucevisor.wire.states import SENDERS, TRANSITIONS, Channel, LinkState, Role
+from lucevisor.protocol import messages
+from lucevisor.protocol.asyncio_link import Link
+from lucevisor.protocol.blocking_link import BlockingLink
+from lucevisor.protocol.codec import encode, n_descriptors
+from lucevisor.protocol.connection import Connection
+from lucevisor.protocol.errors import LinkClosed, RemoteProtocolError, WireError
+from lucevisor.protocol.frames import CHECKED_BYTES, HEADER_BYTES
+from lucevisor.protocol.messages import MESSAGES, Kind
+from lucevisor.protocol.states import SENDERS, TRANSITIONS, Channel, LinkState, Role
 from tests.fuzz.steady import amounts, mutated, run
 
 NUMBERS = (0, 1, 2, 127, 128, 255, 256, 65535, 65536, 2**31 - 1, 2**31, 2**32 - 1)

@@ -12,16 +12,16 @@ from functools import cache
 import pytest
 
 from lucevisor.errors import LucevisorError
+from lucevisor.model.families import open_spec
+from lucevisor.model.gguf_header import GgufError, parse
 from lucevisor.text import template_limits
 from lucevisor.text.template import ChatTemplate, TemplateError
 from lucevisor.text.tokenizer import Tokenizer
 from lucevisor.text.vocabulary import TokenizerError
-from lucevisor.wire.families import open_spec
-from lucevisor.wire.gguf_header import GgufError, parse
 from tests.fuzz.steady import amounts, mutated, run
+from tests.model import gguf_bytes as raw
+from tests.model.test_damaged_headers import FILES, GOLDEN, make_case, take_apart
 from tests.text.vocabularies import CONTROL, byte_metadata, demo_metadata
-from tests.wire import gguf_bytes as raw
-from tests.wire.test_damaged_headers import FILES, GOLDEN, make_case, take_apart
 
 TEMPLATE = "tokenizer.chat_template"
 PIECES = (

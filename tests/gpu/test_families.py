@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from daemons.device import prepare
-from lucevisor.wire.values import Backend, Dtype
+from lucevisor.model.values import Backend, Dtype
 from tests.families.chain import Chain, How, load_stages
 from tests.families.rounding import Formats, bounds, middle_error
 from tests.families.test_forms import IDS, MIXES, MODELS, logits, spec_of

@@ -5,11 +5,11 @@ import gc
 import pytest
 import torch
 
-from daemons.state.pools import Pools
-from lucevisor.memory.snapshot_store import SnapshotStore
-from lucevisor.wire.messages import CopyState, Restored
-from lucevisor.wire.messages import Pools as PoolSizes
-from lucevisor.wire.values import Backend, Dtype, LayerRange, Space
+from daemons.kv.pools import Pools
+from lucevisor.model.values import Backend, Dtype, LayerRange, Space
+from lucevisor.protocol.messages import CopyState, Restored
+from lucevisor.protocol.messages import Pools as PoolSizes
+from lucevisor.snapshots.store import SnapshotStore
 from tests.daemons.snapshot_chain import SlotChain, checkpoint, golden_spec, ids_of, state_model, states_of
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no GPU")]

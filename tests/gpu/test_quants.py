@@ -8,7 +8,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from lucevisor.wire.ggml_types import BY_NAME, NATIVE
+from lucevisor.model.quant_types import BY_NAME, NATIVE
 from tests.daemons.tiny_models import random_blocks
 
 torch = pytest.importorskip("torch")
@@ -22,7 +22,7 @@ pytestmark = [
 @pytest.mark.parametrize("kind", sorted(NATIVE))
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_expanded_numbers_are_those_of_the_cpu(kind, dtype):
-    from daemons.quants import dequantise
+    from daemons.weights.dequant import dequantise
 
     raw = torch.from_numpy(random_blocks(np.random.default_rng(7), kind, 96, 2048))
     found = dequantise(BY_NAME[kind], raw.cuda(), dtype)
@@ -32,7 +32,7 @@ def test_expanded_numbers_are_those_of_the_cpu(kind, dtype):
 
 @pytest.mark.parametrize("kind", sorted(NATIVE))
 def test_any_bytes_too(kind):
-    from daemons.quants import dequantise
+    from daemons.weights.dequant import dequantise
 
     raw = np.random.default_rng(8).integers(0, 256, (64, 8 * BY_NAME[kind].block_bytes), dtype=np.uint8)
     here = dequantise(BY_NAME[kind], torch.from_numpy(raw), torch.float32)
@@ -44,7 +44,7 @@ def test_any_bytes_too(kind):
 @pytest.mark.parametrize("kind", sorted(NATIVE))
 def test_expanding_does_not_wait_for_the_device(kind):
     """The first call may copy a table; afterwards nothing synchronises."""
-    from daemons.quants import dequantise
+    from daemons.weights.dequant import dequantise
 
     raw = torch.from_numpy(random_blocks(np.random.default_rng(9), kind, 64, 512)).cuda()
     dequantise(BY_NAME[kind], raw, torch.bfloat16)

@@ -6,10 +6,10 @@ import pytest
 import torch
 from safetensors import safe_open
 
-from daemons.state import snapshot as rows_of
-from lucevisor.memory.snapshot_store import SnapshotStore
-from lucevisor.wire.messages import Restored
-from lucevisor.wire.values import Backend, Dtype, Space
+from daemons.snapshots import state_map as rows_of
+from lucevisor.model.values import Backend, Dtype, Space
+from lucevisor.protocol.messages import Restored
+from lucevisor.snapshots.store import SnapshotStore
 from tests.daemons.snapshot_chain import SlotChain, checkpoint, golden_spec, ids_of, state_model
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no GPU")]

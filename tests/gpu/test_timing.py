@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from daemons.check import run_check
+from lucevisor.model.families import open_spec
+from lucevisor.model.values import Backend, Dtype
 from lucevisor.placement.speeds import kinds_of, units_of
-from lucevisor.wire.families import open_spec
-from lucevisor.wire.messages import Span
-from lucevisor.wire.values import Backend, Dtype
+from lucevisor.protocol.messages import Span
 from tests.daemons.test_timing import GOLDEN, order
 
 pytestmark = [

@@ -7,8 +7,8 @@ from dataclasses import replace
 import torch
 
 from daemons.ops.triton import launch, linear, nested
-from daemons.planes import empty
-from lucevisor.wire.ggml_types import BY_NAME
+from daemons.weights.packed import empty
+from lucevisor.model.quant_types import BY_NAME
 from tests.kernels.targets import ONE_EACH, TARGETS, Case, for_some
 
 TYPES = {torch.int32: "*i32", torch.int16: "*i16", torch.int8: "*i8", torch.float16: "*fp16"}

@@ -12,11 +12,11 @@ from types import SimpleNamespace
 import torch
 from torch import Tensor
 
+from daemons.kv.batch import Group
 from daemons.models.blocks import DeltaNet, DeltaShape, DeltaWeights
 from daemons.ops.basic import RmsNorm
 from daemons.ops.delta_rule import CHUNK
 from daemons.ops.operations import MixWeights, Reference
-from daemons.state.batch import Group
 from tests.kernels.limits import assert_within
 from tests.numerics import RUNS, Bound, Exact
 

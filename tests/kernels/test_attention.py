@@ -13,10 +13,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from daemons.kv.sequences import NO_PAGE
 from daemons.ops.attention import reference, visible
 from daemons.ops.paged import DensePages, PagedTensor, Pages, Q8Pages
-from daemons.state.sequences import NO_PAGE
-from lucevisor.wire.values import PAGE_TOKENS
+from lucevisor.model.values import PAGE_TOKENS
 from tests.kernels.limits import assert_near
 
 pytest.importorskip("triton")

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from lucevisor.wire.ggml_types import PLANED
+from lucevisor.model.quant_types import PLANED
 from tests.kernels.targets import TARGETS, cases, dealt, kinds
 
 pytest.importorskip("triton")

@@ -14,9 +14,9 @@ pytest.importorskip("triton")
 from daemons.ops.triton import launch, linear, nested
 from daemons.ops.triton.launch import Shape
 from daemons.ops.triton.linear import MAX_ROWS, expand, multiply
-from daemons.planes import Planes, take_apart
-from daemons.quants import dequantise
-from lucevisor.wire.ggml_types import BY_NAME, PLANED, GgmlType
+from daemons.weights.dequant import dequantise
+from daemons.weights.packed import Planes, take_apart
+from lucevisor.model.quant_types import BY_NAME, PLANED, GgmlType
 from tests.daemons.tiny_models import random_blocks
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

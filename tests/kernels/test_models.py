@@ -13,8 +13,8 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-from lucevisor.wire.model_spec import ModelSpec
-from lucevisor.wire.values import Backend
+from lucevisor.model.spec import ModelSpec
+from lucevisor.model.values import Backend
 from tests.families.chain import Chain
 from tests.families.test_forms import IDS, MODELS, relative, spec_of, with_forms_of
 

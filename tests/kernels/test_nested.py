@@ -10,9 +10,9 @@ pytest.importorskip("triton")
 
 from daemons.ops.triton import nested  # noqa: E402
 from daemons.ops.triton.linear import multiply  # noqa: E402
-from daemons.planes import Planes, take_apart  # noqa: E402
-from daemons.quants import dequantise  # noqa: E402
-from lucevisor.wire.ggml_types import BY_NAME  # noqa: E402
+from daemons.weights.dequant import dequantise  # noqa: E402
+from daemons.weights.packed import Planes, take_apart  # noqa: E402
+from lucevisor.model.quant_types import BY_NAME  # noqa: E402
 from tests.daemons.tiny_models import random_blocks  # noqa: E402
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

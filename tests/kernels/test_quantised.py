@@ -13,24 +13,24 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 from daemons.device import CPU
+from daemons.models.loader import Rows, Weights
 from daemons.ops import quantised
-from daemons.ops.choose import Chooser
 from daemons.ops.experts import BlockExperts, JoinedExperts
 from daemons.ops.linear import BlockTable, PlaneTable
 from daemons.ops.moe import ExpertMlp
 from daemons.ops.operations import Reference
 from daemons.ops.quantised import PlaneExperts, PlaneMatrix
 from daemons.ops.routes import Routes
+from daemons.ops.selection import Chooser
 from daemons.ops.triton import linear, nested
 from daemons.ops.triton.launch import Shape
 from daemons.ops.triton.linear import MAX_ROWS
-from daemons.planes import put_together, take_apart
-from daemons.quants import dequantise
-from daemons.weights import Rows, Weights
-from lucevisor.wire.families import open_spec
-from lucevisor.wire.ggml_types import BY_NAME, PLANED, GgmlType
-from lucevisor.wire.resident import residents
-from lucevisor.wire.values import Backend, Dtype, LayerRange
+from daemons.weights.dequant import dequantise
+from daemons.weights.packed import put_together, take_apart
+from lucevisor.model.families import open_spec
+from lucevisor.model.quant_types import BY_NAME, PLANED, GgmlType
+from lucevisor.model.values import Backend, Dtype, LayerRange
+from lucevisor.model.weight_layout import residents
 from tests.daemons.tiny_models import Tiny, random_blocks, write
 from tests.families.test_forms import spec_of, with_forms_of
 from tests.numerics import BFLOAT16, FLOAT16, UNIT
@@ -191,7 +191,7 @@ def weights_of(path, kept) -> Weights:
 @of_kinds
 def test_planes_are_read_piece_by_piece(kind, tmp_path, monkeypatch):
     """Ranges of rows in the order asked for; the planes hold the file's bytes, and no more than was planned."""
-    monkeypatch.setattr("daemons.weights.CHUNK_BYTES", 3000)
+    monkeypatch.setattr("daemons.models.loader.CHUNK_BYTES", 3000)
     path = write(tmp_path / "model.gguf", Tiny(n_layers=2), [kind])
     spec = open_spec(path)
     kept = residents(spec, LayerRange(0, 1), first=False, last=False, backend=Backend.CUDA, dtype=Dtype.FLOAT32)

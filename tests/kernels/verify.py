@@ -19,9 +19,9 @@ ROOT = Path(__file__).parents[2]
 RECORD = Path(__file__).with_name("verified.txt")
 SOURCES = (
     "daemons/ops/**/*.py",  # kernels, their launchers, and the torch forms beside which they are tested
-    "daemons/planes.py",
-    "daemons/quants.py",
-    "lucevisor/wire/ggml_types.py",
+    "daemons/weights/packed.py",
+    "daemons/weights/dequant.py",
+    "lucevisor/model/quant_types.py",
     "tests/kernels/**/*.py",
     "tests/numerics.py",  # how near is near
 )

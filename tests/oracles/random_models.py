@@ -17,7 +17,7 @@ import torch
 from tests.families.generate.made import Made, Value, add_value
 from tests.families.generate.qwen import divided
 from tests.families.shapes import SMALL_GEMMA4_EXPERTS, SMALL_GEMMA4_INPUTS, SMALL_LAGUNA, Model
-from tests.wire import qwen35_file
+from tests.model import qwen35_file
 
 VOCABULARY = 320
 _DENSE = qwen35_file.Shape(n_layers=4, feed_forward=256, vocabulary=VOCABULARY)

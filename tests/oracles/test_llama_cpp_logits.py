@@ -15,9 +15,9 @@ import numpy as np
 import pytest
 from gguf import GGUFReader
 
+from lucevisor.model.families import open_spec
+from lucevisor.model.quant_types import NATIVE
 from lucevisor.text.tokenizer import Tokenizer
-from lucevisor.wire.families import open_spec
-from lucevisor.wire.ggml_types import NATIVE
 from tests.families.chain import Chain, load_stages
 from tests.families.generate import FAMILIES
 from tests.families.test_generated import ALL, made_with_clear_choices

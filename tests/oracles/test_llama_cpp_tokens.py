@@ -31,7 +31,7 @@ text is lost in llama.cpp and ``<unk>`` here.
 """
 PUBLISHED = ("gemma-4", "qwen35", "qwen2")
 NORMALISED = ("qwen2", "qwen35")
-DOCUMENTS = ("README.md", "docs/families.md", "docs/wire.md", "tests/text/awkward.py", "daemons/ops/basic.py")
+DOCUMENTS = ("README.md", "docs/families.md", "docs/protocol.md", "tests/text/awkward.py", "daemons/ops/basic.py")
 SCRIPTS = [(0x20, 0x7E), (0xA0, 0x24F), (0x370, 0x52F), (0x5D0, 0x5EA), (0x621, 0x64A), (0x905, 0x939), (0xE01, 0xE3A)]
 SCRIPTS += [(0x2010, 0x2044), (0x3041, 0x30FE), (0x4E00, 0x9FA5), (0xAC00, 0xD7A3), (0x1F300, 0x1F64F)]
 

@@ -6,12 +6,12 @@ import json
 
 import pytest
 
+from lucevisor.model.families import open_spec
 from lucevisor.placement.amounts import size
 from lucevisor.placement.explain import as_json, rows, table, text
 from lucevisor.placement.planner import plan
 from lucevisor.placement.result import Infeasible, Placement
-from lucevisor.wire.families import open_spec
-from lucevisor.wire.messages import DeviceInfo
+from lucevisor.protocol.messages import DeviceInfo
 from tests.placement.made import DEMO, configure, cpu, gpu
 
 DEVICES = ["cuda:0", "left:0", "left:1"]

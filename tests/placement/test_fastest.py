@@ -7,8 +7,8 @@ from itertools import combinations, pairwise
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from lucevisor.model.values import LayerRange
 from lucevisor.placement.fastest import Found, Price, Problem, fastest
-from lucevisor.wire.values import LayerRange
 
 
 @st.composite

@@ -9,12 +9,12 @@ import sys
 import pytest
 
 from daemons.models.stage import Stage
+from lucevisor.model.families import open_spec
+from lucevisor.model.values import Backend, Dtype, Space
 from lucevisor.placement.explain import text
 from lucevisor.placement.planner import plan
 from lucevisor.placement.result import Placement
 from lucevisor.placement.stages import load_message
-from lucevisor.wire.families import open_spec
-from lucevisor.wire.values import Backend, Dtype, Space
 from tests.placement.made import DEMO, configure
 
 PAGES = 20

@@ -8,11 +8,11 @@ import pytest
 
 from daemons.models.stage import Stage
 from lucevisor.config import CacheConfig
+from lucevisor.model.families import open_spec
+from lucevisor.model.values import Backend
 from lucevisor.placement.planner import plan
 from lucevisor.placement.result import Placement
 from lucevisor.placement.stages import load_message
-from lucevisor.wire.families import open_spec
-from lucevisor.wire.values import Backend
 from tests.placement.made import DEMO, configure
 
 

@@ -12,16 +12,16 @@ from hypothesis import strategies as st
 
 from lucevisor.config import Config
 from lucevisor.errors import ConfigError, ExitCode
+from lucevisor.model.families import open_spec
+from lucevisor.model.spec import ModelSpec
+from lucevisor.model.values import Dtype, LayerRange, Space
+from lucevisor.model.weight_layout import weight_bytes
 from lucevisor.placement.cost import pages_of
 from lucevisor.placement.devices import Inventory
 from lucevisor.placement.planner import plan
 from lucevisor.placement.result import Infeasible, Placement, PlacementError
-from lucevisor.wire.families import open_spec
-from lucevisor.wire.model_spec import ModelSpec
-from lucevisor.wire.resident import weight_bytes
-from lucevisor.wire.values import Dtype, LayerRange, Space
+from tests.model.qwen35_file import QWEN36_27B, QWEN36_35B_A3B, Shape, write
 from tests.placement.made import DEMO, GIB, bare_spec, configure, cpu, gpu
-from tests.wire.qwen35_file import QWEN36_27B, QWEN36_35B_A3B, Shape, write
 
 BOX = ["cuda:0", "hip:0", "hip:1"]
 BOX_SPLIT = [0.08, 0.46, 0.46]

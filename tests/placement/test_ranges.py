@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from lucevisor.model.values import LayerRange
 from lucevisor.placement.ranges import Move, SplitError, balanced, from_ranges, from_weights, legalise
-from lucevisor.wire.values import LayerRange
 
 
 def cut(*boundaries: int) -> tuple[LayerRange, ...]:

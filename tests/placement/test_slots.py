@@ -11,15 +11,15 @@ from typing import Literal
 import pytest
 
 from lucevisor.config import CacheConfig, Config
+from lucevisor.model.families import open_spec
+from lucevisor.model.spec import ModelSpec
+from lucevisor.model.values import Dtype, LayerRange, Space
 from lucevisor.placement.amounts import size
 from lucevisor.placement.explain import as_json, text
 from lucevisor.placement.planner import plan
 from lucevisor.placement.result import Placement
-from lucevisor.wire.families import open_spec
-from lucevisor.wire.model_spec import ModelSpec
-from lucevisor.wire.values import Dtype, LayerRange, Space
+from tests.model.qwen35_file import QWEN36_27B, write
 from tests.placement.made import DEMO, GIB, MIB, bare_spec, configure, cpu, gpu
-from tests.wire.qwen35_file import QWEN36_27B, write
 
 STATE_27B = 150_994_944 + 3 * QWEN36_27B.channels * 4 * 48
 

@@ -13,6 +13,9 @@ from hypothesis import HealthCheck, event, given, settings
 from hypothesis import strategies as st
 
 from lucevisor.config import Config
+from lucevisor.model.families import open_spec
+from lucevisor.model.spec import ModelSpec
+from lucevisor.model.values import LayerRange
 from lucevisor.placement.auto import problem_of
 from lucevisor.placement.devices import Inventory, seats_of
 from lucevisor.placement.explain import as_json, text
@@ -30,13 +33,10 @@ from lucevisor.placement.speeds import (
     request_of,
     units_of,
 )
-from lucevisor.wire.families import open_spec
-from lucevisor.wire.messages import Timing
-from lucevisor.wire.model_spec import ModelSpec
-from lucevisor.wire.values import LayerRange
+from lucevisor.protocol.messages import Timing
+from tests.model.qwen35_file import QWEN36_27B, write
 from tests.placement.made import DEMO, bare_spec, configure, cpu, gpu
 from tests.placement.test_fastest import every_split
-from tests.wire.qwen35_file import QWEN36_27B, write
 
 CPUS = ["left:0", "right:0"]
 TWO = {"left": [cpu()], "right": [cpu()]}

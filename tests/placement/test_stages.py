@@ -10,10 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lucevisor.config import DeviceRef
+from lucevisor.model.values import Backend, Dtype, LayerRange
 from lucevisor.placement.result import Placement
 from lucevisor.placement.stages import arenas_of, load_message, shards_of, stages_of
-from lucevisor.wire.messages import Load, Pools, ShardPlan
-from lucevisor.wire.values import Backend, Dtype, LayerRange
+from lucevisor.protocol.messages import Load, Pools, ShardPlan
 
 
 def placement(devices: list[str]) -> Placement:

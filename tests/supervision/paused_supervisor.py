@@ -15,12 +15,12 @@ import structlog
 import uvloop
 
 from lucevisor.app.run import open_model
-from lucevisor.app.service import Service
 from lucevisor.cli.progress import SilentDisplay
 from lucevisor.config import load
+from lucevisor.deployment.service import Service
 from lucevisor.engine.request import GenerationRequest, TokenEvent
+from lucevisor.model.values import Sampling
 from lucevisor.supervision.policy import Limits
-from lucevisor.wire.values import Sampling
 from tests.e2e.process import DEMO
 
 LIMITS = Limits(step_s=3.0, heartbeat_s=3.0, busy_heartbeat_s=3.0, second_look_s=0.1)

@@ -9,14 +9,14 @@ from pathlib import Path
 
 import lucevisor
 from lucevisor.config import GroupConfig
+from lucevisor.model.values import Dtype
+from lucevisor.protocol.messages import Load, Pools
+from lucevisor.protocol.source_hash import source_hash
 from lucevisor.supervision.callbacks import Callbacks, LoadOrder
 from lucevisor.supervision.group import GroupSupervisor
 from lucevisor.supervision.policy import Limits
 from lucevisor.supervision.staging import Staging, stage_packages
 from lucevisor.supervision.states import State
-from lucevisor.wire.messages import Load, Pools
-from lucevisor.wire.source_hash import source_hash
-from lucevisor.wire.values import Dtype
 
 FAST = Limits(backoff_first_s=0.05, hello_s=20.0, exit_grace_s=0.5, stacks_s=0.5, second_look_s=0.1, n_restarts=3)
 REAL = ("__init__.py", "__main__.py", "errors.py", "main.py", "options.py", "pulse.py")
@@ -36,8 +36,8 @@ def stage_tiny(run_dir: Path) -> Staging:
     (staging / "daemons").mkdir()
     for name in REAL:
         (staging / "daemons" / name).symlink_to(real / name)
-    (staging / "daemons" / "serve.py").symlink_to(Path(__file__).parent / "tiny" / "serve.py")
-    return Staging(staging, source_hash(Path(lucevisor.__file__).parent / "wire", staging / "daemons"))
+    (staging / "daemons" / "worker.py").symlink_to(Path(__file__).parent / "tiny" / "worker.py")
+    return Staging(staging, source_hash(Path(lucevisor.__file__).parent, staging / "daemons"))
 
 
 def tiny_load() -> LoadOrder:

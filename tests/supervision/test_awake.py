@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lucevisor import awake
-from lucevisor.app.watchdog import Watchdog, Work
+from lucevisor.deployment.watchdog import Watchdog, Work
 
 
 class Time:

@@ -13,9 +13,9 @@ from structlog.testing import capture_logs
 
 from lucevisor.config import GroupConfig
 from lucevisor.errors import LucevisorError
+from lucevisor.protocol.messages import Reset, Step, StepResult
 from lucevisor.supervision.group import GroupSupervisor, RefusedError
 from lucevisor.supervision.states import State
-from lucevisor.wire.messages import Reset, Step, StepResult
 from tests.supervision.real_groups import (
     FAST,
     Owner,
@@ -85,7 +85,7 @@ async def test_output_and_log_lines_become_fields(tmp_path):
             group.link.send(Step(5, 0))
             await group.wait(State.BACKOFF, timeout_s=10)
             assert group.reason.startswith(
-                "step failed at left: RuntimeError: tiny raises at step (at daemons/serve.py:"
+                "step failed at left: RuntimeError: tiny raises at step (at daemons/worker.py:"
             )
     lines = [entry for entry in logs if entry["event"] == "output"]
     assert {"group": "left", "pid": pid, "stream": "stderr", "log_level": "info", "event": "output"}.items() <= lines[

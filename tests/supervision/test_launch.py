@@ -77,11 +77,11 @@ def test_arguments_come_back_from_the_daemons_own_parser(tmp_path):
     assert parse(started.argv[6:]) == Options("left side", "cpu", 7, 9, 4711, 2, (0, 1))
 
 
-def test_staging_shows_wire_and_daemons_and_nothing_else(tmp_path):
+def test_staging_shows_daemons_and_what_they_share_and_nothing_else(tmp_path):
     staging = stage_packages(tmp_path).directory
     assert stat.S_IMODE(staging.stat().st_mode) == 0o700
     probe = (
-        "import lucevisor.wire.messages, daemons.options\n"
+        "import lucevisor.protocol.messages, daemons.options\n"
         "import importlib.util as u\n"
         "for name in ('lucevisor.errors', 'lucevisor.config', 'lucevisor.supervision', 'structlog', 'aiohttp'):\n"
         "    try:\n"

@@ -11,15 +11,15 @@ from pathlib import Path
 
 import pytest
 
+from lucevisor.protocol.messages import Step
 from lucevisor.supervision.post_mortem import N_LINES_AFTER, cause, explain_kill, oom_kills
 from lucevisor.supervision.states import State
-from lucevisor.wire.messages import Step
 from tests.supervision.real_groups import Owner, ready, tiny_group
 
 CUDA_TRACEBACK = """\
 [W init.cpp:12] some warning
 Traceback (most recent call last):
-  File "/run/staging/daemons/serve.py", line 137, in _step
+  File "/run/staging/daemons/worker.py", line 137, in _step
     outcome = self._runtime.run_step(step, stage, wait_s)
               ^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^
   File "/run/staging/daemons/ops/linear.py", line 42, in gemv
@@ -45,8 +45,8 @@ Thread 0x00007f10202b96c0 (most recent call first):
 
 Current thread 0x00007f1020e39b80 (most recent call first):
   File "/opt/lib/python3.12/site-packages/torch/cuda/__init__.py", line 900 in synchronize
-  File "/run/staging/daemons/runtime.py", line 88 in run_step
-  File "/run/staging/daemons/serve.py", line 137 in _step
+  File "/run/staging/daemons/runner.py", line 88 in run_step
+  File "/run/staging/daemons/worker.py", line 137 in _step
 
 Extension modules: numpy._core._multiarray_umath, torch._C, msgspec._core (total: 21)
 """
@@ -63,7 +63,7 @@ Extension modules: numpy._core._multiarray_umath, torch._C, msgspec._core (total
         (
             CUDA_ABORT,
             "Aborted: CUDA error: unspecified launch failure "
-            "(at daemons/runtime.py:88 in run_step, inside torch/cuda/__init__.py:900 in synchronize)",
+            "(at daemons/runner.py:88 in run_step, inside torch/cuda/__init__.py:900 in synchronize)",
         ),
         ("Fatal Python error: Segmentation fault\n\n<no Python frame>\n", "Segmentation fault"),
         ("one\ntwo\n \n", "two"),
@@ -99,8 +99,8 @@ def test_the_cause_of_real_crashes(code, found):
 @pytest.mark.parametrize(
     ("how", "reason"),
     [
-        ("segfault", r"signal 11 \(SIGSEGV\): Segmentation fault \(at daemons/serve.py:\d+ in at, inside ctypes/.*\)"),
-        ("double free", r"signal 6 \(SIGABRT\): Aborted: .*double free.* \(at daemons/serve.py:\d+ in at\)"),
+        ("segfault", r"signal 11 \(SIGSEGV\): Segmentation fault \(at daemons/worker.py:\d+ in at, inside ctypes/.*\)"),
+        ("double free", r"signal 6 \(SIGABRT\): Aborted: .*double free.* \(at daemons/worker.py:\d+ in at\)"),
         ("exit", r"exited with code 3: tiny ends at step"),
     ],
 )

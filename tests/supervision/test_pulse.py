@@ -10,9 +10,9 @@ import time
 import pytest
 
 from daemons.pulse import N_WAITING, Reporter
-from lucevisor.wire.blocking import BlockingLink
-from lucevisor.wire.messages import Heartbeat, LogLine, Progress
-from lucevisor.wire.states import Channel, Role
+from lucevisor.protocol.blocking_link import BlockingLink
+from lucevisor.protocol.messages import Heartbeat, LogLine, Progress
+from lucevisor.protocol.states import Channel, Role
 
 
 @pytest.fixture

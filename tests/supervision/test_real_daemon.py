@@ -11,10 +11,10 @@ import pytest
 
 from lucevisor.config import GroupConfig
 from lucevisor.errors import LucevisorError
+from lucevisor.model.values import Backend
 from lucevisor.supervision.group import GroupSupervisor
 from lucevisor.supervision.staging import stage_packages
 from lucevisor.supervision.states import State
-from lucevisor.wire.values import Backend
 from tests.supervision.real_groups import Owner, brisk, exists
 
 

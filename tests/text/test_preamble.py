@@ -6,7 +6,7 @@ import copy
 
 import pytest
 
-from lucevisor.engine.reuse import common_tokens
+from lucevisor.engine.prefix_reuse import common_tokens
 from lucevisor.text.preamble import FIXED, MOVED, Normalise, normalised
 from lucevisor.text.template import ChatTemplate
 from lucevisor.text.tokenizer import Tokenizer

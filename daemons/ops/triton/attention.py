@@ -22,7 +22,7 @@ import triton.language as tl
 from torch import Tensor
 
 from daemons.ops.paged import GROUP, PagedTensor, Q8Pages
-from lucevisor.wire.values import PAGE_TOKENS
+from lucevisor.model.values import PAGE_TOKENS
 
 PROGRAMS_PER_PROCESSOR = 2
 """As many as fit at once by their shared memory: more would be a second wave."""

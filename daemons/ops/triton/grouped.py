@@ -1,8 +1,8 @@
-"""Products of many rows with the matrices of the experts they are routed to, as planes (see ``daemons.planes``).
+"""Products of many rows with the matrices of the experts they are routed to, as planes (``daemons.weights.packed``).
 
 Pairs of row and expert are sorted by expert, and some programs are started for each expert, which find its pairs on the
 device: nobody waits for it.  A matrix is expanded group by group on the way to the matrix units, with the arithmetic
-and the rounding of ``daemons.quants``.
+and the rounding of ``daemons.weights.dequant``.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from torch import Tensor
 
 from daemons.ops.routes import Routes
 from daemons.ops.triton.codes import fifth_of, inside_of, load_ends, of_nested, of_q6, of_simple, spread, upper_of
-from daemons.planes import Planes
-from lucevisor.wire.ggml_types import CHUNK, GgmlType, filled
+from daemons.weights.packed import Planes
+from lucevisor.model.quant_types import CHUNK, GgmlType, filled
 
 
 @triton.jit(do_not_specialize=["share"])

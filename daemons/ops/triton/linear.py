@@ -1,10 +1,10 @@
-"""Products with quantised matrices that rest as planes (see ``daemons.planes``), and their expansion.
+"""Products with quantised matrices that rest as planes (see ``daemons.weights.packed``), and their expansion.
 
 For few rows codes go to the matrix units as they are, small whole numbers that every float format holds exactly, and
 scales act on the float32 sums of each group: weights are never rounded.  Codes are put into the mantissa of a number
 BIAS (a shift, a mask and an or for two of them), so a group's sum starts at -BIAS times the sum of x over the group.
 Q4_K and Q5_K in half precision have a product of their own, ``nested``.  For many rows a matrix is expanded, with the
-arithmetic of ``daemons.quants``, for the library's product.
+arithmetic of ``daemons.weights.dequant``, for the library's product.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from daemons.ops.triton.codes import (
 )
 from daemons.ops.triton.launch import Shape, Tile, add_up, lanes_of, parts_of, shape
 from daemons.ops.triton.nested import NESTED_KINDS, multiply_nested
-from daemons.planes import Planes
-from lucevisor.wire.ggml_types import CHUNK, GgmlType, filled
+from daemons.weights.packed import Planes
+from lucevisor.model.quant_types import CHUNK, GgmlType, filled
 
 MAX_ROWS = 64
 """Rows that :func:`multiply` takes at most."""
@@ -235,7 +235,7 @@ def multiply(
 
 
 def expand(kind: GgmlType, planes: Planes, dtype: torch.dtype, first_row: int = 0, n_rows: int | None = None) -> Tensor:
-    """Rows of a matrix ``[N, K]``, filled up to whole chunks, as numbers: the bits of ``daemons.quants.dequantise``."""
+    """Rows of a matrix ``[N, K]``, filled up to whole chunks, as numbers: bits of ``weights.dequant.dequantise``."""
     n_rows = planes.codes.shape[0] if n_rows is None else n_rows
     n_chunks = planes.codes.shape[1] // (CHUNK if kind.name == "Q8_0" else CHUNK // 8)
     out = torch.empty(n_rows, n_chunks * CHUNK, dtype=dtype, device=planes.codes.device)

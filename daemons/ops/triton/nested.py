@@ -17,8 +17,8 @@ from torch import Tensor
 
 from daemons.ops.triton.codes import ends_of, fifth_of, float16_of, half_of, spread
 from daemons.ops.triton.launch import Shape, Tile, add_up, lanes_of, parts_of, shape
-from daemons.planes import Planes
-from lucevisor.wire.ggml_types import CHUNK, GgmlType, filled
+from daemons.weights.packed import Planes
+from lucevisor.model.quant_types import CHUNK, GgmlType, filled
 
 NESTED_KINDS = frozenset({"Q4_K", "Q5_K"})
 """Types that :func:`multiply_nested` takes."""

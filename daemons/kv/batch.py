@@ -1,0 +1,279 @@
+"""The rows of one step, arranged for the blocks: positions, slots that are written, pages that are read.
+
+Built once a step from the slices (:class:`Layout`, on the host) and once a device (:class:`Batch`); every layer of
+every shard uses the same object.  Rows keep the order of the slices.  Slices of equal length form a :class:`Group` and
+are attended and updated together, so that a hundred decoding sequences are one call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from daemons.errors import StateError
+from daemons.kv.sequences import NO_PAGE, OpenedSequence, Sequences
+from daemons.ops.attention import visible
+from daemons.ops.basic import Rope
+from daemons.ops.delta_rule import CHUNK
+from daemons.ops.operations import FEW_TOKENS, PagedQuery
+from daemons.ops.paged import Pages
+from lucevisor.model.spec import ModelSpec
+from lucevisor.model.values import PAGE_TOKENS, Space
+from lucevisor.protocol.messages import Slice
+
+LEAST_REACH = 128
+"""Attention over fewer positions is launched in the same way."""
+
+
+@dataclass(slots=True)
+class SliceGroup:
+    """Slices of ``n`` tokens each, whose starts lie equally far (``offset``) behind a chunk border; 0 when n is 1."""
+
+    n: int
+    offset: int
+    rows: list[int] = field(default_factory=list)  # first row of each slice
+    starts: list[int] = field(default_factory=list)
+    sequences: list[OpenedSequence] = field(default_factory=list)
+
+    @property
+    def contiguous(self) -> bool:
+        return all(b - a == self.n for a, b in zip(self.rows, self.rows[1:], strict=False))
+
+    @property
+    def end(self) -> int:
+        """Position behind the last token of the longest slice."""
+        return max(self.starts) + self.n
+
+    @property
+    def reach(self) -> int:
+        """A bound of :attr:`end` that changes seldom: the next power of two, LEAST_REACH at least."""
+        return max(LEAST_REACH, 1 << (self.end - 1).bit_length())
+
+
+class Pattern(NamedTuple):
+    """What a step of few tokens launches depends on: B slices of n tokens whose attention ends before ``reach``."""
+
+    n_slices: int
+    n_tokens: int
+    reach: int
+
+
+class Layout:
+    """The host side: one int64 array with everything a device needs, and the groups."""
+
+    def __init__(self, slices: Sequence[Slice], sequences: Sequences, spec: ModelSpec) -> None:
+        self.n_rows = sum(len(s.tokens) for s in slices)
+        self.spaces = [s for s in (Space.FULL, Space.WINDOW) if s in spec.spaces()]
+        self.groups: list[SliceGroup] = []
+        columns = np.empty((2 + len(self.spaces), self.n_rows), dtype=np.int64)
+        by_key: dict[tuple[int, int], SliceGroup] = {}
+        row, seen = 0, set[int]()
+        for s in slices:
+            n = len(s.tokens)
+            where = f"slice of sequence {s.sequence} at {s.start}"
+            sequence = sequences.get(s.sequence, where)
+            _check_slice(s, where, seen, spec.vocabulary)
+            columns[0, row : row + n] = s.tokens
+            columns[1, row : row + n] = np.arange(s.start, s.start + n)
+            for at, space in enumerate(self.spaces, 2):
+                window = spec.window if space is Space.WINDOW else 0
+                columns[at, row : row + n] = _slots(sequence, space, s, window, where)
+            key = (n, s.start % CHUNK if n > 1 else 0)
+            group = by_key.get(key)
+            if group is None:
+                group = by_key[key] = SliceGroup(*key)
+                self.groups.append(group)
+            group.rows.append(row)
+            group.starts.append(s.start)
+            group.sequences.append(sequence)
+            row += n
+        self.packed = np.concatenate([columns.ravel(), *(self._group_numbers(g) for g in self.groups)])
+
+    @property
+    def pattern(self) -> Pattern | None:
+        """None unless all slices have the same number of tokens, and few."""
+        if len(self.groups) != 1 or self.groups[0].n > FEW_TOKENS:
+            return None
+        group = self.groups[0]
+        return Pattern(len(group.starts), group.n, group.reach)
+
+    def pinned(self) -> Tensor:
+        """The array in memory that a GPU copies from."""
+        return torch.from_numpy(self.packed).pin_memory()
+
+    def on(self, device: torch.device) -> Tensor:
+        """The array on a device."""
+        if device.type == "cpu":
+            return torch.from_numpy(self.packed)
+        return self.pinned().to(device, non_blocking=True)
+
+    @staticmethod
+    def _group_numbers(group: SliceGroup) -> np.ndarray:
+        """starts, table rows, states, and the rows of the step when they are not one range."""
+        numbers = group.starts + [s.row for s in group.sequences] + [s.state for s in group.sequences]
+        if not group.contiguous:
+            numbers += [row + i for row in group.rows for i in range(group.n)]
+        return np.asarray(numbers, dtype=np.int64)
+
+
+def _check_slice(s: Slice, where: str, seen: set[int], vocabulary: int) -> None:
+    if s.sequence in seen:
+        raise StateError(where, "the sequence has another slice in this step")
+    seen.add(s.sequence)
+    if not s.tokens or s.start < 0:
+        raise StateError(where, f"{len(s.tokens)} tokens at position {s.start}")
+    if min(s.tokens) < 0 or max(s.tokens) >= vocabulary:
+        bad = next(t for t in s.tokens if not 0 <= t < vocabulary)
+        raise StateError(where, f"token id {bad} is outside the vocabulary of {vocabulary}")
+
+
+def _slots(sequence: OpenedSequence, space: Space, s: Slice, window: int, where: str) -> np.ndarray | int:
+    """Slots ``page * 64 + offset`` of the slice's positions.  Raises StateError when a page it touches is lacking."""
+    table, n = sequence.pages.get(space, []), len(s.tokens)
+    first, last = s.start // PAGE_TOKENS, (s.start + n - 1) // PAGE_TOKENS
+    oldest = max(0, s.start - window + 1) // PAGE_TOKENS if window else first  # a full table has no gaps
+    if last >= len(table) or NO_PAGE in table[oldest : last + 1]:
+        lacking = f"the {space.value} table of {len(table)} entries lacks a page for"
+        raise StateError(where, f"{lacking} positions {oldest * PAGE_TOKENS} to {s.start + n - 1}")
+    if n == 1:
+        return table[first] * PAGE_TOKENS + s.start % PAGE_TOKENS
+    at = np.arange(s.start, s.start + n)
+    pages = np.asarray(table[first : last + 1], dtype=np.int64)
+    found: np.ndarray = pages[at // PAGE_TOKENS - first] * PAGE_TOKENS + at % PAGE_TOKENS
+    return found
+
+
+class Group:
+    """A :class:`SliceGroup` on a device: B slices of n tokens.
+
+    ``rows``: its rows of the step, slice after slice, as a range or as indices [B n].
+    """
+
+    def __init__(self, layout: SliceGroup, numbers: Tensor, tables: dict[Space, Tensor], n_rows: int) -> None:
+        b, n = len(layout.starts), layout.n
+        self.layout, self.tables = layout, tables
+        self.n_slices, self.n_tokens, self.offset = b, n, layout.offset
+        self.starts, self.table_rows, self.states = numbers[:b], numbers[b : 2 * b], numbers[2 * b : 3 * b]
+        self.rows: slice | Tensor = (
+            slice(layout.rows[0], layout.rows[0] + b * n) if layout.contiguous else numbers[3 * b :]
+        )
+        self.whole = layout.contiguous and b * n == n_rows
+        self._memo: dict[tuple[Space, int], tuple[Pages, Tensor | None]] = {}
+        ids = [s.state for s in layout.sequences]
+        host = numbers.device.type == "cpu"  # on a GPU an address baked into a launch could not be replayed by a graph
+        self.state_run = ids[0] if host and ids == list(range(ids[0], ids[0] + b)) else None
+
+    def take(self, x: Tensor) -> Tensor:
+        """Rows of the step [T, ...] -> [B, n, ...]."""
+        part = x if self.whole else x[self.rows]
+        return part.view(self.n_slices, self.n_tokens, *x.shape[1:])
+
+    def load_state(self, pool: Tensor) -> Tensor:
+        """States of the slices' sequences, [B, *shape]: a view of the pool where ids follow each other on the cpu."""
+        if self.state_run is not None:
+            return pool.narrow(0, self.state_run, self.n_slices)
+        return pool.index_select(0, self.states)
+
+    def store_state(self, pool: Tensor, value: Tensor) -> None:
+        """Write states back; ``value`` may be what :meth:`load_state` gave, changed in place."""
+        if self.state_run is None:
+            pool.index_copy_(0, self.states, value)
+        else:
+            target = pool.narrow(0, self.state_run, self.n_slices)
+            if target.data_ptr() != value.data_ptr():
+                target.copy_(value)
+
+    def query(self, space: Space) -> PagedQuery:
+        """Where the group's queries find their pages, for an operation that reads them in place."""
+        return PagedQuery(self.tables[space], self.table_rows, self.starts, self.n_tokens, self.layout.reach)
+
+    def keys(self, space: Space, window: int) -> tuple[Pages, Tensor | None]:
+        """Pages to read and the mask [B, 1, n, L] (None: all visible) for every layer of that space and window."""
+        found = self._memo.get((space, window))
+        if found is None:
+            found = self._memo[space, window] = (
+                self._single(space, window) if self.n_slices == 1 else self._padded(space, window)
+            )
+        return found
+
+    def _single(self, space: Space, window: int) -> tuple[Pages, Tensor | None]:
+        """One slice: exactly the positions it can see, so a decode row needs no mask."""
+        start, end = self.layout.starts[0], self.layout.end
+        low = max(0, start - window + 1) if window else 0
+        first, count = low // PAGE_TOKENS, -(-end // PAGE_TOKENS) - low // PAGE_TOKENS
+        sequence, table = self.layout.sequences[0], self.tables[space]
+        skip = low - first * PAGE_TOKENS
+        if table.device.type == "cpu" and sequence.breaks.get(space, 0) >= first + count:
+            pages = Pages(None, 1, sequence.pages[space][first] * PAGE_TOKENS + skip, end - low)
+        else:
+            index = table[:, first : first + count].index_select(0, self.table_rows).view(-1)
+            pages = Pages(index, 1, skip, end - low)
+        if self.n_tokens == 1:
+            return pages, None
+        device = self.starts.device
+        queries = torch.arange(start, end, device=device)
+        return pages, visible(queries[None], torch.arange(low, end, device=device)[None], window)
+
+    def _padded(self, space: Space, window: int) -> tuple[Pages, Tensor | None]:
+        """Several slices: as many pages for each as the longest needs; what is too much is masked."""
+        table, starts, device = self.tables[space], self.starts, self.starts.device
+        lows = [max(0, s - window + 1) // PAGE_TOKENS if window else 0 for s in self.layout.starts]
+        count = (
+            max((s + self.n_tokens - 1) // PAGE_TOKENS - low for s, low in zip(self.layout.starts, lows, strict=True))
+            + 1
+        )
+        if window:
+            first = (starts - window + 1).clamp_(min=0) // PAGE_TOKENS
+            columns = (first[:, None] + torch.arange(count, device=device)).clamp_(max=table.shape[1] - 1)
+            index = table.index_select(0, self.table_rows).gather(1, columns)
+            positions = first[:, None] * PAGE_TOKENS + torch.arange(count * PAGE_TOKENS, device=device)
+        else:
+            index = table[:, :count].index_select(0, self.table_rows)
+            positions = torch.arange(count * PAGE_TOKENS, device=device).expand(self.n_slices, -1)
+        pages = Pages(index.reshape(-1), self.n_slices, 0, count * PAGE_TOKENS)
+        queries = starts[:, None] + torch.arange(self.n_tokens, device=device)
+        return pages, visible(queries, positions, window)
+
+
+class Batch:
+    """A step on one device.  ``ids``, ``positions`` [T] int64; ``slots[space]`` [T]: where its keys are written."""
+
+    def __init__(self, layout: Layout, tables: dict[Space, Tensor], packed: Tensor) -> None:
+        """``packed``: the layout's array on the device."""
+        self.n_rows, self.device = layout.n_rows, packed.device
+        n, at = self.n_rows, (2 + len(layout.spaces)) * self.n_rows
+        self.ids, self.positions = packed[:n], packed[n : 2 * n]
+        self.slots: dict[Space, Tensor] = {s: packed[i * n : (i + 1) * n] for i, s in enumerate(layout.spaces, 2)}
+        self.groups: list[Group] = []
+        for group in layout.groups:
+            size = len(group.starts) * (3 if group.contiguous else 3 + group.n)
+            self.groups.append(Group(group, packed[at : at + size], tables, n))
+            at += size
+        self._turns: dict[int, tuple[Tensor, Tensor]] = {}
+        self.carried: Tensor | None = None
+        self.layer_inputs: Tensor | None = None
+
+    def turn(self, rope: Rope) -> tuple[Tensor, Tensor]:
+        """cos and sin of this step's positions, computed once for all layers that share ``rope``."""
+        found = self._turns.get(id(rope))
+        if found is None:
+            found = self._turns[id(rope)] = rope.tables(self.positions)
+        return found
+
+    def each(self, work: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
+        """``work(group, *inputs of its rows [B, n, ...]) -> [B, n, ...]`` for every group, put together to [T, ...]."""
+        if len(self.groups) == 1 and self.groups[0].whole:
+            return work(self.groups[0], *(self.groups[0].take(x) for x in inputs)).flatten(0, 1)
+        out: Tensor | None = None
+        for group in self.groups:
+            part = work(group, *(group.take(x) for x in inputs)).flatten(0, 1)
+            if out is None:
+                out = part.new_empty(self.n_rows, *part.shape[1:])
+            out[group.rows] = part
+        assert out is not None
+        return out

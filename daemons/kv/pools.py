@@ -1,0 +1,144 @@
+"""Pools: the memory of pages and recurrent states of one shard.
+
+Built from the layer table alone; knows no family and no sequence.  Layers with the same state share one allocation
+``[layers, units, *shape]``, so that copying a page or a state on the device is one call for all of them.  The last of
+the recurrent states may lie in host memory: the device only copies from and to there, in the order of its stream, so
+whoever else reads or writes these rows waits for what was queued before.  Invariant: unit ids are those of the
+supervisor, the same in every shard; a pool starts as zeros, so stale positions behind a mask are finite.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import prod
+
+import torch
+from torch import Tensor
+
+from daemons.device import allocating, host_zeros, torch_dtype
+from daemons.ops.paged import GROUP, DensePages, PagedTensor, Q8Pages
+from lucevisor.model.spec import ModelSpec
+from lucevisor.model.values import Dtype, LayerRange, Space
+from lucevisor.protocol.messages import Pools as PoolSizes
+
+
+@dataclass(frozen=True, slots=True)
+class _Shape:
+    """What layers must have in common to share an allocation."""
+
+    space: Space
+    name: str
+    shape: tuple[int, ...]
+    dtype: Dtype
+
+
+class Pools:
+    """All state of the layers of one shard on one device.  Raises DeviceError when the device has no room for it."""
+
+    def __init__(
+        self, spec: ModelSpec, layers: LayerRange, device: torch.device, kv_dtype: Dtype, sizes: PoolSizes
+    ) -> None:
+        self.device, self.layers = device, layers
+        self.units = {Space.FULL: sizes.full_pages, Space.WINDOW: sizes.window_pages, Space.RECURRENT: sizes.states}
+        self.device_states = sizes.device_states
+        self.page_locked = True  # what lies in host memory, if anything does
+        members: dict[_Shape, list[int]] = {}
+        for i in range(layers.start, layers.stop):
+            layer = spec.layers[i]
+            for t in layer.state:
+                members.setdefault(_Shape(layer.space, t.name, t.shape, t.dtype or kv_dtype), []).append(i)
+        self._stacks: list[tuple[Space, list[Tensor]]] = []
+        self._paged: dict[tuple[int, str], PagedTensor] = {}
+        self._states: dict[tuple[int, str], Tensor] = {}
+        self._host_stacks: list[Tensor] = []  # beside the recurrent ones of _stacks, in the same order
+        self._host_states: dict[tuple[int, str], Tensor] = {}
+        for shape, indices in members.items():
+            self._allocate(shape, indices)
+
+    def _allocate(self, shape: _Shape, indices: list[int]) -> None:
+        recurrent = shape.space is Space.RECURRENT
+        n = (len(indices), self.device_states if recurrent else self.units[shape.space])
+        quantised = shape.dtype is Dtype.Q8_0
+        width = shape.shape[-1]
+        parts = [((*n, *shape.shape), torch.float32)]
+        if quantised:
+            groups = -(-width // GROUP)
+            parts = [
+                ((*n, *shape.shape[:-1], groups * GROUP), torch.int8),
+                ((*n, *shape.shape[:-1], groups), torch.float16),
+            ]
+        else:
+            parts = [((*n, *shape.shape), torch_dtype(shape.dtype))]
+        n_bytes = sum(prod(extent) * kind.itemsize for extent, kind in parts)
+        what = f"state {shape.name!r} of layers {indices[0]}..{indices[-1]} ({n[1]} units of space {shape.space.value})"
+        advice = "lower the number of pages or sequences, choose a smaller kv dtype, or give this device fewer layers"
+        with allocating(self.device, what, n_bytes, advice):
+            tensors = [torch.zeros(extent, dtype=kind, device=self.device) for extent, kind in parts]
+        self._stacks.append((shape.space, tensors))
+        if recurrent:
+            self._allocate_host(shape, indices, tensors[0].dtype)
+        for at, i in enumerate(indices):
+            if recurrent:
+                self._states[i, shape.name] = tensors[0][at]
+            elif quantised:
+                self._paged[i, shape.name] = Q8Pages(tensors[0][at], tensors[1][at], width)
+            else:
+                self._paged[i, shape.name] = DensePages(tensors[0][at])
+
+    def _allocate_host(self, shape: _Shape, indices: list[int], dtype: torch.dtype) -> None:
+        n = self.units[shape.space] - self.device_states
+        host, locked = host_zeros((len(indices), n, *shape.shape), dtype, self.device)
+        self.page_locked &= locked or not n
+        self._host_stacks.append(host)
+        for at, i in enumerate(indices):
+            self._host_states[i, shape.name] = host[at]
+
+    def paged(self, layer: int, name: str) -> PagedTensor:
+        """Pages of an attention layer (or of the layer it shares from)."""
+        return self._paged[layer, name]
+
+    def state(self, layer: int, name: str) -> Tensor:
+        """Recurrent states of a layer on the device, those that may be live, ``[states, *shape]``."""
+        return self._states[layer, name]
+
+    def rows_with(self, layer: int, name: str, state: int) -> tuple[Tensor, int]:
+        """The rows ``[n, *shape]`` among which a recurrent state lies, on the device or in host memory, and which of
+        them it is.
+        """
+        if state < self.device_states:
+            return self._states[layer, name], state
+        return self._host_states[layer, name], state - self.device_states
+
+    def copy_page(self, space: Space, source: int, target: int, n_tokens: int) -> None:
+        """Copy the first ``n_tokens`` positions of a page, in every layer of ``space``."""
+        for tensor in self._of(space):
+            tensor[:, target, :n_tokens] = tensor[:, source, :n_tokens]
+
+    def copy_state(self, source: int, target: int) -> None:
+        """Copy a recurrent state in every layer; one of the two at most lies in host memory."""
+        n = self.device_states
+        for tensor, host in zip(self._of(Space.RECURRENT), self._host_stacks, strict=True):
+            if max(source, target) < n:
+                tensor[:, target] = tensor[:, source]
+                continue
+            to = tensor[:, target] if target < n else host[:, target - n]
+            of = tensor[:, source] if source < n else host[:, source - n]
+            for a, b in zip(to, of, strict=True):  # layer by layer: what is in one piece needs no memory in between
+                a.copy_(b, non_blocking=True)
+
+    def zero_state(self, state: int) -> None:
+        for tensor in self._of(Space.RECURRENT):
+            tensor[:, state].zero_()
+
+    def _of(self, space: Space) -> list[Tensor]:
+        return [t for s, tensors in self._stacks if s is space for t in tensors]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes on the device."""
+        return sum(t.nbytes for _, tensors in self._stacks for t in tensors)
+
+    @property
+    def host_nbytes(self) -> int:
+        """Bytes in host memory beside them."""
+        return sum(t.nbytes for t in self._host_stacks)

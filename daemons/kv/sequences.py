@@ -1,0 +1,186 @@
+"""Open sequences of a daemon: page tables and live states, as the supervisor's operations set them.
+
+The tables live twice: as lists on the host, for the slots a step writes, and on each device for gathering; the device
+copies follow by the entries that changed.  Knows ids, no tokens and no layers' contents.
+Invariant: an operation that contradicts the tables raises StateError and changes nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from daemons.errors import StateError
+from daemons.kv.pools import Pools
+from lucevisor.model.values import PAGE_TOKENS, Space
+from lucevisor.protocol.messages import (
+    CloseSequence,
+    CopyPage,
+    CopyState,
+    OpenSequence,
+    Operation,
+    SetPages,
+    ZeroState,
+)
+from lucevisor.protocol.messages import Pools as PoolSizes
+
+NO_PAGE = -1
+"""Entry of a table that was skipped: a sliding sequence that starts behind its first window."""
+MAX_ENTRIES = 1 << 20
+"""Longest page table: 64 Mi positions.  A larger index is a broken plan, not a text."""
+
+
+@dataclass(slots=True)
+class OpenedSequence:
+    """One sequence.  ``row``: its row in the device tables.
+
+    ``breaks[space]``: first entry whose page does not follow the one before it; the table's length if there is none.
+    """
+
+    id: int
+    row: int
+    state: int
+    pages: dict[Space, list[int]] = field(default_factory=dict)
+    breaks: dict[Space, int] = field(default_factory=dict)
+
+    def table(self, space: Space) -> list[int]:
+        return self.pages.setdefault(space, [])
+
+
+class Sequences:
+    """Tables of all sequences over the pools of a daemon's shards."""
+
+    def __init__(self, pools: Sequence[Pools], sizes: PoolSizes, max_sequences: int) -> None:
+        self.pools = list(pools)
+        self.units = {Space.FULL: sizes.full_pages, Space.WINDOW: sizes.window_pages, Space.RECURRENT: sizes.states}
+        self.device_states = sizes.device_states
+        self.max_sequences = max_sequences
+        self.by_id: dict[int, OpenedSequence] = {}
+        self._free_rows = list(range(max_sequences - 1, -1, -1))
+        self._tables: dict[torch.device, dict[Space, Tensor]] = {p.device: {} for p in self.pools}
+        self._changed: dict[Space, dict[tuple[int, int], int]] = {Space.FULL: {}, Space.WINDOW: {}}
+
+    def reset(self) -> None:
+        """Forget every sequence; pools keep their bytes."""
+        self.by_id.clear()
+        self._free_rows = list(range(self.max_sequences - 1, -1, -1))
+        for changed in self._changed.values():
+            changed.clear()
+
+    def get(self, sequence: int, what: str) -> OpenedSequence:
+        """The open sequence of that number.  Raises StateError naming the operation or slice that asked for it."""
+        found = self.by_id.get(sequence)
+        if found is None:
+            raise StateError(what, f"sequence {sequence} is not open")
+        return found
+
+    def apply(self, operation: Operation) -> None:
+        """Carry out one operation.  Raises StateError saying which one, and what is wrong with it."""
+        match operation:
+            case SetPages():
+                self._set_pages(operation)
+            case OpenSequence():
+                self._open(operation)
+            case CloseSequence(sequence):
+                self._free_rows.append(self.get(sequence, "CloseSequence").row)
+                del self.by_id[sequence]
+            case CopyPage(space, source, target, n_tokens):
+                where = f"CopyPage of space {space.value}"
+                self._check_unit(where, space, source)
+                self._check_unit(where, space, target)
+                if space is Space.RECURRENT or not 0 <= n_tokens <= PAGE_TOKENS:
+                    raise StateError(where, f"{n_tokens} tokens of a page of {PAGE_TOKENS}")
+                for pool in self.pools:
+                    pool.copy_page(space, source, target, n_tokens)
+            case CopyState(source, target):
+                self._check_unit("CopyState", Space.RECURRENT, source)
+                self._check_unit("CopyState", Space.RECURRENT, target)
+                if min(source, target) >= self.device_states:
+                    raise StateError("CopyState", f"states {source} and {target} both lie in host memory")
+                for pool in self.pools:
+                    pool.copy_state(source, target)
+            case ZeroState(state):
+                self._check_live("ZeroState", state)
+                for pool in self.pools:
+                    pool.zero_state(state)
+
+    def _check_unit(self, where: str, space: Space, unit: int) -> None:
+        if not 0 <= unit < self.units[space]:
+            kind = "state" if space is Space.RECURRENT else f"page of space {space.value}"
+            raise StateError(where, f"{kind} {unit} is outside the pool of {self.units[space]}")
+
+    def _check_live(self, where: str, state: int) -> None:
+        self._check_unit(where, Space.RECURRENT, state)
+        if state >= self.device_states:
+            raise StateError(where, f"state {state} lies in host memory, where checkpoints are; a live one cannot")
+
+    def _open(self, operation: OpenSequence) -> None:
+        where = f"OpenSequence {operation.sequence}"
+        if operation.sequence in self.by_id:
+            raise StateError(where, "the sequence is open already")
+        if not self._free_rows:
+            raise StateError(where, f"{self.max_sequences} sequences are open, the most this daemon was loaded for")
+        if self.units[Space.RECURRENT]:
+            self._check_live(where, operation.state)
+        self.by_id[operation.sequence] = OpenedSequence(operation.sequence, self._free_rows.pop(), operation.state)
+
+    def _set_pages(self, operation: SetPages) -> None:
+        where = f"SetPages of sequence {operation.sequence}, space {operation.space.value}"
+        sequence = self.get(operation.sequence, where)
+        if operation.space is Space.RECURRENT:
+            raise StateError(where, "recurrent states have no page table")
+        for page in operation.pages:
+            self._check_unit(where, operation.space, page)
+        table, first = sequence.table(operation.space), operation.first
+        if not 0 <= first <= MAX_ENTRIES - len(operation.pages):
+            raise StateError(where, f"entry {first} is outside a table of at most {MAX_ENTRIES}")
+        if operation.space is Space.FULL and first > len(table):
+            raise StateError(where, f"entry {first} leaves a gap behind the {len(table)} entries there are")
+        table += [NO_PAGE] * (first - len(table))
+        table[first : first + len(operation.pages)] = operation.pages
+        changed = self._changed[operation.space]
+        for i, page in enumerate(operation.pages, first):
+            changed[sequence.row, i] = page
+        self._find_break(sequence, operation.space, first)
+
+    @staticmethod
+    def _find_break(sequence: OpenedSequence, space: Space, first: int) -> None:
+        """Update where the ascending run from entry 0 ends; entries before ``first`` are as they were."""
+        table = sequence.pages[space]
+        at = min(sequence.breaks.get(space, 0), first)
+        at = max(at, 1)
+        while at < len(table) and table[at] == table[at - 1] + 1:
+            at += 1
+        sequence.breaks[space] = at
+
+    def tables(self, device: torch.device) -> dict[Space, Tensor]:
+        """Page tables on ``device``, int32 [max_sequences, entries].  Call :meth:`flush` first."""
+        return self._tables[device]
+
+    def flush(self) -> None:
+        """Bring the entries that changed since the last call to the devices, one upload a space and device."""
+        for space, changed in self._changed.items():
+            if not changed:
+                continue
+            rows, columns = zip(*changed, strict=True)
+            entries = torch.tensor([rows, columns, tuple(changed.values())], dtype=torch.int64)
+            for device, tables in self._tables.items():
+                table = self._roomy(tables, space, device, max(columns) + 1)
+                row, column, page = (entries.pin_memory() if device.type != "cpu" else entries).to(
+                    device, non_blocking=True
+                )
+                table.index_put_((row, column), page.to(torch.int32))
+            changed.clear()
+
+    def _roomy(self, tables: dict[Space, Tensor], space: Space, device: torch.device, entries: int) -> Tensor:
+        table = tables.get(space)
+        have = 0 if table is None else table.shape[1]
+        if table is None or have < entries:
+            grown = torch.zeros(self.max_sequences, max(entries, 2 * have, 64), dtype=torch.int32, device=device)
+            if table is not None:
+                grown[:, :have] = table
+            tables[space] = table = grown
+        return table

@@ -1,0 +1,322 @@
+"""Weights of one shard: from the files onto a device, in the forms that ``lucevisor.model.weight_layout`` lists.
+
+Reads with pread into a small staging buffer and converts chunk by chunk, so the host never holds more than a chunk
+beside what stays; the page cache keeps the file for the next start.  Knows tensor names only as keys.
+Invariant: when a shard is built, ``n_bytes`` equals the planner's ``weight_bytes``, less what rows were planned to be
+filled up with where the device has no kernels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
+from math import prod
+
+import torch
+from torch import Tensor
+
+from daemons.device import allocating
+from daemons.errors import LoadError
+from daemons.ops.experts import ExpertMatrices, JoinedExperts
+from daemons.ops.linear import Joined, Linear, Table
+from daemons.ops.selection import Chooser
+from daemons.weights.dequant import dequantise, four_bit
+from daemons.weights.packed import Planes, empty, take_apart
+from daemons.weights.reading import HostMemory, Piece, Progress, Staging, row_count
+from lucevisor.model.gguf_files import GgufFiles
+from lucevisor.model.quant_types import DENSE, NATIVE, Format, GgmlType, resident_bytes
+from lucevisor.model.weight_layout import QUANTISED_FORMS, Resident, Role
+
+CHUNK_BYTES = 8 << 20
+"""Bytes of one read and conversion: small enough for a cpu's caches; an accelerator gets four times as much a copy."""
+PACK_ROWS = 64
+"""torch packs int4 in blocks of up to 64 rows, each for itself: chunks of whole blocks can be packed one by one."""
+ADVICE = "give this device fewer layers (target_layer_split), a smaller quant, or fewer pages"
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """Rows of a matrix in a wanted order: half-open ranges, joined.  None: all rows as they are.
+
+    ``columns``: the range of columns that is kept.  None: all.
+    """
+
+    name: str
+    ranges: tuple[tuple[int, int], ...] | None = None
+    columns: tuple[int, int] | None = None
+
+
+@dataclass(slots=True)
+class Weights:
+    """Makes the callables and vectors of one shard.  Close it when the shard is built."""
+
+    files: GgufFiles
+    residents: Sequence[Resident]
+    chooser: Chooser
+    report: Callable[[int, int], None]
+    n_bytes: int = 0
+    converted: dict[str, tuple[int, int]] = field(
+        default_factory=dict
+    )  # type -> bytes in the file, bytes on the device
+    staging: Staging = field(init=False)
+    progress: Progress = field(init=False)
+    _forms: dict[tuple[str, Role], Resident] = field(init=False)
+    _shared: dict[str, tuple[GgmlType, Tensor | Planes]] = field(init=False)
+    _host: HostMemory | None = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._forms = {(r.name, r.role): r for r in self.residents}
+        self._shared = {}
+        self.staging = Staging(self.files, self.chooser.device)
+        on_cpu = self.chooser.device.type == "cpu"
+        self._host = HostMemory.reserve(sum(r.n_bytes + 256 for r in self.residents)) if on_cpu else None
+        self.progress = Progress(sum(r.read_bytes for r in self.residents), self.report)
+
+    def close(self) -> None:
+        self.staging.close()
+
+    # ---- what blocks ask for
+
+    def exact(self, name: str) -> Tensor:
+        """A vector, or a small matrix whose arithmetic is float32, in its own shape."""
+        resident = self._forms[name, Role.EXACT]
+        return self._dense([Rows(name)], torch.float32).view(resident.shape)
+
+    def linear(self, *wanted: str | Rows) -> Linear:
+        """The product with these matrices below each other; neighbours of one form become one matrix.
+
+        A name stands for the whole tensor, or for the part of it that is the shard's.
+        """
+        rows = [_own(self._forms[w, Role.MATRIX]) if isinstance(w, str) else w for w in wanted]
+        groups: list[list[Rows]] = []
+        for r in rows:
+            if groups and self._mergeable(groups[-1][-1], r):
+                groups[-1].append(r)
+            else:
+                groups.append([r])
+        parts = [self._matrix(group) for group in groups]
+        return parts[0] if len(parts) == 1 else Joined(parts)
+
+    def experts(self, *names: str) -> ExpertMatrices:
+        """Matrices of experts, tensors ``[X, N, K]``; each expert's rows of all ``names`` below each other."""
+        forms = [self._form(Rows(name)) for name in names]
+        if not all(self._mergeable(Rows(names[0]), Rows(name)) for name in names[1:]):
+            return JoinedExperts([self.experts(name) for name in names])
+        n_experts, n_columns = forms[0].shape[0], forms[0].shape[-1]
+        rows = [Rows(r.name, ((e * r.shape[1], (e + 1) * r.shape[1]),)) for e in range(n_experts) for r in forms]
+        if forms[0].form in QUANTISED_FORMS:
+            if self.chooser.takes_apart(forms[0].form):
+                planes = self._planes(rows).map(lambda plane: plane.view(n_experts, -1, plane.shape[-1]))
+                return self.chooser.expert_planes(forms[0].kind, planes, n_columns)
+            raw = self._raw(rows)
+            return self.chooser.expert_blocks(forms[0].kind, raw.view(n_experts, -1, raw.shape[-1]), n_columns)
+        kinds = {r.kind.name for r in forms}
+        if forms[0].form is Format.INT4:
+            packed, affine = self._int4(rows)
+            affine = affine.view(affine.shape[0], n_experts, -1, 2).transpose(0, 1).contiguous()
+            return self.chooser.expert_int4(kinds, packed.view(n_experts, -1, n_columns // 2), affine)
+        if forms[0].form is Format.INT8:
+            weight, scale = self._int8(rows)
+            return self.chooser.expert_int8(kinds, weight.view(n_experts, -1, n_columns), scale.view(n_experts, -1))
+        weight = self._dense(rows, self._dtype_of(forms[0]))
+        return self.chooser.expert_dense(kinds, weight.view(n_experts, -1, n_columns))
+
+    def table(self, name: str) -> Table:
+        """Rows by id.  Where it is the output matrix too, both share one tensor if the resident forms say so."""
+        lookup = self._forms.get((name, Role.LOOKUP))
+        shared = lookup is None
+        resident = self._forms[name, Role.MATRIX] if lookup is None else lookup
+        weight: Tensor | Planes
+        if shared and self.chooser.takes_apart(resident.form):
+            weight = self._planes([_own(resident)])
+        elif resident.form in QUANTISED_FORMS:
+            weight = self._raw([_own(resident)])
+        else:
+            weight = self._dense([_own(resident)], self._dtype_of(resident))
+        if shared:
+            self._shared[name] = (resident.kind, weight)
+        return self.chooser.table(resident.kind, weight, resident.shape[-1])
+
+    # ---- forms
+
+    def _form(self, rows: Rows) -> Resident:
+        return self._forms[rows.name, Role.MATRIX]
+
+    def _mergeable(self, a: Rows, b: Rows) -> bool:
+        fa, fb = self._form(a), self._form(b)
+        return fa.form is fb.form and (fa.form not in QUANTISED_FORMS or fa.kind is fb.kind)
+
+    def _dtype_of(self, resident: Resident) -> torch.dtype:
+        return torch.float32 if resident.form is Format.FLOAT32 else self.chooser.dtype
+
+    def _matrix(self, rows: list[Rows]) -> Linear:
+        first = self._form(rows[0])
+        kinds = {self._form(r).kind.name for r in rows}
+        if rows[0].name in self._shared:
+            kind, weight = self._shared[rows[0].name]
+            if isinstance(weight, Planes):
+                return self.chooser.planes(kind, weight, first.shape[-1])
+            if first.form in QUANTISED_FORMS:
+                return self.chooser.blocks(kind, weight, first.shape[-1])
+            return self.chooser.dense(kinds, weight, indexed=True)
+        if first.form in QUANTISED_FORMS:
+            if self.chooser.takes_apart(first.form):
+                return self.chooser.planes(first.kind, self._planes(rows), first.shape[-1])
+            return self.chooser.blocks(first.kind, self._raw(rows), first.shape[-1])
+        if first.form is Format.INT4:
+            return self.chooser.int4(kinds, *self._int4(rows))
+        if first.form is Format.INT8:
+            return self.chooser.int8(kinds, *self._int8(rows))
+        return self.chooser.dense(kinds, self._dense(rows, self._dtype_of(first)))
+
+    def _raw(self, rows: list[Rows]) -> Tensor:
+        pieces = self._pieces(rows)
+        start, stop = pieces[0].byte_columns
+        out = self._empty(pieces, (_total(pieces), stop - start), torch.uint8)
+        for at, parts in self._chunks(pieces, 1, expanded=False):
+            for _, raw in parts:
+                out[at : at + raw.shape[0]] = raw
+                at += raw.shape[0]
+        return out
+
+    def _planes(self, rows: list[Rows]) -> Planes:
+        pieces = self._pieces(rows)
+        kind, n, columns = pieces[0].tensor.kind, _total(pieces), pieces[0].width
+        with self._allocating(pieces, resident_bytes(kind, (n, columns), Format.PLANES)):
+            out = empty(kind, n, columns, self.chooser.device)
+        self.n_bytes += out.nbytes
+        to = out.tensors()
+        for at, parts in self._chunks(pieces, 1, expanded=False):
+            # as one: with many small experts in a chunk, launches would take longer than the work
+            raw = torch.cat([rows for _, rows in parts])
+            for target, plane in zip(to, take_apart(kind, raw).tensors(), strict=True):
+                target[at : at + raw.shape[0]] = plane
+        return out
+
+    def _dense(self, rows: list[Rows], dtype: torch.dtype) -> Tensor:
+        pieces = self._pieces(rows)
+        out = self._empty(pieces, (_total(pieces), pieces[0].width), dtype)
+        for at, parts in self._chunks(pieces, 1):
+            for piece, raw in parts:
+                out[at : at + raw.shape[0]] = self._numbers(piece, raw, dtype)
+                at += raw.shape[0]
+        for piece in pieces:
+            kind = piece.tensor.kind.name
+            if kind not in DENSE and kind not in NATIVE:
+                stored, kept = self.converted.get(kind, (0, 0))
+                numbers = (piece.stop - piece.start) * piece.width
+                self.converted[kind] = (stored + piece.n_bytes, kept + numbers * dtype.itemsize)
+        return out
+
+    def _int8(self, rows: list[Rows]) -> tuple[Tensor, Tensor]:
+        pieces = self._pieces(rows)
+        n, columns = _total(pieces), pieces[0].width
+        weight = self._empty(pieces, (n, columns), torch.int8)
+        scales = self._empty(pieces, (n,), torch.bfloat16)
+        for at, parts in self._chunks(pieces, 1):
+            for piece, raw in parts:
+                x = self._numbers(piece, raw, torch.float32)
+                scale = (x.abs().amax(dim=1) / 127).to(torch.bfloat16)
+                divisor = torch.where(scale > 0, scale.float(), 1.0).unsqueeze(1)
+                weight[at : at + x.shape[0]] = (x / divisor).round_().clamp_(-127, 127).to(torch.int8)
+                scales[at : at + x.shape[0]] = scale
+                at += x.shape[0]
+        return weight, scales
+
+    def _int4(self, rows: list[Rows]) -> tuple[Tensor, Tensor]:
+        pieces = self._pieces(rows)
+        n, columns = _total(pieces), pieces[0].width
+        packed = self._empty(pieces, (n, columns // 2), torch.uint8)
+        affine = self._empty(pieces, (columns // 32, n, 2), torch.bfloat16)
+        for at, parts in self._chunks(pieces, PACK_ROWS):
+            codes, scales, zeros = (
+                torch.cat(x) for x in zip(*(four_bit(p.tensor.kind, raw) for p, raw in parts), strict=True)
+            )
+            stop = at + codes.shape[0]
+            packed[at:stop] = torch._convert_weight_to_int4pack_for_cpu(codes.to(torch.int32), 1)
+            affine[:, at:stop, 0] = scales.t()
+            affine[:, at:stop, 1] = zeros.t()
+        return packed, affine
+
+    # ---- reading
+
+    def _numbers(self, piece: Piece, raw: Tensor, dtype: torch.dtype) -> Tensor:
+        tensor = piece.tensor
+        try:
+            found = dequantise(tensor.kind, raw, dtype)
+            return found if found.shape[1] == piece.width else found.narrow(1, _ahead(piece), piece.width)
+        except (NotImplementedError, KeyError, ValueError) as error:
+            where = f"{self.files.paths[tensor.part]}: tensor {tensor.name!r}"
+            reason = f"nobody here can read its type {tensor.kind.name} ({error})"
+            raise LoadError(where, reason, "use a file with another quant type", configuration=True) from error
+
+    def _pieces(self, rows: list[Rows]) -> list[Piece]:
+        out: list[Piece] = []
+        for r in rows:
+            tensor = self.files.tensors[r.name]
+            columns = r.columns or (0, tensor.shape[-1])
+            out += [Piece(tensor, a, b, columns) for a, b in r.ranges or ((0, row_count(tensor)),)]
+        return out
+
+    def _empty(self, pieces: list[Piece], shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        with self._allocating(pieces, prod(shape) * dtype.itemsize):
+            room = self._host.take(shape, dtype) if self._host is not None and not self.chooser.packs(dtype) else None
+            out = torch.empty(shape, dtype=dtype, device=self.chooser.device) if room is None else room
+        self.n_bytes += out.nbytes
+        return out
+
+    def _allocating(self, pieces: list[Piece], n_bytes: int) -> AbstractContextManager[None]:
+        names = ", ".join(dict.fromkeys(p.tensor.name for p in pieces))
+        what = f"weights of {names} ({self.files.paths[pieces[0].tensor.part].name})"
+        return allocating(self.chooser.device, what, n_bytes, ADVICE)
+
+    def _chunks(
+        self, pieces: list[Piece], align: int, *, expanded: bool = True
+    ) -> Iterator[tuple[int, list[tuple[Piece, Tensor]]]]:
+        """The pieces in chunks of about CHUNK_BYTES (as float32 if ``expanded``), whole multiples of ``align`` rows."""
+        row_bytes = max(p.tensor.n_bytes // row_count(p.tensor) for p in pieces)
+        widest = max(row_bytes, pieces[0].width * 4) if expanded else row_bytes
+        budget = CHUNK_BYTES * (4 if self.staging.accelerated else 1)
+        size = max(align, budget // widest // align * align)
+        borders = [*range(0, _total(pieces), size), _total(pieces)]
+        for start, stop in pairwise(borders):
+            part = list(_cut(pieces, start, stop))
+            yield start, [(p, _narrow(p, raw)) for p, raw in zip(part, self.staging.load(part), strict=True)]
+            self.progress.add(sum(p.n_bytes for p in part))
+
+
+def _total(pieces: list[Piece]) -> int:
+    return sum(p.stop - p.start for p in pieces)
+
+
+def _own(resident: Resident) -> Rows:
+    """What a shard takes of a tensor."""
+    part = resident.part
+    if part is None:
+        return Rows(resident.name)
+    span = (part.start, part.stop)
+    return Rows(resident.name, (span,)) if part.axis == 0 else Rows(resident.name, columns=span)
+
+
+def _narrow(piece: Piece, raw: Tensor) -> Tensor:
+    """The blocks of whole rows that hold the piece's columns."""
+    start, stop = piece.byte_columns
+    return raw if stop - start == raw.shape[1] else raw[:, start:stop].contiguous()
+
+
+def _ahead(piece: Piece) -> int:
+    """Numbers of the first block that lie before the piece's columns."""
+    return piece.columns[0] % piece.tensor.kind.block_elements
+
+
+def _cut(pieces: list[Piece], start: int, stop: int) -> Iterator[Piece]:
+    """What rows start .. stop of the joined pieces are made of."""
+    at = 0
+    for p in pieces:
+        n = p.stop - p.start
+        low, high = max(start, at), min(stop, at + n)
+        if low < high:
+            yield replace(p, start=p.start + low - at, stop=p.start + high - at)
+        at += n

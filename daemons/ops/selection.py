@@ -1,0 +1,176 @@
+"""Which implementation an operation gets, decided once at load; what was chosen is reported.
+
+The form a matrix rests in is not decided here but by ``lucevisor.model.weight_layout`` (the planner counts its bytes);
+this file turns form, device and dtype into a callable.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from importlib.util import find_spec
+
+import torch
+from torch import Tensor
+
+from daemons.device import launching
+from daemons.ops.experts import ANY_PAIRS, BlockExperts, DenseExperts, ExpertMatrices, ListedExperts
+from daemons.ops.linear import (
+    Blocks,
+    BlockTable,
+    Dense,
+    DenseFloat32Cpu,
+    DenseTable,
+    Int4Cpu,
+    Int8Cpu,
+    Linear,
+    PackedBfloat16Cpu,
+    PlaneTable,
+    Table,
+)
+from daemons.ops.operations import Operations, Reference
+from daemons.weights.packed import Planes
+from lucevisor.model.quant_types import Format, GgmlType
+
+
+@dataclass(slots=True)
+class Chooser:
+    """Makes the callables of one device and remembers what it chose, as ``what -> implementation``.
+
+    ``kernels``: use Triton's; None: on a GPU for which Triton can compile.
+    """
+
+    device: torch.device
+    dtype: torch.dtype
+    kernels: bool | None = None
+    chosen: dict[str, str] = field(default_factory=dict)
+    warnings: list[str] = field(default_factory=list)
+    """What costs speed here and could be changed."""
+    operations: Operations = field(init=False)
+    few_pairs: int = ANY_PAIRS
+    """Pairs of row and expert up to which all experts that were made here need not wait for the device."""
+
+    def __post_init__(self) -> None:
+        if self.kernels is None:
+            reason = unusable(self.device, self.dtype) if self.device.type != "cpu" else "a cpu"
+            self.kernels = not reason
+            if reason and self.device.type != "cpu":
+                self.warnings.append(f"{self.device} runs plain torch, many times slower than kernels: {reason}")
+        self.operations = _kernels() if self.kernels else Reference()
+        self._note("layers", "triton" if self.kernels else "torch")
+
+    def takes_apart(self, form: Format) -> bool:
+        """Whether what shall rest in that form rests as planes."""
+        return form is Format.PLANES and bool(self.kernels)
+
+    def _note(self, what: str, implementation: str) -> None:
+        key = f"{self.device} {what}"
+        before = self.chosen.get(key, "")
+        if implementation not in before.split(" + "):
+            self.chosen[key] = f"{before} + {implementation}" if before else implementation
+
+    def packs(self, dtype: torch.dtype) -> bool:
+        """Whether a plain matrix of ``dtype`` is packed into other memory than it was read to."""
+        return self.device.type == "cpu" and dtype == torch.bfloat16 and packed_bfloat16()
+
+    def dense(self, kinds: set[str], weight: Tensor, *, indexed: bool = False) -> Linear:
+        """A plain matrix.  ``indexed``: it is also a lookup table, so its rows must stay where they are."""
+        what = "linear " + ",".join(sorted(kinds))
+        if self.device.type == "cpu" and weight.dtype == torch.float32:
+            self._note(what, "float32 batched mkl")
+            return DenseFloat32Cpu(weight)
+        if not indexed and self.packs(weight.dtype):
+            self._note(what, "bfloat16 onednn packed")
+            return PackedBfloat16Cpu(weight)
+        self._note(what, f"{str(weight.dtype).removeprefix('torch.')} torch")
+        return Dense(weight)
+
+    def blocks(self, kind: GgmlType, raw: Tensor, n_columns: int) -> Linear:
+        self._note(f"linear {kind.name}", f"blocks, expanded to {str(self.dtype).removeprefix('torch.')} at each call")
+        return Blocks(kind, raw, n_columns)
+
+    def planes(self, kind: GgmlType, planes: Planes, n_columns: int) -> Linear:
+        """Quant blocks taken apart."""
+        from daemons.ops.quantised import PlaneMatrix
+
+        self._note(f"linear {kind.name}", "planes, triton")
+        return PlaneMatrix(kind, planes, n_columns)
+
+    def expert_planes(self, kind: GgmlType, planes: Planes, n_columns: int) -> ExpertMatrices:
+        """Quant blocks of experts taken apart, planes ``[X, N, *]``."""
+        from daemons.ops.quantised import PlaneExperts
+
+        self._note(f"experts {kind.name}", "planes, triton")
+        return self._experts(PlaneExperts(kind, planes, n_columns))
+
+    def _experts(self, matrices: ExpertMatrices) -> ExpertMatrices:
+        self.few_pairs = min(self.few_pairs, matrices.few_pairs)
+        return matrices
+
+    def expert_dense(self, kinds: set[str], weight: Tensor) -> ExpertMatrices:
+        """Plain matrices of experts ``[X, N, K]``."""
+        self._note("experts " + ",".join(sorted(kinds)), f"{str(weight.dtype).removeprefix('torch.')} torch")
+        return self._experts(DenseExperts(weight))
+
+    def expert_blocks(self, kind: GgmlType, raw: Tensor, n_columns: int) -> ExpertMatrices:
+        """Quant blocks of experts ``[X, N, row_bytes]``."""
+        self._note(f"experts {kind.name}", f"blocks, expanded to {str(self.dtype).removeprefix('torch.')} when chosen")
+        return self._experts(BlockExperts(kind, raw, n_columns))
+
+    def expert_int4(self, kinds: set[str], packed: Tensor, affine: Tensor) -> ExpertMatrices:
+        """Packed int4 ``[X, N, K / 2]`` and its affine groups ``[X, K / 32, N, 2]``."""
+        self._note("experts " + ",".join(sorted(kinds)), "int4 groups of 32, torch packed")
+        pairs = zip(packed, affine, strict=True)
+        return ListedExperts([Int4Cpu(p, a) for p, a in pairs], packed.shape[-1] * 2)
+
+    def expert_int8(self, kinds: set[str], weight: Tensor, scale: Tensor) -> ExpertMatrices:
+        """int8 ``[X, N, K]`` with one scale a row ``[X, N]``."""
+        self._note("experts " + ",".join(sorted(kinds)), "int8 rows, torch packed")
+        pairs = zip(weight, scale, strict=True)
+        return ListedExperts([Int8Cpu(w, s) for w, s in pairs], weight.shape[-1])
+
+    def int4(self, kinds: set[str], packed: Tensor, affine: Tensor) -> Linear:
+        self._note("linear " + ",".join(sorted(kinds)), "int4 groups of 32, torch packed")
+        return Int4Cpu(packed, affine)
+
+    def int8(self, kinds: set[str], weight: Tensor, scale: Tensor) -> Linear:
+        self._note("linear " + ",".join(sorted(kinds)), "int8 rows, torch packed")
+        return Int8Cpu(weight, scale)
+
+    def table(self, kind: GgmlType, weight: Tensor | Planes, n_columns: int) -> Table:
+        """A lookup table: raw blocks are uint8."""
+        if isinstance(weight, Planes):
+            self._note(f"lookup {kind.name}", "planes, rows expanded after the lookup")
+            return PlaneTable(kind, weight, n_columns, self.dtype)
+        if weight.dtype == torch.uint8:
+            self._note(f"lookup {kind.name}", "blocks, rows expanded after the lookup")
+            return BlockTable(kind, weight, self.dtype)
+        self._note(f"lookup {kind.name}", f"{str(weight.dtype).removeprefix('torch.')} torch")
+        return DenseTable(weight, self.dtype)
+
+
+def unusable(device: torch.device, dtype: torch.dtype) -> str:
+    """Why Triton's kernels cannot be used on a GPU, and what to do about it; empty if they can."""
+    if find_spec("triton") is None:
+        return "Triton is not installed in its environment; install the one that belongs to this torch"
+    try:
+        from daemons.ops.quantised import probe
+
+        with launching(device):
+            probe(device, dtype)
+    except Exception as error:  # no C compiler, a GPU it does not know, a library that does not fit: all the same
+        first = str(error).strip().partition("\n")[0]
+        return f"Triton cannot compile for it ({type(error).__name__}: {first}); it needs a C compiler and a driver"
+    return ""
+
+
+def _kernels() -> Operations:
+    from daemons.ops.kernels import Kernels
+
+    return Kernels()
+
+
+def packed_bfloat16() -> bool:
+    """Whether this torch has oneDNN's packed bfloat16 product and the cpu the instructions for it."""
+    if not torch._C._has_mkldnn or not hasattr(torch.ops.mkldnn, "_reorder_linear_weight"):
+        return False
+    return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())

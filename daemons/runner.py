@@ -1,0 +1,204 @@
+"""The daemon's part of the data path: one loaded model part, executing step plans.  READ FIRST.
+
+``run_step``: operations, boundary rows in, the stage's layers, boundary rows out, and at the tail logits and sampling.
+Decides nothing: ids, pages and order are the supervisor's.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from daemons import device as devices
+from daemons.errors import LoadError
+from daemons.models.stage import Stage
+from daemons.pulse import Reporter
+from daemons.sampling import Sampler
+from daemons.snapshots.state_map import StateMap
+from daemons.warm import warm_up
+from lucevisor.model.families import read_spec
+from lucevisor.model.gguf_files import GgufFiles, open_model
+from lucevisor.model.values import Backend, FileIdentity
+from lucevisor.protocol.arena import Arena
+from lucevisor.protocol.messages import (
+    CloseSequence,
+    DeviceUse,
+    Load,
+    Loaded,
+    OpenSequence,
+    Progress,
+    Reset,
+    Sampled,
+    StagePlan,
+    Step,
+    StepResult,
+)
+
+
+@dataclass(slots=True)
+class Outcome:
+    """A step result and the float32 arrays that are its payload."""
+
+    result: StepResult
+    payload: list[Tensor]
+
+
+class Runtime:
+    """The stages of one daemon, after :meth:`load`."""
+
+    def __init__(self, load: Load, backend: Backend, arenas: list[Arena]) -> None:
+        self._load = load
+        self._backend = backend
+        self._arenas = arenas
+        self.stages: dict[int, Stage] = {}
+        self._plans: dict[int, StagePlan] = {p.stage: p for p in load.stages}
+        self._sampler: Sampler | None = None
+        self.spec = read_spec(_open_planned(load), load.options)
+        if backend is not Backend.CPU:
+            for arena in arenas:
+                devices.register_host(arena.view())
+
+    @classmethod
+    def load(cls, load: Load, backend: Backend, fds: Sequence[int], reporter: Reporter) -> tuple[Runtime, Loaded]:
+        """Attach the arenas, load every stage.  Raises GgufError, ArenaError, or the loader's own errors naming
+        tensor and device."""
+        started = time.monotonic()
+        if len(fds) != len(load.arenas):
+            raise ValueError(f"Load names {len(load.arenas)} arenas, {len(fds)} descriptors came along")
+        runtime = cls(load, backend, [Arena.attach(fd, plan) for fd, plan in zip(fds, load.arenas, strict=True)])
+        uses: list[DeviceUse] = []
+        kernels: dict[str, str] = {}
+        for plan in load.stages:
+            stage = Stage.load(runtime.spec, plan, load, backend, reporter.progress)
+            for warning in stage.warnings:
+                reporter.log("warning", warning, stage=plan.stage)
+            stage.warn = partial(reporter.log, "warning", stage=plan.stage)
+            runtime.stages[plan.stage] = stage
+            uses += stage.usage()
+            kernels |= stage.kernels
+            if plan.target is None:
+                runtime._sampler = Sampler(runtime.spec.vocabulary, stage.device)
+        assert runtime.spec.files is not None
+        identities = _unchanged(runtime.spec.files)
+        loaded = Loaded(uses, kernels, time.monotonic() - started, identities)
+        runtime._warm_up(reporter)
+        return runtime, loaded
+
+    def _warm_up(self, reporter: Reporter) -> None:
+        """Let the compilers of those stages run that have any."""
+        for plan in self._load.stages:
+            stage = self.stages[plan.stage]
+            if any(stage.recordings):
+                self._warm_up_stage(stage, plan, reporter)
+
+    def _warm_up_stage(self, stage: Stage, plan: StagePlan, reporter: Reporter) -> None:
+        started, device = time.monotonic(), plan.shards[0].device
+        warm_up(stage, lambda done, all_: reporter.progress(Progress(plan.stage, device, done, all_, "warm up")))
+        seconds = round(time.monotonic() - started, 1)
+        reporter.log("info", "kernels are ready", stage=plan.stage, seconds=seconds)
+
+    @torch.inference_mode()
+    def run_step(self, step: Step, stage_index: int, wait_s: float) -> Outcome:
+        """Execute one step on one of the stages."""
+        started = time.monotonic()
+        stage, plan = self.stages[stage_index], self._plans[stage_index]
+        self._apply(stage, plan, step)
+        payload: list[Tensor] = []
+        segments: list[tuple[str, list[int]]] = []
+        sampled: list[Sampled] = []
+        n_tokens = step.n_tokens
+        if n_tokens:
+            rows_in = None
+            if plan.source is not None:
+                rows_in = self._boundary(plan.source, step.region, n_tokens)
+            out = stage.forward(step, rows_in)
+            if step.want_hidden:
+                hidden = torch.stack([h.float().cpu() for h in out.hidden])  # layers may lie on several devices
+                payload.append(hidden)
+                segments.append(("hidden", list(hidden.shape)))
+            if plan.target is not None:
+                devices.copy_out(out.rows, self._boundary(plan.target, step.region, n_tokens))
+            else:
+                sampled = self._tail(stage, step, out.rows, payload, segments)
+        result = StepResult(step.step_id, stage_index, sampled, time.monotonic() - started, wait_s, segments)
+        return Outcome(result, payload)
+
+    def state_map(self) -> StateMap:
+        """Where the state of every layer of every stage lies."""
+        return StateMap(self.spec, [stack.pools for stage in self.stages.values() for stack in stage.stacks])
+
+    def reset(self, order: Reset) -> StepResult:
+        """Drop every sequence of every stage."""
+        for stage in self.stages.values():
+            stage.reset()
+        if self._sampler is not None:
+            self._sampler.reset()
+        return StepResult(order.token, min(self.stages))
+
+    def free_bytes(self) -> list[int]:
+        indices = sorted({s.device for p in self._load.stages for s in p.shards})
+        return [devices.memory_free(devices.torch_device(self._backend, i)) for i in indices]
+
+    def _boundary(self, arena: int, region: int, n_rows: int) -> Tensor:
+        """Rows ``[n_rows, boundary_width]`` of a region, as a tensor on shared memory."""
+        return devices.boundary_view(
+            self._arenas[arena].region(region), self._load.dtype, n_rows, self.spec.boundary_width
+        )
+
+    def _apply(self, stage: Stage, plan: StagePlan, step: Step) -> None:
+        stage.apply(step.operations)
+        if plan.target is None and self._sampler is not None:
+            for operation in step.operations:
+                if isinstance(operation, OpenSequence):
+                    self._sampler.open(operation.sequence, operation.sampling, operation.history)
+                elif isinstance(operation, CloseSequence):
+                    self._sampler.close(operation.sequence)
+            for piece in step.slices:
+                self._sampler.count(piece.sequence, piece.tokens)
+
+    def _tail(
+        self, stage: Stage, step: Step, rows: Tensor, payload: list[Tensor], segments: list[tuple[str, list[int]]]
+    ) -> list[Sampled]:
+        if step.want_logits:
+            logits = stage.logits(rows, None).cpu()
+            payload.append(logits)
+            segments.append(("logits", list(logits.shape)))
+        wanted: list[int] = []
+        sequences: list[int] = []
+        positions: list[int] = []
+        end = 0
+        for piece in step.slices:
+            end += len(piece.tokens)
+            if piece.sample:
+                wanted.append(end - 1)
+                sequences.append(piece.sequence)
+                positions.append(piece.start + len(piece.tokens))
+        if not wanted or self._sampler is None:
+            return []
+        return self._sampler.sample(sequences, positions, stage.logits(rows, wanted))
+
+
+def _open_planned(load: Load) -> GgufFiles:
+    """The model's files, if they are those that the supervisor asked for.  Raises GgufError, LoadError."""
+    files = open_model([Path(f) for f in load.files])
+    wanted = load.identities or files.identities
+    changed = [path for path, a, b in zip(files.paths, files.identities, wanted, strict=True) if a != b]
+    if changed:
+        reason = "the file is not the one that the supervisor asked for: it was changed or replaced a moment ago"
+        raise LoadError(str(changed[0]), reason, "leave the file alone while a daemon loads it")
+    return files
+
+
+def _unchanged(files: GgufFiles) -> list[FileIdentity]:
+    """What was read; LoadError when a part was changed while it was read."""
+    changed = files.changed()
+    if changed:
+        reason = "the file was changed while it was loaded: what was read is of no one state of it"
+        raise LoadError(str(changed[0]), reason, "leave the file alone while a daemon loads it")
+    return list(files.identities)

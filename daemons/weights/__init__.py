@@ -1,0 +1,1 @@
+"""Weights of a shard: read from GGUF files, dequantised or packed, placed on a device."""

@@ -1,0 +1,173 @@
+"""Reading weights: file bytes into reused host memory, and from there to the device.
+
+Knows pieces of tensors and bytes, no formats.  pread instead of a map: no page faults, nothing of the file in this
+process's resident memory, and page-locked buffers that an accelerator copies from by itself.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from math import prod
+
+import torch
+from torch import Tensor
+
+from daemons.errors import LoadError
+from lucevisor.model.gguf_files import GgufFiles
+from lucevisor.model.gguf_header import TensorInfo
+
+REPORT_S = 0.05
+HUGE_PAGE_BYTES = 2 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Rows ``start`` .. ``stop`` of a tensor, of which ``columns`` are kept."""
+
+    tensor: TensorInfo
+    start: int
+    stop: int
+    columns: tuple[int, int]
+
+    @property
+    def width(self) -> int:
+        return self.columns[1] - self.columns[0]
+
+    @property
+    def byte_columns(self) -> tuple[int, int]:
+        """Where in a row the blocks lie that hold the columns."""
+        kind = self.tensor.kind
+        first, behind = self.columns[0] // kind.block_elements, -(-self.columns[1] // kind.block_elements)
+        return first * kind.block_bytes, behind * kind.block_bytes
+
+    @property
+    def n_bytes(self) -> int:
+        """Of its rows, in the file."""
+        return (self.stop - self.start) * (self.tensor.n_bytes // row_count(self.tensor))
+
+
+class Staging:
+    """Reads file bytes into reused host memory and brings them to the device.
+
+    For an accelerator there are two page-locked buffers in turn, so that reading overlaps copying.
+    """
+
+    def __init__(self, files: GgufFiles, device: torch.device) -> None:
+        self.files, self.device = files, device
+        self.accelerated = device.type != "cpu"
+        self.buffers = [torch.empty(0, dtype=torch.uint8) for _ in range(2 if self.accelerated else 1)]
+        self.busy: list[torch.cuda.Event | None] = [None] * len(self.buffers)
+        self.turn = 0
+        self.descriptors = [part.fileno() for part in files.parts]  # the very files whose headers were read
+        for fd in self.descriptors:
+            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_SEQUENTIAL)
+
+    def close(self) -> None:
+        self.descriptors = []
+        self.buffers = []
+
+    def load(self, pieces: Sequence[Piece]) -> list[Tensor]:
+        """Raw rows of each piece on the device, uint8 [rows, row_bytes]; valid until the next call."""
+        self.turn = (self.turn + 1) % len(self.buffers)
+        event = self.busy[self.turn]
+        if event is not None:
+            event.synchronize()
+        row_bytes = [p.tensor.n_bytes // row_count(p.tensor) for p in pieces]
+        sizes = [n * (p.stop - p.start) for n, p in zip(row_bytes, pieces, strict=True)]
+        offsets = [0]
+        for size in sizes:
+            offsets.append(-(-(offsets[-1] + size) // 64) * 64)  # numbers of any format stay aligned
+        buffer = self._roomy(offsets[-1])
+        for piece, n, size, at in zip(pieces, row_bytes, sizes, offsets, strict=False):
+            self._read(buffer[at : at + size], piece.tensor, piece.start * n)
+        there = buffer.to(self.device, non_blocking=True) if self.accelerated else buffer
+        if self.accelerated:
+            event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            event.record(torch.cuda.current_stream(self.device))
+            self.busy[self.turn] = event
+        return [there[at : at + size].view(-1, n) for at, size, n in zip(offsets, sizes, row_bytes, strict=False)]
+
+    def _roomy(self, n_bytes: int) -> Tensor:
+        if self.buffers[self.turn].numel() < n_bytes:
+            self.buffers[self.turn] = torch.empty(n_bytes, dtype=torch.uint8, pin_memory=self.accelerated)
+        return self.buffers[self.turn][:n_bytes]
+
+    def _read(self, target: Tensor, tensor: TensorInfo, skip: int) -> None:
+        view = memoryview(target.numpy())  # type: ignore[arg-type]  # torch's stub of numpy() hides the buffer
+        at = 0
+        while at < len(view):
+            try:
+                n = os.preadv(self.descriptors[tensor.part], [view[at:]], tensor.offset + skip + at)
+            except OSError as error:
+                raise self._failed(
+                    tensor, f"reading failed: {error.strerror}", "check the disk and the file"
+                ) from error
+            if n == 0:
+                raise self._failed(tensor, "the file ended: it was cut after it was opened", "fetch the file again")
+            at += n
+
+    def _failed(self, tensor: TensorInfo, reason: str, advice: str) -> LoadError:
+        return LoadError(f"{self.files.paths[tensor.part]}: tensor {tensor.name!r}", reason, advice)
+
+
+def row_count(tensor: TensorInfo) -> int:
+    """Rows of a tensor: the product of all but its last extent."""
+    n = 1
+    for extent in tensor.shape[:-1]:
+        n *= extent
+    return n
+
+
+@dataclass(slots=True)
+class Progress:
+    """Counts file bytes and reports them, not oftener than every REPORT_S."""
+
+    total_bytes: int
+    report: Callable[[int, int], None]
+    done_bytes: int = 0
+    last_s: float = 0.0
+
+    def add(self, n_bytes: int) -> None:
+        self.done_bytes += n_bytes
+        now = time.monotonic()
+        if now - self.last_s >= REPORT_S or self.done_bytes >= self.total_bytes:
+            self.last_s = now
+            self.report(self.done_bytes, self.total_bytes)
+
+
+class HostMemory:
+    """One block of cpu memory for the weights of a shard, on huge pages where the kernel has them.
+
+    A decode step walks over all weights; with 4 KiB pages the processor's prefetch stops at each (a sixth slower,
+    measured).  Nothing is taken from the system before it is written, so asking for too much costs nothing.
+    """
+
+    def __init__(self, block: mmap.mmap) -> None:
+        self.bytes = torch.frombuffer(block, dtype=torch.uint8)
+        self.used = -self.bytes.data_ptr() % HUGE_PAGE_BYTES
+
+    @classmethod
+    def reserve(cls, n_bytes: int) -> HostMemory | None:
+        """A block of ``n_bytes``; None when the system refuses: an error about a single tensor will say more."""
+        try:
+            block = mmap.mmap(-1, n_bytes + HUGE_PAGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        except OSError:
+            return None
+        if hasattr(mmap, "MADV_HUGEPAGE"):
+            with suppress(OSError):  # a kernel without huge pages: plain ones work as well
+                block.madvise(mmap.MADV_HUGEPAGE)
+        return cls(block)
+
+    def take(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor | None:
+        """Room for a tensor, aligned to 64 bytes; None when the block has not enough left."""
+        n_bytes = prod(shape) * dtype.itemsize
+        start = -(-self.used // 64) * 64
+        if start + n_bytes > len(self.bytes):
+            return None
+        self.used = start + n_bytes
+        return self.bytes[start : self.used].view(dtype).view(shape)

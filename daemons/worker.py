@@ -1,0 +1,222 @@
+"""The daemon's main loop: hello, then one message at a time from the link until its end.
+
+The only file of the daemon that turns exceptions into Failed messages.  After an error inside a step the process
+ends: a
+device that failed once cannot be trusted, and a fresh process is what the supervisor knows how to make.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import sys
+import time
+import traceback
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+import torch
+
+import daemons
+import lucevisor
+from daemons import device as devices
+from daemons.check import run_check
+from daemons.errors import DaemonError, describe
+from daemons.options import EXIT_CONFIGURATION, Options
+from daemons.pulse import Reporter
+from daemons.runner import Runtime
+from daemons.snapshots.transfers import Transfers
+from lucevisor.model.gguf_header import GgufError
+from lucevisor.model.values import Backend
+from lucevisor.protocol.blocking_link import BlockingLink
+from lucevisor.protocol.errors import LinkClosed, WireError
+from lucevisor.protocol.frames import Frame
+from lucevisor.protocol.messages import (
+    PROTOCOL_VERSION,
+    Check,
+    Failed,
+    Hello,
+    Load,
+    Reset,
+    Restore,
+    Save,
+    Shutdown,
+    Step,
+)
+from lucevisor.protocol.source_hash import source_hash
+
+EXIT_FAILED = 1
+
+
+def serve(link: BlockingLink, reporter: Reporter, options: Options) -> int:
+    """Speak with the supervisor until it says so or goes away.  Returns the exit code of the process."""
+    reporter.phase("start")
+    devices.prepare(options.backend, options.threads)
+    link.send(hello(options))
+    reporter.phase("idle")
+    try:
+        return _Server(link, reporter, options).run()
+    except LinkClosed:
+        return 0  # the supervisor is gone: so are we
+
+
+def hello(options: Options) -> Hello:
+    """Who we are and what this interpreter's torch can see."""
+    try:
+        found = devices.visible_devices(options.backend)
+    except DaemonError:  # a torch of another build: the supervisor refuses it with the line that fixes it
+        found = []
+    return Hello(
+        protocol=PROTOCOL_VERSION,
+        source_hash=source_hash(_directory(lucevisor.__file__), _directory(daemons.__file__)),
+        pid=os.getpid(),
+        python=platform.python_version(),
+        executable=sys.executable,
+        torch=str(torch.__version__),  # a TorchVersion otherwise
+        backend=options.backend if options.backend is Backend.CPU else devices.seen_backend(),
+        devices=found,
+        host_total_bytes=devices.host_total_bytes(),
+        packages={
+            name: found_version for name in ("numpy", "gguf", "msgspec", "triton") if (found_version := _version(name))
+        },
+    )
+
+
+def _directory(file: str | None) -> Path:
+    if file is None:
+        raise RuntimeError(
+            "the package has no file: a namespace package shadows it; clean the interpreter's site-packages"
+        )
+    return Path(file).parent
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return ""
+
+
+class _Server:
+    def __init__(self, link: BlockingLink, reporter: Reporter, options: Options) -> None:
+        self._link, self._reporter, self._options = link, reporter, options
+        self._runtime: Runtime | None = None
+        self._transfers: Transfers | None = None
+        self._broken = False
+        self._idle_since = time.monotonic()
+
+    def run(self) -> int:
+        while True:
+            try:
+                frame = self._link.receive()
+            except WireError as e:
+                self._reporter.log("error", "link broken", reason=str(e))
+                return EXIT_FAILED
+            if frame is None:
+                return EXIT_FAILED if self._broken else 0
+            code = self._handle(frame)
+            if code is not None:
+                return code
+            self._reporter.phase("idle")
+            self._idle_since = time.monotonic()
+
+    def _handle(self, frame: Frame) -> int | None:
+        """None = go on, a number = the exit code."""
+        match frame.message:
+            case Step() as step:
+                return self._step(step, frame.flags)
+            case Load() as load:
+                return self._load(load, frame.fds)
+            case Save() | Restore() as order if self._transfers is not None:
+                self._transfers.take(order, *frame.fds)
+                return None
+            case Reset() as order if self._runtime is not None:
+                self._end_transfers("the supervisor dropped every sequence")
+                self._link.send(self._runtime.reset(order), request_id=order.token)
+                return None
+            case Check() as order:
+                self._reporter.phase("check")
+                self._link.send(run_check(order, self._options.backend, frame.fds))
+                return None
+            case Shutdown():
+                self._end_transfers("the daemon was told to end")
+                return 0
+            case other:
+                return self._fail(
+                    type(other).__name__,
+                    ValueError("the supervisor sent what a daemon never receives in this state"),
+                    "",
+                )
+
+    def _step(self, step: Step, stage: int) -> int | None:
+        wait_s = time.monotonic() - self._idle_since
+        self._reporter.phase("step", step.step_id)
+        try:
+            if self._runtime is None:
+                raise ValueError("a step before Load")
+            outcome = self._runtime.run_step(step, stage, wait_s)
+        except Exception as e:  # the edge of the process: reported, then the process ends
+            return self._fail(f"step {step.step_id}", e, f"stage {stage}")
+        payload = [t.contiguous().numpy().data for t in outcome.payload]
+        self._link.send(outcome.result, request_id=step.step_id, payload=payload)
+        self._reporter.step_done(step.n_tokens)
+        return None
+
+    def _load(self, load: Load, fds: tuple[int, ...]) -> int | None:
+        self._reporter.phase("load")
+        try:
+            self._runtime, loaded = Runtime.load(load, self._options.backend, fds, self._reporter)
+        except Exception as e:  # the edge of the process: reported, then the process ends
+            return self._fail(
+                "load", e, ", ".join(f"device {s.device} layers {s.layers}" for p in load.stages for s in p.shards)
+            )
+        self._transfers = Transfers(
+            self._runtime.state_map(),
+            lambda answer, request_id: self._link.send(answer, request_id=request_id),
+            group=self._options.group,
+            broken=self._break,
+        )
+        self._reporter.memory(free_bytes=self._runtime.free_bytes())
+        self._link.send(loaded)
+        return None
+
+    def _end_transfers(self, reason: str) -> None:
+        if self._transfers is not None:
+            self._transfers.cancel(reason)
+
+    def _break(self) -> None:
+        """A transfer found its device failed: wake the compute thread and end the process."""
+        self._broken = True
+        self._link.close()
+
+    def _fail(self, what: str, error: Exception, where: str) -> int:
+        if isinstance(error, DaemonError):
+            where, reason, advice, configuration = error.where, error.reason, error.advice, error.configuration
+        else:
+            # Only a load reads what the configuration names; a compiler's files may be missing for a moment.
+            configuration = what == "load" and isinstance(error, GgufError | FileNotFoundError | PermissionError)
+            reason, advice = describe(error), _advice(error, configuration)
+        message = Failed(
+            what=what,
+            where=f"group {self._options.group} {where}".strip(),
+            reason=reason,
+            advice=advice,
+            fatal=True,
+            configuration=configuration,
+            details=traceback.format_exc(),
+        )
+        self._link.send(message)
+        return EXIT_CONFIGURATION if configuration else EXIT_FAILED
+
+
+def _advice(error: Exception, configuration: bool) -> str:
+    if isinstance(error, torch.OutOfMemoryError):
+        return (
+            "the device is full: give it fewer layers (placement.target_layer_split) or fewer pages (engine.pages), "
+            "or free it"
+        )
+    if isinstance(error, MemoryError) or "DefaultCPUAllocator" in str(error):
+        return "the machine's memory is full: give the group fewer layers or pages, or free it"
+    if configuration:
+        return "correct the file or the configuration, then `lucevisor restart GROUP`"
+    return "the daemon is restarted; if this repeats, the log holds the traceback"

@@ -1,0 +1,103 @@
+"""Digests of a model's tensors, kept in the user's cache directory under the identity of its files.
+
+One JSON file a model, written whole or not at all; the newest KEPT stay.  Invariant: what is read back was written for
+files of the very same device, inode, size, times and header, and has not lost or changed a character; anything else
+counts as not there.  Nothing that goes wrong here is an error: the model is hashed again.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import tempfile
+from collections.abc import Collection, Sequence
+from contextlib import suppress
+from hashlib import sha256
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+import structlog
+
+from lucevisor.model.values import FileIdentity
+
+KEPT = 32
+MAX_BYTES = 64 << 20
+"""Of one file: several times what a model of 100,000 tensors takes."""
+
+_PREFIX = "weights-"
+_DIGEST = re.compile("[0-9a-f]{32}")
+
+log = structlog.get_logger("weights")
+
+
+class _Kept(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What a file holds.  Another layout, or another way to hash, gets another ``version``."""
+
+    version: Literal[1] = 1
+    identities: tuple[FileIdentity, ...]
+    digests: dict[str, str]
+    check: str = ""  # sha256 of the rest
+
+    def checked(self) -> _Kept:
+        plain = msgspec.structs.replace(self, check="")
+        return msgspec.structs.replace(self, check=sha256(msgspec.json.encode(plain)).hexdigest())
+
+
+def path_of(directory: Path, identities: Sequence[FileIdentity]) -> Path:
+    """Where the digests of these files are kept."""
+    return directory / f"{_PREFIX}{sha256(msgspec.json.encode(list(identities))).hexdigest()[:32]}.json"
+
+
+def read(directory: Path, identities: Sequence[FileIdentity], tensors: Collection[str]) -> dict[str, str] | None:
+    """The digests of ``tensors`` of these files; None when nothing usable is there."""
+    path = path_of(directory, identities)
+    try:
+        with path.open("rb") as file:
+            data = file.read(MAX_BYTES + 1)
+        kept = msgspec.json.decode(data, type=_Kept)
+    except FileNotFoundError:
+        return None
+    except (OSError, msgspec.MsgspecError, UnicodeError, RecursionError) as error:
+        log.warning("weight digests ignored", file=str(path), reason=str(error))
+        return None
+    reason = _why_not(kept, identities, tensors)
+    if reason:
+        log.warning("weight digests ignored", file=str(path), reason=reason)
+        return None
+    return kept.digests
+
+
+def _why_not(kept: _Kept, identities: Sequence[FileIdentity], tensors: Collection[str]) -> str:
+    if kept.check != kept.checked().check:
+        return "it is damaged: its checksum is another one"
+    if kept.identities != tuple(identities) or kept.digests.keys() != set(tensors):
+        return "it is about other files"
+    return "" if all(map(_DIGEST.fullmatch, kept.digests.values())) else "it holds something that is no digest"
+
+
+def write(directory: Path, identities: Sequence[FileIdentity], digests: dict[str, str]) -> None:
+    """Keep ``digests``; a directory that cannot be written is a line in the log."""
+    path = path_of(directory, identities)
+    data = msgspec.json.encode(_Kept(identities=tuple(identities), digests=digests).checked())
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile(dir=directory, prefix=f".{_PREFIX}", delete=False) as file:
+            try:
+                file.write(data)
+                file.flush()
+                os.fsync(file.fileno())
+                Path(file.name).replace(path)
+            except OSError:
+                Path(file.name).unlink(missing_ok=True)
+                raise
+        _prune(directory)
+    except OSError as error:
+        log.warning("weight digests not kept", file=str(path), reason=str(error))
+
+
+def _prune(directory: Path) -> None:
+    files = sorted(directory.glob(f"{_PREFIX}*.json"), key=lambda p: p.stat().st_mtime, reverse=True)
+    for path in files[KEPT:]:
+        with suppress(OSError):
+            path.unlink()

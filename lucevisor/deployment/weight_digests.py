@@ -1,0 +1,121 @@
+"""xxh3_128 of all bytes of every tensor of a model, by threads that read the file in order.
+
+Knows no fingerprint and no cache.  A tensor is hashed in blocks, so that a large one (all experts of a layer) keeps
+several threads busy; its digest is that of its blocks' digests.  Memory: one piece a thread.  Invariant: what is
+returned is of one state of the file: it was the same before and after reading.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import xxhash
+
+from lucevisor.model.gguf_files import GgufFiles
+from lucevisor.model.gguf_header import GgufError, TensorInfo
+
+BLOCK_BYTES = 64 << 20
+PIECE_BYTES = 1 << 20
+"""Read and hashed at a time: stays in the processor's cache, and the interpreter is free while it is worked on."""
+NICE = 10
+"""Requests and loading go first where cores are few."""
+
+_CUT = "the file ended: it was cut after it was opened; fetch it again"
+
+
+class DigestsStopped(Exception):
+    """``stop`` was set."""
+
+
+class FileChangedError(Exception):
+    """A part changed while it was hashed."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(f"{path} was changed while it was hashed")
+        self.path = path
+
+
+@dataclass(slots=True)
+class HashProgress:
+    """How far a pass is; ``stop`` ends it within a piece."""
+
+    total_bytes: int
+    done_bytes: int = 0
+    stop: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class _Block:
+    tensor: TensorInfo
+    start: int
+    n_bytes: int
+
+
+def digest_tensors(
+    files: GgufFiles, progress: HashProgress | None = None, *, n_threads: int = 2, keep_cached: bool = True
+) -> dict[str, str]:
+    """32 hex digits a tensor.  ``keep_cached``: leave what was read in the page cache.
+
+    Raises FileChangedError, DigestsStopped, GgufError for a file that was cut, OSError.
+    """
+    progress = progress or HashProgress(files.total_bytes)
+    blocks = list(_blocks(files))
+    local = threading.local()
+
+    def work(block: _Block) -> bytes:
+        buffer = getattr(local, "buffer", None)
+        if buffer is None:
+            buffer = local.buffer = memoryview(bytearray(PIECE_BYTES))
+        return _digest(files, block, buffer, progress, keep_cached)
+
+    _check_unchanged(files)
+    with ThreadPoolExecutor(n_threads, thread_name_prefix="weight hash", initializer=_yield) as pool:
+        try:
+            found = list(pool.map(work, blocks))
+        except BaseException:
+            progress.stop = True
+            raise
+    _check_unchanged(files)
+    whole = {name: xxhash.xxh3_128() for name in files.tensors}
+    for block, digest in zip(blocks, found, strict=True):
+        whole[block.tensor.name].update(digest)
+    return {name: digest.hexdigest() for name, digest in whole.items()}
+
+
+def _blocks(files: GgufFiles) -> Iterator[_Block]:
+    """All tensors in the order of the disk."""
+    for tensor in sorted(files.tensors.values(), key=lambda t: (t.part, t.offset)):
+        for start in range(0, tensor.n_bytes, BLOCK_BYTES):
+            yield _Block(tensor, start, min(BLOCK_BYTES, tensor.n_bytes - start))
+
+
+def _digest(files: GgufFiles, block: _Block, buffer: memoryview, progress: HashProgress, keep_cached: bool) -> bytes:
+    tensor, fd = block.tensor, files.parts[block.tensor.part].fileno()
+    at, end = tensor.offset + block.start, tensor.offset + block.start + block.n_bytes
+    digest = xxhash.xxh3_128()
+    while at < end:
+        if progress.stop:
+            raise DigestsStopped
+        n = os.preadv(fd, [buffer[: end - at]], at)
+        if n == 0:
+            raise GgufError(str(files.paths[tensor.part]), f"tensor {tensor.name!r}", _CUT)
+        digest.update(buffer[:n])
+        at += n
+        progress.done_bytes += n  # a lost update among threads costs a figure in a message
+    if not keep_cached:
+        os.posix_fadvise(fd, tensor.offset + block.start, block.n_bytes, os.POSIX_FADV_DONTNEED)
+    return digest.digest()
+
+
+def _check_unchanged(files: GgufFiles) -> None:
+    for path in files.changed():
+        raise FileChangedError(path)
+
+
+def _yield() -> None:
+    os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICE)  # of this thread alone

@@ -1,0 +1,226 @@
+"""Which bytes the running shards hold, and whether a model file is still those.
+
+A group may load a file only when its identity (``FileIdentity``) is that of the files the plan was made of, or when
+hashing it gave the same digests.  All bytes are hashed once per file, in the background; the digests are kept, so
+later starts know them at once.  docs/adr/0007 says why the supervisor hashes and not the shards.
+
+Invariant: every identity in ``_admitted`` was seen on files with the bytes of the running plan.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+
+import psutil
+import structlog
+
+from lucevisor.deployment import digest_cache
+from lucevisor.deployment.weight_digests import DigestsStopped, FileChangedError, HashProgress, digest_tensors
+from lucevisor.errors import LucevisorError
+from lucevisor.model.gguf_files import GgufFiles, identity_of, open_model
+from lucevisor.model.gguf_header import GgufError
+from lucevisor.model.values import FileIdentity
+
+TICK_S = 0.1
+"""Kernels stamp times with a clock that moves every 1 to 10 ms: a file is left alone for longer than that before its
+times are taken to say that nobody wrote to it since."""
+COARSE_TICK_S = 2.0
+"""The same for file systems that keep whole seconds."""
+
+CLOSE_S = 2.0
+"""A pass ends within a piece of 1 MiB, unless the disk hangs: no stop waits for that."""
+
+_ANEW = "`lucevisor stop`, then `lucevisor start`, loads the new file into every group"
+
+log = structlog.get_logger("weights")
+
+
+class WeightsChangedError(LucevisorError):
+    """The model on disk is not the one that runs."""
+
+
+class ModelWeights:
+    """``files``: as the supervisor opened them.  ``directory``: where digests are kept.  Made in a running loop."""
+
+    def __init__(self, files: GgufFiles, directory: Path) -> None:
+        self._files, self._directory = files, directory
+        self._admitted = {files.identities}
+        self._known: dict[str, str] | None = None
+        self._hashing: asyncio.Task[dict[str, str]] | None = None
+        self._comparing: dict[tuple[FileIdentity, ...], asyncio.Task[None]] = {}
+        self._progress = HashProgress(files.total_bytes)
+        self._passes = [self._progress]
+
+    # ---- the plan's own files
+
+    async def settle(self) -> None:
+        """Wait until the files' times tell any later write.  Raises WeightsChangedError when they changed already."""
+        await _settle(self._files)
+        try:
+            changed = self._files.changed() or await asyncio.to_thread(self._files.other_headers)
+        except OSError as error:
+            raise LucevisorError(f"the model cannot be read: {error}") from error
+        if changed:
+            reason = f"{changed[0]} was changed while the supervisor started: start again when the file is complete"
+            raise WeightsChangedError(reason)
+
+    def fits_memory(self) -> bool:
+        """Whether the page cache holds the files while shards on the same host load them: hashing beside loading then
+        reads nothing twice from the disk."""
+        return 2 * self._files.total_bytes <= int(psutil.virtual_memory().available)
+
+    def begin(self) -> None:
+        """Find out the digests in the background, unless that was begun."""
+        if self._hashing is None:
+            self._hashing = asyncio.create_task(self._digests(self._files, self._progress), name="weight digests")
+            self._hashing.add_done_callback(self._on_hashed)
+
+    async def digests(self) -> dict[str, str]:
+        """xxh3_128 of every tensor.  Raises LucevisorError saying why they cannot be known."""
+        self.begin()
+        assert self._hashing is not None
+        return await asyncio.shield(self._hashing)
+
+    def progress(self) -> str:
+        """How far hashing is, for people."""
+        done, total = self._progress.done_bytes, self._progress.total_bytes
+        return f"{100 * done // max(total, 1)} % of {total / 1e9:.1f} GB"
+
+    async def close(self) -> None:
+        """End all hashing; returns when no thread reads any more, or the disk hangs."""
+        for one in self._passes:
+            one.stop = True
+        tasks = [*self._comparing.values(), *([self._hashing] if self._hashing is not None else [])]
+        if tasks:
+            await asyncio.wait(tasks, timeout=CLOSE_S)
+
+    def _on_hashed(self, task: asyncio.Task[dict[str, str]]) -> None:
+        if task.cancelled():
+            return
+        error = task.exception()
+        if error is None:
+            self._known = task.result()
+        elif not self._progress.stop:
+            log.error("weights not hashed", reason=str(error))
+
+    # ---- files that a daemon is about to load
+
+    def admitted(self, identities: Sequence[FileIdentity]) -> bool:
+        """Whether files in this state hold the bytes that run."""
+        return tuple(identities) in self._admitted
+
+    async def admit(self) -> tuple[FileIdentity, ...]:
+        """The identities that a daemon must find when it opens the files now.
+
+        Raises WeightsChangedError when they do not, or not provably, hold the bytes that run, LucevisorError when they
+        cannot be read.
+        """
+        try:
+            known = await asyncio.to_thread(_now_among, self._files.paths, tuple(self._admitted))
+            if known is not None:
+                return known
+            files = await asyncio.to_thread(open_model, self._files.paths)
+        except (GgufError, OSError) as error:
+            raise LucevisorError(f"the model cannot be read any more: {error}") from error
+        identities = files.identities
+        if identities not in self._admitted:
+            if identities not in self._comparing:
+                task = self._comparing[identities] = asyncio.create_task(self._compare(files), name="compare weights")
+                task.add_done_callback(lambda done: done.cancelled() or done.exception())  # seen, awaited or not
+            try:
+                await asyncio.shield(self._comparing[identities])
+            finally:
+                if identities in self._comparing and self._comparing[identities].done():
+                    del self._comparing[identities]
+        return identities
+
+    async def _compare(self, files: GgufFiles) -> None:
+        """Admit ``files`` if they hold the same bytes.  Raises WeightsChangedError."""
+        path = next(
+            p for p, new, old in zip(files.paths, files.identities, self._files.identities, strict=True) if new != old
+        )
+        if (files.metadata, _shapes(files)) != (self._files.metadata, _shapes(self._files)):
+            raise WeightsChangedError(
+                f"{path} changed since the supervisor started: its header is another one; {_ANEW}"
+            )
+        if self._known is None:
+            what = "was written to, replaced or renamed since the supervisor started, before all its bytes were hashed"
+            raise WeightsChangedError(
+                f"{path} {what}: nothing shows that it holds what the other groups loaded; {_ANEW}"
+            )
+        log.info("model file is not the one that was opened; comparing its bytes", file=str(path))
+        await _settle(files)
+        progress = HashProgress(files.total_bytes)
+        self._passes.append(progress)
+        found = await self._digests(files, progress)
+        other = [name for name, digest in found.items() if digest != self._known[name]]
+        if other:
+            where = files.paths[files.tensors[other[0]].part]
+            what = f"tensor {other[0]!r}" + (f" and {len(other) - 1} more hold" if other[1:] else " holds")
+            raise WeightsChangedError(
+                f"{where} changed since the supervisor started: {what} other bytes than the running groups; {_ANEW}"
+            )
+        log.info("model file holds the same bytes", file=str(path))
+        self._admitted.add(files.identities)
+
+    async def _digests(self, files: GgufFiles, progress: HashProgress) -> dict[str, str]:
+        identities = files.identities
+        known = await asyncio.to_thread(digest_cache.read, self._directory, identities, files.tensors.keys())
+        if known is not None:
+            return known
+        keep = 2 * progress.total_bytes <= psutil.virtual_memory().total
+        n_threads = min(4, max(1, len(os.sched_getaffinity(0)) // 4))
+        started, began_ns = time.monotonic(), time.time_ns()
+        try:
+            found = await asyncio.to_thread(digest_tensors, files, progress, n_threads=n_threads, keep_cached=keep)
+        except FileChangedError as error:
+            raise WeightsChangedError(f"{error}; {_ANEW}") from error
+        except DigestsStopped as error:
+            raise LucevisorError("the supervisor is stopping") from error
+        except (GgufError, OSError) as error:
+            raise LucevisorError(f"the model cannot be read: {error}") from error
+        log.info("weights hashed", n_bytes=progress.total_bytes, seconds=round(time.monotonic() - started, 3))
+        if unsettled_s(identities, began_ns) <= 0:
+            await asyncio.to_thread(digest_cache.write, self._directory, identities, found)
+        return found
+
+
+def unsettled_s(identities: Sequence[FileIdentity], now_ns: int) -> float:
+    """How long to wait at ``now_ns`` until a write would move the times of every file; 0 or less: it would now."""
+
+    def end_ns(identity: FileIdentity) -> int:
+        coarse = identity.ctime_ns % 1_000_000_000 == 0
+        return identity.ctime_ns + int((COARSE_TICK_S if coarse else TICK_S) * 1e9)
+
+    return (max(map(end_ns, identities), default=now_ns) - now_ns) / 1e9
+
+
+def _now_among(paths: Sequence[Path], admitted: Sequence[tuple[FileIdentity, ...]]) -> tuple[FileIdentity, ...] | None:
+    """Those identities that the files under ``paths`` have now; no file is opened.  Raises OSError."""
+    found = [path.stat() for path in paths]
+    for identities in admitted:
+        if all(identity_of(s, i.header) == i for s, i in zip(found, identities, strict=True)):
+            return identities
+    return None
+
+
+async def _settle(files: GgufFiles) -> None:
+    """Have later writes show in the times: also those through a map whose pages are dirty already, which fsync write-
+    protects on file systems with a disk, and those within a tick of the last."""
+
+    def sync() -> None:
+        for part in files.parts:
+            with suppress(OSError):
+                os.fsync(part.fileno())
+
+    await asyncio.to_thread(sync)
+    await asyncio.sleep(min(max(0.0, unsettled_s(files.identities, time.time_ns())), COARSE_TICK_S))
+
+
+def _shapes(files: GgufFiles) -> object:
+    return {name: (t.kind, t.shape) for name, t in files.tensors.items()}

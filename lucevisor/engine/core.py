@@ -1,0 +1,394 @@
+"""The engine: joins scheduler and chain, and hands events to the readers of requests.  READ FIRST.
+
+One thread, no task of its own: every entry (a request, a cancellation, a result, a chain that comes or goes) changes
+the scheduler, sends all steps that have become possible, then delivers events.  Knows ids only; no text, no sockets, no
+pages.
+
+When a daemon is lost, running requests end with the error, since their state in the shards is gone; queued ones (and
+preempted ones, whose tokens are all here) wait and run on the next chain.  New requests are refused with NotReady
+meanwhile.
+
+Invariant: a request handed out by submit gets exactly one FinishedEvent, also when the chain dies or the engine is
+closed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import copy
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from lucevisor import awake
+from lucevisor.engine.handle import RequestHandle
+from lucevisor.engine.limits import EngineLimits
+from lucevisor.engine.pipeline import Chain, ChainFailure, ChainResult, InFlight
+from lucevisor.engine.request import (
+    ContextOverflow,
+    FinishedEvent,
+    GenerationRequest,
+    NotReady,
+    QueueFull,
+    RequestError,
+    TokenEvent,
+)
+from lucevisor.engine.rows import IdsOutput, RowCollector, RowsMissing
+from lucevisor.engine.scheduler import Events, Scheduler, WrongResult
+from lucevisor.engine.sequence import Wanted
+from lucevisor.engine.statistics import CacheStatistics, EngineStatistics, RateWindow, StepTotals
+from lucevisor.kv.prefix_cache import PrefixIndex
+from lucevisor.kv.prefix_records import Match, Reservation
+from lucevisor.kv.prefix_tree import Slot
+from lucevisor.model.values import Sampling, Space
+from lucevisor.protocol.messages import SlotPlace
+
+_RETRY_S = (1, 600)  # bounds of Retry-After: a client that asks more often gains nothing
+_RETRY_UNKNOWN_S = 5  # before anything was measured
+_RETRY_VALID_S = 1.0  # an estimate is told for so long, so that refusing costs nothing
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineSettings:
+    """``max_queue``: requests that may wait.  ``rate_window_s``: seconds that ``tokens_per_s`` looks back.
+
+    ``on_step`` sees every finished step (for histograms), ``on_chain_failed`` why a chain broke (for supervision; the
+    engine has detached it by then).
+    """
+
+    max_queue: int
+    rate_window_s: float = 10.0
+    clock: Callable[[], float] = time.monotonic
+    on_step: Callable[[ChainResult], None] | None = None
+    on_chain_failed: Callable[[ChainFailure], None] | None = None
+
+
+class Engine:
+    """Requests in, events out, over whatever chain is attached."""
+
+    def __init__(self, limits: EngineLimits, settings: EngineSettings) -> None:
+        if settings.max_queue < 1:
+            raise ValueError(
+                f"max_queue is {settings.max_queue}; a request passes through the queue, so it must be 1 or more"
+            )
+        self._settings = settings
+        self._clock = settings.clock
+        self._scheduler = Scheduler(limits)
+        self._chain: Chain | None = None
+        self._away = "the model is being loaded"
+        self._refusal = ""  # set for good by drain and close
+        self._handles: dict[str, RequestHandle] = {}
+        self._collectors: dict[str, RowCollector] = {}
+        self._row_steps: dict[int, str] = {}  # step id -> request whose rows the step brings back
+        self._outbox: Events = []
+        self._changed = asyncio.Event()
+        self._n_own = 0  # requests of ours: ids runs and probes
+        self.on_submit: Callable[[GenerationRequest], bool] = lambda _: False
+        self._totals = StepTotals()
+        self._generated = RateWindow(settings.rate_window_s, self._clock())
+        self._retry = (-math.inf, 0)  # when it was estimated, and Retry-After
+
+    # ---- requests
+
+    def submit(self, request: GenerationRequest) -> RequestHandle:
+        """Queue a request and start it when there is room; not before ``resume`` when ``on_submit`` said True to it.
+
+        Raises NotReady while the chain is away or the engine drains, QueueFull, InvalidRequest, ContextOverflow.
+        """
+        self._check_taking()
+        return self._submit(request, None, hold=self.on_submit(request))
+
+    def resume(self, request_id: str) -> None:
+        """Let a request start that was held, with what was restored for it meanwhile or without."""
+        self._scheduler.resume(request_id)
+        self._proceed([])
+
+    async def run_ids(self, ids: Sequence[int], *, want_hidden: bool, rows_per_step: int) -> IdsOutput:
+        """Run token ids through the whole chain and return the logits and hidden states of every position.
+
+        Takes the way of any request, in chunks of at most ``rows_per_step`` tokens: the caller knows how many rows of
+        logits and of hidden states fit into one payload.  Raises what submit raises, RowsMissing when the chain
+        broke, WireError when a payload is not what its result says.
+        """
+        self._check_taking()
+        request_id = self._own_id("ids")
+        request = GenerationRequest(
+            request_id=request_id, prompt=tuple(ids), max_tokens=1, sampling=Sampling(temperature=0.0)
+        )
+        collector = RowCollector(len(request.prompt), hidden=want_hidden)
+        self._collectors[request_id] = collector
+        try:
+            with self._submit(request, Wanted(hidden=want_hidden, rows=rows_per_step)) as handle:
+                async for event in handle:
+                    if isinstance(event, FinishedEvent) and event.error is not None:
+                        raise RowsMissing(f"the ids did not go through: {event.error.message}")
+        finally:
+            del self._collectors[request_id]
+        return collector.output()
+
+    # ---- the chain
+
+    @property
+    def ready(self) -> bool:
+        """Whether new requests are taken."""
+        return self._chain is not None and not self._refusal
+
+    def attach(self, chain: Chain) -> None:
+        """Use a chain whose daemons are all ready and hold no sequences; queued requests start.
+
+        Raises ValueError when its stages are not as many as the limits say, RuntimeError when a chain is attached or
+        the engine was closed.
+        """
+        if chain.n_stages != self._scheduler.limits.n_stages:
+            raise ValueError(f"the chain has {chain.n_stages} stages, the limits say {self._scheduler.limits.n_stages}")
+        if self._chain is not None:
+            raise RuntimeError("a chain is attached already; detach it first")
+        self._chain = chain
+        chain.on_head_answered = self._on_head_answered
+        self._scheduler.admitting = True
+        self._proceed([])
+
+    def detach(self, error: RequestError, *, permanent: bool = False) -> None:
+        """The chain is gone: end running requests with ``error``; new ones are refused with its message.
+
+        Queued requests wait for the next attach; ``permanent`` (no chain will come by itself) ends them as well.  Any
+        number of calls is fine, and a later attach, say after an operator's restart, serves again.
+        """
+        if self._chain is not None:
+            self._chain.close()
+            self._chain = None
+        self._away = error.message
+        self._row_steps.clear()
+        now = self._clock()
+        events = self._scheduler.fail_all(error, now)
+        if permanent:
+            events += self._scheduler.fail_queued(error, now)
+        self._proceed(events)
+
+    def on_result(self, result: ChainResult) -> None:
+        """Take a step that went down the chain; to be given to Chain."""
+        now = self._clock()
+        self._totals.add(result)
+        self._scheduler.step_times.add(result.step, max(answer.compute_s for answer in result.results))
+        n_before = self._scheduler.n_generated_tokens
+        try:
+            events = self._scheduler.apply(result.results[-1], now)
+        except WrongResult as error:
+            tail = len(result.results) - 1
+            self.on_failed(
+                ChainFailure(tail, "protocol_error", f"the tail (stage {tail}) sent a wrong result: {error}")
+            )
+            return
+        self._collect(result)
+        self._generated.add(self._scheduler.n_generated_tokens - n_before, now)
+        self._proceed(events)
+        if self._settings.on_step is not None:
+            self._settings.on_step(result)
+
+    def _on_head_answered(self) -> None:
+        """Send what waited for the head."""
+        if self._scheduler.head_answered():
+            self._proceed([])
+
+    def on_failed(self, failure: ChainFailure) -> None:
+        """The chain broke: detach it and pass the failure on; to be given to Chain."""
+        self.detach(RequestError(failure.code, failure.message))
+        if self._settings.on_chain_failed is not None:
+            self._settings.on_chain_failed(failure)
+
+    def oldest_in_flight(self) -> InFlight | None:
+        """Return the step that a daemon has worked on for longest, for the watch on hangs."""
+        return None if self._chain is None else self._chain.oldest_in_flight(self._clock())
+
+    # ---- the end
+
+    async def quiesce(self, timeout_s: float) -> bool:
+        """Admit nothing from the queue until the next attach; return whether all running requests ended in time.
+
+        For the orderly restart of a group: new requests are still taken, and wait.
+        """
+        self._scheduler.admitting = False
+        return await self._wait(lambda: self._scheduler.n_running == 0 and self._scheduler.n_in_flight == 0, timeout_s)
+
+    async def drain(self, timeout_s: float) -> bool:
+        """Take no more requests; return whether all that were taken ended in time."""
+        self._refusal = self._refusal or "the server is shutting down"
+        return await self._wait(lambda: self._scheduler.idle, timeout_s)
+
+    def close(self, error: RequestError) -> None:
+        """End all that is left with ``error`` and refuse everything from now on."""
+        self._refusal = self._refusal or error.message
+        self.detach(error, permanent=True)
+
+    def statistics(self) -> EngineStatistics:
+        """Return counts and rates as of now."""
+        now = self._clock()
+        return EngineStatistics(
+            ready=self.ready,
+            reason="" if self.ready else self._refusal or self._away,
+            running=self._scheduler.n_running,
+            queued=self._scheduler.n_queued,
+            in_flight=self._scheduler.n_in_flight,
+            tokens_per_s=self._generated.rate(now),
+            window_s=self._settings.rate_window_s,
+            generated_tokens=self._scheduler.n_generated_tokens,
+            preemptions=self._scheduler.n_preemptions,
+            pages={str(space): use for space, use in self._scheduler.pages().items()},
+            steps=copy.deepcopy(self._totals),
+            cache=CacheStatistics.of(self._scheduler.reuse),
+        )
+
+    # ---- prefix slots, for what moves them to disk and back
+
+    @property
+    def prefixes(self) -> PrefixIndex:
+        """The remembered prefixes: to look at, to set hooks, to pin."""
+        return self._scheduler.reuse.index
+
+    async def settled(self) -> bool:
+        """Wait until every stage has done all that was decided up to now; False when the chain breaks before."""
+        chain, goal = self._chain, self._scheduler.flush()
+        self._proceed([])
+        while chain is not None and chain is self._chain and self._scheduler.last_applied < goal:
+            self._changed.clear()
+            await self._changed.wait()
+        return chain is not None and chain is self._chain
+
+    async def export(self, slot: Slot) -> SlotPlace | None:
+        """Pin a slot and return where it lies, as soon as its bytes are there in every stage.
+
+        Until ``release``, which the caller owes after a place, nothing writes to its first ``n_tokens`` positions.
+        None, and no pin, when the slot is gone or the chain breaks.
+        """
+        self.prefixes.pin(slot)
+        if slot.alive and await self.settled() and slot.alive:
+            full, window = (slot.pages(space) for space in (Space.FULL, Space.WINDOW))
+            return SlotPlace(slot.n_tokens, full, window, slot.first_window, slot.state)
+        self.release(slot)
+        return None
+
+    def release(self, slot: Slot) -> None:
+        """Take the pin of ``export`` back."""
+        self.prefixes.unpin(slot)
+        self._proceed([])
+
+    async def reserve(self, n_tokens: int) -> Reservation | None:
+        """Take fresh pages and states for a prefix of so many tokens; no step under way writes to them any more.
+
+        The caller owes ``adopt`` when all their bytes are in every stage, else ``cancel_reservation``.  None when there
+        is no room or the chain breaks.
+        """
+        reservation = self.prefixes.reserve(n_tokens)
+        if reservation is not None and not await self.settled():
+            self.cancel_reservation(reservation)
+            return None
+        return reservation
+
+    def adopt(self, tokens: Sequence[int], reservation: Reservation) -> Slot | None:
+        """Publish a restored prefix; the caller owes ``release`` when those have begun that wait for it.
+
+        None when it is not kept: the chain broke meanwhile, or it is not worth it.
+        """
+        slot = self.prefixes.adopt(tokens, reservation, self._clock())
+        self._proceed([])
+        return slot
+
+    def cancel_reservation(self, reservation: Reservation) -> None:
+        """Give reserved pages back.  Does nothing when they are given back or adopted already."""
+        self.prefixes.cancel(reservation)
+        self._proceed([])
+
+    async def next_token(
+        self, place: Slot | Reservation, tokens: Sequence[int], token: int, n_top: int
+    ) -> TokenEvent | None:
+        """Return the best token behind ``tokens``, which lie at ``place``, and ``token``, with the ``n_top`` best.
+
+        For the record of a snapshot.  The caller keeps the place pinned or reserved.  None when the chain breaks, when
+        the context is too short, or when the only running request needs the pages.
+        """
+        index = self.prefixes
+        match = index.match_of(place) if isinstance(place, Slot) else place.match
+        sampling = Sampling(temperature=0.0, n_top_logprobs=n_top)
+        request = GenerationRequest(
+            request_id=self._own_id("probe"), prompt=(*tokens, token), max_tokens=1, sampling=sampling
+        )
+        if self._chain is None:
+            return None
+        found = None
+        with contextlib.suppress(ContextOverflow), self._submit(request, None, probe=match) as handle:
+            async for event in handle:
+                found = event if isinstance(event, TokenEvent) else found
+        return found
+
+    async def room(self) -> None:
+        """Wait until nobody waits and a sequence is free."""
+        scheduler = self._scheduler
+        while self._chain is None or scheduler.n_queued or scheduler.n_running >= scheduler.limits.max_sequences:
+            self._changed.clear()
+            await self._changed.wait()
+
+    # ---- inside
+
+    def _own_id(self, what: str) -> str:
+        self._n_own += 1
+        return f"{what}-{self._n_own}"
+
+    def _check_taking(self) -> None:
+        if not self.ready:
+            raise NotReady(self._refusal or self._away)
+        if self._scheduler.n_queued >= self._settings.max_queue:
+            raise QueueFull(self._scheduler.n_queued, self._retry_after_s(self._clock()))
+
+    def _submit(
+        self, request: GenerationRequest, wanted: Wanted | None, *, hold: bool = False, probe: Match | None = None
+    ) -> RequestHandle:
+        self._scheduler.submit(request, self._clock(), wanted, hold=hold, probe=probe)
+        handle = RequestHandle(request.request_id, self._cancel)
+        self._handles[request.request_id] = handle
+        self._proceed([])
+        return handle
+
+    def _cancel(self, request_id: str) -> None:
+        self._proceed(self._scheduler.cancel(request_id, self._clock()))
+
+    def _proceed(self, events: Events) -> None:
+        """Send every step that is possible, then deliver: the shards start before anybody reads."""
+        self._outbox += events
+        while self._chain is not None and (plan := self._scheduler.next_plan(self._clock())) is not None:
+            if plan.step.want_logits:
+                self._row_steps[plan.step.step_id] = plan.request_ids[0]
+            self._chain.submit(plan.step)
+        if self._scheduler.starving:
+            self._outbox += self._scheduler.end_probes(self._clock())
+        # Sending may find a dead link and come back here through on_failed: the outbox keeps the order of events then.
+        while self._outbox:
+            request_id, event = self._outbox.pop(0)
+            self._handles[request_id].push(event)
+            if isinstance(event, FinishedEvent):
+                del self._handles[request_id]
+        self._changed.set()
+
+    def _collect(self, result: ChainResult) -> None:
+        request_id = self._row_steps.pop(result.step.step_id, None)
+        if request_id is not None and request_id in self._collectors:
+            self._collectors[request_id].add(result)
+
+    def _retry_after_s(self, now: float) -> int:
+        """Return when those that wait now will have started."""
+        if now - self._retry[0] >= _RETRY_VALID_S:
+            wait_s, (least, most) = self._scheduler.wait_s(), _RETRY_S
+            seconds = _RETRY_UNKNOWN_S if wait_s is None else min(most, max(least, math.ceil(wait_s)))
+            self._retry = (now, seconds)
+        return self._retry[1]
+
+    async def _wait(self, done: Callable[[], bool], timeout_s: float) -> bool:
+        try:
+            async with awake.timeout(timeout_s):
+                while not done():
+                    self._changed.clear()
+                    await self._changed.wait()
+        except TimeoutError:
+            return False
+        return True

@@ -1,0 +1,232 @@
+"""Joins requests and remembered prefixes: where a sequence starts, what is remembered of it, who waits for whom.
+
+Pure.  Knows records, page tables and the prefix index; makes the operations that carry its decisions out and leaves it
+to the scheduler to send them in order.  A slot is published when the step that computes its last token is planned: what
+uses it is planned later and so executed later, by every stage.
+
+Invariant: a sequence that starts at position p finds there what it would have computed itself, in pages that it does
+not write, but for the one that p lies in, of which it has a copy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Literal
+
+from lucevisor.engine.checkpoints import borders
+from lucevisor.engine.limits import EngineLimits
+from lucevisor.engine.request import RequestState
+from lucevisor.engine.sequence import LiveSequence, RequestRecord
+from lucevisor.kv.page_pool import PagePools
+from lucevisor.kv.page_table import PageTable
+from lucevisor.kv.prefix_cache import PrefixIndex
+from lucevisor.kv.prefix_records import Match
+from lucevisor.kv.prefix_tree import NO_STATE, Origin, Source
+from lucevisor.model.values import PAGE_TOKENS, Space
+from lucevisor.protocol.messages import CopyPage, CopyState, OpenSequence, Operation, SetPages, ZeroState
+
+NOTHING = Match(0)
+
+Tier = Literal["memory", "disk"]
+
+
+@dataclass(slots=True)
+class ReuseCounts:
+    """Since start: prompts that were begun, those of them that found a prefix, and their tokens by where it came
+    from.
+    """
+
+    n_prompts: int = 0
+    n_hits: int = 0
+    tokens: dict[Tier, int] = field(default_factory=lambda: {"memory": 0, "disk": 0})
+
+
+class Reuse:
+    """Prefix slots for the scheduler."""
+
+    def __init__(self, limits: EngineLimits, pools: PagePools) -> None:
+        self._limits = limits
+        self._pools = pools
+        self.index = PrefixIndex(pools, limits.prefix, limits.window_tokens)
+        self.counts = ReuseCounts()
+
+    # ---- before a request starts
+
+    def submitted(self, record: RequestRecord) -> None:
+        """Find the places at which a prompt is cut; the same whatever is remembered."""
+        request, use = record.request, record.prefix
+        turns = request.turn_boundaries
+        use.borders = borders(len(request.prompt), turns, self._limits.prefix, anywhere=self.index.anywhere)
+        use.cuts = list(use.borders)
+        self.resize(record)
+
+    def resize(self, record: RequestRecord) -> None:
+        """Note how much of a waiting request is to be computed, as of now."""
+        record.size = len(record.tokens) - self.match(record).position
+
+    def match(self, record: RequestRecord) -> Match:
+        """Return what is remembered of a request's tokens.  Rows that shall come back must all be computed."""
+        if record.probe is not None:
+            return record.probe
+        if record.apart or not self.index.enabled:
+            return NOTHING
+        use = record.prefix
+        if use.looked_up is None or use.looked_up[0] != self.index.version:
+            use.looked_up = (self.index.version, self.index.match(record.tokens))
+        return use.looked_up[1]
+
+    def awaits(self, record: RequestRecord, running: Iterable[RequestRecord]) -> bool:
+        """Say whether a queued request is held, or its beginning is being computed for another one just now.
+
+        It would compute the same once more.  So it waits until the other has passed the last place that helps it, and
+        starts there.
+        """
+        if record.prefix.held:
+            return True
+        if record.apart or not self.index.enabled:
+            return False
+        reached = self.match(record).position + PAGE_TOKENS
+        for other in running:
+            if other.state is RequestState.PREFILL and other.live is not None and not other.apart:
+                for stop in reversed(other.prefix.cuts):
+                    if stop <= other.live.n_planned:
+                        break
+                    if self._usable(stop, self._common(record, other)) >= reached:
+                        return True
+        return False
+
+    # ---- start, progress, end
+
+    def open(self, record: RequestRecord, sequence: int, match: Match) -> tuple[LiveSequence, list[Operation]] | None:
+        """Start a sequence with what ``match`` found.  None, and nothing taken, when ids are lacking."""
+        position, table = match.position, PageTable(self._pools, self._limits.window_tokens)
+        table.adopt(match.full, match.first_window, match.window)
+        if match.slot is not None:
+            self.index.pin(match.slot)  # its last page and its states are yet to be copied
+        needs = table.missing(position)
+        if self.index.recurrent:
+            needs[Space.RECURRENT] = 1
+        fits = self.index.reclaim(needs)
+        states = self._pools[Space.RECURRENT].allocate(1) if fits and self.index.recurrent else None
+        growths = table.grow(position, position) if fits else None
+        if match.slot is not None:
+            self.index.unpin(match.slot)
+        if growths is None:
+            table.release()
+            return None
+        state = states[0] if states else NO_STATE
+        live = LiveSequence(sequence, state, table, n_planned=position)
+        sampling = record.request.sampling
+        history = record.tokens[:position] if sampling.penalised else []
+        operations: list[Operation] = [OpenSequence(sequence, state, sampling, history)]
+        if state != NO_STATE:
+            operations.append(CopyState(match.state, state) if position else ZeroState(state))
+        for space, first, pages in ((Space.FULL, 0, match.full), (Space.WINDOW, match.first_window, match.window)):
+            if pages:
+                operations.append(SetPages(sequence, space, first, list(pages)))
+        for growth in growths:
+            operations.append(SetPages(sequence, growth.space, growth.first, growth.pages))
+            n_tokens = position % PAGE_TOKENS
+            operations.append(CopyPage(growth.space, match.tail[growth.space], growth.pages[0], n_tokens))
+        return live, operations
+
+    def started(self, record: RequestRecord, match: Match, now: float) -> None:
+        """Note where a request started."""
+        if record.probe is not None:
+            return
+        use = record.prefix
+        n_cached = min(match.position, len(record.request.prompt))
+        if use.cached is None:
+            use.from_disk = match.from_disk
+        use.cached = n_cached if use.cached is None else min(use.cached, n_cached)
+        use.common.clear()
+        self.index.use(match, now)
+        if not self.index.anywhere and match.n_known - match.position >= PAGE_TOKENS:
+            # Other prompts had more of it than any slot is good for: leave one where they part.
+            use.shared_at = self._last_cut(record, match.n_known)
+
+    def advanced(self, record: RequestRecord, now: float) -> list[Operation]:
+        """Remember a prompt at its places, as soon as the slice that ends there is planned."""
+        live, use = record.live, record.prefix
+        if live is None or record.apart:
+            return []
+        origin: Origin | None = use.borders.get(live.n_planned)
+        if origin is None and live.n_planned and live.n_planned == use.shared_at:
+            origin = "shared"
+        if origin is None:
+            return []
+        return self._remember(record, live, origin, now)
+
+    def ending(self, record: RequestRecord, now: float) -> list[Operation]:
+        """Remember all that was computed of a request that is about to release its ids.
+
+        Its states stay as they are and become the slot's, but for checkpoints in host memory, to where they are copied.
+        """
+        live = record.live
+        if live is None or not live.n_planned or record.apart:
+            return []
+        if self._pools.copies_states:
+            return self._remember(record, live, "generation", now)
+        source = Source(live.n_planned, live.table.entry, live.state, "generation")
+        live.state = NO_STATE  # the index takes it over
+        self.index.publish(record.tokens, source, now)
+        return []
+
+    def ended(self, record: RequestRecord) -> None:
+        """Count a request that is over, and hold what is remembered within the settings."""
+        use = record.prefix
+        if use.cached is not None and not record.apart:
+            self.counts.n_prompts += 1
+            self.counts.n_hits += use.cached > 0
+            self.counts.tokens["disk" if use.from_disk else "memory"] += use.cached
+        self.index.trim()
+
+    # ---- inside
+
+    def _remember(self, record: RequestRecord, live: LiveSequence, origin: Origin, now: float) -> list[Operation]:
+        n, index = live.n_planned, self.index
+        if not index.worth(n):
+            return []
+        if (known := index.find(record.tokens, n)) is not None:
+            index.touch(known, now)
+            return []
+        state = NO_STATE
+        if index.recurrent:
+            taken = index.take_state(index.n_saved(record.tokens, n))
+            if taken is None:
+                return []
+            state = taken
+        slot = index.publish(record.tokens, Source(n, live.table.entry, state, origin), now)
+        return [CopyState(live.state, state)] if slot is not None and state != NO_STATE else []
+
+    def _last_cut(self, record: RequestRecord, n_tokens: int) -> int:
+        """Return the last place up to ``n_tokens`` at which a slice of the prompt ends anyway."""
+        chunk = n_tokens // self._limits.prefill_chunk * self._limits.prefill_chunk
+        return max([chunk, *(cut for cut in record.prefix.cuts if cut <= n_tokens)])
+
+    def _usable(self, stop: int, n_common: int) -> int:
+        """Return how much a slot at ``stop`` gives to a prompt with so many tokens in common."""
+        if stop <= n_common:
+            return stop
+        return 0 if not self.index.anywhere else n_common // PAGE_TOKENS * PAGE_TOKENS
+
+    def _common(self, record: RequestRecord, other: RequestRecord) -> int:
+        """Return how many tokens two requests begin with alike, one left to compute."""
+        known = record.prefix.common.get(other.arrival)
+        if known is None:
+            known = common_tokens(record.tokens[:-1], other.tokens)
+            record.prefix.common[other.arrival] = known
+        return known
+
+
+def common_tokens(one: list[int], other: list[int]) -> int:
+    """Return how many tokens two texts begin with alike."""
+    low, high = 0, min(len(one), len(other))
+    while low < high:  # slices are compared in C, so halving beats a loop
+        middle = (low + high + 1) // 2
+        if one[low:middle] == other[low:middle]:
+            low = middle
+        else:
+            high = middle - 1
+    return low

@@ -1,0 +1,58 @@
+"""Steps in flight: which requests a step carries, and whether a result answers it.
+
+Records and one check; decides nothing.  Invariant: a result is taken whole or refused whole.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from lucevisor.engine.sequence import RequestRecord
+from lucevisor.protocol.messages import Sampled, Slice, Step, StepResult
+
+
+class WrongResult(Exception):
+    """A step result that does not answer the step it names: supervisor and daemons no longer agree on the state."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepPlan:
+    """A step to send, and whose slices it carries (``request_ids[i]`` owns ``step.slices[i]``)."""
+
+    step: Step
+    request_ids: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A request's slice in a step."""
+
+    record: RequestRecord
+    slice: Slice
+
+
+@dataclass(frozen=True, slots=True)
+class Flight:
+    """A step between plan and result.  ``parts``: by sequence id as it was when the step was planned."""
+
+    step_id: int
+    parts: dict[int, Part]
+    decodes: bool
+
+
+def drawn_tokens(flight: Flight | None, result: StepResult) -> dict[int, list[Sampled]]:
+    """Return a result's tokens by sequence id.  Raises WrongResult when they are not those that ``flight``, the oldest
+    step there is, asked for.
+    """
+    if flight is None or flight.step_id != result.step_id:
+        expected = flight.step_id if flight is not None else "none"
+        raise WrongResult(f"a result of step {result.step_id} came; the oldest step in flight is {expected}")
+    drawn: dict[int, list[Sampled]] = {}
+    for sampled in result.sampled:
+        drawn.setdefault(sampled.sequence, []).append(sampled)
+    asked = {sequence for sequence, part in flight.parts.items() if part.slice.sample}
+    if asked != drawn.keys():
+        raise WrongResult(
+            f"step {result.step_id} asked for tokens of sequences {sorted(asked)}, the result has {sorted(drawn)}"
+        )
+    return drawn

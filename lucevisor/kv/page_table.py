@@ -1,0 +1,132 @@
+"""The page table of one sequence: which page holds its positions ``[64 i, 64 i + 64)``, in each paged space.
+
+``full``: pages live as long as the sequence.  ``window``: pages that no later token can see are given back while the
+sequence goes on.  Knows positions and page ids, not tokens, requests or messages.
+Invariant: entries below ``first_held`` were given back or never taken, all others are owned by this table exactly once,
+and only pages that it took itself are written through it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from lucevisor.kv.page_pool import PagePools
+from lucevisor.model.values import PAGE_TOKENS, Space
+
+PAGED = (Space.FULL, Space.WINDOW)
+
+
+@dataclass(frozen=True, slots=True)
+class Growth:
+    """New entries of a table: ``table[space][first : first + len(pages)] = pages``."""
+
+    space: Space
+    first: int
+    pages: list[int]
+
+
+@dataclass(slots=True)
+class _Entries:
+    first_held: int = 0  # entries below were given back
+    pages: list[int] = field(default_factory=list)  # pages[i] is entry first_held + i
+
+    @property
+    def stop(self) -> int:
+        return self.first_held + len(self.pages)
+
+
+def pages_of(n_tokens: int) -> int:
+    """Return how many pages hold ``n_tokens`` positions."""
+    return -(-n_tokens // PAGE_TOKENS)
+
+
+def first_seen_page(position: int, window_tokens: int) -> int:
+    """Return the index of the oldest page that a token at ``position`` or later sees through a window.
+
+    A window of w positions counts the token itself, so position p sees p - w + 1 and later.
+    """
+    return max(0, position - window_tokens + 1) // PAGE_TOKENS
+
+
+def most_window_pages(window_tokens: int, slice_tokens: int, max_context: int) -> int:
+    """Return the most window pages one sequence ever holds when no slice is longer than ``slice_tokens``.
+
+    A slice ``[a, b)`` needs positions ``a - w + 1 .. b - 1``: at most w - 1 + slice positions, which touch one page
+    more than they fill when they start inside one.
+    """
+    return min(pages_of(max_context), pages_of(window_tokens - 1 + slice_tokens) + 1)
+
+
+class PageTable:
+    """The pages of one sequence.  Grows before a slice is planned, slides with it, is released at the end."""
+
+    def __init__(self, pools: PagePools, window_tokens: int | None) -> None:
+        """Make an empty table.  ``window_tokens``: what a sliding layer sees, itself included; None without such
+        layers.
+        """
+        self._pools = pools
+        self._window_tokens = window_tokens
+        self._entries = {space: _Entries() for space in PAGED if space in pools}
+
+    def adopt(self, full: Sequence[int], first_window: int, window: Sequence[int]) -> None:
+        """Begin an empty table with whole pages that others own as well: it becomes one of their owners.
+
+        ``full``: entries 0 and on; ``window``: entries ``first_window`` and on, up to the same position.
+        """
+        shared = {Space.FULL: (0, full), Space.WINDOW: (first_window, window)}
+        for space, entries in self._entries.items():
+            first, pages = shared[space]
+            self._pools[space].share(pages)
+            entries.first_held, entries.pages = first, list(pages)
+
+    def entry(self, space: Space, index: int) -> int | None:
+        """Return the page of an entry, or None when it was given back or is not there yet."""
+        entries = self._entries[space]
+        at = index - entries.first_held
+        return entries.pages[at] if 0 <= at < len(entries.pages) else None
+
+    def missing(self, n_tokens: int) -> dict[Space, int]:
+        """Return how many pages positions ``0 .. n_tokens - 1`` need beyond those held; only spaces that need some."""
+        n_pages = pages_of(n_tokens)
+        return {space: n_pages - entries.stop for space, entries in self._entries.items() if n_pages > entries.stop}
+
+    def grow(self, start: int, stop: int) -> list[Growth] | None:
+        """Make room for a slice of positions ``[start, stop)``; first give back the window pages that it cannot see.
+
+        Only pages that neither this slice nor a later one sees are given back, so a page handed to another sequence in
+        the same step is not read by this one.  None, and nothing taken, when a space has too few free pages.
+        """
+        self._slide(start)
+        needs = self.missing(stop)
+        if not needs:  # 63 of 64 decodes
+            return []
+        taken = self._pools.allocate(needs)
+        if taken is None:
+            return None
+        growths = []
+        for space, pages in taken.items():
+            entries = self._entries[space]
+            growths.append(Growth(space, entries.stop, pages))
+            entries.pages += pages
+        return growths
+
+    def held(self, space: Space) -> list[int]:
+        """Return the pages this table owns in a space, oldest first."""
+        return list(self._entries[space].pages) if space in self._entries else []
+
+    def release(self) -> None:
+        """Give all pages back; the table is empty afterwards."""
+        for space, entries in self._entries.items():
+            self._pools[space].release(entries.pages)
+            self._entries[space] = _Entries()
+
+    def _slide(self, start: int) -> None:
+        entries = self._entries.get(Space.WINDOW)
+        if entries is None or self._window_tokens is None:
+            return
+        n_old = min(len(entries.pages), first_seen_page(start, self._window_tokens) - entries.first_held)
+        if n_old > 0:
+            self._pools[Space.WINDOW].release(entries.pages[:n_old])
+            del entries.pages[:n_old]
+            entries.first_held += n_old

@@ -1,0 +1,335 @@
+"""The prefix index: which prefixes are remembered, which of them a prompt begins with, and which are given up.
+
+Pure: tokens, page ids and ``now`` (seconds) in, page ids out; whoever calls makes the operations that fill pages and
+copy states.  Knows no requests.  Slots of a model with recurrent layers are used at their own position, where a
+checkpoint of the states is; other models use any page of a known chain as well, as far as the window behind it is held.
+
+Giving up.  The value of a slot is the tokens that would have to be computed without it, divided by the prompts that
+came since its last use; the least valuable goes first, among those whose going frees what is lacking.  Slots with a pin
+stay.  Why ids may be given to others at once: engine/scheduler.py.
+
+Invariant: slots and their bytes are within the settings after every call, as far as slots without a pin can make it so;
+every id that a slot needs has the index as an owner.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+
+from lucevisor.kv.page_pool import PagePools
+from lucevisor.kv.page_table import pages_of
+from lucevisor.kv.prefix_records import Hooks, Match, PrefixSettings, Reservation
+from lucevisor.kv.prefix_tree import NO_STATE, Block, BlockTree, Slot, Source, path_to
+from lucevisor.model.values import PAGE_TOKENS, Space
+
+
+class PrefixIndex:
+    """Prefix slots over the pools of a model."""
+
+    def __init__(self, pools: PagePools, settings: PrefixSettings, window_tokens: int | None) -> None:
+        self.settings = settings
+        self.hooks = Hooks()
+        self.recurrent = Space.RECURRENT in pools
+        self.anywhere = not self.recurrent and window_tokens is None  # any page of a known chain can be used
+        self.version = 0  # changes whenever a match may
+        self.n_evictions = 0
+        self._sequence_pools = pools
+        self._pools = pools.of_slots
+        self._tree = BlockTree(self._pools, window_tokens)
+        self._slots: dict[int, Slot] = {}
+        self._reservations: set[Reservation] = set()
+        self._tick = 0
+        self._n_made = 0
+
+    # ---- what there is
+
+    @property
+    def enabled(self) -> bool:
+        """Whether slots are made at all."""
+        state_bytes = self.settings.unit_bytes.get(Space.RECURRENT, 0) if self.recurrent else 0
+        return self.settings.max_slots > 0 and state_bytes <= self.settings.memory_bytes
+
+    @property
+    def slots(self) -> list[Slot]:
+        """All slots, oldest first."""
+        return list(self._slots.values())
+
+    @property
+    def n_bytes(self) -> int:
+        """Bytes of pages and states that slots alone hold."""
+        return sum(self._pools[space].n_idle * self.settings.unit_bytes.get(space, 0) for space in self._pools.spaces)
+
+    @property
+    def held_back(self) -> bool:
+        """Whether pins or reservations keep ids from sequences for a while."""
+        return bool(self._reservations) or any(slot.pins for slot in self._slots.values())
+
+    def find(self, tokens: Sequence[int], n_tokens: int) -> Slot | None:
+        """Return the slot of exactly the first ``n_tokens`` tokens."""
+        return self._tree.find(tokens, n_tokens)
+
+    def match(self, tokens: Sequence[int]) -> Match:
+        """Return the longest remembered prefix that leaves a token to compute; changes nothing."""
+        most = len(tokens) - 1
+        path = self._tree.walk(tokens, most)
+        n_known = path[-1].depth * PAGE_TOKENS
+        n_usable = 0 if self.recurrent else self._tree.n_whole_windows(path)
+        for block in reversed(path):
+            for slot in self._tree.slots_behind(block, tokens, most) if block.slots else ():
+                if slot.n_tokens:
+                    return self._match(path[: block.depth + 1], slot.n_tokens, n_known, slot)
+            if 0 < block.depth < n_usable:
+                return self._match(path[: block.depth + 1], block.depth * PAGE_TOKENS, n_known, None)
+        return Match(0, n_known)
+
+    def match_of(self, slot: Slot) -> Match:
+        """Return where a slot lies, as a match that uses all of it."""
+        path = [self._tree.root, *path_to(slot.block)]
+        return self._match(path, slot.n_tokens, slot.n_tokens, slot)
+
+    def use(self, match: Match, now: float) -> None:
+        """Count a use of what a match found.  To be called once for every prompt, found or not."""
+        self._tick += 1
+        if match.slot is not None and match.slot.alive:
+            self.touch(match.slot, now)
+            match.slot.n_uses += 1
+
+    def touch(self, slot: Slot, now: float) -> None:
+        """Make a slot the last used one."""
+        slot.last_use, slot.used_at, slot.condemned = self._tick, now, False
+
+    # ---- making slots
+
+    def worth(self, n_tokens: int) -> bool:
+        """Say whether a prefix of that length is remembered at all."""
+        return self.enabled and n_tokens >= max(1, self.settings.min_tokens)
+
+    def take_state(self, n_tokens_saved: int) -> int | None:
+        """Return a free state for a checkpoint that saves so many tokens, if need be that of a slot worth less."""
+        states = self._pools[Space.RECURRENT]
+        if not states.n_free:
+            victim = self._least([Space.RECURRENT])
+            if victim is None or self._value(victim) >= n_tokens_saved:
+                return None
+            self._evict(victim)
+        taken = states.allocate(1)
+        return None if taken is None else taken[0]
+
+    def n_saved(self, tokens: Sequence[int], n_tokens: int) -> int:
+        """Return how many tokens a slot at ``n_tokens`` would save over the slots there are."""
+        return n_tokens - self._parent_position(tokens, n_tokens)
+
+    def publish(self, tokens: Sequence[int], source: Source, now: float, *, pinned: bool = False) -> Slot | None:
+        """Remember the first ``source.n_tokens`` tokens; the index becomes an owner of the pages that hold them, and
+        takes the state over from the caller, whatever comes of it.
+
+        From then on any step planned later may use them.  None when it is not worth it, when the window behind it is
+        gone, or when it was the first to be given up.  An equal slot is only touched, and returned.  ``pinned``: what
+        is returned has a pin.
+        """
+        slot = self.find(tokens, source.n_tokens) if self.worth(source.n_tokens) else None
+        made = None
+        if slot is not None:
+            self.touch(slot, now)
+            slot.pins += pinned
+        elif self.worth(source.n_tokens):
+            slot = made = self._tree.add(tokens, source, self._n_made)
+        if source.state != NO_STATE:
+            self._pools[Space.RECURRENT].release([source.state])
+        if made is not None:
+            self._n_made += 1
+            self.version += 1
+            self._place(made, tokens)
+            self._slots[made.number] = made
+            self.touch(made, now)
+            made.pins += pinned
+            self.trim()
+            if made.alive:
+                self.hooks.on_slot(made)
+        return slot if slot is not None and slot.alive else None
+
+    # ---- restoring
+
+    def reserve(self, n_tokens: int) -> Reservation | None:
+        """Take fresh ids for a prefix from disk, in place of slots if need be; None when there are not enough."""
+        first, needs = self._tree.first_window(n_tokens), {Space.FULL: pages_of(n_tokens), Space.RECURRENT: 1}
+        needs[Space.WINDOW] = pages_of(n_tokens) - first
+        needs = {space: n for space, n in needs.items() if space in self._pools}
+        if not self.worth(n_tokens) or not self._reclaim(self._pools, needs):
+            return None
+        ids = self._pools.allocate(needs)
+        if ids is None:
+            return None
+        reservation = Reservation(n_tokens, first, ids)
+        self._reservations.add(reservation)
+        return reservation
+
+    def adopt(self, tokens: Sequence[int], reservation: Reservation, now: float) -> Slot | None:
+        """Publish a prefix whose bytes are all in its reserved ids; ``tokens`` are as many as were reserved for.
+
+        The slot has a pin, so that whom it was restored for can use it.  None when the shards lost their state since,
+        or when it was not worth keeping.
+        """
+        if reservation not in self._reservations:
+            return None
+        if len(tokens) != reservation.n_tokens:
+            raise ValueError(f"{len(tokens)} tokens are adopted into ids reserved for {reservation.n_tokens}")
+        self._reservations.remove(reservation)
+        source = Source(reservation.n_tokens, reservation.entry, reservation.state, "disk")
+        reservation.ids.pop(Space.RECURRENT, None)  # the index takes it over
+        slot = self.publish(tokens, source, now, pinned=True)
+        self._release(reservation)
+        self.trim()
+        return slot
+
+    def cancel(self, reservation: Reservation) -> None:
+        """Give the ids of a reservation back.  Does nothing when it is adopted, cancelled or forgotten already."""
+        if reservation in self._reservations:
+            self._reservations.remove(reservation)
+            self._release(reservation)
+
+    # ---- pins
+
+    def pin(self, slot: Slot) -> None:
+        """Keep a slot from being given up, once for each call."""
+        slot.pins += 1
+
+    def unpin(self, slot: Slot) -> None:
+        """Take a pin away; a slot that was to be given up meanwhile goes with the last one."""
+        slot.pins -= 1
+        if slot.alive and not slot.pins:
+            if slot.condemned:
+                self._remove(slot)
+            self.trim()
+
+    # ---- giving up
+
+    def can_reclaim(self, needs: Mapping[Space, int], shared: Mapping[Space, Collection[int]]) -> bool:
+        """Say whether so many ids of each space would be free for a sequence if all slots without a pin were given up.
+
+        ``shared``: ids that the asker is about to own as well, which would stay.
+        """
+        for space, n in needs.items():
+            allocator = self._sequence_pools[space]
+            if n > allocator.n_free:
+                pinned = {page for slot in self._slots.values() if slot.pins for page in self._ids(slot, space)}
+                staying = sum(allocator.idle(page) for page in pinned.union(shared.get(space, ())))
+                if n > allocator.n_free + allocator.n_idle - staying:
+                    return False
+        return True
+
+    def reclaim(self, needs: Mapping[Space, int]) -> bool:
+        """Give up slots until so many ids of each space are free for a sequence; False when that is not enough."""
+        return self._reclaim(self._sequence_pools, needs)
+
+    def trim(self) -> None:
+        """Give up slots until number and bytes are within the settings.  To be called when a sequence ended too: what
+        it shared with slots is theirs alone then.
+        """
+        while len(self._slots) > self.settings.max_slots or self.n_bytes > self.settings.memory_bytes:
+            victim = self._least(self._pools.spaces if self.n_bytes > self.settings.memory_bytes else ())
+            if victim is None:
+                return
+            self._evict(victim)
+
+    def drop(self, slot: Slot) -> bool:
+        """Give a slot up; False when a pin keeps it."""
+        if slot.alive and not slot.pins:
+            self._remove(slot)
+        return not slot.alive
+
+    def clear(self) -> None:
+        """Forget everything, pins and reservations included: the shards lost their state."""
+        for slot in list(self._slots.values()):
+            self._remove(slot)
+        for reservation in self._reservations:
+            self._release(reservation)
+        self._reservations.clear()
+
+    # ---- inside
+
+    def _match(self, path: Sequence[Block], position: int, n_known: int, slot: Slot | None) -> Match:
+        first = self._tree.first_window(position)
+        return Match(
+            position,
+            n_known,
+            full=tuple(block.pages[Space.FULL] for block in path[1:]) if Space.FULL in self._pools else (),
+            first_window=first,
+            window=tuple(b.pages[Space.WINDOW] for b in path[first + 1 :]) if Space.WINDOW in self._pools else (),
+            tail=dict(slot.tail) if slot is not None else {},
+            state=slot.state if slot is not None else NO_STATE,
+            slot=slot,
+        )
+
+    def _parent_position(self, tokens: Sequence[int], n_tokens: int) -> int:
+        path = self._tree.walk(tokens, n_tokens - 1)
+        for block in reversed(path):
+            for slot in self._tree.slots_behind(block, tokens, n_tokens - 1) if block.slots else ():
+                return slot.n_tokens
+        return 0
+
+    def _place(self, slot: Slot, tokens: Sequence[int]) -> None:
+        """Find a new slot's parent, and become the parent of those that begin with it."""
+        position = self._parent_position(tokens, slot.n_tokens)
+        slot.parent = self._tree.find(tokens, position) if position else None
+        if slot.block.n_slots > 1:
+            for other in self._slots.values():
+                if other.parent is slot.parent and other.begins_with(slot):
+                    other.parent = slot
+
+    def _value(self, slot: Slot) -> float:
+        return self._n_lost(slot) / (self._tick - slot.last_use + 1)
+
+    def _n_lost(self, slot: Slot) -> int:
+        """Return how many tokens had to be computed to come to where the slot ends, if it were given up."""
+        known = slot.parent.n_tokens if slot.parent is not None else 0
+        if self.anywhere:
+            block = slot.block  # the pages that others lead through stay
+            while block.n_slots == 1 and block.parent is not None:
+                block = block.parent
+            known = max(known, block.depth * PAGE_TOKENS)
+        return slot.n_tokens - known
+
+    def _least(self, lacking: Collection[Space]) -> Slot | None:
+        """Return the slot to give up next: one that frees an id of ``lacking`` if any does, then by value and use."""
+        slots = [slot for slot in self._slots.values() if not slot.pins]
+        return min(
+            slots,
+            key=lambda s: (bool(lacking) and not self._tree.frees(s, lacking), self._value(s), s.last_use, s.number),
+            default=None,
+        )
+
+    def _evict(self, slot: Slot) -> None:
+        self.hooks.on_evict(slot)
+        if slot.pins:
+            slot.condemned = True
+        elif slot.alive:
+            self.n_evictions += 1
+            self._remove(slot)
+
+    def _remove(self, slot: Slot) -> None:
+        self.version += 1
+        self._tree.remove(slot)
+        del self._slots[slot.number]
+        for other in self._slots.values():
+            if other.parent is slot:
+                other.parent = slot.parent
+
+    def _reclaim(self, pools: PagePools, needs: Mapping[Space, int]) -> bool:
+        while not pools.fits(needs):
+            lacking = [space for space, n in needs.items() if n > pools[space].n_free]
+            of_slots = all(pools[space] is self._pools[space] for space in lacking)
+            victim = self._least(lacking) if of_slots else None  # no slot can give what no slot has
+            if victim is None:
+                return False
+            self._evict(victim)
+        return True
+
+    def _ids(self, slot: Slot, space: Space) -> list[int]:
+        if space is Space.RECURRENT:
+            return [slot.state] if slot.state != NO_STATE else []
+        return slot.pages(space)
+
+    def _release(self, reservation: Reservation) -> None:
+        for space, ids in reservation.ids.items():
+            self._pools[space].release(ids)

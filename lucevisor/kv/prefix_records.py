@@ -1,0 +1,92 @@
+"""Records of the prefix index: what it may take, what it found, what it set aside.  Nothing here decides."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+from lucevisor.kv.page_table import PAGED
+from lucevisor.kv.prefix_tree import NO_STATE, Slot
+from lucevisor.model.values import PAGE_TOKENS, Space
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PrefixSettings:
+    """What the index may take.  ``unit_bytes``: a page of a paged space, or one sequence's recurrent states, summed
+    over all shards.  ``checkpoint_pages``: slots at multiples of so many pages in prompts without chat turns; 0: none.
+    """
+
+    max_slots: int = 0
+    memory_bytes: int = 0
+    min_tokens: int = 256
+    checkpoint_pages: int = 4
+    unit_bytes: Mapping[Space, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Match:
+    """How much of a prompt is remembered: ``position`` tokens, in the whole pages ``full`` and ``window`` (the latter
+    from entry ``first_window`` on), then in the first ``position % 64`` positions of ``tail``, and ``state``.
+
+    ``n_known``: tokens of the chain that other prompts had as well, whether or not they can be used.
+    """
+
+    position: int
+    n_known: int = 0
+    full: tuple[int, ...] = ()
+    first_window: int = 0
+    window: tuple[int, ...] = ()
+    tail: Mapping[Space, int] = field(default_factory=dict)
+    state: int = NO_STATE
+    slot: Slot | None = None
+
+    @property
+    def from_disk(self) -> bool:
+        """Whether the tokens came from a snapshot and nobody used them since."""
+        return self.slot is not None and self.slot.origin == "disk" and self.slot.n_uses == 0
+
+
+@dataclass(slots=True, eq=False)
+class Reservation:
+    """Fresh ids for a prefix that is being restored: nobody else's until it is adopted or cancelled."""
+
+    n_tokens: int
+    first_window: int
+    ids: dict[Space, list[int]]
+
+    @property
+    def state(self) -> int:
+        """The state to restore into, or NO_STATE."""
+        return self.ids[Space.RECURRENT][0] if Space.RECURRENT in self.ids else NO_STATE
+
+    @property
+    def match(self) -> Match:
+        """Where the prefix lies that is not published yet."""
+        n_pages = self.n_tokens // PAGE_TOKENS
+        n_whole = {Space.FULL: n_pages, Space.WINDOW: max(0, n_pages - self.first_window)}
+        ids = {space: self.ids.get(space, []) for space in PAGED}
+        return Match(
+            self.n_tokens,
+            self.n_tokens,
+            full=tuple(ids[Space.FULL][: n_whole[Space.FULL]]),
+            first_window=self.first_window,
+            window=tuple(ids[Space.WINDOW][: n_whole[Space.WINDOW]]),
+            tail={space: ids[space][-1] for space in PAGED if len(ids[space]) > n_whole[space]},
+            state=self.state,
+        )
+
+    def entry(self, space: Space, index: int) -> int | None:
+        """Return the page of an entry, None outside."""
+        at = index - (self.first_window if space is Space.WINDOW else 0)
+        return self.ids[space][at] if 0 <= at < len(self.ids[space]) else None
+
+
+@dataclass(slots=True)
+class Hooks:
+    """``on_slot``: a slot was made.  ``on_evict``: one is about to be given up; a pin taken inside keeps it until that
+    goes.  Neither is told when all slots are forgotten because the shards lost their state.  Both are called while a
+    step is being planned: they may pin, and must not ask the engine for anything before they have returned.
+    """
+
+    on_slot: Callable[[Slot], None] = lambda _: None
+    on_evict: Callable[[Slot], None] = lambda _: None

@@ -1,0 +1,38 @@
+"""Which families there are: architecture name in the file -> the function that reads its spec.  One file a family."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+from lucevisor.model.families import gemma4, laguna, qwen3, qwen35, qwen35moe
+from lucevisor.model.gguf_files import GgufFiles, open_model, part_paths
+from lucevisor.model.gguf_header import GgufError
+from lucevisor.model.spec import ModelSpec
+
+FAMILIES: dict[str, Callable[[GgufFiles, Mapping[str, str]], ModelSpec]] = {
+    "gemma4": gemma4.spec,
+    "laguna": laguna.spec,
+    "qwen3": qwen3.spec,
+    "qwen35": qwen35.spec,
+    "qwen35moe": qwen35moe.spec,
+}
+
+
+def read_spec(files: GgufFiles, options: Mapping[str, str] | None = None) -> ModelSpec:
+    """The spec of an opened model; ``options`` are those of ``Load.options``.  Raises GgufError for an unknown
+    architecture."""
+    architecture = files.metadata.get("general.architecture")
+    family = FAMILIES.get(architecture) if isinstance(architecture, str) else None
+    if family is None:
+        raise GgufError(
+            str(files.paths[0]),
+            "metadata value 'general.architecture'",
+            f"{architecture!r} is not a family this version runs: {', '.join(sorted(FAMILIES))}",
+        )
+    return family(files, options or {})
+
+
+def open_spec(path: Path, options: Mapping[str, str] | None = None) -> ModelSpec:
+    """Open the model at ``path`` (all its parts) and read its spec; the result's ``files`` is set."""
+    return read_spec(open_model(part_paths(path)), options)

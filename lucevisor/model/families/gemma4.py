@@ -1,0 +1,206 @@
+"""Family ``gemma4``: sliding and full attention with heads of different sizes, norms on both sides of each part.
+
+Three variations, told by the file: per-layer embeddings (E2B, E4B), layers that read the keys and values of an
+earlier one, and routed experts beside the dense part.  A full layer without a value matrix takes its values from the
+key product.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from lucevisor.model.experts import Experts, read_experts, routed_tensors
+from lucevisor.model.gguf_files import GgufFiles
+from lucevisor.model.rope import Rotary, read_yarn
+from lucevisor.model.spec import (
+    MAX_LAYERS,
+    Keys,
+    LayerSpec,
+    ModelSpec,
+    Part,
+    assemble,
+    attention_state,
+    tensor,
+)
+from lucevisor.model.values import Space
+
+
+@dataclass(frozen=True, slots=True)
+class Gemma4Layer:
+    """What differs between layers.  ``source``: the layer whose keys and values this one reads (itself when it owns
+    some). ``key_values``: values are the raw keys.
+    """
+
+    sliding: bool
+    n_kv_heads: int
+    head_dim: int
+    feed_forward: int
+    source: int
+    key_values: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Gemma4:
+    """Hyperparameters.  ``layer_input``: width P of the per-layer embeddings, 0 without.  ``softcap`` of the logits, 0
+    without.
+    """
+
+    embedding: int
+    n_heads: int
+    window: int
+    layers: tuple[Gemma4Layer, ...]
+    rotary: Rotary
+    rotary_sliding: Rotary
+    eps: float
+    layer_input: int
+    softcap: float
+    experts: Experts | None
+
+    @property
+    def n_layers(self) -> int:
+        return len(self.layers)
+
+    def owns(self, i: int) -> bool:
+        return self.layers[i].source == i
+
+
+def sources(keys: Keys, sliding: list[bool]) -> list[int]:
+    """For each layer the one whose keys and values it reads: itself, or the last owning layer of the same attention
+    type.
+    """
+    n_owning = len(sliding) - keys.integer("attention.shared_kv_layers", 0, low=0)
+    last = {kind: max((i for i in range(n_owning) if sliding[i] is kind), default=-1) for kind in (True, False)}
+    out = [i if i < n_owning else last[kind] for i, kind in enumerate(sliding)]
+    if -1 in out:
+        kind = "sliding" if sliding[out.index(-1)] else "full"
+        raise keys.error(
+            "attention.shared_kv_layers", f"leaves no {kind} layer that layer {out.index(-1)} could share from"
+        )
+    return out
+
+
+def hyperparameters(files: GgufFiles, keys: Keys) -> Gemma4:
+    """Read and cross-check the metadata.  Raises GgufError naming the key."""
+    n = keys.integer("block_count", high=MAX_LAYERS)
+    sliding = keys.flags("attention.sliding_window_pattern", n)
+    if sliding is None:
+        raise keys.error("attention.sliding_window_pattern", "is missing")
+    n_heads, kv_heads = keys.integer("attention.head_count"), keys.integers("attention.head_count_kv", n)
+    for n_kv in kv_heads:
+        keys.check_heads(n_heads, n_kv)
+    full, narrow, widths = keys.head_dim(), keys.head_dim("_swa"), keys.integers("feed_forward_length", n)
+    if 0 in widths:
+        raise keys.error("feed_forward_length", f"is 0 in layer {widths.index(0)}")
+    if read_yarn(keys, {}) is not None:
+        raise keys.error("rope.scaling.type", "is 'yarn', which this family has never had")
+    layers = tuple(
+        Gemma4Layer(
+            sliding=slides,
+            n_kv_heads=kv_heads[i],
+            head_dim=narrow if slides else full,
+            feed_forward=widths[i],
+            source=source,
+            key_values=not slides and source == i and f"blk.{i}.attn_v.weight" not in files.tensors,
+        )
+        for i, (slides, source) in enumerate(zip(sliding, sources(keys, sliding), strict=True))
+    )
+    experts = None
+    if keys.integer("expert_count", 0, low=0):
+        experts = read_experts(keys, width=None, shared_width=0, gating=1)
+    return Gemma4(
+        embedding=keys.integer("embedding_length"),
+        n_heads=n_heads,
+        window=keys.integer("attention.sliding_window"),
+        layers=layers,
+        rotary=Rotary(
+            keys.even("rope.dimension_count", full, most=full), keys.number("rope.freq_base", 1e6, above=0.0)
+        ),
+        rotary_sliding=Rotary(
+            keys.even("rope.dimension_count_swa", narrow, most=narrow),
+            keys.number("rope.freq_base_swa", 1e4, above=0.0),
+        ),
+        eps=keys.number("attention.layer_norm_rms_epsilon", above=0.0),
+        layer_input=keys.integer("embedding_length_per_layer_input", 0, low=0),
+        softcap=keys.number("final_logit_softcapping", 0.0),
+        experts=experts,
+    )
+
+
+def attention_tensors(p: Gemma4, i: int) -> dict[str, tuple[int, ...]]:
+    """Norms and attention of layer ``i``; a layer that shares has queries only."""
+    b, e, layer = f"blk.{i}.", p.embedding, p.layers[i]
+    d, kv = layer.head_dim, layer.n_kv_heads * layer.head_dim
+    out: dict[str, tuple[int, ...]] = {
+        b + "attn_norm.weight": (e,),
+        b + "attn_q.weight": (p.n_heads * d, e),
+        b + "attn_q_norm.weight": (d,),
+        b + "attn_output.weight": (e, p.n_heads * d),
+        b + "post_attention_norm.weight": (e,),
+    }
+    if p.owns(i):
+        out |= {b + "attn_k.weight": (kv, e), b + "attn_k_norm.weight": (d,)}
+        if not layer.key_values:
+            out[b + "attn_v.weight"] = (kv, e)
+    return out
+
+
+def feed_forward_tensors(files: GgufFiles, p: Gemma4, i: int) -> dict[str, tuple[int, ...]]:
+    """Dense part, experts, and what the per-layer embeddings need inside the layer."""
+    b, e, f = f"blk.{i}.", p.embedding, p.layers[i].feed_forward
+    out: dict[str, tuple[int, ...]] = {
+        b + "ffn_norm.weight": (e,),
+        b + "ffn_gate.weight": (f, e),
+        b + "ffn_up.weight": (f, e),
+        b + "ffn_down.weight": (e, f),
+        b + "post_ffw_norm.weight": (e,),
+        b + "layer_output_scale.weight": (1,),
+    }
+    if p.experts is not None:
+        out |= routed_tensors(files, b, e, p.experts)
+        out |= {b + "ffn_gate_inp.scale": (e,), b + "ffn_down_exps.scale": (p.experts.n_experts,)}
+        out |= {b + f"{name}.weight": (e,) for name in ("pre_ffw_norm_2", "post_ffw_norm_1", "post_ffw_norm_2")}
+    if p.layer_input:
+        out |= {
+            b + "inp_gate.weight": (p.layer_input, e),
+            b + "proj.weight": (e, p.layer_input),
+            b + "post_norm.weight": (e,),
+        }
+    return out
+
+
+def layer_parts(p: Gemma4, vocabulary: int, i: int) -> dict[str, Part]:
+    """The columns of the per-layer table and the rows of its projection that belong to layer ``i``."""
+    if not p.layer_input:
+        return {}
+    width, start, stop = p.n_layers * p.layer_input, i * p.layer_input, (i + 1) * p.layer_input
+    return {
+        "per_layer_token_embd.weight": Part((vocabulary, width), 1, start, stop),
+        "per_layer_model_proj.weight": Part((width, p.embedding), 0, start, stop),
+    }
+
+
+def spec(files: GgufFiles, options: Mapping[str, str]) -> ModelSpec:
+    """Read the spec of a ``gemma4`` file.  No model options."""
+    keys = Keys(files.metadata, "gemma4", str(files.paths[0]))
+    p = hyperparameters(files, keys)
+    vocabulary = tensor(files, "token_embd.weight").shape[0]
+    layers = [
+        LayerSpec(
+            index=i,
+            space=Space.WINDOW if layer.sliding else Space.FULL,
+            tensors=attention_tensors(p, i) | feed_forward_tensors(files, p, i),
+            state=attention_state(layer.n_kv_heads, layer.head_dim, layer.head_dim) if p.owns(i) else (),
+            window=p.window if layer.sliding else 0,
+            shares_with=None if p.owns(i) else layer.source,
+            parts=layer_parts(p, vocabulary, i),
+            n_routed=p.experts.n_used if p.experts is not None else 0,
+        )
+        for i, layer in enumerate(p.layers)
+    ]
+    every = {"rope_freqs.weight": (p.rotary.n // 2,)}
+    if p.layer_input:
+        every["per_layer_proj_norm.weight"] = (p.layer_input,)
+    # the embedding row travels on: every shard makes the inputs of its own layers from it
+    carried = p.embedding if p.layer_input else 0
+    return assemble(files, keys, p, layers, carried=carried, every=every)

@@ -1,0 +1,145 @@
+"""Family ``laguna``: full and sliding attention with gated heads, a dense layer or more, then routed experts beside a
+shared one.
+
+Query heads differ by layer.  Only full layers scale positions (YaRN).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from lucevisor.model.experts import Experts, read_experts, routed_tensors, shared_tensors
+from lucevisor.model.gguf_files import GgufFiles
+from lucevisor.model.gguf_header import GgufError
+from lucevisor.model.rope import Rotary, read_rotary
+from lucevisor.model.spec import MAX_LAYERS, Keys, LayerSpec, ModelSpec, assemble, attention_state, tensor
+from lucevisor.model.values import Space
+
+DEFAULT_PERIOD = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Laguna:
+    """Hyperparameters.  ``heads[i]`` query heads and ``gates[i]`` gate columns of layer i: one a head, or one an
+    element, or 0.
+
+    ``window`` positions a layer with ``sliding[i]`` sees.  The first ``n_dense`` layers have no experts.
+    """
+
+    embedding: int
+    feed_forward: int
+    heads: tuple[int, ...]
+    n_kv_heads: int
+    head_dim: int
+    gates: tuple[int, ...]
+    sliding: tuple[bool, ...]
+    window: int
+    rotary: Rotary
+    rotary_sliding: Rotary
+    eps: float
+    n_dense: int
+    experts: Experts | None
+
+    @property
+    def n_layers(self) -> int:
+        return len(self.heads)
+
+
+def sliding_layers(keys: Keys, n_layers: int, window: int) -> tuple[bool, ...]:
+    """Which layers slide: an array, or a period whose first layer is full; a file that says nothing has period 4."""
+    if not window:
+        return (False,) * n_layers
+    key = "attention.sliding_window_pattern"
+    if isinstance(keys.raw(key), list):
+        flags = keys.flags(key, n_layers)
+        assert flags is not None
+        return tuple(flags)
+    period = keys.integer(key, DEFAULT_PERIOD)
+    return tuple(i % period != 0 for i in range(n_layers))
+
+
+def gate_columns(files: GgufFiles, i: int, n_heads: int, head_dim: int) -> int:
+    """Columns of layer i's gate, told by the tensor's shape alone; 0 when the model has no gates."""
+    if "blk.0.attn_gate.weight" not in files.tensors:
+        return 0
+    name = f"blk.{i}.attn_gate.weight"
+    shape = tensor(files, name).shape
+    if shape[0] not in (n_heads, n_heads * head_dim):
+        reason = f"has {shape[0]} rows: neither one for each of {n_heads} heads nor {n_heads * head_dim}"
+        raise GgufError(str(files.paths[0]), f"tensor {name!r}", reason)
+    return shape[0]
+
+
+def hyperparameters(files: GgufFiles, keys: Keys, options: Mapping[str, str]) -> Laguna:
+    """Read and cross-check the metadata.  Raises GgufError naming the key."""
+    n_layers = keys.integer("block_count", high=MAX_LAYERS)
+    heads, n_kv_heads = keys.integers("attention.head_count", n_layers), keys.integer("attention.head_count_kv")
+    for n in heads:
+        keys.check_heads(n, n_kv_heads)
+    d, window = keys.head_dim(), keys.integer("attention.sliding_window", 0, low=0)
+    rotary = read_rotary(keys, d, options)
+    sliding = Rotary(
+        keys.even("rope.dimension_count_swa", d, most=d), keys.number("rope.freq_base_swa", rotary.theta, above=0.0)
+    )
+    n_dense = keys.integer("leading_dense_block_count", 1, low=0)
+    experts = None
+    if n_dense < n_layers:
+        width = keys.integer("expert_feed_forward_length")
+        experts = read_experts(keys, width=width, shared_width=width, gating=2)
+    return Laguna(
+        embedding=keys.integer("embedding_length"),
+        feed_forward=keys.integer("feed_forward_length", 0 if n_dense == 0 else None, low=int(n_dense > 0)),
+        heads=tuple(heads),
+        n_kv_heads=n_kv_heads,
+        head_dim=d,
+        gates=tuple(gate_columns(files, i, n, d) for i, n in enumerate(heads)),
+        sliding=sliding_layers(keys, n_layers, window),
+        window=window,
+        rotary=rotary,
+        rotary_sliding=sliding,
+        eps=keys.number("attention.layer_norm_rms_epsilon", above=0.0),
+        n_dense=n_dense,
+        experts=experts,
+    )
+
+
+def layer_tensors(files: GgufFiles, p: Laguna, i: int) -> dict[str, tuple[int, ...]]:
+    """All tensors of layer ``i``."""
+    b, e, f, d = f"blk.{i}.", p.embedding, p.feed_forward, p.head_dim
+    out: dict[str, tuple[int, ...]] = {
+        b + "attn_norm.weight": (e,),
+        b + "attn_q.weight": (p.heads[i] * d, e),
+        b + "attn_k.weight": (p.n_kv_heads * d, e),
+        b + "attn_v.weight": (p.n_kv_heads * d, e),
+        b + "attn_q_norm.weight": (d,),
+        b + "attn_k_norm.weight": (d,),
+        b + "attn_output.weight": (e, p.heads[i] * d),
+        b + "ffn_norm.weight": (e,),
+    }
+    if p.gates[i]:
+        out[b + "attn_gate.weight"] = (p.gates[i], e)
+    if i < p.n_dense or p.experts is None:
+        return out | {b + "ffn_gate.weight": (f, e), b + "ffn_up.weight": (f, e), b + "ffn_down.weight": (e, f)}
+    out |= routed_tensors(files, b, e, p.experts)
+    out[b + "exp_probs_b.bias"] = (p.experts.n_experts,)
+    return out | (shared_tensors(b, e, p.experts) if p.experts.shared_width else {})
+
+
+def spec(files: GgufFiles, options: Mapping[str, str]) -> ModelSpec:
+    """Read the spec of a ``laguna`` file.  Option ``yarn_attn_factor``: see ``wire.rope``."""
+    keys = Keys(files.metadata, "laguna", str(files.paths[0]))
+    p = hyperparameters(files, keys, options)
+    state = attention_state(p.n_kv_heads, p.head_dim, p.head_dim)
+    layers = [
+        LayerSpec(
+            index=i,
+            space=Space.WINDOW if slides else Space.FULL,
+            tensors=layer_tensors(files, p, i),
+            state=state,
+            window=p.window if slides else 0,
+            n_routed=p.experts.n_used if p.experts is not None and i >= p.n_dense else 0,
+        )
+        for i, slides in enumerate(p.sliding)
+    ]
+    return assemble(files, keys, p, layers)

@@ -1,0 +1,187 @@
+"""Family ``qwen35``: Qwen3.5 / Qwen3.6 dense.  Three gated delta net layers, then one gated full-attention layer.
+
+Metadata and tensors as in docs/families.md; an MTP block behind the trunk is known and skipped.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from lucevisor.model.gguf_files import GgufFiles
+from lucevisor.model.gguf_header import GgufError
+from lucevisor.model.rope import Rotary, read_yarn
+from lucevisor.model.spec import (
+    MAX_LAYERS,
+    Keys,
+    LayerSpec,
+    ModelSpec,
+    StateTensor,
+    assemble,
+    attention_state,
+)
+from lucevisor.model.values import Dtype, Space
+
+
+@dataclass(frozen=True, slots=True)
+class Qwen35:
+    """Hyperparameters.  E embedding, F feed-forward, H/K query and kv heads of D; ``rotary``: the part of each head
+    that turns.
+    """
+
+    n_layers: int
+    embedding: int
+    feed_forward: int
+    n_heads: int
+    n_kv_heads: int
+    head_dim: int
+    rotary: Rotary
+    eps: float
+    scale: float
+    recurrent: tuple[bool, ...]
+    conv_taps: int
+    delta_key_heads: int
+    delta_value_heads: int
+    delta_dim: int  # of keys and values
+
+    @property
+    def conv_channels(self) -> int:
+        return (2 * self.delta_key_heads + self.delta_value_heads) * self.delta_dim
+
+
+def hyperparameters(keys: Keys, file: str, options: Mapping[str, str]) -> Qwen35:
+    """Read and cross-check the metadata.  Raises GgufError naming the key."""
+    n_layers = keys.integer("block_count", high=MAX_LAYERS) - keys.integer("nextn_predict_layers", 0, low=0)
+    if n_layers < 1:
+        raise GgufError(file, f"metadata value {keys.prefix}.block_count", "no layer is left beside the MTP blocks")
+    head_dim = keys.integer("attention.key_length")
+    if keys.integer("attention.value_length", head_dim) != head_dim:
+        raise GgufError(file, f"metadata value {keys.prefix}.attention.value_length", "differs from key_length")
+    interval = keys.integer("full_attention_interval", 4)
+    flags = keys.flags("attention.recurrent_layers", n_layers)
+    sections = keys.raw("rope.dimension_sections")
+    by_sections = 2 * sum(v for v in sections if isinstance(v, int)) if isinstance(sections, list) else None
+    n_rotary = keys.integer("rope.dimension_count", by_sections)
+    dim = keys.integer("ssm.state_size")
+    n_value = keys.integer("ssm.time_step_rank")
+    n_key = keys.integer("ssm.group_count")
+    if keys.integer("ssm.inner_size") != n_value * dim:
+        raise GgufError(
+            file,
+            f"metadata value {keys.prefix}.ssm.inner_size",
+            f"is not time_step_rank x state_size = {n_value * dim}",
+        )
+    if n_value % n_key:
+        raise GgufError(
+            file,
+            f"metadata value {keys.prefix}.ssm.time_step_rank",
+            f"{n_value} is not a multiple of group_count {n_key}",
+        )
+    heads, kv_heads = keys.integer("attention.head_count"), _kv_heads(keys, n_layers)
+    if heads % kv_heads or not 2 <= n_rotary <= head_dim or n_rotary % 2:
+        raise GgufError(
+            file,
+            f"metadata value {keys.prefix}.attention",
+            f"{heads} heads, {kv_heads} kv heads, {n_rotary} of {head_dim} rotated",
+        )
+    return Qwen35(
+        n_layers=n_layers,
+        embedding=keys.integer("embedding_length"),
+        feed_forward=keys.integer("feed_forward_length", 0, low=0),
+        n_heads=heads,
+        n_kv_heads=kv_heads,
+        head_dim=head_dim,
+        rotary=Rotary(n_rotary, keys.number("rope.freq_base", 10000.0, above=0.0), read_yarn(keys, options)),
+        eps=keys.number("attention.layer_norm_rms_epsilon", above=0.0),
+        scale=keys.number("attention.scale", head_dim**-0.5),
+        recurrent=tuple(flags if flags is not None else [(i + 1) % interval != 0 for i in range(n_layers)]),
+        conv_taps=keys.integer("ssm.conv_kernel", low=2, high=64),
+        delta_key_heads=n_key,
+        delta_value_heads=n_value,
+        delta_dim=dim,
+    )
+
+
+def _kv_heads(keys: Keys, n_layers: int) -> int:
+    """One number, or an array whose entries are 0 for layers without attention."""
+    values = {v for v in keys.integers("attention.head_count_kv", n_layers) if v}
+    if len(values) != 1:
+        raise GgufError(
+            keys.file, f"metadata value {keys.prefix}.attention.head_count_kv", f"has several values: {sorted(values)}"
+        )
+    return values.pop()
+
+
+def mixer_tensors(p: Qwen35, i: int) -> dict[str, tuple[int, ...]]:
+    """Norms and token mixer of layer ``i``; what follows them (dense or experts) is the family's."""
+    b, e, d = f"blk.{i}.", p.embedding, p.head_dim
+    out: dict[str, tuple[int, ...]] = {b + "attn_norm.weight": (e,), b + "post_attention_norm.weight": (e,)}
+    if p.recurrent[i]:
+        inner = p.delta_value_heads * p.delta_dim
+        out |= {
+            b + "attn_qkv.weight": (p.conv_channels, e),
+            b + "attn_gate.weight": (inner, e),
+            b + "ssm_beta.weight": (p.delta_value_heads, e),
+            b + "ssm_alpha.weight": (p.delta_value_heads, e),
+            b + "ssm_a": (p.delta_value_heads,),
+            b + "ssm_dt.bias": (p.delta_value_heads,),
+            b + "ssm_conv1d.weight": (p.conv_channels, p.conv_taps),
+            b + "ssm_norm.weight": (p.delta_dim,),
+            b + "ssm_out.weight": (e, inner),
+        }
+    else:
+        out |= {
+            b + "attn_q.weight": (2 * p.n_heads * d, e),
+            b + "attn_k.weight": (p.n_kv_heads * d, e),
+            b + "attn_v.weight": (p.n_kv_heads * d, e),
+            b + "attn_output.weight": (e, p.n_heads * d),
+            b + "attn_q_norm.weight": (d,),
+            b + "attn_k_norm.weight": (d,),
+        }
+    return out
+
+
+def layer_state(p: Qwen35, i: int) -> tuple[StateTensor, ...]:
+    """Delta net: the last inputs of the convolution and the matrix S, both float32.  Attention: keys and values."""
+    if not p.recurrent[i]:
+        return attention_state(p.n_kv_heads, p.head_dim, p.head_dim)
+    return (
+        StateTensor("conv", (p.conv_taps - 1, p.conv_channels), Dtype.FLOAT32),
+        StateTensor("delta", (p.delta_value_heads, p.delta_dim, p.delta_dim), Dtype.FLOAT32),
+    )
+
+
+def dense_tensors(p: Qwen35, i: int) -> dict[str, tuple[int, ...]]:
+    """The gated feed-forward part of a dense model's layer."""
+    b, e, f = f"blk.{i}.", p.embedding, p.feed_forward
+    return {b + "ffn_gate.weight": (f, e), b + "ffn_up.weight": (f, e), b + "ffn_down.weight": (e, f)}
+
+
+def build(
+    files: GgufFiles,
+    keys: Keys,
+    p: Qwen35,
+    feed_forward: Callable[[int], dict[str, tuple[int, ...]]],
+    n_routed: int = 0,
+) -> ModelSpec:
+    """Assemble and check a spec; ``feed_forward(i)`` names the tensors behind layer i's mixer."""
+    layers = [
+        LayerSpec(
+            index=i,
+            space=Space.RECURRENT if p.recurrent[i] else Space.FULL,
+            tensors=mixer_tensors(p, i) | feed_forward(i),
+            state=layer_state(p, i),
+            n_routed=n_routed,
+        )
+        for i in range(p.n_layers)
+    ]
+    return assemble(files, keys, p, layers)
+
+
+def spec(files: GgufFiles, options: Mapping[str, str]) -> ModelSpec:
+    """Read the spec of a ``qwen35`` file.  Option ``yarn_attn_factor``: see ``wire.rope``."""
+    keys = Keys(files.metadata, "qwen35", str(files.paths[0]))
+    p = hyperparameters(keys, keys.file, options)
+    if not p.feed_forward:
+        raise GgufError(keys.file, "metadata value qwen35.feed_forward_length", "is missing")
+    return build(files, keys, p, lambda i: dense_tensors(p, i))

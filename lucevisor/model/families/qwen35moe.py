@@ -1,0 +1,42 @@
+"""Family ``qwen35moe``: the layers of ``qwen35`` with routed experts and a gated shared one behind each mixer."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+
+from lucevisor.model.experts import Experts, read_experts, routed_tensors, shared_tensors
+from lucevisor.model.families.qwen35 import Qwen35, build, hyperparameters
+from lucevisor.model.gguf_files import GgufFiles
+from lucevisor.model.spec import Keys, ModelSpec
+
+
+@dataclass(frozen=True, slots=True)
+class Qwen35Moe(Qwen35):
+    """Hyperparameters of ``qwen35`` and those of the experts."""
+
+    experts: Experts
+
+
+def expert_tensors(files: GgufFiles, p: Qwen35Moe, i: int) -> dict[str, tuple[int, ...]]:
+    """Router, routed experts, shared expert and its gate: one row, which some files store as a vector."""
+    b, e = f"blk.{i}.", p.embedding
+    gate = files.tensors.get(b + "ffn_gate_inp_shexp.weight")
+    vector = gate is not None and len(gate.shape) == 1
+    return {
+        **routed_tensors(files, b, e, p.experts),
+        **shared_tensors(b, e, p.experts),
+        b + "ffn_gate_inp_shexp.weight": (e,) if vector else (1, e),
+    }
+
+
+def spec(files: GgufFiles, options: Mapping[str, str]) -> ModelSpec:
+    """Read the spec of a ``qwen35moe`` file.  Option ``yarn_attn_factor``: see ``wire.rope``."""
+    keys = Keys(files.metadata, "qwen35moe", str(files.paths[0]))
+    dense = hyperparameters(keys, keys.file, options)
+    width = None
+    if dense.feed_forward:
+        width = dense.feed_forward // keys.integer("expert_used_count")
+    experts = read_experts(keys, width=width, shared_width=dense.feed_forward or None, gating=1)
+    p = Qwen35Moe(**{f.name: getattr(dense, f.name) for f in fields(dense)}, experts=experts)
+    return build(files, keys, p, lambda i: expert_tensors(files, p, i), experts.n_used)

@@ -1,0 +1,186 @@
+"""A GGUF model on disk: one file, or the parts of a split one, presented as one tensor table.
+
+Read with pread, never mapped: a map of a file that somebody cuts kills the process with SIGBUS where it is touched.
+Nothing but headers is read until a tensor's bytes are asked for.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import stat
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass
+from hashlib import sha256
+from pathlib import Path
+
+from lucevisor.model.gguf_header import (
+    MAX_HEADER_BYTES,
+    GgufError,
+    GgufHeader,
+    HeaderCutError,
+    TensorInfo,
+    Value,
+    parse,
+)
+from lucevisor.model.values import FileIdentity
+
+_PART = re.compile(r"^(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf$")
+_HEADER_READS = (1 << 20, 16 << 20, MAX_HEADER_BYTES)
+_CUT = "the file ended: it was cut after it was opened; fetch it again"
+
+
+def identity_of(s: os.stat_result, header: str) -> FileIdentity:
+    """The identity of a file of this status whose header has this sha256."""
+    return FileIdentity(s.st_dev, s.st_ino, s.st_size, s.st_mtime_ns, s.st_ctime_ns, header)
+
+
+class OpenFile:
+    """A file that is open for reading until nobody refers to it; replacing the file on disk does not change it."""
+
+    def __init__(self, path: Path) -> None:
+        # O_NONBLOCK: opening a pipe that nobody writes would wait for ever
+        self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+        weakref.finalize(self, os.close, self._fd)
+        self.path, self._header, self._header_bytes = path, "", 0
+        status = self._opened = os.fstat(self._fd)
+        if not stat.S_ISREG(status.st_mode):
+            raise GgufError(str(path), "file", "is not a regular file: name a .gguf file")
+        if status.st_size < 24:
+            raise GgufError(str(path), "byte 0", "the file is too short to be a GGUF file: fetch it again")
+        self.n_bytes = status.st_size
+
+    def fileno(self) -> int:
+        return self._fd
+
+    @property
+    def identity(self) -> FileIdentity:
+        """What the file was when it was opened, before its header was read."""
+        return identity_of(self._opened, self._header)
+
+    def identity_now(self) -> FileIdentity:
+        """What it is now.  The header counts as read: whoever changed it has moved the times."""
+        return identity_of(os.fstat(self._fd), self._header)
+
+    def has_its_header(self) -> bool:
+        """Read the header again and say whether it is the parsed one.  Raises OSError."""
+        return sha256(self.read(0, self._header_bytes)).hexdigest() == self._header
+
+    def read(self, start: int, n: int) -> bytes:
+        """``n`` bytes from ``start``; fewer where the file ends.  Raises OSError."""
+        parts = []
+        while n > 0 and (part := os.pread(self._fd, n, start)):
+            parts.append(part)
+            start, n = start + len(part), n - len(part)
+        return parts[0] if len(parts) == 1 else b"".join(parts)
+
+    def header(self) -> GgufHeader:
+        """The parsed header, of which no more is read than there is.  Raises GgufError."""
+        for n in _HEADER_READS:
+            data = self.read(0, min(n, self.n_bytes))
+            try:
+                header = parse(memoryview(data), str(self.path), max(len(data), self.n_bytes))
+            except HeaderCutError:
+                if len(data) < min(n, self.n_bytes):
+                    raise GgufError(str(self.path), f"byte {len(data)}", _CUT) from None
+                continue
+            self._header_bytes = header.data_offset
+            self._header = sha256(memoryview(data)[: header.data_offset]).hexdigest()
+            return header
+        raise AssertionError("the last read is the longest that a header may be")
+
+
+@dataclass(frozen=True)
+class GgufFiles:
+    """Headers of all parts, and the files themselves, open; ``metadata`` is that of the first part."""
+
+    paths: tuple[Path, ...]
+    metadata: dict[str, Value]
+    tensors: dict[str, TensorInfo]
+    parts: tuple[OpenFile, ...]
+
+    def read(self, tensor: TensorInfo, start: int = 0, n: int | None = None) -> bytes:
+        """``n`` bytes (default: all to the end) of the tensor as stored, from ``start`` on.
+
+        Raises GgufError when the file was cut since its header was read, OSError when it cannot be read.
+        """
+        n = max(0, tensor.n_bytes - start if n is None else min(n, tensor.n_bytes - start))
+        found = self.parts[tensor.part].read(tensor.offset + start, n)
+        if len(found) < n:
+            raise GgufError(str(self.paths[tensor.part]), f"tensor {tensor.name!r}", _CUT)
+        return found
+
+    @property
+    def identities(self) -> tuple[FileIdentity, ...]:
+        """What the parts were when they were opened."""
+        return tuple(part.identity for part in self.parts)
+
+    def changed(self) -> list[Path]:
+        """The parts that were written to, or had their name or mode changed, since they were opened."""
+        return [part.path for part in self.parts if part.identity_now() != part.identity]
+
+    def other_headers(self) -> list[Path]:
+        """The parts whose header is not the parsed one any more; reads all headers.  Raises OSError."""
+        return [part.path for part in self.parts if not part.has_its_header()]
+
+    @property
+    def total_bytes(self) -> int:
+        return sum(t.n_bytes for t in self.tensors.values())
+
+
+def part_paths(path: Path) -> tuple[Path, ...]:
+    """All parts of the model that ``path`` belongs to, in order; the path itself when it is not split."""
+    match = _PART.match(path.name)
+    if match is None:
+        return (path,)
+    n, number = int(match["count"]), int(match["number"])
+    if not 1 <= number <= n:
+        raise GgufError(
+            str(path), "split file", f"its name says part {number} of {n}: give it the name it was made with"
+        )
+    parts = tuple(path.with_name(f"{match['stem']}-{i:05d}-of-{n:05d}.gguf") for i in range(1, n + 1))
+    missing = [p.name for p in parts if not p.exists()]
+    if missing:
+        raise GgufError(
+            str(path), "split file", f"{len(missing)} of {n} parts are missing, first {missing[0]}: put them beside it"
+        )
+    return parts
+
+
+def open_model(paths: Sequence[Path]) -> GgufFiles:
+    """Open and parse every part.  Raises :class:`GgufError`, and OSError for a file that cannot be opened."""
+    headers: list[GgufHeader] = []
+    parts: list[OpenFile] = []
+    tensors: dict[str, TensorInfo] = {}
+    for i, path in enumerate(paths):
+        part = OpenFile(path)
+        header = part.header()
+        _check_part(path, header, i, len(paths))
+        for t in header.tensors.values():
+            if t.name in tensors:
+                raise GgufError(str(path), f"tensor {t.name!r}", "is also in an earlier part of the split model")
+            tensors[t.name] = TensorInfo(t.name, t.kind, t.shape, t.offset, t.n_bytes, i)
+        headers.append(header)
+        parts.append(part)
+    expected = headers[0].metadata.get("split.tensors.count")
+    if len(paths) > 1 and isinstance(expected, int) and expected != len(tensors):
+        raise GgufError(
+            str(paths[0]), "metadata value 'split.tensors.count'", f"says {expected}, the parts hold {len(tensors)}"
+        )
+    return GgufFiles(tuple(paths), headers[0].metadata, tensors, tuple(parts))
+
+
+def _check_part(path: Path, header: GgufHeader, i: int, n_parts: int) -> None:
+    """The header of a part says which one it is; a part opened under another name or place is refused."""
+    count, number = header.metadata.get("split.count", 0), header.metadata.get("split.no", i)
+    if count in (0, 1) and n_parts == 1:
+        return
+    if count not in (0, n_parts):
+        reason = (
+            f"says {count}, opened are {n_parts}: put all parts, named STEM-00001-of-0000N.gguf, into one directory"
+        )
+        raise GgufError(str(path), "metadata value 'split.count'", reason)
+    if number != i:
+        reason = f"says {number}, its place among the parts is {i}: give each part the name it was made with"
+        raise GgufError(str(path), "metadata value 'split.no'", reason)

@@ -1,0 +1,257 @@
+"""Parse the header of a GGUF file: metadata and tensor table, nothing else.
+
+Knows no torch, no family and no file system: the caller maps the file.  Every count and length is checked against what
+is left of the file before anything is allocated, and against the limits below, so a hostile header costs no more memory
+than a small multiple of its own size and never more than 1 GiB, however large and sparse its file is.
+Source: the GGUF specification, versions 2 and 3, little-endian.
+"""
+
+from __future__ import annotations
+
+import struct
+from array import array
+from dataclasses import dataclass, field
+from itertools import pairwise
+
+from lucevisor.model.quant_types import TYPES, GgmlType
+
+MAX_TENSORS = 1 << 20
+MAX_DIMENSIONS = 4
+MAX_KEYS = 1 << 14  # published files have about 50
+MAX_KEY_BYTES = 65535  # the specification's own limit
+MAX_ARRAY_VALUES = 1 << 22  # of all arrays together; a vocabulary of 262144 tokens with its merges has 1.3 million
+MAX_NAME_BYTES = 255  # ggml allows 64; converters of others go further
+MAX_HEADER_BYTES = 128 << 20  # a vocabulary of 262144 tokens with its merges takes 15 MB
+_SHOWN_CHARS = 150
+
+Value = bool | int | float | str | list["Value"] | list[int] | list[float] | list[str] | list[bool]
+
+
+def _shorten(text: str) -> str:
+    """A hostile key or value is as long as it likes; the message is not."""
+    return text if len(text) <= 2 * _SHOWN_CHARS else f"{text[:_SHOWN_CHARS]}...{text[-_SHOWN_CHARS:]}"
+
+
+class GgufError(ValueError):
+    """The file is not a GGUF file that can be read.  ``where`` names the key, tensor or offset."""
+
+    def __init__(self, file: str, where: str, reason: str) -> None:
+        where, reason = _shorten(where), _shorten(reason)
+        super().__init__(f"{file}: {where}: {reason}")
+        self.file, self.where, self.reason = file, where, reason
+
+
+class HeaderCutError(GgufError):
+    """The bytes given end inside the header, and the file has more of them: parse again with more."""
+
+
+@dataclass(frozen=True, slots=True)
+class TensorInfo:
+    """One tensor: ``shape`` is row-major (the reverse of GGUF's order), ``offset`` counts from its file's start."""
+
+    name: str
+    kind: GgmlType
+    shape: tuple[int, ...]
+    offset: int
+    n_bytes: int
+    part: int = 0  # index of the file of a split model
+
+
+@dataclass(frozen=True, slots=True)
+class GgufHeader:
+    """Metadata values are plain Python values; arrays are lists."""
+
+    version: int
+    metadata: dict[str, Value] = field(repr=False)
+    tensors: dict[str, TensorInfo] = field(repr=False)
+    data_offset: int
+
+
+_SCALARS: dict[int, tuple[str, int]] = {
+    0: ("<B", 1), 1: ("<b", 1), 2: ("<H", 2), 3: ("<h", 2), 4: ("<I", 4), 5: ("<i", 4), 6: ("<f", 4), 7: ("<?", 1),
+    10: ("<Q", 8), 11: ("<q", 8), 12: ("<d", 8),
+}  # fmt: skip
+_ARRAY_CODES = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "B", 10: "Q", 11: "q", 12: "d"}
+_STRING, _ARRAY = 8, 9
+
+
+def _least_bytes(kind: int) -> int:
+    """What a value of an array takes at least."""
+    return _SCALARS[kind][1] if kind in _SCALARS else 8 if kind == _STRING else 12
+
+
+class _Reader:
+    def __init__(self, data: memoryview, file: str, file_bytes: int) -> None:
+        self.data, self.file, self.at = data[:MAX_HEADER_BYTES], file, 0
+        self.whole = file_bytes <= len(self.data)
+        self.n_array_values = 0
+
+    @property
+    def left(self) -> int:
+        return len(self.data) - self.at
+
+    def fail(self, where: str, reason: str) -> GgufError:
+        return GgufError(self.file, f"{where} (byte {self.at})", reason)
+
+    def short(self, where: str, what: str) -> GgufError:
+        end = f"of the {MAX_HEADER_BYTES} that a header may take"
+        if self.whole:
+            end = "in the file: it is truncated or damaged, fetch it again"
+        error = self.fail(where, f"{what}, but only {self.left} bytes are left {end}")
+        if self.whole or len(self.data) == MAX_HEADER_BYTES:
+            return error
+        return HeaderCutError(error.file, error.where, error.reason)
+
+    def scalar(self, code: str, size: int, where: str) -> int | float | bool:
+        if size > self.left:
+            raise self.short(where, f"a value of {size} bytes")
+        (value,) = struct.unpack_from(code, self.data, self.at)
+        self.at += size
+        return value  # type: ignore[no-any-return]
+
+    def u32(self, where: str) -> int:
+        return int(self.scalar("<I", 4, where))
+
+    def u64(self, where: str) -> int:
+        return int(self.scalar("<Q", 8, where))
+
+    def text(self, where: str, limit: int | None = None) -> str:
+        n = self.u64(where)
+        if limit is not None and n > limit:
+            raise self.fail(where, f"a string of {n} bytes where at most {limit} are allowed")
+        if n > self.left:
+            raise self.short(where, f"a string of {n} bytes")
+        raw = self.data[self.at : self.at + n].tobytes()
+        self.at += n
+        try:
+            return raw.decode("utf-8")
+        except UnicodeDecodeError:
+            if limit is not None:
+                raise self.fail(where, "the name is not UTF-8") from None
+            return raw.decode("utf-8", errors="surrogateescape")  # token texts of old files
+
+    def value(self, kind: int, where: str, depth: int = 0) -> Value:
+        if kind in _SCALARS:
+            return self.scalar(*_SCALARS[kind], where)
+        if kind == _STRING:
+            return self.text(where)
+        if kind == _ARRAY and depth < 2:
+            return self.array(where, depth)
+        raise self.fail(where, f"unknown metadata type {kind}")
+
+    def array(self, where: str, depth: int) -> Value:
+        kind, n = self.u32(where), self.u64(where)
+        self.n_array_values += n
+        if self.n_array_values > MAX_ARRAY_VALUES and n * _least_bytes(kind) <= self.left:
+            raise self.fail(where, f"arrays of {self.n_array_values} values, at most {MAX_ARRAY_VALUES} are read")
+        if kind in _SCALARS:
+            size = _SCALARS[kind][1]
+            if n * size > self.left:
+                raise self.short(where, f"an array of {n} values")
+            out = array(_ARRAY_CODES[kind], self.data[self.at : self.at + n * size].tobytes())
+            self.at += n * size
+            return [bool(v) for v in out] if kind == 7 else out.tolist()
+        if n * _least_bytes(kind) > self.left:
+            raise self.short(where, f"an array of {n} values")
+        return [self.value(kind, where, depth + 1) for _ in range(n)]
+
+
+def parse(data: memoryview, file: str, file_bytes: int | None = None) -> GgufHeader:
+    """Parse the header at the start of ``data``.
+
+    ``file_bytes`` is the size of the whole file (default: of ``data``); tensors must lie inside it.
+    Raises :class:`GgufError` naming the key or tensor; :class:`HeaderCutError` when more of the file could help.
+    """
+    total = len(data) if file_bytes is None else file_bytes
+    reader = _Reader(data, file, total)
+    magic = data[:4].tobytes()
+    if magic != b"GGUF":
+        raise GgufError(file, "byte 0", f"starts with {magic!r}, not b'GGUF': this is not a GGUF file")
+    reader.at = 4
+    version = reader.u32("version")
+    if version in (2 << 24, 3 << 24):
+        raise reader.fail("version", "a big-endian GGUF file: convert it to little-endian")
+    if version not in (2, 3):
+        raise reader.fail("version", f"GGUF version {version} is not supported, only 2 and 3: convert the file again")
+    n_tensors, n_values = reader.u64("tensor count"), reader.u64("metadata count")
+    if n_tensors > MAX_TENSORS or n_tensors * 24 > reader.left:
+        raise reader.short("tensor count", f"{n_tensors} tensors")
+    if n_values * 13 > reader.left:
+        raise reader.short("metadata count", f"{n_values} metadata values")
+    if n_values > MAX_KEYS:
+        raise reader.fail("metadata count", f"{n_values} metadata values, at most {MAX_KEYS} are read")
+    metadata: dict[str, Value] = {}
+    for i in range(n_values):
+        key = reader.text(f"metadata key {i}", MAX_KEY_BYTES)
+        if key in metadata:
+            raise reader.fail(f"metadata key {key!r}", "appears twice")
+        metadata[key] = reader.value(reader.u32(f"type of {key!r}"), f"metadata value {key!r}")
+    return _tensor_table(reader, version, metadata, n_tensors, total)
+
+
+def _tensor_table(reader: _Reader, version: int, metadata: dict[str, Value], n_tensors: int, total: int) -> GgufHeader:
+    alignment = metadata.get("general.alignment", 32)
+    if not isinstance(alignment, int) or alignment <= 0 or alignment & (alignment - 1) or alignment > 1 << 20:
+        raise reader.fail("metadata value 'general.alignment'", f"{alignment!r} is not a power of two up to 1048576")
+    rows: list[TensorInfo] = []
+    seen: set[str] = set()
+    for i in range(n_tensors):
+        info = _tensor_row(reader, i)
+        if info.name in seen:
+            raise reader.fail(f"tensor {info.name!r}", "appears twice")
+        if info.offset % alignment:
+            raise reader.fail(
+                f"tensor {info.name!r}", f"offset {info.offset} is not a multiple of the alignment {alignment}"
+            )
+        seen.add(info.name)
+        rows.append(info)
+    start = (reader.at + alignment - 1) // alignment * alignment
+    _check_overlap(reader, rows)
+    tensors: dict[str, TensorInfo] = {}
+    for info in rows:
+        stop = start + info.offset + info.n_bytes
+        if stop > total:
+            raise GgufError(
+                reader.file, f"tensor {info.name!r}",
+                f"its data ends at byte {stop}, the file at {total}: the file is truncated, fetch it again",
+            )  # fmt: skip
+        tensors[info.name] = TensorInfo(info.name, info.kind, info.shape, start + info.offset, info.n_bytes)
+    return GgufHeader(version, metadata, tensors, start)
+
+
+def _check_overlap(reader: _Reader, rows: list[TensorInfo]) -> None:
+    """Two tensors never share bytes: a damaged offset would otherwise load as silent garbage."""
+    by_offset = sorted(rows, key=lambda row: row.offset)
+    for before, after in pairwise(by_offset):
+        if before.offset + before.n_bytes > after.offset:
+            raise GgufError(
+                reader.file,
+                f"tensor {after.name!r}",
+                f"its data overlap those of {before.name!r}: the file is damaged, fetch it again",
+            )
+
+
+def _tensor_row(reader: _Reader, i: int) -> TensorInfo:
+    name = reader.text(f"name of tensor {i}", MAX_NAME_BYTES)
+    where = f"tensor {name!r}"
+    n_dimensions = reader.u32(where)
+    if not 1 <= n_dimensions <= MAX_DIMENSIONS:
+        raise reader.fail(where, f"{n_dimensions} dimensions, expected 1 to {MAX_DIMENSIONS}")
+    extents = [reader.u64(where) for _ in range(n_dimensions)]
+    n = 1
+    for extent in extents:
+        if extent <= 0:
+            raise reader.fail(where, f"dimension of {extent}")
+        n *= extent
+        if n >= 1 << 62:
+            raise reader.fail(where, f"dimensions {extents} overflow")
+    type_id = reader.u32(where)
+    kind = TYPES.get(type_id)
+    if kind is None:
+        raise reader.fail(where, f"unknown tensor type {type_id}: the file is newer than this version, or damaged")
+    if extents[0] % kind.block_elements:
+        raise reader.fail(
+            where, f"rows of {extents[0]} numbers are not whole {kind.name} blocks of {kind.block_elements}"
+        )
+    n_bytes = n // kind.block_elements * kind.block_bytes
+    return TensorInfo(name, kind, tuple(reversed(extents)), reader.u64(where), n_bytes)

@@ -1,0 +1,128 @@
+"""GGML tensor types: id, name, elements and bytes of a block.  Source: ggml.h / gguf-py constants (block sizes are
+part of the format).
+
+Also the one rule that says in which form a tensor rests on a device (:func:`resident_format`), so that the placement
+planner and the loader cannot disagree about bytes.
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import NamedTuple
+
+from lucevisor.model.values import Backend, Dtype
+
+
+class GgmlType(NamedTuple):
+    """One storage type: ``block_elements`` consecutive numbers of a row take ``block_bytes`` bytes."""
+
+    id: int
+    name: str
+    block_elements: int
+    block_bytes: int
+
+
+_ROWS = [
+    (0, "F32", 1, 4), (1, "F16", 1, 2), (2, "Q4_0", 32, 18), (3, "Q4_1", 32, 20),
+    (6, "Q5_0", 32, 22), (7, "Q5_1", 32, 24), (8, "Q8_0", 32, 34), (9, "Q8_1", 32, 40),
+    (10, "Q2_K", 256, 84), (11, "Q3_K", 256, 110), (12, "Q4_K", 256, 144), (13, "Q5_K", 256, 176),
+    (14, "Q6_K", 256, 210), (15, "Q8_K", 256, 292), (16, "IQ2_XXS", 256, 66), (17, "IQ2_XS", 256, 74),
+    (18, "IQ3_XXS", 256, 98), (19, "IQ1_S", 256, 50), (20, "IQ4_NL", 32, 18), (21, "IQ3_S", 256, 110),
+    (22, "IQ2_S", 256, 82), (23, "IQ4_XS", 256, 136), (24, "I8", 1, 1), (25, "I16", 1, 2),
+    (26, "I32", 1, 4), (27, "I64", 1, 8), (28, "F64", 1, 8), (29, "IQ1_M", 256, 56),
+    (30, "BF16", 1, 2), (34, "TQ1_0", 256, 54), (35, "TQ2_0", 256, 66), (39, "MXFP4", 32, 17),
+    (40, "NVFP4", 64, 36),
+]  # fmt: skip
+
+TYPES: dict[int, GgmlType] = {row[0]: GgmlType(*row) for row in _ROWS}
+BY_NAME: dict[str, GgmlType] = {t.name: t for t in TYPES.values()}
+
+DENSE = frozenset({"F32", "F16", "BF16"})
+NATIVE = frozenset(
+    {"Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL", "IQ4_XS", "MXFP4"}
+)
+"""Quant types kept as blocks on a GPU and expanded on the fly."""
+
+PLANED = frozenset({"Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K"})
+"""Of those, the ones whose blocks a GPU takes apart, because there are kernels for their parts."""
+CHUNK = 256
+"""Numbers of a row whose parts lie together: rows of 32-element blocks are filled up to whole chunks."""
+
+CPU_INT4 = frozenset({"Q4_0", "Q4_1", "Q4_K"})
+"""Kept by a bfloat16 cpu shard as torch's packed int4, groups of 32."""
+CPU_INT8 = frozenset({"Q8_0", "Q5_0", "Q5_1", "Q2_K", "Q3_K", "Q5_K", "Q6_K", "IQ4_NL", "IQ4_XS"})
+"""Kept by a bfloat16 cpu shard as int8 with one scale a row (torch's packed int8 product).  Not MXFP4: its numbers are
+exact in bfloat16, and its scales, powers of two, lie too far apart for one scale a row."""
+
+
+EXPERT_ROWS = 64
+"""Rows that torch packs together: matrices of experts that are whole such blocks can be packed below each other."""
+
+
+class Format(StrEnum):
+    """Form in which a matrix rests on a device."""
+
+    FLOAT32 = "float32"
+    BFLOAT16 = "bfloat16"
+    FLOAT16 = "float16"
+    BLOCKS = "blocks"  # the file's own quant blocks
+    PLANES = "planes"  # quant blocks taken apart, rows filled up; as BLOCKS where a device cannot compile kernels
+    INT4 = "int4"
+    INT8 = "int8"
+
+
+def row_bytes(kind: GgmlType, n_columns: int) -> int:
+    """Bytes of one row in the file.  Raises ValueError when the row is not whole blocks."""
+    if n_columns % kind.block_elements:
+        raise ValueError(
+            f"a row of {n_columns} numbers is not a whole number of {kind.name} blocks of {kind.block_elements}"
+        )
+    return n_columns // kind.block_elements * kind.block_bytes
+
+
+def resident_format(kind: GgmlType, shape: tuple[int, ...], backend: Backend, dtype: Dtype) -> Format:
+    """Form of a tensor of ``shape`` (row-major, rows last-but-one) on a device of ``backend`` that computes in
+    ``dtype``.
+
+    Vectors and F32 matrices that are kept F32 in every real file (router, convolution) stay float32.
+    """
+    if len(shape) < 2:
+        return Format.FLOAT32
+    if kind.name in DENSE or (dtype is Dtype.FLOAT32 and backend is Backend.CPU):
+        return Format(dtype.value)
+    if backend is Backend.CPU:
+        if dtype is Dtype.BFLOAT16:
+            if kind.name in CPU_INT4 and shape[-2] % (16 if len(shape) == 2 else EXPERT_ROWS) == 0:
+                return Format.INT4
+            if kind.name in CPU_INT8:
+                return Format.INT8
+        return Format(dtype.value)
+    if kind.name in PLANED:
+        return Format.PLANES
+    return Format.BLOCKS if kind.name in NATIVE else Format(dtype.value)
+
+
+def filled(n_columns: int) -> int:
+    """Columns of a row that is filled up to whole chunks."""
+    return -(-n_columns // CHUNK) * CHUNK
+
+
+def resident_bytes(kind: GgmlType, shape: tuple[int, ...], form: Format) -> int:
+    """Bytes a tensor takes on the device in that form; planes at most."""
+    n = 1
+    for d in shape:
+        n *= d
+    rows = n // shape[-1] if shape else 0
+    match form:
+        case Format.FLOAT32:
+            return n * 4
+        case Format.BFLOAT16 | Format.FLOAT16:
+            return n * 2
+        case Format.INT8:
+            return n + rows * 2
+        case Format.INT4:
+            return n // 2 + n // 32 * 4
+        case Format.BLOCKS:
+            return rows * row_bytes(kind, shape[-1])
+        case Format.PLANES:
+            return rows * row_bytes(kind, filled(shape[-1]))

@@ -1,0 +1,65 @@
+"""Rotary positions as the metadata describe them.  Knows keys and numbers; frequencies are computed by the daemons."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from lucevisor.model.spec import Keys
+
+
+@dataclass(frozen=True, slots=True)
+class Yarn:
+    """Stretching by ``factor`` of a model made for ``original_context`` positions.
+
+    Pairs that turn more than ``beta_fast`` times within the original context keep their frequency, those that turn
+    less than ``beta_slow`` times are slowed by ``factor``, the others lie between.  Cos and sin are
+    multiplied by ``attention_factor`` (None: 0.1 ln(factor) + 1) and by ``extra`` (``rope.scaling.attn_factor``).
+    """
+
+    factor: float
+    original_context: int
+    beta_fast: float
+    beta_slow: float
+    attention_factor: float | None
+    extra: float
+
+
+@dataclass(frozen=True, slots=True)
+class Rotary:
+    """The first ``n`` dims of a head turn with base ``theta``."""
+
+    n: int
+    theta: float
+    yarn: Yarn | None = None
+
+
+def read_rotary(keys: Keys, head_dim: int, options: Mapping[str, str]) -> Rotary:
+    """Read ``rope.dimension_count``, ``rope.freq_base`` and ``rope.scaling.*``.  Raises GgufError, also for a kind of
+    scaling that nobody here computes."""
+    n = keys.even("rope.dimension_count", head_dim, most=head_dim)
+    return Rotary(n, keys.number("rope.freq_base", 10000.0, above=0.0), read_yarn(keys, options))
+
+
+def read_yarn(keys: Keys, options: Mapping[str, str]) -> Yarn | None:
+    """YaRN's parameters; None when positions are not scaled.
+
+    Option ``yarn_attn_factor``: "default" leaves the factor on cos and sin to the formula, as the servers do that
+    people run these files with; "file" takes the value written in the file.
+    """
+    kind = keys.text("rope.scaling.type", "none")
+    if kind == "none":
+        return None
+    if kind != "yarn":
+        raise keys.error("rope.scaling.type", f"is {kind!r}, known are 'yarn' and 'none'")
+    attention = None
+    if options.get("yarn_attn_factor", "default") == "file":
+        attention = keys.number("rope.scaling.yarn_attn_factor", 0.0) or None
+    return Yarn(
+        factor=keys.number("rope.scaling.factor", 1.0, above=0.0),
+        original_context=keys.integer("rope.scaling.original_context_length", keys.integer("context_length", 4096)),
+        beta_fast=keys.number("rope.scaling.yarn_beta_fast", 32.0, above=0.0),
+        beta_slow=keys.number("rope.scaling.yarn_beta_slow", 1.0, above=0.0),
+        attention_factor=attention,
+        extra=keys.number("rope.scaling.attn_factor", 1.0, above=0.0),
+    )

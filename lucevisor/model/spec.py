@@ -1,0 +1,321 @@
+"""What a model is made of: one :class:`LayerSpec` a layer, the one table that planner, pools, snapshots and blocks
+read.
+
+Built from a GGUF header alone.  A family contributes one file in ``wire/families``; nothing else here knows a family.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from math import prod
+
+from lucevisor.model.gguf_files import GgufFiles
+from lucevisor.model.gguf_header import GgufError, TensorInfo, Value
+from lucevisor.model.values import PAGE_TOKENS, Dtype, LayerRange, Space, dtype_bytes
+
+MAX_LAYERS = 1024
+"""More layers than any model has; a header that claims 2^31 of them must not cost their memory."""
+
+
+@dataclass(frozen=True, slots=True)
+class StateTensor:
+    """One tensor of a layer's state.  ``shape`` is that of one unit: a page (first axis: 64 positions) or a
+    recurrent state.
+
+    ``dtype`` None: the configured kv dtype.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: Dtype | None = None
+
+    def n_bytes(self, kv_dtype: Dtype) -> int:
+        rows = prod(self.shape[:-1])
+        return rows * dtype_bytes(self.dtype or kv_dtype, self.shape[-1])
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Rows (``axis`` 0) or columns (``axis`` 1) ``start`` .. ``stop`` of a matrix of ``whole`` shape, which holds
+    something for every layer.
+
+    Parts of consecutive layers lie side by side, so a shard's is one range.
+    """
+
+    whole: tuple[int, int]
+    axis: int
+    start: int
+    stop: int
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        n = self.stop - self.start
+        return (n, self.whole[1]) if self.axis == 0 else (self.whole[0], n)
+
+
+@dataclass(frozen=True, slots=True)
+class LayerSpec:
+    """One layer: where its state lives, what it weighs, what it needs from others.
+
+    ``tensors``: name in the file -> row-major shape; ``parts``: its share of tensors that hold something for every
+    layer.  ``shares_with``: the layer whose pages this one reads instead of owning any (it must be on the same shard).
+    ``window``: positions a sliding layer sees, itself included; 0 = all.  ``n_routed``: experts that each token goes
+    through; 0 without experts.
+    """
+
+    index: int
+    space: Space
+    tensors: Mapping[str, tuple[int, ...]]
+    state: tuple[StateTensor, ...]
+    window: int = 0
+    shares_with: int | None = None
+    parts: Mapping[str, Part] = field(default_factory=dict)
+    n_routed: int = 0
+
+    def unit_bytes(self, kv_dtype: Dtype) -> int:
+        """Bytes of one page (or one recurrent state) of this layer."""
+        return sum(t.n_bytes(kv_dtype) for t in self.state)
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSpec:
+    """A model of some family.  ``params`` is the family's own frozen record of hyperparameters.
+
+    ``boundary_width``: numbers a token that cross a boundary (the hidden states, plus what a family adds).
+    ``options``: the model options that change something for this file.
+    """
+
+    architecture: str
+    name: str
+    quant: str
+    embedding: int
+    vocabulary: int
+    context_tokens: int
+    layers: tuple[LayerSpec, ...]
+    head: Mapping[str, tuple[int, ...]]  # loaded by the first stage
+    tail: Mapping[str, tuple[int, ...]]  # loaded by the last stage
+    boundary_width: int
+    params: object
+    every: Mapping[str, tuple[int, ...]] = field(default_factory=dict)  # small ones, loaded by every shard
+    options: frozenset[str] = frozenset()
+    skipped: tuple[str, ...] = ()  # tensors of the file that are known and not used, such as an MTP block
+    files: GgufFiles | None = field(default=None, repr=False, compare=False)
+
+    @property
+    def n_layers(self) -> int:
+        return len(self.layers)
+
+    @property
+    def window(self) -> int:
+        """Longest window of the sliding layers; 0 when there are none."""
+        return max((layer.window for layer in self.layers if layer.space is Space.WINDOW), default=0)
+
+    def spaces(self) -> frozenset[Space]:
+        return frozenset(layer.space for layer in self.layers)
+
+    def tensor_names(self, layers: LayerRange, *, first: bool, last: bool) -> list[str]:
+        """Names of all tensors a shard of ``layers`` loads, whole or in part, in order of use."""
+        names = dict.fromkeys(self.head if first else ()) | dict.fromkeys(self.every)
+        for layer in self.layers[layers.start : layers.stop]:
+            names |= dict.fromkeys((*layer.tensors, *layer.parts))
+        return list(names | dict.fromkeys(self.tail if last else ()))
+
+    def legal_boundary(self, boundary: int) -> bool:
+        """Whether the chain may be cut before layer ``boundary``: no layer behind the cut reads pages in front of
+        it."""
+        return all(x.shares_with is None or x.shares_with >= boundary for x in self.layers[boundary:])
+
+    def unit_bytes(self, space: Space, layers: LayerRange, kv_dtype: Dtype) -> int:
+        """Bytes that one page (or state) of ``space`` takes on a shard of ``layers``."""
+        return sum(x.unit_bytes(kv_dtype) for x in self.layers[layers.start : layers.stop] if x.space is space)
+
+
+class Keys:
+    """Typed reading of metadata under an architecture's prefix.  A missing or wrong value raises GgufError naming
+    the key."""
+
+    def __init__(self, metadata: Mapping[str, Value], prefix: str, file: str) -> None:
+        self.metadata, self.prefix, self.file = metadata, prefix, file
+
+    def error(self, key: str, reason: str) -> GgufError:
+        """What to raise for a value of ``key`` that cannot be right."""
+        return GgufError(self.file, f"metadata value {self.prefix}.{key!s}", reason)
+
+    def has(self, key: str) -> bool:
+        return f"{self.prefix}.{key}" in self.metadata
+
+    def raw(self, key: str) -> Value | None:
+        return self.metadata.get(f"{self.prefix}.{key}")
+
+    def integer(self, key: str, default: int | None = None, *, low: int = 1, high: int = 1 << 31) -> int:
+        value = self.raw(key)
+        if value is None and default is not None:
+            return default
+        if isinstance(value, list) and value and all(v == value[0] for v in value):
+            value = value[0]
+        if isinstance(value, bool) or not isinstance(value, int):
+            raise self.error(key, "is missing" if value is None else f"is {value!r}, expected a whole number")
+        if not low <= value <= high:
+            raise self.error(key, f"is {value}, expected {low} to {high}")
+        return value
+
+    def integers(self, key: str, n: int, default: int | None = None) -> list[int]:
+        """A number per layer: an array of ``n``, or one number for all."""
+        value = self.raw(key)
+        if isinstance(value, list):
+            if len(value) < n or not all(isinstance(v, int) and not isinstance(v, bool) and v >= 0 for v in value):
+                raise self.error(key, f"is an array of {len(value)}, expected {n} whole numbers")
+            return [int(v) for v in value[:n] if isinstance(v, int)]
+        return [self.integer(key, default, low=0)] * n
+
+    def flags(self, key: str, n: int) -> list[bool] | None:
+        """One flag a layer; None when the key is missing."""
+        value = self.raw(key)
+        if value is None:
+            return None
+        if not isinstance(value, list) or len(value) < n or not all(isinstance(v, int) for v in value):
+            raise self.error(key, f"expected an array of at least {n} flags")
+        return [bool(v) for v in value[:n]]
+
+    def number(self, key: str, default: float | None = None, *, above: float | None = None) -> float:
+        value = self.raw(key)
+        if value is None and default is not None:
+            return default
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise self.error(key, "is missing" if value is None else f"is {value!r}, expected a number")
+        if value != value or value in (float("inf"), float("-inf")):
+            raise self.error(key, f"is {value}, expected a finite number")
+        if above is not None and not value > above:
+            raise self.error(key, f"is {value}, expected more than {above:g}")
+        return float(value)
+
+    def flag(self, key: str, default: bool) -> bool:
+        value = self.raw(key)
+        if value is None:
+            return default
+        if not isinstance(value, bool):
+            raise self.error(key, f"is {value!r}, expected true or false")
+        return value
+
+    def even(self, key: str, default: int, *, most: int) -> int:
+        """An even number of 2 to ``most``, such as rotated dims of a head."""
+        value = self.integer(key, default, low=2, high=most)
+        if value % 2:
+            raise self.error(key, f"is {value}, expected an even number")
+        return value
+
+    def head_dim(self, suffix: str = "") -> int:
+        """``attention.key_length``, which ``value_length`` must equal; ``suffix`` as in "_swa"."""
+        width = self.integer("attention.key_length" + suffix)
+        if self.integer("attention.value_length" + suffix, width) != width:
+            raise self.error("attention.value_length" + suffix, f"differs from key_length{suffix} {width}")
+        return width
+
+    def check_heads(self, n_heads: int, n_kv_heads: int) -> None:
+        """Raise GgufError unless each kv head serves the same number of query heads."""
+        if n_kv_heads < 1 or n_heads < 1 or n_heads % n_kv_heads:
+            raise self.error("attention.head_count", f"is {n_heads}, no multiple of {n_kv_heads} kv heads")
+
+    def text(self, key: str, default: str) -> str:
+        value = self.raw(key)
+        if value is None:
+            return default
+        if not isinstance(value, str):
+            raise self.error(key, f"is {value!r}, expected a text")
+        return value
+
+
+def attention_state(n_kv_heads: int, key_dim: int, value_dim: int) -> tuple[StateTensor, ...]:
+    """Keys and values of one page: ``[64, K, D]`` each, in the configured kv dtype."""
+    return (
+        StateTensor("k", (PAGE_TOKENS, n_kv_heads, key_dim)),
+        StateTensor("v", (PAGE_TOKENS, n_kv_heads, value_dim)),
+    )
+
+
+def assemble(
+    files: GgufFiles,
+    keys: Keys,
+    params: object,
+    layers: Sequence[LayerSpec],
+    *,
+    carried: int = 0,
+    every: Mapping[str, tuple[int, ...]] | None = None,
+) -> ModelSpec:
+    """The spec of a model with a token table at the head and, at the tail, a norm and an output matrix (the table when
+    the file has none).
+
+    ``carried``: numbers a token that cross a boundary beside the residual stream.  Raises GgufError for a tensor that
+    is missing or has another shape than ``layers`` say.
+    """
+    embedding = keys.integer("embedding_length")
+    vocabulary = tensor(files, "token_embd.weight").shape[0]
+    head = {"token_embd.weight": (vocabulary, embedding)}
+    output = {"output.weight": (vocabulary, embedding)} if "output.weight" in files.tensors else head
+    tail = {"output_norm.weight": (embedding,)} | output
+    shared = dict(every or {})
+    parts = {name: part.whole for layer in layers for name, part in layer.parts.items()}
+    used: set[str] = set()
+    groups: list[Mapping[str, tuple[int, ...]]] = [head, shared, parts, *(layer.tensors for layer in layers), tail]
+    for group in groups:
+        check_tensors(files, group)
+        used.update(group)
+    return ModelSpec(
+        architecture=keys.prefix,
+        name=model_name(files),
+        quant=main_quant(files),
+        embedding=embedding,
+        vocabulary=vocabulary,
+        context_tokens=keys.integer("context_length", 4096),
+        layers=tuple(layers),
+        head=head,
+        tail=tail,
+        boundary_width=embedding + carried,
+        params=params,
+        every=shared,
+        options=frozenset({"yarn_attn_factor"} if keys.has("rope.scaling.yarn_attn_factor") else ()),
+        skipped=tuple(name for name in files.tensors if name not in used),
+        files=files,
+    )
+
+
+def check_tensors(files: GgufFiles, expected: Mapping[str, tuple[int, ...]]) -> None:
+    """Raise GgufError naming file and tensor when one is missing or has another shape than the hyperparameters say."""
+    for name, shape in expected.items():
+        found = files.tensors.get(name)
+        if found is None:
+            raise GgufError(
+                str(files.paths[0]), f"tensor {name!r}", "is missing: the file is incomplete or of another family"
+            )
+        if found.shape != shape:
+            raise GgufError(
+                str(files.paths[found.part]),
+                f"tensor {name!r}",
+                f"has shape {list(found.shape)}, the metadata ask for {list(shape)}",
+            )
+
+
+def model_name(files: GgufFiles) -> str:
+    """``general.name``, made fit to print, else the stem of the first file."""
+    name = files.metadata.get("general.name")
+    printable = "".join(c if c.isprintable() else "?" for c in name.strip()[:200]) if isinstance(name, str) else ""
+    return printable or files.paths[0].stem
+
+
+def main_quant(files: GgufFiles) -> str:
+    """The storage type that holds most bytes of the file: what people call the file's quant."""
+    by: dict[str, int] = {}
+    for t in files.tensors.values():
+        by[t.kind.name] = by.get(t.kind.name, 0) + t.n_bytes
+    return max(by, key=lambda k: by[k]) if by else "none"
+
+
+def tensor(files: GgufFiles, name: str) -> TensorInfo:
+    """The tensor of that name.  Raises GgufError when it is not there."""
+    found = files.tensors.get(name)
+    if found is None:
+        raise GgufError(
+            str(files.paths[0]), f"tensor {name!r}", "is missing: the file is incomplete or of another family"
+        )
+    return found

@@ -1,0 +1,132 @@
+"""Messages to frame bytes and back.
+
+Pure: no sockets, no state; knows nothing of order and direction.  Invariant: ``encode`` of a message is the same
+bytes for every receiver, so a step plan is encoded once and given to every stage; and what ``decode`` accepts,
+``encode`` gives back.
+"""
+
+from __future__ import annotations
+
+from math import prod
+from typing import TYPE_CHECKING, Any
+from zlib import crc32
+
+import msgspec
+
+from lucevisor.protocol.errors import LocalProtocolError, RemoteProtocolError
+from lucevisor.protocol.frames import MAX_DESCRIPTORS, MAX_PAYLOAD_BYTES, Header, damaged, pack_header
+from lucevisor.protocol.messages import MESSAGES, Check, Kind, Load, Message, Restore, Save, StepResult
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from typing_extensions import Buffer
+
+_FLOAT32_BYTES = 4
+_MAX_DIMENSIONS = 8  # of a segment; also bounds the work of multiplying them
+
+WITH_DESCRIPTORS = frozenset({Kind.LOAD, Kind.CHECK, Kind.SAVE, Kind.RESTORE})
+"""Kinds whose frames carry descriptors: one per arena, or that of the snapshot file."""
+
+KIND_OF: dict[type[Message], Kind] = {record: kind for kind, record in MESSAGES.items()}
+
+_ENCODER = msgspec.msgpack.Encoder()
+_DECODERS: dict[Kind, msgspec.msgpack.Decoder[Any]] = {
+    kind: msgspec.msgpack.Decoder(record, strict=True) for kind, record in MESSAGES.items()
+}
+
+
+def encode(message: Message, request_id: int = 0, flags: int = 0, payload_bytes: int = 0) -> bytes:
+    """Header and metadata of a frame; the ``payload_bytes`` that it announces are for the caller to send after it.
+
+    LocalProtocolError when the message is over a limit, of no known kind, or does not describe that payload.
+    """
+    kind = KIND_OF.get(type(message))
+    if kind is None:
+        raise LocalProtocolError(
+            f"{type(message).__name__} is no message of the wire",
+            "encode",
+            "send one of lucevisor.protocol.messages.MESSAGES",
+        )
+    if isinstance(message, StepResult) and (message.segments or payload_bytes):
+        fault = _segments_fault(message, payload_bytes)
+        if fault:
+            raise LocalProtocolError(
+                fault, "StepResult.segments to send", "give one (name, shape) per array of the payload"
+            )
+    try:
+        metadata = _ENCODER.encode(message)
+    except (TypeError, ValueError, OverflowError, RecursionError) as error:
+        raise LocalProtocolError(
+            f"{type(message).__name__} cannot be encoded: {error}", "encode", "fill its fields with the declared types"
+        ) from error
+    return pack_header(kind, flags, request_id, metadata, payload_bytes) + metadata
+
+
+def decode(header: Header, metadata: memoryview) -> Message:
+    """The typed record of a frame.  RemoteProtocolError when the metadata is damaged or not of the declared types."""
+    if crc32(metadata) != header.metadata_check:
+        raise damaged(f"the metadata of {header.kind.name} does not match its check", "metadata")
+    try:
+        message: Message = _DECODERS[header.kind].decode(metadata)
+    except (ValueError, RecursionError, OverflowError, MemoryError) as error:  # msgspec's errors are ValueErrors
+        raise RemoteProtocolError(
+            f"{header.kind.name} cannot be read: {error}", "metadata", "supervisor and daemon differ: restart the group"
+        ) from error
+    if isinstance(message, StepResult) and (message.segments or header.payload_bytes):
+        fault = _segments_fault(message, header.payload_bytes)
+        if fault:
+            raise RemoteProtocolError(fault, "StepResult.segments", "report it with the daemon's log")
+    elif header.kind in WITH_DESCRIPTORS and n_descriptors(message) > MAX_DESCRIPTORS:
+        raise RemoteProtocolError(
+            f"{n_descriptors(message)} arenas, at most {MAX_DESCRIPTORS} descriptors go with a frame",
+            f"{header.kind.name}.arenas",
+            "use fewer stages",
+        )
+    return message
+
+
+def n_descriptors(message: Message) -> int:
+    """How many descriptors travel with the frame of ``message``."""
+    if isinstance(message, Load | Check):
+        return len(message.arenas)
+    return 1 if isinstance(message, Save | Restore) else 0
+
+
+def byte_views(payload: Iterable[Buffer]) -> list[memoryview]:
+    """Flat byte views of C-contiguous buffers (numpy arrays too), without copies; empty ones are left out."""
+    views = []
+    for part in payload:
+        view = memoryview(part)
+        if view.nbytes == 0:
+            continue
+        if not view.c_contiguous:
+            raise LocalProtocolError(
+                "a payload part is not contiguous", "payload to send", "make it C-contiguous first"
+            )
+        views.append(view if view.ndim == 1 and view.format == "B" else view.cast("B"))
+    return views
+
+
+def payload_segments(result: StepResult, payload: memoryview) -> list[tuple[str, tuple[int, ...], memoryview[float]]]:
+    """Cut the payload of a StepResult into its float32 arrays: (name, shape, flat view with format ``f``)."""
+    segments = []
+    start = 0
+    for name, shape in result.segments:
+        stop = start + _FLOAT32_BYTES * prod(shape)
+        segments.append((name, tuple(shape), payload[start:stop].cast("f")))
+        start = stop
+    return segments
+
+
+def _segments_fault(result: StepResult, payload_bytes: int) -> str:
+    n_bytes = 0
+    for name, shape in result.segments:
+        if len(shape) > _MAX_DIMENSIONS or min(shape, default=0) < 0:
+            return (
+                f"segment {name[:40]!r} has a shape of {len(shape)} dimensions starting with {shape[:_MAX_DIMENSIONS]}"
+            )
+        n_bytes += _FLOAT32_BYTES * prod(shape)
+        if n_bytes > MAX_PAYLOAD_BYTES:
+            break
+    return "" if n_bytes == payload_bytes else f"the segments take {n_bytes} bytes, the payload has {payload_bytes}"

@@ -1,0 +1,270 @@
+"""One end of a link or pulse without its socket: bytes in, frames out; messages in, bytes out.
+
+Knows no sockets, no clocks and no event loops; descriptors are numbers that it hands on.  Invariant: frames come out
+in the order they went in, each exactly once; after the first byte that breaks the protocol none comes out any more, and
+memory held is at most the read buffer plus what one header within its limits announces.
+
+Two ways in, same result.  ``receive(data)`` copies.  ``buffer()`` and ``received(n)`` let a socket write straight to
+where the bytes belong: small frames into the read buffer, a long payload into its own memory.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import TYPE_CHECKING
+
+from lucevisor.protocol.codec import KIND_OF, WITH_DESCRIPTORS, byte_views, decode, encode, n_descriptors
+from lucevisor.protocol.errors import LocalProtocolError, RemoteProtocolError
+from lucevisor.protocol.frames import HEADER_BYTES, KIND_OFFSET, MAGIC, Frame, Header, foreign_bytes, parse_header
+from lucevisor.protocol.messages import Kind, Message
+from lucevisor.protocol.states import INITIAL, Channel, LinkState, Role, legal, refusal
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from typing_extensions import Buffer
+
+READ_BUFFER_BYTES = 64 * 1024  # holds every frame of a decode step whole: one read a frame
+_NOTHING = memoryview(b"")
+
+
+class Connection:
+    """Protocol state of one end."""
+
+    def __init__(self, role: Role, channel: Channel = Channel.LINK, name: str = "link") -> None:
+        self.name = name
+        self.error: RemoteProtocolError | None = None
+        self._channel = channel
+        self._role = role
+        self._peer = Role.DAEMON if role is Role.SUPERVISOR else Role.SUPERVISOR
+        self._incoming = legal(channel, self._peer)
+        self._outgoing = legal(channel, role)
+        self.state = INITIAL[channel]
+        self._small = memoryview(bytearray(READ_BUFFER_BYTES))
+        self._start = 0  # unread bytes are _small[_start:_end]
+        self._end = 0
+        self._n_received = 0  # bytes of the stream, for error texts
+        self._large: memoryview | None = None  # metadata or payload too long for _small, being filled
+        self._n_large = 0
+        self._header: Header | None = None  # of the frame that is under way
+        self._message: Message | None = None  # its metadata, when only payload is missing
+        self._frames: list[Frame] = []
+        self._fds: deque[int] = deque()
+
+    @property
+    def state(self) -> LinkState:
+        """Where the conversation stands."""
+        return self._state
+
+    @state.setter
+    def state(self, state: LinkState) -> None:
+        self._state = state
+        self._may_receive = self._incoming[state]
+        self._may_send = self._outgoing[state]
+
+    # ---- in
+
+    def receive(self, data: Buffer, fds: Sequence[int] = ()) -> None:
+        """Take bytes of the stream, and the descriptors that came with the last of them."""
+        view = memoryview(data).cast("B")
+        while len(view) > 0 and self.error is None:
+            room = self.buffer()
+            n = min(len(room), len(view))
+            room[:n] = view[:n]
+            view = view[n:]
+            self.received(n, () if len(view) else fds)
+
+    def buffer(self) -> memoryview:
+        """Where the next bytes of the stream belong; never empty.  Fill a part from its start, call ``received``."""
+        if self._large is not None:
+            return self._large[self._n_large :]
+        return self._small[self._end :] if self._end else self._small
+
+    def received(self, n_bytes: int, fds: Sequence[int] = ()) -> None:
+        """``n_bytes`` were written to ``buffer()``.  Never raises on bad bytes: see ``events`` and ``error``."""
+        if fds:
+            self._fds.extend(fds)
+        if self.error is not None:
+            return
+        self._n_received += n_bytes
+        try:
+            if self._large is None:
+                self._end += n_bytes
+                self._parse()
+            else:
+                self._n_large += n_bytes
+                if self._n_large == len(self._large):
+                    self._finish_large(self._large)
+        except RemoteProtocolError as error:
+            n_unread = self._end - self._start
+            place = f"{error.where}, {self.name}, byte {self._n_received - n_unread} from the {self._peer}"
+            self.error = RemoteProtocolError(error.what, place, error.advice)
+            self.error.__cause__ = error.__cause__
+
+    def events(self) -> list[Frame]:
+        """Frames completed since the last call.  When there are none and the stream is broken, raises ``error``."""
+        frames, self._frames = self._frames, []
+        if self.error is not None and not frames:
+            raise self.error
+        return frames
+
+    def take_descriptors(self) -> list[int]:
+        """Descriptors that no frame has taken; whoever ends the connection closes them."""
+        fds = list(self._fds)
+        self._fds.clear()
+        return fds
+
+    @property
+    def unfinished(self) -> str:
+        """What end of file would cut off: empty between frames."""
+        if self._header is not None:
+            return f"inside a {self._header.kind.name} frame"
+        return f"after {self._end - self._start} bytes of a header" if self._end > self._start else ""
+
+    # ---- out
+
+    def send(
+        self, message: Message, request_id: int = 0, flags: int = 0, payload: Sequence[Buffer] = (), n_fds: int = 0
+    ) -> list[bytes | memoryview]:
+        """The buffers to write, in order, and the step of the state; LocalProtocolError changes nothing.
+
+        ``n_fds``: how many descriptors the caller sends along; it must be what the message names.
+        """
+        views = byte_views(payload) if len(payload) else []
+        data = encode(message, request_id, flags, sum(map(len, views)))
+        kind = KIND_OF[type(message)]
+        n_named = n_descriptors(message) if kind in WITH_DESCRIPTORS else 0
+        if n_fds != n_named:
+            raise LocalProtocolError(
+                f"{kind.name} names {_named(kind, n_named)}, but {n_fds} descriptors go along",
+                self.name,
+                "give one descriptor per arena, in the same order, or that of the snapshot file",
+            )
+        self._advance(kind)
+        return [data, *views]
+
+    def send_encoded(self, frame: bytes) -> None:
+        """The same for bytes that ``encode`` made of a message without payload and descriptors."""
+        kind = Kind(frame[KIND_OFFSET])
+        if kind in WITH_DESCRIPTORS:
+            raise LocalProtocolError(
+                f"{kind.name} was given encoded", self.name, "send the message itself: its descriptors are counted"
+            )
+        self._advance(kind)
+
+    def _advance(self, kind: Kind) -> None:
+        following = self._may_send.get(kind)
+        if following is None:
+            text = refusal(self._channel, self._role, self._state, kind)
+            raise LocalProtocolError(text, self.name, "wait for the answer that permits it")
+        if following is not self._state:
+            self.state = following
+
+    # ---- parsing
+
+    def _parse(self) -> None:
+        """Complete every frame that lies whole in the read buffer; make room for the rest."""
+        while self._header is not None or self._start < self._end:
+            if self._header is None and not self._read_header():
+                return
+            if self._message is None and not self._read_metadata():
+                return
+            if not self._read_payload():
+                return
+        self._start = self._end = 0
+        if self._fds:
+            raise RemoteProtocolError(
+                f"{len(self._fds)} descriptors came with a frame that names none", "descriptors", "restart the group"
+            )
+
+    def _read_header(self) -> bool:
+        start = self._start
+        if self._end - start < HEADER_BYTES:
+            found = bytes(self._small[start : min(self._end, start + len(MAGIC))])
+            if not MAGIC.startswith(found):
+                raise foreign_bytes(found)
+            if start + HEADER_BYTES > READ_BUFFER_BYTES:
+                self._move_to_front()
+            return False
+        header = parse_header(self._small[start : start + HEADER_BYTES])
+        if header.kind not in self._may_receive:
+            text = refusal(self._channel, self._peer, self._state, header.kind)
+            raise RemoteProtocolError(text, "frame header", "supervisor and daemon differ: restart the group")
+        self._header = header
+        self._start = start + HEADER_BYTES
+        return True
+
+    def _read_metadata(self) -> bool:
+        assert self._header is not None
+        n = self._header.metadata_bytes
+        stop = self._start + n
+        if stop <= self._end:
+            self._message = decode(self._header, self._small[self._start : stop])
+            self._start = stop
+            return True
+        if n > READ_BUFFER_BYTES:
+            self._start_large(n)
+        elif stop > READ_BUFFER_BYTES:
+            self._move_to_front()
+        return False
+
+    def _read_payload(self) -> bool:
+        assert self._header is not None
+        n = self._header.payload_bytes
+        if n == 0:
+            self._complete(_NOTHING)
+        elif self._end - self._start >= n:
+            payload = memoryview(bytearray(self._small[self._start : self._start + n]))
+            self._start += n
+            self._complete(payload)
+        else:
+            self._start_large(n)
+            return False
+        return True
+
+    def _start_large(self, n_bytes: int) -> None:
+        """Give the next ``n_bytes`` memory of their own and move what is there of them."""
+        self._large = memoryview(bytearray(n_bytes))
+        self._n_large = self._end - self._start
+        self._large[: self._n_large] = self._small[self._start : self._end]
+        self._start = self._end = 0
+
+    def _finish_large(self, large: memoryview) -> None:
+        self._large = None
+        assert self._header is not None
+        if self._message is None:
+            self._message = decode(self._header, large)
+        else:
+            self._complete(large)
+        self._parse()
+
+    def _complete(self, payload: memoryview) -> None:
+        header, message = self._header, self._message
+        assert header is not None
+        assert message is not None
+        fds: tuple[int, ...] = ()
+        if header.kind in WITH_DESCRIPTORS:
+            n = n_descriptors(message)
+            if len(self._fds) < n:
+                raise RemoteProtocolError(
+                    f"{header.kind.name} names {_named(header.kind, n)}, {len(self._fds)} descriptors came along",
+                    "descriptors",
+                    "restart the group; check the limit of open files (ulimit -n) if it comes again",
+                )
+            fds = tuple(self._fds.popleft() for _ in range(n))
+        self._header = self._message = None
+        # Looked up again: since the header came, this end may have sent something; states.py keeps the kind legal.
+        following = self._may_receive[header.kind]
+        if following is not self._state:
+            self.state = following
+        self._frames.append(Frame(header.kind, header.request_id, header.flags, message, payload, fds))
+
+    def _move_to_front(self) -> None:
+        n = self._end - self._start
+        self._small[:n] = self._small[self._start : self._end]
+        self._start, self._end = 0, n
+
+
+def _named(kind: Kind, n: int) -> str:
+    """What the descriptors of a frame are."""
+    return "a snapshot file" if kind in (Kind.SAVE, Kind.RESTORE) else f"{n} arenas"

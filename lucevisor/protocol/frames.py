@@ -1,0 +1,203 @@
+"""The frame: its 32-byte header, its limits, and the record a received frame becomes.
+
+Knows no sockets, no msgpack and no order of messages.  Invariant: a header that :func:`parse_header` returns has passed
+its check, is of a known kind and announces lengths within the limits of that kind: a reader may allocate what it says.
+
+Header, little-endian (docs/protocol.md):
+
+    offset 0   4s   magic b"LVSR"
+           4   u16  protocol version
+           6   u8   kind (messages.Kind)
+           7   u8   flags: of a STEP the stage it is for, zero of all other kinds
+           8   u64  request id
+          16   u32  metadata length, bytes
+          20   u32  payload length, bytes
+          24   u32  metadata check: CRC-32 of the metadata
+          28   u32  header check: CRC-32 of bytes 0 to 27
+
+The checks are there for lost and foreign bytes more than for flipped ones: a wrong length that passed would make the
+reader wait for bytes that never come.  A payload has no check: kernel sockets do not flip bits, and it is long.
+"""
+
+from __future__ import annotations
+
+import struct
+from typing import NamedTuple
+from zlib import crc32
+
+import msgspec
+
+from lucevisor.protocol.errors import LocalProtocolError, RemoteProtocolError
+from lucevisor.protocol.messages import PROTOCOL_VERSION, Kind, Message
+
+MAGIC = b"LVSR"
+HEADER_BYTES = 32
+CHECKED_BYTES = 28  # what the header check covers
+KIND_OFFSET = 6
+
+KIB = 1024
+MIB = 1024 * KIB
+MAX_METADATA_BYTES = 4 * MIB
+MAX_PAYLOAD_BYTES = 256 * MIB
+MAX_DESCRIPTORS = 64  # of one frame; the kernel passes at most 253 at once, a chain has one arena per boundary
+
+_DIFFER = "supervisor and daemon differ: restart the group after an upgrade"
+
+_HEADER = struct.Struct("<4sHBBQIIII")
+_UNCHECKED = struct.Struct("<4sHBBQIII")
+assert _HEADER.size == HEADER_BYTES
+assert _UNCHECKED.size == CHECKED_BYTES
+
+
+class Limits(NamedTuple):
+    """Longest metadata and payload of one kind, in bytes, and why."""
+
+    metadata_bytes: int
+    payload_bytes: int
+    reason: str
+
+
+LIMITS: dict[Kind, Limits] = {
+    Kind.HELLO: Limits(64 * KIB, 0, "some hundred bytes a device"),
+    Kind.LOAD: Limits(1 * MIB, 0, "paths of a file in many parts, at most 4 KiB each"),
+    Kind.LOADED: Limits(256 * KIB, 0, "one record a shard, one line an operation"),
+    Kind.STEP: Limits(
+        MAX_METADATA_BYTES,
+        MAX_PAYLOAD_BYTES,
+        "an id takes at most 5 bytes: the history of a 262,144-token context is 1.3 MiB, a full chunk and the page "
+        "tables of 64 such contexts another 1.5 MiB; payload: boundary rows where no arena reaches",
+    ),
+    Kind.STEP_RESULT: Limits(
+        MAX_METADATA_BYTES,
+        MAX_PAYLOAD_BYTES,
+        "at most 15 bytes a log-probability pair; payload: float32 logits of 256 rows of a 262,144-word vocabulary",
+    ),
+    Kind.FAILED: Limits(1 * MIB, 0, "a traceback"),
+    Kind.RESET: Limits(4 * KIB, 0, "one number"),
+    Kind.CHECK: Limits(1 * MIB, 0, "paths, as in Load"),
+    Kind.CHECKED: Limits(1 * MIB, 0, "one line a device and layer"),
+    Kind.SHUTDOWN: Limits(64 * KIB, 0, "one sentence"),
+    Kind.SAVE: Limits(
+        MAX_METADATA_BYTES, 0, "at most 200 bytes a tensor, 1,024 layers of 4; 5 bytes a page, 16,384 of 1 Mi tokens"
+    ),
+    Kind.SAVED: Limits(4 * KIB, 0, "three numbers"),
+    Kind.RESTORE: Limits(MAX_METADATA_BYTES, 0, "as Save"),
+    Kind.RESTORED: Limits(4 * KIB, 0, "three numbers and a remark"),
+    Kind.HEARTBEAT: Limits(4 * KIB, 0, "a dozen numbers"),
+    Kind.PROGRESS: Limits(4 * KIB, 0, "a dozen numbers"),
+    Kind.LOG_LINE: Limits(256 * KIB, 0, "one record; long texts are cut by the sender"),
+}
+
+MAX_FLAGS: dict[Kind, int] = {Kind.STEP: 255}
+"""Step: the stage it is for.  A daemon may run several; the record is the same for all of them.  Other kinds: zero."""
+
+
+class Frame(msgspec.Struct, frozen=True):
+    """One received frame.
+
+    ``payload`` is a writable view of bytes that nobody else will write; keep it as long as you like.  ``fds`` came with
+    the frame, one per arena the message names, in that order, or the snapshot file; close-on-exec; whoever takes the
+    frame closes them.
+    """
+
+    kind: Kind
+    request_id: int
+    flags: int
+    message: Message
+    payload: memoryview
+    fds: tuple[int, ...] = ()
+
+
+class Header(msgspec.Struct, frozen=True):
+    """A header that passed every test of :func:`parse_header`."""
+
+    kind: Kind
+    flags: int
+    request_id: int
+    metadata_bytes: int
+    payload_bytes: int
+    metadata_check: int
+
+
+# Number -> (kind, most flags, metadata and payload bytes): one look-up a frame.
+_BOUNDS = {
+    int(kind): (kind, MAX_FLAGS.get(kind, 0), limits.metadata_bytes, limits.payload_bytes)
+    for kind, limits in LIMITS.items()
+}
+
+
+def pack_header(kind: Kind, flags: int, request_id: int, metadata: bytes, payload_bytes: int) -> bytes:
+    """Header of a frame with this encoded metadata.  LocalProtocolError when a number is out of range."""
+    _, max_flags, max_metadata_bytes, max_payload_bytes = _BOUNDS[kind]
+    n_bytes = len(metadata)
+    if n_bytes > max_metadata_bytes:
+        raise _too_long(kind, "metadata", n_bytes, max_metadata_bytes)
+    if not 0 <= payload_bytes <= max_payload_bytes:
+        raise _too_long(kind, "payload", payload_bytes, max_payload_bytes)
+    if not 0 <= flags <= max_flags:
+        raise LocalProtocolError(
+            f"flags {flags:#x} are not defined", f"{kind.name} to send", "of a Step send the stage, 0 to 255; else 0"
+        )
+    try:
+        head = _UNCHECKED.pack(
+            MAGIC, PROTOCOL_VERSION, kind, flags, request_id, n_bytes, payload_bytes, crc32(metadata)
+        )
+    except struct.error as error:
+        raise LocalProtocolError(
+            f"request id {request_id} does not fit in 64 bits", f"{kind.name} to send", "take an id from 0 to 2**64 - 1"
+        ) from error
+    return head + crc32(head).to_bytes(4, "little")
+
+
+def parse_header(data: memoryview) -> Header:
+    """Read the 32 bytes ``data``.
+
+    RemoteProtocolError on foreign, damaged or oversized headers, before anything is allocated for them.
+    """
+    magic, version, number, flags, request_id, metadata_bytes, payload_bytes, metadata_check, header_check = (
+        _HEADER.unpack(data)
+    )
+    if magic != MAGIC:
+        raise foreign_bytes(magic)
+    if version != PROTOCOL_VERSION:
+        raise RemoteProtocolError(
+            f"the peer speaks wire protocol {version}, this side {PROTOCOL_VERSION}",
+            "frame header",
+            "install the same lucevisor for the supervisor and for the group's interpreter, then restart the group",
+        )
+    if crc32(data[:CHECKED_BYTES]) != header_check:
+        raise damaged("the check of the frame header does not match", "frame header")
+    bounds = _BOUNDS.get(number)
+    if bounds is None:
+        raise RemoteProtocolError(f"unknown frame kind {number}", "frame header", _DIFFER)
+    kind, max_flags, max_metadata_bytes, max_payload_bytes = bounds
+    if flags > max_flags:
+        raise RemoteProtocolError(f"{kind.name} has flags {flags:#x}, not defined for it", "frame header", _DIFFER)
+    if metadata_bytes > max_metadata_bytes or payload_bytes > max_payload_bytes:
+        raise RemoteProtocolError(
+            f"{kind.name} announces {metadata_bytes} bytes of metadata and {payload_bytes} of payload, allowed are "
+            f"{max_metadata_bytes} and {max_payload_bytes}",
+            "frame header",
+            "restart the group; if it comes again, report it with the daemon's log",
+        )
+    return Header(kind, flags, request_id, metadata_bytes, payload_bytes, metadata_check)
+
+
+def foreign_bytes(found: bytes) -> RemoteProtocolError:
+    """The error for bytes that start no frame; for readers that have fewer than 32 of them."""
+    return RemoteProtocolError(
+        f"a frame starts with {MAGIC!r}, found {found!r}",
+        "frame header",
+        "something else writes to this descriptor, or bytes were lost: restart the group",
+    )
+
+
+def damaged(what: str, where: str) -> RemoteProtocolError:
+    """The error for bytes that do not match their check."""
+    return RemoteProtocolError(what, where, "the stream is damaged and cannot be read any further: restart the group")
+
+
+def _too_long(kind: Kind, part: str, n_bytes: int, limit: int) -> LocalProtocolError:
+    less = "send less at once: fewer tokens in the step, shorter texts"
+    advice = f"a {kind.name} carries no payload" if limit == 0 else less
+    return LocalProtocolError(f"{part} of {n_bytes} bytes is outside of 0 to {limit}", f"{kind.name} to send", advice)

@@ -1,0 +1,140 @@
+"""What the supervisor asks of a daemon's Hello before it sends anything to load.
+
+Pure: records in, findings out.  Invariant: every finding comes with the line that fixes it, and all findings are listed
+at once, so an environment is put right in one go.
+"""
+
+from __future__ import annotations
+
+import re
+
+import msgspec
+
+from lucevisor.model.values import Backend
+from lucevisor.protocol.messages import PROTOCOL_VERSION, DeviceInfo, Hello
+
+MIN_PYTHON = "3.11"
+MIN_TORCH = "2.4"
+MIN_PACKAGES = {"msgspec": "0.19", "numpy": "1.26", "gguf": "0.17"}
+
+_DEVICE_ADVICE = {
+    Backend.CUDA: "nvidia-smi must list it, and CUDA_VISIBLE_DEVICES in [groups.{group}] env must not hide it",
+    Backend.HIP: "rocminfo must list it, HIP_VISIBLE_DEVICES in [groups.{group}] env must not hide it, and the user "
+    "must be in the groups render and video",
+    Backend.CPU: "a cpu daemon always lists the host: report it with the daemon's log",
+}
+
+
+class Expected(msgspec.Struct, frozen=True):
+    """What the configuration says about a group.  ``devices``: indices that the plan uses."""
+
+    group: str
+    backend: Backend
+    source_hash: str
+    devices: list[int]
+
+
+class Problem(msgspec.Struct, frozen=True):
+    """One reason not to use a daemon, and the line that fixes it."""
+
+    what: str
+    advice: str
+
+    def __str__(self) -> str:
+        return f"{self.what}: {self.advice}"
+
+
+def check_hello(hello: Hello, expected: Expected) -> list[Problem]:
+    """Why the daemon that said ``hello`` cannot serve the group; empty when it can."""
+    problems = _version_problems(hello, expected)
+    pip = f"{hello.executable} -m pip install"
+    if not hello.torch:
+        problems.append(Problem(f"{hello.executable} cannot import torch", _torch_advice(expected, hello)))
+        return problems  # backend and devices are what torch says
+    if _older(hello.torch, MIN_TORCH):
+        problems.append(
+            Problem(
+                f"torch {hello.torch} of {hello.executable} is older than {MIN_TORCH}",
+                f"{pip} --upgrade torch  (the same build: see https://pytorch.org/get-started/locally)",
+            )
+        )
+    if hello.backend is not expected.backend:
+        problems.append(
+            Problem(
+                f"group {expected.group!r} is to be {expected.backend}, but torch {hello.torch} of {hello.executable} "
+                f"runs {hello.backend}",
+                f'{_torch_advice(expected, hello)}, or set backend = "{hello.backend}" in [groups.{expected.group}]',
+            )
+        )
+        return problems  # device indices of another backend say nothing
+    return problems + _device_problems(hello.devices, expected)
+
+
+def _version_problems(hello: Hello, expected: Expected) -> list[Problem]:
+    problems = []
+    uninstall = f"{hello.executable} -m pip uninstall lucevisor"
+    same_code = f"restart the supervisor; if it stays, remove the other lucevisor: {uninstall}"
+    if hello.protocol != PROTOCOL_VERSION:
+        problems.append(Problem(f"the daemon speaks wire protocol {hello.protocol}, not {PROTOCOL_VERSION}", same_code))
+    elif hello.source_hash != expected.source_hash:
+        problems.append(
+            Problem(
+                f"the daemon runs other code (hash {hello.source_hash}) than the supervisor ({expected.source_hash})",
+                same_code,
+            )
+        )
+    if _older(hello.python, MIN_PYTHON):
+        problems.append(
+            Problem(
+                f"{hello.executable} is Python {hello.python}, at least {MIN_PYTHON} is needed",
+                f"set python in [groups.{expected.group}] to a newer interpreter that has torch",
+            )
+        )
+    for package, minimum in MIN_PACKAGES.items():
+        version = hello.packages.get(package, "")
+        if not version:
+            problems.append(Problem(f"{hello.executable} cannot import {package}", _pip(hello, package, minimum)))
+        elif _older(version, minimum):
+            problems.append(
+                Problem(
+                    f"{package} {version} of {hello.executable} is older than {minimum}", _pip(hello, package, minimum)
+                )
+            )
+    return problems
+
+
+def _device_problems(devices: list[DeviceInfo], expected: Expected) -> list[Problem]:
+    """A cpu group has every index: each is a shard of its own on the host, as tests of splits use it."""
+    if expected.backend is Backend.CPU and devices:
+        return []
+    visible = {device.index: device.name for device in devices}
+    listing = ", ".join(f"{expected.group}:{index} ({name})" for index, name in sorted(visible.items())) or "none"
+    return [
+        Problem(
+            f"{expected.group}:{index} is not visible to its torch; visible: {listing}",
+            f"{_DEVICE_ADVICE[expected.backend].format(group=expected.group)}; or change placement.target_devices",
+        )
+        for index in sorted(set(expected.devices) - set(visible))
+    ]
+
+
+def _torch_advice(expected: Expected, hello: Hello) -> str:
+    builds = {Backend.CUDA: "a CUDA", Backend.HIP: "a ROCm", Backend.CPU: "any"}
+    return (
+        f"install {builds[expected.backend]} build with {hello.executable} -m pip install torch --index-url URL  "
+        f"(URL: see https://pytorch.org/get-started/locally), or set python in [groups.{expected.group}] to an "
+        "interpreter that has one"
+    )
+
+
+def _pip(hello: Hello, package: str, minimum: str) -> str:
+    return f"{hello.executable} -m pip install '{package}>={minimum}'"
+
+
+def _older(version: str, minimum: str) -> bool:
+    """Whether ``version`` ("2.13.0a0+git1", "3.11.7") lies before ``minimum`` in its numbers."""
+    return _numbers(version) < _numbers(minimum)
+
+
+def _numbers(version: str) -> list[int]:
+    return [int(number) for number in re.findall(r"\d+", version.split("+")[0])]

@@ -1,0 +1,69 @@
+"""The snapshot store for an event loop: every call runs in a thread of a pool, so the loop never waits for a disk.
+
+Knows no more than the store.  Invariant: a call that was cancelled still runs to its end, and what it opened is closed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import ParamSpec, TypeVar
+
+from lucevisor.snapshots.layout import Slot
+from lucevisor.snapshots.policy import SnapshotEntry
+from lucevisor.snapshots.store import Reading, SnapshotStore
+from lucevisor.snapshots.writer import Writing
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+N_THREADS = 3  # a save that waits for its fsync, a restore, and one for everything else
+
+
+class BackgroundStore:
+    """The blocking methods of :class:`SnapshotStore` as coroutines, with the same errors."""
+
+    def __init__(self, store: SnapshotStore, n_threads: int = N_THREADS) -> None:
+        self.store = store
+        self._pool = ThreadPoolExecutor(n_threads, thread_name_prefix="snapshots")
+
+    async def scan(self) -> list[SnapshotEntry]:
+        return await self._run(self.store.scan)
+
+    async def begin(self, slot: Slot) -> Writing:
+        return await self._run_or_undo(lambda w: self.store.abort(w, "the save was cancelled"), self.store.begin, slot)
+
+    async def finish(self, writing: Writing, n_bytes: int) -> SnapshotEntry:
+        return await self._run(self.store.finish, writing, n_bytes)
+
+    async def abort(self, writing: Writing, reason: str) -> None:
+        await self._run(self.store.abort, writing, reason)
+
+    async def open_for_restore(self, entry: SnapshotEntry, n_tokens: int | None = None) -> Reading:
+        return await self._run_or_undo(self.store.close_reading, self.store.open_for_restore, entry, n_tokens)
+
+    async def check(self, reading: Reading) -> None:
+        await self._run(self.store.check, reading)
+
+    async def discard(self, entry: SnapshotEntry, reason: str) -> None:
+        await self._run(self.store.discard, entry, reason)
+
+    def close(self) -> None:
+        """Wait for what is under way and end the threads.  Blocks as long as the disk does."""
+        self._pool.shutdown()
+        self.store.close()
+
+    async def _run(self, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        return await asyncio.wrap_future(self._pool.submit(work, *args, **kwargs))
+
+    async def _run_or_undo(
+        self, undo: Callable[[T], None], work: Callable[P, T], *args: P.args, **kwargs: P.kwargs
+    ) -> T:
+        """When the caller is cancelled meanwhile, nobody gets the result: undo it."""
+        under_way = self._pool.submit(work, *args, **kwargs)
+        try:
+            return await asyncio.shield(asyncio.wrap_future(under_way))
+        except asyncio.CancelledError:
+            under_way.add_done_callback(lambda done: None if done.exception() else undo(done.result()))
+            raise

@@ -1,0 +1,232 @@
+"""System calls on the directory of snapshots: its lock, headers, checksums, names.
+
+Knows the file format's header, no policy and no daemons.  Invariants: what is not named as ours is neither opened nor
+changed; every failure is an OSError or a SnapshotError, never a signal: files are read, not mapped, since a page that
+cannot be read would end the process.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import stat
+import time
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import xxhash
+
+from lucevisor.errors import ConfigError
+from lucevisor.protocol.messages import SnapshotTensor
+from lucevisor.snapshots.file_format import LENGTH_BYTES, header_bytes, parse
+from lucevisor.snapshots.layout import Fault, Snapshot, SnapshotError
+from lucevisor.snapshots.policy import LOCK_FILE, REFUSED, FileKind, FileUse, read_name, victims
+
+PIECE_BYTES = 1 << 20
+"""Read and hashed at a time: stays in the processor's cache, and the interpreter is free while it is worked on."""
+LOCK_S = 5.0
+"""The directory is locked for moments only; who waits longer waits for a process that was stopped."""
+
+_OURS = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
+"""Errors that say something about this process, nothing about the file."""
+
+Hook = Callable[[str], None]
+"""Called before each step of the write protocol, with its name; tests kill the process or raise OSError there."""
+
+
+@contextmanager
+def locked(directory: Path) -> Iterator[None]:
+    """Hold the directory's lock: no other supervisor creates, renames, removes or cleans meanwhile.
+
+    The kernel gives the lock back when its holder dies.  Raises TimeoutError, and OSError when the lock file cannot be
+    made.
+    """
+    fd = os.open(directory / LOCK_FILE, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    try:
+        deadline = time.monotonic() + LOCK_S
+        while not try_lock(fd):
+            if time.monotonic() > deadline:
+                reason = f"another process has held its lock for {LOCK_S:g} s"
+                raise TimeoutError(errno.ETIMEDOUT, reason, str(directory / LOCK_FILE))
+            time.sleep(0.005)
+        yield
+    finally:
+        os.close(fd)
+
+
+def try_lock(fd: int) -> bool:
+    """Lock a file for this descriptor and its copies, unless somebody else has."""
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def list_files(directory: Path) -> list[FileUse]:
+    """Our regular files in the directory, of every model: complete, set aside and partial ones."""
+    found = []
+    with os.scandir(directory) as rows:
+        for row in rows:
+            kind = read_name(row.name).kind
+            if kind is FileKind.STRANGER:
+                continue
+            with suppress(FileNotFoundError):  # another supervisor removed it
+                status = row.stat(follow_symlinks=False)
+                if stat.S_ISREG(status.st_mode):
+                    found.append(FileUse(row.name, status.st_size, status.st_mtime, kind))
+    return sorted(found, key=lambda f: f.file)
+
+
+def remove_leftover(path: Path) -> bool:
+    """Remove a partial file that nobody writes any more; False when somebody does.  Hold the directory's lock.
+
+    Its writer holds a lock on it; the kernel gave that back when the last process with a copy of the descriptor died.
+    """
+    try:
+        fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+    except FileNotFoundError:
+        return False
+    try:
+        if not try_lock(fd):
+            return False
+        with suppress(FileNotFoundError):
+            path.unlink()
+        return True
+    finally:
+        os.close(fd)
+
+
+def set_aside(path: Path) -> Path:
+    """Rename a file so that no supervisor reads it again; its new path.  Hold the directory's lock."""
+    target, n = path.with_name(path.name + REFUSED), 0
+    while target.exists():
+        n += 1
+        target = path.with_name(f"{path.name}{REFUSED}.{n}")
+    path.rename(target)
+    return target
+
+
+def open_snapshot(path: Path) -> tuple[int, Snapshot, os.stat_result]:
+    """Open a file and read its header.  Raises SnapshotError."""
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+    except FileNotFoundError as error:
+        raise SnapshotError(Fault.GONE, "file", "is not there any more") from error
+    except OSError as error:
+        raise unreadable("file", error) from error
+    try:
+        status = os.fstat(fd)
+        if not stat.S_ISREG(status.st_mode):
+            raise SnapshotError(Fault.FOREIGN, "file", "is no regular file")
+        return fd, read_header(fd, status.st_size), status
+    except BaseException:
+        os.close(fd)
+        raise
+
+
+def read_header(fd: int, file_bytes: int) -> Snapshot:
+    """Read and check the header of an open file.  Raises SnapshotError."""
+    try:
+        length = os.pread(fd, LENGTH_BYTES, 0)
+        n = header_bytes(length, file_bytes)
+        header = bytearray(n)
+        read_into(fd, memoryview(header), 0)
+    except OSError as error:
+        raise unreadable("header", error) from error
+    return parse(bytes(header), file_bytes)
+
+
+def read_into(fd: int, buffer: memoryview, offset: int) -> None:
+    """Fill ``buffer`` from the file.  Raises SnapshotError when the file ends before that, and OSError."""
+    at = 0
+    while at < len(buffer):
+        n = os.preadv(fd, [buffer[at:]], offset + at)
+        if n == 0:
+            raise SnapshotError(Fault.TRUNCATED, "file", f"ends at byte {offset + at}")
+        at += n
+
+
+def unreadable(where: str, error: OSError) -> SnapshotError:
+    """The fault of a file that the system does not give us."""
+    name = errno.errorcode.get(error.errno or 0, "error")
+    return SnapshotError(Fault.UNREADABLE, where, f"cannot be read: {name}, {error.strerror}")
+
+
+def is_our_own(error: SnapshotError) -> bool:
+    """Whether a file could not be read for want of descriptors or memory: it may be good."""
+    return isinstance(error.__cause__, OSError) and error.__cause__.errno in _OURS
+
+
+def checksums(fd: int, tensors: Iterable[SnapshotTensor], pool: ThreadPoolExecutor) -> dict[str, str]:
+    """xxh3_64 of every tensor's bytes in the file, several at a time.  Raises OSError, SnapshotError."""
+    tensors = list(tensors)
+    found = pool.map(lambda t: checksum(fd, t.offset, t.n_bytes), tensors)
+    return dict(zip((t.name for t in tensors), found, strict=True))
+
+
+def checksum(fd: int, offset: int, n_bytes: int) -> str:
+    """xxh3_64 of a part of a file, 16 hex digits."""
+    digest = xxhash.xxh3_64()
+    buffer = memoryview(bytearray(min(PIECE_BYTES, n_bytes)))
+    for at in range(0, n_bytes, PIECE_BYTES):
+        piece = buffer[: min(PIECE_BYTES, n_bytes - at)]
+        read_into(fd, piece, offset + at)
+        digest.update(piece)
+    return digest.hexdigest()
+
+
+def compare(found: Mapping[str, str], snapshot: Snapshot) -> None:
+    """Raise SnapshotError naming the first tensor whose checksum is not the recorded one."""
+    for tensor in snapshot.tensors:
+        if found[tensor.name] != snapshot.checksums[tensor.name]:
+            raise SnapshotError(
+                Fault.DAMAGED,
+                f"tensor {tensor.name}",
+                f"its bytes have the checksum {found[tensor.name]}, recorded is {snapshot.checksums[tensor.name]}",
+            )
+
+
+def write_all(fd: int, data: bytes, offset: int) -> None:
+    """Write ``data`` at ``offset``, whole."""
+    view = memoryview(data)
+    while view:
+        n = os.pwrite(fd, view, offset)
+        view, offset = view[n:], offset + n
+
+
+def sync_directory(directory: Path) -> None:
+    """Make the directory's names durable."""
+    fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def prune_directory(directory: Path, disk_bytes: int, keep: Collection[str] = ()) -> list[FileUse]:
+    """Remove what :func:`victims` chooses; hold the directory's lock.  Returns what was removed."""
+    gone = []
+    for one in victims(list_files(directory), disk_bytes, keep):
+        (directory / one.file).unlink(missing_ok=True)
+        gone.append(one)
+    return gone
+
+
+def make_directory(directory: Path) -> None:
+    """Make the directory, for this user alone.  Raises ConfigError when it is, or becomes, none."""
+    try:
+        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError("cache.dir", str(directory), say(error), "name a directory that can be written") from error
+
+
+def say(error: Exception) -> str:
+    """An error in a line: for the system's own their name and number too."""
+    if isinstance(error, OSError) and error.errno is not None:
+        where = f" ({Path(str(error.filename)).name})" if error.filename else ""
+        return f"{errno.errorcode.get(error.errno, 'errno')} {error.errno}: {error.strerror}{where}"
+    return str(error)

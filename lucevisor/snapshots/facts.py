@@ -1,0 +1,72 @@
+"""The operations of ``lucevisor cache`` with answers that go into JSON: for the command line and the admin API alike.
+
+Everything blocks on the disk.  Knows neither models nor supervisors.  Invariant: a name that is not in the directory
+under a name of ours is refused before anything is done.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from lucevisor.snapshots import tools
+from lucevisor.snapshots.policy import FileKind, FileUse
+from lucevisor.snapshots.tools import CacheError, Listing
+
+Facts = dict[str, Any]
+
+
+def files(directory: Path) -> list[Facts]:
+    """Every file of ours, the last used first; reads headers only.  Raises CacheError."""
+    return [_file(one) for one in tools.listing(directory)]
+
+
+def to_verify(directory: Path, wanted: Sequence[str]) -> list[str]:
+    """The snapshots to check: those that are named, or all.  Raises CacheError for a name that is none."""
+    found = [one.use.file for one in tools.listing(directory) if one.use.kind is FileKind.SNAPSHOT]
+    for file in wanted:
+        if file not in found:
+            raise CacheError(f"{file} is no snapshot in {directory}: `lucevisor cache ls` shows what is there")
+    return list(dict.fromkeys(wanted)) or found
+
+
+def verify(directory: Path, file: str, *, set_aside: bool) -> Facts:
+    """Compare every checksum of one file.  ``problem``: empty when it is good; ``gone``: it was removed meanwhile;
+    ``set_aside``: its new name, if any.
+    """
+    found = tools.verify(directory, file)
+    aside = tools.set_aside(directory, file, found.inode) if found.problem and set_aside else ""
+    return {"file": file, "problem": found.problem, "gone": found.gone, "set_aside": aside}
+
+
+def prune(directory: Path, disk_bytes: int, *, refused: bool) -> list[Facts]:
+    """Remove leftovers, then the least recently used until the rest fits; what was removed.  Raises CacheError."""
+    return [_use(one) for one in tools.prune(directory, disk_bytes, refused=refused)]
+
+
+def remove(directory: Path, wanted: Sequence[str], *, everything: bool) -> list[Facts]:
+    """Remove files by name, or all of ours; what was removed.  Raises CacheError."""
+    return [_use(one) for one in tools.remove(directory, None if everything else wanted)]
+
+
+def _use(use: FileUse) -> Facts:
+    return {"file": use.file, "state": use.kind.value, "n_bytes": use.n_bytes, "used_s": use.used_s}
+
+
+def _file(one: Listing) -> Facts:
+    facts = _use(one.use) | {"problem": one.problem}
+    if one.problem:
+        facts["state"] = "damaged"
+    if one.snapshot is not None:
+        s = one.snapshot
+        facts |= {
+            "model": s.model,
+            "architecture": s.architecture,
+            "fingerprint": s.fingerprint,
+            "n_tokens": s.n_tokens,
+            "dtype": s.dtype.value,
+            "kv_dtype": s.kv_dtype.value,
+            "created_s": s.created_s,
+        }
+    return facts

@@ -1,0 +1,304 @@
+"""The snapshot file: a header in front of the tensors of one prefix slot, in the layout of safetensors.
+
+Described for readers in docs/snapshot-format.md.  Pure: numbers and bytes, no files, no clock, no checksum library (the
+checksums of tensors are texts that somebody else computed).  Invariant: what :func:`parse` accepts was written by
+:func:`pack` and has not lost or changed one bit of its header; its tensors lie one after the other up to the last byte
+of the file.
+"""
+
+from __future__ import annotations
+
+import base64
+import zlib
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from hashlib import sha256
+from math import isfinite
+from typing import Any
+
+import msgspec
+
+from lucevisor.model.values import PAGE_TOKENS, Dtype
+from lucevisor.protocol.messages import SnapshotTensor
+from lucevisor.snapshots.layout import (
+    DRAFTER,
+    ITEM_BYTES,
+    Fault,
+    NextToken,
+    Slot,
+    Snapshot,
+    SnapshotError,
+    StateModel,
+    pack_tokens,
+    slot_tensors,
+    tensor_bytes,
+)
+
+FORMAT = "lucevisor-snapshot"
+FORMAT_VERSION = 2
+
+LENGTH_BYTES = 8
+DATA_ALIGNMENT = 4096
+"""The tensors start at a multiple of it: what maps the file gets whole memory pages."""
+MAX_HEADER_BYTES = 64 << 20
+MAX_TOKENS = 1 << 24
+"""More than any context; bounds what a header may unpack to."""
+NO_CHECKSUM = "0" * 16
+
+_CHECK_DIGITS = 64
+_START = b'{"__metadata__":{"header_check":"'
+_CHECK_AT = LENGTH_BYTES + len(_START)
+MIN_HEADER_BYTES = len(_START) + _CHECK_DIGITS + 4
+
+
+# ---- layout
+
+
+def lay_out(model: StateModel, slot: Slot) -> Snapshot:
+    """The file of a slot: every tensor at its place, checksums still unknown.  Raises ValueError for no tokens."""
+    n = len(slot.tokens)
+    if not 0 < n <= MAX_TOKENS:
+        raise ValueError(f"a snapshot of {n} tokens; it holds 1 to {MAX_TOKENS}")
+    tensors = slot_tensors(model.layers, n, model.kv_dtype)
+    tensors += [
+        SnapshotTensor(DRAFTER + t.name, -1, t.name, t.dtype, t.shape, 0, tensor_bytes(t.dtype, t.shape))
+        for t in slot.drafter
+    ]
+    tensors.sort(key=lambda t: -ITEM_BYTES[t.dtype])  # stable: a drafter's come last of their size
+    snapshot = Snapshot(
+        fingerprint=model.fingerprint,
+        architecture=model.architecture,
+        model=model.name,
+        dtype=model.dtype,
+        kv_dtype=model.kv_dtype,
+        packed_tokens=pack_tokens(slot.tokens),
+        created_s=slot.created_s,
+        next_token=slot.next_token,
+        tensors=_placed(tensors, 0),
+        checksums={t.name: NO_CHECKSUM for t in tensors},
+        data_start=0,
+    )
+    start = -(-(LENGTH_BYTES + len(_json(snapshot))) // DATA_ALIGNMENT) * DATA_ALIGNMENT
+    return replace(snapshot, tensors=_placed(tensors, start), data_start=start)
+
+
+def _placed(tensors: Sequence[SnapshotTensor], start: int) -> tuple[SnapshotTensor, ...]:
+    placed, at = [], start
+    for t in tensors:
+        placed.append(msgspec.structs.replace(t, offset=at))
+        at += t.n_bytes
+    return tuple(placed)
+
+
+# ---- header to bytes
+
+
+def pack(snapshot: Snapshot) -> bytes:
+    """The first ``data_start`` bytes of the file: length, JSON, spaces.  ``header_check`` is computed here."""
+    text = _json(snapshot).ljust(snapshot.data_start - LENGTH_BYTES)
+    whole = bytearray(len(text).to_bytes(LENGTH_BYTES, "little") + text)
+    if len(whole) != snapshot.data_start:
+        raise ValueError(f"the header takes {len(whole)} bytes, laid out were {snapshot.data_start}")
+    whole[_CHECK_AT : _CHECK_AT + _CHECK_DIGITS] = header_check(whole).encode("ascii")
+    return bytes(whole)
+
+
+def header_check(header: bytes | bytearray) -> str:
+    """sha256 over the length field, the JSON text and the spaces; the digits of the check itself count as zeros."""
+    digest = sha256(header[:_CHECK_AT])
+    digest.update(b"0" * _CHECK_DIGITS)
+    digest.update(header[_CHECK_AT + _CHECK_DIGITS :])
+    return digest.hexdigest()
+
+
+def _json(s: Snapshot) -> bytes:
+    metadata = {
+        "header_check": "0" * _CHECK_DIGITS,  # first, so that its place is known before anything is parsed
+        "format": FORMAT,
+        "format_version": str(FORMAT_VERSION),
+        "model_fingerprint": s.fingerprint,
+        "model_architecture": s.architecture,
+        "model_name": s.model,
+        "page_tokens": str(PAGE_TOKENS),
+        "dtype": s.dtype.value,
+        "kv_dtype": s.kv_dtype.value,
+        "n_tokens": str(s.n_tokens),
+        "tokens": base64.b64encode(zlib.compress(s.packed_tokens, 6)).decode("ascii"),
+        "created_s": repr(float(s.created_s)),
+        "next_token": _text(s.next_token) if s.next_token is not None else "",
+        "first_positions": _text({t.name: t.first for t in s.tensors if t.first}),
+        "checksums": _text({t.name: s.checksums[t.name] for t in s.tensors}),
+    }
+    rows: dict[str, Any] = {"__metadata__": metadata}
+    for t in s.tensors:
+        at = t.offset - s.data_start
+        rows[t.name] = {"dtype": t.dtype, "shape": t.shape, "data_offsets": (at, at + t.n_bytes)}
+    text = msgspec.json.encode(rows)
+    assert text.startswith(_START)
+    return text
+
+
+def _text(value: object) -> str:
+    return msgspec.json.encode(value).decode("utf-8")
+
+
+# ---- bytes to header
+
+
+class _Row(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    dtype: str
+    shape: tuple[int, ...]
+    data_offsets: tuple[int, int]
+
+
+def header_bytes(length: bytes, file_bytes: int) -> int:
+    """How many bytes to read from the start of the file for :func:`parse`; ``length`` are its first 8.
+
+    Raises SnapshotError when no header of such a length can be in a file of ``file_bytes``.
+    """
+    if len(length) < LENGTH_BYTES or file_bytes < LENGTH_BYTES + MIN_HEADER_BYTES:
+        raise SnapshotError(Fault.TRUNCATED, "header length", f"the file has {file_bytes} bytes, less than any header")
+    n = int.from_bytes(length, "little")
+    if not MIN_HEADER_BYTES <= n <= MAX_HEADER_BYTES:
+        raise SnapshotError(Fault.DAMAGED, "header length", f"{n} bytes, no header is so long")
+    if LENGTH_BYTES + n > file_bytes:
+        raise SnapshotError(Fault.TRUNCATED, "header length", f"{n} bytes, the file has {file_bytes}")
+    return LENGTH_BYTES + n
+
+
+def parse(header: bytes, file_bytes: int) -> Snapshot:
+    """Read the bytes that :func:`header_bytes` asked for.  Raises SnapshotError naming the field."""
+    if not header.startswith(_START, LENGTH_BYTES):
+        raise SnapshotError(Fault.FOREIGN, "start of the header", "is not that of a snapshot: foreign or damaged")
+    if header[_CHECK_AT : _CHECK_AT + _CHECK_DIGITS] != header_check(header).encode("ascii"):
+        raise SnapshotError(Fault.DAMAGED, "header_check", "does not match the header")
+    try:
+        rows = msgspec.json.decode(header[LENGTH_BYTES:], type=dict[str, msgspec.Raw])
+        metadata = msgspec.json.decode(rows.pop("__metadata__"), type=dict[str, str])
+        tensors = {name: msgspec.json.decode(row, type=_Row) for name, row in rows.items()}
+    except (ValueError, RecursionError) as error:
+        raise SnapshotError(Fault.FOREIGN, "header", f"is not that of a snapshot: {error}") from error
+    return _Parser(metadata, tensors, len(header), file_bytes).snapshot()
+
+
+class _Parser:
+    def __init__(self, metadata: Mapping[str, str], rows: Mapping[str, _Row], data_start: int, file_bytes: int) -> None:
+        self.metadata, self.rows, self.data_start, self.file_bytes = metadata, rows, data_start, file_bytes
+
+    def snapshot(self) -> Snapshot:
+        self._check_version()
+        firsts = self._mapping("first_positions", int)
+        checksums = self._mapping("checksums", str)
+        if set(checksums) != set(self.rows):
+            raise self._foreign("checksums", "do not name the file's tensors")
+        tensors = self._tensors(firsts)
+        end = self.data_start + sum(t.n_bytes for t in tensors)
+        if self.file_bytes != end:
+            fault = Fault.TRUNCATED if self.file_bytes < end else Fault.DAMAGED
+            raise SnapshotError(fault, "file length", f"{self.file_bytes} bytes, the header says {end}")
+        return Snapshot(
+            fingerprint=self._get("model_fingerprint"),
+            architecture=self._get("model_architecture"),
+            model=self._get("model_name"),
+            dtype=self._dtype("dtype"),
+            kv_dtype=self._dtype("kv_dtype"),
+            packed_tokens=self._tokens(),
+            created_s=self._created(),
+            next_token=self._next_token(),
+            tensors=tensors,
+            checksums=checksums,
+            data_start=self.data_start,
+        )
+
+    def _foreign(self, key: str, reason: str) -> SnapshotError:
+        return SnapshotError(Fault.FOREIGN, key, reason)
+
+    def _get(self, key: str) -> str:
+        try:
+            return self.metadata[key]
+        except KeyError:
+            raise self._foreign(key, "is missing") from None
+
+    def _number(self, key: str, most: int) -> int:
+        text = self._get(key)
+        if not (text.isascii() and text.isdigit() and len(text) <= 12 and 0 < int(text) <= most):
+            raise self._foreign(key, f"is {text[:40]!r}, expected 1 to {most}")
+        return int(text)
+
+    def _check_version(self) -> None:
+        if self._get("format") != FORMAT:
+            raise self._foreign("format", f"is {self._get('format')[:40]!r}, not {FORMAT!r}")
+        version = self._number("format_version", 1 << 31)
+        if version < FORMAT_VERSION:
+            reason = (
+                f"is {version}: made by an earlier version of lucevisor, whose fingerprint did not cover all weights"
+            )
+            raise SnapshotError(Fault.OLDER, "format_version", reason)
+        if version > FORMAT_VERSION:
+            raise SnapshotError(Fault.NEWER, "format_version", f"is {version}, this lucevisor reads {FORMAT_VERSION}")
+        if self._number("page_tokens", 1 << 20) != PAGE_TOKENS:
+            raise SnapshotError(Fault.MISFIT, "page_tokens", f"is {self._get('page_tokens')}, ours is {PAGE_TOKENS}")
+
+    def _mapping(self, key: str, kind: type) -> dict[str, Any]:
+        try:
+            return msgspec.json.decode(self._get(key), type=dict[str, kind])  # type: ignore[valid-type]
+        except ValueError as error:
+            raise self._foreign(key, f"is no JSON map: {error}") from error
+
+    def _dtype(self, key: str) -> Dtype:
+        try:
+            return Dtype(self._get(key))
+        except ValueError:
+            raise self._foreign(key, f"is {self._get(key)[:40]!r}, no number format we know") from None
+
+    def _tokens(self) -> bytes:
+        n = self._number("n_tokens", MAX_TOKENS)
+        try:
+            unpacker = zlib.decompressobj()
+            packed = unpacker.decompress(base64.b64decode(self._get("tokens"), validate=True), 4 * n + 1)
+        except (ValueError, zlib.error) as error:
+            raise self._foreign("tokens", f"cannot be unpacked: {error}") from error
+        if len(packed) != 4 * n:
+            raise self._foreign("tokens", f"are not the {n} that n_tokens says")
+        return packed
+
+    def _created(self) -> float:
+        try:
+            created = float(self._get("created_s"))
+        except ValueError:
+            raise self._foreign("created_s", "is no number") from None
+        if not isfinite(created):
+            raise self._foreign("created_s", "is no time")
+        return created
+
+    def _next_token(self) -> NextToken | None:
+        text = self._get("next_token")
+        try:
+            return msgspec.json.decode(text, type=NextToken) if text else None
+        except ValueError as error:
+            raise self._foreign("next_token", f"is no record of a token: {error}") from error
+
+    def _tensors(self, firsts: Mapping[str, int]) -> tuple[SnapshotTensor, ...]:
+        found, at = [], 0
+        for name, row in sorted(self.rows.items(), key=lambda item: item[1].data_offsets):
+            start, stop = row.data_offsets
+            if row.dtype not in ITEM_BYTES or min(row.shape, default=0) < 0 or len(row.shape) > 8:
+                raise self._foreign(f"tensor {name}", f"dtype {row.dtype[:20]!r}, shape {list(row.shape)[:8]}")
+            if start != at or stop - start != tensor_bytes(row.dtype, row.shape):
+                raise self._foreign(f"tensor {name}", f"bytes {start} to {stop} do not follow {at} or fit its shape")
+            layer, kind = _layer_and_kind(name)
+            first, offset = firsts.get(name, 0), self.data_start + at
+            found.append(SnapshotTensor(name, layer, kind, row.dtype, row.shape, offset, stop - start, first))
+            at = stop
+        return tuple(found)
+
+
+def _layer_and_kind(name: str) -> tuple[int, str]:
+    """``layers.12.k`` -> (12, "k"); a drafter's tensor has no layer of the target, -1."""
+    if name.startswith(DRAFTER):
+        return -1, name.removeprefix(DRAFTER)
+    head, _, rest = name.partition(".")
+    number, _, kind = rest.partition(".")
+    if head != "layers" or not (number.isascii() and number.isdigit() and len(number) < 6) or not kind:
+        raise SnapshotError(Fault.FOREIGN, f"tensor {name[:80]}", "is none that a layer has")
+    return int(number), kind

@@ -1,0 +1,220 @@
+"""What a snapshot holds: which tensors a prefix slot of a model has, and the records around them.
+
+Pure: numbers and names.  Knows no bytes of the file; those are in ``snapshot_file``.  Invariant: the tensors of a slot
+follow from the layer table, the number of tokens and the kv dtype alone, so a file written under one split is read
+under any other.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from math import prod
+
+import msgspec
+
+from lucevisor.model.spec import LayerSpec
+from lucevisor.model.values import SCALE, Dtype, LayerRange, Space
+from lucevisor.protocol.messages import SnapshotTensor
+
+Q8_GROUP = 32
+DRAFTER = "drafter."
+"""Starts the names of a drafter's tensors: kept and checked like all others, no business of the target's layers."""
+ITEM_BYTES = {"F32": 4, "BF16": 2, "F16": 2, "I8": 1}
+"""The number formats of the file, as safetensors writes them."""
+
+_STORED = {Dtype.FLOAT32: "F32", Dtype.BFLOAT16: "BF16", Dtype.FLOAT16: "F16"}
+
+
+class Fault(StrEnum):
+    """Why a file is refused, as the label of a metric."""
+
+    TRUNCATED = "truncated"
+    DAMAGED = "damaged"
+    FOREIGN = "foreign"
+    OLDER = "older"
+    NEWER = "newer"
+    OTHER_MODEL = "other_model"
+    MISFIT = "misfit"  # a snapshot of this model, but not of this shape of state
+    GONE = "gone"
+    UNREADABLE = "unreadable"
+
+
+class SnapshotError(Exception):
+    """A file that is no usable snapshot: what is wrong, and where in it."""
+
+    def __init__(self, fault: Fault, where: str, reason: str) -> None:
+        super().__init__(f"{where}: {reason}")
+        self.fault, self.where, self.reason = fault, where, reason
+
+
+class NextToken(msgspec.Struct, frozen=True):
+    """What the model said behind the slot: its best token, by which a restored state is judged.
+
+    ``input`` None: the prediction for position n_tokens, from the logits of the slot's last token.  Else the token that
+    was fed at position n_tokens; the prediction is then for position n_tokens + 1, which a restored state can compute.
+    ``top``: the best (id, log-probability) pairs, best first.
+    """
+
+    token: int
+    logprob: float | None = None
+    top: list[tuple[int, float]] = []
+    input: int | None = None
+
+    def agrees(self, token: int, tolerance: float = 0.0) -> bool:
+        """Whether ``token`` is the recorded one, or in ``top`` and not more than ``tolerance`` nats less likely."""
+        best = self.logprob if self.logprob is not None else (self.top[0][1] if self.top else None)
+        near = best is not None and any(i == token and best - p <= tolerance for i, p in self.top)
+        return token == self.token or near
+
+
+@dataclass(frozen=True, slots=True)
+class StateModel:
+    """What the slots of a loaded model are made of."""
+
+    fingerprint: str
+    architecture: str
+    name: str
+    dtype: Dtype  # of activations: states computed in another one differ in their last bits
+    kv_dtype: Dtype
+    layers: tuple[LayerSpec, ...] = field(repr=False)
+
+    @property
+    def whole_only(self) -> bool:
+        """Whether a slot can be used at its full length only: a recurrent state and a window belong to one position."""
+        return any(layer.space is not Space.FULL for layer in self.layers)
+
+
+@dataclass(frozen=True, slots=True)
+class DraftTensor:
+    """A tensor of a drafter's state; ``name`` without the leading ``drafter.``."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """A prefix slot to write: its tokens, when it was made, what came next."""
+
+    tokens: Sequence[int]
+    created_s: float  # Unix time
+    next_token: NextToken | None = None
+    drafter: tuple[DraftTensor, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """A header as read or to be written.  ``packed_tokens``: ids as little-endian uint32, 4 bytes each."""
+
+    fingerprint: str
+    architecture: str
+    model: str
+    dtype: Dtype
+    kv_dtype: Dtype
+    packed_tokens: bytes = field(repr=False)
+    created_s: float
+    next_token: NextToken | None
+    tensors: tuple[SnapshotTensor, ...] = field(repr=False)
+    checksums: Mapping[str, str] = field(repr=False)  # tensor name -> xxh3_64, 16 hex digits
+    data_start: int
+
+    @property
+    def n_tokens(self) -> int:
+        return len(self.packed_tokens) // 4
+
+    @property
+    def tokens(self) -> tuple[int, ...]:
+        return unpack_tokens(self.packed_tokens)
+
+    @property
+    def file_bytes(self) -> int:
+        return self.data_start + sum(t.n_bytes for t in self.tensors)
+
+    def of_layers(self, layers: LayerRange) -> list[SnapshotTensor]:
+        """The tensors that a daemon with these layers writes and reads."""
+        return [t for t in self.tensors if t.layer in layers and not t.name.startswith(DRAFTER)]
+
+    def of_drafter(self) -> list[SnapshotTensor]:
+        return [t for t in self.tensors if t.name.startswith(DRAFTER)]
+
+
+# ---- tensors
+
+
+def first_visible(layer: LayerSpec, n_tokens: int) -> int:
+    """The oldest position of a slot that a token behind it sees in this layer."""
+    return max(0, n_tokens - layer.window + 1) if layer.space is Space.WINDOW and layer.window else 0
+
+
+def slot_tensors(layers: Sequence[LayerSpec], n_tokens: int, kv_dtype: Dtype) -> list[SnapshotTensor]:
+    """The tensors of a slot of ``n_tokens``, offsets still 0: by size of an item, then layer, then kind.
+
+    So every tensor starts at a multiple of the size of its items, whatever the lengths.
+    """
+    found: list[SnapshotTensor] = []
+    for layer in layers:
+        first = first_visible(layer, n_tokens)
+        for state in layer.state:
+            shape = state.shape if layer.space is Space.RECURRENT else (n_tokens - first, *state.shape[1:])
+            for kind, dtype, extents in _stored(state.name, state.dtype or kv_dtype, shape):
+                name = f"layers.{layer.index}.{kind}"
+                n_bytes = tensor_bytes(dtype, extents)
+                found.append(SnapshotTensor(name, layer.index, kind, dtype, extents, 0, n_bytes, first))
+    return sorted(found, key=lambda t: (-ITEM_BYTES[t.dtype], t.layer, t.kind))
+
+
+def _stored(kind: str, dtype: Dtype, shape: tuple[int, ...]) -> list[tuple[str, str, tuple[int, ...]]]:
+    """(kind, dtype, shape) as stored: q8_0 as int8 codes and a float16 scale for 32 of them."""
+    if dtype is not Dtype.Q8_0:
+        return [(kind, _STORED[dtype], shape)]
+    n_groups = -(-shape[-1] // Q8_GROUP)
+    return [(kind, "I8", (*shape[:-1], n_groups * Q8_GROUP)), (kind + SCALE, "F16", (*shape[:-1], n_groups))]
+
+
+def tensor_bytes(dtype: str, shape: Sequence[int]) -> int:
+    return prod(shape) * ITEM_BYTES[dtype]
+
+
+def pack_tokens(tokens: Sequence[int]) -> bytes:
+    """Token ids as little-endian uint32.  Raises ValueError for an id that is no such number."""
+    try:
+        return struct.pack(f"<{len(tokens)}I", *tokens)
+    except struct.error as error:
+        raise ValueError(f"a token id is no number of 0 to 4294967295: {error}") from error
+
+
+def unpack_tokens(packed: bytes) -> tuple[int, ...]:
+    return struct.unpack(f"<{len(packed) // 4}I", packed)
+
+
+# ---- does it fit
+
+
+def check_fits(snapshot: Snapshot, model: StateModel) -> None:
+    """Raise SnapshotError unless the file holds the state of every layer of this model, and nothing else.
+
+    Another kv dtype is accepted: the daemons convert.
+    """
+    if snapshot.fingerprint != model.fingerprint:
+        raise SnapshotError(
+            Fault.OTHER_MODEL,
+            "model_fingerprint",
+            f"is that of {snapshot.model!r} ({snapshot.fingerprint[:16]}), running is {model.name!r} "
+            f"({model.fingerprint[:16]})",
+        )
+    wanted = {t.name: t for t in slot_tensors(model.layers, snapshot.n_tokens, snapshot.kv_dtype)}
+    found = {t.name: t for t in snapshot.tensors if not t.name.startswith(DRAFTER)}
+    for name in wanted.keys() - found.keys() | found.keys() - wanted.keys():
+        raise SnapshotError(Fault.MISFIT, f"tensor {name}", "is missing" if name in wanted else "is none of this model")
+    for name, tensor in found.items():
+        if msgspec.structs.replace(tensor, offset=0) != wanted[name]:
+            raise SnapshotError(
+                Fault.MISFIT,
+                f"tensor {name}",
+                f"{tensor.dtype} {list(tensor.shape)} from position {tensor.first}, this model has "
+                f"{wanted[name].dtype} {list(wanted[name].shape)} from {wanted[name].first}",
+            )

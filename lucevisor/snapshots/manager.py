@@ -1,0 +1,360 @@
+"""Prefix slots to disk and back: when a slot is saved, how a restored one comes to be used.
+
+Joins engine, store and daemons; every decision by number is in ``snapshots/policy.py``, every byte in the daemons and
+the store.  A request whose prompt a file knows better than memory is held, the file is read into reserved pages, its
+checksums are compared, the recorded next token is asked for, and only then the slot is published and the request
+starts.  Whatever goes wrong on the way, the request starts without.
+
+Invariant: a slot is published only when every daemon restored its part, every checksum was right and the next token was
+the recorded one; pages and descriptors are kept until every daemon is through with them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Coroutine, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import structlog
+
+from lucevisor import awake
+from lucevisor.config import CacheConfig
+from lucevisor.engine.core import Engine
+from lucevisor.engine.request import GenerationRequest, TokenEvent
+from lucevisor.kv.prefix_records import Hooks, Reservation
+from lucevisor.kv.prefix_tree import Slot
+from lucevisor.model.fingerprint import fingerprint
+from lucevisor.model.spec import ModelSpec
+from lucevisor.model.values import Dtype, Space
+from lucevisor.placement.result import Placement
+from lucevisor.protocol.messages import SlotPlace
+from lucevisor.snapshots.background import BackgroundStore
+from lucevisor.snapshots.file_format import lay_out
+from lucevisor.snapshots.layout import Fault, NextToken, StateModel
+from lucevisor.snapshots.layout import Slot as FileSlot
+from lucevisor.snapshots.policy import (
+    Candidate,
+    Match,
+    Occasion,
+    SavePolicy,
+    Speeds,
+    for_shutdown,
+    why_not,
+    why_not_read,
+)
+from lucevisor.snapshots.shard_transfers import ShardTransfers
+from lucevisor.snapshots.speeds import SpeedMeter
+from lucevisor.snapshots.store import Reading, SnapshotRefused, SnapshotStore
+from lucevisor.snapshots.transfers import Transfer
+from lucevisor.snapshots.writer import SnapshotFailed, Writing
+
+TRANSFER_S = 60.0
+"""A save or restore that takes longer is given up: its disk hangs."""
+
+N_TOP = 4
+"""Next tokens recorded beside the best: a near tie may fall out otherwise on another backend."""
+
+NEAR_TIE = {True: 1e-3, False: 0.25}
+"""Nats that the restored model's best token may be less likely than the recorded one, by whether the states are float32
+of the same formats: sums of other batches differ in their last bits."""
+
+log = structlog.get_logger("snapshots")
+
+
+async def open_snapshots(
+    engine: Engine, cache: CacheConfig, spec: ModelSpec, digests: Mapping[str, str], placement: Placement
+) -> Snapshots:
+    """Those of ``cache.dir``, scanned, not started.  ``digests``: of all tensors.  Raises ConfigError."""
+    mark = await asyncio.to_thread(fingerprint, spec, digests, placement.options)
+    model = StateModel(mark, spec.architecture, spec.name, placement.dtype, placement.kv_dtype, spec.layers)
+    store = BackgroundStore(SnapshotStore(Path(cache.dir), model, cache.disk))
+    await store.scan()
+    layers = {g: [s.layers for s in placement.stages_of(g)] for g in placement.groups}
+    return Snapshots(engine, store, ShardTransfers(layers), SavePolicy(cache.min_tokens, cache.disk))
+
+
+@dataclass(slots=True, eq=False)
+class _Restoring:
+    """A restore under way, and the requests that wait for it.  ``late``: they do not any more, nor will others."""
+
+    match: Match
+    waiting: list[str] = field(default_factory=list)
+    late: bool = False
+
+
+class Snapshots:
+    """Made when the engine is; ``start`` hooks it in, ``close`` ends it."""
+
+    def __init__(self, engine: Engine, store: BackgroundStore, shards: ShardTransfers, policy: SavePolicy) -> None:
+        self.store, self.shards = store, shards
+        self.meter = SpeedMeter()
+        self._engine, self._policy = engine, policy
+        self._restoring: dict[tuple[str, int], _Restoring] = {}
+        self._candidates: dict[int, Slot] = {}
+        self._wake = asyncio.Event()
+        self._saving = asyncio.Lock()  # one file at a time
+        self._tasks: set[asyncio.Task[object]] = set()
+
+    # ---- life
+
+    def start(self) -> None:
+        """Watch the engine from now on."""
+        self._engine.prefixes.hooks = Hooks(on_slot=self._on_slot, on_evict=self._on_evict)
+        self._engine.on_submit = self._on_submit
+        self._spawn(self._save_turns(), "save snapshots at turns")
+
+    async def save_all(self, deadline_s: float) -> int:
+        """Save what is worth it of all slots in memory, most useful first; return how many files were written.
+
+        For the time before the shards lose their state.  Nothing is begun after the deadline.
+        """
+        end, n_saved = time.monotonic() + deadline_s, 0
+        speeds = self._speeds()
+        slots = {slot.number: slot for slot in self._engine.prefixes.slots}
+        candidates = [self._candidate(slot) for slot in slots.values()]
+        for candidate in for_shutdown(candidates, self._policy, speeds, deadline_s):
+            left = end - time.monotonic()
+            slot = slots[candidate.slot]
+            if left <= 0:
+                log.warning("snapshots not saved in time", deadline_s=deadline_s, n_saved=n_saved)
+                break
+            if slot.alive and not why_not(self._candidate(slot), Occasion.SHUTDOWN, self._policy, speeds):
+                n_saved += await self._save(slot, Occasion.SHUTDOWN, left)
+        return n_saved
+
+    async def close(self) -> None:
+        """End all tasks; call when no daemon is left, so that every transfer has ended.  Waits for the disk."""
+        self._engine.on_submit = lambda _: False
+        self._engine.prefixes.hooks = Hooks()
+        tasks = list(self._tasks)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)  # _done has logged what failed
+        await asyncio.get_running_loop().run_in_executor(None, self.store.close)
+
+    # ---- restore
+
+    def _on_submit(self, request: GenerationRequest) -> bool:
+        """Say whether a request shall wait for a restore, and begin it."""
+        match = self._better(request)
+        if match is None:
+            return False
+        key = (match.entry.file, match.n_tokens)
+        under_way = self._restoring.get(key)
+        if under_way is None:
+            under_way = self._restoring[key] = _Restoring(match)
+            self._spawn(self._restore_for(key, under_way), f"restore {match.entry.file}")
+        if not under_way.late:
+            under_way.waiting.append(request.request_id)
+        return not under_way.late
+
+    def _better(self, request: GenerationRequest) -> Match | None:
+        prefixes, prompt = self._engine.prefixes, request.prompt
+        match = self.store.store.find(prompt, len(prompt) - 1) if prefixes.enabled else None
+        if match is None:
+            return None
+        gain = match.n_tokens - prefixes.match(prompt).position
+        reason = why_not_read(match.n_tokens, gain, match.n_bytes, self._policy, self._speeds())
+        if reason:
+            log.debug("snapshot not used", file=match.entry.file, reason=reason)
+        return None if reason else match
+
+    async def _restore_for(self, key: tuple[str, int], under_way: _Restoring) -> None:
+        slot = None
+        try:
+            slot = await self._restore(under_way)
+        finally:
+            del self._restoring[key]
+            self._resume(under_way)
+            if slot is not None:
+                self._engine.release(slot)
+
+    def _resume(self, under_way: _Restoring) -> None:
+        under_way.late = True
+        for request_id in under_way.waiting:
+            self._engine.resume(request_id)
+        under_way.waiting.clear()
+
+    async def _restore(self, under_way: _Restoring) -> Slot | None:
+        """Return the restored slot, pinned; None when it comes to nothing."""
+        match, started = under_way.match, time.monotonic()
+        reservation = await self._engine.reserve(match.n_tokens)
+        if reservation is None:
+            log.info("snapshot not restored", file=match.entry.file, reason="there is no room in memory now")
+            return None
+        slot = None
+        try:
+            reading = await self.store.open_for_restore(match.entry, match.n_tokens)
+            try:
+                problem = await self._fill(match, reading, reservation, lambda: self._resume(under_way))
+                problem = problem or await self._judge(reading, reservation)
+            finally:
+                self.store.store.close_reading(reading)
+            if not problem and (slot := self._engine.adopt(reading.tokens, reservation)) is None:
+                problem = "a daemon was lost meanwhile"
+        except SnapshotRefused:  # logged and counted where it was found out
+            return None
+        finally:
+            self._engine.cancel_reservation(reservation)
+        seconds = time.monotonic() - started
+        if problem:
+            self.store.store.not_restored(match.entry, problem)
+            return None
+        self.store.store.restored(reading, seconds)
+        log.info("snapshot restored", file=match.entry.file, n_tokens=match.n_tokens, seconds=round(seconds, 4),
+                 converted=reading.converted)  # fmt: skip
+        return slot
+
+    async def _fill(self, match: Match, reading: Reading, reservation: Reservation, late: Callable[[], None]) -> str:
+        """Have the bytes read and compared; return the problem, empty when all is well.  Raises SnapshotRefused.
+
+        ``late`` is called when it takes too long; the pages stay reserved until the daemons are through.
+        """
+        ids = reservation.ids
+        place = SlotPlace(
+            reading.n_tokens, ids.get(Space.FULL, []), ids.get(Space.WINDOW, []), reservation.first_window,
+            reservation.state,
+        )  # fmt: skip
+        started = time.monotonic()
+        check = asyncio.create_task(self.store.check(reading))
+        transfer, overdue = await self._await(self.shards.restore(reading, place), TRANSFER_S, late)
+        await check
+        if not transfer.problem:
+            self.meter.add_read(match.n_bytes, time.monotonic() - started)
+        return overdue or transfer.problem
+
+    async def _judge(self, reading: Reading, reservation: Reservation) -> str:
+        """Ask for the recorded next token; return the problem.  A file that gives another one is set aside, and
+        SnapshotRefused raised."""
+        record = reading.next_token
+        if record is None or record.input is None:
+            return ""
+        told = await self._engine.next_token(reservation, reading.tokens, record.input, N_TOP)
+        if told is None:
+            return "its next token could not be asked for"
+        if not record.agrees(told.token, self._tolerance(reading)):
+            reason = f"the next token is {told.token}, recorded is {record.token}: its state is not what was saved"
+            await self.store.discard(reading.entry, reason)
+            raise SnapshotRefused(Fault.MISFIT, reading.file, reason)
+        return ""
+
+    def _tolerance(self, reading: Reading) -> float:
+        return NEAR_TIE[not reading.converted and self.store.store.model.dtype is Dtype.FLOAT32]
+
+    # ---- save
+
+    def _on_slot(self, slot: Slot) -> None:
+        if slot.origin != "disk":
+            self._candidates[slot.number] = slot
+            self._wake.set()
+
+    def _on_evict(self, slot: Slot) -> None:
+        """A slot is about to go: keep it for a moment if it is worth a file and no other is being written."""
+        if self._saving.locked() or self._reason_not(slot, Occasion.EVICTION):
+            return
+        self._engine.prefixes.pin(slot)
+        self._spawn(self._save_evicted(slot), "save an evicted slot")
+
+    async def _save_evicted(self, slot: Slot) -> None:
+        try:
+            await self._save(slot, Occasion.EVICTION, TRANSFER_S)
+        finally:
+            self._engine.release(slot)
+
+    async def _save_turns(self) -> None:
+        """Save slots that were made, the longest first, while nobody waits for a place."""
+        while True:
+            await self._wake.wait()
+            self._wake.clear()
+            while self._candidates:
+                await self._engine.room()
+                slot = max(self._candidates.values(), key=lambda slot: slot.n_tokens)
+                del self._candidates[slot.number]
+                if slot.alive and not self._reason_not(slot, Occasion.TURN):
+                    saving = self._spawn(self._save(slot, Occasion.TURN, TRANSFER_S), "save a turn")
+                    await asyncio.wait({saving})  # a defect in one is logged and ends no other
+
+    def _candidate(self, slot: Slot) -> Candidate:
+        tokens = slot.tokens
+        known = self.store.store.find(tokens, len(tokens))
+        n_bytes = lay_out(self.store.store.model, FileSlot(tokens, 0.0)).file_bytes
+        return Candidate(slot.number, len(tokens), n_bytes, known.n_tokens if known is not None else 0, slot.n_uses)
+
+    def _reason_not(self, slot: Slot, occasion: Occasion) -> str:
+        reason = why_not(self._candidate(slot), occasion, self._policy, self._speeds())
+        if reason:
+            log.debug("snapshot not worth a file", n_tokens=slot.n_tokens, occasion=occasion.value, reason=reason)
+        return reason
+
+    def _speeds(self) -> Speeds:
+        return self.meter.speeds(self.store.store.statistics)
+
+    async def _save(self, slot: Slot, occasion: Occasion, deadline_s: float) -> bool:
+        """Write a slot's file; False when that failed, which is logged."""
+        async with self._saving:
+            record = await self._record(slot) if occasion is not Occasion.EVICTION else None
+            place = await self._engine.export(slot)
+            if place is None:
+                return False
+            unsealed: Writing | None = None
+            try:
+                writing = unsealed = await self.store.begin(FileSlot(slot.tokens, time.time(), record))
+                late = "the daemons or the disk took too long"
+                transfer, overdue = await self._await(
+                    self.shards.save(writing, place), deadline_s,
+                    lambda: self._spawn(self.store.abort(writing, late), "abort a snapshot"),
+                )  # fmt: skip
+                if overdue or transfer.problem:
+                    await self.store.abort(writing, overdue or transfer.problem)
+                    return False
+                unsealed = None  # from here on it ends by itself, cancelled or not
+                await self.store.finish(writing, transfer.n_bytes)
+            except SnapshotFailed:  # logged and counted by the store
+                return False
+            except asyncio.CancelledError:
+                if unsealed is not None:  # what daemons still write goes into a file without a name
+                    self.store.store.abort(unsealed, "the stop was hurried")
+                raise
+            finally:
+                self._engine.release(slot)
+            return True
+
+    async def _record(self, slot: Slot) -> NextToken | None:
+        """Ask what comes behind a slot and one more token: a restored state can be asked the same."""
+        tokens = slot.tokens
+        prefixes = self._engine.prefixes
+        prefixes.pin(slot)
+        try:
+            told: TokenEvent | None = None
+            if slot.alive:
+                told = await self._engine.next_token(slot, tokens, tokens[0], N_TOP)
+        finally:
+            self._engine.release(slot)
+        return None if told is None else NextToken(told.token, told.logprob, list(told.top), tokens[0])
+
+    # ---- inside
+
+    async def _await(
+        self, end: asyncio.Future[Transfer], seconds: float, late: Callable[[], object]
+    ) -> tuple[Transfer, str]:
+        """Wait for a transfer's end, however long that takes; past the deadline tell ``late``, and say so."""
+        try:
+            async with awake.timeout(seconds):
+                return await asyncio.shield(end), ""
+        except TimeoutError:
+            late()
+            return await asyncio.shield(end), f"it took longer than {seconds:.1f} s"
+
+    def _spawn(self, work: Coroutine[Any, Any, object], name: str) -> asyncio.Task[object]:
+        task = asyncio.create_task(work, name=name)
+        self._tasks.add(task)
+        task.add_done_callback(self._done)
+        return task
+
+    def _done(self, task: asyncio.Task[object]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            log.error("snapshot task failed", task=task.get_name(), reason=repr(error), exc_info=error)

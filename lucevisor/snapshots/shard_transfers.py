@@ -1,0 +1,109 @@
+"""Saves and restores over the links of all groups: one file, a message to every daemon, one outcome.
+
+Knows links and descriptors; decides nothing about slots.  Invariant: a transfer that was begun is awaited to its end,
+which comes when every daemon has answered or is gone: until then pages and descriptor belong to it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from typing import Protocol
+
+from lucevisor.model.values import LayerRange
+from lucevisor.protocol.asyncio_link import Link
+from lucevisor.protocol.errors import WireError
+from lucevisor.protocol.frames import Frame
+from lucevisor.protocol.messages import (
+    RESET_BASE,
+    TRANSFER_BASE,
+    Failed,
+    Restore,
+    Restored,
+    Save,
+    Saved,
+    SlotPlace,
+    SnapshotTensor,
+)
+from lucevisor.snapshots.transfers import Transfer, TransferKind, Transfers
+
+
+class OpenFile(Protocol):
+    """A snapshot file that daemons write or read: what :class:`Writing` and :class:`Reading` have in common."""
+
+    fd: int
+
+    @property
+    def file(self) -> str: ...
+
+    def tensors(self, layers: LayerRange) -> list[SnapshotTensor]: ...
+
+    def n_bytes(self, layers: LayerRange) -> int: ...
+
+
+class ShardTransfers:
+    """``layers[g]``: the layer ranges that group g holds."""
+
+    def __init__(self, layers: Mapping[str, Sequence[LayerRange]]) -> None:
+        self._layers = {group: tuple(ranges) for group, ranges in layers.items()}
+        self._links: dict[str, Link] = {}
+        self._transfers = Transfers()
+        self._ends: dict[int, asyncio.Future[Transfer]] = {}
+
+    def ready(self, group: str, link: Link) -> None:
+        """A daemon finished loading."""
+        self._links[group] = link
+
+    def lost(self, group: str, reason: str) -> None:
+        """A daemon is gone or going: it answers nothing any more."""
+        self._links.pop(group, None)
+        for transfer in self._transfers.lost(group, reason):
+            self._end(transfer)
+
+    def frame(self, group: str, frame: Frame) -> bool:
+        """Take a daemon's answer; False when the frame is none to a transfer."""
+        match frame.message:
+            case Saved() as saved:
+                self._end(self._transfers.answered(group, saved.transfer, saved.n_bytes))
+            case Restored() as restored:
+                done = self._transfers.answered(group, restored.transfer, restored.n_bytes, restored.converted)
+                self._end(done)
+            case Failed() as failed if TRANSFER_BASE < frame.request_id < RESET_BASE:
+                reason = f"group {group}, {failed.where}: {failed.reason}"
+                self._end(self._transfers.failed(group, frame.request_id, reason))
+            case _:
+                return False
+        return True
+
+    def save(self, file: OpenFile, place: SlotPlace) -> asyncio.Future[Transfer]:
+        """Have every daemon write its tensors; the future is done when all of them are through with it."""
+        return self._begin(TransferKind.SAVE, Save, file, place)
+
+    def restore(self, file: OpenFile, place: SlotPlace) -> asyncio.Future[Transfer]:
+        """Have every daemon read its tensors; the future is done when all of them are through with it."""
+        return self._begin(TransferKind.RESTORE, Restore, file, place)
+
+    def _begin(
+        self, kind: TransferKind, message: type[Save | Restore], file: OpenFile, place: SlotPlace
+    ) -> asyncio.Future[Transfer]:
+        n_bytes = {group: sum(file.n_bytes(r) for r in ranges) for group, ranges in self._layers.items()}
+        transfer = self._transfers.start(kind, n_bytes)
+        end = self._ends[transfer.id] = asyncio.get_running_loop().create_future()
+        for group, ranges in self._layers.items():
+            tensors = [tensor for r in ranges for tensor in file.tensors(r)]
+            link = self._links.get(group)
+            problem = "it is away" if link is None else ""
+            if link is not None:
+                try:
+                    link.send(message(transfer.id, file.file, place, tensors), request_id=transfer.id, fds=[file.fd])
+                except (WireError, OSError) as error:
+                    problem = str(error)
+            if problem:
+                self._end(self._transfers.failed(group, transfer.id, f"group {group} was not asked: {problem}"))
+        return end
+
+    def _end(self, transfer: Transfer | None) -> None:
+        if transfer is not None:
+            end = self._ends.pop(transfer.id)
+            if not end.done():
+                end.set_result(transfer)

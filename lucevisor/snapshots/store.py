@@ -1,0 +1,341 @@
+"""The directory of snapshots: scan, save, restore, prune.  The thin shell around ``snapshots`` (what to do),
+``snapshot_writer`` (the write protocol) and ``snapshot_disk`` (system calls).
+
+Every method blocks on the disk and may be called from any thread; in an event loop use ``BackgroundStore``.  Knows no
+daemons: it hands out descriptors and the places of tensors.  Invariants: nothing is handed out for a restore whose
+header does not fit the model; a refused file is never used again; every refusal and every failure is logged once, with
+its reason.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from threading import Lock
+
+import structlog
+
+from lucevisor.errors import ConfigError, LucevisorError
+from lucevisor.model.values import LayerRange
+from lucevisor.protocol.messages import SnapshotTensor
+from lucevisor.snapshots import disk
+from lucevisor.snapshots.disk import say
+from lucevisor.snapshots.layout import Fault, NextToken, Slot, Snapshot, SnapshotError, StateModel, check_fits
+from lucevisor.snapshots.policy import FileKind, FileUse, Match, SnapshotEntry, longest_match, read_name
+from lucevisor.snapshots.writer import SnapshotWriter, Writing
+
+log = structlog.get_logger("snapshots")
+
+
+NOT_RESTORED = "not_restored"
+"""The label of a restore that failed in a daemon or took too long; the file stays."""
+
+
+class SnapshotRefused(LucevisorError):
+    """A file that will not be restored.  ``fault`` says why in a word, ``reason`` in a sentence."""
+
+    def __init__(self, fault: Fault, file: str, reason: str) -> None:
+        super().__init__(f"snapshot {file} is refused: {reason}; the prompt is computed instead")
+        self.fault, self.file, self.reason = fault, file, reason
+
+
+@dataclass(slots=True)
+class Reading:
+    """A file that fits, open for a restore of its first ``n_tokens``.  Its tensors are not checked yet: see ``check``.
+
+    ``converted``: empty when states come back bit by bit, else what differs.  ``next_token`` is None when there is no
+    record, or when only a part of the slot is used.
+    """
+
+    entry: SnapshotEntry
+    fd: int
+    snapshot: Snapshot
+    n_tokens: int
+    next_token: NextToken | None
+    converted: str
+    closed: bool = False
+
+    @property
+    def file(self) -> str:
+        return self.entry.file
+
+    @property
+    def tokens(self) -> tuple[int, ...]:
+        return self.snapshot.tokens[: self.n_tokens]
+
+    def tensors(self, layers: LayerRange) -> list[SnapshotTensor]:
+        return self.snapshot.of_layers(layers)
+
+    def n_bytes(self, layers: LayerRange) -> int:
+        """What a daemon with these layers reads: of a slot that is used in part the first rows of each tensor."""
+        return sum(t.n_bytes for t in self.tensors(layers)) * self.n_tokens // self.snapshot.n_tokens
+
+
+@dataclass(slots=True)
+class StoreStatistics:
+    """Counts since the start, for metrics."""
+
+    n_saved: int = 0
+    saved_bytes: int = 0
+    save_s: float = 0.0
+    n_restored: int = 0
+    restored_bytes: int = 0
+    restore_s: float = 0.0  # from the decision to the slot that can be used
+    n_pruned: int = 0
+    failures: Counter[str] = field(default_factory=Counter)  # labels of SnapshotFailed, faults of SnapshotRefused
+
+
+class SnapshotStore:
+    """``directory`` with all snapshots of ``model``; those of other models are left alone, but for the disk budget.
+
+    ``disk_bytes``: what all files of ours may take, those of other models included.  ``at``: told of each step of the
+    write protocol before it is done.  Raises ConfigError naming ``cache.dir``.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        model: StateModel,
+        disk_bytes: int,
+        *,
+        clock: Callable[[], float] = time.time,
+        at: disk.Hook = lambda _: None,
+    ) -> None:
+        self.directory, self.model, self.disk_bytes = directory, model, disk_bytes
+        self.statistics = StoreStatistics()
+        self._clock, self._at = clock, at
+        self._entries: dict[str, SnapshotEntry] = {}
+        self._guard = Lock()  # of the entries and the statistics; never held while the disk works
+        n_threads = min(4, os.cpu_count() or 1)
+        self._pool = ThreadPoolExecutor(n_threads, thread_name_prefix="snapshot check")
+        self._writer = SnapshotWriter(directory, model, at, self.statistics.failures)
+        disk.make_directory(directory)
+
+    def close(self) -> None:
+        """End the threads; files that are open stay the caller's."""
+        self._writer.close()
+        self._pool.shutdown()
+
+    # ---- what is there
+
+    @property
+    def entries(self) -> list[SnapshotEntry]:
+        """The usable files as known now, least recently used first."""
+        with self._guard:
+            return sorted(self._entries.values(), key=lambda e: (e.used_s, e.file))
+
+    def scan(self) -> list[SnapshotEntry]:
+        """Read the headers of this model's files; remove what dead writers left; set aside what is no snapshot.
+
+        Reads no tensor.  Raises ConfigError when the directory cannot be used.
+        """
+        started, began_s = time.monotonic(), self._clock()
+        with self._directory_lock():
+            files = disk.list_files(self.directory)
+            for one in files:
+                if one.kind is FileKind.PARTIAL and disk.remove_leftover(self.directory / one.file):
+                    log.info("snapshot leftover removed", file=one.file, n_bytes=one.n_bytes)
+        found: dict[str, SnapshotEntry] = {}
+        for one in files:
+            name = read_name(one.file)
+            if name.kind is FileKind.SNAPSHOT and name.model == self.model.fingerprint[:16]:
+                with suppress(SnapshotRefused):
+                    found[one.file] = self._entry(one)
+        listed = {one.file for one in files}
+        with self._guard:  # what was saved since the directory was listed stays
+            self._entries = found | {
+                name: e for name, e in self._entries.items() if name not in listed and e.used_s >= began_s
+            }
+        others = [f.file for f in files if f.kind is FileKind.SNAPSHOT and f.file not in found]
+        n_older = sum(map(self._is_older, others))
+        if n_older:
+            log.warning(
+                "snapshots of an earlier version are not used", n=n_older, reason="their fingerprint did not cover all "
+                "weights; `lucevisor cache ls` shows them, `cache rm` removes them",
+            )  # fmt: skip
+        log.info(
+            "snapshots scanned", directory=str(self.directory), n_usable=len(found), n_others=len(others),
+            n_bytes=sum(f.n_bytes for f in files), seconds=round(time.monotonic() - started, 3),
+        )  # fmt: skip
+        return self.entries
+
+    def _is_older(self, file: str) -> bool:
+        try:
+            os.close(disk.open_snapshot(self.directory / file)[0])
+        except SnapshotError as error:
+            return error.fault is Fault.OLDER
+        return False
+
+    def _entry(self, file: FileUse) -> SnapshotEntry:
+        with self._refusing(file.file):
+            fd, snapshot, status = disk.open_snapshot(self.directory / file.file)
+            os.close(fd)
+            check_fits(snapshot, self.model)
+        return SnapshotEntry(file.file, snapshot, status.st_size, status.st_mtime)
+
+    def find(self, prompt: Sequence[int], most: int) -> Match | None:
+        """The file that gives back most of the prompt's first ``most`` tokens."""
+        return longest_match(self.entries, prompt, most, whole_only=self.model.whole_only)
+
+    # ---- write
+
+    def begin(self, slot: Slot) -> Writing:
+        """Lay out and allocate a file.  Raises SnapshotFailed; then nothing is left of it."""
+        return self._writer.begin(slot, self.disk_bytes)
+
+    def finish(self, writing: Writing, n_bytes: int) -> SnapshotEntry:
+        """Seal and publish a file whose tensors are written, then make room; ``n_bytes``: what the daemons wrote.
+
+        Raises SnapshotFailed; then nothing is left of it.
+        """
+        entry = self._writer.seal(writing, n_bytes)
+        seconds = time.monotonic() - writing.started_s
+        with self._guard:
+            self._entries[entry.file] = entry
+            self.statistics.n_saved += 1
+            self.statistics.saved_bytes += entry.n_bytes
+            self.statistics.save_s += seconds
+        log.info(
+            "snapshot saved", file=entry.file, n_tokens=entry.n_tokens, n_bytes=entry.n_bytes, seconds=round(seconds, 3)
+        )
+        try:
+            self._at("prune")
+            self.prune(keep=(entry.file,))
+        except OSError as error:
+            log.warning("snapshots not pruned", directory=str(self.directory), reason=say(error))
+        return entry
+
+    def abort(self, writing: Writing, reason: str) -> None:
+        """Give a file up and remove it.  Legal at any time, any number of times."""
+        self._writer.abort(writing, reason)
+
+    # ---- read
+
+    def open_for_restore(self, entry: SnapshotEntry, n_tokens: int | None = None) -> Reading:
+        """Open a file, check its header and that it fits this model.  Raises SnapshotRefused.
+
+        ``n_tokens``: how much of it to use, only where the model's slots can be cut.  A file that is refused for what
+        it holds is set aside first.
+        """
+        n = entry.n_tokens if n_tokens is None else n_tokens
+        if not 0 < n <= entry.n_tokens or (n < entry.n_tokens and self.model.whole_only):
+            raise ValueError(f"{n} tokens of {entry.file}: it holds {entry.n_tokens}, and is used whole")
+        with self._refusing(entry.file):
+            fd, snapshot, _ = disk.open_snapshot(self.directory / entry.file)
+            try:
+                check_fits(snapshot, self.model)
+                if snapshot.packed_tokens != entry.snapshot.packed_tokens:
+                    raise SnapshotError(Fault.MISFIT, "tokens", "are not those of the name: the file was exchanged")
+            except BaseException:
+                os.close(fd)
+                raise
+        with suppress(OSError):  # readahead is a favour, and the last use is lost on a read-only file system
+            os.posix_fadvise(fd, snapshot.data_start, 0, os.POSIX_FADV_WILLNEED)
+            os.utime(fd, (self._clock(), self._clock()))
+        with self._guard:
+            if entry.file in self._entries:
+                self._entries[entry.file] = replace(self._entries[entry.file], used_s=self._clock())
+        record = snapshot.next_token if n == snapshot.n_tokens else None
+        return Reading(entry, fd, snapshot, n, record, self._converted(snapshot))
+
+    def _converted(self, snapshot: Snapshot) -> str:
+        pairs = [
+            (what, theirs.value, ours.value)
+            for what, theirs, ours in (
+                ("kv_dtype", snapshot.kv_dtype, self.model.kv_dtype),
+                ("dtype", snapshot.dtype, self.model.dtype),
+            )
+            if theirs != ours
+        ]
+        return ", ".join(f"{what} {theirs} in the file, {ours} here" for what, theirs, ours in pairs)
+
+    def check(self, reading: Reading) -> None:
+        """Compare the checksum of every tensor; may run while the daemons read.  Raises SnapshotRefused."""
+        with self._refusing(reading.file, reading.fd):
+            try:
+                disk.compare(disk.checksums(reading.fd, reading.snapshot.tensors, self._pool), reading.snapshot)
+            except OSError as error:
+                raise disk.unreadable("tensors", error) from error
+
+    def restored(self, reading: Reading, seconds: float) -> None:
+        """Count a file whose slot is in use now; ``seconds`` since it was decided on."""
+        with self._guard:
+            self.statistics.n_restored += 1
+            self.statistics.restored_bytes += reading.entry.n_bytes
+            self.statistics.restore_s += seconds
+
+    def not_restored(self, entry: SnapshotEntry, reason: str) -> None:
+        """Log and count a file that is good for all we know, and was not restored."""
+        with self._guard:
+            self.statistics.failures[NOT_RESTORED] += 1
+        log.warning("snapshot not restored", file=entry.file, reason=reason)
+
+    @staticmethod
+    def close_reading(reading: Reading) -> None:
+        """Close the file; any number of times."""
+        if not reading.closed:
+            reading.closed = True
+            os.close(reading.fd)
+
+    def discard(self, entry: SnapshotEntry, reason: str) -> None:
+        """Set a file aside that gave a wrong state; it is not used again."""
+        self._refuse(entry.file, SnapshotError(Fault.MISFIT, "restored state", reason))
+
+    @contextmanager
+    def _refusing(self, file: str, fd: int = -1) -> Iterator[None]:
+        """A SnapshotError inside means: do not use the file, and say why."""
+        try:
+            yield
+        except SnapshotError as error:
+            self._refuse(file, error, fd)
+            raise SnapshotRefused(error.fault, file, str(error)) from error
+
+    def _refuse(self, file: str, error: SnapshotError, fd: int = -1) -> None:
+        """Forget a file, log why, and rename it unless it is gone, another model's, or good for all we know."""
+        with self._guard:
+            self._entries.pop(file, None)
+        self.statistics.failures[error.fault.value] += 1
+        kept_name = error.fault in (Fault.GONE, Fault.OTHER_MODEL, Fault.OLDER) or disk.is_our_own(error)
+        aside = "" if kept_name else self._set_aside(file, fd)
+        log.warning("snapshot refused", file=file, fault=error.fault.value, reason=str(error), set_aside=aside)
+
+    def _set_aside(self, file: str, fd: int) -> str:
+        path = self.directory / file
+        try:
+            with disk.locked(self.directory):
+                if fd >= 0 and os.fstat(fd).st_ino != path.stat().st_ino:
+                    return ""  # somebody saved the slot anew meanwhile
+                return disk.set_aside(path).name
+        except OSError as error:
+            log.warning("snapshot not set aside", file=file, reason=say(error))
+            return ""
+
+    # ---- throw away
+
+    def prune(self, disk_bytes: int | None = None, keep: Collection[str] = ()) -> list[FileUse]:
+        """Remove the least recently used files of any model until all of ours fit into the budget.  Raises OSError."""
+        budget = self.disk_bytes if disk_bytes is None else disk_bytes
+        with disk.locked(self.directory):
+            gone = disk.prune_directory(self.directory, budget, keep)
+        for one in gone:
+            log.info("snapshot pruned", file=one.file, n_bytes=one.n_bytes)
+        with self._guard:
+            for one in gone:
+                self._entries.pop(one.file, None)
+            self.statistics.n_pruned += len(gone)
+        return gone
+
+    @contextmanager
+    def _directory_lock(self) -> Iterator[None]:
+        try:
+            with disk.locked(self.directory):
+                yield
+        except OSError as error:
+            hint = "name a directory that can be written"
+            raise ConfigError("cache.dir", str(self.directory), say(error), hint) from error

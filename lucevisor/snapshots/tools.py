@@ -1,0 +1,178 @@
+"""The directory of snapshots, beside a running supervisor or without one: check, list, verify, prune, remove.
+
+For the command line and the admin API; needs no model.  Invariants: only files with names of ours are opened or
+touched; a partial file that somebody writes is left alone.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Collection, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+from lucevisor.errors import ConfigError, LucevisorError
+from lucevisor.snapshots import disk
+from lucevisor.snapshots.disk import say
+from lucevisor.snapshots.layout import Fault, Snapshot, SnapshotError
+from lucevisor.snapshots.policy import FileKind, FileUse, read_name
+
+
+@dataclass(frozen=True, slots=True)
+class Listing:
+    """A file of ours.  ``snapshot`` is its header; None with the ``problem`` for one that has no good header."""
+
+    use: FileUse
+    snapshot: Snapshot | None
+    problem: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What is wrong with a file; empty when it is good.  ``gone``: it was removed or renamed meanwhile.
+
+    ``inode``: of the file that was read, when it is one to set aside, else 0.
+    """
+
+    problem: str = ""
+    gone: bool = False
+    inode: int = 0
+
+
+class CacheError(LucevisorError):
+    """What was asked of the directory cannot be done."""
+
+
+def check_directory(directory: Path) -> None:
+    """Make the directory if need be, and see that files can be listed, read and made there.  Raises ConfigError."""
+    disk.make_directory(directory)
+    if not os.access(directory, os.R_OK | os.W_OK | os.X_OK):
+        why = f"cannot be read and written by user {os.geteuid()}"
+        raise ConfigError("cache.dir", str(directory), why, "name a directory of yours that can be written")
+
+
+def listing(directory: Path) -> list[Listing]:
+    """Every file of ours, the last used first; reads headers only.  Raises CacheError."""
+    found = []
+    for use in _files(directory):
+        snapshot, problem = None, ""
+        if use.kind is FileKind.SNAPSHOT:
+            try:
+                fd, snapshot, _ = disk.open_snapshot(directory / use.file)
+                os.close(fd)
+            except SnapshotError as error:
+                if error.fault is Fault.GONE:  # removed since the directory was listed
+                    continue
+                problem = str(error)
+        found.append(Listing(use, snapshot, problem))
+    return sorted(found, key=lambda one: (-one.use.used_s, one.use.file))
+
+
+def verify(directory: Path, file: str) -> Verdict:
+    """Check a file, tensors included."""
+    inode = 0
+    try:
+        inode = _inode(directory / file)
+        fd, snapshot, status = disk.open_snapshot(directory / file)
+        inode = status.st_ino
+        try:
+            with ThreadPoolExecutor(min(4, os.cpu_count() or 1)) as pool:
+                disk.compare(disk.checksums(fd, snapshot.tensors, pool), snapshot)
+        except OSError as error:
+            raise disk.unreadable("tensors", error) from error
+        finally:
+            os.close(fd)
+    except SnapshotError as error:
+        if error.fault is Fault.GONE:
+            return Verdict(gone=True)
+        no_fault_of_its_own = error.fault is Fault.OLDER or disk.is_our_own(error)
+        return Verdict(str(error), inode=0 if no_fault_of_its_own else inode)
+    return Verdict()
+
+
+def _inode(path: Path) -> int:
+    """Of the file under this name, a link itself included; 0 when there is none."""
+    try:
+        return path.lstat().st_ino
+    except OSError:
+        return 0
+
+
+def set_aside(directory: Path, file: str, inode: int) -> str:
+    """Rename a file so that no supervisor uses it; its new name.  Raises CacheError.
+
+    Empty, and nothing is renamed, unless the name still stands for the file of this ``inode``: it may have been removed
+    or saved anew since it was found damaged.
+    """
+    try:
+        with disk.locked(directory):
+            return disk.set_aside(directory / file).name if inode and _inode(directory / file) == inode else ""
+    except OSError as error:
+        raise CacheError(f"{file} cannot be renamed in {directory}: {say(error)}") from error
+
+
+def prune(directory: Path, disk_bytes: int, *, refused: bool = False) -> list[FileUse]:
+    """Remove leftovers, with ``refused`` files that were set aside too, then the least recently used until the rest
+    takes ``disk_bytes`` at most.  Returns what was removed.  Raises CacheError.
+    """
+    try:
+        with disk.locked(directory):
+            gone = []
+            for use in _files(directory):
+                if use.kind is FileKind.PARTIAL and disk.remove_leftover(directory / use.file):
+                    gone.append(use)
+                elif use.kind is FileKind.REFUSED and refused:
+                    (directory / use.file).unlink(missing_ok=True)
+                    gone.append(use)
+            return gone + disk.prune_directory(directory, disk_bytes)
+    except OSError as error:
+        raise CacheError(f"{directory} cannot be pruned: {say(error)}") from error
+
+
+def remove(directory: Path, files: Iterable[str] | None = None) -> list[FileUse]:
+    """Remove files by name, or all of ours; what was removed, less what somebody else removed at the same time.
+
+    Raises CacheError for a name that is not ours or not there; then nothing was removed.
+    """
+    there = {use.file: use for use in _files(directory)}
+    names = list(dict.fromkeys(files)) if files is not None else None
+    for file in names or ():
+        if read_name(file).kind is FileKind.STRANGER:
+            raise CacheError(f"{file} is not the name of a snapshot: it is not lucevisor's to remove")
+        if file not in there:
+            raise CacheError(f"{file} is not in {directory}: `lucevisor cache ls` shows what is")
+    gone: list[FileUse] = []
+    try:
+        with disk.locked(directory):
+            there = {use.file: use for use in _files(directory)}  # nobody renames or removes from here on
+            gone.extend(
+                there[file]
+                for file in (there if names is None else names)
+                if file in there and _remove(directory / file, there[file].kind)
+            )
+    except OSError as error:
+        raise CacheError(f"files of {directory} cannot be removed: {say(error)}") from error
+    return gone
+
+
+def _remove(path: Path, kind: FileKind) -> bool:
+    """Remove one file; False when it is gone already.  Raises CacheError for one that is being written."""
+    if kind is not FileKind.PARTIAL:
+        path.unlink(missing_ok=True)
+    elif not disk.remove_leftover(path):
+        if path.exists():
+            raise CacheError(f"{path.name} is being written: stop its supervisor first")
+        return False  # its writer gave it up
+    return True
+
+
+def _files(directory: Path) -> list[FileUse]:
+    try:
+        return disk.list_files(directory)
+    except OSError as error:
+        raise CacheError(f"cache.dir {directory} cannot be read: {say(error)}") from error
+
+
+def total_bytes(files: Collection[FileUse]) -> int:
+    return sum(f.n_bytes for f in files)

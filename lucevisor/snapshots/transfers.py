@@ -1,0 +1,88 @@
+"""Who still owes an answer to a Save or Restore: several daemons work on one file, the outcome is one.
+
+Pure: answers in, outcomes out; knows no links and no files.  Invariant: a transfer ends when every daemon it was sent
+to has answered or is gone, never before: until then pages and descriptors belong to it, whatever the first answer said.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from lucevisor.protocol.messages import TRANSFER_BASE
+
+
+class TransferKind(StrEnum):
+    SAVE = "save"
+    RESTORE = "restore"
+
+
+@dataclass(slots=True)
+class Transfer:
+    """``expected_bytes``: by group, what it must move.  ``problem``: why it failed; empty while all is well."""
+
+    id: int
+    kind: TransferKind
+    expected_bytes: Mapping[str, int]
+    waiting: set[str] = field(default_factory=set)
+    n_bytes: int = 0
+    converted: str = ""
+    problem: str = ""
+
+    @property
+    def ended(self) -> bool:
+        return not self.waiting
+
+
+class Transfers:
+    """Every transfer under way.  Methods that end one return it; then look at its ``problem``."""
+
+    def __init__(self) -> None:
+        self._next = TRANSFER_BASE
+        self._open: dict[int, Transfer] = {}
+
+    def __len__(self) -> int:
+        return len(self._open)
+
+    def start(self, kind: TransferKind, expected_bytes: Mapping[str, int]) -> Transfer:
+        """A new transfer that waits for every group named.  Raises ValueError without groups."""
+        if not expected_bytes:
+            raise ValueError(f"a {kind.value} that no group takes part in; name the groups")
+        self._next += 1
+        transfer = Transfer(self._next, kind, dict(expected_bytes), set(expected_bytes))
+        self._open[transfer.id] = transfer
+        return transfer
+
+    def answered(self, group: str, transfer_id: int, n_bytes: int, converted: str = "") -> Transfer | None:
+        """Saved or Restored came.  Returns the transfer when it was the last answer."""
+        transfer = self._waiting_for(group, transfer_id)
+        if transfer is None:
+            return None
+        transfer.n_bytes += n_bytes
+        transfer.converted = transfer.converted or converted
+        wanted = transfer.expected_bytes[group]
+        problem = "" if n_bytes == wanted else f"group {group} moved {n_bytes} bytes of {wanted}"
+        return self._strike(transfer, group, problem)
+
+    def failed(self, group: str, transfer_id: int, reason: str) -> Transfer | None:
+        """A Failed with this request id came.  Returns the transfer when it was the last answer."""
+        transfer = self._waiting_for(group, transfer_id)
+        return None if transfer is None else self._strike(transfer, group, reason)
+
+    def lost(self, group: str, reason: str) -> list[Transfer]:
+        """A daemon is gone: it answers nothing any more.  Returns the transfers that end by it."""
+        mine = [t for t in self._open.values() if group in t.waiting]
+        return [t for t in mine if self._strike(t, group, f"group {group} was lost: {reason}") is not None]
+
+    def _waiting_for(self, group: str, transfer_id: int) -> Transfer | None:
+        transfer = self._open.get(transfer_id)
+        return transfer if transfer is not None and group in transfer.waiting else None
+
+    def _strike(self, transfer: Transfer, group: str, problem: str) -> Transfer | None:
+        transfer.waiting.discard(group)
+        transfer.problem = transfer.problem or problem
+        if not transfer.ended:
+            return None
+        del self._open[transfer.id]
+        return transfer

@@ -1,0 +1,104 @@
+"""Groups whose daemons are toys, joined by the real assembly, engine and chain: all in one thread, moved by hand.
+
+A daemon computes real encoded steps (tests/engine/toy_chain.py), so state that outlived a reset, or a chain over a
+daemon that was not reset, gives a Violation or wrong tokens.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+
+from lucevisor.deployment.assembly import Assembly
+from lucevisor.engine.core import Engine, EngineSettings
+from lucevisor.engine.pipeline import ChainFailure
+from lucevisor.protocol.errors import LinkClosed
+from lucevisor.protocol.frames import Frame
+from lucevisor.protocol.messages import Failed, Kind, Pools, Reset, StepResult
+from tests.engine.toy_chain import ToyDaemon, ToyLimits, ToyModel, ToyStage
+from tests.engine.toy_engine import HYBRID, limits
+
+FAILED = Failed("step", "cpu layers [0,1)", "out of memory", "set engine.pages lower", fatal=True)
+
+
+def frame(message: StepResult | Failed, payload: bytes | memoryview = b"") -> Frame:
+    kind = Kind.STEP_RESULT if isinstance(message, StepResult) else Kind.FAILED
+    return Frame(kind, 0, 0, message, memoryview(bytearray(payload)))
+
+
+class Process:
+    """One daemon from READY to its death, and the supervisor's link to it."""
+
+    def __init__(self, stages: dict[int, ToyStage], told: ToyLimits) -> None:
+        self.alive = True
+        self.inbox: deque[Reset | bytes] = deque()
+        self.resets = 0
+        self.last_reset = 0
+        self._daemon = ToyDaemon(stages, told)
+
+    def send(self, message: Reset | bytes, *, request_id: int = 0) -> None:
+        if not self.alive:
+            raise LinkClosed("end of file", "link", "the daemon has ended; see its log")
+        assert isinstance(message, bytes) or request_id == message.token
+        self.inbox.append(message)
+
+    def work(self) -> Frame:
+        """Do what came first, and answer."""
+        message = self.inbox.popleft()
+        if isinstance(message, Reset):
+            self.resets += 1
+            self.last_reset = message.token
+            for stage in self._daemon.stages.values():
+                stage.sequences.clear()
+            return frame(StepResult(message.token, min(self._daemon.stages)))
+        self._daemon.send(message)
+        return frame(*self._daemon.run_one())
+
+
+class Groups:
+    """``homes[s]``: the group that runs stage s."""
+
+    def __init__(self, homes: Sequence[str]) -> None:
+        self.homes = list(homes)
+        n = len(homes)
+        self.limits = limits(n_stages=n, max_sequences=2, pools=Pools(16, 0, 2))
+        self.model = ToyModel(n, HYBRID, None)
+        self.regions: dict[tuple[int, int], tuple[int, list[int]]] = {}  # shared memory outlives daemons
+        self.failures: list[ChainFailure] = []
+        self.changes = 0
+        self.engine = Engine(self.limits, EngineSettings(max_queue=100, on_chain_failed=self.failures.append))
+        self.assembly = Assembly(self.engine, self.homes, self._changed)
+        self.processes: dict[str, Process] = {}  # those that supervision holds for READY
+
+    def _changed(self) -> None:
+        self.changes += 1
+
+    def ready(self, group: str, *, alive: bool = True) -> Process:
+        """A new daemon of the group finished loading; not ``alive``: those were its last words."""
+        assert group not in self.processes
+        told = ToyLimits(len(self.homes), self.limits.max_sequences, self.limits.max_step_tokens)
+        stages = {
+            s: ToyStage(self.model, s, self.limits.pools, self.regions) for s, g in enumerate(self.homes) if g == group
+        }
+        process = self.processes[group] = Process(stages, told)
+        process.alive = alive
+        self.assembly.ready(group, process)  # type: ignore[arg-type]  # what it uses of a Link
+        return process
+
+    def die(self, group: str) -> None:
+        """The daemon is gone; the supervisor has not heard of it."""
+        self.processes[group].alive = False
+
+    def lost(self, group: str) -> None:
+        """Supervision says so."""
+        del self.processes[group]
+        self.assembly.lost(group, "killed by signal 9")
+
+    def answer(self, group: str) -> None:
+        """One answer arrives; those that a daemon sent before its death do, too."""
+        self.assembly.frame(group, self.processes[group].work())
+
+    def work(self) -> None:
+        """Until nobody has anything to do."""
+        while busy := [g for g, p in self.processes.items() if p.inbox and p.alive]:
+            self.answer(busy[0])

@@ -1,0 +1,306 @@
+"""Daemons that come, go and answer in every order: who gets a chain, who a reset, and what requests are told."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from lucevisor.engine.handle import RequestHandle
+from lucevisor.engine.request import FinishedEvent, GenerationRequest, NotReady, RequestError, TokenEvent
+from lucevisor.protocol.messages import StepResult
+from tests.deployment.daemon_groups import FAILED, Groups, frame
+from tests.engine.toy_engine import events_of, request, told
+
+STOPPED = RequestError("shutting_down", "the supervisor is stopping; send the request to another one, or again later")
+
+
+def serving(*homes: str) -> Groups:
+    groups = Groups(homes or ("left", "right"))
+    for group in dict.fromkeys(groups.homes):
+        groups.ready(group)
+    groups.work()
+    assert groups.engine.ready
+    return groups
+
+
+@pytest.mark.parametrize("order", [("left", "right"), ("right", "left")])
+def test_a_chain_is_there_when_every_daemon_has_answered_its_reset(order: tuple[str, str]) -> None:
+    groups = Groups(["left", "right"])
+    groups.ready(order[0])
+    assert not groups.processes[order[0]].inbox  # no reset before all are ready
+    groups.ready(order[1])
+    for group in reversed(order):
+        assert not groups.assembly.complete
+        groups.answer(group)
+    assert groups.assembly.complete
+    assert groups.engine.ready
+    assert groups.changes == 1
+
+
+def test_a_daemon_of_two_stages_is_reset_once() -> None:
+    groups = serving("left", "right", "left")
+    assert [p.resets for p in groups.processes.values()] == [1, 1]
+
+
+async def test_a_loss_ends_running_requests_and_names_the_group_and_the_queue_goes_on() -> None:
+    groups = serving()
+    one, two, waiting = (request(name, n=30) for name in "abc")  # two at once
+    handles = [groups.engine.submit(r) for r in (one, two, waiting)]
+    for _ in range(6):
+        groups.answer("left")
+        groups.answer("right")
+    groups.die("right")
+    groups.lost("right")
+    for handle in handles[:2]:
+        error = (await events_of(handle))[-1].error  # type: ignore[union-attr]
+        assert error.code == "shard_lost"
+        assert "group right was lost while the request ran: killed by signal 9" in error.message
+    assert handles[2].finished is None
+    with pytest.raises(NotReady, match="group right was lost"):
+        groups.engine.submit(request("d"))
+    groups.ready("right")
+    groups.work()
+    assert [p.resets for p in groups.processes.values()] == [2, 1]  # the daemon that lives on was reset again
+    assert told(await events_of(handles[2]))[0] == groups.model.alone(waiting.prompt, waiting.sampling, 30, frozenset())
+
+
+def test_an_answer_to_an_earlier_reset_counts_for_nothing() -> None:
+    groups = Groups(["left", "right"])
+    groups.ready("left")
+    groups.ready("right")
+    groups.die("right")  # before either has answered
+    groups.lost("right")
+    groups.ready("right")
+    groups.answer("right")
+    groups.answer("left")  # the first of two
+    assert not groups.assembly.complete
+    groups.answer("left")
+    assert groups.assembly.complete
+
+
+def test_the_last_answer_to_a_reset_does_not_join_a_daemon_that_died_since() -> None:
+    groups = Groups(["left", "right"])
+    groups.ready("left")
+    groups.ready("right")
+    groups.answer("left")
+    groups.die("left")
+    groups.lost("left")
+    groups.answer("right")
+    assert not groups.assembly.complete
+    groups.ready("left")
+    groups.work()
+    assert groups.assembly.complete
+
+
+@pytest.mark.parametrize("dead", ["left", "right"])
+def test_a_daemon_that_is_dead_when_it_is_to_be_reset(dead: str) -> None:
+    groups = Groups(["left", "right"])
+    for group in ("left", "right"):
+        groups.ready(group, alive=group != dead)
+    groups.work()
+    assert not groups.assembly.complete
+    groups.lost(dead)
+    groups.work()
+    assert not groups.assembly.complete
+    groups.ready(dead)
+    groups.work()
+    assert groups.assembly.complete
+    groups.engine.submit(request("a", n=3))
+    groups.work()
+    assert groups.engine.statistics().running == 0
+
+
+def test_a_step_that_cannot_be_sent_waits_for_supervision_to_hear_of_the_death() -> None:
+    groups = serving()
+    groups.die("left")
+    handle = groups.engine.submit(request("a"))
+    assert groups.failures == []
+    assert handle.finished is None
+    groups.lost("left")
+    assert handle.finished is not None
+    assert handle.finished.error is not None
+    assert handle.finished.error.code == "shard_lost"
+
+
+def test_answers_to_steps_of_a_chain_that_is_closed_are_dropped() -> None:
+    groups = serving()
+    groups.engine.submit(request("a"))
+    groups.die("right")
+    groups.lost("right")
+    groups.answer("left")  # to its step
+    groups.assembly.frame("left", frame(FAILED))  # to an earlier one
+    groups.ready("right")
+    groups.work()
+    assert groups.failures == []
+    assert groups.engine.ready
+
+
+@pytest.mark.parametrize(("group", "stage"), [("left", 0), ("right", 1)])
+def test_a_daemon_that_fails_a_step_is_named_by_its_stage(group: str, stage: int) -> None:
+    groups = serving()
+    handle = groups.engine.submit(request("a"))
+    groups.assembly.frame(group, frame(FAILED))
+    assert [(f.stage, f.code) for f in groups.failures] == [(stage, "shard_failed")]
+    assert handle.finished is not None
+    assert not groups.engine.ready
+    groups.lost(group)  # what supervision does about it
+    groups.ready(group)
+    groups.work()
+    assert groups.engine.ready
+
+
+def test_an_answer_nobody_waits_for_ends_the_chain_once() -> None:
+    groups = serving()
+    for _ in range(2):
+        groups.assembly.frame("right", frame(StepResult(7, 1)))
+    assert [f.code for f in groups.failures] == ["protocol_error"]
+
+
+def test_after_close_no_daemon_makes_a_chain() -> None:
+    groups = serving("only")
+    handle = groups.engine.submit(request("a", n=50))
+    groups.engine.close(STOPPED)
+    groups.assembly.close(STOPPED)
+    assert handle.finished is not None
+    assert handle.finished.error == STOPPED
+    groups.processes.clear()
+    groups.ready("only")  # one that was loading meanwhile
+    groups.work()
+    assert not groups.assembly.complete
+    late = Groups(["only"])
+    late.ready("only")
+    late.assembly.close(STOPPED)
+    late.work()  # answers its reset
+    assert not late.assembly.complete
+
+
+class World(RuleBasedStateMachine):
+    """Whatever comes, goes, answers or breaks in whatever order: a chain when and only when all are ready and reset,
+    right tokens or an error, and none of what a request is owed is missing."""
+
+    @initialize(homes=st.sampled_from([("a",), ("a", "b"), ("a", "b", "a"), ("a", "b", "c")]))
+    def begin(self, homes: tuple[str, ...]) -> None:
+        self.groups = Groups(homes)
+        self.names = list(dict.fromkeys(homes))
+        self.requests: dict[str, tuple[GenerationRequest, RequestHandle]] = {}
+        self.broken = False  # the chain ended itself; whoever broke it will be restarted
+
+    def some(self, draw: int, names: list[str]) -> str:
+        return names[draw % len(names)]
+
+    @property
+    def away(self) -> list[str]:
+        return [n for n in self.names if n not in self.groups.processes]
+
+    @property
+    def here(self) -> list[str]:
+        return [n for n in self.names if n in self.groups.processes]
+
+    @property
+    def busy(self) -> list[str]:
+        return [n for n in self.here if self.groups.processes[n].inbox]
+
+    @precondition(lambda self: self.away)
+    @rule(draw=st.integers(0, 5), alive=st.sampled_from([True, True, True, False]))
+    def ready(self, draw: int, alive: bool) -> None:
+        self.groups.ready(self.some(draw, self.away), alive=alive)
+
+    @precondition(lambda self: self.busy)
+    @rule(draw=st.integers(0, 5), n=st.sampled_from([1, 1, 1, 9]))
+    def answer(self, draw: int, n: int) -> None:
+        for _ in range(n):
+            if self.busy:
+                self.groups.answer(self.some(draw, self.busy))
+
+    @precondition(lambda self: self.here)
+    @rule(draw=st.integers(0, 5))
+    def die(self, draw: int) -> None:
+        self.groups.die(self.some(draw, self.here))
+
+    @precondition(lambda self: self.here)
+    @rule(draw=st.integers(0, 5))
+    def lost(self, draw: int) -> None:
+        """Of a death, or of an operator's restart."""
+        group = self.some(draw, self.here)
+        before = {name: handle.finished for name, (_, handle) in self.requests.items()}
+        n_running = self.groups.engine.statistics().running
+        self.groups.lost(group)
+        self.broken = False
+        ended = [h.finished for name, (_, h) in self.requests.items() if h.finished is not before[name]]
+        assert len(ended) == n_running
+        for finished in ended:
+            assert finished is not None
+            assert finished.error is not None
+            assert f"group {group} was lost" in finished.error.message
+
+    @precondition(lambda self: self.groups.engine.ready and not self.broken)
+    @rule(draw=st.integers(0, 5), wrong=st.sampled_from([FAILED, StepResult(99_999, 0), StepResult(1, 77)]))
+    def break_the_order(self, draw: int, wrong: object) -> None:
+        n_failures = len(self.groups.failures)
+        self.groups.assembly.frame(self.some(draw, self.here), frame(wrong))  # type: ignore[arg-type]
+        assert len(self.groups.failures) == n_failures + 1
+        self.broken = True
+
+    @rule(length=st.integers(1, 150), n=st.integers(1, 12))
+    def submit(self, length: int, n: int) -> None:
+        one = request(f"r{len(self.requests)}", range(length), n)
+        if not self.groups.engine.ready:
+            with pytest.raises(NotReady):
+                self.groups.engine.submit(one)
+        else:
+            self.requests[one.request_id] = one, self.groups.engine.submit(one)
+
+    @precondition(lambda self: self.requests)
+    @rule(draw=st.integers(0, 50))
+    def cancel(self, draw: int) -> None:
+        self.requests[self.some(draw, list(self.requests))][1].cancel()
+
+    @invariant()
+    def a_chain_when_all_are_ready_and_reset(self) -> None:
+        processes = self.groups.processes.values()
+        whole = not self.away and {p.last_reset for p in processes} == {self.token} if processes else False
+        assert self.groups.assembly.complete == whole
+        assert self.groups.engine.ready == (whole and not self.broken)
+
+    @property
+    def token(self) -> int:
+        return self.groups.assembly._token
+
+    @invariant()
+    def what_ended_well_is_right(self) -> None:
+        for one, handle in self.requests.values():
+            if handle.finished is not None and handle.finished.reason == "length":
+                events = drained(handle)
+                if events:
+                    wanted = self.groups.model.alone(one.prompt, one.sampling, one.max_tokens, frozenset())
+                    assert [e.token for e in events if isinstance(e, TokenEvent)] == wanted
+
+    def teardown(self) -> None:
+        if not hasattr(self, "groups"):
+            return
+        for group in self.here:
+            if not self.groups.processes[group].alive or self.broken:
+                self.groups.lost(group)
+        for group in self.away:
+            self.groups.ready(group)
+        self.groups.work()
+        assert self.groups.engine.ready
+        for _, handle in self.requests.values():
+            assert handle.finished is not None
+        self.broken = False
+        self.what_ended_well_is_right()
+
+
+def drained(handle: RequestHandle) -> list[object]:
+    """The events that nobody has read yet."""
+    found: list[object] = []
+    while not handle._events.empty():
+        found.append(handle._events.get_nowait())
+    assert not found or isinstance(found[-1], FinishedEvent)
+    return found
+
+
+TestWorld = World.TestCase
+TestWorld.settings = settings(max_examples=120, stateful_step_count=50)

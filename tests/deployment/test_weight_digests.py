@@ -1,0 +1,217 @@
+"""One changed bit in any byte of any tensor is another fingerprint; what is kept of it is believed only whole."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import time
+from pathlib import Path
+
+import pytest
+import xxhash
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from lucevisor.deployment import digest_cache, weight_digests
+from lucevisor.deployment.weight_digests import DigestsStopped, FileChangedError, HashProgress, digest_tensors
+from lucevisor.model.families import open_spec
+from lucevisor.model.fingerprint import fingerprint
+from lucevisor.model.gguf_files import open_model, part_paths
+from lucevisor.model.gguf_header import GgufError
+from tests.model.test_fingerprint import write
+
+GOLDEN = Path(__file__).parents[1] / "data" / "golden"
+
+
+def mark_of(path: Path) -> str:
+    spec = open_spec(path)
+    assert spec.files is not None
+    return fingerprint(spec, digest_tensors(spec.files))
+
+
+def flip(path: Path, at: int, bit: int) -> None:
+    """One bit, in place, with the file's times put back as far as a user can."""
+    before = path.stat()
+    with path.open("r+b") as file:
+        file.seek(at)
+        byte = file.read(1)[0]
+        file.seek(at)
+        file.write(bytes([byte ^ (1 << bit)]))
+    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+
+
+def settled(path: Path) -> Path:
+    """The path, when a tick of the kernel's clock has passed: from then on every write moves the file's times."""
+    time.sleep(0.05)
+    return path
+
+
+class Model:
+    """A file to spoil, and the places of its tensors."""
+
+    def __init__(self, path: Path) -> None:
+        self.path, self.files = path, open_model(part_paths(path))
+        self.tensors = sorted(self.files.tensors.values(), key=lambda t: t.name)
+        self.mark = mark_of(path)
+
+    def spoiled(self, tensor: int, share: float, bit: int) -> bool:
+        """Whether the fingerprint tells a bit flipped at ``share`` of a tensor; the file is as before afterwards."""
+        t = self.tensors[tensor % len(self.tensors)]
+        part, at = self.files.paths[t.part], t.offset + min(int(share * t.n_bytes), t.n_bytes - 1)
+        flip(part, at, bit)
+        try:
+            return mark_of(self.path) != self.mark
+        finally:
+            flip(part, at, bit)
+
+
+@pytest.fixture(scope="module", params=["tied", "split", "experts", "unused"])
+def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Model:
+    """``tied``: without an output matrix; ``unused``: with a tensor that no shard loads."""
+    directory = tmp_path_factory.mktemp("model")
+    if request.param == "split":
+        return Model(write(directory / "m.gguf", parts=8))
+    if request.param == "unused":
+        return Model(write(directory / "m.gguf", unused="blk.2.nextn.eh_proj.weight"))
+    name = {"tied": "qwen3", "experts": "qwen35moe"}[request.param]
+    return Model(Path(shutil.copy(GOLDEN / name / "model.gguf", directory / "m.gguf")))
+
+
+@settings(max_examples=60, deadline=None)
+@given(tensor=st.integers(0, 10_000), share=st.floats(0, 1), bit=st.integers(0, 7))
+@example(tensor=0, share=0.0, bit=0)
+@example(tensor=0, share=1.0, bit=7)
+@example(tensor=1, share=0.25, bit=3)
+def test_any_bit_of_any_tensor_is_another_fingerprint(model: Model, tensor: int, share: float, bit: int) -> None:
+    assert model.spoiled(tensor, share, bit)
+    assert mark_of(model.path) == model.mark
+
+
+def test_the_first_and_last_byte_of_every_tensor(model: Model) -> None:
+    for tensor in range(len(model.tensors)):
+        assert model.spoiled(tensor, 0.0, 0), model.tensors[tensor].name
+        assert model.spoiled(tensor, 1.0, 7), model.tensors[tensor].name
+
+
+def test_the_models_have_what_they_are_here_for(tmp_path: Path) -> None:
+    assert "output.weight" not in open_spec(GOLDEN / "qwen3" / "model.gguf").files.tensors
+    assert any("_exps" in name for name in open_spec(GOLDEN / "qwen35moe" / "model.gguf").files.tensors)
+    assert open_spec(write(tmp_path / "m.gguf", unused="blk.2.nextn.eh_proj.weight")).skipped
+
+
+@pytest.mark.parametrize("n_threads", [1, 3])
+@pytest.mark.parametrize(("block", "piece"), [(5000, 77), (4096, 4096), (3001, 10000)])
+def test_borders_of_blocks_and_pieces(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, n_threads: int, block: int, piece: int
+) -> None:
+    """A digest is xxh3_128 over those of the blocks, however many threads read them and in which pieces."""
+    monkeypatch.setattr(weight_digests, "BLOCK_BYTES", block)
+    monkeypatch.setattr(weight_digests, "PIECE_BYTES", piece)
+    files = open_spec(write(tmp_path / "m.gguf")).files
+    found = digest_tensors(files, n_threads=n_threads)
+    for name, tensor in files.tensors.items():
+        data = files.read(tensor)
+        blocks = (xxhash.xxh3_128_digest(data[i : i + block]) for i in range(0, len(data), block))
+        assert found[name] == xxhash.xxh3_128_hexdigest(b"".join(blocks)), name
+
+
+def test_a_file_that_changes_meanwhile_has_no_digests(tmp_path: Path) -> None:
+    path = settled(write(tmp_path / "m.gguf"))
+    files = open_spec(path).files
+    flip(path, path.stat().st_size - 1, 0)
+    with pytest.raises(FileChangedError, match=r"m\.gguf was changed"):
+        digest_tensors(files)
+
+
+def test_a_cut_file_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = write(tmp_path / "m.gguf")
+    files = open_spec(path).files
+    os.truncate(path, path.stat().st_size // 2)
+    monkeypatch.setattr(weight_digests, "_check_unchanged", lambda _: None)  # cut just behind that
+    with pytest.raises(GgufError, match="it was cut after it was opened"):
+        digest_tensors(files)
+
+
+def test_it_can_be_stopped(tmp_path: Path) -> None:
+    files = open_spec(write(tmp_path / "m.gguf")).files
+    with pytest.raises(DigestsStopped):
+        digest_tensors(files, HashProgress(1, stop=True))
+
+
+def test_progress_counts_every_byte(tmp_path: Path) -> None:
+    files = open_spec(write(tmp_path / "m.gguf")).files
+    progress = HashProgress(files.total_bytes)
+    digest_tensors(files, progress, n_threads=1, keep_cached=False)
+    assert progress.done_bytes == files.total_bytes > 0
+
+
+# ---- what is kept
+
+
+@pytest.fixture
+def kept(tmp_path: Path) -> tuple[Path, tuple, dict[str, str]]:
+    files = open_spec(write(tmp_path / "m.gguf")).files
+    digests = digest_tensors(files)
+    digest_cache.write(tmp_path / "cache", files.identities, digests)
+    return tmp_path / "cache", files.identities, digests
+
+
+def test_digests_come_back(kept) -> None:
+    directory, identities, digests = kept
+    assert digest_cache.read(directory, identities, digests) == digests
+    assert [p.name for p in directory.iterdir()] == [digest_cache.path_of(directory, identities).name]
+
+
+@pytest.mark.parametrize("what", ["device", "inode", "n_bytes", "mtime_ns", "ctime_ns", "header"])
+def test_another_identity_is_another_file(kept, what: str) -> None:
+    import msgspec
+
+    directory, (identity,), digests = kept
+    value = getattr(identity, what)
+    other = msgspec.structs.replace(identity, **{what: value + 1 if isinstance(value, int) else "0" * 64})
+    assert digest_cache.read(directory, (other,), digests) is None
+    digest_cache.path_of(directory, (identity,)).rename(digest_cache.path_of(directory, (other,)))
+    assert digest_cache.read(directory, (other,), digests) is None
+
+
+@settings(max_examples=150, deadline=None)
+@given(share=st.floats(0, 1, exclude_max=True), bit=st.integers(0, 7))
+def test_damage_anywhere_is_never_believed(tmp_path_factory, share: float, bit: int) -> None:
+    directory = tmp_path_factory.mktemp("cache")
+    digests = {f"blk.{i}.w": f"{i:032x}" for i in range(3)}
+    identities = (digest_cache.FileIdentity(1, 2, 3, 4, 5, "ab" * 32),)
+    digest_cache.write(directory, identities, digests)
+    path = digest_cache.path_of(directory, identities)
+    flip(path, int(share * path.stat().st_size), bit)
+    assert digest_cache.read(directory, identities, digests) in (None, digests)
+    os.truncate(path, int(share * path.stat().st_size))
+    assert digest_cache.read(directory, identities, digests) is None
+
+
+def test_other_tensors_and_bad_digests_are_not_believed(tmp_path: Path) -> None:
+    identities = (digest_cache.FileIdentity(1, 2, 3, 4, 5, "ab" * 32),)
+    digest_cache.write(tmp_path, identities, {"a": "0" * 32})
+    assert digest_cache.read(tmp_path, identities, ["a"]) == {"a": "0" * 32}
+    assert digest_cache.read(tmp_path, identities, ["a", "b"]) is None
+    assert digest_cache.read(tmp_path, identities, ["b"]) is None
+    digest_cache.write(tmp_path, identities, {"a": "x" * 32})
+    assert digest_cache.read(tmp_path, identities, ["a"]) is None
+
+
+def test_a_directory_that_cannot_be_used_is_no_error(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    identities = (digest_cache.FileIdentity(1, 2, 3, 4, 5, ""),)
+    for directory in (tmp_path / "file", tmp_path / "file" / "inside"):
+        digest_cache.write(directory, identities, {"a": "0" * 32})
+        assert digest_cache.read(directory, identities, ["a"]) is None
+
+
+def test_only_the_newest_are_kept(tmp_path: Path) -> None:
+    (tmp_path / "speeds-1.json").write_text("another's")
+    for i in range(digest_cache.KEPT + 5):
+        identities = (digest_cache.FileIdentity(1, i, 3, 4, 5, ""),)
+        digest_cache.write(tmp_path, identities, {"a": "0" * 32})
+        os.utime(digest_cache.path_of(tmp_path, identities), (1000 + i, 1000 + i))
+    assert len(list(tmp_path.glob("weights-*.json"))) == digest_cache.KEPT
+    assert digest_cache.read(tmp_path, identities, ["a"]) is not None
+    assert (tmp_path / "speeds-1.json").exists()

@@ -1,0 +1,181 @@
+"""Which files a group may load beside the running ones: those with the same bytes, whatever their times say."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lucevisor.deployment import digest_cache
+from lucevisor.deployment.weights import ModelWeights, WeightsChangedError, unsettled_s
+from lucevisor.errors import LucevisorError
+from lucevisor.model.gguf_files import open_model, part_paths
+from lucevisor.model.values import FileIdentity
+from tests.deployment.test_weight_digests import flip, settled
+from tests.model.test_fingerprint import write
+
+S = 1_000_000_000
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    return settled(write(tmp_path / "m.gguf", unused="blk.2.nextn.eh_proj.weight"))
+
+
+def change(path: Path, how: str) -> None:
+    """The file, or its times, as others may leave them."""
+    if how == "touched":
+        path.touch()
+    elif how == "linked":
+        os.link(path, path.with_name("link"))
+    elif how == "copied over":
+        os.replace(shutil.copy(path, path.with_name("copy")), path)
+    elif how == "written alike":
+        path.write_bytes(path.read_bytes())
+    elif how == "cut":
+        os.truncate(path, path.stat().st_size // 2)
+    elif how == "removed":
+        path.unlink()
+    else:
+        assert how == "last byte"
+        flip(path, path.stat().st_size - 1, 0)
+
+
+def opened(path: Path) -> ModelWeights:
+    return ModelWeights(open_model(part_paths(path)), path.parent / "cache")
+
+
+async def test_the_same_file_is_admitted_before_it_is_hashed(model: Path) -> None:
+    weights = opened(model)
+    await weights.settle()
+    identities = await weights.admit()
+    assert weights.admitted(identities)
+    assert identities == open_model([model]).identities
+
+
+@pytest.mark.parametrize("how", ["touched", "linked", "copied over", "written alike"])
+async def test_other_times_of_the_same_bytes_need_the_digests(model: Path, how: str) -> None:
+    weights = opened(model)
+    await weights.settle()
+    change(model, how)
+    with pytest.raises(WeightsChangedError, match="before all its bytes were hashed"):
+        await weights.admit()
+    weights = opened(model)
+    await weights.digests()
+    change(model, "touched")
+    assert weights.admitted(await weights.admit())
+
+
+@settings(max_examples=25, deadline=None)
+@given(tensor=st.integers(0, 10_000), share=st.floats(0, 1), bit=st.integers(0, 7))
+def test_any_changed_bit_is_refused_and_the_old_bytes_are_not(
+    tmp_path_factory: pytest.TempPathFactory, tensor: int, share: float, bit: int
+) -> None:
+    async def run() -> None:
+        path = write(tmp_path_factory.mktemp("m") / "m.gguf", parts=8)
+        weights = opened(path)
+        await weights.settle()
+        await weights.digests()
+        files = open_model(part_paths(path))
+        t = sorted(files.tensors.values(), key=lambda t: t.name)[tensor % len(files.tensors)]
+        part, at = files.paths[t.part], t.offset + min(int(share * t.n_bytes), t.n_bytes - 1)
+        flip(part, at, bit)
+        with pytest.raises(WeightsChangedError, match=f"{part.name} changed since .* tensor '{t.name}' holds other"):
+            await weights.admit()
+        flip(part, at, bit)
+        assert weights.admitted(await weights.admit())
+
+    asyncio.run(run())
+
+
+async def test_another_header_is_refused(model: Path) -> None:
+    weights = opened(model)
+    await weights.digests()
+    write(model.with_name("other.gguf"), metadata=[("general.name", "another")])
+    os.replace(model.with_name("other.gguf"), model)
+    with pytest.raises(WeightsChangedError, match="its header is another one"):
+        await weights.admit()
+    change(model, "removed")
+    with pytest.raises(LucevisorError, match="the model cannot be read any more"):
+        await weights.admit()
+
+
+async def test_a_file_that_changed_before_the_first_load_is_refused(model: Path) -> None:
+    weights = opened(model)
+    change(model, "last byte")
+    with pytest.raises(WeightsChangedError, match="was changed while the supervisor started"):
+        await weights.settle()
+
+
+async def test_digests_are_free_the_second_time_and_not_of_another_state(model: Path) -> None:
+    first = opened(model)
+    await first.settle()
+    found = await first.digests()
+    assert first.progress().startswith("100 %")
+    second = opened(model)
+    assert await second.digests() == found
+    assert second.progress().startswith("0 %")  # nothing was read
+    change(model, "last byte")  # puts the old mtime back
+    third = opened(model)
+    await third.settle()
+    assert await third.digests() != found
+    assert third.progress().startswith("100 %")
+
+
+@pytest.mark.parametrize(("tick_s", "kept"), [(0.0, True), (3600.0, False)])
+async def test_digests_of_a_file_written_a_moment_ago_are_not_kept(
+    model: Path, monkeypatch: pytest.MonkeyPatch, tick_s: float, kept: bool
+) -> None:
+    """Another write within the same tick of the kernel's clock would leave no trace."""
+    monkeypatch.setattr("lucevisor.deployment.weights.TICK_S", tick_s)
+    monkeypatch.setattr("lucevisor.deployment.weights.COARSE_TICK_S", tick_s)
+    found = await opened(model).digests()
+    again = digest_cache.read(model.parent / "cache", open_model([model]).identities, found)
+    assert again == (found if kept else None)
+
+
+async def test_an_unwritable_cache_is_no_error(model: Path) -> None:
+    os.close(os.open(model.parent / "cache", os.O_CREAT))  # a file
+    weights = opened(model)
+    await weights.settle()
+    assert await weights.digests()
+
+
+async def test_a_file_that_cannot_be_hashed_is_told(model: Path) -> None:
+    weights = opened(model)
+    await weights.settle()
+    change(model, "cut")
+    with pytest.raises(WeightsChangedError, match=r"m\.gguf was changed while it was hashed"):
+        await weights.digests()
+
+
+async def test_close_ends_hashing(model: Path) -> None:
+    weights = opened(model)
+    weights.begin()
+    await weights.close()
+    weights.begin()  # it was begun
+    await weights.close()
+
+
+def identity(ctime_ns: int) -> FileIdentity:
+    return FileIdentity(1, 2, 3, 4, ctime_ns, "")
+
+
+@pytest.mark.parametrize(
+    ("ctime_ns", "now_ns", "wanted"),
+    [
+        (100 * S + 5, 100 * S + 5, 0.1),
+        (100 * S + 5, 100 * S + 5 + S // 10, 0.0),
+        (100 * S, 101 * S, 1.0),  # a file system of whole seconds
+        (100 * S, 103 * S, -1.0),
+        (200 * S + 1, 100 * S, 100.1),  # another clock
+    ],
+)
+def test_when_later_writes_show(ctime_ns: int, now_ns: int, wanted: float) -> None:
+    found = unsettled_s([identity(1), identity(ctime_ns)], now_ns)
+    assert found == pytest.approx(wanted, abs=1e-6)

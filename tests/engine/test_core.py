@@ -1,0 +1,335 @@
+"""The engine's shell: handles, refusals, a chain that comes and goes, drain, statistics, rows."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import weakref
+
+import numpy as np
+import pytest
+
+from lucevisor.engine.request import FinishedEvent, InvalidRequest, NotReady, QueueFull, RequestError, TokenEvent
+from lucevisor.engine.rows import RowsMissing
+from lucevisor.kv.page_pool import PageUse
+from lucevisor.protocol.messages import Failed, Pools, StepResult
+from tests.engine.toy_chain import mix, toy_row
+from tests.engine.toy_engine import LOST, ToyEngine, events_of, limits, request, told
+
+STOPPED = RequestError("shutting_down", "the server stops; send the request to another")
+
+
+def ready(**changes: object) -> ToyEngine:
+    toy = ToyEngine(limits(**changes))
+    toy.attach()
+    return toy
+
+
+async def test_a_request_streams_its_tokens_and_ends() -> None:
+    toy = ready(n_stages=3)
+    one = request("a", range(100), n=20)
+    with toy.engine.submit(one) as handle:
+        reader = asyncio.create_task(collect(handle))
+        await toy.play()
+        events = await asyncio.wait_for(reader, 5)
+    ids, finished = told(events)
+    assert ids == toy.alone(one)
+    assert finished.reason == "length"
+
+
+async def collect(handle: object) -> list[object]:
+    return [event async for event in handle]  # type: ignore[attr-defined]
+
+
+async def test_many_at_once_give_the_same_tokens_as_one_by_one() -> None:
+    requests = [request(f"r{i}", range(i, 40 + 9 * i), n=30) for i in range(8)]
+    together = ready(n_stages=2, max_sequences=8, max_step_tokens=200, pools=Pools(40, 0, 8))
+    handles = [together.engine.submit(one) for one in requests]
+    together.run()
+    for one, handle in zip(requests, handles, strict=True):
+        single = ready(n_stages=2, max_sequences=8, max_step_tokens=200, pools=Pools(40, 0, 8))
+        alone = single.engine.submit(one)
+        single.run()
+        assert await events_of(alone) == await events_of(handle)
+
+
+def test_before_a_chain_is_there_requests_are_refused_with_the_reason() -> None:
+    toy = ToyEngine(limits())
+    with pytest.raises(NotReady, match="is being loaded"):
+        toy.engine.submit(request("a"))
+    assert not toy.engine.statistics().ready
+    toy.attach()
+    toy.engine.submit(request("a"))
+
+
+def test_a_full_queue_is_refused_with_the_time_a_place_takes() -> None:
+    toy = ToyEngine(limits(max_sequences=1, pools=Pools(16, 0, 1)), max_queue=2)
+    toy.attach()
+    for name in "abc":
+        toy.engine.submit(request(name, n=1))
+    with pytest.raises(QueueFull, match=r"2 requests are waiting.* try again in 5 s") as caught:
+        toy.engine.submit(request("d"))
+    assert caught.value.retry_after_s == 5  # nothing is known yet
+    toy.now += 2.0
+    while toy.work(0):
+        toy.now += 2.0
+    for name in "def":
+        toy.engine.submit(request(name, n=1))
+    with pytest.raises(QueueFull) as caught:
+        toy.engine.submit(request("g"))
+    assert caught.value.retry_after_s == 4  # two prompts of one step, behind one that is being computed
+
+
+def test_a_refused_request_leaves_nothing_behind() -> None:
+    toy = ready()
+    with pytest.raises(InvalidRequest):
+        toy.engine.submit(request("a", ()))
+    toy.engine.submit(request("a"))
+    with pytest.raises(InvalidRequest, match="in use"):
+        toy.engine.submit(request("a"))
+    toy.run()
+    assert toy.engine.statistics().queued == 0
+
+
+async def test_cancel_ends_the_stream_and_frees_the_pages_within_the_call() -> None:
+    toy = ready()
+    handle = toy.engine.submit(request("a", range(100), n=900))
+    for _ in range(5):
+        toy.work(0)
+    assert toy.engine.statistics().pages["full"].used == 2
+    handle.cancel()
+    handle.cancel()
+    assert {use.used for use in toy.engine.statistics().pages.values()} == {0}
+    toy.run()
+    events = await events_of(handle)
+    assert isinstance(events[-1], FinishedEvent)
+    assert events[-1].reason == "cancelled"
+    assert [type(e) for e in events[:-1]] == [TokenEvent] * (len(events) - 1)
+
+
+async def test_a_lost_shard_ends_running_requests_and_the_queue_goes_on_later() -> None:
+    toy = ready(max_sequences=1, pools=Pools(16, 0, 1))
+    running, waiting = toy.engine.submit(request("a")), toy.engine.submit(request("b"))
+    toy.work(0)
+    toy.lose()
+    assert (await events_of(running))[-1].error == LOST  # type: ignore[union-attr]
+    assert waiting.finished is None
+    with pytest.raises(NotReady, match="group left was killed"):
+        toy.engine.submit(request("c"))
+    assert toy.engine.statistics().queued == 1
+    toy.attach()
+    toy.run()
+    assert told(await events_of(waiting))[0] == toy.alone(request("b"))
+
+
+async def test_when_no_chain_will_come_the_queue_ends_as_well_until_an_operator_restarts() -> None:
+    toy = ready(max_sequences=1, pools=Pools(16, 0, 1))
+    handles = [toy.engine.submit(request(name)) for name in "ab"]
+    toy.engine.detach(LOST, permanent=True)
+    for handle in handles:
+        assert (await events_of(handle))[-1].error == LOST  # type: ignore[union-attr]
+    with pytest.raises(NotReady, match="group left was killed"):
+        toy.engine.submit(request("c"))
+    toy.attach()
+    again = toy.engine.submit(request("c"))
+    toy.run()
+    assert told(await events_of(again))[0] == toy.alone(request("c"))
+
+
+async def test_a_dead_link_found_while_sending_ends_requests_in_order() -> None:
+    toy = ready()
+    handle = toy.engine.submit(request("a", n=50))
+    toy.work(0)
+    toy.links[0].dead = True
+    toy.work(0)  # its token arrives, the next step cannot be sent
+    events = await events_of(handle)
+    assert [type(e) for e in events] == [TokenEvent, TokenEvent, FinishedEvent]
+    assert [f.code for f in toy.failures] == ["shard_lost"]
+    assert not toy.engine.ready
+
+
+async def test_a_dead_link_found_by_submit_still_ends_the_request() -> None:
+    toy = ready()
+    toy.links[0].dead = True
+    handle = toy.engine.submit(request("a"))
+    [finished] = await events_of(handle)
+    assert isinstance(finished, FinishedEvent)
+    assert finished.error is not None
+    assert finished.error.code == "shard_lost"
+
+
+async def test_a_wrong_result_of_the_tail_ends_the_chain() -> None:
+    toy = ready(n_stages=2)
+    handle = toy.engine.submit(request("a"))
+    toy.work(0)
+    assert toy.chain is not None
+    toy.chain.receive(StepResult(1, 1, []))  # the step asked for a token
+    assert [f.code for f in toy.failures] == ["protocol_error"]
+    assert "stage 1" in toy.failures[0].message
+    assert (await events_of(handle))[-1].error.code == "protocol_error"  # type: ignore[union-attr]
+
+
+async def test_a_daemon_that_fails_a_step_is_quoted() -> None:
+    toy = ready()
+    handle = toy.engine.submit(request("a"))
+    assert toy.chain is not None
+    toy.chain.failed(0, Failed("step 1", "cuda:0", "out of memory", "fewer pages", fatal=True))
+    error = (await events_of(handle))[-1].error  # type: ignore[union-attr]
+    assert (error.code, "out of memory" in error.message) == ("shard_failed", True)
+
+
+def test_what_a_detached_chain_still_says_is_ignored() -> None:
+    toy = ready()
+    toy.engine.submit(request("a"))
+    old, daemon = toy.chain, toy.daemons[0]
+    toy.lose()
+    toy.attach()
+    handle = toy.engine.submit(request("b"))
+    assert old is not None
+    old.receive(*daemon.run_one())
+    old.failed(0, Failed("step 1", "cuda:0", "out of memory", "fewer pages", fatal=True))
+    assert toy.failures == []
+    toy.run()
+    assert handle.finished is not None
+    assert handle.finished.reason == "length"
+
+
+def test_a_request_that_is_over_is_forgotten() -> None:
+    toy = ready()
+    handle = weakref.ref(toy.engine.submit(request("a")))
+    assert handle() is not None
+    toy.run()
+    gc.collect()
+    assert handle() is None
+    toy.engine.submit(request("a"))  # and its id is free
+
+
+def test_a_chain_of_another_shape_or_a_second_one_is_refused() -> None:
+    toy = ready(n_stages=2)
+    with pytest.raises(RuntimeError, match="attached already"):
+        toy.attach()
+    other = ToyEngine(limits(n_stages=1))
+    other.attach()
+    toy.engine.detach(LOST)
+    assert other.chain is not None
+    with pytest.raises(ValueError, match="1 stages, the limits say 2"):
+        toy.engine.attach(other.chain)
+
+
+async def test_drain_takes_no_more_and_waits_for_what_it_has() -> None:
+    toy = ready(max_sequences=1, pools=Pools(16, 0, 1))
+    handles = [toy.engine.submit(request(name)) for name in "ab"]
+    assert not await toy.engine.drain(0.01)
+    with pytest.raises(NotReady, match="shutting down"):
+        toy.engine.submit(request("c"))
+    draining = asyncio.create_task(toy.engine.drain(5))
+    await toy.play()
+    assert await draining
+    assert [h.finished.reason for h in handles if h.finished] == ["length", "length"]
+
+
+async def test_close_ends_what_a_drain_left() -> None:
+    toy = ready(max_sequences=1, pools=Pools(16, 0, 1))
+    handles = [toy.engine.submit(request(name)) for name in "ab"]
+    assert not await toy.engine.drain(0)
+    toy.engine.close(STOPPED)
+    toy.engine.close(STOPPED)
+    assert [h.finished.error for h in handles if h.finished] == [STOPPED, STOPPED]
+    assert await toy.engine.drain(0)
+    toy.attach()
+    with pytest.raises(NotReady, match="shutting down"):
+        toy.engine.submit(request("c"))
+    closed = ready()
+    closed.engine.close(STOPPED)
+    with pytest.raises(NotReady, match="the server stops"):
+        closed.engine.submit(request("c"))
+
+
+async def test_quiesce_lets_running_requests_end_and_keeps_the_queue() -> None:
+    toy = ready(max_sequences=1, pools=Pools(16, 0, 1))
+    running = toy.engine.submit(request("a"))
+    quiet = asyncio.create_task(toy.engine.quiesce(5))
+    await asyncio.sleep(0)
+    waiting = toy.engine.submit(request("b"))
+    await toy.play()
+    assert await quiet
+    assert running.finished is not None
+    assert waiting.finished is None
+    toy.lose()
+    toy.attach()
+    toy.run()
+    assert waiting.finished is not None
+
+
+def test_statistics_tell_what_happened() -> None:
+    toy = ready(n_stages=2)
+    before = toy.engine.statistics()
+    assert (before.ready, before.tokens_per_s, before.steps.n_steps) == (True, 0.0, 0)
+    toy.engine.submit(request("a", range(100), n=20))
+    toy.now = 4.0
+    toy.run()
+    after = toy.engine.statistics()
+    assert after.tokens_per_s == pytest.approx(5.0)  # 20 tokens in the 4 s there were
+    assert after.generated_tokens == 20
+    assert after.pages == {"full": PageUse(0, 16), "recurrent": PageUse(0, 4)}
+    assert after.steps.n_steps == len(toy.steps) == 2 + 19
+    assert after.steps.n_tokens == 100 + 19
+    assert [s.n_steps for s in after.steps.stages] == [21, 21]
+    assert after.steps.stages[0].compute_s == pytest.approx(0.25 * 21)
+    assert before.steps.n_steps == 0  # a snapshot, not a view
+    toy.now = 30.0
+    assert toy.engine.statistics().tokens_per_s == 0.0
+
+
+def test_the_engine_tells_which_step_a_daemon_is_at() -> None:
+    toy = ready()
+    assert toy.engine.oldest_in_flight() is None
+    toy.engine.submit(request("a"))
+    toy.now = 7.0
+    oldest = toy.engine.oldest_in_flight()
+    assert oldest is not None
+    assert (oldest.step_id, oldest.stage, oldest.elapsed_s) == (1, 0, 7.0)
+    toy.lose()
+    assert toy.engine.oldest_in_flight() is None
+
+
+@pytest.mark.parametrize("n_stages", [1, 3])
+async def test_rows_of_every_position_come_back_in_order_beside_other_requests(n_stages: int) -> None:
+    toy = ready(n_stages=n_stages)
+    other = toy.engine.submit(request("a", range(200), n=30))
+    ids = list(range(5, 95))
+    running = asyncio.create_task(toy.engine.run_ids(ids, want_hidden=True, rows_per_step=40))
+    await asyncio.sleep(0)
+    toy.run()
+    output = await asyncio.wait_for(running, 5)
+    assert output.hidden is not None
+    assert output.logits.shape == (90, 3)
+    assert output.hidden.shape == (n_stages + 1, 90, 2)
+    embedded = [toy_row(mix(token, i), 2) for i, token in enumerate(ids)]
+    assert np.array_equal(output.hidden[0], np.array(embedded, dtype=np.float32))
+    assert len({tuple(row) for row in output.logits.tolist()}) == 90
+    again = ready(n_stages=n_stages)
+    running = asyncio.create_task(again.engine.run_ids(ids, want_hidden=False, rows_per_step=1000))
+    await asyncio.sleep(0)
+    again.run()
+    whole = await asyncio.wait_for(running, 5)
+    assert whole.hidden is None
+    assert np.array_equal(whole.logits, output.logits)
+    assert other.finished is not None
+
+
+async def test_rows_that_do_not_come_are_an_error_with_the_reason() -> None:
+    toy = ready()
+    running = asyncio.create_task(toy.engine.run_ids([1, 2, 3], want_hidden=False, rows_per_step=8))
+    await asyncio.sleep(0)
+    toy.lose()
+    with pytest.raises(RowsMissing, match="group left was killed"):
+        await running
+    toy.attach()
+    running = asyncio.create_task(toy.engine.run_ids([1, 2, 3], want_hidden=False, rows_per_step=8))
+    await asyncio.sleep(0)
+    assert toy.chain is not None
+    result, _ = toy.daemons[0].run_one()
+    toy.chain.receive(StepResult(result.step_id, 0, result.sampled))
+    with pytest.raises(RowsMissing, match="stage 0 sent no logits"):
+        await running

@@ -1,0 +1,179 @@
+"""The page allocator against a model that is one dictionary, and its refusals."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from typing import ClassVar
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+
+from lucevisor.kv.page_pool import PageAllocator, PageError, PagePools, PageUse
+from lucevisor.model.values import Space
+from lucevisor.protocol.messages import Pools
+
+
+class AllocatorMachine(RuleBasedStateMachine):
+    """References held by imaginary owners, beside an allocator that must agree with them after every call."""
+
+    first: ClassVar[int] = 0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.n_total = 12
+        self.allocator = PageAllocator(self.n_total, first=self.first)
+        self.ids = range(self.first, self.first + self.n_total)
+        self.owners: Counter[int] = Counter()
+
+    @rule(n=st.integers(0, 14))
+    def allocate(self, n: int) -> None:
+        free = [page for page in self.ids if not self.owners[page]]
+        pages = self.allocator.allocate(n)
+        if n > len(free):
+            assert pages is None
+        else:
+            assert pages == free[:n]
+            self.owners.update(pages)
+
+    @rule(numbers=st.lists(st.integers(-1, 12), max_size=5))
+    def share(self, numbers: list[int]) -> None:
+        pages = [self.first + n for n in numbers]
+        if all(self.owners[page] for page in pages):
+            self.allocator.share(pages)
+            self.owners.update(pages)
+        else:
+            with pytest.raises(PageError):
+                self.allocator.share(pages)
+
+    @rule(numbers=st.lists(st.integers(-1, 12), max_size=5))
+    def release(self, numbers: list[int]) -> None:
+        pages = [self.first + n for n in numbers]
+        if all(n <= self.owners[page] for page, n in Counter(pages).items()):
+            self.allocator.release(pages)
+            self.owners.subtract(pages)
+        else:
+            with pytest.raises(PageError):
+                self.allocator.release(pages)
+
+    @invariant()
+    def agrees(self) -> None:
+        used = {page for page, n in self.owners.items() if n > 0}
+        assert self.allocator.n_used == len(used)
+        assert self.allocator.n_free == self.n_total - len(used)
+        assert [self.allocator.owners(page) for page in self.ids] == [self.owners[page] for page in self.ids]
+
+
+class OffsetMachine(AllocatorMachine):
+    """The same where the ids do not begin with 0."""
+
+    first = 30
+
+
+TestOffsetMachine = OffsetMachine.TestCase
+TestOffsetMachine.settings = settings(max_examples=30, stateful_step_count=60, deadline=None)
+TestAllocatorMachine = AllocatorMachine.TestCase
+TestAllocatorMachine.settings = settings(max_examples=60, stateful_step_count=60, deadline=None)
+
+
+def test_20000_random_operations_leak_nothing() -> None:
+    rng = random.Random(7)
+    allocator = PageAllocator(200)
+    held: list[int] = []  # one entry a reference
+    for _ in range(20_000):
+        action = rng.random()
+        if action < 0.45:
+            n = rng.randrange(12)
+            pages = allocator.allocate(n)
+            assert (pages is None) == (n > 200 - len(set(held)))
+            assert not set(pages or []) & set(held)
+            held += pages or []
+        elif action < 0.6 and held:
+            pages = rng.sample(held, min(len(held), 4))
+            allocator.share(pages)
+            held += pages
+        else:
+            rng.shuffle(held)
+            n = rng.randrange(16)
+            allocator.release(held[:n])
+            del held[:n]
+        assert allocator.n_used == len(set(held))
+    allocator.release(held)
+    assert (allocator.n_used, allocator.n_free) == (0, 200)
+
+
+def test_same_calls_give_the_same_ids_lowest_first() -> None:
+    allocator = PageAllocator(6)
+    assert allocator.allocate(4) == [0, 1, 2, 3]
+    allocator.release([2, 0])
+    assert allocator.allocate(3) == [0, 2, 4]
+
+
+def test_allocate_takes_all_or_nothing() -> None:
+    allocator = PageAllocator(3)
+    assert allocator.allocate(4) is None
+    assert allocator.n_free == 3
+    assert allocator.allocate(0) == []
+
+
+@pytest.mark.parametrize("pages", [[1], [0, 0], [-1], [3]])
+def test_double_free_names_the_id_and_changes_nothing(pages: list[int]) -> None:
+    allocator = PageAllocator(3, "space full")
+    allocator.allocate(1)
+    with pytest.raises(PageError, match=rf"space full: id {pages[-1]} "):
+        allocator.release(pages)
+    assert allocator.n_used == 1
+    allocator.release([0])
+
+
+def test_a_shared_page_is_free_after_its_last_owner() -> None:
+    allocator = PageAllocator(2)
+    allocator.allocate(1)
+    allocator.share([0])
+    allocator.release([0])
+    assert allocator.n_used == 1
+    allocator.release([0])
+    assert allocator.n_used == 0
+
+
+def test_bad_sizes_are_refused() -> None:
+    with pytest.raises(ValueError, match="-1 ids"):
+        PageAllocator(-1)
+    with pytest.raises(ValueError, match="-2 ids"):
+        PageAllocator(1).allocate(-2)
+
+
+@given(st.integers(0, 6), st.integers(0, 6))
+def test_pools_take_from_every_space_or_from_none(full: int, window: int) -> None:
+    pools = PagePools([Space.WINDOW, Space.FULL], Pools(full_pages=4, window_pages=3, states=0))
+    taken = pools.allocate({Space.FULL: full, Space.WINDOW: window})
+    fits = full <= 4 and window <= 3
+    assert (taken is not None) == fits
+    used = (full, window) if fits else (0, 0)
+    assert pools.use() == {Space.FULL: PageUse(used[0], 4), Space.WINDOW: PageUse(used[1], 3)}
+    assert Space.RECURRENT not in pools
+
+
+def test_states_of_slots_in_host_memory_are_ids_behind_those_of_sequences() -> None:
+    pools = PagePools([Space.FULL, Space.RECURRENT], Pools(full_pages=4, window_pages=0, states=5, host_states=3))
+    assert pools.copies_states
+    assert pools.of_slots[Space.FULL] is pools[Space.FULL]
+    assert pools[Space.RECURRENT].allocate(2) == [0, 1]
+    assert pools[Space.RECURRENT].allocate(1) is None
+    assert pools.of_slots[Space.RECURRENT].allocate(2) == [2, 3]
+    pools.of_slots[Space.RECURRENT].keep(2)
+    pools.of_slots[Space.RECURRENT].release([2])
+    assert pools.use()[Space.RECURRENT] == PageUse(4, 5, idle=1)
+    with pytest.raises(PageError, match="states in host memory: id 1 is outside 2 to 4"):
+        pools.of_slots[Space.RECURRENT].release([1])
+    with pytest.raises(PageError, match="space recurrent: id 2 is outside 0 to 1"):
+        pools[Space.RECURRENT].release([2])
+
+
+@pytest.mark.parametrize("spaces", [[Space.FULL], [Space.FULL, Space.RECURRENT]])
+def test_without_states_in_host_memory_slots_and_sequences_share_all_pools(spaces: list[Space]) -> None:
+    pools = PagePools(spaces, Pools(full_pages=4, window_pages=0, states=5, host_states=5 * (len(spaces) == 1)))
+    assert pools.of_slots is pools
+    assert not pools.copies_states

@@ -1,0 +1,75 @@
+"""Page tables: what a slice needs is there, what no slice can see any more is given back."""
+
+from __future__ import annotations
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lucevisor.kv.page_pool import PagePools
+from lucevisor.kv.page_table import Growth, PageTable, first_seen_page, most_window_pages, pages_of
+from lucevisor.model.values import PAGE_TOKENS, Space
+from lucevisor.protocol.messages import Pools
+
+
+def make(full: int, window: int, window_tokens: int | None) -> tuple[PagePools, PageTable]:
+    spaces = [Space.FULL] if window_tokens is None else [Space.FULL, Space.WINDOW]
+    pools = PagePools(spaces, Pools(full, window, 0))
+    return pools, PageTable(pools, window_tokens)
+
+
+def test_a_table_grows_by_the_pages_a_slice_begins() -> None:
+    pools, table = make(4, 0, None)
+    assert table.grow(0, 1) == [Growth(Space.FULL, 0, [0])]
+    assert table.grow(1, 64) == []
+    assert table.grow(64, 129) == [Growth(Space.FULL, 1, [1, 2])]
+    assert table.grow(129, 300) is None
+    assert table.held(Space.FULL) == [0, 1, 2]
+    table.release()
+    assert pools[Space.FULL].n_used == 0
+    assert table.grow(0, 64) == [Growth(Space.FULL, 0, [0])]
+
+
+def test_nothing_is_taken_from_one_space_when_another_is_short() -> None:
+    pools, table = make(4, 1, 64)
+    assert table.grow(0, 100) is None
+    assert (pools[Space.FULL].n_used, pools[Space.WINDOW].n_used) == (0, 0)
+
+
+def test_window_pages_go_when_the_last_token_that_sees_them_is_computed() -> None:
+    pools, table = make(8, 8, 64)
+    table.grow(0, 128)
+    assert table.held(Space.WINDOW) == [0, 1]
+    table.grow(126, 127)  # sees 63 .. 126
+    assert table.held(Space.WINDOW) == [0, 1]
+    table.grow(127, 128)  # sees 64 .. 127: page 0 is older than the window
+    assert table.held(Space.WINDOW) == [1]
+    assert table.held(Space.FULL) == [0, 1]
+    assert pools[Space.WINDOW].n_used == 1
+    assert table.grow(128, 129) == [Growth(Space.FULL, 2, [2]), Growth(Space.WINDOW, 2, [0])]
+
+
+@settings(deadline=None)
+@given(
+    st.integers(1, 300),
+    st.lists(st.integers(1, 150), min_size=1, max_size=30),
+)
+def test_every_position_a_slice_sees_has_a_page_and_no_more_are_held(window: int, lengths: list[int]) -> None:
+    n_pages = pages_of(sum(lengths))
+    pools, table = make(n_pages, n_pages, window)
+    entries: dict[int, int] = {}
+    start = 0
+    most = most_window_pages(window, max(lengths), sum(lengths))
+    for length in lengths:
+        stop = start + length
+        growths = table.grow(start, stop)
+        assert growths is not None
+        for growth in growths:
+            if growth.space is Space.WINDOW:
+                entries.update(enumerate(growth.pages, start=growth.first))
+        seen = range(max(0, start - window + 1) // PAGE_TOKENS, (stop - 1) // PAGE_TOKENS + 1)
+        assert table.held(Space.WINDOW) == [entries[i] for i in seen]
+        assert len(seen) <= most
+        assert seen.start == first_seen_page(start, window)
+        start = stop
+    table.release()
+    assert pools[Space.WINDOW].n_used == pools[Space.FULL].n_used == 0

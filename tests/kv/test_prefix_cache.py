@@ -1,0 +1,275 @@
+"""Which slot goes first, what keeps one, and what hooks are told; the rest is in test_prefix_model.py."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+
+from lucevisor.kv.page_pool import PageError, PagePools, PageUse
+from lucevisor.kv.page_table import PageTable
+from lucevisor.kv.prefix_cache import PrefixIndex
+from lucevisor.kv.prefix_records import PrefixSettings
+from lucevisor.kv.prefix_tree import NO_STATE, Slot, Source
+from lucevisor.model.values import PAGE_TOKENS, Space
+from lucevisor.protocol.messages import Pools
+
+UNIT_BYTES = {Space.FULL: 10, Space.WINDOW: 10, Space.RECURRENT: 100}
+
+
+class Maker:
+    """Publishes slots as if a sequence had computed them and ended."""
+
+    def __init__(self, *, window: int | None = None, recurrent: bool = False, **settings: int) -> None:
+        spaces = {Space.FULL} | ({Space.WINDOW} if window else set()) | ({Space.RECURRENT} if recurrent else set())
+        self.pools = PagePools(spaces, Pools(100, 100, 8))
+        self.window = window
+        limits = {"max_slots": 10, "memory_bytes": 10_000, "min_tokens": 1, **settings}
+        self.index = PrefixIndex(self.pools, PrefixSettings(unit_bytes=UNIT_BYTES, **limits), window)
+        self.made: list[Slot] = []
+        self.evicted: list[Slot] = []
+        self.index.hooks.on_slot = self.made.append
+        self.index.hooks.on_evict = self.evicted.append
+
+    def slot(self, tokens: Sequence[int], *, uses: int = 1) -> Slot | None:
+        """``uses``: prompts that come after it."""
+        table = PageTable(self.pools, self.window)
+        table.grow(0, len(tokens))
+        state = NO_STATE
+        if self.index.recurrent:
+            taken = self.index.take_state(self.index.n_saved(tokens, len(tokens)))
+            if taken is None:
+                table.release()
+                return None
+            state = taken
+        slot = self.index.publish(tokens, Source(len(tokens), table.entry, state, "turn"), 0.0)
+        table.release()
+        self.index.trim()
+        for _ in range(uses):
+            self.index.use(self.index.match([-1]), 0.0)
+        return slot if slot is not None and slot.alive else None
+
+    def use(self, slot: Slot) -> None:
+        match = self.index.match([*slot.tokens, -1])
+        assert match.slot is slot
+        self.index.use(match, 5.0)
+
+
+def text(number: int, n: int) -> list[int]:
+    return [1000 * number + i for i in range(n)]
+
+
+def test_of_equal_slots_the_one_not_used_for_longest_goes() -> None:
+    maker = Maker(max_slots=3)
+    slots = [maker.slot(text(i, 100)) for i in range(3)]
+    maker.use(slots[0])
+    maker.slot(text(3, 100))
+    assert maker.evicted == [slots[1]]
+    assert (slots[0].n_uses, slots[0].used_at) == (1, 5.0)
+
+
+def test_a_slot_that_costs_more_to_compute_stays_longer() -> None:
+    maker = Maker(max_slots=3)
+    long = maker.slot(text(0, 1000))
+    for i in range(1, 7):
+        maker.slot(text(i, 100))
+    assert long.alive
+    assert [len(slot.tokens) for slot in maker.evicted] == [100] * 4
+    for i in range(7, 40):  # but not for ever
+        maker.slot(text(i, 100))
+    assert not long.alive
+
+
+def test_what_counts_is_what_no_other_slot_saves() -> None:
+    """A long slot of which nearly all is also in another one costs little."""
+    for recurrent in (False, True):
+        maker = Maker(max_slots=3, recurrent=recurrent)
+        first, second = maker.slot(text(0, 1000)), maker.slot([*text(0, 1000), *text(5, 20)])
+        assert second.parent is first
+        other = maker.slot(text(1, 300))
+        maker.slot(text(2, 300))
+        assert maker.evicted == [second] if recurrent else maker.evicted[0] in (first, second)
+        assert other.alive
+
+
+def test_pages_that_others_lead_through_stay_known_without_their_slot() -> None:
+    maker = Maker(max_slots=2)
+    short = maker.slot(text(0, 640))
+    maker.slot([*text(0, 640), *text(5, 100)])
+    maker.slot(text(1, 100))
+    assert maker.evicted == [short]  # its pages are in the other one
+    assert maker.index.match(text(0, 640)).position == 576
+
+
+def test_the_slot_that_frees_what_is_lacking_goes_first() -> None:
+    maker = Maker(recurrent=True)
+    live = PageTable(maker.pools, None)
+    live.grow(0, 100)
+    [state] = maker.pools[Space.RECURRENT].allocate(1) or []
+    old = maker.index.publish(text(0, 100), Source(100, live.entry, state, "turn"), 0.0)
+    for _ in range(50):
+        maker.index.use(maker.index.match([-1]), 0.0)
+    young = maker.slot(text(1, 64))
+    one_more = {Space.FULL: maker.pools[Space.FULL].n_free + 1}
+    assert maker.index.can_reclaim(one_more, {})
+    assert maker.index.reclaim(one_more)
+    assert maker.evicted == [young]  # the pages of the other are a sequence's as well
+    assert not maker.index.can_reclaim({Space.FULL: 99}, {})
+    assert not maker.index.reclaim({Space.FULL: 99})
+    assert maker.evicted == [young, old]
+    live.release()
+    assert maker.pools.use() == {Space.FULL: PageUse(0, 100), Space.RECURRENT: PageUse(0, 8)}
+
+
+def test_bytes_are_those_that_slots_alone_hold() -> None:
+    maker = Maker(recurrent=True)
+    maker.slot(text(0, 130))
+    assert maker.index.n_bytes == 3 * 10 + 100
+    maker.slot([*text(0, 130), *text(1, 10)])  # a page and a state of its own
+    assert maker.index.n_bytes == 4 * 10 + 200
+    sequence = PageTable(maker.pools, None)
+    sequence.adopt(maker.index.match([*text(0, 130), -1]).full, 0, ())
+    assert maker.index.n_bytes == 2 * 10 + 200
+    sequence.release()
+    assert maker.index.n_bytes == 4 * 10 + 200
+
+
+def test_memory_bounds_the_slots_and_a_state_that_is_larger_switches_them_off() -> None:
+    maker = Maker(recurrent=True, memory_bytes=250)
+    for i in range(5):
+        maker.slot(text(i, 64))
+    assert [slot.tokens[0] for slot in maker.index.slots] == [3000, 4000]
+    assert maker.index.n_bytes == 220
+    assert not Maker(recurrent=True, memory_bytes=99).index.enabled
+    assert Maker(memory_bytes=99).index.enabled
+    assert not Maker(max_slots=0).index.enabled
+
+
+def test_a_checkpoint_takes_the_state_of_a_slot_worth_less_and_no_other() -> None:
+    maker = Maker(recurrent=True)
+    for i in range(8):
+        maker.slot(text(i, 500), uses=0)
+    assert maker.slot(text(9, 100)) is None
+    assert maker.evicted == []
+    assert maker.slot(text(9, 501)) is not None
+    assert [slot.tokens[0] for slot in maker.evicted] == [0]
+
+
+def test_a_slot_pinned_by_the_hook_goes_when_the_pin_does_unless_it_was_used_again() -> None:
+    for again in (False, True):
+        maker = Maker(max_slots=1)
+        slot = maker.slot(text(0, 100))
+        maker.index.hooks.on_evict = maker.index.pin
+        maker.slot(text(1, 200))
+        maker.index.hooks.on_evict = maker.evicted.append
+        assert slot.alive
+        assert slot.condemned
+        maker.index.settings = PrefixSettings(max_slots=10, memory_bytes=10_000, min_tokens=1)
+        if again:
+            maker.use(slot)
+        maker.index.unpin(slot)
+        assert slot.alive == again
+        assert maker.evicted == []
+
+
+def test_an_equal_slot_is_not_made_twice() -> None:
+    maker = Maker()
+    slot = maker.slot(text(0, 100))
+    assert maker.slot(text(0, 100)) is slot
+    assert maker.made == [slot]
+    assert maker.pools.use()[Space.FULL] == PageUse(2, 100, idle=2)
+
+
+def test_what_is_too_short_is_not_remembered() -> None:
+    maker = Maker(min_tokens=100)
+    assert maker.slot(text(0, 99)) is None
+    assert maker.slot(text(0, 100)) is not None
+    assert maker.pools.use()[Space.FULL].used == 2
+
+
+def test_a_window_that_slid_on_cannot_be_remembered() -> None:
+    maker = Maker(window=64)
+    table = PageTable(maker.pools, 64)
+    table.grow(0, 200)
+    table.grow(300, 301)
+    assert maker.index.publish(text(0, 200), Source(200, table.entry, NO_STATE, "turn"), 0.0) is None
+    assert maker.index.publish(text(0, 301), Source(301, table.entry, NO_STATE, "turn"), 0.0) is not None
+    table.release()
+    assert maker.pools.use()[Space.WINDOW] == PageUse(2, 100, idle=2)  # positions 238 and later
+    assert maker.index.match(text(0, 300)).position == 256  # sees 193 and later, and page 3 is held
+    assert maker.index.match(text(0, 256)).position == 0
+
+
+def test_window_models_reuse_pages_as_far_as_the_window_behind_is_held() -> None:
+    maker = Maker(window=64)
+    slot = maker.slot(text(0, 320))  # sees 257 and later: page 4
+    longer = maker.slot([*text(0, 320), *text(1, 10)])
+    assert maker.index.match([*text(0, 300), -1, -2]).position == 0
+    assert maker.index.match([*text(0, 320), -1]).slot is slot
+    assert maker.index.drop(slot)
+    # the window page of entry 4 is still there for the longer one, which sees 267 and later
+    assert maker.index.match([*text(0, 320), -1]).position == 320
+    assert maker.index.drop(longer)
+    assert maker.index.match([*text(0, 320), -1]).position == 0
+
+
+def test_adopting_twice_or_something_else_is_refused() -> None:
+    maker = Maker(recurrent=True)
+    reservation = maker.index.reserve(100)
+    with pytest.raises(ValueError, match="99 tokens are adopted into ids reserved for 100"):
+        maker.index.adopt(text(0, 99), reservation, 0.0)
+    assert maker.index.adopt(text(0, 100), reservation, 0.0) is not None
+    assert maker.index.adopt(text(0, 100), reservation, 0.0) is None
+    maker.index.cancel(reservation)
+    assert maker.pools.use() == {Space.FULL: PageUse(2, 100, idle=2), Space.RECURRENT: PageUse(1, 8, idle=1)}
+    assert maker.index.match([*text(0, 100), -1]).from_disk
+
+
+def test_no_more_is_reserved_than_there_is() -> None:
+    maker = Maker(recurrent=True)
+    pinned = maker.slot(text(0, 64))
+    maker.index.pin(pinned)
+    assert maker.index.reserve(99 * PAGE_TOKENS + 1) is None
+    assert maker.index.reserve(99 * PAGE_TOKENS) is not None
+    assert Maker(max_slots=0).index.reserve(64) is None
+
+
+def test_an_index_that_disagrees_with_the_pools_is_a_page_error() -> None:
+    pools = PagePools([Space.FULL], Pools(2, 0, 0))
+    allocator = pools[Space.FULL]
+    for wrong in (allocator.keep, allocator.give_up):
+        with pytest.raises(PageError, match="id 0 is "):
+            wrong(0)
+    allocator.allocate(1)
+    allocator.keep(0)
+    with pytest.raises(PageError, match="kept already"):
+        allocator.keep(0)
+    allocator.release([0])
+    assert (allocator.n_used, allocator.n_idle) == (1, 1)
+    with pytest.raises(PageError, match="has 0 owners"):
+        allocator.release([0])  # the index alone owns it
+    allocator.share([0])
+    assert allocator.n_idle == 0
+    allocator.give_up(0)
+    allocator.release([0])
+    assert (allocator.n_used, allocator.n_idle) == (0, 0)
+
+
+def test_a_table_that_starts_with_shared_pages_grows_and_slides_from_there() -> None:
+    pools = PagePools([Space.FULL, Space.WINDOW], Pools(8, 8, 0))
+    first = PageTable(pools, 100)
+    first.grow(0, 200)
+    second = PageTable(pools, 100)
+    second.adopt(first.held(Space.FULL)[:3], 1, first.held(Space.WINDOW)[1:3])
+    assert second.entry(Space.WINDOW, 0) is None
+    assert second.entry(Space.WINDOW, 1) == 1
+    assert second.entry(Space.FULL, 2) == 2
+    assert second.entry(Space.FULL, 3) is None
+    [full, window] = second.grow(192, 200)
+    assert (full.first, window.first) == (3, 3)
+    assert set(full.pages).isdisjoint(first.held(Space.FULL))
+    second.grow(320, 321)  # sees 221 and later
+    assert second.held(Space.WINDOW)[0] not in first.held(Space.WINDOW)
+    first.release()
+    second.release()
+    assert {use.used for use in pools.use().values()} == {0}

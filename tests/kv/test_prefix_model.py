@@ -1,0 +1,384 @@
+"""Page tables, prefix slots and eviction against a model that knows only what every page and state holds.
+
+The model writes into pages and states what a device would compute there: the hash of all tokens up to each position.
+So a page that is given away too early, shared wrongly or kept too long shows as a wrong content, a wrong owner or a
+leak.  What a prompt must find, and which slot must go first, is looked for by comparing every slot with every other.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import ClassVar
+
+import pytest
+from hypothesis import Phase, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
+
+from lucevisor.kv.page_pool import PageAllocator, PagePools
+from lucevisor.kv.page_table import PAGED, PageTable, first_seen_page
+from lucevisor.kv.prefix_cache import PrefixIndex
+from lucevisor.kv.prefix_records import Match, PrefixSettings, Reservation
+from lucevisor.kv.prefix_tree import NO_STATE, Slot, Source
+from lucevisor.model.values import PAGE_TOKENS, Space
+from lucevisor.protocol.messages import Pools
+from tests.kv.prefix_parts import (
+    PARTS,
+    SPACES,
+    TEXTS,
+    UNIT_BYTES,
+    Device,
+    Sequence,
+    check_choice,
+    common,
+    held,
+    prefix_hash,
+    text,
+)
+
+PHASES = [phase for phase in Phase if phase is not Phase.explain]
+
+
+class IndexMachine(RuleBasedStateMachine):
+    """One index, a few sequences, and a device that remembers every write.
+
+    ``done`` counts what was asked of the index and the tables, over all runs of a class.
+    """
+
+    kinds: ClassVar[tuple[str, ...]] = tuple(sorted(SPACES))
+    done: ClassVar[Counter[str]] = Counter()
+
+    @initialize(
+        which=st.integers(0, len(SPACES) - 1),
+        sizes=st.tuples(st.sampled_from([6, 14, 40]), st.sampled_from([5, 12]), st.integers(1, 6)),
+        window=st.sampled_from([1, 64, 100]),
+        limits=st.tuples(
+            st.sampled_from([1, 4, 12, 12]), st.sampled_from([7, 40, 1000, 1000]), st.sampled_from([0, 0, 70])
+        ),
+        n_live=st.sampled_from([0, 0, 2, 4]),
+    )
+    def begin(
+        self, which: int, sizes: tuple[int, int, int], window: int, limits: tuple[int, int, int], n_live: int
+    ) -> None:
+        """``n_live``: states for sequences alone, those of slots lie in host memory; 0: one pool for both."""
+        self.spaces = SPACES[self.kinds[which % len(self.kinds)]]
+        self.window = window if Space.WINDOW in self.spaces else None
+        n_full, n_window, n_states = sizes
+        self.sizes = Pools(n_full, n_window, n_live + n_states, n_states if n_live else 0)
+        self.pools = PagePools(self.spaces, self.sizes)
+        max_slots, memory_bytes, self.min_tokens = limits
+        self.settings = PrefixSettings(
+            max_slots=max_slots, memory_bytes=memory_bytes, min_tokens=self.min_tokens, unit_bytes=UNIT_BYTES
+        )
+        self.index = PrefixIndex(self.pools, self.settings, self.window)
+        self.index.hooks.on_evict = self.evicted
+        self.recurrent = Space.RECURRENT in self.spaces
+        self.device = Device()
+        self.sequences: list[Sequence] = []
+        self.reservations: list[Reservation] = []
+        self.pinned: list[Slot] = []
+        self.pin_next_evicted = False
+        self.n_prompts = 0
+        self.found: dict[int, tuple[int, Match]] = {}
+
+    def evicted(self, slot: Slot) -> None:
+        self.done["evict"] += 1
+        assert slot.alive
+        assert not slot.pins
+        check_choice(slot, self.index.slots, self.pools.of_slots, self.n_prompts)
+        if self.pin_next_evicted:
+            self.pin_next_evicted = False
+            self.index.pin(slot)
+            self.pinned.append(slot)
+
+    # ---- what the model does as the engine does
+
+    @precondition(lambda self: len(self.sequences) < 4)
+    @rule(tokens=TEXTS, now=st.floats(0, 100))
+    def start(self, tokens: list[int], now: float) -> None:
+        """A prompt comes: it starts behind what is remembered, if there is room."""
+        self.done["start"] += 1
+        match = self.index.match(tokens)
+        self.check_match(match, tokens)
+        table = PageTable(self.pools, self.window)
+        table.adopt(match.full, match.first_window, match.window)
+        if match.slot is not None:
+            self.index.pin(match.slot)
+        needs = table.missing(match.position)
+        if self.recurrent:
+            needs[Space.RECURRENT] = 1
+        possible = self.index.can_reclaim(needs, {})
+        fits = self.index.reclaim(needs)
+        assert possible or not fits
+        assert fits or not possible or self.index.n_evictions or self.pinned
+        state = (self.pools[Space.RECURRENT].allocate(1) or [NO_STATE])[0] if fits and self.recurrent else NO_STATE
+        growths = table.grow(match.position, match.position) if fits else None
+        if growths is not None:
+            for growth in growths:
+                source = self.device.page(growth.space, match.tail[growth.space])
+                self.device.page(growth.space, growth.pages[0])[: match.position % PAGE_TOKENS] = source[
+                    : match.position % PAGE_TOKENS
+                ]
+            if self.recurrent:
+                self.device.states[state] = self.device.states[match.state] if match.position else prefix_hash([])
+            self.sequences.append(Sequence(tokens, table, state, match.position))
+        else:
+            table.release()
+        if match.slot is not None:
+            self.index.unpin(match.slot)
+        self.index.use(match, now)
+        self.n_prompts += 1
+
+    @rule(tokens=TEXTS, cuts=st.sets(st.sampled_from([30, 64, 70, 80, 128, 140, 192]), max_size=3))
+    def converse(self, tokens: list[int], cuts: set[int]) -> None:
+        """A whole request, remembered at some places and at its end."""
+        n_before = len(self.sequences)
+        self.start(tokens, 0.0)
+        if len(self.sequences) > n_before:
+            one = self.sequences[-1]
+            for stop in sorted({*cuts, len(tokens)}):
+                if one.n < stop <= len(tokens) and self.sequences and self.sequences[-1] is one:
+                    self.compute(-1, stop - one.n, True)
+            if self.sequences and self.sequences[-1] is one:
+                self.end(-1, True)
+
+    @precondition(lambda self: self.sequences)
+    @rule(which=st.integers(0, 9), n=st.sampled_from([1, 7, 64, 200]), publish=st.booleans())
+    def compute(self, which: int, n: int, publish: bool) -> None:
+        """A sequence gets its next slice; its pages may cost slots."""
+        self.done["grow"] += 1
+        one = self.sequences[which % len(self.sequences)]
+        stop = min(len(one.tokens), one.n + n)
+        while one.table.grow(one.n, stop) is None:
+            if not self.index.reclaim(one.table.missing(stop)):
+                self.end(which, remember=False)
+                return
+        for position in range(one.n, stop):
+            for space in PAGED:
+                if space in self.spaces:
+                    page = one.table.entry(space, position // PAGE_TOKENS)
+                    assert page is not None
+                    self.device.page(space, page)[position % PAGE_TOKENS] = prefix_hash(one.tokens[: position + 1])
+        one.n = stop
+        if self.recurrent:
+            self.device.states[one.state] = prefix_hash(one.tokens[:stop])
+        if publish:
+            self.publish(one)
+
+    def publish(self, one: Sequence) -> None:
+        self.done["publish"] += 1
+        if not self.index.worth(one.n) or self.index.find(one.tokens, one.n) is not None:
+            return
+        state = NO_STATE
+        if self.recurrent:
+            taken = self.index.take_state(self.index.n_saved(one.tokens, one.n))
+            if taken is None:
+                return
+            state = taken
+            self.device.states[state] = self.device.states[one.state]
+        self.index.publish(one.tokens, Source(one.n, one.table.entry, state, "turn"), 0.0)
+
+    @precondition(lambda self: self.sequences)
+    @rule(which=st.integers(0, 9), remember=st.booleans())
+    def end(self, which: int, remember: bool) -> None:
+        self.done["end"] += 1
+        one = self.sequences.pop(which % len(self.sequences))
+        given = remember and not self.pools.copies_states
+        if given:
+            self.index.publish(one.tokens, Source(one.n, one.table.entry, one.state, "generation"), 0.0)
+        elif remember:
+            self.publish(one)
+        one.table.release()
+        if self.recurrent and not given:
+            self.pools[Space.RECURRENT].release([one.state])
+        self.index.trim()
+
+    @precondition(lambda self: self.index.slots and len(self.pinned) < 3)
+    @rule(which=st.integers(0, 99), keep=st.booleans())
+    def pin(self, which: int, keep: bool) -> None:
+        self.done["pin" if keep else "drop"] += 1
+        slot = self.index.slots[which % len(self.index.slots)]
+        if keep:
+            self.index.pin(slot)
+            self.pinned.append(slot)
+        else:
+            pinned = slot.pins > 0
+            assert self.index.drop(slot) is not pinned
+
+    @precondition(lambda self: self.pinned)
+    @rule()
+    def unpin(self) -> None:
+        self.done["unpin"] += 1
+        self.index.unpin(self.pinned.pop(0))
+
+    @precondition(lambda self: len(self.pinned) < 3)
+    @rule()
+    def pin_what_is_evicted_next(self) -> None:
+        self.pin_next_evicted = True
+
+    @precondition(lambda self: len(self.reservations) < 2)
+    @rule(n=st.sampled_from([64, 80, 150, 200]))
+    def reserve(self, n: int) -> None:
+        self.done["reserve"] += 1
+        reservation = self.index.reserve(n)
+        if reservation is not None:
+            self.reservations.append(reservation)
+
+    @precondition(lambda self: self.reservations)
+    @rule(adopt=st.booleans(), which=st.integers(0, 3))
+    def restored(self, adopt: bool, which: int) -> None:
+        self.done["adopt" if adopt else "cancel"] += 1
+        reservation = self.reservations.pop(0)
+        if not adopt:
+            self.index.cancel(reservation)
+            return
+        tokens = text(which, reservation.n_tokens)
+        for position in range(len(tokens)):
+            for space in PAGED:
+                page = reservation.entry(space, position // PAGE_TOKENS) if space in self.spaces else None
+                if page is not None:
+                    self.device.page(space, page)[position % PAGE_TOKENS] = prefix_hash(tokens[: position + 1])
+        if self.recurrent:
+            self.device.states[reservation.state] = prefix_hash(tokens)
+        slot = self.index.adopt(tokens, reservation, 0.0)
+        assert slot is not None
+        assert slot.alive
+        self.index.unpin(slot)  # whoever waited for it has begun
+
+    @rule(rarely=st.integers(0, 30))
+    def lose(self, rarely: int) -> None:
+        """The shards lose everything."""
+        if rarely:
+            return
+        self.done["clear"] += 1
+        self.index.clear()
+        for reservation in self.reservations:  # whoever restored into them comes too late
+            assert self.index.adopt(text(0, reservation.n_tokens), reservation, 0.0) is None
+            self.index.cancel(reservation)
+        for one in self.sequences:
+            one.table.release()
+            if self.recurrent:
+                self.pools[Space.RECURRENT].release([one.state])
+        self.sequences, self.reservations = [], []
+        self.device = Device()
+        assert self.index.slots == []
+        assert all(use.used == 0 for use in self.pools.use().values())
+
+    # ---- what must hold
+
+    def check_match(self, match: Match, tokens: list[int]) -> None:
+        """The longest there is, and the device holds in it what the prompt would have computed."""
+        slots = {tuple(slot.tokens): slot for slot in self.index.slots}
+        exact = [n for known in slots if (n := len(known)) < len(tokens) and list(known) == tokens[:n]]
+        shared = [common(known, tokens[:-1]) // PAGE_TOKENS * PAGE_TOKENS for known in slots]
+        best = max(exact, default=0)
+        assert match.n_known == max(shared, default=0)
+        if self.recurrent:
+            assert match.position == best
+        elif self.window is None:
+            assert match.position == max([best, *shared])
+        else:
+            assert best <= match.position <= max([best, *shared])
+        whole = match.position // PAGE_TOKENS
+        first = 0 if self.window is None else first_seen_page(match.position, self.window)
+        if Space.FULL in self.spaces:
+            assert len(match.full) == whole
+            self.check_pages(Space.FULL, 0, list(match.full), match, tokens)
+        if Space.WINDOW in self.spaces:
+            assert match.first_window == first
+            assert len(match.window) == whole - first
+            self.check_pages(Space.WINDOW, first, list(match.window), match, tokens)
+        if self.recurrent and match.position:
+            assert self.device.states[match.state] == prefix_hash(tokens[: match.position])
+
+    def check_pages(self, space: Space, first: int, pages: list[int], match: Match, tokens: list[int]) -> None:
+        if match.position % PAGE_TOKENS:
+            pages = [*pages, match.tail[space]]
+        for position in range(first * PAGE_TOKENS, match.position):
+            page = self.device.page(space, pages[position // PAGE_TOKENS - first])
+            assert page[position % PAGE_TOKENS] == prefix_hash(tokens[: position + 1])
+
+    @invariant()
+    def what_was_found_stays_until_the_version_changes(self) -> None:
+        for which in range(len(PARTS)):
+            match = self.index.match(text(which, 300))
+            version, before = self.found.get(which, (-1, match))
+            assert version != self.index.version or match == before
+            self.found[which] = (self.index.version, match)
+
+    @invariant()
+    def every_id_has_the_owners_it_should(self) -> None:
+        for space in self.spaces:
+            owners: Counter[int] = Counter()
+            for one in self.sequences:
+                owners.update([one.state] if space is Space.RECURRENT else one.table.held(space))
+            for reservation in self.reservations:
+                owners.update(reservation.ids.get(space, ()))
+            kept = {page for slot in self.index.slots for page in held(slot, space)}
+            for allocator, ids in self.allocators(space):
+                assert allocator.n_total == len(ids)
+                assert [allocator.owners(page) for page in ids] == [owners[page] + (page in kept) for page in ids]
+                assert allocator.n_idle == sum(page in kept and not owners[page] for page in ids)
+
+    def allocators(self, space: Space) -> list[tuple[PageAllocator, range]]:
+        """The allocators of a space and the ids of each."""
+        allocator, n = self.pools[space], self.sizes.device_states
+        if space is not Space.RECURRENT or not self.sizes.host_states:
+            return [(allocator, range(allocator.n_total))]
+        return [(allocator, range(n)), (self.pools.of_slots[space], range(n, self.sizes.states))]
+
+    @invariant()
+    def slots_are_within_the_settings(self) -> None:
+        slots = self.index.slots
+        pinned = [slot for slot in slots if slot.pins]
+        assert len(slots) <= max(self.settings.max_slots, len(pinned))
+        n_bytes = sum(use.idle * UNIT_BYTES[space] for space, use in self.pools.use().items())
+        assert self.index.n_bytes == n_bytes
+        assert n_bytes <= self.settings.memory_bytes or len(pinned) == len(slots)
+        for slot in slots:
+            assert slot.n_tokens >= max(1, self.min_tokens)
+            before = [other for other in slots if slot.begins_with(other)]
+            assert slot.parent is max(before, key=lambda other: other.n_tokens, default=None)
+
+    def teardown(self) -> None:
+        if not hasattr(self, "index"):
+            return
+        while self.sequences:
+            self.end(0, remember=False)
+        for reservation in self.reservations:
+            self.index.cancel(reservation)
+        for slot in self.pinned:
+            self.index.unpin(slot)
+        assert all(self.index.drop(slot) for slot in self.index.slots)
+        assert all(use.used == 0 for use in self.pools.use().values())
+
+
+TestIndexMachine = IndexMachine.TestCase
+TestIndexMachine.settings = settings(max_examples=150, stateful_step_count=120, deadline=None, phases=PHASES)
+
+
+OPERATIONS = 25_000
+"""Of each kind of model: 125,000 in all."""
+NAMES = {"start", "grow", "publish", "end", "pin", "drop", "unpin", "reserve", "adopt", "cancel", "clear", "evict"}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("kind", SPACES)
+def test_a_hundred_thousand_operations(kind: str) -> None:
+    class Machine(IndexMachine):
+        kinds: ClassVar[tuple[str, ...]] = (kind,)
+        done: ClassVar[Counter[str]] = Counter()
+
+    while Machine.done.total() - Machine.done["evict"] < OPERATIONS:
+        some = settings(max_examples=100, stateful_step_count=120, deadline=None, phases=PHASES, database=None)
+        run_state_machine_as_test(Machine, settings=some)
+    print(f"{kind}: {dict(Machine.done.most_common())}")
+    assert Machine.done.keys() == NAMES

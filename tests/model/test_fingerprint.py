@@ -1,0 +1,119 @@
+"""Which changes of a model file make it another model, and which do not."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import gguf
+import numpy as np
+import pytest
+
+from lucevisor.deployment.weight_digests import digest_tensors
+from lucevisor.model import fingerprint as module
+from lucevisor.model.families import open_spec
+from tests.daemons.tiny_models import Tiny, tensors
+
+GOLDEN = Path(__file__).parents[1] / "data" / "golden"
+
+
+def fingerprint(spec, options=None):
+    return module.fingerprint(spec, digest_tensors(spec.files), options)
+
+
+def write(path, *, reverse=False, scale=1.0, metadata=(), kind=None, parts=0, unused=""):
+    """A small qwen35 file; every difference is asked for."""
+    t = Tiny(n_layers=2)
+    rng = np.random.default_rng(0)
+    w = gguf.GGUFWriter(path, "qwen35", split_max_tensors=parts)
+    numbers = {
+        "block_count": 2, "context_length": 64, "embedding_length": t.embedding, "feed_forward_length": t.feed_forward,
+        "attention.head_count": t.n_heads, "attention.head_count_kv": t.n_kv_heads,
+        "attention.key_length": t.head_dim, "attention.value_length": t.head_dim, "rope.dimension_count": t.n_rotary,
+        "full_attention_interval": 2, "ssm.conv_kernel": 4, "ssm.state_size": t.dim, "ssm.group_count": t.n_key,
+        "ssm.time_step_rank": t.n_value, "ssm.inner_size": t.n_value * t.dim,
+    }  # fmt: skip
+    for key, number in numbers.items():
+        w.add_uint32(f"qwen35.{key}", number)
+    w.add_float32("qwen35.attention.layer_norm_rms_epsilon", 1e-6)
+    w.add_float32("qwen35.rope.freq_base", 10000.0)
+    w.add_array("tokenizer.ggml.tokens", ["a", "b", "ü"])
+    for key, value in metadata:
+        w.add_string(key, value)
+    made = {name: rng.normal(0, 0.1, shape).astype(np.float32) for name, shape in tensors(t).items()}
+    made["blk.1.ffn_down.weight"] *= np.float32(scale)
+    if unused:
+        made[unused] = rng.normal(0, 0.1, (3, 40)).astype(np.float32)
+    for name in reversed(made) if reverse else made:
+        x = made[name]
+        w.add_tensor(name, x.astype(np.float16) if kind == name else x)
+    w.write_header_to_file()
+    w.write_kv_data_to_file()
+    w.write_tensors_to_file()
+    w.close()
+    return sorted(path.parent.glob(path.stem + "*.gguf"))[0]
+
+
+@pytest.fixture(scope="module")
+def original(tmp_path_factory):
+    return fingerprint(open_spec(write(tmp_path_factory.mktemp("model") / "a.gguf")))
+
+
+def of(tmp_path, **change):
+    return fingerprint(open_spec(write(tmp_path / "b.gguf", **change)))
+
+
+def test_the_same_model_in_another_file(tmp_path, original):
+    assert len(original) == 64
+    assert of(tmp_path) == original
+
+
+def test_the_order_of_the_tensors_does_not_matter(tmp_path, original):
+    assert of(tmp_path, reverse=True) == original
+
+
+def test_splitting_the_file_does_not_matter(tmp_path, original):
+    assert of(tmp_path, parts=8) == original
+    assert len(list(tmp_path.glob("*.gguf"))) > 1
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"scale": 1.0001},  # a fine-tune: one matrix differs
+        {"metadata": [("tokenizer.chat_template", "x")]},
+        {"metadata": [("general.name", "another")]},
+        {"kind": "blk.0.ffn_up.weight"},
+        {"unused": "blk.2.nextn.eh_proj.weight"},
+    ],
+)
+def test_what_makes_it_another_model(tmp_path, original, change):
+    assert of(tmp_path, **change) != original
+
+
+def test_an_option_counts_where_it_changes_something():
+    laguna, qwen = (GOLDEN / name / "model.gguf" for name in ("laguna_mscale", "qwen35"))
+    spec = open_spec(laguna)
+    assert "yarn_attn_factor" in spec.options
+    plain = fingerprint(spec)
+    assert fingerprint(spec, {"yarn_attn_factor": "default"}) == plain
+    assert fingerprint(open_spec(laguna, {"yarn_attn_factor": "file"}), {"yarn_attn_factor": "file"}) != plain
+    spec = open_spec(qwen)
+    assert fingerprint(spec, {"yarn_attn_factor": "file"}) == fingerprint(spec)
+
+
+def test_all_golden_models_differ():
+    found = {fingerprint(open_spec(p)) for p in GOLDEN.glob("*/model.gguf")}
+    assert len(found) == len(list(GOLDEN.glob("*/model.gguf")))
+
+
+def test_closed_files_are_told():
+    spec = replace(open_spec(GOLDEN / "qwen35" / "model.gguf"), files=None)
+    with pytest.raises(ValueError, match="read the spec with open_spec"):
+        module.fingerprint(spec, {})
+
+
+def test_a_tensor_without_a_digest_is_told():
+    spec = open_spec(GOLDEN / "qwen35" / "model.gguf")
+    digests = digest_tensors(spec.files)
+    del digests["output_norm.weight"]
+    with pytest.raises(KeyError, match="output_norm"):
+        module.fingerprint(spec, digests)

@@ -1,0 +1,309 @@
+"""The header parser against the gguf package (which we did not write), and against anything a hostile file may hold."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import struct
+import tracemalloc
+from pathlib import Path
+
+import gguf
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lucevisor.model.gguf_header import MAX_HEADER_BYTES, GgufError, GgufHeader, parse
+from lucevisor.model.quant_types import TYPES
+from tests.model import gguf_bytes as raw
+
+DEMO = Path(__file__).parents[2] / "etc/demo/demo-qwen35-22m-q4_k_m.gguf"
+MOST_BYTES_PER_BYTE = 24
+"""What parsing may take at its peak, per byte of the header; a Python float or a one-letter key costs that much."""
+
+
+def read(path: Path) -> tuple[GgufHeader, memoryview]:
+    with path.open("rb") as file:
+        data = memoryview(mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ))
+    return parse(data, str(path)), data
+
+
+def assert_equal_to_the_oracle(path: Path) -> None:
+    ours, data = read(path)
+    theirs = gguf.GGUFReader(path)
+    expected = {k: f.contents() for k, f in theirs.fields.items() if not k.startswith("GGUF.")}
+    assert ours.metadata.keys() == expected.keys()
+    for key, value in expected.items():
+        assert ours.metadata[key] == value, key
+    assert ours.data_offset == theirs.data_offset
+    assert list(ours.tensors) == [t.name for t in theirs.tensors]
+    for t in theirs.tensors:
+        found = ours.tensors[t.name]
+        assert found.shape == tuple(int(n) for n in reversed(t.shape)), t.name
+        assert (found.kind.name, found.offset, found.n_bytes) == (t.tensor_type.name, t.data_offset, t.n_bytes), t.name
+        assert bytes(data[found.offset : found.offset + found.n_bytes]) == t.data.tobytes(), t.name
+
+
+def test_every_type_has_the_size_that_the_gguf_package_says():
+    oracle = {kind.value: (kind.name, *sizes) for kind, sizes in gguf.GGML_QUANT_SIZES.items()}
+    ours = {t.id: (t.name, t.block_elements, t.block_bytes) for t in TYPES.values()}
+    assert ours == {i: row for i, row in oracle.items() if i in ours}
+    assert {"F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_K", "Q5_K", "Q6_K"} <= {t.name for t in TYPES.values()}
+
+
+def test_a_real_file_reads_as_the_gguf_package_reads_it():
+    assert_equal_to_the_oracle(DEMO)
+
+
+SCALARS = {
+    gguf.GGUFValueType.UINT8: st.integers(0, 2**8 - 1),
+    gguf.GGUFValueType.INT8: st.integers(-(2**7), 2**7 - 1),
+    gguf.GGUFValueType.UINT16: st.integers(0, 2**16 - 1),
+    gguf.GGUFValueType.INT16: st.integers(-(2**15), 2**15 - 1),
+    gguf.GGUFValueType.UINT32: st.integers(0, 2**32 - 1),
+    gguf.GGUFValueType.INT32: st.integers(-(2**31), 2**31 - 1),
+    gguf.GGUFValueType.FLOAT32: st.floats(width=32, allow_nan=False),
+    gguf.GGUFValueType.UINT64: st.integers(0, 2**64 - 1),
+    gguf.GGUFValueType.INT64: st.integers(-(2**63), 2**63 - 1),
+    gguf.GGUFValueType.FLOAT64: st.floats(allow_nan=False),
+    gguf.GGUFValueType.BOOL: st.booleans(),
+    gguf.GGUFValueType.STRING: st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=20),
+}
+KINDS = [
+    gguf.GGMLQuantizationType[n] for n in ("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_K", "Q6_K", "IQ4_XS", "MXFP4")
+]
+
+
+@st.composite
+def files(draw: st.DrawFn) -> list[object]:
+    """Calls on a GGUFWriter: metadata of every type, tensors of many kinds and shapes."""
+    keys = draw(st.lists(st.from_regex(r"[a-z]{1,8}(\.[a-z_]{1,8}){1,2}", fullmatch=True), unique=True, max_size=8))
+    metadata = []
+    for key in keys:
+        kind = draw(st.sampled_from(sorted(SCALARS)))
+        if draw(st.booleans()):
+            metadata.append((f"x.{key}", draw(st.lists(SCALARS[kind], min_size=1, max_size=6)), kind))
+        else:
+            metadata.append((f"x.{key}", draw(SCALARS[kind]), kind))
+    tensors = []
+    for i in range(draw(st.integers(0, 5))):
+        kind = draw(st.sampled_from(KINDS))
+        block = gguf.GGML_QUANT_SIZES[kind][0]
+        shape = [*draw(st.lists(st.integers(1, 3), max_size=3)), block * draw(st.integers(1, 2))]
+        tensors.append((f"tensor.{i}", shape, kind, draw(st.integers(0, 255))))
+    return [metadata, tensors, draw(st.sampled_from([32, 64, 4096]))]
+
+
+@settings(max_examples=60, deadline=None)
+@given(made=files())
+def test_generated_files_read_as_the_gguf_package_reads_them(made, tmp_path_factory):
+    metadata, tensors, alignment = made
+    path = tmp_path_factory.mktemp("gguf") / "made.gguf"
+    writer = gguf.GGUFWriter(path, "any")
+    writer.add_custom_alignment(alignment)
+    for key, value, kind in metadata:
+        if isinstance(value, list):
+            writer.add_key_value(key, value, gguf.GGUFValueType.ARRAY, sub_type=kind)
+        else:
+            writer.add_key_value(key, value, kind)
+    for name, shape, kind, fill in tensors:
+        n_blocks, n_bytes = gguf.GGML_QUANT_SIZES[kind]
+        data = np.full([*shape[:-1], shape[-1] // n_blocks * n_bytes], fill, np.uint8)
+        writer.add_tensor(name, data, raw_dtype=kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    assert_equal_to_the_oracle(path)
+
+
+# ---- what is wrong is named
+
+GOOD_ENTRIES = [
+    raw.entry("general.architecture", raw.STRING, "qwen35"),
+    raw.entry("a.u32", raw.U32, 7),
+    raw.entry("a.flag", raw.BOOL, True),
+    raw.array("a.texts", raw.STRING, ["x", "", "yz"]),
+    raw.array("a.floats", raw.F32, [1.0, 2.0, 3.0]),
+    raw.array("a.flags", raw.BOOL, [True, False]),
+]
+GOOD_TENSORS = [raw.tensor("w", [4, 2]), raw.tensor("v", [256], 12, 32)]
+GOOD = raw.padded(raw.header(GOOD_ENTRIES, GOOD_TENSORS), 32 + 144)
+
+BAD = {
+    "not GGUF": (b"GGML" + GOOD[4:], "byte 0", "not b'GGUF'"),
+    "empty": (b"", "byte 0", "not a GGUF file"),
+    "cut in the counts": (GOOD[:12], "tensor count", "truncated"),
+    "cut in a value": (raw.header(GOOD_ENTRIES, [])[:90], "metadata", "truncated"),
+    "cut in the data": (GOOD[:-1], "tensor 'v'", "ends at byte"),
+    "version 1": (raw.header([], [], 1), "version", "only 2 and 3"),
+    "big-endian": (raw.header([], [], 3 << 24), "version", "big-endian"),
+    "absurd tensor count": (b"GGUF" + struct.pack("<IQQ", 3, 1 << 19, 0) + bytes(64), "tensor count", "bytes are left"),
+    "absurd value count": (
+        b"GGUF" + struct.pack("<IQQ", 3, 0, 1 << 60) + bytes(64),
+        "metadata count",
+        "bytes are left",
+    ),
+    "absurd string": (raw.header([raw.text("k") + struct.pack("<IQ", raw.STRING, 1 << 62)], []), "'k'", "only 0 bytes"),
+    "absurd array": (
+        raw.header([raw.text("k") + struct.pack("<IIQ", raw.ARRAY, raw.U8, 1 << 63)], []),
+        "'k'",
+        "only 0 bytes",
+    ),
+    "long key": (raw.header([raw.text("k" * 70000) + bytes(8)], []), "metadata key 0", "at most 65535"),
+    "key not UTF-8": (raw.header([raw.entry(b"\xff", raw.U8, 1)], []), "metadata key 0", "not UTF-8"),
+    "key twice": (raw.header([raw.entry("k", raw.U8, 1)] * 2, []), "'k'", "appears twice"),
+    "unknown value type": (raw.header([raw.text("k") + struct.pack("<I", 13)], []), "'k'", "unknown metadata type 13"),
+    "arrays without end": (
+        raw.header([raw.text("k") + struct.pack("<I", raw.ARRAY) + struct.pack("<IQ", raw.ARRAY, 1) * 64], []),
+        "'k'",
+        "unknown metadata type 9",
+    ),
+    "alignment": (raw.header([raw.entry("general.alignment", raw.U32, 3)], []), "general.alignment", "power of two"),
+    "alignment a text": (
+        raw.header([raw.entry("general.alignment", raw.STRING, "32")], []),
+        "general.alignment",
+        "power",
+    ),
+    "tensor twice": (
+        raw.padded(raw.header([], [raw.tensor("w", [1]), raw.tensor("w", [1], 0, 32)]), 64),
+        "'w'",
+        "twice",
+    ),
+    "no dimension": (raw.padded(raw.header([], [raw.tensor("w", [])]), 64), "'w'", "0 dimensions"),
+    "five dimensions": (raw.padded(raw.header([], [raw.tensor("w", [1] * 5)]), 64), "'w'", "5 dimensions"),
+    "empty dimension": (raw.padded(raw.header([], [raw.tensor("w", [4, 0])]), 64), "'w'", "dimension of 0"),
+    "overflow": (raw.padded(raw.header([], [raw.tensor("w", [2**32, 2**32])]), 64), "'w'", "overflow"),
+    "unknown type": (raw.padded(raw.header([], [raw.tensor("w", [4], 99)]), 64), "'w'", "unknown tensor type 99"),
+    "part of a block": (raw.padded(raw.header([], [raw.tensor("w", [100], 12)]), 64), "'w'", "not whole Q4_K blocks"),
+    "misaligned": (raw.padded(raw.header([], [raw.tensor("w", [4], 0, 8)]), 64), "'w'", "multiple of the alignment"),
+    "beyond the file": (raw.padded(raw.header([], [raw.tensor("w", [4], 0, 2**63)]), 64), "'w'", "truncated"),
+    "overlap": (
+        raw.padded(raw.header([], [raw.tensor("w", [16]), raw.tensor("v", [16], 0, 32)]), 128),
+        "'v'",
+        "overlap those of 'w'",
+    ),
+}
+
+
+def test_the_good_header_is_good():
+    found = parse(memoryview(GOOD), "good.gguf")
+    assert found.metadata["a.texts"] == ["x", "", "yz"]
+    assert found.metadata["a.flags"] == [True, False]
+    assert found.tensors["v"].n_bytes == 144
+    assert found.tensors["w"].shape == (2, 4)
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_what_is_wrong_is_named(case):
+    data, where, reason = BAD[case]
+    with pytest.raises(GgufError) as caught:
+        parse(memoryview(data), "bad.gguf")
+    assert str(caught.value).startswith("bad.gguf: ")
+    assert where in caught.value.where
+    assert reason in caught.value.reason
+
+
+def test_a_hostile_key_does_not_flood_the_message():
+    with pytest.raises(GgufError) as caught:
+        parse(memoryview(raw.header([raw.text("k" * 60000) + struct.pack("<I", 99)], [])), "bad.gguf")
+    assert len(str(caught.value)) < 1000
+
+
+# ---- whatever the bytes are
+
+
+def parse_anything(data: bytes) -> None:
+    """Either a header or GgufError, and never more memory than a small multiple of the input."""
+    tracemalloc.start()
+    try:
+        parse(memoryview(data), "fuzz.gguf")
+    except GgufError as error:
+        str(error).encode("utf-8")  # can be printed
+    finally:
+        _, peak_bytes = tracemalloc.get_traced_memory()
+        tracemalloc.stop()
+    assert peak_bytes <= 64 * 1024 + MOST_BYTES_PER_BYTE * len(data)
+
+
+INTERESTING = [0, 1, 7, 8, 9, 12, 13, 31, 32, 255, 2**16, 2**31 - 1, 2**31, 2**32 - 1, 2**61, 2**62, 2**63, 2**64 - 1]
+
+
+@st.composite
+def damaged(draw: st.DrawFn) -> bytes:
+    data = bytearray(GOOD)
+    for _ in range(draw(st.integers(1, 4))):
+        at = draw(st.integers(4, max(4, len(data) - 9)))
+        match draw(st.sampled_from(["byte", "u32", "u64", "cut", "drop", "insert"])):
+            case "byte":
+                data[at : at + 1] = bytes([draw(st.integers(0, 255))])
+            case "u32":
+                data[at : at + 4] = struct.pack("<I", draw(st.sampled_from(INTERESTING)) & 0xFFFFFFFF)
+            case "u64":
+                data[at : at + 8] = struct.pack("<Q", draw(st.sampled_from(INTERESTING)))
+            case "cut":
+                del data[at:]
+            case "drop":
+                del data[at : at + draw(st.integers(1, 16))]
+            case "insert":
+                data[at:at] = draw(st.binary(max_size=16))
+    return bytes(data)
+
+
+@settings(max_examples=1500, deadline=None)
+@given(data=damaged())
+def test_a_damaged_header_gives_gguferror_or_a_header(data):
+    parse_anything(data)
+
+
+@settings(max_examples=300, deadline=None)
+@given(data=st.binary(max_size=200))
+def test_random_bytes_behind_the_magic(data):
+    parse_anything(b"GGUF" + struct.pack("<I", 3) + data)
+
+
+N_LARGE = 20_000
+LARGE = {
+    "bytes": raw.header([raw.array("k", raw.U8, [200] * N_LARGE * 8)], []),
+    "flags": raw.header([raw.array("k", raw.BOOL, [True] * N_LARGE * 8)], []),
+    "floats": raw.header([raw.array("k", raw.F32, [float(i) for i in range(N_LARGE)])], []),
+    "empty texts": raw.header([raw.array("k", raw.STRING, [""] * N_LARGE)], []),
+    "short texts": raw.header([raw.array("k", raw.STRING, [f"{i:x}" for i in range(N_LARGE)])], []),
+    "nested": raw.header(
+        [raw.text("k") + struct.pack("<IIQ", raw.ARRAY, raw.ARRAY, N_LARGE) + struct.pack("<IQ", raw.U8, 0) * N_LARGE],
+        [],
+    ),
+    "keys": raw.header([raw.entry(f"{i:x}", raw.U8, i % 256) for i in range(N_LARGE)], []),
+    "tensors": raw.padded(raw.header([], [raw.tensor(f"{i:x}", [1], 0, 32 * i) for i in range(N_LARGE)]), 32 * N_LARGE),
+}
+
+
+@pytest.mark.parametrize("case", LARGE)
+def test_memory_stays_a_small_multiple_of_the_header(case):
+    parse_anything(LARGE[case])
+
+
+def test_a_sparse_file_of_a_terabyte_costs_nothing(tmp_path):
+    path = tmp_path / "sparse.gguf"
+    path.write_bytes(raw.header([raw.text("k") + struct.pack("<IIQ", raw.ARRAY, raw.U8, 1 << 38)], []))
+    os.truncate(path, 1 << 40)
+    with pytest.raises(GgufError, match=f"of the {MAX_HEADER_BYTES} that a header may take"):
+        read(path)
+
+
+def test_values_of_all_arrays_together_are_bounded():
+    half = raw.text("a") + struct.pack("<IIQ", raw.ARRAY, raw.U8, 1 << 21) + bytes(1 << 21)
+    more = raw.text("b") + struct.pack("<IIQ", raw.ARRAY, raw.I16, 1 << 21) + bytes(1 << 22)
+    header = parse(memoryview(raw.header([half, more], [])), "m.gguf")
+    assert len(header.metadata["b"]) == 1 << 21
+    one = raw.array("c", raw.U8, [1])
+    with pytest.raises(GgufError, match=r"'c'.*arrays of 4194305 values, at most 4194304"):
+        parse(memoryview(raw.header([half, more, one], [])), "m.gguf")
+
+
+def test_keys_are_bounded():
+    entries = [raw.entry(f"k{i}", raw.U8, 1) for i in range((1 << 14) + 1)]
+    assert len(parse(memoryview(raw.header(entries[1:], [])), "m.gguf").metadata) == 1 << 14
+    with pytest.raises(GgufError, match="16385 metadata values, at most 16384"):
+        parse(memoryview(raw.header(entries, [])), "m.gguf")

@@ -1,0 +1,203 @@
+"""Specs read from headers: published sizes, the table that planner and pools read, and hostile metadata."""
+
+from __future__ import annotations
+
+import dataclasses
+import tracemalloc
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lucevisor.model.families import FAMILIES, open_spec, read_spec
+from lucevisor.model.gguf_files import GgufFiles, open_model
+from lucevisor.model.gguf_header import GgufError
+from lucevisor.model.spec import Keys, LayerSpec, ModelSpec, StateTensor
+from lucevisor.model.values import Dtype, LayerRange, Space
+from tests.model.qwen35_file import QWEN35_08B, QWEN36_27B, QWEN36_35B_A3B, Shape, metadata, tensors, write
+
+DEMO = Path(__file__).parents[2] / "etc/demo/demo-qwen35-22m-q4_k_m.gguf"
+TINY = Shape()
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory) -> GgufFiles:
+    return open_model([write(tmp_path_factory.mktemp("gguf") / "tiny.gguf", TINY)])
+
+
+def test_the_demo_model():
+    spec = open_spec(DEMO)
+    assert (spec.architecture, spec.n_layers, spec.embedding, spec.vocabulary) == ("qwen35", 8, 512, 8192)
+    assert spec.quant == "Q4_K"
+    assert [i for i, layer in enumerate(spec.layers) if layer.space is Space.FULL] == [3, 7]
+    assert spec.skipped == ()
+    assert "token_embd.weight" in spec.tail  # tied
+
+
+# Published figures of these shapes: file weight bytes in Q4_K_M, recurrent state of one sequence (float32),
+# 16-bit keys and values a token.
+PUBLISHED = [
+    (QWEN36_27B, 16_536_406_016, 150_994_944, 65_536),
+    (QWEN36_35B_A3B, 21_155_768_832, 62_914_560, 20_480),
+    (QWEN35_08B, 518_335_744, 18_874_368, 12_288),
+]
+
+
+@pytest.mark.parametrize(("shape", "file_bytes", "state_bytes", "kv_bytes"), PUBLISHED, ids=["27B", "35B-A3B", "0.8B"])
+def test_full_size_headers_have_the_published_sizes(tmp_path, shape, file_bytes, state_bytes, kv_bytes):
+    path = write(tmp_path / "model.gguf", shape)
+    assert path.stat().st_blocks * 512 < 1 << 20  # nothing but the header is on the disk
+    spec = open_spec(path)
+    everything = LayerRange(0, spec.n_layers)
+    assert spec.files is not None
+    assert spec.files.total_bytes == file_bytes
+    convolution = 3 * shape.channels * 4 * shape.n_layers * 3 // 4
+    assert spec.unit_bytes(Space.RECURRENT, everything, Dtype.FLOAT16) == state_bytes + convolution
+    assert spec.unit_bytes(Space.FULL, everything, Dtype.FLOAT16) == 64 * kv_bytes
+    assert spec.unit_bytes(Space.FULL, everything, Dtype.FLOAT32) == 2 * 64 * kv_bytes
+    assert spec.unit_bytes(Space.FULL, everything, Dtype.Q8_0) == 64 * kv_bytes * 34 // 64
+    assert spec.unit_bytes(Space.WINDOW, everything, Dtype.FLOAT16) == 0
+
+
+def test_shards_name_every_tensor_of_the_file_once(tiny):
+    spec = read_spec(tiny)
+    parts = [
+        spec.tensor_names(LayerRange(0, 3), first=True, last=False),
+        spec.tensor_names(LayerRange(3, 4), first=False, last=False),
+        spec.tensor_names(LayerRange(4, 8), first=False, last=True),
+    ]
+    assert sorted(name for part in parts for name in part) == sorted(tensors(TINY))
+    assert sorted(spec.tensor_names(LayerRange(0, 8), first=True, last=True)) == sorted(tensors(TINY))
+
+
+def test_a_tied_embedding_is_named_at_both_ends_but_once_on_one_shard(tmp_path):
+    spec = open_spec(write(tmp_path / "tied.gguf", dataclasses.replace(TINY, tied=True)))
+    head = spec.tensor_names(LayerRange(0, 4), first=True, last=False)
+    tail = spec.tensor_names(LayerRange(4, 8), first=False, last=True)
+    both = spec.tensor_names(LayerRange(0, 8), first=True, last=True)
+    assert [names.count("token_embd.weight") for names in (head, tail, both)] == [1, 1, 1]
+
+
+@pytest.mark.parametrize("name", ["token_embd.weight", "output_norm.weight", "blk.0.ssm_a", "blk.7.attn_k.weight"])
+def test_a_missing_tensor_and_a_wrong_shape_are_named(tmp_path, name):
+    with pytest.raises(GgufError, match=rf"missing\.gguf: tensor '{name}': is missing"):
+        open_spec(write(tmp_path / "missing.gguf", TINY, without=name))
+    if name != "token_embd.weight":  # its rows are the vocabulary: any number is right
+        with pytest.raises(GgufError, match=rf"wrong\.gguf: tensor '{name}': has shape"):
+            open_spec(write(tmp_path / "wrong.gguf", TINY, reshape=name))
+
+
+def test_an_unknown_architecture_names_those_there_are(tiny):
+    other = dataclasses.replace(tiny, metadata={**tiny.metadata, "general.architecture": "llama"})
+    with pytest.raises(GgufError, match=r"'llama' is not a family this version runs: .*qwen35"):
+        read_spec(other)
+
+
+def test_a_name_that_cannot_be_printed_is_made_printable(tiny):
+    spec = read_spec(dataclasses.replace(tiny, metadata={**tiny.metadata, "general.name": "a\x1b[2J\udcff\nb"}))
+    assert spec.name == "a?[2J??b"
+    assert read_spec(dataclasses.replace(tiny, metadata={**tiny.metadata, "general.name": " "})).name == "tiny"
+
+
+VALUES = st.one_of(
+    st.sampled_from([0, 1, 2, 3, 63, 64, 2**31 - 1, 2**31, 2**63, 2**64 - 1, -1, -(2**63)]),
+    st.integers(-(2**63), 2**64 - 1),
+    st.floats(),
+    st.booleans(),
+    st.text(max_size=5),
+    st.lists(st.integers(-3, 70), max_size=12),
+    st.lists(st.booleans(), max_size=12),
+    st.lists(st.floats(), max_size=4),
+    st.lists(st.text(max_size=2), min_size=8, max_size=8),
+    st.lists(st.lists(st.integers(), max_size=2), max_size=9),
+)
+KEYS = [
+    *metadata(TINY),
+    "attention.recurrent_layers",
+    "attention.scale",
+    "rope.dimension_sections",
+    "nextn_predict_layers",
+]
+
+
+@settings(max_examples=600, deadline=None)
+@given(
+    changes=st.dictionaries(st.sampled_from(KEYS), VALUES, min_size=1, max_size=3),
+    removed=st.sets(st.sampled_from(KEYS), max_size=2),
+)
+def test_hostile_metadata_give_gguferror_or_a_sound_spec(changes, removed, tiny):
+    values = {k: v for k, v in tiny.metadata.items() if k.removeprefix("qwen35.") not in removed}
+    values |= {f"qwen35.{k}": v for k, v in changes.items()}
+    message = ""
+    tracemalloc.start()
+    try:
+        spec = read_spec(dataclasses.replace(tiny, metadata=values))
+    except GgufError as error:
+        message = str(error)
+    else:
+        assert spec.n_layers <= TINY.n_layers
+        p = spec.params
+        assert 2 <= p.rotary.n <= p.head_dim
+        assert p.eps > 0
+        assert p.rotary.theta > 0
+        assert len(p.recurrent) == spec.n_layers
+    finally:
+        _, peak_bytes = tracemalloc.get_traced_memory()
+        tracemalloc.stop()
+    assert peak_bytes < 16 << 20
+    assert len(message.encode("utf-8")) < 1500
+
+
+@pytest.mark.parametrize("n_layers", [1025, 1 << 24, (1 << 32) - 1])
+def test_a_claim_of_many_layers_costs_nothing(tiny, n_layers):
+    tracemalloc.start()
+    try:
+        with pytest.raises(GgufError, match=r"block_count: is \d+, expected 1 to 1024"):
+            read_spec(dataclasses.replace(tiny, metadata={**tiny.metadata, "qwen35.block_count": n_layers}))
+        assert tracemalloc.get_traced_memory()[1] < 1 << 20
+    finally:
+        tracemalloc.stop()
+
+
+def test_keys_say_what_they_expected():
+    keys = Keys({"a.n": 5, "a.list": [1, 2], "a.text": "x", "a.nan": float("nan"), "a.same": [3, 3]}, "a", "f.gguf")
+    assert keys.integer("n") == 5
+    assert keys.integer("same") == 3
+    assert keys.integer("absent", 7) == 7
+    assert keys.integers("n", 3) == [5, 5, 5]
+    assert keys.flags("absent", 3) is None
+    for call, reason in [
+        (lambda: keys.integer("absent"), r"f\.gguf: metadata value a\.absent: is missing"),
+        (lambda: keys.integer("text"), "is 'x', expected a whole number"),
+        (lambda: keys.integer("n", high=4), "is 5, expected 1 to 4"),
+        (lambda: keys.integers("list", 3), "an array of 2, expected 3"),
+        (lambda: keys.flags("list", 3), "at least 3 flags"),
+        (lambda: keys.number("nan"), "expected a finite number"),
+        (lambda: keys.number("n", above=5.0), "expected more than 5"),
+        (lambda: keys.text("n", ""), "expected a text"),
+    ]:
+        with pytest.raises(GgufError, match=reason):
+            call()
+
+
+def sharing_spec() -> ModelSpec:
+    """Eight layers; 5 and 7 read the pages of 2, 6 those of 3."""
+    source = {5: 2, 6: 3, 7: 2}
+    page = (StateTensor("k", (64, 2, 32)),)
+    layers = tuple(
+        LayerSpec(i, Space.WINDOW if i % 2 else Space.FULL, {}, () if i in source else page, i % 2 * 64, source.get(i))
+        for i in range(8)
+    )
+    return ModelSpec("any", "shared", "F32", 8, 8, 8, layers, {}, {}, 8, None)
+
+
+def test_no_cut_between_a_layer_and_the_one_it_shares_with():
+    spec = sharing_spec()
+    assert [b for b in range(9) if spec.legal_boundary(b)] == [0, 1, 2, 8]
+    assert spec.window == 64
+    assert spec.unit_bytes(Space.FULL, LayerRange(0, 8), Dtype.FLOAT32) == 3 * 64 * 64 * 4  # layers 0, 2, 4
+
+
+def test_every_family_of_the_table_is_reachable():
+    assert "qwen35" in FAMILIES

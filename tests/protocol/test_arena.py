@@ -1,0 +1,227 @@
+"""Shared memory of fixed size: made, passed on, refused, let go."""
+
+import fcntl
+import mmap
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from lucevisor.protocol.arena import PAGE_BYTES, SEALS, Arena, arena_bytes
+from lucevisor.protocol.errors import ArenaError
+from lucevisor.protocol.messages import ArenaPlan
+
+PLAN = ArenaPlan(boundary=1, region_bytes=5000, n_regions=3)
+
+
+def open_fds():
+    return len(os.listdir("/proc/self/fd"))
+
+
+def memfd(n_bytes, seals=SEALS):
+    fd = os.memfd_create("test", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    os.ftruncate(fd, n_bytes)
+    if seals:
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, seals)
+    return fd
+
+
+def test_both_ends_see_the_same_bytes():
+    maker = Arena.create(PLAN)
+    user = Arena.attach(os.dup(maker.fd), PLAN)
+    for i in range(3):
+        maker.region(i)[:] = bytes([i + 1]) * 5000
+    assert [bytes(user.region(i)) for i in range(3)] == [bytes([i + 1]) * 5000 for i in range(3)]
+    user.region(1)[4999] = 77
+    assert maker.region(1)[4999] == 77
+    assert maker.region(2)[0] == 3
+    maker.close()
+    assert user.region(0)[0] == 1  # the memory lives as long as one of them
+    user.close()
+
+
+def test_regions_start_at_pages():
+    arena = Arena.create(PLAN)
+    assert arena_bytes(PLAN) == 3 * 2 * PAGE_BYTES == len(arena.view())
+    arena.region(2)[0] = 9
+    assert arena.view()[2 * 2 * PAGE_BYTES] == 9
+    assert len(arena.region(2)) == 5000
+    for index in (-1, 3):
+        with pytest.raises(ArenaError, match="there are 3"):
+            arena.region(index)
+    arena.close()
+
+
+@pytest.mark.parametrize(
+    "plan", [ArenaPlan(0, 0, 1), ArenaPlan(0, 1, 0), ArenaPlan(0, -4096, -1), ArenaPlan(0, 2**50, 8)]
+)
+def test_a_senseless_plan_is_refused(plan):
+    with pytest.raises(ArenaError, match="are no arena") as caught:
+        Arena.create(plan)
+    assert caught.value.where == "arena between stages 0 and 1"
+    fd = memfd(4096)
+    with pytest.raises(ArenaError, match="are no arena"):
+        Arena.attach(fd, plan)
+
+
+def test_nobody_can_resize_it():
+    arena = Arena.create(PLAN)
+    for size in (0, PAGE_BYTES, arena_bytes(PLAN) + 1):
+        with pytest.raises(PermissionError):
+            os.ftruncate(arena.fd, size)
+    with pytest.raises(PermissionError):
+        fcntl.fcntl(arena.fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_WRITE)
+    assert not os.get_inheritable(arena.fd)
+    arena.close()
+
+
+@pytest.mark.parametrize("missing", [SEALS, fcntl.F_SEAL_SHRINK, fcntl.F_SEAL_GROW, fcntl.F_SEAL_SEAL])
+def test_memory_that_could_be_resized_is_refused(missing):
+    before = open_fds()
+    fd = memfd(arena_bytes(PLAN), SEALS & ~missing)
+    with pytest.raises(ArenaError, match="not sealed against resizing"):
+        Arena.attach(fd, PLAN)
+    assert open_fds() == before  # the descriptor was taken over
+
+
+def test_what_the_seals_are_for():
+    """A peer that shrinks an unsealed memfd kills whoever reads it (SIGBUS)."""
+    code = (
+        "import mmap, os\n"
+        "fd = os.memfd_create('x')\n"
+        "os.ftruncate(fd, 8192)\n"
+        "view = mmap.mmap(fd, 8192)\n"
+        "os.ftruncate(fd, 0)\n"
+        "view[5000]\n"
+    )
+    assert subprocess.run([sys.executable, "-ISEc", code], check=False).returncode == -7
+
+
+@pytest.mark.parametrize("n_bytes", [0, arena_bytes(PLAN) - PAGE_BYTES, arena_bytes(PLAN) + PAGE_BYTES])
+def test_another_size_is_refused(n_bytes):
+    fd = memfd(n_bytes)
+    with pytest.raises(ArenaError, match=f"has {n_bytes} bytes, the plan says {arena_bytes(PLAN)}"):
+        Arena.attach(fd, PLAN)
+
+
+def test_what_is_no_memory_is_refused(tmp_path):
+    path = tmp_path / "file"
+    path.write_bytes(bytes(arena_bytes(PLAN)))
+    a, b = socket.socketpair()
+    for fd in (os.open(path, os.O_RDWR), a.detach()):
+        with pytest.raises(ArenaError, match="is no memfd"):
+            Arena.attach(fd, PLAN)
+    b.close()
+
+
+def test_memory_that_only_the_maker_may_write_is_refused():
+    fd = memfd(arena_bytes(PLAN), SEALS | fcntl.F_SEAL_WRITE)
+    with pytest.raises(ArenaError, match="could not be mapped"):
+        Arena.attach(fd, PLAN)
+
+
+def test_memory_is_there_before_the_first_touch():
+    plan = ArenaPlan(0, 1 << 20, 4)
+    arena = Arena.create(plan)
+    assert os.fstat(arena.fd).st_blocks * 512 == arena_bytes(plan)
+    user = Arena.attach(os.dup(arena.fd), plan)
+    before = faults()
+    user.view()[:] = bytes(arena_bytes(plan))
+    assert faults() - before < 1100  # the source takes a fault a page; the arena takes none
+    arena.close()
+    user.close()
+
+
+def faults():
+    import resource
+
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+
+
+def test_too_much_memory_is_an_error_and_leaks_nothing():
+    before = open_fds()
+    plan = ArenaPlan(3, 1 << 30, 1)
+    code = (
+        "import resource, sys\n"
+        "from lucevisor.protocol.arena import Arena\n"
+        "from lucevisor.protocol.errors import ArenaError\n"
+        "from lucevisor.protocol.messages import ArenaPlan\n"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))\n"
+        "import signal; signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
+        "try:\n"
+        "    Arena.create(ArenaPlan(3, 1 << 30, 1))\n"
+        "except ArenaError as error:\n"
+        "    sys.exit(str(error))\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert f"{arena_bytes(plan)} bytes of shared memory were not to be had" in done.stderr
+    assert "arena between stages 3 and 4" in done.stderr
+    assert open_fds() == before
+
+
+def test_close_is_idempotent_and_views_stay_valid():
+    before = open_fds()
+    arena = Arena.create(PLAN)
+    view = arena.region(0)
+    arena.close()
+    arena.close()
+    assert arena.fd == -1
+    view[:] = b"x" * 5000  # still mapped
+    with pytest.raises(ArenaError, match="closed"):
+        arena.region(0)
+    del view
+    assert open_fds() == before
+
+
+def test_a_tensor_keeps_the_memory_mapped():
+    torch = pytest.importorskip("torch")
+    before = open_fds()
+    arena = Arena.create(PLAN)
+    user = Arena.attach(os.dup(arena.fd), PLAN)
+    rows = torch.frombuffer(user.region(1), dtype=torch.float32, count=1250).view(2, 625)
+    part = rows[1]
+    user.close()
+    arena.close()
+    del rows
+    part += 1.5  # would be a segmentation fault if the mapping were gone
+    assert part.sum().item() == 625 * 1.5
+    del part
+    assert open_fds() == before
+
+
+def test_two_hundred_arenas_leave_nothing():
+    before = open_fds()
+    for _ in range(200):
+        arena = Arena.create(PLAN)
+        user = Arena.attach(os.dup(arena.fd), PLAN)
+        user.close()
+        arena.close()
+    assert open_fds() == before
+    assert "lucevisor-arena" not in Path("/proc/self/maps").read_text()
+
+
+def test_a_foreign_process_maps_what_was_passed():
+    a, b = socket.socketpair()
+    arena = Arena.create(PLAN)
+    arena.region(2)[:5] = b"hello"
+    code = (
+        "import socket, sys\n"
+        "from lucevisor.protocol.arena import Arena\n"
+        "from lucevisor.protocol.messages import ArenaPlan\n"
+        "sock = socket.socket(fileno=int(sys.argv[1]))\n"
+        "_, fds, _, _ = socket.recv_fds(sock, 1, 1)\n"
+        "arena = Arena.attach(fds[0], ArenaPlan(1, 5000, 3))\n"
+        "assert arena.region(2)[:5] == b'hello'\n"
+        "arena.region(0)[:5] = b'world'\n"
+    )
+    child = subprocess.Popen([sys.executable, "-c", code, str(b.fileno())], pass_fds=[b.fileno()])
+    socket.send_fds(a, [b"x"], [arena.fd])
+    assert child.wait() == 0
+    assert arena.region(0)[:5] == b"world"
+    assert mmap.PAGESIZE == PAGE_BYTES
+    arena.close()
+    a.close()
+    b.close()

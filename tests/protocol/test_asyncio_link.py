@@ -1,0 +1,437 @@
+"""The supervisor's end in a loop, under asyncio and uvloop."""
+
+import asyncio
+import os
+import socket
+import subprocess
+import sys
+import threading
+
+import pytest
+import uvloop
+
+from lucevisor.model.values import Dtype
+from lucevisor.protocol.asyncio_link import Link
+from lucevisor.protocol.blocking_link import BlockingLink
+from lucevisor.protocol.codec import encode
+from lucevisor.protocol.errors import LinkClosed, LinkOverflow, LocalProtocolError, RemoteProtocolError
+from lucevisor.protocol.messages import ArenaPlan, Check, Failed, Reset, Sampled, Shutdown, Slice, Step, StepResult
+from lucevisor.protocol.states import LinkState
+
+RESULT = StepResult(7, 1, [Sampled(3, 5)], segments=[("logits", [4])])
+RESULT_BYTES = encode(RESULT, 7, payload_bytes=16) + b"0123456789abcdef"
+STEP = Step(1, 0, slices=[Slice(3, 100, [5], True)])
+
+
+@pytest.fixture(params=["asyncio", "uvloop"])
+def run(request):
+    """Runs a coroutine in a loop of either kind; an exception in a callback fails the test unless it is expected."""
+    factory = asyncio.new_event_loop if request.param == "asyncio" else uvloop.new_event_loop
+
+    def run(main, expect_unhandled=()):
+        unhandled = []
+
+        async def watched():
+            asyncio.get_running_loop().set_exception_handler(lambda _, context: unhandled.append(context["exception"]))
+            async with asyncio.timeout(20):
+                await main
+
+        with asyncio.Runner(loop_factory=factory) as runner:
+            runner.run(watched())
+        assert [type(error) for error in unhandled] == list(expect_unhandled)
+
+    return run
+
+
+class Seen:
+    """Collects what a link reports."""
+
+    def __init__(self):
+        self.frames = []
+        self.reasons = []
+        self._changed = asyncio.Event()
+
+    def on_frame(self, frame):
+        self.frames.append(frame)
+        self._changed.set()
+
+    def on_closed(self, reason):
+        self.reasons.append(reason)
+        self._changed.set()
+
+    async def until(self, condition):
+        while not condition():
+            self._changed.clear()
+            await self._changed.wait()
+
+    async def closed(self):
+        await self.until(lambda: self.reasons)
+        await asyncio.sleep(0.01)  # a second call would come now
+        assert len(self.reasons) == 1
+        return self.reasons[0]
+
+
+def new_link(**options):
+    """(link in READY, what it saw, the daemon's bare socket)."""
+    ours, theirs = socket.socketpair()
+    seen = Seen()
+    link = Link(ours, seen.on_frame, seen.on_closed, name="link of left", **options)
+    link._connection.state = LinkState.READY
+    return link, seen, theirs
+
+
+def open_fds():
+    return len(os.listdir("/proc/self/fd"))
+
+
+def read_all(sock):
+    data = b""
+    sock.settimeout(5)
+    while piece := sock.recv(1 << 20):
+        data += piece
+    return data
+
+
+def test_frames_in_order_and_end_of_file(run):
+    async def main():
+        link, seen, theirs = new_link()
+        theirs.sendall(RESULT_BYTES * 3)
+        theirs.close()
+        reason = await seen.closed()
+        assert [(f.request_id, f.message, bytes(f.payload)) for f in seen.frames] == [
+            (7, RESULT, b"0123456789abcdef")
+        ] * 3
+        assert isinstance(reason, LinkClosed)
+        assert not reason.local
+        assert str(reason) == "end of file (link of left): the daemon has ended; see its log"
+        assert link.closed
+        with pytest.raises(LinkClosed, match="the link is closed: end of file"):
+            link.send(STEP)
+
+    run(main())
+
+
+@pytest.mark.parametrize("unread", [False, True], ids=["end of file", "ECONNRESET"])
+def test_daemon_gone_at_every_byte(run, unread):
+    async def main():
+        for offset in range(len(RESULT_BYTES) + 1):
+            link, seen, theirs = new_link()
+            if unread:
+                link.send(STEP)
+            theirs.sendall(RESULT_BYTES + RESULT_BYTES[:offset])
+            theirs.close()
+            reason = await seen.until(lambda seen=seen: seen.reasons) or seen.reasons[0]
+            assert len(seen.frames) == (2 if offset == len(RESULT_BYTES) else 1)
+            assert isinstance(reason, LinkClosed)
+            assert reason.what.startswith("the daemon is gone: [Errno 104]" if unread else "end of file")
+            assert ("inside a STEP_RESULT frame" in reason.what) == (32 <= offset < len(RESULT_BYTES))
+        await asyncio.sleep(0.01)
+        assert len(seen.reasons) == 1
+
+    run(main())
+
+
+def test_last_words_of_a_daemon_are_never_lost(run):
+    """It wrote Failed and died; the supervisor's write fails before its loop read anything."""
+
+    async def main():
+        link, seen, theirs = new_link()
+        failed = Failed("step 3", "cuda:0", "device error", "see dmesg", fatal=True)
+        theirs.sendall(encode(failed))
+        theirs.close()
+        with pytest.raises(LinkClosed, match="Broken pipe"):
+            link.send(STEP)
+        assert seen.reasons == []  # never from inside send
+        with pytest.raises(LinkClosed, match="Broken pipe"):
+            link.send(STEP)
+        reason = await seen.closed()
+        assert [f.message for f in seen.frames] == [failed]
+        assert isinstance(reason, LinkClosed)
+
+    run(main())
+
+
+def test_a_daemon_that_only_stops_reading_is_dead_too(run):
+    async def main():
+        link, seen, theirs = new_link()
+        theirs.shutdown(socket.SHUT_RD)  # no end of file comes, but nothing can be sent
+        with pytest.raises(LinkClosed):
+            link.send(STEP)
+        assert "Broken pipe" in str(await seen.closed())
+        theirs.close()
+
+    run(main())
+
+
+def test_damage_closes_the_link_after_the_frames_before_it(run):
+    async def main():
+        link, seen, theirs = new_link()
+        theirs.sendall(RESULT_BYTES + b"Traceback (most recent call last):\n")
+        reason = await seen.closed()
+        assert [f.message for f in seen.frames] == [RESULT]
+        assert isinstance(reason, RemoteProtocolError)
+        assert "found b'Trac'" in str(reason)
+        assert "link of left" in reason.where
+        assert link.closed
+        with pytest.raises(BrokenPipeError):
+            theirs.send(b"x")
+        theirs.close()
+
+    run(main())
+
+
+def test_damage_in_the_first_bytes_closes_the_link(run):
+    async def main():
+        link, seen, theirs = new_link()
+        assert link.state is LinkState.READY
+        theirs.sendall(b"Segmentation fault\n")
+        assert isinstance(await seen.closed(), RemoteProtocolError)
+        assert seen.frames == []
+        theirs.close()
+
+    run(main())
+
+
+def test_a_handler_that_raises_closes_the_link_and_is_heard(run):
+    async def main():
+        link, seen, theirs = new_link()
+
+        def on_frame(frame):
+            seen.frames.append(frame)
+            raise KeyError("sequence 3")
+
+        link._on_frame = on_frame
+        theirs.sendall(RESULT_BYTES * 2)
+        reason = await seen.closed()
+        assert len(seen.frames) == 1
+        assert "KeyError('sequence 3')" in str(reason)
+        theirs.close()
+
+    run(main(), expect_unhandled=[KeyError])
+
+
+def test_close_is_idempotent_and_reported_once(run):
+    async def main():
+        link, seen, theirs = new_link()
+        link.close("stop was asked")
+        link.close("again")
+        assert seen.reasons == []
+        reason = await seen.closed()
+        assert (reason.what, reason.local) == ("stop was asked", True)
+        with pytest.raises(LinkClosed):
+            link.send(STEP)
+        assert theirs.recv(10) == b""
+        theirs.close()
+
+    run(main())
+
+
+def test_close_from_inside_the_handler_stops_delivery(run):
+    async def main():
+        link, seen, theirs = new_link()
+        link._on_frame = lambda frame: (seen.on_frame(frame), link.close("enough"))
+        theirs.sendall(RESULT_BYTES * 3)
+        await seen.closed()
+        assert len(seen.frames) == 1
+        theirs.close()
+
+    run(main())
+
+
+def test_a_slow_reader_is_queued_for_in_order(run):
+    async def main():
+        link, seen, theirs = new_link()
+        frames = [encode(Step(i, 0, slices=[Slice(i, 0, list(range(500)), False)])) for i in range(2000)]
+        for frame in frames:
+            link.send(frame)
+        rows = os.urandom(3_000_000)
+        link.send(STEP, payload=[rows, b"tail"])
+        link.send(Shutdown("end"))
+        assert link.queued_bytes > 4_000_000
+        data = b""
+        expected = (
+            b"".join(frames) + encode(STEP, payload_bytes=len(rows) + 4) + rows + b"tail" + encode(Shutdown("end"))
+        )
+        theirs.setblocking(False)
+        while len(data) < len(expected):
+            await asyncio.sleep(0)
+            try:
+                data += theirs.recv(1 << 16)
+            except BlockingIOError:
+                continue
+        assert data == expected
+        await asyncio.sleep(0.01)
+        assert link.queued_bytes == 0
+        link.close()
+        await seen.closed()
+        theirs.close()
+
+    run(main())
+
+
+def test_a_reader_that_stopped_breaks_the_link_with_the_reason(run):
+    async def main():
+        link, seen, theirs = new_link(max_queued_bytes=100_000)
+        frame = encode(Step(1, 0, slices=[Slice(1, 0, list(range(500)), False)]))
+        with pytest.raises(LinkOverflow, match="bytes wait and the daemon does not read"):  # noqa: PT012
+            for _ in range(1000):
+                link.send(frame)
+        assert isinstance(await seen.closed(), LinkOverflow)
+        assert link.closed
+        assert link.queued_bytes == 0
+        theirs.close()
+
+    run(main())
+
+
+def test_one_frame_over_the_queue_limit_may_wait(run):
+    """The limit is for what piles up, not for one long payload."""
+
+    async def main():
+        link, seen, theirs = new_link(max_queued_bytes=1000)
+        rows = os.urandom(2_000_000)
+        link.send(STEP, payload=[rows])
+        with pytest.raises(LinkOverflow):
+            link.send(STEP)
+        await seen.closed()
+        theirs.close()
+
+    run(main())
+
+
+def test_death_while_frames_wait(run):
+    async def main():
+        link, seen, theirs = new_link()
+        for _ in range(200):
+            link.send(encode(Step(1, 0, slices=[Slice(1, 0, list(range(2000)), False)])))
+        assert link.queued_bytes > 0
+        theirs.sendall(RESULT_BYTES)
+        theirs.close()
+        assert isinstance(await seen.closed(), LinkClosed)
+        assert [f.message for f in seen.frames] == [RESULT]
+        assert link.queued_bytes == 0
+
+    run(main())
+
+
+def test_descriptors_go_now_or_later(run):
+    """With a full socket they are duplicated: the caller may close its own at once."""
+
+    async def main():
+        link, seen, theirs = new_link()
+        daemon = BlockingLink(theirs)
+        daemon._connection.state = LinkState.READY
+        before = open_fds()
+        check = Check([], 0, Dtype.FLOAT32, [ArenaPlan(0, 64, 1)])
+        expected = []
+        for i in range(3):
+            fd = os.memfd_create(f"test-{i}")
+            os.write(fd, b"file %d" % i)
+            link.send(check, fds=[fd], request_id=i)
+            os.close(fd)
+            expected.append((i, b"file %d" % i))
+            if i == 0:
+                link.send(STEP, payload=[bytes(1_000_000)])  # fills the socket
+        assert link.queued_bytes > 0
+
+        def read():
+            found = []
+            while len(found) < 3:
+                frame = daemon.receive()
+                if frame.fds:
+                    found.append((frame.request_id, os.pread(frame.fds[0], 100, 0)))
+                    os.close(frame.fds[0])
+            return found
+
+        assert await asyncio.to_thread(read) == expected
+        await asyncio.sleep(0.01)
+        assert open_fds() == before
+        link.send(STEP, payload=[bytes(1_000_000)])
+        link.send(check, fds=[0])
+        assert open_fds() == before + 1
+        link.close()  # with a descriptor in the queue
+        await seen.closed()
+        daemon.close()
+        assert open_fds() == before - 3  # both ends and the epoll descriptor
+
+    run(main())
+
+
+def test_a_long_payload_comes_whole(run):
+    async def main():
+        _, seen, theirs = new_link()
+        rows = os.urandom(9_000_000)
+        daemon = BlockingLink(theirs)
+        daemon._connection.state = LinkState.READY
+        result = StepResult(1, 0, segments=[("rows", [len(rows) // 4])])
+        thread = threading.Thread(target=daemon.send, args=(result,), kwargs={"payload": [rows]})
+        thread.start()
+        await seen.until(lambda: seen.frames)
+        assert seen.frames[0].payload == rows
+        thread.join(5)
+        daemon.close()
+        await seen.closed()
+
+    run(main())
+
+
+def test_what_must_not_be_sent_leaves_the_link_open(run):
+    async def main():
+        link, seen, theirs = new_link()
+        for bad in (RESULT, Reset(2**70)):
+            with pytest.raises(LocalProtocolError):
+                link.send(bad)
+        link.send(Reset(3))
+        assert theirs.recv(1000) == encode(Reset(3))
+        link.close()
+        await seen.closed()
+        theirs.close()
+
+    run(main())
+
+
+def test_a_killed_process(run):
+    """A real child answers one step, then dies by SIGKILL with steps unread."""
+    code = (
+        "import os, sys, signal, socket\n"
+        "sock = socket.socket(fileno=int(sys.argv[1]))\n"
+        "sock.recv(10)\n"
+        "sock.sendall(bytes.fromhex(sys.argv[2]))\n"
+        "os.kill(os.getpid(), signal.SIGKILL)\n"
+    )
+
+    async def main():
+        for cut in (0, 20, len(RESULT_BYTES)):
+            link, seen, theirs = new_link()
+            data = (RESULT_BYTES + RESULT_BYTES[:cut]).hex()
+            child = subprocess.Popen(  # noqa: ASYNC220 - a few milliseconds, and nothing else runs in this loop
+                [sys.executable, "-ISEc", code, str(theirs.fileno()), data], pass_fds=[theirs.fileno()]
+            )
+            theirs.close()
+            for _ in range(3):
+                link.send(STEP)
+            reason = await seen.closed()
+            assert isinstance(reason, LinkClosed)
+            assert len(seen.frames) == (2 if cut == len(RESULT_BYTES) else 1)
+            assert child.wait() == -9
+
+    run(main())
+
+
+def test_two_hundred_links_leave_no_descriptor(run):
+    async def main():
+        before = open_fds()
+        for i in range(200):
+            link, seen, theirs = new_link()
+            link.send(STEP)
+            if i % 2:
+                theirs.sendall(RESULT_BYTES)
+                theirs.close()
+                await seen.until(lambda seen=seen: seen.reasons)
+            else:
+                link.close()
+                theirs.close()
+        await asyncio.sleep(0)
+        assert open_fds() == before
+
+    run(main())

@@ -1,0 +1,369 @@
+"""The daemon's end over real sockets: deaths at every byte, full buffers, descriptors."""
+
+import os
+import resource
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+
+from lucevisor.model.values import Backend, Dtype
+from lucevisor.protocol.blocking_link import BlockingLink
+from lucevisor.protocol.codec import encode
+from lucevisor.protocol.errors import LinkClosed, LocalProtocolError, RemoteProtocolError
+from lucevisor.protocol.messages import (
+    ArenaPlan,
+    Check,
+    Failed,
+    Hello,
+    Reset,
+    Sampled,
+    Shutdown,
+    Slice,
+    Step,
+    StepResult,
+)
+from lucevisor.protocol.states import Channel, LinkState, Role
+
+STEP = Step(7, 1, slices=[Slice(3, 100, [5], True)])
+STEP_BYTES = encode(STEP, 7, payload_bytes=16) + b"0123456789abcdef"
+
+
+@pytest.fixture
+def pair():
+    """(supervisor's link, daemon's link), both in READY."""
+    a, b = socket.socketpair()
+    links = BlockingLink(a, role=Role.SUPERVISOR), BlockingLink(b)
+    for link in links:
+        link._connection.state = LinkState.READY
+    yield links
+    for link in links:
+        link.close()
+
+
+@pytest.fixture
+def raw():
+    """(bare socket of the supervisor, daemon's link in READY)."""
+    a, b = socket.socketpair()
+    link = BlockingLink(b, name="link of left")
+    link._connection.state = LinkState.READY
+    yield a, link
+    a.close()
+    link.close()
+
+
+def open_fds():
+    return len(os.listdir("/proc/self/fd"))
+
+
+def test_a_conversation():
+    a, b = socket.socketpair()
+    with_daemon, with_supervisor = BlockingLink(a, role=Role.SUPERVISOR), BlockingLink(b)
+    hello = Hello(1, "0123", 42, "3.11.7", "/usr/bin/python3", "2.13.0+cpu", Backend.CPU, [], 1, {"numpy": "2.0"})
+    with_supervisor.send(hello)
+    frame = with_daemon.receive()
+    assert frame is not None
+    assert frame.message == hello
+    with_daemon.send(encode(Shutdown("done"), 5))
+    frame = with_supervisor.receive()
+    assert frame is not None
+    assert (frame.request_id, frame.message) == (5, Shutdown("done"))
+    with_supervisor.close()
+    assert with_daemon.receive() is None
+    assert with_daemon.closed_because is not None
+    assert str(with_daemon.closed_because).startswith("end of file (link):")
+    with_daemon.close()
+
+
+@pytest.mark.parametrize("unread", [False, True], ids=["end of file", "ECONNRESET"])
+def test_peer_gone_at_every_byte_of_header_metadata_and_payload(unread):
+    for offset in range(len(STEP_BYTES) + 1):
+        a, b = socket.socketpair()
+        link = BlockingLink(b)
+        link._connection.state = LinkState.READY
+        if unread:
+            link.send(StepResult(1, 0))  # the peer dies without reading it
+        a.sendall(STEP_BYTES + STEP_BYTES[:offset])
+        a.close()
+        n_frames = 2 if offset == len(STEP_BYTES) else 1
+        for _ in range(n_frames):
+            frame = link.receive()
+            assert frame is not None
+            assert (frame.message, bytes(frame.payload)) == (STEP, b"0123456789abcdef")
+        assert link.receive() is None
+        assert link.receive() is None
+        assert link.closed_because is not None
+        what = link.closed_because.what
+        assert what.startswith("the peer is gone: [Errno 104]" if unread else "end of file")
+        assert ("STEP frame" in what) == (32 <= offset < len(STEP_BYTES))
+        assert ("bytes of a header" in what) == (0 < offset < 32)
+        with pytest.raises(LinkClosed):
+            link.send(StepResult(2, 0))
+        link.close()
+
+
+def test_a_killed_process_at_every_byte():
+    """A real child writes a part of a frame and is killed by SIGKILL."""
+    code = (
+        "import os, sys, signal\n"
+        "fd, data = int(sys.argv[1]), bytes.fromhex(sys.argv[2])\n"
+        "os.write(fd, data)\n"
+        "os.kill(os.getpid(), signal.SIGKILL)\n"
+    )
+    for offset in range(0, len(STEP_BYTES), 3):
+        a, b = socket.socketpair()
+        link = BlockingLink(b)
+        link._connection.state = LinkState.READY
+        link.send(StepResult(1, 0))  # unread when it dies
+        child = subprocess.Popen(
+            [sys.executable, "-ISEc", code, str(a.fileno()), STEP_BYTES[:offset].hex()], pass_fds=[a.fileno()]
+        )
+        a.close()  # else our own copy would hide the death
+        assert link.receive() is None
+        assert child.wait() == -9
+        link.close()
+
+
+def test_an_inherited_copy_of_the_other_end_hides_a_death():
+    """Why the supervisor closes its copy and passes descriptors to one child only."""
+    a, b = socket.socketpair()
+    link = BlockingLink(b)
+    copy = a.dup()  # as a sibling process that inherited it would hold
+    a.close()
+    found = []
+    thread = threading.Thread(target=lambda: found.append(link.receive()))
+    thread.start()
+    thread.join(0.2)
+    assert thread.is_alive()
+    copy.close()
+    thread.join(5)
+    assert found == [None]
+    link.close()
+
+
+def test_last_words_are_read_after_a_failed_send(raw):
+    """The link is written to before its end of file was read: frames that had arrived are not lost."""
+    peer, link = raw
+    peer.sendall(encode(Reset(1)) + encode(Reset(2)))
+    peer.close()
+    with pytest.raises(LinkClosed, match="Broken pipe"):
+        link.send(StepResult(1, 0))
+    with pytest.raises(LinkClosed, match="Broken pipe"):
+        link.send(StepResult(1, 0))
+    tokens = [link.receive().message.token for _ in range(2)]
+    assert tokens == [1, 2]
+    assert link.receive() is None
+
+
+def test_damage_ends_receiving_but_the_daemon_can_still_say_so(raw):
+    peer, link = raw
+    peer.sendall(encode(Reset(1)) + b"X" * 40)
+    frame = link.receive()
+    assert frame is not None
+    for _ in range(2):
+        with pytest.raises(RemoteProtocolError, match="found b'XXXX'") as caught:
+            link.receive()
+    assert "link of left" in caught.value.where
+    link.send(Failed("link", "link of left", str(caught.value), "restart", fatal=True))
+    assert b"restart" in peer.recv(1000)
+
+
+def test_full_socket_buffers_block_and_lose_nothing(pair):
+    supervisor, daemon = pair
+    n, rows = 300, os.urandom(40_000)
+    thread = threading.Thread(
+        target=lambda: [supervisor.send(Step(i, 0), payload=[rows, rows[:100]]) for i in range(n)]
+    )
+    thread.start()
+    time.sleep(0.05)
+    assert thread.is_alive()  # 12 MB do not fit
+    for i in range(n):
+        frame = daemon.receive()
+        assert frame.message.step_id == i
+        assert frame.payload == rows + rows[:100]
+    thread.join(5)
+    assert not thread.is_alive()
+
+
+def test_a_payload_of_many_megabytes_in_many_parts(pair):
+    supervisor, daemon = pair
+    parts = [os.urandom(10_000) for _ in range(1500)]  # more than one sendmsg takes
+    segments = [("rows", [len(b"".join(parts)) // 4])]
+    thread = threading.Thread(
+        target=daemon.send, args=(StepResult(1, 0, segments=segments),), kwargs={"payload": parts}
+    )
+    thread.start()
+    frame = supervisor.receive()
+    thread.join(5)
+    assert frame.payload == b"".join(parts)
+
+
+def test_threads_that_send_at_once_do_not_mix_frames():
+    a, b = socket.socketpair()
+    out = BlockingLink(a, channel=Channel.PULSE)
+    back = BlockingLink(b, role=Role.SUPERVISOR, channel=Channel.PULSE)
+    from lucevisor.protocol.messages import LogLine
+
+    def write(name):
+        for i in range(50):
+            out.send(LogLine("info", name, {"i": i, "text": name * 20_000}))
+
+    threads = [threading.Thread(target=write, args=(name,)) for name in "abc"]
+    for thread in threads:
+        thread.start()
+    seen = {name: [] for name in "abc"}
+    for _ in range(150):
+        line = back.receive().message
+        assert line.fields["text"] == line.event * 20_000
+        seen[line.event].append(line.fields["i"])
+    for thread in threads:
+        thread.join(5)
+    assert all(order == list(range(50)) for order in seen.values())
+    out.close()
+    back.close()
+
+
+def test_descriptors_arrive_close_on_exec_in_order(pair, tmp_path):
+    supervisor, daemon = pair
+    files = []
+    for i in range(3):
+        path = tmp_path / str(i)
+        path.write_bytes(b"file %d" % i)
+        files.append(os.open(path, os.O_RDONLY))
+    plans = [ArenaPlan(i, 64, 1) for i in range(3)]
+    supervisor.send(Reset(1))
+    supervisor.send(Check([], 0, Dtype.FLOAT32, plans[:2]), fds=files[:2])
+    supervisor.send(Check([], 0, Dtype.FLOAT32, plans[2:]), fds=files[2:])
+    supervisor.send(Reset(2))
+    frames = [daemon.receive() for _ in range(4)]
+    assert [len(frame.fds) for frame in frames] == [0, 2, 1, 0]
+    received = [fd for frame in frames for fd in frame.fds]
+    assert [os.read(fd, 10) for fd in received] == [b"file 0", b"file 1", b"file 2"]
+    assert not any(os.get_inheritable(fd) for fd in received)
+    for fd in files + received:
+        os.close(fd)
+
+
+def test_descriptors_that_no_frame_names_are_closed(raw):
+    peer, link = raw
+    before = open_fds()
+    socket.send_fds(peer, [encode(Reset(1))], [0, 1, 2])
+    assert link.receive() is not None
+    with pytest.raises(RemoteProtocolError, match="3 descriptors came with a frame that names none"):
+        link.receive()
+    link.close()
+    assert open_fds() == before - 1
+
+
+def test_descriptors_lost_at_the_limit_of_open_files_are_an_error(raw):
+    peer, link = raw
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    check = encode(Check([], 0, Dtype.FLOAT32, [ArenaPlan(i, 64, 1) for i in range(3)]))
+    socket.send_fds(peer, [check], [0, 1, 2])
+    used = [os.open("/dev/null", os.O_RDONLY) for _ in range(3)]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(used) + 1, hard))
+    while True:
+        try:
+            used.append(os.dup(0))
+        except OSError:
+            break
+    try:
+        os.close(used.pop())  # room for one of three
+        with pytest.raises(RemoteProtocolError, match="descriptors were lost on the way"):
+            link.receive()
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        for fd in used:
+            os.close(fd)
+
+
+def test_close_wakes_a_thread_that_receives(raw):
+    _, link = raw
+    found = []
+    thread = threading.Thread(target=lambda: found.append(link.receive()))
+    thread.start()
+    time.sleep(0.05)
+    link.close()
+    link.close()
+    thread.join(5)
+    assert found == [None]
+    assert link.closed_because is not None
+    assert link.closed_because.local
+    with pytest.raises(LinkClosed, match="closed by this side"):
+        link.send(StepResult(1, 0))
+
+
+def test_a_frame_cut_by_a_signal_handler_is_the_last(pair):
+    """A frame may be half written when a handler raises: another after it would be read as its rest."""
+    supervisor, daemon = pair
+
+    def interrupt(number, frame):
+        raise InterruptedError("stop was asked")
+
+    before = signal.signal(signal.SIGALRM, interrupt)
+    try:
+        signal.setitimer(signal.ITIMER_REAL, 0.1)
+        with pytest.raises(InterruptedError):
+            supervisor.send(STEP, payload=[bytes(1_000_000)])  # nobody reads
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+    with pytest.raises(LinkClosed, match="sending was interrupted by InterruptedError"):
+        supervisor.send(Reset(1))
+    daemon.send(StepResult(1, 0))
+    assert supervisor.receive().message == StepResult(1, 0)  # the other direction is whole
+    supervisor.close()
+    assert daemon.receive() is None
+    assert daemon.closed_because.what == "end of file inside a STEP frame"
+
+
+def test_what_must_not_be_sent_leaves_the_link_usable(pair):
+    supervisor, daemon = pair
+    with pytest.raises(LocalProtocolError):
+        daemon.send(STEP)
+    with pytest.raises(LocalProtocolError):
+        daemon.send(StepResult(1, 0), payload=[b"1234"])
+    daemon.send(StepResult(1, 0, [Sampled(1, 2)]), request_id=9)
+    assert supervisor.receive().request_id == 9
+
+
+def test_spinning_receives_the_same(raw):
+    peer, link = raw
+    assert link.state is LinkState.READY
+    link._spin_s = 0.02
+    peer.sendall(encode(Reset(1)))
+    assert link.receive().message.token == 1
+    threading.Timer(0.05, lambda: peer.sendall(encode(Reset(2)))).start()  # after the spin: it sleeps and is woken
+    assert link.receive().message.token == 2
+    peer.close()
+    assert link.receive() is None
+
+
+def test_from_fd_takes_an_inherited_descriptor_over():
+    a, b = socket.socketpair()
+    b.set_inheritable(True)
+    link = BlockingLink.from_fd(b.detach(), name="link of right")
+    assert not os.get_inheritable(link.fileno())
+    a.close()
+    assert link.receive() is None
+    link.close()
+    assert link.fileno() == -1
+
+
+def test_two_hundred_links_leave_no_descriptor():
+    before = open_fds()
+    for i in range(200):
+        a, b = socket.socketpair()
+        links = BlockingLink(a, role=Role.SUPERVISOR), BlockingLink(b)
+        links[0]._connection.state = links[1]._connection.state = LinkState.READY
+        links[0].send(Check([], 0, Dtype.FLOAT32, [ArenaPlan(0, 64, 1)]), fds=[0])
+        if i % 2:  # every other time the frame is left unread, with its descriptor
+            for fd in links[1].receive().fds:
+                os.close(fd)
+        for link in links:
+            link.close()
+    assert open_fds() == before

@@ -1,0 +1,164 @@
+"""Messages to bytes and back."""
+
+import array
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lucevisor.model.values import Dtype
+from lucevisor.protocol.codec import byte_views, decode, encode, n_descriptors, payload_segments
+from lucevisor.protocol.errors import LocalProtocolError, RemoteProtocolError
+from lucevisor.protocol.frames import HEADER_BYTES, MAX_DESCRIPTORS, MIB, Header, pack_header, parse_header
+from lucevisor.protocol.messages import (
+    MESSAGES,
+    ArenaPlan,
+    Check,
+    Failed,
+    Kind,
+    Sampled,
+    Shutdown,
+    Slice,
+    Step,
+    StepResult,
+)
+from tests.protocol.message_strategies import message_and_payload
+
+
+def split(data):
+    view = memoryview(data)
+    return parse_header(view[:HEADER_BYTES]), view[HEADER_BYTES:]
+
+
+def header_for(kind, metadata, payload_bytes=0) -> Header:
+    return parse_header(memoryview(pack_header(kind, 0, 0, metadata, payload_bytes)))
+
+
+def plain(value):
+    """What a reader without the types sees: maps, arrays (tagged ones start with their tag), numbers, texts."""
+    if isinstance(value, msgspec.Struct):
+        fields = {name: plain(getattr(value, name)) for name in value.__struct_fields__}
+        config = value.__struct_config__
+        tag = [] if config.tag is None else [config.tag]
+        return tag + list(fields.values()) if config.array_like else fields
+    if isinstance(value, list | tuple):
+        return [plain(item) for item in value]
+    return {key: plain(item) for key, item in value.items()} if isinstance(value, dict) else value
+
+
+@pytest.mark.parametrize("kind", list(Kind))
+@settings(max_examples=40)
+@given(data=st.data())
+def test_round_trip_of_every_kind(kind, data):
+    message, payload = data.draw(message_and_payload(kind))
+    header, metadata = split(encode(message, 9, payload_bytes=len(payload)))
+    assert (header.kind, header.request_id, header.payload_bytes) == (kind, 9, len(payload))
+    assert decode(header, metadata) == message
+    # What is on the wire is plain msgpack of the fields, readable without the declared types.
+    assert msgspec.msgpack.decode(metadata) == plain(message)
+
+
+def test_the_table_of_kinds_is_whole():
+    assert set(MESSAGES) == set(Kind)
+    assert len(set(MESSAGES.values())) == len(Kind)
+
+
+def test_a_decode_step_is_small():
+    step = Step(step_id=10**6, region=3, slices=[Slice(i, 4000 + i, [150_000], True) for i in range(8)])
+    assert len(encode(step)) < 160  # one segment, one read
+
+
+@pytest.mark.parametrize(
+    ("kind", "metadata"),
+    [
+        (Kind.STEP, b""),
+        (Kind.STEP, b"\xc1"),
+        (Kind.STEP, msgspec.msgpack.encode([1])),  # region is missing
+        (Kind.STEP, msgspec.msgpack.encode([1, "2"])),  # no coercion
+        (Kind.STEP, msgspec.msgpack.encode([1, 2.0])),
+        (Kind.STEP, msgspec.msgpack.encode([1, 2, [[7, 1]]])),  # no operation 7
+        (Kind.STEP, msgspec.msgpack.encode([1, 2]) + b"\x00"),  # bytes after the end
+        (Kind.STEP, b"\x94\x01\x02\xdd\xff\xff\xff\xff"),  # four thousand million operations, none there
+        (Kind.RESET, b"\x81\xa5token\xdb\xff\xff\xff\xff"),
+        (Kind.RESET, b"\x82\xa5token\x01\xa1x" + b"\x91" * 4000),  # nested deeper than the stack
+        (Kind.FAILED, b"\x86\xa4what\xa2\xff\xfe"),  # not UTF-8
+        (Kind.HEARTBEAT, msgspec.msgpack.encode({"count": 1, "phase": "sleep"})),
+    ],
+)
+def test_metadata_of_other_types_is_refused(kind, metadata):
+    with pytest.raises(RemoteProtocolError, match=f"{kind.name} cannot be read") as caught:
+        decode(header_for(kind, metadata), memoryview(metadata))
+    assert caught.value.where == "metadata"
+
+
+def test_damaged_metadata_is_refused_by_its_check():
+    data = bytearray(encode(Shutdown("bye")))
+    data[-1] ^= 1  # still a valid Shutdown
+    header, metadata = split(data)
+    with pytest.raises(RemoteProtocolError, match="metadata of SHUTDOWN does not match its check"):
+        decode(header, metadata)
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        Step(step_id=2**64, region=0),
+        Step(step_id=0, region=object()),  # type: ignore[arg-type]
+        Shutdown("\ud800"),
+        Failed("a", "b", "c", "d", fatal=True, details="x" * MIB),
+        "no message",
+    ],
+)
+def test_what_cannot_be_encoded_is_a_local_error(message):
+    with pytest.raises(LocalProtocolError):
+        encode(message)
+
+
+@pytest.mark.parametrize(
+    ("segments", "payload_bytes", "text"),
+    [
+        ([], 4, "the segments take 0 bytes, the payload has 4"),
+        ([("logits", [2, 3])], 20, "the segments take 24 bytes, the payload has 20"),
+        ([("logits", [-1, -6])], 24, "shape of 2 dimensions"),
+        ([("logits", [2**62] * 9)], 0, "shape of 9 dimensions"),
+        ([("logits", [2**62] * 8)], 0, "the payload has 0"),
+    ],
+)
+def test_segments_must_describe_the_payload(segments, payload_bytes, text):
+    result = StepResult(step_id=1, stage=0, segments=segments)
+    with pytest.raises(LocalProtocolError, match=text):
+        encode(result, payload_bytes=payload_bytes)
+    metadata = msgspec.msgpack.encode(result)
+    with pytest.raises(RemoteProtocolError, match=text):
+        decode(header_for(Kind.STEP_RESULT, metadata, payload_bytes), memoryview(metadata))
+
+
+def test_segments_are_views_of_the_payload():
+    result = StepResult(step_id=1, stage=0, segments=[("a", [2, 2]), ("empty", [0, 5]), ("b", [])])
+    payload = memoryview(array.array("f", [1, 2, 3, 4, 5])).cast("B")
+    found = payload_segments(result, payload)
+    assert [(name, shape, list(view)) for name, shape, view in found] == [
+        ("a", (2, 2), [1, 2, 3, 4]),
+        ("empty", (0, 5), []),
+        ("b", (), [5]),
+    ]
+
+
+def test_byte_views_take_buffers_of_any_format_without_copy():
+    numbers = array.array("f", [1.0, 2.0])
+    views = byte_views([b"", numbers, memoryview(numbers), b"x"])
+    assert [view.nbytes for view in views] == [8, 8, 1]
+    numbers[0] = 3.0
+    assert views[0].tobytes() == numbers.tobytes()
+    with pytest.raises(LocalProtocolError, match="not contiguous"):
+        byte_views([memoryview(b"abcd")[::2]])
+
+
+def test_number_of_descriptors():
+    arenas = [ArenaPlan(i, 1, 1) for i in range(3)]
+    assert n_descriptors(Check([], 0, Dtype.FLOAT32, arenas)) == 3
+    assert n_descriptors(StepResult(0, 0, sampled=[Sampled(0, 0)])) == 0
+    many = Check([], 0, Dtype.FLOAT32, [ArenaPlan(0, 1, 1)] * (MAX_DESCRIPTORS + 1))
+    with pytest.raises(RemoteProtocolError, match="at most 64 descriptors"):
+        decode(*split(encode(many)))

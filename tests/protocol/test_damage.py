@@ -1,0 +1,166 @@
+"""Whatever comes in: good frames before the damage, then an error; never a crash, never memory beyond the limits."""
+
+import random
+import resource
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from lucevisor.protocol.codec import decode, encode
+from lucevisor.protocol.connection import Connection
+from lucevisor.protocol.errors import RemoteProtocolError
+from lucevisor.protocol.frames import HEADER_BYTES, LIMITS, pack_header, parse_header
+from lucevisor.protocol.messages import MESSAGES, Kind, Sampled, Slice, Step, StepResult
+from lucevisor.protocol.states import Channel, LinkState, Role
+from tests.protocol.message_strategies import streams
+
+ALLOWED_GROWTH_KIB = 64 * 1024
+
+
+def collect(connection):
+    """(frames, error) of everything that was received."""
+    frames = []
+    while True:
+        try:
+            more = connection.events()
+        except RemoteProtocolError as error:
+            return frames, error
+        if not more:
+            return frames, None
+        frames += more
+
+
+@st.composite
+def damages(draw):
+    """(kind of damage, stream, damaged bytes, first damaged position)."""
+    stream = draw(streams())
+    data = stream.data
+    at = draw(st.integers(0, len(data) - 1))
+    how = draw(st.sampled_from(["flip", "insert", "delete", "truncate", "overwrite"]))
+    if how == "flip":
+        damaged = data[:at] + bytes([data[at] ^ 1 << draw(st.integers(0, 7))]) + data[at + 1 :]
+    elif how == "insert":
+        damaged = data[:at] + draw(st.binary(min_size=1, max_size=40)) + data[at:]
+    elif how == "delete":
+        damaged = (
+            data[:at] + data[at + draw(st.integers(1, HEADER_BYTES - 1)) :]
+        )  # less than a frame: a lost whole one leaves no trace
+    elif how == "truncate":
+        damaged = data[:at]
+    else:
+        new = draw(st.binary(min_size=1, max_size=40))
+        damaged = data[:at] + new + data[at + len(new) :]
+    at = next((i for i, (a, b) in enumerate(zip(data, damaged, strict=False)) if a != b), min(len(data), len(damaged)))
+    return how, stream, damaged, at
+
+
+@settings(max_examples=400, suppress_health_check=[HealthCheck.too_slow])
+@given(damage=damages(), size=st.integers(1, 200))
+def test_any_damage_gives_the_frames_before_it_and_no_wrong_one_after(damage, size):
+    how, stream, damaged, at = damage
+    connection = Connection(stream.receiver, stream.channel)
+    connection.state = stream.state
+    fds, position = (
+        {},
+        0,
+    )  # descriptors come with the first byte of their frame; those after the damage are lost with it
+    for frame in stream.frames:
+        fds[position] = frame.fds if position < at else ()
+        position += len(frame.data)
+    for start in range(0, len(damaged), size):
+        here = [fd for place, some in fds.items() if start <= place < start + size for fd in some]
+        connection.receive(damaged[start : start + size], here)
+    frames, error = collect(connection)
+    found = [(f.kind, f.request_id, f.message, bytes(f.payload)) for f in frames]
+
+    position = n_before = 0
+    for frame in stream.frames:
+        position += len(frame.data)
+        n_before += position <= at
+    expected = [(f.kind, f.request_id, f.message, f.payload) for f in stream.frames]
+    assert found[:n_before] == expected[:n_before]
+    if damaged == stream.data:
+        assert found == expected
+        return
+    # After the damage a frame may come only whole and true, but for its payload, which has no check.
+    assert [f[:3] for f in found[n_before:]] == [f[:3] for f in expected[n_before : len(found)]]
+    if how == "truncate":
+        assert error is None  # nothing wrong was said yet
+    elif n_before < len(stream.frames):
+        hurt = stream.frames[n_before]
+        metadata_starts = sum(len(f.data) for f in stream.frames[:n_before]) + HEADER_BYTES
+        metadata_ends = metadata_starts - HEADER_BYTES + len(hurt.data) - len(hurt.payload)
+        if at < metadata_starts <= len(damaged) or metadata_starts <= at < metadata_ends <= len(damaged):
+            assert error is not None
+
+
+@settings(max_examples=300)
+@given(data=st.binary(max_size=400), role=st.sampled_from(Role), channel=st.sampled_from(Channel))
+def test_random_bytes_give_an_error_or_wait_for_a_header(data, role, channel):
+    connection = Connection(role, channel)
+    connection.receive(data)
+    frames, error = collect(connection)
+    assert frames == []
+    assert error is not None or b"LVSR".startswith(data[:4])
+
+
+def fuzz(n, seed):
+    """``n`` inputs whose checks are right, so that the typed decode meets them; returns how many it accepted."""
+    rng = random.Random(seed)
+    samples = {
+        Kind.STEP: encode(Step(1, 2, slices=[Slice(i, 7, [5, 6], True) for i in range(4)]))[HEADER_BYTES:],
+        Kind.STEP_RESULT: encode(StepResult(1, 0, [Sampled(1, 2, -0.5, [(2, -0.5)])]))[HEADER_BYTES:],
+    }
+    kinds = list(MESSAGES)
+    n_accepted = 0
+    for _ in range(n):
+        kind = rng.choice(kinds)
+        if kind in samples and rng.random() < 0.8:
+            metadata = bytearray(samples[kind])
+            for _ in range(rng.randint(1, 4)):
+                metadata[rng.randrange(len(metadata))] = rng.choice(
+                    (0xDD, 0xDC, 0xC6, 0xDF, 0xC1, 0xFF, rng.randrange(256))
+                )
+        else:
+            metadata = bytearray(rng.randbytes(rng.randrange(60)))
+        payload_bytes = rng.choice((0, 0, rng.randrange(LIMITS[kind].payload_bytes + 1)))
+        header = parse_header(memoryview(pack_header(kind, 0, 0, bytes(metadata), payload_bytes)))
+        try:
+            message = decode(header, memoryview(metadata))
+        except RemoteProtocolError:
+            continue
+        assert type(message) is MESSAGES[kind]
+        n_accepted += 1
+    return n_accepted
+
+
+def peak_kib():
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+
+
+def test_fuzzed_metadata_never_crashes_the_decoder():
+    before = peak_kib()
+    assert 0 < fuzz(20_000, seed=1) < 20_000
+    assert peak_kib() - before < ALLOWED_GROWTH_KIB
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_a_million_fuzzed_inputs():
+    before = peak_kib()
+    for seed in range(20):
+        assert 0 < fuzz(40_000, seed) < 40_000
+        rng = random.Random(seed)
+        stream = bytearray(b"".join(encode(StepResult(i, 0, [Sampled(1, i)])) for i in range(4)))
+        for _ in range(10_000):
+            connection = Connection(Role.SUPERVISOR)
+            connection.state = LinkState.READY
+            damaged = bytearray(stream)
+            for _ in range(rng.randint(1, 3)):
+                damaged[rng.randrange(len(damaged))] = rng.randrange(256)
+            connection.receive(damaged)
+            frames, error = collect(connection)
+            assert len(frames) < 4 or damaged == stream
+            assert error is not None or damaged == stream or connection.unfinished
+    assert peak_kib() - before < ALLOWED_GROWTH_KIB

@@ -1,0 +1,104 @@
+"""The frame header: its bytes, its limits, and that no damage of it passes."""
+
+import struct
+from zlib import crc32
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lucevisor.protocol.errors import LocalProtocolError, RemoteProtocolError
+from lucevisor.protocol.frames import (
+    HEADER_BYTES,
+    LIMITS,
+    MAX_METADATA_BYTES,
+    MAX_PAYLOAD_BYTES,
+    pack_header,
+    parse_header,
+)
+from lucevisor.protocol.messages import Kind
+
+# Written by hand after docs/protocol.md, checks by a bitwise CRC-32: a Shutdown without reason.
+METADATA = bytes.fromhex("81a6726561736f6ea0")
+GOLDEN = bytes.fromhex("4c565352 0100 0a 00 0807060504030201 09000000 00000000 1189306b 1d220115".replace(" ", ""))
+
+
+def header(kind=Kind.STEP, version=1, flags=0, metadata_bytes=5, payload_bytes=0, magic=b"LVSR"):
+    """A header with any fields and a right check, packed without the code under test."""
+    head = struct.pack("<4sHBBQIII", magic, version, kind, flags, 7, metadata_bytes, payload_bytes, 0)
+    return memoryview(head + crc32(head).to_bytes(4, "little"))
+
+
+def test_golden_bytes():
+    assert pack_header(Kind.SHUTDOWN, 0, 0x0102030405060708, METADATA, 0) == GOLDEN
+    found = parse_header(memoryview(GOLDEN))
+    assert (found.kind, found.request_id, found.metadata_bytes) == (Kind.SHUTDOWN, 0x0102030405060708, 9)
+
+
+def test_every_damage_of_up_to_two_bits_is_refused():
+    bits = [(i, 1 << j) for i in range(HEADER_BYTES) for j in range(8)]
+    for n, (i, mask) in enumerate(bits):
+        once = bytearray(GOLDEN)
+        once[i] ^= mask
+        with pytest.raises(RemoteProtocolError):
+            parse_header(memoryview(once))
+        for k, other in bits[n + 1 :: 7]:  # every seventh pair: 4,600 of them
+            once[k] ^= other
+            with pytest.raises(RemoteProtocolError):
+                parse_header(memoryview(once))
+            once[k] ^= other
+
+
+@given(st.binary(min_size=HEADER_BYTES, max_size=HEADER_BYTES))
+def test_random_bytes_are_refused(data):
+    with pytest.raises(RemoteProtocolError):
+        parse_header(memoryview(data))
+
+
+@pytest.mark.parametrize("kind", list(Kind))
+def test_lengths_over_the_limit_of_the_kind_are_refused_on_both_ends(kind):
+    limits = LIMITS[kind]
+    assert limits.metadata_bytes <= MAX_METADATA_BYTES
+    assert limits.payload_bytes <= MAX_PAYLOAD_BYTES
+    parse_header(header(kind, metadata_bytes=limits.metadata_bytes, payload_bytes=limits.payload_bytes))
+    for metadata_bytes, payload_bytes in [
+        (limits.metadata_bytes + 1, 0),
+        (0, limits.payload_bytes + 1),
+        (2**32 - 1, 0),
+    ]:
+        with pytest.raises(RemoteProtocolError, match=f"{kind.name} announces"):
+            parse_header(header(kind, metadata_bytes=metadata_bytes, payload_bytes=payload_bytes))
+    with pytest.raises(LocalProtocolError, match="metadata of"):
+        pack_header(kind, 0, 0, bytes(limits.metadata_bytes + 1), 0)
+    with pytest.raises(LocalProtocolError, match="payload of"):
+        pack_header(kind, 0, 0, b"", limits.payload_bytes + 1)
+
+
+@pytest.mark.parametrize(
+    ("fields", "text"),
+    [
+        ({"magic": b"HTTP"}, "a frame starts with b'LVSR', found b'HTTP'"),
+        ({"version": 2}, "speaks wire protocol 2, this side 1"),
+        ({"kind": 31}, "unknown frame kind 31"),
+        ({"kind": 0}, "unknown frame kind 0"),
+        ({"kind": Kind.RESET, "flags": 4}, "RESET has flags 0x4"),
+    ],
+)
+def test_a_whole_header_of_something_else_says_what_it_is(fields, text):
+    with pytest.raises(RemoteProtocolError, match=text) as caught:
+        parse_header(header(**fields))
+    assert caught.value.where == "frame header"
+    assert caught.value.advice
+
+
+def test_the_flags_of_a_step_name_its_stage():
+    for stage in (0, 255):
+        assert parse_header(memoryview(pack_header(Kind.STEP, stage, 0, b"", 0))).flags == stage
+    with pytest.raises(LocalProtocolError, match="0 to 255"):
+        pack_header(Kind.STEP, 256, 0, b"", 0)
+
+
+@pytest.mark.parametrize(("flags", "request_id"), [(1, 0), (-1, 0), (0, -1), (0, 2**64)])
+def test_numbers_that_do_not_fit_are_not_sent(flags, request_id):
+    with pytest.raises(LocalProtocolError):
+        pack_header(Kind.RESET, flags, request_id, b"", 0)

@@ -1,0 +1,105 @@
+"""What the supervisor says to a daemon that does not fit."""
+
+import msgspec
+import pytest
+
+from lucevisor.model.values import Backend, Dtype
+from lucevisor.protocol.handshake import Expected, check_hello
+from lucevisor.protocol.messages import DeviceInfo, Hello
+
+
+def device(index, name="Radeon 8060S"):
+    return DeviceInfo(index, name, 1 << 36, 1 << 35, "gfx1151", [Dtype.BFLOAT16])
+
+
+HELLO = Hello(
+    protocol=1,
+    source_hash="0123456789abcdef",
+    pid=42,
+    python="3.12.3",
+    executable="/opt/rocm-env/bin/python",
+    torch="2.9.1+rocm6.4",
+    backend=Backend.HIP,
+    devices=[device(0), device(1)],
+    host_total_bytes=1 << 37,
+    packages={"numpy": "2.1.3", "gguf": "0.17.1", "msgspec": "0.22.0", "triton": "3.4.0"},
+)
+EXPECTED = Expected("right", Backend.HIP, "0123456789abcdef", [0, 1])
+
+
+def problems(expected=EXPECTED, **changes):
+    return [str(problem) for problem in check_hello(msgspec.structs.replace(HELLO, **changes), expected)]
+
+
+def test_a_daemon_that_fits():
+    assert problems() == []
+    assert problems(python="3.11.0rc1", torch="2.4.0a0+git1234", packages=HELLO.packages | {"gguf": "0.17"}) == []
+    assert problems(Expected("right", Backend.HIP, HELLO.source_hash, [])) == []
+
+
+@pytest.mark.parametrize(
+    ("changes", "what", "advice"),
+    [
+        ({"protocol": 2}, "speaks wire protocol 2, not 1", "restart the supervisor"),
+        ({"source_hash": "ffff"}, "other code (hash ffff) than the supervisor (0123", "-m pip uninstall lucevisor"),
+        ({"python": "3.10.14"}, "is Python 3.10.14, at least 3.11 is needed", "set python in [groups.right]"),
+        (
+            {"torch": ""},
+            "cannot import torch",
+            "install a ROCm build with /opt/rocm-env/bin/python -m pip install torch",
+        ),
+        (
+            {"torch": "2.3.1+rocm6.0"},
+            "torch 2.3.1+rocm6.0 of /opt/rocm-env/bin/python is older than 2.4",
+            "--upgrade torch",
+        ),
+        (
+            {"packages": {"numpy": "2.1.3", "msgspec": "0.22.0"}},
+            "/opt/rocm-env/bin/python cannot import gguf",
+            "/opt/rocm-env/bin/python -m pip install 'gguf>=0.17'",
+        ),
+        (
+            {"packages": HELLO.packages | {"msgspec": "0.18.6"}},
+            "msgspec 0.18.6 of /opt/rocm-env/bin/python is older than 0.19",
+            "-m pip install 'msgspec>=0.19'",
+        ),
+        (
+            {"torch": "2.9.1+cu128", "backend": Backend.CUDA},
+            "group 'right' is to be hip, but torch 2.9.1+cu128 of /opt/rocm-env/bin/python runs cuda",
+            'or set backend = "cuda" in [groups.right]',
+        ),
+        (
+            {"devices": [device(0)]},
+            "right:1 is not visible to its torch; visible: right:0 (Radeon 8060S)",
+            "HIP_VISIBLE_DEVICES in [groups.right] env",
+        ),
+    ],
+)
+def test_each_misfit_names_what_and_how_to_mend_it(changes, what, advice):
+    found = problems(**changes)
+    assert len(found) == 1
+    assert what in found[0]
+    assert advice in found[0]
+
+
+def test_all_misfits_are_told_at_once():
+    found = problems(source_hash="x", python="3.9.1", torch="1.13.1", packages={}, devices=[])
+    assert len(found) == 8  # hash, python, three packages, torch, two devices
+    assert "visible: none" in found[-1]
+
+
+def test_of_another_backend_the_devices_are_not_judged():
+    assert len(problems(backend=Backend.CPU, devices=[])) == 1
+    assert len(problems(torch="", backend=Backend.CPU, devices=[])) == 1
+
+
+def test_the_advice_for_devices_is_that_of_the_backend():
+    cuda = Expected("left", Backend.CUDA, HELLO.source_hash, [3])
+    assert "CUDA_VISIBLE_DEVICES in [groups.left] env" in problems(cuda, backend=Backend.CUDA)[0]
+
+
+def test_a_cpu_group_has_every_index():
+    """Each is a shard of its own on the host."""
+    cpu = Expected("left", Backend.CPU, HELLO.source_hash, [0, 1, 7])
+    assert problems(cpu, backend=Backend.CPU, devices=[device(0, "EPYC")]) == []
+    assert "left:0 is not visible" in problems(cpu, backend=Backend.CPU, devices=[])[0]

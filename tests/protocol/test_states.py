@@ -1,0 +1,84 @@
+"""The table of who may say what when."""
+
+import re
+
+import pytest
+
+from lucevisor.protocol.messages import Kind
+from lucevisor.protocol.states import INITIAL, SENDERS, TRANSITIONS, Channel, LinkState, Role, legal, refusal
+
+
+def test_every_kind_has_one_sender_and_every_state_a_row():
+    assert set(SENDERS) == set(Kind)
+    assert set(TRANSITIONS) == set(LinkState)
+    assert set(INITIAL) == set(Channel)
+    assert {kind for row in TRANSITIONS.values() for kind in row} == set(Kind)
+
+
+def test_every_state_is_reachable():
+    reached = {INITIAL[Channel.LINK]}
+    while more := {state for old in reached for state in TRANSITIONS[old].values()} - reached:
+        reached |= more
+    assert reached == set(LinkState)
+
+
+def test_crossing_messages_break_nothing():
+    """What one end may send stays legal, and ends in the same state, whatever the other end sends meanwhile."""
+    for state, row in TRANSITIONS.items():
+        down = {kind: after for kind, after in row.items() if SENDERS[kind] == (Channel.LINK, Role.SUPERVISOR)}
+        up = {kind: after for kind, after in row.items() if SENDERS[kind] == (Channel.LINK, Role.DAEMON)}
+        for first, after_first in down.items():
+            for second, after_second in up.items():
+                assert TRANSITIONS[after_first].get(second) == TRANSITIONS[after_second].get(first) is not None, (
+                    state,
+                    first,
+                    second,
+                )
+
+
+def test_the_usual_conversation():
+    state = INITIAL[Channel.LINK]
+    for sender, kind, after in [
+        (Role.DAEMON, Kind.HELLO, LinkState.IDLE),
+        (Role.SUPERVISOR, Kind.LOAD, LinkState.LOADING),
+        (Role.DAEMON, Kind.LOADED, LinkState.READY),
+        (Role.SUPERVISOR, Kind.STEP, LinkState.READY),
+        (Role.SUPERVISOR, Kind.SHUTDOWN, LinkState.CLOSING),
+        (Role.DAEMON, Kind.STEP_RESULT, LinkState.CLOSING),
+    ]:
+        assert legal(Channel.LINK, sender)[state][kind] is after
+        state = after
+
+
+@pytest.mark.parametrize(
+    ("channel", "sender", "state", "kind", "text"),
+    [
+        (
+            Channel.LINK,
+            Role.SUPERVISOR,
+            LinkState.GREETING,
+            Kind.LOAD,
+            "LOAD does not fit the state greeting, where the sup",
+        ),
+        (Channel.LINK, Role.SUPERVISOR, LinkState.LOADING, Kind.STEP, "supervisor may send SHUTDOWN$"),
+        (Channel.LINK, Role.DAEMON, LinkState.IDLE, Kind.HELLO, "HELLO does not fit the state idle"),
+        (
+            Channel.LINK,
+            Role.DAEMON,
+            LinkState.READY,
+            Kind.STEP,
+            "STEP is sent by the supervisor on the link, not by the dae",
+        ),
+        (
+            Channel.LINK,
+            Role.DAEMON,
+            LinkState.READY,
+            Kind.HEARTBEAT,
+            "sent by the daemon on the pulse, not by the daemon on",
+        ),
+        (Channel.PULSE, Role.SUPERVISOR, LinkState.READY, Kind.STEP, "on the link, not by the supervisor on the pulse"),
+    ],
+)
+def test_what_is_not_allowed_says_why(channel, sender, state, kind, text):
+    assert kind not in legal(channel, sender)[state]
+    assert re.search(text, refusal(channel, sender, state, kind))

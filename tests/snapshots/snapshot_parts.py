@@ -1,0 +1,61 @@
+"""A small model with every kind of state, and what stands in for the daemons in tests of the store: bytes."""
+
+from __future__ import annotations
+
+import os
+import random
+
+from lucevisor.model.spec import LayerSpec, StateTensor, attention_state
+from lucevisor.model.values import Dtype, LayerRange, Space
+from lucevisor.snapshots.layout import NextToken, Slot, StateModel
+from lucevisor.snapshots.store import SnapshotStore
+
+RECURRENT = (StateTensor("conv", (3, 10), Dtype.FLOAT32), StateTensor("delta", (2, 4, 4), Dtype.FLOAT32))
+LAYERS = (
+    LayerSpec(0, Space.RECURRENT, {}, RECURRENT),
+    LayerSpec(1, Space.FULL, {}, attention_state(2, 6, 6)),
+    LayerSpec(2, Space.WINDOW, {}, attention_state(1, 8, 8), window=16),
+)
+ALL = LayerRange(0, 3)
+FULL_ONLY = (LayerSpec(0, Space.FULL, {}, attention_state(2, 6, 6)),)
+BUDGET = 1 << 24
+
+
+def made_model(name="Made 1B", digits="ab", kv_dtype=Dtype.FLOAT32, dtype=Dtype.FLOAT32, layers=LAYERS):
+    return StateModel(digits * 32, "made", name, dtype, kv_dtype, layers)
+
+
+def made_store(directory, model=None, **more):
+    return SnapshotStore(directory, model or made_model(), more.pop("disk_bytes", BUDGET), **more)
+
+
+def made_slot(n=40, start=0, created_s=100.0, **more):
+    return Slot([(7919 * i + start) % 248320 for i in range(n)], created_s, NextToken(5, -0.25), **more)
+
+
+def fill(writing, seed=0):
+    """What all daemons together do: write every tensor.  Returns the bytes written."""
+    source = random.Random(seed)
+    for tensor in writing.snapshot.tensors:
+        os.pwrite(writing.fd, source.randbytes(tensor.n_bytes), tensor.offset)
+    return writing.data_bytes
+
+
+def save(store, slot=None, seed=0):
+    writing = store.begin(slot or made_slot())
+    return store.finish(writing, fill(writing, seed))
+
+
+def restore(store, entry):
+    """Open, check and read every tensor: {name: bytes}."""
+    reading = store.open_for_restore(entry)
+    try:
+        store.check(reading)
+        return {t.name: os.pread(reading.fd, t.n_bytes, t.offset) for t in reading.snapshot.tensors}
+    finally:
+        store.close_reading(reading)
+
+
+def names(directory):
+    """What lies in the directory, the lock aside."""
+    return sorted(p.name for p in directory.iterdir() if p.name != "lucevisor.lock")

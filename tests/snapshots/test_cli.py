@@ -1,0 +1,277 @@
+"""`lucevisor cache` on a directory, without a supervisor; with one: tests/e2e/test_cache_admin.py."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import threading
+import time
+
+import click
+import pytest
+import structlog
+from click.testing import CliRunner
+
+from lucevisor.cli import cli
+from lucevisor.errors import ConfigError, ExitCode, LucevisorError, NotRunningError
+from lucevisor.snapshots import disk, facts
+from lucevisor.snapshots.policy import LOCK_FILE
+from lucevisor.snapshots.tools import check_directory
+from tests.snapshots.snapshot_bytes import rewritten
+from tests.snapshots.snapshot_parts import made_model, made_slot, made_store, names, restore, save
+
+
+def run(*args):
+    """(exit code, output).  Errors come as the exceptions that main() prints."""
+    result = CliRunner().invoke(cli, ["cache", *map(str, args)], standalone_mode=False)
+    if result.exception is not None:
+        raise result.exception
+    return result.return_value, result.output
+
+
+@pytest.fixture
+def two(tmp_path):
+    """A directory with snapshots of two models, the first one older, and a stranger."""
+    entries = []
+    for i, digits in enumerate(("ab", "cd")):
+        store = made_store(tmp_path, made_model(f"Made {i}B", digits))
+        entries.append(save(store, made_slot(40 + i)))
+        os.utime(tmp_path / entries[-1].file, (1000 + i, 1000 + i))
+        store.close()
+    (tmp_path / "notes.txt").write_text("mine")
+    return tmp_path, entries
+
+
+def test_ls(two):
+    directory, (old, new) = two
+    code, output = run("ls", "--dir", directory)
+    lines = output.splitlines()
+    assert code == ExitCode.DONE
+    assert [line.split()[0] for line in lines[1:3]] == [new.file, old.file]
+    assert "Made 1B" in lines[1]
+    assert lines[-1].startswith("2 files, 18.0 KiB")
+    assert "notes" not in output
+    code, output = run("ls", "--dir", directory, "--json")
+    found = json.loads(output)
+    assert found[1]["n_tokens"] == 40
+    assert found[1]["fingerprint"] == "ab" * 32
+
+
+def test_ls_of_a_configuration(two):
+    directory, _ = two
+    config = directory.parent / "c.toml"
+    config.write_text(
+        f'[model]\npath = "m.gguf"\n[groups.left]\nbackend = "cpu"\n[placement]\ntarget_devices = ["left:0"]\n'
+        f'[cache]\ndir = "{directory}"\ndisk = "1GiB"\n'
+    )
+    assert "18.0 KiB of 1.0 GiB" in run("ls", "-c", config)[1]
+    config.write_text(config.read_text().replace(f'dir = "{directory}"', 'dir = ""'))
+    with pytest.raises(click.UsageError, match=r"sets no cache\.dir"):
+        run("ls", "-c", config)
+    with pytest.raises(click.UsageError, match="give one of them"):
+        run("ls", "-c", config, "--name", "t")
+
+
+def test_without_a_directory_a_supervisor_is_asked(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    for command in (["ls"], ["verify"], ["prune"], ["rm", "--all"]):
+        with pytest.raises(NotRunningError, match="no supervisor runs"):
+            run(*command)
+    with pytest.raises(NotRunningError, match="no such socket"):
+        run("ls", "--socket", tmp_path / "none")
+
+
+def test_verify(two):
+    directory, (old, new) = two
+    code, output = run("verify", "--dir", directory)
+    assert (code, output.splitlines()[-1]) == (ExitCode.DONE, "2 checked, 0 damaged")
+    with open(directory / old.file, "r+b") as file:
+        file.seek(-1, 2)
+        file.write(b"?")
+    code, output = run("verify", "--dir", directory)
+    assert code == ExitCode.FAILED
+    assert f"{new.file}: good" in output
+    assert f"{old.file}: tensor layers.2.v: its bytes have the checksum" in output
+    assert run("verify", "--dir", directory, new.file)[0] == ExitCode.DONE
+    assert names(directory) == sorted([new.file, old.file, "notes.txt"])
+    run("verify", "--dir", directory, "--set-aside")
+    assert names(directory) == sorted([new.file, old.file + ".refused", "notes.txt"])
+    with pytest.raises(LucevisorError, match="is no snapshot in"):
+        run("verify", "--dir", directory, "notes.txt")
+
+
+def spoil(path):
+    with open(path, "r+b") as file:
+        file.seek(-1, 2)
+        file.write(b"?")
+
+
+def until_waiting(thread):
+    """Until ``thread`` has the lock file open, which this thread has locked."""
+    while sum(os.path.exists(fd) and os.readlink(fd).endswith(LOCK_FILE) for fd in fds()) < 2:
+        assert thread.is_alive()
+        time.sleep(0.01)
+
+
+def fds():
+    return [f"/proc/self/fd/{fd}" for fd in os.listdir("/proc/self/fd")]
+
+
+@pytest.mark.parametrize("meanwhile", ["removed", "saved anew", "set aside by another"])
+def test_verify_beside_who_changes_the_directory(two, meanwhile):
+    """Between the checksums and the rename others had the directory: what is there now is not what was checked."""
+    directory, (old, new) = two
+    good = shutil.copy(directory / old.file, directory.parent / "good")
+    spoil(directory / old.file)
+    answers = []
+
+    def verify():
+        answers.append(facts.verify(directory, old.file, set_aside=True))
+
+    thread = threading.Thread(target=verify)
+    with disk.locked(directory):  # it finds the damage and waits here
+        thread.start()
+        until_waiting(thread)
+        if meanwhile == "saved anew":
+            os.replace(good, directory / old.file)
+        elif meanwhile == "removed":
+            (directory / old.file).unlink()
+        else:
+            (directory / old.file).rename(directory / (old.file + ".refused"))
+    thread.join(10)
+    assert [(a["set_aside"], a["gone"]) for a in answers] == [("", False)]
+    assert answers[0]["problem"]
+    left = {"removed": [], "saved anew": [old.file], "set aside by another": [old.file + ".refused"]}[meanwhile]
+    assert names(directory) == sorted([*left, new.file, "notes.txt"])
+
+
+def test_a_file_that_went_away_is_not_damaged(two, monkeypatch):
+    directory, (old, new) = two
+    (directory / old.file).unlink()
+    found = facts.verify(directory, old.file, set_aside=True)
+    assert found == {"file": old.file, "problem": "", "gone": True, "set_aside": ""}
+    monkeypatch.setattr(facts, "to_verify", lambda *_: [old.file, new.file])  # as listed a moment before
+    code, output = run("verify", "--dir", directory, "--set-aside")
+    assert code == ExitCode.DONE
+    assert f"{old.file}: removed meanwhile" in output
+    assert "1 checked, 0 damaged" in output
+
+
+def test_rm_beside_who_renames(two):
+    """A file that another process renamed between the listing and the lock: `rm --all` removes it, a name is passed."""
+    directory, (old, new) = two
+    answers = []
+    for wanted, everything in ([old.file], False), ([], True):
+        thread = threading.Thread(
+            target=lambda w=wanted, e=everything: answers.append(facts.remove(directory, w, everything=e))
+        )
+        with disk.locked(directory):
+            thread.start()
+            until_waiting(thread)
+            if not everything:
+                (directory / old.file).rename(directory / (old.file + ".refused"))
+            else:
+                (directory / new.file).rename(directory / (new.file + ".refused"))
+        thread.join(10)
+    assert [[one["file"] for one in gone] for gone in answers] == [[], [old.file + ".refused", new.file + ".refused"]]
+    assert names(directory) == ["notes.txt"]
+
+
+def test_snapshots_of_an_earlier_version_are_told_and_left_alone(two):
+    directory, (old, new) = two
+    data = (directory / old.file).read_bytes()
+    start = 8 + int.from_bytes(data[:8], "little")
+    (directory / old.file).write_bytes(rewritten(data[:start], format_version="1") + data[start:])
+    assert "made by an earlier version of lucevisor" in run("ls", "--dir", directory)[1]
+    code, output = run("verify", "--dir", directory, "--set-aside")
+    assert code == ExitCode.FAILED
+    assert f"{old.file}: format_version: is 1: made by an earlier version" in output
+    store = made_store(directory, made_model("Made 0B", "ab"))
+    assert store.scan() == []
+    assert store.statistics.failures == {"older": 1}
+    store.close()
+    with structlog.testing.capture_logs() as logs:  # under the name of another model, as one of that version has
+        store = made_store(directory, made_model("Made 0B", "ef"))
+        assert store.scan() == []
+        store.close()
+    assert [line["n"] for line in logs if line["event"] == "snapshots of an earlier version are not used"] == [1]
+    assert names(directory) == sorted([old.file, new.file, "notes.txt"])
+
+
+def test_prune(two):
+    directory, (old, new) = two
+    code, output = run("prune", "--dir", directory, "--to", "10KiB")
+    assert (code, output.splitlines()[0].split()[:2]) == (ExitCode.DONE, ["removed", old.file + ","])
+    assert names(directory) == sorted([new.file, "notes.txt"])
+    (directory / (old.file + ".refused")).write_bytes(b"x")
+    run("prune", "--dir", directory, "--to", "10KiB")
+    assert old.file + ".refused" in names(directory)
+    run("prune", "--dir", directory, "--to", "10KiB", "--refused")
+    assert names(directory) == sorted([new.file, "notes.txt"])
+    with pytest.raises(click.UsageError, match="say how much may stay"):
+        run("prune", "--dir", directory)
+    with pytest.raises(click.BadParameter, match="is not a size"):
+        run("prune", "--dir", directory, "--to", "many")
+
+
+def test_rm(two):
+    directory, (old, new) = two
+    for bad, text in (("notes.txt", "not lucevisor's to remove"), (old.file.replace("ab", "ef"), "is not in")):
+        with pytest.raises(LucevisorError, match=text):
+            run("rm", "--dir", directory, old.file, bad)
+    assert len(names(directory)) == 3
+    run("rm", "--dir", directory, old.file, old.file)
+    assert names(directory) == sorted([new.file, "notes.txt"])
+    with pytest.raises(click.UsageError, match="or give --all"):
+        run("rm", "--dir", directory)
+    run("rm", "--dir", directory, "--all")
+    assert names(directory) == ["notes.txt"]
+
+
+def test_a_file_that_is_being_written_is_left_alone(tmp_path):
+    store = made_store(tmp_path)
+    writing = store.begin(made_slot())
+    assert "partial" in run("ls", "--dir", tmp_path)[1]
+    run("prune", "--dir", tmp_path, "--to", "0")
+    with pytest.raises(LucevisorError, match="is being written"):
+        run("rm", "--dir", tmp_path, "--all")
+    assert names(tmp_path) == [writing.path.name]
+    store.abort(writing, "end")
+    store.close()
+
+
+def test_a_damaged_header_is_shown(two):
+    directory, (old, new) = two
+    (directory / old.file).write_bytes(b"hello" * 100)
+    assert "damaged (header length: " in run("ls", "--dir", directory)[1]
+    store = made_store(directory, made_model("Made 1B", "cd"))
+    assert restore(store, new)
+    store.close()
+
+
+def test_a_directory_is_checked_before_it_is_used(tmp_path):
+    check_directory(tmp_path / "new" / "one")
+    assert (tmp_path / "new" / "one").stat().st_mode & 0o777 == 0o700
+    (tmp_path / "file").write_text("x")
+    for bad in ("file", "file/inside"):
+        with pytest.raises(ConfigError, match=r"cache\.dir = .*file.*name a directory"):
+            check_directory(tmp_path / bad)
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="nothing is read-only for root")
+@pytest.mark.parametrize("mode", [0o500, 0o300, 0o600])
+def test_a_directory_that_cannot_be_used_is_refused(tmp_path, mode):
+    tmp_path.chmod(mode)
+    with pytest.raises(ConfigError, match=r"cache\.dir = .*cannot be read and written"):
+        check_directory(tmp_path)
+    tmp_path.chmod(0o700)
+
+
+def test_exit_codes_of_the_command(tmp_path):
+    done = subprocess.run(
+        [sys.executable, "-m", "lucevisor", "cache", "ls", "--dir", tmp_path / "none"], capture_output=True, text=True
+    )
+    assert done.returncode == 1
+    assert "ENOENT" in done.stderr
+    assert "Traceback" not in done.stderr

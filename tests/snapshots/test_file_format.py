@@ -1,0 +1,307 @@
+"""The header of a snapshot: what is written is read, read by safetensors too, and no changed bit passes."""
+
+import base64
+import json
+import struct
+import zlib
+from math import prod
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors import safe_open
+
+from lucevisor.model.spec import LayerSpec, StateTensor, attention_state
+from lucevisor.model.values import PAGE_TOKENS, Dtype, LayerRange, Space
+from lucevisor.snapshots.file_format import (
+    DATA_ALIGNMENT,
+    FORMAT_VERSION,
+    header_bytes,
+    lay_out,
+    pack,
+    parse,
+)
+from lucevisor.snapshots.layout import (
+    DraftTensor,
+    Fault,
+    NextToken,
+    Slot,
+    SnapshotError,
+    StateModel,
+    check_fits,
+    slot_tensors,
+)
+from tests.snapshots.snapshot_bytes import rewritten
+
+FINGERPRINT = "ab" * 32
+RECURRENT = (StateTensor("conv", (3, 10), Dtype.FLOAT32), StateTensor("delta", (2, 4, 4), Dtype.FLOAT32))
+LAYERS = (
+    LayerSpec(0, Space.RECURRENT, {}, RECURRENT),
+    LayerSpec(1, Space.FULL, {}, attention_state(2, 6, 6)),
+    LayerSpec(2, Space.WINDOW, {}, attention_state(1, 8, 8), window=16),
+    LayerSpec(3, Space.FULL, {}, (), shares_with=1),
+)
+
+
+def model(kv_dtype=Dtype.FLOAT32, layers=LAYERS, dtype=Dtype.FLOAT32):
+    return StateModel(FINGERPRINT, "made", "Made 1B", dtype, kv_dtype, layers)
+
+
+def slot(n=100, **more):
+    return Slot([(7919 * i) % 248320 for i in range(n)], 1753500000.25, **more)
+
+
+def read(data, file_bytes):
+    """What a reader does: the length, then as much as it asks for."""
+    return parse(bytes(data)[: header_bytes(bytes(data[:8]), file_bytes)], file_bytes)
+
+
+def test_which_tensors_a_slot_has():
+    found = {t.name: (t.dtype, t.shape, t.first) for t in slot_tensors(LAYERS, 100, Dtype.BFLOAT16)}
+    assert found == {
+        "layers.0.conv": ("F32", (3, 10), 0),
+        "layers.0.delta": ("F32", (2, 4, 4), 0),
+        "layers.1.k": ("BF16", (100, 2, 6), 0),
+        "layers.1.v": ("BF16", (100, 2, 6), 0),
+        "layers.2.k": ("BF16", (15, 1, 8), 85),  # a token at 100 sees itself and the 15 before it
+        "layers.2.v": ("BF16", (15, 1, 8), 85),
+    }
+
+
+def test_q8_0_is_codes_and_a_scale_for_32_of_them():
+    found = {t.name: (t.dtype, t.shape) for t in slot_tensors(LAYERS[1:2], 5, Dtype.Q8_0)}
+    assert found["layers.1.k"] == ("I8", (5, 2, 32))
+    assert found["layers.1.k.scale"] == ("F16", (5, 2, 1))
+
+
+@pytest.mark.parametrize("n", [1, 15, 16, 17, 63, 64, 65, 1000])
+def test_a_short_slot_keeps_all_of_a_window(n):
+    found = {t.name: t for t in slot_tensors(LAYERS, n, Dtype.FLOAT32)}
+    assert (found["layers.2.k"].first, found["layers.2.k"].shape[0]) == (max(0, n - 15), min(n, 15))
+
+
+@given(
+    n=st.integers(1, 400),
+    kv_dtype=st.sampled_from(Dtype),
+    heads=st.integers(1, 3),
+    dim=st.integers(1, 70),
+    window=st.integers(1, 80),
+)
+def test_tensors_lie_behind_each_other_each_at_a_multiple_of_its_items(n, kv_dtype, heads, dim, window):
+    layers = (
+        LayerSpec(0, Space.FULL, {}, attention_state(heads, dim, dim)),
+        LayerSpec(1, Space.RECURRENT, {}, RECURRENT),
+        LayerSpec(2, Space.WINDOW, {}, attention_state(heads, dim, dim), window=window),
+    )
+    snapshot = lay_out(model(kv_dtype, layers), slot(n))
+    assert snapshot.data_start % DATA_ALIGNMENT == 0
+    at = snapshot.data_start
+    for t in snapshot.tensors:
+        size = {"F32": 4, "BF16": 2, "F16": 2, "I8": 1}[t.dtype]
+        assert t.offset == at
+        assert t.offset % size == 0
+        assert t.n_bytes == size * prod(t.shape)
+        at += t.n_bytes
+    assert at == snapshot.file_bytes
+    assert len(pack(snapshot)) == snapshot.data_start
+    assert parse(pack(snapshot), snapshot.file_bytes) == snapshot
+
+
+TOKENS = st.lists(st.integers(0, 2**32 - 1), min_size=1, max_size=300)
+NEXT = st.none() | st.builds(
+    NextToken,
+    st.integers(0, 300000),
+    st.none() | st.floats(-50, 0),
+    st.lists(st.tuples(st.integers(0, 300000), st.floats(-50, 0)), max_size=4),
+    st.none() | st.integers(0, 300000),
+)
+
+
+@given(tokens=TOKENS, created=st.floats(0, 1e11), record=NEXT, name=st.text(max_size=30))
+def test_what_is_packed_is_parsed(tokens, created, record, name):
+    made = StateModel(FINGERPRINT, "made", name, Dtype.BFLOAT16, Dtype.Q8_0, LAYERS)
+    snapshot = lay_out(made, Slot(tokens, created, record))
+    found = parse(pack(snapshot), snapshot.file_bytes)
+    assert found == snapshot
+    assert list(found.tokens) == tokens
+    assert found.next_token == record
+    check_fits(found, made)
+
+
+def test_safetensors_reads_it(tmp_path):
+    snapshot = lay_out(model(), slot(70, next_token=NextToken(5, -0.25, [(5, -0.25)])))
+    data = np.random.default_rng(0).bytes(snapshot.file_bytes - snapshot.data_start)
+    path = tmp_path / "made.safetensors"
+    path.write_bytes(pack(snapshot) + data)
+    with safe_open(path, "np") as file:
+        assert set(file.keys()) == {t.name for t in snapshot.tensors}
+        for t in snapshot.tensors:
+            found = file.get_tensor(t.name)
+            assert found.shape == t.shape
+            start = t.offset - snapshot.data_start
+            assert found.tobytes() == data[start : start + t.n_bytes]
+        metadata = file.metadata()
+    assert metadata["n_tokens"] == "70"
+    assert metadata["model_fingerprint"] == FINGERPRINT
+    assert json.loads(metadata["next_token"])["token"] == 5
+    assert json.loads(metadata["first_positions"]) == {"layers.2.k": 55, "layers.2.v": 55}
+
+
+def test_every_flipped_bit_of_the_header_is_found():
+    snapshot = lay_out(model(), slot(3, next_token=NextToken(5)))
+    header = pack(snapshot)
+    data = bytes(snapshot.file_bytes - snapshot.data_start)
+    used = len(header.rstrip()) + 3  # and some of the spaces behind it
+    for at in [*range(used), len(header) - 1]:
+        for bit in range(8):
+            hurt = bytearray(header)
+            hurt[at] ^= 1 << bit
+            with pytest.raises(SnapshotError) as caught:
+                read(hurt + data, snapshot.file_bytes)
+            assert caught.value.fault in (Fault.DAMAGED, Fault.FOREIGN, Fault.TRUNCATED), (at, bit)
+
+
+@pytest.mark.parametrize("size", [0, 1, 7, 8, 50, 100])
+def test_a_file_shorter_than_a_header(size):
+    with pytest.raises(SnapshotError) as caught:
+        header_bytes(pack(lay_out(model(), slot()))[:size][:8], size)
+    assert caught.value.fault is Fault.TRUNCATED
+
+
+@pytest.mark.parametrize("change", [-1, -4096, 1])
+def test_a_file_of_another_length_than_the_header_says(change):
+    snapshot = lay_out(model(), slot())
+    with pytest.raises(SnapshotError, match="file length: ") as caught:
+        parse(pack(snapshot), snapshot.file_bytes + change)
+    assert caught.value.fault is (Fault.TRUNCATED if change < 0 else Fault.DAMAGED)
+
+
+@pytest.mark.parametrize(
+    ("change", "fault", "text"),
+    [
+        ({"format_version": str(FORMAT_VERSION + 1)}, Fault.NEWER, "format_version: is 3, this lucevisor reads 2"),
+        ({"format_version": "1"}, Fault.OLDER, "format_version: is 1: made by an earlier version of lucevisor"),
+        ({"format_version": "x"}, Fault.FOREIGN, "format_version: is 'x'"),
+        ({"format": "pt"}, Fault.FOREIGN, "format: is 'pt'"),
+        ({"page_tokens": "32"}, Fault.MISFIT, f"page_tokens: is 32, ours is {PAGE_TOKENS}"),
+        ({"tokens": None}, Fault.FOREIGN, "tokens: is missing"),
+        ({"tokens": "!!!"}, Fault.FOREIGN, "tokens: cannot be unpacked"),
+        ({"n_tokens": "99"}, Fault.FOREIGN, "tokens: are not the 99"),
+        ({"n_tokens": "0"}, Fault.FOREIGN, "n_tokens: is '0'"),
+        ({"n_tokens": str(1 << 40)}, Fault.FOREIGN, "n_tokens: is '1099511627776'"),
+        ({"dtype": "int3"}, Fault.FOREIGN, "dtype: is 'int3'"),
+        ({"created_s": "nan"}, Fault.FOREIGN, "created_s: is no time"),
+        ({"next_token": "{}"}, Fault.FOREIGN, "next_token: is no record"),
+        ({"checksums": "{}"}, Fault.FOREIGN, "checksums: do not name"),
+        ({"checksums": "["}, Fault.FOREIGN, "checksums: is no JSON map"),
+        ({"first_positions": '{"layers.2.k":"a"}'}, Fault.FOREIGN, "first_positions: is no JSON map"),
+    ],
+)
+def test_metadata_that_cannot_be_right_names_its_key(change, fault, text):
+    snapshot = lay_out(model(), slot())
+    header = rewritten(pack(snapshot), **change)
+    with pytest.raises(SnapshotError) as caught:
+        parse(header, snapshot.file_bytes + len(header) - snapshot.data_start)
+    assert caught.value.fault is fault
+    assert text in str(caught.value)
+
+
+def test_tokens_that_unpack_to_more_than_they_say_cost_nothing():
+    bomb = base64.b64encode(zlib.compress(bytes(100 << 20))).decode()
+    snapshot = lay_out(model(), slot())
+    header = rewritten(pack(snapshot), tokens=bomb)
+    with pytest.raises(SnapshotError, match="tokens: are not the 100"):
+        parse(header, snapshot.file_bytes + len(header) - snapshot.data_start)
+
+
+def raw(rows):
+    text = json.dumps(rows, separators=(",", ":")).encode()
+    return len(text).to_bytes(8, "little") + text
+
+
+@pytest.mark.parametrize(
+    "header",
+    [
+        raw({"weight": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}}),
+        raw({"__metadata__": {"format": "pt"}, "w" * 100: {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}}),
+        struct.pack("<Q", 200) + b"x" * 200,
+    ],
+)
+def test_a_safetensors_file_of_somebody_else_is_foreign(header):
+    with pytest.raises(SnapshotError) as caught:
+        parse(header, len(header) + 4)
+    assert caught.value.fault is Fault.FOREIGN
+
+
+@settings(max_examples=300)
+@given(data=st.binary(max_size=400))
+def test_random_bytes_are_refused(data):
+    with pytest.raises(SnapshotError):
+        read(data, len(data))
+
+
+# ---- does it fit
+
+
+def test_another_model_is_told_by_name():
+    snapshot = lay_out(model(), slot())
+    other = StateModel("cd" * 32, "made", "Made 2B", Dtype.FLOAT32, Dtype.FLOAT32, LAYERS)
+    with pytest.raises(SnapshotError, match=r"is that of 'Made 1B' .* running is 'Made 2B'") as caught:
+        check_fits(snapshot, other)
+    assert caught.value.fault is Fault.OTHER_MODEL
+
+
+@pytest.mark.parametrize(
+    "layers",
+    [
+        LAYERS[:2],
+        (*LAYERS, LayerSpec(4, Space.FULL, {}, attention_state(2, 6, 6))),
+        (LAYERS[0], LayerSpec(1, Space.FULL, {}, attention_state(3, 6, 6)), *LAYERS[2:]),
+        (*LAYERS[:2], LayerSpec(2, Space.WINDOW, {}, attention_state(1, 8, 8), window=17), LAYERS[3]),
+    ],
+)
+def test_another_shape_of_state_under_the_same_fingerprint_is_refused(layers):
+    with pytest.raises(SnapshotError, match="tensor layers") as caught:
+        check_fits(lay_out(model(), slot()), model(layers=layers))
+    assert caught.value.fault is Fault.MISFIT
+
+
+@pytest.mark.parametrize("kv_dtype", list(Dtype))
+def test_another_kv_dtype_fits(kv_dtype):
+    check_fits(lay_out(model(kv_dtype), slot()), model())
+
+
+def test_each_daemon_gets_its_own_layers():
+    snapshot = lay_out(model(), slot())
+    parts = [snapshot.of_layers(LayerRange(a, b)) for a, b in ((0, 1), (1, 2), (2, 4))]
+    assert [{t.layer for t in part} for part in parts] == [{0}, {1}, {2}]
+    assert sorted(t.name for part in parts for t in part) == sorted(t.name for t in snapshot.tensors)
+
+
+def test_a_drafters_state_travels_along():
+    made = slot(10, drafter=(DraftTensor("layers.0.k", "BF16", (10, 2, 4)), DraftTensor("ring", "F32", (7,))))
+    snapshot = lay_out(model(), made)
+    found = parse(pack(snapshot), snapshot.file_bytes)
+    assert {t.name: t.layer for t in found.of_drafter()} == {"drafter.layers.0.k": -1, "drafter.ring": -1}
+    assert not any(t.name.startswith("drafter") for t in found.of_layers(LayerRange(-1, 9)))
+    check_fits(found, model())
+
+
+def test_whole_only():
+    assert model().whole_only
+    assert not model(layers=LAYERS[1:2]).whole_only
+
+
+# ---- the record by which a restored state is judged
+
+
+def test_the_next_token_must_be_the_same_or_as_good():
+    record = NextToken(5, -0.5, [(5, -0.5), (9, -0.52), (7, -3.0)])
+    assert record.agrees(5)
+    assert not record.agrees(9)
+    assert record.agrees(9, tolerance=0.05)
+    assert not record.agrees(7, tolerance=0.05)
+    assert not record.agrees(8, tolerance=100.0)
+    assert NextToken(5).agrees(5)
+    assert not NextToken(5).agrees(6, tolerance=1.0)

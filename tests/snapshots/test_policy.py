@@ -1,0 +1,202 @@
+"""Decisions about snapshots: names, matches, what is worth a file, what goes first."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lucevisor.model.values import Dtype
+from lucevisor.snapshots.file_format import lay_out
+from lucevisor.snapshots.layout import Slot, pack_tokens
+from lucevisor.snapshots.policy import (
+    Candidate,
+    FileKind,
+    FileUse,
+    Occasion,
+    SavePolicy,
+    SnapshotEntry,
+    Speeds,
+    common_tokens,
+    file_name,
+    for_shutdown,
+    longest_match,
+    read_name,
+    victims,
+    why_not,
+)
+from tests.snapshots.snapshot_parts import FULL_ONLY, made_model, made_slot
+
+MODEL = made_model(layers=FULL_ONLY)
+NAME = "lucevisor-0123456789abcdef-0123456789abcdef"
+
+
+def entry(tokens, used_s=0.0, model=MODEL):
+    snapshot = lay_out(model, Slot(list(tokens), 0.0))
+    return SnapshotEntry(file_name(snapshot), snapshot, snapshot.file_bytes, used_s)
+
+
+# ---- names
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        (f"{NAME}.safetensors", FileKind.SNAPSHOT),
+        (f"{NAME}.0123456789abcdef.partial", FileKind.PARTIAL),
+        (f"{NAME}.safetensors.refused", FileKind.REFUSED),
+        (f"{NAME}.safetensors.refused.12", FileKind.REFUSED),
+        ("lucevisor.lock", FileKind.STRANGER),
+        ("model.safetensors", FileKind.STRANGER),
+        (f"{NAME}.safetensors.bak", FileKind.STRANGER),
+        (f"x{NAME}.safetensors", FileKind.STRANGER),
+        (f"{NAME}.partial", FileKind.STRANGER),
+        (f"{NAME.upper()}.safetensors", FileKind.STRANGER),
+        (f"{NAME}.safetensors\n", FileKind.STRANGER),
+        (f"../{NAME}.safetensors", FileKind.STRANGER),
+    ],
+)
+def test_whose_file_a_name_says(name, kind):
+    assert read_name(name).kind is kind
+    assert read_name(name).model == ("" if kind is FileKind.STRANGER else "0123456789abcdef")
+
+
+def test_names_differ_by_tokens_model_and_number_formats():
+    snapshots = [
+        lay_out(made_model(digits=digits, kv_dtype=kv_dtype, dtype=dtype), made_slot(n))
+        for digits in ("ab", "cd")
+        for kv_dtype in (Dtype.FLOAT32, Dtype.BFLOAT16)
+        for dtype in (Dtype.FLOAT32, Dtype.BFLOAT16)
+        for n in (40, 41)
+    ]
+    found = {file_name(s) for s in snapshots}
+    assert len(found) == 16
+    assert {read_name(name).kind for name in found} == {FileKind.SNAPSHOT}
+    assert file_name(lay_out(made_model(), made_slot(created_s=1.0))) == file_name(lay_out(made_model(), made_slot()))
+
+
+# ---- matches
+
+
+@given(a=st.lists(st.integers(0, 2), max_size=90), b=st.lists(st.integers(0, 2), max_size=90), n=st.integers(0, 3000))
+def test_common_tokens(a, b, n):
+    a, b = [1] * n + a, [1] * n + b
+    expected = next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+    assert common_tokens(pack_tokens(a), pack_tokens(b)) == expected
+
+
+TEXT = st.lists(st.integers(0, 1), min_size=1, max_size=12)
+
+
+@given(texts=st.lists(TEXT, max_size=6), prompt=TEXT, most=st.integers(0, 14), whole_only=st.booleans())
+def test_longest_match(texts, prompt, most, whole_only):
+    entries = [entry(t, float(i)) for i, t in enumerate(texts)]
+    found = longest_match(entries, prompt, most, whole_only=whole_only)
+    usable = []
+    for one in entries:
+        n = 0
+        while n < min(len(prompt), most, one.n_tokens) and one.snapshot.tokens[n] == prompt[n]:
+            n += 1
+        usable.append(0 if whole_only and n < one.n_tokens else n)
+    assert (found.n_tokens if found else 0) == max(usable, default=0)
+    if found:
+        latest = max((n, one.used_s) for n, one in zip(usable, entries, strict=True))
+        assert (found.n_tokens, found.entry.used_s) == latest
+
+
+# ---- what is worth a file
+
+POLICY = SavePolicy(min_tokens=256, disk_bytes=1 << 30)
+SPEEDS = Speeds(prefill_tokens_per_s=1000.0, read_bytes_per_s=1e9, write_bytes_per_s=1e9)
+
+
+@pytest.mark.parametrize(
+    ("candidate", "occasion", "text"),
+    [
+        (Candidate(0, 255, 1000), Occasion.EVICTION, "255 tokens are less than cache.min_tokens = 256"),
+        (Candidate(0, 4096, 2 << 30), Occasion.EVICTION, "more than cache.disk"),
+        (Candidate(0, 4096, 1000, n_saved_tokens=4000), Occasion.EVICTION, "4000 of its 4096 tokens are on disk"),
+        (Candidate(0, 4096, 1000, n_saved_tokens=3500), Occasion.TURN, "1024 new ones would be worth a file"),
+        (Candidate(0, 300, 900_000_000), Occasion.EVICTION, "takes 0.300 s, reading them 0.900 s"),
+    ],
+)
+def test_what_is_not_worth_a_file_says_why(candidate, occasion, text):
+    assert text in why_not(candidate, occasion, POLICY, SPEEDS)
+
+
+@pytest.mark.parametrize(
+    ("candidate", "occasion"),
+    [
+        (Candidate(0, 256, 1000), Occasion.TURN),
+        (Candidate(0, 4096, 1000, n_saved_tokens=3500), Occasion.EVICTION),
+        (Candidate(0, 4096, 1000, n_saved_tokens=3000), Occasion.TURN),
+    ],
+)
+def test_what_is_worth_a_file(candidate, occasion):
+    assert why_not(candidate, occasion, POLICY, SPEEDS) == ""
+
+
+def test_a_conversation_saved_at_its_turns_writes_no_square():
+    saved = written = 0
+    for n in range(200, 20_001, 200):
+        if not why_not(Candidate(0, n, n, n_saved_tokens=saved), Occasion.TURN, POLICY, SPEEDS):
+            saved, written = n, written + n
+    assert written < 5 * 20_000
+    assert saved > 0.7 * 20_000
+
+
+CANDIDATES = st.lists(
+    st.builds(
+        Candidate,
+        st.integers(0, 99),
+        st.integers(1, 10_000),
+        st.integers(1, 10**9),
+        st.integers(0, 10_000),
+        st.integers(0, 5),
+    ),
+    max_size=12,
+)
+
+
+@given(candidates=CANDIDATES, deadline_s=st.floats(0, 5))
+def test_before_a_stop_only_what_can_be_written_in_time(candidates, deadline_s):
+    chosen = for_shutdown(candidates, POLICY, SPEEDS, deadline_s)
+    assert sum(c.n_bytes for c in chosen) <= deadline_s * SPEEDS.write_bytes_per_s
+    assert all(not why_not(c, Occasion.SHUTDOWN, POLICY, SPEEDS) for c in chosen)
+
+
+def test_before_a_stop_the_dearest_goes_first():
+    cheap, dear, used = (
+        Candidate(1, 4000, 9 * 10**7),
+        Candidate(2, 8000, 9 * 10**7),
+        Candidate(3, 4000, 9 * 10**7, 0, 3),
+    )
+    assert for_shutdown([cheap, dear, used], POLICY, SPEEDS, 0.2) == [used, dear]
+
+
+# ---- what goes
+
+
+USES = st.lists(
+    st.builds(
+        FileUse,
+        st.uuids().map(str),
+        st.integers(1, 100),
+        st.floats(0, 100),
+        st.sampled_from([FileKind.SNAPSHOT, FileKind.SNAPSHOT, FileKind.REFUSED, FileKind.PARTIAL]),
+    ),
+    max_size=12,
+    unique_by=lambda f: f.file,
+)
+
+
+@given(files=USES, budget=st.integers(0, 400), data=st.data())
+def test_victims(files, budget, data):
+    keep = data.draw(st.sets(st.sampled_from([f.file for f in files]))) if files else set()
+    gone = victims(files, budget, keep)
+    total = sum(f.n_bytes for f in files)
+    assert all(f.kind is FileKind.SNAPSHOT and f.file not in keep for f in gone)
+    assert [f.used_s for f in gone] == sorted(f.used_s for f in gone)
+    left = [f for f in files if f.kind is FileKind.SNAPSHOT and f.file not in keep and f not in gone]
+    over = total - sum(f.n_bytes for f in gone) - budget
+    assert over <= 0 or not left  # within the budget, or nothing more to give
+    assert not gone or over + gone[-1].n_bytes > 0  # and the last one was needed
+    assert not gone or all(f.used_s >= gone[-1].used_s for f in left)

@@ -1,0 +1,439 @@
+"""The directory of snapshots on a real disk: what is saved comes back, and nothing else is touched."""
+
+import asyncio
+import gc
+import os
+import threading
+import time
+
+import pytest
+import xxhash
+from structlog.testing import capture_logs
+
+from lucevisor.errors import ConfigError
+from lucevisor.model.values import Dtype, LayerRange
+from lucevisor.snapshots import disk
+from lucevisor.snapshots.background import BackgroundStore
+from lucevisor.snapshots.layout import Fault
+from lucevisor.snapshots.store import SnapshotRefused
+from lucevisor.snapshots.writer import SnapshotFailed
+from tests.snapshots.snapshot_parts import (
+    ALL,
+    FULL_ONLY,
+    fill,
+    made_model,
+    made_slot,
+    made_store,
+    names,
+    restore,
+    save,
+)
+
+
+@pytest.fixture
+def store(tmp_path):
+    made = made_store(tmp_path / "cache")
+    yield made
+    made.close()
+
+
+@pytest.fixture(autouse=True)
+def every_descriptor_is_closed():
+    gc.collect()  # what an earlier test left is not counted as ours
+    before = len(os.listdir("/proc/self/fd"))
+    yield
+    gc.collect()
+    assert len(os.listdir("/proc/self/fd")) <= before
+
+
+def test_a_slot_comes_back_after_a_restart(store):
+    with capture_logs() as logs:
+        entry = save(store)
+    assert names(store.directory) == [entry.file]
+    assert [line["event"] for line in logs] == ["snapshot saved"]
+    assert (store.directory / entry.file).stat().st_mode & 0o777 == 0o600
+    again = made_store(store.directory)
+    assert [e.file for e in again.scan()] == [entry.file]
+    match = again.find([*made_slot().tokens, 1, 2], 41)
+    assert match.n_tokens == 40
+    assert restore(again, match.entry) == restore(store, entry)
+    reading = again.open_for_restore(match.entry)
+    assert (reading.tokens, reading.next_token.token, reading.converted) == (tuple(made_slot().tokens), 5, "")
+    assert {t.name for t in reading.tensors(LayerRange(1, 3))} == {
+        "layers.1.k", "layers.1.v", "layers.2.k", "layers.2.v",
+    }  # fmt: skip
+    assert reading.n_bytes(ALL) == sum(t.n_bytes for t in reading.snapshot.tensors)
+    again.close_reading(reading)
+    again.close_reading(reading)
+    again.close()
+    assert (store.statistics.n_saved, store.statistics.saved_bytes) == (1, entry.n_bytes)
+
+
+def test_checksums_are_those_of_the_reference(tmp_path):
+    """Piece by piece as in one go, for tensors longer than a piece."""
+    store = made_store(tmp_path, made_model(layers=FULL_ONLY))
+    entry = save(store, made_slot(30_000))
+    data = (tmp_path / entry.file).read_bytes()
+    for t in entry.snapshot.tensors:
+        assert t.n_bytes > disk.PIECE_BYTES
+        assert entry.snapshot.checksums[t.name] == xxhash.xxh3_64_hexdigest(data[t.offset : t.offset + t.n_bytes])
+    assert xxhash.xxh3_64_hexdigest(b"") == "2d06800538d394c2"
+    store.close()
+
+
+def test_no_match_for_less_than_a_slot_with_a_recurrent_state(store):
+    save(store)
+    assert store.find(made_slot().tokens, 39) is None
+    assert store.find(made_slot(start=1).tokens, 40) is None
+    with pytest.raises(ValueError, match="used whole"):
+        store.open_for_restore(store.entries[0], 39)
+
+
+def test_a_slot_of_full_attention_is_used_in_part(tmp_path):
+    store = made_store(tmp_path, made_model(layers=FULL_ONLY))
+    entry = save(store)
+    match = store.find([*made_slot().tokens[:30], 1, 2, 3], 100)
+    assert match.n_tokens == 30
+    reading = store.open_for_restore(entry, 30)
+    assert (len(reading.tokens), reading.next_token) == (30, None)
+    assert reading.n_bytes(LayerRange(0, 1)) == 30 * 2 * 2 * 6 * 4
+    store.close_reading(reading)
+    store.close()
+
+
+def test_saving_a_slot_again_replaces_its_file(store):
+    first, second = save(store, seed=1), save(store, seed=2)
+    assert first.file == second.file
+    assert names(store.directory) == [first.file]
+    assert restore(store, second)
+
+
+def test_the_least_recently_used_go_first(tmp_path):
+    now = [1000.0]
+    store = made_store(tmp_path, clock=lambda: now[0])
+    entries = [save(store, made_slot(start=i)) for i in range(4)]
+    for i, one in enumerate(entries):
+        os.utime(tmp_path / one.file, (i, i))
+    store.scan()
+    now[0] = 2000.0
+    store.close_reading(store.open_for_restore(entries[0]))  # in use again, and the disk remembers
+    assert (tmp_path / entries[0].file).stat().st_mtime == 2000.0
+    with capture_logs() as logs:
+        gone = store.prune(entries[0].n_bytes * 2)
+    assert [g.file for g in gone] == [entries[1].file, entries[2].file]
+    assert [line["event"] for line in logs] == ["snapshot pruned"] * 2
+    assert names(tmp_path) == sorted([entries[0].file, entries[3].file])
+    assert {e.file for e in store.entries} == {entries[0].file, entries[3].file}
+    store.close()
+
+
+def test_the_budget_holds_after_every_save_for_all_models(tmp_path):
+    other = made_store(tmp_path, made_model("Made 2B", "cd"))
+    old = [save(other, made_slot(start=i)) for i in range(3)]
+    for i, one in enumerate(old):
+        os.utime(tmp_path / one.file, (i, i))
+    store = made_store(tmp_path, disk_bytes=3 * old[0].n_bytes)
+    new = save(store)
+    assert names(tmp_path) == sorted([old[1].file, old[2].file, new.file])
+    store.close()
+    other.close()
+
+
+def test_a_slot_larger_than_the_budget_is_not_begun(tmp_path):
+    store = made_store(tmp_path, disk_bytes=1000)
+    with capture_logs() as logs, pytest.raises(SnapshotFailed, match=r"cache\.disk is 1000"):
+        store.begin(made_slot())
+    assert logs[0]["label"] == "too_large"
+    assert names(tmp_path) == []
+    store.close()
+
+
+def test_an_aborted_save_leaves_nothing(store):
+    kept = save(store)
+    writing = store.begin(made_slot(start=1))
+    assert len(names(store.directory)) == 2
+    with capture_logs() as logs:
+        store.abort(writing, "group left was lost")
+        store.abort(writing, "again")
+    assert [(line["event"], line["reason"]) for line in logs] == [("snapshot not saved", "group left was lost")]
+    assert names(store.directory) == [kept.file]
+
+
+def test_too_few_bytes_from_the_daemons_are_a_failed_save(store):
+    writing = store.begin(made_slot())
+    with pytest.raises(SnapshotFailed, match="wrote 7 bytes of") as caught:
+        store.finish(writing, 7)
+    assert caught.value.label == "size"
+    assert names(store.directory) == []
+
+
+# ---- what is not ours, and what is not a snapshot
+
+
+def test_strangers_are_never_touched(store):
+    files = {"notes.txt": b"x", "model.safetensors": b"y" * 10000, "lucevisor-1.safetensors": b"", ".hidden": b"z"}
+    for name, data in files.items():
+        (store.directory / name).write_bytes(data)
+    (store.directory / "folder").mkdir()
+    outside = store.directory.parent / "outside"
+    outside.write_bytes(b"o")
+    link = store.directory / "lucevisor-0123456789abcdef-0123456789abcdef.safetensors"
+    link.symlink_to(outside)
+    assert store.scan() == []
+    save(store)
+    store.prune(0)
+    assert {n: (store.directory / n).read_bytes() for n in files} == files
+    assert link.is_symlink()
+    assert outside.read_bytes() == b"o"
+
+
+def test_files_of_another_model_are_left_alone(tmp_path):
+    other = made_store(tmp_path, made_model("Made 2B", "cd"))
+    entry = save(other)
+    store = made_store(tmp_path)
+    with capture_logs() as logs:
+        assert store.scan() == []
+    assert [(line["event"], line["n_others"]) for line in logs] == [("snapshots scanned", 1)]
+    with capture_logs() as logs, pytest.raises(SnapshotRefused, match="is that of 'Made 2B'") as caught:
+        store.open_for_restore(entry)
+    assert caught.value.fault is Fault.OTHER_MODEL
+    assert logs[0]["set_aside"] == ""
+    assert restore(other, entry)
+    store.close()
+    other.close()
+
+
+def test_a_renamed_file_of_another_model_is_left_alone(tmp_path):
+    other, store = made_store(tmp_path, made_model("Made 2B", "cd")), made_store(tmp_path)
+    entry = save(other)
+    name = entry.file.replace("cd" * 8, "ab" * 8)
+    (tmp_path / entry.file).rename(tmp_path / name)
+    assert store.scan() == []
+    assert names(tmp_path) == [name]
+    store.close()
+    other.close()
+
+
+def test_what_is_no_snapshot_under_our_name_is_set_aside_once(store):
+    good = save(store)
+    name = good.file[:-28] + "0123456789abcdef.safetensors"
+    (store.directory / name).write_bytes(b"hello" * 1000)
+    with capture_logs() as logs:
+        assert [e.file for e in store.scan()] == [good.file]
+    refused = [line for line in logs if line["event"] == "snapshot refused"]
+    assert [(line["file"], line["set_aside"]) for line in refused] == [(name, name + ".refused")]
+    assert names(store.directory) == sorted([good.file, name + ".refused"])
+    with capture_logs() as logs:
+        store.scan()
+    assert not [line for line in logs if line["event"] == "snapshot refused"]
+    (store.directory / name).write_bytes(b"hello")
+    store.scan()
+    assert name + ".refused.1" in names(store.directory)
+    store.prune(0)  # evidence is the operator's
+    assert names(store.directory) == [name + ".refused", name + ".refused.1"]
+
+
+def test_a_file_that_is_gone_is_refused_and_forgotten(store):
+    entry = save(store)
+    (store.directory / entry.file).unlink()
+    with pytest.raises(SnapshotRefused) as caught:
+        store.open_for_restore(entry)
+    assert caught.value.fault is Fault.GONE
+    assert store.entries == []
+
+
+def test_an_exchanged_file_is_refused(store):
+    a, b = save(store), save(store, made_slot(start=1))
+    (store.directory / b.file).rename(store.directory / a.file)
+    with pytest.raises(SnapshotRefused, match="exchanged"):
+        store.open_for_restore(a)
+
+
+def test_a_wrong_state_is_discarded(store):
+    entry = save(store)
+    with capture_logs() as logs:
+        store.discard(entry, "the first token was 9, recorded is 5")
+    assert store.entries == []
+    assert names(store.directory) == [entry.file + ".refused"]
+    assert "recorded is 5" in logs[0]["reason"]
+    assert store.statistics.failures == {"misfit": 1}
+
+
+def test_want_of_descriptors_is_no_fault_of_the_file(store, monkeypatch):
+    entry = save(store)
+    real = os.open
+
+    def out_of_descriptors(path, *args, **kwargs):
+        if str(path).endswith(entry.file):
+            raise OSError(24, "Too many open files")
+        return real(path, *args, **kwargs)
+
+    monkeypatch.setattr(disk.os, "open", out_of_descriptors)
+    with pytest.raises(SnapshotRefused, match="EMFILE"):
+        store.open_for_restore(entry)
+    monkeypatch.undo()
+    assert names(store.directory) == [entry.file]
+
+
+def test_number_formats_that_differ_are_told(tmp_path):
+    store = made_store(tmp_path, made_model(kv_dtype=Dtype.BFLOAT16))
+    entry = save(store)
+    other = made_store(tmp_path, made_model(kv_dtype=Dtype.FLOAT32))
+    assert other.scan()
+    reading = other.open_for_restore(entry)
+    assert reading.converted == "kv_dtype bfloat16 in the file, float32 here"
+    other.close_reading(reading)
+    store.close()
+    other.close()
+
+
+# ---- two supervisors
+
+
+def test_two_supervisors_share_a_directory(tmp_path):
+    one, two = made_store(tmp_path), made_store(tmp_path)
+    writing = one.begin(made_slot())
+    two.scan()  # does not take the file under way for a leftover
+    n = fill(writing)
+    entry = save(two, made_slot(start=1))
+    assert one.finish(writing, n).file in names(tmp_path)
+    assert len(one.scan()) == len(two.scan()) == 2
+    one.prune(0)
+    with pytest.raises(SnapshotRefused) as caught:
+        two.open_for_restore(entry)
+    assert caught.value.fault is Fault.GONE
+    one.close()
+    two.close()
+
+
+def test_a_restore_goes_on_when_its_file_is_pruned(tmp_path):
+    one, two = made_store(tmp_path), made_store(tmp_path)
+    reading = one.open_for_restore(save(one))
+    two.prune(0)
+    one.check(reading)
+    one.close_reading(reading)
+    one.close()
+    two.close()
+
+
+def test_a_directory_that_stays_locked_is_told(store, monkeypatch):
+    monkeypatch.setattr(disk, "LOCK_S", 0.05)
+    with disk.locked(store.directory):
+        with capture_logs() as logs, pytest.raises(SnapshotFailed, match="another process has held its lock") as caught:
+            store.begin(made_slot())
+        assert caught.value.label == "locked"
+        assert logs[0]["event"] == "snapshot not saved"
+        with pytest.raises(ConfigError, match=r"cache\.dir"):
+            store.scan()
+    save(store)
+
+
+def test_many_threads_save_prune_and_scan_at_once(tmp_path):
+    size = 8192
+    stores = [made_store(tmp_path, disk_bytes=4 * size) for _ in range(2)]
+    problems = []
+
+    def work(store, start):
+        try:
+            for i in range(8):
+                entry = save(store, made_slot(start=start + i))
+                try:
+                    assert restore(store, entry)
+                except SnapshotRefused as refused:
+                    assert refused.fault is Fault.GONE  # noqa: PT017  # the other store made room
+                store.scan()
+        except Exception as error:
+            problems.append(error)
+
+    threads = [threading.Thread(target=work, args=(s, 1000 * i)) for i, s in enumerate(stores * 2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert problems == []
+    for store in stores:
+        store.prune()
+        assert all(restore(store, e) for e in store.scan())
+        store.close()
+    assert sum(p.stat().st_size for p in tmp_path.iterdir()) <= 4 * size
+    assert not [n for n in names(tmp_path) if not n.endswith(".safetensors")]
+
+
+# ---- the directory itself
+
+
+def test_the_directory_is_made_for_this_user_alone(tmp_path):
+    made_store(tmp_path / "a" / "b").close()
+    assert (tmp_path / "a" / "b").stat().st_mode & 0o777 == 0o700
+
+
+def test_a_directory_that_is_none_names_the_key(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match=r"cache\.dir .*EEXIST"):
+        made_store(tmp_path / "file")
+    with pytest.raises(ConfigError, match=r"cache\.dir .*ENOTDIR"):
+        made_store(tmp_path / "file" / "below")
+
+
+def test_a_scan_reads_headers_only(tmp_path):
+    store = made_store(tmp_path, made_model(layers=FULL_ONLY), disk_bytes=1 << 30)
+    for i in range(20):
+        save(store, made_slot(20000, start=i))
+    began = os.times()
+    before = read_bytes()
+    assert len(store.scan()) == 20
+    assert read_bytes() - before < 0.1 * sum(e.n_bytes for e in store.entries)
+    assert os.times().user - began.user < 1.0
+    store.close()
+
+
+def read_bytes():
+    with open("/proc/self/io") as counters:
+        return int(counters.readline().split()[1])  # rchar: what this process was given by read calls
+
+
+# ---- the event loop
+
+
+async def test_the_event_loop_never_waits(tmp_path):
+    slow = threading.Event()
+
+    def at(step):
+        if step == "sync":
+            slow.wait(0.3)
+
+    background = BackgroundStore(made_store(tmp_path, at=at))
+    writing = await background.begin(made_slot())
+    n = fill(writing)
+    longest, last = 0.0, time.monotonic()
+    finishing = asyncio.create_task(background.finish(writing, n))
+    while not finishing.done():
+        await asyncio.sleep(0.005)
+        longest, last = max(longest, time.monotonic() - last), time.monotonic()
+    assert longest < 0.15
+    entry = await finishing
+    reading = await background.open_for_restore(entry)
+    await background.check(reading)
+    background.store.close_reading(reading)
+    await background.discard(entry, "wrong")
+    assert await background.scan() == []
+    background.close()
+
+
+async def test_what_a_cancelled_caller_opened_is_closed(tmp_path):
+    reached, go_on = threading.Event(), threading.Event()
+
+    def at(step):
+        if step == "allocate":
+            reached.set()
+            go_on.wait(5)
+
+    background = BackgroundStore(made_store(tmp_path, at=at))
+    beginning = asyncio.create_task(background.begin(made_slot()))
+    assert await asyncio.to_thread(reached.wait, 5)
+    beginning.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await beginning
+    go_on.set()
+    background.close()
+    assert names(tmp_path) == []
