@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 import structlog
 
 from lucevisor.engine.core import Engine
-from lucevisor.engine.pipeline import Chain
+from lucevisor.engine.pipeline import Pipeline
 from lucevisor.engine.request import RequestError
 from lucevisor.protocol.asyncio_link import Link
 from lucevisor.protocol.errors import WireError
@@ -34,7 +34,7 @@ class Assembly:
         self._links: dict[str, Link] = {}
         self._resetting: set[str] = set()
         self._token = RESET_BASE
-        self._chain: Chain | None = None
+        self._chain: Pipeline | None = None
         self._closed = False
 
     @property
@@ -106,7 +106,7 @@ class Assembly:
         senders = {
             group: _Sender(link) for group, link in self._links.items()
         }  # one a daemon: it runs one step at a time
-        chain = Chain([senders[g] for g in self._stage_groups], self._engine.on_result, self._engine.on_failed)
+        chain = Pipeline([senders[g] for g in self._stage_groups], self._engine.on_result, self._engine.on_failed)
         self._chain = chain
         self._engine.attach(chain)
         log.info("chain ready", stages=self._stage_groups)

@@ -28,7 +28,7 @@ from lucevisor.deployment.speeds import cache_directory, speeds_for
 from lucevisor.deployment.watchdog import Work, watch
 from lucevisor.deployment.weights import ModelWeights
 from lucevisor.engine.core import Engine, EngineSettings
-from lucevisor.engine.pipeline import ChainFailure, ChainResult
+from lucevisor.engine.pipeline import PipelineFailure, PipelineResult
 from lucevisor.engine.request import RequestError
 from lucevisor.errors import LucevisorError, NotReadyError, unusable
 from lucevisor.model.spec import ModelSpec
@@ -292,7 +292,7 @@ class Service:
         self.arenas = {a.boundary: Arena.create(a) for a in result.arenas}
         limits = engine_limits(self.config.cache, self.model.spec, result)
         settings = EngineSettings(
-            max_queue=self.config.server.max_queue, on_chain_failed=self._on_chain_failed, on_step=self._on_step
+            max_queue=self.config.server.max_queue, on_pipeline_failed=self._on_pipeline_failed, on_step=self._on_step
         )
         self.engine = Engine(limits, settings)
         self._assembly = Assembly(self.engine, [s.group for s in result.stages], self._notify)
@@ -375,14 +375,14 @@ class Service:
             await self._save_all(SAVE_S)
         self.groups[group].drained(child)
 
-    def _on_step(self, result: ChainResult) -> None:
+    def _on_step(self, result: PipelineResult) -> None:
         if self.snapshots is not None:
             self.snapshots.meter.add(result)
 
     def _on_heartbeat(self, group: str, heartbeat: Heartbeat) -> None:
         log.debug("heartbeat", group=group, phase=heartbeat.phase, busy_s=round(heartbeat.busy_s, 3))
 
-    def _on_chain_failed(self, failure: ChainFailure) -> None:
+    def _on_pipeline_failed(self, failure: PipelineFailure) -> None:
         """A daemon broke the order of steps, or said that it failed: only a new process of it is trusted again."""
         assert self.placement is not None
         group = self.placement.stages[failure.stage].group

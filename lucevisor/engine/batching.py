@@ -1,8 +1,8 @@
 """Which slices go into the next step: decodes first, by how long they waited, then prompts, the shortest first.
 
-Pure; knows the token budget of a step, not pages.  ``Room`` says what prompts may take: while others wait or decode, a
-long prompt gets small chunks, and short prompts go in front of it.  A prompt that ``MOST_SKIPPED`` steps left out goes
-first, so none starves.
+Pure; knows the token budget of a step, not pages.  ``StepBudget`` says what prompts may take: while others wait or
+decode, a long prompt gets small chunks, and short prompts go in front of it.  A prompt that ``MOST_SKIPPED`` steps left
+out goes first, so none starves.
 Invariant: what is picked fits into one step; a slice whose rows come back has a step of its own; a slice never crosses
 a multiple of ``prefill_chunk`` nor a border of its prompt, and one that is cut short ends at a page.
 """
@@ -16,7 +16,7 @@ from typing import Final
 from lucevisor.engine.limits import EngineLimits
 from lucevisor.engine.request import RequestState
 from lucevisor.engine.sequence import LiveSequence, RequestRecord
-from lucevisor.engine.step import Flight
+from lucevisor.engine.step import ScheduledStep
 from lucevisor.model.values import PAGE_TOKENS
 
 MOST_SKIPPED: Final = 4
@@ -27,7 +27,7 @@ RECENT_S: Final = 5.0
 
 
 @dataclass(frozen=True, slots=True)
-class Room:
+class StepBudget:
     """What prompts may take of the next step.
 
     ``shared``: others wait or decode beside a long prompt, so a step carries at most ``chunk`` prompt tokens, and a
@@ -55,8 +55,8 @@ class Room:
 
 
 @dataclass(frozen=True, slots=True)
-class Pick:
-    """A slice to be: from ``live.n_planned`` to ``stop``."""
+class ScheduledSlice:
+    """A slice to be: from ``live.n_scheduled`` to ``stop``."""
 
     record: RequestRecord
     live: LiveSequence
@@ -72,26 +72,26 @@ def has_others(live: Iterable[RequestRecord], chunk: int) -> bool:
 
 
 def choose(
-    records: Collection[RequestRecord], flights: Collection[Flight], limits: EngineLimits, room: Room
-) -> list[Pick]:
-    """Pick the slices of a step by waiting time, size and token budget; pages are secured afterwards."""
+    records: Collection[RequestRecord], flights: Collection[ScheduledStep], limits: EngineLimits, room: StepBudget
+) -> list[ScheduledSlice]:
+    """Choose the slices of a step by waiting time, size and token budget; pages are secured afterwards."""
     decodes, prompts = [], []
     for record in records:
-        if record.live is not None and record.live.n_planned < len(record.tokens):
+        if record.live is not None and record.live.n_scheduled < len(record.tokens):
             if record.state is RequestState.PREFILL:
                 prompts.append(record)
             else:
-                stop = record.next_stop(record.live.n_planned, limits.prefill_chunk)
-                decodes.append(Pick(record, record.live, stop))
+                stop = record.next_stop(record.live.n_scheduled, limits.prefill_chunk)
+                decodes.append(ScheduledSlice(record, record.live, stop))
     waiting = [record for record in prompts if room.lets_wait(record)]
     if waiting:
         prompts = [record for record in prompts if record not in waiting]
         decodes.clear()  # they ride with its next chunk: a step of their own would cost it time
     decodes.sort(key=lambda pick: (pick.live.last_step, pick.record.arrival))
-    picks: list[Pick] = []
+    picks: list[ScheduledSlice] = []
     budget = limits.max_step_tokens
     for pick in decodes[: _n_decodes(records, flights, limits)]:
-        n_tokens = pick.stop - pick.live.n_planned
+        n_tokens = pick.stop - pick.live.n_scheduled
         if n_tokens <= budget:
             picks.append(pick)
             budget -= n_tokens
@@ -101,31 +101,31 @@ def choose(
         if found is None or (record.wanted is not None and picks):
             continue
         picks.append(found)
-        budget -= found.stop - found.live.n_planned
+        budget -= found.stop - found.live.n_scheduled
         if record.wanted is not None:
             break  # its rows come back as payload: nobody else's rows among them
     return picks
 
 
-def _chunk(record: RequestRecord, limits: EngineLimits, room: Room, budget: int) -> Pick | None:
+def _chunk(record: RequestRecord, limits: EngineLimits, room: StepBudget, budget: int) -> ScheduledSlice | None:
     """Return the next slice of a prompt that has at most ``budget`` tokens, cut at a page if need be."""
     assert record.live is not None
-    long, start = room.is_long(record), record.live.n_planned
+    long, start = room.is_long(record), record.live.n_scheduled
     stop, most = record.next_stop(start, limits.prefill_chunk), min(budget, room.chunk) if long else budget
     if stop - start > most and record.wanted is None:  # its rows are limited otherwise
         stop = (start + most) // PAGE_TOKENS * PAGE_TOKENS
-    return Pick(record, record.live, stop) if stop > start else None
+    return ScheduledSlice(record, record.live, stop) if stop > start else None
 
 
-def _turn(record: RequestRecord, room: Room) -> tuple[bool, int, int, int, int]:
+def _turn(record: RequestRecord, room: StepBudget) -> tuple[bool, int, int, int, int]:
     live = record.live
     assert live is not None
     overdue = room.n_skipped(record) >= MOST_SKIPPED
-    n_left = len(record.tokens) - live.n_planned
+    n_left = len(record.tokens) - live.n_scheduled
     return not overdue, live.last_step if overdue else 0, room.level(record.request.key_id), n_left, record.arrival
 
 
-def _n_decodes(records: Collection[RequestRecord], flights: Collection[Flight], limits: EngineLimits) -> int:
+def _n_decodes(records: Collection[RequestRecord], flights: Collection[ScheduledStep], limits: EngineLimits) -> int:
     """Return how many sequences make one micro-batch; 0 while every stage has one."""
     if sum(flight.decodes for flight in flights) >= limits.n_stages:
         return 0

@@ -13,11 +13,13 @@ from lucevisor.kv.prefix_tree import Origin
 from lucevisor.model.values import PAGE_TOKENS
 
 
-def borders(n_prompt: int, turns: Sequence[int], settings: PrefixSettings, *, anywhere: bool) -> dict[int, Origin]:
+def find_checkpoints(
+    n_prompt: int, turns: Sequence[int], settings: PrefixSettings, *, anywhere: bool
+) -> dict[int, Origin]:
     """Return the positions at which a prompt of ``n_prompt`` tokens is remembered, ascending, and why.
 
     The end of the last chat turn, where the next prompt of a conversation goes on, and of the first one, the system
-    prompt.  Then, if a page apart from the others: the turn before the last, for when the last is asked again in other
+    prompt.  Then, if a page away from the others: the turn before the last, for when the last is asked again in other
     words; without turns, and unless the model can start ``anywhere`` in what is remembered, the last multiple of
     ``checkpoint_pages``, for when the same prompt comes again; the prompt's end.  None is before ``min_tokens``.
     """

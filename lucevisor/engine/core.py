@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from lucevisor import awake
 from lucevisor.engine.handle import RequestHandle
 from lucevisor.engine.limits import EngineLimits
-from lucevisor.engine.pipeline import Chain, ChainFailure, ChainResult, InFlight
+from lucevisor.engine.pipeline import Pipeline, PipelineFailure, PipelineResult, StepInFlight
 from lucevisor.engine.request import (
     ContextOverflow,
     FinishedEvent,
@@ -37,7 +37,7 @@ from lucevisor.engine.request import (
 )
 from lucevisor.engine.rows import IdsOutput, RowCollector, RowsMissing
 from lucevisor.engine.scheduler import Events, Scheduler, WrongResult
-from lucevisor.engine.sequence import Wanted
+from lucevisor.engine.sequence import WantedRows
 from lucevisor.engine.statistics import CacheStatistics, EngineStatistics, RateWindow, StepTotals
 from lucevisor.kv.prefix_cache import PrefixIndex
 from lucevisor.kv.prefix_records import Match, Reservation
@@ -54,15 +54,15 @@ _RETRY_VALID_S = 1.0  # an estimate is told for so long, so that refusing costs 
 class EngineSettings:
     """``max_queue``: requests that may wait.  ``rate_window_s``: seconds that ``tokens_per_s`` looks back.
 
-    ``on_step`` sees every finished step (for histograms), ``on_chain_failed`` why a chain broke (for supervision; the
-    engine has detached it by then).
+    ``on_step`` sees every finished step (for histograms), ``on_pipeline_failed`` why the pipeline failed (for
+    supervision; the engine has detached it by then).
     """
 
     max_queue: int
     rate_window_s: float = 10.0
     clock: Callable[[], float] = time.monotonic
-    on_step: Callable[[ChainResult], None] | None = None
-    on_chain_failed: Callable[[ChainFailure], None] | None = None
+    on_step: Callable[[PipelineResult], None] | None = None
+    on_pipeline_failed: Callable[[PipelineFailure], None] | None = None
 
 
 class Engine:
@@ -76,7 +76,7 @@ class Engine:
         self._settings = settings
         self._clock = settings.clock
         self._scheduler = Scheduler(limits)
-        self._chain: Chain | None = None
+        self._chain: Pipeline | None = None
         self._away = "the model is being loaded"
         self._refusal = ""  # set for good by drain and close
         self._handles: dict[str, RequestHandle] = {}
@@ -120,7 +120,7 @@ class Engine:
         collector = RowCollector(len(request.prompt), hidden=want_hidden)
         self._collectors[request_id] = collector
         try:
-            with self._submit(request, Wanted(hidden=want_hidden, rows=rows_per_step)) as handle:
+            with self._submit(request, WantedRows(hidden=want_hidden, rows=rows_per_step)) as handle:
                 async for event in handle:
                     if isinstance(event, FinishedEvent) and event.error is not None:
                         raise RowsMissing(f"the ids did not go through: {event.error.message}")
@@ -135,7 +135,7 @@ class Engine:
         """Whether new requests are taken."""
         return self._chain is not None and not self._refusal
 
-    def attach(self, chain: Chain) -> None:
+    def attach(self, chain: Pipeline) -> None:
         """Use a chain whose daemons are all ready and hold no sequences; queued requests start.
 
         Raises ValueError when its stages are not as many as the limits say, RuntimeError when a chain is attached or
@@ -167,8 +167,8 @@ class Engine:
             events += self._scheduler.fail_queued(error, now)
         self._proceed(events)
 
-    def on_result(self, result: ChainResult) -> None:
-        """Take a step that went down the chain; to be given to Chain."""
+    def on_result(self, result: PipelineResult) -> None:
+        """Take a step that went down the chain; to be given to Pipeline."""
         now = self._clock()
         self._totals.add(result)
         self._scheduler.step_times.add(result.step, max(answer.compute_s for answer in result.results))
@@ -178,7 +178,7 @@ class Engine:
         except WrongResult as error:
             tail = len(result.results) - 1
             self.on_failed(
-                ChainFailure(tail, "protocol_error", f"the tail (stage {tail}) sent a wrong result: {error}")
+                PipelineFailure(tail, "protocol_error", f"the tail (stage {tail}) sent a wrong result: {error}")
             )
             return
         self._collect(result)
@@ -192,13 +192,13 @@ class Engine:
         if self._scheduler.head_answered():
             self._proceed([])
 
-    def on_failed(self, failure: ChainFailure) -> None:
-        """The chain broke: detach it and pass the failure on; to be given to Chain."""
+    def on_failed(self, failure: PipelineFailure) -> None:
+        """The chain broke: detach it and pass the failure on; to be given to Pipeline."""
         self.detach(RequestError(failure.code, failure.message))
-        if self._settings.on_chain_failed is not None:
-            self._settings.on_chain_failed(failure)
+        if self._settings.on_pipeline_failed is not None:
+            self._settings.on_pipeline_failed(failure)
 
-    def oldest_in_flight(self) -> InFlight | None:
+    def oldest_in_flight(self) -> StepInFlight | None:
         """Return the step that a daemon has worked on for longest, for the watch on hangs."""
         return None if self._chain is None else self._chain.oldest_in_flight(self._clock())
 
@@ -342,7 +342,7 @@ class Engine:
             raise QueueFull(self._scheduler.n_queued, self._retry_after_s(self._clock()))
 
     def _submit(
-        self, request: GenerationRequest, wanted: Wanted | None, *, hold: bool = False, probe: Match | None = None
+        self, request: GenerationRequest, wanted: WantedRows | None, *, hold: bool = False, probe: Match | None = None
     ) -> RequestHandle:
         self._scheduler.submit(request, self._clock(), wanted, hold=hold, probe=probe)
         handle = RequestHandle(request.request_id, self._cancel)
@@ -370,7 +370,7 @@ class Engine:
                 del self._handles[request_id]
         self._changed.set()
 
-    def _collect(self, result: ChainResult) -> None:
+    def _collect(self, result: PipelineResult) -> None:
         request_id = self._row_steps.pop(result.step.step_id, None)
         if request_id is not None and request_id in self._collectors:
             self._collectors[request_id].add(result)

@@ -1,7 +1,7 @@
 """Takes steps down the chain of stages: sends a step to the head, and on to the next stage when a stage has answered.
 
 The hot path is plain callbacks: no task, no queue of our own, one encoding a stage made while the head already works.
-Knows neither requests nor pages; whoever reads the links calls :meth:`Chain.receive`.
+Knows neither requests nor pages; whoever reads the links calls :meth:`Pipeline.receive`.
 Invariant: a stage answers its steps in the order they were sent to it; anything else ends the chain, because then the
 two sides no longer agree on what the shards hold.
 """
@@ -33,7 +33,7 @@ class StageLink(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class ChainResult:
+class PipelineResult:
     """A step that went all the way: what each stage answered, head first.
 
     ``payloads[s]`` holds the arrays that ``results[s].segments`` describe.  ``hops_s[s]``: from the answer of stage s
@@ -48,7 +48,7 @@ class ChainResult:
 
 
 @dataclass(frozen=True, slots=True)
-class ChainFailure:
+class PipelineFailure:
     """Why a chain cannot go on.  ``failed`` is the daemon's own account, when it gave one."""
 
     stage: int
@@ -58,7 +58,7 @@ class ChainFailure:
 
 
 @dataclass(frozen=True, slots=True)
-class InFlight:
+class StepInFlight:
     """The step that a stage has had for longest.  ``elapsed_s`` counts from when the daemon was free to begin it."""
 
     step_id: int
@@ -77,7 +77,7 @@ class _Trip:
     hops_s: list[float] = field(default_factory=list)
 
 
-class Chain:
+class Pipeline:
     """Steps on their way through ``stages``; ``stages[s]`` is the link of the daemon that runs stage s (one daemon may
     run several).
 
@@ -88,8 +88,8 @@ class Chain:
     def __init__(
         self,
         stages: Sequence[StageLink],
-        on_result: Callable[[ChainResult], None],
-        on_failed: Callable[[ChainFailure], None],
+        on_result: Callable[[PipelineResult], None],
+        on_failed: Callable[[PipelineFailure], None],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         if not stages:
@@ -132,14 +132,14 @@ class Chain:
         stage = result.stage
         if not 0 <= stage < self.n_stages:
             self._fail(
-                ChainFailure(0, "protocol_error", f"a daemon answered for stage {stage}; there are {self.n_stages}")
+                PipelineFailure(0, "protocol_error", f"a daemon answered for stage {stage}; there are {self.n_stages}")
             )
             return
         line = self._lines[stage]
         if not line or line[0].step.step_id != result.step_id:
             expected = f"step {line[0].step.step_id}" if line else "no step"
             text = f"stage {stage} answered step {result.step_id} while {expected} was due; its daemon must start anew"
-            self._fail(ChainFailure(stage, "protocol_error", text))
+            self._fail(PipelineFailure(stage, "protocol_error", text))
             return
         trip = line.popleft()
         self._heard_at[id(self._links[stage])] = heard_at
@@ -151,24 +151,26 @@ class Chain:
                 self.on_head_answered()
             return
         seconds = heard_at - trip.started_at
-        self._on_result(ChainResult(trip.step, tuple(trip.results), tuple(trip.payloads), tuple(trip.hops_s), seconds))
+        self._on_result(
+            PipelineResult(trip.step, tuple(trip.results), tuple(trip.payloads), tuple(trip.hops_s), seconds)
+        )
 
     def failed(self, stage: int, failed: Failed) -> None:
         """Take a daemon's word that it could not do a step."""
         text = f"stage {stage} ({failed.where}) failed in {failed.what}: {failed.reason}; {failed.advice}"
-        self._fail(ChainFailure(stage, "shard_failed", text, failed))
+        self._fail(PipelineFailure(stage, "shard_failed", text, failed))
 
-    def oldest_in_flight(self, now: float) -> InFlight | None:
+    def oldest_in_flight(self, now: float) -> StepInFlight | None:
         """Return the step that a daemon has worked on for longest, or None when all stages are idle.
 
         A step that waits behind others at its daemon has not begun, so its time counts from the daemon's last answer.
         """
-        longest: InFlight | None = None
+        longest: StepInFlight | None = None
         for stage, line in enumerate(self._lines):
             if line:
                 begun = max(line[0].sent_at, self._heard_at.get(id(self._links[stage]), line[0].sent_at))
                 if longest is None or now - begun > longest.elapsed_s:
-                    longest = InFlight(line[0].step.step_id, stage, now - begun)
+                    longest = StepInFlight(line[0].step.step_id, stage, now - begun)
         return longest
 
     def close(self) -> None:
@@ -187,11 +189,11 @@ class Chain:
         try:
             self._links[stage].send(trip.frames[stage - 1] if stage else self._frame(trip.step, 0))
         except LocalProtocolError as error:  # the step is no message: a defect here, and no later step would be right
-            self._fail(ChainFailure(stage, "protocol_error", f"step {trip.step.step_id} cannot be sent: {error}"))
+            self._fail(PipelineFailure(stage, "protocol_error", f"step {trip.step.step_id} cannot be sent: {error}"))
             return False
         except (WireError, OSError) as error:
             text = f"step {trip.step.step_id} could not be sent to stage {stage}: {error}"
-            self._fail(ChainFailure(stage, "shard_lost", text))
+            self._fail(PipelineFailure(stage, "shard_lost", text))
             return False
         return True
 
@@ -199,7 +201,7 @@ class Chain:
     def _frame(step: Step, stage: int) -> bytes:
         return encode(step, request_id=step.step_id, flags=stage)
 
-    def _fail(self, failure: ChainFailure) -> None:
+    def _fail(self, failure: PipelineFailure) -> None:
         if self._open:
             self.close()
             self._on_failed(failure)

@@ -14,7 +14,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Literal
 
-from lucevisor.engine.checkpoints import borders
+from lucevisor.engine.checkpoints import find_checkpoints
 from lucevisor.engine.limits import EngineLimits
 from lucevisor.engine.request import RequestState
 from lucevisor.engine.sequence import LiveSequence, RequestRecord
@@ -42,7 +42,7 @@ class ReuseCounts:
     tokens: dict[Tier, int] = field(default_factory=lambda: {"memory": 0, "disk": 0})
 
 
-class Reuse:
+class PrefixReuse:
     """Prefix slots for the scheduler."""
 
     def __init__(self, limits: EngineLimits, pools: PagePools) -> None:
@@ -57,8 +57,10 @@ class Reuse:
         """Find the places at which a prompt is cut; the same whatever is remembered."""
         request, use = record.request, record.prefix
         turns = request.turn_boundaries
-        use.borders = borders(len(request.prompt), turns, self._limits.prefix, anywhere=self.index.anywhere)
-        use.cuts = list(use.borders)
+        use.checkpoints = find_checkpoints(
+            len(request.prompt), turns, self._limits.prefix, anywhere=self.index.anywhere
+        )
+        use.checkpoint_positions = list(use.checkpoints)
         self.resize(record)
 
     def resize(self, record: RequestRecord) -> None:
@@ -69,12 +71,12 @@ class Reuse:
         """Return what is remembered of a request's tokens.  Rows that shall come back must all be computed."""
         if record.probe is not None:
             return record.probe
-        if record.apart or not self.index.enabled:
+        if record.uncached or not self.index.enabled:
             return NOTHING
         use = record.prefix
-        if use.looked_up is None or use.looked_up[0] != self.index.version:
-            use.looked_up = (self.index.version, self.index.match(record.tokens))
-        return use.looked_up[1]
+        if use.lookup is None or use.lookup[0] != self.index.version:
+            use.lookup = (self.index.version, self.index.match(record.tokens))
+        return use.lookup[1]
 
     def awaits(self, record: RequestRecord, running: Iterable[RequestRecord]) -> bool:
         """Say whether a queued request is held, or its beginning is being computed for another one just now.
@@ -84,13 +86,13 @@ class Reuse:
         """
         if record.prefix.held:
             return True
-        if record.apart or not self.index.enabled:
+        if record.uncached or not self.index.enabled:
             return False
         reached = self.match(record).position + PAGE_TOKENS
         for other in running:
-            if other.state is RequestState.PREFILL and other.live is not None and not other.apart:
-                for stop in reversed(other.prefix.cuts):
-                    if stop <= other.live.n_planned:
+            if other.state is RequestState.PREFILL and other.live is not None and not other.uncached:
+                for stop in reversed(other.prefix.checkpoint_positions):
+                    if stop <= other.live.n_scheduled:
                         break
                     if self._usable(stop, self._common(record, other)) >= reached:
                         return True
@@ -116,7 +118,7 @@ class Reuse:
             table.release()
             return None
         state = states[0] if states else NO_STATE
-        live = LiveSequence(sequence, state, table, n_planned=position)
+        live = LiveSequence(sequence, state, table, n_scheduled=position)
         sampling = record.request.sampling
         history = record.tokens[:position] if sampling.penalised else []
         operations: list[Operation] = [OpenSequence(sequence, state, sampling, history)]
@@ -149,10 +151,10 @@ class Reuse:
     def advanced(self, record: RequestRecord, now: float) -> list[Operation]:
         """Remember a prompt at its places, as soon as the slice that ends there is planned."""
         live, use = record.live, record.prefix
-        if live is None or record.apart:
+        if live is None or record.uncached:
             return []
-        origin: Origin | None = use.borders.get(live.n_planned)
-        if origin is None and live.n_planned and live.n_planned == use.shared_at:
+        origin: Origin | None = use.checkpoints.get(live.n_scheduled)
+        if origin is None and live.n_scheduled and live.n_scheduled == use.shared_at:
             origin = "shared"
         if origin is None:
             return []
@@ -164,11 +166,11 @@ class Reuse:
         Its states stay as they are and become the slot's, but for checkpoints in host memory, to where they are copied.
         """
         live = record.live
-        if live is None or not live.n_planned or record.apart:
+        if live is None or not live.n_scheduled or record.uncached:
             return []
         if self._pools.copies_states:
             return self._remember(record, live, "generation", now)
-        source = Source(live.n_planned, live.table.entry, live.state, "generation")
+        source = Source(live.n_scheduled, live.table.entry, live.state, "generation")
         live.state = NO_STATE  # the index takes it over
         self.index.publish(record.tokens, source, now)
         return []
@@ -176,7 +178,7 @@ class Reuse:
     def ended(self, record: RequestRecord) -> None:
         """Count a request that is over, and hold what is remembered within the settings."""
         use = record.prefix
-        if use.cached is not None and not record.apart:
+        if use.cached is not None and not record.uncached:
             self.counts.n_prompts += 1
             self.counts.n_hits += use.cached > 0
             self.counts.tokens["disk" if use.from_disk else "memory"] += use.cached
@@ -185,7 +187,7 @@ class Reuse:
     # ---- inside
 
     def _remember(self, record: RequestRecord, live: LiveSequence, origin: Origin, now: float) -> list[Operation]:
-        n, index = live.n_planned, self.index
+        n, index = live.n_scheduled, self.index
         if not index.worth(n):
             return []
         if (known := index.find(record.tokens, n)) is not None:
@@ -203,7 +205,7 @@ class Reuse:
     def _last_cut(self, record: RequestRecord, n_tokens: int) -> int:
         """Return the last place up to ``n_tokens`` at which a slice of the prompt ends anyway."""
         chunk = n_tokens // self._limits.prefill_chunk * self._limits.prefill_chunk
-        return max([chunk, *(cut for cut in record.prefix.cuts if cut <= n_tokens)])
+        return max([chunk, *(cut for cut in record.prefix.checkpoint_positions if cut <= n_tokens)])
 
     def _usable(self, stop: int, n_common: int) -> int:
         """Return how much a slot at ``stop`` gives to a prompt with so many tokens in common."""

@@ -73,7 +73,7 @@ class RequestQueue:
         if self._shares.contested:
             for record in live:
                 if record.live is not None and record.state is RequestState.PREFILL:
-                    promised[record.request.key_id] += len(record.tokens) - record.live.n_planned
+                    promised[record.request.key_id] += len(record.tokens) - record.live.n_scheduled
 
         def turn(record: RequestRecord) -> tuple[int, int, int, int]:
             if record.probe is not None:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from lucevisor.engine.pipeline import ChainResult
+from lucevisor.engine.pipeline import PipelineResult
 from lucevisor.errors import LucevisorError
 from lucevisor.protocol.codec import payload_segments
 from lucevisor.protocol.frames import MAX_PAYLOAD_BYTES
@@ -39,9 +39,9 @@ class RowCollector:
     def __init__(self, n_tokens: int, *, hidden: bool) -> None:
         self._n_tokens = n_tokens
         self._wants_hidden = hidden
-        self._steps: dict[int, ChainResult] = {}  # by position of the first row; computed anew after a preemption
+        self._steps: dict[int, PipelineResult] = {}  # by position of the first row; computed anew after a preemption
 
-    def add(self, result: ChainResult) -> None:
+    def add(self, result: PipelineResult) -> None:
         """Keep the payloads of a step whose only slice is of this text."""
         self._steps[result.step.slices[0].start] = result
 
@@ -62,7 +62,7 @@ class RowCollector:
         return IdsOutput(np.concatenate(logits), np.concatenate(hidden, axis=1))
 
     @staticmethod
-    def _array(step: ChainResult, stage: int, name: str) -> Array:
+    def _array(step: PipelineResult, stage: int, name: str) -> Array:
         for found, shape, data in payload_segments(step.results[stage], step.payloads[stage]):
             if found == name:
                 return np.frombuffer(data.cast("B"), dtype=np.float32).reshape(shape)

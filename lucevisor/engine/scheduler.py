@@ -15,9 +15,9 @@ from __future__ import annotations
 import math
 from collections import deque
 
-from lucevisor.engine.batching import RECENT_S, Pick, Room, choose, has_others
+from lucevisor.engine.batching import RECENT_S, ScheduledSlice, StepBudget, choose, has_others
 from lucevisor.engine.limits import EngineLimits
-from lucevisor.engine.prefix_reuse import NOTHING, Reuse
+from lucevisor.engine.prefix_reuse import NOTHING, PrefixReuse
 from lucevisor.engine.queue import RequestQueue
 from lucevisor.engine.request import (
     Event,
@@ -28,9 +28,9 @@ from lucevisor.engine.request import (
     RequestState,
     TokenEvent,
 )
-from lucevisor.engine.sequence import RequestRecord, Wanted
+from lucevisor.engine.sequence import RequestRecord, WantedRows
 from lucevisor.engine.shares import KeyShares
-from lucevisor.engine.step import Flight, Part, StepPlan, WrongResult, drawn_tokens
+from lucevisor.engine.step import ScheduledSequence, ScheduledStep, StepPlan, WrongResult, drawn_tokens
 from lucevisor.engine.step_times import StepTimes
 from lucevisor.engine.waits import WaitEstimate
 from lucevisor.kv.page_pool import PageAllocator, PageUse
@@ -56,7 +56,7 @@ class Scheduler:
         self.n_generated_tokens = 0
         self.last_applied = 0  # the last step whose result came
         self._pools = limits.make_pools()
-        self.reuse = Reuse(limits, self._pools)
+        self.reuse = PrefixReuse(limits, self._pools)
         self._sequences = PageAllocator(limits.max_sequences, "sequences")
         self._records: dict[str, RequestRecord] = {}
         self._shares = KeyShares(credit=4 * limits.prefill_chunk)
@@ -67,7 +67,7 @@ class Scheduler:
         self._live: dict[int, RequestRecord] = {}
         self._operations: list[Operation] = []
         self._flushing = False  # operations that wait for a step get one of their own
-        self._in_flight: deque[Flight] = deque()
+        self._in_flight: deque[ScheduledStep] = deque()
         self._n_at_head = 0  # of them, those that the head has not answered, as far as it was told
         self._n_arrivals = 0
         self._last_step = 0
@@ -108,7 +108,7 @@ class Scheduler:
         self,
         request: GenerationRequest,
         now: float,
-        wanted: Wanted | None = None,
+        wanted: WantedRows | None = None,
         *,
         hold: bool = False,
         probe: Match | None = None,
@@ -210,12 +210,12 @@ class Scheduler:
         those of a request that ended meanwhile are dropped.
         """
         drawn = drawn_tokens(self._in_flight[0] if self._in_flight else None, result)
-        flight = self._in_flight.popleft()
+        scheduled = self._in_flight.popleft()
         self._n_at_head = min(self._n_at_head, len(self._in_flight))
-        self._waits.applied(flight, self._live.values(), now, idle=not self._in_flight)
-        self.last_applied = flight.step_id
+        self._waits.applied(scheduled, self._live.values(), now, idle=not self._in_flight)
+        self.last_applied = scheduled.step_id
         events: Events = []
-        for sequence, part in flight.parts.items():
+        for sequence, part in scheduled.parts.items():
             part.record.n_in_flight -= 1
             for sampled in drawn.get(sequence, ()):
                 if part.record.ended:
@@ -225,11 +225,11 @@ class Scheduler:
 
     # ---- inside: admission and choice
 
-    def _room(self, now: float) -> Room:
+    def _room(self, now: float) -> StepBudget:
         chunk, whole = self.step_times.shared_chunk, self.limits.prefill_chunk
         shared = now < self._short_until or has_others(self._live.values(), chunk)
         # Keys closer together than a chunk count as equal: the shortest prompt goes first.
-        return Room(
+        return StepBudget(
             self._last_step + 1, chunk, shared, self._n_at_head == 0, lambda key: self._shares.lead(key) // whole
         )
 
@@ -268,7 +268,7 @@ class Scheduler:
         record.move(RequestState.PREFILL)
         if record.started_at is None:
             record.started_at = now
-        record.live.n_prefill = len(record.tokens) - record.live.n_planned
+        record.live.n_prefill = len(record.tokens) - record.live.n_scheduled
         record.live.last_step = self._last_step
         if record.probe is None and record.live.n_prefill <= self.step_times.shared_chunk:
             self._short_until = now + RECENT_S
@@ -290,14 +290,14 @@ class Scheduler:
 
     # ---- inside: pages and plans
 
-    def _secure(self, picks: list[Pick]) -> list[Pick]:
+    def _secure(self, picks: list[ScheduledSlice]) -> list[ScheduledSlice]:
         """Give every pick its pages, oldest request first; when there are none, slots give theirs, then the youngest
         request.
         """
         secured = []
         for pick in sorted(picks, key=lambda pick: pick.record.arrival):
             while pick.record.live is pick.live:  # not preempted for an older one, nor for itself
-                growths = pick.live.table.grow(pick.live.n_planned, pick.stop)
+                growths = pick.live.table.grow(pick.live.n_scheduled, pick.stop)
                 if growths is not None:
                     self._operations += [SetPages(pick.live.sequence, g.space, g.first, g.pages) for g in growths]
                     secured.append(pick)
@@ -316,13 +316,13 @@ class Scheduler:
         self._queue.add(record)
         self.n_preemptions += 1
 
-    def _plan(self, picks: list[Pick], now: float) -> StepPlan:
+    def _plan(self, picks: list[ScheduledSlice], now: float) -> StepPlan:
         self._last_step += 1
         slices = []
         for pick in picks:
-            start, tokens = pick.live.n_planned, pick.record.tokens
+            start, tokens = pick.live.n_scheduled, pick.record.tokens
             slices.append(Slice(pick.live.sequence, start, tokens[start : pick.stop], sample=pick.stop == len(tokens)))
-            pick.live.n_planned = pick.stop
+            pick.live.n_scheduled = pick.stop
             pick.live.last_step = self._last_step
             pick.record.n_in_flight += 1
         self._shares.charge((p.record.request.key_id, len(s.tokens)) for p, s in zip(picks, slices, strict=True))
@@ -339,10 +339,10 @@ class Scheduler:
         self._flushing = False
         for pick in picks:  # on the next step: the states are those behind this one's slices
             self._operations += self.reuse.advanced(pick.record, now)
-        parts = {s.sequence: Part(pick.record, s) for pick, s in zip(picks, slices, strict=True)}
+        parts = {s.sequence: ScheduledSequence(pick.record, s) for pick, s in zip(picks, slices, strict=True)}
         decodes = any(pick.record.state is RequestState.DECODE for pick in picks)
         self._waits.planned(now)
-        self._in_flight.append(Flight(step.step_id, parts, decodes))
+        self._in_flight.append(ScheduledStep(step.step_id, parts, decodes))
         self._n_at_head += 1
         return StepPlan(step, tuple(pick.record.request.request_id for pick in picks))
 
@@ -351,7 +351,7 @@ class Scheduler:
     def _accept(self, record: RequestRecord, sampled: Sampled, now: float) -> Events:
         request = record.request
         record.tokens.append(sampled.token)
-        self.n_generated_tokens += not record.apart
+        self.n_generated_tokens += not record.uncached
         if record.first_token_at is None:
             record.first_token_at = now
         if record.state is RequestState.PREFILL:

@@ -29,7 +29,7 @@ class InvalidTransition(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
+class WantedRows:
     """What a step brings back besides tokens, for comparing placements; such slices have a step of their own.
 
     ``rows``: the most tokens of one step, so that its payload stays within the limit of a frame.
@@ -46,7 +46,7 @@ class LiveSequence:
     sequence: int
     state: int  # live recurrent state; -1 when the model has none
     table: PageTable
-    n_planned: int = 0  # tokens[:n_planned] are computed or on their way
+    n_scheduled: int = 0  # tokens[:n_scheduled] are computed or on their way
     n_prefill: int = 0  # tokens that had to be computed when it started
     last_step: int = 0  # the last step that carried a slice: who waited longest goes first
 
@@ -55,19 +55,19 @@ class LiveSequence:
 class PrefixUse:
     """What a request has to do with remembered prefixes.
 
-    ``held``: it shall wait for what is being restored for it.  ``borders``: where its prompt is cut and remembered, and
-    why; ``cuts`` are the same positions, in order.
+    ``held``: it shall wait for what is being restored for it.  ``checkpoints``: where its prompt is cut and remembered,
+    and why; ``checkpoint_positions`` are the same positions, in order.
     ``shared_at``: a place where it is remembered beside those, because other prompts went on differently behind it.
-    ``looked_up``: the last match, and the version of the index it holds for.  ``common``: tokens in common with
+    ``lookup``: the last match, and the version of the index it holds for.  ``common``: tokens in common with
     requests that were being computed, by arrival.  ``cached``: tokens of the prompt that were never computed for it;
     None before it started.
     """
 
     held: bool = False
-    borders: dict[int, Origin] = field(default_factory=dict)
-    cuts: list[int] = field(default_factory=list)
+    checkpoints: dict[int, Origin] = field(default_factory=dict)
+    checkpoint_positions: list[int] = field(default_factory=list)
     shared_at: int = 0
-    looked_up: tuple[int, Match] | None = None
+    lookup: tuple[int, Match] | None = None
     common: dict[int, int] = field(default_factory=dict)
     cached: int | None = None
     from_disk: bool = False
@@ -83,7 +83,7 @@ class RequestRecord:
     arrival: int
     max_tokens: int  # lowered to what context and pages allow
     submitted_at: float
-    wanted: Wanted | None = None
+    wanted: WantedRows | None = None
     probe: Match | None = None  # a question of ours: it starts there, goes before others, and counts nowhere
     tokens: list[int] = field(default_factory=list)
     state: RequestState = RequestState.QUEUED
@@ -99,7 +99,7 @@ class RequestRecord:
         self.tokens = list(self.request.prompt)
 
     @property
-    def apart(self) -> bool:
+    def uncached(self) -> bool:
         """Whether it neither uses what is remembered nor is remembered: it asks about the chain itself."""
         return self.wanted is not None or self.probe is not None
 
@@ -124,15 +124,15 @@ class RequestRecord:
     def next_stop(self, start: int, chunk: int) -> int:
         """Return where a slice that begins at ``start`` ends.
 
-        Chunks end at absolute multiples of the chunk size and at the prompt's own borders, wherever they begin, so that
-        a prompt computed from the middle on is cut at the same places as one computed whole.
+        Chunks end at absolute multiples of the chunk size and at the prompt's own checkpoints, wherever they begin, so
+        that a prompt computed from the middle on is cut at the same places as one computed whole.
         """
         if self.wanted is not None:
             chunk = min(chunk, self.wanted.rows)
         stop = min(len(self.tokens), (start // chunk + 1) * chunk)
-        cuts = self.prefix.cuts
-        at = bisect_right(cuts, start)
-        return min(stop, cuts[at]) if at < len(cuts) else stop
+        checkpoint_positions = self.prefix.checkpoint_positions
+        at = bisect_right(checkpoint_positions, start)
+        return min(stop, checkpoint_positions[at]) if at < len(checkpoint_positions) else stop
 
     def finished_event(
         self, reason: Reason, now: float, error: RequestError | None, stop_id: int | None

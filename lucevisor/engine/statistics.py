@@ -10,8 +10,8 @@ import math
 from collections import deque
 from dataclasses import dataclass, field
 
-from lucevisor.engine.pipeline import ChainResult
-from lucevisor.engine.prefix_reuse import Reuse
+from lucevisor.engine.pipeline import PipelineResult
+from lucevisor.engine.prefix_reuse import PrefixReuse
 from lucevisor.kv.page_pool import PageUse
 
 _BUCKETS = 100
@@ -76,7 +76,7 @@ class StepTotals:
     stages: list[StageTotals] = field(default_factory=list)
     boundaries: list[BoundaryTotals] = field(default_factory=list)
 
-    def add(self, result: ChainResult) -> None:
+    def add(self, result: PipelineResult) -> None:
         """Count a step that went down the chain."""
         while len(self.stages) < len(result.results):
             self.stages.append(StageTotals())
@@ -111,7 +111,7 @@ class CacheStatistics:
     tokens: dict[str, int] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, reuse: Reuse) -> CacheStatistics:
+    def of(cls, reuse: PrefixReuse) -> CacheStatistics:
         """Count as of now."""
         index, counts = reuse.index, reuse.counts
         slots = index.slots

@@ -24,7 +24,7 @@ class StepPlan:
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class ScheduledSequence:
     """A request's slice in a step."""
 
     record: RequestRecord
@@ -32,25 +32,25 @@ class Part:
 
 
 @dataclass(frozen=True, slots=True)
-class Flight:
+class ScheduledStep:
     """A step between plan and result.  ``parts``: by sequence id as it was when the step was planned."""
 
     step_id: int
-    parts: dict[int, Part]
+    parts: dict[int, ScheduledSequence]
     decodes: bool
 
 
-def drawn_tokens(flight: Flight | None, result: StepResult) -> dict[int, list[Sampled]]:
-    """Return a result's tokens by sequence id.  Raises WrongResult when they are not those that ``flight``, the oldest
-    step there is, asked for.
+def drawn_tokens(scheduled: ScheduledStep | None, result: StepResult) -> dict[int, list[Sampled]]:
+    """Return a result's tokens by sequence id.  Raises WrongResult when they are not those that ``scheduled``, the
+    oldest step in flight, asked for.
     """
-    if flight is None or flight.step_id != result.step_id:
-        expected = flight.step_id if flight is not None else "none"
+    if scheduled is None or scheduled.step_id != result.step_id:
+        expected = scheduled.step_id if scheduled is not None else "none"
         raise WrongResult(f"a result of step {result.step_id} came; the oldest step in flight is {expected}")
     drawn: dict[int, list[Sampled]] = {}
     for sampled in result.sampled:
         drawn.setdefault(sampled.sequence, []).append(sampled)
-    asked = {sequence for sequence, part in flight.parts.items() if part.slice.sample}
+    asked = {sequence for sequence, part in scheduled.parts.items() if part.slice.sample}
     if asked != drawn.keys():
         raise WrongResult(
             f"step {result.step_id} asked for tokens of sequences {sorted(asked)}, the result has {sorted(drawn)}"

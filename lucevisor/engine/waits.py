@@ -14,7 +14,7 @@ from typing import Final
 
 from lucevisor.engine.request import Reason, RequestState
 from lucevisor.engine.sequence import RequestRecord
-from lucevisor.engine.step import Flight
+from lucevisor.engine.step import ScheduledStep
 
 HALF_LIFE_S: Final = 30.0
 """Seconds of work after which a measurement counts half."""
@@ -55,20 +55,20 @@ class WaitEstimate:
         """The steps under way are lost."""
         self._counted_until = None
 
-    def applied(self, flight: Flight, live: Collection[RequestRecord], now: float, *, idle: bool) -> None:
+    def applied(self, scheduled: ScheduledStep, live: Collection[RequestRecord], now: float, *, idle: bool) -> None:
         """A step's result came, and nothing of it was taken over yet; ``idle``: no other is under way."""
         seconds = now - (now if self._counted_until is None else self._counted_until)
         self._counted_until = None if idle else now
         keep = 0.5 ** (seconds / HALF_LIFE_S)
-        prompt = [p for p in flight.parts.values() if p.record.state is RequestState.PREFILL]
+        prompt = [p for p in scheduled.parts.values() if p.record.state is RequestState.PREFILL]
         if any(record.state is RequestState.PREFILL for record in live):
             self._prompts.add(sum(len(part.slice.tokens) for part in prompt), seconds, keep)
         if n_decoding := sum(record.state is RequestState.DECODE for record in live):
-            self._answers.add(len(flight.parts) - len(prompt), seconds * n_decoding, keep)
+            self._answers.add(len(scheduled.parts) - len(prompt), seconds * n_decoding, keep)
 
     def finished(self, record: RequestRecord, reason: Reason) -> None:
         """A request is over; errors say nothing about the length of answers."""
-        if reason == "error" or record.apart:
+        if reason == "error" or record.uncached:
             return
         at_limit = reason == "length"
         for sums, more in (
@@ -87,7 +87,7 @@ class WaitEstimate:
         computed_s, places = 0.0, []
         for record in sorted(running, key=lambda record: record.state is RequestState.PREFILL):
             if record.state is RequestState.PREFILL and record.live is not None:
-                computed_s += (len(record.tokens) - record.live.n_planned) * per_prompt
+                computed_s += (len(record.tokens) - record.live.n_scheduled) * per_prompt
                 places.append(computed_s + self._left(record) * per_answer)
             else:
                 places.append(self._left(record) * per_answer)

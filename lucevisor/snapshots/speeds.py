@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from lucevisor.engine.pipeline import ChainResult
+from lucevisor.engine.pipeline import PipelineResult
 from lucevisor.snapshots.policy import Speeds
 from lucevisor.snapshots.store import StoreStatistics
 
@@ -29,7 +29,7 @@ class SpeedMeter:
     read_bytes: int = 0
     read_s: float = 0.0
 
-    def add(self, result: ChainResult) -> None:
+    def add(self, result: PipelineResult) -> None:
         """Count a step: in long ones the slowest stage says how fast prompts are computed, short ones are decodes."""
         if result.step.n_tokens >= _PREFILL_STEP_TOKENS:
             self.n_tokens += result.step.n_tokens

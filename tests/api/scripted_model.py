@@ -18,7 +18,7 @@ from lucevisor.api.intake import Intake
 from lucevisor.api.ports import GroupFigures, ModelCard, NotReadyPart, Ports
 from lucevisor.engine.core import Engine, EngineSettings
 from lucevisor.engine.limits import EngineLimits
-from lucevisor.engine.pipeline import Chain
+from lucevisor.engine.pipeline import Pipeline
 from lucevisor.engine.request import RequestError
 from lucevisor.model.gguf_files import open_model, part_paths
 from lucevisor.model.values import Sampling, Space
@@ -106,7 +106,7 @@ class ScriptedStage:
         self.script: Script = say("Hello!")
         self.step_s = 0.0
         self.held = False
-        self.chain: Chain | None = None
+        self.chain: Pipeline | None = None
         self.sequences: dict[int, Seen] = {}
         self.opened: list[Seen] = []
         self._waiting: list[Step] = []
@@ -192,7 +192,7 @@ class Rig:
     def attach(self) -> None:
         """Bring the chain up."""
         self.stage.clear()
-        self.stage.chain = Chain([self.stage], self.engine.on_result, self.engine.on_failed)
+        self.stage.chain = Pipeline([self.stage], self.engine.on_result, self.engine.on_failed)
         self.engine.attach(self.stage.chain)
 
     def lose(self) -> None:

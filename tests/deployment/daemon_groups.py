@@ -1,6 +1,6 @@
 """Groups whose daemons are toys, joined by the real assembly, engine and chain: all in one thread, moved by hand.
 
-A daemon computes real encoded steps (tests/engine/toy_chain.py), so state that outlived a reset, or a chain over a
+A daemon computes real encoded steps (tests/engine/toy_pipeline.py), so state that outlived a reset, or a chain over a
 daemon that was not reset, gives a Violation or wrong tokens.
 """
 
@@ -11,12 +11,12 @@ from collections.abc import Sequence
 
 from lucevisor.deployment.assembly import Assembly
 from lucevisor.engine.core import Engine, EngineSettings
-from lucevisor.engine.pipeline import ChainFailure
+from lucevisor.engine.pipeline import PipelineFailure
 from lucevisor.protocol.errors import LinkClosed
 from lucevisor.protocol.frames import Frame
 from lucevisor.protocol.messages import Failed, Kind, Pools, Reset, StepResult
-from tests.engine.toy_chain import ToyDaemon, ToyLimits, ToyModel, ToyStage
 from tests.engine.toy_engine import HYBRID, limits
+from tests.engine.toy_pipeline import ToyDaemon, ToyLimits, ToyModel, ToyStage
 
 FAILED = Failed("step", "cpu layers [0,1)", "out of memory", "set engine.pages lower", fatal=True)
 
@@ -64,9 +64,9 @@ class Groups:
         self.limits = limits(n_stages=n, max_sequences=2, pools=Pools(16, 0, 2))
         self.model = ToyModel(n, HYBRID, None)
         self.regions: dict[tuple[int, int], tuple[int, list[int]]] = {}  # shared memory outlives daemons
-        self.failures: list[ChainFailure] = []
+        self.failures: list[PipelineFailure] = []
         self.changes = 0
-        self.engine = Engine(self.limits, EngineSettings(max_queue=100, on_chain_failed=self.failures.append))
+        self.engine = Engine(self.limits, EngineSettings(max_queue=100, on_pipeline_failed=self.failures.append))
         self.assembly = Assembly(self.engine, self.homes, self._changed)
         self.processes: dict[str, Process] = {}  # those that supervision holds for READY
 

@@ -13,8 +13,8 @@ from lucevisor.engine.request import FinishedEvent, InvalidRequest, NotReady, Qu
 from lucevisor.engine.rows import RowsMissing
 from lucevisor.kv.page_pool import PageUse
 from lucevisor.protocol.messages import Failed, Pools, StepResult
-from tests.engine.toy_chain import mix, toy_row
 from tests.engine.toy_engine import LOST, ToyEngine, events_of, limits, request, told
+from tests.engine.toy_pipeline import mix, toy_row
 
 STOPPED = RequestError("shutting_down", "the server stops; send the request to another")
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from lucevisor.engine.pipeline import Chain, ChainFailure, ChainResult, InFlight
+from lucevisor.engine.pipeline import Pipeline, PipelineFailure, PipelineResult, StepInFlight
 from lucevisor.protocol.connection import Connection
 from lucevisor.protocol.errors import LinkClosed
 from lucevisor.protocol.messages import Failed, Sampled, Slice, Step, StepResult
@@ -35,9 +35,9 @@ class Bench:
     def __init__(self, homes: list[int]) -> None:
         self.now = 0.0
         self.wires = [Wire() for _ in range(max(homes) + 1)]
-        self.results: list[ChainResult] = []
-        self.failures: list[ChainFailure] = []
-        self.chain = Chain(
+        self.results: list[PipelineResult] = []
+        self.failures: list[PipelineFailure] = []
+        self.chain = Pipeline(
             [self.wires[home] for home in homes], self.results.append, self.failures.append, clock=lambda: self.now
         )
 
@@ -61,7 +61,7 @@ def test_a_step_goes_from_stage_to_stage_and_all_answers_come_out() -> None:
     assert bench.wires[1].sent == [(1, 9, step(9))]
     bench.now = 5.0
     bench.chain.receive(results[1], payloads[1])
-    assert bench.results == [ChainResult(step(9), tuple(results), tuple(payloads), (0.0,), 5.0)]
+    assert bench.results == [PipelineResult(step(9), tuple(results), tuple(payloads), (0.0,), 5.0)]
     assert bench.chain.n_in_flight == 0
 
 
@@ -141,17 +141,17 @@ def test_the_oldest_step_is_the_one_a_daemon_has_worked_on_for_longest() -> None
     assert bench.chain.oldest_in_flight(0.0) is None
     bench.chain.submit(step(1))
     bench.chain.submit(step(2))
-    assert bench.chain.oldest_in_flight(3.0) == InFlight(1, 0, 3.0)
+    assert bench.chain.oldest_in_flight(3.0) == StepInFlight(1, 0, 3.0)
     bench.now = 10.0
     bench.chain.receive(StepResult(1, 0))
     # Step 2 was sent at 0 but its daemon was busy until 10.
-    assert bench.chain.oldest_in_flight(12.0) == InFlight(2, 0, 2.0)
+    assert bench.chain.oldest_in_flight(12.0) == StepInFlight(2, 0, 2.0)
     bench.now = 11.0
     bench.chain.receive(StepResult(2, 0))
-    assert bench.chain.oldest_in_flight(30.0) == InFlight(1, 1, 20.0)
+    assert bench.chain.oldest_in_flight(30.0) == StepInFlight(1, 1, 20.0)
     bench.now = 31.0
     bench.chain.receive(StepResult(1, 1))
-    assert bench.chain.oldest_in_flight(32.0) == InFlight(2, 1, 1.0)
+    assert bench.chain.oldest_in_flight(32.0) == StepInFlight(2, 1, 1.0)
 
 
 def test_a_daemon_of_two_stages_is_not_late_while_it_answers_for_the_other() -> None:
@@ -162,13 +162,13 @@ def test_a_daemon_of_two_stages_is_not_late_while_it_answers_for_the_other() -> 
     bench.chain.receive(StepResult(1, 0))
     bench.now = 9.0
     bench.chain.receive(StepResult(2, 0))
-    assert bench.chain.oldest_in_flight(10.0) == InFlight(1, 1, 1.0)
+    assert bench.chain.oldest_in_flight(10.0) == StepInFlight(1, 1, 1.0)
 
 
 def test_a_hop_is_timed_from_the_answer_to_the_step_sent_on() -> None:
     bench = Bench([0, 1])
     times = iter([0.0, 1.0, 1.5, 4.0])
-    chain = Chain(bench.wires, bench.results.append, bench.failures.append, clock=lambda: next(times))
+    chain = Pipeline(bench.wires, bench.results.append, bench.failures.append, clock=lambda: next(times))
     chain.submit(step(1))
     chain.receive(StepResult(1, 0))
     chain.receive(StepResult(1, 1))
@@ -178,7 +178,7 @@ def test_a_hop_is_timed_from_the_answer_to_the_step_sent_on() -> None:
 
 def test_a_chain_has_stages() -> None:
     with pytest.raises(ValueError, match="at least one stage"):
-        Chain([], print, print)
+        Pipeline([], print, print)
 
 
 @pytest.mark.parametrize("dead", [0, 1, 2])
@@ -256,14 +256,14 @@ def test_who_takes_a_result_may_close_the_chain_or_send_the_next_step() -> None:
     bench = Bench([0])
     taken: list[int] = []
 
-    def take(result: ChainResult) -> None:
+    def take(result: PipelineResult) -> None:
         taken.append(result.step.step_id)
         if len(taken) == 1:
             chain.submit(step(3))
         else:
             chain.close()
 
-    chain = Chain(bench.wires, take, bench.failures.append)
+    chain = Pipeline(bench.wires, take, bench.failures.append)
     for i in (1, 2):
         chain.submit(step(i))
     for i in (1, 2, 3):

@@ -8,12 +8,12 @@ from dataclasses import replace
 
 import pytest
 
-from lucevisor.engine.checkpoints import borders
+from lucevisor.engine.checkpoints import find_checkpoints
 from lucevisor.engine.limits import EngineLimits
 from lucevisor.engine.prefix_reuse import common_tokens
 from lucevisor.engine.request import FinishedEvent, GenerationRequest, Usage
 from lucevisor.engine.scheduler import Scheduler, StepPlan
-from lucevisor.engine.sequence import RequestRecord, Wanted
+from lucevisor.engine.sequence import RequestRecord, WantedRows
 from lucevisor.kv.page_pool import PageUse
 from lucevisor.kv.prefix_records import Match, PrefixSettings
 from lucevisor.kv.prefix_tree import Slot
@@ -29,8 +29,8 @@ from lucevisor.protocol.messages import (
     StepResult,
     ZeroState,
 )
-from tests.engine.toy_chain import ToyStage
 from tests.engine.toy_engine import ALL_SPACES, HYBRID, LOST, ToyEngine, events_of, limits, request, told
+from tests.engine.toy_pipeline import ToyStage
 
 FULL = frozenset({Space.FULL})
 ON = PrefixSettings(
@@ -78,26 +78,26 @@ def slices(plans: Sequence[StepPlan], name: str) -> list[tuple[int, int]]:
 def test_a_prompt_is_remembered_at_its_first_and_last_turns_and_its_end() -> None:
     settings = PrefixSettings(min_tokens=64)
     for anywhere in (True, False):
-        found = borders(2000, [300, 700, 900, 1200, 1500], settings, anywhere=anywhere)
+        found = find_checkpoints(2000, [300, 700, 900, 1200, 1500], settings, anywhere=anywhere)
         assert found == {300: "turn", 1200: "turn", 1500: "turn", 2000: "prompt"}
         assert list(found) == sorted(found)
 
 
 def test_the_first_and_the_last_turn_stand_and_others_are_a_page_apart_from_them() -> None:
     settings = PrefixSettings(min_tokens=64)
-    assert borders(510, [450, 470, 500], settings, anywhere=False) == {450: "turn", 500: "turn"}
-    assert borders(510, [40, 436, 500], settings, anywhere=False) == {436: "turn", 500: "turn"}
-    assert borders(500, [300, 500], settings, anywhere=False) == {300: "turn", 500: "prompt"}
+    assert find_checkpoints(510, [450, 470, 500], settings, anywhere=False) == {450: "turn", 500: "turn"}
+    assert find_checkpoints(510, [40, 436, 500], settings, anywhere=False) == {436: "turn", 500: "turn"}
+    assert find_checkpoints(500, [300, 500], settings, anywhere=False) == {300: "turn", 500: "prompt"}
 
 
 def test_without_turns_a_multiple_of_pages_is_remembered_where_a_model_cannot_start_anywhere() -> None:
     settings = PrefixSettings(min_tokens=64, checkpoint_pages=2)
-    assert borders(350, [], settings, anywhere=False) == {256: "pages", 350: "prompt"}
-    assert borders(400, [], settings, anywhere=False) == {384: "pages"}
-    assert borders(256, [], settings, anywhere=False) == {128: "pages", 256: "prompt"}
-    assert borders(400, [], settings, anywhere=True) == {400: "prompt"}
-    assert borders(400, [], replace(settings, checkpoint_pages=0), anywhere=False) == {400: "prompt"}
-    assert borders(63, [50], settings, anywhere=False) == {}
+    assert find_checkpoints(350, [], settings, anywhere=False) == {256: "pages", 350: "prompt"}
+    assert find_checkpoints(400, [], settings, anywhere=False) == {384: "pages"}
+    assert find_checkpoints(256, [], settings, anywhere=False) == {128: "pages", 256: "prompt"}
+    assert find_checkpoints(400, [], settings, anywhere=True) == {400: "prompt"}
+    assert find_checkpoints(400, [], replace(settings, checkpoint_pages=0), anywhere=False) == {400: "prompt"}
+    assert find_checkpoints(63, [50], settings, anywhere=False) == {}
 
 
 @pytest.mark.parametrize("spaces", [HYBRID, FULL])
@@ -255,7 +255,7 @@ def test_rows_that_shall_come_back_are_computed_whatever_is_remembered() -> None
     scheduler = Scheduler(warm())
     run_one(scheduler, request("a", range(128), n=1))
     before = scheduler.reuse.index.slots
-    scheduler.submit(request("rows", range(128), n=1), 0.0, Wanted(hidden=False, rows=64))
+    scheduler.submit(request("rows", range(128), n=1), 0.0, WantedRows(hidden=False, rows=64))
     assert slices(run(scheduler), "rows") == [(0, 64), (64, 128)]
     assert scheduler.reuse.index.slots == before
     assert scheduler.reuse.counts.n_prompts == 1

@@ -16,7 +16,7 @@ from lucevisor.engine.request import (
     Usage,
 )
 from lucevisor.engine.scheduler import NO_STATE, Scheduler, StepPlan, WrongResult
-from lucevisor.engine.sequence import Wanted
+from lucevisor.engine.sequence import WantedRows
 from lucevisor.kv.page_pool import PageUse
 from lucevisor.model.values import Sampling, Space
 from lucevisor.protocol.messages import (
@@ -222,7 +222,7 @@ def test_those_that_waited_longest_go_first() -> None:
 
 def test_rows_that_come_back_have_a_step_of_their_own() -> None:
     scheduler = decoding(limits(), "a")
-    scheduler.submit(request("rows", range(100), n=1), 0.0, Wanted(hidden=True, rows=40))
+    scheduler.submit(request("rows", range(100), n=1), 0.0, WantedRows(hidden=True, rows=40))
     scheduler.submit(request("b"), 0.0)
     found = plans(scheduler)
     assert shape(found[0]) == [("a", 3, 1, True), ("b", 0, 3, True)]

@@ -7,11 +7,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lucevisor.engine.request import RequestState, Timings, Usage
-from lucevisor.engine.sequence import InvalidTransition, RequestRecord, Wanted
+from lucevisor.engine.sequence import InvalidTransition, RequestRecord, WantedRows
 from tests.engine.toy_engine import request
 
 
-def record(n_prompt: int, wanted: Wanted | None = None) -> RequestRecord:
+def record(n_prompt: int, wanted: WantedRows | None = None) -> RequestRecord:
     return RequestRecord(request("r", range(n_prompt)), 0, 4, 10.0, wanted)
 
 
@@ -28,8 +28,8 @@ def test_chunks_end_at_the_same_places_wherever_one_begins(n_prompt: int, chunk:
 
 
 def test_rows_that_come_back_make_chunks_shorter() -> None:
-    assert record(100, Wanted(hidden=True, rows=10)).next_stop(0, 64) == 10
-    assert record(100, Wanted(hidden=True, rows=1000)).next_stop(0, 64) == 64
+    assert record(100, WantedRows(hidden=True, rows=10)).next_stop(0, 64) == 10
+    assert record(100, WantedRows(hidden=True, rows=1000)).next_stop(0, 64) == 64
 
 
 def test_a_change_that_is_not_in_the_table_is_refused() -> None:

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lucevisor.engine.pipeline import ChainResult
+from lucevisor.engine.pipeline import PipelineResult
 from lucevisor.engine.statistics import BoundaryTotals, RateWindow, StageTotals, StepTotals
 from lucevisor.protocol.messages import Slice, Step, StepResult
 
@@ -52,7 +52,7 @@ def test_totals_add_up_by_stage_and_boundary() -> None:
     for step_id in (1, 2):
         results = tuple(StepResult(step_id, stage, compute_s=0.5 + stage, wait_s=0.25) for stage in range(2))
         step = Step(step_id, 0, [], [Slice(0, 0, [1, 2, 3], True)])
-        totals.add(ChainResult(step, results, (memoryview(b""),) * 2, (0.125,), 4.0))
+        totals.add(PipelineResult(step, results, (memoryview(b""),) * 2, (0.125,), 4.0))
     assert (totals.n_steps, totals.n_tokens, totals.seconds) == (2, 6, 8.0)
     assert totals.stages == [StageTotals(2, 1.0, 0.5), StageTotals(2, 3.0, 0.5)]
     assert totals.boundaries == [BoundaryTotals(2, 0.25)]

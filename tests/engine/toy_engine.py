@@ -9,11 +9,11 @@ from dataclasses import replace
 from lucevisor.engine.core import Engine, EngineSettings
 from lucevisor.engine.handle import RequestHandle
 from lucevisor.engine.limits import EngineLimits
-from lucevisor.engine.pipeline import Chain, ChainFailure, ChainResult
+from lucevisor.engine.pipeline import Pipeline, PipelineFailure, PipelineResult
 from lucevisor.engine.request import Event, FinishedEvent, GenerationRequest, RequestError, TokenEvent
 from lucevisor.model.values import Sampling, Space
 from lucevisor.protocol.messages import Pools
-from tests.engine.toy_chain import ToyDaemon, ToyLimits, ToyModel, run_all, toy_daemons
+from tests.engine.toy_pipeline import ToyDaemon, ToyLimits, ToyModel, run_all, toy_daemons
 
 LOST = RequestError("shard_lost", "group left was killed; send the request again")
 HYBRID = frozenset({Space.FULL, Space.RECURRENT})
@@ -48,26 +48,26 @@ class ToyEngine:
         self.model = ToyModel(limits.n_stages, limits.spaces, limits.window_tokens)
         self._alone: dict[str, list[int]] = {}
         self.now = 0.0
-        self.failures: list[ChainFailure] = []
-        self.steps: list[ChainResult] = []
+        self.failures: list[PipelineFailure] = []
+        self.steps: list[PipelineResult] = []
         self.engine = Engine(
             limits,
             EngineSettings(
                 max_queue=max_queue,
                 clock=lambda: self.now,
                 on_step=self.steps.append,
-                on_chain_failed=self.failures.append,
+                on_pipeline_failed=self.failures.append,
             ),
         )
         self.daemons: list[ToyDaemon] = []
         self.links: list[ToyDaemon] = []
-        self.chain: Chain | None = None
+        self.chain: Pipeline | None = None
 
     def attach(self) -> None:
         """Fresh daemons, and a chain over them."""
         told = ToyLimits(self.limits.n_stages, self.limits.max_sequences, self.limits.max_step_tokens)
         self.daemons, self.links = toy_daemons(self.model, self.limits.pools, told, self.homes)
-        self.chain = Chain(self.links, self.engine.on_result, self.engine.on_failed, clock=lambda: self.now)
+        self.chain = Pipeline(self.links, self.engine.on_result, self.engine.on_failed, clock=lambda: self.now)
         self.engine.attach(self.chain)
 
     def lose(self) -> None:

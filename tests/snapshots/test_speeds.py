@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import pytest
 
-from lucevisor.engine.pipeline import ChainResult
+from lucevisor.engine.pipeline import PipelineResult
 from lucevisor.protocol.messages import Slice, Step, StepResult
 from lucevisor.snapshots.policy import Candidate, Occasion, SavePolicy, why_not
 from lucevisor.snapshots.speeds import SpeedMeter
 from lucevisor.snapshots.store import StoreStatistics
 
 
-def result(n_tokens: int, compute_s: list[float], seconds: float) -> ChainResult:
+def result(n_tokens: int, compute_s: list[float], seconds: float) -> PipelineResult:
     step = Step(1, 0, [], [Slice(0, 0, list(range(n_tokens)), sample=True)], want_logits=False, want_hidden=False)
     answers = tuple(
         StepResult(step_id=1, stage=i, sampled=[], compute_s=s, wait_s=0.0) for i, s in enumerate(compute_s)
     )
-    return ChainResult(step, answers, (), (), seconds)
+    return PipelineResult(step, answers, (), (), seconds)
 
 
 def test_guesses_before_anything_was_seen() -> None:
