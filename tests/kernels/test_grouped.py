@@ -1,21 +1,29 @@
-"""Products of many rows with the matrices of their experts beside float64 products, and who reads and writes what."""
+"""Products of many rows with the matrices of their experts beside the exact ones, and who reads and writes what.
+
+A matrix is rounded to the dtype before it is multiplied, so that is what the products are of.
+"""
 
 from __future__ import annotations
+
+from functools import partial
 
 import pytest
 import torch
 from torch import Tensor
+from torch.nn.functional import linear
 
 pytest.importorskip("triton")
 
+from daemons.ops.basic import gated
 from daemons.ops.experts import ANY_PAIRS
 from daemons.ops.moe import ExpertMlp
 from daemons.ops.operations import Reference
 from daemons.ops.quantised import SINGLE_PAIRS, PlaneExperts
 from daemons.ops.routes import Routes
 from daemons.ops.triton.grouped import GroupedShape, grouped, grouped_shape
-from tests.kernels.test_linear import DEVICE, DTYPES, KINDS, SHORT, Matrix, infinity_is_no_warning, near, normal, on_gpu
-from tests.kernels.test_quantised import LIMIT, experts_of, relative
+from tests.kernels.limits import assert_near
+from tests.kernels.test_linear import DEVICE, DTYPES, KINDS, SHORT, Matrix, infinity_is_no_warning, normal, on_gpu
+from tests.kernels.test_quantised import experts_of
 
 __all__ = ["infinity_is_no_warning"]  # a fixture
 
@@ -30,11 +38,16 @@ def check(m: Matrix, pairs: list[int], share: int, dtype: torch.dtype, how: Grou
     """``m``: matrices [X, N, K]."""
     x = normal(len(pairs) // share, m.numbers.shape[-1], dtype=dtype)
     found = grouped(m.kind, m.planes, x, routes_of(pairs, m.numbers.shape[0]), share, how)
-    rounded = m.numbers.to(dtype).double()  # as it is multiplied
-    for expert in set(pairs):
-        of = [p for p, e in enumerate(pairs) if e == expert]
-        near(found[of], x[[p // share for p in of]].double(), rounded[expert].t(), dtype)
+    assert found.dtype == dtype
+    near(found, m.numbers, x[torch.arange(len(pairs)) // share], pairs)
     return found
+
+
+def near(found: Tensor, matrices: Tensor, x: Tensor, pairs: list[int]) -> None:
+    """``found`` [P, N] are the rows x [P, K] times the matrices [X, N, K] of their pairs."""
+    for expert in set(pairs):
+        of, matrix = [p for p, e in enumerate(pairs) if e == expert], matrices[expert].to(x.dtype).float()
+        assert_near(found[of], partial(linear, weight=matrix), x[of])
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -84,8 +97,7 @@ def test_only_the_rows_that_are_routed_are_read_and_all_results_are_written(monk
             patch.setattr(Tensor, "new_empty", filled)
         found = grouped(m.kind, planes, wide[3:13], routes_of(pairs, 4), 1, SMALL)
     assert bool(found.isfinite().all())
-    wanted = torch.stack([m.experts(4).numbers[e] @ wide[3 + p].double() for p, e in enumerate(pairs)])
-    assert relative(found, wanted) < LIMIT[torch.float16] * 2
+    near(found, m.experts(4).numbers, wide[3:13], pairs)
 
 
 def test_pairs_are_sorted_by_expert():
@@ -100,10 +112,15 @@ def test_pairs_are_sorted_by_expert():
 def test_an_mlp_gives_the_same_whichever_way_its_pairs_go(n_rows):
     up, down = experts_of("Q4_0", 3, 64, 256), experts_of("Q8_0", 3, 24, 32)
     mlp = ExpertMlp(up.planes, down.planes, "silu", Reference())
-    plain = ExpertMlp(up.blocks, down.blocks, "silu", Reference())
     x = normal(n_rows, 256)
     chosen = torch.stack((torch.arange(n_rows) % 3, (torch.arange(n_rows) + 1) % 3), dim=1).to(DEVICE)
-    assert relative(mlp.results(x, chosen), plain.one_by_one(x, chosen)) < 1e-5
+    matrices = [experts.blocks.some(chosen.flatten(), torch.float32) for experts in (up, down)]
+
+    def form(x: Tensor) -> Tensor:
+        both = torch.bmm(matrices[0], x.repeat_interleave(2, dim=0).unsqueeze(2))
+        return torch.bmm(matrices[1], gated(both.squeeze(2), "silu").unsqueeze(2)).view(n_rows, 2, -1)
+
+    assert_near(mlp.results(x, chosen), form, x)
     assert PlaneExperts.few_pairs == ANY_PAIRS
 
 
