@@ -32,7 +32,7 @@ from lucevisor.config.values import (
     Ranges,
     RestartLimit,
     Split,
-    Weights,
+    WeightedSplit,
     is_loopback,
 )
 
@@ -59,7 +59,7 @@ __all__ = [
     "RestartLimit",
     "ServerConfig",
     "Split",
-    "Weights",
+    "WeightedSplit",
     "is_loopback",
     "load",
     "not_yet_effective",

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from lucevisor.config.schema import GROUPS, SECTIONS, Config, FieldKey, keys_of
-from lucevisor.config.values import Auto, Notice, Weights, is_loopback
+from lucevisor.config.values import Auto, Notice, WeightedSplit, is_loopback
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +55,7 @@ relies on.
 INERT: tuple[Inert, ...] = (
     Inert(
         ("placement.target_layer_split",),
-        lambda config: len(config.placement.devices) == 1 and isinstance(config.placement.split, Weights),
+        lambda config: len(config.placement.devices) == 1 and isinstance(config.placement.split, WeightedSplit),
         "has no effect: one device holds all layers",
         "remove the key, or add a device to placement.target_devices",
     ),

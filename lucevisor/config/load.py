@@ -16,7 +16,7 @@ from typing import Any
 
 from lucevisor.config.effects import UNIMPLEMENTED, not_yet_effective
 from lucevisor.config.names import FilePath
-from lucevisor.config.resolve import OVERRIDE, Reading, resolve
+from lucevisor.config.resolve import OVERRIDE, PendingConfig, resolve
 from lucevisor.config.schema import GROUPS, SECTIONS, Config, FieldKey, keys_of
 from lucevisor.config.sections import GroupConfig
 from lucevisor.config.strict import Refused, Text, choose, kind_of, nearest, plain
@@ -47,19 +47,19 @@ def from_tree(tree: Mapping[str, object], file: Path, overrides: Sequence[str] =
     """Return the configuration in what tomllib read from `file` (absolute; relative paths start at its folder). Raises
     ConfigError.
     """
-    reading = Reading(file=shown_as or str(file))
-    sections = _overridden(tree, overrides, reading)
+    pending = PendingConfig(file=shown_as or str(file))
+    sections = _overridden(tree, overrides, pending)
     for name in sections:
         if name not in SECTIONS and name != GROUPS:
-            reading.refuse(name, sections[name], "is not a section", _nearest_section(name))
+            pending.refuse(name, sections[name], "is not a section", _nearest_section(name))
     for name, section in SECTIONS.items():
-        _read_section(reading, name, section, sections.get(name, {}), file.parent)
+        _read_section(pending, name, section, sections.get(name, {}), file.parent)
         if name == "model":
-            _read_groups(reading, sections.get(GROUPS, {}), file.parent)
-    resolve(reading)
-    if reading.errors:
-        raise reading.errors[0] if len(reading.errors) == 1 else ConfigErrors(reading.errors)
-    return _build(reading, file)
+            _read_groups(pending, sections.get(GROUPS, {}), file.parent)
+    resolve(pending)
+    if pending.errors:
+        raise pending.errors[0] if len(pending.errors) == 1 else ConfigErrors(pending.errors)
+    return _build(pending, file)
 
 
 def _read_tree(path: Path) -> Mapping[str, object]:
@@ -88,7 +88,7 @@ def _read_tree(path: Path) -> Mapping[str, object]:
         raise wrong(f"is not TOML: {error}", "quote text, and write lists in square brackets") from None
 
 
-def _overridden(tree: Mapping[str, object], overrides: Sequence[str], reading: Reading) -> dict[str, object]:
+def _overridden(tree: Mapping[str, object], overrides: Sequence[str], pending: PendingConfig) -> dict[str, object]:
     """Return a copy of the tables with the overrides in them as Text, and note which keys they are."""
     sections: dict[str, object] = dict(tree)
     if len(overrides) > _MAX_OVERRIDES:
@@ -98,20 +98,20 @@ def _overridden(tree: Mapping[str, object], overrides: Sequence[str], reading: R
         key, equals, text = override.partition("=")
         parts = key.split(".")
         if not equals:
-            reading.errors.append(ConfigError(OVERRIDE, override, "is not KEY=VALUE", "such as --set server.port=8081"))
+            pending.errors.append(ConfigError(OVERRIDE, override, "is not KEY=VALUE", "such as --set server.port=8081"))
         elif parts[0] not in SECTIONS and parts[0] != GROUPS and len(parts) > 1:
             hint = _nearest_section(parts[0])
-            reading.errors.append(
+            pending.errors.append(
                 ConfigError(key, text, f"is not a key: no section is {parts[0]}", hint, file=OVERRIDE)
             )
         elif not _is_key(parts):
-            reading.errors.append(ConfigError(key, text, "is not a key", _nearest_key(key), file=OVERRIDE))
-        elif key in reading.overridden:
-            reading.errors.append(
+            pending.errors.append(ConfigError(key, text, "is not a key", _nearest_key(key), file=OVERRIDE))
+        elif key in pending.overridden:
+            pending.errors.append(
                 ConfigError(key, text, "is set twice", f"give one {OVERRIDE} for each key", file=OVERRIDE)
             )
         else:
-            reading.overridden.add(key)
+            pending.overridden.add(key)
             _put(sections, parts, Text(text))
     return sections
 
@@ -136,80 +136,80 @@ def _put(table: dict[str, object], parts: Sequence[str], value: Text) -> None:
     table[parts[-1]] = value
 
 
-def _read_groups(reading: Reading, groups: object, folder: Path) -> None:
+def _read_groups(pending: PendingConfig, groups: object, folder: Path) -> None:
     if not isinstance(groups, dict):
-        reading.refuse(
+        pending.refuse(
             GROUPS, groups, f"is {kind_of(groups)}, not a table", f"write [{GROUPS}.NAME] and backend = below it"
         )
         return
     if not groups:
-        reading.refuse(
+        pending.refuse(
             GROUPS, NO_VALUE, "is missing", f"add [{GROUPS}.NAME] with backend = cpu, cuda or hip for each interpreter"
         )
     for name, group in groups.items():
         if not GROUP_NAME.fullmatch(name):
             near = "".join(letter for letter in name.lower()[:32] if GROUP_NAME.fullmatch(letter))
             hint = f"nearest: {near}" if near else "such as left"
-            reading.refuse(f"{GROUPS}.{name}", NO_VALUE, "is not a group's name: 1 to 32 of a-z 0-9 _ -", hint)
+            pending.refuse(f"{GROUPS}.{name}", NO_VALUE, "is not a group's name: 1 to 32 of a-z 0-9 _ -", hint)
             continue
-        reading.group_names.append(name)
-        _read_section(reading, f"{GROUPS}.{name}", GroupConfig, group, folder)
+        pending.group_names.append(name)
+        _read_section(pending, f"{GROUPS}.{name}", GroupConfig, group, folder)
 
 
-def _read_section(reading: Reading, name: str, section: type[Any], table: object, folder: Path) -> None:
-    """Read the keys of one section into `reading.values`, defaults included."""
+def _read_section(pending: PendingConfig, name: str, section: type[Any], table: object, folder: Path) -> None:
+    """Read the keys of one section into `pending.values`, defaults included."""
     if not isinstance(table, dict):
-        reading.refuse(name, table, f"is {kind_of(table)}, not a table", f"write [{name}] and its keys below it")
+        pending.refuse(name, table, f"is {kind_of(table)}, not a table", f"write [{name}] and its keys below it")
         return
     keys = keys_of(section)
     for key in table:
         if key not in keys:
             hint = _nearest_in_section(key, name, list(keys))
-            reading.refuse(f"{name}.{key}", table[key], f"is not a key of [{name}]", hint)
+            pending.refuse(f"{name}.{key}", table[key], f"is not a key of [{name}]", hint)
     for key, each in keys.items():
         dotted = f"{name}.{key}"
         if key in table:
-            reading.set_keys.add(dotted)
-            _read_key(reading, dotted, each, table[key], folder)
+            pending.set_keys.add(dotted)
+            _read_key(pending, dotted, each, table[key], folder)
         elif each.required:
-            reading.refuse(
+            pending.refuse(
                 dotted, NO_VALUE, "is missing", f"add {key} = under [{name}]: {plain(each.key.kind.allowed())}"
             )
         else:
-            reading.values[dotted] = each.default
+            pending.values[dotted] = each.default
 
 
-def _read_key(reading: Reading, key: str, each: FieldKey, raw: object, folder: Path) -> None:
+def _read_key(pending: PendingConfig, key: str, each: FieldKey, raw: object, folder: Path) -> None:
     kind = each.key.kind
     try:
         value = kind.read(raw)
         if isinstance(kind, FilePath):
             value = kind.resolve(value, folder)
     except Refused as refused:
-        reading.refuse(key, refused.value if refused.inside else raw, refused.why, refused.hint, inside=refused.inside)
+        pending.refuse(key, refused.value if refused.inside else raw, refused.why, refused.hint, inside=refused.inside)
         return
     missing = UNIMPLEMENTED.get(key)
     if missing is not None and missing.refused and missing.asks(value):
-        reading.refuse(key, raw, f"this version does not have {missing.what} yet", missing.instead)
-    reading.values[key] = value
+        pending.refuse(key, raw, f"this version does not have {missing.what} yet", missing.instead)
+    pending.values[key] = value
 
 
-def _build(reading: Reading, file: Path) -> Config:
+def _build(pending: PendingConfig, file: Path) -> Config:
     """Return the Config of values that were all found right."""
 
     def made(name: str, section: type[Any], /, **more: object) -> Any:
         return section(
-            **more, **{each.field: reading.values[f"{name}.{key}"] for key, each in keys_of(section).items()}
+            **more, **{each.field: pending.values[f"{name}.{key}"] for key, each in keys_of(section).items()}
         )
 
-    groups = {name: made(f"{GROUPS}.{name}", GroupConfig, name=name) for name in reading.group_names}
+    groups = {name: made(f"{GROUPS}.{name}", GroupConfig, name=name) for name in pending.group_names}
     config = Config(
         file=file,
         groups=MappingProxyType(groups),
-        set_keys=frozenset(reading.set_keys),
+        set_keys=frozenset(pending.set_keys),
         **{name: made(name, section) for name, section in SECTIONS.items()},
     )
-    return dataclasses.replace(config, notices=(*reading.notices, *not_yet_effective(config)))
+    return dataclasses.replace(config, notices=(*pending.notices, *not_yet_effective(config)))
 
 
 def _all_keys() -> list[str]:

@@ -14,7 +14,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import ClassVar
 
-from lucevisor.config.strict import Kind, Line, Refused, kind_of
+from lucevisor.config.strict import Line, Refused, ValueType, kind_of
 from lucevisor.config.values import HUB_PREFIX, hub_file
 from lucevisor.errors import show
 
@@ -60,7 +60,7 @@ class FilePath(Line):
 
 
 @dataclass(frozen=True, slots=True)
-class VisibleDevice(Kind[str]):
+class VisibleDevice(ValueType[str]):
     """A device as `CUDA_VISIBLE_DEVICES` names it: a number or a UUID."""
 
     wants: ClassVar[str] = "a number or UUID"
@@ -128,7 +128,7 @@ class Origin(Line):
 
 
 @dataclass(frozen=True, slots=True)
-class Environment(Kind[Mapping[str, str]]):
+class Environment(ValueType[Mapping[str, str]]):
     """A table of environment variables."""
 
     wants: ClassVar[str] = "a table"

@@ -1,8 +1,8 @@
 """Checks that need more than one key: devices against groups, the split against the devices, the endpoint against its
 keys.
 
-Knows nothing of TOML, and of the machine only the file of API keys. Invariant: it adds to `Reading.errors` and never
-raises. A value that could not be read is not in `Reading.values`, so nothing is said of it a second time.
+Knows nothing of TOML, and of the machine only the file of API keys. Invariant: it adds to `PendingConfig.errors` and
+never raises. A value that could not be read is missing from `PendingConfig.values`, so it is reported only once.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 from lucevisor.config.schema import GROUPS
 from lucevisor.config.sections import visible_devices_variable
 from lucevisor.config.strict import Refused, choose
-from lucevisor.config.values import BACKENDS, DeviceRef, LayerSplit, Notice, Ranges, Split, Weights, is_loopback
+from lucevisor.config.values import BACKENDS, DeviceRef, LayerSplit, Notice, Ranges, Split, WeightedSplit, is_loopback
 from lucevisor.errors import NO_VALUE, ConfigError
 
 OVERRIDE = "--set"
@@ -26,7 +26,7 @@ _KEYS_FILE_HINT = "name a readable text file with one key a line"
 
 
 @dataclass(slots=True)
-class Reading:
+class PendingConfig:
     """A configuration on its way: values by dotted key, what the user set and how, and what was found wrong or odd."""
 
     file: str
@@ -47,13 +47,13 @@ class Reading:
         return self.values.get(f"{GROUPS}.{name}.{key}")
 
 
-def resolve(reading: Reading) -> None:
+def resolve(pending: PendingConfig) -> None:
     """Check the values against each other and put resolved devices in the place of the written ones."""
-    _check_groups(reading)
-    _check_split(reading)
-    _resolve_devices(reading)
-    _resolve_draft(reading)
-    _check_server(reading)
+    _check_groups(pending)
+    _check_split(pending)
+    _resolve_devices(pending)
+    _resolve_draft(pending)
+    _check_server(pending)
 
 
 def read_api_keys(path: Path) -> tuple[str, ...]:
@@ -99,70 +99,70 @@ def _text_lines(path: Path) -> list[str]:
     return content.decode("utf-8").splitlines()
 
 
-def _check_groups(reading: Reading) -> None:
-    for name in reading.group_names:
-        backend = reading.group(name, "backend")
+def _check_groups(pending: PendingConfig) -> None:
+    for name in pending.group_names:
+        backend = pending.group(name, "backend")
         if backend is not None and name in BACKENDS and name != backend:
             why = f"is not the backend that the group's name says: {name}:0 would be read as a {name} device"
-            reading.refuse(f"{GROUPS}.{name}.backend", backend, why, f"nearest: {name}, or give the group another name")
+            pending.refuse(f"{GROUPS}.{name}.backend", backend, why, f"nearest: {name}, or give the group another name")
         variable = visible_devices_variable(backend) if backend is not None else ""
-        if reading.group(name, "visible_devices") and variable in (reading.group(name, "env") or {}):
+        if pending.group(name, "visible_devices") and variable in (pending.group(name, "env") or {}):
             why = f"says the same as {GROUPS}.{name}.env.{variable}"
-            reading.refuse(
+            pending.refuse(
                 f"{GROUPS}.{name}.visible_devices",
-                list(reading.group(name, "visible_devices")),
+                list(pending.group(name, "visible_devices")),
                 why,
                 "keep one of the two",
             )
 
 
-def _check_split(reading: Reading) -> None:
-    devices: Sequence[DeviceRef] | None = reading.values.get("placement.target_devices")
-    split: Split | None = reading.values.get("placement.target_layer_split")
-    if devices is None or not isinstance(split, Weights | Ranges) or len(split.values) == len(devices):
+def _check_split(pending: PendingConfig) -> None:
+    devices: Sequence[DeviceRef] | None = pending.values.get("placement.target_devices")
+    split: Split | None = pending.values.get("placement.target_layer_split")
+    if devices is None or not isinstance(split, WeightedSplit | Ranges) or len(split.values) == len(devices):
         return
-    what = "weights" if isinstance(split, Weights) else "ranges"
+    what = "weights" if isinstance(split, WeightedSplit) else "ranges"
     names = ", ".join(map(str, devices))
     why = f"has {len(split.values)} {what} for {len(devices)} devices"
     key = "placement.target_layer_split"
-    reading.refuse(key, LayerSplit().write(split), why, f'write one for each of {names}, or "auto"')
+    pending.refuse(key, LayerSplit().write(split), why, f'write one for each of {names}, or "auto"')
 
 
-def _resolve_devices(reading: Reading) -> None:
+def _resolve_devices(pending: PendingConfig) -> None:
     key = "placement.target_devices"
-    written: Sequence[DeviceRef] | None = reading.values.get(key)
+    written: Sequence[DeviceRef] | None = pending.values.get(key)
     if written is None:
         return
-    n_errors = len(reading.errors)
+    n_errors = len(pending.errors)
     resolved: list[DeviceRef] = []
     for index, device in enumerate(written):
-        found = _resolve_one(reading, key, device, f"[{index}]")
+        found = _resolve_one(pending, key, device, f"[{index}]")
         if found is not None and found in resolved:
             others = {(found.group, other) for other in range(len(written) + 1)}
             free = min(others - {(device.group, device.index) for device in resolved})
             why, hint = "is the same device as an earlier one", f"nearest: {free[0]}:{free[1]}, if there is one"
-            reading.refuse(key, str(device), why, hint, inside=f"[{index}]")
+            pending.refuse(key, str(device), why, hint, inside=f"[{index}]")
         elif found is not None:
             resolved.append(found)
-    if len(reading.errors) == n_errors:
-        reading.values[key] = tuple(resolved)
-        _check_every_group_has_a_device(reading, resolved)
+    if len(pending.errors) == n_errors:
+        pending.values[key] = tuple(resolved)
+        _check_every_group_has_a_device(pending, resolved)
 
 
-def _resolve_one(reading: Reading, key: str, device: DeviceRef, inside: str) -> DeviceRef | None:
+def _resolve_one(pending: PendingConfig, key: str, device: DeviceRef, inside: str) -> DeviceRef | None:
     """Return the resolved device, or None after adding the error."""
-    backends = {name: reading.group(name, "backend") for name in reading.group_names}
+    backends = {name: pending.group(name, "backend") for name in pending.group_names}
     if device.group not in backends and None in backends.values():
         return None  # a group's backend is wrong itself; it may be the one that is meant here
     try:
         found = _resolve_device(device, backends)
     except Refused as refused:
-        reading.refuse(key, str(device), refused.why, refused.hint, inside=inside)
+        pending.refuse(key, str(device), refused.why, refused.hint, inside=inside)
         return None
-    visible = reading.group(found.group, "visible_devices")
+    visible = pending.group(found.group, "visible_devices")
     if visible and backends[found.group] != "cpu" and found.index >= len(visible):
         why = f"is out of range: {GROUPS}.{found.group}.visible_devices lists {len(visible)}"
-        reading.refuse(key, str(device), why, f"nearest: {found.group}:{len(visible) - 1}", inside=inside)
+        pending.refuse(key, str(device), why, f"nearest: {found.group}:{len(visible) - 1}", inside=inside)
         return None
     return found
 
@@ -188,15 +188,15 @@ def _resolve_device(device: DeviceRef, groups: Mapping[str, str | None]) -> Devi
     raise Refused(what, choose(str(device), candidates, "devices of the groups"))
 
 
-def _check_every_group_has_a_device(reading: Reading, devices: Sequence[DeviceRef]) -> None:
+def _check_every_group_has_a_device(pending: PendingConfig, devices: Sequence[DeviceRef]) -> None:
     used = {device.group for device in devices}
-    drafter: DeviceRef | None = reading.values.get("draft.device")
-    if drafter is not None and reading.values.get("draft.kind") == "dflash":
+    drafter: DeviceRef | None = pending.values.get("draft.device")
+    if drafter is not None and pending.values.get("draft.kind") == "dflash":
         used.add(drafter.group)
-    for name in reading.group_names:
+    for name in pending.group_names:
         if name not in used:
             why = "has no device in placement.target_devices: its daemon would be started for nothing"
-            reading.refuse(
+            pending.refuse(
                 f"{GROUPS}.{name}",
                 NO_VALUE,
                 why,
@@ -204,30 +204,30 @@ def _check_every_group_has_a_device(reading: Reading, devices: Sequence[DeviceRe
             )
 
 
-def _resolve_draft(reading: Reading) -> None:
-    device: DeviceRef | None = reading.values.get("draft.device")
+def _resolve_draft(pending: PendingConfig) -> None:
+    device: DeviceRef | None = pending.values.get("draft.device")
     if device is not None:
-        found = _resolve_one(reading, "draft.device", device, "")
-        reading.values["draft.device"] = found
-    if reading.values.get("draft.kind") == "dflash" and reading.values.get("draft.path") == "":
-        reading.refuse("draft.path", "", "is empty, and draft.kind = dflash needs a drafter", "name the drafter's file")
+        found = _resolve_one(pending, "draft.device", device, "")
+        pending.values["draft.device"] = found
+    if pending.values.get("draft.kind") == "dflash" and pending.values.get("draft.path") == "":
+        pending.refuse("draft.path", "", "is empty, and draft.kind = dflash needs a drafter", "name the drafter's file")
 
 
-def _check_server(reading: Reading) -> None:
-    host, file, is_open = (reading.values.get(f"server.{key}") for key in ("host", "api_keys_file", "allow_open"))
+def _check_server(pending: PendingConfig) -> None:
+    host, file, is_open = (pending.values.get(f"server.{key}") for key in ("host", "api_keys_file", "allow_open"))
     if file:
         try:
             read_api_keys(Path(file))
             if Path(file).stat().st_mode & stat.S_IROTH:
                 why, hint = "can be read by every user of this machine", f"chmod 600 {file}"
-                reading.notices.append(Notice(key="server.api_keys_file", value=file, why=why, hint=hint))
+                pending.notices.append(Notice(key="server.api_keys_file", value=file, why=why, hint=hint))
         except ConfigError as error:
-            reading.refuse(error.key, error.value, error.why, error.hint)
+            pending.refuse(error.key, error.value, error.why, error.hint)
         except OSError as error:
-            reading.refuse(
+            pending.refuse(
                 "server.api_keys_file", file, f"cannot be read: {error.strerror}", "name a readable text file"
             )
     if host is not None and file == "" and is_open is False and not is_loopback(host):
         why = "can be reached from other machines, and no key would be asked for"
         hint = "set server.api_keys_file, or server.allow_open = true to serve everybody; nearest: 127.0.0.1"
-        reading.refuse("server.host", host, why, hint)
+        pending.refuse("server.host", host, why, hint)

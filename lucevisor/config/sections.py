@@ -14,12 +14,12 @@ from types import MappingProxyType
 from typing import Annotated, Any, Literal
 
 from lucevisor.config.names import Environment, FilePath, Host, Origin, VisibleDevice
-from lucevisor.config.strict import AUTO, Choice, Flag, Kind, Line, OrAuto, Real, Several, Size, Whole
+from lucevisor.config.strict import AUTO, Choice, Flag, Line, OrAuto, Real, Several, Size, ValueType, Whole
 from lucevisor.config.values import (
     BACKENDS,
     HUB_PREFIX,
     Auto,
-    Device,
+    DeviceName,
     DeviceRef,
     HubFile,
     LayerSplit,
@@ -47,7 +47,7 @@ _VISIBLE_DEVICES = {"cuda": "CUDA_VISIBLE_DEVICES", "hip": "HIP_VISIBLE_DEVICES"
 class Key:
     """What the file and the documentation say about one field."""
 
-    kind: Kind[Any]
+    kind: ValueType[Any]
     text: str
     unit: str = ""
     name: str = ""
@@ -138,7 +138,7 @@ class PlacementConfig:
     devices: Annotated[
         tuple[DeviceRef, ...],
         Key(
-            Several(Device(), at_least=1, distinct=False),  # twice the same is found when groups are known
+            Several(DeviceName(), at_least=1, distinct=False),  # twice the same is found when groups are known
             "Devices in layer order; each holds one contiguous range of layers. On a cpu group every index is the "
             "same memory, so `left:0` and `left:1` are two shards of one process.",
             name="target_devices",

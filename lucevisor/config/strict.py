@@ -94,7 +94,7 @@ def kind_of(value: object) -> str:
     return names.get(type(value), f"a {type(value).__name__}")
 
 
-class Kind(ABC, Generic[T]):
+class ValueType(ABC, Generic[T]):
     """The type of one key: reads it, writes it back, and describes itself for the documentation."""
 
     wants: ClassVar[str]
@@ -125,7 +125,7 @@ class Kind(ABC, Generic[T]):
 
 
 @dataclass(frozen=True, slots=True)
-class Flag(Kind[bool]):
+class Flag(ValueType[bool]):
     """true or false."""
 
     wants: ClassVar[str] = "true or false"
@@ -145,7 +145,7 @@ class Flag(Kind[bool]):
 
 
 @dataclass(frozen=True, slots=True)
-class Whole(Kind[int]):
+class Whole(ValueType[int]):
     """An integer in `[low, high]`."""
 
     low: int
@@ -171,7 +171,7 @@ class Whole(Kind[int]):
 
 
 @dataclass(frozen=True, slots=True)
-class Real(Kind[float]):
+class Real(ValueType[float]):
     """A finite number in `[low, high]`, or above `low` when `open_low`. TOML integers are taken."""
 
     low: float
@@ -206,7 +206,7 @@ class Real(Kind[float]):
 
 
 @dataclass(frozen=True, slots=True)
-class Choice(Kind[Any]):
+class Choice(ValueType[Any]):
     """One of a few words; the field's Literal type lists the same ones."""
 
     words: tuple[str, ...]
@@ -227,10 +227,10 @@ class Choice(Kind[Any]):
 
 
 @dataclass(frozen=True, slots=True)
-class OrAuto(Kind[Any]):
+class OrAuto(ValueType[Any]):
     """What another kind takes, or the word `auto`."""
 
-    kind: Kind[Any]
+    kind: ValueType[Any]
 
     wants: ClassVar[str] = "a value or auto"
 
@@ -257,7 +257,7 @@ class OrAuto(Kind[Any]):
 
 
 @dataclass(frozen=True, slots=True)
-class Size(Kind[int]):
+class Size(ValueType[int]):
     """Bytes: an integer, or text of an integer and KiB, MiB or GiB without a blank between."""
 
     low: int = 0
@@ -296,7 +296,7 @@ def _nearest_size(text: str) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Line(Kind[str]):
+class Line(ValueType[str]):
     """One line of text without control characters or blanks at its ends."""
 
     may_be_empty: bool = True
@@ -321,10 +321,10 @@ class Line(Kind[str]):
 
 
 @dataclass(frozen=True, slots=True)
-class Several(Kind[tuple[Any, ...]]):
+class Several(ValueType[tuple[Any, ...]]):
     """A list of values of one kind; as text, separated by commas (`[]` is the empty list)."""
 
-    item: Kind[Any]
+    item: ValueType[Any]
     at_least: int = 0
     distinct: bool = True
     wants: ClassVar[str] = "a list"

@@ -14,9 +14,9 @@ from typing import ClassVar, Final
 
 from lucevisor.config.strict import (
     AUTO,
-    Kind,
     Refused,
     Text,
+    ValueType,
     check_length,
     choose,
     decimal_of,
@@ -61,7 +61,7 @@ class DeviceRef:
 
 
 @dataclass(frozen=True, slots=True)
-class Weights:
+class WeightedSplit:
     """Share of the layers for each device: finite, above 0, with a finite sum."""
 
     values: tuple[float, ...]
@@ -79,7 +79,7 @@ class Auto:
     """The planner chooses the layer ranges."""
 
 
-Split = Weights | Ranges | Auto
+Split = WeightedSplit | Ranges | Auto
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,7 +128,7 @@ def is_loopback(host: str) -> bool:
 
 
 @dataclass(frozen=True, slots=True)
-class Device(Kind[DeviceRef]):
+class DeviceName(ValueType[DeviceRef]):
     """`NAME:INDEX`; the name is resolved to a group later."""
 
     wants: ClassVar[str] = "GROUP:INDEX"
@@ -159,16 +159,16 @@ class Device(Kind[DeviceRef]):
 
 
 @dataclass(frozen=True, slots=True)
-class MaybeDevice(Kind[DeviceRef | None]):
+class MaybeDevice(ValueType[DeviceRef | None]):
     """A device, or empty text for none."""
 
     wants: ClassVar[str] = "GROUP:INDEX"
 
     def from_toml(self, value: object) -> DeviceRef | None:
-        return None if value == "" else Device().from_toml(value)
+        return None if value == "" else DeviceName().from_toml(value)
 
     def from_text(self, text: str) -> DeviceRef | None:
-        return None if text == "" else Device().from_text(text)
+        return None if text == "" else DeviceName().from_text(text)
 
     def write(self, value: DeviceRef | None) -> object:
         return "" if value is None else str(value)
@@ -178,7 +178,7 @@ class MaybeDevice(Kind[DeviceRef | None]):
 
 
 @dataclass(frozen=True, slots=True)
-class LayerSplit(Kind[Split]):
+class LayerSplit(ValueType[Split]):
     """`auto`, weights, or half-open layer ranges `START-STOP`."""
 
     wants: ClassVar[str] = "auto, weights or layer ranges"
@@ -211,7 +211,7 @@ class LayerSplit(Kind[Split]):
         match value:
             case Auto():
                 return AUTO
-            case Weights(values=weights):
+            case WeightedSplit(values=weights):
                 return list(weights)
             case Ranges(values=ranges):
                 return [f"{start}-{stop}" for start, stop in ranges]
@@ -234,7 +234,7 @@ def _number(item: object, index: int) -> float:
         return float("inf")
 
 
-def _weights(values: Sequence[float]) -> Weights:
+def _weights(values: Sequence[float]) -> WeightedSplit:
     for index, weight in enumerate(values):
         if not 0 < weight < float("inf"):  # false for nan too
             raise Refused(
@@ -242,7 +242,7 @@ def _weights(values: Sequence[float]) -> Weights:
             )
     if sum(values) == float("inf"):
         raise Refused("has a sum that is not finite", "write smaller weights", value=list(values))
-    return Weights(tuple(values))
+    return WeightedSplit(tuple(values))
 
 
 def _ranges(parts: Sequence[str]) -> Ranges:
@@ -271,7 +271,7 @@ def _ranges(parts: Sequence[str]) -> Ranges:
 
 
 @dataclass(frozen=True, slots=True)
-class Restarts(Kind[RestartLimit]):
+class Restarts(ValueType[RestartLimit]):
     """`COUNT/SECONDSs`."""
 
     wants: ClassVar[str] = "COUNT/SECONDSs"

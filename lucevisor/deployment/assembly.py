@@ -24,7 +24,7 @@ from lucevisor.protocol.messages import RESET_BASE, Failed, Reset, StepResult
 log = structlog.get_logger("assembly")
 
 
-class Assembly:
+class PipelineAssembly:
     """``stage_groups[s]`` is the group that runs stage s."""
 
     def __init__(self, engine: Engine, stage_groups: Sequence[str], on_change: Callable[[], None]) -> None:

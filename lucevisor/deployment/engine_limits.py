@@ -11,7 +11,7 @@ from lucevisor.placement.result import Placement
 
 
 def engine_limits(cache: CacheConfig, spec: ModelSpec, placement: Placement) -> EngineLimits:
-    """Limits of the engine that runs ``placement``."""
+    """SupervisionLimits of the engine that runs ``placement``."""
     return EngineLimits(
         n_stages=len(placement.stages),
         max_sequences=placement.max_sequences,

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from lucevisor.supervision.policy import Limits
+from lucevisor.supervision.policy import SupervisionLimits
 from lucevisor.supervision.states import State
 
 LEAST_S = 1.0
@@ -18,7 +18,7 @@ LEAST_S = 1.0
 class Readiness:
     """Times of the starts of groups."""
 
-    def __init__(self, limits: Limits) -> None:
+    def __init__(self, limits: SupervisionLimits) -> None:
         self._limits = limits
         self._states: dict[str, tuple[State, float]] = {}  # as it is, since
         self._started_at: dict[str, float] = {}

@@ -21,7 +21,7 @@ import structlog
 
 from lucevisor import awake
 from lucevisor.config import Config
-from lucevisor.deployment.assembly import Assembly
+from lucevisor.deployment.assembly import PipelineAssembly
 from lucevisor.deployment.engine_limits import engine_limits
 from lucevisor.deployment.readiness import Readiness
 from lucevisor.deployment.speeds import cache_directory, speeds_for
@@ -42,7 +42,7 @@ from lucevisor.protocol.messages import DeviceInfo, Heartbeat, Hello, Loaded, Pr
 from lucevisor.snapshots.manager import Snapshots, open_snapshots
 from lucevisor.supervision.callbacks import Callbacks, LoadOrder
 from lucevisor.supervision.group import GroupSupervisor
-from lucevisor.supervision.policy import Limits
+from lucevisor.supervision.policy import SupervisionLimits
 from lucevisor.supervision.staging import stage_packages
 from lucevisor.supervision.states import State
 
@@ -87,7 +87,7 @@ class Service:
         run_dir: Path,
         observer: Observer,
         on_engine: Callable[[Engine], None] = lambda _: None,
-        limits: Limits | None = None,
+        limits: SupervisionLimits | None = None,
     ) -> None:
         self.config, self.model = config, model
         self.placement: Placement | None = None
@@ -95,7 +95,7 @@ class Service:
         self.arenas: dict[int, Arena] = {}
         self.started_at = time.monotonic()
         self._observer, self._on_engine = observer, on_engine
-        self._assembly: Assembly | None = None
+        self._assembly: PipelineAssembly | None = None
         assert model.spec.files is not None
         self._weights = ModelWeights(model.spec.files, cache_directory())
         self.snapshots: Snapshots | None = None
@@ -118,7 +118,7 @@ class Service:
         except OSError as error:
             raise unusable(run_dir, error) from error
         limit = config.recovery.restart_limit
-        self._limits = replace(limits or Limits(), n_restarts=limit.count, window_s=float(limit.seconds))
+        self._limits = replace(limits or SupervisionLimits(), n_restarts=limit.count, window_s=float(limit.seconds))
         self._readiness = Readiness(self._limits)
         callbacks = Callbacks(
             make_load=self._make_load,
@@ -295,7 +295,7 @@ class Service:
             max_queue=self.config.server.max_queue, on_pipeline_failed=self._on_pipeline_failed, on_step=self._on_step
         )
         self.engine = Engine(limits, settings)
-        self._assembly = Assembly(self.engine, [s.group for s in result.stages], self._notify)
+        self._assembly = PipelineAssembly(self.engine, [s.group for s in result.stages], self._notify)
         if self.config.cache.dir and self.config.cache.prefix_slots:
             self._opening = asyncio.create_task(self._open_snapshots(self.engine, result), name="open snapshots")
         self._on_engine(self.engine)

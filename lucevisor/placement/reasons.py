@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from lucevisor.config import Auto, Config, Weights
+from lucevisor.config import Auto, Config, WeightedSplit
 from lucevisor.model.values import PAGE_TOKENS, Space
 from lucevisor.placement.amounts import seconds, size
 from lucevisor.placement.auto import Automatic
@@ -70,7 +70,7 @@ def _kept_smaller(facts: Facts) -> Iterator[str]:
 
 def _layers(facts: Facts) -> str:
     split = facts.config.placement.split
-    if isinstance(split, Weights):
+    if isinstance(split, WeightedSplit):
         weights, n = facts.config.placement.split_text(), facts.case.spec.n_layers
         return f"layers: {n} shared out by the weights {weights}, sums rounded"
     if not isinstance(split, Auto):

@@ -26,7 +26,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from lucevisor.supervision.environment import Handles, Launch
-from lucevisor.supervision.events import Blow
+from lucevisor.supervision.events import ProcessSignal
 from lucevisor.supervision.output import Lines
 from lucevisor.supervision.post_mortem import cause, explain_kill, oom_kills
 
@@ -43,9 +43,9 @@ _CHILD_FILES = 4096
 """A daemon's limit of open files, where the hard limit allows it.  The supervisor's own is higher, for connections."""
 _CRASHES = frozenset({signal.SIGABRT, signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL})
 _SIGNALS = {
-    Blow.STACKS: (signal.SIGUSR1, signal.SIGCONT),  # a stopped process handles no signal until it is continued
-    Blow.TERMINATE: (signal.SIGTERM,),
-    Blow.KILL: (signal.SIGKILL,),
+    ProcessSignal.STACKS: (signal.SIGUSR1, signal.SIGCONT),  # a stopped process handles no signal until it is continued
+    ProcessSignal.TERMINATE: (signal.SIGTERM,),
+    ProcessSignal.KILL: (signal.SIGKILL,),
 }
 
 
@@ -107,12 +107,12 @@ class Child:
         """Whether the process is reaped."""
         return self._pidfd < 0
 
-    def send(self, blow: Blow) -> None:
+    def send(self, to_send: ProcessSignal) -> None:
         """Signal the process; one that has ended but is not reaped takes it silently. Then: ProcessLookupError."""
         if self.ended:
             raise ProcessLookupError(f"process {self.pid} has ended")
-        self._killed |= blow is Blow.KILL
-        for number in _SIGNALS[blow]:
+        self._killed |= to_send is ProcessSignal.KILL
+        for number in _SIGNALS[to_send]:
             signal.pidfd_send_signal(self._pidfd, number)
 
     def _read(self, stream: str) -> int:

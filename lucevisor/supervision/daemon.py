@@ -95,11 +95,11 @@ class Daemon:
         with contextlib.suppress(WireError):
             self.link.send(Shutdown(reason))
 
-    def signal(self, blow: ev.Blow) -> None:
+    def signal(self, signal: ev.ProcessSignal) -> None:
         """Send a signal; a process that is reaped needs none, and its exit is about to be told."""
-        self._log.info("signal", to=blow.value)
+        self._log.info("signal", to=signal.value)
         with contextlib.suppress(ProcessLookupError):
-            self.child.send(blow)
+            self.child.send(signal)
 
     def announce_ready(self) -> None:
         """Hand the link to the owner; from now on it gets the frames."""
@@ -190,7 +190,7 @@ class Daemon:
         self._tell(ev.Failure(self.number, reason, failed.configuration, exiting=failed.fatal))
 
     def _on_link_closed(self, error: WireError) -> None:
-        self._tell(ev.LinkClosed(self.number, str(error)))
+        self._tell(ev.LinkLost(self.number, str(error)))
         self._finish_when_read()
 
     def _on_pulse_frame(self, frame: Frame) -> None:
@@ -218,5 +218,5 @@ class Daemon:
     def _on_pulse_closed(self, error: WireError) -> None:
         """Without a pulse a daemon is of no use; but one that ends closes both, and its link says why."""
         self._finish_when_read()
-        closed = ev.LinkClosed(self.number, f"pulse: {error}")
+        closed = ev.LinkLost(self.number, f"pulse: {error}")
         asyncio.get_running_loop().call_later(LAST_FRAMES_S, self._tell, closed)

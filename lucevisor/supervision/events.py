@@ -25,11 +25,11 @@ class Timer(StrEnum):
     LOAD = "load"  # no load progress
     PULSE = "pulse"  # no heartbeat
     DRAIN = "drain"
-    RUNG = "rung"  # the present rung of the stop ladder
+    ESCALATION = "escalation"  # the present step of stopping a child
     BACKOFF = "backoff"
 
 
-class Blow(StrEnum):
+class ProcessSignal(StrEnum):
     """Signals by what they are for."""
 
     STACKS = "stacks"  # write every thread's stack to stderr
@@ -114,7 +114,7 @@ class Beat:
 
 
 @dataclass(frozen=True, slots=True)
-class LinkClosed:
+class LinkLost:
     """The link can carry no more frames: end of file, reset, or bytes that are no frame."""
 
     child: int
@@ -182,7 +182,7 @@ Event = (
     | Progressed
     | LoadedReceived
     | Beat
-    | LinkClosed
+    | LinkLost
     | Overdue
     | Failure
     | Exited
@@ -212,7 +212,7 @@ class SendShutdown:
 @dataclass(frozen=True, slots=True)
 class SendSignal:
     child: int
-    blow: Blow
+    signal: ProcessSignal
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,8 +29,8 @@ from lucevisor.supervision.child import Child, SpawnError, find_python, spawn
 from lucevisor.supervision.daemon import Daemon
 from lucevisor.supervision.environment import launch
 from lucevisor.supervision.machine import Machine
-from lucevisor.supervision.policy import Limits
-from lucevisor.supervision.staging import Staging
+from lucevisor.supervision.policy import SupervisionLimits
+from lucevisor.supervision.staging import StagedPackages
 from lucevisor.supervision.states import State
 
 _log = structlog.get_logger("lucevisor.supervision")
@@ -54,15 +54,15 @@ class GroupSupervisor:
         self,
         config: GroupConfig,
         threads: int,
-        staging: Staging,
+        staging: StagedPackages,
         callbacks: Callbacks,
         *,
         devices: Sequence[int] = (0,),
-        limits: Limits | None = None,
+        limits: SupervisionLimits | None = None,
     ) -> None:
         self.config = config
         self.name = config.name
-        self.limits = limits or Limits()
+        self.limits = limits or SupervisionLimits()
         self._threads = threads
         self._staging = staging
         self._callbacks = callbacks
@@ -232,8 +232,8 @@ class GroupSupervisor:
                 self._present.send_load()
             case ev.SendShutdown(_, reason):
                 self._present.send_shutdown(reason)
-            case ev.SendSignal(_, blow):
-                self._present.signal(blow)
+            case ev.SendSignal(_, signal):
+                self._present.signal(signal)
             case ev.Refuse(reason):
                 self._refused = reason
 

@@ -1,6 +1,6 @@
 """The supervision state machine of one backend group: events in, instructions out.
 
-Knows no processes, sockets, clocks or chance: `now` and random numbers are arguments. Invariants: at most one child
+Knows no processes, sockets, clocks or randomness: `now` and random numbers are arguments. Invariants: at most one child
 exists at a time; no instruction names a child that has exited; READY is entered only after hello and loaded of the same
 child; every stop ends in STOPPED once the exit is told, or in FAILED with `quarantined` set when the process does not
 even end on SIGKILL; then no second child is started until the exit of the first is told.
@@ -13,19 +13,19 @@ from collections.abc import Callable
 from enum import Enum, auto
 
 from lucevisor.supervision import events as ev
-from lucevisor.supervision.events import Blow, Timer
-from lucevisor.supervision.policy import Limits, RestartPolicy
+from lucevisor.supervision.events import ProcessSignal, Timer
+from lucevisor.supervision.policy import RestartPolicy, SupervisionLimits
 from lucevisor.supervision.states import TRANSITIONS, State
 from lucevisor.supervision.timers import Timers
 
-N_LOGGED = 64  # events kept for the story of an InvalidTransition
+N_LOGGED = 64  # events kept for the message of an InvalidGroupTransition
 
 _IDLE = (State.STOPPED, State.BACKOFF, State.FAILED)
 _WATCHED = (State.LOADING, State.READY, State.DRAINING)
 
 
-class InvalidTransition(Exception):
-    """A move that the table does not list: a fault of this program, told with its story."""
+class InvalidGroupTransition(Exception):
+    """A move that the table does not list: a bug in this program. Its message ends with the last events."""
 
 
 class _Then(Enum):
@@ -36,7 +36,7 @@ class _Then(Enum):
     START = auto()
 
 
-class _Rung(Enum):
+class _Escalation(Enum):
     """Where the stop ladder stands."""
 
     MESSAGE = auto()  # a shutdown message was sent
@@ -49,10 +49,10 @@ class _Rung(Enum):
 class Machine:
     """One group. `restarts` counts starts after the first, by failure or request; `pid` is 0 without a process."""
 
-    def __init__(self, name: str, limits: Limits, chance: Callable[[], float]) -> None:
+    def __init__(self, name: str, limits: SupervisionLimits, rng: Callable[[], float]) -> None:
         self.name = name
         self.limits = limits
-        self.policy = RestartPolicy(limits, chance)
+        self.policy = RestartPolicy(limits, rng)
         self.state = State.STOPPED
         self.reason = ""
         self.failure = ""  # why the last process ended, until a new one is READY or somebody asked for something else
@@ -68,7 +68,7 @@ class Machine:
         self._then = _Then.RETRY
         self._fault = ""
         self._configuration = False
-        self._rung = _Rung.GRACE
+        self._level = _Escalation.GRACE
         self._kill_by: float | None = None
         self._timers = Timers()
         self._log: deque[str] = deque(maxlen=N_LOGGED)
@@ -79,7 +79,7 @@ class Machine:
         """Take one event at `now` (seconds of a monotonic clock that stands still while this process is stopped) and
         return what to do, in order.
 
-        News of a child that is gone, and timers that are not running, are ignored. Raises InvalidTransition on a
+        News of a child that is gone, and timers that are not running, are ignored. Raises InvalidGroupTransition on a
         fault of the machine.
         """
         self._now = now
@@ -89,11 +89,6 @@ class Machine:
         if child == self.child:
             self._take(event)
         return self._out
-
-    @property
-    def story(self) -> tuple[str, ...]:
-        """The last events: time, state before, event."""
-        return tuple(self._log)
 
     def _take(self, event: ev.Event) -> None:
         match event:
@@ -113,19 +108,19 @@ class Machine:
                 self._on_restart_asked(deadline_s, drain_s)
             case ev.Drained():
                 if self.state is State.DRAINING:
-                    self._leave("drained", _Rung.MESSAGE)
+                    self._leave("drained", _Escalation.MESSAGE)
             case ev.Spawned(_, pid):
                 self._on_spawned(pid)
             case ev.HelloReceived() | ev.LoadSent() | ev.LoadedReceived():
                 self._on_start_news(event)
-            case ev.LinkClosed(_, reason):
+            case ev.LinkLost(_, reason):
                 if self.state is not State.STOPPING:
-                    self._lose(reason, _Rung.GRACE)
+                    self._lose(reason, _Escalation.GRACE)
                     self._fault = ""  # the exit that follows explains it better, unless none follows
             case ev.Overdue(_, what, waited_s):
-                self._lose(f"{what} gave no result in {waited_s:.1f} s", _Rung.STACKS)
+                self._lose(f"{what} gave no result in {waited_s:.1f} s", _Escalation.STACKS)
             case ev.Failure(_, reason, configuration, exiting):
-                self._lose(reason, _Rung.GRACE if exiting else _Rung.TERM, configuration)
+                self._lose(reason, _Escalation.GRACE if exiting else _Escalation.TERM, configuration)
             case ev.SpawnFailed(_, reason, configuration):
                 self._on_gone(reason, configuration, lack=not configuration)
             case ev.Exited(_, code, _, _):
@@ -135,7 +130,7 @@ class Machine:
 
     def _on_start_asked(self) -> None:
         if self.state is State.STOPPED:
-            self._forgive()
+            self._reset()
             self._start("start asked")
         elif self.state is State.FAILED:
             self._out.append(
@@ -160,17 +155,17 @@ class Machine:
         elif self._stop_runs():
             self._out.append(ev.Refuse(f"group {self.name} is being stopped; start it when it is stopped"))
         elif self.state in _IDLE:
-            self._forgive()
+            self._reset()
             self._disarm(Timer.BACKOFF)
             self.restarts += self._n_children > 0
             self._start("restart asked")
         else:
-            self._forgive()
+            self._reset()
             self._then = _Then.START
             self._end("restart asked", deadline_s, drain_s)
 
-    def _forgive(self) -> None:
-        self.policy.forgive()
+    def _reset(self) -> None:
+        self.policy.reset()
         self.failure = ""
 
     def _stop_runs(self) -> bool:
@@ -184,11 +179,11 @@ class Machine:
         if self.state is State.STOPPING:
             self._hurry()
         elif deadline_s <= 0:
-            self._leave(reason, _Rung.KILL)
+            self._leave(reason, _Escalation.KILL)
         elif self.state in (State.STARTING, State.LOADING):
-            self._leave(reason, _Rung.TERM)  # it does not read its link while it imports and loads
+            self._leave(reason, _Escalation.TERM)  # it does not read its link while it imports and loads
         elif drain_s <= 0:
-            self._leave(reason, _Rung.MESSAGE)
+            self._leave(reason, _Escalation.MESSAGE)
         elif self.state is State.READY:
             self._go(State.DRAINING, reason)
             self._arm(Timer.DRAIN, drain_s)
@@ -199,13 +194,13 @@ class Machine:
 
     def _hurry(self) -> None:
         """Apply a shortened deadline to the ladder as it stands."""
-        left_s = self._left_s() / (2 if self._rung is _Rung.MESSAGE else 1)
-        if self._rung is _Rung.KILL:
+        left_s = self._left_s() / (2 if self._level is _Escalation.MESSAGE else 1)
+        if self._level is _Escalation.KILL:
             return
         if left_s <= 0:
-            self._climb(_Rung.KILL)
-        elif self._timers.due_after(Timer.RUNG, self._now + left_s):  # none runs without a process
-            self._arm(Timer.RUNG, left_s)
+            self._escalate(_Escalation.KILL)
+        elif self._timers.due_after(Timer.ESCALATION, self._now + left_s):  # none runs without a process
+            self._arm(Timer.ESCALATION, left_s)
 
     # ---- news of the child
 
@@ -226,7 +221,7 @@ class Machine:
         if self.state is State.STARTING:
             self._arm(Timer.HELLO, self.limits.hello_s)
         else:
-            self._climb(self._rung)  # a stop came before the process did
+            self._escalate(self._level)  # a stop came before the process did
 
     def _on_start_news(self, event: ev.HelloReceived | ev.LoadSent | ev.LoadedReceived) -> None:
         if self.state is State.STOPPING:
@@ -250,14 +245,14 @@ class Machine:
                 self._out.append(ev.AnnounceReady(child))
             case ev.HelloReceived() | ev.LoadedReceived():
                 what = "hello" if isinstance(event, ev.HelloReceived) else "loaded"
-                self._lose(f"it said {what} out of turn, while {self.state}", _Rung.TERM)
+                self._lose(f"it said {what} out of turn, while {self.state}", _Escalation.TERM)
 
-    def _lose(self, reason: str, rung: _Rung, configuration: bool = False) -> None:
-        """The child is of no use any more: end it from `rung` on."""
+    def _lose(self, reason: str, level: _Escalation, configuration: bool = False) -> None:
+        """The child is of no use any more: end it from `level` on."""
         if self.state in (State.STARTING, *_WATCHED):
             self._fault = reason
             self._configuration = configuration
-            self._leave(reason, rung)
+            self._leave(reason, level)
 
     def _on_gone(self, how: str, configuration: bool, *, lack: bool = False) -> None:
         """There is no process (any more). `lack`: the supervisor could not make one, which is not the group's fault."""
@@ -308,13 +303,13 @@ class Machine:
                     self.policy.restarted(self._now)
                 self._start("backoff over")
             case Timer.DRAIN:
-                self._leave("drain deadline", _Rung.MESSAGE)
-            case Timer.RUNG:
-                self._on_rung()
+                self._leave("drain deadline", _Escalation.MESSAGE)
+            case Timer.ESCALATION:
+                self._on_escalation()
             case Timer.HELLO | Timer.LOAD | Timer.PULSE:
                 again = self._timers.look_again(timer, self._now, self.limits.second_look_s)
                 if again is None:
-                    self._lose(self._silence(timer), _Rung.STACKS)
+                    self._lose(self._silence(timer), _Escalation.STACKS)
                 else:
                     self._out.append(again)
 
@@ -324,12 +319,12 @@ class Machine:
             Timer.LOAD: f"no load progress in {self.limits.load_stall_s:g} s",
         }.get(timer, "no heartbeat within its limit: the process hangs or is stopped")
 
-    def _on_rung(self) -> None:
-        if self._rung is _Rung.MESSAGE:
-            self._climb(_Rung.TERM)
-        elif self._rung is not _Rung.KILL:
+    def _on_escalation(self) -> None:
+        if self._level is _Escalation.MESSAGE:
+            self._escalate(_Escalation.TERM)
+        elif self._level is not _Escalation.KILL:
             self._fault = self._fault or self.reason
-            self._climb(_Rung.KILL)
+            self._escalate(_Escalation.KILL)
         else:
             self.quarantined = True
             self._go(
@@ -338,35 +333,35 @@ class Machine:
                 "quarantine and no second daemon is started on them; see dmesg, a reboot may be needed",
             )
 
-    def _leave(self, reason: str, rung: _Rung) -> None:
+    def _leave(self, reason: str, level: _Escalation) -> None:
         """Enter STOPPING with a child that may still live."""
         self._disarm(Timer.HELLO, Timer.LOAD, Timer.PULSE, Timer.DRAIN)
         self._announce_lost(reason)
         self._go(State.STOPPING, reason)
-        self._climb(rung)
+        self._escalate(level)
 
-    def _climb(self, rung: _Rung) -> None:
-        """Stand on `rung`: send what belongs to it and wait for as long as it allows. Without a process yet, only
+    def _escalate(self, level: _Escalation) -> None:
+        """Stand on `level`: send what belongs to it and wait for as long as it allows. Without a process yet, only
         remember it.
         """
-        self._rung = rung
+        self._level = level
         if not self._spawned or self.child is None:
             return
-        match rung:
-            case _Rung.MESSAGE:
+        match level:
+            case _Escalation.MESSAGE:
                 self._out.append(ev.SendShutdown(self.child, self.reason))
-                self._arm(Timer.RUNG, self._left_s() / 2)
-            case _Rung.GRACE:
-                self._arm(Timer.RUNG, min(self.limits.exit_grace_s, self._left_s()))
-            case _Rung.TERM:
-                self._out.append(ev.SendSignal(self.child, Blow.TERMINATE))
-                self._arm(Timer.RUNG, self.limits.exit_grace_s if self._kill_by is None else self._left_s())
-            case _Rung.STACKS:
-                self._out.append(ev.SendSignal(self.child, Blow.STACKS))
-                self._arm(Timer.RUNG, min(self.limits.stacks_s, self._left_s()))
-            case _Rung.KILL:
-                self._out.append(ev.SendSignal(self.child, Blow.KILL))
-                self._arm(Timer.RUNG, self.limits.reap_s)
+                self._arm(Timer.ESCALATION, self._left_s() / 2)
+            case _Escalation.GRACE:
+                self._arm(Timer.ESCALATION, min(self.limits.exit_grace_s, self._left_s()))
+            case _Escalation.TERM:
+                self._out.append(ev.SendSignal(self.child, ProcessSignal.TERMINATE))
+                self._arm(Timer.ESCALATION, self.limits.exit_grace_s if self._kill_by is None else self._left_s())
+            case _Escalation.STACKS:
+                self._out.append(ev.SendSignal(self.child, ProcessSignal.STACKS))
+                self._arm(Timer.ESCALATION, min(self.limits.stacks_s, self._left_s()))
+            case _Escalation.KILL:
+                self._out.append(ev.SendSignal(self.child, ProcessSignal.KILL))
+                self._arm(Timer.ESCALATION, self.limits.reap_s)
 
     def _left_s(self) -> float:
         return float("inf") if self._kill_by is None else max(self._kill_by - self._now, 0.0)
@@ -377,9 +372,9 @@ class Machine:
         if state in (State.STARTING, State.LOADING) and self.failure:
             reason = f"restarting after: {self.failure}"  # who asks now wants to know that
         if state not in TRANSITIONS[self.state]:
-            story = "\n  ".join(self._log)
-            raise InvalidTransition(
-                f"group {self.name}: no move from {self.state} to {state} ({reason}); last events:\n  {story}"
+            events = "\n  ".join(self._log)
+            raise InvalidGroupTransition(
+                f"group {self.name}: no move from {self.state} to {state} ({reason}); last events:\n  {events}"
             )
         self.state = state
         self.reason = reason

@@ -1,7 +1,7 @@
 """How long to wait, how often to try again, when to give up.
 
-Knows no states and no processes; `now` is any clock that only goes forward, in seconds, and chance comes in as a
-number. Invariant: between two calls of `forgive`, no window of `RestartLimit.window_s` seconds holds more than
+Knows no states and no processes; `now` is any clock that only goes forward, in seconds, and randomness is an
+argument. Invariant: between two calls of `reset`, no window of `RestartLimit.window_s` seconds holds more than
 `RestartLimit.n_restarts` restarts.
 """
 
@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class SupervisionLimits:
     """Every deadline of supervision, in seconds in which the supervisor ran (`lucevisor.awake`).
 
     `heartbeat_s` holds for an idle daemon. One that reported a step may be silent for `busy_heartbeat_s`, because a
@@ -49,10 +49,10 @@ class Limits:
 
 @dataclass(slots=True)
 class RestartPolicy:
-    """Decides after each failure whether and when to try again. `chance` returns a number in [0, 1)."""
+    """Decides after each failure whether and when to try again. `rng` returns a number in [0, 1)."""
 
-    limits: Limits
-    chance: Callable[[], float]
+    limits: SupervisionLimits
+    rng: Callable[[], float]
     _restarts: list[float] = field(default_factory=list)  # times of restarts after failures, within the window
     _in_a_row: int = 0  # failures since the last stable period
     _unready: int = 0  # starts in a row that never became ready
@@ -76,7 +76,7 @@ class RestartPolicy:
         self._ready_at = None
         self._in_a_row += 1
         step_s = min(self.limits.backoff_most_s, self.limits.backoff_first_s * 2.0 ** min(self._in_a_row - 1, 60))
-        delay_s = step_s * (0.5 + 0.5 * self.chance())
+        delay_s = step_s * (0.5 + 0.5 * self.rng())
         self._restarts = [at for at in self._restarts if at > now + delay_s - self.limits.window_s]
         if len(self._restarts) >= self.limits.n_restarts or self._unready > self.limits.n_restarts:
             return None
@@ -86,7 +86,7 @@ class RestartPolicy:
         """Note a restart after a failure at the moment it happens."""
         self._restarts.append(now)
 
-    def forgive(self) -> None:
+    def reset(self) -> None:
         """Forget all failures: an operator asked for a restart."""
         self._restarts.clear()
         self._in_a_row = 0

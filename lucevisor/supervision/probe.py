@@ -21,8 +21,8 @@ from lucevisor.protocol.messages import Check, Checked, Failed, Hello, Shutdown
 from lucevisor.protocol.states import Channel
 from lucevisor.supervision.child import Ended, SpawnError, find_python, spawn
 from lucevisor.supervision.environment import launch
-from lucevisor.supervision.events import Blow
-from lucevisor.supervision.staging import Staging
+from lucevisor.supervision.events import ProcessSignal
+from lucevisor.supervision.staging import StagedPackages
 
 EXIT_S = 3.0
 
@@ -70,7 +70,7 @@ class _Session:
 
 async def probe(
     group: GroupConfig,
-    staging: Staging,
+    staging: StagedPackages,
     devices: Sequence[int],
     check: tuple[Check, Sequence[int]] | None,
     hello_s: float,
@@ -104,7 +104,7 @@ async def probe(
             link.send(Shutdown("the probe is over"))
         await asyncio.wait({session.ended}, timeout=EXIT_S)
         if not session.ended.done():
-            child.send(Blow.KILL)
+            child.send(ProcessSignal.KILL)
             await asyncio.wait({session.ended}, timeout=EXIT_S)
         link.close()
         pulse.close()

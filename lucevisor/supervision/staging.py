@@ -21,7 +21,7 @@ _NAME = "staging"
 
 
 @dataclass(frozen=True, slots=True)
-class Staging:
+class StagedPackages:
     """The PYTHONPATH of every daemon, and the hash of the sources it held when the supervisor started.
 
     A package that is replaced while the supervisor runs makes the next daemon's hello differ from `source_hash`.
@@ -31,7 +31,7 @@ class Staging:
     source_hash: str
 
 
-def stage_packages(run_dir: Path) -> Staging:
+def stage_packages(run_dir: Path) -> StagedPackages:
     """Make `run_dir/staging` afresh and return it.
 
     `run_dir` must be a directory of this user. Leftovers of an earlier run are replaced. Raises LucevisorError naming
@@ -55,4 +55,4 @@ def stage_packages(run_dir: Path) -> Staging:
     (staging / "lucevisor" / "__init__.py").symlink_to(own / "__init__.py")
     for name in SHARED_PACKAGES:
         (staging / "lucevisor" / name).symlink_to(own / name)
-    return Staging(staging, source_hash(own, daemons))
+    return StagedPackages(staging, source_hash(own, daemons))

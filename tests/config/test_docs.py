@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from lucevisor.config import DeviceRef, Ranges, Weights, load
+from lucevisor.config import DeviceRef, Ranges, WeightedSplit, load
 from lucevisor.config.docs import PAGE, main, page
 from lucevisor.config.schema import GROUPS, SECTIONS, keys_of
 from lucevisor.config.sections import GroupConfig
@@ -82,7 +82,7 @@ def test_the_demo():
         "left": ("cpu", 1),
         "right": ("cpu", 1),
     }
-    assert config.placement.split == Weights((0.5, 0.5))
+    assert config.placement.split == WeightedSplit((0.5, 0.5))
     assert (config.server.host, config.server.port) == ("127.0.0.1", 8080)
     assert config.notices == ()
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from lucevisor.config import Auto, DeviceRef, HubFile, Ranges, RestartLimit, Weights, load, read_api_keys
+from lucevisor.config import Auto, DeviceRef, HubFile, Ranges, RestartLimit, WeightedSplit, load, read_api_keys
 from lucevisor.errors import ConfigError, ConfigErrors
 
 SMALLEST = """
@@ -83,7 +83,7 @@ def test_the_smallest_file_gets_every_default(file, tmp_path):
 def test_backends_stand_for_the_only_group_that_has_them(file):
     config = load(file(TWO_VENDORS))
     assert [str(device) for device in config.placement.devices] == ["nv:0", "amd:0", "amd:1"]
-    assert config.placement.split == Weights((0.08, 0.46, 0.46))
+    assert config.placement.split == WeightedSplit((0.08, 0.46, 0.46))
     assert config.placement.split_text() == "0.08,0.46,0.46"
 
 
@@ -171,7 +171,7 @@ def test_a_loaded_configuration_cannot_be_changed(file):
 @pytest.mark.parametrize(
     ("override", "found"),
     [
-        ("placement.target_layer_split=0.3,0.7", lambda config: config.placement.split == Weights((0.3, 0.7))),
+        ("placement.target_layer_split=0.3,0.7", lambda config: config.placement.split == WeightedSplit((0.3, 0.7))),
         ("placement.target_layer_split=0-3,3-8", lambda config: config.placement.split == Ranges(((0, 3), (3, 8)))),
         ("placement.target_layer_split=auto", lambda config: config.placement.split == Auto()),
         (

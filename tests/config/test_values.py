@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from lucevisor.config.strict import Refused, Text
 from lucevisor.config.values import (
     Auto,
-    Device,
+    DeviceName,
     DeviceRef,
     HubFile,
     LayerSplit,
@@ -15,7 +15,7 @@ from lucevisor.config.values import (
     Ranges,
     RestartLimit,
     Restarts,
-    Weights,
+    WeightedSplit,
     hub_file,
     is_loopback,
 )
@@ -28,7 +28,7 @@ def refused(kind, value):
 
 
 def test_devices():
-    assert Device().read("cuda:0") == Device().read(Text("cuda:0")) == DeviceRef("cuda", 0)
+    assert DeviceName().read("cuda:0") == DeviceName().read(Text("cuda:0")) == DeviceRef("cuda", 0)
     assert str(DeviceRef("left", 12)) == "left:12"
     assert MaybeDevice().read("") is None
     assert MaybeDevice().read("hip:1") == DeviceRef("hip", 1)
@@ -58,22 +58,22 @@ def test_devices():
     ],
 )
 def test_devices_that_are_refused(text, near):
-    hint = refused(Device(), text).hint
+    hint = refused(DeviceName(), text).hint
     assert hint == (f"nearest: {near}" if near else "such as cuda:0; an index is decimal digits, 0 to 999")
 
 
 @pytest.mark.parametrize("value", [0, True, ["cuda:0"], {"cuda": 0}, 1.5])
 def test_a_device_is_text(value):
-    assert "not GROUP:INDEX" in refused(Device(), value).why
+    assert "not GROUP:INDEX" in refused(DeviceName(), value).why
 
 
 @pytest.mark.parametrize(
     ("toml", "text", "split"),
     [
         ("auto", "auto", Auto()),
-        ([0.5, 0.5], "0.5,0.5", Weights((0.5, 0.5))),
-        ([1, 2], "1,2", Weights((1.0, 2.0))),
-        ([0.08, 0.46, 0.46], "0.08,0.46,0.46", Weights((0.08, 0.46, 0.46))),
+        ([0.5, 0.5], "0.5,0.5", WeightedSplit((0.5, 0.5))),
+        ([1, 2], "1,2", WeightedSplit((1.0, 2.0))),
+        ([0.08, 0.46, 0.46], "0.08,0.46,0.46", WeightedSplit((0.08, 0.46, 0.46))),
         (["0-4", "4-8"], "0-4,4-8", Ranges(((0, 4), (4, 8)))),
         (["0-64"], "0-64", Ranges(((0, 64),))),
     ],
@@ -204,7 +204,7 @@ def test_loopback(host, loopback):
 @settings(deadline=None)
 @given(weights=st.lists(st.floats(min_value=1e-300, max_value=1e300), min_size=1, max_size=6))
 def test_weights_read_back_from_text_exactly(weights):
-    split = Weights(tuple(weights))
+    split = WeightedSplit(tuple(weights))
     assert LayerSplit().read(Text(",".join(repr(weight) for weight in weights))) == split
     assert LayerSplit().read(LayerSplit().write(split)) == split
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 
-from lucevisor.deployment.assembly import Assembly
+from lucevisor.deployment.assembly import PipelineAssembly
 from lucevisor.engine.core import Engine, EngineSettings
 from lucevisor.engine.pipeline import PipelineFailure
 from lucevisor.protocol.errors import LinkClosed
@@ -67,7 +67,7 @@ class Groups:
         self.failures: list[PipelineFailure] = []
         self.changes = 0
         self.engine = Engine(self.limits, EngineSettings(max_queue=100, on_pipeline_failed=self.failures.append))
-        self.assembly = Assembly(self.engine, self.homes, self._changed)
+        self.assembly = PipelineAssembly(self.engine, self.homes, self._changed)
         self.processes: dict[str, Process] = {}  # those that supervision holds for READY
 
     def _changed(self) -> None:

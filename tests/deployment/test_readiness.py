@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from lucevisor.deployment.readiness import LEAST_S, Readiness
-from lucevisor.supervision.policy import Limits
+from lucevisor.supervision.policy import SupervisionLimits
 from lucevisor.supervision.states import State
 
 
 def ready_after(start_s: float, *groups: str) -> Readiness:
-    found = Readiness(Limits(backoff_first_s=0.5, backoff_most_s=8.0))
+    found = Readiness(SupervisionLimits(backoff_first_s=0.5, backoff_most_s=8.0))
     for group in groups:
         found.changed(group, State.STARTING, 0.0)
         found.changed(group, State.LOADING, 1.0)
@@ -17,7 +17,7 @@ def ready_after(start_s: float, *groups: str) -> Readiness:
 
 
 def test_a_first_start_is_not_known() -> None:
-    found = Readiness(Limits())
+    found = Readiness(SupervisionLimits())
     found.changed("left", State.STARTING, 0.0)
     assert found.wait_s(["left"], 5.0) is None
 

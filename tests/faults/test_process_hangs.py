@@ -99,7 +99,7 @@ async def test_a_daemon_that_never_ends_is_quarantined_and_no_second_one_is_star
 
     def unkillable(*arguments) -> Child:
         child = spawn(*arguments)
-        child.send = lambda blow: None
+        child.send = lambda _signal: None
         made.append(child)
         return child
 

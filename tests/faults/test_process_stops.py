@@ -12,7 +12,7 @@ import pytest
 
 from lucevisor.supervision.child import spawn
 from lucevisor.supervision.environment import Launch
-from lucevisor.supervision.events import Blow
+from lucevisor.supervision.events import ProcessSignal
 from lucevisor.supervision.group import GroupSupervisor
 from lucevisor.supervision.states import State
 from tests.supervision.real_groups import (
@@ -109,7 +109,7 @@ async def test_a_signal_after_the_reap_hits_nobody(tmp_path):
     assert (outcome.code, outcome.signal) == (0, None)
     assert child.ended
     with pytest.raises(ProcessLookupError):
-        child.send(Blow.KILL)
+        child.send(ProcessSignal.KILL)
 
 
 async def test_an_exit_status_that_somebody_else_took_is_no_hang(tmp_path):

@@ -20,10 +20,10 @@ from lucevisor.config import load
 from lucevisor.deployment.service import Service
 from lucevisor.engine.request import GenerationRequest, TokenEvent
 from lucevisor.model.values import Sampling
-from lucevisor.supervision.policy import Limits
+from lucevisor.supervision.policy import SupervisionLimits
 from tests.e2e.process import DEMO
 
-LIMITS = Limits(step_s=3.0, heartbeat_s=3.0, busy_heartbeat_s=3.0, second_look_s=0.1)
+LIMITS = SupervisionLimits(step_s=3.0, heartbeat_s=3.0, busy_heartbeat_s=3.0, second_look_s=0.1)
 
 
 def say(**facts: object) -> None:

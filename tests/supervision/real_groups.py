@@ -14,21 +14,23 @@ from lucevisor.protocol.messages import Load, Pools
 from lucevisor.protocol.source_hash import source_hash
 from lucevisor.supervision.callbacks import Callbacks, LoadOrder
 from lucevisor.supervision.group import GroupSupervisor
-from lucevisor.supervision.policy import Limits
-from lucevisor.supervision.staging import Staging, stage_packages
+from lucevisor.supervision.policy import SupervisionLimits
+from lucevisor.supervision.staging import StagedPackages, stage_packages
 from lucevisor.supervision.states import State
 
-FAST = Limits(backoff_first_s=0.05, hello_s=20.0, exit_grace_s=0.5, stacks_s=0.5, second_look_s=0.1, n_restarts=3)
+FAST = SupervisionLimits(
+    backoff_first_s=0.05, hello_s=20.0, exit_grace_s=0.5, stacks_s=0.5, second_look_s=0.1, n_restarts=3
+)
 REAL = ("__init__.py", "__main__.py", "errors.py", "main.py", "options.py", "pulse.py")
 PATIENCE_S = 30.0
 
 
-def brisk(**changes) -> Limits:
+def brisk(**changes) -> SupervisionLimits:
     """The limits of the tests with some changed."""
-    return Limits(**{name: getattr(FAST, name) for name in Limits.__slots__} | changes)
+    return SupervisionLimits(**{name: getattr(FAST, name) for name in SupervisionLimits.__slots__} | changes)
 
 
-def stage_tiny(run_dir: Path) -> Staging:
+def stage_tiny(run_dir: Path) -> StagedPackages:
     """Stage the packages as the supervisor does, with the tiny serve() in the place of the one that needs torch."""
     staging = stage_packages(run_dir).directory
     real = (staging / "daemons").resolve()
@@ -37,7 +39,7 @@ def stage_tiny(run_dir: Path) -> Staging:
     for name in REAL:
         (staging / "daemons" / name).symlink_to(real / name)
     (staging / "daemons" / "worker.py").symlink_to(Path(__file__).parent / "tiny" / "worker.py")
-    return Staging(staging, source_hash(Path(lucevisor.__file__).parent, staging / "daemons"))
+    return StagedPackages(staging, source_hash(Path(lucevisor.__file__).parent, staging / "daemons"))
 
 
 def tiny_load() -> LoadOrder:
@@ -103,7 +105,7 @@ class Owner:
 async def tiny_group(run_dir, how="", *, limits=FAST, owner=None, spawner=None, name="left", draining=None, **env):
     """A stopped group whose daemon behaves as `how` says; killed at the end, whatever the test did."""
     owner = owner or Owner()
-    staging = run_dir if isinstance(run_dir, Staging) else stage_tiny(run_dir)
+    staging = run_dir if isinstance(run_dir, StagedPackages) else stage_tiny(run_dir)
     config = GroupConfig(name=name, backend="cpu", env={"TINY": how, **env})
     group = GroupSupervisor(config, 1, staging, owner.callbacks(draining), limits=limits)
     if spawner:

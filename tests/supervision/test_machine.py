@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 
 from lucevisor.supervision import events as ev
-from lucevisor.supervision.events import Blow, Timer
-from lucevisor.supervision.machine import InvalidTransition, Machine
-from lucevisor.supervision.policy import Limits
+from lucevisor.supervision.events import ProcessSignal, Timer
+from lucevisor.supervision.machine import InvalidGroupTransition, Machine
+from lucevisor.supervision.policy import SupervisionLimits
 from lucevisor.supervision.states import TRANSITIONS, State
 
-LIMITS = Limits(n_restarts=2, window_s=60.0)
+LIMITS = SupervisionLimits(n_restarts=2, window_s=60.0)
 
 
 class Told:
@@ -18,7 +18,7 @@ class Told:
     due time first.
     """
 
-    def __init__(self, limits: Limits = LIMITS) -> None:
+    def __init__(self, limits: SupervisionLimits = LIMITS) -> None:
         self.machine = Machine("left", limits, lambda: 0.5)
         self.now = 100.0
         self.due: dict[Timer, float] = {}
@@ -60,8 +60,8 @@ def of(kind: type, instructions: list[ev.Instruction]) -> list[ev.Instruction]:
     return [instruction for instruction in instructions if isinstance(instruction, kind)]
 
 
-def blows(instructions: list[ev.Instruction]) -> list[Blow]:
-    return [instruction.blow for instruction in instructions if isinstance(instruction, ev.SendSignal)]
+def signals(instructions: list[ev.Instruction]) -> list[ProcessSignal]:
+    return [instruction.signal for instruction in instructions if isinstance(instruction, ev.SendSignal)]
 
 
 def test_a_start_goes_through_hello_and_loaded_to_ready():
@@ -89,7 +89,7 @@ def test_progress_moves_the_stall_deadline_and_silence_ends_the_load():
     assert told.fire(Timer.LOAD) == [
         ev.StartTimer(Timer.LOAD, LIMITS.second_look_s)
     ]  # the supervisor may be the late one
-    assert blows(told.fire(Timer.LOAD)) == [Blow.STACKS]
+    assert signals(told.fire(Timer.LOAD)) == [ProcessSignal.STACKS]
     assert told.machine.reason == "no load progress in 120 s"
 
 
@@ -112,14 +112,14 @@ def test_a_timer_that_fires_after_a_pause_of_the_supervisor_goes_on_for_the_rest
     assert told.tell(ev.TimerFired(Timer.PULSE)) == [ev.StartTimer(Timer.PULSE, LIMITS.busy_heartbeat_s - 2.0)]
     assert told.due[Timer.PULSE] == 100.0 + LIMITS.busy_heartbeat_s
     told.fire(Timer.PULSE)
-    assert blows(told.fire(Timer.PULSE)) == [Blow.STACKS]
+    assert signals(told.fire(Timer.PULSE)) == [ProcessSignal.STACKS]
 
 
 def test_a_pause_after_sigkill_is_no_quarantine():
     told = Told().to(State.READY)
     told.tell(ev.StopAsked(0.0))
-    del told.due[Timer.RUNG]
-    assert told.tell(ev.TimerFired(Timer.RUNG)) == [ev.StartTimer(Timer.RUNG, LIMITS.reap_s)]
+    del told.due[Timer.ESCALATION]
+    assert told.tell(ev.TimerFired(Timer.ESCALATION)) == [ev.StartTimer(Timer.ESCALATION, LIMITS.reap_s)]
     told.tell(ev.Exited(1, signal=9))
     assert told.state is State.STOPPED
 
@@ -181,9 +181,9 @@ def test_a_missed_pulse_dumps_stacks_then_kills_then_restarts():
     told = Told().to(State.READY)
     told.fire(Timer.PULSE)
     said = told.fire(Timer.PULSE)
-    assert blows(said) == [Blow.STACKS]
+    assert signals(said) == [ProcessSignal.STACKS]
     assert [lost.child for lost in of(ev.AnnounceLost, said)] == [1]
-    assert blows(told.fire(Timer.RUNG)) == [Blow.KILL]
+    assert signals(told.fire(Timer.ESCALATION)) == [ProcessSignal.KILL]
     said = told.tell(ev.Exited(1, signal=9))
     assert told.state is State.BACKOFF
     assert "no heartbeat" in told.machine.reason  # why we killed it, not that we did
@@ -193,13 +193,13 @@ def test_a_missed_pulse_dumps_stacks_then_kills_then_restarts():
 
 def test_an_overdue_step_is_a_hang():
     told = Told().to(State.READY)
-    assert blows(told.tell(ev.Overdue(1, "step 17", 31.5))) == [Blow.STACKS]
+    assert signals(told.tell(ev.Overdue(1, "step 17", 31.5))) == [ProcessSignal.STACKS]
     assert told.machine.reason == "step 17 gave no result in 31.5 s"
 
 
 def test_a_crash_is_explained_by_the_exit_that_follows_the_closed_link():
     told = Told().to(State.READY)
-    said = told.tell(ev.LinkClosed(1, "end of file"))
+    said = told.tell(ev.LinkLost(1, "end of file"))
     assert of(ev.AnnounceLost, said) == [ev.AnnounceLost(1, "end of file")]
     told.tell(ev.Exited(1, code=1, hint="RuntimeError: out of memory"))
     assert told.state is State.BACKOFF
@@ -208,8 +208,8 @@ def test_a_crash_is_explained_by_the_exit_that_follows_the_closed_link():
 
 def test_a_daemon_that_closes_its_link_and_lives_on_is_killed():
     told = Told().to(State.READY)
-    told.tell(ev.LinkClosed(1, "end of file"))
-    assert blows(told.fire(Timer.RUNG)) == [Blow.KILL]
+    told.tell(ev.LinkLost(1, "end of file"))
+    assert signals(told.fire(Timer.ESCALATION)) == [ProcessSignal.KILL]
     told.tell(ev.Exited(1, signal=9))
     assert told.machine.reason == "end of file"
     assert told.state is State.BACKOFF
@@ -218,7 +218,7 @@ def test_a_daemon_that_closes_its_link_and_lives_on_is_killed():
 def test_the_message_of_a_failed_daemon_outlives_its_exit():
     told = Told().to(State.LOADING)
     told.tell(ev.Failure(1, "load failed at cpu:0: tensor blk.0.attn_q.weight is missing", exiting=True))
-    told.tell(ev.LinkClosed(1, "end of file"))
+    told.tell(ev.LinkLost(1, "end of file"))
     told.tell(ev.Exited(1, code=1, hint="Traceback"))
     assert told.machine.reason == "load failed at cpu:0: tensor blk.0.attn_q.weight is missing"
 
@@ -290,7 +290,7 @@ def test_a_lack_of_the_supervisor_is_a_pause_and_never_counts():
 
 def test_a_refused_hello_is_terminated_and_not_retried():
     told = Told().to(State.STARTING)
-    assert blows(told.tell(ev.Failure(1, "protocol 2, not 1", configuration=True))) == [Blow.TERMINATE]
+    assert signals(told.tell(ev.Failure(1, "protocol 2, not 1", configuration=True))) == [ProcessSignal.TERMINATE]
     told.tell(ev.Exited(1, code=0))
     assert told.state is State.FAILED
     assert told.machine.reason == "protocol 2, not 1"
@@ -301,11 +301,11 @@ def test_the_stop_ladder_message_term_kill_quarantine():
     began = told.now
     said = told.tell(ev.StopAsked(4.0))
     assert of(ev.SendShutdown, said) == [ev.SendShutdown(1, "stop asked")]
-    assert blows(told.fire(Timer.RUNG)) == [Blow.TERMINATE]
+    assert signals(told.fire(Timer.ESCALATION)) == [ProcessSignal.TERMINATE]
     assert told.now - began == 2.0
-    assert blows(told.fire(Timer.RUNG)) == [Blow.KILL]
+    assert signals(told.fire(Timer.ESCALATION)) == [ProcessSignal.KILL]
     assert told.now - began == 4.0
-    told.fire(Timer.RUNG)
+    told.fire(Timer.ESCALATION)
     assert told.state is State.FAILED
     assert told.machine.quarantined
     assert "quarantine" in told.machine.reason
@@ -318,9 +318,9 @@ def test_the_stop_ladder_message_term_kill_quarantine():
 
 def test_a_failed_daemon_that_does_not_die_is_quarantined_until_its_exit_and_a_restart():
     told = Told().to(State.READY)
-    told.tell(ev.LinkClosed(1, "end of file"))
-    told.fire(Timer.RUNG)
-    told.fire(Timer.RUNG)
+    told.tell(ev.LinkLost(1, "end of file"))
+    told.fire(Timer.ESCALATION)
+    told.fire(Timer.ESCALATION)
     assert told.machine.quarantined
     told.tell(ev.Exited(1, signal=9))
     assert told.state is State.FAILED
@@ -330,7 +330,7 @@ def test_a_failed_daemon_that_does_not_die_is_quarantined_until_its_exit_and_a_r
 @pytest.mark.parametrize("state", [State.STARTING, State.LOADING])
 def test_a_stop_during_the_start_terminates_at_once(state):
     told = Told().to(state)
-    assert blows(told.tell(ev.StopAsked(4.0, drain_s=2.0))) == [Blow.TERMINATE]
+    assert signals(told.tell(ev.StopAsked(4.0, drain_s=2.0))) == [ProcessSignal.TERMINATE]
     told.tell(ev.Exited(1, code=0))
     assert told.state is State.STOPPED
     assert told.due == {}
@@ -339,8 +339,8 @@ def test_a_stop_during_the_start_terminates_at_once(state):
 def test_a_stop_before_the_spawn_is_told_waits_for_the_process():
     told = Told()
     told.tell(ev.StartAsked())
-    assert not blows(told.tell(ev.StopAsked(4.0)))
-    assert blows(told.tell(ev.Spawned(1, 1001))) == [Blow.TERMINATE]
+    assert not signals(told.tell(ev.StopAsked(4.0)))
+    assert signals(told.tell(ev.Spawned(1, 1001))) == [ProcessSignal.TERMINATE]
     told.tell(ev.Exited(1, signal=15))
     assert told.state is State.STOPPED
 
@@ -350,8 +350,8 @@ def test_later_stops_only_shorten():
     told.tell(ev.StopAsked(4.0))
     assert told.tell(ev.StopAsked(60.0)) == []
     told.tell(ev.StopAsked(1.0))
-    assert told.due[Timer.RUNG] == told.now + 0.5
-    assert blows(told.tell(ev.StopAsked(0.0))) == [Blow.KILL]
+    assert told.due[Timer.ESCALATION] == told.now + 0.5
+    assert signals(told.tell(ev.StopAsked(0.0))) == [ProcessSignal.KILL]
     assert told.tell(ev.StopAsked(0.0)) == []
 
 
@@ -360,9 +360,9 @@ def test_a_later_longer_stop_does_not_move_the_kill():
     began = told.now
     told.tell(ev.StopAsked(4.0))
     told.tell(ev.StopAsked(60.0))
-    assert blows(told.fire(Timer.RUNG)) == [Blow.TERMINATE]
+    assert signals(told.fire(Timer.ESCALATION)) == [ProcessSignal.TERMINATE]
     told.tell(ev.StopAsked(60.0))
-    assert blows(told.fire(Timer.RUNG)) == [Blow.KILL]
+    assert signals(told.fire(Timer.ESCALATION)) == [ProcessSignal.KILL]
     assert told.now - began == 4.0
 
 
@@ -409,20 +409,20 @@ def test_news_of_a_dead_child_is_ignored():
     told.tell(ev.Exited(1, signal=9))
     told.fire(Timer.BACKOFF)
     told.to(State.LOADING, 2)
-    for event in (ev.LinkClosed(1, "end of file"), ev.Exited(1, signal=9), ev.LoadedReceived(1), ev.Failure(1, "late")):
+    for event in (ev.LinkLost(1, "end of file"), ev.Exited(1, signal=9), ev.LoadedReceived(1), ev.Failure(1, "late")):
         assert told.tell(event) == []
     assert told.state is State.LOADING
 
 
 def test_messages_out_of_turn_end_the_daemon():
     told = Told().to(State.LOADING)
-    assert blows(told.tell(ev.LoadedReceived(1))) == [Blow.TERMINATE]  # nothing was asked to be loaded
+    assert signals(told.tell(ev.LoadedReceived(1))) == [ProcessSignal.TERMINATE]  # nothing was asked to be loaded
     assert told.state is State.STOPPING
 
 
-def test_an_invalid_transition_tells_the_story():
+def test_an_invalid_transition_lists_the_last_events():
     told = Told().to(State.READY)
-    with pytest.raises(InvalidTransition) as caught:
+    with pytest.raises(InvalidGroupTransition) as caught:
         told.machine._go(State.LOADING, "a fault of the program")
     assert "no move from ready to loading" in str(caught.value)
     assert "HelloReceived(child=1)" in str(caught.value)

@@ -8,11 +8,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lucevisor.supervision.policy import Limits, RestartPolicy
+from lucevisor.supervision.policy import RestartPolicy, SupervisionLimits
 
 
 def test_backoff_doubles_to_its_most_and_a_stable_period_resets_it():
-    policy = RestartPolicy(Limits(n_restarts=1000, window_s=1.0, stable_s=60.0), lambda: 1.0)
+    policy = RestartPolicy(SupervisionLimits(n_restarts=1000, window_s=1.0, stable_s=60.0), lambda: 1.0)
     delays = []
     now = 0.0
     for _ in range(12):
@@ -27,10 +27,10 @@ def test_backoff_doubles_to_its_most_and_a_stable_period_resets_it():
     assert policy.delay_s(now + 160.0) == 0.25
 
 
-@given(chance=st.floats(0.0, 1.0, exclude_max=True), n=st.integers(1, 9))
-def test_jitter_stays_between_half_and_the_whole_step(chance, n):
-    limits = Limits(n_restarts=100)
-    policy = RestartPolicy(limits, lambda: chance)
+@given(rng=st.floats(0.0, 1.0, exclude_max=True), n=st.integers(1, 9))
+def test_jitter_stays_between_half_and_the_whole_step(rng, n):
+    limits = SupervisionLimits(n_restarts=100)
+    policy = RestartPolicy(limits, lambda: rng)
     delay_s = 0.0
     for _ in range(n):
         delay_s = policy.delay_s(0.0) or 0.0
@@ -39,12 +39,12 @@ def test_jitter_stays_between_half_and_the_whole_step(chance, n):
 
 
 def test_no_restarts_allowed_means_failed_at_once():
-    assert RestartPolicy(Limits(n_restarts=0), lambda: 0.5).delay_s(0.0) is None
+    assert RestartPolicy(SupervisionLimits(n_restarts=0), lambda: 0.5).delay_s(0.0) is None
 
 
 @given(gaps=st.lists(st.floats(0.0, 40.0), max_size=60), seed=st.integers(0, 1000), n=st.integers(1, 6))
 def test_no_window_holds_more_restarts_than_allowed(gaps, seed, n):
-    limits = Limits(n_restarts=n, window_s=30.0)
+    limits = SupervisionLimits(n_restarts=n, window_s=30.0)
     policy = RestartPolicy(limits, random.Random(seed).random)
     now, restarts = 0.0, []
     for gap in gaps:
@@ -52,7 +52,7 @@ def test_no_window_holds_more_restarts_than_allowed(gaps, seed, n):
         policy.became_ready(now)
         delay_s = policy.delay_s(now)
         if delay_s is None:
-            policy.forgive()
+            policy.reset()
             restarts = []
             continue
         now += delay_s
@@ -72,4 +72,4 @@ def test_no_window_holds_more_restarts_than_allowed(gaps, seed, n):
     ],
 )
 def test_silence_limits(phase, loading, limit_s):
-    assert Limits().silence_s(phase, loading=loading) == limit_s
+    assert SupervisionLimits().silence_s(phase, loading=loading) == limit_s

@@ -12,12 +12,14 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from lucevisor.supervision import events as ev
-from lucevisor.supervision.events import Blow, Timer
+from lucevisor.supervision.events import ProcessSignal, Timer
 from lucevisor.supervision.machine import Machine
-from lucevisor.supervision.policy import Limits
+from lucevisor.supervision.policy import SupervisionLimits
 from lucevisor.supervision.states import TRANSITIONS, WITH_CHILD, State
 
-LIMITS = Limits(n_restarts=3, window_s=20.0, stable_s=15.0, hello_s=6.0, load_stall_s=8.0, heartbeat_s=3.0, reap_s=2.0)
+LIMITS = SupervisionLimits(
+    n_restarts=3, window_s=20.0, stable_s=15.0, hello_s=6.0, load_stall_s=8.0, heartbeat_s=3.0, reap_s=2.0
+)
 seconds = st.floats(0.0, 30.0)
 deadlines = st.sampled_from([0.0, 0.5, 4.0, 30.0])
 phases = st.sampled_from(["start", "load", "idle", "step", "check"])
@@ -57,7 +59,7 @@ class World(RuleBasedStateMachine):
             case ev.SendLoad(number) | ev.SendShutdown(number) | ev.SendSignal(number):
                 assert number == self.child, "an instruction for a dead child"
                 assert self.spawned, "an instruction for a child that is not there yet"
-                self.killed |= isinstance(instruction, ev.SendSignal) and instruction.blow is Blow.KILL
+                self.killed |= isinstance(instruction, ev.SendSignal) and instruction.signal is ProcessSignal.KILL
             case ev.StartTimer(timer, after_s):
                 assert 0.0 <= after_s < 1e6
                 self.due[timer] = self.now + after_s
@@ -156,7 +158,7 @@ class World(RuleBasedStateMachine):
     @precondition(lambda self: self.child is not None and self.spawned)
     @rule()
     def closes_its_link(self):
-        self.tell(ev.LinkClosed(self.child, "end of file"))
+        self.tell(ev.LinkLost(self.child, "end of file"))
 
     @precondition(lambda self: self.highest > 0)
     @rule(back=st.integers(0, 3))
@@ -166,7 +168,7 @@ class World(RuleBasedStateMachine):
             before = self.machine.state
             for event in (
                 ev.Exited(number, 1),
-                ev.LinkClosed(number, "late"),
+                ev.LinkLost(number, "late"),
                 ev.HelloReceived(number),
                 ev.Drained(number),
             ):
