@@ -48,7 +48,7 @@ from lucevisor.protocol.messages import (
     Step,
 )
 from lucevisor.protocol.messages import Pools as PoolSizes
-from lucevisor.snapshots.layout import Slot, StateModel
+from lucevisor.snapshots.layout import SlotRecord, StateModel
 from lucevisor.snapshots.store import SnapshotStore
 
 SHAPES = {  # layers, kv heads, head dim, delta heads, delta dim, channels
@@ -131,7 +131,7 @@ class Bench:
 
     def save(self):
         began = time.perf_counter()
-        writing = self.store.begin(Slot(self.tokens, 0.0))
+        writing = self.store.begin(SlotRecord(self.tokens, 0.0))
         allocated = time.perf_counter()
         answer = self.transfer(Save(1, writing.file, self.saved_from, writing.tensors(self.layers)), writing.fd)
         copied = time.perf_counter()
@@ -148,7 +148,7 @@ class Bench:
         copied = time.perf_counter()
         check.join()
         ended = time.perf_counter()
-        self.store.close_reading(reading)
+        self.store.close_snapshot(reading)
         return {"restore": ended - began, "copy in": copied - began}
 
     def same(self):
@@ -164,7 +164,7 @@ class Bench:
 def keep_saving(sock, bench):
     """The supervisor's part: lay out, hand the descriptor over, seal; until the other end closes."""
     while True:
-        writing = bench.store.begin(Slot(bench.tokens, 0.0))
+        writing = bench.store.begin(SlotRecord(bench.tokens, 0.0))
         order = Save(1, writing.file, bench.saved_from, writing.tensors(bench.layers))
         data = msgspec.msgpack.encode(order)
         try:

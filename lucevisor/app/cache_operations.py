@@ -16,10 +16,10 @@ from lucevisor.deployment.service import Service
 from lucevisor.engine.core import Engine
 from lucevisor.errors import LucevisorError
 from lucevisor.kv.page_table import pages_of
-from lucevisor.kv.prefix_tree import NO_STATE, Slot
+from lucevisor.kv.prefix_tree import NO_STATE, PrefixSlot
 from lucevisor.model.values import Space
 from lucevisor.snapshots import facts
-from lucevisor.snapshots.background import BackgroundStore
+from lucevisor.snapshots.async_store import AsyncSnapshotStore
 from lucevisor.snapshots.facts import Facts
 from lucevisor.snapshots.layout import Fault
 from lucevisor.snapshots.store import NOT_RESTORED
@@ -28,7 +28,7 @@ from lucevisor.snapshots.writer import FAILED_SAVES
 _REASONS = (*FAILED_SAVES, *(fault.value for fault in Fault), NOT_RESTORED)
 
 
-def figures(store: BackgroundStore) -> SnapshotFigures:
+def figures(store: AsyncSnapshotStore) -> SnapshotFigures:
     """What the store did since its start and holds now; every reason for a failure is there, with 0."""
     seen, entries = store.store.statistics, store.store.entries
     return SnapshotFigures(
@@ -96,14 +96,14 @@ class CacheOperations:
         finally:  # some may be gone when a later one could not be removed
             await self._scan(store)
 
-    async def _scan(self, store: BackgroundStore) -> None:
+    async def _scan(self, store: AsyncSnapshotStore) -> None:
         if self._service.state != "draining":  # else the store may be closed by now, and forgets everything anyway
             await store.scan()
 
-    def _open_store(self) -> BackgroundStore | None:
+    def _open_store(self) -> AsyncSnapshotStore | None:
         return self._service.snapshots.store if self._service.snapshots is not None else None
 
-    def _store(self) -> BackgroundStore:
+    def _store(self) -> AsyncSnapshotStore:
         store = self._open_store()
         if self._service.state == "draining":
             raise LucevisorError("the supervisor is stopping: use --dir when it has stopped")
@@ -116,7 +116,7 @@ class CacheOperations:
         raise LucevisorError(f"snapshots are off: {key} in {self._service.config.file}")
 
 
-def _slot(engine: Engine, slot: Slot) -> Facts:
+def _slot(engine: Engine, slot: PrefixSlot) -> Facts:
     unit = Counter(engine.prefixes.settings.unit_bytes)  # 0 for a space that the model lacks
     n_pages = pages_of(slot.n_tokens)
     n_bytes = unit[Space.FULL] * n_pages + unit[Space.WINDOW] * (n_pages - slot.first_window)

@@ -39,7 +39,7 @@ from lucevisor.protocol.arena import Arena
 from lucevisor.protocol.asyncio_link import Link
 from lucevisor.protocol.frames import Frame
 from lucevisor.protocol.messages import DeviceInfo, Heartbeat, Hello, Loaded, Progress
-from lucevisor.snapshots.manager import Snapshots, open_snapshots
+from lucevisor.snapshots.manager import SnapshotManager, open_snapshots
 from lucevisor.supervision.callbacks import Callbacks, LoadOrder
 from lucevisor.supervision.group import GroupSupervisor
 from lucevisor.supervision.policy import SupervisionLimits
@@ -98,7 +98,7 @@ class Service:
         self._assembly: PipelineAssembly | None = None
         assert model.spec.files is not None
         self._weights = ModelWeights(model.spec.files, cache_directory())
-        self.snapshots: Snapshots | None = None
+        self.snapshots: SnapshotManager | None = None
         self._opening: asyncio.Task[None] | None = None  # while snapshots are wanted and not open yet
         self._links: dict[str, Link] = {}
         self._saving: asyncio.Task[int] | None = None

@@ -40,8 +40,8 @@ from lucevisor.engine.scheduler import Events, Scheduler, WrongResult
 from lucevisor.engine.sequence import WantedRows
 from lucevisor.engine.statistics import CacheStatistics, EngineStatistics, RateWindow, StepTotals
 from lucevisor.kv.prefix_cache import PrefixIndex
-from lucevisor.kv.prefix_records import Match, Reservation
-from lucevisor.kv.prefix_tree import Slot
+from lucevisor.kv.prefix_records import PrefixMatch, Reservation
+from lucevisor.kv.prefix_tree import PrefixSlot
 from lucevisor.model.values import Sampling, Space
 from lucevisor.protocol.messages import SlotPlace
 
@@ -256,7 +256,7 @@ class Engine:
             await self._changed.wait()
         return chain is not None and chain is self._chain
 
-    async def export(self, slot: Slot) -> SlotPlace | None:
+    async def export(self, slot: PrefixSlot) -> SlotPlace | None:
         """Pin a slot and return where it lies, as soon as its bytes are there in every stage.
 
         Until ``release``, which the caller owes after a place, nothing writes to its first ``n_tokens`` positions.
@@ -269,7 +269,7 @@ class Engine:
         self.release(slot)
         return None
 
-    def release(self, slot: Slot) -> None:
+    def release(self, slot: PrefixSlot) -> None:
         """Take the pin of ``export`` back."""
         self.prefixes.unpin(slot)
         self._proceed([])
@@ -286,7 +286,7 @@ class Engine:
             return None
         return reservation
 
-    def adopt(self, tokens: Sequence[int], reservation: Reservation) -> Slot | None:
+    def adopt(self, tokens: Sequence[int], reservation: Reservation) -> PrefixSlot | None:
         """Publish a restored prefix; the caller owes ``release`` when those have begun that wait for it.
 
         None when it is not kept: the chain broke meanwhile, or it is not worth it.
@@ -301,7 +301,7 @@ class Engine:
         self._proceed([])
 
     async def next_token(
-        self, place: Slot | Reservation, tokens: Sequence[int], token: int, n_top: int
+        self, place: PrefixSlot | Reservation, tokens: Sequence[int], token: int, n_top: int
     ) -> TokenEvent | None:
         """Return the best token behind ``tokens``, which lie at ``place``, and ``token``, with the ``n_top`` best.
 
@@ -309,7 +309,7 @@ class Engine:
         the context is too short, or when the only running request needs the pages.
         """
         index = self.prefixes
-        match = index.match_of(place) if isinstance(place, Slot) else place.match
+        match = index.match_of(place) if isinstance(place, PrefixSlot) else place.match
         sampling = Sampling(temperature=0.0, n_top_logprobs=n_top)
         request = GenerationRequest(
             request_id=self._own_id("probe"), prompt=(*tokens, token), max_tokens=1, sampling=sampling
@@ -342,7 +342,12 @@ class Engine:
             raise QueueFull(self._scheduler.n_queued, self._retry_after_s(self._clock()))
 
     def _submit(
-        self, request: GenerationRequest, wanted: WantedRows | None, *, hold: bool = False, probe: Match | None = None
+        self,
+        request: GenerationRequest,
+        wanted: WantedRows | None,
+        *,
+        hold: bool = False,
+        probe: PrefixMatch | None = None,
     ) -> RequestHandle:
         self._scheduler.submit(request, self._clock(), wanted, hold=hold, probe=probe)
         handle = RequestHandle(request.request_id, self._cancel)

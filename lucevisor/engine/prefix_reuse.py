@@ -21,12 +21,12 @@ from lucevisor.engine.sequence import LiveSequence, RequestRecord
 from lucevisor.kv.page_pool import PagePools
 from lucevisor.kv.page_table import PageTable
 from lucevisor.kv.prefix_cache import PrefixIndex
-from lucevisor.kv.prefix_records import Match
-from lucevisor.kv.prefix_tree import NO_STATE, Origin, Source
+from lucevisor.kv.prefix_records import PrefixMatch
+from lucevisor.kv.prefix_tree import NO_STATE, Origin, SlotSource
 from lucevisor.model.values import PAGE_TOKENS, Space
 from lucevisor.protocol.messages import CopyPage, CopyState, OpenSequence, Operation, SetPages, ZeroState
 
-NOTHING = Match(0)
+NOTHING = PrefixMatch(0)
 
 Tier = Literal["memory", "disk"]
 
@@ -67,7 +67,7 @@ class PrefixReuse:
         """Note how much of a waiting request is to be computed, as of now."""
         record.size = len(record.tokens) - self.match(record).position
 
-    def match(self, record: RequestRecord) -> Match:
+    def match(self, record: RequestRecord) -> PrefixMatch:
         """Return what is remembered of a request's tokens.  Rows that shall come back must all be computed."""
         if record.probe is not None:
             return record.probe
@@ -100,7 +100,9 @@ class PrefixReuse:
 
     # ---- start, progress, end
 
-    def open(self, record: RequestRecord, sequence: int, match: Match) -> tuple[LiveSequence, list[Operation]] | None:
+    def open(
+        self, record: RequestRecord, sequence: int, match: PrefixMatch
+    ) -> tuple[LiveSequence, list[Operation]] | None:
         """Start a sequence with what ``match`` found.  None, and nothing taken, when ids are lacking."""
         position, table = match.position, PageTable(self._pools, self._limits.window_tokens)
         table.adopt(match.full, match.first_window, match.window)
@@ -133,7 +135,7 @@ class PrefixReuse:
             operations.append(CopyPage(growth.space, match.tail[growth.space], growth.pages[0], n_tokens))
         return live, operations
 
-    def started(self, record: RequestRecord, match: Match, now: float) -> None:
+    def started(self, record: RequestRecord, match: PrefixMatch, now: float) -> None:
         """Note where a request started."""
         if record.probe is not None:
             return
@@ -170,7 +172,7 @@ class PrefixReuse:
             return []
         if self._pools.copies_states:
             return self._remember(record, live, "generation", now)
-        source = Source(live.n_scheduled, live.table.entry, live.state, "generation")
+        source = SlotSource(live.n_scheduled, live.table.entry, live.state, "generation")
         live.state = NO_STATE  # the index takes it over
         self.index.publish(record.tokens, source, now)
         return []
@@ -199,7 +201,7 @@ class PrefixReuse:
             if taken is None:
                 return []
             state = taken
-        slot = index.publish(record.tokens, Source(n, live.table.entry, state, origin), now)
+        slot = index.publish(record.tokens, SlotSource(n, live.table.entry, state, origin), now)
         return [CopyState(live.state, state)] if slot is not None and state != NO_STATE else []
 
     def _last_cut(self, record: RequestRecord, n_tokens: int) -> int:

@@ -34,7 +34,7 @@ from lucevisor.engine.step import ScheduledSequence, ScheduledStep, StepPlan, Wr
 from lucevisor.engine.step_times import StepTimes
 from lucevisor.engine.waits import WaitEstimate
 from lucevisor.kv.page_pool import PageAllocator, PageUse
-from lucevisor.kv.prefix_records import Match
+from lucevisor.kv.prefix_records import PrefixMatch
 from lucevisor.kv.prefix_tree import NO_STATE
 from lucevisor.model.values import Space
 from lucevisor.protocol.messages import CloseSequence, Operation, Sampled, SetPages, Slice, Step, StepResult
@@ -111,7 +111,7 @@ class Scheduler:
         wanted: WantedRows | None = None,
         *,
         hold: bool = False,
-        probe: Match | None = None,
+        probe: PrefixMatch | None = None,
     ) -> None:
         """Queue a request.  Raises InvalidRequest or ContextOverflow when it can never be served.
 
@@ -253,7 +253,7 @@ class Scheduler:
             if self._shares.contested:  # its prompt is promised to its key now
                 waiting = deque(self._queue.sorted(waiting, self._live.values()))
 
-    def _start(self, record: RequestRecord, match: Match, now: float) -> bool:
+    def _start(self, record: RequestRecord, match: PrefixMatch, now: float) -> bool:
         """Start a queued request with what is remembered of it; False when there is no room for it yet."""
         if not self._fits(record, match):
             return False
@@ -276,7 +276,7 @@ class Scheduler:
         self.reuse.started(record, match, now)
         return True
 
-    def _fits(self, record: RequestRecord, match: Match) -> bool:
+    def _fits(self, record: RequestRecord, match: PrefixMatch) -> bool:
         needs = self.limits.pages_needed(len(record.tokens))
         if Space.FULL in needs:
             needs[Space.FULL] -= len(match.full)

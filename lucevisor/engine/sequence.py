@@ -20,7 +20,7 @@ from lucevisor.engine.request import (
     Usage,
 )
 from lucevisor.kv.page_table import PageTable
-from lucevisor.kv.prefix_records import Match
+from lucevisor.kv.prefix_records import PrefixMatch
 from lucevisor.kv.prefix_tree import Origin
 
 
@@ -67,7 +67,7 @@ class PrefixUse:
     checkpoints: dict[int, Origin] = field(default_factory=dict)
     checkpoint_positions: list[int] = field(default_factory=list)
     shared_at: int = 0
-    lookup: tuple[int, Match] | None = None
+    lookup: tuple[int, PrefixMatch] | None = None
     common: dict[int, int] = field(default_factory=dict)
     cached: int | None = None
     from_disk: bool = False
@@ -84,7 +84,7 @@ class RequestRecord:
     max_tokens: int  # lowered to what context and pages allow
     submitted_at: float
     wanted: WantedRows | None = None
-    probe: Match | None = None  # a question of ours: it starts there, goes before others, and counts nowhere
+    probe: PrefixMatch | None = None  # a question of ours: it starts there, goes before others, and counts nowhere
     tokens: list[int] = field(default_factory=list)
     state: RequestState = RequestState.QUEUED
     live: LiveSequence | None = None

@@ -18,8 +18,8 @@ from collections.abc import Collection, Mapping, Sequence
 
 from lucevisor.kv.page_pool import PagePools
 from lucevisor.kv.page_table import pages_of
-from lucevisor.kv.prefix_records import Hooks, Match, PrefixSettings, Reservation
-from lucevisor.kv.prefix_tree import NO_STATE, Block, BlockTree, Slot, Source, path_to
+from lucevisor.kv.prefix_records import PrefixHooks, PrefixMatch, PrefixSettings, Reservation
+from lucevisor.kv.prefix_tree import NO_STATE, Block, BlockTree, PrefixSlot, SlotSource, path_to
 from lucevisor.model.values import PAGE_TOKENS, Space
 
 
@@ -28,7 +28,7 @@ class PrefixIndex:
 
     def __init__(self, pools: PagePools, settings: PrefixSettings, window_tokens: int | None) -> None:
         self.settings = settings
-        self.hooks = Hooks()
+        self.hooks = PrefixHooks()
         self.recurrent = Space.RECURRENT in pools
         self.anywhere = not self.recurrent and window_tokens is None  # any page of a known chain can be used
         self.version = 0  # changes whenever a match may
@@ -36,7 +36,7 @@ class PrefixIndex:
         self._sequence_pools = pools
         self._pools = pools.of_slots
         self._tree = BlockTree(self._pools, window_tokens)
-        self._slots: dict[int, Slot] = {}
+        self._slots: dict[int, PrefixSlot] = {}
         self._reservations: set[Reservation] = set()
         self._tick = 0
         self._n_made = 0
@@ -50,7 +50,7 @@ class PrefixIndex:
         return self.settings.max_slots > 0 and state_bytes <= self.settings.memory_bytes
 
     @property
-    def slots(self) -> list[Slot]:
+    def slots(self) -> list[PrefixSlot]:
         """All slots, oldest first."""
         return list(self._slots.values())
 
@@ -64,11 +64,11 @@ class PrefixIndex:
         """Whether pins or reservations keep ids from sequences for a while."""
         return bool(self._reservations) or any(slot.pins for slot in self._slots.values())
 
-    def find(self, tokens: Sequence[int], n_tokens: int) -> Slot | None:
+    def find(self, tokens: Sequence[int], n_tokens: int) -> PrefixSlot | None:
         """Return the slot of exactly the first ``n_tokens`` tokens."""
         return self._tree.find(tokens, n_tokens)
 
-    def match(self, tokens: Sequence[int]) -> Match:
+    def match(self, tokens: Sequence[int]) -> PrefixMatch:
         """Return the longest remembered prefix that leaves a token to compute; changes nothing."""
         most = len(tokens) - 1
         path = self._tree.walk(tokens, most)
@@ -80,21 +80,21 @@ class PrefixIndex:
                     return self._match(path[: block.depth + 1], slot.n_tokens, n_known, slot)
             if 0 < block.depth < n_usable:
                 return self._match(path[: block.depth + 1], block.depth * PAGE_TOKENS, n_known, None)
-        return Match(0, n_known)
+        return PrefixMatch(0, n_known)
 
-    def match_of(self, slot: Slot) -> Match:
+    def match_of(self, slot: PrefixSlot) -> PrefixMatch:
         """Return where a slot lies, as a match that uses all of it."""
         path = [self._tree.root, *path_to(slot.block)]
         return self._match(path, slot.n_tokens, slot.n_tokens, slot)
 
-    def use(self, match: Match, now: float) -> None:
+    def use(self, match: PrefixMatch, now: float) -> None:
         """Count a use of what a match found.  To be called once for every prompt, found or not."""
         self._tick += 1
         if match.slot is not None and match.slot.alive:
             self.touch(match.slot, now)
             match.slot.n_uses += 1
 
-    def touch(self, slot: Slot, now: float) -> None:
+    def touch(self, slot: PrefixSlot, now: float) -> None:
         """Make a slot the last used one."""
         slot.last_use, slot.used_at, slot.condemned = self._tick, now, False
 
@@ -119,7 +119,9 @@ class PrefixIndex:
         """Return how many tokens a slot at ``n_tokens`` would save over the slots there are."""
         return n_tokens - self._parent_position(tokens, n_tokens)
 
-    def publish(self, tokens: Sequence[int], source: Source, now: float, *, pinned: bool = False) -> Slot | None:
+    def publish(
+        self, tokens: Sequence[int], source: SlotSource, now: float, *, pinned: bool = False
+    ) -> PrefixSlot | None:
         """Remember the first ``source.n_tokens`` tokens; the index becomes an owner of the pages that hold them, and
         takes the state over from the caller, whatever comes of it.
 
@@ -164,7 +166,7 @@ class PrefixIndex:
         self._reservations.add(reservation)
         return reservation
 
-    def adopt(self, tokens: Sequence[int], reservation: Reservation, now: float) -> Slot | None:
+    def adopt(self, tokens: Sequence[int], reservation: Reservation, now: float) -> PrefixSlot | None:
         """Publish a prefix whose bytes are all in its reserved ids; ``tokens`` are as many as were reserved for.
 
         The slot has a pin, so that whom it was restored for can use it.  None when the shards lost their state since,
@@ -175,7 +177,7 @@ class PrefixIndex:
         if len(tokens) != reservation.n_tokens:
             raise ValueError(f"{len(tokens)} tokens are adopted into ids reserved for {reservation.n_tokens}")
         self._reservations.remove(reservation)
-        source = Source(reservation.n_tokens, reservation.entry, reservation.state, "disk")
+        source = SlotSource(reservation.n_tokens, reservation.entry, reservation.state, "disk")
         reservation.ids.pop(Space.RECURRENT, None)  # the index takes it over
         slot = self.publish(tokens, source, now, pinned=True)
         self._release(reservation)
@@ -190,11 +192,11 @@ class PrefixIndex:
 
     # ---- pins
 
-    def pin(self, slot: Slot) -> None:
+    def pin(self, slot: PrefixSlot) -> None:
         """Keep a slot from being given up, once for each call."""
         slot.pins += 1
 
-    def unpin(self, slot: Slot) -> None:
+    def unpin(self, slot: PrefixSlot) -> None:
         """Take a pin away; a slot that was to be given up meanwhile goes with the last one."""
         slot.pins -= 1
         if slot.alive and not slot.pins:
@@ -232,7 +234,7 @@ class PrefixIndex:
                 return
             self._evict(victim)
 
-    def drop(self, slot: Slot) -> bool:
+    def drop(self, slot: PrefixSlot) -> bool:
         """Give a slot up; False when a pin keeps it."""
         if slot.alive and not slot.pins:
             self._remove(slot)
@@ -248,9 +250,9 @@ class PrefixIndex:
 
     # ---- inside
 
-    def _match(self, path: Sequence[Block], position: int, n_known: int, slot: Slot | None) -> Match:
+    def _match(self, path: Sequence[Block], position: int, n_known: int, slot: PrefixSlot | None) -> PrefixMatch:
         first = self._tree.first_window(position)
-        return Match(
+        return PrefixMatch(
             position,
             n_known,
             full=tuple(block.pages[Space.FULL] for block in path[1:]) if Space.FULL in self._pools else (),
@@ -268,7 +270,7 @@ class PrefixIndex:
                 return slot.n_tokens
         return 0
 
-    def _place(self, slot: Slot, tokens: Sequence[int]) -> None:
+    def _place(self, slot: PrefixSlot, tokens: Sequence[int]) -> None:
         """Find a new slot's parent, and become the parent of those that begin with it."""
         position = self._parent_position(tokens, slot.n_tokens)
         slot.parent = self._tree.find(tokens, position) if position else None
@@ -277,10 +279,10 @@ class PrefixIndex:
                 if other.parent is slot.parent and other.begins_with(slot):
                     other.parent = slot
 
-    def _value(self, slot: Slot) -> float:
+    def _value(self, slot: PrefixSlot) -> float:
         return self._n_lost(slot) / (self._tick - slot.last_use + 1)
 
-    def _n_lost(self, slot: Slot) -> int:
+    def _n_lost(self, slot: PrefixSlot) -> int:
         """Return how many tokens had to be computed to come to where the slot ends, if it were given up."""
         known = slot.parent.n_tokens if slot.parent is not None else 0
         if self.anywhere:
@@ -290,7 +292,7 @@ class PrefixIndex:
             known = max(known, block.depth * PAGE_TOKENS)
         return slot.n_tokens - known
 
-    def _least(self, lacking: Collection[Space]) -> Slot | None:
+    def _least(self, lacking: Collection[Space]) -> PrefixSlot | None:
         """Return the slot to give up next: one that frees an id of ``lacking`` if any does, then by value and use."""
         slots = [slot for slot in self._slots.values() if not slot.pins]
         return min(
@@ -299,7 +301,7 @@ class PrefixIndex:
             default=None,
         )
 
-    def _evict(self, slot: Slot) -> None:
+    def _evict(self, slot: PrefixSlot) -> None:
         self.hooks.on_evict(slot)
         if slot.pins:
             slot.condemned = True
@@ -307,7 +309,7 @@ class PrefixIndex:
             self.n_evictions += 1
             self._remove(slot)
 
-    def _remove(self, slot: Slot) -> None:
+    def _remove(self, slot: PrefixSlot) -> None:
         self.version += 1
         self._tree.remove(slot)
         del self._slots[slot.number]
@@ -325,7 +327,7 @@ class PrefixIndex:
             self._evict(victim)
         return True
 
-    def _ids(self, slot: Slot, space: Space) -> list[int]:
+    def _ids(self, slot: PrefixSlot, space: Space) -> list[int]:
         if space is Space.RECURRENT:
             return [slot.state] if slot.state != NO_STATE else []
         return slot.pages(space)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from lucevisor.kv.page_table import PAGED
-from lucevisor.kv.prefix_tree import NO_STATE, Slot
+from lucevisor.kv.prefix_tree import NO_STATE, PrefixSlot
 from lucevisor.model.values import PAGE_TOKENS, Space
 
 
@@ -24,7 +24,7 @@ class PrefixSettings:
 
 
 @dataclass(frozen=True, slots=True)
-class Match:
+class PrefixMatch:
     """How much of a prompt is remembered: ``position`` tokens, in the whole pages ``full`` and ``window`` (the latter
     from entry ``first_window`` on), then in the first ``position % 64`` positions of ``tail``, and ``state``.
 
@@ -38,7 +38,7 @@ class Match:
     window: tuple[int, ...] = ()
     tail: Mapping[Space, int] = field(default_factory=dict)
     state: int = NO_STATE
-    slot: Slot | None = None
+    slot: PrefixSlot | None = None
 
     @property
     def from_disk(self) -> bool:
@@ -60,12 +60,12 @@ class Reservation:
         return self.ids[Space.RECURRENT][0] if Space.RECURRENT in self.ids else NO_STATE
 
     @property
-    def match(self) -> Match:
+    def match(self) -> PrefixMatch:
         """Where the prefix lies that is not published yet."""
         n_pages = self.n_tokens // PAGE_TOKENS
         n_whole = {Space.FULL: n_pages, Space.WINDOW: max(0, n_pages - self.first_window)}
         ids = {space: self.ids.get(space, []) for space in PAGED}
-        return Match(
+        return PrefixMatch(
             self.n_tokens,
             self.n_tokens,
             full=tuple(ids[Space.FULL][: n_whole[Space.FULL]]),
@@ -82,11 +82,11 @@ class Reservation:
 
 
 @dataclass(slots=True)
-class Hooks:
+class PrefixHooks:
     """``on_slot``: a slot was made.  ``on_evict``: one is about to be given up; a pin taken inside keeps it until that
     goes.  Neither is told when all slots are forgotten because the shards lost their state.  Both are called while a
     step is being planned: they may pin, and must not ask the engine for anything before they have returned.
     """
 
-    on_slot: Callable[[Slot], None] = lambda _: None
-    on_evict: Callable[[Slot], None] = lambda _: None
+    on_slot: Callable[[PrefixSlot], None] = lambda _: None
+    on_evict: Callable[[PrefixSlot], None] = lambda _: None

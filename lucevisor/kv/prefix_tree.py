@@ -24,16 +24,16 @@ Origin = Literal["turn", "pages", "prompt", "generation", "shared", "disk"]
 """Why a slot was made: a chat turn ends there, a multiple of pages, the prompt ends, the answer ends, two prompts part
 behind it, or it was restored."""
 
-Entries = Callable[[Space, int], int | None]
+PageLookup = Callable[[Space, int], int | None]
 """The page of entry i in a space, as a page table knows it; None when it holds none."""
 
 
 @dataclass(frozen=True, slots=True)
-class Source:
+class SlotSource:
     """Where a new slot comes from: ``n_tokens`` long, its pages and the recurrent states at its end (or NO_STATE)."""
 
     n_tokens: int
-    entries: Entries
+    entries: PageLookup
     state: int
     origin: Origin
 
@@ -47,13 +47,15 @@ class Block:
     depth: int
     pages: dict[Space, int] = field(default_factory=dict)
     children: dict[tuple[int, ...], Block] = field(default_factory=dict)
-    slots: dict[tuple[int, ...], Slot] = field(default_factory=dict)  # by remainder: those that end at or behind it
+    slots: dict[tuple[int, ...], PrefixSlot] = field(
+        default_factory=dict
+    )  # by remainder: those that end at or behind it
     n_slots: int = 0  # that lead through it
     n_windows: int = 0  # of them, those that need its window page
 
 
 @dataclass(slots=True, eq=False, repr=False)
-class Slot:
+class PrefixSlot:
     """A remembered prefix: the blocks up to ``block``, then ``remainder`` in the pages ``tail``.
 
     ``first_window``: entry of the oldest window page that position ``n_tokens`` sees.  ``state``: the recurrent states
@@ -67,7 +69,7 @@ class Slot:
     first_window: int
     state: int
     tail: dict[Space, int] = field(default_factory=dict)
-    parent: Slot | None = None
+    parent: PrefixSlot | None = None
     alive: bool = True
     pins: int = 0
     condemned: bool = False  # given up as soon as the last pin goes
@@ -91,7 +93,7 @@ class Slot:
         pages = [block.pages[space] for block in path_to(self.block, first) if space in block.pages]
         return pages + ([self.tail[space]] if space in self.tail else [])
 
-    def begins_with(self, other: Slot) -> bool:
+    def begins_with(self, other: PrefixSlot) -> bool:
         """Say whether ``other`` is a proper prefix of this one."""
         if other.n_tokens >= self.n_tokens:
             return False
@@ -132,7 +134,7 @@ class BlockTree:
             block = child
         return path
 
-    def slots_behind(self, block: Block, tokens: Sequence[int], n_tokens: int) -> Iterator[Slot]:
+    def slots_behind(self, block: Block, tokens: Sequence[int], n_tokens: int) -> Iterator[PrefixSlot]:
         """Yield slots that end at ``block`` or inside the page after it and begin the first ``n_tokens``, longest
         first."""
         start = block.depth * PAGE_TOKENS
@@ -145,7 +147,7 @@ class BlockTree:
             if (slot := block.slots.get(rest[:n])) is not None:
                 yield slot
 
-    def find(self, tokens: Sequence[int], n_tokens: int) -> Slot | None:
+    def find(self, tokens: Sequence[int], n_tokens: int) -> PrefixSlot | None:
         """Return the slot of exactly the first ``n_tokens`` tokens."""
         block = self.walk(tokens, n_tokens)[-1]
         start = block.depth * PAGE_TOKENS
@@ -165,7 +167,7 @@ class BlockTree:
             run[i] = run[i - 1] + 1 if Space.WINDOW in path[i].pages else 0
         return max(i + 1 for i in range(n) if run[i] >= i - self.first_window(i * PAGE_TOKENS))
 
-    def add(self, tokens: Sequence[int], source: Source, number: int) -> Slot | None:
+    def add(self, tokens: Sequence[int], source: SlotSource, number: int) -> PrefixSlot | None:
         """Put a slot in and hold what it needs: pages of known blocks as they are, the others from ``source``.
 
         None, and nothing done, when a page is in neither, as it is when the window has slid on.
@@ -184,7 +186,7 @@ class BlockTree:
                     block.pages[Space.WINDOW] = self._hold(Space.WINDOW, source.entries(Space.WINDOW, block.depth - 1))
                 block.n_windows += 1
         remainder = tuple(tokens[n_blocks * PAGE_TOKENS : source.n_tokens])
-        slot = Slot(number, path[-1], remainder, source.origin, first_window, source.state)
+        slot = PrefixSlot(number, path[-1], remainder, source.origin, first_window, source.state)
         if remainder:
             slot.tail = {space: self._hold(space, source.entries(space, n_blocks)) for space in self._spaces}
         if slot.state != NO_STATE:
@@ -192,7 +194,7 @@ class BlockTree:
         path[-1].slots[remainder] = slot
         return slot
 
-    def remove(self, slot: Slot) -> None:
+    def remove(self, slot: PrefixSlot) -> None:
         """Take a slot out and let go of what no other slot needs."""
         slot.alive = False
         del slot.block.slots[slot.remainder]
@@ -213,7 +215,7 @@ class BlockTree:
                     self._let_go(space, page)
             at = at.parent
 
-    def frees(self, slot: Slot, spaces: Collection[Space]) -> bool:
+    def frees(self, slot: PrefixSlot, spaces: Collection[Space]) -> bool:
         """Say whether removing a slot makes an id of one of ``spaces`` free at once."""
         if slot.state != NO_STATE and Space.RECURRENT in spaces and self._pools[Space.RECURRENT].idle(slot.state):
             return True
@@ -229,7 +231,7 @@ class BlockTree:
             at = at.parent
         return False
 
-    def _complete(self, path: Sequence[Block], source: Source, first_window: int) -> bool:
+    def _complete(self, path: Sequence[Block], source: SlotSource, first_window: int) -> bool:
         """Say whether every page that a slot needs is known or in ``source``."""
         n_pages = pages_of(source.n_tokens)
         for space in self._spaces:
@@ -239,7 +241,7 @@ class BlockTree:
                     return False
         return True
 
-    def _grow(self, parent: Block, tokens: Sequence[int], entries: Entries) -> Block:
+    def _grow(self, parent: Block, tokens: Sequence[int], entries: PageLookup) -> Block:
         start = parent.depth * PAGE_TOKENS
         block = Block(tuple(tokens[start : start + PAGE_TOKENS]), parent, parent.depth + 1)
         if Space.FULL in self._pools:

@@ -22,8 +22,8 @@ import xxhash
 from lucevisor.errors import ConfigError
 from lucevisor.protocol.messages import SnapshotTensor
 from lucevisor.snapshots.file_format import LENGTH_BYTES, header_bytes, parse
-from lucevisor.snapshots.layout import Fault, Snapshot, SnapshotError
-from lucevisor.snapshots.policy import LOCK_FILE, REFUSED, FileKind, FileUse, read_name, victims
+from lucevisor.snapshots.layout import Fault, SnapshotError, SnapshotHeader
+from lucevisor.snapshots.policy import LOCK_FILE, REFUSED, CacheFile, FileKind, read_name, victims
 
 PIECE_BYTES = 1 << 20
 """Read and hashed at a time: stays in the processor's cache, and the interpreter is free while it is worked on."""
@@ -66,18 +66,18 @@ def try_lock(fd: int) -> bool:
     return True
 
 
-def list_files(directory: Path) -> list[FileUse]:
+def list_files(directory: Path) -> list[CacheFile]:
     """Our regular files in the directory, of every model: complete, set aside and partial ones."""
     found = []
     with os.scandir(directory) as rows:
         for row in rows:
             kind = read_name(row.name).kind
-            if kind is FileKind.STRANGER:
+            if kind is FileKind.OTHER:
                 continue
             with suppress(FileNotFoundError):  # another supervisor removed it
                 status = row.stat(follow_symlinks=False)
                 if stat.S_ISREG(status.st_mode):
-                    found.append(FileUse(row.name, status.st_size, status.st_mtime, kind))
+                    found.append(CacheFile(row.name, status.st_size, status.st_mtime, kind))
     return sorted(found, key=lambda f: f.file)
 
 
@@ -110,7 +110,7 @@ def set_aside(path: Path) -> Path:
     return target
 
 
-def open_snapshot(path: Path) -> tuple[int, Snapshot, os.stat_result]:
+def open_snapshot(path: Path) -> tuple[int, SnapshotHeader, os.stat_result]:
     """Open a file and read its header.  Raises SnapshotError."""
     try:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
@@ -128,7 +128,7 @@ def open_snapshot(path: Path) -> tuple[int, Snapshot, os.stat_result]:
         raise
 
 
-def read_header(fd: int, file_bytes: int) -> Snapshot:
+def read_header(fd: int, file_bytes: int) -> SnapshotHeader:
     """Read and check the header of an open file.  Raises SnapshotError."""
     try:
         length = os.pread(fd, LENGTH_BYTES, 0)
@@ -179,7 +179,7 @@ def checksum(fd: int, offset: int, n_bytes: int) -> str:
     return digest.hexdigest()
 
 
-def compare(found: Mapping[str, str], snapshot: Snapshot) -> None:
+def compare(found: Mapping[str, str], snapshot: SnapshotHeader) -> None:
     """Raise SnapshotError naming the first tensor whose checksum is not the recorded one."""
     for tensor in snapshot.tensors:
         if found[tensor.name] != snapshot.checksums[tensor.name]:
@@ -207,7 +207,7 @@ def sync_directory(directory: Path) -> None:
         os.close(fd)
 
 
-def prune_directory(directory: Path, disk_bytes: int, keep: Collection[str] = ()) -> list[FileUse]:
+def prune_directory(directory: Path, disk_bytes: int, keep: Collection[str] = ()) -> list[CacheFile]:
     """Remove what :func:`victims` chooses; hold the directory's lock.  Returns what was removed."""
     gone = []
     for one in victims(list_files(directory), disk_bytes, keep):
@@ -221,10 +221,12 @@ def make_directory(directory: Path) -> None:
     try:
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
     except OSError as error:
-        raise ConfigError("cache.dir", str(directory), say(error), "name a directory that can be written") from error
+        raise ConfigError(
+            "cache.dir", str(directory), describe_error(error), "name a directory that can be written"
+        ) from error
 
 
-def say(error: Exception) -> str:
+def describe_error(error: Exception) -> str:
     """An error in a line: for the system's own their name and number too."""
     if isinstance(error, OSError) and error.errno is not None:
         where = f" ({Path(str(error.filename)).name})" if error.filename else ""

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from lucevisor.snapshots import tools
-from lucevisor.snapshots.policy import FileKind, FileUse
+from lucevisor.snapshots.policy import CacheFile, FileKind
 from lucevisor.snapshots.tools import CacheError, Listing
 
 Facts = dict[str, Any]
@@ -50,7 +50,7 @@ def remove(directory: Path, wanted: Sequence[str], *, everything: bool) -> list[
     return [_use(one) for one in tools.remove(directory, None if everything else wanted)]
 
 
-def _use(use: FileUse) -> Facts:
+def _use(use: CacheFile) -> Facts:
     return {"file": use.file, "state": use.kind.value, "n_bytes": use.n_bytes, "used_s": use.used_s}
 
 

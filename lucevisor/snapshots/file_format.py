@@ -25,9 +25,9 @@ from lucevisor.snapshots.layout import (
     ITEM_BYTES,
     Fault,
     NextToken,
-    Slot,
-    Snapshot,
+    SlotRecord,
     SnapshotError,
+    SnapshotHeader,
     StateModel,
     pack_tokens,
     slot_tensors,
@@ -54,7 +54,7 @@ MIN_HEADER_BYTES = len(_START) + _CHECK_DIGITS + 4
 # ---- layout
 
 
-def lay_out(model: StateModel, slot: Slot) -> Snapshot:
+def lay_out(model: StateModel, slot: SlotRecord) -> SnapshotHeader:
     """The file of a slot: every tensor at its place, checksums still unknown.  Raises ValueError for no tokens."""
     n = len(slot.tokens)
     if not 0 < n <= MAX_TOKENS:
@@ -65,7 +65,7 @@ def lay_out(model: StateModel, slot: Slot) -> Snapshot:
         for t in slot.drafter
     ]
     tensors.sort(key=lambda t: -ITEM_BYTES[t.dtype])  # stable: a drafter's come last of their size
-    snapshot = Snapshot(
+    snapshot = SnapshotHeader(
         fingerprint=model.fingerprint,
         architecture=model.architecture,
         model=model.name,
@@ -93,7 +93,7 @@ def _placed(tensors: Sequence[SnapshotTensor], start: int) -> tuple[SnapshotTens
 # ---- header to bytes
 
 
-def pack(snapshot: Snapshot) -> bytes:
+def pack(snapshot: SnapshotHeader) -> bytes:
     """The first ``data_start`` bytes of the file: length, JSON, spaces.  ``header_check`` is computed here."""
     text = _json(snapshot).ljust(snapshot.data_start - LENGTH_BYTES)
     whole = bytearray(len(text).to_bytes(LENGTH_BYTES, "little") + text)
@@ -111,7 +111,7 @@ def header_check(header: bytes | bytearray) -> str:
     return digest.hexdigest()
 
 
-def _json(s: Snapshot) -> bytes:
+def _json(s: SnapshotHeader) -> bytes:
     metadata = {
         "header_check": "0" * _CHECK_DIGITS,  # first, so that its place is known before anything is parsed
         "format": FORMAT,
@@ -166,7 +166,7 @@ def header_bytes(length: bytes, file_bytes: int) -> int:
     return LENGTH_BYTES + n
 
 
-def parse(header: bytes, file_bytes: int) -> Snapshot:
+def parse(header: bytes, file_bytes: int) -> SnapshotHeader:
     """Read the bytes that :func:`header_bytes` asked for.  Raises SnapshotError naming the field."""
     if not header.startswith(_START, LENGTH_BYTES):
         raise SnapshotError(Fault.FOREIGN, "start of the header", "is not that of a snapshot: foreign or damaged")
@@ -185,7 +185,7 @@ class _Parser:
     def __init__(self, metadata: Mapping[str, str], rows: Mapping[str, _Row], data_start: int, file_bytes: int) -> None:
         self.metadata, self.rows, self.data_start, self.file_bytes = metadata, rows, data_start, file_bytes
 
-    def snapshot(self) -> Snapshot:
+    def snapshot(self) -> SnapshotHeader:
         self._check_version()
         firsts = self._mapping("first_positions", int)
         checksums = self._mapping("checksums", str)
@@ -196,7 +196,7 @@ class _Parser:
         if self.file_bytes != end:
             fault = Fault.TRUNCATED if self.file_bytes < end else Fault.DAMAGED
             raise SnapshotError(fault, "file length", f"{self.file_bytes} bytes, the header says {end}")
-        return Snapshot(
+        return SnapshotHeader(
             fingerprint=self._get("model_fingerprint"),
             architecture=self._get("model_architecture"),
             model=self._get("model_name"),

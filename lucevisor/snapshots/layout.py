@@ -97,7 +97,7 @@ class DraftTensor:
 
 
 @dataclass(frozen=True, slots=True)
-class Slot:
+class SlotRecord:
     """A prefix slot to write: its tokens, when it was made, what came next."""
 
     tokens: Sequence[int]
@@ -107,7 +107,7 @@ class Slot:
 
 
 @dataclass(frozen=True, slots=True)
-class Snapshot:
+class SnapshotHeader:
     """A header as read or to be written.  ``packed_tokens``: ids as little-endian uint32, 4 bytes each."""
 
     fingerprint: str
@@ -194,7 +194,7 @@ def unpack_tokens(packed: bytes) -> tuple[int, ...]:
 # ---- does it fit
 
 
-def check_fits(snapshot: Snapshot, model: StateModel) -> None:
+def check_fits(snapshot: SnapshotHeader, model: StateModel) -> None:
     """Raise SnapshotError unless the file holds the state of every layer of this model, and nothing else.
 
     Another kv dtype is accepted: the daemons convert.

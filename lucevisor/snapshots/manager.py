@@ -24,32 +24,31 @@ from lucevisor import awake
 from lucevisor.config import CacheConfig
 from lucevisor.engine.core import Engine
 from lucevisor.engine.request import GenerationRequest, TokenEvent
-from lucevisor.kv.prefix_records import Hooks, Reservation
-from lucevisor.kv.prefix_tree import Slot
+from lucevisor.kv.prefix_records import PrefixHooks, Reservation
+from lucevisor.kv.prefix_tree import PrefixSlot
 from lucevisor.model.fingerprint import fingerprint
 from lucevisor.model.spec import ModelSpec
 from lucevisor.model.values import Dtype, Space
 from lucevisor.placement.result import Placement
 from lucevisor.protocol.messages import SlotPlace
-from lucevisor.snapshots.background import BackgroundStore
+from lucevisor.snapshots.async_store import AsyncSnapshotStore
 from lucevisor.snapshots.file_format import lay_out
-from lucevisor.snapshots.layout import Fault, NextToken, StateModel
-from lucevisor.snapshots.layout import Slot as FileSlot
+from lucevisor.snapshots.layout import Fault, NextToken, SlotRecord, StateModel
 from lucevisor.snapshots.policy import (
     Candidate,
-    Match,
-    Occasion,
     SavePolicy,
-    Speeds,
-    for_shutdown,
-    why_not,
-    why_not_read,
+    SaveTrigger,
+    SnapshotMatch,
+    SnapshotSpeeds,
+    plan_shutdown_saves,
+    reject_restore_reason,
+    reject_save_reason,
 )
 from lucevisor.snapshots.shard_transfers import ShardTransfers
 from lucevisor.snapshots.speeds import SpeedMeter
-from lucevisor.snapshots.store import Reading, SnapshotRefused, SnapshotStore
+from lucevisor.snapshots.store import OpenSnapshot, SnapshotRefused, SnapshotStore
 from lucevisor.snapshots.transfers import Transfer
-from lucevisor.snapshots.writer import SnapshotFailed, Writing
+from lucevisor.snapshots.writer import PendingSnapshot, SaveFailed
 
 TRANSFER_S = 60.0
 """A save or restore that takes longer is given up: its disk hangs."""
@@ -66,34 +65,34 @@ log = structlog.get_logger("snapshots")
 
 async def open_snapshots(
     engine: Engine, cache: CacheConfig, spec: ModelSpec, digests: Mapping[str, str], placement: Placement
-) -> Snapshots:
+) -> SnapshotManager:
     """Those of ``cache.dir``, scanned, not started.  ``digests``: of all tensors.  Raises ConfigError."""
     mark = await asyncio.to_thread(fingerprint, spec, digests, placement.options)
     model = StateModel(mark, spec.architecture, spec.name, placement.dtype, placement.kv_dtype, spec.layers)
-    store = BackgroundStore(SnapshotStore(Path(cache.dir), model, cache.disk))
+    store = AsyncSnapshotStore(SnapshotStore(Path(cache.dir), model, cache.disk))
     await store.scan()
     layers = {g: [s.layers for s in placement.stages_of(g)] for g in placement.groups}
-    return Snapshots(engine, store, ShardTransfers(layers), SavePolicy(cache.min_tokens, cache.disk))
+    return SnapshotManager(engine, store, ShardTransfers(layers), SavePolicy(cache.min_tokens, cache.disk))
 
 
 @dataclass(slots=True, eq=False)
 class _Restoring:
     """A restore under way, and the requests that wait for it.  ``late``: they do not any more, nor will others."""
 
-    match: Match
+    match: SnapshotMatch
     waiting: list[str] = field(default_factory=list)
     late: bool = False
 
 
-class Snapshots:
+class SnapshotManager:
     """Made when the engine is; ``start`` hooks it in, ``close`` ends it."""
 
-    def __init__(self, engine: Engine, store: BackgroundStore, shards: ShardTransfers, policy: SavePolicy) -> None:
+    def __init__(self, engine: Engine, store: AsyncSnapshotStore, shards: ShardTransfers, policy: SavePolicy) -> None:
         self.store, self.shards = store, shards
         self.meter = SpeedMeter()
         self._engine, self._policy = engine, policy
         self._restoring: dict[tuple[str, int], _Restoring] = {}
-        self._candidates: dict[int, Slot] = {}
+        self._candidates: dict[int, PrefixSlot] = {}
         self._wake = asyncio.Event()
         self._saving = asyncio.Lock()  # one file at a time
         self._tasks: set[asyncio.Task[object]] = set()
@@ -102,7 +101,7 @@ class Snapshots:
 
     def start(self) -> None:
         """Watch the engine from now on."""
-        self._engine.prefixes.hooks = Hooks(on_slot=self._on_slot, on_evict=self._on_evict)
+        self._engine.prefixes.hooks = PrefixHooks(on_slot=self._on_slot, on_evict=self._on_evict)
         self._engine.on_submit = self._on_submit
         self._spawn(self._save_turns(), "save snapshots at turns")
 
@@ -115,20 +114,20 @@ class Snapshots:
         speeds = self._speeds()
         slots = {slot.number: slot for slot in self._engine.prefixes.slots}
         candidates = [self._candidate(slot) for slot in slots.values()]
-        for candidate in for_shutdown(candidates, self._policy, speeds, deadline_s):
+        for candidate in plan_shutdown_saves(candidates, self._policy, speeds, deadline_s):
             left = end - time.monotonic()
             slot = slots[candidate.slot]
             if left <= 0:
                 log.warning("snapshots not saved in time", deadline_s=deadline_s, n_saved=n_saved)
                 break
-            if slot.alive and not why_not(self._candidate(slot), Occasion.SHUTDOWN, self._policy, speeds):
-                n_saved += await self._save(slot, Occasion.SHUTDOWN, left)
+            if slot.alive and not reject_save_reason(self._candidate(slot), SaveTrigger.SHUTDOWN, self._policy, speeds):
+                n_saved += await self._save(slot, SaveTrigger.SHUTDOWN, left)
         return n_saved
 
     async def close(self) -> None:
         """End all tasks; call when no daemon is left, so that every transfer has ended.  Waits for the disk."""
         self._engine.on_submit = lambda _: False
-        self._engine.prefixes.hooks = Hooks()
+        self._engine.prefixes.hooks = PrefixHooks()
         tasks = list(self._tasks)
         for task in tasks:
             task.cancel()
@@ -151,13 +150,13 @@ class Snapshots:
             under_way.waiting.append(request.request_id)
         return not under_way.late
 
-    def _better(self, request: GenerationRequest) -> Match | None:
+    def _better(self, request: GenerationRequest) -> SnapshotMatch | None:
         prefixes, prompt = self._engine.prefixes, request.prompt
         match = self.store.store.find(prompt, len(prompt) - 1) if prefixes.enabled else None
         if match is None:
             return None
         gain = match.n_tokens - prefixes.match(prompt).position
-        reason = why_not_read(match.n_tokens, gain, match.n_bytes, self._policy, self._speeds())
+        reason = reject_restore_reason(match.n_tokens, gain, match.n_bytes, self._policy, self._speeds())
         if reason:
             log.debug("snapshot not used", file=match.entry.file, reason=reason)
         return None if reason else match
@@ -178,7 +177,7 @@ class Snapshots:
             self._engine.resume(request_id)
         under_way.waiting.clear()
 
-    async def _restore(self, under_way: _Restoring) -> Slot | None:
+    async def _restore(self, under_way: _Restoring) -> PrefixSlot | None:
         """Return the restored slot, pinned; None when it comes to nothing."""
         match, started = under_way.match, time.monotonic()
         reservation = await self._engine.reserve(match.n_tokens)
@@ -192,7 +191,7 @@ class Snapshots:
                 problem = await self._fill(match, reading, reservation, lambda: self._resume(under_way))
                 problem = problem or await self._judge(reading, reservation)
             finally:
-                self.store.store.close_reading(reading)
+                self.store.store.close_snapshot(reading)
             if not problem and (slot := self._engine.adopt(reading.tokens, reservation)) is None:
                 problem = "a daemon was lost meanwhile"
         except SnapshotRefused:  # logged and counted where it was found out
@@ -208,7 +207,9 @@ class Snapshots:
                  converted=reading.converted)  # fmt: skip
         return slot
 
-    async def _fill(self, match: Match, reading: Reading, reservation: Reservation, late: Callable[[], None]) -> str:
+    async def _fill(
+        self, match: SnapshotMatch, reading: OpenSnapshot, reservation: Reservation, late: Callable[[], None]
+    ) -> str:
         """Have the bytes read and compared; return the problem, empty when all is well.  Raises SnapshotRefused.
 
         ``late`` is called when it takes too long; the pages stay reserved until the daemons are through.
@@ -226,7 +227,7 @@ class Snapshots:
             self.meter.add_read(match.n_bytes, time.monotonic() - started)
         return overdue or transfer.problem
 
-    async def _judge(self, reading: Reading, reservation: Reservation) -> str:
+    async def _judge(self, reading: OpenSnapshot, reservation: Reservation) -> str:
         """Ask for the recorded next token; return the problem.  A file that gives another one is set aside, and
         SnapshotRefused raised."""
         record = reading.next_token
@@ -241,26 +242,26 @@ class Snapshots:
             raise SnapshotRefused(Fault.MISFIT, reading.file, reason)
         return ""
 
-    def _tolerance(self, reading: Reading) -> float:
+    def _tolerance(self, reading: OpenSnapshot) -> float:
         return NEAR_TIE[not reading.converted and self.store.store.model.dtype is Dtype.FLOAT32]
 
     # ---- save
 
-    def _on_slot(self, slot: Slot) -> None:
+    def _on_slot(self, slot: PrefixSlot) -> None:
         if slot.origin != "disk":
             self._candidates[slot.number] = slot
             self._wake.set()
 
-    def _on_evict(self, slot: Slot) -> None:
+    def _on_evict(self, slot: PrefixSlot) -> None:
         """A slot is about to go: keep it for a moment if it is worth a file and no other is being written."""
-        if self._saving.locked() or self._reason_not(slot, Occasion.EVICTION):
+        if self._saving.locked() or self._reject_reason(slot, SaveTrigger.EVICTION):
             return
         self._engine.prefixes.pin(slot)
         self._spawn(self._save_evicted(slot), "save an evicted slot")
 
-    async def _save_evicted(self, slot: Slot) -> None:
+    async def _save_evicted(self, slot: PrefixSlot) -> None:
         try:
-            await self._save(slot, Occasion.EVICTION, TRANSFER_S)
+            await self._save(slot, SaveTrigger.EVICTION, TRANSFER_S)
         finally:
             self._engine.release(slot)
 
@@ -273,35 +274,35 @@ class Snapshots:
                 await self._engine.room()
                 slot = max(self._candidates.values(), key=lambda slot: slot.n_tokens)
                 del self._candidates[slot.number]
-                if slot.alive and not self._reason_not(slot, Occasion.TURN):
-                    saving = self._spawn(self._save(slot, Occasion.TURN, TRANSFER_S), "save a turn")
+                if slot.alive and not self._reject_reason(slot, SaveTrigger.TURN):
+                    saving = self._spawn(self._save(slot, SaveTrigger.TURN, TRANSFER_S), "save a turn")
                     await asyncio.wait({saving})  # a defect in one is logged and ends no other
 
-    def _candidate(self, slot: Slot) -> Candidate:
+    def _candidate(self, slot: PrefixSlot) -> Candidate:
         tokens = slot.tokens
         known = self.store.store.find(tokens, len(tokens))
-        n_bytes = lay_out(self.store.store.model, FileSlot(tokens, 0.0)).file_bytes
+        n_bytes = lay_out(self.store.store.model, SlotRecord(tokens, 0.0)).file_bytes
         return Candidate(slot.number, len(tokens), n_bytes, known.n_tokens if known is not None else 0, slot.n_uses)
 
-    def _reason_not(self, slot: Slot, occasion: Occasion) -> str:
-        reason = why_not(self._candidate(slot), occasion, self._policy, self._speeds())
+    def _reject_reason(self, slot: PrefixSlot, trigger: SaveTrigger) -> str:
+        reason = reject_save_reason(self._candidate(slot), trigger, self._policy, self._speeds())
         if reason:
-            log.debug("snapshot not worth a file", n_tokens=slot.n_tokens, occasion=occasion.value, reason=reason)
+            log.debug("snapshot not worth a file", n_tokens=slot.n_tokens, trigger=trigger.value, reason=reason)
         return reason
 
-    def _speeds(self) -> Speeds:
+    def _speeds(self) -> SnapshotSpeeds:
         return self.meter.speeds(self.store.store.statistics)
 
-    async def _save(self, slot: Slot, occasion: Occasion, deadline_s: float) -> bool:
+    async def _save(self, slot: PrefixSlot, trigger: SaveTrigger, deadline_s: float) -> bool:
         """Write a slot's file; False when that failed, which is logged."""
         async with self._saving:
-            record = await self._record(slot) if occasion is not Occasion.EVICTION else None
+            record = await self._record(slot) if trigger is not SaveTrigger.EVICTION else None
             place = await self._engine.export(slot)
             if place is None:
                 return False
-            unsealed: Writing | None = None
+            unsealed: PendingSnapshot | None = None
             try:
-                writing = unsealed = await self.store.begin(FileSlot(slot.tokens, time.time(), record))
+                writing = unsealed = await self.store.begin(SlotRecord(slot.tokens, time.time(), record))
                 late = "the daemons or the disk took too long"
                 transfer, overdue = await self._await(
                     self.shards.save(writing, place), deadline_s,
@@ -312,7 +313,7 @@ class Snapshots:
                     return False
                 unsealed = None  # from here on it ends by itself, cancelled or not
                 await self.store.finish(writing, transfer.n_bytes)
-            except SnapshotFailed:  # logged and counted by the store
+            except SaveFailed:  # logged and counted by the store
                 return False
             except asyncio.CancelledError:
                 if unsealed is not None:  # what daemons still write goes into a file without a name
@@ -322,7 +323,7 @@ class Snapshots:
                 self._engine.release(slot)
             return True
 
-    async def _record(self, slot: Slot) -> NextToken | None:
+    async def _record(self, slot: PrefixSlot) -> NextToken | None:
         """Ask what comes behind a slot and one more token: a restored state can be asked the same."""
         tokens = slot.tokens
         prefixes = self._engine.prefixes

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from hashlib import sha256
 
-from lucevisor.snapshots.layout import Snapshot, pack_tokens
+from lucevisor.snapshots.layout import SnapshotHeader, pack_tokens
 
 LOCK_FILE = "lucevisor.lock"
 PARTIAL = ".partial"
@@ -31,7 +31,7 @@ class FileKind(StrEnum):
     SNAPSHOT = "snapshot"
     PARTIAL = "partial"  # being written, or left over
     REFUSED = "refused"  # set aside
-    STRANGER = "stranger"  # not ours: never opened, never touched
+    OTHER = "other"  # not ours: never opened, never touched
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +46,7 @@ def read_name(name: str) -> NameParts:
     """Say whose file of the directory ``name`` is."""
     match = _NAME.fullmatch(name)
     if match is None:
-        return NameParts(FileKind.STRANGER, "")
+        return NameParts(FileKind.OTHER, "")
     end = match["kind"]
     kind = FileKind.SNAPSHOT
     if end.endswith(PARTIAL):
@@ -56,7 +56,7 @@ def read_name(name: str) -> NameParts:
     return NameParts(kind, match["model"])
 
 
-def file_name(snapshot: Snapshot) -> str:
+def file_name(snapshot: SnapshotHeader) -> str:
     """The name of a slot's file: the same tokens in the same number formats replace each other."""
     text = f"{snapshot.dtype.value} {snapshot.kv_dtype.value} ".encode() + snapshot.packed_tokens
     return f"lucevisor-{snapshot.fingerprint[:16]}-{sha256(text).hexdigest()[:16]}.safetensors"
@@ -67,7 +67,7 @@ class SnapshotEntry:
     """A complete file in the directory, by its header."""
 
     file: str
-    snapshot: Snapshot
+    snapshot: SnapshotHeader
     n_bytes: int
     used_s: float  # Unix time of the last use
 
@@ -77,7 +77,7 @@ class SnapshotEntry:
 
 
 @dataclass(frozen=True, slots=True)
-class Match:
+class SnapshotMatch:
     """The first ``n_tokens`` of a prompt are in ``entry``."""
 
     entry: SnapshotEntry
@@ -94,19 +94,19 @@ class Match:
 
 def longest_match(
     entries: Iterable[SnapshotEntry], prompt: Sequence[int], most: int, *, whole_only: bool
-) -> Match | None:
+) -> SnapshotMatch | None:
     """The entry that holds most of ``prompt[:most]``; between equals the one in use last.
 
     ``whole_only``: a slot counts only when all of it is a prefix.  Costs one comparison of bytes an entry.
     """
     wanted = pack_tokens(prompt[:most])
-    best: Match | None = None
+    best: SnapshotMatch | None = None
     for entry in entries:
         n = common_tokens(entry.snapshot.packed_tokens, wanted)
         if n == 0 or (whole_only and n < entry.n_tokens):
             continue
         if best is None or (n, entry.used_s) > (best.n_tokens, best.entry.used_s):
-            best = Match(entry, n)
+            best = SnapshotMatch(entry, n)
     return best
 
 
@@ -126,7 +126,7 @@ def common_tokens(a: bytes, b: bytes) -> int:
 # ---- what to save
 
 
-class Occasion(StrEnum):
+class SaveTrigger(StrEnum):
     """Why a slot might be saved now."""
 
     TURN = "turn"  # a chat turn ended
@@ -135,7 +135,7 @@ class Occasion(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Speeds:
+class SnapshotSpeeds:
     """What things cost here, measured by the caller."""
 
     prefill_tokens_per_s: float
@@ -172,7 +172,7 @@ class Candidate:
         return self.n_tokens - self.n_saved_tokens
 
 
-def why_not(candidate: Candidate, occasion: Occasion, policy: SavePolicy, speeds: Speeds) -> str:
+def reject_save_reason(candidate: Candidate, trigger: SaveTrigger, policy: SavePolicy, speeds: SnapshotSpeeds) -> str:
     """Why a slot is not worth a file now; empty when it is."""
     c = candidate
     if c.n_tokens < policy.min_tokens:
@@ -180,7 +180,7 @@ def why_not(candidate: Candidate, occasion: Occasion, policy: SavePolicy, speeds
     if c.n_bytes > policy.disk_bytes:
         return f"{c.n_bytes} bytes are more than cache.disk = {policy.disk_bytes}"
     needed = max(policy.min_tokens, 1)
-    if occasion is Occasion.TURN:
+    if trigger is SaveTrigger.TURN:
         needed = max(needed, int(c.n_tokens * policy.turn_gain))
     if c.gain_tokens < needed:
         return f"{c.n_saved_tokens} of its {c.n_tokens} tokens are on disk; {needed} new ones would be worth a file"
@@ -191,7 +191,9 @@ def why_not(candidate: Candidate, occasion: Occasion, policy: SavePolicy, speeds
     return ""
 
 
-def why_not_read(n_tokens: int, gain_tokens: int, n_bytes: int, policy: SavePolicy, speeds: Speeds) -> str:
+def reject_restore_reason(
+    n_tokens: int, gain_tokens: int, n_bytes: int, policy: SavePolicy, speeds: SnapshotSpeeds
+) -> str:
     """Why a file that gives back ``n_tokens`` of a prompt is not read for the ``gain_tokens`` that memory has not;
     empty when it is.
     """
@@ -203,11 +205,11 @@ def why_not_read(n_tokens: int, gain_tokens: int, n_bytes: int, policy: SavePoli
     return ""
 
 
-def for_shutdown(
-    candidates: Iterable[Candidate], policy: SavePolicy, speeds: Speeds, deadline_s: float
+def plan_shutdown_saves(
+    candidates: Iterable[Candidate], policy: SavePolicy, speeds: SnapshotSpeeds, deadline_s: float
 ) -> list[Candidate]:
     """What to save before a stop, in order: what saves most computing per byte, as much as can be written in time."""
-    worth = [c for c in candidates if not why_not(c, Occasion.SHUTDOWN, policy, speeds)]
+    worth = [c for c in candidates if not reject_save_reason(c, SaveTrigger.SHUTDOWN, policy, speeds)]
     worth.sort(key=lambda c: (-c.gain_tokens * (1 + c.n_hits) / max(c.n_bytes, 1), c.slot))
     left = deadline_s * speeds.write_bytes_per_s
     chosen = []
@@ -222,7 +224,7 @@ def for_shutdown(
 
 
 @dataclass(frozen=True, slots=True)
-class FileUse:
+class CacheFile:
     """One snapshot file, of any model, or one that was set aside."""
 
     file: str
@@ -231,7 +233,7 @@ class FileUse:
     kind: FileKind = FileKind.SNAPSHOT
 
 
-def victims(files: Iterable[FileUse], disk_bytes: int, keep: Collection[str] = ()) -> list[FileUse]:
+def victims(files: Iterable[CacheFile], disk_bytes: int, keep: Collection[str] = ()) -> list[CacheFile]:
     """The snapshots to remove, least recently used first, until all files together take ``disk_bytes`` at most.
 
     Files that were set aside count but are never chosen: they are evidence, and the operator's.  Nor are those of

@@ -25,11 +25,11 @@ from lucevisor.protocol.messages import (
     SlotPlace,
     SnapshotTensor,
 )
-from lucevisor.snapshots.transfers import Transfer, TransferKind, Transfers
+from lucevisor.snapshots.transfers import Transfer, TransferKind, TransferTable
 
 
-class OpenFile(Protocol):
-    """A snapshot file that daemons write or read: what :class:`Writing` and :class:`Reading` have in common."""
+class SnapshotFile(Protocol):
+    """A file that daemons write (:class:`PendingSnapshot`) or read (:class:`OpenSnapshot`)."""
 
     fd: int
 
@@ -47,7 +47,7 @@ class ShardTransfers:
     def __init__(self, layers: Mapping[str, Sequence[LayerRange]]) -> None:
         self._layers = {group: tuple(ranges) for group, ranges in layers.items()}
         self._links: dict[str, Link] = {}
-        self._transfers = Transfers()
+        self._transfers = TransferTable()
         self._ends: dict[int, asyncio.Future[Transfer]] = {}
 
     def ready(self, group: str, link: Link) -> None:
@@ -75,16 +75,16 @@ class ShardTransfers:
                 return False
         return True
 
-    def save(self, file: OpenFile, place: SlotPlace) -> asyncio.Future[Transfer]:
+    def save(self, file: SnapshotFile, place: SlotPlace) -> asyncio.Future[Transfer]:
         """Have every daemon write its tensors; the future is done when all of them are through with it."""
         return self._begin(TransferKind.SAVE, Save, file, place)
 
-    def restore(self, file: OpenFile, place: SlotPlace) -> asyncio.Future[Transfer]:
+    def restore(self, file: SnapshotFile, place: SlotPlace) -> asyncio.Future[Transfer]:
         """Have every daemon read its tensors; the future is done when all of them are through with it."""
         return self._begin(TransferKind.RESTORE, Restore, file, place)
 
     def _begin(
-        self, kind: TransferKind, message: type[Save | Restore], file: OpenFile, place: SlotPlace
+        self, kind: TransferKind, message: type[Save | Restore], file: SnapshotFile, place: SlotPlace
     ) -> asyncio.Future[Transfer]:
         n_bytes = {group: sum(file.n_bytes(r) for r in ranges) for group, ranges in self._layers.items()}
         transfer = self._transfers.start(kind, n_bytes)

@@ -8,11 +8,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from lucevisor.engine.pipeline import PipelineResult
-from lucevisor.snapshots.policy import Speeds
+from lucevisor.snapshots.policy import SnapshotSpeeds
 from lucevisor.snapshots.store import StoreStatistics
 
 _PREFILL_STEP_TOKENS = 32
-_FIRST_GUESS = Speeds(prefill_tokens_per_s=500.0, read_bytes_per_s=4e9, step_s=0.01)
+_FIRST_GUESS = SnapshotSpeeds(prefill_tokens_per_s=500.0, read_bytes_per_s=4e9, step_s=0.01)
 """Reading is taken for fast until it was seen to be slow: what is never saved is never measured."""
 _READ_OVER_WRITE = 2.0
 """Before the first restore: reading needs no fsync, and finds some of a file in the page cache."""
@@ -43,7 +43,7 @@ class SpeedMeter:
         self.read_bytes += n_bytes
         self.read_s += seconds
 
-    def speeds(self, seen: StoreStatistics) -> Speeds:
+    def speeds(self, seen: StoreStatistics) -> SnapshotSpeeds:
         """Return the speeds as of now; guesses for what was not seen yet.
 
         Before the first restore, a slow disk shows in how fast files were written.
@@ -55,7 +55,7 @@ class SpeedMeter:
 
         written = per_s(seen.saved_bytes, seen.save_s, guess.write_bytes_per_s)
         likely = min(guess.read_bytes_per_s, _READ_OVER_WRITE * written) if seen.n_saved else guess.read_bytes_per_s
-        return Speeds(
+        return SnapshotSpeeds(
             prefill_tokens_per_s=per_s(self.n_tokens, self.seconds, guess.prefill_tokens_per_s),
             read_bytes_per_s=per_s(self.read_bytes, self.read_s, likely),
             write_bytes_per_s=written,

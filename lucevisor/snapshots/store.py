@@ -1,10 +1,10 @@
-"""The directory of snapshots: scan, save, restore, prune.  The thin shell around ``snapshots`` (what to do),
-``snapshot_writer`` (the write protocol) and ``snapshot_disk`` (system calls).
+"""The snapshot directory: scan, save, restore, prune.  A thin shell around ``policy`` (what to do), ``writer`` (the
+write protocol) and ``disk`` (system calls).
 
-Every method blocks on the disk and may be called from any thread; in an event loop use ``BackgroundStore``.  Knows no
-daemons: it hands out descriptors and the places of tensors.  Invariants: nothing is handed out for a restore whose
-header does not fit the model; a refused file is never used again; every refusal and every failure is logged once, with
-its reason.
+Every method blocks on the disk and may be called from any thread; in an event loop use ``AsyncSnapshotStore``.  Knows
+no daemons: it hands out descriptors and tensor offsets.  Invariants: a file whose header does not fit the model is
+never handed out for a restore; a refused file is never used again; every refusal and failure is logged once, with its
+reason.
 """
 
 from __future__ import annotations
@@ -25,10 +25,18 @@ from lucevisor.errors import ConfigError, LucevisorError
 from lucevisor.model.values import LayerRange
 from lucevisor.protocol.messages import SnapshotTensor
 from lucevisor.snapshots import disk
-from lucevisor.snapshots.disk import say
-from lucevisor.snapshots.layout import Fault, NextToken, Slot, Snapshot, SnapshotError, StateModel, check_fits
-from lucevisor.snapshots.policy import FileKind, FileUse, Match, SnapshotEntry, longest_match, read_name
-from lucevisor.snapshots.writer import SnapshotWriter, Writing
+from lucevisor.snapshots.disk import describe_error
+from lucevisor.snapshots.layout import (
+    Fault,
+    NextToken,
+    SlotRecord,
+    SnapshotError,
+    SnapshotHeader,
+    StateModel,
+    check_fits,
+)
+from lucevisor.snapshots.policy import CacheFile, FileKind, SnapshotEntry, SnapshotMatch, longest_match, read_name
+from lucevisor.snapshots.writer import PendingSnapshot, SnapshotWriter
 
 log = structlog.get_logger("snapshots")
 
@@ -46,7 +54,7 @@ class SnapshotRefused(LucevisorError):
 
 
 @dataclass(slots=True)
-class Reading:
+class OpenSnapshot:
     """A file that fits, open for a restore of its first ``n_tokens``.  Its tensors are not checked yet: see ``check``.
 
     ``converted``: empty when states come back bit by bit, else what differs.  ``next_token`` is None when there is no
@@ -55,7 +63,7 @@ class Reading:
 
     entry: SnapshotEntry
     fd: int
-    snapshot: Snapshot
+    snapshot: SnapshotHeader
     n_tokens: int
     next_token: NextToken | None
     converted: str
@@ -88,7 +96,7 @@ class StoreStatistics:
     restored_bytes: int = 0
     restore_s: float = 0.0  # from the decision to the slot that can be used
     n_pruned: int = 0
-    failures: Counter[str] = field(default_factory=Counter)  # labels of SnapshotFailed, faults of SnapshotRefused
+    failures: Counter[str] = field(default_factory=Counter)  # labels of SaveFailed, faults of SnapshotRefused
 
 
 class SnapshotStore:
@@ -172,27 +180,27 @@ class SnapshotStore:
             return error.fault is Fault.OLDER
         return False
 
-    def _entry(self, file: FileUse) -> SnapshotEntry:
+    def _entry(self, file: CacheFile) -> SnapshotEntry:
         with self._refusing(file.file):
             fd, snapshot, status = disk.open_snapshot(self.directory / file.file)
             os.close(fd)
             check_fits(snapshot, self.model)
         return SnapshotEntry(file.file, snapshot, status.st_size, status.st_mtime)
 
-    def find(self, prompt: Sequence[int], most: int) -> Match | None:
+    def find(self, prompt: Sequence[int], most: int) -> SnapshotMatch | None:
         """The file that gives back most of the prompt's first ``most`` tokens."""
         return longest_match(self.entries, prompt, most, whole_only=self.model.whole_only)
 
     # ---- write
 
-    def begin(self, slot: Slot) -> Writing:
-        """Lay out and allocate a file.  Raises SnapshotFailed; then nothing is left of it."""
+    def begin(self, slot: SlotRecord) -> PendingSnapshot:
+        """Lay out and allocate a file.  Raises SaveFailed; then nothing is left of it."""
         return self._writer.begin(slot, self.disk_bytes)
 
-    def finish(self, writing: Writing, n_bytes: int) -> SnapshotEntry:
+    def finish(self, writing: PendingSnapshot, n_bytes: int) -> SnapshotEntry:
         """Seal and publish a file whose tensors are written, then make room; ``n_bytes``: what the daemons wrote.
 
-        Raises SnapshotFailed; then nothing is left of it.
+        Raises SaveFailed; then nothing is left of it.
         """
         entry = self._writer.seal(writing, n_bytes)
         seconds = time.monotonic() - writing.started_s
@@ -208,16 +216,16 @@ class SnapshotStore:
             self._at("prune")
             self.prune(keep=(entry.file,))
         except OSError as error:
-            log.warning("snapshots not pruned", directory=str(self.directory), reason=say(error))
+            log.warning("snapshots not pruned", directory=str(self.directory), reason=describe_error(error))
         return entry
 
-    def abort(self, writing: Writing, reason: str) -> None:
+    def abort(self, writing: PendingSnapshot, reason: str) -> None:
         """Give a file up and remove it.  Legal at any time, any number of times."""
         self._writer.abort(writing, reason)
 
     # ---- read
 
-    def open_for_restore(self, entry: SnapshotEntry, n_tokens: int | None = None) -> Reading:
+    def open_for_restore(self, entry: SnapshotEntry, n_tokens: int | None = None) -> OpenSnapshot:
         """Open a file, check its header and that it fits this model.  Raises SnapshotRefused.
 
         ``n_tokens``: how much of it to use, only where the model's slots can be cut.  A file that is refused for what
@@ -242,9 +250,9 @@ class SnapshotStore:
             if entry.file in self._entries:
                 self._entries[entry.file] = replace(self._entries[entry.file], used_s=self._clock())
         record = snapshot.next_token if n == snapshot.n_tokens else None
-        return Reading(entry, fd, snapshot, n, record, self._converted(snapshot))
+        return OpenSnapshot(entry, fd, snapshot, n, record, self._converted(snapshot))
 
-    def _converted(self, snapshot: Snapshot) -> str:
+    def _converted(self, snapshot: SnapshotHeader) -> str:
         pairs = [
             (what, theirs.value, ours.value)
             for what, theirs, ours in (
@@ -255,7 +263,7 @@ class SnapshotStore:
         ]
         return ", ".join(f"{what} {theirs} in the file, {ours} here" for what, theirs, ours in pairs)
 
-    def check(self, reading: Reading) -> None:
+    def check(self, reading: OpenSnapshot) -> None:
         """Compare the checksum of every tensor; may run while the daemons read.  Raises SnapshotRefused."""
         with self._refusing(reading.file, reading.fd):
             try:
@@ -263,7 +271,7 @@ class SnapshotStore:
             except OSError as error:
                 raise disk.unreadable("tensors", error) from error
 
-    def restored(self, reading: Reading, seconds: float) -> None:
+    def restored(self, reading: OpenSnapshot, seconds: float) -> None:
         """Count a file whose slot is in use now; ``seconds`` since it was decided on."""
         with self._guard:
             self.statistics.n_restored += 1
@@ -277,7 +285,7 @@ class SnapshotStore:
         log.warning("snapshot not restored", file=entry.file, reason=reason)
 
     @staticmethod
-    def close_reading(reading: Reading) -> None:
+    def close_snapshot(reading: OpenSnapshot) -> None:
         """Close the file; any number of times."""
         if not reading.closed:
             reading.closed = True
@@ -313,12 +321,12 @@ class SnapshotStore:
                     return ""  # somebody saved the slot anew meanwhile
                 return disk.set_aside(path).name
         except OSError as error:
-            log.warning("snapshot not set aside", file=file, reason=say(error))
+            log.warning("snapshot not set aside", file=file, reason=describe_error(error))
             return ""
 
     # ---- throw away
 
-    def prune(self, disk_bytes: int | None = None, keep: Collection[str] = ()) -> list[FileUse]:
+    def prune(self, disk_bytes: int | None = None, keep: Collection[str] = ()) -> list[CacheFile]:
         """Remove the least recently used files of any model until all of ours fit into the budget.  Raises OSError."""
         budget = self.disk_bytes if disk_bytes is None else disk_bytes
         with disk.locked(self.directory):
@@ -338,4 +346,4 @@ class SnapshotStore:
                 yield
         except OSError as error:
             hint = "name a directory that can be written"
-            raise ConfigError("cache.dir", str(self.directory), say(error), hint) from error
+            raise ConfigError("cache.dir", str(self.directory), describe_error(error), hint) from error

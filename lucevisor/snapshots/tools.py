@@ -14,17 +14,17 @@ from pathlib import Path
 
 from lucevisor.errors import ConfigError, LucevisorError
 from lucevisor.snapshots import disk
-from lucevisor.snapshots.disk import say
-from lucevisor.snapshots.layout import Fault, Snapshot, SnapshotError
-from lucevisor.snapshots.policy import FileKind, FileUse, read_name
+from lucevisor.snapshots.disk import describe_error
+from lucevisor.snapshots.layout import Fault, SnapshotError, SnapshotHeader
+from lucevisor.snapshots.policy import CacheFile, FileKind, read_name
 
 
 @dataclass(frozen=True, slots=True)
 class Listing:
     """A file of ours.  ``snapshot`` is its header; None with the ``problem`` for one that has no good header."""
 
-    use: FileUse
-    snapshot: Snapshot | None
+    use: CacheFile
+    snapshot: SnapshotHeader | None
     problem: str = ""
 
 
@@ -109,10 +109,10 @@ def set_aside(directory: Path, file: str, inode: int) -> str:
         with disk.locked(directory):
             return disk.set_aside(directory / file).name if inode and _inode(directory / file) == inode else ""
     except OSError as error:
-        raise CacheError(f"{file} cannot be renamed in {directory}: {say(error)}") from error
+        raise CacheError(f"{file} cannot be renamed in {directory}: {describe_error(error)}") from error
 
 
-def prune(directory: Path, disk_bytes: int, *, refused: bool = False) -> list[FileUse]:
+def prune(directory: Path, disk_bytes: int, *, refused: bool = False) -> list[CacheFile]:
     """Remove leftovers, with ``refused`` files that were set aside too, then the least recently used until the rest
     takes ``disk_bytes`` at most.  Returns what was removed.  Raises CacheError.
     """
@@ -127,10 +127,10 @@ def prune(directory: Path, disk_bytes: int, *, refused: bool = False) -> list[Fi
                     gone.append(use)
             return gone + disk.prune_directory(directory, disk_bytes)
     except OSError as error:
-        raise CacheError(f"{directory} cannot be pruned: {say(error)}") from error
+        raise CacheError(f"{directory} cannot be pruned: {describe_error(error)}") from error
 
 
-def remove(directory: Path, files: Iterable[str] | None = None) -> list[FileUse]:
+def remove(directory: Path, files: Iterable[str] | None = None) -> list[CacheFile]:
     """Remove files by name, or all of ours; what was removed, less what somebody else removed at the same time.
 
     Raises CacheError for a name that is not ours or not there; then nothing was removed.
@@ -138,11 +138,11 @@ def remove(directory: Path, files: Iterable[str] | None = None) -> list[FileUse]
     there = {use.file: use for use in _files(directory)}
     names = list(dict.fromkeys(files)) if files is not None else None
     for file in names or ():
-        if read_name(file).kind is FileKind.STRANGER:
+        if read_name(file).kind is FileKind.OTHER:
             raise CacheError(f"{file} is not the name of a snapshot: it is not lucevisor's to remove")
         if file not in there:
             raise CacheError(f"{file} is not in {directory}: `lucevisor cache ls` shows what is")
-    gone: list[FileUse] = []
+    gone: list[CacheFile] = []
     try:
         with disk.locked(directory):
             there = {use.file: use for use in _files(directory)}  # nobody renames or removes from here on
@@ -152,7 +152,7 @@ def remove(directory: Path, files: Iterable[str] | None = None) -> list[FileUse]
                 if file in there and _remove(directory / file, there[file].kind)
             )
     except OSError as error:
-        raise CacheError(f"files of {directory} cannot be removed: {say(error)}") from error
+        raise CacheError(f"files of {directory} cannot be removed: {describe_error(error)}") from error
     return gone
 
 
@@ -167,12 +167,12 @@ def _remove(path: Path, kind: FileKind) -> bool:
     return True
 
 
-def _files(directory: Path) -> list[FileUse]:
+def _files(directory: Path) -> list[CacheFile]:
     try:
         return disk.list_files(directory)
     except OSError as error:
-        raise CacheError(f"cache.dir {directory} cannot be read: {say(error)}") from error
+        raise CacheError(f"cache.dir {directory} cannot be read: {describe_error(error)}") from error
 
 
-def total_bytes(files: Collection[FileUse]) -> int:
+def total_bytes(files: Collection[CacheFile]) -> int:
     return sum(f.n_bytes for f in files)

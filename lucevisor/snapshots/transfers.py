@@ -35,7 +35,7 @@ class Transfer:
         return not self.waiting
 
 
-class Transfers:
+class TransferTable:
     """Every transfer under way.  Methods that end one return it; then look at its ``problem``."""
 
     def __init__(self) -> None:

@@ -25,9 +25,9 @@ from lucevisor.errors import LucevisorError
 from lucevisor.model.values import LayerRange
 from lucevisor.protocol.messages import SnapshotTensor
 from lucevisor.snapshots import disk
-from lucevisor.snapshots.disk import say
+from lucevisor.snapshots.disk import describe_error
 from lucevisor.snapshots.file_format import lay_out, pack
-from lucevisor.snapshots.layout import Slot, Snapshot, SnapshotError, StateModel
+from lucevisor.snapshots.layout import SlotRecord, SnapshotError, SnapshotHeader, StateModel
 from lucevisor.snapshots.policy import PARTIAL, SnapshotEntry, file_name
 
 log = structlog.get_logger("snapshots")
@@ -45,7 +45,7 @@ FAILED_SAVES = ("disk_full", "io", "locked", "too_large", "size", "aborted")
 """The labels of saves that failed; those of files that were not used are Fault's."""
 
 
-class SnapshotFailed(LucevisorError):
+class SaveFailed(LucevisorError):
     """A slot that was not saved.  ``label``: one of FAILED_SAVES."""
 
     def __init__(self, label: str, file: str, reason: str) -> None:
@@ -54,13 +54,13 @@ class SnapshotFailed(LucevisorError):
 
 
 @dataclass(slots=True)
-class Writing:
+class PendingSnapshot:
     """A file under way.  Give ``fd`` and ``tensors(...)`` to each daemon; it stays open until finish or abort."""
 
     file: str  # its final name
     path: Path  # its partial one
     fd: int
-    snapshot: Snapshot
+    snapshot: SnapshotHeader
     started_s: float
     done: bool = False
 
@@ -91,15 +91,15 @@ class SnapshotWriter:
         """End the threads."""
         self._pool.shutdown()
 
-    def begin(self, slot: Slot, most_bytes: int) -> Writing:
-        """Lay out and allocate a file of at most ``most_bytes``.  Raises SnapshotFailed; then nothing is left of it."""
+    def begin(self, slot: SlotRecord, most_bytes: int) -> PendingSnapshot:
+        """Lay out and allocate a file of at most ``most_bytes``.  Raises SaveFailed; then nothing is left of it."""
         snapshot = lay_out(self.model, slot)
         file = file_name(snapshot)
         if snapshot.file_bytes > most_bytes:
             reason = f"it would take {snapshot.file_bytes} bytes, cache.disk is {most_bytes}"
             raise self._failed("too_large", file, reason)
         path = self.directory / f"{file.removesuffix('.safetensors')}.{secrets.token_hex(8)}{PARTIAL}"
-        writing = Writing(file, path, -1, snapshot, time.monotonic())
+        writing = PendingSnapshot(file, path, -1, snapshot, time.monotonic())
         with self._saving(writing):
             self._at("create")
             with disk.locked(self.directory):  # so that nobody cleans the file away before it is locked
@@ -111,10 +111,10 @@ class SnapshotWriter:
             self._at("data")
         return writing
 
-    def seal(self, writing: Writing, n_bytes: int) -> SnapshotEntry:
+    def seal(self, writing: PendingSnapshot, n_bytes: int) -> SnapshotEntry:
         """Check, seal and rename a file whose tensors are written; ``n_bytes`` is what the daemons say they wrote.
 
-        Raises SnapshotFailed; then nothing is left of it.
+        Raises SaveFailed; then nothing is left of it.
         """
         with self._saving(writing):
             self._at("size")
@@ -139,43 +139,43 @@ class SnapshotWriter:
             self._at("sync_directory")
             disk.sync_directory(self.directory)
         except OSError as error:  # the file is complete; only its name might not outlive a power cut
-            log.warning("snapshot directory not synced", file=writing.file, reason=say(error))
+            log.warning("snapshot directory not synced", file=writing.file, reason=describe_error(error))
         _close(writing)
         return SnapshotEntry(writing.file, writing.snapshot, status.st_size, status.st_mtime)
 
-    def abort(self, writing: Writing, reason: str) -> None:
+    def abort(self, writing: PendingSnapshot, reason: str) -> None:
         """Give a file up and remove it.  Legal at any time, any number of times."""
         if not writing.done:
             self._clean(writing)
             self._failed("aborted", writing.file, reason)
 
     @contextmanager
-    def _saving(self, writing: Writing) -> Iterator[None]:
-        """What fails inside ends the save: the partial file goes, the reason is logged and raised as SnapshotFailed."""
+    def _saving(self, writing: PendingSnapshot) -> Iterator[None]:
+        """What fails inside ends the save: the partial file goes, the reason is logged and raised as SaveFailed."""
         try:
             yield
-        except SnapshotFailed as failed:
+        except SaveFailed as failed:
             self._clean(writing)
             self._failed(failed.label, failed.file, failed.reason)
             raise
         except (OSError, SnapshotError) as error:
             self._clean(writing)
-            raise self._failed(_label(error), writing.file, say(error)) from error
+            raise self._failed(_label(error), writing.file, describe_error(error)) from error
         except BaseException:
             self._clean(writing)
             raise
 
-    def _failed(self, label: str, file: str, reason: str) -> SnapshotFailed:
+    def _failed(self, label: str, file: str, reason: str) -> SaveFailed:
         self._failures[label] += 1
         log.warning("snapshot not saved", file=file, label=label, reason=reason)
-        return SnapshotFailed(label, file, reason)
+        return SaveFailed(label, file, reason)
 
-    def _clean(self, writing: Writing) -> None:
+    def _clean(self, writing: PendingSnapshot) -> None:
         if writing.fd >= 0 and not writing.done:
             try:
                 writing.path.unlink(missing_ok=True)
             except OSError as error:  # a later scan removes it
-                log.warning("partial snapshot not removed", file=writing.path.name, reason=say(error))
+                log.warning("partial snapshot not removed", file=writing.path.name, reason=describe_error(error))
         _close(writing)
 
 
@@ -190,10 +190,10 @@ def _yield() -> None:
     os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICE)  # of this thread alone
 
 
-def _check_size(writing: Writing, n_bytes: int) -> None:
+def _check_size(writing: PendingSnapshot, n_bytes: int) -> None:
     size = os.fstat(writing.fd).st_size
     if n_bytes != writing.data_bytes or size != writing.snapshot.file_bytes:
-        raise SnapshotFailed(
+        raise SaveFailed(
             "size",
             writing.file,
             f"the daemons wrote {n_bytes} bytes of {writing.data_bytes}, the file has {size} of "
@@ -201,7 +201,7 @@ def _check_size(writing: Writing, n_bytes: int) -> None:
         )
 
 
-def _close(writing: Writing) -> None:
+def _close(writing: PendingSnapshot) -> None:
     if not writing.done and writing.fd >= 0:
         os.close(writing.fd)
     writing.done = True

@@ -21,7 +21,7 @@ from lucevisor.app.cache_operations import CacheOperations, figures
 from lucevisor.cli import cli
 from lucevisor.config.sections import CacheConfig
 from lucevisor.errors import LucevisorError
-from lucevisor.snapshots.background import BackgroundStore
+from lucevisor.snapshots.async_store import AsyncSnapshotStore
 from lucevisor.snapshots.layout import Fault
 from lucevisor.snapshots.store import NOT_RESTORED, SnapshotRefused
 from lucevisor.snapshots.writer import FAILED_SAVES
@@ -43,7 +43,7 @@ class Desk:
         return self.shown
 
     def __init__(self, directory, disk_bytes=1 << 24):
-        self.store = BackgroundStore(made_store(directory, disk_bytes=disk_bytes))
+        self.store = AsyncSnapshotStore(made_store(directory, disk_bytes=disk_bytes))
         self.service = SimpleNamespace(
             engine=None,
             state="ready",
@@ -296,7 +296,7 @@ async def test_metrics_of_snapshots(start, desk):
     entry = save(store)
     reading = store.open_for_restore(entry)
     store.restored(reading, 0.5)
-    store.close_reading(reading)
+    store.close_snapshot(reading)
     store.abort(store.begin(made_slot(50)), "no reason")
     (store.directory / entry.file).unlink()
     with pytest.raises(SnapshotRefused):

@@ -33,7 +33,7 @@ from lucevisor.protocol.messages import (
     Step,
     ZeroState,
 )
-from lucevisor.snapshots.layout import Slot, StateModel
+from lucevisor.snapshots.layout import SlotRecord, StateModel
 from lucevisor.snapshots.store import SnapshotStore
 
 GOLDEN = Path(__file__).parents[1] / "data" / "golden"
@@ -151,7 +151,7 @@ class SlotChain:
 
     def save(self, store: SnapshotStore, tokens, place, next_token=None):
         """A whole save; the entry."""
-        writing = store.begin(Slot(list(tokens), 100.0, next_token))
+        writing = store.begin(SlotRecord(list(tokens), 100.0, next_token))
         answers = self.transfer(Save, writing, place)
         return store.finish(writing, sum(a.n_bytes for a in answers))
 
@@ -167,7 +167,7 @@ class SlotChain:
             assert failed or sum(a.n_bytes for a in answers) == sum(expected)
             return answers
         finally:
-            store.close_reading(reading)
+            store.close_snapshot(reading)
 
     def adopt(self, sequence, place, live_state=0):
         """Start a sequence from a restored slot."""

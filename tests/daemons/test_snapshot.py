@@ -18,7 +18,7 @@ from daemons.snapshots.state_map import StateMap, cut
 from daemons.snapshots.transfers import MAX_WAITING, Transfers
 from lucevisor.model.values import Dtype, LayerRange, Space
 from lucevisor.protocol.messages import Failed, Restore, Restored, Save, Saved, SlotPlace
-from lucevisor.snapshots.layout import NextToken, Slot
+from lucevisor.snapshots.layout import NextToken, SlotRecord
 from lucevisor.snapshots.store import SnapshotStore
 from tests.daemons.snapshot_chain import SlotChain, checkpoint, golden_spec, ids_of, state_model
 
@@ -308,7 +308,7 @@ def test_an_impossible_place_is_refused_and_the_daemon_lives_on(spec, tmp_path, 
         assert "tensor layers." in answer.where
     (answer,) = chain.transfer(Restore, reading, SlotPlace(N, good.full, state=3))
     assert isinstance(answer, Restored)
-    store.close_reading(reading)
+    store.close_snapshot(reading)
     store.close()
 
 
@@ -382,7 +382,7 @@ def test_steps_go_on_while_a_slot_is_saved(spec, tmp_path):
 
 
 def made_slot(spec):
-    return Slot(ids_of(spec, N), 100.0)
+    return SlotRecord(ids_of(spec, N), 100.0)
 
 
 def wait_for(answers, n):
@@ -410,7 +410,7 @@ def test_cancel_returns_when_no_page_is_touched_any_more(spec, tmp_path):
     before = chain.bytes_of(Space.FULL)
     time.sleep(0.05)
     assert all(torch.equal(a, b) for a, b in zip(before, chain.bytes_of(Space.FULL), strict=True))
-    store.close_reading(reading)
+    store.close_snapshot(reading)
     store.close()
 
 
@@ -447,5 +447,5 @@ def test_more_orders_than_may_wait_are_refused(spec, tmp_path):
     transfers.cancel("end")
     assert len(os.listdir("/proc/self/fd")) == n_fds
     assert sum(isinstance(a, Restored) for a in answers) == MAX_WAITING
-    store.close_reading(reading)
+    store.close_snapshot(reading)
     store.close()

@@ -33,7 +33,7 @@ from lucevisor.protocol.messages import (
     ZeroState,
 )
 from lucevisor.protocol.states import Role
-from lucevisor.snapshots.layout import NextToken, Slot
+from lucevisor.snapshots.layout import NextToken, SlotRecord
 from lucevisor.snapshots.store import SnapshotStore
 from tests.daemons.snapshot_chain import GOLDEN, golden_spec, ids_of, state_model
 
@@ -134,7 +134,7 @@ def test_a_slot_survives_its_daemon(start, tmp_path):
     store = SnapshotStore(tmp_path, state_model(SPEC), 1 << 30)
     one = start()
     place, token = prefill(one)
-    writing = store.begin(Slot(ids_of(SPEC, N), time.time(), NextToken(token)))
+    writing = store.begin(SlotRecord(ids_of(SPEC, N), time.time(), NextToken(token)))
     saved = one.ask(Save(11, writing.file, place, writing.tensors(ALL)), [writing.fd])
     assert isinstance(saved, Saved)
     assert saved.n_bytes == writing.data_bytes
@@ -142,7 +142,7 @@ def test_a_slot_survives_its_daemon(start, tmp_path):
     wanted = one.greedy([], N, [3, 1], 12)
 
     # a save under way when the daemon dies: the supervisor gives it up, the other file stays good
-    writing = store.begin(Slot(ids_of(SPEC, N)[:-1], time.time()))
+    writing = store.begin(SlotRecord(ids_of(SPEC, N)[:-1], time.time()))
     one.link.send(Save(12, writing.file, place, writing.tensors(ALL)), request_id=12, fds=[writing.fd])
     one.process.kill()
     one.process.wait(10)
@@ -157,7 +157,7 @@ def test_a_slot_survives_its_daemon(start, tmp_path):
     assert two.greedy(operations, N, [3, 1], 12) == wanted
     assert reading.entry.file == entry.file
     assert two.close() == 0
-    store.close_reading(reading)
+    store.close_snapshot(reading)
     store.close()
 
 
@@ -165,7 +165,7 @@ def test_a_failed_transfer_leaves_the_daemon_working(start, tmp_path):
     store = SnapshotStore(tmp_path, state_model(SPEC), 1 << 30)
     daemon = start()
     place, _ = prefill(daemon)
-    writing = store.begin(Slot(ids_of(SPEC, N), time.time()))
+    writing = store.begin(SlotRecord(ids_of(SPEC, N), time.time()))
     tensors = writing.tensors(ALL)
     full, memory = os.open("/dev/full", os.O_RDWR), os.open("/proc/self/mem", os.O_RDONLY)
     try:

@@ -17,7 +17,7 @@ from lucevisor.cli.progress import SilentDisplay
 from lucevisor.config import load
 from lucevisor.deployment.service import Service
 from lucevisor.model.families import open_spec
-from lucevisor.snapshots.policy import Speeds
+from lucevisor.snapshots.policy import SnapshotSpeeds
 from lucevisor.snapshots.speeds import SpeedMeter
 from lucevisor.supervision.states import State
 from tests.e2e.process import Cli
@@ -129,7 +129,7 @@ async def test_a_snapshot_of_other_weights_is_not_used(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One byte of one tensor, the size and the time of the file as before."""
-    monkeypatch.setattr(SpeedMeter, "speeds", lambda self, seen: Speeds(prefill_tokens_per_s=1.0))
+    monkeypatch.setattr(SpeedMeter, "speeds", lambda self, seen: SnapshotSpeeds(prefill_tokens_per_s=1.0))
     kept = CACHE.format(tmp_path / "snapshots")
 
     async def ask(extra: str) -> tuple[list[int], int, int]:

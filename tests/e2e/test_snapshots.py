@@ -22,8 +22,8 @@ from lucevisor.deployment.service import Service
 from lucevisor.model.families import open_spec
 from lucevisor.snapshots import disk
 from lucevisor.snapshots.file_format import pack
-from lucevisor.snapshots.manager import Snapshots
-from lucevisor.snapshots.policy import Speeds
+from lucevisor.snapshots.manager import SnapshotManager
+from lucevisor.snapshots.policy import SnapshotSpeeds
 from lucevisor.snapshots.speeds import SpeedMeter
 from tests.e2e.conversations import ANSWER, MODELS, Told, ask, converse
 from tests.e2e.service import running, write_config
@@ -48,7 +48,7 @@ PROMPT = [random.Random(3).randrange(5, 500) for _ in range(300)]
 @pytest.fixture(autouse=True)
 def _computing_is_dear(monkeypatch: pytest.MonkeyPatch) -> None:
     """As it is with models that are worth a file: else these small ones are computed before a file is open."""
-    monkeypatch.setattr(SpeedMeter, "speeds", lambda self, seen: Speeds(prefill_tokens_per_s=1.0))
+    monkeypatch.setattr(SpeedMeter, "speeds", lambda self, seen: SnapshotSpeeds(prefill_tokens_per_s=1.0))
 
 
 class Place:
@@ -71,7 +71,7 @@ class Place:
         return sorted(self.snapshots.glob("*.safetensors"))
 
 
-def snapshots_of(service: Service) -> Snapshots:
+def snapshots_of(service: Service) -> SnapshotManager:
     assert service.snapshots is not None
     return service.snapshots
 
@@ -164,7 +164,7 @@ async def test_saved_under_one_split_and_used_under_others_by_every_family(name:
 
 
 async def test_the_log_says_why_a_slot_is_not_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(SpeedMeter, "speeds", lambda self, seen: Speeds(prefill_tokens_per_s=1e12))
+    monkeypatch.setattr(SpeedMeter, "speeds", lambda self, seen: SnapshotSpeeds(prefill_tokens_per_s=1e12))
     structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.DEBUG))
     place = Place(MODELS["qwen35"], tmp_path)
     with structlog.testing.capture_logs() as said:

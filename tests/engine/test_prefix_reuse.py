@@ -15,8 +15,8 @@ from lucevisor.engine.request import FinishedEvent, GenerationRequest, Usage
 from lucevisor.engine.scheduler import Scheduler, StepPlan
 from lucevisor.engine.sequence import RequestRecord, WantedRows
 from lucevisor.kv.page_pool import PageUse
-from lucevisor.kv.prefix_records import Match, PrefixSettings
-from lucevisor.kv.prefix_tree import Slot
+from lucevisor.kv.prefix_records import PrefixMatch, PrefixSettings
+from lucevisor.kv.prefix_tree import PrefixSlot
 from lucevisor.model.values import PAGE_TOKENS, Sampling, Space
 from lucevisor.protocol.messages import (
     CloseSequence,
@@ -417,7 +417,7 @@ def test_what_a_preempted_request_had_computed_after_all_was_not_cached() -> Non
     record = RequestRecord(request("a", range(100), n=50), 0, 50, 0.0)
     record.tokens += [7] * 30
     for position, cached in ((120, 100), (64, 64), (100, 64), (0, 0)):  # never more than the prompt, the least counts
-        scheduler.reuse.started(record, Match(position), 0.0)
+        scheduler.reuse.started(record, PrefixMatch(position), 0.0)
         assert record.finished_event("length", 1.0, None, None).usage == Usage(100, cached, 30)
 
 
@@ -541,9 +541,9 @@ async def test_an_export_ends_when_the_chain_breaks_and_holds_nothing() -> None:
 async def test_a_slot_pinned_while_it_is_given_up_goes_afterwards() -> None:
     toy = ToyEngine(warm(prefix=replace(ON, max_slots=1)))
     toy.attach()
-    evicted: list[Slot] = []
+    evicted: list[PrefixSlot] = []
 
-    def save(slot: Slot) -> None:
+    def save(slot: PrefixSlot) -> None:
         evicted.append(slot)
         if slot is old:
             toy.engine.prefixes.pin(slot)

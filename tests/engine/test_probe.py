@@ -9,7 +9,7 @@ import pytest
 
 from lucevisor.engine.limits import EngineLimits
 from lucevisor.kv.prefix_records import PrefixSettings
-from lucevisor.kv.prefix_tree import Slot
+from lucevisor.kv.prefix_tree import PrefixSlot
 from lucevisor.model.values import Sampling, Space
 from lucevisor.protocol.messages import Pools
 from tests.engine.toy_engine import ALL_SPACES, HYBRID, ToyEngine, limits, request
@@ -29,7 +29,7 @@ def warm(**changes: object) -> EngineLimits:
     return limits(**{"prefix": ON, "pools": Pools(64, 64, 12), **changes})
 
 
-async def with_slot(toy: ToyEngine, n: int = 140) -> Slot:
+async def with_slot(toy: ToyEngine, n: int = 140) -> PrefixSlot:
     """Compute a prompt and return the slot at its first n tokens, pinned."""
     toy.attach()
     toy.engine.submit(request("first", range(n + 10), n=1, turn_boundaries=(n,)))
@@ -39,7 +39,7 @@ async def with_slot(toy: ToyEngine, n: int = 140) -> Slot:
     return slot
 
 
-def asked(toy: ToyEngine, slot: Slot, token: int = 9) -> asyncio.Task[object]:
+def asked(toy: ToyEngine, slot: PrefixSlot, token: int = 9) -> asyncio.Task[object]:
     return asyncio.ensure_future(toy.engine.next_token(slot, slot.tokens, token, 2))
 
 

@@ -13,7 +13,7 @@ from lucevisor.engine.limits import EngineLimits
 from lucevisor.engine.request import GenerationRequest
 from lucevisor.kv.page_table import most_window_pages
 from lucevisor.kv.prefix_records import PrefixSettings, Reservation
-from lucevisor.kv.prefix_tree import Slot
+from lucevisor.kv.prefix_tree import PrefixSlot
 from lucevisor.model.values import Sampling, Space
 from lucevisor.protocol.messages import Pools
 from tests.engine.toy_engine import ALL_SPACES, HYBRID, ToyEngine, events_of, told
@@ -73,7 +73,7 @@ class Play:
             Conversation(i, list(SYSTEMS[system]), [len(SYSTEMS[system])]) for i, system in enumerate(systems)
         ]
         self.asked: list[tuple[GenerationRequest, RequestHandle]] = []
-        self.pinned: list[Slot] = []
+        self.pinned: list[PrefixSlot] = []
         self.reserved: list[Reservation] = []
         self.disturbed = False  # a request was cancelled or lost: some steps came to nothing
 

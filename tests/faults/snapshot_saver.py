@@ -21,7 +21,7 @@ from daemons.snapshots import state_map
 from daemons.snapshots.transfers import Transfers
 from lucevisor.model.values import LayerRange
 from lucevisor.protocol.messages import Save, Saved
-from lucevisor.snapshots.layout import Slot
+from lucevisor.snapshots.layout import SlotRecord
 from lucevisor.snapshots.store import SnapshotStore
 from tests.daemons.snapshot_chain import SlotChain, StateMap, checkpoint, golden_spec, ids_of, state_model
 
@@ -50,7 +50,7 @@ def save_and_die(directory, chain, place, point):
         came.set()
 
     transfers = Transfers(StateMap(spec, [k.pools for s in chain.stages for k in s.stacks]), answer, tick=at)
-    writing = store.begin(Slot(ids_of(spec, N, seed=NEW), 100.0))
+    writing = store.begin(SlotRecord(ids_of(spec, N, seed=NEW), 100.0))
     order = Save(1, writing.file, place, writing.tensors(LayerRange(0, spec.n_layers)))
     transfers.take(order, os.dup(writing.fd))
     came.wait(30)

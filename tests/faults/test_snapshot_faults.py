@@ -19,7 +19,7 @@ from lucevisor.snapshots import disk
 from lucevisor.snapshots.file_format import FORMAT_VERSION
 from lucevisor.snapshots.layout import Fault
 from lucevisor.snapshots.store import SnapshotRefused
-from lucevisor.snapshots.writer import STEPS, SnapshotFailed
+from lucevisor.snapshots.writer import STEPS, SaveFailed
 from tests.daemons.snapshot_chain import SlotChain, golden_spec, ids_of, state_model
 from tests.faults.snapshot_saver import NEW, OLD, N
 from tests.snapshots.snapshot_bytes import rewritten
@@ -134,7 +134,7 @@ def saved_before(store):
 def must_fail(store, slot, label, text):
     """A save that fails: with its reason, once in the log, and nothing left of it."""
     kept = names(store.directory)
-    with capture_logs() as logs, pytest.raises(SnapshotFailed, match=text) as caught:
+    with capture_logs() as logs, pytest.raises(SaveFailed, match=text) as caught:
         save(store, slot)
     assert caught.value.label == label
     (line,) = [line for line in logs if line["event"] == "snapshot not saved"]
@@ -222,7 +222,7 @@ def test_a_full_disk(tmp_path):
         store = made_store(directory)
         entry, data = saved_before(store)
         n = 0
-        with suppress(SnapshotFailed):
+        with suppress(SaveFailed):
             for n in range(100):  # how far it came
                 save(store, made_slot(1000, start=n))
         assert 0 < n < 99
@@ -251,7 +251,7 @@ def test_a_directory_that_went_away(tmp_path):
     for path in (tmp_path / "cache").iterdir():
         path.unlink()
     (tmp_path / "cache").rmdir()
-    with capture_logs() as logs, pytest.raises(SnapshotFailed, match="ENOENT"):
+    with capture_logs() as logs, pytest.raises(SaveFailed, match="ENOENT"):
         save(store)
     assert len(logs) == 1
     with pytest.raises(SnapshotRefused) as caught:
@@ -323,7 +323,7 @@ def test_a_flipped_bit_in_every_tensor(tmp_path):
         for at in (tensor.offset, tensor.offset + tensor.n_bytes // 2, tensor.offset + tensor.n_bytes - 1):
             put(flipped(good, at))
             reading = store.open_for_restore(entry)  # the header is good
-            store.close_reading(reading)
+            store.close_snapshot(reading)
             refused = must_be_refused(store, entry, Fault.DAMAGED)
             assert f"tensor {tensor.name}: " in refused.reason
     store.close()
@@ -350,7 +350,7 @@ def test_a_file_cut_while_it_is_read(tmp_path):
     os.truncate(tmp_path / entry.file, len(good) - 10)
     with pytest.raises(SnapshotRefused, match="ends at byte"):
         store.check(reading)
-    store.close_reading(reading)
+    store.close_snapshot(reading)
     store.close()
 
 

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from lucevisor.kv.page_pool import PagePools
 from lucevisor.kv.page_table import PageTable
-from lucevisor.kv.prefix_tree import Slot
+from lucevisor.kv.prefix_tree import PrefixSlot
 from lucevisor.model.values import PAGE_TOKENS, Space
 
 SPACES = {
@@ -52,11 +52,11 @@ class Device:
         return self.pages.setdefault((space, page), [-1] * PAGE_TOKENS)
 
 
-def check_choice(victim: Slot, slots: list[Slot], pools: PagePools, n_prompts: int) -> None:
+def check_choice(victim: PrefixSlot, slots: list[PrefixSlot], pools: PagePools, n_prompts: int) -> None:
     """The one to go is worth no more than any that would free ids of the same spaces."""
     tokens = {slot: tuple(slot.tokens) for slot in slots}
 
-    def worth(slot: Slot) -> tuple[float, int, int]:
+    def worth(slot: PrefixSlot) -> tuple[float, int, int]:
         others = [known for other, known in tokens.items() if other is not slot]
         shared = [len(known) for known in others if tokens[slot][: len(known)] == known]
         if set(pools.spaces) == {Space.FULL}:
@@ -64,7 +64,7 @@ def check_choice(victim: Slot, slots: list[Slot], pools: PagePools, n_prompts: i
         n_lost = slot.n_tokens - max(shared, default=0)
         return n_lost / (n_prompts - slot.last_use + 1), slot.last_use, slot.number
 
-    def frees(slot: Slot) -> set[Space]:
+    def frees(slot: PrefixSlot) -> set[Space]:
         def lone(space: Space) -> set[int]:
             kept = {page for other in slots if other is not slot for page in held(other, space)}
             return {page for page in held(slot, space) if page not in kept and pools[space].idle(page)}
@@ -75,7 +75,7 @@ def check_choice(victim: Slot, slots: list[Slot], pools: PagePools, n_prompts: i
     assert worth(victim) <= min(map(worth, rivals), default=worth(victim))
 
 
-def held(slot: Slot, space: Space) -> list[int]:
+def held(slot: PrefixSlot, space: Space) -> list[int]:
     """Ids of a space that a slot needs."""
     return [slot.state] if space is Space.RECURRENT else slot.pages(space)
 

@@ -10,7 +10,7 @@ from lucevisor.kv.page_pool import PageError, PagePools, PageUse
 from lucevisor.kv.page_table import PageTable
 from lucevisor.kv.prefix_cache import PrefixIndex
 from lucevisor.kv.prefix_records import PrefixSettings
-from lucevisor.kv.prefix_tree import NO_STATE, Slot, Source
+from lucevisor.kv.prefix_tree import NO_STATE, PrefixSlot, SlotSource
 from lucevisor.model.values import PAGE_TOKENS, Space
 from lucevisor.protocol.messages import Pools
 
@@ -26,12 +26,12 @@ class Maker:
         self.window = window
         limits = {"max_slots": 10, "memory_bytes": 10_000, "min_tokens": 1, **settings}
         self.index = PrefixIndex(self.pools, PrefixSettings(unit_bytes=UNIT_BYTES, **limits), window)
-        self.made: list[Slot] = []
-        self.evicted: list[Slot] = []
+        self.made: list[PrefixSlot] = []
+        self.evicted: list[PrefixSlot] = []
         self.index.hooks.on_slot = self.made.append
         self.index.hooks.on_evict = self.evicted.append
 
-    def slot(self, tokens: Sequence[int], *, uses: int = 1) -> Slot | None:
+    def slot(self, tokens: Sequence[int], *, uses: int = 1) -> PrefixSlot | None:
         """``uses``: prompts that come after it."""
         table = PageTable(self.pools, self.window)
         table.grow(0, len(tokens))
@@ -42,14 +42,14 @@ class Maker:
                 table.release()
                 return None
             state = taken
-        slot = self.index.publish(tokens, Source(len(tokens), table.entry, state, "turn"), 0.0)
+        slot = self.index.publish(tokens, SlotSource(len(tokens), table.entry, state, "turn"), 0.0)
         table.release()
         self.index.trim()
         for _ in range(uses):
             self.index.use(self.index.match([-1]), 0.0)
         return slot if slot is not None and slot.alive else None
 
-    def use(self, slot: Slot) -> None:
+    def use(self, slot: PrefixSlot) -> None:
         match = self.index.match([*slot.tokens, -1])
         assert match.slot is slot
         self.index.use(match, 5.0)
@@ -106,7 +106,7 @@ def test_the_slot_that_frees_what_is_lacking_goes_first() -> None:
     live = PageTable(maker.pools, None)
     live.grow(0, 100)
     [state] = maker.pools[Space.RECURRENT].allocate(1) or []
-    old = maker.index.publish(text(0, 100), Source(100, live.entry, state, "turn"), 0.0)
+    old = maker.index.publish(text(0, 100), SlotSource(100, live.entry, state, "turn"), 0.0)
     for _ in range(50):
         maker.index.use(maker.index.match([-1]), 0.0)
     young = maker.slot(text(1, 64))
@@ -192,8 +192,8 @@ def test_a_window_that_slid_on_cannot_be_remembered() -> None:
     table = PageTable(maker.pools, 64)
     table.grow(0, 200)
     table.grow(300, 301)
-    assert maker.index.publish(text(0, 200), Source(200, table.entry, NO_STATE, "turn"), 0.0) is None
-    assert maker.index.publish(text(0, 301), Source(301, table.entry, NO_STATE, "turn"), 0.0) is not None
+    assert maker.index.publish(text(0, 200), SlotSource(200, table.entry, NO_STATE, "turn"), 0.0) is None
+    assert maker.index.publish(text(0, 301), SlotSource(301, table.entry, NO_STATE, "turn"), 0.0) is not None
     table.release()
     assert maker.pools.use()[Space.WINDOW] == PageUse(2, 100, idle=2)  # positions 238 and later
     assert maker.index.match(text(0, 300)).position == 256  # sees 193 and later, and page 3 is held

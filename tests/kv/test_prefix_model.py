@@ -25,8 +25,8 @@ from hypothesis.stateful import (
 from lucevisor.kv.page_pool import PageAllocator, PagePools
 from lucevisor.kv.page_table import PAGED, PageTable, first_seen_page
 from lucevisor.kv.prefix_cache import PrefixIndex
-from lucevisor.kv.prefix_records import Match, PrefixSettings, Reservation
-from lucevisor.kv.prefix_tree import NO_STATE, Slot, Source
+from lucevisor.kv.prefix_records import PrefixMatch, PrefixSettings, Reservation
+from lucevisor.kv.prefix_tree import NO_STATE, PrefixSlot, SlotSource
 from lucevisor.model.values import PAGE_TOKENS, Space
 from lucevisor.protocol.messages import Pools
 from tests.kv.prefix_parts import (
@@ -83,12 +83,12 @@ class IndexMachine(RuleBasedStateMachine):
         self.device = Device()
         self.sequences: list[Sequence] = []
         self.reservations: list[Reservation] = []
-        self.pinned: list[Slot] = []
+        self.pinned: list[PrefixSlot] = []
         self.pin_next_evicted = False
         self.n_prompts = 0
-        self.found: dict[int, tuple[int, Match]] = {}
+        self.found: dict[int, tuple[int, PrefixMatch]] = {}
 
-    def evicted(self, slot: Slot) -> None:
+    def evicted(self, slot: PrefixSlot) -> None:
         self.done["evict"] += 1
         assert slot.alive
         assert not slot.pins
@@ -183,7 +183,7 @@ class IndexMachine(RuleBasedStateMachine):
                 return
             state = taken
             self.device.states[state] = self.device.states[one.state]
-        self.index.publish(one.tokens, Source(one.n, one.table.entry, state, "turn"), 0.0)
+        self.index.publish(one.tokens, SlotSource(one.n, one.table.entry, state, "turn"), 0.0)
 
     @precondition(lambda self: self.sequences)
     @rule(which=st.integers(0, 9), remember=st.booleans())
@@ -192,7 +192,7 @@ class IndexMachine(RuleBasedStateMachine):
         one = self.sequences.pop(which % len(self.sequences))
         given = remember and not self.pools.copies_states
         if given:
-            self.index.publish(one.tokens, Source(one.n, one.table.entry, one.state, "generation"), 0.0)
+            self.index.publish(one.tokens, SlotSource(one.n, one.table.entry, one.state, "generation"), 0.0)
         elif remember:
             self.publish(one)
         one.table.release()
@@ -273,7 +273,7 @@ class IndexMachine(RuleBasedStateMachine):
 
     # ---- what must hold
 
-    def check_match(self, match: Match, tokens: list[int]) -> None:
+    def check_match(self, match: PrefixMatch, tokens: list[int]) -> None:
         """The longest there is, and the device holds in it what the prompt would have computed."""
         slots = {tuple(slot.tokens): slot for slot in self.index.slots}
         exact = [n for known in slots if (n := len(known)) < len(tokens) and list(known) == tokens[:n]]
@@ -298,7 +298,7 @@ class IndexMachine(RuleBasedStateMachine):
         if self.recurrent and match.position:
             assert self.device.states[match.state] == prefix_hash(tokens[: match.position])
 
-    def check_pages(self, space: Space, first: int, pages: list[int], match: Match, tokens: list[int]) -> None:
+    def check_pages(self, space: Space, first: int, pages: list[int], match: PrefixMatch, tokens: list[int]) -> None:
         if match.position % PAGE_TOKENS:
             pages = [*pages, match.tail[space]]
         for position in range(first * PAGE_TOKENS, match.position):

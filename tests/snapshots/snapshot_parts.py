@@ -7,7 +7,7 @@ import random
 
 from lucevisor.model.spec import LayerSpec, StateTensor, attention_state
 from lucevisor.model.values import Dtype, LayerRange, Space
-from lucevisor.snapshots.layout import NextToken, Slot, StateModel
+from lucevisor.snapshots.layout import NextToken, SlotRecord, StateModel
 from lucevisor.snapshots.store import SnapshotStore
 
 RECURRENT = (StateTensor("conv", (3, 10), Dtype.FLOAT32), StateTensor("delta", (2, 4, 4), Dtype.FLOAT32))
@@ -30,7 +30,7 @@ def made_store(directory, model=None, **more):
 
 
 def made_slot(n=40, start=0, created_s=100.0, **more):
-    return Slot([(7919 * i + start) % 248320 for i in range(n)], created_s, NextToken(5, -0.25), **more)
+    return SlotRecord([(7919 * i + start) % 248320 for i in range(n)], created_s, NextToken(5, -0.25), **more)
 
 
 def fill(writing, seed=0):
@@ -53,7 +53,7 @@ def restore(store, entry):
         store.check(reading)
         return {t.name: os.pread(reading.fd, t.n_bytes, t.offset) for t in reading.snapshot.tensors}
     finally:
-        store.close_reading(reading)
+        store.close_snapshot(reading)
 
 
 def names(directory):

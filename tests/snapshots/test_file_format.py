@@ -26,7 +26,7 @@ from lucevisor.snapshots.layout import (
     DraftTensor,
     Fault,
     NextToken,
-    Slot,
+    SlotRecord,
     SnapshotError,
     StateModel,
     check_fits,
@@ -49,7 +49,7 @@ def model(kv_dtype=Dtype.FLOAT32, layers=LAYERS, dtype=Dtype.FLOAT32):
 
 
 def slot(n=100, **more):
-    return Slot([(7919 * i) % 248320 for i in range(n)], 1753500000.25, **more)
+    return SlotRecord([(7919 * i) % 248320 for i in range(n)], 1753500000.25, **more)
 
 
 def read(data, file_bytes):
@@ -121,7 +121,7 @@ NEXT = st.none() | st.builds(
 @given(tokens=TOKENS, created=st.floats(0, 1e11), record=NEXT, name=st.text(max_size=30))
 def test_what_is_packed_is_parsed(tokens, created, record, name):
     made = StateModel(FINGERPRINT, "made", name, Dtype.BFLOAT16, Dtype.Q8_0, LAYERS)
-    snapshot = lay_out(made, Slot(tokens, created, record))
+    snapshot = lay_out(made, SlotRecord(tokens, created, record))
     found = parse(pack(snapshot), snapshot.file_bytes)
     assert found == snapshot
     assert list(found.tokens) == tokens

@@ -6,22 +6,22 @@ from hypothesis import strategies as st
 
 from lucevisor.model.values import Dtype
 from lucevisor.snapshots.file_format import lay_out
-from lucevisor.snapshots.layout import Slot, pack_tokens
+from lucevisor.snapshots.layout import SlotRecord, pack_tokens
 from lucevisor.snapshots.policy import (
+    CacheFile,
     Candidate,
     FileKind,
-    FileUse,
-    Occasion,
     SavePolicy,
+    SaveTrigger,
     SnapshotEntry,
-    Speeds,
+    SnapshotSpeeds,
     common_tokens,
     file_name,
-    for_shutdown,
     longest_match,
+    plan_shutdown_saves,
     read_name,
+    reject_save_reason,
     victims,
-    why_not,
 )
 from tests.snapshots.snapshot_parts import FULL_ONLY, made_model, made_slot
 
@@ -30,7 +30,7 @@ NAME = "lucevisor-0123456789abcdef-0123456789abcdef"
 
 
 def entry(tokens, used_s=0.0, model=MODEL):
-    snapshot = lay_out(model, Slot(list(tokens), 0.0))
+    snapshot = lay_out(model, SlotRecord(list(tokens), 0.0))
     return SnapshotEntry(file_name(snapshot), snapshot, snapshot.file_bytes, used_s)
 
 
@@ -44,19 +44,19 @@ def entry(tokens, used_s=0.0, model=MODEL):
         (f"{NAME}.0123456789abcdef.partial", FileKind.PARTIAL),
         (f"{NAME}.safetensors.refused", FileKind.REFUSED),
         (f"{NAME}.safetensors.refused.12", FileKind.REFUSED),
-        ("lucevisor.lock", FileKind.STRANGER),
-        ("model.safetensors", FileKind.STRANGER),
-        (f"{NAME}.safetensors.bak", FileKind.STRANGER),
-        (f"x{NAME}.safetensors", FileKind.STRANGER),
-        (f"{NAME}.partial", FileKind.STRANGER),
-        (f"{NAME.upper()}.safetensors", FileKind.STRANGER),
-        (f"{NAME}.safetensors\n", FileKind.STRANGER),
-        (f"../{NAME}.safetensors", FileKind.STRANGER),
+        ("lucevisor.lock", FileKind.OTHER),
+        ("model.safetensors", FileKind.OTHER),
+        (f"{NAME}.safetensors.bak", FileKind.OTHER),
+        (f"x{NAME}.safetensors", FileKind.OTHER),
+        (f"{NAME}.partial", FileKind.OTHER),
+        (f"{NAME.upper()}.safetensors", FileKind.OTHER),
+        (f"{NAME}.safetensors\n", FileKind.OTHER),
+        (f"../{NAME}.safetensors", FileKind.OTHER),
     ],
 )
 def test_whose_file_a_name_says(name, kind):
     assert read_name(name).kind is kind
-    assert read_name(name).model == ("" if kind is FileKind.STRANGER else "0123456789abcdef")
+    assert read_name(name).model == ("" if kind is FileKind.OTHER else "0123456789abcdef")
 
 
 def test_names_differ_by_tokens_model_and_number_formats():
@@ -105,39 +105,39 @@ def test_longest_match(texts, prompt, most, whole_only):
 # ---- what is worth a file
 
 POLICY = SavePolicy(min_tokens=256, disk_bytes=1 << 30)
-SPEEDS = Speeds(prefill_tokens_per_s=1000.0, read_bytes_per_s=1e9, write_bytes_per_s=1e9)
+SPEEDS = SnapshotSpeeds(prefill_tokens_per_s=1000.0, read_bytes_per_s=1e9, write_bytes_per_s=1e9)
 
 
 @pytest.mark.parametrize(
-    ("candidate", "occasion", "text"),
+    ("candidate", "trigger", "text"),
     [
-        (Candidate(0, 255, 1000), Occasion.EVICTION, "255 tokens are less than cache.min_tokens = 256"),
-        (Candidate(0, 4096, 2 << 30), Occasion.EVICTION, "more than cache.disk"),
-        (Candidate(0, 4096, 1000, n_saved_tokens=4000), Occasion.EVICTION, "4000 of its 4096 tokens are on disk"),
-        (Candidate(0, 4096, 1000, n_saved_tokens=3500), Occasion.TURN, "1024 new ones would be worth a file"),
-        (Candidate(0, 300, 900_000_000), Occasion.EVICTION, "takes 0.300 s, reading them 0.900 s"),
+        (Candidate(0, 255, 1000), SaveTrigger.EVICTION, "255 tokens are less than cache.min_tokens = 256"),
+        (Candidate(0, 4096, 2 << 30), SaveTrigger.EVICTION, "more than cache.disk"),
+        (Candidate(0, 4096, 1000, n_saved_tokens=4000), SaveTrigger.EVICTION, "4000 of its 4096 tokens are on disk"),
+        (Candidate(0, 4096, 1000, n_saved_tokens=3500), SaveTrigger.TURN, "1024 new ones would be worth a file"),
+        (Candidate(0, 300, 900_000_000), SaveTrigger.EVICTION, "takes 0.300 s, reading them 0.900 s"),
     ],
 )
-def test_what_is_not_worth_a_file_says_why(candidate, occasion, text):
-    assert text in why_not(candidate, occasion, POLICY, SPEEDS)
+def test_what_is_not_worth_a_file_says_why(candidate, trigger, text):
+    assert text in reject_save_reason(candidate, trigger, POLICY, SPEEDS)
 
 
 @pytest.mark.parametrize(
-    ("candidate", "occasion"),
+    ("candidate", "trigger"),
     [
-        (Candidate(0, 256, 1000), Occasion.TURN),
-        (Candidate(0, 4096, 1000, n_saved_tokens=3500), Occasion.EVICTION),
-        (Candidate(0, 4096, 1000, n_saved_tokens=3000), Occasion.TURN),
+        (Candidate(0, 256, 1000), SaveTrigger.TURN),
+        (Candidate(0, 4096, 1000, n_saved_tokens=3500), SaveTrigger.EVICTION),
+        (Candidate(0, 4096, 1000, n_saved_tokens=3000), SaveTrigger.TURN),
     ],
 )
-def test_what_is_worth_a_file(candidate, occasion):
-    assert why_not(candidate, occasion, POLICY, SPEEDS) == ""
+def test_what_is_worth_a_file(candidate, trigger):
+    assert reject_save_reason(candidate, trigger, POLICY, SPEEDS) == ""
 
 
 def test_a_conversation_saved_at_its_turns_writes_no_square():
     saved = written = 0
     for n in range(200, 20_001, 200):
-        if not why_not(Candidate(0, n, n, n_saved_tokens=saved), Occasion.TURN, POLICY, SPEEDS):
+        if not reject_save_reason(Candidate(0, n, n, n_saved_tokens=saved), SaveTrigger.TURN, POLICY, SPEEDS):
             saved, written = n, written + n
     assert written < 5 * 20_000
     assert saved > 0.7 * 20_000
@@ -158,9 +158,9 @@ CANDIDATES = st.lists(
 
 @given(candidates=CANDIDATES, deadline_s=st.floats(0, 5))
 def test_before_a_stop_only_what_can_be_written_in_time(candidates, deadline_s):
-    chosen = for_shutdown(candidates, POLICY, SPEEDS, deadline_s)
+    chosen = plan_shutdown_saves(candidates, POLICY, SPEEDS, deadline_s)
     assert sum(c.n_bytes for c in chosen) <= deadline_s * SPEEDS.write_bytes_per_s
-    assert all(not why_not(c, Occasion.SHUTDOWN, POLICY, SPEEDS) for c in chosen)
+    assert all(not reject_save_reason(c, SaveTrigger.SHUTDOWN, POLICY, SPEEDS) for c in chosen)
 
 
 def test_before_a_stop_the_dearest_goes_first():
@@ -169,7 +169,7 @@ def test_before_a_stop_the_dearest_goes_first():
         Candidate(2, 8000, 9 * 10**7),
         Candidate(3, 4000, 9 * 10**7, 0, 3),
     )
-    assert for_shutdown([cheap, dear, used], POLICY, SPEEDS, 0.2) == [used, dear]
+    assert plan_shutdown_saves([cheap, dear, used], POLICY, SPEEDS, 0.2) == [used, dear]
 
 
 # ---- what goes
@@ -177,7 +177,7 @@ def test_before_a_stop_the_dearest_goes_first():
 
 USES = st.lists(
     st.builds(
-        FileUse,
+        CacheFile,
         st.uuids().map(str),
         st.integers(1, 100),
         st.floats(0, 100),

@@ -6,7 +6,7 @@ import pytest
 
 from lucevisor.engine.pipeline import PipelineResult
 from lucevisor.protocol.messages import Slice, Step, StepResult
-from lucevisor.snapshots.policy import Candidate, Occasion, SavePolicy, why_not
+from lucevisor.snapshots.policy import Candidate, SavePolicy, SaveTrigger, reject_save_reason
 from lucevisor.snapshots.speeds import SpeedMeter
 from lucevisor.snapshots.store import StoreStatistics
 
@@ -60,6 +60,10 @@ def test_a_fast_gpu_saves_its_first_prompt() -> None:
     meter.add(result(512, [0.042, 0.043], 0.085))
     meter.add(result(1, [0.006, 0.006], 0.012))
     policy = SavePolicy(min_tokens=256, disk_bytes=10**11)
-    assert not why_not(Candidate(0, 1024, 221_000_000), Occasion.TURN, policy, meter.speeds(StoreStatistics()))
+    assert not reject_save_reason(
+        Candidate(0, 1024, 221_000_000), SaveTrigger.TURN, policy, meter.speeds(StoreStatistics())
+    )
     slow = StoreStatistics(n_saved=1, saved_bytes=10**9, save_s=5.0)
-    assert "reading them" in why_not(Candidate(0, 1024, 221_000_000), Occasion.TURN, policy, meter.speeds(slow))
+    assert "reading them" in reject_save_reason(
+        Candidate(0, 1024, 221_000_000), SaveTrigger.TURN, policy, meter.speeds(slow)
+    )

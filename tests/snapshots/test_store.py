@@ -13,10 +13,10 @@ from structlog.testing import capture_logs
 from lucevisor.errors import ConfigError
 from lucevisor.model.values import Dtype, LayerRange
 from lucevisor.snapshots import disk
-from lucevisor.snapshots.background import BackgroundStore
+from lucevisor.snapshots.async_store import AsyncSnapshotStore
 from lucevisor.snapshots.layout import Fault
 from lucevisor.snapshots.store import SnapshotRefused
-from lucevisor.snapshots.writer import SnapshotFailed
+from lucevisor.snapshots.writer import SaveFailed
 from tests.snapshots.snapshot_parts import (
     ALL,
     FULL_ONLY,
@@ -63,8 +63,8 @@ def test_a_slot_comes_back_after_a_restart(store):
         "layers.1.k", "layers.1.v", "layers.2.k", "layers.2.v",
     }  # fmt: skip
     assert reading.n_bytes(ALL) == sum(t.n_bytes for t in reading.snapshot.tensors)
-    again.close_reading(reading)
-    again.close_reading(reading)
+    again.close_snapshot(reading)
+    again.close_snapshot(reading)
     again.close()
     assert (store.statistics.n_saved, store.statistics.saved_bytes) == (1, entry.n_bytes)
 
@@ -97,7 +97,7 @@ def test_a_slot_of_full_attention_is_used_in_part(tmp_path):
     reading = store.open_for_restore(entry, 30)
     assert (len(reading.tokens), reading.next_token) == (30, None)
     assert reading.n_bytes(LayerRange(0, 1)) == 30 * 2 * 2 * 6 * 4
-    store.close_reading(reading)
+    store.close_snapshot(reading)
     store.close()
 
 
@@ -116,7 +116,7 @@ def test_the_least_recently_used_go_first(tmp_path):
         os.utime(tmp_path / one.file, (i, i))
     store.scan()
     now[0] = 2000.0
-    store.close_reading(store.open_for_restore(entries[0]))  # in use again, and the disk remembers
+    store.close_snapshot(store.open_for_restore(entries[0]))  # in use again, and the disk remembers
     assert (tmp_path / entries[0].file).stat().st_mtime == 2000.0
     with capture_logs() as logs:
         gone = store.prune(entries[0].n_bytes * 2)
@@ -141,7 +141,7 @@ def test_the_budget_holds_after_every_save_for_all_models(tmp_path):
 
 def test_a_slot_larger_than_the_budget_is_not_begun(tmp_path):
     store = made_store(tmp_path, disk_bytes=1000)
-    with capture_logs() as logs, pytest.raises(SnapshotFailed, match=r"cache\.disk is 1000"):
+    with capture_logs() as logs, pytest.raises(SaveFailed, match=r"cache\.disk is 1000"):
         store.begin(made_slot())
     assert logs[0]["label"] == "too_large"
     assert names(tmp_path) == []
@@ -161,7 +161,7 @@ def test_an_aborted_save_leaves_nothing(store):
 
 def test_too_few_bytes_from_the_daemons_are_a_failed_save(store):
     writing = store.begin(made_slot())
-    with pytest.raises(SnapshotFailed, match="wrote 7 bytes of") as caught:
+    with pytest.raises(SaveFailed, match="wrote 7 bytes of") as caught:
         store.finish(writing, 7)
     assert caught.value.label == "size"
     assert names(store.directory) == []
@@ -282,7 +282,7 @@ def test_number_formats_that_differ_are_told(tmp_path):
     assert other.scan()
     reading = other.open_for_restore(entry)
     assert reading.converted == "kv_dtype bfloat16 in the file, float32 here"
-    other.close_reading(reading)
+    other.close_snapshot(reading)
     store.close()
     other.close()
 
@@ -311,7 +311,7 @@ def test_a_restore_goes_on_when_its_file_is_pruned(tmp_path):
     reading = one.open_for_restore(save(one))
     two.prune(0)
     one.check(reading)
-    one.close_reading(reading)
+    one.close_snapshot(reading)
     one.close()
     two.close()
 
@@ -319,7 +319,7 @@ def test_a_restore_goes_on_when_its_file_is_pruned(tmp_path):
 def test_a_directory_that_stays_locked_is_told(store, monkeypatch):
     monkeypatch.setattr(disk, "LOCK_S", 0.05)
     with disk.locked(store.directory):
-        with capture_logs() as logs, pytest.raises(SnapshotFailed, match="another process has held its lock") as caught:
+        with capture_logs() as logs, pytest.raises(SaveFailed, match="another process has held its lock") as caught:
             store.begin(made_slot())
         assert caught.value.label == "locked"
         assert logs[0]["event"] == "snapshot not saved"
@@ -402,7 +402,7 @@ async def test_the_event_loop_never_waits(tmp_path):
         if step == "sync":
             slow.wait(0.3)
 
-    background = BackgroundStore(made_store(tmp_path, at=at))
+    background = AsyncSnapshotStore(made_store(tmp_path, at=at))
     writing = await background.begin(made_slot())
     n = fill(writing)
     longest, last = 0.0, time.monotonic()
@@ -414,7 +414,7 @@ async def test_the_event_loop_never_waits(tmp_path):
     entry = await finishing
     reading = await background.open_for_restore(entry)
     await background.check(reading)
-    background.store.close_reading(reading)
+    background.store.close_snapshot(reading)
     await background.discard(entry, "wrong")
     assert await background.scan() == []
     background.close()
@@ -428,7 +428,7 @@ async def test_what_a_cancelled_caller_opened_is_closed(tmp_path):
             reached.set()
             go_on.wait(5)
 
-    background = BackgroundStore(made_store(tmp_path, at=at))
+    background = AsyncSnapshotStore(made_store(tmp_path, at=at))
     beginning = asyncio.create_task(background.begin(made_slot()))
     assert await asyncio.to_thread(reached.wait, 5)
     beginning.cancel()

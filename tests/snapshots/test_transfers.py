@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lucevisor.protocol.messages import TRANSFER_BASE
-from lucevisor.snapshots.transfers import TransferKind, Transfers
+from lucevisor.snapshots.transfers import TransferKind, TransferTable
 
 
 def start(transfers, *groups):
@@ -13,7 +13,7 @@ def start(transfers, *groups):
 
 
 def test_the_last_answer_ends_it():
-    transfers = Transfers()
+    transfers = TransferTable()
     one = start(transfers, "left", "right")
     assert one.id > TRANSFER_BASE
     assert transfers.answered("left", one.id, 10) is None
@@ -24,7 +24,7 @@ def test_the_last_answer_ends_it():
 
 
 def test_a_failure_waits_for_the_others():
-    transfers = Transfers()
+    transfers = TransferTable()
     one = start(transfers, "left", "right")
     assert transfers.failed("left", one.id, "disk full") is None
     assert not one.ended
@@ -33,7 +33,7 @@ def test_a_failure_waits_for_the_others():
 
 
 def test_a_lost_daemon_owes_nothing():
-    transfers = Transfers()
+    transfers = TransferTable()
     one, two = start(transfers, "left", "right"), start(transfers, "left")
     assert transfers.lost("left", "killed") == [two]
     assert two.problem == "group left was lost: killed"
@@ -42,14 +42,14 @@ def test_a_lost_daemon_owes_nothing():
 
 
 def test_too_few_bytes_are_a_failure():
-    transfers = Transfers()
+    transfers = TransferTable()
     one = start(transfers, "left")
     assert transfers.answered("left", one.id, 9) is one
     assert one.problem == "group left moved 9 bytes of 10"
 
 
 def test_strange_answers_change_nothing():
-    transfers = Transfers()
+    transfers = TransferTable()
     one = start(transfers, "left")
     assert transfers.answered("left", 17, 10) is None
     assert transfers.failed("right", one.id, "no") is None
@@ -60,7 +60,7 @@ def test_strange_answers_change_nothing():
 
 @given(st.lists(st.tuples(st.sampled_from("abc"), st.sampled_from(["good", "bad", "lost"])), max_size=20), st.data())
 def test_every_transfer_ends_exactly_once(events, data):
-    transfers = Transfers()
+    transfers = TransferTable()
     open_, ended = [start(transfers, *data.draw(st.sets(st.sampled_from("abc"), min_size=1))) for _ in range(3)], []
     for group, what in events:
         one = data.draw(st.sampled_from(open_))

@@ -10,10 +10,10 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import ParamSpec, TypeVar
 
-from lucevisor.snapshots.layout import Slot
+from lucevisor.snapshots.layout import SlotRecord
 from lucevisor.snapshots.policy import SnapshotEntry
-from lucevisor.snapshots.store import Reading, SnapshotStore
-from lucevisor.snapshots.writer import Writing
+from lucevisor.snapshots.store import OpenSnapshot, SnapshotStore
+from lucevisor.snapshots.writer import PendingSnapshot
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -21,7 +21,7 @@ T = TypeVar("T")
 N_THREADS = 3  # a save that waits for its fsync, a restore, and one for everything else
 
 
-class BackgroundStore:
+class AsyncSnapshotStore:
     """The blocking methods of :class:`SnapshotStore` as coroutines, with the same errors."""
 
     def __init__(self, store: SnapshotStore, n_threads: int = N_THREADS) -> None:
@@ -31,19 +31,19 @@ class BackgroundStore:
     async def scan(self) -> list[SnapshotEntry]:
         return await self._run(self.store.scan)
 
-    async def begin(self, slot: Slot) -> Writing:
+    async def begin(self, slot: SlotRecord) -> PendingSnapshot:
         return await self._run_or_undo(lambda w: self.store.abort(w, "the save was cancelled"), self.store.begin, slot)
 
-    async def finish(self, writing: Writing, n_bytes: int) -> SnapshotEntry:
+    async def finish(self, writing: PendingSnapshot, n_bytes: int) -> SnapshotEntry:
         return await self._run(self.store.finish, writing, n_bytes)
 
-    async def abort(self, writing: Writing, reason: str) -> None:
+    async def abort(self, writing: PendingSnapshot, reason: str) -> None:
         await self._run(self.store.abort, writing, reason)
 
-    async def open_for_restore(self, entry: SnapshotEntry, n_tokens: int | None = None) -> Reading:
-        return await self._run_or_undo(self.store.close_reading, self.store.open_for_restore, entry, n_tokens)
+    async def open_for_restore(self, entry: SnapshotEntry, n_tokens: int | None = None) -> OpenSnapshot:
+        return await self._run_or_undo(self.store.close_snapshot, self.store.open_for_restore, entry, n_tokens)
 
-    async def check(self, reading: Reading) -> None:
+    async def check(self, reading: OpenSnapshot) -> None:
         await self._run(self.store.check, reading)
 
     async def discard(self, entry: SnapshotEntry, reason: str) -> None:
