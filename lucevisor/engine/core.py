@@ -1,14 +1,14 @@
-"""The engine: joins scheduler and chain, and hands events to the readers of requests.  READ FIRST.
+"""The engine: joins scheduler and pipeline, and hands events to the readers of requests.  READ FIRST.
 
-One thread, no task of its own: every entry (a request, a cancellation, a result, a chain that comes or goes) changes
+One thread, no task of its own: every entry (a request, a cancellation, a result, a pipeline that comes or goes) changes
 the scheduler, sends all steps that have become possible, then delivers events.  Knows ids only; no text, no sockets, no
 pages.
 
 When a daemon is lost, running requests end with the error, since their state in the shards is gone; queued ones (and
-preempted ones, whose tokens are all here) wait and run on the next chain.  New requests are refused with NotReady
+preempted ones, whose tokens are all here) wait and run on the next pipeline.  New requests are refused with NotReady
 meanwhile.
 
-Invariant: a request handed out by submit gets exactly one FinishedEvent, also when the chain dies or the engine is
+Invariant: a request handed out by submit gets exactly one FinishedEvent, also when the pipeline dies or the engine is
 closed.
 """
 
@@ -66,7 +66,7 @@ class EngineSettings:
 
 
 class Engine:
-    """Requests in, events out, over whatever chain is attached."""
+    """Requests in, events out, over whatever pipeline is attached."""
 
     def __init__(self, limits: EngineLimits, settings: EngineSettings) -> None:
         if settings.max_queue < 1:
@@ -76,8 +76,8 @@ class Engine:
         self._settings = settings
         self._clock = settings.clock
         self._scheduler = Scheduler(limits)
-        self._chain: Pipeline | None = None
-        self._away = "the model is being loaded"
+        self._pipeline: Pipeline | None = None
+        self._unavailable = "the model is being loaded"
         self._refusal = ""  # set for good by drain and close
         self._handles: dict[str, RequestHandle] = {}
         self._collectors: dict[str, RowCollector] = {}
@@ -95,7 +95,7 @@ class Engine:
     def submit(self, request: GenerationRequest) -> RequestHandle:
         """Queue a request and start it when there is room; not before ``resume`` when ``on_submit`` said True to it.
 
-        Raises NotReady while the chain is away or the engine drains, QueueFull, InvalidRequest, ContextOverflow.
+        Raises NotReady while the pipeline is away or the engine drains, QueueFull, InvalidRequest, ContextOverflow.
         """
         self._check_taking()
         return self._submit(request, None, hold=self.on_submit(request))
@@ -106,10 +106,10 @@ class Engine:
         self._proceed([])
 
     async def run_ids(self, ids: Sequence[int], *, want_hidden: bool, rows_per_step: int) -> IdsOutput:
-        """Run token ids through the whole chain and return the logits and hidden states of every position.
+        """Run token ids through the whole pipeline and return the logits and hidden states of every position.
 
         Takes the way of any request, in chunks of at most ``rows_per_step`` tokens: the caller knows how many rows of
-        logits and of hidden states fit into one payload.  Raises what submit raises, RowsMissing when the chain
+        logits and of hidden states fit into one payload.  Raises what submit raises, RowsMissing when the pipeline
         broke, WireError when a payload is not what its result says.
         """
         self._check_taking()
@@ -128,38 +128,40 @@ class Engine:
             del self._collectors[request_id]
         return collector.output()
 
-    # ---- the chain
+    # ---- the pipeline
 
     @property
     def ready(self) -> bool:
         """Whether new requests are taken."""
-        return self._chain is not None and not self._refusal
+        return self._pipeline is not None and not self._refusal
 
-    def attach(self, chain: Pipeline) -> None:
-        """Use a chain whose daemons are all ready and hold no sequences; queued requests start.
+    def attach(self, pipeline: Pipeline) -> None:
+        """Use a pipeline whose daemons are all ready and hold no sequences; queued requests start.
 
-        Raises ValueError when its stages are not as many as the limits say, RuntimeError when a chain is attached or
+        Raises ValueError when its stages are not as many as the limits say, RuntimeError when a pipeline is attached or
         the engine was closed.
         """
-        if chain.n_stages != self._scheduler.limits.n_stages:
-            raise ValueError(f"the chain has {chain.n_stages} stages, the limits say {self._scheduler.limits.n_stages}")
-        if self._chain is not None:
-            raise RuntimeError("a chain is attached already; detach it first")
-        self._chain = chain
-        chain.on_head_answered = self._on_head_answered
+        if pipeline.n_stages != self._scheduler.limits.n_stages:
+            raise ValueError(
+                f"the pipeline has {pipeline.n_stages} stages, the limits say {self._scheduler.limits.n_stages}"
+            )
+        if self._pipeline is not None:
+            raise RuntimeError("a pipeline is attached already; detach it first")
+        self._pipeline = pipeline
+        pipeline.on_first_stage_done = self._on_first_stage_done
         self._scheduler.admitting = True
         self._proceed([])
 
     def detach(self, error: RequestError, *, permanent: bool = False) -> None:
-        """The chain is gone: end running requests with ``error``; new ones are refused with its message.
+        """The pipeline is gone: end running requests with ``error``; new ones are refused with its message.
 
-        Queued requests wait for the next attach; ``permanent`` (no chain will come by itself) ends them as well.  Any
-        number of calls is fine, and a later attach, say after an operator's restart, serves again.
+        Queued requests wait for the next attach; ``permanent`` (none will come by itself) ends them too.  It may be
+        called again, and a later attach, say after an operator's restart, serves again.
         """
-        if self._chain is not None:
-            self._chain.close()
-            self._chain = None
-        self._away = error.message
+        if self._pipeline is not None:
+            self._pipeline.close()
+            self._pipeline = None
+        self._unavailable = error.message
         self._row_steps.clear()
         now = self._clock()
         events = self._scheduler.fail_all(error, now)
@@ -168,7 +170,7 @@ class Engine:
         self._proceed(events)
 
     def on_result(self, result: PipelineResult) -> None:
-        """Take a step that went down the chain; to be given to Pipeline."""
+        """Take a step that went down the pipeline; to be given to Pipeline."""
         now = self._clock()
         self._totals.add(result)
         self._scheduler.step_times.add(result.step, max(answer.compute_s for answer in result.results))
@@ -187,20 +189,20 @@ class Engine:
         if self._settings.on_step is not None:
             self._settings.on_step(result)
 
-    def _on_head_answered(self) -> None:
+    def _on_first_stage_done(self) -> None:
         """Send what waited for the head."""
-        if self._scheduler.head_answered():
+        if self._scheduler.first_stage_done():
             self._proceed([])
 
     def on_failed(self, failure: PipelineFailure) -> None:
-        """The chain broke: detach it and pass the failure on; to be given to Pipeline."""
+        """The pipeline broke: detach it and pass the failure on; to be given to Pipeline."""
         self.detach(RequestError(failure.code, failure.message))
         if self._settings.on_pipeline_failed is not None:
             self._settings.on_pipeline_failed(failure)
 
     def oldest_in_flight(self) -> StepInFlight | None:
         """Return the step that a daemon has worked on for longest, for the watch on hangs."""
-        return None if self._chain is None else self._chain.oldest_in_flight(self._clock())
+        return None if self._pipeline is None else self._pipeline.oldest_in_flight(self._clock())
 
     # ---- the end
 
@@ -227,7 +229,7 @@ class Engine:
         now = self._clock()
         return EngineStatistics(
             ready=self.ready,
-            reason="" if self.ready else self._refusal or self._away,
+            reason="" if self.ready else self._refusal or self._unavailable,
             running=self._scheduler.n_running,
             queued=self._scheduler.n_queued,
             in_flight=self._scheduler.n_in_flight,
@@ -247,23 +249,23 @@ class Engine:
         """The remembered prefixes: to look at, to set hooks, to pin."""
         return self._scheduler.reuse.index
 
-    async def settled(self) -> bool:
-        """Wait until every stage has done all that was decided up to now; False when the chain breaks before."""
-        chain, goal = self._chain, self._scheduler.flush()
+    async def synchronize(self) -> bool:
+        """Wait until every stage has done all that was decided up to now; False when the pipeline breaks before."""
+        pipeline, goal = self._pipeline, self._scheduler.flush()
         self._proceed([])
-        while chain is not None and chain is self._chain and self._scheduler.last_applied < goal:
+        while pipeline is not None and pipeline is self._pipeline and self._scheduler.last_applied < goal:
             self._changed.clear()
             await self._changed.wait()
-        return chain is not None and chain is self._chain
+        return pipeline is not None and pipeline is self._pipeline
 
     async def export(self, slot: PrefixSlot) -> SlotPlace | None:
         """Pin a slot and return where it lies, as soon as its bytes are there in every stage.
 
         Until ``release``, which the caller owes after a place, nothing writes to its first ``n_tokens`` positions.
-        None, and no pin, when the slot is gone or the chain breaks.
+        None, and no pin, when the slot is gone or the pipeline breaks.
         """
         self.prefixes.pin(slot)
-        if slot.alive and await self.settled() and slot.alive:
+        if slot.alive and await self.synchronize() and slot.alive:
             full, window = (slot.pages(space) for space in (Space.FULL, Space.WINDOW))
             return SlotPlace(slot.n_tokens, full, window, slot.first_window, slot.state)
         self.release(slot)
@@ -278,10 +280,10 @@ class Engine:
         """Take fresh pages and states for a prefix of so many tokens; no step under way writes to them any more.
 
         The caller owes ``adopt`` when all their bytes are in every stage, else ``cancel_reservation``.  None when there
-        is no room or the chain breaks.
+        is no room or the pipeline breaks.
         """
         reservation = self.prefixes.reserve(n_tokens)
-        if reservation is not None and not await self.settled():
+        if reservation is not None and not await self.synchronize():
             self.cancel_reservation(reservation)
             return None
         return reservation
@@ -289,7 +291,7 @@ class Engine:
     def adopt(self, tokens: Sequence[int], reservation: Reservation) -> PrefixSlot | None:
         """Publish a restored prefix; the caller owes ``release`` when those have begun that wait for it.
 
-        None when it is not kept: the chain broke meanwhile, or it is not worth it.
+        None when it is not kept: the pipeline broke meanwhile, or it is not worth it.
         """
         slot = self.prefixes.adopt(tokens, reservation, self._clock())
         self._proceed([])
@@ -305,8 +307,8 @@ class Engine:
     ) -> TokenEvent | None:
         """Return the best token behind ``tokens``, which lie at ``place``, and ``token``, with the ``n_top`` best.
 
-        For the record of a snapshot.  The caller keeps the place pinned or reserved.  None when the chain breaks, when
-        the context is too short, or when the only running request needs the pages.
+        For the record of a snapshot.  The caller keeps the place pinned or reserved.  None when the pipeline breaks,
+        when the context is too short, or when the only running request needs the pages.
         """
         index = self.prefixes
         match = index.match_of(place) if isinstance(place, PrefixSlot) else place.match
@@ -314,7 +316,7 @@ class Engine:
         request = GenerationRequest(
             request_id=self._own_id("probe"), prompt=(*tokens, token), max_tokens=1, sampling=sampling
         )
-        if self._chain is None:
+        if self._pipeline is None:
             return None
         found = None
         with contextlib.suppress(ContextOverflow), self._submit(request, None, probe=match) as handle:
@@ -322,10 +324,10 @@ class Engine:
                 found = event if isinstance(event, TokenEvent) else found
         return found
 
-    async def room(self) -> None:
+    async def wait_for_capacity(self) -> None:
         """Wait until nobody waits and a sequence is free."""
         scheduler = self._scheduler
-        while self._chain is None or scheduler.n_queued or scheduler.n_running >= scheduler.limits.max_sequences:
+        while self._pipeline is None or scheduler.n_queued or scheduler.n_running >= scheduler.limits.max_sequences:
             self._changed.clear()
             await self._changed.wait()
 
@@ -337,7 +339,7 @@ class Engine:
 
     def _check_taking(self) -> None:
         if not self.ready:
-            raise NotReady(self._refusal or self._away)
+            raise NotReady(self._refusal or self._unavailable)
         if self._scheduler.n_queued >= self._settings.max_queue:
             raise QueueFull(self._scheduler.n_queued, self._retry_after_s(self._clock()))
 
@@ -361,10 +363,10 @@ class Engine:
     def _proceed(self, events: Events) -> None:
         """Send every step that is possible, then deliver: the shards start before anybody reads."""
         self._outbox += events
-        while self._chain is not None and (plan := self._scheduler.next_plan(self._clock())) is not None:
+        while self._pipeline is not None and (plan := self._scheduler.next_plan(self._clock())) is not None:
             if plan.step.want_logits:
                 self._row_steps[plan.step.step_id] = plan.request_ids[0]
-            self._chain.submit(plan.step)
+            self._pipeline.submit(plan.step)
         if self._scheduler.starving:
             self._outbox += self._scheduler.end_probes(self._clock())
         # Sending may find a dead link and come back here through on_failed: the outbox keeps the order of events then.

@@ -16,7 +16,7 @@ from lucevisor.protocol.messages import Pools
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineLimits:
-    """Sizes of one chain.  ``pools`` is the record sent in Load; raises ValueError naming the field that cannot work.
+    """What the scheduler may use.  ``pools`` is the record sent in Load.  Raises ValueError naming the wrong field.
 
     ``max_step_tokens`` bounds a step and with it how long a decode may wait for the prefill chunks beside it; one chunk
     and one token of every sequence always fit, so neither starves.  ``window_tokens``: positions that a sliding layer
@@ -88,7 +88,7 @@ class EngineLimits:
         """The longest sequence that can be computed when it is alone."""
         return min(self.max_context, self.page_tokens)
 
-    def most_answer(self, request: GenerationRequest) -> int:
+    def max_answer_tokens(self, request: GenerationRequest) -> int:
         """Return how many tokens a request may generate.  Raises InvalidRequest or ContextOverflow if none."""
         if not request.prompt:
             raise InvalidRequest("prompt", "is empty; give at least one token")

@@ -1,9 +1,9 @@
-"""Takes steps down the chain of stages: sends a step to the head, and on to the next stage when a stage has answered.
+"""Takes steps through the pipeline: sends a step to its first stage, and on to the next when a stage has answered.
 
 The hot path is plain callbacks: no task, no queue of our own, one encoding a stage made while the head already works.
 Knows neither requests nor pages; whoever reads the links calls :meth:`Pipeline.receive`.
-Invariant: a stage answers its steps in the order they were sent to it; anything else ends the chain, because then the
-two sides no longer agree on what the shards hold.
+Invariant: a stage answers its steps in the order they were sent to it; anything else ends the pipeline, because then
+the two sides no longer agree on what the shards hold.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class StageLink(Protocol):
     """The way to the daemon that runs a stage."""
 
     def send(self, message: bytes, /) -> None:
-        """Send one encoded frame without waiting, and never call the chain from inside.
+        """Send one encoded frame without waiting, and never call the pipeline from inside.
 
         Raises WireError or OSError when the link is dead.
         """
@@ -49,7 +49,7 @@ class PipelineResult:
 
 @dataclass(frozen=True, slots=True)
 class PipelineFailure:
-    """Why a chain cannot go on.  ``failed`` is the daemon's own account, when it gave one."""
+    """Why a pipeline cannot go on.  ``failed`` is the daemon's own account, when it gave one."""
 
     stage: int
     code: ErrorCode
@@ -93,7 +93,7 @@ class Pipeline:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         if not stages:
-            raise ValueError("a chain needs at least one stage")
+            raise ValueError("a pipeline needs at least one stage")
         self._links = list(stages)
         self._on_result = on_result
         self._on_failed = on_failed
@@ -101,11 +101,11 @@ class Pipeline:
         self._lines: list[deque[_Trip]] = [deque() for _ in stages]  # steps at each stage, in the order sent
         self._heard_at: dict[int, float] = {}  # by link: a daemon has one compute thread for all its stages
         self._open = True
-        self.on_head_answered: Callable[[], None] = lambda: None  # not called by a chain of one stage
+        self.on_first_stage_done: Callable[[], None] = lambda: None  # not called by a pipeline of one stage
 
     @property
     def n_stages(self) -> int:
-        """Stages of the chain."""
+        """Stages of the pipeline."""
         return len(self._links)
 
     @property
@@ -114,7 +114,7 @@ class Pipeline:
         return sum(len(line) for line in self._lines)
 
     def submit(self, step: Step) -> None:
-        """Send a step to the head.  A dead link ends the chain through ``on_failed``, not by an exception."""
+        """Send a step to the head.  A dead link ends the pipeline through ``on_failed``, not by an exception."""
         if not self._open:
             return
         now = self._clock()
@@ -148,7 +148,7 @@ class Pipeline:
         if stage + 1 < self.n_stages:
             self._relay(trip, stage + 1, heard_at)
             if stage == 0 and self._open:
-                self.on_head_answered()
+                self.on_first_stage_done()
             return
         seconds = heard_at - trip.started_at
         self._on_result(

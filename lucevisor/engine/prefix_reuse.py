@@ -26,9 +26,9 @@ from lucevisor.kv.prefix_tree import NO_STATE, Origin, SlotSource
 from lucevisor.model.values import PAGE_TOKENS, Space
 from lucevisor.protocol.messages import CopyPage, CopyState, OpenSequence, Operation, SetPages, ZeroState
 
-NOTHING = PrefixMatch(0)
+NO_MATCH = PrefixMatch(0)
 
-Tier = Literal["memory", "disk"]
+CacheTier = Literal["memory", "disk"]
 
 
 @dataclass(slots=True)
@@ -39,7 +39,7 @@ class ReuseCounts:
 
     n_prompts: int = 0
     n_hits: int = 0
-    tokens: dict[Tier, int] = field(default_factory=lambda: {"memory": 0, "disk": 0})
+    tokens: dict[CacheTier, int] = field(default_factory=lambda: {"memory": 0, "disk": 0})
 
 
 class PrefixReuse:
@@ -72,13 +72,13 @@ class PrefixReuse:
         if record.probe is not None:
             return record.probe
         if record.uncached or not self.index.enabled:
-            return NOTHING
+            return NO_MATCH
         use = record.prefix
         if use.lookup is None or use.lookup[0] != self.index.version:
             use.lookup = (self.index.version, self.index.match(record.tokens))
         return use.lookup[1]
 
-    def awaits(self, record: RequestRecord, running: Iterable[RequestRecord]) -> bool:
+    def must_wait(self, record: RequestRecord, running: Iterable[RequestRecord]) -> bool:
         """Say whether a queued request is held, or its beginning is being computed for another one just now.
 
         It would compute the same once more.  So it waits until the other has passed the last place that helps it, and
@@ -148,7 +148,7 @@ class PrefixReuse:
         self.index.use(match, now)
         if not self.index.anywhere and match.n_known - match.position >= PAGE_TOKENS:
             # Other prompts had more of it than any slot is good for: leave one where they part.
-            use.shared_at = self._last_cut(record, match.n_known)
+            use.branch_position = self._last_slice_end(record, match.n_known)
 
     def advanced(self, record: RequestRecord, now: float) -> list[Operation]:
         """Remember a prompt at its places, as soon as the slice that ends there is planned."""
@@ -156,7 +156,7 @@ class PrefixReuse:
         if live is None or record.uncached:
             return []
         origin: Origin | None = use.checkpoints.get(live.n_scheduled)
-        if origin is None and live.n_scheduled and live.n_scheduled == use.shared_at:
+        if origin is None and live.n_scheduled and live.n_scheduled == use.branch_position:
             origin = "shared"
         if origin is None:
             return []
@@ -204,10 +204,10 @@ class PrefixReuse:
         slot = index.publish(record.tokens, SlotSource(n, live.table.entry, state, origin), now)
         return [CopyState(live.state, state)] if slot is not None and state != NO_STATE else []
 
-    def _last_cut(self, record: RequestRecord, n_tokens: int) -> int:
+    def _last_slice_end(self, record: RequestRecord, n_tokens: int) -> int:
         """Return the last place up to ``n_tokens`` at which a slice of the prompt ends anyway."""
         chunk = n_tokens // self._limits.prefill_chunk * self._limits.prefill_chunk
-        return max([chunk, *(cut for cut in record.prefix.checkpoint_positions if cut <= n_tokens)])
+        return max([chunk, *(stop for stop in record.prefix.checkpoint_positions if stop <= n_tokens)])
 
     def _usable(self, stop: int, n_common: int) -> int:
         """Return how much a slot at ``stop`` gives to a prompt with so many tokens in common."""

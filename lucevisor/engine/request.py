@@ -31,7 +31,7 @@ class RequestState(Enum):
 _ENDS: Final = frozenset({RequestState.FINISHED, RequestState.CANCELLED, RequestState.FAILED})
 
 TRANSITIONS: Final[dict[RequestState, frozenset[RequestState]]] = {
-    # QUEUED -> FINISHED: preempted while its last token was under way in the chain
+    # QUEUED -> FINISHED: preempted while its last token was under way in the pipeline
     RequestState.QUEUED: frozenset({RequestState.PREFILL}) | _ENDS,
     # -> QUEUED: preempted, its pages went to an older request
     RequestState.PREFILL: frozenset({RequestState.DECODE, RequestState.QUEUED}) | _ENDS - {RequestState.FINISHED},
@@ -167,7 +167,7 @@ class QueueFull(SubmitError):
 
 
 class NotReady(SubmitError):
-    """No new work is taken: the chain is away, or the engine drains or was closed."""
+    """No new work is taken: the pipeline is away, or the engine drains or was closed."""
 
     code = "not_ready"
 

@@ -72,7 +72,7 @@ class RowCollector:
         )
 
 
-def most_rows(vocabulary: int, embedding: int, n_layers: int, *, hidden: bool) -> int:
+def max_rows_per_step(vocabulary: int, embedding: int, n_layers: int, *, hidden: bool) -> int:
     """Return how many tokens one step may carry so that the logits and hidden states of any stage fit into one payload.
 
     Counts as if one stage sent everything, so it holds for every split.

@@ -1,4 +1,4 @@
-"""Decides what the chain computes next: admission, chunked prefill, continuous batching, preemption.
+"""Decides what the pipeline computes next: admission, chunked prefill, continuous batching, preemption.
 
 Pure: requests and step results in, step plans and events out; ``now`` (seconds, monotonic) is an argument.  Knows no
 sockets, no clock and no text.  The rules, and what they promise: docs/scheduling.md.
@@ -17,7 +17,7 @@ from collections import deque
 
 from lucevisor.engine.batching import RECENT_S, ScheduledSlice, StepBudget, choose, has_others
 from lucevisor.engine.limits import EngineLimits
-from lucevisor.engine.prefix_reuse import NOTHING, PrefixReuse
+from lucevisor.engine.prefix_reuse import NO_MATCH, PrefixReuse
 from lucevisor.engine.queue import RequestQueue
 from lucevisor.engine.request import (
     Event,
@@ -68,7 +68,7 @@ class Scheduler:
         self._operations: list[Operation] = []
         self._flushing = False  # operations that wait for a step get one of their own
         self._in_flight: deque[ScheduledStep] = deque()
-        self._n_at_head = 0  # of them, those that the head has not answered, as far as it was told
+        self._n_at_first_stage = 0  # of them, those that the head has not answered, as far as it was told
         self._n_arrivals = 0
         self._last_step = 0
 
@@ -124,7 +124,7 @@ class Scheduler:
             )
         if wanted is not None and wanted.rows < 1:
             raise InvalidRequest("rows", f"is {wanted.rows}; a step needs at least 1")
-        record = RequestRecord(request, self._n_arrivals, self.limits.most_answer(request), now, wanted, probe)
+        record = RequestRecord(request, self._n_arrivals, self.limits.max_answer_tokens(request), now, wanted, probe)
         self._n_arrivals += 1
         self.reuse.submitted(record)
         record.prefix.held = hold
@@ -154,7 +154,7 @@ class Scheduler:
         ending = [*self._live.values(), *(record for record in self._queue if record.probe is not None)]
         events = [self._finish(record, "error", now, error=error) for record in ending]
         self._in_flight.clear()
-        self._n_at_head = 0
+        self._n_at_first_stage = 0
         self._waits.stopped()
         self.last_applied = self._last_step  # nobody will answer what was on its way
         self._operations.clear()  # the shards start empty
@@ -175,7 +175,7 @@ class Scheduler:
     # ---- steps
 
     def next_plan(self, now: float) -> StepPlan | None:
-        """Return the next step to send down the chain, or None when there is none until a result or a request comes."""
+        """Return the next step for the pipeline, or None when there is none until a result or a request comes."""
         if len(self._in_flight) >= self.limits.n_regions:
             return None
         self._admit(now)
@@ -197,9 +197,9 @@ class Scheduler:
         self._flushing = bool(self._operations)
         return self._last_step + self._flushing
 
-    def head_answered(self) -> bool:
+    def first_stage_done(self) -> bool:
         """The head is done with the oldest step it had; return whether there are prompts, which may wait for that."""
-        self._n_at_head -= 1
+        self._n_at_first_stage -= 1
         return any(record.state is RequestState.PREFILL for record in self._live.values())
 
     def apply(self, result: StepResult, now: float) -> Events:
@@ -211,7 +211,7 @@ class Scheduler:
         """
         drawn = drawn_tokens(self._in_flight[0] if self._in_flight else None, result)
         scheduled = self._in_flight.popleft()
-        self._n_at_head = min(self._n_at_head, len(self._in_flight))
+        self._n_at_first_stage = min(self._n_at_first_stage, len(self._in_flight))
         self._waits.applied(scheduled, self._live.values(), now, idle=not self._in_flight)
         self.last_applied = scheduled.step_id
         events: Events = []
@@ -230,7 +230,7 @@ class Scheduler:
         shared = now < self._short_until or has_others(self._live.values(), chunk)
         # Keys closer together than a chunk count as equal: the shortest prompt goes first.
         return StepBudget(
-            self._last_step + 1, chunk, shared, self._n_at_head == 0, lambda key: self._shares.lead(key) // whole
+            self._last_step + 1, chunk, shared, self._n_at_first_stage == 0, lambda key: self._shares.lead(key) // whole
         )
 
     def _admit(self, now: float) -> None:
@@ -242,12 +242,12 @@ class Scheduler:
             admitting = (self.admitting or record.probe is not None) and not record.n_in_flight
             if not admitting or len(self._live) >= self.limits.max_sequences:
                 return
-            if self.reuse.awaits(record, self._live.values()):
+            if self.reuse.must_wait(record, self._live.values()):
                 continue
             match = self.reuse.match(record)
             # What it would share may be all there is to give up for the rest of it: then it starts without.
             if not self._start(record, match, now) and (
-                record.probe is not None or not match.position or not self._start(record, NOTHING, now)
+                record.probe is not None or not match.position or not self._start(record, NO_MATCH, now)
             ):
                 return
             if self._shares.contested:  # its prompt is promised to its key now
@@ -343,7 +343,7 @@ class Scheduler:
         decodes = any(pick.record.state is RequestState.DECODE for pick in picks)
         self._waits.planned(now)
         self._in_flight.append(ScheduledStep(step.step_id, parts, decodes))
-        self._n_at_head += 1
+        self._n_at_first_stage += 1
         return StepPlan(step, tuple(pick.record.request.request_id for pick in picks))
 
     # ---- inside: results and ends

@@ -57,7 +57,7 @@ class PrefixUse:
 
     ``held``: it shall wait for what is being restored for it.  ``checkpoints``: where its prompt is cut and remembered,
     and why; ``checkpoint_positions`` are the same positions, in order.
-    ``shared_at``: a place where it is remembered beside those, because other prompts went on differently behind it.
+    ``branch_position``: another checkpoint, where other prompts that begin alike went on differently.
     ``lookup``: the last match, and the version of the index it holds for.  ``common``: tokens in common with
     requests that were being computed, by arrival.  ``cached``: tokens of the prompt that were never computed for it;
     None before it started.
@@ -66,7 +66,7 @@ class PrefixUse:
     held: bool = False
     checkpoints: dict[int, Origin] = field(default_factory=dict)
     checkpoint_positions: list[int] = field(default_factory=list)
-    shared_at: int = 0
+    branch_position: int = 0
     lookup: tuple[int, PrefixMatch] | None = None
     common: dict[int, int] = field(default_factory=dict)
     cached: int | None = None
@@ -88,7 +88,7 @@ class RequestRecord:
     tokens: list[int] = field(default_factory=list)
     state: RequestState = RequestState.QUEUED
     live: LiveSequence | None = None
-    n_in_flight: int = 0  # steps in the chain that carry a slice of it
+    n_in_flight: int = 0  # steps in the pipeline that carry a slice of it
     prefix: PrefixUse = field(default_factory=PrefixUse)
     size: int = 0  # tokens to compute before the first one is drawn, as far as was known when it was queued
     n_passed: int = 0  # tokens of requests that came later and started before it
@@ -100,7 +100,7 @@ class RequestRecord:
 
     @property
     def uncached(self) -> bool:
-        """Whether it neither uses what is remembered nor is remembered: it asks about the chain itself."""
+        """Whether it neither uses what is remembered nor is remembered: it asks about the pipeline itself."""
         return self.wanted is not None or self.probe is not None
 
     @property

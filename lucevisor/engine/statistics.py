@@ -77,7 +77,7 @@ class StepTotals:
     boundaries: list[BoundaryTotals] = field(default_factory=list)
 
     def add(self, result: PipelineResult) -> None:
-        """Count a step that went down the chain."""
+        """Count a step that went down the pipeline."""
         while len(self.stages) < len(result.results):
             self.stages.append(StageTotals())
         while len(self.boundaries) < len(result.hops_s):

@@ -1,7 +1,7 @@
 """How long a request that comes now would wait: measured rates, and the work that is ahead of it.
 
 Rates are tokens divided by the seconds in which such work was under way, recent ones weighted more: prompt tokens of
-the chain while any prompt was computed, generated tokens of one sequence while it decoded.  The wait is found by
+the pipeline while any prompt was computed, generated tokens of one sequence while it decoded.  The wait is found by
 playing the queue through with them: a place is free when its request ends, prompts are computed one after the other.
 Pure; ``now`` is an argument.  Invariant: without a measured rate there is no estimate.
 """

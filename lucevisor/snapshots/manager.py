@@ -271,7 +271,7 @@ class SnapshotManager:
             await self._wake.wait()
             self._wake.clear()
             while self._candidates:
-                await self._engine.room()
+                await self._engine.wait_for_capacity()
                 slot = max(self._candidates.values(), key=lambda slot: slot.n_tokens)
                 del self._candidates[slot.number]
                 if slot.alive and not self._reject_reason(slot, SaveTrigger.TURN):

@@ -1,4 +1,4 @@
-"""The engine's shell: handles, refusals, a chain that comes and goes, drain, statistics, rows."""
+"""The engine's shell: handles, refusals, a pipeline that comes and goes, drain, statistics, rows."""
 
 from __future__ import annotations
 
@@ -162,8 +162,8 @@ async def test_a_wrong_result_of_the_tail_ends_the_chain() -> None:
     toy = ready(n_stages=2)
     handle = toy.engine.submit(request("a"))
     toy.work(0)
-    assert toy.chain is not None
-    toy.chain.receive(StepResult(1, 1, []))  # the step asked for a token
+    assert toy.pipeline is not None
+    toy.pipeline.receive(StepResult(1, 1, []))  # the step asked for a token
     assert [f.code for f in toy.failures] == ["protocol_error"]
     assert "stage 1" in toy.failures[0].message
     assert (await events_of(handle))[-1].error.code == "protocol_error"  # type: ignore[union-attr]
@@ -172,8 +172,8 @@ async def test_a_wrong_result_of_the_tail_ends_the_chain() -> None:
 async def test_a_daemon_that_fails_a_step_is_quoted() -> None:
     toy = ready()
     handle = toy.engine.submit(request("a"))
-    assert toy.chain is not None
-    toy.chain.failed(0, Failed("step 1", "cuda:0", "out of memory", "fewer pages", fatal=True))
+    assert toy.pipeline is not None
+    toy.pipeline.failed(0, Failed("step 1", "cuda:0", "out of memory", "fewer pages", fatal=True))
     error = (await events_of(handle))[-1].error  # type: ignore[union-attr]
     assert (error.code, "out of memory" in error.message) == ("shard_failed", True)
 
@@ -181,7 +181,7 @@ async def test_a_daemon_that_fails_a_step_is_quoted() -> None:
 def test_what_a_detached_chain_still_says_is_ignored() -> None:
     toy = ready()
     toy.engine.submit(request("a"))
-    old, daemon = toy.chain, toy.daemons[0]
+    old, daemon = toy.pipeline, toy.daemons[0]
     toy.lose()
     toy.attach()
     handle = toy.engine.submit(request("b"))
@@ -211,9 +211,9 @@ def test_a_chain_of_another_shape_or_a_second_one_is_refused() -> None:
     other = ToyEngine(limits(n_stages=1))
     other.attach()
     toy.engine.detach(LOST)
-    assert other.chain is not None
+    assert other.pipeline is not None
     with pytest.raises(ValueError, match="1 stages, the limits say 2"):
-        toy.engine.attach(other.chain)
+        toy.engine.attach(other.pipeline)
 
 
 async def test_drain_takes_no_more_and_waits_for_what_it_has() -> None:
@@ -328,8 +328,8 @@ async def test_rows_that_do_not_come_are_an_error_with_the_reason() -> None:
     toy.attach()
     running = asyncio.create_task(toy.engine.run_ids([1, 2, 3], want_hidden=False, rows_per_step=8))
     await asyncio.sleep(0)
-    assert toy.chain is not None
+    assert toy.pipeline is not None
     result, _ = toy.daemons[0].run_one()
-    toy.chain.receive(StepResult(result.step_id, 0, result.sampled))
+    toy.pipeline.receive(StepResult(result.step_id, 0, result.sampled))
     with pytest.raises(RowsMissing, match="stage 0 sent no logits"):
         await running

@@ -1,4 +1,4 @@
-"""The chain: relay from stage to stage, order, failures, times."""
+"""The pipeline: relay from stage to stage, order, failures, times."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ class Wire:
 
 
 class Bench:
-    """A chain over wires, with a clock set by hand."""
+    """A pipeline over wires, with a clock set by hand."""
 
     def __init__(self, homes: list[int]) -> None:
         self.now = 0.0
         self.wires = [Wire() for _ in range(max(homes) + 1)]
         self.results: list[PipelineResult] = []
         self.failures: list[PipelineFailure] = []
-        self.chain = Pipeline(
+        self.pipeline = Pipeline(
             [self.wires[home] for home in homes], self.results.append, self.failures.append, clock=lambda: self.now
         )
 
@@ -51,37 +51,37 @@ def step(step_id: int) -> Step:
 
 def test_a_step_goes_from_stage_to_stage_and_all_answers_come_out() -> None:
     bench = Bench([0, 1])
-    bench.chain.submit(step(9))
+    bench.pipeline.submit(step(9))
     assert bench.wires[0].sent == [(0, 9, step(9))]
     assert bench.wires[1].sent == []
     payloads = [memoryview(b"head"), memoryview(b"tail")]
     results = [StepResult(9, 0, compute_s=0.5), StepResult(9, 1, [Sampled(4, 42)])]
     bench.now = 2.0
-    bench.chain.receive(results[0], payloads[0])
+    bench.pipeline.receive(results[0], payloads[0])
     assert bench.wires[1].sent == [(1, 9, step(9))]
     bench.now = 5.0
-    bench.chain.receive(results[1], payloads[1])
+    bench.pipeline.receive(results[1], payloads[1])
     assert bench.results == [PipelineResult(step(9), tuple(results), tuple(payloads), (0.0,), 5.0)]
-    assert bench.chain.n_in_flight == 0
+    assert bench.pipeline.n_in_flight == 0
 
 
 def test_several_steps_are_under_way_at_once() -> None:
     bench = Bench([0, 1])
     for i in (1, 2, 3):
-        bench.chain.submit(step(i))
-    bench.chain.receive(StepResult(1, 0))
-    bench.chain.receive(StepResult(2, 0))
+        bench.pipeline.submit(step(i))
+    bench.pipeline.receive(StepResult(1, 0))
+    bench.pipeline.receive(StepResult(2, 0))
     assert bench.ids(1) == [(1, 1), (1, 2)]
-    assert bench.chain.n_in_flight == 3
-    bench.chain.receive(StepResult(1, 1))
+    assert bench.pipeline.n_in_flight == 3
+    bench.pipeline.receive(StepResult(1, 1))
     assert [r.step.step_id for r in bench.results] == [1]
 
 
 def test_one_daemon_may_run_several_stages() -> None:
     bench = Bench([0, 1, 0])
-    bench.chain.submit(step(1))
-    bench.chain.receive(StepResult(1, 0))
-    bench.chain.receive(StepResult(1, 1))
+    bench.pipeline.submit(step(1))
+    bench.pipeline.receive(StepResult(1, 0))
+    bench.pipeline.receive(StepResult(1, 1))
     assert bench.ids(0) == [(0, 1), (2, 1)]
 
 
@@ -96,16 +96,16 @@ def test_one_daemon_may_run_several_stages() -> None:
 )
 def test_an_answer_out_of_order_ends_the_chain(wrong: StepResult, words: str) -> None:
     bench = Bench([0, 1])
-    bench.chain.submit(step(1))
-    bench.chain.submit(step(2))
-    bench.chain.receive(wrong)
+    bench.pipeline.submit(step(1))
+    bench.pipeline.submit(step(2))
+    bench.pipeline.receive(wrong)
     assert [f.code for f in bench.failures] == ["protocol_error"]
     assert words in bench.failures[0].message
-    bench.chain.receive(StepResult(1, 0))  # nothing comes after the failure
-    bench.chain.submit(step(3))
-    bench.chain.close()
+    bench.pipeline.receive(StepResult(1, 0))  # nothing comes after the failure
+    bench.pipeline.submit(step(3))
+    bench.pipeline.close()
     assert (len(bench.failures), bench.results, bench.ids(1)) == (1, [], [])
-    assert bench.chain.n_in_flight == 0
+    assert bench.pipeline.n_in_flight == 0
 
 
 @pytest.mark.parametrize("error", [BrokenPipeError("gone"), LinkClosed("end of file", "link left", "wait")])
@@ -113,23 +113,23 @@ def test_an_answer_out_of_order_ends_the_chain(wrong: StepResult, words: str) ->
 def test_a_dead_link_ends_the_chain_without_an_exception(error: Exception, stage: int) -> None:
     bench = Bench([0, 1])
     bench.wires[stage].error = error
-    bench.chain.submit(step(1))
-    bench.chain.receive(StepResult(1, 0))
+    bench.pipeline.submit(step(1))
+    bench.pipeline.receive(StepResult(1, 0))
     assert [(f.stage, f.code) for f in bench.failures] == [(stage, "shard_lost")]
     assert "step 1 could not be sent" in bench.failures[0].message
 
 
 def test_a_step_that_is_no_message_is_our_own_failure() -> None:
     bench = Bench([0])
-    bench.chain.submit(Step(1, 0, [], [Slice(0, 0, [1 << 70], True)]))
+    bench.pipeline.submit(Step(1, 0, [], [Slice(0, 0, [1 << 70], True)]))
     assert [f.code for f in bench.failures] == ["protocol_error"]
 
 
 def test_a_daemons_own_account_is_passed_on() -> None:
     bench = Bench([0, 1])
-    bench.chain.submit(step(1))
+    bench.pipeline.submit(step(1))
     failed = Failed("step 1", "cuda:0 layers [0,4)", "out of memory", "fewer pages", fatal=True)
-    bench.chain.failed(1, failed)
+    bench.pipeline.failed(1, failed)
     [failure] = bench.failures
     assert (failure.code, failure.stage, failure.failed) == ("shard_failed", 1, failed)
     for part in ("cuda:0 layers [0,4)", "out of memory", "fewer pages"):
@@ -138,40 +138,40 @@ def test_a_daemons_own_account_is_passed_on() -> None:
 
 def test_the_oldest_step_is_the_one_a_daemon_has_worked_on_for_longest() -> None:
     bench = Bench([0, 1])
-    assert bench.chain.oldest_in_flight(0.0) is None
-    bench.chain.submit(step(1))
-    bench.chain.submit(step(2))
-    assert bench.chain.oldest_in_flight(3.0) == StepInFlight(1, 0, 3.0)
+    assert bench.pipeline.oldest_in_flight(0.0) is None
+    bench.pipeline.submit(step(1))
+    bench.pipeline.submit(step(2))
+    assert bench.pipeline.oldest_in_flight(3.0) == StepInFlight(1, 0, 3.0)
     bench.now = 10.0
-    bench.chain.receive(StepResult(1, 0))
+    bench.pipeline.receive(StepResult(1, 0))
     # Step 2 was sent at 0 but its daemon was busy until 10.
-    assert bench.chain.oldest_in_flight(12.0) == StepInFlight(2, 0, 2.0)
+    assert bench.pipeline.oldest_in_flight(12.0) == StepInFlight(2, 0, 2.0)
     bench.now = 11.0
-    bench.chain.receive(StepResult(2, 0))
-    assert bench.chain.oldest_in_flight(30.0) == StepInFlight(1, 1, 20.0)
+    bench.pipeline.receive(StepResult(2, 0))
+    assert bench.pipeline.oldest_in_flight(30.0) == StepInFlight(1, 1, 20.0)
     bench.now = 31.0
-    bench.chain.receive(StepResult(1, 1))
-    assert bench.chain.oldest_in_flight(32.0) == StepInFlight(2, 1, 1.0)
+    bench.pipeline.receive(StepResult(1, 1))
+    assert bench.pipeline.oldest_in_flight(32.0) == StepInFlight(2, 1, 1.0)
 
 
 def test_a_daemon_of_two_stages_is_not_late_while_it_answers_for_the_other() -> None:
     bench = Bench([0, 0])
-    bench.chain.submit(step(1))
-    bench.chain.submit(step(2))
+    bench.pipeline.submit(step(1))
+    bench.pipeline.submit(step(2))
     bench.now = 5.0
-    bench.chain.receive(StepResult(1, 0))
+    bench.pipeline.receive(StepResult(1, 0))
     bench.now = 9.0
-    bench.chain.receive(StepResult(2, 0))
-    assert bench.chain.oldest_in_flight(10.0) == StepInFlight(1, 1, 1.0)
+    bench.pipeline.receive(StepResult(2, 0))
+    assert bench.pipeline.oldest_in_flight(10.0) == StepInFlight(1, 1, 1.0)
 
 
 def test_a_hop_is_timed_from_the_answer_to_the_step_sent_on() -> None:
     bench = Bench([0, 1])
     times = iter([0.0, 1.0, 1.5, 4.0])
-    chain = Pipeline(bench.wires, bench.results.append, bench.failures.append, clock=lambda: next(times))
-    chain.submit(step(1))
-    chain.receive(StepResult(1, 0))
-    chain.receive(StepResult(1, 1))
+    pipeline = Pipeline(bench.wires, bench.results.append, bench.failures.append, clock=lambda: next(times))
+    pipeline.submit(step(1))
+    pipeline.receive(StepResult(1, 0))
+    pipeline.receive(StepResult(1, 1))
     assert bench.results[0].hops_s == (0.5,)
     assert bench.results[0].seconds == 4.0
 
@@ -186,32 +186,32 @@ def test_a_link_that_dies_while_steps_are_at_every_stage(dead: int) -> None:
     """It is found when the next step is sent to it; what the other stages answer after that is too late."""
     bench = Bench([0, 1, 2])
     for i in (1, 2, 3):
-        bench.chain.submit(step(i))
-    bench.chain.receive(StepResult(1, 0))
-    bench.chain.receive(StepResult(2, 0))
-    bench.chain.receive(StepResult(1, 1))  # now step 3 is at stage 0, 2 at 1 and 1 at 2
+        bench.pipeline.submit(step(i))
+    bench.pipeline.receive(StepResult(1, 0))
+    bench.pipeline.receive(StepResult(2, 0))
+    bench.pipeline.receive(StepResult(1, 1))  # now step 3 is at stage 0, 2 at 1 and 1 at 2
     bench.wires[dead].error = LinkClosed("end of file", "link", "wait")
     assert bench.failures == []
-    last = [lambda: bench.chain.submit(step(4)), lambda: bench.chain.receive(StepResult(3, 0)),
-            lambda: bench.chain.receive(StepResult(2, 1))]  # fmt: skip
+    last = [lambda: bench.pipeline.submit(step(4)), lambda: bench.pipeline.receive(StepResult(3, 0)),
+            lambda: bench.pipeline.receive(StepResult(2, 1))]  # fmt: skip
     last[dead]()
     assert [(f.stage, f.code) for f in bench.failures] == [(dead, "shard_lost")]
     sent = [len(wire.sent) for wire in bench.wires]
     for late in (StepResult(1, 2), StepResult(2, 1), StepResult(3, 0)):
-        bench.chain.receive(late)
-    bench.chain.failed(1, Failed("step 2", "cpu", "out of memory", "fewer pages", fatal=True))
-    bench.chain.submit(step(5))
-    assert (len(bench.failures), bench.results, bench.chain.n_in_flight) == (1, [], 0)
+        bench.pipeline.receive(late)
+    bench.pipeline.failed(1, Failed("step 2", "cpu", "out of memory", "fewer pages", fatal=True))
+    bench.pipeline.submit(step(5))
+    assert (len(bench.failures), bench.results, bench.pipeline.n_in_flight) == (1, [], 0)
     assert [len(wire.sent) for wire in bench.wires] == sent
-    assert bench.chain.oldest_in_flight(100.0) is None
+    assert bench.pipeline.oldest_in_flight(100.0) is None
 
 
 def test_a_dead_link_does_not_hold_up_steps_that_are_past_it() -> None:
     bench = Bench([0, 1])
-    bench.chain.submit(step(1))
-    bench.chain.receive(StepResult(1, 0))
+    bench.pipeline.submit(step(1))
+    bench.pipeline.receive(StepResult(1, 0))
     bench.wires[0].error = BrokenPipeError("gone")
-    bench.chain.receive(StepResult(1, 1))
+    bench.pipeline.receive(StepResult(1, 1))
     assert [r.step.step_id for r in bench.results] == [1]
     assert bench.failures == []
 
@@ -219,10 +219,10 @@ def test_a_dead_link_does_not_hold_up_steps_that_are_past_it() -> None:
 @pytest.mark.parametrize("stage", [0, 1, 2])
 def test_the_same_answer_twice_ends_the_chain_at_the_stage_that_gave_it(stage: int) -> None:
     bench = Bench([0, 1, 2])
-    bench.chain.submit(step(1))
+    bench.pipeline.submit(step(1))
     for s in range(stage + 1):
-        bench.chain.receive(StepResult(1, s))
-    bench.chain.receive(StepResult(1, stage))
+        bench.pipeline.receive(StepResult(1, s))
+    bench.pipeline.receive(StepResult(1, stage))
     assert [(f.stage, f.code) for f in bench.failures] == [(stage, "protocol_error")]
     assert len(bench.results) == (stage == 2)  # what the tail answered first was handed out
 
@@ -231,10 +231,10 @@ def test_the_same_answer_twice_ends_the_chain_at_the_stage_that_gave_it(stage: i
 def test_an_answer_to_a_later_step_ends_the_chain_at_every_stage(stage: int) -> None:
     bench = Bench([0, 1, 2])
     for i in (1, 2):
-        bench.chain.submit(step(i))
+        bench.pipeline.submit(step(i))
         for s in range(stage):
-            bench.chain.receive(StepResult(i, s))
-    bench.chain.receive(StepResult(2, stage))
+            bench.pipeline.receive(StepResult(i, s))
+    bench.pipeline.receive(StepResult(2, stage))
     [failure] = bench.failures
     assert (failure.stage, bench.results) == (stage, [])
     assert f"stage {stage} answered step 2 while step 1 was due" in failure.message
@@ -242,12 +242,12 @@ def test_an_answer_to_a_later_step_ends_the_chain_at_every_stage(stage: int) -> 
 
 def test_after_close_neither_answers_nor_failures_are_told() -> None:
     bench = Bench([0, 1])
-    bench.chain.submit(step(1))
-    bench.chain.close()
-    bench.chain.receive(StepResult(1, 0))
-    bench.chain.receive(StepResult(9, 7))
-    bench.chain.failed(0, Failed("step 1", "cpu", "out of memory", "fewer pages", fatal=True))
-    bench.chain.submit(step(2))
+    bench.pipeline.submit(step(1))
+    bench.pipeline.close()
+    bench.pipeline.receive(StepResult(1, 0))
+    bench.pipeline.receive(StepResult(9, 7))
+    bench.pipeline.failed(0, Failed("step 1", "cpu", "out of memory", "fewer pages", fatal=True))
+    bench.pipeline.submit(step(2))
     assert (bench.results, bench.failures, bench.ids(0), bench.ids(1)) == ([], [], [(0, 1)], [])
 
 
@@ -259,13 +259,13 @@ def test_who_takes_a_result_may_close_the_chain_or_send_the_next_step() -> None:
     def take(result: PipelineResult) -> None:
         taken.append(result.step.step_id)
         if len(taken) == 1:
-            chain.submit(step(3))
+            pipeline.submit(step(3))
         else:
-            chain.close()
+            pipeline.close()
 
-    chain = Pipeline(bench.wires, take, bench.failures.append)
+    pipeline = Pipeline(bench.wires, take, bench.failures.append)
     for i in (1, 2):
-        chain.submit(step(i))
+        pipeline.submit(step(i))
     for i in (1, 2, 3):
-        chain.receive(StepResult(i, 0))
+        pipeline.receive(StepResult(i, 0))
     assert (taken, bench.failures, bench.ids(0)) == ([1, 2], [], [(0, 1), (0, 2), (0, 3)])

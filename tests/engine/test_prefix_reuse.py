@@ -48,7 +48,7 @@ def warm(**changes: object) -> EngineLimits:
 
 
 def run(scheduler: Scheduler, token: int = 7) -> list[StepPlan]:
-    """Let a chain answer every step until nothing is left; return the plans."""
+    """Let a pipeline answer every step until nothing is left; return the plans."""
     found: list[StepPlan] = []
     while True:
         flight = []

@@ -93,7 +93,7 @@ async def test_it_ends_with_the_chain_whether_it_runs_or_waits() -> None:
         await asyncio.sleep(0)
         toy.lose()
         assert await asking is None
-        assert await toy.engine.next_token(slot, slot.tokens, 9, 2) is None  # no chain
+        assert await toy.engine.next_token(slot, slot.tokens, 9, 2) is None  # no pipeline
         toy.engine.release(slot)
         toy.attach()
         await toy.play()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from lucevisor.engine.rows import RowCollector, RowsMissing, most_rows
+from lucevisor.engine.rows import RowCollector, RowsMissing, max_rows_per_step
 from lucevisor.protocol.frames import MAX_PAYLOAD_BYTES
 
 
@@ -14,7 +14,7 @@ from lucevisor.protocol.frames import MAX_PAYLOAD_BYTES
 def test_as_many_rows_as_fit_and_no_more(vocabulary: int, embedding: int, n_layers: int) -> None:
     for hidden in (False, True):
         row_bytes = 4 * (vocabulary + (embedding * (n_layers + 1) if hidden else 0))
-        n = most_rows(vocabulary, embedding, n_layers, hidden=hidden)
+        n = max_rows_per_step(vocabulary, embedding, n_layers, hidden=hidden)
         assert n * row_bytes <= MAX_PAYLOAD_BYTES < (n + 1) * row_bytes
 
 

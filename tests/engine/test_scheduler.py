@@ -35,12 +35,12 @@ ERROR = RequestError("shard_lost", "group left was killed; send the request agai
 
 
 def plans(scheduler: Scheduler, now: float = 0.0) -> list[StepPlan]:
-    """All steps that can be sent now, down a chain whose head is always done at once."""
+    """All steps that can be sent now, down a pipeline whose head is always done at once."""
     found = []
     while (plan := scheduler.next_plan(now)) is not None:
         found.append(plan)
         if scheduler.limits.n_stages > 1:
-            scheduler.head_answered()
+            scheduler.first_stage_done()
     return found
 
 
@@ -151,9 +151,9 @@ def test_beside_a_short_prompt_a_long_one_gets_small_chunks_and_leaves_a_step_fr
     second = scheduler.next_plan(1.0)
     assert second is not None
     assert shape(second) == [("second", 0, 3, True)]  # at once, and nobody rides with it
-    scheduler.head_answered()
+    scheduler.first_stage_done()
     assert scheduler.next_plan(1.0) is None
-    scheduler.head_answered()
+    scheduler.first_stage_done()
     third = scheduler.next_plan(1.0)
     assert third is not None
     assert shape(third) == [("long", 64, 128, False)]

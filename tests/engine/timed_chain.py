@@ -138,7 +138,7 @@ class TimedChain:
                 done_at = self._free_at[stage] = max(done_at, free_at) + seconds * share
             self._flight.append((done_at, plan))
             if self.limits.n_stages > 1:
-                self.at(self._free_at[0], self.scheduler.head_answered)
+                self.at(self._free_at[0], self.scheduler.first_stage_done)
             self.plans.append(plan)
 
     def _answer(self, plan: StepPlan) -> None:

@@ -61,33 +61,33 @@ class ToyEngine:
         )
         self.daemons: list[ToyDaemon] = []
         self.links: list[ToyDaemon] = []
-        self.chain: Pipeline | None = None
+        self.pipeline: Pipeline | None = None
 
     def attach(self) -> None:
-        """Fresh daemons, and a chain over them."""
+        """Fresh daemons, and a pipeline over them."""
         told = ToyLimits(self.limits.n_stages, self.limits.max_sequences, self.limits.max_step_tokens)
         self.daemons, self.links = toy_daemons(self.model, self.limits.pools, told, self.homes)
-        self.chain = Pipeline(self.links, self.engine.on_result, self.engine.on_failed, clock=lambda: self.now)
-        self.engine.attach(self.chain)
+        self.pipeline = Pipeline(self.links, self.engine.on_result, self.engine.on_failed, clock=lambda: self.now)
+        self.engine.attach(self.pipeline)
 
     def lose(self) -> None:
-        """A daemon dies: the engine is told, and its chain is gone."""
+        """A daemon dies: the engine is told, and its pipeline is gone."""
         self.engine.detach(LOST)
         self.daemons = []
 
     def run(self) -> None:
         """Let the daemons work until nothing is left to do."""
-        assert self.chain is not None
-        run_all(self.daemons, self.chain.receive)
+        assert self.pipeline is not None
+        run_all(self.daemons, self.pipeline.receive)
 
     def work(self, index: int) -> bool:
         """Let one busy daemon execute one step; False when all are idle."""
         busy = [d for d in self.daemons if d.inbox]
         if not busy:
             return False
-        assert self.chain is not None
-        assert self.chain.n_in_flight <= self.limits.n_stages + 1
-        self.chain.receive(*busy[index % len(busy)].run_one())
+        assert self.pipeline is not None
+        assert self.pipeline.n_in_flight <= self.limits.n_stages + 1
+        self.pipeline.receive(*busy[index % len(busy)].run_one())
         return True
 
     async def play(self) -> None:
@@ -96,7 +96,7 @@ class ToyEngine:
             if not self.work(0):
                 return
             await asyncio.sleep(0)
-        raise AssertionError("the chain is still busy after 100000 steps of stages")
+        raise AssertionError("the pipeline is still busy after 100000 steps of stages")
 
     def alone(self, request: GenerationRequest) -> list[int]:
         """What the toy model generates for this request alone."""

@@ -1,4 +1,4 @@
-"""The daemons' side of a chain in memory: test equipment for the pure core of the engine.
+"""The daemons' side of a pipeline in memory: test equipment for the pure core of the engine.
 
 It executes real encoded steps on a toy model of which every stage keeps pages, windows and recurrent states by id, as
 real shards do, and never looks anything up by request.  A wrong page table, a page given away too early, a missing
@@ -321,4 +321,4 @@ def run_all(
         if busy is None:
             return
         receive(*busy.run_one())
-    raise Violation(f"the chain is still busy after {n_most} steps of stages")
+    raise Violation(f"the pipeline is still busy after {n_most} steps of stages")
