@@ -36,7 +36,7 @@ from lucevisor.config import load
 from lucevisor.deployment.service import Model, Service
 from lucevisor.engine.request import GenerationRequest, TokenEvent
 from lucevisor.model.families import open_spec
-from lucevisor.model.values import Sampling
+from lucevisor.protocol.steps import Sampling
 
 READ_BYTES = 16 << 20
 POLL_S = 0.1

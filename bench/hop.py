@@ -29,8 +29,9 @@ from lucevisor.protocol.arena import Arena
 from lucevisor.protocol.asyncio_link import Link
 from lucevisor.protocol.blocking_link import BlockingLink
 from lucevisor.protocol.codec import encode
-from lucevisor.protocol.messages import ArenaPlan, Load, Pools, Slice, Step
+from lucevisor.protocol.loading import ArenaPlan, Load, PoolSizes
 from lucevisor.protocol.states import Role
+from lucevisor.protocol.steps import Slice, Step
 
 PEERS = Path(__file__).with_name("hop_peers.py")
 EMPTY = 55  # bytes the raw contenders send for an empty step: about the length of its frame
@@ -113,7 +114,7 @@ class OurLink:
         await self.ready  # hello
         self.ready = loop.create_future()
         plans = [arena.plan for arena in self.arenas]
-        load = Load([], Dtype.FLOAT32, Dtype.FLOAT32, [], plans, Pools(1, 1, 1), 1, 1)
+        load = Load([], Dtype.FLOAT32, Dtype.FLOAT32, [], plans, PoolSizes(1, 1, 1), 1, 1)
         self.link.send(load, fds=[arena.fd for arena in self.arenas])
         await self.ready  # loaded
         self.left = 0
@@ -175,7 +176,7 @@ class OurBlockingLink:
     async def open(self):
         self.link = BlockingLink(self.child.sock, role=Role.SUPERVISOR)
         self.link.receive()
-        self.link.send(Load([], Dtype.FLOAT32, Dtype.FLOAT32, [], [], Pools(1, 1, 1), 1, 1))
+        self.link.send(Load([], Dtype.FLOAT32, Dtype.FLOAT32, [], [], PoolSizes(1, 1, 1), 1, 1))
         self.link.receive()
 
     async def round(self, n):

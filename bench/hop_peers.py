@@ -13,7 +13,9 @@ from concurrent.futures import ThreadPoolExecutor
 from lucevisor.model.values import Backend
 from lucevisor.protocol.arena import Arena
 from lucevisor.protocol.blocking_link import BlockingLink
-from lucevisor.protocol.messages import PROTOCOL_VERSION, Hello, Load, Loaded, Sampled, Shutdown, Step, StepResult
+from lucevisor.protocol.loading import Hello, Load, Loaded
+from lucevisor.protocol.messages import PROTOCOL_VERSION, Shutdown
+from lucevisor.protocol.steps import Sampled, Step, StepResult
 
 
 def raw(address, n_bytes):

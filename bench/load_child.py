@@ -121,12 +121,12 @@ def load(path, backend, dtype):
     from daemons.models.stage import Stage
     from lucevisor.model.families import open_spec
     from lucevisor.model.values import Backend, Dtype, LayerRange
-    from lucevisor.protocol.messages import Load, Pools, ShardPlan, StagePlan
+    from lucevisor.protocol.loading import Load, PoolSizes, ShardPlan, StagePlan
 
     def stage_of(path):
         spec = open_spec(path)
         plan = StagePlan(0, [ShardPlan(0, LayerRange(0, spec.n_layers))], None, None)
-        order = Load([], Dtype(dtype), Dtype(dtype), [], [], Pools(4, 0, 0), 4, 64)
+        order = Load([], Dtype(dtype), Dtype(dtype), [], [], PoolSizes(4, 0, 0), 4, 64)
         stage = Stage.load(spec, plan, order, Backend(backend), lambda _: None)
         if backend != "cpu":
             torch.cuda.synchronize()

@@ -32,7 +32,7 @@ from lucevisor.config import load
 from lucevisor.deployment.service import Model, Service
 from lucevisor.engine.request import FinishedEvent, GenerationRequest, TokenEvent
 from lucevisor.model.families import open_spec
-from lucevisor.model.values import Sampling
+from lucevisor.protocol.steps import Sampling
 
 ROOT = Path(__file__).parents[1]
 DEMO = ROOT / "etc" / "demo" / "demo-qwen35-22m-q4_k_m.gguf"

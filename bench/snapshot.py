@@ -33,21 +33,11 @@ from daemons.snapshots.state_map import StateMap
 from daemons.snapshots.transfers import Transfers
 from lucevisor.model.families import open_spec
 from lucevisor.model.spec import LayerSpec, ModelSpec, StateTensor, attention_state
-from lucevisor.model.values import PAGE_TOKENS, Backend, Dtype, LayerRange, Sampling, Space
-from lucevisor.protocol.messages import (
-    Failed,
-    Load,
-    OpenSequence,
-    Restore,
-    Save,
-    SetPages,
-    ShardPlan,
-    Slice,
-    SlotPlace,
-    StagePlan,
-    Step,
-)
-from lucevisor.protocol.messages import Pools as PoolSizes
+from lucevisor.model.values import PAGE_TOKENS, Backend, Dtype, LayerRange, Space
+from lucevisor.protocol.loading import Load, PoolSizes, ShardPlan, StagePlan
+from lucevisor.protocol.messages import Failed
+from lucevisor.protocol.steps import OpenSequence, Sampling, SetPages, Slice, Step
+from lucevisor.protocol.transfers import Restore, Save, SlotPlace
 from lucevisor.snapshots.layout import SlotRecord, StateModel
 from lucevisor.snapshots.store import SnapshotStore
 

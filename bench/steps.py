@@ -17,18 +17,9 @@ import torch
 from daemons.device import prepare
 from daemons.models.stage import Stage
 from lucevisor.model.families import open_spec
-from lucevisor.model.values import PAGE_TOKENS, Backend, Dtype, LayerRange, Sampling, Space
-from lucevisor.protocol.messages import (
-    Load,
-    OpenSequence,
-    Pools,
-    SetPages,
-    ShardPlan,
-    Slice,
-    StagePlan,
-    Step,
-    ZeroState,
-)
+from lucevisor.model.values import PAGE_TOKENS, Backend, Dtype, LayerRange, Space
+from lucevisor.protocol.loading import Load, PoolSizes, ShardPlan, StagePlan
+from lucevisor.protocol.steps import OpenSequence, Sampling, SetPages, Slice, Step, ZeroState
 
 
 def parsed(text):
@@ -42,7 +33,7 @@ def loaded(options, spec):
     plan = StagePlan(0, [ShardPlan(0, layers)], source=0, target=None)
     files = [str(path) for path in spec.files.paths]
     longest = max(n for n, _ in options.steps)
-    load = Load(files, Dtype.BFLOAT16, Dtype.BFLOAT16, [plan], [], Pools(n_pages, n_pages, 4), 4, longest)
+    load = Load(files, Dtype.BFLOAT16, Dtype.BFLOAT16, [plan], [], PoolSizes(n_pages, n_pages, 4), 4, longest)
     stage = Stage.load(spec, plan, load, Backend.CUDA, lambda _: None)
     spaces = spec.spaces()
     states = [ZeroState(0)] if Space.RECURRENT in spaces else []

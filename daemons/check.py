@@ -15,25 +15,12 @@ from daemons.timing import release, time_span
 from lucevisor.model.families import read_spec
 from lucevisor.model.gguf_files import open_model
 from lucevisor.model.spec import ModelSpec
-from lucevisor.model.values import Backend, Dtype, LayerRange, Sampling, Space
+from lucevisor.model.values import Backend, Dtype, LayerRange, Space
 from lucevisor.protocol.arena import Arena
+from lucevisor.protocol.checks import Check, Checked, CheckLine, Measure
 from lucevisor.protocol.errors import ArenaError
-from lucevisor.protocol.messages import (
-    Check,
-    Checked,
-    CheckLine,
-    Load,
-    Measure,
-    OpenSequence,
-    Operation,
-    Pools,
-    SetPages,
-    ShardPlan,
-    Slice,
-    StagePlan,
-    Step,
-    ZeroState,
-)
+from lucevisor.protocol.loading import Load, PoolSizes, ShardPlan, StagePlan
+from lucevisor.protocol.steps import OpenSequence, Operation, Sampling, SetPages, Slice, Step, ZeroState
 
 N_TOKENS = 9
 TOLERANCE = {Dtype.FLOAT32: 1e-4, Dtype.FLOAT16: 1e-2, Dtype.BFLOAT16: 4e-2}
@@ -111,7 +98,7 @@ def _layer(spec: ModelSpec, order: Check, backend: Backend, index: int, dtype: D
     layers = with_sources(spec, order.layer)
     plan = StagePlan(1, [ShardPlan(index, layers)], source=0, target=1)
     kv_dtype = dtype if dtype in (Dtype.FLOAT32, Dtype.FLOAT16) else Dtype.BFLOAT16
-    load = Load(order.files, dtype, kv_dtype, [plan], [], Pools(1, 1, 1), 1, N_TOKENS)
+    load = Load(order.files, dtype, kv_dtype, [plan], [], PoolSizes(1, 1, 1), 1, N_TOKENS)
     stage = Stage.load(spec, plan, load, backend, lambda _: None)
     operations: list[Operation] = [
         ZeroState(0),

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from daemons.errors import DeviceError
 from lucevisor.model.values import Backend, Dtype
-from lucevisor.protocol.messages import DeviceInfo
+from lucevisor.protocol.loading import DeviceInfo
 
 _TORCH_DTYPES = {Dtype.FLOAT32: torch.float32, Dtype.BFLOAT16: torch.bfloat16, Dtype.FLOAT16: torch.float16}
 CPU = torch.device("cpu")

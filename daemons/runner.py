@@ -26,19 +26,9 @@ from lucevisor.model.families import read_spec
 from lucevisor.model.gguf_files import GgufFiles, open_model
 from lucevisor.model.values import Backend, FileIdentity
 from lucevisor.protocol.arena import Arena
-from lucevisor.protocol.messages import (
-    CloseSequence,
-    DeviceUse,
-    Load,
-    Loaded,
-    OpenSequence,
-    Progress,
-    Reset,
-    Sampled,
-    StagePlan,
-    Step,
-    StepResult,
-)
+from lucevisor.protocol.loading import DeviceUse, Load, Loaded, StagePlan
+from lucevisor.protocol.messages import Progress
+from lucevisor.protocol.steps import CloseSequence, OpenSequence, Reset, Sampled, Step, StepResult
 
 
 @dataclass(slots=True)

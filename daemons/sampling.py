@@ -12,8 +12,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from lucevisor.model.values import Sampling
-from lucevisor.protocol.messages import Sampled
+from lucevisor.protocol.steps import Sampled, Sampling
 
 CANDIDATES = 1024
 """Rows whose filters keep fewer tokens than this need no full sort of the vocabulary."""

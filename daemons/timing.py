@@ -19,22 +19,10 @@ from daemons.kv.batch import Batch, Layout
 from daemons.models.stack import Stack, stream_dtype
 from daemons.models.stage import Stage
 from lucevisor.model.spec import ModelSpec
-from lucevisor.model.values import PAGE_TOKENS, Backend, Sampling, Space
-from lucevisor.protocol.messages import (
-    Check,
-    Load,
-    Measure,
-    OpenSequence,
-    Operation,
-    Pools,
-    SetPages,
-    ShardPlan,
-    Slice,
-    Span,
-    StagePlan,
-    Timing,
-    ZeroState,
-)
+from lucevisor.model.values import PAGE_TOKENS, Backend, Space
+from lucevisor.protocol.checks import Check, Measure, Span, Timing
+from lucevisor.protocol.loading import Load, PoolSizes, ShardPlan, StagePlan
+from lucevisor.protocol.steps import OpenSequence, Operation, Sampling, SetPages, Slice, ZeroState
 
 N_WARM = 2
 N_ROUNDS = 5
@@ -54,7 +42,7 @@ def time_span(spec: ModelSpec, order: Check, measure: Measure, backend: Backend,
         target=None if span.last else 1,
     )
     n_pages = measure.n_rows // PAGE_TOKENS + 1
-    pools = Pools(n_pages, n_pages, 1)
+    pools = PoolSizes(n_pages, n_pages, 1)
     load = Load(
         order.files, order.dtype, measure.kv_dtype, [plan], [], pools, 1, measure.n_rows,
         measure.threads, measure.options,

@@ -12,8 +12,8 @@ import torch
 
 from daemons import device as devices
 from daemons.models.stage import Stage
-from lucevisor.model.values import PAGE_TOKENS, Sampling, Space
-from lucevisor.protocol.messages import CloseSequence, OpenSequence, Operation, SetPages, Slice, Step, ZeroState
+from lucevisor.model.values import PAGE_TOKENS, Space
+from lucevisor.protocol.steps import CloseSequence, OpenSequence, Operation, Sampling, SetPages, Slice, Step, ZeroState
 
 RUNS = (1, 2, 16, 32, 64, 160, 512)
 """Tokens of the steps: the tiles of few rows, and many rows with more than one chunk of a recurrent layer.  The longest

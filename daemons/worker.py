@@ -29,21 +29,14 @@ from daemons.snapshots.transfers import Transfers
 from lucevisor.model.gguf_header import GgufError
 from lucevisor.model.values import Backend
 from lucevisor.protocol.blocking_link import BlockingLink
+from lucevisor.protocol.checks import Check
 from lucevisor.protocol.errors import LinkClosed, WireError
 from lucevisor.protocol.frames import Frame
-from lucevisor.protocol.messages import (
-    PROTOCOL_VERSION,
-    Check,
-    Failed,
-    Hello,
-    Load,
-    Reset,
-    Restore,
-    Save,
-    Shutdown,
-    Step,
-)
+from lucevisor.protocol.loading import Hello, Load
+from lucevisor.protocol.messages import PROTOCOL_VERSION, Failed, Shutdown
 from lucevisor.protocol.source_hash import source_hash
+from lucevisor.protocol.steps import Reset, Step
+from lucevisor.protocol.transfers import Restore, Save
 
 EXIT_FAILED = 1
 

@@ -24,7 +24,7 @@ from daemons.ops.operations import FEW_TOKENS, PagedQuery
 from daemons.ops.paged import Pages
 from lucevisor.model.spec import ModelSpec
 from lucevisor.model.values import PAGE_TOKENS, Space
-from lucevisor.protocol.messages import Slice
+from lucevisor.protocol.steps import Slice
 
 LEAST_REACH = 128
 """Attention over fewer positions is launched in the same way."""

@@ -19,7 +19,7 @@ from daemons.device import allocating, host_zeros, torch_dtype
 from daemons.ops.paged import GROUP, DensePages, PagedTensor, Q8Pages
 from lucevisor.model.spec import ModelSpec
 from lucevisor.model.values import Dtype, LayerRange, Space
-from lucevisor.protocol.messages import Pools as PoolSizes
+from lucevisor.protocol.loading import PoolSizes
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,16 +16,8 @@ from torch import Tensor
 from daemons.errors import StateError
 from daemons.kv.pools import Pools
 from lucevisor.model.values import PAGE_TOKENS, Space
-from lucevisor.protocol.messages import (
-    CloseSequence,
-    CopyPage,
-    CopyState,
-    OpenSequence,
-    Operation,
-    SetPages,
-    ZeroState,
-)
-from lucevisor.protocol.messages import Pools as PoolSizes
+from lucevisor.protocol.loading import PoolSizes
+from lucevisor.protocol.steps import CloseSequence, CopyPage, CopyState, OpenSequence, Operation, SetPages, ZeroState
 
 NO_PAGE = -1
 """Entry of a table that was skipped: a sliding sequence that starts behind its first window."""

@@ -24,8 +24,7 @@ from lucevisor.model.gguf_files import GgufFiles
 from lucevisor.model.spec import ModelSpec
 from lucevisor.model.values import Backend, Dtype
 from lucevisor.model.weight_layout import residents
-from lucevisor.protocol.messages import DeviceUse, ShardPlan
-from lucevisor.protocol.messages import Pools as PoolSizes
+from lucevisor.protocol.loading import DeviceUse, PoolSizes, ShardPlan
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,7 +21,9 @@ from daemons.models.stack import ShardRequest, Stack, check, stream_dtype
 from daemons.ops.selection import Chooser
 from lucevisor.model.spec import ModelSpec
 from lucevisor.model.values import Backend
-from lucevisor.protocol.messages import DeviceUse, Load, Operation, Progress, StagePlan, Step
+from lucevisor.protocol.loading import DeviceUse, Load, StagePlan
+from lucevisor.protocol.messages import Progress
+from lucevisor.protocol.steps import Operation, Step
 
 
 @dataclass(slots=True)

@@ -19,7 +19,7 @@ from daemons.kv.pools import Pools
 from daemons.ops.paged import GROUP, PagedTensor, Q8Pages
 from lucevisor.model.spec import ModelSpec
 from lucevisor.model.values import PAGE_TOKENS, SCALE, Space
-from lucevisor.protocol.messages import SlotPlace, SnapshotTensor
+from lucevisor.protocol.transfers import SlotPlace, SnapshotTensor
 
 PIECE_BYTES = 8 << 20
 """Copied at a time: long enough for full speed, short enough to stop between two of them."""

@@ -22,7 +22,8 @@ from daemons.errors import DaemonError
 from daemons.snapshots.state_map import Conversion, Piece, StateMap
 from daemons.snapshots.streams import Lane, SnapshotFile, lane_for
 from lucevisor.protocol.errors import LinkClosed
-from lucevisor.protocol.messages import Failed, Restore, Restored, Save, Saved
+from lucevisor.protocol.messages import Failed
+from lucevisor.protocol.transfers import Restore, Restored, Save, Saved
 
 SAVE_NICE = 10
 """Saving threads yield to the compute thread where cores are few; a restore is waited for."""

@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from lucevisor.model.values import Sampling
+from lucevisor.protocol.steps import Sampling
 
 Kind = Literal["chat", "completion", "tokenize", "detokenize"]
 """Which reader a body is for."""

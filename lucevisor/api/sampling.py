@@ -12,7 +12,7 @@ from lucevisor.api.bodies import MAX_BIASES, GenerationBody
 from lucevisor.api.errors import bad_parameter
 from lucevisor.api.ports import Ports, SamplingDefaults
 from lucevisor.errors import show
-from lucevisor.model.values import Sampling
+from lucevisor.protocol.steps import Sampling
 
 _SEEDS = 2**63
 _COLDEST = 1e-4

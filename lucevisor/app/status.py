@@ -9,7 +9,7 @@ from typing import Any
 from lucevisor.app.cache_operations import figures
 from lucevisor.deployment.service import Service
 from lucevisor.engine.statistics import CacheStatistics, EngineStatistics
-from lucevisor.protocol.messages import DeviceUse
+from lucevisor.protocol.loading import DeviceUse
 from lucevisor.supervision.group import GroupSupervisor
 
 

@@ -11,7 +11,7 @@ from lucevisor.cli.options import config_argument
 from lucevisor.config import Config, load
 from lucevisor.errors import ExitCode
 from lucevisor.model.values import Dtype
-from lucevisor.protocol.messages import Check
+from lucevisor.protocol.checks import Check
 from lucevisor.supervision.probe import Probe
 
 

@@ -19,7 +19,8 @@ from lucevisor.engine.request import RequestError
 from lucevisor.protocol.asyncio_link import Link
 from lucevisor.protocol.errors import WireError
 from lucevisor.protocol.frames import Frame
-from lucevisor.protocol.messages import RESET_BASE, Failed, Reset, StepResult
+from lucevisor.protocol.messages import RESET_BASE, Failed
+from lucevisor.protocol.steps import Reset, StepResult
 
 log = structlog.get_logger("assembly")
 

@@ -14,7 +14,8 @@ from pathlib import Path
 from lucevisor.config import Config
 from lucevisor.deployment.service import group_devices
 from lucevisor.protocol.arena import Arena
-from lucevisor.protocol.messages import ArenaPlan, Check, Checked, DeviceInfo
+from lucevisor.protocol.checks import Check, Checked
+from lucevisor.protocol.loading import ArenaPlan, DeviceInfo
 from lucevisor.supervision.probe import Probe, probe
 from lucevisor.supervision.staging import stage_packages
 

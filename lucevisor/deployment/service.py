@@ -38,7 +38,8 @@ from lucevisor.placement.stages import load_message
 from lucevisor.protocol.arena import Arena
 from lucevisor.protocol.asyncio_link import Link
 from lucevisor.protocol.frames import Frame
-from lucevisor.protocol.messages import DeviceInfo, Heartbeat, Hello, Loaded, Progress
+from lucevisor.protocol.loading import DeviceInfo, Hello, Loaded
+from lucevisor.protocol.messages import Heartbeat, Progress
 from lucevisor.snapshots.manager import SnapshotManager, open_snapshots
 from lucevisor.supervision.callbacks import Callbacks, LoadOrder
 from lucevisor.supervision.group import GroupSupervisor

@@ -42,8 +42,9 @@ from lucevisor.engine.statistics import CacheStatistics, EngineStatistics, RateW
 from lucevisor.kv.prefix_cache import PrefixIndex
 from lucevisor.kv.prefix_records import PrefixMatch, Reservation
 from lucevisor.kv.prefix_tree import PrefixSlot
-from lucevisor.model.values import Sampling, Space
-from lucevisor.protocol.messages import SlotPlace
+from lucevisor.model.values import Space
+from lucevisor.protocol.steps import Sampling
+from lucevisor.protocol.transfers import SlotPlace
 
 _RETRY_S = (1, 600)  # bounds of Retry-After: a client that asks more often gains nothing
 _RETRY_UNKNOWN_S = 5  # before anything was measured

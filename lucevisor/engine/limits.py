@@ -11,7 +11,7 @@ from lucevisor.kv.page_pool import PagePools
 from lucevisor.kv.page_table import most_window_pages, pages_of
 from lucevisor.kv.prefix_records import PrefixSettings
 from lucevisor.model.values import PAGE_TOKENS, Space
-from lucevisor.protocol.messages import Pools
+from lucevisor.protocol.loading import PoolSizes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,7 +29,7 @@ class EngineLimits:
     prefill_chunk: int
     max_step_tokens: int
     spaces: frozenset[Space]
-    pools: Pools
+    pools: PoolSizes
     window_tokens: int | None = None
     prefix: PrefixSettings = field(default_factory=PrefixSettings)
 

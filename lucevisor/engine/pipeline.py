@@ -17,7 +17,8 @@ from typing import Protocol
 from lucevisor.engine.request import ErrorCode
 from lucevisor.protocol.codec import encode
 from lucevisor.protocol.errors import LocalProtocolError, WireError
-from lucevisor.protocol.messages import Failed, Step, StepResult
+from lucevisor.protocol.messages import Failed
+from lucevisor.protocol.steps import Step, StepResult
 
 _NO_PAYLOAD = memoryview(b"")
 

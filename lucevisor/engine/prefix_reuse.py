@@ -24,7 +24,7 @@ from lucevisor.kv.prefix_cache import PrefixIndex
 from lucevisor.kv.prefix_records import PrefixMatch
 from lucevisor.kv.prefix_tree import NO_STATE, Origin, SlotSource
 from lucevisor.model.values import PAGE_TOKENS, Space
-from lucevisor.protocol.messages import CopyPage, CopyState, OpenSequence, Operation, SetPages, ZeroState
+from lucevisor.protocol.steps import CopyPage, CopyState, OpenSequence, Operation, SetPages, ZeroState
 
 NO_MATCH = PrefixMatch(0)
 

@@ -11,7 +11,7 @@ from enum import Enum
 from typing import Final, Literal
 
 from lucevisor.errors import LucevisorError
-from lucevisor.model.values import Sampling
+from lucevisor.protocol.steps import Sampling
 
 Reason = Literal["stop", "length", "cancelled", "error"]
 ErrorCode = Literal["shard_lost", "shard_failed", "protocol_error", "shutting_down"]

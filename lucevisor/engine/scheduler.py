@@ -37,7 +37,7 @@ from lucevisor.kv.page_pool import PageAllocator, PageUse
 from lucevisor.kv.prefix_records import PrefixMatch
 from lucevisor.kv.prefix_tree import NO_STATE
 from lucevisor.model.values import Space
-from lucevisor.protocol.messages import CloseSequence, Operation, Sampled, SetPages, Slice, Step, StepResult
+from lucevisor.protocol.steps import CloseSequence, Operation, Sampled, SetPages, Slice, Step, StepResult
 
 __all__ = ["NO_STATE", "Events", "Scheduler", "StepPlan", "WrongResult"]
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from lucevisor.engine.sequence import RequestRecord
-from lucevisor.protocol.messages import Sampled, Slice, Step, StepResult
+from lucevisor.protocol.steps import Sampled, Slice, Step, StepResult
 
 
 class WrongResult(Exception):

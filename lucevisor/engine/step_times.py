@@ -12,7 +12,7 @@ from statistics import median
 from typing import Final
 
 from lucevisor.model.values import PAGE_TOKENS
-from lucevisor.protocol.messages import Step
+from lucevisor.protocol.steps import Step
 
 _KEPT: Final = 9  # steps of a size class: their median is not moved by a few outliers
 _LEAST_STEPS: Final = 2

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
 
 from lucevisor.model.values import Space
-from lucevisor.protocol.messages import Pools
+from lucevisor.protocol.loading import PoolSizes
 
 
 class PageError(Exception):
@@ -154,7 +154,7 @@ class PagePools:
     other.
     """
 
-    def __init__(self, spaces: Iterable[Space], pools: Pools) -> None:
+    def __init__(self, spaces: Iterable[Space], pools: PoolSizes) -> None:
         """Make one allocator a space, of the size that ``pools`` (as sent in Load) gives it."""
         sizes = {Space.FULL: pools.full_pages, Space.WINDOW: pools.window_pages, Space.RECURRENT: pools.device_states}
         self._allocators = {space: PageAllocator(sizes[space], f"space {space}") for space in sorted(spaces)}

@@ -70,39 +70,6 @@ class FileIdentity(msgspec.Struct, frozen=True, array_like=True):
     header: str
 
 
-class Sampling(msgspec.Struct, frozen=True, array_like=True):
-    """How the tail stage turns the logits of one sequence into a token.
-
-    ``temperature`` 0 is greedy.  ``top_k`` 0, ``top_p`` 1 and ``min_p`` 0 switch a filter off.
-    ``repetition_penalty`` 1,
-    ``presence_penalty`` 0 and ``frequency_penalty`` 0 switch a penalty off; penalties count the whole prompt and
-    output.
-    ``seed`` makes the choice a function of (seed, position, logits) alone, so it does not depend on the batch, the
-    placement or a restart.  ``n_top_logprobs`` -1: no log-probabilities; n >= 0: that of the chosen token and the n
-    best.
-    """
-
-    temperature: float = 1.0
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
-    seed: int = 0
-    repetition_penalty: float = 1.0
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    logit_bias: dict[int, float] = {}
-    n_top_logprobs: int = -1
-    banned: tuple[int, ...] = ()  # ids never sampled (padding rows of the vocabulary, ignore_eos)
-
-    @property
-    def greedy(self) -> bool:
-        return self.temperature <= 0.0
-
-    @property
-    def penalised(self) -> bool:
-        return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
-
-
 def dtype_bytes(dtype: Dtype, n: int) -> int:
     """Bytes of ``n`` consecutive numbers stored as ``dtype`` (q8_0: ``n`` is a multiple of 32, or is rounded up to
     one)."""

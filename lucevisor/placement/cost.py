@@ -31,7 +31,7 @@ from lucevisor.model.spec import LayerSpec, ModelSpec
 from lucevisor.model.values import PAGE_TOKENS, Backend, Dtype, Space, dtype_bytes
 from lucevisor.model.weight_layout import QUANTISED_FORMS, Resident, Role, end_residents, layer_residents
 from lucevisor.placement.result import Shard
-from lucevisor.protocol.messages import Pools
+from lucevisor.protocol.loading import PoolSizes
 
 RULE_COPIES = 16
 SCORE_BYTES = 3 * (256 << 20)
@@ -55,7 +55,7 @@ class Steps:
     max_sequences: int
     max_context: int
     n_together: int
-    pools: Pools
+    pools: PoolSizes
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,12 +88,12 @@ class CostModel:
         """Bytes of the same weights in the file."""
         return sum(part.stored_bytes for part in self._parts(shard))
 
-    def state_bytes(self, shard: Shard, pools: Pools) -> int:
+    def state_bytes(self, shard: Shard, pools: PoolSizes) -> int:
         """Bytes of the shard's pools on its device."""
         units = {Space.FULL: pools.full_pages, Space.WINDOW: pools.window_pages, Space.RECURRENT: pools.device_states}
         return sum(units[self.spec.layers[i].space] * self._units[i] for i in _indices(shard))
 
-    def host_state_bytes(self, shard: Shard, pools: Pools) -> int:
+    def host_state_bytes(self, shard: Shard, pools: PoolSizes) -> int:
         """Bytes of the shard's recurrent states that lie in host memory."""
         recurrent = (self._units[i] for i in _indices(shard) if self.spec.layers[i].space is Space.RECURRENT)
         return pools.host_states * sum(recurrent)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from lucevisor.config import Config, DeviceRef
 from lucevisor.model.values import Backend
 from lucevisor.placement.result import PlacementError
-from lucevisor.protocol.messages import DeviceInfo
+from lucevisor.protocol.loading import DeviceInfo
 
 Inventory = Mapping[str, Sequence[DeviceInfo]]
 """What the daemon (or a probe) of each group said in its Hello; a group that is left out was not asked."""

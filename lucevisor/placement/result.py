@@ -9,7 +9,7 @@ from lucevisor.config import DeviceRef
 from lucevisor.errors import ConfigError
 from lucevisor.model.values import Backend, Dtype, LayerRange, Space
 from lucevisor.placement.amounts import size
-from lucevisor.protocol.messages import ArenaPlan, Pools
+from lucevisor.protocol.loading import ArenaPlan, PoolSizes
 
 
 class PlacementError(ConfigError):
@@ -97,7 +97,7 @@ class Placement:
     max_sequences: int
     prefill_chunk: int
     max_step_tokens: int
-    pools: Pools
+    pools: PoolSizes
     spaces: frozenset[Space]
     window_tokens: int | None
     devices: tuple[DevicePlan, ...]

@@ -17,7 +17,7 @@ from lucevisor.placement.devices import HOST, Memory, Seat, memories_of
 from lucevisor.placement.ranges import balanced
 from lucevisor.placement.result import Shard, Shortage
 from lucevisor.placement.stages import arenas_of, shards_of, stages_of
-from lucevisor.protocol.messages import Pools
+from lucevisor.protocol.loading import PoolSizes
 
 REBALANCINGS = 3
 UNKNOWN_PAGES = 512
@@ -87,7 +87,7 @@ class Sized:
     max_context: int
     prefill_chunk: int
     max_step_tokens: int
-    pools: Pools
+    pools: PoolSizes
     shortages: tuple[Shortage, ...]
     bound: str  # "asked", "enough", "unknown", or the name of a memory
     n_slots: int = 0  # prefix slots for which states and window pages are set aside
@@ -161,11 +161,11 @@ class _Sizer:
         """Tokens of a step: a prefill chunk and one of every sequence, so that neither kind waits for the other."""
         return self.chunk(max_context) + self.case.max_sequences
 
-    def pools(self, max_context: int, n_pages: int) -> Pools:
+    def pools(self, max_context: int, n_pages: int) -> PoolSizes:
         case, spaces = self.case, self.case.spec.spaces()
         n_kept = case.n_slots + SPARE_STATES if case.n_slots or not case.states_in_host else 0
         recurrent = Space.RECURRENT in spaces
-        return Pools(
+        return PoolSizes(
             full_pages=n_pages if Space.FULL in spaces else 0,
             window_pages=window_pages(case.spec, case.max_sequences, self.chunk(max_context), max_context)
             + case.n_slots * slot_window_pages(case.spec),

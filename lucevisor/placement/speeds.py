@@ -21,7 +21,7 @@ from lucevisor.model.values import Backend, Dtype, LayerRange
 from lucevisor.placement.devices import Inventory, Seat, seats_of
 from lucevisor.placement.formats import choose_dtype, choose_kv_dtype
 from lucevisor.placement.ranges import legal_places
-from lucevisor.protocol.messages import Span, Timing
+from lucevisor.protocol.checks import Span, Timing
 
 PROMPT_TOKENS = 512
 ANSWER_TOKENS = 256

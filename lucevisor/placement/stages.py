@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from lucevisor.config import DeviceRef
 from lucevisor.model.values import Backend, Dtype, FileIdentity, LayerRange, dtype_bytes
 from lucevisor.placement.result import Placement, Shard, Stage
-from lucevisor.protocol.messages import ArenaPlan, Load, ShardPlan, StagePlan
+from lucevisor.protocol.loading import ArenaPlan, Load, ShardPlan, StagePlan
 
 
 def shards_of(

@@ -14,7 +14,7 @@ import os
 from contextlib import suppress
 
 from lucevisor.protocol.errors import ArenaError
-from lucevisor.protocol.messages import ArenaPlan
+from lucevisor.protocol.loading import ArenaPlan
 
 PAGE_BYTES = 4096
 """Regions start at multiples of this: what a device driver asks of memory it is to read directly."""

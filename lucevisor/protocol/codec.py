@@ -13,9 +13,13 @@ from zlib import crc32
 
 import msgspec
 
+from lucevisor.protocol.checks import Check
 from lucevisor.protocol.errors import LocalProtocolError, RemoteProtocolError
 from lucevisor.protocol.frames import MAX_DESCRIPTORS, MAX_PAYLOAD_BYTES, Header, damaged, pack_header
-from lucevisor.protocol.messages import MESSAGES, Check, Kind, Load, Message, Restore, Save, StepResult
+from lucevisor.protocol.loading import Load
+from lucevisor.protocol.messages import MESSAGES, Message, MessageKind
+from lucevisor.protocol.steps import StepResult
+from lucevisor.protocol.transfers import Restore, Save
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -25,13 +29,13 @@ if TYPE_CHECKING:
 _FLOAT32_BYTES = 4
 _MAX_DIMENSIONS = 8  # of a segment; also bounds the work of multiplying them
 
-WITH_DESCRIPTORS = frozenset({Kind.LOAD, Kind.CHECK, Kind.SAVE, Kind.RESTORE})
+WITH_DESCRIPTORS = frozenset({MessageKind.LOAD, MessageKind.CHECK, MessageKind.SAVE, MessageKind.RESTORE})
 """Kinds whose frames carry descriptors: one per arena, or that of the snapshot file."""
 
-KIND_OF: dict[type[Message], Kind] = {record: kind for kind, record in MESSAGES.items()}
+KIND_OF: dict[type[Message], MessageKind] = {record: kind for kind, record in MESSAGES.items()}
 
 _ENCODER = msgspec.msgpack.Encoder()
-_DECODERS: dict[Kind, msgspec.msgpack.Decoder[Any]] = {
+_DECODERS: dict[MessageKind, msgspec.msgpack.Decoder[Any]] = {
     kind: msgspec.msgpack.Decoder(record, strict=True) for kind, record in MESSAGES.items()
 }
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from lucevisor.protocol.codec import KIND_OF, WITH_DESCRIPTORS, byte_views, decode, encode, n_descriptors
 from lucevisor.protocol.errors import LocalProtocolError, RemoteProtocolError
 from lucevisor.protocol.frames import HEADER_BYTES, KIND_OFFSET, MAGIC, Frame, Header, foreign_bytes, parse_header
-from lucevisor.protocol.messages import Kind, Message
+from lucevisor.protocol.messages import Message, MessageKind
 from lucevisor.protocol.states import INITIAL, Channel, LinkState, Role, legal, refusal
 
 if TYPE_CHECKING:
@@ -145,14 +145,14 @@ class Connection:
 
     def send_encoded(self, frame: bytes) -> None:
         """The same for bytes that ``encode`` made of a message without payload and descriptors."""
-        kind = Kind(frame[KIND_OFFSET])
+        kind = MessageKind(frame[KIND_OFFSET])
         if kind in WITH_DESCRIPTORS:
             raise LocalProtocolError(
                 f"{kind.name} was given encoded", self.name, "send the message itself: its descriptors are counted"
             )
         self._advance(kind)
 
-    def _advance(self, kind: Kind) -> None:
+    def _advance(self, kind: MessageKind) -> None:
         following = self._may_send.get(kind)
         if following is None:
             text = refusal(self._channel, self._role, self._state, kind)
@@ -265,6 +265,6 @@ class Connection:
         self._start, self._end = 0, n
 
 
-def _named(kind: Kind, n: int) -> str:
+def _named(kind: MessageKind, n: int) -> str:
     """What the descriptors of a frame are."""
-    return "a snapshot file" if kind in (Kind.SAVE, Kind.RESTORE) else f"{n} arenas"
+    return "a snapshot file" if kind in (MessageKind.SAVE, MessageKind.RESTORE) else f"{n} arenas"

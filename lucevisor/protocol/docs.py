@@ -12,7 +12,7 @@ from pathlib import Path
 
 from lucevisor.protocol.codec import WITH_DESCRIPTORS
 from lucevisor.protocol.frames import KIB, LIMITS, MAX_FLAGS, MIB
-from lucevisor.protocol.messages import MESSAGES, Kind
+from lucevisor.protocol.messages import MESSAGES, MessageKind
 from lucevisor.protocol.states import INITIAL, SENDERS, TRANSITIONS, Channel
 
 PAGE = Path(__file__).parents[2] / "docs" / "protocol.md"
@@ -95,8 +95,8 @@ def main(arguments: list[str]) -> int:
     return 0
 
 
-def _descriptors(kind: Kind) -> str:
-    return "the file's descriptor" if kind in (Kind.SAVE, Kind.RESTORE) else "one descriptor an arena"
+def _descriptors(kind: MessageKind) -> str:
+    return "the file's descriptor" if kind in (MessageKind.SAVE, MessageKind.RESTORE) else "one descriptor an arena"
 
 
 def _size(n_bytes: int) -> str:

@@ -7,7 +7,7 @@ Header, little-endian (docs/protocol.md):
 
     offset 0   4s   magic b"LVSR"
            4   u16  protocol version
-           6   u8   kind (messages.Kind)
+           6   u8   kind (messages.MessageKind)
            7   u8   flags: of a STEP the stage it is for, zero of all other kinds
            8   u64  request id
           16   u32  metadata length, bytes
@@ -28,7 +28,7 @@ from zlib import crc32
 import msgspec
 
 from lucevisor.protocol.errors import LocalProtocolError, RemoteProtocolError
-from lucevisor.protocol.messages import PROTOCOL_VERSION, Kind, Message
+from lucevisor.protocol.messages import PROTOCOL_VERSION, Message, MessageKind
 
 MAGIC = b"LVSR"
 HEADER_BYTES = 32
@@ -57,38 +57,38 @@ class Limits(NamedTuple):
     reason: str
 
 
-LIMITS: dict[Kind, Limits] = {
-    Kind.HELLO: Limits(64 * KIB, 0, "some hundred bytes a device"),
-    Kind.LOAD: Limits(1 * MIB, 0, "paths of a file in many parts, at most 4 KiB each"),
-    Kind.LOADED: Limits(256 * KIB, 0, "one record a shard, one line an operation"),
-    Kind.STEP: Limits(
+LIMITS: dict[MessageKind, Limits] = {
+    MessageKind.HELLO: Limits(64 * KIB, 0, "some hundred bytes a device"),
+    MessageKind.LOAD: Limits(1 * MIB, 0, "paths of a file in many parts, at most 4 KiB each"),
+    MessageKind.LOADED: Limits(256 * KIB, 0, "one record a shard, one line an operation"),
+    MessageKind.STEP: Limits(
         MAX_METADATA_BYTES,
         MAX_PAYLOAD_BYTES,
         "an id takes at most 5 bytes: the history of a 262,144-token context is 1.3 MiB, a full chunk and the page "
         "tables of 64 such contexts another 1.5 MiB; payload: boundary rows where no arena reaches",
     ),
-    Kind.STEP_RESULT: Limits(
+    MessageKind.STEP_RESULT: Limits(
         MAX_METADATA_BYTES,
         MAX_PAYLOAD_BYTES,
         "at most 15 bytes a log-probability pair; payload: float32 logits of 256 rows of a 262,144-word vocabulary",
     ),
-    Kind.FAILED: Limits(1 * MIB, 0, "a traceback"),
-    Kind.RESET: Limits(4 * KIB, 0, "one number"),
-    Kind.CHECK: Limits(1 * MIB, 0, "paths, as in Load"),
-    Kind.CHECKED: Limits(1 * MIB, 0, "one line a device and layer"),
-    Kind.SHUTDOWN: Limits(64 * KIB, 0, "one sentence"),
-    Kind.SAVE: Limits(
+    MessageKind.FAILED: Limits(1 * MIB, 0, "a traceback"),
+    MessageKind.RESET: Limits(4 * KIB, 0, "one number"),
+    MessageKind.CHECK: Limits(1 * MIB, 0, "paths, as in Load"),
+    MessageKind.CHECKED: Limits(1 * MIB, 0, "one line a device and layer"),
+    MessageKind.SHUTDOWN: Limits(64 * KIB, 0, "one sentence"),
+    MessageKind.SAVE: Limits(
         MAX_METADATA_BYTES, 0, "at most 200 bytes a tensor, 1,024 layers of 4; 5 bytes a page, 16,384 of 1 Mi tokens"
     ),
-    Kind.SAVED: Limits(4 * KIB, 0, "three numbers"),
-    Kind.RESTORE: Limits(MAX_METADATA_BYTES, 0, "as Save"),
-    Kind.RESTORED: Limits(4 * KIB, 0, "three numbers and a remark"),
-    Kind.HEARTBEAT: Limits(4 * KIB, 0, "a dozen numbers"),
-    Kind.PROGRESS: Limits(4 * KIB, 0, "a dozen numbers"),
-    Kind.LOG_LINE: Limits(256 * KIB, 0, "one record; long texts are cut by the sender"),
+    MessageKind.SAVED: Limits(4 * KIB, 0, "three numbers"),
+    MessageKind.RESTORE: Limits(MAX_METADATA_BYTES, 0, "as Save"),
+    MessageKind.RESTORED: Limits(4 * KIB, 0, "three numbers and a remark"),
+    MessageKind.HEARTBEAT: Limits(4 * KIB, 0, "a dozen numbers"),
+    MessageKind.PROGRESS: Limits(4 * KIB, 0, "a dozen numbers"),
+    MessageKind.LOG_LINE: Limits(256 * KIB, 0, "one record; long texts are cut by the sender"),
 }
 
-MAX_FLAGS: dict[Kind, int] = {Kind.STEP: 255}
+MAX_FLAGS: dict[MessageKind, int] = {MessageKind.STEP: 255}
 """Step: the stage it is for.  A daemon may run several; the record is the same for all of them.  Other kinds: zero."""
 
 
@@ -100,7 +100,7 @@ class Frame(msgspec.Struct, frozen=True):
     frame closes them.
     """
 
-    kind: Kind
+    kind: MessageKind
     request_id: int
     flags: int
     message: Message
@@ -111,7 +111,7 @@ class Frame(msgspec.Struct, frozen=True):
 class Header(msgspec.Struct, frozen=True):
     """A header that passed every test of :func:`parse_header`."""
 
-    kind: Kind
+    kind: MessageKind
     flags: int
     request_id: int
     metadata_bytes: int
@@ -126,7 +126,7 @@ _BOUNDS = {
 }
 
 
-def pack_header(kind: Kind, flags: int, request_id: int, metadata: bytes, payload_bytes: int) -> bytes:
+def pack_header(kind: MessageKind, flags: int, request_id: int, metadata: bytes, payload_bytes: int) -> bytes:
     """Header of a frame with this encoded metadata.  LocalProtocolError when a number is out of range."""
     _, max_flags, max_metadata_bytes, max_payload_bytes = _BOUNDS[kind]
     n_bytes = len(metadata)
@@ -197,7 +197,7 @@ def damaged(what: str, where: str) -> RemoteProtocolError:
     return RemoteProtocolError(what, where, "the stream is damaged and cannot be read any further: restart the group")
 
 
-def _too_long(kind: Kind, part: str, n_bytes: int, limit: int) -> LocalProtocolError:
+def _too_long(kind: MessageKind, part: str, n_bytes: int, limit: int) -> LocalProtocolError:
     less = "send less at once: fewer tokens in the step, shorter texts"
     advice = f"a {kind.name} carries no payload" if limit == 0 else less
     return LocalProtocolError(f"{part} of {n_bytes} bytes is outside of 0 to {limit}", f"{kind.name} to send", advice)

@@ -11,7 +11,8 @@ import re
 import msgspec
 
 from lucevisor.model.values import Backend
-from lucevisor.protocol.messages import PROTOCOL_VERSION, DeviceInfo, Hello
+from lucevisor.protocol.loading import DeviceInfo, Hello
+from lucevisor.protocol.messages import PROTOCOL_VERSION
 
 MIN_PYTHON = "3.11"
 MIN_TORCH = "2.4"

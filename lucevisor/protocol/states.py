@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from enum import Enum, StrEnum
 
-from lucevisor.protocol.messages import Kind
+from lucevisor.protocol.messages import MessageKind
 
 
 class Role(StrEnum):
@@ -36,77 +36,77 @@ class LinkState(Enum):
     CLOSING = "closing"  # Shutdown was sent; what the daemon still says is read
 
 
-SENDERS: dict[Kind, tuple[Channel, Role]] = {
-    Kind.HELLO: (Channel.LINK, Role.DAEMON),
-    Kind.LOAD: (Channel.LINK, Role.SUPERVISOR),
-    Kind.LOADED: (Channel.LINK, Role.DAEMON),
-    Kind.STEP: (Channel.LINK, Role.SUPERVISOR),
-    Kind.STEP_RESULT: (Channel.LINK, Role.DAEMON),
-    Kind.FAILED: (Channel.LINK, Role.DAEMON),
-    Kind.RESET: (Channel.LINK, Role.SUPERVISOR),
-    Kind.CHECK: (Channel.LINK, Role.SUPERVISOR),
-    Kind.CHECKED: (Channel.LINK, Role.DAEMON),
-    Kind.SHUTDOWN: (Channel.LINK, Role.SUPERVISOR),
-    Kind.SAVE: (Channel.LINK, Role.SUPERVISOR),
-    Kind.SAVED: (Channel.LINK, Role.DAEMON),
-    Kind.RESTORE: (Channel.LINK, Role.SUPERVISOR),
-    Kind.RESTORED: (Channel.LINK, Role.DAEMON),
-    Kind.HEARTBEAT: (Channel.PULSE, Role.DAEMON),
-    Kind.PROGRESS: (Channel.PULSE, Role.DAEMON),
-    Kind.LOG_LINE: (Channel.PULSE, Role.DAEMON),
+SENDERS: dict[MessageKind, tuple[Channel, Role]] = {
+    MessageKind.HELLO: (Channel.LINK, Role.DAEMON),
+    MessageKind.LOAD: (Channel.LINK, Role.SUPERVISOR),
+    MessageKind.LOADED: (Channel.LINK, Role.DAEMON),
+    MessageKind.STEP: (Channel.LINK, Role.SUPERVISOR),
+    MessageKind.STEP_RESULT: (Channel.LINK, Role.DAEMON),
+    MessageKind.FAILED: (Channel.LINK, Role.DAEMON),
+    MessageKind.RESET: (Channel.LINK, Role.SUPERVISOR),
+    MessageKind.CHECK: (Channel.LINK, Role.SUPERVISOR),
+    MessageKind.CHECKED: (Channel.LINK, Role.DAEMON),
+    MessageKind.SHUTDOWN: (Channel.LINK, Role.SUPERVISOR),
+    MessageKind.SAVE: (Channel.LINK, Role.SUPERVISOR),
+    MessageKind.SAVED: (Channel.LINK, Role.DAEMON),
+    MessageKind.RESTORE: (Channel.LINK, Role.SUPERVISOR),
+    MessageKind.RESTORED: (Channel.LINK, Role.DAEMON),
+    MessageKind.HEARTBEAT: (Channel.PULSE, Role.DAEMON),
+    MessageKind.PROGRESS: (Channel.PULSE, Role.DAEMON),
+    MessageKind.LOG_LINE: (Channel.PULSE, Role.DAEMON),
 }
 
 INITIAL: dict[Channel, LinkState] = {Channel.LINK: LinkState.GREETING, Channel.PULSE: LinkState.READY}
 
-TRANSITIONS: dict[LinkState, dict[Kind, LinkState]] = {
+TRANSITIONS: dict[LinkState, dict[MessageKind, LinkState]] = {
     LinkState.GREETING: {
-        Kind.HELLO: LinkState.IDLE,
-        Kind.FAILED: LinkState.GREETING,  # torch cannot be imported, a device is not there
-        Kind.SHUTDOWN: LinkState.CLOSING,
+        MessageKind.HELLO: LinkState.IDLE,
+        MessageKind.FAILED: LinkState.GREETING,  # torch cannot be imported, a device is not there
+        MessageKind.SHUTDOWN: LinkState.CLOSING,
     },
     LinkState.IDLE: {
-        Kind.LOAD: LinkState.LOADING,
-        Kind.CHECK: LinkState.IDLE,
-        Kind.CHECKED: LinkState.IDLE,
-        Kind.FAILED: LinkState.IDLE,
-        Kind.SHUTDOWN: LinkState.CLOSING,
+        MessageKind.LOAD: LinkState.LOADING,
+        MessageKind.CHECK: LinkState.IDLE,
+        MessageKind.CHECKED: LinkState.IDLE,
+        MessageKind.FAILED: LinkState.IDLE,
+        MessageKind.SHUTDOWN: LinkState.CLOSING,
     },
     LinkState.LOADING: {
-        Kind.LOADED: LinkState.READY,
-        Kind.CHECKED: LinkState.LOADING,  # answer to a Check sent before the Load
-        Kind.FAILED: LinkState.LOADING,  # a process loads once: the next Load goes to the next process
-        Kind.SHUTDOWN: LinkState.CLOSING,
+        MessageKind.LOADED: LinkState.READY,
+        MessageKind.CHECKED: LinkState.LOADING,  # answer to a Check sent before the Load
+        MessageKind.FAILED: LinkState.LOADING,  # a process loads once: the next Load goes to the next process
+        MessageKind.SHUTDOWN: LinkState.CLOSING,
     },
     LinkState.READY: {
-        Kind.STEP: LinkState.READY,
-        Kind.STEP_RESULT: LinkState.READY,
-        Kind.RESET: LinkState.READY,
-        Kind.CHECK: LinkState.READY,
-        Kind.CHECKED: LinkState.READY,
-        Kind.SAVE: LinkState.READY,
-        Kind.SAVED: LinkState.READY,
-        Kind.RESTORE: LinkState.READY,
-        Kind.RESTORED: LinkState.READY,
-        Kind.FAILED: LinkState.READY,
-        Kind.SHUTDOWN: LinkState.CLOSING,
-        Kind.HEARTBEAT: LinkState.READY,
-        Kind.PROGRESS: LinkState.READY,
-        Kind.LOG_LINE: LinkState.READY,
+        MessageKind.STEP: LinkState.READY,
+        MessageKind.STEP_RESULT: LinkState.READY,
+        MessageKind.RESET: LinkState.READY,
+        MessageKind.CHECK: LinkState.READY,
+        MessageKind.CHECKED: LinkState.READY,
+        MessageKind.SAVE: LinkState.READY,
+        MessageKind.SAVED: LinkState.READY,
+        MessageKind.RESTORE: LinkState.READY,
+        MessageKind.RESTORED: LinkState.READY,
+        MessageKind.FAILED: LinkState.READY,
+        MessageKind.SHUTDOWN: LinkState.CLOSING,
+        MessageKind.HEARTBEAT: LinkState.READY,
+        MessageKind.PROGRESS: LinkState.READY,
+        MessageKind.LOG_LINE: LinkState.READY,
     },
     LinkState.CLOSING: {
-        Kind.HELLO: LinkState.CLOSING,  # was under way when Shutdown was sent; so were the others
-        Kind.LOADED: LinkState.CLOSING,
-        Kind.STEP_RESULT: LinkState.CLOSING,
-        Kind.FAILED: LinkState.CLOSING,
-        Kind.CHECKED: LinkState.CLOSING,
-        Kind.SAVED: LinkState.CLOSING,
-        Kind.RESTORED: LinkState.CLOSING,
-        Kind.SHUTDOWN: LinkState.CLOSING,  # a second stop
+        MessageKind.HELLO: LinkState.CLOSING,  # was under way when Shutdown was sent; so were the others
+        MessageKind.LOADED: LinkState.CLOSING,
+        MessageKind.STEP_RESULT: LinkState.CLOSING,
+        MessageKind.FAILED: LinkState.CLOSING,
+        MessageKind.CHECKED: LinkState.CLOSING,
+        MessageKind.SAVED: LinkState.CLOSING,
+        MessageKind.RESTORED: LinkState.CLOSING,
+        MessageKind.SHUTDOWN: LinkState.CLOSING,  # a second stop
     },
 }
 
 
-def legal(channel: Channel, sender: Role) -> dict[LinkState, dict[Kind, LinkState]]:
+def legal(channel: Channel, sender: Role) -> dict[LinkState, dict[MessageKind, LinkState]]:
     """The part of :data:`TRANSITIONS` that ``sender`` makes on ``channel``."""
     return {
         state: {kind: after for kind, after in row.items() if SENDERS[kind] == (channel, sender)}
@@ -114,7 +114,7 @@ def legal(channel: Channel, sender: Role) -> dict[LinkState, dict[Kind, LinkStat
     }
 
 
-def refusal(channel: Channel, sender: Role, state: LinkState, kind: Kind) -> str:
+def refusal(channel: Channel, sender: Role, state: LinkState, kind: MessageKind) -> str:
     """Why ``sender`` must not send ``kind`` on ``channel`` in this state."""
     right_channel, right_sender = SENDERS[kind]
     if (right_channel, right_sender) != (channel, sender):

@@ -19,7 +19,7 @@ from typing import Any
 import msgspec
 
 from lucevisor.model.values import PAGE_TOKENS, Dtype
-from lucevisor.protocol.messages import SnapshotTensor
+from lucevisor.protocol.transfers import SnapshotTensor
 from lucevisor.snapshots.layout import (
     DRAFTER,
     ITEM_BYTES,

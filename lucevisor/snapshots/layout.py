@@ -17,7 +17,7 @@ import msgspec
 
 from lucevisor.model.spec import LayerSpec
 from lucevisor.model.values import SCALE, Dtype, LayerRange, Space
-from lucevisor.protocol.messages import SnapshotTensor
+from lucevisor.protocol.transfers import SnapshotTensor
 
 Q8_GROUP = 32
 DRAFTER = "drafter."

@@ -30,7 +30,7 @@ from lucevisor.model.fingerprint import fingerprint
 from lucevisor.model.spec import ModelSpec
 from lucevisor.model.values import Dtype, Space
 from lucevisor.placement.result import Placement
-from lucevisor.protocol.messages import SlotPlace
+from lucevisor.protocol.transfers import SlotPlace
 from lucevisor.snapshots.async_store import AsyncSnapshotStore
 from lucevisor.snapshots.file_format import lay_out
 from lucevisor.snapshots.layout import Fault, NextToken, SlotRecord, StateModel

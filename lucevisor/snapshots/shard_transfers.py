@@ -14,17 +14,8 @@ from lucevisor.model.values import LayerRange
 from lucevisor.protocol.asyncio_link import Link
 from lucevisor.protocol.errors import WireError
 from lucevisor.protocol.frames import Frame
-from lucevisor.protocol.messages import (
-    RESET_BASE,
-    TRANSFER_BASE,
-    Failed,
-    Restore,
-    Restored,
-    Save,
-    Saved,
-    SlotPlace,
-    SnapshotTensor,
-)
+from lucevisor.protocol.messages import RESET_BASE, TRANSFER_BASE, Failed
+from lucevisor.protocol.transfers import Restore, Restored, Save, Saved, SlotPlace, SnapshotTensor
 from lucevisor.snapshots.transfers import Transfer, TransferKind, TransferTable
 
 

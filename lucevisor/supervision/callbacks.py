@@ -10,7 +10,8 @@ from dataclasses import dataclass
 
 from lucevisor.protocol.asyncio_link import Link
 from lucevisor.protocol.frames import Frame
-from lucevisor.protocol.messages import Heartbeat, Hello, Load, Loaded, Progress
+from lucevisor.protocol.loading import Hello, Load, Loaded
+from lucevisor.protocol.messages import Heartbeat, Progress
 from lucevisor.supervision.states import State
 
 

@@ -19,7 +19,8 @@ from lucevisor.protocol.asyncio_link import Link
 from lucevisor.protocol.errors import LinkClosed, LocalProtocolError, WireError
 from lucevisor.protocol.frames import Frame
 from lucevisor.protocol.handshake import Expected, check_hello
-from lucevisor.protocol.messages import Failed, Heartbeat, Hello, Loaded, LogLine, Progress, Shutdown
+from lucevisor.protocol.loading import Hello, Loaded
+from lucevisor.protocol.messages import Failed, Heartbeat, LogLine, Progress, Shutdown
 from lucevisor.protocol.states import Channel
 from lucevisor.supervision import events as ev
 from lucevisor.supervision.callbacks import Callbacks

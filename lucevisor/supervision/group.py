@@ -22,7 +22,8 @@ from lucevisor.errors import LucevisorError
 from lucevisor.model.values import Backend
 from lucevisor.protocol.asyncio_link import Link
 from lucevisor.protocol.handshake import Expected
-from lucevisor.protocol.messages import Heartbeat, Hello, Loaded
+from lucevisor.protocol.loading import Hello, Loaded
+from lucevisor.protocol.messages import Heartbeat
 from lucevisor.supervision import events as ev
 from lucevisor.supervision.callbacks import Callbacks
 from lucevisor.supervision.child import Child, SpawnError, find_python, spawn

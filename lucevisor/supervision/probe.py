@@ -14,10 +14,12 @@ from dataclasses import dataclass
 from lucevisor.config import GroupConfig
 from lucevisor.model.values import Backend
 from lucevisor.protocol.asyncio_link import Link
+from lucevisor.protocol.checks import Check, Checked
 from lucevisor.protocol.errors import WireError
 from lucevisor.protocol.frames import Frame
 from lucevisor.protocol.handshake import Expected, check_hello
-from lucevisor.protocol.messages import Check, Checked, Failed, Hello, Shutdown
+from lucevisor.protocol.loading import Hello
+from lucevisor.protocol.messages import Failed, Shutdown
 from lucevisor.protocol.states import Channel
 from lucevisor.supervision.child import Ended, SpawnError, find_python, spawn
 from lucevisor.supervision.environment import launch

@@ -21,10 +21,11 @@ from lucevisor.engine.limits import EngineLimits
 from lucevisor.engine.pipeline import Pipeline
 from lucevisor.engine.request import RequestError
 from lucevisor.model.gguf_files import open_model, part_paths
-from lucevisor.model.values import Sampling, Space
+from lucevisor.model.values import Space
 from lucevisor.protocol.connection import Connection
-from lucevisor.protocol.messages import CloseSequence, OpenSequence, Pools, Sampled, Step, StepResult
+from lucevisor.protocol.loading import PoolSizes
 from lucevisor.protocol.states import LinkState, Role
+from lucevisor.protocol.steps import CloseSequence, OpenSequence, Sampled, Sampling, Step, StepResult
 from lucevisor.text.template import ChatTemplate
 from lucevisor.text.tokenizer import Tokenizer
 
@@ -169,7 +170,7 @@ class Rig:
             prefill_chunk=128,
             max_step_tokens=256,
             spaces=frozenset({Space.FULL, Space.RECURRENT}),
-            pools=Pools(full_pages=max(64, max_context // 64), window_pages=0, states=4),
+            pools=PoolSizes(full_pages=max(64, max_context // 64), window_pages=0, states=4),
         )
         self.stage = ScriptedStage()
         self.waiting_for: list[NotReadyPart] = []

@@ -12,7 +12,7 @@ from lucevisor.api.bodies import GenerationBody
 from lucevisor.api.errors import ApiError
 from lucevisor.api.ports import ModelCard, Ports, SamplingDefaults
 from lucevisor.api.sampling import sampling_of, seed_of_choice
-from lucevisor.model.values import Sampling
+from lucevisor.protocol.steps import Sampling
 from tests.api.scripted_model import tokenizer
 
 PORTS = Ports(

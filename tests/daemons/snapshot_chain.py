@@ -16,23 +16,11 @@ from lucevisor.deployment.weight_digests import digest_tensors
 from lucevisor.kv.page_table import first_seen_page
 from lucevisor.model.families import open_spec
 from lucevisor.model.fingerprint import fingerprint
-from lucevisor.model.values import PAGE_TOKENS, Backend, Dtype, LayerRange, Sampling, Space
-from lucevisor.protocol.messages import (
-    CopyState,
-    Failed,
-    Load,
-    OpenSequence,
-    Pools,
-    Restore,
-    Save,
-    SetPages,
-    ShardPlan,
-    Slice,
-    SlotPlace,
-    StagePlan,
-    Step,
-    ZeroState,
-)
+from lucevisor.model.values import PAGE_TOKENS, Backend, Dtype, LayerRange, Space
+from lucevisor.protocol.loading import Load, PoolSizes, ShardPlan, StagePlan
+from lucevisor.protocol.messages import Failed
+from lucevisor.protocol.steps import CopyState, OpenSequence, Sampling, SetPages, Slice, Step, ZeroState
+from lucevisor.protocol.transfers import Restore, Save, SlotPlace
 from lucevisor.snapshots.layout import SlotRecord, StateModel
 from lucevisor.snapshots.store import SnapshotStore
 
@@ -70,7 +58,7 @@ class SlotChain:
     ):
         self.spec = spec
         spaces = spec.spaces()
-        pools = Pools(
+        pools = PoolSizes(
             n_pages if Space.FULL in spaces else 0,
             n_pages if Space.WINDOW in spaces else 0,
             8 if Space.RECURRENT in spaces else 0,

@@ -12,22 +12,11 @@ from torch import Tensor
 from daemons.models.stage import Stage
 from lucevisor.model.families import open_spec
 from lucevisor.model.spec import ModelSpec
-from lucevisor.model.values import PAGE_TOKENS, Backend, Dtype, LayerRange, Sampling, Space
-from lucevisor.protocol.messages import (
-    CloseSequence,
-    Load,
-    OpenSequence,
-    Operation,
-    Pools,
-    SetPages,
-    ShardPlan,
-    Slice,
-    StagePlan,
-    Step,
-    ZeroState,
-)
+from lucevisor.model.values import PAGE_TOKENS, Backend, Dtype, LayerRange, Space
+from lucevisor.protocol.loading import Load, PoolSizes, ShardPlan, StagePlan
+from lucevisor.protocol.steps import CloseSequence, OpenSequence, Operation, Sampling, SetPages, Slice, Step, ZeroState
 
-POOLS = Pools(full_pages=96, window_pages=0, states=24)
+POOLS = PoolSizes(full_pages=96, window_pages=0, states=24)
 
 
 def load_stages(

@@ -11,7 +11,8 @@ from daemons.errors import LoadError
 from daemons.runner import Runtime
 from lucevisor.model.families import open_spec
 from lucevisor.model.values import Backend, Dtype, FileIdentity, LayerRange
-from lucevisor.protocol.messages import Load, Pools, Progress, ShardPlan, StagePlan
+from lucevisor.protocol.loading import Load, PoolSizes, ShardPlan, StagePlan
+from lucevisor.protocol.messages import Progress
 from tests.deployment.test_weight_digests import GOLDEN, flip, settled
 
 
@@ -39,7 +40,16 @@ def load(model: Path, identities: tuple[FileIdentity, ...] = (), reporter: Repor
     n_layers = open_spec(model).n_layers
     stage = StagePlan(0, [ShardPlan(0, LayerRange(0, n_layers))], None, None)
     order = Load(
-        [str(model)], Dtype.FLOAT32, Dtype.FLOAT32, [stage], [], Pools(4, 0, 0), 1, 64, 1, identities=list(identities)
+        [str(model)],
+        Dtype.FLOAT32,
+        Dtype.FLOAT32,
+        [stage],
+        [],
+        PoolSizes(4, 0, 0),
+        1,
+        64,
+        1,
+        identities=list(identities),
     )
     return Runtime.load(order, Backend.CPU, [], reporter or Reporter())[1]
 

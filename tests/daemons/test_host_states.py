@@ -11,9 +11,11 @@ from daemons.device import CPU
 from daemons.errors import DeviceError, StateError
 from daemons.kv.pools import Pools
 from daemons.kv.sequences import Sequences
-from lucevisor.model.values import Dtype, LayerRange, Sampling, Space
-from lucevisor.protocol.messages import CopyState, Failed, OpenSequence, Restored, ZeroState
-from lucevisor.protocol.messages import Pools as PoolSizes
+from lucevisor.model.values import Dtype, LayerRange, Space
+from lucevisor.protocol.loading import PoolSizes
+from lucevisor.protocol.messages import Failed
+from lucevisor.protocol.steps import CopyState, OpenSequence, Sampling, ZeroState
+from lucevisor.protocol.transfers import Restored
 from lucevisor.snapshots.store import SnapshotStore
 from tests.daemons.snapshot_chain import SlotChain, checkpoint, golden_spec, ids_of, state_model, states_of
 

@@ -19,7 +19,9 @@ from lucevisor.model.families import open_spec
 from lucevisor.model.quant_types import BY_NAME, PLANED
 from lucevisor.model.values import Backend, Dtype, LayerRange
 from lucevisor.model.weight_layout import residents, weight_bytes
-from lucevisor.protocol.messages import Load, Progress, ShardPlan, Slice, StagePlan, Step
+from lucevisor.protocol.loading import Load, ShardPlan, StagePlan
+from lucevisor.protocol.messages import Progress
+from lucevisor.protocol.steps import Slice, Step
 from tests.daemons.stages import POOLS, Chain, load_stages
 from tests.daemons.tiny_models import Tiny, write
 from tests.families.rounding import Formats, bounds, explained, middle_error

@@ -9,7 +9,7 @@ import torch
 
 from lucevisor.model.families import open_spec
 from lucevisor.model.values import Dtype, Space
-from lucevisor.protocol.messages import CopyPage, CopyState, SetPages
+from lucevisor.protocol.steps import CopyPage, CopyState, SetPages
 from tests.daemons.stages import Chain, load_stages
 from tests.families.rounding import Bounds, Formats, assert_same_tokens, bounds, explained, middle_error
 from tests.numerics import bound

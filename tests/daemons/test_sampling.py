@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from daemons.sampling import Row, Sampler, adjust, draw, uniform
-from lucevisor.model.values import Sampling
+from lucevisor.protocol.steps import Sampling
 from tests.numerics import UNIT, bound
 
 CPU = torch.device("cpu")

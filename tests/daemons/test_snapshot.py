@@ -17,7 +17,8 @@ from daemons.snapshots import streams
 from daemons.snapshots.state_map import StateMap, cut
 from daemons.snapshots.transfers import MAX_WAITING, Transfers
 from lucevisor.model.values import Dtype, LayerRange, Space
-from lucevisor.protocol.messages import Failed, Restore, Restored, Save, Saved, SlotPlace
+from lucevisor.protocol.messages import Failed
+from lucevisor.protocol.transfers import Restore, Restored, Save, Saved, SlotPlace
 from lucevisor.snapshots.layout import NextToken, SlotRecord
 from lucevisor.snapshots.store import SnapshotStore
 from tests.daemons.snapshot_chain import SlotChain, checkpoint, golden_spec, ids_of, state_model

@@ -10,29 +10,13 @@ from pathlib import Path
 
 import pytest
 
-from lucevisor.model.values import Dtype, LayerRange, Sampling, Space
+from lucevisor.model.values import Dtype, LayerRange, Space
 from lucevisor.protocol.blocking_link import BlockingLink
-from lucevisor.protocol.messages import (
-    CopyState,
-    Failed,
-    Load,
-    OpenSequence,
-    Pools,
-    Reset,
-    Restore,
-    Restored,
-    Save,
-    Saved,
-    SetPages,
-    ShardPlan,
-    Shutdown,
-    Slice,
-    SlotPlace,
-    StagePlan,
-    Step,
-    ZeroState,
-)
+from lucevisor.protocol.loading import Load, PoolSizes, ShardPlan, StagePlan
+from lucevisor.protocol.messages import Failed, Shutdown
 from lucevisor.protocol.states import Role
+from lucevisor.protocol.steps import CopyState, OpenSequence, Reset, Sampling, SetPages, Slice, Step, ZeroState
+from lucevisor.protocol.transfers import Restore, Restored, Save, Saved, SlotPlace
 from lucevisor.snapshots.layout import NextToken, SlotRecord
 from lucevisor.snapshots.store import SnapshotStore
 from tests.daemons.snapshot_chain import GOLDEN, golden_spec, ids_of, state_model
@@ -72,7 +56,7 @@ class Daemon:
         self.receive()
         stage = StagePlan(0, [ShardPlan(0, ALL)], None, None)
         files = [str(GOLDEN / "qwen35" / "model.gguf")]
-        self.link.send(Load(files, Dtype.FLOAT32, Dtype.FLOAT32, [stage], [], Pools(16, 0, 8), 4, 512, threads=1))
+        self.link.send(Load(files, Dtype.FLOAT32, Dtype.FLOAT32, [stage], [], PoolSizes(16, 0, 8), 4, 512, threads=1))
         self.receive()
 
     def receive(self):

@@ -15,9 +15,18 @@ from daemons.kv.sequences import Sequences
 from daemons.ops.attention import reference
 from daemons.ops.paged import Pages
 from lucevisor.model.spec import LayerSpec, ModelSpec, StateTensor, attention_state
-from lucevisor.model.values import PAGE_TOKENS, Dtype, LayerRange, Sampling, Space
-from lucevisor.protocol.messages import CloseSequence, CopyPage, CopyState, OpenSequence, SetPages, Slice, ZeroState
-from lucevisor.protocol.messages import Pools as PoolSizes
+from lucevisor.model.values import PAGE_TOKENS, Dtype, LayerRange, Space
+from lucevisor.protocol.loading import PoolSizes
+from lucevisor.protocol.steps import (
+    CloseSequence,
+    CopyPage,
+    CopyState,
+    OpenSequence,
+    Sampling,
+    SetPages,
+    Slice,
+    ZeroState,
+)
 from tests.numerics import attention_error, q8_error
 
 SIZES = PoolSizes(full_pages=12, window_pages=8, states=5)

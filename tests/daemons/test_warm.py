@@ -9,7 +9,8 @@ from daemons.models.stage import Stage
 from daemons.runner import Runtime
 from daemons.warm import RUNS, warm_up
 from lucevisor.model.values import Backend, Dtype, LayerRange
-from lucevisor.protocol.messages import Load, Progress, ShardPlan, StagePlan
+from lucevisor.protocol.loading import Load, ShardPlan, StagePlan
+from lucevisor.protocol.messages import Progress
 from tests.families.chain import Chain, load_stages, pools_of
 from tests.families.test_golden import FIXTURES, opened
 

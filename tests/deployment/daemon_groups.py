@@ -14,7 +14,9 @@ from lucevisor.engine.core import Engine, EngineSettings
 from lucevisor.engine.pipeline import PipelineFailure
 from lucevisor.protocol.errors import LinkClosed
 from lucevisor.protocol.frames import Frame
-from lucevisor.protocol.messages import Failed, Kind, Pools, Reset, StepResult
+from lucevisor.protocol.loading import PoolSizes
+from lucevisor.protocol.messages import Failed, MessageKind
+from lucevisor.protocol.steps import Reset, StepResult
 from tests.engine.toy_engine import HYBRID, limits
 from tests.engine.toy_pipeline import ToyDaemon, ToyLimits, ToyModel, ToyStage
 
@@ -22,7 +24,7 @@ FAILED = Failed("step", "cpu layers [0,1)", "out of memory", "set engine.pages l
 
 
 def frame(message: StepResult | Failed, payload: bytes | memoryview = b"") -> Frame:
-    kind = Kind.STEP_RESULT if isinstance(message, StepResult) else Kind.FAILED
+    kind = MessageKind.STEP_RESULT if isinstance(message, StepResult) else MessageKind.FAILED
     return Frame(kind, 0, 0, message, memoryview(bytearray(payload)))
 
 
@@ -61,7 +63,7 @@ class Groups:
     def __init__(self, homes: Sequence[str]) -> None:
         self.homes = list(homes)
         n = len(homes)
-        self.limits = limits(n_stages=n, max_sequences=2, pools=Pools(16, 0, 2))
+        self.limits = limits(n_stages=n, max_sequences=2, pools=PoolSizes(16, 0, 2))
         self.model = ToyModel(n, HYBRID, None)
         self.regions: dict[tuple[int, int], tuple[int, list[int]]] = {}  # shared memory outlives daemons
         self.failures: list[PipelineFailure] = []

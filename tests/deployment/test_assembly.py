@@ -9,7 +9,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from lucevisor.engine.handle import RequestHandle
 from lucevisor.engine.request import FinishedEvent, GenerationRequest, NotReady, RequestError, TokenEvent
-from lucevisor.protocol.messages import StepResult
+from lucevisor.protocol.steps import StepResult
 from tests.deployment.daemon_groups import FAILED, Groups, frame
 from tests.engine.toy_engine import events_of, request, told
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from lucevisor.deployment.service import Service
 from lucevisor.engine.request import FinishedEvent
-from lucevisor.model.values import Sampling
+from lucevisor.protocol.steps import Sampling
 from tests.e2e.service import GOLDEN, generate_all
 
 DEMO = Path(__file__).parents[2] / "etc" / "demo" / "demo-qwen35-22m-q4_k_m.gguf"

@@ -12,7 +12,7 @@ from lucevisor.cli.progress import SilentDisplay
 from lucevisor.config import load
 from lucevisor.deployment.service import Service
 from lucevisor.engine.request import FinishedEvent, GenerationRequest, TokenEvent
-from lucevisor.model.values import Sampling
+from lucevisor.protocol.steps import Sampling
 
 DATA = Path(__file__).parents[1] / "data"
 GOLDEN = DATA / "golden"

@@ -16,7 +16,7 @@ from lucevisor.deployment import speeds as app
 from lucevisor.deployment.probe import inventory
 from lucevisor.deployment.speeds import SpeedFile, cache_directory, path_of, speeds_for, wanted, write
 from lucevisor.placement.speeds import Request
-from lucevisor.protocol.messages import Timing
+from lucevisor.protocol.checks import Timing
 from tests.e2e.process import ROOT, Cli
 from tests.e2e.service import generate, running
 

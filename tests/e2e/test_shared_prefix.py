@@ -13,7 +13,8 @@ import pytest
 from lucevisor.deployment.service import Service
 from lucevisor.engine.request import FinishedEvent, GenerationRequest, TokenEvent
 from lucevisor.model.families import open_spec
-from lucevisor.model.values import PAGE_TOKENS, Sampling, Space
+from lucevisor.model.values import PAGE_TOKENS, Space
+from lucevisor.protocol.steps import Sampling
 from tests.e2e.service import GOLDEN, running, write_config
 
 N_REQUESTS, N_SHARED = 200, 2000

@@ -12,7 +12,9 @@ import pytest
 from lucevisor.engine.request import FinishedEvent, InvalidRequest, NotReady, QueueFull, RequestError, TokenEvent
 from lucevisor.engine.rows import RowsMissing
 from lucevisor.kv.page_pool import PageUse
-from lucevisor.protocol.messages import Failed, Pools, StepResult
+from lucevisor.protocol.loading import PoolSizes
+from lucevisor.protocol.messages import Failed
+from lucevisor.protocol.steps import StepResult
 from tests.engine.toy_engine import LOST, ToyEngine, events_of, limits, request, told
 from tests.engine.toy_pipeline import mix, toy_row
 
@@ -43,11 +45,11 @@ async def collect(handle: object) -> list[object]:
 
 async def test_many_at_once_give_the_same_tokens_as_one_by_one() -> None:
     requests = [request(f"r{i}", range(i, 40 + 9 * i), n=30) for i in range(8)]
-    together = ready(n_stages=2, max_sequences=8, max_step_tokens=200, pools=Pools(40, 0, 8))
+    together = ready(n_stages=2, max_sequences=8, max_step_tokens=200, pools=PoolSizes(40, 0, 8))
     handles = [together.engine.submit(one) for one in requests]
     together.run()
     for one, handle in zip(requests, handles, strict=True):
-        single = ready(n_stages=2, max_sequences=8, max_step_tokens=200, pools=Pools(40, 0, 8))
+        single = ready(n_stages=2, max_sequences=8, max_step_tokens=200, pools=PoolSizes(40, 0, 8))
         alone = single.engine.submit(one)
         single.run()
         assert await events_of(alone) == await events_of(handle)
@@ -63,7 +65,7 @@ def test_before_a_chain_is_there_requests_are_refused_with_the_reason() -> None:
 
 
 def test_a_full_queue_is_refused_with_the_time_a_place_takes() -> None:
-    toy = ToyEngine(limits(max_sequences=1, pools=Pools(16, 0, 1)), max_queue=2)
+    toy = ToyEngine(limits(max_sequences=1, pools=PoolSizes(16, 0, 1)), max_queue=2)
     toy.attach()
     for name in "abc":
         toy.engine.submit(request(name, n=1))
@@ -108,7 +110,7 @@ async def test_cancel_ends_the_stream_and_frees_the_pages_within_the_call() -> N
 
 
 async def test_a_lost_shard_ends_running_requests_and_the_queue_goes_on_later() -> None:
-    toy = ready(max_sequences=1, pools=Pools(16, 0, 1))
+    toy = ready(max_sequences=1, pools=PoolSizes(16, 0, 1))
     running, waiting = toy.engine.submit(request("a")), toy.engine.submit(request("b"))
     toy.work(0)
     toy.lose()
@@ -123,7 +125,7 @@ async def test_a_lost_shard_ends_running_requests_and_the_queue_goes_on_later() 
 
 
 async def test_when_no_chain_will_come_the_queue_ends_as_well_until_an_operator_restarts() -> None:
-    toy = ready(max_sequences=1, pools=Pools(16, 0, 1))
+    toy = ready(max_sequences=1, pools=PoolSizes(16, 0, 1))
     handles = [toy.engine.submit(request(name)) for name in "ab"]
     toy.engine.detach(LOST, permanent=True)
     for handle in handles:
@@ -217,7 +219,7 @@ def test_a_chain_of_another_shape_or_a_second_one_is_refused() -> None:
 
 
 async def test_drain_takes_no_more_and_waits_for_what_it_has() -> None:
-    toy = ready(max_sequences=1, pools=Pools(16, 0, 1))
+    toy = ready(max_sequences=1, pools=PoolSizes(16, 0, 1))
     handles = [toy.engine.submit(request(name)) for name in "ab"]
     assert not await toy.engine.drain(0.01)
     with pytest.raises(NotReady, match="shutting down"):
@@ -229,7 +231,7 @@ async def test_drain_takes_no_more_and_waits_for_what_it_has() -> None:
 
 
 async def test_close_ends_what_a_drain_left() -> None:
-    toy = ready(max_sequences=1, pools=Pools(16, 0, 1))
+    toy = ready(max_sequences=1, pools=PoolSizes(16, 0, 1))
     handles = [toy.engine.submit(request(name)) for name in "ab"]
     assert not await toy.engine.drain(0)
     toy.engine.close(STOPPED)
@@ -246,7 +248,7 @@ async def test_close_ends_what_a_drain_left() -> None:
 
 
 async def test_quiesce_lets_running_requests_end_and_keeps_the_queue() -> None:
-    toy = ready(max_sequences=1, pools=Pools(16, 0, 1))
+    toy = ready(max_sequences=1, pools=PoolSizes(16, 0, 1))
     running = toy.engine.submit(request("a"))
     quiet = asyncio.create_task(toy.engine.quiesce(5))
     await asyncio.sleep(0)

@@ -13,7 +13,7 @@ from lucevisor.engine.batching import MOST_SKIPPED
 from lucevisor.engine.limits import EngineLimits
 from lucevisor.engine.queue import PATIENCE
 from lucevisor.model.values import PAGE_TOKENS
-from lucevisor.protocol.messages import Pools
+from lucevisor.protocol.loading import PoolSizes
 from tests.engine.timed_chain import TimedChain, demo_limits, p95
 
 LONG = 4000
@@ -100,7 +100,7 @@ def crowds(draw: st.DrawFn) -> tuple[EngineLimits, list[tuple[float, int, int]]]
         max_sequences=n_sequences,
         prefill_chunk=chunk,
         max_step_tokens=chunk + n_sequences,
-        pools=Pools(2000, 0, n_sequences),
+        pools=PoolSizes(2000, 0, n_sequences),
     )
     asked = st.tuples(st.floats(0, 3), st.sampled_from([3, 40, 90, 300, 900, 2000]), st.sampled_from([1, 4, 30]))
     return bounds, draw(st.lists(asked, min_size=3, max_size=25))
@@ -150,7 +150,7 @@ def test_later_requests_take_a_bounded_amount_of_work_before_an_earlier_one(
 
 
 def test_a_stream_of_short_prompts_does_not_keep_a_long_one_out() -> None:
-    chain = TimedChain(demo_limits(max_sequences=2, pools=Pools(1024, 0, 2)))
+    chain = TimedChain(demo_limits(max_sequences=2, pools=PoolSizes(1024, 0, 2)))
     for i in range(6):
         chain.client(f"short{i}", 60, 4, 0.0, 0.001 * i)
     chain.at(1.0, lambda: chain.submit("long", 1000, 1))
@@ -180,7 +180,7 @@ def test_one_request_of_a_key_does_not_wait_behind_200_of_another() -> None:
 
 def test_keys_that_ask_all_the_time_get_equal_shares() -> None:
     """One with many short requests, one with few long ones, one with answers."""
-    chain = TimedChain(demo_limits(max_sequences=6, pools=Pools(1024, 0, 6)))
+    chain = TimedChain(demo_limits(max_sequences=6, pools=PoolSizes(1024, 0, 6)))
     for i in range(12):
         chain.client(f"a{i}", 60, 2, 0.0, 0.0, key="a")
     for i in range(6):
@@ -209,7 +209,7 @@ LOADS: dict[str, tuple[int, list[tuple[int, int, int]]]] = {  # waiting, and (pr
 @pytest.mark.parametrize("name", LOADS)
 def test_the_estimated_wait_is_within_a_factor_2_of_the_real_one(name: str) -> None:
     n_waiting, kinds = LOADS[name]
-    chain = TimedChain(demo_limits(pools=Pools(2048, 0, 9)), jitter=0.2)
+    chain = TimedChain(demo_limits(pools=PoolSizes(2048, 0, 9)), jitter=0.2)
     for i in range(8 + n_waiting):
         n_prompt, most, n_answer = kinds[i % len(kinds)]
         chain.submit(f"r{i}", n_prompt, most, n_answer=n_answer)

@@ -17,8 +17,9 @@ from lucevisor.engine.request import (
 )
 from lucevisor.engine.scheduler import Scheduler
 from lucevisor.kv.page_table import most_window_pages
-from lucevisor.model.values import Sampling, Space
-from lucevisor.protocol.messages import Pools
+from lucevisor.model.values import Space
+from lucevisor.protocol.loading import PoolSizes
+from lucevisor.protocol.steps import Sampling
 from tests.engine.toy_engine import ALL_SPACES, HYBRID, LOST, ToyEngine, events_of, told
 
 
@@ -50,7 +51,7 @@ def scenarios(draw: st.DrawFn, *, crowded: bool = False) -> Scenario:
         prefill_chunk=chunk,
         max_step_tokens=chunk + max_sequences + draw(st.sampled_from([0, 30, 200])),
         spaces=spaces,
-        pools=Pools(full_pages, window_pages, max_sequences),
+        pools=PoolSizes(full_pages, window_pages, max_sequences),
         window_tokens=window,
     )
     requests = []

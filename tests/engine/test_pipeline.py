@@ -7,8 +7,9 @@ import pytest
 from lucevisor.engine.pipeline import Pipeline, PipelineFailure, PipelineResult, StepInFlight
 from lucevisor.protocol.connection import Connection
 from lucevisor.protocol.errors import LinkClosed
-from lucevisor.protocol.messages import Failed, Sampled, Slice, Step, StepResult
+from lucevisor.protocol.messages import Failed
 from lucevisor.protocol.states import LinkState, Role
+from lucevisor.protocol.steps import Sampled, Slice, Step, StepResult
 
 
 class Wire:

@@ -17,14 +17,15 @@ from lucevisor.engine.sequence import RequestRecord, WantedRows
 from lucevisor.kv.page_pool import PageUse
 from lucevisor.kv.prefix_records import PrefixMatch, PrefixSettings
 from lucevisor.kv.prefix_tree import PrefixSlot
-from lucevisor.model.values import PAGE_TOKENS, Sampling, Space
-from lucevisor.protocol.messages import (
+from lucevisor.model.values import PAGE_TOKENS, Space
+from lucevisor.protocol.loading import PoolSizes
+from lucevisor.protocol.steps import (
     CloseSequence,
     CopyPage,
     CopyState,
     OpenSequence,
-    Pools,
     Sampled,
+    Sampling,
     SetPages,
     StepResult,
     ZeroState,
@@ -44,7 +45,7 @@ ON = PrefixSettings(
 
 def warm(**changes: object) -> EngineLimits:
     """Small limits with a cache."""
-    return limits(**{"prefix": ON, "pools": Pools(64, 64, 12), **changes})
+    return limits(**{"prefix": ON, "pools": PoolSizes(64, 64, 12), **changes})
 
 
 def run(scheduler: Scheduler, token: int = 7) -> list[StepPlan]:
@@ -192,7 +193,7 @@ def test_the_answer_is_remembered_for_the_next_turn() -> None:
 
 
 def test_the_states_of_an_ended_sequence_become_the_slot_without_a_copy() -> None:
-    scheduler = Scheduler(warm(max_sequences=1, max_step_tokens=65, pools=Pools(8, 0, 1)))
+    scheduler = Scheduler(warm(max_sequences=1, max_step_tokens=65, pools=PoolSizes(8, 0, 1)))
     plans = run_one(scheduler, request("a", range(70), n=3))
     assert not any(isinstance(o, CopyState) for plan in plans for o in plan.step.operations)
     assert scheduler.pages()[Space.RECURRENT] == PageUse(1, 1, idle=1)
@@ -202,7 +203,7 @@ def test_the_states_of_an_ended_sequence_become_the_slot_without_a_copy() -> Non
     assert scheduler.reuse.index.slots == []
 
 
-IN_HOST = Pools(64, 64, 2 + 3, 3)
+IN_HOST = PoolSizes(64, 64, 2 + 3, 3)
 """States 0 and 1 on the devices, 2 to 4 in host memory."""
 
 
@@ -211,7 +212,7 @@ def copies(plans: Sequence[StepPlan]) -> list[tuple[int, int]]:
 
 
 def test_the_end_of_a_request_is_copied_to_host_memory_before_its_state_goes_to_another() -> None:
-    scheduler = Scheduler(warm(max_sequences=1, max_step_tokens=65, pools=Pools(64, 0, 1 + 3, 3)))
+    scheduler = Scheduler(warm(max_sequences=1, max_step_tokens=65, pools=PoolSizes(64, 0, 1 + 3, 3)))
     plans = run_one(scheduler, request("a", range(70), n=3))
     assert copies(plans) == [(0, 1)]  # behind the prompt
     assert scheduler.pages()[Space.RECURRENT] == PageUse(2, 4, idle=2)  # another behind the answer
@@ -267,7 +268,7 @@ def test_rows_that_shall_come_back_are_computed_whatever_is_remembered() -> None
 def test_200_sequences_of_one_prefix_need_one_prefix_and_200_tails() -> None:
     n, prefix = 200, list(range(2000))
     bounds = warm(
-        max_sequences=n, prefill_chunk=512, max_step_tokens=1024, max_context=4096, pools=Pools(12_000, 0, n + 4)
+        max_sequences=n, prefill_chunk=512, max_step_tokens=1024, max_context=4096, pools=PoolSizes(12_000, 0, n + 4)
     )
     scheduler = Scheduler(bounds)
     for i in range(n):
@@ -350,7 +351,7 @@ def test_equal_slots_share_their_pages_when_both_were_computed() -> None:
 
 
 def test_slots_give_way_before_a_request_waits_or_is_preempted() -> None:
-    scheduler = Scheduler(warm(max_sequences=2, pools=Pools(6, 0, 6)))
+    scheduler = Scheduler(warm(max_sequences=2, pools=PoolSizes(6, 0, 6)))
     for name in "ab":
         run_one(scheduler, request(name, range(1000 * ord(name), 1000 * ord(name) + 100), n=1))
     assert scheduler.pages()[Space.FULL] == PageUse(4, 6, idle=4)
@@ -360,7 +361,7 @@ def test_slots_give_way_before_a_request_waits_or_is_preempted() -> None:
 
 
 def test_a_lone_request_may_take_everything_even_from_what_it_started_with() -> None:
-    bounds = warm(max_sequences=1, max_step_tokens=65, pools=Pools(4, 0, 3))
+    bounds = warm(max_sequences=1, max_step_tokens=65, pools=PoolSizes(4, 0, 3))
     for n_known in (65, 100, 128, 190):
         scheduler = Scheduler(bounds)
         run_one(scheduler, request("a", range(n_known), n=1))
@@ -371,7 +372,7 @@ def test_a_lone_request_may_take_everything_even_from_what_it_started_with() -> 
 
 
 def test_a_lone_request_waits_for_pages_that_a_snapshot_holds() -> None:
-    scheduler = Scheduler(warm(max_sequences=1, max_step_tokens=65, pools=Pools(4, 0, 3)))
+    scheduler = Scheduler(warm(max_sequences=1, max_step_tokens=65, pools=PoolSizes(4, 0, 3)))
     run_one(scheduler, request("a", range(65), n=1))
     [slot] = [s for s in scheduler.reuse.index.slots if s.n_tokens == 65]
     scheduler.reuse.index.pin(slot)
@@ -445,7 +446,7 @@ async def test_a_slot_goes_to_disk_and_back_after_the_shards_lost_it(spaces: fro
     bounds = warm(
         n_stages=2,
         spaces=spaces,
-        pools=Pools(24, 24 if Space.WINDOW in spaces else 0, 8),
+        pools=PoolSizes(24, 24 if Space.WINDOW in spaces else 0, 8),
         window_tokens=100 if Space.WINDOW in spaces else None,
     )
     toy = ToyEngine(bounds)

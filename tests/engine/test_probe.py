@@ -10,8 +10,9 @@ import pytest
 from lucevisor.engine.limits import EngineLimits
 from lucevisor.kv.prefix_records import PrefixSettings
 from lucevisor.kv.prefix_tree import PrefixSlot
-from lucevisor.model.values import Sampling, Space
-from lucevisor.protocol.messages import Pools
+from lucevisor.model.values import Space
+from lucevisor.protocol.loading import PoolSizes
+from lucevisor.protocol.steps import Sampling
 from tests.engine.toy_engine import ALL_SPACES, HYBRID, ToyEngine, limits, request
 
 FULL = frozenset({Space.FULL})
@@ -26,7 +27,7 @@ GREEDY = Sampling(temperature=0.0, n_top_logprobs=2)
 
 
 def warm(**changes: object) -> EngineLimits:
-    return limits(**{"prefix": ON, "pools": Pools(64, 64, 12), **changes})
+    return limits(**{"prefix": ON, "pools": PoolSizes(64, 64, 12), **changes})
 
 
 async def with_slot(toy: ToyEngine, n: int = 140) -> PrefixSlot:
@@ -101,7 +102,7 @@ async def test_it_ends_with_the_chain_whether_it_runs_or_waits() -> None:
 
 
 async def test_it_gives_way_when_the_only_running_request_needs_the_pages_it_keeps() -> None:
-    toy = ToyEngine(warm(spaces=FULL, max_sequences=1, pools=Pools(5, 0, 0)))
+    toy = ToyEngine(warm(spaces=FULL, max_sequences=1, pools=PoolSizes(5, 0, 0)))
     slot = await with_slot(toy, 128)
     running = toy.engine.submit(request("running", range(900, 1060), n=60))  # 3 pages, and a fourth while it decodes
     asking = asked(toy, slot)

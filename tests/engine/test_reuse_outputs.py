@@ -14,8 +14,9 @@ from lucevisor.engine.request import GenerationRequest
 from lucevisor.kv.page_table import most_window_pages
 from lucevisor.kv.prefix_records import PrefixSettings, Reservation
 from lucevisor.kv.prefix_tree import PrefixSlot
-from lucevisor.model.values import Sampling, Space
-from lucevisor.protocol.messages import Pools
+from lucevisor.model.values import Space
+from lucevisor.protocol.loading import PoolSizes
+from lucevisor.protocol.steps import Sampling
 from tests.engine.toy_engine import ALL_SPACES, HYBRID, ToyEngine, events_of, told
 
 SPACES = [HYBRID, ALL_SPACES, frozenset({Space.FULL}), frozenset({Space.FULL, Space.WINDOW})]
@@ -38,7 +39,7 @@ def bounds(draw: st.DrawFn) -> EngineLimits:
         prefill_chunk=chunk,
         max_step_tokens=chunk + max_sequences + draw(st.sampled_from([0, 150])),
         spaces=spaces,
-        pools=Pools(
+        pools=PoolSizes(
             draw(st.sampled_from([5, 8, 12, 30])), n_window, max_sequences + n_states, n_states if in_host else 0
         ),
         window_tokens=window,

@@ -18,12 +18,13 @@ from lucevisor.engine.request import (
 from lucevisor.engine.scheduler import NO_STATE, Scheduler, StepPlan, WrongResult
 from lucevisor.engine.sequence import WantedRows
 from lucevisor.kv.page_pool import PageUse
-from lucevisor.model.values import Sampling, Space
-from lucevisor.protocol.messages import (
+from lucevisor.model.values import Space
+from lucevisor.protocol.loading import PoolSizes
+from lucevisor.protocol.steps import (
     CloseSequence,
     OpenSequence,
-    Pools,
     Sampled,
+    Sampling,
     SetPages,
     Slice,
     StepResult,
@@ -118,7 +119,7 @@ def test_a_step_takes_several_prompts_the_shortest_first() -> None:
 
 
 def test_a_chunk_is_cut_at_a_page_to_what_shorter_prompts_leave() -> None:
-    scheduler = Scheduler(limits(prefill_chunk=512, max_step_tokens=516, pools=Pools(64, 0, 4)))
+    scheduler = Scheduler(limits(prefill_chunk=512, max_step_tokens=516, pools=PoolSizes(64, 0, 4)))
     for name, n_prompt in (("long", 900), ("short", 70)):
         scheduler.submit(request(name, range(n_prompt)), 0.0)
     found = plans(scheduler)
@@ -133,13 +134,13 @@ def test_a_chunk_is_cut_at_a_page_to_what_shorter_prompts_leave() -> None:
 
 
 def test_alone_a_long_prompt_gets_whole_chunks_and_every_step_in_flight() -> None:
-    scheduler = Scheduler(limits(n_stages=2, prefill_chunk=256, max_step_tokens=300, pools=Pools(64, 0, 4)))
+    scheduler = Scheduler(limits(n_stages=2, prefill_chunk=256, max_step_tokens=300, pools=PoolSizes(64, 0, 4)))
     scheduler.submit(request("long", range(1000), n=1), 0.0)
     assert [shape(p) for p in plans(scheduler)] == [[("long", at, 256, False)] for at in (0, 256, 512)]
 
 
 def test_beside_a_short_prompt_a_long_one_gets_small_chunks_and_leaves_a_step_free() -> None:
-    scheduler = Scheduler(limits(n_stages=2, prefill_chunk=256, max_step_tokens=300, pools=Pools(64, 0, 4)))
+    scheduler = Scheduler(limits(n_stages=2, prefill_chunk=256, max_step_tokens=300, pools=PoolSizes(64, 0, 4)))
     scheduler.submit(request("first", n=1), 0.0)
     scheduler.submit(request("long", range(1000), n=1), 0.0)
     first = scheduler.next_plan(0.0)
@@ -160,7 +161,7 @@ def test_beside_a_short_prompt_a_long_one_gets_small_chunks_and_leaves_a_step_fr
 
 
 def test_a_while_after_the_last_short_prompt_long_ones_get_whole_chunks_again() -> None:
-    scheduler = Scheduler(limits(prefill_chunk=256, max_step_tokens=300, pools=Pools(64, 0, 4)))
+    scheduler = Scheduler(limits(prefill_chunk=256, max_step_tokens=300, pools=PoolSizes(64, 0, 4)))
     scheduler.submit(request("short", n=1), 0.0)
     for p in plans(scheduler, 0.0):
         scheduler.apply(answer(p), 0.0)
@@ -174,7 +175,7 @@ def test_a_while_after_the_last_short_prompt_long_ones_get_whole_chunks_again() 
 @pytest.mark.parametrize("n_stages", [1, 2, 3, 4])
 def test_decodes_are_dealt_into_as_many_micro_batches_as_there_are_stages(n_stages: int) -> None:
     names = "abcdefgh"
-    bounds = limits(n_stages=n_stages, max_sequences=8, pools=Pools(64, 0, 8))
+    bounds = limits(n_stages=n_stages, max_sequences=8, pools=PoolSizes(64, 0, 8))
     scheduler = decoding(bounds, names)
     found = plans(scheduler)
     most = -(-8 // n_stages)
@@ -193,7 +194,7 @@ def test_decodes_are_dealt_into_as_many_micro_batches_as_there_are_stages(n_stag
 
 
 def test_micro_batches_that_were_uneven_become_even() -> None:
-    scheduler = decoding(limits(n_stages=2, max_sequences=5, pools=Pools(64, 0, 5)), "a", n=100)
+    scheduler = decoding(limits(n_stages=2, max_sequences=5, pools=PoolSizes(64, 0, 5)), "a", n=100)
     flight = plans(scheduler)
     for name in "bcde":
         scheduler.submit(request(name, n=100), 0.0)
@@ -206,7 +207,7 @@ def test_micro_batches_that_were_uneven_become_even() -> None:
 
 
 def test_those_that_waited_longest_go_first() -> None:
-    scheduler = decoding(limits(n_stages=2, max_sequences=5, pools=Pools(64, 0, 5)), "ab")
+    scheduler = decoding(limits(n_stages=2, max_sequences=5, pools=PoolSizes(64, 0, 5)), "ab")
     flight = plans(scheduler)
     for name in "cde":
         scheduler.submit(request(name), 0.0)
@@ -235,7 +236,7 @@ def test_rows_that_come_back_have_a_step_of_their_own() -> None:
 
 
 def test_the_shortest_starts_first_and_one_without_room_is_not_overtaken_by_longer_ones() -> None:
-    scheduler = Scheduler(limits(pools=Pools(4, 0, 4)))
+    scheduler = Scheduler(limits(pools=PoolSizes(4, 0, 4)))
     for name, n_prompt in (("a", 200), ("b", 100), ("c", 3), ("d", 230)):
         scheduler.submit(request(name, range(n_prompt), n=1), 0.0)
     found, order = plans(scheduler), []
@@ -248,7 +249,7 @@ def test_the_shortest_starts_first_and_one_without_room_is_not_overtaken_by_long
 
 
 def test_pages_promised_to_a_prompt_under_way_are_not_given_to_another() -> None:
-    scheduler = Scheduler(limits(pools=Pools(6, 0, 4)))
+    scheduler = Scheduler(limits(pools=PoolSizes(6, 0, 4)))
     scheduler.submit(request("a", range(256)), 0.0)
     [first, *_] = plans(scheduler)
     assert shape(first) == [("a", 0, 64, False)]
@@ -258,7 +259,7 @@ def test_pages_promised_to_a_prompt_under_way_are_not_given_to_another() -> None
 
 
 def test_the_youngest_gives_its_pages_to_an_older_one_and_goes_on_later() -> None:
-    scheduler = Scheduler(limits(max_sequences=3, pools=Pools(4, 0, 3)))
+    scheduler = Scheduler(limits(max_sequences=3, pools=PoolSizes(4, 0, 3)))
     for name in "ab":
         scheduler.submit(request(name, range(62), n=90), 0.0)
     told: dict[str, int] = {"a": 0, "b": 0}
@@ -283,7 +284,7 @@ def test_the_youngest_gives_its_pages_to_an_older_one_and_goes_on_later() -> Non
 
 
 def test_a_preempted_request_carries_all_its_tokens_again() -> None:
-    scheduler = Scheduler(limits(max_sequences=2, pools=Pools(4, 0, 2)))
+    scheduler = Scheduler(limits(max_sequences=2, pools=PoolSizes(4, 0, 2)))
     for name in "ab":
         scheduler.submit(request(name, range(62), n=90), 0.0)
     carried: dict[str, list[int]] = {"a": [], "b": []}
@@ -306,7 +307,7 @@ def test_a_preempted_request_carries_all_its_tokens_again() -> None:
 
 def preempted(stop_ids: frozenset[int] = frozenset(), waiting: str = "") -> tuple[Scheduler, list[StepPlan]]:
     """a has just taken a page of b while a token of b was under way: steps of b and of a are in flight."""
-    scheduler = Scheduler(limits(n_stages=2, max_sequences=2, pools=Pools(4, 0, 2)))
+    scheduler = Scheduler(limits(n_stages=2, max_sequences=2, pools=PoolSizes(4, 0, 2)))
     for name, n_prompt in (("a", 61), ("b", 30)):
         scheduler.submit(request(name, range(n_prompt), n=90, stop_ids=stop_ids), 0.0)
     flight = plans(scheduler)
@@ -364,7 +365,7 @@ def test_a_stop_id_under_way_at_preemption_ends_the_request() -> None:
 
 
 def test_window_pages_of_the_past_are_given_back_while_decoding() -> None:
-    bounds = limits(spaces=ALL_SPACES, window_tokens=64, pools=Pools(16, 3, 4))
+    bounds = limits(spaces=ALL_SPACES, window_tokens=64, pools=PoolSizes(16, 3, 4))
     scheduler = Scheduler(bounds)
     scheduler.submit(request("a", range(100), n=400), 0.0)
     most = 0
@@ -377,7 +378,7 @@ def test_window_pages_of_the_past_are_given_back_while_decoding() -> None:
 
 
 def test_a_model_without_recurrent_layers_has_no_state() -> None:
-    scheduler = Scheduler(limits(spaces=frozenset({Space.FULL}), pools=Pools(16, 0, 0)))
+    scheduler = Scheduler(limits(spaces=frozenset({Space.FULL}), pools=PoolSizes(16, 0, 0)))
     scheduler.submit(request("a"), 0.0)
     [plan] = plans(scheduler)
     assert plan.step.operations == [
@@ -390,7 +391,7 @@ def test_a_model_without_recurrent_layers_has_no_state() -> None:
 
 
 def test_what_can_never_be_served_is_refused_at_once() -> None:
-    scheduler = Scheduler(limits(pools=Pools(3, 0, 4)))
+    scheduler = Scheduler(limits(pools=PoolSizes(3, 0, 4)))
     scheduler.submit(request("a"), 0.0)
     with pytest.raises(InvalidRequest, match="request_id: 'a' is in use"):
         scheduler.submit(request("a"), 0.0)
@@ -405,7 +406,7 @@ def test_what_can_never_be_served_is_refused_at_once() -> None:
 
 
 def test_the_longest_prompt_that_fits_gets_one_token() -> None:
-    scheduler = Scheduler(limits(pools=Pools(3, 0, 4)))
+    scheduler = Scheduler(limits(pools=PoolSizes(3, 0, 4)))
     scheduler.submit(request("a", range(191), n=1000), 0.0)
     events = []
     while not scheduler.idle:
@@ -457,7 +458,7 @@ def test_a_result_may_bring_several_tokens_and_those_behind_the_end_are_dropped(
 
 
 def test_cancel_frees_everything_at_once_and_late_tokens_are_dropped() -> None:
-    scheduler = Scheduler(limits(max_sequences=1, pools=Pools(16, 0, 1)))
+    scheduler = Scheduler(limits(max_sequences=1, pools=PoolSizes(16, 0, 1)))
     scheduler.submit(request("a", range(60)), 0.0)
     [plan] = plans(scheduler)
     scheduler.submit(request("b"), 0.0)
@@ -474,7 +475,7 @@ def test_cancel_frees_everything_at_once_and_late_tokens_are_dropped() -> None:
 
 
 def test_a_queued_request_is_cancelled_without_a_step() -> None:
-    scheduler = Scheduler(limits(max_sequences=1, pools=Pools(16, 0, 1)))
+    scheduler = Scheduler(limits(max_sequences=1, pools=PoolSizes(16, 0, 1)))
     for name in "ab":
         scheduler.submit(request(name), 0.0)
     [plan] = plans(scheduler)
@@ -489,7 +490,7 @@ def test_a_queued_request_is_cancelled_without_a_step() -> None:
 
 
 def test_lost_shards_end_running_requests_and_keep_queued_ones() -> None:
-    scheduler = Scheduler(limits(max_sequences=2, pools=Pools(16, 0, 2)))
+    scheduler = Scheduler(limits(max_sequences=2, pools=PoolSizes(16, 0, 2)))
     for name in "abc":
         scheduler.submit(request(name), 0.0)
     plans(scheduler)

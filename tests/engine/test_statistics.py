@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from lucevisor.engine.pipeline import PipelineResult
 from lucevisor.engine.statistics import BoundaryTotals, RateWindow, StageTotals, StepTotals
-from lucevisor.protocol.messages import Slice, Step, StepResult
+from lucevisor.protocol.steps import Slice, Step, StepResult
 
 
 def test_a_steady_stream_has_its_rate() -> None:

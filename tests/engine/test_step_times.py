@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from lucevisor.engine.step_times import MOST_LOSS, StepTimes, chunk_sizes
-from lucevisor.protocol.messages import Slice, Step
+from lucevisor.protocol.steps import Slice, Step
 
 
 def step(*sizes: int) -> Step:

@@ -17,7 +17,8 @@ from statistics import quantiles
 from lucevisor.engine.limits import EngineLimits
 from lucevisor.engine.request import FinishedEvent
 from lucevisor.engine.scheduler import Scheduler, StepPlan
-from lucevisor.protocol.messages import Pools, Sampled, StepResult
+from lucevisor.protocol.loading import PoolSizes
+from lucevisor.protocol.steps import Sampled, StepResult
 from tests.engine.toy_engine import HYBRID, request
 
 STOP = 5
@@ -33,7 +34,7 @@ def demo_limits(**changes: object) -> EngineLimits:
         "prefill_chunk": 512,
         "max_step_tokens": 520,
         "spaces": HYBRID,
-        "pools": Pools(full_pages=1024, window_pages=0, states=9),
+        "pools": PoolSizes(full_pages=1024, window_pages=0, states=9),
     }
     return EngineLimits(**{**usual, **changes})  # type: ignore[arg-type]
 

@@ -11,8 +11,9 @@ from lucevisor.engine.handle import RequestHandle
 from lucevisor.engine.limits import EngineLimits
 from lucevisor.engine.pipeline import Pipeline, PipelineFailure, PipelineResult
 from lucevisor.engine.request import Event, FinishedEvent, GenerationRequest, RequestError, TokenEvent
-from lucevisor.model.values import Sampling, Space
-from lucevisor.protocol.messages import Pools
+from lucevisor.model.values import Space
+from lucevisor.protocol.loading import PoolSizes
+from lucevisor.protocol.steps import Sampling
 from tests.engine.toy_pipeline import ToyDaemon, ToyLimits, ToyModel, run_all, toy_daemons
 
 LOST = RequestError("shard_lost", "group left was killed; send the request again")
@@ -29,7 +30,7 @@ def limits(**changes: object) -> EngineLimits:
         prefill_chunk=64,
         max_step_tokens=128,
         spaces=HYBRID,
-        pools=Pools(full_pages=16, window_pages=0, states=4),
+        pools=PoolSizes(full_pages=16, window_pages=0, states=4),
     )
     return replace(usual, **changes)  # type: ignore[arg-type]
 

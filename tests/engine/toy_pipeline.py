@@ -14,23 +14,24 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from lucevisor.model.values import PAGE_TOKENS, Sampling, Space
+from lucevisor.model.values import PAGE_TOKENS, Space
 from lucevisor.protocol.codec import payload_segments
 from lucevisor.protocol.connection import Connection
-from lucevisor.protocol.messages import (
+from lucevisor.protocol.loading import PoolSizes
+from lucevisor.protocol.states import LinkState, Role
+from lucevisor.protocol.steps import (
     CloseSequence,
     CopyPage,
     CopyState,
     OpenSequence,
-    Pools,
     Sampled,
+    Sampling,
     SetPages,
     Slice,
     Step,
     StepResult,
     ZeroState,
 )
-from lucevisor.protocol.states import LinkState, Role
 
 VOCABULARY = 97
 _MASK = (1 << 61) - 1
@@ -107,7 +108,7 @@ class ToyStage:
     """One stage: its pools, its sequences, its boundary regions (``regions`` is shared with its neighbours)."""
 
     def __init__(
-        self, model: ToyModel, stage: int, pools: Pools, regions: dict[tuple[int, int], tuple[int, list[int]]]
+        self, model: ToyModel, stage: int, pools: PoolSizes, regions: dict[tuple[int, int], tuple[int, list[int]]]
     ):
         self.model, self.stage, self.regions = model, stage, regions
         sizes = {Space.FULL: pools.full_pages, Space.WINDOW: pools.window_pages}
@@ -302,7 +303,7 @@ class ToyLimits:
 
 
 def toy_daemons(
-    model: ToyModel, pools: Pools, limits: ToyLimits, homes: Sequence[int] = ()
+    model: ToyModel, pools: PoolSizes, limits: ToyLimits, homes: Sequence[int] = ()
 ) -> tuple[list[ToyDaemon], list[ToyDaemon]]:
     """Return fresh daemons, and for each stage the one that runs it; ``homes[s]`` names the daemon of stage s."""
     regions: dict[tuple[int, int], tuple[int, list[int]]] = {}

@@ -13,29 +13,18 @@ from torch import Tensor
 
 from daemons.models.stage import Stage
 from lucevisor.model.spec import ModelSpec
-from lucevisor.model.values import PAGE_TOKENS, Backend, Dtype, LayerRange, Sampling, Space
-from lucevisor.protocol.messages import (
-    CloseSequence,
-    Load,
-    OpenSequence,
-    Operation,
-    Pools,
-    SetPages,
-    ShardPlan,
-    Slice,
-    StagePlan,
-    Step,
-    ZeroState,
-)
+from lucevisor.model.values import PAGE_TOKENS, Backend, Dtype, LayerRange, Space
+from lucevisor.protocol.loading import Load, PoolSizes, ShardPlan, StagePlan
+from lucevisor.protocol.steps import CloseSequence, OpenSequence, Operation, Sampling, SetPages, Slice, Step, ZeroState
 
 PAGES = 61
 STATES = 16
 
 
-def pools_of(spec: ModelSpec) -> Pools:
-    """Pools with only the spaces that the model has."""
+def pools_of(spec: ModelSpec) -> PoolSizes:
+    """PoolSizes with only the spaces that the model has."""
     spaces = spec.spaces()
-    return Pools(
+    return PoolSizes(
         full_pages=PAGES if Space.FULL in spaces else 0,
         window_pages=PAGES - 8 if Space.WINDOW in spaces else 0,
         states=STATES if Space.RECURRENT in spaces else 0,

@@ -20,7 +20,8 @@ from lucevisor.model.quant_types import NATIVE
 from lucevisor.model.spec import ModelSpec
 from lucevisor.model.values import Backend, Dtype, LayerRange
 from lucevisor.model.weight_layout import weight_bytes
-from lucevisor.protocol.messages import Check, Load, ShardPlan, StagePlan
+from lucevisor.protocol.checks import Check
+from lucevisor.protocol.loading import Load, ShardPlan, StagePlan
 from tests.families.chain import Chain, load_stages, pools_of
 from tests.families.rounding import Formats, bounds, explained, middle_error
 from tests.families.shapes import (

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from lucevisor.protocol.messages import Step
+from lucevisor.protocol.steps import Step
 from lucevisor.supervision.group import RefusedError
 from lucevisor.supervision.states import State
 from tests.supervision.real_groups import (

@@ -9,7 +9,7 @@ import time
 import pytest
 from structlog.testing import capture_logs
 
-from lucevisor.protocol.messages import Step
+from lucevisor.protocol.steps import Step
 from lucevisor.supervision.child import Child, spawn
 from lucevisor.supervision.group import RefusedError
 from lucevisor.supervision.states import State

@@ -18,7 +18,7 @@ from lucevisor.deployment import service as service_module
 from lucevisor.deployment.service import Service
 from lucevisor.engine.request import FinishedEvent, GenerationRequest, NotReady
 from lucevisor.errors import LucevisorError
-from lucevisor.model.values import Sampling
+from lucevisor.protocol.steps import Sampling
 from lucevisor.supervision.states import State
 from tests.e2e.process import ROOT
 from tests.supervision.real_groups import brisk, stage_tiny, until

@@ -19,14 +19,13 @@ from zlib import crc32
 import msgspec
 import pytest
 
-from lucevisor.protocol import messages
 from lucevisor.protocol.asyncio_link import Link
 from lucevisor.protocol.blocking_link import BlockingLink
 from lucevisor.protocol.codec import encode, n_descriptors
 from lucevisor.protocol.connection import Connection
 from lucevisor.protocol.errors import LinkClosed, RemoteProtocolError, WireError
 from lucevisor.protocol.frames import CHECKED_BYTES, HEADER_BYTES
-from lucevisor.protocol.messages import MESSAGES, Kind
+from lucevisor.protocol.messages import MESSAGES, MessageKind
 from lucevisor.protocol.states import SENDERS, TRANSITIONS, Channel, LinkState, Role
 from tests.fuzz.steady import amounts, mutated, run
 
@@ -73,20 +72,20 @@ def made(rng, hint):
 
 def record(rng, cls, **given):
     """A message of the wire, or a record inside of one."""
-    hints = typing.get_type_hints(cls, vars(messages))
+    hints = typing.get_type_hints(cls)
     return cls(**{name: given[name] if name in given else made(rng, hints[name]) for name in cls.__struct_fields__})
 
 
 def frame(rng, kind):
     """(bytes of a frame, how many descriptors it names)."""
     message, payload = record(rng, MESSAGES[kind]), b""
-    if kind is Kind.STEP_RESULT:
+    if kind is MessageKind.STEP_RESULT:
         shapes = [[rng.randrange(4) for _ in range(rng.randrange(3))] for _ in range(rng.randrange(3))]
         message = record(rng, MESSAGES[kind], segments=[(f"layer {i}", shape) for i, shape in enumerate(shapes)])
         payload = rng.randbytes(sum(4 * math.prod(shape) for shape in shapes))
-    elif kind is Kind.STEP and rng.random() < 0.5:
+    elif kind is MessageKind.STEP and rng.random() < 0.5:
         payload = rng.randbytes(rng.randrange(300))
-    flags = rng.randrange(256) if kind is Kind.STEP else 0
+    flags = rng.randrange(256) if kind is MessageKind.STEP else 0
     return encode(message, rng.randrange(2**64), flags, len(payload)) + payload, n_descriptors(message)
 
 

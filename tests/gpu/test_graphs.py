@@ -12,7 +12,7 @@ from daemons.device import prepare
 from daemons.graphs import RECORD_AT, Recordings
 from daemons.models.stage import Stage
 from lucevisor.model.values import Backend, Dtype, Space
-from lucevisor.protocol.messages import SetPages
+from lucevisor.protocol.steps import SetPages
 from tests.families.chain import Chain, How, load_stages
 from tests.families.test_golden import FIXTURES, opened
 

@@ -7,8 +7,9 @@ import torch
 
 from daemons.kv.pools import Pools
 from lucevisor.model.values import Backend, Dtype, LayerRange, Space
-from lucevisor.protocol.messages import CopyState, Restored
-from lucevisor.protocol.messages import Pools as PoolSizes
+from lucevisor.protocol.loading import PoolSizes
+from lucevisor.protocol.steps import CopyState
+from lucevisor.protocol.transfers import Restored
 from lucevisor.snapshots.store import SnapshotStore
 from tests.daemons.snapshot_chain import SlotChain, checkpoint, golden_spec, ids_of, state_model, states_of
 

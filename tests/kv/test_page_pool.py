@@ -13,7 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from lucevisor.kv.page_pool import PageAllocator, PageError, PagePools, PageUse
 from lucevisor.model.values import Space
-from lucevisor.protocol.messages import Pools
+from lucevisor.protocol.loading import PoolSizes
 
 
 class AllocatorMachine(RuleBasedStateMachine):
@@ -147,7 +147,7 @@ def test_bad_sizes_are_refused() -> None:
 
 @given(st.integers(0, 6), st.integers(0, 6))
 def test_pools_take_from_every_space_or_from_none(full: int, window: int) -> None:
-    pools = PagePools([Space.WINDOW, Space.FULL], Pools(full_pages=4, window_pages=3, states=0))
+    pools = PagePools([Space.WINDOW, Space.FULL], PoolSizes(full_pages=4, window_pages=3, states=0))
     taken = pools.allocate({Space.FULL: full, Space.WINDOW: window})
     fits = full <= 4 and window <= 3
     assert (taken is not None) == fits
@@ -157,7 +157,7 @@ def test_pools_take_from_every_space_or_from_none(full: int, window: int) -> Non
 
 
 def test_states_of_slots_in_host_memory_are_ids_behind_those_of_sequences() -> None:
-    pools = PagePools([Space.FULL, Space.RECURRENT], Pools(full_pages=4, window_pages=0, states=5, host_states=3))
+    pools = PagePools([Space.FULL, Space.RECURRENT], PoolSizes(full_pages=4, window_pages=0, states=5, host_states=3))
     assert pools.copies_states
     assert pools.of_slots[Space.FULL] is pools[Space.FULL]
     assert pools[Space.RECURRENT].allocate(2) == [0, 1]
@@ -174,6 +174,6 @@ def test_states_of_slots_in_host_memory_are_ids_behind_those_of_sequences() -> N
 
 @pytest.mark.parametrize("spaces", [[Space.FULL], [Space.FULL, Space.RECURRENT]])
 def test_without_states_in_host_memory_slots_and_sequences_share_all_pools(spaces: list[Space]) -> None:
-    pools = PagePools(spaces, Pools(full_pages=4, window_pages=0, states=5, host_states=5 * (len(spaces) == 1)))
+    pools = PagePools(spaces, PoolSizes(full_pages=4, window_pages=0, states=5, host_states=5 * (len(spaces) == 1)))
     assert pools.of_slots is pools
     assert not pools.copies_states

@@ -8,12 +8,12 @@ from hypothesis import strategies as st
 from lucevisor.kv.page_pool import PagePools
 from lucevisor.kv.page_table import Growth, PageTable, first_seen_page, most_window_pages, pages_of
 from lucevisor.model.values import PAGE_TOKENS, Space
-from lucevisor.protocol.messages import Pools
+from lucevisor.protocol.loading import PoolSizes
 
 
 def make(full: int, window: int, window_tokens: int | None) -> tuple[PagePools, PageTable]:
     spaces = [Space.FULL] if window_tokens is None else [Space.FULL, Space.WINDOW]
-    pools = PagePools(spaces, Pools(full, window, 0))
+    pools = PagePools(spaces, PoolSizes(full, window, 0))
     return pools, PageTable(pools, window_tokens)
 
 

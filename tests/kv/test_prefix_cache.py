@@ -12,7 +12,7 @@ from lucevisor.kv.prefix_cache import PrefixIndex
 from lucevisor.kv.prefix_records import PrefixSettings
 from lucevisor.kv.prefix_tree import NO_STATE, PrefixSlot, SlotSource
 from lucevisor.model.values import PAGE_TOKENS, Space
-from lucevisor.protocol.messages import Pools
+from lucevisor.protocol.loading import PoolSizes
 
 UNIT_BYTES = {Space.FULL: 10, Space.WINDOW: 10, Space.RECURRENT: 100}
 
@@ -22,7 +22,7 @@ class Maker:
 
     def __init__(self, *, window: int | None = None, recurrent: bool = False, **settings: int) -> None:
         spaces = {Space.FULL} | ({Space.WINDOW} if window else set()) | ({Space.RECURRENT} if recurrent else set())
-        self.pools = PagePools(spaces, Pools(100, 100, 8))
+        self.pools = PagePools(spaces, PoolSizes(100, 100, 8))
         self.window = window
         limits = {"max_slots": 10, "memory_bytes": 10_000, "min_tokens": 1, **settings}
         self.index = PrefixIndex(self.pools, PrefixSettings(unit_bytes=UNIT_BYTES, **limits), window)
@@ -235,7 +235,7 @@ def test_no_more_is_reserved_than_there_is() -> None:
 
 
 def test_an_index_that_disagrees_with_the_pools_is_a_page_error() -> None:
-    pools = PagePools([Space.FULL], Pools(2, 0, 0))
+    pools = PagePools([Space.FULL], PoolSizes(2, 0, 0))
     allocator = pools[Space.FULL]
     for wrong in (allocator.keep, allocator.give_up):
         with pytest.raises(PageError, match="id 0 is "):
@@ -256,7 +256,7 @@ def test_an_index_that_disagrees_with_the_pools_is_a_page_error() -> None:
 
 
 def test_a_table_that_starts_with_shared_pages_grows_and_slides_from_there() -> None:
-    pools = PagePools([Space.FULL, Space.WINDOW], Pools(8, 8, 0))
+    pools = PagePools([Space.FULL, Space.WINDOW], PoolSizes(8, 8, 0))
     first = PageTable(pools, 100)
     first.grow(0, 200)
     second = PageTable(pools, 100)

@@ -28,7 +28,7 @@ from lucevisor.kv.prefix_cache import PrefixIndex
 from lucevisor.kv.prefix_records import PrefixMatch, PrefixSettings, Reservation
 from lucevisor.kv.prefix_tree import NO_STATE, PrefixSlot, SlotSource
 from lucevisor.model.values import PAGE_TOKENS, Space
-from lucevisor.protocol.messages import Pools
+from lucevisor.protocol.loading import PoolSizes
 from tests.kv.prefix_parts import (
     PARTS,
     SPACES,
@@ -71,7 +71,7 @@ class IndexMachine(RuleBasedStateMachine):
         self.spaces = SPACES[self.kinds[which % len(self.kinds)]]
         self.window = window if Space.WINDOW in self.spaces else None
         n_full, n_window, n_states = sizes
-        self.sizes = Pools(n_full, n_window, n_live + n_states, n_states if n_live else 0)
+        self.sizes = PoolSizes(n_full, n_window, n_live + n_states, n_states if n_live else 0)
         self.pools = PagePools(self.spaces, self.sizes)
         max_slots, memory_bytes, self.min_tokens = limits
         self.settings = PrefixSettings(

@@ -9,7 +9,7 @@ from pathlib import Path
 from lucevisor.config import Config, load
 from lucevisor.model.spec import LayerSpec, ModelSpec, StateTensor
 from lucevisor.model.values import Dtype, Space
-from lucevisor.protocol.messages import DeviceInfo
+from lucevisor.protocol.loading import DeviceInfo
 
 DEMO = Path(__file__).parents[2] / "etc/demo/demo-qwen35-22m-q4_k_m.gguf"
 GIB = 1 << 30

@@ -11,7 +11,7 @@ from lucevisor.placement.amounts import size
 from lucevisor.placement.explain import as_json, rows, table, text
 from lucevisor.placement.planner import plan
 from lucevisor.placement.result import Infeasible, Placement
-from lucevisor.protocol.messages import DeviceInfo
+from lucevisor.protocol.loading import DeviceInfo
 from tests.placement.made import DEMO, configure, cpu, gpu
 
 DEVICES = ["cuda:0", "left:0", "left:1"]

@@ -33,7 +33,7 @@ from lucevisor.placement.speeds import (
     request_of,
     units_of,
 )
-from lucevisor.protocol.messages import Timing
+from lucevisor.protocol.checks import Timing
 from tests.model.qwen35_file import QWEN36_27B, write
 from tests.placement.made import DEMO, bare_spec, configure, cpu, gpu
 from tests.placement.test_fastest import every_split

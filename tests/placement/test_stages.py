@@ -13,7 +13,7 @@ from lucevisor.config import DeviceRef
 from lucevisor.model.values import Backend, Dtype, LayerRange
 from lucevisor.placement.result import Placement
 from lucevisor.placement.stages import arenas_of, load_message, shards_of, stages_of
-from lucevisor.protocol.messages import Load, Pools, ShardPlan
+from lucevisor.protocol.loading import Load, PoolSizes, ShardPlan
 
 
 def placement(devices: list[str]) -> Placement:
@@ -32,7 +32,7 @@ def placement(devices: list[str]) -> Placement:
         max_sequences=4,
         prefill_chunk=60,
         max_step_tokens=64,
-        pools=Pools(8, 0, 5),
+        pools=PoolSizes(8, 0, 5),
         spaces=frozenset(),
         window_tokens=None,
         devices=(),
@@ -83,7 +83,7 @@ def test_everything_the_daemon_needs_is_in_its_load():
     load = load_message(placement(["left:0", "right:0"]), "right", ["/a.gguf", "/b.gguf"])
     assert load.files == ["/a.gguf", "/b.gguf"]
     assert (load.dtype, load.kv_dtype) == (Dtype.BFLOAT16, Dtype.FLOAT16)
-    assert (load.max_sequences, load.max_step_tokens, load.pools) == (4, 64, Pools(8, 0, 5))
+    assert (load.max_sequences, load.max_step_tokens, load.pools) == (4, 64, PoolSizes(8, 0, 5))
     assert load.options == {"a": "b"}
 
 

@@ -10,9 +10,13 @@ import msgspec
 from hypothesis import strategies as st
 
 from lucevisor.protocol import messages
+from lucevisor.protocol.checks import Check
 from lucevisor.protocol.codec import encode
-from lucevisor.protocol.messages import MESSAGES, Check, Kind, Load, Restore, Save, Step, StepResult
+from lucevisor.protocol.loading import Load
+from lucevisor.protocol.messages import MESSAGES, MessageKind
 from lucevisor.protocol.states import SENDERS, TRANSITIONS, Channel, LinkState, Role
+from lucevisor.protocol.steps import Step, StepResult
+from lucevisor.protocol.transfers import Restore, Save
 
 SCALARS = {
     int: st.integers(-(2**63), 2**64 - 1),  # what msgpack holds
@@ -45,7 +49,7 @@ def of_type(hint):
 
 def record(cls, **given):
     """Instances of a msgspec record: each field from ``given`` or drawn from its annotation."""
-    hints = typing.get_type_hints(cls, vars(messages))
+    hints = typing.get_type_hints(cls)
     fields = {name: given[name] if name in given else of_type(hints[name]) for name in cls.__struct_fields__}
     return st.builds(cls, **fields)
 
@@ -67,15 +71,15 @@ def result_with_payload(draw):
 def message_and_payload(kind):
     """(message, payload) of a kind; a payload only where the kind may carry one."""
     plain = st.tuples(MESSAGE[kind], st.just(b""))
-    if kind is Kind.STEP:
+    if kind is MessageKind.STEP:
         return st.one_of(plain, st.tuples(record(Step), st.binary(max_size=300)))
-    return st.one_of(plain, result_with_payload()) if kind is Kind.STEP_RESULT else plain
+    return st.one_of(plain, result_with_payload()) if kind is MessageKind.STEP_RESULT else plain
 
 
 class Sent(typing.NamedTuple):
     """One frame of a generated stream."""
 
-    kind: Kind
+    kind: MessageKind
     request_id: int
     flags: int
     message: messages.Message
@@ -114,7 +118,7 @@ def streams(draw, max_frames=6):
         message, payload = draw(message_and_payload(kind))
         request_id = draw(st.integers(0, 2**64 - 1))
         n_fds = len(message.arenas) if isinstance(message, Load | Check) else int(isinstance(message, Save | Restore))
-        flags = draw(st.integers(0, 255)) if kind is Kind.STEP else 0
+        flags = draw(st.integers(0, 255)) if kind is MessageKind.STEP else 0
         data = encode(message, request_id, flags, len(payload)) + payload
         frames.append(Sent(kind, request_id, flags, message, payload, tuple(range(fd, fd + n_fds)), data))
         fd += n_fds

@@ -12,7 +12,7 @@ import pytest
 
 from lucevisor.protocol.arena import PAGE_BYTES, SEALS, Arena, arena_bytes
 from lucevisor.protocol.errors import ArenaError
-from lucevisor.protocol.messages import ArenaPlan
+from lucevisor.protocol.loading import ArenaPlan
 
 PLAN = ArenaPlan(boundary=1, region_bytes=5000, n_regions=3)
 
@@ -148,7 +148,7 @@ def test_too_much_memory_is_an_error_and_leaks_nothing():
         "import resource, sys\n"
         "from lucevisor.protocol.arena import Arena\n"
         "from lucevisor.protocol.errors import ArenaError\n"
-        "from lucevisor.protocol.messages import ArenaPlan\n"
+        "from lucevisor.protocol.loading import ArenaPlan\n"
         "resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))\n"
         "import signal; signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
         "try:\n"
@@ -210,7 +210,7 @@ def test_a_foreign_process_maps_what_was_passed():
     code = (
         "import socket, sys\n"
         "from lucevisor.protocol.arena import Arena\n"
-        "from lucevisor.protocol.messages import ArenaPlan\n"
+        "from lucevisor.protocol.loading import ArenaPlan\n"
         "sock = socket.socket(fileno=int(sys.argv[1]))\n"
         "_, fds, _, _ = socket.recv_fds(sock, 1, 1)\n"
         "arena = Arena.attach(fds[0], ArenaPlan(1, 5000, 3))\n"

@@ -13,10 +13,13 @@ import uvloop
 from lucevisor.model.values import Dtype
 from lucevisor.protocol.asyncio_link import Link
 from lucevisor.protocol.blocking_link import BlockingLink
+from lucevisor.protocol.checks import Check
 from lucevisor.protocol.codec import encode
 from lucevisor.protocol.errors import LinkClosed, LinkOverflow, LocalProtocolError, RemoteProtocolError
-from lucevisor.protocol.messages import ArenaPlan, Check, Failed, Reset, Sampled, Shutdown, Slice, Step, StepResult
+from lucevisor.protocol.loading import ArenaPlan
+from lucevisor.protocol.messages import Failed, Shutdown
 from lucevisor.protocol.states import LinkState
+from lucevisor.protocol.steps import Reset, Sampled, Slice, Step, StepResult
 
 RESULT = StepResult(7, 1, [Sampled(3, 5)], segments=[("logits", [4])])
 RESULT_BYTES = encode(RESULT, 7, payload_bytes=16) + b"0123456789abcdef"

@@ -13,21 +13,13 @@ import pytest
 
 from lucevisor.model.values import Backend, Dtype
 from lucevisor.protocol.blocking_link import BlockingLink
+from lucevisor.protocol.checks import Check
 from lucevisor.protocol.codec import encode
 from lucevisor.protocol.errors import LinkClosed, LocalProtocolError, RemoteProtocolError
-from lucevisor.protocol.messages import (
-    ArenaPlan,
-    Check,
-    Failed,
-    Hello,
-    Reset,
-    Sampled,
-    Shutdown,
-    Slice,
-    Step,
-    StepResult,
-)
+from lucevisor.protocol.loading import ArenaPlan, Hello
+from lucevisor.protocol.messages import Failed, Shutdown
 from lucevisor.protocol.states import Channel, LinkState, Role
+from lucevisor.protocol.steps import Reset, Sampled, Slice, Step, StepResult
 
 STEP = Step(7, 1, slices=[Slice(3, 100, [5], True)])
 STEP_BYTES = encode(STEP, 7, payload_bytes=16) + b"0123456789abcdef"

@@ -8,21 +8,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lucevisor.model.values import Dtype
+from lucevisor.protocol.checks import Check
 from lucevisor.protocol.codec import byte_views, decode, encode, n_descriptors, payload_segments
 from lucevisor.protocol.errors import LocalProtocolError, RemoteProtocolError
 from lucevisor.protocol.frames import HEADER_BYTES, MAX_DESCRIPTORS, MIB, Header, pack_header, parse_header
-from lucevisor.protocol.messages import (
-    MESSAGES,
-    ArenaPlan,
-    Check,
-    Failed,
-    Kind,
-    Sampled,
-    Shutdown,
-    Slice,
-    Step,
-    StepResult,
-)
+from lucevisor.protocol.loading import ArenaPlan
+from lucevisor.protocol.messages import MESSAGES, Failed, MessageKind, Shutdown
+from lucevisor.protocol.steps import Sampled, Slice, Step, StepResult
 from tests.protocol.message_strategies import message_and_payload
 
 
@@ -47,7 +39,7 @@ def plain(value):
     return {key: plain(item) for key, item in value.items()} if isinstance(value, dict) else value
 
 
-@pytest.mark.parametrize("kind", list(Kind))
+@pytest.mark.parametrize("kind", list(MessageKind))
 @settings(max_examples=40)
 @given(data=st.data())
 def test_round_trip_of_every_kind(kind, data):
@@ -60,8 +52,8 @@ def test_round_trip_of_every_kind(kind, data):
 
 
 def test_the_table_of_kinds_is_whole():
-    assert set(MESSAGES) == set(Kind)
-    assert len(set(MESSAGES.values())) == len(Kind)
+    assert set(MESSAGES) == set(MessageKind)
+    assert len(set(MESSAGES.values())) == len(MessageKind)
 
 
 def test_a_decode_step_is_small():
@@ -72,18 +64,18 @@ def test_a_decode_step_is_small():
 @pytest.mark.parametrize(
     ("kind", "metadata"),
     [
-        (Kind.STEP, b""),
-        (Kind.STEP, b"\xc1"),
-        (Kind.STEP, msgspec.msgpack.encode([1])),  # region is missing
-        (Kind.STEP, msgspec.msgpack.encode([1, "2"])),  # no coercion
-        (Kind.STEP, msgspec.msgpack.encode([1, 2.0])),
-        (Kind.STEP, msgspec.msgpack.encode([1, 2, [[7, 1]]])),  # no operation 7
-        (Kind.STEP, msgspec.msgpack.encode([1, 2]) + b"\x00"),  # bytes after the end
-        (Kind.STEP, b"\x94\x01\x02\xdd\xff\xff\xff\xff"),  # four thousand million operations, none there
-        (Kind.RESET, b"\x81\xa5token\xdb\xff\xff\xff\xff"),
-        (Kind.RESET, b"\x82\xa5token\x01\xa1x" + b"\x91" * 4000),  # nested deeper than the stack
-        (Kind.FAILED, b"\x86\xa4what\xa2\xff\xfe"),  # not UTF-8
-        (Kind.HEARTBEAT, msgspec.msgpack.encode({"count": 1, "phase": "sleep"})),
+        (MessageKind.STEP, b""),
+        (MessageKind.STEP, b"\xc1"),
+        (MessageKind.STEP, msgspec.msgpack.encode([1])),  # region is missing
+        (MessageKind.STEP, msgspec.msgpack.encode([1, "2"])),  # no coercion
+        (MessageKind.STEP, msgspec.msgpack.encode([1, 2.0])),
+        (MessageKind.STEP, msgspec.msgpack.encode([1, 2, [[7, 1]]])),  # no operation 7
+        (MessageKind.STEP, msgspec.msgpack.encode([1, 2]) + b"\x00"),  # bytes after the end
+        (MessageKind.STEP, b"\x94\x01\x02\xdd\xff\xff\xff\xff"),  # four thousand million operations, none there
+        (MessageKind.RESET, b"\x81\xa5token\xdb\xff\xff\xff\xff"),
+        (MessageKind.RESET, b"\x82\xa5token\x01\xa1x" + b"\x91" * 4000),  # nested deeper than the stack
+        (MessageKind.FAILED, b"\x86\xa4what\xa2\xff\xfe"),  # not UTF-8
+        (MessageKind.HEARTBEAT, msgspec.msgpack.encode({"count": 1, "phase": "sleep"})),
     ],
 )
 def test_metadata_of_other_types_is_refused(kind, metadata):
@@ -131,7 +123,7 @@ def test_segments_must_describe_the_payload(segments, payload_bytes, text):
         encode(result, payload_bytes=payload_bytes)
     metadata = msgspec.msgpack.encode(result)
     with pytest.raises(RemoteProtocolError, match=text):
-        decode(header_for(Kind.STEP_RESULT, metadata, payload_bytes), memoryview(metadata))
+        decode(header_for(MessageKind.STEP_RESULT, metadata, payload_bytes), memoryview(metadata))
 
 
 def test_segments_are_views_of_the_payload():

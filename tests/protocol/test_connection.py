@@ -7,24 +7,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lucevisor.model.values import Dtype
+from lucevisor.protocol.checks import Check
 from lucevisor.protocol.codec import encode
 from lucevisor.protocol.connection import READ_BUFFER_BYTES, Connection
 from lucevisor.protocol.errors import LocalProtocolError, RemoteProtocolError
 from lucevisor.protocol.frames import MIB
-from lucevisor.protocol.messages import (
-    ArenaPlan,
-    Check,
-    Failed,
-    Heartbeat,
-    Kind,
-    LogLine,
-    Reset,
-    Shutdown,
-    Slice,
-    Step,
-    StepResult,
-)
+from lucevisor.protocol.loading import ArenaPlan
+from lucevisor.protocol.messages import Failed, Heartbeat, LogLine, MessageKind, Shutdown
 from lucevisor.protocol.states import Channel, LinkState, Role
+from lucevisor.protocol.steps import Reset, Slice, Step, StepResult
 from tests.protocol.message_strategies import streams
 
 
@@ -148,7 +139,7 @@ def test_few_foreign_bytes_are_refused_without_waiting_for_a_header():
         connection.events()
 
 
-@pytest.mark.parametrize("kind", [Kind.STEP_RESULT, Kind.HELLO])
+@pytest.mark.parametrize("kind", [MessageKind.STEP_RESULT, MessageKind.HELLO])
 def test_a_refused_header_costs_no_memory(kind):
     import struct
     from zlib import crc32

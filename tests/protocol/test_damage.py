@@ -11,8 +11,9 @@ from lucevisor.protocol.codec import decode, encode
 from lucevisor.protocol.connection import Connection
 from lucevisor.protocol.errors import RemoteProtocolError
 from lucevisor.protocol.frames import HEADER_BYTES, LIMITS, pack_header, parse_header
-from lucevisor.protocol.messages import MESSAGES, Kind, Sampled, Slice, Step, StepResult
+from lucevisor.protocol.messages import MESSAGES, MessageKind
 from lucevisor.protocol.states import Channel, LinkState, Role
+from lucevisor.protocol.steps import Sampled, Slice, Step, StepResult
 from tests.protocol.message_strategies import streams
 
 ALLOWED_GROWTH_KIB = 64 * 1024
@@ -109,8 +110,8 @@ def fuzz(n, seed):
     """``n`` inputs whose checks are right, so that the typed decode meets them; returns how many it accepted."""
     rng = random.Random(seed)
     samples = {
-        Kind.STEP: encode(Step(1, 2, slices=[Slice(i, 7, [5, 6], True) for i in range(4)]))[HEADER_BYTES:],
-        Kind.STEP_RESULT: encode(StepResult(1, 0, [Sampled(1, 2, -0.5, [(2, -0.5)])]))[HEADER_BYTES:],
+        MessageKind.STEP: encode(Step(1, 2, slices=[Slice(i, 7, [5, 6], True) for i in range(4)]))[HEADER_BYTES:],
+        MessageKind.STEP_RESULT: encode(StepResult(1, 0, [Sampled(1, 2, -0.5, [(2, -0.5)])]))[HEADER_BYTES:],
     }
     kinds = list(MESSAGES)
     n_accepted = 0

@@ -7,7 +7,8 @@ import pytest
 from lucevisor.protocol.codec import encode
 from lucevisor.protocol.docs import PAGE, main, page
 from lucevisor.protocol.frames import MAX_METADATA_BYTES, MAX_PAYLOAD_BYTES, MIB
-from lucevisor.protocol.messages import MESSAGES, Operation, Shutdown
+from lucevisor.protocol.messages import MESSAGES, Shutdown
+from lucevisor.protocol.steps import Operation
 
 TEXT = PAGE.read_text(encoding="utf-8")
 

@@ -16,23 +16,23 @@ from lucevisor.protocol.frames import (
     pack_header,
     parse_header,
 )
-from lucevisor.protocol.messages import Kind
+from lucevisor.protocol.messages import MessageKind
 
 # Written by hand after docs/protocol.md, checks by a bitwise CRC-32: a Shutdown without reason.
 METADATA = bytes.fromhex("81a6726561736f6ea0")
 GOLDEN = bytes.fromhex("4c565352 0100 0a 00 0807060504030201 09000000 00000000 1189306b 1d220115".replace(" ", ""))
 
 
-def header(kind=Kind.STEP, version=1, flags=0, metadata_bytes=5, payload_bytes=0, magic=b"LVSR"):
+def header(kind=MessageKind.STEP, version=1, flags=0, metadata_bytes=5, payload_bytes=0, magic=b"LVSR"):
     """A header with any fields and a right check, packed without the code under test."""
     head = struct.pack("<4sHBBQIII", magic, version, kind, flags, 7, metadata_bytes, payload_bytes, 0)
     return memoryview(head + crc32(head).to_bytes(4, "little"))
 
 
 def test_golden_bytes():
-    assert pack_header(Kind.SHUTDOWN, 0, 0x0102030405060708, METADATA, 0) == GOLDEN
+    assert pack_header(MessageKind.SHUTDOWN, 0, 0x0102030405060708, METADATA, 0) == GOLDEN
     found = parse_header(memoryview(GOLDEN))
-    assert (found.kind, found.request_id, found.metadata_bytes) == (Kind.SHUTDOWN, 0x0102030405060708, 9)
+    assert (found.kind, found.request_id, found.metadata_bytes) == (MessageKind.SHUTDOWN, 0x0102030405060708, 9)
 
 
 def test_every_damage_of_up_to_two_bits_is_refused():
@@ -55,7 +55,7 @@ def test_random_bytes_are_refused(data):
         parse_header(memoryview(data))
 
 
-@pytest.mark.parametrize("kind", list(Kind))
+@pytest.mark.parametrize("kind", list(MessageKind))
 def test_lengths_over_the_limit_of_the_kind_are_refused_on_both_ends(kind):
     limits = LIMITS[kind]
     assert limits.metadata_bytes <= MAX_METADATA_BYTES
@@ -81,7 +81,7 @@ def test_lengths_over_the_limit_of_the_kind_are_refused_on_both_ends(kind):
         ({"version": 2}, "speaks wire protocol 2, this side 1"),
         ({"kind": 31}, "unknown frame kind 31"),
         ({"kind": 0}, "unknown frame kind 0"),
-        ({"kind": Kind.RESET, "flags": 4}, "RESET has flags 0x4"),
+        ({"kind": MessageKind.RESET, "flags": 4}, "RESET has flags 0x4"),
     ],
 )
 def test_a_whole_header_of_something_else_says_what_it_is(fields, text):
@@ -93,12 +93,12 @@ def test_a_whole_header_of_something_else_says_what_it_is(fields, text):
 
 def test_the_flags_of_a_step_name_its_stage():
     for stage in (0, 255):
-        assert parse_header(memoryview(pack_header(Kind.STEP, stage, 0, b"", 0))).flags == stage
+        assert parse_header(memoryview(pack_header(MessageKind.STEP, stage, 0, b"", 0))).flags == stage
     with pytest.raises(LocalProtocolError, match="0 to 255"):
-        pack_header(Kind.STEP, 256, 0, b"", 0)
+        pack_header(MessageKind.STEP, 256, 0, b"", 0)
 
 
 @pytest.mark.parametrize(("flags", "request_id"), [(1, 0), (-1, 0), (0, -1), (0, 2**64)])
 def test_numbers_that_do_not_fit_are_not_sent(flags, request_id):
     with pytest.raises(LocalProtocolError):
-        pack_header(Kind.RESET, flags, request_id, b"", 0)
+        pack_header(MessageKind.RESET, flags, request_id, b"", 0)

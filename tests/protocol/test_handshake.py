@@ -5,7 +5,7 @@ import pytest
 
 from lucevisor.model.values import Backend, Dtype
 from lucevisor.protocol.handshake import Expected, check_hello
-from lucevisor.protocol.messages import DeviceInfo, Hello
+from lucevisor.protocol.loading import DeviceInfo, Hello
 
 
 def device(index, name="Radeon 8060S"):

@@ -4,15 +4,15 @@ import re
 
 import pytest
 
-from lucevisor.protocol.messages import Kind
+from lucevisor.protocol.messages import MessageKind
 from lucevisor.protocol.states import INITIAL, SENDERS, TRANSITIONS, Channel, LinkState, Role, legal, refusal
 
 
 def test_every_kind_has_one_sender_and_every_state_a_row():
-    assert set(SENDERS) == set(Kind)
+    assert set(SENDERS) == set(MessageKind)
     assert set(TRANSITIONS) == set(LinkState)
     assert set(INITIAL) == set(Channel)
-    assert {kind for row in TRANSITIONS.values() for kind in row} == set(Kind)
+    assert {kind for row in TRANSITIONS.values() for kind in row} == set(MessageKind)
 
 
 def test_every_state_is_reachable():
@@ -39,12 +39,12 @@ def test_crossing_messages_break_nothing():
 def test_the_usual_conversation():
     state = INITIAL[Channel.LINK]
     for sender, kind, after in [
-        (Role.DAEMON, Kind.HELLO, LinkState.IDLE),
-        (Role.SUPERVISOR, Kind.LOAD, LinkState.LOADING),
-        (Role.DAEMON, Kind.LOADED, LinkState.READY),
-        (Role.SUPERVISOR, Kind.STEP, LinkState.READY),
-        (Role.SUPERVISOR, Kind.SHUTDOWN, LinkState.CLOSING),
-        (Role.DAEMON, Kind.STEP_RESULT, LinkState.CLOSING),
+        (Role.DAEMON, MessageKind.HELLO, LinkState.IDLE),
+        (Role.SUPERVISOR, MessageKind.LOAD, LinkState.LOADING),
+        (Role.DAEMON, MessageKind.LOADED, LinkState.READY),
+        (Role.SUPERVISOR, MessageKind.STEP, LinkState.READY),
+        (Role.SUPERVISOR, MessageKind.SHUTDOWN, LinkState.CLOSING),
+        (Role.DAEMON, MessageKind.STEP_RESULT, LinkState.CLOSING),
     ]:
         assert legal(Channel.LINK, sender)[state][kind] is after
         state = after
@@ -57,26 +57,32 @@ def test_the_usual_conversation():
             Channel.LINK,
             Role.SUPERVISOR,
             LinkState.GREETING,
-            Kind.LOAD,
+            MessageKind.LOAD,
             "LOAD does not fit the state greeting, where the sup",
         ),
-        (Channel.LINK, Role.SUPERVISOR, LinkState.LOADING, Kind.STEP, "supervisor may send SHUTDOWN$"),
-        (Channel.LINK, Role.DAEMON, LinkState.IDLE, Kind.HELLO, "HELLO does not fit the state idle"),
+        (Channel.LINK, Role.SUPERVISOR, LinkState.LOADING, MessageKind.STEP, "supervisor may send SHUTDOWN$"),
+        (Channel.LINK, Role.DAEMON, LinkState.IDLE, MessageKind.HELLO, "HELLO does not fit the state idle"),
         (
             Channel.LINK,
             Role.DAEMON,
             LinkState.READY,
-            Kind.STEP,
+            MessageKind.STEP,
             "STEP is sent by the supervisor on the link, not by the dae",
         ),
         (
             Channel.LINK,
             Role.DAEMON,
             LinkState.READY,
-            Kind.HEARTBEAT,
+            MessageKind.HEARTBEAT,
             "sent by the daemon on the pulse, not by the daemon on",
         ),
-        (Channel.PULSE, Role.SUPERVISOR, LinkState.READY, Kind.STEP, "on the link, not by the supervisor on the pulse"),
+        (
+            Channel.PULSE,
+            Role.SUPERVISOR,
+            LinkState.READY,
+            MessageKind.STEP,
+            "on the link, not by the supervisor on the pulse",
+        ),
     ],
 )
 def test_what_is_not_allowed_says_why(channel, sender, state, kind, text):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from lucevisor.engine.pipeline import PipelineResult
-from lucevisor.protocol.messages import Slice, Step, StepResult
+from lucevisor.protocol.steps import Slice, Step, StepResult
 from lucevisor.snapshots.policy import Candidate, SavePolicy, SaveTrigger, reject_save_reason
 from lucevisor.snapshots.speeds import SpeedMeter
 from lucevisor.snapshots.store import StoreStatistics

@@ -19,7 +19,7 @@ from lucevisor.cli.progress import SilentDisplay
 from lucevisor.config import load
 from lucevisor.deployment.service import Service
 from lucevisor.engine.request import GenerationRequest, TokenEvent
-from lucevisor.model.values import Sampling
+from lucevisor.protocol.steps import Sampling
 from lucevisor.supervision.policy import SupervisionLimits
 from tests.e2e.process import DEMO
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import lucevisor
 from lucevisor.config import GroupConfig
 from lucevisor.model.values import Dtype
-from lucevisor.protocol.messages import Load, Pools
+from lucevisor.protocol.loading import Load, PoolSizes
 from lucevisor.protocol.source_hash import source_hash
 from lucevisor.supervision.callbacks import Callbacks, LoadOrder
 from lucevisor.supervision.group import GroupSupervisor
@@ -44,7 +44,7 @@ def stage_tiny(run_dir: Path) -> StagedPackages:
 
 def tiny_load() -> LoadOrder:
     """An order that no tiny daemon looks at."""
-    return LoadOrder(Load([], Dtype.FLOAT32, Dtype.FLOAT32, [], [], Pools(1, 0, 0), 1, 1))
+    return LoadOrder(Load([], Dtype.FLOAT32, Dtype.FLOAT32, [], [], PoolSizes(1, 0, 0), 1, 1))
 
 
 class Owner:

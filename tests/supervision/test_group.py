@@ -13,7 +13,7 @@ from structlog.testing import capture_logs
 
 from lucevisor.config import GroupConfig
 from lucevisor.errors import LucevisorError
-from lucevisor.protocol.messages import Reset, Step, StepResult
+from lucevisor.protocol.steps import Reset, Step, StepResult
 from lucevisor.supervision.group import GroupSupervisor, RefusedError
 from lucevisor.supervision.states import State
 from tests.supervision.real_groups import (

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from lucevisor.protocol.messages import Step
+from lucevisor.protocol.steps import Step
 from lucevisor.supervision.post_mortem import N_LINES_AFTER, cause, explain_kill, oom_kills
 from lucevisor.supervision.states import State
 from tests.supervision.real_groups import Owner, ready, tiny_group

@@ -9,7 +9,7 @@ import signal
 import pytest
 from structlog.testing import capture_logs
 
-from lucevisor.protocol.messages import Step
+from lucevisor.protocol.steps import Step
 from lucevisor.supervision import events as ev
 from lucevisor.supervision.states import State
 from tests.supervision.real_groups import Owner, brisk, exists, ready, tiny_group, until

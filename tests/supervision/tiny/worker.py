@@ -19,22 +19,10 @@ import daemons
 import lucevisor
 from lucevisor.model.values import Backend, LayerRange
 from lucevisor.protocol.codec import encode
-from lucevisor.protocol.messages import (
-    PROTOCOL_VERSION,
-    DeviceInfo,
-    DeviceUse,
-    Failed,
-    Hello,
-    Load,
-    Loaded,
-    LogLine,
-    Progress,
-    Reset,
-    Shutdown,
-    Step,
-    StepResult,
-)
+from lucevisor.protocol.loading import DeviceInfo, DeviceUse, Hello, Load, Loaded
+from lucevisor.protocol.messages import PROTOCOL_VERSION, Failed, LogLine, Progress, Shutdown
 from lucevisor.protocol.source_hash import source_hash
+from lucevisor.protocol.steps import Reset, Step, StepResult
 
 LIBC = ctypes.CDLL(None)
 LIBC_WITH_GIL = ctypes.PyDLL(None)  # calls keep the interpreter lock

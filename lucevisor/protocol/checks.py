@@ -1,0 +1,61 @@
+"""Records of `doctor` and of timing layers before a placement.  No sockets, no tensors."""
+
+from __future__ import annotations
+
+import msgspec
+
+from lucevisor.model.values import Dtype, LayerRange
+from lucevisor.protocol.loading import ArenaPlan
+
+
+class Span(msgspec.Struct, frozen=True, array_like=True):
+    """Layers to time on a device, with the head when ``first``, with the tail when ``last``."""
+
+    device: int
+    layers: LayerRange
+    first: bool = False
+    last: bool = False
+
+
+class Measure(msgspec.Struct, frozen=True):
+    """Time each of ``spans`` for a slice of ``n_rows`` tokens from position 0, and for one token behind it."""
+
+    spans: list[Span]
+    kv_dtype: Dtype
+    n_rows: int
+    threads: int = 0
+    options: dict[str, str] = {}
+
+
+class Check(msgspec.Struct, frozen=True):
+    """Doctor: run one layer's numbers on every visible device against the float32 cpu reference; map ``arenas``
+    (descriptors travel along).  With ``measure``: time layers instead of comparing one."""
+
+    files: list[str]
+    layer: int
+    dtype: Dtype
+    arenas: list[ArenaPlan] = []
+    measure: Measure | None = None
+
+
+class CheckLine(msgspec.Struct, frozen=True):
+    subject: str  # "cuda:0 layer 3", "arena"
+    ok: bool
+    detail: str
+
+
+class Timing(msgspec.Struct, frozen=True, array_like=True):
+    """Seconds that the layers of a Span take, for one token and for ``Measure.n_rows``; ``end_``: its head and tail,
+    the tail for one row in both."""
+
+    decode_s: float
+    prefill_s: float
+    end_decode_s: float = 0.0
+    end_prefill_s: float = 0.0
+
+
+class Checked(msgspec.Struct, frozen=True):
+    """Answer to Check.  ``timings``: one a Span, in their order; none when one failed, which is a line then."""
+
+    lines: list[CheckLine]
+    timings: list[Timing] = []
