@@ -15,16 +15,16 @@ from pathlib import Path
 from unittest import mock
 
 import torch
-from kernels import conditions, planes_of
+from kernels import conditions, random_packed
 
 from daemons.device import prepare
 from daemons.ops import quantised
 from daemons.ops.experts import BlockExperts
 from daemons.ops.kernels import Kernels
 from daemons.ops.moe import ExpertMlp
-from daemons.ops.quantised import PlaneExperts
+from daemons.ops.quantised import PackedExperts
 from daemons.ops.router import Chosen
-from daemons.weights.packed import put_together
+from daemons.weights.packed import unpack
 from lucevisor.model.quant_types import BY_NAME
 from lucevisor.model.values import Backend
 
@@ -36,12 +36,12 @@ ARMS = ("chosen", "each pair", "grouped", "plain torch")
 
 
 def matrices(kind_name, n_experts, n, k, device):
-    """The same experts as planes and as blocks."""
+    """The same experts as packed weights and as blocks."""
     kind = BY_NAME[kind_name]
-    planes = planes_of(kind, n_experts * n, k, device)
-    raw = put_together(kind, planes, k).contiguous()
-    apart = planes.map(lambda plane: plane.view(n_experts, n, -1))
-    return PlaneExperts(kind, apart, k), BlockExperts(kind, raw.view(n_experts, n, -1), k)
+    packed = random_packed(kind, n_experts * n, k, device)
+    raw = unpack(kind, packed, k).contiguous()
+    apart = packed.map(lambda tensor: tensor.view(n_experts, n, -1))
+    return PackedExperts(kind, apart, k), BlockExperts(kind, raw.view(n_experts, n, -1), k)
 
 
 def limits(arm):
@@ -63,7 +63,7 @@ def measure(options):
     for name, n_experts, n_used, width, inner, gate_kind, down_kind in LAYERS:
         gate_up = matrices(gate_kind, n_experts, 2 * inner, width, options.device)
         down = matrices(down_kind, n_experts, width, inner, options.device)
-        planes, plain = (ExpertMlp(a, b, "silu", Kernels()) for a, b in zip(gate_up, down, strict=True))
+        packed, plain = (ExpertMlp(a, b, "silu", Kernels()) for a, b in zip(gate_up, down, strict=True))
         for n in options.tokens:
             x = torch.randn(n, width, device=options.device, dtype=torch.bfloat16)
             weights, experts = torch.rand(n, n_experts, device=options.device).softmax(dim=1).topk(n_used)
@@ -71,7 +71,7 @@ def measure(options):
             times, results = {}, {}
             for i in range(options.rounds + 3):  # the first ones compile
                 for arm in ARMS:
-                    mlp = plain if arm == "plain torch" else planes
+                    mlp = plain if arm == "plain torch" else packed
                     s, results[arm] = seconds(arm, mlp, x, chosen)
                     if i >= 3:
                         times.setdefault(arm, []).append(s)

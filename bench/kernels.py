@@ -19,8 +19,8 @@ import torch
 
 from daemons.device import prepare
 from daemons.ops.linear import Blocks
-from daemons.ops.quantised import PlaneMatrix
-from daemons.weights.packed import empty, put_together
+from daemons.ops.quantised import PackedLinear
+from daemons.weights.packed import empty_packed, unpack
 from lucevisor.model.quant_types import BY_NAME
 from lucevisor.model.values import Backend
 
@@ -38,18 +38,18 @@ ROWS = (1, 8, 32, 512)
 CACHE_BYTES = 300_000_000
 
 
-def planes_of(kind, n, k, device):
+def random_packed(kind, n, k, device):
     """Random codes, small scales."""
-    planes = empty(kind, n, k, device)
-    for plane in planes.tensors():
-        if plane.dtype == torch.float16:
-            plane.normal_(std=1e-3)
+    packed = empty_packed(kind, n, k, device)
+    for tensor in packed.tensors():
+        if tensor.dtype == torch.float16:
+            tensor.normal_(std=1e-3)
         else:
-            limits = torch.iinfo(plane.dtype)
-            plane.random_(limits.min, limits.max)
+            limits = torch.iinfo(tensor.dtype)
+            tensor.random_(limits.min, limits.max)
     if kind.name in ("Q4_K", "Q5_K"):
-        planes.scales.view(n, -1, 4)[..., 3] = 0x04000400  # d and dmin
-    return planes
+        packed.scales.view(n, -1, 4)[..., 3] = 0x04000400  # d and dmin
+    return packed
 
 
 def recorded(products, x):
@@ -79,9 +79,9 @@ def measure(options):
     for name, kind_name, n, k in MATRICES:
         kind = BY_NAME[kind_name]
         n_bytes = n * k // kind.block_elements * kind.block_bytes
-        copies = [planes_of(kind, n, k, options.device) for _ in range(max(2, CACHE_BYTES // n_bytes + 1))]
-        kernels = [PlaneMatrix(kind, planes, k) for planes in copies]
-        plain = [Blocks(kind, put_together(kind, planes, k), k) for planes in copies[:2]]
+        copies = [random_packed(kind, n, k, options.device) for _ in range(max(2, CACHE_BYTES // n_bytes + 1))]
+        kernels = [PackedLinear(kind, packed, k) for packed in copies]
+        plain = [Blocks(kind, unpack(kind, packed, k), k) for packed in copies[:2]]
         for rows in ROWS:
             x = torch.randn(rows, k, device=options.device, dtype=torch.bfloat16)
             wanted, found = plain[0](x).float(), kernels[0](x).float()

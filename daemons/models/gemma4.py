@@ -99,7 +99,7 @@ class LayerInputs:
         self.p, self.n_layers = p, n_layers
         self.table = weights.table("per_layer_token_embd.weight")
         self.project = weights.linear("per_layer_model_proj.weight")
-        self.norm = weights.chooser.operations.norm(weights.exact("per_layer_proj_norm.weight"), p.layer_input, p.eps)
+        self.norm = weights.selector.operations.norm(weights.exact("per_layer_proj_norm.weight"), p.layer_input, p.eps)
 
     def __call__(self, ids: Tensor, embedded: Tensor) -> Tensor:
         shape = (-1, self.n_layers, self.p.layer_input)
@@ -116,8 +116,8 @@ class Gemma4Family(Family):
     def __init__(self, spec: ModelSpec, weights: Weights, pools: Pools) -> None:
         assert isinstance(spec.params, Gemma4)
         self.spec, self.p, self.w, self.pools = spec, spec.params, weights, pools
-        self.operations = weights.chooser.operations
-        self.device = weights.chooser.device
+        self.operations = weights.selector.operations
+        self.device = weights.selector.device
         factors = weights.exact("rope_freqs.weight")
         self.ropes = {False: rope(self.p.rotary, self.device, factors), True: rope(self.p.rotary_sliding, self.device)}
         self.inputs = LayerInputs(self.p, weights, len(pools.layers)) if self.p.layer_input else None

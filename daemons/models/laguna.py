@@ -36,8 +36,8 @@ class LagunaFamily(Family):
     def __init__(self, spec: ModelSpec, weights: Weights, pools: Pools) -> None:
         assert isinstance(spec.params, Laguna)
         self.spec, self.p, self.w, self.pools = spec, spec.params, weights, pools
-        self.operations = weights.chooser.operations
-        device = weights.chooser.device
+        self.operations = weights.selector.operations
+        device = weights.selector.device
         self.ropes = {False: rope(self.p.rotary, device), True: rope(self.p.rotary_sliding, device)}
 
     def norm(self, name: str) -> Norm:

@@ -21,9 +21,9 @@ from daemons.device import allocating
 from daemons.errors import LoadError
 from daemons.ops.experts import ExpertMatrices, JoinedExperts
 from daemons.ops.linear import Joined, Linear, Table
-from daemons.ops.selection import Chooser
+from daemons.ops.selection import KernelSelector
 from daemons.weights.dequant import dequantise, four_bit
-from daemons.weights.packed import Planes, empty, take_apart
+from daemons.weights.packed import PackedWeights, empty_packed, repack
 from daemons.weights.reading import HostMemory, Piece, Progress, Staging, row_count
 from lucevisor.model.gguf_files import GgufFiles
 from lucevisor.model.quant_types import DENSE, NATIVE, Format, GgmlType, resident_bytes
@@ -54,7 +54,7 @@ class Weights:
 
     files: GgufFiles
     residents: Sequence[Resident]
-    chooser: Chooser
+    selector: KernelSelector
     report: Callable[[int, int], None]
     n_bytes: int = 0
     converted: dict[str, tuple[int, int]] = field(
@@ -63,14 +63,14 @@ class Weights:
     staging: Staging = field(init=False)
     progress: Progress = field(init=False)
     _forms: dict[tuple[str, Role], Resident] = field(init=False)
-    _shared: dict[str, tuple[GgmlType, Tensor | Planes]] = field(init=False)
+    _shared: dict[str, tuple[GgmlType, Tensor | PackedWeights]] = field(init=False)
     _host: HostMemory | None = field(init=False)
 
     def __post_init__(self) -> None:
         self._forms = {(r.name, r.role): r for r in self.residents}
         self._shared = {}
-        self.staging = Staging(self.files, self.chooser.device)
-        on_cpu = self.chooser.device.type == "cpu"
+        self.staging = Staging(self.files, self.selector.device)
+        on_cpu = self.selector.device.type == "cpu"
         self._host = HostMemory.reserve(sum(r.n_bytes + 256 for r in self.residents)) if on_cpu else None
         self.progress = Progress(sum(r.read_bytes for r in self.residents), self.report)
 
@@ -107,37 +107,37 @@ class Weights:
         n_experts, n_columns = forms[0].shape[0], forms[0].shape[-1]
         rows = [Rows(r.name, ((e * r.shape[1], (e + 1) * r.shape[1]),)) for e in range(n_experts) for r in forms]
         if forms[0].form in QUANTISED_FORMS:
-            if self.chooser.takes_apart(forms[0].form):
-                planes = self._planes(rows).map(lambda plane: plane.view(n_experts, -1, plane.shape[-1]))
-                return self.chooser.expert_planes(forms[0].kind, planes, n_columns)
+            if self.selector.repacks(forms[0].form):
+                weights = self._packed(rows).map(lambda tensor: tensor.view(n_experts, -1, tensor.shape[-1]))
+                return self.selector.packed_experts(forms[0].kind, weights, n_columns)
             raw = self._raw(rows)
-            return self.chooser.expert_blocks(forms[0].kind, raw.view(n_experts, -1, raw.shape[-1]), n_columns)
+            return self.selector.expert_blocks(forms[0].kind, raw.view(n_experts, -1, raw.shape[-1]), n_columns)
         kinds = {r.kind.name for r in forms}
         if forms[0].form is Format.INT4:
             packed, affine = self._int4(rows)
             affine = affine.view(affine.shape[0], n_experts, -1, 2).transpose(0, 1).contiguous()
-            return self.chooser.expert_int4(kinds, packed.view(n_experts, -1, n_columns // 2), affine)
+            return self.selector.expert_int4(kinds, packed.view(n_experts, -1, n_columns // 2), affine)
         if forms[0].form is Format.INT8:
             weight, scale = self._int8(rows)
-            return self.chooser.expert_int8(kinds, weight.view(n_experts, -1, n_columns), scale.view(n_experts, -1))
+            return self.selector.expert_int8(kinds, weight.view(n_experts, -1, n_columns), scale.view(n_experts, -1))
         weight = self._dense(rows, self._dtype_of(forms[0]))
-        return self.chooser.expert_dense(kinds, weight.view(n_experts, -1, n_columns))
+        return self.selector.expert_dense(kinds, weight.view(n_experts, -1, n_columns))
 
     def table(self, name: str) -> Table:
         """Rows by id.  Where it is the output matrix too, both share one tensor if the resident forms say so."""
         lookup = self._forms.get((name, Role.LOOKUP))
         shared = lookup is None
         resident = self._forms[name, Role.MATRIX] if lookup is None else lookup
-        weight: Tensor | Planes
-        if shared and self.chooser.takes_apart(resident.form):
-            weight = self._planes([_own(resident)])
+        weight: Tensor | PackedWeights
+        if shared and self.selector.repacks(resident.form):
+            weight = self._packed([_own(resident)])
         elif resident.form in QUANTISED_FORMS:
             weight = self._raw([_own(resident)])
         else:
             weight = self._dense([_own(resident)], self._dtype_of(resident))
         if shared:
             self._shared[name] = (resident.kind, weight)
-        return self.chooser.table(resident.kind, weight, resident.shape[-1])
+        return self.selector.table(resident.kind, weight, resident.shape[-1])
 
     # ---- forms
 
@@ -149,27 +149,27 @@ class Weights:
         return fa.form is fb.form and (fa.form not in QUANTISED_FORMS or fa.kind is fb.kind)
 
     def _dtype_of(self, resident: Resident) -> torch.dtype:
-        return torch.float32 if resident.form is Format.FLOAT32 else self.chooser.dtype
+        return torch.float32 if resident.form is Format.FLOAT32 else self.selector.dtype
 
     def _matrix(self, rows: list[Rows]) -> Linear:
         first = self._form(rows[0])
         kinds = {self._form(r).kind.name for r in rows}
         if rows[0].name in self._shared:
             kind, weight = self._shared[rows[0].name]
-            if isinstance(weight, Planes):
-                return self.chooser.planes(kind, weight, first.shape[-1])
+            if isinstance(weight, PackedWeights):
+                return self.selector.packed_linear(kind, weight, first.shape[-1])
             if first.form in QUANTISED_FORMS:
-                return self.chooser.blocks(kind, weight, first.shape[-1])
-            return self.chooser.dense(kinds, weight, indexed=True)
+                return self.selector.blocks(kind, weight, first.shape[-1])
+            return self.selector.dense(kinds, weight, indexed=True)
         if first.form in QUANTISED_FORMS:
-            if self.chooser.takes_apart(first.form):
-                return self.chooser.planes(first.kind, self._planes(rows), first.shape[-1])
-            return self.chooser.blocks(first.kind, self._raw(rows), first.shape[-1])
+            if self.selector.repacks(first.form):
+                return self.selector.packed_linear(first.kind, self._packed(rows), first.shape[-1])
+            return self.selector.blocks(first.kind, self._raw(rows), first.shape[-1])
         if first.form is Format.INT4:
-            return self.chooser.int4(kinds, *self._int4(rows))
+            return self.selector.int4(kinds, *self._int4(rows))
         if first.form is Format.INT8:
-            return self.chooser.int8(kinds, *self._int8(rows))
-        return self.chooser.dense(kinds, self._dense(rows, self._dtype_of(first)))
+            return self.selector.int8(kinds, *self._int8(rows))
+        return self.selector.dense(kinds, self._dense(rows, self._dtype_of(first)))
 
     def _raw(self, rows: list[Rows]) -> Tensor:
         pieces = self._pieces(rows)
@@ -181,18 +181,18 @@ class Weights:
                 at += raw.shape[0]
         return out
 
-    def _planes(self, rows: list[Rows]) -> Planes:
+    def _packed(self, rows: list[Rows]) -> PackedWeights:
         pieces = self._pieces(rows)
         kind, n, columns = pieces[0].tensor.kind, _total(pieces), pieces[0].width
-        with self._allocating(pieces, resident_bytes(kind, (n, columns), Format.PLANES)):
-            out = empty(kind, n, columns, self.chooser.device)
+        with self._allocating(pieces, resident_bytes(kind, (n, columns), Format.PACKED)):
+            out = empty_packed(kind, n, columns, self.selector.device)
         self.n_bytes += out.nbytes
         to = out.tensors()
         for at, parts in self._chunks(pieces, 1, expanded=False):
             # as one: with many small experts in a chunk, launches would take longer than the work
             raw = torch.cat([rows for _, rows in parts])
-            for target, plane in zip(to, take_apart(kind, raw).tensors(), strict=True):
-                target[at : at + raw.shape[0]] = plane
+            for target, tensor in zip(to, repack(kind, raw).tensors(), strict=True):
+                target[at : at + raw.shape[0]] = tensor
         return out
 
     def _dense(self, rows: list[Rows], dtype: torch.dtype) -> Tensor:
@@ -262,15 +262,15 @@ class Weights:
 
     def _empty(self, pieces: list[Piece], shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         with self._allocating(pieces, prod(shape) * dtype.itemsize):
-            room = self._host.take(shape, dtype) if self._host is not None and not self.chooser.packs(dtype) else None
-            out = torch.empty(shape, dtype=dtype, device=self.chooser.device) if room is None else room
+            room = self._host.take(shape, dtype) if self._host is not None and not self.selector.packs(dtype) else None
+            out = torch.empty(shape, dtype=dtype, device=self.selector.device) if room is None else room
         self.n_bytes += out.nbytes
         return out
 
     def _allocating(self, pieces: list[Piece], n_bytes: int) -> AbstractContextManager[None]:
         names = ", ".join(dict.fromkeys(p.tensor.name for p in pieces))
         what = f"weights of {names} ({self.files.paths[pieces[0].tensor.part].name})"
-        return allocating(self.chooser.device, what, n_bytes, ADVICE)
+        return allocating(self.selector.device, what, n_bytes, ADVICE)
 
     def _chunks(
         self, pieces: list[Piece], align: int, *, expanded: bool = True

@@ -42,7 +42,7 @@ def build_route(
         expert_scale=w.exact(prefix + expert_scale) if expert_scale else None,
         opens=bool(shared_gate),
     )
-    return w.chooser.operations.router(router)
+    return w.selector.operations.router(router)
 
 
 def build_routed(w: Weights, prefix: str, activation: str) -> ExpertMlp:
@@ -50,10 +50,10 @@ def build_routed(w: Weights, prefix: str, activation: str) -> ExpertMlp:
     names = [prefix + "ffn_gate_up_exps.weight"]
     if names[0] not in w.files.tensors:
         names = [prefix + "ffn_gate_exps.weight", prefix + "ffn_up_exps.weight"]
-    return ExpertMlp(w.experts(*names), w.experts(prefix + "ffn_down_exps.weight"), activation, w.chooser.operations)
+    return ExpertMlp(w.experts(*names), w.experts(prefix + "ffn_down_exps.weight"), activation, w.selector.operations)
 
 
 def build_shared(w: Weights, prefix: str) -> GatedMlp:
     """The shared expert of the layer ``prefix``."""
     gate_up = w.linear(prefix + "ffn_gate_shexp.weight", prefix + "ffn_up_shexp.weight")
-    return GatedMlp(gate_up, w.linear(prefix + "ffn_down_shexp.weight"), w.chooser.operations)
+    return GatedMlp(gate_up, w.linear(prefix + "ffn_down_shexp.weight"), w.selector.operations)

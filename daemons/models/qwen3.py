@@ -33,8 +33,8 @@ class Qwen3Family(Family):
     def __init__(self, spec: ModelSpec, weights: Weights, pools: Pools) -> None:
         assert isinstance(spec.params, Qwen3)
         self.spec, self.p, self.w, self.pools = spec, spec.params, weights, pools
-        self.operations = weights.chooser.operations
-        self.rope = rope(self.p.rotary, weights.chooser.device)
+        self.operations = weights.selector.operations
+        self.rope = rope(self.p.rotary, weights.selector.device)
 
     def norm(self, name: str) -> Norm:
         weight = self.w.exact(name)

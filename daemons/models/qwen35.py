@@ -36,8 +36,8 @@ class Qwen35Family(Family):
     def __init__(self, spec: ModelSpec, weights: Weights, pools: Pools) -> None:
         assert isinstance(spec.params, Qwen35)
         self.spec, self.p, self.w, self.pools = spec, spec.params, weights, pools
-        self.operations = weights.chooser.operations
-        self.device = weights.chooser.device
+        self.operations = weights.selector.operations
+        self.device = weights.selector.device
         self.rope = rope(self.p.rotary, self.device)
 
     def norm(self, name: str) -> Norm:

@@ -19,7 +19,7 @@ from daemons.kv.pools import Pools
 from daemons.models import FAMILIES
 from daemons.models.blocks import Block
 from daemons.models.loader import Weights
-from daemons.ops.selection import Chooser
+from daemons.ops.selection import KernelSelector
 from lucevisor.model.gguf_files import GgufFiles
 from lucevisor.model.spec import ModelSpec
 from lucevisor.model.values import Backend, Dtype
@@ -44,14 +44,14 @@ class ShardRequest:
 class Stack:
     """A built shard.  ``head`` is None behind the first shard of the chain, ``tail`` before the last."""
 
-    def __init__(self, request: ShardRequest, chooser: Chooser, report: Callable[[int, int], None]) -> None:
+    def __init__(self, request: ShardRequest, selector: KernelSelector, report: Callable[[int, int], None]) -> None:
         spec, layers = request.spec, request.plan.layers
-        self.device, self.plan, self.chooser = chooser.device, request.plan, chooser
+        self.device, self.plan, self.selector = selector.device, request.plan, selector
         self.pools = Pools(spec, layers, self.device, request.kv_dtype, request.pools)
         kept = residents(
             spec, layers, first=request.first, last=request.last, backend=request.backend, dtype=request.dtype
         )
-        weights = Weights(_files(spec), kept, chooser, report)
+        weights = Weights(_files(spec), kept, selector, report)
         try:
             family = FAMILIES[spec.architecture](spec, weights, self.pools)
             self.enter, self.leave = family.enter, family.leave
@@ -62,9 +62,9 @@ class Stack:
             weights.close()
         self.weight_bytes = weights.n_bytes
         n_routed = max((spec.layers[i].n_routed for i in range(layers.start, layers.stop)), default=0)
-        self.unwaiting_tokens = chooser.few_pairs // max(1, n_routed)
+        self.unwaiting_tokens = selector.few_pairs // max(1, n_routed)
         """Tokens of a step up to which nothing waits for the device to learn which experts were chosen."""
-        self.warnings = chooser.warnings + [
+        self.warnings = selector.warnings + [
             f"{name} tensors are not kept as stored: {stored} bytes in the file take {taken} bytes on {self.device}"
             for name, (stored, taken) in sorted(weights.converted.items())
         ]

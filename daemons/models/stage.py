@@ -18,7 +18,7 @@ from daemons.graphs import Recordings
 from daemons.kv.batch import Batch, Layout
 from daemons.kv.sequences import Sequences
 from daemons.models.stack import ShardRequest, Stack, check, stream_dtype
-from daemons.ops.selection import Chooser
+from daemons.ops.selection import KernelSelector
 from lucevisor.model.spec import ModelSpec
 from lucevisor.model.values import Backend
 from lucevisor.protocol.loading import DeviceUse, Load, StagePlan
@@ -50,12 +50,12 @@ class Stage:
         self.sequences = Sequences([s.pools for s in stacks], load.pools, load.max_sequences)
         self.kernels: dict[str, str] = {}
         for stack in stacks:
-            self.kernels |= stack.chooser.chosen
+            self.kernels |= stack.selector.selected
         self.warnings = [w for stack in stacks for w in stack.warnings]
         self.warn: Callable[[str], None] = self.warnings.append
         self.recordings = [
             Recordings(s.device, s.run, s.unwaiting_tokens, lambda text: self.warn(text))
-            if s.chooser.kernels and s.device.type != "cpu"
+            if s.selector.kernels and s.device.type != "cpu"
             else None
             for s in stacks
         ]
@@ -99,14 +99,14 @@ class Stage:
         for request in requests:
             check(request)
         for request in requests:
-            chooser = Chooser(torch_device(backend, request.plan.device), dtype)
+            selector = KernelSelector(torch_device(backend, request.plan.device), dtype)
             device = request.plan.device
 
             def report(done: int, total: int, device: int = device) -> None:
                 progress(Progress(plan.stage, device, done, total, "read"))
 
             progress(Progress(plan.stage, device, 0, 0, "pools"))
-            stacks.append(Stack(request, chooser, report))
+            stacks.append(Stack(request, selector, report))
         return cls(spec, plan, load, stacks)
 
     @torch.inference_mode()

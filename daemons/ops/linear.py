@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from daemons.weights.dequant import dequantise
-from daemons.weights.packed import Planes, put_together
+from daemons.weights.packed import PackedWeights, unpack
 from lucevisor.model.quant_types import GgmlType
 
 FEW_ROWS = 8
@@ -171,13 +171,13 @@ class BlockTable:
         return dequantise(self.kind, self.raw.index_select(0, ids), self.dtype)
 
 
-class PlaneTable:
-    """Rows of a quantised table whose blocks are taken apart, because it is the output matrix too."""
+class PackedTable:
+    """Rows of a quantised table that is packed because it is the output matrix too."""
 
-    def __init__(self, kind: GgmlType, planes: Planes, n_columns: int, dtype: torch.dtype) -> None:
-        self.kind, self.planes, self.n_columns, self.dtype = kind, planes, n_columns, dtype
-        self.n_bytes = planes.nbytes
+    def __init__(self, kind: GgmlType, packed: PackedWeights, n_columns: int, dtype: torch.dtype) -> None:
+        self.kind, self.packed, self.n_columns, self.dtype = kind, packed, n_columns, dtype
+        self.n_bytes = packed.nbytes
 
     def __call__(self, ids: Tensor) -> Tensor:
-        rows = self.planes.map(lambda plane: plane.index_select(0, ids))
-        return dequantise(self.kind, put_together(self.kind, rows, self.n_columns), self.dtype)
+        rows = self.packed.map(lambda tensor: tensor.index_select(0, ids))
+        return dequantise(self.kind, unpack(self.kind, rows, self.n_columns), self.dtype)

@@ -1,4 +1,4 @@
-"""Quantised matrices on a GPU: taken apart into planes, multiplied by Triton's kernels."""
+"""Quantised matrices on a GPU: packed weights, multiplied by Triton's kernels."""
 
 from __future__ import annotations
 
@@ -11,23 +11,23 @@ from daemons.ops.linear import part_rows
 from daemons.ops.routes import Routes
 from daemons.ops.triton.grouped import grouped
 from daemons.ops.triton.linear import MAX_ROWS, expand, multiply
-from daemons.weights.packed import Planes, empty
+from daemons.weights.packed import PackedWeights, empty_packed
 from lucevisor.model.quant_types import BY_NAME, CHUNK, GgmlType
 
 SINGLE_PAIRS = 320
 """Pairs of row and expert up to which each is a product of its own; more are grouped by expert."""
 
 
-class PlaneMatrix:
+class PackedLinear:
     """A matrix ``[N, K]``: few rows are multiplied with its codes, many with its expanded numbers."""
 
-    def __init__(self, kind: GgmlType, planes: Planes, n_columns: int) -> None:
-        self.kind, self.planes, self.n_columns = kind, planes, n_columns
-        self.n_out, self.n_bytes = planes.codes.shape[0], planes.nbytes
+    def __init__(self, kind: GgmlType, packed: PackedWeights, n_columns: int) -> None:
+        self.kind, self.packed, self.n_columns = kind, packed, n_columns
+        self.n_out, self.n_bytes = packed.codes.shape[0], packed.nbytes
 
     def __call__(self, x: Tensor) -> Tensor:
         if x.shape[0] <= MAX_ROWS:
-            return multiply(self.kind, self.planes, x.contiguous())
+            return multiply(self.kind, self.packed, x.contiguous())
         step = part_rows(self.n_columns)
         if step >= self.n_out:
             return F.linear(x, self._expanded(x.dtype, 0, self.n_out))
@@ -38,37 +38,37 @@ class PlaneMatrix:
         return out
 
     def _expanded(self, dtype: torch.dtype, first: int, n: int) -> Tensor:
-        return expand(self.kind, self.planes, dtype, first, n).narrow(1, 0, self.n_columns)
+        return expand(self.kind, self.packed, dtype, first, n).narrow(1, 0, self.n_columns)
 
 
-class PlaneExperts:
+class PackedExperts:
     """Matrices of experts ``[X, N, K]``; see :class:`daemons.ops.experts.ExpertMatrices`."""
 
     few_pairs = ANY_PAIRS
 
-    def __init__(self, kind: GgmlType, planes: Planes, n_columns: int) -> None:
-        self.kind, self.planes = kind, planes
-        self.n_experts, self.n_out = planes.codes.shape[:2]
-        self.n_columns, self.n_numbers, self.n_bytes = n_columns, self.n_out * n_columns, planes.nbytes
+    def __init__(self, kind: GgmlType, packed: PackedWeights, n_columns: int) -> None:
+        self.kind, self.packed = kind, packed
+        self.n_experts, self.n_out = packed.codes.shape[:2]
+        self.n_columns, self.n_numbers, self.n_bytes = n_columns, self.n_out * n_columns, packed.nbytes
 
-    def one(self, expert: int) -> PlaneMatrix:
-        return PlaneMatrix(self.kind, self.planes.map(lambda plane: plane[expert]), self.n_columns)
+    def one(self, expert: int) -> PackedLinear:
+        return PackedLinear(self.kind, self.packed.map(lambda tensor: tensor[expert]), self.n_columns)
 
     def some(self, experts: Tensor, dtype: torch.dtype) -> Tensor:
-        chosen = self.planes.map(lambda plane: plane.index_select(0, experts).flatten(0, 1))
+        chosen = self.packed.map(lambda tensor: tensor.index_select(0, experts).flatten(0, 1))
         numbers = expand(self.kind, chosen, dtype)
         return numbers.view(-1, self.n_out, numbers.shape[1]).narrow(2, 0, self.n_columns)
 
     def routed(self, x: Tensor, routes: Routes, share: int) -> Tensor:
         if len(routes) <= SINGLE_PAIRS:
-            return multiply(self.kind, self.planes, x.contiguous(), routes.pairs, share)
-        return grouped(self.kind, self.planes, x.contiguous(), routes, share)
+            return multiply(self.kind, self.packed, x.contiguous(), routes.pairs, share)
+        return grouped(self.kind, self.packed, x.contiguous(), routes, share)
 
 
 def probe(device: torch.device, dtype: torch.dtype) -> None:
     """Multiply a small matrix: raises what Triton raises where it cannot compile or run."""
     kind = BY_NAME["Q4_K"]
-    planes = empty(kind, 32, CHUNK, device).map(torch.zeros_like)
-    product = multiply(kind, planes, torch.ones(1, CHUNK, dtype=dtype, device=device))
+    packed = empty_packed(kind, 32, CHUNK, device).map(torch.zeros_like)
+    product = multiply(kind, packed, torch.ones(1, CHUNK, dtype=dtype, device=device))
     if bool(product.any()):
         raise RuntimeError("a product with zeros is not zero")

@@ -24,16 +24,16 @@ from daemons.ops.linear import (
     Int8Cpu,
     Linear,
     PackedBfloat16Cpu,
-    PlaneTable,
+    PackedTable,
     Table,
 )
 from daemons.ops.operations import Operations, Reference
-from daemons.weights.packed import Planes
+from daemons.weights.packed import PackedWeights
 from lucevisor.model.quant_types import Format, GgmlType
 
 
 @dataclass(slots=True)
-class Chooser:
+class KernelSelector:
     """Makes the callables of one device and remembers what it chose, as ``what -> implementation``.
 
     ``kernels``: use Triton's; None: on a GPU for which Triton can compile.
@@ -42,7 +42,7 @@ class Chooser:
     device: torch.device
     dtype: torch.dtype
     kernels: bool | None = None
-    chosen: dict[str, str] = field(default_factory=dict)
+    selected: dict[str, str] = field(default_factory=dict)
     warnings: list[str] = field(default_factory=list)
     """What costs speed here and could be changed."""
     operations: Operations = field(init=False)
@@ -58,15 +58,15 @@ class Chooser:
         self.operations = _kernels() if self.kernels else Reference()
         self._note("layers", "triton" if self.kernels else "torch")
 
-    def takes_apart(self, form: Format) -> bool:
-        """Whether what shall rest in that form rests as planes."""
-        return form is Format.PLANES and bool(self.kernels)
+    def repacks(self, form: Format) -> bool:
+        """Whether a matrix of that format is repacked here."""
+        return form is Format.PACKED and bool(self.kernels)
 
     def _note(self, what: str, implementation: str) -> None:
         key = f"{self.device} {what}"
-        before = self.chosen.get(key, "")
+        before = self.selected.get(key, "")
         if implementation not in before.split(" + "):
-            self.chosen[key] = f"{before} + {implementation}" if before else implementation
+            self.selected[key] = f"{before} + {implementation}" if before else implementation
 
     def packs(self, dtype: torch.dtype) -> bool:
         """Whether a plain matrix of ``dtype`` is packed into other memory than it was read to."""
@@ -88,19 +88,19 @@ class Chooser:
         self._note(f"linear {kind.name}", f"blocks, expanded to {str(self.dtype).removeprefix('torch.')} at each call")
         return Blocks(kind, raw, n_columns)
 
-    def planes(self, kind: GgmlType, planes: Planes, n_columns: int) -> Linear:
-        """Quant blocks taken apart."""
-        from daemons.ops.quantised import PlaneMatrix
+    def packed_linear(self, kind: GgmlType, packed: PackedWeights, n_columns: int) -> Linear:
+        """A packed matrix."""
+        from daemons.ops.quantised import PackedLinear
 
-        self._note(f"linear {kind.name}", "planes, triton")
-        return PlaneMatrix(kind, planes, n_columns)
+        self._note(f"linear {kind.name}", "packed, triton")
+        return PackedLinear(kind, packed, n_columns)
 
-    def expert_planes(self, kind: GgmlType, planes: Planes, n_columns: int) -> ExpertMatrices:
-        """Quant blocks of experts taken apart, planes ``[X, N, *]``."""
-        from daemons.ops.quantised import PlaneExperts
+    def packed_experts(self, kind: GgmlType, packed: PackedWeights, n_columns: int) -> ExpertMatrices:
+        """Repacked quant blocks of experts, tensors ``[X, N, *]``."""
+        from daemons.ops.quantised import PackedExperts
 
-        self._note(f"experts {kind.name}", "planes, triton")
-        return self._experts(PlaneExperts(kind, planes, n_columns))
+        self._note(f"experts {kind.name}", "packed, triton")
+        return self._experts(PackedExperts(kind, packed, n_columns))
 
     def _experts(self, matrices: ExpertMatrices) -> ExpertMatrices:
         self.few_pairs = min(self.few_pairs, matrices.few_pairs)
@@ -136,11 +136,11 @@ class Chooser:
         self._note("linear " + ",".join(sorted(kinds)), "int8 rows, torch packed")
         return Int8Cpu(weight, scale)
 
-    def table(self, kind: GgmlType, weight: Tensor | Planes, n_columns: int) -> Table:
+    def table(self, kind: GgmlType, weight: Tensor | PackedWeights, n_columns: int) -> Table:
         """A lookup table: raw blocks are uint8."""
-        if isinstance(weight, Planes):
-            self._note(f"lookup {kind.name}", "planes, rows expanded after the lookup")
-            return PlaneTable(kind, weight, n_columns, self.dtype)
+        if isinstance(weight, PackedWeights):
+            self._note(f"lookup {kind.name}", "packed, rows expanded after the lookup")
+            return PackedTable(kind, weight, n_columns, self.dtype)
         if weight.dtype == torch.uint8:
             self._note(f"lookup {kind.name}", "blocks, rows expanded after the lookup")
             return BlockTable(kind, weight, self.dtype)

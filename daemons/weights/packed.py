@@ -1,6 +1,6 @@
-"""Quant blocks taken apart into planes, so that a GPU loads each of their parts in wide, aligned pieces.
+"""Packed weights: quant blocks repacked so that a GPU loads each of their parts in wide, aligned pieces.
 
-A row keeps its bytes, only their order changes: :func:`take_apart` and :func:`put_together` are each other's inverse,
+A row keeps its bytes, only their order changes: :func:`repack` and :func:`unpack` are each other's inverse,
 on any device.  A chunk is 256 numbers, and ``element`` counts within it; a row that ends within one is filled up with
 blocks of zero bytes, which are zeros.  ``K``: its numbers then.
 
@@ -31,11 +31,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lucevisor.model.quant_types import CHUNK, GgmlType, filled, row_bytes
+from lucevisor.model.quant_types import CHUNK, GgmlType, padded_columns, row_bytes
 
 
 @dataclass(frozen=True, slots=True)
-class Planes:
+class PackedWeights:
     """The parts of quant blocks ``[..., N, *]``; those that a type does not have are None."""
 
     codes: Tensor
@@ -51,38 +51,43 @@ class Planes:
     def nbytes(self) -> int:
         return sum(t.nbytes for t in self.tensors())
 
-    def map(self, change: Callable[[Tensor], Tensor]) -> Planes:
-        """The same with every plane changed."""
+    def map(self, change: Callable[[Tensor], Tensor]) -> PackedWeights:
+        """The same with every tensor changed."""
         found = [None if t is None else change(t) for t in (self.codes, self.high, self.scales, self.steps)]
         assert found[0] is not None
-        return Planes(found[0], *found[1:])
+        return PackedWeights(found[0], *found[1:])
 
 
 @dataclass(frozen=True, slots=True)
-class _Plane:
+class _PackedField:
     """``bits`` of storage for a number of the matrix, held as ``dtype``."""
 
     dtype: torch.dtype
     bits: float
 
 
-_CODES4 = _Plane(torch.int32, 4)
-_HIGH1 = _Plane(torch.int16, 1)
-_LAYOUTS: dict[str, tuple[_Plane | None, ...]] = {
-    "Q4_K": (_CODES4, None, _Plane(torch.int32, 0.5), None),
-    "Q5_K": (_CODES4, _HIGH1, _Plane(torch.int32, 0.5), None),
-    "Q6_K": (_CODES4, _Plane(torch.int32, 2), _Plane(torch.int32, 0.5), _Plane(torch.float16, 1 / 16)),
-    "Q4_0": (_CODES4, None, None, _Plane(torch.float16, 0.5)),
-    "Q5_0": (_CODES4, _HIGH1, None, _Plane(torch.float16, 0.5)),
-    "Q4_1": (_CODES4, None, None, _Plane(torch.int32, 1)),
-    "Q5_1": (_CODES4, _HIGH1, None, _Plane(torch.int32, 1)),
-    "Q8_0": (_Plane(torch.int8, 8), None, None, _Plane(torch.float16, 0.5)),
+_CODES4 = _PackedField(torch.int32, 4)
+_HIGH1 = _PackedField(torch.int16, 1)
+_LAYOUTS: dict[str, tuple[_PackedField | None, ...]] = {
+    "Q4_K": (_CODES4, None, _PackedField(torch.int32, 0.5), None),
+    "Q5_K": (_CODES4, _HIGH1, _PackedField(torch.int32, 0.5), None),
+    "Q6_K": (
+        _CODES4,
+        _PackedField(torch.int32, 2),
+        _PackedField(torch.int32, 0.5),
+        _PackedField(torch.float16, 1 / 16),
+    ),
+    "Q4_0": (_CODES4, None, None, _PackedField(torch.float16, 0.5)),
+    "Q5_0": (_CODES4, _HIGH1, None, _PackedField(torch.float16, 0.5)),
+    "Q4_1": (_CODES4, None, None, _PackedField(torch.int32, 1)),
+    "Q5_1": (_CODES4, _HIGH1, None, _PackedField(torch.int32, 1)),
+    "Q8_0": (_PackedField(torch.int8, 8), None, None, _PackedField(torch.float16, 0.5)),
 }
 
 
-def empty(kind: GgmlType, n_rows: int, n_columns: int, device: torch.device) -> Planes:
-    """Room for the planes of a matrix."""
-    k = filled(n_columns)
+def empty_packed(kind: GgmlType, n_rows: int, n_columns: int, device: torch.device) -> PackedWeights:
+    """Uninitialised packed weights of a matrix."""
+    k = padded_columns(n_columns)
     made = [
         None
         if p is None
@@ -90,22 +95,22 @@ def empty(kind: GgmlType, n_rows: int, n_columns: int, device: torch.device) -> 
         for p in _LAYOUTS[kind.name]
     ]
     assert made[0] is not None
-    return Planes(made[0], *made[1:])
+    return PackedWeights(made[0], *made[1:])
 
 
-def take_apart(kind: GgmlType, raw: Tensor) -> Planes:
-    """Blocks ``[N, row_bytes]`` uint8 as planes, on their device."""
+def repack(kind: GgmlType, raw: Tensor) -> PackedWeights:
+    """Blocks ``[N, row_bytes]`` uint8 as packed weights, on the same device."""
     n_columns = raw.shape[1] // kind.block_bytes * kind.block_elements
-    missing = row_bytes(kind, filled(n_columns)) - raw.shape[1]
+    missing = row_bytes(kind, padded_columns(n_columns)) - raw.shape[1]
     if missing:
         raw = F.pad(raw, (0, missing))
     return _APART[kind.name](raw.view(raw.shape[0], -1, kind.block_bytes))
 
 
-def put_together(kind: GgmlType, planes: Planes, n_columns: int) -> Tensor:
-    """Planes ``[N, *]`` as the blocks ``[N, row_bytes]`` uint8 that they were."""
-    out = torch.cat(list(_TOGETHER[kind.name](planes)), dim=-1)
-    return out.view(planes.codes.shape[0], -1)[:, : row_bytes(kind, n_columns)]
+def unpack(kind: GgmlType, packed: PackedWeights, n_columns: int) -> Tensor:
+    """PackedWeights ``[N, *]`` as the blocks ``[N, row_bytes]`` uint8 that they were."""
+    out = torch.cat(list(_TOGETHER[kind.name](packed)), dim=-1)
+    return out.view(packed.codes.shape[0], -1)[:, : row_bytes(kind, n_columns)]
 
 
 # ---- words of codes
@@ -191,22 +196,22 @@ def _k_bytes(codes: Tensor) -> Tensor:
     return (nibbles[..., 0, :] | (nibbles[..., 1, :] << 4)).flatten(-2)
 
 
-def _q4_k(b: Tensor) -> Planes:
-    return Planes(_words(_k_codes(b[..., 16:144]), 4, 32), None, _k_scale_words(b).flatten(1))
+def _q4_k(b: Tensor) -> PackedWeights:
+    return PackedWeights(_words(_k_codes(b[..., 16:144]), 4, 32), None, _k_scale_words(b).flatten(1))
 
 
-def _q4_k_blocks(p: Planes) -> Iterator[Tensor]:
+def _q4_k_blocks(p: PackedWeights) -> Iterator[Tensor]:
     assert p.scales is not None
     yield _k_scale_bytes(_split(p.scales, 1, -1, 4))
     yield _k_bytes(_codes(p.codes, 4, 32))
 
 
-def _q5_k(b: Tensor) -> Planes:
+def _q5_k(b: Tensor) -> PackedWeights:
     fifth = ((b[..., 16:48].unsqueeze(-2) >> _shifts(1, b.device)) & 1).flatten(-2)
-    return Planes(_words(_k_codes(b[..., 48:176]), 4, 32), _words(fifth, 1, 32), _k_scale_words(b).flatten(1))
+    return PackedWeights(_words(_k_codes(b[..., 48:176]), 4, 32), _words(fifth, 1, 32), _k_scale_words(b).flatten(1))
 
 
-def _q5_k_blocks(p: Planes) -> Iterator[Tensor]:
+def _q5_k_blocks(p: PackedWeights) -> Iterator[Tensor]:
     assert p.scales is not None
     assert p.high is not None
     yield _k_scale_bytes(_split(p.scales, 1, -1, 4))
@@ -218,10 +223,10 @@ def _q5_k_blocks(p: Planes) -> Iterator[Tensor]:
 # ---- Q6_K: l 0:128, h 128:192, scales 192:208, d 208:210
 
 
-def _q6_k(b: Tensor) -> Planes:
+def _q6_k(b: Tensor) -> PackedWeights:
     low = _low_high(_split(b[..., 0:128], -1, 2, 64)).flatten(-3)
     high = ((_split(b[..., 128:192], -1, 2, 1, 32) >> _shifts(2, b.device)) & 3).flatten(-3)
-    return Planes(
+    return PackedWeights(
         _words(low, 4, 16),
         _words(high, 2, 16),
         b[..., 192:208]
@@ -232,7 +237,7 @@ def _q6_k(b: Tensor) -> Planes:
     )
 
 
-def _q6_k_blocks(p: Planes) -> Iterator[Tensor]:
+def _q6_k_blocks(p: PackedWeights) -> Iterator[Tensor]:
     assert p.high is not None
     assert p.scales is not None
     assert p.steps is not None
@@ -268,7 +273,7 @@ def _simple_high(h: Tensor) -> Tensor:
     return _words(_split(bits.flatten(1), 1, -1, CHUNK), 1, 32)
 
 
-def _simple_blocks(p: Planes) -> Iterator[Tensor]:
+def _simple_blocks(p: PackedWeights) -> Iterator[Tensor]:
     assert p.steps is not None
     yield _bytes_of(_split(p.steps, 1, -1, 1))
     if p.high is not None:
@@ -278,37 +283,37 @@ def _simple_blocks(p: Planes) -> Iterator[Tensor]:
     yield nibbles[..., 0, :] | (nibbles[..., 1, :] << 4)
 
 
-def _q4_0(b: Tensor) -> Planes:
-    return Planes(_simple_codes(b[..., 2:18]), steps=_steps(b))
+def _q4_0(b: Tensor) -> PackedWeights:
+    return PackedWeights(_simple_codes(b[..., 2:18]), steps=_steps(b))
 
 
-def _q4_1(b: Tensor) -> Planes:
-    return Planes(_simple_codes(b[..., 4:20]), steps=_pairs(b))
+def _q4_1(b: Tensor) -> PackedWeights:
+    return PackedWeights(_simple_codes(b[..., 4:20]), steps=_pairs(b))
 
 
-def _q5_0(b: Tensor) -> Planes:
-    return Planes(_simple_codes(b[..., 6:22]), _simple_high(b[..., 2:6]), steps=_steps(b))
+def _q5_0(b: Tensor) -> PackedWeights:
+    return PackedWeights(_simple_codes(b[..., 6:22]), _simple_high(b[..., 2:6]), steps=_steps(b))
 
 
-def _q5_1(b: Tensor) -> Planes:
-    return Planes(_simple_codes(b[..., 8:24]), _simple_high(b[..., 4:8]), steps=_pairs(b))
+def _q5_1(b: Tensor) -> PackedWeights:
+    return PackedWeights(_simple_codes(b[..., 8:24]), _simple_high(b[..., 4:8]), steps=_pairs(b))
 
 
-def _q8_0(b: Tensor) -> Planes:
-    return Planes(b[..., 2:34].contiguous().view(torch.int8).flatten(1), steps=_steps(b))
+def _q8_0(b: Tensor) -> PackedWeights:
+    return PackedWeights(b[..., 2:34].contiguous().view(torch.int8).flatten(1), steps=_steps(b))
 
 
-def _q8_0_blocks(p: Planes) -> Iterator[Tensor]:
+def _q8_0_blocks(p: PackedWeights) -> Iterator[Tensor]:
     assert p.steps is not None
     yield _bytes_of(_split(p.steps, 1, -1, 1))
     yield _bytes_of(_split(p.codes, 1, -1, 32))
 
 
-_APART: dict[str, Callable[[Tensor], Planes]] = {
+_APART: dict[str, Callable[[Tensor], PackedWeights]] = {
     "Q4_K": _q4_k, "Q5_K": _q5_k, "Q6_K": _q6_k, "Q8_0": _q8_0,
     "Q4_0": _q4_0, "Q4_1": _q4_1, "Q5_0": _q5_0, "Q5_1": _q5_1,
 }  # fmt: skip
-_TOGETHER: dict[str, Callable[[Planes], Iterator[Tensor]]] = {
+_TOGETHER: dict[str, Callable[[PackedWeights], Iterator[Tensor]]] = {
     "Q4_K": _q4_k_blocks, "Q5_K": _q5_k_blocks, "Q6_K": _q6_k_blocks, "Q8_0": _q8_0_blocks,
     "Q4_0": _simple_blocks, "Q4_1": _simple_blocks, "Q5_0": _simple_blocks, "Q5_1": _simple_blocks,
 }  # fmt: skip

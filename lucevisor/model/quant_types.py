@@ -43,8 +43,8 @@ NATIVE = frozenset(
 )
 """Quant types kept as blocks on a GPU and expanded on the fly."""
 
-PLANED = frozenset({"Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K"})
-"""Of those, the ones whose blocks a GPU takes apart, because there are kernels for their parts."""
+REPACKED = frozenset({"Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K"})
+"""Of those, the ones that a GPU repacks because there are kernels for them."""
 CHUNK = 256
 """Numbers of a row whose parts lie together: rows of 32-element blocks are filled up to whole chunks."""
 
@@ -66,7 +66,7 @@ class Format(StrEnum):
     BFLOAT16 = "bfloat16"
     FLOAT16 = "float16"
     BLOCKS = "blocks"  # the file's own quant blocks
-    PLANES = "planes"  # quant blocks taken apart, rows filled up; as BLOCKS where a device cannot compile kernels
+    PACKED = "packed"  # repacked quant blocks, rows padded; BLOCKS where a device cannot compile kernels
     INT4 = "int4"
     INT8 = "int8"
 
@@ -97,18 +97,18 @@ def resident_format(kind: GgmlType, shape: tuple[int, ...], backend: Backend, dt
             if kind.name in CPU_INT8:
                 return Format.INT8
         return Format(dtype.value)
-    if kind.name in PLANED:
-        return Format.PLANES
+    if kind.name in REPACKED:
+        return Format.PACKED
     return Format.BLOCKS if kind.name in NATIVE else Format(dtype.value)
 
 
-def filled(n_columns: int) -> int:
+def padded_columns(n_columns: int) -> int:
     """Columns of a row that is filled up to whole chunks."""
     return -(-n_columns // CHUNK) * CHUNK
 
 
 def resident_bytes(kind: GgmlType, shape: tuple[int, ...], form: Format) -> int:
-    """Bytes a tensor takes on the device in that form; planes at most."""
+    """Bytes a tensor takes on the device in that format; for PACKED an upper bound."""
     n = 1
     for d in shape:
         n *= d
@@ -124,5 +124,5 @@ def resident_bytes(kind: GgmlType, shape: tuple[int, ...], form: Format) -> int:
             return n // 2 + n // 32 * 4
         case Format.BLOCKS:
             return rows * row_bytes(kind, shape[-1])
-        case Format.PLANES:
-            return rows * row_bytes(kind, filled(shape[-1]))
+        case Format.PACKED:
+            return rows * row_bytes(kind, padded_columns(shape[-1]))

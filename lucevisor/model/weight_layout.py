@@ -29,7 +29,7 @@ LOOKUPS = frozenset({"token_embd.weight", "per_layer_token_embd.weight"})
 EXACT_SUFFIXES = ("ssm_conv1d.weight", "ffn_gate_inp.weight", "ffn_gate_inp_shexp.weight")
 """Matrices whose arithmetic is float32 in every implementation: convolution taps and routers."""
 DENSE_FORMS = frozenset({Format.FLOAT32, Format.BFLOAT16, Format.FLOAT16})
-QUANTISED_FORMS = frozenset({Format.BLOCKS, Format.PLANES})
+QUANTISED_FORMS = frozenset({Format.BLOCKS, Format.PACKED})
 """The file's own codes and scales."""
 
 
@@ -145,7 +145,7 @@ def _resident(
 
 
 def _part(files: GgufFiles, name: str, part: Part, backend: Backend, dtype: Dtype) -> Resident:
-    """A layer's part of a tensor.  Blocks that a cut would divide cannot rest as blocks; columns are no planes."""
+    """A layer's part of a tensor.  A cut inside a block expands it; columns are never packed."""
     kind, role = tensor(files, name).kind, _role(name, part.shape)
     form = form_of(kind, part.shape, role, backend, dtype)
     if form in QUANTISED_FORMS and part.axis == 1:

@@ -63,7 +63,7 @@ class _Weights:
     n_bytes: int
     stored_bytes: int  # of the same numbers in the file
     n_rows: int  # of all matrices together, of experts those in use: numbers a token that they make
-    largest_blocks: int  # numbers of the largest matrix kept as blocks or planes
+    largest_blocks: int  # numbers of the largest matrix kept as blocks or packed weights
     largest_int8: int
 
 
@@ -165,8 +165,7 @@ def _indices(shard: Shard) -> range:
 def _largest(matrices: list[Resident], forms: Set[Format]) -> int:
     """Numbers of the largest matrix in one of the forms.
 
-    Experts kept as blocks or planes count together, since many of them are expanded at a time; int8 ones are widened
-    one by one.
+    Quantised experts count together, since many of them are expanded at a time; int8 ones are widened one by one.
     """
     found = (r.shape if r.form in QUANTISED_FORMS else r.shape[-2:] for r in matrices if r.form in forms)
     return max((prod(shape) for shape in found), default=0)

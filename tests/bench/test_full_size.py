@@ -15,7 +15,7 @@ import pytest
 
 from bench.make_gguf import SHAPES, layout, stats, write
 from lucevisor.model.families import open_spec
-from lucevisor.model.quant_types import PLANED
+from lucevisor.model.quant_types import REPACKED
 from lucevisor.model.values import Backend, Dtype, LayerRange
 from lucevisor.model.weight_layout import weight_bytes
 
@@ -42,8 +42,8 @@ def test_full_shapes_hold_what_the_published_models_hold(shape, parameters, gb):
 def filled_up(tensor):
     """How much more a matrix takes on a GPU: rows that end within a chunk of 256 are filled up."""
     width = tensor.shape[-1]
-    taken_apart = tensor.kind.name in PLANED and len(tensor.shape) > 1
-    return Fraction(-(-width // 256) * 256, width) if taken_apart else 1
+    repacked = tensor.kind.name in REPACKED and len(tensor.shape) > 1
+    return Fraction(-(-width // 256) * 256, width) if repacked else 1
 
 
 @pytest.mark.parametrize("shape", TINY)

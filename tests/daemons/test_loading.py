@@ -13,10 +13,10 @@ from daemons.errors import DeviceError, LoadError, StateError
 from daemons.models.loader import Rows, Weights
 from daemons.models.stack import ShardRequest, Stack
 from daemons.models.stage import Stage
-from daemons.ops.selection import Chooser
+from daemons.ops.selection import KernelSelector
 from daemons.weights.reading import HostMemory
 from lucevisor.model.families import open_spec
-from lucevisor.model.quant_types import BY_NAME, PLANED
+from lucevisor.model.quant_types import BY_NAME, REPACKED
 from lucevisor.model.values import Backend, Dtype, LayerRange
 from lucevisor.model.weight_layout import residents, weight_bytes
 from lucevisor.protocol.loading import Load, ShardPlan, StagePlan
@@ -60,7 +60,7 @@ def make_stack(
     kv = Dtype.FLOAT32 if dtype is Dtype.FLOAT32 else dtype
     request = ShardRequest(spec, plan, first, last, backend, dtype, kv, POOLS)
     with torch.inference_mode():
-        return Stack(request, Chooser(CPU, TORCH[dtype]), report or (lambda done, total: None))
+        return Stack(request, KernelSelector(CPU, TORCH[dtype]), report or (lambda done, total: None))
 
 
 def stage_of(stack: Stack, spec, dtype=Dtype.FLOAT32) -> Stage:
@@ -118,8 +118,8 @@ def test_accelerator_forms_compute_the_same(files, kinds, tied):
     forms = {r.form.value for r in residents(
         spec, LayerRange(0, 4), first=True, last=True, backend=Backend.CUDA, dtype=Dtype.FLOAT32
     )}  # fmt: skip
-    assert bool(forms & {"blocks", "planes"}) == any(k in NATIVE for k in kinds)
-    assert ("planes" in forms) == any(k in PLANED for k in kinds)
+    assert bool(forms & {"blocks", "packed"}) == any(k in NATIVE for k in kinds)
+    assert ("packed" in forms) == any(k in REPACKED for k in kinds)
 
 
 @pytest.mark.parametrize("kind", ["Q4_0", "Q4_K", "Q8_0", "Q5_K", "Q6_K", "BF16"])
@@ -130,7 +130,7 @@ def test_packed_cpu_forms_stay_near_the_dequantised_product(files, kind):
     found, wanted = [], []
     for dtype in (Dtype.BFLOAT16, Dtype.FLOAT32):
         kept = residents(spec, LayerRange(0, 1), first=False, last=False, backend=Backend.CPU, dtype=dtype)
-        weights = Weights(spec.files, kept, Chooser(CPU, TORCH[dtype]), lambda done, total: None)
+        weights = Weights(spec.files, kept, KernelSelector(CPU, TORCH[dtype]), lambda done, total: None)
         product = weights.linear(*names)
         weights.close()
         (found if dtype is Dtype.BFLOAT16 else wanted).append(product(x.to(TORCH[dtype])))
@@ -153,7 +153,7 @@ def test_row_ranges_of_several_matrices_come_in_the_order_asked_for(files, monke
     path = files(NATIVE)
     spec = open_spec(path)
     kept = residents(spec, LayerRange(0, 1), first=False, last=False, backend=Backend.CPU, dtype=Dtype.FLOAT32)
-    weights = Weights(spec.files, kept, Chooser(CPU, torch.float32), lambda done, total: None)
+    weights = Weights(spec.files, kept, KernelSelector(CPU, torch.float32), lambda done, total: None)
     gate, up = "blk.0.ffn_gate.weight", "blk.0.ffn_up.weight"
     product = weights.linear(Rows(gate, ((10, 12), (0, 3))), Rows(up), Rows(gate, ((200, 256),)))
     weights.close()

@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 
 from daemons.device import CPU
 from daemons.models.loader import Rows, Weights
-from daemons.ops.selection import Chooser
+from daemons.ops.selection import KernelSelector
 from lucevisor.model.families import open_spec
 from lucevisor.model.gguf_files import GgufFiles, open_model
-from lucevisor.model.quant_types import BY_NAME, CPU_INT4, CPU_INT8, NATIVE, PLANED, Format, resident_bytes
+from lucevisor.model.quant_types import BY_NAME, CPU_INT4, CPU_INT8, NATIVE, REPACKED, Format, resident_bytes
 from lucevisor.model.values import Backend, Dtype
 from lucevisor.model.weight_layout import Resident, Role, form_of
 from tests.daemons.stages import load_stages
@@ -64,7 +64,7 @@ def weights_of(files: GgufFiles, names: list[str], backend: Backend, dtype: Dtyp
         t = files.tensors[name]
         form = form_of(t.kind, t.shape, Role.MATRIX, backend, dtype)
         kept.append(Resident(name, t.kind, t.shape, Role.MATRIX, form, resident_bytes(t.kind, t.shape, form)))
-    return Weights(files, kept, Chooser(CPU, TORCH[dtype]), lambda done, total: None)
+    return Weights(files, kept, KernelSelector(CPU, TORCH[dtype]), lambda done, total: None)
 
 
 def assert_float32(found: torch.Tensor, x: torch.Tensor, matrix: np.ndarray) -> None:
@@ -83,7 +83,7 @@ def test_each_type_in_float32_is_the_product_with_the_reference_numbers(model, k
     x = torch.randn(5, K, generator=torch.Generator().manual_seed(1))
     assert_float32(product(x), x, numbers[name])
     blocks = backend is Backend.CUDA and kind in NATIVE
-    form = (Format.PLANES if kind in PLANED else Format.BLOCKS) if blocks else Format.FLOAT32
+    form = (Format.PACKED if kind in REPACKED else Format.BLOCKS) if blocks else Format.FLOAT32
     assert weights._forms[name, Role.MATRIX].form is form
     assert weights.n_bytes == product.n_bytes == (files.tensors[name].n_bytes if blocks else N * K * 4)
     assert bool(weights.converted) == (kind in CONVERTED)

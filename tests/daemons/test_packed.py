@@ -1,4 +1,4 @@
-"""Blocks taken apart are the same bytes in the order that daemons.weights.packed says."""
+"""Packed weights are the blocks' bytes in the order that daemons.weights.packed says."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ import pytest
 import torch
 
 from daemons.weights.dequant import dequantise
-from daemons.weights.packed import empty, put_together, take_apart
-from lucevisor.model.quant_types import BY_NAME, PLANED, Format, resident_bytes
+from daemons.weights.packed import empty_packed, repack, unpack
+from lucevisor.model.quant_types import BY_NAME, REPACKED, Format, resident_bytes
 from tests.daemons.tiny_models import random_blocks
 
-KINDS = sorted(PLANED)
-SHORT = sorted(name for name in PLANED if BY_NAME[name].block_elements == 32)
+KINDS = sorted(REPACKED)
+SHORT = sorted(name for name in REPACKED if BY_NAME[name].block_elements == 32)
 """Types whose rows may end within a chunk."""
 
 
@@ -26,11 +26,11 @@ def test_any_bytes_come_back(kind, rows):
     type_ = BY_NAME[kind]
     n_bytes = 3 * 256 // type_.block_elements * type_.block_bytes
     raw = torch.from_numpy(np.random.default_rng(rows).integers(0, 256, (rows, n_bytes), dtype=np.uint8))
-    planes = take_apart(type_, raw)
-    assert planes.nbytes == raw.nbytes
-    assert torch.equal(put_together(type_, planes, 3 * 256), raw)
-    room = empty(type_, rows, 3 * 256, raw.device)
-    for wanted, found in zip(planes.tensors(), room.tensors(), strict=True):
+    packed = repack(type_, raw)
+    assert packed.nbytes == raw.nbytes
+    assert torch.equal(unpack(type_, packed, 3 * 256), raw)
+    room = empty_packed(type_, rows, 3 * 256, raw.device)
+    for wanted, found in zip(packed.tensors(), room.tensors(), strict=True):
         assert (found.shape, found.dtype) == (wanted.shape, wanted.dtype)
         assert wanted.is_contiguous()
 
@@ -40,62 +40,62 @@ def test_any_bytes_come_back(kind, rows):
 def test_rows_that_end_within_a_chunk_are_filled_up(kind, columns):
     type_ = BY_NAME[kind]
     raw = raw_of(kind, 3, columns)
-    planes = take_apart(type_, raw)
-    assert torch.equal(put_together(type_, planes, columns), raw)
-    filled = torch.zeros(3, resident_bytes(type_, (1, columns), Format.PLANES), dtype=torch.uint8)
+    packed = repack(type_, raw)
+    assert torch.equal(unpack(type_, packed, columns), raw)
+    filled = torch.zeros(3, resident_bytes(type_, (1, columns), Format.PACKED), dtype=torch.uint8)
     filled[:, : raw.shape[1]] = raw
-    for found, wanted in zip(planes.tensors(), take_apart(type_, filled).tensors(), strict=True):
+    for found, wanted in zip(packed.tensors(), repack(type_, filled).tensors(), strict=True):
         assert torch.equal(found, wanted)
-    room = empty(type_, 3, columns, raw.device)
-    assert [t.shape for t in room.tensors()] == [t.shape for t in planes.tensors()]
-    assert planes.nbytes == resident_bytes(type_, (3, columns), Format.PLANES)
+    room = empty_packed(type_, 3, columns, raw.device)
+    assert [t.shape for t in room.tensors()] == [t.shape for t in packed.tensors()]
+    assert packed.nbytes == resident_bytes(type_, (3, columns), Format.PACKED)
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_rows_are_taken_apart_by_themselves(kind):
+def test_rows_are_repacked_by_themselves(kind):
     raw = raw_of(kind, 6, 512)
-    whole, some = take_apart(BY_NAME[kind], raw), take_apart(BY_NAME[kind], raw[2:4])
+    whole, some = repack(BY_NAME[kind], raw), repack(BY_NAME[kind], raw[2:4])
     for a, b in zip(whole.tensors(), some.tensors(), strict=True):
         assert torch.equal(a[2:4].view(torch.uint8), b.view(torch.uint8))
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_fields_stand_where_the_table_says(kind):
-    """Numbers made from the planes alone, element by element."""
+    """Numbers computed from the packed weights alone, element by element."""
     type_ = BY_NAME[kind]
     raw = raw_of(kind, 3, 512)
     wanted = dequantise(type_, raw, torch.float32).numpy()
-    planes = take_apart(type_, raw)
-    codes = planes.codes.numpy().astype(np.int64)
-    high = None if planes.high is None else planes.high.numpy().astype(np.int64)
+    packed = repack(type_, raw)
+    codes = packed.codes.numpy().astype(np.int64)
+    high = None if packed.high is None else packed.high.numpy().astype(np.int64)
     found = np.zeros_like(wanted)
     for n in range(3):
         for k in range(512):
             chunk, e = divmod(k, 256)
-            found[n, k] = number(kind, planes, codes[n], None if high is None else high[n], n, chunk, e)
+            found[n, k] = number(kind, packed, codes[n], None if high is None else high[n], n, chunk, e)
     np.testing.assert_array_equal(found, wanted)
 
 
-def number(kind, planes, codes, high, n, chunk, e):
+def number(kind, packed, codes, high, n, chunk, e):
     f32 = np.float32
     if kind == "Q8_0":
-        return f32(planes.steps[n, chunk * 8 + e // 32]) * f32(codes[chunk * 256 + e])
+        return f32(packed.steps[n, chunk * 8 + e // 32]) * f32(codes[chunk * 256 + e])
     size = 16 if kind == "Q6_K" else 32
     j, within = divmod(e, size)
     w, odd = divmod(within, 2)
     q = codes[chunk * 32 + size // 2 * (j >> 2) + w] >> 16 * odd + 4 * (j & 3) & 15
     if kind == "Q6_K":
         q |= (high[chunk * 16 + 8 * (j >> 3) + w] >> 16 * odd + 2 * (j & 7) & 3) << 4
-        scale = planes.scales[n].view(torch.int8)[chunk * 16 + j]
-        return f32(planes.steps[n, chunk]) * f32(scale) * f32(q - 32)
+        scale = packed.scales[n].view(torch.int8)[chunk * 16 + j]
+        return f32(packed.steps[n, chunk]) * f32(scale) * f32(q - 32)
     if high is not None:
         q |= (high[chunk * 16 + w] >> 8 * odd + j & 1) << 4
     if kind in ("Q4_0", "Q5_0"):
-        return f32(planes.steps[n, chunk * 8 + j]) * f32(q - (16 if high is not None else 8))
+        return f32(packed.steps[n, chunk * 8 + j]) * f32(q - (16 if high is not None else 8))
     if kind in ("Q4_1", "Q5_1"):
-        d, m = planes.steps[n, chunk * 8 + j].reshape(1).view(torch.float16).float().numpy()
+        d, m = packed.steps[n, chunk * 8 + j].reshape(1).view(torch.float16).float().numpy()
         return d * f32(q) + m
-    words = planes.scales[n, chunk * 4 : chunk * 4 + 4].numpy().astype(np.int64)
+    words = packed.scales[n, chunk * 4 : chunk * 4 + 4].numpy().astype(np.int64)
     field = words[j >> 1] >> 16 * (j & 1)
     ends = [sum((words[w] >> 16 * odd + 12 & 15) << 4 * w for w in range(4)) for odd in range(2)]
     d, dmin = np.array(ends, dtype=np.uint16).view(np.float16).astype(f32)

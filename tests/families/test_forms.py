@@ -14,7 +14,7 @@ from daemons.check import run_check, with_sources
 from daemons.device import CPU, torch_dtype
 from daemons.models.stack import ShardRequest, Stack
 from daemons.models.stage import Stage
-from daemons.ops.selection import Chooser
+from daemons.ops.selection import KernelSelector
 from lucevisor.model.families import open_spec
 from lucevisor.model.quant_types import NATIVE
 from lucevisor.model.spec import ModelSpec
@@ -67,7 +67,7 @@ def with_forms_of(
         plan = StagePlan(i, [shard], None if i == 0 else i - 1, None if last else i)
         request = ShardRequest(spec, shard, i == 0, last, backend, dtype, dtype, pools_of(spec))
         with torch.inference_mode():
-            stack = Stack(request, Chooser(CPU, torch_dtype(dtype), kernels), lambda done, total: None)
+            stack = Stack(request, KernelSelector(CPU, torch_dtype(dtype), kernels), lambda done, total: None)
         load = Load([], dtype, dtype, [], [], pools_of(spec), 16, 512)
         stages.append(Stage(spec, plan, load, [stack]))
         planned = weight_bytes(spec, shard.layers, first=i == 0, last=last, backend=backend, dtype=dtype)

@@ -20,7 +20,7 @@ from lucevisor.text.tokenizer import Tokenizer
 from lucevisor.text.vocabulary import TokenizerError
 from tests.fuzz.steady import amounts, mutated, run
 from tests.model import gguf_bytes as raw
-from tests.model.test_damaged_headers import FILES, GOLDEN, make_case, take_apart
+from tests.model.test_damaged_headers import FILES, GOLDEN, make_case, repack
 from tests.text.vocabularies import CONTROL, byte_metadata, demo_metadata
 
 TEMPLATE = "tokenizer.chat_template"
@@ -194,8 +194,7 @@ def test_tokenizers_and_templates(n, short):
 def golden_heads() -> list[tuple[bytes, int]]:
     """Heads of real files, and the files' sizes."""
     return [
-        ((GOLDEN / name / "model.gguf").read_bytes()[: take_apart(name).n_header], take_apart(name).n_bytes)
-        for name in FILES
+        ((GOLDEN / name / "model.gguf").read_bytes()[: repack(name).n_header], repack(name).n_bytes) for name in FILES
     ]
 
 
@@ -221,7 +220,7 @@ def test_heads(n):
 
 
 def spec_case(rng, path):
-    case = make_case(rng, take_apart(rng.choice(FILES)))
+    case = make_case(rng, repack(rng.choice(FILES)))
     path.write_bytes(case.data)
     os.truncate(path, case.n_bytes)
     try:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from daemons.ops.triton import grouped
-from tests.kernels.cases_linear import planes_of
+from tests.kernels.cases_linear import random_packed
 from tests.kernels.targets import Case, for_some
 
 
 def _grouped(kind: str, dtype: str, n_pairs: int, *, filled: bool = False) -> Case:
     """``n_pairs``: of 64 experts; what the launch is chosen by.  ``filled``: rows end within a chunk."""
-    pointers, absent = planes_of(kind)
+    pointers, absent = random_packed(kind)
     pointers |= {"x": f"*{dtype}", "order": "*i64", "bounds": "*i64", "out": f"*{dtype}"}
     signature = pointers | dict.fromkeys(("n_out", "n_chunks", "width", "share"), "i32")
     how = grouped.grouped_shape(n_pairs, 64)

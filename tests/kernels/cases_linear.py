@@ -7,18 +7,18 @@ from dataclasses import replace
 import torch
 
 from daemons.ops.triton import launch, linear, nested
-from daemons.weights.packed import empty
+from daemons.weights.packed import empty_packed
 from lucevisor.model.quant_types import BY_NAME
 from tests.kernels.targets import ONE_EACH, TARGETS, Case, for_some
 
 TYPES = {torch.int32: "*i32", torch.int16: "*i16", torch.int8: "*i8", torch.float16: "*fp16"}
 
 
-def planes_of(kind: str) -> tuple[dict[str, str], dict[str, None]]:
-    """Types of the planes that ``kind`` has, and None for those that it has not."""
-    planes = empty(BY_NAME[kind], 1, 256, torch.device("meta"))
-    found = {name: getattr(planes, name) for name in ("codes", "high", "scales", "steps")}
-    there = {name: TYPES[plane.dtype] for name, plane in found.items() if plane is not None}
+def random_packed(kind: str) -> tuple[dict[str, str], dict[str, None]]:
+    """Element types of the packed tensors of ``kind``; None for those it does not have."""
+    packed = empty_packed(BY_NAME[kind], 1, 256, torch.device("meta"))
+    found = {name: getattr(packed, name) for name in ("codes", "high", "scales", "steps")}
+    there = {name: TYPES[tensor.dtype] for name, tensor in found.items() if tensor is not None}
     return there, {name: None for name in found if name not in there}
 
 
@@ -35,7 +35,7 @@ def _multiply(
     """``rows``: BM.  ``parts``: the row is split, sums are written in float32.  ``filled``: rows end within a chunk.
     ``fixed``: integers that are 1.
     """
-    pointers, absent = planes_of(kind)
+    pointers, absent = random_packed(kind)
     pointers |= {"x": f"*{dtype}", "out": "*fp32" if parts else f"*{dtype}"}
     if kind == "Q8_0":
         absent |= {"sums": None}
@@ -57,7 +57,7 @@ def _multiply(
 
 def _multiply_nested(kind: str, rows: int = 8, *, out: str = "fp32", routed: bool = False) -> list[Case]:
     """One for each vendor: they fuse two multiply-adds in their own ways."""
-    pointers, absent = planes_of(kind)
+    pointers, absent = random_packed(kind)
     del absent["steps"]
     pointers |= {"x": "*fp16", "factors": "*fp32", "totals": "*fp16", "out": f"*{out}"}
     if routed:
@@ -100,7 +100,7 @@ def for_one_each(cases: list[Case]) -> list[Case]:
 
 
 def _expand(kind: str, dtype: str) -> Case:
-    pointers, absent = planes_of(kind)
+    pointers, absent = random_packed(kind)
     pointers |= {"out": f"*{dtype}"}
     signature = pointers | dict.fromkeys(("first_row", "n_rows", "n_chunks"), "i32")
     options = {"num_warps": 4, "enable_fp_fusion": False}

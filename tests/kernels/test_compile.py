@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from lucevisor.model.quant_types import PLANED
+from lucevisor.model.quant_types import REPACKED
 from tests.kernels.targets import TARGETS, cases, dealt, kinds
 
 pytest.importorskip("triton")
@@ -54,6 +54,6 @@ def test_the_few_are_of_every_kernel_and_quant_type() -> None:
     hands = dealt(cases())
     few = [case for hand in hands.values() for case in hand]
     assert set().union(*map(kinds, few)) == set().union(*map(kinds, cases()))
-    assert {name for what, name in set().union(*map(kinds, few)) if what == "quant type"} == PLANED
+    assert {name for what, name in set().union(*map(kinds, few)) if what == "quant type"} == REPACKED
     assert all(hands.values()), "a target compiles nothing"
     assert all(target in case.targets for target, hand in hands.items() for case in hand)

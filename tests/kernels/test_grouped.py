@@ -18,7 +18,7 @@ from daemons.ops.basic import gated
 from daemons.ops.experts import ANY_PAIRS
 from daemons.ops.moe import ExpertMlp
 from daemons.ops.operations import Reference
-from daemons.ops.quantised import SINGLE_PAIRS, PlaneExperts
+from daemons.ops.quantised import SINGLE_PAIRS, PackedExperts
 from daemons.ops.routes import Routes
 from daemons.ops.triton.grouped import GroupedShape, grouped, grouped_shape
 from tests.kernels.limits import assert_near
@@ -37,7 +37,7 @@ def routes_of(pairs: list[int], n_experts: int) -> Routes:
 def check(m: Matrix, pairs: list[int], share: int, dtype: torch.dtype, how: GroupedShape | None = SMALL) -> Tensor:
     """``m``: matrices [X, N, K]."""
     x = normal(len(pairs) // share, m.numbers.shape[-1], dtype=dtype)
-    found = grouped(m.kind, m.planes, x, routes_of(pairs, m.numbers.shape[0]), share, how)
+    found = grouped(m.kind, m.packed, x, routes_of(pairs, m.numbers.shape[0]), share, how)
     assert found.dtype == dtype
     near(found, m.numbers, x[torch.arange(len(pairs)) // share], pairs)
     return found
@@ -81,9 +81,9 @@ def test_all_rows_to_one_expert():
 def test_only_the_rows_that_are_routed_are_read_and_all_results_are_written(monkeypatch):
     """Activations between NaN; experts that nobody goes to are NaN."""
     m = Matrix.random("Q8_0", 4 * 20, 256)
-    planes = m.planes.map(lambda p: p.view(4, 20, -1).clone())
-    assert planes.steps is not None
-    planes.steps[1] = float("nan")
+    packed = m.packed.map(lambda p: p.view(4, 20, -1).clone())
+    assert packed.steps is not None
+    packed.steps[1] = float("nan")
     wide = torch.full((20, 256), float("nan"), dtype=torch.float16, device=DEVICE)
     wide[3:13] = normal(10, 256, dtype=torch.float16)
     pairs = [0, 2, 3, 0, 2, 2, 3, 2, 0, 2]
@@ -95,7 +95,7 @@ def test_only_the_rows_that_are_routed_are_read_and_all_results_are_written(monk
     with monkeypatch.context() as patch:
         if DEVICE == "cuda":  # the interpreter makes tensors too
             patch.setattr(Tensor, "new_empty", filled)
-        found = grouped(m.kind, planes, wide[3:13], routes_of(pairs, 4), 1, SMALL)
+        found = grouped(m.kind, packed, wide[3:13], routes_of(pairs, 4), 1, SMALL)
     assert bool(found.isfinite().all())
     near(found, m.experts(4).numbers, wide[3:13], pairs)
 
@@ -111,7 +111,7 @@ def test_pairs_are_sorted_by_expert():
 @pytest.mark.parametrize("n_rows", [SINGLE_PAIRS // 2, SINGLE_PAIRS // 2 + 1])
 def test_an_mlp_gives_the_same_whichever_way_its_pairs_go(n_rows):
     up, down = experts_of("Q4_0", 3, 64, 256), experts_of("Q8_0", 3, 24, 32)
-    mlp = ExpertMlp(up.planes, down.planes, "silu", Reference())
+    mlp = ExpertMlp(up.packed, down.packed, "silu", Reference())
     x = normal(n_rows, 256)
     chosen = torch.stack((torch.arange(n_rows) % 3, (torch.arange(n_rows) + 1) % 3), dim=1).to(DEVICE)
     matrices = [experts.blocks.some(chosen.flatten(), torch.float32) for experts in (up, down)]
@@ -121,14 +121,14 @@ def test_an_mlp_gives_the_same_whichever_way_its_pairs_go(n_rows):
         return torch.bmm(matrices[1], gated(both.squeeze(2), "silu").unsqueeze(2)).view(n_rows, 2, -1)
 
     assert_near(mlp.results(x, chosen), form, x)
-    assert PlaneExperts.few_pairs == ANY_PAIRS
+    assert PackedExperts.few_pairs == ANY_PAIRS
 
 
 @on_gpu
 def test_a_graph_records_them():
     """Nothing on the way waits for the device, and a replay follows other routes."""
     up, down = experts_of("Q4_K", 8, 512, 256), experts_of("Q6_K", 8, 64, 256)
-    mlp = ExpertMlp(up.planes, down.planes, "silu", Reference())
+    mlp = ExpertMlp(up.packed, down.packed, "silu", Reference())
     x = normal(300, 256, dtype=torch.bfloat16)
     routes = [torch.rand(300, 8, generator=torch.Generator().manual_seed(i)).topk(2).indices.cuda() for i in range(2)]
     wanted = [mlp.results(x, chosen) for chosen in routes]

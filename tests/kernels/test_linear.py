@@ -1,4 +1,4 @@
-"""Products with planes beside float64 products of the dequantised matrix; expanded matrices bit for bit."""
+"""Products with packed weights beside float64 products of the dequantised matrix; expanded matrices bit for bit."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from daemons.ops.triton import launch, linear, nested
 from daemons.ops.triton.launch import Shape
 from daemons.ops.triton.linear import MAX_ROWS, expand, multiply
 from daemons.weights.dequant import dequantise
-from daemons.weights.packed import Planes, take_apart
-from lucevisor.model.quant_types import BY_NAME, PLANED, GgmlType
+from daemons.weights.packed import PackedWeights, repack
+from lucevisor.model.quant_types import BY_NAME, REPACKED, GgmlType
 from tests.daemons.tiny_models import random_blocks
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPES = [torch.float32, torch.float16] + ([torch.bfloat16] if DEVICE == "cuda" else [])
-KINDS = sorted(PLANED)
-SHORT = sorted(name for name in PLANED if BY_NAME[name].block_elements == 32)
+KINDS = sorted(REPACKED)
+SHORT = sorted(name for name in REPACKED if BY_NAME[name].block_elements == 32)
 """Types whose rows may end within a chunk."""
 ROUNDING = {torch.float32: 0.0, torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8}
 """Of a result, relative to it."""
@@ -45,17 +45,17 @@ def infinity_is_no_warning():
 
 @dataclass
 class Matrix:
-    """A quantised matrix [..., N, K]: blocks [N, row_bytes], planes, and its numbers in float64."""
+    """A quantised matrix [..., N, K]: blocks [N, row_bytes], packed weights, and its numbers in float64."""
 
     kind: GgmlType
     raw: Tensor
-    planes: Planes
+    packed: PackedWeights
     numbers: Tensor
 
     @classmethod
     def of(cls, kind: str, raw: np.ndarray) -> Matrix:
         type_, blocks = BY_NAME[kind], torch.from_numpy(raw).to(DEVICE)
-        return cls(type_, blocks, take_apart(type_, blocks), dequantise(type_, blocks, torch.float32).double())
+        return cls(type_, blocks, repack(type_, blocks), dequantise(type_, blocks, torch.float32).double())
 
     @classmethod
     def random(cls, kind: str, n: int, k: int) -> Matrix:
@@ -68,11 +68,11 @@ class Matrix:
 
     def experts(self, n_experts: int) -> Matrix:
         """The same rows as those of experts."""
-        planes = self.planes.map(lambda p: p.view(n_experts, -1, p.shape[-1]))
-        return Matrix(self.kind, self.raw, planes, self.numbers.view(n_experts, -1, self.numbers.shape[-1]))
+        packed = self.packed.map(lambda p: p.view(n_experts, -1, p.shape[-1]))
+        return Matrix(self.kind, self.raw, packed, self.numbers.view(n_experts, -1, self.numbers.shape[-1]))
 
     def check(self, x: Tensor, how: Shape | None = None, limit: float | None = None) -> Tensor:
-        found = multiply(self.kind, self.planes, x, how=how)
+        found = multiply(self.kind, self.packed, x, how=how)
         return near(found, x.double(), self.numbers.t(), x.dtype, limit)
 
 
@@ -122,15 +122,15 @@ def extreme(kind: str) -> np.ndarray:
 def test_expanded_numbers_are_those_of_dequantise(kind, dtype):
     m = Matrix.random(kind, 9, 512)
     wanted = dequantise(m.kind, m.raw, dtype)
-    assert torch.equal(bits(expand(m.kind, m.planes, dtype)), bits(wanted))
+    assert torch.equal(bits(expand(m.kind, m.packed, dtype)), bits(wanted))
     for first, n in ((3, 5), (8, 1)):
-        assert torch.equal(bits(expand(m.kind, m.planes, dtype, first, n)), bits(wanted[first : first + n]))
+        assert torch.equal(bits(expand(m.kind, m.packed, dtype, first, n)), bits(wanted[first : first + n]))
 
 
 @pytest.mark.parametrize("kind", SHORT)
 def test_a_row_that_ends_within_a_chunk_is_filled_up_with_zeros(kind):
     m = Matrix.random(kind, 9, 352)
-    found = expand(m.kind, m.planes, torch.float32)
+    found = expand(m.kind, m.packed, torch.float32)
     assert torch.equal(bits(found[:, :352]), bits(dequantise(m.kind, m.raw, torch.float32)))
     assert found.shape == (9, 512)
     assert not bool(found[:, 352:].any())
@@ -140,7 +140,7 @@ def test_a_row_that_ends_within_a_chunk_is_filled_up_with_zeros(kind):
 @of_kinds
 def test_extreme_scales_expand_to_the_same_bits(kind, dtype):
     m = Matrix.of(kind, extreme(kind))
-    found = expand(m.kind, m.planes, dtype)
+    found = expand(m.kind, m.packed, dtype)
     assert torch.equal(bits(found), bits(dequantise(m.kind, m.raw, dtype)))
     assert not bool(found.isnan().any())
 
@@ -229,7 +229,7 @@ def test_a_large_activation_leaves_the_small_ones(kind):
     x = normal(4, 512, dtype=torch.float16)
     others = x.double() @ m.numbers.t()
     x[:, 5], x[1, 40] = 3000.0, -2000.0
-    found, wanted = multiply(m.kind, m.planes, x), x.double() @ m.numbers.t()
+    found, wanted = multiply(m.kind, m.packed, x), x.double() @ m.numbers.t()
     over = (found.double() - wanted).abs() - ROUNDING[x.dtype] * wanted.abs()
     n_codes = 1 << int(kind[1])
     step = 2 * m.numbers.abs().max() / n_codes
@@ -261,9 +261,9 @@ def test_lowest_codes_and_scales(kind):
 def test_a_row_depends_on_itself_alone():
     m = Matrix.random("Q4_K", 31, 256)
     x = normal(6, 256, dtype=torch.float16)
-    together = multiply(m.kind, m.planes, x)
+    together = multiply(m.kind, m.packed, x)
     x[3] = 60000
-    beside = multiply(m.kind, m.planes, x)
+    beside = multiply(m.kind, m.packed, x)
     keep = [0, 1, 2, 4, 5]
     assert torch.equal(together[keep], beside[keep])
     assert not torch.equal(together[3], beside[3])
@@ -310,7 +310,7 @@ def test_more_rows_than_a_product_of_one_matrix_takes():
 
 def check_routed(m: Matrix, experts: list[int], share: int, dtype: torch.dtype, how: Shape | None = None) -> None:
     x = normal(len(experts) // share, m.numbers.shape[-1], dtype=dtype)
-    found = multiply(m.kind, m.planes, x, torch.tensor(experts, device=DEVICE), share, how)
+    found = multiply(m.kind, m.packed, x, torch.tensor(experts, device=DEVICE), share, how)
     assert found.shape == (len(experts), m.numbers.shape[1])
     for p, expert in enumerate(experts):
         at = slice(p // share, p // share + 1)
@@ -362,13 +362,13 @@ def test_a_product_reads_and_writes_its_own_only(kind, k, how, monkeypatch):
     raw = m.raw.cpu().numpy().copy()
     halves(raw, kind)[:3] = np.nan
     halves(raw, kind)[-5:] = np.nan
-    planes = take_apart(m.kind, torch.from_numpy(raw).to(DEVICE)).map(lambda p: p[3:-5])
+    packed = repack(m.kind, torch.from_numpy(raw).to(DEVICE)).map(lambda p: p[3:-5])
     wide = torch.full((9, k), float("nan"), dtype=torch.float16, device=DEVICE)
     wide[2:5] = normal(3, k, dtype=torch.float16)
     x = wide[2:5]
     with monkeypatch.context() as patch:
         guarded = Guarded(patch)
-        found = multiply(m.kind, planes, x, how=how)
+        found = multiply(m.kind, packed, x, how=how)
     guarded.check()
     near(found, x.double(), m.numbers[3:-5].t(), torch.float16)
 
@@ -378,7 +378,7 @@ def test_a_routed_product_writes_its_own_only(monkeypatch):
     experts, x = torch.tensor([2, 1, 2], device=DEVICE), normal(3, 512, dtype=torch.float16)
     with monkeypatch.context() as patch:
         guarded = Guarded(patch)
-        multiply(m.kind, m.planes, x, experts, 1, Shape(16, 1, 2, 2))
+        multiply(m.kind, m.packed, x, experts, 1, Shape(16, 1, 2, 2))
     guarded.check()
 
 
@@ -387,7 +387,7 @@ def test_expansion_writes_its_own_only(kind, monkeypatch):
     m = Matrix.random(kind, 7, 256)
     with monkeypatch.context() as patch:
         guarded = Guarded(patch)
-        expand(m.kind, m.planes, torch.float16, 1, 3)
+        expand(m.kind, m.packed, torch.float16, 1, 3)
     guarded.check()
 
 
@@ -401,14 +401,14 @@ def test_expansion_writes_its_own_only(kind, monkeypatch):
 def test_a_graph_runs_it_for_the_activations_of_the_day(kind, dtype):
     m, routed = Matrix.random(kind, 200, 2048), Matrix.random(kind, 5 * 40, 2048).experts(5)
     x, experts = normal(4, 2048, dtype=dtype), torch.tensor([0, 1, 2, 3, 4, 0, 1, 2], device=DEVICE)
-    multiply(m.kind, m.planes, x)  # compiled before the capture
-    multiply(routed.kind, routed.planes, x, experts, 2)
-    expand(m.kind, m.planes, dtype)
+    multiply(m.kind, m.packed, x)  # compiled before the capture
+    multiply(routed.kind, routed.packed, x, experts, 2)
+    expand(m.kind, m.packed, dtype)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        found = multiply(m.kind, m.planes, x)
-        pairs = multiply(routed.kind, routed.planes, x, experts, 2)
-        numbers = expand(m.kind, m.planes, dtype)
+        found = multiply(m.kind, m.packed, x)
+        pairs = multiply(routed.kind, routed.packed, x, experts, 2)
+        numbers = expand(m.kind, m.packed, dtype)
     for seed in (5, 6):
         x.copy_(normal(4, 2048, seed=seed))
         experts.copy_(experts.flip(0) if seed == 5 else torch.full_like(experts, 3))
@@ -432,24 +432,24 @@ def test_other_counts_of_rows_and_pairs_compile_nothing(kind):
 
     def run(rows: range, counts: range) -> None:
         for n in rows:
-            multiply(m.kind, m.planes, normal(n, 2048, dtype=torch.float16))
+            multiply(m.kind, m.packed, normal(n, 2048, dtype=torch.float16))
         for n in counts:
             experts = torch.arange(16 * n, device=DEVICE)[: n * 2] % 5
-            multiply(routed.kind, routed.planes, normal(n, 2048, dtype=torch.float16), experts, 2)
-            multiply(routed.kind, routed.planes, normal(2 * n, 2048, dtype=torch.float16), experts)
+            multiply(routed.kind, routed.packed, normal(n, 2048, dtype=torch.float16), experts, 2)
+            multiply(routed.kind, routed.packed, normal(2 * n, 2048, dtype=torch.float16), experts)
         for first in (0, 1, 16):
-            expand(m.kind, m.planes, torch.float16, first, 200 - 2 * first)
+            expand(m.kind, m.packed, torch.float16, first, 200 - 2 * first)
 
     def shape(lanes: int, n_splits: int) -> Shape:
         tile = nested.tile(lanes) if kind == "Q4_K" else launch.Tile()
         return Shape(tile.columns, tile.n_warps, tile.n_stages, n_splits)
 
     for n_splits in (1, 4):  # a sum is needed, or none
-        multiply(m.kind, m.planes, normal(3, 2048, dtype=torch.float16), how=shape(8, n_splits))
-        multiply(m.kind, m.planes, normal(9, 2048, dtype=torch.float16), how=shape(16, n_splits))
+        multiply(m.kind, m.packed, normal(3, 2048, dtype=torch.float16), how=shape(8, n_splits))
+        multiply(m.kind, m.packed, normal(9, 2048, dtype=torch.float16), how=shape(16, n_splits))
         experts = torch.tensor([1, 2], device=DEVICE)
-        multiply(routed.kind, routed.planes, normal(1, 2048, dtype=torch.float16), experts, 2, shape(1, n_splits))
-    expand(m.kind, m.planes, torch.float16, 3, 5)
+        multiply(routed.kind, routed.packed, normal(1, 2048, dtype=torch.float16), experts, 2, shape(1, n_splits))
+    expand(m.kind, m.packed, torch.float16, 3, 5)
     before = compiled()
     assert before > 0
     run(range(1, 17), range(1, 40))

@@ -11,7 +11,7 @@ pytest.importorskip("triton")
 from daemons.ops.triton import nested  # noqa: E402
 from daemons.ops.triton.linear import multiply  # noqa: E402
 from daemons.weights.dequant import dequantise  # noqa: E402
-from daemons.weights.packed import Planes, take_apart  # noqa: E402
+from daemons.weights.packed import PackedWeights, repack  # noqa: E402
 from lucevisor.model.quant_types import BY_NAME  # noqa: E402
 from tests.daemons.tiny_models import random_blocks  # noqa: E402
 
@@ -33,13 +33,13 @@ def normal(*shape, dtype=torch.float32, seed=1):
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(DEVICE, dtype)
 
 
-def matrix(kind: str, n: int, k: int) -> tuple[Planes, torch.Tensor]:
-    """Planes, and the numbers in float64; minima lie half the range of codes below zero."""
+def matrix(kind: str, n: int, k: int) -> tuple[PackedWeights, torch.Tensor]:
+    """PackedWeights, and the numbers in float64; minima lie half the range of codes below zero."""
     raw = random_blocks(np.random.default_rng(n + k), kind, n, k)
     ends = raw.reshape(n, -1, BY_NAME[kind].block_bytes)[..., :4].view(np.float16)
     ends[..., 1] = ends[..., 0] * (7.5 if kind == "Q4_K" else 15.5)
     blocks = torch.from_numpy(raw).to(DEVICE)
-    return take_apart(BY_NAME[kind], blocks), dequantise(BY_NAME[kind], blocks, torch.float32).double()
+    return repack(BY_NAME[kind], blocks), dequantise(BY_NAME[kind], blocks, torch.float32).double()
 
 
 def error(found, x, numbers):
@@ -85,12 +85,12 @@ def test_x_comes_to_float16_without_loss(dtype, n_rows, width, lanes):
 @pytest.mark.parametrize("scale", [1e-7, 1e-3, 1.0, 1e3])
 def test_numbers_of_every_size(kind, dtype, scale):
     """A result is as exact as its chunk's largest number allows, wherever that is, and for one row or many."""
-    planes, numbers = matrix(kind, 70, 512)
+    packed, numbers = matrix(kind, 70, 512)
     x = (normal(3, 512) * scale).to(dtype)
     x[1, ::2] *= 2.0**-12
     x[2] = 0
     x[2, 300] = scale
-    found = multiply(BY_NAME[kind], planes, x)
+    found = multiply(BY_NAME[kind], packed, x)
     rounding = {torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8}[dtype]
     smallest = torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps
     wanted = x.double() @ numbers.t()
@@ -100,8 +100,8 @@ def test_numbers_of_every_size(kind, dtype, scale):
 
 @of_kinds
 def test_rows_of_zeros_give_zeros(kind):
-    planes, _ = matrix(kind, 40, 256)
-    found = multiply(BY_NAME[kind], planes, torch.zeros(2, 256, dtype=torch.float16, device=DEVICE))
+    packed, _ = matrix(kind, 40, 256)
+    found = multiply(BY_NAME[kind], packed, torch.zeros(2, 256, dtype=torch.float16, device=DEVICE))
     assert not bool(found.any())
 
 
@@ -109,10 +109,10 @@ def test_rows_of_zeros_give_zeros(kind):
 @pytest.mark.parametrize("value", [float("inf"), float("nan")])
 def test_what_is_no_number_stays_none(kind, value):
     """And only in its own row."""
-    planes, numbers = matrix(kind, 40, 512)
+    packed, numbers = matrix(kind, 40, 512)
     x = normal(2, 512, dtype=torch.float16)
     x[0, 300] = value
-    found = multiply(BY_NAME[kind], planes, x)
+    found = multiply(BY_NAME[kind], packed, x)
     assert not bool(found[0].isfinite().any())
     assert error(found[1:], x[1:], numbers) < 1e-3
 
@@ -122,9 +122,9 @@ def test_what_is_no_number_stays_none(kind, value):
 @pytest.mark.parametrize("n_rows", [1, 8, 16, 33, 64])
 def test_a_row_is_the_same_among_any_others(kind, dtype, n_rows):
     """Its neighbours change neither its factor nor its sums, as long as they are multiplied in the same way."""
-    planes, _ = matrix(kind, 40, 512)
+    packed, _ = matrix(kind, 40, 512)
     x = normal(64, 512, dtype=dtype)[:n_rows].contiguous()
     others = x.clone()
     others[: n_rows // 2] *= 1000
-    found, again = (multiply(BY_NAME[kind], planes, rows) for rows in (x, others))
+    found, again = (multiply(BY_NAME[kind], packed, rows) for rows in (x, others))
     assert torch.equal(found[n_rows // 2 :], again[n_rows // 2 :])

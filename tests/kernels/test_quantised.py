@@ -1,4 +1,4 @@
-"""Matrices that rest as planes give the numbers of those that rest as blocks, and take the bytes that were planned."""
+"""Packed weights give the same numbers as the quant blocks, and take the bytes that were planned."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from daemons.device import CPU
 from daemons.models.loader import Rows, Weights
 from daemons.ops import quantised
 from daemons.ops.experts import BlockExperts, JoinedExperts
-from daemons.ops.linear import BlockTable, PlaneTable
+from daemons.ops.linear import BlockTable, PackedTable
 from daemons.ops.moe import ExpertMlp
 from daemons.ops.operations import Reference
-from daemons.ops.quantised import PlaneExperts, PlaneMatrix
+from daemons.ops.quantised import PackedExperts, PackedLinear
 from daemons.ops.routes import Routes
-from daemons.ops.selection import Chooser
+from daemons.ops.selection import KernelSelector
 from daemons.ops.triton import linear, nested
 from daemons.ops.triton.launch import Shape
 from daemons.ops.triton.linear import MAX_ROWS
 from daemons.weights.dequant import dequantise
-from daemons.weights.packed import put_together, take_apart
+from daemons.weights.packed import repack, unpack
 from lucevisor.model.families import open_spec
-from lucevisor.model.quant_types import BY_NAME, PLANED, GgmlType
+from lucevisor.model.quant_types import BY_NAME, REPACKED, GgmlType
 from lucevisor.model.values import Backend, Dtype, LayerRange
 from lucevisor.model.weight_layout import residents
 from tests.daemons.tiny_models import Tiny, random_blocks, write
@@ -39,7 +39,7 @@ __all__ = ["spec_of"]  # a fixture
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPES = [torch.float32, torch.float16] + ([torch.bfloat16] if DEVICE == "cuda" else [])
-KINDS = sorted(PLANED)
+KINDS = sorted(REPACKED)
 LIMIT = {torch.float32: 32 * UNIT, torch.float16: FLOAT16, torch.bfloat16: BFLOAT16}
 """Relative to the norm: what a product that rounds nothing but its result may be off.  float32: sums of 256 parts in
 any order are off by 7 roundoffs of their norm; codes that start at BIAS make them four times as large.
@@ -85,7 +85,7 @@ def relative(found: Tensor, wanted: Tensor) -> float:
 @of_each
 def test_many_rows_are_multiplied_as_few_are(kind, dtype, few_programs):
     type_, raw = blocks(kind, 13, 256)
-    product = PlaneMatrix(type_, take_apart(type_, raw), 256)
+    product = PackedLinear(type_, repack(type_, raw), 256)
     assert (product.n_out, product.n_bytes) == (13, raw.nbytes)
     x = normal(MAX_ROWS + 1, 256, dtype=dtype)
     wanted = x.double() @ dequantise(type_, raw, torch.float32).double().t()
@@ -98,7 +98,7 @@ def test_many_rows_are_multiplied_as_few_are(kind, dtype, few_programs):
 @pytest.mark.parametrize("at_a_time", [1, 8, 9])
 def test_a_matrix_too_large_to_be_expanded_at_once(at_a_time, monkeypatch):
     type_, raw = blocks("Q8_0", 17, 256)
-    product = PlaneMatrix(type_, take_apart(type_, raw), 256)
+    product = PackedLinear(type_, repack(type_, raw), 256)
     x = normal(MAX_ROWS + 1, 256)
     wanted = product(x)
     monkeypatch.setattr(quantised, "part_rows", lambda n_columns: at_a_time)
@@ -112,7 +112,7 @@ def test_a_matrix_too_large_to_be_expanded_at_once(at_a_time, monkeypatch):
 
 def test_columns_of_a_wider_input(few_programs):
     type_, raw = blocks("Q4_K", 21, 256)
-    product = PlaneMatrix(type_, take_apart(type_, raw), 256)
+    product = PackedLinear(type_, repack(type_, raw), 256)
     wide = normal(MAX_ROWS + 1, 400)
     for rows in (3, MAX_ROWS + 1):
         x = wide[:rows, 100:356]
@@ -124,16 +124,16 @@ def test_columns_of_a_wider_input(few_programs):
 
 
 class Both(NamedTuple):
-    """The same experts as planes and as blocks."""
+    """The same experts as packed weights and as blocks."""
 
-    planes: PlaneExperts
+    packed: PackedExperts
     blocks: BlockExperts
 
 
 def experts_of(kind: str, n_experts: int, n: int, k: int) -> Both:
     type_, raw = blocks(kind, n_experts * n, k)
-    planes = take_apart(type_, raw).map(lambda p: p.view(n_experts, n, -1))
-    return Both(PlaneExperts(type_, planes, k), BlockExperts(type_, raw.view(n_experts, n, -1), k))
+    packed = repack(type_, raw).map(lambda p: p.view(n_experts, n, -1))
+    return Both(PackedExperts(type_, packed, k), BlockExperts(type_, raw.view(n_experts, n, -1), k))
 
 
 @of_each
@@ -149,7 +149,7 @@ def test_experts_as_planes_and_as_blocks(kind, dtype, few_programs):
 @pytest.mark.parametrize("dtype", DTYPES[1:])
 def test_ways_through_an_mlp_of_experts(dtype, few_programs):
     up, down = experts_of("Q8_0", 3, 512, 256), experts_of("Q4_K", 3, 24, 256)
-    mlp = ExpertMlp(up.planes, down.planes, "silu", Reference())
+    mlp = ExpertMlp(up.packed, down.packed, "silu", Reference())
     plain = ExpertMlp(up.blocks, down.blocks, "silu", Reference())
     x, chosen = normal(3, 256, dtype=dtype), torch.tensor([[2, 0], [0, 2], [2, 0]], device=DEVICE)
     wanted = plain.one_by_one(x, chosen)
@@ -163,7 +163,7 @@ def test_experts_joined_from_two_types(few_programs):
     (a, a_blocks), (b, b_blocks) = experts_of("Q6_K", 3, 8, 256), experts_of("Q4_0", 3, 5, 256)
     joined, wanted = JoinedExperts([a, b]), JoinedExperts([a_blocks, b_blocks])
     x, chosen = normal(2, 256), torch.tensor([1, 2, 2, 0], device=DEVICE)
-    assert joined.few_pairs == PlaneExperts.few_pairs > wanted.few_pairs
+    assert joined.few_pairs == PackedExperts.few_pairs > wanted.few_pairs
     assert relative(joined.routed(x, Routes(chosen, 3), 2), wanted.routed(x, Routes(chosen, 3), 2)) < 4e-6
 
 
@@ -175,7 +175,7 @@ def test_experts_joined_from_two_types(few_programs):
 def test_rows_of_a_table_are_the_same_bits(kind, dtype):
     type_, raw = blocks(kind, 50, 512)
     ids = torch.tensor([7, 0, 49, 7, 13], device=DEVICE)
-    a, b = PlaneTable(type_, take_apart(type_, raw), 512, dtype), BlockTable(type_, raw, dtype)
+    a, b = PackedTable(type_, repack(type_, raw), 512, dtype), BlockTable(type_, raw, dtype)
     assert a.n_bytes == b.n_bytes
     assert a(ids).dtype == dtype
     assert torch.equal(a(ids), b(ids))
@@ -185,12 +185,14 @@ def test_rows_of_a_table_are_the_same_bits(kind, dtype):
 
 
 def weights_of(path, kept) -> Weights:
-    return Weights(open_spec(path).files, kept, Chooser(CPU, torch.float32, kernels=True), lambda done, total: None)
+    return Weights(
+        open_spec(path).files, kept, KernelSelector(CPU, torch.float32, kernels=True), lambda done, total: None
+    )
 
 
 @of_kinds
 def test_planes_are_read_piece_by_piece(kind, tmp_path, monkeypatch):
-    """Ranges of rows in the order asked for; the planes hold the file's bytes, and no more than was planned."""
+    """Ranges of rows in the order asked for; the packed weights hold the file's bytes, and no more than was planned."""
     monkeypatch.setattr("daemons.models.loader.CHUNK_BYTES", 3000)
     path = write(tmp_path / "model.gguf", Tiny(n_layers=2), [kind])
     spec = open_spec(path)
@@ -200,15 +202,15 @@ def test_planes_are_read_piece_by_piece(kind, tmp_path, monkeypatch):
     product = weights.linear(gate, up)
     weights.close()
     stored = {t.name: torch.from_numpy(np.array(t.data)) for t in gguf.GGUFReader(path).tensors if t.name in (gate, up)}
-    assert isinstance(product, PlaneMatrix)
-    found = put_together(product.kind, product.planes, product.n_columns)
+    assert isinstance(product, PackedLinear)
+    found = unpack(product.kind, product.packed, product.n_columns)
     assert torch.equal(found, torch.cat([stored[gate], stored[up]]))
     assert product.n_bytes == weights.n_bytes == sum(r.n_bytes for r in kept if r.name in (gate, up))
     weights = weights_of(path, kept)
     product = weights.linear(Rows(gate, ((10, 12), (0, 3))), Rows(up))
     weights.close()
     wanted = torch.cat([stored[gate][10:12], stored[gate][0:3], stored[up]])
-    assert torch.equal(put_together(product.kind, product.planes, product.n_columns), wanted)
+    assert torch.equal(unpack(product.kind, product.packed, product.n_columns), wanted)
 
 
 def test_a_table_that_is_the_output_matrix_too_is_held_once(tmp_path):
@@ -218,9 +220,9 @@ def test_a_table_that_is_the_output_matrix_too_is_held_once(tmp_path):
     weights = weights_of(path, kept)
     table, head = weights.table("token_embd.weight"), weights.linear("token_embd.weight")
     weights.close()
-    assert isinstance(table, PlaneTable)
-    assert isinstance(head, PlaneMatrix)
-    assert table.planes is head.planes
+    assert isinstance(table, PackedTable)
+    assert isinstance(head, PackedLinear)
+    assert table.packed is head.packed
     assert weights.n_bytes == head.n_bytes == sum(r.n_bytes for r in kept if r.name == "token_embd.weight")
 
 
@@ -229,4 +231,4 @@ def test_a_model_takes_the_bytes_that_were_planned(spec_of):
     stages = with_forms_of(spec_of("qwen35moe", "k"), Backend.CUDA, kernels=True)
     chosen = [v for k, v in stages[0].kernels.items() if "linear Q" in k or "experts Q" in k]
     assert chosen
-    assert set(chosen) == {"planes, triton"}
+    assert set(chosen) == {"packed, triton"}

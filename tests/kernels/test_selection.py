@@ -1,4 +1,4 @@
-"""What the chooser takes, and what it says when kernels cannot be used."""
+"""What the selector takes, and what it says when kernels cannot be used."""
 
 from __future__ import annotations
 
@@ -9,23 +9,23 @@ pytest.importorskip("triton")
 
 from daemons.ops import quantised, selection
 from daemons.ops.operations import Reference
-from daemons.ops.selection import Chooser, unusable
+from daemons.ops.selection import KernelSelector, unusable
 
 CPU = torch.device("cpu")
 HERE = torch.device("cuda", 0) if torch.cuda.is_available() else CPU  # else under the interpreter
 
 
 def test_a_cpu_has_no_kernels_and_nothing_to_say():
-    chooser = Chooser(CPU, torch.float32)
-    assert chooser.kernels is False
-    assert isinstance(chooser.operations, Reference)
-    assert chooser.warnings == []
-    assert chooser.chosen == {"cpu layers": "torch"}
+    selector = KernelSelector(CPU, torch.float32)
+    assert selector.kernels is False
+    assert isinstance(selector.operations, Reference)
+    assert selector.warnings == []
+    assert selector.selected == {"cpu layers": "torch"}
 
 
 def test_kernels_that_run_are_usable():
     assert unusable(HERE, torch.float16) == ""
-    assert Chooser(CPU, torch.float16, kernels=True).chosen == {"cpu layers": "triton"}
+    assert KernelSelector(CPU, torch.float16, kernels=True).selected == {"cpu layers": "triton"}
 
 
 def test_the_reason_is_told(monkeypatch):
@@ -39,12 +39,12 @@ def test_the_reason_is_told(monkeypatch):
 
 
 def test_a_wrong_product_is_no_use(monkeypatch):
-    monkeypatch.setattr(quantised, "multiply", lambda kind, planes, x: torch.ones(1, 32))
+    monkeypatch.setattr(quantised, "multiply", lambda kind, packed, x: torch.ones(1, 32))
     assert "a product with zeros is not zero" in unusable(CPU, torch.float16)
 
 
 def test_an_accelerator_without_kernels_says_so(monkeypatch):
     monkeypatch.setattr(selection, "unusable", lambda device, dtype: "no compiler")
-    chooser = Chooser(torch.device("meta"), torch.float16)
-    assert chooser.kernels is False
-    assert chooser.warnings == ["meta runs plain torch, many times slower than kernels: no compiler"]
+    selector = KernelSelector(torch.device("meta"), torch.float16)
+    assert selector.kernels is False
+    assert selector.warnings == ["meta runs plain torch, many times slower than kernels: no compiler"]

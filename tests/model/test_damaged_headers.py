@@ -3,7 +3,7 @@
 The headers are taken apart here, by a walker that shares nothing with the parser under test, damaged field by field,
 entry by entry and byte by byte, and put in front of a hole as large as the file's data.  Whatever comes of it must be a
 sound spec or a GgufError that names the file, for little memory; some damages must be refused, and by name.
-A failure names the file and the number of its case, which ``make_case(Random(f"{name} {number}"), take_apart(name))``
+A failure names the file and the number of its case, which ``make_case(Random(f"{name} {number}"), repack(name))``
 makes again.
 """
 
@@ -121,7 +121,7 @@ class Walker:
 
 
 @cache
-def take_apart(name: str) -> Header:
+def repack(name: str) -> Header:
     data = (GOLDEN / name / "model.gguf").read_bytes()
     walker = Walker(data, 4)
     walker.number("<I")
@@ -310,7 +310,7 @@ def amounts() -> list[object]:
 
 @pytest.mark.parametrize(("name", "n"), amounts())
 def test_a_damaged_header_of_a_real_file_is_refused_by_name_or_sound(name: str, n: int, tmp_path: Path) -> None:
-    header, path, outcomes = take_apart(name), tmp_path / f"{name}.gguf", Counter[str]()
+    header, path, outcomes = repack(name), tmp_path / f"{name}.gguf", Counter[str]()
     needed(name)
     before_kib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     most = 0

@@ -1,4 +1,4 @@
-"""What the bits of planes mean (see ``daemons.weights.packed``), in the middle of a kernel.
+"""What the bits of packed weights mean (see ``daemons.weights.packed``), in the middle of a kernel.
 
 A word of codes has two neighbours in its halves.  BN: rows of the matrix, L: numbers of a group.
 """

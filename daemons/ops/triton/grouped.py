@@ -1,4 +1,4 @@
-"""Products of many rows with the matrices of the experts they are routed to, as planes (``daemons.weights.packed``).
+"""Products of many rows with the matrices of the experts they are routed to, packed (``daemons.weights.packed``).
 
 Pairs of row and expert are sorted by expert, and some programs are started for each expert, which find its pairs on the
 device: nobody waits for it.  A matrix is expanded group by group on the way to the matrix units, with the arithmetic
@@ -15,8 +15,8 @@ from torch import Tensor
 
 from daemons.ops.routes import Routes
 from daemons.ops.triton.codes import fifth_of, inside_of, load_ends, of_nested, of_q6, of_simple, spread, upper_of
-from daemons.weights.packed import Planes
-from lucevisor.model.quant_types import CHUNK, GgmlType, filled
+from daemons.weights.packed import PackedWeights
+from lucevisor.model.quant_types import CHUNK, GgmlType, padded_columns
 
 
 @triton.jit(do_not_specialize=["share"])
@@ -114,18 +114,18 @@ def grouped_shape(n_pairs: int, n_experts: int) -> GroupedShape:
 
 
 def grouped(
-    kind: GgmlType, planes: Planes, x: Tensor, routes: Routes, share: int, how: GroupedShape | None = None
+    kind: GgmlType, packed: PackedWeights, x: Tensor, routes: Routes, share: int, how: GroupedShape | None = None
 ) -> Tensor:
-    """``[P, N]`` of x's dtype: row p // share of x [T, K] times the matrix of pair p's expert; planes [X, N, *]."""
+    """``[P, N]`` of x's dtype: row p // share of x [T, K] times the matrix of pair p's expert; ``packed`` [X, N, *]."""
     assert x.is_contiguous()
-    n_experts, n_out = planes.codes.shape[:2]
+    n_experts, n_out = packed.codes.shape[:2]
     width = x.shape[1]
     how = how or grouped_shape(len(routes), n_experts)
     out = x.new_empty(len(routes), n_out)
     order, bounds = routes.sorted
     _grouped[(triton.cdiv(n_out, how.columns), n_experts, how.n_sharing)](
-        x, planes.codes, planes.high, planes.scales, planes.steps, order, bounds, out,
-        n_out, filled(width) // CHUNK, width, share,
+        x, packed.codes, packed.high, packed.scales, packed.steps, order, bounds, out,
+        n_out, padded_columns(width) // CHUNK, width, share,
         KIND=kind.name, BM=how.rows, BN=how.columns, FILLED=width % CHUNK != 0,
         num_warps=how.n_warps, num_stages=how.n_stages,
     )  # fmt: skip

@@ -1,4 +1,4 @@
-"""Products with quantised matrices that rest as planes (see ``daemons.weights.packed``), and their expansion.
+"""Products with packed weights (see ``daemons.weights.packed``), and their expansion.
 
 For few rows codes go to the matrix units as they are, small whole numbers that every float format holds exactly, and
 scales act on the float32 sums of each group: weights are never rounded.  Codes are put into the mantissa of a number
@@ -29,8 +29,8 @@ from daemons.ops.triton.codes import (
 )
 from daemons.ops.triton.launch import Shape, Tile, add_up, lanes_of, parts_of, shape
 from daemons.ops.triton.nested import NESTED_KINDS, multiply_nested
-from daemons.weights.packed import Planes
-from lucevisor.model.quant_types import CHUNK, GgmlType, filled
+from daemons.weights.packed import PackedWeights
+from lucevisor.model.quant_types import CHUNK, GgmlType, padded_columns
 
 MAX_ROWS = 64
 """Rows that :func:`multiply` takes at most."""
@@ -199,19 +199,24 @@ def _expand(codes, high, scales, steps, out, first_row, n_rows, n_chunks, KIND: 
 
 
 def multiply(
-    kind: GgmlType, planes: Planes, x: Tensor, experts: Tensor | None = None, share: int = 1, how: Shape | None = None
+    kind: GgmlType,
+    packed: PackedWeights,
+    x: Tensor,
+    experts: Tensor | None = None,
+    share: int = 1,
+    how: Shape | None = None,
 ) -> Tensor:
     """``x [T, K] W'`` -> [T, N] of x's dtype, for T up to MAX_ROWS; accumulates in float32.
 
-    ``experts`` int64 [P]: planes are those of matrices [X, N, *], and row p of the result [P, N] is the product of row
-    p // share of x with matrix experts[p]; any P.
+    ``experts`` int64 [P]: ``packed`` holds matrices [X, N, *], and row p of the result [P, N] is row p // share of x
+    times matrix experts[p]; any P.
     """
     n_rows, width = x.shape
-    n_out, n_chunks = planes.codes.shape[-2], filled(width) // CHUNK
+    n_out, n_chunks = packed.codes.shape[-2], padded_columns(width) // CHUNK
     assert x.is_contiguous()
     assert experts is not None or n_rows <= MAX_ROWS
     if kind.name in NESTED_KINDS and x.dtype != torch.float32:
-        return multiply_nested(kind, planes, x, experts, share, how)
+        return multiply_nested(kind, packed, x, experts, share, how)
     size = 16 if kind.name == "Q6_K" else 32
     lanes = lanes_of(n_rows, experts)
     n_results, depth = (n_rows, 1) if experts is None else (experts.shape[0], experts.shape[0])
@@ -225,7 +230,7 @@ def multiply(
     out = x.new_empty(n_results, n_out)
     parts = parts_of(out, how.n_splits)
     _multiply[(triton.cdiv(n_out, how.columns), how.n_splits, depth)](
-        x, sums, planes.codes, planes.high, planes.scales, planes.steps, experts, parts,
+        x, sums, packed.codes, packed.high, packed.scales, packed.steps, experts, parts,
         n_results, n_out, n_chunks, width, how.n_splits, share,
         KIND=kind.name, BM=max(lanes, 8), BN=how.columns, FILLED=width % CHUNK != 0,
         num_warps=how.n_warps, num_stages=how.n_stages,
@@ -234,13 +239,15 @@ def multiply(
     return out
 
 
-def expand(kind: GgmlType, planes: Planes, dtype: torch.dtype, first_row: int = 0, n_rows: int | None = None) -> Tensor:
+def expand(
+    kind: GgmlType, packed: PackedWeights, dtype: torch.dtype, first_row: int = 0, n_rows: int | None = None
+) -> Tensor:
     """Rows of a matrix ``[N, K]``, filled up to whole chunks, as numbers: bits of ``weights.dequant.dequantise``."""
-    n_rows = planes.codes.shape[0] if n_rows is None else n_rows
-    n_chunks = planes.codes.shape[1] // (CHUNK if kind.name == "Q8_0" else CHUNK // 8)
-    out = torch.empty(n_rows, n_chunks * CHUNK, dtype=dtype, device=planes.codes.device)
+    n_rows = packed.codes.shape[0] if n_rows is None else n_rows
+    n_chunks = packed.codes.shape[1] // (CHUNK if kind.name == "Q8_0" else CHUNK // 8)
+    out = torch.empty(n_rows, n_chunks * CHUNK, dtype=dtype, device=packed.codes.device)
     _expand[(triton.cdiv(n_rows, 8), n_chunks)](
-        planes.codes, planes.high, planes.scales, planes.steps, out, first_row, n_rows, n_chunks,
+        packed.codes, packed.high, packed.scales, packed.steps, out, first_row, n_rows, n_chunks,
         KIND=kind.name, BN=8, num_warps=4, enable_fp_fusion=False,
     )  # fmt: skip
     return out

@@ -17,8 +17,8 @@ from torch import Tensor
 
 from daemons.ops.triton.codes import ends_of, fifth_of, float16_of, half_of, spread
 from daemons.ops.triton.launch import Shape, Tile, add_up, lanes_of, parts_of, shape
-from daemons.weights.packed import Planes
-from lucevisor.model.quant_types import CHUNK, GgmlType, filled
+from daemons.weights.packed import PackedWeights
+from lucevisor.model.quant_types import CHUNK, GgmlType, padded_columns
 
 NESTED_KINDS = frozenset({"Q4_K", "Q5_K"})
 """Types that :func:`multiply_nested` takes."""
@@ -176,11 +176,11 @@ def tile(lanes: int) -> Tile:
 
 
 def multiply_nested(
-    kind: GgmlType, planes: Planes, x: Tensor, experts: Tensor | None, share: int, how: Shape | None
+    kind: GgmlType, packed: PackedWeights, x: Tensor, experts: Tensor | None, share: int, how: Shape | None
 ) -> Tensor:
     """See :func:`daemons.ops.triton.linear.multiply`; x is float16 or bfloat16."""
     n_rows, width = x.shape
-    n_out, n_chunks = planes.codes.shape[-2], filled(width) // CHUNK
+    n_out, n_chunks = packed.codes.shape[-2], padded_columns(width) // CHUNK
     lanes = lanes_of(n_rows, experts)
     blocks = triton.cdiv(n_rows, lanes)
     numbers = torch.empty(n_rows, n_chunks * CHUNK, dtype=torch.float16, device=x.device)
@@ -195,7 +195,7 @@ def multiply_nested(
     out = x.new_empty(n_results, n_out)
     parts = parts_of(out, how.n_splits)
     _multiply_nested[(triton.cdiv(n_out, how.columns), how.n_splits, depth)](
-        numbers, factors, totals, planes.codes, planes.high, planes.scales, experts, parts,
+        numbers, factors, totals, packed.codes, packed.high, packed.scales, experts, parts,
         n_results, n_out, n_chunks, how.n_splits, share,
         KIND=kind.name, BM=max(lanes, 8), BN=how.columns, FUSED=fused(x.device),
         num_warps=how.n_warps, num_stages=how.n_stages,
