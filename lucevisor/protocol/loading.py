@@ -111,6 +111,6 @@ class Loaded(msgspec.Struct, frozen=True):
     """Answer to Load: the stages are ready for steps."""
 
     shards: list[DeviceUse]
-    kernels: dict[str, str]  # op or quant type -> implementation the chooser took
+    kernels: dict[str, str]  # op or quant type -> implementation selected for it
     seconds: float  # until the weights lay there, without what compiling kernels took
     identities: list[FileIdentity] = []  # of the files that were read, the same before and after reading

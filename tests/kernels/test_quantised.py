@@ -137,7 +137,7 @@ def experts_of(kind: str, n_experts: int, n: int, k: int) -> Both:
 
 
 @of_each
-def test_experts_as_planes_and_as_blocks(kind, dtype, few_programs):
+def test_experts_packed_and_as_blocks(kind, dtype, few_programs):
     a, b = experts_of(kind, 4, 12, 256)
     assert (a.n_experts, a.n_out, a.n_numbers, a.n_bytes) == (b.n_experts, b.n_out, b.n_numbers, b.n_bytes)
     x, chosen = normal(2, 256, dtype=dtype), torch.tensor([2, 0, 3, 2], device=DEVICE)
@@ -191,7 +191,7 @@ def weights_of(path, kept) -> Weights:
 
 
 @of_kinds
-def test_planes_are_read_piece_by_piece(kind, tmp_path, monkeypatch):
+def test_packed_weights_are_read_chunk_by_chunk(kind, tmp_path, monkeypatch):
     """Ranges of rows in the order asked for; the packed weights hold the file's bytes, and no more than was planned."""
     monkeypatch.setattr("daemons.models.loader.CHUNK_BYTES", 3000)
     path = write(tmp_path / "model.gguf", Tiny(n_layers=2), [kind])
