@@ -131,8 +131,8 @@ def _engine(now: EngineStatistics) -> Iterator[Metric]:
     yield GaugeMetricFamily(_P + "requests_queued", "Requests that wait for a place.", value=now.queued)
     pages = GaugeMetricFamily(_P + "pages", "Pages of a space by where they are.", labels=["space", "where"])
     for space, use in now.pages.items():
-        pages.add_metric([space, "device"], use.used - use.idle)
-        pages.add_metric([space, "cached"], use.idle)
+        pages.add_metric([space, "device"], use.used - use.evictable)
+        pages.add_metric([space, "cached"], use.evictable)
         pages.add_metric([space, "free"], use.total - use.used)
     yield pages
     step = SummaryMetricFamily(_P + "step_seconds", "Time a stage computed on a step.", labels=["stage"])

@@ -116,8 +116,8 @@ def _engine(statistics: EngineStatistics | None) -> dict[str, Any]:
         "preemptions": statistics.preemptions,
         "pages": {
             "total": sum(p.total for p in pages),
-            "used": sum(p.used - p.idle for p in pages),
-            "cached": sum(p.idle for p in pages),  # held by prefix slots alone
+            "used": sum(p.used - p.evictable for p in pages),
+            "cached": sum(p.evictable for p in pages),  # held by prefix slots alone
             "host": 0,
         },
         "stages": [

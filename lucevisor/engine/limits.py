@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from lucevisor.engine.request import ContextOverflow, GenerationRequest, InvalidRequest
 from lucevisor.kv.page_pool import PagePools
-from lucevisor.kv.page_table import most_window_pages, pages_of
+from lucevisor.kv.page_table import max_window_pages, pages_of
 from lucevisor.kv.prefix_records import PrefixSettings
 from lucevisor.model.values import PAGE_TOKENS, Space
 from lucevisor.protocol.loading import PoolSizes
@@ -66,7 +66,7 @@ class EngineLimits:
         if self.window_tokens is not None:
             if self.window_tokens < 1:
                 raise ValueError(f"window_tokens is {self.window_tokens}; it must be 1 or more")
-            least = most_window_pages(self.window_tokens, self.prefill_chunk, self.max_context)
+            least = max_window_pages(self.window_tokens, self.prefill_chunk, self.max_context)
             if self.pools.window_pages < least:
                 raise ValueError(
                     f"pools.window_pages is {self.pools.window_pages}; one sequence needs {least} for a window of "
@@ -104,7 +104,7 @@ class EngineLimits:
         n_pages = pages_of(n_tokens)
         needs = {Space.FULL: n_pages} if Space.FULL in self.spaces else {}
         if self.window_tokens is not None:
-            most = most_window_pages(self.window_tokens, self.prefill_chunk, self.max_context)
+            most = max_window_pages(self.window_tokens, self.prefill_chunk, self.max_context)
             needs[Space.WINDOW] = min(n_pages, most)
         return needs
 

@@ -58,7 +58,7 @@ class PrefixReuse:
         request, use = record.request, record.prefix
         turns = request.turn_boundaries
         use.checkpoints = find_checkpoints(
-            len(request.prompt), turns, self._limits.prefix, anywhere=self.index.anywhere
+            len(request.prompt), turns, self._limits.prefix, block_granular=self.index.block_granular
         )
         use.checkpoint_positions = list(use.checkpoints)
         self.resize(record)
@@ -146,7 +146,7 @@ class PrefixReuse:
         use.cached = n_cached if use.cached is None else min(use.cached, n_cached)
         use.common.clear()
         self.index.use(match, now)
-        if not self.index.anywhere and match.n_known - match.position >= PAGE_TOKENS:
+        if not self.index.block_granular and match.n_known - match.position >= PAGE_TOKENS:
             # Other prompts had more of it than any slot is good for: leave one where they part.
             use.branch_position = self._last_slice_end(record, match.n_known)
 
@@ -190,14 +190,14 @@ class PrefixReuse:
 
     def _remember(self, record: RequestRecord, live: LiveSequence, origin: Origin, now: float) -> list[Operation]:
         n, index = live.n_scheduled, self.index
-        if not index.worth(n):
+        if not index.worth_caching(n):
             return []
         if (known := index.find(record.tokens, n)) is not None:
             index.touch(known, now)
             return []
         state = NO_STATE
         if index.recurrent:
-            taken = index.take_state(index.n_saved(record.tokens, n))
+            taken = index.allocate_state(index.n_saved(record.tokens, n))
             if taken is None:
                 return []
             state = taken
@@ -213,7 +213,7 @@ class PrefixReuse:
         """Return how much a slot at ``stop`` gives to a prompt with so many tokens in common."""
         if stop <= n_common:
             return stop
-        return 0 if not self.index.anywhere else n_common // PAGE_TOKENS * PAGE_TOKENS
+        return 0 if not self.index.block_granular else n_common // PAGE_TOKENS * PAGE_TOKENS
 
     def _common(self, record: RequestRecord, other: RequestRecord) -> int:
         """Return how many tokens two requests begin with alike, one left to compute."""

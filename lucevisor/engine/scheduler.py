@@ -304,7 +304,7 @@ class Scheduler:
                     break
                 if self.reuse.index.reclaim(pick.live.table.missing(pick.stop)):
                     continue
-                if len(self._live) == 1 and self.reuse.index.held_back:
+                if len(self._live) == 1 and self.reuse.index.pinning:
                     self.starving = True
                     break  # a snapshot is being written or read: its pages come back by themselves
                 self._preempt(max(self._live.values(), key=lambda record: record.arrival))

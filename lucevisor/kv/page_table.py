@@ -41,7 +41,7 @@ def pages_of(n_tokens: int) -> int:
     return -(-n_tokens // PAGE_TOKENS)
 
 
-def first_seen_page(position: int, window_tokens: int) -> int:
+def first_visible_page(position: int, window_tokens: int) -> int:
     """Return the index of the oldest page that a token at ``position`` or later sees through a window.
 
     A window of w positions counts the token itself, so position p sees p - w + 1 and later.
@@ -49,7 +49,7 @@ def first_seen_page(position: int, window_tokens: int) -> int:
     return max(0, position - window_tokens + 1) // PAGE_TOKENS
 
 
-def most_window_pages(window_tokens: int, slice_tokens: int, max_context: int) -> int:
+def max_window_pages(window_tokens: int, slice_tokens: int, max_context: int) -> int:
     """Return the most window pages one sequence ever holds when no slice is longer than ``slice_tokens``.
 
     A slice ``[a, b)`` needs positions ``a - w + 1 .. b - 1``: at most w - 1 + slice positions, which touch one page
@@ -77,7 +77,7 @@ class PageTable:
         shared = {Space.FULL: (0, full), Space.WINDOW: (first_window, window)}
         for space, entries in self._entries.items():
             first, pages = shared[space]
-            self._pools[space].share(pages)
+            self._pools[space].retain(pages)
             entries.first_held, entries.pages = first, list(pages)
 
     def entry(self, space: Space, index: int) -> int | None:
@@ -125,7 +125,7 @@ class PageTable:
         entries = self._entries.get(Space.WINDOW)
         if entries is None or self._window_tokens is None:
             return
-        n_old = min(len(entries.pages), first_seen_page(start, self._window_tokens) - entries.first_held)
+        n_old = min(len(entries.pages), first_visible_page(start, self._window_tokens) - entries.first_held)
         if n_old > 0:
             self._pools[Space.WINDOW].release(entries.pages[:n_old])
             del entries.pages[:n_old]

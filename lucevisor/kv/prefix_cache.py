@@ -30,11 +30,11 @@ class PrefixIndex:
         self.settings = settings
         self.hooks = PrefixHooks()
         self.recurrent = Space.RECURRENT in pools
-        self.anywhere = not self.recurrent and window_tokens is None  # any page of a known chain can be used
+        self.block_granular = not self.recurrent and window_tokens is None  # any page of a known chain can be used
         self.version = 0  # changes whenever a match may
         self.n_evictions = 0
         self._sequence_pools = pools
-        self._pools = pools.of_slots
+        self._pools = pools.slot_pools
         self._tree = BlockTree(self._pools, window_tokens)
         self._slots: dict[int, PrefixSlot] = {}
         self._reservations: set[Reservation] = set()
@@ -57,10 +57,12 @@ class PrefixIndex:
     @property
     def n_bytes(self) -> int:
         """Bytes of pages and states that slots alone hold."""
-        return sum(self._pools[space].n_idle * self.settings.unit_bytes.get(space, 0) for space in self._pools.spaces)
+        return sum(
+            self._pools[space].n_evictable * self.settings.unit_bytes.get(space, 0) for space in self._pools.spaces
+        )
 
     @property
-    def held_back(self) -> bool:
+    def pinning(self) -> bool:
         """Whether pins or reservations keep ids from sequences for a while."""
         return bool(self._reservations) or any(slot.pins for slot in self._slots.values())
 
@@ -75,7 +77,7 @@ class PrefixIndex:
         n_known = path[-1].depth * PAGE_TOKENS
         n_usable = 0 if self.recurrent else self._tree.n_whole_windows(path)
         for block in reversed(path):
-            for slot in self._tree.slots_behind(block, tokens, most) if block.slots else ():
+            for slot in self._tree.slots_after(block, tokens, most) if block.slots else ():
                 if slot.n_tokens:
                     return self._match(path[: block.depth + 1], slot.n_tokens, n_known, slot)
             if 0 < block.depth < n_usable:
@@ -96,15 +98,15 @@ class PrefixIndex:
 
     def touch(self, slot: PrefixSlot, now: float) -> None:
         """Make a slot the last used one."""
-        slot.last_use, slot.used_at, slot.condemned = self._tick, now, False
+        slot.last_use, slot.used_at, slot.evict_on_unpin = self._tick, now, False
 
     # ---- making slots
 
-    def worth(self, n_tokens: int) -> bool:
+    def worth_caching(self, n_tokens: int) -> bool:
         """Say whether a prefix of that length is remembered at all."""
         return self.enabled and n_tokens >= max(1, self.settings.min_tokens)
 
-    def take_state(self, n_tokens_saved: int) -> int | None:
+    def allocate_state(self, n_tokens_saved: int) -> int | None:
         """Return a free state for a checkpoint that saves so many tokens, if need be that of a slot worth less."""
         states = self._pools[Space.RECURRENT]
         if not states.n_free:
@@ -129,12 +131,12 @@ class PrefixIndex:
         gone, or when it was the first to be given up.  An equal slot is only touched, and returned.  ``pinned``: what
         is returned has a pin.
         """
-        slot = self.find(tokens, source.n_tokens) if self.worth(source.n_tokens) else None
+        slot = self.find(tokens, source.n_tokens) if self.worth_caching(source.n_tokens) else None
         made = None
         if slot is not None:
             self.touch(slot, now)
             slot.pins += pinned
-        elif self.worth(source.n_tokens):
+        elif self.worth_caching(source.n_tokens):
             slot = made = self._tree.add(tokens, source, self._n_made)
         if source.state != NO_STATE:
             self._pools[Space.RECURRENT].release([source.state])
@@ -157,7 +159,7 @@ class PrefixIndex:
         first, needs = self._tree.first_window(n_tokens), {Space.FULL: pages_of(n_tokens), Space.RECURRENT: 1}
         needs[Space.WINDOW] = pages_of(n_tokens) - first
         needs = {space: n for space, n in needs.items() if space in self._pools}
-        if not self.worth(n_tokens) or not self._reclaim(self._pools, needs):
+        if not self.worth_caching(n_tokens) or not self._reclaim(self._pools, needs):
             return None
         ids = self._pools.allocate(needs)
         if ids is None:
@@ -200,7 +202,7 @@ class PrefixIndex:
         """Take a pin away; a slot that was to be given up meanwhile goes with the last one."""
         slot.pins -= 1
         if slot.alive and not slot.pins:
-            if slot.condemned:
+            if slot.evict_on_unpin:
                 self._remove(slot)
             self.trim()
 
@@ -215,8 +217,8 @@ class PrefixIndex:
             allocator = self._sequence_pools[space]
             if n > allocator.n_free:
                 pinned = {page for slot in self._slots.values() if slot.pins for page in self._ids(slot, space)}
-                staying = sum(allocator.idle(page) for page in pinned.union(shared.get(space, ())))
-                if n > allocator.n_free + allocator.n_idle - staying:
+                staying = sum(allocator.evictable(page) for page in pinned.union(shared.get(space, ())))
+                if n > allocator.n_free + allocator.n_evictable - staying:
                     return False
         return True
 
@@ -266,7 +268,7 @@ class PrefixIndex:
     def _parent_position(self, tokens: Sequence[int], n_tokens: int) -> int:
         path = self._tree.walk(tokens, n_tokens - 1)
         for block in reversed(path):
-            for slot in self._tree.slots_behind(block, tokens, n_tokens - 1) if block.slots else ():
+            for slot in self._tree.slots_after(block, tokens, n_tokens - 1) if block.slots else ():
                 return slot.n_tokens
         return 0
 
@@ -285,7 +287,7 @@ class PrefixIndex:
     def _n_lost(self, slot: PrefixSlot) -> int:
         """Return how many tokens had to be computed to come to where the slot ends, if it were given up."""
         known = slot.parent.n_tokens if slot.parent is not None else 0
-        if self.anywhere:
+        if self.block_granular:
             block = slot.block  # the pages that others lead through stay
             while block.n_slots == 1 and block.parent is not None:
                 block = block.parent
@@ -304,7 +306,7 @@ class PrefixIndex:
     def _evict(self, slot: PrefixSlot) -> None:
         self.hooks.on_evict(slot)
         if slot.pins:
-            slot.condemned = True
+            slot.evict_on_unpin = True
         elif slot.alive:
             self.n_evictions += 1
             self._remove(slot)
@@ -320,8 +322,8 @@ class PrefixIndex:
     def _reclaim(self, pools: PagePools, needs: Mapping[Space, int]) -> bool:
         while not pools.fits(needs):
             lacking = [space for space, n in needs.items() if n > pools[space].n_free]
-            of_slots = all(pools[space] is self._pools[space] for space in lacking)
-            victim = self._least(lacking) if of_slots else None  # no slot can give what no slot has
+            gives = all(pools[space] is self._pools[space] for space in lacking)
+            victim = self._least(lacking) if gives else None  # slots own no ids of other pools
             if victim is None:
                 return False
             self._evict(victim)

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Final, Literal
 
 from lucevisor.kv.page_pool import PageError, PagePools
-from lucevisor.kv.page_table import PAGED, first_seen_page, pages_of
+from lucevisor.kv.page_table import PAGED, first_visible_page, pages_of
 from lucevisor.model.values import PAGE_TOKENS, Space
 
 NO_STATE: Final = -1
@@ -72,7 +72,7 @@ class PrefixSlot:
     parent: PrefixSlot | None = None
     alive: bool = True
     pins: int = 0
-    condemned: bool = False  # given up as soon as the last pin goes
+    evict_on_unpin: bool = False  # given up as soon as the last pin goes
     last_use: int = 0  # in ticks of the index
     used_at: float = 0.0  # seconds
     n_uses: int = 0
@@ -134,7 +134,7 @@ class BlockTree:
             block = child
         return path
 
-    def slots_behind(self, block: Block, tokens: Sequence[int], n_tokens: int) -> Iterator[PrefixSlot]:
+    def slots_after(self, block: Block, tokens: Sequence[int], n_tokens: int) -> Iterator[PrefixSlot]:
         """Yield slots that end at ``block`` or inside the page after it and begin the first ``n_tokens``, longest
         first."""
         start = block.depth * PAGE_TOKENS
@@ -155,7 +155,7 @@ class BlockTree:
 
     def first_window(self, n_tokens: int) -> int:
         """Return the entry of the oldest window page that position ``n_tokens`` sees; 0 without sliding layers."""
-        return 0 if self._window_tokens is None else first_seen_page(n_tokens, self._window_tokens)
+        return 0 if self._window_tokens is None else first_visible_page(n_tokens, self._window_tokens)
 
     def n_whole_windows(self, path: Sequence[Block]) -> int:
         """Return how many blocks of a path, the root included, lead to the last place whose window is held whole."""
@@ -217,7 +217,7 @@ class BlockTree:
 
     def frees(self, slot: PrefixSlot, spaces: Collection[Space]) -> bool:
         """Say whether removing a slot makes an id of one of ``spaces`` free at once."""
-        if slot.state != NO_STATE and Space.RECURRENT in spaces and self._pools[Space.RECURRENT].idle(slot.state):
+        if slot.state != NO_STATE and Space.RECURRENT in spaces and self._pools[Space.RECURRENT].evictable(slot.state):
             return True
         if any(space in spaces and self._lone(space, page) for space, page in slot.tail.items()):
             return True
@@ -254,14 +254,14 @@ class BlockTree:
             raise PageError(f"space {space}: a prefix slot needs a page that its sequence does not hold")
         self._holds[space][page] += 1
         if self._holds[space][page] == 1:
-            self._pools[space].keep(page)
+            self._pools[space].cache(page)
         return page
 
     def _let_go(self, space: Space, page: int) -> None:
         self._holds[space][page] -= 1
         if self._holds[space][page] == 0:
             del self._holds[space][page]
-            self._pools[space].give_up(page)
+            self._pools[space].uncache(page)
 
     def _lone(self, space: Space, page: int) -> bool:
-        return self._holds[space][page] == 1 and self._pools[space].idle(page)
+        return self._holds[space][page] == 1 and self._pools[space].evictable(page)

@@ -13,7 +13,7 @@ from daemons.models.stage import Stage
 from daemons.snapshots.state_map import StateMap
 from daemons.snapshots.transfers import Transfers
 from lucevisor.deployment.weight_digests import digest_tensors
-from lucevisor.kv.page_table import first_seen_page
+from lucevisor.kv.page_table import first_visible_page
 from lucevisor.model.families import open_spec
 from lucevisor.model.fingerprint import fingerprint
 from lucevisor.model.values import PAGE_TOKENS, Backend, Dtype, LayerRange, Space
@@ -125,14 +125,14 @@ class SlotChain:
     def place(self, sequence, state=-1):
         """The slot of all of a sequence's tokens; ``state`` holds its checkpoint."""
         n, pages = self.lengths[sequence], self.pages[sequence]
-        first = first_seen_page(n, self.spec.window) if Space.WINDOW in pages else 0
+        first = first_visible_page(n, self.spec.window) if Space.WINDOW in pages else 0
         return SlotPlace(n, list(pages.get(Space.FULL, [])), pages.get(Space.WINDOW, [])[first:], first, state)
 
     def fresh_place(self, n_tokens, state=-1):
         """Pages that nobody has for a slot to restore."""
         n = -(-n_tokens // PAGE_TOKENS)
         has = self.spec.spaces()
-        first = first_seen_page(n_tokens, self.spec.window) if Space.WINDOW in has else 0
+        first = first_visible_page(n_tokens, self.spec.window) if Space.WINDOW in has else 0
         full = [self.free[Space.FULL].pop() for _ in range(n)] if Space.FULL in has else []
         window = [self.free[Space.WINDOW].pop() for _ in range(n - first)] if Space.WINDOW in has else []
         return SlotPlace(n_tokens, full, window, first, state)

@@ -47,7 +47,7 @@ async def arms(model: Path, directory: Path, n_conversations: int, states: str =
         warm = await converse(service, spec.vocabulary, n_conversations)
         assert service.engine is not None
         statistics = service.engine.statistics()
-        assert all(use.used == use.idle for use in statistics.pages.values())
+        assert all(use.used == use.evictable for use in statistics.pages.values())
         assert statistics.cache.tokens["memory"] == sum(cold.cached) + sum(warm.cached)
         if states == "host":
             assert service.placement is not None

@@ -16,7 +16,7 @@ from lucevisor.engine.request import (
     GenerationRequest,
 )
 from lucevisor.engine.scheduler import Scheduler
-from lucevisor.kv.page_table import most_window_pages
+from lucevisor.kv.page_table import max_window_pages
 from lucevisor.model.values import Space
 from lucevisor.protocol.loading import PoolSizes
 from lucevisor.protocol.steps import Sampling
@@ -43,7 +43,7 @@ def scenarios(draw: st.DrawFn, *, crowded: bool = False) -> Scenario:
     full_pages = draw(st.sampled_from([4, 5, 6] if crowded else [2, 3, 4, 5, 7]))
     window_pages = 0
     if window is not None:
-        window_pages = most_window_pages(window, chunk, max_context) + draw(st.integers(0, 3))
+        window_pages = max_window_pages(window, chunk, max_context) + draw(st.integers(0, 3))
     bounds = EngineLimits(
         n_stages=n_stages,
         max_sequences=max_sequences,

@@ -78,27 +78,27 @@ def slices(plans: Sequence[StepPlan], name: str) -> list[tuple[int, int]]:
 
 def test_a_prompt_is_remembered_at_its_first_and_last_turns_and_its_end() -> None:
     settings = PrefixSettings(min_tokens=64)
-    for anywhere in (True, False):
-        found = find_checkpoints(2000, [300, 700, 900, 1200, 1500], settings, anywhere=anywhere)
+    for block_granular in (True, False):
+        found = find_checkpoints(2000, [300, 700, 900, 1200, 1500], settings, block_granular=block_granular)
         assert found == {300: "turn", 1200: "turn", 1500: "turn", 2000: "prompt"}
         assert list(found) == sorted(found)
 
 
 def test_the_first_and_the_last_turn_stand_and_others_are_a_page_apart_from_them() -> None:
     settings = PrefixSettings(min_tokens=64)
-    assert find_checkpoints(510, [450, 470, 500], settings, anywhere=False) == {450: "turn", 500: "turn"}
-    assert find_checkpoints(510, [40, 436, 500], settings, anywhere=False) == {436: "turn", 500: "turn"}
-    assert find_checkpoints(500, [300, 500], settings, anywhere=False) == {300: "turn", 500: "prompt"}
+    assert find_checkpoints(510, [450, 470, 500], settings, block_granular=False) == {450: "turn", 500: "turn"}
+    assert find_checkpoints(510, [40, 436, 500], settings, block_granular=False) == {436: "turn", 500: "turn"}
+    assert find_checkpoints(500, [300, 500], settings, block_granular=False) == {300: "turn", 500: "prompt"}
 
 
 def test_without_turns_a_multiple_of_pages_is_remembered_where_a_model_cannot_start_anywhere() -> None:
     settings = PrefixSettings(min_tokens=64, checkpoint_pages=2)
-    assert find_checkpoints(350, [], settings, anywhere=False) == {256: "pages", 350: "prompt"}
-    assert find_checkpoints(400, [], settings, anywhere=False) == {384: "pages"}
-    assert find_checkpoints(256, [], settings, anywhere=False) == {128: "pages", 256: "prompt"}
-    assert find_checkpoints(400, [], settings, anywhere=True) == {400: "prompt"}
-    assert find_checkpoints(400, [], replace(settings, checkpoint_pages=0), anywhere=False) == {400: "prompt"}
-    assert find_checkpoints(63, [50], settings, anywhere=False) == {}
+    assert find_checkpoints(350, [], settings, block_granular=False) == {256: "pages", 350: "prompt"}
+    assert find_checkpoints(400, [], settings, block_granular=False) == {384: "pages"}
+    assert find_checkpoints(256, [], settings, block_granular=False) == {128: "pages", 256: "prompt"}
+    assert find_checkpoints(400, [], settings, block_granular=True) == {400: "prompt"}
+    assert find_checkpoints(400, [], replace(settings, checkpoint_pages=0), block_granular=False) == {400: "prompt"}
+    assert find_checkpoints(63, [50], settings, block_granular=False) == {}
 
 
 @pytest.mark.parametrize("spaces", [HYBRID, FULL])
@@ -196,7 +196,7 @@ def test_the_states_of_an_ended_sequence_become_the_slot_without_a_copy() -> Non
     scheduler = Scheduler(warm(max_sequences=1, max_step_tokens=65, pools=PoolSizes(8, 0, 1)))
     plans = run_one(scheduler, request("a", range(70), n=3))
     assert not any(isinstance(o, CopyState) for plan in plans for o in plan.step.operations)
-    assert scheduler.pages()[Space.RECURRENT] == PageUse(1, 1, idle=1)
+    assert scheduler.pages()[Space.RECURRENT] == PageUse(1, 1, evictable=1)
     # the only state there is: the next request takes it back
     plans = run_one(scheduler, request("b", range(200, 210), n=1))
     assert any(isinstance(o, ZeroState) for o in plans[0].step.operations)
@@ -215,7 +215,7 @@ def test_the_end_of_a_request_is_copied_to_host_memory_before_its_state_goes_to_
     scheduler = Scheduler(warm(max_sequences=1, max_step_tokens=65, pools=PoolSizes(64, 0, 1 + 3, 3)))
     plans = run_one(scheduler, request("a", range(70), n=3))
     assert copies(plans) == [(0, 1)]  # behind the prompt
-    assert scheduler.pages()[Space.RECURRENT] == PageUse(2, 4, idle=2)  # another behind the answer
+    assert scheduler.pages()[Space.RECURRENT] == PageUse(2, 4, evictable=2)  # another behind the answer
     [first, *rest] = run_one(scheduler, request("b", [*range(70), 7, 7, 3], n=1))
     names = [type(o).__name__ for o in first.step.operations]
     assert names.index("CopyState") < names.index("CloseSequence") < names.index("OpenSequence")
@@ -354,7 +354,7 @@ def test_slots_give_way_before_a_request_waits_or_is_preempted() -> None:
     scheduler = Scheduler(warm(max_sequences=2, pools=PoolSizes(6, 0, 6)))
     for name in "ab":
         run_one(scheduler, request(name, range(1000 * ord(name), 1000 * ord(name) + 100), n=1))
-    assert scheduler.pages()[Space.FULL] == PageUse(4, 6, idle=4)
+    assert scheduler.pages()[Space.FULL] == PageUse(4, 6, evictable=4)
     run_one(scheduler, request("c", range(250), n=100))
     assert scheduler.n_preemptions == 0
     assert scheduler.pages()[Space.FULL].used <= 6

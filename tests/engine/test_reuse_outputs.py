@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from lucevisor.engine.handle import RequestHandle
 from lucevisor.engine.limits import EngineLimits
 from lucevisor.engine.request import GenerationRequest
-from lucevisor.kv.page_table import most_window_pages
+from lucevisor.kv.page_table import max_window_pages
 from lucevisor.kv.prefix_records import PrefixSettings, Reservation
 from lucevisor.kv.prefix_tree import PrefixSlot
 from lucevisor.model.values import Space
@@ -31,7 +31,7 @@ def bounds(draw: st.DrawFn) -> EngineLimits:
     window = draw(st.sampled_from([1, 40, 64, 130])) if Space.WINDOW in spaces else None
     max_sequences = draw(st.sampled_from([1, 2, 4]))
     n_states, in_host = draw(st.sampled_from([0, 1, 5])), draw(st.booleans())
-    n_window = 0 if window is None else most_window_pages(window, chunk, 500) + draw(st.sampled_from([0, 2, 9]))
+    n_window = 0 if window is None else max_window_pages(window, chunk, 500) + draw(st.sampled_from([0, 2, 9]))
     return EngineLimits(
         n_stages=draw(st.integers(1, 3)),
         max_sequences=max_sequences,
@@ -153,7 +153,7 @@ class Play:
             assert now.steps.n_tokens == n_computed
             assert sum(now.cache.tokens.values()) == sum(h.finished.usage.cached_tokens for _, h in self.asked)
         assert (now.running, now.queued, now.in_flight, self.toy.failures) == (0, 0, 0, [])
-        assert all(use.used == use.idle for use in now.pages.values())
+        assert all(use.used == use.evictable for use in now.pages.values())
         assert now.cache.n_slots <= self.limits.prefix.max_slots
         assert now.cache.n_bytes <= self.limits.prefix.memory_bytes
         prefixes = self.toy.engine.prefixes

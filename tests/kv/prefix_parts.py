@@ -67,7 +67,7 @@ def check_choice(victim: PrefixSlot, slots: list[PrefixSlot], pools: PagePools, 
     def frees(slot: PrefixSlot) -> set[Space]:
         def lone(space: Space) -> set[int]:
             kept = {page for other in slots if other is not slot for page in held(other, space)}
-            return {page for page in held(slot, space) if page not in kept and pools[space].idle(page)}
+            return {page for page in held(slot, space) if page not in kept and pools[space].evictable(page)}
 
         return {space for space in pools.spaces if lone(space)}
 

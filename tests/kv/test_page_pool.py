@@ -42,11 +42,11 @@ class AllocatorMachine(RuleBasedStateMachine):
     def share(self, numbers: list[int]) -> None:
         pages = [self.first + n for n in numbers]
         if all(self.owners[page] for page in pages):
-            self.allocator.share(pages)
+            self.allocator.retain(pages)
             self.owners.update(pages)
         else:
             with pytest.raises(PageError):
-                self.allocator.share(pages)
+                self.allocator.retain(pages)
 
     @rule(numbers=st.lists(st.integers(-1, 12), max_size=5))
     def release(self, numbers: list[int]) -> None:
@@ -63,7 +63,7 @@ class AllocatorMachine(RuleBasedStateMachine):
         used = {page for page, n in self.owners.items() if n > 0}
         assert self.allocator.n_used == len(used)
         assert self.allocator.n_free == self.n_total - len(used)
-        assert [self.allocator.owners(page) for page in self.ids] == [self.owners[page] for page in self.ids]
+        assert [self.allocator.ref_count(page) for page in self.ids] == [self.owners[page] for page in self.ids]
 
 
 class OffsetMachine(AllocatorMachine):
@@ -92,7 +92,7 @@ def test_20000_random_operations_leak_nothing() -> None:
             held += pages or []
         elif action < 0.6 and held:
             pages = rng.sample(held, min(len(held), 4))
-            allocator.share(pages)
+            allocator.retain(pages)
             held += pages
         else:
             rng.shuffle(held)
@@ -131,7 +131,7 @@ def test_double_free_names_the_id_and_changes_nothing(pages: list[int]) -> None:
 def test_a_shared_page_is_free_after_its_last_owner() -> None:
     allocator = PageAllocator(2)
     allocator.allocate(1)
-    allocator.share([0])
+    allocator.retain([0])
     allocator.release([0])
     assert allocator.n_used == 1
     allocator.release([0])
@@ -159,15 +159,15 @@ def test_pools_take_from_every_space_or_from_none(full: int, window: int) -> Non
 def test_states_of_slots_in_host_memory_are_ids_behind_those_of_sequences() -> None:
     pools = PagePools([Space.FULL, Space.RECURRENT], PoolSizes(full_pages=4, window_pages=0, states=5, host_states=3))
     assert pools.copies_states
-    assert pools.of_slots[Space.FULL] is pools[Space.FULL]
+    assert pools.slot_pools[Space.FULL] is pools[Space.FULL]
     assert pools[Space.RECURRENT].allocate(2) == [0, 1]
     assert pools[Space.RECURRENT].allocate(1) is None
-    assert pools.of_slots[Space.RECURRENT].allocate(2) == [2, 3]
-    pools.of_slots[Space.RECURRENT].keep(2)
-    pools.of_slots[Space.RECURRENT].release([2])
-    assert pools.use()[Space.RECURRENT] == PageUse(4, 5, idle=1)
+    assert pools.slot_pools[Space.RECURRENT].allocate(2) == [2, 3]
+    pools.slot_pools[Space.RECURRENT].cache(2)
+    pools.slot_pools[Space.RECURRENT].release([2])
+    assert pools.use()[Space.RECURRENT] == PageUse(4, 5, evictable=1)
     with pytest.raises(PageError, match="states in host memory: id 1 is outside 2 to 4"):
-        pools.of_slots[Space.RECURRENT].release([1])
+        pools.slot_pools[Space.RECURRENT].release([1])
     with pytest.raises(PageError, match="space recurrent: id 2 is outside 0 to 1"):
         pools[Space.RECURRENT].release([2])
 
@@ -175,5 +175,5 @@ def test_states_of_slots_in_host_memory_are_ids_behind_those_of_sequences() -> N
 @pytest.mark.parametrize("spaces", [[Space.FULL], [Space.FULL, Space.RECURRENT]])
 def test_without_states_in_host_memory_slots_and_sequences_share_all_pools(spaces: list[Space]) -> None:
     pools = PagePools(spaces, PoolSizes(full_pages=4, window_pages=0, states=5, host_states=5 * (len(spaces) == 1)))
-    assert pools.of_slots is pools
+    assert pools.slot_pools is pools
     assert not pools.copies_states

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lucevisor.kv.page_pool import PagePools
-from lucevisor.kv.page_table import Growth, PageTable, first_seen_page, most_window_pages, pages_of
+from lucevisor.kv.page_table import Growth, PageTable, first_visible_page, max_window_pages, pages_of
 from lucevisor.model.values import PAGE_TOKENS, Space
 from lucevisor.protocol.loading import PoolSizes
 
@@ -58,7 +58,7 @@ def test_every_position_a_slice_sees_has_a_page_and_no_more_are_held(window: int
     pools, table = make(n_pages, n_pages, window)
     entries: dict[int, int] = {}
     start = 0
-    most = most_window_pages(window, max(lengths), sum(lengths))
+    most = max_window_pages(window, max(lengths), sum(lengths))
     for length in lengths:
         stop = start + length
         growths = table.grow(start, stop)
@@ -69,7 +69,7 @@ def test_every_position_a_slice_sees_has_a_page_and_no_more_are_held(window: int
         seen = range(max(0, start - window + 1) // PAGE_TOKENS, (stop - 1) // PAGE_TOKENS + 1)
         assert table.held(Space.WINDOW) == [entries[i] for i in seen]
         assert len(seen) <= most
-        assert seen.start == first_seen_page(start, window)
+        assert seen.start == first_visible_page(start, window)
         start = stop
     table.release()
     assert pools[Space.WINDOW].n_used == pools[Space.FULL].n_used == 0

@@ -37,7 +37,7 @@ class Maker:
         table.grow(0, len(tokens))
         state = NO_STATE
         if self.index.recurrent:
-            taken = self.index.take_state(self.index.n_saved(tokens, len(tokens)))
+            taken = self.index.allocate_state(self.index.n_saved(tokens, len(tokens)))
             if taken is None:
                 table.release()
                 return None
@@ -163,7 +163,7 @@ def test_a_slot_pinned_by_the_hook_goes_when_the_pin_does_unless_it_was_used_aga
         maker.slot(text(1, 200))
         maker.index.hooks.on_evict = maker.evicted.append
         assert slot.alive
-        assert slot.condemned
+        assert slot.evict_on_unpin
         maker.index.settings = PrefixSettings(max_slots=10, memory_bytes=10_000, min_tokens=1)
         if again:
             maker.use(slot)
@@ -177,7 +177,7 @@ def test_an_equal_slot_is_not_made_twice() -> None:
     slot = maker.slot(text(0, 100))
     assert maker.slot(text(0, 100)) is slot
     assert maker.made == [slot]
-    assert maker.pools.use()[Space.FULL] == PageUse(2, 100, idle=2)
+    assert maker.pools.use()[Space.FULL] == PageUse(2, 100, evictable=2)
 
 
 def test_what_is_too_short_is_not_remembered() -> None:
@@ -195,7 +195,7 @@ def test_a_window_that_slid_on_cannot_be_remembered() -> None:
     assert maker.index.publish(text(0, 200), SlotSource(200, table.entry, NO_STATE, "turn"), 0.0) is None
     assert maker.index.publish(text(0, 301), SlotSource(301, table.entry, NO_STATE, "turn"), 0.0) is not None
     table.release()
-    assert maker.pools.use()[Space.WINDOW] == PageUse(2, 100, idle=2)  # positions 238 and later
+    assert maker.pools.use()[Space.WINDOW] == PageUse(2, 100, evictable=2)  # positions 238 and later
     assert maker.index.match(text(0, 300)).position == 256  # sees 193 and later, and page 3 is held
     assert maker.index.match(text(0, 256)).position == 0
 
@@ -221,7 +221,7 @@ def test_adopting_twice_or_something_else_is_refused() -> None:
     assert maker.index.adopt(text(0, 100), reservation, 0.0) is not None
     assert maker.index.adopt(text(0, 100), reservation, 0.0) is None
     maker.index.cancel(reservation)
-    assert maker.pools.use() == {Space.FULL: PageUse(2, 100, idle=2), Space.RECURRENT: PageUse(1, 8, idle=1)}
+    assert maker.pools.use() == {Space.FULL: PageUse(2, 100, evictable=2), Space.RECURRENT: PageUse(1, 8, evictable=1)}
     assert maker.index.match([*text(0, 100), -1]).from_disk
 
 
@@ -237,22 +237,22 @@ def test_no_more_is_reserved_than_there_is() -> None:
 def test_an_index_that_disagrees_with_the_pools_is_a_page_error() -> None:
     pools = PagePools([Space.FULL], PoolSizes(2, 0, 0))
     allocator = pools[Space.FULL]
-    for wrong in (allocator.keep, allocator.give_up):
+    for wrong in (allocator.cache, allocator.uncache):
         with pytest.raises(PageError, match="id 0 is "):
             wrong(0)
     allocator.allocate(1)
-    allocator.keep(0)
-    with pytest.raises(PageError, match="kept already"):
-        allocator.keep(0)
+    allocator.cache(0)
+    with pytest.raises(PageError, match="cached already"):
+        allocator.cache(0)
     allocator.release([0])
-    assert (allocator.n_used, allocator.n_idle) == (1, 1)
+    assert (allocator.n_used, allocator.n_evictable) == (1, 1)
     with pytest.raises(PageError, match="has 0 owners"):
         allocator.release([0])  # the index alone owns it
-    allocator.share([0])
-    assert allocator.n_idle == 0
-    allocator.give_up(0)
+    allocator.retain([0])
+    assert allocator.n_evictable == 0
+    allocator.uncache(0)
     allocator.release([0])
-    assert (allocator.n_used, allocator.n_idle) == (0, 0)
+    assert (allocator.n_used, allocator.n_evictable) == (0, 0)
 
 
 def test_a_table_that_starts_with_shared_pages_grows_and_slides_from_there() -> None:

@@ -23,7 +23,7 @@ from hypothesis.stateful import (
 )
 
 from lucevisor.kv.page_pool import PageAllocator, PagePools
-from lucevisor.kv.page_table import PAGED, PageTable, first_seen_page
+from lucevisor.kv.page_table import PAGED, PageTable, first_visible_page
 from lucevisor.kv.prefix_cache import PrefixIndex
 from lucevisor.kv.prefix_records import PrefixMatch, PrefixSettings, Reservation
 from lucevisor.kv.prefix_tree import NO_STATE, PrefixSlot, SlotSource
@@ -92,7 +92,7 @@ class IndexMachine(RuleBasedStateMachine):
         self.done["evict"] += 1
         assert slot.alive
         assert not slot.pins
-        check_choice(slot, self.index.slots, self.pools.of_slots, self.n_prompts)
+        check_choice(slot, self.index.slots, self.pools.slot_pools, self.n_prompts)
         if self.pin_next_evicted:
             self.pin_next_evicted = False
             self.index.pin(slot)
@@ -174,11 +174,11 @@ class IndexMachine(RuleBasedStateMachine):
 
     def publish(self, one: Sequence) -> None:
         self.done["publish"] += 1
-        if not self.index.worth(one.n) or self.index.find(one.tokens, one.n) is not None:
+        if not self.index.worth_caching(one.n) or self.index.find(one.tokens, one.n) is not None:
             return
         state = NO_STATE
         if self.recurrent:
-            taken = self.index.take_state(self.index.n_saved(one.tokens, one.n))
+            taken = self.index.allocate_state(self.index.n_saved(one.tokens, one.n))
             if taken is None:
                 return
             state = taken
@@ -287,7 +287,7 @@ class IndexMachine(RuleBasedStateMachine):
         else:
             assert best <= match.position <= max([best, *shared])
         whole = match.position // PAGE_TOKENS
-        first = 0 if self.window is None else first_seen_page(match.position, self.window)
+        first = 0 if self.window is None else first_visible_page(match.position, self.window)
         if Space.FULL in self.spaces:
             assert len(match.full) == whole
             self.check_pages(Space.FULL, 0, list(match.full), match, tokens)
@@ -324,22 +324,22 @@ class IndexMachine(RuleBasedStateMachine):
             kept = {page for slot in self.index.slots for page in held(slot, space)}
             for allocator, ids in self.allocators(space):
                 assert allocator.n_total == len(ids)
-                assert [allocator.owners(page) for page in ids] == [owners[page] + (page in kept) for page in ids]
-                assert allocator.n_idle == sum(page in kept and not owners[page] for page in ids)
+                assert [allocator.ref_count(page) for page in ids] == [owners[page] + (page in kept) for page in ids]
+                assert allocator.n_evictable == sum(page in kept and not owners[page] for page in ids)
 
     def allocators(self, space: Space) -> list[tuple[PageAllocator, range]]:
         """The allocators of a space and the ids of each."""
         allocator, n = self.pools[space], self.sizes.device_states
         if space is not Space.RECURRENT or not self.sizes.host_states:
             return [(allocator, range(allocator.n_total))]
-        return [(allocator, range(n)), (self.pools.of_slots[space], range(n, self.sizes.states))]
+        return [(allocator, range(n)), (self.pools.slot_pools[space], range(n, self.sizes.states))]
 
     @invariant()
     def slots_are_within_the_settings(self) -> None:
         slots = self.index.slots
         pinned = [slot for slot in slots if slot.pins]
         assert len(slots) <= max(self.settings.max_slots, len(pinned))
-        n_bytes = sum(use.idle * UNIT_BYTES[space] for space, use in self.pools.use().items())
+        n_bytes = sum(use.evictable * UNIT_BYTES[space] for space, use in self.pools.use().items())
         assert self.index.n_bytes == n_bytes
         assert n_bytes <= self.settings.memory_bytes or len(pinned) == len(slots)
         for slot in slots:
