@@ -139,7 +139,7 @@ def test_a_shared_page_is_free_after_its_last_owner() -> None:
 
 
 def test_bad_sizes_are_refused() -> None:
-    with pytest.raises(ValueError, match="-1 ids"):
+    with pytest.raises(ValueError, match="pool size is -1"):
         PageAllocator(-1)
     with pytest.raises(ValueError, match="-2 ids"):
         PageAllocator(1).allocate(-2)
