@@ -61,6 +61,7 @@ class Narrow(NamedTuple):
     packed: bool = False
 
 
+EXPONENTIALS = frozenset(["exp", "exp_", "sigmoid", "silu", "softplus"])
 TF32X3 = 20 * UNIT
 """Error of a product of two numbers as three of TF32: a number is its first 11 bits and, cut off, the next 11, which is
 8u off; so are both factors, and the product of the seconds, which is left out, is 4u.
@@ -90,11 +91,14 @@ class Exact(TorchDispatchMode):
 
     Pools that are written must be made within it.  ``choices``: indices that ``topk`` gave, in order.
     ``narrow``: roundings to a narrower format that are perturbed too.  ``tf32x3``: products are those of matrix units.
+    ``gpu``: exponentials are those of a GPU's kernels.
     """
 
-    def __init__(self, seed: int | None = None, narrow: Narrow | None = None, *, tf32x3: bool = False) -> None:
+    def __init__(
+        self, seed: int | None = None, narrow: Narrow | None = None, *, tf32x3: bool = False, gpu: bool = False
+    ) -> None:
         super().__init__()
-        self.narrow, self.tf32x3 = narrow, tf32x3
+        self.narrow, self.tf32x3, self.gpu = narrow, tf32x3, gpu
         self.random = None if seed is None else torch.Generator().manual_seed(seed)
         self.choices: list[Tensor] = []
 
@@ -137,6 +141,8 @@ class Exact(TorchDispatchMode):
             raise NotImplementedError(f"{func}: tests/numerics.py has no error model for it")
         if isinstance(out, Tensor) and out.dtype == torch.float64:
             size = _size(name, func, args, kwargs, out, self.tf32x3)
+            if self.gpu and name in EXPONENTIALS:
+                size = size + _exponential_size(name, args[0], out)
             if self.narrow:
                 size = size + _narrow_size(name, self.narrow, args, out)
             out.add_(size.mul_(self._uniform(out)).nan_to_num_(0.0, 0.0, 0.0))  # infinities of a mask stay
@@ -239,6 +245,18 @@ def _narrow_size(name: str, narrow: Narrow, args: Sequence[Any], out: Tensor) ->
             terms += largest.maximum(a.abs().amax(dim=-1, keepdim=True) * b.norm(dim=-2, keepdim=True))
         size += terms.view_as(out)
     return size.mul_(narrow.unit)
+
+
+def _exponential_size(name: str, x: Tensor, out: Tensor) -> Tensor:
+    """What exp(x) as a GPU's exp2(x log2(e)) adds: factor and product are rounded, and exp2 is off by 4u (PTX:
+    ex2.approx.f32), which counts as much as exp(x) does in the result; the quotient is off by 4u (div.full.f32).
+    """
+    if name.startswith("exp"):  # x may be overwritten
+        return out * ((out.log().abs() * 2 + 4) * UNIT)
+    argument = (x.abs() * 2 + 4) * UNIT
+    if name == "softplus":
+        return x.sigmoid() * argument + out * (4 * UNIT)
+    return out.abs() * ((-x).sigmoid() * argument + 4 * UNIT)
 
 
 def _summed(n: int, tf32x3: bool) -> float:

@@ -121,7 +121,7 @@ class Layer:
         args = y.float().view(len(ids), -1, y.shape[-1]), self.convolution[ids], self.states[ids]
         with Exact():
             wanted = (exact or rounded)(*(x.double() for x in args))
-        with Exact(seed=0, tf32x3=self.precision == "tf32x3"):
+        with Exact(seed=0, tf32x3=self.precision == "tf32x3", gpu=DEVICE == "cuda"):
             perturbed = rounded(*(x.double().repeat(RUNS, *[1] * (x.dim() - 1)) for x in args))
         o, left, s = zip(wanted, (x.unflatten(0, (RUNS, -1)) for x in perturbed), strict=True)
         return Bound.of(*o), left[0], Bound.of(*s)
