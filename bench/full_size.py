@@ -284,7 +284,7 @@ def load_of(service, model, group, peak, before):
         name
         for stage in stages
         for shard in stage.shards
-        for name in model.spec.tensor_names(shard.layers, first=shard.first, last=shard.last)
+        for name in model.spec.tensor_names(shard.layers, embedding=shard.first, output=shard.last)
     }
     sizes = [model.spec.files.tensors[name].n_bytes for name in names]
     limit = max(sizes) + HOST_MARGIN_BYTES

@@ -69,7 +69,7 @@ def _timed(spec: ModelSpec, stage: Stage, piece: Slice) -> tuple[float, float]:
     boundary = stream_dtype(torch.randn(n, spec.boundary_width, generator=noise), stage.dtype, stack.device)
     stack.enter(stack.head(batch) if stack.head is not None else boundary, batch)
     # a token goes through few experts: as many different tokens as calls, so that no cache keeps those of one
-    inputs = torch.randn(max(n, MAX_CALLS), spec.embedding, generator=noise)
+    inputs = torch.randn(max(n, MAX_CALLS), spec.hidden_size, generator=noise)
     inputs = stream_dtype(inputs, stage.dtype, stack.device)
 
     def layers(call: int) -> Tensor:

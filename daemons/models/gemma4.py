@@ -104,7 +104,7 @@ class LayerInputs:
     def __call__(self, ids: Tensor, embedded: Tensor) -> Tensor:
         shape = (-1, self.n_layers, self.p.layer_input)
         own = self.table(ids).view(shape) * math.sqrt(self.p.layer_input)
-        context = self.project(embedded).view(shape) * (1.0 / math.sqrt(self.p.embedding))
+        context = self.project(embedded).view(shape) * (1.0 / math.sqrt(self.p.hidden_size))
         return (own + self.norm(context)) * math.sqrt(0.5)
 
 
@@ -127,7 +127,7 @@ class Gemma4Family(Family):
         return self.operations.norm(weight, weight.shape[-1], self.p.eps)
 
     def head(self) -> Callable[[Batch], Tensor]:
-        embedding = Embedding(self.w.table("token_embd.weight"), math.sqrt(self.p.embedding))
+        embedding = Embedding(self.w.table("token_embd.weight"), math.sqrt(self.p.hidden_size))
         if self.inputs is None:
             return embedding
 
@@ -138,13 +138,13 @@ class Gemma4Family(Family):
         return doubled
 
     def tail(self) -> Callable[[Tensor], Tensor]:
-        output = "output.weight" if "output.weight" in self.spec.tail else "token_embd.weight"
+        output = "output.weight" if "output.weight" in self.spec.output_tensors else "token_embd.weight"
         return Output(self.norm("output_norm.weight"), self.w.linear(output), self.p.softcap)
 
     def enter(self, rows: Tensor, batch: Batch) -> Tensor:
         if self.inputs is None:
             return rows
-        h, batch.carried = rows.split_with_sizes([self.p.embedding] * 2, dim=-1)
+        h, batch.carried = rows.split_with_sizes([self.p.hidden_size] * 2, dim=-1)
         batch.layer_inputs = self.inputs(batch.ids, batch.carried)
         return h
 
@@ -169,9 +169,9 @@ class Gemma4Family(Family):
     def routed(self, index: int) -> Block:
         p, b = self.p, f"blk.{index}."
         assert p.experts is not None
-        scale = self.w.exact(b + "ffn_gate_inp.scale") / math.sqrt(p.embedding)
+        scale = self.w.exact(b + "ffn_gate_inp.scale") / math.sqrt(p.hidden_size)
         return RoutedBlock(
-            router_norm=self.operations.norm(scale, p.embedding, p.eps),
+            router_norm=self.operations.norm(scale, p.hidden_size, p.eps),
             route=build_route(self.w, b, p.experts, expert_scale="ffn_down_exps.scale"),
             routed=build_routed(self.w, b, "gelu_tanh"),
             pre=self.norm(b + "pre_ffw_norm_2.weight"),

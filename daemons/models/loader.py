@@ -1,4 +1,4 @@
-"""Weights of one shard: from the files onto a device, in the forms that ``lucevisor.model.weight_layout`` lists.
+"""Weights of one shard: from the files onto a device, in the layouts that ``lucevisor.model.weight_layout`` lists.
 
 Reads with pread into a small staging buffer and converts chunk by chunk, so the host never holds more than a chunk
 beside what stays; the page cache keeps the file for the next start.  Knows tensor names only as keys.
@@ -26,8 +26,8 @@ from daemons.weights.dequant import dequantise, four_bit
 from daemons.weights.packed import PackedWeights, empty_packed, repack
 from daemons.weights.reading import HostMemory, Piece, Progress, Staging, row_count
 from lucevisor.model.gguf_files import GgufFiles
-from lucevisor.model.quant_types import DENSE, NATIVE, Format, GgmlType, resident_bytes
-from lucevisor.model.weight_layout import QUANTISED_FORMS, Resident, Role
+from lucevisor.model.quant_types import DENSE, NATIVE, GgmlType, WeightFormat, format_bytes
+from lucevisor.model.weight_layout import QUANTISED_FORMATS, TensorLayout, TensorRole
 
 CHUNK_BYTES = 8 << 20
 """Bytes of one read and conversion: small enough for a cpu's caches; an accelerator gets four times as much a copy."""
@@ -53,7 +53,7 @@ class Weights:
     """Makes the callables and vectors of one shard.  Close it when the shard is built."""
 
     files: GgufFiles
-    residents: Sequence[Resident]
+    layouts: Sequence[TensorLayout]
     selector: KernelSelector
     report: Callable[[int, int], None]
     n_bytes: int = 0
@@ -62,17 +62,17 @@ class Weights:
     )  # type -> bytes in the file, bytes on the device
     staging: Staging = field(init=False)
     progress: Progress = field(init=False)
-    _forms: dict[tuple[str, Role], Resident] = field(init=False)
+    _layouts: dict[tuple[str, TensorRole], TensorLayout] = field(init=False)
     _shared: dict[str, tuple[GgmlType, Tensor | PackedWeights]] = field(init=False)
     _host: HostMemory | None = field(init=False)
 
     def __post_init__(self) -> None:
-        self._forms = {(r.name, r.role): r for r in self.residents}
+        self._layouts = {(r.name, r.role): r for r in self.layouts}
         self._shared = {}
         self.staging = Staging(self.files, self.selector.device)
         on_cpu = self.selector.device.type == "cpu"
-        self._host = HostMemory.reserve(sum(r.n_bytes + 256 for r in self.residents)) if on_cpu else None
-        self.progress = Progress(sum(r.read_bytes for r in self.residents), self.report)
+        self._host = HostMemory.reserve(sum(r.n_bytes + 256 for r in self.layouts)) if on_cpu else None
+        self.progress = Progress(sum(r.read_bytes for r in self.layouts), self.report)
 
     def close(self) -> None:
         self.staging.close()
@@ -81,15 +81,15 @@ class Weights:
 
     def exact(self, name: str) -> Tensor:
         """A vector, or a small matrix whose arithmetic is float32, in its own shape."""
-        resident = self._forms[name, Role.EXACT]
-        return self._dense([Rows(name)], torch.float32).view(resident.shape)
+        layout = self._layouts[name, TensorRole.EXACT]
+        return self._dense([Rows(name)], torch.float32).view(layout.shape)
 
     def linear(self, *wanted: str | Rows) -> Linear:
         """The product with these matrices below each other; neighbours of one form become one matrix.
 
         A name stands for the whole tensor, or for the part of it that is the shard's.
         """
-        rows = [_own(self._forms[w, Role.MATRIX]) if isinstance(w, str) else w for w in wanted]
+        rows = [_own(self._layouts[w, TensorRole.MATRIX]) if isinstance(w, str) else w for w in wanted]
         groups: list[list[Rows]] = []
         for r in rows:
             if groups and self._mergeable(groups[-1][-1], r):
@@ -101,73 +101,73 @@ class Weights:
 
     def experts(self, *names: str) -> ExpertMatrices:
         """Matrices of experts, tensors ``[X, N, K]``; each expert's rows of all ``names`` below each other."""
-        forms = [self._form(Rows(name)) for name in names]
+        layouts = [self._layout(Rows(name)) for name in names]
         if not all(self._mergeable(Rows(names[0]), Rows(name)) for name in names[1:]):
             return JoinedExperts([self.experts(name) for name in names])
-        n_experts, n_columns = forms[0].shape[0], forms[0].shape[-1]
-        rows = [Rows(r.name, ((e * r.shape[1], (e + 1) * r.shape[1]),)) for e in range(n_experts) for r in forms]
-        if forms[0].form in QUANTISED_FORMS:
-            if self.selector.repacks(forms[0].form):
+        n_experts, n_columns = layouts[0].shape[0], layouts[0].shape[-1]
+        rows = [Rows(r.name, ((e * r.shape[1], (e + 1) * r.shape[1]),)) for e in range(n_experts) for r in layouts]
+        if layouts[0].format in QUANTISED_FORMATS:
+            if self.selector.repacks(layouts[0].format):
                 weights = self._packed(rows).map(lambda tensor: tensor.view(n_experts, -1, tensor.shape[-1]))
-                return self.selector.packed_experts(forms[0].kind, weights, n_columns)
+                return self.selector.packed_experts(layouts[0].kind, weights, n_columns)
             raw = self._raw(rows)
-            return self.selector.expert_blocks(forms[0].kind, raw.view(n_experts, -1, raw.shape[-1]), n_columns)
-        kinds = {r.kind.name for r in forms}
-        if forms[0].form is Format.INT4:
+            return self.selector.expert_blocks(layouts[0].kind, raw.view(n_experts, -1, raw.shape[-1]), n_columns)
+        kinds = {r.kind.name for r in layouts}
+        if layouts[0].format is WeightFormat.INT4:
             packed, affine = self._int4(rows)
             affine = affine.view(affine.shape[0], n_experts, -1, 2).transpose(0, 1).contiguous()
             return self.selector.expert_int4(kinds, packed.view(n_experts, -1, n_columns // 2), affine)
-        if forms[0].form is Format.INT8:
+        if layouts[0].format is WeightFormat.INT8:
             weight, scale = self._int8(rows)
             return self.selector.expert_int8(kinds, weight.view(n_experts, -1, n_columns), scale.view(n_experts, -1))
-        weight = self._dense(rows, self._dtype_of(forms[0]))
+        weight = self._dense(rows, self._dtype_of(layouts[0]))
         return self.selector.expert_dense(kinds, weight.view(n_experts, -1, n_columns))
 
     def table(self, name: str) -> Table:
-        """Rows by id.  Where it is the output matrix too, both share one tensor if the resident forms say so."""
-        lookup = self._forms.get((name, Role.LOOKUP))
+        """Rows by id.  Where it is the output matrix too, both share one tensor if the layouts say so."""
+        lookup = self._layouts.get((name, TensorRole.LOOKUP))
         shared = lookup is None
-        resident = self._forms[name, Role.MATRIX] if lookup is None else lookup
+        layout = self._layouts[name, TensorRole.MATRIX] if lookup is None else lookup
         weight: Tensor | PackedWeights
-        if shared and self.selector.repacks(resident.form):
-            weight = self._packed([_own(resident)])
-        elif resident.form in QUANTISED_FORMS:
-            weight = self._raw([_own(resident)])
+        if shared and self.selector.repacks(layout.format):
+            weight = self._packed([_own(layout)])
+        elif layout.format in QUANTISED_FORMATS:
+            weight = self._raw([_own(layout)])
         else:
-            weight = self._dense([_own(resident)], self._dtype_of(resident))
+            weight = self._dense([_own(layout)], self._dtype_of(layout))
         if shared:
-            self._shared[name] = (resident.kind, weight)
-        return self.selector.table(resident.kind, weight, resident.shape[-1])
+            self._shared[name] = (layout.kind, weight)
+        return self.selector.table(layout.kind, weight, layout.shape[-1])
 
-    # ---- forms
+    # ---- layouts
 
-    def _form(self, rows: Rows) -> Resident:
-        return self._forms[rows.name, Role.MATRIX]
+    def _layout(self, rows: Rows) -> TensorLayout:
+        return self._layouts[rows.name, TensorRole.MATRIX]
 
     def _mergeable(self, a: Rows, b: Rows) -> bool:
-        fa, fb = self._form(a), self._form(b)
-        return fa.form is fb.form and (fa.form not in QUANTISED_FORMS or fa.kind is fb.kind)
+        fa, fb = self._layout(a), self._layout(b)
+        return fa.format is fb.format and (fa.format not in QUANTISED_FORMATS or fa.kind is fb.kind)
 
-    def _dtype_of(self, resident: Resident) -> torch.dtype:
-        return torch.float32 if resident.form is Format.FLOAT32 else self.selector.dtype
+    def _dtype_of(self, layout: TensorLayout) -> torch.dtype:
+        return torch.float32 if layout.format is WeightFormat.FLOAT32 else self.selector.dtype
 
     def _matrix(self, rows: list[Rows]) -> Linear:
-        first = self._form(rows[0])
-        kinds = {self._form(r).kind.name for r in rows}
+        first = self._layout(rows[0])
+        kinds = {self._layout(r).kind.name for r in rows}
         if rows[0].name in self._shared:
             kind, weight = self._shared[rows[0].name]
             if isinstance(weight, PackedWeights):
                 return self.selector.packed_linear(kind, weight, first.shape[-1])
-            if first.form in QUANTISED_FORMS:
+            if first.format in QUANTISED_FORMATS:
                 return self.selector.blocks(kind, weight, first.shape[-1])
             return self.selector.dense(kinds, weight, indexed=True)
-        if first.form in QUANTISED_FORMS:
-            if self.selector.repacks(first.form):
+        if first.format in QUANTISED_FORMATS:
+            if self.selector.repacks(first.format):
                 return self.selector.packed_linear(first.kind, self._packed(rows), first.shape[-1])
             return self.selector.blocks(first.kind, self._raw(rows), first.shape[-1])
-        if first.form is Format.INT4:
+        if first.format is WeightFormat.INT4:
             return self.selector.int4(kinds, *self._int4(rows))
-        if first.form is Format.INT8:
+        if first.format is WeightFormat.INT8:
             return self.selector.int8(kinds, *self._int8(rows))
         return self.selector.dense(kinds, self._dense(rows, self._dtype_of(first)))
 
@@ -184,7 +184,7 @@ class Weights:
     def _packed(self, rows: list[Rows]) -> PackedWeights:
         pieces = self._pieces(rows)
         kind, n, columns = pieces[0].tensor.kind, _total(pieces), pieces[0].width
-        with self._allocating(pieces, resident_bytes(kind, (n, columns), Format.PACKED)):
+        with self._allocating(pieces, format_bytes(kind, (n, columns), WeightFormat.PACKED)):
             out = empty_packed(kind, n, columns, self.selector.device)
         self.n_bytes += out.nbytes
         to = out.tensors()
@@ -291,13 +291,13 @@ def _total(pieces: list[Piece]) -> int:
     return sum(p.stop - p.start for p in pieces)
 
 
-def _own(resident: Resident) -> Rows:
+def _own(layout: TensorLayout) -> Rows:
     """What a shard takes of a tensor."""
-    part = resident.part
+    part = layout.part
     if part is None:
-        return Rows(resident.name)
+        return Rows(layout.name)
     span = (part.start, part.stop)
-    return Rows(resident.name, (span,)) if part.axis == 0 else Rows(resident.name, columns=span)
+    return Rows(layout.name, (span,)) if part.axis == 0 else Rows(layout.name, columns=span)
 
 
 def _narrow(piece: Piece, raw: Tensor) -> Tensor:

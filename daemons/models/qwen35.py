@@ -48,7 +48,7 @@ class Qwen35Family(Family):
         return Embedding(self.w.table("token_embd.weight"))
 
     def tail(self) -> Callable[[Tensor], Tensor]:
-        output = "output.weight" if "output.weight" in self.spec.tail else "token_embd.weight"
+        output = "output.weight" if "output.weight" in self.spec.output_tensors else "token_embd.weight"
         return Output(self.norm("output_norm.weight"), self.w.linear(output))
 
     def layer(self, index: int) -> Block:

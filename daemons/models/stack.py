@@ -23,7 +23,7 @@ from daemons.ops.selection import KernelSelector
 from lucevisor.model.gguf_files import GgufFiles
 from lucevisor.model.spec import ModelSpec
 from lucevisor.model.values import Backend, Dtype
-from lucevisor.model.weight_layout import residents
+from lucevisor.model.weight_layout import shard_layouts
 from lucevisor.protocol.loading import DeviceUse, PoolSizes, ShardPlan
 
 
@@ -48,8 +48,8 @@ class Stack:
         spec, layers = request.spec, request.plan.layers
         self.device, self.plan, self.selector = selector.device, request.plan, selector
         self.pools = Pools(spec, layers, self.device, request.kv_dtype, request.pools)
-        kept = residents(
-            spec, layers, first=request.first, last=request.last, backend=request.backend, dtype=request.dtype
+        kept = shard_layouts(
+            spec, layers, embedding=request.first, output=request.last, backend=request.backend, dtype=request.dtype
         )
         weights = Weights(_files(spec), kept, selector, report)
         try:

@@ -1,7 +1,7 @@
 """Which implementation an operation gets, decided once at load; what was chosen is reported.
 
 The form a matrix rests in is not decided here but by ``lucevisor.model.weight_layout`` (the planner counts its bytes);
-this file turns form, device and dtype into a callable.
+this file turns fmt, device and dtype into a callable.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from daemons.ops.linear import (
 )
 from daemons.ops.operations import Operations, Reference
 from daemons.weights.packed import PackedWeights
-from lucevisor.model.quant_types import Format, GgmlType
+from lucevisor.model.quant_types import GgmlType, WeightFormat
 
 
 @dataclass(slots=True)
@@ -58,9 +58,9 @@ class KernelSelector:
         self.operations = _kernels() if self.kernels else Reference()
         self._note("layers", "triton" if self.kernels else "torch")
 
-    def repacks(self, form: Format) -> bool:
+    def repacks(self, fmt: WeightFormat) -> bool:
         """Whether a matrix of that format is repacked here."""
-        return form is Format.PACKED and bool(self.kernels)
+        return fmt is WeightFormat.PACKED and bool(self.kernels)
 
     def _note(self, what: str, implementation: str) -> None:
         key = f"{self.device} {what}"

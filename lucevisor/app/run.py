@@ -280,7 +280,7 @@ async def ids_through_chain(config: Config, model: Model, run_dir: Path, ids: li
         if not await service.wait_ready(None) or service.engine is None or service.placement is None:
             raise ConfigError("CONFIG", str(config.file), service.reason() or "the chain did not become ready")
         spec = model.spec
-        row_bytes = 4 * max(spec.vocabulary, (spec.n_layers + 1) * spec.embedding)
+        row_bytes = 4 * max(spec.vocabulary, (spec.n_layers + 1) * spec.hidden_size)
         rows = max(1, min(service.placement.prefill_chunk, (128 << 20) // row_bytes))
         return await service.engine.run_ids(ids, want_hidden=True, rows_per_step=rows)
     finally:

@@ -1,7 +1,7 @@
 """GGML tensor types: id, name, elements and bytes of a block.  Source: ggml.h / gguf-py constants (block sizes are
 part of the format).
 
-Also the one rule that says in which form a tensor rests on a device (:func:`resident_format`), so that the placement
+Also the one rule that says in which form a tensor rests on a device (:func:`weight_format`), so that the placement
 planner and the loader cannot disagree about bytes.
 """
 
@@ -59,7 +59,7 @@ EXPERT_ROWS = 64
 """Rows that torch packs together: matrices of experts that are whole such blocks can be packed below each other."""
 
 
-class Format(StrEnum):
+class WeightFormat(StrEnum):
     """Form in which a matrix rests on a device."""
 
     FLOAT32 = "float32"
@@ -80,26 +80,26 @@ def row_bytes(kind: GgmlType, n_columns: int) -> int:
     return n_columns // kind.block_elements * kind.block_bytes
 
 
-def resident_format(kind: GgmlType, shape: tuple[int, ...], backend: Backend, dtype: Dtype) -> Format:
+def weight_format(kind: GgmlType, shape: tuple[int, ...], backend: Backend, dtype: Dtype) -> WeightFormat:
     """Form of a tensor of ``shape`` (row-major, rows last-but-one) on a device of ``backend`` that computes in
     ``dtype``.
 
     Vectors and F32 matrices that are kept F32 in every real file (router, convolution) stay float32.
     """
     if len(shape) < 2:
-        return Format.FLOAT32
+        return WeightFormat.FLOAT32
     if kind.name in DENSE or (dtype is Dtype.FLOAT32 and backend is Backend.CPU):
-        return Format(dtype.value)
+        return WeightFormat(dtype.value)
     if backend is Backend.CPU:
         if dtype is Dtype.BFLOAT16:
             if kind.name in CPU_INT4 and shape[-2] % (16 if len(shape) == 2 else EXPERT_ROWS) == 0:
-                return Format.INT4
+                return WeightFormat.INT4
             if kind.name in CPU_INT8:
-                return Format.INT8
-        return Format(dtype.value)
+                return WeightFormat.INT8
+        return WeightFormat(dtype.value)
     if kind.name in REPACKED:
-        return Format.PACKED
-    return Format.BLOCKS if kind.name in NATIVE else Format(dtype.value)
+        return WeightFormat.PACKED
+    return WeightFormat.BLOCKS if kind.name in NATIVE else WeightFormat(dtype.value)
 
 
 def padded_columns(n_columns: int) -> int:
@@ -107,22 +107,22 @@ def padded_columns(n_columns: int) -> int:
     return -(-n_columns // CHUNK) * CHUNK
 
 
-def resident_bytes(kind: GgmlType, shape: tuple[int, ...], form: Format) -> int:
+def format_bytes(kind: GgmlType, shape: tuple[int, ...], fmt: WeightFormat) -> int:
     """Bytes a tensor takes on the device in that format; for PACKED an upper bound."""
     n = 1
     for d in shape:
         n *= d
     rows = n // shape[-1] if shape else 0
-    match form:
-        case Format.FLOAT32:
+    match fmt:
+        case WeightFormat.FLOAT32:
             return n * 4
-        case Format.BFLOAT16 | Format.FLOAT16:
+        case WeightFormat.BFLOAT16 | WeightFormat.FLOAT16:
             return n * 2
-        case Format.INT8:
+        case WeightFormat.INT8:
             return n + rows * 2
-        case Format.INT4:
+        case WeightFormat.INT4:
             return n // 2 + n // 32 * 4
-        case Format.BLOCKS:
+        case WeightFormat.BLOCKS:
             return rows * row_bytes(kind, shape[-1])
-        case Format.PACKED:
+        case WeightFormat.PACKED:
             return rows * row_bytes(kind, padded_columns(shape[-1]))

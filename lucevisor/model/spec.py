@@ -36,7 +36,7 @@ class StateTensor:
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class MatrixPart:
     """Rows (``axis`` 0) or columns (``axis`` 1) ``start`` .. ``stop`` of a matrix of ``whole`` shape, which holds
     something for every layer.
 
@@ -70,7 +70,7 @@ class LayerSpec:
     state: tuple[StateTensor, ...]
     window: int = 0
     shares_with: int | None = None
-    parts: Mapping[str, Part] = field(default_factory=dict)
+    parts: Mapping[str, MatrixPart] = field(default_factory=dict)
     n_routed: int = 0
 
     def unit_bytes(self, kv_dtype: Dtype) -> int:
@@ -89,15 +89,15 @@ class ModelSpec:
     architecture: str
     name: str
     quant: str
-    embedding: int
+    hidden_size: int
     vocabulary: int
     context_tokens: int
     layers: tuple[LayerSpec, ...]
-    head: Mapping[str, tuple[int, ...]]  # loaded by the first stage
-    tail: Mapping[str, tuple[int, ...]]  # loaded by the last stage
+    embedding_tensors: Mapping[str, tuple[int, ...]]  # loaded by the shard that embeds tokens
+    output_tensors: Mapping[str, tuple[int, ...]]  # loaded by the shard that makes logits
     boundary_width: int
     params: object
-    every: Mapping[str, tuple[int, ...]] = field(default_factory=dict)  # small ones, loaded by every shard
+    shared_tensors: Mapping[str, tuple[int, ...]] = field(default_factory=dict)  # small, loaded by every shard
     options: frozenset[str] = frozenset()
     skipped: tuple[str, ...] = ()  # tensors of the file that are known and not used, such as an MTP block
     files: GgufFiles | None = field(default=None, repr=False, compare=False)
@@ -114,12 +114,12 @@ class ModelSpec:
     def spaces(self) -> frozenset[Space]:
         return frozenset(layer.space for layer in self.layers)
 
-    def tensor_names(self, layers: LayerRange, *, first: bool, last: bool) -> list[str]:
+    def tensor_names(self, layers: LayerRange, *, embedding: bool, output: bool) -> list[str]:
         """Names of all tensors a shard of ``layers`` loads, whole or in part, in order of use."""
-        names = dict.fromkeys(self.head if first else ()) | dict.fromkeys(self.every)
+        names = dict.fromkeys(self.embedding_tensors if embedding else ()) | dict.fromkeys(self.shared_tensors)
         for layer in self.layers[layers.start : layers.stop]:
             names |= dict.fromkeys((*layer.tensors, *layer.parts))
-        return list(names | dict.fromkeys(self.tail if last else ()))
+        return list(names | dict.fromkeys(self.output_tensors if output else ()))
 
     def legal_boundary(self, boundary: int) -> bool:
         """Whether the chain may be cut before layer ``boundary``: no layer behind the cut reads pages in front of
@@ -241,23 +241,29 @@ def assemble(
     layers: Sequence[LayerSpec],
     *,
     carried: int = 0,
-    every: Mapping[str, tuple[int, ...]] | None = None,
+    shared: Mapping[str, tuple[int, ...]] | None = None,
 ) -> ModelSpec:
-    """The spec of a model with a token table at the head and, at the tail, a norm and an output matrix (the table when
-    the file has none).
+    """The spec of a model with a token embedding, and a norm and an output matrix (the embedding when the file has
+    none).
 
     ``carried``: numbers a token that cross a boundary beside the residual stream.  Raises GgufError for a tensor that
     is missing or has another shape than ``layers`` say.
     """
-    embedding = keys.integer("embedding_length")
+    hidden_size = keys.integer("embedding_length")
     vocabulary = tensor(files, "token_embd.weight").shape[0]
-    head = {"token_embd.weight": (vocabulary, embedding)}
-    output = {"output.weight": (vocabulary, embedding)} if "output.weight" in files.tensors else head
-    tail = {"output_norm.weight": (embedding,)} | output
-    shared = dict(every or {})
+    embedding_tensors = {"token_embd.weight": (vocabulary, hidden_size)}
+    output = {"output.weight": (vocabulary, hidden_size)} if "output.weight" in files.tensors else embedding_tensors
+    output_tensors = {"output_norm.weight": (hidden_size,)} | output
+    shared_tensors = dict(shared or {})
     parts = {name: part.whole for layer in layers for name, part in layer.parts.items()}
     used: set[str] = set()
-    groups: list[Mapping[str, tuple[int, ...]]] = [head, shared, parts, *(layer.tensors for layer in layers), tail]
+    groups: list[Mapping[str, tuple[int, ...]]] = [
+        embedding_tensors,
+        shared_tensors,
+        parts,
+        *(layer.tensors for layer in layers),
+        output_tensors,
+    ]
     for group in groups:
         check_tensors(files, group)
         used.update(group)
@@ -265,15 +271,15 @@ def assemble(
         architecture=keys.prefix,
         name=model_name(files),
         quant=main_quant(files),
-        embedding=embedding,
+        hidden_size=hidden_size,
         vocabulary=vocabulary,
         context_tokens=keys.integer("context_length", 4096),
         layers=tuple(layers),
-        head=head,
-        tail=tail,
-        boundary_width=embedding + carried,
+        embedding_tensors=embedding_tensors,
+        output_tensors=output_tensors,
+        boundary_width=hidden_size + carried,
         params=params,
-        every=shared,
+        shared_tensors=shared_tensors,
         options=frozenset({"yarn_attn_factor"} if keys.has("rope.scaling.yarn_attn_factor") else ()),
         skipped=tuple(name for name in files.tensors if name not in used),
         files=files,

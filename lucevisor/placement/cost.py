@@ -26,10 +26,10 @@ from collections.abc import Set
 from dataclasses import dataclass
 from math import prod
 
-from lucevisor.model.quant_types import Format
+from lucevisor.model.quant_types import WeightFormat
 from lucevisor.model.spec import LayerSpec, ModelSpec
 from lucevisor.model.values import PAGE_TOKENS, Backend, Dtype, Space, dtype_bytes
-from lucevisor.model.weight_layout import QUANTISED_FORMS, Resident, Role, end_residents, layer_residents
+from lucevisor.model.weight_layout import QUANTISED_FORMATS, TensorLayout, TensorRole, layer_layouts, non_layer_layouts
 from lucevisor.placement.result import Shard
 from lucevisor.protocol.loading import PoolSizes
 
@@ -102,7 +102,7 @@ class CostModel:
         """Estimate what else the shard needs while it computes; see the top of this file."""
         ends, *layers = self._parts(shard)
         out = max(
-            (steps.max_tokens * (4 * self.spec.embedding + part.n_rows) * 4 + self._mixer_bytes(i, steps))
+            (steps.max_tokens * (4 * self.spec.hidden_size + part.n_rows) * 4 + self._mixer_bytes(i, steps))
             for i, part in zip(_indices(shard), layers, strict=True)
         )
         if shard.last:
@@ -133,28 +133,28 @@ class CostModel:
         """The ends first, then each layer."""
         ends = (shard.backend, shard.first, shard.last)
         if ends not in self._ends:
-            backend, first, last = ends
-            found = end_residents(self.spec, first=first, last=last, backend=backend, dtype=self.dtype)
+            backend, embedding, output = ends
+            found = non_layer_layouts(self.spec, embedding=embedding, output=output, backend=backend, dtype=self.dtype)
             self._ends[ends] = _count(found)
         out = [self._ends[ends]]
         for i in _indices(shard):
             key = (shard.backend, i)
             if key not in self._layers:
-                found = layer_residents(self.spec, i, shard.backend, self.dtype)
+                found = layer_layouts(self.spec, i, shard.backend, self.dtype)
                 self._layers[key] = _count(found, self.spec.layers[i].n_routed)
             out.append(self._layers[key])
         return out
 
 
-def _count(found: list[Resident], n_routed: int = 0) -> _Weights:
+def _count(found: list[TensorLayout], n_routed: int = 0) -> _Weights:
     """Sums over some weights.  Each of the ``n_routed`` experts that a token goes through makes rows and takes some."""
-    matrices = [r for r in found if len(r.shape) >= 2 and r.role is not Role.LOOKUP]
+    matrices = [r for r in found if len(r.shape) >= 2 and r.role is not TensorRole.LOOKUP]
     return _Weights(
         n_bytes=sum(r.n_bytes for r in found),
         stored_bytes=sum(prod(r.shape) // r.kind.block_elements * r.kind.block_bytes for r in found),
         n_rows=sum(r.shape[-2] if len(r.shape) == 2 else n_routed * (r.shape[-2] + r.shape[-1]) for r in matrices),
-        largest_blocks=_largest(matrices, QUANTISED_FORMS),
-        largest_int8=_largest(matrices, {Format.INT8}),
+        largest_blocks=_largest(matrices, QUANTISED_FORMATS),
+        largest_int8=_largest(matrices, {WeightFormat.INT8}),
     )
 
 
@@ -162,12 +162,12 @@ def _indices(shard: Shard) -> range:
     return range(shard.layers.start, shard.layers.stop)
 
 
-def _largest(matrices: list[Resident], forms: Set[Format]) -> int:
+def _largest(matrices: list[TensorLayout], forms: Set[WeightFormat]) -> int:
     """Numbers of the largest matrix in one of the forms.
 
     Quantised experts count together, since many of them are expanded at a time; int8 ones are widened one by one.
     """
-    found = (r.shape if r.form in QUANTISED_FORMS else r.shape[-2:] for r in matrices if r.form in forms)
+    found = (r.shape if r.format in QUANTISED_FORMATS else r.shape[-2:] for r in matrices if r.format in forms)
     return max((prod(shape) for shape in found), default=0)
 
 

@@ -174,8 +174,8 @@ def _weights(facts: Facts) -> Iterator[str]:
         if use.weight_bytes > stored * _GROWN:
             what = f"{size(use.weight_bytes)} of weights, {size(stored)} in the file"
             yield f"{shard.device} holds {what}: not all its types are multiplied as stored in {facts.case.dtype} there"
-    for name in spec.tail:
-        if name in spec.head and len(facts.sized.shards) > 1:
+    for name in spec.output_tensors:
+        if name in spec.embedding_tensors and len(facts.sized.shards) > 1:
             first, last = facts.sized.shards[0].device, facts.sized.shards[-1].device
             yield f"{name} is both embedding and output matrix: {first} and {last} hold a copy each"
 

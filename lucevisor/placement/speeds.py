@@ -119,8 +119,12 @@ def kinds_of(spec: ModelSpec) -> tuple[str, ...]:
 
 def model_key(spec: ModelSpec) -> str:
     """32 hex digits over architecture, hyperparameters and every layer's shapes and types: what decides its speed."""
-    ends = [_tensor_facts(spec, spec.head), _tensor_facts(spec, spec.tail), _tensor_facts(spec, spec.every)]
-    facts = (spec.architecture, repr(spec.params), spec.embedding, spec.vocabulary, ends, kinds_of(spec))
+    ends = [
+        _tensor_facts(spec, spec.embedding_tensors),
+        _tensor_facts(spec, spec.output_tensors),
+        _tensor_facts(spec, spec.shared_tensors),
+    ]
+    facts = (spec.architecture, repr(spec.params), spec.hidden_size, spec.vocabulary, ends, kinds_of(spec))
     return _digest(facts)[:32]
 
 

@@ -56,7 +56,7 @@ def test_files_open_and_every_tensor_is_used(shape, tmp_path):
     rows, _ = layout(model)
     assert {t.name: t.shape for t in spec.files.tensors.values()} == {name: shape for name, shape, *_ in rows}
     assert weight_bytes(
-        spec, LayerRange(0, spec.n_layers), first=True, last=True, backend=Backend.CUDA, dtype=Dtype.BFLOAT16
+        spec, LayerRange(0, spec.n_layers), embedding=True, output=True, backend=Backend.CUDA, dtype=Dtype.BFLOAT16
     ) == sum(t.n_bytes * filled_up(t) for t in spec.files.tensors.values())
     for t in gguf.GGUFReader(path).tensors:  # weights are small, of both signs, and not all alike
         values = gguf.dequantize(t.data, t.tensor_type)

@@ -18,7 +18,7 @@ from daemons.weights.reading import HostMemory
 from lucevisor.model.families import open_spec
 from lucevisor.model.quant_types import BY_NAME, REPACKED
 from lucevisor.model.values import Backend, Dtype, LayerRange
-from lucevisor.model.weight_layout import residents, weight_bytes
+from lucevisor.model.weight_layout import shard_layouts, weight_bytes
 from lucevisor.protocol.loading import Load, ShardPlan, StagePlan
 from lucevisor.protocol.messages import Progress
 from lucevisor.protocol.steps import Slice, Step
@@ -53,12 +53,12 @@ def files(tmp_path_factory):
 
 
 def make_stack(
-    spec, backend=Backend.CPU, dtype=Dtype.FLOAT32, layers=None, first=True, last=True, report=None
+    spec, backend=Backend.CPU, dtype=Dtype.FLOAT32, layers=None, embedding=True, output=True, report=None
 ) -> Stack:
     """A shard whose forms are those of ``backend``, computed on the cpu."""
     plan = ShardPlan(0, layers or LayerRange(0, spec.n_layers))
     kv = Dtype.FLOAT32 if dtype is Dtype.FLOAT32 else dtype
-    request = ShardRequest(spec, plan, first, last, backend, dtype, kv, POOLS)
+    request = ShardRequest(spec, plan, embedding, output, backend, dtype, kv, POOLS)
     with torch.inference_mode():
         return Stack(request, KernelSelector(CPU, TORCH[dtype]), report or (lambda done, total: None))
 
@@ -80,12 +80,12 @@ def logits(stages: list[Stage]) -> torch.Tensor:
 @pytest.mark.parametrize("tied", [True, False])
 def test_loaded_bytes_are_the_planned_bytes(files, kinds, backend, dtype, tied):
     spec = open_spec(files(kinds, tied=tied))
-    for layers, first, last in (
+    for layers, embedding, output in (
         (LayerRange(0, 4), True, True), (LayerRange(0, 1), True, False), (LayerRange(1, 3), False, False),
         (LayerRange(3, 4), False, True),
     ):  # fmt: skip
-        stack = make_stack(spec, backend, dtype, layers, first, last)
-        planned = weight_bytes(spec, layers, first=first, last=last, backend=backend, dtype=dtype)
+        stack = make_stack(spec, backend, dtype, layers, embedding, output)
+        planned = weight_bytes(spec, layers, embedding=embedding, output=output, backend=backend, dtype=dtype)
         assert stack.weight_bytes == planned
 
 
@@ -99,8 +99,8 @@ def test_quantised_weights_are_the_same_float32_numbers(files):
 def test_a_tied_table_of_another_form_than_the_head(files):
     """bfloat16 on the cpu: the head is int8, the lookup keeps the file's blocks."""
     spec = open_spec(files(["Q6_K"]))
-    kept = residents(spec, LayerRange(0, 4), first=True, last=True, backend=Backend.CPU, dtype=Dtype.BFLOAT16)
-    assert sorted((r.role.value, r.form.value) for r in kept if r.name == "token_embd.weight") == [
+    kept = shard_layouts(spec, LayerRange(0, 4), embedding=True, output=True, backend=Backend.CPU, dtype=Dtype.BFLOAT16)
+    assert sorted((r.role.value, r.format.value) for r in kept if r.name == "token_embd.weight") == [
         ("lookup", "blocks"), ("matrix", "int8"),
     ]  # fmt: skip
     exact = logits(load_stages(spec))
@@ -115,8 +115,8 @@ def test_accelerator_forms_compute_the_same(files, kinds, tied):
     spec = open_spec(files(kinds, tied=tied))
     stack = make_stack(spec, Backend.CUDA)
     assert bounds(spec, IDS).logits.worst(logits([stage_of(stack, spec)])) <= 1
-    forms = {r.form.value for r in residents(
-        spec, LayerRange(0, 4), first=True, last=True, backend=Backend.CUDA, dtype=Dtype.FLOAT32
+    forms = {r.format.value for r in shard_layouts(
+        spec, LayerRange(0, 4), embedding=True, output=True, backend=Backend.CUDA, dtype=Dtype.FLOAT32
     )}  # fmt: skip
     assert bool(forms & {"blocks", "packed"}) == any(k in NATIVE for k in kinds)
     assert ("packed" in forms) == any(k in REPACKED for k in kinds)
@@ -129,7 +129,7 @@ def test_packed_cpu_forms_stay_near_the_dequantised_product(files, kind):
     names = ("blk.0.ffn_gate.weight", "blk.0.ffn_up.weight")
     found, wanted = [], []
     for dtype in (Dtype.BFLOAT16, Dtype.FLOAT32):
-        kept = residents(spec, LayerRange(0, 1), first=False, last=False, backend=Backend.CPU, dtype=dtype)
+        kept = shard_layouts(spec, LayerRange(0, 1), embedding=False, output=False, backend=Backend.CPU, dtype=dtype)
         weights = Weights(spec.files, kept, KernelSelector(CPU, TORCH[dtype]), lambda done, total: None)
         product = weights.linear(*names)
         weights.close()
@@ -152,7 +152,9 @@ def test_row_ranges_of_several_matrices_come_in_the_order_asked_for(files, monke
     monkeypatch.setattr("daemons.models.loader.CHUNK_BYTES", 3000)
     path = files(NATIVE)
     spec = open_spec(path)
-    kept = residents(spec, LayerRange(0, 1), first=False, last=False, backend=Backend.CPU, dtype=Dtype.FLOAT32)
+    kept = shard_layouts(
+        spec, LayerRange(0, 1), embedding=False, output=False, backend=Backend.CPU, dtype=Dtype.FLOAT32
+    )
     weights = Weights(spec.files, kept, KernelSelector(CPU, torch.float32), lambda done, total: None)
     gate, up = "blk.0.ffn_gate.weight", "blk.0.ffn_up.weight"
     product = weights.linear(Rows(gate, ((10, 12), (0, 3))), Rows(up), Rows(gate, ((200, 256),)))

@@ -16,9 +16,9 @@ from daemons.models.loader import Rows, Weights
 from daemons.ops.selection import KernelSelector
 from lucevisor.model.families import open_spec
 from lucevisor.model.gguf_files import GgufFiles, open_model
-from lucevisor.model.quant_types import BY_NAME, CPU_INT4, CPU_INT8, NATIVE, REPACKED, Format, resident_bytes
+from lucevisor.model.quant_types import BY_NAME, CPU_INT4, CPU_INT8, NATIVE, REPACKED, WeightFormat, format_bytes
 from lucevisor.model.values import Backend, Dtype
-from lucevisor.model.weight_layout import Resident, Role, form_of
+from lucevisor.model.weight_layout import TensorLayout, TensorRole, tensor_format
 from tests.daemons.stages import load_stages
 from tests.daemons.tiny_models import Tiny, random_blocks, write
 from tests.numerics import BFLOAT16, Narrow, narrow_error, product_error
@@ -62,8 +62,8 @@ def weights_of(files: GgufFiles, names: list[str], backend: Backend, dtype: Dtyp
     kept = []
     for name in dict.fromkeys(names):
         t = files.tensors[name]
-        form = form_of(t.kind, t.shape, Role.MATRIX, backend, dtype)
-        kept.append(Resident(name, t.kind, t.shape, Role.MATRIX, form, resident_bytes(t.kind, t.shape, form)))
+        fmt = tensor_format(t.kind, t.shape, TensorRole.MATRIX, backend, dtype)
+        kept.append(TensorLayout(name, t.kind, t.shape, TensorRole.MATRIX, fmt, format_bytes(t.kind, t.shape, fmt)))
     return Weights(files, kept, KernelSelector(CPU, TORCH[dtype]), lambda done, total: None)
 
 
@@ -83,8 +83,8 @@ def test_each_type_in_float32_is_the_product_with_the_reference_numbers(model, k
     x = torch.randn(5, K, generator=torch.Generator().manual_seed(1))
     assert_float32(product(x), x, numbers[name])
     blocks = backend is Backend.CUDA and kind in NATIVE
-    form = (Format.PACKED if kind in REPACKED else Format.BLOCKS) if blocks else Format.FLOAT32
-    assert weights._forms[name, Role.MATRIX].form is form
+    fmt = (WeightFormat.PACKED if kind in REPACKED else WeightFormat.BLOCKS) if blocks else WeightFormat.FLOAT32
+    assert weights._layouts[name, TensorRole.MATRIX].format is fmt
     assert weights.n_bytes == product.n_bytes == (files.tensors[name].n_bytes if blocks else N * K * 4)
     assert bool(weights.converted) == (kind in CONVERTED)
 
@@ -98,9 +98,11 @@ def test_bfloat16_forms_on_the_cpu_stay_near(model, kind):
     x = torch.randn(64, K, generator=torch.Generator().manual_seed(1)).bfloat16()
     w = torch.from_numpy(numbers[name])
     error = float((product(x).double() - x.double() @ w.double().T).norm())
-    form = weights._forms[name, Role.MATRIX].form
-    assert form is (Format.INT4 if kind in CPU_INT4 else Format.INT8 if kind in CPU_INT8 else Format.BFLOAT16)
-    allowed = narrow_error(x, w, Narrow(BFLOAT16, packed=form is not Format.BFLOAT16))
+    fmt = weights._layouts[name, TensorRole.MATRIX].format
+    assert fmt is (
+        WeightFormat.INT4 if kind in CPU_INT4 else WeightFormat.INT8 if kind in CPU_INT8 else WeightFormat.BFLOAT16
+    )
+    allowed = narrow_error(x, w, Narrow(BFLOAT16, packed=fmt is not WeightFormat.BFLOAT16))
     assert float(product_error(x, w).norm()) < error <= float(allowed.norm())  # not float32 by mistake
 
 

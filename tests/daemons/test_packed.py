@@ -8,7 +8,7 @@ import torch
 
 from daemons.weights.dequant import dequantise
 from daemons.weights.packed import empty_packed, repack, unpack
-from lucevisor.model.quant_types import BY_NAME, REPACKED, Format, resident_bytes
+from lucevisor.model.quant_types import BY_NAME, REPACKED, WeightFormat, format_bytes
 from tests.daemons.tiny_models import random_blocks
 
 KINDS = sorted(REPACKED)
@@ -42,13 +42,13 @@ def test_rows_that_end_within_a_chunk_are_filled_up(kind, columns):
     raw = raw_of(kind, 3, columns)
     packed = repack(type_, raw)
     assert torch.equal(unpack(type_, packed, columns), raw)
-    filled = torch.zeros(3, resident_bytes(type_, (1, columns), Format.PACKED), dtype=torch.uint8)
+    filled = torch.zeros(3, format_bytes(type_, (1, columns), WeightFormat.PACKED), dtype=torch.uint8)
     filled[:, : raw.shape[1]] = raw
     for found, wanted in zip(packed.tensors(), repack(type_, filled).tensors(), strict=True):
         assert torch.equal(found, wanted)
     room = empty_packed(type_, 3, columns, raw.device)
     assert [t.shape for t in room.tensors()] == [t.shape for t in packed.tensors()]
-    assert packed.nbytes == resident_bytes(type_, (3, columns), Format.PACKED)
+    assert packed.nbytes == format_bytes(type_, (3, columns), WeightFormat.PACKED)
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -79,7 +79,7 @@ def test_the_tail_computes_only_the_rows_asked_for(qwen35):
     c.open(0, 0)
     stage = c.stages[0]
     everything = c.run((0, qwen35.ids))
-    rows = torch.randn(5, qwen35.spec.embedding)
+    rows = torch.randn(5, qwen35.spec.hidden_size)
     some = stage.logits(rows, [4, 1])
     assert some.shape == (2, qwen35.spec.vocabulary)
     allowed = bound(lambda rows: stage.logits(rows, None)[[4, 1]], rows)

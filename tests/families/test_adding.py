@@ -42,7 +42,7 @@ def spec(files: GgufFiles, options: Mapping[str, str]) -> ModelSpec:
         kept = {
             n: s for n, s in layer_tensors(p, i).items() if not n.endswith(("gate.weight", "up.weight", "down.weight"))
         }
-        tensors = kept | routed_tensors(files, f"blk.{i}.", p.embedding, experts)
+        tensors = kept | routed_tensors(files, f"blk.{i}.", p.hidden_size, experts)
         layers.append(LayerSpec(i, Space.FULL, tensors, state, n_routed=experts.n_used))
     return assemble(files, keys, p, layers)
 

@@ -70,7 +70,7 @@ def with_forms_of(
             stack = Stack(request, KernelSelector(CPU, torch_dtype(dtype), kernels), lambda done, total: None)
         load = Load([], dtype, dtype, [], [], pools_of(spec), 16, 512)
         stages.append(Stage(spec, plan, load, [stack]))
-        planned = weight_bytes(spec, shard.layers, first=i == 0, last=last, backend=backend, dtype=dtype)
+        planned = weight_bytes(spec, shard.layers, embedding=i == 0, output=last, backend=backend, dtype=dtype)
         assert stack.weight_bytes == planned
     return stages
 

@@ -191,8 +191,8 @@ def test_shards_load_what_the_plan_counts(golden):
             counted = weight_bytes(
                 golden.spec,
                 LayerRange(a, b),
-                first=a == 0,
-                last=b == golden.spec.n_layers,
+                embedding=a == 0,
+                output=b == golden.spec.n_layers,
                 backend=Backend.CPU,
                 dtype=Dtype.FLOAT32,
             )

@@ -30,7 +30,7 @@ from daemons.weights.packed import repack, unpack
 from lucevisor.model.families import open_spec
 from lucevisor.model.quant_types import BY_NAME, REPACKED, GgmlType
 from lucevisor.model.values import Backend, Dtype, LayerRange
-from lucevisor.model.weight_layout import residents
+from lucevisor.model.weight_layout import shard_layouts
 from tests.daemons.tiny_models import Tiny, random_blocks, write
 from tests.families.test_forms import spec_of, with_forms_of
 from tests.numerics import BFLOAT16, FLOAT16, UNIT
@@ -196,7 +196,9 @@ def test_packed_weights_are_read_chunk_by_chunk(kind, tmp_path, monkeypatch):
     monkeypatch.setattr("daemons.models.loader.CHUNK_BYTES", 3000)
     path = write(tmp_path / "model.gguf", Tiny(n_layers=2), [kind])
     spec = open_spec(path)
-    kept = residents(spec, LayerRange(0, 1), first=False, last=False, backend=Backend.CUDA, dtype=Dtype.FLOAT32)
+    kept = shard_layouts(
+        spec, LayerRange(0, 1), embedding=False, output=False, backend=Backend.CUDA, dtype=Dtype.FLOAT32
+    )
     gate, up = "blk.0.ffn_gate.weight", "blk.0.ffn_up.weight"
     weights = weights_of(path, kept)
     product = weights.linear(gate, up)
@@ -216,7 +218,7 @@ def test_packed_weights_are_read_chunk_by_chunk(kind, tmp_path, monkeypatch):
 def test_a_table_that_is_the_output_matrix_too_is_held_once(tmp_path):
     path = write(tmp_path / "model.gguf", Tiny(n_layers=2), ["Q6_K"])
     spec = open_spec(path)
-    kept = residents(spec, LayerRange(0, 2), first=True, last=True, backend=Backend.CUDA, dtype=Dtype.FLOAT32)
+    kept = shard_layouts(spec, LayerRange(0, 2), embedding=True, output=True, backend=Backend.CUDA, dtype=Dtype.FLOAT32)
     weights = weights_of(path, kept)
     table, head = weights.table("token_embd.weight"), weights.linear("token_embd.weight")
     weights.close()

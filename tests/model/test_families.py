@@ -15,10 +15,10 @@ from hypothesis import strategies as st
 
 from lucevisor.model.families import FAMILIES, open_spec, read_spec
 from lucevisor.model.gguf_header import GgufError
-from lucevisor.model.quant_types import Format
+from lucevisor.model.quant_types import WeightFormat
 from lucevisor.model.spec import ModelSpec
 from lucevisor.model.values import Backend, Dtype, LayerRange, Space
-from lucevisor.model.weight_layout import end_residents, layer_residents, residents, weight_bytes
+from lucevisor.model.weight_layout import layer_layouts, non_layer_layouts, shard_layouts, weight_bytes
 from tests.families.shapes import E2B, E4B, GEMMA4_26B_A4B, GEMMA4_31B, LAGUNA_XS2, gemma4, write
 
 GOLDEN = Path(__file__).parents[1] / "data" / "golden"
@@ -54,7 +54,7 @@ def test_the_golden_files(name):
     spec = golden(name)
     assert "".join(LETTER[layer.space] for layer in spec.layers) == KINDS[name]
     assert all((layer.window == 12) == (layer.space is Space.WINDOW) for layer in spec.layers)
-    used = set(spec.tensor_names(LayerRange(0, spec.n_layers), first=True, last=True))
+    used = set(spec.tensor_names(LayerRange(0, spec.n_layers), embedding=True, output=True))
     assert used | set(spec.skipped) == set(spec.files.tensors)
     assert all(n.startswith("blk.8.") for n in spec.skipped)
     assert bool(spec.skipped) == (name == "qwen35_mtp")
@@ -111,14 +111,14 @@ def _numbers(shape: tuple[int, ...]) -> int:
 @pytest.mark.parametrize("name", [*FILES, "e2b", "26b", "xs2"])
 def test_the_bytes_of_a_shard_are_those_of_its_ends_and_layers(name, backend, dtype, full_size):
     spec = full_size.get(name) or golden(name)
-    layers = [sum(r.n_bytes for r in layer_residents(spec, i, backend, dtype)) for i in range(spec.n_layers)]
+    layers = [sum(r.n_bytes for r in layer_layouts(spec, i, backend, dtype)) for i in range(spec.n_layers)]
     cuts = [0, *(b for b in range(1, spec.n_layers) if spec.legal_boundary(b)), spec.n_layers]
     for a, b in [(0, spec.n_layers), *pairwise(cuts)]:
         ends = {"first": a == 0, "last": b == spec.n_layers, "backend": backend, "dtype": dtype}
-        total = sum(layers[a:b]) + sum(r.n_bytes for r in end_residents(spec, **ends))
+        total = sum(layers[a:b]) + sum(r.n_bytes for r in non_layer_layouts(spec, **ends))
         assert weight_bytes(spec, LayerRange(a, b), **ends) == total
-        names = [r.name for r in residents(spec, LayerRange(a, b), **ends)]
-        tied = {"token_embd.weight"} if "output.weight" not in spec.tail else set()
+        names = [r.name for r in shard_layouts(spec, LayerRange(a, b), **ends)]
+        tied = {"token_embd.weight"} if "output.weight" not in spec.output_tensors else set()
         assert all(names.count(n) == 1 or n in tied for n in names)
 
 
@@ -129,13 +129,13 @@ def test_each_shard_holds_the_columns_of_its_own_layers_only(full_size):
     for a, b in ((0, 7), (7, 13), (13, 35)):
         found = {
             r.name: r
-            for r in residents(
-                spec, LayerRange(a, b), first=False, last=False, backend=Backend.CUDA, dtype=Dtype.BFLOAT16
+            for r in shard_layouts(
+                spec, LayerRange(a, b), embedding=False, output=False, backend=Backend.CUDA, dtype=Dtype.BFLOAT16
             )
         }
         columns, rows = found["per_layer_token_embd.weight"], found["per_layer_model_proj.weight"]
         assert columns.shape == (262144, (b - a) * 256)
-        assert columns.form is Format.BLOCKS
+        assert columns.format is WeightFormat.BLOCKS
         assert (columns.part.start, columns.part.stop) == (a * 256, b * 256) == (rows.part.start, rows.part.stop)
         assert rows.shape == ((b - a) * 256, 1536)
         held.append(columns.n_bytes)
@@ -148,9 +148,9 @@ def test_columns_that_divide_a_block_do_not_rest_as_blocks(tmp_path):
     model = gemma4(**small, dims=(32, 64), layer_input=80, vocabulary=64)
     spec = open_spec(write(tmp_path / "odd.gguf", model, "Q8_0"))
     [table] = [
-        r for r in layer_residents(spec, 1, Backend.CUDA, Dtype.BFLOAT16) if r.name == "per_layer_token_embd.weight"
+        r for r in layer_layouts(spec, 1, Backend.CUDA, Dtype.BFLOAT16) if r.name == "per_layer_token_embd.weight"
     ]
-    assert (table.form, table.n_bytes) == (Format.BFLOAT16, 64 * 80 * 2)
+    assert (table.format, table.n_bytes) == (WeightFormat.BFLOAT16, 64 * 80 * 2)
 
 
 @pytest.mark.parametrize(

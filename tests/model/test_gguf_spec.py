@@ -28,11 +28,11 @@ def tiny(tmp_path_factory) -> GgufFiles:
 
 def test_the_demo_model():
     spec = open_spec(DEMO)
-    assert (spec.architecture, spec.n_layers, spec.embedding, spec.vocabulary) == ("qwen35", 8, 512, 8192)
+    assert (spec.architecture, spec.n_layers, spec.hidden_size, spec.vocabulary) == ("qwen35", 8, 512, 8192)
     assert spec.quant == "Q4_K"
     assert [i for i, layer in enumerate(spec.layers) if layer.space is Space.FULL] == [3, 7]
     assert spec.skipped == ()
-    assert "token_embd.weight" in spec.tail  # tied
+    assert "token_embd.weight" in spec.output_tensors  # tied
 
 
 # Published figures of these shapes: file weight bytes in Q4_K_M, recurrent state of one sequence (float32),
@@ -63,19 +63,19 @@ def test_full_size_headers_have_the_published_sizes(tmp_path, shape, file_bytes,
 def test_shards_name_every_tensor_of_the_file_once(tiny):
     spec = read_spec(tiny)
     parts = [
-        spec.tensor_names(LayerRange(0, 3), first=True, last=False),
-        spec.tensor_names(LayerRange(3, 4), first=False, last=False),
-        spec.tensor_names(LayerRange(4, 8), first=False, last=True),
+        spec.tensor_names(LayerRange(0, 3), embedding=True, output=False),
+        spec.tensor_names(LayerRange(3, 4), embedding=False, output=False),
+        spec.tensor_names(LayerRange(4, 8), embedding=False, output=True),
     ]
     assert sorted(name for part in parts for name in part) == sorted(tensors(TINY))
-    assert sorted(spec.tensor_names(LayerRange(0, 8), first=True, last=True)) == sorted(tensors(TINY))
+    assert sorted(spec.tensor_names(LayerRange(0, 8), embedding=True, output=True)) == sorted(tensors(TINY))
 
 
 def test_a_tied_embedding_is_named_at_both_ends_but_once_on_one_shard(tmp_path):
     spec = open_spec(write(tmp_path / "tied.gguf", dataclasses.replace(TINY, tied=True)))
-    head = spec.tensor_names(LayerRange(0, 4), first=True, last=False)
-    tail = spec.tensor_names(LayerRange(4, 8), first=False, last=True)
-    both = spec.tensor_names(LayerRange(0, 8), first=True, last=True)
+    head = spec.tensor_names(LayerRange(0, 4), embedding=True, output=False)
+    tail = spec.tensor_names(LayerRange(4, 8), embedding=False, output=True)
+    both = spec.tensor_names(LayerRange(0, 8), embedding=True, output=True)
     assert [names.count("token_embd.weight") for names in (head, tail, both)] == [1, 1, 1]
 
 

@@ -104,7 +104,7 @@ def test_the_plan_counts_what_the_loader_counts(demo, tmp_path):
     for dtype in ("float32", "bfloat16"):
         p = placed(demo, configure(tmp_path, [*CPUS, "third:0"], [1, 2, 1], dtype=dtype))
         for i, d in enumerate(p.devices):
-            kept = weight_bytes(demo, d.layers, first=i == 0, last=i == 2, backend=d.backend, dtype=Dtype(dtype))
+            kept = weight_bytes(demo, d.layers, embedding=i == 0, output=i == 2, backend=d.backend, dtype=Dtype(dtype))
             assert d.weight_bytes == kept
             units = {Space.FULL: p.pools.full_pages, Space.RECURRENT: p.pools.states}
             assert d.state_bytes == sum(n * demo.unit_bytes(s, d.layers, Dtype(dtype)) for s, n in units.items())
@@ -396,7 +396,7 @@ def test_automatic_ranges_of_unknown_devices_are_even(big, tmp_path):
 @pytest.fixture
 def sharing(monkeypatch) -> ModelSpec:
     """Twelve layers, the last six read pages of layers 4 and 5; weights are not looked at."""
-    for function in ("end_residents", "layer_residents"):
+    for function in ("non_layer_layouts", "layer_layouts"):
         monkeypatch.setattr(f"lucevisor.placement.cost.{function}", lambda *_, **__: [])
     return bare_spec(12, {i: 4 + i % 2 for i in range(6, 12)}, window=100)
 

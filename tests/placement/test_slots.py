@@ -79,7 +79,7 @@ def test_they_give_way_before_the_model_does_not_fit(big, tmp_path):
 
 
 def test_sliding_models_get_window_pages_for_slots(tmp_path, monkeypatch):
-    for function in ("end_residents", "layer_residents"):
+    for function in ("non_layer_layouts", "layer_layouts"):
         monkeypatch.setattr(f"lucevisor.placement.cost.{function}", lambda *_, **__: [])
     spec = bare_spec(12, window=100)
     config = configure(tmp_path, ["left:0"], max_sequences=3, prefill_chunk=128, dtype="float32")
@@ -90,7 +90,7 @@ def test_sliding_models_get_window_pages_for_slots(tmp_path, monkeypatch):
 
 
 def test_pages_are_at_most_doubled_for_slots(tmp_path, monkeypatch):
-    for function in ("end_residents", "layer_residents"):
+    for function in ("non_layer_layouts", "layer_layouts"):
         monkeypatch.setattr(f"lucevisor.placement.cost.{function}", lambda *_, **__: [])
     spec = bare_spec(12)
     config = configure(tmp_path, ["left:0"], max_sequences=3, max_context=640, dtype="float32")
@@ -170,7 +170,7 @@ def test_host_memory_that_is_known_is_not_promised_twice(devices, big, tmp_path)
 
 
 def test_the_option_is_told_of_where_it_does_nothing(tmp_path, big, monkeypatch):
-    for function in ("end_residents", "layer_residents"):
+    for function in ("non_layer_layouts", "layer_layouts"):
         monkeypatch.setattr(f"lucevisor.placement.cost.{function}", lambda *_, **__: [])
     config = configure(tmp_path, ["left:0"], max_sequences=2)
     dense = plan(bare_spec(12), cached(config, states="host"), {"left": [cpu()]})

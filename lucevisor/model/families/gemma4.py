@@ -17,8 +17,8 @@ from lucevisor.model.spec import (
     MAX_LAYERS,
     Keys,
     LayerSpec,
+    MatrixPart,
     ModelSpec,
-    Part,
     assemble,
     attention_state,
     tensor,
@@ -46,7 +46,7 @@ class Gemma4:
     without.
     """
 
-    embedding: int
+    hidden_size: int
     n_heads: int
     window: int
     layers: tuple[Gemma4Layer, ...]
@@ -109,7 +109,7 @@ def hyperparameters(files: GgufFiles, keys: Keys) -> Gemma4:
     if keys.integer("expert_count", 0, low=0):
         experts = read_experts(keys, width=None, shared_width=0, gating=1)
     return Gemma4(
-        embedding=keys.integer("embedding_length"),
+        hidden_size=keys.integer("embedding_length"),
         n_heads=n_heads,
         window=keys.integer("attention.sliding_window"),
         layers=layers,
@@ -129,7 +129,7 @@ def hyperparameters(files: GgufFiles, keys: Keys) -> Gemma4:
 
 def attention_tensors(p: Gemma4, i: int) -> dict[str, tuple[int, ...]]:
     """Norms and attention of layer ``i``; a layer that shares has queries only."""
-    b, e, layer = f"blk.{i}.", p.embedding, p.layers[i]
+    b, e, layer = f"blk.{i}.", p.hidden_size, p.layers[i]
     d, kv = layer.head_dim, layer.n_kv_heads * layer.head_dim
     out: dict[str, tuple[int, ...]] = {
         b + "attn_norm.weight": (e,),
@@ -147,7 +147,7 @@ def attention_tensors(p: Gemma4, i: int) -> dict[str, tuple[int, ...]]:
 
 def feed_forward_tensors(files: GgufFiles, p: Gemma4, i: int) -> dict[str, tuple[int, ...]]:
     """Dense part, experts, and what the per-layer embeddings need inside the layer."""
-    b, e, f = f"blk.{i}.", p.embedding, p.layers[i].feed_forward
+    b, e, f = f"blk.{i}.", p.hidden_size, p.layers[i].feed_forward
     out: dict[str, tuple[int, ...]] = {
         b + "ffn_norm.weight": (e,),
         b + "ffn_gate.weight": (f, e),
@@ -169,14 +169,14 @@ def feed_forward_tensors(files: GgufFiles, p: Gemma4, i: int) -> dict[str, tuple
     return out
 
 
-def layer_parts(p: Gemma4, vocabulary: int, i: int) -> dict[str, Part]:
+def layer_parts(p: Gemma4, vocabulary: int, i: int) -> dict[str, MatrixPart]:
     """The columns of the per-layer table and the rows of its projection that belong to layer ``i``."""
     if not p.layer_input:
         return {}
     width, start, stop = p.n_layers * p.layer_input, i * p.layer_input, (i + 1) * p.layer_input
     return {
-        "per_layer_token_embd.weight": Part((vocabulary, width), 1, start, stop),
-        "per_layer_model_proj.weight": Part((width, p.embedding), 0, start, stop),
+        "per_layer_token_embd.weight": MatrixPart((vocabulary, width), 1, start, stop),
+        "per_layer_model_proj.weight": MatrixPart((width, p.hidden_size), 0, start, stop),
     }
 
 
@@ -198,9 +198,9 @@ def spec(files: GgufFiles, options: Mapping[str, str]) -> ModelSpec:
         )
         for i, layer in enumerate(p.layers)
     ]
-    every = {"rope_freqs.weight": (p.rotary.n // 2,)}
+    shared = {"rope_freqs.weight": (p.rotary.n // 2,)}
     if p.layer_input:
-        every["per_layer_proj_norm.weight"] = (p.layer_input,)
+        shared["per_layer_proj_norm.weight"] = (p.layer_input,)
     # the embedding row travels on: every shard makes the inputs of its own layers from it
-    carried = p.embedding if p.layer_input else 0
-    return assemble(files, keys, p, layers, carried=carried, every=every)
+    carried = p.hidden_size if p.layer_input else 0
+    return assemble(files, keys, p, layers, carried=carried, shared=shared)

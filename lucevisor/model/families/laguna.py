@@ -27,7 +27,7 @@ class Laguna:
     ``window`` positions a layer with ``sliding[i]`` sees.  The first ``n_dense`` layers have no experts.
     """
 
-    embedding: int
+    hidden_size: int
     feed_forward: int
     heads: tuple[int, ...]
     n_kv_heads: int
@@ -88,7 +88,7 @@ def hyperparameters(files: GgufFiles, keys: Keys, options: Mapping[str, str]) ->
         width = keys.integer("expert_feed_forward_length")
         experts = read_experts(keys, width=width, shared_width=width, gating=2)
     return Laguna(
-        embedding=keys.integer("embedding_length"),
+        hidden_size=keys.integer("embedding_length"),
         feed_forward=keys.integer("feed_forward_length", 0 if n_dense == 0 else None, low=int(n_dense > 0)),
         heads=tuple(heads),
         n_kv_heads=n_kv_heads,
@@ -106,7 +106,7 @@ def hyperparameters(files: GgufFiles, keys: Keys, options: Mapping[str, str]) ->
 
 def layer_tensors(files: GgufFiles, p: Laguna, i: int) -> dict[str, tuple[int, ...]]:
     """All tensors of layer ``i``."""
-    b, e, f, d = f"blk.{i}.", p.embedding, p.feed_forward, p.head_dim
+    b, e, f, d = f"blk.{i}.", p.hidden_size, p.feed_forward, p.head_dim
     out: dict[str, tuple[int, ...]] = {
         b + "attn_norm.weight": (e,),
         b + "attn_q.weight": (p.heads[i] * d, e),

@@ -17,7 +17,7 @@ class Qwen3:
     """Hyperparameters.  E embedding, F feed-forward, H/K query and kv heads of D (H D need not be E)."""
 
     n_layers: int
-    embedding: int
+    hidden_size: int
     feed_forward: int
     n_heads: int
     n_kv_heads: int
@@ -28,7 +28,7 @@ class Qwen3:
 
 def layer_tensors(p: Qwen3, i: int) -> dict[str, tuple[int, ...]]:
     """All tensors of layer ``i``."""
-    b, e, f, d = f"blk.{i}.", p.embedding, p.feed_forward, p.head_dim
+    b, e, f, d = f"blk.{i}.", p.hidden_size, p.feed_forward, p.head_dim
     return {
         b + "attn_norm.weight": (e,),
         b + "attn_q.weight": (p.n_heads * d, e),
@@ -49,7 +49,7 @@ def hyperparameters(keys: Keys, options: Mapping[str, str]) -> Qwen3:
     d = keys.head_dim()
     p = Qwen3(
         n_layers=keys.integer("block_count", high=MAX_LAYERS),
-        embedding=keys.integer("embedding_length"),
+        hidden_size=keys.integer("embedding_length"),
         feed_forward=keys.integer("feed_forward_length", 0, low=0),
         n_heads=keys.integer("attention.head_count"),
         n_kv_heads=keys.integer("attention.head_count_kv"),

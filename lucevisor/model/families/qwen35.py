@@ -30,7 +30,7 @@ class Qwen35:
     """
 
     n_layers: int
-    embedding: int
+    hidden_size: int
     feed_forward: int
     n_heads: int
     n_kv_heads: int
@@ -86,7 +86,7 @@ def hyperparameters(keys: Keys, file: str, options: Mapping[str, str]) -> Qwen35
         )
     return Qwen35(
         n_layers=n_layers,
-        embedding=keys.integer("embedding_length"),
+        hidden_size=keys.integer("embedding_length"),
         feed_forward=keys.integer("feed_forward_length", 0, low=0),
         n_heads=heads,
         n_kv_heads=kv_heads,
@@ -114,7 +114,7 @@ def _kv_heads(keys: Keys, n_layers: int) -> int:
 
 def mixer_tensors(p: Qwen35, i: int) -> dict[str, tuple[int, ...]]:
     """Norms and token mixer of layer ``i``; what follows them (dense or experts) is the family's."""
-    b, e, d = f"blk.{i}.", p.embedding, p.head_dim
+    b, e, d = f"blk.{i}.", p.hidden_size, p.head_dim
     out: dict[str, tuple[int, ...]] = {b + "attn_norm.weight": (e,), b + "post_attention_norm.weight": (e,)}
     if p.recurrent[i]:
         inner = p.delta_value_heads * p.delta_dim
@@ -153,7 +153,7 @@ def layer_state(p: Qwen35, i: int) -> tuple[StateTensor, ...]:
 
 def dense_tensors(p: Qwen35, i: int) -> dict[str, tuple[int, ...]]:
     """The gated feed-forward part of a dense model's layer."""
-    b, e, f = f"blk.{i}.", p.embedding, p.feed_forward
+    b, e, f = f"blk.{i}.", p.hidden_size, p.feed_forward
     return {b + "ffn_gate.weight": (f, e), b + "ffn_up.weight": (f, e), b + "ffn_down.weight": (e, f)}
 
 

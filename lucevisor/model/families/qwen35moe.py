@@ -20,7 +20,7 @@ class Qwen35Moe(Qwen35):
 
 def expert_tensors(files: GgufFiles, p: Qwen35Moe, i: int) -> dict[str, tuple[int, ...]]:
     """Router, routed experts, shared expert and its gate: one row, which some files store as a vector."""
-    b, e = f"blk.{i}.", p.embedding
+    b, e = f"blk.{i}.", p.hidden_size
     gate = files.tensors.get(b + "ffn_gate_inp_shexp.weight")
     vector = gate is not None and len(gate.shape) == 1
     return {
