@@ -114,7 +114,7 @@ def test_the_bytes_of_a_shard_are_those_of_its_ends_and_layers(name, backend, dt
     layers = [sum(r.n_bytes for r in layer_layouts(spec, i, backend, dtype)) for i in range(spec.n_layers)]
     cuts = [0, *(b for b in range(1, spec.n_layers) if spec.legal_boundary(b)), spec.n_layers]
     for a, b in [(0, spec.n_layers), *pairwise(cuts)]:
-        ends = {"first": a == 0, "last": b == spec.n_layers, "backend": backend, "dtype": dtype}
+        ends = {"embedding": a == 0, "output": b == spec.n_layers, "backend": backend, "dtype": dtype}
         total = sum(layers[a:b]) + sum(r.n_bytes for r in non_layer_layouts(spec, **ends))
         assert weight_bytes(spec, LayerRange(a, b), **ends) == total
         names = [r.name for r in shard_layouts(spec, LayerRange(a, b), **ends)]
