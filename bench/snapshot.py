@@ -35,9 +35,8 @@ from lucevisor.model.families import open_spec
 from lucevisor.model.spec import LayerSpec, ModelSpec, StateTensor, attention_state
 from lucevisor.model.values import PAGE_TOKENS, Backend, Dtype, LayerRange, Space
 from lucevisor.protocol.loading import Load, PoolSizes, ShardPlan, StagePlan
-from lucevisor.protocol.messages import Failed
 from lucevisor.protocol.steps import OpenSequence, Sampling, SetPages, Slice, Step
-from lucevisor.protocol.transfers import Restore, Save, SlotPlace
+from lucevisor.protocol.transfers import Restore, Save, SlotPlace, TransferFailed
 from lucevisor.snapshots.layout import SlotRecord, StateModel
 from lucevisor.snapshots.store import SnapshotStore
 
@@ -100,8 +99,8 @@ class Bench:
         self.transfers.take(order, os.dup(fd))
         self.came.wait()
         answer = self.answers[-1]
-        if isinstance(answer, Failed):
-            raise SystemExit(f"{answer.what}: {answer.where}: {answer.reason}")
+        if isinstance(answer, TransferFailed):
+            raise SystemExit(f"transfer {answer.transfer}: {answer.where}: {answer.reason}")
         return answer
 
     def raw(self, n_bytes):

@@ -57,7 +57,7 @@ def _serve(link: BlockingLink, reporter: Reporter, options: Options) -> int:
     except ImportError as error:
         traceback.print_exc()
         advice = f"install torch, numpy, gguf and msgspec for {sys.executable}, or set groups.{options.group}.python"
-        _tell(link, Failed("start", options.group, f"import failed: {error}", advice, fatal=True, configuration=True))
+        _tell(link, Failed("start", options.group, f"import failed: {error}", advice, configuration=True))
         return EXIT_CONFIGURATION
     try:
         return serve(link, reporter, options)
@@ -65,7 +65,7 @@ def _serve(link: BlockingLink, reporter: Reporter, options: Options) -> int:
         traceback.print_exc()
         advice = "see the daemon's log; report it if the same request fails again"
         details = traceback.format_exc()
-        failed = Failed(reporter.phase_now, options.group, describe(error), advice, fatal=True, details=details)
+        failed = Failed(reporter.phase_now, options.group, describe(error), advice, details=details)
         _tell(link, failed)
         return 1
 

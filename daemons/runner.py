@@ -28,7 +28,7 @@ from lucevisor.model.values import Backend, FileIdentity
 from lucevisor.protocol.arena import Arena
 from lucevisor.protocol.loading import DeviceUse, Load, Loaded, StagePlan
 from lucevisor.protocol.messages import Progress
-from lucevisor.protocol.steps import CloseSequence, OpenSequence, Reset, Sampled, Step, StepResult
+from lucevisor.protocol.steps import CloseSequence, OpenSequence, Sampled, Step, StepResult
 
 
 @dataclass(slots=True)
@@ -123,13 +123,12 @@ class Runtime:
         """Where the state of every layer of every stage lies."""
         return StateMap(self.spec, [stack.pools for stage in self.stages.values() for stack in stage.stacks])
 
-    def reset(self, order: Reset) -> StepResult:
+    def reset(self) -> None:
         """Drop every sequence of every stage."""
         for stage in self.stages.values():
             stage.reset()
         if self._sampler is not None:
             self._sampler.reset()
-        return StepResult(order.token, min(self.stages))
 
     def free_bytes(self) -> list[int]:
         indices = sorted({s.device for p in self._load.stages for s in p.shards})

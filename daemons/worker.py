@@ -35,7 +35,7 @@ from lucevisor.protocol.frames import Frame
 from lucevisor.protocol.loading import Hello, Load
 from lucevisor.protocol.messages import PROTOCOL_VERSION, Failed, Shutdown
 from lucevisor.protocol.source_hash import source_hash
-from lucevisor.protocol.steps import Reset, Step
+from lucevisor.protocol.steps import Reset, ResetDone, Step
 from lucevisor.protocol.transfers import Restore, Save
 
 EXIT_FAILED = 1
@@ -123,9 +123,10 @@ class _Server:
             case Save() | Restore() as order if self._transfers is not None:
                 self._transfers.take(order, *frame.fds)
                 return None
-            case Reset() as order if self._runtime is not None:
+            case Reset(token) if self._runtime is not None:
                 self._end_transfers("the supervisor dropped every sequence")
-                self._link.send(self._runtime.reset(order), request_id=order.token)
+                self._runtime.reset()
+                self._link.send(ResetDone(token))
                 return None
             case Check() as order:
                 self._reporter.phase("check")
@@ -194,7 +195,6 @@ class _Server:
             where=f"group {self._options.group} {where}".strip(),
             reason=reason,
             advice=advice,
-            fatal=True,
             configuration=configuration,
             details=traceback.format_exc(),
         )

@@ -23,14 +23,14 @@ from daemons.snapshots.state_map import Conversion, Piece, StateMap
 from daemons.snapshots.streams import Lane, SnapshotFile, lane_for
 from lucevisor.protocol.errors import LinkClosed
 from lucevisor.protocol.messages import Failed
-from lucevisor.protocol.transfers import Restore, Restored, Save, Saved
+from lucevisor.protocol.transfers import Restore, Restored, Save, Saved, TransferFailed
 
 SAVE_NICE = 10
 """Saving threads yield to the compute thread where cores are few; a restore is waited for."""
 MAX_WAITING = 64
 """Orders at once; each holds a descriptor."""
 
-Answer = Saved | Restored | Failed
+Answer = Saved | Restored | TransferFailed | Failed
 Work = Piece | Conversion
 
 
@@ -210,20 +210,24 @@ class Transfers:
             with self._changed:
                 self._jobs.pop(id(job), None)
                 self._changed.notify_all()
-        if isinstance(answer, Failed) and answer.fatal:
+        if isinstance(answer, Failed):
             self._broken()
 
-    def _failed(self, job: _Job, error: Exception) -> Failed:
-        fatal = False
+    def _failed(self, job: _Job, error: Exception) -> TransferFailed | Failed:
+        device_failed = False
         if isinstance(error, DaemonError):
             where, reason, advice = error.where, error.reason, error.advice
         else:
             where, reason = job.order.file, f"{type(error).__name__}: {error}"
             advice = "serving goes on without this snapshot; report it with the log if it comes again"
             out_of_memory = isinstance(error, torch.OutOfMemoryError | MemoryError)
-            fatal = isinstance(error, RuntimeError) and not out_of_memory and bool(job.events)  # a GPU that failed
+            device_failed = (
+                isinstance(error, RuntimeError) and not out_of_memory and bool(job.events)
+            )  # a GPU that failed
         where = f"group {self._group} {where}" if self._group else where
-        return Failed(job.what, where, reason, advice, fatal=fatal, details=job.details)
+        if device_failed:
+            return Failed(job.what, where, reason, advice, details=job.details)
+        return TransferFailed(job.order.transfer, where, reason, advice, details=job.details)
 
     def _events(self) -> dict[torch.device, torch.cuda.Event]:
         events = {}

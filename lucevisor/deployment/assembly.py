@@ -1,32 +1,31 @@
-"""Joins READY daemons to a chain and keeps the engine told: the place where supervision and engine meet.
+"""Joins READY daemons into a pipeline and attaches it to the engine: where supervision and engine meet.
 
-When every group is READY, all daemons drop their sequences (Reset) and answer; only then a chain over their links is
-attached to
-the engine.  When a daemon is lost, the chain is closed at once and running requests end with an error that names the
-group.
-Invariant: the engine has a chain if and only if every link of it is READY and was reset after the last loss.
+When every group is READY, each daemon drops its sequences (Reset) and says so (ResetDone); only then is a pipeline over
+their links attached.  When a daemon is lost, the pipeline is closed at once and running requests end with an error that
+names the group.
+Invariant: a pipeline is attached only while every link of it is READY and was reset after the last loss.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import structlog
 
 from lucevisor.engine.core import Engine
-from lucevisor.engine.pipeline import Pipeline
+from lucevisor.engine.pipeline import Pipeline, PipelineFailure
 from lucevisor.engine.request import RequestError
 from lucevisor.protocol.asyncio_link import Link
 from lucevisor.protocol.errors import WireError
 from lucevisor.protocol.frames import Frame
-from lucevisor.protocol.messages import RESET_BASE, Failed
-from lucevisor.protocol.steps import Reset, StepResult
+from lucevisor.protocol.steps import Reset, ResetDone, StepResult
 
 log = structlog.get_logger("assembly")
 
 
 class PipelineAssembly:
-    """``stage_groups[s]`` is the group that runs stage s."""
+    """``stage_groups[s]`` is the group that runs stage s.  ``on_change`` is called when ``complete`` changes."""
 
     def __init__(self, engine: Engine, stage_groups: Sequence[str], on_change: Callable[[], None]) -> None:
         self._engine = engine
@@ -34,14 +33,14 @@ class PipelineAssembly:
         self._on_change = on_change
         self._links: dict[str, Link] = {}
         self._resetting: set[str] = set()
-        self._token = RESET_BASE
-        self._chain: Pipeline | None = None
+        self._token = 0  # of the last Reset
+        self._pipeline: Pipeline | None = None
         self._closed = False
 
     @property
     def complete(self) -> bool:
         """Whether requests are being served."""
-        return self._chain is not None
+        return self._pipeline is not None
 
     @property
     def resetting(self) -> frozenset[str]:
@@ -58,43 +57,33 @@ class PipelineAssembly:
             self._resetting = set(self._links)
             for one in self._links.values():
                 try:
-                    one.send(Reset(self._token), request_id=self._token)
-                except WireError:  # its own on_closed tells supervision, which calls lost()
+                    one.send(Reset(self._token))
+                except WireError:  # the link's on_closed tells supervision, which calls lost()
                     return
 
     def lost(self, group: str, reason: str) -> None:
         """A daemon is gone or going."""
         self._links.pop(group, None)
         self._resetting.clear()
-        self._close(
-            RequestError(
-                "shard_lost", f"group {group} was lost while the request ran: {reason}; send the request again"
-            )
-        )
+        self._close(RequestError("shard_lost", _lost(group, reason)))
 
     def frame(self, group: str, frame: Frame) -> None:
-        """Every frame of a READY daemon's link."""
+        """Take a frame of a READY daemon's link.  Answers to an earlier Reset or pipeline are dropped."""
         match frame.message:
-            case StepResult() as result if result.step_id > RESET_BASE:
-                if result.step_id == self._token and group in self._resetting:
+            case ResetDone(token):
+                if token == self._token and group in self._resetting:
                     self._resetting.discard(group)
                     if not self._resetting:
                         self._attach()
-            case StepResult() as result if self._chain is not None:
-                if not self._runs(group, result.stage):  # the chain would blame the group whose stage it is
-                    reason = f"it answered for stage {result.stage}, which it does not run"
-                    advice = "the daemon is restarted; report it with the log if it happens again"
-                    failed = Failed(f"step {result.step_id}", f"group {group}", reason, advice, fatal=False)
-                    self._chain.failed(self._stage_groups.index(group), failed)
-                    return
-                self._chain.receive(result, frame.payload)
-            case Failed() as failed if self._chain is not None:
-                self._chain.failed(self._stage_groups.index(group), failed)
+            case StepResult() as result if self._pipeline is not None:
+                if self._runs(group, result.stage):
+                    self._pipeline.receive(result, frame.payload)
+                else:  # the pipeline would blame the group whose stage it is
+                    text = f"group {group} answered for stage {result.stage}, which it does not run; it is restarted"
+                    self._pipeline.close()
+                    self._failed(PipelineFailure(self._stage_groups.index(group), "protocol_error", text))
             case _:
-                pass  # an answer to a step of a chain that is closed by now
-
-    def _runs(self, group: str, stage: int) -> bool:
-        return 0 <= stage < len(self._stage_groups) and self._stage_groups[stage] == group
+                pass
 
     def close(self, error: RequestError) -> None:
         """Detach for good."""
@@ -103,32 +92,31 @@ class PipelineAssembly:
         self._resetting.clear()
         self._close(error)
 
+    def _runs(self, group: str, stage: int) -> bool:
+        return 0 <= stage < len(self._stage_groups) and self._stage_groups[stage] == group
+
     def _attach(self) -> None:
-        senders = {
-            group: _Sender(link) for group, link in self._links.items()
-        }  # one a daemon: it runs one step at a time
-        chain = Pipeline([senders[g] for g in self._stage_groups], self._engine.on_result, self._engine.on_failed)
-        self._chain = chain
-        self._engine.attach(chain)
-        log.info("chain ready", stages=self._stage_groups)
+        links = [self._links[group] for group in self._stage_groups]
+        self._pipeline = Pipeline(links, self._engine.on_result, self._failed)
+        log.info("pipeline ready", stages=self._stage_groups)
+        self._engine.attach(self._pipeline)
+        self._on_change()
+
+    def _failed(self, failure: PipelineFailure) -> None:
+        """The pipeline ended itself: a daemon answered out of order, or a step could not be sent."""
+        self._pipeline = None
+        if failure.code == "shard_lost":
+            failure = replace(failure, message=_lost(self._stage_groups[failure.stage], failure.message))
+        self._engine.on_failed(failure)
         self._on_change()
 
     def _close(self, error: RequestError) -> None:
-        if self._chain is not None:
-            self._chain.close()
-            self._chain = None
+        if self._pipeline is not None:
+            self._pipeline.close()
+            self._pipeline = None
             self._engine.detach(error)
             self._on_change()
 
 
-class _Sender:
-    """A stage link for the chain.  A dead link is not its business: supervision hears of it and calls ``lost``."""
-
-    def __init__(self, link: Link) -> None:
-        self._link = link
-
-    def send(self, data: bytes) -> None:
-        try:
-            self._link.send(data)
-        except WireError as e:
-            log.debug("a step was not sent", reason=str(e))
+def _lost(group: str, reason: str) -> str:
+    return f"group {group} was lost while the request ran: {reason}; send the request again"

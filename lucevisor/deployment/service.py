@@ -384,10 +384,12 @@ class Service:
         log.debug("heartbeat", group=group, phase=heartbeat.phase, busy_s=round(heartbeat.busy_s, 3))
 
     def _on_pipeline_failed(self, failure: PipelineFailure) -> None:
-        """A daemon broke the order of steps, or said that it failed: only a new process of it is trusted again."""
+        """A daemon answered out of order: only a new process of it is trusted again."""
         assert self.placement is not None
         group = self.placement.stages[failure.stage].group
-        log.error("chain failed", group=group, code=failure.code, reason=failure.message)
+        log.error("pipeline failed", group=group, code=failure.code, reason=failure.message)
+        if failure.code == "shard_lost":  # its link is closed, which supervision hears of
+            return
         # Later: the engine may be in the middle of sending.
         asyncio.get_running_loop().call_soon(self.groups[group].distrust, failure.message)
 

@@ -83,6 +83,8 @@ LIMITS: dict[MessageKind, Limits] = {
     MessageKind.SAVED: Limits(4 * KIB, 0, "three numbers"),
     MessageKind.RESTORE: Limits(MAX_METADATA_BYTES, 0, "as Save"),
     MessageKind.RESTORED: Limits(4 * KIB, 0, "three numbers and a remark"),
+    MessageKind.RESET_DONE: Limits(4 * KIB, 0, "one number"),
+    MessageKind.TRANSFER_FAILED: Limits(1 * MIB, 0, "a traceback"),
     MessageKind.HEARTBEAT: Limits(4 * KIB, 0, "a dozen numbers"),
     MessageKind.PROGRESS: Limits(4 * KIB, 0, "a dozen numbers"),
     MessageKind.LOG_LINE: Limits(256 * KIB, 0, "one record; long texts are cut by the sender"),

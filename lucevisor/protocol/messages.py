@@ -4,8 +4,7 @@ A frame's kind number selects the record, so metadata carries no type tag; :data
 Records on the hot path (``Step``, ``StepResult``) are encoded as arrays.  This file knows no sockets and no tensors.
 
 Direction: ``link`` carries Load, Step, Reset, Check, Save, Restore, Shutdown down and Hello, Loaded, StepResult,
-Failed, Checked, Saved, Restored up;
-``pulse`` carries Heartbeat, Progress and LogLine up.
+ResetDone, Failed, Checked, Saved, Restored, TransferFailed up; ``pulse`` carries Heartbeat, Progress and LogLine up.
 
 The records of loading, checks, steps and transfers have files of their own.  docs/protocol.md is made from all of them.
 """
@@ -19,16 +18,10 @@ import msgspec
 
 from lucevisor.protocol.checks import Check, Checked
 from lucevisor.protocol.loading import Hello, Load, Loaded
-from lucevisor.protocol.steps import Reset, Step, StepResult
-from lucevisor.protocol.transfers import Restore, Restored, Save, Saved
+from lucevisor.protocol.steps import Reset, ResetDone, Step, StepResult
+from lucevisor.protocol.transfers import Restore, Restored, Save, Saved, TransferFailed
 
 PROTOCOL_VERSION = 1
-
-TRANSFER_BASE = 1 << 61
-"""Ids of transfers start here, far above any step id: both come back as the request id of a frame."""
-
-RESET_BASE = 1 << 62
-"""Tokens of Reset start here, far above any step id: both come back as a StepResult's step_id."""
 
 
 class MessageKind(IntEnum):
@@ -48,19 +41,20 @@ class MessageKind(IntEnum):
     SAVED = 12
     RESTORE = 13
     RESTORED = 14
+    RESET_DONE = 15
+    TRANSFER_FAILED = 16
     HEARTBEAT = 32
     PROGRESS = 33
     LOG_LINE = 34
 
 
 class Failed(msgspec.Struct, frozen=True):
-    """A daemon could not do what a message asked.  ``fatal``: it exits after this message."""
+    """A daemon could not do what a message asked, and exits after this message."""
 
     what: str  # "load", "step 17", "check"
     where: str  # "hip:1 layers [20,40)", a file, a tensor
     reason: str
     advice: str
-    fatal: bool
     configuration: bool = False  # the same start would fail again: do not retry
     details: str = ""  # traceback
 
@@ -110,6 +104,7 @@ Message = (
     | StepResult
     | Failed
     | Reset
+    | ResetDone
     | Check
     | Checked
     | Shutdown
@@ -117,6 +112,7 @@ Message = (
     | Saved
     | Restore
     | Restored
+    | TransferFailed
     | Heartbeat
     | Progress
     | LogLine
@@ -137,6 +133,8 @@ MESSAGES: dict[MessageKind, type[Message]] = {
     MessageKind.SAVED: Saved,
     MessageKind.RESTORE: Restore,
     MessageKind.RESTORED: Restored,
+    MessageKind.RESET_DONE: ResetDone,
+    MessageKind.TRANSFER_FAILED: TransferFailed,
     MessageKind.HEARTBEAT: Heartbeat,
     MessageKind.PROGRESS: Progress,
     MessageKind.LOG_LINE: LogLine,

@@ -146,6 +146,12 @@ class StepResult(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Reset(msgspec.Struct, frozen=True):
-    """Drop every sequence; weights and pools stay.  Answered by a StepResult with ``step_id`` = ``token``."""
+    """Drop every sequence; weights and pools stay.  Answered by ResetDone."""
 
     token: int
+
+
+class ResetDone(msgspec.Struct, frozen=True):
+    """Answer to Reset: no step sent before it is answered any more."""
+
+    token: int  # of the Reset

@@ -40,8 +40,7 @@ class Save(msgspec.Struct, frozen=True):
     """Write ``tensors``, those of the daemon's own layers, into a snapshot file; its descriptor travels along.
 
     The supervisor leaves every page and state of ``place`` unchanged until the answer, so steps go on meanwhile.
-    ``file`` is for error messages.  Answered by Saved, or by Failed that is not fatal; both carry the request id
-    ``transfer``.
+    ``file`` is for error messages.  Answered by Saved or TransferFailed.
     """
 
     transfer: int
@@ -59,8 +58,8 @@ class Saved(msgspec.Struct, frozen=True):
 class Restore(msgspec.Struct, frozen=True):
     """Read ``tensors`` from a snapshot file into the pages and the state of ``place``, which no sequence uses yet.
 
-    They belong to the transfer until the answer: Restored, or Failed that is not fatal; both carry the request id
-    ``transfer``.  ``place.n_tokens`` may be less than the file holds.
+    They belong to the transfer until the answer: Restored or TransferFailed.  ``place.n_tokens`` may be less than the
+    file holds.
     """
 
     transfer: int
@@ -74,3 +73,13 @@ class Restored(msgspec.Struct, frozen=True):
     n_bytes: int
     seconds: float
     converted: str = ""  # "BF16 to float32" when file and pools hold different number formats
+
+
+class TransferFailed(msgspec.Struct, frozen=True):
+    """Answer to a Save or Restore that could not be done; the daemon goes on.  One whose device failed sends Failed."""
+
+    transfer: int
+    where: str  # file and tensor
+    reason: str
+    advice: str
+    details: str = ""  # traceback

@@ -14,8 +14,7 @@ from lucevisor.model.values import LayerRange
 from lucevisor.protocol.asyncio_link import Link
 from lucevisor.protocol.errors import WireError
 from lucevisor.protocol.frames import Frame
-from lucevisor.protocol.messages import RESET_BASE, TRANSFER_BASE, Failed
-from lucevisor.protocol.transfers import Restore, Restored, Save, Saved, SlotPlace, SnapshotTensor
+from lucevisor.protocol.transfers import Restore, Restored, Save, Saved, SlotPlace, SnapshotTensor, TransferFailed
 from lucevisor.snapshots.transfers import Transfer, TransferKind, TransferTable
 
 
@@ -59,9 +58,9 @@ class ShardTransfers:
             case Restored() as restored:
                 done = self._transfers.answered(group, restored.transfer, restored.n_bytes, restored.converted)
                 self._end(done)
-            case Failed() as failed if TRANSFER_BASE < frame.request_id < RESET_BASE:
+            case TransferFailed() as failed:
                 reason = f"group {group}, {failed.where}: {failed.reason}"
-                self._end(self._transfers.failed(group, frame.request_id, reason))
+                self._end(self._transfers.failed(group, failed.transfer, reason))
             case _:
                 return False
         return True

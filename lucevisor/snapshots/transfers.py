@@ -10,8 +10,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from lucevisor.protocol.messages import TRANSFER_BASE
-
 
 class TransferKind(StrEnum):
     SAVE = "save"
@@ -39,7 +37,7 @@ class TransferTable:
     """Every transfer under way.  Methods that end one return it; then look at its ``problem``."""
 
     def __init__(self) -> None:
-        self._next = TRANSFER_BASE
+        self._next = 0
         self._open: dict[int, Transfer] = {}
 
     def __len__(self) -> int:
@@ -66,7 +64,7 @@ class TransferTable:
         return self._strike(transfer, group, problem)
 
     def failed(self, group: str, transfer_id: int, reason: str) -> Transfer | None:
-        """A Failed with this request id came.  Returns the transfer when it was the last answer."""
+        """TransferFailed came, or the group could not be asked.  Returns the transfer when it was the last answer."""
         transfer = self._waiting_for(group, transfer_id)
         return None if transfer is None else self._strike(transfer, group, reason)
 

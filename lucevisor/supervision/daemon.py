@@ -167,7 +167,7 @@ class Daemon:
                 self.loaded = loaded
                 problem = self._callbacks.check_loaded(self.name, loaded)
                 self._tell(ev.Failure(self.number, problem) if problem else ev.LoadedReceived(self.number))
-            case Failed() as failed if failed.fatal or not self._ready:
+            case Failed() as failed:
                 self._on_failed(failed)
             case _ if self._ready:
                 self._callbacks.on_frame(self.name, frame)
@@ -188,7 +188,7 @@ class Daemon:
         self._log.error(
             "daemon failed", what=failed.what, where=failed.where, reason=failed.reason, details=failed.details
         )
-        self._tell(ev.Failure(self.number, reason, failed.configuration, exiting=failed.fatal))
+        self._tell(ev.Failure(self.number, reason, failed.configuration, exiting=True))
 
     def _on_link_closed(self, error: WireError) -> None:
         self._tell(ev.LinkLost(self.number, str(error)))

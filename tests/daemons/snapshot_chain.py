@@ -18,9 +18,8 @@ from lucevisor.model.families import open_spec
 from lucevisor.model.fingerprint import fingerprint
 from lucevisor.model.values import PAGE_TOKENS, Backend, Dtype, LayerRange, Space
 from lucevisor.protocol.loading import Load, PoolSizes, ShardPlan, StagePlan
-from lucevisor.protocol.messages import Failed
 from lucevisor.protocol.steps import CopyState, OpenSequence, Sampling, SetPages, Slice, Step, ZeroState
-from lucevisor.protocol.transfers import Restore, Save, SlotPlace
+from lucevisor.protocol.transfers import Restore, Save, SlotPlace, TransferFailed
 from lucevisor.snapshots.layout import SlotRecord, StateModel
 from lucevisor.snapshots.store import SnapshotStore
 
@@ -151,7 +150,7 @@ class SlotChain:
             store.check(reading)
             answers = self.transfer(Restore, reading, place)
             expected = [sum(reading.n_bytes(s.layers) for s in stage.plan.shards) for stage in self.stages]
-            failed = any(isinstance(a, Failed) for a in answers)
+            failed = any(isinstance(a, TransferFailed) for a in answers)
             assert failed or sum(a.n_bytes for a in answers) == sum(expected)
             return answers
         finally:

@@ -13,9 +13,8 @@ from daemons.kv.pools import Pools
 from daemons.kv.sequences import Sequences
 from lucevisor.model.values import Dtype, LayerRange, Space
 from lucevisor.protocol.loading import PoolSizes
-from lucevisor.protocol.messages import Failed
 from lucevisor.protocol.steps import CopyState, OpenSequence, Sampling, ZeroState
-from lucevisor.protocol.transfers import Restored
+from lucevisor.protocol.transfers import Restored, TransferFailed
 from lucevisor.snapshots.store import SnapshotStore
 from tests.daemons.snapshot_chain import SlotChain, checkpoint, golden_spec, ids_of, state_model, states_of
 
@@ -136,7 +135,7 @@ def test_a_state_outside_both_pools_is_refused_by_name(spec, tmp_path):
     entry = chain.save(store, ids_of(spec, N), checkpoint(chain, 0, 6))
     fresh = chain.fresh_place(N, 8)
     (answer,) = chain.restore(store, entry, fresh)
-    assert isinstance(answer, Failed)
+    assert isinstance(answer, TransferFailed)
     assert "state 8 is outside the pool of 8" in answer.reason
     store.close()
 

@@ -17,8 +17,7 @@ from daemons.snapshots import streams
 from daemons.snapshots.state_map import StateMap, cut
 from daemons.snapshots.transfers import MAX_WAITING, Transfers
 from lucevisor.model.values import Dtype, LayerRange, Space
-from lucevisor.protocol.messages import Failed
-from lucevisor.protocol.transfers import Restore, Restored, Save, Saved, SlotPlace
+from lucevisor.protocol.transfers import Restore, Restored, Save, Saved, SlotPlace, TransferFailed
 from lucevisor.snapshots.layout import NextToken, SlotRecord
 from lucevisor.snapshots.store import SnapshotStore
 from tests.daemons.snapshot_chain import SlotChain, checkpoint, golden_spec, ids_of, state_model
@@ -303,8 +302,7 @@ def test_an_impossible_place_is_refused_and_the_daemon_lives_on(spec, tmp_path, 
     reading = store.open_for_restore(entry)
     for kind in (Save, Restore):
         (answer,) = chain.transfer(kind, reading, place)
-        assert isinstance(answer, Failed)
-        assert not answer.fatal
+        assert isinstance(answer, TransferFailed)
         assert text in answer.reason
         assert "tensor layers." in answer.where
     (answer,) = chain.transfer(Restore, reading, SlotPlace(N, good.full, state=3))
@@ -406,7 +404,7 @@ def test_cancel_returns_when_no_page_is_touched_any_more(spec, tmp_path):
     transfers.cancel("the supervisor dropped every sequence")
     assert len(answers) == 3
     assert len(transfers) == 0
-    assert all(isinstance(a, Failed) and not a.fatal and a.what == "restore 9" for a in answers)
+    assert all(isinstance(a, TransferFailed) and a.transfer == 9 for a in answers)
     assert all("dropped every sequence" in a.reason for a in answers)
     before = chain.bytes_of(Space.FULL)
     time.sleep(0.05)
@@ -428,7 +426,7 @@ def test_a_save_that_hangs_delays_no_reset(spec, tmp_path):
     assert time.monotonic() - began < 1
     gate.open.set()
     (answer,) = wait_for(answers, 1)
-    assert isinstance(answer, Failed)
+    assert isinstance(answer, TransferFailed)
     assert "dropped every sequence" in answer.reason
     store.abort(writing, "cancelled")
     store.close()

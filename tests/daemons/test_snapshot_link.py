@@ -13,10 +13,20 @@ import pytest
 from lucevisor.model.values import Dtype, LayerRange, Space
 from lucevisor.protocol.blocking_link import BlockingLink
 from lucevisor.protocol.loading import Load, PoolSizes, ShardPlan, StagePlan
-from lucevisor.protocol.messages import Failed, Shutdown
+from lucevisor.protocol.messages import Shutdown
 from lucevisor.protocol.states import Role
-from lucevisor.protocol.steps import CopyState, OpenSequence, Reset, Sampling, SetPages, Slice, Step, ZeroState
-from lucevisor.protocol.transfers import Restore, Restored, Save, Saved, SlotPlace
+from lucevisor.protocol.steps import (
+    CopyState,
+    OpenSequence,
+    Reset,
+    ResetDone,
+    Sampling,
+    SetPages,
+    Slice,
+    Step,
+    ZeroState,
+)
+from lucevisor.protocol.transfers import Restore, Restored, Save, Saved, SlotPlace, TransferFailed
 from lucevisor.snapshots.layout import NextToken, SlotRecord
 from lucevisor.snapshots.store import SnapshotStore
 from tests.daemons.snapshot_chain import GOLDEN, golden_spec, ids_of, state_model
@@ -154,27 +164,26 @@ def test_a_failed_transfer_leaves_the_daemon_working(start, tmp_path):
     full, memory = os.open("/dev/full", os.O_RDWR), os.open("/proc/self/mem", os.O_RDONLY)
     try:
         answer = daemon.ask(Save(21, writing.file, place, tensors), [full])
-        assert isinstance(answer, Failed)
-        assert (answer.what, answer.fatal) == ("save 21", False)
+        assert isinstance(answer, TransferFailed)
+        assert answer.transfer == 21
         assert "ENOSPC" in answer.reason
         assert tensors[0].name in answer.where
         assert writing.file in answer.where
         first = [t for t in tensors if t.name == tensors[0].name]
         zero = [type(t)(t.name, t.layer, t.kind, t.dtype, t.shape, 0, t.n_bytes, t.first) for t in first]
         answer = daemon.ask(Restore(22, writing.file, SlotPlace(N, [9, 4, 7], state=2), zero), [memory])
-        assert isinstance(answer, Failed)
-        assert (answer.what, answer.fatal) == ("restore 22", False)
+        assert isinstance(answer, TransferFailed)
+        assert answer.transfer == 22
         assert "EIO" in answer.reason
     finally:
         os.close(full)
         os.close(memory)
     os.ftruncate(writing.fd, tensors[-1].offset)
     answer = daemon.ask(Restore(23, writing.file, SlotPlace(N, [9, 4, 7], state=2), tensors), [writing.fd])
-    assert isinstance(answer, Failed)
+    assert isinstance(answer, TransferFailed)
     assert "the file ends at byte" in answer.reason
     store.abort(writing, "this test is over")
     assert daemon.greedy([], N, [3, 1], 4)
-    result = daemon.ask(Reset(77))
-    assert result.step_id == 77
+    assert daemon.ask(Reset(77)) == ResetDone(77)
     assert daemon.close() == 0
     store.close()

@@ -1,7 +1,7 @@
-"""Groups whose daemons are toys, joined by the real assembly, engine and chain: all in one thread, moved by hand.
+"""Groups whose daemons are toys, joined by the real assembly, engine and pipeline: all in one thread, moved by hand.
 
-A daemon computes real encoded steps (tests/engine/toy_pipeline.py), so state that outlived a reset, or a chain over a
-daemon that was not reset, gives a Violation or wrong tokens.
+A daemon computes real encoded steps (tests/engine/toy_pipeline.py), so state that outlived a reset, or a pipeline over
+a daemon that was not reset, gives a Violation or wrong tokens.
 """
 
 from __future__ import annotations
@@ -15,16 +15,14 @@ from lucevisor.engine.pipeline import PipelineFailure
 from lucevisor.protocol.errors import LinkClosed
 from lucevisor.protocol.frames import Frame
 from lucevisor.protocol.loading import PoolSizes
-from lucevisor.protocol.messages import Failed, MessageKind
-from lucevisor.protocol.steps import Reset, StepResult
+from lucevisor.protocol.messages import MessageKind
+from lucevisor.protocol.steps import Reset, ResetDone, StepResult
 from tests.engine.toy_engine import HYBRID, limits
 from tests.engine.toy_pipeline import ToyDaemon, ToyLimits, ToyModel, ToyStage
 
-FAILED = Failed("step", "cpu layers [0,1)", "out of memory", "set engine.pages lower", fatal=True)
 
-
-def frame(message: StepResult | Failed, payload: bytes | memoryview = b"") -> Frame:
-    kind = MessageKind.STEP_RESULT if isinstance(message, StepResult) else MessageKind.FAILED
+def frame(message: StepResult | ResetDone, payload: bytes | memoryview = b"") -> Frame:
+    kind = MessageKind.STEP_RESULT if isinstance(message, StepResult) else MessageKind.RESET_DONE
     return Frame(kind, 0, 0, message, memoryview(bytearray(payload)))
 
 
@@ -38,10 +36,9 @@ class Process:
         self.last_reset = 0
         self._daemon = ToyDaemon(stages, told)
 
-    def send(self, message: Reset | bytes, *, request_id: int = 0) -> None:
+    def send(self, message: Reset | bytes) -> None:
         if not self.alive:
             raise LinkClosed("end of file", "link", "the daemon has ended; see its log")
-        assert isinstance(message, bytes) or request_id == message.token
         self.inbox.append(message)
 
     def work(self) -> Frame:
@@ -52,7 +49,7 @@ class Process:
             self.last_reset = message.token
             for stage in self._daemon.stages.values():
                 stage.sequences.clear()
-            return frame(StepResult(message.token, min(self._daemon.stages)))
+            return frame(ResetDone(message.token))
         self._daemon.send(message)
         return frame(*self._daemon.run_one())
 

@@ -1,4 +1,4 @@
-"""Daemons that come, go and answer in every order: who gets a chain, who a reset, and what requests are told."""
+"""Daemons that come, go and answer in every order: when a pipeline stands, who is reset, what requests are told."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from lucevisor.engine.handle import RequestHandle
 from lucevisor.engine.request import FinishedEvent, GenerationRequest, NotReady, RequestError, TokenEvent
 from lucevisor.protocol.steps import StepResult
-from tests.deployment.daemon_groups import FAILED, Groups, frame
+from tests.deployment.daemon_groups import Groups, frame
 from tests.engine.toy_engine import events_of, request, told
 
 STOPPED = RequestError("shutting_down", "the supervisor is stopping; send the request to another one, or again later")
@@ -26,7 +26,7 @@ def serving(*homes: str) -> Groups:
 
 
 @pytest.mark.parametrize("order", [("left", "right"), ("right", "left")])
-def test_a_chain_is_there_when_every_daemon_has_answered_its_reset(order: tuple[str, str]) -> None:
+def test_a_pipeline_is_there_when_every_daemon_has_answered_its_reset(order: tuple[str, str]) -> None:
     groups = Groups(["left", "right"])
     groups.ready(order[0])
     assert not groups.processes[order[0]].inbox  # no reset before all are ready
@@ -112,25 +112,30 @@ def test_a_daemon_that_is_dead_when_it_is_to_be_reset(dead: str) -> None:
     assert groups.engine.statistics().running == 0
 
 
-def test_a_step_that_cannot_be_sent_waits_for_supervision_to_hear_of_the_death() -> None:
+def test_a_step_that_cannot_be_sent_ends_its_request_before_supervision_hears_of_the_death() -> None:
     groups = serving()
     groups.die("left")
     handle = groups.engine.submit(request("a"))
-    assert groups.failures == []
-    assert handle.finished is None
-    groups.lost("left")
+    assert [(f.stage, f.code) for f in groups.failures] == [(0, "shard_lost")]
     assert handle.finished is not None
     assert handle.finished.error is not None
     assert handle.finished.error.code == "shard_lost"
+    assert "group left was lost while the request ran: step" in handle.finished.error.message
+    assert not groups.assembly.complete
+    groups.lost("left")
+    groups.ready("left")
+    groups.work()
+    assert groups.assembly.complete
+    assert groups.engine.ready
 
 
-def test_answers_to_steps_of_a_chain_that_is_closed_are_dropped() -> None:
+def test_answers_to_steps_of_a_closed_pipeline_are_dropped() -> None:
     groups = serving()
     groups.engine.submit(request("a"))
     groups.die("right")
     groups.lost("right")
     groups.answer("left")  # to its step
-    groups.assembly.frame("left", frame(FAILED))  # to an earlier one
+    groups.assembly.frame("left", frame(StepResult(7, 1)))  # of a stage that it does not run
     groups.ready("right")
     groups.work()
     assert groups.failures == []
@@ -138,11 +143,12 @@ def test_answers_to_steps_of_a_chain_that_is_closed_are_dropped() -> None:
 
 
 @pytest.mark.parametrize(("group", "stage"), [("left", 0), ("right", 1)])
-def test_a_daemon_that_fails_a_step_is_named_by_its_stage(group: str, stage: int) -> None:
+def test_a_daemon_that_answers_for_the_stage_of_another_is_named_by_its_own(group: str, stage: int) -> None:
     groups = serving()
     handle = groups.engine.submit(request("a"))
-    groups.assembly.frame(group, frame(FAILED))
-    assert [(f.stage, f.code) for f in groups.failures] == [(stage, "shard_failed")]
+    groups.assembly.frame(group, frame(StepResult(1, 1 - stage)))
+    assert [(f.stage, f.code) for f in groups.failures] == [(stage, "protocol_error")]
+    assert f"group {group} answered for stage {1 - stage}" in groups.failures[0].message
     assert handle.finished is not None
     assert not groups.engine.ready
     groups.lost(group)  # what supervision does about it
@@ -151,14 +157,14 @@ def test_a_daemon_that_fails_a_step_is_named_by_its_stage(group: str, stage: int
     assert groups.engine.ready
 
 
-def test_an_answer_nobody_waits_for_ends_the_chain_once() -> None:
+def test_an_answer_nobody_waits_for_ends_the_pipeline_once() -> None:
     groups = serving()
     for _ in range(2):
         groups.assembly.frame("right", frame(StepResult(7, 1)))
     assert [f.code for f in groups.failures] == ["protocol_error"]
 
 
-def test_after_close_no_daemon_makes_a_chain() -> None:
+def test_after_close_no_daemon_makes_a_pipeline() -> None:
     groups = serving("only")
     handle = groups.engine.submit(request("a", n=50))
     groups.engine.close(STOPPED)
@@ -177,7 +183,7 @@ def test_after_close_no_daemon_makes_a_chain() -> None:
 
 
 class World(RuleBasedStateMachine):
-    """Whatever comes, goes, answers or breaks in whatever order: a chain when and only when all are ready and reset,
+    """Whatever comes, goes, answers or breaks in whatever order: a pipeline when and only when all are ready and reset,
     right tokens or an error, and none of what a request is owed is missing."""
 
     @initialize(homes=st.sampled_from([("a",), ("a", "b"), ("a", "b", "a"), ("a", "b", "c")]))
@@ -185,7 +191,12 @@ class World(RuleBasedStateMachine):
         self.groups = Groups(homes)
         self.names = list(dict.fromkeys(homes))
         self.requests: dict[str, tuple[GenerationRequest, RequestHandle]] = {}
-        self.broken = False  # the chain ended itself; whoever broke it will be restarted
+        self.n_mended = 0
+
+    @property
+    def broken(self) -> bool:
+        """Whether the pipeline ended itself, and nobody was lost since."""
+        return len(self.groups.failures) > self.n_mended
 
     def some(self, draw: int, names: list[str]) -> str:
         return names[draw % len(names)]
@@ -227,7 +238,7 @@ class World(RuleBasedStateMachine):
         before = {name: handle.finished for name, (_, handle) in self.requests.items()}
         n_running = self.groups.engine.statistics().running
         self.groups.lost(group)
-        self.broken = False
+        self.n_mended = len(self.groups.failures)
         ended = [h.finished for name, (_, h) in self.requests.items() if h.finished is not before[name]]
         assert len(ended) == n_running
         for finished in ended:
@@ -236,12 +247,11 @@ class World(RuleBasedStateMachine):
             assert f"group {group} was lost" in finished.error.message
 
     @precondition(lambda self: self.groups.engine.ready and not self.broken)
-    @rule(draw=st.integers(0, 5), wrong=st.sampled_from([FAILED, StepResult(99_999, 0), StepResult(1, 77)]))
+    @rule(draw=st.integers(0, 5), wrong=st.sampled_from([StepResult(99_999, 0), StepResult(1, 77), StepResult(1, -1)]))
     def break_the_order(self, draw: int, wrong: object) -> None:
         n_failures = len(self.groups.failures)
         self.groups.assembly.frame(self.some(draw, self.here), frame(wrong))  # type: ignore[arg-type]
         assert len(self.groups.failures) == n_failures + 1
-        self.broken = True
 
     @rule(length=st.integers(1, 150), n=st.integers(1, 12))
     def submit(self, length: int, n: int) -> None:
@@ -258,10 +268,10 @@ class World(RuleBasedStateMachine):
         self.requests[self.some(draw, list(self.requests))][1].cancel()
 
     @invariant()
-    def a_chain_when_all_are_ready_and_reset(self) -> None:
+    def a_pipeline_when_all_are_ready_and_reset(self) -> None:
         processes = self.groups.processes.values()
         whole = not self.away and {p.last_reset for p in processes} == {self.token} if processes else False
-        assert self.groups.assembly.complete == whole
+        assert self.groups.assembly.complete == (whole and not self.broken)
         assert self.groups.engine.ready == (whole and not self.broken)
 
     @property
@@ -289,7 +299,6 @@ class World(RuleBasedStateMachine):
         assert self.groups.engine.ready
         for _, handle in self.requests.values():
             assert handle.finished is not None
-        self.broken = False
         self.what_ended_well_is_right()
 
 

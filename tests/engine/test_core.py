@@ -175,7 +175,7 @@ async def test_a_daemon_that_fails_a_step_is_quoted() -> None:
     toy = ready()
     handle = toy.engine.submit(request("a"))
     assert toy.pipeline is not None
-    toy.pipeline.failed(0, Failed("step 1", "cuda:0", "out of memory", "fewer pages", fatal=True))
+    toy.pipeline.failed(0, Failed("step 1", "cuda:0", "out of memory", "fewer pages"))
     error = (await events_of(handle))[-1].error  # type: ignore[union-attr]
     assert (error.code, "out of memory" in error.message) == ("shard_failed", True)
 
@@ -189,7 +189,7 @@ def test_what_a_detached_chain_still_says_is_ignored() -> None:
     handle = toy.engine.submit(request("b"))
     assert old is not None
     old.receive(*daemon.run_one())
-    old.failed(0, Failed("step 1", "cuda:0", "out of memory", "fewer pages", fatal=True))
+    old.failed(0, Failed("step 1", "cuda:0", "out of memory", "fewer pages"))
     assert toy.failures == []
     toy.run()
     assert handle.finished is not None

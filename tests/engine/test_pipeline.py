@@ -129,7 +129,7 @@ def test_a_step_that_is_no_message_is_our_own_failure() -> None:
 def test_a_daemons_own_account_is_passed_on() -> None:
     bench = Bench([0, 1])
     bench.pipeline.submit(step(1))
-    failed = Failed("step 1", "cuda:0 layers [0,4)", "out of memory", "fewer pages", fatal=True)
+    failed = Failed("step 1", "cuda:0 layers [0,4)", "out of memory", "fewer pages")
     bench.pipeline.failed(1, failed)
     [failure] = bench.failures
     assert (failure.code, failure.stage, failure.failed) == ("shard_failed", 1, failed)
@@ -200,7 +200,7 @@ def test_a_link_that_dies_while_steps_are_at_every_stage(dead: int) -> None:
     sent = [len(wire.sent) for wire in bench.wires]
     for late in (StepResult(1, 2), StepResult(2, 1), StepResult(3, 0)):
         bench.pipeline.receive(late)
-    bench.pipeline.failed(1, Failed("step 2", "cpu", "out of memory", "fewer pages", fatal=True))
+    bench.pipeline.failed(1, Failed("step 2", "cpu", "out of memory", "fewer pages"))
     bench.pipeline.submit(step(5))
     assert (len(bench.failures), bench.results, bench.pipeline.n_in_flight) == (1, [], 0)
     assert [len(wire.sent) for wire in bench.wires] == sent
@@ -247,7 +247,7 @@ def test_after_close_neither_answers_nor_failures_are_told() -> None:
     bench.pipeline.close()
     bench.pipeline.receive(StepResult(1, 0))
     bench.pipeline.receive(StepResult(9, 7))
-    bench.pipeline.failed(0, Failed("step 1", "cpu", "out of memory", "fewer pages", fatal=True))
+    bench.pipeline.failed(0, Failed("step 1", "cpu", "out of memory", "fewer pages"))
     bench.pipeline.submit(step(2))
     assert (bench.results, bench.failures, bench.ids(0), bench.ids(1)) == ([], [], [(0, 1)], [])
 

@@ -139,7 +139,7 @@ def test_last_words_of_a_daemon_are_never_lost(run):
 
     async def main():
         link, seen, theirs = new_link()
-        failed = Failed("step 3", "cuda:0", "device error", "see dmesg", fatal=True)
+        failed = Failed("step 3", "cuda:0", "device error", "see dmesg")
         theirs.sendall(encode(failed))
         theirs.close()
         with pytest.raises(LinkClosed, match="Broken pipe"):

@@ -160,7 +160,7 @@ def test_damage_ends_receiving_but_the_daemon_can_still_say_so(raw):
         with pytest.raises(RemoteProtocolError, match="found b'XXXX'") as caught:
             link.receive()
     assert "link of left" in caught.value.where
-    link.send(Failed("link", "link of left", str(caught.value), "restart", fatal=True))
+    link.send(Failed("link", "link of left", str(caught.value), "restart"))
     assert b"restart" in peer.recv(1000)
 
 

@@ -98,7 +98,7 @@ def test_damaged_metadata_is_refused_by_its_check():
         Step(step_id=2**64, region=0),
         Step(step_id=0, region=object()),  # type: ignore[arg-type]
         Shutdown("\ud800"),
-        Failed("a", "b", "c", "d", fatal=True, details="x" * MIB),
+        Failed("a", "b", "c", "d", details="x" * MIB),
         "no message",
     ],
 )

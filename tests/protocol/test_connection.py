@@ -162,7 +162,7 @@ def test_a_refused_header_costs_no_memory(kind):
         (Role.DAEMON, Channel.LINK, LinkState.CLOSING, Step(1, 0)),
         (Role.DAEMON, Channel.PULSE, LinkState.READY, Shutdown()),
         (Role.SUPERVISOR, Channel.LINK, LinkState.READY, Heartbeat(1, "idle", 0.0, 0, 0, 0, 0, [])),
-        (Role.SUPERVISOR, Channel.PULSE, LinkState.READY, Failed("a", "b", "c", "d", True)),
+        (Role.SUPERVISOR, Channel.PULSE, LinkState.READY, Failed("a", "b", "c", "d")),
     ],
 )
 def test_messages_out_of_order_or_on_the_wrong_channel_are_refused(role, channel, state, message):

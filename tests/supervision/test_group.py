@@ -13,7 +13,7 @@ from structlog.testing import capture_logs
 
 from lucevisor.config import GroupConfig
 from lucevisor.errors import LucevisorError
-from lucevisor.protocol.steps import Reset, Step, StepResult
+from lucevisor.protocol.steps import Reset, ResetDone, Step, StepResult
 from lucevisor.supervision.group import GroupSupervisor, RefusedError
 from lucevisor.supervision.states import State
 from tests.supervision.real_groups import (
@@ -39,7 +39,7 @@ async def test_start_ready_step_stop(tmp_path):
         group.link.send(Step(5, 0), request_id=5)
         group.link.send(Reset(6))
         await until(lambda: len(owner.frames) == 2 and owner.heartbeats[-1].n_steps)
-        assert [frame.message for frame in owner.frames] == [StepResult(5, 0), StepResult(6, 0)]
+        assert [frame.message for frame in owner.frames] == [StepResult(5, 0), ResetDone(6)]
         assert group.heartbeat.n_tokens == 1
         assert group.heartbeat.rss_bytes > 2**20
         assert [progress.done_bytes for progress in owner.progress] == [0, 1, 2]

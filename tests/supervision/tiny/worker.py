@@ -22,7 +22,7 @@ from lucevisor.protocol.codec import encode
 from lucevisor.protocol.loading import DeviceInfo, DeviceUse, Hello, Load, Loaded
 from lucevisor.protocol.messages import PROTOCOL_VERSION, Failed, LogLine, Progress, Shutdown
 from lucevisor.protocol.source_hash import source_hash
-from lucevisor.protocol.steps import Reset, Step, StepResult
+from lucevisor.protocol.steps import Reset, ResetDone, Step, StepResult
 
 LIBC = ctypes.CDLL(None)
 LIBC_WITH_GIL = ctypes.PyDLL(None)  # calls keep the interpreter lock
@@ -63,7 +63,7 @@ class Tiny:
                     self.step(step)
                 case Reset(token):
                     self.at("reset")
-                    self.link.send(StepResult(token, 0))
+                    self.link.send(ResetDone(token))
                 case Shutdown() if "deaf" not in self.how:
                     return 0
                 case _:
@@ -100,9 +100,7 @@ class Tiny:
             socket.socket(fileno=os.dup(self.options.pulse_fd)).shutdown(socket.SHUT_RDWR)
             time.sleep(0.1)
         if "failed load" in self.how:
-            self.link.send(
-                Failed("load", "blk.0", "tensor is missing", "get the whole file", True, "config" in self.how)
-            )
+            self.link.send(Failed("load", "blk.0", "tensor is missing", "get the whole file", "config" in self.how))
             sys.exit(1)
         same = {"identities": load.identities} if hasattr(load, "identities") else {}
         self.link.send(Loaded([DeviceUse(0, LayerRange(0, 1), 1, 1, 1)], {}, 0.0, **same))
