@@ -80,8 +80,7 @@ class PipelineAssembly:
                     self._pipeline.receive(result, frame.payload)
                 else:  # the pipeline would blame the group whose stage it is
                     text = f"group {group} answered for stage {result.stage}, which it does not run; it is restarted"
-                    self._pipeline.close()
-                    self._failed(PipelineFailure(self._stage_groups.index(group), "protocol_error", text))
+                    self._pipeline.fail(self._stage_groups.index(group), "protocol_error", text)
             case _:
                 pass
 

@@ -1,9 +1,9 @@
 """Takes steps through the pipeline: sends a step to its first stage, and on to the next when a stage has answered.
 
-The hot path is plain callbacks: no task, no queue of our own, one encoding a stage made while the head already works.
-Knows neither requests nor pages; whoever reads the links calls :meth:`Pipeline.receive`.
-Invariant: a stage answers its steps in the order they were sent to it; anything else ends the pipeline, because then
-the two sides no longer agree on what the shards hold.
+The hot path is plain callbacks: no task, no queue of its own, and frames for later stages are encoded while the first
+one works.  Knows neither requests nor pages; whoever reads the links calls :meth:`Pipeline.receive`.
+Invariant: a stage answers its steps in the order they were sent to it; any other answer fails the pipeline, because the
+two sides no longer agree on what the shards hold.
 """
 
 from __future__ import annotations
@@ -17,14 +17,13 @@ from typing import Protocol
 from lucevisor.engine.request import ErrorCode
 from lucevisor.protocol.codec import encode
 from lucevisor.protocol.errors import LocalProtocolError, WireError
-from lucevisor.protocol.messages import Failed
 from lucevisor.protocol.steps import Step, StepResult
 
 _NO_PAYLOAD = memoryview(b"")
 
 
 class StageLink(Protocol):
-    """The way to the daemon that runs a stage."""
+    """The link to the daemon that runs a stage."""
 
     def send(self, message: bytes, /) -> None:
         """Send one encoded frame without waiting, and never call the pipeline from inside.
@@ -35,10 +34,10 @@ class StageLink(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class PipelineResult:
-    """A step that went all the way: what each stage answered, head first.
+    """A step that the last stage has answered: ``results`` and ``payloads`` of every stage it ran on, in order.
 
-    ``payloads[s]`` holds the arrays that ``results[s].segments`` describe.  ``hops_s[s]``: from the answer of stage s
-    to the step sent on to s + 1.  ``seconds``: from the step sent to the head to the tail's answer.
+    ``payloads[i]`` holds the arrays that ``results[i].segments`` describe.  ``hops_s[i]``: from the answer of stage
+    ``results[i].stage`` until the step was sent to the next one.  ``seconds``: from submit to the last answer.
     """
 
     step: Step
@@ -50,17 +49,16 @@ class PipelineResult:
 
 @dataclass(frozen=True, slots=True)
 class PipelineFailure:
-    """Why a pipeline cannot go on.  ``failed`` is the daemon's own account, when it gave one."""
+    """Why a pipeline cannot go on, and the stage whose daemon is to blame."""
 
     stage: int
     code: ErrorCode
     message: str
-    failed: Failed | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class StepInFlight:
-    """The step that a stage has had for longest.  ``elapsed_s`` counts from when the daemon was free to begin it."""
+    """The step a stage has worked on for longest.  ``elapsed_s`` counts from when its daemon was free to begin."""
 
     step_id: int
     stage: int
@@ -68,11 +66,14 @@ class StepInFlight:
 
 
 @dataclass(slots=True)
-class _Trip:
+class _PipelineStep:
+    """A step on its way.  ``frames[i]`` is for stage ``first_stage + 1 + i``."""
+
     step: Step
+    first_stage: int
     started_at: float
     sent_at: float  # to the stage it is at
-    frames: list[bytes] = field(default_factory=list)  # for stages 1 and later
+    frames: list[bytes] = field(default_factory=list)
     results: list[StepResult] = field(default_factory=list)
     payloads: list[memoryview] = field(default_factory=list)
     hops_s: list[float] = field(default_factory=list)
@@ -82,8 +83,8 @@ class Pipeline:
     """Steps on their way through ``stages``; ``stages[s]`` is the link of the daemon that runs stage s (one daemon may
     run several).
 
-    Made when every daemon is ready and holds no sequences; answers to Reset are not for it.  ``on_result`` gets each
-    step that the tail answered, in order; ``on_failed`` is called once at most, and nothing after it.
+    Made when every daemon is ready and holds no sequences.  ``on_result`` gets each step that the last stage answered,
+    in the order of the answers; ``on_failed`` is called at most once, and nothing after it.
     """
 
     def __init__(
@@ -99,8 +100,8 @@ class Pipeline:
         self._on_result = on_result
         self._on_failed = on_failed
         self._clock = clock
-        self._lines: list[deque[_Trip]] = [deque() for _ in stages]  # steps at each stage, in the order sent
-        self._heard_at: dict[int, float] = {}  # by link: a daemon has one compute thread for all its stages
+        self._at_stage: list[deque[_PipelineStep]] = [deque() for _ in stages]  # in the order sent
+        self._answered_at: dict[int, float] = {}  # by link: a daemon has one compute thread for all its stages
         self._open = True
         self.on_first_stage_done: Callable[[], None] = lambda: None  # not called by a pipeline of one stage
 
@@ -111,98 +112,97 @@ class Pipeline:
 
     @property
     def n_in_flight(self) -> int:
-        """Steps that the tail has not answered."""
-        return sum(len(line) for line in self._lines)
+        """Steps that the last stage has not answered."""
+        return sum(len(steps) for steps in self._at_stage)
 
-    def submit(self, step: Step) -> None:
-        """Send a step to the head.  A dead link ends the pipeline through ``on_failed``, not by an exception."""
+    def submit(self, step: Step, *, first_stage: int = 0) -> None:
+        """Send a step to ``first_stage``, from where it goes on to the last one.
+
+        The boundary rows that a later ``first_stage`` reads must be in the arena already.  Raises ValueError when there
+        is no such stage.  A dead link fails the pipeline through ``on_failed`` before this returns.
+        """
+        if not 0 <= first_stage < self.n_stages:
+            raise ValueError(f"there is no stage {first_stage}: the pipeline has {self.n_stages}")
         if not self._open:
             return
         now = self._clock()
-        trip = _Trip(step, started_at=now, sent_at=now)
-        self._lines[0].append(trip)
-        if self._send(0, trip):
-            # The head works already: what the other stages will need is made ready meanwhile.
-            trip.frames = [self._frame(step, stage) for stage in range(1, self.n_stages)]
+        entry = _PipelineStep(step, first_stage, started_at=now, sent_at=now)
+        self._at_stage[first_stage].append(entry)
+        if self._send(entry, first_stage):
+            # The first stage works already: encode for the others meanwhile.
+            entry.frames = [self._frame(step, stage) for stage in range(first_stage + 1, self.n_stages)]
 
     def receive(self, result: StepResult, payload: memoryview = _NO_PAYLOAD) -> None:
-        """Take a stage's answer: send the step on, or hand it out when it was the tail's."""
+        """Take a stage's answer: send the step on, or pass it to ``on_result`` when the stage was the last."""
         if not self._open:
             return
-        heard_at = self._clock()
+        now = self._clock()
         stage = result.stage
         if not 0 <= stage < self.n_stages:
-            self._fail(
-                PipelineFailure(0, "protocol_error", f"a daemon answered for stage {stage}; there are {self.n_stages}")
-            )
+            self.fail(0, "protocol_error", f"a daemon answered for stage {stage}; there are {self.n_stages}")
             return
-        line = self._lines[stage]
-        if not line or line[0].step.step_id != result.step_id:
-            expected = f"step {line[0].step.step_id}" if line else "no step"
+        waiting = self._at_stage[stage]
+        if not waiting or waiting[0].step.step_id != result.step_id:
+            expected = f"step {waiting[0].step.step_id}" if waiting else "no step"
             text = f"stage {stage} answered step {result.step_id} while {expected} was due; its daemon must start anew"
-            self._fail(PipelineFailure(stage, "protocol_error", text))
+            self.fail(stage, "protocol_error", text)
             return
-        trip = line.popleft()
-        self._heard_at[id(self._links[stage])] = heard_at
-        trip.results.append(result)
-        trip.payloads.append(payload)
-        if stage + 1 < self.n_stages:
-            self._relay(trip, stage + 1, heard_at)
-            if stage == 0 and self._open:
+        entry = waiting.popleft()
+        self._answered_at[id(self._links[stage])] = now
+        entry.results.append(result)
+        entry.payloads.append(payload)
+        if stage + 1 == self.n_stages:
+            seconds = now - entry.started_at
+            results, payloads, hops_s = tuple(entry.results), tuple(entry.payloads), tuple(entry.hops_s)
+            self._on_result(PipelineResult(entry.step, results, payloads, hops_s, seconds))
+            return
+        entry.sent_at = now
+        self._at_stage[stage + 1].append(entry)
+        if self._send(entry, stage + 1):
+            entry.hops_s.append(self._clock() - now)
+            if stage == 0:
                 self.on_first_stage_done()
-            return
-        seconds = heard_at - trip.started_at
-        self._on_result(
-            PipelineResult(trip.step, tuple(trip.results), tuple(trip.payloads), tuple(trip.hops_s), seconds)
-        )
 
-    def failed(self, stage: int, failed: Failed) -> None:
-        """Take a daemon's word that it could not do a step."""
-        text = f"stage {stage} ({failed.where}) failed in {failed.what}: {failed.reason}; {failed.advice}"
-        self._fail(PipelineFailure(stage, "shard_failed", text, failed))
+    def fail(self, stage: int, code: ErrorCode, message: str) -> None:
+        """End the pipeline: forget all steps and call ``on_failed``.  Does nothing after the first failure or close."""
+        if self._open:
+            self.close()
+            self._on_failed(PipelineFailure(stage, code, message))
 
     def oldest_in_flight(self, now: float) -> StepInFlight | None:
         """Return the step that a daemon has worked on for longest, or None when all stages are idle.
 
         A step that waits behind others at its daemon has not begun, so its time counts from the daemon's last answer.
         """
-        longest: StepInFlight | None = None
-        for stage, line in enumerate(self._lines):
-            if line:
-                begun = max(line[0].sent_at, self._heard_at.get(id(self._links[stage]), line[0].sent_at))
-                if longest is None or now - begun > longest.elapsed_s:
-                    longest = StepInFlight(line[0].step.step_id, stage, now - begun)
-        return longest
+        oldest: StepInFlight | None = None
+        for stage, waiting in enumerate(self._at_stage):
+            if waiting:
+                sent_at = waiting[0].sent_at
+                begun_at = max(sent_at, self._answered_at.get(id(self._links[stage]), sent_at))
+                if oldest is None or now - begun_at > oldest.elapsed_s:
+                    oldest = StepInFlight(waiting[0].step.step_id, stage, now - begun_at)
+        return oldest
 
     def close(self) -> None:
         """Forget all steps; no callback comes after this."""
         self._open = False
-        for line in self._lines:
-            line.clear()
+        for waiting in self._at_stage:
+            waiting.clear()
 
-    def _relay(self, trip: _Trip, stage: int, heard_at: float) -> None:
-        trip.sent_at = heard_at
-        self._lines[stage].append(trip)
-        if self._send(stage, trip):
-            trip.hops_s.append(self._clock() - heard_at)
-
-    def _send(self, stage: int, trip: _Trip) -> bool:
+    def _send(self, entry: _PipelineStep, stage: int) -> bool:
+        step, later = entry.step, stage - entry.first_stage
         try:
-            self._links[stage].send(trip.frames[stage - 1] if stage else self._frame(trip.step, 0))
-        except LocalProtocolError as error:  # the step is no message: a defect here, and no later step would be right
-            self._fail(PipelineFailure(stage, "protocol_error", f"step {trip.step.step_id} cannot be sent: {error}"))
+            self._links[stage].send(entry.frames[later - 1] if later else self._frame(step, stage))
+        except (
+            LocalProtocolError
+        ) as error:  # the step is not a message: a defect here, and no later step would be right
+            self.fail(stage, "protocol_error", f"step {step.step_id} cannot be sent: {error}")
             return False
         except (WireError, OSError) as error:
-            text = f"step {trip.step.step_id} could not be sent to stage {stage}: {error}"
-            self._fail(PipelineFailure(stage, "shard_lost", text))
+            self.fail(stage, "shard_lost", f"step {step.step_id} could not be sent to stage {stage}: {error}")
             return False
         return True
 
     @staticmethod
     def _frame(step: Step, stage: int) -> bytes:
         return encode(step, request_id=step.step_id, flags=stage)
-
-    def _fail(self, failure: PipelineFailure) -> None:
-        if self._open:
-            self.close()
-            self._on_failed(failure)

@@ -14,7 +14,7 @@ from lucevisor.errors import LucevisorError
 from lucevisor.protocol.steps import Sampling
 
 Reason = Literal["stop", "length", "cancelled", "error"]
-ErrorCode = Literal["shard_lost", "shard_failed", "protocol_error", "shutting_down"]
+ErrorCode = Literal["shard_lost", "protocol_error", "shutting_down"]
 
 
 class RequestState(Enum):

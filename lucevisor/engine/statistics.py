@@ -77,19 +77,22 @@ class StepTotals:
     boundaries: list[BoundaryTotals] = field(default_factory=list)
 
     def add(self, result: PipelineResult) -> None:
-        """Count a step that went down the pipeline."""
-        while len(self.stages) < len(result.results):
+        """Count a step that the last stage has answered."""
+        last = result.results[-1].stage
+        while len(self.stages) <= last:
             self.stages.append(StageTotals())
-        while len(self.boundaries) < len(result.hops_s):
+        while len(self.boundaries) < last:
             self.boundaries.append(BoundaryTotals())
         self.n_steps += 1
         self.n_tokens += result.step.n_tokens
         self.seconds += result.seconds
-        for stage, answer in zip(self.stages, result.results, strict=False):
-            stage.n_steps += 1
-            stage.compute_s += answer.compute_s
-            stage.wait_s += answer.wait_s
-        for boundary, seconds in zip(self.boundaries, result.hops_s, strict=False):
+        for answer in result.results:
+            totals = self.stages[answer.stage]
+            totals.n_steps += 1
+            totals.compute_s += answer.compute_s
+            totals.wait_s += answer.wait_s
+        for answer, seconds in zip(result.results, result.hops_s, strict=False):
+            boundary = self.boundaries[answer.stage]
             boundary.n_hops += 1
             boundary.seconds += seconds
 

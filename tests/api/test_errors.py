@@ -25,9 +25,7 @@ def test_refusals(error, status, code, param, retry):
     assert error.message in told.message
 
 
-@pytest.mark.parametrize(
-    ("code", "status"), [("shard_lost", 503), ("shutting_down", 503), ("shard_failed", 500), ("protocol_error", 500)]
-)
+@pytest.mark.parametrize(("code", "status"), [("shard_lost", 503), ("shutting_down", 503), ("protocol_error", 500)])
 def test_ends_of_running_requests(code, status):
     told = from_request_error(RequestError(code, "why"), 3)
     assert (told.status, told.code, told.message, told.type) == (status, code, "why", "server_error")

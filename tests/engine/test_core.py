@@ -13,7 +13,6 @@ from lucevisor.engine.request import FinishedEvent, InvalidRequest, NotReady, Qu
 from lucevisor.engine.rows import RowsMissing
 from lucevisor.kv.page_pool import PageUse
 from lucevisor.protocol.loading import PoolSizes
-from lucevisor.protocol.messages import Failed
 from lucevisor.protocol.steps import StepResult
 from tests.engine.toy_engine import LOST, ToyEngine, events_of, limits, request, told
 from tests.engine.toy_pipeline import mix, toy_row
@@ -171,13 +170,18 @@ async def test_a_wrong_result_of_the_tail_ends_the_chain() -> None:
     assert (await events_of(handle))[-1].error.code == "protocol_error"  # type: ignore[union-attr]
 
 
-async def test_a_daemon_that_fails_a_step_is_quoted() -> None:
-    toy = ready()
-    handle = toy.engine.submit(request("a"))
-    assert toy.pipeline is not None
-    toy.pipeline.failed(0, Failed("step 1", "cuda:0", "out of memory", "fewer pages"))
-    error = (await events_of(handle))[-1].error  # type: ignore[union-attr]
-    assert (error.code, "out of memory" in error.message) == ("shard_failed", True)
+async def test_a_step_that_cannot_be_sent_ends_running_requests_at_once() -> None:
+    toy = ready(n_stages=2)
+    handles = [toy.engine.submit(request(name)) for name in "ab"]
+    toy.work(0)
+    toy.daemons[0].dead = True
+    toy.engine.submit(request("c", n=1))
+    assert [f.code for f in toy.failures] == ["shard_lost"]
+    assert not toy.engine.ready
+    for handle in handles:
+        error = (await events_of(handle))[-1].error  # type: ignore[union-attr]
+        assert error.code == "shard_lost"
+        assert "could not be sent to stage 0: the daemon is dead" in error.message
 
 
 def test_what_a_detached_chain_still_says_is_ignored() -> None:
@@ -189,7 +193,7 @@ def test_what_a_detached_chain_still_says_is_ignored() -> None:
     handle = toy.engine.submit(request("b"))
     assert old is not None
     old.receive(*daemon.run_one())
-    old.failed(0, Failed("step 1", "cuda:0", "out of memory", "fewer pages"))
+    old.fail(0, "protocol_error", "too late")
     assert toy.failures == []
     toy.run()
     assert handle.finished is not None

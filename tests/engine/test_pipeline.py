@@ -7,7 +7,6 @@ import pytest
 from lucevisor.engine.pipeline import Pipeline, PipelineFailure, PipelineResult, StepInFlight
 from lucevisor.protocol.connection import Connection
 from lucevisor.protocol.errors import LinkClosed
-from lucevisor.protocol.messages import Failed
 from lucevisor.protocol.states import LinkState, Role
 from lucevisor.protocol.steps import Sampled, Slice, Step, StepResult
 
@@ -126,15 +125,57 @@ def test_a_step_that_is_no_message_is_our_own_failure() -> None:
     assert [f.code for f in bench.failures] == ["protocol_error"]
 
 
-def test_a_daemons_own_account_is_passed_on() -> None:
+def test_a_failure_is_passed_on_once_with_the_stage_it_is_blamed_on() -> None:
     bench = Bench([0, 1])
     bench.pipeline.submit(step(1))
-    failed = Failed("step 1", "cuda:0 layers [0,4)", "out of memory", "fewer pages")
-    bench.pipeline.failed(1, failed)
-    [failure] = bench.failures
-    assert (failure.code, failure.stage, failure.failed) == ("shard_failed", 1, failed)
-    for part in ("cuda:0 layers [0,4)", "out of memory", "fewer pages"):
-        assert part in failure.message
+    for reason in ("it answered for a stage of another group", "again"):
+        bench.pipeline.fail(1, "protocol_error", reason)
+    assert bench.failures == [PipelineFailure(1, "protocol_error", "it answered for a stage of another group")]
+    assert bench.pipeline.n_in_flight == 0
+
+
+@pytest.mark.parametrize("first", [0, 1, 2])
+def test_a_step_may_start_at_any_stage(first: int) -> None:
+    bench = Bench([0, 1, 2])
+    bench.pipeline.submit(step(7), first_stage=first)
+    bench.now = 1.0
+    for stage in range(first, 3):
+        bench.pipeline.receive(StepResult(7, stage))
+    assert [bench.ids(wire) for wire in range(3)] == [[(s, 7)] * (s >= first) for s in range(3)]
+    [result] = bench.results
+    assert [answer.stage for answer in result.results] == list(range(first, 3))
+    assert (len(result.hops_s), result.seconds) == (2 - first, 1.0)
+
+
+def test_a_step_that_starts_later_keeps_its_place_among_those_that_come_from_before() -> None:
+    bench = Bench([0, 1])
+    bench.pipeline.submit(step(1))
+    bench.pipeline.submit(step(2), first_stage=1)
+    bench.pipeline.receive(StepResult(1, 0))
+    assert bench.ids(1) == [(1, 2), (1, 1)]
+    bench.pipeline.receive(StepResult(2, 1))
+    bench.pipeline.receive(StepResult(1, 1))
+    assert [r.step.step_id for r in bench.results] == [2, 1]
+    assert bench.failures == []
+
+
+def test_only_answers_of_the_first_stage_say_that_it_is_free() -> None:
+    bench, free = Bench([0, 1, 2]), []
+    bench.pipeline.on_first_stage_done = lambda: free.append(bench.pipeline.n_in_flight)
+    bench.pipeline.submit(step(1), first_stage=1)
+    bench.pipeline.receive(StepResult(1, 1))
+    assert free == []
+    bench.pipeline.submit(step(2))
+    bench.pipeline.receive(StepResult(2, 0))
+    assert free == [2]
+
+
+@pytest.mark.parametrize("first", [-1, 2])
+def test_a_step_cannot_start_where_no_stage_is(first: int) -> None:
+    bench = Bench([0, 1])
+    with pytest.raises(ValueError, match=f"no stage {first}: the pipeline has 2"):
+        bench.pipeline.submit(step(1), first_stage=first)
+    assert bench.pipeline.n_in_flight == 0
 
 
 def test_the_oldest_step_is_the_one_a_daemon_has_worked_on_for_longest() -> None:
@@ -200,7 +241,7 @@ def test_a_link_that_dies_while_steps_are_at_every_stage(dead: int) -> None:
     sent = [len(wire.sent) for wire in bench.wires]
     for late in (StepResult(1, 2), StepResult(2, 1), StepResult(3, 0)):
         bench.pipeline.receive(late)
-    bench.pipeline.failed(1, Failed("step 2", "cpu", "out of memory", "fewer pages"))
+    bench.pipeline.fail(1, "protocol_error", "too late")
     bench.pipeline.submit(step(5))
     assert (len(bench.failures), bench.results, bench.pipeline.n_in_flight) == (1, [], 0)
     assert [len(wire.sent) for wire in bench.wires] == sent
@@ -247,7 +288,7 @@ def test_after_close_neither_answers_nor_failures_are_told() -> None:
     bench.pipeline.close()
     bench.pipeline.receive(StepResult(1, 0))
     bench.pipeline.receive(StepResult(9, 7))
-    bench.pipeline.failed(0, Failed("step 1", "cpu", "out of memory", "fewer pages"))
+    bench.pipeline.fail(0, "protocol_error", "too late")
     bench.pipeline.submit(step(2))
     assert (bench.results, bench.failures, bench.ids(0), bench.ids(1)) == ([], [], [(0, 1)], [])
 
