@@ -6,8 +6,9 @@ What a supervisor keeps for later starts (XDG_CACHE_HOME) goes into a directory 
 
 Where there is no GPU, Triton's kernels run under its interpreter, which the environment chooses when they are imported.
 
-Hypothesis: profile ``ci`` always tries the same examples, so that a failure is the change's and comes back when run
-again; ``deep`` (``make slow``) tries DEEP times as many, others each time.
+Hypothesis: a test says how many examples it is worth. Profile ``ci`` tries half of them (but no fewer than LEAST, where
+the test has as many), always the same, so that a failure is the change's and comes back when run again; ``deep``
+(``make slow``) tries DEEP times as many, others each time.
 """
 
 import atexit
@@ -21,6 +22,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 DEEP = 10
+LEAST = 50
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -40,14 +42,17 @@ settings.load_profile("ci")
 
 @pytest.hookimpl(trylast=True)  # hypothesis has marked its tests by then
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Under ``deep`` also tests that say how many examples they need try DEEP times as many."""
-    if config.getoption("--hypothesis-profile") != "deep":
-        return
+    """Scale the number of examples of every property as the profile says."""
+    deep = config.getoption("--hypothesis-profile") == "deep"
     functions = [i.obj for i in items if isinstance(i, pytest.Function) and i.get_closest_marker("hypothesis")]
     machines = {type(f.__self__) for f in functions if f.__name__ == "runTest"}
     tests = {getattr(f, "__func__", f) for f in functions if f.__name__ != "runTest"}
     for machine in machines:
-        machine.settings = settings(machine.settings, max_examples=DEEP * machine.settings.max_examples)
+        machine.settings = scaled(machine.settings, deep)
     for test in tests:  # the decorator refuses to be applied twice
-        own = test._hypothesis_internal_use_settings
-        test._hypothesis_internal_use_settings = settings(own, max_examples=DEEP * own.max_examples)
+        test._hypothesis_internal_use_settings = scaled(test._hypothesis_internal_use_settings, deep)
+
+
+def scaled(own: settings, deep: bool) -> settings:
+    n = own.max_examples
+    return settings(own, max_examples=DEEP * n if deep else max(n // 2, min(n, LEAST)))

@@ -1,0 +1,157 @@
+"""Daemons forked from one process that has imported torch already, instead of an interpreter for each.
+
+Importing torch is 2 s of the processor and most of a daemon's start. A fork is the same process otherwise: its own pid
+and session, a child of this one, the descriptors, environment and directory that the supervisor gave it, the same
+``daemons.main``. Tests of the start itself (tests/supervision, tests/deployment, everything that runs the command line)
+start interpreters; so does a group with a ``python`` of its own.
+
+As a script: the process that forks. It serves requests on its standard input until that closes.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import fcntl
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+_PR_SET_CHILD_SUBREAPER = 36
+_ABOVE_ALL = 512  # descriptor numbers while the inherited ones are put in their places
+_START_S = 60.0
+
+
+class Forker:
+    """The process to fork from; ``popen`` stands for ``subprocess.Popen`` of daemons."""
+
+    def __init__(self, staging: Path) -> None:
+        self._staging = staging
+        self._process: subprocess.Popen[bytes] | None = None
+        self._channel: socket.socket | None = None
+
+    def popen(self, argv: Sequence[str], *, env: dict[str, str], cwd: Path, **options: Any) -> Any:
+        """Fork a daemon; ``options`` as ``supervision.child`` gives them."""
+        if argv[0] != sys.executable:
+            return subprocess.Popen(argv, env=env, cwd=cwd, **options)
+        ordinary = {"stdin": -3, "stdout": -1, "stderr": -1, "bufsize": 0, "start_new_session": True}
+        assert {k: v for k, v in options.items() if k != "pass_fds"} == ordinary, options
+        self._become_subreaper(True)  # the fork is orphaned at once, and so ours
+        try:
+            self._start()
+            return Fork(*self._fork(argv, env, cwd, options["pass_fds"]))
+        finally:
+            self._become_subreaper(False)  # supervisors that leave their starter go to init as ever
+
+    def close(self) -> None:
+        if self._process is not None and self._channel is not None:
+            self._channel.close()
+            self._process.wait(timeout=_START_S)
+
+    def _start(self) -> None:
+        if self._channel is not None:
+            return
+        self._channel, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        environment = os.environ | {"PYTHONPATH": str(self._staging), "PYTHONIOENCODING": "utf-8:backslashreplace"}
+        environment |= {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+        command = [sys.executable, "-u", "-X", "faulthandler", __file__]
+        self._process = subprocess.Popen(command, stdin=theirs, env=environment, start_new_session=True)
+        theirs.close()
+        self._channel.settimeout(_START_S)
+
+    def _fork(self, argv: Sequence[str], env: dict[str, str], cwd: Path, fds: Sequence[int]) -> tuple[int, int, int]:
+        """Its pid and the ends of its standard output and error."""
+        out, their_out = os.pipe()
+        err, their_err = os.pipe()
+        numbers = [1, 2, *fds]
+        arguments = list(argv[argv.index("daemons") + 1 :])
+        request = {"arguments": arguments, "env": dict(env), "directory": str(cwd), "fds": numbers}
+        assert self._channel is not None
+        try:
+            socket.send_fds(
+                self._channel, [json.dumps(request | {"parent": os.getpid()}).encode()], [their_out, their_err, *fds]
+            )
+            return int(self._channel.recv(32)), out, err
+        finally:
+            os.close(their_out)
+            os.close(their_err)
+
+    @staticmethod
+    def _become_subreaper(on: bool) -> None:
+        assert ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, int(on), 0, 0, 0) == 0
+
+
+class Fork:
+    """What ``supervision.child`` uses of a Popen."""
+
+    def __init__(self, pid: int, out: int, err: int) -> None:
+        self.pid = pid
+        self.returncode: int | None = None
+        self.stdout = open(out, "rb", buffering=0)  # noqa: SIM115 - its owner closes it
+        self.stderr = open(err, "rb", buffering=0)  # noqa: SIM115
+
+    def kill(self) -> None:
+        os.kill(self.pid, signal.SIGKILL)
+
+    def __enter__(self) -> Fork:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stdout.close()
+        self.stderr.close()
+        os.waitpid(self.pid, 0)
+
+
+def _serve(channel: socket.socket) -> list[str]:
+    """Fork at every request. Returns in the fork, with the daemon's arguments."""
+    while True:
+        data, fds, _, _ = socket.recv_fds(channel, 1 << 20, 8)
+        if not data:
+            sys.exit(0)
+        reading, writing = os.pipe()
+        between = os.fork()
+        if not between:
+            pid = os.fork()
+            if not pid:
+                channel.detach()  # its number becomes the daemon's standard input
+                return _become_a_daemon(json.loads(data), fds)
+            os.write(writing, str(pid).encode())
+            os._exit(0)
+        os.waitpid(between, 0)  # now the fork has the parent it shall have
+        pid_text = os.read(reading, 32)
+        for fd in (reading, writing, *fds):
+            os.close(fd)
+        channel.send(pid_text)
+
+
+def _become_a_daemon(request: dict[str, Any], fds: Sequence[int]) -> list[str]:
+    while os.getppid() != request["parent"]:
+        time.sleep(0.0002)
+    os.setsid()
+    high = [fcntl.fcntl(fd, fcntl.F_DUPFD, _ABOVE_ALL) for fd in fds]
+    os.closerange(3, _ABOVE_ALL)
+    for fd, number in zip(high, request["fds"], strict=True):
+        os.dup2(fd, number)
+        os.close(fd)
+    null = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(null, 0)
+    os.close(null)
+    os.environ.clear()
+    os.environ.update(request["env"])
+    os.chdir(request["directory"])
+    arguments: list[str] = request["arguments"]
+    return arguments
+
+
+if __name__ == "__main__":
+    sys.path[0] = os.environ["PYTHONPATH"]
+    import daemons.worker  # noqa: F401 - what takes so long
+    from daemons.main import main
+
+    sys.exit(main(_serve(socket.socket(fileno=0))))
