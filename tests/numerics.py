@@ -191,15 +191,15 @@ def product_error(x: Tensor, weight: Tensor) -> Tensor:
     """What ``x @ weight.T`` in float32 may be from the exact product, in any order: n u |x| |w| (Higham 2002, 3.1), and
     one rounding more for the other side of the comparison.
     """
-    return (x.double().abs() @ weight.double().abs().t()) * ((x.shape[-1] + 1) * UNIT)
+    return (x.double().abs() @ weight.double().abs().mT) * ((x.shape[-1] + 1) * UNIT)
 
 
 def narrow_error(x: Tensor, weight: Tensor, narrow: Narrow) -> Tensor:
     """The same where results and weights are rounded to a narrower format, which no bound in any order tells from a
     wrong weight: what independent roundings reach.  Compare the norm of all numbers, in which they even out.
     """
-    x, weight = x.double(), weight.double().t()
-    return _narrow_size("mm", narrow, (x, weight), x @ weight) + product_error(x, weight.t())
+    x, weight = x.double(), weight.double().mT
+    return _narrow_size("mm", narrow, (x, weight), x @ weight) + product_error(x, weight.mT)
 
 
 def attention_error(q: Tensor, k: Tensor, v: Tensor, scale: float) -> float:

@@ -1,0 +1,125 @@
+"""How far products with packed weights may be from the exact ones: the roundings of the kernels' own sums.
+
+A kernel adds up codes, not weights, and in half precision codes on top of a BIAS that is taken off again: its partial
+sums, whose roundings count, are larger than the result.  Roundings are independent, in the worst order of summation
+(docs/numerics.md), and none of the tests' numbers may be more than ``DEVIATIONS`` standard deviations off.  Matrix
+units of GPUs cut off instead of rounding, all to one side.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from daemons.weights.dequant import dequantise
+from daemons.weights.packed import repack, unpack
+from lucevisor.model.quant_types import CHUNK, GgmlType
+from tests.kernels.limits import UNITS, assert_each, assert_near
+from tests.numerics import UNIT, Narrow, narrow_error
+
+DEVIATIONS = 6.0
+"""Of 10^5 numbers one is beyond by chance in 5,000 runs."""
+BIAS = {torch.float32: 0, torch.float16: 1024, torch.bfloat16: 128}
+"""What is added to codes in the mantissa of a dtype, and to none of Q8_0."""
+OFFSET = {"Q6_K": 32, "Q5_0": 16, "Q4_0": 8}
+"""The code of zero, where a type has no minima."""
+NESTED = ("Q4_K", "Q5_K")
+"""Types whose half precision product adds up code x scale, whole chunks at a time."""
+
+
+class Product(NamedTuple):
+    """``exact`` float64 [T, N], the standard ``deviation`` of what roundings make of it, and their common ``drift``."""
+
+    exact: Tensor
+    deviation: Tensor
+    drift: Tensor
+
+    @property
+    def allowed(self) -> Tensor:
+        return DEVIATIONS * self.deviation + self.drift
+
+
+def assert_product(found: Tensor, x: Tensor, kind: GgmlType, raw: Tensor) -> None:
+    """Every number of ``found`` is that of :func:`product`, rounded to the dtype of ``x``."""
+    wanted = product(kind, raw, x)
+    assert found.dtype == x.dtype
+    assert_each(found, wanted.exact, wanted.allowed)
+
+
+def assert_expanded(found: Tensor, x: Tensor, numbers: Tensor) -> None:
+    """``found`` is the library's product of ``x`` [..., T, K] with ``numbers`` float32 [..., N, K] in the dtype of x:
+    in float32 each number, in half precision the norm of all."""
+    assert found.dtype == x.dtype
+    if x.dtype == torch.float32:
+        assert_near(found, lambda x, numbers: x @ numbers.mT, x, numbers)
+    else:
+        exact, allowed = x.double() @ numbers.double().mT, narrow_error(x, numbers, Narrow(UNITS[x.dtype]))
+        assert float((found.double() - exact).norm()) <= float(allowed.norm())
+
+
+def _variance(n: int, squares: Tensor, result: Tensor) -> Tensor:
+    """Of the error of sums of ``n`` terms, of which the squares' sum and the result are given: u^2 / 3 of the square of
+    every partial sum, which grows with its length's root where signs are mixed, and with its length where they are not.
+    """
+    return UNIT**2 * n * (squares / 6 + (result.square() - squares).clamp(min=0) / 9)
+
+
+def product(kind: GgmlType, raw: Tensor, x: Tensor) -> Product:
+    """Of ``x`` [T, K] with the matrix of blocks ``raw`` [N, row_bytes]."""
+    numbers, step, zero = _affine(kind, raw)
+    nested = kind.name in NESTED and x.dtype != torch.float32
+    bias = 0 if nested or kind.name == "Q8_0" else BIAS[x.dtype]
+    offset = OFFSET.get(kind.name, 0)
+    size = CHUNK if nested else 16 if kind.name == "Q6_K" else 32
+    cut = x.dtype != torch.float32 and x.device.type == "cuda"
+    x = x.double()
+    exact = x @ numbers.t()
+    minima = zero + offset * step if kind.name != "Q8_0" else torch.zeros_like(zero)
+    counted = numbers - minima  # step times code less offset
+    codes = counted + (bias + offset) * step
+
+    # each group's sum; it starts or ends with what BIAS and offset add to it, a product that is rounded
+    groups = _variance(size + 1, _grouped(codes.square(), x.square(), size), _grouped(codes, x, size))
+    groups += ((bias + offset) * UNIT * _grouped(step, x, size)).square() / 3
+    drift = (3 * (size + 1) * groups).sqrt().sum(dim=-1) if cut else torch.zeros_like(exact)
+
+    # the sums of x that these products and the minima are made of; for nested types two float16 numbers, 22 bits
+    taken, lows = (bias + offset) * step.abs() + minima.abs(), _grouped(minima, x, 32)
+    totals = _variance(32, _grouped(taken.square(), x.square(), 32), _grouped(taken, x, 32))
+    totals += ((4 if nested else 1) * UNIT * lows).square() / 3
+
+    # all groups together, and all minima; each number is multiplied by a scale or two before
+    parts = _grouped(counted, x, size)
+    variance = groups.sum(dim=-1) + totals.sum(dim=-1)
+    for part in (parts, lows):
+        n = parts.shape[-1] + lows.shape[-1] + 4
+        variance += _variance(n, part.square().sum(dim=-1), part.sum(dim=-1))
+
+    if nested:  # x in float16: of a number 2^34 times smaller than its chunk's largest nothing is left
+        largest = torch.nn.functional.pad(x, (0, -x.shape[1] % size)).unflatten(1, (-1, size)).abs().amax(dim=-1)
+        ones = torch.ones_like(x[:1])
+        drift += (largest.unsqueeze(1) * _grouped(counted.abs(), ones, size)).sum(dim=-1) * 2.0**-34
+    return Product(exact, variance.sqrt(), drift)
+
+
+def _affine(kind: GgmlType, raw: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Numbers, and for each the step from one code to the next and the number of code 0, float64 [N, K]."""
+    packed, n_columns = repack(kind, raw), raw.shape[1] // kind.block_bytes * kind.block_elements
+
+    def of_code(code: int) -> Tensor:
+        codes = torch.full_like(packed.codes, code if kind.name == "Q8_0" else code * 0x11111111)
+        high = None if packed.high is None else torch.zeros_like(packed.high)
+        blocks = unpack(kind, replace(packed, codes=codes, high=high), n_columns)
+        return dequantise(kind, blocks, torch.float32).double()
+
+    return dequantise(kind, raw, torch.float32).double(), of_code(1) - of_code(0), of_code(0)
+
+
+def _grouped(weight: Tensor, x: Tensor, size: int) -> Tensor:
+    """The products of ``x`` [T, K] and ``weight`` [N, K] group by group, [T, N, groups]."""
+    missing = -x.shape[1] % size
+    x, weight = (torch.nn.functional.pad(y, (0, missing)).unflatten(1, (-1, size)) for y in (x, weight))
+    return torch.einsum("tgl,ngl->tng", x, weight)
