@@ -1,8 +1,8 @@
 """Which slices go into the next step: decodes first, by how long they waited, then prompts, the shortest first.
 
 Pure; knows the token budget of a step, not pages.  ``StepBudget`` says what prompts may take: while others wait or
-decode, a long prompt gets small chunks, and short prompts go in front of it.  A prompt that ``MOST_SKIPPED`` steps left
-out goes first, so none starves.
+decode, a long prompt gets small chunks, and short prompts go before it in steps of their own.  A prompt that
+``MOST_SKIPPED`` steps left out goes first, so none starves.
 Invariant: what is picked fits into one step; a slice whose rows come back has a step of its own; a slice never crosses
 a multiple of ``prefill_chunk`` nor a border of its prompt, and one that is cut short ends at a page.
 """
@@ -13,6 +13,7 @@ from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from typing import Final
 
+from lucevisor.engine.chunking import SharedChunks
 from lucevisor.engine.limits import EngineLimits
 from lucevisor.engine.request import RequestState
 from lucevisor.engine.sequence import LiveSequence, RequestRecord
@@ -22,28 +23,28 @@ from lucevisor.model.values import PAGE_TOKENS
 MOST_SKIPPED: Final = 4
 """Steps in a row that may leave a prompt out in favour of shorter ones; twice as many while the head is never free."""
 
-RECENT_S: Final = 5.0
-"""Long prompts leave room for so long after the last short one started: its client is likely to ask again."""
-
 
 @dataclass(frozen=True, slots=True)
 class StepBudget:
     """What prompts may take of the next step.
 
-    ``shared``: others wait or decode beside a long prompt, so a step carries at most ``chunk`` prompt tokens, and a
-    long prompt waits until the head is free, so that a short one that comes has at most one step before it there.
+    ``shared``: others wait or decode beside a long prompt, so ``chunks`` says how much of it a step carries, and
+    ``may_follow`` whether a chunk from a position goes now: a short prompt that comes shall find little before it.
     ``level``: how far ahead of the others a key is, in coarse units.
     """
 
     step_id: int
-    chunk: int
+    chunks: SharedChunks
     shared: bool
-    head_free: bool
+    may_follow: Callable[[int], bool]
     level: Callable[[str], int]
 
     def lets_wait(self, record: RequestRecord) -> bool:
-        """Whether a prompt waits for the head to be free."""
-        return not self.head_free and self.is_long(record) and self.n_skipped(record) < 2 * MOST_SKIPPED
+        """Whether a prompt leaves this moment to others."""
+        live = record.live
+        if live is None or not self.is_long(record) or self.n_skipped(record) >= 2 * MOST_SKIPPED:
+            return False
+        return not self.may_follow(live.n_scheduled)
 
     def n_skipped(self, record: RequestRecord) -> int:
         """Return how many steps left a prompt out since the last one that did not."""
@@ -51,7 +52,9 @@ class StepBudget:
 
     def is_long(self, record: RequestRecord) -> bool:
         """Whether a prompt is one that leaves room for others."""
-        return self.shared and record.live is not None and record.live.n_prefill > self.chunk and record.wanted is None
+        if not self.shared or record.live is None or record.wanted is not None:
+            return False
+        return record.live.n_prefill > self.chunks.most_short
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +64,11 @@ class ScheduledSlice:
     record: RequestRecord
     live: LiveSequence
     stop: int
+
+    @property
+    def n_prefill(self) -> int:
+        """Tokens of the prompt it is a slice of; 0 of a decode."""
+        return self.live.n_prefill if self.record.state is RequestState.PREFILL else 0
 
 
 def has_others(live: Iterable[RequestRecord], chunk: int) -> bool:
@@ -95,25 +103,43 @@ def choose(
         if n_tokens <= budget:
             picks.append(pick)
             budget -= n_tokens
-    budget = min(budget, room.chunk) if room.shared else budget
+    return picks + _prompts(prompts, limits, room, budget, alone=not picks)
+
+
+def _prompts(
+    prompts: Iterable[RequestRecord], limits: EngineLimits, room: StepBudget, budget: int, *, alone: bool
+) -> list[ScheduledSlice]:
+    """Choose slices of prompts; ``alone``: no decode is in the step."""
+    picks: list[ScheduledSlice] = []
+    n_short = n_long = 0  # tokens
+    budget = min(budget, room.chunks.most_short) if room.shared else budget
     for record in sorted(prompts, key=lambda record: _turn(record, room)):
-        found = _chunk(record, limits, room, budget)
-        if found is None or (record.wanted is not None and picks):
+        live, long = record.live, room.is_long(record)
+        if live is None or (record.wanted is not None and (picks or not alone)):
+            continue
+        most = budget
+        if long:
+            chunk = room.chunks.beside_short - n_short if n_short else room.chunks.chunk(live.n_scheduled)
+            most = min(most, chunk - n_long)
+        found = _chunk(record, limits, most)
+        if found is None:
             continue
         picks.append(found)
-        budget -= found.stop - found.live.n_scheduled
+        n_tokens = found.stop - live.n_scheduled
+        budget -= n_tokens
+        n_short, n_long = (n_short, n_long + n_tokens) if long else (n_short + n_tokens, n_long)
         if record.wanted is not None:
             break  # its rows come back as payload: nobody else's rows among them
     return picks
 
 
-def _chunk(record: RequestRecord, limits: EngineLimits, room: StepBudget, budget: int) -> ScheduledSlice | None:
+def _chunk(record: RequestRecord, limits: EngineLimits, budget: int) -> ScheduledSlice | None:
     """Return the next slice of a prompt that has at most ``budget`` tokens, cut at a page if need be."""
     assert record.live is not None
-    long, start = room.is_long(record), record.live.n_scheduled
-    stop, most = record.next_stop(start, limits.prefill_chunk), min(budget, room.chunk) if long else budget
-    if stop - start > most and record.wanted is None:  # its rows are limited otherwise
-        stop = (start + most) // PAGE_TOKENS * PAGE_TOKENS
+    start = record.live.n_scheduled
+    stop = record.next_stop(start, limits.prefill_chunk)
+    if stop - start > budget and record.wanted is None:  # its rows are limited otherwise
+        stop = (start + budget) // PAGE_TOKENS * PAGE_TOKENS
     return ScheduledSlice(record, record.live, stop) if stop > start else None
 
 

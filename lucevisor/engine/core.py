@@ -174,7 +174,7 @@ class Engine:
         """Take a step that went down the pipeline; to be given to Pipeline."""
         now = self._clock()
         self._totals.add(result)
-        self._scheduler.step_times.add(result.step, max(answer.compute_s for answer in result.results))
+        self._scheduler.chunks.measured(result.step.slices, max(stage.compute_s for stage in result.results))
         n_before = self._scheduler.n_generated_tokens
         try:
             events = self._scheduler.apply(result.results[-1], now)
@@ -192,7 +192,7 @@ class Engine:
 
     def _on_first_stage_done(self) -> None:
         """Send what waited for the head."""
-        if self._scheduler.first_stage_done():
+        if self._scheduler.first_stage_done(self._clock()):
             self._proceed([])
 
     def on_failed(self, failure: PipelineFailure) -> None:

@@ -12,10 +12,12 @@ way; a finished request is in no list.
 
 from __future__ import annotations
 
-import math
 from collections import deque
+from functools import partial
 
-from lucevisor.engine.batching import RECENT_S, ScheduledSlice, StepBudget, choose, has_others
+from lucevisor.engine.backlog import Backlog
+from lucevisor.engine.batching import ScheduledSlice, StepBudget, choose, has_others
+from lucevisor.engine.chunking import SharedChunks
 from lucevisor.engine.limits import EngineLimits
 from lucevisor.engine.prefix_reuse import NO_MATCH, PrefixReuse
 from lucevisor.engine.queue import RequestQueue
@@ -31,7 +33,6 @@ from lucevisor.engine.request import (
 from lucevisor.engine.sequence import RequestRecord, WantedRows
 from lucevisor.engine.shares import KeyShares
 from lucevisor.engine.step import ScheduledSequence, ScheduledStep, StepPlan, WrongResult, drawn_tokens
-from lucevisor.engine.step_times import StepTimes
 from lucevisor.engine.waits import WaitEstimate
 from lucevisor.kv.page_pool import PageAllocator, PageUse
 from lucevisor.kv.prefix_records import PrefixMatch
@@ -61,14 +62,13 @@ class Scheduler:
         self._records: dict[str, RequestRecord] = {}
         self._shares = KeyShares(credit=4 * limits.prefill_chunk)
         self._queue = RequestQueue(self._shares)
-        self.step_times = StepTimes(limits.prefill_chunk)
-        self._short_until = -math.inf
+        self.chunks = SharedChunks(limits.n_stages, limits.prefill_chunk)
         self._waits = WaitEstimate()
         self._live: dict[int, RequestRecord] = {}
         self._operations: list[Operation] = []
         self._flushing = False  # operations that wait for a step get one of their own
         self._in_flight: deque[ScheduledStep] = deque()
-        self._n_at_first_stage = 0  # of them, those that the head has not answered, as far as it was told
+        self._backlog = Backlog(limits.n_stages)
         self._n_arrivals = 0
         self._last_step = 0
 
@@ -154,7 +154,7 @@ class Scheduler:
         ending = [*self._live.values(), *(record for record in self._queue if record.probe is not None)]
         events = [self._finish(record, "error", now, error=error) for record in ending]
         self._in_flight.clear()
-        self._n_at_first_stage = 0
+        self._backlog.clear()
         self._waits.stopped()
         self.last_applied = self._last_step  # nobody will answer what was on its way
         self._operations.clear()  # the shards start empty
@@ -197,9 +197,9 @@ class Scheduler:
         self._flushing = bool(self._operations)
         return self._last_step + self._flushing
 
-    def first_stage_done(self) -> bool:
+    def first_stage_done(self, now: float) -> bool:
         """The head is done with the oldest step it had; return whether there are prompts, which may wait for that."""
-        self._n_at_first_stage -= 1
+        self._backlog.first_stage_done(now)
         return any(record.state is RequestState.PREFILL for record in self._live.values())
 
     def apply(self, result: StepResult, now: float) -> Events:
@@ -211,7 +211,7 @@ class Scheduler:
         """
         drawn = drawn_tokens(self._in_flight[0] if self._in_flight else None, result)
         scheduled = self._in_flight.popleft()
-        self._n_at_first_stage = min(self._n_at_first_stage, len(self._in_flight))
+        self._backlog.answered(now)
         self._waits.applied(scheduled, self._live.values(), now, idle=not self._in_flight)
         self.last_applied = scheduled.step_id
         events: Events = []
@@ -226,12 +226,11 @@ class Scheduler:
     # ---- inside: admission and choice
 
     def _room(self, now: float) -> StepBudget:
-        chunk, whole = self.step_times.shared_chunk, self.limits.prefill_chunk
-        shared = now < self._short_until or has_others(self._live.values(), chunk)
+        whole = self.limits.prefill_chunk
+        shared = self.chunks.expects_short(now) or has_others(self._live.values(), self.chunks.most_short)
+        follow = partial(self.chunks.may_follow, self._backlog, now)
         # Keys closer together than a chunk count as equal: the shortest prompt goes first.
-        return StepBudget(
-            self._last_step + 1, chunk, shared, self._n_at_first_stage == 0, lambda key: self._shares.lead(key) // whole
-        )
+        return StepBudget(self._last_step + 1, self.chunks, shared, follow, lambda key: self._shares.lead(key) // whole)
 
     def _admit(self, now: float) -> None:
         n_free = self.limits.max_sequences - len(self._live)
@@ -270,8 +269,8 @@ class Scheduler:
             record.started_at = now
         record.live.n_prefill = len(record.tokens) - record.live.n_scheduled
         record.live.last_step = self._last_step
-        if record.probe is None and record.live.n_prefill <= self.step_times.shared_chunk:
-            self._short_until = now + RECENT_S
+        if record.probe is None:
+            self.chunks.started(record.live.n_prefill, now)
         self._live[sequence] = record
         self.reuse.started(record, match, now)
         return True
@@ -326,6 +325,7 @@ class Scheduler:
             pick.live.last_step = self._last_step
             pick.record.n_in_flight += 1
         self._shares.charge((p.record.request.key_id, len(s.tokens)) for p, s in zip(picks, slices, strict=True))
+        self.chunks.charge((p.n_prefill, s) for p, s in zip(picks, slices, strict=True))
         wanted = picks[0].record.wanted if picks else None
         step = Step(
             step_id=self._last_step,
@@ -343,7 +343,7 @@ class Scheduler:
         decodes = any(pick.record.state is RequestState.DECODE for pick in picks)
         self._waits.planned(now)
         self._in_flight.append(ScheduledStep(step.step_id, parts, decodes))
-        self._n_at_first_stage += 1
+        self._backlog.sent(self.chunks.step_s(slices), now)
         return StepPlan(step, tuple(pick.record.request.request_id for pick in picks))
 
     # ---- inside: results and ends

@@ -1,78 +1,117 @@
-"""Measured times of prefill steps, and from them the chunk of a long prompt that leaves room for others.
+"""Measured times of prefill steps, and a cost model fitted to them.
 
-Pure: sizes and seconds in.  A step costs ``overhead + tokens x rate``, where the overhead (weights read or dequantised,
-kernels launched) is what small chunks pay more often.  Both are fitted to the medians of a few recent steps of each
-size, so a step that compiled or was disturbed does not count.
+Pure: sizes and seconds in.  The overhead of a step (weights read or dequantised, kernels launched) is what small chunks
+pay more often; a token costs more the more tokens are before it.  Fitted to medians of recent steps of about the same
+size and position, so a step that compiled or was disturbed does not count.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from statistics import median
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import combinations
 from typing import Final
 
-from lucevisor.model.values import PAGE_TOKENS
-from lucevisor.protocol.steps import Step
+from lucevisor.protocol.steps import Slice
 
-_KEPT: Final = 9  # steps of a size class: their median is not moved by a few outliers
+_KEPT: Final = 9  # steps of a class: their median is not moved by a few outliers
 _LEAST_STEPS: Final = 2
 _LEAST_TOKENS: Final = 16  # of a slice: shorter ones run other kernels, as decodes do
-MOST_LOSS: Final = 1.15
-"""A prompt token in a smaller chunk may cost this much of what it costs in a whole one: the price of room."""
+_DEPTH_CLASS: Final = 1024  # positions
+_FIT_EVERY: Final = 8  # steps; fitting takes as long as planning some
+
+_Point = tuple[tuple[float, float, float], float]
+"""(1, tokens, tokens x positions before them), seconds."""
 
 
-def chunk_sizes(full: int) -> list[int]:
-    """Return the whole chunk and its halves down to a page, smallest first: equal steps keep every stage busy."""
-    sizes = [full]
-    while sizes[0] % 2 == 0 and sizes[0] // 2 >= PAGE_TOKENS:
-        sizes.insert(0, sizes[0] // 2)
-    return sizes
+@dataclass(frozen=True, slots=True)
+class StepCost:
+    """Seconds of a step at the slowest stage: ``overhead_s``, each token ``token_s``, and ``depth_s`` more for each
+    position before it.
+    """
+
+    overhead_s: float
+    token_s: float
+    depth_s: float = 0.0
+
+    def work_s(self, n_tokens: int, start: int = 0) -> float:
+        """Return the seconds of a slice from position ``start``, without the overhead of its step."""
+        return n_tokens * (self.token_s + self.depth_s * (start + n_tokens / 2))
+
+    def step_s(self, n_tokens: int, start: int = 0) -> float:
+        """Return the seconds of a step that carries one slice."""
+        return self.overhead_s + self.work_s(n_tokens, start)
+
+    def seconds(self, slices: Iterable[Slice]) -> float:
+        """Return the seconds of a step."""
+        return self.overhead_s + sum(self.work_s(len(piece.tokens), piece.start) for piece in slices)
 
 
 class StepTimes:
-    """Recent prefill steps by size class (powers of two)."""
+    """Recent prefill steps by size (powers of two) and depth."""
 
-    def __init__(self, full_chunk: int) -> None:
-        self._sizes = chunk_sizes(full_chunk)
-        self._steps: dict[int, deque[tuple[int, float]]] = {}
-        self._chunk: int | None = None
+    def __init__(self) -> None:
+        self._steps: dict[tuple[int, int], deque[_Point]] = {}
+        self._n_added = 0
+        self._cost: StepCost | None = None
+        self._stale = False
 
-    def add(self, step: Step, seconds: float) -> None:
+    def add(self, slices: Iterable[Slice], seconds: float) -> None:
         """Count a step if it computed a prompt; ``seconds``: of its slowest stage."""
-        if seconds > 0 and max((len(piece.tokens) for piece in step.slices), default=0) >= _LEAST_TOKENS:
-            n = step.n_tokens
-            self._steps.setdefault(n.bit_length(), deque(maxlen=_KEPT)).append((n, seconds))
-            self._chunk = None
+        pieces = [(piece.start, len(piece.tokens)) for piece in slices]
+        if seconds <= 0 or max((n for _, n in pieces), default=0) < _LEAST_TOKENS:
+            return
+        n_tokens = sum(n for _, n in pieces)
+        depth = sum(n * (start + n / 2) for start, n in pieces if n >= _LEAST_TOKENS)
+        key = n_tokens.bit_length(), (int(depth / n_tokens) // _DEPTH_CLASS).bit_length()
+        self._steps.setdefault(key, deque(maxlen=_KEPT)).append(((1.0, float(n_tokens), depth), seconds))
+        self._n_added += 1
+        self._stale = self._stale or self._n_added < 4 * _FIT_EVERY or self._n_added % _FIT_EVERY == 0
 
-    @property
-    def shared_chunk(self) -> int:
-        """The smallest chunk that costs a long prompt at most ``MOST_LOSS``; half of a whole one until it is known."""
-        if self._chunk is None:
-            self._chunk = self._find()
-        return self._chunk
+    def fit(self) -> StepCost | None:
+        """Return the cost of steps, renewed every few steps; None before steps of two sizes were seen."""
+        if self._stale:
+            points = [_middle(steps) for steps in self._steps.values() if len(steps) >= _LEAST_STEPS]
+            self._cost = _fit(points) if len({features[1] for features, _ in points}) > 1 else None
+            self._stale = False
+        return self._cost
 
-    def fit(self) -> tuple[float, float] | None:
-        """Return (overhead in seconds, seconds a token); None before steps of two sizes were seen."""
-        points = [
-            (median(n for n, _ in steps), median(t for _, t in steps))
-            for steps in self._steps.values()
-            if len(steps) >= _LEAST_STEPS
-        ]
-        if len(points) < 2:
+
+def _middle(steps: Iterable[_Point]) -> _Point:
+    """Return the step of median time for its tokens, the faster one of two."""
+    ordered = sorted(steps, key=lambda point: point[1] / point[0][1])
+    return ordered[(len(ordered) - 1) // 2]
+
+
+def _fit(points: Sequence[_Point]) -> StepCost:
+    """Return the least squares of relative errors, so that small steps count as much, without negative terms."""
+    best, least = StepCost(0.0, 0.0), float("inf")
+    for terms in (terms for n in (1, 2, 3) for terms in combinations(range(3), n)):
+        found = _solve([[features[term] / seconds for term in terms] for features, seconds in points])
+        if found is None or min(found) < 0.0:
+            continue
+        values = [0.0, 0.0, 0.0]
+        for term, value in zip(terms, found, strict=True):
+            values[term] = value
+        errors = (sum(v * x for v, x in zip(values, features, strict=True)) / t - 1 for features, t in points)
+        error = sum(e * e for e in errors)
+        if error < least - 1e-9:
+            best, least = StepCost(*values), error
+    return best
+
+
+def _solve(rows: list[list[float]]) -> list[float] | None:
+    """Return x with the least ``|rows x - 1|`` by normal equations; None where the rows leave it open."""
+    n = len(rows[0])
+    scale = [max(row[i] for row in rows) or 1.0 for i in range(n)]
+    rows = [[value / most for value, most in zip(row, scale, strict=True)] for row in rows]
+    matrix = [[sum(r[i] * r[j] for r in rows) for j in range(n)] + [sum(r[i] for r in rows)] for i in range(n)]
+    for i in range(n):  # symmetric and positive: pivots on the diagonal are enough
+        if matrix[i][i] < 1e-6:
             return None
-        weights = [1 / (t * t) for _, t in points]  # least squares of relative errors: small steps count as much
-        total = sum(weights)
-        n_mean = sum(w * n for w, (n, _) in zip(weights, points, strict=True)) / total
-        t_mean = sum(w * t for w, (_, t) in zip(weights, points, strict=True)) / total
-        spread = sum(w * (n - n_mean) ** 2 for w, (n, _) in zip(weights, points, strict=True))
-        slope = sum(w * (n - n_mean) * (t - t_mean) for w, (n, t) in zip(weights, points, strict=True)) / spread
-        rate = min(max(slope, 0.0), t_mean / n_mean)
-        return t_mean - rate * n_mean, rate
-
-    def _find(self) -> int:
-        fitted, full = self.fit(), self._sizes[-1]
-        if fitted is None:
-            return self._sizes[max(0, len(self._sizes) - 2)]
-        overhead, rate = fitted
-        most = MOST_LOSS * (overhead / full + rate)
-        return next(size for size in self._sizes if size == full or overhead / size + rate <= most)
+        for j in range(n):
+            if j != i:
+                factor = matrix[j][i] / matrix[i][i]
+                matrix[j] = [a - factor * b for a, b in zip(matrix[j], matrix[i], strict=True)]
+    return [matrix[i][n] / matrix[i][i] / scale[i] for i in range(n)]

@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lucevisor.engine.batching import MOST_SKIPPED
+from lucevisor.engine.chunking import MOST_LATENCY, MOST_WAIT
 from lucevisor.engine.limits import EngineLimits
 from lucevisor.engine.queue import PATIENCE
 from lucevisor.model.values import PAGE_TOKENS
@@ -44,21 +45,45 @@ def long_pairs(chain: TimedChain, start_s: float) -> list[float]:
     return took
 
 
-@pytest.mark.parametrize("jitter", [0.0, 0.3])
-def test_four_short_clients_beside_two_long_prompts(jitter: float) -> None:
-    """p95 of the time to the first token at most 3 x alone, and the long prompts lose at most a tenth."""
-    alone = TimedChain(jitter=jitter)
+MACHINES: dict[str, dict[str, float]] = {
+    "a core of an EPYC, demo": {"overhead_s": 0.008, "token_s": 0.000385},
+    "the same, later tokens cost more": {"overhead_s": 0.008, "token_s": 0.000385, "depth_s": 3.4e-8},
+    # 512 tokens in 75 ms; 64 alone: 15 ms a stage, 2.5 of them HTTP and tokenising
+    "eight cores of a Xeon, demo": {"overhead_s": 0.004, "token_s": 0.000135, "depth_s": 1e-8, "outside_s": 0.005},
+    "a quarter of a 27B on an H200": {"overhead_s": 0.014, "token_s": 0.00002},
+}
+
+
+def four_beside_two(machine: dict[str, float], **more: object) -> tuple[float, float]:
+    """p95 of the first token of four short clients beside two long prompts, x alone; throughput of the long ones."""
+    changes = {**machine, **more}
+    alone, long_alone, together = (TimedChain(**changes) for _ in range(3))  # type: ignore[arg-type]
     four_short_clients(alone)
     alone.run(until=120)
-    long_alone = TimedChain(jitter=jitter)
     alone_s = long_pairs(long_alone, 0.0)
-    long_alone.run(until=120)
-    together = TimedChain(jitter=jitter)
+    long_alone.run(until=60)
     four_short_clients(together)
     together_s = long_pairs(together, 10.0)
-    together.run(until=160)
-    assert p95(together.first_token_s("short", after=10)) <= 3 * p95(alone.first_token_s("short"))
-    assert median(alone_s) / median(together_s) >= 0.9
+    together.run(until=130)
+    first_s = p95(together.first_token_s("short", after=10)) / p95(alone.first_token_s("short"))
+    return first_s, median(alone_s) / median(together_s)
+
+
+@pytest.mark.parametrize("name", MACHINES)
+def test_four_short_clients_beside_two_long_prompts(name: str) -> None:
+    """p95 of the time to the first token at most 3 x alone, and the long prompts lose at most a tenth."""
+    first, long = four_beside_two(MACHINES[name])
+    assert first <= 2.7
+    assert long >= 0.9
+
+
+@pytest.mark.parametrize("name", MACHINES)
+@pytest.mark.parametrize("more", [{"jitter": 0.1}, {"jitter": 0.1, "shares": (1.0, 1.1)}], ids=["jitter", "slow tail"])
+def test_the_same_on_machines_less_regular(name: str, more: dict[str, object]) -> None:
+    """Where the tail is slower than the head, chunks must not pile up before it."""
+    first, long = four_beside_two(MACHINES[name], **more)
+    assert first <= 3.0
+    assert long >= 0.88
 
 
 def test_the_first_token_of_a_short_prompt_waits_for_few_small_chunks() -> None:
@@ -67,11 +92,13 @@ def test_the_first_token_of_a_short_prompt_waits_for_few_small_chunks() -> None:
     chain.client("short", 48, 1, 1.3, 0.0)
     long_pairs(chain, 5.0)
     chain.run(until=60)
-    n, chunk = chain.limits.n_stages, chain.scheduler.step_times.shared_chunk
-    step_s = chain.overhead_s + chunk * chain.token_s
+    largest = max(plan.step.n_tokens for plan in chain.plans[-400:])
+    assert largest <= 256
+    chunk_s = chain.overhead_s + largest * chain.token_s
     own_s = chain.overhead_s + 48 * chain.token_s
-    assert chunk == 128
-    assert max(chain.first_token_s("short", after=5)) <= (n + 1) * step_s + own_s
+    found = chain.first_token_s("short", after=8)
+    assert max(found) <= (chain.limits.n_stages + MOST_WAIT) * chunk_s + own_s
+    assert median(found) <= MOST_LATENCY * chain.limits.n_stages * own_s
 
 
 def test_a_flood_of_short_prompts_leaves_a_long_one_its_share() -> None:
@@ -83,7 +110,7 @@ def test_a_flood_of_short_prompts_leaves_a_long_one_its_share() -> None:
     story = chain.stories["long"]
     assert story.ended_at is not None
     n_chunks = -(-LONG // 64)
-    longest_s = chain.overhead_s + (128 + 120) * chain.token_s
+    longest_s = chain.overhead_s + (256 + 120) * chain.token_s
     assert story.ended_at <= n_chunks * (2 * MOST_SKIPPED + 1) * longest_s
 
 

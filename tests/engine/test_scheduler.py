@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from lucevisor.engine.batching import RECENT_S
+from lucevisor.engine.chunking import RECENT_S
 from lucevisor.engine.limits import EngineLimits
 from lucevisor.engine.request import (
     ContextOverflow,
@@ -41,7 +41,7 @@ def plans(scheduler: Scheduler, now: float = 0.0) -> list[StepPlan]:
     while (plan := scheduler.next_plan(now)) is not None:
         found.append(plan)
         if scheduler.limits.n_stages > 1:
-            scheduler.first_stage_done()
+            scheduler.first_stage_done(now)
     return found
 
 
@@ -118,19 +118,31 @@ def test_a_step_takes_several_prompts_the_shortest_first() -> None:
     assert {name for name, *_ in shape(found[1])} == {"b"}
 
 
-def test_a_chunk_is_cut_at_a_page_to_what_shorter_prompts_leave() -> None:
+def test_a_short_prompt_gets_a_step_of_its_own_before_a_long_one() -> None:
     scheduler = Scheduler(limits(prefill_chunk=512, max_step_tokens=516, pools=PoolSizes(64, 0, 4)))
     for name, n_prompt in (("long", 900), ("short", 70)):
         scheduler.submit(request(name, range(n_prompt)), 0.0)
-    found = plans(scheduler)
-    assert shape(found[0]) == [("long", 0, 128, False), ("short", 0, 70, True)]
-    assert len(found) == 1
-    scheduler.apply(answer(found[0]), 0.0)
+    [first] = plans(scheduler)
+    assert shape(first) == [("short", 0, 70, True)]
+    scheduler.apply(answer(first), 0.0)
     [second] = plans(scheduler)
-    assert shape(second) == [("long", 128, 256, False), ("short", 70, 1, True)]
+    assert shape(second) == [("long", 0, 256, False), ("short", 70, 1, True)]
     scheduler.apply(answer(second), 0.0)
     [third] = plans(scheduler)
-    assert shape(third) == [("long", 384, 128, False), ("short", 71, 1, True)]  # never across a whole chunk's end
+    assert shape(third) == [("long", 256, 256, False), ("short", 71, 1, True)]  # never across a whole chunk's end
+
+
+def test_a_chunk_is_cut_at_a_page_to_what_shorter_prompts_leave() -> None:
+    scheduler = Scheduler(limits(prefill_chunk=512, max_step_tokens=516, pools=PoolSizes(64, 0, 4)))
+    for n in (40, 256) * 3:  # tokens cost little beside a step: a long prompt may fill the short one's
+        scheduler.chunks.measured([Slice(0, 0, [7] * n, False)], 0.014 + n * 0.00001)
+    for name, n_prompt in (("long", 900), ("short", 70)):
+        scheduler.submit(request(name, range(n_prompt)), 0.0)
+    [first] = plans(scheduler)
+    assert shape(first) == [("long", 0, 128, False), ("short", 0, 70, True)]
+    scheduler.apply(answer(first), 0.0)
+    [second] = plans(scheduler)
+    assert shape(second) == [("long", 128, 384, False), ("short", 70, 1, True)]  # never across a whole chunk's end
 
 
 def test_alone_a_long_prompt_gets_whole_chunks_and_every_step_in_flight() -> None:
@@ -145,19 +157,18 @@ def test_beside_a_short_prompt_a_long_one_gets_small_chunks_and_leaves_a_step_fr
     scheduler.submit(request("long", range(1000), n=1), 0.0)
     first = scheduler.next_plan(0.0)
     assert first is not None
-    # 128 less what the short one takes, cut at a page
-    assert shape(first) == [("first", 0, 3, True), ("long", 0, 64, False)]
+    assert shape(first) == [("first", 0, 3, True)]
     assert scheduler.next_plan(0.0) is None  # the head has a step
     scheduler.submit(request("second", n=1), 1.0)
     second = scheduler.next_plan(1.0)
     assert second is not None
     assert shape(second) == [("second", 0, 3, True)]  # at once, and nobody rides with it
-    scheduler.first_stage_done()
+    scheduler.first_stage_done(1.0)
     assert scheduler.next_plan(1.0) is None
-    scheduler.first_stage_done()
+    scheduler.first_stage_done(1.0)
     third = scheduler.next_plan(1.0)
     assert third is not None
-    assert shape(third) == [("long", 64, 128, False)]
+    assert shape(third) == [("long", 0, 128, False)]
 
 
 def test_a_while_after_the_last_short_prompt_long_ones_get_whole_chunks_again() -> None:

@@ -1,7 +1,7 @@
 """A scheduler on a chain whose steps take simulated time: a virtual clock, no threads, the same result every time.
 
-A stage takes ``overhead_s + tokens * token_s`` for a step and works on one at a time, in order.  The defaults are those
-measured on one core of an EPYC (Zen 4) with the demo model, two groups.
+A stage takes ``overhead_s + tokens * (token_s + position * depth_s)`` for a step and works on one at a time, in order.
+The defaults are those measured on one core of an EPYC (Zen 4) with the demo model, two groups.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from lucevisor.engine.limits import EngineLimits
 from lucevisor.engine.request import FinishedEvent
 from lucevisor.engine.scheduler import Scheduler, StepPlan
 from lucevisor.protocol.loading import PoolSizes
-from lucevisor.protocol.steps import Sampled, StepResult
+from lucevisor.protocol.steps import Sampled, Step, StepResult
 from tests.engine.toy_engine import HYBRID, request
 
 STOP = 5
@@ -70,7 +70,10 @@ class TimedChain:
     limits: EngineLimits = field(default_factory=demo_limits)
     overhead_s: float = 0.008
     token_s: float = 0.000385
+    depth_s: float = 0.0
+    outside_s: float = 0.0  # of the time to the first token: HTTP and tokenising
     jitter: float = 0.0  # a stage takes up to this share more or less
+    shares: tuple[float, ...] = ()  # of the time above, by stage; 1 each by default
     now: float = 0.0
     stories: dict[str, Story] = field(default_factory=dict)
     plans: list[StepPlan] = field(default_factory=list)
@@ -78,7 +81,7 @@ class TimedChain:
     def __post_init__(self) -> None:
         self.scheduler = Scheduler(self.limits)
         self._free_at = [0.0] * self.limits.n_stages
-        self._flight: deque[tuple[float, StepPlan]] = deque()
+        self._flight: deque[tuple[float, StepPlan, float]] = deque()
         self._actions: list[tuple[float, int, Callable[[], object]]] = []
         self._number = itertools.count()
         self._on_end: dict[str, Callable[[], None]] = {}
@@ -127,32 +130,39 @@ class TimedChain:
                 return
             self.now = min(times)
             if self._flight and self._flight[0][0] == self.now:
-                self._answer(self._flight.popleft()[1])
+                _, plan, slowest_s = self._flight.popleft()
+                self._answer(plan, slowest_s)
             else:
                 heapq.heappop(self._actions)[2]()
 
+    def step_s(self, step: Step) -> float:
+        """What a stage takes for a step, without jitter."""
+        work_s = sum(len(s.tokens) * (self.token_s + self.depth_s * (s.start + len(s.tokens) / 2)) for s in step.slices)
+        return self.overhead_s + work_s
+
     def _send(self) -> None:
         while (plan := self.scheduler.next_plan(self.now)) is not None:
-            done_at, seconds = self.now, self.overhead_s + plan.step.n_tokens * self.token_s
+            done_at, seconds, slowest_s = self.now, self.step_s(plan.step), 0.0
             for stage, free_at in enumerate(self._free_at):
-                share = 1 + self.jitter * self._chance.uniform(-1, 1)
+                share = (self.shares[stage] if self.shares else 1) * (1 + self.jitter * self._chance.uniform(-1, 1))
                 done_at = self._free_at[stage] = max(done_at, free_at) + seconds * share
-            self._flight.append((done_at, plan))
+                slowest_s = max(slowest_s, seconds * share)
+            self._flight.append((done_at, plan, slowest_s))
             if self.limits.n_stages > 1:
-                self.at(self._free_at[0], self.scheduler.first_stage_done)
+                self.at(self._free_at[0], lambda: self.scheduler.first_stage_done(self.now))
             self.plans.append(plan)
 
-    def _answer(self, plan: StepPlan) -> None:
+    def _answer(self, plan: StepPlan, slowest_s: float) -> None:
         drawn = [
             Sampled(s.sequence, self.stories[name].draw())
             for name, s in zip(plan.request_ids, plan.step.slices, strict=True)
             if s.sample
         ]
         events = self.scheduler.apply(StepResult(plan.step.step_id, 0, drawn), self.now)
-        self.scheduler.step_times.add(plan.step, self.overhead_s + plan.step.n_tokens * self.token_s)
+        self.scheduler.chunks.measured(plan.step.slices, slowest_s)
         for name, event in events:
             story = self.stories[name]
-            story.first_at = self.now if story.first_at is None else story.first_at
+            story.first_at = self.now + self.outside_s if story.first_at is None else story.first_at
             if isinstance(event, FinishedEvent):
                 story.ended_at, story.started_at = self.now, story.submitted_at + event.timings.queue_s
                 if (on_end := self._on_end.pop(name, None)) is not None:

@@ -1,0 +1,181 @@
+"""How many tokens of a long prompt go into a step while others share the chain, and when.
+
+Chosen between two bounds: the time to the first token of a short prompt that comes next, and what smaller chunks cost
+the long ones.  The second is a budget over time: overhead is paid from a credit that every computed chunk earns.
+Pure; ``now`` is an argument.  Knows neither requests nor pages.  The model behind it: docs/scheduling.md.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from statistics import median_low
+from typing import Final
+
+from lucevisor.engine.backlog import Backlog
+from lucevisor.engine.step_times import StepCost, StepTimes
+from lucevisor.model.values import PAGE_TOKENS
+from lucevisor.protocol.steps import Slice
+
+MOST_LATENCY: Final = 2.5
+"""The worst time to the first token of a short prompt beside long ones, x alone, by the model; measured: at most 3."""
+
+MOST_LOSS: Final = 0.12
+"""Share of their time that long prompts may lose to the overhead of smaller chunks.  Their throughput loses about a
+tenth: where one ends and the next begins, small steps waste less.
+"""
+
+HORIZON_S: Final = 5.0
+"""The budget is kept over so much work: while it was not used, up to twice as much may be lost."""
+
+RECENT_S: Final = 5.0
+"""Long prompts leave room for so long after the last short one started: its client is likely to ask again."""
+
+MOST_WAIT: Final = 0.5
+"""A long prompt's chunk is sent while it would wait at the tail for at most this share of its own time there..."""
+
+MOST_IDLE: Final = 0.05
+"""... or if the tail would have nothing to do for more than this share when it is sent at the tail's next answer."""
+
+
+def chunk_sizes(full: int) -> list[int]:
+    """Return the sizes of which 1, 2, 3, ... make a whole chunk, in whole pages, smallest first.
+
+    A chunk that is not of whole pages stays whole.
+    """
+    n_pages = full // PAGE_TOKENS
+    return [full] if full % PAGE_TOKENS else sorted({-(-n_pages // n) * PAGE_TOKENS for n in range(1, n_pages + 1)})
+
+
+@dataclass(slots=True)
+class _Choice:
+    """What holds until the next fit.  ``by_start``: the largest quick chunk, and the seconds of a whole one."""
+
+    cost: StepCost
+    own_s: float  # a short prompt's step
+    most_short: int = 0
+    beside_short: int = 0
+    by_start: dict[int, tuple[int, float]] = field(default_factory=dict)
+
+
+class SharedChunks:
+    """Chooses chunks from measured times."""
+
+    def __init__(self, n_stages: int, full_chunk: int) -> None:
+        self._times = StepTimes()
+        self._n_stages = n_stages
+        self._sizes = chunk_sizes(full_chunk)
+        self._full = full_chunk
+        self._half = self._sizes[max(0, len(self._sizes) - 2)]  # before anything is known
+        self._short: deque[int] = deque(maxlen=32)
+        self._credit_s = 0.0
+        self._loss = MOST_LOSS  # allowed now
+        self._short_until = -math.inf
+        self._last: _Choice | None = None
+
+    # ---- what is told
+
+    def measured(self, slices: Iterable[Slice], seconds: float) -> None:
+        """A step took its slowest stage so long."""
+        self._times.add(slices, seconds)
+
+    def started(self, n_tokens: int, now: float) -> None:
+        """A prompt starts, of which so many tokens are to be computed."""
+        if n_tokens <= self.most_short:
+            self._short.append(n_tokens)
+            self._short_until = now + RECENT_S
+
+    def charge(self, slices: Iterable[tuple[int, Slice]]) -> None:
+        """A step is planned, with these slices (tokens of the whole prompt, slice): those of long prompts earn, and pay
+        for the overhead that they have too much of.
+
+        Whole chunks earn as well, what may be lost later: ``HORIZON_S`` of it at most.
+        """
+        choice, most_short = self._choice(), self.most_short
+        pieces = [(len(piece.tokens), piece.start) for n_prefill, piece in slices if n_prefill > most_short]
+        if choice is not None and pieces:
+            overhead_s, part = choice.cost.overhead_s, sum(n for n, _ in pieces) / self._full
+            whole_s = overhead_s * part + sum(choice.cost.work_s(n, start) for n, start in pieces)
+            most = MOST_LOSS * HORIZON_S
+            self._credit_s = self._credit_s + MOST_LOSS * whole_s - overhead_s * (1 - part)
+            self._credit_s = min(most, max(-most, self._credit_s))
+            if any((start + n) % self._full == 0 for n, start in pieces):
+                self._loss = MOST_LOSS * (1 + self._credit_s / most)
+
+    # ---- what is asked
+
+    @property
+    def most_short(self) -> int:
+        """A prompt of at most so many tokens is short: it is computed in one step, and no other waits longer for it
+        than for a chunk.
+        """
+        choice = self._choice()
+        return self._half if choice is None else choice.most_short
+
+    @property
+    def beside_short(self) -> int:
+        """Tokens of a step with short prompts, if a long one is to fill it: what is left of their bound."""
+        choice = self._choice()
+        return 0 if choice is None else choice.beside_short
+
+    def expects_short(self, now: float) -> bool:
+        """Whether a short prompt started lately."""
+        return now < self._short_until
+
+    def chunk(self, start: int) -> int:
+        """Return the tokens of a long prompt's next chunk, which begins at position ``start``.
+
+        The largest that keeps the time to the first token, but not smaller than what the budget allows.  The budget is
+        looked at once a whole chunk, since pieces of equal size keep every stage busy.
+        """
+        choice = self._choice()
+        if choice is None:
+            return self._half
+        if start not in choice.by_start:
+            choice.by_start[start] = self._quick(choice, start), choice.cost.step_s(self._full, start)
+        quick, whole_s = choice.by_start[start]
+        return max(quick, self._cheap(choice, self._loss * whole_s))
+
+    def step_s(self, slices: Iterable[Slice]) -> float:
+        """Return the seconds a stage will take for a step; 0 while they are not known."""
+        choice = self._choice()
+        return 0.0 if choice is None else choice.cost.seconds(slices)
+
+    def may_follow(self, backlog: Backlog, now: float, start: int) -> bool:
+        """Whether a long prompt's chunk from ``start`` may be sent now.
+
+        Not while the head works: a short prompt that comes finds one chunk there at most.  Nor before the tail needs
+        it: chunks that pile up where a stage is slower than the head would all be in front of a short prompt.
+        """
+        choice = self._choice()
+        if not backlog.first_stage_free or choice is None or backlog.empty:
+            return backlog.first_stage_free
+        n_tokens = min(self.chunk(start), self._full - start % self._full)
+        seconds = choice.cost.step_s(n_tokens, start)
+        return backlog.wait_s(seconds, now) <= MOST_WAIT * seconds or backlog.idle_s(seconds) > MOST_IDLE * seconds
+
+    # ---- inside
+
+    def _choice(self) -> _Choice | None:
+        cost = self._times.fit()
+        if cost is None:
+            return None
+        if self._last is None or self._last.cost is not cost:
+            choice = _Choice(cost, cost.step_s(median_low(self._short) if self._short else PAGE_TOKENS))
+            quick = self._quick(choice, 0)
+            choice.most_short = max(quick, self._cheap(choice, MOST_LOSS * cost.step_s(self._full)))
+            left_s = self._n_stages * (MOST_LATENCY * choice.own_s - cost.step_s(quick))
+            choice.beside_short = max((size for size in self._sizes if cost.step_s(size) <= left_s), default=0)
+            self._last = choice
+        return self._last
+
+    def _quick(self, choice: _Choice, start: int) -> int:
+        # n chunks and the own step within MOST_LATENCY x n own steps
+        most_s = (MOST_LATENCY - 1 / self._n_stages) * choice.own_s
+        return max((s for s in self._sizes if choice.cost.step_s(s, start) <= most_s), default=self._sizes[0])
+
+    def _cheap(self, choice: _Choice, most_s: float) -> int:
+        """Return the smallest size whose steps cost at most so much more than a whole chunk's."""
+        return next(s for s in self._sizes if (-(-self._full // s) - 1) * choice.cost.overhead_s <= most_s)
