@@ -100,8 +100,13 @@ def middle_error(found: Tensor, wanted: Tensor) -> float:
 
 
 def explained(spec: ModelSpec, ids: Sequence[int], exact: Tensor, formats: Formats) -> float:
-    """The largest :func:`middle_error` beside ``exact`` that rounding to ``formats`` explains: that of the float32 path
-    when weights, results and pages are perturbed by as much.  The narrow path itself is not asked.
+    """The largest :func:`middle_error` beside ``exact`` that rounding to ``formats`` explains."""
+    return MIDDLE_SAFETY * max(middle_error(x, exact) for x in narrowed(spec, ids, formats))
+
+
+def narrowed(spec: ModelSpec, ids: Sequence[int], formats: Formats) -> Tensor:
+    """Logits [runs, T, V] of the float32 path when weights, results and pages are perturbed by as much as rounding them
+    to ``formats`` does.  The narrow path itself is not asked.
     """
     narrow = None if formats.dtype is Dtype.FLOAT32 else Narrow(UNITS[formats.dtype], formats.packed)
     stages, write = load_exact(lambda: load_stages(spec)), DensePages.write
@@ -120,8 +125,7 @@ def explained(spec: ModelSpec, ids: Sequence[int], exact: Tensor, formats: Forma
         chain = Chain(spec, stages)
         for i in range(MIDDLE_RUNS):
             chain.open(i)
-        found = chain.run(*((i, ids) for i in range(MIDDLE_RUNS))).unflatten(0, (MIDDLE_RUNS, -1))
-    return MIDDLE_SAFETY * max(middle_error(x, exact) for x in found)
+        return chain.run(*((i, ids) for i in range(MIDDLE_RUNS))).unflatten(0, (MIDDLE_RUNS, -1))
 
 
 def assert_same_tokens(spec: ModelSpec, prompt: Sequence[int], found: Sequence[int], wanted: Sequence[int]) -> None:
