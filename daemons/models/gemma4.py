@@ -23,7 +23,7 @@ from daemons.ops.linear import Linear
 from daemons.ops.moe import ExpertMlp
 from daemons.ops.operations import Norm
 from daemons.ops.router import Route
-from lucevisor.model.families.gemma4 import Gemma4
+from lucevisor.model.families.gemma4 import Gemma4Params
 from lucevisor.model.spec import ModelSpec
 
 
@@ -95,7 +95,7 @@ class Gemma4Block:
 class LayerInputs:
     """Per-layer inputs [T, layers of the shard, P] of a step, from its ids and its scaled embedding rows."""
 
-    def __init__(self, p: Gemma4, weights: Weights, n_layers: int) -> None:
+    def __init__(self, p: Gemma4Params, weights: Weights, n_layers: int) -> None:
         self.p, self.n_layers = p, n_layers
         self.table = weights.table("per_layer_token_embd.weight")
         self.project = weights.linear("per_layer_model_proj.weight")
@@ -114,7 +114,7 @@ class Gemma4Family(Family):
     """
 
     def __init__(self, spec: ModelSpec, weights: Weights, pools: Pools) -> None:
-        assert isinstance(spec.params, Gemma4)
+        assert isinstance(spec.params, Gemma4Params)
         self.spec, self.p, self.w, self.pools = spec, spec.params, weights, pools
         self.operations = weights.selector.operations
         self.device = weights.selector.device

@@ -26,7 +26,7 @@ from daemons.models.loader import Weights
 from daemons.models.mixture import Mixture, build_route, build_routed, build_shared
 from daemons.ops.basic import rope
 from daemons.ops.operations import Norm
-from lucevisor.model.families.laguna import Laguna
+from lucevisor.model.families.laguna import LagunaParams
 from lucevisor.model.spec import ModelSpec
 
 
@@ -34,7 +34,7 @@ class LagunaFamily(Family):
     """Builds the blocks of one shard."""
 
     def __init__(self, spec: ModelSpec, weights: Weights, pools: Pools) -> None:
-        assert isinstance(spec.params, Laguna)
+        assert isinstance(spec.params, LagunaParams)
         self.spec, self.p, self.w, self.pools = spec, spec.params, weights, pools
         self.operations = weights.selector.operations
         device = weights.selector.device

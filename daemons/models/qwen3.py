@@ -23,7 +23,7 @@ from daemons.models.blocks import (
 from daemons.models.loader import Weights
 from daemons.ops.basic import rope
 from daemons.ops.operations import Norm
-from lucevisor.model.families.qwen3 import Qwen3
+from lucevisor.model.families.qwen3 import Qwen3Params
 from lucevisor.model.spec import ModelSpec
 
 
@@ -31,7 +31,7 @@ class Qwen3Family(Family):
     """Builds the blocks of one shard."""
 
     def __init__(self, spec: ModelSpec, weights: Weights, pools: Pools) -> None:
-        assert isinstance(spec.params, Qwen3)
+        assert isinstance(spec.params, Qwen3Params)
         self.spec, self.p, self.w, self.pools = spec, spec.params, weights, pools
         self.operations = weights.selector.operations
         self.rope = rope(self.p.rotary, weights.selector.device)

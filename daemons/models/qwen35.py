@@ -26,7 +26,7 @@ from daemons.models.blocks import (
 from daemons.models.loader import Rows, Weights
 from daemons.ops.basic import rope
 from daemons.ops.operations import Norm
-from lucevisor.model.families.qwen35 import Qwen35
+from lucevisor.model.families.qwen35 import Qwen35Params
 from lucevisor.model.spec import ModelSpec
 
 
@@ -34,7 +34,7 @@ class Qwen35Family(Family):
     """Builds the blocks of one shard.  A family with another feed-forward part overrides :meth:`mlp`."""
 
     def __init__(self, spec: ModelSpec, weights: Weights, pools: Pools) -> None:
-        assert isinstance(spec.params, Qwen35)
+        assert isinstance(spec.params, Qwen35Params)
         self.spec, self.p, self.w, self.pools = spec, spec.params, weights, pools
         self.operations = weights.selector.operations
         self.device = weights.selector.device

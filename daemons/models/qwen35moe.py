@@ -7,14 +7,14 @@ from __future__ import annotations
 from daemons.models.blocks import Block
 from daemons.models.mixture import Mixture, build_route, build_routed, build_shared
 from daemons.models.qwen35 import Qwen35Family
-from lucevisor.model.families.qwen35moe import Qwen35Moe
+from lucevisor.model.families.qwen35moe import Qwen35MoeParams
 
 
 class Qwen35MoeFamily(Qwen35Family):
     """Builds the blocks of one shard."""
 
     def mlp(self, index: int) -> Block:
-        assert isinstance(self.p, Qwen35Moe)
+        assert isinstance(self.p, Qwen35MoeParams)
         b = f"blk.{index}."
         return Mixture(
             route=build_route(self.w, b, self.p.experts, shared_gate="ffn_gate_inp_shexp.weight"),

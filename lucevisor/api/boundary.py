@@ -14,7 +14,7 @@ import msgspec
 import structlog
 from aiohttp import web
 
-from lucevisor.api.connections import Connection
+from lucevisor.api.connections import HttpConnection
 from lucevisor.api.context import (
     ACTIVE,
     ENTRANCE,
@@ -145,7 +145,7 @@ def _account(request: web.Request, context: RequestContext, status: int) -> None
 async def set_headers(request: web.Request, response: web.StreamResponse) -> None:
     """Add what every answer carries, streams included; a signal of aiohttp, just before the head is sent."""
     response.headers["Server"] = "lucevisor"
-    if isinstance(request.protocol, Connection):
+    if isinstance(request.protocol, HttpConnection):
         request.protocol.answering()
     if has_context(request):
         response.headers["x-request-id"] = context_of(request).request_id

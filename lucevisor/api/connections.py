@@ -36,13 +36,13 @@ class Connections:
         self.settings = settings
         self.loop = loop
         self._metrics = metrics
-        self._all: set[Connection] = set()
-        self._waiting: dict[Connection, None] = {}  # without a request in service, the longest wait first
+        self._all: set[HttpConnection] = set()
+        self._waiting: dict[HttpConnection, None] = {}  # without a request in service, the longest wait first
         self._look_s = min(_LOOK_S, min(settings.head_timeout_s, settings.idle_timeout_s, settings.body_rate_s) / 4)
         self._timer: asyncio.TimerHandle | None = None
         metrics.connections.set_function(lambda: len(self._all))
 
-    def admit(self, connection: Connection) -> bool:
+    def admit(self, connection: HttpConnection) -> bool:
         """Count a new connection; False when there is no room for it."""
         if len(self._all) >= self.settings.max_connections:
             oldest = next(iter(self._waiting), None)
@@ -57,16 +57,16 @@ class Connections:
             self._timer = self.loop.call_later(self._look_s, self._look)
         return True
 
-    def waits(self, connection: Connection) -> None:
+    def waits(self, connection: HttpConnection) -> None:
         """Note that a connection has no request in service from now on."""
         if connection in self._all:
             self._waiting[connection] = None
 
-    def works(self, connection: Connection) -> None:
+    def works(self, connection: HttpConnection) -> None:
         """Note that a whole head came."""
         self._waiting.pop(connection, None)
 
-    def forget(self, connection: Connection) -> None:
+    def forget(self, connection: HttpConnection) -> None:
         """Note that a connection has ended; idempotent."""
         self._all.discard(connection)
         self._waiting.pop(connection, None)
@@ -87,7 +87,7 @@ class Connections:
         self._timer = self.loop.call_later(self._look_s, self._look) if self._all else None
 
 
-class Connection(web.RequestHandler):
+class HttpConnection(web.RequestHandler):
     """aiohttp's protocol of one connection, with deadlines.  Tells a request's arrival by `_messages`, where aiohttp
     queues parsed heads: it has no hook for that."""
 
@@ -293,7 +293,7 @@ class Connection(web.RequestHandler):
 
 
 class _Server(web.Server):
-    """Makes a Connection for each client."""
+    """Makes an HttpConnection for each client."""
 
     def __init__(self, plain: web.Server, pool: Connections, options: dict[str, Any]) -> None:
         super().__init__(
@@ -304,8 +304,8 @@ class _Server(web.Server):
         )
         self._pool, self._options = pool, options
 
-    def __call__(self) -> Connection:
-        return Connection(self, self._pool, **self._options)
+    def __call__(self) -> HttpConnection:
+        return HttpConnection(self, self._pool, **self._options)
 
 
 class ConnectionRunner(web.AppRunner):

@@ -35,7 +35,7 @@ class Expected(msgspec.Struct, frozen=True):
     devices: list[int]
 
 
-class Problem(msgspec.Struct, frozen=True):
+class HelloProblem(msgspec.Struct, frozen=True):
     """One reason not to use a daemon, and the line that fixes it."""
 
     what: str
@@ -45,23 +45,23 @@ class Problem(msgspec.Struct, frozen=True):
         return f"{self.what}: {self.advice}"
 
 
-def check_hello(hello: Hello, expected: Expected) -> list[Problem]:
+def check_hello(hello: Hello, expected: Expected) -> list[HelloProblem]:
     """Why the daemon that said ``hello`` cannot serve the group; empty when it can."""
     problems = _version_problems(hello, expected)
     pip = f"{hello.executable} -m pip install"
     if not hello.torch:
-        problems.append(Problem(f"{hello.executable} cannot import torch", _torch_advice(expected, hello)))
+        problems.append(HelloProblem(f"{hello.executable} cannot import torch", _torch_advice(expected, hello)))
         return problems  # backend and devices are what torch says
     if _older(hello.torch, MIN_TORCH):
         problems.append(
-            Problem(
+            HelloProblem(
                 f"torch {hello.torch} of {hello.executable} is older than {MIN_TORCH}",
                 f"{pip} --upgrade torch  (the same build: see https://pytorch.org/get-started/locally)",
             )
         )
     if hello.backend is not expected.backend:
         problems.append(
-            Problem(
+            HelloProblem(
                 f"group {expected.group!r} is to be {expected.backend}, but torch {hello.torch} of {hello.executable} "
                 f"runs {hello.backend}",
                 f'{_torch_advice(expected, hello)}, or set backend = "{hello.backend}" in [groups.{expected.group}]',
@@ -71,22 +71,24 @@ def check_hello(hello: Hello, expected: Expected) -> list[Problem]:
     return problems + _device_problems(hello.devices, expected)
 
 
-def _version_problems(hello: Hello, expected: Expected) -> list[Problem]:
+def _version_problems(hello: Hello, expected: Expected) -> list[HelloProblem]:
     problems = []
     uninstall = f"{hello.executable} -m pip uninstall lucevisor"
     same_code = f"restart the supervisor; if it stays, remove the other lucevisor: {uninstall}"
     if hello.protocol != PROTOCOL_VERSION:
-        problems.append(Problem(f"the daemon speaks wire protocol {hello.protocol}, not {PROTOCOL_VERSION}", same_code))
+        problems.append(
+            HelloProblem(f"the daemon speaks wire protocol {hello.protocol}, not {PROTOCOL_VERSION}", same_code)
+        )
     elif hello.source_hash != expected.source_hash:
         problems.append(
-            Problem(
+            HelloProblem(
                 f"the daemon runs other code (hash {hello.source_hash}) than the supervisor ({expected.source_hash})",
                 same_code,
             )
         )
     if _older(hello.python, MIN_PYTHON):
         problems.append(
-            Problem(
+            HelloProblem(
                 f"{hello.executable} is Python {hello.python}, at least {MIN_PYTHON} is needed",
                 f"set python in [groups.{expected.group}] to a newer interpreter that has torch",
             )
@@ -94,24 +96,24 @@ def _version_problems(hello: Hello, expected: Expected) -> list[Problem]:
     for package, minimum in MIN_PACKAGES.items():
         version = hello.packages.get(package, "")
         if not version:
-            problems.append(Problem(f"{hello.executable} cannot import {package}", _pip(hello, package, minimum)))
+            problems.append(HelloProblem(f"{hello.executable} cannot import {package}", _pip(hello, package, minimum)))
         elif _older(version, minimum):
             problems.append(
-                Problem(
+                HelloProblem(
                     f"{package} {version} of {hello.executable} is older than {minimum}", _pip(hello, package, minimum)
                 )
             )
     return problems
 
 
-def _device_problems(devices: list[DeviceInfo], expected: Expected) -> list[Problem]:
+def _device_problems(devices: list[DeviceInfo], expected: Expected) -> list[HelloProblem]:
     """A cpu group has every index: each is a shard of its own on the host, as tests of splits use it."""
     if expected.backend is Backend.CPU and devices:
         return []
     visible = {device.index: device.name for device in devices}
     listing = ", ".join(f"{expected.group}:{index} ({name})" for index, name in sorted(visible.items())) or "none"
     return [
-        Problem(
+        HelloProblem(
             f"{expected.group}:{index} is not visible to its torch; visible: {listing}",
             f"{_DEVICE_ADVICE[expected.backend].format(group=expected.group)}; or change placement.target_devices",
         )

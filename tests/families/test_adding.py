@@ -15,7 +15,7 @@ from daemons.models.mixture import Mixture, build_route, build_routed
 from daemons.models.qwen3 import Qwen3Family
 from lucevisor.model import families
 from lucevisor.model.experts import Experts, read_experts, routed_tensors
-from lucevisor.model.families.qwen3 import Qwen3, hyperparameters, layer_tensors
+from lucevisor.model.families.qwen3 import Qwen3Params, hyperparameters, layer_tensors
 from lucevisor.model.gguf_files import GgufFiles
 from lucevisor.model.spec import Keys, LayerSpec, ModelSpec, assemble, attention_state
 from lucevisor.model.values import Space
@@ -27,7 +27,7 @@ from tests.families.generate.qwen import ATTENTION, HEAD_NORMS, heads, metadata_
 
 
 @dataclass(frozen=True, slots=True)
-class Qwen3Moe(Qwen3):
+class Qwen3Moe(Qwen3Params):
     experts: Experts
 
 

@@ -41,7 +41,7 @@ class Gemma4Layer:
 
 
 @dataclass(frozen=True, slots=True)
-class Gemma4:
+class Gemma4Params:
     """Hyperparameters.  ``layer_input``: width P of the per-layer embeddings, 0 without.  ``softcap`` of the logits, 0
     without.
     """
@@ -80,7 +80,7 @@ def sources(keys: Keys, sliding: list[bool]) -> list[int]:
     return out
 
 
-def hyperparameters(files: GgufFiles, keys: Keys) -> Gemma4:
+def hyperparameters(files: GgufFiles, keys: Keys) -> Gemma4Params:
     """Read and cross-check the metadata.  Raises GgufError naming the key."""
     n = keys.integer("block_count", high=MAX_LAYERS)
     sliding = keys.flags("attention.sliding_window_pattern", n)
@@ -108,7 +108,7 @@ def hyperparameters(files: GgufFiles, keys: Keys) -> Gemma4:
     experts = None
     if keys.integer("expert_count", 0, low=0):
         experts = read_experts(keys, width=None, shared_width=0, gating=1)
-    return Gemma4(
+    return Gemma4Params(
         hidden_size=keys.integer("embedding_length"),
         n_heads=n_heads,
         window=keys.integer("attention.sliding_window"),
@@ -127,7 +127,7 @@ def hyperparameters(files: GgufFiles, keys: Keys) -> Gemma4:
     )
 
 
-def attention_tensors(p: Gemma4, i: int) -> dict[str, tuple[int, ...]]:
+def attention_tensors(p: Gemma4Params, i: int) -> dict[str, tuple[int, ...]]:
     """Norms and attention of layer ``i``; a layer that shares has queries only."""
     b, e, layer = f"blk.{i}.", p.hidden_size, p.layers[i]
     d, kv = layer.head_dim, layer.n_kv_heads * layer.head_dim
@@ -145,7 +145,7 @@ def attention_tensors(p: Gemma4, i: int) -> dict[str, tuple[int, ...]]:
     return out
 
 
-def feed_forward_tensors(files: GgufFiles, p: Gemma4, i: int) -> dict[str, tuple[int, ...]]:
+def feed_forward_tensors(files: GgufFiles, p: Gemma4Params, i: int) -> dict[str, tuple[int, ...]]:
     """Dense part, experts, and what the per-layer embeddings need inside the layer."""
     b, e, f = f"blk.{i}.", p.hidden_size, p.layers[i].feed_forward
     out: dict[str, tuple[int, ...]] = {
@@ -169,7 +169,7 @@ def feed_forward_tensors(files: GgufFiles, p: Gemma4, i: int) -> dict[str, tuple
     return out
 
 
-def layer_parts(p: Gemma4, vocabulary: int, i: int) -> dict[str, MatrixPart]:
+def layer_parts(p: Gemma4Params, vocabulary: int, i: int) -> dict[str, MatrixPart]:
     """The columns of the per-layer table and the rows of its projection that belong to layer ``i``."""
     if not p.layer_input:
         return {}

@@ -20,7 +20,7 @@ DEFAULT_PERIOD = 4
 
 
 @dataclass(frozen=True, slots=True)
-class Laguna:
+class LagunaParams:
     """Hyperparameters.  ``heads[i]`` query heads and ``gates[i]`` gate columns of layer i: one a head, or one an
     element, or 0.
 
@@ -71,7 +71,7 @@ def gate_columns(files: GgufFiles, i: int, n_heads: int, head_dim: int) -> int:
     return shape[0]
 
 
-def hyperparameters(files: GgufFiles, keys: Keys, options: Mapping[str, str]) -> Laguna:
+def hyperparameters(files: GgufFiles, keys: Keys, options: Mapping[str, str]) -> LagunaParams:
     """Read and cross-check the metadata.  Raises GgufError naming the key."""
     n_layers = keys.integer("block_count", high=MAX_LAYERS)
     heads, n_kv_heads = keys.integers("attention.head_count", n_layers), keys.integer("attention.head_count_kv")
@@ -87,7 +87,7 @@ def hyperparameters(files: GgufFiles, keys: Keys, options: Mapping[str, str]) ->
     if n_dense < n_layers:
         width = keys.integer("expert_feed_forward_length")
         experts = read_experts(keys, width=width, shared_width=width, gating=2)
-    return Laguna(
+    return LagunaParams(
         hidden_size=keys.integer("embedding_length"),
         feed_forward=keys.integer("feed_forward_length", 0 if n_dense == 0 else None, low=int(n_dense > 0)),
         heads=tuple(heads),
@@ -104,7 +104,7 @@ def hyperparameters(files: GgufFiles, keys: Keys, options: Mapping[str, str]) ->
     )
 
 
-def layer_tensors(files: GgufFiles, p: Laguna, i: int) -> dict[str, tuple[int, ...]]:
+def layer_tensors(files: GgufFiles, p: LagunaParams, i: int) -> dict[str, tuple[int, ...]]:
     """All tensors of layer ``i``."""
     b, e, f, d = f"blk.{i}.", p.hidden_size, p.feed_forward, p.head_dim
     out: dict[str, tuple[int, ...]] = {

@@ -13,7 +13,7 @@ from lucevisor.model.values import Space
 
 
 @dataclass(frozen=True, slots=True)
-class Qwen3:
+class Qwen3Params:
     """Hyperparameters.  E embedding, F feed-forward, H/K query and kv heads of D (H D need not be E)."""
 
     n_layers: int
@@ -26,7 +26,7 @@ class Qwen3:
     eps: float
 
 
-def layer_tensors(p: Qwen3, i: int) -> dict[str, tuple[int, ...]]:
+def layer_tensors(p: Qwen3Params, i: int) -> dict[str, tuple[int, ...]]:
     """All tensors of layer ``i``."""
     b, e, f, d = f"blk.{i}.", p.hidden_size, p.feed_forward, p.head_dim
     return {
@@ -44,10 +44,10 @@ def layer_tensors(p: Qwen3, i: int) -> dict[str, tuple[int, ...]]:
     }
 
 
-def hyperparameters(keys: Keys, options: Mapping[str, str]) -> Qwen3:
+def hyperparameters(keys: Keys, options: Mapping[str, str]) -> Qwen3Params:
     """Read and cross-check the metadata.  Raises GgufError naming the key."""
     d = keys.head_dim()
-    p = Qwen3(
+    p = Qwen3Params(
         n_layers=keys.integer("block_count", high=MAX_LAYERS),
         hidden_size=keys.integer("embedding_length"),
         feed_forward=keys.integer("feed_forward_length", 0, low=0),

@@ -24,7 +24,7 @@ from lucevisor.model.values import Dtype, Space
 
 
 @dataclass(frozen=True, slots=True)
-class Qwen35:
+class Qwen35Params:
     """Hyperparameters.  E embedding, F feed-forward, H/K query and kv heads of D; ``rotary``: the part of each head
     that turns.
     """
@@ -49,7 +49,7 @@ class Qwen35:
         return (2 * self.delta_key_heads + self.delta_value_heads) * self.delta_dim
 
 
-def hyperparameters(keys: Keys, file: str, options: Mapping[str, str]) -> Qwen35:
+def hyperparameters(keys: Keys, file: str, options: Mapping[str, str]) -> Qwen35Params:
     """Read and cross-check the metadata.  Raises GgufError naming the key."""
     n_layers = keys.integer("block_count", high=MAX_LAYERS) - keys.integer("nextn_predict_layers", 0, low=0)
     if n_layers < 1:
@@ -84,7 +84,7 @@ def hyperparameters(keys: Keys, file: str, options: Mapping[str, str]) -> Qwen35
             f"metadata value {keys.prefix}.attention",
             f"{heads} heads, {kv_heads} kv heads, {n_rotary} of {head_dim} rotated",
         )
-    return Qwen35(
+    return Qwen35Params(
         n_layers=n_layers,
         hidden_size=keys.integer("embedding_length"),
         feed_forward=keys.integer("feed_forward_length", 0, low=0),
@@ -112,7 +112,7 @@ def _kv_heads(keys: Keys, n_layers: int) -> int:
     return values.pop()
 
 
-def mixer_tensors(p: Qwen35, i: int) -> dict[str, tuple[int, ...]]:
+def mixer_tensors(p: Qwen35Params, i: int) -> dict[str, tuple[int, ...]]:
     """Norms and token mixer of layer ``i``; what follows them (dense or experts) is the family's."""
     b, e, d = f"blk.{i}.", p.hidden_size, p.head_dim
     out: dict[str, tuple[int, ...]] = {b + "attn_norm.weight": (e,), b + "post_attention_norm.weight": (e,)}
@@ -141,7 +141,7 @@ def mixer_tensors(p: Qwen35, i: int) -> dict[str, tuple[int, ...]]:
     return out
 
 
-def layer_state(p: Qwen35, i: int) -> tuple[StateTensor, ...]:
+def layer_state(p: Qwen35Params, i: int) -> tuple[StateTensor, ...]:
     """Delta net: the last inputs of the convolution and the matrix S, both float32.  Attention: keys and values."""
     if not p.recurrent[i]:
         return attention_state(p.n_kv_heads, p.head_dim, p.head_dim)
@@ -151,7 +151,7 @@ def layer_state(p: Qwen35, i: int) -> tuple[StateTensor, ...]:
     )
 
 
-def dense_tensors(p: Qwen35, i: int) -> dict[str, tuple[int, ...]]:
+def dense_tensors(p: Qwen35Params, i: int) -> dict[str, tuple[int, ...]]:
     """The gated feed-forward part of a dense model's layer."""
     b, e, f = f"blk.{i}.", p.hidden_size, p.feed_forward
     return {b + "ffn_gate.weight": (f, e), b + "ffn_up.weight": (f, e), b + "ffn_down.weight": (e, f)}
@@ -160,7 +160,7 @@ def dense_tensors(p: Qwen35, i: int) -> dict[str, tuple[int, ...]]:
 def build(
     files: GgufFiles,
     keys: Keys,
-    p: Qwen35,
+    p: Qwen35Params,
     feed_forward: Callable[[int], dict[str, tuple[int, ...]]],
     n_routed: int = 0,
 ) -> ModelSpec:

@@ -6,19 +6,19 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 
 from lucevisor.model.experts import Experts, read_experts, routed_tensors, shared_tensors
-from lucevisor.model.families.qwen35 import Qwen35, build, hyperparameters
+from lucevisor.model.families.qwen35 import Qwen35Params, build, hyperparameters
 from lucevisor.model.gguf_files import GgufFiles
 from lucevisor.model.spec import Keys, ModelSpec
 
 
 @dataclass(frozen=True, slots=True)
-class Qwen35Moe(Qwen35):
+class Qwen35MoeParams(Qwen35Params):
     """Hyperparameters of ``qwen35`` and those of the experts."""
 
     experts: Experts
 
 
-def expert_tensors(files: GgufFiles, p: Qwen35Moe, i: int) -> dict[str, tuple[int, ...]]:
+def expert_tensors(files: GgufFiles, p: Qwen35MoeParams, i: int) -> dict[str, tuple[int, ...]]:
     """Router, routed experts, shared expert and its gate: one row, which some files store as a vector."""
     b, e = f"blk.{i}.", p.hidden_size
     gate = files.tensors.get(b + "ffn_gate_inp_shexp.weight")
@@ -38,5 +38,5 @@ def spec(files: GgufFiles, options: Mapping[str, str]) -> ModelSpec:
     if dense.feed_forward:
         width = dense.feed_forward // keys.integer("expert_used_count")
     experts = read_experts(keys, width=width, shared_width=dense.feed_forward or None, gating=1)
-    p = Qwen35Moe(**{f.name: getattr(dense, f.name) for f in fields(dense)}, experts=experts)
+    p = Qwen35MoeParams(**{f.name: getattr(dense, f.name) for f in fields(dense)}, experts=experts)
     return build(files, keys, p, lambda i: expert_tensors(files, p, i), experts.n_used)
