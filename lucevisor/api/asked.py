@@ -5,6 +5,7 @@ Types only.  Invariant: all that depends on the length of the input (JSON, check
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -48,4 +49,4 @@ class ReadRequest:
     """A request with the token ids of its prompts."""
 
     asked: Asked
-    prompts: list[tuple[int, ...]]
+    prompts: list[Sequence[int]]

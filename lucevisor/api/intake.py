@@ -9,7 +9,6 @@ Invariant: a process works on one body at a time; bodies up to SHORT_BYTES never
 
 from __future__ import annotations
 
-import array
 import asyncio
 import os
 import socket
@@ -27,6 +26,7 @@ import structlog
 from lucevisor.api.asked import Answer, Asked, Kind, ReadRequest
 from lucevisor.api.errors import ApiError, unavailable
 from lucevisor.api.ports import Ports, SamplingDefaults
+from lucevisor.kv.tokens import TOKEN_BYTES, TokenBuffer
 from lucevisor.text.preamble import Normalise
 
 SHORT_BYTES: Final = 256 * 1024
@@ -41,7 +41,6 @@ REPLY: Final = struct.Struct("!BQ")
 KINDS: Final[tuple[Kind, ...]] = ("chat", "completion", "tokenize", "detokenize")
 READY, ASKED, ANSWER, REFUSED, DEFECT = range(5)
 
-_ID_BYTES: Final = 4
 _PART_BYTES: Final = 256 * 1024  # of a long answer: 10 MB in one piece take 10 ms to copy
 _LONG_PROMPT: Final = 4096  # ids; the loop gets a turn after each prompt as long as this
 _TOO_MUCH: Final = "the body takes more than {what} to read; send less"
@@ -312,11 +311,11 @@ class _Process:
         whole, rest = divmod(length, _PART_BYTES)
         return outcome, [await self._exactly(n) for n in [*[_PART_BYTES] * whole, rest]]
 
-    async def _ids(self, length: int) -> tuple[int, ...]:
-        ids = array.array("I", await self._exactly(_ID_BYTES * length))
+    async def _ids(self, length: int) -> TokenBuffer:
+        ids = TokenBuffer.from_packed(await self._exactly(TOKEN_BYTES * length))
         if length >= _LONG_PROMPT:
             await asyncio.sleep(0)
-        return tuple(ids)
+        return ids
 
     async def _exactly(self, length: int) -> bytes:
         try:

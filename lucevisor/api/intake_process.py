@@ -6,7 +6,6 @@ beyond what it began with, and is gone as soon as the server is.
 
 from __future__ import annotations
 
-import array
 import contextlib
 import ctypes
 import gc
@@ -43,6 +42,7 @@ from lucevisor.api.intake import (
     Setup,
 )
 from lucevisor.api.ports import ApiSettings, ModelCard, Ports
+from lucevisor.kv.tokens import TokenBuffer
 from lucevisor.text.template import ChatTemplate
 from lucevisor.text.tokenizer import Tokenizer
 
@@ -92,7 +92,7 @@ def _reply(
     if isinstance(read, bytes):
         return _framed(ANSWER, read)
     reply = AskedReply(asked=read.asked, lengths=[len(ids) for ids in read.prompts])
-    return *_framed(ASKED, msgspec.msgpack.encode(reply)), *(array.array("I", ids).tobytes() for ids in read.prompts)
+    return *_framed(ASKED, msgspec.msgpack.encode(reply)), *(TokenBuffer.of(ids).packed() for ids in read.prompts)
 
 
 def _framed(outcome: int, record: bytes) -> tuple[bytes, bytes]:

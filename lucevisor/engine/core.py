@@ -42,6 +42,7 @@ from lucevisor.engine.statistics import CacheStatistics, EngineStatistics, RateW
 from lucevisor.kv.prefix_cache import PrefixIndex
 from lucevisor.kv.prefix_records import PrefixMatch, Reservation
 from lucevisor.kv.prefix_tree import PrefixSlot
+from lucevisor.kv.tokens import TokenBuffer
 from lucevisor.model.values import Space
 from lucevisor.protocol.steps import Sampling
 from lucevisor.protocol.transfers import SlotPlace
@@ -116,7 +117,7 @@ class Engine:
         self._check_taking()
         request_id = self._own_id("ids")
         request = GenerationRequest(
-            request_id=request_id, prompt=tuple(ids), max_tokens=1, sampling=Sampling(temperature=0.0)
+            request_id=request_id, prompt=TokenBuffer(ids), max_tokens=1, sampling=Sampling(temperature=0.0)
         )
         collector = RowCollector(len(request.prompt), hidden=want_hidden)
         self._collectors[request_id] = collector
@@ -314,9 +315,9 @@ class Engine:
         index = self.prefixes
         match = index.match_of(place) if isinstance(place, PrefixSlot) else place.match
         sampling = Sampling(temperature=0.0, n_top_logprobs=n_top)
-        request = GenerationRequest(
-            request_id=self._own_id("probe"), prompt=(*tokens, token), max_tokens=1, sampling=sampling
-        )
+        prompt = TokenBuffer(tokens)
+        prompt.append(token)
+        request = GenerationRequest(request_id=self._own_id("probe"), prompt=prompt, max_tokens=1, sampling=sampling)
         if self._pipeline is None:
             return None
         found = None

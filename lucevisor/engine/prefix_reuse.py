@@ -172,7 +172,7 @@ class PrefixReuse:
             return []
         if self._pools.copies_states:
             return self._remember(record, live, "generation", now)
-        source = SlotSource(live.n_scheduled, live.table.entry, live.state, "generation")
+        source = SlotSource(live.n_scheduled, live.table.entries, live.state, "generation")
         live.state = NO_STATE  # the index takes it over
         self.index.publish(record.tokens, source, now)
         return []
@@ -201,7 +201,7 @@ class PrefixReuse:
             if taken is None:
                 return []
             state = taken
-        slot = index.publish(record.tokens, SlotSource(n, live.table.entry, state, origin), now)
+        slot = index.publish(record.tokens, SlotSource(n, live.table.entries, state, origin), now)
         return [CopyState(live.state, state)] if slot is not None and state != NO_STATE else []
 
     def _last_slice_end(self, record: RequestRecord, n_tokens: int) -> int:
@@ -219,18 +219,6 @@ class PrefixReuse:
         """Return how many tokens two requests begin with alike, one left to compute."""
         known = record.prefix.common.get(other.arrival)
         if known is None:
-            known = common_tokens(record.tokens[:-1], other.tokens)
+            known = record.tokens.n_common(other.tokens, len(record.tokens) - 1)
             record.prefix.common[other.arrival] = known
         return known
-
-
-def common_tokens(one: list[int], other: list[int]) -> int:
-    """Return how many tokens two texts begin with alike."""
-    low, high = 0, min(len(one), len(other))
-    while low < high:  # slices are compared in C, so halving beats a loop
-        middle = (low + high + 1) // 2
-        if one[low:middle] == other[low:middle]:
-            low = middle
-        else:
-            high = middle - 1
-    return low

@@ -6,6 +6,7 @@ legal is the table TRANSITIONS.  Invariant: the last event of every request is o
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Final, Literal
@@ -46,13 +47,14 @@ TRANSITIONS: Final[dict[RequestState, frozenset[RequestState]]] = {
 class GenerationRequest:
     """Continue ``prompt`` by at most ``max_tokens`` tokens, until one of ``stop_ids``.
 
-    ``request_id`` is unique among unfinished requests.  The engine lowers ``max_tokens`` to what context and pages
+    Give long prompts as a :class:`TokenBuffer`: anything else is packed on the event loop.  ``request_id`` is unique
+    among unfinished requests.  The engine lowers ``max_tokens`` to what context and pages
     allow.  ``turn_boundaries``: positions of the prompt where a chat turn ends, ascending; prefix slots checkpoint
     there.  ``key_id``: stands for the API key it came with, never the key itself; keys get fair shares.
     """
 
     request_id: str
-    prompt: tuple[int, ...]
+    prompt: Sequence[int]
     max_tokens: int
     sampling: Sampling
     stop_ids: frozenset[int] = frozenset()

@@ -22,6 +22,7 @@ from lucevisor.engine.request import (
 from lucevisor.kv.page_table import PageTable
 from lucevisor.kv.prefix_records import PrefixMatch
 from lucevisor.kv.prefix_tree import Origin
+from lucevisor.kv.tokens import TokenBuffer
 
 
 class InvalidTransition(Exception):
@@ -85,7 +86,7 @@ class RequestRecord:
     submitted_at: float
     wanted: WantedRows | None = None
     probe: PrefixMatch | None = None  # a question of ours: it starts there, goes before others, and counts nowhere
-    tokens: list[int] = field(default_factory=list)
+    tokens: TokenBuffer = field(default_factory=TokenBuffer)
     state: RequestState = RequestState.QUEUED
     live: LiveSequence | None = None
     n_in_flight: int = 0  # steps in the pipeline that carry a slice of it
@@ -96,7 +97,7 @@ class RequestRecord:
     first_token_at: float | None = None
 
     def __post_init__(self) -> None:
-        self.tokens = list(self.request.prompt)
+        self.tokens = TokenBuffer(self.request.prompt)
 
     @property
     def uncached(self) -> bool:

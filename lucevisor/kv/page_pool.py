@@ -9,7 +9,7 @@ that raises.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
@@ -69,10 +69,8 @@ class PageAllocator:
 
     def ref_count(self, page: int) -> int:
         """Number of owners, prefix index included; 0 means free.  Raises PageError if the id is not of this pool."""
-        first, last = self._first, self._first + len(self._ref_counts) - 1
-        if not first <= page <= last:
-            raise PageError(f"{self.name}: id {page} is outside {first} to {last}")
-        return self._ref_counts[page - first]
+        self._check([page])
+        return self._ref_counts[page - self._first]
 
     def allocate(self, n: int) -> list[int] | None:
         """Take ``n`` free ids with one owner each, or None, taking nothing, if fewer are free.
@@ -90,46 +88,59 @@ class PageAllocator:
 
     def retain(self, pages: Iterable[int]) -> None:
         """Add an owner to each id, once per occurrence.  Raises PageError, changing nothing, if one is free."""
-        counted = Counter(pages)
+        counted, ref_counts, first = Counter(pages), self._ref_counts, self._first
+        self._check(counted)
         for page in counted:
-            if self.ref_count(page) == 0:
+            if ref_counts[page - first] == 0:
                 raise PageError(f"{self.name}: id {page} is free and cannot be shared")
         for page, n in counted.items():
-            self._n_evictable -= self.evictable(page)
-            self._ref_counts[page - self._first] += n
+            if ref_counts[page - first] == 1 and page in self._cached:
+                self._n_evictable -= 1
+            ref_counts[page - first] += n
 
     def release(self, pages: Iterable[int]) -> None:
         """Remove an owner from each id, once per occurrence; ids without owners become free.
 
         Raises PageError naming the id, changing nothing, if it has too few owners (a double free).
         """
-        counted = Counter(pages)
+        counted, ref_counts, first, cached = Counter(pages), self._ref_counts, self._first, self._cached
+        self._check(counted)
         for page, n in counted.items():
-            held = self.ref_count(page) - (page in self._cached)  # the index's own goes through uncache
-            if held < n:
+            if ref_counts[page - first] < n + (page in cached):  # the index's own goes through uncache
+                held = ref_counts[page - first] - (page in cached)
                 raise PageError(f"{self.name}: id {page} is released {n} times but has {held} owners (double free)")
         for page, n in counted.items():
-            self._ref_counts[page - self._first] -= n
-            self._n_evictable += self.evictable(page)
-            if self._ref_counts[page - self._first] == 0:
+            left = ref_counts[page - first] = ref_counts[page - first] - n
+            if left == 0:
                 heappush(self._free, page)
+            elif left == 1 and page in cached:
+                self._n_evictable += 1
 
-    def cache(self, page: int) -> None:
-        """Make the prefix index an owner of an id in use.  Raises PageError, changing nothing, if it is one already or
-        the id is free.
+    def cache(self, pages: Collection[int]) -> None:
+        """Make the prefix index an owner of ids in use.  Raises PageError, changing nothing, if it is one already or an
+        id is free.
         """
-        if page in self._cached:
-            raise PageError(f"{self.name}: id {page} is cached already")
-        self.retain([page])
-        self._cached.add(page)
+        for page in pages:
+            if page in self._cached:
+                raise PageError(f"{self.name}: id {page} is cached already")
+        self.retain(pages)
+        self._cached.update(pages)
 
-    def uncache(self, page: int) -> None:
-        """Remove the prefix index from the owners of an id.  Raises PageError if it is not one of them."""
-        if page not in self._cached:
-            raise PageError(f"{self.name}: id {page} is not cached")
-        self._n_evictable -= self.evictable(page)
-        self._cached.remove(page)
-        self.release([page])
+    def uncache(self, pages: Collection[int]) -> None:
+        """Remove the prefix index from the owners of ids.  Raises PageError, changing nothing, if it is not one."""
+        for page in pages:
+            if page not in self._cached:
+                raise PageError(f"{self.name}: id {page} is not cached")
+        ref_counts, first = self._ref_counts, self._first
+        self._n_evictable -= sum(ref_counts[page - first] == 1 for page in pages)
+        self._cached.difference_update(pages)
+        self.release(pages)
+
+    def _check(self, pages: Iterable[int]) -> None:
+        first, last = self._first, self._first + len(self._ref_counts) - 1
+        for page in pages:
+            if not first <= page <= last:
+                raise PageError(f"{self.name}: id {page} is outside {first} to {last}")
 
 
 @dataclass(frozen=True, slots=True)

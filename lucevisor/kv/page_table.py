@@ -80,11 +80,10 @@ class PageTable:
             self._pools[space].retain(pages)
             entries.first_held, entries.pages = first, list(pages)
 
-    def entry(self, space: Space, index: int) -> int | None:
-        """Return the page of an entry, or None when it was given back or is not there yet."""
+    def entries(self, space: Space, start: int, stop: int) -> list[int]:
+        """Return the pages of entries ``[start, stop)``; those that it does not hold are left out."""
         entries = self._entries[space]
-        at = index - entries.first_held
-        return entries.pages[at] if 0 <= at < len(entries.pages) else None
+        return entries.pages[max(0, start - entries.first_held) : max(0, stop - entries.first_held)]
 
     def missing(self, n_tokens: int) -> dict[Space, int]:
         """Return how many pages positions ``0 .. n_tokens - 1`` need beyond those held; only spaces that need some."""

@@ -19,7 +19,8 @@ from collections.abc import Collection, Mapping, Sequence
 from lucevisor.kv.page_pool import PagePools
 from lucevisor.kv.page_table import pages_of
 from lucevisor.kv.prefix_records import PrefixHooks, PrefixMatch, PrefixSettings, Reservation
-from lucevisor.kv.prefix_tree import NO_STATE, Block, BlockTree, PrefixSlot, SlotSource, path_to
+from lucevisor.kv.prefix_tree import NO_STATE, Node, PrefixSlot, PrefixTree, SlotSource, pages_of_path, path_to
+from lucevisor.kv.tokens import TokenBuffer
 from lucevisor.model.values import PAGE_TOKENS, Space
 
 
@@ -35,7 +36,7 @@ class PrefixIndex:
         self.n_evictions = 0
         self._sequence_pools = pools
         self._pools = pools.slot_pools
-        self._tree = BlockTree(self._pools, window_tokens)
+        self._tree = PrefixTree(self._pools, window_tokens)
         self._slots: dict[int, PrefixSlot] = {}
         self._reservations: set[Reservation] = set()
         self._tick = 0
@@ -68,26 +69,22 @@ class PrefixIndex:
 
     def find(self, tokens: Sequence[int], n_tokens: int) -> PrefixSlot | None:
         """Return the slot of exactly the first ``n_tokens`` tokens."""
-        return self._tree.find(tokens, n_tokens)
+        return self._tree.find(TokenBuffer.of(tokens), n_tokens)
 
     def match(self, tokens: Sequence[int]) -> PrefixMatch:
-        """Return the longest remembered prefix that leaves a token to compute; changes nothing."""
-        most = len(tokens) - 1
-        path = self._tree.walk(tokens, most)
-        n_known = path[-1].depth * PAGE_TOKENS
-        n_usable = 0 if self.recurrent else self._tree.n_whole_windows(path)
-        for block in reversed(path):
-            for slot in self._tree.slots_after(block, tokens, most) if block.slots else ():
-                if slot.n_tokens:
-                    return self._match(path[: block.depth + 1], slot.n_tokens, n_known, slot)
-            if 0 < block.depth < n_usable:
-                return self._match(path[: block.depth + 1], block.depth * PAGE_TOKENS, n_known, None)
-        return PrefixMatch(0, n_known)
+        """Return the longest cached prefix that leaves a token to compute; changes nothing."""
+        packed, most = TokenBuffer.of(tokens), len(tokens) - 1
+        walk = self._tree.walk(packed, most)
+        n_known = walk.n_pages * PAGE_TOKENS
+        n_usable = 0 if self.recurrent else self._tree.n_usable_pages(walk) * PAGE_TOKENS
+        slot = next(self._tree.slots_on(walk, packed, most), None)
+        if slot is not None and slot.n_tokens and slot.n_tokens >= n_usable:
+            return self._match(walk.nodes, slot.n_tokens, n_known, slot)
+        return self._match(walk.nodes, n_usable, n_known, None) if n_usable else PrefixMatch(0, n_known)
 
     def match_of(self, slot: PrefixSlot) -> PrefixMatch:
-        """Return where a slot lies, as a match that uses all of it."""
-        path = [self._tree.root, *path_to(slot.block)]
-        return self._match(path, slot.n_tokens, slot.n_tokens, slot)
+        """Return a match that uses all of a slot."""
+        return self._match(path_to(slot.node), slot.n_tokens, slot.n_tokens, slot)
 
     def use(self, match: PrefixMatch, now: float) -> None:
         """Count a use of what a match found.  To be called once for every prompt, found or not."""
@@ -119,7 +116,8 @@ class PrefixIndex:
 
     def n_saved(self, tokens: Sequence[int], n_tokens: int) -> int:
         """Return how many tokens a slot at ``n_tokens`` would save over the slots there are."""
-        return n_tokens - self._parent_position(tokens, n_tokens)
+        known = self._tree.longest_slot(TokenBuffer.of(tokens), n_tokens - 1)
+        return n_tokens - (known.n_tokens if known is not None else 0)
 
     def publish(
         self, tokens: Sequence[int], source: SlotSource, now: float, *, pinned: bool = False
@@ -131,19 +129,20 @@ class PrefixIndex:
         gone, or when it was the first to be given up.  An equal slot is only touched, and returned.  ``pinned``: what
         is returned has a pin.
         """
-        slot = self.find(tokens, source.n_tokens) if self.worth_caching(source.n_tokens) else None
+        packed = TokenBuffer.of(tokens)
+        slot = self._tree.find(packed, source.n_tokens) if self.worth_caching(source.n_tokens) else None
         made = None
         if slot is not None:
             self.touch(slot, now)
             slot.pins += pinned
         elif self.worth_caching(source.n_tokens):
-            slot = made = self._tree.add(tokens, source, self._n_made)
+            slot = made = self._tree.add(packed, source, self._n_made)
         if source.state != NO_STATE:
             self._pools[Space.RECURRENT].release([source.state])
         if made is not None:
             self._n_made += 1
             self.version += 1
-            self._place(made, tokens)
+            self._link(made, packed)
             self._slots[made.number] = made
             self.touch(made, now)
             made.pins += pinned
@@ -179,7 +178,7 @@ class PrefixIndex:
         if len(tokens) != reservation.n_tokens:
             raise ValueError(f"{len(tokens)} tokens are adopted into ids reserved for {reservation.n_tokens}")
         self._reservations.remove(reservation)
-        source = SlotSource(reservation.n_tokens, reservation.entry, reservation.state, "disk")
+        source = SlotSource(reservation.n_tokens, reservation.entries, reservation.state, "disk")
         reservation.ids.pop(Space.RECURRENT, None)  # the index takes it over
         slot = self.publish(tokens, source, now, pinned=True)
         self._release(reservation)
@@ -252,31 +251,23 @@ class PrefixIndex:
 
     # ---- inside
 
-    def _match(self, path: Sequence[Block], position: int, n_known: int, slot: PrefixSlot | None) -> PrefixMatch:
-        first = self._tree.first_window(position)
+    def _match(self, nodes: Sequence[Node], position: int, n_known: int, slot: PrefixSlot | None) -> PrefixMatch:
+        first, n_pages = self._tree.first_window(position), position // PAGE_TOKENS
         return PrefixMatch(
             position,
             n_known,
-            full=tuple(block.pages[Space.FULL] for block in path[1:]) if Space.FULL in self._pools else (),
+            full=tuple(pages_of_path(nodes, Space.FULL, 0, n_pages)),
             first_window=first,
-            window=tuple(b.pages[Space.WINDOW] for b in path[first + 1 :]) if Space.WINDOW in self._pools else (),
+            window=tuple(pages_of_path(nodes, Space.WINDOW, first, n_pages)),
             tail=dict(slot.tail) if slot is not None else {},
             state=slot.state if slot is not None else NO_STATE,
             slot=slot,
         )
 
-    def _parent_position(self, tokens: Sequence[int], n_tokens: int) -> int:
-        path = self._tree.walk(tokens, n_tokens - 1)
-        for block in reversed(path):
-            for slot in self._tree.slots_after(block, tokens, n_tokens - 1) if block.slots else ():
-                return slot.n_tokens
-        return 0
-
-    def _place(self, slot: PrefixSlot, tokens: Sequence[int]) -> None:
-        """Find a new slot's parent, and become the parent of those that begin with it."""
-        position = self._parent_position(tokens, slot.n_tokens)
-        slot.parent = self._tree.find(tokens, position) if position else None
-        if slot.block.n_slots > 1:
+    def _link(self, slot: PrefixSlot, tokens: TokenBuffer) -> None:
+        """Find a new slot's parent, and make it the parent of the slots that begin with it."""
+        slot.parent = self._tree.longest_slot(tokens, slot.n_tokens - 1)
+        if slot.node.n_slots > 1:
             for other in self._slots.values():
                 if other.parent is slot.parent and other.begins_with(slot):
                     other.parent = slot
@@ -288,10 +279,10 @@ class PrefixIndex:
         """Return how many tokens had to be computed to come to where the slot ends, if it were given up."""
         known = slot.parent.n_tokens if slot.parent is not None else 0
         if self.block_granular:
-            block = slot.block  # the pages that others lead through stay
-            while block.n_slots == 1 and block.parent is not None:
-                block = block.parent
-            known = max(known, block.depth * PAGE_TOKENS)
+            node = slot.node  # pages shared with other slots stay
+            while node.n_slots == 1 and node.parent is not None:
+                node = node.parent
+            known = max(known, node.stop * PAGE_TOKENS)
         return slot.n_tokens - known
 
     def _least(self, lacking: Collection[Space]) -> PrefixSlot | None:

@@ -75,10 +75,10 @@ class Reservation:
             state=self.state,
         )
 
-    def entry(self, space: Space, index: int) -> int | None:
-        """Return the page of an entry, None outside."""
-        at = index - (self.first_window if space is Space.WINDOW else 0)
-        return self.ids[space][at] if 0 <= at < len(self.ids[space]) else None
+    def entries(self, space: Space, start: int, stop: int) -> list[int]:
+        """Return the pages of entries ``[start, stop)``; those outside are left out."""
+        first = self.first_window if space is Space.WINDOW else 0
+        return self.ids[space][max(0, start - first) : max(0, stop - first)]
 
 
 @dataclass(slots=True)

@@ -1,36 +1,38 @@
-"""The tree of known tokens: blocks of one page each, the pages that hold them, and the prefix slots that end there.
+"""A radix tree of cached tokens: runs of pages, the page ids that hold them, and the prefix slots that end there.
 
-A child is found by its parent and its 64 tokens: a hash chain in which tokens are compared, never hashes alone.  A slot
-is a path from the root and a remainder of less than a page.  Pages of a block are held once, however many slots lead
-through it.  Knows nothing of requests, use or eviction.
-Invariant: every block has a slot that leads through it, and holds the page of each space that one of them needs.
+Nodes are compared by their packed tokens, never by hashes alone, so lookups of long prompts cost a few memcmp.  A slot
+is a path from the root plus a remainder of less than a page.  A page is held once, however many slots share it.  Knows
+nothing about requests, use or eviction.
+Invariant: every node has a slot that leads through it; the slots through all pages of a node are the same, and so are
+those that need its window pages.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Final, Literal
 
-from lucevisor.kv.page_pool import PageError, PagePools
-from lucevisor.kv.page_table import PAGED, first_visible_page, pages_of
+from lucevisor.kv.page_pool import PagePools
+from lucevisor.kv.page_table import PAGED, first_visible_page
+from lucevisor.kv.tokens import PAGE_BYTES, TOKEN_BYTES, TokenBuffer
 from lucevisor.model.values import PAGE_TOKENS, Space
 
 NO_STATE: Final = -1
-"""State id where the model has no recurrent layers."""
+"""State id of models without recurrent layers."""
 
 Origin = Literal["turn", "pages", "prompt", "generation", "shared", "disk"]
-"""Why a slot was made: a chat turn ends there, a multiple of pages, the prompt ends, the answer ends, two prompts part
-behind it, or it was restored."""
+"""Why a slot was made: a chat turn ends there, a multiple of ``checkpoint_pages``, the prompt ends, the answer ends,
+two prompts diverge after it, or it was restored from a snapshot."""
 
-PageLookup = Callable[[Space, int], int | None]
-"""The page of entry i in a space, as a page table knows it; None when it holds none."""
+PageLookup = Callable[[Space, int, int], list[int]]
+"""The pages of entries [start, stop) in a space, as in a page table; those it does not hold are left out."""
 
 
 @dataclass(frozen=True, slots=True)
 class SlotSource:
-    """Where a new slot comes from: ``n_tokens`` long, its pages and the recurrent states at its end (or NO_STATE)."""
+    """What a new slot is made from: its length, its pages, and the recurrent states at its end (or NO_STATE)."""
 
     n_tokens: int
     entries: PageLookup
@@ -39,32 +41,43 @@ class SlotSource:
 
 
 @dataclass(slots=True, eq=False, repr=False)
-class Block:
-    """``depth`` blocks end with this one, which holds positions [64 (depth - 1), 64 depth).  The root has depth 0."""
+class Node:
+    """Pages ``[start, stop)`` of the texts that lead through it; the root has none.
 
-    tokens: tuple[int, ...]
-    parent: Block | None
-    depth: int
-    pages: dict[Space, int] = field(default_factory=dict)
-    children: dict[tuple[int, ...], Block] = field(default_factory=dict)
-    slots: dict[tuple[int, ...], PrefixSlot] = field(
-        default_factory=dict
-    )  # by remainder: those that end at or behind it
-    n_slots: int = 0  # that lead through it
-    n_windows: int = 0  # of them, those that need its window page
+    ``tokens`` are packed.  ``pages[space]`` has one id per page, or is missing: ``window`` while no slot needs it.
+    """
+
+    start: int
+    tokens: bytes
+    parent: Node | None
+    pages: dict[Space, list[int]] = field(default_factory=dict)
+    children: dict[bytes, Node] = field(default_factory=dict)  # by their first page of tokens
+    slots: dict[bytes, PrefixSlot] = field(default_factory=dict)  # by remainder: those that end here
+    n_slots: int = 0  # leading through it
+    n_windows: int = 0  # of them, those that need its window pages
+
+    @property
+    def stop(self) -> int:
+        """Number of pages from the start of the text to the end of the run."""
+        return self.start + len(self.tokens) // PAGE_BYTES
+
+    @property
+    def key(self) -> bytes:
+        """The first page of tokens, by which the parent knows it."""
+        return self.tokens[:PAGE_BYTES]
 
 
 @dataclass(slots=True, eq=False, repr=False)
 class PrefixSlot:
-    """A remembered prefix: the blocks up to ``block``, then ``remainder`` in the pages ``tail``.
+    """A cached prefix: the pages up to the end of ``node``, then ``remainder`` (packed) in the pages ``tail``.
 
-    ``first_window``: entry of the oldest window page that position ``n_tokens`` sees.  ``state``: the recurrent states
-    at ``n_tokens``.  ``parent``: the longest other slot that this one begins with.
+    ``first_window``: entry of the oldest window page visible from position ``n_tokens``.  ``state``: the recurrent
+    states at ``n_tokens``.  ``parent``: the longest other slot that is a prefix of this one.
     """
 
     number: int
-    block: Block
-    remainder: tuple[int, ...]
+    node: Node
+    remainder: bytes
     origin: Origin
     first_window: int
     state: int
@@ -72,196 +85,295 @@ class PrefixSlot:
     parent: PrefixSlot | None = None
     alive: bool = True
     pins: int = 0
-    evict_on_unpin: bool = False  # given up as soon as the last pin goes
+    evict_on_unpin: bool = False
     last_use: int = 0  # in ticks of the index
     used_at: float = 0.0  # seconds
     n_uses: int = 0
 
     @property
     def n_tokens(self) -> int:
-        """Tokens remembered."""
-        return self.block.depth * PAGE_TOKENS + len(self.remainder)
+        """Length of the prefix."""
+        return self.node.stop * PAGE_TOKENS + len(self.remainder) // TOKEN_BYTES
 
     @property
-    def tokens(self) -> list[int]:
+    def tokens(self) -> TokenBuffer:
         """The tokens, from the start of the text."""
-        return [token for block in path_to(self.block) for token in block.tokens] + list(self.remainder)
+        return TokenBuffer.from_packed(b"".join(node.tokens for node in path_to(self.node)) + self.remainder)
 
     def pages(self, space: Space) -> list[int]:
-        """Pages of a space, oldest first: all of ``full``, of ``window`` those from entry ``first_window`` on."""
+        """Page ids of a space, oldest first: all of ``full``, and ``window`` from entry ``first_window`` on."""
         first = self.first_window if space is Space.WINDOW else 0
-        pages = [block.pages[space] for block in path_to(self.block, first) if space in block.pages]
+        pages = pages_of_path(path_to(self.node), space, first, self.node.stop)
         return pages + ([self.tail[space]] if space in self.tail else [])
 
     def begins_with(self, other: PrefixSlot) -> bool:
-        """Say whether ``other`` is a proper prefix of this one."""
+        """Whether ``other`` is a proper prefix of this slot."""
         if other.n_tokens >= self.n_tokens:
             return False
-        block, rest = self.block, self.remainder
-        while block.depth > other.block.depth and block.parent is not None:
-            block, rest = block.parent, block.tokens
-        return block is other.block and rest[: len(other.remainder)] == other.remainder
+        node, rest = self.node, self.remainder
+        while node.stop > other.node.stop and node.parent is not None:
+            node, rest = node.parent, node.tokens
+        return node is other.node and rest.startswith(other.remainder)
 
 
-def path_to(block: Block, first: int = 0) -> list[Block]:
-    """Return the blocks from number ``first`` (counted from 0, the root left out) to ``block``."""
+@dataclass(frozen=True, slots=True)
+class Walk:
+    """How far the tree knows a text: all of ``path`` (the root first), then the first pages of ``partial``.
+
+    ``n_pages``: pages that match in all.
+    """
+
+    path: list[Node]
+    partial: Node | None
+    n_pages: int
+
+    @property
+    def nodes(self) -> list[Node]:
+        """Every node that holds a matching page, and the root."""
+        return self.path if self.partial is None else [*self.path, self.partial]
+
+
+def path_to(node: Node) -> list[Node]:
+    """Return the nodes from the root, left out, to ``node``."""
     path = []
-    at: Block | None = block
-    while at is not None and at.depth > first:
+    at = node
+    while at.parent is not None:
         path.append(at)
         at = at.parent
     return path[::-1]
 
 
-class BlockTree:
-    """Blocks and slots over the pools of a model."""
+def pages_of_path(path: Iterable[Node], space: Space, start: int, stop: int) -> list[int]:
+    """Return the ids of pages ``[start, stop)`` in a space; pages that are not held are left out."""
+    found: list[int] = []
+    for node in path:
+        if space in node.pages and start < node.stop and node.start < stop:
+            found += node.pages[space][max(0, start - node.start) : stop - node.start]
+    return found
+
+
+class PrefixTree:
+    """Nodes and slots over the page pools of a model."""
 
     def __init__(self, pools: PagePools, window_tokens: int | None) -> None:
         self._pools = pools
         self._window_tokens = window_tokens
         self._spaces = tuple(space for space in PAGED if space in pools)
         self._holds: dict[Space, Counter[int]] = {space: Counter() for space in pools.spaces}
-        self.root = Block((), None, 0)
+        self.root = Node(0, b"", None)
 
-    def walk(self, tokens: Sequence[int], n_tokens: int) -> list[Block]:
-        """Return the known blocks that the first ``n_tokens`` tokens begin with, the root first."""
-        block, path = self.root, [self.root]
-        for start in range(0, n_tokens - PAGE_TOKENS + 1, PAGE_TOKENS):
-            child = block.children.get(tuple(tokens[start : start + PAGE_TOKENS]))
+    # ---- lookups
+
+    def walk(self, tokens: TokenBuffer, n_tokens: int) -> Walk:
+        """Follow the first ``n_tokens`` tokens as far as whole pages are known."""
+        node, path = self.root, [self.root]
+        n_pages = n_tokens // PAGE_TOKENS
+        while (at := node.stop) < n_pages:
+            child = node.children.get(tokens.packed(at * PAGE_TOKENS, (at + 1) * PAGE_TOKENS))
             if child is None:
                 break
+            n_same = tokens.n_common_pages(child.tokens, at, min(child.stop, n_pages) - at)
+            if at + n_same < child.stop:
+                return Walk(path, child, at + n_same)
             path.append(child)
-            block = child
-        return path
+            node = child
+        return Walk(path, None, node.stop)
 
-    def slots_after(self, block: Block, tokens: Sequence[int], n_tokens: int) -> Iterator[PrefixSlot]:
-        """Yield slots that end at ``block`` or inside the page after it and begin the first ``n_tokens``, longest
-        first."""
-        start = block.depth * PAGE_TOKENS
-        rest = tuple(tokens[start : min(n_tokens, start + PAGE_TOKENS - 1)])
-        if len(block.slots) < len(rest):
-            fits = [slot for known, slot in block.slots.items() if rest[: len(known)] == known]
-            yield from sorted(fits, key=lambda slot: -len(slot.remainder))
-            return
-        for n in range(len(rest), -1, -1):
-            if (slot := block.slots.get(rest[:n])) is not None:
-                yield slot
+    def slots_on(self, walk: Walk, tokens: TokenBuffer, n_tokens: int) -> Iterator[PrefixSlot]:
+        """Yield the slots that the first ``n_tokens`` tokens begin with, longest first; ``walk`` is theirs."""
+        for node in reversed(walk.path):
+            if node.slots:
+                start = node.stop * PAGE_TOKENS
+                rest = tokens.packed(start, min(n_tokens, start + PAGE_TOKENS - 1))
+                fitting = [slot for known, slot in node.slots.items() if rest.startswith(known)]
+                yield from sorted(fitting, key=lambda slot: -len(slot.remainder))
 
-    def find(self, tokens: Sequence[int], n_tokens: int) -> PrefixSlot | None:
+    def longest_slot(self, tokens: TokenBuffer, n_tokens: int) -> PrefixSlot | None:
+        """Return the longest slot that the first ``n_tokens`` tokens begin with, the empty one left out."""
+        found = next(self.slots_on(self.walk(tokens, n_tokens), tokens, n_tokens), None)
+        return found if found is not None and found.n_tokens else None
+
+    def find(self, tokens: TokenBuffer, n_tokens: int) -> PrefixSlot | None:
         """Return the slot of exactly the first ``n_tokens`` tokens."""
-        block = self.walk(tokens, n_tokens)[-1]
-        start = block.depth * PAGE_TOKENS
-        return block.slots.get(tuple(tokens[start:n_tokens])) if n_tokens - start < PAGE_TOKENS else None
+        node = self.walk(tokens, n_tokens).path[-1]
+        if node.stop != n_tokens // PAGE_TOKENS:
+            return None
+        return node.slots.get(tokens.packed(node.stop * PAGE_TOKENS, n_tokens))
 
     def first_window(self, n_tokens: int) -> int:
-        """Return the entry of the oldest window page that position ``n_tokens`` sees; 0 without sliding layers."""
+        """Return the entry of the oldest window page visible from position ``n_tokens``; 0 without sliding layers."""
         return 0 if self._window_tokens is None else first_visible_page(n_tokens, self._window_tokens)
 
-    def n_whole_windows(self, path: Sequence[Block]) -> int:
-        """Return how many blocks of a path, the root included, lead to the last place whose window is held whole."""
-        n = len(path)
+    def n_usable_pages(self, walk: Walk) -> int:
+        """Return after how many pages of a walk a prompt can start: the window behind that place is held whole."""
         if self._window_tokens is None:
-            return n
-        run = [0] * n  # blocks with a window page that end here
-        for i in range(1, n):
-            run[i] = run[i - 1] + 1 if Space.WINDOW in path[i].pages else 0
-        return max(i + 1 for i in range(n) if run[i] >= i - self.first_window(i * PAGE_TOKENS))
+            return walk.n_pages
+        held_stop = walk.n_pages  # pages [node.start, held_stop) are held, as far as looked at
+        for node in reversed(walk.nodes[1:]):
+            stop = min(node.stop, walk.n_pages)
+            if Space.WINDOW not in node.pages:
+                held_stop = node.start
+                if self.first_window(stop * PAGE_TOKENS) >= stop:  # a window of one position needs no page
+                    return stop
+            elif self.first_window(held_stop * PAGE_TOKENS) >= node.start:
+                return held_stop
+        return 0
 
-    def add(self, tokens: Sequence[int], source: SlotSource, number: int) -> PrefixSlot | None:
-        """Put a slot in and hold what it needs: pages of known blocks as they are, the others from ``source``.
+    # ---- changes
 
-        None, and nothing done, when a page is in neither, as it is when the window has slid on.
+    def add(self, tokens: TokenBuffer, source: SlotSource, number: int) -> PrefixSlot | None:
+        """Insert a slot and hold the pages it needs: those of known nodes, the others from ``source``.
+
+        Returns None, changing nothing, if a page is in neither, as happens once the window has moved on.
         """
-        path = self.walk(tokens, source.n_tokens)
-        n_blocks, first_window = source.n_tokens // PAGE_TOKENS, self.first_window(source.n_tokens)
-        if not self._complete(path, source, first_window):
+        n_pages, first_window = source.n_tokens // PAGE_TOKENS, self.first_window(source.n_tokens)
+        walk = self.walk(tokens, source.n_tokens)
+        fresh = self._fresh_pages(walk, source, first_window)
+        if fresh is None:
             return None
-        while len(path) <= n_blocks:
-            path.append(self._grow(path[-1], tokens, source.entries))
-        for block in path:
-            block.n_slots += 1
+        path = walk.path
+        if walk.partial is not None:
+            path.append(self._split(walk.partial, walk.n_pages))
+        if walk.n_pages < n_pages:
+            path.append(self._grow(path[-1], tokens, n_pages, fresh))
         if Space.WINDOW in self._pools:
-            for block in path[first_window + 1 :]:
-                if Space.WINDOW not in block.pages:
-                    block.pages[Space.WINDOW] = self._hold(Space.WINDOW, source.entries(Space.WINDOW, block.depth - 1))
-                block.n_windows += 1
-        remainder = tuple(tokens[n_blocks * PAGE_TOKENS : source.n_tokens])
+            path = self._hold_windows(path, first_window, fresh[Space.WINDOW])
+        for node in path:
+            node.n_slots += 1
+        remainder = tokens.packed(n_pages * PAGE_TOKENS, source.n_tokens)
         slot = PrefixSlot(number, path[-1], remainder, source.origin, first_window, source.state)
         if remainder:
-            slot.tail = {space: self._hold(space, source.entries(space, n_blocks)) for space in self._spaces}
+            slot.tail = {space: fresh[space][n_pages] for space in self._spaces}
+            for space, page in slot.tail.items():
+                self._hold(space, [page])
         if slot.state != NO_STATE:
-            self._hold(Space.RECURRENT, slot.state)
+            self._hold(Space.RECURRENT, [slot.state])
         path[-1].slots[remainder] = slot
         return slot
 
     def remove(self, slot: PrefixSlot) -> None:
-        """Take a slot out and let go of what no other slot needs."""
+        """Remove a slot and let go of the pages that no other slot needs."""
         slot.alive = False
-        del slot.block.slots[slot.remainder]
+        del slot.node.slots[slot.remainder]
         for space, page in slot.tail.items():
-            self._let_go(space, page)
+            self._let_go(space, [page])
         if slot.state != NO_STATE:
-            self._let_go(Space.RECURRENT, slot.state)
-        at: Block | None = slot.block
+            self._let_go(Space.RECURRENT, [slot.state])
+        at: Node | None = slot.node
         while at is not None:
+            parent = at.parent
             at.n_slots -= 1
-            if Space.WINDOW in at.pages and at.depth > slot.first_window:
+            if Space.WINDOW in at.pages and at.start >= slot.first_window:
                 at.n_windows -= 1
                 if at.n_windows == 0:
                     self._let_go(Space.WINDOW, at.pages.pop(Space.WINDOW))
-            if at.n_slots == 0 and at.parent is not None:
-                del at.parent.children[at.tokens]
-                for space, page in at.pages.items():
-                    self._let_go(space, page)
-            at = at.parent
+            if parent is not None:
+                if at.n_slots == 0:
+                    del parent.children[at.key]
+                    for space, pages in at.pages.items():
+                        self._let_go(space, pages)
+                else:
+                    _merge(at, parent)
+            at = parent
 
     def frees(self, slot: PrefixSlot, spaces: Collection[Space]) -> bool:
-        """Say whether removing a slot makes an id of one of ``spaces`` free at once."""
+        """Whether removing a slot frees an id of one of ``spaces`` at once."""
         if slot.state != NO_STATE and Space.RECURRENT in spaces and self._pools[Space.RECURRENT].evictable(slot.state):
             return True
         if any(space in spaces and self._lone(space, page) for space, page in slot.tail.items()):
             return True
-        at: Block | None = slot.block
-        while at is not None and at.depth and (at.n_slots == 1 or at.n_windows == 1):
-            for space, page in at.pages.items():
+        at = slot.node
+        while at.parent is not None and (at.n_slots == 1 or at.n_windows == 1):
+            for space, pages in at.pages.items():
                 n_needing = at.n_windows if space is Space.WINDOW else at.n_slots
-                seen = space is not Space.WINDOW or at.depth > slot.first_window
-                if space in spaces and n_needing == 1 and seen and self._lone(space, page):
+                needed = space is not Space.WINDOW or at.start >= slot.first_window
+                if space in spaces and n_needing == 1 and needed and any(self._lone(space, page) for page in pages):
                     return True
             at = at.parent
         return False
 
-    def _complete(self, path: Sequence[Block], source: SlotSource, first_window: int) -> bool:
-        """Say whether every page that a slot needs is known or in ``source``."""
-        n_pages = pages_of(source.n_tokens)
+    # ---- inside
+
+    def _fresh_pages(self, walk: Walk, source: SlotSource, first_window: int) -> dict[Space, dict[int, int]] | None:
+        """Return the pages of a new slot that the tree does not hold, by space and entry; None if one is missing."""
+        n_pages = source.n_tokens // PAGE_TOKENS
+        wanted = {Space.FULL: [(walk.n_pages, n_pages)], Space.WINDOW: [(max(first_window, walk.n_pages), n_pages)]}
+        for node in walk.nodes:
+            if Space.WINDOW not in node.pages:
+                wanted[Space.WINDOW].append((max(first_window, node.start), min(node.stop, walk.n_pages)))
+        tail = (n_pages, n_pages + bool(source.n_tokens % PAGE_TOKENS))
+        fresh: dict[Space, dict[int, int]] = {}
         for space in self._spaces:
-            for i in range(first_window if space is Space.WINDOW else len(path) - 1, n_pages):
-                known = i + 1 < len(path) and space in path[i + 1].pages
-                if not known and source.entries(space, i) is None:
-                    return False
-        return True
+            fresh[space] = {}
+            for start, stop in (*wanted[space], tail):
+                pages = source.entries(space, start, stop) if start < stop else []
+                if len(pages) < stop - start:
+                    return None
+                fresh[space].update(zip(range(start, stop), pages, strict=False))
+        return fresh
 
-    def _grow(self, parent: Block, tokens: Sequence[int], entries: PageLookup) -> Block:
-        start = parent.depth * PAGE_TOKENS
-        block = Block(tuple(tokens[start : start + PAGE_TOKENS]), parent, parent.depth + 1)
+    def _split(self, node: Node, at: int) -> Node:
+        """Cut a node in front of page ``at``; return the new node with its first pages.  Slots stay with the rest."""
+        assert node.parent is not None
+        n = at - node.start
+        first = Node(node.start, node.tokens[: n * PAGE_BYTES], node.parent)
+        first.n_slots, first.n_windows = node.n_slots, node.n_windows
+        first.pages = {space: pages[:n] for space, pages in node.pages.items()}
+        node.parent.children[first.key] = first
+        node.start, node.tokens, node.parent = at, node.tokens[n * PAGE_BYTES :], first
+        node.pages = {space: pages[n:] for space, pages in node.pages.items()}
+        first.children[node.key] = node
+        return first
+
+    def _grow(self, parent: Node, tokens: TokenBuffer, n_pages: int, fresh: dict[Space, dict[int, int]]) -> Node:
+        start = parent.stop
+        node = Node(start, tokens.packed(start * PAGE_TOKENS, n_pages * PAGE_TOKENS), parent)
         if Space.FULL in self._pools:
-            block.pages[Space.FULL] = self._hold(Space.FULL, entries(Space.FULL, parent.depth))
-        parent.children[block.tokens] = block
-        return block
+            node.pages[Space.FULL] = [fresh[Space.FULL][i] for i in range(start, n_pages)]
+            self._hold(Space.FULL, node.pages[Space.FULL])
+        parent.children[node.key] = node
+        return node
 
-    def _hold(self, space: Space, page: int | None) -> int:
-        if page is None:
-            raise PageError(f"space {space}: a prefix slot needs a page that its sequence does not hold")
-        self._holds[space][page] += 1
-        if self._holds[space][page] == 1:
-            self._pools[space].cache(page)
-        return page
+    def _hold_windows(self, path: list[Node], first_window: int, fresh: dict[int, int]) -> list[Node]:
+        """Hold the window pages of a path from ``first_window`` on; return the path, cut there."""
+        cut: list[Node] = []
+        for node in path:
+            if node.start < first_window < node.stop:
+                cut.append(self._split(node, first_window))
+            cut.append(node)
+        for node in cut:
+            if node.parent is not None and node.start >= first_window:
+                if Space.WINDOW not in node.pages:
+                    node.pages[Space.WINDOW] = [fresh[i] for i in range(node.start, node.stop)]
+                    self._hold(Space.WINDOW, node.pages[Space.WINDOW])
+                node.n_windows += 1
+        return cut
 
-    def _let_go(self, space: Space, page: int) -> None:
-        self._holds[space][page] -= 1
-        if self._holds[space][page] == 0:
-            del self._holds[space][page]
-            self._pools[space].uncache(page)
+    def _hold(self, space: Space, pages: Sequence[int]) -> None:
+        holds = self._holds[space]
+        self._pools[space].cache([page for page in pages if page not in holds])
+        holds.update(pages)
+
+    def _let_go(self, space: Space, pages: Sequence[int]) -> None:
+        holds, last = self._holds[space], []
+        for page in pages:
+            if holds[page] == 1:
+                del holds[page]
+                last.append(page)
+            else:
+                holds[page] -= 1
+        self._pools[space].uncache(last)
 
     def _lone(self, space: Space, page: int) -> bool:
         return self._holds[space][page] == 1 and self._pools[space].evictable(page)
+
+
+def _merge(node: Node, parent: Node) -> None:
+    """Join a node with its only child if the same slots lead through both; the child stays."""
+    if node.slots or len(node.children) != 1:
+        return
+    [child] = node.children.values()
+    if (child.n_slots, child.n_windows) == (node.n_slots, node.n_windows):
+        child.start, child.tokens, child.parent = node.start, node.tokens + child.tokens, parent
+        child.pages = {space: node.pages[space] + pages for space, pages in child.pages.items()}
+        parent.children[child.key] = child

@@ -10,7 +10,6 @@ import pytest
 
 from lucevisor.engine.checkpoints import find_checkpoints
 from lucevisor.engine.limits import EngineLimits
-from lucevisor.engine.prefix_reuse import common_tokens
 from lucevisor.engine.request import FinishedEvent, GenerationRequest, Usage
 from lucevisor.engine.scheduler import Scheduler, StepPlan
 from lucevisor.engine.sequence import RequestRecord, WantedRows
@@ -416,16 +415,11 @@ def test_what_is_told_of_cached_tokens() -> None:
 def test_what_a_preempted_request_had_computed_after_all_was_not_cached() -> None:
     scheduler = Scheduler(warm())
     record = RequestRecord(request("a", range(100), n=50), 0, 50, 0.0)
-    record.tokens += [7] * 30
+    for _ in range(30):
+        record.tokens.append(7)
     for position, cached in ((120, 100), (64, 64), (100, 64), (0, 0)):  # never more than the prompt, the least counts
         scheduler.reuse.started(record, PrefixMatch(position), 0.0)
         assert record.finished_event("length", 1.0, None, None).usage == Usage(100, cached, 30)
-
-
-def test_common_tokens() -> None:
-    for n in (0, 1, 5, 63, 64, 99):
-        assert common_tokens([*range(n), -1, *range(50)], [*range(n), -2, *range(50)]) == n
-    assert common_tokens([1, 2, 3], [1, 2]) == 2
 
 
 # ---- to disk and back: what moves the bytes is played by hand
@@ -479,8 +473,7 @@ async def test_a_slot_goes_to_disk_and_back_after_the_shards_lost_it(spaces: fro
         for index, stage in d.stages.items():
             for space, pages in saved[index]["pages"].items():  # type: ignore[attr-defined]
                 for i, page in enumerate(pages, place.first_window if space is Space.WINDOW else 0):
-                    target = reservation.entry(space, i)
-                    assert target is not None
+                    [target] = reservation.entries(space, i, i + 1)
                     stage.pages[space][target] = list(page)
             if reservation.state >= 0:
                 stage.states[reservation.state] = saved[index]["state"]

@@ -163,7 +163,7 @@ def test_states_of_slots_in_host_memory_are_ids_behind_those_of_sequences() -> N
     assert pools[Space.RECURRENT].allocate(2) == [0, 1]
     assert pools[Space.RECURRENT].allocate(1) is None
     assert pools.slot_pools[Space.RECURRENT].allocate(2) == [2, 3]
-    pools.slot_pools[Space.RECURRENT].cache(2)
+    pools.slot_pools[Space.RECURRENT].cache([2])
     pools.slot_pools[Space.RECURRENT].release([2])
     assert pools.use()[Space.RECURRENT] == PageUse(4, 5, evictable=1)
     with pytest.raises(PageError, match="states in host memory: id 1 is outside 2 to 4"):

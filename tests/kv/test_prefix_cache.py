@@ -42,7 +42,7 @@ class Maker:
                 table.release()
                 return None
             state = taken
-        slot = self.index.publish(tokens, SlotSource(len(tokens), table.entry, state, "turn"), 0.0)
+        slot = self.index.publish(tokens, SlotSource(len(tokens), table.entries, state, "turn"), 0.0)
         table.release()
         self.index.trim()
         for _ in range(uses):
@@ -106,7 +106,7 @@ def test_the_slot_that_frees_what_is_lacking_goes_first() -> None:
     live = PageTable(maker.pools, None)
     live.grow(0, 100)
     [state] = maker.pools[Space.RECURRENT].allocate(1) or []
-    old = maker.index.publish(text(0, 100), SlotSource(100, live.entry, state, "turn"), 0.0)
+    old = maker.index.publish(text(0, 100), SlotSource(100, live.entries, state, "turn"), 0.0)
     for _ in range(50):
         maker.index.use(maker.index.match([-1]), 0.0)
     young = maker.slot(text(1, 64))
@@ -192,8 +192,8 @@ def test_a_window_that_slid_on_cannot_be_remembered() -> None:
     table = PageTable(maker.pools, 64)
     table.grow(0, 200)
     table.grow(300, 301)
-    assert maker.index.publish(text(0, 200), SlotSource(200, table.entry, NO_STATE, "turn"), 0.0) is None
-    assert maker.index.publish(text(0, 301), SlotSource(301, table.entry, NO_STATE, "turn"), 0.0) is not None
+    assert maker.index.publish(text(0, 200), SlotSource(200, table.entries, NO_STATE, "turn"), 0.0) is None
+    assert maker.index.publish(text(0, 301), SlotSource(301, table.entries, NO_STATE, "turn"), 0.0) is not None
     table.release()
     assert maker.pools.use()[Space.WINDOW] == PageUse(2, 100, evictable=2)  # positions 238 and later
     assert maker.index.match(text(0, 300)).position == 256  # sees 193 and later, and page 3 is held
@@ -239,18 +239,18 @@ def test_an_index_that_disagrees_with_the_pools_is_a_page_error() -> None:
     allocator = pools[Space.FULL]
     for wrong in (allocator.cache, allocator.uncache):
         with pytest.raises(PageError, match="id 0 is "):
-            wrong(0)
+            wrong([0])
     allocator.allocate(1)
-    allocator.cache(0)
+    allocator.cache([0])
     with pytest.raises(PageError, match="cached already"):
-        allocator.cache(0)
+        allocator.cache([0])
     allocator.release([0])
     assert (allocator.n_used, allocator.n_evictable) == (1, 1)
     with pytest.raises(PageError, match="has 0 owners"):
         allocator.release([0])  # the index alone owns it
     allocator.retain([0])
     assert allocator.n_evictable == 0
-    allocator.uncache(0)
+    allocator.uncache([0])
     allocator.release([0])
     assert (allocator.n_used, allocator.n_evictable) == (0, 0)
 
@@ -261,10 +261,8 @@ def test_a_table_that_starts_with_shared_pages_grows_and_slides_from_there() -> 
     first.grow(0, 200)
     second = PageTable(pools, 100)
     second.adopt(first.held(Space.FULL)[:3], 1, first.held(Space.WINDOW)[1:3])
-    assert second.entry(Space.WINDOW, 0) is None
-    assert second.entry(Space.WINDOW, 1) == 1
-    assert second.entry(Space.FULL, 2) == 2
-    assert second.entry(Space.FULL, 3) is None
+    assert second.entries(Space.WINDOW, 0, 2) == [1]
+    assert second.entries(Space.FULL, 2, 4) == [2]
     [full, window] = second.grow(192, 200)
     assert (full.first, window.first) == (3, 3)
     assert set(full.pages).isdisjoint(first.held(Space.FULL))

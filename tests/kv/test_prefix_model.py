@@ -163,8 +163,7 @@ class IndexMachine(RuleBasedStateMachine):
         for position in range(one.n, stop):
             for space in PAGED:
                 if space in self.spaces:
-                    page = one.table.entry(space, position // PAGE_TOKENS)
-                    assert page is not None
+                    [page] = one.table.entries(space, position // PAGE_TOKENS, position // PAGE_TOKENS + 1)
                     self.device.page(space, page)[position % PAGE_TOKENS] = prefix_hash(one.tokens[: position + 1])
         one.n = stop
         if self.recurrent:
@@ -183,7 +182,7 @@ class IndexMachine(RuleBasedStateMachine):
                 return
             state = taken
             self.device.states[state] = self.device.states[one.state]
-        self.index.publish(one.tokens, SlotSource(one.n, one.table.entry, state, "turn"), 0.0)
+        self.index.publish(one.tokens, SlotSource(one.n, one.table.entries, state, "turn"), 0.0)
 
     @precondition(lambda self: self.sequences)
     @rule(which=st.integers(0, 9), remember=st.booleans())
@@ -192,7 +191,7 @@ class IndexMachine(RuleBasedStateMachine):
         one = self.sequences.pop(which % len(self.sequences))
         given = remember and not self.pools.copies_states
         if given:
-            self.index.publish(one.tokens, SlotSource(one.n, one.table.entry, one.state, "generation"), 0.0)
+            self.index.publish(one.tokens, SlotSource(one.n, one.table.entries, one.state, "generation"), 0.0)
         elif remember:
             self.publish(one)
         one.table.release()
@@ -242,8 +241,8 @@ class IndexMachine(RuleBasedStateMachine):
         tokens = text(which, reservation.n_tokens)
         for position in range(len(tokens)):
             for space in PAGED:
-                page = reservation.entry(space, position // PAGE_TOKENS) if space in self.spaces else None
-                if page is not None:
+                at = position // PAGE_TOKENS
+                for page in reservation.entries(space, at, at + 1) if space in self.spaces else ():
                     self.device.page(space, page)[position % PAGE_TOKENS] = prefix_hash(tokens[: position + 1])
         if self.recurrent:
             self.device.states[reservation.state] = prefix_hash(tokens)

@@ -6,7 +6,7 @@ import copy
 
 import pytest
 
-from lucevisor.engine.prefix_reuse import common_tokens
+from lucevisor.kv.tokens import TokenBuffer
 from lucevisor.text.preamble import FIXED, MOVED, Normalise, normalised
 from lucevisor.text.template import ChatTemplate
 from lucevisor.text.tokenizer import Tokenizer
@@ -117,7 +117,7 @@ def test_the_gain_for_an_agent_that_changes_its_header_every_turn(mode: Normalis
             template.render(normalised(agent(n), mode), enable_thinking=False).encoded(tokenizer)
             for n in (turn, turn + 1)
         )
-        n_common = common_tokens(one.ids, two.ids)
+        n_common = TokenBuffer(one.ids).n_common(TokenBuffer(two.ids), len(one.ids))
         reusable = max((end for end in one.turn_ends if end <= n_common), default=0)
         if mode == "off":
             assert n_common < 30

@@ -1,0 +1,99 @@
+"""Token ids, packed: comparing and hashing a page of them is one memcmp, a prompt of 262,144 ids takes 1 MiB.
+
+The engine and the prefix index look at every prompt on the event loop; a Python list of that length costs milliseconds
+to copy, slice into pages or compare.  Knows nothing of pages but their size.
+Invariant: the packed form is that of the snapshot file, little-endian uint32.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterator, Sequence
+from typing import Final, overload
+
+from lucevisor.model.values import PAGE_TOKENS
+
+TOKEN_BYTES: Final = 4
+PAGE_BYTES: Final = PAGE_TOKENS * TOKEN_BYTES
+_TYPECODE: Final = "i"
+
+
+class TokenBuffer(Sequence[int]):
+    """A growing sequence of token ids.  Slices are lists; ``packed`` gives bytes."""
+
+    __slots__ = ("_ids",)
+
+    def __init__(self, ids: Sequence[int] = ()) -> None:
+        """Copy ``ids``.  Raises OverflowError for an id beyond 31 bits."""
+        self._ids: array[int] = ids._ids[:] if isinstance(ids, TokenBuffer) else array(_TYPECODE, ids)
+
+    @classmethod
+    def from_packed(cls, packed: bytes) -> TokenBuffer:
+        """Read ids from their packed form."""
+        buffer = cls()
+        buffer._ids.frombytes(packed)
+        return buffer
+
+    @classmethod
+    def of(cls, ids: Sequence[int]) -> TokenBuffer:
+        """Return ``ids`` itself if it is packed already, else a packed copy."""
+        return ids if isinstance(ids, TokenBuffer) else cls(ids)
+
+    def __len__(self) -> int:
+        return len(self._ids)
+
+    @overload
+    def __getitem__(self, index: int) -> int: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[int]: ...
+    def __getitem__(self, index: int | slice) -> int | list[int]:
+        return self._ids[index].tolist() if isinstance(index, slice) else self._ids[index]
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._ids)
+
+    def __eq__(self, other: object) -> bool:
+        if isinstance(other, TokenBuffer):
+            return self._ids == other._ids
+        return isinstance(other, Sequence) and self._ids.tolist() == list(other)
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __repr__(self) -> str:
+        return f"TokenBuffer({len(self)} ids)"
+
+    def append(self, token: int) -> None:
+        """Add one id."""
+        self._ids.append(token)
+
+    def packed(self, start: int = 0, stop: int | None = None) -> bytes:
+        """Return ids ``[start, stop)``, four bytes each."""
+        return self._ids[start:stop].tobytes()
+
+    def n_common_pages(self, pages: bytes, first: int, n_pages: int) -> int:
+        """Return how many of the first ``n_pages`` packed pages of ``pages`` equal those from page ``first`` on."""
+        with memoryview(self._ids) as ids, ids.cast("B") as view:
+            start = first * PAGE_BYTES
+            if pages.startswith(view[start : start + n_pages * PAGE_BYTES]):
+                return n_pages
+            same, different = 0, n_pages  # pages [0, same) are equal; page range up to `different` is not
+            while different - same > 1:
+                middle = (same + different) // 2
+                if pages.startswith(view[start + same * PAGE_BYTES : start + middle * PAGE_BYTES], same * PAGE_BYTES):
+                    same = middle
+                else:
+                    different = middle
+            return same
+
+    def n_common(self, other: TokenBuffer, most: int) -> int:
+        """Return how many ids both begin with, at most ``most``."""
+        low, high = 0, min(len(self), len(other), most)
+        one = self.packed(0, high)
+        with memoryview(other._ids) as ids, ids.cast("B") as view:
+            while low < high:
+                middle = (low + high + 1) // 2
+                if one.startswith(view[low * TOKEN_BYTES : middle * TOKEN_BYTES], low * TOKEN_BYTES):
+                    low = middle
+                else:
+                    high = middle - 1
+        return low
