@@ -2,7 +2,7 @@
 
     python bench/load_child.py make PATH KIND MEGABYTES     write a model of about that size
     python bench/load_child.py read PATH                    read the file, by the loader's chunks
-    python bench/load_child.py load PATH BACKEND DTYPE      load the whole model as the one shard of a chain
+    python bench/load_child.py load PATH BACKEND DTYPE      load the whole model as the one shard of a pipeline
 
 ``peak_bytes`` is the most that this process had resident at once while it read or loaded (VmHWM, set back to the
 present value at the start), less what it had before; ``kept_bytes`` what stays: weights and pools in host memory.
@@ -118,7 +118,7 @@ def read(path):
 def load(path, backend, dtype):
     import torch
 
-    from daemons.models.stage import Stage
+    from daemons.models.stage import LoadedStage
     from lucevisor.model.families import open_spec
     from lucevisor.model.values import Backend, Dtype, LayerRange
     from lucevisor.protocol.loading import Load, PoolSizes, ShardPlan, StagePlan
@@ -127,7 +127,7 @@ def load(path, backend, dtype):
         spec = open_spec(path)
         plan = StagePlan(0, [ShardPlan(0, LayerRange(0, spec.n_layers))], None, None)
         order = Load([], Dtype(dtype), Dtype(dtype), [], [], PoolSizes(4, 0, 0), 4, 64)
-        stage = Stage.load(spec, plan, order, Backend(backend), lambda _: None)
+        stage = LoadedStage.load(spec, plan, order, Backend(backend), lambda _: None)
         if backend != "cpu":
             torch.cuda.synchronize()
         return spec, stage

@@ -28,7 +28,7 @@ import structlog
 import torch
 
 from daemons.kv.pools import Pools
-from daemons.models.stage import Stage
+from daemons.models.stage import LoadedStage
 from daemons.snapshots.state_map import StateMap
 from daemons.snapshots.transfers import Transfers
 from lucevisor.model.families import open_spec
@@ -178,7 +178,7 @@ class Decoder:
         dtype = Dtype.FLOAT32 if device == "cpu" else Dtype.BFLOAT16
         plan = StagePlan(0, [ShardPlan(0, LayerRange(0, self.spec.n_layers))], None, None)
         load = Load([], dtype, dtype, [plan], [], PoolSizes(64, 64, 2), 1, 512, threads=1)
-        self.stage = Stage.load(self.spec, plan, load, backend, lambda _: None)
+        self.stage = LoadedStage.load(self.spec, plan, load, backend, lambda _: None)
         pages = [SetPages(0, s, 0, list(range(64))) for s in self.spec.spaces() if s is not Space.RECURRENT]
         self.stage.apply([OpenSequence(0, 0, Sampling()), *pages])
         self.position = 0

@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 
 from daemons.device import prepare
-from daemons.models.stage import Stage
+from daemons.models.stage import LoadedStage
 from lucevisor.model.families import open_spec
 from lucevisor.model.values import PAGE_TOKENS, Backend, Dtype, LayerRange, Space
 from lucevisor.protocol.loading import Load, PoolSizes, ShardPlan, StagePlan
@@ -34,7 +34,7 @@ def loaded(options, spec):
     files = [str(path) for path in spec.files.paths]
     longest = max(n for n, _ in options.steps)
     load = Load(files, Dtype.BFLOAT16, Dtype.BFLOAT16, [plan], [], PoolSizes(n_pages, n_pages, 4), 4, longest)
-    stage = Stage.load(spec, plan, load, Backend.CUDA, lambda _: None)
+    stage = LoadedStage.load(spec, plan, load, Backend.CUDA, lambda _: None)
     spaces = spec.spaces()
     states = [ZeroState(0)] if Space.RECURRENT in spaces else []
     tables = [SetPages(0, s, 0, list(range(n_pages))) for s in (Space.FULL, Space.WINDOW) if s in spaces]

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from daemons import device as devices
-from daemons.models.stage import Stage
+from daemons.models.stage import LoadedStage
 from daemons.timing import release, time_span
 from lucevisor.model.families import read_spec
 from lucevisor.model.gguf_files import open_model
@@ -99,7 +99,7 @@ def _layer(spec: ModelSpec, order: Check, backend: Backend, index: int, dtype: D
     plan = StagePlan(1, [ShardPlan(index, layers)], source=0, target=1)
     kv_dtype = dtype if dtype in (Dtype.FLOAT32, Dtype.FLOAT16) else Dtype.BFLOAT16
     load = Load(order.files, dtype, kv_dtype, [plan], [], PoolSizes(1, 1, 1), 1, N_TOKENS)
-    stage = Stage.load(spec, plan, load, backend, lambda _: None)
+    stage = LoadedStage.load(spec, plan, load, backend, lambda _: None)
     operations: list[Operation] = [
         ZeroState(0),
         OpenSequence(0, 0, Sampling()),

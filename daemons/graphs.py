@@ -19,10 +19,10 @@ from torch import Tensor
 from daemons.kv.batch import Batch, Layout, Pattern
 from lucevisor.model.values import Space
 
-RECORD_AT = 2
+CAPTURE_AT = 2
 """The time a pattern is seen at which it is recorded: the first one compiles and fills caches."""
-MAX_RECORDINGS = 64
-"""Recordings that are kept; the one that was not used for longest goes."""
+MAX_GRAPHS = 64
+"""Graphs that are kept; the one that was not used for longest goes."""
 
 Work = Callable[[Tensor | None, Batch], Tensor]
 """What is recorded: rows of a boundary (None at the head) and a batch, to the rows of the shard's end."""
@@ -48,7 +48,7 @@ def record(device: torch.device, work: Callable[[], Tensor], pool: Any) -> tuple
 
 
 @dataclass(slots=True)
-class Recording:
+class CapturedGraph:
     """A recorded step and the memory that it reads and writes."""
 
     graph: torch.cuda.CUDAGraph
@@ -65,7 +65,7 @@ class Recording:
 
 
 @dataclass(slots=True)
-class Recordings:
+class CudaGraphs:
     """The recorded steps of one shard on one GPU.  A result is good until the next step."""
 
     device: torch.device
@@ -73,9 +73,9 @@ class Recordings:
     most_tokens: int  # of a step that is recorded: longer ones wait for the device
     warn: Callable[[str], None] = lambda _: None
     _seen: dict[Pattern, int] = field(default_factory=dict)
-    _kept: OrderedDict[Pattern, Recording] = field(default_factory=OrderedDict)
+    _kept: OrderedDict[Pattern, CapturedGraph] = field(default_factory=OrderedDict)
     _tables: dict[Space, tuple[int, int]] = field(default_factory=dict)
-    _pool: Any = None  # torch's handle of the memory that all recordings share
+    _pool: Any = None  # torch's handle of the memory that all graphs share
     _refused: set[Pattern] = field(default_factory=set)
 
     def run(self, rows: Tensor | None, layout: Layout, tables: dict[Space, Tensor]) -> Tensor:
@@ -91,19 +91,19 @@ class Recordings:
         found = self._kept.get(pattern)
         if found is None:
             self._seen[pattern] = self._seen.get(pattern, 0) + 1
-            if self._seen[pattern] >= RECORD_AT:
+            if self._seen[pattern] >= CAPTURE_AT:
                 found = self._record(pattern, rows, layout, tables)
             if found is None:
                 return self.work(rows, Batch(layout, tables, layout.on(self.device)))
             self._kept[pattern] = found
-            if len(self._kept) > MAX_RECORDINGS:
+            if len(self._kept) > MAX_GRAPHS:
                 self._kept.popitem(last=False)
         self._kept.move_to_end(pattern)
         return found.replay(rows, layout)
 
     def _record(
         self, pattern: Pattern, rows: Tensor | None, layout: Layout, tables: dict[Space, Tensor]
-    ) -> Recording | None:
+    ) -> CapturedGraph | None:
         """Record the step, without running it."""
         packed = layout.on(self.device)
         fixed = None if rows is None else torch.empty_like(rows, device=self.device)
@@ -118,4 +118,4 @@ class Recordings:
             advice = "if its memory was full, set engine.pages lower, else report this"
             self.warn(f"{what}, which is slower: they cannot be recorded: {error}; {advice}")
             return None
-        return Recording(graph, packed, fixed, out)
+        return CapturedGraph(graph, packed, fixed, out)

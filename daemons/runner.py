@@ -17,7 +17,7 @@ from torch import Tensor
 
 from daemons import device as devices
 from daemons.errors import LoadError
-from daemons.models.stage import Stage
+from daemons.models.stage import LoadedStage
 from daemons.pulse import Reporter
 from daemons.sampling import Sampler
 from daemons.snapshots.state_map import StateMap
@@ -39,14 +39,14 @@ class Outcome:
     payload: list[Tensor]
 
 
-class Runtime:
+class ModelRunner:
     """The stages of one daemon, after :meth:`load`."""
 
     def __init__(self, load: Load, backend: Backend, arenas: list[Arena]) -> None:
         self._load = load
         self._backend = backend
         self._arenas = arenas
-        self.stages: dict[int, Stage] = {}
+        self.stages: dict[int, LoadedStage] = {}
         self._plans: dict[int, StagePlan] = {p.stage: p for p in load.stages}
         self._sampler: Sampler | None = None
         self.spec = read_spec(_open_planned(load), load.options)
@@ -55,7 +55,7 @@ class Runtime:
                 devices.register_host(arena.view())
 
     @classmethod
-    def load(cls, load: Load, backend: Backend, fds: Sequence[int], reporter: Reporter) -> tuple[Runtime, Loaded]:
+    def load(cls, load: Load, backend: Backend, fds: Sequence[int], reporter: Reporter) -> tuple[ModelRunner, Loaded]:
         """Attach the arenas, load every stage.  Raises GgufError, ArenaError, or the loader's own errors naming
         tensor and device."""
         started = time.monotonic()
@@ -65,7 +65,7 @@ class Runtime:
         uses: list[DeviceUse] = []
         kernels: dict[str, str] = {}
         for plan in load.stages:
-            stage = Stage.load(runtime.spec, plan, load, backend, reporter.progress)
+            stage = LoadedStage.load(runtime.spec, plan, load, backend, reporter.progress)
             for warning in stage.warnings:
                 reporter.log("warning", warning, stage=plan.stage)
             stage.warn = partial(reporter.log, "warning", stage=plan.stage)
@@ -84,10 +84,10 @@ class Runtime:
         """Let the compilers of those stages run that have any."""
         for plan in self._load.stages:
             stage = self.stages[plan.stage]
-            if any(stage.recordings):
+            if any(stage.graphs):
                 self._warm_up_stage(stage, plan, reporter)
 
-    def _warm_up_stage(self, stage: Stage, plan: StagePlan, reporter: Reporter) -> None:
+    def _warm_up_stage(self, stage: LoadedStage, plan: StagePlan, reporter: Reporter) -> None:
         started, device = time.monotonic(), plan.shards[0].device
         warm_up(stage, lambda done, all_: reporter.progress(Progress(plan.stage, device, done, all_, "warm up")))
         seconds = round(time.monotonic() - started, 1)
@@ -121,7 +121,7 @@ class Runtime:
 
     def state_map(self) -> StateMap:
         """Where the state of every layer of every stage lies."""
-        return StateMap(self.spec, [stack.pools for stage in self.stages.values() for stack in stage.stacks])
+        return StateMap(self.spec, [shard.pools for stage in self.stages.values() for shard in stage.shards])
 
     def reset(self) -> None:
         """Drop every sequence of every stage."""
@@ -140,7 +140,7 @@ class Runtime:
             self._arenas[arena].region(region), self._load.dtype, n_rows, self.spec.boundary_width
         )
 
-    def _apply(self, stage: Stage, plan: StagePlan, step: Step) -> None:
+    def _apply(self, stage: LoadedStage, plan: StagePlan, step: Step) -> None:
         stage.apply(step.operations)
         if plan.target is None and self._sampler is not None:
             for operation in step.operations:
@@ -152,7 +152,7 @@ class Runtime:
                 self._sampler.count(piece.sequence, piece.tokens)
 
     def _tail(
-        self, stage: Stage, step: Step, rows: Tensor, payload: list[Tensor], segments: list[tuple[str, list[int]]]
+        self, stage: LoadedStage, step: Step, rows: Tensor, payload: list[Tensor], segments: list[tuple[str, list[int]]]
     ) -> list[Sampled]:
         if step.want_logits:
             logits = stage.logits(rows, None).cpu()

@@ -16,8 +16,8 @@ from torch import Tensor
 from daemons import device as devices
 from daemons.graphs import record
 from daemons.kv.batch import Batch, Layout
-from daemons.models.stack import Stack, stream_dtype
-from daemons.models.stage import Stage
+from daemons.models.shard import ShardModel, stream_dtype
+from daemons.models.stage import LoadedStage
 from lucevisor.model.spec import ModelSpec
 from lucevisor.model.values import PAGE_TOKENS, Backend, Space
 from lucevisor.protocol.checks import Check, Measure, Span, Timing
@@ -47,7 +47,7 @@ def time_span(spec: ModelSpec, order: Check, measure: Measure, backend: Backend,
         order.files, order.dtype, measure.kv_dtype, [plan], [], pools, 1, measure.n_rows,
         measure.threads, measure.options,
     )  # fmt: skip
-    stage = Stage.load(spec, plan, load, backend, lambda _: None)
+    stage = LoadedStage.load(spec, plan, load, backend, lambda _: None)
     pages = list(range(n_pages))
     tables: list[Operation] = [SetPages(0, s, 0, pages) for s in (Space.FULL, Space.WINDOW) if s in spec.spaces()]
     states: list[Operation] = [ZeroState(0)] if Space.RECURRENT in spec.spaces() else []
@@ -58,33 +58,33 @@ def time_span(spec: ModelSpec, order: Check, measure: Measure, backend: Backend,
     return Timing(decode[0], prefill[0], decode[1], prefill[1])
 
 
-def _timed(spec: ModelSpec, stage: Stage, piece: Slice) -> tuple[float, float]:
+def _timed(spec: ModelSpec, stage: LoadedStage, piece: Slice) -> tuple[float, float]:
     """Seconds of the layers and of the ends for one slice."""
-    [stack] = stage.stacks
+    [shard] = stage.shards
     stage.sequences.flush()
     layout = Layout([piece], stage.sequences, spec)
-    batch = Batch(layout, stage.sequences.tables(stack.device), layout.on(stack.device))
+    batch = Batch(layout, stage.sequences.tables(shard.device), layout.on(shard.device))
     n = len(piece.tokens)
     noise = torch.Generator().manual_seed(n)
-    boundary = stream_dtype(torch.randn(n, spec.boundary_width, generator=noise), stage.dtype, stack.device)
-    stack.enter(stack.head(batch) if stack.head is not None else boundary, batch)
+    boundary = stream_dtype(torch.randn(n, spec.boundary_width, generator=noise), stage.dtype, shard.device)
+    shard.from_boundary(shard.embedding(batch) if shard.embedding is not None else boundary, batch)
     # a token goes through few experts: as many different tokens as calls, so that no cache keeps those of one
     inputs = torch.randn(max(n, MAX_CALLS), spec.hidden_size, generator=noise)
-    inputs = stream_dtype(inputs, stage.dtype, stack.device)
+    inputs = stream_dtype(inputs, stage.dtype, shard.device)
 
     def layers(call: int) -> Tensor:
         h = inputs[:n] if n > 1 else inputs[call : call + 1]
-        for layer in stack.layers:
+        for layer in shard.layers:
             h = layer(h, batch)
         return h
 
     ends = 0.0
-    if stack.head is not None:
-        ends += _seconds(lambda _: _head(stack, batch), stack.device)
-    if stack.tail is not None:
-        ends += _seconds(lambda call: _tail(stack, inputs[call : call + 1]), stack.device)
-    recorded = stage.recordings[0] is not None and layout.pattern is not None
-    return _seconds(_Recorded(stack.device, layers) if recorded else layers, stack.device), ends
+    if shard.embedding is not None:
+        ends += _seconds(lambda _: _embed(shard, batch), shard.device)
+    if shard.output is not None:
+        ends += _seconds(lambda call: _output(shard, inputs[call : call + 1]), shard.device)
+    recorded = stage.graphs[0] is not None and layout.pattern is not None
+    return _seconds(_Recorded(shard.device, layers) if recorded else layers, shard.device), ends
 
 
 class _Recorded:
@@ -103,14 +103,14 @@ class _Recorded:
         self.graphs[call].replay()
 
 
-def _head(stack: Stack, batch: Batch) -> None:
-    if stack.head is not None:
-        stack.head(batch)
+def _embed(shard: ShardModel, batch: Batch) -> None:
+    if shard.embedding is not None:
+        shard.embedding(batch)
 
 
-def _tail(stack: Stack, row: Tensor) -> None:
-    if stack.tail is not None:
-        stack.tail(row)
+def _output(shard: ShardModel, row: Tensor) -> None:
+    if shard.output is not None:
+        shard.output(row)
 
 
 def _seconds(work: Callable[[int], object], device: torch.device) -> float:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 import torch
 
 from daemons import device as devices
-from daemons.models.stage import Stage
+from daemons.models.stage import LoadedStage
 from lucevisor.model.values import PAGE_TOKENS, Space
 from lucevisor.protocol.steps import CloseSequence, OpenSequence, Operation, Sampling, SetPages, Slice, Step, ZeroState
 
@@ -23,7 +23,7 @@ FAR = 512
 """A position from which attention over few tokens is split."""
 
 
-def warm_up(stage: Stage, report: Callable[[int, int], None] = lambda done, total: None) -> None:
+def warm_up(stage: LoadedStage, report: Callable[[int, int], None] = lambda done, total: None) -> None:
     """Run them all, and wait for them.  ``report`` hears how many of them are done."""
     sizes = {space: units for space, units in stage.sequences.units.items() if units}
     pages = min((n for space, n in sizes.items() if space is not Space.RECURRENT), default=FAR // PAGE_TOKENS + 4)
@@ -35,15 +35,15 @@ def warm_up(stage: Stage, report: Callable[[int, int], None] = lambda done, tota
         tables = [SetPages(0, space, 0, table) for space in sizes if space is not Space.RECURRENT]
         stage.apply([*states, OpenSequence(0, 0, Sampling()), *tables])
         rows = None
-        if not stage.head:
+        if not stage.embedding:
             rows = torch.zeros(n, stage.spec.boundary_width, dtype=stage.dtype, device=stage.first_device)
         out = stage.forward(Step(number, 0, [], [Slice(0, start, [0] * n, sample=True)]), rows)
-        if stage.tail:
+        if stage.output:
             stage.logits(out.rows, [n - 1])
         stage.apply([CloseSequence(0)])
     stage.reset()
-    for stack in stage.stacks:
-        devices.synchronize(stack.device)
+    for shard in stage.shards:
+        devices.synchronize(shard.device)
 
 
 def _slices(room: int, longest: int) -> Iterator[tuple[int, int]]:

@@ -24,7 +24,7 @@ from daemons.check import run_check
 from daemons.errors import DaemonError, describe
 from daemons.options import EXIT_CONFIGURATION, Options
 from daemons.pulse import Reporter
-from daemons.runner import Runtime
+from daemons.runner import ModelRunner
 from daemons.snapshots.transfers import Transfers
 from lucevisor.model.gguf_header import GgufError
 from lucevisor.model.values import Backend
@@ -93,7 +93,7 @@ def _version(package: str) -> str:
 class _Server:
     def __init__(self, link: BlockingLink, reporter: Reporter, options: Options) -> None:
         self._link, self._reporter, self._options = link, reporter, options
-        self._runtime: Runtime | None = None
+        self._runtime: ModelRunner | None = None
         self._transfers: Transfers | None = None
         self._broken = False
         self._idle_since = time.monotonic()
@@ -159,7 +159,7 @@ class _Server:
     def _load(self, load: Load, fds: tuple[int, ...]) -> int | None:
         self._reporter.phase("load")
         try:
-            self._runtime, loaded = Runtime.load(load, self._options.backend, fds, self._reporter)
+            self._runtime, loaded = ModelRunner.load(load, self._options.backend, fds, self._reporter)
         except Exception as e:  # the edge of the process: reported, then the process ends
             return self._fail(
                 "load", e, ", ".join(f"device {s.device} layers {s.layers}" for p in load.stages for s in p.shards)

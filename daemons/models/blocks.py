@@ -16,7 +16,7 @@ from torch import Tensor
 
 from daemons.kv.batch import Batch, Group
 from daemons.kv.pools import Pools
-from daemons.models.loader import Weights
+from daemons.models.loader import WeightLoader
 from daemons.ops.attention import attention
 from daemons.ops.basic import RmsNorm, Rope, l2_scale
 from daemons.ops.delta_rule import chunked, convolve, step
@@ -32,25 +32,25 @@ Block = Callable[[Tensor, Batch], Tensor]
 class Family(Protocol):
     """What a family file provides.  ``weights`` and ``pools`` are those of one shard."""
 
-    def __init__(self, spec: ModelSpec, weights: Weights, pools: Pools) -> None: ...
+    def __init__(self, spec: ModelSpec, weights: WeightLoader, pools: Pools) -> None: ...
 
-    def head(self) -> Callable[[Batch], Tensor]:
+    def embedding(self) -> Callable[[Batch], Tensor]:
         """Token ids to boundary rows [T, boundary width]."""
 
-    def enter(self, rows: Tensor, batch: Batch) -> Tensor:
+    def from_boundary(self, rows: Tensor, batch: Batch) -> Tensor:
         """Boundary rows to the residual stream [T, E]; what else they carry is noted in ``batch`` for the shard's
         layers.
         """
         return rows
 
-    def leave(self, h: Tensor, batch: Batch) -> Tensor:
+    def to_boundary(self, h: Tensor, batch: Batch) -> Tensor:
         """The residual stream to boundary rows."""
         return h
 
     def layer(self, index: int) -> Block:
         """One decoder layer on the residual stream."""
 
-    def tail(self) -> Callable[[Tensor], Tensor]:
+    def output(self) -> Callable[[Tensor], Tensor]:
         """Rows of the residual stream [n, E] to float32 logits [n, V]."""
 
 
@@ -137,7 +137,7 @@ class Attention:
         inputs: Linear,
         output: Linear,
         pages: tuple[PagedTensor, PagedTensor],
-        positions: QueryKey,
+        positions: QkNormRope,
         operations: Operations,
         value_norm: Norm | None = None,
     ) -> None:
@@ -174,7 +174,7 @@ class Attention:
         return attention(q, k, v, mask, scale=self.shape.scale, softcap=self.shape.softcap)
 
 
-class QueryKey:
+class QkNormRope:
     """Norm and rotary positions of queries and keys [T, H + K, D]; arithmetic in float32."""
 
     def __init__(self, norm: Norm, rope: Rope, operations: Operations) -> None:
@@ -188,7 +188,7 @@ class QueryKey:
 
 
 @dataclass(frozen=True)
-class DeltaShape:
+class GatedDeltaNetShape:
     """Key heads, value heads (value head j reads key head j mod n_key), head dims of both."""
 
     n_key: int
@@ -201,7 +201,7 @@ class DeltaShape:
 
 
 @dataclass(frozen=True)
-class DeltaWeights:
+class GatedDeltaNetWeights:
     """``inputs``: columns q, k, v (the convolution's channels), z, alpha, beta.  ``taps`` [Kc, C]; ``decay`` (as
     stored: -exp A) and ``dt`` [N]; all but the matrices float32.
     """
@@ -214,13 +214,13 @@ class DeltaWeights:
     norm: Norm
 
 
-class DeltaNet:
+class GatedDeltaNet:
     """Gated delta net: short convolution, gated delta rule, gated norm.  State and arithmetic are float32."""
 
     def __init__(
         self,
-        shape: DeltaShape,
-        weights: DeltaWeights,
+        shape: GatedDeltaNetShape,
+        weights: GatedDeltaNetWeights,
         convolution: Tensor,
         states: Tensor,
         operations: Operations,

@@ -15,9 +15,9 @@ from torch import Tensor
 
 from daemons.kv.batch import Batch
 from daemons.kv.pools import Pools
-from daemons.models.blocks import Attention, AttentionShape, Block, Embedding, Family, GatedMlp, Output, QueryKey
-from daemons.models.loader import Weights
-from daemons.models.mixture import build_route, build_routed
+from daemons.models.blocks import Attention, AttentionShape, Block, Embedding, Family, GatedMlp, Output, QkNormRope
+from daemons.models.loader import WeightLoader
+from daemons.models.moe import build_experts, build_router
 from daemons.ops.basic import rope
 from daemons.ops.linear import Linear
 from daemons.ops.moe import ExpertMlp
@@ -95,7 +95,7 @@ class Gemma4Block:
 class LayerInputs:
     """Per-layer inputs [T, layers of the shard, P] of a step, from its ids and its scaled embedding rows."""
 
-    def __init__(self, p: Gemma4Params, weights: Weights, n_layers: int) -> None:
+    def __init__(self, p: Gemma4Params, weights: WeightLoader, n_layers: int) -> None:
         self.p, self.n_layers = p, n_layers
         self.table = weights.table("per_layer_token_embd.weight")
         self.project = weights.linear("per_layer_model_proj.weight")
@@ -113,7 +113,7 @@ class Gemma4Family(Family):
     h.
     """
 
-    def __init__(self, spec: ModelSpec, weights: Weights, pools: Pools) -> None:
+    def __init__(self, spec: ModelSpec, weights: WeightLoader, pools: Pools) -> None:
         assert isinstance(spec.params, Gemma4Params)
         self.spec, self.p, self.w, self.pools = spec, spec.params, weights, pools
         self.operations = weights.selector.operations
@@ -126,7 +126,7 @@ class Gemma4Family(Family):
         weight = self.w.exact(name)
         return self.operations.norm(weight, weight.shape[-1], self.p.eps)
 
-    def head(self) -> Callable[[Batch], Tensor]:
+    def embedding(self) -> Callable[[Batch], Tensor]:
         embedding = Embedding(self.w.table("token_embd.weight"), math.sqrt(self.p.hidden_size))
         if self.inputs is None:
             return embedding
@@ -137,18 +137,18 @@ class Gemma4Family(Family):
 
         return doubled
 
-    def tail(self) -> Callable[[Tensor], Tensor]:
+    def output(self) -> Callable[[Tensor], Tensor]:
         output = "output.weight" if "output.weight" in self.spec.output_tensors else "token_embd.weight"
         return Output(self.norm("output_norm.weight"), self.w.linear(output), self.p.softcap)
 
-    def enter(self, rows: Tensor, batch: Batch) -> Tensor:
+    def from_boundary(self, rows: Tensor, batch: Batch) -> Tensor:
         if self.inputs is None:
             return rows
         h, batch.carried = rows.split_with_sizes([self.p.hidden_size] * 2, dim=-1)
         batch.layer_inputs = self.inputs(batch.ids, batch.carried)
         return h
 
-    def leave(self, h: Tensor, batch: Batch) -> Tensor:
+    def to_boundary(self, h: Tensor, batch: Batch) -> Tensor:
         return h if batch.carried is None else torch.cat((h, batch.carried), dim=-1)
 
     def layer(self, index: int) -> Block:
@@ -172,8 +172,8 @@ class Gemma4Family(Family):
         scale = self.w.exact(b + "ffn_gate_inp.scale") / math.sqrt(p.hidden_size)
         return RoutedBlock(
             router_norm=self.operations.norm(scale, p.hidden_size, p.eps),
-            route=build_route(self.w, b, p.experts, expert_scale="ffn_down_exps.scale"),
-            routed=build_routed(self.w, b, "gelu_tanh"),
+            route=build_router(self.w, b, p.experts, expert_scale="ffn_down_exps.scale"),
+            routed=build_experts(self.w, b, "gelu_tanh"),
             pre=self.norm(b + "pre_ffw_norm_2.weight"),
             post=self.norm(b + "post_ffw_norm_2.weight"),
         )
@@ -201,7 +201,7 @@ class Gemma4Family(Family):
             key_values=layer.key_values,
         )
         pages = self.pools.paged(layer.source, "k"), self.pools.paged(layer.source, "v")
-        positions = QueryKey(
+        positions = QkNormRope(
             self.operations.norm(torch.cat(norms), d, p.eps), self.ropes[layer.sliding], self.operations
         )
         value_norm = self.operations.norm(torch.ones(d, device=self.device), d, p.eps)

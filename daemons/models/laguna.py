@@ -20,10 +20,10 @@ from daemons.models.blocks import (
     GatedMlp,
     Output,
     PreNormLayer,
-    QueryKey,
+    QkNormRope,
 )
-from daemons.models.loader import Weights
-from daemons.models.mixture import Mixture, build_route, build_routed, build_shared
+from daemons.models.loader import WeightLoader
+from daemons.models.moe import MoeMlp, build_experts, build_router, build_shared_expert
 from daemons.ops.basic import rope
 from daemons.ops.operations import Norm
 from lucevisor.model.families.laguna import LagunaParams
@@ -33,7 +33,7 @@ from lucevisor.model.spec import ModelSpec
 class LagunaFamily(Family):
     """Builds the blocks of one shard."""
 
-    def __init__(self, spec: ModelSpec, weights: Weights, pools: Pools) -> None:
+    def __init__(self, spec: ModelSpec, weights: WeightLoader, pools: Pools) -> None:
         assert isinstance(spec.params, LagunaParams)
         self.spec, self.p, self.w, self.pools = spec, spec.params, weights, pools
         self.operations = weights.selector.operations
@@ -44,10 +44,10 @@ class LagunaFamily(Family):
         weight = self.w.exact(name)
         return self.operations.norm(weight, weight.shape[-1], self.p.eps)
 
-    def head(self) -> Callable[[Batch], Tensor]:
+    def embedding(self) -> Callable[[Batch], Tensor]:
         return Embedding(self.w.table("token_embd.weight"))
 
-    def tail(self) -> Callable[[Tensor], Tensor]:
+    def output(self) -> Callable[[Tensor], Tensor]:
         output = "output.weight" if "output.weight" in self.spec.output_tensors else "token_embd.weight"
         return Output(self.norm("output_norm.weight"), self.w.linear(output))
 
@@ -61,8 +61,8 @@ class LagunaFamily(Family):
         if index < self.p.n_dense or x is None:
             gate_up = self.w.linear(b + "ffn_gate.weight", b + "ffn_up.weight")
             return GatedMlp(gate_up, self.w.linear(b + "ffn_down.weight"), self.operations)
-        shared = build_shared(self.w, b) if x.shared_width else None
-        return Mixture(build_route(self.w, b, x, bias="exp_probs_b.bias"), build_routed(self.w, b, "silu"), shared)
+        shared = build_shared_expert(self.w, b) if x.shared_width else None
+        return MoeMlp(build_router(self.w, b, x, bias="exp_probs_b.bias"), build_experts(self.w, b, "silu"), shared)
 
     def attention(self, index: int) -> Block:
         p, b, d = self.p, f"blk.{index}.", self.p.head_dim
@@ -82,5 +82,5 @@ class LagunaFamily(Family):
             softplus=True,
         )
         pages = self.pools.paged(index, "k"), self.pools.paged(index, "v")
-        positions = QueryKey(self.operations.norm(per_head, d, p.eps), self.ropes[p.sliding[index]], self.operations)
+        positions = QkNormRope(self.operations.norm(per_head, d, p.eps), self.ropes[p.sliding[index]], self.operations)
         return Attention(shape, inputs, self.w.linear(b + "attn_output.weight"), pages, positions, self.operations)

@@ -49,7 +49,7 @@ class Rows:
 
 
 @dataclass(slots=True)
-class Weights:
+class WeightLoader:
     """Makes the callables and vectors of one shard.  Close it when the shard is built."""
 
     files: GgufFiles

@@ -18,9 +18,9 @@ from daemons.models.blocks import (
     GatedMlp,
     Output,
     PreNormLayer,
-    QueryKey,
+    QkNormRope,
 )
-from daemons.models.loader import Weights
+from daemons.models.loader import WeightLoader
 from daemons.ops.basic import rope
 from daemons.ops.operations import Norm
 from lucevisor.model.families.qwen3 import Qwen3Params
@@ -30,7 +30,7 @@ from lucevisor.model.spec import ModelSpec
 class Qwen3Family(Family):
     """Builds the blocks of one shard."""
 
-    def __init__(self, spec: ModelSpec, weights: Weights, pools: Pools) -> None:
+    def __init__(self, spec: ModelSpec, weights: WeightLoader, pools: Pools) -> None:
         assert isinstance(spec.params, Qwen3Params)
         self.spec, self.p, self.w, self.pools = spec, spec.params, weights, pools
         self.operations = weights.selector.operations
@@ -40,10 +40,10 @@ class Qwen3Family(Family):
         weight = self.w.exact(name)
         return self.operations.norm(weight, weight.shape[-1], self.p.eps)
 
-    def head(self) -> Callable[[Batch], Tensor]:
+    def embedding(self) -> Callable[[Batch], Tensor]:
         return Embedding(self.w.table("token_embd.weight"))
 
-    def tail(self) -> Callable[[Tensor], Tensor]:
+    def output(self) -> Callable[[Tensor], Tensor]:
         output = "output.weight" if "output.weight" in self.spec.output_tensors else "token_embd.weight"
         return Output(self.norm("output_norm.weight"), self.w.linear(output))
 
@@ -62,5 +62,5 @@ class Qwen3Family(Family):
         per_head = torch.cat((q_norm.expand(p.n_heads, -1), k_norm.expand(p.n_kv_heads, -1)))
         shape = AttentionShape(p.n_heads, p.n_kv_heads, d, d**-0.5)
         pages = self.pools.paged(index, "k"), self.pools.paged(index, "v")
-        positions = QueryKey(self.operations.norm(per_head, d, p.eps), self.rope, self.operations)
+        positions = QkNormRope(self.operations.norm(per_head, d, p.eps), self.rope, self.operations)
         return Attention(shape, inputs, self.w.linear(b + "attn_output.weight"), pages, positions, self.operations)

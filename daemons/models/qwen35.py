@@ -13,17 +13,17 @@ from daemons.models.blocks import (
     Attention,
     AttentionShape,
     Block,
-    DeltaNet,
-    DeltaShape,
-    DeltaWeights,
     Embedding,
     Family,
+    GatedDeltaNet,
+    GatedDeltaNetShape,
+    GatedDeltaNetWeights,
     GatedMlp,
     Output,
     PreNormLayer,
-    QueryKey,
+    QkNormRope,
 )
-from daemons.models.loader import Rows, Weights
+from daemons.models.loader import Rows, WeightLoader
 from daemons.ops.basic import rope
 from daemons.ops.operations import Norm
 from lucevisor.model.families.qwen35 import Qwen35Params
@@ -33,7 +33,7 @@ from lucevisor.model.spec import ModelSpec
 class Qwen35Family(Family):
     """Builds the blocks of one shard.  A family with another feed-forward part overrides :meth:`mlp`."""
 
-    def __init__(self, spec: ModelSpec, weights: Weights, pools: Pools) -> None:
+    def __init__(self, spec: ModelSpec, weights: WeightLoader, pools: Pools) -> None:
         assert isinstance(spec.params, Qwen35Params)
         self.spec, self.p, self.w, self.pools = spec, spec.params, weights, pools
         self.operations = weights.selector.operations
@@ -44,10 +44,10 @@ class Qwen35Family(Family):
         weight = self.w.exact(name)
         return self.operations.norm(weight, weight.shape[-1], self.p.eps)
 
-    def head(self) -> Callable[[Batch], Tensor]:
+    def embedding(self) -> Callable[[Batch], Tensor]:
         return Embedding(self.w.table("token_embd.weight"))
 
-    def tail(self) -> Callable[[Tensor], Tensor]:
+    def output(self) -> Callable[[Tensor], Tensor]:
         output = "output.weight" if "output.weight" in self.spec.output_tensors else "token_embd.weight"
         return Output(self.norm("output_norm.weight"), self.w.linear(output))
 
@@ -74,12 +74,12 @@ class Qwen35Family(Family):
         per_head = torch.cat((q_norm.expand(p.n_heads, -1), k_norm.expand(p.n_kv_heads, -1)))
         shape = AttentionShape(p.n_heads, p.n_kv_heads, d, p.scale, gate=p.n_heads * d)
         pages = self.pools.paged(index, "k"), self.pools.paged(index, "v")
-        positions = QueryKey(self.operations.norm(per_head, d, p.eps), self.rope, self.operations)
+        positions = QkNormRope(self.operations.norm(per_head, d, p.eps), self.rope, self.operations)
         return Attention(shape, inputs, self.w.linear(b + "attn_output.weight"), pages, positions, self.operations)
 
     def delta_net(self, index: int) -> Block:
         p, b = self.p, f"blk.{index}."
-        weights = DeltaWeights(
+        weights = GatedDeltaNetWeights(
             inputs=self.w.linear(
                 b + "attn_qkv.weight", b + "attn_gate.weight", b + "ssm_alpha.weight", b + "ssm_beta.weight"
             ),
@@ -89,7 +89,7 @@ class Qwen35Family(Family):
             dt=self.w.exact(b + "ssm_dt.bias"),
             norm=self.norm(b + "ssm_norm.weight"),
         )
-        shape = DeltaShape(p.delta_key_heads, p.delta_value_heads, p.delta_dim)
-        return DeltaNet(
+        shape = GatedDeltaNetShape(p.delta_key_heads, p.delta_value_heads, p.delta_dim)
+        return GatedDeltaNet(
             shape, weights, self.pools.state(index, "conv"), self.pools.state(index, "delta"), self.operations
         )

@@ -5,7 +5,7 @@ docs/families.md.
 from __future__ import annotations
 
 from daemons.models.blocks import Block
-from daemons.models.mixture import Mixture, build_route, build_routed, build_shared
+from daemons.models.moe import MoeMlp, build_experts, build_router, build_shared_expert
 from daemons.models.qwen35 import Qwen35Family
 from lucevisor.model.families.qwen35moe import Qwen35MoeParams
 
@@ -16,8 +16,8 @@ class Qwen35MoeFamily(Qwen35Family):
     def mlp(self, index: int) -> Block:
         assert isinstance(self.p, Qwen35MoeParams)
         b = f"blk.{index}."
-        return Mixture(
-            route=build_route(self.w, b, self.p.experts, shared_gate="ffn_gate_inp_shexp.weight"),
-            routed=build_routed(self.w, b, "silu"),
-            shared=build_shared(self.w, b),
+        return MoeMlp(
+            route=build_router(self.w, b, self.p.experts, shared_gate="ffn_gate_inp_shexp.weight"),
+            routed=build_experts(self.w, b, "silu"),
+            shared=build_shared_expert(self.w, b),
         )

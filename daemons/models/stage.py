@@ -14,10 +14,10 @@ from torch import Tensor
 
 from daemons.device import launching, prepare, torch_device, torch_dtype
 from daemons.errors import LoadError, StateError
-from daemons.graphs import Recordings
+from daemons.graphs import CudaGraphs
 from daemons.kv.batch import Batch, Layout
 from daemons.kv.sequences import Sequences
-from daemons.models.stack import ShardRequest, Stack, check, stream_dtype
+from daemons.models.shard import ShardConfig, ShardModel, check, stream_dtype
 from daemons.ops.selection import KernelSelector
 from lucevisor.model.spec import ModelSpec
 from lucevisor.model.values import Backend
@@ -38,33 +38,33 @@ class StageOutput:
     hidden: list[Tensor] = field(default_factory=list)
 
 
-class Stage:
+class LoadedStage:
     """A loaded stage.  Made by :meth:`load`."""
 
-    def __init__(self, spec: ModelSpec, plan: StagePlan, load: Load, stacks: list[Stack]) -> None:
-        self.spec, self.plan, self.stacks = spec, plan, stacks
-        self.head, self.tail = stacks[0].head is not None, stacks[-1].tail is not None
-        self.first_device, self.device = stacks[0].device, stacks[-1].device
+    def __init__(self, spec: ModelSpec, plan: StagePlan, load: Load, shards: list[ShardModel]) -> None:
+        self.spec, self.plan, self.shards = spec, plan, shards
+        self.embedding, self.output = shards[0].embedding is not None, shards[-1].output is not None
+        self.first_device, self.device = shards[0].device, shards[-1].device
         self.dtype = torch_dtype(load.dtype)
         self.max_step_tokens = load.max_step_tokens
-        self.sequences = Sequences([s.pools for s in stacks], load.pools, load.max_sequences)
+        self.sequences = Sequences([s.pools for s in shards], load.pools, load.max_sequences)
         self.kernels: dict[str, str] = {}
-        for stack in stacks:
-            self.kernels |= stack.selector.selected
-        self.warnings = [w for stack in stacks for w in stack.warnings]
+        for shard in shards:
+            self.kernels |= shard.selector.selected
+        self.warnings = [w for shard in shards for w in shard.warnings]
         self.warn: Callable[[str], None] = self.warnings.append
-        self.recordings = [
-            Recordings(s.device, s.run, s.unwaiting_tokens, lambda text: self.warn(text))
+        self.graphs = [
+            CudaGraphs(s.device, s.run, s.max_async_tokens, lambda text: self.warn(text))
             if s.selector.kernels and s.device.type != "cpu"
             else None
-            for s in stacks
+            for s in shards
         ]
 
     @classmethod
     @torch.inference_mode()
     def load(
         cls, spec: ModelSpec, plan: StagePlan, load: Load, backend: Backend, progress: Callable[[Progress], None]
-    ) -> Stage:
+    ) -> LoadedStage:
         """Load the stage's shards onto their devices, in order.
 
         ``spec.files`` must be open.  Raises LoadError (file, tensor) or DeviceError (device, tensor, bytes).
@@ -73,12 +73,12 @@ class Stage:
         if not plan.shards:
             raise LoadError(f"stage {plan.stage}", "the plan has no shard", "correct the plan", configuration=True)
         last = len(plan.shards) - 1
-        requests = [
-            ShardRequest(
+        configs = [
+            ShardConfig(
                 spec=spec,
                 plan=shard,
-                first=plan.source is None and i == 0,
-                last=plan.target is None and i == last,
+                embedding=plan.source is None and i == 0,
+                output=plan.target is None and i == last,
                 backend=backend,
                 dtype=load.dtype,
                 kv_dtype=load.kv_dtype,
@@ -95,19 +95,19 @@ class Stage:
                     configuration=True,
                 )
         dtype = torch_dtype(load.dtype)
-        stacks = []
-        for request in requests:
-            check(request)
-        for request in requests:
-            selector = KernelSelector(torch_device(backend, request.plan.device), dtype)
-            device = request.plan.device
+        shards = []
+        for config in configs:
+            check(config)
+        for config in configs:
+            selector = KernelSelector(torch_device(backend, config.plan.device), dtype)
+            device = config.plan.device
 
             def report(done: int, total: int, device: int = device) -> None:
                 progress(Progress(plan.stage, device, done, total, "read"))
 
             progress(Progress(plan.stage, device, 0, 0, "pools"))
-            stacks.append(Stack(request, selector, report))
-        return cls(spec, plan, load, stacks)
+            shards.append(ShardModel(config, selector, report))
+        return cls(spec, plan, load, shards)
 
     @torch.inference_mode()
     def apply(self, operations: Sequence[Operation]) -> None:
@@ -129,39 +129,39 @@ class Stage:
             return StageOutput(rows, [])
         if n > self.max_step_tokens:
             raise StateError(where, f"{n} tokens, this daemon was loaded for steps of up to {self.max_step_tokens}")
-        h = None if self.head else rows_in
-        if not self.head and (h is None or h.shape != (n, self.spec.boundary_width)):
+        h = None if self.embedding else rows_in
+        if not self.embedding and (h is None or h.shape != (n, self.spec.boundary_width)):
             found = "none" if h is None else list(h.shape)
             raise StateError(where, f"boundary rows {found} for {n} tokens of width {self.spec.boundary_width}")
         self.sequences.flush()
         layout = Layout(step.slices, self.sequences, self.spec)
         hidden: list[Tensor] | None = [] if step.want_hidden else None
-        for stack, recordings in zip(self.stacks, self.recordings, strict=True):
-            device = stack.device
+        for shard, graphs in zip(self.shards, self.graphs, strict=True):
+            device = shard.device
             tables = self.sequences.tables(device)
             if h is not None:
                 h = stream_dtype(h, self.dtype, device)
             with launching(device):
-                if recordings is None or hidden is not None:
-                    h = stack.run(h, Batch(layout, tables, layout.on(device)), hidden)
+                if graphs is None or hidden is not None:
+                    h = shard.run(h, Batch(layout, tables, layout.on(device)), hidden)
                 else:
-                    h = recordings.run(h, layout, tables)
+                    h = graphs.run(h, layout, tables)
         assert h is not None
         return StageOutput(h, [x.to(self.device) for x in hidden or []])
 
     @torch.inference_mode()
     def logits(self, rows: Tensor, indices: Sequence[int] | None) -> Tensor:
         """Float32 logits [n, V] of the chosen rows (None: all) of :meth:`forward`'s output.  Tail stages only."""
-        tail = self.stacks[-1].tail
-        if tail is None:
-            raise StateError(f"stage {self.plan.stage}", "logits were asked of a stage that is not the tail")
+        output = self.shards[-1].output
+        if output is None:
+            raise StateError(f"stage {self.plan.stage}", "this stage has no output matrix: it cannot make logits")
         if indices is not None and list(indices) != list(range(rows.shape[0])):
             index = torch.tensor(list(indices), dtype=torch.int64)
             if rows.device.type != "cpu":
                 index = index.pin_memory().to(rows.device, non_blocking=True)
             rows = rows.index_select(0, index)
         with launching(rows.device):
-            return tail(rows)
+            return output(rows)
 
     def reset(self) -> None:
         """Forget all sequences; weights and pools stay."""
@@ -169,4 +169,4 @@ class Stage:
 
     def usage(self) -> list[DeviceUse]:
         """Memory of each shard, measured."""
-        return [stack.usage() for stack in self.stacks]
+        return [shard.usage() for shard in self.shards]

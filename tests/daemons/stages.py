@@ -1,4 +1,4 @@
-"""A chain of stages in one process, with page ids dealt out the way a supervisor would: what the tensor tests drive."""
+"""A pipeline of stages in one process, with page ids allocated as a supervisor would; the tensor tests drive it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from daemons.models.stage import Stage
+from daemons.models.stage import LoadedStage
 from lucevisor.model.families import open_spec
 from lucevisor.model.spec import ModelSpec
 from lucevisor.model.values import PAGE_TOKENS, Backend, Dtype, LayerRange, Space
@@ -25,8 +25,8 @@ def load_stages(
     dtype: Dtype = Dtype.FLOAT32,
     kv_dtype: Dtype = Dtype.FLOAT32,
     backend: Backend = Backend.CPU,
-) -> list[Stage]:
-    """Stages of a chain.  ``cuts``: for each stage the layers its shards end before, but for the chain's last one."""
+) -> list[LoadedStage]:
+    """Stages of a pipeline.  ``cuts``: for each stage the layers its shards end before, except the last one."""
     stops = [stop for cut in cuts for stop in cut] + [spec.n_layers]
     load = Load([], dtype, kv_dtype, [], [], POOLS, max_sequences=16, max_step_tokens=512, threads=0)
     stages, start, at = [], 0, 0
@@ -36,18 +36,18 @@ def load_stages(
             shards.append(ShardPlan(0, LayerRange(start, stops[at])))
             start, at = stops[at], at + 1
         plan = StagePlan(i, shards, None if i == 0 else i - 1, None if i == len(cuts) - 1 else i)
-        stages.append(Stage.load(spec, plan, load, backend, lambda _: None))
+        stages.append(LoadedStage.load(spec, plan, load, backend, lambda _: None))
     return stages
 
 
 @dataclass
-class Chain:
+class Pipeline:
     """Runs slices through all stages.
 
     Pages come scattered on purpose: neighbours in a text are not neighbours in a pool.
     """
 
-    stages: list[Stage]
+    stages: list[LoadedStage]
     free_pages: list[int] = field(
         default_factory=lambda: [(i * 37 + 5) % POOLS.full_pages for i in range(POOLS.full_pages)]
     )
@@ -105,5 +105,5 @@ class Chain:
         return out
 
 
-def chain(path: Path, **options: object) -> Chain:
-    return Chain(load_stages(open_spec(path), **options))  # type: ignore[arg-type]
+def pipeline(path: Path, **options: object) -> Pipeline:
+    return Pipeline(load_stages(open_spec(path), **options))  # type: ignore[arg-type]

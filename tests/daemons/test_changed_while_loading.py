@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from daemons.errors import LoadError
-from daemons.runner import Runtime
+from daemons.runner import ModelRunner
 from lucevisor.model.families import open_spec
 from lucevisor.model.values import Backend, Dtype, FileIdentity, LayerRange
 from lucevisor.protocol.loading import Load, PoolSizes, ShardPlan, StagePlan
@@ -51,7 +51,7 @@ def load(model: Path, identities: tuple[FileIdentity, ...] = (), reporter: Repor
         1,
         identities=list(identities),
     )
-    return Runtime.load(order, Backend.CPU, [], reporter or Reporter())[1]
+    return ModelRunner.load(order, Backend.CPU, [], reporter or Reporter())[1]
 
 
 def test_what_was_read_is_told(model: Path) -> None:

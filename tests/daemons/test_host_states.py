@@ -16,7 +16,7 @@ from lucevisor.protocol.loading import PoolSizes
 from lucevisor.protocol.steps import CopyState, OpenSequence, Sampling, ZeroState
 from lucevisor.protocol.transfers import Restored, TransferFailed
 from lucevisor.snapshots.store import SnapshotStore
-from tests.daemons.snapshot_chain import SlotChain, checkpoint, golden_spec, ids_of, state_model, states_of
+from tests.daemons.snapshot_pipeline import SlotPipeline, checkpoint, golden_spec, ids_of, state_model, states_of
 
 SIZES = PoolSizes(full_pages=4, window_pages=0, states=5, host_states=3)
 N = 133
@@ -49,8 +49,8 @@ def test_the_device_holds_what_may_be_live_and_the_host_the_rest(spec):
 def test_a_copy_is_bit_by_bit_and_touches_nothing_else(spec, source, target):
     pools = Pools(spec, LayerRange(0, spec.n_layers), CPU, Dtype.FLOAT32, SIZES)
     generator = torch.Generator().manual_seed(source * 5 + target)
-    stacks = [*pools._of(Space.RECURRENT), *pools._host_stacks]
-    for tensor in stacks:  # any bits, those of no number included
+    shards = [*pools._of(Space.RECURRENT), *pools._host_stacks]
+    for tensor in shards:  # any bits, those of no number included
         tensor.view(torch.int32).random_(-(2**31), 2**31, generator=generator)
     sequences = Sequences([pools], SIZES, max_sequences=2)
     names = [(i.index, t.name) for i in spec.layers if i.space is Space.RECURRENT for t in i.state]
@@ -85,24 +85,24 @@ def test_what_a_state_in_host_memory_cannot_be_is_refused(spec, operation, messa
 
 
 def test_a_sequence_goes_on_from_a_checkpoint_in_host_memory(spec):
-    chain = SlotChain(spec, [[3], []], host_states=4, seed=1)
-    chain.open(0)
-    chain.run(0, ids_of(spec, N))
-    place = checkpoint(chain, 0, 6)
-    kept = states_of(chain, 6)
-    assert equal(kept, states_of(chain, 0))
-    wanted = chain.greedy(0, [3, 1], 16)
-    assert equal(kept, states_of(chain, 6))  # it did not move with the sequence
-    assert not equal(kept, states_of(chain, 0))
-    chain.adopt(1, place, live_state=3)
-    assert equal(kept, states_of(chain, 3))
-    assert chain.greedy(1, [3, 1], 16) == wanted
+    pipeline = SlotPipeline(spec, [[3], []], host_states=4, seed=1)
+    pipeline.open(0)
+    pipeline.run(0, ids_of(spec, N))
+    place = checkpoint(pipeline, 0, 6)
+    kept = states_of(pipeline, 6)
+    assert equal(kept, states_of(pipeline, 0))
+    wanted = pipeline.greedy(0, [3, 1], 16)
+    assert equal(kept, states_of(pipeline, 6))  # it did not move with the sequence
+    assert not equal(kept, states_of(pipeline, 0))
+    pipeline.adopt(1, place, live_state=3)
+    assert equal(kept, states_of(pipeline, 3))
+    assert pipeline.greedy(1, [3, 1], 16) == wanted
 
 
 @pytest.mark.parametrize("saved", [2, 6])
 @pytest.mark.parametrize("restored", [1, 5])
 def test_snapshots_of_states_wherever_they_lie_are_the_same(spec, saved, restored, tmp_path):
-    one = SlotChain(spec, host_states=4, seed=1)
+    one = SlotPipeline(spec, host_states=4, seed=1)
     one.open(0)
     one.run(0, ids_of(spec, N))
     place = checkpoint(one, 0, saved)
@@ -110,10 +110,10 @@ def test_snapshots_of_states_wherever_they_lie_are_the_same(spec, saved, restore
     wanted = one.greedy(0, [3, 1], 16)
     store = SnapshotStore(tmp_path, state_model(spec), 1 << 30)
     entry = one.save(store, ids_of(spec, N), place)
-    other = SlotChain(spec, [[3], []], host_states=4, seed=2)
+    other = SlotPipeline(spec, [[3], []], host_states=4, seed=2)
     with torch.inference_mode():
-        for stack in (stack for stage in other.stages for stack in stage.stacks):
-            for tensor in (*stack.pools._of(Space.RECURRENT), *stack.pools._host_stacks):
+        for shard in (shard for stage in other.stages for shard in stage.shards):
+            for tensor in (*shard.pools._of(Space.RECURRENT), *shard.pools._host_stacks):
                 tensor.fill_(7.0)
     fresh = other.fresh_place(N, restored)
     assert all(isinstance(a, Restored) for a in other.restore(store, entry, fresh))
@@ -128,13 +128,13 @@ def test_snapshots_of_states_wherever_they_lie_are_the_same(spec, saved, restore
 
 
 def test_a_state_outside_both_pools_is_refused_by_name(spec, tmp_path):
-    chain = SlotChain(spec, host_states=4, seed=1)
-    chain.open(0)
-    chain.run(0, ids_of(spec, N))
+    pipeline = SlotPipeline(spec, host_states=4, seed=1)
+    pipeline.open(0)
+    pipeline.run(0, ids_of(spec, N))
     store = SnapshotStore(tmp_path, state_model(spec), 1 << 30)
-    entry = chain.save(store, ids_of(spec, N), checkpoint(chain, 0, 6))
-    fresh = chain.fresh_place(N, 8)
-    (answer,) = chain.restore(store, entry, fresh)
+    entry = pipeline.save(store, ids_of(spec, N), checkpoint(pipeline, 0, 6))
+    fresh = pipeline.fresh_place(N, 8)
+    (answer,) = pipeline.restore(store, entry, fresh)
     assert isinstance(answer, TransferFailed)
     assert "state 8 is outside the pool of 8" in answer.reason
     store.close()

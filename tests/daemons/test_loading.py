@@ -10,9 +10,9 @@ import torch
 
 from daemons.device import CPU
 from daemons.errors import DeviceError, LoadError, StateError
-from daemons.models.loader import Rows, Weights
-from daemons.models.stack import ShardRequest, Stack
-from daemons.models.stage import Stage
+from daemons.models.loader import Rows, WeightLoader
+from daemons.models.shard import ShardConfig, ShardModel
+from daemons.models.stage import LoadedStage
 from daemons.ops.selection import KernelSelector
 from daemons.weights.reading import HostMemory
 from lucevisor.model.families import open_spec
@@ -22,7 +22,7 @@ from lucevisor.model.weight_layout import shard_layouts, weight_bytes
 from lucevisor.protocol.loading import Load, ShardPlan, StagePlan
 from lucevisor.protocol.messages import Progress
 from lucevisor.protocol.steps import Slice, Step
-from tests.daemons.stages import POOLS, Chain, load_stages
+from tests.daemons.stages import POOLS, Pipeline, load_stages
 from tests.daemons.tiny_models import Tiny, write
 from tests.families.rounding import Formats, bounds, explained, middle_error
 from tests.numerics import BFLOAT16, Narrow, narrow_error, product_error
@@ -52,24 +52,24 @@ def files(tmp_path_factory):
     return get
 
 
-def make_stack(
+def make_shard(
     spec, backend=Backend.CPU, dtype=Dtype.FLOAT32, layers=None, embedding=True, output=True, report=None
-) -> Stack:
-    """A shard whose forms are those of ``backend``, computed on the cpu."""
+) -> ShardModel:
+    """A shard with the weight formats of ``backend``, computed on the cpu."""
     plan = ShardPlan(0, layers or LayerRange(0, spec.n_layers))
     kv = Dtype.FLOAT32 if dtype is Dtype.FLOAT32 else dtype
-    request = ShardRequest(spec, plan, embedding, output, backend, dtype, kv, POOLS)
+    config = ShardConfig(spec, plan, embedding, output, backend, dtype, kv, POOLS)
     with torch.inference_mode():
-        return Stack(request, KernelSelector(CPU, TORCH[dtype]), report or (lambda done, total: None))
+        return ShardModel(config, KernelSelector(CPU, TORCH[dtype]), report or (lambda done, total: None))
 
 
-def stage_of(stack: Stack, spec, dtype=Dtype.FLOAT32) -> Stage:
+def stage_of(shard: ShardModel, spec, dtype=Dtype.FLOAT32) -> LoadedStage:
     load = Load([], dtype, dtype, [], [], POOLS, 16, 512)
-    return Stage(spec, StagePlan(0, [stack.plan], None, None), load, [stack])
+    return LoadedStage(spec, StagePlan(0, [shard.plan], None, None), load, [shard])
 
 
-def logits(stages: list[Stage]) -> torch.Tensor:
-    c = Chain(stages)
+def logits(stages: list[LoadedStage]) -> torch.Tensor:
+    c = Pipeline(stages)
     c.open(0, 3)
     return torch.cat((c.run((0, IDS[:70])), c.run_in_chunks(0, IDS[70:], 1)))
 
@@ -84,9 +84,9 @@ def test_loaded_bytes_are_the_planned_bytes(files, kinds, backend, dtype, tied):
         (LayerRange(0, 4), True, True), (LayerRange(0, 1), True, False), (LayerRange(1, 3), False, False),
         (LayerRange(3, 4), False, True),
     ):  # fmt: skip
-        stack = make_stack(spec, backend, dtype, layers, embedding, output)
+        shard = make_shard(spec, backend, dtype, layers, embedding, output)
         planned = weight_bytes(spec, layers, embedding=embedding, output=output, backend=backend, dtype=dtype)
-        assert stack.weight_bytes == planned
+        assert shard.weight_bytes == planned
 
 
 def test_quantised_weights_are_the_same_float32_numbers(files):
@@ -113,8 +113,8 @@ def test_a_tied_table_of_another_form_than_the_head(files):
 def test_accelerator_forms_compute_the_same(files, kinds, tied):
     """What a GPU would hold (blocks, expanded at each call), run here in float32."""
     spec = open_spec(files(kinds, tied=tied))
-    stack = make_stack(spec, Backend.CUDA)
-    assert bounds(spec, IDS).logits.worst(logits([stage_of(stack, spec)])) <= 1
+    shard = make_shard(spec, Backend.CUDA)
+    assert bounds(spec, IDS).logits.worst(logits([stage_of(shard, spec)])) <= 1
     forms = {r.format.value for r in shard_layouts(
         spec, LayerRange(0, 4), embedding=True, output=True, backend=Backend.CUDA, dtype=Dtype.FLOAT32
     )}  # fmt: skip
@@ -130,7 +130,7 @@ def test_packed_cpu_forms_stay_near_the_dequantised_product(files, kind):
     found, wanted = [], []
     for dtype in (Dtype.BFLOAT16, Dtype.FLOAT32):
         kept = shard_layouts(spec, LayerRange(0, 1), embedding=False, output=False, backend=Backend.CPU, dtype=dtype)
-        weights = Weights(spec.files, kept, KernelSelector(CPU, TORCH[dtype]), lambda done, total: None)
+        weights = WeightLoader(spec.files, kept, KernelSelector(CPU, TORCH[dtype]), lambda done, total: None)
         product = weights.linear(*names)
         weights.close()
         (found if dtype is Dtype.BFLOAT16 else wanted).append(product(x.to(TORCH[dtype])))
@@ -155,7 +155,7 @@ def test_row_ranges_of_several_matrices_come_in_the_order_asked_for(files, monke
     kept = shard_layouts(
         spec, LayerRange(0, 1), embedding=False, output=False, backend=Backend.CPU, dtype=Dtype.FLOAT32
     )
-    weights = Weights(spec.files, kept, KernelSelector(CPU, torch.float32), lambda done, total: None)
+    weights = WeightLoader(spec.files, kept, KernelSelector(CPU, torch.float32), lambda done, total: None)
     gate, up = "blk.0.ffn_gate.weight", "blk.0.ffn_up.weight"
     product = weights.linear(Rows(gate, ((10, 12), (0, 3))), Rows(up), Rows(gate, ((200, 256),)))
     weights.close()
@@ -180,7 +180,7 @@ def test_progress_reaches_the_total(files, monkeypatch):
     seen: list[Progress] = []
     load = Load([], Dtype.FLOAT32, Dtype.FLOAT32, [], [], POOLS, 4, 64)
     plan = StagePlan(2, [ShardPlan(0, LayerRange(0, 2)), ShardPlan(0, LayerRange(2, 4))], None, None)
-    Stage.load(spec, plan, load, Backend.CPU, seen.append)
+    LoadedStage.load(spec, plan, load, Backend.CPU, seen.append)
     read = [p for p in seen if p.phase == "read"]
     assert {p.stage for p in seen} == {2}
     assert len(read) > 20
@@ -243,7 +243,7 @@ def test_impossible_plans_are_refused(files, shards, message):
     load = Load([], Dtype.FLOAT32, Dtype.FLOAT32, [], [], POOLS, 4, 64)
     plan = StagePlan(0, [ShardPlan(d, LayerRange(a, b)) for d, a, b in shards], None, None)
     with pytest.raises((LoadError, DeviceError)) as caught:
-        Stage.load(spec, plan, load, Backend.CPU, lambda _: None)
+        LoadedStage.load(spec, plan, load, Backend.CPU, lambda _: None)
     assert message in str(caught.value)
     assert caught.value.configuration
 
@@ -260,7 +260,7 @@ def test_unknown_families_and_unopened_files_are_refused(files):
 
 def test_steps_that_do_not_fit_the_stage_are_refused(files):
     spec = open_spec(files(["Q8_0"]))
-    c = Chain(load_stages(spec, [[2], []]))
+    c = Pipeline(load_stages(spec, [[2], []]))
     c.open(0, 0)
     head, tail = c.stages
     with pytest.raises(StateError, match="513 tokens, this daemon was loaded for steps of up to 512"):
@@ -269,6 +269,6 @@ def test_steps_that_do_not_fit_the_stage_are_refused(files):
         tail.forward(Step(1, 0, [], [Slice(0, 0, [1], True)]), torch.zeros(2, 256))
     with pytest.raises(StateError, match="boundary rows none"):
         tail.forward(Step(1, 0, [], [Slice(0, 0, [1], True)]), None)
-    with pytest.raises(StateError, match="logits were asked of a stage that is not the tail"):
+    with pytest.raises(StateError, match="this stage has no output matrix"):
         head.logits(torch.zeros(1, 256), None)
     assert head.forward(Step(1, 0), None).rows.shape == (0, 256)

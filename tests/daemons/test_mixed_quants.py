@@ -1,4 +1,4 @@
-"""Every quant type through the loader: alone, mixed in one product, in stacks of experts; what is converted is told."""
+"""Every quant type through the loader: alone, mixed in one product, in stacks of experts; conversions are reported."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from daemons.device import CPU
-from daemons.models.loader import Rows, Weights
+from daemons.models.loader import Rows, WeightLoader
 from daemons.ops.selection import KernelSelector
 from lucevisor.model.families import open_spec
 from lucevisor.model.gguf_files import GgufFiles, open_model
@@ -58,13 +58,13 @@ def model(tmp_path_factory) -> tuple[GgufFiles, dict[str, np.ndarray]]:
     return open_model([Path(path)]), numbers
 
 
-def weights_of(files: GgufFiles, names: list[str], backend: Backend, dtype: Dtype) -> Weights:
+def weights_of(files: GgufFiles, names: list[str], backend: Backend, dtype: Dtype) -> WeightLoader:
     kept = []
     for name in dict.fromkeys(names):
         t = files.tensors[name]
         fmt = tensor_format(t.kind, t.shape, TensorRole.MATRIX, backend, dtype)
         kept.append(TensorLayout(name, t.kind, t.shape, TensorRole.MATRIX, fmt, format_bytes(t.kind, t.shape, fmt)))
-    return Weights(files, kept, KernelSelector(CPU, TORCH[dtype]), lambda done, total: None)
+    return WeightLoader(files, kept, KernelSelector(CPU, TORCH[dtype]), lambda done, total: None)
 
 
 def assert_float32(found: torch.Tensor, x: torch.Tensor, matrix: np.ndarray) -> None:

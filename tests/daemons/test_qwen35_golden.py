@@ -10,7 +10,7 @@ import torch
 from lucevisor.model.families import open_spec
 from lucevisor.model.values import Dtype, Space
 from lucevisor.protocol.steps import CopyPage, CopyState, SetPages
-from tests.daemons.stages import Chain, load_stages
+from tests.daemons.stages import Pipeline, load_stages
 from tests.families.rounding import Bounds, Formats, assert_same_tokens, bounds, explained, middle_error
 from tests.numerics import bound
 
@@ -36,8 +36,8 @@ class Golden:
     def assert_logits(self, found, rows=slice(None)):
         self.bounds.assert_logits(found, self.logits, rows)
 
-    def chain(self, stages=None) -> Chain:
-        made = Chain(self.whole if stages is None else stages)
+    def pipeline(self, stages=None) -> Pipeline:
+        made = Pipeline(self.whole if stages is None else stages)
         for stage in made.stages:
             stage.reset()
         return made
@@ -54,7 +54,7 @@ def qwen35() -> Golden:
 
 
 def test_logits_and_every_layer(golden):
-    c = golden.chain()
+    c = golden.pipeline()
     c.open(3, 5)
     logits = c.run((3, golden.ids), want_hidden=True)
     golden.bounds.assert_layers(c.hidden, golden.hidden)
@@ -63,19 +63,19 @@ def test_logits_and_every_layer(golden):
 
 @pytest.mark.parametrize("size", [1, 7, 16, 64])
 def test_chunks_of_a_prompt(golden, size):
-    c = golden.chain()
+    c = golden.pipeline()
     c.open(0, 0)
     golden.assert_logits(c.run_in_chunks(0, golden.ids, size))
 
 
 def test_greedy_tokens(golden):
-    c = golden.chain()
+    c = golden.pipeline()
     c.open(0, 7)
     assert_same_tokens(golden.spec, golden.prompt, c.greedy(0, golden.prompt, 32), golden.greedy)
 
 
 def test_the_tail_computes_only_the_rows_asked_for(qwen35):
-    c = qwen35.chain()
+    c = qwen35.pipeline()
     c.open(0, 0)
     stage = c.stages[0]
     everything = c.run((0, qwen35.ids))
@@ -89,7 +89,7 @@ def test_the_tail_computes_only_the_rows_asked_for(qwen35):
 
 @pytest.mark.parametrize("cut", range(1, 8))
 def test_two_stages_change_no_bit(qwen35, cut):
-    whole, split = qwen35.chain(), qwen35.chain(load_stages(qwen35.spec, [[cut], []]))
+    whole, split = qwen35.pipeline(), qwen35.pipeline(load_stages(qwen35.spec, [[cut], []]))
     for c in (whole, split):
         c.open(0, 0)
     assert torch.equal(whole.run((0, qwen35.prompt)), split.run((0, qwen35.prompt)))
@@ -98,7 +98,7 @@ def test_two_stages_change_no_bit(qwen35, cut):
 
 @pytest.mark.parametrize("cuts", [[[1, 2, 3, 4, 5, 6, 7]], [[2], [3, 6], []], [[1], [2], [7], []]])
 def test_shards_and_stages_change_no_bit(qwen35, cuts):
-    whole, split = qwen35.chain(), qwen35.chain(load_stages(qwen35.spec, cuts))
+    whole, split = qwen35.pipeline(), qwen35.pipeline(load_stages(qwen35.spec, cuts))
     for c in (whole, split):
         c.open(9, 2)
     assert torch.equal(whole.run((9, qwen35.ids), want_hidden=True), split.run((9, qwen35.ids), want_hidden=True))
@@ -108,7 +108,7 @@ def test_shards_and_stages_change_no_bit(qwen35, cuts):
 
 def test_many_sequences_in_one_step(qwen35):
     """Prefill chunks of several lengths and decode rows of others share steps; each sequence gets its own logits."""
-    c = qwen35.chain()
+    c = qwen35.pipeline()
     lengths = {0: 72, 1: 5, 2: 64, 3: 65, 4: 1, 5: 40}
     for s in lengths:
         c.open(s, 23 - s)
@@ -138,10 +138,10 @@ def test_concurrent_greedy_equals_one_by_one(qwen35):
     ]
     alone = []
     for prompt in prompts:
-        c = qwen35.chain()
+        c = qwen35.pipeline()
         c.open(0, 0)
         alone.append(c.greedy(0, prompt, 16))
-    c = qwen35.chain()
+    c = qwen35.pipeline()
     together = []
     for s, prompt in enumerate(prompts):
         c.open(s, s + 1)
@@ -155,7 +155,7 @@ def test_concurrent_greedy_equals_one_by_one(qwen35):
 
 
 def test_reused_pages_and_states_hold_nothing_of_the_last_text(qwen35):
-    c = qwen35.chain()
+    c = qwen35.pipeline()
     c.open(0, 4)
     c.run((0, qwen35.ids[::-1]))
     c.close(0)
@@ -165,7 +165,7 @@ def test_reused_pages_and_states_hold_nothing_of_the_last_text(qwen35):
 
 def test_a_prefix_is_continued_from_copies(qwen35):
     """A second sequence starts from a copied state, a shared full page and a copy of the partial one."""
-    c = qwen35.chain()
+    c = qwen35.pipeline()
     c.open(0, 0)
     c.run((0, qwen35.ids[:70]))
     c.apply([CopyState(0, 9)])
@@ -180,7 +180,7 @@ def test_a_prefix_is_continued_from_copies(qwen35):
 
 def assert_explained(golden, stages, formats):
     """As far off as rounding to ``formats`` explains, and further than rounding to float32 does."""
-    c = golden.chain(stages)
+    c = golden.pipeline(stages)
     c.open(0, 0)
     found = c.run_in_chunks(0, golden.ids, 24)
     exact = golden.bounds.logits

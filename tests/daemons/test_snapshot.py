@@ -20,7 +20,7 @@ from lucevisor.model.values import Dtype, LayerRange, Space
 from lucevisor.protocol.transfers import Restore, Restored, Save, Saved, SlotPlace, TransferFailed
 from lucevisor.snapshots.layout import NextToken, SlotRecord
 from lucevisor.snapshots.store import SnapshotStore
-from tests.daemons.snapshot_chain import SlotChain, checkpoint, golden_spec, ids_of, state_model
+from tests.daemons.snapshot_pipeline import SlotPipeline, checkpoint, golden_spec, ids_of, state_model
 
 FAMILIES = ["qwen35", "qwen3", "qwen35moe", "gemma4_e2b", "laguna"]
 N = 133  # two whole pages and a part of a third; windows begin inside the second page
@@ -42,7 +42,7 @@ def test_saved_under_one_split_restored_under_others(name, tmp_path):
     spec = golden_spec(name)
     legal = [i for i in range(1, spec.n_layers) if spec.legal_boundary(i)]
     ids = ids_of(spec, N)
-    saving = SlotChain(spec, [legal[:1], []], seed=1)
+    saving = SlotPipeline(spec, [legal[:1], []], seed=1)
     saving.open(0)
     saving.run(0, ids)
     place = checkpoint(saving, 0, 5)
@@ -53,7 +53,7 @@ def test_saved_under_one_split_restored_under_others(name, tmp_path):
 
     splits = [[[]], [legal[-1:], []], [legal[:1], legal[1:2], []], [legal[1:3], []]]
     for seed, cuts in enumerate(splits):
-        other = SlotChain(spec, cuts, seed=10 + seed, n_pages=60)
+        other = SlotPipeline(spec, cuts, seed=10 + seed, n_pages=60)
         restarted = opened(tmp_path, state_model(spec))
         fresh = other.fresh_place(N, 2 if Space.RECURRENT in spec.spaces() else -1)
         answers = other.restore(restarted, restarted.find([*ids, 3], N).entry, fresh)
@@ -69,7 +69,7 @@ def test_saved_under_one_split_restored_under_others(name, tmp_path):
 def test_equal_formats_come_back_bit_by_bit(name, kv_dtype, tmp_path):
     spec = golden_spec(name)
     model = state_model(spec, kv_dtype)
-    one = SlotChain(spec, kv_dtype=kv_dtype, seed=1)
+    one = SlotPipeline(spec, kv_dtype=kv_dtype, seed=1)
     one.open(0)
     one.run(0, ids_of(spec, N))
     place = checkpoint(one, 0, 5)
@@ -77,7 +77,7 @@ def test_equal_formats_come_back_bit_by_bit(name, kv_dtype, tmp_path):
     first = one.save(store, ids_of(spec, N), place)
     with safe_open(tmp_path / first.file, "pt") as file:
         before = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  # no mapping
-    other = SlotChain(spec, [[3], []] if spec.legal_boundary(3) else [[]], kv_dtype=kv_dtype, seed=2)
+    other = SlotPipeline(spec, [[3], []] if spec.legal_boundary(3) else [[]], kv_dtype=kv_dtype, seed=2)
     fresh = other.fresh_place(N, 2 if Space.RECURRENT in spec.spaces() else -1)
     assert all(isinstance(a, Restored) for a in other.restore(store, first, fresh))
     second = other.save(store, ids_of(spec, N), fresh)
@@ -90,13 +90,13 @@ def test_equal_formats_come_back_bit_by_bit(name, kv_dtype, tmp_path):
 
 def test_the_file_holds_what_the_model_wrote(spec, tmp_path):
     """Against the pool, read position by position through the page table."""
-    chain = SlotChain(spec, seed=4)
-    chain.open(0)
-    chain.run(0, ids_of(spec, N))
-    place = checkpoint(chain, 0, 5)
+    pipeline = SlotPipeline(spec, seed=4)
+    pipeline.open(0)
+    pipeline.run(0, ids_of(spec, N))
+    place = checkpoint(pipeline, 0, 5)
     store = opened(tmp_path, state_model(spec))
-    entry = chain.save(store, ids_of(spec, N), place)
-    pools = chain.stages[0].stacks[0].pools
+    entry = pipeline.save(store, ids_of(spec, N), place)
+    pools = pipeline.stages[0].shards[0].pools
     with safe_open(tmp_path / entry.file, "pt") as file:
         for layer in spec.layers:
             for state in layer.state:
@@ -125,7 +125,7 @@ def test_the_file_holds_what_the_model_wrote(spec, tmp_path):
 )
 def test_other_number_formats_are_converted(name, saved, restored, limit, tmp_path):
     spec = golden_spec(name)
-    one = SlotChain(spec, kv_dtype=saved, seed=1)
+    one = SlotPipeline(spec, kv_dtype=saved, seed=1)
     one.open(0)
     one.run(0, ids_of(spec, N))
     place = checkpoint(one, 0, 5)
@@ -133,7 +133,7 @@ def test_other_number_formats_are_converted(name, saved, restored, limit, tmp_pa
     entry = one.save(store, ids_of(spec, N), place)
     store.close()
     store = opened(tmp_path, state_model(spec, restored))
-    other = SlotChain(spec, [[2], []] if spec.legal_boundary(2) else [[]], kv_dtype=restored, seed=2)
+    other = SlotPipeline(spec, [[2], []] if spec.legal_boundary(2) else [[]], kv_dtype=restored, seed=2)
     fresh = other.fresh_place(N, 2 if Space.RECURRENT in spec.spaces() else -1)
     answers = other.restore(store, entry, fresh)
     short = {Dtype.FLOAT32: "F32", Dtype.BFLOAT16: "BF16", Dtype.FLOAT16: "F16", Dtype.Q8_0: "q8_0"}
@@ -148,31 +148,31 @@ def test_other_number_formats_are_converted(name, saved, restored, limit, tmp_pa
     store.close()
 
 
-def numbers(chain, layer, name, place):
+def numbers(pipeline, layer, name, place):
     """The slot's rows of one layer in float32, read with the pool's own read."""
-    for stage in chain.stages:
-        for stack in stage.stacks:
-            if layer.index in stack.pools.layers:
+    for stage in pipeline.stages:
+        for shard in stage.shards:
+            if layer.index in shard.pools.layers:
                 full = layer.space is Space.FULL
                 index = torch.tensor(place.full if full else place.window)
                 first = 0 if full else max(0, place.n_tokens - layer.window + 1) - 64 * place.first_window
                 stop = place.n_tokens - (0 if full else 64 * place.first_window)
                 pages = SimpleNamespace(index=index, n_slices=1, skip=first, length=stop - first)
-                return stack.pools.paged(layer.index, name).read(pages, torch.float32)[0]
+                return shard.pools.paged(layer.index, name).read(pages, torch.float32)[0]
     raise AssertionError(layer.index)
 
 
 def test_a_restore_touches_its_own_rows_only(tmp_path):
     spec = golden_spec("laguna")
-    one = SlotChain(spec, seed=1)
+    one = SlotPipeline(spec, seed=1)
     one.open(0)
     one.run(0, ids_of(spec, N))
     store = opened(tmp_path, state_model(spec))
     entry = one.save(store, ids_of(spec, N), one.place(0))
-    other = SlotChain(spec, seed=2)
-    for stack in other.stages[0].stacks:
+    other = SlotPipeline(spec, seed=2)
+    for shard in other.stages[0].shards:
         for space in (Space.FULL, Space.WINDOW):
-            for tensor in stack.pools._of(space):
+            for tensor in shard.pools._of(space):
                 with torch.inference_mode():
                     tensor.fill_(7.0)
     fresh = other.fresh_place(N)
@@ -190,7 +190,7 @@ def test_a_part_of_a_slot_where_slots_can_be_cut(tmp_path):
     spec = golden_spec("qwen3")
     assert spec.spaces() == {Space.FULL}
     ids = ids_of(spec, N)
-    one = SlotChain(spec, seed=1)
+    one = SlotPipeline(spec, seed=1)
     one.open(0)
     one.run(0, ids)
     store = opened(tmp_path, state_model(spec))
@@ -198,7 +198,7 @@ def test_a_part_of_a_slot_where_slots_can_be_cut(tmp_path):
     one.open(1)
     one.run(1, ids[:100])
     wanted = one.greedy(1, [9, 8], 12)
-    other = SlotChain(spec, [[1], []], seed=3)
+    other = SlotPipeline(spec, [[1], []], seed=3)
     fresh = other.fresh_place(100)
     other.restore(store, entry, fresh)
     other.adopt(0, fresh)
@@ -208,7 +208,7 @@ def test_a_part_of_a_slot_where_slots_can_be_cut(tmp_path):
 
 def test_pieces_are_cut_and_joined_whatever_their_size(spec, tmp_path, monkeypatch):
     ids = ids_of(spec, N)
-    one = SlotChain(spec, seed=1)
+    one = SlotPipeline(spec, seed=1)
     one.open(0)
     one.run(0, ids)
     place = checkpoint(one, 0, 5)
@@ -222,8 +222,8 @@ def test_pieces_are_cut_and_joined_whatever_their_size(spec, tmp_path, monkeypat
 
 
 def test_pages_that_lie_side_by_side_are_one_run(spec, tmp_path):
-    chain, store, _, entry = saved(spec, tmp_path)
-    states = StateMap(spec, [chain.stages[0].stacks[0].pools])
+    pipeline, store, _, entry = saved(spec, tmp_path)
+    states = StateMap(spec, [pipeline.stages[0].shards[0].pools])
     keys = [t for t in entry.snapshot.tensors if t.kind == "k"][:1]
     for pages, runs in (
         ([3, 4, 5], [(192, N)]),
@@ -237,7 +237,7 @@ def test_pages_that_lie_side_by_side_are_one_run(spec, tmp_path):
 
 def test_short_writes_and_reads_go_on_where_they_stopped(spec, tmp_path, monkeypatch):
     """A disk that takes and gives a part of what it is asked for, as the kernel may."""
-    chain, store, place, first = saved(spec, tmp_path)
+    pipeline, store, place, first = saved(spec, tmp_path)
     source = random.Random(7)
 
     def part(real):
@@ -252,14 +252,14 @@ def test_short_writes_and_reads_go_on_where_they_stopped(spec, tmp_path, monkeyp
         return call
 
     monkeypatch.setattr(streams.os, "pwritev", part(os.pwritev))
-    assert chain.save(store, ids_of(spec, N), place).snapshot.checksums == first.snapshot.checksums
+    assert pipeline.save(store, ids_of(spec, N), place).snapshot.checksums == first.snapshot.checksums
     monkeypatch.undo()
     real = os.preadv
     monkeypatch.setattr(streams, "os", SimpleNamespace(pwritev=os.pwritev, preadv=part(real)))
-    fresh = chain.fresh_place(N, 3)
-    assert all(isinstance(a, Restored) for a in chain.restore(store, first, fresh))
+    fresh = pipeline.fresh_place(N, 3)
+    assert all(isinstance(a, Restored) for a in pipeline.restore(store, first, fresh))
     monkeypatch.undo()
-    assert chain.save(store, ids_of(spec, N), fresh).snapshot.checksums == first.snapshot.checksums
+    assert pipeline.save(store, ids_of(spec, N), fresh).snapshot.checksums == first.snapshot.checksums
     store.close()
 
 
@@ -278,12 +278,12 @@ def test_cut_keeps_every_row_in_order():
 
 
 def saved(spec, tmp_path):
-    chain = SlotChain(spec, seed=1)
-    chain.open(0)
-    chain.run(0, ids_of(spec, N))
-    place = checkpoint(chain, 0, 5)
+    pipeline = SlotPipeline(spec, seed=1)
+    pipeline.open(0)
+    pipeline.run(0, ids_of(spec, N))
+    place = checkpoint(pipeline, 0, 5)
     store = opened(tmp_path, state_model(spec))
-    return chain, store, place, chain.save(store, ids_of(spec, N), place)
+    return pipeline, store, place, pipeline.save(store, ids_of(spec, N), place)
 
 
 @pytest.mark.parametrize(
@@ -298,14 +298,14 @@ def saved(spec, tmp_path):
     ],
 )
 def test_an_impossible_place_is_refused_and_the_daemon_lives_on(spec, tmp_path, place, text):
-    chain, store, good, entry = saved(spec, tmp_path)
+    pipeline, store, good, entry = saved(spec, tmp_path)
     reading = store.open_for_restore(entry)
     for kind in (Save, Restore):
-        (answer,) = chain.transfer(kind, reading, place)
+        (answer,) = pipeline.transfer(kind, reading, place)
         assert isinstance(answer, TransferFailed)
         assert text in answer.reason
         assert "tensor layers." in answer.where
-    (answer,) = chain.transfer(Restore, reading, SlotPlace(N, good.full, state=3))
+    (answer,) = pipeline.transfer(Restore, reading, SlotPlace(N, good.full, state=3))
     assert isinstance(answer, Restored)
     store.close_snapshot(reading)
     store.close()
@@ -313,7 +313,7 @@ def test_an_impossible_place_is_refused_and_the_daemon_lives_on(spec, tmp_path, 
 
 def test_layers_that_are_not_here_are_refused(spec, tmp_path):
     _, store, place, entry = saved(spec, tmp_path)
-    states = StateMap(spec, [SlotChain(spec, [[4], []]).stages[0].stacks[0].pools])
+    states = StateMap(spec, [SlotPipeline(spec, [[4], []]).stages[0].shards[0].pools])
     with pytest.raises(StateError, match="layer 4 is not on this daemon"):
         states.to_save(place, list(entry.snapshot.tensors))
     assert states.to_save(place, entry.snapshot.of_layers(LayerRange(0, 4)))
@@ -321,8 +321,8 @@ def test_layers_that_are_not_here_are_refused(spec, tmp_path):
 
 
 def test_tensors_of_another_shape_are_refused(spec, tmp_path):
-    chain, store, place, entry = saved(spec, tmp_path)
-    states = StateMap(spec, [chain.stages[0].stacks[0].pools])
+    pipeline, store, place, entry = saved(spec, tmp_path)
+    states = StateMap(spec, [pipeline.stages[0].shards[0].pools])
     paged = next(t for t in entry.snapshot.tensors if t.kind == "k")
     state = next(t for t in entry.snapshot.tensors if t.kind == "delta")
     for tensor, change in (
@@ -353,27 +353,27 @@ class Gate:
         assert self.open.wait(30)
 
 
-def gated(chain):
+def gated(pipeline):
     gate, answers = Gate(), []
-    states = StateMap(chain.spec, [k.pools for k in chain.stages[0].stacks])
+    states = StateMap(pipeline.spec, [k.pools for k in pipeline.stages[0].shards])
     return gate, answers, Transfers(states, lambda message, _: answers.append(message), tick=gate)
 
 
 def test_steps_go_on_while_a_slot_is_saved(spec, tmp_path):
     """The sequence appends to the slot's last, partial page and runs its live state meanwhile."""
-    alone = SlotChain(spec, seed=1)
+    alone = SlotPipeline(spec, seed=1)
     alone.open(0)
     alone.run(0, ids_of(spec, N))
     wanted = alone.greedy(0, [3], 40)
-    chain, store, place, first = saved(spec, tmp_path)
-    gate, answers, transfers = gated(chain)
+    pipeline, store, place, first = saved(spec, tmp_path)
+    gate, answers, transfers = gated(pipeline)
     writing = store.begin(made_slot(spec))
     order = Save(1, writing.file, place, writing.tensors(LayerRange(0, spec.n_layers)))
     began = time.monotonic()
     transfers.take(order, os.dup(writing.fd))
     assert time.monotonic() - began < 0.05
     assert gate.reached.wait(5)
-    assert chain.greedy(0, [3], 40) == wanted
+    assert pipeline.greedy(0, [3], 40) == wanted
     gate.open.set()
     assert wait_for(answers, 1) == [Saved(1, writing.data_bytes, answers[0].seconds)]
     assert store.finish(writing, writing.data_bytes).snapshot.checksums == first.snapshot.checksums
@@ -393,8 +393,8 @@ def wait_for(answers, n):
 
 
 def test_cancel_returns_when_no_page_is_touched_any_more(spec, tmp_path):
-    chain, store, place, entry = saved(spec, tmp_path)
-    gate, answers, transfers = gated(chain)
+    pipeline, store, place, entry = saved(spec, tmp_path)
+    gate, answers, transfers = gated(pipeline)
     reading = store.open_for_restore(entry)
     order = Restore(9, reading.file, SlotPlace(N, place.full, state=3), reading.tensors(LayerRange(0, spec.n_layers)))
     for _ in range(3):
@@ -406,17 +406,17 @@ def test_cancel_returns_when_no_page_is_touched_any_more(spec, tmp_path):
     assert len(transfers) == 0
     assert all(isinstance(a, TransferFailed) and a.transfer == 9 for a in answers)
     assert all("dropped every sequence" in a.reason for a in answers)
-    before = chain.bytes_of(Space.FULL)
+    before = pipeline.bytes_of(Space.FULL)
     time.sleep(0.05)
-    assert all(torch.equal(a, b) for a, b in zip(before, chain.bytes_of(Space.FULL), strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(before, pipeline.bytes_of(Space.FULL), strict=True))
     store.close_snapshot(reading)
     store.close()
 
 
 def test_a_save_that_hangs_delays_no_reset(spec, tmp_path):
     """It may read pages that belong to others by now, so it is answered as failed whatever it wrote."""
-    chain, store, place, _ = saved(spec, tmp_path)
-    gate, answers, transfers = gated(chain)
+    pipeline, store, place, _ = saved(spec, tmp_path)
+    gate, answers, transfers = gated(pipeline)
     writing = store.begin(made_slot(spec))
     tensors = writing.tensors(LayerRange(0, spec.n_layers))[-1:]  # one piece: nothing is left to be stopped before
     transfers.take(Save(9, writing.file, place, tensors), os.dup(writing.fd))
@@ -433,8 +433,8 @@ def test_a_save_that_hangs_delays_no_reset(spec, tmp_path):
 
 
 def test_more_orders_than_may_wait_are_refused(spec, tmp_path):
-    chain, store, place, entry = saved(spec, tmp_path)
-    gate, answers, transfers = gated(chain)
+    pipeline, store, place, entry = saved(spec, tmp_path)
+    gate, answers, transfers = gated(pipeline)
     reading = store.open_for_restore(entry)
     order = Restore(9, reading.file, SlotPlace(N, place.full, state=3), reading.tensors(LayerRange(0, spec.n_layers)))
     n_fds = len(os.listdir("/proc/self/fd"))

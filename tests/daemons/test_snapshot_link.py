@@ -29,7 +29,7 @@ from lucevisor.protocol.steps import (
 from lucevisor.protocol.transfers import Restore, Restored, Save, Saved, SlotPlace, TransferFailed
 from lucevisor.snapshots.layout import NextToken, SlotRecord
 from lucevisor.snapshots.store import SnapshotStore
-from tests.daemons.snapshot_chain import GOLDEN, golden_spec, ids_of, state_model
+from tests.daemons.snapshot_pipeline import GOLDEN, golden_spec, ids_of, state_model
 
 SPEC = golden_spec("qwen35")
 ALL = LayerRange(0, SPEC.n_layers)

@@ -5,13 +5,13 @@ from __future__ import annotations
 import pytest
 
 from daemons.kv.batch import Batch
-from daemons.models.stage import Stage
-from daemons.runner import Runtime
+from daemons.models.stage import LoadedStage
+from daemons.runner import ModelRunner
 from daemons.warm import RUNS, warm_up
 from lucevisor.model.values import Backend, Dtype, LayerRange
 from lucevisor.protocol.loading import Load, ShardPlan, StagePlan
 from lucevisor.protocol.messages import Progress
-from tests.families.chain import Chain, load_stages, pools_of
+from tests.families.pipeline import Pipeline, load_stages, pools_of
 from tests.families.test_golden import FIXTURES, opened
 
 
@@ -20,19 +20,19 @@ def test_a_warm_chain_is_golden(name: str, monkeypatch: pytest.MonkeyPatch) -> N
     golden = opened(name)
     stages = load_stages(golden.spec, golden.cuts()[:1])
     lengths: list[int] = []
-    forward = Stage.forward
+    forward = LoadedStage.forward
 
     def watched(self, step, rows):
         lengths.append(step.n_tokens)
         return forward(self, step, rows)
 
-    monkeypatch.setattr(Stage, "forward", watched)
+    monkeypatch.setattr(LoadedStage, "forward", watched)
     for stage in stages:
         lengths.clear()
         warm_up(stage)
         assert set(lengths) == set(RUNS)
         assert not stage.sequences.by_id
-    c = Chain(golden.spec, stages)
+    c = Pipeline(golden.spec, stages)
     c.open(0)
     golden.assert_logits(c.run((0, golden.ids)))
 
@@ -70,15 +70,15 @@ def test_a_daemon_warms_up_what_it_compiles(compiles: bool, monkeypatch: pytest.
         files, Dtype.FLOAT32, Dtype.FLOAT32, [StagePlan(0, whole, None, None)], [], pools_of(golden.spec), 4, 64
     )
     if compiles:  # a stage on a GPU has a recorder for each shard
-        made = Stage.__init__
+        made = LoadedStage.__init__
 
         def recorded(self, *arguments):
             made(self, *arguments)
-            self.recordings = [Plain(self)]
+            self.graphs = [Plain(self)]
 
-        monkeypatch.setattr(Stage, "__init__", recorded)
+        monkeypatch.setattr(LoadedStage, "__init__", recorded)
     told = Told()
-    runtime, loaded = Runtime.load(load, Backend.CPU, [], told)
+    runtime, loaded = ModelRunner.load(load, Backend.CPU, [], told)
     assert ("warm up" in told.phases) == compiles
     assert ("kernels are ready" in told.events) == compiles
     assert loaded.seconds > 0
@@ -88,8 +88,8 @@ def test_a_daemon_warms_up_what_it_compiles(compiles: bool, monkeypatch: pytest.
 class Plain:
     """Runs a shard's step without recording it."""
 
-    def __init__(self, stage: Stage) -> None:
-        [self.stack] = stage.stacks
+    def __init__(self, stage: LoadedStage) -> None:
+        [self.shard] = stage.shards
 
     def run(self, rows, layout, tables):
-        return self.stack.run(rows, Batch(layout, tables, layout.on(self.stack.device)))
+        return self.shard.run(rows, Batch(layout, tables, layout.on(self.shard.device)))

@@ -13,12 +13,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from daemons.models import stack
-from daemons.models.stage import Stage
+from daemons.models import shard
+from daemons.models.stage import LoadedStage
 from daemons.ops.paged import GROUP, DensePages
 from lucevisor.model.spec import ModelSpec
 from lucevisor.model.values import Dtype
-from tests.families.chain import Chain, load_stages
+from tests.families.pipeline import Pipeline, load_stages
 from tests.numerics import BFLOAT16, FLOAT16, RUNS, Bound, Exact, Narrow
 
 
@@ -40,33 +40,33 @@ class Bounds(NamedTuple):
             assert worst <= 1.0, f"the first difference is behind {where}: {worst:.2f} times what rounding explains"
 
 
-def load_exact(load: Callable[[], list[Stage]]) -> list[Stage]:
+def load_exact(load: Callable[[], list[LoadedStage]]) -> list[LoadedStage]:
     """Stages whose pools are float64, to run within :class:`Exact`."""
 
     def pools(*args: object) -> object:
         with Exact():
             return made(*args)  # type: ignore[arg-type]
 
-    made = stack.Pools
-    with mock.patch.object(stack, "Pools", pools):
+    made = shard.Pools
+    with mock.patch.object(shard, "Pools", pools):
         stages = load()
     for stage in stages:
         stage.max_step_tokens *= RUNS
     return stages
 
 
-def bounds(spec: ModelSpec, ids: Sequence[int], load: Callable[[], list[Stage]] | None = None) -> Bounds:
+def bounds(spec: ModelSpec, ids: Sequence[int], load: Callable[[], list[LoadedStage]] | None = None) -> Bounds:
     """Of one step that runs all of ``ids``.  Raises where a choice of experts hangs on rounding: it has no bound."""
     stages = load_exact(load or (lambda: load_stages(spec)))
 
     def run(mode: Exact, n: int) -> tuple[Tensor, Tensor]:
         """All results of n sequences of the same tokens, [n, T, V] and [L + 1, n, T, E]."""
         with mode:
-            chain = Chain(spec, stages)
+            pipeline = Pipeline(spec, stages)
             for i in range(n):
-                chain.open(i)
-            logits = chain.run(*((i, ids) for i in range(n)), want_hidden=True)
-            return logits.unflatten(0, (n, -1)), torch.stack(chain.hidden).unflatten(1, (n, -1))
+                pipeline.open(i)
+            logits = pipeline.run(*((i, ids) for i in range(n)), want_hidden=True)
+            return logits.unflatten(0, (n, -1)), torch.stack(pipeline.hidden).unflatten(1, (n, -1))
 
     exact, perturbed = Exact(), Exact(seed=0)
     logits, hidden = run(exact, 1)
@@ -122,10 +122,10 @@ def narrowed(spec: ModelSpec, ids: Sequence[int], formats: Formats) -> Tensor:
 
     noise = torch.Generator().manual_seed(0)
     with mock.patch.object(DensePages, "write", rounded), Exact(0, narrow):
-        chain = Chain(spec, stages)
+        pipeline = Pipeline(spec, stages)
         for i in range(MIDDLE_RUNS):
-            chain.open(i)
-        return chain.run(*((i, ids) for i in range(MIDDLE_RUNS))).unflatten(0, (MIDDLE_RUNS, -1))
+            pipeline.open(i)
+        return pipeline.run(*((i, ids) for i in range(MIDDLE_RUNS))).unflatten(0, (MIDDLE_RUNS, -1))
 
 
 def assert_same_tokens(spec: ModelSpec, prompt: Sequence[int], found: Sequence[int], wanted: Sequence[int]) -> None:

@@ -11,7 +11,7 @@ import transformers
 
 from daemons import models
 from daemons.models.blocks import Block, PreNormLayer
-from daemons.models.mixture import Mixture, build_route, build_routed
+from daemons.models.moe import MoeMlp, build_experts, build_router
 from daemons.models.qwen3 import Qwen3Family
 from lucevisor.model import families
 from lucevisor.model.experts import Experts, read_experts, routed_tensors
@@ -19,9 +19,9 @@ from lucevisor.model.families.qwen3 import Qwen3Params, hyperparameters, layer_t
 from lucevisor.model.gguf_files import GgufFiles
 from lucevisor.model.spec import Keys, LayerSpec, ModelSpec, assemble, attention_state
 from lucevisor.model.values import Space
-from tests.families.chain import Chain, load_stages
 from tests.families.generate.made import PLAIN, Draw, Made, build, ends, reference, renamed
 from tests.families.generate.qwen import ATTENTION, HEAD_NORMS, heads, metadata_of
+from tests.families.pipeline import Pipeline, load_stages
 
 # ---- what would be lucevisor/model/families/qwen3moe.py
 
@@ -54,7 +54,7 @@ class Qwen3MoeFamily(Qwen3Family):
     def layer(self, index: int) -> Block:
         assert isinstance(self.p, Qwen3Moe)
         b = f"blk.{index}."
-        mlp = Mixture(build_route(self.w, b, self.p.experts), build_routed(self.w, b, "silu"), None)
+        mlp = MoeMlp(build_router(self.w, b, self.p.experts), build_experts(self.w, b, "silu"), None)
         return PreNormLayer(
             self.norm(b + "attn_norm.weight"), self.attention(index), self.norm(b + "ffn_norm.weight"), mlp
         )
@@ -98,6 +98,6 @@ def test_a_family_added_by_the_book_agrees_with_transformers(seed: int, tmp_path
     ids = draw.ids(50, made.vocabulary)
     theirs, clear = reference(made.model, ids)
     assert clear
-    c = Chain(found, load_stages(found, [1]))
+    c = Pipeline(found, load_stages(found, [1]))
     c.open(0)
     assert theirs.worst(c.run_in_chunks(0, ids, 17)) <= 1.0

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from daemons.check import run_check, with_sources
 from daemons.device import CPU, torch_dtype
-from daemons.models.stack import ShardRequest, Stack
-from daemons.models.stage import Stage
+from daemons.models.shard import ShardConfig, ShardModel
+from daemons.models.stage import LoadedStage
 from daemons.ops.selection import KernelSelector
 from lucevisor.model.families import open_spec
 from lucevisor.model.quant_types import NATIVE
@@ -22,7 +22,7 @@ from lucevisor.model.values import Backend, Dtype, LayerRange
 from lucevisor.model.weight_layout import weight_bytes
 from lucevisor.protocol.checks import Check
 from lucevisor.protocol.loading import Load, ShardPlan, StagePlan
-from tests.families.chain import Chain, load_stages, pools_of
+from tests.families.pipeline import Pipeline, load_stages, pools_of
 from tests.families.rounding import Formats, bounds, explained, middle_error
 from tests.families.shapes import (
     SMALL_GEMMA4_EXPERTS,
@@ -58,25 +58,25 @@ def spec_of(tmp_path_factory):
 
 def with_forms_of(
     spec: ModelSpec, backend: Backend, dtype: Dtype = Dtype.FLOAT32, cuts=(), *, kernels: bool = False
-) -> list[Stage]:
-    """Stages whose weights rest as ``backend`` would keep them, computed on the cpu."""
+) -> list[LoadedStage]:
+    """Stages with the weight formats of ``backend``, computed on the cpu."""
     borders = [0, *cuts, spec.n_layers]
     stages = []
     for i, (a, b) in enumerate(pairwise(borders)):
-        shard, last = ShardPlan(0, LayerRange(a, b)), b == spec.n_layers
-        plan = StagePlan(i, [shard], None if i == 0 else i - 1, None if last else i)
-        request = ShardRequest(spec, shard, i == 0, last, backend, dtype, dtype, pools_of(spec))
+        shard_plan, last = ShardPlan(0, LayerRange(a, b)), b == spec.n_layers
+        plan = StagePlan(i, [shard_plan], None if i == 0 else i - 1, None if last else i)
+        config = ShardConfig(spec, shard_plan, i == 0, last, backend, dtype, dtype, pools_of(spec))
         with torch.inference_mode():
-            stack = Stack(request, KernelSelector(CPU, torch_dtype(dtype), kernels), lambda done, total: None)
+            shard = ShardModel(config, KernelSelector(CPU, torch_dtype(dtype), kernels), lambda done, total: None)
         load = Load([], dtype, dtype, [], [], pools_of(spec), 16, 512)
-        stages.append(Stage(spec, plan, load, [stack]))
-        planned = weight_bytes(spec, shard.layers, embedding=i == 0, output=last, backend=backend, dtype=dtype)
-        assert stack.weight_bytes == planned
+        stages.append(LoadedStage(spec, plan, load, [shard]))
+        planned = weight_bytes(spec, shard_plan.layers, embedding=i == 0, output=last, backend=backend, dtype=dtype)
+        assert shard.weight_bytes == planned
     return stages
 
 
-def logits(spec: ModelSpec, stages: list[Stage]) -> Tensor:
-    c = Chain(spec, stages)
+def logits(spec: ModelSpec, stages: list[LoadedStage]) -> Tensor:
+    c = Pipeline(spec, stages)
     c.open(0)
     return torch.cat((c.run((0, IDS[:70])), c.run_in_chunks(0, IDS[70:], 1)))
 

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from lucevisor.model.families import open_spec
-from tests.families.chain import Chain, load_stages
 from tests.families.generate import FAMILIES
 from tests.families.generate.made import Draw, Made, reference
+from tests.families.pipeline import Pipeline, load_stages
 from tests.families.rounding import load_exact
 from tests.numerics import Bound, Exact
 
@@ -45,15 +45,15 @@ def test_random_models_agree_with_transformers(family: str, seed: int, tmp_path:
     assert spec.skipped == ()
     cuts = [b for b in range(1, spec.n_layers) if spec.legal_boundary(b) and draw.flag()]
     for split, size in (((), N_TOKENS), (cuts, draw.one(1, 13, 40, 64))):
-        chain = Chain(spec, load_stages(spec, split))
-        chain.open(0)
-        worst = theirs.worst(chain.run_in_chunks(0, ids, size))
+        pipeline = Pipeline(spec, load_stages(spec, split))
+        pipeline.open(0)
+        worst = theirs.worst(pipeline.run_in_chunks(0, ids, size))
         assert worst <= 1.0, f"cuts {list(split)}, chunks of {size}: {worst:.2f} times what rounding explains"
     stages = load_exact(lambda: load_stages(spec))
     with Exact():
-        chain = Chain(spec, stages)
-        chain.open(0)
-        assert theirs.worst(chain.run((0, ids))) < CONSTANTS
+        pipeline = Pipeline(spec, stages)
+        pipeline.open(0)
+        assert theirs.worst(pipeline.run((0, ids))) < CONSTANTS
 
 
 @pytest.mark.filterwarnings("ignore")

@@ -14,7 +14,7 @@ from torch import Tensor
 from lucevisor.model.families import open_spec
 from lucevisor.model.values import Backend, Dtype, LayerRange, Space
 from lucevisor.model.weight_layout import weight_bytes
-from tests.families.chain import Chain, How, load_stages
+from tests.families.pipeline import How, Pipeline, load_stages
 from tests.families.rounding import Bounds, Formats, assert_same_tokens, bounds, explained, middle_error
 
 GOLDEN = Path(__file__).parents[1] / "data" / "golden"
@@ -37,8 +37,8 @@ class Golden:
             self.greedy: list[int] = z["greedy"].tolist()
         self.whole = load_stages(self.spec)
 
-    def chain(self, stages=None, **options) -> Chain:
-        return Chain(self.spec, stages or self.whole, **options)
+    def pipeline(self, stages=None, **options) -> Pipeline:
+        return Pipeline(self.spec, stages or self.whole, **options)
 
     @cached_property
     def bounds(self) -> Bounds:
@@ -67,7 +67,7 @@ def golden(request) -> Golden:
 
 
 def test_logits_and_every_layer(golden):
-    c = golden.chain()
+    c = golden.pipeline()
     c.open(3)
     logits = c.run((3, golden.ids), want_hidden=True)
     golden.bounds.assert_layers(c.hidden, golden.hidden)
@@ -75,7 +75,7 @@ def test_logits_and_every_layer(golden):
 
 
 def test_greedy_tokens(golden):
-    c = golden.chain()
+    c = golden.pipeline()
     c.open(0)
     golden.assert_tokens(c.greedy(0, golden.prompt, 32))
 
@@ -83,7 +83,7 @@ def test_greedy_tokens(golden):
 def test_every_cut_in_two(golden):
     assert golden.cuts()
     for cut in golden.cuts():
-        c = golden.chain(load_stages(golden.spec, [cut]))
+        c = golden.pipeline(load_stages(golden.spec, [cut]))
         c.open(0)
         logits = c.run((0, golden.ids), want_hidden=True)
         golden.bounds.assert_layers(c.hidden, golden.hidden)
@@ -95,7 +95,7 @@ def test_every_cut_in_two(golden):
 
 def test_cuts_in_three_as_stages_and_as_shards(golden):
     for i, cuts in enumerate(list(combinations(golden.cuts(), 2))[::4]):
-        c = golden.chain(load_stages(golden.spec, cuts, shards=i % 2 == 1))
+        c = golden.pipeline(load_stages(golden.spec, cuts, shards=i % 2 == 1))
         c.open(0)
         golden.assert_logits(c.run_in_chunks(0, golden.ids, 29))
         assert len(c.stages) == (1 if i % 2 else 3)
@@ -103,14 +103,14 @@ def test_cuts_in_three_as_stages_and_as_shards(golden):
 
 @pytest.mark.parametrize("size", [1, 7, 64])
 def test_chunks_of_a_prompt(golden, size):
-    c = golden.chain()
+    c = golden.pipeline()
     c.open(0)
     golden.assert_logits(c.run_in_chunks(0, golden.ids, size))
 
 
 def test_many_sequences_in_one_step(golden):
     """Prefill chunks of several lengths and decode rows of others share steps; each sequence gets its own logits."""
-    c, ids = golden.chain(), golden.ids
+    c, ids = golden.pipeline(), golden.ids
     found: dict[int, list[Tensor]] = {s: [] for s in range(6)}
     for s in found:
         c.open(s)
@@ -136,10 +136,10 @@ def test_concurrent_greedy_equals_one_by_one(golden):
     prompts = [golden.ids[i : i + n] for i, n in ((0, 40), (3, 7), (10, 62), (20, 1), (0, 3))]
     alone = []
     for prompt in prompts:
-        c = golden.chain()
+        c = golden.pipeline()
         c.open(0)
         alone.append(c.greedy(0, prompt, 12))
-    c = golden.chain()
+    c = golden.pipeline()
     together = []
     for s, prompt in enumerate(prompts):
         c.open(s)
@@ -159,7 +159,7 @@ def test_window_pages_that_went_back_change_no_bit(name):
     """
     golden = opened(name)
     text = (golden.ids * 4)[:260]
-    kept, released = golden.chain(release=False), golden.chain(load_stages(golden.spec))
+    kept, released = golden.pipeline(release=False), golden.pipeline(load_stages(golden.spec))
     for c in (kept, released):
         c.open(0)
         c.open(1)
@@ -173,7 +173,7 @@ def test_window_pages_that_went_back_change_no_bit(name):
 
 
 def test_reused_pages_and_states_hold_nothing_of_the_last_text(golden):
-    c = golden.chain()
+    c = golden.pipeline()
     for s in range(3):
         c.open(s)
         c.run((s, golden.ids[::-1]))
@@ -203,7 +203,7 @@ def test_shards_load_what_the_plan_counts(golden):
 
 def error_in_chunks(golden: Golden, how: How) -> float:
     """The :func:`middle_error`; above what float32 rounding explains: it is not float32 by mistake."""
-    c = golden.chain(load_stages(golden.spec, how=how))
+    c = golden.pipeline(load_stages(golden.spec, how=how))
     c.open(0)
     found = c.run_in_chunks(0, golden.ids, 24)
     assert golden.bounds.logits.worst(found) > 1

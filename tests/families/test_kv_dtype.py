@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from daemons.ops.paged import GROUP, Pages, Q8Pages
 from lucevisor.model.values import Dtype, Space
-from tests.families.chain import How, load_stages, pools_of
+from tests.families.pipeline import How, load_stages, pools_of
 from tests.families.rounding import load_exact
 from tests.families.test_golden import opened
 from tests.numerics import UNIT, Exact, q8_error
@@ -34,9 +34,9 @@ def error_of_storage(golden, kv_dtype: Dtype) -> float:
     """Relative error of logits with keys and values kept as ``kv_dtype`` and nothing else rounded."""
     stages = load_exact(lambda: load_stages(golden.spec, how=How(kv_dtype=kv_dtype)))
     with Exact():
-        chain = golden.chain(stages)
-        chain.open(0)
-        return relative(golden, chain.run_in_chunks(0, golden.ids, 24))
+        pipeline = golden.pipeline(stages)
+        pipeline.open(0)
+        return relative(golden, pipeline.run_in_chunks(0, golden.ids, 24))
 
 
 @pytest.mark.parametrize("kv_dtype", BITS)
@@ -45,14 +45,14 @@ def test_accuracy_and_memory_of_smaller_keys_and_values(name, kv_dtype):
     golden = opened(name)
     error = error_of_storage(golden, kv_dtype)
     stages = load_stages(golden.spec, how=How(kv_dtype=kv_dtype))
-    chain = golden.chain(stages)
-    chain.open(0)
-    found = chain.run_in_chunks(0, golden.ids, 24)
+    pipeline = golden.pipeline(stages)
+    pipeline.open(0)
+    found = pipeline.run_in_chunks(0, golden.ids, 24)
     assert error / 2 < relative(golden, found) < error * 2  # float32 rounding may tip a few roundings of storage
     if error < SAME_TOKENS:
-        chain = golden.chain(stages)
-        chain.open(0)
-        golden.assert_tokens(chain.greedy(0, golden.prompt, 32))
+        pipeline = golden.pipeline(stages)
+        pipeline.open(0)
+        golden.assert_tokens(pipeline.greedy(0, golden.prompt, 32))
     assert paged_bytes(golden, kv_dtype) * 32 == pytest.approx(paged_bytes(golden, Dtype.FLOAT32) * BITS[kv_dtype])
     taken = sum(use.state_bytes for stage in stages for use in stage.usage())
     assert taken == paged_bytes(golden, kv_dtype) + recurrent_bytes(golden)

@@ -37,7 +37,7 @@ def test_the_smallest_wrong_formula_is_outside(name, monkeypatch):
     allowed = golden.bounds.logits
     gelu = F.gelu
     monkeypatch.setattr(F, "gelu", lambda x, approximate: gelu(x))
-    c = golden.chain()
+    c = golden.pipeline()
     c.open(0)
     assert allowed.worst(c.run((0, golden.ids)), golden.logits) > 5
 

@@ -23,13 +23,13 @@ from lucevisor.model.values import LayerRange
 from lucevisor.protocol.transfers import Save, Saved
 from lucevisor.snapshots.layout import SlotRecord
 from lucevisor.snapshots.store import SnapshotStore
-from tests.daemons.snapshot_chain import SlotChain, StateMap, checkpoint, golden_spec, ids_of, state_model
+from tests.daemons.snapshot_pipeline import SlotPipeline, StateMap, checkpoint, golden_spec, ids_of, state_model
 
 N = 150
 NEW, OLD = 0, 1  # seeds of the slot that is being saved, and of one that was saved before
 
 
-def save_and_die(directory, chain, place, point):
+def save_and_die(directory, pipeline, place, point):
     at_point, lock = [0], threading.Lock()
 
     def at(name):
@@ -41,7 +41,7 @@ def save_and_die(directory, chain, place, point):
 
     structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(50))
     state_map.PIECE_BYTES = 20000  # several system calls for a tensor
-    spec = chain.spec
+    spec = pipeline.spec
     store = SnapshotStore(directory, state_model(spec), 1 << 30, at=at)
     answers, came = [], threading.Event()
 
@@ -49,7 +49,7 @@ def save_and_die(directory, chain, place, point):
         answers.append(message)
         came.set()
 
-    transfers = Transfers(StateMap(spec, [k.pools for s in chain.stages for k in s.stacks]), answer, tick=at)
+    transfers = Transfers(StateMap(spec, [k.pools for s in pipeline.stages for k in s.shards]), answer, tick=at)
     writing = store.begin(SlotRecord(ids_of(spec, N, seed=NEW), 100.0))
     order = Save(1, writing.file, place, writing.tensors(LayerRange(0, spec.n_layers)))
     transfers.take(order, os.dup(writing.fd))
@@ -61,15 +61,15 @@ def save_and_die(directory, chain, place, point):
 
 def main():
     directory = Path(sys.argv[1])
-    chain = SlotChain(golden_spec("qwen35"), seed=1)
-    chain.open(0)
-    chain.run(0, ids_of(chain.spec, N, seed=NEW))
-    place = checkpoint(chain, 0, 5)
+    pipeline = SlotPipeline(golden_spec("qwen35"), seed=1)
+    pipeline.open(0)
+    pipeline.run(0, ids_of(pipeline.spec, N, seed=NEW))
+    place = checkpoint(pipeline, 0, 5)
     for line in sys.stdin:
         pid = os.fork()  # no other thread lives here: those of the save are the child's
         if pid == 0:
             try:
-                save_and_die(directory, chain, place, int(line))
+                save_and_die(directory, pipeline, place, int(line))
                 os._exit(0)
             except BaseException:
                 traceback.print_exc()

@@ -20,7 +20,7 @@ from lucevisor.snapshots.file_format import FORMAT_VERSION
 from lucevisor.snapshots.layout import Fault
 from lucevisor.snapshots.store import SnapshotRefused
 from lucevisor.snapshots.writer import STEPS, SaveFailed
-from tests.daemons.snapshot_chain import SlotChain, golden_spec, ids_of, state_model
+from tests.daemons.snapshot_pipeline import SlotPipeline, golden_spec, ids_of, state_model
 from tests.faults.snapshot_saver import NEW, OLD, N
 from tests.snapshots.snapshot_bytes import rewritten
 from tests.snapshots.snapshot_parts import fill, made_model, made_slot, made_store, names, restore, save
@@ -59,11 +59,11 @@ def test_kill_9_at_every_point_of_a_save(tmp_path):
     """Supervisor's steps and daemon's writes alike.  The old file restores, the new one is whole or absent."""
     spec = golden_spec("qwen35")
     old_ids, new_ids = ids_of(spec, N, seed=OLD), ids_of(spec, N, seed=NEW)
-    chain = SlotChain(spec, seed=3)
-    chain.open(0)
-    chain.run(0, old_ids)
+    pipeline = SlotPipeline(spec, seed=3)
+    pipeline.open(0)
+    pipeline.run(0, old_ids)
     store = made_store(tmp_path, state_model(spec), disk_bytes=1 << 30)
-    kept = chain.save(store, old_ids, chain.place(0, 0))
+    kept = pipeline.save(store, old_ids, pipeline.place(0, 0))
     wanted = restore(store, kept)
     points = []
     with closing(Saver(tmp_path)) as saver:

@@ -10,7 +10,7 @@ import torch
 
 from daemons.device import prepare
 from lucevisor.model.values import Backend, Dtype
-from tests.families.chain import Chain, How, load_stages
+from tests.families.pipeline import How, Pipeline, load_stages
 from tests.families.rounding import Formats, bounds, middle_error
 from tests.families.test_forms import IDS, MIXES, MODELS, logits, spec_of
 from tests.families.test_golden import FIXTURES, opened
@@ -35,7 +35,7 @@ def test_float32_is_golden(name: str) -> None:
     """
     golden = opened(name)
     for cuts in ((), golden.cuts()):
-        c = Chain(golden.spec, load_stages(golden.spec, cuts, EXACT))
+        c = Pipeline(golden.spec, load_stages(golden.spec, cuts, EXACT))
         c.open(0)
         found = c.run((0, golden.ids), want_hidden=True).cpu()
         golden.bounds.assert_layers([h.cpu() for h in c.hidden], golden.hidden)
@@ -51,7 +51,7 @@ def test_float32_is_golden(name: str) -> None:
 @pytest.mark.parametrize("dtype", [Dtype.BFLOAT16, Dtype.FLOAT16])
 def test_halves_are_as_near_as_on_the_cpu(name: str, dtype: Dtype) -> None:
     golden = opened(name)
-    c = Chain(golden.spec, load_stages(golden.spec, (), How(dtype, dtype, Backend.CUDA)))
+    c = Pipeline(golden.spec, load_stages(golden.spec, (), How(dtype, dtype, Backend.CUDA)))
     c.open(0)
     found = c.run_in_chunks(0, golden.ids, 24).cpu()
     assert golden.bounds.logits.worst(found) > 1  # not float32 by mistake

@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 from daemons.device import prepare
-from daemons.graphs import RECORD_AT, Recordings
-from daemons.models.stage import Stage
+from daemons.graphs import CAPTURE_AT, CudaGraphs
+from daemons.models.stage import LoadedStage
 from lucevisor.model.values import Backend, Dtype, Space
 from lucevisor.protocol.steps import SetPages
-from tests.families.chain import Chain, How, load_stages
+from tests.families.pipeline import How, Pipeline, load_stages
 from tests.families.test_golden import FIXTURES, opened
 
 pytestmark = [
@@ -28,20 +28,20 @@ def prepared() -> None:
     prepare(Backend.CUDA, 0)
 
 
-def recordings_of(stages: list[Stage]) -> Iterator[Recordings]:
+def recordings_of(stages: list[LoadedStage]) -> Iterator[CudaGraphs]:
     for stage in stages:
-        for recordings in stage.recordings:
-            assert recordings is not None
-            yield recordings
+        for graphs in stage.graphs:
+            assert graphs is not None
+            yield graphs
 
 
-def unrecorded(stages: list[Stage]) -> list[Stage]:
+def unrecorded(stages: list[LoadedStage]) -> list[LoadedStage]:
     for stage in stages:
-        stage.recordings = [None for _ in stage.recordings]
+        stage.graphs = [None for _ in stage.graphs]
     return stages
 
 
-def steps(c: Chain, ids: list[int]) -> Tensor:
+def steps(c: Pipeline, ids: list[int]) -> Tensor:
     """A prompt, then single tokens far enough to need more pages, a second sequence beside the first, short runs."""
     found = [c.run((0, ids[:20]))]
     found += [c.run((0, [token])) for token in (ids * 8)[20:150]]
@@ -58,37 +58,37 @@ def test_recorded_steps_are_the_steps(name: str) -> None:
     golden = opened(name)
     for cuts in ((), golden.cuts()[:1]):
         plain, recorded = load_stages(golden.spec, cuts, EXACT), load_stages(golden.spec, cuts, EXACT)
-        chains = Chain(golden.spec, unrecorded(plain)), Chain(golden.spec, recorded)
-        for c in chains:
+        pipelines = Pipeline(golden.spec, unrecorded(plain)), Pipeline(golden.spec, recorded)
+        for c in pipelines:
             c.open(0)
-        wanted, found = (steps(c, golden.ids) for c in chains)
+        wanted, found = (steps(c, golden.ids) for c in pipelines)
         assert torch.equal(found, wanted)
-        for recordings in recordings_of(recorded):
-            assert not recordings._refused
-            recorded_too = {(1, 16)} if recordings.most_tokens >= 16 else set()
-            assert {(p.n_slices, p.n_tokens) for p in recordings._kept} == {(1, 1), (2, 1), (1, 3)} | recorded_too
+        for graphs in recordings_of(recorded):
+            assert not graphs._refused
+            recorded_too = {(1, 16)} if graphs.most_tokens >= 16 else set()
+            assert {(p.n_slices, p.n_tokens) for p in graphs._kept} == {(1, 1), (2, 1), (1, 3)} | recorded_too
 
 
 def test_a_pattern_is_recorded_when_it_comes_back() -> None:
     golden = opened(FIXTURES[0])
     [stage] = load_stages(golden.spec, (), EXACT)
-    c = Chain(golden.spec, [stage])
+    c = Pipeline(golden.spec, [stage])
     c.open(0)
-    [recordings] = recordings_of([stage])
-    for i in range(RECORD_AT + 1):
-        assert bool(recordings._kept) == (i >= RECORD_AT)
+    [graphs] = recordings_of([stage])
+    for i in range(CAPTURE_AT + 1):
+        assert bool(graphs._kept) == (i >= CAPTURE_AT)
         c.run((0, golden.ids[i : i + 1]))
     c.run((0, golden.ids[:3]), want_hidden=True)
-    assert len(recordings._kept) == 1
+    assert len(graphs._kept) == 1
 
 
 def test_recordings_are_made_anew_when_a_table_grows() -> None:
     golden = opened(FIXTURES[0])
     plain, recorded = load_stages(golden.spec, (), EXACT), load_stages(golden.spec, (), EXACT)
-    chains = Chain(golden.spec, unrecorded(plain)), Chain(golden.spec, recorded)
-    [recordings] = recordings_of(recorded)
+    pipelines = Pipeline(golden.spec, unrecorded(plain)), Pipeline(golden.spec, recorded)
+    [graphs] = recordings_of(recorded)
     found = []
-    for c in chains:
+    for c in pipelines:
         c.open(0)
         rows = [c.run((0, [token])).cpu() for token in golden.ids[:6]]
         for n_entries in (100, 300):
@@ -97,25 +97,25 @@ def test_recordings_are_made_anew_when_a_table_grows() -> None:
             rows += [c.run((0, [token])).cpu() for token in golden.ids[:6]]
         found.append(torch.cat(rows))
     assert torch.equal(*found)
-    assert not recordings._refused
-    assert len(recordings._kept) == 1
+    assert not graphs._refused
+    assert len(graphs._kept) == 1
 
 
 def test_what_cannot_be_recorded_is_said_and_launched_one_by_one() -> None:
     golden = opened(FIXTURES[0])
     [stage] = load_stages(golden.spec, (), EXACT)
-    [recordings] = recordings_of([stage])
+    [graphs] = recordings_of([stage])
     said: list[str] = []
     stage.warn = said.append
-    work = recordings.work
+    work = graphs.work
 
     def waiting(rows: Tensor | None, batch: object) -> Tensor:
         out = work(rows, batch)  # type: ignore[arg-type]
         out.sum().item()
         return out
 
-    recordings.work = waiting
-    c = Chain(golden.spec, [stage])
+    graphs.work = waiting
+    c = Pipeline(golden.spec, [stage])
     c.open(0)
     found = torch.cat([c.run((0, [token])).cpu() for token in golden.ids[:6]])
     golden.assert_logits(found)

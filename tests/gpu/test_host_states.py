@@ -11,7 +11,7 @@ from lucevisor.protocol.loading import PoolSizes
 from lucevisor.protocol.steps import CopyState
 from lucevisor.protocol.transfers import Restored
 from lucevisor.snapshots.store import SnapshotStore
-from tests.daemons.snapshot_chain import SlotChain, checkpoint, golden_spec, ids_of, state_model, states_of
+from tests.daemons.snapshot_pipeline import SlotPipeline, checkpoint, golden_spec, ids_of, state_model, states_of
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no GPU")]
 
@@ -27,45 +27,45 @@ def spec():
 
 
 def prepared(spec, **options):
-    chain = SlotChain(spec, backend=GPU, host_states=4, seed=1, **options)
-    chain.open(0)
-    chain.run(0, ids_of(spec, N))
-    return chain
+    pipeline = SlotPipeline(spec, backend=GPU, host_states=4, seed=1, **options)
+    pipeline.open(0)
+    pipeline.run(0, ids_of(spec, N))
+    return pipeline
 
 
 def equal(one, other):
     return one.keys() == other.keys() and all(torch.equal(one[key], other[key]) for key in one)
 
 
-def settled(chain, state):
+def settled(pipeline, state):
     torch.cuda.synchronize()  # host rows are read as they are: nothing else waits for the copy
-    return states_of(chain, state)
+    return states_of(pipeline, state)
 
 
 def test_a_checkpoint_comes_back_bit_by_bit(spec):
-    chain = prepared(spec)
-    place = checkpoint(chain, 0, 6)
-    kept = settled(chain, 6)
-    assert equal(kept, states_of(chain, 0))
+    pipeline = prepared(spec)
+    place = checkpoint(pipeline, 0, 6)
+    kept = settled(pipeline, 6)
+    assert equal(kept, states_of(pipeline, 0))
     assert all(float(numbers.abs().max()) > 0 for numbers in kept.values())
-    wanted = chain.greedy(0, [3, 1], 16)
-    assert not equal(kept, states_of(chain, 0))
-    chain.adopt(1, place, live_state=3)
-    assert equal(settled(chain, 3), kept)
-    assert equal(states_of(chain, 6), kept)
-    assert chain.greedy(1, [3, 1], 16) == wanted
+    wanted = pipeline.greedy(0, [3, 1], 16)
+    assert not equal(kept, states_of(pipeline, 0))
+    pipeline.adopt(1, place, live_state=3)
+    assert equal(settled(pipeline, 3), kept)
+    assert equal(states_of(pipeline, 6), kept)
+    assert pipeline.greedy(1, [3, 1], 16) == wanted
 
 
 def test_tokens_are_those_of_checkpoints_on_the_device(spec):
     answers = []
     for host_states in (0, 4):
-        chain = SlotChain(spec, [[3], []], backend=GPU, host_states=host_states, seed=1)
-        chain.open(0)
-        chain.run(0, ids_of(spec, N))
-        place = checkpoint(chain, 0, 6)
-        answers.append(chain.greedy(0, [3, 1], 16))
-        chain.adopt(1, place, live_state=3)
-        answers.append(chain.greedy(1, [3, 1], 16))
+        pipeline = SlotPipeline(spec, [[3], []], backend=GPU, host_states=host_states, seed=1)
+        pipeline.open(0)
+        pipeline.run(0, ids_of(spec, N))
+        place = checkpoint(pipeline, 0, 6)
+        answers.append(pipeline.greedy(0, [3, 1], 16))
+        pipeline.adopt(1, place, live_state=3)
+        answers.append(pipeline.greedy(1, [3, 1], 16))
     assert all(answer == answers[0] for answer in answers)
 
 
@@ -100,58 +100,58 @@ def test_memory_that_was_given_back_can_be_page_locked_again(spec):
 
 def test_nobody_waits_for_a_copy_but_who_reads_it(spec):
     """Copies both ways are queued behind a kernel that is running; the call returns at once."""
-    chain = prepared(spec)
-    kept = settled(chain, 0)
+    pipeline = prepared(spec)
+    kept = settled(pipeline, 0)
     torch.cuda.synchronize()
     torch.cuda._sleep(CYCLES)
-    chain.apply(CopyState(0, 6), CopyState(6, 2))
+    pipeline.apply(CopyState(0, 6), CopyState(6, 2))
     queued = torch.cuda.Event()
     queued.record()
     assert not queued.query()
     queued.synchronize()
-    assert equal(states_of(chain, 6), kept)
-    assert equal(states_of(chain, 2), kept)
+    assert equal(states_of(pipeline, 6), kept)
+    assert equal(states_of(pipeline, 2), kept)
 
 
 def test_a_save_waits_for_the_copy_of_what_it_saves(spec, tmp_path):
-    chain = prepared(spec)
+    pipeline = prepared(spec)
     store = SnapshotStore(tmp_path, state_model(spec), 1 << 30)
-    on_device = chain.save(store, ids_of(spec, N), checkpoint(chain, 0, 2))
+    on_device = pipeline.save(store, ids_of(spec, N), checkpoint(pipeline, 0, 2))
     torch.cuda._sleep(CYCLES)
-    in_host = chain.save(store, ids_of(spec, N), checkpoint(chain, 0, 6))
+    in_host = pipeline.save(store, ids_of(spec, N), checkpoint(pipeline, 0, 6))
     assert in_host.snapshot.checksums == on_device.snapshot.checksums
     store.close()
 
 
 def test_a_restore_waits_for_who_still_reads_what_was_there(spec, tmp_path):
     """A sequence starts from a slot that is given up at once for a prefix from disk."""
-    chain = prepared(spec)
+    pipeline = prepared(spec)
     store = SnapshotStore(tmp_path, state_model(spec), 1 << 30)
-    entry = chain.save(store, ids_of(spec, N), checkpoint(chain, 0, 6))
-    saved = settled(chain, 6)
-    chain.run(0, [3, 1, 4])
-    chain.apply(CopyState(0, 6))
-    newer = settled(chain, 6)
+    entry = pipeline.save(store, ids_of(spec, N), checkpoint(pipeline, 0, 6))
+    saved = settled(pipeline, 6)
+    pipeline.run(0, [3, 1, 4])
+    pipeline.apply(CopyState(0, 6))
+    newer = settled(pipeline, 6)
     assert not equal(saved, newer)
     torch.cuda._sleep(CYCLES)
-    chain.apply(CopyState(6, 2))
-    fresh = chain.fresh_place(N, 6)
-    assert all(isinstance(a, Restored) for a in chain.restore(store, entry, fresh))
-    assert equal(settled(chain, 2), newer)
-    assert equal(states_of(chain, 6), saved)
+    pipeline.apply(CopyState(6, 2))
+    fresh = pipeline.fresh_place(N, 6)
+    assert all(isinstance(a, Restored) for a in pipeline.restore(store, entry, fresh))
+    assert equal(settled(pipeline, 2), newer)
+    assert equal(states_of(pipeline, 6), saved)
     store.close()
 
 
 @pytest.mark.parametrize("restored", [1, 5])
 @pytest.mark.parametrize("to", [GPU, Backend.CPU])
 def test_snapshots_of_states_in_host_memory_come_back(spec, restored, to, tmp_path):
-    chain = prepared(spec)
-    place = checkpoint(chain, 0, 6)
-    kept = settled(chain, 6)
-    wanted = chain.greedy(0, [3, 1], 16)
+    pipeline = prepared(spec)
+    place = checkpoint(pipeline, 0, 6)
+    kept = settled(pipeline, 6)
+    wanted = pipeline.greedy(0, [3, 1], 16)
     store = SnapshotStore(tmp_path, state_model(spec), 1 << 30)
-    entry = chain.save(store, ids_of(spec, N), place)
-    other = SlotChain(spec, [[3], []], backend=to, host_states=4, seed=2)
+    entry = pipeline.save(store, ids_of(spec, N), place)
+    other = SlotPipeline(spec, [[3], []], backend=to, host_states=4, seed=2)
     fresh = other.fresh_place(N, restored)
     assert all(isinstance(a, Restored) for a in other.restore(store, entry, fresh))
     assert equal(settled(other, restored), kept)

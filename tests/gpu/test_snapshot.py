@@ -10,7 +10,7 @@ from daemons.snapshots import state_map as rows_of
 from lucevisor.model.values import Backend, Dtype, Space
 from lucevisor.protocol.transfers import Restored
 from lucevisor.snapshots.store import SnapshotStore
-from tests.daemons.snapshot_chain import SlotChain, checkpoint, golden_spec, ids_of, state_model
+from tests.daemons.snapshot_pipeline import SlotPipeline, checkpoint, golden_spec, ids_of, state_model
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no GPU")]
 
@@ -24,10 +24,10 @@ def pieces(request, monkeypatch):
 
 
 def prepared(spec, backend, **options):
-    chain = SlotChain(spec, backend=backend, seed=1, **options)
-    chain.open(0)
-    chain.run(0, ids_of(spec, N))
-    return chain, checkpoint(chain, 0, 5)
+    pipeline = SlotPipeline(spec, backend=backend, seed=1, **options)
+    pipeline.open(0)
+    pipeline.run(0, ids_of(spec, N))
+    return pipeline, checkpoint(pipeline, 0, 5)
 
 
 def tensors_of(path):
@@ -41,13 +41,13 @@ def tensors_of(path):
 @pytest.mark.parametrize("to", [GPU, Backend.CPU])
 def test_a_slot_of_a_gpu_comes_back_bit_by_bit(name, kv_dtype, to, tmp_path):
     spec = golden_spec(name)
-    chain, place = prepared(spec, GPU, kv_dtype=kv_dtype)
+    pipeline, place = prepared(spec, GPU, kv_dtype=kv_dtype)
     store = SnapshotStore(tmp_path, state_model(spec, kv_dtype), 1 << 30)
     ids = ids_of(spec, N)
-    first = chain.save(store, ids, place)
+    first = pipeline.save(store, ids, place)
     before = tensors_of(tmp_path / first.file)
     assert all(float(t.float().abs().max()) > 0 for t in before.values())
-    other = SlotChain(spec, [[3], []] if spec.legal_boundary(3) else [[]], kv_dtype=kv_dtype, seed=2, backend=to)
+    other = SlotPipeline(spec, [[3], []] if spec.legal_boundary(3) else [[]], kv_dtype=kv_dtype, seed=2, backend=to)
     fresh = other.fresh_place(N, 2 if Space.RECURRENT in spec.spaces() else -1)
     assert all(isinstance(a, Restored) for a in other.restore(store, first, fresh))
     second = other.save(store, ids, fresh)
@@ -60,11 +60,11 @@ def test_a_slot_of_a_gpu_comes_back_bit_by_bit(name, kv_dtype, to, tmp_path):
 def test_greedy_tokens_go_on_on_a_gpu(backend, tmp_path):
     """Saved by either backend in float32, restored on the GPU under another split."""
     spec = golden_spec("qwen35")
-    chain, place = prepared(spec, backend)
-    wanted = chain.greedy(0, [3, 1], 16)
+    pipeline, place = prepared(spec, backend)
+    wanted = pipeline.greedy(0, [3, 1], 16)
     store = SnapshotStore(tmp_path, state_model(spec), 1 << 30)
-    entry = chain.save(store, ids_of(spec, N), place)
-    other = SlotChain(spec, [[1], [2, 6], []], seed=2, backend=GPU)
+    entry = pipeline.save(store, ids_of(spec, N), place)
+    other = SlotPipeline(spec, [[1], [2, 6], []], seed=2, backend=GPU)
     fresh = other.fresh_place(N, 2)
     other.restore(store, entry, fresh)
     other.adopt(1, fresh, live_state=3)
@@ -75,12 +75,12 @@ def test_greedy_tokens_go_on_on_a_gpu(backend, tmp_path):
 @pytest.mark.parametrize(("saved", "restored"), [(Dtype.FLOAT32, Dtype.BFLOAT16), (Dtype.Q8_0, Dtype.FLOAT16)])
 def test_formats_are_converted_as_on_a_cpu(saved, restored, tmp_path):
     spec = golden_spec("laguna")
-    chain, place = prepared(spec, GPU, kv_dtype=saved)
+    pipeline, place = prepared(spec, GPU, kv_dtype=saved)
     store = SnapshotStore(tmp_path, state_model(spec, saved), 1 << 30)
-    entry = chain.save(store, ids_of(spec, N), place)
+    entry = pipeline.save(store, ids_of(spec, N), place)
     found = []
     for backend in (GPU, Backend.CPU):
-        other = SlotChain(spec, kv_dtype=restored, seed=2, backend=backend)
+        other = SlotPipeline(spec, kv_dtype=restored, seed=2, backend=backend)
         fresh = other.fresh_place(N)
         answers = other.restore(store, entry, fresh)
         assert all(a.converted for a in answers)
@@ -95,22 +95,22 @@ def test_steps_go_on_while_slots_are_saved_and_restored(tmp_path):
     spec = golden_spec("qwen35")
     alone, _ = prepared(spec, GPU)
     wanted = alone.greedy(0, [3], 200)
-    chain, place = prepared(spec, GPU)
+    pipeline, place = prepared(spec, GPU)
     store = SnapshotStore(tmp_path, state_model(spec), 1 << 30)
-    first = chain.save(store, ids_of(spec, N), place)
-    fresh = chain.fresh_place(N, 2)
+    first = pipeline.save(store, ids_of(spec, N), place)
+    fresh = pipeline.fresh_place(N, 2)
     stop, entries = threading.Event(), []
 
     def keep_going():
         while not stop.is_set():
-            entries.append(chain.save(store, ids_of(spec, N), place))
-            chain.restore(store, entries[-1], fresh)
-            entries.append(chain.save(store, ids_of(spec, N), fresh))
+            entries.append(pipeline.save(store, ids_of(spec, N), place))
+            pipeline.restore(store, entries[-1], fresh)
+            entries.append(pipeline.save(store, ids_of(spec, N), fresh))
 
     thread = threading.Thread(target=keep_going)
     thread.start()
     try:
-        assert chain.greedy(0, [3], 200) == wanted
+        assert pipeline.greedy(0, [3], 200) == wanted
     finally:
         stop.set()
         thread.join()

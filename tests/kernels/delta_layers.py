@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from daemons.kv.batch import Group
-from daemons.models.blocks import DeltaNet, DeltaShape, DeltaWeights
+from daemons.models.blocks import GatedDeltaNet, GatedDeltaNetShape, GatedDeltaNetWeights
 from daemons.ops.basic import RmsNorm
 from daemons.ops.delta_rule import CHUNK
 from daemons.ops.operations import MixWeights, Reference
@@ -32,7 +32,7 @@ Bounds = tuple[Bound, Tensor, Bound]
 """Of outputs and matrices; windows are copies."""
 
 
-class ChunkNet(DeltaNet):
+class ChunkNet(GatedDeltaNet):
     """The block with the chunked rule as kernels compute it: decays are multiplied, where the daemon's torch form adds
     their logarithms, which costs digits when they are large (``daemons.ops.triton.delta_chunks`` has the formulas).
     """
@@ -63,7 +63,7 @@ class Layer:
     """
 
     mixer: MixWeights
-    net: DeltaNet
+    net: GatedDeltaNet
     chunks: ChunkNet
     convolution: Tensor
     states: Tensor
@@ -75,7 +75,7 @@ class Layer:
     ) -> Layer:
         """``decay``: exp A of the first and of the last head."""
         g = torch.Generator().manual_seed(0)
-        shape = DeltaShape(n_key, n_value, dim)
+        shape = GatedDeltaNetShape(n_key, n_value, dim)
 
         def random(*extent: int) -> Tensor:
             return torch.randn(*extent, generator=g).to(DEVICE)
@@ -84,8 +84,8 @@ class Layer:
         rates = -torch.linspace(*decay, n_value).to(DEVICE)
         norm = RmsNorm(weight, dim, EPS)
         pools = random(n_states, n_taps - 1, shape.channels), random(n_states, n_value, dim, dim)
-        weights = DeltaWeights(None, None, taps, rates, dt, norm)  # type: ignore[arg-type]  # the matrices are around it
-        nets = [kind(shape, weights, torch.empty(0), torch.empty(0), Reference()) for kind in (DeltaNet, ChunkNet)]
+        weights = GatedDeltaNetWeights(None, None, taps, rates, dt, norm)  # type: ignore[arg-type]  # the matrices are around it
+        nets = [kind(shape, weights, torch.empty(0), torch.empty(0), Reference()) for kind in (GatedDeltaNet, ChunkNet)]
         return cls(MixWeights(n_key, n_value, dim, taps, rates, dt, norm), *nets, *pools)  # type: ignore[arg-type]
 
     def twin(self) -> Layer:
@@ -134,7 +134,7 @@ class Layer:
         assert_within(self.states[ids], matrices, what="the state")
 
 
-def form_of(net: DeltaNet, offset: int = 0) -> Form:
+def form_of(net: GatedDeltaNet, offset: int = 0) -> Form:
     """What the block makes of a whole run."""
 
     def form(y: Tensor, left: Tensor, s: Tensor) -> Results:
@@ -152,7 +152,7 @@ def form_of(net: DeltaNet, offset: int = 0) -> Form:
     return form
 
 
-def one_by_one(net: DeltaNet) -> Form:
+def one_by_one(net: GatedDeltaNet) -> Form:
     """What it makes of single tokens."""
     single = form_of(net)
 

@@ -14,7 +14,7 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 from daemons.device import CPU
-from daemons.models.loader import Rows, Weights
+from daemons.models.loader import Rows, WeightLoader
 from daemons.ops import quantised
 from daemons.ops.experts import BlockExperts, JoinedExperts
 from daemons.ops.linear import BlockTable, PackedTable
@@ -193,8 +193,8 @@ def test_rows_of_a_table_are_the_same_bits(kind, dtype):
 # ---- loading
 
 
-def weights_of(path, kept) -> Weights:
-    return Weights(
+def weights_of(path, kept) -> WeightLoader:
+    return WeightLoader(
         open_spec(path).files, kept, KernelSelector(CPU, torch.float32, kernels=True), lambda done, total: None
     )
 

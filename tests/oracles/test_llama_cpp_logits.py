@@ -18,8 +18,8 @@ from gguf import GGUFReader
 from lucevisor.model.families import open_spec
 from lucevisor.model.quant_types import NATIVE
 from lucevisor.text.tokenizer import Tokenizer
-from tests.families.chain import Chain, load_stages
 from tests.families.generate import FAMILIES
+from tests.families.pipeline import Pipeline, load_stages
 from tests.families.test_generated import ALL, made_with_clear_choices
 from tests.oracles.gelu import gelu_of
 from tests.oracles.peer import Peer, PeerError
@@ -61,9 +61,9 @@ REFUSALS = {
 
 def ours(path: Path, ids: list[int]) -> np.ndarray:
     spec = open_spec(path)
-    chain = Chain(spec, load_stages(spec))
-    chain.open(0)
-    return chain.run((0, ids)).numpy()
+    pipeline = Pipeline(spec, load_stages(spec))
+    pipeline.open(0)
+    return pipeline.run((0, ids)).numpy()
 
 
 def beta_fast_of(path: Path) -> float | None:

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from daemons.models.stage import Stage
+from daemons.models.stage import LoadedStage
 from lucevisor.model.families import open_spec
 from lucevisor.model.values import Backend, Dtype, Space
 from lucevisor.placement.explain import text
@@ -48,7 +48,7 @@ def test_the_plan_counts_the_bits_of_keys_and_values(spec, tmp_path, kv_dtype, b
 def test_the_daemon_takes_what_the_plan_says_of_q8_0(spec, tmp_path):
     placement = planned(spec, tmp_path, "q8_0")
     load = load_message(placement, "left", [str(DEMO)], threads=1)
-    (use,) = Stage.load(spec, load.stages[0], load, Backend.CPU, lambda _: None).usage()
+    (use,) = LoadedStage.load(spec, load.stages[0], load, Backend.CPU, lambda _: None).usage()
     assert use.state_bytes == placement.devices[0].state_bytes
 
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from daemons.models.stage import Stage
+from daemons.models.stage import LoadedStage
 from lucevisor.config import CacheConfig
 from lucevisor.model.families import open_spec
 from lucevisor.model.values import Backend
@@ -29,7 +29,7 @@ def test_weights_and_pools_take_what_was_planned(tmp_path, devices, states, dtyp
     for group in placement.groups:
         load = load_message(placement, group, [str(DEMO)], threads=1)
         for stage in load.stages:
-            taken += Stage.load(spec, stage, load, Backend.CPU, lambda _: None).usage()
+            taken += LoadedStage.load(spec, stage, load, Backend.CPU, lambda _: None).usage()
     assert [(use.layers, use.weight_bytes, use.state_bytes, use.host_state_bytes) for use in taken] == [
         (d.layers, d.weight_bytes, d.state_bytes, d.host_state_bytes) for d in placement.devices
     ]

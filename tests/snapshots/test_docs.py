@@ -6,7 +6,7 @@ from hashlib import sha256
 from pathlib import Path
 
 from lucevisor.snapshots.file_format import FORMAT, FORMAT_VERSION, header_check, lay_out, pack
-from tests.daemons.snapshot_chain import SlotChain, checkpoint, golden_spec, ids_of, state_model
+from tests.daemons.snapshot_pipeline import SlotPipeline, checkpoint, golden_spec, ids_of, state_model
 from tests.snapshots.snapshot_parts import made_model, made_slot, made_store, names
 
 PAGE = (Path(__file__).parents[2] / "docs" / "snapshot-format.md").read_text(encoding="utf-8")
@@ -14,11 +14,11 @@ PAGE = (Path(__file__).parents[2] / "docs" / "snapshot-format.md").read_text(enc
 
 def test_the_example_reads_a_snapshot_of_a_real_model(tmp_path, capsys):
     spec = golden_spec("qwen35")
-    chain = SlotChain(spec)
-    chain.open(0)
-    chain.run(0, ids_of(spec, 70))
+    pipeline = SlotPipeline(spec)
+    pipeline.open(0)
+    pipeline.run(0, ids_of(spec, 70))
     store = made_store(tmp_path, state_model(spec), disk_bytes=1 << 30)
-    entry = chain.save(store, ids_of(spec, 70), checkpoint(chain, 0, 5))
+    entry = pipeline.save(store, ids_of(spec, 70), checkpoint(pipeline, 0, 5))
     (example,) = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
     found = {"path": tmp_path / entry.file}
     exec(example, found)

@@ -1,6 +1,6 @@
 """The gated delta net mixer for few tokens a slice: decode, the check of a draft, the end of a prompt.
 
-From the input columns to the gated outputs in two launches; what it computes is ``daemons.models.blocks.DeltaNet``.
+Input columns to gated outputs in two launches; the reference is ``daemons.models.blocks.GatedDeltaNet``.
 The tokens of a slice follow each other in one program, which holds the matrix S of a value head in registers: long
 slices are better off with the chunked form.  Knows no sequence and no step, only rows of the state pools.
 

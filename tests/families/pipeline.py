@@ -1,4 +1,4 @@
-"""A chain of stages in one process over both page spaces, with ids dealt out, and taken back, the way a supervisor
+"""A pipeline of stages in one process over both page spaces, with ids dealt out, and taken back, the way a supervisor
 would.
 """
 
@@ -11,7 +11,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from daemons.models.stage import Stage
+from daemons.models.stage import LoadedStage
 from lucevisor.model.spec import ModelSpec
 from lucevisor.model.values import PAGE_TOKENS, Backend, Dtype, LayerRange, Space
 from lucevisor.protocol.loading import Load, PoolSizes, ShardPlan, StagePlan
@@ -33,14 +33,16 @@ def pools_of(spec: ModelSpec) -> PoolSizes:
 
 @dataclass(frozen=True)
 class How:
-    """Number formats and backend of a chain."""
+    """Number formats and backend of a pipeline."""
 
     dtype: Dtype = Dtype.FLOAT32
     kv_dtype: Dtype = Dtype.FLOAT32
     backend: Backend = Backend.CPU
 
 
-def load_stages(spec: ModelSpec, cuts: Sequence[int] = (), how: How | None = None, shards: bool = False) -> list[Stage]:
+def load_stages(
+    spec: ModelSpec, cuts: Sequence[int] = (), how: How | None = None, shards: bool = False
+) -> list[LoadedStage]:
     """A stage for each range between the ``cuts``; with ``shards`` one stage that holds them all as shards."""
     how = how or How()
     borders = [0, *cuts, spec.n_layers]
@@ -49,7 +51,7 @@ def load_stages(spec: ModelSpec, cuts: Sequence[int] = (), how: How | None = Non
     load = Load([], how.dtype, how.kv_dtype, [], [], pools_of(spec), max_sequences=16, max_step_tokens=512)
     last = len(groups) - 1
     plans = [StagePlan(i, g, i - 1 if i else None, i if i < last else None) for i, g in enumerate(groups)]
-    return [Stage.load(spec, plan, load, how.backend, lambda _: None) for plan in plans]
+    return [LoadedStage.load(spec, plan, load, how.backend, lambda _: None) for plan in plans]
 
 
 @dataclass
@@ -63,10 +65,10 @@ class Text:
     pages: dict[Space, list[int | None]] = field(default_factory=dict)
 
 
-class Chain:
+class Pipeline:
     """Runs slices through all stages.  Pages are scattered: neighbours in a text are not neighbours in a pool."""
 
-    def __init__(self, spec: ModelSpec, stages: list[Stage], *, release: bool = True) -> None:
+    def __init__(self, spec: ModelSpec, stages: list[LoadedStage], *, release: bool = True) -> None:
         self.spec, self.stages, self.release = spec, stages, release
         sizes = pools_of(spec)
         units = {Space.FULL: sizes.full_pages, Space.WINDOW: sizes.window_pages}

@@ -7,13 +7,13 @@ from torch import Tensor
 
 from daemons.kv.batch import Batch
 from daemons.models.blocks import GatedMlp
-from daemons.models.loader import Weights
+from daemons.models.loader import WeightLoader
 from daemons.ops.moe import ExpertMlp
 from daemons.ops.router import Route, Router
 from lucevisor.model.experts import Experts
 
 
-class Mixture:
+class MoeMlp:
     """The routed experts of the rows, plus a shared part that every row goes through, as far as the router opens it."""
 
     def __init__(self, route: Route, routed: ExpertMlp, shared: GatedMlp | None) -> None:
@@ -23,8 +23,8 @@ class Mixture:
         return self.routed(x, self.route(x), None if self.shared is None else self.shared(x, batch))
 
 
-def build_route(
-    w: Weights, prefix: str, x: Experts, *, bias: str = "", expert_scale: str = "", shared_gate: str = ""
+def build_router(
+    w: WeightLoader, prefix: str, x: Experts, *, bias: str = "", expert_scale: str = "", shared_gate: str = ""
 ) -> Route:
     """The router of the layer ``prefix`` ("blk.3."); ``bias``, ``expert_scale`` and ``shared_gate`` name further
     tensors of it.
@@ -45,7 +45,7 @@ def build_route(
     return w.selector.operations.router(router)
 
 
-def build_routed(w: Weights, prefix: str, activation: str) -> ExpertMlp:
+def build_experts(w: WeightLoader, prefix: str, activation: str) -> ExpertMlp:
     """The routed experts of the layer ``prefix``, gate and up in one tensor or in two."""
     names = [prefix + "ffn_gate_up_exps.weight"]
     if names[0] not in w.files.tensors:
@@ -53,7 +53,7 @@ def build_routed(w: Weights, prefix: str, activation: str) -> ExpertMlp:
     return ExpertMlp(w.experts(*names), w.experts(prefix + "ffn_down_exps.weight"), activation, w.selector.operations)
 
 
-def build_shared(w: Weights, prefix: str) -> GatedMlp:
+def build_shared_expert(w: WeightLoader, prefix: str) -> GatedMlp:
     """The shared expert of the layer ``prefix``."""
     gate_up = w.linear(prefix + "ffn_gate_shexp.weight", prefix + "ffn_up_shexp.weight")
     return GatedMlp(gate_up, w.linear(prefix + "ffn_down_shexp.weight"), w.selector.operations)

@@ -1,4 +1,4 @@
-"""The blocks of one shard: its layer range on its device, with the head or the tail where the chain begins or ends.
+"""The blocks of one shard: its layer range on its device, with the head or the tail where the pipeline begins or ends.
 
 Knows no links and no sequences; invariant: the residual stream has the compute dtype throughout, so a boundary inside
 or between shards changes no number.
@@ -18,7 +18,7 @@ from daemons.kv.batch import Batch
 from daemons.kv.pools import Pools
 from daemons.models import FAMILIES
 from daemons.models.blocks import Block
-from daemons.models.loader import Weights
+from daemons.models.loader import WeightLoader
 from daemons.ops.selection import KernelSelector
 from lucevisor.model.gguf_files import GgufFiles
 from lucevisor.model.spec import ModelSpec
@@ -28,41 +28,41 @@ from lucevisor.protocol.loading import DeviceUse, PoolSizes, ShardPlan
 
 
 @dataclass(frozen=True, slots=True)
-class ShardRequest:
+class ShardConfig:
     """What to build: one shard of ``spec``; ``first`` adds the head's tensors, ``last`` the tail's."""
 
     spec: ModelSpec
     plan: ShardPlan
-    first: bool
-    last: bool
+    embedding: bool
+    output: bool
     backend: Backend
     dtype: Dtype
     kv_dtype: Dtype
     pools: PoolSizes
 
 
-class Stack:
-    """A built shard.  ``head`` is None behind the first shard of the chain, ``tail`` before the last."""
+class ShardModel:
+    """A built shard.  ``head`` is None behind the first shard of the pipeline, ``tail`` before the last."""
 
-    def __init__(self, request: ShardRequest, selector: KernelSelector, report: Callable[[int, int], None]) -> None:
-        spec, layers = request.spec, request.plan.layers
-        self.device, self.plan, self.selector = selector.device, request.plan, selector
-        self.pools = Pools(spec, layers, self.device, request.kv_dtype, request.pools)
+    def __init__(self, config: ShardConfig, selector: KernelSelector, report: Callable[[int, int], None]) -> None:
+        spec, layers = config.spec, config.plan.layers
+        self.device, self.plan, self.selector = selector.device, config.plan, selector
+        self.pools = Pools(spec, layers, self.device, config.kv_dtype, config.pools)
         kept = shard_layouts(
-            spec, layers, embedding=request.first, output=request.last, backend=request.backend, dtype=request.dtype
+            spec, layers, embedding=config.embedding, output=config.output, backend=config.backend, dtype=config.dtype
         )
-        weights = Weights(_files(spec), kept, selector, report)
+        weights = WeightLoader(_files(spec), kept, selector, report)
         try:
             family = FAMILIES[spec.architecture](spec, weights, self.pools)
-            self.enter, self.leave = family.enter, family.leave
-            self.head: Callable[[Batch], Tensor] | None = family.head() if request.first else None
+            self.from_boundary, self.to_boundary = family.from_boundary, family.to_boundary
+            self.embedding: Callable[[Batch], Tensor] | None = family.embedding() if config.embedding else None
             self.layers: list[Block] = [family.layer(i) for i in range(layers.start, layers.stop)]
-            self.tail: Callable[[Tensor], Tensor] | None = family.tail() if request.last else None
+            self.output: Callable[[Tensor], Tensor] | None = family.output() if config.output else None
         finally:
             weights.close()
         self.weight_bytes = weights.n_bytes
         n_routed = max((spec.layers[i].n_routed for i in range(layers.start, layers.stop)), default=0)
-        self.unwaiting_tokens = selector.few_pairs // max(1, n_routed)
+        self.max_async_tokens = selector.few_pairs // max(1, n_routed)
         """Tokens of a step up to which nothing waits for the device to learn which experts were chosen."""
         self.warnings = selector.warnings + [
             f"{name} tensors are not kept as stored: {stored} bytes in the file take {taken} bytes on {self.device}"
@@ -77,17 +77,17 @@ class Stack:
 
         ``hidden`` collects the residual stream at every layer's end (and behind the embedding) when given.
         """
-        if self.head is not None:
-            rows = self.head(batch)
+        if self.embedding is not None:
+            rows = self.embedding(batch)
         assert rows is not None
-        h = self.enter(rows, batch)
-        if self.head is not None and hidden is not None:
+        h = self.from_boundary(rows, batch)
+        if self.embedding is not None and hidden is not None:
             hidden.append(h)
         for layer in self.layers:
             h = layer(h, batch)
             if hidden is not None:
                 hidden.append(h)
-        return h if self.tail is not None else self.leave(h, batch)
+        return h if self.output is not None else self.to_boundary(h, batch)
 
     def usage(self) -> DeviceUse:
         return DeviceUse(
@@ -100,10 +100,10 @@ class Stack:
         )
 
 
-def check(request: ShardRequest) -> None:
+def check(config: ShardConfig) -> None:
     """Raise LoadError for a plan that cannot be right for this model, before memory is touched."""
-    spec, layers = request.spec, request.plan.layers
-    where = f"stage shard {layers} on device {request.plan.device}"
+    spec, layers = config.spec, config.plan.layers
+    where = f"stage shard {layers} on device {config.plan.device}"
     if spec.architecture not in FAMILIES:
         known = ", ".join(sorted(FAMILIES))
         raise LoadError(

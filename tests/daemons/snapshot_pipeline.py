@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from daemons.models.stage import Stage
+from daemons.models.stage import LoadedStage
 from daemons.snapshots.state_map import StateMap
 from daemons.snapshots.transfers import Transfers
 from lucevisor.deployment.weight_digests import digest_tensors
@@ -37,8 +37,8 @@ def state_model(spec, kv_dtype=Dtype.FLOAT32, dtype=Dtype.FLOAT32):
     )
 
 
-class SlotChain:
-    """``cuts``: for each stage the layers its shards end before, but for the chain's last one; pages come shuffled.
+class SlotPipeline:
+    """``cuts``: for each stage the layers its shards end before, except the last one; pages come shuffled.
 
     Of the 8 recurrent states the last ``host_states`` lie in host memory.
     """
@@ -72,14 +72,14 @@ class SlotChain:
                 shards.append(ShardPlan(0, LayerRange(start, stops[at])))
                 start, at = stops[at], at + 1
             plan = StagePlan(i, shards, None if i == 0 else i - 1, None if i == len(cuts) - 1 else i)
-            self.stages.append(Stage.load(spec, plan, load, backend, lambda _: None))
+            self.stages.append(LoadedStage.load(spec, plan, load, backend, lambda _: None))
         self.free = {space: random.Random(seed).sample(range(n_pages), n_pages) for space in PAGED}
         self.pages = {}
         self.lengths = {}
         self.answers = []
         self._came = threading.Condition()
         self.transfers = [
-            Transfers(StateMap(spec, [stack.pools for stack in stage.stacks]), self._answer) for stage in self.stages
+            Transfers(StateMap(spec, [shard.pools for shard in stage.shards]), self._answer) for stage in self.stages
         ]
 
     # ---- sequences
@@ -185,14 +185,14 @@ class SlotChain:
 
     def bytes_of(self, space):
         """All bytes of a space's pools, to see what a restore touched."""
-        return [t.clone() for s in self.stages for k in s.stacks for t in k.pools._of(space)]
+        return [t.clone() for s in self.stages for k in s.shards for t in k.pools._of(space)]
 
 
-def states_of(chain, state):
+def states_of(pipeline, state):
     """A copy of one recurrent state: (layer, name) -> its numbers, on the host."""
     found = {}
-    for pools in (stack.pools for stage in chain.stages for stack in stage.stacks):
-        for layer in chain.spec.layers[pools.layers.start : pools.layers.stop]:
+    for pools in (shard.pools for stage in pipeline.stages for shard in stage.shards):
+        for layer in pipeline.spec.layers[pools.layers.start : pools.layers.stop]:
             for t in layer.state if layer.space is Space.RECURRENT else ():
                 rows, row = pools.rows_with(layer.index, t.name, state)
                 found[layer.index, t.name] = rows[row].detach().to("cpu", copy=True)
@@ -203,9 +203,9 @@ def ids_of(spec, n, seed=1):
     return torch.randint(0, spec.vocabulary, (n,), generator=torch.Generator().manual_seed(seed)).tolist()
 
 
-def checkpoint(chain, sequence, state):
+def checkpoint(pipeline, sequence, state):
     """The place of a slot of all the sequence's tokens, its recurrent state copied aside."""
-    if Space.RECURRENT not in chain.spec.spaces():
-        return chain.place(sequence)
-    chain.apply(CopyState(0, state))
-    return chain.place(sequence, state)
+    if Space.RECURRENT not in pipeline.spec.spaces():
+        return pipeline.place(sequence)
+    pipeline.apply(CopyState(0, state))
+    return pipeline.place(sequence, state)
