@@ -127,6 +127,8 @@ def _check_slice(s: Slice, where: str, seen: set[int], vocabulary: int) -> None:
     seen.add(s.sequence)
     if not s.tokens or s.start < 0:
         raise StateError(where, f"{len(s.tokens)} tokens at position {s.start}")
+    if s.n_drafts:
+        raise StateError(where, f"{s.n_drafts} drafts: this daemon does not verify drafts yet")
     if min(s.tokens) < 0 or max(s.tokens) >= vocabulary:
         bad = next(t for t in s.tokens if not 0 <= t < vocabulary)
         raise StateError(where, f"token id {bad} is outside the vocabulary of {vocabulary}")

@@ -92,7 +92,7 @@ class PrefixReuse:
         for other in running:
             if other.state is RequestState.PREFILL and other.live is not None and not other.uncached:
                 for stop in reversed(other.prefix.checkpoint_positions):
-                    if stop <= other.live.n_scheduled:
+                    if stop <= other.live.n_computed:
                         break
                     if self._usable(stop, self._common(record, other)) >= reached:
                         return True
@@ -120,7 +120,7 @@ class PrefixReuse:
             table.release()
             return None
         state = states[0] if states else NO_STATE
-        live = LiveSequence(sequence, state, table, n_scheduled=position)
+        live = LiveSequence(sequence, state, table, n_computed=position, n_scheduled=position)
         sampling = record.request.sampling
         history = record.tokens[:position] if sampling.penalised else []
         operations: list[Operation] = [OpenSequence(sequence, state, sampling, history)]
@@ -155,8 +155,8 @@ class PrefixReuse:
         live, use = record.live, record.prefix
         if live is None or record.uncached:
             return []
-        origin: Origin | None = use.checkpoints.get(live.n_scheduled)
-        if origin is None and live.n_scheduled and live.n_scheduled == use.branch_position:
+        origin: Origin | None = use.checkpoints.get(live.n_computed)
+        if origin is None and live.n_computed and live.n_computed == use.branch_position:
             origin = "shared"
         if origin is None:
             return []
@@ -168,11 +168,11 @@ class PrefixReuse:
         Its states stay as they are and become the slot's, but for checkpoints in host memory, to where they are copied.
         """
         live = record.live
-        if live is None or not live.n_scheduled or record.uncached:
+        if live is None or not live.n_computed or record.uncached:
             return []
         if self._pools.copies_states:
             return self._remember(record, live, "generation", now)
-        source = SlotSource(live.n_scheduled, live.table.entries, live.state, "generation")
+        source = SlotSource(live.n_computed, live.table.entries, live.state, "generation")
         live.state = NO_STATE  # the index takes it over
         self.index.publish(record.tokens, source, now)
         return []
@@ -189,7 +189,7 @@ class PrefixReuse:
     # ---- inside
 
     def _remember(self, record: RequestRecord, live: LiveSequence, origin: Origin, now: float) -> list[Operation]:
-        n, index = live.n_scheduled, self.index
+        n, index = live.n_computed, self.index
         if not index.worth_caching(n):
             return []
         if (known := index.find(record.tokens, n)) is not None:

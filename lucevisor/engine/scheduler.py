@@ -13,6 +13,7 @@ way; a finished request is in no list.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 from functools import partial
 
 from lucevisor.engine.backlog import Backlog
@@ -206,8 +207,8 @@ class Scheduler:
         """Take the tail's result of the oldest step in flight.  Raises WrongResult, and changes nothing, when it does
         not fit it.
 
-        Each sampling slice gets one or more tokens (a verify step more than one); those behind the end of a request and
-        those of a request that ended meanwhile are dropped.
+        Each sampling slice gets a token, and one more for each draft that was accepted; those behind the end of a
+        request and those of a request that ended meanwhile are dropped.
         """
         drawn = drawn_tokens(self._in_flight[0] if self._in_flight else None, result)
         scheduled = self._in_flight.popleft()
@@ -217,11 +218,23 @@ class Scheduler:
         events: Events = []
         for sequence, part in scheduled.parts.items():
             part.record.n_in_flight -= 1
-            for sampled in drawn.get(sequence, ()):
-                if part.record.ended:
-                    break
-                events += self._accept(part.record, sampled, now)
+            events += self._take(part, drawn.get(sequence, []), now)
         return events
+
+    def propose(self, request_id: str, drafts: Sequence[int]) -> None:
+        """Let the next slice of a decoding request verify ``drafts``, the tokens that are expected to come next.
+
+        Those beyond the request's last token are dropped.  Does nothing for a request that is over, that has no token
+        yet, or whose newest token is under way.  Raises ValueError for a model with recurrent layers, whose state
+        cannot be rolled back.
+        """
+        if Space.RECURRENT in self._pools:
+            raise ValueError("drafts cannot be verified: the state of recurrent layers cannot be rolled back")
+        record = self._records.get(request_id)
+        if record is None or record.live is None or record.state is not RequestState.DECODE:
+            return
+        if record.live.n_scheduled < len(record.tokens):
+            record.live.drafts = list(drafts[: record.max_tokens - record.n_generated - 1])
 
     # ---- inside: admission and choice
 
@@ -267,7 +280,7 @@ class Scheduler:
         record.move(RequestState.PREFILL)
         if record.started_at is None:
             record.started_at = now
-        record.live.n_prefill = len(record.tokens) - record.live.n_scheduled
+        record.live.n_prefill = len(record.tokens) - record.live.n_computed
         record.live.last_step = self._last_step
         if record.probe is None:
             self.chunks.started(record.live.n_prefill, now)
@@ -319,9 +332,12 @@ class Scheduler:
         self._last_step += 1
         slices = []
         for pick in picks:
-            start, tokens = pick.live.n_scheduled, pick.record.tokens
-            slices.append(Slice(pick.live.sequence, start, tokens[start : pick.stop], sample=pick.stop == len(tokens)))
-            pick.live.n_scheduled = pick.stop
+            live, start, n_tokens = pick.live, pick.live.n_scheduled, len(pick.record.tokens)
+            n_drafts = max(0, pick.stop - n_tokens)
+            tokens = pick.record.tokens[start : pick.stop] + live.drafts[:n_drafts]
+            slices.append(Slice(live.sequence, start, tokens, sample=pick.stop >= n_tokens, n_drafts=n_drafts))
+            live.drafts = []
+            live.n_computed, live.n_scheduled = pick.stop - n_drafts, pick.stop
             pick.live.last_step = self._last_step
             pick.record.n_in_flight += 1
         self._shares.charge((p.record.request.key_id, len(s.tokens)) for p, s in zip(picks, slices, strict=True))
@@ -339,7 +355,9 @@ class Scheduler:
         self._flushing = False
         for pick in picks:  # on the next step: the states are those behind this one's slices
             self._operations += self.reuse.advanced(pick.record, now)
-        parts = {s.sequence: ScheduledSequence(pick.record, s) for pick, s in zip(picks, slices, strict=True)}
+        parts = {
+            s.sequence: ScheduledSequence(pick.record, pick.live, s) for pick, s in zip(picks, slices, strict=True)
+        }
         decodes = any(pick.record.state is RequestState.DECODE for pick in picks)
         self._waits.planned(now)
         self._in_flight.append(ScheduledStep(step.step_id, parts, decodes))
@@ -347,6 +365,19 @@ class Scheduler:
         return StepPlan(step, tuple(pick.record.request.request_id for pick in picks))
 
     # ---- inside: results and ends
+
+    def _take(self, part: ScheduledSequence, drawn: Sequence[Sampled], now: float) -> Events:
+        """Take the tokens drawn for a slice: all but the last are drafts, whose computation stands."""
+        record, live = part.record, part.live
+        events: Events = []
+        for i, sampled in enumerate(drawn):
+            if record.ended:
+                break
+            live.n_computed += i + 1 < len(drawn)
+            events += self._accept(record, sampled, now)
+        if part.slice.n_drafts:
+            live.n_scheduled = live.n_computed
+        return events
 
     def _accept(self, record: RequestRecord, sampled: Sampled, now: float) -> Events:
         request = record.request

@@ -42,12 +42,19 @@ class WantedRows:
 
 @dataclass(slots=True, eq=False)
 class LiveSequence:
-    """A sequence inside the shards: ids it owns, and how far planned slices carry its tokens."""
+    """A sequence inside the shards: the ids it owns, and how far its tokens are computed.
+
+    Stages run steps in order, so a later step finds what an earlier one computes: ``tokens[:n_computed]`` count as soon
+    as their step is planned.  ``n_scheduled`` also counts drafts that are being verified.  When the verdict comes,
+    ``n_computed`` grows by the accepted drafts and ``n_scheduled`` falls back to it: pages behind it hold nothing.
+    """
 
     sequence: int
     state: int  # live recurrent state; -1 when the model has none
     table: PageTable
-    n_scheduled: int = 0  # tokens[:n_scheduled] are computed or on their way
+    n_computed: int = 0
+    n_scheduled: int = 0  # n_computed, and the drafts under verification
+    drafts: list[int] = field(default_factory=list)  # proposed to follow the tokens; the next slice verifies them
     n_prefill: int = 0  # tokens that had to be computed when it started
     last_step: int = 0  # the last step that carried a slice: who waited longest goes first
 
@@ -130,7 +137,8 @@ class RequestRecord:
         """
         if self.wanted is not None:
             chunk = min(chunk, self.wanted.rows)
-        stop = min(len(self.tokens), (start // chunk + 1) * chunk)
+        n_drafts = len(self.live.drafts) if self.live is not None else 0
+        stop = min(len(self.tokens) + n_drafts, (start // chunk + 1) * chunk)
         checkpoint_positions = self.prefix.checkpoint_positions
         at = bisect_right(checkpoint_positions, start)
         return min(stop, checkpoint_positions[at]) if at < len(checkpoint_positions) else stop

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from lucevisor.engine.sequence import RequestRecord
+from lucevisor.engine.sequence import LiveSequence, RequestRecord
 from lucevisor.protocol.steps import Sampled, Slice, Step, StepResult
 
 
@@ -25,10 +25,16 @@ class StepPlan:
 
 @dataclass(frozen=True, slots=True)
 class ScheduledSequence:
-    """A request's slice in a step."""
+    """A request's slice in a step, and the sequence it ran as then: it may run as another one when the result comes."""
 
     record: RequestRecord
+    live: LiveSequence
     slice: Slice
+
+    @property
+    def drafts(self) -> list[int]:
+        """The tokens of the slice that are verified."""
+        return self.slice.tokens[len(self.slice.tokens) - self.slice.n_drafts :]
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,4 +61,8 @@ def drawn_tokens(scheduled: ScheduledStep | None, result: StepResult) -> dict[in
         raise WrongResult(
             f"step {result.step_id} asked for tokens of sequences {sorted(asked)}, the result has {sorted(drawn)}"
         )
+    for sequence, tokens in drawn.items():
+        accepted, drafts = [sampled.token for sampled in tokens[:-1]], scheduled.parts[sequence].drafts
+        if accepted != drafts[: len(accepted)]:
+            raise WrongResult(f"step {result.step_id} verified {drafts} of sequence {sequence} and accepted {accepted}")
     return drawn

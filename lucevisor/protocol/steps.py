@@ -94,14 +94,16 @@ Operation = OpenSequence | CloseSequence | SetPages | CopyPage | CopyState | Zer
 class Slice(msgspec.Struct, frozen=True, array_like=True):
     """Consecutive tokens of one sequence in a step: ``tokens[i]`` stands at position ``start + i``.
 
-    ``sample``: draw the next token from the last row.  A decode is a slice of one token, a chunk a longer one, a verify
-    one whose every row is judged.
+    ``sample``: draw the next token from the last row.  A decode is a slice of one token, a prefill chunk a longer one.
+    A verify slice ends with ``n_drafts`` proposed tokens: a token is drawn from the row before the first draft, and
+    from the row of each draft that equals the token drawn before it.  What is drawn after a rejected draft is not sent.
     """
 
     sequence: int
     start: int
     tokens: list[int]
     sample: bool
+    n_drafts: int = 0
 
 
 class Step(msgspec.Struct, frozen=True, array_like=True):

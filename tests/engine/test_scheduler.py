@@ -452,22 +452,6 @@ def test_log_probabilities_are_passed_on() -> None:
     assert event == TokenEvent(5, -0.5, ((5, -0.5), (6, -1.5)))
 
 
-def test_a_result_may_bring_several_tokens_and_those_behind_the_end_are_dropped() -> None:
-    scheduler = Scheduler(limits())
-    scheduler.submit(request("a", n=3), 0.0)
-    [plan] = plans(scheduler)
-    assert scheduler.apply(StepResult(plan.step.step_id, 0, [Sampled(0, 5), Sampled(0, 6)]), 0.0) == [
-        ("a", TokenEvent(5)),
-        ("a", TokenEvent(6)),
-    ]
-    [plan] = plans(scheduler)
-    assert plan.step.slices == [Slice(0, 3, [5, 6], True)]
-    events = scheduler.apply(StepResult(plan.step.step_id, 0, [Sampled(0, 7), Sampled(0, 8)]), 0.0)
-    assert events[0] == ("a", TokenEvent(7))
-    assert len(events) == 2
-    assert isinstance(events[1][1], FinishedEvent)
-
-
 def test_cancel_frees_everything_at_once_and_late_tokens_are_dropped() -> None:
     scheduler = Scheduler(limits(max_sequences=1, pools=PoolSizes(16, 0, 1)))
     scheduler.submit(request("a", range(60)), 0.0)

@@ -101,6 +101,7 @@ class _Open:
     sampling: Sampling
     counts: int
     n_tokens: int | None = None  # not known before the first slice: it may begin with what a prefix slot holds
+    n_drafts: int = 0  # of them, those of the last slice that the next one may take back
     tables: dict[Space, list[int]] = field(default_factory=dict)
 
 
@@ -137,15 +138,23 @@ class ToyStage:
             rows = self._slice(piece, rows_in[len(rows_out) : len(rows_out) + len(piece.tokens)])
             rows_out += rows
             if self.stage == self.model.n_stages - 1:
-                sequence = self.sequences[piece.sequence]
-                sequence.counts = (sequence.counts + sum(mix(t) for t in piece.tokens)) & _MASK
-                if piece.sample:
-                    after = piece.start + len(piece.tokens)
-                    token = draw(rows[-1], sequence.sampling, after, sequence.counts)
-                    sampled.append(Sampled(piece.sequence, token))
+                sampled += self._sample(self.sequences[piece.sequence], piece, rows)
         self.regions[self.stage, step.region] = (step.step_id, rows_out)
         arrays, segments = self._payload(step, rows_in, rows_out)
         return StepResult(step.step_id, self.stage, sampled, compute_s=0.25, wait_s=0.5, segments=segments), arrays
+
+    def _sample(self, sequence: _Open, piece: Slice, rows: list[int]) -> list[Sampled]:
+        """Draw after the last token, or, of a slice with drafts, after each one up to the first that is wrong."""
+        sure = len(piece.tokens) - piece.n_drafts
+        sequence.counts = (sequence.counts + sum(mix(t) for t in piece.tokens[:sure])) & _MASK
+        sampled: list[Sampled] = []
+        for i in range(sure, len(piece.tokens) + 1) if piece.sample else ():
+            token = draw(rows[i - 1], sequence.sampling, piece.start + i, sequence.counts)
+            sampled.append(Sampled(piece.sequence, token))
+            if i == len(piece.tokens) or piece.tokens[i] != token:
+                break
+            sequence.counts = (sequence.counts + mix(token)) & _MASK
+        return sampled
 
     def _read_region(self, step: Step) -> list[int]:
         step_id, rows = self.regions[self.stage - 1, step.region]
@@ -201,10 +210,12 @@ class ToyStage:
             raise Violation(f"a slice of sequence {piece.sequence}, which is not open")
         if sequence.n_tokens is None:
             sequence.n_tokens = piece.start
-        if piece.start != sequence.n_tokens or not piece.tokens:
+        if not sequence.n_tokens - sequence.n_drafts <= piece.start <= sequence.n_tokens or not piece.tokens:
             raise Violation(
                 f"sequence {piece.sequence}: slice at {piece.start}, {sequence.n_tokens} tokens are computed"
             )
+        if piece.n_drafts and (not piece.sample or Space.RECURRENT in self.model.spaces):
+            raise Violation(f"sequence {piece.sequence}: {piece.n_drafts} drafts that cannot be verified")
         out = []
         for position, row in enumerate(rows, start=piece.start):
             value = mix(row, position, self.stage)
@@ -219,7 +230,7 @@ class ToyStage:
                 self.states[sequence.state] = mix(self.states[sequence.state], row)
                 parts.append(self.states[sequence.state])
             out.append(mix(*parts))
-        sequence.n_tokens += len(rows)
+        sequence.n_tokens, sequence.n_drafts = piece.start + len(rows), piece.n_drafts
         return out
 
     def _page(self, sequence: _Open, space: Space, position: int) -> list[tuple[int, int]]:
