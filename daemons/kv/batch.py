@@ -20,7 +20,7 @@ from daemons.kv.sequences import NO_PAGE, OpenedSequence, Sequences
 from daemons.ops.attention import visible
 from daemons.ops.basic import Rope
 from daemons.ops.delta_rule import CHUNK
-from daemons.ops.operations import FEW_TOKENS, PagedQuery
+from daemons.ops.operations import SHORT_SLICE, PagedQuery
 from daemons.ops.paged import Pages
 from lucevisor.model.spec import ModelSpec
 from lucevisor.model.values import PAGE_TOKENS, Space
@@ -32,7 +32,10 @@ LEAST_REACH = 128
 
 @dataclass(slots=True)
 class SliceGroup:
-    """Slices of ``n`` tokens each, whose starts lie equally far (``offset``) behind a chunk border; 0 when n is 1."""
+    """Slices of ``n`` tokens each.  ``offset``: how far their chunks begin before them; 0 up to SHORT_SLICE tokens.
+
+    Chunks of longer slices end at multiples of CHUNK, so only slices that start equally far behind one are alike.
+    """
 
     n: int
     offset: int
@@ -83,7 +86,7 @@ class Layout:
             for at, space in enumerate(self.spaces, 2):
                 window = spec.window if space is Space.WINDOW else 0
                 columns[at, row : row + n] = _slots(sequence, space, s, window, where)
-            key = (n, s.start % CHUNK if n > 1 else 0)
+            key = (n, s.start % CHUNK if n > SHORT_SLICE else 0)
             group = by_key.get(key)
             if group is None:
                 group = by_key[key] = SliceGroup(*key)
@@ -96,8 +99,8 @@ class Layout:
 
     @property
     def pattern(self) -> Pattern | None:
-        """None unless all slices have the same number of tokens, and few."""
-        if len(self.groups) != 1 or self.groups[0].n > FEW_TOKENS:
+        """None unless all slices have the same number of tokens, at most SHORT_SLICE."""
+        if len(self.groups) != 1 or self.groups[0].n > SHORT_SLICE:
             return None
         group = self.groups[0]
         return Pattern(len(group.starts), group.n, group.reach)

@@ -21,7 +21,7 @@ from daemons.ops.attention import attention
 from daemons.ops.basic import RmsNorm, Rope, l2_scale
 from daemons.ops.delta_rule import chunked, convolve, step
 from daemons.ops.linear import Linear, Table
-from daemons.ops.operations import FEW_TOKENS, MixWeights, Norm, Operations
+from daemons.ops.operations import SHORT_SLICE, MixWeights, Norm, Operations
 from daemons.ops.paged import PagedTensor
 from lucevisor.model.spec import ModelSpec
 from lucevisor.model.values import Space
@@ -166,7 +166,7 @@ class Attention:
         return self.output(out.reshape(rows, -1))
 
     def _attend(self, group: Group, q: Tensor) -> Tensor:
-        if self.few is not None and group.n_tokens <= FEW_TOKENS:
+        if self.few is not None and group.n_tokens <= SHORT_SLICE:
             found = self.few(q.flatten(0, 1), self.keys, self.values, group.query(self.shape.space))
             return found.view(q.shape[0], q.shape[1], *found.shape[1:])
         pages, mask = group.keys(self.shape.space, self.shape.window)

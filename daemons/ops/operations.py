@@ -20,6 +20,11 @@ from daemons.ops.router import Route, Router
 
 FEW_TOKENS = 16
 """Tokens of a slice up to which the forms for few tokens are taken: a decoded one, a draft, the end of a prompt."""
+SHORT_SLICE = 32
+"""Tokens of a slice up to which its start does not matter: slices of equal length form one group and one graph.
+
+Attention reads pages in place, and the slice is one chunk of a gated delta net, also where it crosses a page border.
+"""
 
 
 class Norm(Protocol):
@@ -119,7 +124,7 @@ class Operations(Protocol):
         """
 
     def attend(self, *, window: int, scale: float, softcap: float) -> Attend | None:
-        """Attention of slices of up to FEW_TOKENS."""
+        """Attention of slices of up to SHORT_SLICE tokens."""
 
     def mix(self, weights: MixWeights) -> Mix | None:
         """The gated delta net, if it has a form of its own."""

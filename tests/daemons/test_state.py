@@ -13,6 +13,7 @@ from daemons.kv.batch import Batch, Layout
 from daemons.kv.pools import Pools
 from daemons.kv.sequences import Sequences
 from daemons.ops.attention import reference
+from daemons.ops.operations import SHORT_SLICE
 from daemons.ops.paged import Pages
 from lucevisor.model.spec import LayerSpec, ModelSpec, StateTensor, attention_state
 from lucevisor.model.values import PAGE_TOKENS, Dtype, LayerRange, Space
@@ -266,11 +267,44 @@ def test_rows_keep_the_order_of_slices_and_groups_find_theirs():
     assert batch.slots[Space.WINDOW].tolist() == [3 * 64, 64 + 2, 64 + 3, 5 * 64 + 6]
     decode, chunk = batch.groups
     assert (decode.n_slices, decode.n_tokens) == (2, 1)
-    assert (chunk.n_slices, chunk.n_tokens, chunk.offset) == (1, 2, 2)
+    assert (chunk.n_slices, chunk.n_tokens, chunk.offset) == (1, 2, 0)
     assert decode.states.tolist() == [1, 3]
     x = torch.arange(4.0)[:, None]
     assert decode.take(x).flatten().tolist() == [0, 3]
     assert batch.each(lambda group, part: part * group.n_tokens, x).flatten().tolist() == [0, 2, 4, 3]
+
+
+@pytest.mark.parametrize(
+    ("n", "starts", "groups"),
+    [
+        (1, (0, 63, 64), [(1, 0, 3)]),
+        (2, (0, 63, 64), [(2, 0, 3)]),
+        (SHORT_SLICE, (0, 63, 64), [(SHORT_SLICE, 0, 3)]),
+        (SHORT_SLICE + 1, (0, 63, 64), [(SHORT_SLICE + 1, 0, 2), (SHORT_SLICE + 1, 63, 1)]),
+    ],
+)
+def test_short_slices_of_equal_length_are_one_group_wherever_they_start(
+    n: int, starts: tuple[int, ...], groups: list[tuple[int, int, int]]
+) -> None:
+    spec, _, sequences = make()
+    slices = []
+    for s, start in enumerate(starts):
+        sequences.apply(opened(s, s))
+        for space in (Space.FULL, Space.WINDOW):
+            table_of(sequences, s, [s, s + 3], space)
+        slices.append(Slice(s, start, [1] * n, True))
+    sequences.flush()
+    layout = Layout(slices, sequences, spec)
+    assert [(g.n, g.offset, len(g.starts)) for g in layout.groups] == groups
+    assert (layout.pattern is not None) == (n <= SHORT_SLICE)
+
+
+def test_drafts_are_refused_until_they_can_be_rolled_back() -> None:
+    spec, _, sequences = make()
+    sequences.apply(opened(1))
+    table_of(sequences, 1, [0])
+    with pytest.raises(StateError, match="2 drafts: this daemon does not verify drafts yet"):
+        Layout([Slice(1, 0, [1, 2, 3], True, 2)], sequences, spec)
 
 
 @settings(max_examples=60, deadline=None)

@@ -49,7 +49,10 @@ def steps(c: Pipeline, ids: list[int]) -> Tensor:
     found += [c.run((1, ids[5:12]))]
     found += [c.run((0, [a]), (1, [b])) for a, b in zip(ids[:12], ids[3:15], strict=True)]
     found += [c.run((1, ids[at : at + 3])) for at in range(0, 15, 3)]
-    found += [c.run((1, (ids * 2)[at : at + 16])) for at in (0, 3, 5)]  # of some models too many pairs to record
+    for n in (16, 32):  # of some models too many pairs to record
+        found += [c.run((1, (ids * 4)[at : at + n])) for at in (0, 3, 5)]
+    # as long ones in two sequences whose starts lie differently behind a page border
+    found += [c.run((0, (ids * 4)[at : at + 5]), (1, (ids * 4)[at : at + 5])) for at in (0, 7, 9)]
     return torch.cat([x.cpu() for x in found])
 
 
@@ -64,9 +67,12 @@ def test_recorded_steps_are_the_steps(name: str) -> None:
         wanted, found = (steps(c, golden.ids) for c in pipelines)
         assert torch.equal(found, wanted)
         for graphs in recordings_of(recorded):
-            assert not graphs._refused
-            recorded_too = {(1, 16)} if graphs.most_tokens >= 16 else set()
-            assert {(p.n_slices, p.n_tokens) for p in graphs._kept} == {(1, 1), (2, 1), (1, 3)} | recorded_too
+            runs = {(1, 1), (2, 1), (1, 3), (2, 5), (1, 16), (1, 32)}
+            expected = {(b, n) for b, n in runs if b * n <= graphs.most_tokens}
+            # torch's form of the delta rule, for head dims that kernels do not take, need not be capturable
+            optional = {(1, 32)} if Space.RECURRENT in golden.spec.spaces() else set()
+            assert {(p.n_slices, p.n_tokens) for p in graphs._refused} <= optional
+            assert {(p.n_slices, p.n_tokens) for p in graphs._kept} | optional == expected | optional
 
 
 def test_a_pattern_is_recorded_when_it_comes_back() -> None:

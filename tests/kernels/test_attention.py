@@ -15,6 +15,7 @@ from torch import Tensor
 
 from daemons.kv.sequences import NO_PAGE
 from daemons.ops.attention import reference, visible
+from daemons.ops.operations import SHORT_SLICE
 from daemons.ops.paged import DensePages, PagedTensor, Pages, Q8Pages
 from lucevisor.model.values import PAGE_TOKENS
 from tests.kernels.limits import assert_near
@@ -145,7 +146,7 @@ def test_more_splits_than_one_merge_holds() -> None:
     Scene(Problem((2100,), group=8, n_kv_heads=1)).check(100)
 
 
-@pytest.mark.parametrize(("group", "n"), [(1, 16), (4, 2), (6, 5), (8, 3)])
+@pytest.mark.parametrize(("group", "n"), [(1, 16), (4, 2), (6, 5), (8, 3), (2, SHORT_SLICE)])
 def test_few_tokens_a_slice(group: int, n: int) -> None:
     Scene(Problem((n, 64 + n // 2, 150), n, group, n_kv_heads=1)).check(2)
 
