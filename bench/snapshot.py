@@ -30,7 +30,7 @@ import torch
 from daemons.kv.pools import Pools
 from daemons.models.stage import LoadedStage
 from daemons.snapshots.state_map import StateMap
-from daemons.snapshots.transfers import Transfers
+from daemons.snapshots.transfers import TransferExecutor
 from lucevisor.model.families import open_spec
 from lucevisor.model.spec import LayerSpec, ModelSpec, StateTensor, attention_state
 from lucevisor.model.values import PAGE_TOKENS, Backend, Dtype, LayerRange, Space
@@ -88,7 +88,7 @@ class Bench:
         for _, tensors in self.pools._stacks:
             for tensor in tensors:
                 tensor.random_(0, 100)
-        self.transfers = Transfers(StateMap(self.spec, [self.pools]), self.answer)
+        self.transfers = TransferExecutor(StateMap(self.spec, [self.pools]), self.answer)
 
     def answer(self, message, _):
         self.answers.append(message)
@@ -96,7 +96,7 @@ class Bench:
 
     def transfer(self, order, fd):
         self.came.clear()
-        self.transfers.take(order, os.dup(fd))
+        self.transfers.submit(order, os.dup(fd))
         self.came.wait()
         answer = self.answers[-1]
         if isinstance(answer, TransferFailed):

@@ -32,7 +32,7 @@ def uniform(seed: int, position: int) -> float:
 
 
 @dataclass(slots=True)
-class Row:
+class SamplingState:
     """One sequence's sampling state.  ``counts`` [V] int32: how often each id stood in prompt and output."""
 
     sampling: Sampling
@@ -48,12 +48,12 @@ class Sampler:
 
     vocabulary: int
     device: torch.device
-    rows: dict[int, Row] = field(default_factory=dict)
+    rows: dict[int, SamplingState] = field(default_factory=dict)
 
     def open(self, sequence: int, sampling: Sampling, history: list[int]) -> None:
         """Start a sequence; ``history`` are ids of its context that no step will carry.  Replaces a former one of
         that number."""
-        row = Row(sampling)
+        row = SamplingState(sampling)
         if sampling.penalised:
             row.counts = torch.zeros(self.vocabulary, dtype=torch.int32, device=self.device)
         if sampling.logit_bias:
@@ -97,7 +97,7 @@ class Sampler:
                 tokens[i] = token
         return [_sampled(s, t, reports.get(i)) for i, (s, t) in enumerate(zip(sequences, tokens, strict=True))]
 
-    def _reports(self, rows: list[Row], logits: Tensor) -> dict[int, tuple[Tensor, list[tuple[int, float]]]]:
+    def _reports(self, rows: list[SamplingState], logits: Tensor) -> dict[int, tuple[Tensor, list[tuple[int, float]]]]:
         """Log-probabilities of the model itself (before penalties and temperature), for rows that ask for them."""
         out: dict[int, tuple[Tensor, list[tuple[int, float]]]] = {}
         for i, row in enumerate(rows):
@@ -116,7 +116,7 @@ def _sampled(sequence: int, token: int, report: tuple[Tensor, list[tuple[int, fl
     return Sampled(sequence, token, float(logprobs[token]), top)
 
 
-def adjust(row: Row, x: Tensor) -> None:
+def adjust(row: SamplingState, x: Tensor) -> None:
     """Apply penalties, bias and bans of ``row`` to logits ``x`` [V], in place.
 
     Repetition penalty as in Keskar et al. 2019 (CTRL); presence and frequency penalties as in the OpenAI API.

@@ -25,7 +25,7 @@ from daemons.errors import DaemonError, describe
 from daemons.options import EXIT_CONFIGURATION, Options
 from daemons.pulse import Reporter
 from daemons.runner import ModelRunner
-from daemons.snapshots.transfers import Transfers
+from daemons.snapshots.transfers import TransferExecutor
 from lucevisor.model.gguf_header import GgufError
 from lucevisor.model.values import Backend
 from lucevisor.protocol.blocking_link import BlockingLink
@@ -48,7 +48,7 @@ def serve(link: BlockingLink, reporter: Reporter, options: Options) -> int:
     link.send(hello(options))
     reporter.phase("idle")
     try:
-        return _Server(link, reporter, options).run()
+        return _Worker(link, reporter, options).run()
     except LinkClosed:
         return 0  # the supervisor is gone: so are we
 
@@ -90,11 +90,11 @@ def _version(package: str) -> str:
         return ""
 
 
-class _Server:
+class _Worker:
     def __init__(self, link: BlockingLink, reporter: Reporter, options: Options) -> None:
         self._link, self._reporter, self._options = link, reporter, options
         self._runtime: ModelRunner | None = None
-        self._transfers: Transfers | None = None
+        self._transfers: TransferExecutor | None = None
         self._broken = False
         self._idle_since = time.monotonic()
 
@@ -121,7 +121,7 @@ class _Server:
             case Load() as load:
                 return self._load(load, frame.fds)
             case Save() | Restore() as order if self._transfers is not None:
-                self._transfers.take(order, *frame.fds)
+                self._transfers.submit(order, *frame.fds)
                 return None
             case Reset(token) if self._runtime is not None:
                 self._end_transfers("the supervisor dropped every sequence")
@@ -164,11 +164,11 @@ class _Server:
             return self._fail(
                 "load", e, ", ".join(f"device {s.device} layers {s.layers}" for p in load.stages for s in p.shards)
             )
-        self._transfers = Transfers(
+        self._transfers = TransferExecutor(
             self._runtime.state_map(),
             lambda answer, request_id: self._link.send(answer, request_id=request_id),
             group=self._options.group,
-            broken=self._break,
+            on_device_lost=self._break,
         )
         self._reporter.memory(free_bytes=self._runtime.free_bytes())
         self._link.send(loaded)

@@ -24,7 +24,7 @@ from daemons.ops.linear import Joined, Linear, Table
 from daemons.ops.selection import KernelSelector
 from daemons.weights.dequant import dequantise, four_bit
 from daemons.weights.packed import PackedWeights, empty_packed, repack
-from daemons.weights.reading import HostMemory, Piece, Progress, Staging, row_count
+from daemons.weights.reading import HostMemory, ProgressMeter, StagingBuffers, TensorChunk, row_count
 from lucevisor.model.gguf_files import GgufFiles
 from lucevisor.model.quant_types import DENSE, NATIVE, GgmlType, WeightFormat, format_bytes
 from lucevisor.model.weight_layout import QUANTISED_FORMATS, TensorLayout, TensorRole
@@ -60,8 +60,8 @@ class WeightLoader:
     converted: dict[str, tuple[int, int]] = field(
         default_factory=dict
     )  # type -> bytes in the file, bytes on the device
-    staging: Staging = field(init=False)
-    progress: Progress = field(init=False)
+    staging: StagingBuffers = field(init=False)
+    progress: ProgressMeter = field(init=False)
     _layouts: dict[tuple[str, TensorRole], TensorLayout] = field(init=False)
     _shared: dict[str, tuple[GgmlType, Tensor | PackedWeights]] = field(init=False)
     _host: HostMemory | None = field(init=False)
@@ -69,10 +69,10 @@ class WeightLoader:
     def __post_init__(self) -> None:
         self._layouts = {(r.name, r.role): r for r in self.layouts}
         self._shared = {}
-        self.staging = Staging(self.files, self.selector.device)
+        self.staging = StagingBuffers(self.files, self.selector.device)
         on_cpu = self.selector.device.type == "cpu"
         self._host = HostMemory.reserve(sum(r.n_bytes + 256 for r in self.layouts)) if on_cpu else None
-        self.progress = Progress(sum(r.read_bytes for r in self.layouts), self.report)
+        self.progress = ProgressMeter(sum(r.read_bytes for r in self.layouts), self.report)
 
     def close(self) -> None:
         self.staging.close()
@@ -172,23 +172,23 @@ class WeightLoader:
         return self.selector.dense(kinds, self._dense(rows, self._dtype_of(first)))
 
     def _raw(self, rows: list[Rows]) -> Tensor:
-        pieces = self._pieces(rows)
-        start, stop = pieces[0].byte_columns
-        out = self._empty(pieces, (_total(pieces), stop - start), torch.uint8)
-        for at, parts in self._chunks(pieces, 1, expanded=False):
+        chunks = self._tensor_chunks(rows)
+        start, stop = chunks[0].byte_columns
+        out = self._empty(chunks, (_total(chunks), stop - start), torch.uint8)
+        for at, parts in self._batches(chunks, 1, expanded=False):
             for _, raw in parts:
                 out[at : at + raw.shape[0]] = raw
                 at += raw.shape[0]
         return out
 
     def _packed(self, rows: list[Rows]) -> PackedWeights:
-        pieces = self._pieces(rows)
-        kind, n, columns = pieces[0].tensor.kind, _total(pieces), pieces[0].width
-        with self._allocating(pieces, format_bytes(kind, (n, columns), WeightFormat.PACKED)):
+        chunks = self._tensor_chunks(rows)
+        kind, n, columns = chunks[0].tensor.kind, _total(chunks), chunks[0].width
+        with self._allocating(chunks, format_bytes(kind, (n, columns), WeightFormat.PACKED)):
             out = empty_packed(kind, n, columns, self.selector.device)
         self.n_bytes += out.nbytes
         to = out.tensors()
-        for at, parts in self._chunks(pieces, 1, expanded=False):
+        for at, parts in self._batches(chunks, 1, expanded=False):
             # as one: with many small experts in a chunk, launches would take longer than the work
             raw = torch.cat([rows for _, rows in parts])
             for target, tensor in zip(to, repack(kind, raw).tensors(), strict=True):
@@ -196,28 +196,28 @@ class WeightLoader:
         return out
 
     def _dense(self, rows: list[Rows], dtype: torch.dtype) -> Tensor:
-        pieces = self._pieces(rows)
-        out = self._empty(pieces, (_total(pieces), pieces[0].width), dtype)
-        for at, parts in self._chunks(pieces, 1):
-            for piece, raw in parts:
-                out[at : at + raw.shape[0]] = self._numbers(piece, raw, dtype)
+        chunks = self._tensor_chunks(rows)
+        out = self._empty(chunks, (_total(chunks), chunks[0].width), dtype)
+        for at, parts in self._batches(chunks, 1):
+            for chunk, raw in parts:
+                out[at : at + raw.shape[0]] = self._numbers(chunk, raw, dtype)
                 at += raw.shape[0]
-        for piece in pieces:
-            kind = piece.tensor.kind.name
+        for chunk in chunks:
+            kind = chunk.tensor.kind.name
             if kind not in DENSE and kind not in NATIVE:
                 stored, kept = self.converted.get(kind, (0, 0))
-                numbers = (piece.stop - piece.start) * piece.width
-                self.converted[kind] = (stored + piece.n_bytes, kept + numbers * dtype.itemsize)
+                numbers = (chunk.stop - chunk.start) * chunk.width
+                self.converted[kind] = (stored + chunk.n_bytes, kept + numbers * dtype.itemsize)
         return out
 
     def _int8(self, rows: list[Rows]) -> tuple[Tensor, Tensor]:
-        pieces = self._pieces(rows)
-        n, columns = _total(pieces), pieces[0].width
-        weight = self._empty(pieces, (n, columns), torch.int8)
-        scales = self._empty(pieces, (n,), torch.bfloat16)
-        for at, parts in self._chunks(pieces, 1):
-            for piece, raw in parts:
-                x = self._numbers(piece, raw, torch.float32)
+        chunks = self._tensor_chunks(rows)
+        n, columns = _total(chunks), chunks[0].width
+        weight = self._empty(chunks, (n, columns), torch.int8)
+        scales = self._empty(chunks, (n,), torch.bfloat16)
+        for at, parts in self._batches(chunks, 1):
+            for chunk, raw in parts:
+                x = self._numbers(chunk, raw, torch.float32)
                 scale = (x.abs().amax(dim=1) / 127).to(torch.bfloat16)
                 divisor = torch.where(scale > 0, scale.float(), 1.0).unsqueeze(1)
                 weight[at : at + x.shape[0]] = (x / divisor).round_().clamp_(-127, 127).to(torch.int8)
@@ -226,11 +226,11 @@ class WeightLoader:
         return weight, scales
 
     def _int4(self, rows: list[Rows]) -> tuple[Tensor, Tensor]:
-        pieces = self._pieces(rows)
-        n, columns = _total(pieces), pieces[0].width
-        packed = self._empty(pieces, (n, columns // 2), torch.uint8)
-        affine = self._empty(pieces, (columns // 32, n, 2), torch.bfloat16)
-        for at, parts in self._chunks(pieces, PACK_ROWS):
+        chunks = self._tensor_chunks(rows)
+        n, columns = _total(chunks), chunks[0].width
+        packed = self._empty(chunks, (n, columns // 2), torch.uint8)
+        affine = self._empty(chunks, (columns // 32, n, 2), torch.bfloat16)
+        for at, parts in self._batches(chunks, PACK_ROWS):
             codes, scales, zeros = (
                 torch.cat(x) for x in zip(*(four_bit(p.tensor.kind, raw) for p, raw in parts), strict=True)
             )
@@ -242,53 +242,53 @@ class WeightLoader:
 
     # ---- reading
 
-    def _numbers(self, piece: Piece, raw: Tensor, dtype: torch.dtype) -> Tensor:
-        tensor = piece.tensor
+    def _numbers(self, chunk: TensorChunk, raw: Tensor, dtype: torch.dtype) -> Tensor:
+        tensor = chunk.tensor
         try:
             found = dequantise(tensor.kind, raw, dtype)
-            return found if found.shape[1] == piece.width else found.narrow(1, _ahead(piece), piece.width)
+            return found if found.shape[1] == chunk.width else found.narrow(1, _ahead(chunk), chunk.width)
         except (NotImplementedError, KeyError, ValueError) as error:
             where = f"{self.files.paths[tensor.part]}: tensor {tensor.name!r}"
             reason = f"nobody here can read its type {tensor.kind.name} ({error})"
             raise LoadError(where, reason, "use a file with another quant type", configuration=True) from error
 
-    def _pieces(self, rows: list[Rows]) -> list[Piece]:
-        out: list[Piece] = []
+    def _tensor_chunks(self, rows: list[Rows]) -> list[TensorChunk]:
+        out: list[TensorChunk] = []
         for r in rows:
             tensor = self.files.tensors[r.name]
             columns = r.columns or (0, tensor.shape[-1])
-            out += [Piece(tensor, a, b, columns) for a, b in r.ranges or ((0, row_count(tensor)),)]
+            out += [TensorChunk(tensor, a, b, columns) for a, b in r.ranges or ((0, row_count(tensor)),)]
         return out
 
-    def _empty(self, pieces: list[Piece], shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        with self._allocating(pieces, prod(shape) * dtype.itemsize):
+    def _empty(self, chunks: list[TensorChunk], shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        with self._allocating(chunks, prod(shape) * dtype.itemsize):
             room = self._host.take(shape, dtype) if self._host is not None and not self.selector.packs(dtype) else None
             out = torch.empty(shape, dtype=dtype, device=self.selector.device) if room is None else room
         self.n_bytes += out.nbytes
         return out
 
-    def _allocating(self, pieces: list[Piece], n_bytes: int) -> AbstractContextManager[None]:
-        names = ", ".join(dict.fromkeys(p.tensor.name for p in pieces))
-        what = f"weights of {names} ({self.files.paths[pieces[0].tensor.part].name})"
+    def _allocating(self, chunks: list[TensorChunk], n_bytes: int) -> AbstractContextManager[None]:
+        names = ", ".join(dict.fromkeys(p.tensor.name for p in chunks))
+        what = f"weights of {names} ({self.files.paths[chunks[0].tensor.part].name})"
         return allocating(self.selector.device, what, n_bytes, ADVICE)
 
-    def _chunks(
-        self, pieces: list[Piece], align: int, *, expanded: bool = True
-    ) -> Iterator[tuple[int, list[tuple[Piece, Tensor]]]]:
-        """The pieces in chunks of about CHUNK_BYTES (as float32 if ``expanded``), whole multiples of ``align`` rows."""
-        row_bytes = max(p.tensor.n_bytes // row_count(p.tensor) for p in pieces)
-        widest = max(row_bytes, pieces[0].width * 4) if expanded else row_bytes
+    def _batches(
+        self, chunks: list[TensorChunk], align: int, *, expanded: bool = True
+    ) -> Iterator[tuple[int, list[tuple[TensorChunk, Tensor]]]]:
+        """The chunks in chunks of about CHUNK_BYTES (as float32 if ``expanded``), whole multiples of ``align`` rows."""
+        row_bytes = max(p.tensor.n_bytes // row_count(p.tensor) for p in chunks)
+        widest = max(row_bytes, chunks[0].width * 4) if expanded else row_bytes
         budget = CHUNK_BYTES * (4 if self.staging.accelerated else 1)
         size = max(align, budget // widest // align * align)
-        borders = [*range(0, _total(pieces), size), _total(pieces)]
+        borders = [*range(0, _total(chunks), size), _total(chunks)]
         for start, stop in pairwise(borders):
-            part = list(_cut(pieces, start, stop))
+            part = list(_split_rows(chunks, start, stop))
             yield start, [(p, _narrow(p, raw)) for p, raw in zip(part, self.staging.load(part), strict=True)]
             self.progress.add(sum(p.n_bytes for p in part))
 
 
-def _total(pieces: list[Piece]) -> int:
-    return sum(p.stop - p.start for p in pieces)
+def _total(chunks: list[TensorChunk]) -> int:
+    return sum(p.stop - p.start for p in chunks)
 
 
 def _own(layout: TensorLayout) -> Rows:
@@ -300,21 +300,21 @@ def _own(layout: TensorLayout) -> Rows:
     return Rows(layout.name, (span,)) if part.axis == 0 else Rows(layout.name, columns=span)
 
 
-def _narrow(piece: Piece, raw: Tensor) -> Tensor:
-    """The blocks of whole rows that hold the piece's columns."""
-    start, stop = piece.byte_columns
+def _narrow(chunk: TensorChunk, raw: Tensor) -> Tensor:
+    """The blocks of whole rows that hold the chunk's columns."""
+    start, stop = chunk.byte_columns
     return raw if stop - start == raw.shape[1] else raw[:, start:stop].contiguous()
 
 
-def _ahead(piece: Piece) -> int:
-    """Numbers of the first block that lie before the piece's columns."""
-    return piece.columns[0] % piece.tensor.kind.block_elements
+def _ahead(chunk: TensorChunk) -> int:
+    """Numbers of the first block that lie before the chunk's columns."""
+    return chunk.columns[0] % chunk.tensor.kind.block_elements
 
 
-def _cut(pieces: list[Piece], start: int, stop: int) -> Iterator[Piece]:
-    """What rows start .. stop of the joined pieces are made of."""
+def _split_rows(chunks: list[TensorChunk], start: int, stop: int) -> Iterator[TensorChunk]:
+    """What rows start .. stop of the joined chunks are made of."""
     at = 0
-    for p in pieces:
+    for p in chunks:
         n = p.stop - p.start
         low, high = max(start, at), min(stop, at + n)
         if low < high:

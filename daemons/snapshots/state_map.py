@@ -1,8 +1,8 @@
 """Which rows of this daemon's pools belong to which bytes of a snapshot file.
 
-Knows page ids, states and byte offsets; no sequences, no threads, no system calls.  The supervisor laid the file out;
-here every tensor it names is found in the pools and cut into pieces.  Invariant: only rows of the slot's own positions
-are touched; what does not fit the pools raises StateError naming the tensor before a byte is moved.
+Knows page ids, states and byte offsets; no sequences, threads or system calls.  The supervisor chose the file's layout;
+this module finds each tensor in the pools and splits it into segments.  Invariant: only rows of the slot's positions
+are touched; a tensor that does not fit the pools raises StateError before any byte moves.
 """
 
 from __future__ import annotations
@@ -21,35 +21,35 @@ from lucevisor.model.spec import ModelSpec
 from lucevisor.model.values import PAGE_TOKENS, SCALE, Space
 from lucevisor.protocol.transfers import SlotPlace, SnapshotTensor
 
-PIECE_BYTES = 8 << 20
-"""Copied at a time: long enough for full speed, short enough to stop between two of them."""
-MAX_RUNS = 256
-"""Parts of one gathering write; the kernel takes 1024."""
+SEGMENT_BYTES = 8 << 20
+"""Bytes of a segment: enough for full speed, few enough to cancel between two of them."""
+MAX_RANGES = 256
+"""Row ranges of a segment, each an iovec of one preadv or pwritev; the kernel takes 1024."""
 
 TORCH = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16, "I8": torch.int8}
 FILE = {kind: name for name, kind in TORCH.items()}
-"""Number formats as torch and as the file name them."""
+"""torch dtype to the file's name for it."""
 
-Run = tuple[int, int]
-"""(first row of the pool, number of rows)."""
+RowRange = tuple[int, int]
+"""(first row in the pool, number of rows)."""
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
-    """Rows of a pool and their place in the file.  ``memory``: uint8 [rows of the pool, bytes of a row].
+class Segment:
+    """Rows of a pool and their place in the file.  ``memory``: the pool as uint8 [rows, bytes of a row].
 
-    ``device``: where these lie; the cpu for states that a GPU's pool keeps in host memory.
+    ``device``: where ``memory`` is; the cpu for states that a GPU's pool keeps in host memory.
     """
 
     name: str
     device: torch.device
     memory: Tensor
-    runs: list[Run]
+    ranges: list[RowRange]
     offset: int
 
     @property
     def n_rows(self) -> int:
-        return n_rows(self.runs)
+        return n_rows(self.ranges)
 
     @property
     def n_bytes(self) -> int:
@@ -58,30 +58,30 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class Conversion:
-    """Rows of the file in another number format than the pool's.  ``scale_offset`` -1: they are no q8_0."""
+    """Rows of the file in another number format than the pool's.  ``scale_offset`` -1: not q8_0."""
 
     name: str
     device: torch.device
     target: PagedTensor
     dtype: str
     shape: tuple[int, ...]  # of a row in the file
-    runs: list[Run]
+    ranges: list[RowRange]
     offset: int
     scale_offset: int
 
     @property
     def n_rows(self) -> int:
-        return n_rows(self.runs)
+        return n_rows(self.ranges)
 
     @property
     def n_bytes(self) -> int:
-        """Bytes of the file, scales included."""
+        """Bytes in the file, scales included."""
         row = prod(self.shape) * TORCH[self.dtype].itemsize
         return self.n_rows * (row + (prod(self.shape) // GROUP * 2 if self.scale_offset >= 0 else 0))
 
     @property
     def width(self) -> int:
-        """Numbers of the innermost axis that the model uses; q8_0 pads them to whole groups."""
+        """Innermost extent that the model uses; q8_0 pads it to a multiple of 32."""
         return self.target.width if isinstance(self.target, Q8Pages) else self.target.pages.shape[-1]
 
     @property
@@ -91,7 +91,7 @@ class Conversion:
 
 
 class StateMap:
-    """Where the state of this daemon's layers lies."""
+    """Finds the state of this daemon's layers in their pools."""
 
     def __init__(self, spec: ModelSpec, pools: Iterable[Pools]) -> None:
         self.spec = spec
@@ -101,49 +101,49 @@ class StateMap:
     def devices(self) -> list[torch.device]:
         return list(dict.fromkeys(p.device for p in self._pools.values()))
 
-    def to_save(self, place: SlotPlace, tensors: Sequence[SnapshotTensor]) -> list[Piece]:
-        """The pieces of a Save.  Raises StateError."""
-        pieces: list[Piece] = []
+    def to_save(self, place: SlotPlace, tensors: Sequence[SnapshotTensor]) -> list[Segment]:
+        """The segments of a Save.  Raises StateError."""
+        segments: list[Segment] = []
         for tensor in tensors:
             if self._space(tensor) is not Space.RECURRENT and place.n_tokens != tensor.first + tensor.shape[0]:
                 raise _misfit(tensor, f"a slot of {place.n_tokens} tokens")
-            pieces += self._pieces(place, tensor)
-        return pieces
+            segments += self._segments(place, tensor)
+        return segments
 
-    def to_restore(self, place: SlotPlace, tensors: Sequence[SnapshotTensor]) -> tuple[list[Piece], list[Conversion]]:
-        """The pieces of a Restore that are copied, and those that are converted.  Raises StateError."""
+    def to_restore(self, place: SlotPlace, tensors: Sequence[SnapshotTensor]) -> tuple[list[Segment], list[Conversion]]:
+        """The segments of a Restore to copy, and those to convert.  Raises StateError."""
         scales = {(t.layer, t.kind): t for t in tensors if t.kind.endswith(SCALE)}
-        pieces: list[Piece] = []
+        segments: list[Segment] = []
         conversions: list[Conversion] = []
         for tensor in tensors:
             if tensor.kind.endswith(SCALE):
                 continue
             scale = scales.pop((tensor.layer, tensor.kind + SCALE), None)
             if self._same_format(tensor, scale):
-                pieces += self._pieces(place, tensor)
-                pieces += self._pieces(place, scale) if scale is not None else []
+                segments += self._segments(place, tensor)
+                segments += self._segments(place, scale) if scale is not None else []
             else:
                 conversions += self._conversions(place, tensor, scale)
         for tensor in scales.values():
-            raise _misfit(tensor, "the codes it belongs to are missing")
-        return pieces, conversions
+            raise _misfit(tensor, "its codes are missing")
+        return segments, conversions
 
     # ---- one tensor
 
-    def _pieces(self, place: SlotPlace, tensor: SnapshotTensor) -> Iterator[Piece]:
+    def _segments(self, place: SlotPlace, tensor: SnapshotTensor) -> Iterator[Segment]:
         if self._space(tensor) is Space.RECURRENT:
             rows, row = self._state(tensor, place.state)
-            runs, shape = [(row, 1)], tensor.shape
+            ranges, shape = [(row, 1)], tensor.shape
         else:
-            rows, runs, shape = self._slots(tensor), self._runs(place, tensor), tensor.shape[1:]
+            rows, ranges, shape = self._slots(tensor), self._row_ranges(place, tensor), tensor.shape[1:]
         if FILE[rows.dtype] != tensor.dtype or rows.shape[1:] != shape:
             raise _misfit(tensor, f"the pool's rows are {FILE[rows.dtype]} {list(rows.shape[1:])}")
         memory = rows.view(torch.uint8).view(rows.shape[0], -1)
         at = tensor.offset
-        for part in cut(runs, max(1, PIECE_BYTES // memory.shape[1])):
-            piece = Piece(tensor.name, rows.device, memory, part, at)
-            at += piece.n_bytes
-            yield piece
+        for part in split_ranges(ranges, max(1, SEGMENT_BYTES // memory.shape[1])):
+            segment = Segment(tensor.name, rows.device, memory, part, at)
+            at += segment.n_bytes
+            yield segment
 
     def _conversions(
         self, place: SlotPlace, tensor: SnapshotTensor, scale: SnapshotTensor | None
@@ -157,28 +157,28 @@ class StateMap:
         row_bytes = tensor.n_bytes // max(tensor.shape[0], 1)
         scale_bytes = 0 if scale is None else scale.n_bytes // max(scale.shape[0], 1)
         done = 0
-        for runs in cut(self._runs(place, tensor), max(1, PIECE_BYTES // max(row_bytes, 1))):
+        for ranges in split_ranges(self._row_ranges(place, tensor), max(1, SEGMENT_BYTES // max(row_bytes, 1))):
             yield Conversion(
                 name=tensor.name,
                 device=device,
                 target=target,
                 dtype=tensor.dtype,
                 shape=tensor.shape[1:],
-                runs=runs,
+                ranges=ranges,
                 offset=tensor.offset + done * row_bytes,
                 scale_offset=-1 if scale is None else scale.offset + done * scale_bytes,
             )
-            done += n_rows(runs)
+            done += n_rows(ranges)
 
     def _same_format(self, tensor: SnapshotTensor, scale: SnapshotTensor | None) -> bool:
         if self._space(tensor) is Space.RECURRENT:
-            return True  # its format is the model's; another one is refused
+            return True  # its format is fixed by the model; any other is rejected
         paged = self._paged(tensor)
         if isinstance(paged, Q8Pages):
             return scale is not None
         return scale is None and FILE[paged.pages.dtype] == tensor.dtype
 
-    # ---- its place
+    # ---- where it lies
 
     def _pool(self, tensor: SnapshotTensor) -> Pools:
         found = self._pools.get(tensor.layer)
@@ -194,21 +194,21 @@ class StateMap:
         try:
             return self._pool(tensor).paged(tensor.layer, tensor.kind.removesuffix(SCALE))
         except KeyError:
-            raise _misfit(tensor, "the layer has no pages of this kind") from None
+            raise _misfit(tensor, "the layer has no such pages") from None
 
     def _slots(self, tensor: SnapshotTensor) -> Tensor:
-        """The pool's slots [pages * 64, ...] that the tensor's positions are copied to and from."""
+        """The pool's slots [pages * 64, ...] that hold the tensor's positions."""
         paged = self._paged(tensor)
         is_scale = tensor.kind.endswith(SCALE)
         if not isinstance(paged, Q8Pages):
             if is_scale:
-                raise _misfit(tensor, "the pool holds no q8_0")
+                raise _misfit(tensor, "the pool does not hold q8_0")
             return paged.slots
         pages = paged.scales if is_scale else paged.codes
         return pages.view(-1, *pages.shape[2:])
 
     def _state(self, tensor: SnapshotTensor, state: int) -> tuple[Tensor, int]:
-        """The rows among which a recurrent state lies, and which of them it is."""
+        """The rows that hold a recurrent state, and its index among them."""
         pool = self._pool(tensor)
         n = pool.units[Space.RECURRENT]
         if not 0 <= state < n:
@@ -216,54 +216,54 @@ class StateMap:
         try:
             return pool.rows_with(tensor.layer, tensor.kind, state)
         except KeyError:
-            raise _misfit(tensor, "the layer has no state of this kind") from None
+            raise _misfit(tensor, "the layer has no such state") from None
 
-    def _runs(self, place: SlotPlace, tensor: SnapshotTensor) -> list[Run]:
-        """Slots ``page * 64 + offset`` of positions ``tensor.first`` .. ``place.n_tokens``, neighbours joined."""
+    def _row_ranges(self, place: SlotPlace, tensor: SnapshotTensor) -> list[RowRange]:
+        """Slots ``page * 64 + offset`` of positions ``tensor.first`` .. ``place.n_tokens``, adjacent ones merged."""
         space = self._space(tensor)
         pages, base = (place.full, 0) if space is Space.FULL else (place.window, place.first_window)
         end = tensor.first + tensor.shape[0]
         if not tensor.first <= place.n_tokens <= end or (space is Space.WINDOW and place.n_tokens != end):
             raise _misfit(tensor, f"a slot of {place.n_tokens} tokens")
         units = self._pool(tensor).units[space]
-        runs: list[Run] = []
+        ranges: list[RowRange] = []
         position = tensor.first
         while position < place.n_tokens:
             entry, inside = divmod(position, PAGE_TOKENS)
             n = min(PAGE_TOKENS - inside, place.n_tokens - position)
             if not 0 <= entry - base < len(pages):
-                raise StateError(f"tensor {tensor.name}", f"no page is given for position {position}")
+                raise StateError(f"tensor {tensor.name}", f"no page was given for position {position}")
             page = pages[entry - base]
             if not 0 <= page < units:
                 raise StateError(f"tensor {tensor.name}", f"page {page} is outside the pool of {units}")
             slot = page * PAGE_TOKENS + inside
-            if runs and sum(runs[-1]) == slot:
-                runs[-1] = (runs[-1][0], runs[-1][1] + n)
+            if ranges and sum(ranges[-1]) == slot:
+                ranges[-1] = (ranges[-1][0], ranges[-1][1] + n)
             else:
-                runs.append((slot, n))
+                ranges.append((slot, n))
             position += n
-        return runs
+        return ranges
 
 
 def _misfit(tensor: SnapshotTensor, here: str) -> StateError:
     return StateError(f"tensor {tensor.name}", f"{tensor.dtype} {list(tensor.shape)} does not fit: {here}")
 
 
-def n_rows(runs: Iterable[Run]) -> int:
-    return sum(n for _, n in runs)
+def n_rows(ranges: Iterable[RowRange]) -> int:
+    return sum(n for _, n in ranges)
 
 
-def cut(runs: Iterable[Run], most_rows: int) -> Iterator[list[Run]]:
-    """The runs in parts of at most ``most_rows`` rows and MAX_RUNS runs."""
-    part: list[Run] = []
-    room = most_rows
-    for first, n in runs:
+def split_ranges(ranges: Iterable[RowRange], max_rows: int) -> Iterator[list[RowRange]]:
+    """Split the ranges into lists of at most ``max_rows`` rows and MAX_RANGES ranges."""
+    part: list[RowRange] = []
+    room = max_rows
+    for first, n in ranges:
         while n:
             taken = min(n, room)
             part.append((first, taken))
             first, n, room = first + taken, n - taken, room - taken
-            if room == 0 or len(part) == MAX_RUNS:
+            if room == 0 or len(part) == MAX_RANGES:
                 yield part
-                part, room = [], most_rows
+                part, room = [], max_rows
     if part:
         yield part

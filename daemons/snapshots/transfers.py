@@ -1,9 +1,9 @@
-"""Saves and restores beside the compute thread: threads that copy while steps go on.
+"""Saves and restores beside the compute thread: threads that copy while steps run.
 
-The compute thread only queues an order.  Knows no sequences and decides nothing: the supervisor sees to it that no step
-writes what is being saved, or uses what is being restored.  Invariants: every order is answered once, after its last
-byte moved or its first error, and its descriptor is closed before that; when :meth:`Transfers.cancel` returns, no page
-is written any more, and what was cancelled is never answered as done.
+The compute thread only submits transfers.  Knows no sequences and decides nothing: the supervisor guarantees that no
+step writes what is being saved or uses what is being restored.  Invariants: every transfer is answered once, after its
+last byte or its first error, with its descriptor closed; once :meth:`TransferExecutor.cancel` returns, no page is
+written any more, and a cancelled transfer is never answered as done.
 """
 
 from __future__ import annotations
@@ -19,28 +19,28 @@ from queue import SimpleQueue
 import torch
 
 from daemons.errors import DaemonError
-from daemons.snapshots.state_map import Conversion, Piece, StateMap
-from daemons.snapshots.streams import Lane, SnapshotFile, lane_for
+from daemons.snapshots.state_map import Conversion, Segment, StateMap
+from daemons.snapshots.streams import CopyStream, SnapshotFile, copy_stream_for
 from lucevisor.protocol.errors import LinkClosed
 from lucevisor.protocol.messages import Failed
 from lucevisor.protocol.transfers import Restore, Restored, Save, Saved, TransferFailed
 
 SAVE_NICE = 10
-"""Saving threads yield to the compute thread where cores are few; a restore is waited for."""
+"""Niceness of saving threads, which yield to the compute thread; a request waits for a restore."""
 MAX_WAITING = 64
-"""Orders at once; each holds a descriptor."""
+"""Pending transfers; each holds a descriptor."""
 
 Answer = Saved | Restored | TransferFailed | Failed
-Work = Piece | Conversion
+Work = Segment | Conversion
 
 
 class CancelledError(DaemonError):
-    """The transfer was stopped before its end."""
+    """The transfer was cancelled."""
 
 
 @dataclass(slots=True)
 class _Job:
-    """One order.  ``events``: what the compute thread had queued on each device when the order came."""
+    """One transfer.  ``events``: recorded on each device's stream when the transfer was submitted."""
 
     order: Save | Restore
     fd: int
@@ -53,8 +53,8 @@ class _Job:
     n_bytes: int = 0
     converted: str = ""
 
-    def before(self, device: torch.device) -> list[torch.cuda.Event]:
-        """What must be done before memory of ``device`` is touched; any GPU may be copying to or from the host's."""
+    def events_for(self, device: torch.device) -> list[torch.cuda.Event]:
+        """Events to wait for before touching memory of ``device``; any GPU may be copying to or from the host."""
         return list(self.events.values()) if device.type == "cpu" else [self.events[device]]
 
     @property
@@ -62,9 +62,9 @@ class _Job:
         return f"{'save' if isinstance(self.order, Save) else 'restore'} {self.order.transfer}"
 
 
-class Transfers:
-    """``answer(message, request_id)`` sends an answer, from any thread.  ``broken()`` is called when a device failed in
-    a way that no later call survives.  ``tick`` is told each tensor before a system call on the file."""
+class TransferExecutor:
+    """``answer(message, request_id)`` sends an answer, from any thread.  ``on_device_lost()`` is called when a
+    device failed for good.  ``before_io(tensor)`` runs before each system call on a file, and may raise."""
 
     def __init__(
         self,
@@ -72,18 +72,19 @@ class Transfers:
         answer: Callable[[Answer, int], None],
         *,
         group: str = "",
-        broken: Callable[[], None] = lambda: None,
-        tick: Callable[[str], None] = lambda _: None,
+        on_device_lost: Callable[[], None] = lambda: None,
+        before_io: Callable[[str], None] = lambda _: None,
     ) -> None:
-        self._states, self._answer, self._group, self._broken, self._tick = states, answer, group, broken, tick
+        self._states, self._answer, self._group = states, answer, group
+        self._on_device_lost, self._before_io = on_device_lost, before_io
         self._jobs: dict[int, _Job] = {}
         self._changed = threading.Condition()
         n_cores = len(os.sched_getaffinity(0))
-        self._saving = _Crew("save", max(1, min(2, n_cores // 4)), SAVE_NICE)
-        self._restoring = _Crew("restore", max(1, min(4, n_cores // 4)), 0)
+        self._saving = _Threads("save", max(1, min(2, n_cores // 4)), SAVE_NICE)
+        self._restoring = _Threads("restore", max(1, min(4, n_cores // 4)), 0)
 
-    def take(self, order: Save | Restore, fd: int) -> None:
-        """Queue an order; takes the descriptor over."""
+    def submit(self, order: Save | Restore, fd: int) -> None:
+        """Queue a transfer; takes ownership of the descriptor."""
         job = _Job(order, fd, self._events())
         with self._changed:
             full = len(self._jobs) >= MAX_WAITING
@@ -91,16 +92,18 @@ class Transfers:
                 self._jobs[id(job)] = job
         if full:
             job.error = CancelledError(
-                order.file, f"{MAX_WAITING} transfers are waiting already", "send it again later"
+                order.file, f"{MAX_WAITING} transfers are pending already", "send it again later"
             )
             self._conclude(job)
         else:
-            (self._saving if isinstance(order, Save) else self._restoring).put(lambda lanes: self._begin(job, lanes))
+            (self._saving if isinstance(order, Save) else self._restoring).put(
+                lambda streams: self._begin(job, streams)
+            )
 
     def cancel(self, reason: str) -> None:
-        """Stop every transfer between two pieces; returns when no page is written any more.
+        """Cancel every transfer; returns when no page is written any more.
 
-        A save that hangs in a system call is not waited for: it reads pages, and is answered as failed in any case.
+        Does not wait for a save that hangs in a system call: it only reads pages, and is answered as failed anyway.
         """
         with self._changed:
             for job in self._jobs.values():
@@ -110,62 +113,62 @@ class Transfers:
     def __len__(self) -> int:
         return len(self._jobs)
 
-    # ---- in the threads
+    # ---- on the worker threads
 
-    def _begin(self, job: _Job, lanes: _Lanes) -> None:
-        """Find the pieces, deal them out to the crew, do the first part."""
-        crew = self._saving if isinstance(job.order, Save) else self._restoring
+    def _begin(self, job: _Job, streams: _ThreadStreams) -> None:
+        """Find the segments, distribute them over the threads, run the first part."""
+        threads = self._saving if isinstance(job.order, Save) else self._restoring
         try:
             self._check(job)
             work = self._find(job)
         except Exception as error:
             self._fail(job, error)
             work = []
-        parts = _deal(work, crew.n_threads)
+        parts = _partition(work, threads.n_threads)
         job.n_parts = len(parts)
         for part in parts[1:]:
-            crew.put(lambda lanes, part=part: self._do(job, part, lanes))  # type: ignore[misc]  # mypy and defaults
-        self._do(job, parts[0], lanes)
+            threads.put(lambda streams, part=part: self._do(job, part, streams))  # type: ignore[misc]  # mypy and defaults
+        self._do(job, parts[0], streams)
 
     def _find(self, job: _Job) -> list[Work]:
         order = job.order
         if isinstance(order, Save):
             return list(self._states.to_save(order.place, order.tensors))
-        pieces, conversions = self._states.to_restore(order.place, order.tensors)
+        segments, conversions = self._states.to_restore(order.place, order.tensors)
         job.converted = ", ".join(sorted({c.formats for c in conversions}))
-        return [*pieces, *conversions]
+        return [*segments, *conversions]
 
-    def _do(self, job: _Job, part: Sequence[Work], lanes: _Lanes) -> None:
-        """Move a part of a job; whoever ends its last part answers."""
+    def _do(self, job: _Job, part: Sequence[Work], streams: _ThreadStreams) -> None:
+        """Run one part of a job; the thread that finishes its last part answers."""
         n_bytes = 0
 
-        def tick(tensor: str) -> None:
+        def before_io(tensor: str) -> None:
             self._check(job)
-            self._tick(tensor)
+            self._before_io(tensor)
 
         try:
-            file = SnapshotFile(job.fd, job.order.file, tick)
-            used: dict[torch.device, Lane] = {}
+            file = SnapshotFile(job.fd, job.order.file, before_io)
+            used: dict[torch.device, CopyStream] = {}
             for work in part:
-                lane = used.get(work.device)
-                if lane is None:
-                    lane = used[work.device] = lanes.get(work.device)
-                    for event in job.before(work.device):
-                        lane.wait_for(event)
+                stream = used.get(work.device)
+                if stream is None:
+                    stream = used[work.device] = streams.get(work.device)
+                    for event in job.events_for(work.device):
+                        stream.wait_for(event)
                 if isinstance(work, Conversion):
-                    lane.convert(work, file)
+                    stream.convert(work, file)
                 elif isinstance(job.order, Save):
-                    lane.save(work, file)
+                    stream.save(work, file)
                 else:
-                    lane.restore(work, file)
+                    stream.restore(work, file)
                 n_bytes += work.n_bytes
-            for lane in used.values():
-                lane.finish(file)
+            for stream in used.values():
+                stream.finish(file)
         except Exception as error:
             self._fail(job, error)
             try:
-                lanes.drop()
-            except RuntimeError as worse:  # the device is lost; the job has its error already
+                streams.drop()
+            except RuntimeError as worse:  # the device is lost; the job keeps its first error
                 self._fail(job, worse)
         with self._changed:
             job.n_bytes += n_bytes
@@ -178,7 +181,7 @@ class Transfers:
         if job.cancelled:
             raise self._cancelled(job)
         if job.error is not None:
-            raise CancelledError(job.order.file, "another part of it failed", "see there")
+            raise CancelledError(job.order.file, "another part of it failed", "see that error")
 
     @staticmethod
     def _cancelled(job: _Job) -> CancelledError:
@@ -191,7 +194,7 @@ class Transfers:
 
     def _conclude(self, job: _Job) -> None:
         os.close(job.fd)
-        if job.cancelled and job.error is None:  # its last piece was under way; the pages may be somebody else's by now
+        if job.cancelled and job.error is None:  # cancelled during its last segment: the pages may be reused by now
             job.error = self._cancelled(job)
         seconds = time.monotonic() - job.started_s
         transfer = job.order.transfer
@@ -205,13 +208,13 @@ class Transfers:
         try:
             self._answer(answer, transfer)
         except LinkClosed:
-            pass  # the supervisor is gone; the main loop sees it too
+            pass  # the supervisor is gone; the main loop notices as well
         finally:
             with self._changed:
                 self._jobs.pop(id(job), None)
                 self._changed.notify_all()
         if isinstance(answer, Failed):
-            self._broken()
+            self._on_device_lost()
 
     def _failed(self, job: _Job, error: Exception) -> TransferFailed | Failed:
         device_failed = False
@@ -219,7 +222,7 @@ class Transfers:
             where, reason, advice = error.where, error.reason, error.advice
         else:
             where, reason = job.order.file, f"{type(error).__name__}: {error}"
-            advice = "serving goes on without this snapshot; report it with the log if it comes again"
+            advice = "serving goes on without this snapshot; report it with the log if it happens again"
             out_of_memory = isinstance(error, torch.OutOfMemoryError | MemoryError)
             device_failed = (
                 isinstance(error, RuntimeError) and not out_of_memory and bool(job.events)
@@ -238,8 +241,8 @@ class Transfers:
         return events
 
 
-def _deal(work: Sequence[Work], n: int) -> list[list[Work]]:
-    """The work in at most ``n`` parts of about the same bytes, each in the order of the file."""
+def _partition(work: Sequence[Work], n: int) -> list[list[Work]]:
+    """Split the work into at most ``n`` parts of about the same size, each in file order."""
     if n == 1 or len(work) < 2:
         return [list(work)]
     share = sum(w.n_bytes for w in work) / n
@@ -253,32 +256,32 @@ def _deal(work: Sequence[Work], n: int) -> list[list[Work]]:
     return parts
 
 
-class _Lanes:
-    """The lanes of one thread, made when a device is first used."""
+class _ThreadStreams:
+    """The copy streams of one thread, created when a device is first used."""
 
     def __init__(self) -> None:
-        self._made: dict[torch.device, Lane] = {}
+        self._made: dict[torch.device, CopyStream] = {}
 
-    def get(self, device: torch.device) -> Lane:
+    def get(self, device: torch.device) -> CopyStream:
         if device not in self._made:
-            self._made[device] = lane_for(device)
+            self._made[device] = copy_stream_for(device)
         return self._made[device]
 
     def drop(self) -> None:
-        for lane in self._made.values():
-            lane.drop()
+        for stream in self._made.values():
+            stream.drop()
 
 
-class _Crew:
-    """Threads that take work from one queue; started with the first of it.  They end with the process."""
+class _Threads:
+    """Threads that serve one queue; started by the first ``put``, ended with the process."""
 
     def __init__(self, name: str, n_threads: int, nice: int) -> None:
         self.n_threads, self._name, self._nice = n_threads, name, nice
-        self._queue: SimpleQueue[Callable[[_Lanes], None]] = SimpleQueue()
+        self._queue: SimpleQueue[Callable[[_ThreadStreams], None]] = SimpleQueue()
         self._started = False
 
-    def put(self, work: Callable[[_Lanes], None]) -> None:
-        if not self._started:  # only the compute thread puts the first
+    def put(self, work: Callable[[_ThreadStreams], None]) -> None:
+        if not self._started:  # only the compute thread puts the first work
             self._started = True
             for i in range(self.n_threads):
                 threading.Thread(target=self._run, name=f"{self._name} {i}", daemon=True).start()
@@ -287,7 +290,7 @@ class _Crew:
     def _run(self) -> None:
         if self._nice:
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), self._nice)  # of this thread alone
-        lanes = _Lanes()
+        streams = _ThreadStreams()
         with torch.inference_mode():
             while True:
-                self._queue.get()(lanes)
+                self._queue.get()(streams)

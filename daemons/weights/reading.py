@@ -1,6 +1,6 @@
 """Reading weights: file bytes into reused host memory, and from there to the device.
 
-Knows pieces of tensors and bytes, no formats.  pread instead of a map: no page faults, nothing of the file in this
+Knows chunks of tensors and bytes, no formats.  pread instead of a map: no page faults, nothing of the file in this
 process's resident memory, and page-locked buffers that an accelerator copies from by itself.
 """
 
@@ -26,7 +26,7 @@ HUGE_PAGE_BYTES = 2 << 20
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class TensorChunk:
     """Rows ``start`` .. ``stop`` of a tensor, of which ``columns`` are kept."""
 
     tensor: TensorInfo
@@ -51,7 +51,7 @@ class Piece:
         return (self.stop - self.start) * (self.tensor.n_bytes // row_count(self.tensor))
 
 
-class Staging:
+class StagingBuffers:
     """Reads file bytes into reused host memory and brings them to the device.
 
     For an accelerator there are two page-locked buffers in turn, so that reading overlaps copying.
@@ -71,20 +71,20 @@ class Staging:
         self.descriptors = []
         self.buffers = []
 
-    def load(self, pieces: Sequence[Piece]) -> list[Tensor]:
-        """Raw rows of each piece on the device, uint8 [rows, row_bytes]; valid until the next call."""
+    def load(self, chunks: Sequence[TensorChunk]) -> list[Tensor]:
+        """Raw rows of each chunk on the device, uint8 [rows, row_bytes]; valid until the next call."""
         self.turn = (self.turn + 1) % len(self.buffers)
         event = self.busy[self.turn]
         if event is not None:
             event.synchronize()
-        row_bytes = [p.tensor.n_bytes // row_count(p.tensor) for p in pieces]
-        sizes = [n * (p.stop - p.start) for n, p in zip(row_bytes, pieces, strict=True)]
+        row_bytes = [p.tensor.n_bytes // row_count(p.tensor) for p in chunks]
+        sizes = [n * (p.stop - p.start) for n, p in zip(row_bytes, chunks, strict=True)]
         offsets = [0]
         for size in sizes:
             offsets.append(-(-(offsets[-1] + size) // 64) * 64)  # numbers of any format stay aligned
-        buffer = self._roomy(offsets[-1])
-        for piece, n, size, at in zip(pieces, row_bytes, sizes, offsets, strict=False):
-            self._read(buffer[at : at + size], piece.tensor, piece.start * n)
+        buffer = self._grown(offsets[-1])
+        for chunk, n, size, at in zip(chunks, row_bytes, sizes, offsets, strict=False):
+            self._read(buffer[at : at + size], chunk.tensor, chunk.start * n)
         there = buffer.to(self.device, non_blocking=True) if self.accelerated else buffer
         if self.accelerated:
             event = torch.cuda.Event()  # type: ignore[no-untyped-call]
@@ -92,7 +92,7 @@ class Staging:
             self.busy[self.turn] = event
         return [there[at : at + size].view(-1, n) for at, size, n in zip(offsets, sizes, row_bytes, strict=False)]
 
-    def _roomy(self, n_bytes: int) -> Tensor:
+    def _grown(self, n_bytes: int) -> Tensor:
         if self.buffers[self.turn].numel() < n_bytes:
             self.buffers[self.turn] = torch.empty(n_bytes, dtype=torch.uint8, pin_memory=self.accelerated)
         return self.buffers[self.turn][:n_bytes]
@@ -124,7 +124,7 @@ def row_count(tensor: TensorInfo) -> int:
 
 
 @dataclass(slots=True)
-class Progress:
+class ProgressMeter:
     """Counts file bytes and reports them, not oftener than every REPORT_S."""
 
     total_bytes: int

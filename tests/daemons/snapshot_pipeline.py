@@ -11,7 +11,7 @@ import torch
 
 from daemons.models.stage import LoadedStage
 from daemons.snapshots.state_map import StateMap
-from daemons.snapshots.transfers import Transfers
+from daemons.snapshots.transfers import TransferExecutor
 from lucevisor.deployment.weight_digests import digest_tensors
 from lucevisor.kv.page_table import first_visible_page
 from lucevisor.model.families import open_spec
@@ -79,7 +79,8 @@ class SlotPipeline:
         self.answers = []
         self._came = threading.Condition()
         self.transfers = [
-            Transfers(StateMap(spec, [shard.pools for shard in stage.shards]), self._answer) for stage in self.stages
+            TransferExecutor(StateMap(spec, [shard.pools for shard in stage.shards]), self._answer)
+            for stage in self.stages
         ]
 
     # ---- sequences
@@ -172,7 +173,7 @@ class SlotPipeline:
         self.answers = []
         for stage, transfers in zip(self.stages, self.transfers, strict=True):
             tensors = [t for shard in stage.plan.shards for t in file.tensors(shard.layers)]
-            transfers.take(kind(7, file.file, place, tensors), os.dup(file.fd))
+            transfers.submit(kind(7, file.file, place, tensors), os.dup(file.fd))
         with self._came:
             assert self._came.wait_for(lambda: len(self.answers) == len(self.stages), 30)
         return self.answers

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from daemons.sampling import Row, Sampler, adjust, draw, uniform
+from daemons.sampling import Sampler, SamplingState, adjust, draw, uniform
 from lucevisor.protocol.steps import Sampling
 from tests.numerics import UNIT, bound
 
@@ -154,5 +154,5 @@ def test_greedy_and_drawn_rows_share_a_batch_and_logprobs_are_the_models_own() -
 
 def test_row_without_settings_is_left_alone() -> None:
     x = torch.arange(4.0)
-    adjust(Row(Sampling()), x)
+    adjust(SamplingState(Sampling()), x)
     assert x.tolist() == [0, 1, 2, 3]

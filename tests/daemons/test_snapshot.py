@@ -14,8 +14,8 @@ from safetensors import safe_open
 from daemons.errors import StateError
 from daemons.snapshots import state_map as rows_of
 from daemons.snapshots import streams
-from daemons.snapshots.state_map import StateMap, cut
-from daemons.snapshots.transfers import MAX_WAITING, Transfers
+from daemons.snapshots.state_map import StateMap, split_ranges
+from daemons.snapshots.transfers import MAX_WAITING, TransferExecutor
 from lucevisor.model.values import Dtype, LayerRange, Space
 from lucevisor.protocol.transfers import Restore, Restored, Save, Saved, SlotPlace, TransferFailed
 from lucevisor.snapshots.layout import NextToken, SlotRecord
@@ -215,8 +215,8 @@ def test_pieces_are_cut_and_joined_whatever_their_size(spec, tmp_path, monkeypat
     store = opened(tmp_path, state_model(spec))
     wanted = one.save(store, ids, place).snapshot.checksums
     for size, runs in ((1, 256), (700, 256), (5000, 1), (1 << 20, 2)):
-        monkeypatch.setattr(rows_of, "PIECE_BYTES", size)
-        monkeypatch.setattr(rows_of, "MAX_RUNS", runs)
+        monkeypatch.setattr(rows_of, "SEGMENT_BYTES", size)
+        monkeypatch.setattr(rows_of, "MAX_RANGES", runs)
         assert one.save(store, ids, place).snapshot.checksums == wanted
     store.close()
 
@@ -268,8 +268,8 @@ def test_cut_keeps_every_row_in_order():
     for _ in range(200):
         runs = [(source.randrange(1000), source.randrange(1, 90)) for _ in range(source.randrange(8))]
         most = source.randrange(1, 120)
-        parts = list(cut(runs, most))
-        assert all(sum(n for _, n in part) <= most and len(part) <= rows_of.MAX_RUNS for part in parts)
+        parts = list(split_ranges(runs, most))
+        assert all(sum(n for _, n in part) <= most and len(part) <= rows_of.MAX_RANGES for part in parts)
         flat = [first + i for part in parts for first, n in part for i in range(n)]
         assert flat == [first + i for first, n in runs for i in range(n)]
 
@@ -356,7 +356,7 @@ class Gate:
 def gated(pipeline):
     gate, answers = Gate(), []
     states = StateMap(pipeline.spec, [k.pools for k in pipeline.stages[0].shards])
-    return gate, answers, Transfers(states, lambda message, _: answers.append(message), tick=gate)
+    return gate, answers, TransferExecutor(states, lambda message, _: answers.append(message), before_io=gate)
 
 
 def test_steps_go_on_while_a_slot_is_saved(spec, tmp_path):
@@ -370,7 +370,7 @@ def test_steps_go_on_while_a_slot_is_saved(spec, tmp_path):
     writing = store.begin(made_slot(spec))
     order = Save(1, writing.file, place, writing.tensors(LayerRange(0, spec.n_layers)))
     began = time.monotonic()
-    transfers.take(order, os.dup(writing.fd))
+    transfers.submit(order, os.dup(writing.fd))
     assert time.monotonic() - began < 0.05
     assert gate.reached.wait(5)
     assert pipeline.greedy(0, [3], 40) == wanted
@@ -398,7 +398,7 @@ def test_cancel_returns_when_no_page_is_touched_any_more(spec, tmp_path):
     reading = store.open_for_restore(entry)
     order = Restore(9, reading.file, SlotPlace(N, place.full, state=3), reading.tensors(LayerRange(0, spec.n_layers)))
     for _ in range(3):
-        transfers.take(order, os.dup(reading.fd))
+        transfers.submit(order, os.dup(reading.fd))
     assert gate.reached.wait(5)
     threading.Timer(0.1, gate.open.set).start()
     transfers.cancel("the supervisor dropped every sequence")
@@ -419,7 +419,7 @@ def test_a_save_that_hangs_delays_no_reset(spec, tmp_path):
     gate, answers, transfers = gated(pipeline)
     writing = store.begin(made_slot(spec))
     tensors = writing.tensors(LayerRange(0, spec.n_layers))[-1:]  # one piece: nothing is left to be stopped before
-    transfers.take(Save(9, writing.file, place, tensors), os.dup(writing.fd))
+    transfers.submit(Save(9, writing.file, place, tensors), os.dup(writing.fd))
     assert gate.reached.wait(5)
     began = time.monotonic()
     transfers.cancel("the supervisor dropped every sequence")
@@ -439,8 +439,8 @@ def test_more_orders_than_may_wait_are_refused(spec, tmp_path):
     order = Restore(9, reading.file, SlotPlace(N, place.full, state=3), reading.tensors(LayerRange(0, spec.n_layers)))
     n_fds = len(os.listdir("/proc/self/fd"))
     for _ in range(MAX_WAITING + 2):
-        transfers.take(order, os.dup(reading.fd))
-    assert [a.reason for a in answers] == [f"{MAX_WAITING} transfers are waiting already"] * 2
+        transfers.submit(order, os.dup(reading.fd))
+    assert [a.reason for a in answers] == [f"{MAX_WAITING} transfers are pending already"] * 2
     gate.open.set()
     wait_for(answers, MAX_WAITING + 2)
     transfers.cancel("end")

@@ -18,7 +18,7 @@ from pathlib import Path
 import structlog
 
 from daemons.snapshots import state_map
-from daemons.snapshots.transfers import Transfers
+from daemons.snapshots.transfers import TransferExecutor
 from lucevisor.model.values import LayerRange
 from lucevisor.protocol.transfers import Save, Saved
 from lucevisor.snapshots.layout import SlotRecord
@@ -40,7 +40,7 @@ def save_and_die(directory, pipeline, place, point):
             at_point[0] += 1
 
     structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(50))
-    state_map.PIECE_BYTES = 20000  # several system calls for a tensor
+    state_map.SEGMENT_BYTES = 20000  # several system calls for a tensor
     spec = pipeline.spec
     store = SnapshotStore(directory, state_model(spec), 1 << 30, at=at)
     answers, came = [], threading.Event()
@@ -49,10 +49,12 @@ def save_and_die(directory, pipeline, place, point):
         answers.append(message)
         came.set()
 
-    transfers = Transfers(StateMap(spec, [k.pools for s in pipeline.stages for k in s.shards]), answer, tick=at)
+    transfers = TransferExecutor(
+        StateMap(spec, [k.pools for s in pipeline.stages for k in s.shards]), answer, before_io=at
+    )
     writing = store.begin(SlotRecord(ids_of(spec, N, seed=NEW), 100.0))
     order = Save(1, writing.file, place, writing.tensors(LayerRange(0, spec.n_layers)))
-    transfers.take(order, os.dup(writing.fd))
+    transfers.submit(order, os.dup(writing.fd))
     came.wait(30)
     assert isinstance(answers[0], Saved), answers
     store.finish(writing, answers[0].n_bytes)

@@ -20,7 +20,7 @@ GPU = Backend.HIP if torch.version.hip else Backend.CUDA
 
 @pytest.fixture(params=[8 << 20, 3000], ids=["whole tensors", "many pieces"])
 def pieces(request, monkeypatch):
-    monkeypatch.setattr(rows_of, "PIECE_BYTES", request.param)
+    monkeypatch.setattr(rows_of, "SEGMENT_BYTES", request.param)
 
 
 def prepared(spec, backend, **options):
