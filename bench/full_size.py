@@ -33,7 +33,8 @@ import structlog
 from make_gguf import SHAPES, stats, write
 
 from lucevisor.config import load
-from lucevisor.deployment.service import Model, Service
+from lucevisor.deployment.served_model import ServedModel
+from lucevisor.deployment.service import Service
 from lucevisor.engine.request import GenerationRequest, TokenEvent
 from lucevisor.model.families import open_spec
 from lucevisor.protocol.steps import Sampling
@@ -364,7 +365,7 @@ def run(options, directory):
         write(file, shape)
         found["made_in_s"] = time.perf_counter() - started
     config = write_config(directory / "config.toml", file, options.devices, options.set)
-    model = Model(open_spec(file), (file,), options.shape)
+    model = ServedModel(open_spec(file), (file,), options.shape)
     watcher = Watcher([int(d.split(":")[1]) for d in options.devices if not d.startswith("cpu")])
     try:
         watcher.contexts = watcher.context_bytes()

@@ -29,7 +29,8 @@ import structlog
 import uvloop
 
 from lucevisor.config import load
-from lucevisor.deployment.service import Model, Service
+from lucevisor.deployment.served_model import ServedModel
+from lucevisor.deployment.service import Service
 from lucevisor.engine.request import FinishedEvent, GenerationRequest, TokenEvent
 from lucevisor.model.families import open_spec
 from lucevisor.protocol.steps import Sampling
@@ -84,7 +85,7 @@ class Observer:
 async def running(path, directory):
     loaded = load(path)
     model = Path(loaded.model.path)
-    service = Service(loaded, Model(open_spec(model), (model,), model.stem), Path(directory), Observer())
+    service = Service(loaded, ServedModel(open_spec(model), (model,), model.stem), Path(directory), Observer())
     try:
         await service.start()
         if not await service.wait_ready(600.0):

@@ -40,7 +40,8 @@ from lucevisor.app.open_files import connections_within, raise_limit
 from lucevisor.app.rundir import RunDirectory
 from lucevisor.app.status import status
 from lucevisor.config import Config, read_api_keys
-from lucevisor.deployment.service import Model, Observer, Service
+from lucevisor.deployment.served_model import ServedModel
+from lucevisor.deployment.service import Observer, Service
 from lucevisor.engine.core import Engine
 from lucevisor.errors import ConfigError, ExitCode, unusable
 from lucevisor.model.families import open_spec
@@ -54,7 +55,7 @@ from lucevisor.text.tokenizer import Tokenizer
 log = structlog.get_logger("lucevisor")
 
 
-def open_model(config: Config, notify: Callable[[str], None] = lambda _: None) -> Model:
+def open_model(config: Config, notify: Callable[[str], None] = lambda _: None) -> ServedModel:
     """Find the model's file and read its header.  Raises ConfigError naming ``model.path``."""
     path = resolve(config, notify)
     try:
@@ -64,7 +65,7 @@ def open_model(config: Config, notify: Callable[[str], None] = lambda _: None) -
         raise ConfigError(
             "model.path", config.model.path, str(e), "name a file of a family this version runs", file=str(config.file)
         ) from e
-    return Model(spec, files, config.model.name or spec.name)
+    return ServedModel(spec, files, config.model.name or spec.name)
 
 
 def run(config: Config, name: str, observer: Observer, *, to_terminal: bool = True) -> ExitCode:
@@ -92,7 +93,7 @@ def run(config: Config, name: str, observer: Observer, *, to_terminal: bool = Tr
 
 
 async def _run(
-    config: Config, model: Model, run_dir: RunDirectory, observer: Observer, early: EarlySignals
+    config: Config, model: ServedModel, run_dir: RunDirectory, observer: Observer, early: EarlySignals
 ) -> ExitCode:
     return await Supervisor(config, model, run_dir, observer).run(early)
 
@@ -123,7 +124,7 @@ class EarlySignals:
 class Supervisor:
     """A service with its two doors, HTTP for clients and the admin socket for operators.  Made in a running loop."""
 
-    def __init__(self, config: Config, model: Model, run_dir: RunDirectory, observer: Observer) -> None:
+    def __init__(self, config: Config, model: ServedModel, run_dir: RunDirectory, observer: Observer) -> None:
         self.config, self.model, self.run_dir = config, model, run_dir
         self.url = ""
         self._tokenizer = Tokenizer.from_gguf(model.spec.files.metadata if model.spec.files is not None else {})
@@ -272,7 +273,7 @@ class Supervisor:
         return figures(snapshots.store) if snapshots is not None else None
 
 
-async def ids_through_chain(config: Config, model: Model, run_dir: Path, ids: list[int], observer: Observer) -> Any:
+async def logits_of(config: Config, model: ServedModel, run_dir: Path, ids: list[int], observer: Observer) -> Any:
     """`lucevisor logits`: start the daemons, run ``ids`` through the whole chain, stop.  Returns an IdsOutput."""
     service = Service(config, model, run_dir, observer)
     try:

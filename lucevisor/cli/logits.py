@@ -38,7 +38,7 @@ def logits(config: Path, overrides: tuple[str, ...], ids_file: Path, out: Path) 
     import uvloop
 
     from lucevisor.app import logs
-    from lucevisor.app.run import ids_through_chain, open_model
+    from lucevisor.app.run import logits_of, open_model
 
     loaded = load(config, overrides)
     logs.configure(loaded.log.format, "warning")
@@ -56,7 +56,7 @@ def logits(config: Path, overrides: tuple[str, ...], ids_file: Path, out: Path) 
         tempfile.TemporaryDirectory(prefix="lucevisor-logits-") as directory,
         asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner,
     ):
-        result = runner.run(ids_through_chain(loaded, model, Path(directory), ids, SilentDisplay()))
+        result = runner.run(logits_of(loaded, model, Path(directory), ids, SilentDisplay()))
     with out.open("wb") as file:
         np.savez(file, logits=result.logits, hidden=result.hidden, input_ids=np.asarray(ids, dtype=np.int32))
     click.echo(f"{out}: logits {list(result.logits.shape)}, hidden {list(result.hidden.shape)}")

@@ -79,7 +79,7 @@ class PipelineAssembly:
                 if self._runs(group, result.stage):
                     self._pipeline.receive(result, frame.payload)
                 else:  # the pipeline would blame the group whose stage it is
-                    text = f"group {group} answered for stage {result.stage}, which it does not run; it is restarted"
+                    text = f"group {group} answered for stage {result.stage}, which it does not run"
                     self._pipeline.fail(self._stage_groups.index(group), "protocol_error", text)
             case _:
                 pass

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from lucevisor.config import Config
-from lucevisor.deployment.service import group_devices
+from lucevisor.deployment.group_settings import group_devices
 from lucevisor.protocol.arena import Arena
 from lucevisor.protocol.checks import Check, Checked
 from lucevisor.protocol.loading import ArenaPlan, DeviceInfo

@@ -19,6 +19,7 @@ import structlog
 
 from lucevisor import __version__, awake
 from lucevisor.config import Config
+from lucevisor.deployment.group_settings import group_threads
 from lucevisor.model.spec import ModelSpec
 from lucevisor.placement.devices import Inventory
 from lucevisor.placement.planner import model_options
@@ -49,8 +50,7 @@ def cache_directory() -> Path:
 
 def wanted(spec: ModelSpec, config: Config, inventory: Inventory) -> Request | None:
     """What must be known for the split of ``config``; None when its ranges do not depend on speeds."""
-    usable = len(os.sched_getaffinity(0))
-    threads = {g.name: config.threads_of(g.name, usable) for g in config.groups.values() if g.backend == "cpu"}
+    threads = {g.name: group_threads(config, g.name) for g in config.groups.values() if g.backend == "cpu"}
     return request_of(spec, config, inventory, threads, __version__)
 
 
@@ -161,6 +161,5 @@ def _why(answer: Probe) -> str:
 def _check(request: Request, seats: Sequence[int], files: Sequence[Path], config: Config, group: str) -> Check:
     spans = [span for i in seats for span in request.spans[i].values()]
     conditions = request.conditions
-    threads = config.threads_of(group, len(os.sched_getaffinity(0))) if config.groups[group].backend == "cpu" else 0
-    order = Measure(spans, conditions.kv_dtype, conditions.n_rows, threads, model_options(config))
+    order = Measure(spans, conditions.kv_dtype, conditions.n_rows, group_threads(config, group), model_options(config))
     return Check([str(f) for f in files], 0, conditions.dtype, [], order)

@@ -64,15 +64,19 @@ log = structlog.get_logger("snapshots")
 
 
 async def open_snapshots(
-    engine: Engine, cache: CacheConfig, spec: ModelSpec, digests: Mapping[str, str], placement: Placement
+    engine: Engine,
+    cache: CacheConfig,
+    spec: ModelSpec,
+    digests: Mapping[str, str],
+    placement: Placement,
+    shards: ShardTransfers,
 ) -> SnapshotManager:
     """Those of ``cache.dir``, scanned, not started.  ``digests``: of all tensors.  Raises ConfigError."""
     mark = await asyncio.to_thread(fingerprint, spec, digests, placement.options)
     model = StateModel(mark, spec.architecture, spec.name, placement.dtype, placement.kv_dtype, spec.layers)
     store = AsyncSnapshotStore(SnapshotStore(Path(cache.dir), model, cache.disk))
     await store.scan()
-    layers = {g: [s.layers for s in placement.stages_of(g)] for g in placement.groups}
-    return SnapshotManager(engine, store, ShardTransfers(layers), SavePolicy(cache.min_tokens, cache.disk))
+    return SnapshotManager(engine, store, shards, SavePolicy(cache.min_tokens, cache.disk))
 
 
 @dataclass(slots=True, eq=False)

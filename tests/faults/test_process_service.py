@@ -14,6 +14,7 @@ import pytest
 from lucevisor.app.run import open_model
 from lucevisor.cli.progress import SilentDisplay
 from lucevisor.config import load
+from lucevisor.deployment import deployment as deployment_module
 from lucevisor.deployment import service as service_module
 from lucevisor.deployment.service import Service
 from lucevisor.engine.request import FinishedEvent, GenerationRequest, NotReady
@@ -104,7 +105,7 @@ async def test_a_daemon_that_breaks_the_order_of_steps_counts_as_failed(tmp_path
         assert service.restart_reasons["right"] == {"failure": 1}
         await ask(service)
         await right.wait(State.FAILED, timeout_s=20)
-        assert "it answered for stage 0, which it does not run" in service.reason()
+        assert "group right answered for stage 0, which it does not run" in service.reason()
         assert "restart limit 1/60s reached" in service.reason()
         assert service.groups["left"].restarts == 0
 
@@ -175,8 +176,8 @@ async def test_a_lack_of_descriptors_while_the_load_is_made_is_not_for_good(tmp_
             raise short.pop()
         return real(plan)
 
-    real = service_module.Arena.create
-    monkeypatch.setattr(service_module.Arena, "create", create)
+    real = deployment_module.Arena.create
+    monkeypatch.setattr(deployment_module.Arena, "create", create)
     async with serving(config_of(tmp_path), tmp_path) as service:
         assert await service.wait_ready(60.0), service.reason()
         assert sum(group.restarts for group in service.groups.values()) == 1

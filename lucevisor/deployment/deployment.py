@@ -1,0 +1,255 @@
+"""One epoch of serving: a placement with its groups, boundary buffers, pipeline and transfers.
+
+A deployment starts its groups, waits for every hello, places the model once, makes the buffers, and has the daemons
+load.  A daemon that is restarted gets the same Load again: another placement is another deployment.  Deployments share
+nothing but the weights, so a later one may start and load while an earlier one serves; it takes over the engine with
+``serve`` after the earlier one's ``release``.  Knows no HTTP, no requests and no snapshots.
+Invariant: what a daemon says reaches the deployment that started it, and no other.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Iterator, Mapping
+from dataclasses import dataclass
+
+import structlog
+
+from lucevisor.config import Config
+from lucevisor.deployment.assembly import PipelineAssembly
+from lucevisor.deployment.group_settings import group_devices, group_threads
+from lucevisor.deployment.placing import PlacementOnce
+from lucevisor.deployment.served_model import ServedModel
+from lucevisor.deployment.speeds import speeds_for
+from lucevisor.deployment.watchdog import Work, watch
+from lucevisor.deployment.weights import ModelWeights
+from lucevisor.engine.core import Engine
+from lucevisor.engine.pipeline import PipelineFailure
+from lucevisor.engine.request import RequestError
+from lucevisor.errors import LucevisorError
+from lucevisor.placement.planner import plan
+from lucevisor.placement.result import Infeasible, Placement
+from lucevisor.placement.stages import load_message
+from lucevisor.protocol.arena import Arena
+from lucevisor.protocol.asyncio_link import Link
+from lucevisor.protocol.frames import Frame
+from lucevisor.protocol.loading import Hello, Loaded
+from lucevisor.protocol.messages import Heartbeat, Progress
+from lucevisor.snapshots.shard_transfers import ShardTransfers
+from lucevisor.supervision.callbacks import Callbacks, LoadOrder
+from lucevisor.supervision.group import GroupSupervisor
+from lucevisor.supervision.policy import SupervisionLimits
+from lucevisor.supervision.staging import StagedPackages
+from lucevisor.supervision.states import State
+
+log = structlog.get_logger("deployment")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeploymentHooks:
+    """What the owner of a deployment gives and hears; all are called from the event loop.
+
+    ``on_placed`` is called once, before any daemon loads: the moment to call ``serve`` unless another deployment
+    serves.  ``drain`` lets running requests end before a daemon is restarted.  ``on_change``: ``complete`` may have
+    changed, or a daemon was lost.
+    """
+
+    on_placed: Callable[[Deployment], None]
+    drain: Callable[[], Awaitable[None]]
+    on_change: Callable[[], None]
+    on_state: Callable[[str, State, str], None]
+    on_progress: Callable[[str, Progress], None]
+
+
+class Deployment:
+    """Made in a running event loop; ``start``, then ``stop`` and ``close``.  ``epoch`` is for the log."""
+
+    def __init__(
+        self,
+        epoch: int,
+        config: Config,
+        model: ServedModel,
+        weights: ModelWeights,
+        staging: StagedPackages,
+        limits: SupervisionLimits,
+        hooks: DeploymentHooks,
+    ) -> None:
+        self.epoch = epoch
+        self.placement: Placement | None = None
+        self.buffers: dict[int, Arena] = {}  # by boundary
+        self.transfers: ShardTransfers | None = None
+        self._config, self._model, self._weights, self._limits, self._hooks = config, model, weights, limits, hooks
+        self._placing = PlacementOnce(len(config.groups), self._place)
+        self._links: dict[str, Link] = {}  # of READY groups
+        self._engine: Engine | None = None
+        self._assembly: PipelineAssembly | None = None
+        self._watchdog: asyncio.Task[None] | None = None
+        self._drains: set[asyncio.Task[None]] = set()  # the loop itself holds tasks weakly
+        callbacks = Callbacks(
+            make_load=self._make_load,
+            check_loaded=self._check_loaded,
+            on_ready=self._on_ready,
+            on_lost=self._on_lost,
+            on_frame=self._on_frame,
+            on_state=self._on_state,
+            on_draining=self._on_draining,
+            on_progress=hooks.on_progress,
+            on_heartbeat=self._on_heartbeat,
+        )
+        self.groups: dict[str, GroupSupervisor] = {
+            name: GroupSupervisor(
+                group,
+                group_threads(config, name),
+                staging,
+                callbacks,
+                devices=group_devices(config, name),
+                limits=limits,
+            )
+            for name, group in config.groups.items()
+        }
+
+    # ---- life
+
+    async def start(self) -> None:
+        """Start every group; returns when all are spawned."""
+        self._watchdog = asyncio.create_task(watch(self._limits.step_s, self._in_hand, self._overdue), name="watchdog")
+        await asyncio.gather(*(group.start() for group in self.groups.values()))
+
+    async def stop(self, deadline_s: float) -> None:
+        """Stop every group.  A further call with a shorter deadline shortens it."""
+        await asyncio.gather(*(group.stop(deadline_s=deadline_s) for group in self.groups.values()))
+
+    def close(self) -> None:
+        """Give the buffers back, when all groups have stopped."""
+        if self._watchdog is not None:
+            self._watchdog.cancel()
+        self._placing.cancel()
+        for buffer in self.buffers.values():
+            buffer.close()
+
+    # ---- serving
+
+    @property
+    def loaded(self) -> bool:
+        """Whether every group is READY."""
+        return len(self._links) == len(self.groups)
+
+    def serve(self, engine: Engine) -> None:
+        """Attach to ``engine`` as soon as every group is READY, and again after each loss.
+
+        Call it when the deployment is placed, and when no other one serves ``engine``.
+        """
+        assert self.placement is not None
+        self._engine = engine
+        stage_groups = [stage.group for stage in self.placement.stages]
+        self._assembly = PipelineAssembly(engine, stage_groups, self._hooks.on_change)
+        for group, link in self._links.items():
+            self._assembly.ready(group, link)
+
+    @property
+    def complete(self) -> bool:
+        """Whether the engine runs steps on this deployment."""
+        return self._assembly is not None and self._assembly.complete
+
+    def release(self, error: RequestError) -> None:
+        """Detach from the engine for good; running requests end with ``error``."""
+        if self._assembly is not None:
+            self._assembly.close(error)
+
+    def pipeline_failed(self, failure: PipelineFailure) -> None:
+        """A daemon answered out of order: only a new process of it is trusted again."""
+        assert self.placement is not None
+        group = self.placement.stages[failure.stage].group
+        log.error("pipeline failed", group=group, code=failure.code, reason=failure.message)
+        if failure.code == "shard_lost":  # its link is closed, which supervision hears of
+            return
+        # Later: the engine may be in the middle of sending.
+        asyncio.get_running_loop().call_soon(self.groups[group].distrust, failure.message)
+
+    # ---- callbacks of supervision
+
+    async def _make_load(self, group: str, hello: Hello) -> LoadOrder:
+        placement = await self._placing.wait(group, hello)
+        identities = await self._weights.admit()
+        files = [str(file) for file in self._model.files]
+        load = load_message(placement, group, files, group_threads(self._config, group), identities)
+        return LoadOrder(load, [self.buffers[arena.boundary].fd for arena in load.arenas])
+
+    async def _place(self, hellos: Mapping[str, Hello]) -> Placement:
+        await self._weights.settle()
+        inventory = {group: hello.devices for group, hello in hellos.items()}
+        speeds = await speeds_for(self._model.spec, self._model.files, self._config, inventory)
+        result = plan(self._model.spec, self._config, inventory, speeds)
+        if isinstance(result, Infeasible):
+            raise LucevisorError(result.message)
+        for notice in result.notices:
+            log.warning("placement notice", notice=notice)
+        log.info("placement", epoch=self.epoch, dtype=str(result.dtype), kv_dtype=str(result.kv_dtype),
+                 max_context=result.max_context,
+                 devices=[f"{d.device} {d.layers}" for d in result.devices])  # fmt: skip
+        self.placement = result
+        self.buffers = {arena.boundary: Arena.create(arena) for arena in result.arenas}
+        self.transfers = ShardTransfers({g: [s.layers for s in result.stages_of(g)] for g in result.groups})
+        self._hooks.on_placed(self)
+        return result
+
+    def _check_loaded(self, group: str, loaded: Loaded) -> str:
+        """Why a daemon's weights must not join those of the others; empty when they are the same model's."""
+        if self._weights.admitted(loaded.identities):
+            return ""
+        return f"group {group} read another state of the model file than the one that runs"
+
+    def _on_ready(self, group: str, link: Link, _hello: Hello, _loaded: Loaded) -> None:
+        self._links[group] = link
+        if self.transfers is not None:
+            self.transfers.ready(group, link)
+        if self._assembly is not None:
+            self._assembly.ready(group, link)
+
+    def _on_lost(self, group: str, reason: str) -> None:
+        self._links.pop(group, None)
+        if self._assembly is not None:
+            self._assembly.lost(group, reason)
+        if self.transfers is not None:
+            self.transfers.lost(group, reason)
+        self._hooks.on_change()
+
+    def _on_frame(self, group: str, frame: Frame) -> None:
+        if self.transfers is not None and self.transfers.frame(group, frame):
+            return
+        if self._assembly is not None:
+            self._assembly.frame(group, frame)
+
+    def _on_state(self, group: str, state: State, reason: str) -> None:
+        if self.placement is None and state in (State.BACKOFF, State.FAILED):
+            self._placing.forget(group)
+        self._hooks.on_state(group, state, reason)
+
+    def _on_draining(self, group: str, child: int) -> None:
+        task = asyncio.create_task(self._drain(group, child), name=f"drain for {group}")
+        task.add_done_callback(lambda done: done.cancelled() or done.exception())  # seen: the deadline goes on anyway
+        self._drains.add(task)
+        task.add_done_callback(self._drains.discard)
+
+    async def _drain(self, group: str, child: int) -> None:
+        await self._hooks.drain()
+        self.groups[group].drained(child)
+
+    def _on_heartbeat(self, group: str, heartbeat: Heartbeat) -> None:
+        log.debug("heartbeat", group=group, phase=heartbeat.phase, busy_s=round(heartbeat.busy_s, 3))
+
+    # ---- the watch for work that takes too long
+
+    def _overdue(self, work: Work, waited_s: float) -> None:
+        log.error("overdue", group=work.group, what=work.what, waited_s=round(waited_s, 1))
+        self.groups[work.group].overdue(work.what, waited_s)
+
+    def _in_hand(self) -> Iterator[Work]:
+        """What the daemons work on.  Of all steps only the one begun first: those behind it wait for it."""
+        if self._assembly is None or self._engine is None or self.placement is None:
+            return
+        oldest = self._engine.oldest_in_flight() if self._assembly.complete else None
+        if oldest is not None:
+            yield Work(self.placement.stages[oldest.stage].group, f"step {oldest.step_id} at stage {oldest.stage}")
+        for group in self._assembly.resetting:
+            yield Work(group, "a reset")
