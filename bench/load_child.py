@@ -125,7 +125,7 @@ def load(path, backend, dtype):
 
     def stage_of(path):
         spec = open_spec(path)
-        plan = StagePlan(0, [ShardPlan(0, LayerRange(0, spec.n_layers))], None, None)
+        plan = StagePlan(0, [ShardPlan(0, LayerRange(0, spec.n_layers))], None, None, embedding=True, output=True)
         order = Load([], Dtype(dtype), Dtype(dtype), [], [], PoolSizes(4, 0, 0), 4, 64)
         stage = LoadedStage.load(spec, plan, order, Backend(backend), lambda _: None)
         if backend != "cpu":

@@ -176,7 +176,7 @@ class Decoder:
         self.spec = open_spec(path)
         backend = Backend.CPU if device == "cpu" else Backend.CUDA
         dtype = Dtype.FLOAT32 if device == "cpu" else Dtype.BFLOAT16
-        plan = StagePlan(0, [ShardPlan(0, LayerRange(0, self.spec.n_layers))], None, None)
+        plan = StagePlan(0, [ShardPlan(0, LayerRange(0, self.spec.n_layers))], None, None, embedding=True, output=True)
         load = Load([], dtype, dtype, [plan], [], PoolSizes(64, 64, 2), 1, 512, threads=1)
         self.stage = LoadedStage.load(self.spec, plan, load, backend, lambda _: None)
         pages = [SetPages(0, s, 0, list(range(64))) for s in self.spec.spaces() if s is not Space.RECURRENT]

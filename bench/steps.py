@@ -30,7 +30,7 @@ def loaded(options, spec):
     """The stage, with one sequence open that has pages for every step."""
     n_pages = max(start + n for n, start in options.steps) // PAGE_TOKENS + 1
     layers = LayerRange(spec.n_layers - options.layers, spec.n_layers)
-    plan = StagePlan(0, [ShardPlan(0, layers)], source=0, target=None)
+    plan = StagePlan(0, [ShardPlan(0, layers)], source=0, target=None, embedding=False, output=True)
     files = [str(path) for path in spec.files.paths]
     longest = max(n for n, _ in options.steps)
     load = Load(files, Dtype.BFLOAT16, Dtype.BFLOAT16, [plan], [], PoolSizes(n_pages, n_pages, 4), 4, longest)

@@ -96,7 +96,7 @@ def with_sources(spec: ModelSpec, layer: int) -> LayerRange:
 @torch.inference_mode()
 def _layer(spec: ModelSpec, order: Check, backend: Backend, index: int, dtype: Dtype, rows: Tensor) -> Tensor:
     layers = with_sources(spec, order.layer)
-    plan = StagePlan(1, [ShardPlan(index, layers)], source=0, target=1)
+    plan = StagePlan(1, [ShardPlan(index, layers)], source=0, target=1, embedding=False, output=False)
     kv_dtype = dtype if dtype in (Dtype.FLOAT32, Dtype.FLOAT16) else Dtype.BFLOAT16
     load = Load(order.files, dtype, kv_dtype, [plan], [], PoolSizes(1, 1, 1), 1, N_TOKENS)
     stage = LoadedStage.load(spec, plan, load, backend, lambda _: None)

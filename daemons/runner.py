@@ -72,7 +72,7 @@ class ModelRunner:
             runtime.stages[plan.stage] = stage
             uses += stage.usage()
             kernels |= stage.kernels
-            if plan.target is None:
+            if plan.output:
                 runtime._sampler = Sampler(runtime.spec.vocabulary, stage.device)
         assert runtime.spec.files is not None
         identities = _unchanged(runtime.spec.files)
@@ -142,7 +142,7 @@ class ModelRunner:
 
     def _apply(self, stage: LoadedStage, plan: StagePlan, step: Step) -> None:
         stage.apply(step.operations)
-        if plan.target is None and self._sampler is not None:
+        if plan.output and self._sampler is not None:
             for operation in step.operations:
                 if isinstance(operation, OpenSequence):
                     self._sampler.open(operation.sequence, operation.sampling, operation.history)

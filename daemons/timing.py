@@ -38,8 +38,10 @@ def time_span(spec: ModelSpec, order: Check, measure: Measure, backend: Backend,
     plan = StagePlan(
         1,
         [ShardPlan(span.device, span.layers)],
-        source=None if span.first else 0,
-        target=None if span.last else 1,
+        source=None if span.embedding else 0,
+        target=None if span.output else 1,
+        embedding=span.embedding,
+        output=span.output,
     )
     n_pages = measure.n_rows // PAGE_TOKENS + 1
     pools = PoolSizes(n_pages, n_pages, 1)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -70,15 +71,14 @@ class LoadedStage:
         ``spec.files`` must be open.  Raises LoadError (file, tensor) or DeviceError (device, tensor, bytes).
         """
         prepare(backend, load.threads)
-        if not plan.shards:
-            raise LoadError(f"stage {plan.stage}", "the plan has no shard", "correct the plan", configuration=True)
+        _check_plan(plan)
         last = len(plan.shards) - 1
         configs = [
             ShardConfig(
                 spec=spec,
                 plan=shard,
-                embedding=plan.source is None and i == 0,
-                output=plan.target is None and i == last,
+                embedding=plan.embedding and i == 0,
+                output=plan.output and i == last,
                 backend=backend,
                 dtype=load.dtype,
                 kv_dtype=load.kv_dtype,
@@ -86,14 +86,6 @@ class LoadedStage:
             )
             for i, shard in enumerate(plan.shards)
         ]
-        for a, b in zip(plan.shards, plan.shards[1:], strict=False):
-            if a.layers.stop != b.layers.start:
-                raise LoadError(
-                    f"stage {plan.stage}",
-                    f"shard {b.layers} does not follow {a.layers}",
-                    "correct the plan",
-                    configuration=True,
-                )
         dtype = torch_dtype(load.dtype)
         shards = []
         for config in configs:
@@ -170,3 +162,22 @@ class LoadedStage:
     def usage(self) -> list[DeviceUse]:
         """Memory of each shard, measured."""
         return [shard.usage() for shard in self.shards]
+
+
+def _check_plan(plan: StagePlan) -> None:
+    """Raise LoadError for a plan that contradicts itself or asks for what this daemon cannot do."""
+    reason = ""
+    if not plan.shards:
+        reason = "the plan has no shard"
+    elif plan.embedding != (plan.source is None):
+        reason = "a stage either embeds tokens or reads a boundary"
+    elif plan.output != (plan.target is None):
+        reason = "a stage either makes logits or writes a boundary"
+    elif plan.model or plan.captures:
+        reason = "this daemon runs one model and captures no layers"
+    else:
+        for a, b in pairwise(plan.shards):
+            if a.layers.stop != b.layers.start:
+                reason = f"shard {b.layers} does not follow {a.layers}"
+    if reason:
+        raise LoadError(f"stage {plan.stage}", reason, "correct the plan", configuration=True)

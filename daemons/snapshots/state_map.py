@@ -232,7 +232,7 @@ class StateMap:
             entry, inside = divmod(position, PAGE_TOKENS)
             n = min(PAGE_TOKENS - inside, place.n_tokens - position)
             if not 0 <= entry - base < len(pages):
-                raise StateError(f"tensor {tensor.name}", f"no page was given for position {position}")
+                raise StateError(f"tensor {tensor.name}", f"no page is given for position {position}")
             page = pages[entry - base]
             if not 0 <= page < units:
                 raise StateError(f"tensor {tensor.name}", f"page {page} is outside the pool of {units}")

@@ -65,6 +65,8 @@ def load_message(
                 shards=[ShardPlan(shard.device.index, shard.layers) for shard in stage.shards],
                 source=place.get(stage.index - 1),
                 target=place.get(stage.index),
+                embedding=stage.shards[0].first,
+                output=stage.shards[-1].last,
             )
             for stage in own
         ],

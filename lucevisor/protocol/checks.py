@@ -9,12 +9,12 @@ from lucevisor.protocol.loading import ArenaPlan
 
 
 class Span(msgspec.Struct, frozen=True, array_like=True):
-    """Layers to time on a device, with the head when ``first``, with the tail when ``last``."""
+    """Layers to time on a device, with the embedding and the output matrix where set."""
 
     device: int
     layers: LayerRange
-    first: bool = False
-    last: bool = False
+    embedding: bool = False
+    output: bool = False
 
 
 class Measure(msgspec.Struct, frozen=True):

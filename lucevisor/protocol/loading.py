@@ -43,14 +43,19 @@ class ShardPlan(msgspec.Struct, frozen=True):
 class StagePlan(msgspec.Struct, frozen=True):
     """Consecutive shards of one group, run in one call.
 
-    ``source`` / ``target`` name the arenas (indices into ``Load.arenas``) of the incoming and outgoing boundary; None
-    at the first stage (reads token ids) and at the last (applies the output matrix and samples).
+    ``embedding``: the first shard embeds token ids instead of reading boundary rows; ``output``: the last shard makes
+    logits and samples instead of writing them.  ``source`` and ``target`` index ``Load.arenas``: the incoming boundary,
+    None exactly with ``embedding``, and the outgoing one, None exactly with ``output``.
     """
 
     stage: int
     shards: list[ShardPlan]
     source: int | None
     target: int | None
+    embedding: bool
+    output: bool
+    model: int = 0  # which of the deployment's models the layers belong to; 0: the one that answers
+    captures: list[int] = []  # layers whose residual stream is kept for a drafter
 
 
 class ArenaPlan(msgspec.Struct, frozen=True):

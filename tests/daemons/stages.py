@@ -35,7 +35,8 @@ def load_stages(
         for _ in range(len(cut) + (i == len(cuts) - 1)):
             shards.append(ShardPlan(0, LayerRange(start, stops[at])))
             start, at = stops[at], at + 1
-        plan = StagePlan(i, shards, None if i == 0 else i - 1, None if i == len(cuts) - 1 else i)
+        first, last = i == 0, i == len(cuts) - 1
+        plan = StagePlan(i, shards, None if first else i - 1, None if last else i, first, last)
         stages.append(LoadedStage.load(spec, plan, load, backend, lambda _: None))
     return stages
 

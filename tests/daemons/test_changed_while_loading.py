@@ -38,7 +38,7 @@ def model(tmp_path: Path) -> Path:
 
 def load(model: Path, identities: tuple[FileIdentity, ...] = (), reporter: Reporter | None = None):
     n_layers = open_spec(model).n_layers
-    stage = StagePlan(0, [ShardPlan(0, LayerRange(0, n_layers))], None, None)
+    stage = StagePlan(0, [ShardPlan(0, LayerRange(0, n_layers))], None, None, embedding=True, output=True)
     order = Load(
         [str(model)],
         Dtype.FLOAT32,

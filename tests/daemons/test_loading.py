@@ -4,6 +4,7 @@ import dataclasses
 import os
 
 import gguf
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -65,7 +66,7 @@ def make_shard(
 
 def stage_of(shard: ShardModel, spec, dtype=Dtype.FLOAT32) -> LoadedStage:
     load = Load([], dtype, dtype, [], [], POOLS, 16, 512)
-    return LoadedStage(spec, StagePlan(0, [shard.plan], None, None), load, [shard])
+    return LoadedStage(spec, StagePlan(0, [shard.plan], None, None, embedding=True, output=True), load, [shard])
 
 
 def logits(stages: list[LoadedStage]) -> torch.Tensor:
@@ -179,7 +180,9 @@ def test_progress_reaches_the_total(files, monkeypatch):
     spec = open_spec(files(NATIVE))
     seen: list[Progress] = []
     load = Load([], Dtype.FLOAT32, Dtype.FLOAT32, [], [], POOLS, 4, 64)
-    plan = StagePlan(2, [ShardPlan(0, LayerRange(0, 2)), ShardPlan(0, LayerRange(2, 4))], None, None)
+    plan = StagePlan(
+        2, [ShardPlan(0, LayerRange(0, 2)), ShardPlan(0, LayerRange(2, 4))], None, None, embedding=True, output=True
+    )
     LoadedStage.load(spec, plan, load, Backend.CPU, seen.append)
     read = [p for p in seen if p.phase == "read"]
     assert {p.stage for p in seen} == {2}
@@ -241,11 +244,30 @@ def test_a_type_nobody_can_read_names_the_tensor(files):
 def test_impossible_plans_are_refused(files, shards, message):
     spec = open_spec(files(["Q8_0"]))
     load = Load([], Dtype.FLOAT32, Dtype.FLOAT32, [], [], POOLS, 4, 64)
-    plan = StagePlan(0, [ShardPlan(d, LayerRange(a, b)) for d, a, b in shards], None, None)
+    plan = StagePlan(0, [ShardPlan(d, LayerRange(a, b)) for d, a, b in shards], None, None, embedding=True, output=True)
     with pytest.raises((LoadError, DeviceError)) as caught:
         LoadedStage.load(spec, plan, load, Backend.CPU, lambda _: None)
     assert message in str(caught.value)
     assert caught.value.configuration
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"embedding": False}, "a stage either embeds tokens or reads a boundary"),
+        ({"source": 0}, "a stage either embeds tokens or reads a boundary"),
+        ({"output": False}, "a stage either makes logits or writes a boundary"),
+        ({"target": 0}, "a stage either makes logits or writes a boundary"),
+        ({"model": 1}, "one model"),
+        ({"captures": [1]}, "captures no layers"),
+    ],
+)
+def test_roles_that_contradict_the_boundaries_are_refused(files, change, message):
+    spec = open_spec(files(["Q8_0"]))
+    load = Load([], Dtype.FLOAT32, Dtype.FLOAT32, [], [], POOLS, 4, 64)
+    plan = StagePlan(0, [ShardPlan(0, LayerRange(0, 4))], None, None, embedding=True, output=True)
+    with pytest.raises(LoadError, match=message):
+        LoadedStage.load(spec, msgspec.structs.replace(plan, **change), load, Backend.CPU, lambda _: None)
 
 
 def test_unknown_families_and_unopened_files_are_refused(files):

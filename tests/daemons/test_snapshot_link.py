@@ -64,7 +64,7 @@ class Daemon:
         self.link = BlockingLink(ends[0][0], role=Role.SUPERVISOR)
         self._pulse = ends[1][0]
         self.receive()
-        stage = StagePlan(0, [ShardPlan(0, ALL)], None, None)
+        stage = StagePlan(0, [ShardPlan(0, ALL)], None, None, embedding=True, output=True)
         files = [str(GOLDEN / "qwen35" / "model.gguf")]
         self.link.send(Load(files, Dtype.FLOAT32, Dtype.FLOAT32, [stage], [], PoolSizes(16, 0, 8), 4, 512, threads=1))
         self.receive()

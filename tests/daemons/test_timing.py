@@ -25,19 +25,19 @@ def test_each_kind_of_layer_is_timed(name):
     [file] = (GOLDEN / name).glob("*.gguf")
     spec = open_spec(file)
     units = dict(zip(kinds_of(spec), units_of(spec), strict=True))
-    spans = [Span(0, unit, first=i == 0, last=i == len(units) - 1) for i, unit in enumerate(units.values())]
+    spans = [Span(0, unit, embedding=i == 0, output=i == len(units) - 1) for i, unit in enumerate(units.values())]
     checked = run_check(order(file, spans, 65), Backend.CPU, [])
     assert checked.lines == []
     assert len(checked.timings) == len(spans)
     for span, timing in zip(spans, checked.timings, strict=True):
         assert 0 < timing.decode_s < 5
         assert 0 < timing.prefill_s < 5
-        assert (timing.end_decode_s > 0) == (timing.end_prefill_s > 0) == (span.first or span.last)
+        assert (timing.end_decode_s > 0) == (timing.end_prefill_s > 0) == (span.embedding or span.output)
 
 
 def test_more_work_takes_longer():
     """Eight layers against one, and 512 rows against one: far apart even on a busy machine."""
-    spans = [Span(0, LayerRange(0, 1)), Span(0, LayerRange(0, 8), last=True)]
+    spans = [Span(0, LayerRange(0, 1)), Span(0, LayerRange(0, 8), output=True)]
     one, eight = run_check(order(DEMO, spans, 512), Backend.CPU, []).timings
     assert eight.decode_s > 3 * one.decode_s
     assert eight.prefill_s > 3 * one.prefill_s

@@ -67,7 +67,14 @@ def test_a_daemon_warms_up_what_it_compiles(compiles: bool, monkeypatch: pytest.
     whole = [ShardPlan(0, LayerRange(0, golden.spec.n_layers))]
     files = [str(path) for path in golden.spec.files.paths]
     load = Load(
-        files, Dtype.FLOAT32, Dtype.FLOAT32, [StagePlan(0, whole, None, None)], [], pools_of(golden.spec), 4, 64
+        files,
+        Dtype.FLOAT32,
+        Dtype.FLOAT32,
+        [StagePlan(0, whole, None, None, embedding=True, output=True)],
+        [],
+        pools_of(golden.spec),
+        4,
+        64,
     )
     if compiles:  # a stage on a GPU has a recorder for each shard
         made = LoadedStage.__init__

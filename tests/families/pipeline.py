@@ -50,7 +50,9 @@ def load_stages(
     groups = [ranges] if shards else [[r] for r in ranges]
     load = Load([], how.dtype, how.kv_dtype, [], [], pools_of(spec), max_sequences=16, max_step_tokens=512)
     last = len(groups) - 1
-    plans = [StagePlan(i, g, i - 1 if i else None, i if i < last else None) for i, g in enumerate(groups)]
+    plans = [
+        StagePlan(i, g, i - 1 if i else None, i if i < last else None, i == 0, i == last) for i, g in enumerate(groups)
+    ]
     return [LoadedStage.load(spec, plan, load, how.backend, lambda _: None) for plan in plans]
 
 

@@ -64,7 +64,7 @@ def with_forms_of(
     stages = []
     for i, (a, b) in enumerate(pairwise(borders)):
         shard_plan, last = ShardPlan(0, LayerRange(a, b)), b == spec.n_layers
-        plan = StagePlan(i, [shard_plan], None if i == 0 else i - 1, None if last else i)
+        plan = StagePlan(i, [shard_plan], None if i == 0 else i - 1, None if last else i, i == 0, last)
         config = ShardConfig(spec, shard_plan, i == 0, last, backend, dtype, dtype, pools_of(spec))
         with torch.inference_mode():
             shard = ShardModel(config, KernelSelector(CPU, torch_dtype(dtype), kernels), lambda done, total: None)

@@ -24,7 +24,7 @@ def test_each_kind_of_layer_is_timed(name: str) -> None:
     spec = open_spec(file)
     units = units_of(spec)
     assert len(kinds_of(spec)) == len(units)
-    spans = [Span(0, unit, first=i == 0, last=i == len(units) - 1) for i, unit in enumerate(units)]
+    spans = [Span(0, unit, embedding=i == 0, output=i == len(units) - 1) for i, unit in enumerate(units)]
     checked = run_check(order(file, spans, 65, Dtype.BFLOAT16), Backend.CUDA, [])
     assert checked.lines == []
     assert all(0 < t.decode_s < 1 and 0 < t.prefill_s < 1 for t in checked.timings)

@@ -91,8 +91,8 @@ def test_one_layer_of_each_kind_is_timed_with_the_ends_where_they_lie(demo, tmp_
         for kind, span in spans.items():
             assert kinds[span.layers.start] == kind
             assert span.layers.stop == span.layers.start + 1
-        assert [s.first for s in spans.values()].count(True) == (i == 0)
-        assert [s.last for s in spans.values()].count(True) == (i == 2)
+        assert [s.embedding for s in spans.values()].count(True) == (i == 0)
+        assert [s.output for s in spans.values()].count(True) == (i == 2)
 
 
 def test_layers_that_share_state_are_timed_together():

@@ -53,6 +53,11 @@ def test_a_group_that_comes_again_gets_another_stage():
     assert [(s.stage, s.source, s.target) for s in cuda.stages] == [(0, None, 0), (2, 1, None)]
     assert [a.boundary for a in cuda.arenas] == [0, 1]
     assert [(s.stage, s.source, s.target) for s in hip.stages] == [(1, 0, 1)]
+    assert [(s.embedding, s.output) for s in (*cuda.stages, *hip.stages)] == [
+        (True, False),
+        (False, True),
+        (False, False),
+    ]
     assert [s.shards for s in cuda.stages] == [[ShardPlan(0, LayerRange(0, 1))], [ShardPlan(1, LayerRange(2, 3))]]
     assert (cuda.threads, hip.threads) == (3, 0)
 
@@ -70,6 +75,7 @@ def test_one_device_needs_no_arena():
     load = load_message(placement(["left:0"]), "left", ["/m.gguf"])
     assert load.arenas == []
     assert (load.stages[0].source, load.stages[0].target) == (None, None)
+    assert (load.stages[0].embedding, load.stages[0].output) == (True, True)
 
 
 def test_the_size_of_an_arena():
