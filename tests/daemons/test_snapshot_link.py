@@ -167,7 +167,7 @@ def test_a_failed_transfer_leaves_the_daemon_working(start, tmp_path):
         assert isinstance(answer, TransferFailed)
         assert answer.transfer == 21
         assert "ENOSPC" in answer.reason
-        assert tensors[0].name in answer.where
+        assert any(t.name in answer.where for t in tensors)  # of several threads any may fail first
         assert writing.file in answer.where
         first = [t for t in tensors if t.name == tensors[0].name]
         zero = [type(t)(t.name, t.layer, t.kind, t.dtype, t.shape, 0, t.n_bytes, t.first) for t in first]
