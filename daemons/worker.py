@@ -30,7 +30,7 @@ from lucevisor.model.gguf_header import GgufError
 from lucevisor.model.values import Backend
 from lucevisor.protocol.blocking_link import BlockingLink
 from lucevisor.protocol.checks import Check
-from lucevisor.protocol.errors import LinkClosed, WireError
+from lucevisor.protocol.errors import LinkClosed, ProtocolError
 from lucevisor.protocol.frames import Frame
 from lucevisor.protocol.loading import Hello, Load
 from lucevisor.protocol.messages import PROTOCOL_VERSION, Failed, Shutdown
@@ -102,7 +102,7 @@ class _Worker:
         while True:
             try:
                 frame = self._link.receive()
-            except WireError as e:
+            except ProtocolError as e:
                 self._reporter.log("error", "link broken", reason=str(e))
                 return EXIT_FAILED
             if frame is None:

@@ -1,6 +1,6 @@
 """One stage: the consecutive shards of a backend group, loaded once, then run step by step.
 
-The face of the tensor code towards the runtime: it takes wire messages and gives tensors.  Knows neither links nor
+The face of the tensor code towards the runtime: it takes messages and gives tensors.  Knows neither links nor
 arenas.  Invariant: steps run in the order given; nothing on the way of a step waits for a device.
 """
 

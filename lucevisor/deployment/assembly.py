@@ -17,7 +17,7 @@ from lucevisor.engine.core import Engine
 from lucevisor.engine.pipeline import Pipeline, PipelineFailure
 from lucevisor.engine.request import RequestError
 from lucevisor.protocol.asyncio_link import Link
-from lucevisor.protocol.errors import WireError
+from lucevisor.protocol.errors import ProtocolError
 from lucevisor.protocol.frames import Frame
 from lucevisor.protocol.steps import Reset, ResetDone, StepResult
 
@@ -58,7 +58,7 @@ class PipelineAssembly:
             for one in self._links.values():
                 try:
                     one.send(Reset(self._token))
-                except WireError:  # the link's on_closed tells supervision, which calls lost()
+                except ProtocolError:  # the link's on_closed tells supervision, which calls lost()
                     return
 
     def lost(self, group: str, reason: str) -> None:

@@ -112,7 +112,7 @@ class Engine:
 
         Takes the way of any request, in chunks of at most ``rows_per_step`` tokens: the caller knows how many rows of
         logits and of hidden states fit into one payload.  Raises what submit raises, RowsMissing when the pipeline
-        broke, WireError when a payload is not what its result says.
+        broke, ProtocolError when a payload is not what its result says.
         """
         self._check_taking()
         request_id = self._own_id("ids")

@@ -16,7 +16,7 @@ from typing import Protocol
 
 from lucevisor.engine.request import ErrorCode
 from lucevisor.protocol.codec import encode
-from lucevisor.protocol.errors import LocalProtocolError, WireError
+from lucevisor.protocol.errors import LocalProtocolError, ProtocolError
 from lucevisor.protocol.steps import Step, StepResult
 
 _NO_PAYLOAD = memoryview(b"")
@@ -28,7 +28,7 @@ class StageLink(Protocol):
     def send(self, message: bytes, /) -> None:
         """Send one encoded frame without waiting, and never call the pipeline from inside.
 
-        Raises WireError or OSError when the link is dead.
+        Raises ProtocolError or OSError when the link is dead.
         """
 
 
@@ -198,7 +198,7 @@ class Pipeline:
         ) as error:  # the step is not a message: a defect here, and no later step would be right
             self.fail(stage, "protocol_error", f"step {step.step_id} cannot be sent: {error}")
             return False
-        except (WireError, OSError) as error:
+        except (ProtocolError, OSError) as error:
             self.fail(stage, "shard_lost", f"step {step.step_id} could not be sent to stage {stage}: {error}")
             return False
         return True

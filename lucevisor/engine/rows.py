@@ -46,9 +46,7 @@ class RowCollector:
         self._steps[result.step.slices[0].start] = result
 
     def output(self) -> IdsOutput:
-        """Return all rows.  Raises RowsMissing naming what is not there, WireError when a payload has another size than
-        said.
-        """
+        """All rows.  Raises RowsMissing when some are missing, ProtocolError when a payload has a wrong size."""
         steps = [self._steps[start] for start in sorted(self._steps)]
         n_rows = sum(step.step.n_tokens for step in steps)
         if n_rows != self._n_tokens or not steps:

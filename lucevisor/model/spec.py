@@ -1,7 +1,7 @@
 """What a model is made of: one :class:`LayerSpec` a layer, the one table that planner, pools, snapshots and blocks
 read.
 
-Built from a GGUF header alone.  A family contributes one file in ``wire/families``; nothing else here knows a family.
+Built from a GGUF header alone.  A family contributes one file in ``model/families``; nothing else here knows a family.
 """
 
 from __future__ import annotations

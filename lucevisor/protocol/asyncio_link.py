@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING
 
 from lucevisor.protocol.connection import Connection
 from lucevisor.protocol.descriptors import MAX_BUFFERS, after, close_all, pack
-from lucevisor.protocol.errors import LinkClosed, LinkOverflow, RemoteProtocolError, WireError
+from lucevisor.protocol.errors import LinkClosed, LinkOverflow, ProtocolError, RemoteProtocolError
 from lucevisor.protocol.states import Channel, LinkState, Role
 
 if TYPE_CHECKING:
@@ -54,7 +54,7 @@ class Link:
         self,
         sock: socket.socket,
         on_frame: Callable[[Frame], None],
-        on_closed: Callable[[WireError], None],
+        on_closed: Callable[[ProtocolError], None],
         *,
         role: Role = Role.SUPERVISOR,
         channel: Channel = Channel.LINK,
@@ -75,7 +75,7 @@ class Link:
         self._queue: deque[tuple[list[bytes | memoryview], list[int]]] = deque()
         self._queued_bytes = 0
         self._write_error: LinkClosed | None = None
-        self._closed: WireError | None = None
+        self._closed: ProtocolError | None = None
         self._loop.add_reader(self._poll.fileno(), self._ready)
 
     @property
@@ -237,7 +237,7 @@ class Link:
     def _gone(self, what: str) -> LinkClosed:
         return LinkClosed(f"{what} {self._connection.unfinished}".strip(), self._name, _RESTART)
 
-    def _finish(self, reason: WireError) -> None:
+    def _finish(self, reason: ProtocolError) -> None:
         if self._closed is not None:
             return
         self._closed = reason

@@ -48,7 +48,7 @@ def encode(message: Message, request_id: int = 0, flags: int = 0, payload_bytes:
     kind = KIND_OF.get(type(message))
     if kind is None:
         raise LocalProtocolError(
-            f"{type(message).__name__} is no message of the wire",
+            f"{type(message).__name__} is not a message of the protocol",
             "encode",
             "send one of lucevisor.protocol.messages.MESSAGES",
         )

@@ -46,7 +46,7 @@ def messages() -> str:
 
 
 def fields() -> str:
-    """The fields of each record in the order of the wire."""
+    """The fields of each record in encoding order."""
     rows = ["| message | written as | fields |", "|---|---|---|"]
     for record in MESSAGES.values():
         shape = "array" if record.__struct_config__.array_like else "map"

@@ -1,16 +1,16 @@
-"""What can go wrong on a wire, as exceptions that say what happened, where, and what to do.
+"""Errors of the protocol between supervisor and daemons.
 
-Knows no sockets and no messages.  Invariant: every error carries the three texts, so a log line or an HTTP body can
-show them apart; ``str(error)`` joins them.
+Knows no sockets and no messages.  Invariant: every error says what happened, where, and what to do about it, in three
+texts, so logs and HTTP bodies can show them apart; ``str(error)`` joins them.
 """
 
 from __future__ import annotations
 
 
-class WireError(Exception):
-    """Root of the errors of this package.
+class ProtocolError(Exception):
+    """Base class of this package's errors.
 
-    ``what`` happened, ``where`` (link name, byte, field, descriptor), ``advice`` for the person who reads it.
+    ``what`` happened, ``where`` (link name, byte, field, descriptor), and ``advice`` for the operator.
     """
 
     def __init__(self, what: str, where: str, advice: str) -> None:
@@ -23,16 +23,15 @@ class WireError(Exception):
         return f"{self.what} ({self.where}): {self.advice}"
 
 
-class RemoteProtocolError(WireError):
-    """The peer sent what the protocol forbids.  Nothing is read from that connection any more: a byte stream that was
-    damaged once has no next frame."""
+class RemoteProtocolError(ProtocolError):
+    """The peer violated the protocol.  The connection reads nothing more: a damaged byte stream has no next frame."""
 
 
-class LocalProtocolError(WireError):
-    """This side tried to send what the protocol forbids.  Nothing was sent; the connection is as before."""
+class LocalProtocolError(ProtocolError):
+    """This side tried to violate the protocol.  Nothing was sent and the connection is unchanged."""
 
 
-class LinkClosed(WireError):
+class LinkClosed(ProtocolError):
     """The link is dead: end of file, EPIPE, ECONNRESET, or closed by this side (``local``)."""
 
     def __init__(self, what: str, where: str, advice: str, *, local: bool = False) -> None:
@@ -40,9 +39,9 @@ class LinkClosed(WireError):
         self.local = local
 
 
-class LinkOverflow(WireError):
-    """The peer reads too slowly: more bytes wait for it than the link may hold.  The link is closed."""
+class LinkOverflow(ProtocolError):
+    """The peer reads too slowly and the send queue is over its limit.  The link is closed."""
 
 
-class ArenaError(WireError):
-    """A shared memory arena could not be made, or the one offered is not the one planned."""
+class ArenaError(ProtocolError):
+    """A shared-memory arena could not be created, or the one received does not match its plan."""

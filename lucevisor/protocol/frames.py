@@ -163,7 +163,7 @@ def parse_header(data: memoryview) -> Header:
         raise foreign_bytes(magic)
     if version != PROTOCOL_VERSION:
         raise RemoteProtocolError(
-            f"the peer speaks wire protocol {version}, this side {PROTOCOL_VERSION}",
+            f"the peer speaks protocol {version}, this side {PROTOCOL_VERSION}",
             "frame header",
             "install the same lucevisor for the supervisor and for the group's interpreter, then restart the group",
         )

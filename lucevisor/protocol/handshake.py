@@ -76,9 +76,7 @@ def _version_problems(hello: Hello, expected: Expected) -> list[HelloProblem]:
     uninstall = f"{hello.executable} -m pip uninstall lucevisor"
     same_code = f"restart the supervisor; if it stays, remove the other lucevisor: {uninstall}"
     if hello.protocol != PROTOCOL_VERSION:
-        problems.append(
-            HelloProblem(f"the daemon speaks wire protocol {hello.protocol}, not {PROTOCOL_VERSION}", same_code)
-        )
+        problems.append(HelloProblem(f"the daemon speaks protocol {hello.protocol}, not {PROTOCOL_VERSION}", same_code))
     elif hello.source_hash != expected.source_hash:
         problems.append(
             HelloProblem(

@@ -22,7 +22,7 @@ class Hello(msgspec.Struct, frozen=True):
     """First message of a daemon, before it touches a device for weights."""
 
     protocol: int
-    source_hash: str  # of the wire package and the daemons package as imported by this interpreter
+    source_hash: str  # of the code this interpreter imported: protocol, model, daemons
     pid: int
     python: str  # version
     executable: str

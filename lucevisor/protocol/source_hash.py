@@ -9,7 +9,7 @@ from hashlib import sha256
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from lucevisor.protocol.errors import WireError
+from lucevisor.protocol.errors import ProtocolError
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -24,13 +24,13 @@ def source_hash(lucevisor: Path, daemons: Path) -> str:
     """16 hex digits over the names and bytes of the ``*.py`` files of the shared packages and the daemon's own.
 
     The daemon gives the package directories it imported from, the supervisor those it puts on the daemon's path.
-    WireError when a directory holds no Python file, OSError when one cannot be read.
+    ProtocolError when a directory holds no Python file, OSError when one cannot be read.
     """
     digest = sha256()
     for label, directory in (*((name, lucevisor / name) for name in SHARED_PACKAGES), ("daemons", daemons)):
         paths = sorted(_sources(directory), key=lambda path: path.relative_to(directory).as_posix())
         if not paths:
-            raise WireError("no Python files", str(directory), "give the directory of the installed package")
+            raise ProtocolError("no Python files", str(directory), "give the directory of the installed package")
         for path in paths:
             name = f"{label}/{path.relative_to(directory).as_posix()}".encode()
             data = path.read_bytes()

@@ -12,7 +12,7 @@ from typing import Protocol
 
 from lucevisor.model.values import LayerRange
 from lucevisor.protocol.asyncio_link import Link
-from lucevisor.protocol.errors import WireError
+from lucevisor.protocol.errors import ProtocolError
 from lucevisor.protocol.frames import Frame
 from lucevisor.protocol.transfers import Restore, Restored, Save, Saved, SlotPlace, SnapshotTensor, TransferFailed
 from lucevisor.snapshots.transfers import Transfer, TransferKind, TransferTable
@@ -86,7 +86,7 @@ class ShardTransfers:
             if link is not None:
                 try:
                     link.send(message(transfer.id, file.file, place, tensors), request_id=transfer.id, fds=[file.fd])
-                except (WireError, OSError) as error:
+                except (ProtocolError, OSError) as error:
                     problem = str(error)
             if problem:
                 self._end(self._transfers.failed(group, transfer.id, f"group {group} was not asked: {problem}"))

@@ -16,7 +16,7 @@ import structlog
 
 from lucevisor.errors import LucevisorError
 from lucevisor.protocol.asyncio_link import Link
-from lucevisor.protocol.errors import LinkClosed, LocalProtocolError, WireError
+from lucevisor.protocol.errors import LinkClosed, LocalProtocolError, ProtocolError
 from lucevisor.protocol.frames import Frame
 from lucevisor.protocol.handshake import Expected, check_hello
 from lucevisor.protocol.loading import Hello, Loaded
@@ -93,7 +93,7 @@ class Daemon:
 
     def send_shutdown(self, reason: str) -> None:
         """Ask the daemon to end; a dead link ends it as well."""
-        with contextlib.suppress(WireError):
+        with contextlib.suppress(ProtocolError):
             self.link.send(Shutdown(reason))
 
     def signal(self, signal: ev.ProcessSignal) -> None:
@@ -190,7 +190,7 @@ class Daemon:
         )
         self._tell(ev.Failure(self.number, reason, failed.configuration, exiting=True))
 
-    def _on_link_closed(self, error: WireError) -> None:
+    def _on_link_closed(self, error: ProtocolError) -> None:
         self._tell(ev.LinkLost(self.number, str(error)))
         self._finish_when_read()
 
@@ -216,7 +216,7 @@ class Daemon:
     ) -> None:
         getattr(self._log, level)(event, **own_fields(fields))
 
-    def _on_pulse_closed(self, error: WireError) -> None:
+    def _on_pulse_closed(self, error: ProtocolError) -> None:
         """Without a pulse a daemon is of no use; but one that ends closes both, and its link says why."""
         self._finish_when_read()
         closed = ev.LinkLost(self.number, f"pulse: {error}")

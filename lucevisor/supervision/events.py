@@ -107,7 +107,7 @@ class LoadedReceived:
 
 @dataclass(frozen=True, slots=True)
 class Beat:
-    """A heartbeat; `phase` is the one of the wire message."""
+    """A heartbeat; `phase` is that of the Heartbeat message."""
 
     child: int
     phase: str

@@ -15,7 +15,7 @@ from lucevisor.config import GroupConfig
 from lucevisor.model.values import Backend
 from lucevisor.protocol.asyncio_link import Link
 from lucevisor.protocol.checks import Check, Checked
-from lucevisor.protocol.errors import WireError
+from lucevisor.protocol.errors import ProtocolError
 from lucevisor.protocol.frames import Frame
 from lucevisor.protocol.handshake import Expected, check_hello
 from lucevisor.protocol.loading import Hello
@@ -59,7 +59,7 @@ class _Session:
             case _:
                 pass
 
-    def on_closed(self, error: WireError) -> None:
+    def on_closed(self, error: ProtocolError) -> None:
         self.closed = str(error)
 
     def on_ended(self, ended: Ended) -> None:
@@ -102,7 +102,7 @@ async def probe(
             check_s,
         )
     finally:
-        with contextlib.suppress(WireError):
+        with contextlib.suppress(ProtocolError):
             link.send(Shutdown("the probe is over"))
         await asyncio.wait({session.ended}, timeout=EXIT_S)
         if not session.ended.done():

@@ -2,7 +2,7 @@
 
 Knows no processes. Invariant: the directory is owned by this user with mode 0700 and holds links to exactly those
 packages of the running supervisor, so a foreign interpreter never sees the supervisor's site-packages, and both sides
-run the same wire code.
+run the same protocol code.
 """
 
 from __future__ import annotations

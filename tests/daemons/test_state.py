@@ -1,4 +1,4 @@
-"""Pools, page tables and step layouts: every wire operation, every contradiction."""
+"""Pools, page tables and step layouts: every operation of a step, every contradiction."""
 
 import random
 

@@ -23,7 +23,7 @@ from lucevisor.protocol.asyncio_link import Link
 from lucevisor.protocol.blocking_link import BlockingLink
 from lucevisor.protocol.codec import encode, n_descriptors
 from lucevisor.protocol.connection import Connection
-from lucevisor.protocol.errors import LinkClosed, RemoteProtocolError, WireError
+from lucevisor.protocol.errors import LinkClosed, ProtocolError, RemoteProtocolError
 from lucevisor.protocol.frames import CHECKED_BYTES, HEADER_BYTES
 from lucevisor.protocol.messages import MESSAGES, MessageKind
 from lucevisor.protocol.states import SENDERS, TRANSITIONS, Channel, LinkState, Role
@@ -71,7 +71,7 @@ def made(rng, hint):
 
 
 def record(rng, cls, **given):
-    """A message of the wire, or a record inside of one."""
+    """A message, or a record inside of one."""
     hints = typing.get_type_hints(cls)
     return cls(**{name: given[name] if name in given else made(rng, hints[name]) for name in cls.__struct_fields__})
 
@@ -257,7 +257,7 @@ def blocking_case(rng):
             for fd in frame.fds:
                 os.close(fd)
         return "end"
-    except WireError as error:
+    except ProtocolError as error:
         return type(error).__name__
     finally:
         link.close()

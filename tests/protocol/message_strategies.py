@@ -1,4 +1,4 @@
-"""Hypothesis strategies: every message of the wire from its declared types alone, and legal streams of them."""
+"""Hypothesis strategies: every message from its declared types alone, and legal streams of them."""
 
 from __future__ import annotations
 

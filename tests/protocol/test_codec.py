@@ -47,7 +47,7 @@ def test_round_trip_of_every_kind(kind, data):
     header, metadata = split(encode(message, 9, payload_bytes=len(payload)))
     assert (header.kind, header.request_id, header.payload_bytes) == (kind, 9, len(payload))
     assert decode(header, metadata) == message
-    # What is on the wire is plain msgpack of the fields, readable without the declared types.
+    # The bytes are plain msgpack of the fields, readable without the declared types.
     assert msgspec.msgpack.decode(metadata) == plain(message)
 
 

@@ -21,7 +21,7 @@ def test_the_tables_are_current(capsys):
 
 
 def test_a_changed_page_is_noticed(monkeypatch, tmp_path, capsys):
-    stale = tmp_path / "wire.md"
+    stale = tmp_path / "protocol.md"
     stale.write_text(TEXT.replace("| `Shutdown` |", "| `Stop` |"), encoding="utf-8")
     monkeypatch.setattr("lucevisor.protocol.docs.PAGE", stale)
     assert main(["--check"]) == 1

@@ -78,7 +78,7 @@ def test_lengths_over_the_limit_of_the_kind_are_refused_on_both_ends(kind):
     ("fields", "text"),
     [
         ({"magic": b"HTTP"}, "a frame starts with b'LVSR', found b'HTTP'"),
-        ({"version": 2}, "speaks wire protocol 2, this side 1"),
+        ({"version": 2}, "speaks protocol 2, this side 1"),
         ({"kind": 31}, "unknown frame kind 31"),
         ({"kind": 0}, "unknown frame kind 0"),
         ({"kind": MessageKind.RESET, "flags": 4}, "RESET has flags 0x4"),

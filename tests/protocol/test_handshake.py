@@ -40,7 +40,7 @@ def test_a_daemon_that_fits():
 @pytest.mark.parametrize(
     ("changes", "what", "advice"),
     [
-        ({"protocol": 2}, "speaks wire protocol 2, not 1", "restart the supervisor"),
+        ({"protocol": 2}, "speaks protocol 2, not 1", "restart the supervisor"),
         ({"source_hash": "ffff"}, "other code (hash ffff) than the supervisor (0123", "-m pip uninstall lucevisor"),
         ({"python": "3.10.14"}, "is Python 3.10.14, at least 3.11 is needed", "set python in [groups.right]"),
         (

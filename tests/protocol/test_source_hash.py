@@ -10,7 +10,7 @@ import pytest
 
 import daemons
 import lucevisor
-from lucevisor.protocol.errors import WireError
+from lucevisor.protocol.errors import ProtocolError
 from lucevisor.protocol.source_hash import SHARED_PACKAGES, source_hash
 
 LUCEVISOR = Path(lucevisor.__file__).resolve().parent
@@ -90,5 +90,5 @@ def test_what_is_no_source_does_not_count(copy):
 
 
 def test_a_directory_without_sources_is_refused(copy, tmp_path):
-    with pytest.raises(WireError, match="no Python files"):
+    with pytest.raises(ProtocolError, match="no Python files"):
         source_hash(copy[0], tmp_path / "nowhere")

@@ -127,7 +127,7 @@ def layer_tensors(files: GgufFiles, p: LagunaParams, i: int) -> dict[str, tuple[
 
 
 def spec(files: GgufFiles, options: Mapping[str, str]) -> ModelSpec:
-    """Read the spec of a ``laguna`` file.  Option ``yarn_attn_factor``: see ``wire.rope``."""
+    """Read the spec of a ``laguna`` file.  Option ``yarn_attn_factor``: see :mod:`lucevisor.model.rope`."""
     keys = Keys(files.metadata, "laguna", str(files.paths[0]))
     p = hyperparameters(files, keys, options)
     state = attention_state(p.n_kv_heads, p.head_dim, p.head_dim)

@@ -62,7 +62,7 @@ def hyperparameters(keys: Keys, options: Mapping[str, str]) -> Qwen3Params:
 
 
 def spec(files: GgufFiles, options: Mapping[str, str]) -> ModelSpec:
-    """Read the spec of a ``qwen3`` file.  Option ``yarn_attn_factor``: see ``wire.rope``."""
+    """Read the spec of a ``qwen3`` file.  Option ``yarn_attn_factor``: see :mod:`lucevisor.model.rope`."""
     keys = Keys(files.metadata, "qwen3", str(files.paths[0]))
     refuse_experts(keys)
     p = hyperparameters(keys, options)

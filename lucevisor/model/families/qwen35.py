@@ -179,7 +179,7 @@ def build(
 
 
 def spec(files: GgufFiles, options: Mapping[str, str]) -> ModelSpec:
-    """Read the spec of a ``qwen35`` file.  Option ``yarn_attn_factor``: see ``wire.rope``."""
+    """Read the spec of a ``qwen35`` file.  Option ``yarn_attn_factor``: see :mod:`lucevisor.model.rope`."""
     keys = Keys(files.metadata, "qwen35", str(files.paths[0]))
     p = hyperparameters(keys, keys.file, options)
     if not p.feed_forward:

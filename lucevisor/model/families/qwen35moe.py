@@ -31,7 +31,7 @@ def expert_tensors(files: GgufFiles, p: Qwen35MoeParams, i: int) -> dict[str, tu
 
 
 def spec(files: GgufFiles, options: Mapping[str, str]) -> ModelSpec:
-    """Read the spec of a ``qwen35moe`` file.  Option ``yarn_attn_factor``: see ``wire.rope``."""
+    """Read the spec of a ``qwen35moe`` file.  Option ``yarn_attn_factor``: see :mod:`lucevisor.model.rope`."""
     keys = Keys(files.metadata, "qwen35moe", str(files.paths[0]))
     dense = hyperparameters(keys, keys.file, options)
     width = None
