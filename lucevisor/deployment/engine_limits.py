@@ -13,7 +13,6 @@ from lucevisor.placement.result import Placement
 def engine_limits(cache: CacheConfig, spec: ModelSpec, placement: Placement) -> EngineLimits:
     """SupervisionLimits of the engine that runs ``placement``."""
     return EngineLimits(
-        n_stages=len(placement.stages),
         max_sequences=placement.max_sequences,
         max_context=placement.max_context,
         prefill_chunk=placement.prefill_chunk,

@@ -34,6 +34,7 @@ class StepBudget:
     """
 
     step_id: int
+    n_stages: int
     chunks: SharedChunks
     shared: bool
     may_follow: Callable[[int], bool]
@@ -98,7 +99,7 @@ def choose(
     decodes.sort(key=lambda pick: (pick.live.last_step, pick.record.arrival))
     picks: list[ScheduledSlice] = []
     budget = limits.max_step_tokens
-    for pick in decodes[: _n_decodes(records, flights, limits)]:
+    for pick in decodes[: _n_decodes(records, flights, room.n_stages)]:
         n_tokens = pick.stop - pick.live.n_scheduled
         if n_tokens <= budget:
             picks.append(pick)
@@ -151,9 +152,9 @@ def _turn(record: RequestRecord, room: StepBudget) -> tuple[bool, int, int, int,
     return not overdue, live.last_step if overdue else 0, room.level(record.request.key_id), n_left, record.arrival
 
 
-def _n_decodes(records: Collection[RequestRecord], flights: Collection[ScheduledStep], limits: EngineLimits) -> int:
+def _n_decodes(records: Collection[RequestRecord], flights: Collection[ScheduledStep], n_stages: int) -> int:
     """Return how many sequences make one micro-batch; 0 while every stage has one."""
-    if sum(flight.decodes for flight in flights) >= limits.n_stages:
+    if sum(flight.decodes for flight in flights) >= n_stages:
         return 0
     n_decoding = sum(record.state is RequestState.DECODE for record in records)
-    return -(-n_decoding // limits.n_stages)
+    return -(-n_decoding // n_stages)

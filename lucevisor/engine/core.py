@@ -140,18 +140,13 @@ class Engine:
     def attach(self, pipeline: Pipeline) -> None:
         """Use a pipeline whose daemons are all ready and hold no sequences; queued requests start.
 
-        Raises ValueError when its stages are not as many as the limits say, RuntimeError when a pipeline is attached or
-        the engine was closed.
+        Raises RuntimeError when one is attached already.
         """
-        if pipeline.n_stages != self._scheduler.limits.n_stages:
-            raise ValueError(
-                f"the pipeline has {pipeline.n_stages} stages, the limits say {self._scheduler.limits.n_stages}"
-            )
         if self._pipeline is not None:
             raise RuntimeError("a pipeline is attached already; detach it first")
         self._pipeline = pipeline
         pipeline.on_first_stage_done = self._on_first_stage_done
-        self._scheduler.admitting = True
+        self._scheduler.attach(pipeline.n_stages)
         self._proceed([])
 
     def detach(self, error: RequestError, *, permanent: bool = False) -> None:

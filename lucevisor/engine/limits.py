@@ -23,7 +23,6 @@ class EngineLimits:
     sees, itself included; None without such layers.  ``prefix``: what prefix slots may take; off by default.
     """
 
-    n_stages: int
     max_sequences: int
     max_context: int
     prefill_chunk: int
@@ -34,7 +33,7 @@ class EngineLimits:
     prefix: PrefixSettings = field(default_factory=PrefixSettings)
 
     def __post_init__(self) -> None:
-        for name in ("n_stages", "max_sequences", "prefill_chunk"):
+        for name in ("max_sequences", "prefill_chunk"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be 1 or more")
         if self.max_context < 2:
@@ -72,11 +71,6 @@ class EngineLimits:
                     f"pools.window_pages is {self.pools.window_pages}; one sequence needs {least} for a window of "
                     f"{self.window_tokens} tokens and chunks of {self.prefill_chunk}"
                 )
-
-    @property
-    def n_regions(self) -> int:
-        """Arena regions, and the most steps in flight: one a stage, and one that waits at the head."""
-        return self.n_stages + 1
 
     @property
     def page_tokens(self) -> int:

@@ -39,6 +39,7 @@ from lucevisor.kv.page_pool import PageAllocator, PageUse
 from lucevisor.kv.prefix_records import PrefixMatch
 from lucevisor.kv.prefix_tree import NO_STATE
 from lucevisor.model.values import Space
+from lucevisor.protocol.loading import arena_regions
 from lucevisor.protocol.steps import CloseSequence, Operation, Sampled, SetPages, Slice, Step, StepResult
 
 __all__ = ["NO_STATE", "Events", "Scheduler", "StepPlan", "WrongResult"]
@@ -50,8 +51,10 @@ Events = list[tuple[str, Event]]
 class Scheduler:
     """Requests in, step plans out."""
 
-    def __init__(self, limits: EngineLimits) -> None:
+    def __init__(self, limits: EngineLimits, n_stages: int = 1) -> None:
+        """``n_stages``: of the pipeline it plans for, until ``attach`` gives another number."""
         self.limits = limits
+        self.n_stages = n_stages
         self.admitting = True  # False: queued requests stay queued, running ones go on
         self.starving = False  # the only running request lacks pages that pins or reservations hold
         self.n_preemptions = 0
@@ -63,13 +66,13 @@ class Scheduler:
         self._records: dict[str, RequestRecord] = {}
         self._shares = KeyShares(credit=4 * limits.prefill_chunk)
         self._queue = RequestQueue(self._shares)
-        self.chunks = SharedChunks(limits.n_stages, limits.prefill_chunk)
+        self.chunks = SharedChunks(n_stages, limits.prefill_chunk)
         self._waits = WaitEstimate()
         self._live: dict[int, RequestRecord] = {}
         self._operations: list[Operation] = []
         self._flushing = False  # operations that wait for a step get one of their own
         self._in_flight: deque[ScheduledStep] = deque()
-        self._backlog = Backlog(limits.n_stages)
+        self._backlog = Backlog(n_stages)
         self._n_arrivals = 0
         self._last_step = 0
 
@@ -175,9 +178,17 @@ class Scheduler:
 
     # ---- steps
 
+    def attach(self, n_stages: int) -> None:
+        """Plan for a pipeline of ``n_stages`` stages that holds no sequences; queued requests may start."""
+        if n_stages != self.n_stages:
+            self.n_stages = n_stages
+            self.chunks = SharedChunks(n_stages, self.limits.prefill_chunk)
+            self._backlog = Backlog(n_stages)
+        self.admitting = True
+
     def next_plan(self, now: float) -> StepPlan | None:
         """Return the next step for the pipeline, or None when there is none until a result or a request comes."""
-        if len(self._in_flight) >= self.limits.n_regions:
+        if len(self._in_flight) >= arena_regions(self.n_stages):
             return None
         self._admit(now)
         room = self._room(now)
@@ -243,7 +254,8 @@ class Scheduler:
         shared = self.chunks.expects_short(now) or has_others(self._live.values(), self.chunks.most_short)
         follow = partial(self.chunks.may_follow, self._backlog, now)
         # Keys closer together than a chunk count as equal: the shortest prompt goes first.
-        return StepBudget(self._last_step + 1, self.chunks, shared, follow, lambda key: self._shares.lead(key) // whole)
+        n_stages, step_id = self.n_stages, self._last_step + 1
+        return StepBudget(step_id, n_stages, self.chunks, shared, follow, lambda key: self._shares.lead(key) // whole)
 
     def _admit(self, now: float) -> None:
         n_free = self.limits.max_sequences - len(self._live)
@@ -345,7 +357,7 @@ class Scheduler:
         wanted = picks[0].record.wanted if picks else None
         step = Step(
             step_id=self._last_step,
-            region=self._last_step % self.limits.n_regions,
+            region=self._last_step % arena_regions(self.n_stages),
             operations=self._operations,
             slices=slices,
             want_logits=wanted is not None,

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from lucevisor.config import DeviceRef
 from lucevisor.model.values import Backend, Dtype, FileIdentity, LayerRange, dtype_bytes
 from lucevisor.placement.result import Placement, Shard, Stage
-from lucevisor.protocol.loading import ArenaPlan, Load, ShardPlan, StagePlan
+from lucevisor.protocol.loading import ArenaPlan, Load, ShardPlan, StagePlan, arena_regions
 
 
 def shards_of(
@@ -37,7 +37,7 @@ def stages_of(shards: Sequence[Shard]) -> tuple[Stage, ...]:
 def arenas_of(n_stages: int, max_step_tokens: int, boundary_width: int, dtype: Dtype) -> tuple[ArenaPlan, ...]:
     """One arena a boundary: a region holds the rows of one step, and there is a region for each step in flight."""
     region_bytes = max_step_tokens * dtype_bytes(dtype, boundary_width)
-    return tuple(ArenaPlan(boundary, region_bytes, n_stages + 1) for boundary in range(n_stages - 1))
+    return tuple(ArenaPlan(boundary, region_bytes, arena_regions(n_stages)) for boundary in range(n_stages - 1))
 
 
 def load_message(

@@ -58,6 +58,11 @@ class StagePlan(msgspec.Struct, frozen=True):
     captures: list[int] = []  # layers whose residual stream is kept for a drafter
 
 
+def arena_regions(n_stages: int) -> int:
+    """Regions of an arena, and the most steps in flight: one for each stage, and one that waits at the first."""
+    return n_stages + 1
+
+
 class ArenaPlan(msgspec.Struct, frozen=True):
     """A ring of ``n_regions`` regions of ``region_bytes`` in a memfd; descriptors travel with the Load frame, same
     order."""

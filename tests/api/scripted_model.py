@@ -164,7 +164,6 @@ class Rig:
 
     def __init__(self, *, attach: bool = True, max_queue: int = 8, max_context: int = 512, **ports: object) -> None:
         self.limits = EngineLimits(
-            n_stages=1,
             max_sequences=4,
             max_context=max_context,
             prefill_chunk=128,

@@ -60,7 +60,7 @@ class Groups:
     def __init__(self, homes: Sequence[str]) -> None:
         self.homes = list(homes)
         n = len(homes)
-        self.limits = limits(n_stages=n, max_sequences=2, pools=PoolSizes(16, 0, 2))
+        self.limits = limits(max_sequences=2, pools=PoolSizes(16, 0, 2))
         self.model = ToyModel(n, HYBRID, None)
         self.regions: dict[tuple[int, int], tuple[int, list[int]]] = {}  # shared memory outlives daemons
         self.failures: list[PipelineFailure] = []

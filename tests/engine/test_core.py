@@ -15,13 +15,13 @@ from lucevisor.kv.page_pool import PageUse
 from lucevisor.protocol.loading import PoolSizes
 from lucevisor.protocol.steps import StepResult
 from tests.engine.toy_engine import LOST, ToyEngine, events_of, limits, request, told
-from tests.engine.toy_pipeline import mix, toy_row
+from tests.engine.toy_pipeline import ToyModel, mix, toy_row
 
 STOPPED = RequestError("shutting_down", "the server stops; send the request to another")
 
 
-def ready(**changes: object) -> ToyEngine:
-    toy = ToyEngine(limits(**changes))
+def ready(*, n_stages: int = 1, **changes: object) -> ToyEngine:
+    toy = ToyEngine(limits(**changes), n_stages=n_stages)
     toy.attach()
     return toy
 
@@ -210,16 +210,30 @@ def test_a_request_that_is_over_is_forgotten() -> None:
     toy.engine.submit(request("a"))  # and its id is free
 
 
-def test_a_chain_of_another_shape_or_a_second_one_is_refused() -> None:
-    toy = ready(n_stages=2)
+def test_a_second_pipeline_is_refused() -> None:
+    toy = ready()
     with pytest.raises(RuntimeError, match="attached already"):
         toy.attach()
-    other = ToyEngine(limits(n_stages=1))
-    other.attach()
-    toy.engine.detach(LOST)
-    assert other.pipeline is not None
-    with pytest.raises(ValueError, match="1 stages, the limits say 2"):
-        toy.engine.attach(other.pipeline)
+
+
+async def test_the_next_pipeline_may_have_another_number_of_stages() -> None:
+    toy = ready(n_stages=3, max_sequences=2, pools=PoolSizes(16, 0, 2))
+    toy.engine.submit(request("lost", range(100), n=20))
+    toy.work(0)
+    waiting = [request(name, range(i, 90), n=15) for i, name in enumerate("abc")]
+    handles = [toy.engine.submit(one) for one in waiting]
+    toy.lose()
+    for n_stages in (1, 2):
+        toy.model = ToyModel(n_stages, toy.limits.spaces, None)
+        toy.attach()
+        handles += [toy.engine.submit(one := request(f"more{n_stages}", range(80), n=9))]
+        waiting += [one]
+        toy.run()
+        for one, handle in zip(waiting, handles, strict=True):
+            if handle.finished is not None and handle.finished.error is None:
+                assert told(await events_of(handle))[0] == toy.alone(one)
+        waiting, handles = [], []
+        toy.lose()
 
 
 async def test_drain_takes_no_more_and_waits_for_what_it_has() -> None:

@@ -31,11 +31,11 @@ def plain(**changes: object) -> EngineLimits:
 class Bench:
     """A scheduler and toy daemons; ``propose`` is asked for drafts whenever a request has a new token."""
 
-    def __init__(self, bounds: EngineLimits) -> None:
-        self.model = ToyModel(bounds.n_stages, bounds.spaces, bounds.window_tokens)
-        told = ToyLimits(bounds.n_stages, bounds.max_sequences, bounds.max_step_tokens)
+    def __init__(self, bounds: EngineLimits, n_stages: int = 1) -> None:
+        self.model = ToyModel(n_stages, bounds.spaces, bounds.window_tokens)
+        told = ToyLimits(n_stages, bounds.max_sequences, bounds.max_step_tokens)
         self.daemons, links = toy_daemons(self.model, bounds.pools, told)
-        self.scheduler = Scheduler(bounds)
+        self.scheduler = Scheduler(bounds, n_stages)
         self.pipeline = Pipeline(links, self._take, self._failed)
         self.requests: dict[str, GenerationRequest] = {}
         self.tokens: dict[str, list[int]] = {}
@@ -213,9 +213,9 @@ def test_outputs_are_those_of_the_model_alone_whatever_is_proposed(data: st.Data
     pools = PoolSizes(data.draw(st.integers(4, 10)), 12 if window else 0, 0)
     bounds = limits(
         spaces=spaces, window_tokens=window, pools=pools, max_sequences=data.draw(st.integers(1, 4)),
-        n_stages=data.draw(st.integers(1, 3)), max_context=200,
+        max_context=200,
     )  # fmt: skip
-    bench = Bench(bounds)
+    bench = Bench(bounds, data.draw(st.integers(1, 3)))
     for i in range(data.draw(st.integers(1, 4))):
         one = request(f"r{i}", range(i, i + data.draw(st.integers(1, 120))), data.draw(st.integers(1, 40)))
         stops = data.draw(st.sampled_from([frozenset(), frozenset({3, 50})]))

@@ -97,8 +97,8 @@ def test_the_first_token_of_a_short_prompt_waits_for_few_small_chunks() -> None:
     chunk_s = chain.overhead_s + largest * chain.token_s
     own_s = chain.overhead_s + 48 * chain.token_s
     found = chain.first_token_s("short", after=8)
-    assert max(found) <= (chain.limits.n_stages + MOST_WAIT) * chunk_s + own_s
-    assert median(found) <= MOST_LATENCY * chain.limits.n_stages * own_s
+    assert max(found) <= (chain.n_stages + MOST_WAIT) * chunk_s + own_s
+    assert median(found) <= MOST_LATENCY * chain.n_stages * own_s
 
 
 def test_a_flood_of_short_prompts_leaves_a_long_one_its_share() -> None:
@@ -118,23 +118,22 @@ def test_a_flood_of_short_prompts_leaves_a_long_one_its_share() -> None:
 
 
 @st.composite
-def crowds(draw: st.DrawFn) -> tuple[EngineLimits, list[tuple[float, int, int]]]:
-    """Limits, and requests as (when, tokens of the prompt, tokens of the answer)."""
+def crowds(draw: st.DrawFn) -> tuple[EngineLimits, int, list[tuple[float, int, int]]]:
+    """Limits, stages, and requests as (when, tokens of the prompt, tokens of the answer)."""
     chunk = draw(st.sampled_from([64, 128, 512]))
     n_sequences = draw(st.integers(2, 6))
     bounds = demo_limits(
-        n_stages=draw(st.integers(1, 3)),
         max_sequences=n_sequences,
         prefill_chunk=chunk,
         max_step_tokens=chunk + n_sequences,
         pools=PoolSizes(2000, 0, n_sequences),
     )
     asked = st.tuples(st.floats(0, 3), st.sampled_from([3, 40, 90, 300, 900, 2000]), st.sampled_from([1, 4, 30]))
-    return bounds, draw(st.lists(asked, min_size=3, max_size=25))
+    return bounds, draw(st.integers(1, 3)), draw(st.lists(asked, min_size=3, max_size=25))
 
 
-def played(bounds: EngineLimits, asked: list[tuple[float, int, int]]) -> TimedChain:
-    chain = TimedChain(bounds)
+def played(bounds: EngineLimits, n_stages: int, asked: list[tuple[float, int, int]]) -> TimedChain:
+    chain = TimedChain(bounds, n_stages)
     for i, (when, n_prompt, n) in enumerate(asked):
         chain.at(when, lambda i=i, n_prompt=n_prompt, n=n: chain.submit(f"r{i}", n_prompt, n))  # type: ignore[misc]
     chain.run()
@@ -145,10 +144,10 @@ def played(bounds: EngineLimits, asked: list[tuple[float, int, int]]) -> TimedCh
 @settings(max_examples=60, deadline=None)
 @given(crowds())
 def test_a_started_prompt_is_left_out_by_few_steps_in_a_row(
-    crowd: tuple[EngineLimits, list[tuple[float, int, int]]],
+    crowd: tuple[EngineLimits, int, list[tuple[float, int, int]]],
 ) -> None:
-    bounds, asked = crowd
-    chain = played(bounds, asked)
+    bounds, n_stages, asked = crowd
+    chain = played(bounds, n_stages, asked)
     most = 2 * MOST_SKIPPED + bounds.max_sequences
     carried: dict[str, list[int]] = {}
     for number, plan in enumerate(chain.plans):
@@ -162,7 +161,7 @@ def test_a_started_prompt_is_left_out_by_few_steps_in_a_row(
 @settings(max_examples=60, deadline=None)
 @given(crowds())
 def test_later_requests_take_a_bounded_amount_of_work_before_an_earlier_one(
-    crowd: tuple[EngineLimits, list[tuple[float, int, int]]],
+    crowd: tuple[EngineLimits, int, list[tuple[float, int, int]]],
 ) -> None:
     chain = played(*crowd)
     stories = list(chain.stories.values())  # by arrival

@@ -12,7 +12,6 @@ from tests.engine.toy_engine import ALL_SPACES, limits
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"n_stages": 0}, "n_stages is 0"),
         ({"max_sequences": 0}, "max_sequences is 0"),
         ({"prefill_chunk": 0}, "prefill_chunk is 0"),
         ({"max_context": 1}, "max_context is 1"),
@@ -41,4 +40,3 @@ def test_capacity_is_what_context_and_pages_allow() -> None:
     assert limits(pools=PoolSizes(3, 0, 4)).capacity_tokens == 192
     recurrent_only = limits(spaces=frozenset({Space.RECURRENT}), pools=PoolSizes(0, 0, 4))
     assert recurrent_only.capacity_tokens == 1024
-    assert limits(n_stages=3).n_regions == 4

@@ -26,6 +26,7 @@ from tests.engine.toy_engine import ALL_SPACES, HYBRID, LOST, ToyEngine, events_
 @dataclass(frozen=True)
 class Scenario:
     limits: EngineLimits
+    n_stages: int
     homes: tuple[int, ...]
     requests: tuple[GenerationRequest, ...]
     actions: tuple[tuple[str, int], ...]
@@ -45,7 +46,6 @@ def scenarios(draw: st.DrawFn, *, crowded: bool = False) -> Scenario:
     if window is not None:
         window_pages = max_window_pages(window, chunk, max_context) + draw(st.integers(0, 3))
     bounds = EngineLimits(
-        n_stages=n_stages,
         max_sequences=max_sequences,
         max_context=max_context,
         prefill_chunk=chunk,
@@ -72,7 +72,7 @@ def scenarios(draw: st.DrawFn, *, crowded: bool = False) -> Scenario:
     )
     actions = draw(st.lists(st.tuples(kinds, st.integers(0, 11)), min_size=10, max_size=40))
     homes = draw(st.sampled_from([(), tuple(s % 2 for s in range(n_stages))]))
-    return Scenario(bounds, homes, tuple(requests), tuple(actions))
+    return Scenario(bounds, n_stages, homes, tuple(requests), tuple(actions))
 
 
 class Play:
@@ -80,7 +80,7 @@ class Play:
 
     def __init__(self, scenario: Scenario) -> None:
         self.scenario = scenario
-        self.toy = ToyEngine(scenario.limits, homes=scenario.homes)
+        self.toy = ToyEngine(scenario.limits, n_stages=scenario.n_stages, homes=scenario.homes)
         self.waiting = list(scenario.requests)
         self.handles: dict[str, RequestHandle] = {}
 

@@ -288,7 +288,7 @@ def test_200_sequences_of_one_prefix_need_one_prefix_and_200_tails() -> None:
 
 
 def test_prompts_that_begin_alike_wait_for_the_first_and_compute_nothing_twice() -> None:
-    scheduler = Scheduler(warm(max_sequences=4, n_stages=2))
+    scheduler = Scheduler(warm(max_sequences=4), n_stages=2)
     for i in range(4):
         scheduler.submit(request(f"r{i}", [*range(300), i], n=1, turn_boundaries=(300,)), 0.0)
     scheduler.submit(request("other", range(900, 910), n=1), 0.0)
@@ -438,12 +438,11 @@ def read(stage: ToyStage, place: object) -> dict[str, object]:
 @pytest.mark.parametrize("spaces", [FULL, HYBRID, ALL_SPACES])
 async def test_a_slot_goes_to_disk_and_back_after_the_shards_lost_it(spaces: frozenset[Space]) -> None:
     bounds = warm(
-        n_stages=2,
         spaces=spaces,
         pools=PoolSizes(24, 24 if Space.WINDOW in spaces else 0, 8),
         window_tokens=100 if Space.WINDOW in spaces else None,
     )
-    toy = ToyEngine(bounds)
+    toy = ToyEngine(bounds, n_stages=2)
     toy.attach()
     first = toy.engine.submit(request("a", range(150), n=1, turn_boundaries=(140,)))
     await toy.play()
@@ -516,7 +515,7 @@ async def test_a_held_request_waits_for_what_is_restored_and_others_pass() -> No
 
 
 async def test_an_export_ends_when_the_chain_breaks_and_holds_nothing() -> None:
-    toy = ToyEngine(warm(n_stages=2))
+    toy = ToyEngine(warm(), n_stages=2)
     toy.attach()
     toy.engine.submit(request("a", range(150), n=5, turn_boundaries=(140,)))
     while not toy.engine.prefixes.slots:

@@ -52,7 +52,7 @@ def expected(toy: ToyEngine, tokens: Sequence[int]) -> int:
 @pytest.mark.parametrize("n", [128, 140])
 async def test_it_tells_what_comes_behind_a_slot_and_counts_nowhere(spaces: frozenset[Space], n: int) -> None:
     window = 100 if Space.WINDOW in spaces else None
-    toy = ToyEngine(warm(spaces=spaces, n_stages=2, window_tokens=window))
+    toy = ToyEngine(warm(spaces=spaces, window_tokens=window), n_stages=2)
     slot = await with_slot(toy, n)
     before = toy.engine.statistics()
     n_steps = before.steps.n_steps

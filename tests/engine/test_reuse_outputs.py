@@ -33,7 +33,6 @@ def bounds(draw: st.DrawFn) -> EngineLimits:
     n_states, in_host = draw(st.sampled_from([0, 1, 5])), draw(st.booleans())
     n_window = 0 if window is None else max_window_pages(window, chunk, 500) + draw(st.sampled_from([0, 2, 9]))
     return EngineLimits(
-        n_stages=draw(st.integers(1, 3)),
         max_sequences=max_sequences,
         max_context=500,
         prefill_chunk=chunk,
@@ -67,9 +66,9 @@ class Conversation:
 class Play:
     """Conversations on a toy engine."""
 
-    def __init__(self, limits: EngineLimits, systems: list[int]) -> None:
+    def __init__(self, limits: EngineLimits, n_stages: int, systems: list[int]) -> None:
         self.limits = limits
-        self.toy = ToyEngine(limits)
+        self.toy = ToyEngine(limits, n_stages=n_stages)
         self.chats = [
             Conversation(i, list(SYSTEMS[system]), [len(SYSTEMS[system])]) for i, system in enumerate(systems)
         ]
@@ -167,13 +166,14 @@ KINDS = ["say"] * 8 + ["work"] * 8 + ["cancel", "lose", "pin", "reserve", "let g
 @settings(max_examples=100, deadline=None)
 @given(
     bounds(),
+    st.integers(1, 3),
     st.lists(st.integers(0, 2), min_size=1, max_size=4),
     st.lists(st.tuples(st.sampled_from(KINDS), st.integers(0, 11)), min_size=20, max_size=50),
 )
 def test_conversations_get_what_they_get_without_a_cache(
-    limits: EngineLimits, systems: list[int], actions: list[tuple[str, int]]
+    limits: EngineLimits, n_stages: int, systems: list[int], actions: list[tuple[str, int]]
 ) -> None:
-    play = Play(limits, systems)
+    play = Play(limits, n_stages, systems)
     play.toy.attach()
     for kind, index in actions:
         play.act(kind, index)

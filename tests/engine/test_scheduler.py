@@ -40,7 +40,7 @@ def plans(scheduler: Scheduler, now: float = 0.0) -> list[StepPlan]:
     found = []
     while (plan := scheduler.next_plan(now)) is not None:
         found.append(plan)
-        if scheduler.limits.n_stages > 1:
+        if scheduler.n_stages > 1:
             scheduler.first_stage_done(now)
     return found
 
@@ -58,9 +58,9 @@ def answer(plan: StepPlan, token: int = 7) -> StepResult:
     return StepResult(plan.step.step_id, 0, sampled)
 
 
-def decoding(bounds: EngineLimits, names: str, n: int = 50) -> Scheduler:
+def decoding(bounds: EngineLimits, names: str, n: int = 50, n_stages: int = 1) -> Scheduler:
     """A scheduler whose requests, of three tokens each, all have their first token and no step in flight."""
-    scheduler = Scheduler(bounds)
+    scheduler = Scheduler(bounds, n_stages)
     for name in names:
         scheduler.submit(request(name, n=n), 0.0)
     while any(plan := plans(scheduler)) and plan[0].step.operations:
@@ -87,7 +87,7 @@ def test_the_first_step_opens_the_sequence_and_gives_it_pages_and_state() -> Non
 
 
 def test_chunks_of_a_prompt_follow_each_other_up_to_the_bound_in_flight() -> None:
-    scheduler = Scheduler(limits(n_stages=2, max_sequences=1, prefill_chunk=50, max_step_tokens=60))
+    scheduler = Scheduler(limits(max_sequences=1, prefill_chunk=50, max_step_tokens=60), n_stages=2)
     scheduler.submit(request("a", range(170)), 0.0)
     found = plans(scheduler)
     assert [shape(p) for p in found] == [[("a", 0, 50, False)], [("a", 50, 50, False)], [("a", 100, 50, False)]]
@@ -146,13 +146,13 @@ def test_a_chunk_is_cut_at_a_page_to_what_shorter_prompts_leave() -> None:
 
 
 def test_alone_a_long_prompt_gets_whole_chunks_and_every_step_in_flight() -> None:
-    scheduler = Scheduler(limits(n_stages=2, prefill_chunk=256, max_step_tokens=300, pools=PoolSizes(64, 0, 4)))
+    scheduler = Scheduler(limits(prefill_chunk=256, max_step_tokens=300, pools=PoolSizes(64, 0, 4)), n_stages=2)
     scheduler.submit(request("long", range(1000), n=1), 0.0)
     assert [shape(p) for p in plans(scheduler)] == [[("long", at, 256, False)] for at in (0, 256, 512)]
 
 
 def test_beside_a_short_prompt_a_long_one_gets_small_chunks_and_leaves_a_step_free() -> None:
-    scheduler = Scheduler(limits(n_stages=2, prefill_chunk=256, max_step_tokens=300, pools=PoolSizes(64, 0, 4)))
+    scheduler = Scheduler(limits(prefill_chunk=256, max_step_tokens=300, pools=PoolSizes(64, 0, 4)), n_stages=2)
     scheduler.submit(request("first", n=1), 0.0)
     scheduler.submit(request("long", range(1000), n=1), 0.0)
     first = scheduler.next_plan(0.0)
@@ -186,8 +186,8 @@ def test_a_while_after_the_last_short_prompt_long_ones_get_whole_chunks_again() 
 @pytest.mark.parametrize("n_stages", [1, 2, 3, 4])
 def test_decodes_are_dealt_into_as_many_micro_batches_as_there_are_stages(n_stages: int) -> None:
     names = "abcdefgh"
-    bounds = limits(n_stages=n_stages, max_sequences=8, pools=PoolSizes(64, 0, 8))
-    scheduler = decoding(bounds, names)
+    bounds = limits(max_sequences=8, pools=PoolSizes(64, 0, 8))
+    scheduler = decoding(bounds, names, n_stages=n_stages)
     found = plans(scheduler)
     most = -(-8 // n_stages)
     assert len(found) == n_stages
@@ -205,7 +205,7 @@ def test_decodes_are_dealt_into_as_many_micro_batches_as_there_are_stages(n_stag
 
 
 def test_micro_batches_that_were_uneven_become_even() -> None:
-    scheduler = decoding(limits(n_stages=2, max_sequences=5, pools=PoolSizes(64, 0, 5)), "a", n=100)
+    scheduler = decoding(limits(max_sequences=5, pools=PoolSizes(64, 0, 5)), "a", n=100, n_stages=2)
     flight = plans(scheduler)
     for name in "bcde":
         scheduler.submit(request(name, n=100), 0.0)
@@ -218,7 +218,7 @@ def test_micro_batches_that_were_uneven_become_even() -> None:
 
 
 def test_those_that_waited_longest_go_first() -> None:
-    scheduler = decoding(limits(n_stages=2, max_sequences=5, pools=PoolSizes(64, 0, 5)), "ab")
+    scheduler = decoding(limits(max_sequences=5, pools=PoolSizes(64, 0, 5)), "ab", n_stages=2)
     flight = plans(scheduler)
     for name in "cde":
         scheduler.submit(request(name), 0.0)
@@ -318,7 +318,7 @@ def test_a_preempted_request_carries_all_its_tokens_again() -> None:
 
 def preempted(stop_ids: frozenset[int] = frozenset(), waiting: str = "") -> tuple[Scheduler, list[StepPlan]]:
     """a has just taken a page of b while a token of b was under way: steps of b and of a are in flight."""
-    scheduler = Scheduler(limits(n_stages=2, max_sequences=2, pools=PoolSizes(4, 0, 2)))
+    scheduler = Scheduler(limits(max_sequences=2, pools=PoolSizes(4, 0, 2)), n_stages=2)
     for name, n_prompt in (("a", 61), ("b", 30)):
         scheduler.submit(request(name, range(n_prompt), n=90, stop_ids=stop_ids), 0.0)
     flight = plans(scheduler)

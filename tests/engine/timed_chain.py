@@ -28,7 +28,6 @@ STOP = 5
 def demo_limits(**changes: object) -> EngineLimits:
     """What the planner gives the demo model."""
     usual: dict[str, object] = {
-        "n_stages": 2,
         "max_sequences": 8,
         "max_context": 8192,
         "prefill_chunk": 512,
@@ -68,6 +67,7 @@ class TimedChain:
     """``at(when, action)`` runs an action at a time; ``run(until)`` lets time pass."""
 
     limits: EngineLimits = field(default_factory=demo_limits)
+    n_stages: int = 2
     overhead_s: float = 0.008
     token_s: float = 0.000385
     depth_s: float = 0.0
@@ -79,8 +79,8 @@ class TimedChain:
     plans: list[StepPlan] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.scheduler = Scheduler(self.limits)
-        self._free_at = [0.0] * self.limits.n_stages
+        self.scheduler = Scheduler(self.limits, self.n_stages)
+        self._free_at = [0.0] * self.n_stages
         self._flight: deque[tuple[float, StepPlan, float]] = deque()
         self._actions: list[tuple[float, int, Callable[[], object]]] = []
         self._number = itertools.count()
@@ -148,7 +148,7 @@ class TimedChain:
                 done_at = self._free_at[stage] = max(done_at, free_at) + seconds * share
                 slowest_s = max(slowest_s, seconds * share)
             self._flight.append((done_at, plan, slowest_s))
-            if self.limits.n_stages > 1:
+            if self.n_stages > 1:
                 self.at(self._free_at[0], lambda: self.scheduler.first_stage_done(self.now))
             self.plans.append(plan)
 

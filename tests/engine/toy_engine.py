@@ -22,9 +22,8 @@ ALL_SPACES = frozenset(Space)
 
 
 def limits(**changes: object) -> EngineLimits:
-    """Small limits of one stage, to be changed one by one."""
+    """Small limits, to be changed one by one."""
     usual = EngineLimits(
-        n_stages=1,
         max_sequences=4,
         max_context=1024,
         prefill_chunk=64,
@@ -44,9 +43,9 @@ def request(name: str, prompt: Sequence[int] = (1, 2, 3), n: int = 4, **more: ob
 class ToyEngine:
     """``now`` is the clock.  ``homes[s]`` names the daemon of stage s when stages share daemons."""
 
-    def __init__(self, limits: EngineLimits, *, max_queue: int = 1000, homes: Sequence[int] = ()):
+    def __init__(self, limits: EngineLimits, *, n_stages: int = 1, max_queue: int = 1000, homes: Sequence[int] = ()):
         self.limits, self.homes = limits, homes
-        self.model = ToyModel(limits.n_stages, limits.spaces, limits.window_tokens)
+        self.model = ToyModel(n_stages, limits.spaces, limits.window_tokens)
         self._alone: dict[str, list[int]] = {}
         self.now = 0.0
         self.failures: list[PipelineFailure] = []
@@ -66,7 +65,7 @@ class ToyEngine:
 
     def attach(self) -> None:
         """Fresh daemons, and a pipeline over them."""
-        told = ToyLimits(self.limits.n_stages, self.limits.max_sequences, self.limits.max_step_tokens)
+        told = ToyLimits(self.model.n_stages, self.limits.max_sequences, self.limits.max_step_tokens)
         self.daemons, self.links = toy_daemons(self.model, self.limits.pools, told, self.homes)
         self.pipeline = Pipeline(self.links, self.engine.on_result, self.engine.on_failed, clock=lambda: self.now)
         self.engine.attach(self.pipeline)
@@ -87,7 +86,7 @@ class ToyEngine:
         if not busy:
             return False
         assert self.pipeline is not None
-        assert self.pipeline.n_in_flight <= self.limits.n_stages + 1
+        assert self.pipeline.n_in_flight <= self.model.n_stages + 1
         self.pipeline.receive(*busy[index % len(busy)].run_one())
         return True
 
