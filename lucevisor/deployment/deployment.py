@@ -38,8 +38,8 @@ from lucevisor.protocol.messages import Heartbeat, Progress
 from lucevisor.snapshots.shard_transfers import ShardTransfers
 from lucevisor.supervision.callbacks import Callbacks, LoadOrder
 from lucevisor.supervision.group import GroupSupervisor
+from lucevisor.supervision.launcher import Launcher
 from lucevisor.supervision.policy import SupervisionLimits
-from lucevisor.supervision.staging import StagedPackages
 from lucevisor.supervision.states import State
 
 log = structlog.get_logger("deployment")
@@ -70,7 +70,7 @@ class Deployment:
         config: Config,
         model: ServedModel,
         weights: ModelWeights,
-        staging: StagedPackages,
+        launcher: Launcher,
         limits: SupervisionLimits,
         hooks: DeploymentHooks,
     ) -> None:
@@ -100,7 +100,7 @@ class Deployment:
             name: GroupSupervisor(
                 group,
                 group_threads(config, name),
-                staging,
+                launcher,
                 callbacks,
                 devices=group_devices(config, name),
                 limits=limits,

@@ -16,6 +16,7 @@ from lucevisor.deployment.group_settings import group_devices
 from lucevisor.protocol.arena import Arena
 from lucevisor.protocol.checks import Check, Checked
 from lucevisor.protocol.loading import ArenaPlan, DeviceInfo
+from lucevisor.supervision.launcher import LocalLauncher
 from lucevisor.supervision.probe import Probe, probe
 from lucevisor.supervision.staging import stage_packages
 
@@ -35,12 +36,12 @@ async def each_group(config: Config, check: Callable[[str], tuple[Check, list[in
     """Probe all groups at once; ``check(group)`` gives the Check to run there and its descriptors."""
     directory = Path(tempfile.mkdtemp(prefix="lucevisor-probe-"))
     try:
-        staging = stage_packages(directory)
+        launcher = LocalLauncher(stage_packages(directory))
         names = list(config.groups)
         answers = await asyncio.gather(
             *(
                 probe(
-                    config.groups[name], staging, group_devices(config, name),
+                    config.groups[name], launcher, group_devices(config, name),
                     check(name) if check is not None else None, HELLO_S, CHECK_S,
                 )
                 for name in names

@@ -35,6 +35,7 @@ from lucevisor.placement.result import Placement
 from lucevisor.protocol.messages import Progress
 from lucevisor.snapshots.manager import SnapshotManager, open_snapshots
 from lucevisor.supervision.group import GroupSupervisor
+from lucevisor.supervision.launcher import LocalLauncher
 from lucevisor.supervision.policy import SupervisionLimits
 from lucevisor.supervision.staging import stage_packages
 from lucevisor.supervision.states import State
@@ -88,7 +89,7 @@ class Service:
         self._was_ready = False
         self._restarting = asyncio.Lock()
         try:
-            staging = stage_packages(run_dir)
+            launcher = LocalLauncher(stage_packages(run_dir))
         except OSError as error:
             raise unusable(run_dir, error) from error
         limit = config.recovery.restart_limit
@@ -101,7 +102,7 @@ class Service:
             on_state=self._on_state,
             on_progress=observer.progress,
         )
-        self.deployment = Deployment(1, config, model, self._weights, staging, limits, hooks)
+        self.deployment = Deployment(1, config, model, self._weights, launcher, limits, hooks)
 
     @property
     def groups(self) -> dict[str, GroupSupervisor]:

@@ -25,6 +25,7 @@ from lucevisor.placement.devices import Inventory
 from lucevisor.placement.planner import model_options
 from lucevisor.placement.speeds import Clock, Request, Speeds, request_of
 from lucevisor.protocol.checks import Check, Measure, Timing
+from lucevisor.supervision.launcher import LocalLauncher
 from lucevisor.supervision.probe import Probe, probe
 from lucevisor.supervision.staging import stage_packages
 
@@ -131,13 +132,13 @@ async def measure(request: Request, files: Sequence[Path], config: Config) -> Sp
     devices = config.placement.devices
     timings: list[list[Timing]] = [[] for _ in devices]
     with tempfile.TemporaryDirectory(prefix="lucevisor-speeds-") as directory:
-        staging = stage_packages(Path(directory))
+        launcher = LocalLauncher(stage_packages(Path(directory)))
         for group in dict.fromkeys(device.group for device in devices):
             seats = [i for i, device in enumerate(devices) if device.group == group]
             check = _check(request, seats, files, config, group)
             assert check.measure is not None
             indices = sorted({span.device for span in check.measure.spans})
-            answer = await probe(config.groups[group], staging, indices, (check, []), HELLO_S, MEASURE_S)
+            answer = await probe(config.groups[group], launcher, indices, (check, []), HELLO_S, MEASURE_S)
             found = answer.checked.timings if answer.checked is not None else []
             if len(found) != len(check.measure.spans):
                 log.warning("speeds not measured", group=group, reason=_why(answer))

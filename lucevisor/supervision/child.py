@@ -25,6 +25,10 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from lucevisor.protocol.asyncio_link import Link
+from lucevisor.protocol.errors import WireError
+from lucevisor.protocol.frames import Frame
+from lucevisor.protocol.states import Channel
 from lucevisor.supervision.environment import Handles, Launch
 from lucevisor.supervision.events import ProcessSignal
 from lucevisor.supervision.output import Lines
@@ -69,8 +73,7 @@ class Ended:
 
 
 class Child:
-    """A running or just ended process. `link_socket` and `pulse_socket` are the supervisor's ends; the owner closes
-    them.
+    """A running or just ended process, a `DaemonProcess`. The links that were opened on its sockets close them.
 
     `on_line(stream, line)` gets its output, `on_exit(ended)` comes once, after the last line.
     """
@@ -106,6 +109,14 @@ class Child:
     def ended(self) -> bool:
         """Whether the process is reaped."""
         return self._pidfd < 0
+
+    def open_link(self, name: str, on_frame: Callable[[Frame], None], on_closed: Callable[[WireError], None]) -> Link:
+        """Open the supervisor's end of the link."""
+        return Link(self.link_socket, on_frame, on_closed, name=name)
+
+    def open_pulse(self, name: str, on_frame: Callable[[Frame], None], on_closed: Callable[[WireError], None]) -> Link:
+        """Open the supervisor's end of the pulse."""
+        return Link(self.pulse_socket, on_frame, on_closed, channel=Channel.PULSE, name=name)
 
     def send(self, to_send: ProcessSignal) -> None:
         """Signal the process; one that has ended but is not reaped takes it silently. Then: ProcessLookupError."""

@@ -21,10 +21,10 @@ from lucevisor.protocol.frames import Frame
 from lucevisor.protocol.handshake import Expected, check_hello
 from lucevisor.protocol.loading import Hello, Loaded
 from lucevisor.protocol.messages import Failed, Heartbeat, LogLine, Progress, Shutdown
-from lucevisor.protocol.states import Channel
 from lucevisor.supervision import events as ev
 from lucevisor.supervision.callbacks import Callbacks
-from lucevisor.supervision.child import Child, Ended
+from lucevisor.supervision.child import Ended
+from lucevisor.supervision.launcher import DaemonProcess
 
 Field = str | int | float | bool | None
 
@@ -61,7 +61,7 @@ class Daemon:
         self.loaded: Loaded | None = None
         self.heartbeat: Heartbeat | None = None
         self.link: Link
-        self.child: Child
+        self.child: DaemonProcess
         self._pulse: Link
         self._expected = expected
         self._callbacks = callbacks
@@ -71,18 +71,12 @@ class Daemon:
         self._ended: Ended | None = None
         self._log = _log.bind(group=self.name)
 
-    def adopt(self, child: Child) -> None:
+    def adopt(self, child: DaemonProcess) -> None:
         """Take the process over and listen to it."""
         self.child = child
         self._log = _log.bind(group=self.name, pid=child.pid)
-        self.link = Link(child.link_socket, self._on_link_frame, self._on_link_closed, name=f"{self.name} link")
-        self._pulse = Link(
-            child.pulse_socket,
-            self._on_pulse_frame,
-            self._on_pulse_closed,
-            channel=Channel.PULSE,
-            name=f"{self.name} pulse",
-        )
+        self.link = child.open_link(f"{self.name} link", self._on_link_frame, self._on_link_closed)
+        self._pulse = child.open_pulse(f"{self.name} pulse", self._on_pulse_frame, self._on_pulse_closed)
 
     # ---- what the machine says
 

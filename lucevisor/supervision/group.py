@@ -9,7 +9,6 @@ block.
 from __future__ import annotations
 
 import asyncio
-import os
 import random
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -26,12 +25,11 @@ from lucevisor.protocol.loading import Hello, Loaded
 from lucevisor.protocol.messages import Heartbeat
 from lucevisor.supervision import events as ev
 from lucevisor.supervision.callbacks import Callbacks
-from lucevisor.supervision.child import Child, SpawnError, find_python, spawn
+from lucevisor.supervision.child import SpawnError
 from lucevisor.supervision.daemon import Daemon
-from lucevisor.supervision.environment import launch
+from lucevisor.supervision.launcher import Launcher
 from lucevisor.supervision.machine import Machine
 from lucevisor.supervision.policy import SupervisionLimits
-from lucevisor.supervision.staging import StagedPackages
 from lucevisor.supervision.states import State
 
 _log = structlog.get_logger("lucevisor.supervision")
@@ -55,7 +53,7 @@ class GroupSupervisor:
         self,
         config: GroupConfig,
         threads: int,
-        staging: StagedPackages,
+        launcher: Launcher,
         callbacks: Callbacks,
         *,
         devices: Sequence[int] = (0,),
@@ -65,11 +63,10 @@ class GroupSupervisor:
         self.name = config.name
         self.limits = limits or SupervisionLimits()
         self._threads = threads
-        self._staging = staging
+        self._launcher = launcher
         self._callbacks = callbacks
         indices = [0] if config.backend == "cpu" else list(devices)  # every index of a cpu group is the same memory
-        self._expected = Expected(config.name, Backend(config.backend), staging.source_hash, indices)
-        self._spawner: Callable[..., Child] = spawn
+        self._expected = Expected(config.name, Backend(config.backend), launcher.source_hash, indices)
         self._machine = Machine(config.name, self.limits, random.random)
         self._loop = asyncio.get_running_loop()
         self._clock = awake.AwakeClock()
@@ -265,17 +262,9 @@ class GroupSupervisor:
         return self._daemon
 
     def _spawn(self, number: int) -> None:
-        env = {**os.environ, **self.config.environment()}
         daemon = Daemon(number, self._expected, self._callbacks, self._tell)
         try:
-            python = find_python(self.config.python, env.get("PATH"))
-            child = self._spawner(
-                lambda handles: launch(
-                    self.config, self._threads, self._staging.directory, os.environ, python, handles
-                ),
-                daemon.on_line,
-                daemon.on_ended,
-            )
+            child = self._launcher.launch(self.config, self._threads, daemon.on_line, daemon.on_ended)
         except SpawnError as error:
             self._tell(ev.SpawnFailed(number, f"groups.{self.name}: {error.reason}", error.configuration))
             return

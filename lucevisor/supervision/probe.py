@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -20,11 +19,9 @@ from lucevisor.protocol.frames import Frame
 from lucevisor.protocol.handshake import Expected, check_hello
 from lucevisor.protocol.loading import Hello
 from lucevisor.protocol.messages import Failed, Shutdown
-from lucevisor.protocol.states import Channel
-from lucevisor.supervision.child import Ended, SpawnError, find_python, spawn
-from lucevisor.supervision.environment import launch
+from lucevisor.supervision.child import Ended, SpawnError
 from lucevisor.supervision.events import ProcessSignal
-from lucevisor.supervision.staging import StagedPackages
+from lucevisor.supervision.launcher import Launcher
 
 EXIT_S = 3.0
 
@@ -72,7 +69,7 @@ class _Session:
 
 async def probe(
     group: GroupConfig,
-    staging: StagedPackages,
+    launcher: Launcher,
     devices: Sequence[int],
     check: tuple[Check, Sequence[int]] | None,
     hello_s: float,
@@ -80,23 +77,17 @@ async def probe(
 ) -> Probe:
     """Start the group's interpreter, take its hello, run ``check`` (a Check and its descriptors), end it."""
     session = _Session()
-    env = {**os.environ, **group.environment()}
     try:
-        python = find_python(group.python, env.get("PATH"))
-        child = spawn(
-            lambda handles: launch(group, 0, staging.directory, os.environ, python, handles),
-            lambda *_: None,
-            session.on_ended,
-        )
+        child = launcher.launch(group, 0, lambda *_: None, session.on_ended)
     except SpawnError as e:
         return Probe(problem=f"groups.{group.name}: {e.reason}")
-    link = Link(child.link_socket, session.on_frame, session.on_closed, name=f"{group.name} link")
-    pulse = Link(child.pulse_socket, lambda _: None, lambda _: None, channel=Channel.PULSE, name=f"{group.name} pulse")
+    link = child.open_link(f"{group.name} link", session.on_frame, session.on_closed)
+    pulse = child.open_pulse(f"{group.name} pulse", lambda _: None, lambda _: None)
     try:
         return await _ask(
             session,
             link,
-            Expected(group.name, Backend(group.backend), staging.source_hash, list(devices)),
+            Expected(group.name, Backend(group.backend), launcher.source_hash, list(devices)),
             check,
             hello_s,
             check_s,

@@ -7,6 +7,7 @@ from pathlib import Path
 from lucevisor.deployment.deployment import Deployment, DeploymentHooks
 from lucevisor.deployment.service import Service
 from lucevisor.engine.request import RequestError
+from lucevisor.supervision.launcher import LocalLauncher
 from lucevisor.supervision.policy import SupervisionLimits
 from lucevisor.supervision.staging import stage_packages
 from tests.e2e.service import GOLDEN, generate, running, write_config
@@ -29,8 +30,8 @@ def second(service: Service, directory: Path) -> Deployment:
         on_state=lambda *_: None,
         on_progress=lambda *_: None,
     )
-    staging = stage_packages(directory)
-    return Deployment(2, service.config, service.model, service._weights, staging, SupervisionLimits(), hooks)
+    launcher = LocalLauncher(stage_packages(directory))
+    return Deployment(2, service.config, service.model, service._weights, launcher, SupervisionLimits(), hooks)
 
 
 async def test_a_later_epoch_loads_beside_the_one_that_serves_and_takes_its_engine_over(tmp_path):

@@ -10,8 +10,9 @@ import pytest
 from structlog.testing import capture_logs
 
 from lucevisor.protocol.steps import Step
-from lucevisor.supervision.child import Child, spawn
+from lucevisor.supervision.child import Child
 from lucevisor.supervision.group import RefusedError
+from lucevisor.supervision.launcher import LocalLauncher
 from lucevisor.supervision.states import State
 from tests.supervision.real_groups import (
     brisk,
@@ -97,14 +98,15 @@ async def test_a_daemon_that_never_ends_is_quarantined_and_no_second_one_is_star
     """SIGKILL cannot end a process that sleeps inside a driver: here its signals are lost on the way."""
     made: list[Child] = []
 
-    def unkillable(*arguments) -> Child:
-        child = spawn(*arguments)
-        child.send = lambda _signal: None
-        made.append(child)
-        return child
+    class Unkillable(LocalLauncher):
+        def launch(self, *arguments) -> Child:
+            child = super().launch(*arguments)
+            child.send = lambda _signal: None
+            made.append(child)
+            return child
 
     limits = brisk(reap_s=0.3)
-    async with tiny_group(tmp_path, "deaf", limits=limits, spawner=unkillable) as (group, _):
+    async with tiny_group(tmp_path, "deaf", limits=limits, launcher=Unkillable) as (group, _):
         await group.start()
         await ready(group)
         began = time.monotonic()

@@ -14,6 +14,7 @@ from lucevisor.protocol.loading import Load, PoolSizes
 from lucevisor.protocol.source_hash import source_hash
 from lucevisor.supervision.callbacks import Callbacks, LoadOrder
 from lucevisor.supervision.group import GroupSupervisor
+from lucevisor.supervision.launcher import LocalLauncher
 from lucevisor.supervision.policy import SupervisionLimits
 from lucevisor.supervision.staging import StagedPackages, stage_packages
 from lucevisor.supervision.states import State
@@ -102,14 +103,14 @@ class Owner:
 
 
 @asynccontextmanager
-async def tiny_group(run_dir, how="", *, limits=FAST, owner=None, spawner=None, name="left", draining=None, **env):
+async def tiny_group(
+    run_dir, how="", *, limits=FAST, owner=None, launcher=LocalLauncher, name="left", draining=None, **env
+):
     """A stopped group whose daemon behaves as `how` says; killed at the end, whatever the test did."""
     owner = owner or Owner()
     staging = run_dir if isinstance(run_dir, StagedPackages) else stage_tiny(run_dir)
     config = GroupConfig(name=name, backend="cpu", env={"TINY": how, **env})
-    group = GroupSupervisor(config, 1, staging, owner.callbacks(draining), limits=limits)
-    if spawner:
-        group._spawner = spawner
+    group = GroupSupervisor(config, 1, launcher(staging), owner.callbacks(draining), limits=limits)
     try:
         yield group, owner
     finally:

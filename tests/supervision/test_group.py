@@ -15,6 +15,7 @@ from lucevisor.config import GroupConfig
 from lucevisor.errors import LucevisorError
 from lucevisor.protocol.steps import Reset, ResetDone, Step, StepResult
 from lucevisor.supervision.group import GroupSupervisor, RefusedError
+from lucevisor.supervision.launcher import LocalLauncher
 from lucevisor.supervision.states import State
 from tests.supervision.real_groups import (
     FAST,
@@ -127,7 +128,7 @@ async def test_code_that_changes_between_two_starts_is_refused(tmp_path):
 )
 async def test_a_wrong_interpreter_is_a_configuration_error(tmp_path, python, why):
     config = GroupConfig(name="left", backend="cpu", python=python)
-    group = GroupSupervisor(config, 1, stage_tiny(tmp_path), Owner().callbacks(), limits=FAST)
+    group = GroupSupervisor(config, 1, LocalLauncher(stage_tiny(tmp_path)), Owner().callbacks(), limits=FAST)
     await group.start()
     assert group.state is State.FAILED
     assert group.reason == f"groups.left: python = {python!r} {why}; give the path of the group's interpreter"
@@ -138,7 +139,7 @@ async def test_a_file_that_cannot_be_executed_is_named(tmp_path):
     script.write_bytes(b"\x7fELF, but not really")
     script.chmod(0o700)
     config = GroupConfig(name="left", backend="cpu", python=str(script))
-    group = GroupSupervisor(config, 1, stage_tiny(tmp_path), Owner().callbacks(), limits=FAST)
+    group = GroupSupervisor(config, 1, LocalLauncher(stage_tiny(tmp_path)), Owner().callbacks(), limits=FAST)
     await group.start()
     assert group.state is State.FAILED
     assert str(script) in group.reason
@@ -201,7 +202,7 @@ async def test_the_daemon_has_its_own_session_its_cores_and_no_foreign_descripto
     os.set_inheritable(leaked, True)
     try:
         config = GroupConfig(name="left", backend="cpu", cores=(0,))
-        group = GroupSupervisor(config, 1, stage_tiny(tmp_path), Owner().callbacks(), limits=FAST)
+        group = GroupSupervisor(config, 1, LocalLauncher(stage_tiny(tmp_path)), Owner().callbacks(), limits=FAST)
         await group.start()
         await ready(group)
         assert os.getsid(group.pid) == group.pid != os.getsid(0)  # Ctrl-C does not reach it

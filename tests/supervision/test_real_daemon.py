@@ -13,6 +13,7 @@ from lucevisor.config import GroupConfig
 from lucevisor.errors import LucevisorError
 from lucevisor.model.values import Backend
 from lucevisor.supervision.group import GroupSupervisor
+from lucevisor.supervision.launcher import LocalLauncher
 from lucevisor.supervision.staging import stage_packages
 from lucevisor.supervision.states import State
 from tests.supervision.real_groups import Owner, brisk, exists
@@ -23,7 +24,9 @@ async def test_the_real_daemon_says_hello_and_what_it_cannot_load_is_told(tmp_pa
     owner = Owner()
     owner.load_error = LucevisorError("this test loads nothing")
     config = GroupConfig(name="left", backend="cpu")
-    group = GroupSupervisor(config, 1, stage_packages(tmp_path), owner.callbacks(), limits=brisk(hello_s=60.0))
+    group = GroupSupervisor(
+        config, 1, LocalLauncher(stage_packages(tmp_path)), owner.callbacks(), limits=brisk(hello_s=60.0)
+    )
     await group.start()
     await group.wait(State.FAILED, timeout_s=60)
     assert group.reason == "this test loads nothing"
@@ -37,7 +40,7 @@ async def test_a_stop_while_torch_is_imported_is_clean(tmp_path):
     group = GroupSupervisor(
         GroupConfig(name="left", backend="cpu"),
         1,
-        stage_packages(tmp_path),
+        LocalLauncher(stage_packages(tmp_path)),
         Owner().callbacks(),
         limits=brisk(hello_s=60.0),
     )
@@ -59,7 +62,9 @@ def bare_python(tmp_path):
 
 async def test_an_interpreter_that_lacks_packages_is_refused_with_what_to_install(tmp_path, bare_python):
     config = GroupConfig(name="left", backend="cpu", python=bare_python)
-    group = GroupSupervisor(config, 1, stage_packages(tmp_path), Owner().callbacks(), limits=brisk(hello_s=60.0))
+    group = GroupSupervisor(
+        config, 1, LocalLauncher(stage_packages(tmp_path)), Owner().callbacks(), limits=brisk(hello_s=60.0)
+    )
     await group.start()
     await group.wait(State.FAILED, timeout_s=20)
     assert group.reason.endswith(f"No module named 'msgspec': install torch, numpy, gguf and msgspec for {bare_python}")
