@@ -26,7 +26,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from lucevisor.protocol.asyncio_link import Link
-from lucevisor.protocol.errors import WireError
+from lucevisor.protocol.errors import ProtocolError
 from lucevisor.protocol.frames import Frame
 from lucevisor.protocol.states import Channel
 from lucevisor.supervision.environment import Handles, Launch
@@ -110,11 +110,15 @@ class Child:
         """Whether the process is reaped."""
         return self._pidfd < 0
 
-    def open_link(self, name: str, on_frame: Callable[[Frame], None], on_closed: Callable[[WireError], None]) -> Link:
+    def open_link(
+        self, name: str, on_frame: Callable[[Frame], None], on_closed: Callable[[ProtocolError], None]
+    ) -> Link:
         """Open the supervisor's end of the link."""
         return Link(self.link_socket, on_frame, on_closed, name=name)
 
-    def open_pulse(self, name: str, on_frame: Callable[[Frame], None], on_closed: Callable[[WireError], None]) -> Link:
+    def open_pulse(
+        self, name: str, on_frame: Callable[[Frame], None], on_closed: Callable[[ProtocolError], None]
+    ) -> Link:
         """Open the supervisor's end of the pulse."""
         return Link(self.pulse_socket, on_frame, on_closed, channel=Channel.PULSE, name=name)
 

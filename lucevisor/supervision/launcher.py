@@ -13,7 +13,7 @@ from typing import Protocol
 
 from lucevisor.config import GroupConfig
 from lucevisor.protocol.asyncio_link import Link
-from lucevisor.protocol.errors import WireError
+from lucevisor.protocol.errors import ProtocolError
 from lucevisor.protocol.frames import Frame
 from lucevisor.supervision.child import Child, Ended, find_python, spawn
 from lucevisor.supervision.environment import launch
@@ -22,7 +22,7 @@ from lucevisor.supervision.output import Lines
 from lucevisor.supervision.staging import StagedPackages
 
 OnFrame = Callable[[Frame], None]
-OnClosed = Callable[[WireError], None]
+OnClosed = Callable[[ProtocolError], None]
 
 
 class DaemonProcess(Protocol):
