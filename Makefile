@@ -4,6 +4,9 @@ VENV   ?= .venv
 BIN    := $(VENV)/bin
 ORACLE ?= $(VENV)/oracle
 
+# Tests start hundreds of interpreters; without bytecode each of them would compile the project again.
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: start test coverage kernels numerics setup style types arch docs check slow oracle gpu bench clean
 
 start: setup

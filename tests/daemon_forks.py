@@ -19,13 +19,33 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 _PR_SET_CHILD_SUBREAPER = 36
 _ABOVE_ALL = 512  # descriptor numbers while the inherited ones are put in their places
 _START_S = 60.0
+
+
+@contextmanager
+def forked_daemons(directory: Path) -> Iterator[None]:
+    """Within it services of this process fork their daemons. ``directory`` is for the packages that daemons import."""
+    from lucevisor.supervision import child
+    from lucevisor.supervision.staging import stage_packages
+
+    directory.mkdir(exist_ok=True)
+    forker, real = Forker(stage_packages(directory).directory), child.subprocess
+    child.subprocess = SimpleNamespace(  # type: ignore[assignment]
+        Popen=forker.popen, PIPE=subprocess.PIPE, DEVNULL=subprocess.DEVNULL
+    )
+    try:
+        yield
+    finally:
+        child.subprocess = real
+        forker.close()
 
 
 class Forker:

@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import logging
-import subprocess
 from collections.abc import Iterator
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import structlog
 
-from lucevisor.supervision import child
-from lucevisor.supervision.staging import stage_packages
-from tests.daemon_forks import Forker
+from tests.daemon_forks import forked_daemons
 from tests.e2e.process import DEMO, Cli
 
 
@@ -28,12 +24,8 @@ def quiet_log() -> Iterator[None]:
 @pytest.fixture(scope="session", autouse=True)
 def _forked_daemons(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """Services within this process fork their daemons; those of the command line are started as a user's are."""
-    forker = Forker(stage_packages(tmp_path_factory.mktemp("forker")).directory)
-    with pytest.MonkeyPatch.context() as patch:
-        names = {"PIPE": subprocess.PIPE, "DEVNULL": subprocess.DEVNULL}
-        patch.setattr(child, "subprocess", SimpleNamespace(Popen=forker.popen, **names))
+    with forked_daemons(tmp_path_factory.mktemp("forker")):
         yield
-    forker.close()
 
 
 @pytest.fixture(scope="session")

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-PAUSE_S = 6.0  # twice every deadline of tests/supervision/paused_supervisor.py
+PAUSE_S = 3.0  # twice every deadline of tests/supervision/paused_supervisor.py
 
 
 class Paused:
