@@ -22,7 +22,7 @@ coverage: setup
 kernels: setup
 	$(BIN)/python -m tests.kernels.verify -n logical --dist worksteal
 
-# The same numbers from other vector units than this machine's own, which `test` runs: torch's kernels without SIMD and with AVX2,
+# The same numbers from other vector units than this machine's own, which `test` runs: torch's kernels without SIMD, then torch's and
 # MKL's with AVX2. Every family's whole model beside its golden file, quantised forms, single operations: what rounds in torch's or
 # MKL's hands. Splits and daemons only add copies, which `test` covers. Daemons inherit the setting.
 NUMERIC_TESTS := tests/daemons/test_ops.py tests/families/test_moe.py \
@@ -30,12 +30,11 @@ NUMERIC_TESTS := tests/daemons/test_ops.py tests/families/test_moe.py \
 	tests/families/test_golden.py::test_half_precision_is_as_near_as_its_roundings \
 	tests/families/test_golden.py::test_greedy_tokens tests/families/test_golden.py::test_many_sequences_in_one_step \
 	tests/families/test_forms.py::test_blocks_as_a_gpu_keeps_them_give_the_same_numbers
-NUMERIC_SETTINGS := ATEN_CPU_CAPABILITY=default ATEN_CPU_CAPABILITY=avx2 MKL_ENABLE_INSTRUCTIONS=AVX2
+NUMERIC := $(BIN)/python -m pytest -q -m "not slow" -n logical --dist worksteal $(NUMERIC_TESTS)
 
 numerics: setup
-	for setting in $(NUMERIC_SETTINGS); do \
-		echo "$$setting" && env $$setting $(BIN)/python -m pytest -q -n logical --dist loadscope $(NUMERIC_TESTS) || exit 1; \
-	done
+	ATEN_CPU_CAPABILITY=default $(NUMERIC)
+	ATEN_CPU_CAPABILITY=avx2 MKL_ENABLE_INSTRUCTIONS=AVX2 $(NUMERIC)
 
 setup: $(VENV)/.ready
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import signal
@@ -14,6 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+
+from lucevisor.cli.admin_client import AdminClient
 
 ROOT = Path(__file__).parents[2]
 DEMO = ROOT / "etc" / "demo.toml"
@@ -58,8 +59,12 @@ class Cli:
         self.run("start", str(config), "--daemon", "--name", name, "--timeout", "60", *sets, timeout_s=90)
         return self.status(name)
 
+    def socket(self, name: str = "t") -> Path:
+        return self.runtime / "lucevisor" / name / "admin.sock"
+
     def status(self, name: str = "t") -> dict[str, Any]:
-        return dict(json.loads(self.run("status", "--json", "--name", name).stdout))
+        """What ``status --json`` prints; asked without a process, since tests ask again and again."""
+        return AdminClient(self.socket(name)).call("GET", "/status")
 
     def stop(self, name: str = "t") -> None:
         self.run("stop", "--name", name)

@@ -21,6 +21,7 @@ from typing import Any
 
 import pytest
 
+from lucevisor.cli.admin_client import AdminClient
 from tests.app.test_logs import fill
 from tests.e2e.process import DEMO, Cli, wait_until
 
@@ -73,7 +74,7 @@ class Box:
         return self.disk / "lucevisor" / "t" / "admin.sock"
 
     def status(self) -> dict[str, Any]:
-        return dict(json.loads(self.cli.run("status", "--json", "--socket", str(self.socket)).stdout))
+        return AdminClient(self.socket).call("GET", "/status")
 
     def group(self, name: str) -> dict[str, Any]:
         return next(g for g in self.status()["groups"] if g["name"] == name)

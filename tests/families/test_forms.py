@@ -75,6 +75,16 @@ def with_forms_of(
     return stages
 
 
+def each_once(mixes: list[str], *whole: str) -> list[object]:
+    """All models with all mixes: each mix with some model, and ``whole`` with every model, runs always."""
+    always = {(name, mixes[i % len(mixes)]) for i, name in enumerate(MODELS)} | {(n, m) for n in MODELS for m in whole}
+    return [
+        pytest.param(name, mix, marks=() if (name, mix) in always else pytest.mark.slow, id=f"{name}-{mix}")
+        for name in MODELS
+        for mix in mixes
+    ]
+
+
 def logits(spec: ModelSpec, stages: list[LoadedStage]) -> Tensor:
     c = Pipeline(spec, stages)
     c.open(0)
@@ -95,8 +105,7 @@ def test_float32_on_the_cpu_is_the_dequantised_file(name, mix, spec_of):
     assert float(wanted.std()) > 0.1
 
 
-@pytest.mark.parametrize("mix", MIXES)
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(("name", "mix"), each_once(list(MIXES), "all"))
 def test_blocks_as_a_gpu_keeps_them_give_the_same_numbers(name, mix, spec_of):
     spec = spec_of(name, mix)
     bound = bounds(spec, IDS).logits
@@ -105,8 +114,7 @@ def test_blocks_as_a_gpu_keeps_them_give_the_same_numbers(name, mix, spec_of):
         assert worst <= 1.0, f"{worst:.2f} times as far from the exact logits as rounding explains"
 
 
-@pytest.mark.parametrize("mix", ["k", "four", "old"])
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(("name", "mix"), each_once(["k", "four", "old"]))
 def test_bfloat16_on_the_cpu_keeps_experts_packed_and_stays_near(name, mix, spec_of):
     spec = spec_of(name, mix)
     stages = with_forms_of(spec, Backend.CPU, Dtype.BFLOAT16)
