@@ -13,10 +13,10 @@ from typing import Final
 
 from aiohttp import web
 
+from lucevisor.api.limiter import Turnstile
 from lucevisor.api.metrics import Metrics
+from lucevisor.api.output.sse import EventStream
 from lucevisor.api.ports import HandlePort, Ports
-from lucevisor.api.sse import EventStream
-from lucevisor.api.turnstile import Turnstile
 
 PORTS: Final = web.AppKey("ports", Ports)
 METRICS: Final = web.AppKey("metrics", Metrics)

@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Final, Protocol
 
-from lucevisor.api.asked import Answer, Kind, ReadRequest
 from lucevisor.api.keys import ApiKeys
+from lucevisor.api.prepared import Answer, Kind, ReadRequest
 from lucevisor.engine.request import Event, GenerationRequest
 from lucevisor.engine.statistics import EngineStatistics
 from lucevisor.text.preamble import Normalise

@@ -10,17 +10,17 @@ import time
 
 from aiohttp import web
 
-from lucevisor.api import info
-from lucevisor.api.boundary import boundary, set_headers, wait_until_idle
-from lucevisor.api.chat import chat_completions
-from lucevisor.api.completions import completions
 from lucevisor.api.connections import ConnectionRunner
 from lucevisor.api.context import ACTIVE, BODIES, ENTRANCE, METRICS, PORTS, ActiveRequests, Bodies
+from lucevisor.api.limiter import Turnstile
 from lucevisor.api.metrics import Metrics
-from lucevisor.api.openapi import openapi
+from lucevisor.api.middleware import boundary, set_headers, wait_until_idle
 from lucevisor.api.ports import Ports
-from lucevisor.api.text_routes import detokenize, tokenize
-from lucevisor.api.turnstile import Turnstile
+from lucevisor.api.routes import info
+from lucevisor.api.routes.chat import chat_completions
+from lucevisor.api.routes.completions import completions
+from lucevisor.api.routes.openapi import openapi
+from lucevisor.api.routes.tokenize import detokenize, tokenize
 from lucevisor.errors import ConfigError, LucevisorError
 
 _BACKLOG = 1024  # connections that wait to be accepted; the kernel caps it at net.core.somaxconn

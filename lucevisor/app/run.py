@@ -20,7 +20,6 @@ import uvloop
 from aiohttp import web
 
 from lucevisor.api.admin import create_admin_app, serve_admin
-from lucevisor.api.intake import Intake
 from lucevisor.api.keys import ApiKeys
 from lucevisor.api.ports import (
     ApiSettings,
@@ -31,6 +30,7 @@ from lucevisor.api.ports import (
     SamplingDefaults,
     SnapshotFigures,
 )
+from lucevisor.api.prompts.preprocessing import Intake
 from lucevisor.api.server import create_app, serve
 from lucevisor.app import collector, logs
 from lucevisor.app.cache_operations import CacheOperations, figures

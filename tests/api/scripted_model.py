@@ -14,8 +14,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from lucevisor.api.intake import Intake
 from lucevisor.api.ports import GroupFigures, ModelCard, NotReadyPart, Ports
+from lucevisor.api.prompts.preprocessing import Intake
 from lucevisor.engine.core import Engine, EngineSettings
 from lucevisor.engine.limits import EngineLimits
 from lucevisor.engine.pipeline import Pipeline

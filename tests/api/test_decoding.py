@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lucevisor.api.bodies import HARMLESS, NEUTRAL, REFUSED, ChatBody, CompletionBody, TokenizeBody
-from lucevisor.api.decoding import to_record
 from lucevisor.api.errors import ApiError
+from lucevisor.api.prompts.decoding import to_record
+from lucevisor.api.prompts.schemas import HARMLESS, NEUTRAL, REFUSED, ChatBody, CompletionBody, TokenizeBody
 
 CHAT = {"messages": [{"role": "user", "content": "Hi"}]}
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from lucevisor.api.bodies import HARMLESS, NEUTRAL, REFUSED, ChatBody, CompletionBody
+from lucevisor.api.prompts.schemas import HARMLESS, NEUTRAL, REFUSED, ChatBody, CompletionBody
 from tests.api.scripted_model import MODEL, dice
 
 texts = st.text(max_size=12) | st.sampled_from(["", "\x00", "🎉", "<|im_end|>", "a" * 300, "\u2028", "<think>"])

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 
-from lucevisor.api.choice import TokenRecord
-from lucevisor.api.logprobs import chat_logprobs, completion_logprobs, token_text
+from lucevisor.api.output.logprobs import chat_logprobs, completion_logprobs, token_text
+from lucevisor.api.output.processor import TokenRecord
 from lucevisor.engine.request import TokenEvent
 from tests.api.scripted_model import ids_of, tokenizer
 

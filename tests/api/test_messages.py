@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from lucevisor.api.errors import ApiError
-from lucevisor.api.messages import check_messages, check_tools
+from lucevisor.api.prompts.messages import check_messages, check_tools
 
 TOOL = {"type": "function", "function": {"name": "add", "description": "Adds.", "parameters": {"type": "object"}}}
 CALL = {"id": "call_1", "type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}

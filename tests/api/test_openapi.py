@@ -6,7 +6,7 @@ import re
 
 import msgspec
 
-from lucevisor.api.bodies import ChatBody
+from lucevisor.api.prompts.schemas import ChatBody
 from lucevisor.api.server import create_app
 from tests.api.scripted_model import Rig
 

@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lucevisor.api.bodies import GenerationBody
 from lucevisor.api.errors import ApiError
 from lucevisor.api.ports import ModelCard, Ports, SamplingDefaults
-from lucevisor.api.sampling import sampling_of, seed_of_choice
+from lucevisor.api.prompts.sampling import sampling_of, seed_of_choice
+from lucevisor.api.prompts.schemas import GenerationBody
 from lucevisor.protocol.steps import Sampling
 from tests.api.scripted_model import tokenizer
 

@@ -276,7 +276,7 @@ class TestDefects:
     async def test_in_a_stream(self, client, monkeypatch):
         endless(client.rig)
         calls = 0
-        from lucevisor.api.choice import ChoiceReader
+        from lucevisor.api.output.processor import ChoiceReader
 
         real = ChoiceReader.token
 
@@ -294,7 +294,7 @@ class TestDefects:
         await until(lambda: client.rig.n_busy == 0)
 
     async def test_in_a_whole_answer(self, client, monkeypatch):
-        from lucevisor.api.choice import ChoiceReader
+        from lucevisor.api.output.processor import ChoiceReader
 
         monkeypatch.setattr(ChoiceReader, "finish", lambda *_: 1 / 0)
         status, answer = await client.chat()

@@ -17,7 +17,15 @@ import pytest
 import structlog
 from aiohttp.http_exceptions import HttpProcessingError
 
-from lucevisor.api.bodies import HARMLESS, NEUTRAL, REFUSED, ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
+from lucevisor.api.prompts.schemas import (
+    HARMLESS,
+    NEUTRAL,
+    REFUSED,
+    ChatBody,
+    CompletionBody,
+    DetokenizeBody,
+    TokenizeBody,
+)
 from tests.api.conftest import Live
 from tests.api.scripted_model import MODEL, Rig, dice
 from tests.fuzz.steady import amounts, mutated, run

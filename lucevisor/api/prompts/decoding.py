@@ -12,8 +12,8 @@ from typing import Any, Final, TypeVar
 
 import msgspec
 
-from lucevisor.api.bodies import HARMLESS, NEUTRAL, REFUSED
 from lucevisor.api.errors import ApiError, bad_parameter
+from lucevisor.api.prompts.schemas import HARMLESS, NEUTRAL, REFUSED
 from lucevisor.errors import show
 
 Body = TypeVar("Body", bound=msgspec.Struct)

@@ -10,8 +10,8 @@ from aiohttp import web
 
 from lucevisor import __version__
 from lucevisor.api.context import METRICS, PORTS
-from lucevisor.api.planning import check_model
 from lucevisor.api.ports import ModelCard
+from lucevisor.api.prompts.checks import check_model
 
 
 async def models(request: web.Request) -> web.Response:

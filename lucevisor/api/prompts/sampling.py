@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import secrets
 
-from lucevisor.api.bodies import MAX_BIASES, GenerationBody
 from lucevisor.api.errors import bad_parameter
 from lucevisor.api.ports import Ports, SamplingDefaults
+from lucevisor.api.prompts.schemas import MAX_BIASES, GenerationBody
 from lucevisor.errors import show
 from lucevisor.protocol.steps import Sampling
 

@@ -23,11 +23,12 @@ from typing import Any, Final
 
 import msgspec
 
-from lucevisor.api import chat, completions, text_routes
-from lucevisor.api.asked import Kind, ReadRequest
-from lucevisor.api.decoding import decode_object
 from lucevisor.api.errors import ApiError
-from lucevisor.api.intake import (
+from lucevisor.api.ports import ApiSettings, ModelCard, Ports
+from lucevisor.api.prepared import Kind, ReadRequest
+from lucevisor.api.prompts import chat, completions, tokenize
+from lucevisor.api.prompts.decoding import decode_object
+from lucevisor.api.prompts.preprocessing import (
     ANSWER,
     ASKED,
     DEFECT,
@@ -41,7 +42,6 @@ from lucevisor.api.intake import (
     Refusal,
     Setup,
 )
-from lucevisor.api.ports import ApiSettings, ModelCard, Ports
 from lucevisor.kv.tokens import TokenBuffer
 from lucevisor.text.template import ChatTemplate
 from lucevisor.text.tokenizer import Tokenizer
@@ -49,8 +49,8 @@ from lucevisor.text.tokenizer import Tokenizer
 _READERS: Final[Mapping[Kind, Callable[[dict[str, Any], Ports], ReadRequest | bytes]]] = {
     "chat": chat.read_chat,
     "completion": completions.read_completion,
-    "tokenize": text_routes.read_tokenize,
-    "detokenize": text_routes.read_detokenize,
+    "tokenize": tokenize.read_tokenize,
+    "detokenize": tokenize.read_detokenize,
 }
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from lucevisor.api.choice import ChoiceUsage
+from lucevisor.api.output.processor import ChoiceUsage
 from lucevisor.engine.request import Timings
 
 

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 
 import msgspec
 
-from lucevisor.api.choice import TokenRecord
+from lucevisor.api.output.processor import TokenRecord
 from lucevisor.text.tokenizer import Tokenizer
 
 LEAST = -9999.0

@@ -3,7 +3,7 @@
 JSON of 16 MB holds the lock for seconds, whatever thread decodes it; a template and a pre-tokenizer take as long as
 their input wants.  So a body goes to an intake process as it came, and what comes back is bounded: a refusal, a short
 answer, or token ids that fit the context.  Memory and time of a process are limited; one that exceeds them is killed,
-and its request refused.  Knows processes and their protocol, no endpoint; intake_process.py is the other end.
+and its request refused.  Knows processes and their protocol, no endpoint; worker.py is the other end.
 Invariant: a process works on one body at a time; bodies up to SHORT_BYTES never wait for longer ones alone.
 """
 
@@ -23,9 +23,9 @@ from typing import Any, Final, TypeVar
 import msgspec
 import structlog
 
-from lucevisor.api.asked import Answer, Asked, Kind, ReadRequest
 from lucevisor.api.errors import ApiError, unavailable
 from lucevisor.api.ports import Ports, SamplingDefaults
+from lucevisor.api.prepared import Answer, Asked, Kind, ReadRequest
 from lucevisor.kv.tokens import TOKEN_BYTES, TokenBuffer
 from lucevisor.text.preamble import Normalise
 
@@ -253,7 +253,7 @@ class _Process:
         with theirs:
             try:
                 self._process = subprocess.Popen(
-                    [sys.executable, "-m", "lucevisor.api.intake_process", str(theirs.fileno()), str(setup)],
+                    [sys.executable, "-m", "lucevisor.api.prompts.worker", str(theirs.fileno()), str(setup)],
                     env=_environment(),
                     stdin=subprocess.DEVNULL,
                     stdout=subprocess.DEVNULL,
@@ -342,7 +342,7 @@ def _memory_file(data: bytes) -> int:
 
 def _environment() -> dict[str, str]:
     """Return the environment of a process: this one's, with this package and nothing of the working directory."""
-    root = str(Path(__file__).parents[2])
+    root = str(Path(__file__).parents[3])
     known = [root, *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
     return {
         **os.environ,

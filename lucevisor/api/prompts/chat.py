@@ -1,40 +1,24 @@
-"""POST /v1/chat/completions: messages and tools to one sequence a choice.
+"""The body of a chat completion request as options and token ids.
 
-Knows the parameters of the endpoint and how they meet the model's chat template.  Invariant: a wish that the template
-cannot carry out is refused by name, never dropped.
+Knows the endpoint's parameters and the model's chat template.  Invariant: a parameter that the template cannot honour
+is refused by name, never dropped.
 """
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
-from aiohttp import web
-
-from lucevisor.api.asked import Asked, ReadRequest
-from lucevisor.api.bodies import ChatBody, ToolChoice
-from lucevisor.api.chat_shape import ChatShape
-from lucevisor.api.choice import Reading
-from lucevisor.api.context import PORTS
-from lucevisor.api.decoding import to_record
 from lucevisor.api.errors import ApiError, bad_parameter
-from lucevisor.api.messages import check_messages, check_tools
-from lucevisor.api.planning import Stamp, check_choices, check_common, check_length, check_tokens, make_jobs
 from lucevisor.api.ports import Ports
-from lucevisor.api.receive import receive
-from lucevisor.api.respond import Plan, respond
-from lucevisor.api.sampling import fresh_seed, sampling_of
+from lucevisor.api.prepared import Asked, ReadRequest
+from lucevisor.api.prompts.checks import check_choices, check_common, check_length, check_tokens
+from lucevisor.api.prompts.decoding import to_record
+from lucevisor.api.prompts.messages import check_messages, check_tools
+from lucevisor.api.prompts.sampling import fresh_seed, sampling_of
+from lucevisor.api.prompts.schemas import ChatBody, ToolChoice
 from lucevisor.errors import show
-from lucevisor.text.output_parser import OutputParser
 from lucevisor.text.preamble import normalised
 from lucevisor.text.template import ChatTemplate, EncodedPrompt, TemplateError
-
-
-async def chat_completions(request: web.Request) -> web.StreamResponse:
-    """Answer one chat request."""
-    read = await receive(request, "chat", read_chat)
-    assert isinstance(read, ReadRequest)
-    return await respond(request, plan_chat(read, request.app[PORTS], Stamp.now("chatcmpl")))
 
 
 def read_chat(fields: dict[str, Any], ports: Ports) -> ReadRequest:
@@ -68,32 +52,6 @@ def read_chat(fields: dict[str, Any], ports: Ports) -> ReadRequest:
         one_tool_call=body.parallel_tool_calls is False,
     )
     return ReadRequest(asked, [tuple(encoded.ids)])
-
-
-def plan_chat(read: ReadRequest, ports: Ports, stamp: Stamp) -> Plan:
-    """Return the sequences of a request and the shape of its answer."""
-    asked = read.asked
-    assert ports.template is not None
-    output_format = ports.template.output_format
-    reading = Reading(
-        stops=asked.stops,
-        make_parser=partial(OutputParser, asked.reasoning_open, asked.tools, output_format),
-        visible=output_format.visible_ids(ports.tokenizer),
-        reasoning_open=asked.reasoning_open,
-        one_tool_call=asked.one_tool_call,
-    )
-    shape = ChatShape(
-        response_id=stamp.response_id,
-        created_s=stamp.created_s,
-        model=ports.model.name,
-        fingerprint=ports.model.fingerprint,
-        tokenizer=ports.tokenizer,
-        logprobs=asked.logprobs,
-        token_ids=asked.token_ids,
-        include_usage=asked.include_usage,
-    )
-    jobs = make_jobs(read, reading, ports, stamp)
-    return Plan(jobs=jobs, shape=shape, stream=asked.stream, prompt_param="messages")
 
 
 def _check_format(body: ChatBody) -> None:

@@ -1,6 +1,6 @@
 """Submits the sequences of a request, reads their events and writes the answer, streamed or whole.
 
-Knows no JSON shape (`Shape` does) and no tokenizer.  Invariant: nothing is sent before the engine took every sequence,
+Knows no JSON (a `Shape` does) and no tokenizer.  Invariant: nothing is sent before the engine took every sequence,
 and when a response ends, for whatever reason, all its sequences are over.
 """
 
@@ -9,61 +9,27 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import Final, Protocol
+from dataclasses import replace
+from typing import Final
 
 import msgspec
 from aiohttp import web
 
-from lucevisor.api.choice import ChoiceReader, GenerationFailed, Piece
+from lucevisor.api.access import shown_key
 from lucevisor.api.context import METRICS, PORTS, RequestContext, context_of
 from lucevisor.api.errors import from_refusal, from_request_error, unavailable
-from lucevisor.api.fan_in import Events, joined
-from lucevisor.api.guard import shown_key
+from lucevisor.api.generation.jobs import Plan
+from lucevisor.api.generation.merge import Events, joined
 from lucevisor.api.keys import key_id
 from lucevisor.api.metrics import Metrics
+from lucevisor.api.output.processor import GenerationFailed, Piece
+from lucevisor.api.output.sse import EventStream
+from lucevisor.api.output.usage import Totals
 from lucevisor.api.ports import HandlePort, Ports
-from lucevisor.api.sse import EventStream
-from lucevisor.api.totals import Totals
-from lucevisor.engine.request import FinishedEvent, GenerationRequest, SubmitError, TokenEvent
+from lucevisor.engine.request import FinishedEvent, SubmitError, TokenEvent
 
 _LONG_PROMPT: Final = 4096  # ids; the loop gets a turn after each prompt as long as this
 _QUICK_RECORDS: Final = 2000  # tokens and log-probabilities of an answer that is put together in a millisecond or two
-
-
-class Shape(Protocol):
-    """The JSON of one endpoint.  `index` is the index of a choice."""
-
-    def first(self, index: int) -> object | None:
-        """Return the event that opens a choice in a stream, or None."""
-
-    def chunk(self, index: int, piece: Piece) -> object:
-        """Return the event of one piece."""
-
-    def usage_chunk(self, totals: Totals) -> object | None:
-        """Return the last event, with the usage, or None when it is not wanted."""
-
-    def whole(self, choices: Sequence[Sequence[Piece]], totals: Totals) -> object:
-        """Return the body of an answer that is not streamed."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Job:
-    """One choice: what to generate and how to read it.  `new_prompt`: no earlier choice has the same prompt."""
-
-    request: GenerationRequest
-    reader: ChoiceReader
-    new_prompt: bool = True
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Plan:
-    """A request made ready for the engine.  `prompt_param` is the parameter that the prompt came in."""
-
-    jobs: Sequence[Job]
-    shape: Shape
-    stream: bool
-    prompt_param: str
 
 
 async def respond(request: web.Request, plan: Plan) -> web.StreamResponse:

@@ -16,15 +16,15 @@ from pathlib import Path
 import psutil
 import pytest
 
-from lucevisor.api.asked import ReadRequest
-from lucevisor.api.chat import read_chat
-from lucevisor.api.completions import read_completion
-from lucevisor.api.decoding import decode_object
 from lucevisor.api.errors import ApiError
-from lucevisor.api.intake import SHORT_BYTES, Intake
 from lucevisor.api.ports import ApiSettings
-from lucevisor.api.receive import INLINE_BYTES
-from lucevisor.api.text_routes import read_detokenize, read_tokenize
+from lucevisor.api.prepared import ReadRequest
+from lucevisor.api.prompts.chat import read_chat
+from lucevisor.api.prompts.completions import read_completion
+from lucevisor.api.prompts.decoding import decode_object
+from lucevisor.api.prompts.prepare import INLINE_BYTES
+from lucevisor.api.prompts.preprocessing import SHORT_BYTES, Intake
+from lucevisor.api.prompts.tokenize import read_detokenize, read_tokenize
 from tests.api.conftest import until
 from tests.api.scripted_model import Rig, metadata
 
@@ -115,7 +115,7 @@ async def test_no_json(intake):
 
 def children() -> list[psutil.Process]:
     return [
-        child for child in psutil.Process().children() if "lucevisor.api.intake_process" in " ".join(child.cmdline())
+        child for child in psutil.Process().children() if "lucevisor.api.prompts.worker" in " ".join(child.cmdline())
     ]
 
 

@@ -10,9 +10,9 @@ from typing import Any, Final
 
 import msgspec
 
-from lucevisor.api.bodies import MAX_TOOL_VALUES
-from lucevisor.api.decoding import convert
 from lucevisor.api.errors import ApiError, bad_parameter
+from lucevisor.api.prompts.decoding import convert
+from lucevisor.api.prompts.schemas import MAX_TOOL_VALUES
 from lucevisor.errors import show
 
 ROLES: Final = ("system", "developer", "user", "assistant", "tool")

@@ -10,8 +10,8 @@ import aiohttp
 import pytest
 from aiohttp.test_utils import make_mocked_request
 
+from lucevisor.api.access import check_access, cors_headers
 from lucevisor.api.errors import ApiError
-from lucevisor.api.guard import check_access, cors_headers
 from lucevisor.api.keys import ApiKeys
 from lucevisor.api.ports import ApiSettings
 from tests.api.scripted_model import Rig

@@ -1,6 +1,6 @@
-"""POST /v1/completions: prompts as text or as token ids, one sequence a choice.
+"""The body of a completion request as options and token ids.
 
-Knows the parameters of the endpoint.  Invariant: token ids reach the engine as they came.
+Invariant: prompts sent as token ids reach the engine unchanged.
 """
 
 from __future__ import annotations
@@ -8,28 +8,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from aiohttp import web
-
-from lucevisor.api.asked import Asked, ReadRequest
-from lucevisor.api.bodies import MAX_ECHO_CHARS, CompletionBody
-from lucevisor.api.choice import Reading
-from lucevisor.api.completion_shape import CompletionShape
-from lucevisor.api.context import PORTS
-from lucevisor.api.decoding import to_record
 from lucevisor.api.errors import bad_parameter
-from lucevisor.api.planning import Stamp, check_choices, check_common, check_length, check_tokens, make_jobs
 from lucevisor.api.ports import Ports
-from lucevisor.api.receive import receive
-from lucevisor.api.respond import Plan, respond
-from lucevisor.api.sampling import fresh_seed, sampling_of
+from lucevisor.api.prepared import Asked, ReadRequest
+from lucevisor.api.prompts.checks import check_choices, check_common, check_length, check_tokens
+from lucevisor.api.prompts.decoding import to_record
+from lucevisor.api.prompts.sampling import fresh_seed, sampling_of
+from lucevisor.api.prompts.schemas import MAX_ECHO_CHARS, CompletionBody
 from lucevisor.text.tokenizer import Tokenizer
-
-
-async def completions(request: web.Request) -> web.StreamResponse:
-    """Answer one completion request."""
-    read = await receive(request, "completion", read_completion)
-    assert isinstance(read, ReadRequest)
-    return await respond(request, plan_completion(read, request.app[PORTS], Stamp.now("cmpl")))
 
 
 def read_completion(fields: dict[str, Any], ports: Ports) -> ReadRequest:
@@ -56,25 +42,6 @@ def read_completion(fields: dict[str, Any], ports: Ports) -> ReadRequest:
         echoes=_echoes(prompts, n, ports.tokenizer) if body.echo else (),
     )
     return ReadRequest(asked, [tuple(prompt.ids) for prompt in prompts])
-
-
-def plan_completion(read: ReadRequest, ports: Ports, stamp: Stamp) -> Plan:
-    """Return the sequences of a request and the shape of its answer."""
-    asked = read.asked
-    shape = CompletionShape(
-        response_id=stamp.response_id,
-        created_s=stamp.created_s,
-        model=ports.model.name,
-        fingerprint=ports.model.fingerprint,
-        tokenizer=ports.tokenizer,
-        n=asked.n,
-        echoes=asked.echoes,
-        logprobs=asked.logprobs,
-        token_ids=asked.token_ids,
-        include_usage=asked.include_usage,
-    )
-    jobs = make_jobs(read, Reading(stops=asked.stops), ports, stamp)
-    return Plan(jobs=jobs, shape=shape, stream=asked.stream, prompt_param="prompt")
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,42 +1,19 @@
-"""What chat and plain completions share on the way to the engine: checks, ids of the answer, one sequence a choice.
+"""Checks that the endpoints share: model, options, prompt length, number of choices.
 
-Knows no endpoint's shape.  Invariant: choice i of a prompt differs from choice 0 by its seed alone.
+Knows no endpoint.  Invariant: a prompt that cannot fit the context is refused before it reaches the engine.
 """
 
 from __future__ import annotations
 
-import secrets
-import time
-from dataclasses import dataclass
 from typing import Final
 
-import msgspec
-
-from lucevisor.api.asked import ReadRequest
-from lucevisor.api.bodies import MAX_CHOICES, GenerationBody
-from lucevisor.api.choice import ChoiceReader, Reading
 from lucevisor.api.errors import ApiError, bad_parameter
 from lucevisor.api.ports import Ports
-from lucevisor.api.respond import Job
-from lucevisor.api.sampling import seed_of_choice
-from lucevisor.engine.request import GenerationRequest
+from lucevisor.api.prompts.schemas import MAX_CHOICES, GenerationBody
 from lucevisor.errors import show
 
 _QUICK_CHARS: Final = 16 * 1024
 """Texts up to this length are tokenised, whatever the context, in a few milliseconds."""
-
-
-@dataclass(frozen=True, slots=True)
-class Stamp:
-    """What makes one answer this answer: its id and its Unix time."""
-
-    response_id: str
-    created_s: int
-
-    @classmethod
-    def now(cls, prefix: str) -> Stamp:
-        """Return a fresh one; ids begin with `prefix`."""
-        return cls(f"{prefix}-{secrets.token_hex(12)}", int(time.time()))
 
 
 def check_model(asked: str | None, ports: Ports) -> None:
@@ -88,22 +65,3 @@ def check_choices(n: int | None, n_prompts: int) -> int:
     if n * n_prompts > MAX_CHOICES:
         raise bad_parameter("n", f"{n} choices of {n_prompts} prompts are more than {MAX_CHOICES}; ask for fewer")
     return n
-
-
-def make_jobs(read: ReadRequest, reading: Reading, ports: Ports, stamp: Stamp) -> list[Job]:
-    """Return one job a choice, prompts first: choice n*p + i is the i-th of prompt p."""
-    asked = read.asked
-    jobs = []
-    for p, prompt in enumerate(read.prompts):
-        room = max(1, ports.max_context - len(prompt))
-        for i in range(asked.n):
-            request = GenerationRequest(
-                request_id=f"{stamp.response_id}-{asked.n * p + i}",
-                prompt=prompt,
-                max_tokens=room if asked.max_tokens is None else asked.max_tokens,
-                sampling=msgspec.structs.replace(asked.sampling, seed=seed_of_choice(asked.sampling.seed, i)),
-                stop_ids=frozenset() if asked.ignore_eos else ports.tokenizer.eos_ids,
-                turn_boundaries=tuple(asked.turn_ends[p]),
-            )
-            jobs.append(Job(request=request, reader=ChoiceReader(ports.tokenizer, reading), new_prompt=i == 0))
-    return jobs

@@ -12,11 +12,11 @@ from typing import Any, Final
 
 from aiohttp import web
 
-from lucevisor.api.asked import Answer, Kind, ReadRequest
 from lucevisor.api.context import BODIES, PORTS, Bodies
-from lucevisor.api.decoding import decode_object
 from lucevisor.api.errors import ApiError
 from lucevisor.api.ports import ApiSettings, Ports
+from lucevisor.api.prepared import Answer, Kind, ReadRequest
+from lucevisor.api.prompts.decoding import decode_object
 from lucevisor.errors import show
 
 INLINE_BYTES: Final = 4 * 1024

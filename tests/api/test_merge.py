@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from lucevisor.api.fan_in import joined
+from lucevisor.api.generation.merge import joined
 from lucevisor.engine.handle import RequestHandle
 from lucevisor.engine.request import FinishedEvent, Timings, TokenEvent, Usage
 

@@ -8,9 +8,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from lucevisor.api.choice import Piece, TokenRecord
-from lucevisor.api.logprobs import completion_logprobs, encoded_each
-from lucevisor.api.totals import Totals
+from lucevisor.api.output.logprobs import completion_logprobs, encoded_each
+from lucevisor.api.output.processor import Piece, TokenRecord
+from lucevisor.api.output.usage import Totals
 from lucevisor.text.output_parser import ContentDelta
 from lucevisor.text.tokenizer import Tokenizer
 

@@ -12,7 +12,7 @@ import msgspec
 from aiohttp import web
 
 from lucevisor import __version__
-from lucevisor.api.bodies import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
+from lucevisor.api.prompts.schemas import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
 
 _BODIES: Final[dict[str, tuple[type[msgspec.Struct], str]]] = {
     "/v1/chat/completions": (ChatBody, "Answer a conversation."),

@@ -14,6 +14,7 @@ import msgspec
 import structlog
 from aiohttp import web
 
+from lucevisor.api.access import OPEN_PATHS, check_access, check_coding, cors_headers, is_preflight, preflight
 from lucevisor.api.connections import HttpConnection
 from lucevisor.api.context import (
     ACTIVE,
@@ -27,8 +28,7 @@ from lucevisor.api.context import (
     request_id_of,
 )
 from lucevisor.api.errors import CLIENT_CLOSED, ApiError, internal_error, unavailable
-from lucevisor.api.guard import OPEN_PATHS, check_access, check_coding, cors_headers, is_preflight, preflight
-from lucevisor.api.sse import ClientGone
+from lucevisor.api.output.sse import ClientGone
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 

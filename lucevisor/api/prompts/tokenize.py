@@ -1,35 +1,26 @@
-"""POST /tokenize and /detokenize, in the shape llama.cpp's server gave them.
+"""The bodies of /tokenize and /detokenize, and their responses.
 
 Knows the tokenizer only; the model does not run.
 """
 
 from __future__ import annotations
 
-import asyncio
 from typing import Any
 
 import msgspec
-from aiohttp import web
 
-from lucevisor.api.bodies import MAX_ANSWER_BYTES, MAX_TEXT_CHARS, MAX_TEXT_TOKENS, DetokenizeBody, TokenizeBody
-from lucevisor.api.context import PORTS
-from lucevisor.api.decoding import to_record
 from lucevisor.api.errors import bad_parameter
-from lucevisor.api.logprobs import token_text
-from lucevisor.api.planning import check_model
+from lucevisor.api.output.logprobs import token_text
 from lucevisor.api.ports import Ports
-from lucevisor.api.receive import receive
-from lucevisor.api.sse import ClientGone
-
-
-async def tokenize(request: web.Request) -> web.StreamResponse:
-    """Return the token ids of a text."""
-    return await _send(request, await receive(request, "tokenize", read_tokenize))
-
-
-async def detokenize(request: web.Request) -> web.StreamResponse:
-    """Return the text of token ids, control tokens included."""
-    return await _send(request, await receive(request, "detokenize", read_detokenize))
+from lucevisor.api.prompts.checks import check_model
+from lucevisor.api.prompts.decoding import to_record
+from lucevisor.api.prompts.schemas import (
+    MAX_ANSWER_BYTES,
+    MAX_TEXT_CHARS,
+    MAX_TEXT_TOKENS,
+    DetokenizeBody,
+    TokenizeBody,
+)
 
 
 def read_tokenize(fields: dict[str, Any], ports: Ports) -> bytes:
@@ -72,23 +63,3 @@ def _bounded(answer: object, param: str) -> bytes:
     if len(body) > MAX_ANSWER_BYTES:
         raise bad_parameter(param, f"the answer has {len(body)} bytes, more than {MAX_ANSWER_BYTES}; send it in parts")
     return body
-
-
-async def _send(request: web.Request, parts: object) -> web.StreamResponse:
-    """Send an answer part by part: a long one is no long write."""
-    assert isinstance(parts, list)
-    if len(parts) == 1:
-        return web.Response(body=parts[0], content_type="application/json")
-    response = web.StreamResponse(headers={"Content-Type": "application/json"})
-    response.content_length = sum(map(len, parts))
-    try:
-        async with asyncio.timeout(request.app[PORTS].settings.write_timeout_s):
-            await response.prepare(request)
-            for part in parts:
-                await response.write(part)
-            await response.write_eof()
-    except (TimeoutError, ConnectionError) as error:
-        if request.transport is not None:
-            request.transport.abort()
-        raise ClientGone(str(error) or "the client took too long") from None
-    return response

@@ -1,0 +1,1 @@
+"""Prepared requests to running sequences and their responses."""
