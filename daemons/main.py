@@ -19,10 +19,11 @@ from collections.abc import Sequence
 from types import FrameType
 
 from daemons.errors import describe
-from daemons.options import EXIT_CONFIGURATION, Options, parse
+from daemons.options import Options, parse
 from daemons.pulse import Reporter
 from lucevisor.protocol.blocking_link import BlockingLink
 from lucevisor.protocol.errors import LinkClosed, LocalProtocolError
+from lucevisor.protocol.exit_codes import EXIT_CONFIGURATION, EXIT_FAILED
 from lucevisor.protocol.messages import Failed
 from lucevisor.protocol.states import Channel
 
@@ -67,7 +68,7 @@ def _serve(link: BlockingLink, reporter: Reporter, options: Options) -> int:
         details = traceback.format_exc()
         failed = Failed(reporter.phase_now, options.group, describe(error), advice, details=details)
         _tell(link, failed)
-        return 1
+        return EXIT_FAILED
 
 
 def _tell(link: BlockingLink, failed: Failed) -> None:

@@ -12,11 +12,6 @@ from dataclasses import dataclass
 
 from lucevisor.model.values import Backend
 
-EXIT_CONFIGURATION = 78
-"""Exit code for a start that would fail again in the same way (EX_CONFIG of sysexits.h); the supervisor does not
-retry it.
-"""
-
 
 @dataclass(frozen=True, slots=True)
 class Options:

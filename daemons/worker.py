@@ -22,7 +22,7 @@ import lucevisor
 from daemons import device as devices
 from daemons.check import run_check
 from daemons.errors import DaemonError, describe
-from daemons.options import EXIT_CONFIGURATION, Options
+from daemons.options import Options
 from daemons.pulse import Reporter
 from daemons.runner import ModelRunner
 from daemons.snapshots.transfers import TransferExecutor
@@ -31,14 +31,13 @@ from lucevisor.model.values import Backend
 from lucevisor.protocol.blocking_link import BlockingLink
 from lucevisor.protocol.checks import Check
 from lucevisor.protocol.errors import LinkClosed, ProtocolError
+from lucevisor.protocol.exit_codes import EXIT_CONFIGURATION, EXIT_FAILED
 from lucevisor.protocol.frames import Frame
 from lucevisor.protocol.loading import Hello, Load
 from lucevisor.protocol.messages import PROTOCOL_VERSION, Failed, Shutdown
 from lucevisor.protocol.source_hash import source_hash
 from lucevisor.protocol.steps import Reset, ResetDone, Step
 from lucevisor.protocol.transfers import Restore, Save
-
-EXIT_FAILED = 1
 
 
 def serve(link: BlockingLink, reporter: Reporter, options: Options) -> int:

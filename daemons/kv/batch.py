@@ -22,6 +22,7 @@ from daemons.ops.basic import Rope
 from daemons.ops.delta_rule import CHUNK
 from daemons.ops.operations import SHORT_SLICE, PagedQuery
 from daemons.ops.paged import Pages
+from lucevisor.model.pages import first_visible, first_visible_page, pages_of
 from lucevisor.model.spec import ModelSpec
 from lucevisor.model.values import PAGE_TOKENS, Space
 from lucevisor.protocol.steps import Slice
@@ -141,7 +142,7 @@ def _slots(sequence: OpenedSequence, space: Space, s: Slice, window: int, where:
     """Slots ``page * 64 + offset`` of the slice's positions.  Raises StateError when a page it touches is lacking."""
     table, n = sequence.pages.get(space, []), len(s.tokens)
     first, last = s.start // PAGE_TOKENS, (s.start + n - 1) // PAGE_TOKENS
-    oldest = max(0, s.start - window + 1) // PAGE_TOKENS if window else first  # a full table has no gaps
+    oldest = first_visible_page(s.start, window) if window else first  # a full table has no gaps
     if last >= len(table) or NO_PAGE in table[oldest : last + 1]:
         lacking = f"the {space.value} table of {len(table)} entries lacks a page for"
         raise StateError(where, f"{lacking} positions {oldest * PAGE_TOKENS} to {s.start + n - 1}")
@@ -209,8 +210,8 @@ class Group:
     def _single(self, space: Space, window: int) -> tuple[Pages, Tensor | None]:
         """One slice: exactly the positions it can see, so a decode row needs no mask."""
         start, end = self.layout.starts[0], self.layout.end
-        low = max(0, start - window + 1) if window else 0
-        first, count = low // PAGE_TOKENS, -(-end // PAGE_TOKENS) - low // PAGE_TOKENS
+        low = first_visible(start, window) if window else 0
+        first, count = low // PAGE_TOKENS, pages_of(end) - low // PAGE_TOKENS
         sequence, table = self.layout.sequences[0], self.tables[space]
         skip = low - first * PAGE_TOKENS
         if table.device.type == "cpu" and sequence.breaks.get(space, 0) >= first + count:
@@ -227,7 +228,7 @@ class Group:
     def _padded(self, space: Space, window: int) -> tuple[Pages, Tensor | None]:
         """Several slices: as many pages for each as the longest needs; what is too much is masked."""
         table, starts, device = self.tables[space], self.starts, self.starts.device
-        lows = [max(0, s - window + 1) // PAGE_TOKENS if window else 0 for s in self.layout.starts]
+        lows = [first_visible_page(s, window) if window else 0 for s in self.layout.starts]
         count = (
             max((s + self.n_tokens - 1) // PAGE_TOKENS - low for s, low in zip(self.layout.starts, lows, strict=True))
             + 1

@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 
 from daemons.device import allocating, host_zeros, torch_dtype
-from daemons.ops.paged import GROUP, DensePages, PagedTensor, Q8Pages
+from daemons.ops.paged import DensePages, PagedTensor, Q8Pages
 from lucevisor.model.spec import ModelSpec
-from lucevisor.model.values import Dtype, LayerRange, Space
+from lucevisor.model.values import Q8_GROUP, Dtype, LayerRange, Space, q8_groups
 from lucevisor.protocol.loading import PoolSizes
 
 
@@ -62,9 +62,9 @@ class Pools:
         width = shape.shape[-1]
         parts = [((*n, *shape.shape), torch.float32)]
         if quantised:
-            groups = -(-width // GROUP)
+            groups = q8_groups(width)
             parts = [
-                ((*n, *shape.shape[:-1], groups * GROUP), torch.int8),
+                ((*n, *shape.shape[:-1], groups * Q8_GROUP), torch.int8),
                 ((*n, *shape.shape[:-1], groups), torch.float16),
             ]
         else:

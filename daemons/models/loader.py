@@ -26,7 +26,7 @@ from daemons.weights.dequant import dequantise, four_bit
 from daemons.weights.packed import PackedWeights, empty_packed, repack
 from daemons.weights.reading import HostMemory, ProgressMeter, StagingBuffers, TensorChunk, row_count
 from lucevisor.model.gguf_files import GgufFiles
-from lucevisor.model.quant_types import DENSE, NATIVE, GgmlType, WeightFormat, format_bytes
+from lucevisor.model.quant_types import DENSE, INT4_GROUP, NATIVE, GgmlType, WeightFormat, format_bytes
 from lucevisor.model.weight_layout import QUANTISED_FORMATS, TensorLayout, TensorRole
 
 CHUNK_BYTES = 8 << 20
@@ -229,7 +229,7 @@ class WeightLoader:
         chunks = self._tensor_chunks(rows)
         n, columns = _total(chunks), chunks[0].width
         packed = self._empty(chunks, (n, columns // 2), torch.uint8)
-        affine = self._empty(chunks, (columns // 32, n, 2), torch.bfloat16)
+        affine = self._empty(chunks, (columns // INT4_GROUP, n, 2), torch.bfloat16)
         for at, parts in self._batches(chunks, PACK_ROWS):
             codes, scales, zeros = (
                 torch.cat(x) for x in zip(*(four_bit(p.tensor.kind, raw) for p, raw in parts), strict=True)

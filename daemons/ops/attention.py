@@ -14,8 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-SCORE_ELEMENTS = 1 << 26
-"""Scores the reference holds at a time: 256 MiB of float32."""
+from lucevisor.model.workspace import SCORE_ELEMENTS
 
 
 def visible(queries: Tensor, keys: Tensor, window: int) -> Tensor:

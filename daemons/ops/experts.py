@@ -14,13 +14,12 @@ from daemons.ops.linear import Blocks, Dense, DenseFloat32Cpu, Joined, Linear
 from daemons.ops.routes import Routes
 from daemons.weights.dequant import dequantise
 from lucevisor.model.quant_types import GgmlType
+from lucevisor.model.workspace import DEQUANT_ELEMENTS
 
 FEW_PAIRS = 64
 """Pairs of row and expert up to which matrices are gathered."""
 ANY_PAIRS = 1 << 30
 """More pairs than any step has."""
-EXPANDED_NUMBERS = 1 << 26
-"""Numbers of gathered matrices held at a time."""
 
 
 class ExpertMatrices(Protocol):
@@ -46,7 +45,7 @@ class ExpertMatrices(Protocol):
 def gathered(matrices: ExpertMatrices, x: Tensor, routes: Routes, share: int) -> Tensor:
     """:meth:`ExpertMatrices.routed` with copies of the matrices, a bounded number of them at a time."""
     rows = x.repeat_interleave(share, dim=0).unsqueeze(2)
-    step = max(1, EXPANDED_NUMBERS // matrices.n_numbers)
+    step = max(1, DEQUANT_ELEMENTS // matrices.n_numbers)
     pairs = zip(torch.split(routes.pairs, step), torch.split(rows, step), strict=True)
     return torch.cat([torch.bmm(matrices.some(e, x.dtype), part) for e, part in pairs]).squeeze(2)
 

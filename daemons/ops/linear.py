@@ -14,19 +14,19 @@ from torch import Tensor
 
 from daemons.weights.dequant import dequantise
 from daemons.weights.packed import PackedWeights, unpack
-from lucevisor.model.quant_types import GgmlType
+from lucevisor.model.quant_types import INT4_GROUP, GgmlType
+from lucevisor.model.workspace import DEQUANT_ELEMENTS, INT8_GEMV_ROWS
 
-FEW_ROWS = 8
-"""Up to this many rows a cpu product is a walk over the weights, and other forms of it win."""
-EXPANDED_ELEMENTS = 1 << 26
-"""Numbers of a quantised matrix that are expanded at a time."""
+GEMV_ROWS = 8
+"""Rows up to which a float32 product on a cpu is bound by reading the weights, where a batched product is faster."""
+
 PART_ROWS = 256
 """Parts are whole multiples of this: results that start at odd places cost a GPU's library four times the time."""
 
 
 def part_rows(n_columns: int) -> int:
     """Rows of a quantised matrix that are expanded at a time."""
-    return max(PART_ROWS, EXPANDED_ELEMENTS // n_columns // PART_ROWS * PART_ROWS)
+    return max(PART_ROWS, DEQUANT_ELEMENTS // n_columns // PART_ROWS * PART_ROWS)
 
 
 class Linear(Protocol):
@@ -64,7 +64,7 @@ class DenseFloat32Cpu:
 
     def __call__(self, x: Tensor) -> Tensor:
         rows = x.shape[0]
-        if rows > FEW_ROWS or self.parts == 1:
+        if rows > GEMV_ROWS or self.parts == 1:
             return F.linear(x, self.weight)
         # column-major on purpose: as a row-major [K, 1] operand MKL takes a path that is seven times slower
         columns = x.contiguous().as_strided((self.parts, x.shape[1], rows), (0, 1, x.shape[1]))
@@ -113,7 +113,7 @@ class Int4Cpu:
         self.n_out, self.n_bytes = packed.shape[0], packed.nbytes + affine.nbytes
 
     def __call__(self, x: Tensor) -> Tensor:
-        return torch._weight_int4pack_mm_for_cpu(x, self.packed, 32, self.affine)
+        return torch._weight_int4pack_mm_for_cpu(x, self.packed, INT4_GROUP, self.affine)
 
 
 class Int8Cpu:
@@ -124,7 +124,7 @@ class Int8Cpu:
         self.n_out, self.n_bytes = weight.shape[0], weight.nbytes + scale.nbytes
 
     def __call__(self, x: Tensor) -> Tensor:
-        if x.shape[0] <= FEW_ROWS:
+        if x.shape[0] <= INT8_GEMV_ROWS:
             return torch._weight_int8pack_mm(x, self.weight, self.scale)
         return F.linear(x, self.weight.to(x.dtype)).mul_(self.scale)
 

@@ -13,10 +13,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from daemons.ops.experts import EXPANDED_NUMBERS, ExpertMatrices
+from daemons.ops.experts import ExpertMatrices
 from daemons.ops.operations import Operations
 from daemons.ops.router import Chosen
 from daemons.ops.routes import Routes
+from lucevisor.model.workspace import DEQUANT_ELEMENTS
 
 
 @dataclass(frozen=True)
@@ -85,7 +86,7 @@ class ExpertMlp:
     @property
     def n_expanded(self) -> int:
         """Experts whose matrices are held expanded at a time."""
-        return max(1, EXPANDED_NUMBERS // (self.gate_up.n_numbers + self.down.n_numbers))
+        return max(1, DEQUANT_ELEMENTS // (self.gate_up.n_numbers + self.down.n_numbers))
 
     def _batch(self, rows: Tensor, experts: Tensor) -> Tensor:
         """Rows [P, n, E] of experts [P] -> [P, n, E]."""

@@ -11,8 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-GROUP = 32
-"""Numbers that share one scale in q8_0 state."""
+from lucevisor.model.values import Q8_GROUP
 
 
 @dataclass(slots=True)
@@ -56,8 +55,8 @@ class Q8Pages:
         self.codes, self.scales, self.width = codes, scales, width
 
     def write(self, slots: Tensor, rows: Tensor) -> None:
-        x = F.pad(rows.float(), (0, -self.width % GROUP))
-        x = x.view(*x.shape[:-1], -1, GROUP)
+        x = F.pad(rows.float(), (0, -self.width % Q8_GROUP))
+        x = x.view(*x.shape[:-1], -1, Q8_GROUP)
         scale = (x.abs().amax(dim=-1) / 127).to(torch.float16)
         inverse = torch.where(scale > 0, 1.0 / scale.float(), 0.0)
         codes = (x * inverse.unsqueeze(-1)).round_().clamp_(-127, 127).to(torch.int8)
@@ -66,7 +65,7 @@ class Q8Pages:
 
     def read(self, pages: Pages, dtype: torch.dtype) -> Tensor:
         codes, scales = _gather(self.codes, pages).to(torch.float32), _gather(self.scales, pages).to(torch.float32)
-        x = codes.reshape(*scales.shape, GROUP) * scales.unsqueeze(-1)
+        x = codes.reshape(*scales.shape, Q8_GROUP) * scales.unsqueeze(-1)
         return x.flatten(-2).narrow(-1, 0, self.width).to(dtype)
 
 

@@ -16,9 +16,9 @@ from torch import Tensor
 
 from daemons.errors import StateError
 from daemons.kv.pools import Pools
-from daemons.ops.paged import GROUP, PagedTensor, Q8Pages
+from daemons.ops.paged import PagedTensor, Q8Pages
 from lucevisor.model.spec import ModelSpec
-from lucevisor.model.values import PAGE_TOKENS, SCALE, Space
+from lucevisor.model.values import PAGE_TOKENS, Q8_GROUP, SCALE, Space, q8_groups
 from lucevisor.protocol.transfers import SlotPlace, SnapshotTensor
 
 SEGMENT_BYTES = 8 << 20
@@ -77,7 +77,7 @@ class Conversion:
     def n_bytes(self) -> int:
         """Bytes in the file, scales included."""
         row = prod(self.shape) * TORCH[self.dtype].itemsize
-        return self.n_rows * (row + (prod(self.shape) // GROUP * 2 if self.scale_offset >= 0 else 0))
+        return self.n_rows * (row + (prod(self.shape) // Q8_GROUP * 2 if self.scale_offset >= 0 else 0))
 
     @property
     def width(self) -> int:
@@ -151,7 +151,7 @@ class StateMap:
         target, device = self._paged(tensor), self._pool(tensor).device
         pool_rows = target.codes if isinstance(target, Q8Pages) else target.pages
         width = target.width if isinstance(target, Q8Pages) else pool_rows.shape[-1]
-        stored = width if scale is None else -(-width // GROUP) * GROUP
+        stored = width if scale is None else q8_groups(width) * Q8_GROUP
         if tensor.shape[1:] != (*pool_rows.shape[2:-1], stored) or (scale is None) != (tensor.dtype != "I8"):
             raise _misfit(tensor, f"the pool's rows are {[*pool_rows.shape[2:-1], width]}")
         row_bytes = tensor.n_bytes // max(tensor.shape[0], 1)

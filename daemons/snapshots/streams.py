@@ -20,9 +20,8 @@ import torch
 from torch import Tensor
 
 from daemons.errors import DaemonError
-from daemons.ops.paged import GROUP
 from daemons.snapshots.state_map import MAX_RANGES, SEGMENT_BYTES, TORCH, Conversion, RowRange, Segment
-from lucevisor.model.values import SCALE
+from lucevisor.model.values import Q8_GROUP, SCALE
 
 
 class SnapshotIOError(DaemonError):
@@ -258,8 +257,8 @@ def _convert(c: Conversion, file: SnapshotFile, *, pinned: bool) -> None:
 
     rows = read(c.name, c.offset, c.dtype, (c.n_rows, *c.shape))
     if c.scale_offset >= 0:
-        shape = (c.n_rows, *c.shape[:-1], c.shape[-1] // GROUP)
+        shape = (c.n_rows, *c.shape[:-1], c.shape[-1] // Q8_GROUP)
         scales = read(c.name + SCALE, c.scale_offset, "F16", shape)
-        groups = rows.to(torch.float32).view(*shape, GROUP) * scales.to(torch.float32).unsqueeze(-1)
+        groups = rows.to(torch.float32).view(*shape, Q8_GROUP) * scales.to(torch.float32).unsqueeze(-1)
         rows = groups.flatten(-2).narrow(-1, 0, c.width)
     c.target.write(slots(c.ranges).to(c.device), rows)

@@ -15,8 +15,8 @@ from lucevisor.api.ports import SnapshotFigures
 from lucevisor.deployment.service import Service
 from lucevisor.engine.core import Engine
 from lucevisor.errors import LucevisorError
-from lucevisor.kv.page_table import pages_of
 from lucevisor.kv.prefix_tree import NO_STATE, PrefixSlot
+from lucevisor.model.pages import pages_of
 from lucevisor.model.values import Space
 from lucevisor.snapshots import facts
 from lucevisor.snapshots.async_store import AsyncSnapshotStore

@@ -12,7 +12,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from lucevisor.kv.page_pool import PagePools
-from lucevisor.model.values import PAGE_TOKENS, Space
+from lucevisor.model.pages import first_visible_page, pages_of
+from lucevisor.model.values import Space
 
 PAGED = (Space.FULL, Space.WINDOW)
 
@@ -34,28 +35,6 @@ class _Entries:
     @property
     def stop(self) -> int:
         return self.first_held + len(self.pages)
-
-
-def pages_of(n_tokens: int) -> int:
-    """Return how many pages hold ``n_tokens`` positions."""
-    return -(-n_tokens // PAGE_TOKENS)
-
-
-def first_visible_page(position: int, window_tokens: int) -> int:
-    """Return the index of the oldest page that a token at ``position`` or later sees through a window.
-
-    A window of w positions counts the token itself, so position p sees p - w + 1 and later.
-    """
-    return max(0, position - window_tokens + 1) // PAGE_TOKENS
-
-
-def max_window_pages(window_tokens: int, slice_tokens: int, max_context: int) -> int:
-    """Return the most window pages one sequence ever holds when no slice is longer than ``slice_tokens``.
-
-    A slice ``[a, b)`` needs positions ``a - w + 1 .. b - 1``: at most w - 1 + slice positions, which touch one page
-    more than they fill when they start inside one.
-    """
-    return min(pages_of(max_context), pages_of(window_tokens - 1 + slice_tokens) + 1)
 
 
 class PageTable:

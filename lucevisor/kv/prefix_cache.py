@@ -17,10 +17,10 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 
 from lucevisor.kv.page_pool import PagePools
-from lucevisor.kv.page_table import pages_of
 from lucevisor.kv.prefix_records import PrefixHooks, PrefixMatch, PrefixSettings, Reservation
 from lucevisor.kv.prefix_tree import NO_STATE, Node, PrefixSlot, PrefixTree, SlotSource, pages_of_path, path_to
 from lucevisor.kv.tokens import TokenBuffer
+from lucevisor.model.pages import pages_of
 from lucevisor.model.values import PAGE_TOKENS, Space
 
 

@@ -49,7 +49,9 @@ CHUNK = 256
 """Numbers of a row whose parts lie together: rows of 32-element blocks are filled up to whole chunks."""
 
 CPU_INT4 = frozenset({"Q4_0", "Q4_1", "Q4_K"})
-"""Kept by a bfloat16 cpu shard as torch's packed int4, groups of 32."""
+"""Kept by a bfloat16 cpu shard as torch's packed int4, in groups of INT4_GROUP."""
+INT4_GROUP = 32
+"""Columns of packed int4 that share a scale and a zero."""
 CPU_INT8 = frozenset({"Q8_0", "Q5_0", "Q5_1", "Q2_K", "Q3_K", "Q5_K", "Q6_K", "IQ4_NL", "IQ4_XS"})
 """Kept by a bfloat16 cpu shard as int8 with one scale a row (torch's packed int8 product).  Not MXFP4: its numbers are
 exact in bfloat16, and its scales, powers of two, lie too far apart for one scale a row."""
@@ -121,7 +123,7 @@ def format_bytes(kind: GgmlType, shape: tuple[int, ...], fmt: WeightFormat) -> i
         case WeightFormat.INT8:
             return n + rows * 2
         case WeightFormat.INT4:
-            return n // 2 + n // 32 * 4
+            return n // 2 + n // INT4_GROUP * 4
         case WeightFormat.BLOCKS:
             return rows * row_bytes(kind, shape[-1])
         case WeightFormat.PACKED:

@@ -70,9 +70,17 @@ class FileIdentity(msgspec.Struct, frozen=True, array_like=True):
     header: str
 
 
+Q8_GROUP = 32
+"""Numbers of q8_0 state that share one float16 scale."""
+
+
+def q8_groups(n: int) -> int:
+    """Groups that hold ``n`` consecutive numbers of q8_0 state; the last one is padded."""
+    return -(-n // Q8_GROUP)
+
+
 def dtype_bytes(dtype: Dtype, n: int) -> int:
-    """Bytes of ``n`` consecutive numbers stored as ``dtype`` (q8_0: ``n`` is a multiple of 32, or is rounded up to
-    one)."""
+    """Bytes of ``n`` consecutive numbers stored as ``dtype``; q8_0 rounds up to whole groups."""
     if dtype is Dtype.Q8_0:
-        return (n + 31) // 32 * 34
+        return q8_groups(n) * (Q8_GROUP + 2)
     return n * (4 if dtype is Dtype.FLOAT32 else 2)

@@ -12,7 +12,7 @@ layer counts:
                  T x (query heads a kv head) x L x (1 + b)                     the mask, as flags and as numbers
                  SCORE_BYTES                                                   float32 on a GPU: scores in plain steps
     tail         n_sequences x V x TAIL_BYTES                                  logits, sorted values and ids, counts
-    GPU          min(largest matrix of blocks, EXPANDED_NUMBERS) (12 + b)      expanded by parts to be multiplied
+    GPU          min(largest matrix of blocks, DEQUANT_ELEMENTS) (12 + b)      expanded by parts to be multiplied
                  LIBRARY_BYTES                                                 the matrix libraries' own workspace
     cpu          largest int8 matrix x 2                                       widened for more than a few rows
 
@@ -26,25 +26,20 @@ from collections.abc import Set
 from dataclasses import dataclass
 from math import prod
 
+from lucevisor.model.pages import pages_of
 from lucevisor.model.quant_types import WeightFormat
 from lucevisor.model.spec import LayerSpec, ModelSpec
-from lucevisor.model.values import PAGE_TOKENS, Backend, Dtype, Space, dtype_bytes
+from lucevisor.model.values import Backend, Dtype, Space, dtype_bytes
 from lucevisor.model.weight_layout import QUANTISED_FORMATS, TensorLayout, TensorRole, layer_layouts, non_layer_layouts
+from lucevisor.model.workspace import DEQUANT_ELEMENTS, INT8_GEMV_ROWS, SCORE_ELEMENTS
 from lucevisor.placement.result import Shard
 from lucevisor.protocol.loading import PoolSizes
 
 RULE_COPIES = 16
-SCORE_BYTES = 3 * (256 << 20)
+SCORE_BYTES = 3 * 4 * SCORE_ELEMENTS
+"""Scores in float32, masked, and their softmax."""
 TAIL_BYTES = 28
-EXPANDED_NUMBERS = 1 << 26
 LIBRARY_BYTES = 96 << 20
-FEW_ROWS = 8
-"""Up to this many rows an int8 matrix is multiplied as it is."""
-
-
-def pages_of(n_tokens: int) -> int:
-    """Return how many pages hold ``n_tokens`` positions."""
-    return -(-n_tokens // PAGE_TOKENS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,9 +103,9 @@ class CostModel:
         if shard.last:
             out += steps.max_sequences * self.spec.vocabulary * TAIL_BYTES
         if shard.backend is Backend.CPU:
-            few = steps.max_sequences <= FEW_ROWS
+            few = steps.max_sequences <= INT8_GEMV_ROWS
             return out + 2 * max(0 if few else ends.largest_int8, *(part.largest_int8 for part in layers))
-        expanded = min(EXPANDED_NUMBERS, max(part.largest_blocks for part in (ends, *layers)))
+        expanded = min(DEQUANT_ELEMENTS, max(part.largest_blocks for part in (ends, *layers)))
         out += expanded * (12 + dtype_bytes(self.dtype, 1)) + LIBRARY_BYTES
         return out + (SCORE_BYTES if self.dtype is Dtype.FLOAT32 else 0)
 

@@ -10,11 +10,11 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from lucevisor.config import Auto, Config, Ranges, Split
+from lucevisor.model.pages import pages_of
 from lucevisor.model.spec import ModelSpec
 from lucevisor.model.values import PAGE_TOKENS, Dtype, LayerRange, Space
 from lucevisor.placement.advice import advise
 from lucevisor.placement.auto import Automatic, automatic
-from lucevisor.placement.cost import pages_of
 from lucevisor.placement.devices import Inventory, Seat, memories_of, seats_of
 from lucevisor.placement.formats import choose_dtype, choose_kv_dtype
 from lucevisor.placement.ranges import Move, SplitError, from_ranges, from_weights, legalise

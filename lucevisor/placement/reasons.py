@@ -6,10 +6,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from lucevisor.config import Auto, Config, WeightedSplit
+from lucevisor.model.pages import pages_of
 from lucevisor.model.values import PAGE_TOKENS, Space
 from lucevisor.placement.amounts import seconds, size
 from lucevisor.placement.auto import Automatic
-from lucevisor.placement.cost import pages_of
 from lucevisor.placement.devices import memories_of
 from lucevisor.placement.fastest import SLACK, Found
 from lucevisor.placement.formats import Chosen

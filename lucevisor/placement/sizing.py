@@ -10,9 +10,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 
+from lucevisor.model.pages import max_slot_window_pages, max_window_pages, pages_of
 from lucevisor.model.spec import ModelSpec
 from lucevisor.model.values import PAGE_TOKENS, Backend, Dtype, LayerRange, Space
-from lucevisor.placement.cost import CostModel, Steps, pages_of
+from lucevisor.placement.cost import CostModel, Steps
 from lucevisor.placement.devices import HOST, Memory, Seat, memories_of
 from lucevisor.placement.ranges import balanced
 from lucevisor.placement.result import Shard, Shortage
@@ -122,22 +123,16 @@ def most_used(case: Case, max_context: int) -> int:
 
 
 def slot_window_pages(spec: ModelSpec) -> int:
-    """Most window pages that one prefix slot holds: they fill w - 1 positions and begin inside a page."""
-    return pages_of(spec.window - 1) + 1 if spec.window and Space.WINDOW in spec.spaces() else 0
+    """Most window pages that one prefix slot holds; 0 without sliding layers."""
+    return max_slot_window_pages(spec.window) if spec.window and Space.WINDOW in spec.spaces() else 0
 
 
 def window_pages(spec: ModelSpec, max_sequences: int, prefill_chunk: int, max_context: int) -> int:
-    """Pages of the window space for all sequences; 0 without sliding layers.
-
-    A slice of n tokens sees w - 1 + n positions, which touch one page more than they fill; and each sequence gets one
-    to grow by.
-    """
+    """Pages of the window space for all sequences, with one more for each to grow by; 0 without sliding layers."""
     if Space.WINDOW not in spec.spaces():
         return 0
-    most = pages_of(max_context)
-    if spec.window:
-        most = min(most, pages_of(spec.window - 1 + prefill_chunk) + 1)
-    return max_sequences * (most + 1)
+    n_pages = max_window_pages(spec.window, prefill_chunk, max_context) if spec.window else pages_of(max_context)
+    return max_sequences * (n_pages + 1)
 
 
 @dataclass(slots=True)

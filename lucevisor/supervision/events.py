@@ -12,9 +12,6 @@ from enum import StrEnum
 
 from lucevisor.supervision.states import State
 
-EXIT_CONFIGURATION = 78
-"""Exit code by which a daemon says that the same start would fail again (EX_CONFIG of sysexits.h)."""
-
 _SIGNALS = {4: "SIGILL", 6: "SIGABRT", 7: "SIGBUS", 8: "SIGFPE", 9: "SIGKILL", 11: "SIGSEGV", 15: "SIGTERM"}
 
 

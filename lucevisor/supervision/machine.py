@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import Callable
 from enum import Enum, auto
 
+from lucevisor.protocol.exit_codes import EXIT_CONFIGURATION
 from lucevisor.supervision import events as ev
 from lucevisor.supervision.events import ProcessSignal, Timer
 from lucevisor.supervision.policy import RestartPolicy, SupervisionLimits
@@ -124,7 +125,7 @@ class Machine:
             case ev.SpawnFailed(_, reason, configuration):
                 self._on_gone(reason, configuration, lack=not configuration)
             case ev.Exited(_, code, _, _):
-                self._on_gone(event.how(self.pid), code == ev.EXIT_CONFIGURATION)
+                self._on_gone(event.how(self.pid), code == EXIT_CONFIGURATION)
 
     # ---- asked from outside
 

@@ -13,9 +13,9 @@ from daemons.models.stage import LoadedStage
 from daemons.snapshots.state_map import StateMap
 from daemons.snapshots.transfers import TransferExecutor
 from lucevisor.deployment.weight_digests import digest_tensors
-from lucevisor.kv.page_table import first_visible_page
 from lucevisor.model.families import open_spec
 from lucevisor.model.fingerprint import fingerprint
+from lucevisor.model.pages import first_visible_page
 from lucevisor.model.values import PAGE_TOKENS, Backend, Dtype, LayerRange, Space
 from lucevisor.protocol.loading import Load, PoolSizes, ShardPlan, StagePlan
 from lucevisor.protocol.steps import CopyState, OpenSequence, Sampling, SetPages, Slice, Step, ZeroState

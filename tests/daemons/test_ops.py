@@ -118,7 +118,7 @@ def test_large_block_matrices_are_expanded_in_parts(monkeypatch):
     raw.view(50, 3, 34)[..., 0:2] = torch.tensor([0x00, 0x2C], dtype=torch.uint8)  # scale 0.0625
     x = torch.randn(4, 96)
     whole = Blocks(BY_NAME["Q8_0"], raw, 96)(x)
-    monkeypatch.setattr("daemons.ops.linear.EXPANDED_ELEMENTS", 96 * 7)
+    monkeypatch.setattr("daemons.ops.linear.DEQUANT_ELEMENTS", 96 * 7)
     numbers = dequantise(BY_NAME["Q8_0"], raw, torch.float32)
     difference = (Blocks(BY_NAME["Q8_0"], raw, 96)(x) - whole).abs()
     assert bool((difference <= 2 * product_error(x, numbers)).all())

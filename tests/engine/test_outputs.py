@@ -16,7 +16,7 @@ from lucevisor.engine.request import (
     GenerationRequest,
 )
 from lucevisor.engine.scheduler import Scheduler
-from lucevisor.kv.page_table import max_window_pages
+from lucevisor.model.pages import max_window_pages
 from lucevisor.model.values import Space
 from lucevisor.protocol.loading import PoolSizes
 from lucevisor.protocol.steps import Sampling

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from lucevisor.engine.handle import RequestHandle
 from lucevisor.engine.limits import EngineLimits
 from lucevisor.engine.request import GenerationRequest
-from lucevisor.kv.page_table import max_window_pages
 from lucevisor.kv.prefix_records import PrefixSettings, Reservation
 from lucevisor.kv.prefix_tree import PrefixSlot
+from lucevisor.model.pages import max_window_pages
 from lucevisor.model.values import Space
 from lucevisor.protocol.loading import PoolSizes
 from lucevisor.protocol.steps import Sampling

@@ -15,9 +15,9 @@ from torch import Tensor
 
 from daemons.models import shard
 from daemons.models.stage import LoadedStage
-from daemons.ops.paged import GROUP, DensePages
+from daemons.ops.paged import DensePages
 from lucevisor.model.spec import ModelSpec
-from lucevisor.model.values import Dtype
+from lucevisor.model.values import Q8_GROUP, Dtype
 from tests.families.pipeline import Pipeline, load_stages
 from tests.numerics import BFLOAT16, FLOAT16, RUNS, Bound, Exact, Narrow
 
@@ -113,7 +113,7 @@ def narrowed(spec: ModelSpec, ids: Sequence[int], formats: Formats) -> Tensor:
 
     def rounded(pages: DensePages, slots: Tensor, rows: Tensor) -> None:
         if formats.kv is Dtype.Q8_0:  # half a step, and the scale is float16
-            groups = F.pad(rows, (0, -rows.shape[-1] % GROUP)).unflatten(-1, (-1, GROUP)).abs()
+            groups = F.pad(rows, (0, -rows.shape[-1] % Q8_GROUP)).unflatten(-1, (-1, Q8_GROUP)).abs()
             size = (groups.amax(dim=-1, keepdim=True) * (0.5 / 127 + FLOAT16)).expand_as(groups)
             size = size.flatten(-2)[..., : rows.shape[-1]]
         else:

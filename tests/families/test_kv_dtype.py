@@ -13,8 +13,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from daemons.ops.paged import GROUP, Pages, Q8Pages
-from lucevisor.model.values import Dtype, Space
+from daemons.ops.paged import Pages, Q8Pages
+from lucevisor.model.values import Q8_GROUP, Dtype, Space, q8_groups
 from tests.families.pipeline import How, load_stages, pools_of
 from tests.families.rounding import load_exact
 from tests.families.test_golden import opened
@@ -79,9 +79,9 @@ def recurrent_bytes(golden) -> int:
 def test_what_is_written_comes_back_as_near_as_q8_0_of_ggml(width, heads, exponents, seed):
     """Every number within half a step, and as near as gguf's own q8_0 brings it: the scale is the same, and of its
     multiples the nearest is kept, but for the roundings of float32."""
-    groups = -(-width // GROUP)
+    groups = q8_groups(width)
     pages = Q8Pages(
-        torch.zeros(4, 64, heads, groups * GROUP, dtype=torch.int8),
+        torch.zeros(4, 64, heads, groups * Q8_GROUP, dtype=torch.int8),
         torch.zeros(4, 64, heads, groups, dtype=torch.float16),
         width,
     )
@@ -93,8 +93,8 @@ def test_what_is_written_comes_back_as_near_as_q8_0_of_ggml(width, heads, expone
     assert found.shape == rows.shape
     errors = (found.double() - rows.double()).abs()
     assert bool((errors <= q8_error(rows)).all())
-    padded = torch.nn.functional.pad(rows, (0, -width % GROUP))
-    flat = padded.reshape(-1, GROUP).numpy()
+    padded = torch.nn.functional.pad(rows, (0, -width % Q8_GROUP))
+    flat = padded.reshape(-1, Q8_GROUP).numpy()
     kind = gguf.GGMLQuantizationType.Q8_0
     theirs = torch.from_numpy(gguf.quants.dequantize(gguf.quants.quantize(flat, kind), kind)).view_as(padded)
     theirs = (theirs[..., :width].double() - rows.double()).abs()

@@ -44,8 +44,8 @@ def test_every_way_is_the_loop(n_tokens, n_experts, k, joined, monkeypatch):
     allowed = bound(lambda x: (mlp.one_by_one(x, ids) * weights.unsqueeze(2)).sum(1), x)
     assert all(allowed.worst(summed(way), wanted) <= 1 for way in ways)
     assert allowed.worst(mlp(x, Chosen(ids, weights, None)), wanted) <= 1
-    monkeypatch.setattr("daemons.ops.experts.EXPANDED_NUMBERS", 3000)
-    monkeypatch.setattr("daemons.ops.moe.EXPANDED_NUMBERS", 3000)  # two experts at a time
+    monkeypatch.setattr("daemons.ops.experts.DEQUANT_ELEMENTS", 3000)
+    monkeypatch.setattr("daemons.ops.moe.DEQUANT_ELEMENTS", 3000)  # two experts at a time
     assert mlp.n_expanded == 2
     assert all(allowed.worst(summed(way), wanted) <= 1 for way in ways)
 

@@ -6,7 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lucevisor.kv.page_pool import PagePools
-from lucevisor.kv.page_table import Growth, PageTable, first_visible_page, max_window_pages, pages_of
+from lucevisor.kv.page_table import Growth, PageTable
+from lucevisor.model.pages import first_visible_page, max_window_pages, pages_of
 from lucevisor.model.values import PAGE_TOKENS, Space
 from lucevisor.protocol.loading import PoolSizes
 

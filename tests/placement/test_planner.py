@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 from lucevisor.config import Config
 from lucevisor.errors import ConfigError, ExitCode
 from lucevisor.model.families import open_spec
+from lucevisor.model.pages import pages_of
 from lucevisor.model.spec import ModelSpec
 from lucevisor.model.values import Dtype, LayerRange, Space
 from lucevisor.model.weight_layout import weight_bytes
-from lucevisor.placement.cost import pages_of
 from lucevisor.placement.devices import Inventory
 from lucevisor.placement.planner import plan
 from lucevisor.placement.result import Infeasible, Placement, PlacementError

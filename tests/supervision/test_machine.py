@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from lucevisor.protocol.exit_codes import EXIT_CONFIGURATION
 from lucevisor.supervision import events as ev
 from lucevisor.supervision.events import ProcessSignal, Timer
 from lucevisor.supervision.machine import InvalidGroupTransition, Machine
@@ -263,7 +264,7 @@ def test_slow_failures_outside_the_window_go_on_restarting_but_starts_that_never
 
 @pytest.mark.parametrize(
     "event",
-    [ev.Exited(1, code=ev.EXIT_CONFIGURATION, hint="no torch"), ev.SpawnFailed(1, "no such file", configuration=True)],
+    [ev.Exited(1, code=EXIT_CONFIGURATION, hint="no torch"), ev.SpawnFailed(1, "no such file", configuration=True)],
 )
 def test_a_configuration_error_is_not_retried(event):
     told = Told()

@@ -21,8 +21,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from daemons.ops.paged import GROUP, PagedTensor, Q8Pages
-from lucevisor.model.values import PAGE_TOKENS
+from daemons.ops.paged import PagedTensor, Q8Pages
+from lucevisor.model.values import PAGE_TOKENS, Q8_GROUP
 
 PROGRAMS_PER_PROCESSOR = 2
 """As many as fit at once by their shared memory: more would be a second wave."""
@@ -41,7 +41,7 @@ have none.
 
 _LOWEST = tl.constexpr(-1.0e30)  # a maximum of no scores; finite, so that differences of two are no NaN
 _PAGE = tl.constexpr(PAGE_TOKENS)
-_GROUP = tl.constexpr(GROUP)
+_GROUP = tl.constexpr(Q8_GROUP)
 
 
 @triton.jit

@@ -1,4 +1,4 @@
-"""What a daemon says of an error before it ends: the cause in one line, where, and whether another try may help."""
+"""What a daemon reports of an error before it exits: the cause in one line, the place, and whether a retry may help."""
 
 from __future__ import annotations
 
@@ -7,9 +7,10 @@ import torch
 
 from daemons.errors import DeviceError, describe
 from daemons.ops.basic import rotate
-from daemons.options import EXIT_CONFIGURATION, Options
-from daemons.worker import EXIT_FAILED, _Server
+from daemons.options import Options
+from daemons.worker import _Worker
 from lucevisor.model.values import Backend
+from lucevisor.protocol.exit_codes import EXIT_CONFIGURATION, EXIT_FAILED
 
 
 class Sent:
@@ -22,13 +23,13 @@ class Sent:
         self.messages.append(message)
 
 
-def told(what: str, error: Exception):
+def reported(what: str, error: Exception):
     link = Sent()
-    server = _Server(link, None, Options("left", Backend.CPU, 0, 0, 0, 1, ()))
+    worker = _Worker(link, None, Options("left", Backend.CPU, 0, 0, 0, 1, ()))
     try:
         raise error
     except Exception as caught:
-        code = server._fail(what, caught, "stage 0")
+        code = worker._fail(what, caught, "stage 0")
     [message] = link.messages
     return code, message
 
@@ -46,7 +47,7 @@ def test_the_hints_that_torch_adds_are_left_to_the_details():
     error = RuntimeError("CUDA error: out of luck\nFor debugging consider passing CUDA_LAUNCH_BLOCKING=1\n")
     assert describe(error) == "RuntimeError: CUDA error: out of luck"
     assert describe(MemoryError()) == "MemoryError"
-    code, message = told("step 7", error)
+    code, message = reported("step 7", error)
     assert code == EXIT_FAILED
     assert message.reason == "RuntimeError: CUDA error: out of luck"
     assert "CUDA_LAUNCH_BLOCKING" in message.details
@@ -54,9 +55,9 @@ def test_the_hints_that_torch_adds_are_left_to_the_details():
 
 @pytest.mark.parametrize("kind", [FileNotFoundError, PermissionError])
 def test_a_file_that_is_missing_in_a_step_is_tried_again_and_in_a_load_is_not(kind):
-    code, message = told("step 7", kind(2, "No such file", "/root/.triton/cache/x"))
+    code, message = reported("step 7", kind(2, "No such file", "/root/.triton/cache/x"))
     assert (code, message.configuration) == (EXIT_FAILED, False)
-    code, message = told("load", kind(2, "No such file", "model.gguf"))
+    code, message = reported("load", kind(2, "No such file", "model.gguf"))
     assert (code, message.configuration) == (EXIT_CONFIGURATION, True)
 
 
@@ -70,4 +71,4 @@ def test_a_file_that_is_missing_in_a_step_is_tried_again_and_in_a_load_is_not(ki
     ],
 )
 def test_the_advice_names_what_is_short(error, advice):
-    assert told("step 7", error)[1].advice.startswith(advice)
+    assert reported("step 7", error)[1].advice.startswith(advice)

@@ -1,0 +1,37 @@
+"""Pages of attention state: how many a text takes, and which a sliding window sees.
+
+The planner sizes pools by these formulas, the engine allocates by them and the daemons read by them.
+"""
+
+from __future__ import annotations
+
+from lucevisor.model.values import PAGE_TOKENS
+
+
+def pages_of(n_tokens: int) -> int:
+    """Return how many pages hold ``n_tokens`` positions."""
+    return -(-n_tokens // PAGE_TOKENS)
+
+
+def first_visible(position: int, window_tokens: int) -> int:
+    """Return the oldest position that ``position`` sees through a window, which counts the position itself."""
+    return max(0, position - window_tokens + 1)
+
+
+def first_visible_page(position: int, window_tokens: int) -> int:
+    """Return the index of the oldest page that a token at ``position`` or later sees through a window."""
+    return first_visible(position, window_tokens) // PAGE_TOKENS
+
+
+def max_window_pages(window_tokens: int, slice_tokens: int, max_context: int) -> int:
+    """Return the most window pages one sequence ever holds when no slice is longer than ``slice_tokens``.
+
+    A slice ``[a, b)`` needs positions ``a - w + 1 .. b - 1``: at most w - 1 + slice positions, which touch one page
+    more than they fill when they start inside one.
+    """
+    return min(pages_of(max_context), pages_of(window_tokens - 1 + slice_tokens) + 1)
+
+
+def max_slot_window_pages(window_tokens: int) -> int:
+    """Return the most window pages one prefix slot holds: they fill w - 1 positions and may start inside a page."""
+    return pages_of(window_tokens - 1) + 1

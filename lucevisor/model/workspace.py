@@ -1,0 +1,10 @@
+"""Sizes of temporary memory, which the daemons' operations keep to and the planner sets aside."""
+
+from __future__ import annotations
+
+DEQUANT_ELEMENTS = 1 << 26
+"""Weights of a quantised matrix that are dequantised at a time."""
+SCORE_ELEMENTS = 1 << 26
+"""Attention scores, float32, that plain-torch attention holds at a time; masking and softmax hold as many again."""
+INT8_GEMV_ROWS = 8
+"""Rows up to which a cpu multiplies an int8 matrix as stored; for more rows it is widened first."""
