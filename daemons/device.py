@@ -259,32 +259,3 @@ def _forget_last_error() -> None:
     with suppress(RuntimeError):  # the refusal itself, already told to the caller by the return value
         torch.zeros(1, device="cuda").add_(1)
     torch.cuda.synchronize()
-
-
-def boundary_view(buffer: memoryview, dtype: Dtype, rows: int, width: int) -> Tensor:
-    """``[rows, width]`` of an arena region as a cpu tensor over the same bytes.
-
-    Raises DeviceError when they do not fit.
-    """
-    kind = torch_dtype(dtype)
-    n_bytes = rows * width * kind.itemsize
-    if n_bytes > len(buffer):
-        raise DeviceError(
-            "arena region",
-            f"{rows} rows of {width} {dtype.value} take {n_bytes} bytes, the region has {len(buffer)}",
-            "send fewer tokens in a step: max_step_tokens and the arena's region size disagree",
-        )
-    if rows == 0:
-        return torch.empty(0, width, dtype=kind)
-    return torch.frombuffer(buffer, dtype=kind, count=rows * width).view(rows, width)
-
-
-def copy_in(view: Tensor, device: torch.device) -> Tensor:
-    """Rows of an arena region on ``device``.  On the cpu the view itself: the region keeps still during its step."""
-    return view.to(device, non_blocking=True)
-
-
-def copy_out(rows: Tensor, view: Tensor) -> None:
-    """Write ``rows`` to an arena region and return when the bytes are there."""
-    view.copy_(rows, non_blocking=True)
-    synchronize(rows.device)

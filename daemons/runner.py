@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from daemons import device as devices
+from daemons.boundary import BoundaryBuffer, SharedMemoryBuffer
 from daemons.errors import LoadError
 from daemons.models.stage import LoadedStage
 from daemons.pulse import Reporter
@@ -42,17 +43,17 @@ class Outcome:
 class ModelRunner:
     """The stages of one daemon, after :meth:`load`."""
 
-    def __init__(self, load: Load, backend: Backend, arenas: list[Arena]) -> None:
+    def __init__(self, load: Load, backend: Backend, arenas: Sequence[Arena]) -> None:
         self._load = load
         self._backend = backend
-        self._arenas = arenas
         self.stages: dict[int, LoadedStage] = {}
         self._plans: dict[int, StagePlan] = {p.stage: p for p in load.stages}
         self._sampler: Sampler | None = None
         self.spec = read_spec(_open_planned(load), load.options)
-        if backend is not Backend.CPU:
-            for arena in arenas:
-                devices.register_host(arena.view())
+        pinned = backend is not Backend.CPU
+        self._boundaries: list[BoundaryBuffer] = [
+            SharedMemoryBuffer(arena, load.dtype, self.spec.boundary_width, pinned=pinned) for arena in arenas
+        ]
 
     @classmethod
     def load(cls, load: Load, backend: Backend, fds: Sequence[int], reporter: Reporter) -> tuple[ModelRunner, Loaded]:
@@ -106,14 +107,14 @@ class ModelRunner:
         if n_tokens:
             rows_in = None
             if plan.source is not None:
-                rows_in = self._boundary(plan.source, step.region, n_tokens)
+                rows_in = self._boundaries[plan.source].read(step.region, n_tokens)
             out = stage.forward(step, rows_in)
             if step.want_hidden:
                 hidden = torch.stack([h.float().cpu() for h in out.hidden])  # layers may lie on several devices
                 payload.append(hidden)
                 segments.append(("hidden", list(hidden.shape)))
             if plan.target is not None:
-                devices.copy_out(out.rows, self._boundary(plan.target, step.region, n_tokens))
+                self._boundaries[plan.target].write(step.region, out.rows)
             else:
                 sampled = self._tail(stage, step, out.rows, payload, segments)
         result = StepResult(step.step_id, stage_index, sampled, time.monotonic() - started, wait_s, segments)
@@ -133,12 +134,6 @@ class ModelRunner:
     def free_bytes(self) -> list[int]:
         indices = sorted({s.device for p in self._load.stages for s in p.shards})
         return [devices.memory_free(devices.torch_device(self._backend, i)) for i in indices]
-
-    def _boundary(self, arena: int, region: int, n_rows: int) -> Tensor:
-        """Rows ``[n_rows, boundary_width]`` of a region, as a tensor on shared memory."""
-        return devices.boundary_view(
-            self._arenas[arena].region(region), self._load.dtype, n_rows, self.spec.boundary_width
-        )
 
     def _apply(self, stage: LoadedStage, plan: StagePlan, step: Step) -> None:
         stage.apply(step.operations)

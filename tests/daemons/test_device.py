@@ -1,6 +1,4 @@
-"""What the daemon says about devices, and the arena memory it reads and writes."""
-
-import mmap
+"""What the daemon says about devices."""
 
 import pytest
 import torch
@@ -37,24 +35,6 @@ def test_another_backend_than_torchs_names_the_build(backend):
 @WITHOUT_ACCELERATOR
 def test_host_memory_cannot_be_registered_without_an_accelerator():
     assert not device.register_host(memoryview(bytearray(4096)))
-
-
-@pytest.mark.parametrize("dtype", [Dtype.FLOAT32, Dtype.BFLOAT16, Dtype.FLOAT16])
-def test_boundary_views_are_the_arenas_bytes(dtype):
-    arena = mmap.mmap(-1, 8192)
-    region = memoryview(arena)[4096:]
-    rows = torch.randn(5, 7).to(device.torch_dtype(dtype))
-    view = device.boundary_view(region, dtype, 5, 7)
-    device.copy_out(rows, view)
-    assert torch.equal(device.copy_in(device.boundary_view(region, dtype, 5, 7), device.CPU), rows)
-    assert bytes(region[: rows.nbytes]) == rows.view(torch.uint8).numpy().tobytes()
-    assert arena[:4096] == bytes(4096)
-    assert device.boundary_view(region, dtype, 0, 7).shape == (0, 7)
-
-
-def test_a_boundary_larger_than_its_region_is_refused():
-    with pytest.raises(DeviceError, match="3 rows of 10 float32 take 120 bytes, the region has 100"):
-        device.boundary_view(memoryview(bytearray(100)), Dtype.FLOAT32, 3, 10)
 
 
 def test_threads_and_precision(monkeypatch):

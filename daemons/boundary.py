@@ -1,0 +1,55 @@
+"""Boundary activations handed from one stage to the next: rows in, rows out, one region a step.
+
+Knows neither stages nor steps.  Invariant: when ``write`` returns, the bytes are where the next stage reads them.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from daemons import device as devices
+from daemons.errors import DeviceError
+from lucevisor.model.values import Dtype
+from lucevisor.protocol.arena import Arena
+
+
+class BoundaryBuffer(Protocol):
+    """The rows between two stages, wherever they lie."""
+
+    def read(self, region: int, n_rows: int) -> Tensor:
+        """``[n_rows, width]`` as the stage before wrote them, on the cpu; valid during the step."""
+
+    def write(self, region: int, rows: Tensor) -> None:
+        """Hand ``rows`` ``[T, width]``, on any device, to the next stage.  Returns when they are there."""
+
+
+class SharedMemoryBuffer:
+    """Rows in an arena that both neighbours map; ``pinned``: registered with the device driver for its copies."""
+
+    def __init__(self, arena: Arena, dtype: Dtype, width: int, *, pinned: bool = False) -> None:
+        self._arena, self._dtype, self._width = arena, dtype, width
+        if pinned:
+            devices.register_host(arena.view())
+
+    def read(self, region: int, n_rows: int) -> Tensor:
+        """The region's own bytes, not a copy.  Raises DeviceError when the rows do not fit."""
+        buffer, dtype = self._arena.region(region), devices.torch_dtype(self._dtype)
+        n_bytes = n_rows * self._width * dtype.itemsize
+        if n_bytes > len(buffer):
+            raise DeviceError(
+                "arena region",
+                f"{n_rows} rows of {self._width} {self._dtype.value} take {n_bytes} bytes, "
+                f"the region has {len(buffer)}",
+                "send fewer tokens in a step: max_step_tokens and the arena's region size disagree",
+            )
+        if n_rows == 0:
+            return torch.empty(0, self._width, dtype=dtype)
+        return torch.frombuffer(buffer, dtype=dtype, count=n_rows * self._width).view(n_rows, self._width)
+
+    def write(self, region: int, rows: Tensor) -> None:
+        """Copy into the region and wait for the copy.  Raises DeviceError when the rows do not fit."""
+        self.read(region, rows.shape[0]).copy_(rows, non_blocking=True)
+        devices.synchronize(rows.device)
