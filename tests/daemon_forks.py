@@ -25,40 +25,41 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+if __name__ != "__main__":  # the process that forks holds what a daemon imports, and no more
+    from lucevisor.supervision import child
+    from lucevisor.supervision.staging import stage_packages
+
 _PR_SET_CHILD_SUBREAPER = 36
 _ABOVE_ALL = 512  # descriptor numbers while the inherited ones are put in their places
 _START_S = 60.0
 
 
-@contextmanager
-def forked_daemons(directory: Path) -> Iterator[None]:
-    """Within it services of this process fork their daemons. ``directory`` is for the packages that daemons import."""
-    from lucevisor.supervision import child
-    from lucevisor.supervision.staging import stage_packages
-
-    directory.mkdir(exist_ok=True)
-    forker, real = Forker(stage_packages(directory).directory), child.subprocess
-    child.subprocess = SimpleNamespace(  # type: ignore[assignment]
-        Popen=forker.popen, PIPE=subprocess.PIPE, DEVNULL=subprocess.DEVNULL
-    )
-    try:
-        yield
-    finally:
-        child.subprocess = real
-        forker.close()
-
-
 class Forker:
-    """The process to fork from; ``popen`` stands for ``subprocess.Popen`` of daemons."""
+    """The process to fork from, started when it is first needed. ``directory`` gets the packages that it imports."""
 
-    def __init__(self, staging: Path) -> None:
-        self._staging = staging
+    def __init__(self, directory: Path) -> None:
+        directory.mkdir(exist_ok=True)
+        self._staging = stage_packages(directory).directory
         self._process: subprocess.Popen[bytes] | None = None
         self._channel: socket.socket | None = None
 
+    @contextmanager
+    def installed(self) -> Iterator[None]:
+        """Within it services of this process fork their daemons."""
+        real = child.subprocess
+        child.subprocess = SimpleNamespace(  # type: ignore[assignment]
+            Popen=self.popen, PIPE=subprocess.PIPE, DEVNULL=subprocess.DEVNULL
+        )
+        try:
+            yield
+        finally:
+            child.subprocess = real
+
     def popen(self, argv: Sequence[str], *, env: dict[str, str], cwd: Path, **options: Any) -> Any:
-        """Fork a daemon; ``options`` as ``supervision.child`` gives them."""
-        if argv[0] != sys.executable:
+        """Fork a daemon; ``options`` as ``supervision.child`` gives them. Other interpreters and other code are
+        started.
+        """
+        if argv[0] != sys.executable or (cwd / "daemons").resolve() != (self._staging / "daemons").resolve():
             return subprocess.Popen(argv, env=env, cwd=cwd, **options)
         ordinary = {"stdin": -3, "stdout": -1, "stderr": -1, "bufsize": 0, "start_new_session": True}
         assert {k: v for k, v in options.items() if k != "pass_fds"} == ordinary, options

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import structlog
 
-from tests.daemon_forks import forked_daemons
+from tests.daemon_forks import Forker
 from tests.e2e.process import DEMO, Cli
 
 
@@ -21,10 +21,17 @@ def quiet_log() -> Iterator[None]:
     structlog.reset_defaults()
 
 
-@pytest.fixture(scope="session", autouse=True)
-def _forked_daemons(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+@pytest.fixture(scope="session")
+def forker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Forker]:
+    one = Forker(tmp_path_factory.mktemp("forker"))
+    yield one
+    one.close()
+
+
+@pytest.fixture(autouse=True)
+def _forked_daemons(forker: Forker) -> Iterator[None]:
     """Services within this process fork their daemons; those of the command line are started as a user's are."""
-    with forked_daemons(tmp_path_factory.mktemp("forker")):
+    with forker.installed():
         yield
 
 

@@ -21,7 +21,7 @@ from lucevisor.deployment.service import Service
 from lucevisor.engine.request import GenerationRequest, TokenEvent
 from lucevisor.protocol.steps import Sampling
 from lucevisor.supervision.policy import SupervisionLimits
-from tests.daemon_forks import forked_daemons
+from tests.daemon_forks import Forker
 from tests.e2e.process import DEMO
 
 LIMITS = SupervisionLimits(step_s=3.0, heartbeat_s=3.0, busy_heartbeat_s=3.0, second_look_s=0.1)
@@ -56,5 +56,5 @@ async def main(run_dir: str, n_tokens: int) -> None:
 
 
 structlog.configure(logger_factory=structlog.PrintLoggerFactory(sys.stderr))
-with forked_daemons(Path(sys.argv[1]) / "forker"), asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+with Forker(Path(sys.argv[1]) / "forker").installed(), asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
     runner.run(main(sys.argv[1], int(sys.argv[2])))
