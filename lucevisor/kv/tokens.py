@@ -15,7 +15,7 @@ from lucevisor.model.values import PAGE_TOKENS
 
 TOKEN_BYTES: Final = 4
 PAGE_BYTES: Final = PAGE_TOKENS * TOKEN_BYTES
-_TYPECODE: Final = "i"
+_TYPECODE: Final = "I"
 
 
 class TokenBuffer(Sequence[int]):
@@ -24,7 +24,7 @@ class TokenBuffer(Sequence[int]):
     __slots__ = ("_ids",)
 
     def __init__(self, ids: Sequence[int] = ()) -> None:
-        """Copy ``ids``.  Raises OverflowError for an id beyond 31 bits."""
+        """Copy ``ids``.  Raises OverflowError for an id that does not fit into 32 bits."""
         self._ids: array[int] = ids._ids[:] if isinstance(ids, TokenBuffer) else array(_TYPECODE, ids)
 
     @classmethod

@@ -44,6 +44,11 @@ MAX_HEADER_BYTES = 64 << 20
 MAX_TOKENS = 1 << 24
 """More than any context; bounds what a header may unpack to."""
 NO_CHECKSUM = "0" * 16
+HEADER_BYTES_PER_TOKEN = 6
+"""At most: four bytes that may not compress (zlib then adds 5 in 16,383), as base64."""
+
+_MAX_RECORD_BYTES = 4096
+"""At most, of a record of the next token, the time and the number of tokens."""
 
 _CHECK_DIGITS = 64
 _START = b'{"__metadata__":{"header_check":"'
@@ -80,6 +85,14 @@ def lay_out(model: StateModel, slot: SlotRecord) -> SnapshotHeader:
     )
     start = -(-(LENGTH_BYTES + len(_json(snapshot))) // DATA_ALIGNMENT) * DATA_ALIGNMENT
     return replace(snapshot, tensors=_placed(tensors, start), data_start=start)
+
+
+def max_header_bytes(model: StateModel) -> int:
+    """Return the most bytes in front of a model's tensors, apart from HEADER_BYTES_PER_TOKEN for each token."""
+    longest = lay_out(model, SlotRecord((0,), 0.0))
+    tensors = slot_tensors(model.layers, MAX_TOKENS, model.kv_dtype)  # with the longest numbers
+    header = replace(longest, tensors=_placed(tensors, 0), data_start=0)
+    return LENGTH_BYTES + len(_json(header)) + _MAX_RECORD_BYTES + DATA_ALIGNMENT
 
 
 def _placed(tensors: Sequence[SnapshotTensor], start: int) -> tuple[SnapshotTensor, ...]:

@@ -7,7 +7,6 @@ under any other.
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -15,6 +14,7 @@ from math import prod
 
 import msgspec
 
+from lucevisor.kv.tokens import TOKEN_BYTES, TokenBuffer
 from lucevisor.model.spec import LayerSpec
 from lucevisor.model.values import SCALE, Dtype, LayerRange, Space
 from lucevisor.protocol.transfers import SnapshotTensor
@@ -124,11 +124,11 @@ class SnapshotHeader:
 
     @property
     def n_tokens(self) -> int:
-        return len(self.packed_tokens) // 4
+        return len(self.packed_tokens) // TOKEN_BYTES
 
     @property
-    def tokens(self) -> tuple[int, ...]:
-        return unpack_tokens(self.packed_tokens)
+    def tokens(self) -> TokenBuffer:
+        return TokenBuffer.from_packed(self.packed_tokens)
 
     @property
     def file_bytes(self) -> int:
@@ -180,15 +180,11 @@ def tensor_bytes(dtype: str, shape: Sequence[int]) -> int:
 
 
 def pack_tokens(tokens: Sequence[int]) -> bytes:
-    """Token ids as little-endian uint32.  Raises ValueError for an id that is no such number."""
+    """Token ids as little-endian uint32.  Raises ValueError for an id that does not fit into 32 bits."""
     try:
-        return struct.pack(f"<{len(tokens)}I", *tokens)
-    except struct.error as error:
-        raise ValueError(f"a token id is no number of 0 to 4294967295: {error}") from error
-
-
-def unpack_tokens(packed: bytes) -> tuple[int, ...]:
-    return struct.unpack(f"<{len(packed) // 4}I", packed)
+        return TokenBuffer.of(tokens).packed()
+    except OverflowError as error:
+        raise ValueError(f"a token id is not in 0 to 4294967295: {error}") from error
 
 
 # ---- does it fit

@@ -26,13 +26,13 @@ from lucevisor.engine.core import Engine
 from lucevisor.engine.request import GenerationRequest, TokenEvent
 from lucevisor.kv.prefix_records import PrefixHooks, Reservation
 from lucevisor.kv.prefix_tree import PrefixSlot
+from lucevisor.kv.tokens import TokenBuffer
 from lucevisor.model.fingerprint import fingerprint
 from lucevisor.model.spec import ModelSpec
 from lucevisor.model.values import Dtype, Space
 from lucevisor.placement.result import Placement
 from lucevisor.protocol.transfers import SlotPlace
 from lucevisor.snapshots.async_store import AsyncSnapshotStore
-from lucevisor.snapshots.file_format import lay_out
 from lucevisor.snapshots.layout import Fault, NextToken, SlotRecord, StateModel
 from lucevisor.snapshots.policy import (
     Candidate,
@@ -45,6 +45,7 @@ from lucevisor.snapshots.policy import (
     reject_save_reason,
 )
 from lucevisor.snapshots.shard_transfers import ShardTransfers
+from lucevisor.snapshots.sizes import FileSizes
 from lucevisor.snapshots.speeds import SpeedMeter
 from lucevisor.snapshots.store import OpenSnapshot, SnapshotRefused, SnapshotStore
 from lucevisor.snapshots.transfers import Transfer
@@ -95,6 +96,7 @@ class SnapshotManager:
         self.store, self.shards = store, shards
         self.meter = SpeedMeter()
         self._engine, self._policy = engine, policy
+        self._sizes = FileSizes(store.store.model)
         self._restoring: dict[tuple[str, int], _Restoring] = {}
         self._candidates: dict[int, PrefixSlot] = {}
         self._wake = asyncio.Event()
@@ -155,8 +157,11 @@ class SnapshotManager:
         return not under_way.late
 
     def _better(self, request: GenerationRequest) -> SnapshotMatch | None:
-        prefixes, prompt = self._engine.prefixes, request.prompt
-        match = self.store.store.find(prompt, len(prompt) - 1) if prefixes.enabled else None
+        prefixes = self._engine.prefixes
+        if not prefixes.enabled or not self.store.store.n_files:
+            return None  # the usual case: nothing is packed for it
+        prompt = TokenBuffer.of(request.prompt)
+        match = self.store.store.find(prompt, len(prompt) - 1)
         if match is None:
             return None
         gain = match.n_tokens - prefixes.match(prompt).position
@@ -285,7 +290,7 @@ class SnapshotManager:
     def _candidate(self, slot: PrefixSlot) -> Candidate:
         tokens = slot.tokens
         known = self.store.store.find(tokens, len(tokens))
-        n_bytes = lay_out(self.store.store.model, SlotRecord(tokens, 0.0)).file_bytes
+        n_bytes = self._sizes.max_bytes(len(tokens))
         return Candidate(slot.number, len(tokens), n_bytes, known.n_tokens if known is not None else 0, slot.n_uses)
 
     def _reject_reason(self, slot: PrefixSlot, trigger: SaveTrigger) -> str:

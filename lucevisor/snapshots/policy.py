@@ -8,12 +8,12 @@ are the least recently used files, and no more than the budget asks for.
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from enum import StrEnum
 from hashlib import sha256
 
-from lucevisor.snapshots.layout import SnapshotHeader, pack_tokens
+from lucevisor.snapshots.layout import SnapshotHeader
 
 LOCK_FILE = "lucevisor.lock"
 PARTIAL = ".partial"
@@ -87,40 +87,6 @@ class SnapshotMatch:
     def n_bytes(self) -> int:
         """Of the part that would be read."""
         return self.entry.n_bytes * self.n_tokens // self.entry.n_tokens
-
-
-# ---- what can be used
-
-
-def longest_match(
-    entries: Iterable[SnapshotEntry], prompt: Sequence[int], most: int, *, whole_only: bool
-) -> SnapshotMatch | None:
-    """The entry that holds most of ``prompt[:most]``; between equals the one in use last.
-
-    ``whole_only``: a slot counts only when all of it is a prefix.  Costs one comparison of bytes an entry.
-    """
-    wanted = pack_tokens(prompt[:most])
-    best: SnapshotMatch | None = None
-    for entry in entries:
-        n = common_tokens(entry.snapshot.packed_tokens, wanted)
-        if n == 0 or (whole_only and n < entry.n_tokens):
-            continue
-        if best is None or (n, entry.used_s) > (best.n_tokens, best.entry.used_s):
-            best = SnapshotMatch(entry, n)
-    return best
-
-
-def common_tokens(a: bytes, b: bytes) -> int:
-    """How many tokens two packed texts have in common from the start."""
-    low, high = 0, min(len(a), len(b)) // 4
-    step = 16
-    while low < high:  # ever longer strides while all is equal, then halves
-        at = min(low + step, high)
-        if a[4 * low : 4 * at] == b[4 * low : 4 * at]:
-            low, step = at, step * 2
-        else:
-            high, step = at - 1, max(1, (at - low) // 2)
-    return low
 
 
 # ---- what to save

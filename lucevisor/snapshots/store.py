@@ -22,10 +22,12 @@ from threading import Lock
 import structlog
 
 from lucevisor.errors import ConfigError, LucevisorError
+from lucevisor.kv.tokens import TOKEN_BYTES, TokenBuffer
 from lucevisor.model.values import LayerRange
 from lucevisor.protocol.transfers import SnapshotTensor
 from lucevisor.snapshots import disk
 from lucevisor.snapshots.disk import describe_error
+from lucevisor.snapshots.index import SnapshotIndex
 from lucevisor.snapshots.layout import (
     Fault,
     NextToken,
@@ -35,7 +37,7 @@ from lucevisor.snapshots.layout import (
     StateModel,
     check_fits,
 )
-from lucevisor.snapshots.policy import CacheFile, FileKind, SnapshotEntry, SnapshotMatch, longest_match, read_name
+from lucevisor.snapshots.policy import CacheFile, FileKind, SnapshotEntry, SnapshotMatch, read_name
 from lucevisor.snapshots.writer import PendingSnapshot, SnapshotWriter
 
 log = structlog.get_logger("snapshots")
@@ -74,8 +76,8 @@ class OpenSnapshot:
         return self.entry.file
 
     @property
-    def tokens(self) -> tuple[int, ...]:
-        return self.snapshot.tokens[: self.n_tokens]
+    def tokens(self) -> TokenBuffer:
+        return TokenBuffer.from_packed(self.snapshot.packed_tokens[: self.n_tokens * TOKEN_BYTES])
 
     def tensors(self, layers: LayerRange) -> list[SnapshotTensor]:
         return self.snapshot.of_layers(layers)
@@ -118,7 +120,7 @@ class SnapshotStore:
         self.directory, self.model, self.disk_bytes = directory, model, disk_bytes
         self.statistics = StoreStatistics()
         self._clock, self._at = clock, at
-        self._entries: dict[str, SnapshotEntry] = {}
+        self._index = SnapshotIndex()
         self._guard = Lock()  # of the entries and the statistics; never held while the disk works
         n_threads = min(4, os.cpu_count() or 1)
         self._pool = ThreadPoolExecutor(n_threads, thread_name_prefix="snapshot check")
@@ -136,7 +138,7 @@ class SnapshotStore:
     def entries(self) -> list[SnapshotEntry]:
         """The usable files as known now, least recently used first."""
         with self._guard:
-            return sorted(self._entries.values(), key=lambda e: (e.used_s, e.file))
+            return sorted(self._index, key=lambda e: (e.used_s, e.file))
 
     def scan(self) -> list[SnapshotEntry]:
         """Read the headers of this model's files; remove what dead writers left; set aside what is no snapshot.
@@ -156,10 +158,12 @@ class SnapshotStore:
                 with suppress(SnapshotRefused):
                     found[one.file] = self._entry(one)
         listed = {one.file for one in files}
+        index = SnapshotIndex(found.values())
         with self._guard:  # what was saved since the directory was listed stays
-            self._entries = found | {
-                name: e for name, e in self._entries.items() if name not in listed and e.used_s >= began_s
-            }
+            for entry in self._index:
+                if entry.file not in listed and entry.used_s >= began_s:
+                    index.put(entry)
+            self._index = index
         others = [f.file for f in files if f.kind is FileKind.SNAPSHOT and f.file not in found]
         n_older = sum(map(self._is_older, others))
         if n_older:
@@ -187,9 +191,15 @@ class SnapshotStore:
             check_fits(snapshot, self.model)
         return SnapshotEntry(file.file, snapshot, status.st_size, status.st_mtime)
 
+    @property
+    def n_files(self) -> int:
+        """Number of usable files."""
+        return len(self._index)
+
     def find(self, prompt: Sequence[int], most: int) -> SnapshotMatch | None:
-        """The file that gives back most of the prompt's first ``most`` tokens."""
-        return longest_match(self.entries, prompt, most, whole_only=self.model.whole_only)
+        """The file that restores most of the prompt's first ``most`` tokens.  Safe to call on an event loop."""
+        with self._guard:
+            return self._index.find(TokenBuffer.of(prompt), most, whole_only=self.model.whole_only)
 
     # ---- write
 
@@ -205,7 +215,7 @@ class SnapshotStore:
         entry = self._writer.seal(writing, n_bytes)
         seconds = time.monotonic() - writing.started_s
         with self._guard:
-            self._entries[entry.file] = entry
+            self._index.put(entry)
             self.statistics.n_saved += 1
             self.statistics.saved_bytes += entry.n_bytes
             self.statistics.save_s += seconds
@@ -247,8 +257,8 @@ class SnapshotStore:
             os.posix_fadvise(fd, snapshot.data_start, 0, os.POSIX_FADV_WILLNEED)
             os.utime(fd, (self._clock(), self._clock()))
         with self._guard:
-            if entry.file in self._entries:
-                self._entries[entry.file] = replace(self._entries[entry.file], used_s=self._clock())
+            if (known := self._index.get(entry.file)) is not None:
+                self._index.put(replace(known, used_s=self._clock()))
         record = snapshot.next_token if n == snapshot.n_tokens else None
         return OpenSnapshot(entry, fd, snapshot, n, record, self._converted(snapshot))
 
@@ -307,7 +317,7 @@ class SnapshotStore:
     def _refuse(self, file: str, error: SnapshotError, fd: int = -1) -> None:
         """Forget a file, log why, and rename it unless it is gone, another model's, or good for all we know."""
         with self._guard:
-            self._entries.pop(file, None)
+            self._index.remove(file)
         self.statistics.failures[error.fault.value] += 1
         kept_name = error.fault in (Fault.GONE, Fault.OTHER_MODEL, Fault.OLDER) or disk.is_our_own(error)
         aside = "" if kept_name else self._set_aside(file, fd)
@@ -335,7 +345,7 @@ class SnapshotStore:
             log.info("snapshot pruned", file=one.file, n_bytes=one.n_bytes)
         with self._guard:
             for one in gone:
-                self._entries.pop(one.file, None)
+                self._index.remove(one.file)
             self.statistics.n_pruned += len(gone)
         return gone
 

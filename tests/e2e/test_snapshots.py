@@ -186,7 +186,7 @@ async def test_an_evicted_slot_goes_to_disk_and_comes_back(tmp_path: Path) -> No
         service.engine.prefixes.hooks.on_slot = lambda slot: None  # no turn is saved
         cold = [await ask(service, prompt, []) for prompt in prompts]
         await until(lambda: told_of(service)["saved"] > 0)
-        saved = [e.snapshot.tokens for e in snapshots_of(service).store.store.entries]
+        saved = [tuple(e.snapshot.tokens) for e in snapshots_of(service).store.store.entries]
         warm = [await ask(service, prompt, []) for prompt in prompts]
     assert all(list(tokens[:301]) == prompts[tokens[0]][: len(tokens)] for tokens in saved)
     assert [tokens for tokens, _ in cold] == [tokens for tokens, _ in warm]

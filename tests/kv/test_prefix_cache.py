@@ -46,11 +46,11 @@ class Maker:
         table.release()
         self.index.trim()
         for _ in range(uses):
-            self.index.use(self.index.match([-1]), 0.0)
+            self.index.use(self.index.match([10**9]), 0.0)
         return slot if slot is not None and slot.alive else None
 
     def use(self, slot: PrefixSlot) -> None:
-        match = self.index.match([*slot.tokens, -1])
+        match = self.index.match([*slot.tokens, 10**9])
         assert match.slot is slot
         self.index.use(match, 5.0)
 
@@ -108,7 +108,7 @@ def test_the_slot_that_frees_what_is_lacking_goes_first() -> None:
     [state] = maker.pools[Space.RECURRENT].allocate(1) or []
     old = maker.index.publish(text(0, 100), SlotSource(100, live.entries, state, "turn"), 0.0)
     for _ in range(50):
-        maker.index.use(maker.index.match([-1]), 0.0)
+        maker.index.use(maker.index.match([10**9]), 0.0)
     young = maker.slot(text(1, 64))
     one_more = {Space.FULL: maker.pools[Space.FULL].n_free + 1}
     assert maker.index.can_reclaim(one_more, {})
@@ -128,7 +128,7 @@ def test_bytes_are_those_that_slots_alone_hold() -> None:
     maker.slot([*text(0, 130), *text(1, 10)])  # a page and a state of its own
     assert maker.index.n_bytes == 4 * 10 + 200
     sequence = PageTable(maker.pools, None)
-    sequence.adopt(maker.index.match([*text(0, 130), -1]).full, 0, ())
+    sequence.adopt(maker.index.match([*text(0, 130), 10**9]).full, 0, ())
     assert maker.index.n_bytes == 2 * 10 + 200
     sequence.release()
     assert maker.index.n_bytes == 4 * 10 + 200
@@ -204,13 +204,13 @@ def test_window_models_reuse_pages_as_far_as_the_window_behind_is_held() -> None
     maker = Maker(window=64)
     slot = maker.slot(text(0, 320))  # sees 257 and later: page 4
     longer = maker.slot([*text(0, 320), *text(1, 10)])
-    assert maker.index.match([*text(0, 300), -1, -2]).position == 0
-    assert maker.index.match([*text(0, 320), -1]).slot is slot
+    assert maker.index.match([*text(0, 300), 10**9, 10**9]).position == 0
+    assert maker.index.match([*text(0, 320), 10**9]).slot is slot
     assert maker.index.drop(slot)
     # the window page of entry 4 is still there for the longer one, which sees 267 and later
-    assert maker.index.match([*text(0, 320), -1]).position == 320
+    assert maker.index.match([*text(0, 320), 10**9]).position == 320
     assert maker.index.drop(longer)
-    assert maker.index.match([*text(0, 320), -1]).position == 0
+    assert maker.index.match([*text(0, 320), 10**9]).position == 0
 
 
 def test_adopting_twice_or_something_else_is_refused() -> None:
@@ -222,7 +222,7 @@ def test_adopting_twice_or_something_else_is_refused() -> None:
     assert maker.index.adopt(text(0, 100), reservation, 0.0) is None
     maker.index.cancel(reservation)
     assert maker.pools.use() == {Space.FULL: PageUse(2, 100, evictable=2), Space.RECURRENT: PageUse(1, 8, evictable=1)}
-    assert maker.index.match([*text(0, 100), -1]).from_disk
+    assert maker.index.match([*text(0, 100), 10**9]).from_disk
 
 
 def test_no_more_is_reserved_than_there_is() -> None:

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from lucevisor.kv.tokens import PAGE_BYTES, TokenBuffer
 from lucevisor.model.values import PAGE_TOKENS
 
-IDS = st.lists(st.integers(0, 2**31 - 1), max_size=40)
+IDS = st.lists(st.integers(0, 2**32 - 1), max_size=40)
 
 
 @given(IDS, st.integers(-50, 50), st.integers(-50, 50))
@@ -31,7 +31,7 @@ def test_a_copy_grows_alone() -> None:
     assert (one, two, two[2]) == ([1, 2], [1, 2, 3], 3)
     assert TokenBuffer.of(one) is one
     with pytest.raises(OverflowError):
-        two.append(2**31)
+        two.append(2**32)
 
 
 @given(IDS, IDS, IDS, st.integers(0, 60))
@@ -48,7 +48,7 @@ def test_common_pages(n_pages: int) -> None:
     ids = TokenBuffer(range(9 * PAGE_TOKENS + 5))
     for changed in range(n_pages * PAGE_TOKENS):
         other = [*range(2 * PAGE_TOKENS, (2 + n_pages) * PAGE_TOKENS)]
-        other[changed] = -1
+        other[changed] = 10**9
         pages = TokenBuffer(other).packed()
         assert len(pages) == n_pages * PAGE_BYTES
         if changed >= PAGE_TOKENS:  # the first page is the key by which a node was found

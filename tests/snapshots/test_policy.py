@@ -6,18 +6,14 @@ from hypothesis import strategies as st
 
 from lucevisor.model.values import Dtype
 from lucevisor.snapshots.file_format import lay_out
-from lucevisor.snapshots.layout import SlotRecord, pack_tokens
 from lucevisor.snapshots.policy import (
     CacheFile,
     Candidate,
     FileKind,
     SavePolicy,
     SaveTrigger,
-    SnapshotEntry,
     SnapshotSpeeds,
-    common_tokens,
     file_name,
-    longest_match,
     plan_shutdown_saves,
     read_name,
     reject_save_reason,
@@ -27,11 +23,6 @@ from tests.snapshots.snapshot_parts import FULL_ONLY, made_model, made_slot
 
 MODEL = made_model(layers=FULL_ONLY)
 NAME = "lucevisor-0123456789abcdef-0123456789abcdef"
-
-
-def entry(tokens, used_s=0.0, model=MODEL):
-    snapshot = lay_out(model, SlotRecord(list(tokens), 0.0))
-    return SnapshotEntry(file_name(snapshot), snapshot, snapshot.file_bytes, used_s)
 
 
 # ---- names
@@ -71,35 +62,6 @@ def test_names_differ_by_tokens_model_and_number_formats():
     assert len(found) == 16
     assert {read_name(name).kind for name in found} == {FileKind.SNAPSHOT}
     assert file_name(lay_out(made_model(), made_slot(created_s=1.0))) == file_name(lay_out(made_model(), made_slot()))
-
-
-# ---- matches
-
-
-@given(a=st.lists(st.integers(0, 2), max_size=90), b=st.lists(st.integers(0, 2), max_size=90), n=st.integers(0, 3000))
-def test_common_tokens(a, b, n):
-    a, b = [1] * n + a, [1] * n + b
-    expected = next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
-    assert common_tokens(pack_tokens(a), pack_tokens(b)) == expected
-
-
-TEXT = st.lists(st.integers(0, 1), min_size=1, max_size=12)
-
-
-@given(texts=st.lists(TEXT, max_size=6), prompt=TEXT, most=st.integers(0, 14), whole_only=st.booleans())
-def test_longest_match(texts, prompt, most, whole_only):
-    entries = [entry(t, float(i)) for i, t in enumerate(texts)]
-    found = longest_match(entries, prompt, most, whole_only=whole_only)
-    usable = []
-    for one in entries:
-        n = 0
-        while n < min(len(prompt), most, one.n_tokens) and one.snapshot.tokens[n] == prompt[n]:
-            n += 1
-        usable.append(0 if whole_only and n < one.n_tokens else n)
-    assert (found.n_tokens if found else 0) == max(usable, default=0)
-    if found:
-        latest = max((n, one.used_s) for n, one in zip(usable, entries, strict=True))
-        assert (found.n_tokens, found.entry.used_s) == latest
 
 
 # ---- what is worth a file
