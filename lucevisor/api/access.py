@@ -18,7 +18,7 @@ from lucevisor.api.ports import ApiSettings
 from lucevisor.errors import show
 
 OPEN_PATHS: Final = frozenset({"/health", "/ready"})
-"""Asked by load balancers, which hold no key."""
+"""GenerationOptions by load balancers, which hold no key."""
 
 _ALLOW_HEADERS: Final = "authorization, content-type, x-api-key, x-request-id"
 
@@ -33,14 +33,14 @@ def check_access(request: web.Request, settings: ApiSettings, keys: ApiKeys) -> 
 
 
 def _check_key(request: web.Request, keys: ApiKeys) -> None:
-    token = shown_key(request)
+    token = api_key_of(request)
     if not token:
         raise _unauthorised("no API key was sent; send it as Authorization: Bearer KEY")
     if not keys.accepts(token):
         raise _unauthorised("the API key is not one of this server's")
 
 
-def shown_key(request: web.Request) -> str:
+def api_key_of(request: web.Request) -> str:
     """Return the key a request shows, empty if none."""
     scheme, _, token = request.headers.get("Authorization", "").partition(" ")
     return token.strip() if scheme.lower() == "bearer" else request.headers.get("x-api-key", "").strip()
@@ -94,7 +94,7 @@ def _host_name(header: str) -> str:
     return header.rpartition(":")[0] if header.rpartition(":")[2].isdigit() and ":" in header else header
 
 
-def check_coding(request: web.Request) -> None:
+def check_content_encoding(request: web.Request) -> None:
     """Raise ApiError 415 for a compressed body: a few bytes of one may stand for any number."""
     sent = request.headers.get("Content-Encoding", "identity")
     if sent.strip().lower() != "identity":

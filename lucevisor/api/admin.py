@@ -28,12 +28,12 @@ log = structlog.get_logger("lucevisor.admin")
 
 MAX_WAIT_S: Final = 86_400.0
 """Longest `timeout_s` of GET /ready."""
-MAX_ORDER_BYTES: Final = 1 << 20
+MAX_COMMAND_BYTES: Final = 1 << 20
 MAX_SHOWN_CHARS: Final = 300
 MAX_NAMES: Final = 10_000
-"""Groups or files of one order."""
+"""Groups or files of one command."""
 
-Order = TypeVar("Order", bound=msgspec.Struct)
+Command = TypeVar("Command", bound=msgspec.Struct)
 Names = Annotated[list[str], msgspec.Meta(max_length=MAX_NAMES)]
 
 
@@ -144,7 +144,7 @@ def _finite(value: object) -> object:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-async def _read_order(request: web.Request, kind: type[Order], default: bytes = b"") -> Order:
+async def _read_command(request: web.Request, kind: type[Command], default: bytes = b"") -> Command:
     """The body as a record; ApiError that says what is wrong in it."""
     if request.headers.get("Content-Encoding", "identity").lower() != "identity":
         raise ApiError(415, "send the body without Content-Encoding")
@@ -181,8 +181,8 @@ def create_admin_app(port: AdminPort) -> web.Application:
         return _json({"stopping": True})
 
     async def restart(request: web.Request) -> web.Response:
-        order = await _read_order(request, Restart)
-        await port.restart(order.groups, now=order.now)
+        command = await _read_command(request, Restart)
+        await port.restart(command.groups, now=command.now)
         return _json(port.status())
 
     async def logs(request: web.Request) -> web.StreamResponse:
@@ -193,7 +193,7 @@ def create_admin_app(port: AdminPort) -> web.Application:
         await response.write_eof()
         return response
 
-    app = web.Application(middlewares=[_own_user_only], client_max_size=MAX_ORDER_BYTES)
+    app = web.Application(middlewares=[_own_user_only], client_max_size=MAX_COMMAND_BYTES)
     app.add_routes(
         [
             web.get("/status", status),
@@ -214,18 +214,18 @@ def _cache_routes(port: AdminPort) -> list[web.RouteDef]:
         return _json(await port.cache.show())
 
     async def verify(request: web.Request) -> web.Response:
-        order = await _read_order(request, CacheVerify, b"{}")
-        return _json({"checked": await port.cache.verify(order.files, set_aside=order.set_aside)})
+        command = await _read_command(request, CacheVerify, b"{}")
+        return _json({"checked": await port.cache.verify(command.files, set_aside=command.set_aside)})
 
     async def prune(request: web.Request) -> web.Response:
-        order = await _read_order(request, CachePrune, b"{}")
-        return _json({"removed": await port.cache.prune(order.to, refused=order.refused)})
+        command = await _read_command(request, CachePrune, b"{}")
+        return _json({"removed": await port.cache.prune(command.to, refused=command.refused)})
 
     async def remove(request: web.Request) -> web.Response:
-        order = await _read_order(request, CacheRemove, b"{}")
-        if bool(order.files) == order.all:
+        command = await _read_command(request, CacheRemove, b"{}")
+        if bool(command.files) == command.all:
             return _error(400, "files, all: name files, or set all to true")
-        return _json({"removed": await port.cache.remove(order.files, everything=order.all)})
+        return _json({"removed": await port.cache.remove(command.files, everything=command.all)})
 
     return [
         web.get("/cache", show),

@@ -22,7 +22,7 @@ from lucevisor.api.errors import ApiError, unavailable
 from lucevisor.api.metrics import Metrics
 from lucevisor.api.ports import ApiSettings
 
-_LOOK_S: Final = 1.0
+_CHECK_S: Final = 1.0
 _PROBE_S: Final = 0.1
 _CONTINUE: Final = b"HTTP/1.1 100 Continue\r\n\r\n"
 
@@ -38,7 +38,7 @@ class Connections:
         self._metrics = metrics
         self._all: set[HttpConnection] = set()
         self._waiting: dict[HttpConnection, None] = {}  # without a request in service, the longest wait first
-        self._look_s = min(_LOOK_S, min(settings.head_timeout_s, settings.idle_timeout_s, settings.body_rate_s) / 4)
+        self._check_s = min(_CHECK_S, min(settings.head_timeout_s, settings.idle_timeout_s, settings.body_rate_s) / 4)
         self._timer: asyncio.TimerHandle | None = None
         metrics.connections.set_function(lambda: len(self._all))
 
@@ -54,15 +54,15 @@ class Connections:
             self.forget(oldest)  # the loop tells of its end later
         self._all.add(connection)
         if self._timer is None:
-            self._timer = self.loop.call_later(self._look_s, self._look)
+            self._timer = self.loop.call_later(self._check_s, self._check_all)
         return True
 
-    def waits(self, connection: HttpConnection) -> None:
+    def mark_waiting(self, connection: HttpConnection) -> None:
         """Note that a connection has no request in service from now on."""
         if connection in self._all:
             self._waiting[connection] = None
 
-    def works(self, connection: HttpConnection) -> None:
+    def mark_serving(self, connection: HttpConnection) -> None:
         """Note that a whole head came."""
         self._waiting.pop(connection, None)
 
@@ -80,11 +80,11 @@ class Connections:
         self._metrics.requests.labels(str(status)).inc()
         log.info("malformed request", status=status, reason=why, remote=remote)
 
-    def _look(self) -> None:
+    def _check_all(self) -> None:
         now = self.loop.time()
         for connection in list(self._all):
-            connection.look(now, connection in self._waiting)
-        self._timer = self.loop.call_later(self._look_s, self._look) if self._all else None
+            connection.check_deadlines(now, connection in self._waiting)
+        self._timer = self.loop.call_later(self._check_s, self._check_all) if self._all else None
 
 
 class HttpConnection(web.RequestHandler):
@@ -97,6 +97,7 @@ class HttpConnection(web.RequestHandler):
         "_body_due_s",
         "_due_s",
         "_half_closed",
+        "_link",
         "_n_body_bytes",
         "_n_head_bytes",
         "_n_unsent",
@@ -104,13 +105,12 @@ class HttpConnection(web.RequestHandler):
         "_speaks_11",
         "_stalled_s",
         "_unread",
-        "_wire",
     )
 
     def __init__(self, manager: web.Server, pool: Connections, **options: Any) -> None:
         super().__init__(manager, loop=pool.loop, **options)
         self._pool = pool
-        self._wire: asyncio.Transport | None = None  # until it is lost; aiohttp drops its own reference at a close
+        self._link: asyncio.Transport | None = None  # until it is lost; aiohttp drops its own reference at a close
         self._due_s = 0.0  # while it waits: when that ends
         self._n_head_bytes = 0
         self._body: StreamReader | None = None  # of the request in service
@@ -124,19 +124,19 @@ class HttpConnection(web.RequestHandler):
     # ---- what the event loop tells
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        wire = self._wire = cast(asyncio.Transport, transport)  # uvloop's is no subclass of it
+        transport = self._link = cast(asyncio.Transport, transport)  # uvloop's is no subclass of it
         if not self._pool.admit(self):
             self._force_close = True
-            wire.write(_raw(unavailable("too many connections are open; try again later", 1, "overloaded")))
-            wire.close()
+            transport.write(_raw(unavailable("too many connections are open; try again later", 1, "overloaded")))
+            transport.close()
             return
         super().connection_made(transport)
         self._due_s = self._pool.loop.time() + self._pool.settings.head_timeout_s
-        self._pool.waits(self)
+        self._pool.mark_waiting(self)
 
     def connection_lost(self, exc: BaseException | None) -> None:
         self._pool.forget(self)
-        self._wire = None
+        self._link = None
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
@@ -211,13 +211,13 @@ class HttpConnection(web.RequestHandler):
 
     # ---- deadlines
 
-    def look(self, now: float, waiting: bool) -> None:
+    def check_deadlines(self, now: float, waiting: bool) -> None:
         """End the connection if one of its deadlines has passed."""
-        assert self._wire is not None
-        n_unsent = self._wire.get_write_buffer_size()
+        assert self._link is not None
+        n_unsent = self._link.get_write_buffer_size()
         if n_unsent != self._n_unsent or n_unsent == 0:
             self._n_unsent, self._stalled_s = n_unsent, now
-        elif now - self._stalled_s > self._pool.settings.write_timeout_s + 2 * _LOOK_S:  # a stream tells it itself
+        elif now - self._stalled_s > self._pool.settings.write_timeout_s + 2 * _CHECK_S:  # a stream tells it itself
             self._pool.count("write")
             self.abort()
             return
@@ -226,13 +226,13 @@ class HttpConnection(web.RequestHandler):
                 self._end_wait()
         elif self._half_closed:
             self._probe()
-        elif self._body is not None and self._wire.is_reading() and now >= self._body_due_s:
-            self._look_at_body(self._body, now)
+        elif self._body is not None and self._link.is_reading() and now >= self._body_due_s:
+            self._check_body_rate(self._body, now)
 
     def abort(self) -> None:
         """Close without sending what is left."""
-        if self._wire is not None:
-            self._wire.abort()
+        if self._link is not None:
+            self._link.abort()
 
     @property
     def _in_service(self) -> bool:
@@ -245,12 +245,12 @@ class HttpConnection(web.RequestHandler):
         if self._messages:  # a loop may start the handler at once
             message, self._body = self._messages[-1]
             self._speaks_11 = getattr(message, "version", None) == HttpVersion11
-        self._pool.works(self)
+        self._pool.mark_serving(self)
 
     def _on_idle(self) -> None:
         self._unread, self._body = self._body, None
         self._due_s = self._pool.loop.time() + self._pool.settings.idle_timeout_s
-        self._pool.waits(self)
+        self._pool.mark_waiting(self)
         if self._half_closed:
             self.close()
 
@@ -265,11 +265,11 @@ class HttpConnection(web.RequestHandler):
 
     def _refuse(self, error: ApiError) -> None:
         """Answer a head that is not whole, and close."""
-        if self._wire is not None:
-            self._wire.write(_raw(error))
+        if self._link is not None:
+            self._link.write(_raw(error))
         self.force_close()
 
-    def _look_at_body(self, body: StreamReader, now: float) -> None:
+    def _check_body_rate(self, body: StreamReader, now: float) -> None:
         """Give up a body that comes too slowly.  Only while we read: a full buffer is not the client's fault."""
         settings = self._pool.settings
         if not body.is_eof() and self._n_body_bytes < settings.body_rate_s * settings.min_body_rate:
@@ -281,18 +281,18 @@ class HttpConnection(web.RequestHandler):
     def _probe(self) -> None:
         """Find out whether the client of a half-closed connection is still there: the second write after a reset
         fails."""
-        if self._wire is None or self._answering or not self._in_service:
+        if self._link is None or self._answering or not self._in_service:
             return
         if self._n_unsent == 0:
-            self._wire.write(_CONTINUE)
+            self._link.write(_CONTINUE)
             self._pool.loop.call_later(_PROBE_S, self._probe_again)
 
     def _probe_again(self) -> None:
-        if self._wire is not None and not self._answering and self._in_service:
-            self._wire.write(_CONTINUE)
+        if self._link is not None and not self._answering and self._in_service:
+            self._link.write(_CONTINUE)
 
 
-class _Server(web.Server):
+class _HttpServer(web.Server):
     """Makes an HttpConnection for each client."""
 
     def __init__(self, plain: web.Server, pool: Connections, options: dict[str, Any]) -> None:
@@ -319,7 +319,7 @@ class ConnectionRunner(web.AppRunner):
         plain = await super()._make_server()
         pool = Connections(self._limits, self._metrics, asyncio.get_running_loop())
         # The guard refuses compressed bodies; aiohttp would inflate them before it is asked.
-        return _Server(plain, pool, {"access_log": None, "lingering_time": 2.0, "auto_decompress": False})
+        return _HttpServer(plain, pool, {"access_log": None, "lingering_time": 2.0, "auto_decompress": False})
 
 
 def _raw(error: ApiError) -> bytes:

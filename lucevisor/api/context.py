@@ -13,7 +13,7 @@ from typing import Final
 
 from aiohttp import web
 
-from lucevisor.api.limiter import Turnstile
+from lucevisor.api.limiter import LoopLimiter
 from lucevisor.api.metrics import Metrics
 from lucevisor.api.output.sse import EventStream
 from lucevisor.api.ports import HandlePort, Ports
@@ -58,16 +58,16 @@ class ActiveRequests:
 ACTIVE: Final = web.AppKey("active", ActiveRequests)
 
 
-class Bodies:
+class BufferedBodies:
     """The bodies in hand: their bytes, and whose turn it is to be read in the event loop."""
 
     def __init__(self) -> None:
         self.n_bytes = 0
-        self.turns = Turnstile(1)
+        self.limiter = LoopLimiter(1)
 
 
-BODIES: Final = web.AppKey("bodies", Bodies)
-ENTRANCE: Final = web.AppKey("entrance", Turnstile)
+BUFFERED_BODIES: Final = web.AppKey("buffered_bodies", BufferedBodies)
+START_LIMITER: Final = web.AppKey("start_limiter", LoopLimiter)
 """What every request passes first: a handler takes 0.1 ms before it waits for anything."""
 
 

@@ -9,32 +9,32 @@ import asyncio
 from collections import deque
 
 
-class Turnstile:
+class LoopLimiter:
     """`n`: tasks that may pass in one round."""
 
     def __init__(self, n: int) -> None:
         self._n = n
-        self._n_passed = 0  # in this round
+        self._n_started = 0  # in this round
         self._waiting: deque[asyncio.Future[None]] = deque()
 
-    async def turn(self) -> None:
+    async def acquire(self) -> None:
         """Return when it is this task's turn; at once where nobody waits and there is room in this round."""
         loop = asyncio.get_running_loop()
-        if self._n_passed < self._n and not self._waiting:
-            if not self._n_passed:
-                loop.call_soon(self._next_round, loop)
-            self._n_passed += 1
+        if self._n_started < self._n and not self._waiting:
+            if not self._n_started:
+                loop.call_soon(self._next_iteration, loop)
+            self._n_started += 1
             return
         turn: asyncio.Future[None] = loop.create_future()
         self._waiting.append(turn)
         await turn
 
-    def _next_round(self, loop: asyncio.AbstractEventLoop) -> None:
-        self._n_passed = 0
-        while self._waiting and self._n_passed < self._n:
+    def _next_iteration(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._n_started = 0
+        while self._waiting and self._n_started < self._n:
             turn = self._waiting.popleft()
             if not turn.done():  # else whoever waited was cancelled
                 turn.set_result(None)
-                self._n_passed += 1
-        if self._n_passed:
-            loop.call_soon(self._next_round, loop)
+                self._n_started += 1
+        if self._n_started:
+            loop.call_soon(self._next_iteration, loop)

@@ -16,7 +16,7 @@ from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4, generate_late
 from prometheus_client.openmetrics import exposition as openmetrics
 from prometheus_client.registry import Collector
 
-from lucevisor.api.ports import Ports, SnapshotFigures
+from lucevisor.api.ports import Ports, SnapshotMetrics
 from lucevisor.engine.statistics import EngineStatistics
 from lucevisor.supervision.states import State
 
@@ -60,7 +60,7 @@ class Metrics:
         self.connections_dropped = counter(
             "connections_dropped", "Connections that the server ended, by the deadline or cap.", ("reason",)
         )
-        self._registry.register(_State(ports))
+        self._registry.register(_StateCollector(ports))
 
     def render(self, accept: str) -> tuple[bytes, str]:
         """Return all metrics in the exposition format that an Accept header asks for, and its content type."""
@@ -85,7 +85,7 @@ def wants_openmetrics(accept: str) -> bool:
     return 0 < quality["application/openmetrics-text"] >= quality["text/plain"]
 
 
-class _State(Collector):
+class _StateCollector(Collector):
     """Reads engine and groups at scrape time."""
 
     def __init__(self, ports: Ports) -> None:
@@ -161,7 +161,7 @@ def _engine(now: EngineStatistics) -> Iterator[Metric]:
     yield CounterMetricFamily(_P + "prefix_evictions", "Slots given up for others.", value=now.cache.n_evictions)
 
 
-def _snapshots(now: SnapshotFigures) -> Iterator[Metric]:
+def _snapshots(now: SnapshotMetrics) -> Iterator[Metric]:
     n_bytes = CounterMetricFamily(
         _P + "snapshot_bytes", "Bytes of the snapshot files that were saved or restored.", labels=["op"]
     )

@@ -14,13 +14,13 @@ import msgspec
 import structlog
 from aiohttp import web
 
-from lucevisor.api.access import OPEN_PATHS, check_access, check_coding, cors_headers, is_preflight, preflight
+from lucevisor.api.access import OPEN_PATHS, check_access, check_content_encoding, cors_headers, is_preflight, preflight
 from lucevisor.api.connections import HttpConnection
 from lucevisor.api.context import (
     ACTIVE,
-    ENTRANCE,
     METRICS,
     PORTS,
+    START_LIMITER,
     RequestContext,
     attach,
     context_of,
@@ -42,9 +42,9 @@ _STATUS_MESSAGES = {
 
 
 @web.middleware
-async def boundary(request: web.Request, handler: Handler) -> web.StreamResponse:
+async def request_middleware(request: web.Request, handler: Handler) -> web.StreamResponse:
     """Serve one request."""
-    await request.app[ENTRANCE].turn()
+    await request.app[START_LIMITER].acquire()
     context = RequestContext(request_id_of(request), time.monotonic())
     attach(request, context)
     active = request.app[ACTIVE]
@@ -89,7 +89,7 @@ async def _admitted(request: web.Request, handler: Handler) -> web.StreamRespons
     check_access(request, ports.settings, ports.keys)
     if request.app[ACTIVE].draining and request.path not in _QUIET:
         raise unavailable("the server is shutting down", ports.settings.retry_after_s, "shutting_down")
-    check_coding(request)
+    check_content_encoding(request)
     return await handler(request)
 
 

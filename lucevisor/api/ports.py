@@ -13,7 +13,7 @@ from types import TracebackType
 from typing import Final, Protocol
 
 from lucevisor.api.keys import ApiKeys
-from lucevisor.api.prepared import Answer, Kind, ReadRequest
+from lucevisor.api.prepared import BodyKind, EncodedResponse, PreparedRequest
 from lucevisor.engine.request import Event, GenerationRequest
 from lucevisor.engine.statistics import EngineStatistics
 from lucevisor.text.preamble import Normalise
@@ -46,13 +46,13 @@ class EnginePort(Protocol):
         """Return counts as of now; called at each scrape."""
 
 
-class IntakePort(Protocol):
+class PreprocessorPort(Protocol):
     """Reads bodies that are too long for the event loop."""
 
     def start(self, ports: Ports, /) -> None:
         """Begin to get ready; without it the first body waits for that."""
 
-    async def read(self, kind: Kind, body: Sequence[bytes], ports: Ports, /) -> ReadRequest | Answer:
+    async def read(self, kind: BodyKind, body: Sequence[bytes], ports: Ports, /) -> PreparedRequest | EncodedResponse:
         """Return what a body asks for, or the answer to it; ApiError when it is refused."""
 
     async def close(self) -> None:
@@ -111,7 +111,7 @@ class NotReadyPart:
 
 
 @dataclass(frozen=True, slots=True)
-class GroupFigures:
+class GroupMetrics:
     """One backend group for the metrics.  `restarts`: count by reason, a word or two from a closed list."""
 
     name: str
@@ -120,7 +120,7 @@ class GroupFigures:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SnapshotFigures:
+class SnapshotMetrics:
     """Snapshots for metrics and status.
 
     ``n_files``, ``file_bytes``: files of this model that can be used now; the rest is counted since the start.
@@ -150,9 +150,9 @@ class ApiSettings:
     body_rate_s: float = 10.0  # a body that brings fewer than `min_body_rate` bytes a second over so long is given up
     min_body_rate: float = 512.0
     max_bodies_bytes: int = 256 * 1024 * 1024  # of all bodies that are being received or read; beyond it: 429
-    intake_memory_bytes: int = 1024 * 1024 * 1024  # that reading one body may take; beyond it: 413
-    intake_timeout_s: float = 60.0  # that reading one body may take; beyond it: 413
-    intake_waiting: int = 1024  # bodies that may wait to be read; beyond it: 429
+    preprocess_memory_bytes: int = 1024 * 1024 * 1024  # that reading one body may take; beyond it: 413
+    preprocess_timeout_s: float = 60.0  # that reading one body may take; beyond it: 413
+    max_waiting_bodies: int = 1024  # bodies that may wait to be read; beyond it: 429
     write_timeout_s: float = 60.0  # a client that takes nothing for so long is dropped
     head_timeout_s: float = 10.0  # from the connection, or the first byte of a later request, to the end of the head
     max_head_bytes: int = 64 * 1024  # request line and fields together
@@ -171,11 +171,11 @@ def _not_known() -> float | None:
     return None
 
 
-def _no_groups() -> Sequence[GroupFigures]:
+def _no_groups() -> Sequence[GroupMetrics]:
     return ()
 
 
-def _no_snapshots() -> SnapshotFigures | None:
+def _no_snapshots() -> SnapshotMetrics | None:
     return None
 
 
@@ -187,13 +187,13 @@ class Ports:
     tokenizer: Tokenizer
     template: ChatTemplate | None
     not_ready: Callable[[], Sequence[NotReadyPart]]
-    intake: IntakePort | None = None  # None: bodies that are too long for the event loop are refused
+    preprocessor: PreprocessorPort | None = None  # None: bodies that are too long for the event loop are refused
     defaults: SamplingDefaults = field(default_factory=SamplingDefaults)
     keys: ApiKeys = field(default_factory=ApiKeys)
     settings: ApiSettings = field(default_factory=ApiSettings)
     ready_in_s: Callable[[], float | None] = _not_known  # None: not known
-    groups: Callable[[], Sequence[GroupFigures]] = _no_groups
-    snapshots: Callable[[], SnapshotFigures | None] = _no_snapshots  # None while they are off
+    groups: Callable[[], Sequence[GroupMetrics]] = _no_groups
+    snapshots: Callable[[], SnapshotMetrics | None] = _no_snapshots  # None while they are off
     log_drops: Callable[[], Mapping[str, int]] = dict  # log records that were not written, by sink
     banned: tuple[int, ...] = ()  # ids never sampled: rows of the vocabulary that stand for nothing
     engine: EnginePort | None = None

@@ -13,11 +13,11 @@ import msgspec
 
 from lucevisor.protocol.steps import Sampling
 
-Kind = Literal["chat", "completion", "tokenize", "detokenize"]
+BodyKind = Literal["chat", "completion", "tokenize", "detokenize"]
 """Which reader a body is for."""
 
 
-class Asked(msgspec.Struct, frozen=True, kw_only=True):
+class GenerationOptions(msgspec.Struct, frozen=True, kw_only=True):
     """What chat and plain completions have in common, then what only one of them has.
 
     ``max_tokens`` None: all the room that the context leaves.  ``turn_ends``: of each prompt.  ``echoes``: the text of
@@ -40,13 +40,13 @@ class Asked(msgspec.Struct, frozen=True, kw_only=True):
     echoes: tuple[str, ...] = ()
 
 
-Answer = list[bytes]
+EncodedResponse = list[bytes]
 """The body of an answer that needs no model, in parts."""
 
 
 @dataclass(frozen=True, slots=True)
-class ReadRequest:
+class PreparedRequest:
     """A request with the token ids of its prompts."""
 
-    asked: Asked
+    options: GenerationOptions
     prompts: list[Sequence[int]]

@@ -11,10 +11,10 @@ import time
 from aiohttp import web
 
 from lucevisor.api.connections import ConnectionRunner
-from lucevisor.api.context import ACTIVE, BODIES, ENTRANCE, METRICS, PORTS, ActiveRequests, Bodies
-from lucevisor.api.limiter import Turnstile
+from lucevisor.api.context import ACTIVE, BUFFERED_BODIES, METRICS, PORTS, START_LIMITER, ActiveRequests, BufferedBodies
+from lucevisor.api.limiter import LoopLimiter
 from lucevisor.api.metrics import Metrics
-from lucevisor.api.middleware import boundary, set_headers, wait_until_idle
+from lucevisor.api.middleware import request_middleware, set_headers, wait_until_idle
 from lucevisor.api.ports import Ports
 from lucevisor.api.routes import info
 from lucevisor.api.routes.chat import chat_completions
@@ -26,19 +26,19 @@ from lucevisor.errors import ConfigError, LucevisorError
 _BACKLOG = 1024  # connections that wait to be accepted; the kernel caps it at net.core.somaxconn
 _CLOSING_S = 2.0
 _LAST_EVENTS_S = 1.0
-_STARTS_A_ROUND = 16
+_STARTS_PER_ITERATION = 16
 
 
 def create_app(ports: Ports) -> web.Application:
     """Return the application; parts of `ports` that are set later take effect at once."""
-    app = web.Application(middlewares=[boundary], client_max_size=ports.settings.max_body_bytes)
+    app = web.Application(middlewares=[request_middleware], client_max_size=ports.settings.max_body_bytes)
     app[PORTS] = ports
     app[METRICS] = Metrics(ports)
     app[ACTIVE] = ActiveRequests()
-    app[BODIES] = Bodies()
-    app[ENTRANCE] = Turnstile(_STARTS_A_ROUND)
+    app[BUFFERED_BODIES] = BufferedBodies()
+    app[START_LIMITER] = LoopLimiter(_STARTS_PER_ITERATION)
     app.on_response_prepare.append(set_headers)
-    app.on_shutdown.append(_close_intake)
+    app.on_shutdown.append(_close_preprocessor)
     app.add_routes(
         [
             web.post("/v1/chat/completions", chat_completions),
@@ -57,9 +57,9 @@ def create_app(ports: Ports) -> web.Application:
     return app
 
 
-async def _close_intake(app: web.Application) -> None:
-    if (intake := app[PORTS].intake) is not None:
-        await intake.close()
+async def _close_preprocessor(app: web.Application) -> None:
+    if (preprocessor := app[PORTS].preprocessor) is not None:
+        await preprocessor.close()
 
 
 async def serve(app: web.Application, host: str, port: int) -> tuple[web.AppRunner, str]:

@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
-from lucevisor.api.ports import SnapshotFigures
+from lucevisor.api.ports import SnapshotMetrics
 from lucevisor.deployment.service import Service
 from lucevisor.engine.core import Engine
 from lucevisor.errors import LucevisorError
@@ -28,10 +28,10 @@ from lucevisor.snapshots.writer import FAILED_SAVES
 _REASONS = (*FAILED_SAVES, *(fault.value for fault in Fault), NOT_RESTORED)
 
 
-def figures(store: AsyncSnapshotStore) -> SnapshotFigures:
+def figures(store: AsyncSnapshotStore) -> SnapshotMetrics:
     """What the store did since its start and holds now; every reason for a failure is there, with 0."""
     seen, entries = store.store.statistics, store.store.entries
-    return SnapshotFigures(
+    return SnapshotMetrics(
         n_files=len(entries),
         file_bytes=sum(entry.n_bytes for entry in entries),
         n_saved=seen.n_saved,

@@ -23,14 +23,14 @@ from lucevisor.api.admin import create_admin_app, serve_admin
 from lucevisor.api.keys import ApiKeys
 from lucevisor.api.ports import (
     ApiSettings,
-    GroupFigures,
+    GroupMetrics,
     ModelCard,
     NotReadyPart,
     Ports,
     SamplingDefaults,
-    SnapshotFigures,
+    SnapshotMetrics,
 )
-from lucevisor.api.prompts.preprocessing import Intake
+from lucevisor.api.prompts.preprocessing import Preprocessor
 from lucevisor.api.server import create_app, serve
 from lucevisor.app import collector, logs
 from lucevisor.app.cache_operations import CacheOperations, figures
@@ -153,8 +153,8 @@ class Supervisor:
         http: web.AppRunner | None = None
         try:
             http, self.url = await serve(create_app(self._ports), self.config.server.host, self.config.server.port)
-            if self._ports.intake is not None:
-                self._ports.intake.start(self._ports)
+            if self._ports.preprocessor is not None:
+                self._ports.preprocessor.start(self._ports)
             collector.quieten()
             log.info("listening", url=self.url, name=self.run_dir.name, pid=os.getpid())
             started = asyncio.ensure_future(self.service.start())
@@ -228,7 +228,7 @@ class Supervisor:
             tokenizer=self._tokenizer,
             template=ChatTemplate.from_gguf(metadata),
             not_ready=self._not_ready,
-            intake=Intake(metadata),
+            preprocessor=Preprocessor(metadata),
             ready_in_s=lambda: self.service.ready_in_s(),
             defaults=SamplingDefaults.from_gguf(metadata),
             keys=ApiKeys(read_api_keys(Path(server.api_keys_file)) if server.api_keys_file else ()),
@@ -262,13 +262,13 @@ class Supervisor:
         ]
         return parts or [NotReadyPart("chain", self.service.state, self.service.reason())]
 
-    def _group_figures(self) -> list[GroupFigures]:
+    def _group_figures(self) -> list[GroupMetrics]:
         return [
-            GroupFigures(name, g.state.name.lower(), dict(self.service.restart_reasons[name]))
+            GroupMetrics(name, g.state.name.lower(), dict(self.service.restart_reasons[name]))
             for name, g in self.service.groups.items()
         ]
 
-    def _snapshot_figures(self) -> SnapshotFigures | None:
+    def _snapshot_figures(self) -> SnapshotMetrics | None:
         snapshots = self.service.snapshots
         return figures(snapshots.store) if snapshots is not None else None
 

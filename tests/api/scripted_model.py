@@ -14,8 +14,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from lucevisor.api.ports import GroupFigures, ModelCard, NotReadyPart, Ports
-from lucevisor.api.prompts.preprocessing import Intake
+from lucevisor.api.ports import GroupMetrics, ModelCard, NotReadyPart, Ports
+from lucevisor.api.prompts.preprocessing import Preprocessor
 from lucevisor.engine.core import Engine, EngineSettings
 from lucevisor.engine.limits import EngineLimits
 from lucevisor.engine.pipeline import Pipeline
@@ -178,9 +178,9 @@ class Rig:
             "model": ModelCard(name=MODEL, created_s=1_700_000_000, fingerprint="fp_test", path="demo.gguf"),
             "tokenizer": tokenizer(),
             "template": ChatTemplate.from_gguf(metadata()),
-            "intake": Intake(metadata()),
+            "preprocessor": Preprocessor(metadata()),
             "not_ready": lambda: self.waiting_for,
-            "groups": lambda: [GroupFigures("left", "ready", {"exited": 2}), GroupFigures("right", "loading")],
+            "groups": lambda: [GroupMetrics("left", "ready", {"exited": 2}), GroupMetrics("right", "loading")],
             "engine": self.engine,
             "max_context": self.limits.max_context,
             "max_sequences": self.limits.max_sequences,

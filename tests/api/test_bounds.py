@@ -8,7 +8,7 @@ import json
 
 import pytest
 
-from lucevisor.api.limiter import Turnstile
+from lucevisor.api.limiter import LoopLimiter
 from lucevisor.api.prompts import schemas as bodies
 from tests.api.scripted_model import Rig, say
 
@@ -94,10 +94,10 @@ async def test_an_answer_with_many_log_probabilities_is_the_same_in_a_thread(cli
 
 class TestTurnstile:
     async def test_so_many_in_a_round_in_order(self):
-        turnstile, passed, rounds = Turnstile(3), [], []
+        limiter, passed, rounds = LoopLimiter(3), [], []
 
         async def task(number: int) -> None:
-            await turnstile.turn()
+            await limiter.acquire()
             passed.append(number)
 
         tasks = [asyncio.create_task(task(number)) for number in range(20)]
@@ -111,17 +111,17 @@ class TestTurnstile:
         await asyncio.gather(*tasks)
 
     async def test_one_that_is_cancelled_takes_no_turn(self):
-        turnstile = Turnstile(1)
-        await turnstile.turn()
-        waiting = [asyncio.create_task(turnstile.turn()) for _ in range(3)]
+        limiter = LoopLimiter(1)
+        await limiter.acquire()
+        waiting = [asyncio.create_task(limiter.acquire()) for _ in range(3)]
         await asyncio.sleep(0)
         waiting[1].cancel()  # the first is through already
         await asyncio.wait_for(asyncio.gather(waiting[0], waiting[2]), 5)
         assert waiting[1].cancelled()
 
     async def test_after_a_pause_it_lets_through_at_once(self):
-        turnstile = Turnstile(1)
+        limiter = LoopLimiter(1)
         for _ in range(3):
-            await turnstile.turn()
+            await limiter.acquire()
             await asyncio.sleep(0)
             await asyncio.sleep(0)

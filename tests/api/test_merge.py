@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from lucevisor.api.generation.merge import joined
+from lucevisor.api.generation.merge import merged
 from lucevisor.engine.handle import RequestHandle
 from lucevisor.engine.request import FinishedEvent, Timings, TokenEvent, Usage
 
@@ -33,7 +33,7 @@ async def test_all_events_in_the_order_of_each():
     for handle in both:
         handle.push(END)
     seen = {0: [], 1: []}
-    async with joined(both) as events:
+    async with merged(both) as events:
         for _ in range(402):
             index, event = await events.next(1.0)
             seen[index].append(event)
@@ -45,7 +45,7 @@ async def test_all_events_in_the_order_of_each():
 
 async def test_silence_is_none_and_loses_nothing():
     (one,) = handles(1)
-    async with joined([one]) as events:
+    async with merged([one]) as events:
         for token in range(20):
             assert await events.next(0.001) is None
             one.push(TokenEvent(token))
@@ -56,7 +56,7 @@ async def test_an_error_of_the_reader_is_raised_as_it_is_and_cancels_all():
     both = handles(2)
 
     async def read():
-        async with joined(both):
+        async with merged(both):
             await asyncio.sleep(0)
             raise ZeroDivisionError
 
@@ -70,7 +70,7 @@ async def test_a_cancelled_reader_cancels_all():
     both = handles(2)
 
     async def read():
-        async with joined(both) as events:
+        async with merged(both) as events:
             await events.next(10)
 
     task = asyncio.create_task(read())
@@ -90,7 +90,7 @@ async def test_a_defect_of_a_sequence_reaches_the_reader():
     fine = handles(1)[0]
 
     async def read():
-        async with joined([fine, Broken("x", lambda _: None)]) as events:
+        async with merged([fine, Broken("x", lambda _: None)]) as events:
             await events.next(5)
 
     with pytest.raises(ZeroDivisionError):

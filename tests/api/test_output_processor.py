@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lucevisor.api.output.processor import ChoiceReader, GenerationFailed, Piece, Reading
+from lucevisor.api.output.processor import ChoiceDelta, GenerationFailed, OutputOptions, OutputProcessor
 from lucevisor.engine.request import FinishedEvent, RequestError, Timings, TokenEvent, Usage
 from lucevisor.text.output_parser import ContentDelta, OutputParser, ReasoningDelta, ToolCallDelta
 from lucevisor.text.template import ChatTemplate
@@ -26,19 +26,19 @@ def end(
     return FinishedEvent(reason, Usage(3, 0, n), TIMINGS, error, stop_id if reason == "stop" else None)  # type: ignore[arg-type]
 
 
-def plain(*stops: str) -> ChoiceReader:
-    return ChoiceReader(tokenizer(), Reading(stops=stops))
+def plain(*stops: str) -> OutputProcessor:
+    return OutputProcessor(tokenizer(), OutputOptions(stops=stops))
 
 
 def chat(
     *, thinking: bool = False, tools: bool = False, one: bool = False, stops: tuple[str, ...] = ()
-) -> ChoiceReader:
+) -> OutputProcessor:
     template = ChatTemplate.from_gguf(metadata())
     assert template is not None
     form = template.output_format
-    return ChoiceReader(
+    return OutputProcessor(
         tokenizer(),
-        Reading(
+        OutputOptions(
             stops=stops,
             make_parser=partial(OutputParser, thinking, TOOLS if tools else [], form),
             visible=form.visible_ids(tokenizer()),
@@ -48,33 +48,33 @@ def chat(
     )
 
 
-def read(reader: ChoiceReader, text: str, last: FinishedEvent | None = None) -> tuple[list[Piece], object]:
-    pieces: list[Piece] = []
+def read(reader: OutputProcessor, text: str, last: FinishedEvent | None = None) -> tuple[list[ChoiceDelta], object]:
+    deltas: list[ChoiceDelta] = []
     for token in ids_of(text):
-        pieces += reader.token(TokenEvent(token))
+        deltas += reader.token(TokenEvent(token))
     more, usage = reader.finish(last or end())
-    return pieces + more, usage
+    return deltas + more, usage
 
 
-def content(pieces: list[Piece]) -> str:
-    return "".join(p.event.text for p in pieces if isinstance(p.event, ContentDelta))
+def content(deltas: list[ChoiceDelta]) -> str:
+    return "".join(p.event.text for p in deltas if isinstance(p.event, ContentDelta))
 
 
-def reasoning(pieces: list[Piece]) -> str:
-    return "".join(p.event.text for p in pieces if isinstance(p.event, ReasoningDelta))
+def reasoning(deltas: list[ChoiceDelta]) -> str:
+    return "".join(p.event.text for p in deltas if isinstance(p.event, ReasoningDelta))
 
 
 class TestPlainText:
     def test_text_ids_and_reason(self):
-        pieces, usage = read(plain(), "Hello there")
-        assert content(pieces) == "Hello there"
-        assert [i for p in pieces for i in p.token_ids] == [*ids_of("Hello there"), EOS]
-        assert [p.finish_reason for p in pieces] == [None] * (len(pieces) - 1) + ["stop"]
+        deltas, usage = read(plain(), "Hello there")
+        assert content(deltas) == "Hello there"
+        assert [i for p in deltas for i in p.token_ids] == [*ids_of("Hello there"), EOS]
+        assert [p.finish_reason for p in deltas] == [None] * (len(deltas) - 1) + ["stop"]
         assert usage.generated == len(ids_of("Hello there")) + 1  # type: ignore[attr-defined]
 
     def test_length_is_told(self):
-        pieces, usage = read(plain(), "Hello", end("length"))
-        assert pieces[-1].finish_reason == "length"
+        deltas, usage = read(plain(), "Hello", end("length"))
+        assert deltas[-1].finish_reason == "length"
         assert usage.generated == len(ids_of("Hello"))  # type: ignore[attr-defined]
 
     @given(st.text(max_size=30), st.booleans())
@@ -83,26 +83,26 @@ class TestPlainText:
         reader = plain()
         text = tokenizer().decode(ids_of(text))  # what the tokenizer makes of it, control tokens left out
         ids = ids_of(text)[: None if not cut else -1]
-        pieces = [p for i in ids for p in reader.token(TokenEvent(i))]
-        for piece in pieces:
-            assert isinstance(piece.event, ContentDelta)
-            assert "\ufffd" in text or "\ufffd" not in piece.event.text
+        deltas = [p for i in ids for p in reader.token(TokenEvent(i))]
+        for delta in deltas:
+            assert isinstance(delta.event, ContentDelta)
+            assert "\ufffd" in text or "\ufffd" not in delta.event.text
         more, _ = reader.finish(end("length"))
-        assert content(pieces + more) == tokenizer().decode(ids)
-        assert [t.event.token for p in pieces + more for t in p.tokens] == ids
-        assert [i for p in pieces + more for i in p.token_ids] == ids
+        assert content(deltas + more) == tokenizer().decode(ids)
+        assert [t.event.token for p in deltas + more for t in p.tokens] == ids
+        assert [i for p in deltas + more for i in p.token_ids] == ids
 
     def test_an_incomplete_character_comes_at_the_end_as_replacement(self):
         reader = plain()
         first = ids_of("🎉")[0]
         assert reader.token(TokenEvent(first)) == []
-        pieces, _ = reader.finish(end("length"))
-        assert content(pieces) == "\ufffd"
-        assert pieces[0].token_ids == (first,)
+        deltas, _ = reader.finish(end("length"))
+        assert content(deltas) == "\ufffd"
+        assert deltas[0].token_ids == (first,)
 
     def test_offsets_count_characters_of_the_text(self):
-        pieces, _ = read(plain(), "añ b")
-        told = [(t.offset, tokenizer().token_bytes(t.event.token)) for p in pieces for t in p.tokens]
+        deltas, _ = read(plain(), "añ b")
+        told = [(t.offset, tokenizer().token_bytes(t.event.token)) for p in deltas for t in p.tokens]
         assert [offset for offset, _ in told] == sorted(offset for offset, _ in told)
         assert {raw: offset for offset, raw in told}[b" b"] == 2
 
@@ -110,12 +110,12 @@ class TestPlainText:
 class TestStops:
     def test_text_before_the_stop_is_shown_and_the_rest_is_not(self):
         reader = plain("STOP")
-        pieces = [p for i in ids_of("one two STOP three") for p in reader.token(TokenEvent(i))]
+        deltas = [p for i in ids_of("one two STOP three") for p in reader.token(TokenEvent(i))]
         assert reader.ended
         more, usage = reader.finish(end("cancelled"))
-        assert content(pieces + more) == "one two "
+        assert content(deltas + more) == "one two "
         assert more[-1].finish_reason == "stop"
-        consumed = [i for p in pieces + more for i in p.token_ids]
+        consumed = [i for p in deltas + more for i in p.token_ids]
         assert consumed == ids_of("one two STOP three")[: len(consumed)]
         assert usage.generated == len(consumed) < len(ids_of("one two STOP three"))
 
@@ -124,28 +124,28 @@ class TestStops:
         for token in ids_of("x"):
             reader.token(TokenEvent(token))
         assert reader.token(TokenEvent(5)) == []
-        pieces, usage = reader.finish(end("stop"))
+        deltas, usage = reader.finish(end("stop"))
         assert usage.generated == len(ids_of("x"))
-        assert EOS not in pieces[-1].token_ids
+        assert EOS not in deltas[-1].token_ids
 
     def test_a_beginning_of_a_stop_is_shown_when_it_was_none(self):
-        pieces, _ = read(plain("STOPPER"), "now STOP", end("length"))
-        assert content(pieces) == "now STOP"
-        assert pieces[-1].finish_reason == "length"
+        deltas, _ = read(plain("STOPPER"), "now STOP", end("length"))
+        assert content(deltas) == "now STOP"
+        assert deltas[-1].finish_reason == "length"
 
     def test_a_stop_in_the_last_token_allowed_is_a_stop(self):
         reader = plain("there")
-        pieces = [p for i in ids_of("Hello there") for p in reader.token(TokenEvent(i))]
+        deltas = [p for i in ids_of("Hello there") for p in reader.token(TokenEvent(i))]
         assert reader.ended
         more, _ = reader.finish(end("length"))
-        assert (content(pieces + more), more[-1].finish_reason) == ("Hello ", "stop")
+        assert (content(deltas + more), more[-1].finish_reason) == ("Hello ", "stop")
 
 
 class TestChat:
     def test_reasoning_is_apart_and_counted(self):
         thought, answer = "I add the numbers.", "It is 4."
-        pieces, usage = read(chat(thinking=True), f"{thought}\n</think>\n\n{answer}")
-        assert (reasoning(pieces), content(pieces)) == (thought, answer)
+        deltas, usage = read(chat(thinking=True), f"{thought}\n</think>\n\n{answer}")
+        assert (reasoning(deltas), content(deltas)) == (thought, answer)
         n_thought = len(ids_of(f"{thought}\n</think>\n\n"))
         assert abs(usage.reasoning - n_thought) <= 1  # type: ignore[attr-defined]
         assert usage.generated == len(ids_of(f"{thought}\n</think>\n\n{answer}")) + 1  # type: ignore[attr-defined]
@@ -155,44 +155,44 @@ class TestChat:
         assert usage.reasoning == 0  # type: ignore[attr-defined]
 
     def test_reasoning_that_never_ends(self):
-        pieces, usage = read(chat(thinking=True), "still thinking", end("length"))
-        assert (reasoning(pieces), content(pieces)) == ("still thinking", "")
+        deltas, usage = read(chat(thinking=True), "still thinking", end("length"))
+        assert (reasoning(deltas), content(deltas)) == ("still thinking", "")
         assert usage.reasoning == usage.generated  # type: ignore[attr-defined]
 
     def test_a_call_ends_with_tool_calls(self):
-        pieces, _ = read(chat(tools=True), "Let me see.\n" + CALL)
-        calls = [p.event for p in pieces if isinstance(p.event, ToolCallDelta)]
+        deltas, _ = read(chat(tools=True), "Let me see.\n" + CALL)
+        calls = [p.event for p in deltas if isinstance(p.event, ToolCallDelta)]
         assert [(c.index, c.name, c.arguments) for c in calls] == [(0, "add", '{"a": 1}')]
-        assert content(pieces) == "Let me see."
-        assert pieces[-1].finish_reason == "tool_calls"
+        assert content(deltas) == "Let me see."
+        assert deltas[-1].finish_reason == "tool_calls"
 
     def test_a_call_cut_off_by_the_limit_is_length(self):
-        pieces, _ = read(chat(tools=True), CALL + "and", end("length"))
-        assert pieces[-1].finish_reason == "length"
+        deltas, _ = read(chat(tools=True), CALL + "and", end("length"))
+        assert deltas[-1].finish_reason == "length"
 
     def test_tags_are_text_when_no_tools_were_offered(self):
-        pieces, _ = read(chat(), CALL)
-        assert content(pieces) == CALL
-        assert pieces[-1].finish_reason == "stop"
+        deltas, _ = read(chat(), CALL)
+        assert content(deltas) == CALL
+        assert deltas[-1].finish_reason == "stop"
 
     def test_one_call_ends_the_answer_where_one_is_allowed(self):
         reader = chat(tools=True, one=True)
-        pieces = [p for i in ids_of(CALL + "\n" + CALL) for p in reader.token(TokenEvent(i))]
+        deltas = [p for i in ids_of(CALL + "\n" + CALL) for p in reader.token(TokenEvent(i))]
         assert reader.ended
         more, _ = reader.finish(end("cancelled"))
-        assert sum(isinstance(p.event, ToolCallDelta) for p in pieces + more) == 1
+        assert sum(isinstance(p.event, ToolCallDelta) for p in deltas + more) == 1
         assert more[-1].finish_reason == "tool_calls"
 
     def test_two_calls_where_many_are_allowed(self):
-        pieces, _ = read(chat(tools=True), CALL + "\n" + CALL)
-        assert [p.event.index for p in pieces if isinstance(p.event, ToolCallDelta)] == [0, 1]
+        deltas, _ = read(chat(tools=True), CALL + "\n" + CALL)
+        assert [p.event.index for p in deltas if isinstance(p.event, ToolCallDelta)] == [0, 1]
 
     def test_a_call_without_its_closing_tag_counts_the_end_token(self):
         text = CALL.removesuffix("</tool_call>")
-        pieces, usage = read(chat(tools=True, one=True), text)
-        assert pieces[-1].finish_reason == "tool_calls"
+        deltas, usage = read(chat(tools=True, one=True), text)
+        assert deltas[-1].finish_reason == "tool_calls"
         assert usage.generated == len(ids_of(text)) + 1  # type: ignore[attr-defined]
-        assert pieces[-1].token_ids[-1] == EOS
+        assert deltas[-1].token_ids[-1] == EOS
 
 
 class TestFailures:

@@ -18,12 +18,12 @@ import pytest
 
 from lucevisor.api.errors import ApiError
 from lucevisor.api.ports import ApiSettings
-from lucevisor.api.prepared import ReadRequest
+from lucevisor.api.prepared import PreparedRequest
 from lucevisor.api.prompts.chat import read_chat
 from lucevisor.api.prompts.completions import read_completion
 from lucevisor.api.prompts.decoding import decode_object
 from lucevisor.api.prompts.prepare import INLINE_BYTES
-from lucevisor.api.prompts.preprocessing import SHORT_BYTES, Intake
+from lucevisor.api.prompts.preprocessing import SHORT_BYTES, Preprocessor
 from lucevisor.api.prompts.tokenize import read_detokenize, read_tokenize
 from tests.api.conftest import until
 from tests.api.scripted_model import Rig, metadata
@@ -76,21 +76,21 @@ def outcome(read: object) -> object:
     """What was read, without the seed that is drawn when none is given."""
     if isinstance(read, ApiError):
         return read.status, read.message, read.code, read.param, read.headers
-    if isinstance(read, ReadRequest):
-        fields = {name: getattr(read.asked, name) for name in read.asked.__struct_fields__ if name != "sampling"}
-        sampling = read.asked.sampling
+    if isinstance(read, PreparedRequest):
+        fields = {name: getattr(read.options, name) for name in read.options.__struct_fields__ if name != "sampling"}
+        sampling = read.options.sampling
         return fields, read.prompts, [getattr(sampling, n) for n in sampling.__struct_fields__ if n != "seed"]
     return b"".join(read) if isinstance(read, list) else read
 
 
 @pytest.fixture
-async def intake():
-    made = Intake(metadata())
+async def preprocessor():
+    made = Preprocessor(metadata())
     yield made
     await made.close()
 
 
-async def test_a_process_reads_as_the_server_does(intake):
+async def test_a_process_reads_as_the_server_does(preprocessor):
     ports = Rig(attach=False).ports
     for kind, fields in BODIES:
         body = json.dumps(fields).encode()
@@ -99,17 +99,17 @@ async def test_a_process_reads_as_the_server_does(intake):
         except ApiError as error:
             here = error
         try:
-            there = await intake.read(kind, [body[:7], body[7:], b" " * 5000], ports)
+            there = await preprocessor.read(kind, [body[:7], body[7:], b" " * 5000], ports)
         except ApiError as error:
             there = error
         assert outcome(there) == outcome(here), fields
         if "seed" in fields:
-            assert there.asked.sampling == here.asked.sampling
+            assert there.options.sampling == here.options.sampling
 
 
-async def test_no_json(intake):
+async def test_no_json(preprocessor):
     with pytest.raises(ApiError) as caught:
-        await intake.read("chat", [b"{" * 10_000], Rig(attach=False).ports)
+        await preprocessor.read("chat", [b"{" * 10_000], Rig(attach=False).ports)
     assert (caught.value.status, caught.value.code) == (400, "invalid_json")
 
 
@@ -144,9 +144,9 @@ async def test_a_process_that_is_killed_costs_one_request(start):
 
 
 async def test_too_long_to_read(start):
-    client = await start(Rig(settings=replace(ApiSettings(), intake_timeout_s=10.0)))
+    client = await start(Rig(settings=replace(ApiSettings(), preprocess_timeout_s=10.0)))
     await client.chat(user="x" * INLINE_BYTES)
-    client.rig.ports.settings = replace(ApiSettings(), intake_timeout_s=0.2)
+    client.rig.ports.settings = replace(ApiSettings(), preprocess_timeout_s=0.2)
     (process,) = children()
     process.suspend()
     status, answer = await client.chat(user="x" * INLINE_BYTES)
@@ -157,7 +157,7 @@ async def test_too_long_to_read(start):
 
 async def test_too_much_memory(start):
     """15 MB of arrays are 300 MB of objects."""
-    client = await start(Rig(settings=replace(ApiSettings(), intake_memory_bytes=128 << 20)))
+    client = await start(Rig(settings=replace(ApiSettings(), preprocess_memory_bytes=128 << 20)))
     body = b'{"messages":[' + b"[]," * 5_000_000 + b"[]]}"
     json_type = {"Content-Type": "application/json"}
     status, answer = await client.ask("/v1/chat/completions", data=io.BytesIO(body), headers=json_type)
@@ -180,7 +180,7 @@ async def test_short_bodies_do_not_wait_for_long_ones(start):
 
 
 async def test_too_many_wait(start):
-    client = await start(Rig(settings=replace(ApiSettings(), intake_waiting=1)))
+    client = await start(Rig(settings=replace(ApiSettings(), max_waiting_bodies=1)))
     long = "x" * (SHORT_BYTES + 1)
     await client.chat(user=long)
     (process,) = children()

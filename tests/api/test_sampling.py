@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from lucevisor.api.errors import ApiError
 from lucevisor.api.ports import ModelCard, Ports, SamplingDefaults
-from lucevisor.api.prompts.sampling import sampling_of, seed_of_choice
+from lucevisor.api.prompts.sampling import sampling_params, seed_of_choice
 from lucevisor.api.prompts.schemas import GenerationBody
 from lucevisor.protocol.steps import Sampling
 from tests.api.scripted_model import tokenizer
@@ -22,13 +22,13 @@ PORTS = Ports(
 
 def test_defaults_are_openais():
     expected = Sampling(seed=7, banned=(8190, 8191))
-    assert sampling_of(GenerationBody(), PORTS, 7, -1) == expected
+    assert sampling_params(GenerationBody(), PORTS, 7, -1) == expected
 
 
 def test_defaults_of_the_file_and_what_a_request_says():
     metadata = {"general.sampling.temp": 0.5, "general.sampling.top_k": 20, "general.sampling.min_p": 0.1}
     ports = replace(PORTS, defaults=SamplingDefaults.from_gguf(metadata))
-    sampling = sampling_of(GenerationBody(top_k=5, min_p=0.0), ports, 0, -1)
+    sampling = sampling_params(GenerationBody(top_k=5, min_p=0.0), ports, 0, -1)
     assert (sampling.temperature, sampling.top_k, sampling.min_p) == (0.5, 5, 0.0)
 
 
@@ -50,7 +50,7 @@ def test_every_parameter_arrives():
         logit_bias={"9": 1.5, "0": -100},
         ignore_eos=True,
     )
-    assert sampling_of(body, PORTS, 1, 4) == Sampling(
+    assert sampling_params(body, PORTS, 1, 4) == Sampling(
         temperature=0.1,
         top_p=0.2,
         top_k=3,
@@ -67,17 +67,17 @@ def test_every_parameter_arrives():
 
 @pytest.mark.parametrize(("asked", "given"), [(0.0, 0.0), (4e-113, 0.0), (9e-5, 0.0), (1e-4, 1e-4), (2.0, 2.0)])
 def test_a_temperature_that_float32_cannot_divide_by_is_greedy(asked, given):
-    assert sampling_of(GenerationBody(temperature=asked), PORTS, 0, -1).temperature == given
+    assert sampling_params(GenerationBody(temperature=asked), PORTS, 0, -1).temperature == given
 
 
 def test_minus_one_switches_top_k_off():
-    assert sampling_of(GenerationBody(top_k=-1), PORTS, 0, -1).top_k == 0
+    assert sampling_params(GenerationBody(top_k=-1), PORTS, 0, -1).top_k == 0
 
 
 @pytest.mark.parametrize("key", ["", "x", "-1", "+1", " 1", "1.0", "8192", "1_0", "٣", "9" * 5000])
 def test_a_bias_that_names_no_token(key):
     with pytest.raises(ApiError) as caught:
-        sampling_of(GenerationBody(logit_bias={key: 1.0}), PORTS, 0, -1)
+        sampling_params(GenerationBody(logit_bias={key: 1.0}), PORTS, 0, -1)
     assert caught.value.status == 400
     assert str(caught.value.param).startswith("logit_bias")
     assert len(caught.value.message) < 300

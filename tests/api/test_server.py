@@ -276,9 +276,9 @@ class TestDefects:
     async def test_in_a_stream(self, client, monkeypatch):
         endless(client.rig)
         calls = 0
-        from lucevisor.api.output.processor import ChoiceReader
+        from lucevisor.api.output.processor import OutputProcessor
 
-        real = ChoiceReader.token
+        real = OutputProcessor.token
 
         def breaks(self, event):
             nonlocal calls
@@ -287,16 +287,16 @@ class TestDefects:
                 raise ZeroDivisionError
             return real(self, event)
 
-        monkeypatch.setattr(ChoiceReader, "token", breaks)
+        monkeypatch.setattr(OutputProcessor, "token", breaks)
         events = await client.events(CHAT, {**BODY, "n": 2})
         assert json.loads(events[-1])["error"]["code"] == "internal_error"
         assert len(events) > 2
         await until(lambda: client.rig.n_busy == 0)
 
     async def test_in_a_whole_answer(self, client, monkeypatch):
-        from lucevisor.api.output.processor import ChoiceReader
+        from lucevisor.api.output.processor import OutputProcessor
 
-        monkeypatch.setattr(ChoiceReader, "finish", lambda *_: 1 / 0)
+        monkeypatch.setattr(OutputProcessor, "finish", lambda *_: 1 / 0)
         status, answer = await client.chat()
         assert (status, answer["error"]["code"]) == (500, "internal_error")
 

@@ -49,8 +49,8 @@ class Watch:
 
 async def main() -> None:
     rig = Rig(max_queue=1024, max_context=1 << 18)
-    assert rig.ports.intake is not None
-    rig.ports.intake.start(rig.ports)
+    assert rig.ports.preprocessor is not None
+    rig.ports.preprocessor.start(rig.ports)
     runner, url = await serve(create_app(rig.ports), "127.0.0.1", 0)
     collector.quieten()
     reader = asyncio.StreamReader()

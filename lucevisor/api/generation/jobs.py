@@ -13,59 +13,59 @@ from typing import Protocol
 
 import msgspec
 
-from lucevisor.api.output.processor import ChoiceReader, Piece, Reading
-from lucevisor.api.output.usage import Totals
+from lucevisor.api.output.processor import ChoiceDelta, OutputOptions, OutputProcessor
+from lucevisor.api.output.usage import UsageTotals
 from lucevisor.api.ports import Ports
-from lucevisor.api.prepared import ReadRequest
+from lucevisor.api.prepared import PreparedRequest
 from lucevisor.api.prompts.sampling import seed_of_choice
 from lucevisor.engine.request import GenerationRequest
 
 
 @dataclass(frozen=True, slots=True)
-class Stamp:
+class ResponseId:
     """What makes one answer this answer: its id and its Unix time."""
 
     response_id: str
     created_s: int
 
     @classmethod
-    def now(cls, prefix: str) -> Stamp:
+    def now(cls, prefix: str) -> ResponseId:
         """Return a fresh one; ids begin with `prefix`."""
         return cls(f"{prefix}-{secrets.token_hex(12)}", int(time.time()))
 
 
-def make_jobs(read: ReadRequest, reading: Reading, ports: Ports, stamp: Stamp) -> list[Job]:
-    """Return one job a choice, prompts first: choice n*p + i is the i-th of prompt p."""
-    asked = read.asked
+def make_jobs(prepared: PreparedRequest, output: OutputOptions, ports: Ports, response: ResponseId) -> list[Job]:
+    """Return one job per choice: choice i of prompt p is number n*p + i."""
+    options = prepared.options
     jobs = []
-    for p, prompt in enumerate(read.prompts):
+    for p, prompt in enumerate(prepared.prompts):
         room = max(1, ports.max_context - len(prompt))
-        for i in range(asked.n):
+        for i in range(options.n):
             request = GenerationRequest(
-                request_id=f"{stamp.response_id}-{asked.n * p + i}",
+                request_id=f"{response.response_id}-{options.n * p + i}",
                 prompt=prompt,
-                max_tokens=room if asked.max_tokens is None else asked.max_tokens,
-                sampling=msgspec.structs.replace(asked.sampling, seed=seed_of_choice(asked.sampling.seed, i)),
-                stop_ids=frozenset() if asked.ignore_eos else ports.tokenizer.eos_ids,
-                turn_boundaries=tuple(asked.turn_ends[p]),
+                max_tokens=room if options.max_tokens is None else options.max_tokens,
+                sampling=msgspec.structs.replace(options.sampling, seed=seed_of_choice(options.sampling.seed, i)),
+                stop_ids=frozenset() if options.ignore_eos else ports.tokenizer.eos_ids,
+                turn_boundaries=tuple(options.turn_ends[p]),
             )
-            jobs.append(Job(request=request, reader=ChoiceReader(ports.tokenizer, reading), new_prompt=i == 0))
+            jobs.append(Job(request=request, processor=OutputProcessor(ports.tokenizer, output), new_prompt=i == 0))
     return jobs
 
 
-class Shape(Protocol):
+class ResponseFormatter(Protocol):
     """The JSON of one endpoint.  `index` is the index of a choice."""
 
-    def first(self, index: int) -> object | None:
+    def first_chunk(self, index: int) -> object | None:
         """Return the event that opens a choice in a stream, or None."""
 
-    def chunk(self, index: int, piece: Piece) -> object:
-        """Return the event of one piece."""
+    def chunk(self, index: int, delta: ChoiceDelta) -> object:
+        """Return the event of one delta."""
 
-    def usage_chunk(self, totals: Totals) -> object | None:
+    def usage_chunk(self, totals: UsageTotals) -> object | None:
         """Return the last event, with the usage, or None when it is not wanted."""
 
-    def whole(self, choices: Sequence[Sequence[Piece]], totals: Totals) -> object:
+    def full(self, choices: Sequence[Sequence[ChoiceDelta]], totals: UsageTotals) -> object:
         """Return the body of an answer that is not streamed."""
 
 
@@ -74,15 +74,15 @@ class Job:
     """One choice: what to generate and how to read it.  `new_prompt`: no earlier choice has the same prompt."""
 
     request: GenerationRequest
-    reader: ChoiceReader
+    processor: OutputProcessor
     new_prompt: bool = True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Plan:
+class GenerationPlan:
     """A request made ready for the engine.  `prompt_param` is the parameter that the prompt came in."""
 
     jobs: Sequence[Job]
-    shape: Shape
+    formatter: ResponseFormatter
     stream: bool
     prompt_param: str

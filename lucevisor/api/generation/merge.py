@@ -18,7 +18,7 @@ _QUEUE = 64
 IndexedEvent = tuple[int, Event]
 
 
-class Events:
+class MergedEvents:
     """The joined stream: index of the sequence and its event."""
 
     def __init__(self, queue: asyncio.Queue[IndexedEvent]) -> None:
@@ -36,13 +36,13 @@ class Events:
 
 
 @asynccontextmanager
-async def joined(handles: Sequence[HandlePort]) -> AsyncIterator[Events]:
+async def merged(handles: Sequence[HandlePort]) -> AsyncIterator[MergedEvents]:
     """Read all handles at once for as long as the block runs."""
     queue: asyncio.Queue[IndexedEvent] = asyncio.Queue(_QUEUE)
     try:
         async with asyncio.TaskGroup() as group:
             tasks = [group.create_task(_pump(index, handle, queue)) for index, handle in enumerate(handles)]
-            yield Events(queue)
+            yield MergedEvents(queue)
             for task in tasks:
                 task.cancel()
     except BaseExceptionGroup as errors:

@@ -1,7 +1,7 @@
-"""Submits the sequences of a request, reads their events and writes the answer, streamed or whole.
+"""Submits the sequences of a request, processes their events and writes the response, streamed or in one piece.
 
-Knows no JSON (a `Shape` does) and no tokenizer.  Invariant: nothing is sent before the engine took every sequence,
-and when a response ends, for whatever reason, all its sequences are over.
+Knows no JSON (a `ResponseFormatter` does) and no tokenizer.  Invariant: nothing is sent before the engine has accepted
+every sequence, and however a response ends, none of its sequences keeps running.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ from typing import Final
 import msgspec
 from aiohttp import web
 
-from lucevisor.api.access import shown_key
+from lucevisor.api.access import api_key_of
 from lucevisor.api.context import METRICS, PORTS, RequestContext, context_of
 from lucevisor.api.errors import from_refusal, from_request_error, unavailable
-from lucevisor.api.generation.jobs import Plan
-from lucevisor.api.generation.merge import Events, joined
+from lucevisor.api.generation.jobs import GenerationPlan
+from lucevisor.api.generation.merge import MergedEvents, merged
 from lucevisor.api.keys import key_id
 from lucevisor.api.metrics import Metrics
-from lucevisor.api.output.processor import GenerationFailed, Piece
+from lucevisor.api.output.processor import ChoiceDelta, GenerationFailed
 from lucevisor.api.output.sse import EventStream
-from lucevisor.api.output.usage import Totals
+from lucevisor.api.output.usage import UsageTotals
 from lucevisor.api.ports import HandlePort, Ports
 from lucevisor.engine.request import FinishedEvent, SubmitError, TokenEvent
 
@@ -32,26 +32,26 @@ _LONG_PROMPT: Final = 4096  # ids; the loop gets a turn after each prompt as lon
 _QUICK_RECORDS: Final = 2000  # tokens and log-probabilities of an answer that is put together in a millisecond or two
 
 
-async def respond(request: web.Request, plan: Plan) -> web.StreamResponse:
+async def respond(request: web.Request, plan: GenerationPlan) -> web.StreamResponse:
     """Run a plan and answer; ApiError when it is refused or a sequence fails, ClientGone when nobody listens."""
     ports, context = request.app[PORTS], context_of(request)
     # Without keys in force any client could show many and take many shares.
-    key = key_id(shown_key(request)) if ports.keys.required else ""
+    key = key_id(api_key_of(request)) if ports.keys.required else ""
     await _submit(ports, plan, context, key)
-    run = _Run(plan, context, request.app[METRICS])
+    run = _Response(plan, context, request.app[METRICS])
     try:
-        async with joined(context.handles) as events:
+        async with merged(context.handles) as events:
             if plan.stream:
                 stream = context.stream = EventStream(request, ports.settings.write_timeout_s)
                 await run.stream(events, stream, ports.settings.keepalive_s)
                 return stream.response
-            body = await run.whole(events, ports.settings.keepalive_s)
+            body = await run.full(events, ports.settings.keepalive_s)
     except GenerationFailed as failure:
         raise from_request_error(failure.error, ports.retry_after_s()) from None
     return web.Response(body=body, content_type="application/json")
 
 
-async def _submit(ports: Ports, plan: Plan, context: RequestContext, key: str) -> None:
+async def _submit(ports: Ports, plan: GenerationPlan, context: RequestContext, key: str) -> None:
     """Submit every sequence or none; `context` knows each at once, since a drain may come in between."""
     if ports.engine is None:
         waiting = ", ".join(f"{part.name} is {part.state}" for part in ports.not_ready()) or "it is being started"
@@ -70,22 +70,22 @@ async def _submit(ports: Ports, plan: Plan, context: RequestContext, key: str) -
         raise
 
 
-class _Run:
+class _Response:
     """One plan while it runs."""
 
-    def __init__(self, plan: Plan, context: RequestContext, metrics: Metrics) -> None:
+    def __init__(self, plan: GenerationPlan, context: RequestContext, metrics: Metrics) -> None:
         self._plan = plan
         self._context = context
         self._metrics = metrics
-        self._totals = Totals()
+        self._totals = UsageTotals()
         self._n_open = len(plan.jobs)
         self._last_token_s: list[float | None] = [None] * len(plan.jobs)
         self._n_tokens = [0] * len(plan.jobs)
         self._cut: set[int] = set()  # choices that ended by a stop string or tool call: what still comes is of no use
 
-    async def stream(self, events: Events, stream: EventStream, keepalive_s: float) -> None:
-        """Send each piece as it comes."""
-        shape = self._plan.shape
+    async def stream(self, events: MergedEvents, stream: EventStream, keepalive_s: float) -> None:
+        """Send each delta as it comes."""
+        formatter = self._plan.formatter
         opened = [False] * len(self._plan.jobs)
         while self._n_open:
             item = await events.next(keepalive_s)
@@ -93,20 +93,20 @@ class _Run:
                 await stream.comment()
                 continue
             index, event = item
-            pieces = self._read(index, event)
+            deltas = self._read(index, event)
             if not opened[index]:
                 opened[index] = True
-                if (first := shape.first(index)) is not None:
+                if (first := formatter.first_chunk(index)) is not None:
                     await stream.send(first)
-            for piece in pieces:
-                await stream.send(shape.chunk(index, piece))
-        if (usage := shape.usage_chunk(self._totals)) is not None:
+            for delta in deltas:
+                await stream.send(formatter.chunk(index, delta))
+        if (usage := formatter.usage_chunk(self._totals)) is not None:
             await stream.send(usage)
         await stream.finish()
 
-    async def whole(self, events: Events, patience_s: float) -> bytes:
-        """Gather all pieces; return the body."""
-        choices: list[list[Piece]] = [[] for _ in self._plan.jobs]
+    async def full(self, events: MergedEvents, patience_s: float) -> bytes:
+        """Gather all deltas; return the body."""
+        choices: list[list[ChoiceDelta]] = [[] for _ in self._plan.jobs]
         while self._n_open:
             item = await events.next(patience_s)
             if item is not None:
@@ -120,30 +120,30 @@ class _Run:
         """Return how many log-probabilities are told with each token."""
         return 1 + max(job.request.sampling.n_top_logprobs for job in self._plan.jobs)
 
-    def _encoded(self, choices: Sequence[Sequence[Piece]]) -> bytes:
-        return msgspec.json.encode(self._plan.shape.whole(choices, self._totals))
+    def _encoded(self, choices: Sequence[Sequence[ChoiceDelta]]) -> bytes:
+        return msgspec.json.encode(self._plan.formatter.full(choices, self._totals))
 
-    def _read(self, index: int, event: TokenEvent | FinishedEvent) -> list[Piece]:
+    def _read(self, index: int, event: TokenEvent | FinishedEvent) -> list[ChoiceDelta]:
         job, context = self._plan.jobs[index], self._context
         if isinstance(event, TokenEvent):
             if index in self._cut:
                 return []
             self._note_token(index)
-            pieces = job.reader.token(event)
-            if job.reader.ended:
+            deltas = job.processor.token(event)
+            if job.processor.ended:
                 self._cut.add(index)
                 context.handles[index].cancel()
-            return pieces
+            return deltas
         context.queue_s = event.timings.queue_s
         self._metrics.queue.observe(event.timings.queue_s)
         if self._last_token_s[index] is None and job.new_prompt:
             context.prompt_tokens += event.usage.prompt_tokens
-        pieces, usage = job.reader.finish(event)
+        deltas, usage = job.processor.finish(event)
         self._totals.add(usage, event.timings, new_prompt=job.new_prompt)
         context.cached_tokens = self._totals.cached
         context.generated_tokens += usage.generated - self._n_tokens[index]  # the id that ended it, if any
         self._n_open -= 1
-        return pieces
+        return deltas
 
     def _note_token(self, index: int) -> None:
         now = time.monotonic()

@@ -9,15 +9,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from lucevisor.api.output.logprobs import chat_logprobs, encoded_each
-from lucevisor.api.output.processor import Piece, TokenRecord
-from lucevisor.api.output.usage import Totals
+from lucevisor.api.output.logprobs import chat_logprobs, encode_items
+from lucevisor.api.output.processor import ChoiceDelta, TokenRecord
+from lucevisor.api.output.usage import UsageTotals
 from lucevisor.text.output_parser import ContentDelta, ReasoningDelta, ToolCallDelta
 from lucevisor.text.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ChatShape:
+class ChatFormatter:
     """`response_id`, `created_s` (Unix time) and `fingerprint` are told in every chunk."""
 
     response_id: str
@@ -29,37 +29,37 @@ class ChatShape:
     token_ids: bool
     include_usage: bool
 
-    def first(self, index: int) -> object:
+    def first_chunk(self, index: int) -> object:
         """Return the chunk that names the role."""
-        return self._chunk([self._choice(index, {"role": "assistant", "content": ""}, Piece(None))])
+        return self._chunk([self._choice(index, {"role": "assistant", "content": ""}, ChoiceDelta(None))])
 
-    def chunk(self, index: int, piece: Piece) -> object:
-        """Return the chunk of a piece; the finish reason comes in one of its own, with an empty delta."""
-        delta: dict[str, object] = {}
-        match piece.event:
+    def chunk(self, index: int, delta: ChoiceDelta) -> object:
+        """Return the chunk of a delta; the finish reason comes in one of its own, with an empty fields."""
+        fields: dict[str, object] = {}
+        match delta.event:
             case ContentDelta(text):
-                delta["content"] = text
+                fields["content"] = text
             case ReasoningDelta(text):
-                delta["reasoning_content"] = text
+                fields["reasoning_content"] = text
             case ToolCallDelta() as call:
-                delta["tool_calls"] = [{"index": call.index, **self._tool_call(index, call)}]
+                fields["tool_calls"] = [{"index": call.index, **self._tool_call(index, call)}]
             case None:
                 pass
-        return self._chunk([self._choice(index, delta, piece)])
+        return self._chunk([self._choice(index, fields, delta)])
 
-    def usage_chunk(self, totals: Totals) -> object | None:
+    def usage_chunk(self, totals: UsageTotals) -> object | None:
         """Return the last chunk, which has usage and no choice."""
         if not self.include_usage:
             return None
-        return {**self._chunk([]), "usage": totals.usage(), "timings": totals.told_timings()}
+        return {**self._chunk([]), "usage": totals.usage(), "timings": totals.timings_json()}
 
-    def whole(self, choices: Sequence[Sequence[Piece]], totals: Totals) -> object:
+    def full(self, choices: Sequence[Sequence[ChoiceDelta]], totals: UsageTotals) -> object:
         """Return the answer in one object."""
         return {
             **self._head("chat.completion"),
-            "choices": [self._whole_choice(index, pieces) for index, pieces in enumerate(choices)],
+            "choices": [self._full_choice(index, deltas) for index, deltas in enumerate(choices)],
             "usage": totals.usage(),
-            "timings": totals.told_timings(),
+            "timings": totals.timings_json(),
         }
 
     def _head(self, kind: str) -> dict[str, object]:
@@ -79,19 +79,19 @@ class ChatShape:
             chunk["usage"] = None
         return chunk
 
-    def _choice(self, index: int, delta: dict[str, object], piece: Piece) -> dict[str, object]:
+    def _choice(self, index: int, fields: dict[str, object], delta: ChoiceDelta) -> dict[str, object]:
         choice: dict[str, object] = {
             "index": index,
-            "delta": delta,
-            "logprobs": self._logprobs(piece.tokens),
-            "finish_reason": piece.finish_reason,
+            "delta": fields,
+            "logprobs": self._logprobs(delta.tokens),
+            "finish_reason": delta.finish_reason,
         }
         if self.token_ids:
-            choice["token_ids"] = list(piece.token_ids)
+            choice["token_ids"] = list(delta.token_ids)
         return choice
 
-    def _whole_choice(self, index: int, pieces: Sequence[Piece]) -> dict[str, object]:
-        events = [piece.event for piece in pieces]
+    def _full_choice(self, index: int, deltas: Sequence[ChoiceDelta]) -> dict[str, object]:
+        events = [delta.event for delta in deltas]
         content = "".join(e.text for e in events if isinstance(e, ContentDelta))
         reasoning = "".join(e.text for e in events if isinstance(e, ReasoningDelta))
         calls = [self._tool_call(index, e) for e in events if isinstance(e, ToolCallDelta)]
@@ -107,18 +107,18 @@ class ChatShape:
         choice: dict[str, object] = {
             "index": index,
             "message": message,
-            "logprobs": self._logprobs([token for piece in pieces for token in piece.tokens], whole=True),
-            "finish_reason": pieces[-1].finish_reason,
+            "logprobs": self._logprobs([token for delta in deltas for token in delta.tokens], full=True),
+            "finish_reason": deltas[-1].finish_reason,
         }
         if self.token_ids:
-            choice["token_ids"] = [token_id for piece in pieces for token_id in piece.token_ids]
+            choice["token_ids"] = [token_id for delta in deltas for token_id in delta.token_ids]
         return choice
 
-    def _logprobs(self, tokens: Sequence[TokenRecord], *, whole: bool = False) -> object:
-        if not self.logprobs or not (tokens or whole):
+    def _logprobs(self, tokens: Sequence[TokenRecord], *, full: bool = False) -> object:
+        if not self.logprobs or not (tokens or full):
             return None
         told = chat_logprobs(self.tokenizer, tokens)
-        return {**told, "content": encoded_each(told["content"])} if whole else told
+        return {**told, "content": encode_items(told["content"])} if full else told
 
     def _tool_call(self, index: int, call: ToolCallDelta) -> dict[str, object]:
         # Unique for good, since the response's id is; clients send it back with the tool's result.

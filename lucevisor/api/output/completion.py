@@ -8,15 +8,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from lucevisor.api.output.logprobs import completion_logprobs, encoded_each
-from lucevisor.api.output.processor import Piece, TokenRecord
-from lucevisor.api.output.usage import Totals
+from lucevisor.api.output.logprobs import completion_logprobs, encode_items
+from lucevisor.api.output.processor import ChoiceDelta, TokenRecord
+from lucevisor.api.output.usage import UsageTotals
 from lucevisor.text.output_parser import ContentDelta
 from lucevisor.text.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CompletionShape:
+class CompletionFormatter:
     """`n` choices a prompt; `echoes`: the text of each prompt when it is to be repeated, else empty."""
 
     response_id: str
@@ -30,32 +30,32 @@ class CompletionShape:
     token_ids: bool
     include_usage: bool
 
-    def first(self, index: int) -> object | None:
+    def first_chunk(self, index: int) -> object | None:
         """Return the chunk that repeats the prompt, if that is wanted."""
-        return self._chunk([self._choice(index, self._echo(index), Piece(None))]) if self.echoes else None
+        return self._chunk([self._choice(index, self._echo(index), ChoiceDelta(None))]) if self.echoes else None
 
-    def chunk(self, index: int, piece: Piece) -> object:
-        """Return the chunk of a piece; the finish reason comes in one of its own, with an empty text."""
-        return self._chunk([self._choice(index, _text(piece), piece)])
+    def chunk(self, index: int, delta: ChoiceDelta) -> object:
+        """Return the chunk of a delta; the finish reason comes in one of its own, with an empty text."""
+        return self._chunk([self._choice(index, _text(delta), delta)])
 
-    def usage_chunk(self, totals: Totals) -> object | None:
+    def usage_chunk(self, totals: UsageTotals) -> object | None:
         """Return the last chunk, which has usage and no choice."""
         if not self.include_usage:
             return None
-        return {**self._chunk([]), "usage": totals.usage(), "timings": totals.told_timings()}
+        return {**self._chunk([]), "usage": totals.usage(), "timings": totals.timings_json()}
 
-    def whole(self, choices: Sequence[Sequence[Piece]], totals: Totals) -> object:
+    def full(self, choices: Sequence[Sequence[ChoiceDelta]], totals: UsageTotals) -> object:
         """Return the answer in one object."""
         told = []
-        for index, pieces in enumerate(choices):
-            joined = Piece(
+        for index, deltas in enumerate(choices):
+            joined = ChoiceDelta(
                 None,
-                tuple(token for piece in pieces for token in piece.tokens),
-                tuple(token_id for piece in pieces for token_id in piece.token_ids),
-                pieces[-1].finish_reason,
+                tuple(token for delta in deltas for token in delta.tokens),
+                tuple(token_id for delta in deltas for token_id in delta.token_ids),
+                deltas[-1].finish_reason,
             )
-            told.append(self._choice(index, self._echo(index) + "".join(map(_text, pieces)), joined, whole=True))
-        return {**self._head(), "choices": told, "usage": totals.usage(), "timings": totals.told_timings()}
+            told.append(self._choice(index, self._echo(index) + "".join(map(_text, deltas)), joined, full=True))
+        return {**self._head(), "choices": told, "usage": totals.usage(), "timings": totals.timings_json()}
 
     def _echo(self, index: int) -> str:
         return self.echoes[index // self.n] if self.echoes else ""
@@ -77,23 +77,23 @@ class CompletionShape:
             chunk["usage"] = None
         return chunk
 
-    def _choice(self, index: int, text: str, piece: Piece, *, whole: bool = False) -> dict[str, object]:
+    def _choice(self, index: int, text: str, delta: ChoiceDelta, *, full: bool = False) -> dict[str, object]:
         choice: dict[str, object] = {
             "index": index,
             "text": text,
-            "logprobs": self._logprobs(piece.tokens, whole=whole),
-            "finish_reason": piece.finish_reason,
+            "logprobs": self._logprobs(delta.tokens, full=full),
+            "finish_reason": delta.finish_reason,
         }
         if self.token_ids:
-            choice["token_ids"] = list(piece.token_ids)
+            choice["token_ids"] = list(delta.token_ids)
         return choice
 
-    def _logprobs(self, tokens: Sequence[TokenRecord], *, whole: bool) -> object:
-        if not self.logprobs or not (tokens or whole):
+    def _logprobs(self, tokens: Sequence[TokenRecord], *, full: bool) -> object:
+        if not self.logprobs or not (tokens or full):
             return None
         told = completion_logprobs(self.tokenizer, tokens)
-        return {**told, "top_logprobs": encoded_each(told["top_logprobs"])} if whole else told
+        return {**told, "top_logprobs": encode_items(told["top_logprobs"])} if full else told
 
 
-def _text(piece: Piece) -> str:
-    return piece.event.text if isinstance(piece.event, ContentDelta) else ""
+def _text(delta: ChoiceDelta) -> str:
+    return delta.event.text if isinstance(delta.event, ContentDelta) else ""

@@ -55,7 +55,7 @@ def completion_logprobs(tokenizer: Tokenizer, tokens: Sequence[TokenRecord]) -> 
     }
 
 
-def encoded_each(items: object) -> list[msgspec.Raw]:
+def encode_items(items: object) -> list[msgspec.Raw]:
     """Return a list with each item encoded: the encoder holds the interpreter lock, for short times then."""
     assert isinstance(items, list)
     return [msgspec.Raw(msgspec.json.encode(item)) for item in items]

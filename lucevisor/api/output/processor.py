@@ -1,7 +1,7 @@
 """The events of one running sequence, read into what a client is shown: text, reasoning, tool calls, and an end.
 
-Pure: no I/O, no clock, no JSON.  Invariant: every token consumed is reported in exactly one piece, in order, and the
-last piece of a choice is the only one with a finish reason.
+Pure: no I/O, no clock, no JSON.  Invariant: every token consumed is reported in exactly one delta, in order, and the
+last delta of a choice is the only one with a finish reason.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ class GenerationFailed(Exception):
 
 @dataclass(frozen=True, slots=True)
 class TokenRecord:
-    """A token of a piece; `offset` is where its text begins in the choice's text, in characters."""
+    """A token of a delta; `offset` is where its text begins in the choice's text, in characters."""
 
     event: TokenEvent
     offset: int
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class ChoiceDelta:
     """What one or several tokens added to a choice.  `event` is None where they added nothing that is shown.
 
     `token_ids` are the ids of `tokens`, and at the end the id that ended the choice.
@@ -59,7 +59,7 @@ class ChoiceUsage:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Reading:
+class OutputOptions:
     """How the tokens of a request are read.  `make_parser` is None for plain completions: all text is content."""
 
     stops: Sequence[str] = ()
@@ -69,23 +69,23 @@ class Reading:
     one_tool_call: bool = False  # end after the first call
 
 
-class ChoiceReader:
+class OutputProcessor:
     """Reads the events of one sequence.  When `ended` turns true the rest is of no use: cancel the sequence."""
 
-    def __init__(self, tokenizer: Tokenizer, reading: Reading) -> None:
-        self._detokenizer = Detokenizer(tokenizer, reading.visible)
-        self._stop = StopMatcher(reading.stops)
-        self._parser = reading.make_parser() if reading.make_parser is not None else None
-        self._one_tool_call = reading.one_tool_call
-        self._in_reasoning = reading.reasoning_open
-        self._held: list[TokenRecord] = []  # consumed, not reported in a piece yet
+    def __init__(self, tokenizer: Tokenizer, options: OutputOptions) -> None:
+        self._detokenizer = Detokenizer(tokenizer, options.visible)
+        self._stop = StopMatcher(options.stops)
+        self._parser = options.make_parser() if options.make_parser is not None else None
+        self._one_tool_call = options.one_tool_call
+        self._in_reasoning = options.reasoning_open
+        self._held: list[TokenRecord] = []  # consumed, not reported in a delta yet
         self._n_chars = 0
         self._n_tokens = 0
         self._n_reasoning = 0
         self._n_calls = 0
         self.ended = False
 
-    def token(self, event: TokenEvent) -> list[Piece]:
+    def token(self, event: TokenEvent) -> list[ChoiceDelta]:
         """Take a token; return what can be shown by now.  After `ended` nothing more is taken."""
         if self.ended:
             return []
@@ -97,10 +97,10 @@ class ChoiceReader:
         self._note_section(events)
         if self._stop.matched is not None:
             self.ended = True
-        return self._pieces(events)
+        return self._deltas(events)
 
-    def finish(self, event: FinishedEvent) -> tuple[list[Piece], ChoiceUsage]:
-        """Take the end; return the last pieces and the count of tokens.
+    def finish(self, event: FinishedEvent) -> tuple[list[ChoiceDelta], ChoiceUsage]:
+        """Take the end; return the last deltas and the count of tokens.
 
         Raises GenerationFailed when the sequence ended by an error, or was cancelled by somebody else than its reader.
         """
@@ -115,15 +115,15 @@ class ChoiceReader:
             events = self._parse(rest + self._stop.flush())
             if self._parser is not None:
                 events += self._counted(self._parser.flush())
-        pieces = self._pieces(events)
+        deltas = self._deltas(events)
         end_ids = tuple(record.event.token for record in self._held)
         if event.stop_id is not None and not cut:
             self._n_tokens += 1
             end_ids += (event.stop_id,)
-        pieces.append(Piece(None, tuple(self._held), end_ids, self._reason(event, cut)))
+        deltas.append(ChoiceDelta(None, tuple(self._held), end_ids, self._reason(event, cut)))
         self._held.clear()
         usage = ChoiceUsage(event.usage.prompt_tokens, event.usage.cached_tokens, self._n_tokens, self._n_reasoning)
-        return pieces, usage
+        return deltas, usage
 
     def _parse(self, text: str) -> list[OutputEvent]:
         if self._parser is None:
@@ -149,14 +149,14 @@ class ChoiceReader:
         elif self._in_reasoning:
             self._n_reasoning += 1
 
-    def _pieces(self, events: Sequence[OutputEvent]) -> list[Piece]:
-        """Make a piece of each event; the tokens held so far go with the first."""
-        pieces: list[Piece] = []
+    def _deltas(self, events: Sequence[OutputEvent]) -> list[ChoiceDelta]:
+        """Make a delta of each event; the tokens held so far go with the first."""
+        deltas: list[ChoiceDelta] = []
         for event in events:
             ids = tuple(record.event.token for record in self._held)
-            pieces.append(Piece(event, tuple(self._held), ids))
+            deltas.append(ChoiceDelta(event, tuple(self._held), ids))
             self._held.clear()
-        return pieces
+        return deltas
 
     def _reason(self, event: FinishedEvent, cut: bool) -> FinishReason:
         if event.reason == "length" and self._stop.matched is None and not cut:

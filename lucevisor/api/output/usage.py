@@ -12,7 +12,7 @@ from lucevisor.engine.request import Timings
 
 
 @dataclass(slots=True)
-class Totals:
+class UsageTotals:
     """Sums over the choices of a request.  `timings` are those of the choice that ended last."""
 
     prompt: int = 0
@@ -40,7 +40,7 @@ class Totals:
             "completion_tokens_details": {"reasoning_tokens": self.reasoning},
         }
 
-    def told_timings(self) -> dict[str, float]:
+    def timings_json(self) -> dict[str, float]:
         """Return `timings`, an addition of ours: seconds in the queue, of the prompt and of the answer."""
         if self.timings is None:
             return {}

@@ -10,18 +10,18 @@ from typing import Any
 
 from lucevisor.api.errors import ApiError, bad_parameter
 from lucevisor.api.ports import Ports
-from lucevisor.api.prepared import Asked, ReadRequest
+from lucevisor.api.prepared import GenerationOptions, PreparedRequest
 from lucevisor.api.prompts.checks import check_choices, check_common, check_length, check_tokens
 from lucevisor.api.prompts.decoding import to_record
 from lucevisor.api.prompts.messages import check_messages, check_tools
-from lucevisor.api.prompts.sampling import fresh_seed, sampling_of
+from lucevisor.api.prompts.sampling import random_seed, sampling_params
 from lucevisor.api.prompts.schemas import ChatBody, ToolChoice
 from lucevisor.errors import show
 from lucevisor.text.preamble import normalised
 from lucevisor.text.template import ChatTemplate, EncodedPrompt, TemplateError
 
 
-def read_chat(fields: dict[str, Any], ports: Ports) -> ReadRequest:
+def read_chat(fields: dict[str, Any], ports: Ports) -> PreparedRequest:
     """Return what a decoded body asks for; ApiError naming the parameter that cannot be met."""
     body = to_record(ChatBody, fields)
     check_common(body, ports)
@@ -36,8 +36,8 @@ def read_chat(fields: dict[str, Any], ports: Ports) -> ReadRequest:
     messages = normalised(check_messages(body.messages), ports.settings.normalise)
     encoded, reasoning_open = _render(body, messages, tools, ports, ports.template)
     n_top_logprobs = (body.top_logprobs or 0) if body.logprobs else -1
-    asked = Asked(
-        sampling=sampling_of(body, ports, fresh_seed(), n_top_logprobs),
+    options = GenerationOptions(
+        sampling=sampling_params(body, ports, random_seed(), n_top_logprobs),
         turn_ends=[encoded.turn_ends],
         max_tokens=_max_tokens(body),
         n=check_choices(body.n, 1),
@@ -51,7 +51,7 @@ def read_chat(fields: dict[str, Any], ports: Ports) -> ReadRequest:
         reasoning_open=reasoning_open,
         one_tool_call=body.parallel_tool_calls is False,
     )
-    return ReadRequest(asked, [tuple(encoded.ids)])
+    return PreparedRequest(options, [tuple(encoded.ids)])
 
 
 def _check_format(body: ChatBody) -> None:

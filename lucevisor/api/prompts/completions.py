@@ -10,15 +10,15 @@ from typing import Any
 
 from lucevisor.api.errors import bad_parameter
 from lucevisor.api.ports import Ports
-from lucevisor.api.prepared import Asked, ReadRequest
+from lucevisor.api.prepared import GenerationOptions, PreparedRequest
 from lucevisor.api.prompts.checks import check_choices, check_common, check_length, check_tokens
 from lucevisor.api.prompts.decoding import to_record
-from lucevisor.api.prompts.sampling import fresh_seed, sampling_of
+from lucevisor.api.prompts.sampling import random_seed, sampling_params
 from lucevisor.api.prompts.schemas import MAX_ECHO_CHARS, CompletionBody
 from lucevisor.text.tokenizer import Tokenizer
 
 
-def read_completion(fields: dict[str, Any], ports: Ports) -> ReadRequest:
+def read_completion(fields: dict[str, Any], ports: Ports) -> PreparedRequest:
     """Return what a decoded body asks for; ApiError naming the parameter that cannot be met."""
     body = to_record(CompletionBody, fields)
     check_common(body, ports)
@@ -26,10 +26,10 @@ def read_completion(fields: dict[str, Any], ports: Ports) -> ReadRequest:
         raise bad_parameter(
             "logprobs", "cannot be told for an echoed prompt; send echo or logprobs, not both", "unsupported_value"
         )
-    n = check_choices(body.n, n_prompts_of(body.prompt))
-    prompts = prompts_of(body.prompt, ports)
-    asked = Asked(
-        sampling=sampling_of(body, ports, fresh_seed(), -1 if body.logprobs is None else body.logprobs),
+    n = check_choices(body.n, count_prompts(body.prompt))
+    prompts = read_prompts(body.prompt, ports)
+    options = GenerationOptions(
+        sampling=sampling_params(body, ports, random_seed(), -1 if body.logprobs is None else body.logprobs),
         turn_ends=[[] for _ in prompts],
         max_tokens=body.max_tokens,
         n=n,
@@ -41,7 +41,7 @@ def read_completion(fields: dict[str, Any], ports: Ports) -> ReadRequest:
         logprobs=body.logprobs is not None,
         echoes=_echoes(prompts, n, ports.tokenizer) if body.echo else (),
     )
-    return ReadRequest(asked, [tuple(prompt.ids) for prompt in prompts])
+    return PreparedRequest(options, [tuple(prompt.ids) for prompt in prompts])
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,12 +62,12 @@ def _echoes(prompts: list[Prompt], n: int, tokenizer: Tokenizer) -> tuple[str, .
     return echoes
 
 
-def n_prompts_of(prompt: str | list[str | int | list[int]]) -> int:
+def count_prompts(prompt: str | list[str | int | list[int]]) -> int:
     """Return how many prompts there are."""
     return len(prompt) if isinstance(prompt, list) and prompt and not isinstance(prompt[0], int) else 1
 
 
-def prompts_of(prompt: str | list[str | int | list[int]], ports: Ports) -> list[Prompt]:
+def read_prompts(prompt: str | list[str | int | list[int]], ports: Ports) -> list[Prompt]:
     """Return the prompts: a text, several, a list of ids, or several of those."""
     if isinstance(prompt, str):
         return [_from_text(prompt, "prompt", ports)]

@@ -107,7 +107,7 @@ def check_tools(tools: list[dict[str, Any]], choice: object) -> list[dict[str, A
 
     `choice` is tool_choice as decoded.  "none" offers no tool at all, so that the model cannot call one.
     """
-    if not _few_values(tools, MAX_TOOL_VALUES):
+    if not _has_at_most(tools, MAX_TOOL_VALUES):
         raise bad_parameter("tools", f"hold more than {MAX_TOOL_VALUES} values; offer fewer or simpler tools")
     names = [_check_tool(tool, f"tools[{index}]") for index, tool in enumerate(tools)]
     _check_choice(choice, names)
@@ -116,9 +116,9 @@ def check_tools(tools: list[dict[str, Any]], choice: object) -> list[dict[str, A
     return [{**tool, "function": {k: v for k, v in tool["function"].items() if v is not None}} for tool in tools]
 
 
-def _few_values(value: object, most: int) -> bool:
+def _has_at_most(value: object, limit: int) -> bool:
     """Say whether a decoded JSON value holds at most so many values, itself included."""
-    left, open_values = most, [value]
+    left, open_values = limit, [value]
     while open_values and left >= 0:
         item = open_values.pop()
         left -= 1

@@ -12,37 +12,37 @@ from typing import Any, Final
 
 from aiohttp import web
 
-from lucevisor.api.context import BODIES, PORTS, Bodies
+from lucevisor.api.context import BUFFERED_BODIES, PORTS, BufferedBodies
 from lucevisor.api.errors import ApiError
 from lucevisor.api.ports import ApiSettings, Ports
-from lucevisor.api.prepared import Answer, Kind, ReadRequest
+from lucevisor.api.prepared import BodyKind, EncodedResponse, PreparedRequest
 from lucevisor.api.prompts.decoding import decode_object
 from lucevisor.errors import show
 
 INLINE_BYTES: Final = 4 * 1024
-"""Bodies up to this size are read in the event loop: 2 ms of template and tokens at most."""
+"""BufferedBodies up to this size are read in the event loop: 2 ms of template and tokens at most."""
 
-Reader = Callable[[dict[str, Any], Ports], ReadRequest | bytes]
+Reader = Callable[[dict[str, Any], Ports], PreparedRequest | bytes]
 
 
-async def receive(request: web.Request, kind: Kind, reader: Reader) -> ReadRequest | Answer:
+async def prepare(request: web.Request, kind: BodyKind, reader: Reader) -> PreparedRequest | EncodedResponse:
     """Return what the body of a request asks for, or the answer to it; ApiError where it is refused."""
-    ports, bodies = request.app[PORTS], request.app[BODIES]
+    ports, bodies = request.app[PORTS], request.app[BUFFERED_BODIES]
     body: list[bytes] = []
     try:
-        await _receive(request, ports.settings, bodies, body)
+        await _read_body(request, ports.settings, bodies, body)
         if sum(map(len, body)) <= INLINE_BYTES:
-            await bodies.turns.turn()
+            await bodies.limiter.acquire()
             read = reader(decode_object(b"".join(body)), ports)
             return [read] if isinstance(read, bytes) else read
-        if ports.intake is None:
+        if ports.preprocessor is None:
             raise too_large(INLINE_BYTES)
-        return await ports.intake.read(kind, body, ports)
+        return await ports.preprocessor.read(kind, body, ports)
     finally:
         bodies.n_bytes -= sum(map(len, body))
 
 
-async def _receive(request: web.Request, settings: ApiSettings, bodies: Bodies, body: list[bytes]) -> None:
+async def _read_body(request: web.Request, settings: ApiSettings, bodies: BufferedBodies, body: list[bytes]) -> None:
     """Append the parts of the body as they come, counted in `bodies`."""
     media_type = request.content_type.lower()
     if media_type != "application/json" and not (

@@ -25,7 +25,7 @@ import structlog
 
 from lucevisor.api.errors import ApiError, unavailable
 from lucevisor.api.ports import Ports, SamplingDefaults
-from lucevisor.api.prepared import Answer, Asked, Kind, ReadRequest
+from lucevisor.api.prepared import BodyKind, EncodedResponse, GenerationOptions, PreparedRequest
 from lucevisor.kv.tokens import TOKEN_BYTES, TokenBuffer
 from lucevisor.text.preamble import Normalise
 
@@ -36,10 +36,10 @@ JOB: Final = struct.Struct("!BIQ")
 """To the process: index of the kind, max_context, bytes of the body that follows."""
 
 REPLY: Final = struct.Struct("!BQ")
-"""From it: an outcome and the bytes of the record that follows, and after ASKED the ids of the prompts."""
+"""From it: an outcome and the bytes of the record that follows, and after PREPARED the ids of the prompts."""
 
-KINDS: Final[tuple[Kind, ...]] = ("chat", "completion", "tokenize", "detokenize")
-READY, ASKED, ANSWER, REFUSED, DEFECT = range(5)
+KINDS: Final[tuple[BodyKind, ...]] = ("chat", "completion", "tokenize", "detokenize")
+READY, PREPARED, ANSWER, REFUSED, DEFECT = range(5)
 
 _PART_BYTES: Final = 256 * 1024  # of a long answer: 10 MB in one piece take 10 ms to copy
 _LONG_PROMPT: Final = 4096  # ids; the loop gets a turn after each prompt as long as this
@@ -71,25 +71,25 @@ class Refusal(msgspec.Struct, frozen=True, kw_only=True):
     headers: dict[str, str]
 
 
-class AskedReply(msgspec.Struct, frozen=True, kw_only=True):
+class PreparedReply(msgspec.Struct, frozen=True, kw_only=True):
     """What was asked, and the number of ids of each prompt."""
 
-    asked: Asked
+    options: GenerationOptions
     lengths: list[int]
 
 
-class IntakeLost(Exception):
+class WorkerLost(Exception):
     """The process ended or was ended while it read a body."""
 
 
-class Intake:
+class Preprocessor:
     """The intake processes of one server; the first is started with the first long body, or by `start`."""
 
     def __init__(self, metadata: Mapping[str, object]) -> None:
         """Take the metadata of the model's GGUF header: the file itself may be another by the time it is needed."""
         self._metadata = {key: value for key, value in metadata.items() if key.startswith(("tokenizer.", "general."))}
         self._setup: int | None = None  # descriptor of a memory file
-        self._processes: list[_Process | None] = [None, None]
+        self._workers: list[_Worker | None] = [None, None]
         self._waiting: deque[tuple[asyncio.Future[int], int]] = deque()
         self._free = {0, 1}
         self._jobs: set[asyncio.Task[Any]] = set()
@@ -99,10 +99,10 @@ class Intake:
         """Start the first process, so that the first long body need not wait for it."""
         self._add(self._start(ports))
 
-    async def read(self, kind: Kind, body: Sequence[bytes], ports: Ports) -> ReadRequest | Answer:
+    async def read(self, kind: BodyKind, body: Sequence[bytes], ports: Ports) -> PreparedRequest | EncodedResponse:
         """Return what a body asks for, or the answer to it; ApiError when it is refused."""
         size = sum(map(len, body))
-        index = await self._take(size, ports)
+        index = await self._acquire(size, ports)
         # A client that goes away leaves the process to finish: killing and starting it costs more.
         job = self._add(self._run(index, kind, body, size, ports))
         try:
@@ -121,9 +121,9 @@ class Intake:
         for job in list(self._jobs):
             job.cancel()
         await asyncio.gather(*self._jobs, return_exceptions=True)
-        for index, process in enumerate(self._processes):
+        for index, process in enumerate(self._workers):
             if process is not None:
-                self._processes[index] = None
+                self._workers[index] = None
                 await process.end()
         if self._setup is not None:
             os.close(self._setup)
@@ -137,20 +137,20 @@ class Intake:
         return job
 
     async def _start(self, ports: Ports) -> None:
-        index = await self._take(SHORT_BYTES + 1, ports)
+        index = await self._acquire(SHORT_BYTES + 1, ports)
         try:
             await self._ready(index, ports)
-        except (IntakeLost, OSError) as error:
+        except (WorkerLost, OSError) as error:
             await self._drop(index)
             log.error("an intake process cannot be started", reason=str(error))
         finally:
-            self._give_back(index)
+            self._release(index)
 
-    async def _take(self, size: int, ports: Ports) -> int:
+    async def _acquire(self, size: int, ports: Ports) -> int:
         """Return the index of a process for a body of this size, when it is free."""
         index = self._fitting(size)
         if index is None:
-            if len(self._waiting) >= ports.settings.intake_waiting:
+            if len(self._waiting) >= ports.settings.max_waiting_bodies:
                 raise ApiError(
                     429,
                     f"{len(self._waiting)} long requests wait to be read; try again in a second",
@@ -163,7 +163,7 @@ class Intake:
                 index = await turn
             except asyncio.CancelledError:
                 if turn.done() and not turn.cancelled():
-                    self._give_back(turn.result())
+                    self._release(turn.result())
                 if self._closed and turn.cancelled():
                     raise _closing(ports) from None
                 raise
@@ -172,10 +172,10 @@ class Intake:
         return index
 
     def _fitting(self, size: int) -> int | None:
-        lanes = (0, 1) if size <= SHORT_BYTES else (0,)
-        return next((index for index in lanes if index in self._free), None)
+        candidates = (0, 1) if size <= SHORT_BYTES else (0,)
+        return next((index for index in candidates if index in self._free), None)
 
-    def _give_back(self, index: int) -> None:
+    def _release(self, index: int) -> None:
         """Hand the process to the first who waits and may use it."""
         self._free.add(index)
         for entry in list(self._waiting):
@@ -189,19 +189,19 @@ class Intake:
                 return
 
     async def _run(
-        self, index: int, kind: Kind, body: Sequence[bytes], size: int, ports: Ports
-    ) -> ReadRequest | Answer:
+        self, index: int, kind: BodyKind, body: Sequence[bytes], size: int, ports: Ports
+    ) -> PreparedRequest | EncodedResponse:
         try:
-            process = await self._ready(index, ports)
-            async with asyncio.timeout(ports.settings.intake_timeout_s):
-                return await process.ask(kind, body, size, ports.max_context)
+            worker = await self._ready(index, ports)
+            async with asyncio.timeout(ports.settings.preprocess_timeout_s):
+                return await worker.run(kind, body, size, ports.max_context)
         except TimeoutError:
             await self._drop(index)
-            raise _too_much(f"{ports.settings.intake_timeout_s:g} s") from None
-        except IntakeLost as lost:
+            raise _too_much(f"{ports.settings.preprocess_timeout_s:g} s") from None
+        except WorkerLost as lost:
             await self._drop(index)
             log.warning("an intake process ended", reason=str(lost), body_bytes=size)
-            raise _too_much(f"{ports.settings.intake_memory_bytes >> 20} MiB of memory") from None
+            raise _too_much(f"{ports.settings.preprocess_memory_bytes >> 20} MiB of memory") from None
         except OSError as error:  # no memory or descriptors for another process
             await self._drop(index)
             log.error("an intake process cannot be started", reason=str(error))
@@ -215,21 +215,21 @@ class Intake:
             await self._drop(index)
             raise
         finally:
-            self._give_back(index)
+            self._release(index)
 
-    async def _ready(self, index: int, ports: Ports) -> _Process:
+    async def _ready(self, index: int, ports: Ports) -> _Worker:
         if self._closed:
             raise _closing(ports)
-        process = self._processes[index]
+        process = self._workers[index]
         if process is None:
             if self._setup is None:
                 self._setup = _memory_file(msgspec.msgpack.encode(self._setup_of(ports)))
-            process = self._processes[index] = _Process(self._setup)
+            process = self._workers[index] = _Worker(self._setup)
             await process.begin()
         return process
 
     async def _drop(self, index: int) -> None:
-        process, self._processes[index] = self._processes[index], None
+        process, self._workers[index] = self._workers[index], None
         if process is not None:
             await process.end()
 
@@ -240,11 +240,11 @@ class Intake:
             defaults=ports.defaults,
             banned=ports.banned,
             normalise=ports.settings.normalise,
-            memory_bytes=ports.settings.intake_memory_bytes,
+            memory_bytes=ports.settings.preprocess_memory_bytes,
         )
 
 
-class _Process:
+class _Worker:
     """One process and the socket to it.  It ends when its end of the socket is closed."""
 
     def __init__(self, setup: int) -> None:
@@ -269,14 +269,16 @@ class _Process:
         self._writer: asyncio.StreamWriter | None = None
 
     async def begin(self) -> None:
-        """Wait until it has its tokenizer; raises IntakeLost."""
+        """Wait until it has its tokenizer; raises WorkerLost."""
         assert self._socket is not None
         self._reader, self._writer = await asyncio.open_unix_connection(sock=self._socket)
         self._socket = None
         await self._reply()
 
-    async def ask(self, kind: Kind, body: Sequence[bytes], size: int, max_context: int) -> ReadRequest | Answer:
-        """Send one body, return what comes of it; ApiError for a refusal, IntakeLost."""
+    async def run(
+        self, kind: BodyKind, body: Sequence[bytes], size: int, max_context: int
+    ) -> PreparedRequest | EncodedResponse:
+        """Send one body and return the result.  Raises ApiError when it is refused, WorkerLost when the worker dies."""
         assert self._writer is not None
         try:
             self._writer.write(JOB.pack(KINDS.index(kind), max_context, size))
@@ -284,14 +286,14 @@ class _Process:
                 self._writer.write(part)
                 await self._writer.drain()
         except ConnectionError as error:
-            raise IntakeLost(str(error)) from None
+            raise WorkerLost(str(error)) from None
         outcome, parts = await self._reply()
         if outcome == ANSWER:
             return parts
         record = b"".join(parts)
-        if outcome == ASKED:
-            reply = msgspec.msgpack.decode(record, type=AskedReply)
-            return ReadRequest(reply.asked, [await self._ids(length) for length in reply.lengths])
+        if outcome == PREPARED:
+            reply = msgspec.msgpack.decode(record, type=PreparedReply)
+            return PreparedRequest(reply.options, [await self._ids(length) for length in reply.lengths])
         if outcome == REFUSED:
             told = msgspec.msgpack.decode(record, type=Refusal)
             raise ApiError(told.status, told.message, code=told.code, param=told.param, headers=told.headers)
@@ -321,7 +323,7 @@ class _Process:
         try:
             return await self._reader.readexactly(length)
         except (asyncio.IncompleteReadError, ConnectionError):
-            raise IntakeLost(f"process {self._process.pid} ended") from None
+            raise WorkerLost(f"process {self._process.pid} ended") from None
 
 
 def _closing(ports: Ports) -> ApiError:
@@ -334,7 +336,7 @@ def _too_much(what: str) -> ApiError:
 
 def _memory_file(data: bytes) -> int:
     """Return the descriptor of a nameless file in memory that holds `data`."""
-    descriptor = os.memfd_create("lucevisor-intake", os.MFD_CLOEXEC)
+    descriptor = os.memfd_create("lucevisor-preprocessing", os.MFD_CLOEXEC)
     with os.fdopen(os.dup(descriptor), "wb") as file:
         file.write(data)
     return descriptor

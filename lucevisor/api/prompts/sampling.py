@@ -19,12 +19,12 @@ _COLDEST = 1e-4
 """Below it the best token is certain to be drawn, and logits divided by it leave float32: sampled as 0, greedy."""
 
 
-def fresh_seed() -> int:
+def random_seed() -> int:
     """Return a seed for a request that gives none."""
     return secrets.randbits(63)
 
 
-def sampling_of(body: GenerationBody, ports: Ports, seed: int, n_top_logprobs: int) -> Sampling:
+def sampling_params(body: GenerationBody, ports: Ports, seed: int, n_top_logprobs: int) -> Sampling:
     """Return how choice 0 is sampled; `seed` stands in when the body has none; -1 logprobs: none wanted.
 
     ApiError 400 for a logit_bias that names no token.

@@ -25,20 +25,20 @@ import msgspec
 
 from lucevisor.api.errors import ApiError
 from lucevisor.api.ports import ApiSettings, ModelCard, Ports
-from lucevisor.api.prepared import Kind, ReadRequest
+from lucevisor.api.prepared import BodyKind, PreparedRequest
 from lucevisor.api.prompts import chat, completions, tokenize
 from lucevisor.api.prompts.decoding import decode_object
 from lucevisor.api.prompts.preprocessing import (
     ANSWER,
-    ASKED,
     DEFECT,
     JOB,
     KINDS,
+    PREPARED,
     READY,
     REFUSED,
     REPLY,
     SHORT_BYTES,
-    AskedReply,
+    PreparedReply,
     Refusal,
     Setup,
 )
@@ -46,7 +46,7 @@ from lucevisor.kv.tokens import TokenBuffer
 from lucevisor.text.template import ChatTemplate
 from lucevisor.text.tokenizer import Tokenizer
 
-_READERS: Final[Mapping[Kind, Callable[[dict[str, Any], Ports], ReadRequest | bytes]]] = {
+_READERS: Final[Mapping[BodyKind, Callable[[dict[str, Any], Ports], PreparedRequest | bytes]]] = {
     "chat": chat.read_chat,
     "completion": completions.read_completion,
     "tokenize": tokenize.read_tokenize,
@@ -57,7 +57,7 @@ _READERS: Final[Mapping[Kind, Callable[[dict[str, Any], Ports], ReadRequest | by
 def main(socket_fd: int, setup_fd: int) -> None:
     """Serve until the other end closes."""
     link = socket.socket(fileno=socket_fd)
-    threading.Thread(target=_end_with_the_server, args=(link,), daemon=True).start()
+    threading.Thread(target=_exit_with_server, args=(link,), daemon=True).start()
     # Processes share the descriptor and so its offset.
     setup = msgspec.msgpack.decode(os.pread(setup_fd, os.fstat(setup_fd).st_size, 0), type=Setup)
     ports = _make_ports(setup)
@@ -72,11 +72,11 @@ def main(socket_fd: int, setup_fd: int) -> None:
             for part in _reply(_READERS[KINDS[kind]], incoming.read(size), ports):
                 link.sendall(part)
             if size > SHORT_BYTES:
-                _give_back_memory()
+                _trim_memory()
 
 
 def _reply(
-    reader: Callable[[dict[str, Any], Ports], ReadRequest | bytes], body: bytes, ports: Ports
+    reader: Callable[[dict[str, Any], Ports], PreparedRequest | bytes], body: bytes, ports: Ports
 ) -> tuple[bytes, ...]:
     try:
         read = reader(decode_object(body), ports)
@@ -91,8 +91,8 @@ def _reply(
         return _framed(DEFECT, traceback.format_exc().encode())
     if isinstance(read, bytes):
         return _framed(ANSWER, read)
-    reply = AskedReply(asked=read.asked, lengths=[len(ids) for ids in read.prompts])
-    return *_framed(ASKED, msgspec.msgpack.encode(reply)), *(TokenBuffer.of(ids).packed() for ids in read.prompts)
+    reply = PreparedReply(options=read.options, lengths=[len(ids) for ids in read.prompts])
+    return *_framed(PREPARED, msgspec.msgpack.encode(reply)), *(TokenBuffer.of(ids).packed() for ids in read.prompts)
 
 
 def _framed(outcome: int, record: bytes) -> tuple[bytes, bytes]:
@@ -120,13 +120,13 @@ def _limit_memory(more_bytes: int) -> None:
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
 
 
-def _give_back_memory() -> None:
+def _trim_memory() -> None:
     gc.collect()
     with contextlib.suppress(AttributeError):  # another C library than glibc
         ctypes.CDLL(None).malloc_trim(0)
 
 
-def _end_with_the_server(link: socket.socket) -> None:
+def _exit_with_server(link: socket.socket) -> None:
     """End this process when the other end of the socket is closed, whatever it does at the time."""
     poll = select.poll()
     poll.register(link.fileno(), select.POLLRDHUP)

@@ -11,45 +11,45 @@ from functools import partial
 from aiohttp import web
 
 from lucevisor.api.context import PORTS
-from lucevisor.api.generation.jobs import Plan, Stamp, make_jobs
+from lucevisor.api.generation.jobs import GenerationPlan, ResponseId, make_jobs
 from lucevisor.api.generation.respond import respond
-from lucevisor.api.output.chat import ChatShape
-from lucevisor.api.output.processor import Reading
+from lucevisor.api.output.chat import ChatFormatter
+from lucevisor.api.output.processor import OutputOptions
 from lucevisor.api.ports import Ports
-from lucevisor.api.prepared import ReadRequest
+from lucevisor.api.prepared import PreparedRequest
 from lucevisor.api.prompts.chat import read_chat
-from lucevisor.api.prompts.prepare import receive
+from lucevisor.api.prompts.prepare import prepare
 from lucevisor.text.output_parser import OutputParser
 
 
 async def chat_completions(request: web.Request) -> web.StreamResponse:
     """Answer one chat request."""
-    read = await receive(request, "chat", read_chat)
-    assert isinstance(read, ReadRequest)
-    return await respond(request, plan_chat(read, request.app[PORTS], Stamp.now("chatcmpl")))
+    prepared = await prepare(request, "chat", read_chat)
+    assert isinstance(prepared, PreparedRequest)
+    return await respond(request, plan_chat(prepared, request.app[PORTS], ResponseId.now("chatcmpl")))
 
 
-def plan_chat(read: ReadRequest, ports: Ports, stamp: Stamp) -> Plan:
+def plan_chat(prepared: PreparedRequest, ports: Ports, response: ResponseId) -> GenerationPlan:
     """Return the sequences of a request and the shape of its answer."""
-    asked = read.asked
+    options = prepared.options
     assert ports.template is not None
     output_format = ports.template.output_format
-    reading = Reading(
-        stops=asked.stops,
-        make_parser=partial(OutputParser, asked.reasoning_open, asked.tools, output_format),
+    output_options = OutputOptions(
+        stops=options.stops,
+        make_parser=partial(OutputParser, options.reasoning_open, options.tools, output_format),
         visible=output_format.visible_ids(ports.tokenizer),
-        reasoning_open=asked.reasoning_open,
-        one_tool_call=asked.one_tool_call,
+        reasoning_open=options.reasoning_open,
+        one_tool_call=options.one_tool_call,
     )
-    shape = ChatShape(
-        response_id=stamp.response_id,
-        created_s=stamp.created_s,
+    formatter = ChatFormatter(
+        response_id=response.response_id,
+        created_s=response.created_s,
         model=ports.model.name,
         fingerprint=ports.model.fingerprint,
         tokenizer=ports.tokenizer,
-        logprobs=asked.logprobs,
-        token_ids=asked.token_ids,
-        include_usage=asked.include_usage,
+        logprobs=options.logprobs,
+        token_ids=options.token_ids,
+        include_usage=options.include_usage,
     )
-    jobs = make_jobs(read, reading, ports, stamp)
-    return Plan(jobs=jobs, shape=shape, stream=asked.stream, prompt_param="messages")
+    jobs = make_jobs(prepared, output_options, ports, response)
+    return GenerationPlan(jobs=jobs, formatter=formatter, stream=options.stream, prompt_param="messages")

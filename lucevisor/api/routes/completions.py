@@ -8,37 +8,37 @@ from __future__ import annotations
 from aiohttp import web
 
 from lucevisor.api.context import PORTS
-from lucevisor.api.generation.jobs import Plan, Stamp, make_jobs
+from lucevisor.api.generation.jobs import GenerationPlan, ResponseId, make_jobs
 from lucevisor.api.generation.respond import respond
-from lucevisor.api.output.completion import CompletionShape
-from lucevisor.api.output.processor import Reading
+from lucevisor.api.output.completion import CompletionFormatter
+from lucevisor.api.output.processor import OutputOptions
 from lucevisor.api.ports import Ports
-from lucevisor.api.prepared import ReadRequest
+from lucevisor.api.prepared import PreparedRequest
 from lucevisor.api.prompts.completions import read_completion
-from lucevisor.api.prompts.prepare import receive
+from lucevisor.api.prompts.prepare import prepare
 
 
 async def completions(request: web.Request) -> web.StreamResponse:
     """Answer one completion request."""
-    read = await receive(request, "completion", read_completion)
-    assert isinstance(read, ReadRequest)
-    return await respond(request, plan_completion(read, request.app[PORTS], Stamp.now("cmpl")))
+    prepared = await prepare(request, "completion", read_completion)
+    assert isinstance(prepared, PreparedRequest)
+    return await respond(request, plan_completion(prepared, request.app[PORTS], ResponseId.now("cmpl")))
 
 
-def plan_completion(read: ReadRequest, ports: Ports, stamp: Stamp) -> Plan:
+def plan_completion(prepared: PreparedRequest, ports: Ports, response: ResponseId) -> GenerationPlan:
     """Return the sequences of a request and the shape of its answer."""
-    asked = read.asked
-    shape = CompletionShape(
-        response_id=stamp.response_id,
-        created_s=stamp.created_s,
+    options = prepared.options
+    formatter = CompletionFormatter(
+        response_id=response.response_id,
+        created_s=response.created_s,
         model=ports.model.name,
         fingerprint=ports.model.fingerprint,
         tokenizer=ports.tokenizer,
-        n=asked.n,
-        echoes=asked.echoes,
-        logprobs=asked.logprobs,
-        token_ids=asked.token_ids,
-        include_usage=asked.include_usage,
+        n=options.n,
+        echoes=options.echoes,
+        logprobs=options.logprobs,
+        token_ids=options.token_ids,
+        include_usage=options.include_usage,
     )
-    jobs = make_jobs(read, Reading(stops=asked.stops), ports, stamp)
-    return Plan(jobs=jobs, shape=shape, stream=asked.stream, prompt_param="prompt")
+    jobs = make_jobs(prepared, OutputOptions(stops=options.stops), ports, response)
+    return GenerationPlan(jobs=jobs, formatter=formatter, stream=options.stream, prompt_param="prompt")

@@ -11,18 +11,18 @@ from aiohttp import web
 
 from lucevisor.api.context import PORTS
 from lucevisor.api.output.sse import ClientGone
-from lucevisor.api.prompts.prepare import receive
+from lucevisor.api.prompts.prepare import prepare
 from lucevisor.api.prompts.tokenize import read_detokenize, read_tokenize
 
 
 async def tokenize(request: web.Request) -> web.StreamResponse:
     """Return the token ids of a text."""
-    return await _send(request, await receive(request, "tokenize", read_tokenize))
+    return await _send(request, await prepare(request, "tokenize", read_tokenize))
 
 
 async def detokenize(request: web.Request) -> web.StreamResponse:
     """Return the text of token ids, control tokens included."""
-    return await _send(request, await receive(request, "detokenize", read_detokenize))
+    return await _send(request, await prepare(request, "detokenize", read_detokenize))
 
 
 async def _send(request: web.Request, parts: object) -> web.StreamResponse:
