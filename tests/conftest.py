@@ -32,6 +32,7 @@ if not any(Path(p).exists() for p in ("/dev/nvidiactl", "/dev/kfd")):
     os.environ["TRITON_INTERPRET"] = "1"
 
 os.environ.setdefault("HF_HOME", str(Path.home() / ".cache" / "huggingface"))  # it would move along
+os.environ["LUCEVISOR_VALIDATE"] = "1"  # engines check their accounts when idle
 os.environ["XDG_CACHE_HOME"] = tempfile.mkdtemp(prefix="lucevisor-cache-")
 atexit.register(shutil.rmtree, os.environ["XDG_CACHE_HOME"], ignore_errors=True)
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -30,6 +31,7 @@ from lucevisor.deployment.weights import ModelWeights
 from lucevisor.engine.core import Engine, EngineSettings
 from lucevisor.engine.pipeline import PipelineFailure, PipelineResult
 from lucevisor.engine.request import RequestError
+from lucevisor.engine.validation import enabled
 from lucevisor.errors import LucevisorError, NotReadyError, unusable
 from lucevisor.placement.result import Placement
 from lucevisor.protocol.messages import Progress
@@ -234,7 +236,10 @@ class Service:
         placement = deployment.placement
         assert placement is not None
         settings = EngineSettings(
-            max_queue=self.config.server.max_queue, on_pipeline_failed=self._on_pipeline_failed, on_step=self._on_step
+            max_queue=self.config.server.max_queue,
+            on_pipeline_failed=self._on_pipeline_failed,
+            on_step=self._on_step,
+            validate=enabled(os.environ),
         )
         self.engine = Engine(engine_limits(self.config.cache, self.model.spec, placement), settings)
         deployment.serve(self.engine)

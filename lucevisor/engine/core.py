@@ -23,6 +23,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from lucevisor import awake
+from lucevisor.engine import validation
 from lucevisor.engine.handle import RequestHandle
 from lucevisor.engine.limits import EngineLimits
 from lucevisor.engine.pipeline import Pipeline, PipelineFailure, PipelineResult, StepInFlight
@@ -55,6 +56,7 @@ _RETRY_VALID_S = 1.0  # an estimate is told for so long, so that refusing costs 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineSettings:
     """``max_queue``: requests that may wait.  ``rate_window_s``: seconds that ``tokens_per_s`` looks back.
+    ``validate``: check all accounts whenever the engine is idle; raises AccountingError from there.
 
     ``on_step`` sees every finished step (for histograms), ``on_pipeline_failed`` why the pipeline failed (for
     supervision; the engine has detached it by then).
@@ -62,6 +64,7 @@ class EngineSettings:
 
     max_queue: int
     rate_window_s: float = 10.0
+    validate: bool = False
     clock: Callable[[], float] = time.monotonic
     on_step: Callable[[PipelineResult], None] | None = None
     on_pipeline_failed: Callable[[PipelineFailure], None] | None = None
@@ -373,6 +376,8 @@ class Engine:
             if isinstance(event, FinishedEvent):
                 del self._handles[request_id]
         self._changed.set()
+        if self._settings.validate and self._scheduler.idle:
+            validation.check(self._scheduler)
 
     def _collect(self, result: PipelineResult) -> None:
         request_id = self._row_steps.pop(result.step.step_id, None)

@@ -13,7 +13,7 @@ way; a finished request is in no list.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable, Sequence
 from functools import partial
 
 from lucevisor.engine.backlog import Backlog
@@ -60,9 +60,9 @@ class Scheduler:
         self.n_preemptions = 0
         self.n_generated_tokens = 0
         self.last_applied = 0  # the last step whose result came
-        self._pools = limits.make_pools()
-        self.reuse = PrefixReuse(limits, self._pools)
-        self._sequences = PageAllocator(limits.max_sequences, "sequences")
+        self.pools = limits.make_pools()
+        self.reuse = PrefixReuse(limits, self.pools)
+        self.sequence_ids = PageAllocator(limits.max_sequences, "sequences")
         self._records: dict[str, RequestRecord] = {}
         self._shares = KeyShares(credit=4 * limits.prefill_chunk)
         self._queue = RequestQueue(self._shares)
@@ -71,7 +71,7 @@ class Scheduler:
         self._live: dict[int, RequestRecord] = {}
         self._operations: list[Operation] = []
         self._flushing = False  # operations that wait for a step get one of their own
-        self._in_flight: deque[ScheduledStep] = deque()
+        self.in_flight: deque[ScheduledStep] = deque()
         self._backlog = Backlog(n_stages)
         self._n_arrivals = 0
         self._last_step = 0
@@ -91,16 +91,31 @@ class Scheduler:
     @property
     def n_in_flight(self) -> int:
         """Steps planned and not yet applied."""
-        return len(self._in_flight)
+        return len(self.in_flight)
+
+    @property
+    def running(self) -> Collection[RequestRecord]:
+        """Requests that hold pages."""
+        return self._live.values()
+
+    @property
+    def queued(self) -> Iterable[RequestRecord]:
+        """Requests that wait, in no order that matters."""
+        return self._queue
+
+    @property
+    def unfinished(self) -> Collection[str]:
+        """Ids of all requests that run or wait."""
+        return self._records.keys()
 
     @property
     def idle(self) -> bool:
         """Whether no request is left and no step is on its way."""
-        return not self._records and not self._in_flight
+        return not self._records and not self.in_flight
 
     def pages(self) -> dict[Space, PageUse]:
         """Return ids used and there are, of each space of the model."""
-        return self._pools.use()
+        return self.pools.use()
 
     def wait_s(self) -> float | None:
         """Return in how many seconds a request behind all others would start; None before enough was measured."""
@@ -157,7 +172,7 @@ class Scheduler:
         self.reuse.index.clear()
         ending = [*self._live.values(), *(record for record in self._queue if record.probe is not None)]
         events = [self._finish(record, "error", now, error=error) for record in ending]
-        self._in_flight.clear()
+        self.in_flight.clear()
         self._backlog.clear()
         self._waits.stopped()
         self.last_applied = self._last_step  # nobody will answer what was on its way
@@ -188,11 +203,11 @@ class Scheduler:
 
     def next_plan(self, now: float) -> StepPlan | None:
         """Return the next step for the pipeline, or None when there is none until a result or a request comes."""
-        if len(self._in_flight) >= arena_regions(self.n_stages):
+        if len(self.in_flight) >= arena_regions(self.n_stages):
             return None
         self._admit(now)
         room = self._room(now)
-        while picks := choose(self._live.values(), self._in_flight, self.limits, room):
+        while picks := choose(self._live.values(), self.in_flight, self.limits, room):
             # Securing pages may preempt every pick while older requests are in flight: choose again.
             n_preemptions = self.n_preemptions
             if secured := self._secure(picks):
@@ -221,10 +236,10 @@ class Scheduler:
         Each sampling slice gets a token, and one more for each draft that was accepted; those behind the end of a
         request and those of a request that ended meanwhile are dropped.
         """
-        drawn = drawn_tokens(self._in_flight[0] if self._in_flight else None, result)
-        scheduled = self._in_flight.popleft()
+        drawn = drawn_tokens(self.in_flight[0] if self.in_flight else None, result)
+        scheduled = self.in_flight.popleft()
         self._backlog.answered(now)
-        self._waits.applied(scheduled, self._live.values(), now, idle=not self._in_flight)
+        self._waits.applied(scheduled, self._live.values(), now, idle=not self.in_flight)
         self.last_applied = scheduled.step_id
         events: Events = []
         for sequence, part in scheduled.parts.items():
@@ -239,7 +254,7 @@ class Scheduler:
         yet, or whose newest token is under way.  Raises ValueError for a model with recurrent layers, whose state
         cannot be rolled back.
         """
-        if Space.RECURRENT in self._pools:
+        if Space.RECURRENT in self.pools:
             raise ValueError("drafts cannot be verified: the state of recurrent layers cannot be rolled back")
         record = self._records.get(request_id)
         if record is None or record.live is None or record.state is not RequestState.DECODE:
@@ -281,10 +296,10 @@ class Scheduler:
         """Start a queued request with what is remembered of it; False when there is no room for it yet."""
         if not self._fits(record, match):
             return False
-        [sequence] = self._sequences.allocate(1) or [NO_STATE]
+        [sequence] = self.sequence_ids.allocate(1) or [NO_STATE]
         opened = self.reuse.open(record, sequence, match)
         if opened is None:
-            self._sequences.release([sequence])
+            self.sequence_ids.release([sequence])
             return False
         record.live, operations = opened
         self._operations += operations
@@ -308,7 +323,7 @@ class Scheduler:
             for space, n in self.limits.pages_needed(len(other.tokens)).items():
                 held = 0 if other.live is None else len(other.live.table.held(space))
                 needs[space] += max(0, n - held) + 1  # promised to it, and one to grow by
-        if Space.RECURRENT in self._pools:
+        if Space.RECURRENT in self.pools:
             needs[Space.RECURRENT] = 1
         return self.reuse.index.can_reclaim(needs, {Space.FULL: match.full, Space.WINDOW: match.window})
 
@@ -372,7 +387,7 @@ class Scheduler:
         }
         decodes = any(pick.record.state is RequestState.DECODE for pick in picks)
         self._waits.planned(now)
-        self._in_flight.append(ScheduledStep(step.step_id, parts, decodes))
+        self.in_flight.append(ScheduledStep(step.step_id, parts, decodes))
         self._backlog.sent(self.chunks.step_s(slices), now)
         return StepPlan(step, tuple(pick.record.request.request_id for pick in picks))
 
@@ -436,8 +451,8 @@ class Scheduler:
             return
         live.table.release()
         if live.state != NO_STATE:
-            self._pools[Space.RECURRENT].release([live.state])
-        self._sequences.release([live.sequence])
+            self.pools[Space.RECURRENT].release([live.state])
+        self.sequence_ids.release([live.sequence])
         del self._live[live.sequence]
         record.live = None
         self._operations.append(CloseSequence(live.sequence))

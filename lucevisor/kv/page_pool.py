@@ -44,6 +44,11 @@ class PageAllocator:
         heapify(self._free)
 
     @property
+    def ids(self) -> range:
+        """All ids of the pool."""
+        return range(self._first, self._first + len(self._ref_counts))
+
+    @property
     def n_total(self) -> int:
         """Size of the pool."""
         return len(self._ref_counts)
@@ -135,6 +140,19 @@ class PageAllocator:
         self._n_evictable -= sum(ref_counts[page - first] == 1 for page in pages)
         self._cached.difference_update(pages)
         self.release(pages)
+
+    def problems(self, cached: Collection[int]) -> list[str]:
+        """Say where free list and counts disagree with the owners; ``cached``: what the prefix index owns."""
+        free = [page for page in self.ids if self.ref_count(page) == 0]
+        evictable = [page for page in cached if self.evictable(page)]
+        found = []
+        if sorted(self._free) != free:
+            found.append(f"the free list is {sorted(self._free)}, ids without owners are {free}")
+        if self._cached != set(cached):
+            found.append(f"ids {sorted(self._cached)} count as cached, the prefix index has {sorted(cached)}")
+        if self._n_evictable != len(evictable):
+            found.append(f"{self._n_evictable} ids count as evictable, the prefix index alone has {evictable}")
+        return found
 
     def _check(self, pages: Iterable[int]) -> None:
         first, last = self._first, self._first + len(self._ref_counts) - 1

@@ -45,6 +45,21 @@ class PrefixIndex:
     # ---- what there is
 
     @property
+    def tree(self) -> PrefixTree:
+        """What is remembered, for checks."""
+        return self._tree
+
+    @property
+    def pools(self) -> PagePools:
+        """Where slots have their ids."""
+        return self._pools
+
+    @property
+    def reservations(self) -> Collection[Reservation]:
+        """Ids set aside for prefixes that are being restored."""
+        return self._reservations
+
+    @property
     def enabled(self) -> bool:
         """Whether slots are made at all."""
         state_bytes = self.settings.unit_bytes.get(Space.RECURRENT, 0) if self.recurrent else 0

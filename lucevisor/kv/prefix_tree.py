@@ -163,6 +163,15 @@ class PrefixTree:
         self._holds: dict[Space, Counter[int]] = {space: Counter() for space in pools.spaces}
         self.root = Node(0, b"", None)
 
+    @property
+    def spaces(self) -> Sequence[Space]:
+        """The spaces of the pools."""
+        return self._pools.spaces
+
+    def holds(self, space: Space) -> Counter[int]:
+        """How often nodes and slots hold each id of a space."""
+        return self._holds[space]
+
     # ---- lookups
 
     def walk(self, tokens: TokenBuffer, n_tokens: int) -> Walk:

@@ -65,7 +65,9 @@ class Groups:
         self.regions: dict[tuple[int, int], tuple[int, list[int]]] = {}  # shared memory outlives daemons
         self.failures: list[PipelineFailure] = []
         self.changes = 0
-        self.engine = Engine(self.limits, EngineSettings(max_queue=100, on_pipeline_failed=self.failures.append))
+        self.engine = Engine(
+            self.limits, EngineSettings(max_queue=100, on_pipeline_failed=self.failures.append, validate=True)
+        )
         self.assembly = PipelineAssembly(self.engine, self.homes, self._changed)
         self.processes: dict[str, Process] = {}  # those that supervision holds for READY
 

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
+from lucevisor.engine import validation
 from lucevisor.engine.handle import RequestHandle
 from lucevisor.engine.limits import EngineLimits
 from lucevisor.engine.request import (
@@ -110,6 +111,7 @@ class Play:
             case "lose" if index < 4:
                 self.toy.lose()
                 self.toy.attach()
+        validation.check(self.toy.engine._scheduler)
 
     def play(self) -> None:
         self.toy.attach()

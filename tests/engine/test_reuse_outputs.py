@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
+from lucevisor.engine import validation
 from lucevisor.engine.handle import RequestHandle
 from lucevisor.engine.limits import EngineLimits
 from lucevisor.engine.request import GenerationRequest
@@ -104,6 +105,7 @@ class Play:
                     self.reserved.append(reservation)
             case "let go":
                 self.let_go()
+        validation.check(self.toy.engine._scheduler)
 
     def let_go(self) -> None:
         for slot in self.pinned:

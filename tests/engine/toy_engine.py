@@ -57,6 +57,7 @@ class ToyEngine:
                 clock=lambda: self.now,
                 on_step=self.steps.append,
                 on_pipeline_failed=self.failures.append,
+                validate=True,
             ),
         )
         self.daemons: list[ToyDaemon] = []

@@ -1,0 +1,140 @@
+"""Checks that every page and state id has exactly the owners it is counted for, and that the prefix tree adds up.
+
+A debugging aid (LUCEVISOR_VALIDATE=1): it reads, and never repairs.  It knows allocators and the prefix index; whoever
+calls names the other owners.
+Invariant: no problem is reported for a state that the public methods of ``kv`` can reach without a leak.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+from lucevisor.kv.page_pool import PageAllocator, PagePools
+from lucevisor.kv.prefix_cache import PrefixIndex
+from lucevisor.kv.prefix_tree import NO_STATE, Node, PrefixSlot, PrefixTree
+from lucevisor.model.values import Space
+
+_MAX_LISTED = 20
+
+
+class AccountingError(Exception):
+    """Ids and their owners do not add up: a defect.  ``problems`` holds one line each."""
+
+    def __init__(self, problems: Sequence[str]) -> None:
+        self.problems = list(problems)
+        more = len(self.problems) - _MAX_LISTED
+        listed = self.problems[:_MAX_LISTED] + ([f"and {more} more"] if more > 0 else [])
+        super().__init__("inconsistent accounting: " + "; ".join(listed))
+
+
+@dataclass(frozen=True, slots=True)
+class Owner:
+    """Somebody who holds ids of an allocator, once per occurrence.  ``cached``: as the prefix index."""
+
+    name: str
+    allocator: PageAllocator
+    ids: Sequence[int]
+    cached: bool = False
+
+
+def pool_problems(pools: PagePools, owners: Iterable[Owner]) -> Iterator[str]:
+    """Yield what is wrong with the reference counts of all allocators if ``owners`` are all there are."""
+    by_allocator: dict[int, list[Owner]] = defaultdict(list)
+    for owner in owners:
+        by_allocator[id(owner.allocator)].append(owner)
+    for space in pools.spaces:
+        for allocator in {id(one): one for one in (pools[space], pools.slot_pools[space])}.values():
+            yield from allocator_problems(allocator, by_allocator[id(allocator)])
+
+
+def allocator_problems(allocator: PageAllocator, owners: Iterable[Owner]) -> Iterator[str]:
+    """Yield what is wrong with one allocator's counts if ``owners`` are all there are."""
+    names: dict[int, list[str]] = defaultdict(list)
+    cached: set[int] = set()
+    for owner in owners:
+        for page in owner.ids:
+            names[page].append(owner.name)
+        if owner.cached:
+            cached.update(owner.ids)
+    for page in allocator.ids:
+        n, known = allocator.ref_count(page), names.pop(page, [])
+        if n != len(known):
+            who = ", ".join(known) or "nobody"
+            yield f"{allocator.name}: id {page} counts {n} owners, known are {len(known)} ({who})"
+    for page, known in names.items():
+        yield f"{allocator.name}: id {page} of {', '.join(known)} is outside the pool"
+    yield from (f"{allocator.name}: {problem}" for problem in allocator.problems(cached))
+
+
+def index_owners(index: PrefixIndex) -> Iterator[Owner]:
+    """Yield the prefix index and its reservations as owners, from what the tree holds."""
+    pools = index.pools
+    for space, held in _held(index.tree).items():
+        yield Owner("the prefix index", pools[space], list(held), cached=True)
+    for reservation in index.reservations:
+        for space, ids in reservation.ids.items():
+            yield Owner(f"a reservation of {reservation.n_tokens} tokens", pools[space], ids)
+
+
+def index_problems(index: PrefixIndex) -> Iterator[str]:
+    """Yield what is wrong with the counts of the prefix tree and its slots."""
+    tree = index.tree
+    found = {slot.number: slot for node in _nodes(tree.root) for slot in node.slots.values()}
+    if found.keys() != {slot.number for slot in index.slots}:
+        yield f"slots {sorted(found)} are in the tree, {sorted(slot.number for slot in index.slots)} in the index"
+    for slot in found.values():
+        if not slot.alive or slot.pins < 0 or (slot.parent is not None and not slot.parent.alive):
+            yield f"slot {slot.number} is in the tree: alive {slot.alive}, {slot.pins} pins, parent {slot.parent}"
+    for space, held in _held(tree).items():
+        if held != tree.holds(space):
+            yield f"space {space}: the tree holds {dict(held)} and counts {dict(tree.holds(space))}"
+    for node in _nodes(tree.root):
+        yield from _node_problems(node, index.pools)
+
+
+def _node_problems(node: Node, pools: PagePools) -> Iterator[str]:
+    where, slots = f"pages {node.start} to {node.stop} of the prefix tree", list(_slots_through(node))
+    if node.n_slots != len(slots) or (node.parent is not None and not slots):
+        yield f"{where}: {len(slots)} slots lead through, {node.n_slots} are counted"
+    for key, child in node.children.items():
+        if key != child.key or child.parent is not node or child.start != node.stop:
+            yield f"{where}: its child at page {child.start} is not linked to it"
+    if node.parent is None:
+        return
+    n_windows = sum(node.start >= slot.first_window for slot in slots) if Space.WINDOW in pools else 0
+    if node.n_windows != n_windows:
+        yield f"{where}: {n_windows} slots need its window pages, {node.n_windows} are counted"
+    needed = {Space.FULL: Space.FULL in pools, Space.WINDOW: n_windows > 0}
+    for space, needs in needed.items():
+        n_wanted, n_pages = (node.stop - node.start) * needs, len(node.pages.get(space, ()))
+        if n_pages != n_wanted:
+            yield f"{where}: {n_pages} pages of space {space}, {n_wanted} are needed"
+
+
+def _nodes(root: Node) -> Iterator[Node]:
+    stack = [root]
+    while stack:
+        node = stack.pop()
+        yield node
+        stack += node.children.values()
+
+
+def _slots_through(node: Node) -> Iterator[PrefixSlot]:
+    for below in _nodes(node):
+        yield from below.slots.values()
+
+
+def _held(tree: PrefixTree) -> dict[Space, Counter[int]]:
+    """How often nodes and slots hold each id."""
+    held: dict[Space, Counter[int]] = {space: Counter() for space in tree.spaces}
+    for node in _nodes(tree.root):
+        for space, pages in node.pages.items():
+            held[space].update(pages)
+        for slot in node.slots.values():
+            for space, page in slot.tail.items():
+                held[space][page] += 1
+            if slot.state != NO_STATE:
+                held[Space.RECURRENT][slot.state] += 1
+    return held

@@ -1,0 +1,154 @@
+"""The engine's accounts: a planted leak of every kind is found and named, and a sound engine is never accused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from lucevisor.engine import validation
+from lucevisor.engine.scheduler import Scheduler
+from lucevisor.kv.prefix_records import PrefixSettings
+from lucevisor.kv.validation import AccountingError
+from lucevisor.model.values import Space
+from lucevisor.protocol.loading import PoolSizes
+from tests.engine.toy_engine import ALL_SPACES, ToyEngine, limits, request
+
+CACHE = PrefixSettings(
+    max_slots=20,
+    memory_bytes=1000,
+    min_tokens=10,
+    checkpoint_pages=1,
+    unit_bytes={Space.FULL: 1, Space.WINDOW: 1, Space.RECURRENT: 1},
+)
+
+
+def used() -> ToyEngine:
+    """An idle engine with prefix slots."""
+    bounds = limits(spaces=ALL_SPACES, window_tokens=80, prefix=CACHE, pools=PoolSizes(32, 16, 12))
+    toy = ToyEngine(bounds, n_stages=2)
+    toy.attach()
+    for name, n in (("a", 150), ("b", 200), ("c", 90)):
+        toy.engine.submit(request(name, range(n), n=3))
+        toy.run()
+    assert toy.engine.prefixes.slots
+    return toy
+
+
+def leak_a_page(scheduler: Scheduler) -> None:
+    scheduler.pools[Space.FULL].allocate(1)
+
+
+def leak_a_window_page(scheduler: Scheduler) -> None:
+    scheduler.pools[Space.WINDOW].allocate(1)
+
+
+def leak_a_state(scheduler: Scheduler) -> None:
+    scheduler.pools[Space.RECURRENT].allocate(1)
+
+
+def leak_a_sequence(scheduler: Scheduler) -> None:
+    scheduler.sequence_ids.allocate(1)
+
+
+def share_a_page_once_more(scheduler: Scheduler) -> None:
+    scheduler.pools[Space.FULL].retain([scheduler.reuse.index.slots[0].pages(Space.FULL)[0]])
+
+
+def forget_that_a_page_is_cached(scheduler: Scheduler) -> None:
+    scheduler.pools[Space.FULL].uncache([scheduler.reuse.index.slots[0].pages(Space.FULL)[0]])
+
+
+def count_a_slot_twice(scheduler: Scheduler) -> None:
+    scheduler.reuse.index.slots[0].node.n_slots += 1
+
+
+def lose_a_slot(scheduler: Scheduler) -> None:
+    slot = scheduler.reuse.index.slots[0]
+    del slot.node.slots[slot.remainder]
+
+
+def lose_a_reservation(scheduler: Scheduler) -> None:
+    index = scheduler.reuse.index
+    reservation = index.reserve(100)
+    assert reservation is not None
+    index._reservations.remove(reservation)
+
+
+def free_a_page_twice(scheduler: Scheduler) -> None:
+    scheduler.pools[Space.FULL]._free.append(scheduler.pools[Space.FULL]._free[-1])
+
+
+@pytest.mark.parametrize(
+    ("leak", "words"),
+    [
+        (leak_a_page, r"space full: id \d+ counts 1 owners, known are 0 \(nobody\)"),
+        (leak_a_window_page, r"space window: id \d+ counts 1 owners, known are 0"),
+        (leak_a_state, r"space recurrent: id \d+ counts 1 owners, known are 0"),
+        (leak_a_sequence, "sequences: id 0 counts 1 owners, known are 0"),
+        (share_a_page_once_more, r"space full: id \d+ counts 2 owners, known are 1 \(the prefix index\)"),
+        (forget_that_a_page_is_cached, r"counts 0 owners, known are 1 \(the prefix index\)"),
+        (count_a_slot_twice, r"slots lead through, \d+ are counted"),
+        (lose_a_slot, "are in the tree, .* in the index"),
+        (lose_a_reservation, r"space full: id \d+ counts 1 owners, known are 0"),
+        (free_a_page_twice, "space full: the free list is"),
+    ],
+)
+def test_a_planted_leak_is_found_when_the_engine_is_idle_next(leak: Callable[[Scheduler], None], words: str) -> None:
+    toy = used()
+    validation.check(toy.engine._scheduler)
+    leak(toy.engine._scheduler)
+    with pytest.raises(AccountingError, match=words):
+        toy.engine._proceed([])
+
+
+def test_accounts_of_requests_that_run_are_checked_too() -> None:
+    toy = used()
+    scheduler = toy.engine._scheduler
+    toy.engine.submit(request("running", range(300, 400), n=9))
+    toy.work(0)
+    validation.check(scheduler)
+    [record] = scheduler.running
+    assert record.live is not None
+    record.n_in_flight += 1
+    record.live.n_computed += 500
+    page = record.live.table.held(Space.FULL)[0]
+    scheduler.pools[Space.FULL].retain([page])
+    with pytest.raises(AccountingError) as caught:
+        validation.check(scheduler)
+    text = str(caught.value)
+    for words in (
+        f"space full: id {page} counts 3 owners, known are 2 (request running, the prefix index)",
+        "request running counts 3 steps in flight, 2 carry a slice of it",
+        "request running has 100 tokens, 600 computed, 100 scheduled",
+    ):
+        assert words in text
+
+
+def test_a_request_that_nobody_finishes_is_found() -> None:
+    toy = used()
+    scheduler = toy.engine._scheduler
+    toy.engine.submit(request("stuck", range(300, 400), n=9))
+    [record] = scheduler.running
+    scheduler._close(record)
+    with pytest.raises(AccountingError, match=r"requests \[\] run or wait, \['stuck'\] are unfinished"):
+        validation.check(scheduler)
+
+
+def test_a_long_list_of_problems_is_cut() -> None:
+    error = AccountingError([f"problem {i}" for i in range(50)])
+    assert len(error.problems) == 50
+    assert "problem 19; and 30 more" in str(error)
+
+
+@pytest.mark.parametrize(("value", "on"), [("1", True), ("yes", True), ("0", False), ("", False)])
+def test_the_environment_switches_it_on(value: str, on: bool) -> None:
+    assert validation.enabled({"LUCEVISOR_VALIDATE": value}) == on
+    assert not validation.enabled({})
+
+
+def test_it_is_off_unless_asked_for() -> None:
+    toy = used()
+    toy.engine._settings = type(toy.engine._settings)(max_queue=1)
+    leak_a_page(toy.engine._scheduler)
+    toy.engine._proceed([])
