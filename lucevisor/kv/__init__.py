@@ -1,4 +1,4 @@
-"""Which page holds what: page pools, page tables, prefix tree and prefix cache.
+"""Page pools, page tables, packed tokens, prefix tree and prefix cache.
 
-Plain integers: no tensors, no I/O, no clock.
+Plain integers and bytes: no tensors, no I/O, no clock.
 """

@@ -1,9 +1,9 @@
 """The page table of one sequence: which page holds its positions ``[64 i, 64 i + 64)``, in each paged space.
 
-``full``: pages live as long as the sequence.  ``window``: pages that no later token can see are given back while the
-sequence goes on.  Knows positions and page ids, not tokens, requests or messages.
-Invariant: entries below ``first_held`` were given back or never taken, all others are owned by this table exactly once,
-and only pages that it took itself are written through it.
+``full`` pages live as long as the sequence; ``window`` pages are released once no later token can see them.  Knows
+positions and page ids, not tokens, requests or messages.
+Invariant: entries below ``first_held`` were released or never allocated, this table owns all others exactly once, and
+only pages that it allocated itself are written through it.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Growth:
 
 @dataclass(slots=True)
 class _Entries:
-    first_held: int = 0  # entries below were given back
+    first_held: int = 0  # entries below were released
     pages: list[int] = field(default_factory=list)  # pages[i] is entry first_held + i
 
     @property
@@ -38,20 +38,18 @@ class _Entries:
 
 
 class PageTable:
-    """The pages of one sequence.  Grows before a slice is planned, slides with it, is released at the end."""
+    """The pages of one sequence: grown before a slice is planned, released at the end."""
 
     def __init__(self, pools: PagePools, window_tokens: int | None) -> None:
-        """Make an empty table.  ``window_tokens``: what a sliding layer sees, itself included; None without such
-        layers.
-        """
+        """``window_tokens``: positions a sliding layer sees, the token itself included; None without such layers."""
         self._pools = pools
         self._window_tokens = window_tokens
         self._entries = {space: _Entries() for space in PAGED if space in pools}
 
     def adopt(self, full: Sequence[int], first_window: int, window: Sequence[int]) -> None:
-        """Begin an empty table with whole pages that others own as well: it becomes one of their owners.
+        """Start an empty table with whole shared pages, becoming one of their owners.
 
-        ``full``: entries 0 and on; ``window``: entries ``first_window`` and on, up to the same position.
+        ``full`` are the entries from 0 on, ``window`` those from ``first_window`` on, up to the same position.
         """
         shared = {Space.FULL: (0, full), Space.WINDOW: (first_window, window)}
         for space, entries in self._entries.items():
@@ -65,15 +63,15 @@ class PageTable:
         return entries.pages[max(0, start - entries.first_held) : max(0, stop - entries.first_held)]
 
     def missing(self, n_tokens: int) -> dict[Space, int]:
-        """Return how many pages positions ``0 .. n_tokens - 1`` need beyond those held; only spaces that need some."""
+        """Return the pages that positions ``0 .. n_tokens - 1`` need beyond those held; only spaces that need some."""
         n_pages = pages_of(n_tokens)
         return {space: n_pages - entries.stop for space, entries in self._entries.items() if n_pages > entries.stop}
 
     def grow(self, start: int, stop: int) -> list[Growth] | None:
-        """Make room for a slice of positions ``[start, stop)``; first give back the window pages that it cannot see.
+        """Allocate pages for a slice ``[start, stop)``, after releasing the window pages that it cannot see.
 
-        Only pages that neither this slice nor a later one sees are given back, so a page handed to another sequence in
-        the same step is not read by this one.  None, and nothing taken, when a space has too few free pages.
+        Released pages are invisible to this slice and all later ones, so another sequence may get them in the same
+        step.  Returns None, allocating nothing, if a space has too few free pages.
         """
         self._slide(start)
         needs = self.missing(stop)
@@ -90,11 +88,11 @@ class PageTable:
         return growths
 
     def held(self, space: Space) -> list[int]:
-        """Return the pages this table owns in a space, oldest first."""
+        """Return the pages owned in a space, oldest first."""
         return list(self._entries[space].pages) if space in self._entries else []
 
     def release(self) -> None:
-        """Give all pages back; the table is empty afterwards."""
+        """Release all pages; the table is empty afterwards."""
         for space, entries in self._entries.items():
             self._pools[space].release(entries.pages)
             self._entries[space] = _Entries()

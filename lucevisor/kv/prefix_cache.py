@@ -1,15 +1,13 @@
-"""The prefix index: which prefixes are remembered, which of them a prompt begins with, and which are given up.
+"""The prefix index: lookup, publication and eviction of cached prompt prefixes.
 
-Pure: tokens, page ids and ``now`` (seconds) in, page ids out; whoever calls makes the operations that fill pages and
-copy states.  Knows no requests.  Slots of a model with recurrent layers are used at their own position, where a
-checkpoint of the states is; other models use any page of a known chain as well, as far as the window behind it is held.
-
-Giving up.  The value of a slot is the tokens that would have to be computed without it, divided by the prompts that
-came since its last use; the least valuable goes first, among those whose going frees what is lacking.  Slots with a pin
-stay.  Why ids may be given to others at once: engine/scheduler.py.
-
-Invariant: slots and their bytes are within the settings after every call, as far as slots without a pin can make it so;
-every id that a slot needs has the index as an owner.
+Pure: tokens, page ids and ``now`` (seconds) in, page ids out; the caller makes the operations that fill pages and copy
+states.  Knows no requests.  Models with recurrent layers resume only at the end of a slot, where their states were
+checkpointed; others at any cached page whose window is complete.
+Eviction: a slot is worth the tokens that would have to be recomputed without it, divided by the prompts since its last
+use.  The least valuable goes first, among those that free what is needed.  Why freed ids can be reused at once:
+engine/scheduler.py.
+Invariant: slots and bytes stay within the settings, as far as unpinned slots allow; the index owns every id that a slot
+needs.
 """
 
 from __future__ import annotations
@@ -31,8 +29,8 @@ class PrefixIndex:
         self.settings = settings
         self.hooks = PrefixHooks()
         self.recurrent = Space.RECURRENT in pools
-        self.block_granular = not self.recurrent and window_tokens is None  # any page of a known chain can be used
-        self.version = 0  # changes whenever a match may
+        self.block_granular = not self.recurrent and window_tokens is None  # a prompt can resume at any cached page
+        self.version = 0  # changes whenever the result of a match may
         self.n_evictions = 0
         self._sequence_pools = pools
         self._pools = pools.slot_pools
@@ -42,7 +40,7 @@ class PrefixIndex:
         self._tick = 0
         self._n_made = 0
 
-    # ---- what there is
+    # ---- state and lookup
 
     @property
     def tree(self) -> PrefixTree:
@@ -61,7 +59,7 @@ class PrefixIndex:
 
     @property
     def enabled(self) -> bool:
-        """Whether slots are made at all."""
+        """Whether the settings allow any slot."""
         state_bytes = self.settings.unit_bytes.get(Space.RECURRENT, 0) if self.recurrent else 0
         return self.settings.max_slots > 0 and state_bytes <= self.settings.memory_bytes
 
@@ -72,14 +70,14 @@ class PrefixIndex:
 
     @property
     def n_bytes(self) -> int:
-        """Bytes of pages and states that slots alone hold."""
+        """Bytes of pages and states that only slots hold."""
         return sum(
             self._pools[space].n_evictable * self.settings.unit_bytes.get(space, 0) for space in self._pools.spaces
         )
 
     @property
     def pinning(self) -> bool:
-        """Whether pins or reservations keep ids from sequences for a while."""
+        """Whether pins or reservations keep ids from sequences for now."""
         return bool(self._reservations) or any(slot.pins for slot in self._slots.values())
 
     def find(self, tokens: Sequence[int], n_tokens: int) -> PrefixSlot | None:
@@ -102,27 +100,27 @@ class PrefixIndex:
         return self._match(path_to(slot.node), slot.n_tokens, slot.n_tokens, slot)
 
     def use(self, match: PrefixMatch, now: float) -> None:
-        """Count a use of what a match found.  To be called once for every prompt, found or not."""
+        """Count the use of a match.  Call once per prompt, with or without a hit."""
         self._tick += 1
         if match.slot is not None and match.slot.alive:
             self.touch(match.slot, now)
             match.slot.n_uses += 1
 
     def touch(self, slot: PrefixSlot, now: float) -> None:
-        """Make a slot the last used one."""
+        """Make a slot the most recently used."""
         slot.last_use, slot.used_at, slot.evict_on_unpin = self._tick, now, False
 
     # ---- making slots
 
     def worth_caching(self, n_tokens: int) -> bool:
-        """Say whether a prefix of that length is remembered at all."""
+        """Whether prefixes of this length are cached."""
         return self.enabled and n_tokens >= max(1, self.settings.min_tokens)
 
     def allocate_state(self, n_tokens_saved: int) -> int | None:
-        """Return a free state for a checkpoint that saves so many tokens, if need be that of a slot worth less."""
+        """Allocate a state for a checkpoint that saves so many tokens, if need be by evicting a slot worth less."""
         states = self._pools[Space.RECURRENT]
         if not states.n_free:
-            victim = self._least([Space.RECURRENT])
+            victim = self._next_victim([Space.RECURRENT])
             if victim is None or self._value(victim) >= n_tokens_saved:
                 return None
             self._evict(victim)
@@ -130,19 +128,18 @@ class PrefixIndex:
         return None if taken is None else taken[0]
 
     def n_saved(self, tokens: Sequence[int], n_tokens: int) -> int:
-        """Return how many tokens a slot at ``n_tokens`` would save over the slots there are."""
+        """Return how many tokens a slot at ``n_tokens`` would save beyond the existing slots."""
         known = self._tree.longest_slot(TokenBuffer.of(tokens), n_tokens - 1)
         return n_tokens - (known.n_tokens if known is not None else 0)
 
     def publish(
         self, tokens: Sequence[int], source: SlotSource, now: float, *, pinned: bool = False
     ) -> PrefixSlot | None:
-        """Remember the first ``source.n_tokens`` tokens; the index becomes an owner of the pages that hold them, and
-        takes the state over from the caller, whatever comes of it.
+        """Cache the first ``source.n_tokens`` tokens.  The index becomes an owner of their pages, and takes over the
+        caller's reference to the state in any case.
 
-        From then on any step planned later may use them.  None when it is not worth it, when the window behind it is
-        gone, or when it was the first to be given up.  An equal slot is only touched, and returned.  ``pinned``: what
-        is returned has a pin.
+        Any step planned from now on may use them.  Returns None if the prefix is too short, its window is gone, or it
+        was evicted right away.  An existing slot is touched and returned.  ``pinned``: pin the returned slot.
         """
         packed = TokenBuffer.of(tokens)
         slot = self._tree.find(packed, source.n_tokens) if self.worth_caching(source.n_tokens) else None
@@ -169,7 +166,7 @@ class PrefixIndex:
     # ---- restoring
 
     def reserve(self, n_tokens: int) -> Reservation | None:
-        """Take fresh ids for a prefix from disk, in place of slots if need be; None when there are not enough."""
+        """Allocate ids for a prefix from disk, evicting slots if need be; None if there are not enough."""
         first, needs = self._tree.first_window(n_tokens), {Space.FULL: pages_of(n_tokens), Space.RECURRENT: 1}
         needs[Space.WINDOW] = pages_of(n_tokens) - first
         needs = {space: n for space, n in needs.items() if space in self._pools}
@@ -183,10 +180,10 @@ class PrefixIndex:
         return reservation
 
     def adopt(self, tokens: Sequence[int], reservation: Reservation, now: float) -> PrefixSlot | None:
-        """Publish a prefix whose bytes are all in its reserved ids; ``tokens`` are as many as were reserved for.
+        """Publish a prefix whose bytes are complete in its reserved ids; ``tokens`` has the reserved length.
 
-        The slot has a pin, so that whom it was restored for can use it.  None when the shards lost their state since,
-        or when it was not worth keeping.
+        The slot is pinned, so that the waiting request finds it.  Returns None if the shards lost their state in the
+        meantime, or the slot was evicted right away.
         """
         if reservation not in self._reservations:
             return None
@@ -201,7 +198,7 @@ class PrefixIndex:
         return slot
 
     def cancel(self, reservation: Reservation) -> None:
-        """Give the ids of a reservation back.  Does nothing when it is adopted, cancelled or forgotten already."""
+        """Release the ids of a reservation.  Does nothing if it was adopted, cancelled or cleared already."""
         if reservation in self._reservations:
             self._reservations.remove(reservation)
             self._release(reservation)
@@ -209,23 +206,23 @@ class PrefixIndex:
     # ---- pins
 
     def pin(self, slot: PrefixSlot) -> None:
-        """Keep a slot from being given up, once for each call."""
+        """Protect a slot from eviction, once per call."""
         slot.pins += 1
 
     def unpin(self, slot: PrefixSlot) -> None:
-        """Take a pin away; a slot that was to be given up meanwhile goes with the last one."""
+        """Remove a pin; with the last one goes a slot whose eviction was delayed."""
         slot.pins -= 1
         if slot.alive and not slot.pins:
             if slot.evict_on_unpin:
                 self._remove(slot)
             self.trim()
 
-    # ---- giving up
+    # ---- eviction
 
     def can_reclaim(self, needs: Mapping[Space, int], shared: Mapping[Space, Collection[int]]) -> bool:
-        """Say whether so many ids of each space would be free for a sequence if all slots without a pin were given up.
+        """Whether evicting all unpinned slots would free so many ids of each space for a sequence.
 
-        ``shared``: ids that the asker is about to own as well, which would stay.
+        ``shared``: ids that the caller is about to own as well; they would stay.
         """
         for space, n in needs.items():
             allocator = self._sequence_pools[space]
@@ -237,27 +234,27 @@ class PrefixIndex:
         return True
 
     def reclaim(self, needs: Mapping[Space, int]) -> bool:
-        """Give up slots until so many ids of each space are free for a sequence; False when that is not enough."""
+        """Evict slots until so many ids of each space are free for a sequence; False if that is not enough."""
         return self._reclaim(self._sequence_pools, needs)
 
     def trim(self) -> None:
-        """Give up slots until number and bytes are within the settings.  To be called when a sequence ended too: what
-        it shared with slots is theirs alone then.
+        """Evict slots until number and bytes are within the settings.  Call it after a sequence ended, too: pages that
+        it shared now count for the slots alone.
         """
         while len(self._slots) > self.settings.max_slots or self.n_bytes > self.settings.memory_bytes:
-            victim = self._least(self._pools.spaces if self.n_bytes > self.settings.memory_bytes else ())
+            victim = self._next_victim(self._pools.spaces if self.n_bytes > self.settings.memory_bytes else ())
             if victim is None:
                 return
             self._evict(victim)
 
     def drop(self, slot: PrefixSlot) -> bool:
-        """Give a slot up; False when a pin keeps it."""
+        """Evict a slot without telling the hook; False if it is pinned."""
         if slot.alive and not slot.pins:
             self._remove(slot)
         return not slot.alive
 
     def clear(self) -> None:
-        """Forget everything, pins and reservations included: the shards lost their state."""
+        """Drop everything, pins and reservations included: the shards lost their state."""
         for slot in list(self._slots.values()):
             self._remove(slot)
         for reservation in self._reservations:
@@ -291,7 +288,7 @@ class PrefixIndex:
         return self._n_lost(slot) / (self._tick - slot.last_use + 1)
 
     def _n_lost(self, slot: PrefixSlot) -> int:
-        """Return how many tokens had to be computed to come to where the slot ends, if it were given up."""
+        """Return how many tokens would have to be recomputed without the slot."""
         known = slot.parent.n_tokens if slot.parent is not None else 0
         if self.block_granular:
             node = slot.node  # pages shared with other slots stay
@@ -300,8 +297,8 @@ class PrefixIndex:
             known = max(known, node.stop * PAGE_TOKENS)
         return slot.n_tokens - known
 
-    def _least(self, lacking: Collection[Space]) -> PrefixSlot | None:
-        """Return the slot to give up next: one that frees an id of ``lacking`` if any does, then by value and use."""
+    def _next_victim(self, lacking: Collection[Space]) -> PrefixSlot | None:
+        """Return the next slot to evict: one that frees an id of ``lacking`` if any does, then by value and use."""
         slots = [slot for slot in self._slots.values() if not slot.pins]
         return min(
             slots,
@@ -329,7 +326,7 @@ class PrefixIndex:
         while not pools.fits(needs):
             lacking = [space for space, n in needs.items() if n > pools[space].n_free]
             gives = all(pools[space] is self._pools[space] for space in lacking)
-            victim = self._least(lacking) if gives else None  # slots own no ids of other pools
+            victim = self._next_victim(lacking) if gives else None  # slots own no ids of other pools
             if victim is None:
                 return False
             self._evict(victim)

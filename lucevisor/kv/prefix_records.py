@@ -1,4 +1,4 @@
-"""Records of the prefix index: what it may take, what it found, what it set aside.  Nothing here decides."""
+"""Records of the prefix index: settings, matches, reservations, hooks.  Nothing here decides anything."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from lucevisor.model.values import PAGE_TOKENS, Space
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrefixSettings:
-    """What the index may take.  ``unit_bytes``: a page of a paged space, or one sequence's recurrent states, summed
-    over all shards.  ``checkpoint_pages``: slots at multiples of so many pages in prompts without chat turns; 0: none.
+    """Limits of the index.  ``unit_bytes``: bytes of a page, or of one sequence's recurrent states, over all shards.
+    ``checkpoint_pages``: prompts without chat turns get a slot at a multiple of so many pages; 0: none.
     """
 
     max_slots: int = 0
@@ -25,10 +25,10 @@ class PrefixSettings:
 
 @dataclass(frozen=True, slots=True)
 class PrefixMatch:
-    """How much of a prompt is remembered: ``position`` tokens, in the whole pages ``full`` and ``window`` (the latter
-    from entry ``first_window`` on), then in the first ``position % 64`` positions of ``tail``, and ``state``.
+    """The cached part of a prompt: ``position`` tokens in the whole pages ``full`` and ``window`` (the latter from
+    entry ``first_window`` on), the first ``position % 64`` positions of ``tail``, and ``state``.
 
-    ``n_known``: tokens of the chain that other prompts had as well, whether or not they can be used.
+    ``n_known``: tokens that other prompts began with too, usable or not.
     """
 
     position: int
@@ -42,13 +42,13 @@ class PrefixMatch:
 
     @property
     def from_disk(self) -> bool:
-        """Whether the tokens came from a snapshot and nobody used them since."""
+        """Whether the tokens came from a snapshot and this is their first use."""
         return self.slot is not None and self.slot.origin == "disk" and self.slot.n_uses == 0
 
 
 @dataclass(slots=True, eq=False)
 class Reservation:
-    """Fresh ids for a prefix that is being restored: nobody else's until it is adopted or cancelled."""
+    """Fresh ids for a prefix being restored, held until it is adopted or cancelled."""
 
     n_tokens: int
     first_window: int
@@ -61,7 +61,7 @@ class Reservation:
 
     @property
     def match(self) -> PrefixMatch:
-        """Where the prefix lies that is not published yet."""
+        """A match on the prefix, which is not published yet."""
         n_pages = self.n_tokens // PAGE_TOKENS
         n_whole = {Space.FULL: n_pages, Space.WINDOW: max(0, n_pages - self.first_window)}
         ids = {space: self.ids.get(space, []) for space in PAGED}
@@ -83,9 +83,9 @@ class Reservation:
 
 @dataclass(slots=True)
 class PrefixHooks:
-    """``on_slot``: a slot was made.  ``on_evict``: one is about to be given up; a pin taken inside keeps it until that
-    goes.  Neither is told when all slots are forgotten because the shards lost their state.  Both are called while a
-    step is being planned: they may pin, and must not ask the engine for anything before they have returned.
+    """``on_slot``: a slot was made.  ``on_evict``: one is about to be evicted; a pin taken here delays that until it is
+    removed.  Neither is called when ``clear`` drops all slots.  Both run while a step is being planned: they may pin,
+    but must not call the engine.
     """
 
     on_slot: Callable[[PrefixSlot], None] = lambda _: None
