@@ -1,7 +1,7 @@
-"""What an operator sees of prefix slots and snapshots while a supervisor runs, and may do to the files.
+"""Cache operations of a running supervisor, for the admin API: list slots and files; verify, prune and remove files.
 
-The files are those of the store's directory, worked on by the same functions as ``lucevisor cache --dir``, in threads:
-the event loop never waits for the disk.  Invariant: after files went away the running store knows.
+Uses the same functions as ``lucevisor cache --dir``, in threads, so the event loop never waits for the disk.
+Invariant: the running store rescans after files were removed.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _REASONS = (*FAILED_SAVES, *(fault.value for fault in Fault), NOT_RESTORED)
 
 
 def figures(store: AsyncSnapshotStore) -> SnapshotMetrics:
-    """What the store did since its start and holds now; every reason for a failure is there, with 0."""
+    """Return the store's totals and current size; every failure reason is present, with 0 if need be."""
     seen, entries = store.store.statistics, store.store.entries
     return SnapshotMetrics(
         n_files=len(entries),
@@ -51,9 +51,9 @@ class CacheOperations:
         self._service = service
 
     async def show(self) -> dict[str, Any]:
-        """Slots in memory, the last used first, and files; no files and an empty ``dir`` when snapshots are off.
+        """List slots in memory, most recently used first, and files; without snapshots ``dir`` and ``files`` are empty.
 
-        ``bytes`` of a slot: its pages and states over all shards, those that it shares with others included.
+        ``bytes`` of a slot: its pages and states over all shards, shared ones included.
         """
         engine, store = self._service.engine, self._open_store()
         slots = sorted(engine.prefixes.slots, key=lambda s: (-s.used_at, -s.number)) if engine is not None else []
@@ -66,7 +66,7 @@ class CacheOperations:
         }
 
     async def verify(self, files: Sequence[str], *, set_aside: bool) -> list[Facts]:
-        """Compare all checksums of ``files``, of all snapshots when none is named, one file after the other."""
+        """Compare all checksums of ``files``, or of all snapshots, one file after the other."""
         store = self._store()
         directory = store.store.directory
         checked, n_aside = [], 0
@@ -81,7 +81,7 @@ class CacheOperations:
         return checked
 
     async def prune(self, disk_bytes: int | None, *, refused: bool) -> list[Facts]:
-        """Remove leftovers and what is over ``disk_bytes`` (None: the budget of the configuration)."""
+        """Remove leftovers and files beyond ``disk_bytes`` (None: the configured budget)."""
         store = self._store()
         most = store.store.disk_bytes if disk_bytes is None else disk_bytes
         gone = await asyncio.to_thread(facts.prune, store.store.directory, most, refused=refused)
@@ -93,7 +93,7 @@ class CacheOperations:
         store = self._store()
         try:
             return await asyncio.to_thread(facts.remove, store.store.directory, files, everything=everything)
-        finally:  # some may be gone when a later one could not be removed
+        finally:  # some may be removed before one fails
             await self._scan(store)
 
     async def _scan(self, store: AsyncSnapshotStore) -> None:

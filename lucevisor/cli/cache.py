@@ -1,7 +1,7 @@
 """``lucevisor cache``: the snapshots on disk, of a running supervisor or of a directory.
 
-With CONFIG's ``cache.dir`` or ``--dir`` the directory is worked on from here, whether or not a supervisor uses it;
-otherwise the supervisor is asked.  Both give the same facts, which are printed here.
+With CONFIG's ``cache.dir`` or ``--dir`` this process works on the directory, whether or not a supervisor uses it;
+without them it asks the supervisor.  Both answer with the same JSON, printed here.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from lucevisor.errors import ExitCode
 
 _KIB = 1024
 _WAIT_S = 3600.0
-"""A supervisor that checks every byte of a large directory answers late."""
+"""Verifying every byte of a large directory takes long."""
 
 Facts = dict[str, Any]
 
@@ -39,7 +39,7 @@ class _Bytes(click.ParamType[int]):
 
 
 class _Place(Protocol):
-    """Whose snapshots: a directory's or a supervisor's.  All raise LucevisorError."""
+    """A directory or a supervisor.  All methods raise LucevisorError."""
 
     def show(self) -> Facts: ...
 
@@ -51,7 +51,7 @@ class _Place(Protocol):
 
 
 class _Directory:
-    """``disk_bytes``: the budget of a CONFIG, if one was given."""
+    """``disk_bytes``: the budget from CONFIG, if given."""
 
     def __init__(self, directory: Path, disk_bytes: int | None) -> None:
         from lucevisor.snapshots import facts
@@ -69,7 +69,7 @@ class _Directory:
     def prune(self, to: int | None, *, refused: bool) -> list[Facts]:
         budget = to if to is not None else self._disk_bytes
         if budget is None:
-            raise click.UsageError("say how much may stay: --to SIZE, or --config CONFIG for its cache.disk")
+            raise click.UsageError("say how much to keep: --to SIZE, or --config CONFIG to use its cache.disk")
         return self._facts.prune(self._directory, budget, refused=refused)
 
     def remove(self, files: Sequence[str], *, everything: bool) -> list[Facts]:
@@ -97,7 +97,7 @@ class _Supervisor:
 
 
 def _where(function: Callable[..., Any]) -> Callable[..., Any]:
-    """CONFIG, ``--dir``, ``--name`` or ``--socket``, given on as ``place``."""
+    """Resolve CONFIG, ``--dir``, ``--name`` or ``--socket`` into ``place``."""
 
     def located(config: Path | None, directory: Path | None, name: str | None, socket: Path | None, **more: Any) -> Any:
         return function(place=_place(config, directory, name, socket), **more)
@@ -138,7 +138,7 @@ def cache() -> None:
 @_where
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def list_(place: _Place, as_json: bool) -> int:
-    """Show every snapshot, the last used first; reads headers only."""
+    """List every snapshot, most recently used first; reads headers only."""
     found = place.show()
     files, slots, disk_bytes = found["files"], found["slots"], found["disk"]
     if as_json:
@@ -222,7 +222,7 @@ def _row(one: Facts) -> list[str]:
 
 
 def _print(header: list[str], rows: list[list[str]]) -> None:
-    """Plain columns: a file name stays whole, so that it can be copied to ``rm``."""
+    """Plain columns: file names stay whole, ready to be copied to ``rm``."""
     widths = [max(len(row[i]) for row in [header, *rows]) for i in range(len(header))]
     for row in [header, *rows]:
         click.echo("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())

@@ -1,6 +1,6 @@
-"""The snapshot store for an event loop: every call runs in a thread of a pool, so the loop never waits for a disk.
+"""The snapshot store for asyncio: every call runs in a thread pool, so the event loop never waits for a disk.
 
-Knows no more than the store.  Invariant: a call that was cancelled still runs to its end, and what it opened is closed.
+Knows nothing beyond the store.  Invariant: a cancelled call still runs to completion, and whatever it opened is closed.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from lucevisor.snapshots.writer import PendingSnapshot
 P = ParamSpec("P")
 T = TypeVar("T")
 
-N_THREADS = 3  # a save that waits for its fsync, a restore, and one for everything else
+N_THREADS = 3  # one save waiting for fsync, one restore, one for the rest
 
 
 class AsyncSnapshotStore:
-    """The blocking methods of :class:`SnapshotStore` as coroutines, with the same errors."""
+    """Coroutine versions of the blocking methods of :class:`SnapshotStore`, with the same errors."""
 
     def __init__(self, store: SnapshotStore, n_threads: int = N_THREADS) -> None:
         self.store = store
@@ -50,7 +50,7 @@ class AsyncSnapshotStore:
         await self._run(self.store.discard, entry, reason)
 
     def close(self) -> None:
-        """Wait for what is under way and end the threads.  Blocks as long as the disk does."""
+        """Wait for running calls and end the threads.  Blocks as long as the disk does."""
         self._pool.shutdown()
         self.store.close()
 
@@ -60,7 +60,7 @@ class AsyncSnapshotStore:
     async def _run_or_undo(
         self, undo: Callable[[T], None], work: Callable[P, T], *args: P.args, **kwargs: P.kwargs
     ) -> T:
-        """When the caller is cancelled meanwhile, nobody gets the result: undo it."""
+        """Run ``work``; if the caller is cancelled before it returns, undo the result."""
         under_way = self._pool.submit(work, *args, **kwargs)
         try:
             return await asyncio.shield(asyncio.wrap_future(under_way))

@@ -1,8 +1,8 @@
-"""System calls on the directory of snapshots: its lock, headers, checksums, names.
+"""System calls on the snapshot directory: lock, headers, checksums, names.
 
-Knows the file format's header, no policy and no daemons.  Invariants: what is not named as ours is neither opened nor
-changed; every failure is an OSError or a SnapshotError, never a signal: files are read, not mapped, since a page that
-cannot be read would end the process.
+Knows the header format, but no policy and no daemons.  Invariants: files without a name of ours are never opened or
+changed; every failure is an OSError or a SnapshotError, never a signal: files are read, not mapped, because an
+unreadable mapped page would kill the process with SIGBUS.
 """
 
 from __future__ import annotations
@@ -25,24 +25,23 @@ from lucevisor.snapshots.file_format import LENGTH_BYTES, header_bytes, parse
 from lucevisor.snapshots.layout import Fault, SnapshotError, SnapshotHeader
 from lucevisor.snapshots.policy import LOCK_FILE, REFUSED, CacheFile, FileKind, read_name, victims
 
-PIECE_BYTES = 1 << 20
-"""Read and hashed at a time: stays in the processor's cache, and the interpreter is free while it is worked on."""
+CHUNK_BYTES = 1 << 20
+"""Read and hash this much at a time: it stays in the CPU cache, and the GIL is released meanwhile."""
 LOCK_S = 5.0
-"""The directory is locked for moments only; who waits longer waits for a process that was stopped."""
+"""The lock is only ever held briefly; a longer wait means that its holder is suspended."""
 
 _OURS = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
-"""Errors that say something about this process, nothing about the file."""
+"""Errors of this process, not of the file."""
 
 Hook = Callable[[str], None]
-"""Called before each step of the write protocol, with its name; tests kill the process or raise OSError there."""
+"""Called with its name before each step of the write protocol; tests kill the process or raise OSError there."""
 
 
 @contextmanager
 def locked(directory: Path) -> Iterator[None]:
-    """Hold the directory's lock: no other supervisor creates, renames, removes or cleans meanwhile.
+    """Hold the directory's lock: no other supervisor creates, renames or removes files in the meantime.
 
-    The kernel gives the lock back when its holder dies.  Raises TimeoutError, and OSError when the lock file cannot be
-    made.
+    The kernel releases the lock if its holder dies.  Raises TimeoutError, or OSError if there can be no lock file.
     """
     fd = os.open(directory / LOCK_FILE, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
     try:
@@ -58,7 +57,7 @@ def locked(directory: Path) -> Iterator[None]:
 
 
 def try_lock(fd: int) -> bool:
-    """Lock a file for this descriptor and its copies, unless somebody else has."""
+    """Lock a file for this descriptor and its duplicates; False if another process holds the lock."""
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -67,14 +66,14 @@ def try_lock(fd: int) -> bool:
 
 
 def list_files(directory: Path) -> list[CacheFile]:
-    """Our regular files in the directory, of every model: complete, set aside and partial ones."""
+    """List our regular files of every model: complete, set aside and partial."""
     found = []
     with os.scandir(directory) as rows:
         for row in rows:
             kind = read_name(row.name).kind
             if kind is FileKind.OTHER:
                 continue
-            with suppress(FileNotFoundError):  # another supervisor removed it
+            with suppress(FileNotFoundError):  # removed by another supervisor
                 status = row.stat(follow_symlinks=False)
                 if stat.S_ISREG(status.st_mode):
                     found.append(CacheFile(row.name, status.st_size, status.st_mtime, kind))
@@ -82,9 +81,9 @@ def list_files(directory: Path) -> list[CacheFile]:
 
 
 def remove_leftover(path: Path) -> bool:
-    """Remove a partial file that nobody writes any more; False when somebody does.  Hold the directory's lock.
+    """Remove a partial file without a writer; False if it has one.  Hold the directory's lock.
 
-    Its writer holds a lock on it; the kernel gave that back when the last process with a copy of the descriptor died.
+    A writer holds a lock on its file; the kernel releases it when the last process with the descriptor exits.
     """
     try:
         fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
@@ -101,7 +100,7 @@ def remove_leftover(path: Path) -> bool:
 
 
 def set_aside(path: Path) -> Path:
-    """Rename a file so that no supervisor reads it again; its new path.  Hold the directory's lock."""
+    """Rename a file so that no supervisor reads it again; return the new path.  Hold the directory's lock."""
     target, n = path.with_name(path.name + REFUSED), 0
     while target.exists():
         n += 1
@@ -115,13 +114,13 @@ def open_snapshot(path: Path) -> tuple[int, SnapshotHeader, os.stat_result]:
     try:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
     except FileNotFoundError as error:
-        raise SnapshotError(Fault.GONE, "file", "is not there any more") from error
+        raise SnapshotError(Fault.GONE, "file", "no longer exists") from error
     except OSError as error:
         raise unreadable("file", error) from error
     try:
         status = os.fstat(fd)
         if not stat.S_ISREG(status.st_mode):
-            raise SnapshotError(Fault.FOREIGN, "file", "is no regular file")
+            raise SnapshotError(Fault.FOREIGN, "file", "is not a regular file")
         return fd, read_header(fd, status.st_size), status
     except BaseException:
         os.close(fd)
@@ -141,7 +140,7 @@ def read_header(fd: int, file_bytes: int) -> SnapshotHeader:
 
 
 def read_into(fd: int, buffer: memoryview, offset: int) -> None:
-    """Fill ``buffer`` from the file.  Raises SnapshotError when the file ends before that, and OSError."""
+    """Fill ``buffer`` from the file.  Raises SnapshotError if the file ends too early, and OSError."""
     at = 0
     while at < len(buffer):
         n = os.preadv(fd, [buffer[at:]], offset + at)
@@ -151,47 +150,47 @@ def read_into(fd: int, buffer: memoryview, offset: int) -> None:
 
 
 def unreadable(where: str, error: OSError) -> SnapshotError:
-    """The fault of a file that the system does not give us."""
+    """Return the error for a file that the system cannot read."""
     name = errno.errorcode.get(error.errno or 0, "error")
     return SnapshotError(Fault.UNREADABLE, where, f"cannot be read: {name}, {error.strerror}")
 
 
 def is_our_own(error: SnapshotError) -> bool:
-    """Whether a file could not be read for want of descriptors or memory: it may be good."""
+    """Whether a file was unreadable only for lack of descriptors or memory: it may be fine."""
     return isinstance(error.__cause__, OSError) and error.__cause__.errno in _OURS
 
 
 def checksums(fd: int, tensors: Iterable[SnapshotTensor], pool: ThreadPoolExecutor) -> dict[str, str]:
-    """xxh3_64 of every tensor's bytes in the file, several at a time.  Raises OSError, SnapshotError."""
+    """Return the xxh3_64 of every tensor's bytes, several at a time.  Raises OSError, SnapshotError."""
     tensors = list(tensors)
     found = pool.map(lambda t: checksum(fd, t.offset, t.n_bytes), tensors)
     return dict(zip((t.name for t in tensors), found, strict=True))
 
 
 def checksum(fd: int, offset: int, n_bytes: int) -> str:
-    """xxh3_64 of a part of a file, 16 hex digits."""
+    """Return the xxh3_64 of a part of a file, 16 hex digits."""
     digest = xxhash.xxh3_64()
-    buffer = memoryview(bytearray(min(PIECE_BYTES, n_bytes)))
-    for at in range(0, n_bytes, PIECE_BYTES):
-        piece = buffer[: min(PIECE_BYTES, n_bytes - at)]
-        read_into(fd, piece, offset + at)
-        digest.update(piece)
+    buffer = memoryview(bytearray(min(CHUNK_BYTES, n_bytes)))
+    for at in range(0, n_bytes, CHUNK_BYTES):
+        chunk = buffer[: min(CHUNK_BYTES, n_bytes - at)]
+        read_into(fd, chunk, offset + at)
+        digest.update(chunk)
     return digest.hexdigest()
 
 
 def compare(found: Mapping[str, str], snapshot: SnapshotHeader) -> None:
-    """Raise SnapshotError naming the first tensor whose checksum is not the recorded one."""
+    """Raise SnapshotError naming the first tensor whose checksum differs from the recorded one."""
     for tensor in snapshot.tensors:
         if found[tensor.name] != snapshot.checksums[tensor.name]:
             raise SnapshotError(
                 Fault.DAMAGED,
                 f"tensor {tensor.name}",
-                f"its bytes have the checksum {found[tensor.name]}, recorded is {snapshot.checksums[tensor.name]}",
+                f"checksum is {found[tensor.name]}, recorded is {snapshot.checksums[tensor.name]}",
             )
 
 
 def write_all(fd: int, data: bytes, offset: int) -> None:
-    """Write ``data`` at ``offset``, whole."""
+    """Write all of ``data`` at ``offset``."""
     view = memoryview(data)
     while view:
         n = os.pwrite(fd, view, offset)
@@ -199,7 +198,7 @@ def write_all(fd: int, data: bytes, offset: int) -> None:
 
 
 def sync_directory(directory: Path) -> None:
-    """Make the directory's names durable."""
+    """Make renames in the directory durable."""
     fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         os.fsync(fd)
@@ -208,7 +207,7 @@ def sync_directory(directory: Path) -> None:
 
 
 def prune_directory(directory: Path, disk_bytes: int, keep: Collection[str] = ()) -> list[CacheFile]:
-    """Remove what :func:`victims` chooses; hold the directory's lock.  Returns what was removed."""
+    """Remove what :func:`victims` selects and return it.  Hold the directory's lock."""
     gone = []
     for one in victims(list_files(directory), disk_bytes, keep):
         (directory / one.file).unlink(missing_ok=True)
@@ -217,17 +216,15 @@ def prune_directory(directory: Path, disk_bytes: int, keep: Collection[str] = ()
 
 
 def make_directory(directory: Path) -> None:
-    """Make the directory, for this user alone.  Raises ConfigError when it is, or becomes, none."""
+    """Create the directory, private to this user.  Raises ConfigError if that fails."""
     try:
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
     except OSError as error:
-        raise ConfigError(
-            "cache.dir", str(directory), describe_error(error), "name a directory that can be written"
-        ) from error
+        raise ConfigError("cache.dir", str(directory), describe_error(error), "name a writable directory") from error
 
 
 def describe_error(error: Exception) -> str:
-    """An error in a line: for the system's own their name and number too."""
+    """Describe an error in one line, with name and number of system errors."""
     if isinstance(error, OSError) and error.errno is not None:
         where = f" ({Path(str(error.filename)).name})" if error.filename else ""
         return f"{errno.errorcode.get(error.errno, 'errno')} {error.errno}: {error.strerror}{where}"

@@ -1,7 +1,7 @@
-"""The operations of ``lucevisor cache`` with answers that go into JSON: for the command line and the admin API alike.
+"""The operations behind ``lucevisor cache``, answering in JSON: shared by the command line and the admin API.
 
-Everything blocks on the disk.  Knows neither models nor supervisors.  Invariant: a name that is not in the directory
-under a name of ours is refused before anything is done.
+Everything blocks on the disk.  Knows neither models nor supervisors.  Invariant: a name that is not one of our files in
+the directory is refused before anything is done.
 """
 
 from __future__ import annotations
@@ -18,22 +18,22 @@ Facts = dict[str, Any]
 
 
 def files(directory: Path) -> list[Facts]:
-    """Every file of ours, the last used first; reads headers only.  Raises CacheError."""
+    """List our files, most recently used first; reads headers only.  Raises CacheError."""
     return [_file(one) for one in tools.listing(directory)]
 
 
 def to_verify(directory: Path, wanted: Sequence[str]) -> list[str]:
-    """The snapshots to check: those that are named, or all.  Raises CacheError for a name that is none."""
+    """Return the snapshots to check: those named, or all.  Raises CacheError for a name that is not a snapshot."""
     found = [one.use.file for one in tools.listing(directory) if one.use.kind is FileKind.SNAPSHOT]
     for file in wanted:
         if file not in found:
-            raise CacheError(f"{file} is no snapshot in {directory}: `lucevisor cache ls` shows what is there")
+            raise CacheError(f"{file} is not a snapshot in {directory}: `lucevisor cache ls` shows what is there")
     return list(dict.fromkeys(wanted)) or found
 
 
 def verify(directory: Path, file: str, *, set_aside: bool) -> Facts:
-    """Compare every checksum of one file.  ``problem``: empty when it is good; ``gone``: it was removed meanwhile;
-    ``set_aside``: its new name, if any.
+    """Compare every checksum of one file.  ``problem`` is empty if it is intact, ``gone`` says that it was removed in
+    the meantime, ``set_aside`` is its new name, if any.
     """
     found = tools.verify(directory, file)
     aside = tools.set_aside(directory, file, found.inode) if found.problem and set_aside else ""
@@ -41,12 +41,12 @@ def verify(directory: Path, file: str, *, set_aside: bool) -> Facts:
 
 
 def prune(directory: Path, disk_bytes: int, *, refused: bool) -> list[Facts]:
-    """Remove leftovers, then the least recently used until the rest fits; what was removed.  Raises CacheError."""
+    """Remove leftovers, then the least recently used files until the rest fits; return them.  Raises CacheError."""
     return [_use(one) for one in tools.prune(directory, disk_bytes, refused=refused)]
 
 
 def remove(directory: Path, wanted: Sequence[str], *, everything: bool) -> list[Facts]:
-    """Remove files by name, or all of ours; what was removed.  Raises CacheError."""
+    """Remove files by name, or all of ours; return them.  Raises CacheError."""
     return [_use(one) for one in tools.remove(directory, None if everything else wanted)]
 
 

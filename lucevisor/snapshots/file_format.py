@@ -1,9 +1,8 @@
-"""The snapshot file: a header in front of the tensors of one prefix slot, in the layout of safetensors.
+"""The snapshot file: a header followed by the tensors of one prefix slot, as safetensors.
 
-Described for readers in docs/snapshot-format.md.  Pure: numbers and bytes, no files, no clock, no checksum library (the
-checksums of tensors are texts that somebody else computed).  Invariant: what :func:`parse` accepts was written by
-:func:`pack` and has not lost or changed one bit of its header; its tensors lie one after the other up to the last byte
-of the file.
+docs/snapshot-format.md is the specification.  Pure: numbers and bytes, no files, no clock; tensor checksums are opaque
+text.  Invariant: :func:`parse` accepts only headers that :func:`pack` wrote, with every bit intact, and whose tensors
+fill the file to its last byte without gaps.
 """
 
 from __future__ import annotations
@@ -39,10 +38,10 @@ FORMAT_VERSION = 2
 
 LENGTH_BYTES = 8
 DATA_ALIGNMENT = 4096
-"""The tensors start at a multiple of it: what maps the file gets whole memory pages."""
+"""Tensors start at a multiple of it, so that mapping the file gives whole memory pages."""
 MAX_HEADER_BYTES = 64 << 20
 MAX_TOKENS = 1 << 24
-"""More than any context; bounds what a header may unpack to."""
+"""More than any context; bounds the size of an unpacked header."""
 NO_CHECKSUM = "0" * 16
 HEADER_BYTES_PER_TOKEN = 6
 """At most: four bytes that may not compress (zlib then adds 5 in 16,383), as base64."""
@@ -60,16 +59,16 @@ MIN_HEADER_BYTES = len(_START) + _CHECK_DIGITS + 4
 
 
 def lay_out(model: StateModel, slot: SlotRecord) -> SnapshotHeader:
-    """The file of a slot: every tensor at its place, checksums still unknown.  Raises ValueError for no tokens."""
+    """Lay out the file of a slot, without checksums yet.  Raises ValueError without tokens."""
     n = len(slot.tokens)
     if not 0 < n <= MAX_TOKENS:
-        raise ValueError(f"a snapshot of {n} tokens; it holds 1 to {MAX_TOKENS}")
+        raise ValueError(f"a snapshot of {n} tokens; give 1 to {MAX_TOKENS}")
     tensors = slot_tensors(model.layers, n, model.kv_dtype)
     tensors += [
         SnapshotTensor(DRAFTER + t.name, -1, t.name, t.dtype, t.shape, 0, tensor_bytes(t.dtype, t.shape))
         for t in slot.drafter
     ]
-    tensors.sort(key=lambda t: -ITEM_BYTES[t.dtype])  # stable: a drafter's come last of their size
+    tensors.sort(key=lambda t: -ITEM_BYTES[t.dtype])  # stable: those of a drafter come last of their size
     snapshot = SnapshotHeader(
         fingerprint=model.fingerprint,
         architecture=model.architecture,
@@ -107,17 +106,17 @@ def _placed(tensors: Sequence[SnapshotTensor], start: int) -> tuple[SnapshotTens
 
 
 def pack(snapshot: SnapshotHeader) -> bytes:
-    """The first ``data_start`` bytes of the file: length, JSON, spaces.  ``header_check`` is computed here."""
+    """Return the first ``data_start`` bytes of the file: length, JSON with its ``header_check``, padding."""
     text = _json(snapshot).ljust(snapshot.data_start - LENGTH_BYTES)
     whole = bytearray(len(text).to_bytes(LENGTH_BYTES, "little") + text)
     if len(whole) != snapshot.data_start:
-        raise ValueError(f"the header takes {len(whole)} bytes, laid out were {snapshot.data_start}")
+        raise ValueError(f"the header takes {len(whole)} bytes instead of {snapshot.data_start}")
     whole[_CHECK_AT : _CHECK_AT + _CHECK_DIGITS] = header_check(whole).encode("ascii")
     return bytes(whole)
 
 
 def header_check(header: bytes | bytearray) -> str:
-    """sha256 over the length field, the JSON text and the spaces; the digits of the check itself count as zeros."""
+    """Return the sha256 of length field, JSON and padding, with zeros for the digits of the check itself."""
     digest = sha256(header[:_CHECK_AT])
     digest.update(b"0" * _CHECK_DIGITS)
     digest.update(header[_CHECK_AT + _CHECK_DIGITS :])
@@ -126,7 +125,7 @@ def header_check(header: bytes | bytearray) -> str:
 
 def _json(s: SnapshotHeader) -> bytes:
     metadata = {
-        "header_check": "0" * _CHECK_DIGITS,  # first, so that its place is known before anything is parsed
+        "header_check": "0" * _CHECK_DIGITS,  # first, so that its offset is fixed
         "format": FORMAT,
         "format_version": str(FORMAT_VERSION),
         "model_fingerprint": s.fingerprint,
@@ -165,24 +164,24 @@ class _Row(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def header_bytes(length: bytes, file_bytes: int) -> int:
-    """How many bytes to read from the start of the file for :func:`parse`; ``length`` are its first 8.
+    """Return how many bytes of the file to read for :func:`parse`; ``length`` is its first 8 bytes.
 
-    Raises SnapshotError when no header of such a length can be in a file of ``file_bytes``.
+    Raises SnapshotError if a file of ``file_bytes`` cannot have such a header.
     """
     if len(length) < LENGTH_BYTES or file_bytes < LENGTH_BYTES + MIN_HEADER_BYTES:
-        raise SnapshotError(Fault.TRUNCATED, "header length", f"the file has {file_bytes} bytes, less than any header")
+        raise SnapshotError(Fault.TRUNCATED, "header length", f"the file has {file_bytes} bytes, fewer than any header")
     n = int.from_bytes(length, "little")
     if not MIN_HEADER_BYTES <= n <= MAX_HEADER_BYTES:
-        raise SnapshotError(Fault.DAMAGED, "header length", f"{n} bytes, no header is so long")
+        raise SnapshotError(Fault.DAMAGED, "header length", f"{n} bytes is not the length of a header")
     if LENGTH_BYTES + n > file_bytes:
         raise SnapshotError(Fault.TRUNCATED, "header length", f"{n} bytes, the file has {file_bytes}")
     return LENGTH_BYTES + n
 
 
 def parse(header: bytes, file_bytes: int) -> SnapshotHeader:
-    """Read the bytes that :func:`header_bytes` asked for.  Raises SnapshotError naming the field."""
+    """Parse as many bytes as :func:`header_bytes` said.  Raises SnapshotError naming the field."""
     if not header.startswith(_START, LENGTH_BYTES):
-        raise SnapshotError(Fault.FOREIGN, "start of the header", "is not that of a snapshot: foreign or damaged")
+        raise SnapshotError(Fault.FOREIGN, "start of the header", "does not start a snapshot: foreign or damaged")
     if header[_CHECK_AT : _CHECK_AT + _CHECK_DIGITS] != header_check(header).encode("ascii"):
         raise SnapshotError(Fault.DAMAGED, "header_check", "does not match the header")
     try:
@@ -190,7 +189,7 @@ def parse(header: bytes, file_bytes: int) -> SnapshotHeader:
         metadata = msgspec.json.decode(rows.pop("__metadata__"), type=dict[str, str])
         tensors = {name: msgspec.json.decode(row, type=_Row) for name, row in rows.items()}
     except (ValueError, RecursionError) as error:
-        raise SnapshotError(Fault.FOREIGN, "header", f"is not that of a snapshot: {error}") from error
+        raise SnapshotError(Fault.FOREIGN, "header", f"is not a snapshot header: {error}") from error
     return _Parser(metadata, tensors, len(header), file_bytes).snapshot()
 
 
@@ -256,13 +255,13 @@ class _Parser:
         try:
             return msgspec.json.decode(self._get(key), type=dict[str, kind])  # type: ignore[valid-type]
         except ValueError as error:
-            raise self._foreign(key, f"is no JSON map: {error}") from error
+            raise self._foreign(key, f"is not a JSON object: {error}") from error
 
     def _dtype(self, key: str) -> Dtype:
         try:
             return Dtype(self._get(key))
         except ValueError:
-            raise self._foreign(key, f"is {self._get(key)[:40]!r}, no number format we know") from None
+            raise self._foreign(key, f"is {self._get(key)[:40]!r}, an unknown number format") from None
 
     def _tokens(self) -> bytes:
         n = self._number("n_tokens", MAX_TOKENS)
@@ -272,16 +271,16 @@ class _Parser:
         except (ValueError, zlib.error) as error:
             raise self._foreign("tokens", f"cannot be unpacked: {error}") from error
         if len(packed) != 4 * n:
-            raise self._foreign("tokens", f"are not the {n} that n_tokens says")
+            raise self._foreign("tokens", f"are not {n}, as n_tokens says")
         return packed
 
     def _created(self) -> float:
         try:
             created = float(self._get("created_s"))
         except ValueError:
-            raise self._foreign("created_s", "is no number") from None
+            raise self._foreign("created_s", "is not a number") from None
         if not isfinite(created):
-            raise self._foreign("created_s", "is no time")
+            raise self._foreign("created_s", "is not a time")
         return created
 
     def _next_token(self) -> NextToken | None:
@@ -289,7 +288,7 @@ class _Parser:
         try:
             return msgspec.json.decode(text, type=NextToken) if text else None
         except ValueError as error:
-            raise self._foreign("next_token", f"is no record of a token: {error}") from error
+            raise self._foreign("next_token", f"is not a token record: {error}") from error
 
     def _tensors(self, firsts: Mapping[str, int]) -> tuple[SnapshotTensor, ...]:
         found, at = [], 0
@@ -307,11 +306,11 @@ class _Parser:
 
 
 def _layer_and_kind(name: str) -> tuple[int, str]:
-    """``layers.12.k`` -> (12, "k"); a drafter's tensor has no layer of the target, -1."""
+    """``layers.12.k`` -> (12, "k"); a drafter's tensor has layer -1."""
     if name.startswith(DRAFTER):
         return -1, name.removeprefix(DRAFTER)
     head, _, rest = name.partition(".")
     number, _, kind = rest.partition(".")
     if head != "layers" or not (number.isascii() and number.isdigit() and len(number) < 6) or not kind:
-        raise SnapshotError(Fault.FOREIGN, f"tensor {name[:80]}", "is none that a layer has")
+        raise SnapshotError(Fault.FOREIGN, f"tensor {name[:80]}", "is not a tensor of any layer")
     return int(number), kind

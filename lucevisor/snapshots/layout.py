@@ -1,8 +1,7 @@
-"""What a snapshot holds: which tensors a prefix slot of a model has, and the records around them.
+"""Contents of a snapshot: the tensors of a prefix slot, and the records around them.
 
-Pure: numbers and names.  Knows no bytes of the file; those are in ``snapshot_file``.  Invariant: the tensors of a slot
-follow from the layer table, the number of tokens and the kv dtype alone, so a file written under one split is read
-under any other.
+Pure: numbers and names; ``file_format`` knows the bytes.  Invariant: the tensors of a slot follow from layer table,
+length and kv dtype alone, so a file written under one layer split is readable under any other.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from lucevisor.protocol.transfers import SnapshotTensor
 
 Q8_GROUP = 32
 DRAFTER = "drafter."
-"""Starts the names of a drafter's tensors: kept and checked like all others, no business of the target's layers."""
+"""Prefix of a drafter's tensors: stored and checked like the others, never loaded into the target's layers."""
 ITEM_BYTES = {"F32": 4, "BF16": 2, "F16": 2, "I8": 1}
 """The number formats of the file, as safetensors writes them."""
 
@@ -29,7 +28,7 @@ _STORED = {Dtype.FLOAT32: "F32", Dtype.BFLOAT16: "BF16", Dtype.FLOAT16: "F16"}
 
 
 class Fault(StrEnum):
-    """Why a file is refused, as the label of a metric."""
+    """Why a file is refused: a metric label."""
 
     TRUNCATED = "truncated"
     DAMAGED = "damaged"
@@ -37,13 +36,13 @@ class Fault(StrEnum):
     OLDER = "older"
     NEWER = "newer"
     OTHER_MODEL = "other_model"
-    MISFIT = "misfit"  # a snapshot of this model, but not of this shape of state
+    MISFIT = "misfit"  # of this model, but with other state tensors
     GONE = "gone"
     UNREADABLE = "unreadable"
 
 
 class SnapshotError(Exception):
-    """A file that is no usable snapshot: what is wrong, and where in it."""
+    """A file is not a usable snapshot; ``where`` and ``reason`` say why."""
 
     def __init__(self, fault: Fault, where: str, reason: str) -> None:
         super().__init__(f"{where}: {reason}")
@@ -51,10 +50,10 @@ class SnapshotError(Exception):
 
 
 class NextToken(msgspec.Struct, frozen=True):
-    """What the model said behind the slot: its best token, by which a restored state is judged.
+    """The model's best token after the slot, by which a restored state is verified.
 
-    ``input`` None: the prediction for position n_tokens, from the logits of the slot's last token.  Else the token that
-    was fed at position n_tokens; the prediction is then for position n_tokens + 1, which a restored state can compute.
+    ``input`` None: the prediction for position n_tokens, from the logits of the slot's last token.  Otherwise the token
+    fed at position n_tokens; the prediction is for position n_tokens + 1, which a restored state can compute.
     ``top``: the best (id, log-probability) pairs, best first.
     """
 
@@ -64,7 +63,7 @@ class NextToken(msgspec.Struct, frozen=True):
     input: int | None = None
 
     def agrees(self, token: int, tolerance: float = 0.0) -> bool:
-        """Whether ``token`` is the recorded one, or in ``top`` and not more than ``tolerance`` nats less likely."""
+        """Whether ``token`` is the recorded one, or in ``top`` and at most ``tolerance`` nats less likely."""
         best = self.logprob if self.logprob is not None else (self.top[0][1] if self.top else None)
         near = best is not None and any(i == token and best - p <= tolerance for i, p in self.top)
         return token == self.token or near
@@ -72,18 +71,18 @@ class NextToken(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class StateModel:
-    """What the slots of a loaded model are made of."""
+    """What defines the state of a loaded model."""
 
     fingerprint: str
     architecture: str
     name: str
-    dtype: Dtype  # of activations: states computed in another one differ in their last bits
+    dtype: Dtype  # of activations: it decides the last bits of states
     kv_dtype: Dtype
     layers: tuple[LayerSpec, ...] = field(repr=False)
 
     @property
     def whole_only(self) -> bool:
-        """Whether a slot can be used at its full length only: a recurrent state and a window belong to one position."""
+        """Whether a slot is usable at its full length only: a recurrent state or window belongs to one position."""
         return any(layer.space is not Space.FULL for layer in self.layers)
 
 
@@ -98,7 +97,7 @@ class DraftTensor:
 
 @dataclass(frozen=True, slots=True)
 class SlotRecord:
-    """A prefix slot to write: its tokens, when it was made, what came next."""
+    """A prefix slot to write: tokens, time, next token."""
 
     tokens: Sequence[int]
     created_s: float  # Unix time
@@ -108,7 +107,7 @@ class SlotRecord:
 
 @dataclass(frozen=True, slots=True)
 class SnapshotHeader:
-    """A header as read or to be written.  ``packed_tokens``: ids as little-endian uint32, 4 bytes each."""
+    """A header, read or to be written.  ``packed_tokens``: ids as little-endian uint32."""
 
     fingerprint: str
     architecture: str
@@ -135,7 +134,7 @@ class SnapshotHeader:
         return self.data_start + sum(t.n_bytes for t in self.tensors)
 
     def of_layers(self, layers: LayerRange) -> list[SnapshotTensor]:
-        """The tensors that a daemon with these layers writes and reads."""
+        """Return the tensors that a daemon with these layers writes and reads."""
         return [t for t in self.tensors if t.layer in layers and not t.name.startswith(DRAFTER)]
 
     def of_drafter(self) -> list[SnapshotTensor]:
@@ -146,14 +145,14 @@ class SnapshotHeader:
 
 
 def first_visible(layer: LayerSpec, n_tokens: int) -> int:
-    """The oldest position of a slot that a token behind it sees in this layer."""
+    """Return the oldest position of a slot that the next token sees in this layer."""
     return max(0, n_tokens - layer.window + 1) if layer.space is Space.WINDOW and layer.window else 0
 
 
 def slot_tensors(layers: Sequence[LayerSpec], n_tokens: int, kv_dtype: Dtype) -> list[SnapshotTensor]:
-    """The tensors of a slot of ``n_tokens``, offsets still 0: by size of an item, then layer, then kind.
+    """Return the tensors of a slot of ``n_tokens``, with offsets 0, sorted by item size, layer and kind.
 
-    So every tensor starts at a multiple of the size of its items, whatever the lengths.
+    In this order each tensor starts at a multiple of its item size, whatever the lengths.
     """
     found: list[SnapshotTensor] = []
     for layer in layers:
@@ -168,7 +167,7 @@ def slot_tensors(layers: Sequence[LayerSpec], n_tokens: int, kv_dtype: Dtype) ->
 
 
 def _stored(kind: str, dtype: Dtype, shape: tuple[int, ...]) -> list[tuple[str, str, tuple[int, ...]]]:
-    """(kind, dtype, shape) as stored: q8_0 as int8 codes and a float16 scale for 32 of them."""
+    """Return (kind, dtype, shape) as stored: q8_0 as int8 codes plus a float16 scale per group of 32."""
     if dtype is not Dtype.Q8_0:
         return [(kind, _STORED[dtype], shape)]
     n_groups = -(-shape[-1] // Q8_GROUP)
@@ -180,18 +179,18 @@ def tensor_bytes(dtype: str, shape: Sequence[int]) -> int:
 
 
 def pack_tokens(tokens: Sequence[int]) -> bytes:
-    """Token ids as little-endian uint32.  Raises ValueError for an id that does not fit into 32 bits."""
+    """Pack token ids as little-endian uint32.  Raises ValueError for an id that does not fit into 32 bits."""
     try:
         return TokenBuffer.of(tokens).packed()
     except OverflowError as error:
         raise ValueError(f"a token id is not in 0 to 4294967295: {error}") from error
 
 
-# ---- does it fit
+# ---- compatibility
 
 
 def check_fits(snapshot: SnapshotHeader, model: StateModel) -> None:
-    """Raise SnapshotError unless the file holds the state of every layer of this model, and nothing else.
+    """Raise SnapshotError unless the file holds exactly the state of this model's layers.
 
     Another kv dtype is accepted: the daemons convert.
     """
@@ -205,7 +204,9 @@ def check_fits(snapshot: SnapshotHeader, model: StateModel) -> None:
     wanted = {t.name: t for t in slot_tensors(model.layers, snapshot.n_tokens, snapshot.kv_dtype)}
     found = {t.name: t for t in snapshot.tensors if not t.name.startswith(DRAFTER)}
     for name in wanted.keys() - found.keys() | found.keys() - wanted.keys():
-        raise SnapshotError(Fault.MISFIT, f"tensor {name}", "is missing" if name in wanted else "is none of this model")
+        raise SnapshotError(
+            Fault.MISFIT, f"tensor {name}", "is missing" if name in wanted else "is not one of this model"
+        )
     for name, tensor in found.items():
         if msgspec.structs.replace(tensor, offset=0) != wanted[name]:
             raise SnapshotError(

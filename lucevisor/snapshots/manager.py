@@ -1,12 +1,11 @@
-"""Prefix slots to disk and back: when a slot is saved, how a restored one comes to be used.
+"""Saves prefix slots to disk and restores them: when, and in which order.
 
-Joins engine, store and daemons; every decision by number is in ``snapshots/policy.py``, every byte in the daemons and
-the store.  A request whose prompt a file knows better than memory is held, the file is read into reserved pages, its
-checksums are compared, the recorded next token is asked for, and only then the slot is published and the request
-starts.  Whatever goes wrong on the way, the request starts without.
-
-Invariant: a slot is published only when every daemon restored its part, every checksum was right and the next token was
-the recorded one; pages and descriptors are kept until every daemon is through with them.
+Joins engine, store and daemons; ``policy`` decides by numbers, the daemons and the store move the bytes.  A request
+whose prompt is better known on disk than in memory is held while the file is read into reserved pages, checksummed, and
+verified by its recorded next token; then the slot is published and the request resumes.  After any failure the request
+resumes without it.
+Invariant: a slot is published only if every daemon restored its part, all checksums match and the next token is the
+recorded one; pages and descriptors are kept until every daemon is done with them.
 """
 
 from __future__ import annotations
@@ -52,14 +51,14 @@ from lucevisor.snapshots.transfers import Transfer
 from lucevisor.snapshots.writer import PendingSnapshot, SaveFailed
 
 TRANSFER_S = 60.0
-"""A save or restore that takes longer is given up: its disk hangs."""
+"""Timeout of a save or restore: its disk hangs."""
 
 N_TOP = 4
-"""Next tokens recorded beside the best: a near tie may fall out otherwise on another backend."""
+"""Alternatives recorded with the best next token: another backend may decide a near tie differently."""
 
 NEAR_TIE = {True: 1e-3, False: 0.25}
-"""Nats that the restored model's best token may be less likely than the recorded one, by whether the states are float32
-of the same formats: sums of other batches differ in their last bits."""
+"""How many nats less likely than the recorded token the restored model's may be, by whether states are float32 in equal
+formats: sums over other batches differ in their last bits."""
 
 log = structlog.get_logger("snapshots")
 
@@ -72,7 +71,7 @@ async def open_snapshots(
     placement: Placement,
     shards: ShardTransfers,
 ) -> SnapshotManager:
-    """Those of ``cache.dir``, scanned, not started.  ``digests``: of all tensors.  Raises ConfigError."""
+    """Open and scan ``cache.dir``; call ``start`` next.  ``digests``: of all tensors.  Raises ConfigError."""
     mark = await asyncio.to_thread(fingerprint, spec, digests, placement.options)
     model = StateModel(mark, spec.architecture, spec.name, placement.dtype, placement.kv_dtype, spec.layers)
     store = AsyncSnapshotStore(SnapshotStore(Path(cache.dir), model, cache.disk))
@@ -82,7 +81,7 @@ async def open_snapshots(
 
 @dataclass(slots=True, eq=False)
 class _Restoring:
-    """A restore under way, and the requests that wait for it.  ``late``: they do not any more, nor will others."""
+    """A restore in progress and the requests waiting for it.  ``late``: it timed out, so none waits any more."""
 
     match: SnapshotMatch
     waiting: list[str] = field(default_factory=list)
@@ -90,7 +89,7 @@ class _Restoring:
 
 
 class SnapshotManager:
-    """Made when the engine is; ``start`` hooks it in, ``close`` ends it."""
+    """Created with the engine; ``start`` installs its hooks, ``close`` ends it."""
 
     def __init__(self, engine: Engine, store: AsyncSnapshotStore, shards: ShardTransfers, policy: SavePolicy) -> None:
         self.store, self.shards = store, shards
@@ -103,18 +102,18 @@ class SnapshotManager:
         self._saving = asyncio.Lock()  # one file at a time
         self._tasks: set[asyncio.Task[object]] = set()
 
-    # ---- life
+    # ---- lifecycle
 
     def start(self) -> None:
-        """Watch the engine from now on."""
+        """Install the engine hooks and start saving turns."""
         self._engine.prefixes.hooks = PrefixHooks(on_slot=self._on_slot, on_evict=self._on_evict)
         self._engine.on_submit = self._on_submit
         self._spawn(self._save_turns(), "save snapshots at turns")
 
     async def save_all(self, deadline_s: float) -> int:
-        """Save what is worth it of all slots in memory, most useful first; return how many files were written.
+        """Save all slots in memory that are worth it, most useful first; return the number of files written.
 
-        For the time before the shards lose their state.  Nothing is begun after the deadline.
+        Call before the shards lose their state.  No save starts after the deadline.
         """
         end, n_saved = time.monotonic() + deadline_s, 0
         speeds = self._speeds()
@@ -131,7 +130,7 @@ class SnapshotManager:
         return n_saved
 
     async def close(self) -> None:
-        """End all tasks; call when no daemon is left, so that every transfer has ended.  Waits for the disk."""
+        """End all tasks and wait for the disk.  Call after the last daemon is gone, when every transfer has ended."""
         self._engine.on_submit = lambda _: False
         self._engine.prefixes.hooks = PrefixHooks()
         tasks = list(self._tasks)
@@ -143,7 +142,7 @@ class SnapshotManager:
     # ---- restore
 
     def _on_submit(self, request: GenerationRequest) -> bool:
-        """Say whether a request shall wait for a restore, and begin it."""
+        """Return whether a request must wait for a restore, starting it if need be."""
         match = self._better(request)
         if match is None:
             return False
@@ -187,11 +186,11 @@ class SnapshotManager:
         under_way.waiting.clear()
 
     async def _restore(self, under_way: _Restoring) -> PrefixSlot | None:
-        """Return the restored slot, pinned; None when it comes to nothing."""
+        """Return the restored slot, pinned, or None."""
         match, started = under_way.match, time.monotonic()
         reservation = await self._engine.reserve(match.n_tokens)
         if reservation is None:
-            log.info("snapshot not restored", file=match.entry.file, reason="there is no room in memory now")
+            log.info("snapshot not restored", file=match.entry.file, reason="not enough free pages or states")
             return None
         slot = None
         try:
@@ -203,7 +202,7 @@ class SnapshotManager:
                 self.store.store.close_snapshot(reading)
             if not problem and (slot := self._engine.adopt(reading.tokens, reservation)) is None:
                 problem = "a daemon was lost meanwhile"
-        except SnapshotRefused:  # logged and counted where it was found out
+        except SnapshotRefused:  # logged and counted by the store
             return None
         finally:
             self._engine.cancel_reservation(reservation)
@@ -219,9 +218,9 @@ class SnapshotManager:
     async def _fill(
         self, match: SnapshotMatch, reading: OpenSnapshot, reservation: Reservation, late: Callable[[], None]
     ) -> str:
-        """Have the bytes read and compared; return the problem, empty when all is well.  Raises SnapshotRefused.
+        """Read and checksum the file; return the problem, empty on success.  Raises SnapshotRefused.
 
-        ``late`` is called when it takes too long; the pages stay reserved until the daemons are through.
+        ``late`` is called on timeout; the pages stay reserved until the daemons are done.
         """
         ids = reservation.ids
         place = SlotPlace(
@@ -237,16 +236,18 @@ class SnapshotManager:
         return overdue or transfer.problem
 
     async def _judge(self, reading: OpenSnapshot, reservation: Reservation) -> str:
-        """Ask for the recorded next token; return the problem.  A file that gives another one is set aside, and
-        SnapshotRefused raised."""
+        """Verify the recorded next token; return the problem, empty on success.
+
+        Raises SnapshotRefused, after setting the file aside, if the model predicts another one.
+        """
         record = reading.next_token
         if record is None or record.input is None:
             return ""
-        told = await self._engine.next_token(reservation, reading.tokens, record.input, N_TOP)
-        if told is None:
-            return "its next token could not be asked for"
-        if not record.agrees(told.token, self._tolerance(reading)):
-            reason = f"the next token is {told.token}, recorded is {record.token}: its state is not what was saved"
+        predicted = await self._engine.next_token(reservation, reading.tokens, record.input, N_TOP)
+        if predicted is None:
+            return "its next token could not be computed"
+        if not record.agrees(predicted.token, self._tolerance(reading)):
+            reason = f"the next token is {predicted.token}, recorded is {record.token}: the restored state is wrong"
             await self.store.discard(reading.entry, reason)
             raise SnapshotRefused(Fault.MISFIT, reading.file, reason)
         return ""
@@ -262,7 +263,7 @@ class SnapshotManager:
             self._wake.set()
 
     def _on_evict(self, slot: PrefixSlot) -> None:
-        """A slot is about to go: keep it for a moment if it is worth a file and no other is being written."""
+        """Delay an eviction to save the slot, if it is worth a file and no other save is running."""
         if self._saving.locked() or self._reject_reason(slot, SaveTrigger.EVICTION):
             return
         self._engine.prefixes.pin(slot)
@@ -275,7 +276,7 @@ class SnapshotManager:
             self._engine.release(slot)
 
     async def _save_turns(self) -> None:
-        """Save slots that were made, the longest first, while nobody waits for a place."""
+        """Save new slots, longest first, while no request is queued."""
         while True:
             await self._wake.wait()
             self._wake.clear()
@@ -285,7 +286,7 @@ class SnapshotManager:
                 del self._candidates[slot.number]
                 if slot.alive and not self._reject_reason(slot, SaveTrigger.TURN):
                     saving = self._spawn(self._save(slot, SaveTrigger.TURN, TRANSFER_S), "save a turn")
-                    await asyncio.wait({saving})  # a defect in one is logged and ends no other
+                    await asyncio.wait({saving})  # an exception is logged and does not end this loop
 
     def _candidate(self, slot: PrefixSlot) -> Candidate:
         tokens = slot.tokens
@@ -303,7 +304,7 @@ class SnapshotManager:
         return self.meter.speeds(self.store.store.statistics)
 
     async def _save(self, slot: PrefixSlot, trigger: SaveTrigger, deadline_s: float) -> bool:
-        """Write a slot's file; False when that failed, which is logged."""
+        """Write a slot's file; False if that failed, which is logged."""
         async with self._saving:
             record = await self._record(slot) if trigger is not SaveTrigger.EVICTION else None
             place = await self._engine.export(slot)
@@ -320,37 +321,39 @@ class SnapshotManager:
                 if overdue or transfer.problem:
                     await self.store.abort(writing, overdue or transfer.problem)
                     return False
-                unsealed = None  # from here on it ends by itself, cancelled or not
+                unsealed = None  # finish completes even if this task is cancelled
                 await self.store.finish(writing, transfer.n_bytes)
             except SaveFailed:  # logged and counted by the store
                 return False
             except asyncio.CancelledError:
-                if unsealed is not None:  # what daemons still write goes into a file without a name
-                    self.store.store.abort(unsealed, "the stop was hurried")
+                if unsealed is not None:  # daemons still writing do so into an unlinked file
+                    self.store.store.abort(unsealed, "the stop was cut short")
                 raise
             finally:
                 self._engine.release(slot)
             return True
 
     async def _record(self, slot: PrefixSlot) -> NextToken | None:
-        """Ask what comes behind a slot and one more token: a restored state can be asked the same."""
+        """Predict what follows a slot and one more token, to verify the restored state by the same question."""
         tokens = slot.tokens
         prefixes = self._engine.prefixes
         prefixes.pin(slot)
         try:
-            told: TokenEvent | None = None
+            predicted: TokenEvent | None = None
             if slot.alive:
-                told = await self._engine.next_token(slot, tokens, tokens[0], N_TOP)
+                predicted = await self._engine.next_token(slot, tokens, tokens[0], N_TOP)
         finally:
             self._engine.release(slot)
-        return None if told is None else NextToken(told.token, told.logprob, list(told.top), tokens[0])
+        if predicted is None:
+            return None
+        return NextToken(predicted.token, predicted.logprob, list(predicted.top), tokens[0])
 
     # ---- inside
 
     async def _await(
         self, end: asyncio.Future[Transfer], seconds: float, late: Callable[[], object]
     ) -> tuple[Transfer, str]:
-        """Wait for a transfer's end, however long that takes; past the deadline tell ``late``, and say so."""
+        """Wait for a transfer to end, however long it takes; at the deadline call ``late`` once."""
         try:
             async with awake.timeout(seconds):
                 return await asyncio.shield(end), ""

@@ -1,8 +1,7 @@
-"""What to save to disk, what to use again, what to throw away: decisions over snapshot files, without touching any.
+"""What to save, what to restore, what to remove: decisions about snapshot files that touch none of them.
 
-Pure: sizes, times and tokens in, choices out; ``now`` is an argument.  Knows no directory and no page.  Invariants: a
-match never reaches beyond the prompt, a slot with a recurrent state or a window matches whole or not at all; victims
-are the least recently used files, and no more than the budget asks for.
+Pure: sizes, times and names in, decisions out.  Knows neither directories nor pages.  Invariant: victims are the least
+recently used files, and no more than the budget requires.
 """
 
 from __future__ import annotations
@@ -26,24 +25,24 @@ _NAME = re.compile(
 
 
 class FileKind(StrEnum):
-    """What a name in the directory says about its file."""
+    """What kind of file a name in the directory stands for."""
 
     SNAPSHOT = "snapshot"
-    PARTIAL = "partial"  # being written, or left over
+    PARTIAL = "partial"  # being written, or a leftover
     REFUSED = "refused"  # set aside
-    OTHER = "other"  # not ours: never opened, never touched
+    OTHER = "other"  # not ours: never opened or touched
 
 
 @dataclass(frozen=True, slots=True)
 class NameParts:
-    """``model``: the first 16 digits of the fingerprint; empty for a stranger."""
+    """``model``: the first 16 digits of the fingerprint, empty for OTHER."""
 
     kind: FileKind
     model: str
 
 
 def read_name(name: str) -> NameParts:
-    """Say whose file of the directory ``name`` is."""
+    """Parse a file name of the directory."""
     match = _NAME.fullmatch(name)
     if match is None:
         return NameParts(FileKind.OTHER, "")
@@ -57,14 +56,14 @@ def read_name(name: str) -> NameParts:
 
 
 def file_name(snapshot: SnapshotHeader) -> str:
-    """The name of a slot's file: the same tokens in the same number formats replace each other."""
+    """Return the name of a slot's file: files of the same tokens in the same number formats replace each other."""
     text = f"{snapshot.dtype.value} {snapshot.kv_dtype.value} ".encode() + snapshot.packed_tokens
     return f"lucevisor-{snapshot.fingerprint[:16]}-{sha256(text).hexdigest()[:16]}.safetensors"
 
 
 @dataclass(frozen=True, slots=True)
 class SnapshotEntry:
-    """A complete file in the directory, by its header."""
+    """A complete file in the directory, with its header."""
 
     file: str
     snapshot: SnapshotHeader
@@ -78,14 +77,14 @@ class SnapshotEntry:
 
 @dataclass(frozen=True, slots=True)
 class SnapshotMatch:
-    """The first ``n_tokens`` of a prompt are in ``entry``."""
+    """``entry`` holds the first ``n_tokens`` of a prompt."""
 
     entry: SnapshotEntry
     n_tokens: int
 
     @property
     def n_bytes(self) -> int:
-        """Of the part that would be read."""
+        """Bytes of the part to read."""
         return self.entry.n_bytes * self.n_tokens // self.entry.n_tokens
 
 
@@ -93,29 +92,29 @@ class SnapshotMatch:
 
 
 class SaveTrigger(StrEnum):
-    """Why a slot might be saved now."""
+    """Why saving a slot is considered now."""
 
     TURN = "turn"  # a chat turn ended
-    EVICTION = "eviction"  # memory is needed for another slot
+    EVICTION = "eviction"  # its memory is needed
     SHUTDOWN = "shutdown"
 
 
 @dataclass(frozen=True, slots=True)
 class SnapshotSpeeds:
-    """What things cost here, measured by the caller."""
+    """Measured speeds of computing and of the disk."""
 
     prefill_tokens_per_s: float
     read_bytes_per_s: float = 1e9
     write_bytes_per_s: float = 1e9
-    step_s: float = 0.0  # a step of one token, by which a restored state is judged
+    step_s: float = 0.0  # of the one-token step that verifies a restored state
 
 
 @dataclass(frozen=True, slots=True)
 class SavePolicy:
-    """``min_tokens`` and ``disk_bytes`` of ``[cache]``.
+    """``min_tokens`` and ``disk_bytes`` come from ``[cache]``.
 
-    ``turn_gain``: at the end of a turn, the share of a slot that must be new on disk; a conversation that is saved anew
-    each turn would write its length squared.
+    ``turn_gain``: share of a slot that must be new on disk to save it at the end of a turn.  Saving a conversation at
+    every turn would write its length squared.
     """
 
     min_tokens: int
@@ -125,7 +124,7 @@ class SavePolicy:
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A prefix slot in memory.  ``n_saved_tokens``: how much of it a file on disk would give back already."""
+    """A prefix slot in memory.  ``n_saved_tokens``: tokens of it that a file can restore already."""
 
     slot: int
     n_tokens: int
@@ -139,17 +138,17 @@ class Candidate:
 
 
 def reject_save_reason(candidate: Candidate, trigger: SaveTrigger, policy: SavePolicy, speeds: SnapshotSpeeds) -> str:
-    """Why a slot is not worth a file now; empty when it is."""
+    """Return why a slot is not worth a file now; empty if it is."""
     c = candidate
     if c.n_tokens < policy.min_tokens:
-        return f"{c.n_tokens} tokens are less than cache.min_tokens = {policy.min_tokens}"
+        return f"{c.n_tokens} tokens are fewer than cache.min_tokens = {policy.min_tokens}"
     if c.n_bytes > policy.disk_bytes:
         return f"{c.n_bytes} bytes are more than cache.disk = {policy.disk_bytes}"
     needed = max(policy.min_tokens, 1)
     if trigger is SaveTrigger.TURN:
         needed = max(needed, int(c.n_tokens * policy.turn_gain))
     if c.gain_tokens < needed:
-        return f"{c.n_saved_tokens} of its {c.n_tokens} tokens are on disk; {needed} new ones would be worth a file"
+        return f"{c.n_saved_tokens} of its {c.n_tokens} tokens are on disk; a file needs {needed} new ones"
     compute_s = c.gain_tokens / speeds.prefill_tokens_per_s
     read_s = speeds.step_s + c.n_bytes / speeds.read_bytes_per_s
     if compute_s <= read_s:
@@ -160,11 +159,11 @@ def reject_save_reason(candidate: Candidate, trigger: SaveTrigger, policy: SaveP
 def reject_restore_reason(
     n_tokens: int, gain_tokens: int, n_bytes: int, policy: SavePolicy, speeds: SnapshotSpeeds
 ) -> str:
-    """Why a file that gives back ``n_tokens`` of a prompt is not read for the ``gain_tokens`` that memory has not;
-    empty when it is.
+    """Return why a file with ``n_tokens`` of a prompt, ``gain_tokens`` of them not in memory, is not worth reading;
+    empty if it is.
     """
     if n_tokens < policy.min_tokens:
-        return f"{n_tokens} tokens are less than cache.min_tokens = {policy.min_tokens}"
+        return f"{n_tokens} tokens are fewer than cache.min_tokens = {policy.min_tokens}"
     compute_s, read_s = gain_tokens / speeds.prefill_tokens_per_s, speeds.step_s + n_bytes / speeds.read_bytes_per_s
     if compute_s <= read_s:
         return f"computing {gain_tokens} tokens takes {compute_s:.3f} s, reading them {read_s:.3f} s"
@@ -174,7 +173,7 @@ def reject_restore_reason(
 def plan_shutdown_saves(
     candidates: Iterable[Candidate], policy: SavePolicy, speeds: SnapshotSpeeds, deadline_s: float
 ) -> list[Candidate]:
-    """What to save before a stop, in order: what saves most computing per byte, as much as can be written in time."""
+    """Select what to save before a stop, in order: most computing saved per byte, as much as fits into the deadline."""
     worth = [c for c in candidates if not reject_save_reason(c, SaveTrigger.SHUTDOWN, policy, speeds)]
     worth.sort(key=lambda c: (-c.gain_tokens * (1 + c.n_hits) / max(c.n_bytes, 1), c.slot))
     left = deadline_s * speeds.write_bytes_per_s
@@ -186,12 +185,12 @@ def plan_shutdown_saves(
     return chosen
 
 
-# ---- what to throw away
+# ---- what to remove
 
 
 @dataclass(frozen=True, slots=True)
 class CacheFile:
-    """One snapshot file, of any model, or one that was set aside."""
+    """A file of ours, of any model."""
 
     file: str
     n_bytes: int
@@ -200,9 +199,9 @@ class CacheFile:
 
 
 def victims(files: Iterable[CacheFile], disk_bytes: int, keep: Collection[str] = ()) -> list[CacheFile]:
-    """The snapshots to remove, least recently used first, until all files together take ``disk_bytes`` at most.
+    """Select snapshots to remove, least recently used first, until all files together fit into ``disk_bytes``.
 
-    Files that were set aside count but are never chosen: they are evidence, and the operator's.  Nor are those of
+    Files that were set aside count but are never selected: they are evidence for the operator.  Nor are those in
     ``keep``.
     """
     files = list(files)

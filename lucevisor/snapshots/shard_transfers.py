@@ -1,7 +1,7 @@
 """Saves and restores over the links of all groups: one file, a message to every daemon, one outcome.
 
-Knows links and descriptors; decides nothing about slots.  Invariant: a transfer that was begun is awaited to its end,
-which comes when every daemon has answered or is gone: until then pages and descriptor belong to it.
+Knows links and descriptors; decides nothing about slots.  Invariant: every transfer that was started ends, once each
+daemon has answered or is lost; until then it owns its pages and descriptor.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class SnapshotFile(Protocol):
 
 
 class ShardTransfers:
-    """``layers[g]``: the layer ranges that group g holds."""
+    """``layers[g]``: the layer ranges of group g."""
 
     def __init__(self, layers: Mapping[str, Sequence[LayerRange]]) -> None:
         self._layers = {group: tuple(ranges) for group, ranges in layers.items()}
@@ -45,13 +45,13 @@ class ShardTransfers:
         self._links[group] = link
 
     def lost(self, group: str, reason: str) -> None:
-        """A daemon is gone or going: it answers nothing any more."""
+        """A daemon is lost, or about to be: it will not answer."""
         self._links.pop(group, None)
         for transfer in self._transfers.lost(group, reason):
             self._end(transfer)
 
     def frame(self, group: str, frame: Frame) -> bool:
-        """Take a daemon's answer; False when the frame is none to a transfer."""
+        """Handle a daemon's answer; False if the frame does not belong to a transfer."""
         match frame.message:
             case Saved() as saved:
                 self._end(self._transfers.answered(group, saved.transfer, saved.n_bytes))
@@ -66,11 +66,11 @@ class ShardTransfers:
         return True
 
     def save(self, file: SnapshotFile, place: SlotPlace) -> asyncio.Future[Transfer]:
-        """Have every daemon write its tensors; the future is done when all of them are through with it."""
+        """Let every daemon write its tensors; the future completes when all are done with the file."""
         return self._begin(TransferKind.SAVE, Save, file, place)
 
     def restore(self, file: SnapshotFile, place: SlotPlace) -> asyncio.Future[Transfer]:
-        """Have every daemon read its tensors; the future is done when all of them are through with it."""
+        """Let every daemon read its tensors; the future completes when all are done with the file."""
         return self._begin(TransferKind.RESTORE, Restore, file, place)
 
     def _begin(

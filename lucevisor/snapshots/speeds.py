@@ -1,6 +1,6 @@
-"""What computing a prompt and reading or writing its file take here, measured while serving.
+"""Speeds of prefill and of snapshot I/O, measured while serving.
 
-Knows neither engine nor files; what the speeds decide is in ``snapshots/policy.py``.
+Knows neither engine nor files; ``snapshots/policy.py`` decides by them.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from lucevisor.snapshots.store import StoreStatistics
 
 _PREFILL_STEP_TOKENS = 32
 _FIRST_GUESS = SnapshotSpeeds(prefill_tokens_per_s=500.0, read_bytes_per_s=4e9, step_s=0.01)
-"""Reading is taken for fast until it was seen to be slow: what is never saved is never measured."""
+"""Reads count as fast until measured: what is never saved is never measured."""
 _READ_OVER_WRITE = 2.0
-"""Before the first restore: reading needs no fsync, and finds some of a file in the page cache."""
+"""Assumed before the first restore: reads need no fsync and hit the page cache in part."""
 
 
 @dataclass(slots=True)
 class SpeedMeter:
-    """What computing and disk take here, as seen so far."""
+    """Totals of tokens, bytes and seconds so far."""
 
     n_tokens: int = 0
     seconds: float = 0.0
@@ -30,23 +30,23 @@ class SpeedMeter:
     read_s: float = 0.0
 
     def add(self, result: PipelineResult) -> None:
-        """Count a step: in long ones the slowest stage says how fast prompts are computed, short ones are decodes."""
+        """Count a step.  Long ones measure prefill by their slowest stage, short ones are decodes."""
         if result.step.n_tokens >= _PREFILL_STEP_TOKENS:
             self.n_tokens += result.step.n_tokens
             self.seconds += max(answer.compute_s for answer in result.results)
         else:
             self.n_short += 1
-            self.short_s += sum(answer.compute_s for answer in result.results)  # not the wait behind others
+            self.short_s += sum(answer.compute_s for answer in result.results)  # without queueing
 
     def add_read(self, n_bytes: int, seconds: float) -> None:
-        """Count a restore: until all shards had it and its checksums were compared."""
+        """Count a restore, up to the last shard and checksum."""
         self.read_bytes += n_bytes
         self.read_s += seconds
 
     def speeds(self, seen: StoreStatistics) -> SnapshotSpeeds:
-        """Return the speeds as of now; guesses for what was not seen yet.
+        """Return current speeds, with guesses for what was not measured yet.
 
-        Before the first restore, a slow disk shows in how fast files were written.
+        Before the first restore, write speed reveals a slow disk.
         """
         guess = _FIRST_GUESS
 

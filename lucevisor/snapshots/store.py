@@ -44,11 +44,11 @@ log = structlog.get_logger("snapshots")
 
 
 NOT_RESTORED = "not_restored"
-"""The label of a restore that failed in a daemon or took too long; the file stays."""
+"""Label of a restore that failed in a daemon or timed out; the file stays."""
 
 
 class SnapshotRefused(LucevisorError):
-    """A file that will not be restored.  ``fault`` says why in a word, ``reason`` in a sentence."""
+    """A file is not restored.  ``fault`` says why in a word, ``reason`` in a sentence."""
 
     def __init__(self, fault: Fault, file: str, reason: str) -> None:
         super().__init__(f"snapshot {file} is refused: {reason}; the prompt is computed instead")
@@ -57,10 +57,10 @@ class SnapshotRefused(LucevisorError):
 
 @dataclass(slots=True)
 class OpenSnapshot:
-    """A file that fits, open for a restore of its first ``n_tokens``.  Its tensors are not checked yet: see ``check``.
+    """A matching file, open to restore its first ``n_tokens``.  ``check`` verifies its tensors.
 
-    ``converted``: empty when states come back bit by bit, else what differs.  ``next_token`` is None when there is no
-    record, or when only a part of the slot is used.
+    ``converted``: empty if states are restored bit for bit, else what differs.  ``next_token`` is None without a
+    record, or if only part of the slot is used.
     """
 
     entry: SnapshotEntry
@@ -83,29 +83,29 @@ class OpenSnapshot:
         return self.snapshot.of_layers(layers)
 
     def n_bytes(self, layers: LayerRange) -> int:
-        """What a daemon with these layers reads: of a slot that is used in part the first rows of each tensor."""
+        """Bytes that a daemon with these layers reads: the first rows of each tensor if part of the slot is used."""
         return sum(t.n_bytes for t in self.tensors(layers)) * self.n_tokens // self.snapshot.n_tokens
 
 
 @dataclass(slots=True)
 class StoreStatistics:
-    """Counts since the start, for metrics."""
+    """Totals since start, for metrics."""
 
     n_saved: int = 0
     saved_bytes: int = 0
     save_s: float = 0.0
     n_restored: int = 0
     restored_bytes: int = 0
-    restore_s: float = 0.0  # from the decision to the slot that can be used
+    restore_s: float = 0.0  # from the decision until the slot is usable
     n_pruned: int = 0
     failures: Counter[str] = field(default_factory=Counter)  # labels of SaveFailed, faults of SnapshotRefused
 
 
 class SnapshotStore:
-    """``directory`` with all snapshots of ``model``; those of other models are left alone, but for the disk budget.
+    """The snapshots of ``model`` in ``directory``; those of other models only count towards the disk budget.
 
-    ``disk_bytes``: what all files of ours may take, those of other models included.  ``at``: told of each step of the
-    write protocol before it is done.  Raises ConfigError naming ``cache.dir``.
+    ``disk_bytes``: limit for all our files, other models included.  ``at`` is called before each step of the write
+    protocol.  Raises ConfigError naming ``cache.dir``.
     """
 
     def __init__(
@@ -121,29 +121,29 @@ class SnapshotStore:
         self.statistics = StoreStatistics()
         self._clock, self._at = clock, at
         self._index = SnapshotIndex()
-        self._guard = Lock()  # of the entries and the statistics; never held while the disk works
+        self._guard = Lock()  # for index and statistics; never held during I/O
         n_threads = min(4, os.cpu_count() or 1)
         self._pool = ThreadPoolExecutor(n_threads, thread_name_prefix="snapshot check")
         self._writer = SnapshotWriter(directory, model, at, self.statistics.failures)
         disk.make_directory(directory)
 
     def close(self) -> None:
-        """End the threads; files that are open stay the caller's."""
+        """End the threads; the caller closes open files."""
         self._writer.close()
         self._pool.shutdown()
 
-    # ---- what is there
+    # ---- index
 
     @property
     def entries(self) -> list[SnapshotEntry]:
-        """The usable files as known now, least recently used first."""
+        """Usable files, least recently used first."""
         with self._guard:
             return sorted(self._index, key=lambda e: (e.used_s, e.file))
 
     def scan(self) -> list[SnapshotEntry]:
-        """Read the headers of this model's files; remove what dead writers left; set aside what is no snapshot.
+        """Read the headers of this model's files, remove leftovers of dead writers, set aside what is not a snapshot.
 
-        Reads no tensor.  Raises ConfigError when the directory cannot be used.
+        Reads no tensors.  Raises ConfigError if the directory is unusable.
         """
         started, began_s = time.monotonic(), self._clock()
         with self._directory_lock():
@@ -159,7 +159,7 @@ class SnapshotStore:
                     found[one.file] = self._entry(one)
         listed = {one.file for one in files}
         index = SnapshotIndex(found.values())
-        with self._guard:  # what was saved since the directory was listed stays
+        with self._guard:  # keep what was saved since the directory was listed
             for entry in self._index:
                 if entry.file not in listed and entry.used_s >= began_s:
                     index.put(entry)
@@ -204,13 +204,13 @@ class SnapshotStore:
     # ---- write
 
     def begin(self, slot: SlotRecord) -> PendingSnapshot:
-        """Lay out and allocate a file.  Raises SaveFailed; then nothing is left of it."""
+        """Lay out and allocate a file.  Raises SaveFailed, leaving nothing behind."""
         return self._writer.begin(slot, self.disk_bytes)
 
     def finish(self, writing: PendingSnapshot, n_bytes: int) -> SnapshotEntry:
-        """Seal and publish a file whose tensors are written, then make room; ``n_bytes``: what the daemons wrote.
+        """Seal and publish a file after the daemons wrote ``n_bytes``, then prune.
 
-        Raises SaveFailed; then nothing is left of it.
+        Raises SaveFailed, leaving nothing behind.
         """
         entry = self._writer.seal(writing, n_bytes)
         seconds = time.monotonic() - writing.started_s
@@ -230,30 +230,29 @@ class SnapshotStore:
         return entry
 
     def abort(self, writing: PendingSnapshot, reason: str) -> None:
-        """Give a file up and remove it.  Legal at any time, any number of times."""
+        """Abandon a file and remove it.  Idempotent."""
         self._writer.abort(writing, reason)
 
     # ---- read
 
     def open_for_restore(self, entry: SnapshotEntry, n_tokens: int | None = None) -> OpenSnapshot:
-        """Open a file, check its header and that it fits this model.  Raises SnapshotRefused.
+        """Open a file and check that its header matches this model.  Raises SnapshotRefused.
 
-        ``n_tokens``: how much of it to use, only where the model's slots can be cut.  A file that is refused for what
-        it holds is set aside first.
+        ``n_tokens``: use only so many, if the model's slots can be cut.  A file refused for its contents is set aside.
         """
         n = entry.n_tokens if n_tokens is None else n_tokens
         if not 0 < n <= entry.n_tokens or (n < entry.n_tokens and self.model.whole_only):
-            raise ValueError(f"{n} tokens of {entry.file}: it holds {entry.n_tokens}, and is used whole")
+            raise ValueError(f"{n} tokens of {entry.file}: it has {entry.n_tokens} and must be used whole")
         with self._refusing(entry.file):
             fd, snapshot, _ = disk.open_snapshot(self.directory / entry.file)
             try:
                 check_fits(snapshot, self.model)
                 if snapshot.packed_tokens != entry.snapshot.packed_tokens:
-                    raise SnapshotError(Fault.MISFIT, "tokens", "are not those of the name: the file was exchanged")
+                    raise SnapshotError(Fault.MISFIT, "tokens", "do not match the name: the file was replaced")
             except BaseException:
                 os.close(fd)
                 raise
-        with suppress(OSError):  # readahead is a favour, and the last use is lost on a read-only file system
+        with suppress(OSError):  # readahead is optional, and so is the time of use on a read-only file system
             os.posix_fadvise(fd, snapshot.data_start, 0, os.POSIX_FADV_WILLNEED)
             os.utime(fd, (self._clock(), self._clock()))
         with self._guard:
@@ -274,7 +273,7 @@ class SnapshotStore:
         return ", ".join(f"{what} {theirs} in the file, {ours} here" for what, theirs, ours in pairs)
 
     def check(self, reading: OpenSnapshot) -> None:
-        """Compare the checksum of every tensor; may run while the daemons read.  Raises SnapshotRefused."""
+        """Compare every tensor's checksum, possibly while the daemons read.  Raises SnapshotRefused."""
         with self._refusing(reading.file, reading.fd):
             try:
                 disk.compare(disk.checksums(reading.fd, reading.snapshot.tensors, self._pool), reading.snapshot)
@@ -282,32 +281,32 @@ class SnapshotStore:
                 raise disk.unreadable("tensors", error) from error
 
     def restored(self, reading: OpenSnapshot, seconds: float) -> None:
-        """Count a file whose slot is in use now; ``seconds`` since it was decided on."""
+        """Count a restored file; ``seconds`` since the decision."""
         with self._guard:
             self.statistics.n_restored += 1
             self.statistics.restored_bytes += reading.entry.n_bytes
             self.statistics.restore_s += seconds
 
     def not_restored(self, entry: SnapshotEntry, reason: str) -> None:
-        """Log and count a file that is good for all we know, and was not restored."""
+        """Log and count a restore that failed although the file may be intact."""
         with self._guard:
             self.statistics.failures[NOT_RESTORED] += 1
         log.warning("snapshot not restored", file=entry.file, reason=reason)
 
     @staticmethod
     def close_snapshot(reading: OpenSnapshot) -> None:
-        """Close the file; any number of times."""
+        """Close the file.  Idempotent."""
         if not reading.closed:
             reading.closed = True
             os.close(reading.fd)
 
     def discard(self, entry: SnapshotEntry, reason: str) -> None:
-        """Set a file aside that gave a wrong state; it is not used again."""
+        """Set aside a file that restored a wrong state."""
         self._refuse(entry.file, SnapshotError(Fault.MISFIT, "restored state", reason))
 
     @contextmanager
     def _refusing(self, file: str, fd: int = -1) -> Iterator[None]:
-        """A SnapshotError inside means: do not use the file, and say why."""
+        """Turn a SnapshotError inside into SnapshotRefused, after refusing the file."""
         try:
             yield
         except SnapshotError as error:
@@ -315,7 +314,7 @@ class SnapshotStore:
             raise SnapshotRefused(error.fault, file, str(error)) from error
 
     def _refuse(self, file: str, error: SnapshotError, fd: int = -1) -> None:
-        """Forget a file, log why, and rename it unless it is gone, another model's, or good for all we know."""
+        """Forget a file, log why, and rename it unless it is gone, another model's, or possibly intact."""
         with self._guard:
             self._index.remove(file)
         self.statistics.failures[error.fault.value] += 1
@@ -328,16 +327,16 @@ class SnapshotStore:
         try:
             with disk.locked(self.directory):
                 if fd >= 0 and os.fstat(fd).st_ino != path.stat().st_ino:
-                    return ""  # somebody saved the slot anew meanwhile
+                    return ""  # the slot was saved again meanwhile
                 return disk.set_aside(path).name
         except OSError as error:
             log.warning("snapshot not set aside", file=file, reason=describe_error(error))
             return ""
 
-    # ---- throw away
+    # ---- prune
 
     def prune(self, disk_bytes: int | None = None, keep: Collection[str] = ()) -> list[CacheFile]:
-        """Remove the least recently used files of any model until all of ours fit into the budget.  Raises OSError."""
+        """Remove the least recently used files, of any model, until ours fit into the budget.  Raises OSError."""
         budget = self.disk_bytes if disk_bytes is None else disk_bytes
         with disk.locked(self.directory):
             gone = disk.prune_directory(self.directory, budget, keep)
@@ -355,5 +354,5 @@ class SnapshotStore:
             with disk.locked(self.directory):
                 yield
         except OSError as error:
-            hint = "name a directory that can be written"
+            hint = "name a writable directory"
             raise ConfigError("cache.dir", str(self.directory), describe_error(error), hint) from error

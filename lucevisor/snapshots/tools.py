@@ -1,7 +1,7 @@
-"""The directory of snapshots, beside a running supervisor or without one: check, list, verify, prune, remove.
+"""Maintenance of a snapshot directory, with or without a running supervisor: list, verify, prune, remove.
 
-For the command line and the admin API; needs no model.  Invariants: only files with names of ours are opened or
-touched; a partial file that somebody writes is left alone.
+For the command line and the admin API; needs no model.  Invariants: only files with names of ours are touched; a
+partial file with a writer is left alone.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from lucevisor.snapshots.policy import CacheFile, FileKind, read_name
 
 @dataclass(frozen=True, slots=True)
 class Listing:
-    """A file of ours.  ``snapshot`` is its header; None with the ``problem`` for one that has no good header."""
+    """A file of ours.  ``snapshot`` is its header, or None, with the ``problem``, if it has no valid one."""
 
     use: CacheFile
     snapshot: SnapshotHeader | None
@@ -30,9 +30,9 @@ class Listing:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What is wrong with a file; empty when it is good.  ``gone``: it was removed or renamed meanwhile.
+    """``problem``: what is wrong with a file, empty if it is intact.  ``gone``: it was removed or renamed meanwhile.
 
-    ``inode``: of the file that was read, when it is one to set aside, else 0.
+    ``inode``: of the file that was read if it should be set aside, else 0.
     """
 
     problem: str = ""
@@ -41,19 +41,19 @@ class Verdict:
 
 
 class CacheError(LucevisorError):
-    """What was asked of the directory cannot be done."""
+    """The operation on the directory failed."""
 
 
 def check_directory(directory: Path) -> None:
-    """Make the directory if need be, and see that files can be listed, read and made there.  Raises ConfigError."""
+    """Create the directory if need be, and check that files can be listed, read and created.  Raises ConfigError."""
     disk.make_directory(directory)
     if not os.access(directory, os.R_OK | os.W_OK | os.X_OK):
         why = f"cannot be read and written by user {os.geteuid()}"
-        raise ConfigError("cache.dir", str(directory), why, "name a directory of yours that can be written")
+        raise ConfigError("cache.dir", str(directory), why, "name a writable directory of yours")
 
 
 def listing(directory: Path) -> list[Listing]:
-    """Every file of ours, the last used first; reads headers only.  Raises CacheError."""
+    """List our files, most recently used first; reads headers only.  Raises CacheError."""
     found = []
     for use in _files(directory):
         snapshot, problem = None, ""
@@ -92,7 +92,7 @@ def verify(directory: Path, file: str) -> Verdict:
 
 
 def _inode(path: Path) -> int:
-    """Of the file under this name, a link itself included; 0 when there is none."""
+    """Return the inode under this name, not following links; 0 if there is none."""
     try:
         return path.lstat().st_ino
     except OSError:
@@ -100,10 +100,10 @@ def _inode(path: Path) -> int:
 
 
 def set_aside(directory: Path, file: str, inode: int) -> str:
-    """Rename a file so that no supervisor uses it; its new name.  Raises CacheError.
+    """Rename a file so that no supervisor uses it; return the new name.  Raises CacheError.
 
-    Empty, and nothing is renamed, unless the name still stands for the file of this ``inode``: it may have been removed
-    or saved anew since it was found damaged.
+    Returns "" and renames nothing unless the name still belongs to ``inode``: the file may have been removed or saved
+    again since it was found damaged.
     """
     try:
         with disk.locked(directory):
@@ -131,9 +131,9 @@ def prune(directory: Path, disk_bytes: int, *, refused: bool = False) -> list[Ca
 
 
 def remove(directory: Path, files: Iterable[str] | None = None) -> list[CacheFile]:
-    """Remove files by name, or all of ours; what was removed, less what somebody else removed at the same time.
+    """Remove files by name, or all of ours; return those that this call removed.
 
-    Raises CacheError for a name that is not ours or not there; then nothing was removed.
+    Raises CacheError, removing nothing, for a name that is not ours or does not exist.
     """
     there = {use.file: use for use in _files(directory)}
     names = list(dict.fromkeys(files)) if files is not None else None
@@ -145,7 +145,7 @@ def remove(directory: Path, files: Iterable[str] | None = None) -> list[CacheFil
     gone: list[CacheFile] = []
     try:
         with disk.locked(directory):
-            there = {use.file: use for use in _files(directory)}  # nobody renames or removes from here on
+            there = {use.file: use for use in _files(directory)}  # final, under the lock
             gone.extend(
                 there[file]
                 for file in (there if names is None else names)
@@ -157,13 +157,13 @@ def remove(directory: Path, files: Iterable[str] | None = None) -> list[CacheFil
 
 
 def _remove(path: Path, kind: FileKind) -> bool:
-    """Remove one file; False when it is gone already.  Raises CacheError for one that is being written."""
+    """Remove one file; False if it is gone already.  Raises CacheError for one that is being written."""
     if kind is not FileKind.PARTIAL:
         path.unlink(missing_ok=True)
     elif not disk.remove_leftover(path):
         if path.exists():
             raise CacheError(f"{path.name} is being written: stop its supervisor first")
-        return False  # its writer gave it up
+        return False  # its writer aborted
     return True
 
 

@@ -1,7 +1,7 @@
-"""Who still owes an answer to a Save or Restore: several daemons work on one file, the outcome is one.
+"""Tracks which daemons still have to answer a Save or Restore: several work on one file, with one outcome.
 
-Pure: answers in, outcomes out; knows no links and no files.  Invariant: a transfer ends when every daemon it was sent
-to has answered or is gone, never before: until then pages and descriptors belong to it, whatever the first answer said.
+Pure: answers in, outcomes out; knows no links and no files.  Invariant: a transfer ends once every daemon has answered
+or is lost, never earlier, even after a failure: until then it owns its pages and descriptors.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ class TransferKind(StrEnum):
 
 @dataclass(slots=True)
 class Transfer:
-    """``expected_bytes``: by group, what it must move.  ``problem``: why it failed; empty while all is well."""
+    """``expected_bytes``: by group.  ``problem``: why it failed; empty so far or on success."""
 
     id: int
     kind: TransferKind
@@ -34,7 +34,7 @@ class Transfer:
 
 
 class TransferTable:
-    """Every transfer under way.  Methods that end one return it; then look at its ``problem``."""
+    """All transfers in progress.  Methods that end one return it; check its ``problem``."""
 
     def __init__(self) -> None:
         self._next = 0
@@ -44,16 +44,16 @@ class TransferTable:
         return len(self._open)
 
     def start(self, kind: TransferKind, expected_bytes: Mapping[str, int]) -> Transfer:
-        """A new transfer that waits for every group named.  Raises ValueError without groups."""
+        """Start a transfer that waits for every group named.  Raises ValueError without groups."""
         if not expected_bytes:
-            raise ValueError(f"a {kind.value} that no group takes part in; name the groups")
+            raise ValueError(f"a {kind.value} without groups; name at least one")
         self._next += 1
         transfer = Transfer(self._next, kind, dict(expected_bytes), set(expected_bytes))
         self._open[transfer.id] = transfer
         return transfer
 
     def answered(self, group: str, transfer_id: int, n_bytes: int, converted: str = "") -> Transfer | None:
-        """Saved or Restored came.  Returns the transfer when it was the last answer."""
+        """Handle Saved or Restored.  Returns the transfer if this was the last answer."""
         transfer = self._waiting_for(group, transfer_id)
         if transfer is None:
             return None
@@ -69,7 +69,7 @@ class TransferTable:
         return None if transfer is None else self._strike(transfer, group, reason)
 
     def lost(self, group: str, reason: str) -> list[Transfer]:
-        """A daemon is gone: it answers nothing any more.  Returns the transfers that end by it."""
+        """A daemon is lost and will not answer.  Returns the transfers that end with it."""
         mine = [t for t in self._open.values() if group in t.waiting]
         return [t for t in mine if self._strike(t, group, f"group {group} was lost: {reason}") is not None]
 

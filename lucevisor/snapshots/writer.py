@@ -1,8 +1,8 @@
 """The write protocol of a snapshot: allocate, data by the daemons, checksums, header, fsync, rename.
 
-Blocks on the disk; knows no index and no budget but the largest file.  Invariants: a file under a final name is
-complete; a save that fails at any step removes its partial file and leaves all others alone; no fsync is repeated after
-it failed, since the kernel may have dropped what it could not write.
+Blocks on the disk; knows no index and no budget beyond the largest file.  Invariants: a file with a final name is
+complete; a save that fails at any step removes its partial file and leaves all others alone; a failed fsync is never
+retried, since the kernel may have dropped the pages it could not write.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from lucevisor.snapshots.policy import PARTIAL, SnapshotEntry, file_name
 log = structlog.get_logger("snapshots")
 
 STEPS = ("create", "allocate", "data", "size", "checksum", "header", "sync", "rename", "sync_directory", "prune")
-"""The write protocol, in order, as ``at`` is told; ``data`` is between ``begin`` and ``finish``."""
+"""Names of the write protocol's steps, in order, as passed to ``at``; ``data`` is between ``begin`` and ``finish``."""
 
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
@@ -42,20 +42,20 @@ NICE = 10
 
 
 FAILED_SAVES = ("disk_full", "io", "locked", "too_large", "size", "aborted")
-"""The labels of saves that failed; those of files that were not used are Fault's."""
+"""The labels of saves that failed; Fault has those of refused files."""
 
 
 class SaveFailed(LucevisorError):
-    """A slot that was not saved.  ``label``: one of FAILED_SAVES."""
+    """A slot could not be saved.  ``label``: one of FAILED_SAVES."""
 
     def __init__(self, label: str, file: str, reason: str) -> None:
-        super().__init__(f"snapshot {file} was not saved: {reason}; earlier snapshots are as they were")
+        super().__init__(f"snapshot {file} was not saved: {reason}; earlier snapshots are unchanged")
         self.label, self.file, self.reason = label, file, reason
 
 
 @dataclass(slots=True)
 class PendingSnapshot:
-    """A file under way.  Give ``fd`` and ``tensors(...)`` to each daemon; it stays open until finish or abort."""
+    """A file being written.  Pass ``fd`` and ``tensors(...)`` to each daemon; it stays open until finish or abort."""
 
     file: str  # its final name
     path: Path  # its partial one
@@ -66,25 +66,25 @@ class PendingSnapshot:
 
     @property
     def data_bytes(self) -> int:
-        """What all daemons together must have written."""
+        """Bytes that all daemons together must write."""
         return self.snapshot.file_bytes - self.snapshot.data_start
 
     def tensors(self, layers: LayerRange) -> list[SnapshotTensor]:
         return self.snapshot.of_layers(layers)
 
     def n_bytes(self, layers: LayerRange) -> int:
-        """What a daemon with these layers writes."""
+        """Bytes that a daemon with these layers writes."""
         return sum(t.n_bytes for t in self.tensors(layers))
 
 
 class SnapshotWriter:
-    """Writes files of ``model`` into ``directory``.  ``at`` is told of each step before it is done; ``failures`` counts
-    the labels of what failed."""
+    """Writes files of ``model`` into ``directory``.  ``at`` is called before each step; ``failures`` counts failed
+    saves by label."""
 
     def __init__(self, directory: Path, model: StateModel, at: disk.Hook, failures: Counter[str]) -> None:
         self.directory, self.model = directory, model
         self._at, self._failures = at, failures
-        n_threads = 1 + min(2, os.cpu_count() or 1)  # one waits for the disk
+        n_threads = 1 + min(2, os.cpu_count() or 1)  # one for fsync
         self._pool = ThreadPoolExecutor(n_threads, thread_name_prefix="snapshot seal", initializer=_yield)
 
     def close(self) -> None:
@@ -92,7 +92,7 @@ class SnapshotWriter:
         self._pool.shutdown()
 
     def begin(self, slot: SlotRecord, most_bytes: int) -> PendingSnapshot:
-        """Lay out and allocate a file of at most ``most_bytes``.  Raises SaveFailed; then nothing is left of it."""
+        """Lay out and allocate a file of at most ``most_bytes``.  Raises SaveFailed, leaving nothing behind."""
         snapshot = lay_out(self.model, slot)
         file = file_name(snapshot)
         if snapshot.file_bytes > most_bytes:
@@ -102,7 +102,7 @@ class SnapshotWriter:
         writing = PendingSnapshot(file, path, -1, snapshot, time.monotonic())
         with self._saving(writing):
             self._at("create")
-            with disk.locked(self.directory):  # so that nobody cleans the file away before it is locked
+            with disk.locked(self.directory):  # or another scan could remove the file before it is locked
                 flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
                 writing.fd = os.open(path, flags, 0o600)
                 disk.try_lock(writing.fd)
@@ -112,14 +112,16 @@ class SnapshotWriter:
         return writing
 
     def seal(self, writing: PendingSnapshot, n_bytes: int) -> SnapshotEntry:
-        """Check, seal and rename a file whose tensors are written; ``n_bytes`` is what the daemons say they wrote.
+        """Check, seal and rename a file after the daemons reported ``n_bytes`` written.
 
-        Raises SaveFailed; then nothing is left of it.
+        Raises SaveFailed, leaving nothing behind.
         """
         with self._saving(writing):
             self._at("size")
             _check_size(writing, n_bytes)
-            flushed = self._pool.submit(os.fsync, writing.fd)  # to the disk while the checksums are taken from memory
+            flushed = self._pool.submit(
+                os.fsync, writing.fd
+            )  # in parallel with the checksums, which come from the page cache
             try:
                 self._at("checksum")
                 sums = disk.checksums(writing.fd, writing.snapshot.tensors, self._pool)
@@ -138,20 +140,20 @@ class SnapshotWriter:
         try:
             self._at("sync_directory")
             disk.sync_directory(self.directory)
-        except OSError as error:  # the file is complete; only its name might not outlive a power cut
+        except OSError as error:  # the file is complete, but its name may not survive a power cut
             log.warning("snapshot directory not synced", file=writing.file, reason=describe_error(error))
         _close(writing)
         return SnapshotEntry(writing.file, writing.snapshot, status.st_size, status.st_mtime)
 
     def abort(self, writing: PendingSnapshot, reason: str) -> None:
-        """Give a file up and remove it.  Legal at any time, any number of times."""
+        """Abandon a file and remove it.  Idempotent."""
         if not writing.done:
             self._clean(writing)
             self._failed("aborted", writing.file, reason)
 
     @contextmanager
     def _saving(self, writing: PendingSnapshot) -> Iterator[None]:
-        """What fails inside ends the save: the partial file goes, the reason is logged and raised as SaveFailed."""
+        """Turn errors inside into SaveFailed, after logging them and removing the partial file."""
         try:
             yield
         except SaveFailed as failed:
@@ -186,7 +188,7 @@ def _label(error: Exception) -> str:
 
 
 def _yield() -> None:
-    """Let decoding go first where cores are few: nobody waits for a save."""
+    """Yield to decoding where cores are few: no request waits for a save."""
     os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICE)  # of this thread alone
 
 

@@ -92,12 +92,12 @@ def test_verify(two):
     code, output = run("verify", "--dir", directory)
     assert code == ExitCode.FAILED
     assert f"{new.file}: good" in output
-    assert f"{old.file}: tensor layers.2.v: its bytes have the checksum" in output
+    assert f"{old.file}: tensor layers.2.v: checksum is" in output
     assert run("verify", "--dir", directory, new.file)[0] == ExitCode.DONE
     assert names(directory) == sorted([new.file, old.file, "notes.txt"])
     run("verify", "--dir", directory, "--set-aside")
     assert names(directory) == sorted([new.file, old.file + ".refused", "notes.txt"])
-    with pytest.raises(LucevisorError, match="is no snapshot in"):
+    with pytest.raises(LucevisorError, match="is not a snapshot in"):
         run("verify", "--dir", directory, "notes.txt")
 
 
@@ -209,7 +209,7 @@ def test_prune(two):
     assert old.file + ".refused" in names(directory)
     run("prune", "--dir", directory, "--to", "10KiB", "--refused")
     assert names(directory) == sorted([new.file, "notes.txt"])
-    with pytest.raises(click.UsageError, match="say how much may stay"):
+    with pytest.raises(click.UsageError, match="say how much to keep"):
         run("prune", "--dir", directory)
     with pytest.raises(click.BadParameter, match="is not a size"):
         run("prune", "--dir", directory, "--to", "many")
@@ -255,7 +255,7 @@ def test_a_directory_is_checked_before_it_is_used(tmp_path):
     assert (tmp_path / "new" / "one").stat().st_mode & 0o777 == 0o700
     (tmp_path / "file").write_text("x")
     for bad in ("file", "file/inside"):
-        with pytest.raises(ConfigError, match=r"cache\.dir = .*file.*name a directory"):
+        with pytest.raises(ConfigError, match=r"cache\.dir = .*file.*name a writable directory"):
             check_directory(tmp_path / bad)
 
 

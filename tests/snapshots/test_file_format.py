@@ -187,15 +187,15 @@ def test_a_file_of_another_length_than_the_header_says(change):
         ({"page_tokens": "32"}, Fault.MISFIT, f"page_tokens: is 32, ours is {PAGE_TOKENS}"),
         ({"tokens": None}, Fault.FOREIGN, "tokens: is missing"),
         ({"tokens": "!!!"}, Fault.FOREIGN, "tokens: cannot be unpacked"),
-        ({"n_tokens": "99"}, Fault.FOREIGN, "tokens: are not the 99"),
+        ({"n_tokens": "99"}, Fault.FOREIGN, "tokens: are not 99"),
         ({"n_tokens": "0"}, Fault.FOREIGN, "n_tokens: is '0'"),
         ({"n_tokens": str(1 << 40)}, Fault.FOREIGN, "n_tokens: is '1099511627776'"),
         ({"dtype": "int3"}, Fault.FOREIGN, "dtype: is 'int3'"),
-        ({"created_s": "nan"}, Fault.FOREIGN, "created_s: is no time"),
-        ({"next_token": "{}"}, Fault.FOREIGN, "next_token: is no record"),
+        ({"created_s": "nan"}, Fault.FOREIGN, "created_s: is not a time"),
+        ({"next_token": "{}"}, Fault.FOREIGN, "next_token: is not a token record"),
         ({"checksums": "{}"}, Fault.FOREIGN, "checksums: do not name"),
-        ({"checksums": "["}, Fault.FOREIGN, "checksums: is no JSON map"),
-        ({"first_positions": '{"layers.2.k":"a"}'}, Fault.FOREIGN, "first_positions: is no JSON map"),
+        ({"checksums": "["}, Fault.FOREIGN, "checksums: is not a JSON object"),
+        ({"first_positions": '{"layers.2.k":"a"}'}, Fault.FOREIGN, "first_positions: is not a JSON object"),
     ],
 )
 def test_metadata_that_cannot_be_right_names_its_key(change, fault, text):
@@ -211,7 +211,7 @@ def test_tokens_that_unpack_to_more_than_they_say_cost_nothing():
     bomb = base64.b64encode(zlib.compress(bytes(100 << 20))).decode()
     snapshot = lay_out(model(), slot())
     header = rewritten(pack(snapshot), tokens=bomb)
-    with pytest.raises(SnapshotError, match="tokens: are not the 100"):
+    with pytest.raises(SnapshotError, match="tokens: are not 100"):
         parse(header, snapshot.file_bytes + len(header) - snapshot.data_start)
 
 

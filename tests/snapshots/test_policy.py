@@ -73,10 +73,10 @@ SPEEDS = SnapshotSpeeds(prefill_tokens_per_s=1000.0, read_bytes_per_s=1e9, write
 @pytest.mark.parametrize(
     ("candidate", "trigger", "text"),
     [
-        (Candidate(0, 255, 1000), SaveTrigger.EVICTION, "255 tokens are less than cache.min_tokens = 256"),
+        (Candidate(0, 255, 1000), SaveTrigger.EVICTION, "255 tokens are fewer than cache.min_tokens = 256"),
         (Candidate(0, 4096, 2 << 30), SaveTrigger.EVICTION, "more than cache.disk"),
         (Candidate(0, 4096, 1000, n_saved_tokens=4000), SaveTrigger.EVICTION, "4000 of its 4096 tokens are on disk"),
-        (Candidate(0, 4096, 1000, n_saved_tokens=3500), SaveTrigger.TURN, "1024 new ones would be worth a file"),
+        (Candidate(0, 4096, 1000, n_saved_tokens=3500), SaveTrigger.TURN, "a file needs 1024 new ones"),
         (Candidate(0, 300, 900_000_000), SaveTrigger.EVICTION, "takes 0.300 s, reading them 0.900 s"),
     ],
 )

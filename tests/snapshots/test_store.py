@@ -75,7 +75,7 @@ def test_checksums_are_those_of_the_reference(tmp_path):
     entry = save(store, made_slot(30_000))
     data = (tmp_path / entry.file).read_bytes()
     for t in entry.snapshot.tensors:
-        assert t.n_bytes > disk.PIECE_BYTES
+        assert t.n_bytes > disk.CHUNK_BYTES
         assert entry.snapshot.checksums[t.name] == xxhash.xxh3_64_hexdigest(data[t.offset : t.offset + t.n_bytes])
     assert xxhash.xxh3_64_hexdigest(b"") == "2d06800538d394c2"
     store.close()
