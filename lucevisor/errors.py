@@ -63,7 +63,7 @@ class ConfigError(LucevisorError):
         self.why = why
         self.hint = hint
         self.file = file
-        super().__init__(say(key, value, why, hint, file))
+        super().__init__(format_error(key, value, why, hint, file))
 
     @property
     def errors(self) -> tuple[ConfigError, ...]:
@@ -106,7 +106,7 @@ class NotReadyError(LucevisorError):
     exit_code = ExitCode.NOT_READY
 
 
-def say(key: str, value: object, why: str, hint: str = "", file: str = "") -> str:
+def format_error(key: str, value: object, why: str, hint: str = "", file: str = "") -> str:
     """Return `FILE: KEY = VALUE: WHY; HINT` on one line, each part left out when it is empty."""
     name = _cut(key, _KEY_CHARS)
     subject = name if value is NO_VALUE else f"{name} = {show(value)}"

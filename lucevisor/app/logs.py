@@ -1,10 +1,8 @@
-"""Where log records go: JSON lines in the run directory, console or JSON lines on standard error.
+"""Where log records go: JSON lines in a rotating file of the run directory, console or JSON lines on standard error.
 
-Every record passes through a bounded queue to a writer thread for each of the two, so no caller ever waits for a disk,
-a terminal or a pipe, and no failed write reaches a caller.  A record that cannot be queued or written is dropped and
-counted; the next record that is written is preceded by one that says how many are missing.  The file rotates.
-
-Daemon output and daemon log lines arrive here as records with the fields group, pid, shard, step; requests add request.
+Each sink has a bounded queue and a writer thread, so no caller waits for a disk, a terminal or a pipe, and no failed
+write reaches a caller.  A record that cannot be queued or written is dropped and counted; the next one that is written
+comes after a record that says how many are missing.
 """
 
 from __future__ import annotations
@@ -18,7 +16,7 @@ import select
 import sys
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from datetime import UTC, datetime
 from logging.handlers import QueueHandler, QueueListener, RotatingFileHandler
 from pathlib import Path
@@ -41,7 +39,7 @@ Sink = Literal["file", "stderr"]
 
 
 class Drops:
-    """Records that one sink never got.  Any thread may count."""
+    """Counts the records that a sink never got.  Thread-safe."""
 
     def __init__(self) -> None:
         self.total = 0
@@ -60,8 +58,11 @@ class Drops:
             self.unreported -= n
 
 
+_drops: dict[Sink, Drops] = {"file": Drops(), "stderr": Drops()}  # of this process, over all calls of `configure`
+
+
 class _Queue(QueueHandler):
-    """Queues a record for a writer; drops it when the queue is full."""
+    """Queues a record for a writer thread; drops it when the queue is full."""
 
     def __init__(self, drops: Drops) -> None:
         self.records: queue.Queue[Any] = queue.Queue(N_QUEUED)
@@ -69,7 +70,7 @@ class _Queue(QueueHandler):
         self.drops = drops
 
     def prepare(self, record: logging.LogRecord) -> logging.LogRecord:
-        """Leave records of structlog to the writer's thread; render others now, with arguments and traceback."""
+        """Leave structlog's records to the writer thread; render others now, with arguments and traceback."""
         prepared: logging.LogRecord = record if isinstance(record.msg, dict) else super().prepare(record)
         return prepared
 
@@ -84,7 +85,7 @@ class _Queue(QueueHandler):
 
 
 class _Writer(QueueListener):
-    """The thread that feeds one sink.  It is a daemon thread: a write that hangs holds up no exit."""
+    """The thread that feeds one sink.  A daemon thread: a write that hangs does not hold up the exit."""
 
     def __init__(self, records: queue.Queue[Any], handler: logging.Handler) -> None:
         super().__init__(records, handler)
@@ -100,14 +101,14 @@ class _Writer(QueueListener):
 
 
 class _SinkHandler(logging.Handler):
-    """Renders and writes in the writer's thread; an error drops the record."""
+    """Renders and writes records, in the writer's thread; an error drops the record.  ``write`` takes all or raises."""
 
-    drops: Drops
-    sink: Sink
-
-    def put(self, data: bytes) -> None:
-        """Write all of it or raise."""
-        raise NotImplementedError
+    def __init__(self, sink: Sink, write: Callable[[bytes], None], formatter: logging.Formatter) -> None:
+        super().__init__()
+        self.sink = sink
+        self.drops = _drops[sink]
+        self._write = write
+        self.setFormatter(formatter)
 
     def handle(self, record: logging.LogRecord) -> bool:
         """Write without the handler's lock: `logging.shutdown` takes it, and would wait for a write that hangs."""
@@ -119,16 +120,19 @@ class _SinkHandler(logging.Handler):
         try:
             text = self.format(record)
             if n_missing:
-                text = f"{self._notice(n_missing)}\n{text}"
-            self.put(f"{text}\n".encode(errors="backslashreplace"))
+                text = f"{self._drop_notice(n_missing)}\n{text}"
+            self._write(f"{text}\n".encode(errors="backslashreplace"))
         except OSError as error:
             self.drops.add(error.strerror or str(error))
-        except Exception as error:  # the end of the line for records: nobody is left to tell
+        except Exception as error:  # a log record about this would end here as well
             self.drops.add(f"{type(error).__name__}: {error}")
         else:
             self.drops.reported(n_missing)
 
-    def _notice(self, n_missing: int) -> str:
+    def format(self, record: logging.LogRecord) -> str:
+        return str(record.msg) if getattr(record, "plain", False) else super().format(record)
+
+    def _drop_notice(self, n_missing: int) -> str:
         event = {
             "event": "log records dropped",
             "level": "warning",
@@ -142,19 +146,17 @@ class _SinkHandler(logging.Handler):
         return self.format(record)
 
 
-class _File(_SinkHandler, RotatingFileHandler):
-    """JSON lines in a file that rotates.  Unbuffered, so that a full disk leaves neither half a line nor a backlog."""
+class _RotatingFile(RotatingFileHandler):
+    """A file that rotates.  Unbuffered, so that a full disk leaves neither half a line nor a backlog."""
 
-    sink = "file"
-
-    def __init__(self, path: Path, drops: Drops) -> None:
-        self.drops = drops
-        RotatingFileHandler.__init__(self, path, maxBytes=FILE_BYTES, backupCount=N_OLD_FILES)
+    def __init__(self, path: Path) -> None:
+        super().__init__(path, maxBytes=FILE_BYTES, backupCount=N_OLD_FILES)
 
     def _open(self) -> Any:
         return open(self.baseFilename, "ab", buffering=0)
 
-    def put(self, data: bytes) -> None:
+    def write(self, data: bytes) -> None:
+        """Append whole lines.  Raises OSError, and then nothing of them is in the file."""
         stream: Any = self.stream
         if stream is None or os.fstat(stream.fileno()).st_nlink == 0:  # closed by a failed rotation, or removed
             if stream is not None:
@@ -172,24 +174,17 @@ class _File(_SinkHandler, RotatingFileHandler):
             raise
 
 
-class _Stderr(_SinkHandler):
-    """Standard error, in the form the operator chose."""
+class _Stderr:
+    """Standard error, past its buffer and lock where nothing else shares it."""
 
-    sink = "stderr"
-
-    def __init__(self, stream: IO[str], drops: Drops) -> None:
-        super().__init__()
-        self.drops = drops
+    def __init__(self, stream: IO[str]) -> None:
         self._stream = stream
         self._fd: int | None = None
         if not stream.isatty():  # else progress bars may share it, through the stream
             with contextlib.suppress(OSError, ValueError, AttributeError):
                 self._fd = stream.fileno()
 
-    def format(self, record: logging.LogRecord) -> str:
-        return str(record.msg) if getattr(record, "plain", False) else super().format(record)
-
-    def put(self, data: bytes) -> None:
+    def write(self, data: bytes) -> None:
         if self._fd is not None:  # past the stream's lock: the interpreter takes that at exit
             _write_all(self._fd, data)
         else:
@@ -198,9 +193,10 @@ class _Stderr(_SinkHandler):
 
 
 class _Logs:
-    """The sinks that are open, each with its queue and writer."""
+    """The open sinks, each with its queue and writer thread."""
 
-    def __init__(self, handlers: list[_SinkHandler]) -> None:
+    def __init__(self, handlers: list[_SinkHandler], file: _RotatingFile | None) -> None:
+        self._file = file
         self.parts = {handler.sink: (_Queue(handler.drops), handler) for handler in handlers}
         self._writers = [_Writer(entry.records, handler) for entry, handler in self.parts.values()]
         for entry, _ in self.parts.values():
@@ -213,33 +209,30 @@ class _Logs:
             logging.getLogger().removeHandler(entry)
         for writer in self._writers:
             writer.finish(CLOSING_S)
-        for _, handler in self.parts.values():
-            if isinstance(handler, _File):
-                handler.close()
+        if self._file is not None:
+            self._file.close()
 
 
 _open: _Logs | None = None
-_drops: dict[Sink, Drops] = {"file": Drops(), "stderr": Drops()}
 
 
 def configure(
     form: Literal["auto", "console", "json"], level: str, directory: Path | None = None, *, to_terminal: bool = True
 ) -> None:
-    """Set up structlog and logging for this process; `close` ends it, and so does the end of the process.
+    """Set up structlog and logging for this process until `close`, which also runs at exit.
 
     ``auto`` is console on a terminal, JSON elsewhere.  Raises OSError when the file in ``directory`` cannot be opened.
     """
     global _open
     close()
     handlers: list[_SinkHandler] = []
-    if directory is not None:
-        file = _File(directory / FILE, _drops["file"])
-        file.setFormatter(_formatter(structlog.processors.JSONRenderer(ensure_ascii=False)))
-        handlers.append(file)
+    file = _RotatingFile(directory / FILE) if directory is not None else None
+    if file is not None:
+        json_lines = _formatter(structlog.processors.JSONRenderer(ensure_ascii=False))
+        handlers.append(_SinkHandler("file", file.write, json_lines))
     if to_terminal:
-        terminal = _Stderr(sys.stderr, _drops["stderr"])
-        terminal.setFormatter(_formatter(_renderer(form, is_terminal=sys.stderr.isatty())))
-        handlers.append(terminal)
+        rendered = _formatter(_renderer(form, is_terminal=sys.stderr.isatty()))
+        handlers.append(_SinkHandler("stderr", _Stderr(sys.stderr).write, rendered))
     logging.getLogger().setLevel(logging.WARNING)
     ours = logging.getLogger("lucevisor")
     ours.setLevel(logging.DEBUG)  # structlog filters by level before a record is made
@@ -256,11 +249,11 @@ def configure(
         wrapper_class=structlog.make_filtering_bound_logger(logging.getLevelNamesMapping()[level.upper()]),
         cache_logger_on_first_use=False,
     )
-    _open = _Logs(handlers)
+    _open = _Logs(handlers, file)
 
 
 def close() -> None:
-    """Write what is queued, within `CLOSING_S` for each sink, and close the file; idempotent."""
+    """Write what is queued, within `CLOSING_S` for each sink, and close the file.  Idempotent."""
     global _open
     logs, _open = _open, None
     if logs is not None:
@@ -270,7 +263,7 @@ def close() -> None:
 atexit.register(close)
 
 
-def say(line: str) -> None:
+def print_line(line: str) -> None:
     """Show a line on standard error without waiting for it, in order with the records there."""
     part = _open.parts.get("stderr") if _open is not None else None
     if part is None:
@@ -283,7 +276,7 @@ def say(line: str) -> None:
 
 
 def dropped() -> Mapping[str, int]:
-    """Return how many records each sink never got since this process began."""
+    """Return how many records each sink has dropped since this process started."""
     return {sink: drops.total for sink, drops in _drops.items()}
 
 
@@ -298,7 +291,7 @@ def _renderer(form: str, *, is_terminal: bool) -> Processor:
 
 
 def _formatter(renderer: Processor) -> ProcessorFormatter:
-    """Return what renders our own records, and those of libraries that log through the standard library."""
+    """Return the formatter of our own records and of libraries that use the standard library's logging."""
     return ProcessorFormatter(
         processors=[ProcessorFormatter.remove_processors_meta, renderer], foreign_pre_chain=[_from_library]
     )
@@ -319,5 +312,5 @@ def _write_all(fd: int, data: bytes) -> None:
     while left:
         try:
             left = left[os.write(fd, left) :]
-        except BlockingIOError:  # somebody made the pipe non-blocking
+        except BlockingIOError:  # another process made the pipe non-blocking
             select.select([], [fd], [])

@@ -160,7 +160,10 @@ def boot_id() -> str:
 
 
 def start_ticks(pid: int) -> int | None:
-    """When the process was started, in clock ticks after boot; None when there is no such process."""
+    """Return when a process was started, in clock ticks after boot; None when there is none.
+
+    Read from /proc, because psutil's `create_time` is in wall-clock time and moves when the clock is set.
+    """
     try:
         stat = Path(f"/proc/{pid}/stat").read_text()
     except OSError:

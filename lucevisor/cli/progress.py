@@ -59,7 +59,7 @@ class StartDisplay:
         tenths = 10 * progress.done_bytes // max(1, progress.total_bytes)
         if tenths > self._tenths.get(key, -1):
             self._tenths[key] = tenths
-            logs.say(f"loading {title} {10 * tenths}% of {progress.total_bytes} bytes")
+            logs.print_line(f"loading {title} {10 * tenths}% of {progress.total_bytes} bytes")
 
     def ready(self, service: Service) -> None:
         """The endpoint serves."""
@@ -69,7 +69,7 @@ class StartDisplay:
         if not self._announced and service.placement is not None:
             self._announced = True
             devices = ", ".join(f"{d.device} layers {d.layers}" for d in service.placement.devices)
-            logs.say(f"ready: {service.model.name} ({service.model.spec.quant}) over {devices}")
+            logs.print_line(f"ready: {service.model.name} ({service.model.spec.quant}) over {devices}")
 
     def _end_bars(self) -> None:
         if self._bars is not None:

@@ -24,7 +24,7 @@ from lucevisor.config.strict import (
     nearest,
     split_list,
 )
-from lucevisor.errors import say
+from lucevisor.errors import format_error
 
 BACKENDS: Final = ("cpu", "cuda", "hip")
 GROUP_NAME: Final = re.compile(r"[a-z0-9_-]{1,32}", re.ASCII)
@@ -46,7 +46,7 @@ class Notice:
     hint: str = ""
 
     def __str__(self) -> str:
-        return say(self.key, self.value, self.why, self.hint)
+        return format_error(self.key, self.value, self.why, self.hint)
 
 
 @dataclass(frozen=True, slots=True)

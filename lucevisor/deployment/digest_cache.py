@@ -1,15 +1,13 @@
 """Digests of a model's tensors, kept in the user's cache directory under the identity of its files.
 
-One JSON file a model, written whole or not at all; the newest KEPT stay.  Invariant: what is read back was written for
-files of the very same device, inode, size, times and header, and has not lost or changed a character; anything else
-counts as not there.  Nothing that goes wrong here is an error: the model is hashed again.
+One JSON file per model; the newest KEPT stay.  Nothing that goes wrong here is an error: the model is hashed again.
+Invariant: digests that are read back were written, unchanged since, for files of the same device, inode, size, times
+and header; a file with anything else is ignored.
 """
 
 from __future__ import annotations
 
-import os
 import re
-import tempfile
 from collections.abc import Collection, Sequence
 from contextlib import suppress
 from hashlib import sha256
@@ -19,6 +17,7 @@ from typing import Literal
 import msgspec
 import structlog
 
+from lucevisor.deployment.cache_files import write_atomically
 from lucevisor.model.values import FileIdentity
 
 KEPT = 32
@@ -32,7 +31,7 @@ log = structlog.get_logger("weights")
 
 
 class _Kept(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What a file holds.  Another layout, or another way to hash, gets another ``version``."""
+    """The contents of a file.  ``version`` changes with the layout or the hash."""
 
     version: Literal[1] = 1
     identities: tuple[FileIdentity, ...]
@@ -45,12 +44,12 @@ class _Kept(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
 
 def path_of(directory: Path, identities: Sequence[FileIdentity]) -> Path:
-    """Where the digests of these files are kept."""
+    """Return where the digests of these files are kept."""
     return directory / f"{_PREFIX}{sha256(msgspec.json.encode(list(identities))).hexdigest()[:32]}.json"
 
 
 def read(directory: Path, identities: Sequence[FileIdentity], tensors: Collection[str]) -> dict[str, str] | None:
-    """The digests of ``tensors`` of these files; None when nothing usable is there."""
+    """Return the digests of ``tensors`` of these files, or None when there are none."""
     path = path_of(directory, identities)
     try:
         with path.open("rb") as file:
@@ -61,36 +60,27 @@ def read(directory: Path, identities: Sequence[FileIdentity], tensors: Collectio
     except (OSError, msgspec.MsgspecError, UnicodeError, RecursionError) as error:
         log.warning("weight digests ignored", file=str(path), reason=str(error))
         return None
-    reason = _why_not(kept, identities, tensors)
+    reason = _reject_reason(kept, identities, tensors)
     if reason:
         log.warning("weight digests ignored", file=str(path), reason=reason)
         return None
     return kept.digests
 
 
-def _why_not(kept: _Kept, identities: Sequence[FileIdentity], tensors: Collection[str]) -> str:
+def _reject_reason(kept: _Kept, identities: Sequence[FileIdentity], tensors: Collection[str]) -> str:
     if kept.check != kept.checked().check:
-        return "it is damaged: its checksum is another one"
+        return "it is damaged: its checksum does not match"
     if kept.identities != tuple(identities) or kept.digests.keys() != set(tensors):
-        return "it is about other files"
-    return "" if all(map(_DIGEST.fullmatch, kept.digests.values())) else "it holds something that is no digest"
+        return "it describes other files"
+    return "" if all(map(_DIGEST.fullmatch, kept.digests.values())) else "it holds an invalid digest"
 
 
 def write(directory: Path, identities: Sequence[FileIdentity], digests: dict[str, str]) -> None:
-    """Keep ``digests``; a directory that cannot be written is a line in the log."""
+    """Keep ``digests``.  Logs a warning when they cannot be written."""
     path = path_of(directory, identities)
     data = msgspec.json.encode(_Kept(identities=tuple(identities), digests=digests).checked())
     try:
-        directory.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(dir=directory, prefix=f".{_PREFIX}", delete=False) as file:
-            try:
-                file.write(data)
-                file.flush()
-                os.fsync(file.fileno())
-                Path(file.name).replace(path)
-            except OSError:
-                Path(file.name).unlink(missing_ok=True)
-                raise
+        write_atomically(path, data)
         _prune(directory)
     except OSError as error:
         log.warning("weight digests not kept", file=str(path), reason=str(error))

@@ -22,11 +22,11 @@ import structlog
 
 from lucevisor import awake
 from lucevisor.config import Config
+from lucevisor.deployment.cache_files import cache_directory
 from lucevisor.deployment.deployment import Deployment, DeploymentHooks
 from lucevisor.deployment.engine_limits import engine_limits
 from lucevisor.deployment.readiness import Readiness
 from lucevisor.deployment.served_model import ServedModel
-from lucevisor.deployment.speeds import cache_directory
 from lucevisor.deployment.weights import ModelWeights
 from lucevisor.engine.core import Engine, EngineSettings
 from lucevisor.engine.pipeline import PipelineFailure, PipelineResult

@@ -1,13 +1,11 @@
-"""How fast the devices run the model's layers: measured once by probes, kept in the user's cache directory.
+"""How fast the devices run the model's layers: measured once by probes, then kept in the user's cache directory.
 
-One JSON file for each model, set of devices and pair of formats, written whole or not at all.  Invariant: a file that
-cannot be read, is of another version or does not match what is asked counts as not there, with a line in the log; and
-nothing that goes wrong here keeps a start from going on without speeds.
+One JSON file for each model, set of devices and pair of formats.  Invariant: a file that cannot be read, is of another
+version or does not match the request is ignored with a warning, and a start goes on without speeds whatever fails here.
 """
 
 from __future__ import annotations
 
-import os
 import tempfile
 from collections.abc import Sequence
 from datetime import UTC, datetime
@@ -19,6 +17,7 @@ import structlog
 
 from lucevisor import __version__, awake
 from lucevisor.config import Config
+from lucevisor.deployment.cache_files import cache_directory, write_atomically
 from lucevisor.deployment.group_settings import group_threads
 from lucevisor.model.spec import ModelSpec
 from lucevisor.placement.devices import Inventory
@@ -31,37 +30,31 @@ from lucevisor.supervision.staging import stage_packages
 
 HELLO_S = 60.0
 MEASURE_S = 90.0
-"""For all groups together: the daemons that wait to be told what to load are given up after 120 s."""
+"""For all groups together.  Less than the 120 s after which daemons that wait for their load are given up."""
 
 log = structlog.get_logger("speeds")
 
 
 class SpeedFile(msgspec.Struct, frozen=True, kw_only=True):
-    """What a file holds.  Another layout gets another ``version``."""
+    """The contents of a file.  ``version`` changes with the layout."""
 
     version: Literal[1] = 1
     speeds: Speeds
 
 
-def cache_directory() -> Path:
-    """``$XDG_CACHE_HOME/lucevisor``; a relative value counts as not set."""
-    base = Path(os.environ.get("XDG_CACHE_HOME", ""))
-    return (base if base.is_absolute() else Path.home() / ".cache") / "lucevisor"
-
-
 def wanted(spec: ModelSpec, config: Config, inventory: Inventory) -> Request | None:
-    """What must be known for the split of ``config``; None when its ranges do not depend on speeds."""
+    """Return what to measure for the split of ``config``; None when its ranges do not depend on speeds."""
     threads = {g.name: group_threads(config, g.name) for g in config.groups.values() if g.backend == "cpu"}
     return request_of(spec, config, inventory, threads, __version__)
 
 
 def path_of(request: Request) -> Path:
-    """Where the answer to a request is kept."""
+    """Return where the answer to a request is kept."""
     return cache_directory() / f"speeds-{request.conditions.key()}.json"
 
 
 def read(request: Request, spec: ModelSpec) -> Speeds | None:
-    """What was measured earlier for the same request; None when nothing usable is there."""
+    """Return what was measured for the same request before, or None."""
     path = path_of(request)
     try:
         speeds = msgspec.json.decode(path.read_bytes(), type=SpeedFile).speeds
@@ -70,7 +63,7 @@ def read(request: Request, spec: ModelSpec) -> Speeds | None:
     except (OSError, msgspec.MsgspecError, UnicodeError, RecursionError) as error:
         log.warning("speed file ignored", file=str(path), reason=str(error))
         return None
-    reason = "" if speeds.conditions == request.conditions else "it is about other devices or another model"
+    reason = "" if speeds.conditions == request.conditions else "it describes other devices or another model"
     if not speeds.valid():
         reason = "its times are not numbers of 0 or more for each device"
     try:
@@ -84,20 +77,11 @@ def read(request: Request, spec: ModelSpec) -> Speeds | None:
 
 
 def write(request: Request, speeds: Speeds) -> None:
-    """Keep what was measured; a directory that cannot be written is a line in the log."""
+    """Keep what was measured.  Logs a warning when it cannot be written."""
     path = path_of(request)
     data = msgspec.json.format(msgspec.json.encode(SpeedFile(speeds=speeds)), indent=1) + b"\n"
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(dir=path.parent, prefix=".speeds-", delete=False) as file:
-            try:
-                file.write(data)
-                file.flush()
-                os.fsync(file.fileno())
-                Path(file.name).replace(path)
-            except OSError:
-                Path(file.name).unlink(missing_ok=True)
-                raise
+        write_atomically(path, data)
     except OSError as error:
         log.warning("speeds not kept", file=str(path), reason=str(error))
 
@@ -105,9 +89,9 @@ def write(request: Request, speeds: Speeds) -> None:
 async def speeds_for(
     spec: ModelSpec, files: Sequence[Path], config: Config, inventory: Inventory, *, fresh: bool = False
 ) -> Speeds | None:
-    """Speeds for the split of ``config``: kept ones, else (or with ``fresh``) measured now.
+    """Return speeds for the split of ``config``: kept ones, or with ``fresh`` and where there are none, measured now.
 
-    None where the split does not depend on them, and where measuring fails: that is logged.
+    None where the split does not depend on them, and where measuring fails, which is logged.
     """
     request = wanted(spec, config, inventory)
     if request is None:
@@ -128,7 +112,7 @@ async def speeds_for(
 
 
 async def measure(request: Request, files: Sequence[Path], config: Config) -> Speeds | None:
-    """Have a probe of each group time its spans, one group after another so that none disturbs another."""
+    """Let a probe of each group time its spans, one group at a time so that they do not disturb each other."""
     devices = config.placement.devices
     timings: list[list[Timing]] = [[] for _ in devices]
     with tempfile.TemporaryDirectory(prefix="lucevisor-speeds-") as directory:
@@ -141,7 +125,7 @@ async def measure(request: Request, files: Sequence[Path], config: Config) -> Sp
             answer = await probe(config.groups[group], launcher, indices, (check, []), HELLO_S, MEASURE_S)
             found = answer.checked.timings if answer.checked is not None else []
             if len(found) != len(check.measure.spans):
-                log.warning("speeds not measured", group=group, reason=_why(answer))
+                log.warning("speeds not measured", group=group, reason=_failure(answer))
                 return None
             rest = iter(found)
             for i in seats:
@@ -149,14 +133,14 @@ async def measure(request: Request, files: Sequence[Path], config: Config) -> Sp
     now = datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC")
     speeds = request.answered(timings, now)
     if not speeds.valid():
-        log.warning("speeds not measured", reason="a clock gave times that cannot be")
+        log.warning("speeds not measured", reason="a device reported impossible times")
         return None
     return speeds
 
 
-def _why(answer: Probe) -> str:
+def _failure(answer: Probe) -> str:
     lines = answer.checked.lines if answer.checked is not None else []
-    return answer.problem or "; ".join(f"{x.subject}: {x.detail}" for x in lines) or "the probe gave too few times"
+    return answer.problem or "; ".join(f"{x.subject}: {x.detail}" for x in lines) or "the probe returned too few times"
 
 
 def _check(request: Request, seats: Sequence[int], files: Sequence[Path], config: Config, group: str) -> Check:

@@ -116,7 +116,7 @@ def test_a_disk_that_hangs_stops_nobody(tmp_path):
     """A pipe that nobody reads stands for the disk: writes block for ever."""
     text = f"""
 import os
-os.dup2(os.pipe()[1], logs._open.parts["file"][1].stream.fileno())
+os.dup2(os.pipe()[1], logs._open._file.stream.fileno())
 for i in range({logs.N_QUEUED + 2000}): log.info("much", i=i, text="x" * 100)
 logs.close()
 print(logs.dropped()["file"])
@@ -137,7 +137,7 @@ class TestStandardError:
         assert ("RuntimeError: crashed" in said) == ("crashed" in end)
 
     def test_a_pipe_nobody_reads_stops_neither_the_file_nor_the_exit(self, tmp_path):
-        text = "for i in range(4000): log.info('line', i=i, text='x' * 100)\nlogs.say('a line')\n"
+        text = "for i in range(4000): log.info('line', i=i, text='x' * 100)\nlogs.print_line('a line')\n"
         text += "logs.close()\nprint('done')"
         process = script(text, str(tmp_path), stderr=subprocess.PIPE, stdout=subprocess.PIPE)
         assert process.stdout.readline() == "done\n"
@@ -155,7 +155,7 @@ class TestStandardError:
         assert len(read(tmp_path)) == 100
 
     def test_lines_of_the_display_keep_their_place(self):
-        text = "log.info('one')\nlogs.say('plain: two')\nlog.info('three')"
+        text = "log.info('one')\nlogs.print_line('plain: two')\nlog.info('three')"
         _, said = script(text, stderr=subprocess.PIPE).communicate(timeout=60)
         one, two, three = said.splitlines()
         assert (json.loads(one)["event"], two, json.loads(three)["event"]) == ("one", "plain: two", "three")

@@ -13,8 +13,9 @@ import pytest
 from lucevisor.app.run import open_model
 from lucevisor.config import Config, load
 from lucevisor.deployment import speeds as app
+from lucevisor.deployment.cache_files import cache_directory
 from lucevisor.deployment.probe import inventory
-from lucevisor.deployment.speeds import SpeedFile, cache_directory, path_of, speeds_for, wanted, write
+from lucevisor.deployment.speeds import SpeedFile, path_of, speeds_for, wanted, write
 from lucevisor.placement.speeds import Request
 from lucevisor.protocol.checks import Timing
 from tests.e2e.process import ROOT, Cli

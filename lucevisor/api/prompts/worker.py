@@ -18,10 +18,10 @@ import threading
 import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from pathlib import Path
 from typing import Any, Final
 
 import msgspec
+import psutil
 
 from lucevisor.api.errors import ApiError
 from lucevisor.api.ports import ApiSettings, ModelCard, Ports
@@ -115,8 +115,7 @@ def _make_ports(setup: Setup) -> Ports:
 
 def _limit_memory(more_bytes: int) -> None:
     """Let this process take so much memory beyond what it has."""
-    fields = Path("/proc/self/statm").read_text().split()
-    resource.setrlimit(resource.RLIMIT_DATA, (int(fields[5]) * resource.getpagesize() + more_bytes,) * 2)
+    resource.setrlimit(resource.RLIMIT_DATA, (psutil.Process().memory_info().data + more_bytes,) * 2)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
 
 
