@@ -1,9 +1,9 @@
-"""Steps of few tokens as graphs: what a shard launches is recorded once and then started with one call.
+"""CUDA graphs of short steps: a shard's kernel launches are captured once and then replayed with one call.
 
-A step of a large model is hundreds of launches of a few microseconds each; started one by one from Python they cost
-more than they compute.  A recording is for one pattern (how many slices of how many tokens, how far their attention
-reaches); ids, positions, slots and pages are read from memory that each step fills anew.  Invariants: a recorded step
-gives the numbers of the same step launched one by one; nothing is recorded that waits for the device.
+A step of a large model is hundreds of launches of a few microseconds each; issued one by one from Python they cost more
+than they compute.  A graph is valid for one key (number of slices, tokens of each, bound of the attended length); ids,
+positions, slots and pages are read from memory that each step refills.  Invariants: a replay gives the same numbers as
+the eager step; nothing that synchronises with the device is captured.
 """
 
 from __future__ import annotations
@@ -16,28 +16,28 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from daemons.kv.batch import Batch, Layout, Pattern
+from daemons.kv.batch import Batch, GraphKey, Layout
 from lucevisor.model.values import Space
 
 CAPTURE_AT = 2
-"""The time a pattern is seen at which it is recorded: the first one compiles and fills caches."""
+"""Occurrence of a key at which it is captured; the first one compiles kernels and fills caches."""
 MAX_GRAPHS = 64
-"""Graphs that are kept; the one that was not used for longest goes."""
+"""Graphs kept; the least recently used one is dropped."""
 
 Work = Callable[[Tensor | None, Batch], Tensor]
-"""What is recorded: rows of a boundary (None at the head) and a batch, to the rows of the shard's end."""
+"""What is captured: boundary rows (None with an embedding) and a batch to the shard's output rows."""
 
 
-def record(device: torch.device, work: Callable[[], Tensor], pool: Any) -> tuple[torch.cuda.CUDAGraph, Tensor]:
-    """The launches of ``work`` on a GPU, none of which runs, and its result, which lies in ``pool``'s memory.
+def capture(device: torch.device, work: Callable[[], Tensor], pool: Any) -> tuple[torch.cuda.CUDAGraph, Tensor]:
+    """Capture the launches of ``work`` without running them; its result lies in ``pool``'s memory.
 
-    Raises RuntimeError (torch's) when it waits for the device or needs memory that is not there.
+    Raises torch's RuntimeError when ``work`` synchronises with the device or memory runs out.
     """
     graph = torch.cuda.CUDAGraph()
     stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
     stream.wait_stream(torch.cuda.current_stream(device))
     with torch.cuda.stream(stream):
-        # other threads of the daemon copy snapshots meanwhile: theirs are no business of this recording
+        # thread_local: other threads of the daemon may copy snapshots meanwhile
         graph.capture_begin(pool=pool, capture_error_mode="thread_local")
         try:
             out = work()
@@ -49,15 +49,15 @@ def record(device: torch.device, work: Callable[[], Tensor], pool: Any) -> tuple
 
 @dataclass(slots=True)
 class CapturedGraph:
-    """A recorded step and the memory that it reads and writes."""
+    """A graph with its static inputs and output."""
 
     graph: torch.cuda.CUDAGraph
-    packed: Tensor
+    metadata: Tensor
     rows: Tensor | None
     out: Tensor
 
     def replay(self, rows: Tensor | None, layout: Layout) -> Tensor:
-        self.packed.copy_(layout.pinned(), non_blocking=True)
+        self.metadata.copy_(layout.pinned(), non_blocking=True)
         if rows is not None and self.rows is not None:
             self.rows.copy_(rows, non_blocking=True)
         self.graph.replay()
@@ -66,56 +66,58 @@ class CapturedGraph:
 
 @dataclass(slots=True)
 class CudaGraphs:
-    """The recorded steps of one shard on one GPU.  A result is good until the next step."""
+    """The CUDA graphs of one shard on one GPU.  A result is valid until the next step."""
 
     device: torch.device
     work: Work
-    most_tokens: int  # of a step that is recorded: longer ones wait for the device
+    max_tokens: int  # longer steps synchronise with the device and run eagerly
     warn: Callable[[str], None] = lambda _: None
-    _seen: dict[Pattern, int] = field(default_factory=dict)
-    _kept: OrderedDict[Pattern, CapturedGraph] = field(default_factory=OrderedDict)
+    _seen: dict[GraphKey, int] = field(default_factory=dict)
+    _graphs: OrderedDict[GraphKey, CapturedGraph] = field(default_factory=OrderedDict)
     _tables: dict[Space, tuple[int, int]] = field(default_factory=dict)
     _pool: Any = None  # torch's handle of the memory that all graphs share
-    _refused: set[Pattern] = field(default_factory=set)
+    _uncapturable: set[GraphKey] = field(default_factory=set)
 
     def run(self, rows: Tensor | None, layout: Layout, tables: dict[Space, Tensor]) -> Tensor:
-        """The shard's rows of a step, from a recording if there is one; makes one when the pattern comes back."""
-        pattern = layout.pattern
-        if pattern is None or layout.n_rows > self.most_tokens or pattern in self._refused:
+        """The shard's rows of a step: replayed when its key has a graph, eager otherwise.  Captures a repeated key."""
+        key = layout.graph_key
+        if key is None or layout.n_rows > self.max_tokens or key in self._uncapturable:
             return self.work(rows, Batch(layout, tables, layout.on(self.device)))
-        places = {space: (table.data_ptr(), table.stride(0)) for space, table in tables.items()}
-        if places != self._tables:  # tables grow
-            self._kept.clear()
-            self._pool = None  # torch gives the memory back with its last recording
-            self._tables = places
-        found = self._kept.get(pattern)
+        addresses = {space: (table.data_ptr(), table.stride(0)) for space, table in tables.items()}
+        if addresses != self._tables:  # a table grew and moved
+            self._graphs.clear()
+            self._pool = None  # torch frees the memory with its last graph
+            self._tables = addresses
+        found = self._graphs.get(key)
         if found is None:
-            self._seen[pattern] = self._seen.get(pattern, 0) + 1
-            if self._seen[pattern] >= CAPTURE_AT:
-                found = self._record(pattern, rows, layout, tables)
+            self._seen[key] = self._seen.get(key, 0) + 1
+            if self._seen[key] >= CAPTURE_AT:
+                found = self._capture(key, rows, layout, tables)
             if found is None:
                 return self.work(rows, Batch(layout, tables, layout.on(self.device)))
-            self._kept[pattern] = found
-            if len(self._kept) > MAX_GRAPHS:
-                self._kept.popitem(last=False)
-        self._kept.move_to_end(pattern)
+            self._graphs[key] = found
+            if len(self._graphs) > MAX_GRAPHS:
+                self._graphs.popitem(last=False)
+        self._graphs.move_to_end(key)
         return found.replay(rows, layout)
 
-    def _record(
-        self, pattern: Pattern, rows: Tensor | None, layout: Layout, tables: dict[Space, Tensor]
+    def _capture(
+        self, key: GraphKey, rows: Tensor | None, layout: Layout, tables: dict[Space, Tensor]
     ) -> CapturedGraph | None:
-        """Record the step, without running it."""
-        packed = layout.on(self.device)
-        fixed = None if rows is None else torch.empty_like(rows, device=self.device)
+        """Capture the step without running it; None when torch refuses."""
+        metadata = layout.on(self.device)
+        static_rows = None if rows is None else torch.empty_like(rows, device=self.device)
         if self._pool is None:
             self._pool = torch.cuda.graph_pool_handle()
         try:
-            graph, out = record(self.device, lambda: self.work(fixed, Batch(layout, tables, packed)), self._pool)
-        except RuntimeError as error:  # of whatever kind, out of memory too: the step can still be launched one by one
-            self._refused.add(pattern)
-            self._pool = None  # a recording that was cut off never gives it back
-            what = f"steps of {pattern.n_slices} x {pattern.n_tokens} tokens on {self.device} are launched one by one"
-            advice = "if its memory was full, set engine.pages lower, else report this"
-            self.warn(f"{what}, which is slower: they cannot be recorded: {error}; {advice}")
+            graph, out = capture(
+                self.device, lambda: self.work(static_rows, Batch(layout, tables, metadata)), self._pool
+            )
+        except RuntimeError as error:  # any kind, out of memory too: the step still runs eagerly
+            self._uncapturable.add(key)
+            self._pool = None  # an aborted capture never frees its pool
+            what = f"steps of {key.n_slices} x {key.n_tokens} tokens on {self.device} run without a CUDA graph"
+            advice = "if its memory was full, lower engine.pages, else report this"
+            self.warn(f"{what}, which is slower: capture failed: {error}; {advice}")
             return None
-        return CapturedGraph(graph, packed, fixed, out)
+        return CapturedGraph(graph, metadata, static_rows, out)

@@ -1,7 +1,7 @@
-"""The daemon's part of the data path: one loaded model part, executing step plans.  READ FIRST.
+"""The daemon's part of the data path: the stages of one model, executing step plans.  READ FIRST.
 
-``run_step``: operations, boundary rows in, the stage's layers, boundary rows out, and at the tail logits and sampling.
-Decides nothing: ids, pages and order are the supervisor's.
+``run_step``: state operations, boundary rows in, the stage's layers, boundary rows out, and at the output stage logits
+and sampling.  Decides nothing: ids, pages and order come from the supervisor.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ from lucevisor.protocol.steps import CloseSequence, OpenSequence, Sampled, Step,
 
 
 @dataclass(slots=True)
-class Outcome:
-    """A step result and the float32 arrays that are its payload."""
+class StepOutput:
+    """A step result and its payload, float32 arrays."""
 
     result: StepResult
     payload: list[Tensor]
@@ -57,32 +57,31 @@ class ModelRunner:
 
     @classmethod
     def load(cls, load: Load, backend: Backend, fds: Sequence[int], reporter: Reporter) -> tuple[ModelRunner, Loaded]:
-        """Attach the arenas, load every stage.  Raises GgufError, ArenaError, or the loader's own errors naming
-        tensor and device."""
+        """Attach the arenas, load and warm up every stage.  Raises GgufError, ArenaError, LoadError or DeviceError."""
         started = time.monotonic()
         if len(fds) != len(load.arenas):
             raise ValueError(f"Load names {len(load.arenas)} arenas, {len(fds)} descriptors came along")
-        runtime = cls(load, backend, [Arena.attach(fd, plan) for fd, plan in zip(fds, load.arenas, strict=True)])
+        runner = cls(load, backend, [Arena.attach(fd, plan) for fd, plan in zip(fds, load.arenas, strict=True)])
         uses: list[DeviceUse] = []
         kernels: dict[str, str] = {}
         for plan in load.stages:
-            stage = LoadedStage.load(runtime.spec, plan, load, backend, reporter.progress)
+            stage = LoadedStage.load(runner.spec, plan, load, backend, reporter.progress)
             for warning in stage.warnings:
                 reporter.log("warning", warning, stage=plan.stage)
             stage.warn = partial(reporter.log, "warning", stage=plan.stage)
-            runtime.stages[plan.stage] = stage
+            runner.stages[plan.stage] = stage
             uses += stage.usage()
             kernels |= stage.kernels
             if plan.output:
-                runtime._sampler = Sampler(runtime.spec.vocabulary, stage.device)
-        assert runtime.spec.files is not None
-        identities = _unchanged(runtime.spec.files)
+                runner._sampler = Sampler(runner.spec.vocabulary, stage.device)
+        assert runner.spec.files is not None
+        identities = _unchanged(runner.spec.files)
         loaded = Loaded(uses, kernels, time.monotonic() - started, identities)
-        runtime._warm_up(reporter)
-        return runtime, loaded
+        runner._warm_up(reporter)
+        return runner, loaded
 
     def _warm_up(self, reporter: Reporter) -> None:
-        """Let the compilers of those stages run that have any."""
+        """Compile the kernels of the stages that have any."""
         for plan in self._load.stages:
             stage = self.stages[plan.stage]
             if any(stage.graphs):
@@ -95,7 +94,7 @@ class ModelRunner:
         reporter.log("info", "kernels are ready", stage=plan.stage, seconds=seconds)
 
     @torch.inference_mode()
-    def run_step(self, step: Step, stage_index: int, wait_s: float) -> Outcome:
+    def run_step(self, step: Step, stage_index: int, wait_s: float) -> StepOutput:
         """Execute one step on one of the stages."""
         started = time.monotonic()
         stage, plan = self.stages[stage_index], self._plans[stage_index]
@@ -110,18 +109,18 @@ class ModelRunner:
                 rows_in = self._boundaries[plan.source].read(step.region, n_tokens)
             out = stage.forward(step, rows_in)
             if step.want_hidden:
-                hidden = torch.stack([h.float().cpu() for h in out.hidden])  # layers may lie on several devices
+                hidden = torch.stack([h.float().cpu() for h in out.hidden])  # layers may be on several devices
                 payload.append(hidden)
                 segments.append(("hidden", list(hidden.shape)))
             if plan.target is not None:
                 self._boundaries[plan.target].write(step.region, out.rows)
             else:
-                sampled = self._tail(stage, step, out.rows, payload, segments)
+                sampled = self._sample(stage, step, out.rows, payload, segments)
         result = StepResult(step.step_id, stage_index, sampled, time.monotonic() - started, wait_s, segments)
-        return Outcome(result, payload)
+        return StepOutput(result, payload)
 
     def state_map(self) -> StateMap:
-        """Where the state of every layer of every stage lies."""
+        """Where the state of every layer is."""
         return StateMap(self.spec, [shard.pools for stage in self.stages.values() for shard in stage.shards])
 
     def reset(self) -> None:
@@ -143,10 +142,10 @@ class ModelRunner:
                     self._sampler.open(operation.sequence, operation.sampling, operation.history)
                 elif isinstance(operation, CloseSequence):
                     self._sampler.close(operation.sequence)
-            for piece in step.slices:
-                self._sampler.count(piece.sequence, piece.tokens)
+            for slice_ in step.slices:
+                self._sampler.count(slice_.sequence, slice_.tokens)
 
-    def _tail(
+    def _sample(
         self, stage: LoadedStage, step: Step, rows: Tensor, payload: list[Tensor], segments: list[tuple[str, list[int]]]
     ) -> list[Sampled]:
         if step.want_logits:
@@ -157,32 +156,32 @@ class ModelRunner:
         sequences: list[int] = []
         positions: list[int] = []
         end = 0
-        for piece in step.slices:
-            end += len(piece.tokens)
-            if piece.sample:
+        for slice_ in step.slices:
+            end += len(slice_.tokens)
+            if slice_.sample:
                 wanted.append(end - 1)
-                sequences.append(piece.sequence)
-                positions.append(piece.start + len(piece.tokens))
+                sequences.append(slice_.sequence)
+                positions.append(slice_.start + len(slice_.tokens))
         if not wanted or self._sampler is None:
             return []
         return self._sampler.sample(sequences, positions, stage.logits(rows, wanted))
 
 
 def _open_planned(load: Load) -> GgufFiles:
-    """The model's files, if they are those that the supervisor asked for.  Raises GgufError, LoadError."""
+    """Open the model's files.  Raises GgufError; LoadError when they are not those the supervisor means."""
     files = open_model([Path(f) for f in load.files])
     wanted = load.identities or files.identities
     changed = [path for path, a, b in zip(files.paths, files.identities, wanted, strict=True) if a != b]
     if changed:
-        reason = "the file is not the one that the supervisor asked for: it was changed or replaced a moment ago"
+        reason = "the file is not the one that the supervisor asked for: it was changed or replaced meanwhile"
         raise LoadError(str(changed[0]), reason, "leave the file alone while a daemon loads it")
     return files
 
 
 def _unchanged(files: GgufFiles) -> list[FileIdentity]:
-    """What was read; LoadError when a part was changed while it was read."""
+    """Identities of the files read.  Raises LoadError when a part changed meanwhile."""
     changed = files.changed()
     if changed:
-        reason = "the file was changed while it was loaded: what was read is of no one state of it"
+        reason = "the file was changed while it was loaded, so the weights read are inconsistent"
         raise LoadError(str(changed[0]), reason, "leave the file alone while a daemon loads it")
     return list(files.identities)

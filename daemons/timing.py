@@ -1,8 +1,7 @@
-"""How fast a device runs layers: what the planner's automatic split is chosen from.
+"""How fast a device runs layers, for the planner's automatic split.
 
-Times the blocks that serve, on the pools that serve, in isolation: one span of layers is loaded, run, and released
-again.  Knows no plan.  Invariant: a time is that of the layers alone; what a step costs once (its arrays, its hop) is
-not in it.
+Loads one span of layers with the blocks and pools that serve, times it and releases it.  Knows no plan.  Invariant: a
+time covers the layers alone, without the fixed costs of a step (its metadata, its boundary copies).
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ import torch
 from torch import Tensor
 
 from daemons import device as devices
-from daemons.graphs import record
+from daemons.graphs import capture
 from daemons.kv.batch import Batch, Layout
 from daemons.models.shard import ShardModel, stream_dtype
 from daemons.models.stage import LoadedStage
@@ -28,13 +27,13 @@ N_WARM = 2
 N_ROUNDS = 5
 ROUND_S = 0.01
 MAX_CALLS = 32
-"""The shortest of N_ROUNDS rounds counts, since what others do on the machine only ever makes one longer; a round makes
-as many calls as take ROUND_S, MAX_CALLS at most."""
+"""The fastest of N_ROUNDS rounds counts, since other load only slows one down; a round makes as many calls as fit
+ROUND_S, at most MAX_CALLS."""
 
 
 @torch.inference_mode()
 def time_span(spec: ModelSpec, order: Check, measure: Measure, backend: Backend, span: Span) -> Timing:
-    """Load ``span`` on its device and time it.  Raises what loading and running raise."""
+    """Load ``span`` on its device and time it.  Raises the errors of loading and running."""
     plan = StagePlan(
         1,
         [ShardPlan(span.device, span.layers)],
@@ -60,17 +59,17 @@ def time_span(spec: ModelSpec, order: Check, measure: Measure, backend: Backend,
     return Timing(decode[0], prefill[0], decode[1], prefill[1])
 
 
-def _timed(spec: ModelSpec, stage: LoadedStage, piece: Slice) -> tuple[float, float]:
-    """Seconds of the layers and of the ends for one slice."""
+def _timed(spec: ModelSpec, stage: LoadedStage, slice_: Slice) -> tuple[float, float]:
+    """Seconds of the layers, and of embedding and output, for one slice."""
     [shard] = stage.shards
     stage.sequences.flush()
-    layout = Layout([piece], stage.sequences, spec)
+    layout = Layout([slice_], stage.sequences, spec)
     batch = Batch(layout, stage.sequences.tables(shard.device), layout.on(shard.device))
-    n = len(piece.tokens)
+    n = len(slice_.tokens)
     noise = torch.Generator().manual_seed(n)
     boundary = stream_dtype(torch.randn(n, spec.boundary_width, generator=noise), stage.dtype, shard.device)
     shard.from_boundary(shard.embedding(batch) if shard.embedding is not None else boundary, batch)
-    # a token goes through few experts: as many different tokens as calls, so that no cache keeps those of one
+    # a token uses few experts: a different token per call, so that no cache holds its experts
     inputs = torch.randn(max(n, MAX_CALLS), spec.hidden_size, generator=noise)
     inputs = stream_dtype(inputs, stage.dtype, shard.device)
 
@@ -85,12 +84,12 @@ def _timed(spec: ModelSpec, stage: LoadedStage, piece: Slice) -> tuple[float, fl
         ends += _seconds(lambda _: _embed(shard, batch), shard.device)
     if shard.output is not None:
         ends += _seconds(lambda call: _output(shard, inputs[call : call + 1]), shard.device)
-    recorded = stage.graphs[0] is not None and layout.pattern is not None
-    return _seconds(_Recorded(shard.device, layers) if recorded else layers, shard.device), ends
+    captured = stage.graphs[0] is not None and layout.graph_key is not None
+    return _seconds(_Captured(shard.device, layers) if captured else layers, shard.device), ends
 
 
-class _Recorded:
-    """Work as a GPU does it in a step of few tokens: launched one by one the first time, then recorded."""
+class _Captured:
+    """Work as in a short step on a GPU: eager the first time, then a CUDA graph."""
 
     def __init__(self, device: torch.device, work: Callable[[int], Tensor]) -> None:
         self.device, self.work = device, work
@@ -101,7 +100,7 @@ class _Recorded:
         if not self.graphs:
             self.work(call)  # compiles
         if call not in self.graphs:
-            self.graphs[call], _ = record(self.device, lambda: self.work(call), self.pool)
+            self.graphs[call], _ = capture(self.device, lambda: self.work(call), self.pool)
         self.graphs[call].replay()
 
 
@@ -116,7 +115,7 @@ def _output(shard: ShardModel, row: Tensor) -> None:
 
 
 def _seconds(work: Callable[[int], object], device: torch.device) -> float:
-    """Seconds of a call, queued behind others as in a step: devices are waited for once a round."""
+    """Seconds per call, queued behind each other as in a step: synchronises once a round."""
 
     def once(n_calls: int) -> float:
         devices.synchronize(device)
@@ -132,6 +131,6 @@ def _seconds(work: Callable[[int], object], device: torch.device) -> float:
 
 
 def release(device: torch.device) -> None:
-    """Give back what a span took, so that the next finds it free."""
+    """Release the memory of a span for the next one."""
     if device.type != "cpu":
         torch.cuda.empty_cache()

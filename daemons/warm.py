@@ -1,7 +1,7 @@
-"""Before the first request: steps of every kind that kernels are compiled for, so that no request waits for a compiler.
+"""Warm-up: run every kind of step that compiles kernels, so that no request waits for a compiler.
 
-A kernel is compiled when it is first launched, for a second or more, and kept on disk for later starts.  The steps go
-through a stage as real ones do, on pages and a state that nobody uses yet, and leave no sequence behind.
+A kernel compiles at its first launch, for a second or more, and is cached on disk for later starts.  The steps run
+through a stage like real ones, on pages and a state that are still free, and leave no sequence open.
 """
 
 from __future__ import annotations
@@ -15,21 +15,23 @@ from daemons.models.stage import LoadedStage
 from lucevisor.model.values import PAGE_TOKENS, Space
 from lucevisor.protocol.steps import CloseSequence, OpenSequence, Operation, Sampling, SetPages, Slice, Step, ZeroState
 
-RUNS = (1, 2, 16, 32, 64, 160, 512)
-"""Tokens of the steps: the tiles of few rows, and many rows with more than one chunk of a recurrent layer.  The longest
-step there can be is run too.
+STEP_TOKENS = (1, 2, 16, 32, 64, 160, 512)
+"""Tokens of the steps: every GEMV tile, and GEMMs with more than one chunk of a recurrent layer.  The longest possible
+step runs too.
 """
-FAR = 512
-"""A position from which attention over few tokens is split."""
+SPLIT_START = 512
+"""A position from which decode attention is split."""
 
 
 def warm_up(stage: LoadedStage, report: Callable[[int, int], None] = lambda done, total: None) -> None:
-    """Run them all, and wait for them.  ``report`` hears how many of them are done."""
+    """Run all steps and wait for them.  ``report(done, total)`` is called before each."""
     sizes = {space: units for space, units in stage.sequences.units.items() if units}
-    pages = min((n for space, n in sizes.items() if space is not Space.RECURRENT), default=FAR // PAGE_TOKENS + 4)
+    pages = min(
+        (n for space, n in sizes.items() if space is not Space.RECURRENT), default=SPLIT_START // PAGE_TOKENS + 4
+    )
     slices = list(_slices(pages * PAGE_TOKENS, stage.max_step_tokens))
     for number, (start, n) in enumerate(slices):
-        report(number, len(slices))  # more often than a load may be silent, however slow the compilers are
+        report(number, len(slices))  # often enough for the load's deadline, however slow the compiler is
         table = list(range((start + n - 1) // PAGE_TOKENS + 1))
         states: list[Operation] = [ZeroState(0)] if Space.RECURRENT in sizes else []
         tables = [SetPages(0, space, 0, table) for space in sizes if space is not Space.RECURRENT]
@@ -46,9 +48,9 @@ def warm_up(stage: LoadedStage, report: Callable[[int, int], None] = lambda done
         devices.synchronize(shard.device)
 
 
-def _slices(room: int, longest: int) -> Iterator[tuple[int, int]]:
-    """Start and length of every slice that fits ``room`` positions and a step of ``longest`` tokens."""
-    for n in sorted({*RUNS, longest}):
-        for start in (0, FAR):
-            if n <= longest and start + n <= room:
+def _slices(n_positions: int, max_tokens: int) -> Iterator[tuple[int, int]]:
+    """Start and length of every slice that fits ``n_positions`` and a step of ``max_tokens``."""
+    for n in sorted({*STEP_TOKENS, max_tokens}):
+        for start in (0, SPLIT_START):
+            if n <= max_tokens and start + n <= n_positions:
                 yield start, n

@@ -1,1 +1,1 @@
-"""The bytes and tables of attention and recurrent state.  The supervisor owns every id; this package only obeys."""
+"""KV cache and recurrent state: pools, page tables, batches.  The supervisor assigns every id."""

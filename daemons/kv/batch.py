@@ -1,8 +1,8 @@
-"""The rows of one step, arranged for the blocks: positions, slots that are written, pages that are read.
+"""The rows of one step, arranged for the blocks: positions, slots to write, pages to read.
 
-Built once a step from the slices (:class:`Layout`, on the host) and once a device (:class:`Batch`); every layer of
-every shard uses the same object.  Rows keep the order of the slices.  Slices of equal length form a :class:`Group` and
-are attended and updated together, so that a hundred decoding sequences are one call.
+A :class:`Layout` is built on the host once per step, a :class:`Batch` once per device; all layers of all shards share
+it.  Rows keep the order of the slices.  Slices of equal length form a :class:`Group` and are attended and updated
+together, so a hundred decoding sequences are one call.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ from lucevisor.model.spec import ModelSpec
 from lucevisor.model.values import PAGE_TOKENS, Space
 from lucevisor.protocol.steps import Slice
 
-LEAST_REACH = 128
-"""Attention over fewer positions is launched in the same way."""
+MIN_GRAPH_LENGTH = 128
+"""Attention over fewer positions launches the same kernels."""
 
 
 @dataclass(slots=True)
 class SliceGroup:
-    """Slices of ``n`` tokens each.  ``offset``: how far their chunks begin before them; 0 up to SHORT_SLICE tokens.
+    """Slices of ``n`` tokens each.  ``offset``: how far inside a chunk they start; 0 for up to SHORT_SLICE tokens.
 
-    Chunks of longer slices end at multiples of CHUNK, so only slices that start equally far behind one are alike.
+    Chunks of longer slices end at multiples of CHUNK, so only slices with equal offsets can share a group.
     """
 
     n: int
@@ -50,25 +50,25 @@ class SliceGroup:
 
     @property
     def end(self) -> int:
-        """Position behind the last token of the longest slice."""
+        """One past the last position of any slice."""
         return max(self.starts) + self.n
 
     @property
-    def reach(self) -> int:
-        """A bound of :attr:`end` that changes seldom: the next power of two, LEAST_REACH at least."""
-        return max(LEAST_REACH, 1 << (self.end - 1).bit_length())
+    def max_length(self) -> int:
+        """Upper bound of :attr:`end` that rarely changes: the next power of two, at least MIN_GRAPH_LENGTH."""
+        return max(MIN_GRAPH_LENGTH, 1 << (self.end - 1).bit_length())
 
 
-class Pattern(NamedTuple):
-    """What a step of few tokens launches depends on: B slices of n tokens whose attention ends before ``reach``."""
+class GraphKey(NamedTuple):
+    """What a short step's launches depend on: B slices of n tokens that attend to at most ``max_length`` positions."""
 
     n_slices: int
     n_tokens: int
-    reach: int
+    max_length: int
 
 
 class Layout:
-    """The host side: one int64 array with everything a device needs, and the groups."""
+    """The host side: the groups, and one int64 array with all metadata a device needs."""
 
     def __init__(self, slices: Sequence[Slice], sequences: Sequences, spec: ModelSpec) -> None:
         self.n_rows = sum(len(s.tokens) for s in slices)
@@ -96,29 +96,29 @@ class Layout:
             group.starts.append(s.start)
             group.sequences.append(sequence)
             row += n
-        self.packed = np.concatenate([columns.ravel(), *(self._group_numbers(g) for g in self.groups)])
+        self.metadata = np.concatenate([columns.ravel(), *(self._group_numbers(g) for g in self.groups)])
 
     @property
-    def pattern(self) -> Pattern | None:
+    def graph_key(self) -> GraphKey | None:
         """None unless all slices have the same number of tokens, at most SHORT_SLICE."""
         if len(self.groups) != 1 or self.groups[0].n > SHORT_SLICE:
             return None
         group = self.groups[0]
-        return Pattern(len(group.starts), group.n, group.reach)
+        return GraphKey(len(group.starts), group.n, group.max_length)
 
     def pinned(self) -> Tensor:
-        """The array in memory that a GPU copies from."""
-        return torch.from_numpy(self.packed).pin_memory()
+        """The metadata in pinned memory, for an asynchronous copy."""
+        return torch.from_numpy(self.metadata).pin_memory()
 
     def on(self, device: torch.device) -> Tensor:
-        """The array on a device."""
+        """The metadata on a device."""
         if device.type == "cpu":
-            return torch.from_numpy(self.packed)
+            return torch.from_numpy(self.metadata)
         return self.pinned().to(device, non_blocking=True)
 
     @staticmethod
     def _group_numbers(group: SliceGroup) -> np.ndarray:
-        """starts, table rows, states, and the rows of the step when they are not one range."""
+        """Starts, table rows, states, and the rows of the step unless they are one range."""
         numbers = group.starts + [s.row for s in group.sequences] + [s.state for s in group.sequences]
         if not group.contiguous:
             numbers += [row + i for row in group.rows for i in range(group.n)]
@@ -139,13 +139,13 @@ def _check_slice(s: Slice, where: str, seen: set[int], vocabulary: int) -> None:
 
 
 def _slots(sequence: OpenedSequence, space: Space, s: Slice, window: int, where: str) -> np.ndarray | int:
-    """Slots ``page * 64 + offset`` of the slice's positions.  Raises StateError when a page it touches is lacking."""
+    """Slots ``page * 64 + offset`` of the slice's positions.  Raises StateError when a page is missing."""
     table, n = sequence.pages.get(space, []), len(s.tokens)
     first, last = s.start // PAGE_TOKENS, (s.start + n - 1) // PAGE_TOKENS
     oldest = first_visible_page(s.start, window) if window else first  # a full table has no gaps
     if last >= len(table) or NO_PAGE in table[oldest : last + 1]:
-        lacking = f"the {space.value} table of {len(table)} entries lacks a page for"
-        raise StateError(where, f"{lacking} positions {oldest * PAGE_TOKENS} to {s.start + n - 1}")
+        missing = f"the {space.value} table of {len(table)} entries lacks a page for"
+        raise StateError(where, f"{missing} positions {oldest * PAGE_TOKENS} to {s.start + n - 1}")
     if n == 1:
         return table[first] * PAGE_TOKENS + s.start % PAGE_TOKENS
     at = np.arange(s.start, s.start + n)
@@ -157,36 +157,36 @@ def _slots(sequence: OpenedSequence, space: Space, s: Slice, window: int, where:
 class Group:
     """A :class:`SliceGroup` on a device: B slices of n tokens.
 
-    ``rows``: its rows of the step, slice after slice, as a range or as indices [B n].
+    ``rows``: the group's rows of the step, slice after slice, as a range or as indices [B n].
     """
 
-    def __init__(self, layout: SliceGroup, numbers: Tensor, tables: dict[Space, Tensor], n_rows: int) -> None:
+    def __init__(self, layout: SliceGroup, metadata: Tensor, tables: dict[Space, Tensor], n_rows: int) -> None:
         b, n = len(layout.starts), layout.n
         self.layout, self.tables = layout, tables
         self.n_slices, self.n_tokens, self.offset = b, n, layout.offset
-        self.starts, self.table_rows, self.states = numbers[:b], numbers[b : 2 * b], numbers[2 * b : 3 * b]
+        self.starts, self.table_rows, self.states = metadata[:b], metadata[b : 2 * b], metadata[2 * b : 3 * b]
         self.rows: slice | Tensor = (
-            slice(layout.rows[0], layout.rows[0] + b * n) if layout.contiguous else numbers[3 * b :]
+            slice(layout.rows[0], layout.rows[0] + b * n) if layout.contiguous else metadata[3 * b :]
         )
-        self.whole = layout.contiguous and b * n == n_rows
+        self.is_whole_step = layout.contiguous and b * n == n_rows
         self._memo: dict[tuple[Space, int], tuple[Pages, Tensor | None]] = {}
         ids = [s.state for s in layout.sequences]
-        host = numbers.device.type == "cpu"  # on a GPU an address baked into a launch could not be replayed by a graph
+        host = metadata.device.type == "cpu"  # a CUDA graph would replay a baked-in address
         self.state_run = ids[0] if host and ids == list(range(ids[0], ids[0] + b)) else None
 
     def take(self, x: Tensor) -> Tensor:
         """Rows of the step [T, ...] -> [B, n, ...]."""
-        part = x if self.whole else x[self.rows]
+        part = x if self.is_whole_step else x[self.rows]
         return part.view(self.n_slices, self.n_tokens, *x.shape[1:])
 
     def load_state(self, pool: Tensor) -> Tensor:
-        """States of the slices' sequences, [B, *shape]: a view of the pool where ids follow each other on the cpu."""
+        """States of the slices' sequences, [B, *shape]; on the cpu a view of the pool if their ids are consecutive."""
         if self.state_run is not None:
             return pool.narrow(0, self.state_run, self.n_slices)
         return pool.index_select(0, self.states)
 
     def store_state(self, pool: Tensor, value: Tensor) -> None:
-        """Write states back; ``value`` may be what :meth:`load_state` gave, changed in place."""
+        """Write states back; ``value`` may be the result of :meth:`load_state`, updated in place."""
         if self.state_run is None:
             pool.index_copy_(0, self.states, value)
         else:
@@ -195,11 +195,11 @@ class Group:
                 target.copy_(value)
 
     def query(self, space: Space) -> PagedQuery:
-        """Where the group's queries find their pages, for an operation that reads them in place."""
-        return PagedQuery(self.tables[space], self.table_rows, self.starts, self.n_tokens, self.layout.reach)
+        """The group's queries, for attention that reads pages in place."""
+        return PagedQuery(self.tables[space], self.table_rows, self.starts, self.n_tokens, self.layout.max_length)
 
     def keys(self, space: Space, window: int) -> tuple[Pages, Tensor | None]:
-        """Pages to read and the mask [B, 1, n, L] (None: all visible) for every layer of that space and window."""
+        """Pages to read and the mask [B, 1, n, L] (None: all visible), shared by the layers of a space and window."""
         found = self._memo.get((space, window))
         if found is None:
             found = self._memo[space, window] = (
@@ -208,7 +208,7 @@ class Group:
         return found
 
     def _single(self, space: Space, window: int) -> tuple[Pages, Tensor | None]:
-        """One slice: exactly the positions it can see, so a decode row needs no mask."""
+        """One slice: exactly the positions it sees, so a decode row needs no mask."""
         start, end = self.layout.starts[0], self.layout.end
         low = first_visible(start, window) if window else 0
         first, count = low // PAGE_TOKENS, pages_of(end) - low // PAGE_TOKENS
@@ -226,7 +226,7 @@ class Group:
         return pages, visible(queries[None], torch.arange(low, end, device=device)[None], window)
 
     def _padded(self, space: Space, window: int) -> tuple[Pages, Tensor | None]:
-        """Several slices: as many pages for each as the longest needs; what is too much is masked."""
+        """Several slices: padded to the pages of the longest one, and masked."""
         table, starts, device = self.tables[space], self.starts, self.starts.device
         lows = [first_visible_page(s, window) if window else 0 for s in self.layout.starts]
         count = (
@@ -247,33 +247,33 @@ class Group:
 
 
 class Batch:
-    """A step on one device.  ``ids``, ``positions`` [T] int64; ``slots[space]`` [T]: where its keys are written."""
+    """A step on one device.  ``ids``, ``positions`` [T] int64; ``slots[space]`` [T]: where keys and values go."""
 
-    def __init__(self, layout: Layout, tables: dict[Space, Tensor], packed: Tensor) -> None:
-        """``packed``: the layout's array on the device."""
-        self.n_rows, self.device = layout.n_rows, packed.device
+    def __init__(self, layout: Layout, tables: dict[Space, Tensor], metadata: Tensor) -> None:
+        """``metadata``: that of the layout, on the device."""
+        self.n_rows, self.device = layout.n_rows, metadata.device
         n, at = self.n_rows, (2 + len(layout.spaces)) * self.n_rows
-        self.ids, self.positions = packed[:n], packed[n : 2 * n]
-        self.slots: dict[Space, Tensor] = {s: packed[i * n : (i + 1) * n] for i, s in enumerate(layout.spaces, 2)}
+        self.ids, self.positions = metadata[:n], metadata[n : 2 * n]
+        self.slots: dict[Space, Tensor] = {s: metadata[i * n : (i + 1) * n] for i, s in enumerate(layout.spaces, 2)}
         self.groups: list[Group] = []
         for group in layout.groups:
             size = len(group.starts) * (3 if group.contiguous else 3 + group.n)
-            self.groups.append(Group(group, packed[at : at + size], tables, n))
+            self.groups.append(Group(group, metadata[at : at + size], tables, n))
             at += size
-        self._turns: dict[int, tuple[Tensor, Tensor]] = {}
+        self._rope_tables: dict[int, tuple[Tensor, Tensor]] = {}
         self.carried: Tensor | None = None
         self.layer_inputs: Tensor | None = None
 
-    def turn(self, rope: Rope) -> tuple[Tensor, Tensor]:
-        """cos and sin of this step's positions, computed once for all layers that share ``rope``."""
-        found = self._turns.get(id(rope))
+    def rope_tables(self, rope: Rope) -> tuple[Tensor, Tensor]:
+        """cos and sin of the step's positions, computed once for all layers that share ``rope``."""
+        found = self._rope_tables.get(id(rope))
         if found is None:
-            found = self._turns[id(rope)] = rope.tables(self.positions)
+            found = self._rope_tables[id(rope)] = rope.tables(self.positions)
         return found
 
-    def each(self, work: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
-        """``work(group, *inputs of its rows [B, n, ...]) -> [B, n, ...]`` for every group, put together to [T, ...]."""
-        if len(self.groups) == 1 and self.groups[0].whole:
+    def map_groups(self, work: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
+        """``work(group, *inputs [B, n, ...]) -> [B, n, ...]`` for every group; results are joined to [T, ...]."""
+        if len(self.groups) == 1 and self.groups[0].is_whole_step:
             return work(self.groups[0], *(self.groups[0].take(x) for x in inputs)).flatten(0, 1)
         out: Tensor | None = None
         for group in self.groups:

@@ -1,10 +1,10 @@
 """Pools: the memory of pages and recurrent states of one shard.
 
-Built from the layer table alone; knows no family and no sequence.  Layers with the same state share one allocation
-``[layers, units, *shape]``, so that copying a page or a state on the device is one call for all of them.  The last of
-the recurrent states may lie in host memory: the device only copies from and to there, in the order of its stream, so
-whoever else reads or writes these rows waits for what was queued before.  Invariant: unit ids are those of the
-supervisor, the same in every shard; a pool starts as zeros, so stale positions behind a mask are finite.
+Built from the layer table alone; knows no family and no sequence.  Layers of equal state share one allocation
+``[layers, units, *shape]``, so a page or a state is copied for all of them in one call.  The last recurrent states may
+lie in host memory: the device only copies to and from them, in stream order, so other readers and writers must wait for
+that stream.  Invariants: unit ids are the supervisor's, the same in every shard; a pool starts as zeros, so stale
+positions behind a mask are finite.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from lucevisor.protocol.loading import PoolSizes
 
 @dataclass(frozen=True, slots=True)
 class _Shape:
-    """What layers must have in common to share an allocation."""
+    """Layers with equal shapes share an allocation."""
 
     space: Space
     name: str
@@ -33,7 +33,7 @@ class _Shape:
 
 
 class Pools:
-    """All state of the layers of one shard on one device.  Raises DeviceError when the device has no room for it."""
+    """All state of the layers of one shard on one device.  Raises DeviceError when memory runs out."""
 
     def __init__(
         self, spec: ModelSpec, layers: LayerRange, device: torch.device, kv_dtype: Dtype, sizes: PoolSizes
@@ -41,7 +41,7 @@ class Pools:
         self.device, self.layers = device, layers
         self.units = {Space.FULL: sizes.full_pages, Space.WINDOW: sizes.window_pages, Space.RECURRENT: sizes.states}
         self.device_states = sizes.device_states
-        self.page_locked = True  # what lies in host memory, if anything does
+        self.page_locked = True  # of the states in host memory, if there are any
         members: dict[_Shape, list[int]] = {}
         for i in range(layers.start, layers.stop):
             layer = spec.layers[i]
@@ -50,7 +50,7 @@ class Pools:
         self._stacks: list[tuple[Space, list[Tensor]]] = []
         self._paged: dict[tuple[int, str], PagedTensor] = {}
         self._states: dict[tuple[int, str], Tensor] = {}
-        self._host_stacks: list[Tensor] = []  # beside the recurrent ones of _stacks, in the same order
+        self._host_stacks: list[Tensor] = []  # host part of the recurrent _stacks, in the same order
         self._host_states: dict[tuple[int, str], Tensor] = {}
         for shape, indices in members.items():
             self._allocate(shape, indices)
@@ -98,13 +98,11 @@ class Pools:
         return self._paged[layer, name]
 
     def state(self, layer: int, name: str) -> Tensor:
-        """Recurrent states of a layer on the device, those that may be live, ``[states, *shape]``."""
+        """Recurrent states of a layer on the device (those that may be live), ``[states, *shape]``."""
         return self._states[layer, name]
 
     def rows_with(self, layer: int, name: str, state: int) -> tuple[Tensor, int]:
-        """The rows ``[n, *shape]`` among which a recurrent state lies, on the device or in host memory, and which of
-        them it is.
-        """
+        """Rows ``[n, *shape]`` that hold a recurrent state, on the device or in host memory, and its index."""
         if state < self.device_states:
             return self._states[layer, name], state
         return self._host_states[layer, name], state - self.device_states
@@ -115,7 +113,7 @@ class Pools:
             tensor[:, target, :n_tokens] = tensor[:, source, :n_tokens]
 
     def copy_state(self, source: int, target: int) -> None:
-        """Copy a recurrent state in every layer; one of the two at most lies in host memory."""
+        """Copy a recurrent state in every layer; at most one of the two is in host memory."""
         n = self.device_states
         for tensor, host in zip(self._of(Space.RECURRENT), self._host_stacks, strict=True):
             if max(source, target) < n:
@@ -123,7 +121,7 @@ class Pools:
                 continue
             to = tensor[:, target] if target < n else host[:, target - n]
             of = tensor[:, source] if source < n else host[:, source - n]
-            for a, b in zip(to, of, strict=True):  # layer by layer: what is in one piece needs no memory in between
+            for a, b in zip(to, of, strict=True):  # per layer: a contiguous copy needs no staging
                 a.copy_(b, non_blocking=True)
 
     def zero_state(self, state: int) -> None:
@@ -140,5 +138,5 @@ class Pools:
 
     @property
     def host_nbytes(self) -> int:
-        """Bytes in host memory beside them."""
+        """Bytes of the states in host memory."""
         return sum(t.nbytes for t in self._host_stacks)

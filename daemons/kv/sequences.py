@@ -1,7 +1,7 @@
 """Open sequences of a daemon: page tables and live states, as the supervisor's operations set them.
 
-The tables live twice: as lists on the host, for the slots a step writes, and on each device for gathering; the device
-copies follow by the entries that changed.  Knows ids, no tokens and no layers' contents.
+Tables exist twice: as lists on the host, for the slots a step writes, and on each device for gathering; only changed
+entries are uploaded.  Knows ids, neither tokens nor what layers hold.
 Invariant: an operation that contradicts the tables raises StateError and changes nothing.
 """
 
@@ -20,16 +20,16 @@ from lucevisor.protocol.loading import PoolSizes
 from lucevisor.protocol.steps import CloseSequence, CopyPage, CopyState, OpenSequence, Operation, SetPages, ZeroState
 
 NO_PAGE = -1
-"""Entry of a table that was skipped: a sliding sequence that starts behind its first window."""
+"""A skipped table entry: a sliding sequence may start past its first window."""
 MAX_ENTRIES = 1 << 20
-"""Longest page table: 64 Mi positions.  A larger index is a broken plan, not a text."""
+"""Longest page table: 64 Mi positions.  A larger index is a broken plan, not a long text."""
 
 
 @dataclass(slots=True)
 class OpenedSequence:
     """One sequence.  ``row``: its row in the device tables.
 
-    ``breaks[space]``: first entry whose page does not follow the one before it; the table's length if there is none.
+    ``breaks[space]``: first entry whose page id is not the previous one plus 1; the table's length when there is none.
     """
 
     id: int
@@ -56,21 +56,21 @@ class Sequences:
         self._changed: dict[Space, dict[tuple[int, int], int]] = {Space.FULL: {}, Space.WINDOW: {}}
 
     def reset(self) -> None:
-        """Forget every sequence; pools keep their bytes."""
+        """Drop every sequence; pools keep their bytes."""
         self.by_id.clear()
         self._free_rows = list(range(self.max_sequences - 1, -1, -1))
         for changed in self._changed.values():
             changed.clear()
 
     def get(self, sequence: int, what: str) -> OpenedSequence:
-        """The open sequence of that number.  Raises StateError naming the operation or slice that asked for it."""
+        """The open sequence of that id.  Raises StateError naming the operation or slice that refers to it."""
         found = self.by_id.get(sequence)
         if found is None:
             raise StateError(what, f"sequence {sequence} is not open")
         return found
 
     def apply(self, operation: Operation) -> None:
-        """Carry out one operation.  Raises StateError saying which one, and what is wrong with it."""
+        """Apply one operation.  Raises StateError naming it and what is wrong."""
         match operation:
             case SetPages():
                 self._set_pages(operation)
@@ -140,7 +140,7 @@ class Sequences:
 
     @staticmethod
     def _find_break(sequence: OpenedSequence, space: Space, first: int) -> None:
-        """Update where the ascending run from entry 0 ends; entries before ``first`` are as they were."""
+        """Update where the run of consecutive pages from entry 0 ends; entries before ``first`` are unchanged."""
         table = sequence.pages[space]
         at = min(sequence.breaks.get(space, 0), first)
         at = max(at, 1)
@@ -153,21 +153,21 @@ class Sequences:
         return self._tables[device]
 
     def flush(self) -> None:
-        """Bring the entries that changed since the last call to the devices, one upload a space and device."""
+        """Upload the entries that changed since the last call: one copy per space and device."""
         for space, changed in self._changed.items():
             if not changed:
                 continue
             rows, columns = zip(*changed, strict=True)
             entries = torch.tensor([rows, columns, tuple(changed.values())], dtype=torch.int64)
             for device, tables in self._tables.items():
-                table = self._roomy(tables, space, device, max(columns) + 1)
+                table = self._grown(tables, space, device, max(columns) + 1)
                 row, column, page = (entries.pin_memory() if device.type != "cpu" else entries).to(
                     device, non_blocking=True
                 )
                 table.index_put_((row, column), page.to(torch.int32))
             changed.clear()
 
-    def _roomy(self, tables: dict[Space, Tensor], space: Space, device: torch.device, entries: int) -> Tensor:
+    def _grown(self, tables: dict[Space, Tensor], space: Space, device: torch.device, entries: int) -> Tensor:
         table = tables.get(space)
         have = 0 if table is None else table.shape[1]
         if table is None or have < entries:

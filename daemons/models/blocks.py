@@ -160,7 +160,7 @@ class Attention:
             slots = batch.slots[s.space]
             self.keys.write(slots, k)
             self.values.write(slots, v if self.value_norm is None else self.value_norm(v))
-        out = batch.each(self._attend, q)
+        out = batch.map_groups(self._attend, q)
         if s.gate:
             return self.output(self.operations.opened(out, gate, s.softplus))
         return self.output(out.reshape(rows, -1))
@@ -181,7 +181,7 @@ class QkNormRope:
         self.norm, self.rope, self.operations = norm, rope, operations
 
     def __call__(self, x: Tensor, batch: Batch) -> Tensor:
-        return self.operations.turned(x, self.norm, *batch.turn(self.rope))
+        return self.operations.turned(x, self.norm, *batch.rope_tables(self.rope))
 
 
 # ---- gated delta net
@@ -237,7 +237,7 @@ class GatedDeltaNet:
         self.qk_norm = RmsNorm(scale.repeat_interleave(s.n_key, dim=0), s.dim, 1e-6 / s.dim)
 
     def __call__(self, x: Tensor, batch: Batch) -> Tensor:
-        o = batch.each(self._mix, self.w.inputs(x))
+        o = batch.map_groups(self._mix, self.w.inputs(x))
         return self.w.output(o.reshape(batch.n_rows, -1).to(x.dtype))
 
     def _mix(self, group: Group, y: Tensor) -> Tensor:

@@ -271,7 +271,7 @@ def test_rows_keep_the_order_of_slices_and_groups_find_theirs():
     assert decode.states.tolist() == [1, 3]
     x = torch.arange(4.0)[:, None]
     assert decode.take(x).flatten().tolist() == [0, 3]
-    assert batch.each(lambda group, part: part * group.n_tokens, x).flatten().tolist() == [0, 2, 4, 3]
+    assert batch.map_groups(lambda group, part: part * group.n_tokens, x).flatten().tolist() == [0, 2, 4, 3]
 
 
 @pytest.mark.parametrize(
@@ -296,7 +296,7 @@ def test_short_slices_of_equal_length_are_one_group_wherever_they_start(
     sequences.flush()
     layout = Layout(slices, sequences, spec)
     assert [(g.n, g.offset, len(g.starts)) for g in layout.groups] == groups
-    assert (layout.pattern is not None) == (n <= SHORT_SLICE)
+    assert (layout.graph_key is not None) == (n <= SHORT_SLICE)
 
 
 def test_drafts_are_refused_until_they_can_be_rolled_back() -> None:
@@ -346,7 +346,7 @@ def test_gathered_keys_are_those_a_position_may_see(seed, window):
             k, v = (pools.paged(layer, name).read(pages, part.dtype) for name in "kv")
             return reference(part, k, v, mask, scale=1.0)
 
-        found, row = batch.each(attend, q), 0
+        found, row = batch.map_groups(attend, q), 0
         for piece in slices:
             for t in range(piece.start, piece.start + len(piece.tokens)):
                 low = max(0, t - reach + 1) if reach else 0

@@ -7,7 +7,7 @@ import pytest
 from daemons.kv.batch import Batch
 from daemons.models.stage import LoadedStage
 from daemons.runner import ModelRunner
-from daemons.warm import RUNS, warm_up
+from daemons.warm import STEP_TOKENS, warm_up
 from lucevisor.model.values import Backend, Dtype, LayerRange
 from lucevisor.protocol.loading import Load, ShardPlan, StagePlan
 from lucevisor.protocol.messages import Progress
@@ -30,7 +30,7 @@ def test_a_warm_chain_is_golden(name: str, monkeypatch: pytest.MonkeyPatch) -> N
     for stage in stages:
         lengths.clear()
         warm_up(stage)
-        assert set(lengths) == set(RUNS)
+        assert set(lengths) == set(STEP_TOKENS)
         assert not stage.sequences.by_id
     c = Pipeline(golden.spec, stages)
     c.open(0)

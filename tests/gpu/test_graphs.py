@@ -1,4 +1,4 @@
-"""Recorded steps give the numbers of steps launched one by one, bit for bit, and follow what changes between steps."""
+"""Captured steps give the numbers of eager steps, bit for bit, and follow what changes between steps."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ def prepared() -> None:
     prepare(Backend.CUDA, 0)
 
 
-def recordings_of(stages: list[LoadedStage]) -> Iterator[CudaGraphs]:
+def graphs_of(stages: list[LoadedStage]) -> Iterator[CudaGraphs]:
     for stage in stages:
         for graphs in stage.graphs:
             assert graphs is not None
             yield graphs
 
 
-def unrecorded(stages: list[LoadedStage]) -> list[LoadedStage]:
+def eager(stages: list[LoadedStage]) -> list[LoadedStage]:
     for stage in stages:
         stage.graphs = [None for _ in stage.graphs]
     return stages
@@ -49,7 +49,7 @@ def steps(c: Pipeline, ids: list[int]) -> Tensor:
     found += [c.run((1, ids[5:12]))]
     found += [c.run((0, [a]), (1, [b])) for a, b in zip(ids[:12], ids[3:15], strict=True)]
     found += [c.run((1, ids[at : at + 3])) for at in range(0, 15, 3)]
-    for n in (16, 32):  # of some models too many pairs to record
+    for n in (16, 32):  # of some models too many pairs to capture
         found += [c.run((1, (ids * 4)[at : at + n])) for at in (0, 3, 5)]
     # as long ones in two sequences whose starts lie differently behind a page border
     found += [c.run((0, (ids * 4)[at : at + 5]), (1, (ids * 4)[at : at + 5])) for at in (0, 7, 9)]
@@ -57,42 +57,42 @@ def steps(c: Pipeline, ids: list[int]) -> Tensor:
 
 
 @pytest.mark.parametrize("name", FIXTURES)
-def test_recorded_steps_are_the_steps(name: str) -> None:
+def test_captured_steps_equal_eager_steps(name: str) -> None:
     golden = opened(name)
     for cuts in ((), golden.cuts()[:1]):
-        plain, recorded = load_stages(golden.spec, cuts, EXACT), load_stages(golden.spec, cuts, EXACT)
-        pipelines = Pipeline(golden.spec, unrecorded(plain)), Pipeline(golden.spec, recorded)
+        plain, captured = load_stages(golden.spec, cuts, EXACT), load_stages(golden.spec, cuts, EXACT)
+        pipelines = Pipeline(golden.spec, eager(plain)), Pipeline(golden.spec, captured)
         for c in pipelines:
             c.open(0)
         wanted, found = (steps(c, golden.ids) for c in pipelines)
         assert torch.equal(found, wanted)
-        for graphs in recordings_of(recorded):
+        for graphs in graphs_of(captured):
             runs = {(1, 1), (2, 1), (1, 3), (2, 5), (1, 16), (1, 32)}
-            expected = {(b, n) for b, n in runs if b * n <= graphs.most_tokens}
+            expected = {(b, n) for b, n in runs if b * n <= graphs.max_tokens}
             # torch's form of the delta rule, for head dims that kernels do not take, need not be capturable
             optional = {(1, 32)} if Space.RECURRENT in golden.spec.spaces() else set()
-            assert {(p.n_slices, p.n_tokens) for p in graphs._refused} <= optional
-            assert {(p.n_slices, p.n_tokens) for p in graphs._kept} | optional == expected | optional
+            assert {(p.n_slices, p.n_tokens) for p in graphs._uncapturable} <= optional
+            assert {(p.n_slices, p.n_tokens) for p in graphs._graphs} | optional == expected | optional
 
 
-def test_a_pattern_is_recorded_when_it_comes_back() -> None:
+def test_a_key_is_captured_when_it_repeats() -> None:
     golden = opened(FIXTURES[0])
     [stage] = load_stages(golden.spec, (), EXACT)
     c = Pipeline(golden.spec, [stage])
     c.open(0)
-    [graphs] = recordings_of([stage])
+    [graphs] = graphs_of([stage])
     for i in range(CAPTURE_AT + 1):
-        assert bool(graphs._kept) == (i >= CAPTURE_AT)
+        assert bool(graphs._graphs) == (i >= CAPTURE_AT)
         c.run((0, golden.ids[i : i + 1]))
     c.run((0, golden.ids[:3]), want_hidden=True)
-    assert len(graphs._kept) == 1
+    assert len(graphs._graphs) == 1
 
 
-def test_recordings_are_made_anew_when_a_table_grows() -> None:
+def test_graphs_are_captured_again_when_a_table_grows() -> None:
     golden = opened(FIXTURES[0])
-    plain, recorded = load_stages(golden.spec, (), EXACT), load_stages(golden.spec, (), EXACT)
-    pipelines = Pipeline(golden.spec, unrecorded(plain)), Pipeline(golden.spec, recorded)
-    [graphs] = recordings_of(recorded)
+    plain, captured = load_stages(golden.spec, (), EXACT), load_stages(golden.spec, (), EXACT)
+    pipelines = Pipeline(golden.spec, eager(plain)), Pipeline(golden.spec, captured)
+    [graphs] = graphs_of(captured)
     found = []
     for c in pipelines:
         c.open(0)
@@ -103,14 +103,14 @@ def test_recordings_are_made_anew_when_a_table_grows() -> None:
             rows += [c.run((0, [token])).cpu() for token in golden.ids[:6]]
         found.append(torch.cat(rows))
     assert torch.equal(*found)
-    assert not graphs._refused
-    assert len(graphs._kept) == 1
+    assert not graphs._uncapturable
+    assert len(graphs._graphs) == 1
 
 
-def test_what_cannot_be_recorded_is_said_and_launched_one_by_one() -> None:
+def test_a_failed_capture_is_reported_and_the_step_runs_eagerly() -> None:
     golden = opened(FIXTURES[0])
     [stage] = load_stages(golden.spec, (), EXACT)
-    [graphs] = recordings_of([stage])
+    [graphs] = graphs_of([stage])
     said: list[str] = []
     stage.warn = said.append
     work = graphs.work
@@ -126,4 +126,4 @@ def test_what_cannot_be_recorded_is_said_and_launched_one_by_one() -> None:
     found = torch.cat([c.run((0, [token])).cpu() for token in golden.ids[:6]])
     golden.assert_logits(found)
     assert len(said) == 1
-    assert "they cannot be recorded" in said[0]
+    assert "capture failed" in said[0]

@@ -1,4 +1,4 @@
-"""Layers can be timed on a GPU, where steps of one token are recorded."""
+"""Layers can be timed on a GPU, where steps of one token are captured."""
 
 from __future__ import annotations
 
