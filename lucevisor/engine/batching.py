@@ -19,6 +19,7 @@ from lucevisor.engine.request import RequestState
 from lucevisor.engine.sequence import LiveSequence, RequestRecord
 from lucevisor.engine.step import ScheduledStep
 from lucevisor.model.values import PAGE_TOKENS
+from lucevisor.protocol.steps import Slice
 
 MOST_SKIPPED: Final = 4
 """Steps in a row that may leave a prompt out in favour of shorter ones; twice as many while the head is never free."""
@@ -71,6 +72,18 @@ class ScheduledSlice:
         """Tokens of the prompt it is a slice of; 0 of a decode."""
         return self.live.n_prefill if self.record.state is RequestState.PREFILL else 0
 
+    def schedule(self, step_id: int) -> Slice:
+        """Return the slice for the step ``step_id``, and count its tokens as scheduled."""
+        live, tokens = self.live, self.record.tokens
+        n_drafts = max(0, self.stop - len(tokens))
+        wanted = tokens[live.n_scheduled : self.stop] + live.drafts[:n_drafts]
+        found = Slice(live.sequence, live.n_scheduled, wanted, sample=self.stop >= len(tokens), n_drafts=n_drafts)
+        live.drafts = []
+        live.n_computed, live.n_scheduled = self.stop - n_drafts, self.stop
+        live.last_step = step_id
+        self.record.n_in_flight += 1
+        return found
+
 
 def has_others(live: Iterable[RequestRecord], chunk: int) -> bool:
     """Return whether something but long prompts runs: a decode, or a prompt that fits into a chunk."""
@@ -80,8 +93,8 @@ def has_others(live: Iterable[RequestRecord], chunk: int) -> bool:
     )
 
 
-def choose(
-    records: Collection[RequestRecord], flights: Collection[ScheduledStep], limits: EngineLimits, room: StepBudget
+def choose_slices(
+    records: Collection[RequestRecord], in_flight: Collection[ScheduledStep], limits: EngineLimits, budget: StepBudget
 ) -> list[ScheduledSlice]:
     """Choose the slices of a step by waiting time, size and token budget; pages are secured afterwards."""
     decodes, prompts = [], []
@@ -92,69 +105,69 @@ def choose(
             else:
                 stop = record.next_stop(record.live.n_scheduled, limits.prefill_chunk)
                 decodes.append(ScheduledSlice(record, record.live, stop))
-    waiting = [record for record in prompts if room.lets_wait(record)]
+    waiting = [record for record in prompts if budget.lets_wait(record)]
     if waiting:
         prompts = [record for record in prompts if record not in waiting]
         decodes.clear()  # they ride with its next chunk: a step of their own would cost it time
-    decodes.sort(key=lambda pick: (pick.live.last_step, pick.record.arrival))
-    picks: list[ScheduledSlice] = []
-    budget = limits.max_step_tokens
-    for pick in decodes[: _n_decodes(records, flights, room.n_stages)]:
-        n_tokens = pick.stop - pick.live.n_scheduled
-        if n_tokens <= budget:
-            picks.append(pick)
-            budget -= n_tokens
-    return picks + _prompts(prompts, limits, room, budget, alone=not picks)
+    decodes.sort(key=lambda one: (one.live.last_step, one.record.arrival))
+    chosen: list[ScheduledSlice] = []
+    n_left = limits.max_step_tokens
+    for one in decodes[: _n_decodes(records, in_flight, budget.n_stages)]:
+        n_tokens = one.stop - one.live.n_scheduled
+        if n_tokens <= n_left:
+            chosen.append(one)
+            n_left -= n_tokens
+    return chosen + _choose_prompts(prompts, limits, budget, n_left, alone=not chosen)
 
 
-def _prompts(
-    prompts: Iterable[RequestRecord], limits: EngineLimits, room: StepBudget, budget: int, *, alone: bool
+def _choose_prompts(
+    prompts: Iterable[RequestRecord], limits: EngineLimits, budget: StepBudget, n_left: int, *, alone: bool
 ) -> list[ScheduledSlice]:
     """Choose slices of prompts; ``alone``: no decode is in the step."""
-    picks: list[ScheduledSlice] = []
+    chosen: list[ScheduledSlice] = []
     n_short = n_long = 0  # tokens
-    budget = min(budget, room.chunks.most_short) if room.shared else budget
-    for record in sorted(prompts, key=lambda record: _turn(record, room)):
-        live, long = record.live, room.is_long(record)
-        if live is None or (record.wanted is not None and (picks or not alone)):
+    n_left = min(n_left, budget.chunks.most_short) if budget.shared else n_left
+    for record in sorted(prompts, key=lambda record: _turn(record, budget)):
+        live, long = record.live, budget.is_long(record)
+        if live is None or (record.wanted is not None and (chosen or not alone)):
             continue
-        most = budget
+        most = n_left
         if long:
-            chunk = room.chunks.beside_short - n_short if n_short else room.chunks.chunk(live.n_scheduled)
+            chunk = budget.chunks.beside_short - n_short if n_short else budget.chunks.chunk(live.n_scheduled)
             most = min(most, chunk - n_long)
         found = _chunk(record, limits, most)
         if found is None:
             continue
-        picks.append(found)
+        chosen.append(found)
         n_tokens = found.stop - live.n_scheduled
-        budget -= n_tokens
+        n_left -= n_tokens
         n_short, n_long = (n_short, n_long + n_tokens) if long else (n_short + n_tokens, n_long)
         if record.wanted is not None:
             break  # its rows come back as payload: nobody else's rows among them
-    return picks
+    return chosen
 
 
-def _chunk(record: RequestRecord, limits: EngineLimits, budget: int) -> ScheduledSlice | None:
-    """Return the next slice of a prompt that has at most ``budget`` tokens, cut at a page if need be."""
+def _chunk(record: RequestRecord, limits: EngineLimits, n_left: int) -> ScheduledSlice | None:
+    """Return the next slice of a prompt that has at most ``n_left`` tokens, cut at a page if need be."""
     assert record.live is not None
     start = record.live.n_scheduled
     stop = record.next_stop(start, limits.prefill_chunk)
-    if stop - start > budget and record.wanted is None:  # its rows are limited otherwise
-        stop = (start + budget) // PAGE_TOKENS * PAGE_TOKENS
+    if stop - start > n_left and record.wanted is None:  # its rows are limited otherwise
+        stop = (start + n_left) // PAGE_TOKENS * PAGE_TOKENS
     return ScheduledSlice(record, record.live, stop) if stop > start else None
 
 
-def _turn(record: RequestRecord, room: StepBudget) -> tuple[bool, int, int, int, int]:
+def _turn(record: RequestRecord, budget: StepBudget) -> tuple[bool, int, int, int, int]:
     live = record.live
     assert live is not None
-    overdue = room.n_skipped(record) >= MOST_SKIPPED
+    overdue = budget.n_skipped(record) >= MOST_SKIPPED
     n_left = len(record.tokens) - live.n_scheduled
-    return not overdue, live.last_step if overdue else 0, room.level(record.request.key_id), n_left, record.arrival
+    return not overdue, live.last_step if overdue else 0, budget.level(record.request.key_id), n_left, record.arrival
 
 
-def _n_decodes(records: Collection[RequestRecord], flights: Collection[ScheduledStep], n_stages: int) -> int:
+def _n_decodes(records: Collection[RequestRecord], in_flight: Collection[ScheduledStep], n_stages: int) -> int:
     """Return how many sequences make one micro-batch; 0 while every stage has one."""
-    if sum(flight.decodes for flight in flights) >= n_stages:
+    if sum(step.decodes for step in in_flight) >= n_stages:
         return 0
     n_decoding = sum(record.state is RequestState.DECODE for record in records)
     return -(-n_decoding // n_stages)

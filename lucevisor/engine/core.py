@@ -1,14 +1,12 @@
 """The engine: joins scheduler and pipeline, and hands events to the readers of requests.  READ FIRST.
 
 One thread, no task of its own: every entry (a request, a cancellation, a result, a pipeline that comes or goes) changes
-the scheduler, sends all steps that have become possible, then delivers events.  Knows ids only; no text, no sockets, no
+the scheduler, sends all steps that have become possible, then delivers events.  Knows ids only: no text, no sockets, no
 pages.
+When a daemon is lost, running requests end with the error, since their state in the shards is gone; queued and
+preempted ones wait for the next pipeline.  New requests are refused with NotReady meanwhile.
 
-When a daemon is lost, running requests end with the error, since their state in the shards is gone; queued ones (and
-preempted ones, whose tokens are all here) wait and run on the next pipeline.  New requests are refused with NotReady
-meanwhile.
-
-Invariant: a request handed out by submit gets exactly one FinishedEvent, also when the pipeline dies or the engine is
+Invariant: a request that submit returned gets exactly one FinishedEvent, even if the pipeline fails or the engine is
 closed.
 """
 
@@ -37,9 +35,10 @@ from lucevisor.engine.request import (
     TokenEvent,
 )
 from lucevisor.engine.rows import IdsOutput, RowCollector, RowsMissing
-from lucevisor.engine.scheduler import Events, Scheduler, WrongResult
+from lucevisor.engine.scheduler import Events, Scheduler
 from lucevisor.engine.sequence import WantedRows
 from lucevisor.engine.statistics import CacheStatistics, EngineStatistics, RateWindow, StepTotals
+from lucevisor.engine.step import WrongResult
 from lucevisor.kv.prefix_cache import PrefixIndex
 from lucevisor.kv.prefix_records import PrefixMatch, Reservation
 from lucevisor.kv.prefix_tree import PrefixSlot
@@ -50,12 +49,12 @@ from lucevisor.protocol.transfers import SlotPlace
 
 _RETRY_S = (1, 600)  # bounds of Retry-After: a client that asks more often gains nothing
 _RETRY_UNKNOWN_S = 5  # before anything was measured
-_RETRY_VALID_S = 1.0  # an estimate is told for so long, so that refusing costs nothing
+_RETRY_VALID_S = 1.0  # an estimate is reused for so long, so that refusing costs nothing
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineSettings:
-    """``max_queue``: requests that may wait.  ``rate_window_s``: seconds that ``tokens_per_s`` looks back.
+    """``max_queue``: requests that may wait.  ``rate_window_s``: the span of ``tokens_per_s`` in statistics.
     ``validate``: check all accounts whenever the engine is idle; raises AccountingError from there.
 
     ``on_step`` sees every finished step (for histograms), ``on_pipeline_failed`` why the pipeline failed (for
@@ -71,13 +70,11 @@ class EngineSettings:
 
 
 class Engine:
-    """Requests in, events out, over whatever pipeline is attached."""
+    """Requests in, events out, over the attached pipeline."""
 
     def __init__(self, limits: EngineLimits, settings: EngineSettings) -> None:
         if settings.max_queue < 1:
-            raise ValueError(
-                f"max_queue is {settings.max_queue}; a request passes through the queue, so it must be 1 or more"
-            )
+            raise ValueError(f"max_queue is {settings.max_queue}; every request passes the queue, so give 1 or more")
         self._settings = settings
         self._clock = settings.clock
         self._scheduler = Scheduler(limits)
@@ -98,24 +95,24 @@ class Engine:
     # ---- requests
 
     def submit(self, request: GenerationRequest) -> RequestHandle:
-        """Queue a request and start it when there is room; not before ``resume`` when ``on_submit`` said True to it.
+        """Queue a request and start it when there is room, or hold it until ``resume`` if ``on_submit`` returns True.
 
-        Raises NotReady while the pipeline is away or the engine drains, QueueFull, InvalidRequest, ContextOverflow.
+        Raises NotReady without a pipeline or while draining, QueueFull, InvalidRequest, ContextOverflow.
         """
         self._check_taking()
         return self._submit(request, None, hold=self.on_submit(request))
 
     def resume(self, request_id: str) -> None:
-        """Let a request start that was held, with what was restored for it meanwhile or without."""
+        """Let a held request start, whether or not a prefix was restored for it."""
         self._scheduler.resume(request_id)
         self._proceed([])
 
     async def run_ids(self, ids: Sequence[int], *, want_hidden: bool, rows_per_step: int) -> IdsOutput:
-        """Run token ids through the whole pipeline and return the logits and hidden states of every position.
+        """Run token ids through the pipeline and return the logits and hidden states of every position.
 
-        Takes the way of any request, in chunks of at most ``rows_per_step`` tokens: the caller knows how many rows of
-        logits and of hidden states fit into one payload.  Raises what submit raises, RowsMissing when the pipeline
-        broke, ProtocolError when a payload is not what its result says.
+        Scheduled like any request, in chunks of at most ``rows_per_step`` tokens, so that their rows fit one payload
+        (``rows.max_rows_per_step``).  Raises what submit raises, RowsMissing if the pipeline failed, ProtocolError if a
+        payload is not what its result says.
         """
         self._check_taking()
         request_id = self._own_id("ids")
@@ -141,7 +138,7 @@ class Engine:
         return self._pipeline is not None and not self._refusal
 
     def attach(self, pipeline: Pipeline) -> None:
-        """Use a pipeline whose daemons are all ready and hold no sequences; queued requests start.
+        """Use a pipeline whose daemons hold no sequences; queued requests start.
 
         Raises RuntimeError when one is attached already.
         """
@@ -153,7 +150,7 @@ class Engine:
         self._proceed([])
 
     def detach(self, error: RequestError, *, permanent: bool = False) -> None:
-        """The pipeline is gone: end running requests with ``error``; new ones are refused with its message.
+        """Drop the pipeline: end running requests with ``error``, and refuse new ones with its message.
 
         Queued requests wait for the next attach; ``permanent`` (none will come by itself) ends them too.  It may be
         called again, and a later attach, say after an operator's restart, serves again.
@@ -170,7 +167,7 @@ class Engine:
         self._proceed(events)
 
     def on_result(self, result: PipelineResult) -> None:
-        """Take a step that went down the pipeline; to be given to Pipeline."""
+        """Apply a finished step; the pipeline's ``on_result``."""
         now = self._clock()
         self._totals.add(result)
         self._scheduler.chunks.measured(result.step.slices, max(stage.compute_s for stage in result.results))
@@ -178,9 +175,9 @@ class Engine:
         try:
             events = self._scheduler.apply(result.results[-1], now)
         except WrongResult as error:
-            tail = len(result.results) - 1
+            last = result.results[-1].stage
             self.on_failed(
-                PipelineFailure(tail, "protocol_error", f"the tail (stage {tail}) sent a wrong result: {error}")
+                PipelineFailure(last, "protocol_error", f"stage {last}, the last, sent a wrong result: {error}")
             )
             return
         self._collect(result)
@@ -190,37 +187,37 @@ class Engine:
             self._settings.on_step(result)
 
     def _on_first_stage_done(self) -> None:
-        """Send what waited for the head."""
+        """Send what waited for the first stage."""
         if self._scheduler.first_stage_done(self._clock()):
             self._proceed([])
 
     def on_failed(self, failure: PipelineFailure) -> None:
-        """The pipeline broke: detach it and pass the failure on; to be given to Pipeline."""
+        """Detach a failed pipeline and pass the failure on; the pipeline's ``on_failed``."""
         self.detach(RequestError(failure.code, failure.message))
         if self._settings.on_pipeline_failed is not None:
             self._settings.on_pipeline_failed(failure)
 
     def oldest_in_flight(self) -> StepInFlight | None:
-        """Return the step that a daemon has worked on for longest, for the watch on hangs."""
+        """Return the step a daemon has worked on for longest, for the watchdog."""
         return None if self._pipeline is None else self._pipeline.oldest_in_flight(self._clock())
 
     # ---- the end
 
     async def quiesce(self, timeout_s: float) -> bool:
-        """Admit nothing from the queue until the next attach; return whether all running requests ended in time.
+        """Start no queued request until the next attach; return whether the running ones ended in time.
 
-        For the orderly restart of a group: new requests are still taken, and wait.
+        For the orderly restart of a group: new requests are still accepted, and wait.
         """
         self._scheduler.admitting = False
         return await self._wait(lambda: self._scheduler.n_running == 0 and self._scheduler.n_in_flight == 0, timeout_s)
 
     async def drain(self, timeout_s: float) -> bool:
-        """Take no more requests; return whether all that were taken ended in time."""
+        """Refuse new requests; return whether all accepted ones ended in time."""
         self._refusal = self._refusal or "the server is shutting down"
         return await self._wait(lambda: self._scheduler.idle, timeout_s)
 
     def close(self, error: RequestError) -> None:
-        """End all that is left with ``error`` and refuse everything from now on."""
+        """End all requests with ``error`` and refuse new ones from now on."""
         self._refusal = self._refusal or error.message
         self.detach(error, permanent=True)
 
@@ -237,20 +234,20 @@ class Engine:
             window_s=self._settings.rate_window_s,
             generated_tokens=self._scheduler.n_generated_tokens,
             preemptions=self._scheduler.n_preemptions,
-            pages={str(space): use for space, use in self._scheduler.pages().items()},
+            pages={str(space): use for space, use in self._scheduler.pools.use().items()},
             steps=copy.deepcopy(self._totals),
             cache=CacheStatistics.of(self._scheduler.reuse),
         )
 
-    # ---- prefix slots, for what moves them to disk and back
+    # ---- prefix slots, for snapshots
 
     @property
     def prefixes(self) -> PrefixIndex:
-        """The remembered prefixes: to look at, to set hooks, to pin."""
+        """The prefix index: to look at, to set hooks, to pin."""
         return self._scheduler.reuse.index
 
     async def synchronize(self) -> bool:
-        """Wait until every stage has done all that was decided up to now; False when the pipeline breaks before."""
+        """Wait until every stage has done all that was decided up to now; False if the pipeline fails first."""
         pipeline, goal = self._pipeline, self._scheduler.flush()
         self._proceed([])
         while pipeline is not None and pipeline is self._pipeline and self._scheduler.last_applied < goal:
@@ -259,10 +256,10 @@ class Engine:
         return pipeline is not None and pipeline is self._pipeline
 
     async def export(self, slot: PrefixSlot) -> SlotPlace | None:
-        """Pin a slot and return where it lies, as soon as its bytes are there in every stage.
+        """Pin a slot and return its place once its bytes are there in every stage.
 
-        Until ``release``, which the caller owes after a place, nothing writes to its first ``n_tokens`` positions.
-        None, and no pin, when the slot is gone or the pipeline breaks.
+        Nothing writes to its first ``n_tokens`` positions until the caller calls ``release``.  None, without a pin, if
+        the slot is gone or the pipeline fails.
         """
         self.prefixes.pin(slot)
         if slot.alive and await self.synchronize() and slot.alive:
@@ -272,15 +269,15 @@ class Engine:
         return None
 
     def release(self, slot: PrefixSlot) -> None:
-        """Take the pin of ``export`` back."""
+        """Undo the pin of ``export``."""
         self.prefixes.unpin(slot)
         self._proceed([])
 
     async def reserve(self, n_tokens: int) -> Reservation | None:
-        """Take fresh pages and states for a prefix of so many tokens; no step under way writes to them any more.
+        """Allocate pages and a state for a prefix of ``n_tokens``, to which no step in flight writes any more.
 
-        The caller owes ``adopt`` when all their bytes are in every stage, else ``cancel_reservation``.  None when there
-        is no room or the pipeline breaks.
+        The caller must ``adopt`` it once every stage has its bytes, or ``cancel_reservation``.  None if there is no
+        room or the pipeline fails.
         """
         reservation = self.prefixes.reserve(n_tokens)
         if reservation is not None and not await self.synchronize():
@@ -289,26 +286,26 @@ class Engine:
         return reservation
 
     def adopt(self, tokens: Sequence[int], reservation: Reservation) -> PrefixSlot | None:
-        """Publish a restored prefix; the caller owes ``release`` when those have begun that wait for it.
+        """Publish a restored prefix, pinned; ``release`` it once the requests that wait for it have started.
 
-        None when it is not kept: the pipeline broke meanwhile, or it is not worth it.
+        None if it is not kept: the pipeline failed meanwhile, or it is not worth caching.
         """
         slot = self.prefixes.adopt(tokens, reservation, self._clock())
         self._proceed([])
         return slot
 
     def cancel_reservation(self, reservation: Reservation) -> None:
-        """Give reserved pages back.  Does nothing when they are given back or adopted already."""
+        """Free reserved pages.  Does nothing if they are freed or adopted already."""
         self.prefixes.cancel(reservation)
         self._proceed([])
 
     async def next_token(
         self, place: PrefixSlot | Reservation, tokens: Sequence[int], token: int, n_top: int
     ) -> TokenEvent | None:
-        """Return the best token behind ``tokens``, which lie at ``place``, and ``token``, with the ``n_top`` best.
+        """Return the greedy token after ``tokens``, which lie at ``place``, and ``token``, with ``n_top`` logprobs.
 
-        For the record of a snapshot.  The caller keeps the place pinned or reserved.  None when the pipeline breaks,
-        when the context is too short, or when the only running request needs the pages.
+        For snapshot files.  The caller keeps the place pinned or reserved.  None if the pipeline fails, the context is
+        too short, or the only running request needs the pages.
         """
         index = self.prefixes
         match = index.match_of(place) if isinstance(place, PrefixSlot) else place.match
@@ -325,7 +322,7 @@ class Engine:
         return found
 
     async def wait_for_capacity(self) -> None:
-        """Wait until nobody waits and a sequence is free."""
+        """Wait until the queue is empty and another sequence could start."""
         scheduler = self._scheduler
         while self._pipeline is None or scheduler.n_queued or scheduler.n_running >= scheduler.limits.max_sequences:
             self._changed.clear()
@@ -361,7 +358,7 @@ class Engine:
         self._proceed(self._scheduler.cancel(request_id, self._clock()))
 
     def _proceed(self, events: Events) -> None:
-        """Send every step that is possible, then deliver: the shards start before anybody reads."""
+        """Send every possible step, then deliver events: shards start before readers do."""
         self._outbox += events
         while self._pipeline is not None and (plan := self._scheduler.next_plan(self._clock())) is not None:
             if plan.step.want_logits:
@@ -369,7 +366,7 @@ class Engine:
             self._pipeline.submit(plan.step)
         if self._scheduler.starving:
             self._outbox += self._scheduler.end_probes(self._clock())
-        # Sending may find a dead link and come back here through on_failed: the outbox keeps the order of events then.
+        # A dead link reenters here through on_failed; the outbox keeps events in order.
         while self._outbox:
             request_id, event = self._outbox.pop(0)
             self._handles[request_id].push(event)
@@ -385,7 +382,7 @@ class Engine:
             self._collectors[request_id].add(result)
 
     def _retry_after_s(self, now: float) -> int:
-        """Return when those that wait now will have started."""
+        """Estimate when those that wait now will have started."""
         if now - self._retry[0] >= _RETRY_VALID_S:
             wait_s, (least, most) = self._scheduler.wait_s(), _RETRY_S
             seconds = _RETRY_UNKNOWN_S if wait_s is None else min(most, max(least, math.ceil(wait_s)))

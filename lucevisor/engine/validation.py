@@ -57,9 +57,11 @@ def _sequence_owners(scheduler: Scheduler) -> Iterator[Owner]:
 def _sequence_problems(scheduler: Scheduler) -> Iterator[str]:
     running, queued = list(scheduler.running), list(scheduler.queued)
     owners = [
-        Owner(f"request {r.request.request_id}", scheduler.sequence_ids, [r.live.sequence]) for r in running if r.live
+        Owner(f"request {r.request.request_id}", scheduler.running.sequence_ids, [r.live.sequence])
+        for r in running
+        if r.live
     ]
-    yield from allocator_problems(scheduler.sequence_ids, owners)
+    yield from allocator_problems(scheduler.running.sequence_ids, owners)
     in_flight = Counter(part.record.request.request_id for step in scheduler.in_flight for part in step.parts.values())
     for record in running + queued:
         name, live = f"request {record.request.request_id}", record.live

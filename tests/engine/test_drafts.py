@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from lucevisor.engine.limits import EngineLimits
 from lucevisor.engine.pipeline import Pipeline, PipelineFailure, PipelineResult
 from lucevisor.engine.request import FinishedEvent, GenerationRequest, RequestState, TokenEvent
-from lucevisor.engine.scheduler import Scheduler, StepPlan, WrongResult
+from lucevisor.engine.scheduler import Scheduler
+from lucevisor.engine.step import StepPlan, WrongResult
 from lucevisor.kv.prefix_records import PrefixSettings
 from lucevisor.model.values import Space
 from lucevisor.protocol.loading import PoolSizes
@@ -93,7 +94,7 @@ def test_a_rejected_draft_lowers_what_is_scheduled_and_not_what_is_computed() ->
     bench.submit(one)
     bench.send()
     bench.pipeline.receive(*bench.daemons[0].run_one())
-    [record] = bench.scheduler._live.values()
+    [record] = bench.scheduler.running
     live = record.live
     assert live is not None
     assert (live.n_computed, live.n_scheduled) == (10, 10)

@@ -16,7 +16,7 @@ from lucevisor.engine.request import (
     ContextOverflow,
     GenerationRequest,
 )
-from lucevisor.engine.scheduler import Scheduler
+from lucevisor.engine.running import RunningRequests
 from lucevisor.model.pages import max_window_pages
 from lucevisor.model.values import Space
 from lucevisor.protocol.loading import PoolSizes
@@ -165,7 +165,7 @@ def test_preemption_changes_no_tokens(scenario: Scenario) -> None:
 def test_admission_that_hopes_too_much_changes_no_tokens(scenario: Scenario) -> None:
     """Without any check of pages at admission requests preempt each other all the time; only time may be lost."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Scheduler, "_fits", lambda scheduler, record, match: True)
+        patch.setattr(RunningRequests, "_fits", lambda running, record, match: True)
         play = Play(scenario)
         play.play()
     asyncio.run(play.check())

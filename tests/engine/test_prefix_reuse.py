@@ -11,8 +11,9 @@ import pytest
 from lucevisor.engine.checkpoints import find_checkpoints
 from lucevisor.engine.limits import EngineLimits
 from lucevisor.engine.request import FinishedEvent, GenerationRequest, Usage
-from lucevisor.engine.scheduler import Scheduler, StepPlan
+from lucevisor.engine.scheduler import Scheduler
 from lucevisor.engine.sequence import RequestRecord, WantedRows
+from lucevisor.engine.step import StepPlan
 from lucevisor.kv.page_pool import PageUse
 from lucevisor.kv.prefix_records import PrefixMatch, PrefixSettings
 from lucevisor.kv.prefix_tree import PrefixSlot
@@ -195,7 +196,7 @@ def test_the_states_of_an_ended_sequence_become_the_slot_without_a_copy() -> Non
     scheduler = Scheduler(warm(max_sequences=1, max_step_tokens=65, pools=PoolSizes(8, 0, 1)))
     plans = run_one(scheduler, request("a", range(70), n=3))
     assert not any(isinstance(o, CopyState) for plan in plans for o in plan.step.operations)
-    assert scheduler.pages()[Space.RECURRENT] == PageUse(1, 1, evictable=1)
+    assert scheduler.pools.use()[Space.RECURRENT] == PageUse(1, 1, evictable=1)
     # the only state there is: the next request takes it back
     plans = run_one(scheduler, request("b", range(200, 210), n=1))
     assert any(isinstance(o, ZeroState) for o in plans[0].step.operations)
@@ -214,7 +215,7 @@ def test_the_end_of_a_request_is_copied_to_host_memory_before_its_state_goes_to_
     scheduler = Scheduler(warm(max_sequences=1, max_step_tokens=65, pools=PoolSizes(64, 0, 1 + 3, 3)))
     plans = run_one(scheduler, request("a", range(70), n=3))
     assert copies(plans) == [(0, 1)]  # behind the prompt
-    assert scheduler.pages()[Space.RECURRENT] == PageUse(2, 4, evictable=2)  # another behind the answer
+    assert scheduler.pools.use()[Space.RECURRENT] == PageUse(2, 4, evictable=2)  # another behind the answer
     [first, *rest] = run_one(scheduler, request("b", [*range(70), 7, 7, 3], n=1))
     names = [type(o).__name__ for o in first.step.operations]
     assert names.index("CopyState") < names.index("CloseSequence") < names.index("OpenSequence")
@@ -283,7 +284,7 @@ def test_200_sequences_of_one_prefix_need_one_prefix_and_200_tails() -> None:
     assert scheduler.n_running == n
     # 31 whole pages for all; 16 tokens of the prefix, 11 of the tail and what was generated lie in a page of each one's
     # own: the first one's holds the 16 for the slot as well
-    assert scheduler.pages()[Space.FULL].used == 2000 // PAGE_TOKENS + n
+    assert scheduler.pools.use()[Space.FULL].used == 2000 // PAGE_TOKENS + n
     assert n_computed == 2000 + n * 11 + scheduler.n_generated_tokens - n
 
 
@@ -343,7 +344,7 @@ def test_equal_slots_share_their_pages_when_both_were_computed() -> None:
     slots = scheduler.reuse.index.slots
     assert len(slots) == 2
     assert slots[0].pages(Space.FULL)[0] == slots[1].pages(Space.FULL)[0]
-    assert scheduler.pages()[Space.FULL].used == 5
+    assert scheduler.pools.use()[Space.FULL].used == 5
 
 
 # ---- giving way
@@ -353,10 +354,10 @@ def test_slots_give_way_before_a_request_waits_or_is_preempted() -> None:
     scheduler = Scheduler(warm(max_sequences=2, pools=PoolSizes(6, 0, 6)))
     for name in "ab":
         run_one(scheduler, request(name, range(1000 * ord(name), 1000 * ord(name) + 100), n=1))
-    assert scheduler.pages()[Space.FULL] == PageUse(4, 6, evictable=4)
+    assert scheduler.pools.use()[Space.FULL] == PageUse(4, 6, evictable=4)
     run_one(scheduler, request("c", range(250), n=100))
     assert scheduler.n_preemptions == 0
-    assert scheduler.pages()[Space.FULL].used <= 6
+    assert scheduler.pools.use()[Space.FULL].used <= 6
 
 
 def test_a_lone_request_may_take_everything_even_from_what_it_started_with() -> None:
@@ -391,7 +392,7 @@ def test_lost_shards_forget_everything() -> None:
     scheduler.next_plan(0.0)
     scheduler.fail_all(LOST, 0.0)
     assert scheduler.reuse.index.slots == []
-    assert {use.used for use in scheduler.pages().values()} == {0}
+    assert {use.used for use in scheduler.pools.use().values()} == {0}
     assert slices(run_one(scheduler, request("c", range(200), n=1)), "c")[0][0] == 0
 
 

@@ -15,9 +15,11 @@ from lucevisor.engine.request import (
     TokenEvent,
     Usage,
 )
-from lucevisor.engine.scheduler import NO_STATE, Scheduler, StepPlan, WrongResult
+from lucevisor.engine.scheduler import Scheduler
 from lucevisor.engine.sequence import WantedRows
+from lucevisor.engine.step import StepPlan, WrongResult
 from lucevisor.kv.page_pool import PageUse
+from lucevisor.kv.prefix_tree import NO_STATE
 from lucevisor.model.values import Space
 from lucevisor.protocol.loading import PoolSizes
 from lucevisor.protocol.steps import (
@@ -286,7 +288,7 @@ def test_the_youngest_gives_its_pages_to_an_older_one_and_goes_on_later() -> Non
                     order.append(name)
         if scheduler.n_preemptions and preempted_at is None:
             preempted_at = dict(told)
-            assert scheduler.pages()[Space.FULL] == PageUse(3, 4)
+            assert scheduler.pools.use()[Space.FULL] == PageUse(3, 4)
             assert (scheduler.n_running, scheduler.n_queued) == (1, 1)
     assert preempted_at == {"a": 68, "b": 67}  # two pages each hold 62 + 66 tokens; the 67th needs a third page
     assert order == ["a", "b"]
@@ -382,10 +384,10 @@ def test_window_pages_of_the_past_are_given_back_while_decoding() -> None:
     most = 0
     while not scheduler.idle:
         for p in plans(scheduler):
-            most = max(most, scheduler.pages()[Space.WINDOW].used)
+            most = max(most, scheduler.pools.use()[Space.WINDOW].used)
             scheduler.apply(answer(p), 0.0)
     assert most == 2
-    assert {use.used for use in scheduler.pages().values()} == {0}
+    assert {use.used for use in scheduler.pools.use().values()} == {0}
 
 
 def test_a_model_without_recurrent_layers_has_no_state() -> None:
@@ -461,7 +463,7 @@ def test_cancel_frees_everything_at_once_and_late_tokens_are_dropped() -> None:
     assert name == "a"
     assert isinstance(finished, FinishedEvent)
     assert finished.reason == "cancelled"
-    assert {use.used for use in scheduler.pages().values()} == {0}
+    assert {use.used for use in scheduler.pools.use().values()} == {0}
     [following] = plans(scheduler)  # the id is used again, after its CloseSequence
     assert following.step.operations[:2] == [CloseSequence(0), OpenSequence(0, 0, request("b").sampling)]
     assert scheduler.apply(answer(plan, 3), 1.0) == []

@@ -48,7 +48,7 @@ def leak_a_state(scheduler: Scheduler) -> None:
 
 
 def leak_a_sequence(scheduler: Scheduler) -> None:
-    scheduler.sequence_ids.allocate(1)
+    scheduler.running.sequence_ids.allocate(1)
 
 
 def share_a_page_once_more(scheduler: Scheduler) -> None:
@@ -130,7 +130,7 @@ def test_a_request_that_nobody_finishes_is_found() -> None:
     scheduler = toy.engine._scheduler
     toy.engine.submit(request("stuck", range(300, 400), n=9))
     [record] = scheduler.running
-    scheduler._close(record)
+    scheduler.running.close(record)
     with pytest.raises(AccountingError, match=r"requests \[\] run or wait, \['stuck'\] are unfinished"):
         validation.check(scheduler)
 

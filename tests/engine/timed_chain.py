@@ -16,7 +16,8 @@ from statistics import quantiles
 
 from lucevisor.engine.limits import EngineLimits
 from lucevisor.engine.request import FinishedEvent
-from lucevisor.engine.scheduler import Scheduler, StepPlan
+from lucevisor.engine.scheduler import Scheduler
+from lucevisor.engine.step import StepPlan
 from lucevisor.protocol.loading import PoolSizes
 from lucevisor.protocol.steps import Sampled, Step, StepResult
 from tests.engine.toy_engine import HYBRID, request

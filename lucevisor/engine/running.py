@@ -1,0 +1,97 @@
+"""The requests that have a sequence in the shards, and the ids they hold there.
+
+Pure.  Opens, grows and closes sequences, and says which operations do the same in the daemons; the scheduler decides
+when, and sends them in order.  Invariant: a request is in here exactly while it has a live sequence; what it holds is
+free as soon as ``close`` returns, but for what prefix slots hold too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+
+from lucevisor.engine.batching import ScheduledSlice
+from lucevisor.engine.limits import EngineLimits
+from lucevisor.engine.prefix_reuse import PrefixReuse
+from lucevisor.engine.sequence import RequestRecord
+from lucevisor.kv.page_pool import PageAllocator, PagePools
+from lucevisor.kv.prefix_records import PrefixMatch
+from lucevisor.kv.prefix_tree import NO_STATE
+from lucevisor.model.values import Space
+from lucevisor.protocol.steps import CloseSequence, Operation, SetPages
+
+
+class RunningRequests(Collection[RequestRecord]):
+    """Records by sequence number."""
+
+    def __init__(self, limits: EngineLimits, pools: PagePools, reuse: PrefixReuse) -> None:
+        self._limits = limits
+        self._pools = pools
+        self._reuse = reuse
+        self.sequence_ids = PageAllocator(limits.max_sequences, "sequences")
+        self._records: dict[int, RequestRecord] = {}
+
+    def __len__(self) -> int:
+        return len(self._records)
+
+    def __contains__(self, record: object) -> bool:
+        return record in self._records.values()
+
+    def __iter__(self) -> Iterator[RequestRecord]:
+        return iter(self._records.values())
+
+    @property
+    def full(self) -> bool:
+        """Whether no further sequence may be open."""
+        return len(self._records) >= self._limits.max_sequences
+
+    @property
+    def youngest(self) -> RequestRecord:
+        """The request that came last: the first to give its pages up."""
+        return max(self._records.values(), key=lambda record: record.arrival)
+
+    def open(self, record: RequestRecord, match: PrefixMatch) -> list[Operation] | None:
+        """Open a sequence that starts with ``match``.  None, taking nothing, while there is no room for it."""
+        if not self._fits(record, match):
+            return None
+        [sequence] = self.sequence_ids.allocate(1) or [NO_STATE]
+        opened = self._reuse.open(record, sequence, match)
+        if opened is None:
+            self.sequence_ids.release([sequence])
+            return None
+        record.live, operations = opened
+        self._records[sequence] = record
+        return operations
+
+    def grow(self, chosen: ScheduledSlice) -> list[Operation] | None:
+        """Give a sequence the pages of its next slice.  None, taking nothing, when too few are free."""
+        live = chosen.live
+        growths = live.table.grow(live.n_scheduled, chosen.stop)
+        if growths is None:
+            return None
+        return [SetPages(live.sequence, growth.space, growth.first, growth.pages) for growth in growths]
+
+    def close(self, record: RequestRecord) -> list[Operation]:
+        """Release all that a request holds in the shards; does nothing when it has no sequence."""
+        live = record.live
+        if live is None:
+            return []
+        live.table.release()
+        if live.state != NO_STATE:
+            self._pools[Space.RECURRENT].release([live.state])
+        self.sequence_ids.release([live.sequence])
+        del self._records[live.sequence]
+        record.live = None
+        return [CloseSequence(live.sequence)]
+
+    def _fits(self, record: RequestRecord, match: PrefixMatch) -> bool:
+        """Whether there is room for a request beside what the running ones still need."""
+        needs = self._limits.pages_needed(len(record.tokens))
+        if Space.FULL in needs:
+            needs[Space.FULL] -= len(match.full)
+        for other in self._records.values():
+            for space, n in self._limits.pages_needed(len(other.tokens)).items():
+                held = 0 if other.live is None else len(other.live.table.held(space))
+                needs[space] += max(0, n - held) + 1  # promised to it, and one to grow by
+        if Space.RECURRENT in self._pools:
+            needs[Space.RECURRENT] = 1
+        return self._reuse.index.can_reclaim(needs, {Space.FULL: match.full, Space.WINDOW: match.window})
