@@ -1,4 +1,4 @@
-"""What the owner of a group gives and gets: the load to send, and the news.
+"""What the owner of a group provides and is told: the load to send, and everything that happens.
 
 Knows nothing of processes. Invariant: callbacks are called from the event loop, one at a time, and must not block.
 """
@@ -17,8 +17,8 @@ from lucevisor.supervision.states import State
 
 @dataclass(frozen=True, slots=True)
 class LoadOrder:
-    """A Load message and the descriptors of its arenas, same order; they stay the caller's and may be closed after
-    the send.
+    """A Load message and the descriptors of its arenas, in the same order. The caller keeps the descriptors, and may
+    close them after the send.
     """
 
     load: Load
@@ -26,24 +26,24 @@ class LoadOrder:
 
 
 def _ignore(*_: object) -> None:
-    """Take any news and do nothing."""
+    """Do nothing."""
 
 
 def _accept(*_: object) -> str:
-    """Find nothing wrong."""
+    """Accept whatever was loaded."""
     return ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Callbacks:
-    """What the owner of a group wants to hear. The first argument is always the group's name.
+    """The first argument of each callback is the group's name.
 
-    `make_load(group, hello)` says what to load and may wait for other groups; an exception ends the start as a
-    configuration error. `check_loaded` says why what was loaded must not be used, or "".
+    `make_load(group, hello)` returns what to load and may wait for other groups; an exception ends the start as a
+    configuration error. `check_loaded` returns why what was loaded must not be used, or "".
     `on_ready` hands the link over for sending; `on_frame` gets every frame from then on.
-    `on_lost` comes once after each `on_ready`, as soon as the link is of no use: the process may still be dying.
-    `on_draining(group, child)`: send nothing new, finish, then call `drained(child)`; None means that there is never
-    anything to wait for. One that raises is told to the loop's exception handler, and loses nobody else's news.
+    `on_lost` comes once after each `on_ready`, as soon as the link is unusable: the process may still be exiting.
+    `on_draining(group, child)`: send nothing new, finish, then call `drained(child)`; None: there is never anything to
+    wait for. A callback that raises is reported to the loop's exception handler; the others still run.
     """
 
     make_load: Callable[[str, Hello], Awaitable[LoadOrder]]

@@ -1,12 +1,12 @@
 """One daemon process: spawned, signalled, drained and reaped here and nowhere else.
 
-Knows no states and no messages. Invariants: the process is the child of the main thread (the kernel ties a daemon's
-life to that thread); it inherits exactly its ends of link and pulse; signals and the wait go through a pidfd, so a
-reused pid is never hit; it is reaped once, and nothing of it stays open afterwards.
+Knows no states and no messages. Invariants: the process is a child of the main thread (the kernel ties a daemon's life
+to that thread); it inherits its ends of link and pulse and no other descriptor; signals and the wait go through a
+pidfd, so a reused pid is never hit; it is reaped once, and nothing of it stays open afterwards.
 
-`subprocess.Popen` makes the process and asyncio's own child watcher is not used: the watcher (and uvloop's) reaps
-children itself, so a pidfd opened after the spawn may already name somebody else, and two reapers race for the exit
-status. See docs/adr/0003.
+`subprocess.Popen` starts the process. asyncio's child watcher (and uvloop's) is not used: it reaps children itself, so
+a pidfd opened after the spawn may already belong to another process, and two reapers race for the exit status. See
+docs/adr/0003.
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ _LACK = {
     errno.EAGAIN: "the limit of processes (`ulimit -u`, or of the control group) is reached",
     errno.ENOMEM: "the machine is out of memory",
 }
-"""What passes without the group's doing."""
+"""Shortages that pass by themselves and are not the group's fault."""
 _CHILD_FILES = 4096
-"""A daemon's limit of open files, where the hard limit allows it.  The supervisor's own is higher, for connections."""
+"""A daemon's limit of open files, where the hard limit allows it. The supervisor's own is higher, for connections."""
 _CRASHES = frozenset({signal.SIGABRT, signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL})
 _SIGNALS = {
     ProcessSignal.STACKS: (signal.SIGUSR1, signal.SIGCONT),  # a stopped process handles no signal until it is continued
@@ -54,7 +54,9 @@ _SIGNALS = {
 
 
 class SpawnError(Exception):
-    """No process was made. `configuration`: another try would fail as well; else the supervisor lacks something."""
+    """No process was started. `configuration`: another try would fail too; otherwise the supervisor is short of
+    something.
+    """
 
     def __init__(self, reason: str, configuration: bool) -> None:
         super().__init__(reason)
@@ -64,8 +66,9 @@ class SpawnError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """How a process ended. Both None: something else in this process reaped it. `hint`: what its stderr
-    or the kernel says of the cause."""
+    """How a process ended. Both None: something else in this process reaped it. `hint`: the cause, as its stderr or
+    the kernel gives it.
+    """
 
     code: int | None
     signal: int | None
@@ -91,7 +94,7 @@ class Child:
         self.link_socket = link_socket
         self.pulse_socket = pulse_socket
         self.lines = {"stdout": Lines(), "stderr": Lines()}
-        self._killed = False  # by us
+        self._killed = False  # by this supervisor
         self._oom_kills = oom_kills()
         self._process = process
         self._on_line = on_line
@@ -123,7 +126,7 @@ class Child:
         return Link(self.pulse_socket, on_frame, on_closed, channel=Channel.PULSE, name=name)
 
     def send(self, to_send: ProcessSignal) -> None:
-        """Signal the process; one that has ended but is not reaped takes it silently. Then: ProcessLookupError."""
+        """Signal the process; nothing happens when it has ended. Raises ProcessLookupError when it has been reaped."""
         if self.ended:
             raise ProcessLookupError(f"process {self.pid} has ended")
         self._killed |= to_send is ProcessSignal.KILL
@@ -131,7 +134,7 @@ class Child:
             signal.pidfd_send_signal(self._pidfd, number)
 
     def _read(self, stream: str) -> int:
-        """Take what a pipe holds, at most one buffer of it; returns the bytes taken."""
+        """Read at most one buffer from a pipe; return the number of bytes."""
         fd = self._pipes.get(stream)
         if fd is None:
             return 0
@@ -162,7 +165,7 @@ class Child:
         try:
             status = os.waitid(os.P_PIDFD, self._pidfd, os.WEXITED | os.WNOHANG)
         except ChildProcessError:
-            code = number = None  # SIGCHLD is ignored in this process, or somebody waits for all children
+            code = number = None  # SIGCHLD is ignored in this process, or other code waits for all children
         else:
             if status is None:
                 return
@@ -172,7 +175,7 @@ class Child:
         self._loop.remove_reader(self._pidfd)
         os.close(self._pidfd)
         self._pidfd = -1
-        self._process.returncode = -1 if code is None else code  # Popen shall not wait for it
+        self._process.returncode = -1 if code is None else code  # so that Popen does not wait for it
         for stream in ("stdout", "stderr"):
             left = _DRAIN_AT_EXIT_BYTES  # a grandchild may hold the pipe and write on
             while left > 0 and (taken := self._read(stream)):
@@ -187,8 +190,8 @@ class Child:
 
 
 def _limit_files(pid: int) -> None:
-    """Give a daemon a limit of open files of its own."""
-    with contextlib.suppress(OSError):  # it has ended already, or may not be asked: it keeps the supervisor's
+    """Set a daemon's own limit of open files."""
+    with contextlib.suppress(OSError):  # it has ended, or this is not permitted: it keeps the supervisor's
         soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
         resource.prlimit(pid, resource.RLIMIT_NOFILE, (min(soft, _CHILD_FILES), hard))
 
@@ -238,7 +241,7 @@ def spawn(
             start_new_session=True,
         )
         _limit_files(process.pid)
-        child_link.close()  # else the end of file never comes
+        child_link.close()  # or end of file would never come
         child_pulse.close()
         try:
             return Child(process, link, pulse, on_line, on_exit)

@@ -1,8 +1,8 @@
-"""One daemon process with its link and pulse: what they say becomes events for the machine.
+"""One daemon process with its link and pulse: turns what they deliver into events for the machine.
 
-Knows no states: what an event means, and what to do about it, the machine decides. Invariants: every event carries
-this daemon's number; a dead daemon's last frames are told before its exit, so a `Failed` that explains the exit is
-never lost; after the exit nothing of it is open.
+Knows no states: the machine decides what an event means. Invariants: every event carries this daemon's number; a dead
+daemon's last frames come before its exit, so a `Failed` that explains the exit is never lost; after the exit nothing of
+it is open.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from lucevisor.supervision.launcher import DaemonProcess
 
 Field = str | int | float | bool | None
 
-LAST_FRAMES_S = 0.5  # after the exit, for the link to give what the dead process had sent
+LAST_FRAMES_S = 0.5  # after the exit, to read what the process had sent
 
 _RESERVED = frozenset({
     "self", "method_name", "event", "positional_args",  # parameters of structlog's methods
@@ -52,9 +52,9 @@ def own_fields(fields: Mapping[str, Field]) -> dict[str, Field]:
 
 
 class Daemon:
-    """One incarnation of a group's daemon. `adopt` the process right after the spawn; `tell` gets the events."""
+    """One incarnation of a group's daemon. `adopt` the process right after the launch; `emit` gets the events."""
 
-    def __init__(self, number: int, expected: Expected, callbacks: Callbacks, tell: Callable[[ev.Event], None]) -> None:
+    def __init__(self, number: int, expected: Expected, callbacks: Callbacks, emit: Callable[[ev.Event], None]) -> None:
         self.number = number
         self.name = expected.group
         self.hello: Hello | None = None
@@ -65,62 +65,62 @@ class Daemon:
         self._pulse: Link
         self._expected = expected
         self._callbacks = callbacks
-        self._tell = tell
+        self._emit = emit
         self._ready = False
         self._loading: asyncio.Task[None] | None = None
         self._ended: Ended | None = None
         self._log = _log.bind(group=self.name)
 
     def adopt(self, child: DaemonProcess) -> None:
-        """Take the process over and listen to it."""
+        """Take over the process and open its channels."""
         self.child = child
         self._log = _log.bind(group=self.name, pid=child.pid)
         self.link = child.open_link(f"{self.name} link", self._on_link_frame, self._on_link_closed)
         self._pulse = child.open_pulse(f"{self.name} pulse", self._on_pulse_frame, self._on_pulse_closed)
 
-    # ---- what the machine says
+    # ---- instructions of the machine
 
     def send_load(self) -> None:
-        """Ask the owner what to load, and send it when it is known."""
+        """Ask the owner what to load, and send it."""
         assert self.hello is not None
         self._loading = asyncio.get_running_loop().create_task(self._load(self.hello), name=f"load of {self.name}")
 
     def send_shutdown(self, reason: str) -> None:
-        """Ask the daemon to end; a dead link ends it as well."""
+        """Ask the daemon to exit; a dead link makes it exit too."""
         with contextlib.suppress(ProtocolError):
             self.link.send(Shutdown(reason))
 
     def signal(self, signal: ev.ProcessSignal) -> None:
-        """Send a signal; a process that is reaped needs none, and its exit is about to be told."""
+        """Send a signal; does nothing when the process is reaped, for its exit event follows."""
         self._log.info("signal", to=signal.value)
         with contextlib.suppress(ProcessLookupError):
             self.child.send(signal)
 
     def announce_ready(self) -> None:
-        """Hand the link to the owner; from now on it gets the frames."""
+        """Hand the link to the owner, who gets its frames from now on."""
         assert self.hello is not None
         assert self.loaded is not None
         self._ready = True
         self._callbacks.on_ready(self.name, self.link, self.hello, self.loaded)
 
     def silence(self) -> None:
-        """The owner was told that this daemon is lost: it gets no more of its frames."""
+        """Give the owner no more frames: it knows that this daemon is lost."""
         self._ready = False
 
-    # ---- what the process says
+    # ---- what the process sends
 
     def on_line(self, stream: str, line: str) -> None:
         """Take a line of output."""
         self._log.info("output", stream=stream, line=line)
 
     def on_ended(self, ended: Ended) -> None:
-        """The process is reaped; its last frames may still lie in the sockets."""
+        """The process is reaped; its last frames may still be in the sockets."""
         self._ended = ended
         if not self._finish_when_read():
             asyncio.get_running_loop().call_later(LAST_FRAMES_S, self._finish)
 
     def _finish_when_read(self) -> bool:
-        """Tell the exit if both sockets have given all that the process had sent."""
+        """Report the exit if both sockets are read to their end; return whether it is reported."""
         if self.link.closed and self._pulse.closed:
             self._finish()
         return self._ended is None
@@ -133,25 +133,23 @@ class Daemon:
             self._loading.cancel()
         self.link.close("the process ended")
         self._pulse.close("the process ended")
-        self._tell(ev.Exited(self.number, ended.code, ended.signal, ended.hint))
+        self._emit(ev.Exited(self.number, ended.code, ended.signal, ended.hint))
 
     async def _load(self, hello: Hello) -> None:
         try:
             order = await self._callbacks.make_load(self.name, hello)
             self.link.send(order.load, fds=order.fds)
         except LinkClosed:
-            return  # told by the link itself
+            return  # on_closed reports it
         except (LucevisorError, LocalProtocolError) as error:
-            self._tell(ev.Failure(self.number, str(error), configuration=True))
-        except OSError as error:  # descriptors, memory, a disk: what passes
-            self._tell(ev.Failure(self.number, f"nothing to load: {type(error).__name__}: {error}"))
-        except (
-            Exception
-        ) as error:  # the edge to the owner's code: without an answer the daemon would wait until it stalls
+            self._emit(ev.Failure(self.number, str(error), configuration=True))
+        except OSError as error:  # descriptors, memory, a disk: it may pass
+            self._emit(ev.Failure(self.number, f"nothing to load: {type(error).__name__}: {error}"))
+        except Exception as error:  # the owner's code: without an answer the daemon would wait for its load for ever
             self._log.exception("nothing to load")
-            self._tell(ev.Failure(self.number, f"nothing to load: {type(error).__name__}: {error}", configuration=True))
+            self._emit(ev.Failure(self.number, f"nothing to load: {type(error).__name__}: {error}", configuration=True))
         else:
-            self._tell(ev.LoadSent(self.number))
+            self._emit(ev.LoadSent(self.number))
 
     def _on_link_frame(self, frame: Frame) -> None:
         match frame.message:
@@ -160,42 +158,42 @@ class Daemon:
             case Loaded() as loaded:
                 self.loaded = loaded
                 problem = self._callbacks.check_loaded(self.name, loaded)
-                self._tell(ev.Failure(self.number, problem) if problem else ev.LoadedReceived(self.number))
+                self._emit(ev.Failure(self.number, problem) if problem else ev.LoadedReceived(self.number))
             case Failed() as failed:
                 self._on_failed(failed)
             case _ if self._ready:
                 self._callbacks.on_frame(self.name, frame)
             case _:
-                pass  # late answers of a daemon that was given up
+                pass  # a late answer of a daemon that was given up
 
     def _on_hello(self, hello: Hello) -> None:
         problems = check_hello(hello, self._expected)
         if problems:
             reason = "; ".join(str(problem) for problem in problems)
-            self._tell(ev.Failure(self.number, reason, configuration=True))
+            self._emit(ev.Failure(self.number, reason, configuration=True))
             return
         self.hello = hello
-        self._tell(ev.HelloReceived(self.number))
+        self._emit(ev.HelloReceived(self.number))
 
     def _on_failed(self, failed: Failed) -> None:
         reason = f"{failed.what} failed at {failed.where}: {failed.reason}; {failed.advice}"
         self._log.error(
             "daemon failed", what=failed.what, where=failed.where, reason=failed.reason, details=failed.details
         )
-        self._tell(ev.Failure(self.number, reason, failed.configuration, exiting=True))
+        self._emit(ev.Failure(self.number, reason, failed.configuration, exiting=True))
 
     def _on_link_closed(self, error: ProtocolError) -> None:
-        self._tell(ev.LinkLost(self.number, str(error)))
+        self._emit(ev.LinkLost(self.number, str(error)))
         self._finish_when_read()
 
     def _on_pulse_frame(self, frame: Frame) -> None:
         match frame.message:
             case Heartbeat() as heartbeat:
                 self.heartbeat = heartbeat
-                self._tell(ev.Beat(self.number, heartbeat.phase))
+                self._emit(ev.Beat(self.number, heartbeat.phase))
                 self._callbacks.on_heartbeat(self.name, heartbeat)
             case Progress() as progress:
-                self._tell(ev.Progressed(self.number))
+                self._emit(ev.Progressed(self.number))
                 self._callbacks.on_progress(self.name, progress)
             case LogLine(level, event, fields):
                 self._on_log_line(level, event, fields)
@@ -211,7 +209,7 @@ class Daemon:
         getattr(self._log, level)(event, **own_fields(fields))
 
     def _on_pulse_closed(self, error: ProtocolError) -> None:
-        """Without a pulse a daemon is of no use; but one that ends closes both, and its link says why."""
+        """Report a lost pulse, but after the link: a daemon that exits closes both, and its link says why."""
         self._finish_when_read()
         closed = ev.LinkLost(self.number, f"pulse: {error}")
-        asyncio.get_running_loop().call_later(LAST_FRAMES_S, self._tell, closed)
+        asyncio.get_running_loop().call_later(LAST_FRAMES_S, self._emit, closed)

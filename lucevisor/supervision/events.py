@@ -1,8 +1,7 @@
-"""What the supervision machine is told and what it answers.
+"""Events and instructions of the supervision machine.
 
-Knows nothing of how either is carried out. Invariant: every event and instruction that concerns a process names the
-child by its number, which is never used twice in one group, so news of a dead child can be told from news of the
-living one.
+Knows nothing of how either is carried out. Invariant: every event and instruction about a process carries its child
+number, which is never reused in a group, so events of a dead child are told from those of the living one.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ _SIGNALS = {4: "SIGILL", 6: "SIGABRT", 7: "SIGBUS", 8: "SIGFPE", 9: "SIGKILL", 1
 
 
 class Timer(StrEnum):
-    """The deadlines a group can wait for; at most one of each runs."""
+    """Deadlines of a group; at most one of each runs."""
 
     HELLO = "hello"
     LOAD = "load"  # no load progress
@@ -39,12 +38,12 @@ class ProcessSignal(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class StartAsked:
-    """An operator or the supervisor wants the group up."""
+    """An operator or the supervisor starts the group."""
 
 
 @dataclass(frozen=True, slots=True)
 class StopAsked:
-    """The group shall end: after at most `drain_s` no more steps, after at most `deadline_s` in all a SIGKILL."""
+    """Stop the group: no more steps after `drain_s`, SIGKILL after `deadline_s` in all."""
 
     deadline_s: float
     drain_s: float = 0.0
@@ -52,7 +51,7 @@ class StopAsked:
 
 @dataclass(frozen=True, slots=True)
 class RestartAsked:
-    """The group shall run in a new process; deadlines of the old one as in StopAsked."""
+    """Replace the process; its deadlines are those of StopAsked."""
 
     deadline_s: float
     drain_s: float = 0.0
@@ -73,7 +72,7 @@ class Spawned:
 
 @dataclass(frozen=True, slots=True)
 class SpawnFailed:
-    """There is no process. `configuration`: another try would fail as well; else the supervisor lacked something."""
+    """There is no process. `configuration`: another try would fail too; otherwise the supervisor lacked something."""
 
     child: int
     reason: str
@@ -92,7 +91,7 @@ class LoadSent:
 
 @dataclass(frozen=True, slots=True)
 class Progressed:
-    """The load moved on."""
+    """The load made progress."""
 
     child: int
 
@@ -112,7 +111,7 @@ class Beat:
 
 @dataclass(frozen=True, slots=True)
 class LinkLost:
-    """The link can carry no more frames: end of file, reset, or bytes that are no frame."""
+    """The link is unusable: end of file, reset, or bytes that are not a frame."""
 
     child: int
     reason: str
@@ -120,7 +119,7 @@ class LinkLost:
 
 @dataclass(frozen=True, slots=True)
 class Overdue:
-    """The child has worked on one thing for longer than it may: "step 17", "a reset"."""
+    """The child has worked on `what` ("step 17", "a reset") for too long."""
 
     child: int
     what: str
@@ -129,9 +128,7 @@ class Overdue:
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """The child cannot go on. `configuration`: a new one could not either. `exiting`: it said that it ends by
-    itself.
-    """
+    """The child cannot go on. `configuration`: a new one could not either. `exiting`: it exits by itself."""
 
     child: int
     reason: str
@@ -141,8 +138,8 @@ class Failure:
 
 @dataclass(frozen=True, slots=True)
 class Exited:
-    """The process is gone and reaped. Both `code` and `signal` None: its status was lost. `hint`: what its
-    stderr or the kernel says of the cause.
+    """The process is reaped. Both `code` and `signal` None: its status was lost. `hint`: the cause, as its stderr or
+    the kernel gives it.
     """
 
     child: int
@@ -151,7 +148,7 @@ class Exited:
     hint: str = ""
 
     def how(self, pid: int) -> str:
-        """Say how process `pid` ended, with the cause when there is a word of it."""
+        """Describe how process `pid` ended, with its cause when known."""
         if self.signal is not None:
             how = f"process {pid} was killed by signal {self.signal}"
             how += f" ({_SIGNALS[self.signal]})" if self.signal in _SIGNALS else ""
@@ -214,7 +211,7 @@ class SendSignal:
 
 @dataclass(frozen=True, slots=True)
 class StartTimer:
-    """Tell `TimerFired(timer)` in `after_s` seconds; replaces a running one of the same name."""
+    """Emit `TimerFired(timer)` in `after_s` seconds; replaces a running timer of that name."""
 
     timer: Timer
     after_s: float
@@ -245,7 +242,7 @@ class AnnounceDraining:
 
 @dataclass(frozen=True, slots=True)
 class AnnounceLost:
-    """A child that was announced ready takes no more steps; its process may still be there."""
+    """A child that was announced ready takes no more steps; its process may still be alive."""
 
     child: int
     reason: str
@@ -253,7 +250,7 @@ class AnnounceLost:
 
 @dataclass(frozen=True, slots=True)
 class Refuse:
-    """What was asked is not done."""
+    """The request is not carried out."""
 
     reason: str
 

@@ -1,9 +1,8 @@
-"""One backend group at work: carries out what the machine decides and tells it what happens.
+"""One backend group: feeds events to the machine and carries out its instructions.
 
-Knows neither placement nor steps: what to load, and what a frame means, is the business of its callbacks. Invariants:
-the machine alone decides; news reach it one at a time, in order, each with the number of the child it is about;
-callbacks are called from the event loop, never from within one another's instructions out of order, and must not
-block.
+Knows neither placement nor steps: its callbacks decide what to load and what a frame means. Invariants: the machine
+takes every decision; events reach it one at a time, in order, each with the number of its child; callbacks run on the
+event loop, in the order of the instructions, and must not block.
 """
 
 from __future__ import annotations
@@ -34,11 +33,11 @@ from lucevisor.supervision.states import State
 
 _log = structlog.get_logger("lucevisor.supervision")
 
-_BEYOND_S = 5.0  # a wait gives up so long after the machine should have ended it
+_BEYOND_S = 5.0  # how long after the deadline of the machine a wait gives up
 
 
 class RefusedError(LucevisorError):
-    """What was asked of a group cannot be done now; the message says why and what to do."""
+    """A request that a group cannot carry out now. The message says why and what to do."""
 
 
 class GroupSupervisor:
@@ -72,46 +71,46 @@ class GroupSupervisor:
         self._clock = awake.AwakeClock()
         self._daemon: Daemon | None = None
         self._timers: dict[ev.Timer, asyncio.TimerHandle] = {}
-        self._news: deque[ev.Event] = deque()
+        self._events: deque[ev.Event] = deque()
         self._pumping = False
         self._refused = ""
         self._waiting: list[tuple[Callable[[State], bool], asyncio.Future[State]]] = []
 
-    # ---- what others may ask
+    # ---- public
 
     @property
     def state(self) -> State:
-        """Where the group stands; `reason` says why."""
+        """The group's state; `reason` says why."""
         return self._machine.state
 
     @property
     def reason(self) -> str:
-        """Why the group is in its state: after a failure, what failed."""
+        """Why the group is in this state: after a failure, what failed."""
         return self._machine.reason
 
     @property
     def quarantined(self) -> bool:
-        """Whether a process that does not end keeps the group's devices."""
+        """Whether a process that SIGKILL does not end still holds the group's devices."""
         return self._machine.quarantined
 
     @property
     def lacking(self) -> bool:
-        """Whether BACKOFF is a wait for descriptors, memory or processes: not a failure of the group."""
+        """Whether BACKOFF waits for descriptors, memory or processes, which is not a failure of the group."""
         return self._machine.lacking
 
     @property
     def pid(self) -> int | None:
-        """The process there is."""
+        """The pid of the present process."""
         return self._machine.pid or None
 
     @property
     def restarts(self) -> int:
-        """How often a new process took the place of an earlier one, since the supervisor started."""
+        """How often a process was replaced since the supervisor started."""
         return self._machine.restarts
 
     @property
     def hello(self) -> Hello | None:
-        """What the present process said of itself."""
+        """The hello of the present process."""
         return self._living.hello if self._living else None
 
     @property
@@ -137,9 +136,7 @@ class GroupSupervisor:
         return self._living.link if self._living and usable else None
 
     async def start(self) -> None:
-        """Want the group up. Returns when the process is spawned; `wait(READY)` waits for the rest. Raises
-        RefusedError.
-        """
+        """Start the group; returns when the process is launched, long before READY. Raises RefusedError."""
         self._ask(ev.StartAsked())
 
     async def stop(self, deadline_s: float = 4.0, drain_s: float = 0.0) -> State:
@@ -156,8 +153,7 @@ class GroupSupervisor:
         return await self.stop(deadline_s=0.0)
 
     async def restart(self, *, now: bool = False, deadline_s: float = 10.0) -> None:
-        """Run the group in a new process, after the work it has unless `now`; clears FAILED and what counts towards
-        it.
+        """Replace the process, after its current work unless `now`. Clears FAILED and the count of failures.
 
         Returns when that is under way; `wait(READY)` waits for the new process. Raises RefusedError when the group is
         being stopped or is in quarantine.
@@ -169,49 +165,47 @@ class GroupSupervisor:
         return await self._until(lambda state: state in states, timeout_s)
 
     def drained(self, child: int) -> None:
-        """The owner has no work left at this child: the answer to `on_draining`. Too late for the child is ignored."""
-        self._tell(ev.Drained(child))
+        """Answer to `on_draining`: the owner has no work left at this child. Ignored when the child is gone."""
+        self._emit(ev.Drained(child))
 
     def overdue(self, what: str, waited_s: float) -> None:
-        """The owner waited too long for `what`: the process is taken for hanging, asked for its stacks, killed and
-        restarted.
-        """
+        """Report that the owner waited too long for `what`: the process is asked for its stacks, killed, restarted."""
         if self._living is not None:
-            self._tell(ev.Overdue(self._living.number, what, waited_s))
+            self._emit(ev.Overdue(self._living.number, what, waited_s))
 
     def distrust(self, reason: str) -> None:
-        """The owner found the daemon wrong: it is ended and restarted, which counts as a failure."""
+        """Report that the daemon broke the protocol: it is restarted, which counts as a failure."""
         if self._living is not None:
-            self._tell(ev.Failure(self._living.number, reason))
+            self._emit(ev.Failure(self._living.number, reason))
 
     # ---- the pump: events in, instructions out
 
     def _ask(self, event: ev.Event) -> None:
-        """Tell what an outsider wants; raises RefusedError when the machine does not take it."""
+        """Emit a request from outside. Raises RefusedError when the machine refuses it."""
         self._refused = ""
-        self._tell(event)
+        self._emit(event)
         if self._refused:
             raise RefusedError(self._refused)
 
-    def _tell(self, event: ev.Event) -> None:
-        """Give the machine one event and carry out what it says; events raised meanwhile wait for their turn.
+    def _emit(self, event: ev.Event) -> None:
+        """Give the machine one event and carry out its instructions; events emitted meanwhile are queued.
 
-        What concerns the process comes before the callbacks, and one that raises ends neither the rest of them nor the
+        Instructions for the process come before callbacks. A callback that raises stops neither the others nor the
         caller, which may be the reader of a link.
         """
-        self._news.append(event)
+        self._events.append(event)
         if self._pumping:
             return
         self._pumping = True
         try:
-            while self._news:
-                instructions = self._machine.handle(self._news.popleft(), self._clock())
+            while self._events:
+                instructions = self._machine.handle(self._events.popleft(), self._clock())
                 for instruction in instructions:
                     self._carry_out(instruction)
                 for instruction in instructions:
                     try:
                         self._announce(instruction)
-                    except Exception as error:  # the owner's code: the others shall hear their news
+                    except Exception as error:  # the owner's code: the other callbacks still run
                         context = {"message": f"group {self.name}: {instruction} was not taken", "exception": error}
                         self._loop.call_exception_handler(context)
         finally:
@@ -246,7 +240,7 @@ class GroupSupervisor:
                 self._callbacks.on_lost(self.name, reason)
             case ev.AnnounceDraining(number):
                 if self._callbacks.on_draining is None:
-                    self._tell(ev.Drained(number))
+                    self._emit(ev.Drained(number))
                 else:
                     self._callbacks.on_draining(self.name, number)
 
@@ -257,24 +251,24 @@ class GroupSupervisor:
 
     @property
     def _present(self) -> Daemon:
-        """The daemon that an instruction is about: the machine gives none without one."""
+        """The daemon that an instruction is about; there always is one."""
         assert self._daemon is not None
         return self._daemon
 
     def _spawn(self, number: int) -> None:
-        daemon = Daemon(number, self._expected, self._callbacks, self._tell)
+        daemon = Daemon(number, self._expected, self._callbacks, self._emit)
         try:
             child = self._launcher.launch(self.config, self._threads, daemon.on_line, daemon.on_ended)
         except SpawnError as error:
-            self._tell(ev.SpawnFailed(number, f"groups.{self.name}: {error.reason}", error.configuration))
+            self._emit(ev.SpawnFailed(number, f"groups.{self.name}: {error.reason}", error.configuration))
             return
         self._daemon = daemon
         daemon.adopt(child)
-        self._tell(ev.Spawned(number, child.pid))
+        self._emit(ev.Spawned(number, child.pid))
 
     def _fire(self, timer: ev.Timer) -> None:
         del self._timers[timer]
-        self._tell(ev.TimerFired(timer))
+        self._emit(ev.TimerFired(timer))
 
     def _cancel(self, timer: ev.Timer) -> None:
         handle = self._timers.pop(timer, None)

@@ -1,9 +1,9 @@
 """The supervision state machine of one backend group: events in, instructions out.
 
 Knows no processes, sockets, clocks or randomness: `now` and random numbers are arguments. Invariants: at most one child
-exists at a time; no instruction names a child that has exited; READY is entered only after hello and loaded of the same
-child; every stop ends in STOPPED once the exit is told, or in FAILED with `quarantined` set when the process does not
-even end on SIGKILL; then no second child is started until the exit of the first is told.
+exists at a time; no instruction names a child that has exited; READY follows only hello and loaded of the same child;
+every stop ends in STOPPED after the exit, or in FAILED with `quarantined` set when SIGKILL does not end the process;
+then no second child is started until the first has exited.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ class InvalidGroupTransition(Exception):
     """A move that the table does not list: a bug in this program. Its message ends with the last events."""
 
 
-class _Then(Enum):
-    """What follows the end of the present child."""
+class _AfterExit(Enum):
+    """What follows the exit of the present child."""
 
     RETRY = auto()
     STOP = auto()
@@ -38,10 +38,10 @@ class _Then(Enum):
 
 
 class _Escalation(Enum):
-    """Where the stop ladder stands."""
+    """How far stopping the child has escalated."""
 
     MESSAGE = auto()  # a shutdown message was sent
-    GRACE = auto()  # nothing is sent: the child ends by itself
+    GRACE = auto()  # nothing is sent: the child exits by itself
     TERM = auto()
     STACKS = auto()  # it hangs: its stacks are being written
     KILL = auto()
@@ -56,7 +56,7 @@ class Machine:
         self.policy = RestartPolicy(limits, rng)
         self.state = State.STOPPED
         self.reason = ""
-        self.failure = ""  # why the last process ended, until a new one is READY or somebody asked for something else
+        self.failure = ""  # why the last process ended; until a new one is READY or an operator intervenes
         self.child: int | None = None
         self.pid = 0
         self.restarts = 0
@@ -66,7 +66,7 @@ class Machine:
         self._spawned = False
         self._load_sent = False
         self._announced = False
-        self._then = _Then.RETRY
+        self._after_exit = _AfterExit.RETRY
         self._fault = ""
         self._configuration = False
         self._level = _Escalation.GRACE
@@ -78,10 +78,10 @@ class Machine:
 
     def handle(self, event: ev.Event, now: float) -> list[ev.Instruction]:
         """Take one event at `now` (seconds of a monotonic clock that stands still while this process is stopped) and
-        return what to do, in order.
+        return the instructions, in order.
 
-        News of a child that is gone, and timers that are not running, are ignored. Raises InvalidGroupTransition on a
-        fault of the machine.
+        Events of a child that is gone, and timers that are not running, are ignored. Raises InvalidGroupTransition on a
+        bug in the machine.
         """
         self._now = now
         self._out = []
@@ -113,11 +113,11 @@ class Machine:
             case ev.Spawned(_, pid):
                 self._on_spawned(pid)
             case ev.HelloReceived() | ev.LoadSent() | ev.LoadedReceived():
-                self._on_start_news(event)
+                self._on_start_event(event)
             case ev.LinkLost(_, reason):
                 if self.state is not State.STOPPING:
                     self._lose(reason, _Escalation.GRACE)
-                    self._fault = ""  # the exit that follows explains it better, unless none follows
+                    self._fault = ""  # the exit that follows, if one does, explains it better
             case ev.Overdue(_, what, waited_s):
                 self._lose(f"{what} gave no result in {waited_s:.1f} s", _Escalation.STACKS)
             case ev.Failure(_, reason, configuration, exiting):
@@ -127,7 +127,7 @@ class Machine:
             case ev.Exited(_, code, _, _):
                 self._on_gone(event.how(self.pid), code == EXIT_CONFIGURATION)
 
-    # ---- asked from outside
+    # ---- requests from outside
 
     def _on_start_asked(self) -> None:
         if self.state is State.STOPPED:
@@ -142,12 +142,12 @@ class Machine:
 
     def _on_stop_asked(self, deadline_s: float, drain_s: float) -> None:
         if self.quarantined:
-            self._then = _Then.STOP
+            self._after_exit = _AfterExit.STOP
         elif self.state in (State.BACKOFF, State.FAILED):
             self._disarm(Timer.BACKOFF)
-            self._go(State.STOPPED, "stop asked")
+            self._transition(State.STOPPED, "stop asked")
         elif self.state is not State.STOPPED:
-            self._then = _Then.STOP
+            self._after_exit = _AfterExit.STOP
             self._end("stop asked", deadline_s, drain_s)
 
     def _on_restart_asked(self, deadline_s: float, drain_s: float) -> None:
@@ -162,7 +162,7 @@ class Machine:
             self._start("restart asked")
         else:
             self._reset()
-            self._then = _Then.START
+            self._after_exit = _AfterExit.START
             self._end("restart asked", deadline_s, drain_s)
 
     def _reset(self) -> None:
@@ -170,50 +170,50 @@ class Machine:
         self.failure = ""
 
     def _stop_runs(self) -> bool:
-        return self._then is _Then.STOP and self.state in (State.DRAINING, State.STOPPING)
+        return self._after_exit is _AfterExit.STOP and self.state in (State.DRAINING, State.STOPPING)
 
     def _end(self, reason: str, deadline_s: float, drain_s: float) -> None:
-        """Start to end the living child, or end it sooner: a later request only ever shortens."""
+        """Begin to stop the child. While it is being stopped, a further request can only shorten the deadline."""
         asked_s = self._now + max(deadline_s, 0.0)
         self._kill_by = asked_s if self._kill_by is None else min(self._kill_by, asked_s)
         drain_s = min(drain_s, deadline_s)
         if self.state is State.STOPPING:
-            self._hurry()
+            self._shorten_deadline()
         elif deadline_s <= 0:
             self._leave(reason, _Escalation.KILL)
         elif self.state in (State.STARTING, State.LOADING):
-            self._leave(reason, _Escalation.TERM)  # it does not read its link while it imports and loads
+            self._leave(reason, _Escalation.TERM)  # it does not read its link while importing and loading
         elif drain_s <= 0:
             self._leave(reason, _Escalation.MESSAGE)
         elif self.state is State.READY:
-            self._go(State.DRAINING, reason)
+            self._transition(State.DRAINING, reason)
             self._arm(Timer.DRAIN, drain_s)
             assert self.child is not None
             self._out.append(ev.AnnounceDraining(self.child))
         elif self._timers.due_after(Timer.DRAIN, self._now + drain_s):
             self._arm(Timer.DRAIN, drain_s)
 
-    def _hurry(self) -> None:
-        """Apply a shortened deadline to the ladder as it stands."""
+    def _shorten_deadline(self) -> None:
+        """Apply a shorter deadline to the present level."""
         left_s = self._left_s() / (2 if self._level is _Escalation.MESSAGE else 1)
         if self._level is _Escalation.KILL:
             return
         if left_s <= 0:
             self._escalate(_Escalation.KILL)
-        elif self._timers.due_after(Timer.ESCALATION, self._now + left_s):  # none runs without a process
+        elif self._timers.due_after(Timer.ESCALATION, self._now + left_s):  # no timer runs without a process
             self._arm(Timer.ESCALATION, left_s)
 
-    # ---- news of the child
+    # ---- events of the child
 
     def _start(self, reason: str) -> None:
         self._n_children += 1
         self.child = self._n_children
         self._spawned = self._load_sent = self._announced = self._configuration = False
-        self._then = _Then.RETRY
+        self._after_exit = _AfterExit.RETRY
         self._fault = ""
         self.lacking = False
         self._kill_by = None
-        self._go(State.STARTING, reason)
+        self._transition(State.STARTING, reason)
         self._out.append(ev.Spawn(self.child))
 
     def _on_spawned(self, pid: int) -> None:
@@ -222,16 +222,16 @@ class Machine:
         if self.state is State.STARTING:
             self._arm(Timer.HELLO, self.limits.hello_s)
         else:
-            self._escalate(self._level)  # a stop came before the process did
+            self._escalate(self._level)  # a stop was asked for before the process was there
 
-    def _on_start_news(self, event: ev.HelloReceived | ev.LoadSent | ev.LoadedReceived) -> None:
+    def _on_start_event(self, event: ev.HelloReceived | ev.LoadSent | ev.LoadedReceived) -> None:
         if self.state is State.STOPPING:
             return
         match event:
             case ev.HelloReceived(child) if self.state is State.STARTING and self._spawned:
                 self._disarm(Timer.HELLO)
-                self._go(State.LOADING, "hello")
-                self._arm_pulse("start")  # no more: what to load may depend on groups that are not up yet
+                self._transition(State.LOADING, "hello")
+                self._arm_pulse("start")  # only this: the load may wait for groups that are not up yet
                 self._out.append(ev.SendLoad(child))
             case ev.LoadSent() if self.state is State.LOADING:
                 self._load_sent = True
@@ -239,7 +239,7 @@ class Machine:
             case ev.LoadedReceived(child) if self.state is State.LOADING and self._load_sent:
                 self._disarm(Timer.LOAD)
                 self.failure = ""
-                self._go(State.READY, "loaded")
+                self._transition(State.READY, "loaded")
                 self._arm_pulse("load")
                 self.policy.became_ready(self._now)
                 self._announced = True
@@ -249,14 +249,14 @@ class Machine:
                 self._lose(f"it said {what} out of turn, while {self.state}", _Escalation.TERM)
 
     def _lose(self, reason: str, level: _Escalation, configuration: bool = False) -> None:
-        """The child is of no use any more: end it from `level` on."""
+        """Give the child up and stop it, beginning at `level`."""
         if self.state in (State.STARTING, *_WATCHED):
             self._fault = reason
             self._configuration = configuration
             self._leave(reason, level)
 
     def _on_gone(self, how: str, configuration: bool, *, lack: bool = False) -> None:
-        """There is no process (any more). `lack`: the supervisor could not make one, which is not the group's fault."""
+        """There is no process. `lack`: the supervisor could not start one, which is not the group's fault."""
         reason = self._fault or how
         configuration = configuration or self._configuration
         self._disarm(*Timer)
@@ -265,12 +265,12 @@ class Machine:
         self.pid = 0
         self._spawned = False
         was_quarantined, self.quarantined = self.quarantined, False
-        if self._then is _Then.STOP:
-            self._go(State.STOPPED, "stop asked")
+        if self._after_exit is _AfterExit.STOP:
+            self._transition(State.STOPPED, "stop asked")
         elif was_quarantined:
             self.reason = f"{how}, long after SIGKILL; `lucevisor restart {self.name}` tries again"
             self._out.append(ev.Publish(self.state, self.reason))
-        elif self._then is _Then.START:
+        elif self._after_exit is _AfterExit.START:
             self.restarts += 1
             self._start("restart asked")
         else:
@@ -279,17 +279,17 @@ class Machine:
     def _retry(self, reason: str, configuration: bool, lack: bool) -> None:
         self.failure = reason
         if configuration:
-            self._go(State.FAILED, reason)
+            self._transition(State.FAILED, reason)
         elif (delay_s := self.limits.lack_pause_s if lack else self.policy.delay_s(self._now)) is None:
-            self._go(
+            self._transition(
                 State.FAILED, f"{reason}; restart limit {self.limits.n_restarts}/{self.limits.window_s:g}s reached"
             )
         else:
             self.lacking = lack
-            self._go(State.BACKOFF, reason)
+            self._transition(State.BACKOFF, reason)
             self._arm(Timer.BACKOFF, delay_s)
 
-    # ---- timers and the stop ladder
+    # ---- timers and escalation
 
     def _on_timer(self, timer: Timer) -> None:
         over = self._timers.fired(timer, self._now)
@@ -328,23 +328,21 @@ class Machine:
             self._escalate(_Escalation.KILL)
         else:
             self.quarantined = True
-            self._go(
+            self._transition(
                 State.FAILED,
                 f"process {self.pid} does not end on SIGKILL (uninterruptible sleep in a driver?); its devices are in "
                 "quarantine and no second daemon is started on them; see dmesg, a reboot may be needed",
             )
 
     def _leave(self, reason: str, level: _Escalation) -> None:
-        """Enter STOPPING with a child that may still live."""
+        """Enter STOPPING with a child that may still be alive."""
         self._disarm(Timer.HELLO, Timer.LOAD, Timer.PULSE, Timer.DRAIN)
         self._announce_lost(reason)
-        self._go(State.STOPPING, reason)
+        self._transition(State.STOPPING, reason)
         self._escalate(level)
 
     def _escalate(self, level: _Escalation) -> None:
-        """Stand on `level`: send what belongs to it and wait for as long as it allows. Without a process yet, only
-        remember it.
-        """
+        """Enter `level`: send its signal or message and start its timer. Without a process yet, only remember it."""
         self._level = level
         if not self._spawned or self.child is None:
             return
@@ -369,9 +367,9 @@ class Machine:
 
     # ---- bookkeeping
 
-    def _go(self, state: State, reason: str) -> None:
+    def _transition(self, state: State, reason: str) -> None:
         if state in (State.STARTING, State.LOADING) and self.failure:
-            reason = f"restarting after: {self.failure}"  # who asks now wants to know that
+            reason = f"restarting after: {self.failure}"  # still the answer to why the group is not READY
         if state not in TRANSITIONS[self.state]:
             events = "\n  ".join(self._log)
             raise InvalidGroupTransition(

@@ -424,7 +424,7 @@ def test_messages_out_of_turn_end_the_daemon():
 def test_an_invalid_transition_lists_the_last_events():
     told = Told().to(State.READY)
     with pytest.raises(InvalidGroupTransition) as caught:
-        told.machine._go(State.LOADING, "a fault of the program")
+        told.machine._transition(State.LOADING, "a fault of the program")
     assert "no move from ready to loading" in str(caught.value)
     assert "HelloReceived(child=1)" in str(caught.value)
 
