@@ -1,4 +1,4 @@
-"""Which families this daemon runs: architecture name -> the class that builds its blocks.  One file a family."""
+"""Model families: architecture name to the class that builds its blocks.  One file per family."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Building blocks of decoder layers, shared by all families.
 
-A block is a callable ``(x [T, E], batch) -> [T, E]``; its weights and its layer's pools are bound when it is built, and
-it knows no sequence, no step and no family name.  Families combine blocks in ``Family.layer``.
+A block is a callable ``(x [T, E], batch) -> [T, E]`` with its weights and its layer's pools bound at construction; it
+knows no sequence, step or family name.  Families combine blocks in ``Family.layer``.
 """
 
 from __future__ import annotations
@@ -38,9 +38,7 @@ class Family(Protocol):
         """Token ids to boundary rows [T, boundary width]."""
 
     def from_boundary(self, rows: Tensor, batch: Batch) -> Tensor:
-        """Boundary rows to the residual stream [T, E]; what else they carry is noted in ``batch`` for the shard's
-        layers.
-        """
+        """Boundary rows to the residual stream [T, E]; anything else they carry goes into ``batch`` for the layers."""
         return rows
 
     def to_boundary(self, h: Tensor, batch: Batch) -> Tensor:
@@ -80,18 +78,18 @@ class Embedding:
 
 
 class Output:
-    """Final norm and output matrix; logits float32, squashed to ``cap * tanh(x / cap)`` when a cap is given."""
+    """Final norm and output matrix (lm_head); float32 logits, with ``softcap`` as ``cap * tanh(x / cap)``."""
 
-    def __init__(self, norm: Norm, head: Linear, softcap: float = 0.0) -> None:
-        self.norm, self.head, self.softcap = norm, head, softcap
+    def __init__(self, norm: Norm, lm_head: Linear, softcap: float = 0.0) -> None:
+        self.norm, self.lm_head, self.softcap = norm, lm_head, softcap
 
     def __call__(self, h: Tensor) -> Tensor:
-        logits = self.head(self.norm(h)).float()
+        logits = self.lm_head(self.norm(h)).float()
         return logits if self.softcap == 0.0 else torch.tanh(logits / self.softcap) * self.softcap
 
 
 class GatedMlp:
-    """``down(act(gate x) * (up x))``; gate and up are one product."""
+    """``down(act(gate x) * (up x))``; gate and up are one matrix."""
 
     def __init__(self, gate_up: Linear, down: Linear, operations: Operations, activation: str = "silu") -> None:
         self.gate_up, self.down, self.operations, self.activation = gate_up, down, operations, activation
@@ -105,11 +103,11 @@ class GatedMlp:
 
 @dataclass(frozen=True)
 class AttentionShape:
-    """H query heads, K kv heads of D.  K 0: the layer makes no keys and values, it reads those of another.
+    """H query heads and K kv heads of dim D.  K 0: the layer reads the keys and values of another one.
 
     ``gate`` columns follow q and k in the input product: H D for a gate per element, H for one per head, 0 for none;
-    ``softplus``: instead of the sigmoid.  ``key_values``: values are the keys before norm and rotation.  ``window`` 0:
-    all positions.
+    ``softplus`` replaces the sigmoid.  ``key_values``: values are the keys before norm and rotation.  ``window`` 0: all
+    positions.
     """
 
     n_heads: int
@@ -127,8 +125,8 @@ class AttentionShape:
 class Attention:
     """Causal attention over paged keys and values.
 
-    ``inputs`` gives columns q (H D), k (K D), gate, v (K D; none when values are keys).  ``positions`` has a norm
-    weight per head [H + K, D]: q and k are normed, rotated and cast together.  ``value_norm`` acts on each head of v.
+    ``inputs`` makes columns q (H D), k (K D), gate, v (K D; none if values are keys).  ``positions`` has a norm weight
+    per head [H + K, D], so q and k are normed, rotated and cast together.  ``value_norm`` acts on each head of v.
     """
 
     def __init__(
@@ -175,7 +173,7 @@ class Attention:
 
 
 class QkNormRope:
-    """Norm and rotary positions of queries and keys [T, H + K, D]; arithmetic in float32."""
+    """Per-head norm and rotary positions of queries and keys [T, H + K, D], in float32."""
 
     def __init__(self, norm: Norm, rope: Rope, operations: Operations) -> None:
         self.norm, self.rope, self.operations = norm, rope, operations
@@ -189,7 +187,7 @@ class QkNormRope:
 
 @dataclass(frozen=True)
 class GatedDeltaNetShape:
-    """Key heads, value heads (value head j reads key head j mod n_key), head dims of both."""
+    """Key heads, value heads (value head j reads key head j mod n_key), and the head dim of both."""
 
     n_key: int
     n_value: int
@@ -202,20 +200,20 @@ class GatedDeltaNetShape:
 
 @dataclass(frozen=True)
 class GatedDeltaNetWeights:
-    """``inputs``: columns q, k, v (the convolution's channels), z, alpha, beta.  ``taps`` [Kc, C]; ``decay`` (as
+    """``inputs``: columns q, k, v (the convolution's channels), z, alpha, beta.  ``conv_weight`` [Kc, C]; ``decay`` (as
     stored: -exp A) and ``dt`` [N]; all but the matrices float32.
     """
 
     inputs: Linear
     output: Linear
-    taps: Tensor
+    conv_weight: Tensor
     decay: Tensor
     dt: Tensor
     norm: Norm
 
 
 class GatedDeltaNet:
-    """Gated delta net: short convolution, gated delta rule, gated norm.  State and arithmetic are float32."""
+    """Gated delta net: short convolution, gated delta rule, gated norm.  State and arithmetic in float32."""
 
     def __init__(
         self,
@@ -227,13 +225,15 @@ class GatedDeltaNet:
     ) -> None:
         self.shape, self.w, self.convolution, self.states = shape, weights, convolution, states
         w = weights
-        self.mix = operations.mix(MixWeights(shape.n_key, shape.n_value, shape.dim, w.taps, w.decay, w.dt, w.norm))
+        self.mix = operations.mix(
+            MixWeights(shape.n_key, shape.n_value, shape.dim, w.conv_weight, w.decay, w.dt, w.norm)
+        )
         s = shape
         self.columns = [s.channels, s.n_value * s.dim, s.n_value, s.n_value]
         self.channels = [2 * s.n_key * s.dim, s.n_value * s.dim]
-        # rms norm times this is the l2 norm; queries also carry the rule's 1/sqrt(Dk)
+        # the rms norm times this is the l2 norm; queries also take the rule's 1/sqrt(Dk)
         l2 = l2_scale(s.dim)
-        scale = torch.tensor([[l2 * l2], [l2]], dtype=torch.float32, device=weights.taps.device)
+        scale = torch.tensor([[l2 * l2], [l2]], dtype=torch.float32, device=weights.conv_weight.device)
         self.qk_norm = RmsNorm(scale.repeat_interleave(s.n_key, dim=0), s.dim, 1e-6 / s.dim)
 
     def __call__(self, x: Tensor, batch: Batch) -> Tensor:
@@ -241,7 +241,7 @@ class GatedDeltaNet:
         return self.w.output(o.reshape(batch.n_rows, -1).to(x.dtype))
 
     def _mix(self, group: Group, y: Tensor) -> Tensor:
-        """Input columns [B, n, C + ...] to gated outputs [B, n, N, Dv], float32; moves the group's states on."""
+        """Input columns [B, n, C + ...] to gated outputs [B, n, N, Dv], float32; advances the group's states."""
         s, b, n = self.shape, group.n_slices, group.n_tokens
         if self.mix is not None and (self.mix.longest is None or n <= self.mix.longest):
             found = self.mix(y.flatten(0, 1), self.convolution, self.states, group.states, group.offset)
@@ -249,7 +249,7 @@ class GatedDeltaNet:
         if y.dtype != torch.float32:
             y = y.float()
         mixed, z, alpha, beta = y.split_with_sizes(self.columns, dim=-1)
-        mixed, window = convolve(mixed, group.load_state(self.convolution), self.w.taps)
+        mixed, window = convolve(mixed, group.load_state(self.convolution), self.w.conv_weight)
         group.store_state(self.convolution, window[:, n:])
         qk, v = F.silu(mixed).split_with_sizes(self.channels, dim=-1)
         qk = self.qk_norm.float32(qk.view(b, n, 2 * s.n_key, s.dim)).view(b, n, 2, s.n_key, s.dim)

@@ -1,6 +1,5 @@
-"""Family ``gemma4``: sliding and full attention with heads of different sizes, norms on both sides of each part,
-optionally per-layer embeddings, layers that read the keys and values of an earlier one, and routed experts.  Maths:
-docs/families.md.
+"""Family ``gemma4``: sliding and full attention with different head sizes, norms before and after each block, and
+optionally per-layer embeddings, shared keys and values, and routed experts.  Maths: docs/families.md.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ from lucevisor.model.spec import ModelSpec
 
 @dataclass(frozen=True)
 class NormedBlock:
-    """``post(block(pre(h)))``; without ``post`` the block's own result."""
+    """``post(block(pre(h)))``; ``post`` is optional."""
 
     pre: Norm
     block: Block
@@ -42,7 +41,7 @@ class NormedBlock:
 
 @dataclass(frozen=True)
 class RoutedBlock:
-    """Routed experts beside the dense part.  The router reads the residual stream through a norm of its own."""
+    """Routed experts in parallel to the dense MLP.  The router has a norm of its own."""
 
     router_norm: Norm
     route: Route
@@ -70,9 +69,7 @@ class InputBlock:
 
 @dataclass(frozen=True)
 class Gemma4Block:
-    """One layer.  ``parallel`` adds to ``mlp`` before their common norm ``post``; ``scale`` [] multiplies the whole
-    stream.
-    """
+    """One layer.  ``parallel`` adds to ``mlp`` before their norm ``post``; ``scale`` [] scales the stream."""
 
     attention: Block
     mlp: Block
@@ -109,9 +106,7 @@ class LayerInputs:
 
 
 class Gemma4Family(Family):
-    """Builds the blocks of one shard.  With per-layer embeddings a boundary carries the scaled embedding row behind
-    h.
-    """
+    """Builds the blocks of one shard.  With per-layer embeddings a boundary row is h, then the scaled embedding."""
 
     def __init__(self, spec: ModelSpec, weights: WeightLoader, pools: Pools) -> None:
         assert isinstance(spec.params, Gemma4Params)

@@ -1,5 +1,5 @@
-"""Family ``laguna``: full and sliding attention with gated heads, a dense layer or more, then routed experts beside a
-shared one. Maths: docs/families.md.
+"""Family ``laguna``: full and sliding attention with gated heads; dense layers first, then routed experts and a shared
+one.  Maths: docs/families.md.
 """
 
 from __future__ import annotations

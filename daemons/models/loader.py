@@ -1,9 +1,9 @@
-"""Weights of one shard: from the files onto a device, in the layouts that ``lucevisor.model.weight_layout`` lists.
+"""Load the weights of one shard from its files to its device, in the layouts of ``lucevisor.model.weight_layout``.
 
-Reads with pread into a small staging buffer and converts chunk by chunk, so the host never holds more than a chunk
-beside what stays; the page cache keeps the file for the next start.  Knows tensor names only as keys.
-Invariant: when a shard is built, ``n_bytes`` equals the planner's ``weight_bytes``, less what rows were planned to be
-filled up with where the device has no kernels.
+Reads with pread into a small staging buffer and converts batch by batch, so the host holds one batch at a time; the
+page cache keeps the file for the next start.  Tensor names are only keys here.
+Invariant: when a shard is built, ``n_bytes`` equals the planner's ``weight_bytes``, minus row padding where the device
+has no kernels.
 """
 
 from __future__ import annotations
@@ -29,18 +29,18 @@ from lucevisor.model.gguf_files import GgufFiles
 from lucevisor.model.quant_types import DENSE, INT4_GROUP, NATIVE, GgmlType, WeightFormat, format_bytes
 from lucevisor.model.weight_layout import QUANTISED_FORMATS, TensorLayout, TensorRole
 
-CHUNK_BYTES = 8 << 20
-"""Bytes of one read and conversion: small enough for a cpu's caches; an accelerator gets four times as much a copy."""
+BATCH_BYTES = 8 << 20
+"""Bytes read and converted at a time, to fit a cpu's caches; accelerators take four times as much per copy."""
 PACK_ROWS = 64
-"""torch packs int4 in blocks of up to 64 rows, each for itself: chunks of whole blocks can be packed one by one."""
+"""torch packs int4 in independent blocks of up to 64 rows, so batches of whole blocks can be packed one by one."""
 ADVICE = "give this device fewer layers (target_layer_split), a smaller quant, or fewer pages"
 
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """Rows of a matrix in a wanted order: half-open ranges, joined.  None: all rows as they are.
+    """Rows of a matrix as concatenated half-open ranges.  None: all rows in order.
 
-    ``columns``: the range of columns that is kept.  None: all.
+    ``columns``: the range of columns to keep.  None: all.
     """
 
     name: str
@@ -50,7 +50,7 @@ class Rows:
 
 @dataclass(slots=True)
 class WeightLoader:
-    """Makes the callables and vectors of one shard.  Close it when the shard is built."""
+    """Builds the callables and vectors of one shard.  Close it when the shard is built."""
 
     files: GgufFiles
     layouts: Sequence[TensorLayout]
@@ -77,19 +77,19 @@ class WeightLoader:
     def close(self) -> None:
         self.staging.close()
 
-    # ---- what blocks ask for
+    # ---- the interface of blocks
 
     def exact(self, name: str) -> Tensor:
-        """A vector, or a small matrix whose arithmetic is float32, in its own shape."""
+        """A vector, or a small matrix that is always used in float32, in its own shape."""
         layout = self._layouts[name, TensorRole.EXACT]
         return self._dense([Rows(name)], torch.float32).view(layout.shape)
 
     def linear(self, *wanted: str | Rows) -> Linear:
-        """The product with these matrices below each other; neighbours of one form become one matrix.
+        """The product with these matrices, stacked; neighbours of one format become one matrix.
 
-        A name stands for the whole tensor, or for the part of it that is the shard's.
+        A name means the whole tensor, or the shard's part of it.
         """
-        rows = [_own(self._layouts[w, TensorRole.MATRIX]) if isinstance(w, str) else w for w in wanted]
+        rows = [_shard_part(self._layouts[w, TensorRole.MATRIX]) if isinstance(w, str) else w for w in wanted]
         groups: list[list[Rows]] = []
         for r in rows:
             if groups and self._mergeable(groups[-1][-1], r):
@@ -100,7 +100,7 @@ class WeightLoader:
         return parts[0] if len(parts) == 1 else Joined(parts)
 
     def experts(self, *names: str) -> ExpertMatrices:
-        """Matrices of experts, tensors ``[X, N, K]``; each expert's rows of all ``names`` below each other."""
+        """Matrices of experts, tensors ``[X, N, K]``; each expert's rows of all ``names`` are stacked."""
         layouts = [self._layout(Rows(name)) for name in names]
         if not all(self._mergeable(Rows(names[0]), Rows(name)) for name in names[1:]):
             return JoinedExperts([self.experts(name) for name in names])
@@ -124,17 +124,17 @@ class WeightLoader:
         return self.selector.expert_dense(kinds, weight.view(n_experts, -1, n_columns))
 
     def table(self, name: str) -> Table:
-        """Rows by id.  Where it is the output matrix too, both share one tensor if the layouts say so."""
+        """A lookup table.  If it is the output matrix too, both share one tensor where the layouts say so."""
         lookup = self._layouts.get((name, TensorRole.LOOKUP))
         shared = lookup is None
         layout = self._layouts[name, TensorRole.MATRIX] if lookup is None else lookup
         weight: Tensor | PackedWeights
         if shared and self.selector.repacks(layout.format):
-            weight = self._packed([_own(layout)])
+            weight = self._packed([_shard_part(layout)])
         elif layout.format in QUANTISED_FORMATS:
-            weight = self._raw([_own(layout)])
+            weight = self._raw([_shard_part(layout)])
         else:
-            weight = self._dense([_own(layout)], self._dtype_of(layout))
+            weight = self._dense([_shard_part(layout)], self._dtype_of(layout))
         if shared:
             self._shared[name] = (layout.kind, weight)
         return self.selector.table(layout.kind, weight, layout.shape[-1])
@@ -189,7 +189,7 @@ class WeightLoader:
         self.n_bytes += out.nbytes
         to = out.tensors()
         for at, parts in self._batches(chunks, 1, expanded=False):
-            # as one: with many small experts in a chunk, launches would take longer than the work
+            # in one launch: with many small experts in a batch, launches would take longer than the work
             raw = torch.cat([rows for _, rows in parts])
             for target, tensor in zip(to, repack(kind, raw).tensors(), strict=True):
                 target[at : at + raw.shape[0]] = tensor
@@ -246,10 +246,10 @@ class WeightLoader:
         tensor = chunk.tensor
         try:
             found = dequantise(tensor.kind, raw, dtype)
-            return found if found.shape[1] == chunk.width else found.narrow(1, _ahead(chunk), chunk.width)
+            return found if found.shape[1] == chunk.width else found.narrow(1, _leading(chunk), chunk.width)
         except (NotImplementedError, KeyError, ValueError) as error:
             where = f"{self.files.paths[tensor.part]}: tensor {tensor.name!r}"
-            reason = f"nobody here can read its type {tensor.kind.name} ({error})"
+            reason = f"its type {tensor.kind.name} is not supported ({error})"
             raise LoadError(where, reason, "use a file with another quant type", configuration=True) from error
 
     def _tensor_chunks(self, rows: list[Rows]) -> list[TensorChunk]:
@@ -275,10 +275,10 @@ class WeightLoader:
     def _batches(
         self, chunks: list[TensorChunk], align: int, *, expanded: bool = True
     ) -> Iterator[tuple[int, list[tuple[TensorChunk, Tensor]]]]:
-        """The chunks in chunks of about CHUNK_BYTES (as float32 if ``expanded``), whole multiples of ``align`` rows."""
+        """The rows in batches of about BATCH_BYTES (as float32 if ``expanded``), in multiples of ``align`` rows."""
         row_bytes = max(p.tensor.n_bytes // row_count(p.tensor) for p in chunks)
         widest = max(row_bytes, chunks[0].width * 4) if expanded else row_bytes
-        budget = CHUNK_BYTES * (4 if self.staging.accelerated else 1)
+        budget = BATCH_BYTES * (4 if self.staging.accelerated else 1)
         size = max(align, budget // widest // align * align)
         borders = [*range(0, _total(chunks), size), _total(chunks)]
         for start, stop in pairwise(borders):
@@ -291,8 +291,8 @@ def _total(chunks: list[TensorChunk]) -> int:
     return sum(p.stop - p.start for p in chunks)
 
 
-def _own(layout: TensorLayout) -> Rows:
-    """What a shard takes of a tensor."""
+def _shard_part(layout: TensorLayout) -> Rows:
+    """The shard's rows or columns of a tensor."""
     part = layout.part
     if part is None:
         return Rows(layout.name)
@@ -301,18 +301,18 @@ def _own(layout: TensorLayout) -> Rows:
 
 
 def _narrow(chunk: TensorChunk, raw: Tensor) -> Tensor:
-    """The blocks of whole rows that hold the chunk's columns."""
+    """The quant blocks that hold the chunk's columns."""
     start, stop = chunk.byte_columns
     return raw if stop - start == raw.shape[1] else raw[:, start:stop].contiguous()
 
 
-def _ahead(chunk: TensorChunk) -> int:
-    """Numbers of the first block that lie before the chunk's columns."""
+def _leading(chunk: TensorChunk) -> int:
+    """Numbers of the first block that precede the chunk's columns."""
     return chunk.columns[0] % chunk.tensor.kind.block_elements
 
 
 def _split_rows(chunks: list[TensorChunk], start: int, stop: int) -> Iterator[TensorChunk]:
-    """What rows start .. stop of the joined chunks are made of."""
+    """The chunks that rows start .. stop of the concatenation consist of."""
     at = 0
     for p in chunks:
         n = p.stop - p.start

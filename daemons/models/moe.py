@@ -1,4 +1,4 @@
-"""Feed-forward blocks with routed experts.  Knows no family: which norms stand around them is the family's."""
+"""Mixture-of-experts MLP blocks.  Knows no family: the norms around them are the family's."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from lucevisor.model.experts import Experts
 
 
 class MoeMlp:
-    """The routed experts of the rows, plus a shared part that every row goes through, as far as the router opens it."""
+    """Routed experts, plus a shared expert for every row, weighted by the router's shared gate if it has one."""
 
     def __init__(self, route: Route, routed: ExpertMlp, shared: GatedMlp | None) -> None:
         self.route, self.routed, self.shared = route, routed, shared
@@ -26,9 +26,7 @@ class MoeMlp:
 def build_router(
     w: WeightLoader, prefix: str, x: Experts, *, bias: str = "", expert_scale: str = "", shared_gate: str = ""
 ) -> Route:
-    """The router of the layer ``prefix`` ("blk.3."); ``bias``, ``expert_scale`` and ``shared_gate`` name further
-    tensors of it.
-    """
+    """The router of the layer ``prefix`` ("blk.3."); ``bias``, ``expert_scale`` and ``shared_gate`` name tensors."""
     weight = w.exact(prefix + "ffn_gate_inp.weight")
     if shared_gate:
         weight = torch.cat((weight, w.exact(prefix + shared_gate).view(1, -1)))

@@ -31,7 +31,7 @@ from lucevisor.model.spec import ModelSpec
 
 
 class Qwen35Family(Family):
-    """Builds the blocks of one shard.  A family with another feed-forward part overrides :meth:`mlp`."""
+    """Builds the blocks of one shard.  A family with another MLP overrides :meth:`mlp`."""
 
     def __init__(self, spec: ModelSpec, weights: WeightLoader, pools: Pools) -> None:
         assert isinstance(spec.params, Qwen35Params)
@@ -66,7 +66,7 @@ class Qwen35Family(Family):
     def attention(self, index: int) -> Block:
         p, b = self.p, f"blk.{index}."
         d = p.head_dim
-        # rows of attn_q come head by head, query then gate: take all queries first, so that q and k lie side by side
+        # rows of attn_q alternate per head, query then gate: take all queries first, so that q and k are adjacent
         q = Rows(b + "attn_q.weight", tuple((2 * h * d, 2 * h * d + d) for h in range(p.n_heads)))
         gate = Rows(b + "attn_q.weight", tuple((2 * h * d + d, 2 * h * d + 2 * d) for h in range(p.n_heads)))
         inputs = self.w.linear(q, b + "attn_k.weight", gate, b + "attn_v.weight")
@@ -84,7 +84,7 @@ class Qwen35Family(Family):
                 b + "attn_qkv.weight", b + "attn_gate.weight", b + "ssm_alpha.weight", b + "ssm_beta.weight"
             ),
             output=self.w.linear(b + "ssm_out.weight"),
-            taps=self.w.exact(b + "ssm_conv1d.weight").t().contiguous(),
+            conv_weight=self.w.exact(b + "ssm_conv1d.weight").t().contiguous(),
             decay=self.w.exact(b + "ssm_a"),
             dt=self.w.exact(b + "ssm_dt.bias"),
             norm=self.norm(b + "ssm_norm.weight"),

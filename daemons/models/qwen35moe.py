@@ -1,6 +1,4 @@
-"""Family ``qwen35moe``: ``qwen35`` with routed experts and a gated shared one behind each mixer.  Maths:
-docs/families.md.
-"""
+"""Family ``qwen35moe``: ``qwen35`` with routed experts and a gated shared one.  Maths: docs/families.md."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""The blocks of one shard: its layer range on its device, with the head or the tail where the pipeline begins or ends.
+"""The blocks of one shard: its layers on its device, with the embedding or the output matrix at the pipeline's ends.
 
-Knows no links and no sequences; invariant: the residual stream has the compute dtype throughout, so a boundary inside
+Knows no links and no sequences.  Invariant: the residual stream has the compute dtype throughout, so a boundary inside
 or between shards changes no number.
 """
 
@@ -29,7 +29,7 @@ from lucevisor.protocol.loading import DeviceUse, PoolSizes, ShardPlan
 
 @dataclass(frozen=True, slots=True)
 class ShardConfig:
-    """What to build: one shard of ``spec``; ``first`` adds the head's tensors, ``last`` the tail's."""
+    """What to build: one shard of ``spec``, with the embedding or the output matrix where set."""
 
     spec: ModelSpec
     plan: ShardPlan
@@ -42,7 +42,7 @@ class ShardConfig:
 
 
 class ShardModel:
-    """A built shard.  ``head`` is None behind the first shard of the pipeline, ``tail`` before the last."""
+    """A built shard.  ``embedding`` is None except at the start of the pipeline, ``output`` except at its end."""
 
     def __init__(self, config: ShardConfig, selector: KernelSelector, report: Callable[[int, int], None]) -> None:
         spec, layers = config.spec, config.plan.layers
@@ -63,7 +63,7 @@ class ShardModel:
         self.weight_bytes = weights.n_bytes
         n_routed = max((spec.layers[i].n_routed for i in range(layers.start, layers.stop)), default=0)
         self.max_async_tokens = selector.few_pairs // max(1, n_routed)
-        """Tokens of a step up to which nothing waits for the device to learn which experts were chosen."""
+        """Tokens of a step up to which routing never synchronises with the host."""
         self.warnings = selector.warnings + [
             f"{name} tensors are not kept as stored: {stored} bytes in the file take {taken} bytes on {self.device}"
             for name, (stored, taken) in sorted(weights.converted.items())
@@ -73,9 +73,9 @@ class ShardModel:
             self.warnings.append(f"{what} cannot be page-locked: prefix slots are slower to use on {self.device}")
 
     def run(self, rows: Tensor | None, batch: Batch, hidden: list[Tensor] | None = None) -> Tensor:
-        """Boundary rows [T, boundary width] through the layers; at the tail the residual stream [T, E] comes out.
+        """Boundary rows [T, boundary width] through the layers to boundary rows, or with an output to rows [T, E].
 
-        ``hidden`` collects the residual stream at every layer's end (and behind the embedding) when given.
+        ``hidden``, when given, collects the residual stream after the embedding and after every layer.
         """
         if self.embedding is not None:
             rows = self.embedding(batch)
@@ -101,7 +101,7 @@ class ShardModel:
 
 
 def check(config: ShardConfig) -> None:
-    """Raise LoadError for a plan that cannot be right for this model, before memory is touched."""
+    """Raise LoadError for a plan that does not fit this model, before any memory is allocated."""
     spec, layers = config.spec, config.plan.layers
     where = f"stage shard {layers} on device {config.plan.device}"
     if spec.architecture not in FAMILIES:
@@ -118,8 +118,8 @@ def check(config: ShardConfig) -> None:
         )
     for layer in spec.layers[layers.start : layers.stop]:
         if layer.shares_with is not None and layer.shares_with not in layers:
-            reason = f"layer {layer.index} reads pages of layer {layer.shares_with}, which is elsewhere"
-            raise LoadError(where, reason, "move the boundary to a legal place", configuration=True)
+            reason = f"layer {layer.index} reads pages of layer {layer.shares_with}, which is on another shard"
+            raise LoadError(where, reason, "move the layer split", configuration=True)
     _files(spec)
 
 
@@ -132,5 +132,5 @@ def _files(spec: ModelSpec) -> GgufFiles:
 
 
 def stream_dtype(h: Tensor, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Rows of a boundary on the device of the next shard, in the compute dtype."""
+    """Boundary rows on the next shard's device, in the compute dtype."""
     return h.to(device=device, dtype=dtype, non_blocking=True)

@@ -1,7 +1,7 @@
 """One stage: the consecutive shards of a backend group, loaded once, then run step by step.
 
-The face of the tensor code towards the runtime: it takes messages and gives tensors.  Knows neither links nor
-arenas.  Invariant: steps run in the order given; nothing on the way of a step waits for a device.
+The interface of the tensor code to the runner: messages in, tensors out.  Knows neither links nor arenas.  Invariants:
+steps run in the order given; no step synchronises with a device.
 """
 
 from __future__ import annotations
@@ -29,10 +29,9 @@ from lucevisor.protocol.steps import Operation, Step
 
 @dataclass(slots=True)
 class StageOutput:
-    """``rows`` [T, boundary_width], at the tail [T, E], in the load's dtype on the last shard's device.
+    """``rows`` [T, boundary_width], at the output stage [T, E], in the load's dtype on the last shard's device.
 
-    ``hidden``: the residual stream [T, E] at each layer's end (at the head behind the embedding too) if it was wanted,
-    on the same device.
+    ``hidden``, if wanted: the residual stream [T, E] after the embedding and after each layer, on the same device.
     """
 
     rows: Tensor
@@ -40,7 +39,7 @@ class StageOutput:
 
 
 class LoadedStage:
-    """A loaded stage.  Made by :meth:`load`."""
+    """A loaded stage; see :meth:`load`."""
 
     def __init__(self, spec: ModelSpec, plan: StagePlan, load: Load, shards: list[ShardModel]) -> None:
         self.spec, self.plan, self.shards = spec, plan, shards
@@ -103,15 +102,15 @@ class LoadedStage:
 
     @torch.inference_mode()
     def apply(self, operations: Sequence[Operation]) -> None:
-        """Carry out state operations in order.  Raises StateError at the first impossible one; those before it hold."""
+        """Apply state operations in order.  Raises StateError at the first invalid one; earlier ones stay applied."""
         for operation in operations:
             self.sequences.apply(operation)
 
     @torch.inference_mode()
     def forward(self, step: Step, rows_in: Tensor | None) -> StageOutput:
-        """Run the step's slices through the stage's layers; the step's operations must have been applied.
+        """Run the step's slices through the stage's layers, after the step's operations were applied.
 
-        ``rows_in`` [T, boundary_width], on any device; ignored at the head, which reads the slices' token ids.
+        ``rows_in`` [T, boundary_width], on any device; ignored by the embedding stage, which reads token ids.
         Raises StateError for slices that contradict the tables.
         """
         n = step.n_tokens
@@ -143,7 +142,7 @@ class LoadedStage:
 
     @torch.inference_mode()
     def logits(self, rows: Tensor, indices: Sequence[int] | None) -> Tensor:
-        """Float32 logits [n, V] of the chosen rows (None: all) of :meth:`forward`'s output.  Tail stages only."""
+        """Float32 logits [n, V] of some rows (None: all) of :meth:`forward`'s output.  Output stages only."""
         output = self.shards[-1].output
         if output is None:
             raise StateError(f"stage {self.plan.stage}", "this stage has no output matrix: it cannot make logits")
@@ -156,7 +155,7 @@ class LoadedStage:
             return output(rows)
 
     def reset(self) -> None:
-        """Forget all sequences; weights and pools stay."""
+        """Drop all sequences; weights and pools stay."""
         self.sequences.reset()
 
     def usage(self) -> list[DeviceUse]:

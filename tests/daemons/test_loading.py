@@ -145,12 +145,12 @@ def test_packed_cpu_forms_stay_near_the_dequantised_product(files, kind):
 def test_reading_in_small_chunks_changes_nothing(files, kinds, dtype, monkeypatch):
     spec = open_spec(files(kinds))
     wanted = logits(load_stages(spec, dtype=dtype))
-    monkeypatch.setattr("daemons.models.loader.CHUNK_BYTES", 5000)
+    monkeypatch.setattr("daemons.models.loader.BATCH_BYTES", 5000)
     assert torch.equal(logits(load_stages(spec, dtype=dtype)), wanted)
 
 
 def test_row_ranges_of_several_matrices_come_in_the_order_asked_for(files, monkeypatch):
-    monkeypatch.setattr("daemons.models.loader.CHUNK_BYTES", 3000)
+    monkeypatch.setattr("daemons.models.loader.BATCH_BYTES", 3000)
     path = files(NATIVE)
     spec = open_spec(path)
     kept = shard_layouts(
@@ -176,7 +176,7 @@ def test_what_was_chosen_and_converted_is_told(files):
 
 def test_progress_reaches_the_total(files, monkeypatch):
     monkeypatch.setattr("daemons.weights.reading.REPORT_S", 0.0)
-    monkeypatch.setattr("daemons.models.loader.CHUNK_BYTES", 60000)
+    monkeypatch.setattr("daemons.models.loader.BATCH_BYTES", 60000)
     spec = open_spec(files(NATIVE))
     seen: list[Progress] = []
     load = Load([], Dtype.FLOAT32, Dtype.FLOAT32, [], [], POOLS, 4, 64)
@@ -225,9 +225,7 @@ def test_a_type_nobody_can_read_names_the_tensor(files):
     name = "blk.2.ffn_up.weight"
     tensors[name] = dataclasses.replace(tensors[name], kind=BY_NAME["Q8_K"], n_bytes=256 * 292)
     strange = dataclasses.replace(spec, files=dataclasses.replace(spec.files, tensors=tensors))
-    with pytest.raises(
-        LoadError, match=r"tensor 'blk\.2\.ffn_up\.weight': nobody here can read its type Q8_K"
-    ) as caught:
+    with pytest.raises(LoadError, match=r"tensor 'blk\.2\.ffn_up\.weight': its type Q8_K is not supported") as caught:
         load_stages(strange)
     assert caught.value.configuration
 

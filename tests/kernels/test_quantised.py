@@ -202,7 +202,7 @@ def weights_of(path, kept) -> WeightLoader:
 @of_kinds
 def test_packed_weights_are_read_chunk_by_chunk(kind, tmp_path, monkeypatch):
     """Ranges of rows in the order asked for; the packed weights hold the file's bytes, and no more than was planned."""
-    monkeypatch.setattr("daemons.models.loader.CHUNK_BYTES", 3000)
+    monkeypatch.setattr("daemons.models.loader.BATCH_BYTES", 3000)
     path = write(tmp_path / "model.gguf", Tiny(n_layers=2), [kind])
     spec = open_spec(path)
     kept = shard_layouts(
