@@ -27,7 +27,10 @@ def child(*words: object) -> dict[str, int]:
     return found
 
 
-@pytest.mark.parametrize(("kind", "dtype"), [("F32", "float32"), ("Q8_0", "bfloat16"), ("BF16", "bfloat16")])
+@pytest.mark.parametrize(
+    ("kind", "dtype"),
+    [("F32", "float32"), ("Q8_0", "bfloat16"), pytest.param("BF16", "bfloat16", marks=pytest.mark.slow)],
+)
 def test_the_peak_beside_what_stays_is_below_the_largest_tensor_and_a_little(tmp_path, kind, dtype):
     if not Path("/proc/self/clear_refs").exists():
         pytest.skip("no /proc/self/clear_refs: the kernel cannot set a peak back")

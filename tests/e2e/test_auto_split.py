@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +20,7 @@ from lucevisor.deployment.probe import inventory
 from lucevisor.deployment.speeds import SpeedFile, path_of, speeds_for, wanted, write
 from lucevisor.placement.speeds import Request
 from lucevisor.protocol.checks import Timing
-from tests.e2e.process import ROOT, Cli
+from tests.e2e.process import ROOT
 from tests.e2e.service import generate, running
 
 MODEL = ROOT / "etc" / "demo" / "demo-qwen35-22m-q4_k_m.gguf"
@@ -55,14 +57,26 @@ def keep(request: Request, factors: tuple[float, float]) -> None:
     write(request, request.answered(timings, "2026-01-02 03:04 UTC"))
 
 
+PLAN = """
+import sys
+from pathlib import Path
+
+from lucevisor.cli import main
+from tests.daemon_forks import Forker
+
+directory, *sys.argv[1:] = sys.argv[1:]
+with Forker(Path(directory)).installed():
+    main()
+"""
+
+
 async def planned(config: Path, *overrides: str) -> dict[str, Any]:
-    """What the command says, run with the test's own cache directory."""
-    cli = Cli()
-    try:
-        sets = [part for o in overrides for part in ("--set", o)]
-        return dict(json.loads((await asyncio.to_thread(cli.run, "plan", str(config), "--json", *sets)).stdout))
-    finally:
-        cli.close()
+    """What the command says, run with the test's own cache directory; the daemons that it asks are forked."""
+    sets = [part for o in overrides for part in ("--set", o)]
+    command = [sys.executable, "-c", PLAN, str(config.parent / "forker"), "plan", str(config), "--json", *sets]
+    done = await asyncio.to_thread(subprocess.run, command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return dict(json.loads(done.stdout))
 
 
 async def test_plan_and_start_follow_what_was_measured(cache, config, tmp_path):
