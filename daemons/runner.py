@@ -60,7 +60,7 @@ class ModelRunner:
         """Attach the arenas, load and warm up every stage.  Raises GgufError, ArenaError, LoadError or DeviceError."""
         started = time.monotonic()
         if len(fds) != len(load.arenas):
-            raise ValueError(f"Load names {len(load.arenas)} arenas, {len(fds)} descriptors came along")
+            raise ValueError(f"Load names {len(load.arenas)} arenas, {len(fds)} descriptors arrived")
         runner = cls(load, backend, [Arena.attach(fd, plan) for fd, plan in zip(fds, load.arenas, strict=True)])
         uses: list[DeviceUse] = []
         kernels: dict[str, str] = {}

@@ -1,4 +1,4 @@
-"""What a GGUF file says about a model: header, tensors, one spec per family, weight layouts, fingerprint.
+"""Models as described by their GGUF files: header parser, quant types, one spec per family, weight layout, fingerprint.
 
-Both sides import it, so it imports the standard library and msgspec only, and nothing else of the project.
+Both sides import this package, so it depends only on the standard library and msgspec, and on nothing of the project.
 """

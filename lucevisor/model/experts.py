@@ -1,7 +1,7 @@
-"""Mixture-of-experts metadata and tensors that several families share.
+"""Mixture-of-experts (MoE) metadata and tensors shared by several families.
 
-Knows names of the file and shapes, no maths.  The routed experts of a layer are three-dimensional tensors: they stay
-with their layer, whole.
+Knows tensor names and shapes, no maths.  The routed experts of a layer are 3-D tensors and are never split between
+shards.
 """
 
 from __future__ import annotations
@@ -18,11 +18,10 @@ MAX_EXPERTS = 1 << 16
 
 @dataclass(frozen=True, slots=True)
 class Experts:
-    """``n_used`` of ``n_experts`` gated parts of ``width`` for each token, beside a shared one of ``shared_width``
-    (0: none).
+    """A token uses ``n_used`` of ``n_experts`` experts of ``width``, plus a shared one of ``shared_width`` (0: none).
 
-    ``gating``: softmax or sigmoid of the router's output.  ``normalise``: weights of the chosen are divided by their
-    sum; then they are multiplied by ``scale``.
+    ``gating``: softmax or sigmoid of the router's output.  ``normalise``: divide the selected weights by their sum;
+    they are then multiplied by ``scale``.
     """
 
     n_experts: int
@@ -35,7 +34,7 @@ class Experts:
 
 
 def read_experts(keys: Keys, *, width: int | None, shared_width: int | None, gating: int) -> Experts:
-    """Read what the file says of experts; the arguments stand for what it leaves out, None: it must say so."""
+    """Read the expert metadata.  The arguments are defaults for missing keys; None: the key is required."""
     n_experts = keys.integer("expert_count", high=MAX_EXPERTS)
     n_used = keys.integer("expert_used_count")
     if n_used > n_experts:
@@ -52,13 +51,13 @@ def read_experts(keys: Keys, *, width: int | None, shared_width: int | None, gat
         shared_width=keys.integer("expert_shared_feed_forward_length", shared_width, low=0),
         gating=GATING[function],
         normalise=keys.flag("expert_weights_norm", True),
-        scale=keys.number("expert_weights_scale", 0.0) or 1.0,  # 0 stands for no scaling in files that write the key
+        scale=keys.number("expert_weights_scale", 0.0) or 1.0,  # some files write 0 for "no scaling"
     )
 
 
 def routed_tensors(files: GgufFiles, prefix: str, embedding: int, x: Experts) -> dict[str, tuple[int, ...]]:
-    """Router and routed experts of the layer ``prefix`` ("blk.3."), gate and up in one tensor or in two as the file has
-    them."""
+    """Router and routed experts of the layer ``prefix`` ("blk.3."), with gate and up merged or separate as in the
+    file."""
     e, f, n = embedding, x.width, x.n_experts
     out: dict[str, tuple[int, ...]] = {prefix + "ffn_gate_inp.weight": (n, e)}
     if merged(files, prefix):
@@ -84,6 +83,6 @@ def merged(files: GgufFiles, prefix: str) -> bool:
 
 
 def refuse_experts(keys: Keys) -> None:
-    """Raise GgufError when the metadata claim experts that a dense family would leave out."""
+    """Raise GgufError when the metadata declare experts, which a dense family would ignore."""
     if keys.integer("expert_count", 0, low=0):
         raise GgufError(keys.file, f"metadata value {keys.prefix}.expert_count", "is not 0: this family has no experts")

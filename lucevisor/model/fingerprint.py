@@ -1,9 +1,8 @@
-"""Which model a state belongs to: one number over everything that decides what the numbers of a state mean.
+"""Model fingerprint: identifies the model that a saved state belongs to.
 
-Pure over an opened model and the digests of its tensors (``lucevisor.deployment.weight_digests``).  Invariant: two
-models with the same fingerprint have the same architecture, metadata (tokenizer and chat template included), tensor
-names, shapes and storage types, the same bytes in every tensor, used or not, and the same model options.  How the file
-is split into parts, and the order of its tensors and keys, do not matter.
+A pure function of an opened model and its tensor digests (``lucevisor.deployment.weight_digests``).  Invariant: equal
+fingerprints mean equal architecture, metadata (with tokenizer and chat template), tensor names, shapes, storage types
+and bytes, and equal model options.  Splitting into parts and the order of tensors and keys do not matter.
 """
 
 from __future__ import annotations
@@ -19,10 +18,10 @@ _OF_THE_PARTS = "split."  # metadata of a split file: how many parts, which one
 
 
 def fingerprint(spec: ModelSpec, digests: Mapping[str, str], options: Mapping[str, str] | None = None) -> str:
-    """64 hex digits: sha256 over one ASCII line a fact.  ``digests``: of all bytes of each tensor, by name.
+    """64 hex digits: sha256 over one ASCII line per fact.  ``digests``: by tensor name, over all its bytes.
 
-    ``options`` are the model options the spec was read with; one that is "default", or changes nothing for this file,
-    counts as not given.  Raises ValueError when the spec's files are not open, KeyError for a tensor without a digest.
+    ``options``: the model options of the spec; those that are "default" or do not affect this file are ignored.  Raises
+    ValueError when the spec's files are not open, KeyError for a tensor without a digest.
     """
     if spec.files is None:
         raise ValueError(f"the files of {spec.name} are not open: read the spec with open_spec")
@@ -30,7 +29,7 @@ def fingerprint(spec: ModelSpec, digests: Mapping[str, str], options: Mapping[st
     digest = sha256()
     heeded = sorted((k, v) for k, v in (options or {}).items() if k in spec.options and v != "default")
     for fact in (_VERSION, spec.architecture, *_metadata(files), *_tensors(files, digests), *heeded):
-        # ascii(): unlike repr() the same in every version of Python; the escapes make a line break impossible
+        # ascii() is stable across Python versions, unlike repr(), and escapes line breaks
         digest.update(ascii(fact).encode("ascii") + b"\n")
     return digest.hexdigest()
 

@@ -1,7 +1,7 @@
-"""A GGUF model on disk: one file, or the parts of a split one, presented as one tensor table.
+"""A GGUF model on disk: one file or the parts of a split one, as one tensor table.
 
-Read with pread, never mapped: a map of a file that somebody cuts kills the process with SIGBUS where it is touched.
-Nothing but headers is read until a tensor's bytes are asked for.
+Files are read with pread, never mapped: touching a mapping of a truncated file kills the process with SIGBUS.  Only
+headers are read until a tensor's bytes are requested.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from lucevisor.model.gguf_header import (
     MAX_HEADER_BYTES,
     GgufError,
     GgufHeader,
-    HeaderCutError,
+    TruncatedHeaderError,
     TensorInfo,
     Value,
     parse,
@@ -28,19 +28,19 @@ from lucevisor.model.values import FileIdentity
 
 _PART = re.compile(r"^(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf$")
 _HEADER_READS = (1 << 20, 16 << 20, MAX_HEADER_BYTES)
-_CUT = "the file ended: it was cut after it was opened; fetch it again"
+_CUT = "unexpected end of file: it was truncated after it was opened; download it again"
 
 
 def identity_of(s: os.stat_result, header: str) -> FileIdentity:
-    """The identity of a file of this status whose header has this sha256."""
+    """Identity of a file from its status and the sha256 of its header."""
     return FileIdentity(s.st_dev, s.st_ino, s.st_size, s.st_mtime_ns, s.st_ctime_ns, header)
 
 
 class OpenFile:
-    """A file that is open for reading until nobody refers to it; replacing the file on disk does not change it."""
+    """A file opened for reading, closed when unreferenced.  Replacing the file on disk does not affect it."""
 
     def __init__(self, path: Path) -> None:
-        # O_NONBLOCK: opening a pipe that nobody writes would wait for ever
+        # O_NONBLOCK: opening a pipe without a writer would block forever
         self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
         weakref.finalize(self, os.close, self._fd)
         self.path, self._header, self._header_bytes = path, "", 0
@@ -48,7 +48,7 @@ class OpenFile:
         if not stat.S_ISREG(status.st_mode):
             raise GgufError(str(path), "file", "is not a regular file: name a .gguf file")
         if status.st_size < 24:
-            raise GgufError(str(path), "byte 0", "the file is too short to be a GGUF file: fetch it again")
+            raise GgufError(str(path), "byte 0", "the file is too short to be a GGUF file: download it again")
         self.n_bytes = status.st_size
 
     def fileno(self) -> int:
@@ -56,19 +56,19 @@ class OpenFile:
 
     @property
     def identity(self) -> FileIdentity:
-        """What the file was when it was opened, before its header was read."""
+        """Identity when the file was opened, before its header was read."""
         return identity_of(self._opened, self._header)
 
     def identity_now(self) -> FileIdentity:
-        """What it is now.  The header counts as read: whoever changed it has moved the times."""
+        """Identity now, assuming the parsed header: a write would have changed the times."""
         return identity_of(os.fstat(self._fd), self._header)
 
     def has_its_header(self) -> bool:
-        """Read the header again and say whether it is the parsed one.  Raises OSError."""
+        """Reread the header and return whether it is still the parsed one.  Raises OSError."""
         return sha256(self.read(0, self._header_bytes)).hexdigest() == self._header
 
     def read(self, start: int, n: int) -> bytes:
-        """``n`` bytes from ``start``; fewer where the file ends.  Raises OSError."""
+        """``n`` bytes from ``start``; fewer at the end of the file.  Raises OSError."""
         parts = []
         while n > 0 and (part := os.pread(self._fd, n, start)):
             parts.append(part)
@@ -76,24 +76,24 @@ class OpenFile:
         return parts[0] if len(parts) == 1 else b"".join(parts)
 
     def header(self) -> GgufHeader:
-        """The parsed header, of which no more is read than there is.  Raises GgufError."""
+        """Parse the header, reading only as much as needed.  Raises GgufError."""
         for n in _HEADER_READS:
             data = self.read(0, min(n, self.n_bytes))
             try:
                 header = parse(memoryview(data), str(self.path), max(len(data), self.n_bytes))
-            except HeaderCutError:
+            except TruncatedHeaderError:
                 if len(data) < min(n, self.n_bytes):
                     raise GgufError(str(self.path), f"byte {len(data)}", _CUT) from None
                 continue
             self._header_bytes = header.data_offset
             self._header = sha256(memoryview(data)[: header.data_offset]).hexdigest()
             return header
-        raise AssertionError("the last read is the longest that a header may be")
+        raise AssertionError("the last read covers the longest header allowed")
 
 
 @dataclass(frozen=True)
 class GgufFiles:
-    """Headers of all parts, and the files themselves, open; ``metadata`` is that of the first part."""
+    """Headers and open files of all parts; ``metadata`` is that of the first part."""
 
     paths: tuple[Path, ...]
     metadata: dict[str, Value]
@@ -101,9 +101,9 @@ class GgufFiles:
     parts: tuple[OpenFile, ...]
 
     def read(self, tensor: TensorInfo, start: int = 0, n: int | None = None) -> bytes:
-        """``n`` bytes (default: all to the end) of the tensor as stored, from ``start`` on.
+        """``n`` bytes (default: all) of the tensor as stored, from ``start``.
 
-        Raises GgufError when the file was cut since its header was read, OSError when it cannot be read.
+        Raises GgufError when the file was truncated since its header was read, OSError when it cannot be read.
         """
         n = max(0, tensor.n_bytes - start if n is None else min(n, tensor.n_bytes - start))
         found = self.parts[tensor.part].read(tensor.offset + start, n)
@@ -113,15 +113,15 @@ class GgufFiles:
 
     @property
     def identities(self) -> tuple[FileIdentity, ...]:
-        """What the parts were when they were opened."""
+        """Identities of the parts when they were opened."""
         return tuple(part.identity for part in self.parts)
 
     def changed(self) -> list[Path]:
-        """The parts that were written to, or had their name or mode changed, since they were opened."""
+        """Parts that were written to, renamed or had their mode changed since they were opened."""
         return [part.path for part in self.parts if part.identity_now() != part.identity]
 
     def other_headers(self) -> list[Path]:
-        """The parts whose header is not the parsed one any more; reads all headers.  Raises OSError."""
+        """Parts whose header is no longer the parsed one; reads all headers.  Raises OSError."""
         return [part.path for part in self.parts if not part.has_its_header()]
 
     @property
@@ -130,20 +130,20 @@ class GgufFiles:
 
 
 def part_paths(path: Path) -> tuple[Path, ...]:
-    """All parts of the model that ``path`` belongs to, in order; the path itself when it is not split."""
+    """All parts of the model that ``path`` belongs to, in order; only ``path`` itself when it is not split."""
     match = _PART.match(path.name)
     if match is None:
         return (path,)
     n, number = int(match["count"]), int(match["number"])
     if not 1 <= number <= n:
-        raise GgufError(
-            str(path), "split file", f"its name says part {number} of {n}: give it the name it was made with"
-        )
+        raise GgufError(str(path), "split file", f"its name says part {number} of {n}: restore its original name")
     parts = tuple(path.with_name(f"{match['stem']}-{i:05d}-of-{n:05d}.gguf") for i in range(1, n + 1))
     missing = [p.name for p in parts if not p.exists()]
     if missing:
         raise GgufError(
-            str(path), "split file", f"{len(missing)} of {n} parts are missing, first {missing[0]}: put them beside it"
+            str(path),
+            "split file",
+            f"{len(missing)} of {n} parts are missing, first {missing[0]}: put them in the same directory",
         )
     return parts
 
@@ -172,15 +172,15 @@ def open_model(paths: Sequence[Path]) -> GgufFiles:
 
 
 def _check_part(path: Path, header: GgufHeader, i: int, n_parts: int) -> None:
-    """The header of a part says which one it is; a part opened under another name or place is refused."""
+    """Check the part number in a header: a part under another name or place is refused."""
     count, number = header.metadata.get("split.count", 0), header.metadata.get("split.no", i)
     if count in (0, 1) and n_parts == 1:
         return
     if count not in (0, n_parts):
         reason = (
-            f"says {count}, opened are {n_parts}: put all parts, named STEM-00001-of-0000N.gguf, into one directory"
+            f"says {count}, but {n_parts} are open: put all parts, named STEM-00001-of-0000N.gguf, into one directory"
         )
         raise GgufError(str(path), "metadata value 'split.count'", reason)
     if number != i:
-        reason = f"says {number}, its place among the parts is {i}: give each part the name it was made with"
+        reason = f"says {number}, but it is part {i} by its name: restore the original names of all parts"
         raise GgufError(str(path), "metadata value 'split.no'", reason)

@@ -1,8 +1,8 @@
-"""Parse the header of a GGUF file: metadata and tensor table, nothing else.
+"""GGUF header parser: metadata and tensor table, nothing else.
 
-Knows no torch, no family and no file system: the caller maps the file.  Every count and length is checked against what
-is left of the file before anything is allocated, and against the limits below, so a hostile header costs no more memory
-than a small multiple of its own size and never more than 1 GiB, however large and sparse its file is.
+Knows no torch, no family and no file system: the caller passes the bytes.  Every count and length is checked against
+the rest of the file, and against the limits below, before anything is allocated.  So a hostile header costs a small
+multiple of its own size, and never more than 1 GiB, however large and sparse the file is.
 Source: the GGUF specification, versions 2 and 3, little-endian.
 """
 
@@ -19,8 +19,8 @@ MAX_TENSORS = 1 << 20
 MAX_DIMENSIONS = 4
 MAX_KEYS = 1 << 14  # published files have about 50
 MAX_KEY_BYTES = 65535  # the specification's own limit
-MAX_ARRAY_VALUES = 1 << 22  # of all arrays together; a vocabulary of 262144 tokens with its merges has 1.3 million
-MAX_NAME_BYTES = 255  # ggml allows 64; converters of others go further
+MAX_ARRAY_VALUES = 1 << 22  # over all arrays; a vocabulary of 262144 tokens with its merges has 1.3 million
+MAX_NAME_BYTES = 255  # ggml allows 64, some converters write more
 MAX_HEADER_BYTES = 128 << 20  # a vocabulary of 262144 tokens with its merges takes 15 MB
 _SHOWN_CHARS = 150
 
@@ -28,12 +28,12 @@ Value = bool | int | float | str | list["Value"] | list[int] | list[float] | lis
 
 
 def _shorten(text: str) -> str:
-    """A hostile key or value is as long as it likes; the message is not."""
+    """Truncate for error messages: a hostile key or value has any length."""
     return text if len(text) <= 2 * _SHOWN_CHARS else f"{text[:_SHOWN_CHARS]}...{text[-_SHOWN_CHARS:]}"
 
 
 class GgufError(ValueError):
-    """The file is not a GGUF file that can be read.  ``where`` names the key, tensor or offset."""
+    """The file is not a readable GGUF file.  ``where`` names the key, tensor or offset."""
 
     def __init__(self, file: str, where: str, reason: str) -> None:
         where, reason = _shorten(where), _shorten(reason)
@@ -41,8 +41,8 @@ class GgufError(ValueError):
         self.file, self.where, self.reason = file, where, reason
 
 
-class HeaderCutError(GgufError):
-    """The bytes given end inside the header, and the file has more of them: parse again with more."""
+class TruncatedHeaderError(GgufError):
+    """The data ends inside the header, but the file does not: parse again with more data."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +76,7 @@ _STRING, _ARRAY = 8, 9
 
 
 def _least_bytes(kind: int) -> int:
-    """What a value of an array takes at least."""
+    """Minimum size of an array element, in bytes."""
     return _SCALARS[kind][1] if kind in _SCALARS else 8 if kind == _STRING else 12
 
 
@@ -94,13 +94,13 @@ class _Reader:
         return GgufError(self.file, f"{where} (byte {self.at})", reason)
 
     def short(self, where: str, what: str) -> GgufError:
-        end = f"of the {MAX_HEADER_BYTES} that a header may take"
+        end = f"of the {MAX_HEADER_BYTES} allowed for a header"
         if self.whole:
-            end = "in the file: it is truncated or damaged, fetch it again"
+            end = "in the file: it is truncated or damaged, download it again"
         error = self.fail(where, f"{what}, but only {self.left} bytes are left {end}")
         if self.whole or len(self.data) == MAX_HEADER_BYTES:
             return error
-        return HeaderCutError(error.file, error.where, error.reason)
+        return TruncatedHeaderError(error.file, error.where, error.reason)
 
     def scalar(self, code: str, size: int, where: str) -> int | float | bool:
         if size > self.left:
@@ -118,7 +118,7 @@ class _Reader:
     def text(self, where: str, limit: int | None = None) -> str:
         n = self.u64(where)
         if limit is not None and n > limit:
-            raise self.fail(where, f"a string of {n} bytes where at most {limit} are allowed")
+            raise self.fail(where, f"a string of {n} bytes, at most {limit} are allowed")
         if n > self.left:
             raise self.short(where, f"a string of {n} bytes")
         raw = self.data[self.at : self.at + n].tobytes()
@@ -143,7 +143,7 @@ class _Reader:
         kind, n = self.u32(where), self.u64(where)
         self.n_array_values += n
         if self.n_array_values > MAX_ARRAY_VALUES and n * _least_bytes(kind) <= self.left:
-            raise self.fail(where, f"arrays of {self.n_array_values} values, at most {MAX_ARRAY_VALUES} are read")
+            raise self.fail(where, f"arrays of {self.n_array_values} values, at most {MAX_ARRAY_VALUES} are allowed")
         if kind in _SCALARS:
             size = _SCALARS[kind][1]
             if n * size > self.left:
@@ -159,8 +159,8 @@ class _Reader:
 def parse(data: memoryview, file: str, file_bytes: int | None = None) -> GgufHeader:
     """Parse the header at the start of ``data``.
 
-    ``file_bytes`` is the size of the whole file (default: of ``data``); tensors must lie inside it.
-    Raises :class:`GgufError` naming the key or tensor; :class:`HeaderCutError` when more of the file could help.
+    ``file_bytes``: size of the whole file (default: of ``data``), which must contain all tensors.
+    Raises :class:`GgufError` naming the key or tensor; :class:`TruncatedHeaderError` when more data could help.
     """
     total = len(data) if file_bytes is None else file_bytes
     reader = _Reader(data, file, total)
@@ -179,7 +179,7 @@ def parse(data: memoryview, file: str, file_bytes: int | None = None) -> GgufHea
     if n_values * 13 > reader.left:
         raise reader.short("metadata count", f"{n_values} metadata values")
     if n_values > MAX_KEYS:
-        raise reader.fail("metadata count", f"{n_values} metadata values, at most {MAX_KEYS} are read")
+        raise reader.fail("metadata count", f"{n_values} metadata values, at most {MAX_KEYS} are allowed")
     metadata: dict[str, Value] = {}
     for i in range(n_values):
         key = reader.text(f"metadata key {i}", MAX_KEY_BYTES)
@@ -213,21 +213,21 @@ def _tensor_table(reader: _Reader, version: int, metadata: dict[str, Value], n_t
         if stop > total:
             raise GgufError(
                 reader.file, f"tensor {info.name!r}",
-                f"its data ends at byte {stop}, the file at {total}: the file is truncated, fetch it again",
+                f"its data ends at byte {stop}, the file at {total}: the file is truncated, download it again",
             )  # fmt: skip
         tensors[info.name] = TensorInfo(info.name, info.kind, info.shape, start + info.offset, info.n_bytes)
     return GgufHeader(version, metadata, tensors, start)
 
 
 def _check_overlap(reader: _Reader, rows: list[TensorInfo]) -> None:
-    """Two tensors never share bytes: a damaged offset would otherwise load as silent garbage."""
+    """Refuse overlapping tensors: a damaged offset would otherwise load garbage silently."""
     by_offset = sorted(rows, key=lambda row: row.offset)
     for before, after in pairwise(by_offset):
         if before.offset + before.n_bytes > after.offset:
             raise GgufError(
                 reader.file,
                 f"tensor {after.name!r}",
-                f"its data overlap those of {before.name!r}: the file is damaged, fetch it again",
+                f"its data overlaps that of {before.name!r}: the file is damaged, download it again",
             )
 
 
@@ -251,7 +251,8 @@ def _tensor_row(reader: _Reader, i: int) -> TensorInfo:
         raise reader.fail(where, f"unknown tensor type {type_id}: the file is newer than this version, or damaged")
     if extents[0] % kind.block_elements:
         raise reader.fail(
-            where, f"rows of {extents[0]} numbers are not whole {kind.name} blocks of {kind.block_elements}"
+            where,
+            f"rows of {extents[0]} numbers are not a multiple of the {kind.name} block size {kind.block_elements}",
         )
     n_bytes = n // kind.block_elements * kind.block_bytes
     return TensorInfo(name, kind, tuple(reversed(extents)), reader.u64(where), n_bytes)

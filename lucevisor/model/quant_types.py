@@ -1,8 +1,8 @@
 """GGML tensor types: id, name, elements and bytes of a block.  Source: ggml.h / gguf-py constants (block sizes are
 part of the format).
 
-Also the one rule that says in which form a tensor rests on a device (:func:`weight_format`), so that the placement
-planner and the loader cannot disagree about bytes.
+:func:`weight_format` is the single rule for the format of a tensor on a device, so placement planner and loader agree
+about bytes.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from lucevisor.model.values import Backend, Dtype
 
 
 class GgmlType(NamedTuple):
-    """One storage type: ``block_elements`` consecutive numbers of a row take ``block_bytes`` bytes."""
+    """A storage type: ``block_elements`` consecutive numbers of a row take ``block_bytes`` bytes."""
 
     id: int
     name: str
@@ -41,52 +41,50 @@ DENSE = frozenset({"F32", "F16", "BF16"})
 NATIVE = frozenset(
     {"Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL", "IQ4_XS", "MXFP4"}
 )
-"""Quant types kept as blocks on a GPU and expanded on the fly."""
+"""Quant types kept quantised on a GPU and dequantised on the fly."""
 
 REPACKED = frozenset({"Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K"})
-"""Of those, the ones that a GPU repacks because there are kernels for them."""
+"""The types of :data:`NATIVE` that have kernels and are repacked on a GPU."""
 CHUNK = 256
-"""Numbers of a row whose parts lie together: rows of 32-element blocks are filled up to whole chunks."""
+"""Row granularity of repacked weights: rows of 32-element blocks are zero-padded to a multiple of this."""
 
 CPU_INT4 = frozenset({"Q4_0", "Q4_1", "Q4_K"})
-"""Kept by a bfloat16 cpu shard as torch's packed int4, in groups of INT4_GROUP."""
+"""Converted by a bfloat16 cpu shard to torch's packed int4, in groups of INT4_GROUP."""
 INT4_GROUP = 32
 """Columns of packed int4 that share a scale and a zero."""
 CPU_INT8 = frozenset({"Q8_0", "Q5_0", "Q5_1", "Q2_K", "Q3_K", "Q5_K", "Q6_K", "IQ4_NL", "IQ4_XS"})
-"""Kept by a bfloat16 cpu shard as int8 with one scale a row (torch's packed int8 product).  Not MXFP4: its numbers are
-exact in bfloat16, and its scales, powers of two, lie too far apart for one scale a row."""
+"""Converted by a bfloat16 cpu shard to int8 with one scale per row (torch's packed int8 product).  Not MXFP4: it is
+exact in bfloat16, and its power-of-two scales span too wide a range for one scale per row."""
 
 
 EXPERT_ROWS = 64
-"""Rows that torch packs together: matrices of experts that are whole such blocks can be packed below each other."""
+"""Rows that torch packs together: expert matrices that are multiples of this can be packed as one."""
 
 
 class WeightFormat(StrEnum):
-    """Form in which a matrix rests on a device."""
+    """Format of a matrix on a device."""
 
     FLOAT32 = "float32"
     BFLOAT16 = "bfloat16"
     FLOAT16 = "float16"
     BLOCKS = "blocks"  # the file's own quant blocks
-    PACKED = "packed"  # repacked quant blocks, rows padded; BLOCKS where a device cannot compile kernels
+    PACKED = "packed"  # repacked blocks, rows padded; BLOCKS where kernels cannot be compiled
     INT4 = "int4"
     INT8 = "int8"
 
 
 def row_bytes(kind: GgmlType, n_columns: int) -> int:
-    """Bytes of one row in the file.  Raises ValueError when the row is not whole blocks."""
+    """Bytes of one row in the file.  Raises ValueError unless the row is a multiple of the block size."""
     if n_columns % kind.block_elements:
         raise ValueError(
-            f"a row of {n_columns} numbers is not a whole number of {kind.name} blocks of {kind.block_elements}"
+            f"a row of {n_columns} numbers is not a multiple of the {kind.name} block size {kind.block_elements}"
         )
     return n_columns // kind.block_elements * kind.block_bytes
 
 
 def weight_format(kind: GgmlType, shape: tuple[int, ...], backend: Backend, dtype: Dtype) -> WeightFormat:
-    """Form of a tensor of ``shape`` (row-major, rows last-but-one) on a device of ``backend`` that computes in
-    ``dtype``.
-
-    Vectors and F32 matrices that are kept F32 in every real file (router, convolution) stay float32.
+    """Format of a tensor of ``shape`` (row-major, rows second to last) on a device of ``backend`` computing in
+    ``dtype``.  Vectors stay float32.
     """
     if len(shape) < 2:
         return WeightFormat.FLOAT32
@@ -105,12 +103,12 @@ def weight_format(kind: GgmlType, shape: tuple[int, ...], backend: Backend, dtyp
 
 
 def padded_columns(n_columns: int) -> int:
-    """Columns of a row that is filled up to whole chunks."""
+    """``n_columns`` rounded up to a multiple of :data:`CHUNK`."""
     return -(-n_columns // CHUNK) * CHUNK
 
 
 def format_bytes(kind: GgmlType, shape: tuple[int, ...], fmt: WeightFormat) -> int:
-    """Bytes a tensor takes on the device in that format; for PACKED an upper bound."""
+    """Bytes of a tensor on the device in that format; for PACKED an upper bound."""
     n = 1
     for d in shape:
         n *= d

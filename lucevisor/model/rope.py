@@ -1,4 +1,4 @@
-"""Rotary positions as the metadata describe them.  Knows keys and numbers; frequencies are computed by the daemons."""
+"""Rotary position embedding (RoPE) and YaRN parameters from the metadata.  The daemons compute the frequencies."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from lucevisor.model.spec import Keys
 
 @dataclass(frozen=True, slots=True)
 class Yarn:
-    """Stretching by ``factor`` of a model made for ``original_context`` positions.
+    """YaRN context extension by ``factor`` of a model trained on ``original_context`` positions.
 
-    Pairs that turn more than ``beta_fast`` times within the original context keep their frequency, those that turn
-    less than ``beta_slow`` times are slowed by ``factor``, the others lie between.  Cos and sin are
-    multiplied by ``attention_factor`` (None: 0.1 ln(factor) + 1) and by ``extra`` (``rope.scaling.attn_factor``).
+    Pairs that rotate more than ``beta_fast`` times within the original context keep their frequency, those that rotate
+    less than ``beta_slow`` times are slowed by ``factor``, with a ramp between.  Cos and sin are multiplied by
+    ``attention_factor`` (None: 0.1 ln(factor) + 1) and by ``extra`` (``rope.scaling.attn_factor``).
     """
 
     factor: float
@@ -27,7 +27,7 @@ class Yarn:
 
 @dataclass(frozen=True, slots=True)
 class Rotary:
-    """The first ``n`` dims of a head turn with base ``theta``."""
+    """RoPE over the first ``n`` dims of a head, with base ``theta``."""
 
     n: int
     theta: float
@@ -35,8 +35,8 @@ class Rotary:
 
 
 def read_rotary(keys: Keys, head_dim: int, options: Mapping[str, str]) -> Rotary:
-    """Read ``rope.dimension_count``, ``rope.freq_base`` and ``rope.scaling.*``.  Raises GgufError, also for a kind of
-    scaling that nobody here computes."""
+    """Read ``rope.dimension_count``, ``rope.freq_base`` and ``rope.scaling.*``.  Raises GgufError, also for
+    an unsupported scaling type."""
     n = keys.even("rope.dimension_count", head_dim, most=head_dim)
     return Rotary(n, keys.number("rope.freq_base", 10000.0, above=0.0), read_yarn(keys, options))
 
@@ -44,8 +44,8 @@ def read_rotary(keys: Keys, head_dim: int, options: Mapping[str, str]) -> Rotary
 def read_yarn(keys: Keys, options: Mapping[str, str]) -> Yarn | None:
     """YaRN's parameters; None when positions are not scaled.
 
-    Option ``yarn_attn_factor``: "default" leaves the factor on cos and sin to the formula, as the servers do that
-    people run these files with; "file" takes the value written in the file.
+    Option ``yarn_attn_factor``: "default" computes the factor on cos and sin by the formula, as common servers do;
+    "file" uses the value in the file.
     """
     kind = keys.text("rope.scaling.type", "none")
     if kind == "none":

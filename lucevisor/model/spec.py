@@ -1,7 +1,6 @@
-"""What a model is made of: one :class:`LayerSpec` a layer, the one table that planner, pools, snapshots and blocks
-read.
+"""Model spec: one :class:`LayerSpec` per layer, the single table that planner, pools, snapshots and blocks read.
 
-Built from a GGUF header alone.  A family contributes one file in ``model/families``; nothing else here knows a family.
+Built from a GGUF header alone.  A family adds one file in ``model/families``; nothing here knows a family.
 """
 
 from __future__ import annotations
@@ -15,15 +14,15 @@ from lucevisor.model.gguf_header import GgufError, TensorInfo, Value
 from lucevisor.model.values import PAGE_TOKENS, Dtype, LayerRange, Space, dtype_bytes
 
 MAX_LAYERS = 1024
-"""More layers than any model has; a header that claims 2^31 of them must not cost their memory."""
+"""More layers than any model has: a header that claims 2^31 must not cost their memory."""
 
 
 @dataclass(frozen=True, slots=True)
 class StateTensor:
-    """One tensor of a layer's state.  ``shape`` is that of one unit: a page (first axis: 64 positions) or a
-    recurrent state.
+    """One tensor of a layer's state (KV cache or recurrent state).
 
-    ``dtype`` None: the configured kv dtype.
+    ``shape``: of one unit, a page (first axis: 64 positions) or a recurrent state.  ``dtype`` None: the configured kv
+    dtype.
     """
 
     name: str
@@ -37,10 +36,10 @@ class StateTensor:
 
 @dataclass(frozen=True, slots=True)
 class MatrixPart:
-    """Rows (``axis`` 0) or columns (``axis`` 1) ``start`` .. ``stop`` of a matrix of ``whole`` shape, which holds
-    something for every layer.
+    """One layer's rows (``axis`` 0) or columns (``axis`` 1) [``start``, ``stop``) of a matrix of shape ``whole`` that
+    holds data of every layer.
 
-    Parts of consecutive layers lie side by side, so a shard's is one range.
+    Parts of consecutive layers are adjacent, so a shard's part is one range.
     """
 
     whole: tuple[int, int]
@@ -56,12 +55,12 @@ class MatrixPart:
 
 @dataclass(frozen=True, slots=True)
 class LayerSpec:
-    """One layer: where its state lives, what it weighs, what it needs from others.
+    """One layer: its state, its tensors, and its dependencies on other layers.
 
-    ``tensors``: name in the file -> row-major shape; ``parts``: its share of tensors that hold something for every
-    layer.  ``shares_with``: the layer whose pages this one reads instead of owning any (it must be on the same shard).
-    ``window``: positions a sliding layer sees, itself included; 0 = all.  ``n_routed``: experts that each token goes
-    through; 0 without experts.
+    ``tensors``: name in the file -> row-major shape; ``parts``: its parts of tensors that hold data of every layer.
+    ``shares_with``: the layer, on the same shard, whose pages this one reads instead of owning any.  ``window``:
+    positions visible to a sliding-window layer, including the current one; 0 = all.  ``n_routed``: routed experts per
+    token; 0 without experts.
     """
 
     index: int
@@ -80,10 +79,10 @@ class LayerSpec:
 
 @dataclass(frozen=True, slots=True)
 class ModelSpec:
-    """A model of some family.  ``params`` is the family's own frozen record of hyperparameters.
+    """A model of some family.  ``params``: the family's own frozen record of hyperparameters.
 
-    ``boundary_width``: numbers a token that cross a boundary (the hidden states, plus what a family adds).
-    ``options``: the model options that change something for this file.
+    ``boundary_width``: numbers per token that cross a boundary (hidden states plus the family's additions).
+    ``options``: the model options that affect this file.
     """
 
     architecture: str
@@ -94,12 +93,12 @@ class ModelSpec:
     context_tokens: int
     layers: tuple[LayerSpec, ...]
     embedding_tensors: Mapping[str, tuple[int, ...]]  # loaded by the shard that embeds tokens
-    output_tensors: Mapping[str, tuple[int, ...]]  # loaded by the shard that makes logits
+    output_tensors: Mapping[str, tuple[int, ...]]  # loaded by the shard that computes logits
     boundary_width: int
     params: object
     shared_tensors: Mapping[str, tuple[int, ...]] = field(default_factory=dict)  # small, loaded by every shard
     options: frozenset[str] = frozenset()
-    skipped: tuple[str, ...] = ()  # tensors of the file that are known and not used, such as an MTP block
+    skipped: tuple[str, ...] = ()  # unused tensors of the file, such as an MTP block
     files: GgufFiles | None = field(default=None, repr=False, compare=False)
 
     @property
@@ -108,22 +107,22 @@ class ModelSpec:
 
     @property
     def window(self) -> int:
-        """Longest window of the sliding layers; 0 when there are none."""
+        """Longest window of the sliding-window layers; 0 if none."""
         return max((layer.window for layer in self.layers if layer.space is Space.WINDOW), default=0)
 
     def spaces(self) -> frozenset[Space]:
         return frozenset(layer.space for layer in self.layers)
 
     def tensor_names(self, layers: LayerRange, *, embedding: bool, output: bool) -> list[str]:
-        """Names of all tensors a shard of ``layers`` loads, whole or in part, in order of use."""
+        """Names of all tensors that a shard of ``layers`` loads, in whole or in part, in order of use."""
         names = dict.fromkeys(self.embedding_tensors if embedding else ()) | dict.fromkeys(self.shared_tensors)
         for layer in self.layers[layers.start : layers.stop]:
             names |= dict.fromkeys((*layer.tensors, *layer.parts))
         return list(names | dict.fromkeys(self.output_tensors if output else ()))
 
     def legal_boundary(self, boundary: int) -> bool:
-        """Whether the chain may be cut before layer ``boundary``: no layer behind the cut reads pages in front of
-        it."""
+        """Whether the model may be split before layer ``boundary``: no later layer reads the pages of an earlier
+        one."""
         return all(x.shares_with is None or x.shares_with >= boundary for x in self.layers[boundary:])
 
     def unit_bytes(self, space: Space, layers: LayerRange, kv_dtype: Dtype) -> int:
@@ -132,14 +131,14 @@ class ModelSpec:
 
 
 class Keys:
-    """Typed reading of metadata under an architecture's prefix.  A missing or wrong value raises GgufError naming
+    """Typed access to the metadata under an architecture's prefix.  Missing and invalid values raise GgufError naming
     the key."""
 
     def __init__(self, metadata: Mapping[str, Value], prefix: str, file: str) -> None:
         self.metadata, self.prefix, self.file = metadata, prefix, file
 
     def error(self, key: str, reason: str) -> GgufError:
-        """What to raise for a value of ``key`` that cannot be right."""
+        """The error to raise for an invalid value of ``key``."""
         return GgufError(self.file, f"metadata value {self.prefix}.{key!s}", reason)
 
     def has(self, key: str) -> bool:
@@ -155,22 +154,22 @@ class Keys:
         if isinstance(value, list) and value and all(v == value[0] for v in value):
             value = value[0]
         if isinstance(value, bool) or not isinstance(value, int):
-            raise self.error(key, "is missing" if value is None else f"is {value!r}, expected a whole number")
+            raise self.error(key, "is missing" if value is None else f"is {value!r}, expected an integer")
         if not low <= value <= high:
             raise self.error(key, f"is {value}, expected {low} to {high}")
         return value
 
     def integers(self, key: str, n: int, default: int | None = None) -> list[int]:
-        """A number per layer: an array of ``n``, or one number for all."""
+        """One number per layer: from an array of ``n``, or a single number for all."""
         value = self.raw(key)
         if isinstance(value, list):
             if len(value) < n or not all(isinstance(v, int) and not isinstance(v, bool) and v >= 0 for v in value):
-                raise self.error(key, f"is an array of {len(value)}, expected {n} whole numbers")
+                raise self.error(key, f"is an array of {len(value)}, expected {n} integers")
             return [int(v) for v in value[:n] if isinstance(v, int)]
         return [self.integer(key, default, low=0)] * n
 
     def flags(self, key: str, n: int) -> list[bool] | None:
-        """One flag a layer; None when the key is missing."""
+        """One flag per layer; None when the key is missing."""
         value = self.raw(key)
         if value is None:
             return None
@@ -199,7 +198,7 @@ class Keys:
         return value
 
     def even(self, key: str, default: int, *, most: int) -> int:
-        """An even number of 2 to ``most``, such as rotated dims of a head."""
+        """An even number from 2 to ``most``, such as the rotary dims of a head."""
         value = self.integer(key, default, low=2, high=most)
         if value % 2:
             raise self.error(key, f"is {value}, expected an even number")
@@ -213,21 +212,21 @@ class Keys:
         return width
 
     def check_heads(self, n_heads: int, n_kv_heads: int) -> None:
-        """Raise GgufError unless each kv head serves the same number of query heads."""
+        """Raise GgufError unless every kv head serves the same number of query heads."""
         if n_kv_heads < 1 or n_heads < 1 or n_heads % n_kv_heads:
-            raise self.error("attention.head_count", f"is {n_heads}, no multiple of {n_kv_heads} kv heads")
+            raise self.error("attention.head_count", f"is {n_heads}, not a multiple of {n_kv_heads} kv heads")
 
     def text(self, key: str, default: str) -> str:
         value = self.raw(key)
         if value is None:
             return default
         if not isinstance(value, str):
-            raise self.error(key, f"is {value!r}, expected a text")
+            raise self.error(key, f"is {value!r}, expected a string")
         return value
 
 
 def attention_state(n_kv_heads: int, key_dim: int, value_dim: int) -> tuple[StateTensor, ...]:
-    """Keys and values of one page: ``[64, K, D]`` each, in the configured kv dtype."""
+    """KV cache of one page: keys and values, ``[64, K, D]`` each, in the configured kv dtype."""
     return (
         StateTensor("k", (PAGE_TOKENS, n_kv_heads, key_dim)),
         StateTensor("v", (PAGE_TOKENS, n_kv_heads, value_dim)),
@@ -243,11 +242,10 @@ def assemble(
     carried: int = 0,
     shared: Mapping[str, tuple[int, ...]] | None = None,
 ) -> ModelSpec:
-    """The spec of a model with a token embedding, and a norm and an output matrix (the embedding when the file has
-    none).
+    """Build the spec of a model with token embedding, output norm and output matrix (lm_head; the embedding if tied).
 
-    ``carried``: numbers a token that cross a boundary beside the residual stream.  Raises GgufError for a tensor that
-    is missing or has another shape than ``layers`` say.
+    ``carried``: numbers per token that cross a boundary in addition to the residual stream.  Raises GgufError for a
+    tensor that is missing or whose shape differs from ``layers``.
     """
     hidden_size = keys.integer("embedding_length")
     vocabulary = tensor(files, "token_embd.weight").shape[0]
@@ -287,7 +285,7 @@ def assemble(
 
 
 def check_tensors(files: GgufFiles, expected: Mapping[str, tuple[int, ...]]) -> None:
-    """Raise GgufError naming file and tensor when one is missing or has another shape than the hyperparameters say."""
+    """Raise GgufError naming file and tensor when one is missing or has an unexpected shape."""
     for name, shape in expected.items():
         found = files.tensors.get(name)
         if found is None:
@@ -298,19 +296,19 @@ def check_tensors(files: GgufFiles, expected: Mapping[str, tuple[int, ...]]) -> 
             raise GgufError(
                 str(files.paths[found.part]),
                 f"tensor {name!r}",
-                f"has shape {list(found.shape)}, the metadata ask for {list(shape)}",
+                f"has shape {list(found.shape)}, the metadata require {list(shape)}",
             )
 
 
 def model_name(files: GgufFiles) -> str:
-    """``general.name``, made fit to print, else the stem of the first file."""
+    """``general.name`` without unprintable characters, or the stem of the first file."""
     name = files.metadata.get("general.name")
     printable = "".join(c if c.isprintable() else "?" for c in name.strip()[:200]) if isinstance(name, str) else ""
     return printable or files.paths[0].stem
 
 
 def main_quant(files: GgufFiles) -> str:
-    """The storage type that holds most bytes of the file: what people call the file's quant."""
+    """The storage type with the most bytes: the quant that a file is named after."""
     by: dict[str, int] = {}
     for t in files.tensors.values():
         by[t.kind.name] = by.get(t.kind.name, 0) + t.n_bytes
@@ -318,7 +316,7 @@ def main_quant(files: GgufFiles) -> str:
 
 
 def tensor(files: GgufFiles, name: str) -> TensorInfo:
-    """The tensor of that name.  Raises GgufError when it is not there."""
+    """The tensor ``name``.  Raises GgufError when it is missing."""
     found = files.tensors.get(name)
     if found is None:
         raise GgufError(

@@ -1,5 +1,4 @@
-"""Small value types that supervisor and daemons share.  Invariant: no I/O, no torch, no defaults that depend on the
-machine."""
+"""Small value types shared by supervisor and daemons.  Invariant: no I/O, no torch, no machine-dependent defaults."""
 
 from __future__ import annotations
 
@@ -8,11 +7,11 @@ from enum import StrEnum
 import msgspec
 
 PAGE_TOKENS = 64
-"""Token positions of one page, in every pool of every shard."""
+"""Token positions per page (block size of the paged KV cache), in every pool of every shard."""
 
 
 class Backend(StrEnum):
-    """An accelerator stack; torch calls the devices of both cuda and hip ``cuda``."""
+    """An accelerator stack.  torch names the devices of both cuda and hip ``cuda``."""
 
     CPU = "cpu"
     CUDA = "cuda"
@@ -29,7 +28,7 @@ class Dtype(StrEnum):
 
 
 class Space(StrEnum):
-    """Layers whose state has the same lifetime."""
+    """Kind of a layer's state by its lifetime."""
 
     FULL = "full"  # attention over all positions: pages live as long as the sequence
     WINDOW = "window"  # sliding attention: pages older than the window are released
@@ -37,7 +36,7 @@ class Space(StrEnum):
 
 
 SCALE = ".scale"
-"""Ends the name of a state tensor that holds the scales of q8_0 codes."""
+"""Suffix of a state tensor that holds the scales of q8_0 codes."""
 
 
 class LayerRange(msgspec.Struct, frozen=True, array_like=True):
@@ -57,9 +56,9 @@ class LayerRange(msgspec.Struct, frozen=True, array_like=True):
 
 
 class FileIdentity(msgspec.Struct, frozen=True, array_like=True):
-    """One state of one file on this host, by what fstat says and the sha256 of its GGUF header.
+    """Identity of a file's content on this host: its fstat and the sha256 of its GGUF header.
 
-    Every write through a descriptor moves ``ctime_ns``; ``os.utime`` cannot set it back.
+    Every write through a descriptor changes ``ctime_ns``, which ``os.utime`` cannot set back.
     """
 
     device: int

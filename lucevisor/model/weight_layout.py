@@ -1,8 +1,8 @@
-"""What a shard keeps on its device: one :class:`TensorLayout` a tensor, with its format and bytes.
+"""Weight layout of a shard: one :class:`TensorLayout` per tensor, with its format and bytes on the device.
 
-The planner adds these bytes up and the loader makes exactly these forms, so that what a plan promises is what a
-device holds.  Knows no torch; invariants: every tensor name of the shard appears in the form its role asks for, once;
-the bytes of a shard are those of its ends and of its layers, added up.
+The planner sums these bytes (the memory estimate of weights) and the loader creates exactly these formats, so a plan
+matches what the device holds.  Knows no torch.  Invariants: each tensor of the shard appears once, in the format of its
+role; a shard's bytes are the sum over its layers, embedding and output.
 """
 
 from __future__ import annotations
@@ -21,23 +21,21 @@ class TensorRole(StrEnum):
     """How the forward pass uses a tensor."""
 
     MATRIX = "matrix"  # multiplied with activations
-    LOOKUP = "lookup"  # single rows are read, by token id
-    EXACT = "exact"  # norms, biases, and small matrices that every file keeps F32
+    LOOKUP = "lookup"  # rows are looked up by token id
+    EXACT = "exact"  # norms, biases, and small matrices that are F32 in every file
 
 
 LOOKUPS = frozenset({"token_embd.weight", "per_layer_token_embd.weight"})
 EXACT_SUFFIXES = ("ssm_conv1d.weight", "ffn_gate_inp.weight", "ffn_gate_inp_shexp.weight")
-"""Matrices whose arithmetic is float32 in every implementation: convolution taps and routers."""
+"""Matrices computed in float32 by every implementation: convolution weights and routers."""
 DENSE_FORMATS = frozenset({WeightFormat.FLOAT32, WeightFormat.BFLOAT16, WeightFormat.FLOAT16})
 QUANTISED_FORMATS = frozenset({WeightFormat.BLOCKS, WeightFormat.PACKED})
-"""The file's own codes and scales."""
+"""Formats that keep the file's own codes and scales."""
 
 
 @dataclass(frozen=True, slots=True)
 class TensorLayout:
-    """One tensor, or the ``part`` of it that the shard's layers use, as it rests on a device; ``shape`` is what
-    rests.
-    """
+    """One tensor on a device, or the ``part`` of it used by the shard's layers; ``shape`` is that on the device."""
 
     name: str
     kind: GgmlType
@@ -49,7 +47,7 @@ class TensorLayout:
 
     @property
     def read_bytes(self) -> int:
-        """Bytes of the file that loading reads: columns of a matrix are picked out of whole rows."""
+        """Bytes read from the file: columns of a matrix are selected from whole rows."""
         shape = self.shape if self.part is None or self.part.axis == 0 else self.part.whole
         return prod(shape[:-1]) * row_bytes(self.kind, shape[-1])
 
@@ -57,7 +55,7 @@ class TensorLayout:
 def tensor_format(
     kind: GgmlType, shape: tuple[int, ...], role: TensorRole, backend: Backend, dtype: Dtype
 ) -> WeightFormat:
-    """Format of one tensor.  A lookup table stays as the file's blocks: only the rows of a step are ever expanded."""
+    """Format of one tensor.  Lookup tables keep the file's blocks: only the rows of a step are dequantised."""
     if role is TensorRole.EXACT:
         return WeightFormat.FLOAT32
     if role is TensorRole.LOOKUP:
@@ -73,7 +71,7 @@ def matrix_role(name: str, shape: tuple[int, ...]) -> TensorRole:
 def shard_layouts(
     spec: ModelSpec, layers: LayerRange, *, embedding: bool, output: bool, backend: Backend, dtype: Dtype
 ) -> list[TensorLayout]:
-    """Everything a shard of ``layers`` keeps: its ends, and its layers with their parts of one tensor joined.
+    """All tensors of a shard of ``layers``, with the layers' parts of one tensor joined.
 
     Raises ValueError when ``spec.files`` is None.
     """
@@ -91,11 +89,11 @@ def shard_layouts(
 def non_layer_layouts(
     spec: ModelSpec, *, embedding: bool, output: bool, backend: Backend, dtype: Dtype
 ) -> list[TensorLayout]:
-    """What a shard keeps beside its layers: small tensors of every shard, with ``embedding`` the token table, with
-    ``output`` the output norm and matrix.
+    """A shard's tensors outside its layers: small shared ones; the token table with ``embedding``; output norm and
+    matrix with ``output``.
 
-    A table that is also the output matrix (tied embeddings) is kept once when both are on this shard and the matrix's
-    form can be indexed by row (dense, or blocks); else it is kept in both forms.
+    Tied embeddings are kept once when both are on this shard and the matrix's format can be indexed by row (dense or
+    quantised), otherwise in both formats.
     """
     files = _files(spec)
     out: list[TensorLayout] = []
@@ -105,23 +103,23 @@ def non_layer_layouts(
             role = _role(name, shape)
             shared = name in output_tensors and _row_indexed(files, name, shape, backend, dtype)
             if not shared:
-                out.append(_resident(files, name, shape, role, backend, dtype))
+                out.append(_tensor_layout(files, name, shape, role, backend, dtype))
     for name, shape in (*spec.shared_tensors.items(), *output_tensors.items()):
-        out.append(_resident(files, name, shape, matrix_role(name, shape), backend, dtype))
+        out.append(_tensor_layout(files, name, shape, matrix_role(name, shape), backend, dtype))
     return out
 
 
 def layer_layouts(spec: ModelSpec, i: int, backend: Backend, dtype: Dtype) -> list[TensorLayout]:
-    """What layer ``i`` takes on its own shard."""
+    """The tensors of layer ``i``."""
     files, layer = _files(spec), spec.layers[i]
-    out = [_resident(files, n, shape, matrix_role(n, shape), backend, dtype) for n, shape in layer.tensors.items()]
+    out = [_tensor_layout(files, n, shape, matrix_role(n, shape), backend, dtype) for n, shape in layer.tensors.items()]
     return out + [_part(files, name, part, backend, dtype) for name, part in layer.parts.items()]
 
 
 def weight_bytes(
     spec: ModelSpec, layers: LayerRange, *, embedding: bool, output: bool, backend: Backend, dtype: Dtype
 ) -> int:
-    """Bytes of weights that a shard of ``layers`` keeps on its device."""
+    """Bytes of weights of a shard of ``layers`` on its device."""
     return sum(
         r.n_bytes for r in shard_layouts(spec, layers, embedding=embedding, output=output, backend=backend, dtype=dtype)
     )
@@ -134,7 +132,7 @@ def _row_indexed(files: GgufFiles, name: str, shape: tuple[int, ...], backend: B
 
 def _files(spec: ModelSpec) -> GgufFiles:
     if spec.files is None:
-        raise ValueError("the model's files are not opened: shard_layouts() needs ModelSpec.files")
+        raise ValueError("the model's files are not open: shard_layouts() needs ModelSpec.files")
     return spec.files
 
 
@@ -142,7 +140,7 @@ def _role(name: str, shape: tuple[int, ...]) -> TensorRole:
     return TensorRole.LOOKUP if name in LOOKUPS else matrix_role(name, shape)
 
 
-def _resident(
+def _tensor_layout(
     files: GgufFiles, name: str, shape: tuple[int, ...], role: TensorRole, backend: Backend, dtype: Dtype
 ) -> TensorLayout:
     kind = tensor(files, name).kind
@@ -151,7 +149,7 @@ def _resident(
 
 
 def _part(files: GgufFiles, name: str, part: MatrixPart, backend: Backend, dtype: Dtype) -> TensorLayout:
-    """A layer's part of a tensor.  A cut inside a block expands it; columns are never packed."""
+    """A layer's part of a tensor.  A split inside a block dequantises it; columns are never packed."""
     kind, role = tensor(files, name).kind, _role(name, part.shape)
     fmt = tensor_format(kind, part.shape, role, backend, dtype)
     if fmt in QUANTISED_FORMATS and part.axis == 1:
@@ -161,10 +159,10 @@ def _part(files: GgufFiles, name: str, part: MatrixPart, backend: Backend, dtype
 
 
 def _join(a: TensorLayout, b: TensorLayout) -> TensorLayout:
-    """The parts of two neighbouring layers as one."""
+    """Join the parts of two adjacent layers."""
     assert a.part is not None
     assert b.part is not None
     if a.part.stop != b.part.start or a.format is not b.format:
-        raise ValueError(f"tensor {a.name!r}: the parts of neighbouring layers do not lie side by side")
+        raise ValueError(f"tensor {a.name!r}: the parts of adjacent layers are not adjacent")
     part = replace(a.part, stop=b.part.stop)
     return replace(a, part=part, shape=part.shape, n_bytes=a.n_bytes + b.n_bytes)

@@ -1,4 +1,4 @@
-"""The contract between supervisor and daemons: frames, messages, connections, links, arenas.
+"""The protocol between supervisor and daemons: frames, messages, connections, links, arenas (docs/protocol.md).
 
-Both sides import it, so it imports the standard library, msgspec and :mod:`lucevisor.model` only.
+Both sides import this package, so it depends only on the standard library, msgspec and :mod:`lucevisor.model`.
 """

@@ -1,9 +1,8 @@
-"""The arena: a ring of shared memory regions between two stages, one region per step.
+"""Arena: a shared memory ring buffer between two stages, one region per step.
 
-Knows memfd, seals and mmap; no tensors and no frames.  Invariant: the memory behind a region cannot shrink, so
-reading it never raises SIGBUS; nothing has a name in the file system, so nothing is left after a crash.
-
-Who writes which region when is ordered by frames on the links alone: no flags, no locks in shared memory.
+Knows memfd, seals and mmap; no tensors, no frames.  Invariants: the memory cannot shrink, so reads never raise SIGBUS;
+it has no name in the file system, so a crash leaves nothing behind.  Access is ordered by the frames on the links
+alone: there are no flags or locks in shared memory.
 """
 
 from __future__ import annotations
@@ -17,9 +16,9 @@ from lucevisor.protocol.errors import ArenaError
 from lucevisor.protocol.loading import ArenaPlan
 
 PAGE_BYTES = 4096
-"""Regions start at multiples of this: what a device driver asks of memory it is to read directly."""
+"""Alignment of regions, as device drivers require of memory they access directly."""
 
-MAX_ARENA_BYTES = 64 * 1024**3  # a mistake in a plan, no model: 16 regions of 8,192 rows of 16,384 float32 are 8 GiB
+MAX_ARENA_BYTES = 64 * 1024**3  # more is a mistake in the plan: 16 regions of 8,192 rows of 16,384 float32 are 8 GiB
 SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
 
@@ -29,11 +28,11 @@ def stride_bytes(plan: ArenaPlan) -> int:
 
 
 def arena_bytes(plan: ArenaPlan) -> int:
-    """Size of the shared memory of ``plan``.  ArenaError when the plan makes no sense."""
+    """Size of the shared memory of ``plan``.  ArenaError for an invalid plan."""
     n_bytes = stride_bytes(plan) * plan.n_regions
     if plan.region_bytes < 1 or plan.n_regions < 1 or n_bytes > MAX_ARENA_BYTES:
         raise ArenaError(
-            f"{plan.n_regions} regions of {plan.region_bytes} bytes are no arena (1 to {MAX_ARENA_BYTES} bytes in all)",
+            f"{plan.n_regions} regions of {plan.region_bytes} bytes: not 1 to {MAX_ARENA_BYTES} bytes in total",
             _where(plan),
             "lower engine.prefill_chunk",
         )
@@ -41,9 +40,9 @@ def arena_bytes(plan: ArenaPlan) -> int:
 
 
 class Arena:
-    """One mapping of the memory; made with :meth:`create` or :meth:`attach`.
+    """One mapping of the memory, from :meth:`create` or :meth:`attach`.
 
-    ``fd`` is the descriptor to pass on (-1 on an attached arena and after ``close``).
+    ``fd`` is the descriptor to pass on; -1 for an attached arena and after ``close``.
     """
 
     def __init__(self, plan: ArenaPlan, fd: int, mapping: mmap.mmap) -> None:
@@ -54,27 +53,27 @@ class Arena:
 
     @classmethod
     def create(cls, plan: ArenaPlan) -> Arena:
-        """Make, allocate, seal and map the memory.  ArenaError when the plan is senseless or memory is short."""
+        """Allocate, seal and map the memory.  ArenaError when the plan is invalid or memory is short."""
         n_bytes = arena_bytes(plan)
         fd = os.memfd_create(f"lucevisor-arena-{plan.boundary}", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
             os.ftruncate(fd, n_bytes)
-            os.posix_fallocate(fd, 0, n_bytes)  # now, with an error code, and not at first touch by a signal
+            os.posix_fallocate(fd, 0, n_bytes)  # fail here with an error, not at first touch with a signal
             fcntl.fcntl(fd, fcntl.F_ADD_SEALS, SEALS)
             return cls(plan, fd, _map(fd, n_bytes))
         except OSError as error:
             os.close(fd)
             raise ArenaError(
-                f"{n_bytes} bytes of shared memory were not to be had: {error}",
+                f"{n_bytes} bytes of shared memory could not be allocated: {error}",
                 _where(plan),
                 "free host memory or raise the memory limit of the service; lower engine.prefill_chunk",
             ) from error
 
     @classmethod
     def attach(cls, fd: int, plan: ArenaPlan) -> Arena:
-        """Map the memory behind a received descriptor, which is taken over and closed, also on failure.
+        """Map the memory of a received descriptor.  Takes over ``fd`` and closes it, also on failure.
 
-        ArenaError unless it is a memfd of the planned size that nobody can resize.
+        ArenaError unless it is a memfd of the planned size, sealed against resizing.
         """
         try:
             n_bytes = arena_bytes(plan)
@@ -85,44 +84,44 @@ class Arena:
                 raise ArenaError(
                     f"{n_bytes} bytes could not be mapped: {error}",
                     _where(plan),
-                    "raise the limit of address space or memory",
+                    "raise the limit on address space or memory",
                 ) from error
         finally:
             os.close(fd)  # the mapping has its own
 
     def view(self) -> memoryview:
-        """The whole mapping, writable; to register it with a device."""
+        """The whole mapping, writable, for registration with a device."""
         if self._mapping is None:
             raise ArenaError("the arena is closed", _where(self.plan), "attach it again")
         return memoryview(self._mapping)
 
     def region(self, index: int) -> memoryview:
-        """Region ``index``: ``plan.region_bytes`` writable bytes, shared, starting at a page.
+        """Region ``index``: ``plan.region_bytes`` shared, writable, page-aligned bytes.
 
-        Tensors made on it keep the memory mapped, also after ``close``.
+        Tensors over it keep the memory mapped, even after ``close``.
         """
         if not 0 <= index < self.plan.n_regions:
             raise ArenaError(
-                f"region {index} does not exist, there are {self.plan.n_regions}",
+                f"region {index} does not exist; there are {self.plan.n_regions}",
                 _where(self.plan),
-                "report it: a step names it",
+                "report this: a step refers to it",
             )
         start = index * self._stride
         return self.view()[start : start + self.plan.region_bytes]
 
     def close(self) -> None:
-        """Let go; idempotent.  Memory still used by a view or a tensor is unmapped when the last of them goes."""
+        """Release the mapping; idempotent.  Memory used by a view or tensor stays mapped until the last is gone."""
         if self.fd >= 0:
             os.close(self.fd)
             self.fd = -1
         mapping, self._mapping = self._mapping, None
         if mapping is not None:
-            with suppress(BufferError):  # a view is out: the mapping ends with it
+            with suppress(BufferError):  # exported views: the mapping ends with them
                 mapping.close()
 
 
 def _map(fd: int, n_bytes: int) -> mmap.mmap:
-    # MAP_POPULATE: every page is in the page table before the first step; a fault per 4 KiB costs more than the copy
+    # MAP_POPULATE: no page faults in the first steps; a fault per 4 KiB costs more than the copy
     return mmap.mmap(fd, n_bytes, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE, prot=mmap.PROT_READ | mmap.PROT_WRITE)
 
 
@@ -131,14 +130,14 @@ def _refuse_other(fd: int, plan: ArenaPlan, n_bytes: int) -> None:
         seals = fcntl.fcntl(fd, fcntl.F_GET_SEALS)
     except OSError as error:
         raise ArenaError(
-            f"descriptor {fd} is no memfd: {error}", _where(plan), "restart the group; report it if it comes again"
+            f"descriptor {fd} is not a memfd: {error}", _where(plan), "restart the group; report it if it happens again"
         ) from error
     size = os.fstat(fd).st_size
     if seals & SEALS != SEALS:
         raise ArenaError(
-            f"the memory is not sealed against resizing (seals {seals:#x}, wanted {SEALS:#x})",
+            f"the memory is not sealed against resizing (seals {seals:#x}, expected {SEALS:#x})",
             _where(plan),
-            "its maker must seal it: a peer that shrinks it would kill its reader",
+            "its creator must seal it: a peer that shrinks it would kill the reader",
         )
     if size != n_bytes:
         raise ArenaError(

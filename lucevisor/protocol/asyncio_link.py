@@ -1,16 +1,13 @@
-"""A link or pulse over a non-blocking socket in an asyncio (or uvloop) loop: the supervisor's end.
+"""The supervisor's end of a link or pulse, over a non-blocking socket in an asyncio or uvloop loop.
 
-Knows a socket and one reader callback of one loop; the protocol is in ``connection``.  Invariants: no task and no
-future per frame; ``on_frame`` gets every good frame that had arrived before the link died, in order; then
-``on_closed`` is called exactly once, from a loop callback of its own.
+The protocol is in ``connection``.  Invariants: no task or future per frame; ``on_frame`` gets every valid frame that
+arrived before the link died, in order; then ``on_closed`` is called exactly once, from its own loop callback.
 
-A daemon may write its last words and die before the supervisor's next write fails.  So a failed write does not end
-the link: what had arrived is read first.  End of file comes when the *last* copy of the other end is closed: the
-supervisor closes its copy after the spawn, and no other child may inherit it.
+A daemon may report a failure and die before the supervisor's next write fails, so after a failed write the link first
+reads what has arrived.
 
-The loop watches an epoll descriptor that holds the socket, not the socket.  libuv, and so uvloop, drops a watched
-descriptor without a word when the kernel reports an error on it (POLLERR), and a daemon that dies with unread bytes is
-just that: the reader callback would never be called again.  An epoll descriptor has no errors, it is only readable.
+The loop watches an epoll descriptor that contains the socket instead of the socket: uvloop (libuv) silently stops
+watching a descriptor on POLLERR, which is what a daemon that dies with unread bytes causes.
 """
 
 from __future__ import annotations
@@ -36,18 +33,17 @@ if TYPE_CHECKING:
     from lucevisor.protocol.messages import Message
 
 MAX_QUEUED_BYTES = 16 * 1024 * 1024
-"""What may wait for a slow reader: thousands of step plans.  A daemon that is this far behind has stopped reading."""
+"""Send queue limit: thousands of step plans.  A daemon that is this far behind has stopped reading."""
 
-_READ_BUDGET_BYTES = 4 * 1024 * 1024  # of one callback: a long payload must not keep the loop from the other links
-_RESTART = "the daemon has ended; see its log"
+_READ_BUDGET_BYTES = 4 * 1024 * 1024  # per callback: a long payload must not starve the other links
+_RESTART = "the daemon has exited; see its log"
 
 
 class Link:
-    """Frames over ``sock``, which this object takes over.  Make it inside the running loop.
+    """Frames over ``sock``, which this object owns.  Create it inside the running loop.
 
-    ``on_frame(frame)`` is called straight from the reader callback; if it raises, the link is closed and the
-    exception goes to the loop's exception handler.  ``on_closed(reason)`` gets a LinkClosed, RemoteProtocolError or
-    LinkOverflow.
+    ``on_frame(frame)`` runs in the reader callback; if it raises, the link is closed and the exception goes to the
+    loop's exception handler.  ``on_closed(reason)`` gets a LinkClosed, RemoteProtocolError or LinkOverflow.
     """
 
     def __init__(
@@ -80,12 +76,12 @@ class Link:
 
     @property
     def closed(self) -> bool:
-        """Nothing more can be sent or received."""
+        """Whether nothing more can be sent or received."""
         return self._closed is not None
 
     @property
     def queued_bytes(self) -> int:
-        """Bytes that wait until the peer reads."""
+        """Bytes waiting for the peer to read."""
         return self._queued_bytes
 
     @property
@@ -95,11 +91,11 @@ class Link:
     def send(
         self, message: Message | bytes, *, request_id: int = 0, payload: Sequence[Buffer] = (), fds: Sequence[int] = ()
     ) -> None:
-        """Write one frame now if the socket has room, else queue it.
+        """Write one frame now if the socket has room, otherwise queue it.
 
-        ``message``: a record, or bytes of ``codec.encode`` (then without payload and descriptors).  ``fds`` are
-        duplicated if they must wait.  Payload buffers are not copied: leave them alone until ``queued_bytes`` is 0.
-        LocalProtocolError: this must not be sent.  LinkClosed, LinkOverflow: the link is dead, ``on_closed`` follows.
+        ``message``: a record, or bytes of ``codec.encode`` (then without payload and descriptors).  Queued ``fds`` are
+        duplicated.  Payload buffers are not copied: do not change them until ``queued_bytes`` is 0.
+        LocalProtocolError: not allowed now.  LinkClosed, LinkOverflow: the link is dead, ``on_closed`` follows.
         """
         dead = self._closed or self._write_error
         if dead is not None:
@@ -130,7 +126,7 @@ class Link:
             self._poll.modify(self._sock.fileno(), select.EPOLLIN | select.EPOLLOUT)
 
     def close(self, reason: str = "closed by the supervisor") -> None:
-        """End the link; idempotent.  What is queued is dropped."""
+        """Close the link and drop its queue; idempotent."""
         self._finish(LinkClosed(reason, self._name, "nothing to do", local=True))
 
     # ---- out
@@ -138,7 +134,7 @@ class Link:
     def _enqueue(self, buffers: list[bytes | memoryview], fds: Sequence[int]) -> None:
         if self._queued_bytes > self._max_queued_bytes:
             overflow = LinkOverflow(
-                f"{self._queued_bytes} bytes wait and the daemon does not read",
+                f"{self._queued_bytes} bytes are queued and the daemon does not read",
                 self._name,
                 "the daemon hangs or is stopped: restart the group",
             )
@@ -167,7 +163,7 @@ class Link:
         self._poll.modify(self._sock.fileno(), select.EPOLLIN)
 
     def _write_failed(self, error: ConnectionError) -> LinkClosed:
-        """Stop writing; the reader ends the link after the last bytes that had arrived."""
+        """Stop writing; the reader closes the link after the last bytes that arrived."""
         self._write_error = LinkClosed(f"the daemon is gone: {error}", self._name, _RESTART)
         self._drop_queue()
         self._loop.call_soon(self._read_rest)
@@ -184,14 +180,14 @@ class Link:
     # ---- in
 
     def _ready(self) -> None:
-        """Something happened on the socket; trying tells what."""
+        """The socket is readable or writable: try both."""
         if self._queue:
             self._flush()
         budget = _READ_BUDGET_BYTES
         while budget > 0 and self._closed is None:
             room = self._connection.buffer()
             n = self._read(room)
-            if n < len(room):  # drained, or nearly: the loop calls again if not
+            if n < len(room):  # drained, or nearly; otherwise the loop calls again
                 return
             budget -= n
 
@@ -202,7 +198,7 @@ class Link:
                 self._finish(self._write_error)
 
     def _read(self, room: memoryview) -> int:
-        """One recv and what follows from it; 0 when nothing was there."""
+        """Receive once and deliver the frames; 0 when there was nothing to read."""
         try:
             n = self._sock.recv_into(room)
         except BlockingIOError:
@@ -220,7 +216,7 @@ class Link:
             self._finish(error)
             return 0
         self._deliver(frames)
-        if self._connection.error is not None:  # the damage came after those frames
+        if self._connection.error is not None:  # the stream broke after those frames
             self._finish(self._connection.error)
         return n
 
@@ -231,7 +227,7 @@ class Link:
                 if self._closed is not None:  # the callback closed the link
                     return
         except BaseException as error:
-            self._finish(LinkClosed(f"the handler of frames failed: {error!r}", self._name, "report it", local=True))
+            self._finish(LinkClosed(f"on_frame raised {error!r}", self._name, "report it", local=True))
             raise
 
     def _gone(self, what: str) -> LinkClosed:

@@ -1,11 +1,11 @@
-"""A link or pulse over a blocking socket: the daemon's end.
+"""The daemon's end of a link or pulse, over a blocking socket.
 
-Knows sockets and descriptors; the protocol is in ``connection``.  Invariant: one frame is written whole or the link
-is dead; end of file, EPIPE and ECONNRESET are one thing, ``LinkClosed``.
+Knows sockets and descriptors; the protocol is in ``connection``.  Invariants: a frame is written whole or the link is
+dead; end of file, EPIPE and ECONNRESET all become ``LinkClosed``.
 
-A peer that dies with unread bytes gives ECONNRESET instead of end of file; the kernel hands out what had arrived before
-either, so frames sent before a death are received.  End of file comes when the *last* copy of the other end is
-closed: a third process that inherited it hides the death of the peer.
+A peer that dies with unread bytes causes ECONNRESET instead of end of file.  The kernel delivers earlier bytes first,
+so frames sent before a death are received.  End of file arrives when the *last* copy of the other end is closed: a
+third process that inherited it would hide the peer's death.
 """
 
 from __future__ import annotations
@@ -40,14 +40,14 @@ if TYPE_CHECKING:
     from lucevisor.protocol.frames import Frame
     from lucevisor.protocol.messages import Message
 
-_RESTART = "the other process has ended or let go; a daemon ends now, a supervisor restarts the group"
+_RESTART = "the peer has exited or closed the link; a daemon exits now, a supervisor restarts the group"
 
 
 class BlockingLink:
-    """Frames over ``sock``, which this object takes over.
+    """Frames over ``sock``, which this object owns.
 
-    One thread receives.  Any thread may send: a lock keeps frames whole.  ``spin_s``: how long ``receive`` polls
-    before it sleeps in the kernel; saves the wake-up, burns the core: only for a thread that has a core of its own.
+    One thread receives; any thread may send, a lock keeps frames whole.  ``spin_s``: how long ``receive`` polls before
+    it blocks in the kernel.  Polling saves the wake-up and burns the core, so use it only with a dedicated core.
     """
 
     def __init__(
@@ -80,7 +80,7 @@ class BlockingLink:
         name: str = "link",
         spin_s: float = 0.0,
     ) -> BlockingLink:
-        """The link over an inherited descriptor, taken over and made close-on-exec."""
+        """Wrap an inherited descriptor, which becomes owned and close-on-exec."""
         return cls(socket.socket(fileno=fd), role=role, channel=channel, name=name, spin_s=spin_s)
 
     @property
@@ -92,10 +92,10 @@ class BlockingLink:
         return self._sock.fileno()
 
     def receive(self) -> Frame | None:
-        """The next frame, or None when the link is dead (``closed_because`` says why); blocks until one of them.
+        """Block until the next frame; None when the link is dead (``closed_because`` has the reason).
 
-        RemoteProtocolError when the peer broke the protocol, now and at every later call; ``send`` still works, so a
-        daemon can say so in a Failed before it ends.
+        RemoteProtocolError when the peer violated the protocol, on this and every later call.  ``send`` still works, so
+        a daemon can report it in a Failed before it exits.
         """
         while not self._frames:
             if self.closed_because is not None:
@@ -111,7 +111,7 @@ class BlockingLink:
         """Write one frame; blocks while the peer's buffer is full.
 
         ``message``: a record, or bytes of ``codec.encode`` (then without payload and descriptors).  LinkClosed when
-        the link is dead, LocalProtocolError when this must not be sent.
+        the link is dead, LocalProtocolError when this message is not allowed.
         """
         with self._send_lock:
             if self._send_broken is not None:
@@ -126,21 +126,21 @@ class BlockingLink:
             except ConnectionError as error:
                 self._send_broken = LinkClosed(f"the peer is gone: {error}", self._name, _RESTART)
                 raise self._send_broken from error
-            except BaseException as error:  # a signal handler raised: a frame may be cut, so none may follow
+            except BaseException as error:  # a signal handler raised: the frame may be truncated, so none may follow
                 self._send_broken = LinkClosed(
                     f"sending was interrupted by {error!r}", self._name, _RESTART, local=True
                 )
                 raise
 
     def close(self) -> None:
-        """End the link; idempotent.  A ``receive`` in another thread returns None."""
+        """Close the link; idempotent.  A ``receive`` in another thread returns None."""
         if self._sock.fileno() < 0:
             return
         closed = LinkClosed("the link was closed by this side", self._name, "nothing to do", local=True)
         self.closed_because = self.closed_because or closed
         self._send_broken = self._send_broken or closed
-        with suppress(OSError):  # ENOTCONN: the peer was first
-            self._sock.shutdown(socket.SHUT_RDWR)  # wakes a thread that sleeps in recv; close alone would not
+        with suppress(OSError):  # ENOTCONN: the peer closed first
+            self._sock.shutdown(socket.SHUT_RDWR)  # wakes a thread blocked in recv; close alone would not
         self._sock.close()
         close_all(self._connection.take_descriptors())
         for frame in self._frames:
@@ -158,7 +158,7 @@ class BlockingLink:
             buffers = after(buffers, n_sent)
 
     def _fill(self) -> None:
-        """Give the connection the next bytes, or find the link dead."""
+        """Feed the connection the next bytes, or mark the link dead."""
         buffer = self._connection.buffer()
         try:
             n, ancillary, flags, _ = self._receive_message(buffer)
@@ -174,7 +174,7 @@ class BlockingLink:
             return
         if flags & LOST_FLAG:
             self._connection.error = RemoteProtocolError(
-                "descriptors were lost on the way",
+                "descriptors were lost in transit",
                 self._name,
                 "raise the limit of open files (ulimit -n), then restart the group",
             )

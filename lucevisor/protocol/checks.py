@@ -1,4 +1,4 @@
-"""Records of `doctor` and of timing layers before a placement.  No sockets, no tensors."""
+"""Records of `doctor` checks and of layer timings for a placement.  No sockets, no tensors."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Span(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Measure(msgspec.Struct, frozen=True):
-    """Time each of ``spans`` for a slice of ``n_rows`` tokens from position 0, and for one token behind it."""
+    """Time each of ``spans`` for a slice of ``n_rows`` tokens from position 0, and for one token after it."""
 
     spans: list[Span]
     kv_dtype: Dtype
@@ -28,8 +28,8 @@ class Measure(msgspec.Struct, frozen=True):
 
 
 class Check(msgspec.Struct, frozen=True):
-    """Doctor: run one layer's numbers on every visible device against the float32 cpu reference; map ``arenas``
-    (descriptors travel along).  With ``measure``: time layers instead of comparing one."""
+    """Compare one layer on every visible device with the float32 cpu reference, and map ``arenas``, whose descriptors
+    travel with the frame.  With ``measure``, time layers instead of comparing one."""
 
     files: list[str]
     layer: int
@@ -45,8 +45,8 @@ class CheckLine(msgspec.Struct, frozen=True):
 
 
 class Timing(msgspec.Struct, frozen=True, array_like=True):
-    """Seconds that the layers of a Span take, for one token and for ``Measure.n_rows``; ``end_``: its head and tail,
-    the tail for one row in both."""
+    """Seconds for the layers of a Span, for one token and for ``Measure.n_rows``.  ``end_``: its embedding and output,
+    the output for one row in both."""
 
     decode_s: float
     prefill_s: float
@@ -55,7 +55,7 @@ class Timing(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Checked(msgspec.Struct, frozen=True):
-    """Answer to Check.  ``timings``: one a Span, in their order; none when one failed, which is a line then."""
+    """Answer to Check.  ``timings``: one per Span, in order; empty when one failed, which ``lines`` then reports."""
 
     lines: list[CheckLine]
     timings: list[Timing] = []

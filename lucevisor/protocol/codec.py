@@ -1,8 +1,7 @@
-"""Messages to frame bytes and back.
+"""Codec: messages to frame bytes and back.
 
-Pure: no sockets, no state; knows nothing of order and direction.  Invariant: ``encode`` of a message is the same
-bytes for every receiver, so a step plan is encoded once and given to every stage; and what ``decode`` accepts,
-``encode`` gives back.
+Pure: no sockets, no state, no message order or direction.  Invariants: ``encode`` yields the same bytes for every
+receiver, so a step plan is encoded once and sent to every stage; ``encode`` reproduces what ``decode`` accepted.
 """
 
 from __future__ import annotations
@@ -27,10 +26,10 @@ if TYPE_CHECKING:
     from typing_extensions import Buffer
 
 _FLOAT32_BYTES = 4
-_MAX_DIMENSIONS = 8  # of a segment; also bounds the work of multiplying them
+_MAX_DIMENSIONS = 8  # of a segment; also bounds the work of multiplying its shape
 
 WITH_DESCRIPTORS = frozenset({MessageKind.LOAD, MessageKind.CHECK, MessageKind.SAVE, MessageKind.RESTORE})
-"""Kinds whose frames carry descriptors: one per arena, or that of the snapshot file."""
+"""Kinds whose frames carry descriptors: one per arena, or the snapshot file's."""
 
 KIND_OF: dict[type[Message], MessageKind] = {record: kind for kind, record in MESSAGES.items()}
 
@@ -41,9 +40,9 @@ _DECODERS: dict[MessageKind, msgspec.msgpack.Decoder[Any]] = {
 
 
 def encode(message: Message, request_id: int = 0, flags: int = 0, payload_bytes: int = 0) -> bytes:
-    """Header and metadata of a frame; the ``payload_bytes`` that it announces are for the caller to send after it.
+    """Encode header and metadata of a frame; the caller sends the announced ``payload_bytes`` after them.
 
-    LocalProtocolError when the message is over a limit, of no known kind, or does not describe that payload.
+    LocalProtocolError when the message exceeds a limit, is of an unknown kind, or does not describe that payload.
     """
     kind = KIND_OF.get(type(message))
     if kind is None:
@@ -55,27 +54,27 @@ def encode(message: Message, request_id: int = 0, flags: int = 0, payload_bytes:
     if isinstance(message, StepResult) and (message.segments or payload_bytes):
         fault = _segments_fault(message, payload_bytes)
         if fault:
-            raise LocalProtocolError(
-                fault, "StepResult.segments to send", "give one (name, shape) per array of the payload"
-            )
+            raise LocalProtocolError(fault, "StepResult.segments to send", "list one (name, shape) per payload array")
     try:
         metadata = _ENCODER.encode(message)
     except (TypeError, ValueError, OverflowError, RecursionError) as error:
         raise LocalProtocolError(
-            f"{type(message).__name__} cannot be encoded: {error}", "encode", "fill its fields with the declared types"
+            f"{type(message).__name__} cannot be encoded: {error}", "encode", "use the declared types of its fields"
         ) from error
     return pack_header(kind, flags, request_id, metadata, payload_bytes) + metadata
 
 
 def decode(header: Header, metadata: memoryview) -> Message:
-    """The typed record of a frame.  RemoteProtocolError when the metadata is damaged or not of the declared types."""
+    """Decode a frame's metadata.  RemoteProtocolError when it is damaged or does not have the declared types."""
     if crc32(metadata) != header.metadata_check:
-        raise damaged(f"the metadata of {header.kind.name} does not match its check", "metadata")
+        raise damaged(f"{header.kind.name} metadata checksum mismatch", "metadata")
     try:
         message: Message = _DECODERS[header.kind].decode(metadata)
     except (ValueError, RecursionError, OverflowError, MemoryError) as error:  # msgspec's errors are ValueErrors
         raise RemoteProtocolError(
-            f"{header.kind.name} cannot be read: {error}", "metadata", "supervisor and daemon differ: restart the group"
+            f"{header.kind.name} cannot be decoded: {error}",
+            "metadata",
+            "supervisor and daemon differ: restart the group",
         ) from error
     if isinstance(message, StepResult) and (message.segments or header.payload_bytes):
         fault = _segments_fault(message, header.payload_bytes)
@@ -83,7 +82,7 @@ def decode(header: Header, metadata: memoryview) -> Message:
             raise RemoteProtocolError(fault, "StepResult.segments", "report it with the daemon's log")
     elif header.kind in WITH_DESCRIPTORS and n_descriptors(message) > MAX_DESCRIPTORS:
         raise RemoteProtocolError(
-            f"{n_descriptors(message)} arenas, at most {MAX_DESCRIPTORS} descriptors go with a frame",
+            f"{n_descriptors(message)} arenas; a frame carries at most {MAX_DESCRIPTORS} descriptors",
             f"{header.kind.name}.arenas",
             "use fewer stages",
         )
@@ -91,14 +90,14 @@ def decode(header: Header, metadata: memoryview) -> Message:
 
 
 def n_descriptors(message: Message) -> int:
-    """How many descriptors travel with the frame of ``message``."""
+    """Number of descriptors that the frame of ``message`` carries."""
     if isinstance(message, Load | Check):
         return len(message.arenas)
     return 1 if isinstance(message, Save | Restore) else 0
 
 
 def byte_views(payload: Iterable[Buffer]) -> list[memoryview]:
-    """Flat byte views of C-contiguous buffers (numpy arrays too), without copies; empty ones are left out."""
+    """Flat byte views of C-contiguous buffers (numpy arrays too), without copies; empty buffers are skipped."""
     views = []
     for part in payload:
         view = memoryview(part)
@@ -113,7 +112,7 @@ def byte_views(payload: Iterable[Buffer]) -> list[memoryview]:
 
 
 def payload_segments(result: StepResult, payload: memoryview) -> list[tuple[str, tuple[int, ...], memoryview[float]]]:
-    """Cut the payload of a StepResult into its float32 arrays: (name, shape, flat view with format ``f``)."""
+    """Split the payload of a StepResult into its float32 arrays: (name, shape, flat view with format ``f``)."""
     segments = []
     start = 0
     for name, shape in result.segments:

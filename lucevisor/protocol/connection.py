@@ -1,11 +1,11 @@
-"""One end of a link or pulse without its socket: bytes in, frames out; messages in, bytes out.
+"""Sans-I/O protocol state of one end of a link or pulse: bytes in, frames out; messages in, bytes out.
 
-Knows no sockets, no clocks and no event loops; descriptors are numbers that it hands on.  Invariant: frames come out
-in the order they went in, each exactly once; after the first byte that breaks the protocol none comes out any more, and
-memory held is at most the read buffer plus what one header within its limits announces.
+Knows no sockets, clocks or event loops; descriptors are plain numbers.  Invariants: frames come out in order, each
+exactly once; none comes out after the first byte that violates the protocol; memory is bounded by the read buffer plus
+what one header within its limits announces.
 
-Two ways in, same result.  ``receive(data)`` copies.  ``buffer()`` and ``received(n)`` let a socket write straight to
-where the bytes belong: small frames into the read buffer, a long payload into its own memory.
+Two equivalent ways in: ``receive(data)`` copies; ``buffer()`` and ``received(n)`` let a socket write straight to its
+destination, small frames into the read buffer, long payloads into memory of their own.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ if TYPE_CHECKING:
 
     from typing_extensions import Buffer
 
-READ_BUFFER_BYTES = 64 * 1024  # holds every frame of a decode step whole: one read a frame
+READ_BUFFER_BYTES = 64 * 1024  # holds any frame of a decode step: one read per frame
 _NOTHING = memoryview(b"")
 
 
 class Connection:
-    """Protocol state of one end."""
+    """Protocol state of one end of a channel."""
 
     def __init__(self, role: Role, channel: Channel = Channel.LINK, name: str = "link") -> None:
         self.name = name
@@ -43,17 +43,17 @@ class Connection:
         self._small = memoryview(bytearray(READ_BUFFER_BYTES))
         self._start = 0  # unread bytes are _small[_start:_end]
         self._end = 0
-        self._n_received = 0  # bytes of the stream, for error texts
+        self._n_received = 0  # stream position, for error messages
         self._large: memoryview | None = None  # metadata or payload too long for _small, being filled
         self._n_large = 0
-        self._header: Header | None = None  # of the frame that is under way
-        self._message: Message | None = None  # its metadata, when only payload is missing
+        self._header: Header | None = None  # of the frame being received
+        self._message: Message | None = None  # its metadata, while the payload is incomplete
         self._frames: list[Frame] = []
         self._fds: deque[int] = deque()
 
     @property
     def state(self) -> LinkState:
-        """Where the conversation stands."""
+        """Current state of the link."""
         return self._state
 
     @state.setter
@@ -65,7 +65,7 @@ class Connection:
     # ---- in
 
     def receive(self, data: Buffer, fds: Sequence[int] = ()) -> None:
-        """Take bytes of the stream, and the descriptors that came with the last of them."""
+        """Feed bytes of the stream, and the descriptors that arrived with the last of them."""
         view = memoryview(data).cast("B")
         while len(view) > 0 and self.error is None:
             room = self.buffer()
@@ -75,13 +75,13 @@ class Connection:
             self.received(n, () if len(view) else fds)
 
     def buffer(self) -> memoryview:
-        """Where the next bytes of the stream belong; never empty.  Fill a part from its start, call ``received``."""
+        """Memory for the next bytes of the stream; never empty.  Fill it from the start, then call ``received``."""
         if self._large is not None:
             return self._large[self._n_large :]
         return self._small[self._end :] if self._end else self._small
 
     def received(self, n_bytes: int, fds: Sequence[int] = ()) -> None:
-        """``n_bytes`` were written to ``buffer()``.  Never raises on bad bytes: see ``events`` and ``error``."""
+        """Account for ``n_bytes`` written to ``buffer()``.  Never raises on bad bytes: see ``events`` and ``error``."""
         if fds:
             self._fds.extend(fds)
         if self.error is not None:
@@ -102,21 +102,21 @@ class Connection:
             self.error.__cause__ = error.__cause__
 
     def events(self) -> list[Frame]:
-        """Frames completed since the last call.  When there are none and the stream is broken, raises ``error``."""
+        """Frames completed since the last call.  Raises ``error`` when there are none and the stream is broken."""
         frames, self._frames = self._frames, []
         if self.error is not None and not frames:
             raise self.error
         return frames
 
     def take_descriptors(self) -> list[int]:
-        """Descriptors that no frame has taken; whoever ends the connection closes them."""
+        """Descriptors not claimed by any frame; whoever ends the connection closes them."""
         fds = list(self._fds)
         self._fds.clear()
         return fds
 
     @property
     def unfinished(self) -> str:
-        """What end of file would cut off: empty between frames."""
+        """What an end of file would truncate; empty between frames."""
         if self._header is not None:
             return f"inside a {self._header.kind.name} frame"
         return f"after {self._end - self._start} bytes of a header" if self._end > self._start else ""
@@ -126,9 +126,9 @@ class Connection:
     def send(
         self, message: Message, request_id: int = 0, flags: int = 0, payload: Sequence[Buffer] = (), n_fds: int = 0
     ) -> list[bytes | memoryview]:
-        """The buffers to write, in order, and the step of the state; LocalProtocolError changes nothing.
+        """Advance the state and return the buffers to write, in order.  A LocalProtocolError changes nothing.
 
-        ``n_fds``: how many descriptors the caller sends along; it must be what the message names.
+        ``n_fds``: number of descriptors the caller sends along; it must match the message.
         """
         views = byte_views(payload) if len(payload) else []
         data = encode(message, request_id, flags, sum(map(len, views)))
@@ -136,19 +136,19 @@ class Connection:
         n_named = n_descriptors(message) if kind in WITH_DESCRIPTORS else 0
         if n_fds != n_named:
             raise LocalProtocolError(
-                f"{kind.name} names {_named(kind, n_named)}, but {n_fds} descriptors go along",
+                f"{kind.name} names {_named(kind, n_named)}, but {n_fds} descriptors were given",
                 self.name,
-                "give one descriptor per arena, in the same order, or that of the snapshot file",
+                "pass one descriptor per arena, in order, or the snapshot file's",
             )
         self._advance(kind)
         return [data, *views]
 
     def send_encoded(self, frame: bytes) -> None:
-        """The same for bytes that ``encode`` made of a message without payload and descriptors."""
+        """Advance the state for a frame from ``codec.encode``, without payload and descriptors."""
         kind = MessageKind(frame[KIND_OFFSET])
         if kind in WITH_DESCRIPTORS:
             raise LocalProtocolError(
-                f"{kind.name} was given encoded", self.name, "send the message itself: its descriptors are counted"
+                f"{kind.name} was passed encoded", self.name, "pass the message itself: its descriptors are counted"
             )
         self._advance(kind)
 
@@ -156,14 +156,14 @@ class Connection:
         following = self._may_send.get(kind)
         if following is None:
             text = refusal(self._channel, self._role, self._state, kind)
-            raise LocalProtocolError(text, self.name, "wait for the answer that permits it")
+            raise LocalProtocolError(text, self.name, "wait for the answer that allows it")
         if following is not self._state:
             self.state = following
 
     # ---- parsing
 
     def _parse(self) -> None:
-        """Complete every frame that lies whole in the read buffer; make room for the rest."""
+        """Complete every whole frame in the read buffer and make room for the rest."""
         while self._header is not None or self._start < self._end:
             if self._header is None and not self._read_header():
                 return
@@ -174,7 +174,7 @@ class Connection:
         self._start = self._end = 0
         if self._fds:
             raise RemoteProtocolError(
-                f"{len(self._fds)} descriptors came with a frame that names none", "descriptors", "restart the group"
+                f"{len(self._fds)} descriptors arrived with a frame that takes none", "descriptors", "restart the group"
             )
 
     def _read_header(self) -> bool:
@@ -223,7 +223,7 @@ class Connection:
         return True
 
     def _start_large(self, n_bytes: int) -> None:
-        """Give the next ``n_bytes`` memory of their own and move what is there of them."""
+        """Allocate memory for the next ``n_bytes`` and move in what has arrived of them."""
         self._large = memoryview(bytearray(n_bytes))
         self._n_large = self._end - self._start
         self._large[: self._n_large] = self._small[self._start : self._end]
@@ -247,13 +247,13 @@ class Connection:
             n = n_descriptors(message)
             if len(self._fds) < n:
                 raise RemoteProtocolError(
-                    f"{header.kind.name} names {_named(header.kind, n)}, {len(self._fds)} descriptors came along",
+                    f"{header.kind.name} names {_named(header.kind, n)}, {len(self._fds)} descriptors arrived",
                     "descriptors",
-                    "restart the group; check the limit of open files (ulimit -n) if it comes again",
+                    "restart the group; check the limit of open files (ulimit -n) if it happens again",
                 )
             fds = tuple(self._fds.popleft() for _ in range(n))
         self._header = self._message = None
-        # Looked up again: since the header came, this end may have sent something; states.py keeps the kind legal.
+        # Look it up again: this end may have sent something since the header arrived; states.py keeps the kind legal.
         following = self._may_receive[header.kind]
         if following is not self._state:
             self.state = following
@@ -266,5 +266,5 @@ class Connection:
 
 
 def _named(kind: MessageKind, n: int) -> str:
-    """What the descriptors of a frame are."""
+    """What the descriptors of a frame stand for."""
     return "a snapshot file" if kind in (MessageKind.SAVE, MessageKind.RESTORE) else f"{n} arenas"

@@ -1,7 +1,7 @@
-"""Descriptors over a Unix socket (SCM_RIGHTS).
+"""Passing file descriptors over a Unix socket (SCM_RIGHTS).
 
-Knows the kernel's ancillary data, no frames.  Invariant: what :func:`unpack` returns is close-on-exec when it was
-received with :data:`RECEIVE_FLAGS`, and nothing that the kernel handed over is lost unseen.
+Knows ancillary data, no frames.  Invariant: descriptors received with :data:`RECEIVE_FLAGS` are close-on-exec, and
+:data:`LOST_FLAG` reveals any that the kernel dropped.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from typing_extensions import Buffer
 
-# Plain numbers: an operation on the enums of socket runs Python code for each frame.
+# Plain ints: operations on the enums of socket run Python code, here once per frame.
 RECEIVE_FLAGS = int(socket.MSG_CMSG_CLOEXEC)
 RECEIVE_NOW_FLAGS = int(socket.MSG_CMSG_CLOEXEC | socket.MSG_DONTWAIT)
 LOST_FLAG = int(socket.MSG_CTRUNC)
@@ -28,12 +28,12 @@ MAX_BUFFERS = 512  # of one sendmsg; the kernel takes at most 1024 (UIO_MAXIOV)
 
 
 def pack(fds: Sequence[int]) -> list[tuple[int, int, Buffer]]:
-    """Ancillary data that sends ``fds`` with the first byte of a sendmsg."""
+    """Ancillary data for a sendmsg; ``fds`` travel with its first byte."""
     return [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array("i", fds))] if fds else []
 
 
 def unpack(ancillary: Iterable[tuple[int, int, bytes]]) -> list[int]:
-    """The descriptors in what recvmsg returned, now owned by the caller."""
+    """The descriptors in the ancillary data of a recvmsg, now owned by the caller."""
     fds = array("i")
     for level, kind, data in ancillary:
         if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
@@ -42,13 +42,13 @@ def unpack(ancillary: Iterable[tuple[int, int, bytes]]) -> list[int]:
 
 
 def close_all(fds: Iterable[int]) -> None:
-    """Close descriptors that nobody will take."""
+    """Close unclaimed descriptors."""
     for fd in fds:
         os.close(fd)
 
 
 def after(buffers: Sequence[bytes | memoryview], n_sent: int) -> list[bytes | memoryview]:
-    """The rest of byte buffers of which a sendmsg wrote the first ``n_sent`` bytes."""
+    """What remains of ``buffers`` after a sendmsg wrote the first ``n_sent`` bytes."""
     rest: list[bytes | memoryview] = []
     for buffer in buffers:
         if n_sent >= len(buffer):

@@ -1,7 +1,7 @@
-"""The tables of docs/protocol.md, printed from the records and tables that the code runs on.
+"""Generate the tables of docs/protocol.md from the records and tables of this package.
 
-``python -m lucevisor.protocol.docs`` rewrites the parts of the page between its markers, ``--check`` compares them.
-Not used at run time.  Invariant: prose stays as written; what stands between markers is a function of this package.
+``python -m lucevisor.protocol.docs`` rewrites the page between its markers; ``--check`` compares.  Not used at runtime.
+Invariant: text outside the markers never changes; text between them depends on this package alone.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ COMMAND = "python -m lucevisor.protocol.docs"
 
 
 def messages() -> str:
-    """One row a kind: who sends it where, what it carries, and its limits with their reasons."""
+    """One row per kind: who sends it where, what it carries, and its limits with their reasons."""
     rows = [
-        "| kind | message | channel | from | metadata at most | payload at most | with it | why these limits |",
+        "| kind | message | channel | from | max metadata | max payload | carries | reason for the limits |",
         "|---:|---|---|---|---:|---:|---|---|",
     ]
     for kind, record in MESSAGES.items():
@@ -47,7 +47,7 @@ def messages() -> str:
 
 def fields() -> str:
     """The fields of each record in encoding order."""
-    rows = ["| message | written as | fields |", "|---|---|---|"]
+    rows = ["| message | encoded as | fields |", "|---|---|---|"]
     for record in MESSAGES.values():
         shape = "array" if record.__struct_config__.array_like else "map"
         names = ", ".join(f"`{name}`" for name in record.__struct_fields__)
@@ -56,7 +56,7 @@ def fields() -> str:
 
 
 def states() -> str:
-    """The order of messages on a link as a diagram.  Messages that change nothing are listed, not drawn."""
+    """State diagram of a link."""
     lines = ["```mermaid", "stateDiagram-v2", f"    [*] --> {INITIAL[Channel.LINK].name}"]
     for state, row in TRANSITIONS.items():
         moves: dict[str, list[str]] = {}
@@ -68,19 +68,19 @@ def states() -> str:
 
 
 def page(text: str) -> str:
-    """``text`` with everything between its markers made anew."""
+    """``text`` with everything between its markers regenerated."""
     for name, make in (("messages", messages), ("fields", fields), ("states", states)):
         begin, end = f"<!-- {name}: made by {COMMAND} -->", f"<!-- end of {name} -->"
         pattern = re.compile(re.escape(begin) + ".*?" + re.escape(end), re.DOTALL)
         block = f"{begin}\n{make()}\n{end}"
         text, n = pattern.subn(lambda _, block=block: block, text)  # type: ignore[misc]  # mypy cannot type the default
         if n != 1:
-            raise SystemExit(f"{PAGE.name} has {n} blocks {begin!r}, needs one: restore the markers")
+            raise SystemExit(f"{PAGE.name} has {n} blocks {begin!r} instead of one: restore the markers")
     return text
 
 
 def main(arguments: list[str]) -> int:
-    """Write the page, or with ``--check`` say whether it is current."""
+    """Rewrite the page, or with ``--check`` report whether it is up to date."""
     if arguments not in ([], ["--check"]):
         sys.stderr.write(f"usage: {COMMAND} [--check]\n")
         return 2
@@ -89,14 +89,14 @@ def main(arguments: list[str]) -> int:
     if new == old:
         return 0
     if arguments:
-        sys.stderr.write(f"{PAGE} is not current: run {COMMAND}\n")
+        sys.stderr.write(f"{PAGE} is out of date: run {COMMAND}\n")
         return 1
     PAGE.write_text(new, encoding="utf-8")
     return 0
 
 
 def _descriptors(kind: MessageKind) -> str:
-    return "the file's descriptor" if kind in (MessageKind.SAVE, MessageKind.RESTORE) else "one descriptor an arena"
+    return "the file's descriptor" if kind in (MessageKind.SAVE, MessageKind.RESTORE) else "one descriptor per arena"
 
 
 def _size(n_bytes: int) -> str:

@@ -1,22 +1,22 @@
-"""The frame: its 32-byte header, its limits, and the record a received frame becomes.
+"""Framing: the 32-byte header, the size limits, and the record of a received frame.
 
-Knows no sockets, no msgpack and no order of messages.  Invariant: a header that :func:`parse_header` returns has passed
-its check, is of a known kind and announces lengths within the limits of that kind: a reader may allocate what it says.
+Knows no sockets, no msgpack and no message order.  Invariant: a header returned by :func:`parse_header` has a valid
+checksum, a known kind, and lengths within that kind's limits, so a reader may allocate them.
 
 Header, little-endian (docs/protocol.md):
 
     offset 0   4s   magic b"LVSR"
            4   u16  protocol version
            6   u8   kind (messages.MessageKind)
-           7   u8   flags: of a STEP the stage it is for, zero of all other kinds
+           7   u8   flags: the target stage of a STEP, zero for all other kinds
            8   u64  request id
           16   u32  metadata length, bytes
           20   u32  payload length, bytes
-          24   u32  metadata check: CRC-32 of the metadata
-          28   u32  header check: CRC-32 of bytes 0 to 27
+          24   u32  metadata checksum: CRC-32 of the metadata
+          28   u32  header checksum: CRC-32 of bytes 0 to 27
 
-The checks are there for lost and foreign bytes more than for flipped ones: a wrong length that passed would make the
-reader wait for bytes that never come.  A payload has no check: kernel sockets do not flip bits, and it is long.
+The checksums guard against lost and foreign bytes more than flipped ones: with a wrong length the reader would wait for
+bytes that never arrive.  The payload has none: it is long, and kernel sockets do not flip bits.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ from lucevisor.protocol.messages import PROTOCOL_VERSION, Message, MessageKind
 
 MAGIC = b"LVSR"
 HEADER_BYTES = 32
-CHECKED_BYTES = 28  # what the header check covers
+CHECKED_BYTES = 28  # covered by the header checksum
 KIND_OFFSET = 6
 
 KIB = 1024
 MIB = 1024 * KIB
 MAX_METADATA_BYTES = 4 * MIB
 MAX_PAYLOAD_BYTES = 256 * MIB
-MAX_DESCRIPTORS = 64  # of one frame; the kernel passes at most 253 at once, a chain has one arena per boundary
+MAX_DESCRIPTORS = 64  # of one frame; the kernel passes at most 253 at once; a pipeline has one arena per boundary
 
 _DIFFER = "supervisor and daemon differ: restart the group after an upgrade"
 
@@ -58,27 +58,29 @@ class Limits(NamedTuple):
 
 
 LIMITS: dict[MessageKind, Limits] = {
-    MessageKind.HELLO: Limits(64 * KIB, 0, "some hundred bytes a device"),
-    MessageKind.LOAD: Limits(1 * MIB, 0, "paths of a file in many parts, at most 4 KiB each"),
-    MessageKind.LOADED: Limits(256 * KIB, 0, "one record a shard, one line an operation"),
+    MessageKind.HELLO: Limits(64 * KIB, 0, "a few hundred bytes per device"),
+    MessageKind.LOAD: Limits(1 * MIB, 0, "paths of a split file, at most 4 KiB each"),
+    MessageKind.LOADED: Limits(256 * KIB, 0, "one record per shard, one line per operation"),
     MessageKind.STEP: Limits(
         MAX_METADATA_BYTES,
         MAX_PAYLOAD_BYTES,
         "an id takes at most 5 bytes: the history of a 262,144-token context is 1.3 MiB, a full chunk and the page "
-        "tables of 64 such contexts another 1.5 MiB; payload: boundary rows where no arena reaches",
+        "tables of 64 such contexts another 1.5 MiB; payload: boundary rows where there is no arena",
     ),
     MessageKind.STEP_RESULT: Limits(
         MAX_METADATA_BYTES,
         MAX_PAYLOAD_BYTES,
-        "at most 15 bytes a log-probability pair; payload: float32 logits of 256 rows of a 262,144-word vocabulary",
+        "at most 15 bytes per log-probability pair; payload: float32 logits of 256 rows of a 262,144-word vocabulary",
     ),
     MessageKind.FAILED: Limits(1 * MIB, 0, "a traceback"),
     MessageKind.RESET: Limits(4 * KIB, 0, "one number"),
     MessageKind.CHECK: Limits(1 * MIB, 0, "paths, as in Load"),
-    MessageKind.CHECKED: Limits(1 * MIB, 0, "one line a device and layer"),
+    MessageKind.CHECKED: Limits(1 * MIB, 0, "one line per device and layer"),
     MessageKind.SHUTDOWN: Limits(64 * KIB, 0, "one sentence"),
     MessageKind.SAVE: Limits(
-        MAX_METADATA_BYTES, 0, "at most 200 bytes a tensor, 1,024 layers of 4; 5 bytes a page, 16,384 of 1 Mi tokens"
+        MAX_METADATA_BYTES,
+        0,
+        "at most 200 bytes per tensor, 1,024 layers of 4; 5 bytes per page, 16,384 for 1 Mi tokens",
     ),
     MessageKind.SAVED: Limits(4 * KIB, 0, "three numbers"),
     MessageKind.RESTORE: Limits(MAX_METADATA_BYTES, 0, "as Save"),
@@ -87,19 +89,18 @@ LIMITS: dict[MessageKind, Limits] = {
     MessageKind.TRANSFER_FAILED: Limits(1 * MIB, 0, "a traceback"),
     MessageKind.HEARTBEAT: Limits(4 * KIB, 0, "a dozen numbers"),
     MessageKind.PROGRESS: Limits(4 * KIB, 0, "a dozen numbers"),
-    MessageKind.LOG_LINE: Limits(256 * KIB, 0, "one record; long texts are cut by the sender"),
+    MessageKind.LOG_LINE: Limits(256 * KIB, 0, "one record; the sender truncates long texts"),
 }
 
 MAX_FLAGS: dict[MessageKind, int] = {MessageKind.STEP: 255}
-"""Step: the stage it is for.  A daemon may run several; the record is the same for all of them.  Other kinds: zero."""
+"""Largest flags value per kind.  A Step's flags hold its target stage: one record serves every stage of a daemon."""
 
 
 class Frame(msgspec.Struct, frozen=True):
     """One received frame.
 
-    ``payload`` is a writable view of bytes that nobody else will write; keep it as long as you like.  ``fds`` came with
-    the frame, one per arena the message names, in that order, or the snapshot file; close-on-exec; whoever takes the
-    frame closes them.
+    ``payload`` is a writable view of memory owned by the frame.  ``fds`` arrived with the frame: one per arena of the
+    message, in that order, or the snapshot file.  They are close-on-exec, and the receiver must close them.
     """
 
     kind: MessageKind
@@ -111,7 +112,7 @@ class Frame(msgspec.Struct, frozen=True):
 
 
 class Header(msgspec.Struct, frozen=True):
-    """A header that passed every test of :func:`parse_header`."""
+    """A header validated by :func:`parse_header`."""
 
     kind: MessageKind
     flags: int
@@ -121,7 +122,7 @@ class Header(msgspec.Struct, frozen=True):
     metadata_check: int
 
 
-# Number -> (kind, most flags, metadata and payload bytes): one look-up a frame.
+# Number -> (kind, max flags, max metadata and payload bytes): one lookup per frame.
 _BOUNDS = {
     int(kind): (kind, MAX_FLAGS.get(kind, 0), limits.metadata_bytes, limits.payload_bytes)
     for kind, limits in LIMITS.items()
@@ -129,7 +130,7 @@ _BOUNDS = {
 
 
 def pack_header(kind: MessageKind, flags: int, request_id: int, metadata: bytes, payload_bytes: int) -> bytes:
-    """Header of a frame with this encoded metadata.  LocalProtocolError when a number is out of range."""
+    """Encode the header of a frame with this metadata.  LocalProtocolError when a value is out of range."""
     _, max_flags, max_metadata_bytes, max_payload_bytes = _BOUNDS[kind]
     n_bytes = len(metadata)
     if n_bytes > max_metadata_bytes:
@@ -138,7 +139,9 @@ def pack_header(kind: MessageKind, flags: int, request_id: int, metadata: bytes,
         raise _too_long(kind, "payload", payload_bytes, max_payload_bytes)
     if not 0 <= flags <= max_flags:
         raise LocalProtocolError(
-            f"flags {flags:#x} are not defined", f"{kind.name} to send", "of a Step send the stage, 0 to 255; else 0"
+            f"flags {flags:#x} are not defined",
+            f"{kind.name} to send",
+            "use the stage, 0 to 255, for a Step and 0 otherwise",
         )
     try:
         head = _UNCHECKED.pack(
@@ -146,7 +149,7 @@ def pack_header(kind: MessageKind, flags: int, request_id: int, metadata: bytes,
         )
     except struct.error as error:
         raise LocalProtocolError(
-            f"request id {request_id} does not fit in 64 bits", f"{kind.name} to send", "take an id from 0 to 2**64 - 1"
+            f"request id {request_id} does not fit in 64 bits", f"{kind.name} to send", "use an id from 0 to 2**64 - 1"
         ) from error
     return head + crc32(head).to_bytes(4, "little")
 
@@ -154,7 +157,7 @@ def pack_header(kind: MessageKind, flags: int, request_id: int, metadata: bytes,
 def parse_header(data: memoryview) -> Header:
     """Read the 32 bytes ``data``.
 
-    RemoteProtocolError on foreign, damaged or oversized headers, before anything is allocated for them.
+    RemoteProtocolError on foreign, damaged or oversized headers, before allocating anything for them.
     """
     magic, version, number, flags, request_id, metadata_bytes, payload_bytes, metadata_check, header_check = (
         _HEADER.unpack(data)
@@ -168,38 +171,38 @@ def parse_header(data: memoryview) -> Header:
             "install the same lucevisor for the supervisor and for the group's interpreter, then restart the group",
         )
     if crc32(data[:CHECKED_BYTES]) != header_check:
-        raise damaged("the check of the frame header does not match", "frame header")
+        raise damaged("frame header checksum mismatch", "frame header")
     bounds = _BOUNDS.get(number)
     if bounds is None:
         raise RemoteProtocolError(f"unknown frame kind {number}", "frame header", _DIFFER)
     kind, max_flags, max_metadata_bytes, max_payload_bytes = bounds
     if flags > max_flags:
-        raise RemoteProtocolError(f"{kind.name} has flags {flags:#x}, not defined for it", "frame header", _DIFFER)
+        raise RemoteProtocolError(f"{kind.name} has undefined flags {flags:#x}", "frame header", _DIFFER)
     if metadata_bytes > max_metadata_bytes or payload_bytes > max_payload_bytes:
         raise RemoteProtocolError(
-            f"{kind.name} announces {metadata_bytes} bytes of metadata and {payload_bytes} of payload, allowed are "
+            f"{kind.name} announces {metadata_bytes} bytes of metadata and {payload_bytes} of payload; the limits are "
             f"{max_metadata_bytes} and {max_payload_bytes}",
             "frame header",
-            "restart the group; if it comes again, report it with the daemon's log",
+            "restart the group; if it happens again, report it with the daemon's log",
         )
     return Header(kind, flags, request_id, metadata_bytes, payload_bytes, metadata_check)
 
 
 def foreign_bytes(found: bytes) -> RemoteProtocolError:
-    """The error for bytes that start no frame; for readers that have fewer than 32 of them."""
+    """The error for bytes that do not start a frame, for readers that hold fewer than 32 of them."""
     return RemoteProtocolError(
         f"a frame starts with {MAGIC!r}, found {found!r}",
         "frame header",
-        "something else writes to this descriptor, or bytes were lost: restart the group",
+        "another writer uses this descriptor, or bytes were lost: restart the group",
     )
 
 
 def damaged(what: str, where: str) -> RemoteProtocolError:
-    """The error for bytes that do not match their check."""
-    return RemoteProtocolError(what, where, "the stream is damaged and cannot be read any further: restart the group")
+    """The error for bytes that do not match their checksum."""
+    return RemoteProtocolError(what, where, "the stream is damaged and cannot be read further: restart the group")
 
 
 def _too_long(kind: MessageKind, part: str, n_bytes: int, limit: int) -> LocalProtocolError:
-    less = "send less at once: fewer tokens in the step, shorter texts"
+    less = "send less at once: fewer tokens per step, shorter texts"
     advice = f"a {kind.name} carries no payload" if limit == 0 else less
-    return LocalProtocolError(f"{part} of {n_bytes} bytes is outside of 0 to {limit}", f"{kind.name} to send", advice)
+    return LocalProtocolError(f"{part} of {n_bytes} bytes is outside 0 to {limit}", f"{kind.name} to send", advice)

@@ -1,7 +1,7 @@
-"""What the supervisor asks of a daemon's Hello before it sends anything to load.
+"""Handshake: validate a daemon's Hello before sending it anything to load.
 
-Pure: records in, findings out.  Invariant: every finding comes with the line that fixes it, and all findings are listed
-at once, so an environment is put right in one go.
+Pure: records in, problems out.  Invariant: every problem carries the line that fixes it, and all problems are reported
+at once, so an environment can be fixed in one pass.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ _DEVICE_ADVICE = {
     Backend.CUDA: "nvidia-smi must list it, and CUDA_VISIBLE_DEVICES in [groups.{group}] env must not hide it",
     Backend.HIP: "rocminfo must list it, HIP_VISIBLE_DEVICES in [groups.{group}] env must not hide it, and the user "
     "must be in the groups render and video",
-    Backend.CPU: "a cpu daemon always lists the host: report it with the daemon's log",
+    Backend.CPU: "a cpu daemon always lists the host: report this with the daemon's log",
 }
 
 
 class Expected(msgspec.Struct, frozen=True):
-    """What the configuration says about a group.  ``devices``: indices that the plan uses."""
+    """What the configuration expects of a group.  ``devices``: the indices used by the plan."""
 
     group: str
     backend: Backend
@@ -36,7 +36,7 @@ class Expected(msgspec.Struct, frozen=True):
 
 
 class HelloProblem(msgspec.Struct, frozen=True):
-    """One reason not to use a daemon, and the line that fixes it."""
+    """One reason to reject a daemon, and the line that fixes it."""
 
     what: str
     advice: str
@@ -46,35 +46,35 @@ class HelloProblem(msgspec.Struct, frozen=True):
 
 
 def check_hello(hello: Hello, expected: Expected) -> list[HelloProblem]:
-    """Why the daemon that said ``hello`` cannot serve the group; empty when it can."""
+    """Reasons why the daemon of ``hello`` cannot serve the group; empty when it can."""
     problems = _version_problems(hello, expected)
     pip = f"{hello.executable} -m pip install"
     if not hello.torch:
         problems.append(HelloProblem(f"{hello.executable} cannot import torch", _torch_advice(expected, hello)))
-        return problems  # backend and devices are what torch says
+        return problems  # backend and devices come from torch
     if _older(hello.torch, MIN_TORCH):
         problems.append(
             HelloProblem(
                 f"torch {hello.torch} of {hello.executable} is older than {MIN_TORCH}",
-                f"{pip} --upgrade torch  (the same build: see https://pytorch.org/get-started/locally)",
+                f"{pip} --upgrade torch  (same build: see https://pytorch.org/get-started/locally)",
             )
         )
     if hello.backend is not expected.backend:
         problems.append(
             HelloProblem(
-                f"group {expected.group!r} is to be {expected.backend}, but torch {hello.torch} of {hello.executable} "
-                f"runs {hello.backend}",
+                f"group {expected.group!r} is configured as {expected.backend}, but torch {hello.torch} of "
+                f"{hello.executable} runs {hello.backend}",
                 f'{_torch_advice(expected, hello)}, or set backend = "{hello.backend}" in [groups.{expected.group}]',
             )
         )
-        return problems  # device indices of another backend say nothing
+        return problems  # device indices of another backend are meaningless
     return problems + _device_problems(hello.devices, expected)
 
 
 def _version_problems(hello: Hello, expected: Expected) -> list[HelloProblem]:
     problems = []
     uninstall = f"{hello.executable} -m pip uninstall lucevisor"
-    same_code = f"restart the supervisor; if it stays, remove the other lucevisor: {uninstall}"
+    same_code = f"restart the supervisor; if that does not help, remove the other lucevisor: {uninstall}"
     if hello.protocol != PROTOCOL_VERSION:
         problems.append(HelloProblem(f"the daemon speaks protocol {hello.protocol}, not {PROTOCOL_VERSION}", same_code))
     elif hello.source_hash != expected.source_hash:
@@ -87,7 +87,7 @@ def _version_problems(hello: Hello, expected: Expected) -> list[HelloProblem]:
     if _older(hello.python, MIN_PYTHON):
         problems.append(
             HelloProblem(
-                f"{hello.executable} is Python {hello.python}, at least {MIN_PYTHON} is needed",
+                f"{hello.executable} is Python {hello.python}; at least {MIN_PYTHON} is required",
                 f"set python in [groups.{expected.group}] to a newer interpreter that has torch",
             )
         )
@@ -105,7 +105,7 @@ def _version_problems(hello: Hello, expected: Expected) -> list[HelloProblem]:
 
 
 def _device_problems(devices: list[DeviceInfo], expected: Expected) -> list[HelloProblem]:
-    """A cpu group has every index: each is a shard of its own on the host, as tests of splits use it."""
+    """Devices the plan uses and torch cannot see.  A cpu group has every index: each is one shard on the host."""
     if expected.backend is Backend.CPU and devices:
         return []
     visible = {device.index: device.name for device in devices}
@@ -133,7 +133,7 @@ def _pip(hello: Hello, package: str, minimum: str) -> str:
 
 
 def _older(version: str, minimum: str) -> bool:
-    """Whether ``version`` ("2.13.0a0+git1", "3.11.7") lies before ``minimum`` in its numbers."""
+    """Compare versions by their numbers ("2.13.0a0+git1", "3.11.7")."""
     return _numbers(version) < _numbers(minimum)
 
 

@@ -1,4 +1,4 @@
-"""Records of the handshake and of loading: what a daemon is and what it shall run.  No sockets, no tensors."""
+"""Records of the handshake and of loading: what a daemon is, and what it should run.  No sockets, no tensors."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ class DeviceInfo(msgspec.Struct, frozen=True):
     total_bytes: int
     free_bytes: int
     architecture: str  # "sm_90", "gfx1151", "x86_64+avx512_bf16"
-    dtypes: list[Dtype]  # formats this device multiplies natively
+    dtypes: list[Dtype]  # formats with native matrix products
 
 
 class Hello(msgspec.Struct, frozen=True):
-    """First message of a daemon, before it touches a device for weights."""
+    """First message of a daemon, sent before it allocates anything on a device."""
 
     protocol: int
     source_hash: str  # of the code this interpreter imported: protocol, model, daemons
@@ -30,7 +30,7 @@ class Hello(msgspec.Struct, frozen=True):
     backend: Backend
     devices: list[DeviceInfo]
     host_total_bytes: int
-    packages: dict[str, str]  # numpy, gguf, msgspec, triton (when there)
+    packages: dict[str, str]  # versions of numpy, gguf, msgspec and, if installed, triton
 
 
 class ShardPlan(msgspec.Struct, frozen=True):
@@ -43,9 +43,9 @@ class ShardPlan(msgspec.Struct, frozen=True):
 class StagePlan(msgspec.Struct, frozen=True):
     """Consecutive shards of one group, run in one call.
 
-    ``embedding``: the first shard embeds token ids instead of reading boundary rows; ``output``: the last shard makes
-    logits and samples instead of writing them.  ``source`` and ``target`` index ``Load.arenas``: the incoming boundary,
-    None exactly with ``embedding``, and the outgoing one, None exactly with ``output``.
+    ``embedding``: the first shard embeds token ids instead of reading boundary rows; ``output``: the last shard
+    computes logits and samples instead of writing rows.  ``source`` and ``target`` index ``Load.arenas``: the incoming
+    boundary, None exactly with ``embedding``, and the outgoing one, None exactly with ``output``.
     """
 
     stage: int
@@ -54,7 +54,7 @@ class StagePlan(msgspec.Struct, frozen=True):
     target: int | None
     embedding: bool
     output: bool
-    model: int = 0  # which of the deployment's models the layers belong to; 0: the one that answers
+    model: int = 0  # which of the deployment's models the layers belong to; 0: the served model
     captures: list[int] = []  # layers whose residual stream is kept for a drafter
 
 
@@ -64,8 +64,8 @@ def arena_regions(n_stages: int) -> int:
 
 
 class ArenaPlan(msgspec.Struct, frozen=True):
-    """A ring of ``n_regions`` regions of ``region_bytes`` in a memfd; descriptors travel with the Load frame, same
-    order."""
+    """A ring of ``n_regions`` regions of ``region_bytes`` in one memfd.  Descriptors travel with the Load frame, in the
+    same order."""
 
     boundary: int  # index of the boundary: between stage ``boundary`` and ``boundary + 1``
     region_bytes: int
@@ -73,10 +73,9 @@ class ArenaPlan(msgspec.Struct, frozen=True):
 
 
 class PoolSizes(msgspec.Struct, frozen=True):
-    """Sizes of the id spaces; the same in every shard.  Ids run from 0 to n-1.
+    """Number of pages and states in each pool, the same in every shard.  Ids run from 0 to n-1.
 
-    The last ``host_states`` of the recurrent states lie in the daemon's host memory: they hold checkpoints and are
-    never live.
+    The last ``host_states`` recurrent states lie in the daemon's host memory: they hold checkpoints, never live states.
     """
 
     full_pages: int
@@ -86,12 +85,12 @@ class PoolSizes(msgspec.Struct, frozen=True):
 
     @property
     def device_states(self) -> int:
-        """Recurrent states on the devices: ids below this one may be live."""
+        """Recurrent states in device memory: ids below this may be live."""
         return self.states - self.host_states
 
 
 class Load(msgspec.Struct, frozen=True):
-    """What a daemon loads and runs."""
+    """Load these layers and run them."""
 
     files: list[str]  # absolute paths of the GGUF parts, in order
     dtype: Dtype  # of activations and of boundary activations
@@ -103,18 +102,18 @@ class Load(msgspec.Struct, frozen=True):
     max_step_tokens: int
     threads: int = 0  # cpu: 0 = torch's choice
     options: dict[str, str] = {}  # model options such as yarn_attn_factor
-    identities: list[FileIdentity] = []  # of ``files`` as the running plan knows them; [] = not compared
+    identities: list[FileIdentity] = []  # expected of ``files``; [] = not compared
 
 
 class DeviceUse(msgspec.Struct, frozen=True):
-    """Memory a shard took on its device, measured after loading."""
+    """Memory that a shard takes on its device, measured after loading."""
 
     device: int
     layers: LayerRange
     weight_bytes: int
     state_bytes: int
     free_bytes: int
-    host_state_bytes: int = 0  # of its state, what lies in host memory beside that
+    host_state_bytes: int = 0  # state in host memory, in addition
 
 
 class Loaded(msgspec.Struct, frozen=True):
@@ -122,5 +121,5 @@ class Loaded(msgspec.Struct, frozen=True):
 
     shards: list[DeviceUse]
     kernels: dict[str, str]  # op or quant type -> implementation selected for it
-    seconds: float  # until the weights lay there, without what compiling kernels took
+    seconds: float  # to load the weights, without compiling kernels
     identities: list[FileIdentity] = []  # of the files that were read, the same before and after reading

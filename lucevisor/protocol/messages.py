@@ -1,12 +1,12 @@
-"""Every message that crosses a link or a pulse, as typed records.
+"""All messages of the protocol as typed records, and their kinds.
 
-A frame's kind number selects the record, so metadata carries no type tag; :data:`MESSAGES` is the only table of kinds.
-Records on the hot path (``Step``, ``StepResult``) are encoded as arrays.  This file knows no sockets and no tensors.
+A frame's kind selects the record, so metadata carries no type tag; :data:`MESSAGES` is the only table of kinds.
+Records on the hot path (``Step``, ``StepResult``) are encoded as arrays.  No sockets, no tensors.
 
 Direction: ``link`` carries Load, Step, Reset, Check, Save, Restore, Shutdown down and Hello, Loaded, StepResult,
 ResetDone, Failed, Checked, Saved, Restored, TransferFailed up; ``pulse`` carries Heartbeat, Progress and LogLine up.
 
-The records of loading, checks, steps and transfers have files of their own.  docs/protocol.md is made from all of them.
+The records of loading, checks, steps and transfers live in their own modules.  docs/protocol.md is generated from them.
 """
 
 from __future__ import annotations
@@ -49,28 +49,28 @@ class MessageKind(IntEnum):
 
 
 class Failed(msgspec.Struct, frozen=True):
-    """A daemon could not do what a message asked, and exits after this message."""
+    """A daemon could not carry out a message.  It exits after sending this."""
 
     what: str  # "load", "step 17", "check"
     where: str  # "hip:1 layers [20,40)", a file, a tensor
     reason: str
     advice: str
-    configuration: bool = False  # the same start would fail again: do not retry
+    configuration: bool = False  # a restart would fail the same way: do not retry
     details: str = ""  # traceback
 
 
 class Shutdown(msgspec.Struct, frozen=True):
-    """End in order.  End of file on the link means the same."""
+    """Shut down in order.  End of file on the link means the same."""
 
     reason: str = ""
 
 
 class Heartbeat(msgspec.Struct, frozen=True):
-    """Says that the process lives, and for how long its compute thread has been busy with one thing."""
+    """Liveness of the process, and how long its compute thread has been busy with one thing."""
 
     count: int
     phase: Literal["start", "load", "idle", "step", "check"]
-    busy_s: float  # in this phase, for load since the last progress
+    busy_s: float  # in this phase; while loading, since the last progress
     step_id: int
     n_steps: int
     n_tokens: int

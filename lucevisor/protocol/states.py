@@ -1,8 +1,8 @@
-"""Who may send which message on which channel, and in what order: one table, used by both ends.
+"""The protocol's state machine: who may send which message, on which channel, in which order.
 
-Everything about the order of messages is in this file, and this file does not know which end it runs on.  Invariant:
-a link's state changes only through :data:`TRANSITIONS`, by a message sent or received; and what one end may send stays
-legal while a message of the other end is under way, so crossing messages break nothing.
+Both ends use the same tables; nothing here depends on which end it runs on.  Invariants: a link's state changes only
+through :data:`TRANSITIONS`, by a message sent or received; what one end may send stays legal while the other end's
+message is in transit, so messages may cross.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ class Channel(StrEnum):
 
 
 class LinkState(Enum):
-    """Where the conversation stands.  A pulse is in READY always."""
+    """State of a link.  A pulse is always READY."""
 
-    GREETING = "greeting"  # the daemon has not said hello
-    IDLE = "idle"  # interpreter and torch are there, no weights: a spare stays here
+    GREETING = "greeting"  # no Hello yet
+    IDLE = "idle"  # interpreter and torch are up, no weights: a spare stays here
     LOADING = "loading"  # Load was sent
     READY = "ready"  # steps may be sent
-    CLOSING = "closing"  # Shutdown was sent; what the daemon still says is read
+    CLOSING = "closing"  # Shutdown was sent; what the daemon still sends is read
 
 
 SENDERS: dict[MessageKind, tuple[Channel, Role]] = {
@@ -63,7 +63,7 @@ INITIAL: dict[Channel, LinkState] = {Channel.LINK: LinkState.GREETING, Channel.P
 TRANSITIONS: dict[LinkState, dict[MessageKind, LinkState]] = {
     LinkState.GREETING: {
         MessageKind.HELLO: LinkState.IDLE,
-        MessageKind.FAILED: LinkState.GREETING,  # torch cannot be imported, a device is not there
+        MessageKind.FAILED: LinkState.GREETING,  # torch cannot be imported, a device is missing
         MessageKind.SHUTDOWN: LinkState.CLOSING,
     },
     LinkState.IDLE: {
@@ -98,7 +98,7 @@ TRANSITIONS: dict[LinkState, dict[MessageKind, LinkState]] = {
         MessageKind.LOG_LINE: LinkState.READY,
     },
     LinkState.CLOSING: {
-        MessageKind.HELLO: LinkState.CLOSING,  # was under way when Shutdown was sent; so were the others
+        MessageKind.HELLO: LinkState.CLOSING,  # was in transit when Shutdown was sent; so were the others
         MessageKind.LOADED: LinkState.CLOSING,
         MessageKind.STEP_RESULT: LinkState.CLOSING,
         MessageKind.RESET_DONE: LinkState.CLOSING,
@@ -113,7 +113,7 @@ TRANSITIONS: dict[LinkState, dict[MessageKind, LinkState]] = {
 
 
 def legal(channel: Channel, sender: Role) -> dict[LinkState, dict[MessageKind, LinkState]]:
-    """The part of :data:`TRANSITIONS` that ``sender`` makes on ``channel``."""
+    """The part of :data:`TRANSITIONS` that ``sender`` drives on ``channel``."""
     return {
         state: {kind: after for kind, after in row.items() if SENDERS[kind] == (channel, sender)}
         for state, row in TRANSITIONS.items()
@@ -126,4 +126,4 @@ def refusal(channel: Channel, sender: Role, state: LinkState, kind: MessageKind)
     if (right_channel, right_sender) != (channel, sender):
         return f"{kind.name} is sent by the {right_sender} on the {right_channel}, not by the {sender} on the {channel}"
     allowed = ", ".join(k.name for k in legal(channel, sender)[state]) or "nothing"
-    return f"{kind.name} does not fit the state {state.value}, where the {sender} may send {allowed}"
+    return f"{kind.name} is not allowed in state {state.value}, where the {sender} may send {allowed}"

@@ -1,6 +1,6 @@
-"""Records of a step: operations on state, slices of tokens, what comes back.  No sockets, no tensors.
+"""Records of a step: state operations, slices of tokens, sampling parameters, results.  No sockets, no tensors.
 
-The hot path: all of them are encoded as arrays.
+This is the hot path: Step and StepResult, with everything in them, are encoded as arrays.
 """
 
 from __future__ import annotations
@@ -11,13 +11,12 @@ from lucevisor.model.values import Space
 
 
 class Sampling(msgspec.Struct, frozen=True, array_like=True):
-    """How the tail stage turns the logits of one sequence into a token.
+    """Sampling parameters of one sequence: how the output stage turns logits into a token.
 
-    ``temperature`` 0 is greedy.  ``top_k`` 0, ``top_p`` 1 and ``min_p`` 0 switch a filter off.  ``repetition_penalty``
-    1, ``presence_penalty`` 0 and ``frequency_penalty`` 0 switch a penalty off; penalties count the whole prompt and
-    output.  ``seed`` makes the choice a function of (seed, position, logits) alone: it depends neither on the batch nor
-    on the placement or a restart.  ``n_top_logprobs`` -1: no log-probabilities; n >= 0: that of the chosen token and
-    the n best.
+    ``temperature`` 0 is greedy.  ``top_k`` 0, ``top_p`` 1 and ``min_p`` 0 disable a filter; ``repetition_penalty`` 1,
+    ``presence_penalty`` 0 and ``frequency_penalty`` 0 disable a penalty.  Penalties count prompt and output.  The
+    result depends on (``seed``, position, logits) alone, not on batch, placement or restarts.  ``n_top_logprobs`` -1:
+    no log-probabilities; n >= 0: of the sampled token and the n best.
     """
 
     temperature: float = 1.0
@@ -30,7 +29,7 @@ class Sampling(msgspec.Struct, frozen=True, array_like=True):
     frequency_penalty: float = 0.0
     logit_bias: dict[int, float] = {}
     n_top_logprobs: int = -1
-    banned: tuple[int, ...] = ()  # ids never sampled (padding rows of the vocabulary, ignore_eos)
+    banned: tuple[int, ...] = ()  # ids never sampled (vocabulary padding, ignore_eos)
 
     @property
     def greedy(self) -> bool:
@@ -42,8 +41,8 @@ class Sampling(msgspec.Struct, frozen=True, array_like=True):
 
 
 class OpenSequence(msgspec.Struct, frozen=True, array_like=True, tag=1):
-    """Start a sequence.  ``state`` is its live recurrent state; ``history`` (ids already in the context that no slice
-    will carry) seeds the penalties."""
+    """Start a sequence.  ``state`` is its live recurrent state.  ``history``, the context tokens that no slice will
+    carry, initialises the penalties."""
 
     sequence: int
     state: int
@@ -52,7 +51,7 @@ class OpenSequence(msgspec.Struct, frozen=True, array_like=True, tag=1):
 
 
 class CloseSequence(msgspec.Struct, frozen=True, array_like=True, tag=2):
-    """Forget a sequence.  Its pages and state belong to the supervisor again."""
+    """Drop a sequence.  Its pages and state return to the supervisor."""
 
     sequence: int
 
@@ -76,14 +75,14 @@ class CopyPage(msgspec.Struct, frozen=True, array_like=True, tag=4):
 
 
 class CopyState(msgspec.Struct, frozen=True, array_like=True, tag=5):
-    """Copy a recurrent state (take a checkpoint, or start from one)."""
+    """Copy a recurrent state: take a checkpoint, or start from one."""
 
     source: int
     target: int
 
 
 class ZeroState(msgspec.Struct, frozen=True, array_like=True, tag=6):
-    """Reset a recurrent state to the start of a text."""
+    """Reset a recurrent state to that of an empty context."""
 
     state: int
 
@@ -92,11 +91,11 @@ Operation = OpenSequence | CloseSequence | SetPages | CopyPage | CopyState | Zer
 
 
 class Slice(msgspec.Struct, frozen=True, array_like=True):
-    """Consecutive tokens of one sequence in a step: ``tokens[i]`` stands at position ``start + i``.
+    """Consecutive tokens of one sequence in a step: ``tokens[i]`` is at position ``start + i``.
 
-    ``sample``: draw the next token from the last row.  A decode is a slice of one token, a prefill chunk a longer one.
-    A verify slice ends with ``n_drafts`` proposed tokens: a token is drawn from the row before the first draft, and
-    from the row of each draft that equals the token drawn before it.  What is drawn after a rejected draft is not sent.
+    ``sample``: sample the next token from the last row.  A decode is a slice of one token, a prefill chunk is longer.
+    A verify slice ends with ``n_drafts`` draft tokens: one token is sampled from the row before the first draft, and
+    one from the row of each draft that equals the token sampled before it, up to the first rejected draft.
     """
 
     sequence: int
@@ -107,20 +106,18 @@ class Slice(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Step(msgspec.Struct, frozen=True, array_like=True):
-    """The step plan: operations first, in order, then the slices, then what is wanted back.
+    """A step plan: operations, in order, then the slices, then the outputs to return.
 
-    ``region`` is the arena region that carries this step's boundary activations, rows in slice order.
-    Operations are executed by every stage; a stage runs its steps in the order received.
+    ``region`` is the arena region for this step's boundary activations, rows in slice order.
+    Every stage executes the operations and runs its steps in the order received.
     """
 
     step_id: int
     region: int
     operations: list[Operation] = []
     slices: list[Slice] = []
-    want_logits: bool = False  # tail: float32 logits [T, V] of every row, as payload
-    want_hidden: bool = (
-        False  # each stage: float32 residual stream [n_layers of the stage (+1 at the head), T, E], as payload
-    )
+    want_logits: bool = False  # payload of the output stage: float32 logits [T, V] of every row
+    want_hidden: bool = False  # payload of each stage: float32 residual stream [n_layers (+1 with embedding), T, E]
 
     @property
     def n_tokens(self) -> int:
@@ -128,7 +125,7 @@ class Step(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Sampled(msgspec.Struct, frozen=True, array_like=True):
-    """A token drawn by the tail.  ``logprob`` of it and the ``top`` (id, log-probability) pairs, when asked for."""
+    """A sampled token, with its ``logprob`` and the ``top`` (id, log-probability) pairs where requested."""
 
     sequence: int
     token: int
@@ -137,23 +134,23 @@ class Sampled(msgspec.Struct, frozen=True, array_like=True):
 
 
 class StepResult(msgspec.Struct, frozen=True, array_like=True):
-    """A stage finished a step; the boundary rows (if any) are in the arena region."""
+    """A stage finished a step; its boundary rows, if any, are in the arena region."""
 
     step_id: int
     stage: int
     sampled: list[Sampled] = []
-    compute_s: float = 0.0  # from plan received to rows ready
-    wait_s: float = 0.0  # how long the compute thread had waited for this plan
-    segments: list[tuple[str, list[int]]] = []  # payload: (name, shape) of float32 arrays, one after the other
+    compute_s: float = 0.0  # from receiving the plan to rows ready
+    wait_s: float = 0.0  # how long the compute thread waited for this plan
+    segments: list[tuple[str, list[int]]] = []  # payload: (name, shape) of consecutive float32 arrays
 
 
 class Reset(msgspec.Struct, frozen=True):
-    """Drop every sequence; weights and pools stay.  Answered by ResetDone."""
+    """Drop all sequences; weights and pools stay.  Answered by ResetDone."""
 
     token: int
 
 
 class ResetDone(msgspec.Struct, frozen=True):
-    """Answer to Reset: no step sent before it is answered any more."""
+    """Answer to Reset.  No step sent before the Reset is answered after this."""
 
     token: int  # of the Reset

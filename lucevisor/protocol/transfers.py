@@ -1,4 +1,4 @@
-"""Records of saving and restoring a prefix slot: which tensors, from where to where.  No sockets, no tensors."""
+"""Records of snapshot transfers: saving and restoring a prefix slot.  No sockets, no tensors."""
 
 from __future__ import annotations
 
@@ -6,16 +6,16 @@ import msgspec
 
 
 class SnapshotTensor(msgspec.Struct, frozen=True, array_like=True):
-    """One tensor of a snapshot file (docs/snapshot-format.md), and where its bytes lie.
+    """One tensor of a snapshot file (docs/snapshot-format.md) and the location of its bytes.
 
-    ``kind`` names it among those of its ``layer``: the name of a state tensor, with ``.scale`` behind it for the scales
-    of q8_0.  Axis 0 of a paged one are positions, from ``first`` on (window layers keep what is still visible).
+    ``kind`` identifies it within its ``layer``: the name of a state tensor, with suffix ``.scale`` for the scales of
+    q8_0.  Axis 0 of a paged tensor is positions, starting at ``first`` (window layers keep only visible positions).
     """
 
     name: str
     layer: int  # absolute
     kind: str
-    dtype: str  # as safetensors writes it: F32, BF16, F16, I8
+    dtype: str  # in safetensors notation: F32, BF16, F16, I8
     shape: tuple[int, ...]
     offset: int  # from the start of the file
     n_bytes: int
@@ -23,10 +23,10 @@ class SnapshotTensor(msgspec.Struct, frozen=True, array_like=True):
 
 
 class SlotPlace(msgspec.Struct, frozen=True, array_like=True):
-    """Where a prefix slot of ``n_tokens`` lies, or shall lie, in the pools.
+    """Pages and state of a prefix slot of ``n_tokens``.
 
-    ``full[i]`` holds positions [64 i, 64 i + 64), ``window[i]`` those of entry ``first_window + i``; ``state`` is its
-    recurrent state, -1 without one.
+    ``full[i]`` holds positions [64 i, 64 i + 64), ``window[i]`` those of entry ``first_window + i``; ``state`` is the
+    recurrent state, -1 if none.
     """
 
     n_tokens: int
@@ -37,9 +37,9 @@ class SlotPlace(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Save(msgspec.Struct, frozen=True):
-    """Write ``tensors``, those of the daemon's own layers, into a snapshot file; its descriptor travels along.
+    """Write ``tensors``, those of the daemon's layers, to a snapshot file, whose descriptor travels with the frame.
 
-    The supervisor leaves every page and state of ``place`` unchanged until the answer, so steps go on meanwhile.
+    The supervisor keeps every page and state of ``place`` unchanged until the answer, so steps continue meanwhile.
     ``file`` is for error messages.  Answered by Saved or TransferFailed.
     """
 
@@ -56,9 +56,9 @@ class Saved(msgspec.Struct, frozen=True):
 
 
 class Restore(msgspec.Struct, frozen=True):
-    """Read ``tensors`` from a snapshot file into the pages and the state of ``place``, which no sequence uses yet.
+    """Read ``tensors`` from a snapshot file into the pages and state of ``place``, which no sequence uses yet.
 
-    They belong to the transfer until the answer: Restored or TransferFailed.  ``place.n_tokens`` may be less than the
+    The transfer owns them until it is answered by Restored or TransferFailed.  ``place.n_tokens`` may be less than the
     file holds.
     """
 
@@ -76,7 +76,7 @@ class Restored(msgspec.Struct, frozen=True):
 
 
 class TransferFailed(msgspec.Struct, frozen=True):
-    """Answer to a Save or Restore that could not be done; the daemon goes on.  One whose device failed sends Failed."""
+    """Answer to a Save or Restore that failed; the daemon keeps running.  A device failure is a Failed instead."""
 
     transfer: int
     where: str  # file and tensor

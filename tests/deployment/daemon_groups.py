@@ -38,7 +38,7 @@ class Process:
 
     def send(self, message: Reset | bytes) -> None:
         if not self.alive:
-            raise LinkClosed("end of file", "link", "the daemon has ended; see its log")
+            raise LinkClosed("end of file", "link", "the daemon has exited; see its log")
         self.inbox.append(message)
 
     def work(self) -> Frame:

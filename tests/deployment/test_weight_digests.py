@@ -128,7 +128,7 @@ def test_a_cut_file_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     files = open_spec(path).files
     os.truncate(path, path.stat().st_size // 2)
     monkeypatch.setattr(weight_digests, "_check_unchanged", lambda _: None)  # cut just behind that
-    with pytest.raises(GgufError, match="it was cut after it was opened"):
+    with pytest.raises(GgufError, match="it was truncated after it was opened"):
         digest_tensors(files)
 
 

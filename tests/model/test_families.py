@@ -181,7 +181,7 @@ def test_a_missing_tensor_is_named(tmp_path, model, name):
             "shared_kv_layers: leaves no full layer that layer 4 could share from",
         ),
         (E2B, {"attention.shared_kv_layers": 36}, "shared_kv_layers: leaves no sliding layer"),
-        (E2B, {"attention.head_count": 7, "attention.head_count_kv": [2] * 35}, "7, no multiple of 2 kv heads"),
+        (E2B, {"attention.head_count": 7, "attention.head_count_kv": [2] * 35}, "7, not a multiple of 2 kv heads"),
         (E2B, {"rope.dimension_count": 1024}, "is 1024, expected 2 to 512"),
         (GEMMA4_26B_A4B, {"expert_used_count": 129}, "is 129, the model has 128 experts"),
         (LAGUNA_XS2, {"expert_gating_func": 3}, "is 3, known are 1"),

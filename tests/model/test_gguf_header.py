@@ -182,7 +182,7 @@ BAD = {
     "overlap": (
         raw.padded(raw.header([], [raw.tensor("w", [16]), raw.tensor("v", [16], 0, 32)]), 128),
         "'v'",
-        "overlap those of 'w'",
+        "overlaps that of 'w'",
     ),
 }
 
@@ -288,7 +288,7 @@ def test_a_sparse_file_of_a_terabyte_costs_nothing(tmp_path):
     path = tmp_path / "sparse.gguf"
     path.write_bytes(raw.header([raw.text("k") + struct.pack("<IIQ", raw.ARRAY, raw.U8, 1 << 38)], []))
     os.truncate(path, 1 << 40)
-    with pytest.raises(GgufError, match=f"of the {MAX_HEADER_BYTES} that a header may take"):
+    with pytest.raises(GgufError, match=f"of the {MAX_HEADER_BYTES} allowed for a header"):
         read(path)
 
 

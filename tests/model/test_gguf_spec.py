@@ -169,13 +169,13 @@ def test_keys_say_what_they_expected():
     assert keys.flags("absent", 3) is None
     for call, reason in [
         (lambda: keys.integer("absent"), r"f\.gguf: metadata value a\.absent: is missing"),
-        (lambda: keys.integer("text"), "is 'x', expected a whole number"),
+        (lambda: keys.integer("text"), "is 'x', expected an integer"),
         (lambda: keys.integer("n", high=4), "is 5, expected 1 to 4"),
         (lambda: keys.integers("list", 3), "an array of 2, expected 3"),
         (lambda: keys.flags("list", 3), "at least 3 flags"),
         (lambda: keys.number("nan"), "expected a finite number"),
         (lambda: keys.number("n", above=5.0), "expected more than 5"),
-        (lambda: keys.text("n", ""), "expected a text"),
+        (lambda: keys.text("n", ""), "expected a string"),
     ]:
         with pytest.raises(GgufError, match=reason):
             call()

@@ -106,7 +106,7 @@ def test_frames_in_order_and_end_of_file(run):
         ] * 3
         assert isinstance(reason, LinkClosed)
         assert not reason.local
-        assert str(reason) == "end of file (link of left): the daemon has ended; see its log"
+        assert str(reason) == "end of file (link of left): the daemon has exited; see its log"
         assert link.closed
         with pytest.raises(LinkClosed, match="the link is closed: end of file"):
             link.send(STEP)
@@ -276,7 +276,7 @@ def test_a_reader_that_stopped_breaks_the_link_with_the_reason(run):
     async def main():
         link, seen, theirs = new_link(max_queued_bytes=100_000)
         frame = encode(Step(1, 0, slices=[Slice(1, 0, list(range(500)), False)]))
-        with pytest.raises(LinkOverflow, match="bytes wait and the daemon does not read"):  # noqa: PT012
+        with pytest.raises(LinkOverflow, match="bytes are queued and the daemon does not read"):  # noqa: PT012
             for _ in range(1000):
                 link.send(frame)
         assert isinstance(await seen.closed(), LinkOverflow)

@@ -245,7 +245,7 @@ def test_descriptors_that_no_frame_names_are_closed(raw):
     before = open_fds()
     socket.send_fds(peer, [encode(Reset(1))], [0, 1, 2])
     assert link.receive() is not None
-    with pytest.raises(RemoteProtocolError, match="3 descriptors came with a frame that names none"):
+    with pytest.raises(RemoteProtocolError, match="3 descriptors arrived with a frame that takes none"):
         link.receive()
     link.close()
     assert open_fds() == before - 1
@@ -265,7 +265,7 @@ def test_descriptors_lost_at_the_limit_of_open_files_are_an_error(raw):
             break
     try:
         os.close(used.pop())  # room for one of three
-        with pytest.raises(RemoteProtocolError, match="descriptors were lost on the way"):
+        with pytest.raises(RemoteProtocolError, match="descriptors were lost in transit"):
             link.receive()
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))

@@ -79,7 +79,7 @@ def test_a_decode_step_is_small():
     ],
 )
 def test_metadata_of_other_types_is_refused(kind, metadata):
-    with pytest.raises(RemoteProtocolError, match=f"{kind.name} cannot be read") as caught:
+    with pytest.raises(RemoteProtocolError, match=f"{kind.name} cannot be decoded") as caught:
         decode(header_for(kind, metadata), memoryview(metadata))
     assert caught.value.where == "metadata"
 
@@ -88,7 +88,7 @@ def test_damaged_metadata_is_refused_by_its_check():
     data = bytearray(encode(Shutdown("bye")))
     data[-1] ^= 1  # still a valid Shutdown
     header, metadata = split(data)
-    with pytest.raises(RemoteProtocolError, match="metadata of SHUTDOWN does not match its check"):
+    with pytest.raises(RemoteProtocolError, match="SHUTDOWN metadata checksum mismatch"):
         decode(header, metadata)
 
 

@@ -169,12 +169,12 @@ def test_messages_out_of_order_or_on_the_wrong_channel_are_refused(role, channel
     connection = Connection(role, channel)
     connection.state = state
     connection.receive(encode(message))
-    with pytest.raises(RemoteProtocolError, match=r"fit the state|is sent by"):
+    with pytest.raises(RemoteProtocolError, match=r"is not allowed in state|is sent by"):
         connection.events()
     sender = Connection(Role.DAEMON if role is Role.SUPERVISOR else Role.SUPERVISOR, channel)
     sender.state = state
     for send in (lambda: sender.send(message), lambda: sender.send_encoded(encode(message))):
-        with pytest.raises(LocalProtocolError, match=r"fit the state|is sent by"):
+        with pytest.raises(LocalProtocolError, match=r"is not allowed in state|is sent by"):
             send()
     assert sender.state is state
 
@@ -204,9 +204,9 @@ def test_descriptors_go_to_the_frames_that_name_them():
 @pytest.mark.parametrize(
     ("data", "fds", "text"),
     [
-        (check_frame(2), [10], "names 2 arenas, 1 descriptors came"),
-        (check_frame(1), [10, 11], "1 descriptors came with a frame that names none"),
-        (encode(Reset(1)), [10], "1 descriptors came with a frame that names none"),
+        (check_frame(2), [10], "names 2 arenas, 1 descriptors arrived"),
+        (check_frame(1), [10, 11], "1 descriptors arrived with a frame that takes none"),
+        (encode(Reset(1)), [10], "1 descriptors arrived with a frame that takes none"),
     ],
 )
 def test_too_few_and_too_many_descriptors_are_refused_and_handed_back(data, fds, text):
@@ -224,7 +224,7 @@ def test_sending_counts_descriptors():
     check = Check([], 0, Dtype.FLOAT32, [ArenaPlan(0, 64, 1)])
     with pytest.raises(LocalProtocolError, match="names 1 arenas, but 0 descriptors"):
         connection.send(check)
-    with pytest.raises(LocalProtocolError, match="send the message itself"):
+    with pytest.raises(LocalProtocolError, match="pass the message itself"):
         connection.send_encoded(encode(check))
     assert len(connection.send(check, n_fds=1)) == 1
 

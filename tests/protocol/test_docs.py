@@ -25,7 +25,7 @@ def test_a_changed_page_is_noticed(monkeypatch, tmp_path, capsys):
     stale.write_text(TEXT.replace("| `Shutdown` |", "| `Stop` |"), encoding="utf-8")
     monkeypatch.setattr("lucevisor.protocol.docs.PAGE", stale)
     assert main(["--check"]) == 1
-    assert "is not current" in capsys.readouterr().err
+    assert "is out of date" in capsys.readouterr().err
     assert main([]) == 0
     assert stale.read_text(encoding="utf-8") == TEXT
 

@@ -81,7 +81,7 @@ def test_lengths_over_the_limit_of_the_kind_are_refused_on_both_ends(kind):
         ({"version": 2}, "speaks protocol 2, this side 1"),
         ({"kind": 31}, "unknown frame kind 31"),
         ({"kind": 0}, "unknown frame kind 0"),
-        ({"kind": MessageKind.RESET, "flags": 4}, "RESET has flags 0x4"),
+        ({"kind": MessageKind.RESET, "flags": 4}, "RESET has undefined flags 0x4"),
     ],
 )
 def test_a_whole_header_of_something_else_says_what_it_is(fields, text):

@@ -42,7 +42,7 @@ def test_a_daemon_that_fits():
     [
         ({"protocol": 2}, "speaks protocol 2, not 1", "restart the supervisor"),
         ({"source_hash": "ffff"}, "other code (hash ffff) than the supervisor (0123", "-m pip uninstall lucevisor"),
-        ({"python": "3.10.14"}, "is Python 3.10.14, at least 3.11 is needed", "set python in [groups.right]"),
+        ({"python": "3.10.14"}, "is Python 3.10.14; at least 3.11 is required", "set python in [groups.right]"),
         (
             {"torch": ""},
             "cannot import torch",
@@ -65,7 +65,7 @@ def test_a_daemon_that_fits():
         ),
         (
             {"torch": "2.9.1+cu128", "backend": Backend.CUDA},
-            "group 'right' is to be hip, but torch 2.9.1+cu128 of /opt/rocm-env/bin/python runs cuda",
+            "group 'right' is configured as hip, but torch 2.9.1+cu128 of /opt/rocm-env/bin/python runs cuda",
             'or set backend = "cuda" in [groups.right]',
         ),
         (

@@ -55,7 +55,7 @@ def test_without_the_file_it_is_refused_on_both_ends(order):
             ready(Role.SUPERVISOR).send(order, n_fds=n_fds)
     daemon = ready(Role.DAEMON)
     daemon.receive(encode(order))
-    with pytest.raises(RemoteProtocolError, match="names a snapshot file, 0 descriptors came"):
+    with pytest.raises(RemoteProtocolError, match="names a snapshot file, 0 descriptors arrived"):
         daemon.events()
 
 
@@ -64,7 +64,7 @@ def test_not_before_the_model_is_loaded(state):
     for order in ORDERS:
         connection = Connection(Role.SUPERVISOR)
         connection.state = state
-        with pytest.raises(LocalProtocolError, match="does not fit the state"):
+        with pytest.raises(LocalProtocolError, match="is not allowed in state"):
             connection.send(order, n_fds=1)
 
 

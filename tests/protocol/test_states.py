@@ -58,10 +58,10 @@ def test_the_usual_conversation():
             Role.SUPERVISOR,
             LinkState.GREETING,
             MessageKind.LOAD,
-            "LOAD does not fit the state greeting, where the sup",
+            "LOAD is not allowed in state greeting, where the sup",
         ),
         (Channel.LINK, Role.SUPERVISOR, LinkState.LOADING, MessageKind.STEP, "supervisor may send SHUTDOWN$"),
-        (Channel.LINK, Role.DAEMON, LinkState.IDLE, MessageKind.HELLO, "HELLO does not fit the state idle"),
+        (Channel.LINK, Role.DAEMON, LinkState.IDLE, MessageKind.HELLO, "HELLO is not allowed in state idle"),
         (
             Channel.LINK,
             Role.DAEMON,

@@ -1,4 +1,4 @@
-"""Which families there are: architecture name in the file -> the function that reads its spec.  One file a family."""
+"""Registry of model families: architecture name -> the function that reads its spec.  One file per family."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ FAMILIES: dict[str, Callable[[GgufFiles, Mapping[str, str]], ModelSpec]] = {
 
 
 def read_spec(files: GgufFiles, options: Mapping[str, str] | None = None) -> ModelSpec:
-    """The spec of an opened model; ``options`` are those of ``Load.options``.  Raises GgufError for an unknown
+    """Read the spec of an open model.  ``options``: as in ``Load.options``.  Raises GgufError for an unknown
     architecture."""
     architecture = files.metadata.get("general.architecture")
     family = FAMILIES.get(architecture) if isinstance(architecture, str) else None

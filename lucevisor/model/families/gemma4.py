@@ -1,8 +1,7 @@
-"""Family ``gemma4``: sliding and full attention with heads of different sizes, norms on both sides of each part.
+"""Family ``gemma4``: sliding-window and full attention with different head sizes, norms before and after each block.
 
-Three variations, told by the file: per-layer embeddings (E2B, E4B), layers that read the keys and values of an
-earlier one, and routed experts beside the dense part.  A full layer without a value matrix takes its values from the
-key product.
+Variants, determined by the file: per-layer embeddings (E2B, E4B), layers that share the KV cache of an earlier one, and
+routed experts beside the dense feed-forward.  A full layer without a value matrix uses its keys as values.
 """
 
 from __future__ import annotations
@@ -28,8 +27,8 @@ from lucevisor.model.values import Space
 
 @dataclass(frozen=True, slots=True)
 class Gemma4Layer:
-    """What differs between layers.  ``source``: the layer whose keys and values this one reads (itself when it owns
-    some). ``key_values``: values are the raw keys.
+    """Parameters that differ between layers.  ``source``: the layer whose keys and values this one reads (itself if it
+    owns some).  ``key_values``: values are the raw keys.
     """
 
     sliding: bool
@@ -42,9 +41,7 @@ class Gemma4Layer:
 
 @dataclass(frozen=True, slots=True)
 class Gemma4Params:
-    """Hyperparameters.  ``layer_input``: width P of the per-layer embeddings, 0 without.  ``softcap`` of the logits, 0
-    without.
-    """
+    """Hyperparameters.  ``layer_input``: width P of the per-layer embeddings; ``softcap``: of the logits.  0: none."""
 
     hidden_size: int
     n_heads: int
@@ -66,9 +63,7 @@ class Gemma4Params:
 
 
 def sources(keys: Keys, sliding: list[bool]) -> list[int]:
-    """For each layer the one whose keys and values it reads: itself, or the last owning layer of the same attention
-    type.
-    """
+    """For each layer, the one whose keys and values it reads: itself, or the last owner of the same attention type."""
     n_owning = len(sliding) - keys.integer("attention.shared_kv_layers", 0, low=0)
     last = {kind: max((i for i in range(n_owning) if sliding[i] is kind), default=-1) for kind in (True, False)}
     out = [i if i < n_owning else last[kind] for i, kind in enumerate(sliding)]
@@ -93,7 +88,7 @@ def hyperparameters(files: GgufFiles, keys: Keys) -> Gemma4Params:
     if 0 in widths:
         raise keys.error("feed_forward_length", f"is 0 in layer {widths.index(0)}")
     if read_yarn(keys, {}) is not None:
-        raise keys.error("rope.scaling.type", "is 'yarn', which this family has never had")
+        raise keys.error("rope.scaling.type", "is 'yarn', which this family does not support")
     layers = tuple(
         Gemma4Layer(
             sliding=slides,
@@ -128,7 +123,7 @@ def hyperparameters(files: GgufFiles, keys: Keys) -> Gemma4Params:
 
 
 def attention_tensors(p: Gemma4Params, i: int) -> dict[str, tuple[int, ...]]:
-    """Norms and attention of layer ``i``; a layer that shares has queries only."""
+    """Norms and attention of layer ``i``; a layer that shares a KV cache has queries only."""
     b, e, layer = f"blk.{i}.", p.hidden_size, p.layers[i]
     d, kv = layer.head_dim, layer.n_kv_heads * layer.head_dim
     out: dict[str, tuple[int, ...]] = {
@@ -146,7 +141,7 @@ def attention_tensors(p: Gemma4Params, i: int) -> dict[str, tuple[int, ...]]:
 
 
 def feed_forward_tensors(files: GgufFiles, p: Gemma4Params, i: int) -> dict[str, tuple[int, ...]]:
-    """Dense part, experts, and what the per-layer embeddings need inside the layer."""
+    """Feed-forward, experts, and the layer's own tensors for the per-layer embeddings."""
     b, e, f = f"blk.{i}.", p.hidden_size, p.layers[i].feed_forward
     out: dict[str, tuple[int, ...]] = {
         b + "ffn_norm.weight": (e,),
@@ -201,6 +196,6 @@ def spec(files: GgufFiles, options: Mapping[str, str]) -> ModelSpec:
     shared = {"rope_freqs.weight": (p.rotary.n // 2,)}
     if p.layer_input:
         shared["per_layer_proj_norm.weight"] = (p.layer_input,)
-    # the embedding row travels on: every shard makes the inputs of its own layers from it
+    # the embedding row crosses boundaries too: each shard computes its layers' inputs from it
     carried = p.hidden_size if p.layer_input else 0
     return assemble(files, keys, p, layers, carried=carried, shared=shared)

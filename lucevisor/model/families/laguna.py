@@ -1,7 +1,7 @@
-"""Family ``laguna``: full and sliding attention with gated heads, a dense layer or more, then routed experts beside a
-shared one.
+"""Family ``laguna``: full and sliding-window attention with gated heads; leading dense layers, then MoE with a shared
+expert.
 
-Query heads differ by layer.  Only full layers scale positions (YaRN).
+The number of query heads differs by layer.  Only full-attention layers use YaRN.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ DEFAULT_PERIOD = 4
 
 @dataclass(frozen=True, slots=True)
 class LagunaParams:
-    """Hyperparameters.  ``heads[i]`` query heads and ``gates[i]`` gate columns of layer i: one a head, or one an
+    """Hyperparameters.  Layer i has ``heads[i]`` query heads and ``gates[i]`` gate columns: one per head, one per
     element, or 0.
 
-    ``window`` positions a layer with ``sliding[i]`` sees.  The first ``n_dense`` layers have no experts.
+    ``window``: positions visible to layers with ``sliding[i]``.  The first ``n_dense`` layers have no experts.
     """
 
     hidden_size: int
@@ -47,7 +47,7 @@ class LagunaParams:
 
 
 def sliding_layers(keys: Keys, n_layers: int, window: int) -> tuple[bool, ...]:
-    """Which layers slide: an array, or a period whose first layer is full; a file that says nothing has period 4."""
+    """Which layers use sliding-window attention: an array, or a period (default 4) that starts with a full layer."""
     if not window:
         return (False,) * n_layers
     key = "attention.sliding_window_pattern"
@@ -60,7 +60,7 @@ def sliding_layers(keys: Keys, n_layers: int, window: int) -> tuple[bool, ...]:
 
 
 def gate_columns(files: GgufFiles, i: int, n_heads: int, head_dim: int) -> int:
-    """Columns of layer i's gate, told by the tensor's shape alone; 0 when the model has no gates."""
+    """Columns of layer i's gate, from the tensor's shape; 0 when the model has no gates."""
     if "blk.0.attn_gate.weight" not in files.tensors:
         return 0
     name = f"blk.{i}.attn_gate.weight"

@@ -1,4 +1,4 @@
-"""Family ``qwen3``: dense, full attention in every layer, norms on queries and keys."""
+"""Family ``qwen3``: dense, full attention in every layer, RMSNorm on queries and keys."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Family ``qwen35``: Qwen3.5 / Qwen3.6 dense.  Three gated delta net layers, then one gated full-attention layer.
 
-Metadata and tensors as in docs/families.md; an MTP block behind the trunk is known and skipped.
+Metadata and tensors: docs/families.md.  An MTP block at the end of the file is skipped.
 """
 
 from __future__ import annotations
@@ -25,9 +25,7 @@ from lucevisor.model.values import Dtype, Space
 
 @dataclass(frozen=True, slots=True)
 class Qwen35Params:
-    """Hyperparameters.  E embedding, F feed-forward, H/K query and kv heads of D; ``rotary``: the part of each head
-    that turns.
-    """
+    """Hyperparameters.  E embedding, F feed-forward, H/K query and kv heads of D; ``rotary``: dims of each head."""
 
     n_layers: int
     hidden_size: int
@@ -39,7 +37,7 @@ class Qwen35Params:
     eps: float
     scale: float
     recurrent: tuple[bool, ...]
-    conv_taps: int
+    conv_kernel: int
     delta_key_heads: int
     delta_value_heads: int
     delta_dim: int  # of keys and values
@@ -53,7 +51,7 @@ def hyperparameters(keys: Keys, file: str, options: Mapping[str, str]) -> Qwen35
     """Read and cross-check the metadata.  Raises GgufError naming the key."""
     n_layers = keys.integer("block_count", high=MAX_LAYERS) - keys.integer("nextn_predict_layers", 0, low=0)
     if n_layers < 1:
-        raise GgufError(file, f"metadata value {keys.prefix}.block_count", "no layer is left beside the MTP blocks")
+        raise GgufError(file, f"metadata value {keys.prefix}.block_count", "leaves no layers besides the MTP blocks")
     head_dim = keys.integer("attention.key_length")
     if keys.integer("attention.value_length", head_dim) != head_dim:
         raise GgufError(file, f"metadata value {keys.prefix}.attention.value_length", "differs from key_length")
@@ -95,7 +93,7 @@ def hyperparameters(keys: Keys, file: str, options: Mapping[str, str]) -> Qwen35
         eps=keys.number("attention.layer_norm_rms_epsilon", above=0.0),
         scale=keys.number("attention.scale", head_dim**-0.5),
         recurrent=tuple(flags if flags is not None else [(i + 1) % interval != 0 for i in range(n_layers)]),
-        conv_taps=keys.integer("ssm.conv_kernel", low=2, high=64),
+        conv_kernel=keys.integer("ssm.conv_kernel", low=2, high=64),
         delta_key_heads=n_key,
         delta_value_heads=n_value,
         delta_dim=dim,
@@ -103,7 +101,7 @@ def hyperparameters(keys: Keys, file: str, options: Mapping[str, str]) -> Qwen35
 
 
 def _kv_heads(keys: Keys, n_layers: int) -> int:
-    """One number, or an array whose entries are 0 for layers without attention."""
+    """A single number, or an array with 0 for layers without attention."""
     values = {v for v in keys.integers("attention.head_count_kv", n_layers) if v}
     if len(values) != 1:
         raise GgufError(
@@ -113,7 +111,7 @@ def _kv_heads(keys: Keys, n_layers: int) -> int:
 
 
 def mixer_tensors(p: Qwen35Params, i: int) -> dict[str, tuple[int, ...]]:
-    """Norms and token mixer of layer ``i``; what follows them (dense or experts) is the family's."""
+    """Norms and token mixer of layer ``i``; the feed-forward (dense or experts) is the family's."""
     b, e, d = f"blk.{i}.", p.hidden_size, p.head_dim
     out: dict[str, tuple[int, ...]] = {b + "attn_norm.weight": (e,), b + "post_attention_norm.weight": (e,)}
     if p.recurrent[i]:
@@ -125,7 +123,7 @@ def mixer_tensors(p: Qwen35Params, i: int) -> dict[str, tuple[int, ...]]:
             b + "ssm_alpha.weight": (p.delta_value_heads, e),
             b + "ssm_a": (p.delta_value_heads,),
             b + "ssm_dt.bias": (p.delta_value_heads,),
-            b + "ssm_conv1d.weight": (p.conv_channels, p.conv_taps),
+            b + "ssm_conv1d.weight": (p.conv_channels, p.conv_kernel),
             b + "ssm_norm.weight": (p.delta_dim,),
             b + "ssm_out.weight": (e, inner),
         }
@@ -142,17 +140,17 @@ def mixer_tensors(p: Qwen35Params, i: int) -> dict[str, tuple[int, ...]]:
 
 
 def layer_state(p: Qwen35Params, i: int) -> tuple[StateTensor, ...]:
-    """Delta net: the last inputs of the convolution and the matrix S, both float32.  Attention: keys and values."""
+    """Gated delta net: last inputs of the convolution and the matrix S, both float32.  Attention: keys and values."""
     if not p.recurrent[i]:
         return attention_state(p.n_kv_heads, p.head_dim, p.head_dim)
     return (
-        StateTensor("conv", (p.conv_taps - 1, p.conv_channels), Dtype.FLOAT32),
+        StateTensor("conv", (p.conv_kernel - 1, p.conv_channels), Dtype.FLOAT32),
         StateTensor("delta", (p.delta_value_heads, p.delta_dim, p.delta_dim), Dtype.FLOAT32),
     )
 
 
 def dense_tensors(p: Qwen35Params, i: int) -> dict[str, tuple[int, ...]]:
-    """The gated feed-forward part of a dense model's layer."""
+    """The gated feed-forward of a dense layer."""
     b, e, f = f"blk.{i}.", p.hidden_size, p.feed_forward
     return {b + "ffn_gate.weight": (f, e), b + "ffn_up.weight": (f, e), b + "ffn_down.weight": (e, f)}
 
@@ -164,7 +162,7 @@ def build(
     feed_forward: Callable[[int], dict[str, tuple[int, ...]]],
     n_routed: int = 0,
 ) -> ModelSpec:
-    """Assemble and check a spec; ``feed_forward(i)`` names the tensors behind layer i's mixer."""
+    """Assemble and check a spec; ``feed_forward(i)``: the feed-forward tensors of layer i."""
     layers = [
         LayerSpec(
             index=i,

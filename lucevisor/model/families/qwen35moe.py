@@ -1,4 +1,4 @@
-"""Family ``qwen35moe``: the layers of ``qwen35`` with routed experts and a gated shared one behind each mixer."""
+"""Family ``qwen35moe``: the layers of ``qwen35`` with routed experts and a gated shared expert as feed-forward."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from lucevisor.model.spec import Keys, ModelSpec
 
 @dataclass(frozen=True, slots=True)
 class Qwen35MoeParams(Qwen35Params):
-    """Hyperparameters of ``qwen35`` and those of the experts."""
+    """Hyperparameters of ``qwen35``, plus the experts."""
 
     experts: Experts
 
 
 def expert_tensors(files: GgufFiles, p: Qwen35MoeParams, i: int) -> dict[str, tuple[int, ...]]:
-    """Router, routed experts, shared expert and its gate: one row, which some files store as a vector."""
+    """Router, routed experts, shared expert and its gate (one row, stored as a vector in some files)."""
     b, e = f"blk.{i}.", p.hidden_size
     gate = files.tensors.get(b + "ffn_gate_inp_shexp.weight")
     vector = gate is not None and len(gate.shape) == 1
