@@ -19,8 +19,8 @@ from lucevisor.model.gguf_header import (
     MAX_HEADER_BYTES,
     GgufError,
     GgufHeader,
-    TruncatedHeaderError,
     TensorInfo,
+    TruncatedHeaderError,
     Value,
     parse,
 )
