@@ -18,7 +18,7 @@ from torch import Tensor
 from daemons.device import allocating, host_zeros, torch_dtype
 from daemons.ops.paged import DensePages, PagedTensor, Q8Pages
 from lucevisor.model.spec import ModelSpec
-from lucevisor.model.values import Q8_GROUP, Dtype, LayerRange, Space, q8_groups
+from lucevisor.model.values import Q8_GROUP, Dtype, LayerRange, Space, Tier, q8_groups
 from lucevisor.protocol.loading import PoolSizes
 
 
@@ -40,7 +40,7 @@ class Pools:
     ) -> None:
         self.device, self.layers = device, layers
         self.units = {Space.FULL: sizes.full_pages, Space.WINDOW: sizes.window_pages, Space.RECURRENT: sizes.states}
-        self.device_states = sizes.device_states
+        self._sizes = sizes
         self.page_locked = True  # of the states in host memory, if there are any
         members: dict[_Shape, list[int]] = {}
         for i in range(layers.start, layers.stop):
@@ -57,7 +57,7 @@ class Pools:
 
     def _allocate(self, shape: _Shape, indices: list[int]) -> None:
         recurrent = shape.space is Space.RECURRENT
-        n = (len(indices), self.device_states if recurrent else self.units[shape.space])
+        n = (len(indices), self._sizes.device_states if recurrent else self.units[shape.space])
         quantised = shape.dtype is Dtype.Q8_0
         width = shape.shape[-1]
         parts = [((*n, *shape.shape), torch.float32)]
@@ -86,7 +86,7 @@ class Pools:
                 self._paged[i, shape.name] = DensePages(tensors[0][at])
 
     def _allocate_host(self, shape: _Shape, indices: list[int], dtype: torch.dtype) -> None:
-        n = self.units[shape.space] - self.device_states
+        n = self._sizes.host_states
         host, locked = host_zeros((len(indices), n, *shape.shape), dtype, self.device)
         self.page_locked &= locked or not n
         self._host_stacks.append(host)
@@ -103,9 +103,8 @@ class Pools:
 
     def rows_with(self, layer: int, name: str, state: int) -> tuple[Tensor, int]:
         """Rows ``[n, *shape]`` that hold a recurrent state, on the device or in host memory, and its index."""
-        if state < self.device_states:
-            return self._states[layer, name], state
-        return self._host_states[layer, name], state - self.device_states
+        tier, index = self._sizes.place_of_state(state)
+        return (self._states if tier is Tier.DEVICE else self._host_states)[layer, name], index
 
     def copy_page(self, space: Space, source: int, target: int, n_tokens: int) -> None:
         """Copy the first ``n_tokens`` positions of a page, in every layer of ``space``."""
@@ -114,14 +113,14 @@ class Pools:
 
     def copy_state(self, source: int, target: int) -> None:
         """Copy a recurrent state in every layer; at most one of the two is in host memory."""
-        n = self.device_states
-        for tensor, host in zip(self._of(Space.RECURRENT), self._host_stacks, strict=True):
-            if max(source, target) < n:
-                tensor[:, target] = tensor[:, source]
+        to, of = self._sizes.place_of_state(target), self._sizes.place_of_state(source)
+        for device, host in zip(self._of(Space.RECURRENT), self._host_stacks, strict=True):
+            stacks = {Tier.DEVICE: device, Tier.HOST: host}
+            if to.tier is of.tier:
+                stacks[to.tier][:, to.row] = stacks[of.tier][:, of.row]
                 continue
-            to = tensor[:, target] if target < n else host[:, target - n]
-            of = tensor[:, source] if source < n else host[:, source - n]
-            for a, b in zip(to, of, strict=True):  # per layer: a contiguous copy needs no staging
+            pairs = zip(stacks[to.tier][:, to.row], stacks[of.tier][:, of.row], strict=True)
+            for a, b in pairs:  # per layer: a contiguous copy needs no staging
                 a.copy_(b, non_blocking=True)
 
     def zero_state(self, state: int) -> None:

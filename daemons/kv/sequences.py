@@ -15,7 +15,7 @@ from torch import Tensor
 
 from daemons.errors import StateError
 from daemons.kv.pools import Pools
-from lucevisor.model.values import PAGE_TOKENS, Space
+from lucevisor.model.values import PAGE_TOKENS, Space, Tier
 from lucevisor.protocol.loading import PoolSizes
 from lucevisor.protocol.steps import CloseSequence, CopyPage, CopyState, OpenSequence, Operation, SetPages, ZeroState
 
@@ -48,7 +48,7 @@ class Sequences:
     def __init__(self, pools: Sequence[Pools], sizes: PoolSizes, max_sequences: int) -> None:
         self.pools = list(pools)
         self.units = {Space.FULL: sizes.full_pages, Space.WINDOW: sizes.window_pages, Space.RECURRENT: sizes.states}
-        self.device_states = sizes.device_states
+        self._sizes = sizes
         self.max_sequences = max_sequences
         self.by_id: dict[int, OpenedSequence] = {}
         self._free_rows = list(range(max_sequences - 1, -1, -1))
@@ -90,7 +90,7 @@ class Sequences:
             case CopyState(source, target):
                 self._check_unit("CopyState", Space.RECURRENT, source)
                 self._check_unit("CopyState", Space.RECURRENT, target)
-                if min(source, target) >= self.device_states:
+                if self._tier(source) is self._tier(target) is Tier.HOST:
                     raise StateError("CopyState", f"states {source} and {target} both lie in host memory")
                 for pool in self.pools:
                     pool.copy_state(source, target)
@@ -106,8 +106,11 @@ class Sequences:
 
     def _check_live(self, where: str, state: int) -> None:
         self._check_unit(where, Space.RECURRENT, state)
-        if state >= self.device_states:
+        if self._tier(state) is Tier.HOST:
             raise StateError(where, f"state {state} lies in host memory, where checkpoints are; a live one cannot")
+
+    def _tier(self, state: int) -> Tier:
+        return self._sizes.place_of_state(state).tier
 
     def _open(self, operation: OpenSequence) -> None:
         where = f"OpenSequence {operation.sequence}"

@@ -14,7 +14,7 @@ from copy import copy
 from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
 
-from lucevisor.model.values import Space
+from lucevisor.model.values import Space, Tier
 from lucevisor.protocol.loading import PoolSizes
 
 
@@ -29,13 +29,15 @@ class PageAllocator:
     start of the pool.  O(log n) per id.
     """
 
-    def __init__(self, n_total: int, name: str = "pages", first: int = 0) -> None:
-        """Start with every id free.  ``name`` appears in error messages.  Raises ValueError if ``n_total`` is
-        negative.
+    def __init__(self, n_total: int, name: str = "pages", first: int = 0, tier: Tier = Tier.DEVICE) -> None:
+        """Start with every id free.  ``tier``: the memory of all its ids.  ``name`` appears in error messages.
+
+        Raises ValueError if ``n_total`` is negative.
         """
         if n_total < 0:
             raise ValueError(f"{name}: pool size is {n_total}; give 0 or more")
         self.name = name
+        self.tier = tier
         self._first = first
         self._ref_counts = [0] * n_total
         self._cached: set[int] = set()
@@ -184,14 +186,14 @@ class PagePools:
         self.slot_pools = self
         if pools.host_states and Space.RECURRENT in self:
             self.slot_pools = copy(self)
-            in_host = PageAllocator(pools.host_states, "states in host memory", pools.device_states)
+            in_host = PageAllocator(pools.host_states, "states in host memory", pools.device_states, Tier.HOST)
             self.slot_pools.slot_pools = self.slot_pools
             self.slot_pools._allocators = {**self._allocators, Space.RECURRENT: in_host}
 
     @property
     def copies_states(self) -> bool:
         """Whether a slot needs a copy of a live state instead of taking it over."""
-        return self.slot_pools is not self
+        return Space.RECURRENT in self and self.slot_pools[Space.RECURRENT].tier is not self[Space.RECURRENT].tier
 
     @property
     def spaces(self) -> Sequence[Space]:

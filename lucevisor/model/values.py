@@ -35,6 +35,13 @@ class Space(StrEnum):
     RECURRENT = "recurrent"  # one state per sequence, overwritten each step
 
 
+class Tier(StrEnum):
+    """The memory that a page or a recurrent state lies in."""
+
+    DEVICE = "device"  # where layers compute on it
+    HOST = "host"  # kept, and copied to the device before use
+
+
 SCALE = ".scale"
 """Suffix of a state tensor that holds the scales of q8_0 codes."""
 

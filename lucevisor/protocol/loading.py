@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import msgspec
 
-from lucevisor.model.values import Backend, Dtype, FileIdentity, LayerRange
+from lucevisor.model.values import Backend, Dtype, FileIdentity, LayerRange, Tier
 
 
 class DeviceInfo(msgspec.Struct, frozen=True):
@@ -72,6 +74,13 @@ class ArenaPlan(msgspec.Struct, frozen=True):
     n_regions: int
 
 
+class StatePlace(NamedTuple):
+    """Where a recurrent state lies: its memory, and its row among the states there."""
+
+    tier: Tier
+    row: int
+
+
 class PoolSizes(msgspec.Struct, frozen=True):
     """Number of pages and states in each pool, the same in every shard.  Ids run from 0 to n-1.
 
@@ -82,6 +91,11 @@ class PoolSizes(msgspec.Struct, frozen=True):
     window_pages: int
     states: int  # recurrent states: live ones and checkpoints
     host_states: int = 0
+
+    def place_of_state(self, state: int) -> StatePlace:
+        """Return where a recurrent state lies.  The only place that derives a tier from an id."""
+        n = self.device_states
+        return StatePlace(Tier.DEVICE, state) if state < n else StatePlace(Tier.HOST, state - n)
 
     @property
     def device_states(self) -> int:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from lucevisor.kv.page_pool import PageAllocator, PageError, PagePools, PageUse
-from lucevisor.model.values import Space
+from lucevisor.model.values import Space, Tier
 from lucevisor.protocol.loading import PoolSizes
 
 
@@ -159,6 +159,7 @@ def test_pools_take_from_every_space_or_from_none(full: int, window: int) -> Non
 def test_states_of_slots_in_host_memory_are_ids_behind_those_of_sequences() -> None:
     pools = PagePools([Space.FULL, Space.RECURRENT], PoolSizes(full_pages=4, window_pages=0, states=5, host_states=3))
     assert pools.copies_states
+    assert (pools[Space.RECURRENT].tier, pools.slot_pools[Space.RECURRENT].tier) == (Tier.DEVICE, Tier.HOST)
     assert pools.slot_pools[Space.FULL] is pools[Space.FULL]
     assert pools[Space.RECURRENT].allocate(2) == [0, 1]
     assert pools[Space.RECURRENT].allocate(1) is None
@@ -170,6 +171,15 @@ def test_states_of_slots_in_host_memory_are_ids_behind_those_of_sequences() -> N
         pools.slot_pools[Space.RECURRENT].release([1])
     with pytest.raises(PageError, match="space recurrent: id 2 is outside 0 to 1"):
         pools[Space.RECURRENT].release([2])
+
+
+def test_both_sides_agree_on_the_tier_of_every_state() -> None:
+    sizes = PoolSizes(full_pages=4, window_pages=0, states=5, host_states=3)
+    pools = PagePools([Space.FULL, Space.RECURRENT], sizes)
+    for one in (pools, pools.slot_pools):
+        allocator = one[Space.RECURRENT]
+        places = [sizes.place_of_state(state) for state in allocator.ids]
+        assert places == [(allocator.tier, i) for i in range(allocator.n_total)]
 
 
 @pytest.mark.parametrize("spaces", [[Space.FULL], [Space.FULL, Space.RECURRENT]])
