@@ -22,7 +22,7 @@ from lucevisor.deployment.group_settings import group_threads
 from lucevisor.model.spec import ModelSpec
 from lucevisor.placement.devices import Inventory
 from lucevisor.placement.planner import model_options
-from lucevisor.placement.speeds import Clock, Request, Speeds, request_of
+from lucevisor.placement.speeds import MeasurementRequest, SpeedModel, Speeds, measurement_request
 from lucevisor.protocol.checks import Check, Measure, Timing
 from lucevisor.supervision.launcher import LocalLauncher
 from lucevisor.supervision.probe import Probe, probe
@@ -38,22 +38,22 @@ log = structlog.get_logger("speeds")
 class SpeedFile(msgspec.Struct, frozen=True, kw_only=True):
     """The contents of a file.  ``version`` changes with the layout."""
 
-    version: Literal[1] = 1
+    version: Literal[2] = 2
     speeds: Speeds
 
 
-def wanted(spec: ModelSpec, config: Config, inventory: Inventory) -> Request | None:
+def wanted(spec: ModelSpec, config: Config, inventory: Inventory) -> MeasurementRequest | None:
     """Return what to measure for the split of ``config``; None when its ranges do not depend on speeds."""
     threads = {g.name: group_threads(config, g.name) for g in config.groups.values() if g.backend == "cpu"}
-    return request_of(spec, config, inventory, threads, __version__)
+    return measurement_request(spec, config, inventory, threads, __version__)
 
 
-def path_of(request: Request) -> Path:
+def path_of(request: MeasurementRequest) -> Path:
     """Return where the answer to a request is kept."""
     return cache_directory() / f"speeds-{request.conditions.key()}.json"
 
 
-def read(request: Request, spec: ModelSpec) -> Speeds | None:
+def read(request: MeasurementRequest, spec: ModelSpec) -> Speeds | None:
     """Return what was measured for the same request before, or None."""
     path = path_of(request)
     try:
@@ -67,7 +67,7 @@ def read(request: Request, spec: ModelSpec) -> Speeds | None:
     if not speeds.valid():
         reason = "its times are not numbers of 0 or more for each device"
     try:
-        Clock.of(spec, speeds)
+        SpeedModel.of(spec, speeds)
     except KeyError as error:
         reason = str(error.args[0])
     if reason:
@@ -76,7 +76,7 @@ def read(request: Request, spec: ModelSpec) -> Speeds | None:
     return speeds
 
 
-def write(request: Request, speeds: Speeds) -> None:
+def write(request: MeasurementRequest, speeds: Speeds) -> None:
     """Keep what was measured.  Logs a warning when it cannot be written."""
     path = path_of(request)
     data = msgspec.json.format(msgspec.json.encode(SpeedFile(speeds=speeds)), indent=1) + b"\n"
@@ -99,7 +99,7 @@ async def speeds_for(
     found = None if fresh else read(request, spec)
     if found is not None:
         return found
-    log.info("measuring how fast the devices are", model=spec.name, seats=request.conditions.seats)
+    log.info("measuring how fast the devices are", model=spec.name, targets=request.conditions.targets)
     try:
         async with awake.timeout(MEASURE_S):
             found = await measure(request, files, config)
@@ -111,15 +111,15 @@ async def speeds_for(
     return found
 
 
-async def measure(request: Request, files: Sequence[Path], config: Config) -> Speeds | None:
+async def measure(request: MeasurementRequest, files: Sequence[Path], config: Config) -> Speeds | None:
     """Let a probe of each group time its spans, one group at a time so that they do not disturb each other."""
     devices = config.placement.devices
     timings: list[list[Timing]] = [[] for _ in devices]
     with tempfile.TemporaryDirectory(prefix="lucevisor-speeds-") as directory:
         launcher = LocalLauncher(stage_packages(Path(directory)))
         for group in dict.fromkeys(device.group for device in devices):
-            seats = [i for i, device in enumerate(devices) if device.group == group]
-            check = _check(request, seats, files, config, group)
+            targets = [i for i, device in enumerate(devices) if device.group == group]
+            check = _check(request, targets, files, config, group)
             assert check.measure is not None
             indices = sorted({span.device for span in check.measure.spans})
             answer = await probe(config.groups[group], launcher, indices, (check, []), HELLO_S, MEASURE_S)
@@ -128,10 +128,10 @@ async def measure(request: Request, files: Sequence[Path], config: Config) -> Sp
                 log.warning("speeds not measured", group=group, reason=_failure(answer))
                 return None
             rest = iter(found)
-            for i in seats:
+            for i in targets:
                 timings[i] = [next(rest) for _ in request.spans[i]]
     now = datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC")
-    speeds = request.answered(timings, now)
+    speeds = request.to_speeds(timings, now)
     if not speeds.valid():
         log.warning("speeds not measured", reason="a device reported impossible times")
         return None
@@ -143,8 +143,10 @@ def _failure(answer: Probe) -> str:
     return answer.problem or "; ".join(f"{x.subject}: {x.detail}" for x in lines) or "the probe returned too few times"
 
 
-def _check(request: Request, seats: Sequence[int], files: Sequence[Path], config: Config, group: str) -> Check:
-    spans = [span for i in seats for span in request.spans[i].values()]
+def _check(
+    request: MeasurementRequest, targets: Sequence[int], files: Sequence[Path], config: Config, group: str
+) -> Check:
+    spans = [span for i in targets for span in request.spans[i].values()]
     conditions = request.conditions
     order = Measure(spans, conditions.kv_dtype, conditions.n_rows, group_threads(config, group), model_options(config))
     return Check([str(f) for f in files], 0, conditions.dtype, [], order)

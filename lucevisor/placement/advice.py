@@ -1,6 +1,6 @@
-"""What would make it fit: single changes of the configuration that are enough, else the fewest together.
+"""Suggests configuration changes that make a placement fit: single changes if one is enough, else the fewest together.
 
-Every piece of advice was tried: it is only given when the plan that follows it fits.
+Invariant: a change is suggested only after a plan with it was made and fits.
 """
 
 from __future__ import annotations
@@ -9,110 +9,114 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from lucevisor.model.values import Dtype, LayerRange
-from lucevisor.placement.amounts import size as amount
-from lucevisor.placement.formats import choose_dtype
+from lucevisor.placement.dtypes import choose_dtype
+from lucevisor.placement.formatting import format_bytes
 from lucevisor.placement.ranges import SplitError
-from lucevisor.placement.sizing import Case, Sized, automatic_ranges, most, size
+from lucevisor.placement.sizing import Sizing, SizingInputs, compute_sizes, most, ranges_by_memory
 
-LEAST_CHUNK = 64
+MIN_CHUNK = 64
 _Ranges = tuple[LayerRange, ...]
-_Change = Callable[[Case, _Ranges], tuple[Case, _Ranges]]
+_Change = Callable[[SizingInputs, _Ranges], tuple[SizingInputs, _Ranges]]
 
 
 @dataclass(frozen=True, slots=True)
-class _Remedy:
-    """One change, and how a configuration writes what came of it."""
+class _Suggestion:
+    """One change, and how to write its result in the configuration."""
 
     change: _Change
-    written: Callable[[Sized, Case], str]
+    written: Callable[[Sizing, SizingInputs], str]
 
 
-def advise(case: Case, ranges: Sequence[LayerRange], sized: Sized) -> tuple[str, ...]:
-    """Return what to change so that ``case``, which does not fit, does; a last resort when nothing was found."""
+def advise(inputs: SizingInputs, ranges: Sequence[LayerRange], sizing: Sizing) -> tuple[str, ...]:
+    """Return changes that make ``inputs``, which do not fit, fit; a last resort if none was found."""
     ranges = tuple(ranges)
-    remedies = list(_remedies(case))
+    suggestions = list(_suggestions(inputs))
     out = []
-    for remedy in remedies:
-        tried, result = _try(case, ranges, [remedy])
+    for suggestion in suggestions:
+        tried, result = _try(inputs, ranges, [suggestion])
         if result is not None and result.fits:
-            out.append(f"it fits with {remedy.written(result, tried)}")
-    return tuple(out) or (_together(case, ranges, remedies) or _last_resort(sized),)
+            out.append(f"it fits with {suggestion.written(result, tried)}")
+    return tuple(out) or (_combined(inputs, ranges, suggestions) or _last_resort(sizing),)
 
 
-def _remedies(case: Case) -> Iterator[_Remedy]:
-    """Changes that may help, the least harmful first."""
-    yield _Remedy(lambda c, _: (c, automatic_ranges(c)), _written_split)
-    if case.pages is not None:
-        yield _Remedy(lambda c, r: (replace(c, pages=None), r), lambda s, _: f"engine.pages = {s.pools.full_pages}")
-    if case.max_context is not None:
-        yield _Remedy(
+def _suggestions(inputs: SizingInputs) -> Iterator[_Suggestion]:
+    """Yield changes that may help, the least harmful first."""
+    yield _Suggestion(lambda c, _: (c, ranges_by_memory(c)), _written_split)
+    if inputs.pages is not None:
+        yield _Suggestion(lambda c, r: (replace(c, pages=None), r), lambda s, _: f"engine.pages = {s.pools.full_pages}")
+    if inputs.max_context is not None:
+        yield _Suggestion(
             lambda c, r: (replace(c, max_context=None), r), lambda s, _: f"engine.max_context = {s.max_context}"
         )
-    short = _sixteen_bit_format(case)
-    if case.kv_dtype is Dtype.FLOAT32:
-        yield _Remedy(lambda c, r: (replace(c, kv_dtype=short), r), lambda _, c: f"engine.kv_dtype = {c.kv_dtype}")
-    if case.dtype is Dtype.FLOAT32:
-        yield _Remedy(
+    short = _sixteen_bit_format(inputs)
+    if inputs.kv_dtype is Dtype.FLOAT32:
+        yield _Suggestion(lambda c, r: (replace(c, kv_dtype=short), r), lambda _, c: f"engine.kv_dtype = {c.kv_dtype}")
+    if inputs.dtype is Dtype.FLOAT32:
+        yield _Suggestion(
             lambda c, r: (replace(c, dtype=short, kv_dtype=short), r), lambda _, c: f"engine.dtype = {c.dtype}"
         )
-    if case.prefill_chunk > LEAST_CHUNK:
-        yield _Remedy(_smaller_chunk, lambda _, c: f"engine.prefill_chunk = {c.prefill_chunk}")
-    if case.max_sequences > 1:
-        yield _Remedy(_fewer_sequences, lambda _, c: f"engine.max_sequences = {c.max_sequences}")
+    if inputs.prefill_chunk > MIN_CHUNK:
+        yield _Suggestion(_smaller_chunk, lambda _, c: f"engine.prefill_chunk = {c.prefill_chunk}")
+    if inputs.max_sequences > 1:
+        yield _Suggestion(_fewer_sequences, lambda _, c: f"engine.max_sequences = {c.max_sequences}")
 
 
-def _written_split(sized: Sized, _: Case) -> str:
-    ranges = ", ".join(f'"{shard.layers.start}-{shard.layers.stop}"' for shard in sized.shards)
+def _written_split(sizing: Sizing, _: SizingInputs) -> str:
+    ranges = ", ".join(f'"{shard.layers.start}-{shard.layers.stop}"' for shard in sizing.shards)
     return f"placement.target_layer_split = [{ranges}]"
 
 
-def _sixteen_bit_format(case: Case) -> Dtype:
-    chosen = choose_dtype("auto", case.seats).dtype
+def _sixteen_bit_format(inputs: SizingInputs) -> Dtype:
+    chosen = choose_dtype("auto", inputs.targets).dtype
     return Dtype.BFLOAT16 if chosen is Dtype.FLOAT32 else chosen
 
 
-def _smaller_chunk(case: Case, ranges: _Ranges) -> tuple[Case, _Ranges]:
-    """The largest half, quarter and so on of the chunk that fits; else the least."""
-    chunk = case.prefill_chunk
-    while chunk > LEAST_CHUNK:
-        chunk = max(LEAST_CHUNK, chunk // 2)
-        if size(replace(case, prefill_chunk=chunk), ranges).fits:
+def _smaller_chunk(inputs: SizingInputs, ranges: _Ranges) -> tuple[SizingInputs, _Ranges]:
+    """Halve the chunk until it fits, down to MIN_CHUNK."""
+    chunk = inputs.prefill_chunk
+    while chunk > MIN_CHUNK:
+        chunk = max(MIN_CHUNK, chunk // 2)
+        if compute_sizes(replace(inputs, prefill_chunk=chunk), ranges).fits:
             break
-    return replace(case, prefill_chunk=chunk), ranges
+    return replace(inputs, prefill_chunk=chunk), ranges
 
 
-def _fewer_sequences(case: Case, ranges: _Ranges) -> tuple[Case, _Ranges]:
-    """As many sequences as fit; else one."""
+def _fewer_sequences(inputs: SizingInputs, ranges: _Ranges) -> tuple[SizingInputs, _Ranges]:
+    """Take as many sequences as fit, at least one."""
 
     def fits(n: int) -> bool:
-        return n == 0 or size(replace(case, max_sequences=n), ranges).fits
+        return n == 0 or compute_sizes(replace(inputs, max_sequences=n), ranges).fits
 
-    return replace(case, max_sequences=max(1, most(case.max_sequences - 1, fits))), ranges
+    return replace(inputs, max_sequences=max(1, most(inputs.max_sequences - 1, fits))), ranges
 
 
-def _try(case: Case, ranges: _Ranges, remedies: Sequence[_Remedy]) -> tuple[Case, Sized | None]:
+def _try(
+    inputs: SizingInputs, ranges: _Ranges, suggestions: Sequence[_Suggestion]
+) -> tuple[SizingInputs, Sizing | None]:
     try:
-        for remedy in remedies:
-            case, ranges = remedy.change(case, ranges)
+        for suggestion in suggestions:
+            inputs, ranges = suggestion.change(inputs, ranges)
     except SplitError:
-        return case, None
-    return case, size(case, ranges)
+        return inputs, None
+    return inputs, compute_sizes(inputs, ranges)
 
 
-def _together(case: Case, ranges: _Ranges, remedies: Sequence[_Remedy]) -> str | None:
-    """The shortest run of changes that fits, ranges chosen last so that they suit the other changes."""
-    split, *others = remedies
+def _combined(inputs: SizingInputs, ranges: _Ranges, suggestions: Sequence[_Suggestion]) -> str | None:
+    """Return the shortest run of changes that fits; ranges are chosen last so that they suit the other changes."""
+    split, *others = suggestions
     for n in range(1, len(others) + 1):
         for chosen in ([*others[:n]], [*others[:n], split]):
-            tried, result = _try(case, ranges, chosen)
+            tried, result = _try(inputs, ranges, chosen)
             if result is not None and result.fits:
-                return f"it fits with {' and '.join(remedy.written(result, tried) for remedy in chosen)} together"
+                return (
+                    f"it fits with {' and '.join(suggestion.written(result, tried) for suggestion in chosen)} together"
+                )
     return None
 
 
-def _last_resort(sized: Sized) -> str:
-    weights = amount(sum(use.weight_bytes for use in sized.uses))
+def _last_resort(sizing: Sizing) -> str:
+    weights = format_bytes(sum(use.weight_bytes for use in sizing.uses))
     return (
-        f"no split and no setting was found with which it fits: the weights alone take {weights} here; use a smaller "
-        "quant of the model, or add a device to placement.target_devices"
+        f"no split or setting makes it fit: the weights alone take {weights}; use a smaller quant of the model, or add "
+        "a device to placement.target_devices"
     )

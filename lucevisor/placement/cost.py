@@ -1,23 +1,22 @@
-"""What a shard costs in bytes: weights, state, workspace.
+"""Cost model: the bytes of a shard's weights, state and workspace.
 
-Weights are counted by :mod:`lucevisor.model.weight_layout`, the rule that the loader follows, and state by the specs'
-own table, which the pools follow, so both are exact.  The workspace is an estimate of the peak while a step is
-computed, for the daemons' plain torch operations; a layer frees its part before the next one begins, so the largest
-layer counts:
+Weights follow :mod:`lucevisor.model.weight_layout`, as the loader does, and state the specs' table, as the pools do, so
+both are exact.  The workspace is an estimate of the peak during a step with the daemons' plain torch operations; a
+layer frees its part before the next one begins, so the largest layer counts:
 
-    activations  T (4 E + sum of matrix rows of a layer) x 4 bytes             float32 copies of all a layer makes
+    activations  T (4 E + sum of matrix rows of a layer) x 4 bytes             float32 copies of a layer's activations
     delta rule   T x rows of a state x RULE_COPIES x 4                         frames, decays, solved systems
                  B x states of a layer x 2                                     states gathered and written back
-    attention    B x pages a sequence x page of a layer                        keys and values, padded to the longest
-                 T x (query heads a kv head) x L x (1 + b)                     the mask, as flags and as numbers
+    attention    B x pages per sequence x page of a layer                      keys and values, padded to the longest
+                 T x (query heads per kv head) x L x (1 + b)                   the mask, as flags and as numbers
                  SCORE_BYTES                                                   float32 on a GPU: scores in plain steps
-    tail         n_sequences x V x TAIL_BYTES                                  logits, sorted values and ids, counts
-    GPU          min(largest matrix of blocks, DEQUANT_ELEMENTS) (12 + b)      expanded by parts to be multiplied
-                 LIBRARY_BYTES                                                 the matrix libraries' own workspace
-    cpu          largest int8 matrix x 2                                       widened for more than a few rows
+    output       n_sequences x V x SAMPLING_BYTES                              logits, sorted values and ids, counts
+    GPU          min(largest matrix of blocks, DEQUANT_ELEMENTS) (12 + b)      dequantised in parts before GEMM
+                 LIBRARY_BYTES                                                 workspace of the BLAS libraries
+    cpu          largest int8 matrix x 2                                       widened for GEMM
 
-T tokens of a step, B sequences decoded together, L longest sequence, E embedding, V vocabulary, b bytes of a number.
-Knows no devices' free memory.
+T tokens of a step, B sequences decoded together, L longest sequence, E hidden size, V vocabulary, b bytes of a number.
+Knows nothing about free memory.
 """
 
 from __future__ import annotations
@@ -38,13 +37,13 @@ from lucevisor.protocol.loading import PoolSizes
 RULE_COPIES = 16
 SCORE_BYTES = 3 * 4 * SCORE_ELEMENTS
 """Scores in float32, masked, and their softmax."""
-TAIL_BYTES = 28
+SAMPLING_BYTES = 28
 LIBRARY_BYTES = 96 << 20
 
 
 @dataclass(frozen=True, slots=True)
-class Steps:
-    """How large steps and pools are.  ``n_together``: sequences that are decoded in one step."""
+class StepSizes:
+    """Sizes of steps and pools.  ``n_together``: sequences decoded in one step."""
 
     max_tokens: int
     max_sequences: int
@@ -57,16 +56,16 @@ class Steps:
 class _Weights:
     n_bytes: int
     stored_bytes: int  # of the same numbers in the file
-    n_rows: int  # of all matrices together, of experts those in use: numbers a token that they make
-    largest_blocks: int  # numbers of the largest matrix kept as blocks or packed weights
+    n_rows: int  # of all matrices and of the routed experts: outputs per token
+    largest_blocks: int  # elements of the largest matrix kept as blocks or packed weights
     largest_int8: int
 
 
 class CostModel:
-    """The costs of a model's layers in one pair of formats; weights are added up once per backend and layer."""
+    """The costs of a model's layers in one pair of dtypes; weights are summed once per backend and layer."""
 
     def __init__(self, spec: ModelSpec, dtype: Dtype, kv_dtype: Dtype) -> None:
-        """``spec.files`` must be set, else counting weights raises ValueError."""
+        """``spec.files`` must be set, or counting weights raises ValueError."""
         self.spec, self.dtype, self.kv_dtype = spec, dtype, kv_dtype
         self._units = [layer.unit_bytes(kv_dtype) for layer in spec.layers]
         read_as = dtype if kv_dtype is Dtype.Q8_0 else kv_dtype
@@ -76,7 +75,7 @@ class CostModel:
         self._ends: dict[tuple[Backend, bool, bool], _Weights] = {}
 
     def weight_bytes(self, shard: Shard) -> int:
-        """Bytes of weights that the shard keeps; embedding and head count where the shard is first or last."""
+        """Bytes of weights on the shard; the first also holds the embedding, the last the output."""
         return sum(part.n_bytes for part in self._parts(shard))
 
     def stored_bytes(self, shard: Shard) -> int:
@@ -89,19 +88,19 @@ class CostModel:
         return sum(units[self.spec.layers[i].space] * self._units[i] for i in _indices(shard))
 
     def host_state_bytes(self, shard: Shard, pools: PoolSizes) -> int:
-        """Bytes of the shard's recurrent states that lie in host memory."""
+        """Bytes of the shard's recurrent states in host memory."""
         recurrent = (self._units[i] for i in _indices(shard) if self.spec.layers[i].space is Space.RECURRENT)
         return pools.host_states * sum(recurrent)
 
-    def workspace_bytes(self, shard: Shard, steps: Steps) -> int:
-        """Estimate what else the shard needs while it computes; see the top of this file."""
+    def workspace_bytes(self, shard: Shard, steps: StepSizes) -> int:
+        """Estimate the workspace of a step; see the module docstring."""
         ends, *layers = self._parts(shard)
         out = max(
             (steps.max_tokens * (4 * self.spec.hidden_size + part.n_rows) * 4 + self._mixer_bytes(i, steps))
             for i, part in zip(_indices(shard), layers, strict=True)
         )
         if shard.last:
-            out += steps.max_sequences * self.spec.vocabulary * TAIL_BYTES
+            out += steps.max_sequences * self.spec.vocabulary * SAMPLING_BYTES
         if shard.backend is Backend.CPU:
             few = steps.max_sequences <= INT8_GEMV_ROWS
             return out + 2 * max(0 if few else ends.largest_int8, *(part.largest_int8 for part in layers))
@@ -109,7 +108,7 @@ class CostModel:
         out += expanded * (12 + dtype_bytes(self.dtype, 1)) + LIBRARY_BYTES
         return out + (SCORE_BYTES if self.dtype is Dtype.FLOAT32 else 0)
 
-    def _mixer_bytes(self, i: int, steps: Steps) -> int:
+    def _mixer_bytes(self, i: int, steps: StepSizes) -> int:
         """Attention or delta rule of layer ``i``."""
         layer = self.spec.layers[i]
         if layer.space is Space.RECURRENT:
@@ -125,7 +124,7 @@ class CostModel:
         return read + steps.max_tokens * self._groups[source] * seen * (1 + dtype_bytes(self.dtype, 1))
 
     def _parts(self, shard: Shard) -> list[_Weights]:
-        """The ends first, then each layer."""
+        """Return the weights outside the layers first, then those of each layer."""
         ends = (shard.backend, shard.first, shard.last)
         if ends not in self._ends:
             backend, embedding, output = ends
@@ -142,7 +141,7 @@ class CostModel:
 
 
 def _count(found: list[TensorLayout], n_routed: int = 0) -> _Weights:
-    """Sums over some weights.  Each of the ``n_routed`` experts that a token goes through makes rows and takes some."""
+    """Sum over some weights.  Each of the ``n_routed`` experts that a token uses has rows in both directions."""
     matrices = [r for r in found if len(r.shape) >= 2 and r.role is not TensorRole.LOOKUP]
     return _Weights(
         n_bytes=sum(r.n_bytes for r in found),
@@ -158,16 +157,16 @@ def _indices(shard: Shard) -> range:
 
 
 def _largest(matrices: list[TensorLayout], forms: Set[WeightFormat]) -> int:
-    """Numbers of the largest matrix in one of the forms.
+    """Return the elements of the largest matrix in one of the formats.
 
-    Quantised experts count together, since many of them are expanded at a time; int8 ones are widened one by one.
+    Quantised experts count together, as many are dequantised at a time; int8 experts are widened one by one.
     """
     found = (r.shape if r.format in QUANTISED_FORMATS else r.shape[-2:] for r in matrices if r.format in forms)
     return max((prod(shape) for shape in found), default=0)
 
 
 def _query_groups(layer: LayerSpec) -> int:
-    """Query heads that share a kv head: the width of the attention output over the width of the values."""
+    """Return the query heads per kv head: the width of the attention output over the width of the values."""
     values = next((t for t in layer.state if t.name == "v"), None)
     output = next((shape for name, shape in layer.tensors.items() if name.endswith("attn_output.weight")), None)
     if values is None or output is None:

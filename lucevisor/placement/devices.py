@@ -1,7 +1,6 @@
-"""The devices that a configuration names, as they were found, and the memories they draw from.
+"""The configured devices, matched with the inventory, and the memories they allocate from.
 
-Knows no model.  Invariant: every cpu device of every group draws from the one memory ``host``; every other device has a
-memory of its own.
+Knows no model.  Invariant: all cpu devices of all groups share one memory, ``host``; every other device has its own.
 """
 
 from __future__ import annotations
@@ -15,19 +14,19 @@ from lucevisor.placement.result import PlacementError
 from lucevisor.protocol.loading import DeviceInfo
 
 Inventory = Mapping[str, Sequence[DeviceInfo]]
-"""What the daemon (or a probe) of each group said in its Hello; a group that is left out was not asked."""
+"""The devices in the Hello of each group's daemon or probe; groups that are left out were not queried."""
 
 HOST = "host"
 HOST_RESERVE = 0.1
-"""Share of the host's available memory left alone: page cache, the supervisor, other people's programs."""
+"""Share of the host's available memory kept free for the page cache, the supervisor and other programs."""
 DEVICE_RESERVE_BYTES = 512 << 20
 DEVICE_RESERVE = 0.01
-"""Left alone on a GPU: what the allocator loses to fragments, and a share that grows with the device."""
+"""Kept free on a GPU for fragmentation of the allocator: a constant, and a share of the device's memory."""
 
 
 @dataclass(frozen=True, slots=True)
-class Seat:
-    """One device of ``target_devices``; ``info`` is None when its group was not asked."""
+class TargetDevice:
+    """One device of ``target_devices``; ``info`` is None if its group was not queried."""
 
     device: DeviceRef
     backend: Backend
@@ -35,13 +34,13 @@ class Seat:
 
     @property
     def memory(self) -> str:
-        """Name of the memory it draws from."""
+        """Name of the memory it allocates from."""
         return HOST if self.backend is Backend.CPU else str(self.device)
 
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """One memory: what was free (None: not known) and how much of that is left alone."""
+    """One memory: its free bytes (None: unknown) and how much of them to keep free."""
 
     name: str
     free_bytes: int | None
@@ -49,21 +48,21 @@ class Memory:
 
     @property
     def usable_bytes(self) -> int | None:
-        """What shards may take; None when not known."""
+        """What shards may use; None if unknown."""
         return None if self.free_bytes is None else max(0, self.free_bytes - self.reserve_bytes)
 
 
-def seats_of(config: Config, inventory: Inventory | None) -> tuple[Seat, ...]:
+def target_devices(config: Config, inventory: Inventory | None) -> tuple[TargetDevice, ...]:
     """Find each configured device in the inventory, in layer order.
 
-    Raises PlacementError for an index that the group does not have.  A cpu group may use any index: all are the host.
+    Raises PlacementError for an index that the group does not have.  Cpu groups accept any index: all are the host.
     """
-    seats = []
+    targets = []
     for i, device in enumerate(config.placement.devices):
         backend = Backend(config.groups[device.group].backend)
         found = None if inventory is None else inventory.get(device.group)
-        seats.append(Seat(device, backend, None if found is None else _find(config, i, backend, found)))
-    return tuple(seats)
+        targets.append(TargetDevice(device, backend, None if found is None else _find(config, i, backend, found)))
+    return tuple(targets)
 
 
 def _find(config: Config, i: int, backend: Backend, found: Sequence[DeviceInfo]) -> DeviceInfo:
@@ -75,32 +74,32 @@ def _find(config: Config, i: int, backend: Backend, found: Sequence[DeviceInfo])
         return by_index[device.index]
     key, file = f"placement.target_devices[{i}]", str(config.file)
     if not by_index:
-        hint = f"look at groups.{device.group}.python and visible_devices: lucevisor doctor says what that torch sees"
+        hint = f"check groups.{device.group}.python and visible_devices: lucevisor doctor lists what that torch sees"
         raise PlacementError(
             key, str(device), f"does not exist: the group {device.group} has no device", hint, file=file
         )
     taken = {other.index for other in config.placement.devices if other.group == device.group}
     near = min(by_index, key=lambda index: (index in taken, abs(index - device.index)))
     has = ", ".join(f"{device.group}:{index} ({info.name})" for index, info in sorted(by_index.items()))
-    hint = f"nearest: {device.group}:{near}" if near not in taken else "remove it: the others are in use already"
+    hint = f"nearest: {device.group}:{near}" if near not in taken else "remove it: the others are already used"
     raise PlacementError(key, str(device), f"does not exist: the group has {has}", hint, file=file)
 
 
-def memories_of(seats: Sequence[Seat]) -> dict[str, Memory]:
-    """Return the memories by name.  The host's is the least that any cpu device reported."""
+def memories_of(targets: Sequence[TargetDevice]) -> dict[str, Memory]:
+    """Return the memories by name.  For the host, the smallest value that any cpu device reported counts."""
     out: dict[str, Memory] = {}
-    for seat in seats:
-        if seat.info is None:
-            out.setdefault(seat.memory, Memory(seat.memory, None, 0))
+    for target in targets:
+        if target.info is None:
+            out.setdefault(target.memory, Memory(target.memory, None, 0))
             continue
-        free, known = seat.info.free_bytes, out.get(seat.memory)
+        free, known = target.info.free_bytes, out.get(target.memory)
         if known is not None and known.free_bytes is not None:
             free = min(free, known.free_bytes)
-        out[seat.memory] = Memory(seat.memory, free, _reserve(seat, free))
+        out[target.memory] = Memory(target.memory, free, _reserve(target, free))
     return out
 
 
-def _reserve(seat: Seat, free_bytes: int) -> int:
-    if seat.backend is Backend.CPU or seat.info is None:
+def _reserve(target: TargetDevice, free_bytes: int) -> int:
+    if target.backend is Backend.CPU or target.info is None:
         return int(free_bytes * HOST_RESERVE)
-    return min(free_bytes, DEVICE_RESERVE_BYTES + int(seat.info.total_bytes * DEVICE_RESERVE))
+    return min(free_bytes, DEVICE_RESERVE_BYTES + int(target.info.total_bytes * DEVICE_RESERVE))

@@ -1,13 +1,13 @@
-"""A plan as people and scripts read it: rows, a plain text table, all of it as text, JSON.
+"""Renders a plan for ``lucevisor plan``: table rows, plain text, JSON.
 
-Invariant: what is shown is what the placement says; nothing is computed here but sums and differences.
+Invariant: everything shown comes from the placement; only sums and differences are computed here.
 """
 
 from __future__ import annotations
 
 from dataclasses import astuple, dataclass
 
-from lucevisor.placement.amounts import size
+from lucevisor.placement.formatting import format_bytes
 from lucevisor.placement.result import DevicePlan, Infeasible, Placement
 
 Result = Placement | Infeasible
@@ -15,8 +15,8 @@ HEADINGS = ("GROUP", "DEVICE", "LAYERS", "WEIGHTS", "STATE", "WORKSPACE", "FREE"
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
-    """One shard, all of it text."""
+class TableRow:
+    """The cells of one shard."""
 
     group: str
     device: str
@@ -29,21 +29,21 @@ class Row:
 
 
 def placement_of(result: Result) -> Placement:
-    """What was planned, whether or not it fits."""
+    """Return the placement, whether or not it fits."""
     return result.placement if isinstance(result, Infeasible) else result
 
 
-def rows(result: Result) -> list[Row]:
+def rows(result: Result) -> list[TableRow]:
     """Return a row for each shard, in layer order."""
     return [
-        Row(
+        TableRow(
             group=d.device.group,
             device=f"{d.device} {d.name}".strip(),
             layers=str(d.layers),
-            weights=size(d.weight_bytes),
-            state=size(d.state_bytes),
-            workspace=size(d.workspace_bytes),
-            free="unknown" if d.free_bytes is None else size(d.free_bytes),
+            weights=format_bytes(d.weight_bytes),
+            state=format_bytes(d.state_bytes),
+            workspace=format_bytes(d.workspace_bytes),
+            free="unknown" if d.free_bytes is None else format_bytes(d.free_bytes),
             verdict=_verdict(d),
         )
         for d in placement_of(result).devices
@@ -53,11 +53,11 @@ def rows(result: Result) -> list[Row]:
 def _verdict(device: DevicePlan) -> str:
     if device.fits is None:
         return "unknown"
-    return "fits" if device.fits else f"short by {size(device.short_bytes)}"
+    return "fits" if device.fits else f"short by {format_bytes(device.short_bytes)}"
 
 
 def table(result: Result) -> str:
-    """Return the rows under their headings, in columns of plain text."""
+    """Return the rows with headings as a plain text table."""
     lines = [HEADINGS, *(astuple(row) for row in rows(result))]
     widths = [max(len(line[i]) for line in lines) for i in range(len(HEADINGS))]
     right = range(3, 7)
@@ -70,7 +70,7 @@ def table(result: Result) -> str:
 
 
 def text(result: Result) -> str:
-    """Return all that ``lucevisor plan`` prints: model, table, sizes, reasons, notices, advice."""
+    """Return the output of ``lucevisor plan``: model, table, sizes, reasons, notices, advice."""
     p = placement_of(result)
     where = f"{_counted(len(p.devices), 'device')}, {_counted(len(p.stages), 'stage')}"
     parts = [
@@ -94,8 +94,8 @@ def _sizes(p: Placement) -> str:
         pools.append(_counted(p.pools.states, "recurrent state") + in_host)
     sequences = f"{_counted(p.max_sequences, 'sequence')} of {p.max_context} tokens"
     step = f"steps of {p.max_step_tokens} tokens, {sequences}"
-    host = f"boundaries take {size(p.arena_bytes)} of host memory"
-    kept = ", ".join(f"{size(n_bytes)} of group {group}" for group, n_bytes in p.host_state_bytes.items())
+    host = f"boundaries take {format_bytes(p.arena_bytes)} of host memory"
+    kept = ", ".join(f"{format_bytes(n_bytes)} of group {group}" for group, n_bytes in p.host_state_bytes.items())
     return f"{', '.join(pools)}; {step}; {host}{f', checkpoints {kept}' if kept else ''}"
 
 
@@ -108,7 +108,7 @@ def _listed(heading: str, lines: tuple[str, ...] | list[str]) -> str:
 
 
 def as_json(result: Result) -> dict[str, object]:
-    """Return what ``plan --json`` prints.  Bytes are numbers, unknown ones null; ``fits`` is null when not known."""
+    """Return the output of ``plan --json``.  Bytes are numbers; unknown values are null."""
     p = placement_of(result)
     verdicts = [d.fits for d in p.devices]
     fits = False if isinstance(result, Infeasible) else None if None in verdicts else True

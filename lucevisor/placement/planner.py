@@ -1,7 +1,8 @@
-"""From a model, a configuration and the devices found to a placement, or to why there is none.
+"""Plans which device holds which layers, from a model, a configuration and an inventory of devices.
 
-Pure: the caller opens the model's header and asks the devices.  Invariant: a Placement covers every layer once, in the
-order of ``target_devices``, and where the free memory is known it fits; what does not fit is an Infeasible with advice.
+Pure: the caller reads the model's header and queries the devices.  Invariant: a Placement covers every layer once, in
+the order of ``target_devices``, and fits wherever the free memory is known; otherwise the result is an Infeasible with
+advice.
 """
 
 from __future__ import annotations
@@ -14,14 +15,14 @@ from lucevisor.model.pages import pages_of
 from lucevisor.model.spec import ModelSpec
 from lucevisor.model.values import PAGE_TOKENS, Dtype, LayerRange, Space
 from lucevisor.placement.advice import advise
-from lucevisor.placement.auto import Automatic, automatic
-from lucevisor.placement.devices import Inventory, Seat, memories_of, seats_of
-from lucevisor.placement.formats import choose_dtype, choose_kv_dtype
-from lucevisor.placement.ranges import Move, SplitError, from_ranges, from_weights, legalise
-from lucevisor.placement.reasons import Facts, notices_of, reasons_of
+from lucevisor.placement.auto_split import AutoSplit, automatic
+from lucevisor.placement.devices import Inventory, TargetDevice, memories_of, target_devices
+from lucevisor.placement.dtypes import choose_dtype, choose_kv_dtype
+from lucevisor.placement.ranges import BoundaryMove, SplitError, from_ranges, from_weights, snap_to_legal
+from lucevisor.placement.reasons import Decisions, notices_of, reasons_of
 from lucevisor.placement.result import DevicePlan, Infeasible, Placement, PlacementError
-from lucevisor.placement.sizing import Case, Sized, size, slots_set_aside
-from lucevisor.placement.speeds import Clock, Speeds
+from lucevisor.placement.sizing import Sizing, SizingInputs, compute_sizes, reserved_slots
+from lucevisor.placement.speeds import SpeedModel, Speeds
 from lucevisor.placement.stages import arenas_of, stages_of
 
 SPLIT_KEY = "placement.target_layer_split"
@@ -33,50 +34,50 @@ def plan(
 ) -> Placement | Infeasible:
     """Place ``spec`` on the devices of ``config``.
 
-    ``spec.files`` must be set.  ``inventory``: what each group's daemon or probe said of its devices; a group that is
-    missing, or None, leaves free memory unknown: nothing is then said about fitting there, and automatic sizes stay
-    small.  ``speeds``: what was measured for this model on these devices, from which an automatic split is chosen;
-    None: it goes by memory.  Raises PlacementError (a ConfigError) for settings that cannot be meant: a split that does
-    not match the layers, a device that is not there, pages that hold less than the context.
+    ``spec.files`` must be set.  ``inventory``: the devices that each group's daemon or probe reported.  Free memory is
+    unknown for groups that are missing from it: whether they fit is then not checked, and automatic sizes stay small.
+    ``speeds``: measured times of this model on these devices, from which an automatic split is chosen; None: it is
+    chosen by memory.  Raises PlacementError (a ConfigError) for invalid settings: a split that does not match the
+    layers, a device that does not exist, fewer pages than the context needs.
     """
-    seats = seats_of(config, inventory)
-    dtype = choose_dtype(config.engine.dtype, seats)
+    targets = target_devices(config, inventory)
+    dtype = choose_dtype(config.engine.dtype, targets)
     kv_dtype = choose_kv_dtype(config.engine.kv_dtype, dtype.dtype)
-    case = _case(spec, config, seats, dtype.dtype, kv_dtype.dtype)
-    auto, ranges, moves = split_layers(case, config.placement.split, config, speeds)
-    sized = size(case, ranges)
-    facts = Facts(config, case, sized, (dtype, kv_dtype), moves, auto)
+    inputs = sizing_inputs(spec, config, targets, dtype.dtype, kv_dtype.dtype)
+    auto, ranges, moves = split_layers(inputs, config.placement.split, config, speeds)
+    sizing = compute_sizes(inputs, ranges)
+    decisions = Decisions(config, inputs, sizing, (dtype, kv_dtype), moves, auto)
     placement = replace(
-        timed(assemble(case, sized), auto),
+        timed(build_placement(inputs, sizing), auto),
         options=model_options(config),
-        reasons=reasons_of(facts),
-        notices=notices_of(facts),
+        reasons=reasons_of(decisions),
+        notices=notices_of(decisions),
     )
-    if sized.fits:
+    if sizing.fits:
         return placement
-    return Infeasible(placement, sized.shortages, advise(case, ranges, sized))
+    return Infeasible(placement, sizing.shortages, advise(inputs, ranges, sizing))
 
 
 def model_options(config: Config) -> dict[str, str]:
-    """Return the options of the model's family: what ``open_spec`` and the daemons read, ``Load.options``."""
+    """Return the options of the model's family, for ``open_spec`` and ``Load.options``."""
     return {} if config.model.yarn_attn_factor == "default" else {"yarn_attn_factor": config.model.yarn_attn_factor}
 
 
 def split_layers(
-    case: Case, split: Split, config: Config, speeds: Speeds | None
-) -> tuple[Automatic | None, tuple[LayerRange, ...], tuple[Move, ...]]:
-    """Turn the configured split into ranges that the model allows.  Raises PlacementError."""
-    n_layers = case.spec.n_layers
+    inputs: SizingInputs, split: Split, config: Config, speeds: Speeds | None
+) -> tuple[AutoSplit | None, tuple[LayerRange, ...], tuple[BoundaryMove, ...]]:
+    """Turn the configured split into layer ranges that the model allows.  Raises PlacementError."""
+    n_layers = inputs.spec.n_layers
     try:
         if isinstance(split, Auto):
-            clock = None if speeds is None else Clock.of(case.spec, speeds)
-            auto = automatic(case, clock, config.placement.goal)
+            speed_model = None if speeds is None else SpeedModel.of(inputs.spec, speeds)
+            auto = automatic(inputs, speed_model, config.placement.goal)
             return auto, auto.ranges, ()
         if isinstance(split, Ranges):
             ranges = from_ranges(split.values, n_layers)
         else:
             ranges = from_weights(split.values, n_layers)
-        return None, *legalise(ranges, case.spec.legal_boundary)
+        return None, *snap_to_legal(ranges, inputs.spec.legal_boundary)
     except SplitError as error:
         if error.of_devices:
             key, value = DEVICES_KEY, [str(device) for device in config.placement.devices]
@@ -85,81 +86,83 @@ def split_layers(
         raise PlacementError(SPLIT_KEY, text, error.why, error.hint, file=str(config.file)) from None
 
 
-def assemble(case: Case, sized: Sized) -> Placement:
-    """Put the sizes of a case into a placement, without reasons."""
-    spec = case.spec
-    stages = stages_of(sized.shards)
+def build_placement(inputs: SizingInputs, sizing: Sizing) -> Placement:
+    """Build a placement from its sizes, without reasons."""
+    spec = inputs.spec
+    stages = stages_of(sizing.shards)
     return Placement(
         model=spec.name,
         architecture=spec.architecture,
         quant=spec.quant,
         n_layers=spec.n_layers,
-        dtype=case.dtype,
-        kv_dtype=case.kv_dtype,
-        max_context=sized.max_context,
-        max_sequences=case.max_sequences,
-        prefill_chunk=sized.prefill_chunk,
-        max_step_tokens=sized.max_step_tokens,
-        pools=sized.pools,
+        dtype=inputs.dtype,
+        kv_dtype=inputs.kv_dtype,
+        max_context=sizing.max_context,
+        max_sequences=inputs.max_sequences,
+        prefill_chunk=sizing.prefill_chunk,
+        max_step_tokens=sizing.max_step_tokens,
+        pools=sizing.pools,
         spaces=spec.spaces(),
         window_tokens=spec.window if Space.WINDOW in spec.spaces() else None,
-        devices=_device_plans(case.seats, sized),
+        devices=_device_plans(inputs.targets, sizing),
         stages=stages,
-        arenas=arenas_of(len(stages), sized.max_step_tokens, spec.boundary_width, case.dtype),
+        arenas=arenas_of(len(stages), sizing.max_step_tokens, spec.boundary_width, inputs.dtype),
     )
 
 
-def timed(placement: Placement, auto: Automatic | None) -> Placement:
-    """Note the times from which an automatic split was chosen."""
-    if auto is None or auto.clock is None or auto.found is None:
+def timed(placement: Placement, auto: AutoSplit | None) -> Placement:
+    """Add the times from which an automatic split was chosen."""
+    if auto is None or auto.speed_model is None or auto.found is None:
         return placement
-    times = [auto.clock.seconds(i, device.layers) for i, device in enumerate(placement.devices)]
+    times = [auto.speed_model.seconds(i, device.layers) for i, device in enumerate(placement.devices)]
     devices = tuple(
         replace(device, decode_s=decode_s, prefill_s=prefill_s)
         for device, (decode_s, prefill_s) in zip(placement.devices, times, strict=True)
     )
-    return replace(placement, devices=devices, goal=auto.goal, measured=auto.clock.speeds.measured)
+    return replace(placement, devices=devices, goal=auto.goal, measured=auto.speed_model.speeds.measured)
 
 
-def _device_plans(seats: Sequence[Seat], sized: Sized) -> tuple[DevicePlan, ...]:
-    memories = memories_of(seats)
-    short = {shortage.memory: shortage.short_bytes for shortage in sized.shortages}
+def _device_plans(targets: Sequence[TargetDevice], sizing: Sizing) -> tuple[DevicePlan, ...]:
+    memories = memories_of(targets)
+    short = {shortage.memory: shortage.short_bytes for shortage in sizing.shortages}
     return tuple(
         DevicePlan(
-            device=seat.device,
-            backend=seat.backend,
-            name=seat.info.name if seat.info is not None else "",
-            memory=seat.memory,
+            device=target.device,
+            backend=target.backend,
+            name=target.info.name if target.info is not None else "",
+            memory=target.memory,
             layers=shard.layers,
             weight_bytes=use.weight_bytes,
             state_bytes=use.state_bytes,
             workspace_bytes=use.workspace_bytes,
-            free_bytes=memories[seat.memory].free_bytes,
-            reserve_bytes=memories[seat.memory].reserve_bytes,
-            short_bytes=short.get(seat.memory, 0),
+            free_bytes=memories[target.memory].free_bytes,
+            reserve_bytes=memories[target.memory].reserve_bytes,
+            short_bytes=short.get(target.memory, 0),
             host_state_bytes=use.host_state_bytes,
         )
-        for seat, shard, use in zip(seats, sized.shards, sized.uses, strict=True)
+        for target, shard, use in zip(targets, sizing.shards, sizing.uses, strict=True)
     )
 
 
-def _case(spec: ModelSpec, config: Config, seats: tuple[Seat, ...], dtype: Dtype, kv_dtype: Dtype) -> Case:
-    """Read what the engine section fixes.  Raises PlacementError where two of its keys contradict each other."""
+def sizing_inputs(
+    spec: ModelSpec, config: Config, targets: tuple[TargetDevice, ...], dtype: Dtype, kv_dtype: Dtype
+) -> SizingInputs:
+    """Read the engine section.  Raises PlacementError where two of its keys contradict each other."""
     engine, file = config.engine, str(config.file)
     max_context = None if engine.max_context == "auto" else engine.max_context
     pages = None if engine.pages == "auto" else engine.pages
     if max_context is not None and max_context < 2:
-        why = "leaves no room for an answer: a token of prompt and one more need 2"
+        why = "leaves no room for an answer: one prompt token and one generated token need 2"
         raise PlacementError("engine.max_context", max_context, why, "nearest: 2", file=file)
     paged = Space.FULL in spec.spaces()
     if paged and pages is not None and max_context is not None and pages < pages_of(max_context):
         why = f"hold {pages * PAGE_TOKENS} tokens, less than engine.max_context = {max_context}"
         hint = f"nearest: {pages_of(max_context)}, or engine.max_context = {pages * PAGE_TOKENS}"
         raise PlacementError("engine.pages", pages, why, hint, file=file)
-    n_slots, n_slot_pages = slots_set_aside(spec, kv_dtype, config.cache.prefix_slots, config.cache.memory)
-    return Case(
+    n_slots, n_slot_pages = reserved_slots(spec, kv_dtype, config.cache.prefix_slots, config.cache.memory)
+    return SizingInputs(
         spec=spec,
-        seats=seats,
+        targets=targets,
         dtype=dtype,
         kv_dtype=kv_dtype,
         max_sequences=engine.max_sequences,

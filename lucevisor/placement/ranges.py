@@ -1,7 +1,6 @@
-"""Layer ranges of shards: from weights, from explicit ranges, or by balancing a cost; cut only where the model allows.
+"""Splits the layers: by weights, by explicit ranges, or by balancing a cost; only at boundaries the model allows.
 
-Knows no device and no model.  Invariant: what is returned covers every layer once, in order, and gives each shard at
-least one.
+Knows no device and no model.  Invariant: the ranges cover every layer once, in order, and none is empty.
 """
 
 from __future__ import annotations
@@ -15,11 +14,11 @@ from math import floor
 from lucevisor.model.values import LayerRange
 
 Cost = Callable[[int, LayerRange], float]
-"""What it costs that shard number i holds a range: a share of its memory, or seconds a step."""
+"""The cost of a range on shard i: a share of its memory, or seconds per step."""
 
 
 class SplitError(Exception):
-    """The layers cannot be split as asked.  ``of_devices``: there are too many devices, whatever the split."""
+    """The layers cannot be split as configured.  ``of_devices``: there are too many devices for any split."""
 
     def __init__(self, why: str, hint: str, *, of_devices: bool = False) -> None:
         super().__init__(f"{why}; {hint}")
@@ -30,8 +29,8 @@ _Total = tuple[float, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Move:
-    """The boundary in front of shard ``shard`` was asked for at one layer and lies at another."""
+class BoundaryMove:
+    """The boundary in front of shard ``shard`` was moved from layer ``wanted`` to layer ``chosen``."""
 
     shard: int
     wanted: int
@@ -39,10 +38,10 @@ class Move:
 
 
 def from_weights(weights: Sequence[float], n_layers: int) -> tuple[LayerRange, ...]:
-    """Give each shard its share by cumulative rounding, so that no error adds up; each gets one layer at least.
+    """Give each shard its share by cumulative rounding, so that errors do not add up; each gets at least one layer.
 
-    Shares are rounded half away from zero, and counted in the decimals the user wrote: 0.1 is a tenth.  Raises
-    SplitError when there are more shards than layers.
+    Weights are read as exact decimals (0.1 is a tenth), and shares rounded half away from zero.  Raises SplitError when
+    there are more shards than layers.
     """
     check_count(len(weights), n_layers)
     exact = [Fraction(repr(float(w))) for w in weights]
@@ -60,7 +59,7 @@ def from_weights(weights: Sequence[float], n_layers: int) -> tuple[LayerRange, .
 
 
 def from_ranges(values: Sequence[tuple[int, int]], n_layers: int) -> tuple[LayerRange, ...]:
-    """Take explicit ranges.  Raises SplitError naming the layer that is missing, held twice, or not there."""
+    """Check explicit ranges.  Raises SplitError naming a layer that is missing, duplicated, or out of range."""
     check_count(len(values), n_layers)
     expected = 0
     for start, stop in values:
@@ -80,13 +79,12 @@ def from_ranges(values: Sequence[tuple[int, int]], n_layers: int) -> tuple[Layer
     return tuple(LayerRange(start, stop) for start, stop in values)
 
 
-def legalise(
+def snap_to_legal(
     ranges: Sequence[LayerRange], legal: Callable[[int], bool]
-) -> tuple[tuple[LayerRange, ...], tuple[Move, ...]]:
-    """Move boundaries to the nearest layers where the chain may be cut, the lower one of two equally near.
+) -> tuple[tuple[LayerRange, ...], tuple[BoundaryMove, ...]]:
+    """Move boundaries to the nearest layers where the model may be split, the lower of two equally near.
 
-    When several want the same place, they are moved as little as possible in sum.  Raises SplitError when the model has
-    fewer such places than boundaries are needed.
+    The sum of all moves is minimal.  Raises SplitError when the model has fewer legal boundaries than needed.
     """
     n_layers = ranges[-1].stop
     wanted = [r.start for r in ranges]
@@ -97,21 +95,21 @@ def legalise(
         return (so_far[0] + abs(layers.start - wanted[shard]),)
 
     chosen = _choose(len(ranges), n_layers, legal, moved, (0,))
-    moves = (Move(i, was, now.start) for i, (was, now) in enumerate(zip(wanted, chosen, strict=True)))
+    moves = (BoundaryMove(i, was, now.start) for i, (was, now) in enumerate(zip(wanted, chosen, strict=True)))
     return chosen, tuple(move for move in moves if move.wanted != move.chosen)
 
 
-def balanced(n_shards: int, n_layers: int, cost: Cost, legal: Callable[[int], bool]) -> tuple[LayerRange, ...]:
-    """Choose the ranges whose dearest shard is cheapest, then the most even of them.
+def balanced_ranges(n_shards: int, n_layers: int, cost: Cost, legal: Callable[[int], bool]) -> tuple[LayerRange, ...]:
+    """Return the ranges that minimise the most expensive shard; of those, the most even.
 
-    Raises SplitError when there are more shards than layers, or than places to cut.  Calls ``cost`` once for each shard
-    and range that it may hold: about ``n_shards * n_layers ** 2 / 2`` times.
+    Raises SplitError when there are too many shards for the layers or the legal boundaries.  Calls ``cost`` once per
+    shard and range: about ``n_shards * n_layers ** 2 / 2`` times.
     """
     check_count(n_shards, n_layers)
 
     def dearest(so_far: _Total, shard: int, layers: LayerRange) -> _Total:
-        price = cost(shard, layers)
-        return max(so_far[0], price), so_far[1] + price * price
+        value = cost(shard, layers)
+        return max(so_far[0], value), so_far[1] + value * value
 
     return _choose(n_shards, n_layers, legal, dearest, (0.0, 0.0))
 
@@ -123,20 +121,20 @@ def _choose(
     add: Callable[[_Total, int, LayerRange], _Total],
     nothing: _Total,
 ) -> tuple[LayerRange, ...]:
-    """The legal cuts with the least total, the lowest of those; ``add(total, shard, layers)`` must not shrink a total.
+    """Return the ranges with the smallest total, the lowest ones on a tie (dynamic programming over the shards).
 
-    Shard by shard the best way to reach each cut is kept (dynamic programming).
+    ``add(total, shard, layers)`` must never shrink a total.
     """
-    places = legal_places(n_layers, legal)
-    check_places(n_shards, places)
+    boundaries = legal_boundaries(n_layers, legal)
+    check_boundaries(n_shards, boundaries)
     best: dict[int, tuple[_Total, tuple[int, ...]]] = {0: (nothing, ())}
     for shard in range(n_shards):
-        stops = places if shard < n_shards - 1 else [n_layers]
+        stops = boundaries if shard < n_shards - 1 else [n_layers]
         reached: dict[int, tuple[_Total, tuple[int, ...]]] = {}
         for stop in stops:
-            for start, way in best.items():
+            for start, partial in best.items():
                 if start < stop:
-                    found = (add(way[0], shard, LayerRange(start, stop)), (*way[1], stop))
+                    found = (add(partial[0], shard, LayerRange(start, stop)), (*partial[1], stop))
                     reached[stop] = min(reached.get(stop, found), found)
         best = reached
     return tuple(LayerRange(a, b) for a, b in pairwise([0, *best[n_layers][1]]))
@@ -147,34 +145,34 @@ def check_count(n_shards: int, n_layers: int) -> None:
     if n_shards > n_layers:
         layers = f"{n_layers} layers" if n_layers > 1 else "1 layer"
         raise SplitError(
-            f"has {n_shards} devices for {layers}, and each holds one at least",
+            f"has {n_shards} devices for {layers}, and each needs at least one",
             f"nearest: the first {n_layers} of them",
             of_devices=True,
         )
 
 
-def legal_places(n_layers: int, legal: Callable[[int], bool]) -> list[int]:
-    """Return the layers in front of which the chain may be cut, the two ends left out."""
+def legal_boundaries(n_layers: int, legal: Callable[[int], bool]) -> list[int]:
+    """Return the layers in front of which the model may be split, without the two ends."""
     return [b for b in range(1, n_layers) if legal(b)]
 
 
-def check_places(n_shards: int, places: Sequence[int]) -> None:
-    """Raise SplitError when there are more shards than the places allow."""
-    if len(places) < n_shards - 1:
-        where = f"only in front of {_listed(places)}" if places else "nowhere"
+def check_boundaries(n_shards: int, boundaries: Sequence[int]) -> None:
+    """Raise SplitError when there are more shards than the boundaries allow."""
+    if len(boundaries) < n_shards - 1:
+        where = f"only in front of {_listed(boundaries)}" if boundaries else "nowhere"
         raise SplitError(
-            f"has {n_shards} devices, but the model may be cut {where}: elsewhere layers read state in front of it",
-            f"nearest: the first {len(places) + 1} of them",
+            f"has {n_shards} devices, but the model can be split {where}: elsewhere layers share state across it",
+            f"nearest: the first {len(boundaries) + 1} of them",
             of_devices=True,
         )
 
 
-def _listed(places: Sequence[int]) -> str:
-    return f"layer{'s' if len(places) > 1 else ''} {', '.join(map(str, places))}"
+def _listed(boundaries: Sequence[int]) -> str:
+    return f"layer{'s' if len(boundaries) > 1 else ''} {', '.join(map(str, boundaries))}"
 
 
 def _near(values: Sequence[tuple[int, int]], n_layers: int) -> str:
-    """The written ranges with as little as possible changed, so that they cover the layers."""
+    """Return a hint: the configured ranges, changed as little as possible so that they cover the layers."""
     ranges, start = [], 0
     for i, (_, stop) in enumerate(values):
         left = len(values) - i - 1

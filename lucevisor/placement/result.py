@@ -1,4 +1,4 @@
-"""What the planner answers: a placement, or why there is none.  Records only; nothing here decides."""
+"""Records of the planner's result: a placement, or why there is none."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from dataclasses import dataclass, field
 from lucevisor.config import DeviceRef
 from lucevisor.errors import ConfigError
 from lucevisor.model.values import Backend, Dtype, LayerRange, Space
-from lucevisor.placement.amounts import size
+from lucevisor.placement.formatting import format_bytes
 from lucevisor.protocol.loading import ArenaPlan, PoolSizes
 
 
 class PlacementError(ConfigError):
-    """A setting that cannot be meant for this model and these devices: key, value and the nearest valid choice."""
+    """A setting that is invalid for this model and these devices: key, value and the nearest valid choice."""
 
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """One contiguous layer range on one device.  ``first`` also holds the embedding, ``last`` the head."""
+    """One contiguous layer range on one device.  ``first`` also holds the embedding, ``last`` the output (lm_head)."""
 
     device: DeviceRef
     backend: Backend
@@ -29,7 +29,7 @@ class Shard:
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """Consecutive shards of one group, run in one call.  ``index`` counts along the chain."""
+    """Consecutive shards of one group, run in one call.  ``index`` counts along the pipeline."""
 
     index: int
     group: str
@@ -43,13 +43,13 @@ class Stage:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DevicePlan:
-    """One shard and what it needs on its device.
+    """One shard and the memory it needs.
 
-    ``memory`` names the memory the device draws from: all cpu devices share ``host``.  ``free_bytes`` is what that had
-    free when it was looked at (None: unknown), ``reserve_bytes`` the part of it left alone, ``short_bytes`` how much is
-    missing in that memory for all shards that draw from it.  ``host_state_bytes`` is what of the state lies in host
-    memory, not on the device.  ``decode_s`` and ``prefill_s``: what its layers take for
-    one token, and for a slice as it was measured; None where the split was not chosen by speed.
+    ``memory`` names the memory that the device allocates from: all cpu devices share ``host``.  ``free_bytes`` were
+    free in it when it was queried (None: unknown), ``reserve_bytes`` of them are kept free, ``short_bytes`` are missing
+    for all shards in that memory.  ``host_state_bytes``: state in host memory instead of on the device.  ``decode_s``
+    and ``prefill_s``: measured times of its layers for one token and one slice; None if the split was not chosen by
+    speed.
     """
 
     device: DeviceRef
@@ -74,17 +74,17 @@ class DevicePlan:
 
     @property
     def fits(self) -> bool | None:
-        """Whether the memory has room for all its shards; None when that is not known."""
+        """Whether the memory has room for all its shards; None if unknown."""
         return None if self.free_bytes is None else self.short_bytes == 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Placement:
-    """Where everything goes, and every size that daemons and engine must agree on.
+    """Where each layer goes, and every size that daemons and engine must agree on.
 
-    ``devices`` and ``stages`` are in layer order; ``arenas[b]`` lies between stage b and b + 1.  ``reasons`` say why it
-    is so, ``notices`` what the user should be told at start.  ``goal`` and ``measured``: what an automatic split was
-    chosen for and when the speeds behind it were measured; empty when it was not chosen by speed.
+    ``devices`` and ``stages`` are in layer order; ``arenas[b]`` lies between stages b and b + 1.  ``reasons`` explain
+    the choices, ``notices`` are logged at start.  ``goal`` and ``measured``: the goal of an automatic split and when
+    its speeds were measured; empty unless it was chosen by speed.
     """
 
     model: str
@@ -111,7 +111,7 @@ class Placement:
 
     @property
     def groups(self) -> tuple[str, ...]:
-        """Names of the groups, in the order in which the chain first meets them."""
+        """Names of the groups, in the order of their first stages."""
         return tuple(dict.fromkeys(stage.group for stage in self.stages))
 
     @property
@@ -121,7 +121,7 @@ class Placement:
 
     @property
     def host_state_bytes(self) -> dict[str, int]:
-        """Host memory of the checkpoints that do not lie on the devices, by group; without those that have none."""
+        """Host memory of recurrent-state checkpoints by group, without groups that have none."""
         found: dict[str, int] = {}
         for device in self.devices:
             if device.host_state_bytes:
@@ -129,15 +129,15 @@ class Placement:
         return found
 
     def stages_of(self, group: str) -> tuple[Stage, ...]:
-        """The stages a group runs."""
+        """The stages that a group runs."""
         return tuple(stage for stage in self.stages if stage.group == group)
 
 
 @dataclass(frozen=True, slots=True)
 class Shortage:
-    """One memory that is too small: ``needed_bytes`` by the shards on ``devices``, of ``usable_bytes`` there.
+    """One memory that is too small: the shards on ``devices`` need ``needed_bytes``, of ``usable_bytes`` there.
 
-    ``usable_bytes`` is ``free_bytes`` less what is left alone.
+    ``usable_bytes`` is ``free_bytes`` minus the reserve.
     """
 
     memory: str
@@ -148,15 +148,15 @@ class Shortage:
 
     @property
     def short_bytes(self) -> int:
-        """How much is missing."""
+        """Bytes that are missing."""
         return self.needed_bytes - self.usable_bytes
 
 
 @dataclass(frozen=True, slots=True)
 class Infeasible:
-    """It is clear what is asked, and it does not fit.
+    """A valid configuration that does not fit.
 
-    ``placement`` is what was asked for; ``advice`` names changes after which it fits, or says that none was found.
+    ``placement`` is what was configured; ``advice`` names changes that make it fit, or says that none was found.
     """
 
     placement: Placement
@@ -165,10 +165,11 @@ class Infeasible:
 
     @property
     def message(self) -> str:
-        """All of it, one line each."""
+        """Shortages and advice, one per line."""
         lines = [
-            f"{s.memory} is {size(s.short_bytes)} short: {', '.join(map(str, s.devices))} would take "
-            f"{size(s.needed_bytes)}, {size(s.free_bytes)} are free and {size(s.usable_bytes)} of that usable"
+            f"{s.memory} is {format_bytes(s.short_bytes)} short: {', '.join(map(str, s.devices))} would take "
+            f"{format_bytes(s.needed_bytes)}; {format_bytes(s.free_bytes)} are free, "
+            f"{format_bytes(s.usable_bytes)} of that usable"
             for s in self.shortages
         ]
         return "\n".join([*lines, *self.advice])

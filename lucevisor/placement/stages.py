@@ -1,7 +1,7 @@
-"""From shards in layer order to stages, arenas and the Load message of each group.  Pure.
+"""Groups shards into stages, and makes the arenas and the Load message of each group.  Pure.
 
-Invariant: neighbouring stages are of different groups (consecutive shards of one group are one stage), and between two
-stages lies exactly one arena.
+Invariant: neighbouring stages belong to different groups (consecutive shards of one group form one stage), and exactly
+one arena lies between two stages.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from lucevisor.protocol.loading import ArenaPlan, Load, ShardPlan, StagePlan, ar
 def shards_of(
     devices: Sequence[DeviceRef], backends: Sequence[Backend], ranges: Sequence[LayerRange]
 ) -> tuple[Shard, ...]:
-    """Join devices and their ranges, all in layer order."""
+    """Return one shard per device, in layer order."""
     last = len(devices) - 1
     rows = enumerate(zip(devices, backends, ranges, strict=True))
     return tuple(Shard(device, backend, layers, i == 0, i == last) for i, (device, backend, layers) in rows)
 
 
 def stages_of(shards: Sequence[Shard]) -> tuple[Stage, ...]:
-    """Merge consecutive shards of one group into stages; a group that comes again later gets another stage."""
+    """Merge consecutive shards of one group into stages; a group that appears again later gets another stage."""
     merged: list[list[Shard]] = []
     for shard in shards:
         if merged and merged[-1][-1].device.group == shard.device.group:
@@ -35,7 +35,7 @@ def stages_of(shards: Sequence[Shard]) -> tuple[Stage, ...]:
 
 
 def arenas_of(n_stages: int, max_step_tokens: int, boundary_width: int, dtype: Dtype) -> tuple[ArenaPlan, ...]:
-    """One arena a boundary: a region holds the rows of one step, and there is a region for each step in flight."""
+    """Return one arena per boundary, with one region per step in flight; a region holds the rows of one step."""
     region_bytes = max_step_tokens * dtype_bytes(dtype, boundary_width)
     return tuple(ArenaPlan(boundary, region_bytes, arena_regions(n_stages)) for boundary in range(n_stages - 1))
 
@@ -43,11 +43,11 @@ def arenas_of(n_stages: int, max_step_tokens: int, boundary_width: int, dtype: D
 def load_message(
     placement: Placement, group: str, files: Sequence[str], threads: int = 0, identities: Sequence[FileIdentity] = ()
 ) -> Load:
-    """What the daemon of ``group`` loads.  ``files``: absolute paths of all parts of the model;
-    ``identities``: the state that each must be in, or none.
+    """Return the Load message for the daemon of ``group``.
 
-    ``arenas`` are those at either end of one of the group's stages, each once, in the order of the chain: send one
-    descriptor for each, in this order.  Raises KeyError when the group has no stage.
+    ``files``: absolute paths of all parts of the model; ``identities``: the expected state of each file, or none.
+    ``Load.arenas`` are those at either end of the group's stages, each once, in pipeline order: send one descriptor
+    for each, in this order.  Raises KeyError when the group has no stage.
     """
     own = placement.stages_of(group)
     if not own:

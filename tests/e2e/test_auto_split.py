@@ -52,7 +52,7 @@ async def request_for(loaded: Config) -> Request:
 
 
 def keep(request: Request, factors: tuple[float, float]) -> None:
-    """A made file: seat i takes ``factors[i]`` ms a layer and token."""
+    """A made file: target i takes ``factors[i]`` ms a layer and token."""
     timings = [[Timing(f / 1e3, f / 10) for _ in spans] for f, spans in zip(factors, request.spans, strict=True)]
     write(request, request.answered(timings, "2026-01-02 03:04 UTC"))
 
@@ -115,7 +115,7 @@ async def test_the_first_start_measures_and_the_next_remembers(cache, config, tm
         lambda data: b"",
         lambda data: data[: len(data) // 2],
         lambda data: b"\xff" + data,
-        lambda data: data.replace(b'"version": 1,', b'"version": 2,'),
+        lambda data: data.replace(b'"version": 2,', b'"version": 3,'),
         lambda data: data.replace(b"float32", b"float16"),
         lambda data: data.replace(b"0.003", b"-1"),
         lambda data: data.replace(b"left:0", b"up:0"),

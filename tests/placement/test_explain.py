@@ -7,8 +7,8 @@ import json
 import pytest
 
 from lucevisor.model.families import open_spec
-from lucevisor.placement.amounts import size
 from lucevisor.placement.explain import as_json, rows, table, text
+from lucevisor.placement.formatting import format_bytes
 from lucevisor.placement.planner import plan
 from lucevisor.placement.result import Infeasible, Placement
 from lucevisor.protocol.loading import DeviceInfo
@@ -46,7 +46,7 @@ def short(spec, tmp_path) -> Infeasible:
     ],
 )  # fmt: skip
 def test_sizes(n_bytes, shown):
-    assert size(n_bytes) == shown
+    assert format_bytes(n_bytes) == shown
 
 
 def test_a_row_for_each_shard(fitting):
@@ -57,9 +57,9 @@ def test_a_row_for_each_shard(fitting):
         ("left", "left:1 CPU", "[6,8)", "fits"),
     ]
     for row, device in zip(shown, fitting.devices, strict=True):
-        assert row.weights == size(device.weight_bytes)
-        assert row.state == size(device.state_bytes)
-        assert row.free == size(device.free_bytes)
+        assert row.weights == format_bytes(device.weight_bytes)
+        assert row.state == format_bytes(device.state_bytes)
+        assert row.free == format_bytes(device.free_bytes)
 
 
 def test_columns_stand_below_each_other(fitting):
@@ -79,15 +79,15 @@ def test_the_text_holds_reasons_and_no_complaint(fitting):
     assert shown.startswith("lucevisor-demo-22m (qwen35, 8 layers, Q4_K) on 3 devices, 2 stages\n")
     for reason in fitting.reasons:
         assert reason in shown
-    assert "host: 16.0 GiB are free for left:0, left:1 together, 1.60 GiB of that are left alone" in shown
+    assert "host: 16.0 GiB are free for left:0, left:1 together; 1.60 GiB of that are kept free" in shown
     assert "It does not fit" not in shown
 
 
 def test_what_is_short_is_shown_with_advice(short):
     [shortage] = short.shortages
-    assert [r.verdict for r in rows(short)] == [f"short by {size(shortage.short_bytes)}", "fits", "fits"]
+    assert [r.verdict for r in rows(short)] == [f"short by {format_bytes(shortage.short_bytes)}", "fits", "fits"]
     shown = text(short)
-    assert f"cuda:0 is {size(shortage.short_bytes)} short: cuda:0 would take" in shown
+    assert f"cuda:0 is {format_bytes(shortage.short_bytes)} short: cuda:0 would take" in shown
     for line in short.advice:
         assert line in shown
 

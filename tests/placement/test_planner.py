@@ -126,7 +126,7 @@ def test_tensors_of_no_use_are_not_counted(tmp_path):
     spec = open_spec(write(tmp_path / "m.gguf", Shape()))
     fewer = dataclasses.replace(spec, skipped=("output_norm.weight",))
     p = placed(fewer, configure(tmp_path, ["left:0"]))
-    assert "1 tensors (1.00 KiB) of the file are not used and not loaded, the first is output_norm.weight" in p.reasons
+    assert "1 tensors (1.00 KiB) in the file are unused and not loaded, such as output_norm.weight" in p.reasons
 
 
 def test_all_cpu_devices_draw_from_one_memory(big, tmp_path):
@@ -210,7 +210,7 @@ def test_the_context_is_lowered_until_one_sequence_fits(big, tmp_path):
     assert 0 < p.max_context < 262144
     assert p.max_context % 64 == 0
     assert p.pools.full_pages == p.max_context // 64
-    assert any(r.startswith(f"max_context {p.max_context}: the longest of which one sequence fits") for r in p.reasons)
+    assert any(r.startswith(f"max_context {p.max_context}: the longest sequence that fits") for r in p.reasons)
     longer = configure(tmp_path, BOX, BOX_SPLIT, max_context=p.max_context + 128)
     refused(big, longer, box(third=12))
 
@@ -220,14 +220,14 @@ def test_pages_bound_an_automatic_context(demo, tmp_path):
     assert (p.max_context, p.pools.full_pages, p.prefill_chunk) == (320, 5, 320)
     assert p.max_step_tokens == 328
     assert "engine.pages = 5 hold no more" in " ".join(p.reasons)
-    assert "engine.max_sequences = 8: engine.pages = 5 hold 5 sequences at most" in " ".join(p.notices)
+    assert "engine.max_sequences = 8: engine.pages = 5 hold at most 5 sequences" in " ".join(p.notices)
 
 
 def test_unknown_memory_promises_little(big, tmp_path):
     p = placed(big, configure(tmp_path, BOX, BOX_SPLIT))
     assert (p.pools.full_pages, p.max_context) == (512, 32768)
     assert [d.fits for d in p.devices] == [None, None, None]
-    assert "whether it fits is not known for cuda:0, hip:0, hip:1" in p.reasons[-1]
+    assert "it is unknown whether the shards fit cuda:0, hip:0, hip:1" in p.reasons[-1]
     asked = placed(big, configure(tmp_path, BOX, BOX_SPLIT, max_context=131072))
     assert (asked.pools.full_pages, asked.max_context) == (2048, 131072)  # one sequence, at least
 
@@ -241,7 +241,7 @@ def test_a_group_that_was_not_asked_is_unknown_alone(big, tmp_path):
 def test_settings_that_do_less_than_they_say_are_named(demo, tmp_path):
     p = placed(demo, configure(tmp_path, CPUS, pages=10_000, max_context=8192, prefill_chunk=10_000))
     notices = "\n".join(p.notices)
-    assert "engine.max_context = 8192 is longer than the 4096 tokens" in notices
+    assert "engine.max_context = 8192 exceeds the 4096 tokens" in notices
     assert "engine.pages = 10000 is more than can be used: 8 sequences of 8192 tokens fill 1024" in notices
     assert "engine.prefill_chunk = 10000 is cut to max_context = 8192" in notices
 
@@ -373,7 +373,7 @@ def test_automatic_ranges_follow_the_free_memory(big, tmp_path):
     assert len(skewed.devices[1].layers) > len(even.devices[1].layers)
     fill = [d.needed_bytes / (d.free_bytes - d.reserve_bytes) for d in even.devices]
     assert max(fill) <= 1
-    assert "layers: the fullest device is as little full as possible" in " ".join(even.reasons)
+    assert "layers: split so that the fullest device is least full" in " ".join(even.reasons)
 
 
 def test_automatic_ranges_give_at_least_the_pages_of_any_weights(big, tmp_path):

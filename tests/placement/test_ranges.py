@@ -10,7 +10,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lucevisor.model.values import LayerRange
-from lucevisor.placement.ranges import Move, SplitError, balanced, from_ranges, from_weights, legalise
+from lucevisor.placement.ranges import (
+    BoundaryMove,
+    SplitError,
+    balanced_ranges,
+    from_ranges,
+    from_weights,
+    snap_to_legal,
+)
 
 
 def cut(*boundaries: int) -> tuple[LayerRange, ...]:
@@ -101,29 +108,29 @@ def test_wrong_ranges_name_the_layer_and_the_nearest_valid_ranges(values, why, h
 
 
 def test_a_legal_split_stays():
-    assert legalise(cut(0, 4, 9), lambda _: True) == (cut(0, 4, 9), ())
+    assert snap_to_legal(cut(0, 4, 9), lambda _: True) == (cut(0, 4, 9), ())
 
 
 def test_a_boundary_moves_to_the_nearest_legal_place():
     # 35 layers, the last 20 share with layers 13 and 14: a cut must lie at or before 13
-    ranges, moves = legalise(cut(0, 14, 35), lambda b: b <= 13)
-    assert (ranges, moves) == (cut(0, 13, 35), (Move(1, 14, 13),))
-    ranges, moves = legalise(cut(0, 10, 20, 35), lambda b: b <= 13)
-    assert (ranges, moves) == (cut(0, 10, 13, 35), (Move(2, 20, 13),))
-    ranges, moves = legalise(cut(0, 14, 20, 35), lambda b: b <= 13)
-    assert (ranges, moves) == (cut(0, 12, 13, 35), (Move(1, 14, 12), Move(2, 20, 13)))
+    ranges, moves = snap_to_legal(cut(0, 14, 35), lambda b: b <= 13)
+    assert (ranges, moves) == (cut(0, 13, 35), (BoundaryMove(1, 14, 13),))
+    ranges, moves = snap_to_legal(cut(0, 10, 20, 35), lambda b: b <= 13)
+    assert (ranges, moves) == (cut(0, 10, 13, 35), (BoundaryMove(2, 20, 13),))
+    ranges, moves = snap_to_legal(cut(0, 14, 20, 35), lambda b: b <= 13)
+    assert (ranges, moves) == (cut(0, 12, 13, 35), (BoundaryMove(1, 14, 12), BoundaryMove(2, 20, 13)))
 
 
 def test_the_lower_of_two_equally_near_places():
-    assert legalise(cut(0, 5, 10), lambda b: b in (3, 7))[0] == cut(0, 3, 10)
+    assert snap_to_legal(cut(0, 5, 10), lambda b: b in (3, 7))[0] == cut(0, 3, 10)
 
 
 def test_too_few_legal_places_are_refused():
-    with pytest.raises(SplitError, match=r"may be cut only in front of layers 1, 2:.*nearest: the first 3") as caught:
-        legalise(cut(0, 3, 6, 9, 12), lambda b: b <= 2)
+    with pytest.raises(SplitError, match=r"can be split only in front of layers 1, 2:.*nearest: the first 3") as caught:
+        snap_to_legal(cut(0, 3, 6, 9, 12), lambda b: b <= 2)
     assert caught.value.of_devices
-    with pytest.raises(SplitError, match=r"may be cut nowhere.*nearest: the first 1"):
-        balanced(2, 4, lambda i, r: 1.0, lambda _: False)
+    with pytest.raises(SplitError, match=r"can be split nowhere.*nearest: the first 1"):
+        balanced_ranges(2, 4, lambda i, r: 1.0, lambda _: False)
 
 
 @st.composite
@@ -140,9 +147,9 @@ def test_moves_are_the_least_by_brute_force(split):
     choices = list(combinations(sorted(legal), len(wanted)))
     if not choices and not set(wanted) <= legal:
         with pytest.raises(SplitError):
-            legalise(cut(0, *wanted, n_layers), legal.__contains__)
+            snap_to_legal(cut(0, *wanted, n_layers), legal.__contains__)
         return
-    ranges, moves = legalise(cut(0, *wanted, n_layers), legal.__contains__)
+    ranges, moves = snap_to_legal(cut(0, *wanted, n_layers), legal.__contains__)
     chosen = [r.start for r in ranges[1:]]
     assert_covers(ranges, n_layers)
     assert set(chosen) <= legal
@@ -168,11 +175,11 @@ def test_balanced_is_the_best_by_brute_force(n_shards, prices, speeds, legal):
     def cost(i: int, layers: LayerRange) -> float:
         return sum(prices[layers.start : layers.stop]) / speeds[i]
 
-    places = [b for b in range(1, n_layers) if b in legal]
-    if len(places) < n_shards - 1:
+    boundaries = [b for b in range(1, n_layers) if b in legal]
+    if len(boundaries) < n_shards - 1:
         return
-    ranges = balanced(n_shards, n_layers, cost, legal.__contains__)
+    ranges = balanced_ranges(n_shards, n_layers, cost, legal.__contains__)
     assert_covers(ranges, n_layers)
     dearest = max(cost(i, r) for i, r in enumerate(ranges))
-    every = [cut(0, *c, n_layers) for c in combinations(places, n_shards - 1)]
+    every = [cut(0, *c, n_layers) for c in combinations(boundaries, n_shards - 1)]
     assert dearest == min(max(cost(i, r) for i, r in enumerate(option)) for option in every)

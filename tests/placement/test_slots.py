@@ -1,4 +1,4 @@
-"""What is set aside for prefix slots: states and window pages as cache.memory allows, and never at the price of a
+"""What is reserved for prefix slots: states and window pages as cache.memory allows, and never at the price of a
 start."""
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from lucevisor.config import CacheConfig, Config
 from lucevisor.model.families import open_spec
 from lucevisor.model.spec import ModelSpec
 from lucevisor.model.values import Dtype, LayerRange, Space
-from lucevisor.placement.amounts import size
 from lucevisor.placement.explain import as_json, text
+from lucevisor.placement.formatting import format_bytes
 from lucevisor.placement.planner import plan
 from lucevisor.placement.result import Placement
 from tests.model.qwen35_file import QWEN36_27B, write
@@ -75,7 +75,7 @@ def test_they_give_way_before_the_model_does_not_fit(big, tmp_path):
         and found.pools.states >= 1 + 1 + 3
     )
     assert p.pools.states == 1 + 1 + 3
-    assert any("memory is set aside for 3; 6, as cache.memory allows, do not fit" in reason for reason in p.reasons)
+    assert any("memory is reserved for 3; 6, as cache.memory allows, do not fit" in reason for reason in p.reasons)
 
 
 def test_sliding_models_get_window_pages_for_slots(tmp_path, monkeypatch):
@@ -129,7 +129,7 @@ def test_in_host_memory_the_devices_hold_the_states_of_sequences_only(big, tmp_p
     assert f"recurrent states 11: {what}" in in_host.reasons
     shown = text(in_host)
     assert "11 recurrent states (7 of them in host memory); steps" in shown
-    assert f"of host memory, checkpoints {size(7 * STATE_27B)} of group cuda" in shown
+    assert f"of host memory, checkpoints {format_bytes(7 * STATE_27B)} of group cuda" in shown
     told = json.loads(json.dumps(as_json(in_host)))
     assert (told["pages"]["host_states"], told["host_state_bytes"]) == (7, {"cuda": 7 * STATE_27B})
     assert told["devices"][0]["host_state_bytes"] == 7 * STATE_27B
@@ -160,7 +160,7 @@ def test_host_memory_that_is_known_is_not_promised_twice(devices, big, tmp_path)
     less = plan(big, wanted, {**found, "left": [cpu(tight)]})
     assert isinstance(less, Placement)
     assert (less.pools.device_states, less.pools.host_states) == (1, 32 + 1 - 3)
-    what = "memory is set aside for 29; 32, as cache.memory allows, do not fit"
+    what = "memory is reserved for 29; 32, as cache.memory allows, do not fit"
     assert any(what in reason for reason in less.reasons)
     least = (on_host + roomy.arena_bytes + 9 * MIB) / 0.9 / GIB
     none = plan(big, wanted, {**found, "left": [cpu(least)]})

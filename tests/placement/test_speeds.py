@@ -1,4 +1,4 @@
-"""Automatic splits by speed: what is measured, what it depends on, and what the planner makes of it."""
+"""Automatic splits by speed: what is measured, under which conditions, and what the planner does with it."""
 
 from __future__ import annotations
 
@@ -16,27 +16,27 @@ from lucevisor.config import Config
 from lucevisor.model.families import open_spec
 from lucevisor.model.spec import ModelSpec
 from lucevisor.model.values import LayerRange
-from lucevisor.placement.auto import problem_of
-from lucevisor.placement.devices import Inventory, seats_of
+from lucevisor.placement.auto_split import partition_problem
+from lucevisor.placement.devices import Inventory, target_devices
 from lucevisor.placement.explain import as_json, text
 from lucevisor.placement.planner import plan
 from lucevisor.placement.result import Infeasible, Placement, PlacementError
-from lucevisor.placement.sizing import Case
+from lucevisor.placement.sizing import SizingInputs
 from lucevisor.placement.speeds import (
     ANSWER_TOKENS,
     PROMPT_TOKENS,
-    Clock,
-    Request,
+    MeasurementRequest,
+    SpeedModel,
     Speeds,
     kinds_of,
+    measurement_request,
     model_key,
-    request_of,
     units_of,
 )
 from lucevisor.protocol.checks import Timing
 from tests.model.qwen35_file import QWEN36_27B, write
 from tests.placement.made import DEMO, bare_spec, configure, cpu, gpu
-from tests.placement.test_fastest import every_split
+from tests.placement.test_partition import every_split
 
 CPUS = ["left:0", "right:0"]
 TWO = {"left": [cpu()], "right": [cpu()]}
@@ -53,20 +53,20 @@ def big(tmp_path_factory) -> ModelSpec:
     return open_spec(write(tmp_path_factory.mktemp("gguf") / "27b.gguf", QWEN36_27B))
 
 
-def asked(spec: ModelSpec, config: Config, inventory: Inventory) -> Request:
-    request = request_of(spec, config, inventory, THREADS, "1")
+def asked(spec: ModelSpec, config: Config, inventory: Inventory) -> MeasurementRequest:
+    request = measurement_request(spec, config, inventory, THREADS, "1")
     assert request is not None
     return request
 
 
-def made(request: Request, timing: Callable[[int, str], Timing]) -> Speeds:
-    """Speeds from a function of seat and kind."""
-    seats = [[timing(i, kind) for kind in spans] for i, spans in enumerate(request.spans)]
-    return request.answered(seats, "2026-01-02 03:04 UTC")
+def made(request: MeasurementRequest, timing: Callable[[int, str], Timing]) -> Speeds:
+    """Speeds from a function of target and kind."""
+    targets = [[timing(i, kind) for kind in spans] for i, spans in enumerate(request.spans)]
+    return request.to_speeds(targets, "2026-01-02 03:04 UTC")
 
 
-def uniform(request: Request, factors: Sequence[float], tail_s: float = 0.0) -> Speeds:
-    """Seat i takes ``factors[i]`` ms a layer and token, 100 of that for a prompt; the last has a tail."""
+def uniform(request: MeasurementRequest, factors: Sequence[float], tail_s: float = 0.0) -> Speeds:
+    """TargetDevice i takes ``factors[i]`` ms a layer and token, 100 of that for a prompt; the last has a tail."""
     last = len(factors) - 1
     return made(
         request, lambda i, _: Timing(factors[i] / 1e3, factors[i] / 10, tail_s * (i == last), tail_s * (i == last))
@@ -104,10 +104,10 @@ def test_layers_that_share_state_are_timed_together():
 
 def test_nothing_is_asked_where_nothing_is_chosen(demo, tmp_path):
     for config in (configure(tmp_path, CPUS, [1, 1]), configure(tmp_path, ["left:0"])):
-        assert request_of(demo, config, TWO, THREADS, "1") is None
-    assert request_of(demo, configure(tmp_path, CPUS), {"left": [cpu()]}, THREADS, "1") is None
+        assert measurement_request(demo, config, TWO, THREADS, "1") is None
+    assert measurement_request(demo, configure(tmp_path, CPUS), {"left": [cpu()]}, THREADS, "1") is None
     many = [f"left:{i}" for i in range(9)]  # more than there are layers: refused by the planner
-    assert request_of(demo, configure(tmp_path, many), TWO, THREADS, "1") is None
+    assert measurement_request(demo, configure(tmp_path, many), TWO, THREADS, "1") is None
 
 
 def test_the_key_changes_with_all_that_speeds_depend_on(demo, big, tmp_path):
@@ -115,15 +115,17 @@ def test_the_key_changes_with_all_that_speeds_depend_on(demo, big, tmp_path):
     conditions = asked(demo, config, TWO).conditions
     assert asked(demo, for_throughput(config), TWO).conditions == conditions
     others = [
-        request_of(demo, config, TWO, {"left": 1, "right": 2}, "1"),
-        request_of(demo, config, TWO, THREADS, "2"),
-        request_of(big, config, TWO, THREADS, "1"),
-        request_of(demo, configure(tmp_path, CPUS[::-1]), TWO, THREADS, "1"),
-        request_of(demo, configure(tmp_path, CPUS, dtype="float32"), TWO, THREADS, "1"),
-        request_of(demo, configure(tmp_path, CPUS, kv_dtype="q8_0"), TWO, THREADS, "1"),
-        request_of(demo, configure(tmp_path, CPUS, prefill_chunk=64), TWO, THREADS, "1"),
-        request_of(demo, configure(tmp_path, ["cuda:0", "left:0"]), {**TWO, "cuda": [gpu()]}, THREADS, "1"),
-        request_of(demo, configure(tmp_path, ["cuda:0", "left:0"]), {**TWO, "cuda": [gpu(name="B")]}, THREADS, "1"),
+        measurement_request(demo, config, TWO, {"left": 1, "right": 2}, "1"),
+        measurement_request(demo, config, TWO, THREADS, "2"),
+        measurement_request(big, config, TWO, THREADS, "1"),
+        measurement_request(demo, configure(tmp_path, CPUS[::-1]), TWO, THREADS, "1"),
+        measurement_request(demo, configure(tmp_path, CPUS, dtype="float32"), TWO, THREADS, "1"),
+        measurement_request(demo, configure(tmp_path, CPUS, kv_dtype="q8_0"), TWO, THREADS, "1"),
+        measurement_request(demo, configure(tmp_path, CPUS, prefill_chunk=64), TWO, THREADS, "1"),
+        measurement_request(demo, configure(tmp_path, ["cuda:0", "left:0"]), {**TWO, "cuda": [gpu()]}, THREADS, "1"),
+        measurement_request(
+            demo, configure(tmp_path, ["cuda:0", "left:0"]), {**TWO, "cuda": [gpu(name="B")]}, THREADS, "1"
+        ),
     ]
     keys = {conditions.key(), *(other.conditions.key() for other in others if other is not None)}
     assert len(keys) == 1 + len(others)
@@ -137,18 +139,20 @@ def test_speeds_survive_json_and_nonsense_is_seen(demo, tmp_path):
     assert msgspec.json.decode(msgspec.json.encode(speeds), type=Speeds) == speeds
     assert speeds.valid()
     for bad in (float("nan"), float("inf"), -1.0):
-        seats = [{**speeds.seats[0], "x": Timing(bad, 1.0)}, speeds.seats[1]]
-        assert not msgspec.structs.replace(speeds, seats=seats).valid()
-    assert not msgspec.structs.replace(speeds, seats=speeds.seats[:1]).valid()
-    with pytest.raises(KeyError, match="seat 1 has no times"):
-        Clock.of(demo, msgspec.structs.replace(speeds, seats=[speeds.seats[0], {}]))
+        targets = [{**speeds.targets[0], "x": Timing(bad, 1.0)}, speeds.targets[1]]
+        assert not msgspec.structs.replace(speeds, targets=targets).valid()
+    assert not msgspec.structs.replace(speeds, targets=speeds.targets[:1]).valid()
+    with pytest.raises(KeyError, match="target 1 has no times"):
+        SpeedModel.of(demo, msgspec.structs.replace(speeds, targets=[speeds.targets[0], {}]))
 
 
 def test_a_range_takes_its_layers_and_its_end(demo, tmp_path):
-    clock = Clock.of(demo, uniform(asked(demo, configure(tmp_path, CPUS), TWO), [1.0, 2.0], tail_s=0.5))
-    assert clock.seconds(0, LayerRange(0, 3)) == pytest.approx((0.003, 0.3))
-    assert clock.seconds(1, LayerRange(3, 8)) == pytest.approx((0.510, 1.5))
-    assert clock.work_s(1, LayerRange(3, 8)) == pytest.approx(1.5 * PROMPT_TOKENS / 512 + 0.510 * ANSWER_TOKENS)
+    speed_model = SpeedModel.of(demo, uniform(asked(demo, configure(tmp_path, CPUS), TWO), [1.0, 2.0], tail_s=0.5))
+    assert speed_model.seconds(0, LayerRange(0, 3)) == pytest.approx((0.003, 0.3))
+    assert speed_model.seconds(1, LayerRange(3, 8)) == pytest.approx((0.510, 1.5))
+    assert speed_model.request_s(1, LayerRange(3, 8)) == pytest.approx(
+        1.5 * PROMPT_TOKENS / 512 + 0.510 * ANSWER_TOKENS
+    )
 
 
 # ---- what the planner makes of it
@@ -224,7 +228,7 @@ def test_more_devices_than_layers_are_refused_with_speeds_too(demo, tmp_path):
 
 
 def seats_repeated(speeds: Speeds, n: int) -> Speeds:
-    return msgspec.structs.replace(speeds, seats=[speeds.seats[0] | speeds.seats[1]] * n)
+    return msgspec.structs.replace(speeds, targets=[speeds.targets[0] | speeds.targets[1]] * n)
 
 
 def test_it_is_quick_and_explained(big, tmp_path):
@@ -237,7 +241,7 @@ def test_it_is_quick_and_explained(big, tmp_path):
     assert time.process_time() - started < 10
     assert isinstance(result, Placement)
     shown = text(result)
-    assert "layers: goal latency: a prompt of 512 tokens and an answer of 256 take all devices together" in shown
+    assert "layers: goal latency: 512 prompt tokens and 256 generated tokens take all devices together" in shown
     assert "speeds were measured 2026-01-02 03:04 UTC" in shown
     assert f"left:0: {result.devices[3].layers.stop - result.devices[3].layers.start} layer" in shown
     as_data = as_json(result)
@@ -264,12 +268,12 @@ def test_any_speeds_give_the_best_of_all_splits_that_fit(demo, tmp_path, data, d
     result = plan(demo, config, inventory, speeds)
     placement = result.placement if isinstance(result, Infeasible) else result
     assert [i for d in placement.devices for i in range(d.layers.start, d.layers.stop)] == list(range(8))
-    case = Case(
-        spec=demo, seats=seats_of(config, inventory), dtype=placement.dtype, kv_dtype=placement.kv_dtype,
+    inputs = SizingInputs(
+        spec=demo, targets=target_devices(config, inventory), dtype=placement.dtype, kv_dtype=placement.kv_dtype,
         max_sequences=8, prefill_chunk=512, max_context=2048, pages=None,
     )  # fmt: skip
-    problem = problem_of(case, Clock.of(demo, speeds), config.placement.goal)
-    splits = {ranges: (seconds, fullness) for seconds, fullness, ranges in every_split(problem)}
+    problem = partition_problem(inputs, SpeedModel.of(demo, speeds), config.placement.goal)
+    splits = {ranges: (seconds, fill) for seconds, fill, ranges in every_split(problem)}
     chosen = tuple(d.layers for d in placement.devices)
     event(f"{len(splits)} of the splits fit")
     if not splits:

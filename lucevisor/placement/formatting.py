@@ -1,12 +1,12 @@
-"""Bytes and seconds as people read them."""
+"""Human-readable bytes and seconds."""
 
 from __future__ import annotations
 
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 
 
-def size(n_bytes: int) -> str:
-    """Return such as ``812 B``, ``1.50 GiB``, ``23.4 MiB`` or ``-3.00 MiB``: three digits or four, binary units."""
+def format_bytes(n_bytes: int) -> str:
+    """Return three or four digits with a binary unit, such as ``812 B``, ``1.50 GiB`` or ``-3.00 MiB``."""
     amount, unit = abs(float(n_bytes)), 0
     while round(amount, 1 if unit else 0) >= 1024 and unit < len(_UNITS) - 1:
         amount, unit = amount / 1024, unit + 1
@@ -14,8 +14,8 @@ def size(n_bytes: int) -> str:
     return f"{'-' if n_bytes < 0 else ''}{amount:.{digits}f} {_UNITS[unit]}"
 
 
-def seconds(n: float) -> str:
-    """Return such as ``1.23 s``, ``45.6 ms`` or ``789 us``."""
+def format_seconds(n: float) -> str:
+    """Return three digits with a unit, such as ``1.23 s``, ``45.6 ms`` or ``789 us``."""
     if n >= 1:
         return f"{n:.2f} s"
     return f"{n * 1e3:.3g} ms" if n >= 1e-3 else f"{n * 1e6:.3g} us"

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lucevisor.model.values import LayerRange
-from lucevisor.placement.fastest import Found, Price, Problem, fastest
+from lucevisor.placement.partition import Partition, PartitionProblem, RangeCost, fastest_partition
 
 
 @st.composite
@@ -16,43 +16,43 @@ def problems(draw):
     """Small ones, with ranges that do not fit, places where no cut is allowed, and a memory that shards share."""
     n_layers = draw(st.integers(1, 7))
     n_shards = draw(st.integers(1, min(4, n_layers)))
-    places = draw(st.lists(st.sampled_from(range(1, n_layers)), unique=True)) if n_layers > 1 else []
+    boundaries = draw(st.lists(st.sampled_from(range(1, n_layers)), unique=True)) if n_layers > 1 else []
     number = st.integers(0, 20).map(float)
     prices = {
-        (i, a, b): draw(st.none() | st.builds(Price, number, number, st.integers(0, 20)))
+        (i, a, b): draw(st.none() | st.builds(RangeCost, number, number, st.integers(0, 20)))
         for i in range(n_shards)
         for a in range(n_layers)
         for b in range(a + 1, n_layers + 1)
     }
     same = [False, *(draw(st.booleans()) for _ in range(n_shards - 1))]
     room = draw(st.none() | st.integers(0, 60))
-    return Problem(n_layers, sorted(places), same, lambda i, r: prices[i, r.start, r.stop], room)
+    return PartitionProblem(n_layers, sorted(boundaries), same, lambda i, r: prices[i, r.start, r.stop], room)
 
 
 def every_split(problem):
     """(seconds, fullness, ranges) of every split that is allowed and fits."""
-    n = len(problem.same_stage)
-    for cuts in combinations(problem.places, n - 1):
+    n = len(problem.joins_previous)
+    for cuts in combinations(problem.boundaries, n - 1):
         ranges = [LayerRange(a, b) for a, b in pairwise([0, *cuts, problem.n_layers])]
-        prices = [problem.price(i, r) for i, r in enumerate(ranges)]
+        prices = [problem.cost(i, r) for i, r in enumerate(ranges)]
         if None in prices:
             continue
-        if problem.shared_room is not None and sum(p.shared_bytes for p in prices) > problem.shared_room:
+        if problem.shared_limit_bytes is not None and sum(p.shared_bytes for p in prices) > problem.shared_limit_bytes:
             continue
         stages = []
-        for price, same in zip(prices, problem.same_stage, strict=True):
+        for cost, same in zip(prices, problem.joins_previous, strict=True):
             if same:
-                stages[-1] += price.seconds
+                stages[-1] += cost.seconds
             else:
-                stages.append(price.seconds)
-        yield max(stages), max(p.fullness for p in prices), tuple(ranges)
+                stages.append(cost.seconds)
+        yield max(stages), max(p.fill for p in prices), tuple(ranges)
 
 
 @settings(max_examples=250, deadline=None)
 @given(problem=problems(), slack=st.sampled_from([0.0, 0.03, 0.5]))
 def test_it_finds_what_trying_all_finds(problem, slack):
     splits = list(every_split(problem))
-    found = fastest(problem, slack)
+    found = fastest_partition(problem, slack)
     if not splits:
         assert found is None
         return
@@ -66,11 +66,11 @@ def test_it_finds_what_trying_all_finds(problem, slack):
 def test_a_whole_chain_in_one_sum_and_stages_apart():
     """Layer times 1 on the first, 2 on the second: the sum wants all on the first, the largest wants 2 to 1."""
 
-    def price(i: int, layers: LayerRange) -> Price:
-        return Price((layers.stop - layers.start) * (1.0 + i), 0.0)
+    def cost(i: int, layers: LayerRange) -> RangeCost:
+        return RangeCost((layers.stop - layers.start) * (1.0 + i), 0.0)
 
-    def solved(same: list[bool]) -> Found | None:
-        return fastest(Problem(12, range(1, 12), same, price))
+    def solved(same: list[bool]) -> Partition | None:
+        return fastest_partition(PartitionProblem(12, range(1, 12), same, cost))
 
     latency, throughput = solved([False, True]), solved([False, False])
     assert latency is not None
@@ -81,10 +81,10 @@ def test_a_whole_chain_in_one_sum_and_stages_apart():
 
 
 def test_of_equally_fast_splits_the_least_full():
-    def price(i: int, layers: LayerRange) -> Price:
+    def cost(i: int, layers: LayerRange) -> RangeCost:
         n = layers.stop - layers.start
-        return Price(n * (1.0 if i else 1.001), n / (10 if i else 30))
+        return RangeCost(n * (1.0 if i else 1.001), n / (10 if i else 30))
 
-    found = fastest(Problem(40, range(1, 40), [False, True], price))
+    found = fastest_partition(PartitionProblem(40, range(1, 40), [False, True], cost))
     assert found is not None
     assert found.ranges == (LayerRange(0, 30), LayerRange(30, 40))
