@@ -1,7 +1,6 @@
 """`python -m daemons`: see daemons/main.py.
 
-Says in one line what an interpreter lacks, before anything is imported that needs it; so this file runs on any
-Python 3.
+Reports in one line what an interpreter lacks, before importing anything that needs it; runs on any Python 3.
 """
 
 import sys

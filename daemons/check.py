@@ -1,5 +1,4 @@
-"""Doctor's check: does this interpreter's torch compute a layer's numbers right, on every visible device, and map an
-arena?  And the planner's: how fast?"""
+"""Checks for ``lucevisor doctor`` (a layer on every device, the arenas), and timings for the planner."""
 
 from __future__ import annotations
 
@@ -28,7 +27,7 @@ TOLERANCE = {Dtype.FLOAT32: 1e-4, Dtype.FLOAT16: 1e-2, Dtype.BFLOAT16: 4e-2}
 
 
 def run_check(order: Check, backend: Backend, fds: Sequence[int]) -> Checked:
-    """Run every check; a check that fails is a line, never an exception."""
+    """Run every check; a failed check is a line, never an exception."""
     if order.measure is not None:
         return _measure(order, order.measure, backend)
     lines = [_arena(fd, plan.boundary, order, i) for i, (fd, plan) in enumerate(zip(fds, order.arenas, strict=True))]
@@ -47,7 +46,7 @@ def _measure(order: Check, measure: Measure, backend: Backend) -> Checked:
         try:
             timings.append(time_span(spec, order, measure, backend, span))
             release(devices.torch_device(backend, span.device))
-        except Exception as e:  # whatever it is, the planner goes without speeds and says why
+        except Exception as e:  # any: the planner continues without speeds and reports why
             return Checked(
                 [CheckLine(f"{backend}:{span.device} layers {span.layers}", False, f"{type(e).__name__}: {e}")]
             )
@@ -72,7 +71,7 @@ def _device(spec: ModelSpec, order: Check, backend: Backend, index: int, rows: T
     subject = f"{backend}:{index} layer {order.layer} {order.dtype}"
     try:
         got = _layer(spec, order, backend, index, order.dtype, rows)
-    except Exception as e:  # whatever torch raises on a broken device is what the operator must see
+    except Exception as e:  # any: the operator must see what torch raises on a broken device
         return CheckLine(subject, False, f"{type(e).__name__}: {e}")
     change = (reference - rows).square().mean().sqrt()
     error = float(((got - reference).square().mean().sqrt()) / change)
@@ -83,7 +82,7 @@ def _device(spec: ModelSpec, order: Check, backend: Backend, index: int, rows: T
 
 
 def with_sources(spec: ModelSpec, layer: int) -> LayerRange:
-    """The layer, preceded by what it and those before it read pages of: mostly the layer alone."""
+    """The layer, preceded by the layers whose pages it reads: mostly the layer alone."""
     start = layer
     while True:
         sources = [x.shares_with for x in spec.layers[start : layer + 1] if x.shares_with is not None]

@@ -1,7 +1,7 @@
 """Devices as torch sees them: names, memory, threads, copies between host and device.
 
-The only file of the daemon with branches on cuda and hip.  torch calls the devices of both ``cuda``; which one this
-interpreter has is told by ``torch.version.hip``.
+The only file of the daemon that branches on cuda and hip.  torch calls the devices of both ``cuda``;
+``torch.version.hip`` tells them apart.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def seen_backend() -> Backend:
 
 
 def prepare(backend: Backend, threads: int) -> None:
-    """Set what holds for the whole process: true float32 products, the number of cpu threads (0: torch's choice)."""
+    """Configure the process: full float32 products, the number of cpu threads (0: torch's choice)."""
     torch.set_float32_matmul_precision("highest")
     if backend is not Backend.CPU:
         torch.backends.cuda.matmul.allow_tf32 = False
@@ -53,7 +53,7 @@ def set_threads(n: int) -> None:
 
 
 def torch_dtype(dtype: Dtype) -> torch.dtype:
-    """torch's name of an activation format.  Raises DeviceError for a storage-only format such as q8_0."""
+    """torch's dtype of an activation format.  Raises DeviceError for a storage-only format such as q8_0."""
     if dtype not in _TORCH_DTYPES:
         raise DeviceError(
             "dtype",
@@ -65,7 +65,7 @@ def torch_dtype(dtype: Dtype) -> torch.dtype:
 
 
 def torch_device(backend: Backend, index: int) -> torch.device:
-    """The torch device of a backend's index.  Raises DeviceError naming the devices that are there."""
+    """The torch device of a backend's index.  Raises DeviceError naming the visible devices."""
     if backend is Backend.CPU:
         return CPU
     _require(backend)
@@ -82,7 +82,7 @@ def torch_device(backend: Backend, index: int) -> torch.device:
 
 
 def visible_devices(backend: Backend) -> list[DeviceInfo]:
-    """Every device of ``backend`` in this interpreter.  Raises DeviceError when its torch is built for another one."""
+    """All devices of ``backend``.  Raises DeviceError when torch is built for another backend."""
     if backend is Backend.CPU:
         return [_cpu_info()]
     _require(backend)
@@ -132,7 +132,7 @@ def _cpu_info() -> DeviceInfo:
                 flags = frozenset(value.split())
                 break
     except OSError:
-        pass  # no /proc/cpuinfo: the machine type names the device well enough
+        pass  # no /proc/cpuinfo: the machine type is name enough
     known = [f for f in ("avx2", "avx512f", "avx512_bf16", "amx_bf16") if f in flags]
     dtypes = [Dtype.FLOAT32] + ([Dtype.BFLOAT16] if flags & {"avx512_bf16", "amx_bf16"} else [])
     architecture = "+".join([platform.machine(), *known[-1:]])
@@ -152,7 +152,7 @@ def memory_total(device: torch.device) -> int:
 
 
 def memory_free(device: torch.device) -> int:
-    """Bytes that can still be allocated on the device, counting what torch's allocator holds unused."""
+    """Bytes that can be allocated on the device, including what torch's allocator caches."""
     if device.type == "cpu":
         for line in Path("/proc/meminfo").read_text().splitlines():
             if line.startswith("MemAvailable:"):
@@ -164,7 +164,7 @@ def memory_free(device: torch.device) -> int:
 
 @contextmanager
 def allocating(device: torch.device, what: str, n_bytes: int, advice: str) -> Iterator[None]:
-    """Turn torch's out-of-memory errors inside the block into a DeviceError that says for what, and how much."""
+    """Turn torch's out-of-memory errors into a DeviceError that says what was allocated and how much."""
     try:
         yield
     except RuntimeError as error:  # torch.cuda.OutOfMemoryError is one; the cpu allocator raises a bare one
@@ -180,10 +180,9 @@ def allocating(device: torch.device, what: str, n_bytes: int, advice: str) -> It
 
 
 def host_zeros(extent: Sequence[int], dtype: torch.dtype, device: torch.device) -> tuple[Tensor, bool]:
-    """Zeros in host memory, to be copied to and from ``device``, and whether such copies are DMA.
+    """Zeros in host memory for copies to and from ``device``, and whether these copies are DMA.
 
-    Page-locked for a GPU, where that is possible, for as long as the tensor lives.  Raises DeviceError when the host
-    has no room.
+    Page-locked for a GPU if possible, for the lifetime of the tensor.  Raises DeviceError when host memory runs out.
     """
     n_bytes = prod(extent) * dtype.itemsize
     advice = "lower cache.prefix_slots or cache.memory, or let the devices hold them: cache.states = device"
@@ -201,7 +200,7 @@ def host_zeros(extent: Sequence[int], dtype: torch.dtype, device: torch.device) 
 
 
 class _HostMemory(mmap):
-    """Memory that tensors share; what was page-locked is unlocked before it is unmapped."""
+    """Memory shared by tensors; unlocked before it is unmapped if it was page-locked."""
 
     locked = False
     address = 0
@@ -212,12 +211,12 @@ class _HostMemory(mmap):
 
 
 def launching(device: torch.device) -> AbstractContextManager[object]:
-    """Kernels that are not torch's go to the thread's current device: make it this one."""
+    """Make ``device`` the thread's current one, where Triton launches its kernels."""
     return nullcontext() if device.type == "cpu" else torch.cuda.device(device)
 
 
 def synchronize(device: torch.device) -> None:
-    """Wait until everything queued on the device's current stream is done."""
+    """Wait for everything queued on the device's current stream."""
     if device.type != "cpu":
         torch.cuda.current_stream(device).synchronize()
 
@@ -228,14 +227,14 @@ def synchronize(device: torch.device) -> None:
 def register_host(buffer: memoryview) -> bool:
     """Page-lock arena memory, so that copies to and from devices are DMA.
 
-    False where that is not possible: copies then go through the driver's own staging memory, slower but right.
+    False where that fails: copies then go through the driver's staging memory, slower but correct.
     """
     if not torch.cuda.is_available() or not len(buffer):
         return False
     address = torch.frombuffer(buffer, dtype=torch.uint8).data_ptr()
     done = int(_runtime().cudaHostRegister(address, len(buffer), _PORTABLE)) == 0
     if not done:
-        _forget_last_error()
+        _clear_last_error()
     return done
 
 
@@ -246,7 +245,7 @@ def unregister_host(buffer: memoryview) -> None:
 
 def _unregister(address: int) -> None:
     if int(_runtime().cudaHostUnregister(address)) != 0:
-        _forget_last_error()
+        _clear_last_error()
 
 
 def _runtime() -> Any:
@@ -254,8 +253,8 @@ def _runtime() -> Any:
     return torch.cuda.cudart()  # type: ignore[no-untyped-call]
 
 
-def _forget_last_error() -> None:
-    """Let a launch of no account have the refusal, which the runtime reports a second time at the next launch."""
-    with suppress(RuntimeError):  # the refusal itself, already told to the caller by the return value
+def _clear_last_error() -> None:
+    """Clear the error with a dummy launch: the runtime reports it a second time at the next launch."""
+    with suppress(RuntimeError):  # the error that the caller already knows from the return value
         torch.zeros(1, device="cuda").add_(1)
     torch.cuda.synchronize()

@@ -1,6 +1,6 @@
-"""Failures of a daemon that have a place and an advice; they travel to the supervisor as ``Failed``.
+"""Errors of a daemon with a place and advice; they reach the supervisor as ``Failed``.
 
-Invariant: whoever reads ``where``, ``reason`` and ``advice`` needs no traceback to act.
+Invariant: ``where``, ``reason`` and ``advice`` suffice to act, without a traceback.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ _OUR_DIRECTORY = Path(__file__).parent
 
 
 class DaemonError(Exception):
-    """Something could not be done.  ``configuration``: the same start would fail again, so a retry is useless."""
+    """Base class.  ``configuration``: the same start would fail again, so a retry is useless."""
 
     def __init__(self, where: str, reason: str, advice: str, *, configuration: bool = False) -> None:
         super().__init__(f"{where}: {reason}; {advice}")
@@ -20,7 +20,7 @@ class DaemonError(Exception):
 
 
 class StateError(DaemonError):
-    """An operation or a slice that contradicts the tables of this daemon: supervisor and daemon no longer agree."""
+    """An operation or slice contradicts this daemon's tables: supervisor and daemon disagree."""
 
     def __init__(
         self, where: str, reason: str, advice: str = "reset the daemon; if it happens again, report it with the log"
@@ -29,21 +29,21 @@ class StateError(DaemonError):
 
 
 class LoadError(DaemonError):
-    """A tensor could not be read, understood or placed."""
+    """A tensor cannot be read, decoded or placed."""
 
 
 class DeviceError(DaemonError):
-    """A device is missing, out of memory or refuses to work."""
+    """A device is missing, out of memory or failing."""
 
 
 def describe(error: BaseException) -> str:
-    """Return type, first line and place of an error of somebody else's code: torch adds lines of hints, and the place
-    that matters is the innermost one in this package.
+    """Return type, first line and place of any error: torch adds lines of hints, and the place that matters is the
+    innermost frame in this package.
     """
     first = next((line for line in str(error).splitlines() if line.strip()), "")
-    said = f"{type(error).__name__}: {first}" if first else type(error).__name__
+    text = f"{type(error).__name__}: {first}" if first else type(error).__name__
     frames = traceback.extract_tb(error.__traceback__)
     ours = next((f for f in reversed(frames) if _OUR_DIRECTORY in Path(f.filename).parents), None)
     if ours is None:
-        return said
-    return f"{said} (at daemons/{Path(ours.filename).relative_to(_OUR_DIRECTORY)}:{ours.lineno} in {ours.name})"
+        return text
+    return f"{text} (at daemons/{Path(ours.filename).relative_to(_OUR_DIRECTORY)}:{ours.lineno} in {ours.name})"

@@ -1,8 +1,8 @@
-"""A daemon's life around its work: tied to its parent, pinned, reporting, ended in order.
+"""A daemon's process: tied to its parent, pinned to cores, reporting, ending in order.
 
-Knows no torch: `daemons.worker` does, and is imported last, when the process can already be ended, asked for its
-stacks and heard. Invariants: the process does not outlive its parent; every way out has an exit code (0 in order, 1
-failed, 78 would fail again) and, while the link stands, a `Failed` that says why.
+Knows no torch: `daemons.worker` does and is imported last, once the process can be stopped, dump its stacks and report.
+Invariants: the process does not outlive its parent; every exit has a code (0 orderly, 1 failed, 78 would fail again)
+and, while the link is up, a `Failed` with the reason.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def main(argv: Sequence[str]) -> int:
     _die_with_parent(options.parent_pid)
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR1, all_threads=True, chain=False)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the supervisor's business
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the supervisor handles Ctrl-C
     if options.cores:
         os.sched_setaffinity(0, options.cores)  # before torch counts them and starts threads
     link_socket = _inherited(options.link_fd)
@@ -58,7 +58,7 @@ def _serve(link: BlockingLink, reporter: Reporter, options: Options) -> int:
     except ImportError as error:
         traceback.print_exc()
         advice = f"install torch, numpy, gguf and msgspec for {sys.executable}, or set groups.{options.group}.python"
-        _tell(link, Failed("start", options.group, f"import failed: {error}", advice, configuration=True))
+        _send(link, Failed("start", options.group, f"import failed: {error}", advice, configuration=True))
         return EXIT_CONFIGURATION
     try:
         return serve(link, reporter, options)
@@ -67,18 +67,18 @@ def _serve(link: BlockingLink, reporter: Reporter, options: Options) -> int:
         advice = "see the daemon's log; report it if the same request fails again"
         details = traceback.format_exc()
         failed = Failed(reporter.phase_now, options.group, describe(error), advice, details=details)
-        _tell(link, failed)
+        _send(link, failed)
         return EXIT_FAILED
 
 
-def _tell(link: BlockingLink, failed: Failed) -> None:
-    """Send the reason of the end while there is somebody to hear it; stderr has it in any case."""
+def _send(link: BlockingLink, failed: Failed) -> None:
+    """Send the reason for exiting if the link is up; stderr has it in any case."""
     with contextlib.suppress(LinkClosed, LocalProtocolError):
         link.send(failed)
 
 
 def _die_with_parent(parent_pid: int) -> None:
-    """Have the kernel kill this process when the supervisor's main thread ends; exit now if that happened already."""
+    """Have the kernel kill this process when the supervisor's main thread ends; exit now if it already has."""
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0) != 0:
         number = ctypes.get_errno()
@@ -93,7 +93,7 @@ def _die_with_parent(parent_pid: int) -> None:
 
 
 def _inherited(fd: int) -> socket.socket:
-    """Return the socket behind an inherited descriptor, closed in any process this one starts."""
+    """Return the socket of an inherited descriptor, which child processes do not inherit."""
     os.set_inheritable(fd, False)
     return socket.socket(fileno=fd)
 
@@ -101,11 +101,11 @@ def _inherited(fd: int) -> socket.socket:
 def _exit_in_order_on_sigterm(link_socket: socket.socket, reporter: Reporter) -> None:
     def on_sigterm(_number: int, _frame: FrameType | None) -> None:
         if reporter.phase_now == "start":
-            # Packages catch an exception inside an import and try again another way: leave at once, nothing is held.
+            # Packages catch exceptions inside an import and retry: exit at once, nothing is held yet.
             os._exit(0)
         if reporter.phase_now in ("idle", "step"):
-            with contextlib.suppress(OSError):  # closed already: the loop that reads it is ending
-                link_socket.shutdown(socket.SHUT_RD)  # the next receive sees the end of file, after the present step
+            with contextlib.suppress(OSError):  # already closed: the loop that reads it is ending
+                link_socket.shutdown(socket.SHUT_RD)  # the next receive, after this step, sees end of file
         else:
             sys.exit(0)
 
@@ -113,5 +113,5 @@ def _exit_in_order_on_sigterm(link_socket: socket.socket, reporter: Reporter) ->
 
 
 def _terminate_self() -> None:
-    """The supervisor closed the pulse: end like on SIGTERM, also in the middle of a load."""
+    """The supervisor closed the pulse: end as on SIGTERM, even in the middle of a load."""
     os.kill(os.getpid(), signal.SIGTERM)

@@ -1,7 +1,6 @@
-"""The command line of a daemon, written by the supervisor's launcher.
+"""The command line of a daemon, as the supervisor's launcher writes it.
 
-Knows no torch and opens nothing. Invariant: every option is required and checked, so a daemon that was not started by
-a supervisor says so.
+Knows no torch and opens nothing.  Invariant: every option is required, so a daemon started by hand fails with usage.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from lucevisor.model.values import Backend
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """What the supervisor told this daemon. `threads` 0: torch's choice; `cores` empty: no pinning."""
+    """Options from the supervisor.  `threads` 0: torch's choice; `cores` empty: no pinning."""
 
     group: str
     backend: Backend
@@ -27,7 +26,7 @@ class Options:
 
 
 def parse(argv: Sequence[str]) -> Options:
-    """Return the options in `argv`; a wrong command line ends the process with usage and exit code 2."""
+    """Return the options in `argv`; an invalid command line exits with usage and code 2."""
     parser = argparse.ArgumentParser(
         prog="python -m daemons", description="A shard daemon; started by `lucevisor start`."
     )

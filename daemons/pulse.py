@@ -1,8 +1,8 @@
 """The pulse: a second thread that reports while the compute thread is inside a kernel.
 
-Knows no torch and nothing of what is computed. Invariants: no method of `Reporter` blocks or raises because of the
-supervisor; memory held for a supervisor that does not read is bounded (log lines and progress are dropped and
-counted, heartbeats are made when sent).
+Knows no torch and nothing of what is computed.  Invariants: no method of `Reporter` blocks or raises because of the
+supervisor; memory held for a supervisor that does not read is bounded (log lines and progress are dropped and counted,
+heartbeats are created when sent).
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 
 
 class Reporter:
-    """What the daemon says of itself. Every method may be called from any thread.
+    """Reports of the daemon's own state.  All methods are thread-safe.
 
-    `on_lost` is called once, from the pulse thread, when the supervisor has closed the pulse.
+    `on_lost` is called once, from the pulse thread, when the supervisor closes the pulse.
     """
 
     def __init__(self, link: BlockingLink, on_lost: Callable[[], None]) -> None:
@@ -53,16 +53,14 @@ class Reporter:
         self._thread.start()
 
     def phase(self, phase: Phase, step_id: int = 0) -> None:
-        """Say what the compute thread does from now on. Every change but that between idle and step is reported at
-        once.
-        """
+        """Set the compute thread's phase.  Every change except between idle and step is sent at once."""
         before = self._now[0]
         self._now = (phase, step_id, time.monotonic())
         if phase != before and {phase, before} != {"idle", "step"}:
             self._wake.set()
 
     def progress(self, progress: Progress) -> None:
-        """Report that the load moved on, which also restarts `busy_s`."""
+        """Report progress of the load, which also restarts `busy_s`."""
         phase, step_id, _ = self._now
         self._now = (phase, step_id, time.monotonic())
         self._put(progress)
@@ -78,16 +76,16 @@ class Reporter:
             self._n_tokens += n_tokens
 
     def memory(self, free_bytes: Sequence[int]) -> None:
-        """Give the free bytes of each device for the heartbeats to come."""
+        """Set the free bytes of each device for later heartbeats."""
         self._free_bytes = list(free_bytes)
 
     @property
     def phase_now(self) -> Phase:
-        """What was last given to `phase`."""
+        """The phase last set."""
         return self._now[0]
 
     def close(self, timeout_s: float = 1.0) -> None:
-        """Send what waits, for at most `timeout_s`, and end the thread."""
+        """Flush for at most `timeout_s` and end the thread."""
         self._closing = True
         self._wake.set()
         if self._thread.ident is not None:
@@ -132,12 +130,12 @@ class Reporter:
                 self._on_lost()
 
     def _send(self, message: Progress | LogLine) -> None:
-        """Send a report; one that is no message (too long, no UTF-8) must not end the heartbeats."""
+        """Send a report; one that cannot be encoded (too long, not UTF-8) must not stop the heartbeats."""
         try:
             self._link.send(message)
         except LinkClosed:
             raise
-        except Exception as error:  # found while encoding: nothing of it was sent
+        except Exception as error:  # raised while encoding: nothing was sent
             print(f"a report cannot be sent: {type(error).__name__}: {str(error)[:200]}", file=sys.stderr)
 
     def _heartbeat(self, count: int) -> Heartbeat:
@@ -158,7 +156,7 @@ class Reporter:
 
 
 def _rss_bytes() -> int:
-    """Return the resident bytes of this process, 0 when there is no descriptor left to find out."""
+    """Return the resident bytes of this process; 0 when out of descriptors."""
     try:
         with open("/proc/self/statm", encoding="ascii") as statm:
             return int(statm.read().split()[1]) * _PAGE_BYTES

@@ -1,8 +1,8 @@
-"""Logits to tokens, on the tail stage: penalties, bias, temperature, filters, one draw a row.
+"""Logits to tokens, on the output stage: penalties, bias, temperature, filters, one draw per row.
 
-A draw is a function of (seed, position, logits) alone, so batch, placement and restarts do not change it.
-Order of the steps: penalties, bias, temperature, top_k, top_p, min_p (each filter on the distribution the former left).
-Knows token ids and logits only; sequences are numbers.
+A draw depends on (seed, position, logits) alone, so batching, placement and restarts do not change it.
+Order: penalties, bias, temperature, top_k, top_p, min_p (each filter acts on the distribution the previous one left).
+Knows token ids and logits only; sequences are ids.
 """
 
 from __future__ import annotations
@@ -21,10 +21,9 @@ _MASK = (1 << 64) - 1
 
 
 def uniform(seed: int, position: int) -> float:
-    """A number in [0, 1) that depends on ``seed`` and ``position`` only.  Source: splitmix64 (Steele, Lea, Flood
-    2014)."""
+    """A number in [0, 1) from ``seed`` and ``position`` alone.  Source: splitmix64 (Steele, Lea, Flood 2014)."""
     z = (seed * 0x9E3779B97F4A7C15 + position * 0xD1B54A32D192ED03 + 0x9E3779B97F4A7C15) & _MASK
-    for _ in range(2):  # twice: neighbouring seeds and positions must not resemble each other
+    for _ in range(2):  # twice, to decorrelate adjacent seeds and positions
         z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
         z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & _MASK
         z = z ^ (z >> 31)
@@ -33,7 +32,7 @@ def uniform(seed: int, position: int) -> float:
 
 @dataclass(slots=True)
 class SamplingState:
-    """One sequence's sampling state.  ``counts`` [V] int32: how often each id stood in prompt and output."""
+    """Sampling state of one sequence.  ``counts`` [V] int32: occurrences of each id in prompt and output."""
 
     sampling: Sampling
     counts: Tensor | None = None
@@ -44,15 +43,14 @@ class SamplingState:
 
 @dataclass(slots=True)
 class Sampler:
-    """Sampling state of all open sequences of a tail stage.  ``vocabulary`` V; ``device`` that of the logits."""
+    """Sampling state of all open sequences of an output stage.  ``vocabulary`` V; ``device``: that of the logits."""
 
     vocabulary: int
     device: torch.device
     rows: dict[int, SamplingState] = field(default_factory=dict)
 
     def open(self, sequence: int, sampling: Sampling, history: list[int]) -> None:
-        """Start a sequence; ``history`` are ids of its context that no step will carry.  Replaces a former one of
-        that number."""
+        """Start a sequence, replacing any with that id; ``history``: ids of its context that no step will carry."""
         row = SamplingState(sampling)
         if sampling.penalised:
             row.counts = torch.zeros(self.vocabulary, dtype=torch.int32, device=self.device)
@@ -71,7 +69,7 @@ class Sampler:
         self.rows.clear()
 
     def count(self, sequence: int, ids: list[int]) -> None:
-        """Tokens that entered the context of ``sequence`` (each exactly once)."""
+        """Count tokens that enter the context of ``sequence``; call once per token."""
         row = self.rows.get(sequence)
         if row is not None and row.counts is not None and ids:
             index = torch.tensor(ids, dtype=torch.long, device=self.device)
@@ -92,8 +90,8 @@ class Sampler:
                 tokens[i] = token
         if drawn:
             u = [uniform(rows[i].sampling.seed, positions[i]) for i in drawn]
-            picked = draw(logits if not greedy else logits[drawn], [rows[i].sampling for i in drawn], u)
-            for i, token in zip(drawn, picked, strict=True):
+            tokens_drawn = draw(logits if not greedy else logits[drawn], [rows[i].sampling for i in drawn], u)
+            for i, token in zip(drawn, tokens_drawn, strict=True):
                 tokens[i] = token
         return [_sampled(s, t, reports.get(i)) for i, (s, t) in enumerate(zip(sequences, tokens, strict=True))]
 
@@ -157,8 +155,7 @@ def draw(x: Tensor, samplings: list[Sampling], u: list[float]) -> list[int]:
 
 
 def _filtered(scaled: Tensor, samplings: list[Sampling], point: Tensor, width: int) -> tuple[list[int], list[bool]]:
-    """Draw among the ``width`` most likely ids; second result: whether those were certainly all that the filters
-    keep."""
+    """Draw among the ``width`` most likely ids; second result: whether the filters certainly keep no others."""
     device, vocabulary = scaled.device, scaled.shape[-1]
     values, ids = scaled.topk(width, dim=-1)
     p = torch.exp(values.double() - torch.logsumexp(scaled.double(), dim=-1, keepdim=True))
@@ -166,8 +163,7 @@ def _filtered(scaled: Tensor, samplings: list[Sampling], point: Tensor, width: i
     top_p = torch.tensor([[s.top_p] for s in samplings], dtype=torch.float64, device=device)
     min_p = torch.tensor([[s.min_p] for s in samplings], dtype=torch.float64, device=device)
     p = torch.where(torch.arange(width, device=device) < top_k, p, 0.0)
-    # with a top_k the distribution is that of the k kept; without, the whole vocabulary's (p need not sum to 1 over
-    # the candidates)
+    # with top_k, renormalise over the k kept; without, p is over the whole vocabulary and need not sum to 1 here
     p = p / torch.where(top_k < vocabulary, p.sum(dim=-1, keepdim=True), 1.0)
     below = p.cumsum(dim=-1)
     keep = ((below - p) < top_p) & (p >= min_p * p[:, :1])

@@ -1,8 +1,7 @@
-"""The daemon's main loop: hello, then one message at a time from the link until its end.
+"""The daemon's main loop: hello, then one message at a time from the link until end of file.
 
-The only file of the daemon that turns exceptions into Failed messages.  After an error inside a step the process
-ends: a
-device that failed once cannot be trusted, and a fresh process is what the supervisor knows how to make.
+The only file of the daemon that turns exceptions into Failed messages.  An error inside a step ends the process: a
+device that failed once cannot be trusted, and the supervisor knows how to start a fresh process.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ from lucevisor.protocol.transfers import Restore, Save
 
 
 def serve(link: BlockingLink, reporter: Reporter, options: Options) -> int:
-    """Speak with the supervisor until it says so or goes away.  Returns the exit code of the process."""
+    """Serve the supervisor until it sends Shutdown or goes away.  Returns the exit code of the process."""
     reporter.phase("start")
     devices.prepare(options.backend, options.threads)
     link.send(hello(options))
@@ -49,14 +48,14 @@ def serve(link: BlockingLink, reporter: Reporter, options: Options) -> int:
     try:
         return _Worker(link, reporter, options).run()
     except LinkClosed:
-        return 0  # the supervisor is gone: so are we
+        return 0  # the supervisor is gone
 
 
 def hello(options: Options) -> Hello:
-    """Who we are and what this interpreter's torch can see."""
+    """Describe this process and what its torch sees."""
     try:
         found = devices.visible_devices(options.backend)
-    except DaemonError:  # a torch of another build: the supervisor refuses it with the line that fixes it
+    except DaemonError:  # torch of another build: the supervisor rejects it with advice
         found = []
     return Hello(
         protocol=PROTOCOL_VERSION,
@@ -64,7 +63,7 @@ def hello(options: Options) -> Hello:
         pid=os.getpid(),
         python=platform.python_version(),
         executable=sys.executable,
-        torch=str(torch.__version__),  # a TorchVersion otherwise
+        torch=str(torch.__version__),  # plain str, not TorchVersion
         backend=options.backend if options.backend is Backend.CPU else devices.seen_backend(),
         devices=found,
         host_total_bytes=devices.host_total_bytes(),
@@ -113,7 +112,7 @@ class _Worker:
             self._idle_since = time.monotonic()
 
     def _handle(self, frame: Frame) -> int | None:
-        """None = go on, a number = the exit code."""
+        """Return None to go on, or the exit code."""
         match frame.message:
             case Step() as step:
                 return self._step(step, frame.flags)
@@ -132,12 +131,12 @@ class _Worker:
                 self._link.send(run_check(order, self._options.backend, frame.fds))
                 return None
             case Shutdown():
-                self._end_transfers("the daemon was told to end")
+                self._end_transfers("the daemon is shutting down")
                 return 0
             case other:
                 return self._fail(
                     type(other).__name__,
-                    ValueError("the supervisor sent what a daemon never receives in this state"),
+                    ValueError("unexpected message in this state"),
                     "",
                 )
 
@@ -146,9 +145,9 @@ class _Worker:
         self._reporter.phase("step", step.step_id)
         try:
             if self._runtime is None:
-                raise ValueError("a step before Load")
+                raise ValueError("step before load")
             outcome = self._runtime.run_step(step, stage, wait_s)
-        except Exception as e:  # the edge of the process: reported, then the process ends
+        except Exception as e:  # process boundary: report, then exit
             return self._fail(f"step {step.step_id}", e, f"stage {stage}")
         payload = [t.contiguous().numpy().data for t in outcome.payload]
         self._link.send(outcome.result, request_id=step.step_id, payload=payload)
@@ -159,7 +158,7 @@ class _Worker:
         self._reporter.phase("load")
         try:
             self._runtime, loaded = ModelRunner.load(load, self._options.backend, fds, self._reporter)
-        except Exception as e:  # the edge of the process: reported, then the process ends
+        except Exception as e:  # process boundary: report, then exit
             return self._fail(
                 "load", e, ", ".join(f"device {s.device} layers {s.layers}" for p in load.stages for s in p.shards)
             )
@@ -178,7 +177,7 @@ class _Worker:
             self._transfers.cancel(reason)
 
     def _break(self) -> None:
-        """A transfer found its device failed: wake the compute thread and end the process."""
+        """A device failed in a transfer: wake the compute thread to end the process."""
         self._broken = True
         self._link.close()
 
@@ -186,7 +185,7 @@ class _Worker:
         if isinstance(error, DaemonError):
             where, reason, advice, configuration = error.where, error.reason, error.advice, error.configuration
         else:
-            # Only a load reads what the configuration names; a compiler's files may be missing for a moment.
+            # Only loading reads configured files; a compiler's own files may be missing for a moment.
             configuration = what == "load" and isinstance(error, GgufError | FileNotFoundError | PermissionError)
             reason, advice = describe(error), _advice(error, configuration)
         message = Failed(

@@ -1,1 +1,1 @@
-"""Weights of a shard: read from GGUF files, dequantised or packed, placed on a device."""
+"""Weights of a shard: reading GGUF tensors, dequantising and packing them."""

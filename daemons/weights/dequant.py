@@ -1,8 +1,7 @@
-"""GGML quant blocks to numbers, in plain torch, on any device.
+"""Dequantise GGML blocks in plain torch, on any device.
 
-Input is always raw bytes ``[rows, row_bytes]`` uint8, output ``[rows, columns]``.  Arithmetic is float32 in the order
-of the reference (gguf-py ``quants.py``, ggml-quants.c), so results are the same bits.  Knows nothing of files and
-models.
+Input is raw bytes ``[rows, row_bytes]`` uint8, output ``[rows, columns]``.  Arithmetic is float32 in the order
+of the reference (gguf-py ``quants.py``, ggml-quants.c), so results are bit-identical.  Knows no files and no models.
 
 Byte maps (f16 is IEEE half, little-endian; element order is the block's own):
 
@@ -56,30 +55,30 @@ from torch import Tensor
 from lucevisor.model.quant_types import BY_NAME, GgmlType
 
 LEVELS = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
-"""What the sixteen codes of IQ4_NL and IQ4_XS stand for."""
+"""Values of the sixteen codes of IQ4_NL and IQ4_XS."""
 DOUBLED = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
-"""What the sixteen codes of MXFP4 stand for, times two."""
+"""Values of the sixteen codes of MXFP4, times two."""
 
 _FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "F64": torch.float64}
 
 
 def _half(raw: Tensor) -> Tensor:
-    """Two bytes a number -> float32."""
+    """float16 bytes to float32."""
     return raw.contiguous().view(torch.float16).to(torch.float32)
 
 
 def _split(x: Tensor, *extents: int) -> Tensor:
-    """Last dimension -> several."""
+    """Unflatten the last dimension."""
     return x.reshape(*x.shape[:-1], *extents)
 
 
 def _low_high(q: Tensor) -> Tensor:
-    """``[..., n]`` bytes -> ``[..., 2, n]`` nibbles, low ones first."""
+    """``[..., n]`` bytes -> ``[..., 2, n]`` nibbles, low first."""
     return torch.stack((q & 15, q >> 4), dim=-2)
 
 
 def _nibbles(q: Tensor) -> Tensor:
-    """``[..., n]`` bytes -> ``[..., 2 n]`` nibbles: the low ones of all bytes, then the high ones."""
+    """``[..., n]`` bytes to ``[..., 2 n]`` nibbles: the low ones of all bytes, then the high ones."""
     return _low_high(q).flatten(-2)
 
 
@@ -97,17 +96,17 @@ def _fields(x: Tensor, n_bits: int) -> Tensor:
 
 @cache
 def _table(numbers: tuple[int, ...], device: torch.device) -> Tensor:
-    """Kept on the device: copying it there at each call would wait for the device."""
+    """Cached on the device: a copy at each call would synchronise."""
     return torch.tensor(numbers, dtype=torch.float32, device=device)
 
 
-def _looked_up(numbers: tuple[int, ...], q: Tensor) -> Tensor:
-    """Codes 0..15 -> numbers, float32.  Indices are int32 because int64 ones would be the largest thing in memory."""
+def _lookup(numbers: tuple[int, ...], q: Tensor) -> Tensor:
+    """Codes 0..15 to float32.  Indices are int32, since int64 ones would be the largest tensor in memory."""
     return _table(numbers, q.device).index_select(0, q.reshape(-1).to(torch.int32)).view(q.shape)
 
 
 def _k_scales(s: Tensor) -> tuple[Tensor, Tensor]:
-    """The twelve bytes of Q4_K and Q5_K -> eight scales, eight minima, float32."""
+    """The twelve scale bytes of Q4_K and Q5_K to eight scales and eight minima, float32."""
     a, b, c = s[..., 0:4], s[..., 4:8], s[..., 8:12]
     scale = torch.cat((a & 63, (c & 15) | ((a >> 6) << 4)), dim=-1)
     minimum = torch.cat((b & 63, (c >> 4) | ((b >> 6) << 4)), dim=-1)
@@ -137,21 +136,21 @@ def _q5_1(b: Tensor) -> Tensor:
 
 
 def _iq4_nl(b: Tensor) -> Tensor:
-    return _half(b[..., 0:2]) * _looked_up(LEVELS, _nibbles(b[..., 2:18]))
+    return _half(b[..., 0:2]) * _lookup(LEVELS, _nibbles(b[..., 2:18]))
 
 
 def _mxfp4(b: Tensor) -> Tensor:
     e = b[..., 0:1].to(torch.int32)
     # bits of 2^(e - 128): exponent field e - 1, and for e of 0 and 1 a subnormal number
     bits = torch.where(e < 2, (1 << 21) << e, (e - 1) << 23)
-    return bits.view(torch.float32) * _looked_up(DOUBLED, _nibbles(b[..., 1:17]))
+    return bits.view(torch.float32) * _lookup(DOUBLED, _nibbles(b[..., 1:17]))
 
 
 def _iq4_xs(b: Tensor) -> Tensor:
     scale = _fields(b[..., 4:8], 4) | (_fields(b[..., 2:4], 2) << 4)
     d = _half(b[..., 0:2]) * (scale.to(torch.float32) - 32)
     q = _nibbles(_split(b[..., 8:136], 8, 16))
-    return (d.unsqueeze(-1) * _looked_up(LEVELS, q)).flatten(-2)
+    return (d.unsqueeze(-1) * _lookup(LEVELS, q)).flatten(-2)
 
 
 def _two_bits(q: Tensor) -> Tensor:
@@ -216,9 +215,9 @@ _BLOCKS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 def dequantise(kind: GgmlType, raw: Tensor, dtype: torch.dtype) -> Tensor:
-    """Numbers of ``raw`` ``[rows, row_bytes]`` uint8 as ``[rows, columns]`` of ``dtype``, on the device of ``raw``.
+    """Dequantise ``raw`` ``[rows, row_bytes]`` uint8 to ``[rows, columns]`` of ``dtype``, on the same device.
 
-    Types outside this file go through gguf-py on the cpu.  Raises NotImplementedError for a type that it does not know.
+    Other types go through gguf-py on the cpu.  Raises NotImplementedError for a type that it does not know.
     """
     rows = raw.shape[0]
     if kind.name in _FLOATS:
@@ -231,7 +230,7 @@ def dequantise(kind: GgmlType, raw: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _by_reference(kind: GgmlType, raw: Tensor) -> Tensor:
-    with np.errstate(all="ignore"):  # infinite scales of a damaged file become infinite numbers, as in our own code
+    with np.errstate(all="ignore"):  # infinite scales of a damaged file give infinities, as above
         numbers = reference.dequantize(raw.cpu().numpy(), gguf.GGMLQuantizationType(kind.id))
     return torch.from_numpy(np.ascontiguousarray(numbers, dtype=np.float32)).to(raw.device)
 

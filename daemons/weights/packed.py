@@ -1,8 +1,7 @@
-"""Packed weights: quant blocks repacked so that a GPU loads each of their parts in wide, aligned pieces.
+"""Packed weights: quant blocks repacked so that a GPU loads each of their parts in wide, aligned words.
 
-A row keeps its bytes, only their order changes: :func:`repack` and :func:`unpack` are each other's inverse,
-on any device.  A chunk is 256 numbers, and ``element`` counts within it; a row that ends within one is filled up with
-blocks of zero bytes, which are zeros.  ``K``: its numbers then.
+Only the order of a row's bytes changes: :func:`repack` and :func:`unpack` are inverse, on any device.  A chunk is 256
+numbers, and ``element`` counts within it.  Rows are zero-padded to a multiple of 256, to ``K`` numbers.
 
     Q4_K, Q5_K  codes   int32 [N, K/8]    word 16 h + w (h < 2, w < 16), field i < 4: low four bits of the elements
                                           32 (4 h + i) + 2 w (bits 4 i) and its neighbour + 1 (bits 16 + 4 i)
@@ -19,7 +18,7 @@ blocks of zero bytes, which are zeros.  ``K``: its numbers then.
     Q4_1, Q5_1  codes   as Q4_K; high as Q5_K; steps int32 [N, K/32] d | m << 16, both f16
     Q8_0        codes   int8  [N, K]      as stored; steps f16 [N, K/32] d
 
-Two neighbours lie 16 bits apart in a word: a shift and a mask make both halves of a pair of 16-bit floats.
+Neighbours lie 16 bits apart in a word, so one shift and mask yields both halves of a pair of 16-bit floats.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ from lucevisor.model.quant_types import CHUNK, GgmlType, padded_columns, row_byt
 
 @dataclass(frozen=True, slots=True)
 class PackedWeights:
-    """The parts of quant blocks ``[..., N, *]``; those that a type does not have are None."""
+    """The parts of quant blocks as tensors ``[..., N, *]``; None where the type has no such part."""
 
     codes: Tensor
     high: Tensor | None = None
@@ -44,7 +43,7 @@ class PackedWeights:
     steps: Tensor | None = None
 
     def tensors(self) -> list[Tensor]:
-        """Those that are there, in the order of the fields."""
+        """The tensors that exist, in field order."""
         return [t for t in (self.codes, self.high, self.scales, self.steps) if t is not None]
 
     @property
@@ -52,7 +51,7 @@ class PackedWeights:
         return sum(t.nbytes for t in self.tensors())
 
     def map(self, change: Callable[[Tensor], Tensor]) -> PackedWeights:
-        """The same with every tensor changed."""
+        """Apply ``change`` to every tensor."""
         found = [None if t is None else change(t) for t in (self.codes, self.high, self.scales, self.steps)]
         assert found[0] is not None
         return PackedWeights(found[0], *found[1:])
@@ -60,7 +59,7 @@ class PackedWeights:
 
 @dataclass(frozen=True, slots=True)
 class _PackedField:
-    """``bits`` of storage for a number of the matrix, held as ``dtype``."""
+    """``bits`` per number of the matrix, stored as ``dtype``."""
 
     dtype: torch.dtype
     bits: float
@@ -99,17 +98,17 @@ def empty_packed(kind: GgmlType, n_rows: int, n_columns: int, device: torch.devi
 
 
 def repack(kind: GgmlType, raw: Tensor) -> PackedWeights:
-    """Blocks ``[N, row_bytes]`` uint8 as packed weights, on the same device."""
+    """Quant blocks ``[N, row_bytes]`` uint8 to packed weights, on the same device."""
     n_columns = raw.shape[1] // kind.block_bytes * kind.block_elements
     missing = row_bytes(kind, padded_columns(n_columns)) - raw.shape[1]
     if missing:
         raw = F.pad(raw, (0, missing))
-    return _APART[kind.name](raw.view(raw.shape[0], -1, kind.block_bytes))
+    return _REPACK[kind.name](raw.view(raw.shape[0], -1, kind.block_bytes))
 
 
 def unpack(kind: GgmlType, packed: PackedWeights, n_columns: int) -> Tensor:
     """PackedWeights ``[N, *]`` as the blocks ``[N, row_bytes]`` uint8 that they were."""
-    out = torch.cat(list(_TOGETHER[kind.name](packed)), dim=-1)
+    out = torch.cat(list(_UNPACK[kind.name](packed)), dim=-1)
     return out.view(packed.codes.shape[0], -1)[:, : row_bytes(kind, n_columns)]
 
 
@@ -117,9 +116,9 @@ def unpack(kind: GgmlType, packed: PackedWeights, n_columns: int) -> Tensor:
 
 
 def _words(codes: Tensor, width: int, size: int) -> Tensor:
-    """Codes ``[N, chunks, 256]`` uint8 of ``width`` bits -> words of two runs of fields ``[N, words]``, int16 or int32.
+    """Codes ``[N, chunks, 256]`` uint8 of ``width`` bits to words ``[N, words]``, int16 or int32.
 
-    ``size``: elements of a group.  The words of a group hold its pairs; neighbouring groups share words.
+    ``size``: elements of a group.  The words of a group hold its pairs; adjacent groups share words.
     """
     n = {1: 8, 2: 8, 4: 4}[width]  # fields in half a word
     pairs = _split(codes, -1, -1, n, size // 2, 2).movedim(-3, -1)  # [..., groups of groups, pair, 2, n]
@@ -131,7 +130,7 @@ def _words(codes: Tensor, width: int, size: int) -> Tensor:
 
 
 def _codes(words: Tensor, width: int, size: int) -> Tensor:
-    """The inverse: ``[N, words]`` -> codes ``[N, chunks, 256]`` uint8."""
+    """Inverse of :func:`_words`: ``[N, words]`` to codes ``[N, chunks, 256]`` uint8."""
     some = _split(words.contiguous().view(torch.uint8), -1, -1, size // 2, 2, 1 if width < 2 else 2)
     shift = torch.arange(0, 8, width, dtype=torch.uint8, device=words.device)
     fields = ((some.unsqueeze(-1) >> shift) & ((1 << width) - 1)).flatten(-2)  # [..., groups of groups, pair, 2, n]
@@ -166,7 +165,7 @@ def _k_scale_words(b: Tensor) -> Tensor:
     scale = torch.cat((lows & 63, (rest & 15) | ((lows >> 6) << 4)), dim=-1)
     minimum = torch.cat((minima & 63, (rest >> 4) | ((minima >> 6) << 4)), dim=-1)
     ends = torch.cat((_low_high(b[..., 0:2].unsqueeze(-1)), _low_high(b[..., 2:4].unsqueeze(-1))), dim=-1)
-    nibble = ends.flatten(-3, -2).flatten(-2)  # d and dmin in turns
+    nibble = ends.flatten(-3, -2).flatten(-2)  # d and dmin interleaved
     first = scale | ((minimum & 3) << 6)
     second = (minimum >> 2) | (nibble << 4)
     return torch.stack((first, second), dim=-1).flatten(-2).contiguous().view(torch.int32)
@@ -232,7 +231,7 @@ def _q6_k(b: Tensor) -> PackedWeights:
         b[..., 192:208]
         .clone(memory_format=torch.contiguous_format)
         .view(torch.int32)
-        .flatten(1),  # one row is not copied
+        .flatten(1),  # clone: a single row would alias its input
         b[..., 208:210].contiguous().view(torch.float16).flatten(1),
     )
 
@@ -309,11 +308,11 @@ def _q8_0_blocks(p: PackedWeights) -> Iterator[Tensor]:
     yield _bytes_of(_split(p.codes, 1, -1, 32))
 
 
-_APART: dict[str, Callable[[Tensor], PackedWeights]] = {
+_REPACK: dict[str, Callable[[Tensor], PackedWeights]] = {
     "Q4_K": _q4_k, "Q5_K": _q5_k, "Q6_K": _q6_k, "Q8_0": _q8_0,
     "Q4_0": _q4_0, "Q4_1": _q4_1, "Q5_0": _q5_0, "Q5_1": _q5_1,
 }  # fmt: skip
-_TOGETHER: dict[str, Callable[[PackedWeights], Iterator[Tensor]]] = {
+_UNPACK: dict[str, Callable[[PackedWeights], Iterator[Tensor]]] = {
     "Q4_K": _q4_k_blocks, "Q5_K": _q5_k_blocks, "Q6_K": _q6_k_blocks, "Q8_0": _q8_0_blocks,
     "Q4_0": _simple_blocks, "Q4_1": _simple_blocks, "Q5_0": _simple_blocks, "Q5_1": _simple_blocks,
 }  # fmt: skip

@@ -27,7 +27,7 @@ HUGE_PAGE_BYTES = 2 << 20
 
 @dataclass(frozen=True, slots=True)
 class TensorChunk:
-    """Rows ``start`` .. ``stop`` of a tensor, of which ``columns`` are kept."""
+    """Rows ``start`` .. ``stop`` of a tensor, restricted to ``columns``."""
 
     tensor: TensorInfo
     start: int
@@ -40,21 +40,21 @@ class TensorChunk:
 
     @property
     def byte_columns(self) -> tuple[int, int]:
-        """Where in a row the blocks lie that hold the columns."""
+        """Byte range within a row of the quant blocks that hold the columns."""
         kind = self.tensor.kind
         first, behind = self.columns[0] // kind.block_elements, -(-self.columns[1] // kind.block_elements)
         return first * kind.block_bytes, behind * kind.block_bytes
 
     @property
     def n_bytes(self) -> int:
-        """Of its rows, in the file."""
+        """Bytes of its rows in the file."""
         return (self.stop - self.start) * (self.tensor.n_bytes // row_count(self.tensor))
 
 
 class StagingBuffers:
-    """Reads file bytes into reused host memory and brings them to the device.
+    """Reused host buffers between the files and the device.
 
-    For an accelerator there are two page-locked buffers in turn, so that reading overlaps copying.
+    An accelerator has two page-locked ones that alternate, so that reading overlaps copying.
     """
 
     def __init__(self, files: GgufFiles, device: torch.device) -> None:
@@ -63,7 +63,7 @@ class StagingBuffers:
         self.buffers = [torch.empty(0, dtype=torch.uint8) for _ in range(2 if self.accelerated else 1)]
         self.busy: list[torch.cuda.Event | None] = [None] * len(self.buffers)
         self.turn = 0
-        self.descriptors = [part.fileno() for part in files.parts]  # the very files whose headers were read
+        self.descriptors = [part.fileno() for part in files.parts]  # of the same open files whose headers were read
         for fd in self.descriptors:
             os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_SEQUENTIAL)
 
@@ -81,16 +81,16 @@ class StagingBuffers:
         sizes = [n * (p.stop - p.start) for n, p in zip(row_bytes, chunks, strict=True)]
         offsets = [0]
         for size in sizes:
-            offsets.append(-(-(offsets[-1] + size) // 64) * 64)  # numbers of any format stay aligned
+            offsets.append(-(-(offsets[-1] + size) // 64) * 64)  # keeps every format aligned
         buffer = self._grown(offsets[-1])
         for chunk, n, size, at in zip(chunks, row_bytes, sizes, offsets, strict=False):
             self._read(buffer[at : at + size], chunk.tensor, chunk.start * n)
-        there = buffer.to(self.device, non_blocking=True) if self.accelerated else buffer
+        on_device = buffer.to(self.device, non_blocking=True) if self.accelerated else buffer
         if self.accelerated:
             event = torch.cuda.Event()  # type: ignore[no-untyped-call]
             event.record(torch.cuda.current_stream(self.device))
             self.busy[self.turn] = event
-        return [there[at : at + size].view(-1, n) for at, size, n in zip(offsets, sizes, row_bytes, strict=False)]
+        return [on_device[at : at + size].view(-1, n) for at, size, n in zip(offsets, sizes, row_bytes, strict=False)]
 
     def _grown(self, n_bytes: int) -> Tensor:
         if self.buffers[self.turn].numel() < n_bytes:
@@ -116,7 +116,7 @@ class StagingBuffers:
 
 
 def row_count(tensor: TensorInfo) -> int:
-    """Rows of a tensor: the product of all but its last extent."""
+    """Rows of a tensor: the product of all extents but the last."""
     n = 1
     for extent in tensor.shape[:-1]:
         n *= extent
@@ -125,7 +125,7 @@ def row_count(tensor: TensorInfo) -> int:
 
 @dataclass(slots=True)
 class ProgressMeter:
-    """Counts file bytes and reports them, not oftener than every REPORT_S."""
+    """Counts file bytes and reports them at most every REPORT_S."""
 
     total_bytes: int
     report: Callable[[int, int], None]
@@ -141,10 +141,10 @@ class ProgressMeter:
 
 
 class HostMemory:
-    """One block of cpu memory for the weights of a shard, on huge pages where the kernel has them.
+    """One block of cpu memory for the weights of a shard, on huge pages if the kernel has them.
 
-    A decode step walks over all weights; with 4 KiB pages the processor's prefetch stops at each (a sixth slower,
-    measured).  Nothing is taken from the system before it is written, so asking for too much costs nothing.
+    A decode step reads all weights; with 4 KiB pages the processor's prefetch stops at each page (measured: a sixth
+    slower).  Memory is committed when it is written, so reserving too much costs nothing.
     """
 
     def __init__(self, block: mmap.mmap) -> None:
@@ -153,18 +153,18 @@ class HostMemory:
 
     @classmethod
     def reserve(cls, n_bytes: int) -> HostMemory | None:
-        """A block of ``n_bytes``; None when the system refuses: an error about a single tensor will say more."""
+        """A block of ``n_bytes``; None if the system refuses: a later error about one tensor will say more."""
         try:
             block = mmap.mmap(-1, n_bytes + HUGE_PAGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         except OSError:
             return None
         if hasattr(mmap, "MADV_HUGEPAGE"):
-            with suppress(OSError):  # a kernel without huge pages: plain ones work as well
+            with suppress(OSError):  # no huge pages: normal ones work too
                 block.madvise(mmap.MADV_HUGEPAGE)
         return cls(block)
 
     def take(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor | None:
-        """Room for a tensor, aligned to 64 bytes; None when the block has not enough left."""
+        """Memory for a tensor, aligned to 64 bytes; None when the block is used up."""
         n_bytes = prod(shape) * dtype.itemsize
         start = -(-self.used // 64) * 64
         if start + n_bytes > len(self.bytes):
