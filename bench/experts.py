@@ -18,12 +18,12 @@ import torch
 from kernels import conditions, random_packed
 
 from daemons.device import prepare
-from daemons.ops import quantised
+from daemons.ops import packed_linear
 from daemons.ops.experts import BlockExperts
-from daemons.ops.kernels import Kernels
 from daemons.ops.moe import ExpertMlp
-from daemons.ops.quantised import PackedExperts
-from daemons.ops.router import Chosen
+from daemons.ops.packed_linear import PackedExperts
+from daemons.ops.router import RoutedExperts
+from daemons.ops.triton_operations import TritonOperations
 from daemons.weights.packed import unpack
 from lucevisor.model.quant_types import BY_NAME
 from lucevisor.model.values import Backend
@@ -45,12 +45,12 @@ def matrices(kind_name, n_experts, n, k, device):
 
 
 def limits(arm):
-    """What SINGLE_PAIRS is while an arm runs."""
-    return {"each pair": 1 << 30, "grouped": 0}.get(arm, quantised.SINGLE_PAIRS)
+    """What MAX_GEMV_PAIRS is while an arm runs."""
+    return {"each pair": 1 << 30, "grouped": 0}.get(arm, packed_linear.MAX_GEMV_PAIRS)
 
 
 def seconds(arm, mlp, x, chosen):
-    with mock.patch.object(quantised, "SINGLE_PAIRS", limits(arm)):
+    with mock.patch.object(packed_linear, "MAX_GEMV_PAIRS", limits(arm)):
         torch.cuda.synchronize()
         began = time.perf_counter()
         out = mlp(x, chosen)
@@ -63,11 +63,11 @@ def measure(options):
     for name, n_experts, n_used, width, inner, gate_kind, down_kind in LAYERS:
         gate_up = matrices(gate_kind, n_experts, 2 * inner, width, options.device)
         down = matrices(down_kind, n_experts, width, inner, options.device)
-        packed, plain = (ExpertMlp(a, b, "silu", Kernels()) for a, b in zip(gate_up, down, strict=True))
+        packed, plain = (ExpertMlp(a, b, "silu", TritonOperations()) for a, b in zip(gate_up, down, strict=True))
         for n in options.tokens:
             x = torch.randn(n, width, device=options.device, dtype=torch.bfloat16)
             weights, experts = torch.rand(n, n_experts, device=options.device).softmax(dim=1).topk(n_used)
-            chosen = Chosen(experts, weights, None)
+            chosen = RoutedExperts(experts, weights, None)
             times, results = {}, {}
             for i in range(options.rounds + 3):  # the first ones compile
                 for arm in ARMS:

@@ -18,8 +18,8 @@ from pathlib import Path
 import torch
 
 from daemons.device import prepare
-from daemons.ops.linear import Blocks
-from daemons.ops.quantised import PackedLinear
+from daemons.ops.linear import BlockLinear
+from daemons.ops.packed_linear import PackedLinear
 from daemons.weights.packed import empty_packed, unpack
 from lucevisor.model.quant_types import BY_NAME
 from lucevisor.model.values import Backend
@@ -81,7 +81,7 @@ def measure(options):
         n_bytes = n * k // kind.block_elements * kind.block_bytes
         copies = [random_packed(kind, n, k, options.device) for _ in range(max(2, CACHE_BYTES // n_bytes + 1))]
         kernels = [PackedLinear(kind, packed, k) for packed in copies]
-        plain = [Blocks(kind, unpack(kind, packed, k), k) for packed in copies[:2]]
+        plain = [BlockLinear(kind, unpack(kind, packed, k), k) for packed in copies[:2]]
         for rows in ROWS:
             x = torch.randn(rows, k, device=options.device, dtype=torch.bfloat16)
             wanted, found = plain[0](x).float(), kernels[0](x).float()

@@ -21,7 +21,7 @@ from daemons.ops.attention import attention
 from daemons.ops.basic import RmsNorm, Rope, l2_scale
 from daemons.ops.delta_rule import chunked, convolve, step
 from daemons.ops.linear import Linear, Table
-from daemons.ops.operations import SHORT_SLICE, MixWeights, Norm, Operations
+from daemons.ops.operations import SHORT_SLICE, GatedDeltaNetParams, Norm, Operations
 from daemons.ops.paged import PagedTensor
 from lucevisor.model.spec import ModelSpec
 from lucevisor.model.values import Space
@@ -62,7 +62,7 @@ class PreNormLayer:
         self.mixer_norm, self.mixer, self.mlp_norm, self.mlp = mixer_norm, mixer, mlp_norm, mlp
 
     def __call__(self, h: Tensor, batch: Batch) -> Tensor:
-        h, x = self.mlp_norm.added(h, self.mixer(self.mixer_norm(h), batch))
+        h, x = self.mlp_norm.fused_add(h, self.mixer(self.mixer_norm(h), batch))
         return h + self.mlp(x, batch)
 
 
@@ -95,7 +95,7 @@ class GatedMlp:
         self.gate_up, self.down, self.operations, self.activation = gate_up, down, operations, activation
 
     def __call__(self, x: Tensor, batch: Batch) -> Tensor:
-        return self.down(self.operations.gated(self.gate_up(x), self.activation))
+        return self.down(self.operations.act_and_mul(self.gate_up(x), self.activation))
 
 
 # ---- attention
@@ -143,7 +143,7 @@ class Attention:
         self.keys, self.values = pages
         self.value_norm, self.operations = value_norm, operations
         s = shape
-        self.few = operations.attend(window=s.window, scale=s.scale, softcap=s.softcap)
+        self.paged_attention = operations.paged_attention(window=s.window, scale=s.scale, softcap=s.softcap)
         self.heads = [s.n_heads, s.n_kv_heads]
         self.columns = [sum(self.heads) * s.head_dim, s.gate, 0 if s.key_values else s.n_kv_heads * s.head_dim]
 
@@ -160,12 +160,12 @@ class Attention:
             self.values.write(slots, v if self.value_norm is None else self.value_norm(v))
         out = batch.map_groups(self._attend, q)
         if s.gate:
-            return self.output(self.operations.opened(out, gate, s.softplus))
+            return self.output(self.operations.output_gate(out, gate, s.softplus))
         return self.output(out.reshape(rows, -1))
 
     def _attend(self, group: Group, q: Tensor) -> Tensor:
-        if self.few is not None and group.n_tokens <= SHORT_SLICE:
-            found = self.few(q.flatten(0, 1), self.keys, self.values, group.query(self.shape.space))
+        if self.paged_attention is not None and group.n_tokens <= SHORT_SLICE:
+            found = self.paged_attention(q.flatten(0, 1), self.keys, self.values, group.query(self.shape.space))
             return found.view(q.shape[0], q.shape[1], *found.shape[1:])
         pages, mask = group.keys(self.shape.space, self.shape.window)
         k, v = self.keys.read(pages, q.dtype), self.values.read(pages, q.dtype)
@@ -179,7 +179,7 @@ class QkNormRope:
         self.norm, self.rope, self.operations = norm, rope, operations
 
     def __call__(self, x: Tensor, batch: Batch) -> Tensor:
-        return self.operations.turned(x, self.norm, *batch.rope_tables(self.rope))
+        return self.operations.qk_norm_rope(x, self.norm, *batch.rope_tables(self.rope))
 
 
 # ---- gated delta net
@@ -200,15 +200,15 @@ class GatedDeltaNetShape:
 
 @dataclass(frozen=True)
 class GatedDeltaNetWeights:
-    """``inputs``: columns q, k, v (the convolution's channels), z, alpha, beta.  ``conv_weight`` [Kc, C]; ``decay`` (as
-    stored: -exp A) and ``dt`` [N]; all but the matrices float32.
+    """``inputs``: columns q, k, v (the convolution's channels), z, alpha, beta.  ``conv_weight`` [Kc, C];
+    ``decay_rates`` (as stored: -exp A) and ``dt_bias`` [N]; all but the matrices float32.
     """
 
     inputs: Linear
     output: Linear
     conv_weight: Tensor
-    decay: Tensor
-    dt: Tensor
+    decay_rates: Tensor
+    dt_bias: Tensor
     norm: Norm
 
 
@@ -225,8 +225,8 @@ class GatedDeltaNet:
     ) -> None:
         self.shape, self.w, self.convolution, self.states = shape, weights, convolution, states
         w = weights
-        self.mix = operations.mix(
-            MixWeights(shape.n_key, shape.n_value, shape.dim, w.conv_weight, w.decay, w.dt, w.norm)
+        self.gated_delta_net = operations.gated_delta_net(
+            GatedDeltaNetParams(shape.n_key, shape.n_value, shape.dim, w.conv_weight, w.decay_rates, w.dt_bias, w.norm)
         )
         s = shape
         self.columns = [s.channels, s.n_value * s.dim, s.n_value, s.n_value]
@@ -243,8 +243,10 @@ class GatedDeltaNet:
     def _mix(self, group: Group, y: Tensor) -> Tensor:
         """Input columns [B, n, C + ...] to gated outputs [B, n, N, Dv], float32; advances the group's states."""
         s, b, n = self.shape, group.n_slices, group.n_tokens
-        if self.mix is not None and (self.mix.longest is None or n <= self.mix.longest):
-            found = self.mix(y.flatten(0, 1), self.convolution, self.states, group.states, group.offset)
+        if self.gated_delta_net is not None and (
+            self.gated_delta_net.max_tokens is None or n <= self.gated_delta_net.max_tokens
+        ):
+            found = self.gated_delta_net(y.flatten(0, 1), self.convolution, self.states, group.states, group.offset)
             return found.view(b, n, s.n_value, s.dim)
         if y.dtype != torch.float32:
             y = y.float()
@@ -255,7 +257,7 @@ class GatedDeltaNet:
         qk = self.qk_norm.float32(qk.view(b, n, 2 * s.n_key, s.dim)).view(b, n, 2, s.n_key, s.dim)
         if s.n_value != s.n_key:
             qk = torch.cat([qk] * (s.n_value // s.n_key), dim=3)
-        g, beta = F.softplus(alpha + self.w.dt).mul_(self.w.decay), torch.sigmoid(beta)
+        g, beta = F.softplus(alpha + self.w.dt_bias).mul_(self.w.decay_rates), torch.sigmoid(beta)
         o = self._recur(group, qk, v.view(b, n, s.n_value, s.dim), g, beta)
         return self.w.norm.float32(o).mul_(F.silu(z).view(b, n, s.n_value, s.dim))
 

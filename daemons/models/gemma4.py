@@ -21,7 +21,7 @@ from daemons.ops.basic import rope
 from daemons.ops.linear import Linear
 from daemons.ops.moe import ExpertMlp
 from daemons.ops.operations import Norm
-from daemons.ops.router import Route
+from daemons.ops.router import RouteFn
 from lucevisor.model.families.gemma4 import Gemma4Params
 from lucevisor.model.spec import ModelSpec
 
@@ -44,7 +44,7 @@ class RoutedBlock:
     """Routed experts in parallel to the dense MLP.  The router has a norm of its own."""
 
     router_norm: Norm
-    route: Route
+    route: RouteFn
     routed: ExpertMlp
     pre: Norm
     post: Norm

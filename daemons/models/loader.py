@@ -19,8 +19,8 @@ from torch import Tensor
 
 from daemons.device import allocating
 from daemons.errors import LoadError
-from daemons.ops.experts import ExpertMatrices, JoinedExperts
-from daemons.ops.linear import Joined, Linear, Table
+from daemons.ops.experts import ConcatExperts, ExpertWeights
+from daemons.ops.linear import ConcatLinear, Linear, Table
 from daemons.ops.selection import KernelSelector
 from daemons.weights.dequant import dequantise, four_bit
 from daemons.weights.packed import PackedWeights, empty_packed, repack
@@ -97,13 +97,13 @@ class WeightLoader:
             else:
                 groups.append([r])
         parts = [self._matrix(group) for group in groups]
-        return parts[0] if len(parts) == 1 else Joined(parts)
+        return parts[0] if len(parts) == 1 else ConcatLinear(parts)
 
-    def experts(self, *names: str) -> ExpertMatrices:
+    def experts(self, *names: str) -> ExpertWeights:
         """Matrices of experts, tensors ``[X, N, K]``; each expert's rows of all ``names`` are stacked."""
         layouts = [self._layout(Rows(name)) for name in names]
         if not all(self._mergeable(Rows(names[0]), Rows(name)) for name in names[1:]):
-            return JoinedExperts([self.experts(name) for name in names])
+            return ConcatExperts([self.experts(name) for name in names])
         n_experts, n_columns = layouts[0].shape[0], layouts[0].shape[-1]
         rows = [Rows(r.name, ((e * r.shape[1], (e + 1) * r.shape[1]),)) for e in range(n_experts) for r in layouts]
         if layouts[0].format in QUANTISED_FORMATS:

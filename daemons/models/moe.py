@@ -9,14 +9,14 @@ from daemons.kv.batch import Batch
 from daemons.models.blocks import GatedMlp
 from daemons.models.loader import WeightLoader
 from daemons.ops.moe import ExpertMlp
-from daemons.ops.router import Route, Router
+from daemons.ops.router import RouteFn, Router
 from lucevisor.model.experts import Experts
 
 
 class MoeMlp:
     """Routed experts, plus a shared expert for every row, weighted by the router's shared gate if it has one."""
 
-    def __init__(self, route: Route, routed: ExpertMlp, shared: GatedMlp | None) -> None:
+    def __init__(self, route: RouteFn, routed: ExpertMlp, shared: GatedMlp | None) -> None:
         self.route, self.routed, self.shared = route, routed, shared
 
     def __call__(self, x: Tensor, batch: Batch) -> Tensor:
@@ -25,7 +25,7 @@ class MoeMlp:
 
 def build_router(
     w: WeightLoader, prefix: str, x: Experts, *, bias: str = "", expert_scale: str = "", shared_gate: str = ""
-) -> Route:
+) -> RouteFn:
     """The router of the layer ``prefix`` ("blk.3."); ``bias``, ``expert_scale`` and ``shared_gate`` name tensors."""
     weight = w.exact(prefix + "ffn_gate_inp.weight")
     if shared_gate:
@@ -38,7 +38,7 @@ def build_router(
         scale=x.scale,
         bias=w.exact(prefix + bias) if bias else None,
         expert_scale=w.exact(prefix + expert_scale) if expert_scale else None,
-        opens=bool(shared_gate),
+        has_shared_gate=bool(shared_gate),
     )
     return w.selector.operations.router(router)
 

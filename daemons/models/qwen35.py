@@ -85,8 +85,8 @@ class Qwen35Family(Family):
             ),
             output=self.w.linear(b + "ssm_out.weight"),
             conv_weight=self.w.exact(b + "ssm_conv1d.weight").t().contiguous(),
-            decay=self.w.exact(b + "ssm_a"),
-            dt=self.w.exact(b + "ssm_dt.bias"),
+            decay_rates=self.w.exact(b + "ssm_a"),
+            dt_bias=self.w.exact(b + "ssm_dt.bias"),
             norm=self.norm(b + "ssm_norm.weight"),
         )
         shape = GatedDeltaNetShape(p.delta_key_heads, p.delta_value_heads, p.delta_dim)

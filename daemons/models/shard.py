@@ -62,7 +62,7 @@ class ShardModel:
             weights.close()
         self.weight_bytes = weights.n_bytes
         n_routed = max((spec.layers[i].n_routed for i in range(layers.start, layers.stop)), default=0)
-        self.max_async_tokens = selector.few_pairs // max(1, n_routed)
+        self.max_async_tokens = selector.max_async_pairs // max(1, n_routed)
         """Tokens of a step up to which routing never synchronises with the host."""
         self.warnings = selector.warnings + [
             f"{name} tensors are not kept as stored: {stored} bytes in the file take {taken} bytes on {self.device}"

@@ -42,7 +42,7 @@ class RmsNorm:
         out = self.float32(x)
         return out if out.dtype == x.dtype else out.to(x.dtype)
 
-    def added(self, h: Tensor, delta: Tensor) -> tuple[Tensor, Tensor]:
+    def fused_add(self, h: Tensor, delta: Tensor) -> tuple[Tensor, Tensor]:
         """``h + delta`` and its norm."""
         h = h + delta
         return h, self(h)
@@ -105,13 +105,13 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotate the first dims of ``x`` ``[T, H, D]`` float32 in place by tables ``[T, 1, n / 2]``, and return it."""
     half = cos.shape[-1]
     a, b = x[..., :half], x[..., half : 2 * half]
-    turned = a * sin
+    rotated = a * sin
     a.mul_(cos).addcmul_(b, sin, value=-1.0)
-    b.mul_(cos).add_(turned)
+    b.mul_(cos).add_(rotated)
     return x
 
 
-def gated(x: Tensor, activation: str) -> Tensor:
+def act_and_mul(x: Tensor, activation: str) -> Tensor:
     """``act(gate) * up`` of ``x`` ``[T, 2F]``, gate columns first.  ``activation``: silu, or gelu in its tanh form."""
     gate, up = x.chunk(2, dim=-1)
     if activation == "silu":

@@ -17,19 +17,19 @@ CHUNK = 64
 """Tokens of a chunk.  Borders lie at positions that are multiples of it, wherever a step begins."""
 
 
-def convolve(inputs: Tensor, left: Tensor, taps: Tensor) -> tuple[Tensor, Tensor]:
+def convolve(inputs: Tensor, left: Tensor, conv_weight: Tensor) -> tuple[Tensor, Tensor]:
     """Depth-wise causal convolution without activation.
 
-    ``inputs`` [B, n, C], ``left`` [B, taps - 1, C] the inputs before them, ``taps`` [taps, C], last one for the current
-    token.  Returns [B, n, C] and the window [B, taps - 1 + n, C], whose rows from n on are the next ``left``.
+    ``inputs`` [B, n, C], ``left`` [B, W - 1, C] the inputs before them, ``conv_weight`` [W, C], last row for
+    the current token.  Returns [B, n, C] and the window [B, W - 1 + n, C]; its rows from n on are the next ``left``.
     """
-    n, n_taps = inputs.shape[1], taps.shape[0]
+    n, conv_width = inputs.shape[1], conv_weight.shape[0]
     window = torch.cat((left, inputs), dim=1)
     if n == 1:
-        return (window * taps).sum(dim=1, keepdim=True), window
-    out = window[:, :n] * taps[0]
-    for j in range(1, n_taps):
-        out.addcmul_(window[:, j : j + n], taps[j])
+        return (window * conv_weight).sum(dim=1, keepdim=True), window
+    out = window[:, :n] * conv_weight[0]
+    for j in range(1, conv_width):
+        out.addcmul_(window[:, j : j + n], conv_weight[j])
     return out, window
 
 

@@ -10,125 +10,125 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from daemons.ops.linear import Blocks, Dense, DenseFloat32Cpu, Joined, Linear
-from daemons.ops.routes import Routes
+from daemons.ops.expert_pairs import ExpertPairs
+from daemons.ops.linear import BlockLinear, ConcatLinear, DenseLinear, Float32CpuLinear, Linear
 from daemons.weights.dequant import dequantise
 from lucevisor.model.quant_types import GgmlType
 from lucevisor.model.workspace import DEQUANT_ELEMENTS
 
-FEW_PAIRS = 64
+MAX_GATHERED_PAIRS = 64
 """Pairs of row and expert up to which matrices are gathered."""
-ANY_PAIRS = 1 << 30
+UNLIMITED_PAIRS = 1 << 30
 """More pairs than any step has."""
 
 
-class ExpertMatrices(Protocol):
+class ExpertWeights(Protocol):
     """``n_experts`` matrices of ``n_out`` rows; ``n_numbers`` of one; ``n_bytes`` of all on their device."""
 
     n_experts: int
     n_out: int
     n_numbers: int
     n_bytes: int
-    few_pairs: int
-    """Up to this many pairs of row and expert an accelerator uses :meth:`routed` instead of asking who was chosen."""
+    max_async_pairs: int
+    """(token, expert) pairs up to which :meth:`grouped_gemm` runs without synchronising with the host."""
 
-    def one(self, expert: int) -> Linear:
+    def linear(self, expert: int) -> Linear:
         """The product with one expert's matrix."""
 
-    def some(self, experts: Tensor, dtype: torch.dtype) -> Tensor:
+    def dequantised(self, experts: Tensor, dtype: torch.dtype) -> Tensor:
         """Matrices ``[P, N, K]`` of the experts [P], which may repeat."""
 
-    def routed(self, x: Tensor, routes: Routes, share: int) -> Tensor:
+    def grouped_gemm(self, x: Tensor, routes: ExpertPairs, pairs_per_row: int) -> Tensor:
         """``[P, N]``: row p // share of x [T, K] times the matrix of pair p's expert.  Does not wait for the device."""
 
 
-def gathered(matrices: ExpertMatrices, x: Tensor, routes: Routes, share: int) -> Tensor:
-    """:meth:`ExpertMatrices.routed` with copies of the matrices, a bounded number of them at a time."""
-    rows = x.repeat_interleave(share, dim=0).unsqueeze(2)
+def gather_gemm(matrices: ExpertWeights, x: Tensor, routes: ExpertPairs, pairs_per_row: int) -> Tensor:
+    """:meth:`ExpertWeights.grouped_gemm` with copies of the matrices, a bounded number of them at a time."""
+    rows = x.repeat_interleave(pairs_per_row, dim=0).unsqueeze(2)
     step = max(1, DEQUANT_ELEMENTS // matrices.n_numbers)
     pairs = zip(torch.split(routes.pairs, step), torch.split(rows, step), strict=True)
-    return torch.cat([torch.bmm(matrices.some(e, x.dtype), part) for e, part in pairs]).squeeze(2)
+    return torch.cat([torch.bmm(matrices.dequantised(e, x.dtype), part) for e, part in pairs]).squeeze(2)
 
 
 class DenseExperts:
     """Plain matrices ``[X, N, K]`` of the activations' dtype."""
 
-    few_pairs = FEW_PAIRS
+    max_async_pairs = MAX_GATHERED_PAIRS
 
     def __init__(self, weight: Tensor) -> None:
         self.weight = weight
         self.n_experts, self.n_out, n_columns = weight.shape
         self.n_numbers, self.n_bytes = self.n_out * n_columns, weight.nbytes
-        form = DenseFloat32Cpu if weight.device.type == "cpu" and weight.dtype == torch.float32 else Dense
+        form = Float32CpuLinear if weight.device.type == "cpu" and weight.dtype == torch.float32 else DenseLinear
         self.products: list[Linear] = [form(matrix) for matrix in weight]
 
-    def one(self, expert: int) -> Linear:
+    def linear(self, expert: int) -> Linear:
         return self.products[expert]
 
-    def some(self, experts: Tensor, dtype: torch.dtype) -> Tensor:
+    def dequantised(self, experts: Tensor, dtype: torch.dtype) -> Tensor:
         return self.weight.index_select(0, experts)
 
-    def routed(self, x: Tensor, routes: Routes, share: int) -> Tensor:
-        return gathered(self, x, routes, share)
+    def grouped_gemm(self, x: Tensor, routes: ExpertPairs, pairs_per_row: int) -> Tensor:
+        return gather_gemm(self, x, routes, pairs_per_row)
 
 
 class BlockExperts:
     """The file's quant blocks, raw ``[X, N, row_bytes]``; only chosen experts are expanded."""
 
-    few_pairs = FEW_PAIRS
+    max_async_pairs = MAX_GATHERED_PAIRS
 
     def __init__(self, kind: GgmlType, raw: Tensor, n_columns: int) -> None:
         self.kind, self.raw, self.n_columns = kind, raw, n_columns
         self.n_experts, self.n_out = raw.shape[:2]
         self.n_numbers, self.n_bytes = self.n_out * n_columns, raw.nbytes
-        self.products: list[Linear] = [Blocks(kind, matrix, n_columns) for matrix in raw]
+        self.products: list[Linear] = [BlockLinear(kind, matrix, n_columns) for matrix in raw]
 
-    def one(self, expert: int) -> Linear:
+    def linear(self, expert: int) -> Linear:
         return self.products[expert]
 
-    def some(self, experts: Tensor, dtype: torch.dtype) -> Tensor:
+    def dequantised(self, experts: Tensor, dtype: torch.dtype) -> Tensor:
         raw = self.raw.index_select(0, experts).flatten(0, 1)
         return dequantise(self.kind, raw, dtype).view(-1, self.n_out, self.n_columns)
 
-    def routed(self, x: Tensor, routes: Routes, share: int) -> Tensor:
-        return gathered(self, x, routes, share)
+    def grouped_gemm(self, x: Tensor, routes: ExpertPairs, pairs_per_row: int) -> Tensor:
+        return gather_gemm(self, x, routes, pairs_per_row)
 
 
-class ListedExperts:
+class SeparateExperts:
     """Products of experts in whatever form they are, one after the other."""
 
-    few_pairs = FEW_PAIRS
+    max_async_pairs = MAX_GATHERED_PAIRS
 
     def __init__(self, products: list[Linear], n_columns: int) -> None:
         self.products, self.n_columns = products, n_columns
         self.n_experts, self.n_out = len(products), products[0].n_out
         self.n_numbers, self.n_bytes = self.n_out * n_columns, sum(p.n_bytes for p in products)
 
-    def one(self, expert: int) -> Linear:
+    def linear(self, expert: int) -> Linear:
         return self.products[expert]
 
-    def some(self, experts: Tensor, dtype: torch.dtype) -> Tensor:
+    def dequantised(self, experts: Tensor, dtype: torch.dtype) -> Tensor:
         unit = torch.eye(self.n_columns, dtype=dtype, device=experts.device)
         return torch.stack([self.products[e](unit).t() for e in experts.tolist()])
 
-    def routed(self, x: Tensor, routes: Routes, share: int) -> Tensor:
-        return gathered(self, x, routes, share)
+    def grouped_gemm(self, x: Tensor, routes: ExpertPairs, pairs_per_row: int) -> Tensor:
+        return gather_gemm(self, x, routes, pairs_per_row)
 
 
-class JoinedExperts:
+class ConcatExperts:
     """Matrices of the same experts in several forms, below each other."""
 
-    def __init__(self, parts: list[ExpertMatrices]) -> None:
+    def __init__(self, parts: list[ExpertWeights]) -> None:
         self.parts = parts
         self.n_experts, self.n_out = parts[0].n_experts, sum(p.n_out for p in parts)
         self.n_numbers, self.n_bytes = sum(p.n_numbers for p in parts), sum(p.n_bytes for p in parts)
-        self.few_pairs = min(p.few_pairs for p in parts)
+        self.max_async_pairs = min(p.max_async_pairs for p in parts)
 
-    def one(self, expert: int) -> Linear:
-        return Joined([p.one(expert) for p in self.parts])
+    def linear(self, expert: int) -> Linear:
+        return ConcatLinear([p.linear(expert) for p in self.parts])
 
-    def some(self, experts: Tensor, dtype: torch.dtype) -> Tensor:
-        return torch.cat([p.some(experts, dtype) for p in self.parts], dim=1)
+    def dequantised(self, experts: Tensor, dtype: torch.dtype) -> Tensor:
+        return torch.cat([p.dequantised(experts, dtype) for p in self.parts], dim=1)
 
-    def routed(self, x: Tensor, routes: Routes, share: int) -> Tensor:
-        return torch.cat([p.routed(x, routes, share) for p in self.parts], dim=1)
+    def grouped_gemm(self, x: Tensor, routes: ExpertPairs, pairs_per_row: int) -> Tensor:
+        return torch.cat([p.grouped_gemm(x, routes, pairs_per_row) for p in self.parts], dim=1)

@@ -13,10 +13,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from daemons.ops.experts import ExpertMatrices
+from daemons.ops.expert_pairs import ExpertPairs
+from daemons.ops.experts import ExpertWeights
 from daemons.ops.operations import Operations
-from daemons.ops.router import Chosen
-from daemons.ops.routes import Routes
+from daemons.ops.router import RoutedExperts
 from lucevisor.model.workspace import DEQUANT_ELEMENTS
 
 
@@ -24,48 +24,48 @@ from lucevisor.model.workspace import DEQUANT_ELEMENTS
 class ExpertMlp:
     """``down_e(act(gate_e x) * (up_e x))``; gate and up are one matrix [2F, E] for each expert."""
 
-    gate_up: ExpertMatrices
-    down: ExpertMatrices
+    gate_up: ExpertWeights
+    down: ExpertWeights
     activation: str
     operations: Operations
 
-    def __call__(self, x: Tensor, chosen: Chosen, shared: Tensor | None = None) -> Tensor:
+    def __call__(self, x: Tensor, chosen: RoutedExperts, shared: Tensor | None = None) -> Tensor:
         """The weighted sum [T, E] over each row's experts, plus the result ``shared`` [T, E] of what every row goes
         through, as far as it is open.
         """
-        return self.operations.weighted(self.results(x, chosen.experts), chosen.weights, shared, chosen.opening)
+        return self.operations.moe_combine(self.results(x, chosen.experts), chosen.weights, shared, chosen.shared_gate)
 
     def results(self, x: Tensor, experts: Tensor) -> Tensor:
         """[T, k, E]: of each row's experts [T, k]."""
         if x.device.type == "cpu":
-            return self.one_by_one(x, experts)
-        if experts.numel() <= min(self.gate_up.few_pairs, self.down.few_pairs):
-            return self.gathered(x, experts)
+            return self.per_expert(x, experts)
+        if experts.numel() <= min(self.gate_up.max_async_pairs, self.down.max_async_pairs):
+            return self.grouped(x, experts)
         return self.batched(x, experts)
 
-    def one_by_one(self, x: Tensor, experts: Tensor) -> Tensor:
+    def per_expert(self, x: Tensor, experts: Tensor) -> Tensor:
         """Each chosen expert multiplies its own rows: no matrix is copied, every chosen one is read once."""
-        sorted_rows = _Sorted(x, experts)
+        sorted_rows = _SortedRows(x, experts)
         out = x.new_empty(experts.numel(), self.down.n_out)
         at = 0
         for expert, n in zip(sorted_rows.names.tolist(), sorted_rows.counts.tolist(), strict=True):
-            inner = self._gated(self.gate_up.one(expert)(sorted_rows.rows[at : at + n]))
-            out[at : at + n] = self.down.one(expert)(inner)
+            inner = self._act_and_mul(self.gate_up.linear(expert)(sorted_rows.rows[at : at + n]))
+            out[at : at + n] = self.down.linear(expert)(inner)
             at += n
-        return sorted_rows.back(out)
+        return sorted_rows.unsort(out)
 
-    def gathered(self, x: Tensor, experts: Tensor) -> Tensor:
+    def grouped(self, x: Tensor, experts: Tensor) -> Tensor:
         """Products by pairs of row and expert; nobody waits for the device."""
-        k, routes = experts.shape[1], Routes(experts.flatten(), self.gate_up.n_experts)
-        inner = self._gated(self.gate_up.routed(x, routes, k))
-        return self.down.routed(inner, routes, 1).view(-1, k, self.down.n_out)
+        k, routes = experts.shape[1], ExpertPairs(experts.flatten(), self.gate_up.n_experts)
+        inner = self._act_and_mul(self.gate_up.grouped_gemm(x, routes, k))
+        return self.down.grouped_gemm(inner, routes, 1).view(-1, k, self.down.n_out)
 
     def batched(self, x: Tensor, experts: Tensor) -> Tensor:
         """Chosen experts in batches, those with many rows first, so that a batch needs little padding.
 
         Waits for the device once, to learn who was chosen how often.
         """
-        sorted_rows = _Sorted(x, experts)
+        sorted_rows = _SortedRows(x, experts)
         counts = sorted_rows.counts.tolist()
         largest_first = sorted_rows.counts.argsort(descending=True)
         ends = sorted_rows.counts.cumsum(0)
@@ -78,10 +78,10 @@ class ExpertMlp:
             place = torch.minimum(first + torch.arange(longest[at], device=x.device), ends[chosen].unsqueeze(1) - 1)
             result = self._batch(sorted_rows.rows[place], sorted_rows.names[chosen])
             out.index_copy_(0, place.flatten(), result.flatten(0, 1))
-        return sorted_rows.back(out)
+        return sorted_rows.unsort(out)
 
-    def _gated(self, x: Tensor) -> Tensor:
-        return self.operations.gated(x, self.activation)
+    def _act_and_mul(self, x: Tensor) -> Tensor:
+        return self.operations.act_and_mul(x, self.activation)
 
     @property
     def n_expanded(self) -> int:
@@ -90,12 +90,12 @@ class ExpertMlp:
 
     def _batch(self, rows: Tensor, experts: Tensor) -> Tensor:
         """Rows [P, n, E] of experts [P] -> [P, n, E]."""
-        both = torch.bmm(rows, self.gate_up.some(experts, rows.dtype).transpose(1, 2))
-        inner = self._gated(both.flatten(0, 1)).view(*rows.shape[:2], -1)
-        return torch.bmm(inner, self.down.some(experts, rows.dtype).transpose(1, 2))
+        both = torch.bmm(rows, self.gate_up.dequantised(experts, rows.dtype).transpose(1, 2))
+        inner = self._act_and_mul(both.flatten(0, 1)).view(*rows.shape[:2], -1)
+        return torch.bmm(inner, self.down.dequantised(experts, rows.dtype).transpose(1, 2))
 
 
-class _Sorted:
+class _SortedRows:
     """Rows of x, once for each of their experts, those of the same expert together.
 
     ``names`` of the chosen experts, ascending, and the ``counts`` of their rows; all on the device.
@@ -107,7 +107,7 @@ class _Sorted:
         self.rows = x.index_select(0, self.order // self.k)
         self.names, self.counts = torch.unique_consecutive(chosen, return_counts=True)
 
-    def back(self, results: Tensor) -> Tensor:
+    def unsort(self, results: Tensor) -> Tensor:
         """Results in the order of :attr:`rows` -> [T, k, E]."""
         place = torch.empty_like(self.order)
         place[self.order] = torch.arange(self.order.shape[0], device=results.device)

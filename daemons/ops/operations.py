@@ -1,7 +1,8 @@
-"""The operations of a layer beside its products, as one object a device: what blocks are built with.
+"""The operations of a decoder layer other than linear layers, behind one protocol per device.
 
-:class:`Reference` is plain torch, for every device; ``daemons.ops.kernels`` has the same for GPUs.  A block that may
-have a form for few tokens asks for it when it is built, and is given None where there is none.
+:class:`TorchOperations` is plain torch and runs everywhere; ``daemons.ops.triton_operations`` runs Triton kernels on
+GPUs.  ``paged_attention`` and ``gated_delta_net`` return None where a device has no fused form; blocks ask once, when
+they are built, and then use the torch code.
 """
 
 from __future__ import annotations
@@ -14,11 +15,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from daemons.ops.basic import RmsNorm, gated, rotate
+from daemons.ops.basic import RmsNorm, act_and_mul, rotate
 from daemons.ops.paged import PagedTensor
-from daemons.ops.router import Route, Router
+from daemons.ops.router import RouteFn, Router
 
-FEW_TOKENS = 16
+MAX_DECODE_TOKENS = 16
 """Tokens of a slice up to which the forms for few tokens are taken: a decoded one, a draft, the end of a prompt."""
 SHORT_SLICE = 32
 """Tokens of a slice up to which its start does not matter: slices of equal length form one group and one graph.
@@ -38,7 +39,7 @@ class Norm(Protocol):
 
     def float32(self, x: Tensor) -> Tensor: ...
 
-    def added(self, h: Tensor, delta: Tensor) -> tuple[Tensor, Tensor]:
+    def fused_add(self, h: Tensor, delta: Tensor) -> tuple[Tensor, Tensor]:
         """``h + delta`` and its norm."""
 
 
@@ -47,46 +48,48 @@ class PagedQuery:
     """Queries over pages: B slices of n tokens.
 
     ``tables`` [rows, pages] and ``rows`` [B]: which pages; ``starts`` [B]: position of each slice's first token;
-    ``reach``: at least the position behind the last token of the longest slice.
+    ``max_length``: at least the position behind the last token of the longest slice.
     """
 
     tables: Tensor
     rows: Tensor
     starts: Tensor
     n_tokens: int
-    reach: int
+    max_length: int
 
 
-Attend = Callable[[Tensor, PagedTensor, PagedTensor, PagedQuery], Tensor]
+PagedAttention = Callable[[Tensor, PagedTensor, PagedTensor, PagedQuery], Tensor]
 """Queries [B n, H, D], pages of keys and values -> [B n, H, D]."""
 
 
-class Mix(Protocol):
-    """The gated delta net: columns [B n, C + ...] to gated outputs [B n, N D]; moves the states ``ids`` [B] of both
-    pools on.
+class GatedDeltaNetOp(Protocol):
+    """The fused gated delta net: input columns [B n, C + ...] to gated outputs [B n, N D].
+
+    Updates rows ``ids`` [B] of both state pools.
     """
 
-    longest: int | None
-    """Tokens of a slice that it takes at most; None: any number."""
+    max_tokens: int | None
+    """Longest slice it takes, in tokens; None: no limit."""
 
-    def __call__(self, y: Tensor, convolution: Tensor, states: Tensor, ids: Tensor, offset: int) -> Tensor:
-        """``offset``: the slices' start modulo the chunk of the delta rule."""
+    def __call__(self, y: Tensor, conv_states: Tensor, states: Tensor, ids: Tensor, offset: int) -> Tensor:
+        """``offset``: position of each slice's first token modulo the chunk of the delta rule."""
 
 
 @dataclass(frozen=True)
-class MixWeights:
-    """What a delta net has beside its matrices: heads, width of a head (keys and values), weights in float32.
+class GatedDeltaNetParams:
+    """Shape and float32 parameters of a gated delta net, without its projections.
 
-    ``taps`` [taps, C], last one for the current token; ``decay`` (as stored: -exp A) and ``dt`` [n_value]; ``norm`` the
-    gated one, [dim].  Value head j reads key head j mod n_key.
+    ``dim``: width of a head, of keys and values.  ``conv_weight`` [W, C], whose last row belongs to the current token;
+    ``decay_rates`` (-exp A, as stored) and ``dt_bias`` [n_value]; ``norm``: the gated norm, [dim].  Value head j reads
+    key head j mod n_key.
     """
 
     n_key: int
     n_value: int
     dim: int
-    taps: Tensor
-    decay: Tensor
-    dt: Tensor
+    conv_weight: Tensor
+    decay_rates: Tensor
+    dt_bias: Tensor
     norm: Norm
 
     @property
@@ -106,58 +109,62 @@ class Operations(Protocol):
     def norm(self, weight: Tensor | None, width: int, eps: float) -> Norm:
         """``weight`` float32 [D], [H, D], or None for 1."""
 
-    def gated(self, x: Tensor, activation: str) -> Tensor:
+    def act_and_mul(self, x: Tensor, activation: str) -> Tensor:
         """``act(gate) * up`` of x [T, 2F]."""
 
-    def opened(self, x: Tensor, gate: Tensor, softplus: bool) -> Tensor:
+    def output_gate(self, x: Tensor, gate: Tensor, softplus: bool) -> Tensor:
         """x [T, H, D] times the sigmoid or softplus of ``gate`` [T, H D] or [T, H]: [T, H D]."""
 
-    def turned(self, x: Tensor, norm: Norm, cos: Tensor, sin: Tensor) -> Tensor:
+    def qk_norm_rope(self, x: Tensor, norm: Norm, cos: Tensor, sin: Tensor) -> Tensor:
         """Norm of each head of x [T, H, D], then rotary positions by tables [T, 1, half]."""
 
-    def router(self, router: Router) -> Route:
+    def router(self, router: Router) -> RouteFn:
         """What chooses as ``router`` does."""
 
-    def weighted(self, results: Tensor, weights: Tensor, shared: Tensor | None, opening: Tensor | None) -> Tensor:
-        """Sum of results [T, k, E] with weights float32 [T, k], plus ``shared`` [T, E] times ``opening`` float32 [T],
-        None for 1; of results' dtype.
+    def moe_combine(
+        self, results: Tensor, weights: Tensor, shared: Tensor | None, shared_gate: Tensor | None
+    ) -> Tensor:
+        """The sum of ``results`` [T, k, E] weighted by ``weights`` float32 [T, k], plus ``shared`` [T, E] times
+        ``shared_gate`` float32 [T] (None: 1).  Has the dtype of ``results``.
         """
 
-    def attend(self, *, window: int, scale: float, softcap: float) -> Attend | None:
+    def paged_attention(self, *, window: int, scale: float, softcap: float) -> PagedAttention | None:
         """Attention of slices of up to SHORT_SLICE tokens."""
 
-    def mix(self, weights: MixWeights) -> Mix | None:
+    def gated_delta_net(self, weights: GatedDeltaNetParams) -> GatedDeltaNetOp | None:
         """The gated delta net, if it has a form of its own."""
 
 
-class Reference:
+class TorchOperations:
     """Plain torch."""
 
     def norm(self, weight: Tensor | None, width: int, eps: float) -> Norm:
         return RmsNorm(weight, width, eps)
 
-    def gated(self, x: Tensor, activation: str) -> Tensor:
-        return gated(x, activation)
+    def act_and_mul(self, x: Tensor, activation: str) -> Tensor:
+        return act_and_mul(x, activation)
 
-    def opened(self, x: Tensor, gate: Tensor, softplus: bool) -> Tensor:
+    def output_gate(self, x: Tensor, gate: Tensor, softplus: bool) -> Tensor:
         n_rows, n_heads = x.shape[:2]
         factor = F.softplus(gate.float()).to(x.dtype) if softplus else torch.sigmoid(gate)
         return (x * factor.view(n_rows, n_heads, -1)).reshape(n_rows, -1)
 
-    def turned(self, x: Tensor, norm: Norm, cos: Tensor, sin: Tensor) -> Tensor:
+    def qk_norm_rope(self, x: Tensor, norm: Norm, cos: Tensor, sin: Tensor) -> Tensor:
         return rotate(norm.float32(x), cos, sin).to(x.dtype)
 
-    def router(self, router: Router) -> Route:
+    def router(self, router: Router) -> RouteFn:
         return router
 
-    def weighted(self, results: Tensor, weights: Tensor, shared: Tensor | None, opening: Tensor | None) -> Tensor:
+    def moe_combine(
+        self, results: Tensor, weights: Tensor, shared: Tensor | None, shared_gate: Tensor | None
+    ) -> Tensor:
         out = torch.bmm(weights.unsqueeze(1), results.float()).squeeze(1).to(results.dtype)
         if shared is None:
             return out
-        return out + (shared if opening is None else shared * opening.unsqueeze(1).to(shared.dtype))
+        return out + (shared if shared_gate is None else shared * shared_gate.unsqueeze(1).to(shared.dtype))
 
-    def attend(self, *, window: int, scale: float, softcap: float) -> Attend | None:
+    def paged_attention(self, *, window: int, scale: float, softcap: float) -> PagedAttention | None:
         return None
 
-    def mix(self, weights: MixWeights) -> Mix | None:
+    def gated_delta_net(self, weights: GatedDeltaNetParams) -> GatedDeltaNetOp | None:
         return None

@@ -16,28 +16,28 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-SMALLEST_SUM = 6.103515625e-5
+MIN_WEIGHT_SUM = 6.103515625e-5
 """Sums of weights are at least this, the smallest normal float16, before weights are divided by them (llama.cpp)."""
 
 
-class Chosen(NamedTuple):
+class RoutedExperts(NamedTuple):
     """``experts`` int64 [T, k] and their ``weights`` float32 [T, k].
 
-    ``opening`` float32 [T]: what the shared expert's result is multiplied by; None: it has no gate.
+    ``shared_gate`` float32 [T]: what the shared expert's result is multiplied by; None: it has no gate.
     """
 
     experts: Tensor
     weights: Tensor
-    opening: Tensor | None
+    shared_gate: Tensor | None
 
 
-Route = Callable[[Tensor], Chosen]
+RouteFn = Callable[[Tensor], RoutedExperts]
 """Rows [T, E] to who is chosen for them."""
 
 
 @dataclass(frozen=True)
 class Router:
-    """``weight`` float32 [X, E]; with ``opens`` one row more, the gate of the shared expert.
+    """``weight`` float32 [X, E]; with ``has_shared_gate`` one row more, the gate of the shared expert.
 
     ``bias`` [X] counts in the choice only; ``expert_scale`` [X] multiplies final weights.
     """
@@ -49,22 +49,22 @@ class Router:
     scale: float
     bias: Tensor | None = None
     expert_scale: Tensor | None = None
-    opens: bool = False
+    has_shared_gate: bool = False
 
     @property
     def n_experts(self) -> int:
-        return self.weight.shape[0] - self.opens
+        return self.weight.shape[0] - self.has_shared_gate
 
-    def __call__(self, x: Tensor) -> Chosen:
-        return self.choose(self.scores(x))
+    def __call__(self, x: Tensor) -> RoutedExperts:
+        return self.select_experts(self.scores(x))
 
     def scores(self, x: Tensor) -> Tensor:
-        """Products float32 [T, X] of rows ``x`` [T, E], with ``opens`` [T, X + 1]."""
+        """Products float32 [T, X] of rows ``x`` [T, E], with ``has_shared_gate`` [T, X + 1]."""
         return F.linear(x.float(), self.weight)
 
-    def choose(self, scores: Tensor) -> Chosen:
+    def select_experts(self, scores: Tensor) -> RoutedExperts:
         """Those chosen by :meth:`scores`."""
-        opening = torch.sigmoid(scores[:, -1]) if self.opens else None
+        shared_gate = torch.sigmoid(scores[:, -1]) if self.has_shared_gate else None
         scores = scores[:, : self.n_experts]
         scores = torch.sigmoid(scores) if self.gating == "sigmoid" else torch.softmax(scores, dim=-1)
         if self.bias is None:
@@ -73,9 +73,9 @@ class Router:
             experts = (scores + self.bias).topk(self.n_used, dim=-1).indices
             weights = scores.gather(1, experts)
         if self.normalise:
-            weights = weights / weights.sum(dim=-1, keepdim=True).clamp_(min=SMALLEST_SUM)
+            weights = weights / weights.sum(dim=-1, keepdim=True).clamp_(min=MIN_WEIGHT_SUM)
         if self.scale != 1.0:
             weights = weights * self.scale
         if self.expert_scale is not None:
             weights = weights * self.expert_scale[experts]
-        return Chosen(experts, weights, opening)
+        return RoutedExperts(experts, weights, shared_gate)

@@ -13,21 +13,21 @@ import torch
 from torch import Tensor
 
 from daemons.device import launching
-from daemons.ops.experts import ANY_PAIRS, BlockExperts, DenseExperts, ExpertMatrices, ListedExperts
+from daemons.ops.experts import UNLIMITED_PAIRS, BlockExperts, DenseExperts, ExpertWeights, SeparateExperts
 from daemons.ops.linear import (
-    Blocks,
+    Bfloat16CpuLinear,
+    BlockLinear,
     BlockTable,
-    Dense,
-    DenseFloat32Cpu,
+    DenseLinear,
     DenseTable,
-    Int4Cpu,
-    Int8Cpu,
+    Float32CpuLinear,
+    Int4CpuLinear,
+    Int8CpuLinear,
     Linear,
-    PackedBfloat16Cpu,
     PackedTable,
     Table,
 )
-from daemons.ops.operations import Operations, Reference
+from daemons.ops.operations import Operations, TorchOperations
 from daemons.weights.packed import PackedWeights
 from lucevisor.model.quant_types import GgmlType, WeightFormat
 
@@ -46,16 +46,16 @@ class KernelSelector:
     warnings: list[str] = field(default_factory=list)
     """What costs speed here and could be changed."""
     operations: Operations = field(init=False)
-    few_pairs: int = ANY_PAIRS
+    max_async_pairs: int = UNLIMITED_PAIRS
     """Pairs of row and expert up to which all experts that were made here need not wait for the device."""
 
     def __post_init__(self) -> None:
         if self.kernels is None:
-            reason = unusable(self.device, self.dtype) if self.device.type != "cpu" else "a cpu"
+            reason = triton_reject_reason(self.device, self.dtype) if self.device.type != "cpu" else "a cpu"
             self.kernels = not reason
             if reason and self.device.type != "cpu":
                 self.warnings.append(f"{self.device} runs plain torch, many times slower than kernels: {reason}")
-        self.operations = _kernels() if self.kernels else Reference()
+        self.operations = _kernels() if self.kernels else TorchOperations()
         self._note("layers", "triton" if self.kernels else "torch")
 
     def repacks(self, fmt: WeightFormat) -> bool:
@@ -70,71 +70,71 @@ class KernelSelector:
 
     def packs(self, dtype: torch.dtype) -> bool:
         """Whether a plain matrix of ``dtype`` is packed into other memory than it was read to."""
-        return self.device.type == "cpu" and dtype == torch.bfloat16 and packed_bfloat16()
+        return self.device.type == "cpu" and dtype == torch.bfloat16 and has_packed_bfloat16()
 
     def dense(self, kinds: set[str], weight: Tensor, *, indexed: bool = False) -> Linear:
         """A plain matrix.  ``indexed``: it is also a lookup table, so its rows must stay where they are."""
         what = "linear " + ",".join(sorted(kinds))
         if self.device.type == "cpu" and weight.dtype == torch.float32:
             self._note(what, "float32 batched mkl")
-            return DenseFloat32Cpu(weight)
+            return Float32CpuLinear(weight)
         if not indexed and self.packs(weight.dtype):
             self._note(what, "bfloat16 onednn packed")
-            return PackedBfloat16Cpu(weight)
+            return Bfloat16CpuLinear(weight)
         self._note(what, f"{str(weight.dtype).removeprefix('torch.')} torch")
-        return Dense(weight)
+        return DenseLinear(weight)
 
     def blocks(self, kind: GgmlType, raw: Tensor, n_columns: int) -> Linear:
         self._note(f"linear {kind.name}", f"blocks, expanded to {str(self.dtype).removeprefix('torch.')} at each call")
-        return Blocks(kind, raw, n_columns)
+        return BlockLinear(kind, raw, n_columns)
 
     def packed_linear(self, kind: GgmlType, packed: PackedWeights, n_columns: int) -> Linear:
         """A packed matrix."""
-        from daemons.ops.quantised import PackedLinear
+        from daemons.ops.packed_linear import PackedLinear
 
         self._note(f"linear {kind.name}", "packed, triton")
         return PackedLinear(kind, packed, n_columns)
 
-    def packed_experts(self, kind: GgmlType, packed: PackedWeights, n_columns: int) -> ExpertMatrices:
+    def packed_experts(self, kind: GgmlType, packed: PackedWeights, n_columns: int) -> ExpertWeights:
         """Repacked quant blocks of experts, tensors ``[X, N, *]``."""
-        from daemons.ops.quantised import PackedExperts
+        from daemons.ops.packed_linear import PackedExperts
 
         self._note(f"experts {kind.name}", "packed, triton")
         return self._experts(PackedExperts(kind, packed, n_columns))
 
-    def _experts(self, matrices: ExpertMatrices) -> ExpertMatrices:
-        self.few_pairs = min(self.few_pairs, matrices.few_pairs)
+    def _experts(self, matrices: ExpertWeights) -> ExpertWeights:
+        self.max_async_pairs = min(self.max_async_pairs, matrices.max_async_pairs)
         return matrices
 
-    def expert_dense(self, kinds: set[str], weight: Tensor) -> ExpertMatrices:
+    def expert_dense(self, kinds: set[str], weight: Tensor) -> ExpertWeights:
         """Plain matrices of experts ``[X, N, K]``."""
         self._note("experts " + ",".join(sorted(kinds)), f"{str(weight.dtype).removeprefix('torch.')} torch")
         return self._experts(DenseExperts(weight))
 
-    def expert_blocks(self, kind: GgmlType, raw: Tensor, n_columns: int) -> ExpertMatrices:
+    def expert_blocks(self, kind: GgmlType, raw: Tensor, n_columns: int) -> ExpertWeights:
         """Quant blocks of experts ``[X, N, row_bytes]``."""
         self._note(f"experts {kind.name}", f"blocks, expanded to {str(self.dtype).removeprefix('torch.')} when chosen")
         return self._experts(BlockExperts(kind, raw, n_columns))
 
-    def expert_int4(self, kinds: set[str], packed: Tensor, affine: Tensor) -> ExpertMatrices:
+    def expert_int4(self, kinds: set[str], packed: Tensor, affine: Tensor) -> ExpertWeights:
         """Packed int4 ``[X, N, K / 2]`` and its affine groups ``[X, K / 32, N, 2]``."""
         self._note("experts " + ",".join(sorted(kinds)), "int4 groups of 32, torch packed")
         pairs = zip(packed, affine, strict=True)
-        return ListedExperts([Int4Cpu(p, a) for p, a in pairs], packed.shape[-1] * 2)
+        return SeparateExperts([Int4CpuLinear(p, a) for p, a in pairs], packed.shape[-1] * 2)
 
-    def expert_int8(self, kinds: set[str], weight: Tensor, scale: Tensor) -> ExpertMatrices:
+    def expert_int8(self, kinds: set[str], weight: Tensor, scale: Tensor) -> ExpertWeights:
         """int8 ``[X, N, K]`` with one scale a row ``[X, N]``."""
         self._note("experts " + ",".join(sorted(kinds)), "int8 rows, torch packed")
         pairs = zip(weight, scale, strict=True)
-        return ListedExperts([Int8Cpu(w, s) for w, s in pairs], weight.shape[-1])
+        return SeparateExperts([Int8CpuLinear(w, s) for w, s in pairs], weight.shape[-1])
 
     def int4(self, kinds: set[str], packed: Tensor, affine: Tensor) -> Linear:
         self._note("linear " + ",".join(sorted(kinds)), "int4 groups of 32, torch packed")
-        return Int4Cpu(packed, affine)
+        return Int4CpuLinear(packed, affine)
 
     def int8(self, kinds: set[str], weight: Tensor, scale: Tensor) -> Linear:
         self._note("linear " + ",".join(sorted(kinds)), "int8 rows, torch packed")
-        return Int8Cpu(weight, scale)
+        return Int8CpuLinear(weight, scale)
 
     def table(self, kind: GgmlType, weight: Tensor | PackedWeights, n_columns: int) -> Table:
         """A lookup table: raw blocks are uint8."""
@@ -148,12 +148,12 @@ class KernelSelector:
         return DenseTable(weight, self.dtype)
 
 
-def unusable(device: torch.device, dtype: torch.dtype) -> str:
+def triton_reject_reason(device: torch.device, dtype: torch.dtype) -> str:
     """Why Triton's kernels cannot be used on a GPU, and what to do about it; empty if they can."""
     if find_spec("triton") is None:
         return "Triton is not installed in its environment; install the one that belongs to this torch"
     try:
-        from daemons.ops.quantised import probe
+        from daemons.ops.packed_linear import probe
 
         with launching(device):
             probe(device, dtype)
@@ -164,12 +164,12 @@ def unusable(device: torch.device, dtype: torch.dtype) -> str:
 
 
 def _kernels() -> Operations:
-    from daemons.ops.kernels import Kernels
+    from daemons.ops.triton_operations import TritonOperations
 
-    return Kernels()
+    return TritonOperations()
 
 
-def packed_bfloat16() -> bool:
+def has_packed_bfloat16() -> bool:
     """Whether this torch has oneDNN's packed bfloat16 product and the cpu the instructions for it."""
     if not torch._C._has_mkldnn or not hasattr(torch.ops.mkldnn, "_reorder_linear_weight"):
         return False

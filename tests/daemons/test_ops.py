@@ -9,10 +9,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from daemons.ops.attention import attention, reference, visible
-from daemons.ops.basic import RmsNorm, gated, plain_rope, rotate
+from daemons.ops.basic import RmsNorm, act_and_mul, plain_rope, rotate
 from daemons.ops.delta_rule import chunked, convolve, step
-from daemons.ops.linear import Blocks, Dense, DenseFloat32Cpu, Int4Cpu, Int8Cpu, Joined, PackedBfloat16Cpu
-from daemons.ops.selection import packed_bfloat16
+from daemons.ops.linear import (
+    Bfloat16CpuLinear,
+    BlockLinear,
+    ConcatLinear,
+    DenseLinear,
+    Float32CpuLinear,
+    Int4CpuLinear,
+    Int8CpuLinear,
+)
+from daemons.ops.selection import has_packed_bfloat16
 from daemons.weights.dequant import dequantise
 from lucevisor.model.quant_types import BY_NAME
 from tests.numerics import BFLOAT16, Narrow, bound, narrow_error, product_error
@@ -66,9 +74,9 @@ def test_gated_takes_the_gate_first():
     x = torch.randn(3, 10)
     gate, up = x.double().chunk(2, dim=1)
     for name, wanted in (("silu", F.silu(gate)), ("gelu_tanh", F.gelu(gate, approximate="tanh"))):
-        assert bound(lambda x, name=name: gated(x, name), x).worst(gated(x, name), wanted * up) <= 1
+        assert bound(lambda x, name=name: act_and_mul(x, name), x).worst(act_and_mul(x, name), wanted * up) <= 1
     with pytest.raises(ValueError, match="relu"):
-        gated(x, "relu")
+        act_and_mul(x, "relu")
 
 
 # ---- linear
@@ -79,19 +87,19 @@ def test_gated_takes_the_gate_first():
 def test_float32_products_of_any_row_count(rows, n, k):
     w, x = torch.randn(n, k), torch.randn(rows, 2 * k)[:, :k]
     wanted = x.double() @ w.double().t()
-    for product in (Dense(w), DenseFloat32Cpu(w)):
+    for product in (DenseLinear(w), Float32CpuLinear(w)):
         found = product(x)
         assert found.shape == (rows, n)
         assert found.is_contiguous()
         assert bool(((found - wanted).abs() <= product_error(x, w)).all())
 
 
-@pytest.mark.skipif(not packed_bfloat16(), reason="oneDNN multiplies no bfloat16 on this processor")
+@pytest.mark.skipif(not has_packed_bfloat16(), reason="oneDNN multiplies no bfloat16 on this processor")
 @pytest.mark.parametrize("rows", [1, 20])
 def test_packed_bfloat16(rows):
     w, x = torch.randn(48, 64).bfloat16(), torch.randn(rows, 64).bfloat16()
     wanted = x.double() @ w.double().t()
-    difference = (PackedBfloat16Cpu(w)(x).double() - wanted).abs()
+    difference = (Bfloat16CpuLinear(w)(x).double() - wanted).abs()
     assert bool((difference <= BFLOAT16 * wanted.abs() + 2 * product_error(x, w)).all())
 
 
@@ -105,11 +113,11 @@ def test_int8_and_int4_products_multiply_what_they_hold(rows):
 
     x = torch.randn(rows, 64).bfloat16()
     codes, scale = torch.randint(-127, 128, (80, 64), dtype=torch.int8), torch.rand(80).bfloat16()
-    assert_near(Int8Cpu(codes, scale)(x), codes.double() * scale.double().unsqueeze(1))
+    assert_near(Int8CpuLinear(codes, scale)(x), codes.double() * scale.double().unsqueeze(1))
     q, affine = torch.randint(0, 16, (80, 64), dtype=torch.int32), torch.randn(2, 80, 2).bfloat16()
     a = affine.permute(1, 0, 2).double().unsqueeze(2)  # [N, groups, 1, 2]
     w = ((q.view(80, 2, 32).double() - 8) * a[..., 0] + a[..., 1]).view(80, 64)
-    found = Int4Cpu(torch._convert_weight_to_int4pack_for_cpu(q, 1), affine)(x)
+    found = Int4CpuLinear(torch._convert_weight_to_int4pack_for_cpu(q, 1), affine)(x)
     assert_near(found, w)
 
 
@@ -117,16 +125,16 @@ def test_large_block_matrices_are_expanded_in_parts(monkeypatch):
     raw = torch.randint(0, 256, (50, 34 * 3), dtype=torch.uint8)
     raw.view(50, 3, 34)[..., 0:2] = torch.tensor([0x00, 0x2C], dtype=torch.uint8)  # scale 0.0625
     x = torch.randn(4, 96)
-    whole = Blocks(BY_NAME["Q8_0"], raw, 96)(x)
+    whole = BlockLinear(BY_NAME["Q8_0"], raw, 96)(x)
     monkeypatch.setattr("daemons.ops.linear.DEQUANT_ELEMENTS", 96 * 7)
     numbers = dequantise(BY_NAME["Q8_0"], raw, torch.float32)
-    difference = (Blocks(BY_NAME["Q8_0"], raw, 96)(x) - whole).abs()
+    difference = (BlockLinear(BY_NAME["Q8_0"], raw, 96)(x) - whole).abs()
     assert bool((difference <= 2 * product_error(x, numbers)).all())
 
 
 def test_joined_products_lie_side_by_side():
     a, b, x = torch.randn(6, 8), torch.randn(3, 8), torch.randn(5, 8)
-    joined = Joined([Dense(a), Dense(b)])
+    joined = ConcatLinear([DenseLinear(a), DenseLinear(b)])
     assert torch.equal(joined(x), torch.cat((F.linear(x, a), F.linear(x, b)), dim=1))
     assert (joined.n_out, joined.n_bytes) == (9, 9 * 8 * 4)
 
@@ -260,8 +268,10 @@ def test_steps_are_the_recurrence_and_work_in_place():
 
 @pytest.mark.parametrize("n", [1, 2, 9])
 def test_convolution_is_torchs_depth_wise_one(n):
-    inputs, left, taps = torch.randn(2, n, 6), torch.randn(2, 3, 6), torch.randn(4, 6)
-    found, window = convolve(inputs, left, taps)
-    wanted = F.conv1d(torch.cat((left, inputs), dim=1).transpose(1, 2), taps.t().unsqueeze(1), groups=6).transpose(1, 2)
-    assert bound(lambda inputs: convolve(inputs, left, taps)[0], inputs).worst(found, wanted) <= 1
+    inputs, left, conv_weight = torch.randn(2, n, 6), torch.randn(2, 3, 6), torch.randn(4, 6)
+    found, window = convolve(inputs, left, conv_weight)
+    wanted = F.conv1d(
+        torch.cat((left, inputs), dim=1).transpose(1, 2), conv_weight.t().unsqueeze(1), groups=6
+    ).transpose(1, 2)
+    assert bound(lambda inputs: convolve(inputs, left, conv_weight)[0], inputs).worst(found, wanted) <= 1
     assert torch.equal(window[:, -3:], torch.cat((left, inputs), dim=1)[:, -3:])

@@ -7,10 +7,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from daemons.ops.experts import DenseExperts, JoinedExperts
+from daemons.ops.experts import ConcatExperts, DenseExperts
 from daemons.ops.moe import ExpertMlp
-from daemons.ops.operations import Reference
-from daemons.ops.router import Chosen, Router
+from daemons.ops.operations import TorchOperations
+from daemons.ops.router import RoutedExperts, Router
 from tests.numerics import Bound, bound
 
 
@@ -33,17 +33,17 @@ def test_every_way_is_the_loop(n_tokens, n_experts, k, joined, monkeypatch):
     x = torch.randn(n_tokens, 20, generator=g)
     ids = torch.stack([torch.randperm(n_experts, generator=g)[:k] for _ in range(n_tokens)])
     weights = torch.rand(n_tokens, k, generator=g)
-    both = JoinedExperts([DenseExperts(gate), DenseExperts(up)]) if joined else DenseExperts(torch.cat((gate, up), 1))
-    mlp = ExpertMlp(both, DenseExperts(down), "silu", Reference())
+    both = ConcatExperts([DenseExperts(gate), DenseExperts(up)]) if joined else DenseExperts(torch.cat((gate, up), 1))
+    mlp = ExpertMlp(both, DenseExperts(down), "silu", TorchOperations())
     wanted = by_token(x, ids, weights, gate, up, down)
-    ways = [mlp.results, mlp.one_by_one, mlp.gathered, mlp.batched]
+    ways = [mlp.results, mlp.per_expert, mlp.grouped, mlp.batched]
 
     def summed(way):
         return (way(x, ids) * weights.unsqueeze(2)).sum(1).double()
 
-    allowed = bound(lambda x: (mlp.one_by_one(x, ids) * weights.unsqueeze(2)).sum(1), x)
+    allowed = bound(lambda x: (mlp.per_expert(x, ids) * weights.unsqueeze(2)).sum(1), x)
     assert all(allowed.worst(summed(way), wanted) <= 1 for way in ways)
-    assert allowed.worst(mlp(x, Chosen(ids, weights, None)), wanted) <= 1
+    assert allowed.worst(mlp(x, RoutedExperts(ids, weights, None)), wanted) <= 1
     monkeypatch.setattr("daemons.ops.experts.DEQUANT_ELEMENTS", 3000)
     monkeypatch.setattr("daemons.ops.moe.DEQUANT_ELEMENTS", 3000)  # two experts at a time
     assert mlp.n_expanded == 2
@@ -56,7 +56,7 @@ def test_a_row_does_not_depend_on_its_neighbours():
         DenseExperts(torch.randn(6, 32, 16, generator=g)),
         DenseExperts(torch.randn(6, 16, 16, generator=g)),
         "silu",
-        Reference(),
+        TorchOperations(),
     )
     router = Router(torch.randn(6, 16, generator=g), 2, "softmax", True, 1.0)
     x = torch.randn(30, 16, generator=g)
@@ -74,9 +74,9 @@ def test_weights_of_the_chosen(gating, normalise):
     weight, x, bias = torch.randn(7, 12, generator=g), torch.randn(9, 12, generator=g), torch.randn(7, generator=g)
     per_expert = torch.rand(7, generator=g)
     router = Router(weight, 3, gating, normalise, 2.5, bias, per_expert)
-    ids, weights, opening = router(x)
+    ids, weights, shared_gate = router(x)
     wanted = torch.empty(weights.shape, dtype=torch.float64)
-    assert opening is None
+    assert shared_gate is None
     for t in range(9):
         scores = weight.double() @ x[t].double()
         scores = scores.sigmoid() if gating == "sigmoid" else scores.exp() / scores.exp().sum()
@@ -96,8 +96,8 @@ def test_a_shared_part_is_added_as_far_as_it_is_open():
     g = torch.Generator().manual_seed(4)
     weight, x, shared = (torch.randn(*shape, generator=g) for shape in ((5, 12), (3, 12), (3, 12)))
     matrices = [DenseExperts(torch.randn(4, *shape, generator=g)) for shape in ((16, 12), (12, 8))]
-    mlp = ExpertMlp(*matrices, "silu", Reference())
-    chosen = Router(weight, 2, "softmax", True, 1.0, opens=True)(x)
+    mlp = ExpertMlp(*matrices, "silu", TorchOperations())
+    chosen = Router(weight, 2, "softmax", True, 1.0, has_shared_gate=True)(x)
     plain = Router(weight[:4], 2, "softmax", True, 1.0)(x)
     assert torch.equal(chosen.experts, plain.experts)
     opened = mlp(x, plain) + shared * torch.sigmoid(x @ weight[4:].t())

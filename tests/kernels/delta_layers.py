@@ -16,7 +16,7 @@ from daemons.kv.batch import Group
 from daemons.models.blocks import GatedDeltaNet, GatedDeltaNetShape, GatedDeltaNetWeights
 from daemons.ops.basic import RmsNorm
 from daemons.ops.delta_rule import CHUNK
-from daemons.ops.operations import MixWeights, Reference
+from daemons.ops.operations import GatedDeltaNetParams, TorchOperations
 from tests.kernels.limits import assert_within
 from tests.numerics import RUNS, Bound, Exact
 
@@ -33,19 +33,20 @@ Bounds = tuple[Bound, Tensor, Bound]
 
 
 class ChunkNet(GatedDeltaNet):
-    """The block with the chunked rule as kernels compute it: decays are multiplied, where the daemon's torch form adds
-    their logarithms, which costs digits when they are large (``daemons.ops.triton.delta_chunks`` has the formulas).
+    """The block with the chunked rule as the kernels compute it (formulas: docs/kernels.md).
+
+    Decays are multiplied; the daemon's torch form adds their logarithms, which loses digits when they are large.
     """
 
     def _recur(self, group: Group, qk: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> Tensor:
         s, parts = group.load_state(self.states), []
         borders = list(range(CHUNK - group.offset, group.n_tokens, CHUNK))
         rows = [x.transpose(1, 2).tensor_split(borders, dim=2) for x in (*qk.unbind(2), v, g.exp(), beta)]
-        for q, k, v, kept, beta in zip(*rows, strict=True):  # [B, N, tokens, D] and [B, N, tokens]
+        for q, k, v, decay, beta in zip(*rows, strict=True):  # [B, N, tokens, D] and [B, N, tokens]
             beta, unit = beta.unsqueeze(-1), torch.eye(q.shape[2], device=q.device)
             below = torch.ones_like(unit).tril(-1).bool()
-            ratio = torch.where(below, kept.unsqueeze(-1), torch.ones_like(unit)).cumprod(dim=-2).tril()
-            grown, left = kept.cumprod(dim=-1).unsqueeze(-1), ratio[..., -1, :].unsqueeze(-1)
+            ratio = torch.where(below, decay.unsqueeze(-1), torch.ones_like(unit)).cumprod(dim=-2).tril()
+            grown, left = decay.cumprod(dim=-1).unsqueeze(-1), ratio[..., -1, :].unsqueeze(-1)
             lower = (k @ k.mT * ratio * beta).tril(-1)
             inverse = torch.linalg.solve_triangular(lower, unit.expand_as(lower), upper=False, unitriangular=True)
             u = inverse * beta.mT @ (v - grown * (k @ s))
@@ -62,39 +63,42 @@ class Layer:
     ``net``: the daemon's block; ``chunks``: of the same weights.  ``precision``: of the kernels' products.
     """
 
-    mixer: MixWeights
+    params: GatedDeltaNetParams
     net: GatedDeltaNet
     chunks: ChunkNet
-    convolution: Tensor
+    conv_states: Tensor
     states: Tensor
     precision: str = "ieee"
 
     @classmethod
     def random(
-        cls, n_key: int, n_value: int, dim: int, n_taps: int, decay: tuple[float, float], n_states: int
+        cls, n_key: int, n_value: int, dim: int, conv_width: int, decay_rates: tuple[float, float], n_states: int
     ) -> Layer:
-        """``decay``: exp A of the first and of the last head."""
+        """``decay_rates``: exp A of the first and of the last head."""
         g = torch.Generator().manual_seed(0)
         shape = GatedDeltaNetShape(n_key, n_value, dim)
 
         def random(*extent: int) -> Tensor:
             return torch.randn(*extent, generator=g).to(DEVICE)
 
-        taps, dt, weight = random(n_taps, shape.channels), random(n_value), random(dim)
-        rates = -torch.linspace(*decay, n_value).to(DEVICE)
+        conv_weight, dt_bias, weight = random(conv_width, shape.channels), random(n_value), random(dim)
+        rates = -torch.linspace(*decay_rates, n_value).to(DEVICE)
         norm = RmsNorm(weight, dim, EPS)
-        pools = random(n_states, n_taps - 1, shape.channels), random(n_states, n_value, dim, dim)
-        weights = GatedDeltaNetWeights(None, None, taps, rates, dt, norm)  # type: ignore[arg-type]  # the matrices are around it
-        nets = [kind(shape, weights, torch.empty(0), torch.empty(0), Reference()) for kind in (GatedDeltaNet, ChunkNet)]
-        return cls(MixWeights(n_key, n_value, dim, taps, rates, dt, norm), *nets, *pools)  # type: ignore[arg-type]
+        pools = random(n_states, conv_width - 1, shape.channels), random(n_states, n_value, dim, dim)
+        weights = GatedDeltaNetWeights(None, None, conv_weight, rates, dt_bias, norm)  # type: ignore[arg-type]  # the matrices are around it
+        nets = [
+            kind(shape, weights, torch.empty(0), torch.empty(0), TorchOperations())
+            for kind in (GatedDeltaNet, ChunkNet)
+        ]
+        return cls(GatedDeltaNetParams(n_key, n_value, dim, conv_weight, rates, dt_bias, norm), *nets, *pools)  # type: ignore[arg-type]
 
     def twin(self) -> Layer:
         """One with copies of the pools."""
-        return replace(self, convolution=self.convolution.clone(), states=self.states.clone())
+        return replace(self, conv_states=self.conv_states.clone(), states=self.states.clone())
 
     def inputs(self, rows: int, seed: int = 1, spread: float = 1.0) -> Tensor:
         g = torch.Generator().manual_seed(seed)
-        return (torch.randn(rows, self.mixer.columns, generator=g) * spread).to(DEVICE)
+        return (torch.randn(rows, self.params.columns, generator=g) * spread).to(DEVICE)
 
     def check(
         self,
@@ -118,7 +122,7 @@ class Layer:
         """Outputs, windows and matrices of this layer's states, which stay as they are.  All perturbed runs are made at
         once, as slices.
         """
-        args = y.float().view(len(ids), -1, y.shape[-1]), self.convolution[ids], self.states[ids]
+        args = y.float().view(len(ids), -1, y.shape[-1]), self.conv_states[ids], self.states[ids]
         with Exact():
             wanted = (exact or rounded)(*(x.double() for x in args))
         with Exact(seed=0, tf32x3=self.precision == "tf32x3", gpu=DEVICE == "cuda"):
@@ -130,7 +134,7 @@ class Layer:
         """``found`` are the outputs within their bound, states ``ids`` those within theirs, windows equal."""
         outputs, windows, matrices = bounds
         assert_within(found.view(outputs.exact.shape), outputs, what="the output")
-        assert torch.equal(self.convolution[ids].double(), windows)
+        assert torch.equal(self.conv_states[ids].double(), windows)
         assert_within(self.states[ids], matrices, what="the state")
 
 
@@ -138,7 +142,7 @@ def form_of(net: GatedDeltaNet, offset: int = 0) -> Form:
     """What the block makes of a whole run."""
 
     def form(y: Tensor, left: Tensor, s: Tensor) -> Results:
-        states = {id(net.convolution): left, id(net.states): s}
+        states = {id(net.conv_states): left, id(net.states): s}
         group = SimpleNamespace(
             n_slices=y.shape[0],
             n_tokens=y.shape[1],
@@ -147,7 +151,7 @@ def form_of(net: GatedDeltaNet, offset: int = 0) -> Form:
             store_state=lambda pool, value: states.update({id(pool): value}),
         )
         out = net._mix(group, y)  # type: ignore[arg-type]
-        return out, states[id(net.convolution)], states[id(net.states)]
+        return out, states[id(net.conv_states)], states[id(net.states)]
 
     return form
 

@@ -11,7 +11,7 @@ pytest.importorskip("triton")
 import torch.nn.functional as F  # noqa: E402
 
 from daemons.ops.basic import RmsNorm, plain_rope, rotate  # noqa: E402
-from daemons.ops.basic import gated as torch_gated  # noqa: E402
+from daemons.ops.basic import act_and_mul as torch_act_and_mul  # noqa: E402
 from daemons.ops.triton import basic  # noqa: E402
 from tests.kernels.limits import assert_each, assert_near, assert_nearest, sigmoid_error, softplus_error  # noqa: E402
 from tests.numerics import UNIT, bound  # noqa: E402
@@ -26,7 +26,7 @@ pytestmark = [pytest.mark.parametrize("dtype", DTYPES, ids=lambda d: str(d).remo
 
 
 @pytest.fixture(autouse=True)
-def infinity_is_no_warning():
+def ignore_numpy_overflow():
     """Under the interpreter exp is numpy's, which warns where it gives infinity."""
     with np.errstate(over="ignore"):
         yield
@@ -113,7 +113,7 @@ def test_the_norm_is_that_of_the_rounded_sum(dtype):
         assert_nearest(found[:, 1::2], *(x[:, 1::2] for x in each_of(RmsNorm(weight, 1024, EPS).float32, h.float())))
 
 
-def apart(t, h, d, dtype):
+def head_major(t, h, d, dtype):
     """[t, h, d] whose heads lie further apart than its tokens."""
     x = normal(h, t, d, dtype=dtype).transpose(0, 1)
     assert x.stride(0) < x.stride(1)
@@ -121,10 +121,10 @@ def apart(t, h, d, dtype):
 
 
 def test_norms_of_heads_that_lie_apart(dtype):
-    x, weight = apart(5, 3, 32, dtype), normal(3, 32, seed=3)
+    x, weight = head_major(5, 3, 32, dtype), normal(3, 32, seed=3)
     norm_of(basic.rms_norm(x, weight, EPS), RmsNorm(weight, 32, EPS), x)
     one, none = torch.ones(5, 1, 8, device=DEVICE), torch.zeros(5, 1, 8, device=DEVICE)
-    norm_of(basic.query_key(x, weight, EPS, one, none), RmsNorm(weight, 32, EPS), x)
+    norm_of(basic.qk_norm_rope(x, weight, EPS, one, none), RmsNorm(weight, 32, EPS), x)
 
 
 # ---- queries and keys
@@ -139,7 +139,7 @@ def test_query_key(dtype, t, h, d, half):
     positions = torch.arange(t, device=DEVICE) * 37 + 5
     cos, sin = plain_rope(2 * half, 1e6, torch.device(DEVICE)).tables(positions)
     cos, sin = cos * 1.25, sin * 1.25  # a magnitude, which the dims that stay must not get
-    found = basic.query_key(x, weight, EPS, cos, sin)
+    found = basic.qk_norm_rope(x, weight, EPS, cos, sin)
     assert found.dtype == dtype
     assert_near(found, lambda x: rotate(RmsNorm(weight, d, EPS).float32(x), cos, sin), x)
     assert found.is_contiguous()
@@ -152,18 +152,18 @@ def test_query_key(dtype, t, h, d, half):
 @pytest.mark.parametrize(("t", "f"), [(1, 17408), (5, 2112), (3, 704), (2, 100)])
 def test_gated(dtype, activation, t, f):
     x = cut(t, 2 * f, dtype=dtype) * 3
-    found = basic.gated(x, activation)
+    found = basic.act_and_mul(x, activation)
     assert found.dtype == dtype
     assert found.is_contiguous()
-    exact, error = exactly_gated(x, activation)
+    exact, error = exact_act_and_mul(x, activation)
     assert_each(found, exact, error)
     gate, up = x.double().chunk(2, dim=-1)
     if activation == "gelu_tanh":  # 1 + tanh, as torch has it, is rounded at 1 where the result is nearly nothing
         error = 3 * UNIT * (gate * up).abs() + 4 * UNIT * exact.abs()
-    assert_each(torch_gated(x, activation), exact, error, roundings=2, factor=up)
+    assert_each(torch_act_and_mul(x, activation), exact, error, roundings=2, factor=up)
 
 
-def exactly_gated(x, activation):
+def exact_act_and_mul(x, activation):
     """The result and its error in float32: of gelu's argument seven roundings, of the gate, of two products."""
     gate, up = x.double().chunk(2, dim=-1)
     gelu = activation == "gelu_tanh"
@@ -177,22 +177,22 @@ def test_gated_far_from_zero(dtype):
     gate = torch.tensor([[-500.0, -80.0, -12.0, 0.0, 12.0, 80.0, 500.0]], device=DEVICE)
     x = torch.cat((gate, torch.ones_like(gate)), dim=1).to(dtype)
     for activation in ("silu", "gelu_tanh"):
-        assert_each(basic.gated(x, activation), *exactly_gated(x, activation))
+        assert_each(basic.act_and_mul(x, activation), *exact_act_and_mul(x, activation))
 
 
 def test_gated_and_gate_heads_know_their_activations(dtype):
     with pytest.raises(ValueError, match="relu"):
-        basic.gated(normal(1, 32, dtype=dtype), "relu")
+        basic.act_and_mul(normal(1, 32, dtype=dtype), "relu")
     with pytest.raises(ValueError, match="silu"):
-        basic.gate_heads(normal(1, 2, 16, dtype=dtype), normal(1, 2, dtype=dtype), "silu")
+        basic.output_gate(normal(1, 2, 16, dtype=dtype), normal(1, 2, dtype=dtype), "silu")
 
 
-def opened(gate, kind):
+def torch_gate(gate, kind):
     """As Attention has it."""
     return F.softplus(gate.float()).to(gate.dtype) if kind == "softplus" else torch.sigmoid(gate)
 
 
-def exactly_opened(gate, kind):
+def exact_gate(gate, kind):
     """The same in float64, and the error of float32."""
     gate = gate.double()
     if kind == "softplus":
@@ -201,9 +201,9 @@ def exactly_opened(gate, kind):
     return exact, sigmoid_error(gate) * exact
 
 
-def assert_opened(found, out, gate, kind, roundings=1):
+def assert_output_gate(found, out, gate, kind, roundings=1):
     """``found`` is ``out`` [T, H, D] times the opened gate."""
-    exact, error = exactly_opened(gate.view(out.shape[0], out.shape[1], -1), kind)
+    exact, error = exact_gate(gate.view(out.shape[0], out.shape[1], -1), kind)
     wanted, size = (out.double() * exact).flatten(1), (out.double().abs() * error).flatten(1)
     assert_each(found, wanted, size + UNIT * wanted.abs(), roundings=roundings, factor=out.flatten(1))
 
@@ -214,16 +214,16 @@ def assert_opened(found, out, gate, kind, roundings=1):
 def test_gate_heads(dtype, kind, per_head, t, h, d):
     out = cut(t, h, d, dtype=dtype)
     gate = cut(t, h if per_head else h * d, dtype=dtype, before=17, after=31) * 4
-    found = basic.gate_heads(out, gate, kind)
+    found = basic.output_gate(out, gate, kind)
     assert found.dtype == dtype
     assert found.is_contiguous()
-    assert_opened(found, out, gate, kind)
-    assert_opened((out * opened(gate, kind).view(t, h, -1)).reshape(t, -1), out, gate, kind, roundings=2)
+    assert_output_gate(found, out, gate, kind)
+    assert_output_gate((out * torch_gate(gate, kind).view(t, h, -1)).reshape(t, -1), out, gate, kind, roundings=2)
 
 
 def test_gate_heads_of_heads_that_lie_apart(dtype):
-    out, gate = apart(5, 3, 32, dtype), normal(5, 3, dtype=dtype)
-    assert_opened(basic.gate_heads(out, gate, "sigmoid"), out, gate, "sigmoid")
+    out, gate = head_major(5, 3, 32, dtype), normal(5, 3, dtype=dtype)
+    assert_output_gate(basic.output_gate(out, gate, "sigmoid"), out, gate, "sigmoid")
 
 
 def test_softplus_of_far_gates(dtype):
@@ -231,7 +231,7 @@ def test_softplus_of_far_gates(dtype):
     gate = torch.tensor([[-60.0, -9.0, -4.875, -4.75, -1.0, 0.0, 1.0, 4.875, 19.0, 21.0, 80.0]], device=DEVICE)
     gate = gate.to(dtype)
     out = torch.ones(1, gate.shape[1], 16, device=DEVICE)
-    assert_opened(basic.gate_heads(out, gate, "softplus"), out, gate, "softplus")
+    assert_output_gate(basic.output_gate(out, gate, "softplus"), out, gate, "softplus")
 
 
 # ---- all of them
@@ -246,9 +246,9 @@ def every(t, dtype, d=64):
         basic.rms_norm(h, weight.view(-1), EPS),
         basic.rms_norm(wide, weight, EPS),
         *basic.add_rms_norm(h, h, weight.view(-1), EPS),
-        basic.query_key(wide, weight, EPS, cos, sin),
-        basic.gated(h, "silu"),
-        basic.gate_heads(wide, gates, "softplus"),
+        basic.qk_norm_rope(wide, weight, EPS, cos, sin),
+        basic.act_and_mul(h, "silu"),
+        basic.output_gate(wide, gates, "softplus"),
     )
 
 

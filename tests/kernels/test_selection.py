@@ -7,9 +7,9 @@ import torch
 
 pytest.importorskip("triton")
 
-from daemons.ops import quantised, selection
-from daemons.ops.operations import Reference
-from daemons.ops.selection import KernelSelector, unusable
+from daemons.ops import packed_linear, selection
+from daemons.ops.operations import TorchOperations
+from daemons.ops.selection import KernelSelector, triton_reject_reason
 
 CPU = torch.device("cpu")
 HERE = torch.device("cuda", 0) if torch.cuda.is_available() else CPU  # else under the interpreter
@@ -18,13 +18,13 @@ HERE = torch.device("cuda", 0) if torch.cuda.is_available() else CPU  # else und
 def test_a_cpu_has_no_kernels_and_nothing_to_say():
     selector = KernelSelector(CPU, torch.float32)
     assert selector.kernels is False
-    assert isinstance(selector.operations, Reference)
+    assert isinstance(selector.operations, TorchOperations)
     assert selector.warnings == []
     assert selector.selected == {"cpu layers": "torch"}
 
 
 def test_kernels_that_run_are_usable():
-    assert unusable(HERE, torch.float16) == ""
+    assert triton_reject_reason(HERE, torch.float16) == ""
     assert KernelSelector(CPU, torch.float16, kernels=True).selected == {"cpu layers": "triton"}
 
 
@@ -32,19 +32,19 @@ def test_the_reason_is_told(monkeypatch):
     def fails(device: torch.device, dtype: torch.dtype) -> None:
         raise RuntimeError("Failed to find C compiler.\nmore")
 
-    monkeypatch.setattr(quantised, "probe", fails)
-    assert "Failed to find C compiler.)" in unusable(CPU, torch.float16)
+    monkeypatch.setattr(packed_linear, "probe", fails)
+    assert "Failed to find C compiler.)" in triton_reject_reason(CPU, torch.float16)
     monkeypatch.setattr(selection, "find_spec", lambda name: None)
-    assert "not installed" in unusable(CPU, torch.float16)
+    assert "not installed" in triton_reject_reason(CPU, torch.float16)
 
 
 def test_a_wrong_product_is_no_use(monkeypatch):
-    monkeypatch.setattr(quantised, "multiply", lambda kind, packed, x: torch.ones(1, 32))
-    assert "a product with zeros is not zero" in unusable(CPU, torch.float16)
+    monkeypatch.setattr(packed_linear, "packed_gemv", lambda kind, packed, x: torch.ones(1, 32))
+    assert "a product with zeros is not zero" in triton_reject_reason(CPU, torch.float16)
 
 
 def test_an_accelerator_without_kernels_says_so(monkeypatch):
-    monkeypatch.setattr(selection, "unusable", lambda device, dtype: "no compiler")
+    monkeypatch.setattr(selection, "triton_reject_reason", lambda device, dtype: "no compiler")
     selector = KernelSelector(torch.device("meta"), torch.float16)
     assert selector.kernels is False
     assert selector.warnings == ["meta runs plain torch, many times slower than kernels: no compiler"]

@@ -17,12 +17,12 @@ def test_the_full_matrix_was_run_with_these_kernels_and_versions():
 
 def test_what_decides_about_a_kernel_is_recorded(monkeypatch, tmp_path):
     found = verify.sources()
-    assert {"daemons/ops/triton/linear.py", "daemons/ops/attention.py", "tests/kernels/test_linear.py"} <= found.keys()
+    assert {"daemons/ops/triton/gemv.py", "daemons/ops/attention.py", "tests/kernels/test_gemv.py"} <= found.keys()
     record = tmp_path / "verified.txt"
     monkeypatch.setattr(verify, "RECORD", record)
     record.write_text("\n".join(verify.lines(verify.pins(), found)) + "\n")
     assert verify.stale() == []
-    for name, other in (("daemons/ops/triton/linear.py", "0"), ("daemons/ops/triton/new.py", "1")):
+    for name, other in (("daemons/ops/triton/gemv.py", "0"), ("daemons/ops/triton/new.py", "1")):
         with monkeypatch.context() as patch:
             patch.setattr(verify, "sources", lambda name=name, other=other: found | {name: other})
             assert name in verify.stale()

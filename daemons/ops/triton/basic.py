@@ -136,7 +136,7 @@ def add_rms_norm(h: Tensor, delta: Tensor, weight: Tensor, eps: float) -> tuple[
 
 
 @triton.jit(do_not_specialize=["n_rows"])
-def query_key_kernel(
+def qk_norm_rope_kernel(
     x,  # [T, H, D]
     weight,  # [H, D]
     cos,  # [T, HALF]
@@ -161,13 +161,13 @@ def query_key_kernel(
     inside = (row < n_rows)[:, None]
 
     j = tl.arange(0, BLOCK_HALF)[None, :]  # dim j turns with dim j + HALF
-    turned = inside & (j < HALF)
-    a = tl.load(x + j, mask=turned, other=0.0).to(tl.float32)
-    b = tl.load(x + HALF + j, mask=turned, other=0.0).to(tl.float32)
-    c = tl.load(cos + (token * HALF)[:, None] + j, mask=turned, other=0.0)
-    s = tl.load(sin + (token * HALF)[:, None] + j, mask=turned, other=0.0)
-    a_scale = tl.load(weight + j, mask=turned, other=0.0)
-    b_scale = tl.load(weight + HALF + j, mask=turned, other=0.0)
+    rotated = inside & (j < HALF)
+    a = tl.load(x + j, mask=rotated, other=0.0).to(tl.float32)
+    b = tl.load(x + HALF + j, mask=rotated, other=0.0).to(tl.float32)
+    c = tl.load(cos + (token * HALF)[:, None] + j, mask=rotated, other=0.0)
+    s = tl.load(sin + (token * HALF)[:, None] + j, mask=rotated, other=0.0)
+    a_scale = tl.load(weight + j, mask=rotated, other=0.0)
+    b_scale = tl.load(weight + HALF + j, mask=rotated, other=0.0)
     squares = tl.sum(a * a + b * b, axis=1)
     if BLOCK_REST > 0:
         k = 2 * HALF + tl.arange(0, BLOCK_REST)[None, :]
@@ -178,20 +178,20 @@ def query_key_kernel(
     inverse = tl.rsqrt(squares / D + eps)[:, None]
     a *= inverse * a_scale
     b *= inverse * b_scale
-    tl.store(out + j, (a * c - b * s).to(out.dtype.element_ty), mask=turned)
-    tl.store(out + HALF + j, (b * c + a * s).to(out.dtype.element_ty), mask=turned)
+    tl.store(out + j, (a * c - b * s).to(out.dtype.element_ty), mask=rotated)
+    tl.store(out + HALF + j, (b * c + a * s).to(out.dtype.element_ty), mask=rotated)
     if BLOCK_REST > 0:
         tl.store(out + k, (rest * inverse * rest_scale).to(out.dtype.element_ty), mask=kept)
 
 
-def query_key_tile(d: int, half: int) -> tuple[int, int, int]:
+def qk_norm_rope_tile(d: int, half: int) -> tuple[int, int, int]:
     """Columns of a program for a half of the rotated dims and for those that are not (powers of two or 0), its rows."""
     block_half = triton.next_power_of_2(half)
     block_rest = triton.next_power_of_2(d - 2 * half) if d > 2 * half else 0
     return block_half, block_rest, max(1, TILE // max(2 * block_half, block_rest))
 
 
-def query_key(x: Tensor, weight: Tensor, eps: float, cos: Tensor, sin: Tensor) -> Tensor:
+def qk_norm_rope(x: Tensor, weight: Tensor, eps: float, cos: Tensor, sin: Tensor) -> Tensor:
     """Norm of each head of x ``[T, H, D]`` with its weight float32 ``[H, D]``, then rotary positions: contiguous, of
     x's dtype.
 
@@ -205,8 +205,8 @@ def query_key(x: Tensor, weight: Tensor, eps: float, cos: Tensor, sin: Tensor) -
     assert cos.shape == sin.shape == (tokens, 1, half)
     assert all(table.is_contiguous() for table in (weight, cos, sin))
     out = torch.empty((tokens, n_heads, d), dtype=x.dtype, device=x.device)
-    block_half, block_rest, rows = query_key_tile(d, half)
-    query_key_kernel[(triton.cdiv(tokens * n_heads, rows),)](
+    block_half, block_rest, rows = qk_norm_rope_tile(d, half)
+    qk_norm_rope_kernel[(triton.cdiv(tokens * n_heads, rows),)](
         x,
         weight,
         cos,
@@ -231,7 +231,7 @@ def query_key(x: Tensor, weight: Tensor, eps: float, cos: Tensor, sin: Tensor) -
 
 
 @triton.jit
-def gated_kernel(
+def act_and_mul_kernel(
     x,  # [T, 2F]
     out,  # [T, F] contiguous
     n_columns,  # F
@@ -250,7 +250,7 @@ def gated_kernel(
 
 
 @triton.jit
-def gate_heads_kernel(
+def output_gate_kernel(
     x,  # [T, H, D]
     gate,  # [T, H D], or [T, H] when PER_HEAD
     out,  # [T, H D] contiguous
@@ -268,17 +268,17 @@ def gate_heads_kernel(
     mask = column < n_columns
     head = column // D
     value = tl.load(x + row * token_stride + head * head_stride + column % D, mask=mask, other=0.0).to(tl.float32)
-    opening = tl.load(gate + row * gate_stride + (head if PER_HEAD else column), mask=mask, other=0.0).to(tl.float32)
+    gate_value = tl.load(gate + row * gate_stride + (head if PER_HEAD else column), mask=mask, other=0.0).to(tl.float32)
     if SOFTPLUS:
         # log(1 + e) has lost most of e where e is small: there its series
-        e = tl.exp(-tl.abs(opening))
-        opened = tl.maximum(opening, 0.0) + tl.where(e < 0.0078125, e * (1.0 - e * (0.5 - e / 3.0)), tl.log(1.0 + e))
+        e = tl.exp(-tl.abs(gate_value))
+        factor = tl.maximum(gate_value, 0.0) + tl.where(e < 0.0078125, e * (1.0 - e * (0.5 - e / 3.0)), tl.log(1.0 + e))
     else:
-        opened = tl.sigmoid(opening)
-    tl.store(out + row * n_columns + column, (value * opened).to(out.dtype.element_ty), mask=mask)
+        factor = tl.sigmoid(gate_value)
+    tl.store(out + row * n_columns + column, (value * factor).to(out.dtype.element_ty), mask=mask)
 
 
-def gated(x: Tensor, activation: str) -> Tensor:
+def act_and_mul(x: Tensor, activation: str) -> Tensor:
     """``act(gate) * up`` of x ``[T, 2F]``, gate columns first.  ``activation``: silu, or gelu in its tanh form.
 
     Rounded once: in half precision the torch form rounds ``act(gate)`` before the product too.
@@ -289,13 +289,13 @@ def gated(x: Tensor, activation: str) -> Tensor:
     assert x.shape == (tokens, 2 * f)
     assert x.stride(1) == 1
     out = torch.empty((tokens, f), dtype=x.dtype, device=x.device)
-    gated_kernel[(tokens, triton.cdiv(f, TILE))](
+    act_and_mul_kernel[(tokens, triton.cdiv(f, TILE))](
         x, out, f, x.stride(0), GELU=activation == "gelu_tanh", BLOCK=TILE, num_warps=4
     )
     return out
 
 
-def gate_heads(out: Tensor, gate: Tensor, kind: str) -> Tensor:
+def output_gate(out: Tensor, gate: Tensor, kind: str) -> Tensor:
     """``out`` ``[T, H, D]`` times ``act(gate)``: contiguous ``[T, H D]`` of out's dtype.
 
     ``gate`` ``[T, H D]``, or ``[T, H]`` for one a head; ``kind``: sigmoid or softplus.  Rounded once: in half precision
@@ -308,7 +308,7 @@ def gate_heads(out: Tensor, gate: Tensor, kind: str) -> Tensor:
     assert gate.shape in ((tokens, columns), (tokens, n_heads))
     assert out.stride(2) == gate.stride(1) == 1
     result = torch.empty((tokens, columns), dtype=out.dtype, device=out.device)
-    gate_heads_kernel[(tokens, triton.cdiv(columns, TILE))](
+    output_gate_kernel[(tokens, triton.cdiv(columns, TILE))](
         out,
         gate,
         result,

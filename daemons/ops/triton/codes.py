@@ -10,21 +10,21 @@ import triton.language as tl
 
 
 @triton.jit
-def half_of(word):
+def low_float16(word):
     """The low 16 bits of a word as the float16 that they are, in float32."""
     return word.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
 
 
 @triton.jit
-def float16_of(words, BN: tl.constexpr, L: tl.constexpr):
+def bitcast_float16(words, BN: tl.constexpr, L: tl.constexpr):
     """Words [BN, L / 2] of two float16 numbers -> [BN, L]."""
     both = tl.join(words.to(tl.int16), (words >> 16).to(tl.int16))
     return both.reshape([BN, L]).to(tl.float16, bitcast=True)
 
 
 @triton.jit
-def bias_of(x):
-    """What :func:`numbers_of` adds to codes in the format of ``x``."""
+def code_bias(x):
+    """What :func:`biased_codes` adds to codes in the format of ``x``."""
     if x.dtype.element_ty == tl.bfloat16:
         return 128.0
     elif x.dtype.element_ty == tl.float16:
@@ -34,34 +34,34 @@ def bias_of(x):
 
 
 @triton.jit
-def numbers_of(pairs, x, BN: tl.constexpr, L: tl.constexpr):
+def biased_codes(pairs, x, BN: tl.constexpr, L: tl.constexpr):
     """Words [BN, L / 2] with a code in each half -> [BN, L] numbers code + BIAS in the format of ``x``."""
     if x.dtype.element_ty == tl.bfloat16:
         pairs |= 0x43004300
         both = tl.join(pairs.to(tl.int16), (pairs >> 16).to(tl.int16))
         return both.reshape([BN, L]).to(tl.bfloat16, bitcast=True)
     elif x.dtype.element_ty == tl.float16:
-        return float16_of(pairs | 0x64006400, BN, L)
+        return bitcast_float16(pairs | 0x64006400, BN, L)
     else:
         return tl.join((pairs & 0xFFFF).to(tl.float32), (pairs >> 16).to(tl.float32)).reshape([BN, L])
 
 
 @triton.jit
-def apart(pairs, BN: tl.constexpr, L: tl.constexpr):
+def split_codes(pairs, BN: tl.constexpr, L: tl.constexpr):
     """Words [BN, L / 2] with a code in each half -> codes [BN, L] int32."""
     return tl.join(pairs & 0xFFFF, pairs >> 16).reshape([BN, L])
 
 
 @triton.jit
-def spread(high):
+def spread_bits(high):
     """The two bytes of an int16 -> 16 bits apart, four places up."""
     both = high.to(tl.int32)
     return ((both & 0xFF) | ((both & 0xFF00) << 8)) << 4
 
 
 @triton.jit
-def fifth_of(high, J: tl.constexpr, TO: tl.constexpr = 4):
-    """Bit J of each half, moved to bit TO: ``high`` has the bits of Q5_K's pairs as :func:`spread` leaves them."""
+def fifth_bits(high, J: tl.constexpr, TO: tl.constexpr = 4):
+    """Bit J of each half, moved to bit TO: ``high`` has the bits of Q5_K's pairs as :func:`spread_bits` leaves them."""
     if J + 4 > TO:
         return (high >> (J + 4 - TO)) & (0x00010001 << TO)
     else:
@@ -69,7 +69,7 @@ def fifth_of(high, J: tl.constexpr, TO: tl.constexpr = 4):
 
 
 @triton.jit
-def upper_of(high, I: tl.constexpr):  # noqa: E741
+def upper_bits(high, I: tl.constexpr):  # noqa: E741
     """Field I of two bits of each half, moved to bit 4."""
     if I < 2:
         return (high << (4 - 2 * I)) & 0x00300030
@@ -78,50 +78,52 @@ def upper_of(high, I: tl.constexpr):  # noqa: E741
 
 
 @triton.jit
-def ends_of(first, second, third, fourth):
+def d_dmin_of(first, second, third, fourth):
     """The word d | dmin << 16 of a chunk of Q4_K or Q5_K, from its four words of scales."""
-    ends = ((first >> 12) & 0x000F000F) | ((second >> 8) & 0x00F000F0)
-    return ends | ((third >> 4) & 0x0F000F00) | (fourth & -0x0FFF1000)
+    d_dmin = ((first >> 12) & 0x000F000F) | ((second >> 8) & 0x00F000F0)
+    return d_dmin | ((third >> 4) & 0x0F000F00) | (fourth & -0x0FFF1000)
 
 
 @triton.jit
-def load_ends(words):
+def load_d_dmin(words):
     """The same from memory, where the four words lie."""
-    return ends_of(tl.load(words), tl.load(words + 1), tl.load(words + 2), tl.load(words + 3))
+    return d_dmin_of(tl.load(words), tl.load(words + 1), tl.load(words + 2), tl.load(words + 3))
 
 
 @triton.jit
-def of_nested(both, word, ends, J: tl.constexpr, BN: tl.constexpr):
+def dequantise_q4_k(both, word, d_dmin, J: tl.constexpr, BN: tl.constexpr):
     """Group J of Q4_K or Q5_K as numbers [BN, 32], from its codes, its word of scales and its chunk's ends."""
-    scale = half_of(ends) * ((word >> (16 * (J % 2))) & 63).to(tl.float32)
+    scale = low_float16(d_dmin) * ((word >> (16 * (J % 2))) & 63).to(tl.float32)
     minimum = (word >> (16 * (J % 2) + 6)) & 63
-    code = apart(both, BN, 32).to(tl.float32)
-    return scale[:, None] * code - (half_of(ends >> 16) * minimum.to(tl.float32))[:, None]
+    code = split_codes(both, BN, 32).to(tl.float32)
+    return scale[:, None] * code - (low_float16(d_dmin >> 16) * minimum.to(tl.float32))[:, None]
 
 
 @triton.jit
-def of_simple(both, step, KIND: tl.constexpr, BN: tl.constexpr):
+def dequantise_q4(both, step, KIND: tl.constexpr, BN: tl.constexpr):
     """A group of Q4_0, Q4_1, Q5_0 or Q5_1 as numbers [BN, 32], from its codes and its step."""
-    code = apart(both, BN, 32)
+    code = split_codes(both, BN, 32)
     if KIND == "Q4_0":
         return step.to(tl.float32)[:, None] * (code - 8).to(tl.float32)
     elif KIND == "Q5_0":
         return step.to(tl.float32)[:, None] * (code - 16).to(tl.float32)
     else:
-        return half_of(step)[:, None] * code.to(tl.float32) + half_of(step >> 16)[:, None]
+        return low_float16(step)[:, None] * code.to(tl.float32) + low_float16(step >> 16)[:, None]
 
 
 @triton.jit
-def of_q6(both, four, d, J: tl.constexpr, BN: tl.constexpr):
+def dequantise_q6_k(both, four, d, J: tl.constexpr, BN: tl.constexpr):
     """Group J of Q6_K as numbers [BN, 16], from its codes, the word of its scale and the chunk's step."""
     scale = d * ((four << (24 - 8 * (J % 4))) >> 24).to(tl.float32)
-    return scale[:, None] * (apart(both, BN, 16) - 32).to(tl.float32)
+    return scale[:, None] * (split_codes(both, BN, 16) - 32).to(tl.float32)
 
 
 @triton.jit
-def inside_of(here, at, width, FILLED: tl.constexpr):
-    """Which rows of x have numbers at column ``at``: none beyond ``width``, where rows are ``FILLED`` up."""
-    if FILLED:
-        return here & (here.to(tl.int32) * 0 + at < width)  # no number of Python's, which the interpreter's at may be
+def column_mask(row_mask, at, width, PADDED: tl.constexpr):
+    """Which rows of x have numbers at column ``at``: none beyond ``width``, where rows are ``PADDED`` up."""
+    if PADDED:
+        return row_mask & (
+            row_mask.to(tl.int32) * 0 + at < width
+        )  # no number of Python's, which the interpreter's at may be
     else:
-        return here
+        return row_mask

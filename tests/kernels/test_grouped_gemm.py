@@ -14,32 +14,34 @@ from torch.nn.functional import linear
 
 pytest.importorskip("triton")
 
-from daemons.ops.basic import gated
-from daemons.ops.experts import ANY_PAIRS
+from daemons.ops.basic import act_and_mul
+from daemons.ops.expert_pairs import ExpertPairs
+from daemons.ops.experts import UNLIMITED_PAIRS
 from daemons.ops.moe import ExpertMlp
-from daemons.ops.operations import Reference
-from daemons.ops.quantised import SINGLE_PAIRS, PackedExperts
-from daemons.ops.routes import Routes
-from daemons.ops.triton.grouped import GroupedShape, grouped, grouped_shape
+from daemons.ops.operations import TorchOperations
+from daemons.ops.packed_linear import MAX_GEMV_PAIRS, PackedExperts
+from daemons.ops.triton.grouped_gemm import GroupedGemmConfig, grouped_gemm_config, packed_grouped_gemm
 from tests.kernels.limits import assert_near
-from tests.kernels.test_linear import DEVICE, DTYPES, KINDS, SHORT, Matrix, infinity_is_no_warning, normal, on_gpu
-from tests.kernels.test_quantised import experts_of
+from tests.kernels.test_gemv import DEVICE, DTYPES, KINDS, SHORT, Matrix, ignore_numpy_overflow, normal, on_gpu
+from tests.kernels.test_packed_linear import experts_of
 
-__all__ = ["infinity_is_no_warning"]  # a fixture
+__all__ = ["ignore_numpy_overflow"]  # a fixture
 
-SMALL = GroupedShape(16, 32, 4, 2, 2)
-
-
-def routes_of(pairs: list[int], n_experts: int) -> Routes:
-    return Routes(torch.tensor(pairs, device=DEVICE), n_experts)
+SMALL = GroupedGemmConfig(16, 32, 4, 2, 2)
 
 
-def check(m: Matrix, pairs: list[int], share: int, dtype: torch.dtype, how: GroupedShape | None = SMALL) -> Tensor:
+def pairs_of(pairs: list[int], n_experts: int) -> ExpertPairs:
+    return ExpertPairs(torch.tensor(pairs, device=DEVICE), n_experts)
+
+
+def check(
+    m: Matrix, pairs: list[int], pairs_per_row: int, dtype: torch.dtype, config: GroupedGemmConfig | None = SMALL
+) -> Tensor:
     """``m``: matrices [X, N, K]."""
-    x = normal(len(pairs) // share, m.numbers.shape[-1], dtype=dtype)
-    found = grouped(m.kind, m.packed, x, routes_of(pairs, m.numbers.shape[0]), share, how)
+    x = normal(len(pairs) // pairs_per_row, m.numbers.shape[-1], dtype=dtype)
+    found = packed_grouped_gemm(m.kind, m.packed, x, pairs_of(pairs, m.numbers.shape[0]), pairs_per_row, config)
     assert found.dtype == dtype
-    near(found, m.numbers, x[torch.arange(len(pairs)) // share], pairs)
+    near(found, m.numbers, x[torch.arange(len(pairs)) // pairs_per_row], pairs)
     return found
 
 
@@ -68,10 +70,10 @@ def test_rows_that_end_within_a_chunk(kind):
 def test_the_launches_that_are_chosen(rows):
     n_experts = 3
     n_pairs = rows // 2 * n_experts + (0 if rows < 64 else 3)
-    how = grouped_shape(n_pairs, n_experts)
-    assert how.rows == rows
+    config = grouped_gemm_config(n_pairs, n_experts)
+    assert config.rows == rows
     pairs = [i * i % n_experts for i in range(n_pairs)]
-    check(Matrix.random("Q4_K", n_experts * 9, 256).experts(n_experts), pairs, 1, torch.float32, how)
+    check(Matrix.random("Q4_K", n_experts * 9, 256).experts(n_experts), pairs, 1, torch.float32, config)
 
 
 def test_all_rows_to_one_expert():
@@ -95,40 +97,40 @@ def test_only_the_rows_that_are_routed_are_read_and_all_results_are_written(monk
     with monkeypatch.context() as patch:
         if DEVICE == "cuda":  # the interpreter makes tensors too
             patch.setattr(Tensor, "new_empty", filled)
-        found = grouped(m.kind, packed, wide[3:13], routes_of(pairs, 4), 1, SMALL)
+        found = packed_grouped_gemm(m.kind, packed, wide[3:13], pairs_of(pairs, 4), 1, SMALL)
     assert bool(found.isfinite().all())
     near(found, m.experts(4).numbers, wide[3:13], pairs)
 
 
 def test_pairs_are_sorted_by_expert():
-    routes = routes_of([3, 0, 3, 1, 0, 3], 5)
+    routes = pairs_of([3, 0, 3, 1, 0, 3], 5)
     order, bounds = routes.sorted
     assert order.tolist() == [1, 4, 3, 0, 2, 5]
     assert bounds.tolist() == [0, 2, 3, 3, 6, 6]
     assert routes.sorted is routes.sorted
 
 
-@pytest.mark.parametrize("n_rows", [SINGLE_PAIRS // 2, SINGLE_PAIRS // 2 + 1])
+@pytest.mark.parametrize("n_rows", [MAX_GEMV_PAIRS // 2, MAX_GEMV_PAIRS // 2 + 1])
 def test_an_mlp_gives_the_same_whichever_way_its_pairs_go(n_rows):
     up, down = experts_of("Q4_0", 3, 64, 256), experts_of("Q8_0", 3, 24, 32)
-    mlp = ExpertMlp(up.packed, down.packed, "silu", Reference())
+    mlp = ExpertMlp(up.packed, down.packed, "silu", TorchOperations())
     x = normal(n_rows, 256)
     chosen = torch.stack((torch.arange(n_rows) % 3, (torch.arange(n_rows) + 1) % 3), dim=1).to(DEVICE)
-    matrices = [experts.blocks.some(chosen.flatten(), torch.float32) for experts in (up, down)]
+    matrices = [experts.blocks.dequantised(chosen.flatten(), torch.float32) for experts in (up, down)]
 
     def form(x: Tensor) -> Tensor:
         both = torch.bmm(matrices[0], x.repeat_interleave(2, dim=0).unsqueeze(2))
-        return torch.bmm(matrices[1], gated(both.squeeze(2), "silu").unsqueeze(2)).view(n_rows, 2, -1)
+        return torch.bmm(matrices[1], act_and_mul(both.squeeze(2), "silu").unsqueeze(2)).view(n_rows, 2, -1)
 
     assert_near(mlp.results(x, chosen), form, x)
-    assert PackedExperts.few_pairs == ANY_PAIRS
+    assert PackedExperts.max_async_pairs == UNLIMITED_PAIRS
 
 
 @on_gpu
 def test_a_graph_records_them():
     """Nothing on the way waits for the device, and a replay follows other routes."""
     up, down = experts_of("Q4_K", 8, 512, 256), experts_of("Q6_K", 8, 64, 256)
-    mlp = ExpertMlp(up.packed, down.packed, "silu", Reference())
+    mlp = ExpertMlp(up.packed, down.packed, "silu", TorchOperations())
     x = normal(300, 256, dtype=torch.bfloat16)
     routes = [torch.rand(300, 8, generator=torch.Generator().manual_seed(i)).topk(2).indices.cuda() for i in range(2)]
     wanted = [mlp.results(x, chosen) for chosen in routes]

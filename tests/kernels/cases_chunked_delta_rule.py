@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from daemons.ops.triton.delta_chunks import (
-    carry_kernel,
-    carry_options,
-    gate_kernel,
-    gate_options,
-    solve_kernel,
+from daemons.ops.triton.chunked_delta_rule import (
+    delta_rule_solve_kernel,
+    delta_rule_state_kernel,
+    gated_norm_options,
+    gated_rms_norm_kernel,
     solve_options,
+    state_options,
 )
 from tests.kernels.targets import TARGETS, Case
 
-POINTERS = ("mixed", "gates", "pairs", "decays", "convolution", "states", "norm")
+POINTERS = ("qkv", "gates", "pairs", "decays", "conv_states", "states", "norm")
 TF32 = tuple(t for t in TARGETS if t.startswith("sm_") and t != "sm_75")
 OTHERS = tuple(t for t in TARGETS if t not in TF32)
 SIZES = ("n", "offset", "n_chunks", "rows")
@@ -26,9 +26,9 @@ def _cases(dtype: str, n_key: int, n_value: int, dim: int, precision: str) -> li
     heads = (n_key, n_value, dim)
     found = []
     for what, kernel, options in (
-        ("solve", solve_kernel, solve_options(*heads, precision)),
-        ("carry", carry_kernel, carry_options(*heads, 4, precision)),
-        ("gate", gate_kernel, gate_options(*heads)),
+        ("solve", delta_rule_solve_kernel, solve_options(*heads, precision)),
+        ("carry", delta_rule_state_kernel, state_options(*heads, 4, precision)),
+        ("gate", gated_rms_norm_kernel, gated_norm_options(*heads)),
     ):
         own = {k: v for k, v in signature.items() if k in kernel.arg_names}
         aligned = tuple(k for k in own if k in (*activations, *POINTERS, "y_stride"))

@@ -15,17 +15,17 @@ pytest.importorskip("triton")
 
 from daemons.device import CPU
 from daemons.models.loader import Rows, WeightLoader
-from daemons.ops import quantised
-from daemons.ops.experts import BlockExperts, JoinedExperts
+from daemons.ops import packed_linear
+from daemons.ops.expert_pairs import ExpertPairs
+from daemons.ops.experts import BlockExperts, ConcatExperts
 from daemons.ops.linear import BlockTable, PackedTable
 from daemons.ops.moe import ExpertMlp
-from daemons.ops.operations import Reference
-from daemons.ops.quantised import PackedExperts, PackedLinear
-from daemons.ops.routes import Routes
+from daemons.ops.operations import TorchOperations
+from daemons.ops.packed_linear import PackedExperts, PackedLinear
 from daemons.ops.selection import KernelSelector
-from daemons.ops.triton import linear, nested
-from daemons.ops.triton.launch import Shape
-from daemons.ops.triton.linear import MAX_ROWS
+from daemons.ops.triton import gemv, gemv_float16
+from daemons.ops.triton.gemv import MAX_GEMV_ROWS
+from daemons.ops.triton.split_k import GemvConfig
 from daemons.weights.dequant import dequantise
 from daemons.weights.packed import repack, unpack
 from lucevisor.model.families import open_spec
@@ -34,8 +34,8 @@ from lucevisor.model.values import Backend, Dtype, LayerRange
 from lucevisor.model.weight_layout import shard_layouts
 from tests.daemons.tiny_models import Tiny, random_blocks, write
 from tests.families.test_forms import spec_of, with_forms_of
+from tests.kernels.gemv_error import assert_expanded, assert_product
 from tests.kernels.limits import UNITS
-from tests.kernels.products import assert_expanded, assert_product
 from tests.numerics import Exact, Narrow
 
 __all__ = ["spec_of"]  # a fixture
@@ -57,8 +57,10 @@ of_each = pytest.mark.parametrize(
 def few_programs(monkeypatch):
     """The interpreter's time goes by programs, not by their size."""
     if DEVICE == "cpu":
-        for module in (linear, nested):
-            monkeypatch.setattr(module, "shape", lambda tile, deep, n_out, n_chunks, device: Shape(512, 4, 1, 1))
+        for module in (gemv, gemv_float16):
+            monkeypatch.setattr(
+                module, "gemv_config", lambda tile, deep, n_out, n_chunks, device: GemvConfig(512, 4, 1, 1)
+            )
 
 
 def blocks(kind: str, n: int, k: int) -> tuple[GgmlType, Tensor]:
@@ -78,8 +80,8 @@ def test_many_rows_are_multiplied_as_few_are(kind, dtype, few_programs):
     type_, raw = blocks(kind, 13, 256)
     product = PackedLinear(type_, repack(type_, raw), 256)
     assert (product.n_out, product.n_bytes) == (13, raw.nbytes)
-    x = normal(MAX_ROWS + 1, 256, dtype=dtype)
-    assert_product(product(x[:MAX_ROWS]), x[:MAX_ROWS], type_, raw)
+    x = normal(MAX_GEMV_ROWS + 1, 256, dtype=dtype)
+    assert_product(product(x[:MAX_GEMV_ROWS]), x[:MAX_GEMV_ROWS], type_, raw)
     assert_expanded(product(x), x, dequantise(type_, raw, torch.float32))
 
 
@@ -87,11 +89,11 @@ def test_many_rows_are_multiplied_as_few_are(kind, dtype, few_programs):
 def test_a_matrix_too_large_to_be_expanded_at_once(at_a_time, monkeypatch):
     type_, raw = blocks("Q8_0", 17, 256)
     product = PackedLinear(type_, repack(type_, raw), 256)
-    x = normal(MAX_ROWS + 1, 256)
-    monkeypatch.setattr(quantised, "part_rows", lambda n_columns: at_a_time)
+    x = normal(MAX_GEMV_ROWS + 1, 256)
+    monkeypatch.setattr(packed_linear, "part_rows", lambda n_columns: at_a_time)
     seen = []
-    real = quantised.expand
-    monkeypatch.setattr(quantised, "expand", lambda *a: seen.append(a[-1]) or real(*a))
+    real = packed_linear.dequantise_packed
+    monkeypatch.setattr(packed_linear, "dequantise_packed", lambda *a: seen.append(a[-1]) or real(*a))
     assert_expanded(product(x), x, dequantise(type_, raw, torch.float32))
     assert sum(seen) == 17
     assert max(seen) == at_a_time
@@ -100,7 +102,7 @@ def test_a_matrix_too_large_to_be_expanded_at_once(at_a_time, monkeypatch):
 def test_columns_of_a_wider_input(few_programs):
     type_, raw = blocks("Q4_K", 21, 256)
     product = PackedLinear(type_, repack(type_, raw), 256)
-    wide = normal(MAX_ROWS + 1, 400)
+    wide = normal(MAX_GEMV_ROWS + 1, 400)
     few, many = wide[:3, 100:356], wide[:, 100:356]
     assert torch.equal(product(few), product(few.contiguous()))
     assert_expanded(product(many), many, dequantise(type_, raw, torch.float32))
@@ -134,21 +136,21 @@ def test_experts_packed_and_as_blocks(kind, dtype, few_programs):
     a, b = experts_of(kind, 4, 12, 256)
     assert (a.n_experts, a.n_out, a.n_numbers, a.n_bytes) == (b.n_experts, b.n_out, b.n_numbers, b.n_bytes)
     x, chosen = normal(2, 256, dtype=dtype), torch.tensor([2, 0, 3, 2], device=DEVICE)
-    assert torch.equal(a.some(chosen[1:], dtype), b.some(chosen[1:], dtype))
-    assert_routed(a.routed(x, Routes(chosen, 4), 2), x, chosen, b)
-    assert_product(a.one(2)(x), x, b.kind, b.raw[2])
-    numbers = b.some(chosen, torch.float32)
+    assert torch.equal(a.dequantised(chosen[1:], dtype), b.dequantised(chosen[1:], dtype))
+    assert_routed(a.grouped_gemm(x, ExpertPairs(chosen, 4), 2), x, chosen, b)
+    assert_product(a.linear(2)(x), x, b.kind, b.raw[2])
+    numbers = b.dequantised(chosen, torch.float32)
     pairs = x.repeat_interleave(2, dim=0).unsqueeze(1)
-    assert_expanded(b.routed(x, Routes(chosen, 4), 2).unsqueeze(1), pairs, numbers)
-    assert_expanded(b.one(2)(x), x, numbers[0])
+    assert_expanded(b.grouped_gemm(x, ExpertPairs(chosen, 4), 2).unsqueeze(1), pairs, numbers)
+    assert_expanded(b.linear(2)(x), x, numbers[0])
 
 
 def explained(form: Callable[[Tensor], Tensor], x: Tensor) -> tuple[Tensor, float]:
     """What ``form`` gives exactly, and the norm of the error that rounding weights and results to the dtype of ``x``
     makes of it: the worst of three runs, and a quarter more, as it is an estimate."""
 
-    def run(*how: Any) -> Tensor:
-        with Exact(*how):
+    def run(*options: Any) -> Tensor:
+        with Exact(*options):
             return form(x.double())
 
     exact, narrow = run(), Narrow(UNITS[x.dtype])
@@ -158,20 +160,20 @@ def explained(form: Callable[[Tensor], Tensor], x: Tensor) -> tuple[Tensor, floa
 @pytest.mark.parametrize("dtype", DTYPES[1:])
 def test_ways_through_an_mlp_of_experts(dtype, few_programs):
     up, down = experts_of("Q8_0", 3, 512, 256), experts_of("Q4_K", 3, 24, 256)
-    mlp = ExpertMlp(up.packed, down.packed, "silu", Reference())
-    plain = ExpertMlp(up.blocks, down.blocks, "silu", Reference())
+    mlp = ExpertMlp(up.packed, down.packed, "silu", TorchOperations())
+    plain = ExpertMlp(up.blocks, down.blocks, "silu", TorchOperations())
     x, chosen = normal(3, 256, dtype=dtype), torch.tensor([[2, 0], [0, 2], [2, 0]], device=DEVICE)
-    exact, allowed = explained(lambda x: plain.one_by_one(x, chosen), x)
-    for way in (mlp.one_by_one, mlp.gathered, mlp.batched):
+    exact, allowed = explained(lambda x: plain.per_expert(x, chosen), x)
+    for way in (mlp.per_expert, mlp.grouped, mlp.batched):
         assert float((way(x, chosen).double() - exact).norm()) <= allowed
 
 
 def test_experts_joined_from_two_types(few_programs):
     (a, a_blocks), (b, b_blocks) = experts_of("Q6_K", 3, 8, 256), experts_of("Q4_0", 3, 5, 256)
-    joined, wanted = JoinedExperts([a, b]), JoinedExperts([a_blocks, b_blocks])
+    joined, wanted = ConcatExperts([a, b]), ConcatExperts([a_blocks, b_blocks])
     x, chosen = normal(2, 256), torch.tensor([1, 2, 2, 0], device=DEVICE)
-    assert joined.few_pairs == PackedExperts.few_pairs > wanted.few_pairs
-    found = joined.routed(x, Routes(chosen, 3), 2)
+    assert joined.max_async_pairs == PackedExperts.max_async_pairs > wanted.max_async_pairs
+    found = joined.grouped_gemm(x, ExpertPairs(chosen, 3), 2)
     assert_routed(found[:, :8].contiguous(), x, chosen, a_blocks)
     assert_routed(found[:, 8:].contiguous(), x, chosen, b_blocks)
 

@@ -8,10 +8,10 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("triton")
 
-from daemons.ops.kernels import Kernels  # noqa: E402
-from daemons.ops.operations import FEW_TOKENS, Reference  # noqa: E402
+from daemons.ops.operations import MAX_DECODE_TOKENS, TorchOperations  # noqa: E402
 from daemons.ops.router import Router  # noqa: E402
-from daemons.ops.triton.routing import choose, scores_few, weighted  # noqa: E402
+from daemons.ops.triton.moe import moe_combine, router_gemv, select_experts  # noqa: E402
+from daemons.ops.triton_operations import TritonOperations  # noqa: E402
 from tests.kernels.limits import DIVISION, assert_near, sigmoid_error  # noqa: E402
 from tests.numerics import UNIT  # noqa: E402
 
@@ -20,7 +20,7 @@ DTYPES = [torch.float32, torch.float16] + ([torch.bfloat16] if DEVICE == "cuda" 
 
 
 @pytest.fixture(autouse=True)
-def infinity_is_no_warning():
+def ignore_numpy_overflow():
     """Under the interpreter arithmetic is numpy's, which warns where it gives infinity or no number."""
     with np.errstate(over="ignore", invalid="ignore"):
         yield
@@ -31,50 +31,50 @@ def normal(*shape, dtype=torch.float32, seed=1):
     return torch.randn(*shape, generator=generator).to(DEVICE, dtype)
 
 
-def router_of(n_experts, width, k, *, gating="softmax", normalise=True, scale=1.0, more=(), opens=False):
+def router_of(n_experts, width, k, *, gating="softmax", normalise=True, scale=1.0, more=(), has_shared_gate=False):
     bias = normal(n_experts, seed=5) / 4 if "bias" in more else None
     expert_scale = normal(n_experts, seed=6).abs() + 0.5 if "expert_scale" in more else None
-    weight = normal(n_experts + opens, width, seed=7) / width**0.5
-    return Router(weight, k, gating, normalise, scale, bias, expert_scale, opens)
+    weight = normal(n_experts + has_shared_gate, width, seed=7) / width**0.5
+    return Router(weight, k, gating, normalise, scale, bias, expert_scale, has_shared_gate)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("tokens", "width", "n_scores"), [(1, 2048, 257), (3, 2816, 128), (16, 96, 5), (2, 40, 1)])
 def test_scores(dtype, tokens, width, n_scores):
     x, weight = normal(tokens, width, dtype=dtype), normal(n_scores, width, seed=3)
-    assert_near(scores_few(x, weight), lambda x: x @ weight.t(), x)
+    assert_near(router_gemv(x, weight), lambda x: x @ weight.t(), x)
 
 
 @pytest.mark.parametrize("tokens", [1, 9])
 @pytest.mark.parametrize(
     "router",
     [
-        router_of(256, 64, 8, opens=True),
+        router_of(256, 64, 8, has_shared_gate=True),
         router_of(256, 64, 8, gating="sigmoid", scale=2.5, more=("bias",)),
         router_of(128, 64, 8, more=("expert_scale",)),
-        router_of(6, 16, 3, normalise=False, opens=True),
-        router_of(5, 16, 5, gating="sigmoid", more=("bias", "expert_scale"), opens=True),
+        router_of(6, 16, 3, normalise=False, has_shared_gate=True),
+        router_of(5, 16, 5, gating="sigmoid", more=("bias", "expert_scale"), has_shared_gate=True),
         router_of(1, 16, 1),
     ],
     ids=["qwen35moe", "laguna", "gemma4", "few", "all", "one"],
 )
 def test_choice(router, tokens):
     scores = router.scores(normal(tokens, router.weight.shape[1], seed=11))
-    found, wanted = choose(router, scores), router.choose(scores)
+    found, wanted = select_experts(router, scores), router.select_experts(scores)
     assert torch.equal(found.experts, wanted.experts)
-    assert_near(found.weights, lambda scores: router.choose(scores).weights, scores)
-    assert (found.opening is None) == (not router.opens)
-    if router.opens:
+    assert_near(found.weights, lambda scores: router.select_experts(scores).weights, scores)
+    assert (found.shared_gate is None) == (not router.has_shared_gate)
+    if router.has_shared_gate:
         gate = scores[:, -1]
         exact = gate.double().sigmoid()
-        assert bool(((found.opening.double() - exact).abs() <= sigmoid_error(gate) * exact).all())
+        assert bool(((found.shared_gate.double() - exact).abs() <= sigmoid_error(gate) * exact).all())
 
 
 def test_of_equal_scores_the_first_and_no_expert_twice():
     router = router_of(40, 16, 8)
     scores = torch.zeros(1, 40, device=DEVICE)
     scores[0, [3, 17]] = 2.0
-    found = choose(router, scores)
+    found = select_experts(router, scores)
     assert found.experts.tolist() == [[3, 17, 0, 1, 2, 4, 5, 6]]
     # seven additions and a quotient
     assert abs(float(found.weights.double().sum()) - 1) <= 7 * UNIT + DIVISION
@@ -83,13 +83,13 @@ def test_of_equal_scores_the_first_and_no_expert_twice():
 def test_scores_that_are_no_numbers_choose_experts_that_are_there():
     """What comes of it is no number either, but no memory is read that is not the experts'."""
     router = router_of(5, 16, 2)
-    experts = choose(router, torch.full((2, 5), float("nan"), device=DEVICE)).experts
+    experts = select_experts(router, torch.full((2, 5), float("nan"), device=DEVICE)).experts
     assert ((experts >= 0) & (experts < 5)).all()
 
 
 def test_weights_that_are_all_almost_nothing_stay_finite():
     router = router_of(4, 2, 2, gating="sigmoid")
-    assert torch.isfinite(choose(router, torch.full((1, 4), -400.0, device=DEVICE)).weights).all()
+    assert torch.isfinite(select_experts(router, torch.full((1, 4), -400.0, device=DEVICE)).weights).all()
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -99,8 +99,8 @@ def test_weighted_sum(dtype, tokens, k, width, beside):
     results, weights = normal(tokens, k, width, dtype=dtype), normal(tokens, k, seed=2).softmax(dim=1)
     wide = normal(tokens, width + 16, dtype=dtype, seed=3)
     shared = None if beside == "nothing" else wide[:, :width]
-    opening = torch.sigmoid(normal(tokens, seed=4)) if beside == "gated" else None
-    found = weighted(results, weights, shared, opening)
+    shared_gate = torch.sigmoid(normal(tokens, seed=4)) if beside == "gated" else None
+    found = moe_combine(results, weights, shared, shared_gate)
     assert found.dtype == dtype
 
     def form(results, weights, beside):
@@ -108,21 +108,28 @@ def test_weighted_sum(dtype, tokens, k, width, beside):
 
     added = torch.zeros(1, device=DEVICE)
     if shared is not None:
-        added = shared.float() * (1.0 if opening is None else opening.unsqueeze(1))  # rounded once more: an ulp of it
+        added = shared.float() * (
+            1.0 if shared_gate is None else shared_gate.unsqueeze(1)
+        )  # rounded once more: an ulp of it
     assert_near(found, form, results, weights, added)
     # the plain form rounds each product and each sum to the dtype
     largest = float((results.abs().float() * weights.unsqueeze(2)).sum(1).max() + added.abs().max())
     assert_near(
-        Reference().weighted(results, weights, shared, opening), form, results, weights, added, rounded=4 * largest
+        TorchOperations().moe_combine(results, weights, shared, shared_gate),
+        form,
+        results,
+        weights,
+        added,
+        rounded=4 * largest,
     )
 
 
-@pytest.mark.parametrize("tokens", [1, FEW_TOKENS, FEW_TOKENS + 1])
+@pytest.mark.parametrize("tokens", [1, MAX_DECODE_TOKENS, MAX_DECODE_TOKENS + 1])
 def test_few_rows_and_many_choose_the_same(tokens):
-    router = router_of(32, 96, 4, opens=True)
+    router = router_of(32, 96, 4, has_shared_gate=True)
     x = normal(tokens, 96, seed=9)
-    found, wanted = Kernels().router(router)(x), Reference().router(router)(x)
+    found, wanted = TritonOperations().router(router)(x), TorchOperations().router(router)(x)
     assert torch.equal(found.experts, wanted.experts)
     for chosen in (found, wanted):
         assert_near(chosen.weights, lambda x: router(x).weights, x)
-        assert_near(chosen.opening.unsqueeze(1), lambda x: router(x).opening.unsqueeze(1), x)
+        assert_near(chosen.shared_gate.unsqueeze(1), lambda x: router(x).shared_gate.unsqueeze(1), x)

@@ -22,7 +22,7 @@ from tests.kernels.limits import assert_near
 
 pytest.importorskip("triton")
 
-from daemons.ops.triton.attention import attend_few, splits
+from daemons.ops.triton.paged_attention import choose_n_splits, paged_attention
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 KINDS = [torch.float32, torch.float16] + ([torch.bfloat16] if DEVICE == "cuda" else [])
@@ -86,7 +86,7 @@ class Scene:
 
     def found(self, n_splits: int | None = None, q: Tensor | None = None) -> Tensor:
         p = self.p
-        return attend_few(
+        return paged_attention(
             self.q if q is None else q,
             self.keys,
             self.values,
@@ -97,7 +97,7 @@ class Scene:
             window=p.window,
             scale=0.3,
             softcap=p.softcap,
-            longest=max(p.lengths),
+            max_length=max(p.lengths),
             n_splits=n_splits,
         )
 
@@ -200,11 +200,11 @@ def test_queries_that_are_columns_of_a_product() -> None:
 
 
 def test_splits_fill_the_processors_and_no_more() -> None:
-    assert splits(8, 50_000, 132) == 33
-    assert splits(8, 1000, 132) == 8  # not worth more
-    assert splits(1000, 2000, 132) == 1
-    assert splits(1000, 20_000, 132) == 10  # one long slice among a thousand
-    assert splits(3, 1, 132) == 1
+    assert choose_n_splits(8, 50_000, 132) == 33
+    assert choose_n_splits(8, 1000, 132) == 8  # not worth more
+    assert choose_n_splits(1000, 2000, 132) == 1
+    assert choose_n_splits(1000, 20_000, 132) == 10  # one long slice among a thousand
+    assert choose_n_splits(3, 1, 132) == 1
 
 
 @pytest.mark.gpu

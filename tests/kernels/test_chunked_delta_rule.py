@@ -14,9 +14,9 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 from daemons.ops.delta_rule import CHUNK, convolve
-from daemons.ops.triton import delta_chunks, delta_rule
-from daemons.ops.triton.delta_chunks import mix_run
-from daemons.ops.triton.delta_rule import mix_few
+from daemons.ops.triton import chunked_delta_rule, recurrent_delta_rule
+from daemons.ops.triton.chunked_delta_rule import chunked_gated_delta_net
+from daemons.ops.triton.recurrent_delta_rule import recurrent_gated_delta_net
 from tests.kernels.delta_layers import DEVICE, Form, Layer, Results, form_of, one_by_one
 
 HALVES = [torch.float16] + [torch.bfloat16] * (DEVICE == "cuda")
@@ -25,48 +25,48 @@ N_STATES = 5
 
 def rule_inputs(y: Tensor, left: Tensor, weights: Sequence[Tensor], n_key: int, dim: int) -> tuple[Tensor, ...]:
     """q, k [B, n, n_key, D], v [B, n, N, D], decay and beta [B, n, N] of y [B, n, columns], in the dtype of all."""
-    taps, decay, dt = weights
-    b, n, channels = *y.shape[:2], taps.shape[1]
-    mixed, _, alpha, beta = y.split_with_sizes([channels, len(dt) * dim, len(dt), len(dt)], dim=-1)
-    heads = F.silu(convolve(mixed, left, taps)[0]).view(b, n, -1, dim)
-    q, k, v = heads.split_with_sizes([n_key, n_key, len(dt)], dim=2)
+    conv_weight, decay_rates, dt_bias = weights
+    b, n, channels = *y.shape[:2], conv_weight.shape[1]
+    qkv, _, alpha, beta = y.split_with_sizes([channels, len(dt_bias) * dim, len(dt_bias), len(dt_bias)], dim=-1)
+    heads = F.silu(convolve(qkv, left, conv_weight)[0]).view(b, n, -1, dim)
+    q, k, v = heads.split_with_sizes([n_key, n_key, len(dt_bias)], dim=2)
     q, k = (x * (x.square().sum(dim=-1, keepdim=True) + 1e-6).rsqrt() for x in (q, k))
-    return q * dim**-0.5, k, v, torch.exp(F.softplus(alpha + dt) * decay), torch.sigmoid(beta)
+    return q * dim**-0.5, k, v, torch.exp(F.softplus(alpha + dt_bias) * decay_rates), torch.sigmoid(beta)
 
 
-class Convolve:
-    """``convolve_kernel`` in torch: the interpreter takes 10 ms for each head of each token, tests beside know it."""
+class TorchConv1d:
+    """``causal_conv1d_kernel`` in torch: the interpreter takes 10 ms per head and token; others test the kernel."""
 
     def __getitem__(self, grid: tuple[int, int]) -> Callable[..., None]:
         return self.launch
 
     def launch(self, *pointers: Any, **options: Any) -> None:
-        y, mixed, gates, convolution, ids, *weights, n, _ = pointers
-        left = convolution[ids]
-        q, k, v, kept, beta = rule_inputs(
+        y, qkv, gates, conv_states, ids, *weights, n, _ = pointers
+        left = conv_states[ids]
+        q, k, v, decay, beta = rule_inputs(
             y.float().reshape(len(ids), n, -1), left, weights, options["N_KEY"], options["DIM"]
         )
-        mixed.copy_(torch.cat([q, k, v], dim=2).view(mixed.shape))
-        gates.copy_(torch.stack([kept, beta], dim=-1).view(gates.shape))
+        qkv.copy_(torch.cat([q, k, v], dim=2).view(qkv.shape))
+        gates.copy_(torch.stack([decay, beta], dim=-1).view(gates.shape))
 
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     if DEVICE == "cpu":
-        monkeypatch.setattr(delta_chunks, "convolve_kernel", Convolve())
+        monkeypatch.setattr(chunked_delta_rule, "causal_conv1d_kernel", TorchConv1d())
 
 
 def layer(
-    n_key: int = 1, n_value: int = 2, dim: int = 32, n_taps: int = 4, decay: tuple[float, float] = (0.02, 2.0)
+    n_key: int = 1, n_value: int = 2, dim: int = 32, conv_width: int = 4, decay_rates: tuple[float, float] = (0.02, 2.0)
 ) -> Layer:
-    """``decay``: exp A of the first and of the last head."""
-    a = Layer.random(n_key, n_value, dim, n_taps, decay, N_STATES)
-    return replace(a, precision=delta_chunks._precision(torch.device(DEVICE)))
+    """``decay_rates``: exp A of the first and of the last head."""
+    a = Layer.random(n_key, n_value, dim, conv_width, decay_rates, N_STATES)
+    return replace(a, precision=chunked_delta_rule._precision(torch.device(DEVICE)))
 
 
 def kernels(a: Layer, y: Tensor, ids: list[int], offset: int = 0) -> Tensor:
     """Outputs; moves the states of ``a`` on."""
-    return mix_run(y, a.convolution, a.states, torch.tensor(ids, device=DEVICE), a.mixer, offset)
+    return chunked_gated_delta_net(y, a.conv_states, a.states, torch.tensor(ids, device=DEVICE), a.params, offset)
 
 
 def check(a: Layer, y: Tensor, ids: list[int], offset: int = 0, exact: Form | None = None) -> Tensor:
@@ -99,11 +99,11 @@ def test_outputs_and_states_are_those_of_the_torch_form(n: int, offset: int, ids
 
 
 @pytest.mark.parametrize(
-    ("n_key", "n_value", "dim", "n_taps"),
+    ("n_key", "n_value", "dim", "conv_width"),
     [(2, 2, 32, 4), (1, 3, 64, 4), (2, 4, 128, 4), (3, 9, 32, 4), (2, 2, 32, 2), (1, 2, 32, 7), (1, 1, 32, 4)],
 )
-def test_any_heads_and_taps(n_key: int, n_value: int, dim: int, n_taps: int) -> None:
-    a = layer(n_key, n_value, dim, n_taps)
+def test_any_heads_and_taps(n_key: int, n_value: int, dim: int, conv_width: int) -> None:
+    a = layer(n_key, n_value, dim, conv_width)
     y = a.inputs(70)
     check(a, y, [4], 20)
 
@@ -115,24 +115,24 @@ def test_a_run_is_its_tokens_one_by_one() -> None:
 
 
 def test_the_convolution_too_is_a_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(delta_chunks, "convolve_kernel", delta_rule.convolve_kernel)
+    monkeypatch.setattr(chunked_delta_rule, "causal_conv1d_kernel", recurrent_delta_rule.causal_conv1d_kernel)
     a = layer(1, 1)
     y = a.inputs(2 * 17)
     check(a, y, [3, 1], 59)
 
 
-@pytest.mark.parametrize("decay", [(0.0, 0.0), (1e-6, 1e-3), (50.0, 1000.0), (0.0, 1000.0)])
-def test_heads_that_keep_all_and_heads_that_forget_all(decay: tuple[float, float]) -> None:
-    a = layer(decay=decay)
+@pytest.mark.parametrize("decay_rates", [(0.0, 0.0), (1e-6, 1e-3), (50.0, 1000.0), (0.0, 1000.0)])
+def test_heads_that_keep_all_and_heads_that_forget_all(decay_rates: tuple[float, float]) -> None:
+    a = layer(decay_rates=decay_rates)
     y = a.inputs(90, spread=3.0)
-    y[:, -2 * a.mixer.n_value :] *= 2.0  # alpha and beta: both sides of where softplus and sigmoid are straight
+    y[:, -2 * a.params.n_value :] *= 2.0  # alpha and beta: both sides of where softplus and sigmoid are straight
     # one by one: the block adds the logarithms of decays up, which costs it digits when they are large
     check(a, y, [1], 10, one_by_one(a.net))
 
 
 def test_nothing_is_lost_behind_a_token_that_forgets_all() -> None:
     """Heads that keep almost all, but for tokens at which S becomes 0: sums of logarithms would be rough by then."""
-    a = layer(decay=(1e-2, 1e-2))
+    a = layer(decay_rates=(1e-2, 1e-2))
     y = a.inputs(80)
     y[:30, -4:-2] = 1e6  # alpha
     check(a, y, [1], exact=one_by_one(a.net))
@@ -140,7 +140,7 @@ def test_nothing_is_lost_behind_a_token_that_forgets_all() -> None:
 
 def test_keys_that_are_all_alike() -> None:
     """The triangle of a chunk is then ones: its inverse is small, the powers of it are not."""
-    a = layer(decay=(0.0, 1e-4))
+    a = layer(decay_rates=(0.0, 1e-4))
     y = a.inputs(1).expand(150, -1).clone()
     y[:, -2:] = 20.0  # beta 1
     y[:, 64:128] += a.inputs(150, seed=2)[:, 64:128]
@@ -179,20 +179,20 @@ def test_it_goes_on_where_single_tokens_ended_and_they_where_it_did() -> None:
             out.append(o)
         return torch.cat(out, dim=1), left, s
 
-    def mixed(y: Tensor, ids: list[int]) -> Tensor:
+    def qkv(y: Tensor, ids: list[int]) -> Tensor:
         index = torch.tensor(ids, device=DEVICE)
-        first = mix_few(y[:5], a.convolution, a.states, index, a.mixer)
+        first = recurrent_gated_delta_net(y[:5], a.conv_states, a.states, index, a.params)
         middle = kernels(a, y[5:65], ids, 5)
-        return torch.cat([first, middle, mix_few(y[65:], a.convolution, a.states, index, a.mixer)])
+        return torch.cat([first, middle, recurrent_gated_delta_net(y[65:], a.conv_states, a.states, index, a.params)])
 
-    a.check(mixed, y, [2], form, form_of(a.net))
+    a.check(qkv, y, [2], form, form_of(a.net))
 
 
 def test_other_states_stay_as_they_are() -> None:
     a = layer()
-    before = a.convolution.clone(), a.states.clone()
+    before = a.conv_states.clone(), a.states.clone()
     kernels(a, a.inputs(2 * 20), [3, 1], 60)
-    for old, new in zip(before, (a.convolution, a.states), strict=True):
+    for old, new in zip(before, (a.conv_states, a.states), strict=True):
         changed = (old != new).flatten(1).any(dim=1)
         assert changed.tolist() == [False, True, False, True, False]
 
@@ -205,7 +205,7 @@ def test_rows_of_a_wider_batch() -> None:
     ids = torch.tensor([0, 3, 1], device=DEVICE)[1:]
 
     def run(*_: object) -> Tensor:
-        return mix_run(wide[1:-1, : a.mixer.columns], a.convolution, a.states, ids, a.mixer, 55)
+        return chunked_gated_delta_net(wide[1:-1, : a.params.columns], a.conv_states, a.states, ids, a.params, 55)
 
     a.check(run, y, [3, 1], form_of(a.chunks, 55), form_of(a.net, 55))
 
@@ -222,7 +222,13 @@ def test_heads_and_lengths_as_in_a_model(n: int, ids: list[int]) -> None:
 @pytest.mark.gpu
 @pytest.mark.skipif(DEVICE == "cpu", reason="no CUDA or HIP device: nothing is compiled")
 def test_no_length_offset_or_number_of_slices_is_compiled_anew() -> None:
-    kernels = [delta_rule.convolve_kernel, *(getattr(delta_chunks, f"{x}_kernel") for x in ("solve", "carry", "gate"))]
+    kernels = [
+        recurrent_delta_rule.causal_conv1d_kernel,
+        *(
+            getattr(chunked_delta_rule, f"{x}_kernel")
+            for x in ("delta_rule_solve", "delta_rule_state", "gated_rms_norm")
+        ),
+    ]
 
     def compiled() -> int:
         return sum(len(k.device_caches[torch.cuda.current_device()][0]) for k in kernels)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 
 @dataclass
-class Routes:
+class ExpertPairs:
     """``pairs`` int64 [P]: the expert of each pair of row and expert.  ``n_experts``: how many there are."""
 
     pairs: Tensor

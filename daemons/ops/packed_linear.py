@@ -6,15 +6,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from daemons.ops.experts import ANY_PAIRS
+from daemons.ops.expert_pairs import ExpertPairs
+from daemons.ops.experts import UNLIMITED_PAIRS
 from daemons.ops.linear import part_rows
-from daemons.ops.routes import Routes
-from daemons.ops.triton.grouped import grouped
-from daemons.ops.triton.linear import MAX_ROWS, expand, multiply
+from daemons.ops.triton.gemv import MAX_GEMV_ROWS, dequantise_packed, packed_gemv
+from daemons.ops.triton.grouped_gemm import packed_grouped_gemm
 from daemons.weights.packed import PackedWeights, empty_packed
 from lucevisor.model.quant_types import BY_NAME, CHUNK, GgmlType
 
-SINGLE_PAIRS = 320
+MAX_GEMV_PAIRS = 320
 """Pairs of row and expert up to which each is a product of its own; more are grouped by expert."""
 
 
@@ -26,8 +26,8 @@ class PackedLinear:
         self.n_out, self.n_bytes = packed.codes.shape[0], packed.nbytes
 
     def __call__(self, x: Tensor) -> Tensor:
-        if x.shape[0] <= MAX_ROWS:
-            return multiply(self.kind, self.packed, x.contiguous())
+        if x.shape[0] <= MAX_GEMV_ROWS:
+            return packed_gemv(self.kind, self.packed, x.contiguous())
         step = part_rows(self.n_columns)
         if step >= self.n_out:
             return F.linear(x, self._expanded(x.dtype, 0, self.n_out))
@@ -38,37 +38,37 @@ class PackedLinear:
         return out
 
     def _expanded(self, dtype: torch.dtype, first: int, n: int) -> Tensor:
-        return expand(self.kind, self.packed, dtype, first, n).narrow(1, 0, self.n_columns)
+        return dequantise_packed(self.kind, self.packed, dtype, first, n).narrow(1, 0, self.n_columns)
 
 
 class PackedExperts:
-    """Matrices of experts ``[X, N, K]``; see :class:`daemons.ops.experts.ExpertMatrices`."""
+    """Matrices of experts ``[X, N, K]``; see :class:`daemons.ops.experts.ExpertWeights`."""
 
-    few_pairs = ANY_PAIRS
+    max_async_pairs = UNLIMITED_PAIRS
 
     def __init__(self, kind: GgmlType, packed: PackedWeights, n_columns: int) -> None:
         self.kind, self.packed = kind, packed
         self.n_experts, self.n_out = packed.codes.shape[:2]
         self.n_columns, self.n_numbers, self.n_bytes = n_columns, self.n_out * n_columns, packed.nbytes
 
-    def one(self, expert: int) -> PackedLinear:
+    def linear(self, expert: int) -> PackedLinear:
         return PackedLinear(self.kind, self.packed.map(lambda tensor: tensor[expert]), self.n_columns)
 
-    def some(self, experts: Tensor, dtype: torch.dtype) -> Tensor:
+    def dequantised(self, experts: Tensor, dtype: torch.dtype) -> Tensor:
         chosen = self.packed.map(lambda tensor: tensor.index_select(0, experts).flatten(0, 1))
-        numbers = expand(self.kind, chosen, dtype)
+        numbers = dequantise_packed(self.kind, chosen, dtype)
         return numbers.view(-1, self.n_out, numbers.shape[1]).narrow(2, 0, self.n_columns)
 
-    def routed(self, x: Tensor, routes: Routes, share: int) -> Tensor:
-        if len(routes) <= SINGLE_PAIRS:
-            return multiply(self.kind, self.packed, x.contiguous(), routes.pairs, share)
-        return grouped(self.kind, self.packed, x.contiguous(), routes, share)
+    def grouped_gemm(self, x: Tensor, routes: ExpertPairs, pairs_per_row: int) -> Tensor:
+        if len(routes) <= MAX_GEMV_PAIRS:
+            return packed_gemv(self.kind, self.packed, x.contiguous(), routes.pairs, pairs_per_row)
+        return packed_grouped_gemm(self.kind, self.packed, x.contiguous(), routes, pairs_per_row)
 
 
 def probe(device: torch.device, dtype: torch.dtype) -> None:
     """Multiply a small matrix: raises what Triton raises where it cannot compile or run."""
     kind = BY_NAME["Q4_K"]
     packed = empty_packed(kind, 32, CHUNK, device).map(torch.zeros_like)
-    product = multiply(kind, packed, torch.ones(1, CHUNK, dtype=dtype, device=device))
+    product = packed_gemv(kind, packed, torch.ones(1, CHUNK, dtype=dtype, device=device))
     if bool(product.any()):
         raise RuntimeError("a product with zeros is not zero")

@@ -45,7 +45,7 @@ _GROUP = tl.constexpr(Q8_GROUP)
 
 
 @triton.jit
-def _tile(pages, scales, base, inside, K: tl.constexpr, D: tl.constexpr, N: tl.constexpr, WIDTH: tl.constexpr):
+def _load_tile(pages, scales, base, inside, K: tl.constexpr, D: tl.constexpr, N: tl.constexpr, WIDTH: tl.constexpr):
     """Rows ``base``, ``base + K``, ... of a pool seen as [rows, D], as [N, WIDTH]; zeros where not ``inside`` [N]."""
     row, d = tl.arange(0, N)[:, None] * K, tl.arange(0, WIDTH)[None, :]
     mask = inside[:, None] if WIDTH == D else inside[:, None] & (d < D)
@@ -54,13 +54,13 @@ def _tile(pages, scales, base, inside, K: tl.constexpr, D: tl.constexpr, N: tl.c
         groups: tl.constexpr = D // _GROUP
         g = tl.arange(0, WIDTH // _GROUP)[None, :]
         scale = tl.load(scales + base * groups + row * groups + g, mask=inside[:, None] & (g < groups), other=0)
-        apart = tl.reshape(tile.to(tl.float32), (N, WIDTH // _GROUP, _GROUP))
-        tile = tl.reshape(apart * scale.to(tl.float32)[:, :, None], (N, WIDTH))
+        by_group = tl.reshape(tile.to(tl.float32), (N, WIDTH // _GROUP, _GROUP))
+        tile = tl.reshape(by_group * scale.to(tl.float32)[:, :, None], (N, WIDTH))
     return tile
 
 
 @triton.jit(do_not_specialize=["table_rows", "starts", "window", "n", "n_splits", "table_stride", "n_rows"])
-def few_kernel(
+def paged_attention_kernel(
     q,
     keys,
     key_scales,
@@ -108,10 +108,10 @@ def few_kernel(
 
     m = tl.program_id(0) * M + tl.arange(0, M)
     token, head = m // G, kv * G + m % G
-    real = m < n * G
+    row_mask = m < n * G
     d = tl.arange(0, WIDTH)
     rows = q + b.to(tl.int64) * n * token_stride + token * token_stride + head * head_stride
-    queries = tl.load(rows[:, None] + d[None, :], mask=real[:, None] & (d < D)[None, :], other=0)
+    queries = tl.load(rows[:, None] + d[None, :], mask=row_mask[:, None] & (d < D)[None, :], other=0)
     position = start + token
     to_log2 = 1.4426950408889634
 
@@ -126,17 +126,17 @@ def few_kernel(
         page = tl.load(table + (block + 1) * N // _PAGE, mask=block + 1 < stop, other=0)  # the next one, ahead of use
         key = at + tl.arange(0, N)
         inside = (key >= low) & (key < end)  # what lies in a page beside them may be anything, NaN too
-        k = _tile(keys, key_scales, base, inside, K, DK_STORED, N, WIDTH).to(queries.dtype)
+        k = _load_tile(keys, key_scales, base, inside, K, DK_STORED, N, WIDTH).to(queries.dtype)
         s = tl.dot(queries, tl.trans(k), input_precision="ieee") * scale
         if CAPPED:
             s = softcap - 2.0 * softcap / (tl.exp2(s * (2.0 * to_log2 / softcap)) + 1.0)  # softcap tanh(s / softcap)
-        seen = (key[None, :] <= position[:, None]) & (key[None, :] > position[:, None] - window)
-        s = tl.where(seen, s * to_log2, float("-inf"))
+        visible = (key[None, :] <= position[:, None]) & (key[None, :] > position[:, None] - window)
+        s = tl.where(visible, s * to_log2, float("-inf"))
         higher = tl.maximum(top, tl.max(s, 1))
         weight = tl.exp2(s - higher[:, None])
         shrink = tl.exp2(top - higher)
         total = total * shrink + tl.sum(weight, 1)
-        v = _tile(values, value_scales, base, inside, K, DV_STORED, N, VALUE_WIDTH).to(queries.dtype)
+        v = _load_tile(values, value_scales, base, inside, K, DV_STORED, N, VALUE_WIDTH).to(queries.dtype)
         acc = tl.dot(weight.to(queries.dtype), v, acc * shrink[:, None], input_precision="ieee")
         top = higher
 
@@ -147,13 +147,13 @@ def few_kernel(
     tl.store(
         partials + out[:, None] * DV + dv[None, :],
         (acc / total[:, None]).to(partials.dtype.element_ty),
-        mask=real[:, None] & (dv < DV)[None, :],
+        mask=row_mask[:, None] & (dv < DV)[None, :],
     )
-    tl.store(sums + out, top + tl.log2(total), mask=real)
+    tl.store(sums + out, top + tl.log2(total), mask=row_mask)
 
 
 @triton.jit(do_not_specialize=["n_splits", "n_rows"])
-def merge_kernel(
+def paged_attention_merge_kernel(
     partials, sums, out, n_splits, n_rows, D: tl.constexpr, SPLITS: tl.constexpr, WIDTH: tl.constexpr
 ) -> None:
     """WIDTH columns of a row of ``out`` [n_rows, D], of ``partials`` [splits, n_rows, D] and ``sums`` [splits, n_rows],
@@ -165,10 +165,10 @@ def merge_kernel(
     acc = tl.zeros([WIDTH], tl.float32)
     for first in range(0, n_splits, SPLITS):
         split = first + tl.arange(0, SPLITS)
-        there = split < n_splits
+        split_mask = split < n_splits
         at = split.to(tl.int64) * n_rows + row
-        part = tl.load(partials + at[:, None] * D + d[None, :], mask=there[:, None] & (d < D)[None, :], other=0.0)
-        height = tl.load(sums + at, mask=there, other=_LOWEST)
+        part = tl.load(partials + at[:, None] * D + d[None, :], mask=split_mask[:, None] & (d < D)[None, :], other=0.0)
+        height = tl.load(sums + at, mask=split_mask, other=_LOWEST)
         higher = tl.maximum(top, tl.max(height, 0))
         weight, shrink = tl.exp2(height - higher), tl.exp2(top - higher)
         total = total * shrink + tl.sum(weight, 0)
@@ -178,7 +178,7 @@ def merge_kernel(
 
 
 @dataclass(frozen=True, slots=True)
-class Device:
+class DeviceLimits:
     """Multiprocessors (compute units); bytes of shared memory that a program can have; bytes of the widest numbers that
     matrix units multiply as they are, 0 without such units.
     """
@@ -189,17 +189,17 @@ class Device:
 
 
 @functools.cache
-def _device(device: torch.device) -> Device:
+def device_limits(device: torch.device) -> DeviceLimits:
     if device.type == "cpu":  # the interpreter: any small number of processors, and no registers to run out of
-        return Device(4, 1 << 16, 4)
+        return DeviceLimits(4, 1 << 16, 4)
     found = torch.cuda.get_device_properties(device)
     shared_bytes = getattr(found, "shared_memory_per_block_optin", found.shared_memory_per_block)
     matrix = found.gcnArchName.startswith(HIP_MATRIX) if torch.version.hip else found.major >= 8
-    return Device(found.multi_processor_count, shared_bytes, 2 if matrix else 0)
+    return DeviceLimits(found.multi_processor_count, shared_bytes, 2 if matrix else 0)
 
 
 @dataclass(frozen=True, slots=True)
-class Blocks:
+class AttentionTile:
     """Query rows and positions of a program's tile, and how it is run."""
 
     rows: int
@@ -208,17 +208,17 @@ class Blocks:
     n_stages: int
 
 
-def tile(n_query_rows: int, width: int, itemsize: int, device: Device) -> Blocks:
+def attention_tile(n_query_rows: int, width: int, itemsize: int, device: DeviceLimits) -> AttentionTile:
     """The tile for so many query rows of a kv head, by the larger head dim and the bytes of a number."""
     if itemsize > device.matrix_itemsize:
         # plain multiply-adds keep whole rows of both factors in registers
-        return Blocks(16, 16, 4, 2 if device.shared_bytes > 1 << 16 else 1)
-    width, room = triton.next_power_of_2(width), 1 if device.shared_bytes > 1 << 16 else 2
-    most_rows = max(16, min(64, MAX_ACCUMULATOR // room // width))
+        return AttentionTile(16, 16, 4, 2 if device.shared_bytes > 1 << 16 else 1)
+    width, budget = triton.next_power_of_2(width), 1 if device.shared_bytes > 1 << 16 else 2
+    most_rows = max(16, min(64, MAX_ACCUMULATOR // budget // width))
     rows = min(max(16, triton.next_power_of_2(n_query_rows)), most_rows)
-    tokens = min(64, max(16, TILE_BYTES // room // (width * itemsize)))
+    tokens = min(64, max(16, TILE_BYTES // budget // (width * itemsize)))
     n_warps = 8 if rows * width > MAX_ACCUMULATOR // 2 else 4
-    return Blocks(rows, tokens, n_warps, 3 if device.shared_bytes > 1 << 17 else 2)
+    return AttentionTile(rows, tokens, n_warps, 3 if device.shared_bytes > 1 << 17 else 2)
 
 
 def _numbers(pages: PagedTensor) -> Tensor:
@@ -239,13 +239,13 @@ def _tile_width(pages: PagedTensor) -> int:
     return max(16, int(triton.next_power_of_2(_numbers(pages).shape[3])))
 
 
-def splits(n_programs: int, n_tokens: int, n_processors: int) -> int:
+def choose_n_splits(n_programs: int, n_tokens: int, n_processors: int) -> int:
     """Into how many splits to cut up to ``n_tokens`` visible positions, for ``n_programs`` programs a split."""
-    room = PROGRAMS_PER_PROCESSOR * n_processors // n_programs
-    return max(1, min(room, -(-n_tokens // SPLIT_TOKENS)), -(-n_tokens // LONGEST_SPLIT_TOKENS))
+    budget = PROGRAMS_PER_PROCESSOR * n_processors // n_programs
+    return max(1, min(budget, -(-n_tokens // SPLIT_TOKENS)), -(-n_tokens // LONGEST_SPLIT_TOKENS))
 
 
-def attend_few(
+def paged_attention(
     q: Tensor,
     keys: PagedTensor,
     values: PagedTensor,
@@ -257,7 +257,7 @@ def attend_few(
     window: int,
     scale: float,
     softcap: float,
-    longest: int,
+    max_length: int,
     n_splits: int | None = None,
 ) -> Tensor:
     """Attend ``q`` [B n, H, D], slice after slice, to the pages of their sequences; returns [B n, H, Dv] of q's dtype.
@@ -265,7 +265,7 @@ def attend_few(
     Slice b is at positions ``starts[b]`` .. ``starts[b] + n - 1``, and position p of it in page
     ``tables[table_rows[b], p // 64]`` (integers [rows, pages], [B], [B], on the device).  A query sees what is not
     later and, with a ``window``, less than ``window`` back; pages before that are never touched.  ``softcap`` 0: none.
-    ``longest``: position behind the last token of the longest slice, or a bound of it; with ``n_splits`` given it
+    ``max_length``: position behind the last token of the longest slice, or a bound of it; with ``n_splits`` given it
     is not used.  Arithmetic is float32 but for the two products, whose factors
     have q's dtype.
     """
@@ -283,27 +283,27 @@ def attend_few(
     assert _width(keys) == d
     assert _numbers(keys).is_contiguous()
     assert _numbers(values).is_contiguous()
-    device = _device(q.device)
-    blocks = tile(group * n, max(d, dv), q.element_size(), device)
-    n_row_blocks = -(-group * n // blocks.rows)
+    device = device_limits(q.device)
+    tile = attention_tile(group * n, max(d, dv), q.element_size(), device)
+    n_row_blocks = -(-group * n // tile.rows)
     if n_splits is None:
-        bound = min(longest, window + n) if window else longest
-        n_splits = splits(n_row_blocks * n_slices * n_kv_heads, bound, device.processors)
+        bound = min(max_length, window + n) if window else max_length
+        n_splits = choose_n_splits(n_row_blocks * n_slices * n_kv_heads, bound, device.processors)
     out = torch.empty(n_rows, n_heads, dv, dtype=q.dtype, device=q.device)
     sums = torch.empty(n_splits, n_rows, n_heads, dtype=torch.float32, device=q.device)
     partials = out  # a single split is the result
     if n_splits > 1:
         partials = torch.empty(n_splits, n_rows, n_heads, dv, dtype=torch.float32, device=q.device)
-    few_kernel[n_row_blocks, n_splits, n_slices * n_kv_heads](
+    paged_attention_kernel[n_row_blocks, n_splits, n_slices * n_kv_heads](
         q, _numbers(keys), _scales(keys), _numbers(values), _scales(values), tables, table_rows, starts, partials, sums,
         scale, softcap, window or 1 << 30, n, n_splits, n_rows, tables.stride(0), q.stride(0), q.stride(1),
         K=n_kv_heads, G=group, D=d, DV=dv, DK_STORED=_numbers(keys).shape[3], DV_STORED=_numbers(values).shape[3],
-        CAPPED=softcap > 0.0, M=blocks.rows, N=blocks.tokens, WIDTH=_tile_width(keys), VALUE_WIDTH=_tile_width(values),
-        num_warps=blocks.n_warps, num_stages=blocks.n_stages,
+        CAPPED=softcap > 0.0, M=tile.rows, N=tile.tokens, WIDTH=_tile_width(keys), VALUE_WIDTH=_tile_width(values),
+        num_warps=tile.n_warps, num_stages=tile.n_stages,
     )  # fmt: skip
     if n_splits > 1:
         width = min(64, triton.next_power_of_2(dv))
-        merge_kernel[n_rows * n_heads, -(-dv // width)](
+        paged_attention_merge_kernel[n_rows * n_heads, -(-dv // width)](
             partials, sums, out, n_splits, n_rows * n_heads, D=dv, SPLITS=64, WIDTH=width, num_warps=4
         )
     return out

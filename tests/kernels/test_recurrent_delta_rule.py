@@ -10,7 +10,7 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-from daemons.ops.triton.delta_rule import mix_few
+from daemons.ops.triton.recurrent_delta_rule import recurrent_gated_delta_net
 from tests.kernels.delta_layers import DEVICE, Layer, form_of, one_by_one
 
 HALVES = [torch.float16] + [torch.bfloat16] * (DEVICE == "cuda")
@@ -18,15 +18,15 @@ N_STATES = 7
 
 
 def layer(
-    n_key: int = 2, n_value: int = 4, dim: int = 32, n_taps: int = 4, decay: tuple[float, float] = (0.1, 8.0)
+    n_key: int = 2, n_value: int = 4, dim: int = 32, conv_width: int = 4, decay_rates: tuple[float, float] = (0.1, 8.0)
 ) -> Layer:
-    """``decay``: exp A of the first and of the last head."""
-    return Layer.random(n_key, n_value, dim, n_taps, decay, N_STATES)
+    """``decay_rates``: exp A of the first and of the last head."""
+    return Layer.random(n_key, n_value, dim, conv_width, decay_rates, N_STATES)
 
 
 def kernels(a: Layer, y: Tensor, ids: list[int]) -> Tensor:
     """Outputs; moves the states of ``a`` on."""
-    return mix_few(y, a.convolution, a.states, torch.tensor(ids, device=DEVICE), a.mixer)
+    return recurrent_gated_delta_net(y, a.conv_states, a.states, torch.tensor(ids, device=DEVICE), a.params)
 
 
 def check(a: Layer, y: Tensor, ids: list[int]) -> Tensor:
@@ -44,28 +44,28 @@ def test_outputs_and_states_are_those_of_the_torch_form(n: int, ids: list[int]) 
 
 
 @pytest.mark.parametrize(
-    ("n_key", "n_value", "dim", "n_taps"),
+    ("n_key", "n_value", "dim", "conv_width"),
     [(2, 2, 32, 4), (1, 3, 64, 4), (2, 4, 128, 4), (3, 9, 16, 4), (2, 6, 48, 4), (2, 4, 20, 2), (1, 2, 32, 7)],
 )
-def test_any_heads_and_taps(n_key: int, n_value: int, dim: int, n_taps: int) -> None:
-    a = layer(n_key, n_value, dim, n_taps)
+def test_any_heads_and_taps(n_key: int, n_value: int, dim: int, conv_width: int) -> None:
+    a = layer(n_key, n_value, dim, conv_width)
     for ids in ([4], [4, 1]):
         y = a.inputs(2, seed=len(ids))
         check(a, y, ids)
 
 
-@pytest.mark.parametrize("decay", [(0.0, 0.0), (1e-6, 1e-3), (50.0, 500.0)])
-def test_heads_that_keep_all_and_heads_that_forget_all(decay: tuple[float, float]) -> None:
-    a = layer(1, 3, decay=decay)
+@pytest.mark.parametrize("decay_rates", [(0.0, 0.0), (1e-6, 1e-3), (50.0, 500.0)])
+def test_heads_that_keep_all_and_heads_that_forget_all(decay_rates: tuple[float, float]) -> None:
+    a = layer(1, 3, decay_rates=decay_rates)
     y = a.inputs(5, spread=6.0)
-    y[:, -2 * a.mixer.n_value :] *= 2.0  # alpha and beta: both sides of where softplus and sigmoid are straight
+    y[:, -2 * a.params.n_value :] *= 2.0  # alpha and beta: both sides of where softplus and sigmoid are straight
     check(a, y, [1])
 
 
 def test_queries_and_keys_of_almost_no_length() -> None:
     """Lengths about the root of the epsilon in the l2 norm, and zeros."""
     a = layer(1, 2)
-    a.convolution.zero_()
+    a.conv_states.zero_()
     y = a.inputs(5, spread=3e-4)
     y[0] = 0.0
     check(a, y, [2])
@@ -73,14 +73,14 @@ def test_queries_and_keys_of_almost_no_length() -> None:
 
 def test_a_slow_decay_is_not_lost() -> None:
     """alpha + dt far below 0: softplus is about exp of it, of which 1 + exp keeps two bits."""
-    a = layer(n_value=2, decay=(3e5, 3e5))
+    a = layer(n_value=2, decay_rates=(3e5, 3e5))
     y = a.inputs(1)
-    y[:, -4:-2] = -15.0 - a.mixer.dt
+    y[:, -4:-2] = -15.0 - a.params.dt_bias
     before = a.states[3].clone()
     y[:, -2:] = -80.0  # beta 0: S only shrinks
     check(a, y, [3])
-    kept = a.states[3] / before
-    assert bool(((kept > 0.90) & (kept < 0.92)).all())  # exp(-3e5 exp(-15)) is 0.912
+    decay = a.states[3] / before
+    assert bool(((decay > 0.90) & (decay < 0.92)).all())  # exp(-3e5 exp(-15)) is 0.912
 
 
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
@@ -104,14 +104,14 @@ def test_tokens_at_once_are_tokens_one_by_one() -> None:
         kernels(halves, y[:, part].reshape(-1, y.shape[-1]), ids)
     for other in (single, halves):
         assert torch.equal(other.states, at_once.states)
-        assert torch.equal(other.convolution, at_once.convolution)
+        assert torch.equal(other.conv_states, at_once.conv_states)
 
 
 def test_other_states_stay_as_they_are() -> None:
     a = layer()
-    before = a.convolution.clone(), a.states.clone()
+    before = a.conv_states.clone(), a.states.clone()
     kernels(a, a.inputs(4), [5, 2])
-    for old, new in zip(before, (a.convolution, a.states), strict=True):
+    for old, new in zip(before, (a.conv_states, a.states), strict=True):
         changed = (old != new).flatten(1).any(dim=1)
         assert changed.tolist() == [False, False, True, False, False, True, False]
 
@@ -124,7 +124,7 @@ def test_rows_of_a_wider_batch() -> None:
     ids = torch.tensor([0, 3, 1], device=DEVICE)[1:]
 
     def run(*_: object) -> Tensor:
-        return mix_few(wide[1:, : a.mixer.columns], a.convolution, a.states, ids, a.mixer)
+        return recurrent_gated_delta_net(wide[1:, : a.params.columns], a.conv_states, a.states, ids, a.params)
 
     a.check(run, y, [3, 1], one_by_one(a.net))
 
@@ -137,7 +137,7 @@ def test_a_graph_runs_it_for_the_ids_of_the_day() -> None:
     kernels(a, y, [6])  # compiled before the capture
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        got = mix_few(y, a.convolution, a.states, ids, a.mixer)
+        got = recurrent_gated_delta_net(y, a.conv_states, a.states, ids, a.params)
     for state in (4, 1):
         ids.fill_(state)
         y.copy_(a.inputs(3, seed=state))

@@ -1,20 +1,11 @@
-"""The gated delta net mixer for runs of tokens: prefill.  For few tokens there is ``delta_rule``.
+"""The chunked gated delta net, for prefill; ``recurrent_delta_rule`` has the form for decode.
 
-Source: Yang, Wang, Zhang, Shen, Kim, "Parallelizing Linear Transformers with the Delta Rule" (2024) and Yang, Kautz,
-Hatamizadeh, "Gated Delta Networks" (2024); the numbers are those of ``daemons.ops.delta_rule.chunked``.  Four launches:
+Four launches: :func:`causal_conv1d_kernel` makes q, k, v and the gates; :func:`delta_rule_solve_kernel` solves each
+chunk, all chunks in parallel; :func:`delta_rule_state_kernel` carries the state S from chunk to chunk;
+:func:`gated_rms_norm_kernel` norms the outputs.  Formulas and sources: docs/kernels.md.
 
-    convolve_kernel   a token and head: q, k, v and the gates
-    solve_kernel      a chunk and value head: how its tokens act on each other; all chunks at once
-    carry_kernel      a value head and some of its columns: S from chunk to chunk, the only part that waits for itself
-    gate_kernel       some tokens of a value head: gated norm
-
-With ``kept`` what S keeps at a token, a chunk has ``grown``_i = kept_0 .. kept_i, ``left``_j = kept_(j+1) .. kept_last
-and ``ratio``_ij = kept_(j+1) .. kept_i for j <= i, else 0.  They are made as products, not as exponentials of
-differences of sums: nothing overflows, and no digits are lost behind a token that forgets all.
-
-    L = strictly lower part of diag(beta) K K' * ratio      solve  = (I + L)^-1 diag(beta)
-    u = solve (V - diag(grown) K S)                         within = Q K' * ratio
-    O = diag(grown) Q S + within u                          S <- grown_last S + K' diag(left) u
+Invariant: decays are multiplied, never taken as differences of summed logarithms: nothing overflows, and no digits are
+lost after a token that resets the state.
 """
 
 from __future__ import annotations
@@ -27,17 +18,17 @@ import triton.language as tl
 from torch import Tensor
 
 from daemons.ops.delta_rule import CHUNK
-from daemons.ops.operations import MixWeights
-from daemons.ops.triton.delta_rule import convolve_kernel, convolve_options
+from daemons.ops.operations import GatedDeltaNetParams
+from daemons.ops.triton.recurrent_delta_rule import causal_conv1d_kernel, conv1d_options
 
 VALUES = 32
-"""Columns of S in a program of :func:`carry_kernel`: four programs a head of 128, which fill an H200 from one slice."""
+"""Columns of S per program of :func:`delta_rule_state_kernel`: with heads of 128, one slice fills an H200."""
 ROWS = 16
-"""Tokens in a program of :func:`gate_kernel`."""
+"""Tokens per program of :func:`gated_rms_norm_kernel`."""
 
 
 @triton.jit
-def _inverse(lower, SIZE: tl.constexpr, PRECISION: tl.constexpr):
+def _invert_unit_lower(lower, SIZE: tl.constexpr, PRECISION: tl.constexpr):
     """(I + lower)^-1 for a strictly lower triangular [SIZE, SIZE].
 
     Blocks of 16 on the diagonal by elimination, all of them at once, then pairs of them: the inverse of
@@ -65,8 +56,8 @@ def _inverse(lower, SIZE: tl.constexpr, PRECISION: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["n", "offset"])
-def solve_kernel(
-    mixed,  # [B n, C]
+def delta_rule_solve_kernel(
+    qkv,  # [B n, C]
     gates,  # [B n, N_VALUE, 2]
     pairs,  # [B, chunks, N_VALUE, 2, SIZE, SIZE]: solve, within
     decays,  # [B, chunks, N_VALUE, 2, SIZE]: grown, left
@@ -86,10 +77,10 @@ def solve_kernel(
     token = c * SIZE - offset + at
     inside = (token >= 0) & (token < n)
     row = b.to(tl.int64) * n + token
-    kept = tl.load(gates + (row * N_VALUE + j) * 2, mask=inside, other=1.0)  # an empty row leaves S as it is
+    decay = tl.load(gates + (row * N_VALUE + j) * 2, mask=inside, other=1.0)  # an empty row leaves S as it is
     beta = tl.load(gates + (row * N_VALUE + j) * 2 + 1, mask=inside, other=0.0)
     qk, kk = tl.zeros([SIZE, SIZE], dtype=tl.float32), tl.zeros([SIZE, SIZE], dtype=tl.float32)
-    at_q = mixed + row[:, None] * C + (j % N_KEY) * DIM + channel[None, :]
+    at_q = qkv + row[:, None] * C + (j % N_KEY) * DIM + channel[None, :]
     for _ in range(DIM // WIDTH):
         q = tl.load(at_q, mask=inside[:, None], other=0.0)
         k = tl.load(at_q + N_KEY * DIM, mask=inside[:, None], other=0.0)
@@ -98,26 +89,26 @@ def solve_kernel(
         at_q += WIDTH
 
     below = at[:, None] > at[None, :]
-    ratio = tl.cumprod(tl.where(below, kept[:, None], 1.0), axis=0)
+    ratio = tl.cumprod(tl.where(below, decay[:, None], 1.0), axis=0)
     ratio = tl.where(at[:, None] >= at[None, :], ratio, 0.0)
     place = (b.to(tl.int64) * tl.num_programs(1) + c) * N_VALUE + j
     decay_at = decays + place * (2 * SIZE) + at
-    tl.store(decay_at, tl.cumprod(kept, axis=0))
+    tl.store(decay_at, tl.cumprod(decay, axis=0))
     tl.store(decay_at + SIZE, tl.sum(tl.where(at[:, None] == SIZE - 1, ratio, 0.0), axis=0))
 
     pair_at = pairs + place * (2 * SIZE * SIZE) + at[:, None] * SIZE + at[None, :]
     tl.store(pair_at + SIZE * SIZE, qk * ratio)
     lower = tl.where(below, kk * ratio * beta[:, None], 0.0)
-    tl.store(pair_at, _inverse(lower, SIZE, PRECISION) * beta[None, :])
+    tl.store(pair_at, _invert_unit_lower(lower, SIZE, PRECISION) * beta[None, :])
 
 
 @triton.jit(do_not_specialize=["n", "offset", "n_chunks"], do_not_specialize_on_alignment=["ids"])
-def carry_kernel(
+def delta_rule_state_kernel(
     y,  # [B n, columns]
-    mixed,  # [B n, C]
+    qkv,  # [B n, C]
     pairs,  # [B, chunks, N_VALUE, 2, SIZE, SIZE]
     decays,  # [B, chunks, N_VALUE, 2, SIZE]
-    convolution,  # [states, TAPS - 1, C]
+    conv_states,  # [states, TAPS - 1, C]
     states,  # [states, N_VALUE, DIM, DIM]
     ids,  # [B]
     n,
@@ -127,11 +118,11 @@ def carry_kernel(
     N_KEY: tl.constexpr,
     N_VALUE: tl.constexpr,
     DIM: tl.constexpr,
-    TAPS: tl.constexpr,
+    CONV_WIDTH: tl.constexpr,
     SIZE: tl.constexpr,
     VALUES: tl.constexpr,
-    PART: tl.constexpr,
-    KEPT: tl.constexpr,
+    WINDOW_CHANNELS: tl.constexpr,
+    WINDOW_ROWS: tl.constexpr,
     PRECISION: tl.constexpr,
 ) -> None:
     """VALUES columns of S of one value head through all chunks of a slice; what it finds takes the place of v.
@@ -144,11 +135,11 @@ def carry_kernel(
     state = tl.load(ids + b)
     first = b.to(tl.int64) * n
 
-    row = tl.arange(0, KEPT)[:, None]
-    moved = (j * (DIM // VALUES) + part) * PART + tl.arange(0, PART)[None, :]
-    mine = (row < TAPS - 1) & (moved < C)
-    last = tl.load(y + (first + n - (TAPS - 1) + row) * y_stride + moved, mask=mine, other=0.0)
-    tl.store(convolution + (state * (TAPS - 1) + row) * C + moved, last.to(tl.float32), mask=mine)
+    row = tl.arange(0, WINDOW_ROWS)[:, None]
+    moved = (j * (DIM // VALUES) + part) * WINDOW_CHANNELS + tl.arange(0, WINDOW_CHANNELS)[None, :]
+    mine = (row < CONV_WIDTH - 1) & (moved < C)
+    last = tl.load(y + (first + n - (CONV_WIDTH - 1) + row) * y_stride + moved, mask=mine, other=0.0)
+    tl.store(conv_states + (state * (CONV_WIDTH - 1) + row) * C + moved, last.to(tl.float32), mask=mine)
 
     HALF: tl.constexpr = DIM // 2
     at, channel, value = tl.arange(0, SIZE), tl.arange(0, HALF), part * VALUES + tl.arange(0, VALUES)
@@ -160,13 +151,13 @@ def carry_kernel(
     place = b.to(tl.int64) * n_chunks * N_VALUE + j
     pairs += place * (2 * SIZE * SIZE)
     decays += place * (2 * SIZE)
-    mixed += (first - offset) * C
+    qkv += (first - offset) * C
     begin = -offset
     for _ in range(n_chunks):
         inside = (at[:, None] + begin >= 0) & (at[:, None] + begin < n)
-        q_at = mixed + (j % N_KEY) * DIM
+        q_at = qkv + (j % N_KEY) * DIM
         k_at = q_at + N_KEY * DIM
-        v_at = mixed + (2 * N_KEY + j) * DIM
+        v_at = qkv + (2 * N_KEY + j) * DIM
         grown, left, shrink = tl.load(decays + at), tl.load(decays + SIZE + at), tl.load(decays + SIZE - 1)
         k = tl.load(k_at + of_key, mask=inside, other=0.0)
         u = tl.dot(k, upper, input_precision=PRECISION)
@@ -185,7 +176,7 @@ def carry_kernel(
         upper = tl.dot(tl.trans(k), u, acc=upper * shrink, input_precision=PRECISION)
         k = tl.load(k_at + HALF + of_key, mask=inside, other=0.0)
         lower = tl.dot(tl.trans(k), u, acc=lower * shrink, input_precision=PRECISION)
-        mixed += SIZE * C
+        qkv += SIZE * C
         pairs += N_VALUE * (2 * SIZE * SIZE)
         decays += N_VALUE * (2 * SIZE)
         begin += SIZE
@@ -194,9 +185,9 @@ def carry_kernel(
 
 
 @triton.jit(do_not_specialize=["rows"])
-def gate_kernel(
+def gated_rms_norm_kernel(
     y,  # [rows, columns]
-    mixed,  # [rows, C]: q, k, and what came of v
+    qkv,  # [rows, C]: q, k, and what came of v
     out,  # [rows, N_VALUE DIM]
     norm,  # [DIM]
     eps,
@@ -212,7 +203,7 @@ def gate_kernel(
     C: tl.constexpr = (2 * N_KEY + N_VALUE) * DIM
     at = tl.arange(0, DIM)[None, :]
     inside = row < rows
-    o = tl.load(mixed + row * C + (2 * N_KEY + j) * DIM + at, mask=inside, other=0.0)
+    o = tl.load(qkv + row * C + (2 * N_KEY + j) * DIM + at, mask=inside, other=0.0)
     z = tl.load(y + row * y_stride + C + j * DIM + at, mask=inside, other=0.0).to(tl.float32)
     o *= tl.rsqrt(tl.sum(o * o, axis=1) / DIM + eps)[:, None] * tl.load(norm + at)
     o *= z / (1.0 + tl.exp(-z))
@@ -228,64 +219,67 @@ def _precision(device: torch.device) -> str:
 
 
 def solve_options(n_key: int, n_value: int, dim: int, precision: str) -> dict[str, int | str]:
-    """What :func:`solve_kernel` is compiled for, and its warps."""
+    """What :func:`delta_rule_solve_kernel` is compiled for, and its warps."""
     heads: dict[str, int | str] = {"N_KEY": n_key, "N_VALUE": n_value, "DIM": dim}
     return heads | {"SIZE": CHUNK, "WIDTH": min(dim, 32), "PRECISION": precision, "num_warps": 4}
 
 
-def carry_options(n_key: int, n_value: int, dim: int, n_taps: int, precision: str) -> dict[str, int | str]:
-    """What :func:`carry_kernel` is compiled for, and its warps."""
+def state_options(n_key: int, n_value: int, dim: int, conv_width: int, precision: str) -> dict[str, int | str]:
+    """What :func:`delta_rule_state_kernel` is compiled for, and its warps."""
     values = min(dim, VALUES)
     part = triton.cdiv((2 * n_key + n_value) * dim, n_value * (dim // values))
-    heads: dict[str, int | str] = {"N_KEY": n_key, "N_VALUE": n_value, "DIM": dim, "TAPS": n_taps}
-    window = {"PART": triton.next_power_of_2(part), "KEPT": triton.next_power_of_2(n_taps - 1)}
+    heads: dict[str, int | str] = {"N_KEY": n_key, "N_VALUE": n_value, "DIM": dim, "CONV_WIDTH": conv_width}
+    window = {"WINDOW_CHANNELS": triton.next_power_of_2(part), "WINDOW_ROWS": triton.next_power_of_2(conv_width - 1)}
     return heads | window | {"SIZE": CHUNK, "VALUES": values, "PRECISION": precision, "num_warps": 4, "num_stages": 1}
 
 
-def gate_options(n_key: int, n_value: int, dim: int) -> dict[str, int]:
-    """What :func:`gate_kernel` is compiled for, and its warps."""
+def gated_norm_options(n_key: int, n_value: int, dim: int) -> dict[str, int]:
+    """What :func:`gated_rms_norm_kernel` is compiled for, and its warps."""
     return {"N_KEY": n_key, "N_VALUE": n_value, "DIM": dim, "ROWS": ROWS, "num_warps": 4}
 
 
-def mix_run(y: Tensor, convolution: Tensor, states: Tensor, ids: Tensor, mixer: MixWeights, offset: int) -> Tensor:
-    """Input columns [B n, columns] to gated outputs [B n, n_value dim], in the dtype of ``y``; moves the states on.
+def chunked_gated_delta_net(
+    y: Tensor, conv_states: Tensor, states: Tensor, ids: Tensor, params: GatedDeltaNetParams, offset: int
+) -> Tensor:
+    """Input columns [B n, columns] to gated outputs [B n, n_value dim], in the dtype of ``y``; updates the states.
 
-    As ``delta_rule.mix_few``, for n from taps - 1 to thousands and a ``dim`` that is a power of two from 32 on.
-    ``offset``: position of each slice's first token modulo CHUNK.  Borders of chunks lie at positions that are
-    multiples of CHUNK, so that the cut of a prompt into steps changes nothing but roundings.
+    Takes what :func:`recurrent_delta_rule.recurrent_gated_delta_net` takes, for n >= conv width - 1 and a ``dim`` that
+    is a power of two, at least 32.  ``offset``: position of each slice's first token modulo CHUNK.  Chunks start at
+    multiples of CHUNK, so splitting a prompt into steps changes only roundings.
     """
-    m, n_taps, channels = mixer, mixer.taps.shape[0], mixer.channels
+    m, conv_width, channels = params, params.conv_weight.shape[0], params.channels
     rows, n_slices = y.shape[0], ids.shape[0]
     n = rows // n_slices
     assert y.shape == (n * n_slices, m.columns)
     assert y.stride(1) == 1
-    assert n >= n_taps - 1
+    assert n >= conv_width - 1
     assert 0 <= offset < CHUNK
-    assert convolution.shape[1:] == (n_taps - 1, channels)
+    assert conv_states.shape[1:] == (conv_width - 1, channels)
     assert states.shape[1:] == (m.n_value, m.dim, m.dim)
-    assert all(x.is_contiguous() for x in (convolution, states, ids))
-    assert [x.dtype for x in (convolution, states, ids)] == [torch.float32, torch.float32, torch.int64]
+    assert all(x.is_contiguous() for x in (conv_states, states, ids))
+    assert [x.dtype for x in (conv_states, states, ids)] == [torch.float32, torch.float32, torch.int64]
     n_chunks = -(-(offset + n) // CHUNK)
 
     def scratch(*shape: int) -> Tensor:
         return torch.empty(shape, dtype=torch.float32, device=y.device)
 
-    mixed, gates = scratch(rows, channels), scratch(rows, m.n_value, 2)
+    qkv, gates = scratch(rows, channels), scratch(rows, m.n_value, 2)
     pairs = scratch(n_slices, n_chunks, m.n_value, 2, CHUNK, CHUNK)
     decays = scratch(n_slices, n_chunks, m.n_value, 2, CHUNK)
     out = torch.empty(rows, m.n_value * m.dim, dtype=y.dtype, device=y.device)
     heads, precision = (m.n_key, m.n_value, m.dim), _precision(y.device)
-    convolve_kernel[(2 * m.n_key + m.n_value, rows)](
-        *(y, mixed, gates, convolution, ids, m.taps, m.decay, m.dt, n, y.stride(0)), **convolve_options(*heads, n_taps)
+    causal_conv1d_kernel[(2 * m.n_key + m.n_value, rows)](
+        *(y, qkv, gates, conv_states, ids, m.conv_weight, m.decay_rates, m.dt_bias, n, y.stride(0)),
+        **conv1d_options(*heads, conv_width),
     )
-    solve_kernel[(m.n_value, n_chunks, n_slices)](
-        *(mixed, gates, pairs, decays, n, offset), **solve_options(*heads, precision)
+    delta_rule_solve_kernel[(m.n_value, n_chunks, n_slices)](
+        *(qkv, gates, pairs, decays, n, offset), **solve_options(*heads, precision)
     )
-    carry_kernel[(m.dim // min(m.dim, VALUES), m.n_value, n_slices)](
-        *(y, mixed, pairs, decays, convolution, states, ids, n, offset, n_chunks, y.stride(0)),
-        **carry_options(*heads, n_taps, precision),
+    delta_rule_state_kernel[(m.dim // min(m.dim, VALUES), m.n_value, n_slices)](
+        *(y, qkv, pairs, decays, conv_states, states, ids, n, offset, n_chunks, y.stride(0)),
+        **state_options(*heads, conv_width, precision),
     )
-    gate_kernel[(m.n_value, triton.cdiv(rows, ROWS))](
-        *(y, mixed, out, m.norm.weight, m.norm.epsilon, rows, y.stride(0)), **gate_options(*heads)
+    gated_rms_norm_kernel[(m.n_value, triton.cdiv(rows, ROWS))](
+        *(y, qkv, out, m.norm.weight, m.norm.epsilon, rows, y.stride(0)), **gated_norm_options(*heads)
     )
     return out

@@ -15,76 +15,76 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from daemons.ops.triton.codes import ends_of, fifth_of, float16_of, half_of, spread
-from daemons.ops.triton.launch import Shape, Tile, add_up, lanes_of, parts_of, shape
+from daemons.ops.triton.codes import bitcast_float16, d_dmin_of, fifth_bits, low_float16, spread_bits
+from daemons.ops.triton.split_k import GemvConfig, GemvTile, gemv_config, reduce_splits, rows_per_program, split_buffer
 from daemons.weights.packed import PackedWeights
 from lucevisor.model.quant_types import CHUNK, GgmlType, padded_columns
 
-NESTED_KINDS = frozenset({"Q4_K", "Q5_K"})
-"""Types that :func:`multiply_nested` takes."""
-PREPARED = 8
+FLOAT16_KINDS = frozenset({"Q4_K", "Q5_K"})
+"""Types that :func:`packed_gemv_float16` takes."""
+PREPARE_ROWS = 8
 """Rows that one program prepares."""
 
 
 @triton.jit
-def _float16(word):
+def _half(word):
     """The low half of a word."""
     return word.to(tl.int16).to(tl.float16, bitcast=True)
 
 
 @triton.jit
-def _multiply_add(a, b, c, PICK: tl.constexpr, FUSED: tl.constexpr):
+def _fma_half2(a, b, c, HALF: tl.constexpr, FMA: tl.constexpr):
     """``a b + c`` of the float16 numbers in both halves of words, rounded once.
 
-    PICK: 0 or 1 takes that half of b and c for both, 2 each half its own.  FUSED: "ptx", "llvm", or "" where nothing
+    PICK: 0 or 1 takes that half of b and c for both, 2 each half its own.  FMA: "ptx", "llvm", or "" where nothing
     fuses: the interpreter.
     """
-    if FUSED == "ptx":  # of the halves as two tensors the compiler makes the same, with two swaps each
+    if FMA == "ptx":  # of the halves as two tensors the compiler makes the same, with two swaps each
         picked: tl.constexpr = (
             "{.reg .b16 l, h, m, i; .reg .b32 s, t; mov.b32 {l, h}, $2; mov.b32 {m, i}, $3; "
-            + ("mov.b32 s, {l, l}; mov.b32 t, {m, m};" if PICK == 0 else "mov.b32 s, {h, h}; mov.b32 t, {i, i};")
+            + ("mov.b32 s, {l, l}; mov.b32 t, {m, m};" if HALF == 0 else "mov.b32 s, {h, h}; mov.b32 t, {i, i};")
             + " fma.rn.f16x2 $0, $1, s, t;}"
         )
-        asm: tl.constexpr = "fma.rn.f16x2 $0, $1, $2, $3;" if PICK == 2 else picked
+        asm: tl.constexpr = "fma.rn.f16x2 $0, $1, $2, $3;" if HALF == 2 else picked
         return tl.inline_asm_elementwise(asm, "=r,r,r,r", [a, b, c], dtype=tl.int32, is_pure=True, pack=1)
     else:
-        b0 = _float16(b >> 16 if PICK == 1 else b)
-        c0 = _float16(c >> 16 if PICK == 1 else c)
-        b1 = _float16(b if PICK == 0 else b >> 16)
-        c1 = _float16(c if PICK == 0 else c >> 16)
-        if FUSED == "llvm":
-            low = tl.fma(_float16(a), b0, c0)
-            high = tl.fma(_float16(a >> 16), b1, c1)
+        b0 = _half(b >> 16 if HALF == 1 else b)
+        c0 = _half(c >> 16 if HALF == 1 else c)
+        b1 = _half(b if HALF == 0 else b >> 16)
+        c1 = _half(c if HALF == 0 else c >> 16)
+        if FMA == "llvm":
+            low = tl.fma(_half(a), b0, c0)
+            high = tl.fma(_half(a >> 16), b1, c1)
         else:
-            low = (_float16(a).to(tl.float32) * b0.to(tl.float32) + c0.to(tl.float32)).to(tl.float16)
-            high = (_float16(a >> 16).to(tl.float32) * b1.to(tl.float32) + c1.to(tl.float32)).to(tl.float16)
+            low = (_half(a).to(tl.float32) * b0.to(tl.float32) + c0.to(tl.float32)).to(tl.float16)
+            high = (_half(a >> 16).to(tl.float32) * b1.to(tl.float32) + c1.to(tl.float32)).to(tl.float16)
         return (low.to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF) | (
             high.to(tl.int16, bitcast=True).to(tl.int32) << 16
         )
 
 
 @triton.jit(do_not_specialize=["n_rows", "n_splits", "share"])
-def _multiply_nested(
-    x, factors, totals, codes, high, scales, experts, out, n_rows, n_out, n_chunks, n_splits, share,
-    KIND: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, FUSED: tl.constexpr,
+def gemv_float16_kernel(
+    x, factors, totals, codes, high, scales, experts, out, n_rows, n_out, n_chunks, n_splits, pairs_per_row,
+    KIND: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, FMA: tl.constexpr,
 ):  # fmt: skip
     """Program (i, s, z): BN columns of the product, part s of the chunks, all rows.  ``out`` [n_splits, rows, n_out].
 
     With ``experts`` [pairs]: row z is the product of row z // share of x with the matrix of expert z.  ``x``,
-    ``factors`` and ``totals`` as :func:`_prepare` leaves them.
+    ``factors`` and ``totals`` as :func:`gemv_float16_prepare_kernel` leaves them.
     """
     WIDTH: tl.constexpr = BM if experts is None else 1
     columns = tl.program_id(0) * BN + tl.arange(0, BN)
-    kept = tl.minimum(columns, n_out - 1).to(tl.int64)
+    weight_row = tl.minimum(columns, n_out - 1).to(tl.int64)
     m = tl.arange(0, BM)
     if experts is None:
-        here, row, lane, to = m < n_rows, m, m, m
+        row_mask, row, lane, to = m < n_rows, m, m, m
     else:
         z = tl.program_id(2)
-        here, row, lane, to = m == 0, z // share + m * 0, m * 0, z + m * 0
-        factors += (z // share) * n_chunks
-        totals += (z // share) * n_chunks * 16
-        kept += tl.load(experts + z) * n_out
+        row_mask, row, lane, to = m == 0, z // pairs_per_row + m * 0, m * 0, z + m * 0
+        factors += (z // pairs_per_row) * n_chunks
+        totals += (z // pairs_per_row) * n_chunks * 16
+        weight_row += tl.load(experts + z) * n_out
     x_at = x + row[None, :].to(tl.int64) * (n_chunks * 256) + tl.arange(0, 32)[:, None]
     total_at = totals + tl.arange(0, 16)[:, None] + lane[None, :] * 16
     pair = tl.arange(0, 16)[None, :]
@@ -92,7 +92,7 @@ def _multiply_nested(
     acc = tl.zeros([BN, BM], tl.float32)
     split = tl.program_id(1)
     for chunk in range(split * n_chunks // n_splits, (split + 1) * n_chunks // n_splits):
-        at = kept * n_chunks + chunk
+        at = weight_row * n_chunks + chunk
         xs = x_at + chunk * 256
         inner = tl.zeros([BN, BM], tl.float32)
         first = tl.load(scales + at * 4)
@@ -100,7 +100,7 @@ def _multiply_nested(
         third = tl.load(scales + at * 4 + 2)
         fourth = tl.load(scales + at * 4 + 3)
         if KIND == "Q5_K":
-            bits = spread(tl.load(high + at[:, None] * 16 + pair))
+            bits = spread_bits(tl.load(high + at[:, None] * 16 + pair))
         for h in tl.static_range(2):
             words = tl.load(codes + at[:, None] * 32 + 16 * h + pair)
             for i in tl.static_range(4):
@@ -108,34 +108,36 @@ def _multiply_nested(
                     word = (first if i == 0 else second) if h == 0 else third if i == 0 else fourth
                     both = (word & 0x003F003F) | 0x64006400
                     one = tl.full([BN], 0x2C003C00, tl.int32)
-                    scale = _multiply_add(both, one, tl.full([BN], -0x2BFF1C00, tl.int32), 2, FUSED)
+                    scale = _fma_half2(both, one, tl.full([BN], -0x2BFF1C00, tl.int32), 2, FMA)
                     less = tl.full([BN], -0x1BFF1C00, tl.int32)  # -1024 twice
-                    base = _multiply_add(scale, less, tl.zeros([BN], tl.int32), 2, FUSED)
+                    base = _fma_half2(scale, less, tl.zeros([BN], tl.int32), 2, FMA)
                     code = ((words >> (4 * i)) & 0x000F000F) | 0x64006400
                 else:
                     code = ((words >> (4 * i - 4)) & 0x00F000F0) | 0x64006400
                 if KIND == "Q5_K":
-                    code |= fifth_of(bits, 4 * h + i, 4 if i % 2 == 0 else 8)
-                scaled = _multiply_add(
-                    code, scale[:, None].broadcast_to([BN, 16]), base[:, None].broadcast_to([BN, 16]), i % 2, FUSED
+                    code |= fifth_bits(bits, 4 * h + i, 4 if i % 2 == 0 else 8)
+                scaled = _fma_half2(
+                    code, scale[:, None].broadcast_to([BN, 16]), base[:, None].broadcast_to([BN, 16]), i % 2, FMA
                 )
-                there = tl.load(xs + 128 * h + 32 * i, mask=here[None, :], other=0.0)
-                inner = tl.dot(float16_of(scaled, BN, 32), there, inner)
+                mask = tl.load(xs + 128 * h + 32 * i, mask=row_mask[None, :], other=0.0)
+                inner = tl.dot(bitcast_float16(scaled, BN, 32), mask, inner)
         minima = ((tl.load(scales + at[:, None] * 4 + eight) >> 6) & 0x003F003F) | 0x64006400
         unit = tl.full([BN, 8], 0x3C003C00, tl.int32)
-        minima = _multiply_add(minima, unit, tl.full([BN, 8], -0x1BFF1C00, tl.int32), 2, FUSED)
-        total = tl.load(total_at + chunk * (16 * WIDTH), mask=here[None, :], other=0.0)
-        low = tl.dot(float16_of(minima, BN, 16), total)
-        ends = ends_of(first, second, third, fourth)
-        factor = tl.load(factors + chunk * WIDTH + lane, mask=here, other=0.0)
-        acc += factor[None, :] * (half_of(ends)[:, None] * inner - half_of(ends >> 16)[:, None] * low)
+        minima = _fma_half2(minima, unit, tl.full([BN, 8], -0x1BFF1C00, tl.int32), 2, FMA)
+        total = tl.load(total_at + chunk * (16 * WIDTH), mask=row_mask[None, :], other=0.0)
+        low = tl.dot(bitcast_float16(minima, BN, 16), total)
+        d_dmin = d_dmin_of(first, second, third, fourth)
+        factor = tl.load(factors + chunk * WIDTH + lane, mask=row_mask, other=0.0)
+        acc += factor[None, :] * (low_float16(d_dmin)[:, None] * inner - low_float16(d_dmin >> 16)[:, None] * low)
     to_row = split * n_rows + to.to(tl.int64)
-    inside = (columns < n_out)[:, None] & here[None, :]
+    inside = (columns < n_out)[:, None] & row_mask[None, :]
     tl.store(out + to_row[None, :] * n_out + columns[:, None], acc.to(out.dtype.element_ty), mask=inside)
 
 
 @triton.jit(do_not_specialize=["n_rows"])
-def _prepare(x, numbers, factors, totals, n_rows, n_chunks, width, BM: tl.constexpr, ROWS: tl.constexpr):
+def gemv_float16_prepare_kernel(
+    x, numbers, factors, totals, n_rows, n_chunks, width, BM: tl.constexpr, ROWS: tl.constexpr
+):
     """Program (c, r): chunk c of ROWS rows of x [T, width].
 
     ``numbers`` float16 [T, n_chunks 256]: x over its factor.  For blocks of BM rows: ``factors`` float32
@@ -145,60 +147,65 @@ def _prepare(x, numbers, factors, totals, n_rows, n_chunks, width, BM: tl.conste
     chunk = tl.program_id(0)
     row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, 256)[None, :]
-    there = (row < n_rows)[:, None]
-    inside = there & (chunk * 256 + column < width)
+    mask = (row < n_rows)[:, None]
+    inside = mask & (chunk * 256 + column < width)
     value = tl.load(x + row[:, None].to(tl.int64) * width + chunk * 256 + column, mask=inside, other=0.0).to(tl.float32)
     largest = tl.max(tl.abs(value), axis=1)
     exponent = tl.minimum(tl.maximum(largest.to(tl.int32, bitcast=True) >> 23, 10), 254)
     value *= ((263 - exponent) << 23).to(tl.float32, bitcast=True)[:, None]  # the largest is in [512, 1024) now
     tl.store(
-        numbers + row[:, None].to(tl.int64) * (n_chunks * 256) + chunk * 256 + column, value.to(tl.float16), mask=there
+        numbers + row[:, None].to(tl.int64) * (n_chunks * 256) + chunk * 256 + column, value.to(tl.float16), mask=mask
     )
     place = (row // BM * n_chunks + chunk) * BM
     tl.store(factors + place + row % BM, ((exponent - 9) << 23).to(tl.float32, bitcast=True), mask=row < n_rows)
     total = tl.sum(value.reshape([ROWS, 8, 32]), axis=2)
     rounded = total.to(tl.float16)
     at = (place + row % BM)[:, None] * 16 + tl.arange(0, 8)[None, :]
-    tl.store(totals + at, rounded, mask=there)
-    tl.store(totals + at + 8, (total - rounded.to(tl.float32)).to(tl.float16), mask=there)
+    tl.store(totals + at, rounded, mask=mask)
+    tl.store(totals + at + 8, (total - rounded.to(tl.float32)).to(tl.float16), mask=mask)
 
 
-def fused(device: torch.device) -> str:
-    """How a device multiplies and adds two float16 numbers at a time: see :func:`_multiply_add`."""
+def fma_backend(device: torch.device) -> str:
+    """How a device multiplies and adds two float16 numbers at a time: see :func:`_fma_half2`."""
     return "" if device.type == "cpu" else "llvm" if torch.version.hip else "ptx"
 
 
-def tile(lanes: int) -> Tile:
+def float16_tile(block_rows: int) -> GemvTile:
     """A program's part, by the rows that it multiplies at a time: what was fastest of those tried on an H200."""
-    if lanes == 1:
-        return Tile(32, 1, 2)
-    return Tile(64, 2, 2) if lanes <= 16 else Tile(128, 4, 3)
+    if block_rows == 1:
+        return GemvTile(32, 1, 2)
+    return GemvTile(64, 2, 2) if block_rows <= 16 else GemvTile(128, 4, 3)
 
 
-def multiply_nested(
-    kind: GgmlType, packed: PackedWeights, x: Tensor, experts: Tensor | None, share: int, how: Shape | None
+def packed_gemv_float16(
+    kind: GgmlType,
+    packed: PackedWeights,
+    x: Tensor,
+    experts: Tensor | None,
+    pairs_per_row: int,
+    config: GemvConfig | None,
 ) -> Tensor:
-    """See :func:`daemons.ops.triton.linear.multiply`; x is float16 or bfloat16."""
+    """See :func:`daemons.ops.triton.gemv.packed_gemv`; x is float16 or bfloat16."""
     n_rows, width = x.shape
     n_out, n_chunks = packed.codes.shape[-2], padded_columns(width) // CHUNK
-    lanes = lanes_of(n_rows, experts)
-    blocks = triton.cdiv(n_rows, lanes)
+    block_rows = rows_per_program(n_rows, experts)
+    blocks = triton.cdiv(n_rows, block_rows)
     numbers = torch.empty(n_rows, n_chunks * CHUNK, dtype=torch.float16, device=x.device)
-    factors = torch.empty(blocks, n_chunks, lanes, dtype=torch.float32, device=x.device)
-    totals = torch.empty(blocks, n_chunks, lanes, 16, dtype=torch.float16, device=x.device)
-    _prepare[(n_chunks, triton.cdiv(n_rows, PREPARED))](
-        x, numbers, factors, totals, n_rows, n_chunks, width, lanes, PREPARED, num_warps=4
+    factors = torch.empty(blocks, n_chunks, block_rows, dtype=torch.float32, device=x.device)
+    totals = torch.empty(blocks, n_chunks, block_rows, 16, dtype=torch.float16, device=x.device)
+    gemv_float16_prepare_kernel[(n_chunks, triton.cdiv(n_rows, PREPARE_ROWS))](
+        x, numbers, factors, totals, n_rows, n_chunks, width, block_rows, PREPARE_ROWS, num_warps=4
     )
     depth = 1 if experts is None else experts.shape[0]
     n_results = n_rows if experts is None else depth
-    how = how or shape(tile(lanes), depth, n_out, n_chunks, x.device)
+    config = config or gemv_config(float16_tile(block_rows), depth, n_out, n_chunks, x.device)
     out = x.new_empty(n_results, n_out)
-    parts = parts_of(out, how.n_splits)
-    _multiply_nested[(triton.cdiv(n_out, how.columns), how.n_splits, depth)](
+    parts = split_buffer(out, config.n_splits)
+    gemv_float16_kernel[(triton.cdiv(n_out, config.columns), config.n_splits, depth)](
         numbers, factors, totals, packed.codes, packed.high, packed.scales, experts, parts,
-        n_results, n_out, n_chunks, how.n_splits, share,
-        KIND=kind.name, BM=max(lanes, 8), BN=how.columns, FUSED=fused(x.device),
-        num_warps=how.n_warps, num_stages=how.n_stages,
+        n_results, n_out, n_chunks, config.n_splits, pairs_per_row,
+        KIND=kind.name, BM=max(block_rows, 8), BN=config.columns, FMA=fma_backend(x.device),
+        num_warps=config.n_warps, num_stages=config.n_stages,
     )  # fmt: skip
-    add_up(parts, out)
+    reduce_splits(parts, out)
     return out

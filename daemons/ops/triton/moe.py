@@ -12,18 +12,18 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from daemons.ops.router import SMALLEST_SUM, Chosen, Router
+from daemons.ops.router import MIN_WEIGHT_SUM, RoutedExperts, Router
 
-SCORED = 2
+ROUTER_ROWS = 2
 """Rows of the router's matrix in a program: few, so that all multiprocessors read it."""
-PART = 1024
+ROUTER_BLOCK = 1024
 """Numbers of a row that a program reads at a time."""
-SUMMED = 256
+COMBINE_BLOCK = 256
 """Columns of a weighted sum in a program."""
 
 
 @triton.jit
-def scores_kernel(x, weight, out, n_scores, E: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+def router_gemv_kernel(x, weight, out, n_scores, E: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr):
     """Program (i, t): ROWS products of row t of x [T, E].  ``weight`` float32 [n_scores, E], ``out`` [T, n_scores]."""
     token = tl.program_id(1).to(tl.int64)
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
@@ -38,29 +38,29 @@ def scores_kernel(x, weight, out, n_scores, E: tl.constexpr, ROWS: tl.constexpr,
 
 
 @triton.jit
-def choose_kernel(
-    scores,  # float32 [T, X], or [T, X + 1] when OPENS
+def router_topk_kernel(
+    scores,  # float32 [T, X], or [T, X + 1] when HAS_SHARED_GATE
     bias,  # float32 [X] or None
     expert_scale,  # float32 [X] or None
     experts,  # int64 [T, K]
     weights,  # float32 [T, K]
-    opening,  # float32 [T] or None
+    shared_gate,  # float32 [T] or None
     scale,
-    least,  # a sum of weights at least
+    min_sum,  # a sum of weights at least
     X: tl.constexpr,
     BLOCK: tl.constexpr,
     K: tl.constexpr,
     SLOTS: tl.constexpr,
     SIGMOID: tl.constexpr,
     NORMALISE: tl.constexpr,
-    OPENS: tl.constexpr,
+    HAS_SHARED_GATE: tl.constexpr,
 ):
     """Program t: the choice for row t.  Of equal scores the first expert's counts as larger."""
     token = tl.program_id(0).to(tl.int64)
     index = tl.arange(0, BLOCK)
-    there = index < X
-    stride: tl.constexpr = X + 1 if OPENS else X
-    score = tl.load(scores + token * stride + index, mask=there, other=float("-inf"))
+    mask = index < X
+    stride: tl.constexpr = X + 1 if HAS_SHARED_GATE else X
+    score = tl.load(scores + token * stride + index, mask=mask, other=float("-inf"))
     if SIGMOID:
         score = tl.sigmoid(score)
     else:
@@ -68,8 +68,8 @@ def choose_kernel(
         score = score / tl.sum(score, axis=0)
     key = score
     if bias is not None:
-        key += tl.load(bias + index, mask=there, other=0.0)
-    key = tl.where(there, key, float("-inf"))
+        key += tl.load(bias + index, mask=mask, other=0.0)
+    key = tl.where(mask, key, float("-inf"))
     slot = tl.arange(0, SLOTS)
     chosen = tl.zeros([SLOTS], tl.int32)
     weight = tl.zeros([SLOTS], tl.float32)
@@ -81,22 +81,22 @@ def choose_kernel(
         weight = tl.where(slot == i, tl.sum(tl.where(index == found, score, 0.0), axis=0), weight)
         key = tl.where(index == found, float("-inf"), key)
     if NORMALISE:
-        weight = weight / tl.maximum(tl.sum(weight, axis=0), least)
+        weight = weight / tl.maximum(tl.sum(weight, axis=0), min_sum)
     weight *= scale
     if expert_scale is not None:
         weight *= tl.load(expert_scale + chosen)
     tl.store(experts + token * K + slot, chosen.to(tl.int64), mask=slot < K)
     tl.store(weights + token * K + slot, weight, mask=slot < K)
-    if OPENS:
-        tl.store(opening + token, tl.sigmoid(tl.load(scores + token * stride + X)))
+    if HAS_SHARED_GATE:
+        tl.store(shared_gate + token, tl.sigmoid(tl.load(scores + token * stride + X)))
 
 
 @triton.jit
-def weighted_kernel(
+def moe_combine_kernel(
     results,  # [T, K, n_columns] contiguous
     weights,  # float32 [T, K]
     shared,  # [T, n_columns] or None
-    opening,  # float32 [T] or None
+    shared_gate,  # float32 [T] or None
     out,  # [T, n_columns] contiguous
     n_columns,
     shared_stride,
@@ -113,8 +113,8 @@ def weighted_kernel(
         total += tl.load(weights + token * K + i) * row.to(tl.float32)
     if shared is not None:
         beside = tl.load(shared + token * shared_stride + column, mask=mask, other=0.0).to(tl.float32)
-        if opening is not None:
-            beside *= tl.load(opening + token)
+        if shared_gate is not None:
+            beside *= tl.load(shared_gate + token)
         total += beside
     tl.store(out + token * n_columns + column, total.to(out.dtype.element_ty), mask=mask)
 
@@ -122,67 +122,67 @@ def weighted_kernel(
 # ---- launches
 
 
-def scores_few(x: Tensor, weight: Tensor) -> Tensor:
+def router_gemv(x: Tensor, weight: Tensor) -> Tensor:
     """``x [T, E] weight'`` -> float32 [T, X] for float32 ``weight`` [X, E]: for few rows, each reads the matrix."""
     (tokens, width), n_scores = x.shape, weight.shape[0]
     assert x.is_contiguous()
     assert weight.is_contiguous()
     out = torch.empty(tokens, n_scores, dtype=torch.float32, device=x.device)
-    block = min(PART, triton.next_power_of_2(width))
-    scores_kernel[(triton.cdiv(n_scores, SCORED), tokens)](
-        x, weight, out, n_scores, E=width, ROWS=SCORED, BLOCK=block, num_warps=4
+    block = min(ROUTER_BLOCK, triton.next_power_of_2(width))
+    router_gemv_kernel[(triton.cdiv(n_scores, ROUTER_ROWS), tokens)](
+        x, weight, out, n_scores, E=width, ROWS=ROUTER_ROWS, BLOCK=block, num_warps=4
     )
     return out
 
 
-def choose(router: Router, scores: Tensor) -> Chosen:
-    """:meth:`Router.choose` of contiguous scores."""
+def select_experts(router: Router, scores: Tensor) -> RoutedExperts:
+    """:meth:`Router.select_experts` of contiguous scores."""
     tokens, x, k = scores.shape[0], router.n_experts, router.n_used
     assert scores.is_contiguous()
     experts = torch.empty(tokens, k, dtype=torch.int64, device=scores.device)
     weights = torch.empty(tokens, k, dtype=torch.float32, device=scores.device)
-    opening = torch.empty(tokens, dtype=torch.float32, device=scores.device) if router.opens else None
-    choose_kernel[(tokens,)](
+    shared_gate = torch.empty(tokens, dtype=torch.float32, device=scores.device) if router.has_shared_gate else None
+    router_topk_kernel[(tokens,)](
         scores,
         router.bias,
         router.expert_scale,
         experts,
         weights,
-        opening,
+        shared_gate,
         router.scale,
-        SMALLEST_SUM,
+        MIN_WEIGHT_SUM,
         X=x,
         BLOCK=triton.next_power_of_2(x),
         K=k,
         SLOTS=triton.next_power_of_2(k),
         SIGMOID=router.gating == "sigmoid",
         NORMALISE=router.normalise,
-        OPENS=router.opens,
+        HAS_SHARED_GATE=router.has_shared_gate,
         num_warps=1,
     )
-    return Chosen(experts, weights, opening)
+    return RoutedExperts(experts, weights, shared_gate)
 
 
-def weighted(results: Tensor, weights: Tensor, shared: Tensor | None, opening: Tensor | None) -> Tensor:
-    """Sum of results [T, k, E] with weights float32 [T, k], plus ``shared`` [T, E] times ``opening`` float32 [T], or
-    times 1: contiguous, of results' dtype.
+def moe_combine(results: Tensor, weights: Tensor, shared: Tensor | None, shared_gate: Tensor | None) -> Tensor:
+    """The sum of ``results`` [T, k, E] weighted by ``weights`` float32 [T, k], plus ``shared`` [T, E] times
+    ``shared_gate`` float32 [T] (None: 1).  Contiguous, of the dtype of ``results``.
     """
     tokens, k, width = results.shape
     assert results.is_contiguous()
     assert weights.is_contiguous()
     assert shared is None or (shared.shape == (tokens, width) and shared.stride(1) == 1)
-    assert opening is None or opening.is_contiguous()
+    assert shared_gate is None or shared_gate.is_contiguous()
     out = torch.empty((tokens, width), dtype=results.dtype, device=results.device)
-    weighted_kernel[(tokens, triton.cdiv(width, SUMMED))](
+    moe_combine_kernel[(tokens, triton.cdiv(width, COMBINE_BLOCK))](
         results,
         weights,
         shared,
-        opening,
+        shared_gate,
         out,
         width,
         0 if shared is None else shared.stride(0),
         K=k,
-        BLOCK=SUMMED,
+        BLOCK=COMBINE_BLOCK,
         num_warps=4,
     )
     return out

@@ -13,14 +13,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-WARPS_PER_UNIT = 36
+WARPS_PER_PROCESSOR = 36
 """Warps a multiprocessor is given at most by splitting rows: they hide each other's waiting for memory."""
-LEAST_CHUNKS = 2
+MIN_CHUNKS = 2
 """Chunks of a part of a row at least."""
 
 
 @triton.jit(do_not_specialize=["n_splits", "size"])
-def _sum(parts, out, n_splits, size, BLOCK: tl.constexpr):
+def split_sum_kernel(parts, out, n_splits, size, BLOCK: tl.constexpr):
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     total = tl.zeros([BLOCK], tl.float32)
     for _ in range(n_splits):
@@ -30,13 +30,13 @@ def _sum(parts, out, n_splits, size, BLOCK: tl.constexpr):
 
 
 @cache
-def _n_units(device: torch.device) -> int:
+def n_processors(device: torch.device) -> int:
     """Multiprocessors of a device; 1 for the interpreter's cpu."""
     return 1 if device.type == "cpu" else int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
 @dataclass(frozen=True, slots=True)
-class Shape:
+class GemvConfig:
     """How a product is launched: columns of a program, its warps, stages of its loop, parts of a row."""
 
     columns: int
@@ -46,38 +46,38 @@ class Shape:
 
 
 @dataclass(frozen=True, slots=True)
-class Tile:
-    """One program's part of a launch: the first three fields of :class:`Shape`."""
+class GemvTile:
+    """One program's part of a launch: the first three fields of :class:`GemvConfig`."""
 
     columns: int = 32
     n_warps: int = 2
     n_stages: int = 2
 
 
-def shape(tile: Tile, n_programs_deep: int, n_out: int, n_chunks: int, device: torch.device) -> Shape:
+def gemv_config(tile: GemvTile, n_programs_deep: int, n_out: int, n_chunks: int, device: torch.device) -> GemvConfig:
     """The launch for a product of ``n_out`` columns, ``n_programs_deep`` of them side by side.
 
     Rows are split until the device is full.
     """
     splits = 1
     n_warps = triton.cdiv(n_out, tile.columns) * n_programs_deep * tile.n_warps
-    room = WARPS_PER_UNIT * _n_units(device)
-    while n_warps * splits * 2 <= room and n_chunks // (2 * splits) >= LEAST_CHUNKS:
+    room = WARPS_PER_PROCESSOR * n_processors(device)
+    while n_warps * splits * 2 <= room and n_chunks // (2 * splits) >= MIN_CHUNKS:
         splits *= 2
-    return Shape(tile.columns, tile.n_warps, tile.n_stages, splits)
+    return GemvConfig(tile.columns, tile.n_warps, tile.n_stages, splits)
 
 
-def lanes_of(n_rows: int, experts: Tensor | None) -> int:
+def rows_per_program(n_rows: int, experts: Tensor | None) -> int:
     """Rows that a program multiplies at a time: one where each row has its own expert."""
     return 1 if experts is not None else 8 if n_rows <= 8 else triton.next_power_of_2(n_rows)
 
 
-def parts_of(out: Tensor, n_splits: int) -> Tensor:
+def split_buffer(out: Tensor, n_splits: int) -> Tensor:
     """Where ``n_splits`` parts of the product ``out`` [T, N] go: itself for one, float32 [n_splits, T, N] for more."""
     return out if n_splits == 1 else torch.empty(n_splits, *out.shape, dtype=torch.float32, device=out.device)
 
 
-def add_up(parts: Tensor, out: Tensor) -> None:
-    """The sum of :func:`parts_of` to ``out``."""
+def reduce_splits(parts: Tensor, out: Tensor) -> None:
+    """The sum of :func:`split_buffer` to ``out``."""
     if parts is not out:
-        _sum[(triton.cdiv(out.numel(), 512),)](parts, out, parts.shape[0], out.numel(), 512, num_warps=4)
+        split_sum_kernel[(triton.cdiv(out.numel(), 512),)](parts, out, parts.shape[0], out.numel(), 512, num_warps=4)

@@ -8,23 +8,23 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("triton")
 
-from daemons.ops.triton import nested  # noqa: E402
-from daemons.ops.triton.linear import multiply  # noqa: E402
+from daemons.ops.triton import gemv_float16  # noqa: E402
+from daemons.ops.triton.gemv import packed_gemv  # noqa: E402
 from daemons.weights.packed import PackedWeights, repack  # noqa: E402
 from lucevisor.model.quant_types import BY_NAME  # noqa: E402
 from tests.daemons.tiny_models import random_blocks  # noqa: E402
-from tests.kernels.products import assert_product  # noqa: E402
+from tests.kernels.gemv_error import assert_product  # noqa: E402
 from tests.numerics import FLOAT16, UNIT  # noqa: E402
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPES = [torch.float16] + ([torch.bfloat16] if DEVICE == "cuda" else [])
 
 of_dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=lambda d: str(d).removeprefix("torch."))
-of_kinds = pytest.mark.parametrize("kind", sorted(nested.NESTED_KINDS))
+of_kinds = pytest.mark.parametrize("kind", sorted(gemv_float16.FLOAT16_KINDS))
 
 
 @pytest.fixture(autouse=True)
-def infinity_is_no_warning():
+def ignore_numpy_overflow():
     """The interpreter's arithmetic is numpy's, which warns where it gives infinity or no number."""
     with np.errstate(over="ignore", invalid="ignore"):
         yield
@@ -43,25 +43,27 @@ def matrix(kind: str, n: int, k: int) -> tuple[PackedWeights, torch.Tensor]:
     return repack(BY_NAME[kind], blocks), blocks
 
 
-def prepared(x, lanes):
+def prepared(x, block_rows):
     """Numbers [T, chunks, 256], factors [T, chunks], totals [T, chunks, 16]."""
     n_rows, width = x.shape
-    n_chunks, blocks = -(-width // 256), -(-n_rows // lanes)
+    n_chunks, blocks = -(-width // 256), -(-n_rows // block_rows)
     numbers = torch.full((n_rows, n_chunks, 256), float("nan"), dtype=torch.float16, device=DEVICE)
-    factors = torch.zeros(blocks, n_chunks, lanes, device=DEVICE)
-    totals = torch.zeros(blocks, n_chunks, lanes, 16, dtype=torch.float16, device=DEVICE)
-    grid = (n_chunks, -(-n_rows // nested.PREPARED))
-    nested._prepare[grid](x, numbers, factors, totals, n_rows, n_chunks, width, lanes, nested.PREPARED, num_warps=4)
+    factors = torch.zeros(blocks, n_chunks, block_rows, device=DEVICE)
+    totals = torch.zeros(blocks, n_chunks, block_rows, 16, dtype=torch.float16, device=DEVICE)
+    grid = (n_chunks, -(-n_rows // gemv_float16.PREPARE_ROWS))
+    gemv_float16.gemv_float16_prepare_kernel[grid](
+        x, numbers, factors, totals, n_rows, n_chunks, width, block_rows, gemv_float16.PREPARE_ROWS, num_warps=4
+    )
     by_row = factors.transpose(1, 2).flatten(0, 1), totals.transpose(1, 2).flatten(0, 1)
     return numbers, *(t[:n_rows].float() for t in by_row)
 
 
 @of_dtypes
-@pytest.mark.parametrize(("n_rows", "width", "lanes"), [(1, 512, 8), (11, 768, 16), (5, 352, 1)])
-def test_x_comes_to_float16_without_loss(dtype, n_rows, width, lanes):
+@pytest.mark.parametrize(("n_rows", "width", "block_rows"), [(1, 512, 8), (11, 768, 16), (5, 352, 1)])
+def test_x_comes_to_float16_without_loss(dtype, n_rows, width, block_rows):
     sizes = torch.logspace(-5, 5, n_rows, base=10, device=DEVICE).unsqueeze(1)
     x = (normal(n_rows, width) * sizes).to(dtype)
-    numbers, factors, totals = prepared(x, lanes)
+    numbers, factors, totals = prepared(x, block_rows)
     back = (numbers.float() * factors.unsqueeze(2)).flatten(1)
     finite = x.isfinite().all(dim=1)
     assert bool(finite.any())
@@ -88,14 +90,14 @@ def test_numbers_of_every_size(kind, dtype, scale):
     x[1, ::2] *= 2.0**-12
     x[2] = 0
     x[2, 300] = scale
-    found = multiply(BY_NAME[kind], packed, x)
+    found = packed_gemv(BY_NAME[kind], packed, x)
     assert_product(found, x, BY_NAME[kind], raw)
 
 
 @of_kinds
 def test_rows_of_zeros_give_zeros(kind):
     packed, _ = matrix(kind, 40, 256)
-    found = multiply(BY_NAME[kind], packed, torch.zeros(2, 256, dtype=torch.float16, device=DEVICE))
+    found = packed_gemv(BY_NAME[kind], packed, torch.zeros(2, 256, dtype=torch.float16, device=DEVICE))
     assert not bool(found.any())
 
 
@@ -106,7 +108,7 @@ def test_what_is_no_number_stays_none(kind, value):
     packed, raw = matrix(kind, 40, 512)
     x = normal(2, 512, dtype=torch.float16)
     x[0, 300] = value
-    found = multiply(BY_NAME[kind], packed, x)
+    found = packed_gemv(BY_NAME[kind], packed, x)
     assert not bool(found[0].isfinite().any())
     assert_product(found[1:], x[1:], BY_NAME[kind], raw)
 
@@ -120,5 +122,5 @@ def test_a_row_is_the_same_among_any_others(kind, dtype, n_rows):
     x = normal(64, 512, dtype=dtype)[:n_rows].contiguous()
     others = x.clone()
     others[: n_rows // 2] *= 1000
-    found, again = (multiply(BY_NAME[kind], packed, rows) for rows in (x, others))
+    found, again = (packed_gemv(BY_NAME[kind], packed, rows) for rows in (x, others))
     assert torch.equal(found[n_rows // 2 :], again[n_rows // 2 :])

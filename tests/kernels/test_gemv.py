@@ -12,15 +12,15 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-from daemons.ops.triton import launch, linear, nested
-from daemons.ops.triton.launch import Shape
-from daemons.ops.triton.linear import MAX_ROWS, expand, multiply
+from daemons.ops.triton import gemv, gemv_float16, split_k
+from daemons.ops.triton.gemv import MAX_GEMV_ROWS, dequantise_packed, packed_gemv
+from daemons.ops.triton.split_k import GemvConfig
 from daemons.weights.dequant import dequantise
 from daemons.weights.packed import PackedWeights, repack
 from lucevisor.model.quant_types import BY_NAME, REPACKED, GgmlType
 from tests.daemons.tiny_models import random_blocks
+from tests.kernels.gemv_error import assert_product, product
 from tests.kernels.limits import UNITS
-from tests.kernels.products import assert_product, product
 from tests.numerics import FLOAT16, UNIT
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -37,7 +37,7 @@ on_gpu = pytest.mark.skipif(DEVICE == "cpu", reason="no CUDA or HIP device: noth
 
 
 @pytest.fixture(autouse=True)
-def infinity_is_no_warning():
+def ignore_numpy_overflow():
     """The interpreter rounds with numpy, which warns where a float16 becomes infinite."""
     with np.errstate(over="ignore"):
         yield
@@ -75,8 +75,8 @@ class Matrix:
         """Experts' rows lie below each other."""
         return self.raw.view(*self.numbers.shape[:-1], -1)[expert]
 
-    def check(self, x: Tensor, how: Shape | None = None) -> Tensor:
-        found = multiply(self.kind, self.packed, x, how=how)
+    def check(self, x: Tensor, config: GemvConfig | None = None) -> Tensor:
+        found = packed_gemv(self.kind, self.packed, x, config=config)
         assert_product(found, x, self.kind, self.raw)
         return found
 
@@ -116,15 +116,15 @@ def extreme(kind: str) -> np.ndarray:
 def test_expanded_numbers_are_those_of_dequantise(kind, dtype):
     m = Matrix.random(kind, 9, 512)
     wanted = dequantise(m.kind, m.raw, dtype)
-    assert torch.equal(bits(expand(m.kind, m.packed, dtype)), bits(wanted))
+    assert torch.equal(bits(dequantise_packed(m.kind, m.packed, dtype)), bits(wanted))
     for first, n in ((3, 5), (8, 1)):
-        assert torch.equal(bits(expand(m.kind, m.packed, dtype, first, n)), bits(wanted[first : first + n]))
+        assert torch.equal(bits(dequantise_packed(m.kind, m.packed, dtype, first, n)), bits(wanted[first : first + n]))
 
 
 @pytest.mark.parametrize("kind", SHORT)
 def test_a_row_that_ends_within_a_chunk_is_filled_up_with_zeros(kind):
     m = Matrix.random(kind, 9, 352)
-    found = expand(m.kind, m.packed, torch.float32)
+    found = dequantise_packed(m.kind, m.packed, torch.float32)
     assert torch.equal(bits(found[:, :352]), bits(dequantise(m.kind, m.raw, torch.float32)))
     assert found.shape == (9, 512)
     assert not bool(found[:, 352:].any())
@@ -134,7 +134,7 @@ def test_a_row_that_ends_within_a_chunk_is_filled_up_with_zeros(kind):
 @of_kinds
 def test_extreme_scales_expand_to_the_same_bits(kind, dtype):
     m = Matrix.of(kind, extreme(kind))
-    found = expand(m.kind, m.packed, dtype)
+    found = dequantise_packed(m.kind, m.packed, dtype)
     assert torch.equal(bits(found), bits(dequantise(m.kind, m.raw, dtype)))
     assert not bool(found.isnan().any())
 
@@ -153,42 +153,44 @@ def test_rows_and_columns(kind, rows, n, dtype):
 
 
 @pytest.mark.parametrize(
-    ("k", "how", "dtype"),
+    ("k", "config", "dtype"),
     [
-        (768, Shape(16, 1, 2, 3), torch.float32),
+        (768, GemvConfig(16, 1, 2, 3), torch.float32),
         (2048, None, torch.float16),
     ],
     ids=lambda v: str(v).removeprefix("torch."),
 )
 @of_kinds
-def test_rows_of_many_chunks_are_split(kind, k, how, dtype):
-    Matrix.random(kind, 20, k).check(normal(3, k, dtype=dtype), how)
+def test_rows_of_many_chunks_are_split(kind, k, config, dtype):
+    Matrix.random(kind, 20, k).check(normal(3, k, dtype=dtype), config)
 
 
 @pytest.mark.parametrize(("rows", "k", "dtype"), [(1, 96, DTYPES[1]), (3, 352, DTYPES[0]), (17, 704, DTYPES[-1])])
 @pytest.mark.parametrize("kind", SHORT)
 def test_rows_that_end_within_a_chunk(kind, rows, k, dtype):
     m = Matrix.random(kind, 40, k)
-    for how in (None, Shape(32, 2, 2, 2)):
-        m.check(normal(rows, k, dtype=dtype), how)
+    for config in (None, GemvConfig(32, 2, 2, 2)):
+        m.check(normal(rows, k, dtype=dtype), config)
 
 
-@pytest.mark.parametrize("how", [Shape(32, 2, 3, 1), Shape(64, 4, 1, 2), Shape(32, 2, 3, 5)], ids=lambda h: h.n_splits)
-def test_parts_that_differ_or_are_empty(how):
-    Matrix.random("Q8_0", 20, 768).check(normal(3, 768), how)
+@pytest.mark.parametrize(
+    "config", [GemvConfig(32, 2, 3, 1), GemvConfig(64, 4, 1, 2), GemvConfig(32, 2, 3, 5)], ids=lambda h: h.n_splits
+)
+def test_parts_that_differ_or_are_empty(config):
+    Matrix.random("Q8_0", 20, 768).check(normal(3, 768), config)
 
 
 @pytest.mark.parametrize("n_units", [1, 132])
 def test_no_part_is_left_without_chunks(monkeypatch, n_units):
-    monkeypatch.setattr(launch, "_n_units", lambda device: n_units)
+    monkeypatch.setattr(split_k, "n_processors", lambda device: n_units)
     device = torch.device("cpu")
     for n_out in (1, 40, 1000, 5120, 150_000):
         for n_chunks in (1, 2, 3, 10, 20, 68):
             for deep in (1, 8, 64):
-                how = launch.shape(launch.Tile(), deep, n_out, n_chunks, device)
-                assert 1 <= how.n_splits <= max(1, n_chunks // launch.LEAST_CHUNKS)
-                programs = -(-n_out // how.columns) * deep * how.n_splits
-                assert how.n_splits == 1 or programs * how.n_warps <= launch.WARPS_PER_UNIT * n_units
+                config = split_k.gemv_config(split_k.GemvTile(), deep, n_out, n_chunks, device)
+                assert 1 <= config.n_splits <= max(1, n_chunks // split_k.MIN_CHUNKS)
+                programs = -(-n_out // config.columns) * deep * config.n_splits
+                assert config.n_splits == 1 or programs * config.n_warps <= split_k.WARPS_PER_PROCESSOR * n_units
 
 
 @of_kinds
@@ -229,7 +231,7 @@ def test_a_large_activation_leaves_the_small_ones(kind):
     x = normal(4, 512, dtype=torch.float16)
     others = x.double() @ m.numbers.t()
     x[:, 5], x[1, 40] = 3000.0, -2000.0
-    found, wanted = multiply(m.kind, m.packed, x), x.double() @ m.numbers.t()
+    found, wanted = packed_gemv(m.kind, m.packed, x), x.double() @ m.numbers.t()
     over = (found.double() - wanted).abs() - UNITS[x.dtype] * wanted.abs()
     n_codes = 1 << int(kind[1])
     step = 2 * m.numbers.abs().max() / n_codes
@@ -261,9 +263,9 @@ def test_lowest_codes_and_scales(kind):
 def test_a_row_depends_on_itself_alone():
     m = Matrix.random("Q4_K", 31, 256)
     x = normal(6, 256, dtype=torch.float16)
-    together = multiply(m.kind, m.packed, x)
+    together = packed_gemv(m.kind, m.packed, x)
     x[3] = 60000
-    beside = multiply(m.kind, m.packed, x)
+    beside = packed_gemv(m.kind, m.packed, x)
     keep = [0, 1, 2, 4, 5]
     assert torch.equal(together[keep], beside[keep])
     assert not torch.equal(together[3], beside[3])
@@ -273,13 +275,13 @@ def test_a_row_depends_on_itself_alone():
 
 
 @pytest.mark.parametrize(
-    ("experts", "share"),
+    ("experts", "pairs_per_row"),
     [([1], 1), ([2, 0, 1, 1], 2), ([0, 2, 2], 1)],
     ids=["one", "several of a row", "rows of their own"],
 )
 @of_kinds
-def test_routed(kind, experts, share):
-    check_routed(Matrix.random(kind, 3 * 20, 256).experts(3), experts, share, torch.float16)
+def test_routed(kind, experts, pairs_per_row):
+    check_routed(Matrix.random(kind, 3 * 20, 256).experts(3), experts, pairs_per_row, torch.float16)
 
 
 @pytest.mark.parametrize("kind", SHORT)
@@ -289,7 +291,7 @@ def test_routed_rows_that_end_within_a_chunk(kind):
 
 @pytest.mark.parametrize("kind", ["Q4_K", "Q6_K", "Q8_0"])
 def test_routed_in_parts(kind):
-    check_routed(Matrix.random(kind, 4 * 20, 768).experts(4), [3, 3], 1, torch.float32, Shape(16, 1, 2, 3))
+    check_routed(Matrix.random(kind, 4 * 20, 768).experts(4), [3, 3], 1, torch.float32, GemvConfig(16, 1, 2, 3))
     check_routed(Matrix.random(kind, 4 * 33, 256).experts(4), [3, 0], 2, torch.float32)
 
 
@@ -304,16 +306,18 @@ def test_many_pairs(dtype):
 
 
 def test_more_rows_than_a_product_of_one_matrix_takes():
-    n = MAX_ROWS + 5
+    n = MAX_GEMV_ROWS + 5
     check_routed(Matrix.random("Q8_0", 2 * 3, 256).experts(2), [i % 2 for i in range(n)], 1, torch.float32)
 
 
-def check_routed(m: Matrix, experts: list[int], share: int, dtype: torch.dtype, how: Shape | None = None) -> None:
-    x = normal(len(experts) // share, m.numbers.shape[-1], dtype=dtype)
-    found = multiply(m.kind, m.packed, x, torch.tensor(experts, device=DEVICE), share, how)
+def check_routed(
+    m: Matrix, experts: list[int], pairs_per_row: int, dtype: torch.dtype, config: GemvConfig | None = None
+) -> None:
+    x = normal(len(experts) // pairs_per_row, m.numbers.shape[-1], dtype=dtype)
+    found = packed_gemv(m.kind, m.packed, x, torch.tensor(experts, device=DEVICE), pairs_per_row, config)
     assert found.shape == (len(experts), m.numbers.shape[1])
     for p, expert in enumerate(experts):
-        assert_product(found[p : p + 1], x[p // share : p // share + 1], m.kind, m.blocks_of(expert))
+        assert_product(found[p : p + 1], x[p // pairs_per_row : p // pairs_per_row + 1], m.kind, m.blocks_of(expert))
 
 
 # ---- memory
@@ -342,7 +346,7 @@ class Guarded:
 
             empty, float32 = staticmethod(make), torch.float32
 
-        monkeypatch.setattr(linear, "torch", Torch)
+        monkeypatch.setattr(gemv, "torch", Torch)
         monkeypatch.setattr(Tensor, "new_empty", like)
 
     def check(self) -> None:
@@ -353,9 +357,9 @@ class Guarded:
             assert bool((around == 7.0).all()), "more than it was written"
 
 
-@pytest.mark.parametrize("how", [Shape(32, 2, 3, 1), Shape(16, 1, 2, 2)], ids=["whole", "parts"])
+@pytest.mark.parametrize("config", [GemvConfig(32, 2, 3, 1), GemvConfig(16, 1, 2, 2)], ids=["whole", "parts"])
 @pytest.mark.parametrize(("kind", "k"), [("Q5_K", 512), ("Q6_K", 512), ("Q8_0", 512), ("Q8_0", 480), ("Q5_0", 288)])
-def test_a_product_reads_and_writes_its_own_only(kind, k, how, monkeypatch):
+def test_a_product_reads_and_writes_its_own_only(kind, k, config, monkeypatch):
     """Activations between NaN, rows of a matrix between rows of NaN."""
     m = Matrix.random(kind, 28, k)
     raw = m.raw.cpu().numpy().copy()
@@ -367,7 +371,7 @@ def test_a_product_reads_and_writes_its_own_only(kind, k, how, monkeypatch):
     x = wide[2:5]
     with monkeypatch.context() as patch:
         guarded = Guarded(patch)
-        found = multiply(m.kind, packed, x, how=how)
+        found = packed_gemv(m.kind, packed, x, config=config)
     guarded.check()
     assert_product(found, x, m.kind, m.raw[3:-5])
 
@@ -377,7 +381,7 @@ def test_a_routed_product_writes_its_own_only(monkeypatch):
     experts, x = torch.tensor([2, 1, 2], device=DEVICE), normal(3, 512, dtype=torch.float16)
     with monkeypatch.context() as patch:
         guarded = Guarded(patch)
-        multiply(m.kind, m.packed, x, experts, 1, Shape(16, 1, 2, 2))
+        packed_gemv(m.kind, m.packed, x, experts, 1, GemvConfig(16, 1, 2, 2))
     guarded.check()
 
 
@@ -386,7 +390,7 @@ def test_expansion_writes_its_own_only(kind, monkeypatch):
     m = Matrix.random(kind, 7, 256)
     with monkeypatch.context() as patch:
         guarded = Guarded(patch)
-        expand(m.kind, m.packed, torch.float16, 1, 3)
+        dequantise_packed(m.kind, m.packed, torch.float16, 1, 3)
     guarded.check()
 
 
@@ -398,23 +402,23 @@ def test_expansion_writes_its_own_only(kind, monkeypatch):
 @pytest.mark.parametrize("dtype", DTYPES)
 @of_kinds
 def test_a_graph_runs_it_for_the_activations_of_the_day(kind, dtype):
-    m, routed = Matrix.random(kind, 200, 2048), Matrix.random(kind, 5 * 40, 2048).experts(5)
+    m, stacked = Matrix.random(kind, 200, 2048), Matrix.random(kind, 5 * 40, 2048).experts(5)
     x, experts = normal(4, 2048, dtype=dtype), torch.tensor([0, 1, 2, 3, 4, 0, 1, 2], device=DEVICE)
-    multiply(m.kind, m.packed, x)  # compiled before the capture
-    multiply(routed.kind, routed.packed, x, experts, 2)
-    expand(m.kind, m.packed, dtype)
+    packed_gemv(m.kind, m.packed, x)  # compiled before the capture
+    packed_gemv(stacked.kind, stacked.packed, x, experts, 2)
+    dequantise_packed(m.kind, m.packed, dtype)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        found = multiply(m.kind, m.packed, x)
-        pairs = multiply(routed.kind, routed.packed, x, experts, 2)
-        numbers = expand(m.kind, m.packed, dtype)
+        found = packed_gemv(m.kind, m.packed, x)
+        pairs = packed_gemv(stacked.kind, stacked.packed, x, experts, 2)
+        numbers = dequantise_packed(m.kind, m.packed, dtype)
     for seed in (5, 6):
         x.copy_(normal(4, 2048, seed=seed))
         experts.copy_(experts.flip(0) if seed == 5 else torch.full_like(experts, 3))
         graph.replay()
         assert_product(found, x, m.kind, m.raw)
         for p, expert in enumerate(experts.tolist()):
-            assert_product(pairs[p : p + 1], x[p // 2 : p // 2 + 1], routed.kind, routed.blocks_of(expert))
+            assert_product(pairs[p : p + 1], x[p // 2 : p // 2 + 1], stacked.kind, stacked.blocks_of(expert))
         assert torch.equal(numbers, dequantise(m.kind, m.raw, dtype))
 
 
@@ -422,33 +426,35 @@ def test_a_graph_runs_it_for_the_activations_of_the_day(kind, dtype):
 @on_gpu
 @pytest.mark.parametrize("kind", ["Q4_K", "Q6_K"])
 def test_other_counts_of_rows_and_pairs_compile_nothing(kind):
-    m, routed = Matrix.random(kind, 200, 2048), Matrix.random(kind, 5 * 40, 2048).experts(5)
+    m, stacked = Matrix.random(kind, 200, 2048), Matrix.random(kind, 5 * 40, 2048).experts(5)
 
     def compiled() -> int:
-        products = (linear._multiply, nested._multiply_nested, nested._prepare)
-        kernels = (*products, linear._group_sums, launch._sum, linear._expand)
+        products = (gemv.gemv_kernel, gemv_float16.gemv_float16_kernel, gemv_float16.gemv_float16_prepare_kernel)
+        kernels = (*products, gemv.group_sums_kernel, split_k.split_sum_kernel, gemv.dequantise_kernel)
         return sum(len(cache[0]) for kernel in kernels for cache in kernel.device_caches.values())
 
     def run(rows: range, counts: range) -> None:
         for n in rows:
-            multiply(m.kind, m.packed, normal(n, 2048, dtype=torch.float16))
+            packed_gemv(m.kind, m.packed, normal(n, 2048, dtype=torch.float16))
         for n in counts:
             experts = torch.arange(16 * n, device=DEVICE)[: n * 2] % 5
-            multiply(routed.kind, routed.packed, normal(n, 2048, dtype=torch.float16), experts, 2)
-            multiply(routed.kind, routed.packed, normal(2 * n, 2048, dtype=torch.float16), experts)
+            packed_gemv(stacked.kind, stacked.packed, normal(n, 2048, dtype=torch.float16), experts, 2)
+            packed_gemv(stacked.kind, stacked.packed, normal(2 * n, 2048, dtype=torch.float16), experts)
         for first in (0, 1, 16):
-            expand(m.kind, m.packed, torch.float16, first, 200 - 2 * first)
+            dequantise_packed(m.kind, m.packed, torch.float16, first, 200 - 2 * first)
 
-    def shape(lanes: int, n_splits: int) -> Shape:
-        tile = nested.tile(lanes) if kind == "Q4_K" else launch.Tile()
-        return Shape(tile.columns, tile.n_warps, tile.n_stages, n_splits)
+    def gemv_config(block_rows: int, n_splits: int) -> GemvConfig:
+        tile = gemv_float16.float16_tile(block_rows) if kind == "Q4_K" else split_k.GemvTile()
+        return GemvConfig(tile.columns, tile.n_warps, tile.n_stages, n_splits)
 
     for n_splits in (1, 4):  # a sum is needed, or none
-        multiply(m.kind, m.packed, normal(3, 2048, dtype=torch.float16), how=shape(8, n_splits))
-        multiply(m.kind, m.packed, normal(9, 2048, dtype=torch.float16), how=shape(16, n_splits))
+        packed_gemv(m.kind, m.packed, normal(3, 2048, dtype=torch.float16), config=gemv_config(8, n_splits))
+        packed_gemv(m.kind, m.packed, normal(9, 2048, dtype=torch.float16), config=gemv_config(16, n_splits))
         experts = torch.tensor([1, 2], device=DEVICE)
-        multiply(routed.kind, routed.packed, normal(1, 2048, dtype=torch.float16), experts, 2, shape(1, n_splits))
-    expand(m.kind, m.packed, torch.float16, 3, 5)
+        packed_gemv(
+            stacked.kind, stacked.packed, normal(1, 2048, dtype=torch.float16), experts, 2, gemv_config(1, n_splits)
+        )
+    dequantise_packed(m.kind, m.packed, torch.float16, 3, 5)
     before = compiled()
     assert before > 0
     run(range(1, 17), range(1, 40))

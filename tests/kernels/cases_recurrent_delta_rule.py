@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
-from daemons.ops.triton.delta_rule import convolve_kernel, convolve_options, recur_kernel, recur_options
+from daemons.ops.triton.recurrent_delta_rule import (
+    causal_conv1d_kernel,
+    conv1d_options,
+    delta_rule_recurrent_kernel,
+    recurrent_options,
+)
 from tests.kernels.targets import Case, for_some
 
-POINTERS = ("mixed", "gates", "convolution", "taps", "states", "decay", "dt", "norm")
+POINTERS = ("qkv", "gates", "conv_states", "conv_weight", "states", "decay_rates", "dt_bias", "norm")
 
 
-def _cases(dtype: str, n_key: int, n_value: int, dim: int, n_taps: int = 4) -> list[Case]:
+def _cases(dtype: str, n_key: int, n_value: int, dim: int, conv_width: int = 4) -> list[Case]:
     name = f"{dtype} {n_key} {n_value} x {dim}"
     activations = {"y": f"*{dtype}", "out": f"*{dtype}"}
     signature = activations | dict.fromkeys(POINTERS, "*fp32")
     signature |= {"ids": "*i64", "eps": "fp32", "n": "i32", "y_stride": "i32"}
     found = []
     for what, kernel, options in (
-        ("convolve", convolve_kernel, convolve_options(n_key, n_value, dim, n_taps)),
-        ("recur", recur_kernel, recur_options(n_key, n_value, dim, n_taps)),
+        ("convolve", causal_conv1d_kernel, conv1d_options(n_key, n_value, dim, conv_width)),
+        ("recur", delta_rule_recurrent_kernel, recurrent_options(n_key, n_value, dim, conv_width)),
     ):
         own = {k: v for k, v in signature.items() if k in kernel.arg_names}
         aligned = tuple(k for k in own if k in (*activations, *POINTERS, "y_stride"))

@@ -17,7 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from daemons.ops.basic import l2_scale
-from daemons.ops.operations import MixWeights
+from daemons.ops.operations import GatedDeltaNetParams
 
 L2_EPS = 1e-6
 """Added to the squared length of a query or key."""
@@ -33,15 +33,15 @@ def _softplus(x):
 
 
 @triton.jit(do_not_specialize=["n"], do_not_specialize_on_alignment=["ids"])
-def convolve_kernel(
+def causal_conv1d_kernel(
     y,  # [B n, columns]
-    mixed,  # [B n, C]
+    qkv,  # [B n, C]
     gates,  # [B n, N_VALUE, 2]: what S keeps of itself, and beta
-    convolution,  # [states, TAPS - 1, C]
+    conv_states,  # [states, TAPS - 1, C]
     ids,  # [B]
-    taps,  # [TAPS, C]
-    decay,  # [N_VALUE]
-    dt,  # [N_VALUE]
+    conv_weight,  # [TAPS, C]
+    decay_rates,  # [N_VALUE]
+    dt_bias,  # [N_VALUE]
     n,
     y_stride,
     EPS: tl.constexpr,
@@ -49,13 +49,13 @@ def convolve_kernel(
     N_KEY: tl.constexpr,
     N_VALUE: tl.constexpr,
     DIM: tl.constexpr,
-    TAPS: tl.constexpr,
+    CONV_WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
     """One head (of q, k, v) of one token: convolution, silu, l2 norm of q and k, gates of v.
 
-    Grid [2 N_KEY + N_VALUE, B n].  Only reads the window, so that no token waits for another; :func:`recur_kernel`
-    moves it on.
+    Grid [2 N_KEY + N_VALUE, B n].  Only reads ``conv_states``, so tokens run in parallel;
+    :func:`delta_rule_recurrent_kernel` updates them.
     """
     head, token = tl.program_id(0), tl.program_id(1) % n
     row = tl.program_id(1).to(tl.int64)
@@ -64,14 +64,14 @@ def convolve_kernel(
     inside = at < DIM
     channel = head * DIM + at
     inputs = y + row * y_stride
-    window = convolution + tl.load(ids + row // n) * ((TAPS - 1) * C) + channel
+    window = conv_states + tl.load(ids + row // n) * ((CONV_WIDTH - 1) * C) + channel
     x = tl.zeros([BLOCK], dtype=tl.float32)
-    for i in tl.static_range(TAPS):
-        back = TAPS - 1 - i  # so many tokens before this one; what lies before the slice is in the window
+    for i in tl.static_range(CONV_WIDTH):
+        back = CONV_WIDTH - 1 - i  # so many tokens before this one; what lies before the slice is in the window
         width = tl.where(token < back, DIM, 0)
         old = tl.load(window + (token + i) * C, mask=at < width, other=0.0)
         new = tl.load(inputs - back * y_stride + channel, mask=at < DIM - width, other=0.0)
-        tap = tl.load(taps + i * C + channel, mask=inside, other=0.0)
+        tap = tl.load(conv_weight + i * C + channel, mask=inside, other=0.0)
         x += (old + new.to(tl.float32)) * tap  # one of the two is 0
     x = x / (1.0 + tl.exp(-x))
     if head < 2 * N_KEY:
@@ -81,33 +81,33 @@ def convolve_kernel(
         j = head - 2 * N_KEY
         alpha = tl.load(inputs + C + N_VALUE * DIM + j).to(tl.float32)
         beta = tl.load(inputs + C + N_VALUE * (DIM + 1) + j).to(tl.float32)
-        kept = tl.exp(_softplus(alpha + tl.load(dt + j)) * tl.load(decay + j))
-        tl.store(gates + (row * N_VALUE + j) * 2, kept)
+        decay = tl.exp(_softplus(alpha + tl.load(dt_bias + j)) * tl.load(decay_rates + j))
+        tl.store(gates + (row * N_VALUE + j) * 2, decay)
         tl.store(gates + (row * N_VALUE + j) * 2 + 1, 1.0 / (1.0 + tl.exp(-beta)))
-    tl.store(mixed + row * C + channel, x, mask=inside)
+    tl.store(qkv + row * C + channel, x, mask=inside)
 
 
 @triton.jit
-def _token_inputs(mixed, gates, z, at, pair, value, width):
+def _load_token(qkv, gates, z, at, pair, value, width):
     """q and k [BLOCK, 2], v, z, decay and beta of one token, whose heads begin at ``pair`` [1, 2] and ``value``.
 
     ``width``: the heads' DIM, or 0 behind the last token: nothing is read.
     """
-    qk = tl.load(mixed + pair + at[:, None], mask=at[:, None] < width, other=0.0)
-    v = tl.load(mixed + value + at, mask=at < width, other=0.0)
+    qk = tl.load(qkv + pair + at[:, None], mask=at[:, None] < width, other=0.0)
+    v = tl.load(qkv + value + at, mask=at < width, other=0.0)
     gate = tl.load(z + at, mask=at < width, other=0.0).to(tl.float32)
-    kept = tl.load(gates, mask=width > 0, other=0.0)
+    decay = tl.load(gates, mask=width > 0, other=0.0)
     beta = tl.load(gates + 1, mask=width > 0, other=0.0)
-    return qk, v, gate, kept, beta
+    return qk, v, gate, decay, beta
 
 
 @triton.jit(do_not_specialize=["n"], do_not_specialize_on_alignment=["ids"])
-def recur_kernel(
+def delta_rule_recurrent_kernel(
     y,  # [B n, columns]
-    mixed,  # [B n, C]
+    qkv,  # [B n, C]
     gates,  # [B n, N_VALUE, 2]
     out,  # [B n, N_VALUE DIM]
-    convolution,  # [states, TAPS - 1, C]
+    conv_states,  # [states, TAPS - 1, C]
     states,  # [states, N_VALUE, DIM, DIM]
     ids,  # [B]
     norm,  # [DIM]
@@ -117,10 +117,10 @@ def recur_kernel(
     N_KEY: tl.constexpr,
     N_VALUE: tl.constexpr,
     DIM: tl.constexpr,
-    TAPS: tl.constexpr,
+    CONV_WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
-    PART: tl.constexpr,
-    KEPT: tl.constexpr,
+    WINDOW_CHANNELS: tl.constexpr,
+    WINDOW_ROWS: tl.constexpr,
 ) -> None:
     """One value head of one slice: the rule over its n tokens, the gated norm; S and the window move on in the pools.
 
@@ -137,81 +137,94 @@ def recur_kernel(
     s = tl.load(matrix, mask=square, other=0.0)
 
     # rows n .. n + TAPS - 2 of (window, inputs); the convolution, which reads the window, is done by now
-    row = tl.arange(0, KEPT)[:, None]
-    channel = j * PART + tl.arange(0, PART)[None, :]
-    mine, before = (row < TAPS - 1) & (channel < C), row + n < TAPS - 1
-    window = convolution + state * ((TAPS - 1) * C) + channel
+    row = tl.arange(0, WINDOW_ROWS)[:, None]
+    channel = j * WINDOW_CHANNELS + tl.arange(0, WINDOW_CHANNELS)[None, :]
+    mine, before = (row < CONV_WIDTH - 1) & (channel < C), row + n < CONV_WIDTH - 1
+    window = conv_states + state * ((CONV_WIDTH - 1) * C) + channel
     old = tl.load(window + (row + n) * C, mask=mine & before, other=0.0)
-    new = tl.load(y + (first + n - (TAPS - 1) + row) * y_stride + channel, mask=mine & (row + n >= TAPS - 1), other=0.0)
+    new = tl.load(
+        y + (first + n - (CONV_WIDTH - 1) + row) * y_stride + channel,
+        mask=mine & (row + n >= CONV_WIDTH - 1),
+        other=0.0,
+    )
     moved = old + new.to(tl.float32)  # one of the two is 0
 
     weight = tl.load(norm + at, mask=inside, other=0.0)
     heads = (j % N_KEY + N_KEY * tl.arange(0, 2)[None, :]) * DIM
     value = (2 * N_KEY + j) * DIM
-    mixed += first * C
+    qkv += first * C
     gates += (first * N_VALUE + j) * 2
     z = y + first * y_stride + C + j * DIM
     out += first * (N_VALUE * DIM) + j * DIM
-    qk, v, gate, kept, beta = _token_inputs(mixed, gates, z, at, heads, value, DIM)
+    qk, v, gate, decay, beta = _load_token(qkv, gates, z, at, heads, value, DIM)
     for token in range(n):
-        mixed += C
+        qkv += C
         gates += 2 * N_VALUE
         z += y_stride
         # asked for before this token's sums are waited for
-        later = _token_inputs(mixed, gates, z, at, heads, value, tl.where(token + 1 < n, DIM, 0))
+        later = _load_token(qkv, gates, z, at, heads, value, tl.where(token + 1 < n, DIM, 0))
         q, k = tl.split(qk)
-        error = (v - kept * tl.sum(s * k[:, None], axis=0)) * beta
-        s = s * kept + k[:, None] * error[None, :]
+        error = (v - decay * tl.sum(s * k[:, None], axis=0)) * beta
+        s = s * decay + k[:, None] * error[None, :]
         o = tl.sum(s * q[:, None], axis=0)
         o *= tl.rsqrt(tl.sum(o * o, axis=0) / DIM + eps) * weight
         o *= gate / (1.0 + tl.exp(-gate))
         tl.store(out + at, o.to(out.dtype.element_ty), mask=inside)
         out += N_VALUE * DIM
-        qk, v, gate, kept, beta = later
+        qk, v, gate, decay, beta = later
     tl.store(matrix, s, mask=square)
     tl.debug_barrier()  # threads of this program write what others of it have read
     tl.store(window + row * C, moved, mask=mine)
 
 
-def convolve_options(n_key: int, n_value: int, dim: int, n_taps: int) -> dict[str, float]:
-    """What :func:`convolve_kernel` is compiled for, and its warps."""
-    heads = {"N_KEY": n_key, "N_VALUE": n_value, "DIM": dim, "TAPS": n_taps, "BLOCK": triton.next_power_of_2(dim)}
+def conv1d_options(n_key: int, n_value: int, dim: int, conv_width: int) -> dict[str, float]:
+    """What :func:`causal_conv1d_kernel` is compiled for, and its warps."""
+    heads = {
+        "N_KEY": n_key,
+        "N_VALUE": n_value,
+        "DIM": dim,
+        "CONV_WIDTH": conv_width,
+        "BLOCK": triton.next_power_of_2(dim),
+    }
     return heads | {"EPS": L2_EPS / dim, "SCALE": l2_scale(dim), "num_warps": 1}
 
 
-def recur_options(n_key: int, n_value: int, dim: int, n_taps: int) -> dict[str, int]:
-    """What :func:`recur_kernel` is compiled for, and its warps."""
+def recurrent_options(n_key: int, n_value: int, dim: int, conv_width: int) -> dict[str, int]:
+    """What :func:`delta_rule_recurrent_kernel` is compiled for, and its warps."""
     block, part = triton.next_power_of_2(dim), triton.cdiv((2 * n_key + n_value) * dim, n_value)
-    heads = {"N_KEY": n_key, "N_VALUE": n_value, "DIM": dim, "TAPS": n_taps, "BLOCK": block}
-    window = {"PART": triton.next_power_of_2(part), "KEPT": triton.next_power_of_2(n_taps - 1)}
+    heads = {"N_KEY": n_key, "N_VALUE": n_value, "DIM": dim, "CONV_WIDTH": conv_width, "BLOCK": block}
+    window = {"WINDOW_CHANNELS": triton.next_power_of_2(part), "WINDOW_ROWS": triton.next_power_of_2(conv_width - 1)}
     return heads | window | {"num_warps": 8 if block > 64 else 4}
 
 
-def mix_few(y: Tensor, convolution: Tensor, states: Tensor, ids: Tensor, mixer: MixWeights) -> Tensor:
+def recurrent_gated_delta_net(
+    y: Tensor, conv_states: Tensor, states: Tensor, ids: Tensor, params: GatedDeltaNetParams
+) -> Tensor:
     """Input columns [B n, columns] to gated outputs [B n, n_value dim], in the dtype of ``y``; moves the states on.
 
     ``y``: columns q, k, v (the channels C), z, alpha, beta; slice b has rows b n .. b n + n - 1, n from 1 to a few
-    dozen; the last dim contiguous.  Pools ``convolution`` [states, taps - 1, C] and ``states``
+    dozen; the last dim contiguous.  Pools ``conv_states`` [states, taps - 1, C] and ``states``
     [states, n_value, Dk, Dv], float32, are changed in rows ``ids`` [B] int64, which differ from each other.
     """
-    m, n_taps, channels = mixer, mixer.taps.shape[0], mixer.channels
+    m, conv_width, channels = params, params.conv_weight.shape[0], params.channels
     rows, n_slices = y.shape[0], ids.shape[0]
     n = rows // n_slices
     assert y.shape == (n * n_slices, m.columns)
     assert y.stride(1) == 1
-    assert convolution.shape[1:] == (n_taps - 1, channels)
+    assert conv_states.shape[1:] == (conv_width - 1, channels)
     assert states.shape[1:] == (m.n_value, m.dim, m.dim)
-    assert all(x.is_contiguous() for x in (convolution, states, ids))
-    assert [x.dtype for x in (convolution, states, ids)] == [torch.float32, torch.float32, torch.int64]
-    mixed = torch.empty(rows, channels, dtype=torch.float32, device=y.device)
+    assert all(x.is_contiguous() for x in (conv_states, states, ids))
+    assert [x.dtype for x in (conv_states, states, ids)] == [torch.float32, torch.float32, torch.int64]
+    qkv = torch.empty(rows, channels, dtype=torch.float32, device=y.device)
     gates = torch.empty(rows, m.n_value, 2, dtype=torch.float32, device=y.device)
     out = torch.empty(rows, m.n_value * m.dim, dtype=y.dtype, device=y.device)
-    sizes = (m.n_key, m.n_value, m.dim, n_taps)
-    convolve_kernel[(2 * m.n_key + m.n_value, rows)](
-        *(y, mixed, gates, convolution, ids, m.taps, m.decay, m.dt, n, y.stride(0)), **convolve_options(*sizes)
+    sizes = (m.n_key, m.n_value, m.dim, conv_width)
+    causal_conv1d_kernel[(2 * m.n_key + m.n_value, rows)](
+        *(y, qkv, gates, conv_states, ids, m.conv_weight, m.decay_rates, m.dt_bias, n, y.stride(0)),
+        **conv1d_options(*sizes),
     )
-    recur_kernel[(m.n_value, n_slices)](
-        *(y, mixed, gates, out, convolution, states, ids, m.norm.weight, m.norm.epsilon, n, y.stride(0)),
-        **recur_options(*sizes),
+    delta_rule_recurrent_kernel[(m.n_value, n_slices)](
+        *(y, qkv, gates, out, conv_states, states, ids, m.norm.weight, m.norm.epsilon, n, y.stride(0)),
+        **recurrent_options(*sizes),
     )
     return out

@@ -1,0 +1,118 @@
+"""The operations of a layer as Triton kernels: one launch where the reference has up to sixty.  For GPUs."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from daemons.ops.operations import (
+    MAX_DECODE_TOKENS,
+    GatedDeltaNetOp,
+    GatedDeltaNetParams,
+    Norm,
+    PagedAttention,
+    PagedQuery,
+)
+from daemons.ops.paged import PagedTensor
+from daemons.ops.router import RoutedExperts, RouteFn, Router
+from daemons.ops.triton import basic
+from daemons.ops.triton.chunked_delta_rule import chunked_gated_delta_net
+from daemons.ops.triton.moe import moe_combine, router_gemv, select_experts
+from daemons.ops.triton.paged_attention import paged_attention
+from daemons.ops.triton.recurrent_delta_rule import recurrent_gated_delta_net
+
+
+class TritonRmsNorm:
+    """See :class:`daemons.ops.basic.RmsNorm`."""
+
+    __slots__ = ("epsilon", "weight")
+
+    def __init__(self, weight: Tensor | None, epsilon: float) -> None:
+        self.weight = None if weight is None else weight.contiguous()
+        self.epsilon = epsilon
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return basic.rms_norm(x, self.weight, self.epsilon)
+
+    def float32(self, x: Tensor) -> Tensor:
+        return basic.rms_norm(x, self.weight, self.epsilon, torch.float32)
+
+    def fused_add(self, h: Tensor, delta: Tensor) -> tuple[Tensor, Tensor]:
+        assert self.weight is not None
+        return basic.add_rms_norm(h, delta, self.weight, self.epsilon)
+
+
+class TritonGatedDeltaNet:
+    """See :class:`daemons.ops.operations.GatedDeltaNetOp`.  The chunked form needs heads of 32, 64, 128, ..."""
+
+    __slots__ = ("max_tokens", "params")
+
+    def __init__(self, w: GatedDeltaNetParams) -> None:
+        self.params = w
+        self.max_tokens = None if w.dim >= 32 and w.dim & (w.dim - 1) == 0 else MAX_DECODE_TOKENS
+
+    def __call__(self, y: Tensor, conv_states: Tensor, states: Tensor, ids: Tensor, offset: int) -> Tensor:
+        if y.shape[0] // ids.shape[0] <= MAX_DECODE_TOKENS:
+            return recurrent_gated_delta_net(y, conv_states, states, ids, self.params)
+        return chunked_gated_delta_net(y, conv_states, states, ids, self.params, offset)
+
+
+class TritonRouter:
+    """See :class:`daemons.ops.router.Router`."""
+
+    __slots__ = ("router",)
+
+    def __init__(self, router: Router) -> None:
+        self.router = router
+
+    def __call__(self, x: Tensor) -> RoutedExperts:
+        few = x.shape[0] <= MAX_DECODE_TOKENS
+        return select_experts(
+            self.router, router_gemv(x.contiguous(), self.router.weight) if few else self.router.scores(x)
+        )
+
+
+class TritonOperations:
+    """See :class:`daemons.ops.operations.Operations`."""
+
+    def norm(self, weight: Tensor | None, width: int, eps: float) -> Norm:
+        return TritonRmsNorm(weight, eps)
+
+    def act_and_mul(self, x: Tensor, activation: str) -> Tensor:
+        return basic.act_and_mul(x, activation)
+
+    def output_gate(self, x: Tensor, gate: Tensor, softplus: bool) -> Tensor:
+        return basic.output_gate(x, gate, "softplus" if softplus else "sigmoid")
+
+    def qk_norm_rope(self, x: Tensor, norm: Norm, cos: Tensor, sin: Tensor) -> Tensor:
+        assert norm.weight is not None
+        return basic.qk_norm_rope(x, norm.weight, norm.epsilon, cos, sin)
+
+    def router(self, router: Router) -> RouteFn:
+        return TritonRouter(router)
+
+    def moe_combine(
+        self, results: Tensor, weights: Tensor, shared: Tensor | None, shared_gate: Tensor | None
+    ) -> Tensor:
+        return moe_combine(results, weights, shared, shared_gate)
+
+    def paged_attention(self, *, window: int, scale: float, softcap: float) -> PagedAttention | None:
+        def few(q: Tensor, keys: PagedTensor, values: PagedTensor, where: PagedQuery) -> Tensor:
+            return paged_attention(
+                q,
+                keys,
+                values,
+                where.tables,
+                where.rows,
+                where.starts,
+                where.n_tokens,
+                window=window,
+                scale=scale,
+                softcap=softcap,
+                max_length=where.max_length,
+            )
+
+        return few
+
+    def gated_delta_net(self, weights: GatedDeltaNetParams) -> GatedDeltaNetOp | None:
+        return TritonGatedDeltaNet(weights)

@@ -1,0 +1,31 @@
+"""Specialisations of the products with experts' matrices that rows are grouped for."""
+
+from __future__ import annotations
+
+from daemons.ops.triton import grouped_gemm
+from tests.kernels.cases_gemv import random_packed
+from tests.kernels.targets import Case, for_some
+
+
+def _grouped(kind: str, dtype: str, n_pairs: int, *, padded: bool = False) -> Case:
+    """``n_pairs``: of 64 experts; what the launch is chosen by.  ``padded``: rows end within a chunk."""
+    pointers, absent = random_packed(kind)
+    pointers |= {"x": f"*{dtype}", "sorted_pairs": "*i64", "offsets": "*i64", "out": f"*{dtype}"}
+    signature = pointers | dict.fromkeys(("n_out", "n_chunks", "width", "pairs_per_row"), "i32")
+    config = grouped_gemm.grouped_gemm_config(n_pairs, 64)
+    constants = absent | {"KIND": kind, "BM": config.rows, "BN": config.columns, "PADDED": padded}
+    options = {"num_warps": config.n_warps, "num_stages": config.n_stages}
+    name = f"grouped {kind} {dtype} {config.rows}x{config.columns}{' padded' * padded}"
+    return Case(name, grouped_gemm.grouped_gemm_kernel, signature, constants, (*pointers, "n_out", "width"), options)
+
+
+CASES = [
+    _grouped("Q4_K", "bf16", 1024 * 8),
+    _grouped("Q6_K", "fp16", 64 * 8),
+    *for_some(
+        *(_grouped(kind, "bf16", 1024 * 8) for kind in ("Q5_K", "Q4_0", "Q4_1", "Q5_1", "Q8_0")),
+        _grouped("Q4_K", "bf16", 64 * 8),
+        _grouped("Q5_0", "bf16", 1024 * 8, padded=True),
+        _grouped("Q4_K", "fp32", 1024 * 8),
+    ),
+]
