@@ -7,6 +7,7 @@ import contextlib
 import json
 import os
 import signal
+import threading
 import time
 import urllib.error
 import urllib.request
@@ -74,9 +75,9 @@ def test_a_daemon_killed_while_a_request_runs_ends_it_with_a_clear_error(shared:
     url = f"{status['url']}/v1/completions"
     with concurrent.futures.ThreadPoolExecutor(2) as pool:
         plain = pool.submit(post, url, {"prompt": "import os\n", "max_tokens": 3000, "ignore_eos": True})
-        lines = pool.submit(
-            stream, url, {"prompt": "import os\n", "max_tokens": 3000, "ignore_eos": True, "stream": True}
-        )
+        body = {"prompt": "import os\n", "max_tokens": 3000, "ignore_eos": True, "stream": True}
+        lines = pool.submit(stream, url, body, begun := threading.Event())
+        assert begun.wait(10), "the stream has begun"
         wait_until(lambda: shared.status()["engine"]["running"] == 2, 10, "both requests run")
         os.kill(group(status, "right")["pid"], signal.SIGKILL)
         code, body = plain.result(timeout=10)
@@ -89,11 +90,16 @@ def test_a_daemon_killed_while_a_request_runs_ends_it_with_a_clear_error(shared:
     assert shared.status()["engine"]["pages"]["used"] == 0
 
 
-def stream(url: str, body: dict[str, Any]) -> list[str]:
-    """Data of all server-sent events."""
+def stream(url: str, body: dict[str, Any], begun: threading.Event) -> list[str]:
+    """Data of all server-sent events; ``begun`` is set when the first is there."""
     request = urllib.request.Request(url, json.dumps(body).encode(), {"content-type": "application/json"})
+    found = []
     with urllib.request.urlopen(request, timeout=30) as reply:
-        return [line.decode()[6:].strip() for line in reply if line.startswith(b"data: ")]
+        for line in reply:
+            if line.startswith(b"data: "):
+                found.append(line.decode()[6:].strip())
+                begun.set()
+    return found
 
 
 def unready(status: dict[str, Any]) -> str:
@@ -154,7 +160,8 @@ def test_several_stops_at_once_end_requests_with_shutting_down(cli: Cli, n_stops
     body = {"prompt": "import os\n", "max_tokens": 3000, "ignore_eos": True}
     with concurrent.futures.ThreadPoolExecutor(2) as pool:
         whole = pool.submit(post, url, body)
-        lines = pool.submit(stream, url, body | {"stream": True})
+        lines = pool.submit(stream, url, body | {"stream": True}, begun := threading.Event())
+        assert begun.wait(10), "the stream has begun"
         wait_until(lambda: cli.status()["engine"]["running"] == 2, 10, "both requests run")
         for _ in range(n_stops):
             os.kill(status["pid"], signal.SIGINT)

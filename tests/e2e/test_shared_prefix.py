@@ -17,18 +17,18 @@ from lucevisor.model.values import PAGE_TOKENS, Space
 from lucevisor.protocol.steps import Sampling
 from tests.e2e.service import GOLDEN, running, write_config
 
-N_REQUESTS, N_SHARED = 200, 2000
+N_SHARED = 2000
 N_TAIL, N_ANSWER = 20, 24
 N_SLOTS = 4
-N_PAGES = N_REQUESTS * 33
+PAGES_EACH = 33
 """Enough for every request to have all its pages for itself, so that sharing is not forced by want."""
 CONFIG = f"""
 [engine]
 dtype = "float32"
 prefill_chunk = 1024
-max_sequences = {N_REQUESTS}
+max_sequences = {{n}}
 max_context = 2112
-pages = {N_PAGES}
+pages = {{n_pages}}
 [cache]
 min_tokens = 64
 prefix_slots = {N_SLOTS}
@@ -72,30 +72,32 @@ def pages(n_tokens: int) -> int:
     return -(-n_tokens // PAGE_TOKENS)
 
 
+@pytest.mark.parametrize("n", [50, pytest.param(200, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", ["qwen3", "qwen35"])
-async def test_200_requests_take_the_memory_of_one_prefix_and_200_tails(name: str, tmp_path: Path) -> None:
+async def test_many_requests_take_the_memory_of_one_prefix_and_many_tails(name: str, n: int, tmp_path: Path) -> None:
     model = GOLDEN / name / "model.gguf"
     spec, rng = open_spec(model), random.Random(7)
     half = spec.n_layers // 2
-    config = write_config(tmp_path, model, {"a": 1, "b": 1}, [f"0-{half}", f"{half}-{spec.n_layers}"], CONFIG)
+    extra = CONFIG.format(n=n, n_pages=n * PAGES_EACH)
+    config = write_config(tmp_path, model, {"a": 1, "b": 1}, [f"0-{half}", f"{half}-{spec.n_layers}"], extra)
     shared = [rng.randrange(spec.vocabulary) for _ in range(N_SHARED)]
-    prompts = [shared + [rng.randrange(spec.vocabulary) for _ in range(N_TAIL)] for _ in range(N_REQUESTS)]
+    prompts = [shared + [rng.randrange(spec.vocabulary) for _ in range(N_TAIL)] for _ in range(n)]
     peak = Peak(Counter())
     async with running(config, tmp_path) as service:
         assert service.engine is not None
         ended = await asyncio.gather(*(ask(service, i, prompt, peak) for i, prompt in enumerate(prompts)))
         after = service.engine.statistics()
-    assert [one.reason for one in ended] == ["length"] * N_REQUESTS
-    assert peak.running == N_REQUESTS
+    assert [one.reason for one in ended] == ["length"] * n
+    assert peak.running == n
     assert after.preemptions == 0
     # 31 whole pages of the prefix are there once; the page it ends in is copied by everybody, and filled on from there
     tail_pages = pages(N_SHARED + N_TAIL + N_ANSWER) - N_SHARED // PAGE_TOKENS
-    most = pages(N_SHARED) + N_REQUESTS * tail_pages + N_SLOTS * tail_pages
-    print(f"{name}: {dict(peak.used)}, allowed {most} pages; unshared {N_REQUESTS * pages(len(prompts[0]) + N_ANSWER)}")
-    assert N_SHARED // PAGE_TOKENS + N_REQUESTS * tail_pages <= peak.used[Space.FULL] <= most
+    most = pages(N_SHARED) + n * tail_pages + N_SLOTS * tail_pages
+    print(f"{name}: {dict(peak.used)}, allowed {most} pages; unshared {n * pages(len(prompts[0]) + N_ANSWER)}")
+    assert N_SHARED // PAGE_TOKENS + n * tail_pages <= peak.used[Space.FULL] <= most
     if Space.RECURRENT in spec.spaces():
-        assert N_REQUESTS <= peak.used[Space.RECURRENT] <= N_REQUESTS + N_SLOTS
+        assert n <= peak.used[Space.RECURRENT] <= n + N_SLOTS
     # and it was computed once
     cached = sum(one.usage.cached_tokens for one in ended)
-    assert cached == (N_REQUESTS - 1) * N_SHARED
-    assert after.steps.n_tokens == N_SHARED + N_REQUESTS * (N_TAIL + N_ANSWER - 1)
+    assert cached == (n - 1) * N_SHARED
+    assert after.steps.n_tokens == N_SHARED + n * (N_TAIL + N_ANSWER - 1)
