@@ -46,7 +46,7 @@ def serve(link: BlockingLink, reporter: Reporter, options: Options) -> int:
     link.send(hello(options))
     reporter.phase("idle")
     try:
-        return _Worker(link, reporter, options).run()
+        return _MessageLoop(link, reporter, options).run()
     except LinkClosed:
         return 0  # the supervisor is gone
 
@@ -88,7 +88,7 @@ def _version(package: str) -> str:
         return ""
 
 
-class _Worker:
+class _MessageLoop:
     def __init__(self, link: BlockingLink, reporter: Reporter, options: Options) -> None:
         self._link, self._reporter, self._options = link, reporter, options
         self._runtime: ModelRunner | None = None

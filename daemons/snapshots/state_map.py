@@ -35,7 +35,7 @@ RowRange = tuple[int, int]
 
 
 @dataclass(frozen=True, slots=True)
-class Segment:
+class StateSegment:
     """Rows of a pool and their place in the file.  ``memory``: the pool as uint8 [rows, bytes of a row].
 
     ``device``: where ``memory`` is; the cpu for states that a GPU's pool keeps in host memory.
@@ -101,19 +101,21 @@ class StateMap:
     def devices(self) -> list[torch.device]:
         return list(dict.fromkeys(p.device for p in self._pools.values()))
 
-    def to_save(self, place: SlotPlace, tensors: Sequence[SnapshotTensor]) -> list[Segment]:
+    def to_save(self, place: SlotPlace, tensors: Sequence[SnapshotTensor]) -> list[StateSegment]:
         """The segments of a Save.  Raises StateError."""
-        segments: list[Segment] = []
+        segments: list[StateSegment] = []
         for tensor in tensors:
             if self._space(tensor) is not Space.RECURRENT and place.n_tokens != tensor.first + tensor.shape[0]:
                 raise _misfit(tensor, f"a slot of {place.n_tokens} tokens")
             segments += self._segments(place, tensor)
         return segments
 
-    def to_restore(self, place: SlotPlace, tensors: Sequence[SnapshotTensor]) -> tuple[list[Segment], list[Conversion]]:
+    def to_restore(
+        self, place: SlotPlace, tensors: Sequence[SnapshotTensor]
+    ) -> tuple[list[StateSegment], list[Conversion]]:
         """The segments of a Restore to copy, and those to convert.  Raises StateError."""
         scales = {(t.layer, t.kind): t for t in tensors if t.kind.endswith(SCALE)}
-        segments: list[Segment] = []
+        segments: list[StateSegment] = []
         conversions: list[Conversion] = []
         for tensor in tensors:
             if tensor.kind.endswith(SCALE):
@@ -130,7 +132,7 @@ class StateMap:
 
     # ---- one tensor
 
-    def _segments(self, place: SlotPlace, tensor: SnapshotTensor) -> Iterator[Segment]:
+    def _segments(self, place: SlotPlace, tensor: SnapshotTensor) -> Iterator[StateSegment]:
         if self._space(tensor) is Space.RECURRENT:
             rows, row = self._state(tensor, place.state)
             ranges, shape = [(row, 1)], tensor.shape
@@ -141,7 +143,7 @@ class StateMap:
         memory = rows.view(torch.uint8).view(rows.shape[0], -1)
         at = tensor.offset
         for part in split_ranges(ranges, max(1, SEGMENT_BYTES // memory.shape[1])):
-            segment = Segment(tensor.name, rows.device, memory, part, at)
+            segment = StateSegment(tensor.name, rows.device, memory, part, at)
             at += segment.n_bytes
             yield segment
 

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from daemons.errors import DaemonError
-from daemons.snapshots.state_map import MAX_RANGES, SEGMENT_BYTES, TORCH, Conversion, RowRange, Segment
+from daemons.snapshots.state_map import MAX_RANGES, SEGMENT_BYTES, TORCH, Conversion, RowRange, StateSegment
 from lucevisor.model.values import Q8_GROUP, SCALE
 
 
@@ -28,7 +28,7 @@ class SnapshotIOError(DaemonError):
     """Writing or reading the snapshot file failed."""
 
 
-class SnapshotFile:
+class SnapshotIO:
     """A snapshot file's descriptor.  ``before_io(tensor)`` runs before each system call and may raise to cancel."""
 
     def __init__(self, fd: int, name: str, before_io: Callable[[str], None] = lambda _: None) -> None:
@@ -90,16 +90,16 @@ class CopyStream(Protocol):
     def wait_for(self, event: torch.cuda.Event | None) -> None:
         """Make later copies wait for ``event``, recorded by the compute thread."""
 
-    def save(self, segment: Segment, file: SnapshotFile) -> None:
+    def save(self, segment: StateSegment, file: SnapshotIO) -> None:
         """Write a segment, no later than the next ``finish``."""
 
-    def restore(self, segment: Segment, file: SnapshotFile) -> None:
+    def restore(self, segment: StateSegment, file: SnapshotIO) -> None:
         """Read a segment, no later than the next ``finish``."""
 
-    def convert(self, conversion: Conversion, file: SnapshotFile) -> None:
+    def convert(self, conversion: Conversion, file: SnapshotIO) -> None:
         """Read rows of another number format and store them in the pool's."""
 
-    def finish(self, file: SnapshotFile) -> None:
+    def finish(self, file: SnapshotIO) -> None:
         """Complete all copies."""
 
     def drop(self) -> None:
@@ -118,23 +118,23 @@ class HostCopyStream:
         if event is not None:
             event.synchronize()
 
-    def save(self, segment: Segment, file: SnapshotFile) -> None:
+    def save(self, segment: StateSegment, file: SnapshotIO) -> None:
         file.write(segment.name, _views(segment), segment.offset)
 
-    def restore(self, segment: Segment, file: SnapshotFile) -> None:
+    def restore(self, segment: StateSegment, file: SnapshotIO) -> None:
         file.read(segment.name, _views(segment), segment.offset)
 
-    def convert(self, conversion: Conversion, file: SnapshotFile) -> None:
+    def convert(self, conversion: Conversion, file: SnapshotIO) -> None:
         _convert(conversion, file, pinned=False)
 
-    def finish(self, file: SnapshotFile) -> None:
+    def finish(self, file: SnapshotIO) -> None:
         """Copies are synchronous: nothing is pending."""
 
     def drop(self) -> None:
         """Nothing is buffered."""
 
 
-def _views(segment: Segment) -> list[memoryview]:
+def _views(segment: StateSegment) -> list[memoryview]:
     row_bytes = segment.memory.shape[1]
     memory = _bytes(segment.memory)
     return [memory[first * row_bytes : (first + n) * row_bytes] for first, n in segment.ranges]
@@ -146,7 +146,7 @@ class _Buffer:
 
     memory: Tensor
     event: torch.cuda.Event
-    segment: Segment | None = None
+    segment: StateSegment | None = None
 
     def take(self, n_bytes: int) -> Tensor:
         """Its first ``n_bytes``; the device must be done with it."""
@@ -169,7 +169,7 @@ class DeviceCopyStream:
         if event is not None:
             self.stream.wait_event(event)
 
-    def save(self, segment: Segment, file: SnapshotFile) -> None:
+    def save(self, segment: StateSegment, file: SnapshotIO) -> None:
         buffer = self._next()
         self._write(buffer, file)  # while the other one fills
         memory = _widest(segment.memory)
@@ -184,7 +184,7 @@ class DeviceCopyStream:
             buffer.event.record(self.stream)
         buffer.segment = segment
 
-    def restore(self, segment: Segment, file: SnapshotFile) -> None:
+    def restore(self, segment: StateSegment, file: SnapshotIO) -> None:
         buffer = self._next()
         buffer.event.synchronize()
         memory = _widest(segment.memory)
@@ -198,11 +198,11 @@ class DeviceCopyStream:
                 memory.index_copy_(0, self._at(segment), rows.to(self.device, non_blocking=True))
             buffer.event.record(self.stream)
 
-    def convert(self, conversion: Conversion, file: SnapshotFile) -> None:
+    def convert(self, conversion: Conversion, file: SnapshotIO) -> None:
         with torch.cuda.stream(self.stream):
             _convert(conversion, file, pinned=True)
 
-    def finish(self, file: SnapshotFile) -> None:
+    def finish(self, file: SnapshotIO) -> None:
         for _ in self._buffers:
             self._write(self._next(), file)
         self.stream.synchronize()
@@ -217,13 +217,13 @@ class DeviceCopyStream:
         self._buffers.reverse()
         return self._buffers[0]
 
-    def _write(self, buffer: _Buffer, file: SnapshotFile) -> None:
+    def _write(self, buffer: _Buffer, file: SnapshotIO) -> None:
         segment, buffer.segment = buffer.segment, None
         if segment is not None:
             buffer.event.synchronize()
             file.write(segment.name, [_bytes(buffer.memory[: segment.n_bytes])], segment.offset)
 
-    def _at(self, segment: Segment) -> Tensor:
+    def _at(self, segment: StateSegment) -> Tensor:
         return slots(segment.ranges).to(self.device)
 
 
@@ -249,7 +249,7 @@ def _widest(memory: Tensor) -> Tensor:
     return memory
 
 
-def _convert(c: Conversion, file: SnapshotFile, *, pinned: bool) -> None:
+def _convert(c: Conversion, file: SnapshotIO, *, pinned: bool) -> None:
     def read(name: str, offset: int, dtype: str, shape: tuple[int, ...]) -> Tensor:
         rows = torch.empty(shape, dtype=TORCH[dtype], pin_memory=pinned)
         file.read(name, [_bytes(rows)], offset)

@@ -19,8 +19,8 @@ from queue import SimpleQueue
 import torch
 
 from daemons.errors import DaemonError
-from daemons.snapshots.state_map import Conversion, Segment, StateMap
-from daemons.snapshots.streams import CopyStream, SnapshotFile, copy_stream_for
+from daemons.snapshots.state_map import Conversion, StateMap, StateSegment
+from daemons.snapshots.streams import CopyStream, SnapshotIO, copy_stream_for
 from lucevisor.protocol.errors import LinkClosed
 from lucevisor.protocol.messages import Failed
 from lucevisor.protocol.transfers import Restore, Restored, Save, Saved, TransferFailed
@@ -31,7 +31,7 @@ MAX_WAITING = 64
 """Pending transfers; each holds a descriptor."""
 
 Answer = Saved | Restored | TransferFailed | Failed
-Work = Segment | Conversion
+Work = StateSegment | Conversion
 
 
 class CancelledError(DaemonError):
@@ -147,7 +147,7 @@ class TransferExecutor:
             self._before_io(tensor)
 
         try:
-            file = SnapshotFile(job.fd, job.order.file, before_io)
+            file = SnapshotIO(job.fd, job.order.file, before_io)
             used: dict[torch.device, CopyStream] = {}
             for work in part:
                 stream = used.get(work.device)

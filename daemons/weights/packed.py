@@ -107,7 +107,7 @@ def repack(kind: GgmlType, raw: Tensor) -> PackedWeights:
 
 
 def unpack(kind: GgmlType, packed: PackedWeights, n_columns: int) -> Tensor:
-    """PackedWeights ``[N, *]`` as the blocks ``[N, row_bytes]`` uint8 that they were."""
+    """Packed weights ``[N, *]`` back to the quant blocks ``[N, row_bytes]`` uint8."""
     out = torch.cat(list(_UNPACK[kind.name](packed)), dim=-1)
     return out.view(packed.codes.shape[0], -1)[:, : row_bytes(kind, n_columns)]
 

@@ -1,7 +1,7 @@
-"""Reading weights: file bytes into reused host memory, and from there to the device.
+"""Read weights: file bytes into reused host buffers, and from there to the device.
 
-Knows chunks of tensors and bytes, no formats.  pread instead of a map: no page faults, nothing of the file in this
-process's resident memory, and page-locked buffers that an accelerator copies from by itself.
+Knows rows of tensors and bytes, no formats.  Uses pread instead of mmap: no page faults, none of the file in this
+process's resident memory, and page-locked buffers for DMA.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ import torch
 from daemons.errors import DeviceError, describe
 from daemons.ops.basic import rotate
 from daemons.options import Options
-from daemons.worker import _Worker
+from daemons.worker import _MessageLoop
 from lucevisor.model.values import Backend
 from lucevisor.protocol.exit_codes import EXIT_CONFIGURATION, EXIT_FAILED
 
@@ -25,7 +25,7 @@ class Sent:
 
 def reported(what: str, error: Exception):
     link = Sent()
-    worker = _Worker(link, None, Options("left", Backend.CPU, 0, 0, 0, 1, ()))
+    worker = _MessageLoop(link, None, Options("left", Backend.CPU, 0, 0, 0, 1, ()))
     try:
         raise error
     except Exception as caught:
