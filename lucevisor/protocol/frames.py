@@ -65,7 +65,7 @@ LIMITS: dict[MessageKind, Limits] = {
         MAX_METADATA_BYTES,
         MAX_PAYLOAD_BYTES,
         "an id takes at most 5 bytes: the history of a 262,144-token context is 1.3 MiB, a full chunk and the page "
-        "tables of 64 such contexts another 1.5 MiB; payload: boundary rows where there is no arena",
+        "tables of 64 such contexts another 1.5 MiB; payload: boundary rows where there is no arena (planned)",
     ),
     MessageKind.STEP_RESULT: Limits(
         MAX_METADATA_BYTES,
