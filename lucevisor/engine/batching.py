@@ -2,7 +2,7 @@
 
 Pure; knows the token budget of a step, not pages.  ``StepBudget`` says what prompts may take: while others wait or
 decode, a long prompt gets small chunks, and short prompts go before it in steps of their own.  A prompt that
-``MOST_SKIPPED`` steps left out goes first, so none starves.
+``MAX_SKIPPED_STEPS`` steps left out goes first, so none starves.
 Invariant: what is picked fits into one step; a slice whose rows come back has a step of its own; a slice never crosses
 a multiple of ``prefill_chunk`` nor a border of its prompt, and one that is cut short ends at a page.
 """
@@ -21,7 +21,7 @@ from lucevisor.engine.step import ScheduledStep
 from lucevisor.model.values import PAGE_TOKENS
 from lucevisor.protocol.steps import Slice
 
-MOST_SKIPPED: Final = 4
+MAX_SKIPPED_STEPS: Final = 4
 """Steps in a row that may leave a prompt out in favour of shorter ones; twice as many while the head is never free."""
 
 
@@ -41,10 +41,10 @@ class StepBudget:
     may_follow: Callable[[int], bool]
     level: Callable[[str], int]
 
-    def lets_wait(self, record: RequestRecord) -> bool:
+    def should_wait(self, record: RequestRecord) -> bool:
         """Whether a prompt leaves this moment to others."""
         live = record.live
-        if live is None or not self.is_long(record) or self.n_skipped(record) >= 2 * MOST_SKIPPED:
+        if live is None or not self.is_long(record) or self.n_skipped(record) >= 2 * MAX_SKIPPED_STEPS:
             return False
         return not self.may_follow(live.n_scheduled)
 
@@ -56,7 +56,7 @@ class StepBudget:
         """Whether a prompt is one that leaves room for others."""
         if not self.shared or record.live is None or record.wanted is not None:
             return False
-        return record.live.n_prefill > self.chunks.most_short
+        return record.live.n_prefill > self.chunks.max_short_tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +105,7 @@ def choose_slices(
             else:
                 stop = record.next_stop(record.live.n_scheduled, limits.prefill_chunk)
                 decodes.append(ScheduledSlice(record, record.live, stop))
-    waiting = [record for record in prompts if budget.lets_wait(record)]
+    waiting = [record for record in prompts if budget.should_wait(record)]
     if waiting:
         prompts = [record for record in prompts if record not in waiting]
         decodes.clear()  # they ride with its next chunk: a step of their own would cost it time
@@ -126,7 +126,7 @@ def _choose_prompts(
     """Choose slices of prompts; ``alone``: no decode is in the step."""
     chosen: list[ScheduledSlice] = []
     n_short = n_long = 0  # tokens
-    n_left = min(n_left, budget.chunks.most_short) if budget.shared else n_left
+    n_left = min(n_left, budget.chunks.max_short_tokens) if budget.shared else n_left
     for record in sorted(prompts, key=lambda record: _turn(record, budget)):
         live, long = record.live, budget.is_long(record)
         if live is None or (record.wanted is not None and (chosen or not alone)):
@@ -160,7 +160,7 @@ def _chunk(record: RequestRecord, limits: EngineLimits, n_left: int) -> Schedule
 def _turn(record: RequestRecord, budget: StepBudget) -> tuple[bool, int, int, int, int]:
     live = record.live
     assert live is not None
-    overdue = budget.n_skipped(record) >= MOST_SKIPPED
+    overdue = budget.n_skipped(record) >= MAX_SKIPPED_STEPS
     n_left = len(record.tokens) - live.n_scheduled
     return not overdue, live.last_step if overdue else 0, budget.level(record.request.key_id), n_left, record.arrival
 

@@ -19,10 +19,10 @@ from lucevisor.engine.step_times import StepCost, StepTimes
 from lucevisor.model.values import PAGE_TOKENS
 from lucevisor.protocol.steps import Slice
 
-MOST_LATENCY: Final = 2.5
+MAX_SLOWDOWN: Final = 2.5
 """The worst time to the first token of a short prompt beside long ones, x alone, by the model; measured: at most 3."""
 
-MOST_LOSS: Final = 0.12
+MAX_OVERHEAD_SHARE: Final = 0.12
 """Share of their time that long prompts may lose to the overhead of smaller chunks.  Their throughput loses about a
 tenth: where one ends and the next begins, small steps waste less.
 """
@@ -33,10 +33,10 @@ HORIZON_S: Final = 5.0
 RECENT_S: Final = 5.0
 """Long prompts leave room for so long after the last short one started: its client is likely to ask again."""
 
-MOST_WAIT: Final = 0.5
+MAX_WAIT_SHARE: Final = 0.5
 """A long prompt's chunk is sent while it would wait at the tail for at most this share of its own time there..."""
 
-MOST_IDLE: Final = 0.05
+MAX_IDLE_SHARE: Final = 0.05
 """... or if the tail would have nothing to do for more than this share when it is sent at the tail's next answer."""
 
 
@@ -55,7 +55,7 @@ class _Choice:
 
     cost: StepCost
     own_s: float  # a short prompt's step
-    most_short: int = 0
+    max_short_tokens: int = 0
     beside_short: int = 0
     by_start: dict[int, tuple[int, float]] = field(default_factory=dict)
 
@@ -71,7 +71,7 @@ class SharedChunks:
         self._half = self._sizes[max(0, len(self._sizes) - 2)]  # before anything is known
         self._short: deque[int] = deque(maxlen=32)
         self._credit_s = 0.0
-        self._loss = MOST_LOSS  # allowed now
+        self._loss = MAX_OVERHEAD_SHARE  # allowed now
         self._short_until = -math.inf
         self._last: _Choice | None = None
 
@@ -83,7 +83,7 @@ class SharedChunks:
 
     def started(self, n_tokens: int, now: float) -> None:
         """A prompt starts, of which so many tokens are to be computed."""
-        if n_tokens <= self.most_short:
+        if n_tokens <= self.max_short_tokens:
             self._short.append(n_tokens)
             self._short_until = now + RECENT_S
 
@@ -93,31 +93,31 @@ class SharedChunks:
 
         Whole chunks earn as well, what may be lost later: ``HORIZON_S`` of it at most.
         """
-        choice, most_short = self._choice(), self.most_short
-        pieces = [(len(piece.tokens), piece.start) for n_prefill, piece in slices if n_prefill > most_short]
+        choice, max_short_tokens = self._fitted(), self.max_short_tokens
+        pieces = [(len(piece.tokens), piece.start) for n_prefill, piece in slices if n_prefill > max_short_tokens]
         if choice is not None and pieces:
             overhead_s, part = choice.cost.overhead_s, sum(n for n, _ in pieces) / self._full
             whole_s = overhead_s * part + sum(choice.cost.work_s(n, start) for n, start in pieces)
-            most = MOST_LOSS * HORIZON_S
-            self._credit_s = self._credit_s + MOST_LOSS * whole_s - overhead_s * (1 - part)
+            most = MAX_OVERHEAD_SHARE * HORIZON_S
+            self._credit_s = self._credit_s + MAX_OVERHEAD_SHARE * whole_s - overhead_s * (1 - part)
             self._credit_s = min(most, max(-most, self._credit_s))
             if any((start + n) % self._full == 0 for n, start in pieces):
-                self._loss = MOST_LOSS * (1 + self._credit_s / most)
+                self._loss = MAX_OVERHEAD_SHARE * (1 + self._credit_s / most)
 
     # ---- what is asked
 
     @property
-    def most_short(self) -> int:
+    def max_short_tokens(self) -> int:
         """A prompt of at most so many tokens is short: it is computed in one step, and no other waits longer for it
         than for a chunk.
         """
-        choice = self._choice()
-        return self._half if choice is None else choice.most_short
+        choice = self._fitted()
+        return self._half if choice is None else choice.max_short_tokens
 
     @property
     def beside_short(self) -> int:
         """Tokens of a step with short prompts, if a long one is to fill it: what is left of their bound."""
-        choice = self._choice()
+        choice = self._fitted()
         return 0 if choice is None else choice.beside_short
 
     def expects_short(self, now: float) -> bool:
@@ -130,7 +130,7 @@ class SharedChunks:
         The largest that keeps the time to the first token, but not smaller than what the budget allows.  The budget is
         looked at once a whole chunk, since pieces of equal size keep every stage busy.
         """
-        choice = self._choice()
+        choice = self._fitted()
         if choice is None:
             return self._half
         if start not in choice.by_start:
@@ -140,7 +140,7 @@ class SharedChunks:
 
     def step_s(self, slices: Iterable[Slice]) -> float:
         """Return the seconds a stage will take for a step; 0 while they are not known."""
-        choice = self._choice()
+        choice = self._fitted()
         return 0.0 if choice is None else choice.cost.seconds(slices)
 
     def may_follow(self, backlog: Backlog, now: float, start: int) -> bool:
@@ -149,31 +149,34 @@ class SharedChunks:
         Not while the head works: a short prompt that comes finds one chunk there at most.  Nor before the tail needs
         it: chunks that pile up where a stage is slower than the head would all be in front of a short prompt.
         """
-        choice = self._choice()
+        choice = self._fitted()
         if not backlog.first_stage_free or choice is None or backlog.empty:
             return backlog.first_stage_free
         n_tokens = min(self.chunk(start), self._full - start % self._full)
         seconds = choice.cost.step_s(n_tokens, start)
-        return backlog.wait_s(seconds, now) <= MOST_WAIT * seconds or backlog.idle_s(seconds) > MOST_IDLE * seconds
+        return (
+            backlog.wait_s(seconds, now) <= MAX_WAIT_SHARE * seconds
+            or backlog.idle_s(seconds) > MAX_IDLE_SHARE * seconds
+        )
 
     # ---- inside
 
-    def _choice(self) -> _Choice | None:
+    def _fitted(self) -> _Choice | None:
         cost = self._times.fit()
         if cost is None:
             return None
         if self._last is None or self._last.cost is not cost:
             choice = _Choice(cost, cost.step_s(median_low(self._short) if self._short else PAGE_TOKENS))
             quick = self._quick(choice, 0)
-            choice.most_short = max(quick, self._cheap(choice, MOST_LOSS * cost.step_s(self._full)))
-            left_s = self._n_stages * (MOST_LATENCY * choice.own_s - cost.step_s(quick))
+            choice.max_short_tokens = max(quick, self._cheap(choice, MAX_OVERHEAD_SHARE * cost.step_s(self._full)))
+            left_s = self._n_stages * (MAX_SLOWDOWN * choice.own_s - cost.step_s(quick))
             choice.beside_short = max((size for size in self._sizes if cost.step_s(size) <= left_s), default=0)
             self._last = choice
         return self._last
 
     def _quick(self, choice: _Choice, start: int) -> int:
-        # n chunks and the own step within MOST_LATENCY x n own steps
-        most_s = (MOST_LATENCY - 1 / self._n_stages) * choice.own_s
+        # n chunks and the own step within MAX_SLOWDOWN x n own steps
+        most_s = (MAX_SLOWDOWN - 1 / self._n_stages) * choice.own_s
         return max((s for s in self._sizes if choice.cost.step_s(s, start) <= most_s), default=self._sizes[0])
 
     def _cheap(self, choice: _Choice, most_s: float) -> int:

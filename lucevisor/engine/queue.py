@@ -23,7 +23,7 @@ PATIENCE: Final = 2
 
 
 class RequestQueue:
-    """Waiting requests.  Iterates in no order that matters; see ``in_turn``."""
+    """Waiting requests.  Iterates in no order that matters; see ``in_order``."""
 
     def __init__(self, shares: KeyShares) -> None:
         self._shares = shares
@@ -59,7 +59,7 @@ class RequestQueue:
         """The size of a waiting request changed."""
         self._order = None
 
-    def in_turn(self, live: Collection[RequestRecord]) -> list[RequestRecord]:
+    def in_order(self, live: Collection[RequestRecord]) -> list[RequestRecord]:
         """Return the waiting requests, the next one first.  ``live``: those that run, whose prompts are promised to
         their keys.
         """

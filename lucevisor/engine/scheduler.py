@@ -106,7 +106,7 @@ class Scheduler:
 
     def wait_s(self) -> float | None:
         """Return the seconds until a new request would start; None before enough was measured."""
-        return self._waits.wait_s(self.running, self._queue.in_turn(self.running))
+        return self._waits.wait_s(self.running, self._queue.in_order(self.running))
 
     # ---- requests
 
@@ -251,14 +251,14 @@ class Scheduler:
 
     def _budget(self, now: float) -> StepBudget:
         whole = self.limits.prefill_chunk
-        shared = self.chunks.expects_short(now) or has_others(self.running, self.chunks.most_short)
+        shared = self.chunks.expects_short(now) or has_others(self.running, self.chunks.max_short_tokens)
         follow = partial(self.chunks.may_follow, self._backlog, now)
         # Keys closer together than a chunk count as equal: the shortest prompt goes first.
         n_stages, step_id = self.n_stages, self._last_step + 1
         return StepBudget(step_id, n_stages, self.chunks, shared, follow, lambda key: self._shares.lead(key) // whole)
 
     def _admit(self, now: float) -> None:
-        waiting = deque(() if self.running.full else self._queue.in_turn(self.running))
+        waiting = deque(() if self.running.full else self._queue.in_order(self.running))
         while waiting:
             record = waiting.popleft()
             # A preempted request waits for its token in flight, which must not be drawn twice.

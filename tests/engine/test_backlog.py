@@ -7,7 +7,7 @@ import pytest
 from lucevisor.engine.backlog import Backlog
 
 
-def test_an_empty_chain_waits_for_the_step() -> None:
+def test_an_empty_pipeline_waits_for_the_step() -> None:
     backlog = Backlog(3)
     assert backlog.empty
     assert backlog.first_stage_free
@@ -49,7 +49,7 @@ def test_steps_that_wait_at_the_head_begin_when_it_answers() -> None:
     assert backlog.wait_s(1.0, 4.0) == pytest.approx(6.0 + 1.0 - 5.0)
 
 
-def test_the_tail_idles_while_a_longer_step_comes() -> None:
+def test_the_last_stage_idles_while_a_longer_step_comes() -> None:
     backlog = Backlog(2)
     backlog.sent(1.0, 0.0)
     backlog.sent(1.0, 1.0)
@@ -57,7 +57,7 @@ def test_the_tail_idles_while_a_longer_step_comes() -> None:
     assert backlog.idle_s(1.5) == pytest.approx(0.5)
 
 
-def test_a_chain_of_one_stage_hears_of_the_tail_only() -> None:
+def test_a_pipeline_of_one_stage_hears_of_the_last_stage_only() -> None:
     backlog = Backlog(1)
     backlog.sent(1.0, 0.0)
     assert not backlog.first_stage_free

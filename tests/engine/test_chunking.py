@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from lucevisor.engine.backlog import Backlog
-from lucevisor.engine.chunking import HORIZON_S, MOST_LATENCY, MOST_LOSS, SharedChunks, chunk_sizes
+from lucevisor.engine.chunking import HORIZON_S, MAX_OVERHEAD_SHARE, MAX_SLOWDOWN, SharedChunks, chunk_sizes
 from lucevisor.engine.step_times import StepCost
 from lucevisor.protocol.steps import Slice
 
@@ -48,7 +48,7 @@ def test_sizes_make_whole_chunks_of_whole_pages() -> None:
 def test_half_a_chunk_before_anything_is_known() -> None:
     for full, half in ((512, 256), (64, 64)):
         chunks = SharedChunks(2, full)
-        assert chunks.chunk(0) == chunks.most_short == half
+        assert chunks.chunk(0) == chunks.max_short_tokens == half
         assert chunks.beside_short == 0
         assert chunks.step_s([piece(64)]) == 0.0
 
@@ -69,7 +69,7 @@ def test_the_largest_chunk_that_keeps_the_time_to_the_first_token(cost: StepCost
         chunks.charge([(512, piece(512))] * 20)
     assert chunks.chunk(0) == chunk
     first_s = n_stages * cost.step_s(chunk) + cost.step_s(64)
-    assert first_s <= MOST_LATENCY * n_stages * cost.step_s(64)
+    assert first_s <= MAX_SLOWDOWN * n_stages * cost.step_s(64)
 
 
 def test_chunks_are_smaller_where_tokens_cost_more() -> None:
@@ -85,9 +85,9 @@ def test_a_long_prompt_loses_what_the_budget_says(overhead_s: float) -> None:
     sizes = compute(chunks, n_tokens)
     whole_s = n_tokens / 512 * cost.step_s(512)
     lost_s = sum(cost.step_s(n) for n in sizes) / whole_s - 1
-    assert lost_s <= MOST_LOSS + MOST_LOSS * HORIZON_S / whole_s + 0.002
+    assert lost_s <= MAX_OVERHEAD_SHARE + MAX_OVERHEAD_SHARE * HORIZON_S / whole_s + 0.002
     if chunks.chunk(0) > 128:  # it is the budget that bounds them: it is used
-        assert lost_s >= 0.9 * MOST_LOSS
+        assert lost_s >= 0.9 * MAX_OVERHEAD_SHARE
 
 
 def test_pieces_of_a_whole_chunk_are_of_one_size() -> None:
@@ -110,7 +110,7 @@ def test_short_prompts_are_what_the_bound_is_measured_by() -> None:
     compute(chunks, 512)
     assert chunks.expects_short(4.9)
     assert not chunks.expects_short(5.1)
-    assert chunks.most_short >= 64
+    assert chunks.max_short_tokens >= 64
 
 
 def test_a_short_prompts_step_is_filled_only_where_the_bound_leaves_room() -> None:
@@ -118,7 +118,7 @@ def test_a_short_prompts_step_is_filled_only_where_the_bound_leaves_room() -> No
     assert known(GPU).beside_short == 512
 
 
-def test_a_chunk_waits_for_the_head_and_until_the_tail_needs_it() -> None:
+def test_a_chunk_waits_for_the_head_and_until_the_last_stage_needs_it() -> None:
     chunks, backlog = known(GPU), Backlog(2)
     step_s = GPU.step_s(512)
     assert chunks.may_follow(backlog, 0.0, 0)

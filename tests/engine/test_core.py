@@ -54,7 +54,7 @@ async def test_many_at_once_give_the_same_tokens_as_one_by_one() -> None:
         assert await events_of(alone) == await events_of(handle)
 
 
-def test_before_a_chain_is_there_requests_are_refused_with_the_reason() -> None:
+def test_before_a_pipeline_is_there_requests_are_refused_with_the_reason() -> None:
     toy = ToyEngine(limits())
     with pytest.raises(NotReady, match="is being loaded"):
         toy.engine.submit(request("a"))
@@ -123,7 +123,7 @@ async def test_a_lost_shard_ends_running_requests_and_the_queue_goes_on_later() 
     assert told(await events_of(waiting))[0] == toy.alone(request("b"))
 
 
-async def test_when_no_chain_will_come_the_queue_ends_as_well_until_an_operator_restarts() -> None:
+async def test_when_no_pipeline_will_come_the_queue_ends_as_well_until_an_operator_restarts() -> None:
     toy = ready(max_sequences=1, pools=PoolSizes(16, 0, 1))
     handles = [toy.engine.submit(request(name)) for name in "ab"]
     toy.engine.detach(LOST, permanent=True)
@@ -159,7 +159,7 @@ async def test_a_dead_link_found_by_submit_still_ends_the_request() -> None:
     assert finished.error.code == "shard_lost"
 
 
-async def test_a_wrong_result_of_the_tail_ends_the_chain() -> None:
+async def test_a_wrong_result_of_the_last_stage_ends_the_pipeline() -> None:
     toy = ready(n_stages=2)
     handle = toy.engine.submit(request("a"))
     toy.work(0)
@@ -184,7 +184,7 @@ async def test_a_step_that_cannot_be_sent_ends_running_requests_at_once() -> Non
         assert "could not be sent to stage 0: the daemon is dead" in error.message
 
 
-def test_what_a_detached_chain_still_says_is_ignored() -> None:
+def test_what_a_detached_pipeline_still_says_is_ignored() -> None:
     toy = ready()
     toy.engine.submit(request("a"))
     old, daemon = toy.pipeline, toy.daemons[0]

@@ -1,4 +1,4 @@
-"""What clients see on a chain with simulated step times: short prompts beside long ones, keys beside keys, waits."""
+"""What clients see on a pipeline with simulated step times: short prompts beside long ones, keys beside keys, waits."""
 
 from __future__ import annotations
 
@@ -9,39 +9,39 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lucevisor.engine.batching import MOST_SKIPPED
-from lucevisor.engine.chunking import MOST_LATENCY, MOST_WAIT
+from lucevisor.engine.batching import MAX_SKIPPED_STEPS
+from lucevisor.engine.chunking import MAX_SLOWDOWN, MAX_WAIT_SHARE
 from lucevisor.engine.limits import EngineLimits
 from lucevisor.engine.queue import PATIENCE
 from lucevisor.model.values import PAGE_TOKENS
 from lucevisor.protocol.loading import PoolSizes
-from tests.engine.timed_chain import TimedChain, demo_limits, p95
+from tests.engine.timed_pipeline import TimedPipeline, demo_limits, p95
 
 LONG = 4000
 
 
-def four_short_clients(chain: TimedChain) -> None:
+def four_short_clients(pipeline: TimedPipeline) -> None:
     for i in range(4):
-        chain.client(f"short{i}", 64, 16, 3.0, 0.7 * i)
+        pipeline.client(f"short{i}", 64, 16, 3.0, 0.7 * i)
 
 
-def long_pairs(chain: TimedChain, start_s: float) -> list[float]:
+def long_pairs(pipeline: TimedPipeline, start_s: float) -> list[float]:
     """Two long prompts, and two again when both are computed; the seconds each pair takes."""
     took: list[float] = []
 
     def ask() -> None:
-        left, start = [2], chain.now
+        left, start = [2], pipeline.now
 
         def done() -> None:
             left[0] -= 1
             if not left[0]:
-                took.append(chain.now - start)
+                took.append(pipeline.now - start)
                 ask()
 
         for i in range(2):
-            chain.submit(f"long{len(took)}-{i}", LONG, 1, on_end=done)
+            pipeline.submit(f"long{len(took)}-{i}", LONG, 1, on_end=done)
 
-    chain.at(start_s, ask)
+    pipeline.at(start_s, ask)
     return took
 
 
@@ -57,7 +57,7 @@ MACHINES: dict[str, dict[str, float]] = {
 def four_beside_two(machine: dict[str, float], **more: object) -> tuple[float, float]:
     """p95 of the first token of four short clients beside two long prompts, x alone; throughput of the long ones."""
     changes = {**machine, **more}
-    alone, long_alone, together = (TimedChain(**changes) for _ in range(3))  # type: ignore[arg-type]
+    alone, long_alone, together = (TimedPipeline(**changes) for _ in range(3))  # type: ignore[arg-type]
     four_short_clients(alone)
     alone.run(until=120)
     alone_s = long_pairs(long_alone, 0.0)
@@ -88,30 +88,30 @@ def test_the_same_on_machines_less_regular(name: str, more: dict[str, object]) -
 
 def test_the_first_token_of_a_short_prompt_waits_for_few_small_chunks() -> None:
     """The bound of docs/scheduling.md, for a prompt that finds a place and nothing but long prompts beside it."""
-    chain = TimedChain()
-    chain.client("short", 48, 1, 1.3, 0.0)
-    long_pairs(chain, 5.0)
-    chain.run(until=60)
-    largest = max(plan.step.n_tokens for plan in chain.plans[-400:])
+    pipeline = TimedPipeline()
+    pipeline.client("short", 48, 1, 1.3, 0.0)
+    long_pairs(pipeline, 5.0)
+    pipeline.run(until=60)
+    largest = max(plan.step.n_tokens for plan in pipeline.plans[-400:])
     assert largest <= 256
-    chunk_s = chain.overhead_s + largest * chain.token_s
-    own_s = chain.overhead_s + 48 * chain.token_s
-    found = chain.first_token_s("short", after=8)
-    assert max(found) <= (chain.n_stages + MOST_WAIT) * chunk_s + own_s
-    assert median(found) <= MOST_LATENCY * chain.n_stages * own_s
+    chunk_s = pipeline.overhead_s + largest * pipeline.token_s
+    own_s = pipeline.overhead_s + 48 * pipeline.token_s
+    found = pipeline.first_token_s("short", after=8)
+    assert max(found) <= (pipeline.n_stages + MAX_WAIT_SHARE) * chunk_s + own_s
+    assert median(found) <= MAX_SLOWDOWN * pipeline.n_stages * own_s
 
 
 def test_a_flood_of_short_prompts_leaves_a_long_one_its_share() -> None:
-    chain = TimedChain()
-    chain.submit("long", LONG, 1)
+    pipeline = TimedPipeline()
+    pipeline.submit("long", LONG, 1)
     for i in range(6):
-        chain.client(f"short{i}", 120, 1, 0.0, 0.01 * i)
-    chain.run(until=60)
-    story = chain.stories["long"]
-    assert story.ended_at is not None
+        pipeline.client(f"short{i}", 120, 1, 0.0, 0.01 * i)
+    pipeline.run(until=60)
+    trace = pipeline.traces["long"]
+    assert trace.ended_at is not None
     n_chunks = -(-LONG // 64)
-    longest_s = chain.overhead_s + (256 + 120) * chain.token_s
-    assert story.ended_at <= n_chunks * (2 * MOST_SKIPPED + 1) * longest_s
+    longest_s = pipeline.overhead_s + (256 + 120) * pipeline.token_s
+    assert trace.ended_at <= n_chunks * (2 * MAX_SKIPPED_STEPS + 1) * longest_s
 
 
 # ---- nobody starves
@@ -132,13 +132,13 @@ def crowds(draw: st.DrawFn) -> tuple[EngineLimits, int, list[tuple[float, int, i
     return bounds, draw(st.integers(1, 3)), draw(st.lists(asked, min_size=3, max_size=25))
 
 
-def played(bounds: EngineLimits, n_stages: int, asked: list[tuple[float, int, int]]) -> TimedChain:
-    chain = TimedChain(bounds, n_stages)
+def played(bounds: EngineLimits, n_stages: int, asked: list[tuple[float, int, int]]) -> TimedPipeline:
+    pipeline = TimedPipeline(bounds, n_stages)
     for i, (when, n_prompt, n) in enumerate(asked):
-        chain.at(when, lambda i=i, n_prompt=n_prompt, n=n: chain.submit(f"r{i}", n_prompt, n))  # type: ignore[misc]
-    chain.run()
-    assert all(story.ended_at is not None for story in chain.stories.values())
-    return chain
+        pipeline.at(when, lambda i=i, n_prompt=n_prompt, n=n: pipeline.submit(f"r{i}", n_prompt, n))  # type: ignore[misc]
+    pipeline.run()
+    assert all(trace.ended_at is not None for trace in pipeline.traces.values())
+    return pipeline
 
 
 @settings(max_examples=60, deadline=None)
@@ -147,12 +147,12 @@ def test_a_started_prompt_is_left_out_by_few_steps_in_a_row(
     crowd: tuple[EngineLimits, int, list[tuple[float, int, int]]],
 ) -> None:
     bounds, n_stages, asked = crowd
-    chain = played(bounds, n_stages, asked)
-    most = 2 * MOST_SKIPPED + bounds.max_sequences
+    pipeline = played(bounds, n_stages, asked)
+    most = 2 * MAX_SKIPPED_STEPS + bounds.max_sequences
     carried: dict[str, list[int]] = {}
-    for number, plan in enumerate(chain.plans):
+    for number, plan in enumerate(pipeline.plans):
         for name, piece in zip(plan.request_ids, plan.step.slices, strict=True):
-            if piece.start < chain.stories[name].n_prompt:
+            if piece.start < pipeline.traces[name].n_prompt:
                 carried.setdefault(name, []).append(number)
     for steps in carried.values():
         assert all(after - before <= most for before, after in pairwise(steps))
@@ -163,27 +163,27 @@ def test_a_started_prompt_is_left_out_by_few_steps_in_a_row(
 def test_later_requests_take_a_bounded_amount_of_work_before_an_earlier_one(
     crowd: tuple[EngineLimits, int, list[tuple[float, int, int]]],
 ) -> None:
-    chain = played(*crowd)
-    stories = list(chain.stories.values())  # by arrival
-    for i, story in enumerate(stories):
-        assert story.started_at is not None
+    pipeline = played(*crowd)
+    traces = list(pipeline.traces.values())  # by arrival
+    for i, trace in enumerate(traces):
+        assert trace.started_at is not None
         passed = [
             max(PAGE_TOKENS, later.n_prompt)
-            for later in stories[i + 1 :]
-            if later.started_at is not None and later.started_at < story.started_at
+            for later in traces[i + 1 :]
+            if later.started_at is not None and later.started_at < trace.started_at
         ]
-        assert sum(passed) < (PATIENCE + 1) * story.n_prompt + PAGE_TOKENS
+        assert sum(passed) < (PATIENCE + 1) * trace.n_prompt + PAGE_TOKENS
 
 
 def test_a_stream_of_short_prompts_does_not_keep_a_long_one_out() -> None:
-    chain = TimedChain(demo_limits(max_sequences=2, pools=PoolSizes(1024, 0, 2)))
+    pipeline = TimedPipeline(demo_limits(max_sequences=2, pools=PoolSizes(1024, 0, 2)))
     for i in range(6):
-        chain.client(f"short{i}", 60, 4, 0.0, 0.001 * i)
-    chain.at(1.0, lambda: chain.submit("long", 1000, 1))
-    chain.run(until=60)
-    story = chain.stories["long"]
-    assert story.started_at is not None
-    later = [s for s in chain.stories.values() if s.submitted_at > 1.0 and (s.started_at or 1e9) < story.started_at]
+        pipeline.client(f"short{i}", 60, 4, 0.0, 0.001 * i)
+    pipeline.at(1.0, lambda: pipeline.submit("long", 1000, 1))
+    pipeline.run(until=60)
+    trace = pipeline.traces["long"]
+    assert trace.started_at is not None
+    later = [s for s in pipeline.traces.values() if s.submitted_at > 1.0 and (s.started_at or 1e9) < trace.started_at]
     assert len(later) > 10  # it is passed
     assert sum(max(PAGE_TOKENS, s.n_prompt) for s in later) < 3 * 1000 + PAGE_TOKENS  # within its bound
 
@@ -192,28 +192,28 @@ def test_a_stream_of_short_prompts_does_not_keep_a_long_one_out() -> None:
 
 
 def test_one_request_of_a_key_does_not_wait_behind_200_of_another() -> None:
-    chain = TimedChain()
+    pipeline = TimedPipeline()
     for i in range(200):
-        chain.submit(f"a{i}", 100, 32, key="a")
-    chain.at(3.0, lambda: chain.submit("b", 200, 8, key="b"))
-    chain.run()
-    story = chain.stories["b"]
-    assert story.started_at is not None
-    between = [s for n, s in chain.stories.items() if n[0] == "a" and 3.0 < (s.started_at or 0.0) < story.started_at]
+        pipeline.submit(f"a{i}", 100, 32, key="a")
+    pipeline.at(3.0, lambda: pipeline.submit("b", 200, 8, key="b"))
+    pipeline.run()
+    trace = pipeline.traces["b"]
+    assert trace.started_at is not None
+    between = [s for n, s in pipeline.traces.items() if n[0] == "a" and 3.0 < (s.started_at or 0.0) < trace.started_at]
     assert len(between) <= 1  # the next place is its own
-    assert max(s.ended_at or 0.0 for s in chain.stories.values()) > 10 * (story.ended_at or 1e9) / 3
+    assert max(s.ended_at or 0.0 for s in pipeline.traces.values()) > 10 * (trace.ended_at or 1e9) / 3
 
 
 def test_keys_that_ask_all_the_time_get_equal_shares() -> None:
     """One with many short requests, one with few long ones, one with answers."""
-    chain = TimedChain(demo_limits(max_sequences=6, pools=PoolSizes(1024, 0, 6)))
+    pipeline = TimedPipeline(demo_limits(max_sequences=6, pools=PoolSizes(1024, 0, 6)))
     for i in range(12):
-        chain.client(f"a{i}", 60, 2, 0.0, 0.0, key="a")
+        pipeline.client(f"a{i}", 60, 2, 0.0, 0.0, key="a")
     for i in range(6):
-        chain.client(f"b{i}", 1500, 2, 0.0, 0.0, key="b")
-    chain.run(until=60)
+        pipeline.client(f"b{i}", 1500, 2, 0.0, 0.0, key="b")
+    pipeline.run(until=60)
     tokens = {"a": 0, "b": 0}
-    for plan in chain.plans[len(chain.plans) // 4 :]:
+    for plan in pipeline.plans[len(pipeline.plans) // 4 :]:
         for name, piece in zip(plan.request_ids, plan.step.slices, strict=True):
             tokens[name[0]] += len(piece.tokens)
     assert min(tokens.values()) / max(tokens.values()) > 0.75
@@ -226,7 +226,7 @@ LOADS: dict[str, tuple[int, list[tuple[int, int, int]]]] = {  # waiting, and (pr
     "short answers": (250, [(40, 30, 30)]),
     "chats": (100, [(100, 60, 60)]),
     "summaries": (30, [(2000, 4, 4)]),
-    "stories": (60, [(600, 150, 150)]),
+    "traces": (60, [(600, 150, 150)]),
     "mixed": (120, [(40, 30, 30), (1500, 20, 20), (200, 120, 120)]),
     "answers that stop early": (100, [(100, 4000, 50), (300, 4000, 90)]),
 }
@@ -235,21 +235,21 @@ LOADS: dict[str, tuple[int, list[tuple[int, int, int]]]] = {  # waiting, and (pr
 @pytest.mark.parametrize("name", LOADS)
 def test_the_estimated_wait_is_within_a_factor_2_of_the_real_one(name: str) -> None:
     n_waiting, kinds = LOADS[name]
-    chain = TimedChain(demo_limits(pools=PoolSizes(2048, 0, 9)), jitter=0.2)
+    pipeline = TimedPipeline(demo_limits(pools=PoolSizes(2048, 0, 9)), jitter=0.2)
     for i in range(8 + n_waiting):
         n_prompt, most, n_answer = kinds[i % len(kinds)]
-        chain.submit(f"r{i}", n_prompt, most, n_answer=n_answer)
-    chain.run(until=5.0)
-    estimate_s = chain.scheduler.wait_s()
-    chain.run()
+        pipeline.submit(f"r{i}", n_prompt, most, n_answer=n_answer)
+    pipeline.run(until=5.0)
+    estimate_s = pipeline.scheduler.wait_s()
+    pipeline.run()
     # who comes behind all of them starts when the last of them has started and the next place is free
-    real_s = max(story.started_at or 0.0 for story in chain.stories.values()) - 5.0
+    real_s = max(trace.started_at or 0.0 for trace in pipeline.traces.values()) - 5.0
     assert estimate_s is not None
     assert real_s > 5.0  # a load in which it matters
     assert real_s / 2 <= estimate_s <= 2 * real_s, (estimate_s, real_s)
 
 
 def test_without_measurements_there_is_no_estimate() -> None:
-    chain = TimedChain()
-    chain.submit("a", 100, 4)
-    assert chain.scheduler.wait_s() is None
+    pipeline = TimedPipeline()
+    pipeline.submit("a", 100, 4)
+    assert pipeline.scheduler.wait_s() is None

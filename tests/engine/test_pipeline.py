@@ -94,7 +94,7 @@ def test_one_daemon_may_run_several_stages() -> None:
         (StepResult(1, -1), "answered for stage -1"),
     ],
 )
-def test_an_answer_out_of_order_ends_the_chain(wrong: StepResult, words: str) -> None:
+def test_an_answer_out_of_order_ends_the_pipeline(wrong: StepResult, words: str) -> None:
     bench = Bench([0, 1])
     bench.pipeline.submit(step(1))
     bench.pipeline.submit(step(2))
@@ -110,7 +110,7 @@ def test_an_answer_out_of_order_ends_the_chain(wrong: StepResult, words: str) ->
 
 @pytest.mark.parametrize("error", [BrokenPipeError("gone"), LinkClosed("end of file", "link left", "wait")])
 @pytest.mark.parametrize("stage", [0, 1])
-def test_a_dead_link_ends_the_chain_without_an_exception(error: Exception, stage: int) -> None:
+def test_a_dead_link_ends_the_pipeline_without_an_exception(error: Exception, stage: int) -> None:
     bench = Bench([0, 1])
     bench.wires[stage].error = error
     bench.pipeline.submit(step(1))
@@ -218,7 +218,7 @@ def test_a_hop_is_timed_from_the_answer_to_the_step_sent_on() -> None:
     assert bench.results[0].seconds == 4.0
 
 
-def test_a_chain_has_stages() -> None:
+def test_a_pipeline_has_stages() -> None:
     with pytest.raises(ValueError, match="at least one stage"):
         Pipeline([], print, print)
 
@@ -259,7 +259,7 @@ def test_a_dead_link_does_not_hold_up_steps_that_are_past_it() -> None:
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2])
-def test_the_same_answer_twice_ends_the_chain_at_the_stage_that_gave_it(stage: int) -> None:
+def test_the_same_answer_twice_ends_the_pipeline_at_the_stage_that_gave_it(stage: int) -> None:
     bench = Bench([0, 1, 2])
     bench.pipeline.submit(step(1))
     for s in range(stage + 1):
@@ -270,7 +270,7 @@ def test_the_same_answer_twice_ends_the_chain_at_the_stage_that_gave_it(stage: i
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2])
-def test_an_answer_to_a_later_step_ends_the_chain_at_every_stage(stage: int) -> None:
+def test_an_answer_to_a_later_step_ends_the_pipeline_at_every_stage(stage: int) -> None:
     bench = Bench([0, 1, 2])
     for i in (1, 2):
         bench.pipeline.submit(step(i))
@@ -293,7 +293,7 @@ def test_after_close_neither_answers_nor_failures_are_told() -> None:
     assert (bench.results, bench.failures, bench.ids(0), bench.ids(1)) == ([], [], [(0, 1)], [])
 
 
-def test_who_takes_a_result_may_close_the_chain_or_send_the_next_step() -> None:
+def test_who_takes_a_result_may_close_the_pipeline_or_send_the_next_step() -> None:
     """The engine does both from inside its callback."""
     bench = Bench([0])
     taken: list[int] = []

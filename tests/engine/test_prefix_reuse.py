@@ -515,7 +515,7 @@ async def test_a_held_request_waits_for_what_is_restored_and_others_pass() -> No
     assert ids == toy.alone(request("a", range(150), n=1))
 
 
-async def test_an_export_ends_when_the_chain_breaks_and_holds_nothing() -> None:
+async def test_an_export_ends_when_the_pipeline_breaks_and_holds_nothing() -> None:
     toy = ToyEngine(warm(), n_stages=2)
     toy.attach()
     toy.engine.submit(request("a", range(150), n=5, turn_boundaries=(140,)))

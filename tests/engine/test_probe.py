@@ -85,7 +85,7 @@ async def test_it_goes_before_those_who_wait_and_needs_no_admission() -> None:
     assert await quiet
 
 
-async def test_it_ends_with_the_chain_whether_it_runs_or_waits() -> None:
+async def test_it_ends_with_the_pipeline_whether_it_runs_or_waits() -> None:
     for max_sequences in (1, 2):
         toy = ToyEngine(warm(max_sequences=max_sequences))
         slot = await with_slot(toy)

@@ -1,4 +1,4 @@
-"""A scheduler on a chain whose steps take simulated time: a virtual clock, no threads, the same result every time.
+"""A scheduler on a pipeline whose steps take simulated time: a virtual clock, no threads, the same result every time.
 
 A stage takes ``overhead_s + tokens * (token_s + position * depth_s)`` for a step and works on one at a time, in order.
 The defaults are those measured on one core of an EPYC (Zen 4) with the demo model, two groups.
@@ -40,7 +40,7 @@ def demo_limits(**changes: object) -> EngineLimits:
 
 
 @dataclass
-class Story:
+class RequestTrace:
     """What one request saw, in seconds of the virtual clock."""
 
     name: str
@@ -64,7 +64,7 @@ class Story:
 
 
 @dataclass
-class TimedChain:
+class TimedPipeline:
     """``at(when, action)`` runs an action at a time; ``run(until)`` lets time pass."""
 
     limits: EngineLimits = field(default_factory=demo_limits)
@@ -76,17 +76,17 @@ class TimedChain:
     jitter: float = 0.0  # a stage takes up to this share more or less
     shares: tuple[float, ...] = ()  # of the time above, by stage; 1 each by default
     now: float = 0.0
-    stories: dict[str, Story] = field(default_factory=dict)
+    traces: dict[str, RequestTrace] = field(default_factory=dict)
     plans: list[StepPlan] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.scheduler = Scheduler(self.limits, self.n_stages)
         self._free_at = [0.0] * self.n_stages
-        self._flight: deque[tuple[float, StepPlan, float]] = deque()
+        self._in_flight: deque[tuple[float, StepPlan, float]] = deque()
         self._actions: list[tuple[float, int, Callable[[], object]]] = []
         self._number = itertools.count()
         self._on_end: dict[str, Callable[[], None]] = {}
-        self._chance = random.Random(0)
+        self._rng = random.Random(0)
 
     def submit(
         self,
@@ -101,7 +101,7 @@ class TimedChain:
         """Ask for at most ``n`` tokens; the model stops after ``n_answer``."""
         first = next(self._number)  # no two prompts alike
         prompt = [first, *range(n_prompt - 1)]
-        self.stories[name] = Story(name, n_prompt, self.now, n_answer or n)
+        self.traces[name] = RequestTrace(name, n_prompt, self.now, n_answer or n)
         if on_end is not None:
             self._on_end[name] = on_end
         self.scheduler.submit(request(name, prompt, n, key_id=key, stop_ids=frozenset({STOP})), self.now)
@@ -111,27 +111,27 @@ class TimedChain:
 
     def client(self, name: str, n_prompt: int, n: int, pause_s: float, start_s: float, key: str = "") -> None:
         """Ask, read the answer, pause for about so long, ask again, for ever."""
-        numbers, chance = itertools.count(), random.Random(name)
+        numbers, rng = itertools.count(), random.Random(name)
 
         def ask() -> None:
             self.submit(f"{name}-{next(numbers)}", n_prompt, n, key=key, on_end=again)
 
         def again() -> None:
-            self.at(self.now + pause_s * chance.uniform(0.5, 1.5), ask)
+            self.at(self.now + pause_s * rng.uniform(0.5, 1.5), ask)
 
         self.at(start_s, ask)
 
     def run(self, until: float = 1e9) -> None:
         while True:
             self._send()
-            times = [self._flight[0][0]] if self._flight else []
+            times = [self._in_flight[0][0]] if self._in_flight else []
             times += [self._actions[0][0]] if self._actions else []
             if not times or min(times) > until:
                 self.now = max(self.now, min(until, 1e8)) if until < 1e9 else self.now
                 return
             self.now = min(times)
-            if self._flight and self._flight[0][0] == self.now:
-                _, plan, slowest_s = self._flight.popleft()
+            if self._in_flight and self._in_flight[0][0] == self.now:
+                _, plan, slowest_s = self._in_flight.popleft()
                 self._answer(plan, slowest_s)
             else:
                 heapq.heappop(self._actions)[2]()
@@ -145,36 +145,36 @@ class TimedChain:
         while (plan := self.scheduler.next_plan(self.now)) is not None:
             done_at, seconds, slowest_s = self.now, self.step_s(plan.step), 0.0
             for stage, free_at in enumerate(self._free_at):
-                share = (self.shares[stage] if self.shares else 1) * (1 + self.jitter * self._chance.uniform(-1, 1))
+                share = (self.shares[stage] if self.shares else 1) * (1 + self.jitter * self._rng.uniform(-1, 1))
                 done_at = self._free_at[stage] = max(done_at, free_at) + seconds * share
                 slowest_s = max(slowest_s, seconds * share)
-            self._flight.append((done_at, plan, slowest_s))
+            self._in_flight.append((done_at, plan, slowest_s))
             if self.n_stages > 1:
                 self.at(self._free_at[0], lambda: self.scheduler.first_stage_done(self.now))
             self.plans.append(plan)
 
     def _answer(self, plan: StepPlan, slowest_s: float) -> None:
         drawn = [
-            Sampled(s.sequence, self.stories[name].draw())
+            Sampled(s.sequence, self.traces[name].draw())
             for name, s in zip(plan.request_ids, plan.step.slices, strict=True)
             if s.sample
         ]
         events = self.scheduler.apply(StepResult(plan.step.step_id, 0, drawn), self.now)
         self.scheduler.chunks.measured(plan.step.slices, slowest_s)
         for name, event in events:
-            story = self.stories[name]
-            story.first_at = self.now + self.outside_s if story.first_at is None else story.first_at
+            trace = self.traces[name]
+            trace.first_at = self.now + self.outside_s if trace.first_at is None else trace.first_at
             if isinstance(event, FinishedEvent):
-                story.ended_at, story.started_at = self.now, story.submitted_at + event.timings.queue_s
+                trace.ended_at, trace.started_at = self.now, trace.submitted_at + event.timings.queue_s
                 if (on_end := self._on_end.pop(name, None)) is not None:
                     on_end()
 
     def first_token_s(self, prefix: str, after: float = 0.0, before: float = 1e9) -> list[float]:
         """Times to the first token of requests named so, that were submitted in that time."""
         return [
-            story.first_s
-            for name, story in self.stories.items()
-            if name.startswith(prefix) and after <= story.submitted_at < before and story.first_at is not None
+            trace.first_s
+            for name, trace in self.traces.items()
+            if name.startswith(prefix) and after <= trace.submitted_at < before and trace.first_at is not None
         ]
 
 
