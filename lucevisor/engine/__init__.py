@@ -1,1 +1,1 @@
-"""Requests, scheduler, pipeline and the loop that joins them.  Token ids and ids of pages only: no text, no tensors."""
+"""Requests, scheduler, pipeline, and the engine that joins them.  Knows token and page ids: no text, no tensors."""

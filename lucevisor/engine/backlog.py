@@ -1,7 +1,7 @@
-"""When the chain will be done with the steps it has, by their estimated times: what a step sent now would wait for.
+"""Estimates when the pipeline finishes the steps it has, and so how long a step sent now would wait.
 
-Pure; ``now`` is an argument.  Stages are taken to need equal time, that of the slowest one; every answer of the head
-and of the tail puts the estimate right again.  Knows neither requests nor pages.
+Pure; ``now`` is an argument.  Assumes that every stage takes as long as the slowest; each answer of the first and of
+the last stage corrects the estimate.  Knows neither requests nor pages.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from dataclasses import dataclass
 
 @dataclass(slots=True)
 class _Sent:
-    seconds: float  # of a stage
-    began_at: float | None  # at the head; None while it waits there
+    seconds: float  # per stage
+    began_at: float | None  # at the first stage; None while it waits there
 
 
 class Backlog:
@@ -22,8 +22,8 @@ class Backlog:
     def __init__(self, n_stages: int) -> None:
         self._n_hops = n_stages - 1
         self._steps: deque[_Sent] = deque()
-        self._n_at_first_stage = 0  # the last ones, those that the head has not answered, as far as it was told
-        self._answered_at = 0.0  # by the tail, last
+        self._n_at_first_stage = 0  # of the newest, those it has not answered as far as we know
+        self._answered_at = 0.0  # by the last stage
 
     @property
     def empty(self) -> bool:
@@ -32,34 +32,35 @@ class Backlog:
 
     @property
     def first_stage_free(self) -> bool:
-        """Whether the head has no step."""
+        """Whether the first stage has no step."""
         return not self._n_at_first_stage
 
     def sent(self, seconds: float, now: float) -> None:
-        """A step was sent that will take a stage so long."""
+        """Note that a step was sent, which takes each stage ``seconds``."""
         self._steps.append(_Sent(seconds, None if self._n_at_first_stage else now))
         self._n_at_first_stage += 1
 
     def first_stage_done(self, now: float) -> None:
-        """The head is done with the oldest step it had."""
+        """Note that the first stage finished its oldest step."""
         self._n_at_first_stage -= 1
         if self._n_at_first_stage:
             self._steps[-self._n_at_first_stage].began_at = now
 
     def answered(self, now: float) -> None:
-        """The tail is done with the oldest step."""
+        """Note that the last stage finished the oldest step."""
         self._steps.popleft()
         self._n_at_first_stage = min(self._n_at_first_stage, len(self._steps))
         self._answered_at = now
 
     def clear(self) -> None:
-        """The steps are lost."""
+        """Forget all steps: they are lost."""
         self._steps.clear()
         self._n_at_first_stage = 0
 
     def wait_s(self, seconds: float, now: float) -> float:
-        """Return how long a step of ``seconds`` a stage, sent now to a free head, would wait at the tail; negative:
-        how long the tail would wait for it.
+        """Return how long a step of ``seconds`` per stage, sent now to a free first stage, would wait at the last one.
+
+        Negative if the last stage would wait for the step instead.
         """
         free_at = self._answered_at
         for i, step in enumerate(self._steps):
@@ -70,5 +71,5 @@ class Backlog:
         return free_at - (now + self._n_hops * seconds)
 
     def idle_s(self, seconds: float) -> float:
-        """Return how long the tail would have nothing to do if such a step were sent at its next answer."""
+        """Return how long the last stage would idle if such a step were sent at its next answer."""
         return self._n_hops * seconds - sum(step.seconds for i, step in enumerate(self._steps) if i)

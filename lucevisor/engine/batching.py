@@ -1,10 +1,10 @@
-"""Which slices go into the next step: decodes first, by how long they waited, then prompts, the shortest first.
+"""Chooses the slices of the next step: decodes first, longest waiting first, then prompts, shortest first.
 
-Pure; knows the token budget of a step, not pages.  ``StepBudget`` says what prompts may take: while others wait or
-decode, a long prompt gets small chunks, and short prompts go before it in steps of their own.  A prompt that
-``MAX_SKIPPED_STEPS`` steps left out goes first, so none starves.
-Invariant: what is picked fits into one step; a slice whose rows come back has a step of its own; a slice never crosses
-a multiple of ``prefill_chunk`` nor a border of its prompt, and one that is cut short ends at a page.
+Pure; knows the token budget of a step, not pages.  While others wait or decode, a long prompt gets small chunks, and
+short prompts go before it in steps of their own (``StepBudget``).  A prompt that ``MAX_SKIPPED_STEPS`` steps left out
+goes first, so none starves.
+Invariant: the slices fit one step; a slice whose rows are returned has a step of its own; a slice never crosses a
+multiple of ``prefill_chunk`` or a checkpoint of its prompt, and one that is cut short ends at a page.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from lucevisor.model.values import PAGE_TOKENS
 from lucevisor.protocol.steps import Slice
 
 MAX_SKIPPED_STEPS: Final = 4
-"""Steps in a row that may leave a prompt out in favour of shorter ones; twice as many while the head is never free."""
+"""Steps in a row that may skip a prompt for shorter ones; twice as many while the first stage is never free."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepBudget:
     """What prompts may take of the next step.
 
-    ``shared``: others wait or decode beside a long prompt, so ``chunks`` says how much of it a step carries, and
-    ``may_follow`` whether a chunk from a position goes now: a short prompt that comes shall find little before it.
-    ``level``: how far ahead of the others a key is, in coarse units.
+    ``shared``: others wait or decode beside long prompts, so ``chunks`` limits what a step carries of one, and
+    ``may_follow`` says whether its chunk from a position may be sent now.  ``level``: how far ahead of the other keys a
+    key is, in coarse units.
     """
 
     step_id: int
@@ -42,18 +42,18 @@ class StepBudget:
     level: Callable[[str], int]
 
     def should_wait(self, record: RequestRecord) -> bool:
-        """Whether a prompt leaves this moment to others."""
+        """Whether a long prompt lets others go first now."""
         live = record.live
         if live is None or not self.is_long(record) or self.n_skipped(record) >= 2 * MAX_SKIPPED_STEPS:
             return False
         return not self.may_follow(live.n_scheduled)
 
     def n_skipped(self, record: RequestRecord) -> int:
-        """Return how many steps left a prompt out since the last one that did not."""
+        """Return how many steps skipped a prompt since its last slice."""
         return self.step_id - record.live.last_step - 1 if record.live is not None else 0
 
     def is_long(self, record: RequestRecord) -> bool:
-        """Whether a prompt is one that leaves room for others."""
+        """Whether a prompt is long, so that it leaves room for others."""
         if not self.shared or record.live is None or record.wanted is not None:
             return False
         return record.live.n_prefill > self.chunks.max_short_tokens
@@ -61,7 +61,7 @@ class StepBudget:
 
 @dataclass(frozen=True, slots=True)
 class ScheduledSlice:
-    """A slice to be: from ``live.n_scheduled`` to ``stop``."""
+    """A slice that was chosen for the next step: from ``live.n_scheduled`` to ``stop``."""
 
     record: RequestRecord
     live: LiveSequence
@@ -69,7 +69,7 @@ class ScheduledSlice:
 
     @property
     def n_prefill(self) -> int:
-        """Tokens of the prompt it is a slice of; 0 of a decode."""
+        """Tokens to prefill of the prompt it is a slice of; 0 for a decode."""
         return self.live.n_prefill if self.record.state is RequestState.PREFILL else 0
 
     def schedule(self, step_id: int) -> Slice:
@@ -86,7 +86,7 @@ class ScheduledSlice:
 
 
 def has_others(live: Iterable[RequestRecord], chunk: int) -> bool:
-    """Return whether something but long prompts runs: a decode, or a prompt that fits into a chunk."""
+    """Return whether a decode runs, or a prompt that fits into a chunk."""
     return any(
         record.state is RequestState.DECODE or (record.live is not None and record.live.n_prefill <= chunk)
         for record in live
@@ -96,7 +96,7 @@ def has_others(live: Iterable[RequestRecord], chunk: int) -> bool:
 def choose_slices(
     records: Collection[RequestRecord], in_flight: Collection[ScheduledStep], limits: EngineLimits, budget: StepBudget
 ) -> list[ScheduledSlice]:
-    """Choose the slices of a step by waiting time, size and token budget; pages are secured afterwards."""
+    """Choose the slices of a step by waiting time, size and token budget; pages are allocated afterwards."""
     decodes, prompts = [], []
     for record in records:
         if record.live is not None and record.live.n_scheduled < len(record.tokens):
@@ -108,7 +108,7 @@ def choose_slices(
     waiting = [record for record in prompts if budget.should_wait(record)]
     if waiting:
         prompts = [record for record in prompts if record not in waiting]
-        decodes.clear()  # they ride with its next chunk: a step of their own would cost it time
+        decodes.clear()  # they go with its next chunk: a step of their own would delay it
     decodes.sort(key=lambda one: (one.live.last_step, one.record.arrival))
     chosen: list[ScheduledSlice] = []
     n_left = limits.max_step_tokens
@@ -123,7 +123,7 @@ def choose_slices(
 def _choose_prompts(
     prompts: Iterable[RequestRecord], limits: EngineLimits, budget: StepBudget, n_left: int, *, alone: bool
 ) -> list[ScheduledSlice]:
-    """Choose slices of prompts; ``alone``: no decode is in the step."""
+    """Choose slices of prompts, ``n_left`` tokens at most; ``alone``: the step has no decode."""
     chosen: list[ScheduledSlice] = []
     n_short = n_long = 0  # tokens
     n_left = min(n_left, budget.chunks.max_short_tokens) if budget.shared else n_left
@@ -143,16 +143,16 @@ def _choose_prompts(
         n_left -= n_tokens
         n_short, n_long = (n_short, n_long + n_tokens) if long else (n_short + n_tokens, n_long)
         if record.wanted is not None:
-            break  # its rows come back as payload: nobody else's rows among them
+            break  # its rows are the step's payload, so no other request may be in it
     return chosen
 
 
 def _chunk(record: RequestRecord, limits: EngineLimits, n_left: int) -> ScheduledSlice | None:
-    """Return the next slice of a prompt that has at most ``n_left`` tokens, cut at a page if need be."""
+    """Return the next slice of a prompt, cut at a page if it has more than ``n_left`` tokens."""
     assert record.live is not None
     start = record.live.n_scheduled
     stop = record.next_stop(start, limits.prefill_chunk)
-    if stop - start > n_left and record.wanted is None:  # its rows are limited otherwise
+    if stop - start > n_left and record.wanted is None:  # its slices are limited by rows
         stop = (start + n_left) // PAGE_TOKENS * PAGE_TOKENS
     return ScheduledSlice(record, record.live, stop) if stop > start else None
 
@@ -166,7 +166,7 @@ def _turn(record: RequestRecord, budget: StepBudget) -> tuple[bool, int, int, in
 
 
 def _n_decodes(records: Collection[RequestRecord], in_flight: Collection[ScheduledStep], n_stages: int) -> int:
-    """Return how many sequences make one micro-batch; 0 while every stage has one."""
+    """Return the size of a micro-batch of decodes; 0 while every stage has one."""
     if sum(step.decodes for step in in_flight) >= n_stages:
         return 0
     n_decoding = sum(record.state is RequestState.DECODE for record in records)

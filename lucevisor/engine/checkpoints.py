@@ -1,7 +1,7 @@
-"""Where a prompt is cut, beside the multiples of the chunk size, so that its states can be remembered there.
+"""Chooses the checkpoints of a prompt: positions, beside chunk ends, where a slice ends and a prefix slot is made.
 
-Pure.  Invariant: the places depend on the prompt and the settings alone, never on what is remembered, so a prompt is
-cut at the same places whether or not it is computed from its start: cache on, off, cold and warm give equal slices.
+Pure.  Invariant: they depend on the prompt and the settings, never on what is cached, so a prompt has the same slices
+whether its start is computed or reused: cache on, off, cold and warm give equal numbers.
 """
 
 from __future__ import annotations
@@ -16,13 +16,12 @@ from lucevisor.model.values import PAGE_TOKENS
 def find_checkpoints(
     n_prompt: int, turns: Sequence[int], settings: PrefixSettings, *, block_granular: bool
 ) -> dict[int, Origin]:
-    """Return the positions at which a prompt of ``n_prompt`` tokens is remembered, ascending, and why.
+    """Return the checkpoints of a prompt of ``n_prompt`` tokens, ascending, and why each was chosen.
 
-    The end of the last chat turn, where the next prompt of a conversation goes on, and of the first one, the system
-    prompt.  Then, if a page away from the others: the turn before the last, for when the last is asked again in other
-    words; without turns, and unless the cache is ``block_granular`` (a prompt can start at any cached page), the last
-    multiple of ``checkpoint_pages``, for when the same prompt comes again; the prompt's end.  None is before
-    ``min_tokens``.
+    The end of the last chat turn, where the next prompt of the conversation continues, and of the first, the system
+    prompt.  Then, if at least a page away from the others: the turn before the last, in case the last is rephrased;
+    without turns, and unless the cache is ``block_granular`` (a prompt can start at any cached page), the last multiple
+    of ``checkpoint_pages``, in case the same prompt comes again; the end of the prompt.  None is before ``min_tokens``.
     """
     inside = [turn for turn in turns if turn < n_prompt]
     chosen: dict[int, Origin] = dict.fromkeys((*inside[:1], *inside[-1:]), "turn")

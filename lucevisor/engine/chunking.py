@@ -1,7 +1,7 @@
-"""How many tokens of a long prompt go into a step while others share the chain, and when.
+"""Chooses how many tokens of a long prompt a step carries while others share the pipeline, and when it is sent.
 
-Chosen between two bounds: the time to the first token of a short prompt that comes next, and what smaller chunks cost
-the long ones.  The second is a budget over time: overhead is paid from a credit that every computed chunk earns.
+Two bounds: the time to the first token of a short prompt that arrives next, and what smaller chunks cost the long ones.
+The second is a budget over time: overhead is paid from a credit that every computed chunk earns.
 Pure; ``now`` is an argument.  Knows neither requests nor pages.  The model behind it: docs/scheduling.md.
 """
 
@@ -20,7 +20,7 @@ from lucevisor.model.values import PAGE_TOKENS
 from lucevisor.protocol.steps import Slice
 
 MAX_SLOWDOWN: Final = 2.5
-"""The worst time to the first token of a short prompt beside long ones, x alone, by the model; measured: at most 3."""
+"""Worst time to the first token of a short prompt beside long ones, as a multiple of alone; measured: at most 3."""
 
 MAX_OVERHEAD_SHARE: Final = 0.12
 """Share of their time that long prompts may lose to the overhead of smaller chunks.  Their throughput loses about a
@@ -28,16 +28,16 @@ tenth: where one ends and the next begins, small steps waste less.
 """
 
 HORIZON_S: Final = 5.0
-"""The budget is kept over so much work: while it was not used, up to twice as much may be lost."""
+"""Seconds of work over which the budget is kept: after a while without loss, up to twice as much may be lost."""
 
 RECENT_S: Final = 5.0
-"""Long prompts leave room for so long after the last short one started: its client is likely to ask again."""
+"""Seconds after the start of a short prompt in which long ones leave room: its client is likely to ask again."""
 
 MAX_WAIT_SHARE: Final = 0.5
-"""A long prompt's chunk is sent while it would wait at the tail for at most this share of its own time there..."""
+"""A long prompt's chunk is sent if it would wait at the last stage for at most this share of its own time there..."""
 
 MAX_IDLE_SHARE: Final = 0.05
-"""... or if the tail would have nothing to do for more than this share when it is sent at the tail's next answer."""
+"""... or if sending it at the last stage's next answer would idle that stage for more than this share."""
 
 
 def chunk_sizes(full: int) -> list[int]:
@@ -50,8 +50,8 @@ def chunk_sizes(full: int) -> list[int]:
 
 
 @dataclass(slots=True)
-class _Choice:
-    """What holds until the next fit.  ``by_start``: the largest quick chunk, and the seconds of a whole one."""
+class _FittedChunks:
+    """What is derived from a fit.  ``by_start``: the largest quick chunk from a position, and a whole one's seconds."""
 
     cost: StepCost
     own_s: float  # a short prompt's step
@@ -73,16 +73,16 @@ class SharedChunks:
         self._credit_s = 0.0
         self._loss = MAX_OVERHEAD_SHARE  # allowed now
         self._short_until = -math.inf
-        self._last: _Choice | None = None
+        self._last: _FittedChunks | None = None
 
-    # ---- what is told
+    # ---- inputs
 
     def measured(self, slices: Iterable[Slice], seconds: float) -> None:
-        """A step took its slowest stage so long."""
+        """Note how long the slowest stage of a step took."""
         self._times.add(slices, seconds)
 
     def started(self, n_tokens: int, now: float) -> None:
-        """A prompt starts, of which so many tokens are to be computed."""
+        """Note that a prompt starts with ``n_tokens`` to compute."""
         if n_tokens <= self.max_short_tokens:
             self._short.append(n_tokens)
             self._short_until = now + RECENT_S
@@ -104,7 +104,7 @@ class SharedChunks:
             if any((start + n) % self._full == 0 for n, start in pieces):
                 self._loss = MAX_OVERHEAD_SHARE * (1 + self._credit_s / most)
 
-    # ---- what is asked
+    # ---- answers
 
     @property
     def max_short_tokens(self) -> int:
@@ -121,7 +121,7 @@ class SharedChunks:
         return 0 if choice is None else choice.beside_short
 
     def expects_short(self, now: float) -> bool:
-        """Whether a short prompt started lately."""
+        """Whether a short prompt started recently."""
         return now < self._short_until
 
     def chunk(self, start: int) -> int:
@@ -161,12 +161,12 @@ class SharedChunks:
 
     # ---- inside
 
-    def _fitted(self) -> _Choice | None:
+    def _fitted(self) -> _FittedChunks | None:
         cost = self._times.fit()
         if cost is None:
             return None
         if self._last is None or self._last.cost is not cost:
-            choice = _Choice(cost, cost.step_s(median_low(self._short) if self._short else PAGE_TOKENS))
+            choice = _FittedChunks(cost, cost.step_s(median_low(self._short) if self._short else PAGE_TOKENS))
             quick = self._quick(choice, 0)
             choice.max_short_tokens = max(quick, self._cheap(choice, MAX_OVERHEAD_SHARE * cost.step_s(self._full)))
             left_s = self._n_stages * (MAX_SLOWDOWN * choice.own_s - cost.step_s(quick))
@@ -174,11 +174,11 @@ class SharedChunks:
             self._last = choice
         return self._last
 
-    def _quick(self, choice: _Choice, start: int) -> int:
+    def _quick(self, choice: _FittedChunks, start: int) -> int:
         # n chunks and the own step within MAX_SLOWDOWN x n own steps
         most_s = (MAX_SLOWDOWN - 1 / self._n_stages) * choice.own_s
         return max((s for s in self._sizes if choice.cost.step_s(s, start) <= most_s), default=self._sizes[0])
 
-    def _cheap(self, choice: _Choice, most_s: float) -> int:
+    def _cheap(self, choice: _FittedChunks, most_s: float) -> int:
         """Return the smallest size whose steps cost at most so much more than a whole chunk's."""
         return next(s for s in self._sizes if (-(-self._full // s) - 1) * choice.cost.overhead_s <= most_s)

@@ -1,4 +1,4 @@
-"""A client's end of a running request: an async iterator of its events that can cancel it.
+"""The client's end of a request: an async iterator of its events that can cancel it.
 
 Knows nothing of scheduling.  Invariant: the iteration ends right after the FinishedEvent, which always comes.
 """
@@ -21,7 +21,7 @@ class RequestHandle:
 
     def __init__(self, request_id: str, cancel: Callable[[str], None]) -> None:
         self.request_id = request_id
-        self.finished: FinishedEvent | None = None  # set as soon as the engine knows, before the reader gets there
+        self.finished: FinishedEvent | None = None  # set by the engine before the reader gets there
         self._cancel = cancel
         self._events: asyncio.Queue[Event] = asyncio.Queue()
         self._read_all = False
@@ -33,9 +33,9 @@ class RequestHandle:
         self._events.put_nowait(event)
 
     def cancel(self) -> None:
-        """End the request; its pages are free when this returns, and a FinishedEvent is the next event that is new.
+        """End the request and free its pages; a FinishedEvent follows the events already queued.
 
-        Does nothing when it is over already.
+        Does nothing if it is over already.
         """
         if self.finished is None:
             self._cancel(self.request_id)

@@ -1,6 +1,4 @@
-"""The sizes the scheduler works within.  Pure; invariant: a limit that could block every request for ever is refused
-here.
-"""
+"""The limits the scheduler works within.  Pure.  Invariant: limits that would block every request are refused here."""
 
 from __future__ import annotations
 
@@ -74,12 +72,12 @@ class EngineLimits:
 
     @property
     def page_tokens(self) -> int:
-        """Positions that the ``full`` pool holds; without such layers nothing but ``max_context`` bounds a sequence."""
+        """Positions the ``full`` pool holds; without such layers only ``max_context`` bounds a sequence."""
         return self.pools.full_pages * PAGE_TOKENS if Space.FULL in self.spaces else self.max_context
 
     @property
     def capacity_tokens(self) -> int:
-        """The longest sequence that can be computed when it is alone."""
+        """The longest sequence that can be computed alone."""
         return min(self.max_context, self.page_tokens)
 
     def max_answer_tokens(self, request: GenerationRequest) -> int:
@@ -94,7 +92,7 @@ class EngineLimits:
         return min(request.max_tokens, capacity - n_prompt)
 
     def pages_needed(self, n_tokens: int) -> dict[Space, int]:
-        """Return the pages of the paged spaces that so many tokens of a sequence take at once."""
+        """Return how many pages of each space ``n_tokens`` of a sequence hold at once."""
         n_pages = pages_of(n_tokens)
         needs = {Space.FULL: n_pages} if Space.FULL in self.spaces else {}
         if self.window_tokens is not None:
@@ -103,5 +101,5 @@ class EngineLimits:
         return needs
 
     def make_pools(self) -> PagePools:
-        """Return fresh allocators, all ids free."""
+        """Return fresh allocators with every id free."""
         return PagePools(self.spaces, self.pools)

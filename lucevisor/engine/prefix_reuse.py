@@ -1,11 +1,11 @@
-"""Joins requests and remembered prefixes: where a sequence starts, what is remembered of it, who waits for whom.
+"""Joins requests and the prefix index: where a sequence starts, what is cached of it, and who waits for whom.
 
-Pure.  Knows records, page tables and the prefix index; makes the operations that carry its decisions out and leaves it
-to the scheduler to send them in order.  A slot is published when the step that computes its last token is planned: what
-uses it is planned later and so executed later, by every stage.
+Pure.  Knows records, page tables and the prefix index; returns the operations that carry out its decisions, for the
+scheduler to send in order.  A slot is published as soon as the step that computes its last token is planned, because
+every stage runs later steps later.
 
-Invariant: a sequence that starts at position p finds there what it would have computed itself, in pages that it does
-not write, but for the one that p lies in, of which it has a copy.
+Invariant: a sequence that starts at position p finds before it what it would have computed itself, in pages it never
+writes, except the page of p, of which it has a copy.
 """
 
 from __future__ import annotations
@@ -33,9 +33,7 @@ CacheTier = Literal["memory", "disk"]
 
 @dataclass(slots=True)
 class ReuseCounts:
-    """Since start: prompts that were begun, those of them that found a prefix, and their tokens by where it came
-    from.
-    """
+    """Since the start: prompts, those that began with a cached prefix, and their reused tokens by its source."""
 
     n_prompts: int = 0
     n_hits: int = 0
@@ -43,7 +41,7 @@ class ReuseCounts:
 
 
 class PrefixReuse:
-    """Prefix slots for the scheduler."""
+    """What the scheduler asks the prefix index."""
 
     def __init__(self, limits: EngineLimits, pools: PagePools) -> None:
         self._limits = limits
@@ -54,7 +52,7 @@ class PrefixReuse:
     # ---- before a request starts
 
     def submitted(self, record: RequestRecord) -> None:
-        """Find the places at which a prompt is cut; the same whatever is remembered."""
+        """Choose the checkpoints of a prompt, whatever is cached."""
         request, use = record.request, record.prefix
         turns = request.turn_boundaries
         use.checkpoints = find_checkpoints(
@@ -64,11 +62,11 @@ class PrefixReuse:
         self.resize(record)
 
     def resize(self, record: RequestRecord) -> None:
-        """Note how much of a waiting request is to be computed, as of now."""
+        """Update how many tokens of a waiting request are to be computed."""
         record.size = len(record.tokens) - self.match(record).position
 
     def match(self, record: RequestRecord) -> PrefixMatch:
-        """Return what is remembered of a request's tokens.  Rows that shall come back must all be computed."""
+        """Return the cached prefix of a request; none if all its rows are wanted."""
         if record.probe is not None:
             return record.probe
         if record.uncached or not self.index.enabled:
@@ -79,10 +77,9 @@ class PrefixReuse:
         return use.lookup[1]
 
     def must_wait(self, record: RequestRecord, running: Iterable[RequestRecord]) -> bool:
-        """Say whether a queued request is held, or its beginning is being computed for another one just now.
+        """Whether a queued request is held, or another is just computing the prefix it needs.
 
-        It would compute the same once more.  So it waits until the other has passed the last place that helps it, and
-        starts there.
+        Instead of computing the same again, it waits until the other passes the last checkpoint it can use.
         """
         if record.prefix.held:
             return True
@@ -103,11 +100,11 @@ class PrefixReuse:
     def open(
         self, record: RequestRecord, sequence: int, match: PrefixMatch
     ) -> tuple[LiveSequence, list[Operation]] | None:
-        """Start a sequence with what ``match`` found.  None, and nothing taken, when ids are lacking."""
+        """Open a sequence that starts with ``match``.  None, taking nothing, if too few ids are free."""
         position, table = match.position, PageTable(self._pools, self._limits.window_tokens)
         table.adopt(match.full, match.first_window, match.window)
         if match.slot is not None:
-            self.index.pin(match.slot)  # its last page and its states are yet to be copied
+            self.index.pin(match.slot)  # until its last page and its state are copied
         needs = table.missing(position)
         if self.index.recurrent:
             needs[Space.RECURRENT] = 1
@@ -136,7 +133,7 @@ class PrefixReuse:
         return live, operations
 
     def started(self, record: RequestRecord, match: PrefixMatch, now: float) -> None:
-        """Note where a request started."""
+        """Note where a request starts."""
         if record.probe is not None:
             return
         use = record.prefix
@@ -147,11 +144,11 @@ class PrefixReuse:
         use.common.clear()
         self.index.use(match, now)
         if not self.index.block_granular and match.n_known - match.position >= PAGE_TOKENS:
-            # Other prompts had more of it than any slot is good for: leave one where they part.
+            # Other prompts share more with it than any slot covers: make one where they diverge.
             use.branch_position = self._last_slice_end(record, match.n_known)
 
     def advanced(self, record: RequestRecord, now: float) -> list[Operation]:
-        """Remember a prompt at its places, as soon as the slice that ends there is planned."""
+        """Publish a slot if the slice just planned ends at a checkpoint."""
         live, use = record.live, record.prefix
         if live is None or record.uncached:
             return []
@@ -163,9 +160,9 @@ class PrefixReuse:
         return self._remember(record, live, origin, now)
 
     def ending(self, record: RequestRecord, now: float) -> list[Operation]:
-        """Remember all that was computed of a request that is about to release its ids.
+        """Publish all that was computed of a request that is about to release its ids.
 
-        Its states stay as they are and become the slot's, but for checkpoints in host memory, to where they are copied.
+        The slot takes over its state, unless slots keep theirs in host memory: then it is copied there.
         """
         live = record.live
         if live is None or not live.n_computed or record.uncached:
@@ -178,7 +175,7 @@ class PrefixReuse:
         return []
 
     def ended(self, record: RequestRecord) -> None:
-        """Count a request that is over, and hold what is remembered within the settings."""
+        """Count a finished request, and trim the index to its settings."""
         use = record.prefix
         if use.cached is not None and not record.uncached:
             self.counts.n_prompts += 1
@@ -205,18 +202,18 @@ class PrefixReuse:
         return [CopyState(live.state, state)] if slot is not None and state != NO_STATE else []
 
     def _last_slice_end(self, record: RequestRecord, n_tokens: int) -> int:
-        """Return the last place up to ``n_tokens`` at which a slice of the prompt ends anyway."""
+        """Return the last position up to ``n_tokens`` at which a slice of the prompt ends."""
         chunk = n_tokens // self._limits.prefill_chunk * self._limits.prefill_chunk
         return max([chunk, *(stop for stop in record.prefix.checkpoint_positions if stop <= n_tokens)])
 
     def _usable(self, stop: int, n_common: int) -> int:
-        """Return how much a slot at ``stop`` gives to a prompt with so many tokens in common."""
+        """Return how many tokens of a slot at ``stop`` a prompt can use that shares ``n_common``."""
         if stop <= n_common:
             return stop
         return 0 if not self.index.block_granular else n_common // PAGE_TOKENS * PAGE_TOKENS
 
     def _common(self, record: RequestRecord, other: RequestRecord) -> int:
-        """Return how many tokens two requests begin with alike, one left to compute."""
+        """Return how many tokens two requests share at the start, leaving one to compute."""
         known = record.prefix.common.get(other.arrival)
         if known is None:
             known = record.tokens.n_common(other.tokens, len(record.tokens) - 1)

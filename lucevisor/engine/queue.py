@@ -1,10 +1,10 @@
-"""The requests that wait for a place, and whose turn it is.
+"""The waiting requests, and the order in which they start.
 
-Probes first, then preempted requests, whose clients already read; then the key that got least; within a key the
-shortest prompt, aged.  Ageing counts work, not seconds, so it holds on any machine: a request that came later and
-starts earlier charges its size to all it passes, and twice its own size of that makes a request the next of its key.
-Pure.  Invariant: requests that came later with the same key compute less than ``3 n + 64`` tokens of prompts before a
-request of n tokens is first among them.
+Probes first, then preempted requests, whose clients are reading already; then the key that was served least; within a
+key the shortest prompt, with ageing.  Ageing counts work, not seconds, so it holds on any machine: a request charges
+its size to the older ones it overtakes, and one that was charged twice its own size is next of its key.
+Pure.  Invariant: later requests of the same key compute less than ``3 n + 64`` prompt tokens before a request of n
+tokens is first among them.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from lucevisor.engine.shares import KeyShares
 from lucevisor.model.values import PAGE_TOKENS
 
 PATIENCE: Final = 2
-"""A request is passed by later ones until they took so many times its own size."""
+"""Later requests overtake a request until they took so many times its own size."""
 
 
 class RequestQueue:
-    """Waiting requests.  Iterates in no order that matters; see ``in_order``."""
+    """Waiting requests; iteration has no particular order, ``in_order`` has."""
 
     def __init__(self, shares: KeyShares) -> None:
         self._shares = shares
@@ -37,38 +37,36 @@ class RequestQueue:
         return iter(self._waiting)
 
     def add(self, record: RequestRecord) -> None:
-        """Let a request wait."""
+        """Add a request."""
         self._waiting[record] = None
         self._order = None
 
     def remove(self, record: RequestRecord) -> None:
-        """Take a request out that is over."""
+        """Remove a request."""
         del self._waiting[record]
         self._order = None
 
     def start(self, record: RequestRecord) -> None:
-        """Take a request out that starts, and age those it passes."""
+        """Remove a request that starts, and age those it overtakes."""
         self.remove(record)
         if record.probe is None and record.started_at is None:
-            size = max(PAGE_TOKENS, record.size)  # a start takes a place, however short the prompt
+            size = max(PAGE_TOKENS, record.size)  # even the shortest prompt takes a place
             for other in self._waiting:
                 if other.arrival < record.arrival and other.request.key_id == record.request.key_id:
                     other.n_passed += size
 
     def resized(self) -> None:
-        """The size of a waiting request changed."""
+        """Note that the size of a waiting request changed."""
         self._order = None
 
     def in_order(self, live: Collection[RequestRecord]) -> list[RequestRecord]:
-        """Return the waiting requests, the next one first.  ``live``: those that run, whose prompts are promised to
-        their keys.
-        """
+        """Return the waiting requests, next first.  ``live``: the running ones, whose prompts count for their keys."""
         if self._order is None or self._shares.contested:
             self._order = self.sorted(self._waiting, live)
         return self._order
 
     def sorted(self, records: Collection[RequestRecord], live: Collection[RequestRecord]) -> list[RequestRecord]:
-        """Return some of the waiting requests in turn, as of now."""
+        """Return some of the waiting requests, next first, as of now."""
         promised: Counter[str] = Counter()
         if self._shares.contested:
             for record in live:

@@ -1,7 +1,7 @@
-"""What a client asked and what it is told: requests, their events, their states, and the refusals of submit.
+"""Requests, their events and states, and the errors of submit.
 
-Types only: this file knows neither HTTP nor text nor the scheduler.  All that says which change of a request's state is
-legal is the table TRANSITIONS.  Invariant: the last event of every request is one FinishedEvent.
+Types only: knows neither HTTP nor text nor the scheduler.  The table TRANSITIONS alone says which changes of state are
+legal.  Invariant: the last event of every request is one FinishedEvent.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ ErrorCode = Literal["shard_lost", "protocol_error", "shutting_down"]
 
 
 class RequestState(Enum):
-    """Where a request stands."""
+    """State of a request."""
 
     QUEUED = "queued"  # holds nothing in the shards
     PREFILL = "prefill"  # has pages; its prompt is not computed yet
@@ -32,9 +32,9 @@ class RequestState(Enum):
 _ENDS: Final = frozenset({RequestState.FINISHED, RequestState.CANCELLED, RequestState.FAILED})
 
 TRANSITIONS: Final[dict[RequestState, frozenset[RequestState]]] = {
-    # QUEUED -> FINISHED: preempted while its last token was under way in the pipeline
+    # QUEUED -> FINISHED: preempted while its last token was in flight
     RequestState.QUEUED: frozenset({RequestState.PREFILL}) | _ENDS,
-    # -> QUEUED: preempted, its pages went to an older request
+    # -> QUEUED: preempted by an older request
     RequestState.PREFILL: frozenset({RequestState.DECODE, RequestState.QUEUED}) | _ENDS - {RequestState.FINISHED},
     RequestState.DECODE: frozenset({RequestState.QUEUED}) | _ENDS,
     RequestState.FINISHED: frozenset(),
@@ -50,7 +50,7 @@ class GenerationRequest:
     Give long prompts as a :class:`TokenBuffer`: anything else is packed on the event loop.  ``request_id`` is unique
     among unfinished requests.  The engine lowers ``max_tokens`` to what context and pages
     allow.  ``turn_boundaries``: positions of the prompt where a chat turn ends, ascending; prefix slots checkpoint
-    there.  ``key_id``: stands for the API key it came with, never the key itself; keys get fair shares.
+    there.  ``key_id`` identifies its API key (never the key itself); keys get fair shares.
     """
 
     request_id: str
@@ -82,7 +82,7 @@ class Timings:
 
 @dataclass(frozen=True, slots=True)
 class RequestError:
-    """Why a request could not be finished.  ``message`` says what happened, where, and what to do."""
+    """Why a request failed.  ``message`` says what happened, where, and what to do."""
 
     code: ErrorCode
     message: str
@@ -90,7 +90,7 @@ class RequestError:
 
 @dataclass(frozen=True, slots=True)
 class TokenEvent:
-    """A generated token; its log-probability and the best (id, log-probability) pairs when they were asked for."""
+    """A generated token; its log-probability and the best (id, log-probability) pairs if requested."""
 
     token: int
     logprob: float | None = None
@@ -101,8 +101,8 @@ class TokenEvent:
 class FinishedEvent:
     """The end of a request.  ``error`` is set if and only if ``reason`` is "error".
 
-    A stop id ends a request without a TokenEvent, so nothing must be taken back from the text; it is named here and
-    counted in the usage, as other OpenAI-compatible servers count it.
+    A stop id ends a request without a TokenEvent, so it never reaches the text; it is named here and counted in the
+    usage, as in other OpenAI-compatible servers.
     """
 
     reason: Reason
@@ -116,7 +116,7 @@ Event = TokenEvent | FinishedEvent
 
 
 class SubmitError(LucevisorError):
-    """A request was refused before anything was done for it.  ``code`` is a stable word for programs."""
+    """A request was refused at submit.  ``code`` is stable, for programs."""
 
     code = "refused"
 
@@ -126,7 +126,7 @@ class SubmitError(LucevisorError):
 
 
 class InvalidRequest(SubmitError):
-    """A value of the request cannot be served at all."""
+    """A value of the request is invalid."""
 
     code = "invalid_request"
 
@@ -136,7 +136,7 @@ class InvalidRequest(SubmitError):
 
 
 class ContextOverflow(SubmitError):
-    """The prompt leaves no room for a token.  ``limit_tokens``: the longest sequence that fits."""
+    """The prompt leaves no room for an answer.  ``limit_tokens``: the longest sequence that fits."""
 
     code = "context_length_exceeded"
 
@@ -157,7 +157,7 @@ class ContextOverflow(SubmitError):
 
 
 class QueueFull(SubmitError):
-    """As many requests wait as may wait.  ``retry_after_s``: when they are likely to have started."""
+    """The queue is full.  ``retry_after_s``: when the waiting requests are likely to have started."""
 
     code = "queue_full"
 
@@ -169,7 +169,7 @@ class QueueFull(SubmitError):
 
 
 class NotReady(SubmitError):
-    """No new work is taken: the pipeline is away, or the engine drains or was closed."""
+    """No request is accepted: there is no pipeline, or the engine drains or was closed."""
 
     code = "not_ready"
 

@@ -1,4 +1,4 @@
-"""Collects the logits and hidden states that steps brought back as payload, for comparing placements.
+"""Collects the logits and hidden states that steps return as payload, for comparing placements.
 
 Knows payloads and shapes, no requests.  Invariant: rows are returned in the order of positions, each exactly once.
 Shapes: T tokens, V vocabulary, L layers, E hidden; all float32.
@@ -30,7 +30,7 @@ class IdsOutput:
 
 
 class RowsMissing(LucevisorError):
-    """The payloads do not make up the whole text."""
+    """The payloads do not cover the whole text."""
 
 
 class RowCollector:

@@ -26,14 +26,14 @@ from lucevisor.kv.tokens import TokenBuffer
 
 
 class InvalidTransition(Exception):
-    """A request's state was changed in a way the table does not know: a defect of the scheduler."""
+    """A change of state that is not in TRANSITIONS: a defect of the scheduler."""
 
 
 @dataclass(frozen=True, slots=True)
 class WantedRows:
-    """What a step brings back besides tokens, for comparing placements; such slices have a step of their own.
+    """What a step returns besides tokens, for comparing placements; such slices have a step of their own.
 
-    ``rows``: the most tokens of one step, so that its payload stays within the limit of a frame.
+    ``rows``: at most so many tokens per step, so that the payload fits a frame.
     """
 
     hidden: bool
@@ -55,20 +55,19 @@ class LiveSequence:
     n_computed: int = 0
     n_scheduled: int = 0  # n_computed, and the drafts under verification
     drafts: list[int] = field(default_factory=list)  # proposed to follow the tokens; the next slice verifies them
-    n_prefill: int = 0  # tokens that had to be computed when it started
-    last_step: int = 0  # the last step that carried a slice: who waited longest goes first
+    n_prefill: int = 0  # tokens to compute when it started
+    last_step: int = 0  # the last step with a slice of it
 
 
 @dataclass(slots=True, eq=False)
 class PrefixUse:
-    """What a request has to do with remembered prefixes.
+    """What a request has to do with cached prefixes.
 
-    ``held``: it shall wait for what is being restored for it.  ``checkpoints``: where its prompt is cut and remembered,
-    and why; ``checkpoint_positions`` are the same positions, in order.
-    ``branch_position``: another checkpoint, where other prompts that begin alike went on differently.
-    ``lookup``: the last match, and the version of the index it holds for.  ``common``: tokens in common with
-    requests that were being computed, by arrival.  ``cached``: tokens of the prompt that were never computed for it;
-    None before it started.
+    ``held``: it waits for a prefix that is being restored.  ``checkpoints``: where its slices end and slots are made,
+    and why; ``checkpoint_positions``: the same positions, in order.
+    ``branch_position``: one more checkpoint, where other prompts diverge from it.
+    ``lookup``: the version of the index and the match found in it.  ``common``: tokens shared with running requests, by
+    arrival.  ``cached``: tokens of the prompt that were reused; None before it starts.
     """
 
     held: bool = False
@@ -83,23 +82,21 @@ class PrefixUse:
 
 @dataclass(slots=True, eq=False)
 class RequestRecord:
-    """One request from submit to its end.  ``arrival`` orders requests by age; ``tokens`` is the prompt, then the
-    output.
-    """
+    """One request from submit to its end.  ``arrival`` orders by age; ``tokens`` is the prompt, then the output."""
 
     request: GenerationRequest
     arrival: int
     max_tokens: int  # lowered to what context and pages allow
     submitted_at: float
     wanted: WantedRows | None = None
-    probe: PrefixMatch | None = None  # a question of ours: it starts there, goes before others, and counts nowhere
+    probe: PrefixMatch | None = None  # an internal request: it starts from there, before others, and is not counted
     tokens: TokenBuffer = field(default_factory=TokenBuffer)
     state: RequestState = RequestState.QUEUED
     live: LiveSequence | None = None
-    n_in_flight: int = 0  # steps in the pipeline that carry a slice of it
+    n_in_flight: int = 0  # steps in flight that carry a slice of it
     prefix: PrefixUse = field(default_factory=PrefixUse)
-    size: int = 0  # tokens to compute before the first one is drawn, as far as was known when it was queued
-    n_passed: int = 0  # tokens of requests that came later and started before it
+    size: int = 0  # tokens to prefill, as estimated when it was queued
+    n_passed: int = 0  # tokens of later requests that started before it
     started_at: float | None = None
     first_token_at: float | None = None
 
@@ -108,7 +105,7 @@ class RequestRecord:
 
     @property
     def uncached(self) -> bool:
-        """Whether it neither uses what is remembered nor is remembered: it asks about the pipeline itself."""
+        """Whether it neither uses the prefix cache nor is cached: it inspects the pipeline."""
         return self.wanted is not None or self.probe is not None
 
     @property
@@ -118,11 +115,11 @@ class RequestRecord:
 
     @property
     def n_generated(self) -> int:
-        """Tokens drawn so far, the stop id included."""
+        """Tokens generated so far, the stop id included."""
         return len(self.tokens) - len(self.request.prompt)
 
     def move(self, state: RequestState) -> None:
-        """Change the state.  Raises InvalidTransition when the table does not allow it."""
+        """Change the state.  Raises InvalidTransition if TRANSITIONS does not allow it."""
         if state not in TRANSITIONS[self.state]:
             raise InvalidTransition(
                 f"request {self.request.request_id}: {self.state.value} -> {state.value} is not in the table"
@@ -132,8 +129,8 @@ class RequestRecord:
     def next_stop(self, start: int, chunk: int) -> int:
         """Return where a slice that begins at ``start`` ends.
 
-        Chunks end at absolute multiples of the chunk size and at the prompt's own checkpoints, wherever they begin, so
-        that a prompt computed from the middle on is cut at the same places as one computed whole.
+        Slices end at absolute multiples of the chunk size and at the prompt's checkpoints, so that a prompt computed
+        from the middle has the same slices as one computed whole.
         """
         if self.wanted is not None:
             chunk = min(chunk, self.wanted.rows)

@@ -1,9 +1,9 @@
 """Fair shares between API keys: a virtual token counter, as in "Fairness in Serving Large Language Models" (VTC).
 
-Every token computed for a key is charged to it, and the key with the least goes first.  A key that had nothing to do
-is raised to the least of the busy ones, so nobody saves up credit while idle; a busy key falls behind the others by at
-most ``credit`` tokens, so a slow stream does not earn the right to block everybody later.
-Pure.  Invariant: only keys with unfinished requests are compared; without any, nothing is remembered.
+Each computed token is charged to its key, and the key that was charged least goes first.  An idle key that returns is
+raised to the least busy one, so credit cannot be saved up; a busy key falls behind the others by at most ``credit``
+tokens, so a slow stream cannot block the others later.
+Pure.  Invariant: only keys with unfinished requests are compared.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ class KeyShares:
         return len(self._requests) > 1
 
     def enter(self, key: str) -> None:
-        """Count a request of ``key`` that came."""
+        """Count a new request of ``key``."""
         if key not in self._requests:
             self._served[key] = max(self._served.get(key, 0), self._least())
         self._requests[key] += 1
 
     def leave(self, key: str) -> None:
-        """Count a request of ``key`` that is over."""
+        """Count a finished request of ``key``."""
         self._requests[key] -= 1
         if not self._requests[key]:
             del self._requests[key]
@@ -50,7 +50,7 @@ class KeyShares:
             self._served[key] = max(self._served[key], least)
 
     def lead(self, key: str) -> int:
-        """Return how many tokens ``key`` got more than the busy key that got least."""
+        """Return how many more tokens ``key`` was served than the least served busy key."""
         return self._served[key] - self._least() if self.contested else 0
 
     def _least(self) -> int:

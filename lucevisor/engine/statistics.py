@@ -1,4 +1,4 @@
-"""Counts of the engine: totals since start, and rates over the last seconds.
+"""Counts of the engine: totals since the start, and rates over recent seconds.
 
 Pure; ``now`` is an argument.  Invariant: a rate is events counted divided by seconds passed, nothing smoothed or
 guessed.
@@ -51,7 +51,7 @@ class RateWindow:
 
 @dataclass(slots=True)
 class StageTotals:
-    """What a stage did since start.  ``wait_s``: its compute thread had nothing to do."""
+    """What a stage did since the start.  ``wait_s``: its compute thread was idle."""
 
     n_steps: int = 0
     compute_s: float = 0.0
@@ -60,7 +60,7 @@ class StageTotals:
 
 @dataclass(slots=True)
 class BoundaryTotals:
-    """Hand-overs between stage i and i + 1 since start, seen from here: answer of i to step sent to i + 1."""
+    """Hand-overs from stage i to i + 1 since the start: from the answer of i until the step was sent to i + 1."""
 
     n_hops: int = 0
     seconds: float = 0.0
@@ -68,11 +68,11 @@ class BoundaryTotals:
 
 @dataclass(slots=True)
 class StepTotals:
-    """Steps since start."""
+    """Steps since the start."""
 
     n_steps: int = 0
     n_tokens: int = 0
-    seconds: float = 0.0  # head sent to tail answered, steps that overlap counted each
+    seconds: float = 0.0  # from submit to the last answer; overlapping steps each count
     stages: list[StageTotals] = field(default_factory=list)
     boundaries: list[BoundaryTotals] = field(default_factory=list)
 
@@ -99,10 +99,10 @@ class StepTotals:
 
 @dataclass(frozen=True, slots=True)
 class CacheStatistics:
-    """Prefix slots as they are, and what they did since start.
+    """Prefix slots now, and what they did since the start.
 
-    ``n_bytes``: pages and states that slots alone hold.  ``n_hits`` of ``n_prompts`` prompts began with a known prefix;
-    ``tokens``: their tokens that were not computed, by where the prefix came from ("memory" or "disk").
+    ``n_bytes``: pages and states that only slots hold.  ``n_hits`` of ``n_prompts`` prompts began with a cached prefix;
+    ``tokens``: their reused tokens, by where the prefix came from ("memory" or "disk").
     """
 
     n_slots: int = 0
@@ -115,7 +115,7 @@ class CacheStatistics:
 
     @classmethod
     def of(cls, reuse: PrefixReuse) -> CacheStatistics:
-        """Count as of now."""
+        """Return the counts as of now."""
         index, counts = reuse.index, reuse.counts
         slots = index.slots
         return cls(

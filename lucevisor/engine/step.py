@@ -1,6 +1,6 @@
-"""Steps in flight: which requests a step carries, and whether a result answers it.
+"""Scheduled steps: which requests a step carries, and whether a result answers it.
 
-Records and one check; decides nothing.  Invariant: a result is taken whole or refused whole.
+Records and one check; decides nothing.  Invariant: a result is applied whole or refused whole.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ from lucevisor.protocol.steps import Sampled, Slice, Step, StepResult
 
 
 class WrongResult(Exception):
-    """A step result that does not answer the step it names: supervisor and daemons no longer agree on the state."""
+    """A step result that does not answer its step: supervisor and daemons no longer agree on the state."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """A step to send, and whose slices it carries (``request_ids[i]`` owns ``step.slices[i]``)."""
+    """A step to send; ``request_ids[i]`` owns ``step.slices[i]``."""
 
     step: Step
     request_ids: tuple[str, ...]
@@ -25,7 +25,7 @@ class StepPlan:
 
 @dataclass(frozen=True, slots=True)
 class ScheduledSequence:
-    """A request's slice in a step, and the sequence it ran as then: it may run as another one when the result comes."""
+    """A request's slice in a step.  ``live``: its sequence then; by the time of the result it may have another."""
 
     record: RequestRecord
     live: LiveSequence
@@ -39,7 +39,7 @@ class ScheduledSequence:
 
 @dataclass(frozen=True, slots=True)
 class ScheduledStep:
-    """A step between plan and result.  ``parts``: by sequence id as it was when the step was planned."""
+    """A step between plan and result.  ``parts``: by sequence id at the time of the plan."""
 
     step_id: int
     parts: dict[int, ScheduledSequence]

@@ -15,7 +15,7 @@ from typing import Final
 
 from lucevisor.protocol.steps import Slice
 
-_KEPT: Final = 9  # steps of a class: their median is not moved by a few outliers
+_KEPT: Final = 9  # steps per class: a few outliers do not move their median
 _LEAST_STEPS: Final = 2
 _LEAST_TOKENS: Final = 16  # of a slice: shorter ones run other kernels, as decodes do
 _DEPTH_CLASS: Final = 1024  # positions

@@ -1,8 +1,8 @@
-"""How long a request that comes now would wait: measured rates, and the work that is ahead of it.
+"""Estimates how long a new request would wait, from measured rates and the work ahead of it.
 
-Rates are tokens divided by the seconds in which such work was under way, recent ones weighted more: prompt tokens of
-the pipeline while any prompt was computed, generated tokens of one sequence while it decoded.  The wait is found by
-playing the queue through with them: a place is free when its request ends, prompts are computed one after the other.
+A rate is tokens divided by the seconds in which such work was in progress, recent ones weighted more: prompt tokens
+while any prompt was computed, generated tokens of one sequence while it decoded.  The wait is found by simulating the
+queue with these rates: a sequence is free when its request ends, and prompts are computed one after the other.
 Pure; ``now`` is an argument.  Invariant: without a measured rate there is no estimate.
 """
 
@@ -18,11 +18,11 @@ from lucevisor.engine.step import ScheduledStep
 
 HALF_LIFE_S: Final = 30.0
 """Seconds of work after which a measurement counts half."""
-_MOST_PLAYED: Final = 1024  # requests played through; the wait of a longer queue is proportional
+_MAX_SIMULATED: Final = 1024  # requests; the wait of a longer queue is proportional
 
 
 class _Rate:
-    """Tokens by seconds of work."""
+    """Tokens and the seconds of work they took."""
 
     def __init__(self) -> None:
         self._tokens = 0.0
@@ -38,7 +38,7 @@ class _Rate:
 
 
 class WaitEstimate:
-    """Measures, and estimates waits."""
+    """Measures rates, and estimates waits."""
 
     def __init__(self) -> None:
         self._prompts, self._answers = _Rate(), _Rate()
@@ -47,16 +47,16 @@ class WaitEstimate:
         self._stopped = [0.0, 0.0]  # tokens of those that ended earlier, and their number
 
     def planned(self, now: float) -> None:
-        """A step was sent; time counts from the first one under way."""
+        """Note that a step was sent; time counts from the first in flight."""
         if self._counted_until is None:
             self._counted_until = now
 
     def stopped(self) -> None:
-        """The steps under way are lost."""
+        """Note that the steps in flight are lost."""
         self._counted_until = None
 
     def applied(self, scheduled: ScheduledStep, live: Collection[RequestRecord], now: float, *, idle: bool) -> None:
-        """A step's result came, and nothing of it was taken over yet; ``idle``: no other is under way."""
+        """Note a step's result before it is applied; ``idle``: no other step is in flight."""
         seconds = now - (now if self._counted_until is None else self._counted_until)
         self._counted_until = None if idle else now
         keep = 0.5 ** (seconds / HALF_LIFE_S)
@@ -67,7 +67,7 @@ class WaitEstimate:
             self._answers.add(len(scheduled.parts) - len(prompt), seconds * n_decoding, keep)
 
     def finished(self, record: RequestRecord, reason: Reason) -> None:
-        """A request is over; errors say nothing about the length of answers."""
+        """Note how long the answer of a finished request was; errors say nothing about it."""
         if reason == "error" or record.uncached:
             return
         at_limit = reason == "length"
@@ -78,7 +78,7 @@ class WaitEstimate:
             sums[:] = (0.97 * old + new for old, new in zip(sums, more, strict=True))  # the last thirty or so
 
     def wait_s(self, running: Iterable[RequestRecord], queued: Sequence[RequestRecord]) -> float | None:
-        """Return in how many seconds a request behind all ``queued`` ones, given in turn, would start."""
+        """Return the seconds until a request after all ``queued`` ones, given in order, would start."""
         per_prompt, per_answer = self._prompts.seconds_per_token, self._answers.seconds_per_token
         if per_answer is None and self._to_the_limit[1]:
             per_answer = 0.0  # requests ended and none decoded: answers of one token
@@ -94,14 +94,14 @@ class WaitEstimate:
         if not places:
             places.append(0.0)
         heapq.heapify(places)
-        played = queued[:_MOST_PLAYED]
+        played = queued[:_MAX_SIMULATED]
         for record in played:
             computed_s = max(computed_s, places[0]) + record.size * per_prompt
             heapq.heapreplace(places, computed_s + self._left(record) * per_answer)
         return places[0] * (len(queued) / len(played) if played else 1.0)
 
     def _left(self, record: RequestRecord) -> float:
-        """Return how many tokens a request is expected to generate from now on."""
+        """Return how many more tokens a request is expected to generate."""
         most = record.max_tokens - record.n_generated
         of_limit, all_limits = self._to_the_limit
         tokens, n = self._stopped
