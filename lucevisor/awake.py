@@ -1,9 +1,9 @@
 """Time in which this process ran, for deadlines that a pause of the supervisor must not use up.
 
-While the supervisor is stopped (SIGSTOP, a frozen container, a box that swaps) nobody reads, so silence proves nothing
-about a daemon; and uvloop runs the timers that came due meanwhile before it reads what arrived. Knows nothing of what
-is waited for. Invariant: a stretch in which the event loop did not run counts for `LONGEST_GAP_S` at most, and for so
-much at least as long as it lasted: time goes on, if slowly, however badly the loop is held up.
+While the supervisor is stopped (SIGSTOP, a frozen container, swapping) it reads nothing, so silence proves nothing
+about a daemon; and uvloop runs timers that expired meanwhile before it reads what arrived. Invariant: a stretch in which
+the event loop did not run counts as at most `LONGEST_GAP_S`; so time passes, if slowly, however long the loop is held
+up.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ LONGEST_GAP_S = 1.0
 
 
 class AwakeClock:
-    """A monotonic clock that stands still while the process does. Call it for the seconds.
+    """A monotonic clock that stands still while the process does. Call it to read the seconds.
 
-    Make it in a running loop, which touches it every `TICK_S` for as long as somebody holds it.
+    Create it in a running loop, which updates it every `TICK_S` while it is referenced.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:

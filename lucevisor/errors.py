@@ -1,13 +1,13 @@
-"""The project's own exceptions and the exit code each of them means.
+"""The project's exceptions and their exit codes.
 
-Knows nothing of where they are raised or shown. Invariant: every message says what happened, where (the key, field or
-file) and what to do about it, and every error maps to exactly one exit code.
+Invariant: every message says what happened, where (the key, field or file) and what to do about it, and every error has
+exactly one exit code.
 
     LucevisorError              1  it failed while running
       ConfigError               2  one wrong setting
         ConfigErrors            2  several of them, found at once
       NotRunningError           3  there is no supervisor to talk to
-      NotReadyError             4  the chain was not ready in time
+      NotReadyError             4  the pipeline was not ready in time
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from typing import ClassVar, Final
 
 _KEY_CHARS = 120
 _VALUE_CHARS = 80
-_MAX_TOLD = 50
+_MAX_SHOWN = 50
 
 
 class ExitCode(IntEnum):
-    """What the exit status of every command means."""
+    """Exit status of the commands."""
 
     DONE = 0
     FAILED = 1
@@ -43,13 +43,13 @@ NO_VALUE: Final = _Absent.VALUE
 
 
 class LucevisorError(Exception):
-    """Something the user of a command should read; `exit_code` is what the process returns."""
+    """An error whose message is for the user of a command; `exit_code` is the exit status of the process."""
 
     exit_code: ClassVar[ExitCode] = ExitCode.FAILED
 
 
 class ConfigError(LucevisorError):
-    """One setting that is wrong: its key, its value, why it is refused and what to write instead.
+    """A wrong setting: its key, its value, why it is refused and what to write instead.
 
     `key` is dotted (`placement.target_devices[1]`) or empty when the whole file is meant; `value` is `NO_VALUE` when
     there is none to show.
@@ -67,12 +67,12 @@ class ConfigError(LucevisorError):
 
     @property
     def errors(self) -> tuple[ConfigError, ...]:
-        """The single errors inside: this one."""
+        """This error alone."""
         return (self,)
 
 
 class ConfigErrors(ConfigError):
-    """Several settings that are wrong, in the order they were found; its own attributes are those of the first."""
+    """Several wrong settings, in the order they were found; its attributes are those of the first."""
 
     def __init__(self, errors: Sequence[ConfigError]) -> None:
         if not errors:
@@ -83,12 +83,12 @@ class ConfigErrors(ConfigError):
 
     @property
     def errors(self) -> tuple[ConfigError, ...]:
-        """The single errors inside, at least one."""
+        """The errors, at least one."""
         return self._errors
 
     def __str__(self) -> str:
-        """One line for each error, of the first 50."""
-        lines = [str(error) for error in self._errors[:_MAX_TOLD]]
+        """Return one line for each of the first 50 errors."""
+        lines = [str(error) for error in self._errors[:_MAX_SHOWN]]
         if more := len(self._errors) - len(lines):
             lines.append(f"and {more} more")
         return "\n".join(lines)
@@ -101,13 +101,13 @@ class NotRunningError(LucevisorError):
 
 
 class NotReadyError(LucevisorError):
-    """The chain was not ready before the deadline."""
+    """The pipeline was not ready before the deadline."""
 
     exit_code = ExitCode.NOT_READY
 
 
 def format_error(key: str, value: object, why: str, hint: str = "", file: str = "") -> str:
-    """Return `FILE: KEY = VALUE: WHY; HINT` on one line, each part left out when it is empty."""
+    """Return `FILE: KEY = VALUE: WHY; HINT` on one line, without the parts that are empty."""
     name = _cut(key, _KEY_CHARS)
     subject = name if value is NO_VALUE else f"{name} = {show(value)}"
     text = f"{why}; {hint}" if hint else why
@@ -115,10 +115,10 @@ def format_error(key: str, value: object, why: str, hint: str = "", file: str = 
 
 
 def show(value: object) -> str:
-    """Return a value as a configuration file would write it, on one line and cut to a readable length."""
+    """Return a value as a configuration file would write it, on one line and shortened."""
     try:
         text = json.dumps(value, ensure_ascii=False, default=str)
-    except (ValueError, RecursionError, TypeError):  # too deep, an integer too long, keys no text
+    except (ValueError, RecursionError, TypeError):  # too deep, an integer too long, keys that are not text
         text = f"a {type(value).__name__}"
     return _one_line(_cut(text, _VALUE_CHARS))
 
@@ -128,12 +128,12 @@ def _cut(text: str, n_chars: int) -> str:
 
 
 def _one_line(text: str) -> str:
-    """Escape what would break the line or move a terminal's cursor."""
+    """Escape characters that break the line or move a terminal's cursor."""
     return "".join(character if character.isprintable() else ascii(character)[1:-1] for character in text)
 
 
 def unusable(path: Path, error: OSError) -> ConfigError:
-    """Return the error that says why a run directory cannot be used."""
+    """Return the error for a run directory that cannot be used."""
     where = f" ({error.filename})" if error.filename is not None and str(error.filename) != str(path) else ""
     return ConfigError(
         "XDG_RUNTIME_DIR" if os.environ.get("XDG_RUNTIME_DIR") else "run directory",

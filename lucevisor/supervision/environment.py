@@ -1,7 +1,7 @@
-"""What a daemon is started with: arguments, environment, directory.
+"""Arguments, environment and directory of a daemon.
 
-Pure: knows no processes and reads no environment of its own. Invariant: the daemon's interpreter sees the staging
-directory as the only project code, none of the supervisor's own Python settings, and the devices of its group only.
+Pure: starts nothing and reads no environment. Invariant: the daemon's interpreter sees no project code but the staging
+directory, none of the supervisor's Python settings, and no devices but its group's.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _NO_DEVICE = "-1"
 
 @dataclass(frozen=True, slots=True)
 class Handles:
-    """What only the moment of the spawn knows: descriptor numbers of the child's ends and the supervisor's pid."""
+    """Known only at the spawn: descriptor numbers of the child's ends, and the supervisor's pid."""
 
     link_fd: int
     pulse_fd: int
@@ -32,7 +32,7 @@ class Handles:
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """Everything `execve` needs. `argv[0]` is the interpreter."""
+    """The arguments of `execve`. `argv[0]` is the interpreter."""
 
     argv: tuple[str, ...]
     env: Mapping[str, str]
@@ -40,11 +40,10 @@ class Launch:
 
 
 def environment(group: GroupConfig, threads: int, staging: Path, inherited: Mapping[str, str]) -> dict[str, str]:
-    """Return the whole environment of the group's daemon.
+    """Return the environment of the group's daemon.
 
-    `inherited` is the supervisor's environment; `threads` is 0 for the library's choice. What the configuration names
-    in `groups.NAME.env` wins over everything but the import path. Other backends' visibility variables are cleared,
-    because ROCm reads CUDA's as well.
+    `inherited` is the supervisor's environment; `threads` is 0 for the library's choice. `groups.NAME.env` overrides
+    everything but the import path. Visibility variables of other backends are cleared, because ROCm reads CUDA's too.
     """
     env = {key: value for key, value in inherited.items() if key not in _OWN}
     if group.backend == "cpu":
@@ -71,10 +70,9 @@ def environment(group: GroupConfig, threads: int, staging: Path, inherited: Mapp
 def launch(
     group: GroupConfig, threads: int, staging: Path, inherited: Mapping[str, str], python: str, handles: Handles
 ) -> Launch:
-    """Return how the group's daemon is started by `python`, an absolute path that was looked up before.
+    """Return how `python`, an absolute path, starts the group's daemon.
 
-    Bytecode caches are left on: they lie beside the sources as for any installed package, keyed by interpreter
-    version, and moving them elsewhere (PYTHONPYCACHEPREFIX) would make every start compile torch.
+    Bytecode caches stay on and beside the sources: PYTHONPYCACHEPREFIX would make every start compile torch.
     """
     arguments = {
         "--group": group.name,

@@ -1,7 +1,7 @@
-"""What a daemon writes to stdout and stderr, cut into lines and bounded.
+"""Splits a daemon's stdout and stderr into lines, within bounds.
 
-Pure: knows no pipes and no logger. Invariants: never keeps more than `N_KEPT` lines nor a line longer than
-`LONGEST_LINE` bytes, and passes at most `LINES_PER_SECOND` lines a second on, counting the rest.
+Pure: knows no pipes and no logger. Invariants: keeps at most `N_KEPT` lines of at most `LONGEST_LINE` bytes, and passes
+on at most `LINES_PER_SECOND` lines a second, counting the rest.
 """
 
 from __future__ import annotations
@@ -14,20 +14,18 @@ LINES_PER_SECOND = 500
 
 
 class Lines:
-    """One stream. `feed` bytes as they come; `kept` is what a post-mortem shows."""
+    """One stream. `feed` it bytes; `kept` is what a post-mortem shows."""
 
     def __init__(self) -> None:
         self.kept: deque[str] = deque(maxlen=N_KEPT)
         self._rest = bytearray()
-        self._cut = False  # the present line is too long already: skip to its end
+        self._cut = False  # the present line is too long: skip to its end
         self._second = 0.0
         self._n_passed = 0  # within this second
-        self._n_dropped = 0  # since lines were last passed on
+        self._n_dropped = 0  # since dropped lines were last reported
 
     def feed(self, data: bytes, now: float) -> list[str]:
-        """Take bytes and return the complete lines to log, without line ends, decoded with replacement; empty ones
-        are left out.
-        """
+        """Return the complete lines to log: decoded with replacement, without line ends, empty ones left out."""
         passed: list[str] = []
         for part in data.splitlines(keepends=True):  # bytes: at \n, \r (progress bars) and \r\n only
             text = part.rstrip(b"\r\n")
@@ -40,9 +38,9 @@ class Lines:
         return passed
 
     def end(self, now: float) -> list[str]:
-        """Return what is left: the last line when it has no line end, and the count of lines that were dropped."""
+        """Return the rest: a last line without a line end, and a line that counts those that were dropped."""
         passed = self._close(now)
-        return passed + self._own_up()
+        return passed + self._report_drops()
 
     def _close(self, now: float) -> list[str]:
         line = self._rest.decode("utf-8", "replace") + (" […]" if self._cut else "")
@@ -54,13 +52,13 @@ class Lines:
         passed: list[str] = []
         if now - self._second >= 1.0:
             self._second, self._n_passed = now, 0
-            passed = self._own_up()
+            passed = self._report_drops()
         if self._n_passed >= LINES_PER_SECOND:
             self._n_dropped += 1
             return passed
         self._n_passed += 1
         return [*passed, line]
 
-    def _own_up(self) -> list[str]:
+    def _report_drops(self) -> list[str]:
         dropped, self._n_dropped = self._n_dropped, 0
         return [f"[{dropped} lines dropped from the log: more than {LINES_PER_SECOND} a second]"] if dropped else []

@@ -1,4 +1,4 @@
-"""How long to wait, how often to try again, when to give up.
+"""How long to wait, how often to retry, when to give up.
 
 Knows no states and no processes; `now` is any clock that only goes forward, in seconds, and randomness is an
 argument. Invariant: between two calls of `reset`, no window of `RestartLimit.window_s` seconds holds more than
@@ -24,23 +24,23 @@ class SupervisionLimits:
     load_stall_s: float = 120.0
     heartbeat_s: float = 10.0
     busy_heartbeat_s: float = 30.0
-    second_look_s: float = 0.5  # a late supervisor reads what arrived meanwhile before it believes in silence
-    stacks_s: float = 1.0  # from asking for stacks to SIGKILL
-    exit_grace_s: float = 2.0  # for a daemon that ends by itself
+    second_look_s: float = 0.5  # a supervisor that was held up reads what arrived before it takes silence for a hang
+    stacks_s: float = 1.0  # from the request for stacks to SIGKILL
+    exit_grace_s: float = 2.0  # for a daemon that exits by itself
     reap_s: float = 10.0  # from SIGKILL to quarantine
-    step_s: float = 120.0  # a daemon that works on one step, or on a reset, for longer is taken for hanging
+    step_s: float = 120.0  # a daemon that works on one step or reset for longer is considered hung
     backoff_first_s: float = 0.25
     backoff_most_s: float = 30.0
-    stable_s: float = 60.0  # READY for so long resets the backoff
-    lack_pause_s: float = 1.0  # between tries while the supervisor has no descriptors, memory or processes left
+    stable_s: float = 60.0  # READY for this long resets the backoff
+    lack_pause_s: float = 1.0  # between tries while the supervisor is out of descriptors, memory or processes
     n_restarts: int = 5  # after failures, within any `window_s`; 0: a group that failed stays failed
     window_s: float = 60.0
 
     def silence_s(self, phase: str, *, loading: bool) -> float:
         """Return how long a daemon may be silent after a heartbeat that reported `phase`.
 
-        `loading`: it has been sent its load and has not answered; then `phase` may be older than that. After the
-        answer, a late report of the load counts as any work does.
+        `loading`: it was sent its load and has not answered, and `phase` may be older than that. After the answer, a
+        late report of the load counts as work.
         """
         if loading or phase == "check":
             return self.load_stall_s
@@ -49,7 +49,7 @@ class SupervisionLimits:
 
 @dataclass(slots=True)
 class RestartPolicy:
-    """Decides after each failure whether and when to try again. `rng` returns a number in [0, 1)."""
+    """Decides after each failure whether and when to retry. `rng` returns a number in [0, 1)."""
 
     limits: SupervisionLimits
     rng: Callable[[], float]
@@ -59,15 +59,15 @@ class RestartPolicy:
     _ready_at: float | None = None
 
     def became_ready(self, now: float) -> None:
-        """Note that a start succeeded."""
+        """Record that a start succeeded."""
         self._ready_at = now
         self._unready = 0
 
     def delay_s(self, now: float) -> float | None:
         """Return the seconds to wait before the next start after a failure at `now`, or None to give up.
 
-        Exponential backoff with jitter between half and the whole of the step. A start that never succeeds is given
-        up after `n_restarts` tries in a row, however slowly it fails.
+        Exponential backoff, with jitter between half of the step and all of it. A start that never succeeds is given up
+        after `n_restarts` tries in a row, however slowly it fails.
         """
         if self._ready_at is None:
             self._unready += 1
@@ -83,11 +83,11 @@ class RestartPolicy:
         return delay_s
 
     def restarted(self, now: float) -> None:
-        """Note a restart after a failure at the moment it happens."""
+        """Count a restart after a failure, when it happens."""
         self._restarts.append(now)
 
     def reset(self) -> None:
-        """Forget all failures: an operator asked for a restart."""
+        """Forget all failures, for an operator asked for a restart."""
         self._restarts.clear()
         self._in_a_row = 0
         self._unready = 0

@@ -1,7 +1,6 @@
-"""What ended a daemon, in one line: from its last output, and from the kernel's count of out-of-memory kills.
+"""Why a daemon ended, in one line: from its last output, and from the kernel's count of out-of-memory kills.
 
-Knows no processes. Invariant: `cause` returns a line of the output, or the parts of one with the place it points to,
-never a guess.
+Knows no processes. Invariant: `cause` quotes the output and never guesses.
 """
 
 from __future__ import annotations
@@ -12,13 +11,13 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 N_LINES_AFTER = 100
-"""A traceback that so many lines follow is an old one: the process went on."""
+"""A traceback that this many lines follow is an old one: the process went on."""
 
 _FATAL = "Fatal Python error: "
 _FRAME = re.compile(r'\s+File "(?P<path>[^"]+)", line (?P<line>\d+),? in (?P<function>.+)')
 _OUR_PATH = re.compile(r".*/(?P<path>(?:daemons|lucevisor)/.+)")
 _PACKAGE_PATH = re.compile(r".*/(?:site-packages|lib/python3\.\d+)/(?P<path>.+)")
-_ABORTED = re.compile(  # what C and C++ say before they abort
+_ABORTED = re.compile(  # what the C and C++ libraries print before they abort
     r"\s+what\(\):  (?P<what>.+)"
     r"|(?P<libc>(?:free|malloc|realloc|double free|corrupted|munmap_chunk|malloc_consolidate)\b.*"
     r"|\*\*\* .+ \*\*\*.*|.*[Aa]ssertion .*failed.*)"
@@ -26,11 +25,10 @@ _ABORTED = re.compile(  # what C and C++ say before they abort
 
 
 def cause(output: Iterable[str]) -> str:
-    """Return the line of stderr that says why the process ended, with the innermost frame of ours; "" when it said
-    nothing.
+    """Return the line of stderr that says why the process ended, with the innermost frame of this project, or "".
 
-    That is the fatal error of faulthandler, not the modules it lists at the end; the exception of a traceback, not the
-    hints that torch prints below it; else the last line.
+    That is faulthandler's fatal error rather than the modules it lists below; a traceback's exception rather than the
+    hints that torch prints below; otherwise the last line.
     """
     lines = list(output)
     for at in reversed(range(len(lines))):
@@ -60,7 +58,7 @@ def _exception(lines: Sequence[str]) -> str:
 
 
 def _frames(lines: Sequence[str]) -> Iterator[re.Match[str]]:
-    """The frames at the beginning of `lines`."""
+    """Yield the frames at the beginning of `lines`."""
     for line in lines:
         found = _FRAME.fullmatch(line)
         if found is None:
@@ -69,7 +67,7 @@ def _frames(lines: Sequence[str]) -> Iterator[re.Match[str]]:
 
 
 def _place(frames: Sequence[re.Match[str]]) -> str:
-    """The innermost frame of ours, and the innermost of all when that is another's; `frames` innermost first."""
+    """Return the innermost frame of this project, and the innermost of all; `frames` come innermost first."""
     if not frames:
         return ""
     ours = next((frame for frame in frames if _OUR_PATH.fullmatch(frame["path"])), None)
@@ -86,8 +84,8 @@ def _short(path: str) -> str:
 
 
 def oom_kills(proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgroup")) -> int | None:
-    """Return how many processes the kernel's out-of-memory killer has ended in this process's control group, or on
-    the whole machine where there is no such count; None when it cannot be known. Daemons share the group.
+    """Return how many processes the kernel's out-of-memory killer has ended in this process's control group, which
+    daemons share, or on the whole machine where that is not counted. None when neither is known.
     """
     for path in (*_counters(proc, cgroups), proc / "vmstat"):
         with contextlib.suppress(OSError, ValueError):
@@ -108,7 +106,7 @@ def _counters(proc: Path, cgroups: Path) -> Iterator[Path]:
 
 
 def explain_kill(before: int | None, after: int | None) -> str:
-    """Say who sent a SIGKILL that the supervisor did not send; the counts of `oom_kills` at the spawn and now."""
+    """Explain a SIGKILL that the supervisor did not send, by the counts of `oom_kills` at the spawn and now."""
     if before is not None and after is not None and after > before:
         return (
             "the kernel was out of memory and killed it; give the group fewer layers (placement.target_layer_split) "

@@ -1,4 +1,4 @@
-"""A daemon that only says hello (and perhaps runs a check), then goes: what `plan` and `doctor` ask of a group.
+"""A daemon that only says hello, may run a check, and exits: how `plan` and `doctor` look at a group.
 
 Knows no states and never restarts.  Invariant: when :func:`probe` returns, its process is gone.
 """
@@ -28,8 +28,7 @@ EXIT_S = 3.0
 
 @dataclass(frozen=True, slots=True)
 class Probe:
-    """What came of it.  ``problem`` is empty when all that was asked was answered; ``hello`` may be there
-    nevertheless."""
+    """The result of a probe.  ``problem`` is empty when every question was answered; ``hello`` may be set anyway."""
 
     hello: Hello | None = None
     checked: Checked | None = None
@@ -42,7 +41,7 @@ class _Session:
         self.hello: asyncio.Future[Hello] = loop.create_future()
         self.checked: asyncio.Future[Checked] = loop.create_future()
         self.ended: asyncio.Future[Ended] = loop.create_future()
-        self.failure = ""  # what the daemon said itself
+        self.failure = ""  # as the daemon reported it
         self.closed = ""
 
     def on_frame(self, frame: Frame) -> None:
@@ -75,7 +74,7 @@ async def probe(
     hello_s: float,
     check_s: float,
 ) -> Probe:
-    """Start the group's interpreter, take its hello, run ``check`` (a Check and its descriptors), end it."""
+    """Start the group's interpreter, take its hello, run ``check`` (a Check and its descriptors) and stop it."""
     session = _Session()
     try:
         child = launcher.launch(group, 0, lambda *_: None, session.on_ended)
@@ -112,7 +111,7 @@ async def _ask(
     check_s: float,
 ) -> Probe:
     if not await session.answer(session.hello, hello_s):
-        return Probe(problem=_why(session, f"no hello within {hello_s:.0f} s"))
+        return Probe(problem=_problem(session, f"no hello within {hello_s:.0f} s"))
     hello = session.hello.result()
     problems = check_hello(hello, expected)
     if problems:
@@ -122,13 +121,13 @@ async def _ask(
     order, fds = check
     link.send(order, fds=fds)
     if not await session.answer(session.checked, check_s):
-        return Probe(hello, problem=_why(session, f"the check did not end within {check_s:.0f} s"))
+        return Probe(hello, problem=_problem(session, f"the check did not end within {check_s:.0f} s"))
     return Probe(hello, session.checked.result())
 
 
-def _why(session: _Session, otherwise: str) -> str:
+def _problem(session: _Session, otherwise: str) -> str:
     if not session.ended.done():
         return session.failure or session.closed or otherwise
     ended = session.ended.result()
     how = f"signal {ended.signal}" if ended.signal is not None else f"code {ended.code}"
-    return session.failure or f"its interpreter ended with {how}: {ended.hint or 'no word on standard error'}"
+    return session.failure or f"its interpreter ended with {how}: {ended.hint or 'nothing on standard error'}"

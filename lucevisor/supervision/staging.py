@@ -32,10 +32,10 @@ class StagedPackages:
 
 
 def stage_packages(run_dir: Path) -> StagedPackages:
-    """Make `run_dir/staging` afresh and return it.
+    """Create `run_dir/staging`, replacing that of an earlier run.
 
-    `run_dir` must be a directory of this user. Leftovers of an earlier run are replaced. Raises LucevisorError naming
-    the path when the directory is somebody else's, or when the `daemons` package does not lie beside `lucevisor`.
+    Raises LucevisorError naming the path when `run_dir` belongs to another user, or when the `daemons` package is not
+    beside `lucevisor`.
     """
     own = Path(lucevisor.__file__).resolve().parent
     daemons = own.parent / "daemons"

@@ -11,18 +11,18 @@ from enum import StrEnum
 
 
 class State(StrEnum):
-    """What a backend group is doing. A child process may exist in the states of `WITH_CHILD` only, and in FAILED when
-    quarantined.
+    """What a backend group is doing. Only in the states of `WITH_CHILD`, and in FAILED when quarantined, is there a
+    process.
     """
 
-    STOPPED = "stopped"  # nothing runs, nothing is wanted
+    STOPPED = "stopped"  # nothing runs and nothing is asked for
     STARTING = "starting"  # a child is spawned; it imports torch and has yet to say hello
     LOADING = "loading"  # it said hello and loads its layers
     READY = "ready"  # it takes steps
     DRAINING = "draining"  # it finishes the steps it has and gets no new ones
-    STOPPING = "stopping"  # it is told, asked or forced to end
-    BACKOFF = "backoff"  # it is gone; the next start waits
-    FAILED = "failed"  # given up until a restart is asked
+    STOPPING = "stopping"  # it is asked or forced to exit
+    BACKOFF = "backoff"  # it is gone; the next start is delayed
+    FAILED = "failed"  # given up until a restart is asked for
 
 
 WITH_CHILD = frozenset({State.STARTING, State.LOADING, State.READY, State.DRAINING, State.STOPPING})

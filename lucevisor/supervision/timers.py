@@ -1,7 +1,7 @@
-"""The deadlines of one group: which run, until when, and whether one that fired is to be believed.
+"""The deadlines of one group: which run, until when, and whether one that fired is really over.
 
-Pure. Invariants: at most one of each name runs; one that fires before its time, because the clock stood still while
-the supervisor was stopped, goes on for the rest of it.
+Pure. Invariants: at most one of each name runs; one that fires early, because the clock stood still while the
+supervisor was stopped, runs on for the rest of its time.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ _EARLY_S = 0.01  # event loops count milliseconds
 
 
 class Timers:
-    """Each change returns the instructions to carry out."""
+    """Each change returns the instructions that carry it out."""
 
     def __init__(self) -> None:
         self._due: dict[Timer, float] = {}
@@ -38,7 +38,7 @@ class Timers:
                 yield CancelTimer(timer)
 
     def fired(self, timer: Timer, now: float) -> StartTimer | bool:
-        """Take a timer that fired: True when its time is over, False when none runs, else what starts it again."""
+        """Take a timer that fired: True when it is over, False when none runs, else the instruction to restart it."""
         due = self._due.get(timer)
         if due is None:
             return False
@@ -48,7 +48,7 @@ class Timers:
         return True
 
     def look_again(self, timer: Timer, now: float, after_s: float) -> StartTimer | None:
-        """Return what starts a timer that is over a second time, None when this was the second."""
+        """Return the instruction that starts an expired timer once more; None when this was the second time."""
         if timer in self._looked:
             return None
         started = self.arm(timer, now, after_s)
