@@ -1,9 +1,9 @@
 """Time in which this process ran, for deadlines that a pause of the supervisor must not use up.
 
 While the supervisor is stopped (SIGSTOP, a frozen container, swapping) it reads nothing, so silence proves nothing
-about a daemon; and uvloop runs timers that expired meanwhile before it reads what arrived. Invariant: a stretch in which
-the event loop did not run counts as at most `LONGEST_GAP_S`; so time passes, if slowly, however long the loop is held
-up.
+about a daemon; and uvloop runs timers that expired meanwhile before it reads what arrived. Invariant: a stretch in
+which the event loop did not run counts as at most `LONGEST_GAP_S`; so time passes, if slowly, however long the loop is
+held up.
 """
 
 from __future__ import annotations

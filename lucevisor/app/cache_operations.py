@@ -97,7 +97,7 @@ class CacheOperations:
             await self._scan(store)
 
     async def _scan(self, store: AsyncSnapshotStore) -> None:
-        if self._service.state != "draining":  # else the store may be closed by now, and forgets everything anyway
+        if self._service.state != "draining":  # or the store may be closed already
             await store.scan()
 
     def _open_store(self) -> AsyncSnapshotStore | None:
@@ -111,7 +111,7 @@ class CacheOperations:
             return store
         cache = self._service.config.cache
         if cache.dir and cache.prefix_slots:
-            raise LucevisorError("snapshots are not open yet: the chain is not placed; ask again when it is ready")
+            raise LucevisorError("snapshots are not open yet: the model is not placed; ask again when it is ready")
         key = "cache.prefix_slots is 0" if cache.dir else "cache.dir is not set"
         raise LucevisorError(f"snapshots are off: {key} in {self._service.config.file}")
 

@@ -1,7 +1,7 @@
 """Settings of Python's cyclic garbage collector for a process whose event loop must not pause.
 
-A full collection looks at every container there is: 17 ms beside 500 requests in service, and once more for what the
-model's vocabulary and the imports made.
+A full collection visits every container: 17 ms with 500 running requests, and as much again for the model's vocabulary
+and the imported modules.
 """
 
 from __future__ import annotations
@@ -9,13 +9,13 @@ from __future__ import annotations
 import gc
 from typing import Final
 
-_YOUNG: Final = 700  # allocations until the youngest are looked at; Python's own value
-_MIDDLE: Final = 5  # of those until the middle generation is: 3 ms instead of 6
-_FULL: Final = 100  # of those until everything is: 350,000 allocations, 40 MB of garbage at most
+_YOUNG: Final = 700  # allocations per collection of the youngest generation; Python's default
+_MIDDLE: Final = 5  # of those per collection of the middle generation: 3 ms instead of 6
+_FULL: Final = 100  # of those per full collection: 350,000 allocations, at most 40 MB of garbage
 
 
 def quieten() -> None:
-    """Leave what exists now out of all later collections, and make full ones rare.  Call it when all is built."""
+    """Exclude what exists now from later collections, and make full ones rare.  Call it when everything is built."""
     gc.collect()
     gc.freeze()
     gc.set_threshold(_YOUNG, _MIDDLE, _FULL)

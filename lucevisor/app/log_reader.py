@@ -1,8 +1,7 @@
-"""Reads the log file of a running supervisor, over rotations.
+"""Follows the log file of a running supervisor across rotations.
 
-Knows no records, only lines.  Invariants: every line is given whole and once, oldest first, for as long as the reader
-keeps up with the rotation; files are read in threads of its own, so a disk that hangs stalls neither the event loop nor
-other work in threads.
+Knows lines, not records.  Invariants: every line comes whole and once, oldest first, as long as the reader keeps up
+with the rotation; files are read in its own threads, so a disk that hangs stalls neither the event loop nor others.
 """
 
 from __future__ import annotations
@@ -16,21 +15,21 @@ from typing import BinaryIO, Final
 from lucevisor.app.logs import N_OLD_FILES
 
 _READ_BYTES: Final = 64 * 2**10
-_LINE_BYTES: Final = 16 * 2**20  # a longer one is no line of ours, and is skipped
+_LINE_BYTES: Final = 16 * 2**20  # longer lines are not ours and are skipped
 
 _threads = ThreadPoolExecutor(4, thread_name_prefix="log-reader")
 
 
 class LogReader:
-    """One reader.  `lines` gives what is there; `close` when done."""
+    """Call `lines` repeatedly, then `close`."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self._file: BinaryIO | None = None
-        self._offset = 0  # of the first line that was not given
+        self._offset = 0  # of the first line that was not returned
 
     async def lines(self) -> list[str]:
-        """Return some of the lines that follow, none when there are none yet."""
+        """Return some of the next lines; an empty list when there are none yet."""
         return await asyncio.get_running_loop().run_in_executor(_threads, self._lines)
 
     def close(self) -> None:
@@ -44,21 +43,20 @@ class LogReader:
                 return []
             assert self._file is not None
             inode = os.fstat(self._file.fileno()).st_ino
-            newest = self._files()[-1:] == [inode]  # looked at before the last read: no line is added to an old file
+            newest = self._files()[-1:] == [inode]  # before the read: no line is added to an old file after it
             if lines := self._read():
                 return lines
             if newest or not self._open_next(inode):
                 return []
 
     def _read(self) -> list[str]:
-        """Return the whole lines of one block; what follows the last of them is read again: the writer takes back a
-        line that a full disk cut short."""
+        """Return the whole lines of one block.  The rest is read again: the writer may take it back."""
         assert self._file is not None
         n_bytes = _READ_BYTES
         while True:
             data = os.pread(self._file.fileno(), n_bytes, self._offset)
             end = data.rfind(b"\n") + 1
-            if not end and len(data) >= _LINE_BYTES:  # no line of ours: it goes nowhere
+            if not end and len(data) >= _LINE_BYTES:  # not ours: skip it
                 self._offset += len(data)
                 return []
             if end or len(data) < n_bytes:
@@ -68,7 +66,7 @@ class LogReader:
         return [line.decode("utf-8", "replace") + "\n" for line in data[:end].split(b"\n")[:-1]]
 
     def _open_next(self, inode: int) -> bool:
-        """Go on with the file after the one that has the inode, or with the oldest; False when there is none."""
+        """Open the file after the one with this inode, or the oldest; False when there is none."""
         inodes = self._files()
         following = inodes.index(inode) + 1 if inode in inodes else 0
         if following >= len(inodes):
@@ -83,10 +81,10 @@ class LogReader:
                 self._file, self._offset = file, 0
                 return True
             file.close()
-        return False  # rotated meanwhile: looked for again at the next call
+        return False  # rotated meanwhile: the next call looks again
 
     def _paths(self) -> list[Path]:
-        """Return the names a file can have, the oldest first."""
+        """Return all possible paths, oldest first."""
         return [self._path.with_name(f"{self._path.name}.{n}") for n in range(N_OLD_FILES, 0, -1)] + [self._path]
 
     def _files(self) -> list[int]:

@@ -1,9 +1,9 @@
-"""Where the model file is: a path, or ``hf:owner/repo/file`` fetched through huggingface_hub into its own cache.
+"""Finds the model file: a path, or ``hf:owner/repo/file`` downloaded through huggingface_hub into its cache.
 
-What is asked of the hub, how it is signed and where files lie is huggingface_hub's affair.  Added here: a download that
-was broken off, also by ending the process, goes on where it stopped (huggingface_hub itself forgets what it has when
-its call ends, and so does its faster transfer of chunks), and plain lines of progress where there is no terminal.
-Invariant: a file is in the cache under its final name only when it is whole.
+Requests, authentication and cache layout are huggingface_hub's.  Added here: an interrupted download resumes where it
+stopped, also in another process (huggingface_hub forgets what it has when its call ends), and progress is printed as
+plain lines where there is no terminal.
+Invariant: a file is in the cache under its final name only when it is complete.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _UNFINISHED = ".lucevisor.incomplete"
 
 
 def part_names(file: str) -> list[str]:
-    """Names of all parts of a possibly split file."""
+    """Return the names of all parts of a possibly split file."""
     match = _PART.search(file)
     if match is None:
         return [file]
@@ -40,11 +40,10 @@ def part_names(file: str) -> list[str]:
 
 
 def resolve(config: Config, notify: Callable[[str], None] = lambda _: None) -> Path:
-    """Path of the model's (first) file on this machine, downloading when it is a hub path.
+    """Return the path of the model's (first) file on this machine, downloading it from the hub if need be.
 
-    ``notify`` gets lines of progress; on a terminal huggingface_hub shows its own bar instead.  Resumes broken
-    downloads; with HF_HUB_OFFLINE=1, or while the hub does not answer, the cache is used.  Raises ConfigError naming
-    ``model.path``.
+    ``notify`` gets lines of progress; on a terminal huggingface_hub shows its own bar instead.  With HF_HUB_OFFLINE=1,
+    or while the hub does not answer, the cache is used.  Raises ConfigError naming ``model.path``.
     """
     source = config.model.source
     if isinstance(source, HubFile):
@@ -58,11 +57,11 @@ def resolve(config: Config, notify: Callable[[str], None] = lambda _: None) -> P
 
 
 class _Counted(io.FileIO):
-    """A file being downloaded that tells of every tenth of its ``total`` bytes.  Writes whole buffers or raises."""
+    """A file being downloaded that reports every tenth of ``total`` bytes.  Writes whole buffers or raises."""
 
-    def __init__(self, path: Path, total: int, tell: Callable[[int], None]) -> None:
+    def __init__(self, path: Path, total: int, report: Callable[[int], None]) -> None:
         super().__init__(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666), "r+b")
-        self._total, self._tell = total, tell
+        self._total, self._report = total, report
         self._tenth = 10 * self.seek(0, os.SEEK_END) // max(1, total)
 
     def write(self, data: Any) -> int:
@@ -72,20 +71,20 @@ class _Counted(io.FileIO):
         tenth = 10 * self.tell() // max(1, self._total)
         if tenth > self._tenth:
             self._tenth = tenth
-            self._tell(10 * tenth)
+            self._report(10 * tenth)
         return len(data)
 
 
 @dataclass(frozen=True, slots=True)
 class _Download:
-    """One model from the hub: all parts from the same commit of its repository."""
+    """One model from the hub: all parts from one commit of its repository."""
 
     config: Config
     source: HubFile
     notify: Callable[[str], None]
 
     def run(self) -> Path:
-        """Return the path of the first part when all are there."""
+        """Fetch all parts and return the path of the first."""
         names = part_names(self.source.file)
         first = self._part(names[0], None)
         for name in names[1:]:
@@ -99,7 +98,7 @@ class _Download:
         repo = self.source.repo_id
         try:
             facts = get_hf_file_metadata(hf_hub_url(repo, name, revision=commit))
-        except Exception as error:  # besides its own, those of its HTTP library, which differs from version to version
+        except Exception as error:  # its own, and those of its HTTP library, which differs between versions
             return self._cached(name, commit, error)
         try:
             self._fetch(name, facts)
@@ -110,7 +109,7 @@ class _Download:
             raise self._refusal(name, error) from error
 
     def _cached(self, name: str, commit: str | None, error: Exception) -> Path:
-        """What an earlier start left, when the hub gives no answer that helps."""
+        """Return the file that an earlier start left in the cache, or raise ConfigError for ``error``."""
         from huggingface_hub import try_to_load_from_cache
         from huggingface_hub.errors import OfflineModeIsEnabled
 
@@ -122,7 +121,7 @@ class _Download:
         return Path(found)
 
     def _fetch(self, name: str, facts: HfFileMetadata) -> None:
-        """Bring the file's bytes to where the cache keeps them; nothing to do when they are there."""
+        """Download the file to its place in the cache, unless it is there."""
         from huggingface_hub import constants, hf_hub_url
         from huggingface_hub.utils import WeakFileLock  # type: ignore[attr-defined]  # exported, but not in __all__
 
@@ -133,7 +132,7 @@ class _Download:
         lock = self._cache() / ".locks" / self._folder().name / f"{facts.etag}.lock"
         for path in (blob, lock):
             path.parent.mkdir(parents=True, exist_ok=True)
-        with WeakFileLock(lock):  # huggingface_hub's own name for it: two starts at once fetch once
+        with WeakFileLock(lock):  # huggingface_hub's own lock: two starts at once download once
             if not blob.exists():
                 # not facts.location: on the way there the HTTP library drops the token where the host changes
                 url = hf_hub_url(self.source.repo_id, name, revision=facts.commit_hash)
@@ -165,12 +164,12 @@ class _Download:
                 expected_size=size,
                 displayed_filename=name,
             )
-        if done:  # what an earlier process left may have met a crash of the machine
+        if done:  # a crash of the machine may have damaged what an earlier process left
             self._check(unfinished, blob.name, name)
         os.replace(unfinished, blob)
 
     def _check(self, path: Path, etag: str, name: str) -> None:
-        """Compare a resumed file with the hub's checksum, if its etag is one.  Raises ConfigError."""
+        """Compare a resumed file with the hub's checksum, if the etag is one.  Raises ConfigError."""
         if _SHA256.fullmatch(etag) is None:
             return
         self.notify(f"{self.source.repo_id}/{name}: checking what was resumed")

@@ -1,7 +1,7 @@
 """The limit of open files of this process.
 
-A connection is a descriptor, and so are the links, pipes and files a daemon needs to be started: what connections may
-take is what others leave.
+Connections are descriptors, and so are links, pipes and the files that starting a daemon needs: connections may use
+what those leave.
 """
 
 from __future__ import annotations
@@ -27,5 +27,5 @@ def raise_limit() -> int:
 
 
 def connections_within(n_files: int, n_groups: int) -> int:
-    """Return how many connections leave enough of ``n_files`` for everything else; at least a quarter of them."""
+    """Return how many of ``n_files`` connections may use; at least a quarter of them."""
     return max(n_files // 4, n_files - _RESERVED - _RESERVED_PER_GROUP * n_groups)

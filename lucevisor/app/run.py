@@ -1,9 +1,7 @@
-"""`lucevisor start`, below the command line: build a service, its HTTP endpoint and its admin socket, serve until
-told to stop.
+"""`lucevisor start` below the command line: builds a service, its HTTP endpoint and its admin socket, and serves.
 
-The first SIGINT or SIGTERM (or `lucevisor stop`) lets running requests end for a moment, the second shortens every
-deadline,
-the third kills the daemons.
+The first SIGINT or SIGTERM (or `lucevisor stop`) gives running requests a moment to end, the second shortens every
+deadline, the third kills the daemons.
 """
 
 from __future__ import annotations
@@ -69,8 +67,10 @@ def open_model(config: Config, notify: Callable[[str], None] = lambda _: None) -
 
 
 def run(config: Config, name: str, observer: Observer, *, to_terminal: bool = True) -> ExitCode:
-    """Serve until stopped; log to the run directory and, with ``to_terminal``, to standard error.  Raises
-    LucevisorError for what keeps it from starting at all."""
+    """Serve until stopped; log to the run directory and, with ``to_terminal``, to standard error.
+
+    Raises LucevisorError for what keeps it from starting at all.
+    """
     early = EarlySignals()
     run_dir = RunDirectory(name)
     run_dir.claim()
@@ -82,7 +82,7 @@ def run(config: Config, name: str, observer: Observer, *, to_terminal: bool = Tr
         model = open_model(config, lambda what: log.info("fetching", what=what))
         if config.cache.dir and config.cache.prefix_slots:
             check_directory(Path(config.cache.dir))
-        early.only_note()
+        early.stop_raising()
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             return runner.run(_run(config, model, run_dir, observer, early))
     except KeyboardInterrupt:  # stopped before there was anything to stop
@@ -99,8 +99,8 @@ async def _run(
 
 
 class EarlySignals:
-    """SIGINT and SIGTERM until the loop takes them over.  None is lost: not when the interrupt is raised where Python
-    ignores exceptions, in a finaliser, nor between the start of the loop and its own handlers.
+    """Handles SIGINT and SIGTERM until the loop does.  Loses none, neither where Python ignores exceptions, in a
+    finaliser, nor between the start of the loop and its handlers.
     """
 
     def __init__(self) -> None:
@@ -109,8 +109,8 @@ class EarlySignals:
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, self._on_signal)
 
-    def only_note(self) -> None:
-        """From now on signals are noted only.  Raises KeyboardInterrupt when there was one."""
+    def stop_raising(self) -> None:
+        """Only record signals from now on.  Raises KeyboardInterrupt if there was one."""
         self._raising = False
         if self.asked:
             raise KeyboardInterrupt
@@ -122,7 +122,7 @@ class EarlySignals:
 
 
 class Supervisor:
-    """A service with its two doors, HTTP for clients and the admin socket for operators.  Made in a running loop."""
+    """A service, its HTTP endpoint and its admin socket.  Create it in a running loop."""
 
     def __init__(self, config: Config, model: ServedModel, run_dir: RunDirectory, observer: Observer) -> None:
         self.config, self.model, self.run_dir = config, model, run_dir
@@ -133,7 +133,7 @@ class Supervisor:
         self.cache = CacheOperations(self.service)
         self._stop_asked = asyncio.Event()
         self._n_stops = 0
-        self._hurry: set[asyncio.Task[None]] = set()
+        self._hurried_stops: set[asyncio.Task[None]] = set()
 
     async def run(self, early: EarlySignals) -> ExitCode:
         """Start, serve, stop."""
@@ -171,7 +171,7 @@ class Supervisor:
         log.info("stopped", name=self.run_dir.name)
         return ExitCode.DONE
 
-    # ---- what an operator may ask (lucevisor.api.admin.AdminPort)
+    # ---- for operators (lucevisor.api.admin.AdminPort)
 
     def status(self) -> dict[str, Any]:
         return status(self.service, self.run_dir.name, self.url)
@@ -184,16 +184,16 @@ class Supervisor:
         log.info("stopping", reason=reason, ask=self._n_stops)
         self._stop_asked.set()
         if self._n_stops > 1:
-            task = asyncio.create_task(self.service.stop(0.0, 1.0 if self._n_stops == 2 else 0.0), name="hurry")
-            self._hurry.add(task)
-            task.add_done_callback(self._hurry.discard)
+            task = asyncio.create_task(self.service.stop(0.0, 1.0 if self._n_stops == 2 else 0.0), name="hurried stop")
+            self._hurried_stops.add(task)
+            task.add_done_callback(self._hurried_stops.discard)
 
     async def restart(self, groups: list[str], *, now: bool) -> None:
         for group in groups or list(self.service.groups):
             await self.service.restart(group, now=now)
 
     async def follow_log(self, group: str | None, *, follow: bool) -> AsyncIterator[str]:
-        """Lines of the run's log, oldest first; with ``follow`` also those to come."""
+        """Yield the lines of this run's log, oldest first; with ``follow`` also later ones."""
         reader = LogReader(self.run_dir.log / logs.FILE)
         try:
             while True:
@@ -208,7 +208,7 @@ class Supervisor:
         finally:
             reader.close()
 
-    # ---- what clients are served from
+    # ---- for clients
 
     def _make_ports(self) -> Ports:
         metadata = self.model.spec.files.metadata if self.model.spec.files is not None else {}
@@ -274,12 +274,12 @@ class Supervisor:
 
 
 async def logits_of(config: Config, model: ServedModel, run_dir: Path, ids: list[int], observer: Observer) -> Any:
-    """`lucevisor logits`: start the daemons, run ``ids`` through the whole chain, stop.  Returns an IdsOutput."""
+    """`lucevisor logits`: start the daemons, run ``ids`` through the whole model, stop.  Returns an IdsOutput."""
     service = Service(config, model, run_dir, observer)
     try:
         await service.start()
         if not await service.wait_ready(None) or service.engine is None or service.placement is None:
-            raise ConfigError("CONFIG", str(config.file), service.reason() or "the chain did not become ready")
+            raise ConfigError("CONFIG", str(config.file), service.reason() or "the model did not become ready")
         spec = model.spec
         row_bytes = 4 * max(spec.vocabulary, (spec.n_layers + 1) * spec.hidden_size)
         rows = max(1, min(service.placement.prefill_chunk, (128 << 20) // row_bytes))

@@ -1,8 +1,7 @@
 """The run directory of a supervisor: ``$XDG_RUNTIME_DIR/lucevisor/NAME`` (or ``/run/lucevisor/NAME``), mode 0700.
 
 Holds ``lock``, ``pid``, ``admin.sock``, ``log/`` and the daemons' package directory.  A lock held on ``lock`` means
-"running"; everything else there may be stale and is safe to find.  A pid is trusted only with its boot id and start
-time.
+"running"; anything else may be stale.  A pid is trusted only together with its boot id and start time.
 """
 
 from __future__ import annotations
@@ -24,12 +23,12 @@ NAME = re.compile(r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,63}$")
 
 
 class AlreadyRunningError(LucevisorError):
-    """Another supervisor holds the name."""
+    """Another supervisor uses the name."""
 
 
 @dataclass(frozen=True, slots=True)
 class Running:
-    """A supervisor that answers to ``name``; ``pid`` is -1 when its pid file is not (yet) there."""
+    """A running supervisor; ``pid`` is -1 while it has no pid file."""
 
     name: str
     socket: Path
@@ -37,7 +36,7 @@ class Running:
 
 
 def runtime_root() -> Path:
-    """The directory that holds all run directories.  Raises ConfigError when the machine offers none."""
+    """Return the directory of all run directories.  Raises ConfigError when the machine has none."""
     base = os.environ.get("XDG_RUNTIME_DIR", "")
     if base:
         return Path(base) / "lucevisor"
@@ -52,7 +51,7 @@ def runtime_root() -> Path:
 
 
 def check_name(name: str) -> str:
-    """``name`` itself when it can name a run directory, else ConfigError."""
+    """Return ``name``.  Raises ConfigError when it cannot name a run directory."""
     if not NAME.match(name):
         raise ConfigError(
             "--name",
@@ -64,7 +63,7 @@ def check_name(name: str) -> str:
 
 
 class RunDirectory:
-    """Claimed by the supervisor for its life.  ``close`` removes it and is idempotent."""
+    """Claimed by the supervisor for its lifetime.  ``close`` removes it and is idempotent."""
 
     def __init__(self, name: str) -> None:
         self.name = check_name(name)
@@ -97,15 +96,15 @@ class RunDirectory:
             raise unusable(self.path, error) from error
 
     def _take_lock(self) -> int:
-        """Return the descriptor of the lock file, which lies in the directory: another start or stop that removes
-        either in between is seen, and the claim begins again."""
+        """Return the descriptor of the lock file.  Tries again when another start or stop removes the file or its
+        directory meanwhile."""
         give_up_s = time.monotonic() + _CLAIM_S
         while True:
             obstacle: OSError | None = None
             try:
                 if (fd := self._try_lock()) is not None:
                     return fd
-            except (FileNotFoundError, FileExistsError) as error:  # a supervisor that stops removes it right now
+            except (FileNotFoundError, FileExistsError) as error:  # a supervisor that stops is removing it
                 obstacle = error
             if time.monotonic() > give_up_s:
                 if obstacle is not None:
@@ -130,7 +129,7 @@ class RunDirectory:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             if os.path.samestat(os.fstat(fd), (self.path / "lock").stat()):
                 return fd
-        except (BlockingIOError, FileNotFoundError):  # held, perhaps for a moment by `is_locked`; or removed
+        except (BlockingIOError, FileNotFoundError):  # held, perhaps only by `is_locked`, or removed
             pass
         except OSError:
             os.close(fd)
@@ -139,8 +138,8 @@ class RunDirectory:
         return None
 
     def close(self) -> None:
-        """Remove the directory and give the name back; the lock file goes last, so what another start finds or makes
-        there is never removed."""
+        """Remove the directory and release the name.  The lock file goes last, so that nothing of another start is
+        removed."""
         if self._lock is None:
             return
         with contextlib.suppress(OSError):
@@ -150,7 +149,7 @@ class RunDirectory:
                 elif entry.name != "lock":
                     entry.unlink(missing_ok=True)
             (self.path / "lock").unlink(missing_ok=True)
-            self.path.rmdir()  # fails when another start has just made a lock file
+            self.path.rmdir()  # fails when another start has just created a lock file
         os.close(self._lock)
         self._lock = None
 
@@ -172,7 +171,7 @@ def start_ticks(pid: int) -> int | None:
 
 
 def read_pid(path: Path) -> int:
-    """The pid in a run directory, or -1 when it is missing, of an earlier boot, or of another process by now."""
+    """Return the pid in a run directory; -1 when it is missing, of an earlier boot, or reused by another process."""
     try:
         pid, boot, ticks = (path / "pid").read_text().split()
     except (OSError, ValueError):
@@ -181,7 +180,7 @@ def read_pid(path: Path) -> int:
 
 
 def is_locked(path: Path) -> bool:
-    """Whether a living supervisor holds the run directory."""
+    """Whether a running supervisor holds the run directory."""
     try:
         fd = os.open(path / "lock", os.O_RDWR | os.O_CLOEXEC)
     except OSError:
@@ -196,7 +195,7 @@ def is_locked(path: Path) -> bool:
 
 
 def running() -> list[Running]:
-    """All supervisors of this user that run now."""
+    """Return this user's running supervisors."""
     root = runtime_root()
     if not root.is_dir():
         return []
@@ -206,8 +205,7 @@ def running() -> list[Running]:
 
 
 def find(name: str | None, socket: Path | None) -> Running:
-    """The supervisor a command speaks to: by socket, by name, or the only one.  Raises NotRunningError (exit code
-    3)."""
+    """Return the supervisor that a command talks to: by socket, by name, or the only one.  Raises NotRunningError."""
     if socket is not None:
         if not socket.exists():
             raise NotRunningError(f"{socket}: there is no such socket: nothing runs there")

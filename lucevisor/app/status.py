@@ -1,5 +1,4 @@
-"""The JSON of `lucevisor status --json`, built from a service's parts.  Field names are promises
-(docs/prefix-cache.md for those of ``cache``)."""
+"""The JSON of `lucevisor status --json`.  Field names are stable (docs/prefix-cache.md for those of ``cache``)."""
 
 from __future__ import annotations
 
@@ -14,7 +13,7 @@ from lucevisor.supervision.group import GroupSupervisor
 
 
 def status(service: Service, name: str, url: str) -> dict[str, Any]:
-    """Everything an operator sees at one glance; never blocks."""
+    """Return the whole status; never blocks."""
     spec = service.model.spec
     statistics = service.engine.statistics() if service.engine is not None else None
     return {
@@ -38,7 +37,7 @@ def status(service: Service, name: str, url: str) -> dict[str, Any]:
 
 
 def _cache(service: Service, now: CacheStatistics) -> dict[str, Any]:
-    """Prefix slots: ``hits`` of ``prompts`` began with a known prefix, ``tokens`` of theirs were not computed.
+    """Prefix slots: ``hits`` of ``prompts`` began with a known prefix, and ``tokens`` of them were not computed.
 
     Snapshots: ``dir`` is empty while they are off; ``snapshots`` files can be used; ``failures`` by reason, without
     those that did not happen.

@@ -1,4 +1,4 @@
-"""From a placement to what the engine may use: rows, sequences, pages, prefix slots.  Pure."""
+"""Derives the engine's limits from a placement: rows, sequences, pages, prefix slots.  Pure."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def engine_limits(cache: CacheConfig, spec: ModelSpec, placement: Placement) -> 
 
 
 def _prefix_settings(cache: CacheConfig, spec: ModelSpec, placement: Placement) -> PrefixSettings:
-    """What prefix slots may take, with what a page and a state take in all shards together."""
+    """Return the bounds of prefix slots, and the bytes of a page and a state over all shards."""
     every = LayerRange(0, spec.n_layers)
     return PrefixSettings(
         max_slots=cache.prefix_slots,

@@ -1,6 +1,6 @@
-"""Ask groups' interpreters what they see, and have them checked, without loading a model: for `plan` and `doctor`.
+"""Asks groups' interpreters which devices they see, and checks them, without loading a model: for `plan` and `doctor`.
 
-A probe is a real daemon that says hello, perhaps runs a check, and is told to go.
+A probe is a real daemon that says hello, may run a check, and is shut down.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ CHECK_S = 300.0
 
 
 async def inventory(config: Config) -> tuple[dict[str, list[DeviceInfo]], dict[str, str]]:
-    """Devices of every group whose interpreter answers, and what is wrong with the others."""
+    """Return the devices of every group whose interpreter answers, and the problem of each other group."""
     results = await each_group(config, None)
     return {g: r.hello.devices for g, r in results.items() if r.hello is not None and not r.problem}, {
         g: r.problem for g, r in results.items() if r.problem
@@ -33,7 +33,7 @@ async def inventory(config: Config) -> tuple[dict[str, list[DeviceInfo]], dict[s
 
 
 async def each_group(config: Config, check: Callable[[str], tuple[Check, list[int]]] | None) -> dict[str, Probe]:
-    """Probe all groups at once; ``check(group)`` gives the Check to run there and its descriptors."""
+    """Probe all groups at once; ``check(group)`` returns the Check to run there and its descriptors."""
     directory = Path(tempfile.mkdtemp(prefix="lucevisor-probe-"))
     try:
         launcher = LocalLauncher(stage_packages(directory))
@@ -53,7 +53,7 @@ async def each_group(config: Config, check: Callable[[str], tuple[Check, list[in
 
 
 def check_arena() -> Arena:
-    """A small arena whose first bytes a checked daemon must see."""
+    """Create a small arena whose first bytes a checked daemon must see."""
     arena = Arena.create(ArenaPlan(boundary=0, region_bytes=4096, n_regions=1))
     arena.region(0)[:8] = b"lucevisr"
     return arena

@@ -48,15 +48,14 @@ DRAIN_S = 2.0
 SAVE_S = 10.0
 STOP_S = 2.0
 RESTART_S = 30.0
-"""Deadlines of a first stop: running requests get DRAIN_S to end, prefix slots SAVE_S to be saved to disk, daemons
-STOP_S to leave before SIGKILL.  RESTART_S: an orderly restart waits half of it for running requests, and kills at the
-end of it."""
+"""Deadlines of a first stop: running requests have DRAIN_S to end, prefix slots SAVE_S to be saved, daemons STOP_S to
+exit before SIGKILL.  An orderly restart waits RESTART_S / 2 for running requests and kills after RESTART_S."""
 
 log = structlog.get_logger("service")
 
 
 class Observer(Protocol):
-    """Who watches a start: the command line's progress bars, or a test."""
+    """Watches a start: the progress bars of the command line, or a test."""
 
     def state(self, group: str, state: State, reason: str) -> None: ...
     def progress(self, group: str, progress: Progress) -> None: ...
@@ -64,8 +63,8 @@ class Observer(Protocol):
 
 
 class Service:
-    """Made inside a running event loop.  ``on_engine`` is called once, when placement made the engine.  ``limits``: the
-    deadlines of supervision; restarts are limited by the configuration."""
+    """Create it in a running loop.  ``on_engine`` is called once, when the model is placed.  ``limits``: deadlines of
+    supervision; the configuration limits restarts."""
 
     def __init__(
         self,
@@ -119,7 +118,7 @@ class Service:
     # ---- life
 
     async def start(self) -> None:
-        """Start every group; returns when all are spawned.  READY is awaited with :meth:`wait_ready`."""
+        """Start every group; returns when all are launched.  :meth:`wait_ready` waits for READY."""
         await self.deployment.start()
 
     async def wait_ready(self, timeout_s: float | None = None) -> bool:
@@ -135,8 +134,7 @@ class Service:
             await self._changed.wait()
 
     async def stop(self, drain_s: float = DRAIN_S, stop_s: float = STOP_S) -> None:
-        """Stop everything.  Any number of callers share one shutdown; a further call with shorter deadlines shortens
-        it."""
+        """Stop everything.  All callers share one shutdown; a further call with shorter deadlines shortens it."""
         if self._stopping is None:
             self._stopping = asyncio.create_task(self._stop(drain_s, stop_s), name="stop")
         elif stop_s < STOP_S:
@@ -154,7 +152,7 @@ class Service:
         self._end_requests()
         await self.deployment.stop(stop_s)
         await self._weights.close()
-        if self._opening is not None:  # it ends by itself now, unless the disk hangs
+        if self._opening is not None:  # it ends by itself, unless the disk hangs
             self._loaded.set()
             await asyncio.wait({self._opening}, timeout=STOP_S)
         if self.snapshots is not None:
@@ -163,7 +161,7 @@ class Service:
         self._notify()
 
     def _end_requests(self) -> None:
-        """End what still runs or waits, and take nothing more; idempotent."""
+        """End running and queued requests and refuse new ones; idempotent."""
         error = RequestError(
             "shutting_down", "the supervisor is stopping; send the request to another one, or again later"
         )
@@ -172,22 +170,24 @@ class Service:
         self.deployment.release(error)
 
     async def _save_all(self, deadline_s: float) -> None:
-        """Save prefix slots to disk before the shards lose them; a second stop cuts it short."""
+        """Save prefix slots to disk before the shards lose them; a second stop cancels it."""
         if self.snapshots is not None and self.deployment.complete:
             self._saving = asyncio.create_task(self.snapshots.save_all(deadline_s), name="save all slots")
             with contextlib.suppress(asyncio.CancelledError, TimeoutError):
-                async with awake.timeout(deadline_s + 1.0):  # a disk that hangs holds up no stop
+                async with awake.timeout(deadline_s + 1.0):  # a disk that hangs does not hold up the stop
                     await self._saving
             self._saving = None
 
     async def restart(self, group: str, *, now: bool) -> None:
-        """Restart one group's daemon; returns when the chain serves again, or waits for another group that FAILED.
-        Raises LucevisorError naming group and reason."""
+        """Restart one group's daemon; returns when requests are served again or another group has FAILED.
+
+        Raises LucevisorError naming group and reason.
+        """
         one = self.groups.get(group)
         if one is None:
             raise LucevisorError(f"there is no group {group!r}: the groups are {', '.join(self.groups)}")
         async with self._restarting:
-            if self._stopping is not None:  # also since this one waited for its turn
+            if self._stopping is not None:  # perhaps since this call waited for its turn
                 raise LucevisorError("the supervisor is stopping")
             await one.restart(now=now, deadline_s=RESTART_S)
             self.restart_reasons[group]["operator"] += 1
@@ -199,7 +199,7 @@ class Service:
             if self.state == "draining" or one.state is State.FAILED:
                 raise NotReadyError(f"group {group} did not come back: {self.reason()}")
 
-    # ---- what it looks like from outside
+    # ---- state
 
     @property
     def state(self) -> ServiceState:
@@ -227,7 +227,7 @@ class Service:
         return "; ".join(parts) or "the pipeline is being put together"
 
     def ready_in_s(self) -> float | None:
-        """Return in how many seconds requests are likely to be served; None when that is not known."""
+        """Return in how many seconds requests are likely to be served, or None when that is unknown."""
         return None if self._stopping is not None else self._readiness.wait_s(self.groups, time.monotonic())
 
     # ---- hooks of the deployment
@@ -279,7 +279,7 @@ class Service:
             self._observer.ready(self)
 
     async def _open_snapshots(self, engine: Engine, deployment: Deployment) -> None:
-        """Begin to use ``cache.dir`` when all weights are hashed; without that no file may be read or written."""
+        """Open ``cache.dir`` when all weights are hashed: no file may be read or written before."""
         try:
             if not self._weights.fits_memory():
                 await self._loaded.wait()  # two readers at two places would read the disk twice

@@ -1,8 +1,7 @@
-"""Finds work that a daemon has had in hand for too long.
+"""Finds work that a daemon has been busy with for too long.
 
-Knows no groups: what a name stands for is the caller's business. Invariant: work is overdue only when it
-was seen at every look for `limit_s` on a clock that stands still while the supervisor does: a result that waits in a
-socket of a supervisor that was stopped is late through no fault of the daemon.
+Invariant: work is overdue only when it was seen at every look for `limit_s`, on a clock that stands still while the
+supervisor does: a result that waits in the socket of a stopped supervisor is not the daemon's fault.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ log = structlog.get_logger("watchdog")
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """What a group's daemon works on. `what` is shown to people and names this piece of work only."""
+    """What a group's daemon works on. `what` is shown to people and identifies the work."""
 
     group: str
     what: str
@@ -37,19 +36,19 @@ class Watchdog:
         self._seen_at: dict[Work, float] = {}
 
     def look(self, in_hand: Iterable[Work]) -> dict[Work, float]:
-        """Return what is overdue, and for how many seconds it has been in hand."""
+        """Return what is overdue, and how many seconds ago it was first seen."""
         now = self._clock()
         self._seen_at = {work: self._seen_at.get(work, now) for work in in_hand}
         return {work: now - at for work, at in self._seen_at.items() if now - at > self._limit_s}
 
 
 async def watch(limit_s: float, in_hand: Callable[[], Iterable[Work]], overdue: Callable[[Work, float], None]) -> None:
-    """Look at `in_hand()` for ever, and tell `overdue` what it has held for longer than `limit_s`."""
+    """Look at `in_hand()` until cancelled, and pass work older than `limit_s` to `overdue`."""
     watchdog = Watchdog(limit_s, AwakeClock())
     while True:
         await asyncio.sleep(WATCH_S)
         try:
             for work, waited_s in watchdog.look(in_hand()).items():
                 overdue(work, waited_s)
-        except Exception:  # a defect elsewhere must not end the watch
+        except Exception:  # a bug elsewhere must not end the watch
             log.exception("the watch for overdue work failed; it goes on")

@@ -1,8 +1,8 @@
-"""xxh3_128 of all bytes of every tensor of a model, by threads that read the file in order.
+"""xxh3_128 of every tensor of a model, computed by threads that read the file in order.
 
 Knows no fingerprint and no cache.  A tensor is hashed in blocks, so that a large one (all experts of a layer) keeps
-several threads busy; its digest is that of its blocks' digests.  Memory: one piece a thread.  Invariant: what is
-returned is of one state of the file: it was the same before and after reading.
+several threads busy; its digest is the hash of its blocks' digests.  Memory: one buffer per thread.  Invariant: all
+digests are of one state of the file, the same before and after reading.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from lucevisor.model.gguf_files import GgufFiles
 from lucevisor.model.gguf_header import GgufError, TensorInfo
 
 BLOCK_BYTES = 64 << 20
-PIECE_BYTES = 1 << 20
-"""Read and hashed at a time: stays in the processor's cache, and the interpreter is free while it is worked on."""
+READ_BYTES = 1 << 20
+"""Read and hashed at a time: fits the processor's cache, and releases the interpreter lock meanwhile."""
 NICE = 10
-"""Requests and loading go first where cores are few."""
+"""Requests and loading come first where cores are few."""
 
 _CUT = "the file ended: it was cut after it was opened; fetch it again"
 
@@ -33,7 +33,7 @@ class DigestsStopped(Exception):
 
 
 class FileChangedError(Exception):
-    """A part changed while it was hashed."""
+    """A file changed while it was hashed."""
 
     def __init__(self, path: Path) -> None:
         super().__init__(f"{path} was changed while it was hashed")
@@ -42,7 +42,7 @@ class FileChangedError(Exception):
 
 @dataclass(slots=True)
 class HashProgress:
-    """How far a pass is; ``stop`` ends it within a piece."""
+    """Progress of a pass; setting ``stop`` ends it within one read."""
 
     total_bytes: int
     done_bytes: int = 0
@@ -59,7 +59,7 @@ class _Block:
 def digest_tensors(
     files: GgufFiles, progress: HashProgress | None = None, *, n_threads: int = 2, keep_cached: bool = True
 ) -> dict[str, str]:
-    """32 hex digits a tensor.  ``keep_cached``: leave what was read in the page cache.
+    """Return 32 hex digits for each tensor.  ``keep_cached``: leave what was read in the page cache.
 
     Raises FileChangedError, DigestsStopped, GgufError for a file that was cut, OSError.
     """
@@ -70,11 +70,11 @@ def digest_tensors(
     def work(block: _Block) -> bytes:
         buffer = getattr(local, "buffer", None)
         if buffer is None:
-            buffer = local.buffer = memoryview(bytearray(PIECE_BYTES))
+            buffer = local.buffer = memoryview(bytearray(READ_BYTES))
         return _digest(files, block, buffer, progress, keep_cached)
 
     _check_unchanged(files)
-    with ThreadPoolExecutor(n_threads, thread_name_prefix="weight hash", initializer=_yield) as pool:
+    with ThreadPoolExecutor(n_threads, thread_name_prefix="weight hash", initializer=_lower_priority) as pool:
         try:
             found = list(pool.map(work, blocks))
         except BaseException:
@@ -88,7 +88,7 @@ def digest_tensors(
 
 
 def _blocks(files: GgufFiles) -> Iterator[_Block]:
-    """All tensors in the order of the disk."""
+    """Yield all tensors in file order."""
     for tensor in sorted(files.tensors.values(), key=lambda t: (t.part, t.offset)):
         for start in range(0, tensor.n_bytes, BLOCK_BYTES):
             yield _Block(tensor, start, min(BLOCK_BYTES, tensor.n_bytes - start))
@@ -106,7 +106,7 @@ def _digest(files: GgufFiles, block: _Block, buffer: memoryview, progress: HashP
             raise GgufError(str(files.paths[tensor.part]), f"tensor {tensor.name!r}", _CUT)
         digest.update(buffer[:n])
         at += n
-        progress.done_bytes += n  # a lost update among threads costs a figure in a message
+        progress.done_bytes += n  # an update lost between threads only makes a message less exact
     if not keep_cached:
         os.posix_fadvise(fd, tensor.offset + block.start, block.n_bytes, os.POSIX_FADV_DONTNEED)
     return digest.digest()
@@ -117,5 +117,5 @@ def _check_unchanged(files: GgufFiles) -> None:
         raise FileChangedError(path)
 
 
-def _yield() -> None:
+def _lower_priority() -> None:
     os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICE)  # of this thread alone

@@ -1,8 +1,8 @@
-"""Which bytes the running shards hold, and whether a model file is still those.
+"""Makes sure that all shards load the same bytes.
 
-A group may load a file only when its identity (``FileIdentity``) is that of the files the plan was made of, or when
-hashing it gave the same digests.  All bytes are hashed once per file, in the background; the digests are kept, so
-later starts know them at once.  docs/adr/0007 says why the supervisor hashes and not the shards.
+A group may load a file only when its identity (``FileIdentity``) is that of the files that were planned with, or when
+hashing it gave the same digests.  Each file is hashed once, in the background, and the digests are kept for later
+starts.  docs/adr/0007 says why the supervisor hashes and not the shards.
 
 Invariant: every identity in ``_admitted`` was seen on files with the bytes of the running plan.
 """
@@ -27,15 +27,15 @@ from lucevisor.model.gguf_header import GgufError
 from lucevisor.model.values import FileIdentity
 
 TICK_S = 0.1
-"""Kernels stamp times with a clock that moves every 1 to 10 ms: a file is left alone for longer than that before its
-times are taken to say that nobody wrote to it since."""
+"""Kernels stamp file times with a clock that moves every 1 to 10 ms; only times older than that prove that nothing was
+written since."""
 COARSE_TICK_S = 2.0
-"""The same for file systems that keep whole seconds."""
+"""The same for file systems that store whole seconds."""
 
 CLOSE_S = 2.0
-"""A pass ends within a piece of 1 MiB, unless the disk hangs: no stop waits for that."""
+"""A pass ends within a read of 1 MiB unless the disk hangs, which no stop waits for."""
 
-_ANEW = "`lucevisor stop`, then `lucevisor start`, loads the new file into every group"
+_RELOAD = "`lucevisor stop`, then `lucevisor start`, loads the new file into every group"
 
 log = structlog.get_logger("weights")
 
@@ -45,7 +45,7 @@ class WeightsChangedError(LucevisorError):
 
 
 class ModelWeights:
-    """``files``: as the supervisor opened them.  ``directory``: where digests are kept.  Made in a running loop."""
+    """``files``: as the supervisor opened them.  ``directory``: where digests are kept."""
 
     def __init__(self, files: GgufFiles, directory: Path) -> None:
         self._files, self._directory = files, directory
@@ -56,10 +56,10 @@ class ModelWeights:
         self._progress = HashProgress(files.total_bytes)
         self._passes = [self._progress]
 
-    # ---- the plan's own files
+    # ---- the files that were planned with
 
     async def settle(self) -> None:
-        """Wait until the files' times tell any later write.  Raises WeightsChangedError when they changed already."""
+        """Wait until later writes would show in the files' times.  Raises WeightsChangedError if they have changed."""
         await _settle(self._files)
         try:
             changed = self._files.changed() or await asyncio.to_thread(self._files.other_headers)
@@ -70,29 +70,28 @@ class ModelWeights:
             raise WeightsChangedError(reason)
 
     def fits_memory(self) -> bool:
-        """Whether the page cache holds the files while shards on the same host load them: hashing beside loading then
-        reads nothing twice from the disk."""
+        """Whether the page cache can hold the files, so that hashing beside loading reads each byte only once."""
         return 2 * self._files.total_bytes <= int(psutil.virtual_memory().available)
 
     def begin(self) -> None:
-        """Find out the digests in the background, unless that was begun."""
+        """Start hashing in the background; does nothing the second time."""
         if self._hashing is None:
             self._hashing = asyncio.create_task(self._digests(self._files, self._progress), name="weight digests")
             self._hashing.add_done_callback(self._on_hashed)
 
     async def digests(self) -> dict[str, str]:
-        """xxh3_128 of every tensor.  Raises LucevisorError saying why they cannot be known."""
+        """Return xxh3_128 of every tensor.  Raises LucevisorError when the files cannot be hashed."""
         self.begin()
         assert self._hashing is not None
         return await asyncio.shield(self._hashing)
 
     def progress(self) -> str:
-        """How far hashing is, for people."""
+        """Return the progress of hashing, for people."""
         done, total = self._progress.done_bytes, self._progress.total_bytes
         return f"{100 * done // max(total, 1)} % of {total / 1e9:.1f} GB"
 
     async def close(self) -> None:
-        """End all hashing; returns when no thread reads any more, or the disk hangs."""
+        """Stop hashing; returns when no thread reads any more, or after CLOSE_S."""
         for one in self._passes:
             one.stop = True
         tasks = [*self._comparing.values(), *([self._hashing] if self._hashing is not None else [])]
@@ -108,17 +107,17 @@ class ModelWeights:
         elif not self._progress.stop:
             log.error("weights not hashed", reason=str(error))
 
-    # ---- files that a daemon is about to load
+    # ---- files that daemons load
 
     def admitted(self, identities: Sequence[FileIdentity]) -> bool:
-        """Whether files in this state hold the bytes that run."""
+        """Whether files in this state hold the running plan's bytes."""
         return tuple(identities) in self._admitted
 
     async def admit(self) -> tuple[FileIdentity, ...]:
-        """The identities that a daemon must find when it opens the files now.
+        """Return the identities that a daemon must find when it opens the files now.
 
-        Raises WeightsChangedError when they do not, or not provably, hold the bytes that run, LucevisorError when they
-        cannot be read.
+        Raises WeightsChangedError unless they provably hold the running plan's bytes, LucevisorError when they cannot
+        be read.
         """
         try:
             known = await asyncio.to_thread(_now_among, self._files.paths, tuple(self._admitted))
@@ -131,7 +130,7 @@ class ModelWeights:
         if identities not in self._admitted:
             if identities not in self._comparing:
                 task = self._comparing[identities] = asyncio.create_task(self._compare(files), name="compare weights")
-                task.add_done_callback(lambda done: done.cancelled() or done.exception())  # seen, awaited or not
+                task.add_done_callback(lambda done: done.cancelled() or done.exception())  # retrieved, awaited or not
             try:
                 await asyncio.shield(self._comparing[identities])
             finally:
@@ -146,12 +145,12 @@ class ModelWeights:
         )
         if (files.metadata, _shapes(files)) != (self._files.metadata, _shapes(self._files)):
             raise WeightsChangedError(
-                f"{path} changed since the supervisor started: its header is another one; {_ANEW}"
+                f"{path} changed since the supervisor started: its header is another one; {_RELOAD}"
             )
         if self._known is None:
             what = "was written to, replaced or renamed since the supervisor started, before all its bytes were hashed"
             raise WeightsChangedError(
-                f"{path} {what}: nothing shows that it holds what the other groups loaded; {_ANEW}"
+                f"{path} {what}: nothing shows that it holds what the other groups loaded; {_RELOAD}"
             )
         log.info("model file is not the one that was opened; comparing its bytes", file=str(path))
         await _settle(files)
@@ -163,7 +162,7 @@ class ModelWeights:
             where = files.paths[files.tensors[other[0]].part]
             what = f"tensor {other[0]!r}" + (f" and {len(other) - 1} more hold" if other[1:] else " holds")
             raise WeightsChangedError(
-                f"{where} changed since the supervisor started: {what} other bytes than the running groups; {_ANEW}"
+                f"{where} changed since the supervisor started: {what} other bytes than the running groups; {_RELOAD}"
             )
         log.info("model file holds the same bytes", file=str(path))
         self._admitted.add(files.identities)
@@ -179,7 +178,7 @@ class ModelWeights:
         try:
             found = await asyncio.to_thread(digest_tensors, files, progress, n_threads=n_threads, keep_cached=keep)
         except FileChangedError as error:
-            raise WeightsChangedError(f"{error}; {_ANEW}") from error
+            raise WeightsChangedError(f"{error}; {_RELOAD}") from error
         except DigestsStopped as error:
             raise LucevisorError("the supervisor is stopping") from error
         except (GgufError, OSError) as error:
@@ -191,7 +190,7 @@ class ModelWeights:
 
 
 def unsettled_s(identities: Sequence[FileIdentity], now_ns: int) -> float:
-    """How long to wait at ``now_ns`` until a write would move the times of every file; 0 or less: it would now."""
+    """Return how long to wait until a write would change the times of every file; 0 or less: it would now."""
 
     def end_ns(identity: FileIdentity) -> int:
         coarse = identity.ctime_ns % 1_000_000_000 == 0
@@ -201,7 +200,7 @@ def unsettled_s(identities: Sequence[FileIdentity], now_ns: int) -> float:
 
 
 def _now_among(paths: Sequence[Path], admitted: Sequence[tuple[FileIdentity, ...]]) -> tuple[FileIdentity, ...] | None:
-    """Those identities that the files under ``paths`` have now; no file is opened.  Raises OSError."""
+    """Return the admitted identities that the files have now, or None, without opening a file.  Raises OSError."""
     found = [path.stat() for path in paths]
     for identities in admitted:
         if all(identity_of(s, i.header) == i for s, i in zip(found, identities, strict=True)):
@@ -210,8 +209,8 @@ def _now_among(paths: Sequence[Path], admitted: Sequence[tuple[FileIdentity, ...
 
 
 async def _settle(files: GgufFiles) -> None:
-    """Have later writes show in the times: also those through a map whose pages are dirty already, which fsync write-
-    protects on file systems with a disk, and those within a tick of the last."""
+    """Make later writes show in the times: also those within a tick of the last, and those through a memory map whose
+    pages are already dirty, which fsync write-protects."""
 
     def sync() -> None:
         for part in files.parts:

@@ -38,11 +38,11 @@ def test_an_interrupt_that_python_ignored_is_raised_later() -> None:
     Finalised()
     assert early.asked == "SIGTERM"
     with pytest.raises(KeyboardInterrupt):
-        early.only_note()
+        early.stop_raising()
 
 
 def test_then_they_are_noted_for_the_loop() -> None:
     early = EarlySignals()
-    early.only_note()
+    early.stop_raising()
     os.kill(os.getpid(), signal.SIGINT)
     assert early.asked == "SIGINT"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from lucevisor.deployment.readiness import LEAST_S, Readiness
+from lucevisor.deployment.readiness import MIN_WAIT_S, Readiness
 from lucevisor.supervision.policy import SupervisionLimits
 from lucevisor.supervision.states import State
 
@@ -29,7 +29,7 @@ def test_a_start_takes_as_long_as_the_last_one() -> None:
     assert found.wait_s(["left", "right"], 110.0) == 20.0
     found.changed("left", State.LOADING, 105.0)
     assert found.wait_s(["left", "right"], 120.0) == 10.0
-    assert found.wait_s(["left", "right"], 500.0) == LEAST_S
+    assert found.wait_s(["left", "right"], 500.0) == MIN_WAIT_S
 
 
 def test_a_back_off_comes_on_top_and_doubles() -> None:

@@ -106,7 +106,7 @@ def test_borders_of_blocks_and_pieces(
 ) -> None:
     """A digest is xxh3_128 over those of the blocks, however many threads read them and in which pieces."""
     monkeypatch.setattr(weight_digests, "BLOCK_BYTES", block)
-    monkeypatch.setattr(weight_digests, "PIECE_BYTES", piece)
+    monkeypatch.setattr(weight_digests, "READ_BYTES", piece)
     files = open_spec(write(tmp_path / "m.gguf")).files
     found = digest_tensors(files, n_threads=n_threads)
     for name, tensor in files.tensors.items():
