@@ -34,17 +34,17 @@ class AsyncSnapshotStore:
     async def begin(self, slot: SlotRecord) -> PendingSnapshot:
         return await self._run_or_undo(lambda w: self.store.abort(w, "the save was cancelled"), self.store.begin, slot)
 
-    async def finish(self, writing: PendingSnapshot, n_bytes: int) -> SnapshotEntry:
-        return await self._run(self.store.finish, writing, n_bytes)
+    async def finish(self, pending: PendingSnapshot, n_bytes: int) -> SnapshotEntry:
+        return await self._run(self.store.finish, pending, n_bytes)
 
-    async def abort(self, writing: PendingSnapshot, reason: str) -> None:
-        await self._run(self.store.abort, writing, reason)
+    async def abort(self, pending: PendingSnapshot, reason: str) -> None:
+        await self._run(self.store.abort, pending, reason)
 
     async def open_for_restore(self, entry: SnapshotEntry, n_tokens: int | None = None) -> OpenSnapshot:
         return await self._run_or_undo(self.store.close_snapshot, self.store.open_for_restore, entry, n_tokens)
 
-    async def check(self, reading: OpenSnapshot) -> None:
-        await self._run(self.store.check, reading)
+    async def check(self, opened: OpenSnapshot) -> None:
+        await self._run(self.store.check, opened)
 
     async def discard(self, entry: SnapshotEntry, reason: str) -> None:
         await self._run(self.store.discard, entry, reason)

@@ -194,14 +194,14 @@ class SnapshotManager:
             return None
         slot = None
         try:
-            reading = await self.store.open_for_restore(match.entry, match.n_tokens)
+            opened = await self.store.open_for_restore(match.entry, match.n_tokens)
             try:
-                problem = await self._fill(match, reading, reservation, lambda: self._resume(under_way))
-                problem = problem or await self._judge(reading, reservation)
+                problem = await self._fill(match, opened, reservation, lambda: self._resume(under_way))
+                problem = problem or await self._judge(opened, reservation)
             finally:
-                self.store.store.close_snapshot(reading)
-            if not problem and (slot := self._engine.adopt(reading.tokens, reservation)) is None:
-                problem = "a daemon was lost meanwhile"
+                self.store.store.close_snapshot(opened)
+            if not problem and (slot := self._engine.adopt(opened.tokens, reservation)) is None:
+                problem = "a daemon was lost in the meantime"
         except SnapshotRefused:  # logged and counted by the store
             return None
         finally:
@@ -210,13 +210,13 @@ class SnapshotManager:
         if problem:
             self.store.store.not_restored(match.entry, problem)
             return None
-        self.store.store.restored(reading, seconds)
+        self.store.store.restored(opened, seconds)
         log.info("snapshot restored", file=match.entry.file, n_tokens=match.n_tokens, seconds=round(seconds, 4),
-                 converted=reading.converted)  # fmt: skip
+                 converted=opened.converted)  # fmt: skip
         return slot
 
     async def _fill(
-        self, match: SnapshotMatch, reading: OpenSnapshot, reservation: Reservation, late: Callable[[], None]
+        self, match: SnapshotMatch, opened: OpenSnapshot, reservation: Reservation, late: Callable[[], None]
     ) -> str:
         """Read and checksum the file; return the problem, empty on success.  Raises SnapshotRefused.
 
@@ -224,36 +224,36 @@ class SnapshotManager:
         """
         ids = reservation.ids
         place = SlotPlace(
-            reading.n_tokens, ids.get(Space.FULL, []), ids.get(Space.WINDOW, []), reservation.first_window,
+            opened.n_tokens, ids.get(Space.FULL, []), ids.get(Space.WINDOW, []), reservation.first_window,
             reservation.state,
         )  # fmt: skip
         started = time.monotonic()
-        check = asyncio.create_task(self.store.check(reading))
-        transfer, overdue = await self._await(self.shards.restore(reading, place), TRANSFER_S, late)
+        check = asyncio.create_task(self.store.check(opened))
+        transfer, overdue = await self._await(self.shards.restore(opened, place), TRANSFER_S, late)
         await check
         if not transfer.problem:
             self.meter.add_read(match.n_bytes, time.monotonic() - started)
         return overdue or transfer.problem
 
-    async def _judge(self, reading: OpenSnapshot, reservation: Reservation) -> str:
+    async def _judge(self, opened: OpenSnapshot, reservation: Reservation) -> str:
         """Verify the recorded next token; return the problem, empty on success.
 
         Raises SnapshotRefused, after setting the file aside, if the model predicts another one.
         """
-        record = reading.next_token
+        record = opened.next_token
         if record is None or record.input is None:
             return ""
-        predicted = await self._engine.next_token(reservation, reading.tokens, record.input, N_TOP)
+        predicted = await self._engine.next_token(reservation, opened.tokens, record.input, N_TOP)
         if predicted is None:
             return "its next token could not be computed"
-        if not record.agrees(predicted.token, self._tolerance(reading)):
+        if not record.agrees(predicted.token, self._tolerance(opened)):
             reason = f"the next token is {predicted.token}, recorded is {record.token}: the restored state is wrong"
-            await self.store.discard(reading.entry, reason)
-            raise SnapshotRefused(Fault.MISFIT, reading.file, reason)
+            await self.store.discard(opened.entry, reason)
+            raise SnapshotRefused(Fault.MISFIT, opened.file, reason)
         return ""
 
-    def _tolerance(self, reading: OpenSnapshot) -> float:
-        return NEAR_TIE[not reading.converted and self.store.store.model.dtype is Dtype.FLOAT32]
+    def _tolerance(self, opened: OpenSnapshot) -> float:
+        return NEAR_TIE[not opened.converted and self.store.store.model.dtype is Dtype.FLOAT32]
 
     # ---- save
 
@@ -312,21 +312,21 @@ class SnapshotManager:
                 return False
             unsealed: PendingSnapshot | None = None
             try:
-                writing = unsealed = await self.store.begin(SlotRecord(slot.tokens, time.time(), record))
+                pending = unsealed = await self.store.begin(SlotRecord(slot.tokens, time.time(), record))
                 late = "the daemons or the disk took too long"
                 transfer, overdue = await self._await(
-                    self.shards.save(writing, place), deadline_s,
-                    lambda: self._spawn(self.store.abort(writing, late), "abort a snapshot"),
+                    self.shards.save(pending, place), deadline_s,
+                    lambda: self._spawn(self.store.abort(pending, late), "abort a snapshot"),
                 )  # fmt: skip
                 if overdue or transfer.problem:
-                    await self.store.abort(writing, overdue or transfer.problem)
+                    await self.store.abort(pending, overdue or transfer.problem)
                     return False
                 unsealed = None  # finish completes even if this task is cancelled
-                await self.store.finish(writing, transfer.n_bytes)
+                await self.store.finish(pending, transfer.n_bytes)
             except SaveFailed:  # logged and counted by the store
                 return False
             except asyncio.CancelledError:
-                if unsealed is not None:  # daemons still writing do so into an unlinked file
+                if unsealed is not None:  # daemons may still write into the unlinked file
                     self.store.store.abort(unsealed, "the stop was cut short")
                 raise
             finally:

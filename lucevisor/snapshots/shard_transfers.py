@@ -18,7 +18,7 @@ from lucevisor.protocol.transfers import Restore, Restored, Save, Saved, SlotPla
 from lucevisor.snapshots.transfers import Transfer, TransferKind, TransferTable
 
 
-class SnapshotFile(Protocol):
+class TransferFile(Protocol):
     """A file that daemons write (:class:`PendingSnapshot`) or read (:class:`OpenSnapshot`)."""
 
     fd: int
@@ -65,16 +65,16 @@ class ShardTransfers:
                 return False
         return True
 
-    def save(self, file: SnapshotFile, place: SlotPlace) -> asyncio.Future[Transfer]:
+    def save(self, file: TransferFile, place: SlotPlace) -> asyncio.Future[Transfer]:
         """Let every daemon write its tensors; the future completes when all are done with the file."""
         return self._begin(TransferKind.SAVE, Save, file, place)
 
-    def restore(self, file: SnapshotFile, place: SlotPlace) -> asyncio.Future[Transfer]:
+    def restore(self, file: TransferFile, place: SlotPlace) -> asyncio.Future[Transfer]:
         """Let every daemon read its tensors; the future completes when all are done with the file."""
         return self._begin(TransferKind.RESTORE, Restore, file, place)
 
     def _begin(
-        self, kind: TransferKind, message: type[Save | Restore], file: SnapshotFile, place: SlotPlace
+        self, kind: TransferKind, message: type[Save | Restore], file: TransferFile, place: SlotPlace
     ) -> asyncio.Future[Transfer]:
         n_bytes = {group: sum(file.n_bytes(r) for r in ranges) for group, ranges in self._layers.items()}
         transfer = self._transfers.start(kind, n_bytes)
@@ -89,7 +89,7 @@ class ShardTransfers:
                 except (ProtocolError, OSError) as error:
                     problem = str(error)
             if problem:
-                self._end(self._transfers.failed(group, transfer.id, f"group {group} was not asked: {problem}"))
+                self._end(self._transfers.failed(group, transfer.id, f"group {group} could not be asked: {problem}"))
         return end
 
     def _end(self, transfer: Transfer | None) -> None:

@@ -207,13 +207,13 @@ class SnapshotStore:
         """Lay out and allocate a file.  Raises SaveFailed, leaving nothing behind."""
         return self._writer.begin(slot, self.disk_bytes)
 
-    def finish(self, writing: PendingSnapshot, n_bytes: int) -> SnapshotEntry:
+    def finish(self, pending: PendingSnapshot, n_bytes: int) -> SnapshotEntry:
         """Seal and publish a file after the daemons wrote ``n_bytes``, then prune.
 
         Raises SaveFailed, leaving nothing behind.
         """
-        entry = self._writer.seal(writing, n_bytes)
-        seconds = time.monotonic() - writing.started_s
+        entry = self._writer.seal(pending, n_bytes)
+        seconds = time.monotonic() - pending.started_s
         with self._guard:
             self._index.put(entry)
             self.statistics.n_saved += 1
@@ -229,9 +229,9 @@ class SnapshotStore:
             log.warning("snapshots not pruned", directory=str(self.directory), reason=describe_error(error))
         return entry
 
-    def abort(self, writing: PendingSnapshot, reason: str) -> None:
+    def abort(self, pending: PendingSnapshot, reason: str) -> None:
         """Abandon a file and remove it.  Idempotent."""
-        self._writer.abort(writing, reason)
+        self._writer.abort(pending, reason)
 
     # ---- read
 
@@ -272,19 +272,19 @@ class SnapshotStore:
         ]
         return ", ".join(f"{what} {theirs} in the file, {ours} here" for what, theirs, ours in pairs)
 
-    def check(self, reading: OpenSnapshot) -> None:
+    def check(self, opened: OpenSnapshot) -> None:
         """Compare every tensor's checksum, possibly while the daemons read.  Raises SnapshotRefused."""
-        with self._refusing(reading.file, reading.fd):
+        with self._refusing(opened.file, opened.fd):
             try:
-                disk.compare(disk.checksums(reading.fd, reading.snapshot.tensors, self._pool), reading.snapshot)
+                disk.compare(disk.checksums(opened.fd, opened.snapshot.tensors, self._pool), opened.snapshot)
             except OSError as error:
                 raise disk.unreadable("tensors", error) from error
 
-    def restored(self, reading: OpenSnapshot, seconds: float) -> None:
+    def restored(self, opened: OpenSnapshot, seconds: float) -> None:
         """Count a restored file; ``seconds`` since the decision."""
         with self._guard:
             self.statistics.n_restored += 1
-            self.statistics.restored_bytes += reading.entry.n_bytes
+            self.statistics.restored_bytes += opened.entry.n_bytes
             self.statistics.restore_s += seconds
 
     def not_restored(self, entry: SnapshotEntry, reason: str) -> None:
@@ -294,11 +294,11 @@ class SnapshotStore:
         log.warning("snapshot not restored", file=entry.file, reason=reason)
 
     @staticmethod
-    def close_snapshot(reading: OpenSnapshot) -> None:
+    def close_snapshot(opened: OpenSnapshot) -> None:
         """Close the file.  Idempotent."""
-        if not reading.closed:
-            reading.closed = True
-            os.close(reading.fd)
+        if not opened.closed:
+            opened.closed = True
+            os.close(opened.fd)
 
     def discard(self, entry: SnapshotEntry, reason: str) -> None:
         """Set aside a file that restored a wrong state."""

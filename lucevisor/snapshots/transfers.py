@@ -64,7 +64,7 @@ class TransferTable:
         return self._strike(transfer, group, problem)
 
     def failed(self, group: str, transfer_id: int, reason: str) -> Transfer | None:
-        """TransferFailed came, or the group could not be asked.  Returns the transfer when it was the last answer."""
+        """Handle TransferFailed, or a failed send.  Returns the transfer if this was the last answer."""
         transfer = self._waiting_for(group, transfer_id)
         return None if transfer is None else self._strike(transfer, group, reason)
 

@@ -99,72 +99,72 @@ class SnapshotWriter:
             reason = f"it would take {snapshot.file_bytes} bytes, cache.disk is {most_bytes}"
             raise self._failed("too_large", file, reason)
         path = self.directory / f"{file.removesuffix('.safetensors')}.{secrets.token_hex(8)}{PARTIAL}"
-        writing = PendingSnapshot(file, path, -1, snapshot, time.monotonic())
-        with self._saving(writing):
+        pending = PendingSnapshot(file, path, -1, snapshot, time.monotonic())
+        with self._saving(pending):
             self._at("create")
             with disk.locked(self.directory):  # or another scan could remove the file before it is locked
                 flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
-                writing.fd = os.open(path, flags, 0o600)
-                disk.try_lock(writing.fd)
+                pending.fd = os.open(path, flags, 0o600)
+                disk.try_lock(pending.fd)
             self._at("allocate")
-            os.posix_fallocate(writing.fd, 0, snapshot.file_bytes)
+            os.posix_fallocate(pending.fd, 0, snapshot.file_bytes)
             self._at("data")
-        return writing
+        return pending
 
-    def seal(self, writing: PendingSnapshot, n_bytes: int) -> SnapshotEntry:
+    def seal(self, pending: PendingSnapshot, n_bytes: int) -> SnapshotEntry:
         """Check, seal and rename a file after the daemons reported ``n_bytes`` written.
 
         Raises SaveFailed, leaving nothing behind.
         """
-        with self._saving(writing):
+        with self._saving(pending):
             self._at("size")
-            _check_size(writing, n_bytes)
+            _check_size(pending, n_bytes)
             flushed = self._pool.submit(
-                os.fsync, writing.fd
+                os.fsync, pending.fd
             )  # in parallel with the checksums, which come from the page cache
             try:
                 self._at("checksum")
-                sums = disk.checksums(writing.fd, writing.snapshot.tensors, self._pool)
+                sums = disk.checksums(pending.fd, pending.snapshot.tensors, self._pool)
             finally:
                 flushed.exception()  # never leave a thread behind that uses the descriptor
             flushed.result()
             self._at("header")
-            writing.snapshot = replace(writing.snapshot, checksums=sums)
-            disk.write_all(writing.fd, pack(writing.snapshot), 0)
+            pending.snapshot = replace(pending.snapshot, checksums=sums)
+            disk.write_all(pending.fd, pack(pending.snapshot), 0)
             self._at("sync")
-            os.fsync(writing.fd)
-            status = os.fstat(writing.fd)
+            os.fsync(pending.fd)
+            status = os.fstat(pending.fd)
             self._at("rename")
             with disk.locked(self.directory):
-                writing.path.rename(self.directory / writing.file)
+                pending.path.rename(self.directory / pending.file)
         try:
             self._at("sync_directory")
             disk.sync_directory(self.directory)
         except OSError as error:  # the file is complete, but its name may not survive a power cut
-            log.warning("snapshot directory not synced", file=writing.file, reason=describe_error(error))
-        _close(writing)
-        return SnapshotEntry(writing.file, writing.snapshot, status.st_size, status.st_mtime)
+            log.warning("snapshot directory not synced", file=pending.file, reason=describe_error(error))
+        _close(pending)
+        return SnapshotEntry(pending.file, pending.snapshot, status.st_size, status.st_mtime)
 
-    def abort(self, writing: PendingSnapshot, reason: str) -> None:
+    def abort(self, pending: PendingSnapshot, reason: str) -> None:
         """Abandon a file and remove it.  Idempotent."""
-        if not writing.done:
-            self._clean(writing)
-            self._failed("aborted", writing.file, reason)
+        if not pending.done:
+            self._clean(pending)
+            self._failed("aborted", pending.file, reason)
 
     @contextmanager
-    def _saving(self, writing: PendingSnapshot) -> Iterator[None]:
+    def _saving(self, pending: PendingSnapshot) -> Iterator[None]:
         """Turn errors inside into SaveFailed, after logging them and removing the partial file."""
         try:
             yield
         except SaveFailed as failed:
-            self._clean(writing)
+            self._clean(pending)
             self._failed(failed.label, failed.file, failed.reason)
             raise
         except (OSError, SnapshotError) as error:
-            self._clean(writing)
-            raise self._failed(_label(error), writing.file, describe_error(error)) from error
+            self._clean(pending)
+            raise self._failed(_label(error), pending.file, describe_error(error)) from error
         except BaseException:
-            self._clean(writing)
+            self._clean(pending)
             raise
 
     def _failed(self, label: str, file: str, reason: str) -> SaveFailed:
@@ -172,13 +172,13 @@ class SnapshotWriter:
         log.warning("snapshot not saved", file=file, label=label, reason=reason)
         return SaveFailed(label, file, reason)
 
-    def _clean(self, writing: PendingSnapshot) -> None:
-        if writing.fd >= 0 and not writing.done:
+    def _clean(self, pending: PendingSnapshot) -> None:
+        if pending.fd >= 0 and not pending.done:
             try:
-                writing.path.unlink(missing_ok=True)
+                pending.path.unlink(missing_ok=True)
             except OSError as error:  # a later scan removes it
-                log.warning("partial snapshot not removed", file=writing.path.name, reason=describe_error(error))
-        _close(writing)
+                log.warning("partial snapshot not removed", file=pending.path.name, reason=describe_error(error))
+        _close(pending)
 
 
 def _label(error: Exception) -> str:
@@ -192,18 +192,18 @@ def _yield() -> None:
     os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICE)  # of this thread alone
 
 
-def _check_size(writing: PendingSnapshot, n_bytes: int) -> None:
-    size = os.fstat(writing.fd).st_size
-    if n_bytes != writing.data_bytes or size != writing.snapshot.file_bytes:
+def _check_size(pending: PendingSnapshot, n_bytes: int) -> None:
+    size = os.fstat(pending.fd).st_size
+    if n_bytes != pending.data_bytes or size != pending.snapshot.file_bytes:
         raise SaveFailed(
             "size",
-            writing.file,
-            f"the daemons wrote {n_bytes} bytes of {writing.data_bytes}, the file has {size} of "
-            f"{writing.snapshot.file_bytes}",
+            pending.file,
+            f"the daemons wrote {n_bytes} bytes of {pending.data_bytes}, the file has {size} of "
+            f"{pending.snapshot.file_bytes}",
         )
 
 
-def _close(writing: PendingSnapshot) -> None:
-    if not writing.done and writing.fd >= 0:
-        os.close(writing.fd)
-    writing.done = True
+def _close(pending: PendingSnapshot) -> None:
+    if not pending.done and pending.fd >= 0:
+        os.close(pending.fd)
+    pending.done = True

@@ -1,10 +1,8 @@
 """The directory of snapshots on a real disk: what is saved comes back, and nothing else is touched."""
 
-import asyncio
 import gc
 import os
 import threading
-import time
 
 import pytest
 import xxhash
@@ -13,7 +11,6 @@ from structlog.testing import capture_logs
 from lucevisor.errors import ConfigError
 from lucevisor.model.values import Dtype, LayerRange
 from lucevisor.snapshots import disk
-from lucevisor.snapshots.async_store import AsyncSnapshotStore
 from lucevisor.snapshots.layout import Fault
 from lucevisor.snapshots.store import SnapshotRefused
 from lucevisor.snapshots.writer import SaveFailed
@@ -390,50 +387,3 @@ def test_a_scan_reads_headers_only(tmp_path):
 def read_bytes():
     with open("/proc/self/io") as counters:
         return int(counters.readline().split()[1])  # rchar: what this process was given by read calls
-
-
-# ---- the event loop
-
-
-async def test_the_event_loop_never_waits(tmp_path):
-    slow = threading.Event()
-
-    def at(step):
-        if step == "sync":
-            slow.wait(0.3)
-
-    background = AsyncSnapshotStore(made_store(tmp_path, at=at))
-    writing = await background.begin(made_slot())
-    n = fill(writing)
-    longest, last = 0.0, time.monotonic()
-    finishing = asyncio.create_task(background.finish(writing, n))
-    while not finishing.done():
-        await asyncio.sleep(0.005)
-        longest, last = max(longest, time.monotonic() - last), time.monotonic()
-    assert longest < 0.15
-    entry = await finishing
-    reading = await background.open_for_restore(entry)
-    await background.check(reading)
-    background.store.close_snapshot(reading)
-    await background.discard(entry, "wrong")
-    assert await background.scan() == []
-    background.close()
-
-
-async def test_what_a_cancelled_caller_opened_is_closed(tmp_path):
-    reached, go_on = threading.Event(), threading.Event()
-
-    def at(step):
-        if step == "allocate":
-            reached.set()
-            go_on.wait(5)
-
-    background = AsyncSnapshotStore(made_store(tmp_path, at=at))
-    beginning = asyncio.create_task(background.begin(made_slot()))
-    assert await asyncio.to_thread(reached.wait, 5)
-    beginning.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await beginning
-    go_on.set()
-    background.close()
-    assert names(tmp_path) == []
