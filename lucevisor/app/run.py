@@ -41,6 +41,7 @@ from lucevisor.config import Config, read_api_keys
 from lucevisor.deployment.served_model import ServedModel
 from lucevisor.deployment.service import Observer, Service
 from lucevisor.engine.core import Engine
+from lucevisor.engine.rows import max_rows_per_step
 from lucevisor.errors import ConfigError, ExitCode, unusable
 from lucevisor.model.families import open_spec
 from lucevisor.model.gguf_files import part_paths
@@ -281,8 +282,8 @@ async def logits_of(config: Config, model: ServedModel, run_dir: Path, ids: list
         if not await service.wait_ready(None) or service.engine is None or service.placement is None:
             raise ConfigError("CONFIG", str(config.file), service.reason() or "the model did not become ready")
         spec = model.spec
-        row_bytes = 4 * max(spec.vocabulary, (spec.n_layers + 1) * spec.hidden_size)
-        rows = max(1, min(service.placement.prefill_chunk, (128 << 20) // row_bytes))
+        rows = max_rows_per_step(spec.vocabulary, spec.hidden_size, spec.n_layers, hidden=True)
+        rows = min(service.placement.prefill_chunk, rows)
         return await service.engine.run_ids(ids, want_hidden=True, rows_per_step=rows)
     finally:
         await service.stop(0.0)
