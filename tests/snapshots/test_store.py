@@ -239,10 +239,10 @@ def test_a_file_that_is_gone_is_refused_and_forgotten(store):
     assert store.entries == []
 
 
-def test_an_exchanged_file_is_refused(store):
+def test_a_replaced_file_is_refused(store):
     a, b = save(store), save(store, made_slot(start=1))
     (store.directory / b.file).rename(store.directory / a.file)
-    with pytest.raises(SnapshotRefused, match="exchanged"):
+    with pytest.raises(SnapshotRefused, match="replaced"):
         store.open_for_restore(a)
 
 

@@ -52,7 +52,7 @@ def test_strange_answers_change_nothing():
     assert transfers.answered("left", 17, 10) is None
     assert transfers.failed("right", one.id, "no") is None
     assert not one.problem
-    with pytest.raises(ValueError, match="name the groups"):
+    with pytest.raises(ValueError, match="name at least one"):
         transfers.start(TransferKind.RESTORE, {})
 
 
