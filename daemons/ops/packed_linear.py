@@ -9,7 +9,8 @@ from torch import Tensor
 from daemons.ops.expert_pairs import ExpertPairs
 from daemons.ops.experts import UNLIMITED_PAIRS
 from daemons.ops.linear import part_rows
-from daemons.ops.triton.gemv import MAX_GEMV_ROWS, dequantise_packed, packed_gemv
+from daemons.ops.triton.dequant import dequantise_packed
+from daemons.ops.triton.gemv import MAX_GEMV_ROWS, packed_gemv
 from daemons.ops.triton.grouped_gemm import packed_grouped_gemm
 from daemons.weights.packed import PackedWeights, empty_packed
 from lucevisor.model.quant_types import BY_NAME, CHUNK, GgmlType

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import torch
 
-from daemons.ops.triton import gemv, gemv_float16, split_k
+from daemons.ops.triton import dequant, gemv, gemv_float16, split_k
 from daemons.weights.packed import empty_packed
 from lucevisor.model.quant_types import BY_NAME
 from tests.kernels.targets import ONE_EACH, TARGETS, Case, for_some
@@ -112,7 +112,7 @@ def _dequantise(kind: str, dtype: str) -> Case:
     signature = pointers | dict.fromkeys(("first_row", "n_rows", "n_chunks"), "i32")
     options = {"num_warps": 4, "enable_fp_fusion": False}
     constants = absent | {"KIND": kind, "BN": 8}
-    return Case(f"dequantise {kind} {dtype}", gemv.dequantise_kernel, signature, constants, tuple(pointers), options)
+    return Case(f"dequantise {kind} {dtype}", dequant.dequantise_kernel, signature, constants, tuple(pointers), options)
 
 
 def split_sum_kernel(dtype: str) -> Case:

@@ -12,8 +12,9 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-from daemons.ops.triton import gemv, gemv_float16, split_k
-from daemons.ops.triton.gemv import MAX_GEMV_ROWS, dequantise_packed, packed_gemv
+from daemons.ops.triton import dequant, gemv, gemv_float16, split_k
+from daemons.ops.triton.dequant import dequantise_packed
+from daemons.ops.triton.gemv import MAX_GEMV_ROWS, packed_gemv
 from daemons.ops.triton.split_k import GemvConfig
 from daemons.weights.dequant import dequantise
 from daemons.weights.packed import PackedWeights, repack
@@ -346,7 +347,8 @@ class Guarded:
 
             empty, float32 = staticmethod(make), torch.float32
 
-        monkeypatch.setattr(gemv, "torch", Torch)
+        for module in (gemv, dequant):
+            monkeypatch.setattr(module, "torch", Torch)
         monkeypatch.setattr(Tensor, "new_empty", like)
 
     def check(self) -> None:
@@ -430,7 +432,7 @@ def test_other_counts_of_rows_and_pairs_compile_nothing(kind):
 
     def compiled() -> int:
         products = (gemv.gemv_kernel, gemv_float16.gemv_float16_kernel, gemv_float16.gemv_float16_prepare_kernel)
-        kernels = (*products, gemv.group_sums_kernel, split_k.split_sum_kernel, gemv.dequantise_kernel)
+        kernels = (*products, gemv.group_sums_kernel, split_k.split_sum_kernel, dequant.dequantise_kernel)
         return sum(len(cache[0]) for kernel in kernels for cache in kernel.device_caches.values())
 
     def run(rows: range, counts: range) -> None:

@@ -63,7 +63,7 @@ def _fma_half2(a, b, c, HALF: tl.constexpr, FMA: tl.constexpr):
         )
 
 
-@triton.jit(do_not_specialize=["n_rows", "n_splits", "share"])
+@triton.jit(do_not_specialize=["n_rows", "n_splits", "pairs_per_row"])
 def gemv_float16_kernel(
     x, factors, totals, codes, high, scales, experts, out, n_rows, n_out, n_chunks, n_splits, pairs_per_row,
     KIND: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, FMA: tl.constexpr,

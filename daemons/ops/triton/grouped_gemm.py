@@ -28,7 +28,7 @@ from daemons.weights.packed import PackedWeights
 from lucevisor.model.quant_types import CHUNK, GgmlType, padded_columns
 
 
-@triton.jit(do_not_specialize=["share"])
+@triton.jit(do_not_specialize=["pairs_per_row"])
 def grouped_gemm_kernel(
     x, codes, high, scales, steps, sorted_pairs, offsets, out, n_out, n_chunks, width, pairs_per_row,
     KIND: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, PADDED: tl.constexpr,

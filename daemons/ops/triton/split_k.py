@@ -1,6 +1,6 @@
-"""How products of few rows are launched: rows of a matrix are split over programs until the device is full.
+"""Split-K launches of the gemv kernels: the inner dimension is split over programs until the device is full.
 
-Parts of a row are added in order: the same numbers each time, no atomic adds.
+Invariant: splits are summed in order, without atomics, so results are deterministic.
 """
 
 from __future__ import annotations
@@ -14,13 +14,14 @@ import triton.language as tl
 from torch import Tensor
 
 WARPS_PER_PROCESSOR = 36
-"""Warps a multiprocessor is given at most by splitting rows: they hide each other's waiting for memory."""
+"""Warps per multiprocessor that splitting aims for: enough to hide memory latency."""
 MIN_CHUNKS = 2
-"""Chunks of a part of a row at least."""
+"""Fewest chunks in a split."""
 
 
 @triton.jit(do_not_specialize=["n_splits", "size"])
 def split_sum_kernel(parts, out, n_splits, size, BLOCK: tl.constexpr):
+    """Program i: BLOCK numbers of ``out`` [size], the sum of ``parts`` [n_splits, size]."""
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     total = tl.zeros([BLOCK], tl.float32)
     for _ in range(n_splits):
@@ -31,13 +32,13 @@ def split_sum_kernel(parts, out, n_splits, size, BLOCK: tl.constexpr):
 
 @cache
 def n_processors(device: torch.device) -> int:
-    """Multiprocessors of a device; 1 for the interpreter's cpu."""
+    """Multiprocessors of a device; 1 on the cpu, where the interpreter runs."""
     return 1 if device.type == "cpu" else int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
 @dataclass(frozen=True, slots=True)
 class GemvConfig:
-    """How a product is launched: columns of a program, its warps, stages of its loop, parts of a row."""
+    """How a gemv is launched: columns per program, warps, pipeline stages, splits of the inner dimension."""
 
     columns: int
     n_warps: int
@@ -47,37 +48,34 @@ class GemvConfig:
 
 @dataclass(frozen=True, slots=True)
 class GemvTile:
-    """One program's part of a launch: the first three fields of :class:`GemvConfig`."""
+    """A :class:`GemvConfig` without its number of splits."""
 
     columns: int = 32
     n_warps: int = 2
     n_stages: int = 2
 
 
-def gemv_config(tile: GemvTile, n_programs_deep: int, n_out: int, n_chunks: int, device: torch.device) -> GemvConfig:
-    """The launch for a product of ``n_out`` columns, ``n_programs_deep`` of them side by side.
-
-    Rows are split until the device is full.
-    """
+def gemv_config(tile: GemvTile, n_deep: int, n_out: int, n_chunks: int, device: torch.device) -> GemvConfig:
+    """The config for ``n_deep`` products of ``n_out`` columns, with as many splits as it takes to fill the device."""
     splits = 1
-    n_warps = triton.cdiv(n_out, tile.columns) * n_programs_deep * tile.n_warps
-    room = WARPS_PER_PROCESSOR * n_processors(device)
-    while n_warps * splits * 2 <= room and n_chunks // (2 * splits) >= MIN_CHUNKS:
+    n_warps = triton.cdiv(n_out, tile.columns) * n_deep * tile.n_warps
+    max_warps = WARPS_PER_PROCESSOR * n_processors(device)
+    while n_warps * splits * 2 <= max_warps and n_chunks // (2 * splits) >= MIN_CHUNKS:
         splits *= 2
     return GemvConfig(tile.columns, tile.n_warps, tile.n_stages, splits)
 
 
 def rows_per_program(n_rows: int, experts: Tensor | None) -> int:
-    """Rows that a program multiplies at a time: one where each row has its own expert."""
+    """Rows of x per program: a power of two from 8 on, or 1 where each row has its own expert."""
     return 1 if experts is not None else 8 if n_rows <= 8 else triton.next_power_of_2(n_rows)
 
 
 def split_buffer(out: Tensor, n_splits: int) -> Tensor:
-    """Where ``n_splits`` parts of the product ``out`` [T, N] go: itself for one, float32 [n_splits, T, N] for more."""
+    """Where a kernel writes its splits of ``out`` [T, N]: ``out`` itself for one, else float32 [n_splits, T, N]."""
     return out if n_splits == 1 else torch.empty(n_splits, *out.shape, dtype=torch.float32, device=out.device)
 
 
 def reduce_splits(parts: Tensor, out: Tensor) -> None:
-    """The sum of :func:`split_buffer` to ``out``."""
+    """Sum the splits of :func:`split_buffer` into ``out``."""
     if parts is not out:
         split_sum_kernel[(triton.cdiv(out.numel(), 512),)](parts, out, parts.shape[0], out.numel(), 512, num_warps=4)
