@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
 
 from lucevisor.engine.checkpoints import find_checkpoints
-from lucevisor.engine.limits import EngineLimits
-from lucevisor.engine.request import FinishedEvent, GenerationRequest, Usage
 from lucevisor.engine.scheduler import Scheduler
-from lucevisor.engine.sequence import RequestRecord, WantedRows
+from lucevisor.engine.sequence import WantedRows
 from lucevisor.engine.step import StepPlan
 from lucevisor.kv.page_pool import PageUse
-from lucevisor.kv.prefix_records import PrefixMatch, PrefixSettings
-from lucevisor.kv.prefix_tree import PrefixSlot
+from lucevisor.kv.prefix_records import PrefixSettings
 from lucevisor.model.values import PAGE_TOKENS, Space
 from lucevisor.protocol.loading import PoolSizes
 from lucevisor.protocol.steps import (
@@ -30,48 +26,8 @@ from lucevisor.protocol.steps import (
     StepResult,
     ZeroState,
 )
-from tests.engine.toy_engine import ALL_SPACES, HYBRID, LOST, ToyEngine, events_of, limits, request, told
-from tests.engine.toy_pipeline import ToyStage
-
-FULL = frozenset({Space.FULL})
-ON = PrefixSettings(
-    max_slots=100,
-    memory_bytes=10**9,
-    min_tokens=64,
-    checkpoint_pages=1,
-    unit_bytes={Space.FULL: 1000, Space.WINDOW: 1000, Space.RECURRENT: 5000},
-)
-
-
-def warm(**changes: object) -> EngineLimits:
-    """Small limits with a cache."""
-    return limits(**{"prefix": ON, "pools": PoolSizes(64, 64, 12), **changes})
-
-
-def run(scheduler: Scheduler, token: int = 7) -> list[StepPlan]:
-    """Let a pipeline answer every step until nothing is left; return the plans."""
-    found: list[StepPlan] = []
-    while True:
-        flight = []
-        while (plan := scheduler.next_plan(0.0)) is not None:
-            flight.append(plan)
-        if not flight:
-            return found
-        for one in flight:
-            drawn = [Sampled(s.sequence, token) for s in one.step.slices if s.sample]
-            scheduler.apply(StepResult(one.step.step_id, 0, drawn), 0.0)
-        found += flight
-
-
-def slices(plans: Sequence[StepPlan], name: str) -> list[tuple[int, int]]:
-    """(start, stop) of each slice of a request."""
-    return [
-        (s.start, s.start + len(s.tokens))
-        for plan in plans
-        for owner, s in zip(plan.request_ids, plan.step.slices, strict=True)
-        if owner == name
-    ]
-
+from tests.engine.prefix_scheduler import FULL, ON, run, run_one, slices, warm
+from tests.engine.toy_engine import HYBRID, request
 
 # ---- where prompts are cut
 
@@ -117,11 +73,6 @@ def test_cache_off_cold_and_warm_make_equal_slices(spaces: frozenset[Space], chu
     part = slices(run_one(scheduler, replace(one, prompt=(*one.prompt[:600], *[5] * 90, 6, 6))), "a")
     assert part[0][0] == 590
     assert [s for s in part if s[1] <= 690] == [s for s in cold if s[0] >= 590 and s[1] <= 690]
-
-
-def run_one(scheduler: Scheduler, one: GenerationRequest) -> list[StepPlan]:
-    scheduler.submit(one, 0.0)
-    return run(scheduler)
 
 
 # ---- what a sequence starts with
@@ -345,210 +296,3 @@ def test_equal_slots_share_their_pages_when_both_were_computed() -> None:
     assert len(slots) == 2
     assert slots[0].pages(Space.FULL)[0] == slots[1].pages(Space.FULL)[0]
     assert scheduler.pools.use()[Space.FULL].used == 5
-
-
-# ---- giving way
-
-
-def test_slots_give_way_before_a_request_waits_or_is_preempted() -> None:
-    scheduler = Scheduler(warm(max_sequences=2, pools=PoolSizes(6, 0, 6)))
-    for name in "ab":
-        run_one(scheduler, request(name, range(1000 * ord(name), 1000 * ord(name) + 100), n=1))
-    assert scheduler.pools.use()[Space.FULL] == PageUse(4, 6, evictable=4)
-    run_one(scheduler, request("c", range(250), n=100))
-    assert scheduler.n_preemptions == 0
-    assert scheduler.pools.use()[Space.FULL].used <= 6
-
-
-def test_a_lone_request_may_take_everything_even_from_what_it_started_with() -> None:
-    bounds = warm(max_sequences=1, max_step_tokens=65, pools=PoolSizes(4, 0, 3))
-    for n_known in (65, 100, 128, 190):
-        scheduler = Scheduler(bounds)
-        run_one(scheduler, request("a", range(n_known), n=1))
-        plans = run_one(scheduler, request("b", [*range(n_known), *range(500, 520)], n=400))
-        assert scheduler.n_preemptions == 0
-        assert slices(plans, "b")[0][0] >= 64
-        assert slices(plans, "b")[-1][1] == 255  # 256 positions, of which the last token is never computed
-
-
-def test_a_lone_request_waits_for_pages_that_a_snapshot_holds() -> None:
-    scheduler = Scheduler(warm(max_sequences=1, max_step_tokens=65, pools=PoolSizes(4, 0, 3)))
-    run_one(scheduler, request("a", range(65), n=1))
-    [slot] = [s for s in scheduler.reuse.index.slots if s.n_tokens == 65]
-    scheduler.reuse.index.pin(slot)
-    scheduler.submit(request("b", [*range(65), 5, 5], n=400), 0.0)
-    n_steps = len(run(scheduler))
-    assert (scheduler.n_running, scheduler.n_preemptions) == (1, 0)
-    assert n_steps > 60
-    scheduler.reuse.index.unpin(slot)
-    assert run(scheduler)
-    assert scheduler.idle
-
-
-def test_lost_shards_forget_everything() -> None:
-    scheduler = Scheduler(warm())
-    run_one(scheduler, request("a", range(200), n=1))
-    scheduler.submit(request("b", range(200), n=50), 0.0)
-    scheduler.next_plan(0.0)
-    scheduler.fail_all(LOST, 0.0)
-    assert scheduler.reuse.index.slots == []
-    assert {use.used for use in scheduler.pools.use().values()} == {0}
-    assert slices(run_one(scheduler, request("c", range(200), n=1)), "c")[0][0] == 0
-
-
-def test_what_is_told_of_cached_tokens() -> None:
-    scheduler = Scheduler(warm())
-    told_of: dict[str, int] = {}
-    for name, prompt in (("a", range(150)), ("b", [*range(150), 1]), ("c", range(700, 780))):
-        scheduler.submit(request(name, prompt, n=2, turn_boundaries=(140,)), 0.0)
-        while not scheduler.idle:
-            plan = scheduler.next_plan(0.0)
-            assert plan is not None
-            drawn = [Sampled(s.sequence, 7) for s in plan.step.slices if s.sample]
-            for owner, event in scheduler.apply(StepResult(plan.step.step_id, 0, drawn), 0.0):
-                if isinstance(event, FinishedEvent):
-                    told_of[owner] = event.usage.cached_tokens
-    assert told_of == {"a": 0, "b": 140, "c": 0}
-    counts = scheduler.reuse.counts
-    assert (counts.n_prompts, counts.n_hits, counts.tokens) == (3, 1, {"memory": 140, "disk": 0})
-
-
-def test_what_a_preempted_request_had_computed_after_all_was_not_cached() -> None:
-    scheduler = Scheduler(warm())
-    record = RequestRecord(request("a", range(100), n=50), 0, 50, 0.0)
-    for _ in range(30):
-        record.tokens.append(7)
-    for position, cached in ((120, 100), (64, 64), (100, 64), (0, 0)):  # never more than the prompt, the least counts
-        scheduler.reuse.started(record, PrefixMatch(position), 0.0)
-        assert record.finished_event("length", 1.0, None, None).usage == Usage(100, cached, 30)
-
-
-# ---- to disk and back: what moves the bytes is played by hand
-
-
-def read(stage: ToyStage, place: object) -> dict[str, object]:
-    """What Save would write of a stage."""
-    pages = {Space.FULL: place.full, Space.WINDOW: place.window}  # type: ignore[attr-defined]
-    state = place.state  # type: ignore[attr-defined]
-    return {
-        "pages": {space: [list(stage.pages[space][p]) for p in ids] for space, ids in pages.items()},
-        "state": stage.states[state] if state >= 0 else None,
-    }
-
-
-@pytest.mark.parametrize("spaces", [FULL, HYBRID, ALL_SPACES])
-async def test_a_slot_goes_to_disk_and_back_after_the_shards_lost_it(spaces: frozenset[Space]) -> None:
-    bounds = warm(
-        spaces=spaces,
-        pools=PoolSizes(24, 24 if Space.WINDOW in spaces else 0, 8),
-        window_tokens=100 if Space.WINDOW in spaces else None,
-    )
-    toy = ToyEngine(bounds, n_stages=2)
-    toy.attach()
-    first = toy.engine.submit(request("a", range(150), n=1, turn_boundaries=(140,)))
-    await toy.play()
-    assert first.finished is not None
-    [slot] = [s for s in toy.engine.prefixes.slots if s.n_tokens == 140]
-    exporting = asyncio.ensure_future(toy.engine.export(slot))
-    await asyncio.sleep(0)
-    assert not exporting.done() or spaces == FULL  # the checkpoint is copied by a step that is still to come
-    await toy.play()
-    place = await exporting
-    assert place is not None
-    tokens = slot.tokens
-    stages = {index: stage for d in toy.daemons for index, stage in d.stages.items()}
-    saved = {index: read(stage, place) for index, stage in stages.items()}
-    assert not toy.engine.prefixes.drop(slot)
-    toy.engine.release(slot)
-
-    toy.lose()
-    toy.attach()
-    assert toy.engine.prefixes.slots == []
-    busy = toy.engine.submit(request("busy", range(300, 330), n=9))
-    reserving = asyncio.ensure_future(toy.engine.reserve(140))
-    await toy.play()
-    reservation = await reserving
-    assert reservation is not None
-    for d in toy.daemons:
-        for index, stage in d.stages.items():
-            for space, pages in saved[index]["pages"].items():  # type: ignore[attr-defined]
-                for i, page in enumerate(pages, place.first_window if space is Space.WINDOW else 0):
-                    [target] = reservation.entries(space, i, i + 1)
-                    stage.pages[space][target] = list(page)
-            if reservation.state >= 0:
-                stage.states[reservation.state] = saved[index]["state"]
-    restored = toy.engine.adopt(tokens, reservation)
-    assert restored is not None
-    assert restored.origin == "disk"
-    assert restored.pins == 1
-    toy.engine.release(restored)
-    assert toy.engine.adopt(tokens, reservation) is None  # once
-    one = request("b", [*range(140), 5, 5, 5], n=20)
-    again = toy.engine.submit(one)
-    await toy.play()
-    ids, finished = told(await events_of(again))
-    assert ids == toy.alone(one)
-    assert finished.usage.cached_tokens == 140
-    assert toy.engine.statistics().cache.tokens == {"memory": 0, "disk": 140}
-    assert busy.finished is not None
-    third = toy.engine.submit(replace(one, request_id="c"))
-    await toy.play()
-    assert third.finished is not None
-    assert toy.engine.statistics().cache.tokens == {"memory": 140, "disk": 140}
-
-
-async def test_a_held_request_waits_for_what_is_restored_and_others_pass() -> None:
-    toy = ToyEngine(warm())
-    toy.attach()
-    toy.engine.on_submit = lambda asked: asked.request_id in ("a", "c")
-    held = toy.engine.submit(request("a", range(150), n=1))
-    cancelled = toy.engine.submit(request("c", range(150), n=1))
-    other = toy.engine.submit(request("b", range(500, 510), n=1))
-    await toy.play()
-    assert other.finished is not None
-    assert held.finished is None
-    cancelled.cancel()
-    toy.engine.resume("c")  # over already
-    toy.engine.resume("a")
-    await toy.play()
-    ids, _ = told(await events_of(held))
-    assert ids == toy.alone(request("a", range(150), n=1))
-
-
-async def test_an_export_ends_when_the_pipeline_breaks_and_holds_nothing() -> None:
-    toy = ToyEngine(warm(), n_stages=2)
-    toy.attach()
-    toy.engine.submit(request("a", range(150), n=5, turn_boundaries=(140,)))
-    while not toy.engine.prefixes.slots:
-        toy.work(0)
-    [slot] = toy.engine.prefixes.slots[:1]
-    exporting = asyncio.ensure_future(toy.engine.export(slot))
-    reserving = asyncio.ensure_future(toy.engine.reserve(100))
-    await asyncio.sleep(0)
-    toy.lose()
-    assert await exporting is None
-    assert await reserving is None
-    toy.attach()
-    assert {use.used for use in toy.engine.statistics().pages.values()} == {0}
-
-
-async def test_a_slot_pinned_while_it_is_given_up_goes_afterwards() -> None:
-    toy = ToyEngine(warm(prefix=replace(ON, max_slots=1)))
-    toy.attach()
-    evicted: list[PrefixSlot] = []
-
-    def save(slot: PrefixSlot) -> None:
-        evicted.append(slot)
-        if slot is old:
-            toy.engine.prefixes.pin(slot)
-
-    toy.engine.submit(request("a", range(100), n=1))
-    toy.run()
-    [old] = toy.engine.prefixes.slots
-    toy.engine.prefixes.hooks.on_evict = save
-    toy.engine.submit(request("b", range(500, 600), n=1))
-    toy.run()
-    assert evicted[0] is old
-    assert toy.engine.prefixes.slots == [old]
-    toy.engine.release(old)
-    assert toy.engine.prefixes.slots == []

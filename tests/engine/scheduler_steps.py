@@ -1,0 +1,49 @@
+"""Steps of a scheduler without a pipeline: all plans there are, and answers to them."""
+
+from __future__ import annotations
+
+from lucevisor.engine.limits import EngineLimits
+from lucevisor.engine.scheduler import Scheduler
+from lucevisor.engine.step import StepPlan
+from lucevisor.protocol.steps import (
+    Sampled,
+    StepResult,
+)
+from tests.engine.toy_engine import request
+
+
+def plans(scheduler: Scheduler, now: float = 0.0) -> list[StepPlan]:
+    """All steps that can be sent now, down a pipeline whose head is always done at once."""
+    found = []
+    while (plan := scheduler.next_plan(now)) is not None:
+        found.append(plan)
+        if scheduler.n_stages > 1:
+            scheduler.first_stage_done(now)
+    return found
+
+
+def shape(plan: StepPlan) -> list[tuple[str, int, int, bool]]:
+    """(request, start, tokens, sample) of each slice."""
+    return [
+        (name, s.start, len(s.tokens), s.sample) for name, s in zip(plan.request_ids, plan.step.slices, strict=True)
+    ]
+
+
+def answer(plan: StepPlan, token: int = 7) -> StepResult:
+    """The tail's result: the same token for each slice that asks for one."""
+    sampled = [Sampled(s.sequence, token) for s in plan.step.slices if s.sample]
+    return StepResult(plan.step.step_id, 0, sampled)
+
+
+def decoding(bounds: EngineLimits, names: str, n: int = 50, n_stages: int = 1) -> Scheduler:
+    """A scheduler whose requests, of three tokens each, all have their first token and no step in flight."""
+    scheduler = Scheduler(bounds, n_stages)
+    for name in names:
+        scheduler.submit(request(name, n=n), 0.0)
+    while any(plan := plans(scheduler)) and plan[0].step.operations:
+        for one in plan:
+            scheduler.apply(answer(one), 0.0)
+        if scheduler.n_running == len(names) and not scheduler.n_queued:
+            break
+    assert scheduler.n_in_flight == 0
+    return scheduler
