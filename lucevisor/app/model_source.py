@@ -204,7 +204,7 @@ class _Download:
             case HfHubHTTPError():
                 return self._error(f"the hub answered: {_first_line(error)}", "check HF_TOKEN, or try again later")
         why = f"{name} cannot be fetched: {type(error).__name__}: {_first_line(error)}"
-        return self._error(why, "check the network, HF_ENDPOINT and the disk, and start again: it goes on from there")
+        return self._error(why, "check the network, HF_ENDPOINT and the disk, and start again: the download resumes")
 
     def _error(self, why: str, hint: str) -> ConfigError:
         return ConfigError("model.path", self.config.model.path, why, hint, file=str(self.config.file))

@@ -51,4 +51,4 @@ async def watch(limit_s: float, in_hand: Callable[[], Iterable[Work]], overdue: 
             for work, waited_s in watchdog.look(in_hand()).items():
                 overdue(work, waited_s)
         except Exception:  # a bug elsewhere must not end the watch
-            log.exception("the watch for overdue work failed; it goes on")
+            log.exception("looking for overdue work failed; the watchdog goes on")

@@ -1,4 +1,4 @@
-"""What the owner of a group provides and is told: the load to send, and everything that happens.
+"""Callbacks to the owner of a group: it provides the load to send, and hears of everything that happens.
 
 Knows nothing of processes. Invariant: callbacks are called from the event loop, one at a time, and must not block.
 """

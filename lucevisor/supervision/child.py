@@ -206,7 +206,7 @@ def find_python(python: str, path: str | None) -> str:
         return sys.executable
     found = shutil.which(python, path=path)
     if found is None:
-        where = "is no executable file" if os.sep in python else "is not on PATH"
+        where = "is not an executable file" if os.sep in python else "is not on PATH"
         raise SpawnError(f"python = {python!r} {where}; give the path of the group's interpreter", configuration=True)
     return os.path.abspath(found)
 

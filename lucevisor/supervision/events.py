@@ -1,7 +1,7 @@
 """Events and instructions of the supervision machine.
 
 Knows nothing of how either is carried out. Invariant: every event and instruction about a process carries its child
-number, which is never reused in a group, so events of a dead child are told from those of the living one.
+number, which is never reused in a group, so events of a dead child are never taken for those of the living one.
 """
 
 from __future__ import annotations
@@ -155,7 +155,7 @@ class Exited:
         elif self.code is not None:
             how = f"process {pid} exited with code {self.code}"
         else:
-            how = f"process {pid} ended; its exit status was taken by somebody else"
+            how = f"process {pid} ended; other code in this process took its exit status"
         return f"{how}: {self.hint}" if self.hint else how
 
 

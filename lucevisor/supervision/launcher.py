@@ -1,7 +1,7 @@
 """How a group's daemon comes to run, and the two channels to it.
 
 A :class:`Launcher` is all that supervision knows of where daemons run: `LocalLauncher` makes child processes of this
-host and speaks over socketpairs. Knows no states and no messages. Invariant: a launched process tells its exit once,
+host and speaks over socketpairs. Knows no states and no messages. Invariant: a launched process reports its exit once,
 after its last line of output.
 """
 

@@ -122,8 +122,8 @@ async def test_code_that_changes_between_two_starts_is_refused(tmp_path):
     ("python", "why"),
     [
         ("no-such-python", "is not on PATH"),
-        ("/nowhere/python", "is no executable file"),
-        (str(Path(__file__)), "is no executable file"),
+        ("/nowhere/python", "is not an executable file"),
+        (str(Path(__file__)), "is not an executable file"),
     ],
 )
 async def test_a_wrong_interpreter_is_a_configuration_error(tmp_path, python, why):
