@@ -288,7 +288,7 @@ def each_damage(tmp_path, n_tokens=40):
         for name in names(tmp_path):
             (tmp_path / name).unlink()
         path.write_bytes(data)
-        store._entries[entry.file] = entry
+        store._index.put(entry)
 
     return store, entry, good, put
 
