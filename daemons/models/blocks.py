@@ -6,9 +6,9 @@ knows no sequence, step or family name.  Families combine blocks in ``Family.lay
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 import torch.nn.functional as F
@@ -29,13 +29,29 @@ from lucevisor.model.values import Space
 Block = Callable[[Tensor, Batch], Tensor]
 
 
-class Family(Protocol):
-    """What a family file provides.  ``weights`` and ``pools`` are those of one shard."""
+class Family(ABC):
+    """The blocks of one shard of a model.  A family file derives from it and sets ``eps`` in its constructor."""
 
-    def __init__(self, spec: ModelSpec, weights: WeightLoader, pools: Pools) -> None: ...
+    eps: float
+    softcap = 0.0  # of the logits; 0: none
+
+    def __init__(self, spec: ModelSpec, weights: WeightLoader, pools: Pools) -> None:
+        """``weights`` and ``pools`` are those of the shard."""
+        self.spec, self.w, self.pools = spec, weights, pools
+        self.operations, self.device = weights.selector.operations, weights.selector.device
+
+    @abstractmethod
+    def layer(self, index: int) -> Block:
+        """One decoder layer on the residual stream."""
+
+    def norm(self, name: str) -> Norm:
+        """The norm with the weight of that name."""
+        weight = self.w.exact(name)
+        return self.operations.norm(weight, weight.shape[-1], self.eps)
 
     def embedding(self) -> Callable[[Batch], Tensor]:
         """Token ids to boundary rows [T, boundary width]."""
+        return Embedding(self.w.table("token_embd.weight"))
 
     def from_boundary(self, rows: Tensor, batch: Batch) -> Tensor:
         """Boundary rows to the residual stream [T, E]; anything else they carry goes into ``batch`` for the layers."""
@@ -45,11 +61,10 @@ class Family(Protocol):
         """The residual stream to boundary rows."""
         return h
 
-    def layer(self, index: int) -> Block:
-        """One decoder layer on the residual stream."""
-
     def output(self) -> Callable[[Tensor], Tensor]:
         """Rows of the residual stream [n, E] to float32 logits [n, V]."""
+        lm_head = "output.weight" if "output.weight" in self.spec.output_tensors else "token_embd.weight"
+        return Output(self.norm("output_norm.weight"), self.w.linear(lm_head), self.softcap)
 
 
 # ---- layers

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from daemons.kv.batch import Batch
 from daemons.kv.pools import Pools
-from daemons.models.blocks import Attention, AttentionShape, Block, Embedding, Family, GatedMlp, Output, QkNormRope
+from daemons.models.blocks import Attention, AttentionShape, Block, Embedding, Family, GatedMlp, QkNormRope
 from daemons.models.loader import WeightLoader
 from daemons.models.moe import build_experts, build_router
 from daemons.ops.basic import rope
@@ -109,17 +109,13 @@ class Gemma4Family(Family):
     """Builds the blocks of one shard.  With per-layer embeddings a boundary row is h, then the scaled embedding."""
 
     def __init__(self, spec: ModelSpec, weights: WeightLoader, pools: Pools) -> None:
+        super().__init__(spec, weights, pools)
         assert isinstance(spec.params, Gemma4Params)
-        self.spec, self.p, self.w, self.pools = spec, spec.params, weights, pools
-        self.operations = weights.selector.operations
-        self.device = weights.selector.device
+        self.p, self.eps = spec.params, spec.params.eps
+        self.softcap = self.p.softcap
         factors = weights.exact("rope_freqs.weight")
         self.ropes = {False: rope(self.p.rotary, self.device, factors), True: rope(self.p.rotary_sliding, self.device)}
         self.inputs = LayerInputs(self.p, weights, len(pools.layers)) if self.p.layer_input else None
-
-    def norm(self, name: str) -> Norm:
-        weight = self.w.exact(name)
-        return self.operations.norm(weight, weight.shape[-1], self.p.eps)
 
     def embedding(self) -> Callable[[Batch], Tensor]:
         embedding = Embedding(self.w.table("token_embd.weight"), math.sqrt(self.p.hidden_size))
@@ -131,10 +127,6 @@ class Gemma4Family(Family):
             return torch.cat((h, h), dim=-1)
 
         return doubled
-
-    def output(self) -> Callable[[Tensor], Tensor]:
-        output = "output.weight" if "output.weight" in self.spec.output_tensors else "token_embd.weight"
-        return Output(self.norm("output_norm.weight"), self.w.linear(output), self.p.softcap)
 
     def from_boundary(self, rows: Tensor, batch: Batch) -> Tensor:
         if self.inputs is None:

@@ -4,28 +4,21 @@ one.  Maths: docs/families.md.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
-from torch import Tensor
 
-from daemons.kv.batch import Batch
 from daemons.kv.pools import Pools
 from daemons.models.blocks import (
     Attention,
     AttentionShape,
     Block,
-    Embedding,
     Family,
     GatedMlp,
-    Output,
     PreNormLayer,
     QkNormRope,
 )
 from daemons.models.loader import WeightLoader
 from daemons.models.moe import MoeMlp, build_experts, build_router, build_shared_expert
 from daemons.ops.basic import rope
-from daemons.ops.operations import Norm
 from lucevisor.model.families.laguna import LagunaParams
 from lucevisor.model.spec import ModelSpec
 
@@ -34,22 +27,10 @@ class LagunaFamily(Family):
     """Builds the blocks of one shard."""
 
     def __init__(self, spec: ModelSpec, weights: WeightLoader, pools: Pools) -> None:
+        super().__init__(spec, weights, pools)
         assert isinstance(spec.params, LagunaParams)
-        self.spec, self.p, self.w, self.pools = spec, spec.params, weights, pools
-        self.operations = weights.selector.operations
-        device = weights.selector.device
-        self.ropes = {False: rope(self.p.rotary, device), True: rope(self.p.rotary_sliding, device)}
-
-    def norm(self, name: str) -> Norm:
-        weight = self.w.exact(name)
-        return self.operations.norm(weight, weight.shape[-1], self.p.eps)
-
-    def embedding(self) -> Callable[[Batch], Tensor]:
-        return Embedding(self.w.table("token_embd.weight"))
-
-    def output(self) -> Callable[[Tensor], Tensor]:
-        output = "output.weight" if "output.weight" in self.spec.output_tensors else "token_embd.weight"
-        return Output(self.norm("output_norm.weight"), self.w.linear(output))
+        self.p, self.eps = spec.params, spec.params.eps
+        self.ropes = {False: rope(self.p.rotary, self.device), True: rope(self.p.rotary_sliding, self.device)}
 
     def layer(self, index: int) -> Block:
         b = f"blk.{index}."
