@@ -1,4 +1,4 @@
-"""The daemon's part of the data path: the stages of one model, executing step plans.  READ FIRST.
+"""The daemon's part of the data path: the stages of one model, executing prefill chunks and decode steps.  READ FIRST.
 
 ``run_step``: state operations, boundary rows in, the stage's layers, boundary rows out, and at the output stage logits
 and sampling.  Decides nothing: ids, pages and order come from the supervisor.

@@ -1,4 +1,4 @@
-"""Norms, rotary positions, activations: the small operations every family uses.
+"""RMSNorm, rotary position embedding (RoPE), activations: the small operations every family uses.
 
 Invariant: statistics are float32 whatever the activations are; unless said otherwise a result has its input's dtype.
 """

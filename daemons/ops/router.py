@@ -1,4 +1,4 @@
-"""Which experts a token goes to, and with which weights.
+"""MoE router: which experts a token goes to, and with which weights.
 
 Knows no experts' matrices.  Invariant: a token's choice depends on that token alone; its experts come in the order of
 their scores.

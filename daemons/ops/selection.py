@@ -1,4 +1,4 @@
-"""Which implementation an operation gets, decided once at load; what was chosen is reported.
+"""Kernel selection: which implementation an operation gets, decided once at load and reported.
 
 The form a matrix rests in is not decided here but by ``lucevisor.model.weight_layout`` (the planner counts its bytes);
 this file turns fmt, device and dtype into a callable.

@@ -1,4 +1,4 @@
-"""Dequantise GGML blocks in plain torch, on any device.
+"""Dequantisation of GGML blocks in plain torch, on any device.
 
 Input is raw bytes ``[rows, row_bytes]`` uint8, output ``[rows, columns]``.  Arithmetic is float32 in the order
 of the reference (gguf-py ``quants.py``, ggml-quants.c), so results are bit-identical.  Knows no files and no models.

@@ -1,4 +1,4 @@
-"""The whole configuration: which sections there are, which keys each has, and `Config`, what `load` returns.
+"""The config schema: the sections, their keys, and `Config`, which `load` returns.
 
 `load` reads by `SECTIONS` and `keys_of`, `docs` prints them, a test compares etc/lucevisor.toml with them. Knows
 nothing of files or of the machine. Invariant: `as_dict` of a Config, read again, gives an equal Config.

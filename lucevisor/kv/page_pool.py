@@ -1,4 +1,4 @@
-"""Page allocators: the only place that decides which page and state ids are in use, and by how many owners.
+"""The page pools: KV page allocators, the only place that decides which page and state ids are in use, and how often.
 
 A page id means the same 64 positions in every shard's pool; the daemons own the bytes.  Knows neither sequences nor
 positions.  Owners are counted, not named, except for the prefix index: ids that it alone holds are evictable.

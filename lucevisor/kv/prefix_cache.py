@@ -1,4 +1,4 @@
-"""The prefix index: lookup, publication and eviction of cached prompt prefixes.
+"""The prefix cache: lookup, publication and eviction of cached prompt prefixes.
 
 Pure: tokens, page ids and ``now`` (seconds) in, page ids out; the caller makes the operations that fill pages and copy
 states.  Knows no requests.  Models with recurrent layers resume only at the end of a slot, where their states were

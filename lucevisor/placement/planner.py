@@ -1,4 +1,4 @@
-"""Plans which device holds which layers, from a model, a configuration and an inventory of devices.
+"""Placement planner: which device holds which layers, from a model, a configuration and an inventory of devices.
 
 Pure: the caller reads the model's header and queries the devices.  Invariant: a Placement covers every layer once, in
 the order of ``target_devices``, and fits wherever the free memory is known; otherwise the result is an Infeasible with

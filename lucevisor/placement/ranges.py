@@ -1,4 +1,4 @@
-"""Splits the layers: by weights, by explicit ranges, or by balancing a cost; only at boundaries the model allows.
+"""Layer split: by weights, by explicit ranges, or by balancing a cost; only at boundaries the model allows.
 
 Knows no device and no model.  Invariant: the ranges cover every layer once, in order, and none is empty.
 """

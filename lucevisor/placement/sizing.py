@@ -1,4 +1,4 @@
-"""Computes the context length and the number of pages that fit, given dtypes and layer ranges.
+"""Memory estimate: the context length and the number of pages that fit, given dtypes and layer ranges.
 
 Pure arithmetic over the cost model and the free memory.  Invariant: with every memory known and no shortage, the shards
 in a memory need at most its usable bytes.

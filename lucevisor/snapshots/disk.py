@@ -1,4 +1,4 @@
-"""System calls on the snapshot directory: lock, headers, checksums, names.
+"""System calls on the snapshot directory: lock, headers, names, and verifying tensor checksums (xxh3).
 
 Knows the header format, but no policy and no daemons.  Invariants: files without a name of ours are never opened or
 changed; every failure is an OSError or a SnapshotError, never a signal: files are read, not mapped, because an

@@ -1,4 +1,4 @@
-"""What to save, what to restore, what to remove: decisions about snapshot files that touch none of them.
+"""Snapshot policy: what to save, what to restore, and disk eviction.  Decides about files without touching them.
 
 Pure: sizes, times and names in, decisions out.  Knows neither directories nor pages.  Invariant: victims are the least
 recently used files, and no more than the budget requires.

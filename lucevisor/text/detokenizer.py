@@ -1,4 +1,4 @@
-"""Token ids to text while they arrive.
+"""Incremental detokenizer: token ids to text as they arrive.
 
 Knows neither templates nor requests. Invariant: the pieces joined, flush included, equal the bytes of all shown tokens
 decoded at once with invalid bytes replaced by U+FFFD, and no piece ends inside a character.

@@ -1,4 +1,4 @@
-"""Strings to token ids and ids to bytes, built from the metadata of a GGUF file.
+"""Tokenizer: byte-level BPE between strings and token ids, built from the metadata of a GGUF file.
 
 Knows no chat format: which characters may become control tokens is told by whoever passes the text (`Segment.trusted`).
 Invariant: ids equal those of the model's own Hugging Face tokenizer, except that marker texts in untrusted segments

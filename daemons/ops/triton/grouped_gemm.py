@@ -1,4 +1,4 @@
-"""Products of many rows with the matrices of the experts they are routed to, packed (``daemons.weights.packed``).
+"""Grouped GEMM of MoE: many rows by the packed matrices (``daemons.weights.packed``) of their experts.
 
 Pairs of row and expert are sorted by expert, and some programs are started for each expert, which find its pairs on the
 device: nobody waits for it.  A matrix is expanded group by group on the way to the matrix units, with the arithmetic

@@ -1,4 +1,4 @@
-"""Causal attention of few query tokens a slice over paged keys and values that stay where they are.
+"""Paged attention: causal attention of few query tokens per slice over keys and values in place, in their pages.
 
 For decoding, for verifying a draft, for the end of a prompt.  Flash decoding in two launches: programs take equal parts
 of a slice's visible positions and leave a softmax each, then the parts are merged.  The torch form is a gather of the
