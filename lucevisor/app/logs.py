@@ -1,4 +1,4 @@
-"""Log sinks and log rotation: JSON lines in a rotating file of the run directory, console or JSON lines on standard error.
+"""Log sinks and log rotation: JSON lines in a rotating file of the run directory, console or JSON lines on stderr.
 
 Each sink has a bounded queue and a writer thread, so no caller waits for a disk, a terminal or a pipe, and no failed
 write reaches a caller.  A record that cannot be queued or written is dropped and counted; the next one that is written

@@ -1,4 +1,4 @@
-"""Chooses how many tokens of a long prompt a step carries while others share the pipeline, and when it is sent.
+"""Chunked prefill: how many tokens of a long prompt a step carries while others share the pipeline, and when it goes.
 
 Two bounds: the time to the first token of a short prompt that arrives next, and what smaller chunks cost the long ones.
 The second is a budget over time: overhead is paid from a credit that every computed chunk earns.

@@ -1,4 +1,4 @@
-"""Pipeline parallelism: takes steps through the stages.  Sends a step to its first stage, and on to the next when a stage has answered.
+"""Pipeline parallelism: sends a step to its first stage, and on to the next when a stage has answered.
 
 The hot path is plain callbacks: no task, no queue of its own, and frames for later stages are encoded while the first
 one works.  Knows neither requests nor pages; whoever reads the links calls :meth:`Pipeline.receive`.

@@ -1,4 +1,4 @@
-"""The waiting requests, and the order in which they start.
+"""The waiting queue: requests not yet admitted, in the order in which they start.
 
 Probes first, then preempted requests, whose clients are reading already; then the key that was served least; within a
 key the shortest prompt, with ageing.  Ageing counts work, not seconds, so it holds on any machine: a request charges
