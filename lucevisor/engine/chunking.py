@@ -41,9 +41,9 @@ MAX_IDLE_SHARE: Final = 0.05
 
 
 def chunk_sizes(full: int) -> list[int]:
-    """Return the sizes of which 1, 2, 3, ... make a whole chunk, in whole pages, smallest first.
+    """Return a whole chunk divided by 1, 2, 3, ..., rounded up to pages, smallest first.
 
-    A chunk that is not of whole pages stays whole.
+    A chunk that is not a multiple of a page is not divided.
     """
     n_pages = full // PAGE_TOKENS
     return [full] if full % PAGE_TOKENS else sorted({-(-n_pages // n) * PAGE_TOKENS for n in range(1, n_pages + 1)})
@@ -88,10 +88,10 @@ class SharedChunks:
             self._short_until = now + RECENT_S
 
     def charge(self, slices: Iterable[tuple[int, Slice]]) -> None:
-        """A step is planned, with these slices (tokens of the whole prompt, slice): those of long prompts earn, and pay
-        for the overhead that they have too much of.
+        """Book the slices of a planned step, each with the tokens of its whole prompt.
 
-        Whole chunks earn as well, what may be lost later: ``HORIZON_S`` of it at most.
+        Slices of long prompts earn credit for their work, also whole chunks, and pay for overhead beyond that of whole
+        chunks.  At most ``HORIZON_S`` of work is credited.
         """
         choice, max_short_tokens = self._fitted(), self.max_short_tokens
         pieces = [(len(piece.tokens), piece.start) for n_prefill, piece in slices if n_prefill > max_short_tokens]
@@ -108,15 +108,15 @@ class SharedChunks:
 
     @property
     def max_short_tokens(self) -> int:
-        """A prompt of at most so many tokens is short: it is computed in one step, and no other waits longer for it
-        than for a chunk.
+        """A prompt of at most so many tokens is short: it is computed in one step, which delays others by no more than
+        a chunk.
         """
         choice = self._fitted()
         return self._half if choice is None else choice.max_short_tokens
 
     @property
     def beside_short(self) -> int:
-        """Tokens of a step with short prompts, if a long one is to fill it: what is left of their bound."""
+        """Tokens of a step with short prompts that a long one may fill up to: what is left of their bound."""
         choice = self._fitted()
         return 0 if choice is None else choice.beside_short
 
@@ -127,8 +127,8 @@ class SharedChunks:
     def chunk(self, start: int) -> int:
         """Return the tokens of a long prompt's next chunk, which begins at position ``start``.
 
-        The largest that keeps the time to the first token, but not smaller than what the budget allows.  The budget is
-        looked at once a whole chunk, since pieces of equal size keep every stage busy.
+        The largest that keeps the time to the first token, but no smaller than the budget allows.  The budget is read
+        once per whole chunk, because slices of equal size keep every stage busy.
         """
         choice = self._fitted()
         if choice is None:
@@ -139,15 +139,15 @@ class SharedChunks:
         return max(quick, self._cheap(choice, self._loss * whole_s))
 
     def step_s(self, slices: Iterable[Slice]) -> float:
-        """Return the seconds a stage will take for a step; 0 while they are not known."""
+        """Return the estimated seconds of a stage for a step; 0 while unknown."""
         choice = self._fitted()
         return 0.0 if choice is None else choice.cost.seconds(slices)
 
     def may_follow(self, backlog: Backlog, now: float, start: int) -> bool:
         """Whether a long prompt's chunk from ``start`` may be sent now.
 
-        Not while the head works: a short prompt that comes finds one chunk there at most.  Nor before the tail needs
-        it: chunks that pile up where a stage is slower than the head would all be in front of a short prompt.
+        Not while the first stage works, so that a short prompt finds at most one chunk there.  Nor before the last
+        stage needs it: chunks that pile up before a slower stage would all be in front of a short prompt.
         """
         choice = self._fitted()
         if not backlog.first_stage_free or choice is None or backlog.empty:
@@ -180,5 +180,5 @@ class SharedChunks:
         return max((s for s in self._sizes if choice.cost.step_s(s, start) <= most_s), default=self._sizes[0])
 
     def _cheap(self, choice: _FittedChunks, most_s: float) -> int:
-        """Return the smallest size whose steps cost at most so much more than a whole chunk's."""
+        """Return the smallest size whose steps cost at most ``most_s`` more than one whole chunk."""
         return next(s for s in self._sizes if (-(-self._full // s) - 1) * choice.cost.overhead_s <= most_s)
