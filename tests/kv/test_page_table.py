@@ -1,4 +1,4 @@
-"""Page tables: what a slice needs is there, what no slice can see any more is given back."""
+"""Page tables: a slice finds its pages, and pages that no later slice can see are released."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_nothing_is_taken_from_one_space_when_another_is_short() -> None:
     assert (pools[Space.FULL].n_used, pools[Space.WINDOW].n_used) == (0, 0)
 
 
-def test_window_pages_go_when_the_last_token_that_sees_them_is_computed() -> None:
+def test_window_pages_are_released_with_the_last_token_that_sees_them() -> None:
     pools, table = make(8, 8, 64)
     table.grow(0, 128)
     assert table.held(Space.WINDOW) == [0, 1]

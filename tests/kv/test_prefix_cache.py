@@ -1,4 +1,4 @@
-"""Which slot goes first, what keeps one, and what hooks are told; the rest is in test_prefix_model.py."""
+"""Eviction order, pins and hooks of the prefix index; test_prefix_model.py has the rest."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def text(number: int, n: int) -> list[int]:
     return [1000 * number + i for i in range(n)]
 
 
-def test_of_equal_slots_the_one_not_used_for_longest_goes() -> None:
+def test_equal_slots_are_evicted_least_recently_used_first() -> None:
     maker = Maker(max_slots=3)
     slots = [maker.slot(text(i, 100)) for i in range(3)]
     maker.use(slots[0])
@@ -68,7 +68,7 @@ def test_of_equal_slots_the_one_not_used_for_longest_goes() -> None:
     assert (slots[0].n_uses, slots[0].used_at) == (1, 5.0)
 
 
-def test_a_slot_that_costs_more_to_compute_stays_longer() -> None:
+def test_a_slot_that_costs_more_to_recompute_stays_longer() -> None:
     maker = Maker(max_slots=3)
     long = maker.slot(text(0, 1000))
     for i in range(1, 7):
@@ -80,7 +80,7 @@ def test_a_slot_that_costs_more_to_compute_stays_longer() -> None:
     assert not long.alive
 
 
-def test_what_counts_is_what_no_other_slot_saves() -> None:
+def test_a_slot_is_worth_what_no_other_slot_saves() -> None:
     """A long slot of which nearly all is also in another one costs little."""
     for recurrent in (False, True):
         maker = Maker(max_slots=3, recurrent=recurrent)
@@ -92,7 +92,7 @@ def test_what_counts_is_what_no_other_slot_saves() -> None:
         assert other.alive
 
 
-def test_pages_that_others_lead_through_stay_known_without_their_slot() -> None:
+def test_shared_pages_survive_the_eviction_of_one_slot() -> None:
     maker = Maker(max_slots=2)
     short = maker.slot(text(0, 640))
     maker.slot([*text(0, 640), *text(5, 100)])
@@ -101,7 +101,7 @@ def test_pages_that_others_lead_through_stay_known_without_their_slot() -> None:
     assert maker.index.match(text(0, 640)).position == 576
 
 
-def test_the_slot_that_frees_what_is_lacking_goes_first() -> None:
+def test_a_slot_that_frees_a_needed_id_is_evicted_first() -> None:
     maker = Maker(recurrent=True)
     live = PageTable(maker.pools, None)
     live.grow(0, 100)
@@ -121,7 +121,7 @@ def test_the_slot_that_frees_what_is_lacking_goes_first() -> None:
     assert maker.pools.use() == {Space.FULL: PageUse(0, 100), Space.RECURRENT: PageUse(0, 8)}
 
 
-def test_bytes_are_those_that_slots_alone_hold() -> None:
+def test_bytes_count_ids_that_only_slots_own() -> None:
     maker = Maker(recurrent=True)
     maker.slot(text(0, 130))
     assert maker.index.n_bytes == 3 * 10 + 100
@@ -134,7 +134,7 @@ def test_bytes_are_those_that_slots_alone_hold() -> None:
     assert maker.index.n_bytes == 4 * 10 + 200
 
 
-def test_memory_bounds_the_slots_and_a_state_that_is_larger_switches_them_off() -> None:
+def test_memory_limits_slots_and_a_larger_state_disables_them() -> None:
     maker = Maker(recurrent=True, memory_bytes=250)
     for i in range(5):
         maker.slot(text(i, 64))
@@ -145,7 +145,7 @@ def test_memory_bounds_the_slots_and_a_state_that_is_larger_switches_them_off() 
     assert not Maker(max_slots=0).index.enabled
 
 
-def test_a_checkpoint_takes_the_state_of_a_slot_worth_less_and_no_other() -> None:
+def test_a_checkpoint_evicts_only_a_slot_worth_less() -> None:
     maker = Maker(recurrent=True)
     for i in range(8):
         maker.slot(text(i, 500), uses=0)
@@ -155,7 +155,7 @@ def test_a_checkpoint_takes_the_state_of_a_slot_worth_less_and_no_other() -> Non
     assert [slot.tokens[0] for slot in maker.evicted] == [0]
 
 
-def test_a_slot_pinned_by_the_hook_goes_when_the_pin_does_unless_it_was_used_again() -> None:
+def test_a_slot_pinned_by_the_hook_is_evicted_on_unpin_unless_used_again() -> None:
     for again in (False, True):
         maker = Maker(max_slots=1)
         slot = maker.slot(text(0, 100))
@@ -172,7 +172,7 @@ def test_a_slot_pinned_by_the_hook_goes_when_the_pin_does_unless_it_was_used_aga
         assert maker.evicted == []
 
 
-def test_an_equal_slot_is_not_made_twice() -> None:
+def test_publishing_an_equal_slot_returns_the_first() -> None:
     maker = Maker()
     slot = maker.slot(text(0, 100))
     assert maker.slot(text(0, 100)) is slot
@@ -180,14 +180,14 @@ def test_an_equal_slot_is_not_made_twice() -> None:
     assert maker.pools.use()[Space.FULL] == PageUse(2, 100, evictable=2)
 
 
-def test_what_is_too_short_is_not_remembered() -> None:
+def test_short_prefixes_are_not_cached() -> None:
     maker = Maker(min_tokens=100)
     assert maker.slot(text(0, 99)) is None
     assert maker.slot(text(0, 100)) is not None
     assert maker.pools.use()[Space.FULL].used == 2
 
 
-def test_a_window_that_slid_on_cannot_be_remembered() -> None:
+def test_a_prefix_without_its_window_is_not_cached() -> None:
     maker = Maker(window=64)
     table = PageTable(maker.pools, 64)
     table.grow(0, 200)
@@ -200,7 +200,7 @@ def test_a_window_that_slid_on_cannot_be_remembered() -> None:
     assert maker.index.match(text(0, 256)).position == 0
 
 
-def test_window_models_reuse_pages_as_far_as_the_window_behind_is_held() -> None:
+def test_window_models_resume_where_the_window_is_complete() -> None:
     maker = Maker(window=64)
     slot = maker.slot(text(0, 320))  # sees 257 and later: page 4
     longer = maker.slot([*text(0, 320), *text(1, 10)])
@@ -225,7 +225,7 @@ def test_adopting_twice_or_something_else_is_refused() -> None:
     assert maker.index.match([*text(0, 100), 10**9]).from_disk
 
 
-def test_no_more_is_reserved_than_there_is() -> None:
+def test_reserve_fails_without_enough_ids() -> None:
     maker = Maker(recurrent=True)
     pinned = maker.slot(text(0, 64))
     maker.index.pin(pinned)
@@ -234,7 +234,7 @@ def test_no_more_is_reserved_than_there_is() -> None:
     assert Maker(max_slots=0).index.reserve(64) is None
 
 
-def test_an_index_that_disagrees_with_the_pools_is_a_page_error() -> None:
+def test_cache_and_uncache_check_ownership() -> None:
     pools = PagePools([Space.FULL], PoolSizes(2, 0, 0))
     allocator = pools[Space.FULL]
     for wrong in (allocator.cache, allocator.uncache):

@@ -372,7 +372,7 @@ NAMES = {"start", "grow", "publish", "end", "pin", "drop", "unpin", "reserve", "
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("kind", SPACES)
-def test_a_hundred_thousand_operations(kind: str) -> None:
+def test_25000_operations_of_each_kind(kind: str) -> None:
     class Machine(IndexMachine):
         kinds: ClassVar[tuple[str, ...]] = (kind,)
         done: ClassVar[Counter[str]] = Counter()

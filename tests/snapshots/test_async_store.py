@@ -46,7 +46,7 @@ async def test_the_event_loop_never_waits(tmp_path):
     background.close()
 
 
-async def test_what_a_cancelled_caller_opened_is_closed(tmp_path):
+async def test_a_cancelled_call_closes_what_it_opened(tmp_path):
     reached, go_on = threading.Event(), threading.Event()
 
     def at(step):

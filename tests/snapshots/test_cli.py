@@ -119,7 +119,7 @@ def fds():
 
 
 @pytest.mark.parametrize("meanwhile", ["removed", "saved anew", "set aside by another"])
-def test_verify_beside_who_changes_the_directory(two, meanwhile):
+def test_verify_while_the_directory_changes(two, meanwhile):
     """Between the checksums and the rename others had the directory: what is there now is not what was checked."""
     directory, (old, new) = two
     good = shutil.copy(directory / old.file, directory.parent / "good")
@@ -158,7 +158,7 @@ def test_a_file_that_went_away_is_not_damaged(two, monkeypatch):
     assert "1 checked, 0 damaged" in output
 
 
-def test_rm_beside_who_renames(two):
+def test_rm_while_files_are_renamed(two):
     """A file that another process renamed between the listing and the lock: `rm --all` removes it, a name is passed."""
     directory, (old, new) = two
     answers = []
@@ -178,7 +178,7 @@ def test_rm_beside_who_renames(two):
     assert names(directory) == ["notes.txt"]
 
 
-def test_snapshots_of_an_earlier_version_are_told_and_left_alone(two):
+def test_snapshots_of_an_earlier_version_are_reported_and_left_alone(two):
     directory, (old, new) = two
     data = (directory / old.file).read_bytes()
     start = 8 + int.from_bytes(data[:8], "little")

@@ -1,4 +1,4 @@
-"""The header of a snapshot: what is written is read, read by safetensors too, and no changed bit passes."""
+"""Snapshot headers: they round-trip, safetensors reads them, and every changed bit is found."""
 
 import base64
 import json
@@ -88,7 +88,7 @@ def test_a_short_slot_keeps_all_of_a_window(n):
     dim=st.integers(1, 70),
     window=st.integers(1, 80),
 )
-def test_tensors_lie_behind_each_other_each_at_a_multiple_of_its_items(n, kv_dtype, heads, dim, window):
+def test_tensors_are_contiguous_and_aligned_to_their_items(n, kv_dtype, heads, dim, window):
     layers = (
         LayerSpec(0, Space.FULL, {}, attention_state(heads, dim, dim)),
         LayerSpec(1, Space.RECURRENT, {}, RECURRENT),
@@ -198,7 +198,7 @@ def test_a_file_of_another_length_than_the_header_says(change):
         ({"first_positions": '{"layers.2.k":"a"}'}, Fault.FOREIGN, "first_positions: is not a JSON object"),
     ],
 )
-def test_metadata_that_cannot_be_right_names_its_key(change, fault, text):
+def test_invalid_metadata_names_its_key(change, fault, text):
     snapshot = lay_out(model(), slot())
     header = rewritten(pack(snapshot), **change)
     with pytest.raises(SnapshotError) as caught:
@@ -207,7 +207,7 @@ def test_metadata_that_cannot_be_right_names_its_key(change, fault, text):
     assert text in str(caught.value)
 
 
-def test_tokens_that_unpack_to_more_than_they_say_cost_nothing():
+def test_a_decompression_bomb_is_refused():
     bomb = base64.b64encode(zlib.compress(bytes(100 << 20))).decode()
     snapshot = lay_out(model(), slot())
     header = rewritten(pack(snapshot), tokens=bomb)
@@ -228,7 +228,7 @@ def raw(rows):
         struct.pack("<Q", 200) + b"x" * 200,
     ],
 )
-def test_a_safetensors_file_of_somebody_else_is_foreign(header):
+def test_another_safetensors_file_is_foreign(header):
     with pytest.raises(SnapshotError) as caught:
         parse(header, len(header) + 4)
     assert caught.value.fault is Fault.FOREIGN
@@ -244,7 +244,7 @@ def test_random_bytes_are_refused(data):
 # ---- does it fit
 
 
-def test_another_model_is_told_by_name():
+def test_another_model_is_refused_by_name():
     snapshot = lay_out(model(), slot())
     other = StateModel("cd" * 32, "made", "Made 2B", Dtype.FLOAT32, Dtype.FLOAT32, LAYERS)
     with pytest.raises(SnapshotError, match=r"is that of 'Made 1B' .* running is 'Made 2B'") as caught:
@@ -279,7 +279,7 @@ def test_each_daemon_gets_its_own_layers():
     assert sorted(t.name for part in parts for t in part) == sorted(t.name for t in snapshot.tensors)
 
 
-def test_a_drafters_state_travels_along():
+def test_a_drafters_state_is_kept():
     made = slot(10, drafter=(DraftTensor("layers.0.k", "BF16", (10, 2, 4)), DraftTensor("ring", "F32", (7,))))
     snapshot = lay_out(model(), made)
     found = parse(pack(snapshot), snapshot.file_bytes)

@@ -1,4 +1,4 @@
-"""Prompts of 262,144 tokens never hold the event loop: not when they come, run, end, are saved or looked for on disk.
+"""Prompts of 262,144 tokens never hold the event loop, from submit to eviction, with snapshots on.
 
 Time is that of the loop's own thread in one callback, so a busy machine does not count.  The daemon only draws tokens:
 the toy model of tests/engine would take minutes for prompts of this length.

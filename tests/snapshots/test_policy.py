@@ -1,4 +1,4 @@
-"""Decisions about snapshots: names, matches, what is worth a file, what goes first."""
+"""Decisions about snapshots: file names, what is worth saving, what is removed first."""
 
 import pytest
 from hypothesis import given
@@ -45,7 +45,7 @@ NAME = "lucevisor-0123456789abcdef-0123456789abcdef"
         (f"../{NAME}.safetensors", FileKind.OTHER),
     ],
 )
-def test_whose_file_a_name_says(name, kind):
+def test_file_kinds_by_name(name, kind):
     assert read_name(name).kind is kind
     assert read_name(name).model == ("" if kind is FileKind.OTHER else "0123456789abcdef")
 
@@ -80,7 +80,7 @@ SPEEDS = SnapshotSpeeds(prefill_tokens_per_s=1000.0, read_bytes_per_s=1e9, write
         (Candidate(0, 300, 900_000_000), SaveTrigger.EVICTION, "takes 0.300 s, reading them 0.900 s"),
     ],
 )
-def test_what_is_not_worth_a_file_says_why(candidate, trigger, text):
+def test_reasons_not_to_save(candidate, trigger, text):
     assert text in reject_save_reason(candidate, trigger, POLICY, SPEEDS)
 
 
@@ -92,11 +92,11 @@ def test_what_is_not_worth_a_file_says_why(candidate, trigger, text):
         (Candidate(0, 4096, 1000, n_saved_tokens=3000), SaveTrigger.TURN),
     ],
 )
-def test_what_is_worth_a_file(candidate, trigger):
+def test_slots_worth_saving(candidate, trigger):
     assert reject_save_reason(candidate, trigger, POLICY, SPEEDS) == ""
 
 
-def test_a_conversation_saved_at_its_turns_writes_no_square():
+def test_saving_turns_writes_linearly():
     saved = written = 0
     for n in range(200, 20_001, 200):
         if not reject_save_reason(Candidate(0, n, n, n_saved_tokens=saved), SaveTrigger.TURN, POLICY, SPEEDS):
@@ -119,13 +119,13 @@ CANDIDATES = st.lists(
 
 
 @given(candidates=CANDIDATES, deadline_s=st.floats(0, 5))
-def test_before_a_stop_only_what_can_be_written_in_time(candidates, deadline_s):
+def test_shutdown_saves_fit_the_deadline(candidates, deadline_s):
     chosen = plan_shutdown_saves(candidates, POLICY, SPEEDS, deadline_s)
     assert sum(c.n_bytes for c in chosen) <= deadline_s * SPEEDS.write_bytes_per_s
     assert all(not reject_save_reason(c, SaveTrigger.SHUTDOWN, POLICY, SPEEDS) for c in chosen)
 
 
-def test_before_a_stop_the_dearest_goes_first():
+def test_shutdown_saves_the_most_valuable_first():
     cheap, dear, used = (
         Candidate(1, 4000, 9 * 10**7),
         Candidate(2, 8000, 9 * 10**7),

@@ -1,4 +1,4 @@
-"""What a restore is judged by: speeds as seen, steps apart from their waiting."""
+"""Measured speeds, by which saves and restores are decided."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ def result(n_tokens: int, compute_s: list[float], seconds: float) -> PipelineRes
     return PipelineResult(step, answers, (), (), seconds)
 
 
-def test_guesses_before_anything_was_seen() -> None:
+def test_guesses_before_the_first_measurement() -> None:
     speeds = SpeedMeter().speeds(StoreStatistics())
     assert speeds.prefill_tokens_per_s > 0
     assert speeds.write_bytes_per_s > 0
     assert 0 < speeds.step_s < 1
 
 
-def test_long_steps_tell_how_fast_prompts_are_and_short_ones_what_a_check_costs() -> None:
+def test_long_steps_measure_prefill_and_short_ones_a_decode() -> None:
     meter = SpeedMeter()
     meter.add(result(512, [0.2, 0.4], 0.6))  # stages work at the same time on different chunks
     meter.add(result(2, [0.01, 0.02], 0.65))  # it waited behind the long one
@@ -36,7 +36,7 @@ def test_long_steps_tell_how_fast_prompts_are_and_short_ones_what_a_check_costs(
     assert speeds.write_bytes_per_s == pytest.approx(2e9)
 
 
-def test_reading_is_taken_for_fast_until_a_file_was_written_slowly_or_one_was_read() -> None:
+def test_reads_count_as_fast_until_measured_or_writes_are_slow() -> None:
     meter = SpeedMeter()
     assert meter.speeds(StoreStatistics()).read_bytes_per_s == pytest.approx(4e9)
     fast, slow = (

@@ -1,4 +1,4 @@
-"""The directory of snapshots on a real disk: what is saved comes back, and nothing else is touched."""
+"""The snapshot store on a real disk: what is saved is restored, and nothing else is touched."""
 
 import gc
 import os
@@ -136,7 +136,7 @@ def test_the_budget_holds_after_every_save_for_all_models(tmp_path):
     other.close()
 
 
-def test_a_slot_larger_than_the_budget_is_not_begun(tmp_path):
+def test_a_slot_larger_than_the_budget_is_not_saved(tmp_path):
     store = made_store(tmp_path, disk_bytes=1000)
     with capture_logs() as logs, pytest.raises(SaveFailed, match=r"cache\.disk is 1000"):
         store.begin(made_slot())
@@ -167,7 +167,7 @@ def test_too_few_bytes_from_the_daemons_are_a_failed_save(store):
 # ---- what is not ours, and what is not a snapshot
 
 
-def test_strangers_are_never_touched(store):
+def test_files_of_others_are_never_touched(store):
     files = {"notes.txt": b"x", "model.safetensors": b"y" * 10000, "lucevisor-1.safetensors": b"", ".hidden": b"z"}
     for name, data in files.items():
         (store.directory / name).write_bytes(data)
@@ -211,7 +211,7 @@ def test_a_renamed_file_of_another_model_is_left_alone(tmp_path):
     other.close()
 
 
-def test_what_is_no_snapshot_under_our_name_is_set_aside_once(store):
+def test_an_invalid_file_with_our_name_is_set_aside_once(store):
     good = save(store)
     name = good.file[:-28] + "0123456789abcdef.safetensors"
     (store.directory / name).write_bytes(b"hello" * 1000)
@@ -256,7 +256,7 @@ def test_a_wrong_state_is_discarded(store):
     assert store.statistics.failures == {"misfit": 1}
 
 
-def test_want_of_descriptors_is_no_fault_of_the_file(store, monkeypatch):
+def test_lack_of_descriptors_does_not_refuse_the_file(store, monkeypatch):
     entry = save(store)
     real = os.open
 
@@ -272,7 +272,7 @@ def test_want_of_descriptors_is_no_fault_of_the_file(store, monkeypatch):
     assert names(store.directory) == [entry.file]
 
 
-def test_number_formats_that_differ_are_told(tmp_path):
+def test_differing_number_formats_are_reported(tmp_path):
     store = made_store(tmp_path, made_model(kv_dtype=Dtype.BFLOAT16))
     entry = save(store)
     other = made_store(tmp_path, made_model(kv_dtype=Dtype.FLOAT32))
@@ -303,7 +303,7 @@ def test_two_supervisors_share_a_directory(tmp_path):
     two.close()
 
 
-def test_a_restore_goes_on_when_its_file_is_pruned(tmp_path):
+def test_a_restore_survives_pruning_of_its_file(tmp_path):
     one, two = made_store(tmp_path), made_store(tmp_path)
     reading = one.open_for_restore(save(one))
     two.prune(0)
@@ -313,7 +313,7 @@ def test_a_restore_goes_on_when_its_file_is_pruned(tmp_path):
     two.close()
 
 
-def test_a_directory_that_stays_locked_is_told(store, monkeypatch):
+def test_a_directory_that_stays_locked_is_an_error(store, monkeypatch):
     monkeypatch.setattr(disk, "LOCK_S", 0.05)
     with disk.locked(store.directory):
         with capture_logs() as logs, pytest.raises(SaveFailed, match="another process has held its lock") as caught:
@@ -359,12 +359,12 @@ def test_many_threads_save_prune_and_scan_at_once(tmp_path):
 # ---- the directory itself
 
 
-def test_the_directory_is_made_for_this_user_alone(tmp_path):
+def test_the_directory_is_private(tmp_path):
     made_store(tmp_path / "a" / "b").close()
     assert (tmp_path / "a" / "b").stat().st_mode & 0o777 == 0o700
 
 
-def test_a_directory_that_is_none_names_the_key(tmp_path):
+def test_an_unusable_directory_names_the_key(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match=r"cache\.dir .*EEXIST"):
         made_store(tmp_path / "file")

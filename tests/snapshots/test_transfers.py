@@ -30,7 +30,7 @@ def test_a_failure_waits_for_the_others():
     assert one.problem == "disk full"
 
 
-def test_a_lost_daemon_owes_nothing():
+def test_a_lost_daemon_ends_its_transfers():
     transfers = TransferTable()
     one, two = start(transfers, "left", "right"), start(transfers, "left")
     assert transfers.lost("left", "killed") == [two]
@@ -46,7 +46,7 @@ def test_too_few_bytes_are_a_failure():
     assert one.problem == "group left moved 9 bytes of 10"
 
 
-def test_strange_answers_change_nothing():
+def test_unexpected_answers_change_nothing():
     transfers = TransferTable()
     one = start(transfers, "left")
     assert transfers.answered("left", 17, 10) is None
