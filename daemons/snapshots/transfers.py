@@ -27,7 +27,7 @@ from lucevisor.protocol.transfers import Restore, Restored, Save, Saved, Transfe
 
 SAVE_NICE = 10
 """Niceness of saving threads, which yield to the compute thread; a request waits for a restore."""
-MAX_WAITING = 64
+MAX_PENDING = 64
 """Pending transfers; each holds a descriptor."""
 
 Answer = Saved | Restored | TransferFailed | Failed
@@ -87,12 +87,12 @@ class TransferExecutor:
         """Queue a transfer; takes ownership of the descriptor."""
         job = _Job(order, fd, self._events())
         with self._changed:
-            full = len(self._jobs) >= MAX_WAITING
+            full = len(self._jobs) >= MAX_PENDING
             if not full:
                 self._jobs[id(job)] = job
         if full:
             job.error = CancelledError(
-                order.file, f"{MAX_WAITING} transfers are pending already", "send it again later"
+                order.file, f"{MAX_PENDING} transfers are pending already", "send it again later"
             )
             self._conclude(job)
         else:

@@ -1,10 +1,7 @@
 """Slots of real models go to a file and come back, under another split, in other pages, in other number formats."""
 
-import contextlib
 import os
 import random
-import threading
-import time
 from types import SimpleNamespace
 
 import msgspec
@@ -16,10 +13,9 @@ from daemons.errors import StateError
 from daemons.snapshots import state_map as rows_of
 from daemons.snapshots import streams
 from daemons.snapshots.state_map import StateMap, split_ranges
-from daemons.snapshots.transfers import MAX_WAITING, TransferExecutor
 from lucevisor.model.values import Dtype, LayerRange, Space
-from lucevisor.protocol.transfers import Restore, Restored, Save, Saved, SlotPlace, TransferFailed
-from lucevisor.snapshots.layout import NextToken, SlotRecord
+from lucevisor.protocol.transfers import Restore, Restored, Save, SlotPlace, TransferFailed
+from lucevisor.snapshots.layout import NextToken
 from lucevisor.snapshots.store import SnapshotStore
 from tests.daemons.snapshot_pipeline import SlotPipeline, checkpoint, golden_spec, ids_of, state_model
 
@@ -207,7 +203,7 @@ def test_a_part_of_a_slot_where_slots_can_be_cut(tmp_path):
     store.close()
 
 
-def test_pieces_are_cut_and_joined_whatever_their_size(spec, tmp_path, monkeypatch):
+def test_segments_of_any_size_give_the_same_file(spec, tmp_path, monkeypatch):
     ids = ids_of(spec, N)
     one = SlotPipeline(spec, seed=1)
     one.open(0)
@@ -215,24 +211,24 @@ def test_pieces_are_cut_and_joined_whatever_their_size(spec, tmp_path, monkeypat
     place = checkpoint(one, 0, 5)
     store = opened(tmp_path, state_model(spec))
     wanted = one.save(store, ids, place).snapshot.checksums
-    for size, runs in ((1, 256), (700, 256), (5000, 1), (1 << 20, 2)):
+    for size, n_ranges in ((1, 256), (700, 256), (5000, 1), (1 << 20, 2)):
         monkeypatch.setattr(rows_of, "SEGMENT_BYTES", size)
-        monkeypatch.setattr(rows_of, "MAX_RANGES", runs)
+        monkeypatch.setattr(rows_of, "MAX_RANGES", n_ranges)
         assert one.save(store, ids, place).snapshot.checksums == wanted
     store.close()
 
 
-def test_pages_that_lie_side_by_side_are_one_run(spec, tmp_path):
+def test_consecutive_pages_are_one_range(spec, tmp_path):
     pipeline, store, _, entry = saved(spec, tmp_path)
     states = StateMap(spec, [pipeline.stages[0].shards[0].pools])
     keys = [t for t in entry.snapshot.tensors if t.kind == "k"][:1]
-    for pages, runs in (
+    for pages, ranges in (
         ([3, 4, 5], [(192, N)]),
         ([3, 5, 6], [(192, 64), (320, N - 64)]),
         ([5, 4, 3], [(320, 64), (256, 64), (192, N - 128)]),
     ):
-        (piece,) = states.to_save(SlotPlace(N, pages, state=5), keys)
-        assert piece.runs == runs
+        (segment,) = states.to_save(SlotPlace(N, pages, state=5), keys)
+        assert segment.ranges == ranges
     store.close()
 
 
@@ -264,18 +260,18 @@ def test_short_writes_and_reads_go_on_where_they_stopped(spec, tmp_path, monkeyp
     store.close()
 
 
-def test_cut_keeps_every_row_in_order():
+def test_split_ranges_keep_every_row_in_order():
     source = random.Random(3)
     for _ in range(200):
-        runs = [(source.randrange(1000), source.randrange(1, 90)) for _ in range(source.randrange(8))]
+        ranges = [(source.randrange(1000), source.randrange(1, 90)) for _ in range(source.randrange(8))]
         most = source.randrange(1, 120)
-        parts = list(split_ranges(runs, most))
+        parts = list(split_ranges(ranges, most))
         assert all(sum(n for _, n in part) <= most and len(part) <= rows_of.MAX_RANGES for part in parts)
         flat = [first + i for part in parts for first, n in part for i in range(n)]
-        assert flat == [first + i for first, n in runs for i in range(n)]
+        assert flat == [first + i for first, n in ranges for i in range(n)]
 
 
-# ---- orders that do not fit
+# ---- places and tensors that do not fit
 
 
 def saved(spec, tmp_path):
@@ -337,124 +333,4 @@ def test_tensors_of_another_shape_are_refused(spec, tmp_path):
     ):
         with pytest.raises(StateError, match=r"tensor layers\.\d+\.\w+: .*does not fit"):
             states.to_save(place, [msgspec.structs.replace(tensor, **change)])
-    store.close()
-
-
-# ---- beside the compute thread
-
-
-class Gate:
-    """Holds a transfer at its first system call."""
-
-    def __init__(self):
-        self.reached, self.open = threading.Event(), threading.Event()
-
-    def __call__(self, _):
-        self.reached.set()
-        assert self.open.wait(30)
-
-
-def gated(pipeline):
-    gate, answers = Gate(), []
-    states = StateMap(pipeline.spec, [k.pools for k in pipeline.stages[0].shards])
-    return gate, answers, TransferExecutor(states, lambda message, _: answers.append(message), before_io=gate)
-
-
-def test_steps_go_on_while_a_slot_is_saved(spec, tmp_path):
-    """The sequence appends to the slot's last, partial page and runs its live state meanwhile."""
-    alone = SlotPipeline(spec, seed=1)
-    alone.open(0)
-    alone.run(0, ids_of(spec, N))
-    wanted = alone.greedy(0, [3], 40)
-    pipeline, store, place, first = saved(spec, tmp_path)
-    gate, answers, transfers = gated(pipeline)
-    writing = store.begin(made_slot(spec))
-    order = Save(1, writing.file, place, writing.tensors(LayerRange(0, spec.n_layers)))
-    began = time.monotonic()
-    transfers.submit(order, os.dup(writing.fd))
-    assert time.monotonic() - began < 0.05
-    assert gate.reached.wait(5)
-    assert pipeline.greedy(0, [3], 40) == wanted
-    gate.open.set()
-    assert wait_for(answers, 1) == [Saved(1, writing.data_bytes, answers[0].seconds)]
-    assert store.finish(writing, writing.data_bytes).snapshot.checksums == first.snapshot.checksums
-    store.close()
-
-
-def made_slot(spec):
-    return SlotRecord(ids_of(spec, N), 100.0)
-
-
-def wait_for(answers, n):
-    deadline = time.monotonic() + 10
-    while len(answers) < n:
-        assert time.monotonic() < deadline
-        time.sleep(0.002)
-    return answers
-
-
-def test_cancel_returns_when_no_page_is_touched_any_more(spec, tmp_path):
-    pipeline, store, place, entry = saved(spec, tmp_path)
-    gate, answers, transfers = gated(pipeline)
-    reading = store.open_for_restore(entry)
-    order = Restore(9, reading.file, SlotPlace(N, place.full, state=3), reading.tensors(LayerRange(0, spec.n_layers)))
-    for _ in range(3):
-        transfers.submit(order, os.dup(reading.fd))
-    assert gate.reached.wait(5)
-    threading.Timer(0.1, gate.open.set).start()
-    transfers.cancel("the supervisor dropped every sequence")
-    assert len(answers) == 3
-    assert len(transfers) == 0
-    assert all(isinstance(a, TransferFailed) and a.transfer == 9 for a in answers)
-    assert all("dropped every sequence" in a.reason for a in answers)
-    before = pipeline.bytes_of(Space.FULL)
-    time.sleep(0.05)
-    assert all(torch.equal(a, b) for a, b in zip(before, pipeline.bytes_of(Space.FULL), strict=True))
-    store.close_snapshot(reading)
-    store.close()
-
-
-def test_a_save_that_hangs_delays_no_reset(spec, tmp_path):
-    """It may read pages that belong to others by now, so it is answered as failed whatever it wrote."""
-    pipeline, store, place, _ = saved(spec, tmp_path)
-    gate, answers, transfers = gated(pipeline)
-    writing = store.begin(made_slot(spec))
-    tensors = writing.tensors(LayerRange(0, spec.n_layers))[-1:]  # one piece: nothing is left to be stopped before
-    transfers.submit(Save(9, writing.file, place, tensors), os.dup(writing.fd))
-    assert gate.reached.wait(5)
-    began = time.monotonic()
-    transfers.cancel("the supervisor dropped every sequence")
-    assert time.monotonic() - began < 1
-    gate.open.set()
-    (answer,) = wait_for(answers, 1)
-    assert isinstance(answer, TransferFailed)
-    assert "dropped every sequence" in answer.reason
-    store.abort(writing, "cancelled")
-    store.close()
-
-
-def descriptors_of(fd):
-    """How many descriptors of this process are open on the file of ``fd``; other threads may open and close others."""
-    wanted, n = os.fstat(fd), 0
-    for name in os.listdir("/proc/self/fd"):
-        with contextlib.suppress(OSError):
-            n += os.path.samestat(os.fstat(int(name)), wanted)
-    return n
-
-
-def test_more_transfers_than_may_be_pending_are_refused(spec, tmp_path):
-    pipeline, store, place, entry = saved(spec, tmp_path)
-    gate, answers, transfers = gated(pipeline)
-    reading = store.open_for_restore(entry)
-    order = Restore(9, reading.file, SlotPlace(N, place.full, state=3), reading.tensors(LayerRange(0, spec.n_layers)))
-    n_fds = descriptors_of(reading.fd)
-    for _ in range(MAX_WAITING + 2):
-        transfers.submit(order, os.dup(reading.fd))
-    assert [a.reason for a in answers] == [f"{MAX_WAITING} transfers are pending already"] * 2
-    gate.open.set()
-    wait_for(answers, MAX_WAITING + 2)
-    transfers.cancel("end")
-    assert descriptors_of(reading.fd) == n_fds
-    assert sum(isinstance(a, Restored) for a in answers) == MAX_WAITING
-    store.close_snapshot(reading)
     store.close()
