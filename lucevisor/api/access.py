@@ -1,7 +1,7 @@
-"""Who may ask what: peer address, Host header, API key, origin, coding of the body.
+"""Access control: peer address, Host header, API key, CORS, Content-Encoding.
 
-Knows headers and addresses, no endpoint but the open ones.  Invariant: without keys nobody but this machine is served,
-unless the operator said `allow_open`; a page of another origin is told nothing unless its origin is configured.
+Knows headers and addresses, and no endpoint but the open ones.  Invariant: without keys only this machine is served,
+unless `allow_open` is set; a page of another origin can read nothing unless its origin is configured.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from lucevisor.api.ports import ApiSettings
 from lucevisor.errors import show
 
 OPEN_PATHS: Final = frozenset({"/health", "/ready"})
-"""GenerationOptions by load balancers, which hold no key."""
+"""For load balancers, which have no key."""
 
 _ALLOW_HEADERS: Final = "authorization, content-type, x-api-key, x-request-id"
 
 
 def check_access(request: web.Request, settings: ApiSettings, keys: ApiKeys) -> None:
-    """Raise ApiError 401 or 403 for a request that is not to be served."""
+    """Raise ApiError 401 or 403 for a request that must not be served."""
     if keys.required:
         if request.path not in OPEN_PATHS:
             _check_key(request, keys)
@@ -41,7 +41,7 @@ def _check_key(request: web.Request, keys: ApiKeys) -> None:
 
 
 def api_key_of(request: web.Request) -> str:
-    """Return the key a request shows, empty if none."""
+    """Return the API key sent with a request, empty if none."""
     scheme, _, token = request.headers.get("Authorization", "").partition(" ")
     return token.strip() if scheme.lower() == "bearer" else request.headers.get("x-api-key", "").strip()
 
@@ -55,11 +55,11 @@ def _check_local(request: web.Request, host: str) -> None:
     if not _is_loopback(peer):
         raise ApiError(
             403,
-            f"without API keys this server answers its own machine only, not {show(peer)}; "
-            "set server.api_keys_file, or server.allow_open to serve everybody",
+            f"without API keys this server serves its own machine only, not {show(peer)}; "
+            "set server.api_keys_file, or server.allow_open to serve everyone",
             code="loopback_only",
         )
-    # A web page can point a name of its own at 127.0.0.1 and ask through its visitor's browser: the name gives it away.
+    # DNS rebinding: a web page can point its own name at 127.0.0.1 and send requests through a visitor's browser.
     named = _host_name(request.headers.get("Host", ""))
     if (
         named
@@ -87,7 +87,7 @@ def _is_loopback(address: str) -> bool:
 
 
 def _host_name(header: str) -> str:
-    """Return the name of a Host header without its port."""
+    """Return the host of a Host header, without the port."""
     header = header.strip().lower()
     if header.startswith("["):
         return header[1:].partition("]")[0]
@@ -95,7 +95,7 @@ def _host_name(header: str) -> str:
 
 
 def check_content_encoding(request: web.Request) -> None:
-    """Raise ApiError 415 for a compressed body: a few bytes of one may stand for any number."""
+    """Raise ApiError 415 for a compressed body, as a few bytes may expand to any size."""
     sent = request.headers.get("Content-Encoding", "identity")
     if sent.strip().lower() != "identity":
         raise ApiError(
@@ -107,7 +107,7 @@ def check_content_encoding(request: web.Request) -> None:
 
 
 def cors_headers(origin: str | None, settings: ApiSettings) -> dict[str, str]:
-    """Return the headers that let a page of `origin` read the answer; empty unless it is configured."""
+    """Return the headers that let a page of `origin` read the response; empty unless the origin is configured."""
     if not settings.cors_origins or origin is None:
         return {}
     if "*" in settings.cors_origins:
@@ -122,7 +122,7 @@ def cors_headers(origin: str | None, settings: ApiSettings) -> dict[str, str]:
 
 
 def is_preflight(request: web.Request) -> bool:
-    """Say whether a browser asks for permission to send the real request."""
+    """Return whether this is a CORS preflight."""
     return (
         request.method == "OPTIONS"
         and "Origin" in request.headers
@@ -131,7 +131,7 @@ def is_preflight(request: web.Request) -> bool:
 
 
 def preflight(request: web.Request, settings: ApiSettings) -> web.Response | None:
-    """Return the answer to a preflight of a configured origin, else None: the page then may not ask."""
+    """Return the response to a preflight from a configured origin, else None."""
     if "Access-Control-Allow-Origin" not in cors_headers(request.headers.get("Origin"), settings):
         return None
     headers = {

@@ -1,9 +1,8 @@
-"""The operator's endpoint: JSON over HTTP on a Unix socket in the run directory, for the same user only.
+"""The admin endpoint: JSON over HTTP on a Unix socket in the run directory, for the same user only.
 
-The directory is 0700 and every connection's peer uid is checked besides (SO_PEERCRED), so a descriptor that leaked
-out of the directory is of no use to another user.  This file knows routes and JSON; what they do is the
-:class:`AdminPort`'s business.  Invariant: every answer is JSON without NaN, and what an operator sent wrong is a 400
-that names it.
+The directory has mode 0700, and the peer uid of every connection is checked as well (SO_PEERCRED), so a leaked
+descriptor is useless to another user.  Knows routes and JSON; an :class:`AdminPort` does the work.  Invariant: every
+response is JSON without NaN, and an invalid request is a 400 that names the fault.
 """
 
 from __future__ import annotations
@@ -31,15 +30,14 @@ MAX_WAIT_S: Final = 86_400.0
 MAX_COMMAND_BYTES: Final = 1 << 20
 MAX_SHOWN_CHARS: Final = 300
 MAX_NAMES: Final = 10_000
-"""Groups or files of one command."""
+"""Groups or files in one command."""
 
 Command = TypeVar("Command", bound=msgspec.Struct)
 Names = Annotated[list[str], msgspec.Meta(max_length=MAX_NAMES)]
 
 
 class CachePort(Protocol):
-    """What an operator may ask of prefix slots and snapshots.  All but ``show`` raise LucevisorError when snapshots are
-    off."""
+    """Operations on prefix slots and snapshots.  All but ``show`` raise LucevisorError when snapshots are off."""
 
     async def show(self) -> dict[str, Any]:
         """Slots in memory and files on disk."""
@@ -52,7 +50,7 @@ class CachePort(Protocol):
 
 
 class AdminPort(Protocol):
-    """What an operator may ask of a supervisor."""
+    """Operations on a running supervisor."""
 
     @property
     def cache(self) -> CachePort: ...
@@ -62,10 +60,10 @@ class AdminPort(Protocol):
     async def wait_ready(self, timeout_s: float) -> bool: ...
 
     def stop(self, reason: str) -> None:
-        """Begin to stop; any number of callers share one shutdown, each further call shortens its deadlines."""
+        """Begin the shutdown.  All callers share one; each further call shortens its deadlines."""
 
     async def restart(self, groups: list[str], *, now: bool) -> None:
-        """Restart groups one after the other; returns when the chain is READY again.  LucevisorError says why not."""
+        """Restart groups one by one; return when the pipeline is READY again.  Raises LucevisorError."""
 
     def follow_log(self, group: str | None, *, follow: bool) -> AsyncIterator[str]: ...
 
@@ -76,28 +74,28 @@ class Restart(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class CacheVerify(msgspec.Struct, forbid_unknown_fields=True):
-    """No files: all snapshots."""
+    """Without files, all snapshots are verified."""
 
     files: Names = []
     set_aside: bool = False
 
 
 class CachePrune(msgspec.Struct, forbid_unknown_fields=True):
-    """``to``: bytes that may stay in use; null: the budget of the configuration."""
+    """``to``: bytes that may stay in use; null: cache.disk."""
 
     to: Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)] | None = None
     refused: bool = False
 
 
 class CacheRemove(msgspec.Struct, forbid_unknown_fields=True):
-    """Either files or all."""
+    """Names files, or sets ``all``."""
 
     files: Names = []
     all: bool = False
 
 
 def peer_uid(transport: object) -> int:
-    """User id of the process at the other end of a Unix socket connection."""
+    """Return the user id of the process at the other end of a Unix socket."""
     sock = transport.get_extra_info("socket")  # type: ignore[attr-defined]
     raw = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
     return int(struct.unpack("3i", raw)[1])
@@ -118,7 +116,7 @@ async def _own_user_only(
         return _error(e.status, e.message)
     except web.HTTPException as e:
         return _error(e.status, f"{request.method} {request.path}: {e.reason}")
-    except Exception as e:  # the edge of the process: the operator reads what broke, the log says where
+    except Exception as e:  # last resort: the operator sees the error, the log has the traceback
         log.exception("admin request failed", path=request.path)
         return _error(500, f"{type(e).__name__}: {e}; see the log")
 
@@ -128,7 +126,7 @@ def _error(status: int, message: str) -> web.Response:
 
 
 def _json(answer: dict[str, Any]) -> web.Response:
-    """A JSON answer; a figure that is not finite, as a broken device may report it, is null."""
+    """Return a JSON response; non-finite numbers, as a broken device may report, become null."""
     try:
         text = json.dumps(answer, allow_nan=False)
     except ValueError:
@@ -145,17 +143,17 @@ def _finite(value: object) -> object:
 
 
 async def _read_command(request: web.Request, kind: type[Command], default: bytes = b"") -> Command:
-    """The body as a record; ApiError that says what is wrong in it."""
+    """Decode the body; raises ApiError naming the fault."""
     if request.headers.get("Content-Encoding", "identity").lower() != "identity":
         raise ApiError(415, "send the body without Content-Encoding")
     try:
         return msgspec.json.decode(await request.read() or default, type=kind)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as e:
-        raise ApiError(400, f"the body is refused: {str(e)[:MAX_SHOWN_CHARS]}") from None
+        raise ApiError(400, f"the body is invalid: {str(e)[:MAX_SHOWN_CHARS]}") from None
 
 
 def _seconds(request: web.Request, name: str) -> float:
-    """A query parameter in seconds, 0 when it is left out; ApiError when it is not finite or out of range."""
+    """Return a query parameter in seconds, 0 if absent; raises ApiError when it is not finite or out of range."""
     sent = request.query.get(name, "0")
     try:
         value = float(sent)
@@ -177,7 +175,7 @@ def create_admin_app(port: AdminPort) -> web.Application:
         return _json({"ready": await port.wait_ready(_seconds(request, "timeout_s"))})
 
     async def stop(_: web.Request) -> web.Response:
-        port.stop("asked by an operator")
+        port.stop("requested by an operator")
         return _json({"stopping": True})
 
     async def restart(request: web.Request) -> web.Response:
@@ -208,7 +206,7 @@ def create_admin_app(port: AdminPort) -> web.Application:
 
 
 def _cache_routes(port: AdminPort) -> list[web.RouteDef]:
-    """Bodies may be left out where every field has a default that says something."""
+    """Return the routes below /cache.  A body may be omitted where every field has a default."""
 
     async def show(_: web.Request) -> web.Response:
         return _json(await port.cache.show())
@@ -236,7 +234,7 @@ def _cache_routes(port: AdminPort) -> list[web.RouteDef]:
 
 
 async def serve_admin(app: web.Application, path: Path) -> web.AppRunner:
-    """Listen on ``path`` (made with mode 0600).  ``await runner.cleanup()`` ends it."""
+    """Listen on ``path`` (created with mode 0600) until ``runner.cleanup()``."""
     runner = web.AppRunner(app, access_log=None, handler_cancellation=True, shutdown_timeout=1.0, auto_decompress=False)
     await runner.setup()
     old = os.umask(0o177)

@@ -1,9 +1,9 @@
-"""Connections that end: deadlines for heads, bodies, reading and idling, and a cap on how many are open.
+"""Connection limits: deadlines for heads, bodies, writes and idle connections, and a cap on open connections.
 
 aiohttp has a deadline for idle connections only.  Knows HTTP/1.1 framing, no routes.  Invariants: a connection without
-a whole request ends at `head_timeout_s`, one whose client takes nothing at `write_timeout_s`; at the cap a new
-connection replaces the one that has waited longest without a request; a connection with a request in service is never
-closed to make room.
+a complete head is closed after `head_timeout_s`, one whose client does not read after `write_timeout_s`; at the cap a
+new connection replaces the one that has been idle longest; a connection with a request in service is never closed to
+make room.
 """
 
 from __future__ import annotations
@@ -30,20 +30,20 @@ log = structlog.get_logger("lucevisor.api")
 
 
 class Connections:
-    """The connections of one server.  Looks at each about once a second, while there are any."""
+    """The connections of one server.  Checks each about once a second, while there are any."""
 
     def __init__(self, settings: ApiSettings, metrics: Metrics, loop: asyncio.AbstractEventLoop) -> None:
         self.settings = settings
         self.loop = loop
         self._metrics = metrics
         self._all: set[HttpConnection] = set()
-        self._waiting: dict[HttpConnection, None] = {}  # without a request in service, the longest wait first
+        self._waiting: dict[HttpConnection, None] = {}  # no request in service; longest idle first
         self._check_s = min(_CHECK_S, min(settings.head_timeout_s, settings.idle_timeout_s, settings.body_rate_s) / 4)
         self._timer: asyncio.TimerHandle | None = None
         metrics.connections.set_function(lambda: len(self._all))
 
     def admit(self, connection: HttpConnection) -> bool:
-        """Count a new connection; False when there is no room for it."""
+        """Register a new connection; return False if there is no room for it."""
         if len(self._all) >= self.settings.max_connections:
             oldest = next(iter(self._waiting), None)
             if oldest is None:
@@ -51,32 +51,32 @@ class Connections:
                 return False
             self.count("replaced")
             oldest.abort()
-            self.forget(oldest)  # the loop tells of its end later
+            self.forget(oldest)  # connection_lost comes later
         self._all.add(connection)
         if self._timer is None:
             self._timer = self.loop.call_later(self._check_s, self._check_all)
         return True
 
     def mark_waiting(self, connection: HttpConnection) -> None:
-        """Note that a connection has no request in service from now on."""
+        """Mark a connection as having no request in service."""
         if connection in self._all:
             self._waiting[connection] = None
 
     def mark_serving(self, connection: HttpConnection) -> None:
-        """Note that a whole head came."""
+        """Mark a connection as having a request in service."""
         self._waiting.pop(connection, None)
 
     def forget(self, connection: HttpConnection) -> None:
-        """Note that a connection has ended; idempotent."""
+        """Remove a connection that has ended; idempotent."""
         self._all.discard(connection)
         self._waiting.pop(connection, None)
 
     def count(self, reason: str) -> None:
-        """Count a connection that the server ended."""
+        """Count a connection that the server closed."""
         self._metrics.connections_dropped.labels(reason).inc()
 
     def malformed(self, status: int, why: str, remote: str | None) -> None:
-        """Count and log bytes that are no request."""
+        """Count and log bytes that are not a valid request."""
         self._metrics.requests.labels(str(status)).inc()
         log.info("malformed request", status=status, reason=why, remote=remote)
 
@@ -88,8 +88,10 @@ class Connections:
 
 
 class HttpConnection(web.RequestHandler):
-    """aiohttp's protocol of one connection, with deadlines.  Tells a request's arrival by `_messages`, where aiohttp
-    queues parsed heads: it has no hook for that."""
+    """aiohttp's protocol of one connection, with deadlines.
+
+    Detects new requests in `_messages`, where aiohttp queues parsed heads, because it has no hook for that.
+    """
 
     __slots__ = (
         "_answering",
@@ -121,10 +123,10 @@ class HttpConnection(web.RequestHandler):
         self._stalled_s = 0.0
         self._half_closed = self._answering = self._speaks_11 = False
 
-    # ---- what the event loop tells
+    # ---- callbacks of the event loop
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        transport = self._link = cast(asyncio.Transport, transport)  # uvloop's is no subclass of it
+        transport = self._link = cast(asyncio.Transport, transport)  # uvloop's is not a subclass
         if not self._pool.admit(self):
             self._force_close = True
             transport.write(_raw(unavailable("too many connections are open; try again later", 1, "overloaded")))
@@ -156,11 +158,11 @@ class HttpConnection(web.RequestHandler):
                 most = self._pool.settings.max_head_bytes
                 self._refuse(ApiError(431, f"the head is longer than {most} bytes; send less", code="head_too_large"))
 
-    def eof_received(self) -> bool | None:  # type: ignore[override]  # what asyncio's protocols may return
-        """Keep the connection for the answer when the client ended its side after a whole request.
+    def eof_received(self) -> bool | None:  # type: ignore[override]  # asyncio allows None
+        """Keep the connection for the response if the client shut down its side after a complete request.
 
-        A client that closed both sides looks the same until something is sent to it: an interim response, which every
-        client of HTTP/1.1 skips, is answered by a reset then.
+        A client that closed both sides looks the same until something is sent to it.  So send an interim response,
+        which HTTP/1.1 clients skip: a closed socket answers with a reset.
         """
         if self._body is None or not self._speaks_11 or not self._body.is_eof():
             return None
@@ -168,7 +170,7 @@ class HttpConnection(web.RequestHandler):
         self._probe()
         return True
 
-    # ---- what aiohttp tells
+    # ---- callbacks of aiohttp
 
     async def finish_response(
         self, request: web.BaseRequest, resp: web.StreamResponse, start_time: float | None
@@ -181,19 +183,19 @@ class HttpConnection(web.RequestHandler):
                 self._on_idle()
 
     def answering(self) -> None:
-        """The head of the answer is about to be sent: no interim response may follow."""
+        """Note that the head of the response is about to be sent: no interim response may follow."""
         self._answering = True
 
     def handle_error(
         self, request: web.BaseRequest, status: int = 500, exc: BaseException | None = None, message: str | None = None
     ) -> web.StreamResponse:
-        """Answer what is no HTTP request in the API's shape, and log it in one line."""
+        """Answer a malformed request with a JSON error, and log it in one line."""
         if status >= 500:
             return super().handle_error(request, status, exc, message)
         why = _first_line(message or str(exc))
         self._pool.malformed(status, why, request.remote)
         self.answering()
-        error = ApiError(status, f"this is no valid HTTP request: {why}", code="invalid_http")
+        error = ApiError(status, f"invalid HTTP request: {why}", code="invalid_http")
         response = web.Response(
             status=status, body=msgspec.json.encode(error.body()), content_type="application/json",
             headers={"Server": "lucevisor"},
@@ -202,7 +204,7 @@ class HttpConnection(web.RequestHandler):
         return response
 
     def log_exception(self, *args: Any, **kw: Any) -> None:
-        """Log a body that breaks off or is no valid encoding in one line: it is no defect of ours."""
+        """Log a truncated or badly encoded body in one line, as it is the client's fault."""
         error = kw.get("exc_info")
         if isinstance(error, HttpProcessingError | web.RequestPayloadError):
             log.info("malformed request", reason=_first_line(str(error)))
@@ -217,7 +219,9 @@ class HttpConnection(web.RequestHandler):
         n_unsent = self._link.get_write_buffer_size()
         if n_unsent != self._n_unsent or n_unsent == 0:
             self._n_unsent, self._stalled_s = n_unsent, now
-        elif now - self._stalled_s > self._pool.settings.write_timeout_s + 2 * _CHECK_S:  # a stream tells it itself
+        elif (
+            now - self._stalled_s > self._pool.settings.write_timeout_s + 2 * _CHECK_S
+        ):  # streams have their own timeout
             self._pool.count("write")
             self.abort()
             return
@@ -230,7 +234,7 @@ class HttpConnection(web.RequestHandler):
             self._check_body_rate(self._body, now)
 
     def abort(self) -> None:
-        """Close without sending what is left."""
+        """Close without sending buffered data."""
         if self._link is not None:
             self._link.abort()
 
@@ -242,7 +246,7 @@ class HttpConnection(web.RequestHandler):
         settings = self._pool.settings
         self._n_head_bytes = self._n_body_bytes = 0
         self._body_due_s = now + settings.body_rate_s
-        if self._messages:  # a loop may start the handler at once
+        if self._messages:  # empty if the loop has started the handler already
             message, self._body = self._messages[-1]
             self._speaks_11 = getattr(message, "version", None) == HttpVersion11
         self._pool.mark_serving(self)
@@ -264,23 +268,22 @@ class HttpConnection(web.RequestHandler):
         self._refuse(ApiError(408, f"the head did not arrive within {seconds:g} s", code="request_timeout"))
 
     def _refuse(self, error: ApiError) -> None:
-        """Answer a head that is not whole, and close."""
+        """Answer an incomplete head, and close."""
         if self._link is not None:
             self._link.write(_raw(error))
         self.force_close()
 
     def _check_body_rate(self, body: StreamReader, now: float) -> None:
-        """Give up a body that comes too slowly.  Only while we read: a full buffer is not the client's fault."""
+        """Abandon a body that arrives too slowly; only while reading, as a full buffer is not the client's fault."""
         settings = self._pool.settings
         if not body.is_eof() and self._n_body_bytes < settings.body_rate_s * settings.min_body_rate:
             self._pool.count("body")
-            body.set_exception(TimeoutError())  # whoever reads the body answers 408
+            body.set_exception(TimeoutError())  # the reader of the body answers 408
         self._n_body_bytes = 0
         self._body_due_s = now + settings.body_rate_s
 
     def _probe(self) -> None:
-        """Find out whether the client of a half-closed connection is still there: the second write after a reset
-        fails."""
+        """Find out whether the client of a half-closed connection is still there: the write after a reset fails."""
         if self._link is None or self._answering or not self._in_service:
             return
         if self._n_unsent == 0:
@@ -309,7 +312,7 @@ class _HttpServer(web.Server):
 
 
 class ConnectionRunner(web.AppRunner):
-    """aiohttp's runner of an application, over connections with deadlines."""
+    """aiohttp's AppRunner, over connections with deadlines."""
 
     def __init__(self, app: web.Application, settings: ApiSettings, metrics: Metrics, shutdown_timeout: float) -> None:
         super().__init__(app, access_log=None, handler_cancellation=True, shutdown_timeout=shutdown_timeout)
@@ -318,12 +321,12 @@ class ConnectionRunner(web.AppRunner):
     async def _make_server(self) -> web.Server:
         plain = await super()._make_server()
         pool = Connections(self._limits, self._metrics, asyncio.get_running_loop())
-        # The guard refuses compressed bodies; aiohttp would inflate them before it is asked.
+        # access.py rejects compressed bodies; aiohttp would decompress them first.
         return _HttpServer(plain, pool, {"access_log": None, "lingering_time": 2.0, "auto_decompress": False})
 
 
 def _raw(error: ApiError) -> bytes:
-    """Return a whole response for a connection that has no request."""
+    """Return a complete response for a connection without a request."""
     body = msgspec.json.encode(error.body())
     phrase = HTTPStatus(error.status).phrase
     head = (

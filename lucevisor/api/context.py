@@ -1,6 +1,6 @@
-"""What is known of one HTTP request while it is served: its id, its stream, its sequences, and what the log will say.
+"""State of the HTTP requests in service: request id, stream, sequences, and fields for the log line.
 
-Knows no endpoint.  Invariant: whoever ends a request (a drain, the boundary after an error) finds here what has to end.
+Knows no endpoint.  Invariant: a context holds everything that must end when its request is cancelled.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class RequestContext:
     fields: dict[str, object] = field(default_factory=dict)  # more for the log line
 
     def cancel(self) -> None:
-        """End the request's sequences; its handler then sees them end and tells the client."""
+        """Cancel the request's sequences; its handler sees them end and tells the client."""
         for handle in self.handles:
             handle.cancel()
 
@@ -48,7 +48,7 @@ _KEY: Final = web.RequestKey("context", RequestContext)
 
 
 class ActiveRequests:
-    """The requests in service, and whether the server takes more."""
+    """The requests in service, and whether the server accepts more."""
 
     def __init__(self) -> None:
         self.contexts: set[RequestContext] = set()
@@ -59,7 +59,7 @@ ACTIVE: Final = web.AppKey("active", ActiveRequests)
 
 
 class BufferedBodies:
-    """The bodies in hand: their bytes, and whose turn it is to be read in the event loop."""
+    """Bytes of the bodies in memory, and the limiter for bodies processed on the event loop."""
 
     def __init__(self) -> None:
         self.n_bytes = 0
@@ -68,25 +68,25 @@ class BufferedBodies:
 
 BUFFERED_BODIES: Final = web.AppKey("buffered_bodies", BufferedBodies)
 START_LIMITER: Final = web.AppKey("start_limiter", LoopLimiter)
-"""What every request passes first: a handler takes 0.1 ms before it waits for anything."""
+"""Limits how many handlers start per iteration of the loop: each runs 0.1 ms before it first waits."""
 
 
 def request_id_of(request: web.Request) -> str:
-    """Return the client's x-request-id if it is 1 to 128 printable ASCII characters without blanks, else a new id."""
+    """Return the client's x-request-id if it is 1 to 128 printable ASCII characters without spaces, else a new id."""
     sent = request.headers.get("x-request-id", "")
     return sent if _ID.fullmatch(sent) else f"req-{secrets.token_hex(12)}"
 
 
 def attach(request: web.Request, context: RequestContext) -> None:
-    """Give a request its context."""
+    """Attach a context to a request."""
     request[_KEY] = context
 
 
 def context_of(request: web.Request) -> RequestContext:
-    """Return the context that the boundary gave this request."""
+    """Return the context that the middleware attached to the request."""
     return request[_KEY]
 
 
 def has_context(request: web.Request) -> bool:
-    """Say whether the boundary has seen this request."""
+    """Return whether the middleware has seen this request."""
     return _KEY in request

@@ -1,7 +1,7 @@
-"""Errors as clients see them: status, type, code and the parameter that is meant.
+"""Errors as clients see them: status, type, code and parameter.
 
-Knows the shape of OpenAI's error body and how refusals of the engine translate; knows no handler.  Invariant: every
-message says what is wrong and what to do, and nothing of a traceback ever leaves the process.
+Knows OpenAI's error body and the engine's errors, no handler.  Invariant: every message says what is wrong and what to
+do, and no traceback ever leaves the process.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from lucevisor.engine.request import (
 )
 
 CLIENT_CLOSED = 499
-"""Status in logs and metrics of a request whose client went away; never sent."""
+"""Status, in logs and metrics, of a request whose client disconnected; never sent."""
 
 _TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
 
 
 class ApiError(Exception):
-    """An answer other than success.  `param` names the parameter as the client wrote it; `headers` are sent along."""
+    """An error response.  `param` is the parameter as the client wrote it; `headers` are added to the response."""
 
     def __init__(
         self,
@@ -44,35 +44,35 @@ class ApiError(Exception):
 
     @property
     def type(self) -> str:
-        """OpenAI's coarse class of the error."""
+        """OpenAI's error type."""
         if self.status >= 500:
             return "server_error"
         return _TYPES.get(self.status, "invalid_request_error")
 
     def body(self) -> dict[str, object]:
-        """Return the body in OpenAI's shape; inside a stream it is the data of the last event."""
+        """Return OpenAI's error body; in a stream it is the data of the last event."""
         return {"error": {"message": self.message, "type": self.type, "param": self.param, "code": self.code}}
 
 
 def bad_parameter(param: str, why: str, code: str = "invalid_value") -> ApiError:
-    """Return a 400 for one parameter; the message begins with its name."""
+    """Return a 400 for one parameter; its message starts with the name."""
     return ApiError(400, f"{param}: {why}", code=code, param=param)
 
 
 def internal_error(request_id: str) -> ApiError:
-    """Return the 500 for a defect of ours; the log holds the rest under `request_id`."""
+    """Return the 500 for a bug; the log has the details under `request_id`."""
     return ApiError(
         500, f"an internal error occurred; see request id {request_id} in the server's log", code="internal_error"
     )
 
 
 def unavailable(reason: str, retry_after_s: int, code: str = "not_ready") -> ApiError:
-    """Return a 503 that says why and when to come back (seconds)."""
+    """Return a 503 with the reason and Retry-After in seconds."""
     return ApiError(503, reason, code=code, headers={"Retry-After": str(retry_after_s)})
 
 
 def from_refusal(error: SubmitError, prompt_param: str, retry_after_s: int) -> ApiError:
-    """Translate a refusal of the engine; `prompt_param` is the parameter the prompt came in."""
+    """Translate an error of `submit`; `prompt_param` is the parameter that held the prompt."""
     if isinstance(error, QueueFull):
         return ApiError(429, error.message, code=error.code, headers={"Retry-After": str(error.retry_after_s)})
     if isinstance(error, ContextOverflow):
@@ -86,7 +86,7 @@ def from_refusal(error: SubmitError, prompt_param: str, retry_after_s: int) -> A
 
 
 def from_request_error(error: RequestError, retry_after_s: int) -> ApiError:
-    """Translate the end of a running request: what another attempt can cure is 503, the rest 500."""
+    """Translate the failure of a running request: 503 if a retry can succeed, else 500."""
     if error.code in ("shard_lost", "shutting_down"):
         return unavailable(error.message, retry_after_s, error.code)
     return ApiError(500, error.message, code=error.code)

@@ -1,7 +1,7 @@
-"""API keys: which bearer tokens are let in.
+"""API keys: which bearer tokens are accepted.
 
-Keeps digests only, so a dump of this object shows no key and all comparisons are of equal length.  Invariant: a check
-compares with every key, whichever matches, so its time tells nothing about the keys.
+Stores digests only, so a memory dump shows no key and all comparisons have equal length.  Invariant: a check compares
+with every key, so its time reveals nothing about them.
 """
 
 from __future__ import annotations
@@ -19,30 +19,30 @@ _SALT: Final = secrets.token_bytes(32)
 
 
 class ApiKeys:
-    """The set of keys in force.  With no source nobody is asked for a key; with one, an empty file lets nobody in."""
+    """The keys in force.  Without a source no key is required; with one, an empty file accepts no one."""
 
     def __init__(self, source: Path | Iterable[str] = ()) -> None:
-        """Take the keys themselves or the file they are in; raises ConfigError for a file that cannot be read."""
+        """Take the keys or the file that holds them; raises ConfigError if it cannot be read."""
         self._file = source if isinstance(source, Path) else None
         self._digests: tuple[bytes, ...] = ()
         self.replace(read_api_keys(source) if isinstance(source, Path) else source)
 
     def reload(self) -> None:
-        """Read the file again; raises ConfigError, and leaves the keys as they are, when it cannot be read."""
+        """Read the file again; raises ConfigError, and keeps the current keys, if it cannot be read."""
         if self._file is not None:
             self.replace(read_api_keys(self._file))
 
     def replace(self, keys: Iterable[str]) -> None:
-        """Put other keys in force; running requests go on."""
+        """Replace the keys; running requests continue."""
         self._digests = tuple(_digest(key) for key in keys)
 
     @property
     def required(self) -> bool:
-        """Whether a request must show a key."""
+        """Whether requests need a key."""
         return self._file is not None or bool(self._digests)
 
     def accepts(self, token: str) -> bool:
-        """Return whether `token` is one of the keys, in a time that does not depend on which."""
+        """Return whether `token` is one of the keys, in constant time."""
         shown = _digest(token)
         found = False
         for digest in self._digests:
@@ -51,7 +51,7 @@ class ApiKeys:
 
 
 def key_id(token: str) -> str:
-    """Return what stands for a key where its requests are told apart: nobody finds the key by it."""
+    """Return an opaque id for a key, from which the key cannot be recovered; empty for no key."""
     return hmac.digest(_SALT, token.encode("utf-8", "surrogateescape"), "sha256").hex()[:16] if token else ""
 
 

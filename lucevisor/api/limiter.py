@@ -1,6 +1,6 @@
-"""Lets few tasks through in each round of the event loop, so that a burst of requests does not make one long round.
+"""Limits how many tasks proceed in one iteration of the event loop, so that a burst does not block it.
 
-Knows no request.  Invariant: first come, first served; at most `n` tasks pass between two polls of the loop.
+Knows no request.  Invariant: first come, first served; at most `n` tasks proceed between two polls of the loop.
 """
 
 from __future__ import annotations
@@ -10,15 +10,15 @@ from collections import deque
 
 
 class LoopLimiter:
-    """`n`: tasks that may pass in one round."""
+    """`n`: tasks that may proceed in one iteration of the loop."""
 
     def __init__(self, n: int) -> None:
         self._n = n
-        self._n_started = 0  # in this round
+        self._n_started = 0  # in this iteration
         self._waiting: deque[asyncio.Future[None]] = deque()
 
     async def acquire(self) -> None:
-        """Return when it is this task's turn; at once where nobody waits and there is room in this round."""
+        """Wait for this task's turn; return immediately if no task waits and this iteration has room."""
         loop = asyncio.get_running_loop()
         if self._n_started < self._n and not self._waiting:
             if not self._n_started:
@@ -33,7 +33,7 @@ class LoopLimiter:
         self._n_started = 0
         while self._waiting and self._n_started < self._n:
             turn = self._waiting.popleft()
-            if not turn.done():  # else whoever waited was cancelled
+            if not turn.done():  # otherwise the waiter was cancelled
                 turn.set_result(None)
                 self._n_started += 1
         if self._n_started:

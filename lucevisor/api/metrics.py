@@ -1,7 +1,7 @@
-"""Figures for Prometheus: counters and histograms of the HTTP side, and the state of engine and groups at each scrape.
+"""Prometheus metrics: counters and histograms of the HTTP side, and the state of engine and groups at each scrape.
 
-Holds its own registry: nothing is global, so several servers fit in one process.  Invariant: names are those of the
-contract, and labels take few values (status codes, stages, spaces, groups, states).
+Has its own registry, so several servers fit into one process.  Invariant: labels have few values (status codes, stages,
+spaces, groups, states).
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _INTER_TOKEN_S: Final = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.1, 0.25
 
 
 class Metrics:
-    """All metrics of one server.  Handlers count in the public members; the rest is read when it is asked for."""
+    """All metrics of one server.  Handlers update the public members; the rest is read at each scrape."""
 
     def __init__(self, ports: Ports) -> None:
         self._registry = CollectorRegistry(auto_describe=False)
@@ -35,7 +35,7 @@ class Metrics:
         def counter(name: str, text: str, labels: tuple[str, ...] = ()) -> Counter:
             return Counter(_P + name, text, labels, registry=self._registry)
 
-        self.requests = counter("requests", "HTTP requests by status; 499: the client went away.", ("code",))
+        self.requests = counter("requests", "HTTP requests by status; 499: the client disconnected.", ("code",))
         self.prompt_tokens = counter("prompt_tokens", "Tokens of the prompts of answered requests.")
         self.generated_tokens = counter("generated_tokens", "Tokens generated for answered requests.")
         self.time_to_first_token = Histogram(
@@ -58,12 +58,12 @@ class Metrics:
         )
         self.connections = Gauge(_P + "connections", "Open connections of clients.", registry=self._registry)
         self.connections_dropped = counter(
-            "connections_dropped", "Connections that the server ended, by the deadline or cap.", ("reason",)
+            "connections_dropped", "Connections closed by the server, by deadline or cap.", ("reason",)
         )
         self._registry.register(_StateCollector(ports))
 
     def render(self, accept: str) -> tuple[bytes, str]:
-        """Return all metrics in the exposition format that an Accept header asks for, and its content type."""
+        """Return all metrics in the exposition format that an Accept header prefers, and the content type."""
         if wants_openmetrics(accept):
             text: bytes = openmetrics.generate_latest(self._registry)  # type: ignore[no-untyped-call]
             return text, openmetrics.CONTENT_TYPE_LATEST
@@ -71,9 +71,9 @@ class Metrics:
 
 
 def wants_openmetrics(accept: str) -> bool:
-    """Say whether an Accept header prefers OpenMetrics to plain text; whatever cannot be read prefers nothing.
+    """Return whether an Accept header prefers OpenMetrics to plain text; malformed parts are ignored.
 
-    prometheus_client's own choose_encoder raises on versions that are no numbers and echoes them into the answer.
+    prometheus_client's own choose_encoder raises on versions that are not numbers and echoes them into the response.
     """
     quality = {"application/openmetrics-text": 0.0, "text/plain": 0.0}
     for media_range in accept.split(","):
@@ -92,11 +92,11 @@ class _StateCollector(Collector):
         self._ports = ports
 
     def describe(self) -> list[Metric]:
-        """Name no metric: the registry would call collect to find the names, before there is an engine."""
+        """Return no metrics; otherwise the registry would call collect for their names, before there is an engine."""
         return []
 
     def collect(self) -> Iterator[Metric]:
-        """Yield the metrics as of now."""
+        """Yield the current metrics."""
         yield from self._groups()
         drops = CounterMetricFamily(
             _P + "log_records_dropped", "Log records that were not written, by sink.", labels=["sink"]
@@ -128,8 +128,8 @@ class _StateCollector(Collector):
 
 def _engine(now: EngineStatistics) -> Iterator[Metric]:
     yield GaugeMetricFamily(_P + "requests_running", "Requests that hold pages in the shards.", value=now.running)
-    yield GaugeMetricFamily(_P + "requests_queued", "Requests that wait for a place.", value=now.queued)
-    pages = GaugeMetricFamily(_P + "pages", "Pages of a space by where they are.", labels=["space", "where"])
+    yield GaugeMetricFamily(_P + "requests_queued", "Requests that wait in the queue.", value=now.queued)
+    pages = GaugeMetricFamily(_P + "pages", "Pages of a space by location.", labels=["space", "where"])
     for space, use in now.pages.items():
         pages.add_metric([space, "device"], use.used - use.evictable)
         pages.add_metric([space, "cached"], use.evictable)
@@ -143,22 +143,22 @@ def _engine(now: EngineStatistics) -> Iterator[Metric]:
     yield step
     yield wait
     hop = SummaryMetricFamily(
-        _P + "hop_seconds", "From the answer of a stage to the step sent on to the next.", labels=["boundary"]
+        _P + "hop_seconds", "From the result of a stage to the step sent to the next.", labels=["boundary"]
     )
     for index, boundary in enumerate(now.steps.boundaries):
         hop.add_metric([str(index)], boundary.n_hops, boundary.seconds)
     yield hop
     cached = CounterMetricFamily(
-        _P + "cached_prompt_tokens", "Prompt tokens taken from a prefix slot, by where it came from.", labels=["tier"]
+        _P + "cached_prompt_tokens", "Prompt tokens taken from prefix slots, by tier.", labels=["tier"]
     )
     for tier in ("memory", "disk"):
         cached.add_metric([tier], now.cache.tokens.get(tier, 0))
     yield cached
     yield GaugeMetricFamily(_P + "prefix_slots", "Prompt prefixes kept in memory.", value=now.cache.n_slots)
-    yield GaugeMetricFamily(_P + "prefix_bytes", "Pages and states that slots alone hold.", value=now.cache.n_bytes)
-    yield CounterMetricFamily(_P + "prefix_prompts", "Prompts that were begun.", value=now.cache.n_prompts)
-    yield CounterMetricFamily(_P + "prefix_hits", "Prompts that began with a known prefix.", value=now.cache.n_hits)
-    yield CounterMetricFamily(_P + "prefix_evictions", "Slots given up for others.", value=now.cache.n_evictions)
+    yield GaugeMetricFamily(_P + "prefix_bytes", "Pages and states held by slots only.", value=now.cache.n_bytes)
+    yield CounterMetricFamily(_P + "prefix_prompts", "Prompts that were started.", value=now.cache.n_prompts)
+    yield CounterMetricFamily(_P + "prefix_hits", "Prompts that started with a cached prefix.", value=now.cache.n_hits)
+    yield CounterMetricFamily(_P + "prefix_evictions", "Slots evicted for others.", value=now.cache.n_evictions)
 
 
 def _snapshots(now: SnapshotMetrics) -> Iterator[Metric]:

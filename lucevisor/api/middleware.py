@@ -1,7 +1,7 @@
-"""The edge every request crosses: its id, access, errors as JSON, metrics and one log line.
+"""Middleware around every request: request id, access control, errors as JSON, metrics and one log line.
 
-Knows no endpoint.  Invariant: whatever a handler does, the client gets a whole answer, or a stream whose last event
-is an error, or a closed connection; and exactly one line and one count say which.
+Knows no endpoint.  Invariant: whatever a handler does, the client gets a complete response, a stream whose last event
+is an error, or a closed connection; exactly one log line and one counter record which.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ log = structlog.get_logger("lucevisor.api")
 
 _QUIET = OPEN_PATHS | {"/metrics"}
 _STATUS_MESSAGES = {
-    404: ("there is no such path here", "not_found"),
+    404: ("no such path", "not_found"),
     405: ("the method is not allowed for this path", "method_not_allowed"),
 }
 
 
 @web.middleware
 async def request_middleware(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """Serve one request."""
+    """Serve one request: aiohttp middleware."""
     await request.app[START_LIMITER].acquire()
     context = RequestContext(request_id_of(request), time.monotonic())
     attach(request, context)
@@ -60,14 +60,14 @@ async def request_middleware(request: web.Request, handler: Handler) -> web.Stre
 
 
 async def _serve(request: web.Request, context: RequestContext, handler: Handler) -> tuple[int, web.StreamResponse]:
-    """Return the response and the status to count, which is the error's where a stream ended by one."""
+    """Return the status to record and the response; for a stream that failed, the status is the error's."""
     try:
         response = await _admitted(request, handler)
         return response.status, response
     except ClientGone as gone:
         context.fields["dropped"] = str(gone)
         stream = context.stream
-        # Nobody reads it; aiohttp needs a response to return.
+        # aiohttp needs a response to return, although it is never sent.
         return CLIENT_CLOSED, stream.response if stream is not None and stream.started else web.Response(
             status=CLIENT_CLOSED
         )
@@ -75,7 +75,7 @@ async def _serve(request: web.Request, context: RequestContext, handler: Handler
         failure = error
     except web.HTTPException as error:
         failure = _from_http(request, error)
-    except Exception:  # the edge of the process: a defect is logged, and the client gets a whole answer all the same
+    except Exception:  # last resort: log the bug, and still send a complete response
         log.exception("request failed")
         failure = internal_error(context.request_id)
     context.fields["error"] = failure.message
@@ -108,12 +108,12 @@ async def _fail(context: RequestContext, failure: ApiError) -> tuple[int, web.St
         headers=failure.headers,
     )
     if failure.status in (408, 413, 415):
-        response.force_close()  # what is left of the body is not worth reading
+        response.force_close()  # do not read the rest of the body
     return failure.status, response
 
 
 def _from_http(request: web.Request, error: web.HTTPException) -> ApiError:
-    """Translate aiohttp's own refusals (no route, wrong method)."""
+    """Translate aiohttp's own errors (no route, wrong method)."""
     message, code = _STATUS_MESSAGES.get(error.status, (error.reason, "invalid_request"))
     headers = {"Allow": error.headers["Allow"]} if "Allow" in error.headers else {}
     return ApiError(error.status, f"{request.method} {request.path}: {message}", code=code, headers=headers)
@@ -143,7 +143,7 @@ def _account(request: web.Request, context: RequestContext, status: int) -> None
 
 
 async def set_headers(request: web.Request, response: web.StreamResponse) -> None:
-    """Add what every answer carries, streams included; a signal of aiohttp, just before the head is sent."""
+    """Add the headers of every response, streams included; aiohttp's on_response_prepare signal."""
     response.headers["Server"] = "lucevisor"
     if isinstance(request.protocol, HttpConnection):
         request.protocol.answering()
@@ -153,7 +153,7 @@ async def set_headers(request: web.Request, response: web.StreamResponse) -> Non
 
 
 async def wait_until_idle(active_count: Callable[[], int], deadline_s: float) -> bool:
-    """Return whether no request was in service before the deadline; looks every 20 ms."""
+    """Wait until no request is in service, polling every 20 ms; return False if the deadline passes first."""
     end = time.monotonic() + deadline_s
     while active_count():
         if time.monotonic() >= end:

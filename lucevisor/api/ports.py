@@ -1,7 +1,7 @@
-"""What the API needs from the rest of the supervisor, as types that the composition root fills in.
+"""Ports: what the API needs from the rest of the supervisor, filled in by the composition root.
 
-Knows no HTTP.  `Ports` is the one object a handler reads; the parts that do not exist before the chain is planned
-(`engine`, `max_context`, `max_sequences`) are set later by the composition root, and requests get 503 until then.
+Knows no HTTP.  Handlers read a single `Ports` object.  `engine`, `max_context` and `max_sequences` are set once the
+placement is known; requests get 503 until then.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from lucevisor.text.tokenizer import Tokenizer
 
 
 class HandlePort(Protocol):
-    """One running request.  The last event is a FinishedEvent; leaving the `with` block cancels what still runs."""
+    """One running request.  The last event is a FinishedEvent; leaving the `with` block cancels the request."""
 
     def __aiter__(self) -> AsyncIterator[Event]: ...
 
     def cancel(self) -> None:
-        """End the request at once; idempotent; a FinishedEvent follows in the stream."""
+        """Cancel the request; idempotent; a FinishedEvent follows in the stream."""
 
     def __enter__(self) -> HandlePort: ...
 
@@ -37,31 +37,31 @@ class HandlePort(Protocol):
 
 
 class EnginePort(Protocol):
-    """The part of the engine that requests go to."""
+    """The engine, as seen by the API."""
 
     def submit(self, request: GenerationRequest, /) -> HandlePort:
-        """Queue a request; raises lucevisor.engine.request.SubmitError when it is refused."""
+        """Queue a request; raises lucevisor.engine.request.SubmitError if it is rejected."""
 
     def statistics(self) -> EngineStatistics:
-        """Return counts as of now; called at each scrape."""
+        """Return the current counters; called at each scrape."""
 
 
 class PreprocessorPort(Protocol):
-    """Reads bodies that are too long for the event loop."""
+    """Preprocesses bodies that are too long for the event loop."""
 
     def start(self, ports: Ports, /) -> None:
-        """Begin to get ready; without it the first body waits for that."""
+        """Start in the background; otherwise the first body waits for the start."""
 
     async def read(self, kind: BodyKind, body: Sequence[bytes], ports: Ports, /) -> PreparedRequest | EncodedResponse:
-        """Return what a body asks for, or the answer to it; ApiError when it is refused."""
+        """Return the request prepared from a body, or the response to it; raises ApiError."""
 
     async def close(self) -> None:
-        """End what still reads."""
+        """Stop all work."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelCard:
-    """What is told about the model that is served.  `created_s`: Unix time; `fingerprint`: changes when outputs may."""
+    """Description of the served model.  `created_s`: Unix time; `fingerprint`: changes whenever outputs may change."""
 
     name: str
     created_s: int
@@ -73,7 +73,7 @@ class ModelCard:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingDefaults:
-    """Sampling values for requests that do not say; the plain values are those of OpenAI's API."""
+    """Default sampling parameters; the field defaults are those of OpenAI's API."""
 
     temperature: float = 1.0
     top_k: int = 0
@@ -83,7 +83,7 @@ class SamplingDefaults:
 
     @classmethod
     def from_gguf(cls, metadata: Mapping[str, object]) -> SamplingDefaults:
-        """Read `general.sampling.*`; a key that is absent, no number or out of range leaves the plain value."""
+        """Read `general.sampling.*`; keys that are absent, not numbers or out of range keep the field default."""
         plain = cls()
 
         def number(key: str, default: float, low: float, high: float) -> float:
@@ -103,7 +103,7 @@ class SamplingDefaults:
 
 @dataclass(frozen=True, slots=True)
 class NotReadyPart:
-    """Something that keeps the chain from being ready: `name` as in the configuration, for example "group left"."""
+    """Something that keeps the pipeline from being ready: `name` as in the configuration, such as "group left"."""
 
     name: str
     state: str
@@ -112,7 +112,7 @@ class NotReadyPart:
 
 @dataclass(frozen=True, slots=True)
 class GroupMetrics:
-    """One backend group for the metrics.  `restarts`: count by reason, a word or two from a closed list."""
+    """One backend group for the metrics.  `restarts`: count by reason, from a closed list."""
 
     name: str
     state: str
@@ -123,8 +123,8 @@ class GroupMetrics:
 class SnapshotMetrics:
     """Snapshots for metrics and status.
 
-    ``n_files``, ``file_bytes``: files of this model that can be used now; the rest is counted since the start.
-    ``restore_s``: from the decision to the slot in use.  ``failures``: count by reason, every reason there is.
+    ``n_files``, ``file_bytes``: usable files of this model; the rest is counted since the start.  ``restore_s``: from
+    the decision until the slot is in use.  ``failures``: count by reason, for every possible reason.
     """
 
     n_files: int
@@ -147,19 +147,19 @@ class ApiSettings:
     cors_origins: tuple[str, ...] = ()
     max_body_bytes: int = 32 * 1024 * 1024
     body_timeout_s: float = 60.0  # from the head of a request to the end of its body
-    body_rate_s: float = 10.0  # a body that brings fewer than `min_body_rate` bytes a second over so long is given up
+    body_rate_s: float = 10.0  # window over which a body must average `min_body_rate` bytes per second
     min_body_rate: float = 512.0
-    max_bodies_bytes: int = 256 * 1024 * 1024  # of all bodies that are being received or read; beyond it: 429
-    preprocess_memory_bytes: int = 1024 * 1024 * 1024  # that reading one body may take; beyond it: 413
-    preprocess_timeout_s: float = 60.0  # that reading one body may take; beyond it: 413
-    max_waiting_bodies: int = 1024  # bodies that may wait to be read; beyond it: 429
-    write_timeout_s: float = 60.0  # a client that takes nothing for so long is dropped
+    max_bodies_bytes: int = 256 * 1024 * 1024  # of all bodies in memory; beyond it: 429
+    preprocess_memory_bytes: int = 1024 * 1024 * 1024  # per body; beyond it: 413
+    preprocess_timeout_s: float = 60.0  # per body; beyond it: 413
+    max_waiting_bodies: int = 1024  # bodies waiting for a worker; beyond it: 429
+    write_timeout_s: float = 60.0  # a client that reads nothing for so long is disconnected
     head_timeout_s: float = 10.0  # from the connection, or the first byte of a later request, to the end of the head
     max_head_bytes: int = 64 * 1024  # request line and fields together
     idle_timeout_s: float = 75.0  # between two requests of a connection
     max_connections: int = 1024
     keepalive_s: float = 15.0  # silence before a stream gets a comment line, so that proxies keep it open
-    retry_after_s: int = 5  # told with 503 when nothing better is known
+    retry_after_s: int = 5  # Retry-After of a 503 without a better estimate
     normalise: Normalise = "off"  # volatile lines of system prompts
 
 
@@ -181,13 +181,13 @@ def _no_snapshots() -> SnapshotMetrics | None:
 
 @dataclass(slots=True, kw_only=True)
 class Ports:
-    """All that handlers use.  `not_ready` returns an empty sequence when the chain is ready; it must not block."""
+    """Everything handlers use.  `not_ready` returns an empty sequence when the pipeline is ready; it must not block."""
 
     model: ModelCard
     tokenizer: Tokenizer
     template: ChatTemplate | None
     not_ready: Callable[[], Sequence[NotReadyPart]]
-    preprocessor: PreprocessorPort | None = None  # None: bodies that are too long for the event loop are refused
+    preprocessor: PreprocessorPort | None = None  # None: long bodies are rejected
     defaults: SamplingDefaults = field(default_factory=SamplingDefaults)
     keys: ApiKeys = field(default_factory=ApiKeys)
     settings: ApiSettings = field(default_factory=ApiSettings)
@@ -195,12 +195,12 @@ class Ports:
     groups: Callable[[], Sequence[GroupMetrics]] = _no_groups
     snapshots: Callable[[], SnapshotMetrics | None] = _no_snapshots  # None while they are off
     log_drops: Callable[[], Mapping[str, int]] = dict  # log records that were not written, by sink
-    banned: tuple[int, ...] = ()  # ids never sampled: rows of the vocabulary that stand for nothing
+    banned: tuple[int, ...] = ()  # ids never sampled: unused rows of the vocabulary
     engine: EnginePort | None = None
     max_context: int = 0  # tokens; 0: not known yet
     max_sequences: int = 0
 
     def retry_after_s(self) -> int:
-        """Return what to tell with a 503 while the chain is away."""
+        """Return the Retry-After of a 503 while the pipeline is down."""
         wait_s, (least, most) = self.ready_in_s(), RETRY_AFTER_S
         return self.settings.retry_after_s if wait_s is None else min(most, max(least, math.ceil(wait_s)))

@@ -1,6 +1,6 @@
-"""A request for generation, read and checked, in plain values that can cross from one process to another.
+"""A parsed and validated request, in plain values that can cross process boundaries.
 
-Types only.  Invariant: all that depends on the length of the input (JSON, checks, chat template, tokens) is done.
+Types only.  Invariant: all work that grows with the input (JSON, validation, chat template, tokens) is done.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ import msgspec
 from lucevisor.protocol.steps import Sampling
 
 BodyKind = Literal["chat", "completion", "tokenize", "detokenize"]
-"""Which reader a body is for."""
+"""Which endpoint a body is for."""
 
 
 class GenerationOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """What chat and plain completions have in common, then what only one of them has.
+    """The options of a generation request.
 
-    ``max_tokens`` None: all the room that the context leaves.  ``turn_ends``: of each prompt.  ``echoes``: the text of
-    each prompt when it is to be repeated, else empty.
+    ``max_tokens`` None: up to the end of the context.  ``turn_ends``: offsets of complete chat messages, per prompt.
+    ``echoes``: the text of each prompt if it is to be repeated, else empty.
     """
 
     sampling: Sampling
@@ -41,7 +41,7 @@ class GenerationOptions(msgspec.Struct, frozen=True, kw_only=True):
 
 
 EncodedResponse = list[bytes]
-"""The body of an answer that needs no model, in parts."""
+"""The body of a response that needs no model, in parts."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,6 +1,6 @@
-"""Binds the API to a port, and takes it off again in order.
+"""Application and server: routes, binding, draining.
 
-Knows routes and sockets; handlers and their parts are elsewhere.  Invariant: after `drain` no request is in service.
+Knows routes and sockets; handlers are in `routes`.  Invariant: after `drain` no request is in service.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _STARTS_PER_ITERATION = 16
 
 
 def create_app(ports: Ports) -> web.Application:
-    """Return the application; parts of `ports` that are set later take effect at once."""
+    """Return the application; fields of `ports` that are set later take effect immediately."""
     app = web.Application(middlewares=[request_middleware], client_max_size=ports.settings.max_body_bytes)
     app[PORTS] = ports
     app[METRICS] = Metrics(ports)
@@ -82,9 +82,9 @@ async def serve(app: web.Application, host: str, port: int) -> tuple[web.AppRunn
 
 
 async def drain(runner: web.AppRunner, deadline_s: float) -> bool:
-    """Take no more requests and let running ones end; return whether all did before the deadline.
+    """Accept no more requests and wait for running ones; return whether all ended before the deadline.
 
-    Those that did not are cancelled: their clients get an error event, or a 503 where nothing was sent yet.
+    Requests that did not are cancelled: their clients get an error event, or a 503 if nothing was sent yet.
     """
     if runner.app[ACTIVE].draining is False:
         runner.app[ACTIVE].draining = True
@@ -104,10 +104,13 @@ def _cannot_bind(host: str, port: int, error: Exception) -> LucevisorError:
     number = getattr(error, "errno", None)
     if number == errno.EADDRINUSE:
         return ConfigError(
-            "server.port", port, f"is taken on {host}", "stop what listens there, or use another port, or 0 for any"
+            "server.port",
+            port,
+            f"is taken on {host}",
+            "stop the process that listens there, or use another port, or 0 for any free one",
         )
     if number in (errno.EACCES, errno.EPERM):
-        return ConfigError("server.port", port, "may not be bound by this user", "use a port above 1023")
+        return ConfigError("server.port", port, "cannot be bound by this user", "use a port above 1023")
     if isinstance(error, OverflowError):
         return ConfigError("server.port", port, "is not a port", "use 0 to 65535")
     return ConfigError(

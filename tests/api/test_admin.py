@@ -279,7 +279,7 @@ async def snapshot_metrics(client):
 
 def test_every_reason_of_a_failure_is_described():
     page = (Path(__file__).parents[2] / "docs" / "snapshot-format.md").read_text(encoding="utf-8")
-    rows = page.split("## What is told")[1].split("| reason | what |")[1].strip().splitlines()
+    rows = page.split("## Status and metrics")[1].split("| reason | meaning |")[1].strip().splitlines()
     saves, reads, late = rows[1:4]
     assert f"`{NOT_RESTORED}`" in late
     assert set(re.findall(r"`(\w+)`", saves)) == set(FAILED_SAVES)

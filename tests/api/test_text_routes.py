@@ -25,7 +25,7 @@ async def test_pieces(client):
     assert answer["tokens"] == [{"id": i, "piece": "Hello"} for i in ids_of("Hello")]
 
 
-async def test_a_long_text_is_read_by_an_intake_process(client):
+async def test_a_long_text_is_read_in_a_preprocessing_worker(client):
     text = "word " * 40_000
     _, answer = await client.ask("/tokenize", {"content": text})
     assert answer["count"] == len(tokenizer().encode(text))

@@ -18,7 +18,7 @@ from lucevisor.deployment import speeds as app
 from lucevisor.deployment.cache_files import cache_directory
 from lucevisor.deployment.probe import inventory
 from lucevisor.deployment.speeds import SpeedFile, path_of, speeds_for, wanted, write
-from lucevisor.placement.speeds import Request
+from lucevisor.placement.speeds import MeasurementRequest
 from lucevisor.protocol.checks import Timing
 from tests.e2e.process import ROOT
 from tests.e2e.service import generate, running
@@ -43,7 +43,7 @@ def config(tmp_path) -> Path:
     return path
 
 
-async def request_for(loaded: Config) -> Request:
+async def request_for(loaded: Config) -> MeasurementRequest:
     found, problems = await inventory(loaded)
     assert not problems
     request = wanted(open_model(loaded).spec, loaded, found)
@@ -51,7 +51,7 @@ async def request_for(loaded: Config) -> Request:
     return request
 
 
-def keep(request: Request, factors: tuple[float, float]) -> None:
+def keep(request: MeasurementRequest, factors: tuple[float, float]) -> None:
     """A made file: target i takes ``factors[i]`` ms a layer and token."""
     timings = [[Timing(f / 1e3, f / 10) for _ in spans] for f, spans in zip(factors, request.spans, strict=True)]
     write(request, request.answered(timings, "2026-01-02 03:04 UTC"))

@@ -36,7 +36,7 @@ def test_ctrl_c_in_the_foreground_stops_everything_within_five_seconds(cli: Cli)
     wait_until(cli.socket().exists, 20, "the admin socket")
     wait_until(lambda: cli.status()["state"] == "ready", 30, "ready")
     children = psutil.Process(process.pid).children(recursive=True)
-    assert len(children) == 3  # two daemons and an intake process
+    assert len(children) == 3  # two daemons and a preprocessing worker
     began = time.monotonic()
     process.send_signal(signal.SIGINT)
     output, _ = process.communicate(timeout=10)

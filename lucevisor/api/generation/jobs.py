@@ -23,14 +23,14 @@ from lucevisor.engine.request import GenerationRequest
 
 @dataclass(frozen=True, slots=True)
 class ResponseId:
-    """What makes one answer this answer: its id and its Unix time."""
+    """Id and Unix time of one response."""
 
     response_id: str
     created_s: int
 
     @classmethod
     def now(cls, prefix: str) -> ResponseId:
-        """Return a fresh one; ids begin with `prefix`."""
+        """Return a new id that starts with `prefix`."""
         return cls(f"{prefix}-{secrets.token_hex(12)}", int(time.time()))
 
 
@@ -54,7 +54,7 @@ def make_jobs(prepared: PreparedRequest, output: OutputOptions, ports: Ports, re
 
 
 class ResponseFormatter(Protocol):
-    """The JSON of one endpoint.  `index` is the index of a choice."""
+    """Formats the JSON of one endpoint.  `index` is the index of a choice."""
 
     def first_chunk(self, index: int) -> object | None:
         """Return the event that opens a choice in a stream, or None."""
@@ -63,15 +63,15 @@ class ResponseFormatter(Protocol):
         """Return the event of one delta."""
 
     def usage_chunk(self, totals: UsageTotals) -> object | None:
-        """Return the last event, with the usage, or None when it is not wanted."""
+        """Return the last event, with the usage, or None if it was not requested."""
 
     def full(self, choices: Sequence[Sequence[ChoiceDelta]], totals: UsageTotals) -> object:
-        """Return the body of an answer that is not streamed."""
+        """Return the body of a response that is not streamed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """One choice: what to generate and how to read it.  `new_prompt`: no earlier choice has the same prompt."""
+    """One choice: what to generate and how to process it.  `new_prompt`: no earlier choice has the same prompt."""
 
     request: GenerationRequest
     processor: OutputProcessor
@@ -80,7 +80,7 @@ class Job:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerationPlan:
-    """A request made ready for the engine.  `prompt_param` is the parameter that the prompt came in."""
+    """A request ready for the engine.  `prompt_param` is the parameter that held the prompt."""
 
     jobs: Sequence[Job]
     formatter: ResponseFormatter

@@ -1,7 +1,7 @@
-"""The events of several sequences as one stream.
+"""Merges the events of several sequences into one stream.
 
-Knows neither JSON nor HTTP.  Invariant: when the block is left, by whatever way, no task of it is left and every
-sequence is cancelled or over.  The queue is short: for a slow reader events wait in the handles, nobody else waits.
+Knows neither JSON nor HTTP.  Invariant: however the block is left, none of its tasks remains and every sequence is
+cancelled or finished.  The queue is short: for a slow reader, events wait in the handles.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ IndexedEvent = tuple[int, Event]
 
 
 class MergedEvents:
-    """The joined stream: index of the sequence and its event."""
+    """The merged stream: index of the sequence and its event."""
 
     def __init__(self, queue: asyncio.Queue[IndexedEvent]) -> None:
         self._queue = queue
 
     async def next(self, timeout_s: float) -> IndexedEvent | None:
-        """Return the next event, or None when there was none for `timeout_s`."""
+        """Return the next event, or None if there is none for `timeout_s`."""
         if not self._queue.empty():
             return self._queue.get_nowait()
         try:
@@ -37,7 +37,7 @@ class MergedEvents:
 
 @asynccontextmanager
 async def merged(handles: Sequence[HandlePort]) -> AsyncIterator[MergedEvents]:
-    """Read all handles at once for as long as the block runs."""
+    """Read all handles concurrently while the block runs."""
     queue: asyncio.Queue[IndexedEvent] = asyncio.Queue(_QUEUE)
     try:
         async with asyncio.TaskGroup() as group:
@@ -46,7 +46,7 @@ async def merged(handles: Sequence[HandlePort]) -> AsyncIterator[MergedEvents]:
             for task in tasks:
                 task.cancel()
     except BaseExceptionGroup as errors:
-        # One cause ended the block, its own error or a defect in a pump; the group adds nothing to it.
+        # A single cause ended the block: its own error or a bug in a pump.
         raise errors.exceptions[0] from None
     finally:
         for handle in handles:

@@ -29,13 +29,13 @@ from lucevisor.api.ports import HandlePort, Ports
 from lucevisor.engine.request import FinishedEvent, SubmitError, TokenEvent
 
 _LONG_PROMPT: Final = 4096  # ids; the loop gets a turn after each prompt as long as this
-_QUICK_RECORDS: Final = 2000  # tokens and log-probabilities of an answer that is put together in a millisecond or two
+_QUICK_RECORDS: Final = 2000  # tokens and log-probabilities that are encoded in a millisecond or two
 
 
 async def respond(request: web.Request, plan: GenerationPlan) -> web.StreamResponse:
-    """Run a plan and answer; ApiError when it is refused or a sequence fails, ClientGone when nobody listens."""
+    """Run a plan and respond.  Raises ApiError when it is rejected or a sequence fails, ClientGone on a disconnect."""
     ports, context = request.app[PORTS], context_of(request)
-    # Without keys in force any client could show many and take many shares.
+    # Without required keys, a client could send many different ones and take many shares.
     key = key_id(api_key_of(request)) if ports.keys.required else ""
     await _submit(ports, plan, context, key)
     run = _Response(plan, context, request.app[METRICS])
@@ -52,9 +52,9 @@ async def respond(request: web.Request, plan: GenerationPlan) -> web.StreamRespo
 
 
 async def _submit(ports: Ports, plan: GenerationPlan, context: RequestContext, key: str) -> None:
-    """Submit every sequence or none; `context` knows each at once, since a drain may come in between."""
+    """Submit every sequence or none; `context` has each immediately, as a drain may happen in between."""
     if ports.engine is None:
-        waiting = ", ".join(f"{part.name} is {part.state}" for part in ports.not_ready()) or "it is being started"
+        waiting = ", ".join(f"{part.name} is {part.state}" for part in ports.not_ready()) or "it is starting"
         raise unavailable(f"the model is not ready: {waiting}; try again later", ports.retry_after_s())
     context.handles = handles = list[HandlePort]()
     try:
@@ -71,7 +71,7 @@ async def _submit(ports: Ports, plan: GenerationPlan, context: RequestContext, k
 
 
 class _Response:
-    """One plan while it runs."""
+    """One running plan."""
 
     def __init__(self, plan: GenerationPlan, context: RequestContext, metrics: Metrics) -> None:
         self._plan = plan
@@ -81,7 +81,7 @@ class _Response:
         self._n_open = len(plan.jobs)
         self._last_token_s: list[float | None] = [None] * len(plan.jobs)
         self._n_tokens = [0] * len(plan.jobs)
-        self._cut: set[int] = set()  # choices that ended by a stop string or tool call: what still comes is of no use
+        self._cut: set[int] = set()  # choices ended by a stop string or tool call; ignore their further tokens
 
     async def stream(self, events: MergedEvents, stream: EventStream, keepalive_s: float) -> None:
         """Send each delta as it comes."""
@@ -117,7 +117,7 @@ class _Response:
         return await asyncio.to_thread(self._encoded, choices)
 
     def _n_scores(self) -> int:
-        """Return how many log-probabilities are told with each token."""
+        """Return how many log-probabilities come with each token."""
         return 1 + max(job.request.sampling.n_top_logprobs for job in self._plan.jobs)
 
     def _encoded(self, choices: Sequence[Sequence[ChoiceDelta]]) -> bytes:

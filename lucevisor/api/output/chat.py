@@ -1,7 +1,7 @@
 """The JSON of chat completions: one object, or chunks of a stream.
 
-Pure.  Invariant: fields and order are OpenAI's; our additions are `reasoning_content` (as other open servers name it),
-`token_ids` when asked, and `timings`.
+Pure.  Invariant: fields and order are OpenAI's; the additions are `reasoning_content` (as in other open servers),
+`token_ids` on request, and `timings`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from lucevisor.text.tokenizer import Tokenizer
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChatFormatter:
-    """`response_id`, `created_s` (Unix time) and `fingerprint` are told in every chunk."""
+    """`response_id`, `created_s` (Unix time) and `fingerprint` are in every chunk."""
 
     response_id: str
     created_s: int
@@ -34,7 +34,7 @@ class ChatFormatter:
         return self._chunk([self._choice(index, {"role": "assistant", "content": ""}, ChoiceDelta(None))])
 
     def chunk(self, index: int, delta: ChoiceDelta) -> object:
-        """Return the chunk of a delta; the finish reason comes in one of its own, with an empty fields."""
+        """Return the chunk of a delta; the finish reason has a chunk of its own, with an empty delta."""
         fields: dict[str, object] = {}
         match delta.event:
             case ContentDelta(text):
@@ -48,13 +48,13 @@ class ChatFormatter:
         return self._chunk([self._choice(index, fields, delta)])
 
     def usage_chunk(self, totals: UsageTotals) -> object | None:
-        """Return the last chunk, which has usage and no choice."""
+        """Return the last chunk, with the usage and no choice, or None if it was not requested."""
         if not self.include_usage:
             return None
         return {**self._chunk([]), "usage": totals.usage(), "timings": totals.timings_json()}
 
     def full(self, choices: Sequence[Sequence[ChoiceDelta]], totals: UsageTotals) -> object:
-        """Return the answer in one object."""
+        """Return the whole response as one object."""
         return {
             **self._head("chat.completion"),
             "choices": [self._full_choice(index, deltas) for index, deltas in enumerate(choices)],
@@ -121,6 +121,6 @@ class ChatFormatter:
         return {**told, "content": encode_items(told["content"])} if full else told
 
     def _tool_call(self, index: int, call: ToolCallDelta) -> dict[str, object]:
-        # Unique for good, since the response's id is; clients send it back with the tool's result.
+        # Globally unique, as the response id is; clients send it back with the tool's result.
         call_id = f"call_{self.response_id.rpartition('-')[2]}{index:02d}{call.index:02d}"
         return {"id": call_id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}

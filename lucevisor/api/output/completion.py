@@ -1,6 +1,6 @@
-"""The JSON of plain completions: one object, or chunks of a stream, which have the same shape.
+"""The JSON of plain completions: one object, or chunks of a stream, which have the same fields.
 
-Pure.  Invariant: fields and order are OpenAI's; our additions are `token_ids` when asked, and `timings`.
+Pure.  Invariant: fields and order are OpenAI's; the additions are `token_ids` on request, and `timings`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from lucevisor.text.tokenizer import Tokenizer
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CompletionFormatter:
-    """`n` choices a prompt; `echoes`: the text of each prompt when it is to be repeated, else empty."""
+    """`n`: choices per prompt; `echoes`: the text of each prompt if it is to be repeated, else empty."""
 
     response_id: str
     created_s: int
@@ -31,7 +31,7 @@ class CompletionFormatter:
     include_usage: bool
 
     def first_chunk(self, index: int) -> object | None:
-        """Return the chunk that repeats the prompt, if that is wanted."""
+        """Return the chunk that echoes the prompt, or None if that was not requested."""
         return self._chunk([self._choice(index, self._echo(index), ChoiceDelta(None))]) if self.echoes else None
 
     def chunk(self, index: int, delta: ChoiceDelta) -> object:
@@ -39,13 +39,13 @@ class CompletionFormatter:
         return self._chunk([self._choice(index, _text(delta), delta)])
 
     def usage_chunk(self, totals: UsageTotals) -> object | None:
-        """Return the last chunk, which has usage and no choice."""
+        """Return the last chunk, with the usage and no choice, or None if it was not requested."""
         if not self.include_usage:
             return None
         return {**self._chunk([]), "usage": totals.usage(), "timings": totals.timings_json()}
 
     def full(self, choices: Sequence[Sequence[ChoiceDelta]], totals: UsageTotals) -> object:
-        """Return the answer in one object."""
+        """Return the whole response as one object."""
         told = []
         for index, deltas in enumerate(choices):
             joined = ChoiceDelta(

@@ -1,7 +1,7 @@
-"""Log-probabilities in the two shapes of OpenAI's API.
+"""Log-probabilities in the two formats of OpenAI's API.
 
-Pure.  Invariant: every number is finite JSON (a token that cannot come is told as -9999), and a token whose bytes are
-no text on their own is written `bytes:\\xe2\\x80`, so that no two tokens are told as one.
+Pure.  Invariant: every number is finite JSON (an impossible token is -9999), and a token whose bytes are not valid
+UTF-8 is written as `bytes:\\xe2\\x80`, so that no two tokens look the same.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ LEAST = -9999.0
 
 
 def token_text(tokenizer: Tokenizer, token_id: int) -> str:
-    """Return the text of one token, or its bytes written out where they are not UTF-8."""
+    """Return the text of one token, or its escaped bytes if they are not UTF-8."""
     raw = tokenizer.token_bytes(token_id)
     try:
         return raw.decode("utf-8")
@@ -41,11 +41,13 @@ def chat_logprobs(tokenizer: Tokenizer, tokens: Iterable[TokenRecord]) -> dict[s
 
 
 def completion_logprobs(tokenizer: Tokenizer, tokens: Sequence[TokenRecord]) -> dict[str, object]:
-    """Return a plain completion's `logprobs`; offsets count from the beginning of the generated text."""
+    """Return a plain completion's `logprobs`; offsets count from the start of the generated text."""
     tops = []
     for t in tokens:
         top = {token_text(tokenizer, i): _finite(value) for i, value in t.event.top}
-        top.setdefault(token_text(tokenizer, t.event.token), _finite(t.event.logprob))  # as OpenAI: the chosen one too
+        top.setdefault(
+            token_text(tokenizer, t.event.token), _finite(t.event.logprob)
+        )  # like OpenAI, include the chosen token
         tops.append(top)
     return {
         "tokens": [token_text(tokenizer, t.event.token) for t in tokens],
@@ -56,7 +58,7 @@ def completion_logprobs(tokenizer: Tokenizer, tokens: Sequence[TokenRecord]) -> 
 
 
 def encode_items(items: object) -> list[msgspec.Raw]:
-    """Return a list with each item encoded: the encoder holds the interpreter lock, for short times then."""
+    """Return a list with each item encoded by itself, so that the encoder holds the GIL for short times only."""
     assert isinstance(items, list)
     return [msgspec.Raw(msgspec.json.encode(item)) for item in items]
 

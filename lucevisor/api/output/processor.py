@@ -1,4 +1,4 @@
-"""The events of one running sequence, read into what a client is shown: text, reasoning, tool calls, and an end.
+"""Turns the events of one sequence into deltas for the client: text, reasoning, tool calls, finish reason.
 
 Pure: no I/O, no clock, no JSON.  Invariant: every token consumed is reported in exactly one delta, in order, and the
 last delta of a choice is the only one with a finish reason.
@@ -20,7 +20,7 @@ FinishReason = Literal["stop", "length", "tool_calls"]
 
 
 class GenerationFailed(Exception):
-    """A sequence ended before its answer was complete; `error` says why."""
+    """A sequence ended before its output was complete; `error` says why."""
 
     def __init__(self, error: RequestError) -> None:
         self.error = error
@@ -50,7 +50,7 @@ class ChoiceDelta:
 
 @dataclass(frozen=True, slots=True)
 class ChoiceUsage:
-    """Tokens of one choice.  `generated` counts the id that ended it; `reasoning` of them are reasoning."""
+    """Token counts of one choice.  `generated` includes the stop token and `reasoning` tokens."""
 
     prompt: int
     cached: int
@@ -86,7 +86,7 @@ class OutputProcessor:
         self.ended = False
 
     def token(self, event: TokenEvent) -> list[ChoiceDelta]:
-        """Take a token; return what can be shown by now.  After `ended` nothing more is taken."""
+        """Process a token; return the deltas that can be sent now.  Tokens after `ended` are ignored."""
         if self.ended:
             return []
         self._n_tokens += 1
@@ -100,15 +100,15 @@ class OutputProcessor:
         return self._deltas(events)
 
     def finish(self, event: FinishedEvent) -> tuple[list[ChoiceDelta], ChoiceUsage]:
-        """Take the end; return the last deltas and the count of tokens.
+        """Process the end; return the last deltas and the token counts.
 
-        Raises GenerationFailed when the sequence ended by an error, or was cancelled by somebody else than its reader.
+        Raises GenerationFailed when the sequence failed, or was cancelled by anyone but this processor.
         """
         if event.error is not None:
             raise GenerationFailed(event.error)
         if event.reason == "cancelled" and not self.ended:
             raise GenerationFailed(RequestError("shutting_down", "the server ended this request; send it again later"))
-        cut = self.ended  # by its reader: a stop string or the only tool call that was allowed
+        cut = self.ended  # ended here: by a stop string or the only tool call allowed
         events: list[OutputEvent] = []
         if not (self._one_tool_call and self._n_calls):
             rest = self._stop.push(self._detokenizer.flush())
@@ -131,7 +131,7 @@ class OutputProcessor:
         return self._counted(self._parser.push(text)) if text else []
 
     def _counted(self, events: list[OutputEvent]) -> list[OutputEvent]:
-        """Count tool calls; where one is all that was allowed, drop what follows it."""
+        """Count tool calls; if only one is allowed, drop what follows it."""
         for index, event in enumerate(events):
             if isinstance(event, ToolCallDelta):
                 self._n_calls += 1

@@ -1,7 +1,7 @@
-"""A response of server-sent events, begun as late as possible.
+"""A response of server-sent events, started as late as possible.
 
-Knows HTTP, no JSON shape.  Invariant: the head is sent with the first event, so an error before it can still be an
-error status; after it an error is the last event, and `[DONE]` is sent by a stream that is complete only.
+Knows HTTP, no JSON schema.  Invariant: the head is sent with the first event, so an earlier error still sets the
+status; a later error is the last event, and only a complete stream ends with `[DONE]`.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from aiohttp import web
 
 
 class ClientGone(Exception):
-    """The client closed the connection, or took nothing for so long that it was closed."""
+    """The client disconnected, or read nothing for so long that it was disconnected."""
 
 
 class EventStream:
-    """Writes events to one client; one that takes nothing for `write_timeout_s` is dropped."""
+    """Writes events to one client, and disconnects it if it reads nothing for `write_timeout_s`."""
 
     def __init__(self, request: web.Request, write_timeout_s: float) -> None:
         self._request = request
@@ -27,7 +27,7 @@ class EventStream:
             headers={
                 "Content-Type": "text/event-stream; charset=utf-8",
                 "Cache-Control": "no-cache",
-                "X-Accel-Buffering": "no",  # nginx would gather events otherwise
+                "X-Accel-Buffering": "no",  # nginx would buffer events
             }
         )
 
@@ -41,7 +41,7 @@ class EventStream:
         await self._write(b"data: " + self._encoder.encode(event) + b"\n\n")
 
     async def comment(self) -> None:
-        """Send a line that clients skip, so that nobody on the way takes the connection for dead."""
+        """Send a comment, which clients skip, so that proxies keep the connection open."""
         await self._write(b": waiting\n\n")
 
     async def finish(self) -> None:
@@ -50,7 +50,7 @@ class EventStream:
         await self._end()
 
     async def fail(self, body: object) -> None:
-        """End a stream that has begun with an error as its last event and no `[DONE]`; raises ClientGone."""
+        """End a started stream with an error event and no `[DONE]`; raises ClientGone."""
         await self.send(body)
         await self._end()
 
@@ -62,7 +62,7 @@ class EventStream:
                 await self.response.write(data)
         except TimeoutError:
             self._drop()
-            raise ClientGone(f"the client took nothing for {self._timeout_s:g} s") from None
+            raise ClientGone(f"the client read nothing for {self._timeout_s:g} s") from None
         except ConnectionError as error:
             raise ClientGone(str(error)) from None
 
@@ -72,7 +72,7 @@ class EventStream:
                 await self.response.write_eof()
         except TimeoutError:
             self._drop()
-            raise ClientGone(f"the client took nothing for {self._timeout_s:g} s") from None
+            raise ClientGone(f"the client read nothing for {self._timeout_s:g} s") from None
         except ConnectionError as error:
             raise ClientGone(str(error)) from None
 

@@ -1,6 +1,6 @@
-"""Token counts and times of a whole answer, and how they are told.
+"""Token counts and timings of a response, and their JSON.
 
-Pure.  Invariant: the counts are those of the choices that the client got; a prompt that several share counts once.
+Pure.  Invariant: the counts cover the choices that the client received; a prompt shared by several counts once.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class UsageTotals:
     timings: Timings | None = None
 
     def add(self, usage: ChoiceUsage, timings: Timings, *, new_prompt: bool) -> None:
-        """Add a choice; `new_prompt`: no choice before shared its prompt."""
+        """Add a choice; `new_prompt`: no earlier choice had the same prompt."""
         if new_prompt:
             self.prompt += usage.prompt
             self.cached += usage.cached
@@ -41,7 +41,7 @@ class UsageTotals:
         }
 
     def timings_json(self) -> dict[str, float]:
-        """Return `timings`, an addition of ours: seconds in the queue, of the prompt and of the answer."""
+        """Return `timings`, an extension: seconds in the queue, of prefill and of decoding."""
         if self.timings is None:
             return {}
         t = self.timings

@@ -22,7 +22,7 @@ from lucevisor.text.template import ChatTemplate, EncodedPrompt, TemplateError
 
 
 def read_chat(fields: dict[str, Any], ports: Ports) -> PreparedRequest:
-    """Return what a decoded body asks for; ApiError naming the parameter that cannot be met."""
+    """Prepare the request in a decoded body; raises ApiError naming the parameter at fault."""
     body = to_record(ChatBody, fields)
     check_common(body, ports)
     _check_format(body)
@@ -58,13 +58,13 @@ def _check_format(body: ChatBody) -> None:
     if body.response_format is not None and body.response_format.type != "text":
         raise bad_parameter(
             "response_format",
-            f"type {show(body.response_format.type)} is not supported yet; use text, ask for the format in a message",
+            f"type {show(body.response_format.type)} is not supported yet; use text, describe the format in a message",
             "unsupported_value",
         )
 
 
 def _choice(body: ChatBody) -> object:
-    """Return tool_choice as a word; an object that names a tool is one of the choices that are not supported."""
+    """Return tool_choice as a string; an object that names a tool counts as "required": neither is supported."""
     return "required" if isinstance(body.tool_choice, ToolChoice) else body.tool_choice
 
 
@@ -81,7 +81,7 @@ def _render(
     """Return the prompt's ids and whether it ends inside reasoning."""
     if tools and (template.output_format.tools is None or "tools" not in template.source):
         raise bad_parameter(
-            "tools", "the model's chat template knows no tools; leave them out", "unsupported_parameter"
+            "tools", "the model's chat template does not support tools; leave them out", "unsupported_parameter"
         )
     extra = dict(body.chat_template_kwargs or {})
     for name in extra:
@@ -105,7 +105,7 @@ def _render(
 
 
 def _thinking(body: ChatBody, template: ChatTemplate) -> bool | None:
-    """Return whether the model shall think, None: as the template has it; ApiError where it cannot be so."""
+    """Return whether the model should think (None: the template's default); raises ApiError if it cannot be set."""
     wish, param = body.enable_thinking, "enable_thinking"
     if body.reasoning_effort is not None:
         by_effort = body.reasoning_effort not in ("none", "minimal")

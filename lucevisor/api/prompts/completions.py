@@ -19,12 +19,12 @@ from lucevisor.text.tokenizer import Tokenizer
 
 
 def read_completion(fields: dict[str, Any], ports: Ports) -> PreparedRequest:
-    """Return what a decoded body asks for; ApiError naming the parameter that cannot be met."""
+    """Prepare the request in a decoded body; raises ApiError naming the parameter at fault."""
     body = to_record(CompletionBody, fields)
     check_common(body, ports)
     if body.echo and body.logprobs is not None:
         raise bad_parameter(
-            "logprobs", "cannot be told for an echoed prompt; send echo or logprobs, not both", "unsupported_value"
+            "logprobs", "are not available for an echoed prompt; send echo or logprobs, not both", "unsupported_value"
         )
     n = check_choices(body.n, count_prompts(body.prompt))
     prompts = read_prompts(body.prompt, ports)
@@ -46,7 +46,7 @@ def read_completion(fields: dict[str, Any], ports: Ports) -> PreparedRequest:
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """One prompt; `text` is None when it came as token ids."""
+    """One prompt; `text` is None if it was sent as token ids."""
 
     ids: list[int]
     text: str | None = None
@@ -57,13 +57,14 @@ def _echoes(prompts: list[Prompt], n: int, tokenizer: Tokenizer) -> tuple[str, .
     n_chars = n * sum(map(len, echoes))
     if n_chars > MAX_ECHO_CHARS:
         raise bad_parameter(
-            "echo", f"would repeat {n_chars} characters, more than {MAX_ECHO_CHARS}; leave it out or ask for less"
+            "echo",
+            f"would repeat {n_chars} characters, more than {MAX_ECHO_CHARS}; leave it out or request fewer choices",
         )
     return echoes
 
 
 def count_prompts(prompt: str | list[str | int | list[int]]) -> int:
-    """Return how many prompts there are."""
+    """Return the number of prompts."""
     return len(prompt) if isinstance(prompt, list) and prompt and not isinstance(prompt[0], int) else 1
 
 
@@ -79,7 +80,7 @@ def read_prompts(prompt: str | list[str | int | list[int]], ports: Ports) -> lis
     for index, item in enumerate(prompt):
         where = f"prompt[{index}]"
         if type(item) is not type(prompt[0]):
-            raise bad_parameter(where, "is of another kind than prompt[0]; send only texts or only arrays of token ids")
+            raise bad_parameter(where, "has another type than prompt[0]; send only texts or only arrays of token ids")
         prompts.append(_from_text(item, where, ports) if isinstance(item, str) else _from_ids(item, where, ports))
     return prompts
 
@@ -88,14 +89,14 @@ def _from_text(text: str, where: str, ports: Ports) -> Prompt:
     check_length(text, where, ports)
     ids = ports.tokenizer.encode_prompt(text)
     if not ids:
-        raise bad_parameter(where, "is empty; the model needs at least one token to go on from")
+        raise bad_parameter(where, "is empty; the model needs at least one token to continue")
     check_tokens(len(ids), where, ports)
     return Prompt(ids, text)
 
 
 def _from_ids(ids: object, where: str, ports: Ports) -> Prompt:
     if not isinstance(ids, list) or not ids:
-        raise bad_parameter(where, "is empty; the model needs at least one token to go on from")
+        raise bad_parameter(where, "is empty; the model needs at least one token to continue")
     checked: list[int] = []
     n_vocab = ports.tokenizer.n_vocab
     for index, token_id in enumerate(ids):

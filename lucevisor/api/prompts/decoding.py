@@ -1,7 +1,6 @@
-"""Bytes of a body to a typed record, or an ApiError that names the parameter.
+"""Decodes a body into a typed record, or raises an ApiError that names the parameter.
 
-Knows JSON and msgspec; knows no endpoint.  Invariant: whatever the bytes are, the outcome is a record or an ApiError
-with status 4xx.
+Knows JSON and msgspec, no endpoint.  Invariant: any bytes give a record or an ApiError with status 4xx.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ _TYPE_NAMES: Final = {
 
 
 def decode_object(raw: bytes) -> dict[str, Any]:
-    """Return the JSON object that a body is; ApiError 400."""
+    """Return the body's JSON object; raises ApiError 400."""
     try:
         value = msgspec.json.decode(raw)
     except (ValueError, RecursionError) as error:  # msgspec's errors and UnicodeDecodeError are ValueErrors
@@ -45,9 +44,9 @@ def decode_object(raw: bytes) -> dict[str, Any]:
 
 
 def to_record(kind: type[Body], fields: dict[str, Any]) -> Body:
-    """Convert a decoded object into `kind`; ApiError 400 naming the parameter that does not fit.
+    """Convert a decoded object into `kind`; raises ApiError 400 naming the invalid parameter.
 
-    Parameters of `HARMLESS` are left out, those of `REFUSED` and other values than those of `NEUTRAL` are refused.
+    Parameters in `HARMLESS` are ignored; those in `REFUSED`, and values other than those in `NEUTRAL`, are rejected.
     """
     known = kind.__struct_fields__
     kept: dict[str, Any] = {}
@@ -62,15 +61,15 @@ def to_record(kind: type[Body], fields: dict[str, Any]) -> Body:
                 name, f"{show(value)} is not supported; leave it out or send {neutral}", "unsupported_value"
             )
         elif name not in HARMLESS and name not in REFUSED and name not in NEUTRAL:
-            told = name if len(name) <= _MAX_NAME_CHARS else name[:_MAX_NAME_CHARS] + "…"
+            shown = name if len(name) <= _MAX_NAME_CHARS else name[:_MAX_NAME_CHARS] + "…"
             raise bad_parameter(
-                told, f"is not a parameter of this endpoint{_nearest(told, known)}", "unknown_parameter"
+                shown, f"is not a parameter of this endpoint{_nearest(shown, known)}", "unknown_parameter"
             )
     return convert(kind, kept)
 
 
 def convert(kind: type[Body], value: object, where: str = "") -> Body:
-    """Convert plain values into `kind`; ApiError 400 whose parameter is `where` followed by the path inside."""
+    """Convert plain values into `kind`; raises ApiError 400 whose parameter is `where` plus the path inside."""
     try:
         return msgspec.convert(value, kind)
     except (msgspec.ValidationError, RecursionError, OverflowError) as error:
@@ -90,7 +89,7 @@ def _translate(message: str, kind: type[msgspec.Struct], value: object, where: s
     if unknown := _UNKNOWN.match(message):
         name = _join(param, unknown["name"])
         return bad_parameter(
-            name, f"is not known here{_nearest(unknown['name'], _fields_at(kind, path))}", "unknown_parameter"
+            name, f"is unknown here{_nearest(unknown['name'], _fields_at(kind, path))}", "unknown_parameter"
         )
     text = re.sub(r"`([^`]*)`", lambda m: " or ".join(_TYPE_NAMES.get(t, t) for t in m[1].split(" | ")), message)
     sent = _value_at(value, path)
@@ -108,7 +107,7 @@ def _nearest(name: str, known: tuple[str, ...]) -> str:
 
 
 def _fields_at(kind: type[msgspec.Struct], path: str) -> tuple[str, ...]:
-    """Return the names of the fields of the record at `path`, as far as it is a record directly inside `kind`."""
+    """Return the field names of the record at `path`, if it is directly inside `kind`, else none."""
     for field in msgspec.structs.fields(kind):
         if path == f".{field.name}":
             options = getattr(field.type, "__args__", (field.type,))
@@ -117,7 +116,7 @@ def _fields_at(kind: type[msgspec.Struct], path: str) -> tuple[str, ...]:
 
 
 def _value_at(value: object, path: str) -> object:
-    """Return the value at a path such as `.stop[1]`, or None where the path names no single one."""
+    """Return the value at a path such as `.stop[1]`, or None if the path is not a single value."""
     for name, index in re.findall(r"\.([^.\[]+)|\[([^\]]*)\]", path):
         if name and isinstance(value, dict):
             value = value.get(name)

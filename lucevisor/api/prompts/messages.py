@@ -1,7 +1,7 @@
-"""Chat messages and tools as OpenAI's clients send them: checked, and passed on to the chat template as they came.
+"""Validates OpenAI chat messages and tools, and passes them on to the chat template unchanged.
 
-Knows the shapes, not the template language.  Invariant: what is returned holds text only, each field of the type that
-templates rely on, and no field is lost but those that are null.
+Knows the schemas, not the template language.  Invariant: the result holds text only, every field has the type that
+templates rely on, and only null fields are dropped.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class _Tool(msgspec.Struct):
 
 
 def check_messages(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the messages ready for a template; ApiError 400 naming the message and field that is wrong."""
+    """Return the messages ready for a template; raises ApiError 400 naming the message and field at fault."""
     if not messages:
         raise bad_parameter("messages", "is empty; send at least one message")
     return [_check_message(raw, f"messages[{index}]") for index, raw in enumerate(messages)]
@@ -64,13 +64,13 @@ def _check_message(raw: dict[str, Any], where: str) -> dict[str, Any]:
     message = convert(_Message, raw, where)
     if message.role not in ROLES:
         known = ", ".join(ROLES)
-        raise bad_parameter(f"{where}.role", f"{show(message.role)} is not a role; known are {known}")
+        raise bad_parameter(f"{where}.role", f"{show(message.role)} is not a role; use {known}")
     for name in ("audio", "function_call"):
         if getattr(message, name) is not None:
             raise bad_parameter(f"{where}.{name}", "is not supported; leave it out", "unsupported_parameter")
     if message.tool_calls and message.role != "assistant":
         raise bad_parameter(
-            f"{where}.tool_calls", f"stands in a message of role {message.role}; only assistant calls tools"
+            f"{where}.tool_calls", f"is in a message of role {message.role}; only the assistant calls tools"
         )
     for index, call in enumerate(message.tool_calls or ()):
         if call.type not in (None, "function"):
@@ -95,7 +95,7 @@ def _check_parts(parts: list[dict[str, Any]], where: str) -> None:
         if kind != "text":
             raise bad_parameter(
                 f"{where}[{index}].type",
-                f"{show(kind)} is not supported; this server takes parts of type text only",
+                f"{show(kind)} is not supported; this server accepts parts of type text only",
                 "unsupported_content",
             )
         if not isinstance(part.get("text"), str):
@@ -103,12 +103,12 @@ def _check_parts(parts: list[dict[str, Any]], where: str) -> None:
 
 
 def check_tools(tools: list[dict[str, Any]], choice: object) -> list[dict[str, Any]]:
-    """Return the tools to offer to the model; ApiError 400 for what the server cannot honour.
+    """Return the tools to offer to the model; raises ApiError 400 for what the server does not support.
 
-    `choice` is tool_choice as decoded.  "none" offers no tool at all, so that the model cannot call one.
+    `choice` is the decoded tool_choice.  "none" offers no tools, so that the model cannot call one.
     """
     if not _has_at_most(tools, MAX_TOOL_VALUES):
-        raise bad_parameter("tools", f"hold more than {MAX_TOOL_VALUES} values; offer fewer or simpler tools")
+        raise bad_parameter("tools", f"have more than {MAX_TOOL_VALUES} JSON values; offer fewer or simpler tools")
     names = [_check_tool(tool, f"tools[{index}]") for index, tool in enumerate(tools)]
     _check_choice(choice, names)
     if choice == "none":
@@ -117,7 +117,7 @@ def check_tools(tools: list[dict[str, Any]], choice: object) -> list[dict[str, A
 
 
 def _has_at_most(value: object, limit: int) -> bool:
-    """Say whether a decoded JSON value holds at most so many values, itself included."""
+    """Return whether a decoded JSON value holds at most `limit` values, itself included."""
     left, open_values = limit, [value]
     while open_values and left >= 0:
         item = open_values.pop()
@@ -140,7 +140,7 @@ def _check_tool(raw: dict[str, Any], where: str) -> str:
     if tool.function.strict:
         raise bad_parameter(
             f"{where}.function.strict",
-            "true is not supported yet: arguments are not held to the schema while they are generated; leave it out",
+            "true is not supported yet: generation is not constrained to the schema; leave it out",
             "unsupported_value",
         )
     return tool.function.name
@@ -155,7 +155,7 @@ def _check_choice(choice: object, names: list[str]) -> None:
         raise bad_parameter("tool_choice", f"{show(choice)} is not a choice; use auto or none")
     raise ApiError(
         400,
-        "tool_choice: only auto and none are supported: the model decides by itself whether it calls a tool",
+        "tool_choice: only auto and none are supported: the model decides whether it calls a tool",
         code="unsupported_value",
         param="tool_choice",
     )

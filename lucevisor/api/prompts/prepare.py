@@ -1,7 +1,7 @@
-"""A request's body from the socket to what it asks for: short ones here, long ones through the intake.
+"""Reads and prepares request bodies: short ones on the event loop, long ones in the preprocessing workers.
 
-Knows HTTP bodies, no endpoint.  Invariants: the event loop works on at most INLINE_BYTES of a body at a time, and lets
-others run between two bodies; the bytes of all bodies in hand are bounded.
+Knows HTTP bodies, no endpoint.  Invariants: the event loop processes at most one body of INLINE_BYTES per iteration;
+the bytes of all bodies in memory are bounded.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from lucevisor.api.prompts.decoding import decode_object
 from lucevisor.errors import show
 
 INLINE_BYTES: Final = 4 * 1024
-"""BufferedBodies up to this size are read in the event loop: 2 ms of template and tokens at most."""
+"""Bodies up to this size are processed on the event loop: at most 2 ms of template and tokens."""
 
 Reader = Callable[[dict[str, Any], Ports], PreparedRequest | bytes]
 
 
 async def prepare(request: web.Request, kind: BodyKind, reader: Reader) -> PreparedRequest | EncodedResponse:
-    """Return what the body of a request asks for, or the answer to it; ApiError where it is refused."""
+    """Return the request prepared from the body, or the response to it; raises ApiError."""
     ports, bodies = request.app[PORTS], request.app[BUFFERED_BODIES]
     body: list[bytes] = []
     try:
@@ -43,7 +43,7 @@ async def prepare(request: web.Request, kind: BodyKind, reader: Reader) -> Prepa
 
 
 async def _read_body(request: web.Request, settings: ApiSettings, bodies: BufferedBodies, body: list[bytes]) -> None:
-    """Append the parts of the body as they come, counted in `bodies`."""
+    """Append the parts of the body as they arrive, and count them in `bodies`."""
     media_type = request.content_type.lower()
     if media_type != "application/json" and not (
         media_type.startswith("application/") and media_type.endswith("+json")
@@ -77,7 +77,7 @@ async def _read_body(request: web.Request, settings: ApiSettings, bodies: Buffer
 
 
 def too_large(limit_bytes: int) -> ApiError:
-    """Return the 413; `limit_bytes` is the most a body may have."""
+    """Return the 413 for a body of more than `limit_bytes`."""
     return ApiError(413, f"the body is larger than {limit_bytes} bytes; send less", code="request_too_large")
 
 

@@ -1,10 +1,10 @@
-"""Reads long bodies in processes of their own, so that no client can hold the interpreter lock of the event loop.
+"""Preprocesses long bodies in worker processes, so that no client can block the event loop by holding the GIL.
 
-JSON of 16 MB holds the lock for seconds, whatever thread decodes it; a template and a pre-tokenizer take as long as
-their input wants.  So a body goes to an intake process as it came, and what comes back is bounded: a refusal, a short
-answer, or token ids that fit the context.  Memory and time of a process are limited; one that exceeds them is killed,
-and its request refused.  Knows processes and their protocol, no endpoint; worker.py is the other end.
-Invariant: a process works on one body at a time; bodies up to SHORT_BYTES never wait for longer ones alone.
+Decoding 16 MB of JSON holds the GIL for seconds in any thread, and templates and pre-tokenizers take as long as their
+input demands.  So the raw body goes to a worker, and what comes back is bounded: an error, a short response, or token
+ids that fit the context.  A worker that exceeds its memory or time is killed, and its request rejected.
+Knows processes and their protocol, no endpoint; worker.py is the other end.
+Invariant: a worker has one body at a time; bodies up to SHORT_BYTES never wait for longer ones only.
 """
 
 from __future__ import annotations
@@ -30,20 +30,20 @@ from lucevisor.kv.tokens import TOKEN_BYTES, TokenBuffer
 from lucevisor.text.preamble import Normalise
 
 SHORT_BYTES: Final = 256 * 1024
-"""Bodies up to this size may use either process, longer ones only the first."""
+"""Bodies up to this size may use either worker, longer ones only the first."""
 
 JOB: Final = struct.Struct("!BIQ")
-"""To the process: index of the kind, max_context, bytes of the body that follows."""
+"""To the worker: index of the kind, max_context, length of the body that follows."""
 
 REPLY: Final = struct.Struct("!BQ")
-"""From it: an outcome and the bytes of the record that follows, and after PREPARED the ids of the prompts."""
+"""From the worker: an outcome and the length of the record that follows; after PREPARED, the ids of the prompts."""
 
 KINDS: Final[tuple[BodyKind, ...]] = ("chat", "completion", "tokenize", "detokenize")
 READY, PREPARED, ANSWER, REFUSED, DEFECT = range(5)
 
 _PART_BYTES: Final = 256 * 1024  # of a long answer: 10 MB in one piece take 10 ms to copy
 _LONG_PROMPT: Final = 4096  # ids; the loop gets a turn after each prompt as long as this
-_TOO_MUCH: Final = "the body takes more than {what} to read; send less"
+_TOO_MUCH: Final = "the body takes more than {what} to process; send less"
 
 T = TypeVar("T")
 
@@ -51,7 +51,7 @@ log = structlog.get_logger("lucevisor.api")
 
 
 class Setup(msgspec.Struct, frozen=True, kw_only=True):
-    """What a process needs to know, sent once.  ``metadata``: the tokenizer part of the model's GGUF header."""
+    """Settings of a worker, sent once.  ``metadata``: the tokenizer part of the model's GGUF header."""
 
     metadata: dict[str, Any]
     model: str
@@ -62,7 +62,7 @@ class Setup(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Refusal(msgspec.Struct, frozen=True, kw_only=True):
-    """An ApiError on its way."""
+    """A serialised ApiError."""
 
     status: int
     message: str
@@ -72,23 +72,23 @@ class Refusal(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PreparedReply(msgspec.Struct, frozen=True, kw_only=True):
-    """What was asked, and the number of ids of each prompt."""
+    """The options, and the number of ids of each prompt."""
 
     options: GenerationOptions
     lengths: list[int]
 
 
 class WorkerLost(Exception):
-    """The process ended or was ended while it read a body."""
+    """The worker died, or was killed, while it had a body."""
 
 
 class Preprocessor:
-    """The intake processes of one server; the first is started with the first long body, or by `start`."""
+    """The preprocessing workers of one server; the first is started by the first long body, or by `start`."""
 
     def __init__(self, metadata: Mapping[str, object]) -> None:
-        """Take the metadata of the model's GGUF header: the file itself may be another by the time it is needed."""
+        """Take the metadata of the GGUF header, as the file itself may have changed by the time it is needed."""
         self._metadata = {key: value for key, value in metadata.items() if key.startswith(("tokenizer.", "general."))}
-        self._setup: int | None = None  # descriptor of a memory file
+        self._setup: int | None = None  # descriptor of a memfd
         self._workers: list[_Worker | None] = [None, None]
         self._waiting: deque[tuple[asyncio.Future[int], int]] = deque()
         self._free = {0, 1}
@@ -96,14 +96,14 @@ class Preprocessor:
         self._closed = False
 
     def start(self, ports: Ports) -> None:
-        """Start the first process, so that the first long body need not wait for it."""
+        """Start the first worker, so that the first long body does not wait for it."""
         self._add(self._start(ports))
 
     async def read(self, kind: BodyKind, body: Sequence[bytes], ports: Ports) -> PreparedRequest | EncodedResponse:
-        """Return what a body asks for, or the answer to it; ApiError when it is refused."""
+        """Return the request prepared from a body, or the response to it; raises ApiError."""
         size = sum(map(len, body))
         index = await self._acquire(size, ports)
-        # A client that goes away leaves the process to finish: killing and starting it costs more.
+        # If the client disconnects, let the worker finish: restarting it costs more.
         job = self._add(self._run(index, kind, body, size, ports))
         try:
             return await asyncio.shield(job)
@@ -113,7 +113,7 @@ class Preprocessor:
             raise
 
     async def close(self) -> None:
-        """End the processes; what they read is lost."""
+        """Kill the workers; the bodies they have are lost."""
         self._closed = True
         while self._waiting:
             turn, _ = self._waiting.popleft()
@@ -133,7 +133,9 @@ class Preprocessor:
         job = asyncio.create_task(work)
         self._jobs.add(job)
         job.add_done_callback(self._jobs.discard)
-        job.add_done_callback(lambda done: done.cancelled() or done.exception())  # nobody may be left to ask
+        job.add_done_callback(
+            lambda done: done.cancelled() or done.exception()
+        )  # retrieve it, as no caller may be left
         return job
 
     async def _start(self, ports: Ports) -> None:
@@ -142,18 +144,18 @@ class Preprocessor:
             await self._ready(index, ports)
         except (WorkerLost, OSError) as error:
             await self._drop(index)
-            log.error("an intake process cannot be started", reason=str(error))
+            log.error("preprocessing worker failed to start", reason=str(error))
         finally:
             self._release(index)
 
     async def _acquire(self, size: int, ports: Ports) -> int:
-        """Return the index of a process for a body of this size, when it is free."""
+        """Wait for a free worker for a body of this size; return its index."""
         index = self._fitting(size)
         if index is None:
             if len(self._waiting) >= ports.settings.max_waiting_bodies:
                 raise ApiError(
                     429,
-                    f"{len(self._waiting)} long requests wait to be read; try again in a second",
+                    f"{len(self._waiting)} long requests are waiting to be processed; try again in a second",
                     code="queue_full",
                     headers={"Retry-After": "1"},
                 )
@@ -176,7 +178,7 @@ class Preprocessor:
         return next((index for index in candidates if index in self._free), None)
 
     def _release(self, index: int) -> None:
-        """Hand the process to the first who waits and may use it."""
+        """Hand the worker to the first waiting body that may use it."""
         self._free.add(index)
         for entry in list(self._waiting):
             turn, size = entry
@@ -200,14 +202,14 @@ class Preprocessor:
             raise _too_much(f"{ports.settings.preprocess_timeout_s:g} s") from None
         except WorkerLost as lost:
             await self._drop(index)
-            log.warning("an intake process ended", reason=str(lost), body_bytes=size)
+            log.warning("preprocessing worker died", reason=str(lost), body_bytes=size)
             raise _too_much(f"{ports.settings.preprocess_memory_bytes >> 20} MiB of memory") from None
-        except OSError as error:  # no memory or descriptors for another process
+        except OSError as error:  # no memory or descriptors for another worker
             await self._drop(index)
-            log.error("an intake process cannot be started", reason=str(error))
+            log.error("preprocessing worker failed to start", reason=str(error))
             raise ApiError(
                 503,
-                f"long requests cannot be read now: {error.strerror}; try again later",
+                f"long requests cannot be processed now: {error.strerror}; try again later",
                 code="not_ready",
                 headers={"Retry-After": str(ports.settings.retry_after_s)},
             ) from None
@@ -245,10 +247,10 @@ class Preprocessor:
 
 
 class _Worker:
-    """One process and the socket to it.  It ends when its end of the socket is closed."""
+    """One worker process and the socket to it.  It exits when the socket is closed."""
 
     def __init__(self, setup: int) -> None:
-        """Spawn; raises OSError."""
+        """Spawn the process; raises OSError."""
         ours, theirs = socket.socketpair()
         with theirs:
             try:
@@ -269,7 +271,7 @@ class _Worker:
         self._writer: asyncio.StreamWriter | None = None
 
     async def begin(self) -> None:
-        """Wait until it has its tokenizer; raises WorkerLost."""
+        """Wait until it has built its tokenizer; raises WorkerLost."""
         assert self._socket is not None
         self._reader, self._writer = await asyncio.open_unix_connection(sock=self._socket)
         self._socket = None
@@ -297,16 +299,16 @@ class _Worker:
         if outcome == REFUSED:
             told = msgspec.msgpack.decode(record, type=Refusal)
             raise ApiError(told.status, told.message, code=told.code, param=told.param, headers=told.headers)
-        raise RuntimeError(f"an intake process failed:\n{record.decode(errors='replace')}")
+        raise RuntimeError(f"a preprocessing worker failed:\n{record.decode(errors='replace')}")
 
     async def end(self) -> None:
-        """Kill and reap it."""
+        """Kill and reap the process."""
         if self._socket is not None:
             self._socket.close()
         if self._writer is not None:
             self._writer.transport.abort()
         self._process.kill()
-        await asyncio.to_thread(self._process.wait)  # memory of a gigabyte takes a while to be given back
+        await asyncio.to_thread(self._process.wait)  # freeing a gigabyte takes a while
 
     async def _reply(self) -> tuple[int, list[bytes]]:
         outcome, length = REPLY.unpack(await self._exactly(REPLY.size))
@@ -335,7 +337,7 @@ def _too_much(what: str) -> ApiError:
 
 
 def _memory_file(data: bytes) -> int:
-    """Return the descriptor of a nameless file in memory that holds `data`."""
+    """Return the descriptor of a memfd that holds `data`."""
     descriptor = os.memfd_create("lucevisor-preprocessing", os.MFD_CLOEXEC)
     with os.fdopen(os.dup(descriptor), "wb") as file:
         file.write(data)
@@ -343,12 +345,12 @@ def _memory_file(data: bytes) -> int:
 
 
 def _environment() -> dict[str, str]:
-    """Return the environment of a process: this one's, with this package and nothing of the working directory."""
+    """Return this process's environment, with this package importable and the working directory not."""
     root = str(Path(__file__).parents[3])
     known = [root, *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
     return {
         **os.environ,
         "PYTHONPATH": os.pathsep.join(dict.fromkeys(known)),
         "PYTHONSAFEPATH": "1",
-        "TOKENIZERS_PARALLELISM": "false",  # one text at a time: more threads only take memory
+        "TOKENIZERS_PARALLELISM": "false",  # one text at a time: more threads would only take memory
     }

@@ -1,7 +1,7 @@
-"""Sampling parameters of a body to the record that the tail stage samples by.
+"""Sampling parameters of a body, as the record for the output stage.
 
-Pure but for the seed of requests that give none.  Invariant: every value is in the range that the tail accepts,
-and choice 0 of a request samples exactly as the same request with n = 1.
+Pure except for random seeds.  Invariant: every value is in the range that the output stage accepts, and choice 0 of a
+request samples exactly as the same request with n = 1.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ from lucevisor.protocol.steps import Sampling
 
 _SEEDS = 2**63
 _COLDEST = 1e-4
-"""Below it the best token is certain to be drawn, and logits divided by it leave float32: sampled as 0, greedy."""
+"""Lower temperatures count as 0 (greedy): the best token is certain, and dividing by them would overflow float32."""
 
 
 def random_seed() -> int:
-    """Return a seed for a request that gives none."""
+    """Return a seed for a request without one."""
     return secrets.randbits(63)
 
 
 def sampling_params(body: GenerationBody, ports: Ports, seed: int, n_top_logprobs: int) -> Sampling:
-    """Return how choice 0 is sampled; `seed` stands in when the body has none; -1 logprobs: none wanted.
+    """Return the parameters of choice 0.  `seed`: used if the body has none; `n_top_logprobs` -1: no logprobs.
 
-    ApiError 400 for a logit_bias that names no token.
+    Raises ApiError 400 for a logit_bias that is not about a token.
     """
     default: SamplingDefaults = ports.defaults
     temperature = _or(body.temperature, default.temperature)
@@ -48,7 +48,7 @@ def sampling_params(body: GenerationBody, ports: Ports, seed: int, n_top_logprob
 
 
 def seed_of_choice(seed: int, index: int) -> int:
-    """Return the seed of choice `index`: that of the request for 0, others distinct, all within 64 bits with sign."""
+    """Return the seed of choice `index`: distinct signed 64-bit integers, for choice 0 the request's."""
     return (seed + index + _SEEDS) % (2 * _SEEDS) - _SEEDS
 
 
@@ -61,7 +61,7 @@ def _logit_bias(body: GenerationBody, n_vocab: int) -> dict[int, float]:
         raise bad_parameter("logit_bias", f"has more than {MAX_BIASES} entries; send fewer")
     bias: dict[int, float] = {}
     for key, value in (body.logit_bias or {}).items():
-        # Strictly decimal digits: int() would also take blanks, signs, underscores and other scripts' digits.
+        # Decimal digits only: int() also accepts spaces, signs, underscores and digits of other scripts.
         if not (key.isascii() and key.isdigit() and len(key) <= 10) or int(key) >= n_vocab:
             raise bad_parameter(f"logit_bias.{key[:40]}", f"{show(key)} is not a token id; use 0 to {n_vocab - 1}")
         bias[int(key)] = float(value)

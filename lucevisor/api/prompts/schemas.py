@@ -1,7 +1,7 @@
-"""The request bodies of the API as typed records, and what becomes of parameters that are not in them.
+"""Schemas of the request bodies, and of parameters that are ignored or rejected.
 
-Knows names, types and ranges; what a value means is for the handlers.  Invariant: no parameter is dropped silently.
-One that cannot change the answer is in `HARMLESS`; one that could is in `REFUSED` with the reason; others are unknown.
+Knows names, types and ranges, not what a value means.  Invariant: no parameter is dropped silently.  Parameters that
+cannot change the answer are in `HARMLESS`; those that could are in `REFUSED`, with the reason; others are unknown.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ MAX_STOP_CHARS = 1024
 MAX_TOP_LOGPROBS = 20
 MAX_BIASES = 4096
 MAX_CHOICES = 128
-"""Choices of one request over all its prompts: each is a sequence of its own."""
+"""Choices of one request over all its prompts; each is a sequence of its own."""
 MAX_ECHO_CHARS = 4 * 1024 * 1024
-"""Characters of prompts that one answer repeats, over all its choices."""
+"""Characters of echoed prompts in one response, over all its choices."""
 MAX_TEXT_CHARS = 4 * 1024 * 1024
 MAX_TEXT_TOKENS = 1024 * 1024
 MAX_ANSWER_BYTES = 16 * 1024 * 1024
-"""Of /tokenize and /detokenize, which the context does not bound."""
+"""Largest response of /tokenize and /detokenize, which the context does not limit."""
 MAX_TOOL_VALUES = 32 * 1024
-"""JSON values in all the tools of a request: the schemas of a thousand tools."""
+"""JSON values in all tools of a request, enough for the schemas of a thousand tools."""
 
 Count = Annotated[int, Meta(ge=1, le=2**31 - 1)]
 Flag = bool | None
@@ -45,7 +45,7 @@ HARMLESS: Final = frozenset(
         "prediction",
     }
 )
-"""Parameters of OpenAI's API about accounts, storage and speed: the tokens of the answer do not depend on them."""
+"""Parameters of OpenAI's API about accounts, storage and speed, which do not affect the generated tokens."""
 
 NOT_HERE: Final = "is not supported by this server; leave it out"
 
@@ -62,7 +62,7 @@ REFUSED: Final[dict[str, str]] = {
     "suffix": "is not supported: the model continues text, it does not fill gaps; leave it out",
     "web_search_options": "is not supported: this server does not search the web; leave it out",
 }
-"""Known parameters that would change the answer and that this server cannot honour (null is accepted)."""
+"""Known parameters that would change the answer and are not supported (null is accepted)."""
 
 NEUTRAL: Final[dict[str, tuple[object, ...]]] = {
     "modalities": (["text"],),
@@ -73,18 +73,18 @@ NEUTRAL: Final[dict[str, tuple[object, ...]]] = {
     "add_generation_prompt": (True,),
     "continue_final_message": (False,),
 }
-"""Parameters of which only the value that changes nothing is accepted."""
+"""Parameters accepted only with their neutral value."""
 
 
 class StreamOptions(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """How a stream is told."""
+    """Options of a stream."""
 
     include_usage: Flag = None
-    include_obfuscation: Flag = None  # padding against traffic analysis: never sent, so either value is met
+    include_obfuscation: Flag = None  # padding against traffic analysis: never sent
 
 
 class GenerationBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """What chat and plain completions have in common.  None: not given, the default applies."""
+    """Parameters common to chat and plain completions.  None: absent, the default applies."""
 
     model: str | None = None
     temperature: Annotated[float, Meta(ge=0, le=2)] | None = None
@@ -106,14 +106,14 @@ class GenerationBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
     @property
     def stops(self) -> tuple[str, ...]:
-        """The stop strings, whichever way they were given."""
+        """The stop strings, given as one string or a list."""
         if self.stop is None:
             return ()
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
 
 
 class NamedFunction(msgspec.Struct):
-    """The function that a tool_choice object asks for."""
+    """The function named by a tool_choice object."""
 
     name: str
 
@@ -126,13 +126,13 @@ class ToolChoice(msgspec.Struct):
 
 
 class ResponseFormat(msgspec.Struct):
-    """The format asked of the answer; only its type is read."""
+    """The requested response format; only its type is read."""
 
     type: str
 
 
 class ChatBody(GenerationBody, kw_only=True, forbid_unknown_fields=True):
-    """POST /v1/chat/completions.  Messages and tools stay as they came, for the template; messages.py checks them."""
+    """POST /v1/chat/completions.  Messages and tools stay plain for the chat template; messages.py validates them."""
 
     messages: list[dict[str, Any]]
     tools: list[dict[str, Any]] | None = None
@@ -156,7 +156,7 @@ class CompletionBody(GenerationBody, kw_only=True, forbid_unknown_fields=True):
 
 
 class TokenizeBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """POST /tokenize.  `content` and `prompt` are two names of the same text."""
+    """POST /tokenize.  `content` and `prompt` are aliases."""
 
     model: str | None = None
     content: str | None = None

@@ -24,11 +24,11 @@ from lucevisor.api.prompts.schemas import (
 
 
 def read_tokenize(fields: dict[str, Any], ports: Ports) -> bytes:
-    """Return the answer to a decoded body; ApiError naming the parameter that cannot be met."""
+    """Return the response to a decoded body; raises ApiError naming the parameter at fault."""
     body = to_record(TokenizeBody, fields)
     check_model(body.model, ports)
     if body.content is not None and body.prompt is not None:
-        raise bad_parameter("prompt", "is another name of content; send one of them")
+        raise bad_parameter("prompt", "is an alias of content; send one of them")
     text = body.prompt if body.content is None else body.content
     if text is None:
         raise bad_parameter("content", "is missing; it is required", "missing_required_parameter")
@@ -46,7 +46,7 @@ def read_tokenize(fields: dict[str, Any], ports: Ports) -> bytes:
 
 
 def read_detokenize(fields: dict[str, Any], ports: Ports) -> bytes:
-    """Return the answer to a decoded body; ApiError naming the parameter that cannot be met."""
+    """Return the response to a decoded body; raises ApiError naming the parameter at fault."""
     body = to_record(DetokenizeBody, fields)
     check_model(body.model, ports)
     if len(body.tokens) > MAX_TEXT_TOKENS:
@@ -61,5 +61,7 @@ def read_detokenize(fields: dict[str, Any], ports: Ports) -> bytes:
 def _bounded(answer: object, param: str) -> bytes:
     body = msgspec.json.encode(answer)
     if len(body) > MAX_ANSWER_BYTES:
-        raise bad_parameter(param, f"the answer has {len(body)} bytes, more than {MAX_ANSWER_BYTES}; send it in parts")
+        raise bad_parameter(
+            param, f"the response has {len(body)} bytes, more than {MAX_ANSWER_BYTES}; send it in parts"
+        )
     return body

@@ -1,7 +1,6 @@
-"""The process that reads long bodies: JSON, checks, chat template, tokens; intake.py starts it and talks to it.
+"""A preprocessing worker: JSON, validation, chat template and tokens of long bodies; preprocessing.py starts it.
 
-Knows the readers of the endpoints.  Invariant: it does one body after the other, takes no more memory than it may
-beyond what it began with, and is gone as soon as the server is.
+Invariant: it processes one body at a time, stays within its memory limit, and exits as soon as the server does.
 """
 
 from __future__ import annotations
@@ -55,7 +54,7 @@ _READERS: Final[Mapping[BodyKind, Callable[[dict[str, Any], Ports], PreparedRequ
 
 
 def main(socket_fd: int, setup_fd: int) -> None:
-    """Serve until the other end closes."""
+    """Serve until the other end of the socket closes."""
     link = socket.socket(fileno=socket_fd)
     threading.Thread(target=_exit_with_server, args=(link,), daemon=True).start()
     # Processes share the descriptor and so its offset.
@@ -63,7 +62,7 @@ def main(socket_fd: int, setup_fd: int) -> None:
     ports = _make_ports(setup)
     _limit_memory(setup.memory_bytes)
     gc.freeze()
-    gc.disable()  # a collection in the middle of a body's million objects finds nothing
+    gc.disable()  # collecting among the million objects of one body frees nothing
     link.sendall(REPLY.pack(READY, 0))
     with link.makefile("rb") as incoming:
         while head := incoming.read(JOB.size):
@@ -86,8 +85,8 @@ def _reply(
         )
         return _framed(REFUSED, msgspec.msgpack.encode(refusal))
     except MemoryError:
-        os._exit(1)  # there may be too little left to say so; the server knows
-    except Exception:  # the edge of the process: a defect is the server's to log
+        os._exit(1)  # too little may be left to report it; the server sees the exit
+    except Exception:  # last resort: the server logs the bug
         return _framed(DEFECT, traceback.format_exc().encode())
     if isinstance(read, bytes):
         return _framed(ANSWER, read)
@@ -101,7 +100,7 @@ def _framed(outcome: int, record: bytes) -> tuple[bytes, bytes]:
 
 def _make_ports(setup: Setup) -> Ports:
     tokenizer = Tokenizer.from_gguf(setup.metadata)
-    tokenizer.bound  # noqa: B018 - built now, not while somebody waits
+    tokenizer.bound  # noqa: B018 - build it now, not while a request waits
     return Ports(
         model=ModelCard(name=setup.model, created_s=0),
         tokenizer=tokenizer,
@@ -114,19 +113,19 @@ def _make_ports(setup: Setup) -> Ports:
 
 
 def _limit_memory(more_bytes: int) -> None:
-    """Let this process take so much memory beyond what it has."""
+    """Limit this process to `more_bytes` beyond its current data size."""
     resource.setrlimit(resource.RLIMIT_DATA, (psutil.Process().memory_info().data + more_bytes,) * 2)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
 
 
 def _trim_memory() -> None:
     gc.collect()
-    with contextlib.suppress(AttributeError):  # another C library than glibc
+    with contextlib.suppress(AttributeError):  # not glibc
         ctypes.CDLL(None).malloc_trim(0)
 
 
 def _exit_with_server(link: socket.socket) -> None:
-    """End this process when the other end of the socket is closed, whatever it does at the time."""
+    """Exit as soon as the other end of the socket is closed, whatever the main thread is doing."""
     poll = select.poll()
     poll.register(link.fileno(), select.POLLRDHUP)
     poll.poll()

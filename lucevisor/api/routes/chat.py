@@ -1,8 +1,4 @@
-"""POST /v1/chat/completions: messages and tools to one sequence a choice.
-
-Knows the parameters of the endpoint and how they meet the model's chat template.  Invariant: a wish that the template
-cannot carry out is refused by name, never dropped.
-"""
+"""POST /v1/chat/completions."""
 
 from __future__ import annotations
 
@@ -23,14 +19,14 @@ from lucevisor.text.output_parser import OutputParser
 
 
 async def chat_completions(request: web.Request) -> web.StreamResponse:
-    """Answer one chat request."""
+    """Handle one chat request."""
     prepared = await prepare(request, "chat", read_chat)
     assert isinstance(prepared, PreparedRequest)
     return await respond(request, plan_chat(prepared, request.app[PORTS], ResponseId.now("chatcmpl")))
 
 
 def plan_chat(prepared: PreparedRequest, ports: Ports, response: ResponseId) -> GenerationPlan:
-    """Return the sequences of a request and the shape of its answer."""
+    """Return the jobs of a request and the formatter of its response."""
     options = prepared.options
     assert ports.template is not None
     output_format = ports.template.output_format

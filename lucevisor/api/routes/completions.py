@@ -1,7 +1,4 @@
-"""POST /v1/completions: prompts as text or as token ids, one sequence a choice.
-
-Knows the parameters of the endpoint.  Invariant: token ids reach the engine as they came.
-"""
+"""POST /v1/completions."""
 
 from __future__ import annotations
 
@@ -19,14 +16,14 @@ from lucevisor.api.prompts.prepare import prepare
 
 
 async def completions(request: web.Request) -> web.StreamResponse:
-    """Answer one completion request."""
+    """Handle one completion request."""
     prepared = await prepare(request, "completion", read_completion)
     assert isinstance(prepared, PreparedRequest)
     return await respond(request, plan_completion(prepared, request.app[PORTS], ResponseId.now("cmpl")))
 
 
 def plan_completion(prepared: PreparedRequest, ports: Ports, response: ResponseId) -> GenerationPlan:
-    """Return the sequences of a request and the shape of its answer."""
+    """Return the jobs of a request and the formatter of its response."""
     options = prepared.options
     formatter = CompletionFormatter(
         response_id=response.response_id,

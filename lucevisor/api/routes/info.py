@@ -1,6 +1,6 @@
-"""What can be asked about the server: models, properties, health, readiness, metrics.
+"""Information about the server: models, properties, health, readiness, metrics.
 
-Nothing here gives the model work or waits for it.
+Nothing here runs the model or waits for it.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ async def model(request: web.Request) -> web.Response:
 
 
 async def props(request: web.Request) -> web.Response:
-    """GET /props: what llama.cpp's server tells there, as far as it exists here."""
+    """GET /props: the fields of llama.cpp's server that exist here."""
     ports = request.app[PORTS]
     tokenizer, defaults = ports.tokenizer, ports.defaults
     eos = [tokenizer.decode([i], skip_special=False) for i in sorted(tokenizer.eos_ids)]
@@ -51,12 +51,12 @@ async def props(request: web.Request) -> web.Response:
 
 
 async def health(_: web.Request) -> web.Response:
-    """GET /health: the event loop answers."""
+    """GET /health: 200 as long as the event loop responds."""
     return _json({"status": "ok"})
 
 
 async def ready(request: web.Request) -> web.Response:
-    """GET /ready: 200 when the chain is ready, else 503 naming what is not."""
+    """GET /ready: 200 when the pipeline is ready, else 503 naming what is not."""
     parts = request.app[PORTS].not_ready()
     if not parts:
         return _json({"status": "ready"})

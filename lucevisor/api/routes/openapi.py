@@ -1,6 +1,6 @@
-"""GET /openapi.json: the API described for tools, request bodies straight from the types that decode them.
+"""GET /openapi.json, with request bodies generated from the types that decode them.
 
-Invariant: a parameter is in the document if and only if the server takes it.
+Invariant: a parameter is in the document if and only if the server accepts it.
 """
 
 from __future__ import annotations
@@ -15,28 +15,28 @@ from lucevisor import __version__
 from lucevisor.api.prompts.schemas import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
 
 _BODIES: Final[dict[str, tuple[type[msgspec.Struct], str]]] = {
-    "/v1/chat/completions": (ChatBody, "Answer a conversation."),
-    "/v1/completions": (CompletionBody, "Continue a text or token ids."),
-    "/tokenize": (TokenizeBody, "Turn a text into token ids."),
-    "/detokenize": (DetokenizeBody, "Turn token ids into text."),
+    "/v1/chat/completions": (ChatBody, "Create a chat completion."),
+    "/v1/completions": (CompletionBody, "Create a completion of a text or of token ids."),
+    "/tokenize": (TokenizeBody, "Convert a text to token ids."),
+    "/detokenize": (DetokenizeBody, "Convert token ids to text."),
 }
 _READS: Final = {
-    "/v1/models": "List the model that is served.",
+    "/v1/models": "List the served model.",
     "/v1/models/{id}": "Describe one model.",
-    "/props": "Tell the server's properties.",
-    "/health": "Say that the server lives.",
-    "/ready": "Say whether the chain is ready, or what is not.",
-    "/metrics": "Tell the figures for Prometheus.",
-    "/openapi.json": "Tell this document.",
+    "/props": "Return the server's properties.",
+    "/health": "Return 200 while the server is alive.",
+    "/ready": "Return whether the pipeline is ready, and what is not.",
+    "/metrics": "Return the metrics for Prometheus.",
+    "/openapi.json": "Return this document.",
 }
 _STREAMED: Final = frozenset({"/v1/chat/completions", "/v1/completions"})
 _ERRORS: Final = {
-    "400": "A parameter cannot be met; error.param names it.",
+    "400": "A parameter is invalid; error.param names it.",
     "401": "The API key is missing or wrong.",
     "404": "The model is not served here.",
     "413": "The body is too large.",
-    "429": "The queue is full; come back after Retry-After seconds.",
-    "503": "The chain is not ready; come back after Retry-After seconds.",
+    "429": "The queue is full; retry after Retry-After seconds.",
+    "503": "The pipeline is not ready; retry after Retry-After seconds.",
 }
 
 

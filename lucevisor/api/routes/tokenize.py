@@ -1,7 +1,4 @@
-"""POST /tokenize and /detokenize, in the shape llama.cpp's server gave them.
-
-Knows the tokenizer only; the model does not run.
-"""
+"""POST /tokenize and /detokenize, as in llama.cpp's server."""
 
 from __future__ import annotations
 
@@ -26,7 +23,7 @@ async def detokenize(request: web.Request) -> web.StreamResponse:
 
 
 async def _send(request: web.Request, parts: object) -> web.StreamResponse:
-    """Send an answer part by part: a long one is no long write."""
+    """Send a response in parts, so that a long one does not block the loop."""
     assert isinstance(parts, list)
     if len(parts) == 1:
         return web.Response(body=parts[0], content_type="application/json")
@@ -41,5 +38,5 @@ async def _send(request: web.Request, parts: object) -> web.StreamResponse:
     except (TimeoutError, ConnectionError) as error:
         if request.transport is not None:
             request.transport.abort()
-        raise ClientGone(str(error) or "the client took too long") from None
+        raise ClientGone(str(error) or "the client read too slowly") from None
     return response
