@@ -153,7 +153,7 @@ def test_fifty_stops_at_once_are_one_clean_stop(cli: Cli) -> None:
     assert not socket.parent.exists()
 
 
-@pytest.mark.parametrize("n_stops", [2, 3])
+@pytest.mark.parametrize("n_stops", [pytest.param(2, marks=pytest.mark.slow), 3])
 def test_several_stops_at_once_end_requests_with_shutting_down(cli: Cli, n_stops: int) -> None:
     status = cli.start()
     url = f"{status['url']}/v1/completions"
