@@ -18,10 +18,10 @@ from lucevisor.errors import LucevisorError
 from lucevisor.kv.prefix_tree import NO_STATE, PrefixSlot
 from lucevisor.model.pages import pages_of
 from lucevisor.model.values import Space
-from lucevisor.snapshots import facts
+from lucevisor.snapshots import operations
 from lucevisor.snapshots.async_store import AsyncSnapshotStore
-from lucevisor.snapshots.facts import Facts
 from lucevisor.snapshots.layout import Fault
+from lucevisor.snapshots.operations import JsonObject
 from lucevisor.snapshots.store import NOT_RESTORED
 from lucevisor.snapshots.writer import FAILED_SAVES
 
@@ -57,7 +57,7 @@ class CacheOperations:
         """
         engine, store = self._service.engine, self._open_store()
         slots = sorted(engine.prefixes.slots, key=lambda s: (-s.used_at, -s.number)) if engine is not None else []
-        found = await asyncio.to_thread(facts.files, store.store.directory) if store is not None else []
+        found = await asyncio.to_thread(operations.files, store.store.directory) if store is not None else []
         return {
             "dir": str(store.store.directory.absolute()) if store is not None else "",
             "disk": store.store.disk_bytes if store is not None else self._service.config.cache.disk,
@@ -65,14 +65,14 @@ class CacheOperations:
             "files": found,
         }
 
-    async def verify(self, files: Sequence[str], *, set_aside: bool) -> list[Facts]:
+    async def verify(self, files: Sequence[str], *, set_aside: bool) -> list[JsonObject]:
         """Compare all checksums of ``files``, or of all snapshots, one file after the other."""
         store = self._store()
         directory = store.store.directory
         checked, n_aside = [], 0
         try:
-            for file in await asyncio.to_thread(facts.to_verify, directory, files):
-                one = await asyncio.to_thread(facts.verify, directory, file, set_aside=set_aside)
+            for file in await asyncio.to_thread(operations.to_verify, directory, files):
+                one = await asyncio.to_thread(operations.verify, directory, file, set_aside=set_aside)
                 checked.append(one)
                 n_aside += bool(one["set_aside"])
         finally:
@@ -80,19 +80,19 @@ class CacheOperations:
                 await self._scan(store)
         return checked
 
-    async def prune(self, disk_bytes: int | None, *, refused: bool) -> list[Facts]:
+    async def prune(self, disk_bytes: int | None, *, refused: bool) -> list[JsonObject]:
         """Remove leftovers and files beyond ``disk_bytes`` (None: the configured budget)."""
         store = self._store()
         most = store.store.disk_bytes if disk_bytes is None else disk_bytes
-        gone = await asyncio.to_thread(facts.prune, store.store.directory, most, refused=refused)
+        gone = await asyncio.to_thread(operations.prune, store.store.directory, most, refused=refused)
         await self._scan(store)
         return gone
 
-    async def remove(self, files: Sequence[str], *, everything: bool) -> list[Facts]:
+    async def remove(self, files: Sequence[str], *, everything: bool) -> list[JsonObject]:
         """Remove files by name, or all."""
         store = self._store()
         try:
-            return await asyncio.to_thread(facts.remove, store.store.directory, files, everything=everything)
+            return await asyncio.to_thread(operations.remove, store.store.directory, files, everything=everything)
         finally:  # some may be removed before one fails
             await self._scan(store)
 
@@ -116,7 +116,7 @@ class CacheOperations:
         raise LucevisorError(f"snapshots are off: {key} in {self._service.config.file}")
 
 
-def _slot(engine: Engine, slot: PrefixSlot) -> Facts:
+def _slot(engine: Engine, slot: PrefixSlot) -> JsonObject:
     unit = Counter(engine.prefixes.settings.unit_bytes)  # 0 for a space that the model lacks
     n_pages = pages_of(slot.n_tokens)
     n_bytes = unit[Space.FULL] * n_pages + unit[Space.WINDOW] * (n_pages - slot.first_window)

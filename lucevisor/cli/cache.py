@@ -25,7 +25,7 @@ _KIB = 1024
 _WAIT_S = 3600.0
 """Verifying every byte of a large directory takes long."""
 
-Facts = dict[str, Any]
+JsonObject = dict[str, Any]
 
 
 class _Bytes(click.ParamType[int]):
@@ -41,58 +41,58 @@ class _Bytes(click.ParamType[int]):
 class _Place(Protocol):
     """A directory or a supervisor.  All methods raise LucevisorError."""
 
-    def show(self) -> Facts: ...
+    def show(self) -> JsonObject: ...
 
-    def verify(self, files: Sequence[str], *, set_aside: bool) -> Iterator[Facts]: ...
+    def verify(self, files: Sequence[str], *, set_aside: bool) -> Iterator[JsonObject]: ...
 
-    def prune(self, to: int | None, *, refused: bool) -> list[Facts]: ...
+    def prune(self, to: int | None, *, refused: bool) -> list[JsonObject]: ...
 
-    def remove(self, files: Sequence[str], *, everything: bool) -> list[Facts]: ...
+    def remove(self, files: Sequence[str], *, everything: bool) -> list[JsonObject]: ...
 
 
 class _Directory:
     """``disk_bytes``: the budget from CONFIG, if given."""
 
     def __init__(self, directory: Path, disk_bytes: int | None) -> None:
-        from lucevisor.snapshots import facts
+        from lucevisor.snapshots import operations
 
-        self._facts, self._directory, self._disk_bytes = facts, directory, disk_bytes
+        self._operations, self._directory, self._disk_bytes = operations, directory, disk_bytes
 
-    def show(self) -> Facts:
-        files = self._facts.files(self._directory)
+    def show(self) -> JsonObject:
+        files = self._operations.files(self._directory)
         return {"dir": str(self._directory), "disk": self._disk_bytes, "slots": [], "files": files}
 
-    def verify(self, files: Sequence[str], *, set_aside: bool) -> Iterator[Facts]:
-        for file in self._facts.to_verify(self._directory, files):
-            yield self._facts.verify(self._directory, file, set_aside=set_aside)
+    def verify(self, files: Sequence[str], *, set_aside: bool) -> Iterator[JsonObject]:
+        for file in self._operations.to_verify(self._directory, files):
+            yield self._operations.verify(self._directory, file, set_aside=set_aside)
 
-    def prune(self, to: int | None, *, refused: bool) -> list[Facts]:
+    def prune(self, to: int | None, *, refused: bool) -> list[JsonObject]:
         budget = to if to is not None else self._disk_bytes
         if budget is None:
             raise click.UsageError("say how much to keep: --to SIZE, or --config CONFIG to use its cache.disk")
-        return self._facts.prune(self._directory, budget, refused=refused)
+        return self._operations.prune(self._directory, budget, refused=refused)
 
-    def remove(self, files: Sequence[str], *, everything: bool) -> list[Facts]:
-        return self._facts.remove(self._directory, files, everything=everything)
+    def remove(self, files: Sequence[str], *, everything: bool) -> list[JsonObject]:
+        return self._operations.remove(self._directory, files, everything=everything)
 
 
 class _Supervisor:
     def __init__(self, socket: Path) -> None:
         self._client = AdminClient(socket)
 
-    def show(self) -> Facts:
+    def show(self) -> JsonObject:
         return self._client.call("GET", "/cache", timeout_s=_WAIT_S)
 
-    def verify(self, files: Sequence[str], *, set_aside: bool) -> Iterator[Facts]:
+    def verify(self, files: Sequence[str], *, set_aside: bool) -> Iterator[JsonObject]:
         yield from self._post("verify", {"files": list(files), "set_aside": set_aside})["checked"]
 
-    def prune(self, to: int | None, *, refused: bool) -> list[Facts]:
+    def prune(self, to: int | None, *, refused: bool) -> list[JsonObject]:
         return list(self._post("prune", {"to": to, "refused": refused})["removed"])
 
-    def remove(self, files: Sequence[str], *, everything: bool) -> list[Facts]:
+    def remove(self, files: Sequence[str], *, everything: bool) -> list[JsonObject]:
         return list(self._post("rm", {"files": list(files), "all": everything})["removed"])
 
-    def _post(self, operation: str, order: Facts) -> Facts:
+    def _post(self, operation: str, order: JsonObject) -> JsonObject:
         return self._client.call("POST", f"/cache/{operation}", order, timeout_s=_WAIT_S)
 
 
@@ -203,13 +203,13 @@ def rm(place: _Place, files: tuple[str, ...], everything: bool) -> int:
 # ---- output
 
 
-def _print_gone(gone: Sequence[Facts]) -> None:
+def _print_gone(gone: Sequence[JsonObject]) -> None:
     for one in gone:
         click.echo(f"removed {one['file']}, {_size(one['n_bytes'])}")
     click.echo(f"{len(gone)} files removed, {_size(sum(one['n_bytes'] for one in gone))} free")
 
 
-def _row(one: Facts) -> list[str]:
+def _row(one: JsonObject) -> list[str]:
     return [
         one["file"],
         one["state"] + (f" ({one['problem']})" if one["problem"] else ""),

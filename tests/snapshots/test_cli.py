@@ -15,7 +15,7 @@ from click.testing import CliRunner
 
 from lucevisor.cli import cli
 from lucevisor.errors import ConfigError, ExitCode, LucevisorError, NotRunningError
-from lucevisor.snapshots import disk, facts
+from lucevisor.snapshots import disk, operations
 from lucevisor.snapshots.policy import LOCK_FILE
 from lucevisor.snapshots.tools import check_directory
 from tests.snapshots.snapshot_bytes import rewritten
@@ -127,7 +127,7 @@ def test_verify_while_the_directory_changes(two, meanwhile):
     answers = []
 
     def verify():
-        answers.append(facts.verify(directory, old.file, set_aside=True))
+        answers.append(operations.verify(directory, old.file, set_aside=True))
 
     thread = threading.Thread(target=verify)
     with disk.locked(directory):  # it finds the damage and waits here
@@ -149,9 +149,9 @@ def test_verify_while_the_directory_changes(two, meanwhile):
 def test_a_file_that_went_away_is_not_damaged(two, monkeypatch):
     directory, (old, new) = two
     (directory / old.file).unlink()
-    found = facts.verify(directory, old.file, set_aside=True)
+    found = operations.verify(directory, old.file, set_aside=True)
     assert found == {"file": old.file, "problem": "", "gone": True, "set_aside": ""}
-    monkeypatch.setattr(facts, "to_verify", lambda *_: [old.file, new.file])  # as listed a moment before
+    monkeypatch.setattr(operations, "to_verify", lambda *_: [old.file, new.file])  # as listed a moment before
     code, output = run("verify", "--dir", directory, "--set-aside")
     assert code == ExitCode.DONE
     assert f"{old.file}: removed meanwhile" in output
@@ -164,7 +164,7 @@ def test_rm_while_files_are_renamed(two):
     answers = []
     for wanted, everything in ([old.file], False), ([], True):
         thread = threading.Thread(
-            target=lambda w=wanted, e=everything: answers.append(facts.remove(directory, w, everything=e))
+            target=lambda w=wanted, e=everything: answers.append(operations.remove(directory, w, everything=e))
         )
         with disk.locked(directory):
             thread.start()

@@ -14,10 +14,10 @@ from lucevisor.snapshots import tools
 from lucevisor.snapshots.policy import CacheFile, FileKind
 from lucevisor.snapshots.tools import CacheError, Listing
 
-Facts = dict[str, Any]
+JsonObject = dict[str, Any]
 
 
-def files(directory: Path) -> list[Facts]:
+def files(directory: Path) -> list[JsonObject]:
     """List our files, most recently used first; reads headers only.  Raises CacheError."""
     return [_file(one) for one in tools.listing(directory)]
 
@@ -31,7 +31,7 @@ def to_verify(directory: Path, wanted: Sequence[str]) -> list[str]:
     return list(dict.fromkeys(wanted)) or found
 
 
-def verify(directory: Path, file: str, *, set_aside: bool) -> Facts:
+def verify(directory: Path, file: str, *, set_aside: bool) -> JsonObject:
     """Compare every checksum of one file.  ``problem`` is empty if it is intact, ``gone`` says that it was removed in
     the meantime, ``set_aside`` is its new name, if any.
     """
@@ -40,27 +40,27 @@ def verify(directory: Path, file: str, *, set_aside: bool) -> Facts:
     return {"file": file, "problem": found.problem, "gone": found.gone, "set_aside": aside}
 
 
-def prune(directory: Path, disk_bytes: int, *, refused: bool) -> list[Facts]:
+def prune(directory: Path, disk_bytes: int, *, refused: bool) -> list[JsonObject]:
     """Remove leftovers, then the least recently used files until the rest fits; return them.  Raises CacheError."""
     return [_use(one) for one in tools.prune(directory, disk_bytes, refused=refused)]
 
 
-def remove(directory: Path, wanted: Sequence[str], *, everything: bool) -> list[Facts]:
+def remove(directory: Path, wanted: Sequence[str], *, everything: bool) -> list[JsonObject]:
     """Remove files by name, or all of ours; return them.  Raises CacheError."""
     return [_use(one) for one in tools.remove(directory, None if everything else wanted)]
 
 
-def _use(use: CacheFile) -> Facts:
+def _use(use: CacheFile) -> JsonObject:
     return {"file": use.file, "state": use.kind.value, "n_bytes": use.n_bytes, "used_s": use.used_s}
 
 
-def _file(one: Listing) -> Facts:
-    facts = _use(one.use) | {"problem": one.problem}
+def _file(one: Listing) -> JsonObject:
+    row = _use(one.use) | {"problem": one.problem}
     if one.problem:
-        facts["state"] = "damaged"
+        row["state"] = "damaged"
     if one.snapshot is not None:
         s = one.snapshot
-        facts |= {
+        row |= {
             "model": s.model,
             "architecture": s.architecture,
             "fingerprint": s.fingerprint,
@@ -69,4 +69,4 @@ def _file(one: Listing) -> Facts:
             "kv_dtype": s.kv_dtype.value,
             "created_s": s.created_s,
         }
-    return facts
+    return row
