@@ -123,7 +123,6 @@ async def converse(spaces: frozenset[Space], directory: Path) -> dict[str, int]:
     """A long prompt comes, continues, is displaced, and another one is on disk; return cached tokens by request."""
     store, on_disk, cold = await asyncio.to_thread(prepare, spaces, directory)
     limits = EngineLimits(
-        n_stages=1,
         max_sequences=2,
         max_context=N + 4096,
         prefill_chunk=2048,
