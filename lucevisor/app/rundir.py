@@ -18,6 +18,7 @@ from pathlib import Path
 from lucevisor.errors import ConfigError, LucevisorError, NotRunningError, unusable
 
 _CLAIM_S = 0.5  # `is_locked` of others holds the lock for moments
+_REMOVED_S = 5.0  # how much longer to try while other starts and stops remove the directory
 
 NAME = re.compile(r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,63}$")
 
@@ -106,7 +107,9 @@ class RunDirectory:
                     return fd
             except (FileNotFoundError, FileExistsError) as error:  # a supervisor that stops is removing it
                 obstacle = error
-            if time.monotonic() > give_up_s:
+            # Without a directory or lock file no other supervisor runs: others are starting and stopping right now.
+            removed = isinstance(obstacle, FileNotFoundError) or (obstacle and not os.path.lexists(self.path))
+            if time.monotonic() > give_up_s + (_REMOVED_S if removed else 0.0):
                 if obstacle is not None:
                     raise obstacle
                 pid = read_pid(self.path)
