@@ -107,6 +107,6 @@ def test_an_unusable_directory_is_refused_before_a_daemon_is_started(cli: Cli, t
     )
     assert done.returncode == 2
     assert "cache.dir" in done.stderr
-    assert "name a directory" in done.stderr
+    assert "name a writable directory" in done.stderr
     assert "Traceback" not in done.stderr
     assert "daemon" not in done.stderr
