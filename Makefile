@@ -29,7 +29,7 @@ NUMERIC_TESTS := tests/daemons/test_ops.py tests/families/test_moe.py \
 	tests/families/test_golden.py::test_logits_and_every_layer tests/families/test_golden.py::test_chunks_of_a_prompt \
 	tests/families/test_golden.py::test_half_precision_is_as_near_as_its_roundings \
 	tests/families/test_golden.py::test_greedy_tokens tests/families/test_golden.py::test_many_sequences_in_one_step \
-	tests/families/test_forms.py::test_blocks_as_a_gpu_keeps_them_give_the_same_numbers
+	tests/families/test_weight_formats.py::test_blocks_as_a_gpu_keeps_them_give_the_same_numbers
 NUMERIC := $(BIN)/python -m pytest -q -m "not slow" -n logical --dist worksteal $(NUMERIC_TESTS)
 
 numerics: setup

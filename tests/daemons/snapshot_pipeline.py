@@ -38,7 +38,7 @@ def state_model(spec, kv_dtype=Dtype.FLOAT32, dtype=Dtype.FLOAT32):
 
 
 class SlotPipeline:
-    """``cuts``: for each stage the layers its shards end before, except the last one; pages come shuffled.
+    """``layer_split``: for each stage the layers its shards end before, except the last one; pages come shuffled.
 
     Of the 8 recurrent states the last ``host_states`` lie in host memory.
     """
@@ -46,7 +46,7 @@ class SlotPipeline:
     def __init__(
         self,
         spec,
-        cuts=((),),
+        layer_split=((),),
         *,
         kv_dtype=Dtype.FLOAT32,
         dtype=Dtype.FLOAT32,
@@ -64,14 +64,14 @@ class SlotPipeline:
             host_states,
         )
         load = Load([], dtype, kv_dtype, [], [], pools, max_sequences=4, max_step_tokens=1024, threads=1)
-        stops = [stop for cut in cuts for stop in cut] + [spec.n_layers]
+        stops = [stop for cut in layer_split for stop in cut] + [spec.n_layers]
         self.stages, start, at = [], 0, 0
-        for i, cut in enumerate(cuts):
+        for i, cut in enumerate(layer_split):
             shards = []
-            for _ in range(len(cut) + (i == len(cuts) - 1)):
+            for _ in range(len(cut) + (i == len(layer_split) - 1)):
                 shards.append(ShardPlan(0, LayerRange(start, stops[at])))
                 start, at = stops[at], at + 1
-            first, last = i == 0, i == len(cuts) - 1
+            first, last = i == 0, i == len(layer_split) - 1
             plan = StagePlan(i, shards, None if first else i - 1, None if last else i, first, last)
             self.stages.append(LoadedStage.load(spec, plan, load, backend, lambda _: None))
         self.free = {space: random.Random(seed).sample(range(n_pages), n_pages) for space in PAGED}
@@ -130,7 +130,7 @@ class SlotPipeline:
         return SlotPlace(n, list(pages.get(Space.FULL, [])), pages.get(Space.WINDOW, [])[first:], first, state)
 
     def fresh_place(self, n_tokens, state=-1):
-        """Pages that nobody has for a slot to restore."""
+        """Free pages for a slot to restore."""
         n = -(-n_tokens // PAGE_TOKENS)
         has = self.spec.spaces()
         first = first_visible_page(n_tokens, self.spec.window) if Space.WINDOW in has else 0
@@ -139,13 +139,13 @@ class SlotPipeline:
         return SlotPlace(n_tokens, full, window, first, state)
 
     def save(self, store: SnapshotStore, tokens, place, next_token=None):
-        """A whole save; the entry."""
+        """Save a slot; returns the entry."""
         writing = store.begin(SlotRecord(list(tokens), 100.0, next_token))
         answers = self.transfer(Save, writing, place)
         return store.finish(writing, sum(a.n_bytes for a in answers))
 
     def restore(self, store: SnapshotStore, entry, place):
-        """A whole restore into ``place``; the daemons' answers."""
+        """Restore into ``place``; returns the daemons' answers."""
         n_tokens = None if place.n_tokens == entry.n_tokens else place.n_tokens
         reading = store.open_for_restore(entry, n_tokens)
         try:

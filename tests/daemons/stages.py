@@ -21,21 +21,21 @@ POOLS = PoolSizes(full_pages=96, window_pages=0, states=24)
 
 def load_stages(
     spec: ModelSpec,
-    cuts: Sequence[Sequence[int]] = ((),),
+    layer_split: Sequence[Sequence[int]] = ((),),
     dtype: Dtype = Dtype.FLOAT32,
     kv_dtype: Dtype = Dtype.FLOAT32,
     backend: Backend = Backend.CPU,
 ) -> list[LoadedStage]:
-    """Stages of a pipeline.  ``cuts``: for each stage the layers its shards end before, except the last one."""
-    stops = [stop for cut in cuts for stop in cut] + [spec.n_layers]
+    """Stages of a pipeline.  ``layer_split``: for each stage the layers its shards end before, except the last one."""
+    stops = [stop for cut in layer_split for stop in cut] + [spec.n_layers]
     load = Load([], dtype, kv_dtype, [], [], POOLS, max_sequences=16, max_step_tokens=512, threads=0)
     stages, start, at = [], 0, 0
-    for i, cut in enumerate(cuts):
+    for i, cut in enumerate(layer_split):
         shards = []
-        for _ in range(len(cut) + (i == len(cuts) - 1)):
+        for _ in range(len(cut) + (i == len(layer_split) - 1)):
             shards.append(ShardPlan(0, LayerRange(start, stops[at])))
             start, at = stops[at], at + 1
-        first, last = i == 0, i == len(cuts) - 1
+        first, last = i == 0, i == len(layer_split) - 1
         plan = StagePlan(i, shards, None if first else i - 1, None if last else i, first, last)
         stages.append(LoadedStage.load(spec, plan, load, backend, lambda _: None))
     return stages

@@ -37,10 +37,10 @@ def reported(what: str, error: Exception):
 def test_an_error_of_torch_is_told_in_one_line_with_the_innermost_frame_of_ours():
     with pytest.raises(RuntimeError) as caught:
         rotate(torch.zeros(2, 4, 8), torch.zeros(3, 8), torch.zeros(3, 8))
-    said = describe(caught.value)
-    assert said.startswith("RuntimeError: The size of tensor a")
-    assert "(at daemons/ops/" in said
-    assert "in rotate)" in said
+    text = describe(caught.value)
+    assert text.startswith("RuntimeError: The size of tensor a")
+    assert "(at daemons/ops/" in text
+    assert "in rotate)" in text
 
 
 def test_the_hints_that_torch_adds_are_left_to_the_details():

@@ -1,4 +1,4 @@
-"""The loader: forms, bytes, conversions and refusals, on files written by the gguf library."""
+"""The loader: formats, bytes, conversions and errors, on files written by the gguf library."""
 
 import dataclasses
 import os
@@ -98,7 +98,7 @@ def test_quantised_weights_are_the_same_float32_numbers(files):
 
 
 def test_a_tied_table_of_another_form_than_the_head(files):
-    """bfloat16 on the cpu: the head is int8, the lookup keeps the file's blocks."""
+    """bfloat16 on the cpu: the output matrix is int8, the lookup keeps the file's blocks."""
     spec = open_spec(files(["Q6_K"]))
     kept = shard_layouts(spec, LayerRange(0, 4), embedding=True, output=True, backend=Backend.CPU, dtype=Dtype.BFLOAT16)
     assert sorted((r.role.value, r.format.value) for r in kept if r.name == "token_embd.weight") == [
@@ -189,7 +189,7 @@ def test_progress_reaches_the_total(files, monkeypatch):
     assert len(read) > 20
     ends = [p for p in read if p.done_bytes == p.total_bytes]
     assert len(ends) == 2
-    # the tied table is read by the first shard as a lookup, by the last as the head
+    # the tied table is read by the first shard as a lookup, by the last as the output matrix
     assert sum(p.total_bytes for p in ends) == spec.files.total_bytes + spec.files.tensors["token_embd.weight"].n_bytes
 
 
@@ -282,13 +282,13 @@ def test_steps_that_do_not_fit_the_stage_are_refused(files):
     spec = open_spec(files(["Q8_0"]))
     c = Pipeline(load_stages(spec, [[2], []]))
     c.open(0, 0)
-    head, tail = c.stages
+    first, last = c.stages
     with pytest.raises(StateError, match="513 tokens, this daemon was loaded for steps of up to 512"):
-        head.forward(Step(1, 0, [], [Slice(0, 0, [1] * 513, True)]), None)
+        first.forward(Step(1, 0, [], [Slice(0, 0, [1] * 513, True)]), None)
     with pytest.raises(StateError, match=r"boundary rows \[2, 256\] for 1 tokens of width 256"):
-        tail.forward(Step(1, 0, [], [Slice(0, 0, [1], True)]), torch.zeros(2, 256))
+        last.forward(Step(1, 0, [], [Slice(0, 0, [1], True)]), torch.zeros(2, 256))
     with pytest.raises(StateError, match="boundary rows none"):
-        tail.forward(Step(1, 0, [], [Slice(0, 0, [1], True)]), None)
+        last.forward(Step(1, 0, [], [Slice(0, 0, [1], True)]), None)
     with pytest.raises(StateError, match="this stage has no output matrix"):
-        head.logits(torch.zeros(1, 256), None)
-    assert head.forward(Step(1, 0), None).rows.shape == (0, 256)
+        first.logits(torch.zeros(1, 256), None)
+    assert first.forward(Step(1, 0), None).rows.shape == (0, 256)

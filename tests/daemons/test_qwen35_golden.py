@@ -96,9 +96,9 @@ def test_two_stages_change_no_bit(qwen35, cut):
     assert whole.greedy(0, [5], 12) == split.greedy(0, [5], 12)
 
 
-@pytest.mark.parametrize("cuts", [[[1, 2, 3, 4, 5, 6, 7]], [[2], [3, 6], []], [[1], [2], [7], []]])
-def test_shards_and_stages_change_no_bit(qwen35, cuts):
-    whole, split = qwen35.pipeline(), qwen35.pipeline(load_stages(qwen35.spec, cuts))
+@pytest.mark.parametrize("layer_split", [[[1, 2, 3, 4, 5, 6, 7]], [[2], [3, 6], []], [[1], [2], [7], []]])
+def test_shards_and_stages_change_no_bit(qwen35, layer_split):
+    whole, split = qwen35.pipeline(), qwen35.pipeline(load_stages(qwen35.spec, layer_split))
     for c in (whole, split):
         c.open(9, 2)
     assert torch.equal(whole.run((9, qwen35.ids), want_hidden=True), split.run((9, qwen35.ids), want_hidden=True))

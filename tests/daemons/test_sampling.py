@@ -70,7 +70,7 @@ def test_draws_follow_the_filtered_distribution(sampling: Sampling) -> None:
     logits = torch.randn(1, 64, generator=torch.Generator().manual_seed(3)) * 2
     expected = kept_by_hand(logits[0].numpy(), sampling)
     n = 20000
-    u = [(i + 0.5) / n for i in range(n)]  # a stratified sample: one more or less between two borders
+    u = [(i + 0.5) / n for i in range(n)]  # a stratified sample: one more or less between two boundaries
     tokens = draw(logits.repeat(n, 1), [sampling] * n, u)
     frequency = np.bincount(tokens, minlength=64) / n
     assert np.abs(frequency - expected).max() <= 1 / n + 2 * border_error(logits, sampling)

@@ -49,14 +49,14 @@ def test_saved_under_one_split_restored_under_others(name, tmp_path):
     store.close()
 
     splits = [[[]], [legal[-1:], []], [legal[:1], legal[1:2], []], [legal[1:3], []]]
-    for seed, cuts in enumerate(splits):
-        other = SlotPipeline(spec, cuts, seed=10 + seed, n_pages=60)
+    for seed, layer_split in enumerate(splits):
+        other = SlotPipeline(spec, layer_split, seed=10 + seed, n_pages=60)
         restarted = opened(tmp_path, state_model(spec))
         fresh = other.fresh_place(N, 2 if Space.RECURRENT in spec.spaces() else -1)
         answers = other.restore(restarted, restarted.find([*ids, 3], N).entry, fresh)
         assert all(isinstance(a, Restored) and a.converted == "" for a in answers)
         other.adopt(1, fresh, live_state=3)
-        assert other.greedy(1, [3, 1], 16) == wanted, cuts
+        assert other.greedy(1, [3, 1], 16) == wanted, layer_split
         restarted.close()
     assert entry.n_tokens == N
 

@@ -347,10 +347,10 @@ def test_gathered_keys_are_those_a_position_may_see(seed, window):
             return reference(part, k, v, mask, scale=1.0)
 
         found, row = batch.map_groups(attend, q), 0
-        for piece in slices:
-            for t in range(piece.start, piece.start + len(piece.tokens)):
+        for slice_ in slices:
+            for t in range(slice_.start, slice_.start + len(slice_.tokens)):
                 low = max(0, t - reach + 1) if reach else 0
-                k, v = texts[piece.sequence][:, low : t + 1]
+                k, v = texts[slice_.sequence][:, low : t + 1]
                 wanted = reference(q[row][None, None], k[None], v[None], None, scale=1.0)[0, 0]
                 group = q.shape[1] // k.shape[1]
                 heads = [attention_error(q[row, h], k[:, h // group], v[:, h // group], 1.0) for h in range(q.shape[1])]

@@ -98,7 +98,7 @@ def test_a_save_that_hangs_delays_no_reset(spec, tmp_path):
     pipeline, store, place, _ = saved(spec, tmp_path)
     gate, answers, transfers = gated(pipeline)
     writing = store.begin(made_slot(spec))
-    tensors = writing.tensors(LayerRange(0, spec.n_layers))[-1:]  # one piece: nothing is left to be stopped before
+    tensors = writing.tensors(LayerRange(0, spec.n_layers))[-1:]  # one segment: nothing is left to be stopped before
     transfers.submit(Save(9, writing.file, place, tensors), os.dup(writing.fd))
     assert gate.reached.wait(5)
     began = time.monotonic()

@@ -18,7 +18,7 @@ from tests.families.test_golden import FIXTURES, opened
 @pytest.mark.parametrize("name", FIXTURES)
 def test_a_warm_chain_is_golden(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     golden = opened(name)
-    stages = load_stages(golden.spec, golden.cuts()[:1])
+    stages = load_stages(golden.spec, golden.layer_splits()[:1])
     lengths: list[int] = []
     forward = LoadedStage.forward
 
@@ -46,8 +46,8 @@ def test_a_small_pool_is_warmed_as_far_as_it_reaches(monkeypatch: pytest.MonkeyP
     assert not stage.sequences.by_id
 
 
-class Told:
-    """A reporter that keeps what it is told."""
+class ReporterSpy:
+    """Records the phases and events reported."""
 
     def __init__(self) -> None:
         self.phases: list[str] = []
@@ -84,12 +84,12 @@ def test_a_daemon_warms_up_what_it_compiles(compiles: bool, monkeypatch: pytest.
             self.graphs = [Plain(self)]
 
         monkeypatch.setattr(LoadedStage, "__init__", recorded)
-    told = Told()
-    runtime, loaded = ModelRunner.load(load, Backend.CPU, [], told)
-    assert ("warm up" in told.phases) == compiles
-    assert ("kernels are ready" in told.events) == compiles
+    reporter = ReporterSpy()
+    runner, loaded = ModelRunner.load(load, Backend.CPU, [], reporter)
+    assert ("warm up" in reporter.phases) == compiles
+    assert ("kernels are ready" in reporter.events) == compiles
     assert loaded.seconds > 0
-    assert not runtime.stages[0].sequences.by_id
+    assert not runner.stages[0].sequences.by_id
 
 
 class Plain:

@@ -41,12 +41,12 @@ class How:
 
 
 def load_stages(
-    spec: ModelSpec, cuts: Sequence[int] = (), how: How | None = None, shards: bool = False
+    spec: ModelSpec, layer_split: Sequence[int] = (), how: How | None = None, shards: bool = False
 ) -> list[LoadedStage]:
-    """A stage for each range between the ``cuts``; with ``shards`` one stage that holds them all as shards."""
+    """One stage per range of ``layer_split``; with ``shards`` one stage that holds them all as shards."""
     how = how or How()
-    borders = [0, *cuts, spec.n_layers]
-    ranges = [ShardPlan(0, LayerRange(a, b)) for a, b in pairwise(borders)]
+    boundaries = [0, *layer_split, spec.n_layers]
+    ranges = [ShardPlan(0, LayerRange(a, b)) for a, b in pairwise(boundaries)]
     groups = [ranges] if shards else [[r] for r in ranges]
     load = Load([], how.dtype, how.kv_dtype, [], [], pools_of(spec), max_sequences=16, max_step_tokens=512)
     last = len(groups) - 1

@@ -43,12 +43,12 @@ def test_random_models_agree_with_transformers(family: str, seed: int, tmp_path:
     made, ids, theirs, draw = made_with_clear_choices(family, seed)
     spec = open_spec(made.write(tmp_path / "model.gguf"))
     assert spec.skipped == ()
-    cuts = [b for b in range(1, spec.n_layers) if spec.legal_boundary(b) and draw.flag()]
-    for split, size in (((), N_TOKENS), (cuts, draw.one(1, 13, 40, 64))):
+    layer_split = [b for b in range(1, spec.n_layers) if spec.legal_boundary(b) and draw.flag()]
+    for split, size in (((), N_TOKENS), (layer_split, draw.one(1, 13, 40, 64))):
         pipeline = Pipeline(spec, load_stages(spec, split))
         pipeline.open(0)
         worst = theirs.worst(pipeline.run_in_chunks(0, ids, size))
-        assert worst <= 1.0, f"cuts {list(split)}, chunks of {size}: {worst:.2f} times what rounding explains"
+        assert worst <= 1.0, f"split {list(split)}, chunks of {size}: {worst:.2f} times what rounding explains"
     stages = load_exact(lambda: load_stages(spec))
     with Exact():
         pipeline = Pipeline(spec, stages)

@@ -54,7 +54,7 @@ class Golden:
     def assert_tokens(self, found: list[int]) -> None:
         assert_same_tokens(self.spec, self.prompt, found, self.greedy)
 
-    def cuts(self) -> list[int]:
+    def layer_splits(self) -> list[int]:
         return [b for b in range(1, self.spec.n_layers) if self.spec.legal_boundary(b)]
 
 
@@ -81,8 +81,8 @@ def test_greedy_tokens(golden):
 
 
 def test_every_cut_in_two(golden):
-    assert golden.cuts()
-    for cut in golden.cuts():
+    assert golden.layer_splits()
+    for cut in golden.layer_splits():
         c = golden.pipeline(load_stages(golden.spec, [cut]))
         c.open(0)
         logits = c.run((0, golden.ids), want_hidden=True)
@@ -94,8 +94,8 @@ def test_every_cut_in_two(golden):
 
 
 def test_cuts_in_three_as_stages_and_as_shards(golden):
-    for i, cuts in enumerate(list(combinations(golden.cuts(), 2))[::4]):
-        c = golden.pipeline(load_stages(golden.spec, cuts, shards=i % 2 == 1))
+    for i, layer_split in enumerate(list(combinations(golden.layer_splits(), 2))[::4]):
+        c = golden.pipeline(load_stages(golden.spec, layer_split, shards=i % 2 == 1))
         c.open(0)
         golden.assert_logits(c.run_in_chunks(0, golden.ids, 29))
         assert len(c.stages) == (1 if i % 2 else 3)
@@ -183,10 +183,10 @@ def test_reused_pages_and_states_hold_nothing_of_the_last_text(golden):
 
 
 def test_shards_load_what_the_plan_counts(golden):
-    for cuts in ([], golden.cuts()):
-        borders = [0, *cuts, golden.spec.n_layers]
-        stages = load_stages(golden.spec, cuts)
-        for stage, a, b in zip(stages, borders, borders[1:], strict=False):
+    for layer_split in ([], golden.layer_splits()):
+        boundaries = [0, *layer_split, golden.spec.n_layers]
+        stages = load_stages(golden.spec, layer_split)
+        for stage, a, b in zip(stages, boundaries, boundaries[1:], strict=False):
             [use] = stage.usage()
             counted = weight_bytes(
                 golden.spec,
@@ -197,7 +197,7 @@ def test_shards_load_what_the_plan_counts(golden):
                 dtype=Dtype.FLOAT32,
             )
             assert use.weight_bytes == counted
-            if not cuts:
+            if not layer_split:
                 assert use.weight_bytes == sum(golden.spec.files.tensors[n].n_bytes for n in golden.spec.files.tensors)
 
 

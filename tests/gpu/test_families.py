@@ -12,8 +12,8 @@ from daemons.device import prepare
 from lucevisor.model.values import Backend, Dtype
 from tests.families.pipeline import How, Pipeline, load_stages
 from tests.families.rounding import Formats, bounds, middle_error
-from tests.families.test_forms import IDS, MIXES, MODELS, logits, spec_of
 from tests.families.test_golden import FIXTURES, opened
+from tests.families.test_weight_formats import IDS, MIXES, MODELS, logits, spec_of
 
 pytestmark = [
     pytest.mark.gpu,
@@ -34,8 +34,8 @@ def test_float32_is_golden(name: str) -> None:
     which costs less than the order of 64 sums may.
     """
     golden = opened(name)
-    for cuts in ((), golden.cuts()):
-        c = Pipeline(golden.spec, load_stages(golden.spec, cuts, EXACT))
+    for layer_split in ((), golden.layer_splits()):
+        c = Pipeline(golden.spec, load_stages(golden.spec, layer_split, EXACT))
         c.open(0)
         found = c.run((0, golden.ids), want_hidden=True).cpu()
         golden.bounds.assert_layers([h.cpu() for h in c.hidden], golden.hidden)

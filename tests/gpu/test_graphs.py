@@ -59,8 +59,8 @@ def steps(c: Pipeline, ids: list[int]) -> Tensor:
 @pytest.mark.parametrize("name", FIXTURES)
 def test_captured_steps_equal_eager_steps(name: str) -> None:
     golden = opened(name)
-    for cuts in ((), golden.cuts()[:1]):
-        plain, captured = load_stages(golden.spec, cuts, EXACT), load_stages(golden.spec, cuts, EXACT)
+    for layer_split in ((), golden.layer_splits()[:1]):
+        plain, captured = load_stages(golden.spec, layer_split, EXACT), load_stages(golden.spec, layer_split, EXACT)
         pipelines = Pipeline(golden.spec, eager(plain)), Pipeline(golden.spec, captured)
         for c in pipelines:
             c.open(0)

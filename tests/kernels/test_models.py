@@ -15,7 +15,7 @@ from lucevisor.model.spec import ModelSpec
 from lucevisor.model.values import Backend
 from tests.families.pipeline import Pipeline
 from tests.families.rounding import bounds
-from tests.families.test_forms import IDS, MODELS, spec_of, with_forms_of
+from tests.families.test_weight_formats import IDS, MODELS, spec_of, with_formats_of
 
 __all__ = ["spec_of"]  # a fixture
 
@@ -24,7 +24,7 @@ SLICES = [IDS[:20], IDS[20:25], IDS[25:26], IDS[26:27]]
 
 
 def logits(spec: ModelSpec) -> Tensor:
-    c = Pipeline(spec, with_forms_of(spec, Backend.CUDA, kernels=True))
+    c = Pipeline(spec, with_formats_of(spec, Backend.CUDA, kernels=True))
     c.open(0)
     return torch.cat([c.run((0, ids)) for ids in SLICES])
 

@@ -33,7 +33,7 @@ from lucevisor.model.quant_types import BY_NAME, REPACKED, GgmlType
 from lucevisor.model.values import Backend, Dtype, LayerRange
 from lucevisor.model.weight_layout import shard_layouts
 from tests.daemons.tiny_models import Tiny, random_blocks, write
-from tests.families.test_forms import spec_of, with_forms_of
+from tests.families.test_weight_formats import spec_of, with_formats_of
 from tests.kernels.gemv_error import assert_expanded, assert_product
 from tests.kernels.limits import UNITS
 from tests.numerics import Exact, Narrow
@@ -241,7 +241,7 @@ def test_a_table_that_is_the_output_matrix_too_is_held_once(tmp_path):
 
 def test_a_model_takes_the_bytes_that_were_planned(spec_of):
     """Asserted where it is loaded, for experts, a head and matrices of several types."""
-    stages = with_forms_of(spec_of("qwen35moe", "k"), Backend.CUDA, kernels=True)
+    stages = with_formats_of(spec_of("qwen35moe", "k"), Backend.CUDA, kernels=True)
     chosen = [v for k, v in stages[0].kernels.items() if "linear Q" in k or "experts Q" in k]
     assert chosen
     assert set(chosen) == {"packed, triton"}

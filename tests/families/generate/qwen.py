@@ -132,7 +132,7 @@ def divided(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def hybrid(draw: Draw) -> tuple[dict[str, Any], bool]:
-    """Settings of attention and delta net, and whether the head is the table."""
+    """Settings of attention and delta net, and whether the embedding is tied."""
     n_heads, n_kv, d = heads(draw)
     n_rotary = 2 * draw.between(1, d // 2)
     n_key = draw.between(1, 3)

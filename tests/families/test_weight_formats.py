@@ -1,4 +1,4 @@
-"""Quantised files of every family: whatever a device keeps them as, the numbers are those of the dequantised file."""
+"""Quantised files of every family: in every weight format the numbers are those of the dequantised file."""
 
 from __future__ import annotations
 
@@ -56,13 +56,13 @@ def spec_of(tmp_path_factory):
     return get
 
 
-def with_forms_of(
-    spec: ModelSpec, backend: Backend, dtype: Dtype = Dtype.FLOAT32, cuts=(), *, kernels: bool = False
+def with_formats_of(
+    spec: ModelSpec, backend: Backend, dtype: Dtype = Dtype.FLOAT32, layer_split=(), *, kernels: bool = False
 ) -> list[LoadedStage]:
     """Stages with the weight formats of ``backend``, computed on the cpu."""
-    borders = [0, *cuts, spec.n_layers]
+    boundaries = [0, *layer_split, spec.n_layers]
     stages = []
-    for i, (a, b) in enumerate(pairwise(borders)):
+    for i, (a, b) in enumerate(pairwise(boundaries)):
         shard_plan, last = ShardPlan(0, LayerRange(a, b)), b == spec.n_layers
         plan = StagePlan(i, [shard_plan], None if i == 0 else i - 1, None if last else i, i == 0, last)
         config = ShardConfig(spec, shard_plan, i == 0, last, backend, dtype, dtype, pools_of(spec))
@@ -109,15 +109,15 @@ def test_float32_on_the_cpu_is_the_dequantised_file(name, mix, spec_of):
 def test_blocks_as_a_gpu_keeps_them_give_the_same_numbers(name, mix, spec_of):
     spec = spec_of(name, mix)
     bound = bounds(spec, IDS).logits
-    for cuts in ((), [b for b in range(1, spec.n_layers) if spec.legal_boundary(b)]):
-        worst = bound.worst(logits(spec, with_forms_of(spec, Backend.CUDA, cuts=cuts)))
+    for layer_split in ((), [b for b in range(1, spec.n_layers) if spec.legal_boundary(b)]):
+        worst = bound.worst(logits(spec, with_formats_of(spec, Backend.CUDA, layer_split=layer_split)))
         assert worst <= 1.0, f"{worst:.2f} times as far from the exact logits as rounding explains"
 
 
 @pytest.mark.parametrize(("name", "mix"), each_once(["k", "four", "old"]))
 def test_bfloat16_on_the_cpu_keeps_experts_packed_and_stays_near(name, mix, spec_of):
     spec = spec_of(name, mix)
-    stages = with_forms_of(spec, Backend.CPU, Dtype.BFLOAT16)
+    stages = with_formats_of(spec, Backend.CPU, Dtype.BFLOAT16)
     if "inputs" not in name:
         chosen = {k: v for k, v in stages[0].kernels.items() if " experts " in k}
         assert chosen
