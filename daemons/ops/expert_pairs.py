@@ -1,6 +1,6 @@
-"""Which row goes to which expert, and the same sorted by expert.
+"""(token, expert) pairs of a step, and their order by expert.
 
-Knows no matrices.  Invariant: nothing here waits for the device.
+Knows no matrices.  Invariant: nothing here synchronises with the host.
 """
 
 from __future__ import annotations
@@ -14,20 +14,20 @@ from torch import Tensor
 
 @dataclass
 class ExpertPairs:
-    """``pairs`` int64 [P]: the expert of each pair of row and expert.  ``n_experts``: how many there are."""
+    """``experts`` int64 [P]: the expert of each (token, expert) pair, one of ``n_experts``."""
 
-    pairs: Tensor
+    experts: Tensor
     n_experts: int
 
     def __len__(self) -> int:
-        return self.pairs.numel()
+        return self.experts.numel()
 
     @cached_property
-    def sorted(self) -> tuple[Tensor, Tensor]:
-        """The pairs by expert, int64 [P], and where those of each expert start and the last one's end, int64 [X + 1].
+    def sorted_by_expert(self) -> tuple[Tensor, Tensor]:
+        """Pair ids by expert, int64 [P], and the offsets of each expert's pairs, int64 [X + 1].
 
-        Found once, however many matrices ask for it.
+        Cached, since all matrices of a layer need it.
         """
-        experts, order = self.pairs.sort(stable=True)
-        names = torch.arange(self.n_experts + 1, device=experts.device)
-        return order, torch.searchsorted(experts, names)
+        experts, order = self.experts.sort(stable=True)
+        ids = torch.arange(self.n_experts + 1, device=experts.device)
+        return order, torch.searchsorted(experts, ids)

@@ -1,7 +1,7 @@
-"""Products with a resting matrix: ``y [T, N] = x [T, K] W'`` for each form W may rest in.
+"""Linear layers ``y [T, N] = x [T, K] W'`` and embedding tables, one class per weight layout.
 
-Which class a matrix gets is decided by ``choose``; how its bytes came into memory is the loader's affair.
-Invariant: y has the dtype of x; nothing here synchronises the device.
+``selection`` decides which class a matrix gets, the loader fills it.  Invariant: y has the dtype of x, and nothing here
+synchronises with the host.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from lucevisor.model.workspace import DEQUANT_ELEMENTS, INT8_GEMV_ROWS
 GEMV_ROWS = 8
 """Rows up to which a float32 product on a cpu is bound by reading the weights, where a batched product is faster."""
 
-PART_ROWS = 256
-"""Parts are whole multiples of this: results that start at odd places cost a GPU's library four times the time."""
+ROW_MULTIPLE = 256
+"""Rows are dequantised in multiples of this: GPU libraries are several times slower on unaligned results."""
 
 
-def part_rows(n_columns: int) -> int:
-    """Rows of a quantised matrix that are expanded at a time."""
-    return max(PART_ROWS, DEQUANT_ELEMENTS // n_columns // PART_ROWS * PART_ROWS)
+def rows_at_a_time(n_columns: int) -> int:
+    """Rows of a quantised matrix that are dequantised at a time."""
+    return max(ROW_MULTIPLE, DEQUANT_ELEMENTS // n_columns // ROW_MULTIPLE * ROW_MULTIPLE)
 
 
 class Linear(Protocol):
-    """A resting matrix of ``n_out`` rows; ``n_bytes`` on its device."""
+    """A matrix of ``n_out`` rows that takes ``n_bytes`` on its device."""
 
     n_out: int
     n_bytes: int
@@ -52,8 +52,8 @@ class DenseLinear:
 class Float32CpuLinear:
     """A float32 matrix on the cpu.
 
-    For few rows the product is asked for as a batch of products with parts of W: MKL's batched product reads W at
-    memory speed (30 GB/s a core measured, its matrix-vector product 12).
+    Few rows are multiplied as a batched product with slices of W: MKL's batched gemm reads W at memory speed (30 GB/s
+    per core measured), its gemv at 12 GB/s.
     """
 
     def __init__(self, weight: Tensor) -> None:
@@ -66,14 +66,14 @@ class Float32CpuLinear:
         rows = x.shape[0]
         if rows > GEMV_ROWS or self.parts == 1:
             return F.linear(x, self.weight)
-        # column-major on purpose: as a row-major [K, 1] operand MKL takes a path that is seven times slower
+        # column-major on purpose: with a row-major [K, 1] operand MKL is seven times slower
         columns = x.contiguous().as_strided((self.parts, x.shape[1], rows), (0, 1, x.shape[1]))
         out = torch.bmm(self.split, columns)
         return out.view(1, self.n_out) if rows == 1 else out.view(self.n_out, rows).t().contiguous()
 
 
 class Bfloat16CpuLinear:
-    """A bfloat16 matrix on the cpu in oneDNN's packed layout: 2.7 times faster for a decode row than a plain one."""
+    """A bfloat16 matrix on the cpu in oneDNN's packed layout: 2.7 times as fast as a plain one for a decode row."""
 
     def __init__(self, weight: Tensor) -> None:
         self.n_out, self.n_bytes = weight.shape[0], weight.nbytes
@@ -85,14 +85,14 @@ class Bfloat16CpuLinear:
 
 
 class BlockLinear:
-    """The file's quant blocks, raw ``[N, row_bytes]`` uint8, expanded to x's dtype at each call."""
+    """Quant blocks as in the file, raw ``[N, row_bytes]`` uint8, dequantised to x's dtype at each call."""
 
     def __init__(self, kind: GgmlType, raw: Tensor, n_columns: int) -> None:
         self.kind, self.raw, self.n_columns = kind, raw, n_columns
         self.n_out, self.n_bytes = raw.shape[0], raw.nbytes
 
     def __call__(self, x: Tensor) -> Tensor:
-        step = part_rows(self.n_columns)
+        step = rows_at_a_time(self.n_columns)
         if step >= self.n_out:
             return F.linear(x, dequantise(self.kind, self.raw, x.dtype))
         out = x.new_empty(x.shape[0], self.n_out)
@@ -130,7 +130,7 @@ class Int8CpuLinear:
 
 
 class ConcatLinear:
-    """Products of one input side by side: the columns of the parts in order."""
+    """The outputs of several linear layers on one input, concatenated."""
 
     def __init__(self, parts: list[Linear]) -> None:
         self.parts = parts
@@ -144,7 +144,7 @@ class ConcatLinear:
 
 
 class Table(Protocol):
-    """Rows by id; ``n_bytes`` on its device."""
+    """A table of rows by id that takes ``n_bytes`` on its device."""
 
     n_bytes: int
 
@@ -162,7 +162,7 @@ class DenseTable:
 
 
 class BlockTable:
-    """Rows of a quantised table, expanded after the lookup."""
+    """Rows of a table of quant blocks, dequantised after the lookup."""
 
     def __init__(self, kind: GgmlType, raw: Tensor, dtype: torch.dtype) -> None:
         self.kind, self.raw, self.dtype, self.n_bytes = kind, raw, dtype, raw.nbytes
@@ -172,7 +172,7 @@ class BlockTable:
 
 
 class PackedTable:
-    """Rows of a quantised table that is packed because it is the output matrix too."""
+    """Rows of a packed table: one that is also the output matrix."""
 
     def __init__(self, kind: GgmlType, packed: PackedWeights, n_columns: int, dtype: torch.dtype) -> None:
         self.kind, self.packed, self.n_columns, self.dtype = kind, packed, n_columns, dtype

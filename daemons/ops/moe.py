@@ -1,9 +1,9 @@
-"""Products with the experts that a router chose.
+"""The MLP of routed experts, in the form that suits the device and the number of (token, expert) pairs.
 
 Knows neither files nor families.  Invariant: a token's result depends on that token alone, and its experts are summed
-in the order of their weights, so it is the same in every batch.
+in the order of their weights.
 
-Shapes: T tokens, E embedding, X experts, k chosen for each token, F width of an expert.
+Shapes: T tokens, E embedding, X experts, k experts per token, F width of an expert.
 """
 
 from __future__ import annotations
@@ -22,21 +22,21 @@ from lucevisor.model.workspace import DEQUANT_ELEMENTS
 
 @dataclass(frozen=True)
 class ExpertMlp:
-    """``down_e(act(gate_e x) * (up_e x))``; gate and up are one matrix [2F, E] for each expert."""
+    """``down_e(act(gate_e x) * (up_e x))``; gate and up of an expert are one matrix [2F, E]."""
 
     gate_up: ExpertWeights
     down: ExpertWeights
     activation: str
     operations: Operations
 
-    def __call__(self, x: Tensor, chosen: RoutedExperts, shared: Tensor | None = None) -> Tensor:
-        """The weighted sum [T, E] over each row's experts, plus the result ``shared`` [T, E] of what every row goes
-        through, as far as it is open.
-        """
-        return self.operations.moe_combine(self.results(x, chosen.experts), chosen.weights, shared, chosen.shared_gate)
+    def __call__(self, x: Tensor, routing: RoutedExperts, shared: Tensor | None = None) -> Tensor:
+        """The weighted sum [T, E] over each row's experts, plus ``shared`` [T, E] times the shared gate."""
+        return self.operations.moe_combine(
+            self.results(x, routing.experts), routing.weights, shared, routing.shared_gate
+        )
 
     def results(self, x: Tensor, experts: Tensor) -> Tensor:
-        """[T, k, E]: of each row's experts [T, k]."""
+        """The results [T, k, E] of each row's experts [T, k], before they are combined."""
         if x.device.type == "cpu":
             return self.per_expert(x, experts)
         if experts.numel() <= min(self.gate_up.max_async_pairs, self.down.max_async_pairs):
@@ -44,39 +44,39 @@ class ExpertMlp:
         return self.batched(x, experts)
 
     def per_expert(self, x: Tensor, experts: Tensor) -> Tensor:
-        """Each chosen expert multiplies its own rows: no matrix is copied, every chosen one is read once."""
+        """One product per routed expert with its own rows: no matrix is copied, each is read once."""
         sorted_rows = _SortedRows(x, experts)
         out = x.new_empty(experts.numel(), self.down.n_out)
         at = 0
-        for expert, n in zip(sorted_rows.names.tolist(), sorted_rows.counts.tolist(), strict=True):
+        for expert, n in zip(sorted_rows.experts.tolist(), sorted_rows.counts.tolist(), strict=True):
             inner = self._act_and_mul(self.gate_up.linear(expert)(sorted_rows.rows[at : at + n]))
             out[at : at + n] = self.down.linear(expert)(inner)
             at += n
         return sorted_rows.unsort(out)
 
     def grouped(self, x: Tensor, experts: Tensor) -> Tensor:
-        """Products by pairs of row and expert; nobody waits for the device."""
-        k, routes = experts.shape[1], ExpertPairs(experts.flatten(), self.gate_up.n_experts)
-        inner = self._act_and_mul(self.gate_up.grouped_gemm(x, routes, k))
-        return self.down.grouped_gemm(inner, routes, 1).view(-1, k, self.down.n_out)
+        """Grouped gemm over (token, expert) pairs; never synchronises with the host."""
+        k, pairs = experts.shape[1], ExpertPairs(experts.flatten(), self.gate_up.n_experts)
+        inner = self._act_and_mul(self.gate_up.grouped_gemm(x, pairs, k))
+        return self.down.grouped_gemm(inner, pairs, 1).view(-1, k, self.down.n_out)
 
     def batched(self, x: Tensor, experts: Tensor) -> Tensor:
-        """Chosen experts in batches, those with many rows first, so that a batch needs little padding.
+        """Batched gemm over dequantised experts, those with most rows first, so that batches need little padding.
 
-        Waits for the device once, to learn who was chosen how often.
+        Synchronises with the host once, to read how many rows each expert has.
         """
         sorted_rows = _SortedRows(x, experts)
         counts = sorted_rows.counts.tolist()
         largest_first = sorted_rows.counts.argsort(descending=True)
         ends = sorted_rows.counts.cumsum(0)
         out = x.new_empty(experts.numel(), self.down.n_out)
-        longest = sorted(counts, reverse=True)
-        for at in range(0, len(counts), self.n_expanded):
-            chosen = largest_first[at : at + self.n_expanded]
-            first = (ends - sorted_rows.counts)[chosen].unsqueeze(1)
-            # short lists are filled up with their last row, whose result is then written more than once
-            place = torch.minimum(first + torch.arange(longest[at], device=x.device), ends[chosen].unsqueeze(1) - 1)
-            result = self._batch(sorted_rows.rows[place], sorted_rows.names[chosen])
+        descending = sorted(counts, reverse=True)
+        for at in range(0, len(counts), self.experts_at_a_time):
+            batch = largest_first[at : at + self.experts_at_a_time]
+            first = (ends - sorted_rows.counts)[batch].unsqueeze(1)
+            # short lists are padded with their last row, whose result is then written more than once
+            place = torch.minimum(first + torch.arange(descending[at], device=x.device), ends[batch].unsqueeze(1) - 1)
+            result = self._batch(sorted_rows.rows[place], sorted_rows.experts[batch])
             out.index_copy_(0, place.flatten(), result.flatten(0, 1))
         return sorted_rows.unsort(out)
 
@@ -84,9 +84,9 @@ class ExpertMlp:
         return self.operations.act_and_mul(x, self.activation)
 
     @property
-    def n_expanded(self) -> int:
-        """Experts whose matrices are held expanded at a time."""
-        return max(1, DEQUANT_ELEMENTS // (self.gate_up.n_numbers + self.down.n_numbers))
+    def experts_at_a_time(self) -> int:
+        """Experts whose dequantised matrices are held at a time."""
+        return max(1, DEQUANT_ELEMENTS // (self.gate_up.n_elements + self.down.n_elements))
 
     def _batch(self, rows: Tensor, experts: Tensor) -> Tensor:
         """Rows [P, n, E] of experts [P] -> [P, n, E]."""
@@ -96,19 +96,19 @@ class ExpertMlp:
 
 
 class _SortedRows:
-    """Rows of x, once for each of their experts, those of the same expert together.
+    """Rows of x repeated for each of their experts and sorted by expert.
 
-    ``names`` of the chosen experts, ascending, and the ``counts`` of their rows; all on the device.
+    ``experts``: the routed ones, ascending; ``counts``: their numbers of rows.  All on the device.
     """
 
     def __init__(self, x: Tensor, experts: Tensor) -> None:
         self.k = experts.shape[1]
-        chosen, self.order = experts.flatten().sort(stable=True)
+        sorted_experts, self.order = experts.flatten().sort(stable=True)
         self.rows = x.index_select(0, self.order // self.k)
-        self.names, self.counts = torch.unique_consecutive(chosen, return_counts=True)
+        self.experts, self.counts = torch.unique_consecutive(sorted_experts, return_counts=True)
 
     def unsort(self, results: Tensor) -> Tensor:
-        """Results in the order of :attr:`rows` -> [T, k, E]."""
+        """Results in the order of :attr:`rows` -> [T, k, E], in the order of tokens."""
         place = torch.empty_like(self.order)
         place[self.order] = torch.arange(self.order.shape[0], device=results.device)
         return results.index_select(0, place).view(-1, self.k, results.shape[-1])

@@ -46,7 +46,7 @@ def test_every_way_is_the_loop(n_tokens, n_experts, k, joined, monkeypatch):
     assert allowed.worst(mlp(x, RoutedExperts(ids, weights, None)), wanted) <= 1
     monkeypatch.setattr("daemons.ops.experts.DEQUANT_ELEMENTS", 3000)
     monkeypatch.setattr("daemons.ops.moe.DEQUANT_ELEMENTS", 3000)  # two experts at a time
-    assert mlp.n_expanded == 2
+    assert mlp.experts_at_a_time == 2
     assert all(allowed.worst(summed(way), wanted) <= 1 for way in ways)
 
 

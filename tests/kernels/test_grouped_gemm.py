@@ -103,11 +103,11 @@ def test_only_the_rows_that_are_routed_are_read_and_all_results_are_written(monk
 
 
 def test_pairs_are_sorted_by_expert():
-    routes = pairs_of([3, 0, 3, 1, 0, 3], 5)
-    order, bounds = routes.sorted
+    pairs = pairs_of([3, 0, 3, 1, 0, 3], 5)
+    order, offsets = pairs.sorted_by_expert
     assert order.tolist() == [1, 4, 3, 0, 2, 5]
-    assert bounds.tolist() == [0, 2, 3, 3, 6, 6]
-    assert routes.sorted is routes.sorted
+    assert offsets.tolist() == [0, 2, 3, 3, 6, 6]
+    assert pairs.sorted_by_expert is pairs.sorted_by_expert
 
 
 @pytest.mark.parametrize("n_rows", [MAX_GEMV_PAIRS // 2, MAX_GEMV_PAIRS // 2 + 1])

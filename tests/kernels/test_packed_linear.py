@@ -90,7 +90,7 @@ def test_a_matrix_too_large_to_be_expanded_at_once(at_a_time, monkeypatch):
     type_, raw = blocks("Q8_0", 17, 256)
     product = PackedLinear(type_, repack(type_, raw), 256)
     x = normal(MAX_GEMV_ROWS + 1, 256)
-    monkeypatch.setattr(packed_linear, "part_rows", lambda n_columns: at_a_time)
+    monkeypatch.setattr(packed_linear, "rows_at_a_time", lambda n_columns: at_a_time)
     seen = []
     real = packed_linear.dequantise_packed
     monkeypatch.setattr(packed_linear, "dequantise_packed", lambda *a: seen.append(a[-1]) or real(*a))
@@ -134,7 +134,7 @@ def assert_routed(found: Tensor, x: Tensor, chosen: Tensor, experts: BlockExpert
 @of_each
 def test_experts_packed_and_as_blocks(kind, dtype, few_programs):
     a, b = experts_of(kind, 4, 12, 256)
-    assert (a.n_experts, a.n_out, a.n_numbers, a.n_bytes) == (b.n_experts, b.n_out, b.n_numbers, b.n_bytes)
+    assert (a.n_experts, a.n_out, a.n_elements, a.n_bytes) == (b.n_experts, b.n_out, b.n_elements, b.n_bytes)
     x, chosen = normal(2, 256, dtype=dtype), torch.tensor([2, 0, 3, 2], device=DEVICE)
     assert torch.equal(a.dequantised(chosen[1:], dtype), b.dequantised(chosen[1:], dtype))
     assert_routed(a.grouped_gemm(x, ExpertPairs(chosen, 4), 2), x, chosen, b)

@@ -1,6 +1,6 @@
-"""What the bits of packed weights mean (see ``daemons.weights.packed``), in the middle of a kernel.
+"""Decode packed weights (layout: ``daemons.weights.packed``) inside a kernel: codes, scales and dequantised groups.
 
-A word of codes has two neighbours in its halves.  BN: rows of the matrix, L: numbers of a group.
+Each word of codes holds two neighbours, one in each half.  Shapes: BN rows of the matrix, L numbers in a group.
 """
 
 from __future__ import annotations
@@ -11,20 +11,20 @@ import triton.language as tl
 
 @triton.jit
 def low_float16(word):
-    """The low 16 bits of a word as the float16 that they are, in float32."""
+    """The float16 in the low half of a word, as float32."""
     return word.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
 
 
 @triton.jit
 def bitcast_float16(words, BN: tl.constexpr, L: tl.constexpr):
-    """Words [BN, L / 2] of two float16 numbers -> [BN, L]."""
+    """Words [BN, L / 2] of two float16 numbers each -> [BN, L]."""
     both = tl.join(words.to(tl.int16), (words >> 16).to(tl.int16))
     return both.reshape([BN, L]).to(tl.float16, bitcast=True)
 
 
 @triton.jit
 def code_bias(x):
-    """What :func:`biased_codes` adds to codes in the format of ``x``."""
+    """What :func:`biased_codes` adds to codes for the dtype of ``x``."""
     if x.dtype.element_ty == tl.bfloat16:
         return 128.0
     elif x.dtype.element_ty == tl.float16:
@@ -35,7 +35,7 @@ def code_bias(x):
 
 @triton.jit
 def biased_codes(pairs, x, BN: tl.constexpr, L: tl.constexpr):
-    """Words [BN, L / 2] with a code in each half -> [BN, L] numbers code + BIAS in the format of ``x``."""
+    """Words [BN, L / 2] with a code in each half -> code + BIAS [BN, L] in the dtype of ``x``, exactly."""
     if x.dtype.element_ty == tl.bfloat16:
         pairs |= 0x43004300
         both = tl.join(pairs.to(tl.int16), (pairs >> 16).to(tl.int16))
@@ -54,14 +54,14 @@ def split_codes(pairs, BN: tl.constexpr, L: tl.constexpr):
 
 @triton.jit
 def spread_bits(high):
-    """The two bytes of an int16 -> 16 bits apart, four places up."""
+    """Move the two bytes of an int16 to bits 4..11 and 20..27."""
     both = high.to(tl.int32)
     return ((both & 0xFF) | ((both & 0xFF00) << 8)) << 4
 
 
 @triton.jit
 def fifth_bits(high, J: tl.constexpr, TO: tl.constexpr = 4):
-    """Bit J of each half, moved to bit TO: ``high`` has the bits of Q5_K's pairs as :func:`spread_bits` leaves them."""
+    """The fifth bit of group J's codes at bit TO of each half; ``high`` as :func:`spread_bits` leaves it."""
     if J + 4 > TO:
         return (high >> (J + 4 - TO)) & (0x00010001 << TO)
     else:
@@ -70,7 +70,7 @@ def fifth_bits(high, J: tl.constexpr, TO: tl.constexpr = 4):
 
 @triton.jit
 def upper_bits(high, I: tl.constexpr):  # noqa: E741
-    """Field I of two bits of each half, moved to bit 4."""
+    """Two-bit field I of each half, moved to bit 4."""
     if I < 2:
         return (high << (4 - 2 * I)) & 0x00300030
     else:
@@ -79,20 +79,20 @@ def upper_bits(high, I: tl.constexpr):  # noqa: E741
 
 @triton.jit
 def d_dmin_of(first, second, third, fourth):
-    """The word d | dmin << 16 of a chunk of Q4_K or Q5_K, from its four words of scales."""
+    """The word d | dmin << 16 of a Q4_K or Q5_K chunk, from its four words of scales."""
     d_dmin = ((first >> 12) & 0x000F000F) | ((second >> 8) & 0x00F000F0)
     return d_dmin | ((third >> 4) & 0x0F000F00) | (fourth & -0x0FFF1000)
 
 
 @triton.jit
 def load_d_dmin(words):
-    """The same from memory, where the four words lie."""
+    """:func:`d_dmin_of` the four words at ``words``."""
     return d_dmin_of(tl.load(words), tl.load(words + 1), tl.load(words + 2), tl.load(words + 3))
 
 
 @triton.jit
 def dequantise_q4_k(both, word, d_dmin, J: tl.constexpr, BN: tl.constexpr):
-    """Group J of Q4_K or Q5_K as numbers [BN, 32], from its codes, its word of scales and its chunk's ends."""
+    """Group J of a Q4_K or Q5_K chunk as numbers [BN, 32]; ``word``: its scale and minimum."""
     scale = low_float16(d_dmin) * ((word >> (16 * (J % 2))) & 63).to(tl.float32)
     minimum = (word >> (16 * (J % 2) + 6)) & 63
     code = split_codes(both, BN, 32).to(tl.float32)
@@ -101,7 +101,7 @@ def dequantise_q4_k(both, word, d_dmin, J: tl.constexpr, BN: tl.constexpr):
 
 @triton.jit
 def dequantise_q4(both, step, KIND: tl.constexpr, BN: tl.constexpr):
-    """A group of Q4_0, Q4_1, Q5_0 or Q5_1 as numbers [BN, 32], from its codes and its step."""
+    """A group of Q4_0, Q4_1, Q5_0 or Q5_1 as numbers [BN, 32]."""
     code = split_codes(both, BN, 32)
     if KIND == "Q4_0":
         return step.to(tl.float32)[:, None] * (code - 8).to(tl.float32)
@@ -113,17 +113,17 @@ def dequantise_q4(both, step, KIND: tl.constexpr, BN: tl.constexpr):
 
 @triton.jit
 def dequantise_q6_k(both, four, d, J: tl.constexpr, BN: tl.constexpr):
-    """Group J of Q6_K as numbers [BN, 16], from its codes, the word of its scale and the chunk's step."""
+    """Group J of a Q6_K chunk as numbers [BN, 16]; ``four``: the word that holds its scale, ``d``: the chunk's."""
     scale = d * ((four << (24 - 8 * (J % 4))) >> 24).to(tl.float32)
     return scale[:, None] * (split_codes(both, BN, 16) - 32).to(tl.float32)
 
 
 @triton.jit
 def column_mask(row_mask, at, width, PADDED: tl.constexpr):
-    """Which rows of x have numbers at column ``at``: none beyond ``width``, where rows are ``PADDED`` up."""
+    """Mask of the rows of x at column ``at``: ``row_mask``, and with PADDED only columns below ``width``."""
     if PADDED:
         return row_mask & (
             row_mask.to(tl.int32) * 0 + at < width
-        )  # no number of Python's, which the interpreter's at may be
+        )  # + 0 makes a tensor: the interpreter's ``at`` may be an int
     else:
         return row_mask

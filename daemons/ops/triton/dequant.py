@@ -27,7 +27,7 @@ def dequantise_kernel(
     """Program (i, chunk): BN rows from ``first_row`` on, one chunk of 256 columns.  ``out`` [n_rows, n_chunks 256]."""
     L: tl.constexpr = 16 if KIND == "Q6_K" else 32
     HAS_FIFTH_BIT: tl.constexpr = KIND == "Q5_K" or KIND == "Q5_0" or KIND == "Q5_1"
-    HAS_SUPER_MIN: tl.constexpr = KIND == "Q4_K" or KIND == "Q5_K"
+    K_QUANT: tl.constexpr = KIND == "Q4_K" or KIND == "Q5_K"
     chunk = tl.program_id(1)
     row = tl.program_id(0) * BN + tl.arange(0, BN)
     weight_row = tl.minimum(row, n_rows - 1).to(tl.int64)
@@ -55,7 +55,7 @@ def dequantise_kernel(
     else:
         if HAS_FIFTH_BIT:
             bits = spread_bits(tl.load(high + at[:, None] * 16 + pair))
-        if HAS_SUPER_MIN:
+        if K_QUANT:
             d_dmin = load_d_dmin(scales + at * 4)
         for j in tl.static_range(8):
             if j % 4 == 0:
@@ -63,7 +63,7 @@ def dequantise_kernel(
             both = (words >> (4 * (j % 4))) & 0x000F000F
             if HAS_FIFTH_BIT:
                 both |= fifth_bits(bits, j)
-            if HAS_SUPER_MIN:
+            if K_QUANT:
                 number = dequantise_q4_k(both, tl.load(scales + at * 4 + j // 2), d_dmin, j, BN)
             else:
                 number = dequantise_q4(both, tl.load(steps + at * 8 + j), KIND, BN)

@@ -1,11 +1,8 @@
-"""Products of few rows in half precision with Q4_K and Q5_K, whose groups of 32 have whole numbers as scales.
+"""GEMV in float16 for Q4_K and Q5_K.  Their group scales are integers, so code x scale is exact in float16.
 
-A code (up to 31) times its group's scale (up to 63) is a whole number that a float16 holds exactly, so that the matrix
-units add up a whole chunk of 256 by themselves: no weight is rounded.  Codes are put into the mantissa of a float16
-1024 + code, or 1024 + 16 code where a shift is saved, and one fused multiply-add makes code x scale of it.  Minima are
-a product of their own: whole numbers with the sums of x over groups, as two float16 numbers each.  x is brought to
-float16 by a power of two for each chunk and row: of bfloat16 no bit is lost but of numbers 2^25 times smaller than the
-chunk's largest.
+The matrix units therefore sum a whole chunk of 256 at once.  One fused multiply-add turns the float16 1024 + code (or
+1024 + 16 code, which saves a shift) into code x scale; minima are a second product, with group sums of x.  x is scaled
+to float16 by a power of two per chunk and row: exact except for numbers 2^25 times smaller than the chunk's largest.
 """
 
 from __future__ import annotations
@@ -21,14 +18,14 @@ from daemons.weights.packed import PackedWeights
 from lucevisor.model.quant_types import CHUNK, GgmlType, padded_columns
 
 FLOAT16_KINDS = frozenset({"Q4_K", "Q5_K"})
-"""Types that :func:`packed_gemv_float16` takes."""
+"""Quant types with integer group scales and minima."""
 PREPARE_ROWS = 8
-"""Rows that one program prepares."""
+"""Rows per program of :func:`gemv_float16_prepare_kernel`."""
 
 
 @triton.jit
 def _half(word):
-    """The low half of a word."""
+    """The float16 in the low half of a word."""
     return word.to(tl.int16).to(tl.float16, bitcast=True)
 
 
@@ -36,10 +33,9 @@ def _half(word):
 def _fma_half2(a, b, c, HALF: tl.constexpr, FMA: tl.constexpr):
     """``a b + c`` of the float16 numbers in both halves of words, rounded once.
 
-    PICK: 0 or 1 takes that half of b and c for both, 2 each half its own.  FMA: "ptx", "llvm", or "" where nothing
-    fuses: the interpreter.
+    HALF: 0 or 1 uses that half of b and c for both, 2 each half its own.  FMA: see :func:`fma_backend`.
     """
-    if FMA == "ptx":  # of the halves as two tensors the compiler makes the same, with two swaps each
+    if FMA == "ptx":  # from halves as two tensors the compiler makes the same fma, and two swaps
         picked: tl.constexpr = (
             "{.reg .b16 l, h, m, i; .reg .b32 s, t; mov.b32 {l, h}, $2; mov.b32 {m, i}, $3; "
             + ("mov.b32 s, {l, l}; mov.b32 t, {m, m};" if HALF == 0 else "mov.b32 s, {h, h}; mov.b32 t, {i, i};")
@@ -63,32 +59,47 @@ def _fma_half2(a, b, c, HALF: tl.constexpr, FMA: tl.constexpr):
         )
 
 
+@triton.jit
+def _group_scales(word, BN: tl.constexpr, FMA: tl.constexpr):
+    """A word's two group scales as float16 [BN], the odd one over 16, and their products with the codes' bias -1024."""
+    both = (word & 0x003F003F) | 0x64006400  # 1024 + scale
+    one = tl.full([BN], 0x2C003C00, tl.int32)  # 1 and 1/16
+    scale = _fma_half2(both, one, tl.full([BN], -0x2BFF1C00, tl.int32), 2, FMA)
+    less = tl.full([BN], -0x1BFF1C00, tl.int32)  # -1024 twice
+    return scale, _fma_half2(scale, less, tl.zeros([BN], tl.int32), 2, FMA)
+
+
+@triton.jit
+def _dot_minima(scales, at, total, BN: tl.constexpr, FMA: tl.constexpr):
+    """[BN, BM]: a chunk's eight minima times ``total`` [16, BM], the group sums of x and their rounding errors."""
+    eight = (tl.arange(0, 8) % 4)[None, :]
+    minima = ((tl.load(scales + at[:, None] * 4 + eight) >> 6) & 0x003F003F) | 0x64006400
+    unit = tl.full([BN, 8], 0x3C003C00, tl.int32)
+    minima = _fma_half2(minima, unit, tl.full([BN, 8], -0x1BFF1C00, tl.int32), 2, FMA)
+    return tl.dot(bitcast_float16(minima, BN, 16), total)
+
+
 @triton.jit(do_not_specialize=["n_rows", "n_splits", "pairs_per_row"])
 def gemv_float16_kernel(
     x, factors, totals, codes, high, scales, experts, out, n_rows, n_out, n_chunks, n_splits, pairs_per_row,
     KIND: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, FMA: tl.constexpr,
 ):  # fmt: skip
-    """Program (i, s, z): BN columns of the product, part s of the chunks, all rows.  ``out`` [n_splits, rows, n_out].
-
-    With ``experts`` [pairs]: row z is the product of row z // share of x with the matrix of expert z.  ``x``,
-    ``factors`` and ``totals`` as :func:`gemv_float16_prepare_kernel` leaves them.
-    """
+    """As ``gemv_kernel``, for ``x``, ``factors`` and ``totals`` from :func:`gemv_float16_prepare_kernel`."""
     WIDTH: tl.constexpr = BM if experts is None else 1
     columns = tl.program_id(0) * BN + tl.arange(0, BN)
     weight_row = tl.minimum(columns, n_out - 1).to(tl.int64)
     m = tl.arange(0, BM)
     if experts is None:
-        row_mask, row, lane, to = m < n_rows, m, m, m
+        row_mask, row, sum_row, out_row = m < n_rows, m, m, m
     else:
         z = tl.program_id(2)
-        row_mask, row, lane, to = m == 0, z // pairs_per_row + m * 0, m * 0, z + m * 0
+        row_mask, row, sum_row, out_row = m == 0, z // pairs_per_row + m * 0, m * 0, z + m * 0
         factors += (z // pairs_per_row) * n_chunks
         totals += (z // pairs_per_row) * n_chunks * 16
         weight_row += tl.load(experts + z) * n_out
     x_at = x + row[None, :].to(tl.int64) * (n_chunks * 256) + tl.arange(0, 32)[:, None]
-    total_at = totals + tl.arange(0, 16)[:, None] + lane[None, :] * 16
+    total_at = totals + tl.arange(0, 16)[:, None] + sum_row[None, :] * 16
     pair = tl.arange(0, 16)[None, :]
-    eight = (tl.arange(0, 8) % 4)[None, :]
     acc = tl.zeros([BN, BM], tl.float32)
     split = tl.program_id(1)
     for chunk in range(split * n_chunks // n_splits, (split + 1) * n_chunks // n_splits):
@@ -104,13 +115,9 @@ def gemv_float16_kernel(
         for h in tl.static_range(2):
             words = tl.load(codes + at[:, None] * 32 + 16 * h + pair)
             for i in tl.static_range(4):
-                if i % 2 == 0:  # two scales: 1024 + scale -> scale, 1024 + scale -> scale / 16
+                if i % 2 == 0:
                     word = (first if i == 0 else second) if h == 0 else third if i == 0 else fourth
-                    both = (word & 0x003F003F) | 0x64006400
-                    one = tl.full([BN], 0x2C003C00, tl.int32)
-                    scale = _fma_half2(both, one, tl.full([BN], -0x2BFF1C00, tl.int32), 2, FMA)
-                    less = tl.full([BN], -0x1BFF1C00, tl.int32)  # -1024 twice
-                    base = _fma_half2(scale, less, tl.zeros([BN], tl.int32), 2, FMA)
+                    scale, base = _group_scales(word, BN, FMA)
                     code = ((words >> (4 * i)) & 0x000F000F) | 0x64006400
                 else:
                     code = ((words >> (4 * i - 4)) & 0x00F000F0) | 0x64006400
@@ -121,15 +128,12 @@ def gemv_float16_kernel(
                 )
                 mask = tl.load(xs + 128 * h + 32 * i, mask=row_mask[None, :], other=0.0)
                 inner = tl.dot(bitcast_float16(scaled, BN, 32), mask, inner)
-        minima = ((tl.load(scales + at[:, None] * 4 + eight) >> 6) & 0x003F003F) | 0x64006400
-        unit = tl.full([BN, 8], 0x3C003C00, tl.int32)
-        minima = _fma_half2(minima, unit, tl.full([BN, 8], -0x1BFF1C00, tl.int32), 2, FMA)
         total = tl.load(total_at + chunk * (16 * WIDTH), mask=row_mask[None, :], other=0.0)
-        low = tl.dot(bitcast_float16(minima, BN, 16), total)
+        low = _dot_minima(scales, at, total, BN, FMA)
         d_dmin = d_dmin_of(first, second, third, fourth)
-        factor = tl.load(factors + chunk * WIDTH + lane, mask=row_mask, other=0.0)
+        factor = tl.load(factors + chunk * WIDTH + sum_row, mask=row_mask, other=0.0)
         acc += factor[None, :] * (low_float16(d_dmin)[:, None] * inner - low_float16(d_dmin >> 16)[:, None] * low)
-    to_row = split * n_rows + to.to(tl.int64)
+    to_row = split * n_rows + out_row.to(tl.int64)
     inside = (columns < n_out)[:, None] & row_mask[None, :]
     tl.store(out + to_row[None, :] * n_out + columns[:, None], acc.to(out.dtype.element_ty), mask=inside)
 
@@ -138,11 +142,11 @@ def gemv_float16_kernel(
 def gemv_float16_prepare_kernel(
     x, numbers, factors, totals, n_rows, n_chunks, width, BM: tl.constexpr, ROWS: tl.constexpr
 ):
-    """Program (c, r): chunk c of ROWS rows of x [T, width].
+    """Program (c, r): scale chunk c of ROWS rows of x [T, width] to float16.
 
-    ``numbers`` float16 [T, n_chunks 256]: x over its factor.  For blocks of BM rows: ``factors`` float32
-    [blocks, n_chunks, BM], powers of two; ``totals`` float16 [blocks, n_chunks, BM, 16]: sums of numbers over the eight
-    groups of 32, then what float16 left of them.
+    Writes ``numbers`` float16 [T, n_chunks 256], x over its factor; and for blocks of BM rows ``factors`` float32
+    [blocks, n_chunks, BM], powers of two, and ``totals`` float16 [blocks, n_chunks, BM, 16]: sums of numbers over the
+    eight groups of 32, then their rounding errors.
     """
     chunk = tl.program_id(0)
     row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
@@ -166,12 +170,12 @@ def gemv_float16_prepare_kernel(
 
 
 def fma_backend(device: torch.device) -> str:
-    """How a device multiplies and adds two float16 numbers at a time: see :func:`_fma_half2`."""
+    """How a device fuses two float16 multiply-adds: "ptx", "llvm", or "" in the interpreter, which has none."""
     return "" if device.type == "cpu" else "llvm" if torch.version.hip else "ptx"
 
 
 def float16_tile(block_rows: int) -> GemvTile:
-    """A program's part, by the rows that it multiplies at a time: what was fastest of those tried on an H200."""
+    """The fastest tile measured on an H200, by rows of x per program."""
     if block_rows == 1:
         return GemvTile(32, 1, 2)
     return GemvTile(64, 2, 2) if block_rows <= 16 else GemvTile(128, 4, 3)
@@ -196,12 +200,12 @@ def packed_gemv_float16(
     gemv_float16_prepare_kernel[(n_chunks, triton.cdiv(n_rows, PREPARE_ROWS))](
         x, numbers, factors, totals, n_rows, n_chunks, width, block_rows, PREPARE_ROWS, num_warps=4
     )
-    depth = 1 if experts is None else experts.shape[0]
-    n_results = n_rows if experts is None else depth
-    config = config or gemv_config(float16_tile(block_rows), depth, n_out, n_chunks, x.device)
+    n_deep = 1 if experts is None else experts.shape[0]
+    n_results = n_rows if experts is None else n_deep
+    config = config or gemv_config(float16_tile(block_rows), n_deep, n_out, n_chunks, x.device)
     out = x.new_empty(n_results, n_out)
     parts = split_buffer(out, config.n_splits)
-    gemv_float16_kernel[(triton.cdiv(n_out, config.columns), config.n_splits, depth)](
+    gemv_float16_kernel[(triton.cdiv(n_out, config.columns), config.n_splits, n_deep)](
         numbers, factors, totals, packed.codes, packed.high, packed.scales, experts, parts,
         n_results, n_out, n_chunks, config.n_splits, pairs_per_row,
         KIND=kind.name, BM=max(block_rows, 8), BN=config.columns, FMA=fma_backend(x.device),

@@ -1,8 +1,8 @@
-"""Grouped GEMM of MoE: many rows by the packed matrices (``daemons.weights.packed``) of their experts.
+"""Grouped GEMM of MoE: (token, expert) pairs with packed expert weights.
 
-Pairs of row and expert are sorted by expert, and some programs are started for each expert, which find its pairs on the
-device: nobody waits for it.  A matrix is expanded group by group on the way to the matrix units, with the arithmetic
-and the rounding of ``daemons.weights.dequant``.
+Pairs are sorted by expert.  A fixed number of programs per expert find its pairs on the device, so routing never
+synchronises with the host.  Weights are dequantised in registers, with the arithmetic and rounding of
+``daemons.weights.dequant``.
 """
 
 from __future__ import annotations
@@ -33,9 +33,10 @@ def grouped_gemm_kernel(
     x, codes, high, scales, steps, sorted_pairs, offsets, out, n_out, n_chunks, width, pairs_per_row,
     KIND: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, PADDED: tl.constexpr,
 ):  # fmt: skip
-    """Program (i, e, s): BN columns of the products of expert e with its pairs s BM .., in strides of all s.
+    """Program (i, e, s): BN columns for every n-th tile of BM pairs of expert e, from tile s on.
 
-    ``out`` [pairs, n_out], in the order of the pairs.
+    ``sorted_pairs`` [P]: pair ids by expert; ``offsets`` [X + 1]: where each expert's begin.  ``out`` [P, n_out], in
+    pair order.
     """
     expert = tl.program_id(1).to(tl.int64)
     stop = tl.load(offsets + expert + 1)
@@ -53,18 +54,18 @@ def _gemm_tile(
     x, codes, high, scales, steps, sorted_pairs, out, n_out, n_chunks, width, pairs_per_row, expert, place, stop,
     KIND: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, PADDED: tl.constexpr,
 ):  # fmt: skip
-    """The products of up to BM pairs from ``place`` on, before ``stop``."""
+    """One tile: up to BM sorted pairs in [``place``, ``stop``)."""
     L: tl.constexpr = 16 if KIND == "Q6_K" else 32
     HAS_FIFTH_BIT: tl.constexpr = KIND == "Q5_K" or KIND == "Q5_0" or KIND == "Q5_1"
-    HAS_SUPER_MIN: tl.constexpr = KIND == "Q4_K" or KIND == "Q5_K"
+    K_QUANT: tl.constexpr = KIND == "Q4_K" or KIND == "Q5_K"
     columns = tl.program_id(0) * BN + tl.arange(0, BN)
     weight_row = tl.minimum(columns, n_out - 1).to(tl.int64) + expert * n_out
     places = place + tl.arange(0, BM)
     row_mask = places < stop
-    to = tl.load(sorted_pairs + places, mask=row_mask, other=0)
-    x_at = x + (to // pairs_per_row)[None, :] * width + tl.arange(0, L)[:, None]
+    pair_ids = tl.load(sorted_pairs + places, mask=row_mask, other=0)
+    x_at = x + (pair_ids // pairs_per_row)[None, :] * width + tl.arange(0, L)[:, None]
     element = tl.arange(0, L)[None, :]
-    pair = tl.arange(0, L // 2)[None, :]
+    word = tl.arange(0, L // 2)[None, :]
     acc = tl.zeros([BN, BM], tl.float32)
     for chunk in range(n_chunks):
         at = weight_row * n_chunks + chunk
@@ -72,8 +73,8 @@ def _gemm_tile(
             d = tl.load(steps + at).to(tl.float32)
         elif KIND != "Q8_0":
             if HAS_FIFTH_BIT:
-                bits = spread_bits(tl.load(high + at[:, None] * 16 + pair))
-            if HAS_SUPER_MIN:
+                bits = spread_bits(tl.load(high + at[:, None] * 16 + word))
+            if K_QUANT:
                 d_dmin = load_d_dmin(scales + at * 4)
         for j in tl.static_range(256 // L):
             if KIND == "Q8_0":
@@ -81,20 +82,20 @@ def _gemm_tile(
                 number = tl.load(steps + at * 8 + j).to(tl.float32)[:, None] * code
             elif KIND == "Q6_K":
                 if j % 8 == 0:
-                    bits = tl.load(high + at[:, None] * 16 + j + pair)
+                    bits = tl.load(high + at[:, None] * 16 + j + word)
                 if j % 4 == 0:
-                    words = tl.load(codes + at[:, None] * 32 + 2 * j + pair)
+                    words = tl.load(codes + at[:, None] * 32 + 2 * j + word)
                     four = tl.load(scales + at * 4 + j // 4)
                 number = dequantise_q6_k(
                     ((words >> (4 * (j % 4))) & 0x000F000F) | upper_bits(bits, j % 8), four, d, j, BN
                 )
             else:
                 if j % 4 == 0:
-                    words = tl.load(codes + at[:, None] * 32 + 4 * j + pair)
+                    words = tl.load(codes + at[:, None] * 32 + 4 * j + word)
                 both = (words >> (4 * (j % 4))) & 0x000F000F
                 if HAS_FIFTH_BIT:
                     both |= fifth_bits(bits, j)
-                if HAS_SUPER_MIN:
+                if K_QUANT:
                     number = dequantise_q4_k(both, tl.load(scales + at * 4 + j // 2), d_dmin, j, BN)
                 else:
                     number = dequantise_q4(both, tl.load(steps + at * 8 + j), KIND, BN)
@@ -102,7 +103,7 @@ def _gemm_tile(
             part = tl.load(x_at + chunk * 256 + L * j, mask=mask[None, :], other=0.0)
             acc = tl.dot(number.to(x.dtype.element_ty), part, acc, input_precision="ieee")
     inside = (columns < n_out)[:, None] & row_mask[None, :]
-    tl.store(out + to[None, :] * n_out + columns[:, None], acc.to(out.dtype.element_ty), mask=inside)
+    tl.store(out + pair_ids[None, :] * n_out + columns[:, None], acc.to(out.dtype.element_ty), mask=inside)
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,11 +116,11 @@ class GroupedGemmConfig:
     columns: int
     n_warps: int
     n_stages: int
-    n_sharing: int
+    programs_per_expert: int
 
 
 def grouped_gemm_config(n_pairs: int, n_experts: int) -> GroupedGemmConfig:
-    """The launch for so many pairs: twice the rows that an expert has on average, or 64 (bench/results)."""
+    """The fastest tile on an H200 (bench/results/grouped-h200.txt): twice an expert's average rows, at most 64."""
     rows = next((rows for rows in (16, 32) if 2 * n_pairs <= rows * n_experts), 64)
     return GroupedGemmConfig(rows, 64, 4, 2, 2)
 
@@ -128,18 +129,21 @@ def packed_grouped_gemm(
     kind: GgmlType,
     packed: PackedWeights,
     x: Tensor,
-    routes: ExpertPairs,
+    pairs: ExpertPairs,
     pairs_per_row: int,
     config: GroupedGemmConfig | None = None,
 ) -> Tensor:
-    """``[P, N]`` of x's dtype: row p // share of x [T, K] times the matrix of pair p's expert; ``packed`` [X, N, *]."""
+    """Row p // pairs_per_row of x [T, K] times the matrix of pair p's expert, for all pairs: [P, N] of x's dtype.
+
+    ``packed``: matrices [X, N, *].
+    """
     assert x.is_contiguous()
     n_experts, n_out = packed.codes.shape[:2]
     width = x.shape[1]
-    config = config or grouped_gemm_config(len(routes), n_experts)
-    out = x.new_empty(len(routes), n_out)
-    sorted_pairs, offsets = routes.sorted
-    grouped_gemm_kernel[(triton.cdiv(n_out, config.columns), n_experts, config.n_sharing)](
+    config = config or grouped_gemm_config(len(pairs), n_experts)
+    out = x.new_empty(len(pairs), n_out)
+    sorted_pairs, offsets = pairs.sorted_by_expert
+    grouped_gemm_kernel[(triton.cdiv(n_out, config.columns), n_experts, config.programs_per_expert)](
         x, packed.codes, packed.high, packed.scales, packed.steps, sorted_pairs, offsets, out,
         n_out, padded_columns(width) // CHUNK, width, pairs_per_row,
         KIND=kind.name, BM=config.rows, BN=config.columns, PADDED=width % CHUNK != 0,
