@@ -19,7 +19,7 @@ from daemons.ops.paged import DensePages
 from lucevisor.model.spec import ModelSpec
 from lucevisor.model.values import Q8_GROUP, Dtype
 from tests.families.pipeline import Pipeline, load_stages
-from tests.numerics import BFLOAT16, FLOAT16, RUNS, SAFETY, Bound, Exact, Narrow
+from tests.numerics import BFLOAT16, FLOAT16, RUNS, Bound, Exact, Narrow
 
 
 class Bounds(NamedTuple):
@@ -85,8 +85,6 @@ class Formats(NamedTuple):
     packed: bool = False
 
 
-FLOAT32 = Formats()
-
 MIDDLE_RUNS = 3
 """Perturbed runs of which the worst counts: the middle row hardly differs between them."""
 MIDDLE_SAFETY = 1.25
@@ -130,26 +128,18 @@ def narrowed(spec: ModelSpec, ids: Sequence[int], formats: Formats) -> Tensor:
         return pipeline.run(*((i, ids) for i in range(MIDDLE_RUNS))).unflatten(0, (MIDDLE_RUNS, -1))
 
 
-def assert_same_tokens(
-    spec: ModelSpec,
-    prompt: Sequence[int],
-    found: Sequence[int],
-    wanted: Sequence[int],
-    formats: Formats = FLOAT32,
-) -> None:
-    """Greedy continuations of ``prompt``, ``found`` computed in ``formats``, are equal, but for a token whose rivals
-    rounding may swap: what follows it is not compared.
+def assert_same_tokens(spec: ModelSpec, prompt: Sequence[int], found: Sequence[int], wanted: Sequence[int]) -> None:
+    """Greedy continuations of ``prompt`` are equal, but for a token whose rivals rounding may swap: what follows it is
+    not compared.
     """
     assert len(found) == len(wanted)
     parted = next((i for i, (a, b) in enumerate(zip(found, wanted, strict=True)) if a != b), None)
     if parted is None:
         return
-    ids = [*prompt, *wanted[:parted]]
-    exact = bounds(spec, ids).logits
-    row, allowed = exact.exact[-1], float(exact.allowed[-1])
-    if formats != FLOAT32:
-        allowed += SAFETY * float((narrowed(spec, ids, formats)[:, -1] - row).abs().max())
+    exact = bounds(spec, [*prompt, *wanted[:parted]]).logits
+    row = exact.exact[-1]
     behind = float(row.max() - torch.minimum(row[found[parted]], row[wanted[parted]]))
+    allowed = float(exact.allowed[-1])
     assert behind <= allowed, (
         f"token {parted} is {found[parted]} instead of {wanted[parted]}: {behind:.1e} behind the best,"
         f" rounding explains {allowed:.1e}"

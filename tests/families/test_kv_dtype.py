@@ -1,8 +1,9 @@
-"""Keys and values kept in fewer bits: what that does to logits and greedy tokens, and to memory.
+"""Keys and values kept in fewer bits: what that does to logits and to memory.
 
 The golden models have random weights, so nothing damps an error and a few of them amplify it: Gemma 4's and Laguna's
 attention over random keys is nearly one-hot, where a rounding picks another position.  So the limits are what the same
-model loses when its keys and values are perturbed by as much as storing them rounds (docs/numerics.md).
+model loses when its keys and values are perturbed by as much as storing them rounds (docs/numerics.md).  That is more
+than the lead of most greedy tokens, so tokens are not compared here.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from hypothesis import strategies as st
 from daemons.ops.paged import Pages, Q8Pages
 from lucevisor.model.values import Q8_GROUP, Dtype, Space, q8_groups
 from tests.families.pipeline import How, load_stages, pools_of
-from tests.families.rounding import Formats, assert_same_tokens, middle_error
+from tests.families.rounding import Formats, middle_error
 from tests.families.test_golden import opened
 from tests.numerics import UNIT, q8_error
 
@@ -34,9 +35,6 @@ def test_accuracy_and_memory_of_smaller_keys_and_values(name, kv_dtype):
     found, exact = pipeline.run_in_chunks(0, golden.ids, 24), golden.bounds.logits
     assert exact.worst(found) > 1.0  # not float32 by mistake
     assert middle_error(found, exact.exact) <= golden.explained(formats)
-    pipeline = golden.pipeline(stages)
-    pipeline.open(0)
-    assert_same_tokens(golden.spec, golden.prompt, pipeline.greedy(0, golden.prompt, 32), golden.greedy, formats)
     assert paged_bytes(golden, kv_dtype) * 32 == pytest.approx(paged_bytes(golden, Dtype.FLOAT32) * BITS[kv_dtype])
     taken = sum(use.state_bytes for stage in stages for use in stage.usage())
     assert taken == paged_bytes(golden, kv_dtype) + recurrent_bytes(golden)

@@ -222,7 +222,7 @@ def test_heads_and_lengths_as_in_a_model(n: int, ids: list[int]) -> None:
 @pytest.mark.gpu
 @pytest.mark.skipif(DEVICE == "cpu", reason="no CUDA or HIP device: nothing is compiled")
 def test_no_length_offset_or_number_of_slices_is_compiled_anew() -> None:
-    kernels = [
+    programs = [
         recurrent_delta_rule.causal_conv1d_kernel,
         *(
             getattr(chunked_delta_rule, f"{x}_kernel")
@@ -231,7 +231,7 @@ def test_no_length_offset_or_number_of_slices_is_compiled_anew() -> None:
     ]
 
     def compiled() -> int:
-        return sum(len(k.device_caches[torch.cuda.current_device()][0]) for k in kernels)
+        return sum(len(k.device_caches[torch.cuda.current_device()][0]) for k in programs)
 
     a = layer()
     kernels(a, a.inputs(20), [0], 0)
