@@ -309,7 +309,7 @@ def amounts() -> list[object]:
 
 
 @pytest.mark.parametrize(("name", "n"), amounts())
-def test_a_damaged_header_of_a_real_file_is_refused_by_name_or_sound(name: str, n: int, tmp_path: Path) -> None:
+def test_a_damaged_header_is_rejected_by_name_or_yields_a_valid_model(name: str, n: int, tmp_path: Path) -> None:
     header, path, outcomes = repack(name), tmp_path / f"{name}.gguf", Counter[str]()
     needed(name)
     before_kib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

@@ -109,7 +109,7 @@ def _numbers(shape: tuple[int, ...]) -> int:
 @pytest.mark.parametrize("backend", list(Backend))
 @pytest.mark.parametrize("dtype", [Dtype.FLOAT32, Dtype.BFLOAT16])
 @pytest.mark.parametrize("name", [*FILES, "e2b", "26b", "xs2"])
-def test_the_bytes_of_a_shard_are_those_of_its_ends_and_layers(name, backend, dtype, full_size):
+def test_a_shards_bytes_are_the_sum_over_embedding_layers_and_output(name, backend, dtype, full_size):
     spec = full_size.get(name) or golden(name)
     layers = [sum(r.n_bytes for r in layer_layouts(spec, i, backend, dtype)) for i in range(spec.n_layers)]
     cuts = [0, *(b for b in range(1, spec.n_layers) if spec.legal_boundary(b)), spec.n_layers]
@@ -142,7 +142,7 @@ def test_each_shard_holds_the_columns_of_its_own_layers_only(full_size):
     assert sum(held) == table.n_bytes
 
 
-def test_columns_that_divide_a_block_do_not_rest_as_blocks(tmp_path):
+def test_columns_that_split_a_block_are_kept_dense(tmp_path):
     """Rows of 6 x 80 numbers are whole blocks of 32, a layer's 80 are not."""
     small = {"n_layers": 6, "embedding": 64, "widths": [64] * 6, "n_heads": 2, "kv": (1, 1), "every": 3, "window": 8}
     model = gemma4(**small, dims=(32, 64), layer_input=80, vocabulary=64)
@@ -190,7 +190,7 @@ def test_a_missing_tensor_is_named(tmp_path, model, name):
         (LAGUNA_XS2, {"attention.head_count": 32}, "attn_gate.weight': has 48 rows"),
     ],
 )
-def test_metadata_that_cannot_be_right_name_their_key(tmp_path, model, changed, reason):
+def test_invalid_metadata_names_its_key(tmp_path, model, changed, reason):
     with pytest.raises(GgufError, match=reason):
         open_spec(write(tmp_path / "wrong.gguf", model, changed=changed))
 
@@ -238,7 +238,7 @@ VALUES = st.one_of(
 
 @settings(max_examples=500, deadline=None)
 @given(data=st.data(), name=st.sampled_from(["qwen3", "qwen35moe", "gemma4_e2b", "gemma4_moe", "laguna"]))
-def test_hostile_metadata_give_gguferror_or_a_sound_spec(data, name):
+def test_hostile_metadata_raises_gguferror_or_yields_a_valid_spec(data, name):
     files = golden(name).files
     prefix = golden(name).architecture + "."
     keys = [k for k in files.metadata if k.startswith(prefix)]

@@ -1,4 +1,4 @@
-"""Which changes of a model file make it another model, and which do not."""
+"""Which changes to a model file change its fingerprint, and which do not."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -89,7 +89,7 @@ def test_what_makes_it_another_model(tmp_path, original, change):
     assert of(tmp_path, **change) != original
 
 
-def test_an_option_counts_where_it_changes_something():
+def test_an_option_counts_only_where_it_has_an_effect():
     laguna, qwen = (GOLDEN / name / "model.gguf" for name in ("laguna_mscale", "qwen35"))
     spec = open_spec(laguna)
     assert "yarn_attn_factor" in spec.options
@@ -105,13 +105,13 @@ def test_all_golden_models_differ():
     assert len(found) == len(list(GOLDEN.glob("*/model.gguf")))
 
 
-def test_closed_files_are_told():
+def test_closed_files_are_an_error():
     spec = replace(open_spec(GOLDEN / "qwen35" / "model.gguf"), files=None)
     with pytest.raises(ValueError, match="read the spec with open_spec"):
         module.fingerprint(spec, {})
 
 
-def test_a_tensor_without_a_digest_is_told():
+def test_a_tensor_without_a_digest_is_an_error():
     spec = open_spec(GOLDEN / "qwen35" / "model.gguf")
     digests = digest_tensors(spec.files)
     del digests["output_norm.weight"]

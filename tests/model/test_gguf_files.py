@@ -34,7 +34,7 @@ def write(path: Path, tensors_per_part: int, seed: int = 0) -> dict[str, np.ndar
 
 
 @pytest.mark.parametrize("tensors_per_part", [0, 1, 3])
-def test_all_parts_are_one_table_with_the_bytes_written(tmp_path, tensors_per_part):
+def test_all_parts_form_one_table_with_the_bytes_written(tmp_path, tensors_per_part):
     arrays = write(tmp_path / "m.gguf", tensors_per_part)
     first = min(tmp_path.iterdir())
     assert len(part_paths(first)) == len(list(tmp_path.iterdir()))
@@ -61,7 +61,7 @@ def test_a_missing_part_is_named(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["m-00000-of-00003.gguf", "m-00004-of-00003.gguf", "m-00001-of-00000.gguf"])
-def test_a_name_that_is_no_part_of_its_count_is_refused(tmp_path, name):
+def test_a_part_number_out_of_range_is_rejected(tmp_path, name):
     with pytest.raises(GgufError, match="its name says part"):
         part_paths(tmp_path / name)
 
@@ -117,21 +117,21 @@ def test_too_few_tensors_in_all_parts_are_refused(tmp_path):
 
 
 @pytest.mark.parametrize("data", [b"", b"GGUF", b"GGUF" + struct.pack("<IQ", 3, 0)])
-def test_a_stub_is_refused(tmp_path, data):
+def test_a_file_shorter_than_a_header_is_rejected(tmp_path, data):
     path = tmp_path / "m.gguf"
     path.write_bytes(data)
     with pytest.raises(GgufError, match="too short"):
         open_model([path])
 
 
-def test_what_is_no_file_is_refused_at_once(tmp_path):
+def test_a_non_regular_file_is_rejected_at_once(tmp_path):
     os.mkfifo(tmp_path / "pipe.gguf")  # opening it must not wait for a writer
     for path in (tmp_path / "pipe.gguf", tmp_path):
         with pytest.raises(GgufError, match="not a regular file"):
             open_model([path])
 
 
-def test_a_file_that_is_not_there_is_an_oserror_that_names_it(tmp_path):
+def test_a_missing_file_is_an_oserror_that_names_it(tmp_path):
     with pytest.raises(FileNotFoundError, match=r"absent\.gguf"):
         open_model(part_paths(tmp_path / "absent.gguf"))
 
@@ -150,7 +150,7 @@ def test_a_header_longer_than_the_first_read_is_read_whole(tmp_path):
     assert model.read(model.tensors["t"], 8, 4) == struct.pack("<f", 2)
 
 
-def test_a_large_file_whose_header_lies_costs_no_more_than_a_header_may(tmp_path):
+def test_a_lying_header_of_a_large_file_costs_no_more_than_a_header(tmp_path):
     """A sparse file of 1 TB that claims more metadata than a header may hold."""
     path = tmp_path / "m.gguf"
     path.write_bytes(b"GGUF" + struct.pack("<IQQ", 3, 0, 1) + raw.text("k") + struct.pack("<IIQ", 9, 0, 1 << 38))
@@ -159,7 +159,7 @@ def test_a_large_file_whose_header_lies_costs_no_more_than_a_header_may(tmp_path
         open_model([path])
 
 
-def test_a_file_cut_while_it_is_open_is_an_error_and_no_signal(tmp_path):
+def test_a_file_truncated_while_open_is_an_error_and_not_a_signal(tmp_path):
     arrays = write(tmp_path / "m.gguf", 0)
     model = open_model([tmp_path / "m.gguf"])
     os.truncate(tmp_path / "m.gguf", model.tensors["t.5"].offset + 4)
@@ -170,7 +170,7 @@ def test_a_file_cut_while_it_is_open_is_an_error_and_no_signal(tmp_path):
         model.read(model.tensors["t.5"])
 
 
-def test_a_replaced_file_stays_what_it_was_for_who_has_it_open(tmp_path):
+def test_an_open_file_survives_its_replacement(tmp_path):
     arrays = write(tmp_path / "m.gguf", 0)
     model = open_model([tmp_path / "m.gguf"])
     write(tmp_path / "new.gguf", 0, seed=1)
@@ -178,7 +178,7 @@ def test_a_replaced_file_stays_what_it_was_for_who_has_it_open(tmp_path):
     assert model.read(model.tensors["t.5"]) == arrays["t.5"].tobytes()
 
 
-def test_identities_tell_every_change_of_a_part(tmp_path):
+def test_identities_reveal_every_change_of_a_part(tmp_path):
     write(tmp_path / "m.gguf", 3)
     paths = sorted(tmp_path.iterdir())
     time.sleep(0.05)  # a tick of the kernel's clock
@@ -203,7 +203,7 @@ def test_identities_tell_every_change_of_a_part(tmp_path):
     assert model.changed() == paths
 
 
-def test_files_are_closed_when_nobody_needs_them(tmp_path):
+def test_files_are_closed_when_unreferenced(tmp_path):
     write(tmp_path / "m.gguf", 3)
     before = len(os.listdir("/proc/self/fd"))
     model = open_model(sorted(tmp_path.iterdir()))

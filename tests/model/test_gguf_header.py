@@ -45,7 +45,7 @@ def assert_equal_to_the_oracle(path: Path) -> None:
         assert bytes(data[found.offset : found.offset + found.n_bytes]) == t.data.tobytes(), t.name
 
 
-def test_every_type_has_the_size_that_the_gguf_package_says():
+def test_type_sizes_equal_those_of_the_gguf_package():
     oracle = {kind.value: (kind.name, *sizes) for kind, sizes in gguf.GGML_QUANT_SIZES.items()}
     ours = {t.id: (t.name, t.block_elements, t.block_bytes) for t in TYPES.values()}
     assert ours == {i: row for i, row in oracle.items() if i in ours}
@@ -196,7 +196,7 @@ def test_the_good_header_is_good():
 
 
 @pytest.mark.parametrize("case", BAD)
-def test_what_is_wrong_is_named(case):
+def test_errors_name_the_cause(case):
     data, where, reason = BAD[case]
     with pytest.raises(GgufError) as caught:
         parse(memoryview(data), "bad.gguf")
@@ -292,7 +292,7 @@ def test_a_sparse_file_of_a_terabyte_costs_nothing(tmp_path):
         read(path)
 
 
-def test_values_of_all_arrays_together_are_bounded():
+def test_the_total_of_array_values_is_bounded():
     half = raw.text("a") + struct.pack("<IIQ", raw.ARRAY, raw.U8, 1 << 21) + bytes(1 << 21)
     more = raw.text("b") + struct.pack("<IIQ", raw.ARRAY, raw.I16, 1 << 21) + bytes(1 << 22)
     header = parse(memoryview(raw.header([half, more], [])), "m.gguf")

@@ -71,7 +71,7 @@ def test_shards_name_every_tensor_of_the_file_once(tiny):
     assert sorted(spec.tensor_names(LayerRange(0, 8), embedding=True, output=True)) == sorted(tensors(TINY))
 
 
-def test_a_tied_embedding_is_named_at_both_ends_but_once_on_one_shard(tmp_path):
+def test_a_tied_embedding_is_listed_on_both_shards_but_once_on_one(tmp_path):
     spec = open_spec(write(tmp_path / "tied.gguf", dataclasses.replace(TINY, tied=True)))
     head = spec.tensor_names(LayerRange(0, 4), embedding=True, output=False)
     tail = spec.tensor_names(LayerRange(4, 8), embedding=False, output=True)
@@ -88,13 +88,13 @@ def test_a_missing_tensor_and_a_wrong_shape_are_named(tmp_path, name):
             open_spec(write(tmp_path / "wrong.gguf", TINY, reshape=name))
 
 
-def test_an_unknown_architecture_names_those_there_are(tiny):
+def test_an_unknown_architecture_lists_the_known_ones(tiny):
     other = dataclasses.replace(tiny, metadata={**tiny.metadata, "general.architecture": "llama"})
     with pytest.raises(GgufError, match=r"'llama' is not a family this version runs: .*qwen35"):
         read_spec(other)
 
 
-def test_a_name_that_cannot_be_printed_is_made_printable(tiny):
+def test_unprintable_names_are_made_printable(tiny):
     spec = read_spec(dataclasses.replace(tiny, metadata={**tiny.metadata, "general.name": "a\x1b[2J\udcff\nb"}))
     assert spec.name == "a?[2J??b"
     assert read_spec(dataclasses.replace(tiny, metadata={**tiny.metadata, "general.name": " "})).name == "tiny"
@@ -126,7 +126,7 @@ KEYS = [
     changes=st.dictionaries(st.sampled_from(KEYS), VALUES, min_size=1, max_size=3),
     removed=st.sets(st.sampled_from(KEYS), max_size=2),
 )
-def test_hostile_metadata_give_gguferror_or_a_sound_spec(changes, removed, tiny):
+def test_hostile_metadata_raises_gguferror_or_yields_a_valid_spec(changes, removed, tiny):
     values = {k: v for k, v in tiny.metadata.items() if k.removeprefix("qwen35.") not in removed}
     values |= {f"qwen35.{k}": v for k, v in changes.items()}
     message = ""
@@ -160,7 +160,7 @@ def test_a_claim_of_many_layers_costs_nothing(tiny, n_layers):
         tracemalloc.stop()
 
 
-def test_keys_say_what_they_expected():
+def test_keys_name_the_expected_type():
     keys = Keys({"a.n": 5, "a.list": [1, 2], "a.text": "x", "a.nan": float("nan"), "a.same": [3, 3]}, "a", "f.gguf")
     assert keys.integer("n") == 5
     assert keys.integer("same") == 3
@@ -192,7 +192,7 @@ def sharing_spec() -> ModelSpec:
     return ModelSpec("any", "shared", "F32", 8, 8, 8, layers, {}, {}, 8, None)
 
 
-def test_no_cut_between_a_layer_and_the_one_it_shares_with():
+def test_no_boundary_between_a_layer_and_the_one_it_shares_with():
     spec = sharing_spec()
     assert [b for b in range(9) if spec.legal_boundary(b)] == [0, 1, 2, 8]
     assert spec.window == 64

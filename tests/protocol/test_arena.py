@@ -1,4 +1,4 @@
-"""Shared memory of fixed size: made, passed on, refused, let go."""
+"""Shared memory of fixed size: created, passed on, rejected, released."""
 
 import fcntl
 import mmap
@@ -58,7 +58,7 @@ def test_regions_start_at_pages():
 @pytest.mark.parametrize(
     "plan", [ArenaPlan(0, 0, 1), ArenaPlan(0, 1, 0), ArenaPlan(0, -4096, -1), ArenaPlan(0, 2**50, 8)]
 )
-def test_a_senseless_plan_is_refused(plan):
+def test_invalid_plans_are_rejected(plan):
     with pytest.raises(ArenaError, match="bytes in total") as caught:
         Arena.create(plan)
     assert caught.value.where == "arena between stages 0 and 1"
@@ -67,7 +67,7 @@ def test_a_senseless_plan_is_refused(plan):
         Arena.attach(fd, plan)
 
 
-def test_nobody_can_resize_it():
+def test_the_memory_cannot_be_resized():
     arena = Arena.create(PLAN)
     for size in (0, PAGE_BYTES, arena_bytes(PLAN) + 1):
         with pytest.raises(PermissionError):
@@ -79,7 +79,7 @@ def test_nobody_can_resize_it():
 
 
 @pytest.mark.parametrize("missing", [SEALS, fcntl.F_SEAL_SHRINK, fcntl.F_SEAL_GROW, fcntl.F_SEAL_SEAL])
-def test_memory_that_could_be_resized_is_refused(missing):
+def test_unsealed_memory_is_rejected(missing):
     before = open_fds()
     fd = memfd(arena_bytes(PLAN), SEALS & ~missing)
     with pytest.raises(ArenaError, match="not sealed against resizing"):
@@ -87,7 +87,7 @@ def test_memory_that_could_be_resized_is_refused(missing):
     assert open_fds() == before  # the descriptor was taken over
 
 
-def test_what_the_seals_are_for():
+def test_shrinking_unsealed_memory_kills_its_reader():
     """A peer that shrinks an unsealed memfd kills whoever reads it (SIGBUS)."""
     code = (
         "import mmap, os\n"
@@ -101,13 +101,13 @@ def test_what_the_seals_are_for():
 
 
 @pytest.mark.parametrize("n_bytes", [0, arena_bytes(PLAN) - PAGE_BYTES, arena_bytes(PLAN) + PAGE_BYTES])
-def test_another_size_is_refused(n_bytes):
+def test_a_different_size_is_rejected(n_bytes):
     fd = memfd(n_bytes)
     with pytest.raises(ArenaError, match=f"has {n_bytes} bytes, the plan says {arena_bytes(PLAN)}"):
         Arena.attach(fd, PLAN)
 
 
-def test_what_is_no_memory_is_refused(tmp_path):
+def test_a_descriptor_that_is_not_a_memfd_is_rejected(tmp_path):
     path = tmp_path / "file"
     path.write_bytes(bytes(arena_bytes(PLAN)))
     a, b = socket.socketpair()
@@ -117,13 +117,13 @@ def test_what_is_no_memory_is_refused(tmp_path):
     b.close()
 
 
-def test_memory_that_only_the_maker_may_write_is_refused():
+def test_read_only_memory_is_rejected():
     fd = memfd(arena_bytes(PLAN), SEALS | fcntl.F_SEAL_WRITE)
     with pytest.raises(ArenaError, match="could not be mapped"):
         Arena.attach(fd, PLAN)
 
 
-def test_memory_is_there_before_the_first_touch():
+def test_memory_is_allocated_on_creation():
     plan = ArenaPlan(0, 1 << 20, 4)
     arena = Arena.create(plan)
     assert os.fstat(arena.fd).st_blocks * 512 == arena_bytes(plan)

@@ -134,7 +134,7 @@ def test_daemon_gone_at_every_byte(run, unread):
     run(main())
 
 
-def test_last_words_of_a_daemon_are_never_lost(run):
+def test_frames_sent_before_a_death_are_received(run):
     """It wrote Failed and died; the supervisor's write fails before its loop read anything."""
 
     async def main():
@@ -154,7 +154,7 @@ def test_last_words_of_a_daemon_are_never_lost(run):
     run(main())
 
 
-def test_a_daemon_that_only_stops_reading_is_dead_too(run):
+def test_a_half_closed_socket_is_dead(run):
     async def main():
         link, seen, theirs = new_link()
         theirs.shutdown(socket.SHUT_RD)  # no end of file comes, but nothing can be sent
@@ -195,7 +195,7 @@ def test_damage_in_the_first_bytes_closes_the_link(run):
     run(main())
 
 
-def test_a_handler_that_raises_closes_the_link_and_is_heard(run):
+def test_a_raising_handler_closes_the_link_and_is_reported(run):
     async def main():
         link, seen, theirs = new_link()
 
@@ -241,7 +241,7 @@ def test_close_from_inside_the_handler_stops_delivery(run):
     run(main())
 
 
-def test_a_slow_reader_is_queued_for_in_order(run):
+def test_frames_for_a_slow_reader_are_queued_in_order(run):
     async def main():
         link, seen, theirs = new_link()
         frames = [encode(Step(i, 0, slices=[Slice(i, 0, list(range(500)), False)])) for i in range(2000)]
@@ -272,7 +272,7 @@ def test_a_slow_reader_is_queued_for_in_order(run):
     run(main())
 
 
-def test_a_reader_that_stopped_breaks_the_link_with_the_reason(run):
+def test_a_stalled_reader_overflows_the_link(run):
     async def main():
         link, seen, theirs = new_link(max_queued_bytes=100_000)
         frame = encode(Step(1, 0, slices=[Slice(1, 0, list(range(500)), False)]))
@@ -302,7 +302,7 @@ def test_one_frame_over_the_queue_limit_may_wait(run):
     run(main())
 
 
-def test_death_while_frames_wait(run):
+def test_death_with_queued_frames(run):
     async def main():
         link, seen, theirs = new_link()
         for _ in range(200):
@@ -317,7 +317,7 @@ def test_death_while_frames_wait(run):
     run(main())
 
 
-def test_descriptors_go_now_or_later(run):
+def test_descriptors_are_sent_now_or_queued(run):
     """With a full socket they are duplicated: the caller may close its own at once."""
 
     async def main():
@@ -360,7 +360,7 @@ def test_descriptors_go_now_or_later(run):
     run(main())
 
 
-def test_a_long_payload_comes_whole(run):
+def test_a_long_payload_arrives_complete(run):
     async def main():
         _, seen, theirs = new_link()
         rows = os.urandom(9_000_000)
@@ -378,7 +378,7 @@ def test_a_long_payload_comes_whole(run):
     run(main())
 
 
-def test_what_must_not_be_sent_leaves_the_link_open(run):
+def test_a_forbidden_message_leaves_the_link_open(run):
     async def main():
         link, seen, theirs = new_link()
         for bad in (RESULT, Reset(2**70)):

@@ -137,7 +137,7 @@ def test_an_inherited_copy_of_the_other_end_hides_a_death():
     link.close()
 
 
-def test_last_words_are_read_after_a_failed_send(raw):
+def test_frames_are_received_after_a_failed_send(raw):
     """The link is written to before its end of file was read: frames that had arrived are not lost."""
     peer, link = raw
     peer.sendall(encode(Reset(1)) + encode(Reset(2)))
@@ -151,7 +151,7 @@ def test_last_words_are_read_after_a_failed_send(raw):
     assert link.receive() is None
 
 
-def test_damage_ends_receiving_but_the_daemon_can_still_say_so(raw):
+def test_damage_ends_receiving_but_not_sending(raw):
     peer, link = raw
     peer.sendall(encode(Reset(1)) + b"X" * 40)
     frame = link.receive()
@@ -313,7 +313,7 @@ def test_a_frame_cut_by_a_signal_handler_is_the_last(pair):
     assert daemon.closed_because.what == "end of file inside a STEP frame"
 
 
-def test_what_must_not_be_sent_leaves_the_link_usable(pair):
+def test_a_forbidden_message_leaves_the_link_usable(pair):
     supervisor, daemon = pair
     with pytest.raises(LocalProtocolError):
         daemon.send(STEP)

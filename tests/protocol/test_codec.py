@@ -51,7 +51,7 @@ def test_round_trip_of_every_kind(kind, data):
     assert msgspec.msgpack.decode(metadata) == plain(message)
 
 
-def test_the_table_of_kinds_is_whole():
+def test_the_table_of_kinds_is_complete():
     assert set(MESSAGES) == set(MessageKind)
     assert len(set(MESSAGES.values())) == len(MessageKind)
 
@@ -78,13 +78,13 @@ def test_a_decode_step_is_small():
         (MessageKind.HEARTBEAT, msgspec.msgpack.encode({"count": 1, "phase": "sleep"})),
     ],
 )
-def test_metadata_of_other_types_is_refused(kind, metadata):
+def test_metadata_of_wrong_types_is_rejected(kind, metadata):
     with pytest.raises(RemoteProtocolError, match=f"{kind.name} cannot be decoded") as caught:
         decode(header_for(kind, metadata), memoryview(metadata))
     assert caught.value.where == "metadata"
 
 
-def test_damaged_metadata_is_refused_by_its_check():
+def test_damaged_metadata_fails_its_checksum():
     data = bytearray(encode(Shutdown("bye")))
     data[-1] ^= 1  # still a valid Shutdown
     header, metadata = split(data)
@@ -102,7 +102,7 @@ def test_damaged_metadata_is_refused_by_its_check():
         "no message",
     ],
 )
-def test_what_cannot_be_encoded_is_a_local_error(message):
+def test_unencodable_messages_are_local_errors(message):
     with pytest.raises(LocalProtocolError):
         encode(message)
 

@@ -84,7 +84,7 @@ def test_byte_by_byte(stream, size):
         lambda r: [*r, 70_000]
     ),
 )
-def test_the_socket_may_write_into_the_buffers(lengths, texts, reads):
+def test_receiving_into_the_buffers(lengths, texts, reads):
     """Frames around the size of the read buffer, read in pieces straight into where they belong."""
     frames, data = [], bytearray()
     for i, (length, text) in enumerate(zip(lengths, texts, strict=False)):
@@ -116,7 +116,7 @@ def test_payload_memory_is_not_reused():
     first[0] = 0  # writable: a tensor may be made on it
 
 
-def test_frames_before_the_damage_come_first_then_the_error_for_ever():
+def test_frames_before_the_damage_are_delivered_then_the_error_persists():
     connection = ready(Role.DAEMON)
     good = encode(Reset(1)) + encode(Reset(2))
     connection.receive(good + b"GET / HTTP/1.1\r\nHost: localhost:8080\r\n\r\n")
@@ -129,7 +129,7 @@ def test_frames_before_the_damage_come_first_then_the_error_for_ever():
     assert "supervisor" in caught.value.where
 
 
-def test_few_foreign_bytes_are_refused_without_waiting_for_a_header():
+def test_foreign_bytes_are_rejected_before_a_whole_header():
     connection = ready(Role.DAEMON)
     connection.receive(b"LVS")
     assert connection.events() == []
@@ -140,7 +140,7 @@ def test_few_foreign_bytes_are_refused_without_waiting_for_a_header():
 
 
 @pytest.mark.parametrize("kind", [MessageKind.STEP_RESULT, MessageKind.HELLO])
-def test_a_refused_header_costs_no_memory(kind):
+def test_a_rejected_header_allocates_nothing(kind):
     import struct
     from zlib import crc32
 
@@ -165,7 +165,7 @@ def test_a_refused_header_costs_no_memory(kind):
         (Role.SUPERVISOR, Channel.PULSE, LinkState.READY, Failed("a", "b", "c", "d")),
     ],
 )
-def test_messages_out_of_order_or_on_the_wrong_channel_are_refused(role, channel, state, message):
+def test_messages_out_of_order_or_on_the_wrong_channel_are_rejected(role, channel, state, message):
     connection = Connection(role, channel)
     connection.state = state
     connection.receive(encode(message))
@@ -179,7 +179,7 @@ def test_messages_out_of_order_or_on_the_wrong_channel_are_refused(role, channel
     assert sender.state is state
 
 
-def test_a_frame_half_received_survives_what_is_sent_meanwhile():
+def test_sending_does_not_disturb_a_partly_received_frame():
     connection = ready(Role.SUPERVISOR)
     data = encode(StepResult(4, 0))
     connection.receive(data[:40])
@@ -209,7 +209,7 @@ def test_descriptors_go_to_the_frames_that_name_them():
         (encode(Reset(1)), [10], "1 descriptors arrived with a frame that takes none"),
     ],
 )
-def test_too_few_and_too_many_descriptors_are_refused_and_handed_back(data, fds, text):
+def test_too_few_and_too_many_descriptors_are_rejected_and_returned(data, fds, text):
     connection = ready(Role.DAEMON)
     connection.receive(data, fds)
     taken = []
@@ -236,7 +236,7 @@ def test_a_payload_is_sent_without_joining():
     assert len(head) < 100
 
 
-def test_unfinished_says_what_is_cut():
+def test_unfinished_names_what_is_truncated():
     connection = Connection(Role.SUPERVISOR, Channel.PULSE)
     data = encode(LogLine("info", "loaded"))
     connection.receive(data[:7])

@@ -1,4 +1,4 @@
-"""docs/protocol.md says what the code does."""
+"""docs/protocol.md agrees with the code."""
 
 import re
 
@@ -13,7 +13,7 @@ from lucevisor.protocol.steps import Operation
 TEXT = PAGE.read_text(encoding="utf-8")
 
 
-def test_the_tables_are_current(capsys):
+def test_the_tables_are_up_to_date(capsys):
     assert page(TEXT) == TEXT, "run python -m lucevisor.protocol.docs"
     assert main(["--check"]) == 0
     assert main(["--what"]) == 2
@@ -40,7 +40,7 @@ def test_every_message_has_its_row():
     assert {(int(kind), name) for kind, name in rows} == {(int(k), r.__name__) for k, r in MESSAGES.items()}
 
 
-def test_the_example_is_what_is_sent():
+def test_the_example_frame():
     block = re.search(r"```\n(4c565352.*?)```", TEXT, re.DOTALL)
     assert block is not None
     digits = "".join(re.sub(r"   .*", "", line) for line in block[1].splitlines()).replace(" ", "")

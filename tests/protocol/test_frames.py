@@ -35,7 +35,7 @@ def test_golden_bytes():
     assert (found.kind, found.request_id, found.metadata_bytes) == (MessageKind.SHUTDOWN, 0x0102030405060708, 9)
 
 
-def test_every_damage_of_up_to_two_bits_is_refused():
+def test_all_damage_of_up_to_two_bits_is_detected():
     bits = [(i, 1 << j) for i in range(HEADER_BYTES) for j in range(8)]
     for n, (i, mask) in enumerate(bits):
         once = bytearray(GOLDEN)
@@ -84,7 +84,7 @@ def test_lengths_over_the_limit_of_the_kind_are_refused_on_both_ends(kind):
         ({"kind": MessageKind.RESET, "flags": 4}, "RESET has undefined flags 0x4"),
     ],
 )
-def test_a_whole_header_of_something_else_says_what_it_is(fields, text):
+def test_invalid_headers_are_rejected_with_the_reason(fields, text):
     with pytest.raises(RemoteProtocolError, match=text) as caught:
         parse_header(header(**fields))
     assert caught.value.where == "frame header"
@@ -99,6 +99,6 @@ def test_the_flags_of_a_step_name_its_stage():
 
 
 @pytest.mark.parametrize(("flags", "request_id"), [(1, 0), (-1, 0), (0, -1), (0, 2**64)])
-def test_numbers_that_do_not_fit_are_not_sent(flags, request_id):
+def test_values_out_of_range_are_not_sent(flags, request_id):
     with pytest.raises(LocalProtocolError):
         pack_header(MessageKind.RESET, flags, request_id, b"", 0)

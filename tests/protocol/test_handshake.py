@@ -1,4 +1,4 @@
-"""What the supervisor says to a daemon that does not fit."""
+"""How the supervisor judges a Hello."""
 
 import msgspec
 import pytest
@@ -31,7 +31,7 @@ def problems(expected=EXPECTED, **changes):
     return [str(problem) for problem in check_hello(msgspec.structs.replace(HELLO, **changes), expected)]
 
 
-def test_a_daemon_that_fits():
+def test_a_matching_daemon_is_accepted():
     assert problems() == []
     assert problems(python="3.11.0rc1", torch="2.4.0a0+git1234", packages=HELLO.packages | {"gguf": "0.17"}) == []
     assert problems(Expected("right", Backend.HIP, HELLO.source_hash, [])) == []
@@ -75,25 +75,25 @@ def test_a_daemon_that_fits():
         ),
     ],
 )
-def test_each_misfit_names_what_and_how_to_mend_it(changes, what, advice):
+def test_each_problem_comes_with_its_fix(changes, what, advice):
     found = problems(**changes)
     assert len(found) == 1
     assert what in found[0]
     assert advice in found[0]
 
 
-def test_all_misfits_are_told_at_once():
+def test_all_problems_are_reported_at_once():
     found = problems(source_hash="x", python="3.9.1", torch="1.13.1", packages={}, devices=[])
     assert len(found) == 8  # hash, python, three packages, torch, two devices
     assert "visible: none" in found[-1]
 
 
-def test_of_another_backend_the_devices_are_not_judged():
+def test_devices_of_another_backend_are_not_checked():
     assert len(problems(backend=Backend.CPU, devices=[])) == 1
     assert len(problems(torch="", backend=Backend.CPU, devices=[])) == 1
 
 
-def test_the_advice_for_devices_is_that_of_the_backend():
+def test_advice_for_devices_depends_on_the_backend():
     cuda = Expected("left", Backend.CUDA, HELLO.source_hash, [3])
     assert "CUDA_VISIBLE_DEVICES in [groups.left] env" in problems(cuda, backend=Backend.CUDA)[0]
 

@@ -26,7 +26,7 @@ def ready(role):
 
 
 @pytest.mark.parametrize("order", ORDERS)
-def test_the_file_goes_along(order, tmp_path):
+def test_the_descriptor_travels_with_the_frame(order, tmp_path):
     (tmp_path / "a").write_bytes(b"hello")
     ours, theirs = socket.socketpair()
     supervisor, daemon = BlockingLink(ours, role=Role.SUPERVISOR), BlockingLink(theirs, role=Role.DAEMON)
@@ -48,7 +48,7 @@ def test_the_file_goes_along(order, tmp_path):
 
 
 @pytest.mark.parametrize("order", ORDERS)
-def test_without_the_file_it_is_refused_on_both_ends(order):
+def test_a_missing_descriptor_is_rejected_on_both_ends(order):
     assert n_descriptors(order) == 1
     for n_fds in (0, 2):
         with pytest.raises(LocalProtocolError, match=f"names a snapshot file, but {n_fds} descriptors"):
@@ -68,14 +68,14 @@ def test_not_before_the_model_is_loaded(state):
             connection.send(order, n_fds=1)
 
 
-def test_a_late_answer_fits_behind_shutdown():
+def test_a_late_answer_is_allowed_after_shutdown():
     connection = Connection(Role.SUPERVISOR)
     connection.state = LinkState.CLOSING
     connection.receive(encode(Saved(1, 2, 0.5)) + encode(Restored(3, 4, 0.5)))
     assert [f.message for f in connection.events()] == [Saved(1, 2, 0.5), Restored(3, 4, 0.5)]
 
 
-def test_the_largest_order_fits_into_its_limit():
+def test_the_largest_save_fits_its_limit():
     tensors = [TENSOR] * (1024 * 4)
     place = SlotPlace(1 << 20, list(range(1 << 24, (1 << 24) + 16384)), list(range(16384)), 0, 1)
     for order in (Save(1 << 61, "x" * 255, place, tensors), Restore(1 << 61, "x" * 255, place, tensors)):

@@ -47,7 +47,7 @@ def test_both_sides_compute_the_same():
     assert done.stdout.split() == [ours, "False"]
 
 
-def test_the_place_of_the_packages_does_not_matter(tmp_path):
+def test_the_location_of_the_packages_does_not_matter(tmp_path):
     for name in SHARED_PACKAGES:
         shutil.copytree(LUCEVISOR / name, tmp_path / name)
     assert source_hash(tmp_path, DAEMONS) == source_hash(LUCEVISOR, DAEMONS)
@@ -80,7 +80,7 @@ def test_every_change_of_a_source_changes_it(copy):
     assert source_hash(package, daemons_directory) in seen  # back to the first
 
 
-def test_what_is_no_source_does_not_count(copy):
+def test_other_files_do_not_count(copy):
     before = source_hash(*copy)
     for name in ("codec.pyc", "__pycache__/codec.cpython-311.pyc", "py.typed", "codec.py~", "../api/app.py"):
         path = copy[0] / "protocol" / name

@@ -1,4 +1,4 @@
-"""The table of who may say what when."""
+"""The state machine: who may send what when."""
 
 import re
 
@@ -36,7 +36,7 @@ def test_crossing_messages_break_nothing():
                 )
 
 
-def test_the_usual_conversation():
+def test_the_usual_sequence_of_messages():
     state = INITIAL[Channel.LINK]
     for sender, kind, after in [
         (Role.DAEMON, MessageKind.HELLO, LinkState.IDLE),
@@ -85,6 +85,6 @@ def test_the_usual_conversation():
         ),
     ],
 )
-def test_what_is_not_allowed_says_why(channel, sender, state, kind, text):
+def test_refusals_give_the_reason(channel, sender, state, kind, text):
     assert kind not in legal(channel, sender)[state]
     assert re.search(text, refusal(channel, sender, state, kind))
