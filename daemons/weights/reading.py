@@ -108,7 +108,9 @@ class StagingBuffers:
                     tensor, f"reading failed: {error.strerror}", "check the disk and the file"
                 ) from error
             if n == 0:
-                raise self._failed(tensor, "the file ended: it was cut after it was opened", "fetch the file again")
+                raise self._failed(
+                    tensor, "unexpected end of file: it was truncated after it was opened", "download the file again"
+                )
             at += n
 
     def _failed(self, tensor: TensorInfo, reason: str, advice: str) -> LoadError:

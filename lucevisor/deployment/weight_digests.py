@@ -25,7 +25,7 @@ READ_BYTES = 1 << 20
 NICE = 10
 """Requests and loading come first where cores are few."""
 
-_CUT = "the file ended: it was cut after it was opened; fetch it again"
+_CUT = "unexpected end of file: it was truncated after it was opened; download it again"
 
 
 class DigestsStopped(Exception):

@@ -176,7 +176,11 @@ BAD = {
     "empty dimension": (raw.padded(raw.header([], [raw.tensor("w", [4, 0])]), 64), "'w'", "dimension of 0"),
     "overflow": (raw.padded(raw.header([], [raw.tensor("w", [2**32, 2**32])]), 64), "'w'", "overflow"),
     "unknown type": (raw.padded(raw.header([], [raw.tensor("w", [4], 99)]), 64), "'w'", "unknown tensor type 99"),
-    "part of a block": (raw.padded(raw.header([], [raw.tensor("w", [100], 12)]), 64), "'w'", "not whole Q4_K blocks"),
+    "part of a block": (
+        raw.padded(raw.header([], [raw.tensor("w", [100], 12)]), 64),
+        "'w'",
+        "not a multiple of the Q4_K block size",
+    ),
     "misaligned": (raw.padded(raw.header([], [raw.tensor("w", [4], 0, 8)]), 64), "'w'", "multiple of the alignment"),
     "beyond the file": (raw.padded(raw.header([], [raw.tensor("w", [4], 0, 2**63)]), 64), "'w'", "truncated"),
     "overlap": (
