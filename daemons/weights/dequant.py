@@ -2,43 +2,6 @@
 
 Input is raw bytes ``[rows, row_bytes]`` uint8, output ``[rows, columns]``.  Arithmetic is float32 in the order
 of the reference (gguf-py ``quants.py``, ggml-quants.c), so results are bit-identical.  Knows no files and no models.
-
-Byte maps (f16 is IEEE half, little-endian; element order is the block's own):
-
-    Q8_0  34  per  32: d f16 | q int8[32]                                    x = d q
-    Q4_0  18  per  32: d f16 | q[16], byte i: elements i (low), i+16 (high)  x = d (q - 8)
-    Q4_1  20  per  32: d f16 | m f16 | q[16], as Q4_0                        x = d q + m
-    Q5_0  22  per  32: d f16 | h[4] | q[16]                                  x = d (q - 16)
-    Q5_1  24  per  32: d f16 | m f16 | h[4] | q[16]                          x = d q + m
-                       nibbles as Q4_0; fifth bit of element i: bit i & 7 of h[i >> 3]
-    IQ4_NL 18 per  32: d f16 | q[16], as Q4_0                                x = d LEVELS[q]
-    MXFP4 17  per  32: e | q[16], as Q4_0                                    x = 2^(e - 128) DOUBLED[q]
-                       DOUBLED are twice the e2m1 numbers: sign, two bits of exponent, one of mantissa
-    Q2_K  84  per 256: s[16] | q[64] | d f16 | dmin f16
-                       two halves of 128 elements with 32 bytes of q each; four runs of 32 in a half:
-                         run r: q[i] >> 2r & 3;  one byte of s for 16 elements: scale low, minimum high nibble
-                       x = (d scale) q - (dmin minimum)
-    Q3_K 110  per 256: h[32] | q[64] | s[12] | d f16
-                       as Q2_K; third bit of element i of run r of half k: bit 4k + r of h[i]
-                       scale j of 16: s[j & 7] low (j < 8) or high nibble | (s[8 + (j & 3)] >> 2 (j >> 2) & 3) << 4
-                       x = (d (scale - 32)) (q - 4)
-    IQ4_XS 136 per 256: d f16 | t[2] | s[4] | q[128]
-                       eight sub-blocks of 32, each 16 bytes of q as Q4_0
-                       scale j: nibble j of s, low ones first | (t[j >> 2] >> 2 (j & 3) & 3) << 4
-                       x = (d (scale - 32)) LEVELS[q]
-    Q4_K 144  per 256: d f16 | dmin f16 | s[12] | q[128]
-                       eight sub-blocks of 32; bytes 32g..32g+31 of q: sub-block 2g (low), 2g+1 (high)
-                       s packs eight 6-bit scales and eight 6-bit minima:
-                         j < 4:  scale s[j] & 63                        minimum s[j+4] & 63
-                         j >= 4: scale s[j+4] & 15 | (s[j-4] >> 6) << 4  minimum s[j+4] >> 4 | (s[j] >> 6) << 4
-                       x = (d scale) q - (dmin minimum)
-    Q5_K 176  per 256: d f16 | dmin f16 | s[12] | h[32] | q[128]
-                       as Q4_K; fifth bit of element l of sub-block j: bit j of h[l]
-    Q6_K 210  per 256: l[128] | h[64] | scale int8[16] | d f16
-                       two halves of 128 elements with 64 bytes of l and 32 of h each; four runs of 32 in a half:
-                         run 0: l[i] & 15, run 1: l[i+32] & 15, run 2: l[i] >> 4, run 3: l[i+32] >> 4,
-                         upper two bits of run r: h[i] >> 2r & 3;  one scale for 16 elements
-                       x = (d scale) (q - 32)
 """
 
 from __future__ import annotations
@@ -53,6 +16,43 @@ from gguf import quants as reference
 from torch import Tensor
 
 from lucevisor.model.quant_types import BY_NAME, GgmlType
+
+# Byte maps (f16 is IEEE half, little-endian; element order is the block's own):
+#
+#     Q8_0  34  per  32: d f16 | q int8[32]                                    x = d q
+#     Q4_0  18  per  32: d f16 | q[16], byte i: elements i (low), i+16 (high)  x = d (q - 8)
+#     Q4_1  20  per  32: d f16 | m f16 | q[16], as Q4_0                        x = d q + m
+#     Q5_0  22  per  32: d f16 | h[4] | q[16]                                  x = d (q - 16)
+#     Q5_1  24  per  32: d f16 | m f16 | h[4] | q[16]                          x = d q + m
+#                        nibbles as Q4_0; fifth bit of element i: bit i & 7 of h[i >> 3]
+#     IQ4_NL 18 per  32: d f16 | q[16], as Q4_0                                x = d LEVELS[q]
+#     MXFP4 17  per  32: e | q[16], as Q4_0                                    x = 2^(e - 128) DOUBLED[q]
+#                        DOUBLED are twice the e2m1 numbers: sign, two bits of exponent, one of mantissa
+#     Q2_K  84  per 256: s[16] | q[64] | d f16 | dmin f16
+#                        two halves of 128 elements with 32 bytes of q each; four runs of 32 in a half:
+#                          run r: q[i] >> 2r & 3;  one byte of s for 16 elements: scale low, minimum high nibble
+#                        x = (d scale) q - (dmin minimum)
+#     Q3_K 110  per 256: h[32] | q[64] | s[12] | d f16
+#                        as Q2_K; third bit of element i of run r of half k: bit 4k + r of h[i]
+#                        scale j of 16: s[j & 7] low (j < 8) or high nibble | (s[8 + (j & 3)] >> 2 (j >> 2) & 3) << 4
+#                        x = (d (scale - 32)) (q - 4)
+#     IQ4_XS 136 per 256: d f16 | t[2] | s[4] | q[128]
+#                        eight sub-blocks of 32, each 16 bytes of q as Q4_0
+#                        scale j: nibble j of s, low ones first | (t[j >> 2] >> 2 (j & 3) & 3) << 4
+#                        x = (d (scale - 32)) LEVELS[q]
+#     Q4_K 144  per 256: d f16 | dmin f16 | s[12] | q[128]
+#                        eight sub-blocks of 32; bytes 32g..32g+31 of q: sub-block 2g (low), 2g+1 (high)
+#                        s packs eight 6-bit scales and eight 6-bit minima:
+#                          j < 4:  scale s[j] & 63                        minimum s[j+4] & 63
+#                          j >= 4: scale s[j+4] & 15 | (s[j-4] >> 6) << 4  minimum s[j+4] >> 4 | (s[j] >> 6) << 4
+#                        x = (d scale) q - (dmin minimum)
+#     Q5_K 176  per 256: d f16 | dmin f16 | s[12] | h[32] | q[128]
+#                        as Q4_K; fifth bit of element l of sub-block j: bit j of h[l]
+#     Q6_K 210  per 256: l[128] | h[64] | scale int8[16] | d f16
+#                        two halves of 128 elements with 64 bytes of l and 32 of h each; four runs of 32 in a half:
+#                          run 0: l[i] & 15, run 1: l[i+32] & 15, run 2: l[i] >> 4, run 3: l[i+32] >> 4,
+#                          upper two bits of run r: h[i] >> 2r & 3;  one scale for 16 elements
+#                        x = (d scale) (q - 32)
 
 LEVELS = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
 """Values of the sixteen codes of IQ4_NL and IQ4_XS."""

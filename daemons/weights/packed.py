@@ -2,23 +2,6 @@
 
 Only the order of a row's bytes changes: :func:`repack` and :func:`unpack` are inverse, on any device.  A chunk is 256
 numbers, and ``element`` counts within it.  Rows are zero-padded to a multiple of 256, to ``K`` numbers.
-
-    Q4_K, Q5_K  codes   int32 [N, K/8]    word 16 h + w (h < 2, w < 16), field i < 4: low four bits of the elements
-                                          32 (4 h + i) + 2 w (bits 4 i) and its neighbour + 1 (bits 16 + 4 i)
-                high    int16 [N, K/16]   Q5_K: fifth bits of the elements 32 j + 2 w (bit j of w) and + 1 (bit 8 + j)
-                scales  int32 [N, K/64]   half j & 1 of word j >> 1 (of four): scale of 32 | minimum << 6 | bits << 12;
-                                          bits of the low halves: d, of the high ones: dmin, both f16, lowest first
-    Q6_K        codes   int32 [N, K/8]    word 8 h + w (h < 4, w < 8), field i < 4: low four bits of the elements
-                                          16 (4 h + i) + 2 w (bits 4 i) and its neighbour + 1 (bits 16 + 4 i)
-                high    int32 [N, K/16]   word 8 g + w (g < 2), field i < 8: upper two bits of the elements
-                                          16 (8 g + i) + 2 w (bits 2 i) and its neighbour + 1 (bits 16 + 2 i)
-                scales  int32 [N, K/64]   byte j & 3 of word j >> 2: scale of 16, signed
-                steps   f16   [N, K/256]  d
-    Q4_0, Q5_0  codes   as Q4_K; high as Q5_K; steps f16 [N, K/32] d
-    Q4_1, Q5_1  codes   as Q4_K; high as Q5_K; steps int32 [N, K/32] d | m << 16, both f16
-    Q8_0        codes   int8  [N, K]      as stored; steps f16 [N, K/32] d
-
-Neighbours lie 16 bits apart in a word, so one shift and mask yields both halves of a pair of 16-bit floats.
 """
 
 from __future__ import annotations
@@ -31,6 +14,25 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lucevisor.model.quant_types import CHUNK, GgmlType, padded_columns, row_bytes
+
+# Tensors by type:
+#
+# Q4_K, Q5_K  codes   int32 [N, K/8]    word 16 h + w (h < 2, w < 16), field i < 4: low four bits of the elements
+#                                       32 (4 h + i) + 2 w (bits 4 i) and its neighbour + 1 (bits 16 + 4 i)
+#             high    int16 [N, K/16]   Q5_K: fifth bits of the elements 32 j + 2 w (bit j of w) and + 1 (bit 8 + j)
+#             scales  int32 [N, K/64]   half j & 1 of word j >> 1 (of four): scale of 32 | minimum << 6 | bits << 12;
+#                                       bits of the low halves: d, of the high ones: dmin, both f16, lowest first
+# Q6_K        codes   int32 [N, K/8]    word 8 h + w (h < 4, w < 8), field i < 4: low four bits of the elements
+#                                       16 (4 h + i) + 2 w (bits 4 i) and its neighbour + 1 (bits 16 + 4 i)
+#             high    int32 [N, K/16]   word 8 g + w (g < 2), field i < 8: upper two bits of the elements
+#                                       16 (8 g + i) + 2 w (bits 2 i) and its neighbour + 1 (bits 16 + 2 i)
+#             scales  int32 [N, K/64]   byte j & 3 of word j >> 2: scale of 16, signed
+#             steps   f16   [N, K/256]  d
+# Q4_0, Q5_0  codes   as Q4_K; high as Q5_K; steps f16 [N, K/32] d
+# Q4_1, Q5_1  codes   as Q4_K; high as Q5_K; steps int32 [N, K/32] d | m << 16, both f16
+# Q8_0        codes   int8  [N, K]      as stored; steps f16 [N, K/32] d
+#
+# Neighbours lie 16 bits apart in a word, so one shift and mask yields both halves of a pair of 16-bit floats.
 
 
 @dataclass(frozen=True, slots=True)
