@@ -177,7 +177,7 @@ class EngineConfig:
         DType,
         Key(
             Choice((AUTO, "float32", "bfloat16", "float16")),
-            "Type of activations and arithmetic, one for the whole chain. `auto`: chosen by the planner for the "
+            "Type of activations and arithmetic, one for the whole pipeline. `auto`: chosen by the planner for the "
             "devices that are there.",
         ),
     ] = "auto"
@@ -307,7 +307,9 @@ class DraftConfig:
         ),
     ] = "off"
     path: Annotated[str, Key(FilePath(hub=True), "The drafter's file; needed by `dflash`.")] = ""
-    device: Annotated[DeviceRef | None, Key(MaybeDevice(), "Where the drafter runs. Empty: with the tail.")] = None
+    device: Annotated[DeviceRef | None, Key(MaybeDevice(), "Where the drafter runs. Empty: with the output stage.")] = (
+        None
+    )
     width: Annotated[
         int | AutoWord,
         Key(
