@@ -48,6 +48,7 @@ $(VENV)/.ready: pyproject.toml
 style: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/codespell
 
 types: setup
 	$(BIN)/mypy lucevisor daemons
