@@ -1,10 +1,16 @@
-"""Options without effect are refused or told of by name."""
+"""Options without effect are rejected or named in a notice."""
+
+import ast
+from pathlib import Path
 
 import pytest
 
 from lucevisor.config import load, not_yet_effective
 from lucevisor.config.effects import INERT, UNIMPLEMENTED, field_key
+from lucevisor.config.schema import SECTIONS, keys_of
 from lucevisor.errors import ConfigError
+
+PACKAGE = Path(__file__).parents[2] / "lucevisor"
 
 GPU_AND_CPU = """
 [model]
@@ -151,3 +157,63 @@ def test_the_tables_name_keys_that_exist_and_are_off_or_harmless_by_default():
     for inert in INERT:
         for key in inert.keys:
             assert not field_key(key).required
+
+
+def attributes_read_outside_config() -> set[tuple[str, str]]:
+    """Every `owner.name` in the supervisor's code, `config.engine.pages` as ("engine", "pages")."""
+    found = set()
+    for path in PACKAGE.rglob("*.py"):
+        if path.parent.name == "config" and path.name not in ("schema.py", "sections.py"):
+            continue
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Attribute):
+                owner = node.value
+                name = owner.attr if isinstance(owner, ast.Attribute) else getattr(owner, "id", "")
+                found.add((name, node.attr))
+    return found
+
+
+SAMPLES = {
+    "draft.kind": "lookup",
+    "draft.path": "drafter.gguf",
+    "draft.device": "gpu:0",
+    "draft.width": "4",
+    "kvflash.pool_tokens": "4096",
+    "kvflash.policy": "qk",
+    "kvflash.tau": "32",
+    "pflash.mode": "auto",
+    "pflash.threshold": "1",
+    "pflash.keep_ratio": "0.5",
+    "recovery.hold_s": "60",
+    "recovery.journal": "1GiB",
+    "recovery.spares": "1",
+}
+"""A value other than the default for each key that no code reads."""
+
+
+def test_the_keys_that_no_code_reads_are_the_known_ones():
+    read = attributes_read_outside_config()
+    keys = {
+        f"{name}.{key}": (name, each.field) for name, kind in SECTIONS.items() for key, each in keys_of(kind).items()
+    }
+    assert {key for key, place in keys.items() if place not in read} == set(SAMPLES)
+    assert set(UNIMPLEMENTED) <= set(SAMPLES)
+
+
+@pytest.mark.parametrize("key", SAMPLES)
+def test_a_key_that_no_code_reads_says_so_when_set(box, key):
+    override = f"{key}={SAMPLES[key]}"
+    row = UNIMPLEMENTED.get(key)
+    if row is not None and row.refused:
+        with pytest.raises(ConfigError, match="this version does not have") as caught:
+            load(box, [override])
+        assert caught.value.key == key
+    else:
+        (notice,) = load(box, [override]).notices
+        assert notice.key == key
+        assert "has no effect" in notice.why
+
+
+@pytest.mark.parametrize("key", ["recovery.hold_s", "recovery.journal"])
+def test_a_default_that_asks_for_a_missing_feature_says_so_when_written_down(box, key):
+    assert [notice.key for notice in load(box, [f"{key}={field_key(key).default}"]).notices] == [key]
