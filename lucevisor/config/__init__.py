@@ -1,7 +1,7 @@
-"""Configuration: a TOML file and overrides to one typed, checked, frozen `Config`.
+"""Configuration: a TOML file and overrides as one typed, validated, frozen `Config`.
 
-`schema` lists every key once, `strict` and `values` read single values, `resolve` checks keys against each other,
-`effects` knows what has no effect, `load` joins them, `docs` prints docs/configuration.md.
+`schema` lists every key once, `strict` and `values` parse single values, `resolve` checks keys against each other,
+`effects` knows which keys have no effect, `load` ties them together, `docs` generates docs/configuration.md.
 """
 
 from lucevisor.config.effects import not_yet_effective

@@ -1,9 +1,7 @@
-"""Which options have no effect: not built yet, or pointless beside the other settings. No option is dropped in
-silence.
+"""Options that have no effect: not implemented yet, or pointless beside other settings. None is ignored silently.
 
-Knows nothing of how features work. Invariant: whatever is in `UNIMPLEMENTED` is either refused by `load` or returned
-by `not_yet_effective` when the user asks for it. Building a feature deletes its row here, and nothing else in this
-package changes.
+Invariant: every key in `UNIMPLEMENTED` is rejected by `load` or returned by `not_yet_effective` when the user asks for
+its feature. Implementing a feature deletes its row here and changes nothing else in this package.
 """
 
 from __future__ import annotations
@@ -18,9 +16,7 @@ from lucevisor.config.values import Auto, Notice, WeightedSplit, is_loopback
 
 @dataclass(frozen=True, slots=True)
 class Unimplemented:
-    """A key whose feature this version lacks: when a value asks for it, and whether ignoring that would change what is
-    answered.
-    """
+    """A key whose feature this version lacks. `asks`: whether a value requests it; `refused`: `load` rejects that."""
 
     what: str
     asks: Callable[[Any], bool]
@@ -30,7 +26,7 @@ class Unimplemented:
 
 @dataclass(frozen=True, slots=True)
 class Inert:
-    """Keys that do nothing while another setting stands: which, when, why, and what would give them effect."""
+    """Keys without effect beside another setting: which, when, why, and how to give them effect."""
 
     keys: tuple[str, ...]
     when: Callable[[Config], bool]
@@ -48,9 +44,7 @@ UNIMPLEMENTED: Mapping[str, Unimplemented] = {
     "recovery.journal": Unimplemented("the journal", lambda value: value != 0, False, "set it to 0 or remove the key"),
     "recovery.spares": Unimplemented("spare daemons", lambda value: value != 0, True, "nearest: 0"),
 }
-"""What is read and checked already but not built. Refused: ignoring it would change answers or break what the user
-relies on.
-"""
+"""Keys that are validated but not implemented. Rejected if ignoring them would change answers or break a promise."""
 
 INERT: tuple[Inert, ...] = (
     Inert(
@@ -62,13 +56,13 @@ INERT: tuple[Inert, ...] = (
     Inert(
         ("placement.goal",),
         lambda config: len(config.placement.devices) == 1 or not isinstance(config.placement.split, Auto),
-        'has no effect: there is a choice with placement.target_layer_split = "auto" and two devices or more only',
+        'has no effect: it applies only with placement.target_layer_split = "auto" and two or more devices',
         "remove the key",
     ),
     Inert(
         ("server.allow_open",),
         lambda config: is_loopback(config.server.host) or bool(config.server.api_keys_file),
-        "has no effect: it only matters where other machines can reach server.host and no server.api_keys_file is set",
+        "has no effect: it applies only if other machines can reach server.host and no server.api_keys_file is set",
         "remove the key",
     ),
     Inert(
@@ -114,16 +108,14 @@ INERT: tuple[Inert, ...] = (
         "remove the key, or set pflash.mode to auto",
     ),
 )
-"""Options that only matter beside others; told of when they were set to something else than their default."""
+"""Options that depend on others; reported if they are set to something other than their default."""
 
 CPU_ONLY = ("threads",)
 GPU_ONLY = ("visible_devices",)
 
 
 def not_yet_effective(config: Config) -> list[Notice]:
-    """Return a notice for each option the user set that changes nothing in this version or beside the other settings,
-    in the order of the file.
-    """
+    """Return a notice for each option that the user set and that has no effect, in the order of the file."""
     notices: dict[str, Notice] = {}
     for notice in (*_unimplemented(config), *_inert(config), *_inert_in_groups(config)):
         notices.setdefault(notice.key, notice)
@@ -132,7 +124,7 @@ def not_yet_effective(config: Config) -> list[Notice]:
 
 
 def field_key(key: str) -> FieldKey:
-    """Return what the schema says of a dotted key such as `server.port`; KeyError when there is none."""
+    """Return the schema's entry for a dotted key such as `server.port`; raises KeyError."""
     section, _, name = key.partition(".")
     return keys_of(SECTIONS[section])[name]
 
@@ -170,5 +162,5 @@ def _inert_in_groups(config: Config) -> Iterator[Notice]:
             value = getattr(group, each.field)
             if key in config.set_keys and value != each.default:
                 meant_for = "cuda and hip" if on_cpu else "cpu"
-                why = f"has no effect on a group of backend {group.backend}: it is for {meant_for}"
+                why = f"has no effect on a group with backend {group.backend}: it is for {meant_for}"
                 yield Notice(key=key, value=each.key.kind.write(value), why=why, hint="remove the key")

@@ -1,8 +1,8 @@
-"""From a TOML file and `--set` overrides to a `Config`.
+"""Loads a TOML file with `--set` overrides into a `Config`.
 
-Knows nothing of devices or models: nothing but the two named files (configuration, API keys) is looked at. Invariant:
-`load` returns a checked Config or raises ConfigError with everything that was found wrong, never another exception; a
-key that the schema does not know is never skipped.
+Knows nothing about devices or models, and reads only two files: the configuration and the API keys. Invariant: `load`
+returns a valid Config or raises ConfigError with every fault found, never another exception; unknown keys are never
+skipped.
 """
 
 from __future__ import annotations
@@ -31,21 +31,26 @@ _ENV = "env"
 def load(path: Path, overrides: Sequence[str] = ()) -> Config:
     """Return the configuration in the file at `path`, with `KEY=VALUE` overrides on top.
 
-    Raises ConfigError; ConfigErrors, which is one, when several things are wrong.
+    Raises ConfigError, or its subclass ConfigErrors for several faults.
     """
     tree = _read_tree(path)
     try:
         file = path.absolute()
     except OSError as error:
         raise ConfigError(
-            "", NO_VALUE, f"the working folder is gone: {error.strerror}", "change to another", file=str(path)
+            "",
+            NO_VALUE,
+            f"the working directory no longer exists: {error.strerror}",
+            "change to another",
+            file=str(path),
         ) from None
     return from_tree(tree, file, overrides, shown_as=str(path))
 
 
 def from_tree(tree: Mapping[str, object], file: Path, overrides: Sequence[str] = (), *, shown_as: str = "") -> Config:
-    """Return the configuration in what tomllib read from `file` (absolute; relative paths start at its folder). Raises
-    ConfigError.
+    """Return the configuration in a tree read by tomllib from `file` (absolute; relative paths start at its directory).
+
+    Raises ConfigError.
     """
     pending = PendingConfig(file=shown_as or str(file))
     sections = _overridden(tree, overrides, pending)
@@ -89,10 +94,10 @@ def _read_tree(path: Path) -> Mapping[str, object]:
 
 
 def _overridden(tree: Mapping[str, object], overrides: Sequence[str], pending: PendingConfig) -> dict[str, object]:
-    """Return a copy of the tables with the overrides in them as Text, and note which keys they are."""
+    """Return a copy of the tables with the overrides applied as Text, and record their keys in `pending`."""
     sections: dict[str, object] = dict(tree)
     if len(overrides) > _MAX_OVERRIDES:
-        why = f"is given {len(overrides)} times, at most {_MAX_OVERRIDES} are read"
+        why = f"is given {len(overrides)} times, more than {_MAX_OVERRIDES}"
         raise ConfigError(OVERRIDE, NO_VALUE, why, "write the keys into the configuration file")
     for override in overrides:
         key, equals, text = override.partition("=")
@@ -102,7 +107,7 @@ def _overridden(tree: Mapping[str, object], overrides: Sequence[str], pending: P
         elif parts[0] not in SECTIONS and parts[0] != GROUPS and len(parts) > 1:
             hint = _nearest_section(parts[0])
             pending.errors.append(
-                ConfigError(key, text, f"is not a key: no section is {parts[0]}", hint, file=OVERRIDE)
+                ConfigError(key, text, f"is not a key: there is no section {parts[0]}", hint, file=OVERRIDE)
             )
         elif not _is_key(parts):
             pending.errors.append(ConfigError(key, text, "is not a key", _nearest_key(key), file=OVERRIDE))
@@ -117,16 +122,14 @@ def _overridden(tree: Mapping[str, object], overrides: Sequence[str], pending: P
 
 
 def _is_key(parts: Sequence[str]) -> bool:
-    """Return whether dotted parts have the shape of a key; whether it exists is found out where all keys are read."""
+    """Return whether dotted parts could be a key; whether the key exists is checked with all others."""
     if parts[0] == GROUPS:
         return len(parts) == 3 or (len(parts) == 4 and parts[2] == _ENV)
     return len(parts) == 2
 
 
 def _put(table: dict[str, object], parts: Sequence[str], value: Text) -> None:
-    """Set a value in nested tables, copying each table on the way; a table that is none is left for the error about
-    it.
-    """
+    """Set a value in nested tables, copying each table on the way; values that are not tables are reported later."""
     for part in parts[:-1]:
         inner = table.get(part, {})
         if not isinstance(inner, dict):
@@ -150,7 +153,7 @@ def _read_groups(pending: PendingConfig, groups: object, folder: Path) -> None:
         if not GROUP_NAME.fullmatch(name):
             near = "".join(letter for letter in name.lower()[:32] if GROUP_NAME.fullmatch(letter))
             hint = f"nearest: {near}" if near else "such as left"
-            pending.refuse(f"{GROUPS}.{name}", NO_VALUE, "is not a group's name: 1 to 32 of a-z 0-9 _ -", hint)
+            pending.refuse(f"{GROUPS}.{name}", NO_VALUE, "is not a group name: use 1 to 32 of a-z 0-9 _ -", hint)
             continue
         pending.group_names.append(name)
         _read_section(pending, f"{GROUPS}.{name}", GroupConfig, group, folder)
@@ -195,7 +198,7 @@ def _read_key(pending: PendingConfig, key: str, each: FieldKey, raw: object, fol
 
 
 def _build(pending: PendingConfig, file: Path) -> Config:
-    """Return the Config of values that were all found right."""
+    """Return the Config of valid values."""
 
     def made(name: str, section: type[Any], /, **more: object) -> Any:
         return section(
@@ -218,17 +221,17 @@ def _all_keys() -> list[str]:
 
 
 def _nearest_section(name: str) -> str:
-    """Return the hint for a wrong section: a key of that name, else the sections that look like it."""
+    """Return the hint for an unknown section: a key of that name, else similar sections."""
     key = next((dotted for dotted in _all_keys() if dotted.endswith(f".{name}")), "")
     return f"nearest: {key}" if key else choose(name, [*SECTIONS, GROUPS], "sections")
 
 
 def _nearest_in_section(key: str, section: str, keys: list[str]) -> str:
-    """Return the hint for a wrong key: the same key in another section, else the nearest in its own."""
+    """Return the hint for an unknown key: the same key in another section, else the nearest in its own."""
     elsewhere = next((dotted for dotted in _all_keys() if dotted.endswith(f".{key}")), "")
     return f"nearest: {elsewhere}" if elsewhere and not nearest(key, keys) else choose(key, keys, "keys")
 
 
 def _nearest_key(key: str) -> str:
-    """Return the hint for an override's wrong key."""
+    """Return the hint for an override of an unknown key."""
     return choose(key, _all_keys()) or f"such as server.port, or {GROUPS}.NAME.threads"

@@ -1,7 +1,7 @@
-"""Kinds that read names of things outside the project: files, hosts, origins, visible devices, environment variables.
+"""Value types for names of external things: files, hosts, origins, visible devices, environment variables.
 
-Knows nothing of whether they exist; nothing is opened or looked up here. Invariant: a name that was read can be handed
-on as it is, to the operating system or to a browser, without a second reading of it.
+Opens and resolves nothing: whether they exist is not checked. Invariant: a parsed name can be passed on unchanged to
+the operating system or a browser.
 """
 
 from __future__ import annotations
@@ -28,9 +28,7 @@ _VISIBLE = re.compile(r"0|[1-9][0-9]{0,2}|[A-Za-z][A-Za-z0-9:/_-]{3,127}", re.AS
 
 @dataclass(frozen=True, slots=True)
 class FilePath(Line):
-    """A path, relative to the configuration file; with `hub` also `hf:owner/repo/file`; with `command` a bare name is
-    left for PATH.
-    """
+    """A path, relative to the configuration file. `hub`: also `hf:owner/repo/file`; `command`: bare names use PATH."""
 
     hub: bool = False
     command: bool = False
@@ -43,16 +41,14 @@ class FilePath(Line):
         return path
 
     def resolve(self, path: str, folder: Path) -> str:
-        """Return the absolute form of a path that was read, seen from `folder` (absolute); the empty path stays
-        empty.
-        """
+        """Return a path as absolute, relative to `folder` (absolute); the empty path stays empty."""
         if not path or (self.hub and path.startswith(HUB_PREFIX)) or (self.command and "/" not in path):
             return path
         if path.startswith("~/"):
             try:
                 return str(Path.home() / path[2:])
             except RuntimeError:
-                raise Refused("starts at a home folder, and this user has none", "write the whole path") from None
+                raise Refused("starts with ~/, but this user has no home directory", "write the full path") from None
         return str(folder / path)
 
     def allowed(self) -> str:
@@ -74,7 +70,7 @@ class VisibleDevice(ValueType[str]):
 
     def from_text(self, text: str) -> str:
         if not _VISIBLE.fullmatch(text):
-            raise Refused("is not a device's number or UUID", 'such as 0 or "GPU-4f1b..."', value=text)
+            raise Refused("is not a device number or UUID", 'such as 0 or "GPU-4f1b..."', value=text)
         return text
 
     def allowed(self) -> str:
@@ -93,7 +89,7 @@ class Host(Line):
             ipaddress.ip_address(host)
         except ValueError:
             labels = host.removesuffix(".").split(".")
-            # A last label that is a number makes an odd spelling of an address: 0 is 0.0.0.0, 127.1 is 127.0.0.1.
+            # A numeric last label is a shorthand for an address: 0 is 0.0.0.0, 127.1 is 127.0.0.1.
             is_address = bool(_NUMERIC_LABEL.fullmatch(labels[-1]))
             if is_address or len(host) > 253 or not all(_HOST_LABEL.fullmatch(label) for label in labels):
                 bare = host.strip("[]")
@@ -111,7 +107,7 @@ class Host(Line):
 
 @dataclass(frozen=True, slots=True)
 class Origin(Line):
-    """An origin a browser sends, or `*`."""
+    """An origin as browsers send it, or `*`."""
 
     may_be_empty: bool = False
 
@@ -139,14 +135,14 @@ class Environment(ValueType[Mapping[str, str]]):
         for name, item in value.items():
             if not _VARIABLE.fullmatch(name):
                 raise Refused(
-                    "is not a variable's name",
-                    "letters, digits and _, not a digit first",
+                    "is not a variable name",
+                    "use letters, digits and _, and no digit first",
                     value=item,
                     inside=f".{name}",
                 )
             if name in _SET_BY_SUPERVISOR:
                 hint = "remove it; install what the daemon needs into the group's own environment"
-                raise Refused("is set by the supervisor itself", hint, value=item, inside=f".{name}")
+                raise Refused("is set by the supervisor", hint, value=item, inside=f".{name}")
             if not isinstance(item, str):
                 raise Refused(f"is {kind_of(item)}, not text", "write it in quotes", value=item, inside=f".{name}")
             if "\0" in item:

@@ -1,8 +1,7 @@
-"""Checks that need more than one key: devices against groups, the split against the devices, the endpoint against its
-keys.
+"""Checks across keys: devices against groups, the split against the devices, the endpoint against its API keys.
 
-Knows nothing of TOML, and of the machine only the file of API keys. Invariant: it adds to `PendingConfig.errors` and
-never raises. A value that could not be read is missing from `PendingConfig.values`, so it is reported only once.
+Knows no TOML, and of the machine only the API keys file. Invariant: `resolve` adds to `PendingConfig.errors` and never
+raises. Invalid values are missing from `PendingConfig.values`, so each is reported once.
 """
 
 from __future__ import annotations
@@ -22,12 +21,12 @@ from lucevisor.errors import NO_VALUE, ConfigError
 OVERRIDE = "--set"
 _LARGEST_KEYS_FILE_BYTES = 2**20
 _MAX_API_KEYS = 4096  # every request is compared with all of them
-_KEYS_FILE_HINT = "name a readable text file with one key a line"
+_KEYS_FILE_HINT = "name a readable text file with one key per line"
 
 
 @dataclass(slots=True)
 class PendingConfig:
-    """A configuration on its way: values by dotted key, what the user set and how, and what was found wrong or odd."""
+    """A configuration being loaded: values by dotted key, the keys that the user set, errors and notices."""
 
     file: str
     values: dict[str, Any] = field(default_factory=dict)
@@ -38,17 +37,17 @@ class PendingConfig:
     notices: list[Notice] = field(default_factory=list)
 
     def refuse(self, key: str, value: object, why: str, hint: str = "", *, inside: str = "") -> None:
-        """Add an error about a key (`inside` it, `[1]` say), naming the file or `--set`, whichever gave the value."""
+        """Add an error about a key (`inside`: `[1]`, for example), with the file or `--set` as its source."""
         origin = OVERRIDE if key in self.overridden or f"{key}{inside}" in self.overridden else self.file
         self.errors.append(ConfigError(f"{key}{inside}", value, why, hint, file=origin))
 
     def group(self, name: str, key: str) -> Any:
-        """Return a group's value, or None when it was wrong."""
+        """Return a group's value, or None if it was invalid."""
         return self.values.get(f"{GROUPS}.{name}.{key}")
 
 
 def resolve(pending: PendingConfig) -> None:
-    """Check the values against each other and put resolved devices in the place of the written ones."""
+    """Check the values against each other, and replace devices by resolved ones."""
     _check_groups(pending)
     _check_split(pending)
     _resolve_devices(pending)
@@ -57,10 +56,10 @@ def resolve(pending: PendingConfig) -> None:
 
 
 def read_api_keys(path: Path) -> tuple[str, ...]:
-    """Return the keys of a file, one a line; empty lines and lines that start with `#` are skipped.
+    """Return the keys in a file, one per line; empty lines and lines that start with `#` are skipped.
 
-    Raises ConfigError when the file cannot be read, holds no key, or a key could not be sent in a header. No message
-    shows a key.
+    Raises ConfigError if the file cannot be read, has no key, or a key could not be sent in a header. No message shows
+    a key.
     """
     key = "server.api_keys_file"
     try:
@@ -77,19 +76,22 @@ def read_api_keys(path: Path) -> tuple[str, ...]:
             continue
         if not all(33 <= ord(character) <= 126 for character in word):
             raise ConfigError(
-                key, str(path), f"has a key on line {number} that holds a blank or is not ASCII", "write one key a line"
+                key,
+                str(path),
+                f"has a key on line {number} that contains a space or is not ASCII",
+                "write one key per line",
             )
         keys.append(word)
     if len(keys) > _MAX_API_KEYS:
-        why = f"holds {len(keys)} keys, at most {_MAX_API_KEYS} are taken"
-        raise ConfigError(key, str(path), why, "remove those that nobody uses")
+        why = f"has {len(keys)} keys, more than {_MAX_API_KEYS}"
+        raise ConfigError(key, str(path), why, "remove unused ones")
     if not keys:
-        raise ConfigError(key, str(path), "holds no key", "write one key a line, or remove the setting")
+        raise ConfigError(key, str(path), "has no key", "write one key per line, or remove the setting")
     return tuple(keys)
 
 
 def _text_lines(path: Path) -> list[str]:
-    """Return the lines of a small regular file; a device or a pipe could block for ever. Raises OSError, ValueError."""
+    """Return the lines of a small regular file; devices and pipes could block. Raises OSError, ValueError."""
     if not stat.S_ISREG(path.stat().st_mode):
         raise ValueError("it is not a regular file")
     with path.open("rb") as file:
@@ -103,11 +105,11 @@ def _check_groups(pending: PendingConfig) -> None:
     for name in pending.group_names:
         backend = pending.group(name, "backend")
         if backend is not None and name in BACKENDS and name != backend:
-            why = f"is not the backend that the group's name says: {name}:0 would be read as a {name} device"
+            why = f"is not the backend in the group's name: {name}:0 would look like a {name} device"
             pending.refuse(f"{GROUPS}.{name}.backend", backend, why, f"nearest: {name}, or give the group another name")
         variable = visible_devices_variable(backend) if backend is not None else ""
         if pending.group(name, "visible_devices") and variable in (pending.group(name, "env") or {}):
-            why = f"says the same as {GROUPS}.{name}.env.{variable}"
+            why = f"sets the same as {GROUPS}.{name}.env.{variable}"
             pending.refuse(
                 f"{GROUPS}.{name}.visible_devices",
                 list(pending.group(name, "visible_devices")),
@@ -153,7 +155,7 @@ def _resolve_one(pending: PendingConfig, key: str, device: DeviceRef, inside: st
     """Return the resolved device, or None after adding the error."""
     backends = {name: pending.group(name, "backend") for name in pending.group_names}
     if device.group not in backends and None in backends.values():
-        return None  # a group's backend is wrong itself; it may be the one that is meant here
+        return None  # a group's backend is invalid; it may be the one meant here
     try:
         found = _resolve_device(device, backends)
     except Refused as refused:
@@ -168,9 +170,7 @@ def _resolve_one(pending: PendingConfig, key: str, device: DeviceRef, inside: st
 
 
 def _resolve_device(device: DeviceRef, groups: Mapping[str, str | None]) -> DeviceRef:
-    """Return the device with its group's name in place of a backend's; `groups` gives the backend of each group.
-    Raises Refused.
-    """
+    """Return the device with a backend replaced by its only group; `groups`: backend by group. Raises Refused."""
     if device.group in groups:
         return device
     alike = [name for name, backend in groups.items() if backend == device.group]
@@ -195,7 +195,7 @@ def _check_every_group_has_a_device(pending: PendingConfig, devices: Sequence[De
         used.add(drafter.group)
     for name in pending.group_names:
         if name not in used:
-            why = "has no device in placement.target_devices: its daemon would be started for nothing"
+            why = "has no device in placement.target_devices: its daemon would have nothing to do"
             pending.refuse(
                 f"{GROUPS}.{name}",
                 NO_VALUE,
@@ -228,6 +228,6 @@ def _check_server(pending: PendingConfig) -> None:
                 "server.api_keys_file", file, f"cannot be read: {error.strerror}", "name a readable text file"
             )
     if host is not None and file == "" and is_open is False and not is_loopback(host):
-        why = "can be reached from other machines, and no key would be asked for"
-        hint = "set server.api_keys_file, or server.allow_open = true to serve everybody; nearest: 127.0.0.1"
+        why = "can be reached from other machines, and no API key would be required"
+        hint = "set server.api_keys_file, or server.allow_open = true to serve everyone; nearest: 127.0.0.1"
         pending.refuse("server.host", host, why, hint)

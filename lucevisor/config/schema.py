@@ -1,7 +1,7 @@
-"""The config schema: the sections, their keys, and `Config`, which `load` returns.
+"""The schema: all sections and their keys, and `Config`, the result of `load`.
 
-`load` reads by `SECTIONS` and `keys_of`, `docs` prints them, a test compares etc/lucevisor.toml with them. Knows
-nothing of files or of the machine. Invariant: `as_dict` of a Config, read again, gives an equal Config.
+`load` parses by `SECTIONS` and `keys_of`, `docs` prints them, and a test compares etc/lucevisor.toml with them. Knows
+nothing about files or the machine. Invariant: loading `as_dict` of a Config gives an equal Config.
 """
 
 from __future__ import annotations
@@ -32,9 +32,7 @@ from lucevisor.config.values import Notice
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Config:
-    """A whole configuration that was read, resolved and checked. Two are equal when they mean the same, wherever they
-    were read from.
-    """
+    """A complete, resolved and valid configuration. Two are equal if they mean the same, wherever they came from."""
 
     file: Path = field(compare=False)
     model: ModelConfig
@@ -52,9 +50,7 @@ class Config:
     notices: tuple[Notice, ...] = field(default=(), compare=False)
 
     def as_dict(self) -> dict[str, object]:
-        """Return all keys with their values in the shape of the file, plain enough for JSON; reading it gives an equal
-        configuration.
-        """
+        """Return all keys and values as in the file, JSON-compatible; loading it gives an equal configuration."""
         sections: dict[str, object] = {}
         for name in SECTIONS:
             sections[name] = _written(getattr(self, name))
@@ -89,7 +85,7 @@ SECTIONS: Mapping[str, type[Any]] = {
 
 @dataclass(frozen=True, slots=True)
 class FieldKey:
-    """One key of a section: its field, what it is, and its default (`dataclasses.MISSING` when the key is required)."""
+    """One key of a section: its field, its `Key`, and its default (`dataclasses.MISSING` if the key is required)."""
 
     field: str
     key: Key
@@ -97,7 +93,7 @@ class FieldKey:
 
     @property
     def required(self) -> bool:
-        """Whether the file must hold the key."""
+        """Whether the file must contain the key."""
         return self.default is dataclasses.MISSING
 
 
@@ -122,5 +118,5 @@ def keys_of(section: type[Any]) -> Mapping[str, FieldKey]:
 
 
 def _written(section: object) -> dict[str, object]:
-    """Return a section's keys and values as the file holds them."""
+    """Return a section's keys and values as written in the file."""
     return {name: each.key.kind.write(getattr(section, each.field)) for name, each in keys_of(type(section)).items()}

@@ -1,8 +1,7 @@
-"""The sections of the configuration file: every key's name, type, default, unit and meaning, once.
+"""The sections of the configuration file: name, type, default, unit and meaning of every key.
 
-Knows nothing of files or of the machine. Invariant: a field with a `Key` is a key of the file of the same name (or of
-`Key.name`); its default is what `load` gives when the key is not set; its kind takes exactly the values of the field's
-type.
+Knows nothing about files or the machine. Invariant: a field with a `Key` is a key of the file with the same name (or
+`Key.name`); its default applies if the key is not set; its value type accepts exactly the values of the field's type.
 """
 
 from __future__ import annotations
@@ -45,7 +44,7 @@ _VISIBLE_DEVICES = {"cuda": "CUDA_VISIBLE_DEVICES", "hip": "HIP_VISIBLE_DEVICES"
 
 @dataclass(frozen=True, slots=True)
 class Key:
-    """What the file and the documentation say about one field."""
+    """The value type and documentation of one key."""
 
     kind: ValueType[Any]
     text: str
@@ -61,8 +60,8 @@ class ModelConfig:
         str,
         Key(
             FilePath(may_be_empty=False, hub=True),
-            "The GGUF file, the first part of a split one, or a file of the Hugging Face hub. "
-            "A relative path starts at the folder of this file.",
+            "The GGUF file, the first part of a split one, or a file on the Hugging Face hub. "
+            "Relative to the directory of this file.",
         ),
     ]
     name: Annotated[
@@ -72,14 +71,14 @@ class ModelConfig:
         Literal["default", "file"],
         Key(
             Choice(("default", "file")),
-            "Attention factor of models that are stretched by YaRN (Laguna): `default` is 0.1 ln(factor) + 1, `file` "
-            "the value written in the model file.",
+            "Attention factor of models with YaRN (Laguna): `default` is 0.1 ln(factor) + 1, `file` the value in the "
+            "model file.",
         ),
     ] = "default"
 
     @property
     def source(self) -> Path | HubFile:
-        """Where the file is: a path of this machine, or a file of the hub."""
+        """Where the file is: a local path, or a file on the hub."""
         return hub_file(self.path) if self.path.startswith(HUB_PREFIX) else Path(self.path)
 
 
@@ -94,8 +93,8 @@ class GroupConfig:
         str,
         Key(
             FilePath(command=True),
-            "The group's interpreter; its environment holds torch, numpy, gguf and msgspec. A bare name is looked up "
-            "on PATH, a relative path starts at the folder of this file. Empty: the supervisor's own interpreter.",
+            "The group's interpreter, in an environment with torch, numpy, gguf and msgspec. A bare name is looked up "
+            "on PATH; a path is relative to the directory of this file. Empty: the supervisor's own interpreter.",
         ),
     ] = ""
     env: Annotated[
@@ -105,17 +104,17 @@ class GroupConfig:
         tuple[str, ...],
         Key(
             Several(VisibleDevice()),
-            "Devices the daemon may see, by number or UUID, handed on as `CUDA_VISIBLE_DEVICES` or "
-            "`HIP_VISIBLE_DEVICES`; index 0 in `target_devices` is the first of them. Empty: what the supervisor "
-            "sees. Backends cuda and hip.",
+            "Devices visible to the daemon, by number or UUID, passed on as `CUDA_VISIBLE_DEVICES` or "
+            "`HIP_VISIBLE_DEVICES`; index 0 in `target_devices` is the first of them. Empty: those visible to the "
+            "supervisor. Backends cuda and hip.",
         ),
     ] = ()
     threads: Annotated[
         int | AutoWord,
         Key(
             OrAuto(Whole(1, 1024)),
-            "Compute threads of the daemon. `auto`: as many as `cores`, else the usable cores shared between the cpu "
-            "groups. Backend cpu.",
+            "Compute threads of the daemon. `auto`: as many as `cores`, else an equal share of the usable cores per "
+            "cpu group. Backend cpu.",
         ),
     ] = "auto"
     cores: Annotated[
@@ -138,9 +137,9 @@ class PlacementConfig:
     devices: Annotated[
         tuple[DeviceRef, ...],
         Key(
-            Several(DeviceName(), at_least=1, distinct=False),  # twice the same is found when groups are known
-            "Devices in layer order; each holds one contiguous range of layers. On a cpu group every index is the "
-            "same memory, so `left:0` and `left:1` are two shards of one process.",
+            Several(DeviceName(), at_least=1, distinct=False),  # duplicates are detected once groups are known
+            "Devices in layer order; each holds one contiguous range of layers. All indices of a cpu group share one "
+            "memory, so `left:0` and `left:1` are two shards in one process.",
             name="target_devices",
         ),
     ]
@@ -150,7 +149,7 @@ class PlacementConfig:
             LayerSplit(),
             "How many layers each device of `target_devices` holds. Weights are shares and need not add up to 1; "
             'ranges name the layers: `["0-4", "4-8"]` is layers 0 to 3, then 4 to 7. `"auto"`: the planner chooses, '
-            "from free memory and from the speed of each device, which the first start with a model measures.",
+            "by free memory and the speed of each device, which the first start with a model measures.",
             name="target_layer_split",
         ),
     ] = field(default=Auto())
@@ -158,27 +157,27 @@ class PlacementConfig:
         Goal,
         Key(
             Choice(GOALS),
-            'What `target_layer_split = "auto"` makes short: `latency` the way of one request through all devices, '
-            "`throughput` the work of the slowest stage, which bounds what many requests get in all.",
+            'What `target_layer_split = "auto"` minimises: `latency` the time of one request through all devices, '
+            "`throughput` the time of the slowest stage, which limits the throughput of many requests.",
         ),
     ] = "latency"
 
     def split_text(self) -> str:
-        """Return the split as `--set placement.target_layer_split=` takes it."""
+        """Return the split in the form of `--set placement.target_layer_split=`."""
         written = LayerSplit().write(self.split)
         return ",".join(str(part) for part in written) if isinstance(written, list) else str(written)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
-    """How the model is computed and how much runs at once."""
+    """Number formats, context length and concurrency."""
 
     dtype: Annotated[
         DType,
         Key(
             Choice((AUTO, "float32", "bfloat16", "float16")),
             "Type of activations and arithmetic, one for the whole pipeline. `auto`: chosen by the planner for the "
-            "devices that are there.",
+            "given devices.",
         ),
     ] = "auto"
     kv_dtype: Annotated[
@@ -192,23 +191,26 @@ class EngineConfig:
         int | AutoWord,
         Key(
             OrAuto(Whole(1, 2**30)),
-            "Longest sequence, prompt and answer together. `auto`: the model's own limit, or less where the "
-            "pages do not reach.",
+            "Longest sequence, prompt and answer together. `auto`: the model's own limit, or what the pages hold.",
             "tokens",
         ),
     ] = "auto"
     max_sequences: Annotated[
-        int, Key(Whole(1, 4096), "Sequences that run at once; more wait in the queue.", "sequences")
+        int, Key(Whole(1, 4096), "Sequences that run concurrently; others wait in the queue.", "sequences")
     ] = 8
     prefill_chunk: Annotated[
         int,
-        Key(Whole(1, 2**20), "Longest slice of a prompt in one step; smaller keeps other streams smoother.", "tokens"),
+        Key(
+            Whole(1, 2**20),
+            "Longest slice of a prompt in one step; shorter slices keep other streams smoother.",
+            "tokens",
+        ),
     ] = 512
     pages: Annotated[
         int | AutoWord,
         Key(
             OrAuto(Whole(1, 2**31 - 1)),
-            "Pages of 64 tokens in each pool. `auto`: what the devices' free memory allows.",
+            "Pages of 64 tokens in each pool. `auto`: as many as the devices' free memory allows.",
             "pages",
         ),
     ] = "auto"
@@ -219,26 +221,30 @@ class ServerConfig:
     """The HTTP endpoint."""
 
     host: Annotated[
-        str, Key(Host(), "Address to listen on. Anything but loopback needs `api_keys_file`, or `allow_open = true`.")
+        str, Key(Host(), "Address to listen on. Any address but loopback needs `api_keys_file` or `allow_open = true`.")
     ] = "127.0.0.1"
-    port: Annotated[
-        int, Key(Whole(0, 65535), "Port to listen on; 0 is any free one, which `lucevisor status` tells.")
-    ] = 8080
+    port: Annotated[int, Key(Whole(0, 65535), "Port to listen on; 0 is any free one, shown by `lucevisor status`.")] = (
+        8080
+    )
     api_keys_file: Annotated[
         str,
         Key(
             FilePath(),
-            "File of accepted keys, one a line; empty lines and lines that start with `#` are skipped. Empty: no key "
-            "is asked for.",
+            "File of accepted keys, one per line; empty lines and lines that start with `#` are skipped. Empty: no key "
+            "is required.",
         ),
     ] = ""
-    allow_open: Annotated[bool, Key(Flag(), "Serve other machines without a key.")] = False
+    allow_open: Annotated[bool, Key(Flag(), "Serve other machines without an API key.")] = False
     max_queue: Annotated[
-        int, Key(Whole(1, 2**20), "Requests that may wait for a place; one more is answered 429.", "requests")
+        int, Key(Whole(1, 2**20), "Requests that may wait in the queue; further ones get 429.", "requests")
     ] = 256
     max_connections: Annotated[
         int,
-        Key(Whole(1, 2**16), "Open connections; one more replaces the longest idle one, or gets 503.", "connections"),
+        Key(
+            Whole(1, 2**16),
+            "Open connections; a further one replaces the longest idle one, or gets 503.",
+            "connections",
+        ),
     ] = 1024
     cors_origins: Annotated[
         tuple[str, ...],
@@ -248,8 +254,8 @@ class ServerConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CacheConfig:
-    """Reuse of prompts that were computed before, in memory and on disk. It never changes what is answered, `normalise`
-    apart. docs/prefix-cache.md tells how it works.
+    """Reuse of computed prompts, in memory and on disk. Except for `normalise` it never changes answers. See
+    docs/prefix-cache.md.
     """
 
     prefix_slots: Annotated[int, Key(Whole(0, 2**20), "Prompt prefixes kept in memory; 0 is off.", "slots")] = 32
@@ -257,8 +263,8 @@ class CacheConfig:
         int,
         Key(
             Size(),
-            "Memory that prefix slots may take in all, over all devices: pages that no running request uses as well, "
-            "and checkpoints of recurrent layers, which are set aside at start.",
+            "Total memory of prefix slots over all devices: pages that no running request uses, and checkpoints of "
+            "recurrent layers, which are reserved at start.",
             "bytes",
         ),
     ] = 2**30
@@ -266,19 +272,21 @@ class CacheConfig:
         Literal["device", "host"],
         Key(
             Choice(("device", "host")),
-            "Where checkpoints of recurrent layers lie. `host`: in host memory, to and from where they are copied when "
-            "a slot is made or used; the devices hold the states of running sequences only. Pages stay on the devices.",
+            "Where checkpoints of recurrent layers are kept. `host`: in host memory, and copied when a slot is made or "
+            "used; the devices hold the states of running sequences only. Pages stay on the devices.",
         ),
     ] = "device"
-    dir: Annotated[str, Key(FilePath(), "Folder of snapshots, which outlive a restart. Empty: none are written.")] = ""
-    disk: Annotated[int, Key(Size(), "Space that snapshots may take in all.", "bytes")] = 20 * 2**30
-    min_tokens: Annotated[int, Key(Whole(0, 2**30), "Shorter prefixes are not kept.", "tokens")] = 256
+    dir: Annotated[
+        str, Key(FilePath(), "Directory for snapshots, which survive a restart. Empty: none are written.")
+    ] = ""
+    disk: Annotated[int, Key(Size(), "Total size of snapshots.", "bytes")] = 20 * 2**30
+    min_tokens: Annotated[int, Key(Whole(0, 2**30), "Shorter prefixes are not cached.", "tokens")] = 256
     checkpoint_pages: Annotated[
         int,
         Key(
             Whole(0, 2**20),
-            "Models with recurrent layers: a prompt without chat turns is remembered at its last multiple of so many "
-            "pages of 64 tokens; 0: at its end only.",
+            "For models with recurrent layers: a prompt without chat turns is checkpointed at its last multiple of so "
+            "many pages of 64 tokens; 0: at its end only.",
             "pages",
         ),
     ] = 4
@@ -286,41 +294,37 @@ class CacheConfig:
         Normalise,
         Key(
             Choice(NORMALISE),
-            "What is done with lines of the system prompt that some agents change every turn, a date or a billing "
-            "header: `off` nothing; `fix` their values are replaced by fixed words, so the model does not read them; "
-            "`move` dates go behind the last message.",
+            "What to do with system prompt lines that some agents change every turn, such as a date or a billing "
+            "header: `off` nothing; `fix` replaces their values by fixed words, so the model does not see them; `move` "
+            "moves dates behind the last message.",
         ),
     ] = "off"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DraftConfig:
-    """Speculative decoding: a cheap guess of the next tokens that the model checks in one step. It never changes what
-    is answered.
-    """
+    """Speculative decoding: cheaply drafted tokens that the model verifies in one step. It never changes answers."""
 
     kind: Annotated[
         Literal["off", "lookup", "dflash"],
         Key(
             Choice(("off", "lookup", "dflash")),
-            "`lookup` repeats what followed the same words before, `dflash` runs a drafter model.",
+            "`lookup` repeats what followed the same tokens before, `dflash` runs a drafter model.",
         ),
     ] = "off"
-    path: Annotated[str, Key(FilePath(hub=True), "The drafter's file; needed by `dflash`.")] = ""
+    path: Annotated[str, Key(FilePath(hub=True), "The drafter's file; required for `dflash`.")] = ""
     device: Annotated[DeviceRef | None, Key(MaybeDevice(), "Where the drafter runs. Empty: with the output stage.")] = (
         None
     )
     width: Annotated[
         int | AutoWord,
-        Key(
-            OrAuto(Whole(1, 64)), "Tokens verified in one step. `auto`: chosen from what was accepted lately.", "tokens"
-        ),
+        Key(OrAuto(Whole(1, 64)), "Tokens verified in one step. `auto`: chosen by recent acceptance.", "tokens"),
     ] = "auto"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KvFlashConfig:
-    """KV Flash: long contexts in a bounded pool on the device, the rest of the pages in host memory."""
+    """KV Flash: long contexts in a bounded pool on the device, with the other pages in host memory."""
 
     pool_tokens: Annotated[
         int | AutoWord, Key(OrAuto(Whole(0, 2**31 - 1)), "Tokens kept on the devices; 0 is off.", "tokens")
@@ -332,14 +336,13 @@ class KvFlashConfig:
             "What ranks the pages: last use, the query's score, or the drafter's attention.",
         ),
     ] = "lru"
-    tau: Annotated[int, Key(Whole(1, 2**20), "Tokens between two choices of the pages to keep.", "tokens")] = 64
+    tau: Annotated[int, Key(Whole(1, 2**20), "Tokens between two selections of the pages to keep.", "tokens")] = 64
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PFlashConfig:
-    """PFlash: long prompts are shortened to their telling parts by the drafter before prefill. It changes what the
-    model reads.
-    """
+    """PFlash: the drafter shortens long prompts to their relevant parts before prefill. It changes what the model
+    reads."""
 
     mode: Annotated[
         Literal["off", "auto", "always"],
@@ -357,7 +360,7 @@ class RecoveryConfig:
         float,
         Key(
             Real(0.0, 86400.0),
-            "How long running requests are held for a daemon to come back; 0 ends them at once.",
+            "How long running requests wait for a daemon to come back; 0: they fail immediately.",
             "seconds",
         ),
     ] = 120.0
@@ -368,7 +371,7 @@ class RecoveryConfig:
         int,
         Key(
             Whole(0, 8),
-            "Daemons per group kept started without weights, so that a restart costs the weights only.",
+            "Daemons per group kept running without weights, so that a restart only loads the weights.",
             "daemons",
         ),
     ] = 0
@@ -376,14 +379,14 @@ class RecoveryConfig:
         RestartLimit,
         Key(
             Restarts(),
-            "Most restarts of one group in a time; one more and the group is FAILED until `lucevisor restart`.",
+            "Most restarts of one group in a period; after one more the group is FAILED until `lucevisor restart`.",
         ),
     ] = _RESTART_LIMIT
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LogConfig:
-    """Log lines, on standard error and in the run-time folder."""
+    """Logging to standard error and the run directory."""
 
     format: Annotated[
         Literal["auto", "console", "json"],
@@ -391,10 +394,10 @@ class LogConfig:
     ] = "auto"
     level: Annotated[
         Literal["debug", "info", "warning", "error"],
-        Key(Choice(("debug", "info", "warning", "error")), "Least severe line that is written."),
+        Key(Choice(("debug", "info", "warning", "error")), "Lowest level that is logged."),
     ] = "info"
 
 
 def visible_devices_variable(backend: Backend) -> str:
-    """Return the environment variable that limits what torch sees, or an empty string for a backend that has none."""
+    """Return the environment variable that limits the devices torch sees, empty if the backend has none."""
     return _VISIBLE_DEVICES.get(backend, "")

@@ -1,9 +1,8 @@
-"""Strict reading of single values, from TOML and from text such as `--set`.
+"""Strict parsing of single values, from TOML and from text such as `--set`.
 
-Knows nothing of files, sections or what a value is used for. Invariant: a kind returns a value inside its documented
-range, or raises `Refused` with the reason and what to write instead; no other exception, whatever it is given. Text is
-read by the same kinds as TOML values, with no leniency that TOML does not have: no blanks around numbers, no `+5`,
-`0x10`, `1_000`, `007`, `nan`, `inf`, `1e400`.
+Knows nothing about files, sections or the use of a value. Invariant: a value type returns a value in its documented
+range, or raises `Refused` with the reason and what to write instead, never another exception. Text is as strict as
+TOML, and stricter with numbers: no surrounding spaces, `+5`, `0x10`, `1_000`, `007`, `nan`, `inf`, `1e400`.
 """
 
 from __future__ import annotations
@@ -26,13 +25,13 @@ _INTEGER = re.compile(r"-?(?:0|[1-9][0-9]*)", re.ASCII)
 _DECIMAL = re.compile(r"-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:[eE][+-]?[0-9]+)?", re.ASCII)
 _SIZE = re.compile(r"(0|[1-9][0-9]*)(KiB|MiB|GiB)?", re.ASCII)
 MAX_ITEMS: Final = 1024
-"""Of a list; no key wants more than there are devices, layers or origins."""
+"""Longest list; no key needs more items than there are devices, layers or origins."""
 
-_LONGEST_NUMBER = 40  # characters; a longer one is out of every range here, and int() is quadratic
+_LONGEST_NUMBER = 40  # characters; longer ones are out of every range here, and int() is quadratic
 
 
 class Refused(ValueError):
-    """A value that a kind does not take: why, what to write instead, and where inside the value (`[1]`, `.NAME`)."""
+    """A rejected value: why, what to write instead, and where inside the value (`[1]`, `.NAME`)."""
 
     def __init__(self, why: str, hint: str = "", *, value: object = None, inside: str = "") -> None:
         super().__init__(why)
@@ -43,20 +42,20 @@ class Refused(ValueError):
 
 
 class Text(str):
-    """A value that came as text (`--set KEY=TEXT`) and has yet to be read as the key's type."""
+    """A value given as text (`--set KEY=TEXT`), not yet parsed as the key's type."""
 
     __slots__ = ()
 
 
 def nearest(word: str, choices: Iterable[str]) -> str:
-    """Return the choice that looks most like `word`, or an empty string when none is close."""
+    """Return the choice most similar to `word`, or an empty string if none is close."""
     folded = {choice.lower(): choice for choice in choices}
     found = difflib.get_close_matches(word.lower()[:100], folded, n=1, cutoff=0.5)
     return folded[found[0]] if found else ""
 
 
 def choose(word: str, choices: Sequence[str], noun: str = "choices") -> str:
-    """Return the hint for a wrong word: the nearest choice, then all of them when they are few."""
+    """Return the hint for an invalid word: the nearest choice, then all of them if they are few."""
     near = nearest(word, choices)
     parts = [f"nearest: {near}"] if near else []
     if len(choices) <= 16:
@@ -65,29 +64,29 @@ def choose(word: str, choices: Sequence[str], noun: str = "choices") -> str:
 
 
 def integer_of(text: str) -> int:
-    """Return the integer that `text` is, decimal digits with an optional minus, or raise Refused."""
+    """Parse decimal digits with an optional minus; raises Refused."""
     if not _INTEGER.fullmatch(text) or len(text) > _LONGEST_NUMBER:
         raise Refused("is not an integer", "write decimal digits only, such as 8", value=text)
     return int(text)
 
 
 def decimal_of(text: str) -> float:
-    """Return the finite number that `text` is, or raise Refused."""
+    """Parse a finite decimal number; raises Refused."""
     if not _DECIMAL.fullmatch(text) or len(text) > _LONGEST_NUMBER:
         raise Refused("is not a number", "write decimal digits, such as 0.5", value=text)
     number = float(text)
     if not math.isfinite(number):
-        raise Refused("is not finite", "write a number a float can hold", value=text)
+        raise Refused("is not finite", "write a number in the range of a float", value=text)
     return number
 
 
 def plain(markdown: str) -> str:
-    """Return the documentation's words without their marks."""
+    """Return Markdown text without backticks."""
     return markdown.replace("`", "")
 
 
 def kind_of(value: object) -> str:
-    """Return what a TOML value is, in words."""
+    """Return the type of a TOML value, in words."""
     if isinstance(value, str):
         return "text"
     names = {bool: "true or false", int: "an integer", float: "a number", list: "a list", dict: "a table"}
@@ -95,7 +94,7 @@ def kind_of(value: object) -> str:
 
 
 class ValueType(ABC, Generic[T]):
-    """The type of one key: reads it, writes it back, and describes itself for the documentation."""
+    """The type of one key: parses and writes its values, and describes itself for the documentation."""
 
     wants: ClassVar[str]
 
@@ -112,15 +111,15 @@ class ValueType(ABC, Generic[T]):
         """Return the typed value of text, or raise Refused."""
 
     def write(self, value: T) -> object:
-        """Return the value as TOML and JSON hold it; reading that gives the value back."""
+        """Return the value for TOML and JSON; reading that gives the value back."""
         return value
 
     @abstractmethod
     def allowed(self) -> str:
-        """Return the documentation's words for the values taken."""
+        """Return a description of the accepted values."""
 
     def mistyped(self, value: object) -> Refused:
-        """Return the refusal of a value of another type."""
+        """Return the error for a value of another type."""
         return Refused(f"is {kind_of(value)}, not {self.wants}", f"write {plain(self.allowed())}", value=value)
 
 
@@ -172,7 +171,7 @@ class Whole(ValueType[int]):
 
 @dataclass(frozen=True, slots=True)
 class Real(ValueType[float]):
-    """A finite number in `[low, high]`, or above `low` when `open_low`. TOML integers are taken."""
+    """A finite number in `[low, high]`, or in `(low, high]` with `open_low`. TOML integers are accepted."""
 
     low: float
     high: float = math.inf
@@ -207,7 +206,7 @@ class Real(ValueType[float]):
 
 @dataclass(frozen=True, slots=True)
 class Choice(ValueType[Any]):
-    """One of a few words; the field's Literal type lists the same ones."""
+    """One of a few words, the same as in the field's Literal type."""
 
     words: tuple[str, ...]
     wants: ClassVar[str] = "text"
@@ -228,7 +227,7 @@ class Choice(ValueType[Any]):
 
 @dataclass(frozen=True, slots=True)
 class OrAuto(ValueType[Any]):
-    """What another kind takes, or the word `auto`."""
+    """A value of another type, or the word `auto`."""
 
     kind: ValueType[Any]
 
@@ -258,7 +257,7 @@ class OrAuto(ValueType[Any]):
 
 @dataclass(frozen=True, slots=True)
 class Size(ValueType[int]):
-    """Bytes: an integer, or text of an integer and KiB, MiB or GiB without a blank between."""
+    """Bytes: an integer, or text of an integer directly followed by KiB, MiB or GiB."""
 
     low: int = 0
     wants: ClassVar[str] = "a size"
@@ -290,14 +289,14 @@ class Size(ValueType[int]):
 
 
 def _nearest_size(text: str) -> str:
-    """Return the hint for what `10 GB` and the like were meant to be, or an empty string."""
+    """Return the hint for text such as `10 GB`, or an empty string."""
     match = re.fullmatch(r"([1-9][0-9]*)([kmg])(?:i?b)?", "".join(text[:_LONGEST_NUMBER].lower().split()), re.ASCII)
     return f"nearest: {match[1]}{match[2].upper()}iB" if match else ""
 
 
 @dataclass(frozen=True, slots=True)
 class Line(ValueType[str]):
-    """One line of text without control characters or blanks at its ends."""
+    """One line of text without control characters or surrounding spaces."""
 
     may_be_empty: bool = True
     wants: ClassVar[str] = "text"
@@ -311,7 +310,7 @@ class Line(ValueType[str]):
         if not text and not self.may_be_empty:
             raise Refused("is empty", "write a value or remove the key", value=text)
         if text != text.strip():
-            raise Refused("has blanks at an end", f'nearest: "{text.strip()}"', value=text)
+            raise Refused("has surrounding spaces", f'nearest: "{text.strip()}"', value=text)
         if any(ord(character) < 32 or ord(character) == 127 or "\ud800" <= character <= "\udfff" for character in text):
             raise Refused("holds a control character", "write one line of printable text", value=text)
         return text
@@ -322,7 +321,7 @@ class Line(ValueType[str]):
 
 @dataclass(frozen=True, slots=True)
 class Several(ValueType[tuple[Any, ...]]):
-    """A list of values of one kind; as text, separated by commas (`[]` is the empty list)."""
+    """A list of values of one type; as text, separated by commas (`[]` is the empty list)."""
 
     item: ValueType[Any]
     at_least: int = 0
@@ -348,7 +347,7 @@ class Several(ValueType[tuple[Any, ...]]):
             except Refused as refused:
                 raise Refused(refused.why, refused.hint, value=value, inside=f"[{index}]{refused.inside}") from None
             if self.distinct and item in read:
-                raise Refused("stands twice", "remove one of the two", value=value, inside=f"[{index}]")
+                raise Refused("is listed twice", "remove one of the two", value=value, inside=f"[{index}]")
             read.append(item)
         return tuple(read)
 
@@ -360,13 +359,13 @@ class Several(ValueType[tuple[Any, ...]]):
 
 
 def check_length(values: Sequence[object]) -> None:
-    """Raise Refused for a list that is too long to be meant."""
+    """Raise Refused for a list of more than MAX_ITEMS."""
     if len(values) > MAX_ITEMS:
-        raise Refused(f"has {len(values)} items, at most {MAX_ITEMS} are read", "shorten the list")
+        raise Refused(f"has {len(values)} items, more than {MAX_ITEMS}", "shorten the list")
 
 
 def split_list(text: str) -> list[str]:
-    """Split a list given as text at its commas; an empty item (also a leading or trailing comma) is refused."""
+    """Split a list given as text at its commas; raises Refused for empty items."""
     parts = text.split(",")
     if "" in parts:
         why = "is empty" if parts == [""] else "has an empty item"

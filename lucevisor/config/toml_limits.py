@@ -1,8 +1,8 @@
-"""Bounds on a TOML text, checked before tomllib reads it.
+"""Limits on TOML text, checked before tomllib parses it.
 
-tomllib keeps every prefix of a dotted name, so time and memory grow with the square of its parts: 50,000 parts take
-6 GB. Knows TOML's strings and comments, and nothing of keys that exist. Invariant: what passes is read by tomllib in
-time and memory proportional to its size; what is refused for its names could not be a configuration.
+tomllib keeps every prefix of a dotted name, so time and memory grow quadratically with its parts: 50,000 parts take
+6 GB. Knows TOML's strings and comments, not the schema. Invariant: tomllib parses text within the limits in linear time
+and memory; text beyond them cannot be a configuration.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from typing import Final
 
 MAX_FILE_BYTES: Final = 256 * 1024
 MAX_NAME_PARTS: Final = 8
-"""Of one dotted name; the longest that exists, groups.NAME.env.VARIABLE, has four."""
+"""Of one dotted name; the longest in the schema, groups.NAME.env.VARIABLE, has four."""
 MAX_KEYS: Final = 1000
-"""Assignments and table headers of a file, those in inline tables included."""
+"""Assignments and table headers in a file, including inline tables."""
 
 # Possessive and with optional closing quotes, so that no character is looked at twice; what never closes, tomllib
 # refuses.
@@ -35,7 +35,7 @@ _TOKEN: Final = re.compile(
 
 
 def fault(text: str) -> str:
-    """Return what makes `text` too much to read, or an empty string."""
+    """Return which limit `text` exceeds, or an empty string."""
     n_keys = n_dots = 0
     for token in _TOKEN.finditer(text):
         match token.lastgroup:

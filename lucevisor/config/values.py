@@ -1,7 +1,7 @@
-"""Typed values of configuration keys that are more than a number or a word, and the kinds that read them.
+"""Structured values of configuration keys, and the value types that parse them.
 
-Knows nothing of the file they stand in nor of the machine. Invariant: a value that exists is well-formed by itself;
-whether it fits the other settings is checked in `resolve`, whether it fits the model in the placement planner.
+Knows nothing about the file or the machine. Invariant: a value is well-formed by itself; `resolve` checks it against
+other settings, the placement planner against the model.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _HUB_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,95}", re.ASCII)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Notice:
-    """One thing to warn about at start: a key, its value, why it is worth a line, and what to do."""
+    """A warning at start: a key, its value, why, and what to do."""
 
     key: str
     value: object
@@ -51,7 +51,7 @@ class Notice:
 
 @dataclass(frozen=True, slots=True)
 class DeviceRef:
-    """One device of one backend group; index 0 is the first device that group's interpreter sees."""
+    """One device of one backend group; index 0 is the first device that the group's interpreter sees."""
 
     group: str
     index: int
@@ -69,7 +69,7 @@ class WeightedSplit:
 
 @dataclass(frozen=True, slots=True)
 class Ranges:
-    """Half-open layer range `(start, stop)` for each device: from 0, contiguous, none empty."""
+    """Half-open layer range `(start, stop)` per device: starting at 0, contiguous, none empty."""
 
     values: tuple[tuple[int, int], ...]
 
@@ -84,7 +84,7 @@ Split = WeightedSplit | Ranges | Auto
 
 @dataclass(frozen=True, slots=True)
 class HubFile:
-    """One file of a repository of the Hugging Face hub."""
+    """One file in a Hugging Face hub repository."""
 
     owner: str
     repo: str
@@ -92,7 +92,7 @@ class HubFile:
 
     @property
     def repo_id(self) -> str:
-        """The name huggingface_hub takes, `owner/repo`."""
+        """`owner/repo`, as huggingface_hub expects it."""
         return f"{self.owner}/{self.repo}"
 
 
@@ -108,7 +108,7 @@ class RestartLimit:
 
 
 def hub_file(text: str) -> HubFile:
-    """Return the parts of `hf:owner/repo/file`, where file may lie in folders, or raise Refused."""
+    """Parse `hf:owner/repo/file`, where file may contain directories; raises Refused."""
     owner, _, rest = text.removeprefix(HUB_PREFIX).partition("/")
     repo, _, file = rest.partition("/")
     names_good = all(_HUB_NAME.fullmatch(name) for name in (owner, repo))
@@ -145,7 +145,7 @@ class DeviceName(ValueType[DeviceRef]):
         return DeviceRef(match[1], int(match[2]))
 
     def _hint(self, text: str) -> str:
-        """Return the device that `cuda:01`, `CUDA: 1` or `cuda` was most likely meant to be."""
+        """Return a hint with the device most likely meant by `cuda:01`, `CUDA: 1` or `cuda`."""
         name, colon, index = "".join(text[:64].lower().split()).partition(":")
         digits = index.removeprefix("+").lstrip("0") or "0"
         near = f"{name}:{digits if colon else 0}"
@@ -221,7 +221,7 @@ class LayerSplit(ValueType[Split]):
 
 
 def _number(item: object, index: int) -> float:
-    """Return one weight as a float, or raise Refused that names its place."""
+    """Return one weight as a float; raises Refused with its index."""
     try:
         if isinstance(item, Text):
             return decimal_of(item)
@@ -257,13 +257,13 @@ def _ranges(parts: Sequence[str]) -> Ranges:
         if start != previous_stop:
             near = f"nearest: {previous_stop}-{max(stop, previous_stop + 1)}"
             raise Refused(
-                f"does not start at layer {previous_stop}, where the range before it ends",
+                f"does not start at layer {previous_stop}, where the previous range ends",
                 near,
                 value=part,
                 inside=f"[{index}]",
             )
         if stop <= start:
-            why = "is empty: START-STOP holds the layers from START up to, not including, STOP"
+            why = "is empty: START-STOP is the layers from START up to, but not including, STOP"
             raise Refused(why, f"nearest: {start}-{start + 1}", value=part, inside=f"[{index}]")
         ranges.append((start, stop))
         previous_stop = stop

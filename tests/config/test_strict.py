@@ -205,7 +205,7 @@ def test_an_item_is_named_by_its_place():
     with pytest.raises(Refused) as refused:
         Several(Whole(0, 9)).read([1, "x"])
     assert (refused.value.inside, refused.value.value) == ("[1]", "x")
-    with pytest.raises(Refused, match="stands twice") as refused:
+    with pytest.raises(Refused, match="is listed twice") as refused:
         Several(Whole(0, 9)).read([1, 2, 1])
     assert refused.value.inside == "[2]"
 

@@ -1,0 +1,253 @@
+"""Loading a wrong configuration: one clear error for each thing that can be wrong."""
+
+import pytest
+
+from lucevisor.config import load
+from lucevisor.errors import ConfigErrors
+from tests.config.boxes import SMALLEST, TWO_VENDORS, error_of, errors_of
+
+# --- what is refused, one error each
+
+
+@pytest.mark.parametrize(
+    ("more", "key", "value", "why", "hint"),
+    [
+        ("[sevrer]\nport = 1", "sevrer", {"port": 1}, "is not a section", "nearest: server"),
+        ("[server]\nprot = 1", "server.prot", 1, "is not a key of [server]", "nearest: port"),
+        (
+            "[server]\nprefill_chunk = 1",
+            "server.prefill_chunk",
+            1,
+            "is not a key of [server]",
+            "nearest: engine.prefill_chunk",
+        ),
+        ("[engine]\nthreads = 1", "engine.threads", 1, "is not a key of [engine]", "nearest: groups.NAME.threads"),
+        ("[server.tls]\ncert = 1", "server.tls", {"cert": 1}, "is not a key", "keys: host, port"),
+        (
+            "[group.third]\nbackend = 'cpu'",
+            "group",
+            {"third": {"backend": "cpu"}},
+            "is not a section",
+            "nearest: groups",
+        ),
+        ("[server]\nport = '8080'", "server.port", "8080", "is text, not an integer", "integer 0..65535"),
+        ("[server]\nport = 8080.0", "server.port", 8080.0, "is a number, not an integer", "integer 0..65535"),
+        ("[server]\nport = true", "server.port", True, "is true or false, not an integer", "integer 0..65535"),
+        ("[server]\nport = 65536", "server.port", 65536, "is not in 0..65535", "nearest: 65535"),
+        ("[server]\nport = -1", "server.port", -1, "is not in 0..65535", "nearest: 0"),
+        ("[server]\nport = 2020-01-01", "server.port", None, "is a date, not an integer", "integer 0..65535"),
+        ("[server]\nhost = ''", "server.host", "", "is empty", ""),
+        ("[server]\nhost = '[::1]'", "server.host", "[::1]", "is neither an IP address", "nearest: ::1"),
+        (
+            "[server]\nhost = '0.0.0.0'",
+            "server.host",
+            "0.0.0.0",
+            "can be reached from other machines",
+            "allow_open = true",
+        ),
+        (
+            "[server]\nhost = 'box.lan'",
+            "server.host",
+            "box.lan",
+            "can be reached from other machines",
+            "server.api_keys_file",
+        ),
+        ("[server]\nallow_open = 1", "server.allow_open", 1, "is an integer, not true or false", ""),
+        ("[server]\nmax_queue = 0", "server.max_queue", 0, "is not in", "nearest: 1"),
+        ("[server]\ncors_origins = 'x'", "server.cors_origins", "x", "is text, not a list", "list of"),
+        (
+            "[server]\ncors_origins = ['http://x/']",
+            "server.cors_origins[0]",
+            "http://x/",
+            "is not an origin",
+            "nearest: http://x",
+        ),
+        ("[server]\napi_keys_file = 'absent'", "server.api_keys_file", None, "cannot be read", "one key per line"),
+        ("[engine]\ndtype = 'float23'", "engine.dtype", "float23", "is not one of the choices", "nearest: float32"),
+        ("[engine]\ndtype = 'Float32'", "engine.dtype", "Float32", "is not one of the choices", "nearest: float32"),
+        ("[engine]\nmax_context = 'lots'", "engine.max_context", "lots", "is not an integer or auto", "or auto"),
+        ("[engine]\nmax_context = 0", "engine.max_context", 0, "is not in", "nearest: 1"),
+        ("[engine]\npages = false", "engine.pages", False, "is true or false", ""),
+        ("[cache]\nmemory = '1 GiB'", "cache.memory", "1 GiB", "is not a size", "nearest: 1GiB"),
+        ("[cache]\nmemory = 1.5", "cache.memory", 1.5, "is a number, not a size", "512MiB"),
+        ("[draft]\ndevice = 'gone:0'", "draft.device", "gone:0", "no group is named gone", "left:0, right:0"),
+        ("[draft]\ndevice = 'left'", "draft.device", "left", "is not GROUP:INDEX", "nearest: left:0"),
+        ("[pflash]\nkeep_ratio = 0", "pflash.keep_ratio", 0, "is out of range", "number > 0 and <= 1"),
+        ("[pflash]\nkeep_ratio = nan", "pflash.keep_ratio", None, "is not finite", ""),
+        ("[pflash]\nkeep_ratio = 1e400", "pflash.keep_ratio", None, "is not finite", ""),
+        ("[recovery]\nrestart_limit = '5'", "recovery.restart_limit", "5", "is not COUNT/SECONDSs", "5/60s"),
+        ("[recovery]\nhold_s = -1", "recovery.hold_s", -1, "is out of range", "number >= 0"),
+        ("[log]\nlevel = 'warn'", "log.level", "warn", "is not one of the choices", "nearest: warning"),
+        ("[log]\nformat = 'text'", "log.format", "text", "is not one of the choices", "console"),
+        ("log = 5", "log", 5, "is an integer, not a table", "write [log]"),
+        ("[[log]]\nlevel = 'info'", "log", [{"level": "info"}], "is a list, not a table", "write [log]"),
+        (
+            "[groups.'Left side']\nbackend = 'cpu'",
+            "groups.Left side",
+            None,
+            "is not a group name",
+            "nearest: leftside",
+        ),
+        ("[groups.third]\nbackend = 'cpu'", "groups.third", None, "would have nothing to do", "add third:0"),
+        ("[groups]\nthird = 3", "groups.third", 3, "is an integer, not a table", "write [groups.third]"),
+    ],
+)
+def test_one_wrong_setting(file, more, key, value, why, hint):
+    text = f"{more}\n{SMALLEST}" if more.startswith("log") else f"{SMALLEST}\n{more}\n"
+    errors = errors_of(file(text))
+    error = errors[0]
+    assert len(errors) == 1 or more.startswith("[groups]"), [str(each) for each in errors]
+    assert error.key == key
+    assert value is None or error.value == value
+    assert why in error.why
+    assert hint in error.hint
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "key", "why", "hint"),
+    [
+        ('path = "m.gguf"', "", "model.path", "is missing", "add path ="),
+        ('path = "m.gguf"', 'path = ""', "model.path", "is empty", "write a value"),
+        ('path = "m.gguf"', 'path = " m.gguf"', "model.path", "has surrounding spaces", "m.gguf"),
+        ('path = "m.gguf"', 'path = "hf:owner"', "model.path", "is not a file of the hub", "hf:owner/repo/file.gguf"),
+        ('path = "m.gguf"', 'path = "m\\n.gguf"', "model.path", "holds a control character", ""),
+        (
+            'backend = "cpu"\n[placement]',
+            'backend = "gpu"\n[placement]',
+            "groups.right.backend",
+            "is not one of the choices",
+            "nearest: cpu",
+        ),
+        ('backend = "cpu"\n[placement]', "\n[placement]", "groups.right.backend", "is missing", "cpu, cuda, hip"),
+        (
+            '["left:0", "right:0"]',
+            '["left:0", "right:0", "left:0"]',
+            "placement.target_devices[2]",
+            "is the same device",
+            "nearest: left:1",
+        ),
+        (
+            '["left:0", "right:0"]',
+            '["left:0", "rihgt:0"]',
+            "placement.target_devices[1]",
+            "no group is named rihgt",
+            "nearest: right:0",
+        ),
+        (
+            '["left:0", "right:0"]',
+            '["left:0", "hip:0"]',
+            "placement.target_devices[1]",
+            "no group has the backend hip",
+            "left:0, right:0",
+        ),
+        (
+            '["left:0", "right:0"]',
+            '["left:0", "cpu:1"]',
+            "placement.target_devices[1]",
+            "is ambiguous: 2 groups",
+            "left:1, right:1",
+        ),
+        (
+            '["left:0", "right:0"]',
+            '["left:0", "right:01"]',
+            "placement.target_devices[1]",
+            "is not GROUP:INDEX",
+            "nearest: right:1",
+        ),
+        (
+            '["left:0", "right:0"]',
+            '["left:0", "right: 1"]',
+            "placement.target_devices[1]",
+            "is not GROUP:INDEX",
+            "nearest: right:1",
+        ),
+        ('["left:0", "right:0"]', '["left:0", 0]', "placement.target_devices[1]", "is an integer, not GROUP:INDEX", ""),
+        ('["left:0", "right:0"]', '"left:0"', "placement.target_devices", "is text, not a list", ""),
+        ('["left:0", "right:0"]', "[]", "placement.target_devices", "is empty", "at least 1"),
+        ('["left:0", "right:0"]', '["left:0"]', "groups.right", "would have nothing to do", "add right:0"),
+        (
+            'target_devices = ["left:0", "right:0"]',
+            "",
+            "placement.target_devices",
+            "is missing",
+            "add target_devices =",
+        ),
+    ],
+)
+def test_one_wrong_line_of_the_smallest_file(file, old, new, key, why, hint):
+    assert old in SMALLEST
+    error = error_of(file(SMALLEST.replace(old, new)))
+    assert error.key == key
+    assert why in error.why
+    assert hint in error.hint
+
+
+@pytest.mark.parametrize(
+    ("split", "key", "why", "hint"),
+    [
+        ("[0.5]", "placement.target_layer_split", "has 1 weights for 2 devices", "left:0, right:0"),
+        ("[1, 1, 1]", "placement.target_layer_split", "has 3 weights for 2 devices", "left:0, right:0"),
+        ('["0-8"]', "placement.target_layer_split", "has 1 ranges for 2 devices", "left:0, right:0"),
+        ("[0.5, 0]", "placement.target_layer_split[1]", "not a finite number above 0", ""),
+        ("[0.5, -0.5]", "placement.target_layer_split[1]", "not a finite number above 0", ""),
+        ("[0.5, nan]", "placement.target_layer_split[1]", "not a finite number above 0", ""),
+        ("[0.5, inf]", "placement.target_layer_split[1]", "not a finite number above 0", ""),
+        ("[0.5, 1e400]", "placement.target_layer_split[1]", "not a finite number above 0", ""),
+        ("[0.5, true]", "placement.target_layer_split[1]", "is true or false, not a number", ""),
+        ('[0.5, "   -1"]', "placement.target_layer_split[1]", "is text, not a number", ""),
+        ('["0-4", "5-8"]', "placement.target_layer_split[1]", "does not start at layer 4", "nearest: 4-8"),
+        ('["0-4", "4-4"]', "placement.target_layer_split[1]", "is empty", "nearest: 4-5"),
+        ('"atuo"', "placement.target_layer_split", "is not auto", "nearest: auto"),
+        ("0.5", "placement.target_layer_split", "is a number, not auto", ""),
+    ],
+)
+def test_one_wrong_split(file, split, key, why, hint):
+    error = error_of(file(f"{SMALLEST}target_layer_split = {split}\n"))
+    assert error.key == key
+    assert why in error.why
+    assert hint in error.hint
+
+
+def test_the_same_device_under_two_names(file):
+    error = error_of(file(TWO_VENDORS.replace('"hip:1"', '"amd:0"')))
+    assert (error.key, error.value) == ("placement.target_devices[2]", "amd:0")
+    assert error.hint == "nearest: amd:1, if there is one"
+
+
+def test_no_group_at_all(file):
+    text = "[model]\npath = 'm'\n[placement]\ntarget_devices = ['cuda:0']\n"
+    errors = errors_of(file(text))
+    assert [error.key for error in errors] == ["groups", "placement.target_devices[0]"]
+
+
+def test_a_group_that_is_named_after_another_backend(file):
+    text = TWO_VENDORS.replace("[groups.nv]", "[groups.hip]")
+    error = next(error for error in errors_of(file(text)) if error.key == "groups.hip.backend")
+    assert error.value == "cuda"
+
+
+def test_visible_devices_bound_the_index_and_stand_once(file):
+    text = TWO_VENDORS.replace('backend = "hip"', 'backend = "hip"\nvisible_devices = [3]')
+    error = error_of(file(text))
+    assert (error.key, error.hint) == ("placement.target_devices[2]", "nearest: amd:0")
+    text = TWO_VENDORS.replace(
+        'backend = "cuda"', 'backend = "cuda"\nvisible_devices = [0]\nenv = { CUDA_VISIBLE_DEVICES = "1" }'
+    )
+    error = error_of(file(text))
+    assert (error.key, error.value) == ("groups.nv.visible_devices", ["0"])
+    assert "env.CUDA_VISIBLE_DEVICES" in error.why
+
+
+def test_all_errors_are_told_at_once(file):
+    text = SMALLEST.replace('["left:0", "right:0"]', '["left:0", "rite:0"]') + "[server]\nport = 'x'\nhots = 1\n[lgo]\n"
+    with pytest.raises(ConfigErrors) as caught:
+        load(file(text), ["engine.pages=0"])
+    assert [error.key for error in caught.value.errors] == [
+        "lgo",
+        "engine.pages",
+        "server.hots",
+        "server.port",
+        "placement.target_devices[1]",
+    ]
+    assert len(str(caught.value).splitlines()) == 5
+    assert caught.value.exit_code == 2
