@@ -5,10 +5,14 @@ from __future__ import annotations
 import os
 import random
 
+import pytest
+from structlog.testing import capture_logs
+
 from lucevisor.model.spec import LayerSpec, StateTensor, attention_state
 from lucevisor.model.values import Dtype, LayerRange, Space
 from lucevisor.snapshots.layout import NextToken, SlotRecord, StateModel
 from lucevisor.snapshots.store import SnapshotStore
+from lucevisor.snapshots.writer import SaveFailed
 
 RECURRENT = (StateTensor("conv", (3, 10), Dtype.FLOAT32), StateTensor("delta", (2, 4, 4), Dtype.FLOAT32))
 LAYERS = (
@@ -59,3 +63,22 @@ def restore(store, entry):
 def names(directory):
     """What lies in the directory, the lock aside."""
     return sorted(p.name for p in directory.iterdir() if p.name != "lucevisor.lock")
+
+
+def saved_before(store):
+    """An earlier file, and what is in it."""
+    entry = save(store, made_slot(start=900))
+    return entry, restore(store, entry)
+
+
+def must_fail(store, slot, label, text):
+    """A save that fails: with its reason, once in the log, and nothing left of it."""
+    kept = names(store.directory)
+    with capture_logs() as logs, pytest.raises(SaveFailed, match=text) as caught:
+        save(store, slot)
+    assert caught.value.label == label
+    (line,) = [line for line in logs if line["event"] == "snapshot not saved"]
+    assert line["reason"] in str(caught.value)
+    assert line["log_level"] == "warning"
+    assert names(store.directory) == kept
+    assert store.statistics.failures[label] >= 1

@@ -1,0 +1,195 @@
+"""What must never give a wrong token or hold anybody up: damaged files, killed daemons, a disk that hangs."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections import Counter
+from collections.abc import Awaitable, Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from lucevisor.deployment.service import Service
+from lucevisor.snapshots import disk
+from lucevisor.snapshots.file_format import pack
+from tests.e2e.conversations import MODELS, ask
+from tests.e2e.service import running
+from tests.e2e.snapshot_service import PROMPT, Place, snapshots_of, told_of, until
+
+pytestmark = pytest.mark.usefixtures("computing_is_dear")
+
+
+async def saved_prompt(place: Place) -> list[int]:
+    """Save ``PROMPT`` and return the answer that belongs to it."""
+    async with running(place.config(), place.directory) as service:
+        expected, _ = await ask(service, PROMPT, [])
+        await snapshots_of(service).save_all(60.0)
+    assert place.files()
+    return expected
+
+
+def change_states(file: Path) -> None:
+    """Write other numbers into every tensor, with checksums that fit: nothing but the model can tell."""
+    fd, snapshot, _ = disk.open_snapshot(file)
+    os.close(fd)
+    data = bytearray(file.read_bytes())
+    size = len(data) - snapshot.data_start
+    half = size // 8 * 4
+    body = data[snapshot.data_start :]
+    data[snapshot.data_start :] = body[half:] + body[:half]
+    file.write_bytes(data)
+    with file.open("r+b") as opened:
+        with ThreadPoolExecutor(1) as pool:
+            sums = disk.checksums(opened.fileno(), snapshot.tensors, pool)
+        opened.write(pack(replace(snapshot, checksums=sums)))
+
+
+def flip_a_bit(file: Path) -> None:
+    data = bytearray(file.read_bytes())
+    data[-5] ^= 1
+    file.write_bytes(data)
+
+
+def cut(file: Path) -> None:
+    with file.open("r+b") as opened:
+        opened.truncate(file.stat().st_size - 1)
+
+
+@pytest.mark.parametrize("damage", [change_states, flip_a_bit, cut])
+async def test_a_file_that_is_not_what_was_saved_is_set_aside_and_the_prompt_computed(
+    damage: Callable[[Path], None], tmp_path: Path
+) -> None:
+    place = Place(MODELS["qwen35"], tmp_path)
+    expected = await saved_prompt(place)
+    for file in place.files():
+        damage(file)
+    async with running(place.config(), place.directory) as service:
+        answer, finished = await ask(service, PROMPT, [])
+        assert answer == expected
+        assert finished.usage.cached_tokens == 0
+        assert told_of(service)["restored"] == 0
+        assert told_of(service)["failed"] >= 1
+        again, finished = await ask(service, PROMPT, [])
+        assert (again, finished.usage.cached_tokens > 200) == (expected, True)
+        await until(lambda: told_of(service)["saved"] > 0)
+    assert list(place.snapshots.glob("*.refused"))
+
+
+@pytest.mark.parametrize("group", ["a", "b"])
+async def test_a_daemon_killed_while_it_restores_costs_the_prefix_only(group: str, tmp_path: Path) -> None:
+    place = Place(MODELS["qwen35"], tmp_path)
+    expected = await saved_prompt(place)
+    async with running(place.config(), place.directory) as service:
+        kill_at(service, "restore", group)
+        answer, finished = await ask(service, PROMPT, [])  # it was queued: it waits for the daemon
+        assert answer == expected
+        assert finished.usage.cached_tokens == 0
+        assert snapshots_of(service).meter.read_bytes == 0  # what did not arrive says nothing of the disk
+        answer, finished = await ask(service, [*PROMPT, *expected, 7], [])
+        assert finished.usage.cached_tokens > 200
+    assert place.files()
+
+
+@pytest.mark.parametrize("group", ["a", "b"])
+async def test_a_daemon_killed_while_it_saves_leaves_no_file_and_nothing_wrong(group: str, tmp_path: Path) -> None:
+    place = Place(MODELS["qwen35"], tmp_path)
+    async with running(place.config(), place.directory) as service:
+        expected, _ = await ask(service, PROMPT, [])
+        await until(lambda: told_of(service)["saved"] > 0)
+        before = place.files()
+        kill_at(service, "save", group)
+        await ask(service, [9, *PROMPT], [])
+        await until(lambda: told_of(service)["failed"] > 0)
+        await until(lambda: service.state == "ready")
+        assert not list(place.snapshots.glob("*.partial"))
+        assert place.files() == before
+        answer, finished = await ask(service, PROMPT, [])
+        assert (answer, finished.usage.cached_tokens > 200) == (expected, True)
+
+
+def kill_at(service: Service, what: str, group: str) -> None:
+    """Kill a daemon at the moment the next transfer of a kind was sent."""
+    shards = snapshots_of(service).shards
+    begin = getattr(shards, what)
+
+    def begin_and_kill(file: object, place: object) -> Awaitable[object]:
+        setattr(shards, what, begin)
+        pid = service.groups[group].pid
+        assert pid is not None
+        os.kill(pid, signal.SIGKILL)
+        ended: Awaitable[object] = begin(file, place)
+        return ended
+
+    setattr(shards, what, begin_and_kill)
+
+
+def delay(service: Service, what: str, seconds: float) -> None:
+    """Let the answers to the next transfers of a kind come late."""
+    shards = snapshots_of(service).shards
+    begin = getattr(shards, what)
+
+    def begin_and_wait(file: object, place: object) -> Awaitable[object]:
+        ended = begin(file, place)
+
+        async def late() -> object:
+            await asyncio.sleep(seconds)
+            return await ended
+
+        return asyncio.ensure_future(late())
+
+    setattr(shards, what, begin_and_wait)
+
+
+async def test_nobody_waits_for_a_disk_that_hangs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    place = Place(MODELS["qwen35"], tmp_path)
+    expected = await saved_prompt(place)
+    monkeypatch.setattr("lucevisor.snapshots.manager.TRANSFER_S", 0.3)
+    async with running(place.config(), place.directory) as service:
+        delay(service, "restore", 1.5)
+        answer, finished = await ask(service, PROMPT, [])
+        assert answer == expected
+        assert finished.usage.cached_tokens == 0
+        assert told_of(service) == Counter()  # the daemons are not through with it
+        await until(lambda: told_of(service)["failed"] == 1)
+        delay(service, "save", 1.5)
+        before = place.files()
+        await ask(service, [9, *PROMPT], [])
+        await until(lambda: told_of(service)["failed"] == 2)
+        assert place.files() == before
+        assert service.engine is not None
+        await until(lambda: not any(slot.pins for slot in service.engine.prefixes.slots))  # type: ignore[union-attr]
+    assert not list(place.snapshots.glob("*.partial"))
+
+
+async def test_a_hurried_stop_waits_for_no_file(tmp_path: Path) -> None:
+    place = Place(MODELS["qwen35"], tmp_path)
+    async with running(place.config(), place.directory) as service:
+        assert service.engine is not None
+        service.engine.prefixes.hooks.on_slot = lambda slot: None
+        await ask(service, PROMPT, [])
+        delay(service, "save", 30.0)
+        first = asyncio.create_task(service.stop())
+        await until(lambda: bool(list(place.snapshots.glob("*.partial"))))
+        assert not first.done()
+        async with asyncio.timeout(5.0):
+            await service.stop(0.0, 1.0)
+            await first
+    assert not place.files()
+    assert not list(place.snapshots.glob("*.partial"))
+
+
+async def test_a_disk_that_hangs_holds_up_no_stop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    place = Place(MODELS["qwen35"], tmp_path)
+    monkeypatch.setattr("lucevisor.deployment.service.SAVE_S", 0.5)
+    async with running(place.config(), place.directory) as service:
+        assert service.engine is not None
+        service.engine.prefixes.hooks.on_slot = lambda slot: None
+        await ask(service, PROMPT, [])
+        delay(service, "save", 30.0)
+        async with asyncio.timeout(8.0):
+            await service.stop()
+    assert not list(place.snapshots.iterdir()) or [p.name for p in place.snapshots.iterdir()] == ["lucevisor.lock"]

@@ -1,0 +1,219 @@
+"""The supervisor's end of a link: slow readers, descriptors, long payloads, processes that die."""
+
+import asyncio
+import os
+import subprocess
+import sys
+import threading
+
+import pytest
+
+from lucevisor.model.values import Dtype
+from lucevisor.protocol.blocking_link import BlockingLink
+from lucevisor.protocol.checks import Check
+from lucevisor.protocol.codec import encode
+from lucevisor.protocol.errors import LinkClosed, LinkOverflow, LocalProtocolError
+from lucevisor.protocol.loading import ArenaPlan
+from lucevisor.protocol.messages import Shutdown
+from lucevisor.protocol.states import LinkState
+from lucevisor.protocol.steps import Reset, Slice, Step, StepResult
+from tests.protocol.asyncio_links import RESULT, RESULT_BYTES, STEP, new_link, open_fds
+
+
+def test_frames_for_a_slow_reader_are_queued_in_order(run):
+    async def main():
+        link, seen, theirs = new_link()
+        frames = [encode(Step(i, 0, slices=[Slice(i, 0, list(range(500)), False)])) for i in range(2000)]
+        for frame in frames:
+            link.send(frame)
+        rows = os.urandom(3_000_000)
+        link.send(STEP, payload=[rows, b"tail"])
+        link.send(Shutdown("end"))
+        assert link.queued_bytes > 4_000_000
+        data = b""
+        expected = (
+            b"".join(frames) + encode(STEP, payload_bytes=len(rows) + 4) + rows + b"tail" + encode(Shutdown("end"))
+        )
+        theirs.setblocking(False)
+        while len(data) < len(expected):
+            await asyncio.sleep(0)
+            try:
+                data += theirs.recv(1 << 16)
+            except BlockingIOError:
+                continue
+        assert data == expected
+        await asyncio.sleep(0.01)
+        assert link.queued_bytes == 0
+        link.close()
+        await seen.closed()
+        theirs.close()
+
+    run(main())
+
+
+def test_a_stalled_reader_overflows_the_link(run):
+    async def main():
+        link, seen, theirs = new_link(max_queued_bytes=100_000)
+        frame = encode(Step(1, 0, slices=[Slice(1, 0, list(range(500)), False)]))
+        with pytest.raises(LinkOverflow, match="bytes are queued and the daemon does not read"):  # noqa: PT012
+            for _ in range(1000):
+                link.send(frame)
+        assert isinstance(await seen.closed(), LinkOverflow)
+        assert link.closed
+        assert link.queued_bytes == 0
+        theirs.close()
+
+    run(main())
+
+
+def test_one_frame_over_the_queue_limit_may_wait(run):
+    """The limit is for what piles up, not for one long payload."""
+
+    async def main():
+        link, seen, theirs = new_link(max_queued_bytes=1000)
+        rows = os.urandom(2_000_000)
+        link.send(STEP, payload=[rows])
+        with pytest.raises(LinkOverflow):
+            link.send(STEP)
+        await seen.closed()
+        theirs.close()
+
+    run(main())
+
+
+def test_death_with_queued_frames(run):
+    async def main():
+        link, seen, theirs = new_link()
+        for _ in range(200):
+            link.send(encode(Step(1, 0, slices=[Slice(1, 0, list(range(2000)), False)])))
+        assert link.queued_bytes > 0
+        theirs.sendall(RESULT_BYTES)
+        theirs.close()
+        assert isinstance(await seen.closed(), LinkClosed)
+        assert [f.message for f in seen.frames] == [RESULT]
+        assert link.queued_bytes == 0
+
+    run(main())
+
+
+def test_descriptors_are_sent_now_or_queued(run):
+    """With a full socket they are duplicated: the caller may close its own at once."""
+
+    async def main():
+        link, seen, theirs = new_link()
+        daemon = BlockingLink(theirs)
+        daemon._connection.state = LinkState.READY
+        before = open_fds()
+        check = Check([], 0, Dtype.FLOAT32, [ArenaPlan(0, 64, 1)])
+        expected = []
+        for i in range(3):
+            fd = os.memfd_create(f"test-{i}")
+            os.write(fd, b"file %d" % i)
+            link.send(check, fds=[fd], request_id=i)
+            os.close(fd)
+            expected.append((i, b"file %d" % i))
+            if i == 0:
+                link.send(STEP, payload=[bytes(1_000_000)])  # fills the socket
+        assert link.queued_bytes > 0
+
+        def read():
+            found = []
+            while len(found) < 3:
+                frame = daemon.receive()
+                if frame.fds:
+                    found.append((frame.request_id, os.pread(frame.fds[0], 100, 0)))
+                    os.close(frame.fds[0])
+            return found
+
+        assert await asyncio.to_thread(read) == expected
+        await asyncio.sleep(0.01)
+        assert open_fds() == before
+        link.send(STEP, payload=[bytes(1_000_000)])
+        link.send(check, fds=[0])
+        assert open_fds() == before + 1
+        link.close()  # with a descriptor in the queue
+        await seen.closed()
+        daemon.close()
+        assert open_fds() == before - 3  # both ends and the epoll descriptor
+
+    run(main())
+
+
+def test_a_long_payload_arrives_complete(run):
+    async def main():
+        _, seen, theirs = new_link()
+        rows = os.urandom(9_000_000)
+        daemon = BlockingLink(theirs)
+        daemon._connection.state = LinkState.READY
+        result = StepResult(1, 0, segments=[("rows", [len(rows) // 4])])
+        thread = threading.Thread(target=daemon.send, args=(result,), kwargs={"payload": [rows]})
+        thread.start()
+        await seen.until(lambda: seen.frames)
+        assert seen.frames[0].payload == rows
+        thread.join(5)
+        daemon.close()
+        await seen.closed()
+
+    run(main())
+
+
+def test_a_forbidden_message_leaves_the_link_open(run):
+    async def main():
+        link, seen, theirs = new_link()
+        for bad in (RESULT, Reset(2**70)):
+            with pytest.raises(LocalProtocolError):
+                link.send(bad)
+        link.send(Reset(3))
+        assert theirs.recv(1000) == encode(Reset(3))
+        link.close()
+        await seen.closed()
+        theirs.close()
+
+    run(main())
+
+
+def test_a_killed_process(run):
+    """A real child answers one step, then dies by SIGKILL with steps unread."""
+    code = (
+        "import os, sys, signal, socket\n"
+        "sock = socket.socket(fileno=int(sys.argv[1]))\n"
+        "sock.recv(10)\n"
+        "sock.sendall(bytes.fromhex(sys.argv[2]))\n"
+        "os.kill(os.getpid(), signal.SIGKILL)\n"
+    )
+
+    async def main():
+        for cut in (0, 20, len(RESULT_BYTES)):
+            link, seen, theirs = new_link()
+            data = (RESULT_BYTES + RESULT_BYTES[:cut]).hex()
+            child = subprocess.Popen(  # noqa: ASYNC220 - a few milliseconds, and nothing else runs in this loop
+                [sys.executable, "-ISEc", code, str(theirs.fileno()), data], pass_fds=[theirs.fileno()]
+            )
+            theirs.close()
+            for _ in range(3):
+                link.send(STEP)
+            reason = await seen.closed()
+            assert isinstance(reason, LinkClosed)
+            assert len(seen.frames) == (2 if cut == len(RESULT_BYTES) else 1)
+            assert child.wait() == -9
+
+    run(main())
+
+
+def test_two_hundred_links_leave_no_descriptor(run):
+    async def main():
+        before = open_fds()
+        for i in range(200):
+            link, seen, theirs = new_link()
+            link.send(STEP)
+            if i % 2:
+                theirs.sendall(RESULT_BYTES)
+                theirs.close()
+                await seen.until(lambda seen=seen: seen.reasons)
+            else:
+                link.close()
+                theirs.close()
+        await asyncio.sleep(0)
+        assert open_fds() == before
+
+    run(main())
