@@ -22,7 +22,7 @@ COMMANDS = {
     "logs": ("lucevisor.cli.operate", "Print the log of a running supervisor."),
     "plan": ("lucevisor.cli.plan", "Show where layers, weights and state would go, without loading."),
     "doctor": ("lucevisor.cli.doctor", "Check each group's interpreter, devices, memory and numbers."),
-    "logits": ("lucevisor.cli.logits", "Run token ids through the whole chain and save logits and hidden states."),
+    "logits": ("lucevisor.cli.logits", "Run token ids through the pipeline and save logits and hidden states."),
     "cache": ("lucevisor.cli.cache", "List, verify, prune and remove snapshots on disk."),
     "chat": ("lucevisor.cli.chat", "Talk to a running supervisor."),
     "demo": ("lucevisor.cli.demo", "Start the bundled model over two daemons, ask, restart one, ask again."),

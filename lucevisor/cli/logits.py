@@ -30,7 +30,7 @@ from lucevisor.errors import ExitCode, LucevisorError
     help="File to write: logits [T,V], hidden [L+1,T,E].",
 )
 def logits(config: Path, overrides: tuple[str, ...], ids_file: Path, out: Path) -> int:
-    """Run token ids through the whole chain of daemons; save float32 logits of every position and the residual
+    """Run token ids through the pipeline of daemons; save float32 logits of every position and the residual
     stream after
     every layer (row 0: the embedding output)."""
     import msgspec

@@ -80,7 +80,7 @@ def _least_bytes(kind: int) -> int:
     return _SCALARS[kind][1] if kind in _SCALARS else 8 if kind == _STRING else 12
 
 
-class _Reader:
+class _HeaderReader:
     def __init__(self, data: memoryview, file: str, file_bytes: int) -> None:
         self.data, self.file, self.at = data[:MAX_HEADER_BYTES], file, 0
         self.whole = file_bytes <= len(self.data)
@@ -163,7 +163,7 @@ def parse(data: memoryview, file: str, file_bytes: int | None = None) -> GgufHea
     Raises :class:`GgufError` naming the key or tensor; :class:`TruncatedHeaderError` when more data could help.
     """
     total = len(data) if file_bytes is None else file_bytes
-    reader = _Reader(data, file, total)
+    reader = _HeaderReader(data, file, total)
     magic = data[:4].tobytes()
     if magic != b"GGUF":
         raise GgufError(file, "byte 0", f"starts with {magic!r}, not b'GGUF': this is not a GGUF file")
@@ -189,7 +189,9 @@ def parse(data: memoryview, file: str, file_bytes: int | None = None) -> GgufHea
     return _tensor_table(reader, version, metadata, n_tensors, total)
 
 
-def _tensor_table(reader: _Reader, version: int, metadata: dict[str, Value], n_tensors: int, total: int) -> GgufHeader:
+def _tensor_table(
+    reader: _HeaderReader, version: int, metadata: dict[str, Value], n_tensors: int, total: int
+) -> GgufHeader:
     alignment = metadata.get("general.alignment", 32)
     if not isinstance(alignment, int) or alignment <= 0 or alignment & (alignment - 1) or alignment > 1 << 20:
         raise reader.fail("metadata value 'general.alignment'", f"{alignment!r} is not a power of two up to 1048576")
@@ -219,7 +221,7 @@ def _tensor_table(reader: _Reader, version: int, metadata: dict[str, Value], n_t
     return GgufHeader(version, metadata, tensors, start)
 
 
-def _check_overlap(reader: _Reader, rows: list[TensorInfo]) -> None:
+def _check_overlap(reader: _HeaderReader, rows: list[TensorInfo]) -> None:
     """Refuse overlapping tensors: a damaged offset would otherwise load garbage silently."""
     by_offset = sorted(rows, key=lambda row: row.offset)
     for before, after in pairwise(by_offset):
@@ -231,7 +233,7 @@ def _check_overlap(reader: _Reader, rows: list[TensorInfo]) -> None:
             )
 
 
-def _tensor_row(reader: _Reader, i: int) -> TensorInfo:
+def _tensor_row(reader: _HeaderReader, i: int) -> TensorInfo:
     name = reader.text(f"name of tensor {i}", MAX_NAME_BYTES)
     where = f"tensor {name!r}"
     n_dimensions = reader.u32(where)
