@@ -31,9 +31,9 @@ ROWS = 16
 def _invert_unit_lower(lower, SIZE: tl.constexpr, PRECISION: tl.constexpr):
     """(I + lower)^-1 for a strictly lower triangular [SIZE, SIZE].
 
-    Blocks of 16 on the diagonal by elimination, all of them at once, then pairs of them: the inverse of
-    [[A, 0], [C, B]] is D - D [[0, 0], [C, 0]] D with D = [[A^-1, 0], [0, B^-1]].  What stands between is not much
-    larger than the result; powers of ``lower``, for a series, would be where keys resemble each other.
+    Diagonal blocks of 16 by elimination, all at once, then merged in pairs: the inverse of [[A, 0], [C, B]] is
+    D - D [[0, 0], [C, 0]] D with D = [[A^-1, 0], [0, B^-1]].  Intermediates stay about as small as the result;
+    powers of ``lower``, for a series, grow where keys are similar.
     """
     BLOCKS: tl.constexpr = SIZE // 16
     block, at = tl.arange(0, BLOCKS), tl.arange(0, 16)
@@ -70,7 +70,7 @@ def delta_rule_solve_kernel(
     WIDTH: tl.constexpr,
     PRECISION: tl.constexpr,
 ) -> None:
-    """One chunk of one value head.  Grid [N_VALUE, chunks, B]; the first and last chunk may be partly empty."""
+    """Solve one chunk of one value head.  Grid [N_VALUE, chunks, B]; outer chunks may be partly empty."""
     j, c, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     C: tl.constexpr = (2 * N_KEY + N_VALUE) * DIM
     at, channel = tl.arange(0, SIZE), tl.arange(0, WIDTH)
@@ -102,6 +102,15 @@ def delta_rule_solve_kernel(
     tl.store(pair_at, _invert_unit_lower(lower, SIZE, PRECISION) * beta[None, :])
 
 
+@triton.jit
+def _dot_state(rows_at, inside, upper, lower, HALF: tl.constexpr, PRECISION: tl.constexpr):
+    """Queries or keys [SIZE, 2 HALF] at ``rows_at`` times S, whose halves are ``upper`` and ``lower``."""
+    rows = tl.load(rows_at, mask=inside, other=0.0)
+    out = tl.dot(rows, upper, input_precision=PRECISION)
+    rows = tl.load(rows_at + HALF, mask=inside, other=0.0)
+    return tl.dot(rows, lower, acc=out, input_precision=PRECISION)
+
+
 @triton.jit(do_not_specialize=["n", "offset", "n_chunks"], do_not_specialize_on_alignment=["ids"])
 def delta_rule_state_kernel(
     y,  # [B n, columns]
@@ -111,29 +120,18 @@ def delta_rule_state_kernel(
     conv_states,  # [states, TAPS - 1, C]
     states,  # [states, N_VALUE, DIM, DIM]
     ids,  # [B]
-    n,
-    offset,
-    n_chunks,
-    y_stride,
-    N_KEY: tl.constexpr,
-    N_VALUE: tl.constexpr,
-    DIM: tl.constexpr,
-    CONV_WIDTH: tl.constexpr,
-    SIZE: tl.constexpr,
-    VALUES: tl.constexpr,
-    WINDOW_CHANNELS: tl.constexpr,
-    WINDOW_ROWS: tl.constexpr,
-    PRECISION: tl.constexpr,
-) -> None:
-    """VALUES columns of S of one value head through all chunks of a slice; what it finds takes the place of v.
+    n, offset, n_chunks, y_stride,
+    N_KEY: tl.constexpr, N_VALUE: tl.constexpr, DIM: tl.constexpr, CONV_WIDTH: tl.constexpr, SIZE: tl.constexpr,
+    VALUES: tl.constexpr, WINDOW_CHANNELS: tl.constexpr, WINDOW_ROWS: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """VALUES columns of S of one value head through all chunks of a slice; writes outputs in place of v.
 
-    Grid [DIM / VALUES, N_VALUE, B].  Also moves PART channels of the window on, which only the convolution reads; n is
-    at least its TAPS - 1 rows (KEPT: rounded up).
+    Grid [DIM / VALUES, N_VALUE, B].  Also stores WINDOW_CHANNELS channels of the new convolution window; n is at least
+    its CONV_WIDTH - 1 rows (WINDOW_ROWS: rounded up).
     """
     part, j, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     C: tl.constexpr = (2 * N_KEY + N_VALUE) * DIM
-    state = tl.load(ids + b)
-    first = b.to(tl.int64) * n
+    state, first = tl.load(ids + b), b.to(tl.int64) * n
 
     row = tl.arange(0, WINDOW_ROWS)[:, None]
     moved = (j * (DIM // VALUES) + part) * WINDOW_CHANNELS + tl.arange(0, WINDOW_CHANNELS)[None, :]
@@ -144,9 +142,8 @@ def delta_rule_state_kernel(
     HALF: tl.constexpr = DIM // 2
     at, channel, value = tl.arange(0, SIZE), tl.arange(0, HALF), part * VALUES + tl.arange(0, VALUES)
     matrix = states + (state * N_VALUE + j) * (DIM * DIM) + channel[:, None] * DIM + value[None, :]
-    upper, lower = tl.load(matrix), tl.load(matrix + HALF * DIM)  # S: a product with all of it needs too many registers
-    of_key = at[:, None] * C + channel[None, :]
-    of_value = at[:, None] * C + value[None, :]
+    upper, lower = tl.load(matrix), tl.load(matrix + HALF * DIM)  # halves of S: all of it needs too many registers
+    of_key, of_value = at[:, None] * C + channel[None, :], at[:, None] * C + value[None, :]
     of_pair = at[:, None] * SIZE + at[None, :]
     place = b.to(tl.int64) * n_chunks * N_VALUE + j
     pairs += place * (2 * SIZE * SIZE)
@@ -156,23 +153,16 @@ def delta_rule_state_kernel(
     for _ in range(n_chunks):
         inside = (at[:, None] + begin >= 0) & (at[:, None] + begin < n)
         q_at = qkv + (j % N_KEY) * DIM
-        k_at = q_at + N_KEY * DIM
-        v_at = qkv + (2 * N_KEY + j) * DIM
+        k_at, v_at = q_at + N_KEY * DIM, qkv + (2 * N_KEY + j) * DIM
         grown, left, shrink = tl.load(decays + at), tl.load(decays + SIZE + at), tl.load(decays + SIZE - 1)
-        k = tl.load(k_at + of_key, mask=inside, other=0.0)
-        u = tl.dot(k, upper, input_precision=PRECISION)
-        k = tl.load(k_at + HALF + of_key, mask=inside, other=0.0)
-        u = tl.dot(k, lower, acc=u, input_precision=PRECISION)
+        u = _dot_state(k_at + of_key, inside, upper, lower, HALF, PRECISION)
         u = tl.load(v_at + of_value, mask=inside, other=0.0) - grown[:, None] * u
         u = tl.dot(tl.load(pairs + of_pair), u, input_precision=PRECISION)
-        q = tl.load(q_at + of_key, mask=inside, other=0.0)
-        o = tl.dot(q, upper, input_precision=PRECISION)
-        q = tl.load(q_at + HALF + of_key, mask=inside, other=0.0)
-        o = tl.dot(q, lower, acc=o, input_precision=PRECISION) * grown[:, None]
+        o = _dot_state(q_at + of_key, inside, upper, lower, HALF, PRECISION) * grown[:, None]
         o = tl.dot(tl.load(pairs + SIZE * SIZE + of_pair), u, acc=o, input_precision=PRECISION)
-        tl.store(v_at + of_value, o, mask=inside)  # each o is made of the v that it replaces, so that has been read
+        tl.store(v_at + of_value, o, mask=inside)  # o depends on the v that it replaces, so v has been read
         u *= left[:, None]
-        k = tl.load(k_at + of_key, mask=inside, other=0.0)  # once more: it would be in the way if held from above on
+        k = tl.load(k_at + of_key, mask=inside, other=0.0)  # loaded again: holding it costs registers
         upper = tl.dot(tl.trans(k), u, acc=upper * shrink, input_precision=PRECISION)
         k = tl.load(k_at + HALF + of_key, mask=inside, other=0.0)
         lower = tl.dot(tl.trans(k), u, acc=lower * shrink, input_precision=PRECISION)
@@ -187,7 +177,7 @@ def delta_rule_state_kernel(
 @triton.jit(do_not_specialize=["rows"])
 def gated_rms_norm_kernel(
     y,  # [rows, columns]
-    qkv,  # [rows, C]: q, k, and what came of v
+    qkv,  # [rows, C]: q, k, and outputs in place of v
     out,  # [rows, N_VALUE DIM]
     norm,  # [DIM]
     eps,
@@ -198,7 +188,7 @@ def gated_rms_norm_kernel(
     DIM: tl.constexpr,
     ROWS: tl.constexpr,
 ) -> None:
-    """ROWS tokens of one value head: rms norm, times silu of z.  Grid [N_VALUE, rows / ROWS rounded up]."""
+    """ROWS tokens of one value head: RMSNorm times silu(z).  Grid [N_VALUE, ceil(rows / ROWS)]."""
     j, row = tl.program_id(0), tl.program_id(1).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
     C: tl.constexpr = (2 * N_KEY + N_VALUE) * DIM
     at = tl.arange(0, DIM)[None, :]
@@ -212,7 +202,7 @@ def gated_rms_norm_kernel(
 
 @cache
 def _precision(device: torch.device) -> str:
-    """How the products of float32 are made: where there are tensor cores for it, as three products of TF32."""
+    """Precision of float32 products: three TF32 products where tensor cores have them, else IEEE."""
     if device.type == "cuda" and torch.version.hip is None and torch.cuda.get_device_capability(device) >= (8, 0):
         return "tf32x3"
     return "ieee"

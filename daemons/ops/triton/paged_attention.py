@@ -1,14 +1,14 @@
 """Paged attention: causal attention of few query tokens per slice over keys and values in place, in their pages.
 
-For decoding, for verifying a draft, for the end of a prompt.  Flash decoding in two launches: programs take equal parts
-of a slice's visible positions and leave a softmax each, then the parts are merged.  The torch form is a gather of the
-pages and ``daemons.ops.attention.reference``.
+For decode, draft verification and the end of a prompt.  Flash decoding in two launches: each program computes the
+softmax of one split of a slice's visible positions, then splits are merged.  The torch form gathers the pages and calls
+``daemons.ops.attention.reference``.
 
-Invariant: the launches depend on numbers of the host alone (how many splits), never on the lengths that lie on the
-device: a slice that is short for its number of splits leaves some of them empty.
+Invariant: launches depend only on what the host knows (the number of splits), never on lengths on the device; a short
+slice leaves some splits empty.
 
-Shapes: B slices, n query tokens a slice, H query heads, K kv heads, G = H / K, D head dim of keys, Dv of values.  The
-n G query rows of a slice that read one kv head are rows of one product, so keys are read once for all of them.
+Shapes: B slices, n query tokens per slice, H query heads, K kv heads, G = H / K, D head dim of keys, Dv of values.  The
+n G query rows of a slice that share a kv head are one tile, so keys are read once for all of them.
 """
 
 from __future__ import annotations
@@ -25,21 +25,19 @@ from daemons.ops.paged import PagedTensor, Q8Pages
 from lucevisor.model.values import PAGE_TOKENS, Q8_GROUP
 
 PROGRAMS_PER_PROCESSOR = 2
-"""As many as fit at once by their shared memory: more would be a second wave."""
+"""Programs that fit at once in shared memory: more would be a second wave."""
 SPLIT_TOKENS = 128
-"""Positions below which a split is not worth its part of the merge."""
+"""Positions below which a split costs more to merge than it saves."""
 LONGEST_SPLIT_TOKENS = 2048
-"""Positions above which a split of one long slice would keep all others waiting."""
+"""Positions above which one long slice would delay all others."""
 TILE_BYTES = 1 << 14
-"""Keys a program holds at a time: wide enough loads, room for three of them, with values, in shared memory."""
+"""Keys per load: wide enough, and three stages with their values fit shared memory."""
 MAX_ACCUMULATOR = 1 << 14
-"""Numbers of the output a program holds: 64 registers of a thread, with 8 warps."""
+"""Output numbers per program: 64 registers per thread with 8 warps."""
 HIP_MATRIX = ("gfx908", "gfx90a", "gfx94", "gfx95", "gfx12")
-"""AMD's architectures with matrix units.  Those of gfx11 want their factors twice, which is as hard on registers as to
-have none.
-"""
+"""AMD architectures with matrix units, without gfx11, whose units need their factors twice: too many registers."""
 
-_LOWEST = tl.constexpr(-1.0e30)  # a maximum of no scores; finite, so that differences of two are no NaN
+_LOWEST = tl.constexpr(-1.0e30)  # the maximum of no scores; finite, so that differences are not NaN
 _PAGE = tl.constexpr(PAGE_TOKENS)
 _GROUP = tl.constexpr(Q8_GROUP)
 
@@ -59,39 +57,24 @@ def _load_tile(pages, scales, base, inside, K: tl.constexpr, D: tl.constexpr, N:
     return tile
 
 
+@triton.jit
+def _split_blocks(low, end, split, n_splits, N: tl.constexpr):
+    """The blocks of N positions, first and last + 1, in ``split`` of the positions ``low`` .. ``end`` - 1."""
+    first, n_blocks = low // N, (end + N - 1) // N - low // N
+    # in 64 bits: blocks of the longest table times splits
+    begin = first + (n_blocks.to(tl.int64) * split // n_splits).to(tl.int32)
+    stop = first + (n_blocks.to(tl.int64) * (split + 1) // n_splits).to(tl.int32)
+    return begin, stop
+
+
 @triton.jit(do_not_specialize=["table_rows", "starts", "window", "n", "n_splits", "table_stride", "n_rows"])
 def paged_attention_kernel(
-    q,
-    keys,
-    key_scales,
-    values,
-    value_scales,
-    tables,
-    table_rows,
-    starts,
-    partials,
-    sums,
-    scale,
-    softcap,
-    window,
-    n,
-    n_splits,
-    n_rows,
-    table_stride,
-    token_stride,
-    head_stride,
-    K: tl.constexpr,
-    G: tl.constexpr,
-    D: tl.constexpr,
-    DV: tl.constexpr,
-    DK_STORED: tl.constexpr,
-    DV_STORED: tl.constexpr,
-    CAPPED: tl.constexpr,
-    M: tl.constexpr,
-    N: tl.constexpr,
-    WIDTH: tl.constexpr,
+    q, keys, key_scales, values, value_scales, tables, table_rows, starts, partials, sums,
+    scale, softcap, window, n, n_splits, n_rows, table_stride, token_stride, head_stride,
+    K: tl.constexpr, G: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, DK_STORED: tl.constexpr,
+    DV_STORED: tl.constexpr, CAPPED: tl.constexpr, M: tl.constexpr, N: tl.constexpr, WIDTH: tl.constexpr,
     VALUE_WIDTH: tl.constexpr,
-) -> None:
+):  # fmt: skip
     """One kv head of a slice, M query rows (token-major) and one split of its positions, N at a time.
 
     Writes the split's output, as a softmax of its own, to ``partials`` [splits, n_rows, K G, DV] and the log2 of the
@@ -101,10 +84,7 @@ def paged_attention_kernel(
     split = tl.program_id(1)
     start = tl.load(starts + b).to(tl.int32)
     low, end = tl.maximum(start - window + 1, 0), start + n
-    first, n_blocks = low // N, (end + N - 1) // N - low // N
-    # in 64 bits: blocks of the longest table times splits
-    begin = first + (n_blocks.to(tl.int64) * split // n_splits).to(tl.int32)
-    stop = first + (n_blocks.to(tl.int64) * (split + 1) // n_splits).to(tl.int32)
+    begin, stop = _split_blocks(low, end, split, n_splits, N)
 
     m = tl.program_id(0) * M + tl.arange(0, M)
     token, head = m // G, kv * G + m % G
@@ -117,15 +97,14 @@ def paged_attention_kernel(
 
     table = tables + tl.load(table_rows + b).to(tl.int64) * table_stride
     page = tl.load(table + begin * N // _PAGE, mask=begin < stop, other=0)
-    top = tl.full([M], _LOWEST, tl.float32)
-    total = tl.zeros([M], tl.float32)
+    top, total = tl.full([M], _LOWEST, tl.float32), tl.zeros([M], tl.float32)
     acc = tl.zeros([M, VALUE_WIDTH], tl.float32)
     for block in range(begin, stop):
         at = block * N
         base = (page.to(tl.int64) * _PAGE + at % _PAGE) * K + kv
-        page = tl.load(table + (block + 1) * N // _PAGE, mask=block + 1 < stop, other=0)  # the next one, ahead of use
+        page = tl.load(table + (block + 1) * N // _PAGE, mask=block + 1 < stop, other=0)  # prefetch the next one
         key = at + tl.arange(0, N)
-        inside = (key >= low) & (key < end)  # what lies in a page beside them may be anything, NaN too
+        inside = (key >= low) & (key < end)  # the rest of a page may hold anything, NaN too
         k = _load_tile(keys, key_scales, base, inside, K, DK_STORED, N, WIDTH).to(queries.dtype)
         s = tl.dot(queries, tl.trans(k), input_precision="ieee") * scale
         if CAPPED:
@@ -141,8 +120,7 @@ def paged_attention_kernel(
         top = higher
 
     total = tl.where(total > 0.0, total, 1.0)
-    out = split.to(tl.int64) * n_rows + b * n + token
-    out = out * (K * G) + head
+    out = (split.to(tl.int64) * n_rows + b * n + token) * (K * G) + head
     dv = tl.arange(0, VALUE_WIDTH)
     tl.store(
         partials + out[:, None] * DV + dv[None, :],
@@ -179,8 +157,8 @@ def paged_attention_merge_kernel(
 
 @dataclass(frozen=True, slots=True)
 class DeviceLimits:
-    """Multiprocessors (compute units); bytes of shared memory that a program can have; bytes of the widest numbers that
-    matrix units multiply as they are, 0 without such units.
+    """WIDTH columns of a row of ``out`` [n_rows, D], merged from ``partials`` [splits, n_rows, D] and ``sums`` [splits,
+    n_rows], SPLITS at a time.
     """
 
     processors: int
@@ -200,7 +178,7 @@ def device_limits(device: torch.device) -> DeviceLimits:
 
 @dataclass(frozen=True, slots=True)
 class AttentionTile:
-    """Query rows and positions of a program's tile, and how it is run."""
+    """Query rows and positions per program, warps and pipeline stages."""
 
     rows: int
     tokens: int
@@ -209,9 +187,9 @@ class AttentionTile:
 
 
 def attention_tile(n_query_rows: int, width: int, itemsize: int, device: DeviceLimits) -> AttentionTile:
-    """The tile for so many query rows of a kv head, by the larger head dim and the bytes of a number."""
+    """The tile for ``n_query_rows`` per kv head; ``width``: the larger head dim, ``itemsize``: bytes of a number."""
     if itemsize > device.matrix_itemsize:
-        # plain multiply-adds keep whole rows of both factors in registers
+        # without matrix units, multiply-adds keep whole rows of both factors in registers
         return AttentionTile(16, 16, 4, 2 if device.shared_bytes > 1 << 16 else 1)
     width, budget = triton.next_power_of_2(width), 1 if device.shared_bytes > 1 << 16 else 2
     most_rows = max(16, min(64, MAX_ACCUMULATOR // budget // width))
@@ -235,14 +213,27 @@ def _width(pages: PagedTensor) -> int:
 
 
 def _tile_width(pages: PagedTensor) -> int:
-    """A power of two that holds a row, enough for a product's inner dimension."""
+    """A power of two >= 16, the least inner dimension of a product, that holds a row."""
     return max(16, int(triton.next_power_of_2(_numbers(pages).shape[3])))
 
 
 def choose_n_splits(n_programs: int, n_tokens: int, n_processors: int) -> int:
-    """Into how many splits to cut up to ``n_tokens`` visible positions, for ``n_programs`` programs a split."""
+    """Splits of up to ``n_tokens`` visible positions, for ``n_programs`` programs per split."""
     budget = PROGRAMS_PER_PROCESSOR * n_processors // n_programs
     return max(1, min(budget, -(-n_tokens // SPLIT_TOKENS)), -(-n_tokens // LONGEST_SPLIT_TOKENS))
+
+
+def _check_layout(
+    q: Tensor, keys: PagedTensor, values: PagedTensor, tables: Tensor, table_rows: Tensor, starts: Tensor
+) -> None:
+    assert q.stride(2) == 1
+    assert starts.is_contiguous()
+    assert table_rows.is_contiguous()
+    assert tables.stride(1) == 1
+    assert _numbers(keys).shape[:3] == _numbers(values).shape[:3]
+    assert _width(keys) == q.shape[2]
+    assert _numbers(keys).is_contiguous()
+    assert _numbers(values).is_contiguous()
 
 
 def paged_attention(
@@ -262,27 +253,19 @@ def paged_attention(
 ) -> Tensor:
     """Attend ``q`` [B n, H, D], slice after slice, to the pages of their sequences; returns [B n, H, Dv] of q's dtype.
 
-    Slice b is at positions ``starts[b]`` .. ``starts[b] + n - 1``, and position p of it in page
-    ``tables[table_rows[b], p // 64]`` (integers [rows, pages], [B], [B], on the device).  A query sees what is not
-    later and, with a ``window``, less than ``window`` back; pages before that are never touched.  ``softcap`` 0: none.
-    ``max_length``: position behind the last token of the longest slice, or a bound of it; with ``n_splits`` given it
-    is not used.  Arithmetic is float32 but for the two products, whose factors
-    have q's dtype.
+    Slice b is at positions ``starts[b]`` .. ``starts[b] + n - 1``; position p of it is in page
+    ``tables[table_rows[b], p // 64]`` (integers [rows, pages], [B], [B], on the device).  A query sees positions up to
+    its own and, with a ``window``, the last ``window`` of them; pages before the window are never read.  ``softcap`` 0:
+    none.  ``max_length``: an upper bound of the position after any slice's last token, not used with ``n_splits``.
+    Arithmetic is float32, except that factors of the two products have q's dtype.
     """
     n_rows, n_heads, d = q.shape
     n_slices, n_kv_heads, dv = n_rows // n, _numbers(keys).shape[2], _width(values)
     group = n_heads // n_kv_heads
     assert n_rows == n_slices * n
     assert n_heads == group * n_kv_heads
-    assert q.stride(2) == 1
     assert starts.shape == table_rows.shape == (n_slices,)
-    assert starts.is_contiguous()
-    assert table_rows.is_contiguous()
-    assert tables.stride(1) == 1
-    assert _numbers(keys).shape[:3] == _numbers(values).shape[:3]
-    assert _width(keys) == d
-    assert _numbers(keys).is_contiguous()
-    assert _numbers(values).is_contiguous()
+    _check_layout(q, keys, values, tables, table_rows, starts)
     device = device_limits(q.device)
     tile = attention_tile(group * n, max(d, dv), q.element_size(), device)
     n_row_blocks = -(-group * n // tile.rows)

@@ -1,12 +1,8 @@
-"""The gated delta net mixer for few tokens a slice: decode, the check of a draft, the end of a prompt.
+"""The recurrent gated delta net, for decode: one or a few tokens per slice.
 
-Input columns to gated outputs in two launches; the reference is ``daemons.models.blocks.GatedDeltaNet``.
-The tokens of a slice follow each other in one program, which holds the matrix S of a value head in registers: long
-slices are better off with the chunked form.  Knows no sequence and no step, only rows of the state pools.
-
-Why a program holds all of S and not a part of its columns: 48 heads of 128 x 128 are 48 programs with 64 KiB each in
-flight, which is enough to hide the latency of the memory; with parts, more processors would share the work of one
-sequence, but the norm over a head would be a third launch, which costs more than that saves.
+Two launches from input columns to gated outputs; the reference is ``daemons.models.blocks.GatedDeltaNet``.  A program
+holds the whole state S of a value head in registers and walks the tokens of its slice, so long slices are faster with
+``chunked_delta_rule``.  Knows no sequences or steps, only rows of the state pools.
 """
 
 from __future__ import annotations
@@ -20,12 +16,12 @@ from daemons.ops.basic import l2_scale
 from daemons.ops.operations import GatedDeltaNetParams
 
 L2_EPS = 1e-6
-"""Added to the squared length of a query or key."""
+"""Epsilon of the l2 norm of queries and keys."""
 
 
 @triton.jit
 def _softplus(x):
-    """log(1 + exp x) without losing what the 1 drowns (Kahan's log1p); x itself above 20, as in torch."""
+    """log(1 + exp x) with Kahan's log1p, which keeps small exp x; x itself above 20, as in torch."""
     e = tl.exp(tl.minimum(x, 20.0))
     u = 1.0 + e
     part = tl.where(u == 1.0, e, tl.log(u) * (e / tl.where(u == 1.0, 1.0, u - 1.0)))
@@ -67,7 +63,7 @@ def causal_conv1d_kernel(
     window = conv_states + tl.load(ids + row // n) * ((CONV_WIDTH - 1) * C) + channel
     x = tl.zeros([BLOCK], dtype=tl.float32)
     for i in tl.static_range(CONV_WIDTH):
-        back = CONV_WIDTH - 1 - i  # so many tokens before this one; what lies before the slice is in the window
+        back = CONV_WIDTH - 1 - i  # tokens before this one; those before the slice are in the window
         width = tl.where(token < back, DIM, 0)
         old = tl.load(window + (token + i) * C, mask=at < width, other=0.0)
         new = tl.load(inputs - back * y_stride + channel, mask=at < DIM - width, other=0.0)
@@ -89,9 +85,9 @@ def causal_conv1d_kernel(
 
 @triton.jit
 def _load_token(qkv, gates, z, at, pair, value, width):
-    """q and k [BLOCK, 2], v, z, decay and beta of one token, whose heads begin at ``pair`` [1, 2] and ``value``.
+    """q and k [BLOCK, 2], v, z, decay and beta of one token; ``pair`` [1, 2] and ``value``: where its heads begin.
 
-    ``width``: the heads' DIM, or 0 behind the last token: nothing is read.
+    ``width``: DIM, or 0 after the last token, where nothing is read.
     """
     qk = tl.load(qkv + pair + at[:, None], mask=at[:, None] < width, other=0.0)
     v = tl.load(qkv + value + at, mask=at < width, other=0.0)
@@ -99,6 +95,15 @@ def _load_token(qkv, gates, z, at, pair, value, width):
     decay = tl.load(gates, mask=width > 0, other=0.0)
     beta = tl.load(gates + 1, mask=width > 0, other=0.0)
     return qk, v, gate, decay, beta
+
+
+@triton.jit
+def _shifted_window(window, y, first, row, channel, mine, n, y_stride, C: tl.constexpr, CONV_WIDTH: tl.constexpr):
+    """The next convolution window: rows n .. n + CONV_WIDTH - 2 of the old window followed by the n inputs."""
+    inputs = y + (first + n - (CONV_WIDTH - 1) + row) * y_stride + channel
+    old = tl.load(window + (row + n) * C, mask=mine & (row + n < CONV_WIDTH - 1), other=0.0)
+    new = tl.load(inputs, mask=mine & (row + n >= CONV_WIDTH - 1), other=0.0)
+    return old + new.to(tl.float32)  # one of the two is 0
 
 
 @triton.jit(do_not_specialize=["n"], do_not_specialize_on_alignment=["ids"])
@@ -114,40 +119,27 @@ def delta_rule_recurrent_kernel(
     eps,
     n,
     y_stride,
-    N_KEY: tl.constexpr,
-    N_VALUE: tl.constexpr,
-    DIM: tl.constexpr,
-    CONV_WIDTH: tl.constexpr,
-    BLOCK: tl.constexpr,
-    WINDOW_CHANNELS: tl.constexpr,
-    WINDOW_ROWS: tl.constexpr,
-) -> None:
-    """One value head of one slice: the rule over its n tokens, the gated norm; S and the window move on in the pools.
+    N_KEY: tl.constexpr, N_VALUE: tl.constexpr, DIM: tl.constexpr, CONV_WIDTH: tl.constexpr, BLOCK: tl.constexpr,
+    WINDOW_CHANNELS: tl.constexpr, WINDOW_ROWS: tl.constexpr,
+):  # fmt: skip
+    """One value head of one slice: the delta rule over its n tokens and the gated norm; updates S and the conv window.
 
-    Grid [N_VALUE, B].  Of the window every program moves PART channels; KEPT is its TAPS - 1 rows, rounded up.
+    Grid [N_VALUE, B].  Each program updates WINDOW_CHANNELS channels of the window, WINDOW_ROWS >= CONV_WIDTH - 1 rows.
     """
     j, b = tl.program_id(0), tl.program_id(1)
     C: tl.constexpr = (2 * N_KEY + N_VALUE) * DIM
-    state = tl.load(ids + b)
-    first = b.to(tl.int64) * n
+    state, first = tl.load(ids + b), b.to(tl.int64) * n
     at = tl.arange(0, BLOCK)
     inside = at < DIM
     square = inside[:, None] & inside[None, :]
     matrix = states + (state * N_VALUE + j) * (DIM * DIM) + at[:, None] * DIM + at[None, :]
     s = tl.load(matrix, mask=square, other=0.0)
 
-    # rows n .. n + TAPS - 2 of (window, inputs); the convolution, which reads the window, is done by now
     row = tl.arange(0, WINDOW_ROWS)[:, None]
     channel = j * WINDOW_CHANNELS + tl.arange(0, WINDOW_CHANNELS)[None, :]
-    mine, before = (row < CONV_WIDTH - 1) & (channel < C), row + n < CONV_WIDTH - 1
     window = conv_states + state * ((CONV_WIDTH - 1) * C) + channel
-    old = tl.load(window + (row + n) * C, mask=mine & before, other=0.0)
-    new = tl.load(
-        y + (first + n - (CONV_WIDTH - 1) + row) * y_stride + channel,
-        mask=mine & (row + n >= CONV_WIDTH - 1),
-        other=0.0,
-    )
-    moved = old + new.to(tl.float32)  # one of the two is 0
+    mine = (row < CONV_WIDTH - 1) & (channel < C)
+    moved = _shifted_window(window, y, first, row, channel, mine, n, y_stride, C, CONV_WIDTH)
 
     weight = tl.load(norm + at, mask=inside, other=0.0)
     heads = (j % N_KEY + N_KEY * tl.arange(0, 2)[None, :]) * DIM
@@ -161,7 +153,7 @@ def delta_rule_recurrent_kernel(
         qkv += C
         gates += 2 * N_VALUE
         z += y_stride
-        # asked for before this token's sums are waited for
+        # prefetch the next token's inputs
         later = _load_token(qkv, gates, z, at, heads, value, tl.where(token + 1 < n, DIM, 0))
         q, k = tl.split(qk)
         error = (v - decay * tl.sum(s * k[:, None], axis=0)) * beta
@@ -173,7 +165,7 @@ def delta_rule_recurrent_kernel(
         out += N_VALUE * DIM
         qk, v, gate, decay, beta = later
     tl.store(matrix, s, mask=square)
-    tl.debug_barrier()  # threads of this program write what others of it have read
+    tl.debug_barrier()  # every thread has read the window before any writes it
     tl.store(window + row * C, moved, mask=mine)
 
 
@@ -200,11 +192,11 @@ def recurrent_options(n_key: int, n_value: int, dim: int, conv_width: int) -> di
 def recurrent_gated_delta_net(
     y: Tensor, conv_states: Tensor, states: Tensor, ids: Tensor, params: GatedDeltaNetParams
 ) -> Tensor:
-    """Input columns [B n, columns] to gated outputs [B n, n_value dim], in the dtype of ``y``; moves the states on.
+    """Input columns [B n, columns] to gated outputs [B n, n_value dim], in the dtype of ``y``; updates the states.
 
-    ``y``: columns q, k, v (the channels C), z, alpha, beta; slice b has rows b n .. b n + n - 1, n from 1 to a few
-    dozen; the last dim contiguous.  Pools ``conv_states`` [states, taps - 1, C] and ``states``
-    [states, n_value, Dk, Dv], float32, are changed in rows ``ids`` [B] int64, which differ from each other.
+    ``y``: columns q, k, v (the C channels), z, alpha, beta; slice b has rows b n .. b n + n - 1, n from 1 to a few
+    dozen; its last dimension is contiguous.  Updates rows ``ids`` [B] int64, all different, of the float32 pools
+    ``conv_states`` [states, conv width - 1, C] and ``states`` [states, n_value, Dk, Dv].
     """
     m, conv_width, channels = params, params.conv_weight.shape[0], params.channels
     rows, n_slices = y.shape[0], ids.shape[0]
