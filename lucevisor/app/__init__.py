@@ -1,0 +1,1 @@
+"""Composition root: a running supervisor, its status, logs and run directory."""
