@@ -1,4 +1,4 @@
-"""The schema: all sections and their keys, and `Config`, the result of `load`.
+"""The config schema: all sections and their keys, and `Config`, the result of `load`.
 
 `load` parses by `SECTIONS` and `keys_of`, `docs` prints them, and a test compares etc/lucevisor.toml with them. Knows
 nothing about files or the machine. Invariant: loading `as_dict` of a Config gives an equal Config.
