@@ -223,9 +223,7 @@ class ServerConfig:
     host: Annotated[
         str, Key(Host(), "Address to listen on. Any address but loopback needs `api_keys_file` or `allow_open = true`.")
     ] = "127.0.0.1"
-    port: Annotated[int, Key(Whole(0, 65535), "Port to listen on; 0 is any free one, shown by `lucevisor status`.")] = (
-        8080
-    )
+    port: Annotated[int, Key(Whole(0, 65535), "Port to listen on; 0: any free one, see `lucevisor status`.")] = 8080
     api_keys_file: Annotated[
         str,
         Key(
@@ -313,9 +311,7 @@ class DraftConfig:
         ),
     ] = "off"
     path: Annotated[str, Key(FilePath(hub=True), "The drafter's file; required for `dflash`.")] = ""
-    device: Annotated[DeviceRef | None, Key(MaybeDevice(), "Where the drafter runs. Empty: with the output stage.")] = (
-        None
-    )
+    device: Annotated[DeviceRef | None, Key(MaybeDevice(), "Where the drafter runs. Empty: the last stage.")] = None
     width: Annotated[
         int | AutoWord,
         Key(OrAuto(Whole(1, 64)), "Tokens verified in one step. `auto`: chosen by recent acceptance.", "tokens"),
