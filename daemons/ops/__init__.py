@@ -1,1 +1,1 @@
-"""Arithmetic of the model blocks: functions and small callables over tensors, without state, families or files."""
+"""Operations of model blocks: functions and small callables over tensors, without state, families or files."""

@@ -1,8 +1,9 @@
 """Causal attention of some query rows over gathered keys, with grouped heads, window and soft cap.
 
-Knows tensors only: the caller gathers pages and builds the mask.  ``reference`` is the oracle of every faster form.
+Knows tensors only: the caller gathers pages and builds the mask.  ``reference`` is the oracle of every
+faster form.
 
-Shapes: B slices, n query tokens a slice, L key positions, H query heads, K kv heads, D head dim of keys, Dv of values.
+Shapes: B slices, n query tokens per slice, L key positions, H query heads, K kv heads, D head dim of keys, Dv of values.
 Query head h reads kv head h // (H / K).
 """
 
@@ -18,9 +19,9 @@ from lucevisor.model.workspace import SCORE_ELEMENTS
 
 
 def visible(queries: Tensor, keys: Tensor, window: int) -> Tensor:
-    """Mask ``[B, 1, n, L]``: a query sees keys that are not later and, with a window, less than ``window`` back.
+    """Causal mask ``[B, 1, n, L]``, limited to the last ``window`` positions if there is a window.
 
-    ``queries`` [B, n] and ``keys`` [B, L] are positions; a window counts the query itself; 0 is no window.
+    ``queries`` [B, n] and ``keys`` [B, L] are positions; a window includes the query itself; 0: none.
     """
     q, k = queries[:, None, :, None], keys[:, None, None, :]
     return k <= q if window == 0 else (k <= q) & (k > q - window)
@@ -32,7 +33,7 @@ def attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *, scale: fl
     ``mask`` [B, 1, n, L], True where visible; None: every query sees every key.  Softmax is float32.
     """
     if softcap > 0.0 or (q.dtype == torch.float32 and q.device.type != "cpu"):
-        return reference(q, k, v, mask, scale=scale, softcap=softcap)  # fused kernels of GPUs may use TF32
+        return reference(q, k, v, mask, scale=scale, softcap=softcap)  # GPUs' fused kernels may use TF32
     n, group = q.shape[1], q.shape[2] // k.shape[2]
     folded = _fold(q, k.shape[2])
     if mask is not None and n > 1 and group > 1:
@@ -56,7 +57,7 @@ def _capability_masked() -> bool:
 
 
 def reference(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *, scale: float, softcap: float = 0.0) -> Tensor:
-    """The same in plain steps, float32 scores, a bounded number of them at a time."""
+    """:func:`attention` in plain steps, with a bounded number of float32 scores at a time."""
     batch, n, heads, _ = q.shape
     kv_heads, length = k.shape[2], k.shape[1]
     keys, values = k.permute(0, 2, 3, 1).float(), v.transpose(1, 2).float()
@@ -76,7 +77,7 @@ def reference(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *, scale: fl
 
 
 def _fold(q: Tensor, kv_heads: int) -> Tensor:
-    """[B, n, H, D] -> [B, K, G n, D]: heads that share a kv head become query rows, so keys are not repeated."""
+    """[B, n, H, D] -> [B, K, G n, D]: heads of one kv head become query rows, so keys are not repeated."""
     b, n, h, d = q.shape
     if n == 1:
         return q.reshape(b, kv_heads, h // kv_heads, d)

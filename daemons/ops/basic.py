@@ -33,7 +33,7 @@ class RmsNorm:
         """The norm of x, float32."""
         if x.dtype != torch.float32:
             x = x.float()
-        # one reduction, one fused square, mean and eps: for a decode row the calls are the cost
+        # few calls: they are the cost of a decode row
         length = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
         out = x * torch.addcmul(self.eps, length, length, value=1.0 / self.width).rsqrt_()
         return out if self.weight is None else out.mul_(self.weight)
@@ -50,10 +50,10 @@ class RmsNorm:
 
 @dataclass(frozen=True)
 class Rope:
-    """Rotary positions over the first ``n_rotary`` dims of a head, NEOX pairing: dim j turns with dim j + n_rotary / 2.
+    """Rotary positions over the first ``n_rotary`` dims of a head, NEOX: dims j and j + n_rotary / 2 are paired.
 
     ``inverse_frequencies`` float32 [n_rotary / 2]; ``magnitude`` multiplies cos and sin (YaRN).
-    Layers with equal parameters share one object, so that cos and sin are computed once a step.
+    Layers with equal parameters share one object, so that cos and sin are computed once per step.
     """
 
     n_rotary: int
@@ -77,8 +77,8 @@ def rope(rotary: Rotary, device: torch.device, factors: Tensor | None = None) ->
     """Frequencies ``theta^(-2j / n)``, stretched by YaRN where the file says so, divided by ``factors`` [n / 2] when
     given.
 
-    YaRN: arXiv 2309.00071, section 3.2 and 3.4.  Pairs between the two turn counts are blended linearly in the pair's
-    index.
+    YaRN: arXiv 2309.00071, section 3.2 and 3.4.  Pairs between the two rotation counts are interpolated
+    linearly by index.
     """
     plain = plain_rope(rotary.n, rotary.theta, device)
     inverse, yarn = plain.inverse_frequencies, rotary.yarn
@@ -96,7 +96,7 @@ def rope(rotary: Rotary, device: torch.device, factors: Tensor | None = None) ->
 
 
 def _pair_of(turns: float, rotary: Rotary, yarn: Yarn) -> float:
-    """The pair, as a broken number, that turns so many times within the original context."""
+    """The fractional index of the pair that rotates ``turns`` times within the original context."""
     wave = yarn.original_context / (2.0 * math.pi * turns)
     return rotary.n * math.log(wave) / (2.0 * math.log(rotary.theta))
 

@@ -1,7 +1,7 @@
 """The gated delta rule and the short convolution in front of it, float32.
 
 Source: Yang, Kautz, Hatamizadeh, "Gated Delta Networks" (2024), sections 2-3, with the conventions of docs/families.md.
-Two forms of one rule: ``step`` for one token a sequence, ``chunked`` for runs of tokens.  Both take and give the state
+Two forms: ``step`` for one token per sequence, ``chunked`` for longer slices.  Both take and return the state
 ``S`` [B, N, Dk, Dv] (N value heads); neither knows where it is stored.
 
     S <- exp(g) S;  e = beta (v - k' S);  S <- S + k e';  o = q' S        (q is already scaled by 1/sqrt(Dk))
@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 CHUNK = 64
-"""Tokens of a chunk.  Borders lie at positions that are multiples of it, wherever a step begins."""
+"""Tokens per chunk.  Chunks start at positions that are multiples of it, wherever a step begins."""
 
 
 def convolve(inputs: Tensor, left: Tensor, conv_weight: Tensor) -> tuple[Tensor, Tensor]:
@@ -34,7 +34,7 @@ def convolve(inputs: Tensor, left: Tensor, conv_weight: Tensor) -> tuple[Tensor,
 
 
 def step(state: Tensor, qk: Tensor, v: Tensor, decay: Tensor, beta: Tensor) -> Tensor:
-    """One token a sequence: update ``state`` [B, N, Dk, Dv] in place, return o [B, 1, N, Dv].
+    """One token per sequence: update ``state`` [B, N, Dk, Dv] in place, return o [B, 1, N, Dv].
 
     ``qk`` [B, 1, 2, N, Dk] queries and keys; v [B, 1, N, Dv]; ``decay`` = exp(g) and beta [B, 1, N].
     """
@@ -50,11 +50,11 @@ def step(state: Tensor, qk: Tensor, v: Tensor, decay: Tensor, beta: Tensor) -> T
 def chunked(
     state: Tensor, q: Tensor, k: Tensor, v: Tensor, gates: tuple[Tensor, Tensor], offset: int
 ) -> tuple[Tensor, Tensor]:
-    """A run of tokens; returns o [B, n, N, Dv] and S.
+    """A slice of tokens; returns o [B, n, N, Dv] and S.
 
     q, k [B, n, N, Dk]; v [B, n, N, Dv]; ``gates`` = (g, beta), each [B, n, N].
-    ``offset``: position of the first token modulo CHUNK.  Rows of zeros in front and behind fill the outer chunks; a
-    zero row (k = v = g = beta = 0) leaves S as it is.
+    ``offset``: position of the first token modulo CHUNK.  The outer chunks are zero-padded; a zero row
+    (k = v = g = beta = 0) does not change S.
     """
     b, n, heads, dk = q.shape
     dv = v.shape[-1]
@@ -79,7 +79,7 @@ def chunked(
     s = state.reshape(b * heads, dk, dv)
     parts = []
     for i in range(q.shape[1]):
-        u = solve[:, i] @ torch.baddbmm(v[:, i], k_grown[:, i], s, alpha=-1.0)  # what S does not know yet
+        u = solve[:, i] @ torch.baddbmm(v[:, i], k_grown[:, i], s, alpha=-1.0)  # what S does not predict yet
         parts.append(torch.baddbmm(q_grown[:, i] @ s, within[:, i], u))
         s = torch.baddbmm(s * shrink[:, i], k_left[:, i], u)
     out = torch.cat(parts, dim=1)[:, front : front + n]
@@ -87,7 +87,7 @@ def chunked(
 
 
 def _frames(x: Tensor, front: int, back: int, size: int) -> Tensor:
-    """[B, n, N, D] -> [B N, chunks, size, D] with zero rows in front and behind."""
+    """[B, n, N, D] -> [B N, chunks, size, D], zero-padded at both ends."""
     b, n, heads, d = x.shape
     x = x.transpose(1, 2).reshape(b * heads, n, d)
     if front or back:

@@ -20,7 +20,7 @@ from daemons.ops.paged import PagedTensor
 from daemons.ops.router import RouteFn, Router
 
 MAX_DECODE_TOKENS = 16
-"""Tokens of a slice up to which the forms for few tokens are taken: a decoded one, a draft, the end of a prompt."""
+"""Tokens per slice (or rows of a router) up to which decode kernels run: decode, drafts, the end of a prompt."""
 SHORT_SLICE = 32
 """Tokens of a slice up to which its start does not matter: slices of equal length form one group and one graph.
 
@@ -29,13 +29,13 @@ Attention reads pages in place, and the slice is one chunk of a gated delta net,
 
 
 class Norm(Protocol):
-    """Root-mean-square norm over the last dimension; see :class:`daemons.ops.basic.RmsNorm`."""
+    """RMSNorm over the last dimension; see :class:`daemons.ops.basic.RmsNorm`."""
 
     weight: Tensor | None
     epsilon: float
 
     def __call__(self, x: Tensor) -> Tensor:
-        """Of x's dtype."""
+        """The norm of x, of x's dtype."""
 
     def float32(self, x: Tensor) -> Tensor: ...
 
@@ -45,10 +45,10 @@ class Norm(Protocol):
 
 @dataclass(frozen=True)
 class PagedQuery:
-    """Queries over pages: B slices of n tokens.
+    """Where the queries of B slices of n tokens are, and which pages they read.
 
     ``tables`` [rows, pages] and ``rows`` [B]: which pages; ``starts`` [B]: position of each slice's first token;
-    ``max_length``: at least the position behind the last token of the longest slice.
+    ``max_length``: an upper bound of the position after any slice's last token.
     """
 
     tables: Tensor
@@ -94,17 +94,17 @@ class GatedDeltaNetParams:
 
     @property
     def channels(self) -> int:
-        """C, of the convolution: q, k and v."""
+        """C: channels of the convolution, of q, k and v."""
         return (2 * self.n_key + self.n_value) * self.dim
 
     @property
     def columns(self) -> int:
-        """The channels, z, alpha and beta."""
+        """Input columns: the channels, z, alpha and beta."""
         return self.channels + self.n_value * (self.dim + 2)
 
 
 class Operations(Protocol):
-    """One implementation of everything here."""
+    """One implementation of all operations."""
 
     def norm(self, weight: Tensor | None, width: int, eps: float) -> Norm:
         """``weight`` float32 [D], [H, D], or None for 1."""
@@ -113,13 +113,13 @@ class Operations(Protocol):
         """``act(gate) * up`` of x [T, 2F]."""
 
     def output_gate(self, x: Tensor, gate: Tensor, softplus: bool) -> Tensor:
-        """x [T, H, D] times the sigmoid or softplus of ``gate`` [T, H D] or [T, H]: [T, H D]."""
+        """x [T, H, D] times the sigmoid or softplus of ``gate`` [T, H D] or [T, H] -> [T, H D]."""
 
     def qk_norm_rope(self, x: Tensor, norm: Norm, cos: Tensor, sin: Tensor) -> Tensor:
-        """Norm of each head of x [T, H, D], then rotary positions by tables [T, 1, half]."""
+        """RMSNorm of each head of x [T, H, D], then RoPE with tables [T, 1, half]."""
 
     def router(self, router: Router) -> RouteFn:
-        """What chooses as ``router`` does."""
+        """The function that routes rows as ``router`` does."""
 
     def moe_combine(
         self, results: Tensor, weights: Tensor, shared: Tensor | None, shared_gate: Tensor | None
@@ -129,10 +129,10 @@ class Operations(Protocol):
         """
 
     def paged_attention(self, *, window: int, scale: float, softcap: float) -> PagedAttention | None:
-        """Attention of slices of up to SHORT_SLICE tokens."""
+        """Attention of slices of up to SHORT_SLICE tokens over pages in place, or None."""
 
     def gated_delta_net(self, weights: GatedDeltaNetParams) -> GatedDeltaNetOp | None:
-        """The gated delta net, if it has a form of its own."""
+        """The fused gated delta net, or None."""
 
 
 class TorchOperations:

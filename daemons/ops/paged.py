@@ -1,6 +1,6 @@
-"""Keys and values of one attention layer in pages of 64 positions, plain or as q8_0: written by slot, read by page.
+"""Paged keys and values of one attention layer, 64 positions per page, plain or q8_0: written by slot, read by page.
 
-Views of a pool's memory; knows no sequence.
+Views of a pool's memory; knows no sequences.
 """
 
 from __future__ import annotations

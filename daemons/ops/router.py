@@ -1,9 +1,8 @@
 """MoE router: which experts a token goes to, and with which weights.
 
-Knows no experts' matrices.  Invariant: a token's choice depends on that token alone; its experts come in the order of
-their scores.
+Knows no expert weights.  Invariant: a token's experts depend on that token alone, and are ordered by their scores.
 
-Shapes: T tokens, E embedding, X experts, k chosen for each token.
+Shapes: T tokens, E embedding, X experts, k experts per token.
 """
 
 from __future__ import annotations
@@ -17,13 +16,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 MIN_WEIGHT_SUM = 6.103515625e-5
-"""Sums of weights are at least this, the smallest normal float16, before weights are divided by them (llama.cpp)."""
+"""Lower bound of a sum of weights before normalisation: the smallest normal float16, as in llama.cpp."""
 
 
 class RoutedExperts(NamedTuple):
     """``experts`` int64 [T, k] and their ``weights`` float32 [T, k].
 
-    ``shared_gate`` float32 [T]: what the shared expert's result is multiplied by; None: it has no gate.
+    ``shared_gate`` float32 [T]: the factor of the shared expert's result; None: it has no gate.
     """
 
     experts: Tensor
@@ -32,14 +31,14 @@ class RoutedExperts(NamedTuple):
 
 
 RouteFn = Callable[[Tensor], RoutedExperts]
-"""Rows [T, E] to who is chosen for them."""
+"""Rows [T, E] to their routed experts."""
 
 
 @dataclass(frozen=True)
 class Router:
-    """``weight`` float32 [X, E]; with ``has_shared_gate`` one row more, the gate of the shared expert.
+    """``weight`` float32 [X, E]; with ``has_shared_gate`` one more row, the gate of the shared expert.
 
-    ``bias`` [X] counts in the choice only; ``expert_scale`` [X] multiplies final weights.
+    ``bias`` [X] is added to scores for the selection only; ``expert_scale`` [X] multiplies the final weights.
     """
 
     weight: Tensor
@@ -59,11 +58,11 @@ class Router:
         return self.select_experts(self.scores(x))
 
     def scores(self, x: Tensor) -> Tensor:
-        """Products float32 [T, X] of rows ``x`` [T, E], with ``has_shared_gate`` [T, X + 1]."""
+        """Router logits float32 [T, X] of rows ``x`` [T, E]; [T, X + 1] with a shared gate."""
         return F.linear(x.float(), self.weight)
 
     def select_experts(self, scores: Tensor) -> RoutedExperts:
-        """Those chosen by :meth:`scores`."""
+        """The top-k experts and their weights by the logits of :meth:`scores`."""
         shared_gate = torch.sigmoid(scores[:, -1]) if self.has_shared_gate else None
         scores = scores[:, : self.n_experts]
         scores = torch.sigmoid(scores) if self.gating == "sigmoid" else torch.softmax(scores, dim=-1)

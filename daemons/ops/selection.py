@@ -1,7 +1,7 @@
 """Kernel selection: which implementation an operation gets, decided once at load and reported.
 
-The form a matrix rests in is not decided here but by ``lucevisor.model.weight_layout`` (the planner counts its bytes);
-this file turns fmt, device and dtype into a callable.
+The layout of a matrix is decided by ``lucevisor.model.weight_layout``, as the planner counts its bytes; this module
+turns layout, device and dtype into a callable.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ from lucevisor.model.quant_types import GgmlType, WeightFormat
 
 @dataclass(slots=True)
 class KernelSelector:
-    """Makes the callables of one device and remembers what it chose, as ``what -> implementation``.
+    """Builds the callables of one device and records what it selected, as ``operation -> implementation``.
 
-    ``kernels``: use Triton's; None: on a GPU for which Triton can compile.
+    ``kernels``: whether to use Triton kernels; None: on a GPU for which Triton can compile.
     """
 
     device: torch.device
@@ -44,10 +44,10 @@ class KernelSelector:
     kernels: bool | None = None
     selected: dict[str, str] = field(default_factory=dict)
     warnings: list[str] = field(default_factory=list)
-    """What costs speed here and could be changed."""
+    """What costs speed here and can be fixed."""
     operations: Operations = field(init=False)
     max_async_pairs: int = UNLIMITED_PAIRS
-    """Pairs of row and expert up to which all experts that were made here need not wait for the device."""
+    """(token, expert) pairs up to which none of the experts built here synchronises with the host."""
 
     def __post_init__(self) -> None:
         if self.kernels is None:
@@ -149,7 +149,7 @@ class KernelSelector:
 
 
 def triton_reject_reason(device: torch.device, dtype: torch.dtype) -> str:
-    """Why Triton's kernels cannot be used on a GPU, and what to do about it; empty if they can."""
+    """Why Triton kernels cannot run on a GPU and how to fix it; empty if they can."""
     if find_spec("triton") is None:
         return "Triton is not installed in its environment; install the one that belongs to this torch"
     try:
@@ -157,7 +157,7 @@ def triton_reject_reason(device: torch.device, dtype: torch.dtype) -> str:
 
         with launching(device):
             probe(device, dtype)
-    except Exception as error:  # no C compiler, a GPU it does not know, a library that does not fit: all the same
+    except Exception as error:  # no C compiler, unknown GPU, wrong library: all alike
         first = str(error).strip().partition("\n")[0]
         return f"Triton cannot compile for it ({type(error).__name__}: {first}); it needs a C compiler and a driver"
     return ""
@@ -170,7 +170,7 @@ def _kernels() -> Operations:
 
 
 def has_packed_bfloat16() -> bool:
-    """Whether this torch has oneDNN's packed bfloat16 product and the cpu the instructions for it."""
+    """Whether torch has oneDNN's packed bfloat16 product and the cpu supports it."""
     if not torch._C._has_mkldnn or not hasattr(torch.ops.mkldnn, "_reorder_linear_weight"):
         return False
     return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())

@@ -1,4 +1,4 @@
-"""The operations of a layer as Triton kernels: one launch where the reference has up to sixty.  For GPUs."""
+"""The operations of a layer on Triton kernels, for GPUs: one launch where plain torch has up to sixty."""
 
 from __future__ import annotations
 

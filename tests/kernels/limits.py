@@ -81,5 +81,4 @@ def assert_within(found: Tensor, bound: Bound, *, rounded: float = 0.0, what: st
     smallest = torch.finfo(found.dtype).smallest_normal * torch.finfo(found.dtype).eps
     limit = allowed.unsqueeze(-1) + UNITS[found.dtype] * (exact.abs() + rounded) + smallest
     over = (found.double() - exact).abs() / limit
-    print("USE", float(over.max()))
     assert bool((over <= 1).all()), f"{what} is {float(over.max()):.2f} times as far as rounding explains"

@@ -1,10 +1,10 @@
-"""The small operations of a decoder layer, each one launch: norms, rotary positions, gates.
+"""RMSNorm, QK norm with RoPE, act-and-mul and output gates of a decoder layer, one launch each.
 
-Arithmetic is float32 whatever the activations are, rounded once where a result is stored.  Numbers of tokens are
-runtime arguments that nothing is compiled for; widths and head dims are a model's, and compiled in.
+Invariant: arithmetic is float32 for any activations, rounded once, when a result is stored.  The number of tokens never
+causes a compilation; widths and head dims are compile-time constants.
 
 Shapes: T tokens, H heads, D the last dimension, F columns of an activation.  The last dimension of an operand is
-contiguous, its rows may lie apart, as columns cut out of a wider product do.
+contiguous; its rows may be strided, as columns of a wider product are.
 """
 
 from __future__ import annotations
@@ -15,8 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 TILE = 1024
-"""Numbers of a program that holds several short rows or a part of a long one: 16 bytes of half precision for each
-thread."""
+"""Numbers per program: 16 bytes of half precision per thread."""
 
 
 # ---- norms
@@ -43,7 +42,7 @@ def rms_norm_kernel(
     head = row % n_heads
     at = (row // n_heads).to(tl.int64) * token_stride + head * head_stride
     value = tl.load(x + at[:, None] + column, mask=mask, other=0.0).to(tl.float32)
-    if weight is not None:  # asked for before the sum is waited for
+    if weight is not None:  # loaded before the sum is needed
         scale = tl.load(weight + (head * weight_stride)[:, None] + column, mask=mask, other=0.0)
     value *= tl.rsqrt(tl.sum(value * value, axis=1) / D + eps)[:, None]
     if weight is not None:
@@ -72,13 +71,13 @@ def add_rms_norm_kernel(
     scale = tl.load(weight + column, mask=mask, other=0.0)
     rounded = value.to(total.dtype.element_ty)
     tl.store(total + row * D + column, rounded, mask=mask)
-    value = rounded.to(tl.float32)  # the norm is that of the stream as it is stored
+    value = rounded.to(tl.float32)  # the norm is that of the stored residual
     value *= tl.rsqrt(tl.sum(value * value, axis=0) / D + eps)
     tl.store(out + row * D + column, (value * scale).to(out.dtype.element_ty), mask=mask)
 
 
 def norm_tile(d: int) -> tuple[int, int, int]:
-    """Columns of a program (a power of two), its rows, its warps."""
+    """Columns (a power of two), rows and warps per program."""
     block = triton.next_power_of_2(d)
     return block, max(1, TILE // block), min(max(block // 512, 4), 16)
 
@@ -87,8 +86,7 @@ def rms_norm(x: Tensor, weight: Tensor | None, eps: float, out_dtype: torch.dtyp
     """``x rsqrt(mean(x²) + eps) weight`` over the last dimension of x ``[..., D]``; contiguous, of ``out_dtype`` or
     x's.
 
-    ``weight`` float32 contiguous: ``[D]``, ``[H, D]`` for a weight per head of x ``[..., H, D]``, or None for 1.
-    The product with it is float32, then cast.
+    ``weight`` float32 contiguous: ``[D]``, ``[H, D]`` for one per head of x ``[..., H, D]``, or None for 1.
     """
     d = x.shape[-1]
     heads = x.view(-1, 1, d) if x.dim() < 3 else x if x.dim() == 3 else x.view(-1, *x.shape[-2:])
@@ -160,7 +158,7 @@ def qk_norm_rope_kernel(
     out += (row.to(tl.int64) * D)[:, None]
     inside = (row < n_rows)[:, None]
 
-    j = tl.arange(0, BLOCK_HALF)[None, :]  # dim j turns with dim j + HALF
+    j = tl.arange(0, BLOCK_HALF)[None, :]  # dims j and j + HALF are rotated together
     rotated = inside & (j < HALF)
     a = tl.load(x + j, mask=rotated, other=0.0).to(tl.float32)
     b = tl.load(x + HALF + j, mask=rotated, other=0.0).to(tl.float32)
@@ -185,17 +183,16 @@ def qk_norm_rope_kernel(
 
 
 def qk_norm_rope_tile(d: int, half: int) -> tuple[int, int, int]:
-    """Columns of a program for a half of the rotated dims and for those that are not (powers of two or 0), its rows."""
+    """Columns per program for half of the rotated dims and for the other dims (powers of two or 0), and rows."""
     block_half = triton.next_power_of_2(half)
     block_rest = triton.next_power_of_2(d - 2 * half) if d > 2 * half else 0
     return block_half, block_rest, max(1, TILE // max(2 * block_half, block_rest))
 
 
 def qk_norm_rope(x: Tensor, weight: Tensor, eps: float, cos: Tensor, sin: Tensor) -> Tensor:
-    """Norm of each head of x ``[T, H, D]`` with its weight float32 ``[H, D]``, then rotary positions: contiguous, of
-    x's dtype.
+    """RMSNorm of each head of x ``[T, H, D]`` with weights float32 ``[H, D]``, then RoPE: contiguous, of x's dtype.
 
-    ``cos`` and ``sin`` float32 ``[T, 1, half]``; dim j turns with dim j + half, dims from 2 half on stay.
+    ``cos`` and ``sin`` float32 ``[T, 1, half]`` rotate dims j and j + half; dims from 2 half on are only normed.
     """
     tokens, n_heads, d = x.shape
     half = cos.shape[-1]
@@ -270,7 +267,7 @@ def output_gate_kernel(
     value = tl.load(x + row * token_stride + head * head_stride + column % D, mask=mask, other=0.0).to(tl.float32)
     gate_value = tl.load(gate + row * gate_stride + (head if PER_HEAD else column), mask=mask, other=0.0).to(tl.float32)
     if SOFTPLUS:
-        # log(1 + e) has lost most of e where e is small: there its series
+        # log(1 + e) loses small e: use its series there
         e = tl.exp(-tl.abs(gate_value))
         factor = tl.maximum(gate_value, 0.0) + tl.where(e < 0.0078125, e * (1.0 - e * (0.5 - e / 3.0)), tl.log(1.0 + e))
     else:

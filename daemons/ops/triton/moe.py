@@ -1,8 +1,8 @@
-"""Routed experts beside their products: scores of few rows, the choice, and the weighted sum of what comes back.
+"""MoE around the experts' products: router GEMV, top-k of experts, and the weighted combination of their results.
 
-Each is one launch where the torch form has up to ten.  Arithmetic is float32, rounded once where a result is stored.
+One launch each, where torch needs up to ten.  Invariant: arithmetic is float32, rounded once, when a result is stored.
 
-Shapes: T tokens, E embedding, X experts, k chosen for each token.
+Shapes: T tokens, E embedding, X experts, k experts per token.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from torch import Tensor
 from daemons.ops.router import MIN_WEIGHT_SUM, RoutedExperts, Router
 
 ROUTER_ROWS = 2
-"""Rows of the router's matrix in a program: few, so that all multiprocessors read it."""
+"""Rows of the router's matrix per program: few, so that all multiprocessors read it."""
 ROUTER_BLOCK = 1024
-"""Numbers of a row that a program reads at a time."""
+"""Columns of a row per load."""
 COMBINE_BLOCK = 256
-"""Columns of a weighted sum in a program."""
+"""Columns of the result per program of :func:`moe_combine_kernel`."""
 
 
 @triton.jit
@@ -46,7 +46,7 @@ def router_topk_kernel(
     weights,  # float32 [T, K]
     shared_gate,  # float32 [T] or None
     scale,
-    min_sum,  # a sum of weights at least
+    min_sum,  # lower bound of the sum of weights
     X: tl.constexpr,
     BLOCK: tl.constexpr,
     K: tl.constexpr,
@@ -55,7 +55,7 @@ def router_topk_kernel(
     NORMALISE: tl.constexpr,
     HAS_SHARED_GATE: tl.constexpr,
 ):
-    """Program t: the choice for row t.  Of equal scores the first expert's counts as larger."""
+    """Program t: the top-k experts of row t.  Ties go to the first expert."""
     token = tl.program_id(0).to(tl.int64)
     index = tl.arange(0, BLOCK)
     mask = index < X
@@ -75,7 +75,7 @@ def router_topk_kernel(
     weight = tl.zeros([SLOTS], tl.float32)
     for i in tl.static_range(K):
         best = tl.max(key, axis=0)
-        # where all is no number, none is equal: the last expert, not one that is not there
+        # NaN equals nothing: clamp to the last expert, so that none out of range is selected
         found = tl.minimum(tl.min(tl.where(key == best, index, BLOCK), axis=0), X - 1)
         chosen = tl.where(slot == i, found, chosen)
         weight = tl.where(slot == i, tl.sum(tl.where(index == found, score, 0.0), axis=0), weight)
@@ -103,7 +103,7 @@ def moe_combine_kernel(
     K: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Program (t, i): BLOCK columns of the sum of row t, in the order of the weights."""
+    """Program (t, i): BLOCK columns of row t, summed in the order of the weights."""
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = column < n_columns
@@ -123,7 +123,7 @@ def moe_combine_kernel(
 
 
 def router_gemv(x: Tensor, weight: Tensor) -> Tensor:
-    """``x [T, E] weight'`` -> float32 [T, X] for float32 ``weight`` [X, E]: for few rows, each reads the matrix."""
+    """``x [T, E] weight'`` -> float32 [T, X], ``weight`` float32 [X, E].  For few rows: each reads the matrix."""
     (tokens, width), n_scores = x.shape, weight.shape[0]
     assert x.is_contiguous()
     assert weight.is_contiguous()

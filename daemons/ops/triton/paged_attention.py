@@ -134,8 +134,8 @@ def paged_attention_kernel(
 def paged_attention_merge_kernel(
     partials, sums, out, n_splits, n_rows, D: tl.constexpr, SPLITS: tl.constexpr, WIDTH: tl.constexpr
 ) -> None:
-    """WIDTH columns of a row of ``out`` [n_rows, D], of ``partials`` [splits, n_rows, D] and ``sums`` [splits, n_rows],
-    SPLITS of them at a time.
+    """WIDTH columns of a row of ``out`` [n_rows, D], merged from ``partials`` [splits, n_rows, D] and ``sums``
+    [splits, n_rows], SPLITS at a time.
     """
     row, d = tl.program_id(0).to(tl.int64), tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
     top = tl.full([1], _LOWEST, tl.float32)
@@ -157,8 +157,8 @@ def paged_attention_merge_kernel(
 
 @dataclass(frozen=True, slots=True)
 class DeviceLimits:
-    """WIDTH columns of a row of ``out`` [n_rows, D], merged from ``partials`` [splits, n_rows, D] and ``sums`` [splits,
-    n_rows], SPLITS at a time.
+    """Multiprocessors (compute units), shared memory per program, and the bytes of the widest numbers that matrix units
+    multiply natively, 0 without such units.
     """
 
     processors: int
