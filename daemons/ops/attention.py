@@ -3,8 +3,8 @@
 Knows tensors only: the caller gathers pages and builds the mask.  ``reference`` is the oracle of every
 faster form.
 
-Shapes: B slices, n query tokens per slice, L key positions, H query heads, K kv heads, D head dim of keys, Dv of values.
-Query head h reads kv head h // (H / K).
+Shapes: B slices, n query tokens per slice, L key positions, H query heads, K kv heads, D head dim of keys, Dv of
+values.  Query head h reads kv head h // (H / K).
 """
 
 from __future__ import annotations
@@ -70,8 +70,8 @@ def reference(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *, scale: fl
             scores = torch.tanh(scores / softcap) * softcap
         if mask is not None:
             hidden = ~mask[:, :, at : at + rows]
-            apart = scores.view(batch, kv_heads, heads // kv_heads, -1, length)
-            scores = apart.masked_fill(hidden.unsqueeze(2), float("-inf")).flatten(2, 3)
+            by_group = scores.view(batch, kv_heads, heads // kv_heads, -1, length)
+            scores = by_group.masked_fill(hidden.unsqueeze(2), float("-inf")).flatten(2, 3)
         parts.append(_unfold(torch.matmul(torch.softmax(scores, dim=-1), values), part.shape[1]))
     return torch.cat(parts, dim=1).to(q.dtype)
 

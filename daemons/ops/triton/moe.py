@@ -71,21 +71,21 @@ def router_topk_kernel(
         key += tl.load(bias + index, mask=mask, other=0.0)
     key = tl.where(mask, key, float("-inf"))
     slot = tl.arange(0, SLOTS)
-    chosen = tl.zeros([SLOTS], tl.int32)
+    selected = tl.zeros([SLOTS], tl.int32)
     weight = tl.zeros([SLOTS], tl.float32)
     for i in tl.static_range(K):
         best = tl.max(key, axis=0)
         # NaN equals nothing: clamp to the last expert, so that none out of range is selected
         found = tl.minimum(tl.min(tl.where(key == best, index, BLOCK), axis=0), X - 1)
-        chosen = tl.where(slot == i, found, chosen)
+        selected = tl.where(slot == i, found, selected)
         weight = tl.where(slot == i, tl.sum(tl.where(index == found, score, 0.0), axis=0), weight)
         key = tl.where(index == found, float("-inf"), key)
     if NORMALISE:
         weight = weight / tl.maximum(tl.sum(weight, axis=0), min_sum)
     weight *= scale
     if expert_scale is not None:
-        weight *= tl.load(expert_scale + chosen)
-    tl.store(experts + token * K + slot, chosen.to(tl.int64), mask=slot < K)
+        weight *= tl.load(expert_scale + selected)
+    tl.store(experts + token * K + slot, selected.to(tl.int64), mask=slot < K)
     tl.store(weights + token * K + slot, weight, mask=slot < K)
     if HAS_SHARED_GATE:
         tl.store(shared_gate + token, tl.sigmoid(tl.load(scores + token * stride + X)))
