@@ -6,14 +6,23 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
+import pytest
+
 from lucevisor.config import Config, load
+from lucevisor.errors import ConfigError, ExitCode
 from lucevisor.model.spec import LayerSpec, ModelSpec, StateTensor
 from lucevisor.model.values import Dtype, Space
+from lucevisor.placement.devices import Inventory
+from lucevisor.placement.planner import plan
+from lucevisor.placement.result import Infeasible, Placement, PlacementError
 from lucevisor.protocol.loading import DeviceInfo
 
 DEMO = Path(__file__).parents[2] / "etc/demo/demo-qwen35-22m-q4_k_m.gguf"
 GIB = 1 << 30
 MIB = 1 << 20
+BOX = ["cuda:0", "hip:0", "hip:1"]
+BOX_SPLIT = [0.08, 0.46, 0.46]
+CPUS = ["left:0", "right:0"]
 BACKENDS = {"cuda": "cuda", "hip": "hip", "left": "cpu", "right": "cpu", "third": "cpu"}
 
 
@@ -65,3 +74,29 @@ def bare_spec(n_layers: int = 12, sharing: dict[int, int] | None = None, window:
         for i in range(n_layers)
     )
     return ModelSpec("any", "bare", "F32", 64, 100, 4096, layers, {}, {}, 64, None)
+
+
+def placed(spec: ModelSpec, config: Config, inventory: Inventory | None = None) -> Placement:
+    result = plan(spec, config, inventory)
+    assert isinstance(result, Placement), result.message
+    return result
+
+
+def refused(spec: ModelSpec, config: Config, inventory: Inventory | None = None) -> Infeasible:
+    result = plan(spec, config, inventory)
+    assert isinstance(result, Infeasible)
+    return result
+
+
+def box(first: float = 23, second: float = 94, third: float = 31) -> Inventory:
+    return {"cuda": [gpu(0, first)], "hip": [gpu(0, second), gpu(1, third)]}
+
+
+def wrong(spec: ModelSpec, config: Config, inventory: Inventory | None = None) -> PlacementError:
+    with pytest.raises(PlacementError) as caught:
+        plan(spec, config, inventory)
+    error = caught.value
+    assert isinstance(error, ConfigError)
+    assert error.exit_code is ExitCode.USAGE
+    assert error.file == str(config.file)
+    return error

@@ -36,7 +36,7 @@ class Gemma4:
         head = _HEAD.match(body)
         if head is None:
             return None
-        reader = _Reader(body, head.end() - 1)
+        reader = _ValueReader(body, head.end() - 1)
         try:
             arguments = reader.value(0)
         except _Malformed:
@@ -50,7 +50,7 @@ class Gemma4:
         return body.count(_QUOTE) % 2 == 1
 
 
-class _Reader:
+class _ValueReader:
     """Reads one value after another; `position` is the next character to read."""
 
     def __init__(self, text: str, position: int) -> None:
