@@ -234,7 +234,7 @@ class Scheduler:
         return events
 
     def propose(self, request_id: str, drafts: Sequence[int]) -> None:
-        """Verify ``drafts``, the tokens expected next, with the next slice of a decoding request.
+        """Speculative decoding: verify ``drafts``, the expected tokens, with the next slice of a decoding request.
 
         Drops those beyond the request's last token.  Does nothing if the request is over, has no token yet, or waits
         for a token in flight.  Raises ValueError for models with recurrent layers, whose state cannot be rolled back.
