@@ -81,11 +81,11 @@ class KernelSelector:
         if not indexed and self.packs(weight.dtype):
             self._note(what, "bfloat16 onednn packed")
             return Bfloat16CpuLinear(weight)
-        self._note(what, f"{str(weight.dtype).removeprefix('torch.')} torch")
+        self._note(what, f"{_name(weight.dtype)} torch")
         return DenseLinear(weight)
 
     def blocks(self, kind: GgmlType, raw: Tensor, n_columns: int) -> Linear:
-        self._note(f"linear {kind.name}", f"blocks, expanded to {str(self.dtype).removeprefix('torch.')} at each call")
+        self._note(f"linear {kind.name}", f"blocks, dequantised to {_name(self.dtype)} at each call")
         return BlockLinear(kind, raw, n_columns)
 
     def packed_linear(self, kind: GgmlType, packed: PackedWeights, n_columns: int) -> Linear:
@@ -108,12 +108,12 @@ class KernelSelector:
 
     def expert_dense(self, kinds: set[str], weight: Tensor) -> ExpertWeights:
         """Plain matrices of experts ``[X, N, K]``."""
-        self._note("experts " + ",".join(sorted(kinds)), f"{str(weight.dtype).removeprefix('torch.')} torch")
+        self._note("experts " + ",".join(sorted(kinds)), f"{_name(weight.dtype)} torch")
         return self._experts(DenseExperts(weight))
 
     def expert_blocks(self, kind: GgmlType, raw: Tensor, n_columns: int) -> ExpertWeights:
         """Quant blocks of experts ``[X, N, row_bytes]``."""
-        self._note(f"experts {kind.name}", f"blocks, expanded to {str(self.dtype).removeprefix('torch.')} when chosen")
+        self._note(f"experts {kind.name}", f"blocks, dequantised to {_name(self.dtype)} when selected")
         return self._experts(BlockExperts(kind, raw, n_columns))
 
     def expert_int4(self, kinds: set[str], packed: Tensor, affine: Tensor) -> ExpertWeights:
@@ -139,13 +139,17 @@ class KernelSelector:
     def table(self, kind: GgmlType, weight: Tensor | PackedWeights, n_columns: int) -> Table:
         """A lookup table: raw blocks are uint8."""
         if isinstance(weight, PackedWeights):
-            self._note(f"lookup {kind.name}", "packed, rows expanded after the lookup")
+            self._note(f"lookup {kind.name}", "packed, rows dequantised after the lookup")
             return PackedTable(kind, weight, n_columns, self.dtype)
         if weight.dtype == torch.uint8:
-            self._note(f"lookup {kind.name}", "blocks, rows expanded after the lookup")
+            self._note(f"lookup {kind.name}", "blocks, rows dequantised after the lookup")
             return BlockTable(kind, weight, self.dtype)
-        self._note(f"lookup {kind.name}", f"{str(weight.dtype).removeprefix('torch.')} torch")
+        self._note(f"lookup {kind.name}", f"{_name(weight.dtype)} torch")
         return DenseTable(weight, self.dtype)
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def triton_reject_reason(device: torch.device, dtype: torch.dtype) -> str:

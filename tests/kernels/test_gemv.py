@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 
 import numpy as np
 import pytest
@@ -17,127 +16,28 @@ from daemons.ops.triton.dequant import dequantise_packed
 from daemons.ops.triton.gemv import MAX_GEMV_ROWS, packed_gemv
 from daemons.ops.triton.split_k import GemvConfig
 from daemons.weights.dequant import dequantise
-from daemons.weights.packed import PackedWeights, repack
-from lucevisor.model.quant_types import BY_NAME, REPACKED, GgmlType
-from tests.daemons.tiny_models import random_blocks
+from daemons.weights.packed import repack
+from lucevisor.model.quant_types import BY_NAME
 from tests.kernels.gemv_error import assert_product, product
 from tests.kernels.limits import UNITS
+from tests.kernels.matrices import (
+    DEVICE,
+    DTYPES,
+    SHORT,
+    Matrix,
+    extreme,
+    halves,
+    ignore_numpy_overflow,
+    normal,
+    of_kinds,
+    on_gpu,
+)
 from tests.numerics import FLOAT16, UNIT
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-DTYPES = [torch.float32, torch.float16] + ([torch.bfloat16] if DEVICE == "cuda" else [])
-KINDS = sorted(REPACKED)
-SHORT = sorted(name for name in REPACKED if BY_NAME[name].block_elements == 32)
-"""Types whose rows may end within a chunk."""
+__all__ = ["ignore_numpy_overflow"]  # a fixture
+
 SHAPES = [(1, 31), (2, 40), (8, 1), (16, 31), (9, 100), (17, 40), (33, 31), (64, 1)]
 """Rows and columns: one more and one less than a tile, one, many."""
-
-of_kinds = pytest.mark.parametrize("kind", KINDS)
-of_dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=lambda d: str(d).removeprefix("torch."))
-on_gpu = pytest.mark.skipif(DEVICE == "cpu", reason="no CUDA or HIP device: nothing is captured or compiled")
-
-
-@pytest.fixture(autouse=True)
-def ignore_numpy_overflow():
-    """The interpreter rounds with numpy, which warns where a float16 becomes infinite."""
-    with np.errstate(over="ignore"):
-        yield
-
-
-@dataclass
-class Matrix:
-    """A quantised matrix [..., N, K]: blocks [N, row_bytes], packed weights, and its numbers in float64."""
-
-    kind: GgmlType
-    raw: Tensor
-    packed: PackedWeights
-    numbers: Tensor
-
-    @classmethod
-    def of(cls, kind: str, raw: np.ndarray) -> Matrix:
-        type_, blocks = BY_NAME[kind], torch.from_numpy(raw).to(DEVICE)
-        return cls(type_, blocks, repack(type_, blocks), dequantise(type_, blocks, torch.float32).double())
-
-    @classmethod
-    def random(cls, kind: str, n: int, k: int) -> Matrix:
-        """Numbers of either sign, as in a model: minima lie half the range of codes below zero."""
-        raw = random_blocks(np.random.default_rng(n + k), kind, n, k)
-        scales = halves(raw, kind)
-        if scales.shape[-1] == 2:
-            scales[..., 1] = scales[..., 0] * (7.5 if kind == "Q4_K" else 15.5)
-        return cls.of(kind, raw)
-
-    def experts(self, n_experts: int) -> Matrix:
-        """The same rows as those of experts."""
-        packed = self.packed.map(lambda p: p.view(n_experts, -1, p.shape[-1]))
-        return Matrix(self.kind, self.raw, packed, self.numbers.view(n_experts, -1, self.numbers.shape[-1]))
-
-    def blocks_of(self, expert: int) -> Tensor:
-        """Experts' rows lie below each other."""
-        return self.raw.view(*self.numbers.shape[:-1], -1)[expert]
-
-    def check(self, x: Tensor, config: GemvConfig | None = None) -> Tensor:
-        found = packed_gemv(self.kind, self.packed, x, config=config)
-        assert_product(found, x, self.kind, self.raw)
-        return found
-
-
-def normal(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 1) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(DEVICE, dtype)
-
-
-def bits(x: Tensor) -> Tensor:
-    return x.contiguous().view(torch.uint8)
-
-
-def halves(raw: np.ndarray, kind: str) -> np.ndarray:
-    """A view [rows, blocks, scales] of the float16 scales inside blocks."""
-    blocks = raw.reshape(raw.shape[0], -1, BY_NAME[kind].block_bytes)
-    first, count = {"Q6_K": (208, 1), "Q8_0": (0, 1), "Q4_0": (0, 1), "Q5_0": (0, 1)}.get(kind, (0, 2))
-    return blocks[..., first : first + 2 * count].view(np.float16)
-
-
-def extreme(kind: str) -> np.ndarray:
-    """Rows of 256 numbers: scales zero, negative, the largest and the smallest there are; then ordinary ones."""
-    raw = random_blocks(np.random.default_rng(3), kind, 12, 256)
-    scales = halves(raw, kind)
-    for row, scale in enumerate((0.0, -0.0, 65504.0, -65504.0, 2.0**-14, 2.0**-24, -(2.0**-24))):
-        scales[row] = scale
-    scales[7:9] *= -1
-    scales[9, ::2] = 0
-    scales[10, ..., 0] *= -1  # the scale, but not the minimum, where there is one
-    return raw
-
-
-# ---- expanded
-
-
-@of_dtypes
-@of_kinds
-def test_expanded_numbers_are_those_of_dequantise(kind, dtype):
-    m = Matrix.random(kind, 9, 512)
-    wanted = dequantise(m.kind, m.raw, dtype)
-    assert torch.equal(bits(dequantise_packed(m.kind, m.packed, dtype)), bits(wanted))
-    for first, n in ((3, 5), (8, 1)):
-        assert torch.equal(bits(dequantise_packed(m.kind, m.packed, dtype, first, n)), bits(wanted[first : first + n]))
-
-
-@pytest.mark.parametrize("kind", SHORT)
-def test_a_row_that_ends_within_a_chunk_is_filled_up_with_zeros(kind):
-    m = Matrix.random(kind, 9, 352)
-    found = dequantise_packed(m.kind, m.packed, torch.float32)
-    assert torch.equal(bits(found[:, :352]), bits(dequantise(m.kind, m.raw, torch.float32)))
-    assert found.shape == (9, 512)
-    assert not bool(found[:, 352:].any())
-
-
-@of_dtypes
-@of_kinds
-def test_extreme_scales_expand_to_the_same_bits(kind, dtype):
-    m = Matrix.of(kind, extreme(kind))
-    found = dequantise_packed(m.kind, m.packed, dtype)
-    assert torch.equal(bits(found), bits(dequantise(m.kind, m.raw, dtype)))
-    assert not bool(found.isnan().any())
 
 
 # ---- multiplied

@@ -22,7 +22,7 @@ from daemons.ops.operations import TorchOperations
 from daemons.ops.packed_linear import MAX_GEMV_PAIRS, PackedExperts
 from daemons.ops.triton.grouped_gemm import GroupedGemmConfig, grouped_gemm_config, packed_grouped_gemm
 from tests.kernels.limits import assert_near
-from tests.kernels.test_gemv import DEVICE, DTYPES, KINDS, SHORT, Matrix, ignore_numpy_overflow, normal, on_gpu
+from tests.kernels.matrices import DEVICE, DTYPES, KINDS, SHORT, Matrix, ignore_numpy_overflow, normal, on_gpu
 from tests.kernels.test_packed_linear import experts_of
 
 __all__ = ["ignore_numpy_overflow"]  # a fixture

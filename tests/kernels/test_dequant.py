@@ -1,0 +1,50 @@
+"""Packed weights dequantise to the bits of ``daemons.weights.dequant``."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from daemons.ops.triton.dequant import dequantise_packed
+from daemons.weights.dequant import dequantise
+from tests.kernels.matrices import (
+    SHORT,
+    Matrix,
+    bits,
+    extreme,
+    ignore_numpy_overflow,
+    of_dtypes,
+    of_kinds,
+)
+
+__all__ = ["ignore_numpy_overflow"]  # a fixture
+
+
+@of_dtypes
+@of_kinds
+def test_expanded_numbers_are_those_of_dequantise(kind, dtype):
+    m = Matrix.random(kind, 9, 512)
+    wanted = dequantise(m.kind, m.raw, dtype)
+    assert torch.equal(bits(dequantise_packed(m.kind, m.packed, dtype)), bits(wanted))
+    for first, n in ((3, 5), (8, 1)):
+        assert torch.equal(bits(dequantise_packed(m.kind, m.packed, dtype, first, n)), bits(wanted[first : first + n]))
+
+
+@pytest.mark.parametrize("kind", SHORT)
+def test_a_row_that_ends_within_a_chunk_is_filled_up_with_zeros(kind):
+    m = Matrix.random(kind, 9, 352)
+    found = dequantise_packed(m.kind, m.packed, torch.float32)
+    assert torch.equal(bits(found[:, :352]), bits(dequantise(m.kind, m.raw, torch.float32)))
+    assert found.shape == (9, 512)
+    assert not bool(found[:, 352:].any())
+
+
+@of_dtypes
+@of_kinds
+def test_extreme_scales_expand_to_the_same_bits(kind, dtype):
+    m = Matrix.of(kind, extreme(kind))
+    found = dequantise_packed(m.kind, m.packed, dtype)
+    assert torch.equal(bits(found), bits(dequantise(m.kind, m.raw, dtype)))
+    assert not bool(found.isnan().any())
