@@ -1,9 +1,9 @@
-"""Routed experts of one layer on one GPU: each pair of row and expert by itself, grouped by expert, and plain torch.
+"""Routed experts of one layer on one GPU: a gemv per (token, expert) pair, grouped gemm, and plain torch.
 
     python bench/experts.py [--device cuda:0] [--tokens 1,8,32,64,128,512,2048] [--rounds 15] [--name NAME] [--save]
 
 Shapes of real layers, random blocks, random routes, bfloat16 activations.  The time is that of a whole gated MLP of
-experts from its launch until the device is done, since plain torch waits on the way; `chosen` is what a layer does.
+experts until the device is done, since plain torch synchronises on the way; `chosen` is what a layer selects.
 The forms take turns within a round.  --save writes bench/results/experts-NAME.json.
 """
 

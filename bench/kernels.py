@@ -1,10 +1,10 @@
-"""Products with quantised matrices: Triton's kernels beside plain torch, on one GPU.
+"""GEMV and GEMM with packed weights: Triton kernels against plain torch, on one GPU.
 
     python bench/kernels.py [--device cuda:0] [--rounds 5] [--name NAME] [--save]
 
-Matrices of the 27B shape, random blocks, bfloat16 activations.  Each product is recorded in a graph over as many copies
-of the matrix as do not fit a GPU's cache, so that neither launches nor caches count; kernel and plain form take turns
-within a round.  `GB/s`: bytes of the matrix as it rests, over the time; the plain form expands the matrix first.
+Matrices of the 27B shape, random blocks, bfloat16 activations.  A CUDA graph of each product runs over as many copies
+of the matrix as do not fit a GPU's cache, so that neither launches nor caches count; kernel and plain torch take turns
+within a round.  `GB/s`: bytes of the packed matrix over the time; plain torch dequantises the matrix first.
 --save writes bench/results/kernels-NAME.json.
 """
 
@@ -52,7 +52,7 @@ def random_packed(kind, n, k, device):
     return packed
 
 
-def recorded(products, x):
+def captured(products, x):
     """A graph of the products, and how many they are."""
     for product in products:
         product(x)
@@ -88,7 +88,7 @@ def measure(options):
             error = float((found - wanted).norm() / wanted.norm())
             if not error < 1e-2:
                 raise SystemExit(f"{kind_name} {n} x {k}, {rows} rows: relative error {error}")
-            graphs = [recorded(kernels, x), recorded(plain, x)]
+            graphs = [captured(kernels, x), captured(plain, x)]
             times = [[seconds(*graph) for graph in graphs] for _ in range(options.rounds + 1)][1:]
             ours, theirs = (statistics.median(t[i] for t in times) for i in range(2))
             rows_of_table.append(

@@ -1,4 +1,4 @@
-"""Specialisations of the small kernels that models use."""
+"""Specialisations of RMSNorm, QK norm with RoPE, act-and-mul and output gates that models use."""
 
 from __future__ import annotations
 

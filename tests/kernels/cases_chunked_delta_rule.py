@@ -1,4 +1,4 @@
-"""Specialisations of the delta net's kernels for runs of tokens: heads of 16 and 48 times 128 as in the models."""
+"""Specialisations of the chunked gated delta net: 16 key and 48 value heads of 128, as in the models."""
 
 from __future__ import annotations
 

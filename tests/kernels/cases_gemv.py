@@ -1,4 +1,4 @@
-"""Specialisations of the products with quantised matrices, by type, dtype of the activations and rows."""
+"""Specialisations of GEMV and dequantisation, by quant type, dtype of the activations and rows."""
 
 from __future__ import annotations
 

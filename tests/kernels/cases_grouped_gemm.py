@@ -1,4 +1,4 @@
-"""Specialisations of the products with experts' matrices that rows are grouped for."""
+"""Specialisations of the grouped GEMM."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Specialisations of the kernels around routed experts that models use."""
+"""Specialisations of the router, top-k and MoE combine that models use."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Specialisations of attention over pages that models use, by head dim, dtype of the pages and query rows."""
+"""Specialisations of paged attention that models use, by head dim, dtype of the pages and query rows."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Specialisations of the delta net's kernels: heads of 16 and 48 times 128 as in the models, and narrow ones."""
+"""Specialisations of the recurrent gated delta net: heads as in the models, and narrow ones."""
 
 from __future__ import annotations
 

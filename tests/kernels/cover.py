@@ -1,4 +1,4 @@
-"""Chooses, of all combinations of parameters, the few in which every value occurs once."""
+"""Selects few of all combinations of parameters such that every value occurs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A random gated delta net: kernels of its mixer beside the daemon's block, as near as rounding lets them be.
+"""A random gated delta net: its kernels against the daemon's block, within rounding.
 
 The block is run in float64, and once more with every operation perturbed (``tests.numerics``).
 """
@@ -24,7 +24,7 @@ EPS = 1e-6
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 Results = tuple[Tensor, Tensor, Tensor]
-"""Outputs [B, n, n_value, dim], convolution windows [B, taps - 1, C] and matrices S [B, n_value, dim, dim]."""
+"""Outputs [B, n, n_value, dim], convolution windows [B, conv width - 1, C] and matrices S [B, n_value, dim, dim]."""
 Form = Callable[[Tensor, Tensor, Tensor], Results]
 """Of input columns [B, n, columns], windows and matrices in front of them."""
 

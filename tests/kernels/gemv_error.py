@@ -1,4 +1,4 @@
-"""How far products with packed weights may be from the exact ones: the roundings of the kernels' own sums.
+"""Error bounds of GEMV with packed weights: the roundings of the kernels' own sums.
 
 A kernel adds up codes, not weights, and in half precision codes on top of a BIAS that is taken off again: its partial
 sums, whose roundings count, are larger than the result.  Roundings are independent, in the worst order of summation
@@ -42,14 +42,14 @@ class Product(NamedTuple):
         return DEVIATIONS * self.deviation + self.drift
 
 
-def assert_product(found: Tensor, x: Tensor, kind: GgmlType, raw: Tensor) -> None:
+def assert_gemv(found: Tensor, x: Tensor, kind: GgmlType, raw: Tensor) -> None:
     """Every number of ``found`` is that of :func:`product`, rounded to the dtype of ``x``."""
     wanted = product(kind, raw, x)
     assert found.dtype == x.dtype
     assert_each(found, wanted.exact, wanted.allowed)
 
 
-def assert_expanded(found: Tensor, x: Tensor, numbers: Tensor) -> None:
+def assert_gemm(found: Tensor, x: Tensor, numbers: Tensor) -> None:
     """``found`` is the library's product of ``x`` [..., T, K] with ``numbers`` float32 [..., N, K] in the dtype of x:
     in float32 each number, in half precision the norm of all."""
     assert found.dtype == x.dtype

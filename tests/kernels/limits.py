@@ -1,4 +1,4 @@
-"""How far a kernel's result may be from its torch form: float32 in any order, and the rounding of the result."""
+"""Error bounds of kernels against their torch forms: float32 in any order, and the rounding of the result."""
 
 from __future__ import annotations
 

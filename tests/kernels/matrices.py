@@ -17,7 +17,7 @@ from daemons.weights.dequant import dequantise
 from daemons.weights.packed import PackedWeights, repack
 from lucevisor.model.quant_types import BY_NAME, REPACKED, GgmlType
 from tests.daemons.tiny_models import random_blocks
-from tests.kernels.gemv_error import assert_product
+from tests.kernels.gemv_error import assert_gemv
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPES = [torch.float32, torch.float16] + ([torch.bfloat16] if DEVICE == "cuda" else [])
@@ -71,7 +71,7 @@ class Matrix:
 
     def check(self, x: Tensor, config: GemvConfig | None = None) -> Tensor:
         found = packed_gemv(self.kind, self.packed, x, config=config)
-        assert_product(found, x, self.kind, self.raw)
+        assert_gemv(found, x, self.kind, self.raw)
         return found
 
 

@@ -1,4 +1,4 @@
-"""The small kernels give the numbers of their torch forms."""
+"""RMSNorm, QK norm with RoPE, act-and-mul and output gate kernels match their torch forms."""
 
 from __future__ import annotations
 
@@ -120,7 +120,7 @@ def head_major(t, h, d, dtype):
     return x
 
 
-def test_norms_of_heads_that_lie_apart(dtype):
+def test_norms_of_strided_heads(dtype):
     x, weight = head_major(5, 3, 32, dtype), normal(3, 32, seed=3)
     norm_of(basic.rms_norm(x, weight, EPS), RmsNorm(weight, 32, EPS), x)
     one, none = torch.ones(5, 1, 8, device=DEVICE), torch.zeros(5, 1, 8, device=DEVICE)
@@ -134,7 +134,7 @@ def test_norms_of_heads_that_lie_apart(dtype):
     ("t", "h", "d", "half"),
     [(1, 40, 128, 64), (5, 3, 256, 32), (3, 5, 512, 256), (19, 2, 64, 16), (2, 3, 96, 24), (4, 3, 80, 40)],
 )  # fmt: skip
-def test_query_key(dtype, t, h, d, half):
+def test_qk_norm_rope(dtype, t, h, d, half):
     x, weight = cut(t, h, d, dtype=dtype), normal(h, d, seed=3) + 1
     positions = torch.arange(t, device=DEVICE) * 37 + 5
     cos, sin = plain_rope(2 * half, 1e6, torch.device(DEVICE)).tables(positions)
@@ -150,7 +150,7 @@ def test_query_key(dtype, t, h, d, half):
 
 @pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
 @pytest.mark.parametrize(("t", "f"), [(1, 17408), (5, 2112), (3, 704), (2, 100)])
-def test_gated(dtype, activation, t, f):
+def test_act_and_mul(dtype, activation, t, f):
     x = cut(t, 2 * f, dtype=dtype) * 3
     found = basic.act_and_mul(x, activation)
     assert found.dtype == dtype
@@ -173,14 +173,14 @@ def exact_act_and_mul(x, activation):
     return exact, relative * exact.abs() + SMALLEST * (1 + gate.abs()) * (1 + up.abs())
 
 
-def test_gated_far_from_zero(dtype):
+def test_act_and_mul_far_from_zero(dtype):
     gate = torch.tensor([[-500.0, -80.0, -12.0, 0.0, 12.0, 80.0, 500.0]], device=DEVICE)
     x = torch.cat((gate, torch.ones_like(gate)), dim=1).to(dtype)
     for activation in ("silu", "gelu_tanh"):
         assert_each(basic.act_and_mul(x, activation), *exact_act_and_mul(x, activation))
 
 
-def test_gated_and_gate_heads_know_their_activations(dtype):
+def test_unknown_activations_are_refused(dtype):
     with pytest.raises(ValueError, match="relu"):
         basic.act_and_mul(normal(1, 32, dtype=dtype), "relu")
     with pytest.raises(ValueError, match="silu"):
@@ -211,7 +211,7 @@ def assert_output_gate(found, out, gate, kind, roundings=1):
 @pytest.mark.parametrize("kind", ["sigmoid", "softplus"])
 @pytest.mark.parametrize("per_head", [False, True])
 @pytest.mark.parametrize(("t", "h", "d"), [(1, 24, 256), (5, 3, 128), (3, 7, 80), (2, 64, 128)])
-def test_gate_heads(dtype, kind, per_head, t, h, d):
+def test_output_gate(dtype, kind, per_head, t, h, d):
     out = cut(t, h, d, dtype=dtype)
     gate = cut(t, h if per_head else h * d, dtype=dtype, before=17, after=31) * 4
     found = basic.output_gate(out, gate, kind)
@@ -221,7 +221,7 @@ def test_gate_heads(dtype, kind, per_head, t, h, d):
     assert_output_gate((out * torch_gate(gate, kind).view(t, h, -1)).reshape(t, -1), out, gate, kind, roundings=2)
 
 
-def test_gate_heads_of_heads_that_lie_apart(dtype):
+def test_output_gate_of_strided_heads(dtype):
     out, gate = head_major(5, 3, 32, dtype), normal(5, 3, dtype=dtype)
     assert_output_gate(basic.output_gate(out, gate, "sigmoid"), out, gate, "sigmoid")
 
@@ -253,7 +253,7 @@ def every(t, dtype, d=64):
 
 
 @pytest.mark.parametrize("t", [1, 3])
-def test_nothing_is_written_behind_a_result(dtype, t, monkeypatch):
+def test_nothing_is_written_past_a_result(dtype, t, monkeypatch):
     """A row that is too long would be set right by the next one, but for the last."""
     work, behind, empty = every(t, dtype, 24), [], torch.empty
 
@@ -286,7 +286,7 @@ def test_a_graph_replays_them(dtype):
 
 
 @pytest.mark.skipif(DEVICE == "cpu", reason="torch sees no GPU")
-def test_other_numbers_of_tokens_are_not_compiled_for(dtype):
+def test_other_token_counts_compile_nothing(dtype):
     kernels = [getattr(basic, n) for n in dir(basic) if n.endswith("_kernel")]
     assert len(kernels) == 5
 

@@ -1,4 +1,4 @@
-"""The mixer of runs of tokens beside the torch form of the daemon's block, token by token, and beside itself, cut."""
+"""The chunked gated delta net against the daemon's torch block, single tokens, and itself in two steps."""
 
 from __future__ import annotations
 
@@ -102,19 +102,19 @@ def test_outputs_and_states_are_those_of_the_torch_form(n: int, offset: int, ids
     ("n_key", "n_value", "dim", "conv_width"),
     [(2, 2, 32, 4), (1, 3, 64, 4), (2, 4, 128, 4), (3, 9, 32, 4), (2, 2, 32, 2), (1, 2, 32, 7), (1, 1, 32, 4)],
 )
-def test_any_heads_and_taps(n_key: int, n_value: int, dim: int, conv_width: int) -> None:
+def test_any_heads_and_conv_width(n_key: int, n_value: int, dim: int, conv_width: int) -> None:
     a = layer(n_key, n_value, dim, conv_width)
     y = a.inputs(70)
     check(a, y, [4], 20)
 
 
-def test_a_run_is_its_tokens_one_by_one() -> None:
+def test_a_slice_equals_its_tokens_one_by_one() -> None:
     a = layer()
     y = a.inputs(300)
     check(a, y, [2], 50, one_by_one(a.net))
 
 
-def test_the_convolution_too_is_a_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_with_the_convolution_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(chunked_delta_rule, "causal_conv1d_kernel", recurrent_delta_rule.causal_conv1d_kernel)
     a = layer(1, 1)
     y = a.inputs(2 * 17)
@@ -122,7 +122,7 @@ def test_the_convolution_too_is_a_kernel(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 @pytest.mark.parametrize("decay_rates", [(0.0, 0.0), (1e-6, 1e-3), (50.0, 1000.0), (0.0, 1000.0)])
-def test_heads_that_keep_all_and_heads_that_forget_all(decay_rates: tuple[float, float]) -> None:
+def test_extreme_decays(decay_rates: tuple[float, float]) -> None:
     a = layer(decay_rates=decay_rates)
     y = a.inputs(90, spread=3.0)
     y[:, -2 * a.params.n_value :] *= 2.0  # alpha and beta: both sides of where softplus and sigmoid are straight
@@ -130,7 +130,7 @@ def test_heads_that_keep_all_and_heads_that_forget_all(decay_rates: tuple[float,
     check(a, y, [1], 10, one_by_one(a.net))
 
 
-def test_nothing_is_lost_behind_a_token_that_forgets_all() -> None:
+def test_no_digits_are_lost_after_a_token_that_resets_the_state() -> None:
     """Heads that keep almost all, but for tokens at which S becomes 0: sums of logarithms would be rough by then."""
     a = layer(decay_rates=(1e-2, 1e-2))
     y = a.inputs(80)
@@ -138,7 +138,7 @@ def test_nothing_is_lost_behind_a_token_that_forgets_all() -> None:
     check(a, y, [1], exact=one_by_one(a.net))
 
 
-def test_keys_that_are_all_alike() -> None:
+def test_similar_keys() -> None:
     """The triangle of a chunk is then ones: its inverse is small, the powers of it are not."""
     a = layer(decay_rates=(0.0, 1e-4))
     y = a.inputs(1).expand(150, -1).clone()
@@ -155,7 +155,7 @@ def test_half_precision_is_rounded_only_at_the_end(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("cut", [17, 27, 64, 133])
-def test_a_run_in_two_steps_is_one_run(cut: int) -> None:
+def test_a_prompt_in_two_steps_equals_one_step(cut: int) -> None:
     n, offset = 150, 37
     whole = layer()
     parts, y = whole.twin(), whole.inputs(n)
@@ -167,7 +167,7 @@ def test_a_run_in_two_steps_is_one_run(cut: int) -> None:
     parts.within(found, [4], (outputs, windows, matrices._replace(exact=whole.states[[4]].double())))
 
 
-def test_it_goes_on_where_single_tokens_ended_and_they_where_it_did() -> None:
+def test_decode_prefill_decode() -> None:
     a = layer()
     y = a.inputs(5 + 60 + 3)
     few, run = one_by_one(a.net), form_of(a.chunks, 5)
@@ -188,7 +188,7 @@ def test_it_goes_on_where_single_tokens_ended_and_they_where_it_did() -> None:
     a.check(qkv, y, [2], form, form_of(a.net))
 
 
-def test_other_states_stay_as_they_are() -> None:
+def test_other_states_do_not_change() -> None:
     a = layer()
     before = a.conv_states.clone(), a.states.clone()
     kernels(a, a.inputs(2 * 20), [3, 1], 60)
@@ -221,7 +221,7 @@ def test_heads_and_lengths_as_in_a_model(n: int, ids: list[int]) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.skipif(DEVICE == "cpu", reason="no CUDA or HIP device: nothing is compiled")
-def test_no_length_offset_or_number_of_slices_is_compiled_anew() -> None:
+def test_other_lengths_offsets_and_slices_compile_nothing() -> None:
     programs = [
         recurrent_delta_rule.causal_conv1d_kernel,
         *(

@@ -24,7 +24,7 @@ __all__ = ["ignore_numpy_overflow"]  # a fixture
 
 @of_dtypes
 @of_kinds
-def test_expanded_numbers_are_those_of_dequantise(kind, dtype):
+def test_numbers_are_those_of_dequantise(kind, dtype):
     m = Matrix.random(kind, 9, 512)
     wanted = dequantise(m.kind, m.raw, dtype)
     assert torch.equal(bits(dequantise_packed(m.kind, m.packed, dtype)), bits(wanted))
@@ -33,7 +33,7 @@ def test_expanded_numbers_are_those_of_dequantise(kind, dtype):
 
 
 @pytest.mark.parametrize("kind", SHORT)
-def test_a_row_that_ends_within_a_chunk_is_filled_up_with_zeros(kind):
+def test_rows_are_zero_padded_to_chunks(kind):
     m = Matrix.random(kind, 9, 352)
     found = dequantise_packed(m.kind, m.packed, torch.float32)
     assert torch.equal(bits(found[:, :352]), bits(dequantise(m.kind, m.raw, torch.float32)))
@@ -43,7 +43,7 @@ def test_a_row_that_ends_within_a_chunk_is_filled_up_with_zeros(kind):
 
 @of_dtypes
 @of_kinds
-def test_extreme_scales_expand_to_the_same_bits(kind, dtype):
+def test_extreme_scales_give_the_same_bits(kind, dtype):
     m = Matrix.of(kind, extreme(kind))
     found = dequantise_packed(m.kind, m.packed, dtype)
     assert torch.equal(bits(found), bits(dequantise(m.kind, m.raw, dtype)))

@@ -1,4 +1,4 @@
-"""Products with packed weights beside float64 products of the dequantised matrix; expanded matrices bit for bit."""
+"""GEMV with packed weights against float64 products of the dequantised matrix."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from daemons.ops.triton.split_k import GemvConfig
 from daemons.weights.dequant import dequantise
 from daemons.weights.packed import repack
 from lucevisor.model.quant_types import BY_NAME
-from tests.kernels.gemv_error import assert_product, product
+from tests.kernels.gemv_error import assert_gemv, product
 from tests.kernels.limits import UNITS
 from tests.kernels.matrices import (
     DEVICE,
@@ -62,7 +62,7 @@ def test_rows_and_columns(kind, rows, n, dtype):
     ids=lambda v: str(v).removeprefix("torch."),
 )
 @of_kinds
-def test_rows_of_many_chunks_are_split(kind, k, config, dtype):
+def test_split_k(kind, k, config, dtype):
     Matrix.random(kind, 20, k).check(normal(3, k, dtype=dtype), config)
 
 
@@ -77,12 +77,12 @@ def test_rows_that_end_within_a_chunk(kind, rows, k, dtype):
 @pytest.mark.parametrize(
     "config", [GemvConfig(32, 2, 3, 1), GemvConfig(64, 4, 1, 2), GemvConfig(32, 2, 3, 5)], ids=lambda h: h.n_splits
 )
-def test_parts_that_differ_or_are_empty(config):
+def test_uneven_and_empty_splits(config):
     Matrix.random("Q8_0", 20, 768).check(normal(3, 768), config)
 
 
 @pytest.mark.parametrize("n_units", [1, 132])
-def test_no_part_is_left_without_chunks(monkeypatch, n_units):
+def test_no_split_is_without_chunks(monkeypatch, n_units):
     monkeypatch.setattr(split_k, "n_processors", lambda device: n_units)
     device = torch.device("cpu")
     for n_out in (1, 40, 1000, 5120, 150_000):
@@ -161,7 +161,7 @@ def test_lowest_codes_and_scales(kind):
         Matrix.of(kind, raw).check(normal(2, 256, dtype=torch.float16))
 
 
-def test_a_row_depends_on_itself_alone():
+def test_a_row_does_not_depend_on_others():
     m = Matrix.random("Q4_K", 31, 256)
     x = normal(6, 256, dtype=torch.float16)
     together = packed_gemv(m.kind, m.packed, x)
@@ -181,17 +181,17 @@ def test_a_row_depends_on_itself_alone():
     ids=["one", "several of a row", "rows of their own"],
 )
 @of_kinds
-def test_routed(kind, experts, pairs_per_row):
+def test_expert_pairs(kind, experts, pairs_per_row):
     check_routed(Matrix.random(kind, 3 * 20, 256).experts(3), experts, pairs_per_row, torch.float16)
 
 
 @pytest.mark.parametrize("kind", SHORT)
-def test_routed_rows_that_end_within_a_chunk(kind):
+def test_expert_pairs_of_padded_rows(kind):
     check_routed(Matrix.random(kind, 3 * 20, 352).experts(3), [2, 0, 1, 1], 2, torch.float16)
 
 
 @pytest.mark.parametrize("kind", ["Q4_K", "Q6_K", "Q8_0"])
-def test_routed_in_parts(kind):
+def test_expert_pairs_with_split_k(kind):
     check_routed(Matrix.random(kind, 4 * 20, 768).experts(4), [3, 3], 1, torch.float32, GemvConfig(16, 1, 2, 3))
     check_routed(Matrix.random(kind, 4 * 33, 256).experts(4), [3, 0], 2, torch.float32)
 
@@ -206,7 +206,7 @@ def test_many_pairs(dtype):
     )
 
 
-def test_more_rows_than_a_product_of_one_matrix_takes():
+def test_more_pairs_than_gemv_rows():
     n = MAX_GEMV_ROWS + 5
     check_routed(Matrix.random("Q8_0", 2 * 3, 256).experts(2), [i % 2 for i in range(n)], 1, torch.float32)
 
@@ -218,7 +218,7 @@ def check_routed(
     found = packed_gemv(m.kind, m.packed, x, torch.tensor(experts, device=DEVICE), pairs_per_row, config)
     assert found.shape == (len(experts), m.numbers.shape[1])
     for p, expert in enumerate(experts):
-        assert_product(found[p : p + 1], x[p // pairs_per_row : p // pairs_per_row + 1], m.kind, m.blocks_of(expert))
+        assert_gemv(found[p : p + 1], x[p // pairs_per_row : p // pairs_per_row + 1], m.kind, m.blocks_of(expert))
 
 
 # ---- memory
@@ -261,7 +261,7 @@ class Guarded:
 
 @pytest.mark.parametrize("config", [GemvConfig(32, 2, 3, 1), GemvConfig(16, 1, 2, 2)], ids=["whole", "parts"])
 @pytest.mark.parametrize(("kind", "k"), [("Q5_K", 512), ("Q6_K", 512), ("Q8_0", 512), ("Q8_0", 480), ("Q5_0", 288)])
-def test_a_product_reads_and_writes_its_own_only(kind, k, config, monkeypatch):
+def test_gemv_reads_and_writes_nothing_else(kind, k, config, monkeypatch):
     """Activations between NaN, rows of a matrix between rows of NaN."""
     m = Matrix.random(kind, 28, k)
     raw = m.raw.cpu().numpy().copy()
@@ -275,10 +275,10 @@ def test_a_product_reads_and_writes_its_own_only(kind, k, config, monkeypatch):
         guarded = Guarded(patch)
         found = packed_gemv(m.kind, packed, x, config=config)
     guarded.check()
-    assert_product(found, x, m.kind, m.raw[3:-5])
+    assert_gemv(found, x, m.kind, m.raw[3:-5])
 
 
-def test_a_routed_product_writes_its_own_only(monkeypatch):
+def test_gemv_of_expert_pairs_writes_nothing_else(monkeypatch):
     m = Matrix.random("Q4_K", 3 * 20, 512).experts(3)
     experts, x = torch.tensor([2, 1, 2], device=DEVICE), normal(3, 512, dtype=torch.float16)
     with monkeypatch.context() as patch:
@@ -288,7 +288,7 @@ def test_a_routed_product_writes_its_own_only(monkeypatch):
 
 
 @of_kinds
-def test_expansion_writes_its_own_only(kind, monkeypatch):
+def test_dequantisation_writes_nothing_else(kind, monkeypatch):
     m = Matrix.random(kind, 7, 256)
     with monkeypatch.context() as patch:
         guarded = Guarded(patch)
@@ -303,7 +303,7 @@ def test_expansion_writes_its_own_only(kind, monkeypatch):
 @on_gpu
 @pytest.mark.parametrize("dtype", DTYPES)
 @of_kinds
-def test_a_graph_runs_it_for_the_activations_of_the_day(kind, dtype):
+def test_a_graph_reads_activations_at_replay(kind, dtype):
     m, stacked = Matrix.random(kind, 200, 2048), Matrix.random(kind, 5 * 40, 2048).experts(5)
     x, experts = normal(4, 2048, dtype=dtype), torch.tensor([0, 1, 2, 3, 4, 0, 1, 2], device=DEVICE)
     packed_gemv(m.kind, m.packed, x)  # compiled before the capture
@@ -318,16 +318,16 @@ def test_a_graph_runs_it_for_the_activations_of_the_day(kind, dtype):
         x.copy_(normal(4, 2048, seed=seed))
         experts.copy_(experts.flip(0) if seed == 5 else torch.full_like(experts, 3))
         graph.replay()
-        assert_product(found, x, m.kind, m.raw)
+        assert_gemv(found, x, m.kind, m.raw)
         for p, expert in enumerate(experts.tolist()):
-            assert_product(pairs[p : p + 1], x[p // 2 : p // 2 + 1], stacked.kind, stacked.blocks_of(expert))
+            assert_gemv(pairs[p : p + 1], x[p // 2 : p // 2 + 1], stacked.kind, stacked.blocks_of(expert))
         assert torch.equal(numbers, dequantise(m.kind, m.raw, dtype))
 
 
 @pytest.mark.gpu
 @on_gpu
 @pytest.mark.parametrize("kind", ["Q4_K", "Q6_K"])
-def test_other_counts_of_rows_and_pairs_compile_nothing(kind):
+def test_other_row_and_pair_counts_compile_nothing(kind):
     m, stacked = Matrix.random(kind, 200, 2048), Matrix.random(kind, 5 * 40, 2048).experts(5)
 
     def compiled() -> int:

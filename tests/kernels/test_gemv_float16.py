@@ -1,4 +1,4 @@
-"""Products with whole scales in half precision: x on the way to float16, and numbers of every size."""
+"""GEMV in float16 for Q4_K and Q5_K: scaling x to float16, and numbers of every size."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from daemons.ops.triton.gemv import packed_gemv  # noqa: E402
 from daemons.weights.packed import PackedWeights, repack  # noqa: E402
 from lucevisor.model.quant_types import BY_NAME  # noqa: E402
 from tests.daemons.tiny_models import random_blocks  # noqa: E402
-from tests.kernels.gemv_error import assert_product  # noqa: E402
+from tests.kernels.gemv_error import assert_gemv  # noqa: E402
 from tests.numerics import FLOAT16, UNIT  # noqa: E402
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -91,7 +91,7 @@ def test_numbers_of_every_size(kind, dtype, scale):
     x[2] = 0
     x[2, 300] = scale
     found = packed_gemv(BY_NAME[kind], packed, x)
-    assert_product(found, x, BY_NAME[kind], raw)
+    assert_gemv(found, x, BY_NAME[kind], raw)
 
 
 @of_kinds
@@ -103,20 +103,20 @@ def test_rows_of_zeros_give_zeros(kind):
 
 @of_kinds
 @pytest.mark.parametrize("value", [float("inf"), float("nan")])
-def test_what_is_no_number_stays_none(kind, value):
+def test_infinity_and_nan_stay_in_their_row(kind, value):
     """And only in its own row."""
     packed, raw = matrix(kind, 40, 512)
     x = normal(2, 512, dtype=torch.float16)
     x[0, 300] = value
     found = packed_gemv(BY_NAME[kind], packed, x)
     assert not bool(found[0].isfinite().any())
-    assert_product(found[1:], x[1:], BY_NAME[kind], raw)
+    assert_gemv(found[1:], x[1:], BY_NAME[kind], raw)
 
 
 @of_dtypes
 @of_kinds
 @pytest.mark.parametrize("n_rows", [1, 8, 16, 33, 64])
-def test_a_row_is_the_same_among_any_others(kind, dtype, n_rows):
+def test_a_row_does_not_depend_on_others(kind, dtype, n_rows):
     """Its neighbours change neither its factor nor its sums, as long as they are multiplied in the same way."""
     packed, _ = matrix(kind, 40, 512)
     x = normal(64, 512, dtype=dtype)[:n_rows].contiguous()

@@ -1,4 +1,4 @@
-"""Products of many rows with the matrices of their experts beside the exact ones, and who reads and writes what.
+"""Grouped GEMM against exact products, and what it reads and writes.
 
 A matrix is rounded to the dtype before it is multiplied, so that is what the products are of.
 """
@@ -67,7 +67,7 @@ def test_rows_that_end_within_a_chunk(kind):
 
 
 @pytest.mark.parametrize("rows", [16, 32, 64])
-def test_the_launches_that_are_chosen(rows):
+def test_configs(rows):
     n_experts = 3
     n_pairs = rows // 2 * n_experts + (0 if rows < 64 else 3)
     config = grouped_gemm_config(n_pairs, n_experts)
@@ -80,7 +80,7 @@ def test_all_rows_to_one_expert():
     check(Matrix.random("Q6_K", 5 * 20, 256).experts(5), [4] * 70, 1, torch.float32)
 
 
-def test_only_the_rows_that_are_routed_are_read_and_all_results_are_written(monkeypatch):
+def test_only_routed_rows_are_read_and_all_results_written(monkeypatch):
     """Activations between NaN; experts that nobody goes to are NaN."""
     m = Matrix.random("Q8_0", 4 * 20, 256)
     packed = m.packed.map(lambda p: p.view(4, 20, -1).clone())
@@ -111,7 +111,7 @@ def test_pairs_are_sorted_by_expert():
 
 
 @pytest.mark.parametrize("n_rows", [MAX_GEMV_PAIRS // 2, MAX_GEMV_PAIRS // 2 + 1])
-def test_an_mlp_gives_the_same_whichever_way_its_pairs_go(n_rows):
+def test_an_mlp_by_gemv_and_by_grouped_gemm(n_rows):
     up, down = experts_of("Q4_0", 3, 64, 256), experts_of("Q8_0", 3, 24, 32)
     mlp = ExpertMlp(up.packed, down.packed, "silu", TorchOperations())
     x = normal(n_rows, 256)
@@ -127,7 +127,7 @@ def test_an_mlp_gives_the_same_whichever_way_its_pairs_go(n_rows):
 
 
 @on_gpu
-def test_a_graph_records_them():
+def test_a_graph_reads_routing_at_replay():
     """Nothing on the way waits for the device, and a replay follows other routes."""
     up, down = experts_of("Q4_K", 8, 512, 256), experts_of("Q6_K", 8, 64, 256)
     mlp = ExpertMlp(up.packed, down.packed, "silu", TorchOperations())

@@ -1,4 +1,4 @@
-"""Whole models on kernels give the numbers of the plain forms, quantised weights and all, as near as float32 rounds.
+"""Whole quantised models on kernels match plain torch within float32 rounding.
 
 The interpreter runs what a GPU would; tests/gpu does the same on one.
 """
@@ -34,7 +34,7 @@ def logits(spec: ModelSpec) -> Tensor:
 @pytest.mark.slow
 @pytest.mark.parametrize("mix", ["k", "old"])
 @pytest.mark.parametrize("name", MODELS)
-def test_kernels_give_the_numbers_of_the_plain_forms(name, mix, spec_of):
+def test_kernels_match_plain_torch(name, mix, spec_of):
     spec = spec_of(name, mix)
     worst = bounds(spec, IDS[:27]).logits.worst(logits(spec))
     print(f"{name} {mix}: {worst:.2f}")

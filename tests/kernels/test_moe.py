@@ -1,4 +1,4 @@
-"""The kernels around routed experts choose and sum as their torch forms do."""
+"""Router, top-k and MoE combine kernels match their torch forms."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def router_of(n_experts, width, k, *, gating="softmax", normalise=True, scale=1.
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("tokens", "width", "n_scores"), [(1, 2048, 257), (3, 2816, 128), (16, 96, 5), (2, 40, 1)])
-def test_scores(dtype, tokens, width, n_scores):
+def test_router_gemv(dtype, tokens, width, n_scores):
     x, weight = normal(tokens, width, dtype=dtype), normal(n_scores, width, seed=3)
     assert_near(router_gemv(x, weight), lambda x: x @ weight.t(), x)
 
@@ -58,7 +58,7 @@ def test_scores(dtype, tokens, width, n_scores):
     ],
     ids=["qwen35moe", "laguna", "gemma4", "few", "all", "one"],
 )
-def test_choice(router, tokens):
+def test_select_experts(router, tokens):
     scores = router.scores(normal(tokens, router.weight.shape[1], seed=11))
     found, wanted = select_experts(router, scores), router.select_experts(scores)
     assert torch.equal(found.experts, wanted.experts)
@@ -70,7 +70,7 @@ def test_choice(router, tokens):
         assert bool(((found.shared_gate.double() - exact).abs() <= sigmoid_error(gate) * exact).all())
 
 
-def test_of_equal_scores_the_first_and_no_expert_twice():
+def test_ties_go_to_the_first_expert_and_none_repeats():
     router = router_of(40, 16, 8)
     scores = torch.zeros(1, 40, device=DEVICE)
     scores[0, [3, 17]] = 2.0
@@ -80,14 +80,14 @@ def test_of_equal_scores_the_first_and_no_expert_twice():
     assert abs(float(found.weights.double().sum()) - 1) <= 7 * UNIT + DIVISION
 
 
-def test_scores_that_are_no_numbers_choose_experts_that_are_there():
+def test_nan_scores_select_existing_experts():
     """What comes of it is no number either, but no memory is read that is not the experts'."""
     router = router_of(5, 16, 2)
     experts = select_experts(router, torch.full((2, 5), float("nan"), device=DEVICE)).experts
     assert ((experts >= 0) & (experts < 5)).all()
 
 
-def test_weights_that_are_all_almost_nothing_stay_finite():
+def test_tiny_weights_stay_finite():
     router = router_of(4, 2, 2, gating="sigmoid")
     assert torch.isfinite(select_experts(router, torch.full((1, 4), -400.0, device=DEVICE)).weights).all()
 
@@ -95,7 +95,7 @@ def test_weights_that_are_all_almost_nothing_stay_finite():
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("tokens", "k", "width"), [(1, 8, 2048), (5, 3, 300), (3, 1, 96)])
 @pytest.mark.parametrize("beside", ["nothing", "shared", "gated"])
-def test_weighted_sum(dtype, tokens, k, width, beside):
+def test_moe_combine(dtype, tokens, k, width, beside):
     results, weights = normal(tokens, k, width, dtype=dtype), normal(tokens, k, seed=2).softmax(dim=1)
     wide = normal(tokens, width + 16, dtype=dtype, seed=3)
     shared = None if beside == "nothing" else wide[:, :width]
@@ -125,7 +125,7 @@ def test_weighted_sum(dtype, tokens, k, width, beside):
 
 
 @pytest.mark.parametrize("tokens", [1, MAX_DECODE_TOKENS, MAX_DECODE_TOKENS + 1])
-def test_few_rows_and_many_choose_the_same(tokens):
+def test_decode_and_prefill_select_the_same_experts(tokens):
     router = router_of(32, 96, 4, has_shared_gate=True)
     x = normal(tokens, 96, seed=9)
     found, wanted = TritonOperations().router(router)(x), TorchOperations().router(router)(x)

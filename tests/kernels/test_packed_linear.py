@@ -1,4 +1,4 @@
-"""Packed weights give the same numbers as the quant blocks, and take the bytes that were planned."""
+"""Linear layers and experts with packed weights match those with quant blocks, and take the planned bytes."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from lucevisor.model.values import Backend, Dtype, LayerRange
 from lucevisor.model.weight_layout import shard_layouts
 from tests.daemons.tiny_models import Tiny, random_blocks, write
 from tests.families.test_weight_formats import spec_of, with_formats_of
-from tests.kernels.gemv_error import assert_expanded, assert_product
+from tests.kernels.gemv_error import assert_gemm, assert_gemv
 from tests.kernels.limits import UNITS
 from tests.numerics import Exact, Narrow
 
@@ -76,17 +76,17 @@ def normal(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 1) -> Te
 
 
 @of_each
-def test_many_rows_are_multiplied_as_few_are(kind, dtype, few_programs):
+def test_gemv_and_gemm(kind, dtype, few_programs):
     type_, raw = blocks(kind, 13, 256)
     product = PackedLinear(type_, repack(type_, raw), 256)
     assert (product.n_out, product.n_bytes) == (13, raw.nbytes)
     x = normal(MAX_GEMV_ROWS + 1, 256, dtype=dtype)
-    assert_product(product(x[:MAX_GEMV_ROWS]), x[:MAX_GEMV_ROWS], type_, raw)
-    assert_expanded(product(x), x, dequantise(type_, raw, torch.float32))
+    assert_gemv(product(x[:MAX_GEMV_ROWS]), x[:MAX_GEMV_ROWS], type_, raw)
+    assert_gemm(product(x), x, dequantise(type_, raw, torch.float32))
 
 
 @pytest.mark.parametrize("at_a_time", [1, 8, 9])
-def test_a_matrix_too_large_to_be_expanded_at_once(at_a_time, monkeypatch):
+def test_large_matrices_are_dequantised_in_parts(at_a_time, monkeypatch):
     type_, raw = blocks("Q8_0", 17, 256)
     product = PackedLinear(type_, repack(type_, raw), 256)
     x = normal(MAX_GEMV_ROWS + 1, 256)
@@ -94,7 +94,7 @@ def test_a_matrix_too_large_to_be_expanded_at_once(at_a_time, monkeypatch):
     seen = []
     real = packed_linear.dequantise_packed
     monkeypatch.setattr(packed_linear, "dequantise_packed", lambda *a: seen.append(a[-1]) or real(*a))
-    assert_expanded(product(x), x, dequantise(type_, raw, torch.float32))
+    assert_gemm(product(x), x, dequantise(type_, raw, torch.float32))
     assert sum(seen) == 17
     assert max(seen) == at_a_time
 
@@ -105,7 +105,7 @@ def test_columns_of_a_wider_input(few_programs):
     wide = normal(MAX_GEMV_ROWS + 1, 400)
     few, many = wide[:3, 100:356], wide[:, 100:356]
     assert torch.equal(product(few), product(few.contiguous()))
-    assert_expanded(product(many), many, dequantise(type_, raw, torch.float32))
+    assert_gemm(product(many), many, dequantise(type_, raw, torch.float32))
     assert product(wide[:1, 100:356]).shape == (1, 21)
 
 
@@ -128,7 +128,7 @@ def experts_of(kind: str, n_experts: int, n: int, k: int) -> Both:
 def assert_routed(found: Tensor, x: Tensor, chosen: Tensor, experts: BlockExperts) -> None:
     """Row p of ``found`` is the product of row p // 2 of ``x`` with the matrix of the expert chosen[p]."""
     for p, expert in enumerate(chosen.tolist()):
-        assert_product(found[p : p + 1], x[p // 2 : p // 2 + 1], experts.kind, experts.raw[expert])
+        assert_gemv(found[p : p + 1], x[p // 2 : p // 2 + 1], experts.kind, experts.raw[expert])
 
 
 @of_each
@@ -138,11 +138,11 @@ def test_experts_packed_and_as_blocks(kind, dtype, few_programs):
     x, chosen = normal(2, 256, dtype=dtype), torch.tensor([2, 0, 3, 2], device=DEVICE)
     assert torch.equal(a.dequantised(chosen[1:], dtype), b.dequantised(chosen[1:], dtype))
     assert_routed(a.grouped_gemm(x, ExpertPairs(chosen, 4), 2), x, chosen, b)
-    assert_product(a.linear(2)(x), x, b.kind, b.raw[2])
+    assert_gemv(a.linear(2)(x), x, b.kind, b.raw[2])
     numbers = b.dequantised(chosen, torch.float32)
     pairs = x.repeat_interleave(2, dim=0).unsqueeze(1)
-    assert_expanded(b.grouped_gemm(x, ExpertPairs(chosen, 4), 2).unsqueeze(1), pairs, numbers)
-    assert_expanded(b.linear(2)(x), x, numbers[0])
+    assert_gemm(b.grouped_gemm(x, ExpertPairs(chosen, 4), 2).unsqueeze(1), pairs, numbers)
+    assert_gemm(b.linear(2)(x), x, numbers[0])
 
 
 def explained(form: Callable[[Tensor], Tensor], x: Tensor) -> tuple[Tensor, float]:
@@ -158,7 +158,7 @@ def explained(form: Callable[[Tensor], Tensor], x: Tensor) -> tuple[Tensor, floa
 
 
 @pytest.mark.parametrize("dtype", DTYPES[1:])
-def test_ways_through_an_mlp_of_experts(dtype, few_programs):
+def test_forms_of_an_expert_mlp(dtype, few_programs):
     up, down = experts_of("Q8_0", 3, 512, 256), experts_of("Q4_K", 3, 24, 256)
     mlp = ExpertMlp(up.packed, down.packed, "silu", TorchOperations())
     plain = ExpertMlp(up.blocks, down.blocks, "silu", TorchOperations())
@@ -168,7 +168,7 @@ def test_ways_through_an_mlp_of_experts(dtype, few_programs):
         assert float((way(x, chosen).double() - exact).norm()) <= allowed
 
 
-def test_experts_joined_from_two_types(few_programs):
+def test_experts_of_two_types(few_programs):
     (a, a_blocks), (b, b_blocks) = experts_of("Q6_K", 3, 8, 256), experts_of("Q4_0", 3, 5, 256)
     joined, wanted = ConcatExperts([a, b]), ConcatExperts([a_blocks, b_blocks])
     x, chosen = normal(2, 256), torch.tensor([1, 2, 2, 0], device=DEVICE)
@@ -226,7 +226,7 @@ def test_packed_weights_are_read_chunk_by_chunk(kind, tmp_path, monkeypatch):
     assert torch.equal(unpack(product.kind, product.packed, product.n_columns), wanted)
 
 
-def test_a_table_that_is_the_output_matrix_too_is_held_once(tmp_path):
+def test_a_tied_output_matrix_is_held_once(tmp_path):
     path = write(tmp_path / "model.gguf", Tiny(n_layers=2), ["Q6_K"])
     spec = open_spec(path)
     kept = shard_layouts(spec, LayerRange(0, 2), embedding=True, output=True, backend=Backend.CUDA, dtype=Dtype.FLOAT32)
@@ -239,7 +239,7 @@ def test_a_table_that_is_the_output_matrix_too_is_held_once(tmp_path):
     assert weights.n_bytes == head.n_bytes == sum(r.n_bytes for r in kept if r.name == "token_embd.weight")
 
 
-def test_a_model_takes_the_bytes_that_were_planned(spec_of):
+def test_a_model_takes_its_planned_bytes(spec_of):
     """Asserted where it is loaded, for experts, a head and matrices of several types."""
     stages = with_formats_of(spec_of("qwen35moe", "k"), Backend.CUDA, kernels=True)
     chosen = [v for k, v in stages[0].kernels.items() if "linear Q" in k or "experts Q" in k]

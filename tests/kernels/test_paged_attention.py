@@ -1,4 +1,4 @@
-"""Attention over pages in place beside a gather and the reference.
+"""Paged attention against gathered pages and the reference.
 
 Whatever a kernel may not look at is NaN here: free pages, positions of a page in front of the window or behind the last
 token, and the page in front of the pool, which is where a table entry NO_PAGE points.
@@ -127,18 +127,18 @@ DECODE = Problem((1, 64, 65, 300))
 
 
 @pytest.mark.parametrize("n_splits", [1, 3, None])
-def test_one_token_a_slice_over_lengths_around_page_borders(n_splits: int | None) -> None:
+def test_decode_around_page_boundaries(n_splits: int | None) -> None:
     Scene(DECODE).check(n_splits)
 
 
 @pytest.mark.parametrize("dtype", KINDS[1:])
 @pytest.mark.parametrize("n_splits", [1, 2])
-def test_activations_and_pages_of_half_the_width(dtype: torch.dtype, n_splits: int) -> None:
+def test_half_precision_activations_and_pages(dtype: torch.dtype, n_splits: int) -> None:
     Scene(replace(DECODE, group=6, n_kv_heads=1, dtype=dtype, kv=dtype)).check(n_splits)
 
 
 @pytest.mark.parametrize("length", [1, 63, 64, 65])
-def test_splits_that_stay_empty(length: int) -> None:
+def test_empty_splits(length: int) -> None:
     Scene(Problem((length,), n_kv_heads=1)).check(6)
 
 
@@ -147,7 +147,7 @@ def test_more_splits_than_one_merge_holds() -> None:
 
 
 @pytest.mark.parametrize(("group", "n"), [(1, 16), (4, 2), (6, 5), (8, 3), (2, SHORT_SLICE)])
-def test_few_tokens_a_slice(group: int, n: int) -> None:
+def test_short_slices(group: int, n: int) -> None:
     Scene(Problem((n, 64 + n // 2, 150), n, group, n_kv_heads=1)).check(2)
 
 
@@ -159,11 +159,11 @@ def test_more_query_rows_than_a_tile(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("window", [1, 20, 64, 65, 129])
 @pytest.mark.parametrize("n", [1, 4])
-def test_pages_in_front_of_a_window_are_never_read(window: int, n: int) -> None:
+def test_pages_before_the_window_are_never_read(window: int, n: int) -> None:
     Scene(Problem((n, 192, 257), n, 2, n_kv_heads=1, window=window)).check(2)
 
 
-def test_soft_cap_also_where_it_is_reached() -> None:
+def test_soft_cap() -> None:
     scene = Scene(Problem((65, 130), softcap=5.0))
     scene.q *= 20.0
     scene.check(2)
@@ -176,7 +176,7 @@ def test_pages_of_q8_0(dtype: torch.dtype, n: int) -> None:
 
 
 @pytest.mark.parametrize("kv", [torch.float16, None])
-def test_head_dims_that_are_no_power_of_two(kv: torch.dtype | None) -> None:
+def test_head_dims_other_than_powers_of_two(kv: torch.dtype | None) -> None:
     Scene(Problem((70,), 3, 3, n_kv_heads=3, head_dim=80, kv=kv)).check(2)
     Scene(Problem((70,), 1, 2, head_dim=48, value_dim=24, kv=kv)).check(2)
 
@@ -192,14 +192,14 @@ def test_pages_of_another_dtype_than_the_queries(dtype: torch.dtype, kv: torch.d
     Scene(Problem((65, 130), dtype=dtype, kv=kv)).check(2)
 
 
-def test_queries_that_are_columns_of_a_product() -> None:
+def test_strided_queries() -> None:
     scene = Scene(Problem((9, 80), 3, 3))
     wide = torch.full((6, 3 * 6, 64), float("nan"), device=DEVICE)
     wide[:, 1:13:2] = scene.q
     scene.check(2, wide[:, 1:13:2])
 
 
-def test_splits_fill_the_processors_and_no_more() -> None:
+def test_number_of_splits() -> None:
     assert choose_n_splits(8, 50_000, 132) == 33
     assert choose_n_splits(8, 1000, 132) == 8  # not worth more
     assert choose_n_splits(1000, 2000, 132) == 1

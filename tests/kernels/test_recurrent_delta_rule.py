@@ -1,4 +1,4 @@
-"""The mixer of few tokens beside the torch form that the daemon's block is made of."""
+"""The recurrent gated delta net against the daemon's torch block."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_outputs_and_states_are_those_of_the_torch_form(n: int, ids: list[int]) 
     ("n_key", "n_value", "dim", "conv_width"),
     [(2, 2, 32, 4), (1, 3, 64, 4), (2, 4, 128, 4), (3, 9, 16, 4), (2, 6, 48, 4), (2, 4, 20, 2), (1, 2, 32, 7)],
 )
-def test_any_heads_and_taps(n_key: int, n_value: int, dim: int, conv_width: int) -> None:
+def test_any_heads_and_conv_width(n_key: int, n_value: int, dim: int, conv_width: int) -> None:
     a = layer(n_key, n_value, dim, conv_width)
     for ids in ([4], [4, 1]):
         y = a.inputs(2, seed=len(ids))
@@ -55,14 +55,14 @@ def test_any_heads_and_taps(n_key: int, n_value: int, dim: int, conv_width: int)
 
 
 @pytest.mark.parametrize("decay_rates", [(0.0, 0.0), (1e-6, 1e-3), (50.0, 500.0)])
-def test_heads_that_keep_all_and_heads_that_forget_all(decay_rates: tuple[float, float]) -> None:
+def test_extreme_decays(decay_rates: tuple[float, float]) -> None:
     a = layer(1, 3, decay_rates=decay_rates)
     y = a.inputs(5, spread=6.0)
     y[:, -2 * a.params.n_value :] *= 2.0  # alpha and beta: both sides of where softplus and sigmoid are straight
     check(a, y, [1])
 
 
-def test_queries_and_keys_of_almost_no_length() -> None:
+def test_tiny_queries_and_keys() -> None:
     """Lengths about the root of the epsilon in the l2 norm, and zeros."""
     a = layer(1, 2)
     a.conv_states.zero_()
@@ -91,7 +91,7 @@ def test_half_precision_is_rounded_only_at_the_end(dtype: torch.dtype, n: int) -
     assert check(a, y, [6, 2]).dtype == dtype
 
 
-def test_tokens_at_once_are_tokens_one_by_one() -> None:
+def test_several_tokens_equal_single_steps_bit_for_bit() -> None:
     """Bit for bit, outputs and states, so that a draft's check may take the place of single steps."""
     ids, n = [4, 0], 5
     at_once = layer(1, 2)
@@ -107,7 +107,7 @@ def test_tokens_at_once_are_tokens_one_by_one() -> None:
         assert torch.equal(other.conv_states, at_once.conv_states)
 
 
-def test_other_states_stay_as_they_are() -> None:
+def test_other_states_do_not_change() -> None:
     a = layer()
     before = a.conv_states.clone(), a.states.clone()
     kernels(a, a.inputs(4), [5, 2])
@@ -131,7 +131,7 @@ def test_rows_of_a_wider_batch() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.skipif(DEVICE == "cpu", reason="no CUDA or HIP device: no graph to capture")
-def test_a_graph_runs_it_for_the_ids_of_the_day() -> None:
+def test_a_graph_reads_ids_at_replay() -> None:
     a = layer(2, 6, 128)
     y, ids = a.inputs(3), torch.tensor([0], device=DEVICE)
     kernels(a, y, [6])  # compiled before the capture

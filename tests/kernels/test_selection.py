@@ -1,4 +1,4 @@
-"""What the selector takes, and what it says when kernels cannot be used."""
+"""Kernel selection, and its warnings where kernels cannot run."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ CPU = torch.device("cpu")
 HERE = torch.device("cuda", 0) if torch.cuda.is_available() else CPU  # else under the interpreter
 
 
-def test_a_cpu_has_no_kernels_and_nothing_to_say():
+def test_a_cpu_selects_torch_without_a_warning():
     selector = KernelSelector(CPU, torch.float32)
     assert selector.kernels is False
     assert isinstance(selector.operations, TorchOperations)
@@ -28,7 +28,7 @@ def test_kernels_that_run_are_usable():
     assert KernelSelector(CPU, torch.float16, kernels=True).selected == {"cpu layers": "triton"}
 
 
-def test_the_reason_is_told(monkeypatch):
+def test_the_reject_reason(monkeypatch):
     def fails(device: torch.device, dtype: torch.dtype) -> None:
         raise RuntimeError("Failed to find C compiler.\nmore")
 
@@ -38,12 +38,12 @@ def test_the_reason_is_told(monkeypatch):
     assert "not installed" in triton_reject_reason(CPU, torch.float16)
 
 
-def test_a_wrong_product_is_no_use(monkeypatch):
+def test_a_wrong_product_rejects_triton(monkeypatch):
     monkeypatch.setattr(packed_linear, "packed_gemv", lambda kind, packed, x: torch.ones(1, 32))
     assert "a product with zeros is not zero" in triton_reject_reason(CPU, torch.float16)
 
 
-def test_an_accelerator_without_kernels_says_so(monkeypatch):
+def test_an_accelerator_without_kernels_warns(monkeypatch):
     monkeypatch.setattr(selection, "triton_reject_reason", lambda device, dtype: "no compiler")
     selector = KernelSelector(torch.device("meta"), torch.float16)
     assert selector.kernels is False
