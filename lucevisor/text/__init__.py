@@ -1,5 +1,5 @@
 """Strings to token ids and back: tokenizer, chat template, detokenizer, stop strings, output parser, tool-call formats.
 
-Knows neither sockets nor tensors nor requests: everything here is synchronous and keeps only what one stream needs.
-Invariant: what a client wrote never becomes a control token, and no character of the model's output is lost.
+Knows no sockets, tensors or requests: everything is synchronous and keeps only the state of one stream.
+Invariant: client text never becomes a control token, and no character of the model's output is lost.
 """

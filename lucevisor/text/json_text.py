@@ -1,8 +1,8 @@
-"""JSON of which numbers keep their text: what a model or a client wrote comes out digit for digit.
+"""JSON whose numbers keep their text, so that they are passed on digit for digit.
 
-Python reads 1e999 as infinity and writes it as `Infinity`, which is no JSON, and 1.10 as 1.1. Here a number is a
-`Number`, which holds its text. Invariant: what `parse` accepts is JSON by RFC 8259 and nested at most MAX_DEPTH deep;
-what `write` returns is JSON by RFC 8259 and can be encoded as UTF-8.
+Python reads 1e999 as infinity, writes it as `Infinity`, which is not JSON, and turns 1.10 into 1.1. Here a number is a
+`Number`, which holds its text. Invariant: `parse` accepts only RFC 8259 JSON nested at most MAX_DEPTH deep; `write`
+returns RFC 8259 JSON that can be encoded as UTF-8.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Final, NoReturn
 
 MAX_DEPTH: Final = 64
-"""Of arrays and objects; many clients' parsers stop at 64 to 128."""
+"""Nesting of arrays and objects; many clients' parsers stop at 64 to 128."""
 
 _LONE_SURROGATE: Final = re.compile("[\ud800-\udfff]")
 _OPENING: Final = re.compile(r'"(?:[^"\\]|\\.)*+"?+|[\[{]|[\]}]', re.DOTALL)
@@ -23,12 +23,12 @@ _OPENING: Final = re.compile(r'"(?:[^"\\]|\\.)*+"?+|[\[{]|[\]}]', re.DOTALL)
 
 @dataclass(frozen=True, slots=True)
 class Number:
-    """A JSON number as its text."""
+    """A JSON number, as text."""
 
     text: str
 
     def as_integer(self) -> Number | None:
-        """Return the same value written without fraction and exponent; None when there is none, or beyond a double."""
+        """Return the value without fraction and exponent; None if it is not an integer, or exceeds a double."""
         if self.text.removeprefix("-").isdigit():
             return self
         value = float(self.text)
@@ -36,9 +36,9 @@ class Number:
 
 
 def parse(text: str) -> object:
-    """Return the value of strict JSON text, its numbers as Number.
+    """Parse strict JSON, with numbers as Number.
 
-    Raises ValueError for what is no JSON (NaN, Infinity) or nested too deep.
+    Raises ValueError for invalid JSON (NaN and Infinity included) and for nesting deeper than MAX_DEPTH.
     """
     depth = deepest = 0
     for token in _OPENING.finditer(text):
@@ -51,16 +51,16 @@ def parse(text: str) -> object:
 
 
 def write(value: object) -> str:
-    """Return JSON text of what `parse` returned or of plain strings, booleans, None, lists and dicts of them."""
+    """Return JSON of values from `parse`, or of strings, booleans, None, and lists and dicts of these."""
     if isinstance(value, Number):
         return value.text
     if isinstance(value, Mapping):
         return f"{{{', '.join(f'{write(str(key))}: {write(item)}' for key, item in value.items())}}}"
     if isinstance(value, Sequence) and not isinstance(value, str):
         return f"[{', '.join(map(write, value))}]"
-    # A lone surrogate, which JSON can name by its escape, has no UTF-8: the escape stays one.
+    # JSON can escape a lone surrogate, but UTF-8 cannot encode it: keep the escape.
     return _LONE_SURROGATE.sub(lambda found: f"\\u{ord(found[0]):04x}", json.dumps(value, ensure_ascii=False))
 
 
 def _refuse_constant(name: str) -> NoReturn:
-    raise ValueError(f"{name} is no JSON value")
+    raise ValueError(f"{name} is not a JSON value")

@@ -1,8 +1,7 @@
-"""Chat messages as clients send them, made into what chat templates expect.
+"""Converts OpenAI chat messages into what chat templates expect.
 
-Knows the OpenAI message shape and what one template can take (`Traits`), not Jinja. Invariant: no text of a client is
-changed; only its wrapping is (parts joined, JSON arguments decoded, a role or a field given the name the template
-knows).
+Knows the message schema and what a template supports (`TemplateTraits`), not Jinja. Invariant: client text is never
+changed, only its structure: parts are joined, JSON arguments decoded, roles and fields renamed.
 """
 
 from __future__ import annotations
@@ -17,35 +16,35 @@ from lucevisor.errors import LucevisorError
 
 _MAX_DIGITS: Final = 1000
 _REASONING_FIELDS: Final = ("reasoning_content", "thinking", "reasoning")
-# Parts of a message that are text, and the field that holds it.
+# Text parts of a message, and the field with the text.
 _TEXT_PARTS: Final = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
 
 
 class TemplateError(LucevisorError):
-    """A chat cannot be made into a prompt; the message says which part of it and is fit for the client."""
+    """A chat cannot be rendered; the message names the part at fault and can be shown to the client."""
 
 
 @dataclass(frozen=True)
-class Traits:
-    """What a template can take: a list of content parts, the role `developer`, tool results inside a call."""
+class TemplateTraits:
+    """What a template supports: a list of content parts, the role `developer`, tool results inside a call."""
 
     content_parts: bool
     developer_role: bool
     embedded_tool_responses: bool
 
 
-def prepare_messages(messages: Sequence[Mapping[str, object]], traits: Traits) -> list[dict[str, object]]:
-    """Return the messages as the template takes them; raises TemplateError naming the message and field at fault."""
+def prepare_messages(messages: Sequence[Mapping[str, object]], traits: TemplateTraits) -> list[dict[str, object]]:
+    """Return the messages in the template's form; raises TemplateError naming the message and field at fault."""
     prepared = [_prepare(message, f"messages[{index}]", traits) for index, message in enumerate(messages)]
     return _embed_tool_responses(prepared) if traits.embedded_tool_responses else prepared
 
 
-def _prepare(message: Mapping[str, object], where: str, traits: Traits) -> dict[str, object]:
+def _prepare(message: Mapping[str, object], where: str, traits: TemplateTraits) -> dict[str, object]:
     if not isinstance(message, Mapping):
-        raise TemplateError(f"{where} is a {type(message).__name__}, must be an object with role and content")
+        raise TemplateError(f"{where} is a {type(message).__name__}, not an object; send role and content")
     result = dict(message)
     if not isinstance(result.get("role"), str):
-        raise TemplateError(f"{where}.role is missing or not text; give system, user, assistant or tool")
+        raise TemplateError(f"{where}.role is missing or not text; send system, user, assistant or tool")
     if result["role"] == "developer" and not traits.developer_role:
         result["role"] = "system"
     reasoning = next((result[name] for name in _REASONING_FIELDS if result.get(name) is not None), None)
@@ -57,7 +56,7 @@ def _prepare(message: Mapping[str, object], where: str, traits: Traits) -> dict[
         parts = [{"type": "text", "text": text} for text in texts]
         result["content"] = parts if traits.content_parts else "\n".join(texts)
     elif content is not None and not isinstance(content, str):
-        raise TemplateError(f"{where}.content is a {type(content).__name__}, must be text or a list of text parts")
+        raise TemplateError(f"{where}.content is a {type(content).__name__}, not text or a list of text parts")
     if result.get("tool_calls"):
         result["tool_calls"] = _prepare_calls(result["tool_calls"], f"{where}.tool_calls")
     return result
@@ -66,7 +65,7 @@ def _prepare(message: Mapping[str, object], where: str, traits: Traits) -> dict[
 def _part_text(part: object, where: str) -> str:
     kind = part.get("type") if isinstance(part, Mapping) else None
     if not isinstance(part, Mapping) or not isinstance(kind, str) or kind not in _TEXT_PARTS:
-        raise TemplateError(f"{where}.type = {kind!r} is not supported; this server takes parts of type text only")
+        raise TemplateError(f"{where}.type = {kind!r} is not supported; this server accepts parts of type text only")
     text = part.get(_TEXT_PARTS[kind])
     if not isinstance(text, str):
         raise TemplateError(f"{where}.{_TEXT_PARTS[kind]} is missing or not text")
@@ -74,9 +73,9 @@ def _part_text(part: object, where: str) -> str:
 
 
 def _prepare_calls(calls: object, where: str) -> list[object]:
-    """Decode the arguments of calls: clients send JSON text, templates walk an object."""
+    """Decode the arguments of calls: clients send JSON text, templates iterate over an object."""
     if not isinstance(calls, (list, tuple)):
-        raise TemplateError(f"{where} is a {type(calls).__name__}, must be a list of calls")
+        raise TemplateError(f"{where} is a {type(calls).__name__}, not a list of calls")
     result: list[object] = []
     for index, call in enumerate(calls):
         function = call.get("function") if isinstance(call, Mapping) else None
@@ -87,35 +86,35 @@ def _prepare_calls(calls: object, where: str) -> list[object]:
 
 
 def _decoded(arguments: object) -> object:
-    """Return JSON text of an object as that object; other text stays as it is, for the template to take or refuse."""
+    """Decode the JSON text of an object; other text stays unchanged, for the template to accept or reject."""
     if arguments is None or arguments == "":
         return {}
     if not isinstance(arguments, str):
         return arguments
     try:
-        value = json.loads(arguments, parse_constant=_refuse_constant, parse_int=_whole, parse_float=_real)
+        value = json.loads(arguments, parse_constant=_refuse_constant, parse_int=_integer, parse_float=_real)
         return _encodable(value) if isinstance(value, dict) else arguments
     except (ValueError, RecursionError):
         return arguments
 
 
 def _refuse_constant(name: str) -> NoReturn:
-    raise ValueError(f"{name} is no JSON value")
+    raise ValueError(f"{name} is not a JSON value")
 
 
-def _whole(digits: str) -> object:
-    """Return an integer; one that Python would neither read nor write stays text."""
+def _integer(digits: str) -> object:
+    """Return an integer; one that exceeds Python's digit limit stays text."""
     return int(digits) if len(digits) <= _MAX_DIGITS else digits
 
 
 def _real(digits: str) -> object:
-    """Return a float; one beyond a double stays text, because templates would write it as Infinity."""
+    """Return a float; one beyond a double stays text, as templates would write it as Infinity."""
     value = float(digits)
     return value if math.isfinite(value) else digits
 
 
 def _encodable(value: object) -> object:
-    """Return the value with replacement characters for lone surrogates, which JSON can name and UTF-8 cannot hold."""
+    """Replace lone surrogates, which JSON can escape and UTF-8 cannot encode, by U+FFFD."""
     if isinstance(value, str):
         return value if value.isascii() else value.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
     if isinstance(value, list):

@@ -1,11 +1,11 @@
-"""A model's text, while it arrives, taken apart into content, reasoning and tool calls.
+"""Streaming parser that splits a model's output into content, reasoning and tool calls.
 
-Knows tags, not tokens, clocks or HTTP. Invariant: what comes out does not depend on how the text was cut into pieces,
-and nothing is lost but the tags of what was recognised, the blanks beside them and the label of a reasoning block.
-What begins like a tool call and is none comes out as the text it is.
+Knows tags, not tokens or HTTP. Invariant: the result does not depend on how the text was chunked, and nothing is lost
+but recognised tags, the whitespace next to them and the label of a reasoning block. Text that starts like a tool call
+but is not one comes out unchanged.
 
-CONTENT and REASONING pass text on, holding back what may be the beginning of a tag, and blanks that a tag may follow.
-CALL gathers a call until its closing tag; if it is none, its opening tag is text and what follows is looked at again.
+CONTENT and REASONING pass text on, and hold back what may be the start of a tag and whitespace that a tag may follow.
+CALL collects a call up to its closing tag; if it is not a call, its opening tag is text and the rest is parsed again.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class ReasoningDelta:
 
 @dataclass(frozen=True)
 class ToolCallDelta:
-    """A whole tool call; `index` counts the calls of this answer from 0, `arguments` is the text of a JSON object."""
+    """A complete tool call; `index` counts the calls of this answer from 0, `arguments` is a JSON object as text."""
 
     index: int
     name: str
@@ -49,56 +49,56 @@ class ToolCallDelta:
 OutputEvent = ContentDelta | ReasoningDelta | ToolCallDelta
 
 
-class _State(Enum):
+class _ParserState(Enum):
     CONTENT = auto()
     REASONING = auto()
     CALL = auto()
 
 
 class OutputParser:
-    """Parses one answer; `reasoning_open` as RenderedPrompt says it, `tools` as offered (none: calls are content)."""
+    """Parses one answer.  `reasoning_open`: as in RenderedPrompt; `tools`: those offered (none: calls are content)."""
 
     def __init__(self, reasoning_open: bool, tools: Tools, format: OutputFormat) -> None:
         self._tags = format.reasoning
         self._tools = tools
         self._calls = format.tools if tools else None
-        self._state = _State.CONTENT
-        self._text = ""  # taken in, not given out
+        self._state = _ParserState.CONTENT
+        self._text = ""  # received, not yet emitted
         self._events: list[OutputEvent] = []
         self._n_calls = 0
-        self._skip = _LINE_ENDS if format.reasoning else ""  # characters to drop where a section begins
-        self._label = ""  # to drop where a reasoning block begins
-        self._fresh = True  # the section is blank so far, so a reasoning tag is one
-        self._call_in = _State.CONTENT  # the state that a call interrupts
-        self._call_blanks = ""  # the blanks before its opening tag
-        self._searched = 0  # of a call: the part of _text without a closing tag worth another look
+        self._skip = _LINE_ENDS if format.reasoning else ""  # characters to drop at the start of a section
+        self._label = ""  # to drop at the start of a reasoning block
+        self._fresh = True  # only whitespace so far, so a reasoning tag counts
+        self._call_in = _ParserState.CONTENT  # the state that a call interrupts
+        self._call_blanks = ""  # whitespace before its opening tag
+        self._searched = 0  # in a call: how much of _text has been searched for the closing tag
         if reasoning_open:
-            self._begin(_State.REASONING, _LINE_ENDS)
+            self._begin(_ParserState.REASONING, _LINE_ENDS)
 
     def push(self, text: str) -> list[OutputEvent]:
-        """Take more text; return what is certain by now."""
+        """Parse more text; return the events that are certain."""
         self._text += text
         return self._advance(final=False)
 
     def flush(self) -> list[OutputEvent]:
-        """Return what was held back, at the end of the answer."""
+        """Return the events of held-back text, at the end of the answer."""
         return self._advance(final=True)
 
     def _advance(self, final: bool) -> list[OutputEvent]:
-        while self._read_call(final) if self._state is _State.CALL else self._read_text(final):
+        while self._read_call(final) if self._state is _ParserState.CALL else self._read_text(final):
             pass
         events, self._events = self._events, []
         return events
 
     def _read_text(self, final: bool) -> bool:
-        """Give out text up to the next tag; return whether one was found and taken."""
+        """Emit text up to the next tag; return whether one was found and consumed."""
         if not self._read_beginning(final):
             return False
-        if self._state is _State.CONTENT and self._fresh and self._tags and not self._tags.anywhere:
+        if self._state is _ParserState.CONTENT and self._fresh and self._tags and not self._tags.inline:
             start = self._text.lstrip()
             if start.startswith(self._tags.open):
                 self._text = start[len(self._tags.open) :]
-                self._begin(_State.REASONING, _LINE_ENDS)
+                self._begin(_ParserState.REASONING, _LINE_ENDS)
                 return True
             if not final and self._tags.open.startswith(start):
                 return False
@@ -111,12 +111,12 @@ class OutputParser:
         if tags and not final:
             held = max(overlap(self._text, tag) for tag in tags)
             held = len(self._text) - len(self._text[: len(self._text) - held].rstrip())
-        self._give(self._text[: len(self._text) - held])
+        self._emit(self._text[: len(self._text) - held])
         self._text = self._text[len(self._text) - held :]
         return False
 
     def _read_beginning(self, final: bool) -> bool:
-        """Drop the label and the blanks that a section begins with; return whether they are known to be over."""
+        """Drop the label and the whitespace at the start of a section; return whether they are complete."""
         if self._label:
             if self._text.startswith(self._label):
                 self._text = self._text[len(self._label) :]
@@ -132,29 +132,31 @@ class OutputParser:
 
     def _tags_to_find(self) -> Sequence[str]:
         tags = [self._calls.open] if self._calls else []
-        if self._tags and self._state is _State.REASONING:
+        if self._tags and self._state is _ParserState.REASONING:
             tags.append(self._tags.close)
-        elif self._tags and self._tags.anywhere:
+        elif self._tags and self._tags.inline:
             tags.append(self._tags.open)
         return tags
 
     def _take_tag(self, position: int, tag: str) -> None:
         before, after = self._text[:position], self._text[position + len(tag) :]
         kept = before.rstrip()
-        self._give(kept)
+        self._emit(kept)
         self._text = after
         if self._calls and tag == self._calls.open:
-            self._call_in, self._state = self._state, _State.CALL
+            self._call_in, self._state = self._state, _ParserState.CALL
             self._call_blanks = before[len(kept) :]
             self._searched = 0
         else:
-            self._begin(_State.CONTENT if self._state is _State.REASONING else _State.REASONING, _LINE_ENDS)
+            self._begin(
+                _ParserState.CONTENT if self._state is _ParserState.REASONING else _ParserState.REASONING, _LINE_ENDS
+            )
 
     def _read_call(self, final: bool) -> bool:
-        """Read a call up to its closing tag; return whether it is settled what it is."""
-        assert self._calls is not None  # CALL is entered by its tag only
+        """Parse a call up to its closing tag; return whether it is decided."""
+        assert self._calls is not None  # only a call's tag leads to CALL
         reasoning_end = -1
-        if self._call_in is _State.REASONING and self._tags:
+        if self._call_in is _ParserState.REASONING and self._tags:
             reasoning_end = self._text.find(self._tags.close)
         while (end := self._text.find(self._calls.close, self._searched)) >= 0:
             if 0 <= reasoning_end < end:
@@ -166,7 +168,7 @@ class OutputParser:
             self._searched = end + len(self._calls.close)
         if reasoning_end >= 0:
             return self._reject_call()
-        if final:  # a call that lacks its closing tag only is complete: some models stop there
+        if final:  # some models stop before the closing tag: the call is complete
             cut_tag = overlap(self._text, self._calls.close)
             return self._accept_call(self._text[: len(self._text) - cut_tag], "") or self._reject_call()
         self._searched = max(self._searched, len(self._text) - len(self._calls.close) + 1)
@@ -174,29 +176,29 @@ class OutputParser:
 
     def _accept_call(self, body: str, rest: str) -> bool:
         call = self._calls.parse(body, self._tools) if self._calls else None
-        # In reasoning a model may quote the notation: there it is a call only if it names a tool.
-        if call is None or (self._call_in is _State.REASONING and not has_tool(self._tools, call.name)):
+        # Reasoning may quote the format: there it is a call only if it names an offered tool.
+        if call is None or (self._call_in is _ParserState.REASONING and not has_tool(self._tools, call.name)):
             return False
         self._events.append(ToolCallDelta(self._n_calls, call.name, call.arguments))
         self._n_calls += 1
         self._text = rest
-        self._begin(_State.CONTENT, _BLANKS)
+        self._begin(_ParserState.CONTENT, _BLANKS)
         return True
 
     def _reject_call(self) -> bool:
         self._state = self._call_in
-        self._give(self._call_blanks + (self._calls.open if self._calls else ""))
+        self._emit(self._call_blanks + (self._calls.open if self._calls else ""))
         return True
 
-    def _begin(self, state: _State, skip: str) -> None:
+    def _begin(self, state: _ParserState, skip: str) -> None:
         self._state, self._skip, self._fresh = state, skip, True
-        self._label = self._tags.label if self._tags and state is _State.REASONING else ""
+        self._label = self._tags.label if self._tags and state is _ParserState.REASONING else ""
 
-    def _give(self, text: str) -> None:
+    def _emit(self, text: str) -> None:
         if not text:
             return
         self._fresh = False
-        kind = ReasoningDelta if self._state is _State.REASONING else ContentDelta
+        kind = ReasoningDelta if self._state is _ParserState.REASONING else ContentDelta
         last = self._events[-1] if self._events else None
         if isinstance(last, kind):
             self._events[-1] = kind(last.text + text)

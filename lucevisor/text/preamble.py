@@ -1,10 +1,9 @@
-"""Lines of a system prompt that some agents change every turn, so that a prompt begins like the last one in spite of
-them.
+"""Normalises system prompt lines that some agents change every turn, so that prompts share a prefix despite them.
 
-Knows OpenAI's chat messages, not tokens.  Off unless asked for, because it changes what the model reads;
-docs/prefix-cache.md tells what counts as such a line and what becomes of it.
-Invariant: only whole lines of the system and developer messages in front of the first other message are touched, and
-only those that match a pattern below; the messages given are never changed in place.
+Knows OpenAI's chat messages, not tokens.  Off by default, as it changes what the model reads; docs/prefix-cache.md
+describes the lines and their treatment.
+Invariant: only whole lines in leading system and developer messages are changed, and only those that match a pattern
+below; messages are never changed in place.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ Normalise = Literal["off", "fix", "move"]
 
 FIXED: Final = "(not told)"
 MOVED: Final = "(told at the end)"
-"""What stands in place of a value."""
+"""Placeholders for a value."""
 
 _OPENING: Final = ("system", "developer")
 _LAST: Final = ("user", "tool")
@@ -34,11 +33,10 @@ _DATE: Final = re.compile(
 
 
 def normalised(messages: Sequence[Mapping[str, object]], mode: Normalise) -> list[dict[str, object]]:
-    """Return the messages with their volatile lines fixed or moved; with "off" as they are.
+    """Return the messages with their volatile lines fixed or moved; unchanged with "off".
 
-    "fix": fixed words take the place of the value of a billing header or a date.  "move": of a billing header likewise;
-    a line with a date goes to the end of the last message, where the prompt is new anyway, if that is a user's or a
-    tool's, and else stays as it is.
+    "fix": replace the values of billing headers and dates by fixed words.  "move": the same for billing headers; append
+    date lines to the last message, where the prompt is new anyway, if it is a user's or a tool's.
     """
     result = [dict(message) for message in messages]
     n_opening = next((i for i, m in enumerate(result) if m.get("role") not in _OPENING), len(result))
@@ -64,7 +62,7 @@ def normalised(messages: Sequence[Mapping[str, object]], mode: Normalise) -> lis
 
 
 def _rewritten(content: object, rewrite: Callable[[str], str]) -> object:
-    """Return text, or a list of parts, with each text rewritten; anything else is for others to refuse."""
+    """Return text, or a list of parts, with each text rewritten; other values are rejected elsewhere."""
     if isinstance(content, str):
         return rewrite(content)
     if not isinstance(content, list):

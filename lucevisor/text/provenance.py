@@ -1,10 +1,9 @@
-"""Text that remembers which of its characters a chat template wrote.
+"""Text that tracks which of its characters a chat template wrote.
 
-Knows neither Jinja nor tokens. `TracedText` is a `str` with one origin byte per character (1: the template's own
-literal, 0: anybody else's); it behaves as the plain string in every comparison, search and hash, so a template cannot
-tell the difference. Invariant: a character is marked only if it was copied from a template literal; whatever an
-operation cannot follow (formatting, JSON, translation tables) comes out as a plain `str`, which counts as foreign.
-Errors thus fall on the safe side.
+Knows no Jinja or tokens. `TracedText` is a `str` with one origin byte per character (1: a template literal, 0: any
+other text); it compares, searches and hashes like the plain string, so templates see no difference. Invariant: a
+character is marked only if it was copied from a template literal; operations that cannot be tracked (formatting, JSON,
+translation tables) return a plain `str`, which counts as foreign, so errors are on the safe side.
 """
 
 from __future__ import annotations
@@ -14,9 +13,9 @@ from operator import index as index_of
 from typing import Final, SupportsIndex
 
 MAX_PIECES: Final = 1 << 18
-"""Of a text that is split, replaced in or walked; each is an object of its own."""
+"""Most pieces of a text that is split, replaced in or iterated over; each is an object."""
 MAX_CHARS: Final = 1 << 24
-"""Of one text; a prompt of a million tokens has about a quarter of it."""
+"""Longest text; a prompt of a million tokens has about a quarter of it."""
 
 _FOREIGN = b"\x00"
 _OWN = b"\x01"
@@ -43,10 +42,10 @@ class TracedText(str):
 
     @classmethod
     def of(cls, text: str) -> TracedText:
-        """Return a text as a traced one: itself if it is one, else as foreign."""
+        """Return a traced text unchanged, and any other as foreign."""
         return text if isinstance(text, TracedText) else cls(text)
 
-    def __str__(self) -> str:  # Jinja converts what it prints with str(); a copy would forget the origin
+    def __str__(self) -> str:  # Jinja calls str() on output; a copy would lose the origin
         return self
 
     def __add__(self, other: str) -> str:
@@ -154,7 +153,7 @@ class TracedText(str):
         return self._same_places(str.capitalize(self))
 
     def _locate(self, pieces: Sequence[str], sep: str | None) -> list[str]:
-        """Return the pieces of a split as slices of this text: each is found at or after the end of the one before."""
+        """Return the pieces of a split as slices of this text, each found after the previous one."""
         _check_pieces(len(pieces))
         found: list[str] = []
         start = 0
@@ -169,12 +168,12 @@ class TracedText(str):
         return self[:first], self[first:middle], self[middle:]
 
     def _same_places(self, changed: str) -> str:
-        # A change of case may lengthen a text ("ß"), and then nobody can say which character is whose.
+        # A change of case may lengthen a text ("ß"), and then the origins no longer match.
         return TracedText(changed, self.origin) if len(changed) == len(self) else changed
 
 
 def concatenate(pieces: Iterable[str]) -> TracedText:
-    """Return the pieces as one text; plain strings are foreign."""
+    """Join the pieces into one text; plain strings are foreign."""
     parts, n_chars = [], 0
     for part in pieces:
         if part:
@@ -192,11 +191,11 @@ def _check_length(n_chars: int) -> None:
 
 def _check_pieces(n_pieces: int) -> None:
     if n_pieces > MAX_PIECES:
-        raise OverflowError(f"a text cut into more than {MAX_PIECES} pieces")
+        raise OverflowError(f"a text split into more than {MAX_PIECES} pieces")
 
 
 def _between(separator: str, parts: Sequence[str]) -> list[str]:
-    """Return the parts with the separator between each two."""
+    """Return the parts with the separator between them."""
     spread = [separator] * max(2 * len(parts) - 1, 0)
     spread[::2] = parts
     return spread

@@ -1,8 +1,7 @@
-"""How each value of `tokenizer.ggml.pre` cuts and normalises text before byte-pair merging.
+"""Pre-tokenizers: how each value of `tokenizer.ggml.pre` splits and normalises text before BPE.
 
-Knows no vocabulary and no template. Invariant: one row per scheme, written as the model's own `tokenizer.json` has
-it, so that ids equal those of the Hugging Face tokenizer the model was trained with. Where llama.cpp does otherwise
-the row says so.
+Knows no vocabulary and no template. Invariant: one row per scheme, as in the model's own `tokenizer.json`, so that ids
+equal those of the Hugging Face tokenizer that the model was trained with. Differences from llama.cpp are noted.
 
 Sources: llama.cpp `src/llama-vocab.cpp` (names and aliases), transformers `tokenization_qwen2.py`,
 `tokenization_qwen3_5.py`, `tokenization_gemma.py`, and the published `tokenizer.json` of Llama 3, GPT-2 and Laguna.
@@ -19,7 +18,7 @@ from tokenizers import Regex, normalizers, pre_tokenizers
 
 
 class Normal(Enum):
-    """What happens to text before it is cut."""
+    """How text is normalised before it is split."""
 
     NONE = auto()
     NFC = auto()
@@ -28,7 +27,7 @@ class Normal(Enum):
 
 @dataclass(frozen=True)
 class Cut:
-    """One regular expression (Oniguruma syntax) that cuts text; `behavior` says what becomes of a match."""
+    """One regular expression (Oniguruma syntax) that splits text; `behavior`: what happens to a match."""
 
     pattern: str
     behavior: str = "isolated"
@@ -36,12 +35,12 @@ class Cut:
 
 @dataclass(frozen=True)
 class Scheme:
-    """One way to turn text into the symbols that byte-pair merges work on.
+    """One way to turn text into the symbols that BPE merges.
 
     `byte_level`: symbols are the 256 letters of GPT-2's byte alphabet; else characters, with `<0xNN>` for unknown ones.
-    `ignore_merges`: a piece that is a token as a whole is that token, whatever the merges say.
-    `whole_text`: tokens of any type that are found in text before all else (they match this pattern entirely).
-    `added_text`: user-defined tokens that are ordinary text; other user-defined tokens are markers of a template.
+    `ignore_merges`: a piece that is a token itself becomes that token, whatever the merges.
+    `whole_text`: tokens of any type that match this pattern entirely are found in text first.
+    `added_text`: user-defined tokens that are ordinary text; other user-defined tokens are template markers.
     """
 
     cuts: tuple[Cut, ...] = ()

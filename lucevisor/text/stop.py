@@ -1,7 +1,7 @@
-"""Stop strings, found across the seams between tokens.
+"""Stop strings, matched across token boundaries.
 
-Knows neither tokens nor requests. Invariant: the text given out does not depend on how the stream was cut into pieces;
-of several stop strings the one that is complete first wins (among those ending at the same character, the longest).
+Knows no tokens or requests. Invariant: the emitted text does not depend on how the stream was chunked; of several stop
+strings the one that completes first wins (of those ending at the same character, the longest).
 """
 
 from __future__ import annotations
@@ -10,10 +10,10 @@ from collections.abc import Sequence
 
 
 class StopMatcher:
-    """Holds back what may be the beginning of a stop string; `matched` is the stop string found, or None."""
+    """Holds back text that may start a stop string; `matched` is the stop string found, or None."""
 
     def __init__(self, stops: Sequence[str]) -> None:
-        """Take the stop strings; raises ValueError for an empty one, which would stop before the first character."""
+        """Raises ValueError for an empty stop string, which would stop before the first character."""
         if any(not stop for stop in stops):
             raise ValueError("stop: a stop string is empty; leave it out or give it a character")
         self._stops = tuple(dict.fromkeys(stops))
@@ -21,7 +21,7 @@ class StopMatcher:
         self.matched: str | None = None
 
     def push(self, text: str) -> str:
-        """Return the text that is safe to give out; from the match on, always ""."""
+        """Return the text that is safe to emit; "" after a match."""
         if self.matched is not None:
             return ""
         if not self._stops:
@@ -37,13 +37,13 @@ class StopMatcher:
         return seen[: len(seen) - held]
 
     def flush(self) -> str:
-        """Return the held-back text, when the generation has ended without a match."""
+        """Return the held-back text at the end of a generation without a match."""
         held, self._held = self._held, ""
         return held
 
 
 def overlap(text: str, needle: str) -> int:
-    """Return the length of the longest end of `text` that `needle` begins with, the whole needle excluded."""
+    """Return the length of the longest suffix of `text` that is a proper prefix of `needle`."""
     for length in range(min(len(text), len(needle) - 1), 0, -1):
         if text.endswith(needle[:length]):
             return length

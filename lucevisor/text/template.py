@@ -1,10 +1,10 @@
-"""The chat template of a model: messages and tools to a prompt, in which the client's words stay words.
+"""Renders messages and tools into a prompt with the model's chat template, safe against prompt injection.
 
-Knows neither HTTP nor tensors. `ChatTemplate.render` runs the file's own Jinja template on the messages as they are,
-so each operation of the template (trim, split, `in`, JSON) sees the true text, and learns from `TracedText` which
-characters of the result the template wrote. Only those may form control tokens: a client that writes `<|im_end|>`,
-whole or in pieces that the template puts side by side, or in a tool's name, gets the letters of it.
-Invariant: `RenderedPrompt.text` equals what transformers' `apply_chat_template` gives for the same arguments.
+Knows no HTTP or tensors. `ChatTemplate.render` runs the file's Jinja template on the unchanged messages, so every
+operation (trim, split, `in`, JSON) sees the true text, and learns from `TracedText` which characters the template
+wrote. Only those may form control tokens: `<|im_end|>` from a client, whole or in parts that the template joins, or in
+a tool's name, is tokenised as plain text.
+Invariant: `RenderedPrompt.text` equals the result of transformers' `apply_chat_template` for the same arguments.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Final
 from jinja2 import TemplateError as JinjaError
 from jinja2 import TemplateSyntaxError
 
-from lucevisor.text.messages import TemplateError, Traits, prepare_messages
+from lucevisor.text.messages import TemplateError, TemplateTraits, prepare_messages
 from lucevisor.text.output_format import OutputFormat, detect_format
 from lucevisor.text.provenance import TracedText
 from lucevisor.text.template_language import RaisedByTemplate, TemplateLanguage
@@ -30,7 +30,7 @@ __all__ = ["ChatTemplate", "EncodedPrompt", "RenderedPrompt", "Segment", "Templa
 
 TEMPLATE_KEY: Final = "tokenizer.chat_template"
 _RUNS: Final = re.compile(rb"\x00+|\x01+")
-# What a template may raise on messages it was not written for, beside Jinja's own errors.
+# Errors that a template may raise on messages it was not written for, Jinja's included.
 _FAULTS: Final = (
     *(JinjaError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError, MemoryError),
 )
@@ -40,7 +40,7 @@ _PROBE: Final = "probe of content parts"
 
 @dataclass(frozen=True)
 class EncodedPrompt:
-    """A prompt as token ids; `turn_ends` are the offsets at which a chat message is complete, ascending."""
+    """A prompt as token ids; `turn_ends`: ascending offsets at which chat messages are complete."""
 
     ids: list[int]
     turn_ends: list[int]
@@ -48,7 +48,7 @@ class EncodedPrompt:
 
 @dataclass(frozen=True)
 class RenderedPrompt:
-    """A prompt in runs of the template's own text and of foreign text; `reasoning_open`: it ends inside reasoning."""
+    """A prompt as segments of template text and foreign text; `reasoning_open`: it ends inside reasoning."""
 
     segments: tuple[Segment, ...]
     reasoning_open: bool
@@ -59,22 +59,22 @@ class RenderedPrompt:
         return "".join(segment.text for segment in self.segments)
 
     def ids(self, tokenizer: Tokenizer) -> list[int]:
-        """Return the token ids; as in transformers, a beginning-of-text token is there if the template writes it."""
+        """Return the token ids; as in transformers, with a BOS token only if the template writes it."""
         return tokenizer.encode_segments(self.segments)
 
     def encoded(self, tokenizer: Tokenizer) -> EncodedPrompt:
-        """Return the token ids and the offsets at which a prefix cache may cut them."""
+        """Return the token ids and the offsets at which a prefix cache may split them."""
         ids = self.ids(tokenizer)
         return EncodedPrompt(ids, tokenizer.turn_ends(ids))
 
 
 class ChatTemplate:
-    """A compiled chat template: its `source`, and the `output_format` of what a model answers under it."""
+    """A compiled chat template: its `source`, and the `output_format` of the model's answers."""
 
     def __init__(self, source: str, tokens: Mapping[str, str], clock: Callable[[], datetime] = datetime.now) -> None:
-        """Compile a template; `tokens` are `bos_token` and the like, `clock` answers the template's `strftime_now`.
+        """Compile a template; `tokens`: `bos_token` and the like; `clock`: for the template's `strftime_now`.
 
-        Raises TemplateError naming the line when the source is not a template.
+        Raises TemplateError naming the line of a syntax error.
         """
         self.source = source
         self.output_format: OutputFormat = detect_format(source)
@@ -86,7 +86,7 @@ class ChatTemplate:
             raise TemplateError(f"{where}: {error.message}; convert the file again") from error
         except (*_FAULTS, SyntaxError) as error:
             raise TemplateError(f"{TEMPLATE_KEY} cannot be compiled ({type(error).__name__}: {error})") from error
-        self._traits = Traits(
+        self._traits = TemplateTraits(
             content_parts=self._takes_content_parts(),
             developer_role="developer" in source,
             embedded_tool_responses="tool_responses" in source and "tool_call_id" not in source,
@@ -110,9 +110,9 @@ class ChatTemplate:
         add_generation_prompt: bool = True,
         extra: Mapping[str, object] | None = None,
     ) -> RenderedPrompt:
-        """Return the prompt for OpenAI messages and tools; `extra` are further variables (`chat_template_kwargs`).
+        """Return the prompt for OpenAI messages and tools; `extra`: further variables (`chat_template_kwargs`).
 
-        Raises TemplateError, fit for the client, for messages that the template refuses or cannot take.
+        Raises TemplateError, which can be shown to the client, if the template rejects or fails on the messages.
         """
         variables: dict[str, object] = {"documents": None, **self._tokens}
         variables |= self._checked(extra or {}, enable_thinking)
@@ -127,14 +127,14 @@ class ChatTemplate:
         return RenderedPrompt(segments, self.output_format.reasoning_open_after(segments))
 
     def lost_markers(self, tokenizer: Tokenizer) -> list[str]:
-        """Return control tokens that this template writes but that would come out as letters; empty for a sound one.
+        """Return control tokens that the template writes but that would be tokenised as text; usually empty.
 
-        A template may build a marker in a way whose origin cannot be followed (string formatting): a warning at load.
+        A template may build a marker in a way that cannot be tracked, such as string formatting: warn at load.
         """
         talk = [{"role": role, "content": "hello"} for role in ("system", "user", "assistant", "user")]
         try:
             prompt = self.render(talk)
-        except TemplateError:  # refuses this sample: some take no system message
+        except TemplateError:  # some templates reject system messages
             prompt = self.render(talk[1:2])
         intended = Counter(tokenizer.encode(prompt.text, parse_special=True))
         lost = intended - Counter(prompt.ids(tokenizer))
@@ -163,7 +163,7 @@ class ChatTemplate:
             ) from error
 
     def _takes_content_parts(self) -> bool:
-        """Say whether the template walks a list of content parts, by trying; else it prints it as Python would."""
+        """Return whether the template iterates over content parts, by rendering one; otherwise it prints their repr."""
         parts = [{"type": "text", "text": _PROBE}]
         variables = {**self._tokens, "messages": [{"role": "user", "content": parts}], "add_generation_prompt": False}
         try:

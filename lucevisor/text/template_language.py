@@ -182,7 +182,7 @@ class TemplateLanguage(ImmutableSandboxedEnvironment):
     def _parse(self, source: str, name: str | None, filename: str | None) -> nodes.Template:
         """Parse a template and let each round of its loops count as a step."""
         if len(source) > template_limits.MAX_SOURCE_CHARS:
-            raise template_limits.TooMuch(f"has more than {template_limits.MAX_SOURCE_CHARS} characters")
+            raise template_limits.TemplateLimitExceeded(f"has more than {template_limits.MAX_SOURCE_CHARS} characters")
         tree = super()._parse(source, name, filename)
         for loop in tree.find_all(nodes.For):
             count = nodes.Call(nodes.EnvironmentAttribute("step"), [], [], None, None, lineno=loop.lineno)
@@ -226,7 +226,7 @@ def _indent(s: str, width: int | str = 4, first: bool = False, blank: bool = Fal
     indention = width if isinstance(width, str) else " " * width
     head, *rest = (TracedText.of(s) + "\n").splitlines()
     if len(s) + len(rest) * len(indention) > MAX_CHARS:
-        raise template_limits.TooMuch(f"indents to more than {MAX_CHARS} characters")
+        raise template_limits.TemplateLimitExceeded(f"indents to more than {MAX_CHARS} characters")
     lines = [indention + line if line or blank else line for line in rest]
     indented = TracedText("\n").join([head, *lines])
     return indention + indented if first else indented

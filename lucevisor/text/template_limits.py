@@ -1,8 +1,8 @@
-"""What one rendering of a chat template may cost, because a template is a program that came with the weights.
+"""Resource limits for rendering a chat template, which is an untrusted program that came with the weights.
 
-Knows Jinja's operators, filters and calls, and nothing of messages. Invariant: a rendering ends after MAX_STEPS steps
-or MAX_CPU_S seconds of its thread, whichever comes first, and no single step makes a text longer than MAX_CHARS;
-beyond that it raises `TooMuch`, which is an error of the template.
+Knows Jinja's operators, filters and calls, not messages. Invariant: a rendering ends after MAX_STEPS steps or MAX_CPU_S
+seconds of its thread, whichever comes first, and no step makes a text longer than MAX_CHARS; beyond that it raises
+`TemplateLimitExceeded`.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from jinja2.exceptions import SecurityError
 from lucevisor.text.provenance import MAX_CHARS
 
 MAX_SOURCE_CHARS: Final = 256 << 10
-"""Ten times the longest published template; Jinja takes 1.6 KB to compile a character."""
+"""Ten times the longest published template; Jinja takes 1.6 KB per character to compile."""
 MAX_STEPS: Final = 10_000_000
-"""Loop rounds, calls and filters; a message costs some dozens of them."""
+"""Loop iterations, calls and filters; a message takes a few dozen."""
 MAX_CPU_S: Final = 5.0
 MAX_MADE: Final = 1 << 30
-"""Characters, and eighths of list items, that all steps of a rendering may make together."""
+"""Characters, with list items counted as eight, that all steps of a rendering may create together."""
 MAX_ITEMS: Final = 1 << 20
 MAX_BITS: Final = 4096
 MAX_WIDTH: Final = 10_000
-"""Of paddings, indents, batches and digits after the point."""
+"""Largest width of paddings, indents, batches and decimals."""
 
-_STEPS_BETWEEN_LOOKS: Final = 64
+_STEPS_PER_TIME_CHECK: Final = 64
 _ITEM_CHARS: Final = 8
 _WIDE_METHODS: Final = frozenset(["center", "expandtabs", "ljust", "rjust", "to_bytes", "zfill"])
 _WIDE_FILTERS: Final = frozenset(["batch", "center", "indent", "round", "slice", "tojson", "truncate", "wordwrap"])
@@ -39,12 +39,12 @@ _NO_METHODS: Final = frozenset(["maketrans", "translate"])
 _WIDE_FORMAT: Final = re.compile(r"\d{5}|%[^a-zA-Z%]*\*|:[^{}]*\{", re.ASCII)
 
 
-class TooMuch(SecurityError):
-    """A template that takes more steps, time or memory than any prompt needs."""
+class TemplateLimitExceeded(SecurityError):
+    """A template takes more steps, time or memory than any prompt needs."""
 
 
 class _Budget:
-    """What is left of one rendering."""
+    """What one rendering has used."""
 
     __slots__ = ("deadline_s", "n_made", "n_steps")
 
@@ -58,7 +58,7 @@ _BUDGET: ContextVar[_Budget | None] = ContextVar("budget of a rendering", defaul
 
 @contextmanager
 def budget() -> Iterator[None]:
-    """Count what happens inside as one rendering; one inside of another counts to the outer."""
+    """Count everything inside as one rendering; nested renderings count towards the outer one."""
     token = _BUDGET.set(_BUDGET.get() or _Budget())
     try:
         yield
@@ -67,7 +67,7 @@ def budget() -> Iterator[None]:
 
 
 def step(made: object = None) -> None:
-    """Count one step that made a value; raises TooMuch."""
+    """Count one step and the value it created; raises TemplateLimitExceeded."""
     left = _BUDGET.get()
     if left is None:
         return
@@ -77,17 +77,17 @@ def step(made: object = None) -> None:
     elif isinstance(made, Sequence | dict | set):
         left.n_made += _ITEM_CHARS * len(made)
     if left.n_steps > MAX_STEPS:
-        raise TooMuch(f"takes more than {MAX_STEPS} steps")
+        raise TemplateLimitExceeded(f"takes more than {MAX_STEPS} steps")
     if left.n_made > MAX_MADE:
-        raise TooMuch(f"makes more than {MAX_MADE} characters on the way")
-    if left.n_steps % _STEPS_BETWEEN_LOOKS == 0 and time.thread_time() > left.deadline_s:
-        raise TooMuch(f"takes longer than {MAX_CPU_S:g} s")
+        raise TemplateLimitExceeded(f"makes more than {MAX_MADE} characters on the way")
+    if left.n_steps % _STEPS_PER_TIME_CHECK == 0 and time.thread_time() > left.deadline_s:
+        raise TemplateLimitExceeded(f"takes longer than {MAX_CPU_S:g} s")
 
 
 def nested(made: Any) -> Any:
-    """Return a list, tuple or dict that a template wrote down; all that is inside counts as steps.
+    """Return a list, tuple or dict literal of a template, counting everything inside as steps.
 
-    One that holds the list before it twice doubles at each turn: printing or comparing the fortieth would never end.
+    A list that holds the previous list twice doubles each time: printing or comparing the fortieth would never end.
     """
     inside = [made]
     while inside:
@@ -101,7 +101,7 @@ def nested(made: Any) -> Any:
 
 
 def check_operator(operator: str, left: Any, right: Any) -> None:
-    """Raise TooMuch for an operator whose result would be too large."""
+    """Raise TemplateLimitExceeded for an operator whose result would be too large."""
     if operator == "%":
         if isinstance(left, str | bytes):
             _check_format(str(left))
@@ -109,7 +109,7 @@ def check_operator(operator: str, left: Any, right: Any) -> None:
     if isinstance(left, int) and isinstance(right, int):
         n_bits = left.bit_length() * right if operator == "**" else left.bit_length() + right.bit_length()
         if operator in ("*", "**") and n_bits > MAX_BITS:
-            raise TooMuch(f"makes an integer of {n_bits} bits")
+            raise TemplateLimitExceeded(f"makes an integer of {n_bits} bits")
         return
     n = 0
     if operator == "*":
@@ -119,17 +119,17 @@ def check_operator(operator: str, left: Any, right: Any) -> None:
         n = len(left) + len(right)
     limit = MAX_CHARS if isinstance(left, str) or isinstance(right, str) else MAX_ITEMS
     if n > limit:
-        raise TooMuch(f"makes a value of {n} items")
+        raise TemplateLimitExceeded(f"makes a value of {n} items")
 
 
 def check_call(function: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
-    """Raise TooMuch for a method of a plain value whose result could be any size."""
+    """Raise TemplateLimitExceeded for a method of a plain value whose result could have any size."""
     function = getattr(function, "__wrapped__", function)  # Jinja wraps str.format
     owner, name = getattr(function, "__self__", None), getattr(function, "__name__", "")
     if not isinstance(owner, str | bytes | int):
         return
     if name in _NO_METHODS or isinstance(owner, bytes):
-        raise TooMuch(f"may not call {type(owner).__name__}.{name}")
+        raise TemplateLimitExceeded(f"may not call {type(owner).__name__}.{name}")
     if name in _WIDE_METHODS:
         _check_widths(name, args, kwargs)
     if name in ("format", "format_map") and isinstance(owner, str):
@@ -137,9 +137,9 @@ def check_call(function: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> No
 
 
 def counted_filter(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the filter with its arguments and its result looked at."""
+    """Wrap a filter so that its arguments and its result are checked."""
 
-    @wraps(function)  # keeps what Jinja notes on a function about its first argument
+    @wraps(function)  # keeps Jinja's marks for the first argument
     def counted(*args: Any, **kwargs: Any) -> Any:
         if name in _WIDE_FILTERS:
             _check_widths(name, [arg for arg in args[1:] if isinstance(arg, int | str)], kwargs)
@@ -155,9 +155,9 @@ def counted_filter(name: str, function: Callable[..., Any]) -> Callable[..., Any
 def _check_widths(name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
     for arg in (*args, *kwargs.values()):
         if (isinstance(arg, int) and abs(arg) > MAX_WIDTH) or (isinstance(arg, str) and len(arg) > MAX_WIDTH):
-            raise TooMuch(f"gives {name} a width of more than {MAX_WIDTH}")
+            raise TemplateLimitExceeded(f"gives {name} a width of more than {MAX_WIDTH}")
 
 
 def _check_format(layout: str) -> None:
     if _WIDE_FORMAT.search(layout):
-        raise TooMuch("formats to a width that is computed or has five digits")
+        raise TemplateLimitExceeded("formats to a width that is computed or has five digits")

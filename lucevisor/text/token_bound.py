@@ -1,13 +1,13 @@
-"""How many tokens a text has at least, from its bytes alone: what cannot fit is refused before it is tokenised.
+"""Lower bound for the number of tokens of a text, from its bytes: reject what cannot fit before it is tokenised.
 
-Knows token bytes, no merges.  Every token stands for at most M bytes of a set of byte values (all of them, letters,
-the letter a, ...), M being the most that any token of the vocabulary holds, so a text with c such bytes has at least
-c / M tokens; the largest of these bounds counts.
-Invariant: never more than the tokens that the text has.  Where that cannot be known (unknown characters fused into
-one token or dropped) the bound is 0.
+Knows token bytes, no merges.  A token holds at most M bytes from a set of byte values (all, letters, the letter a,
+...), where M is the maximum over the vocabulary, so a text with c such bytes has at least c / M tokens; the largest of
+these bounds counts.
+Invariant: the bound never exceeds the true number of tokens.  Where that is unknown (unknown characters are fused into
+one token, or dropped) it is 0.
 
-NFC shortens a text to 2/7 at most (U+1FBE U+0308 U+0301 is U+0390; a test looks at every character) and takes letters
-together with what follows them: there only ASCII text is counted by sets.
+NFC shortens a text to 2/7 at most (U+1FBE U+0308 U+0301 is U+0390; a test checks every character) and combines letters
+with what follows them: with NFC, only ASCII text is counted by sets.
 """
 
 from __future__ import annotations

@@ -1,14 +1,12 @@
-"""Tokenizer: byte-level BPE between strings and token ids, built from the metadata of a GGUF file.
+"""Tokenizer built from the metadata of a GGUF file: strings to token ids, ids to bytes.
 
-Knows no chat format: which characters may become control tokens is told by whoever passes the text (`Segment.trusted`).
-Invariant: ids equal those of the model's own Hugging Face tokenizer, except that marker texts in untrusted segments
-are ordinary text; `decode` of `encode` gives the text back after the scheme's normalisation (NFC for Qwen, none for
-others).
+Knows no chat format: the caller marks which text may become control tokens (`Segment.trusted`).
+Invariant: ids equal those of the model's Hugging Face tokenizer, except that markers in untrusted segments are plain
+text; `decode` of `encode` returns the text after the scheme's normalisation (NFC for Qwen, none for others).
 
-How control tokens are kept apart: the merging core below has never heard of them. `encode_segments` looks for markers
-(control and user-defined tokens, leftmost and longest first, as the `tokenizers` library does) inside trusted runs
-only, and gives everything between to the core in one piece, so that merges reach over the seam between template and
-message as they did in training.
+The BPE core has no control tokens. `encode_segments` looks for markers (control and user-defined tokens, leftmost and
+longest first, as the `tokenizers` library does) in trusted runs only, and passes everything between to the core in one
+piece, so that merges cross the boundary between template and message as in training.
 """
 
 from __future__ import annotations
@@ -20,7 +18,7 @@ from functools import cached_property
 from typing import Any, Final
 
 from tokenizers import AddedToken, models
-from tokenizers import Tokenizer as MergingCore
+from tokenizers import Tokenizer as BpeCore
 
 from lucevisor.text.schemes import SCHEMES, Normal, Scheme
 from lucevisor.text.token_bound import SURROGATES, TokenBound
@@ -41,7 +39,7 @@ _BYTE_TOKEN: Final = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 @dataclass(frozen=True)
 class Segment:
-    """A run of text; in trusted text (a template's own) marker strings are control tokens, elsewhere letters."""
+    """A run of text; markers are control tokens in trusted text (the template's own), plain text elsewhere."""
 
     text: str
     trusted: bool
@@ -71,24 +69,24 @@ class Tokenizer:
     def from_gguf(cls, metadata: Mapping[str, object]) -> Tokenizer:
         """Build the tokenizer from GGUF metadata (plain Python values).
 
-        Raises TokenizerError naming the key, its value and the known values when the file needs something else.
+        Raises TokenizerError naming the key, its value and the known values for an unsupported file.
         Takes 1 to 2 s for 262,144 tokens and 515,000 merges, 0.04 s for 8,192.
         """
         return cls(Vocabulary.from_gguf(metadata), _scheme(metadata))
 
     def encode(self, text: str, parse_special: bool = False) -> list[int]:
-        """Return the ids of a text, without a beginning-of-text token; `parse_special` makes marker strings tokens."""
+        """Return the ids of a text, without BOS; `parse_special` turns markers into control tokens."""
         return self.encode_segments([Segment(text, parse_special)])
 
     def encode_prompt(self, text: str) -> list[int]:
-        """Return the ids of a raw prompt: markers are tokens, the file's beginning-of-text token is added if due."""
+        """Return the ids of a raw prompt: markers are control tokens, and BOS is added if the file says so."""
         ids = self.encode(text, parse_special=True)
         if self.add_bos and self.bos is not None and ids[:1] != [self.bos]:
             return [self.bos, *ids]
         return ids
 
     def encode_segments(self, segments: Iterable[Segment]) -> list[int]:
-        """Return the ids of the segments' joined text; markers become tokens where all their characters are trusted."""
+        """Return the ids of the joined segments; markers whose characters are all trusted become control tokens."""
         runs = [segment for segment in segments if segment.text]
         text = "".join(segment.text for segment in runs)
         ids: list[int] = []
@@ -102,16 +100,16 @@ class Tokenizer:
 
     @cached_property
     def bound(self) -> TokenBound:
-        """How few tokens a text can have; built at the first use."""
+        """Lower bound for the number of tokens of a text; built on first use."""
         return TokenBound(self._vocabulary, self._bytes, self._scheme, _byte_alphabet())
 
     def decode(self, ids: Iterable[int], skip_special: bool = True) -> str:
-        """Return the text of ids, without control tokens unless asked; bytes that are not UTF-8 become U+FFFD."""
+        """Return the text of ids, by default without control tokens; invalid UTF-8 becomes U+FFFD."""
         shown = (i for i in ids if not (skip_special and self.is_special(i)))
         return b"".join(map(self.token_bytes, shown)).decode("utf-8", errors="replace")
 
     def token_bytes(self, token_id: int) -> bytes:
-        """Return the bytes that one token stands for; for a control token, its name in UTF-8."""
+        """Return the bytes of one token; for a control token, its name in UTF-8."""
         if not 0 <= token_id < self.n_vocab:
             raise TokenizerError(f"token id {token_id} is outside the vocabulary of {self.n_vocab} tokens")
         return self._bytes[token_id]
@@ -121,14 +119,14 @@ class Tokenizer:
         return self._markers.get(marker)
 
     def is_special(self, token_id: int) -> bool:
-        """Say whether a token is a control token, which clients do not see."""
+        """Return whether a token is a control token, which clients do not see."""
         self.token_bytes(token_id)
         return self._vocabulary.types[token_id] in _HIDDEN_TYPES
 
     def turn_ends(self, ids: Sequence[int]) -> list[int]:
-        """Return the offsets at which a chat message is complete, ascending: after its end token and blanks after it.
+        """Return the ascending offsets at which chat messages are complete, whitespace after the end token included.
 
-        A prefix cache may cut a prompt there: the same conversation continued has the same ids up to each of them.
+        A prefix cache may split a prompt there: a continued conversation has the same ids up to each of them.
         """
         ends = []
         for index, token_id in enumerate(ids):
@@ -136,7 +134,7 @@ class Tokenizer:
                 end = index + 1
                 while end < len(ids) and not self._is_marker(ids[end]) and self._bytes[ids[end]].isspace():
                     end += 1
-                # Blanks before ordinary text belong to that text: the next message may merge them otherwise.
+                # Whitespace before ordinary text belongs to it: the next message may merge it differently.
                 ends.append(end if end == len(ids) or self._is_marker(ids[end]) else index + 1)
         return ends
 
@@ -147,7 +145,7 @@ class Tokenizer:
         if not text:
             return []
         text = text if text.isascii() else SURROGATES.sub("\ufffd", text)
-        # `encode` holds the interpreter lock, a batch does not; the fast one keeps no offsets, which take most memory.
+        # `encode` holds the GIL, a batch does not; the fast one omits offsets, which take most of the memory.
         (encoding,) = self._core.encode_batch_fast([text], add_special_tokens=False)
         ids: list[int] = encoding.ids
         return ids
@@ -160,17 +158,17 @@ def _scheme(metadata: Mapping[str, object]) -> Scheme:
     pre = "gemma4" if model == "gemma4" else require(metadata, PRE_KEY, str, "default")
     if pre not in SCHEMES:
         known = ", ".join(sorted(SCHEMES))
-        raise TokenizerError(f"{PRE_KEY} = {pre!r} is not known, so text could be cut wrongly; known are {known}")
+        raise TokenizerError(f"{PRE_KEY} = {pre!r} is not known, so text could be split wrongly; known are {known}")
     return SCHEMES[pre]
 
 
 def _is_plain(text: str, kind: int, scheme: Scheme) -> bool:
-    """Say whether a user-defined token is ordinary text rather than a marker of a template."""
+    """Return whether a user-defined token is ordinary text rather than a template's marker."""
     return kind == TokenType.USER_DEFINED and scheme.added_text.fullmatch(text) is not None
 
 
-def _build_core(vocabulary: Vocabulary, scheme: Scheme) -> MergingCore:
-    """Build the part that merges, without any control token."""
+def _build_core(vocabulary: Vocabulary, scheme: Scheme) -> BpeCore:
+    """Build the BPE core, without control tokens."""
     tokens, types = vocabulary.tokens, vocabulary.types
     usable = {
         text: token_id
@@ -178,13 +176,13 @@ def _build_core(vocabulary: Vocabulary, scheme: Scheme) -> MergingCore:
         if text and types[token_id] not in (TokenType.CONTROL, TokenType.UNUSED)
     }
     missing = [chr(letter) for letter in _byte_alphabet() if scheme.byte_level and chr(letter) not in usable]
-    if missing:  # the library would drop these bytes from every text without a word
+    if missing:  # the library would silently drop these bytes
         raise TokenizerError(f"{TOKENS_KEY} lacks {len(missing)} byte letters, such as {missing[0]!r}")
     unknown = None
     if vocabulary.unknown is not None and not scheme.byte_level:
         unknown = tokens[vocabulary.unknown]
         usable[unknown] = vocabulary.unknown
-    # A merge of what is no token leads nowhere; files from llama.cpp's converter may hold some.
+    # Files from llama.cpp's converter may have merges of strings that are not tokens: drop them.
     merges = [
         (left, right)
         for left, right in vocabulary.merges
@@ -198,7 +196,7 @@ def _build_core(vocabulary: Vocabulary, scheme: Scheme) -> MergingCore:
         byte_fallback=not scheme.byte_level,
         ignore_merges=scheme.ignore_merges,
     )
-    core = MergingCore(model)
+    core = BpeCore(model)
     if (normalizer := scheme.normalizer()) is not None:
         core.normalizer = normalizer
     if (pre_tokenizer := scheme.pre_tokenizer()) is not None:
@@ -246,7 +244,7 @@ def _byte_alphabet() -> dict[int, str]:
 
 
 def _any_of(words: Collection[str]) -> re.Pattern[str]:
-    """Return a pattern that finds the longest of the words at a place: a tree of letters (Gemma has 6,000)."""
+    """Return a pattern that matches the longest of the words, built as a trie (Gemma has 6,000 words)."""
     tree: dict[str, Any] = {}
     for word in words:
         node = tree
@@ -270,7 +268,7 @@ def _any_of(words: Collection[str]) -> re.Pattern[str]:
 
 
 def _trusted_ranges(runs: Sequence[Segment]) -> Iterator[tuple[int, int]]:
-    """Yield the half-open ranges of the joined text that are trusted, adjoining ones as one."""
+    """Yield the trusted half-open ranges of the joined text, with adjacent ones merged."""
     start = position = 0
     for index, segment in enumerate(runs):
         if segment.trusted and (index == 0 or not runs[index - 1].trusted):

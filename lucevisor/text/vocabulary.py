@@ -1,7 +1,8 @@
-"""The vocabulary of a GGUF file: tokens, their kinds and bytes, and which of them end a message.
+"""The vocabulary of a GGUF file: tokens, their types and merges, and which of them end a message.
 
-Knows nothing of merging or templates. Invariant: what was read is complete and consistent (lengths, ids, no doubles),
-so the rest of `text` may index it without checks. Source of the keys: the GGUF specification, section "Tokenizer".
+Knows no merging algorithm or templates. Invariant: a vocabulary is complete and consistent (lengths, ids, no
+duplicates), so the rest of `text` indexes it without checks. The keys are those of the GGUF specification, section
+"Tokenizer".
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ _ENDINGS: Final = frozenset(
         *["<|end|>", "<|return|>", "</s>", "<EOT>", "[EOT]", "[EOS]", "<｜end▁of▁sentence｜>"],
     ]
 )
-# Tokens that end a message of somebody else than the model, in templates that close each role by its own name.
+# Tokens that end another role's message, in templates that close each role by its own tag.
 _TURN_ENDINGS: Final = frozenset(["</user>", "</system>"])
 
 _ROLES: Final = {
@@ -46,7 +47,7 @@ _ROLES: Final = {
 
 
 class TokenizerError(LucevisorError):
-    """The tokenizer part of a GGUF file cannot be used; the message names the key, the value and what is known."""
+    """The tokenizer part of a GGUF file is invalid; the message names the key, the value and the known values."""
 
 
 class TokenType(IntEnum):
@@ -62,7 +63,7 @@ class TokenType(IntEnum):
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """All tokens of a model: `tokens[id]` and `types[id]`, the ids with a meaning, and the merges in order of rank.
+    """All tokens of a model: `tokens[id]` and `types[id]`, ids with a role, and the merges in order of rank.
 
     `eos_ids`: every token that ends a generation. `turn_end_ids`: those, and tokens that end another role's message.
     """
@@ -78,7 +79,7 @@ class Vocabulary:
 
     @classmethod
     def from_gguf(cls, metadata: Mapping[str, object]) -> Vocabulary:
-        """Read the vocabulary from GGUF metadata (plain Python values); raises TokenizerError naming the key."""
+        """Build the vocabulary from GGUF metadata (plain Python values); raises TokenizerError naming the key."""
         tokens = require(metadata, TOKENS_KEY, list)
         types = require(metadata, TYPES_KEY, list, [int(TokenType.NORMAL)] * len(tokens))
         if len(types) != len(tokens):
@@ -112,14 +113,14 @@ class Vocabulary:
 
 
 def named_tokens(metadata: Mapping[str, object]) -> dict[str, str]:
-    """Return the texts of the tokens that have a role, under the names chat templates use (`bos_token`, ...)."""
+    """Return the texts of tokens with a role, by their names in chat templates (`bos_token`, ...)."""
     tokens = require(metadata, TOKENS_KEY, list, [])
     found = {name: _token_id(metadata, f"tokenizer.ggml.{key}_token_id", len(tokens)) for key, name in _ROLES.items()}
     return {name: tokens[token_id] for name, token_id in found.items() if token_id is not None}
 
 
 def require(metadata: Mapping[str, object], key: str, kind: type[_T], default: _T | None = None) -> _T:
-    """Return `metadata[key]` of the given type, or the default; raises TokenizerError when missing or another type."""
+    """Return `metadata[key]` or the default; raises TokenizerError if it is missing or of another type."""
     if key not in metadata:
         if default is None:
             raise TokenizerError(f"the GGUF file has no {key}; convert the model again, with its vocabulary")

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lucevisor.text import json_text
-from lucevisor.text.messages import Traits, prepare_messages
+from lucevisor.text.messages import TemplateTraits, prepare_messages
 from lucevisor.text.template import ChatTemplate
 from lucevisor.text.tools import FORMATS
 from tests.text.vocabularies import demo_metadata
@@ -127,7 +127,7 @@ def test_arguments_are_json_whatever_a_model_writes(text, kind):
         assert call is None or isinstance(strict(call.arguments), dict)
 
 
-TRAITS = Traits(content_parts=False, developer_role=False, embedded_tool_responses=False)
+TRAITS = TemplateTraits(content_parts=False, developer_role=False, embedded_tool_responses=False)
 
 
 def arguments_of(text):

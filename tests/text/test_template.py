@@ -192,7 +192,7 @@ class TestMessages:
         ("message", "expected"),
         [
             ({"content": "x"}, r"messages\[0\].role is missing"),
-            ("hello", r"messages\[0\] is a str, must be an object"),
+            ("hello", r"messages\[0\] is a str, not an object"),
             ({"role": "user", "content": 5}, r"messages\[0\].content is a int"),
             (
                 {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "image_url", "image_url": {}}]},
