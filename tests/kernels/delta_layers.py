@@ -1,6 +1,6 @@
 """A random gated delta net: its kernels against the daemon's block, within rounding.
 
-The block is run in float64, and once more with every operation perturbed (``tests.numerics``).
+The block runs in float64, and again with every operation perturbed (``tests.numerics``).
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class ChunkNet(GatedDeltaNet):
 
 @dataclass
 class Layer:
-    """A mixer, the blocks that it is compared with, and pools of states for its kernels.
+    """Parameters of a gated delta net, the blocks its kernels are compared with, and pools of states.
 
     ``net``: the daemon's block; ``chunks``: of the same weights.  ``precision``: of the kernels' products.
     """
@@ -93,7 +93,7 @@ class Layer:
         return cls(GatedDeltaNetParams(n_key, n_value, dim, conv_weight, rates, dt_bias, norm), *nets, *pools)  # type: ignore[arg-type]
 
     def twin(self) -> Layer:
-        """One with copies of the pools."""
+        """The same with copies of the pools."""
         return replace(self, conv_states=self.conv_states.clone(), states=self.states.clone())
 
     def inputs(self, rows: int, seed: int = 1, spread: float = 1.0) -> Tensor:
@@ -108,7 +108,7 @@ class Layer:
         rounded: Form,
         exact: Form | None = None,
     ) -> Tensor:
-        """``run`` moves on this layer's states ``ids`` for ``y`` [B n, columns], and gives and leaves what ``exact``
+        """``run`` updates this layer's states ``ids`` for ``y`` [B n, columns]; outputs and states are what ``exact``
         says, as near as roundings in ``rounded``, another form of it, explain.  Its outputs.
         """
         bounds = self.bounds(y, ids, rounded, exact)
@@ -119,7 +119,7 @@ class Layer:
     def bounds(
         self, y: Tensor, ids: list[int], rounded: Form, exact: Form | None = None
     ) -> tuple[Bound, Tensor, Bound]:
-        """Outputs, windows and matrices of this layer's states, which stay as they are.  All perturbed runs are made at
+        """Outputs, windows and matrices of this layer's states, which do not change.  All perturbed runs are made at
         once, as slices.
         """
         args = y.float().view(len(ids), -1, y.shape[-1]), self.conv_states[ids], self.states[ids]
@@ -139,7 +139,7 @@ class Layer:
 
 
 def form_of(net: GatedDeltaNet, offset: int = 0) -> Form:
-    """What the block makes of a whole run."""
+    """The block on a whole slice."""
 
     def form(y: Tensor, left: Tensor, s: Tensor) -> Results:
         states = {id(net.conv_states): left, id(net.states): s}
@@ -157,7 +157,7 @@ def form_of(net: GatedDeltaNet, offset: int = 0) -> Form:
 
 
 def one_by_one(net: GatedDeltaNet) -> Form:
-    """What it makes of single tokens."""
+    """The block on single tokens."""
     single = form_of(net)
 
     def form(y: Tensor, left: Tensor, s: Tensor) -> Results:

@@ -1,9 +1,9 @@
 """Error bounds of GEMV with packed weights: the roundings of the kernels' own sums.
 
-A kernel adds up codes, not weights, and in half precision codes on top of a BIAS that is taken off again: its partial
-sums, whose roundings count, are larger than the result.  Roundings are independent, in the worst order of summation
-(docs/numerics.md), and none of the tests' numbers may be more than ``DEVIATIONS`` standard deviations off.  Matrix
-units of GPUs cut off instead of rounding, all to one side.
+A kernel sums codes, not weights, and in half precision codes plus a BIAS that is subtracted again, so its partial sums,
+whose roundings count, are larger than the result.  Roundings are taken as independent, in the worst order of summation
+(docs/numerics.md); no number may be more than ``DEVIATIONS`` standard deviations off.  GPUs' matrix units truncate
+instead of rounding, always to one side.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from tests.kernels.limits import UNITS, assert_each, assert_near
 from tests.numerics import UNIT, Narrow, narrow_error
 
 DEVIATIONS = 6.0
-"""Of 10^5 numbers one is beyond by chance in 5,000 runs."""
+"""Of 10^5 numbers, one is farther off by chance in 5,000 runs."""
 BIAS = {torch.float32: 0, torch.float16: 1024, torch.bfloat16: 128}
-"""What is added to codes in the mantissa of a dtype, and to none of Q8_0."""
+"""Added to codes in the mantissa of a dtype; not for Q8_0."""
 OFFSET = {"Q6_K": 32, "Q5_0": 16, "Q4_0": 8}
-"""The code of zero, where a type has no minima."""
-NESTED = ("Q4_K", "Q5_K")
-"""Types whose half precision product adds up code x scale, whole chunks at a time."""
+"""The code of zero, for types without minima."""
+FLOAT16_KINDS = ("Q4_K", "Q5_K")
+"""Types whose half precision gemv sums code x scale, a chunk at a time."""
 
 
 class Product(NamedTuple):
@@ -43,7 +43,7 @@ class Product(NamedTuple):
 
 
 def assert_gemv(found: Tensor, x: Tensor, kind: GgmlType, raw: Tensor) -> None:
-    """Every number of ``found`` is that of :func:`product`, rounded to the dtype of ``x``."""
+    """Every number of ``found`` is that of :func:`product` within its bound, rounded to the dtype of ``x``."""
     wanted = product(kind, raw, x)
     assert found.dtype == x.dtype
     assert_each(found, wanted.exact, wanted.allowed)
@@ -70,10 +70,10 @@ def _variance(n: int, squares: Tensor, result: Tensor) -> Tensor:
 def product(kind: GgmlType, raw: Tensor, x: Tensor) -> Product:
     """Of ``x`` [T, K] with the matrix of blocks ``raw`` [N, row_bytes]."""
     numbers, step, zero = _affine(kind, raw)
-    nested = kind.name in NESTED and x.dtype != torch.float32
-    bias = 0 if nested or kind.name == "Q8_0" else BIAS[x.dtype]
+    float16 = kind.name in FLOAT16_KINDS and x.dtype != torch.float32
+    bias = 0 if float16 or kind.name == "Q8_0" else BIAS[x.dtype]
     offset = OFFSET.get(kind.name, 0)
-    size = CHUNK if nested else 16 if kind.name == "Q6_K" else 32
+    size = CHUNK if float16 else 16 if kind.name == "Q6_K" else 32
     cut = x.dtype != torch.float32 and x.device.type == "cuda"
     x = x.double()
     exact = x @ numbers.t()
@@ -86,10 +86,10 @@ def product(kind: GgmlType, raw: Tensor, x: Tensor) -> Product:
     groups += ((bias + offset) * UNIT * _grouped(step, x, size)).square() / 3
     drift = (3 * (size + 1) * groups).sqrt().sum(dim=-1) if cut else torch.zeros_like(exact)
 
-    # the sums of x that these products and the minima are made of; for nested types two float16 numbers, 22 bits
+    # the sums of x that these products and the minima are made of; for the float16 gemv two float16 numbers, 22 bits
     taken, lows = (bias + offset) * step.abs() + minima.abs(), _grouped(minima, x, 32)
     totals = _variance(32, _grouped(taken.square(), x.square(), 32), _grouped(taken, x, 32))
-    totals += ((4 if nested else 1) * UNIT * lows).square() / 3
+    totals += ((4 if float16 else 1) * UNIT * lows).square() / 3
 
     # all groups together, and all minima; each number is multiplied by a scale or two before
     parts = _grouped(counted, x, size)
@@ -98,7 +98,7 @@ def product(kind: GgmlType, raw: Tensor, x: Tensor) -> Product:
         n = parts.shape[-1] + lows.shape[-1] + 4
         variance += _variance(n, part.square().sum(dim=-1), part.sum(dim=-1))
 
-    if nested:  # x in float16: of a number 2^34 times smaller than its chunk's largest nothing is left
+    if float16:  # x in float16: numbers 2^34 times smaller than their chunk's largest vanish
         largest = torch.nn.functional.pad(x, (0, -x.shape[1] % size)).unflatten(1, (-1, size)).abs().amax(dim=-1)
         ones = torch.ones_like(x[:1])
         drift += (largest.unsqueeze(1) * _grouped(counted.abs(), ones, size)).sum(dim=-1) * 2.0**-34

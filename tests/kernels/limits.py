@@ -11,7 +11,7 @@ from torch import Tensor
 from tests.numerics import BFLOAT16, FLOAT16, UNIT, Bound, bound
 
 UNITS = {torch.float32: 0.0, torch.float16: FLOAT16, torch.bfloat16: BFLOAT16}
-"""Of the rounding of a result that was computed in float32."""
+"""Unit roundoff of a result computed in float32."""
 
 EXP = 4 * UNIT
 """Of exp2 on a GPU, relative to its result: 2^-22 (PTX: ex2.approx.f32)."""

@@ -23,7 +23,7 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPES = [torch.float32, torch.float16] + ([torch.bfloat16] if DEVICE == "cuda" else [])
 KINDS = sorted(REPACKED)
 SHORT = sorted(name for name in REPACKED if BY_NAME[name].block_elements == 32)
-"""Types whose rows may end within a chunk."""
+"""Types whose rows may end within a chunk of 256."""
 
 of_kinds = pytest.mark.parametrize("kind", KINDS)
 of_dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=lambda d: str(d).removeprefix("torch."))
@@ -32,7 +32,7 @@ on_gpu = pytest.mark.skipif(DEVICE == "cpu", reason="no CUDA or HIP device: noth
 
 @pytest.fixture(autouse=True)
 def ignore_numpy_overflow():
-    """The interpreter rounds with numpy, which warns where a float16 becomes infinite."""
+    """The interpreter rounds with numpy, which warns about infinite float16 numbers."""
     with np.errstate(over="ignore"):
         yield
 
@@ -53,7 +53,7 @@ class Matrix:
 
     @classmethod
     def random(cls, kind: str, n: int, k: int) -> Matrix:
-        """Numbers of either sign, as in a model: minima lie half the range of codes below zero."""
+        """Numbers of either sign, as in a model: minima are half the range of codes below zero."""
         raw = random_blocks(np.random.default_rng(n + k), kind, n, k)
         scales = halves(raw, kind)
         if scales.shape[-1] == 2:
@@ -61,12 +61,12 @@ class Matrix:
         return cls.of(kind, raw)
 
     def experts(self, n_experts: int) -> Matrix:
-        """The same rows as those of experts."""
+        """The same rows as matrices of experts."""
         packed = self.packed.map(lambda p: p.view(n_experts, -1, p.shape[-1]))
         return Matrix(self.kind, self.raw, packed, self.numbers.view(n_experts, -1, self.numbers.shape[-1]))
 
     def blocks_of(self, expert: int) -> Tensor:
-        """Experts' rows lie below each other."""
+        """The blocks of one expert."""
         return self.raw.view(*self.numbers.shape[:-1], -1)[expert]
 
     def check(self, x: Tensor, config: GemvConfig | None = None) -> Tensor:

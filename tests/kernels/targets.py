@@ -1,11 +1,10 @@
-"""Compile every kernel for every GPU that we promise, on a machine that has none of them.
+"""Compile every kernel for every supported GPU, on a machine without one.
 
     python -m tests.kernels.targets [--few] [TARGET ...]  prints a JSON line per target: what was compiled, what failed
 
-``--few``: a few cases, in which every kernel and quant type occurs, dealt out to the targets (:func:`dealt`).
+``--few``: a few cases with every kernel and quant type, spread over the targets (:func:`dealt`).
 
-A process of its own: the tests beside it run the same kernels under Triton's interpreter, which is chosen for a whole
-process.
+Runs in a process of its own: the tests use Triton's interpreter, which is chosen per process.
 """
 
 from __future__ import annotations
@@ -56,7 +55,7 @@ class Case:
 
 
 ONE_EACH = ("sm_90", "gfx942")
-"""For more specialisations of a kernel of which one is compiled for every target."""
+"""Targets for further specialisations of a kernel."""
 
 
 def for_some(*cases: Case) -> list[Case]:

@@ -19,7 +19,7 @@ from tests.numerics import UNIT, bound  # noqa: E402
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPES = [torch.float32, torch.float16] + ([torch.bfloat16] if DEVICE == "cuda" else [])
 SMALLEST = torch.finfo(torch.float32).smallest_normal
-"""What a GPU may round to zero: a gate as small, and what it is multiplied by."""
+"""What a GPU may flush to zero: a gate this small, and its factor."""
 EPS = 1e-6
 
 pytestmark = [pytest.mark.parametrize("dtype", DTYPES, ids=lambda d: str(d).removeprefix("torch."))]
@@ -27,7 +27,7 @@ pytestmark = [pytest.mark.parametrize("dtype", DTYPES, ids=lambda d: str(d).remo
 
 @pytest.fixture(autouse=True)
 def ignore_numpy_overflow():
-    """Under the interpreter exp is numpy's, which warns where it gives infinity."""
+    """The interpreter's exp is numpy's, which warns about infinity."""
     with np.errstate(over="ignore"):
         yield
 
@@ -114,7 +114,7 @@ def test_the_norm_is_that_of_the_rounded_sum(dtype):
 
 
 def head_major(t, h, d, dtype):
-    """[t, h, d] whose heads lie further apart than its tokens."""
+    """[t, h, d] whose heads are stored head-major."""
     x = normal(h, t, d, dtype=dtype).transpose(0, 1)
     assert x.stride(0) < x.stride(1)
     return x
@@ -254,7 +254,7 @@ def every(t, dtype, d=64):
 
 @pytest.mark.parametrize("t", [1, 3])
 def test_nothing_is_written_past_a_result(dtype, t, monkeypatch):
-    """A row that is too long would be set right by the next one, but for the last."""
+    """A row that is too long would be overwritten by the next one, except for the last."""
     work, behind, empty = every(t, dtype, 24), [], torch.empty
 
     def guarded(shape, dtype, device):

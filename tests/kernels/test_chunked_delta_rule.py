@@ -65,12 +65,12 @@ def layer(
 
 
 def kernels(a: Layer, y: Tensor, ids: list[int], offset: int = 0) -> Tensor:
-    """Outputs; moves the states of ``a`` on."""
+    """Run the kernels; updates the states of ``a``."""
     return chunked_gated_delta_net(y, a.conv_states, a.states, torch.tensor(ids, device=DEVICE), a.params, offset)
 
 
 def check(a: Layer, y: Tensor, ids: list[int], offset: int = 0, exact: Form | None = None) -> Tensor:
-    """Beside the block's run, or ``exact``, with the roundings of products of decays."""
+    """Compare with the block, or with ``exact``, within the roundings of products of decays."""
 
     def run(y: Tensor, ids: list[int]) -> Tensor:
         return kernels(a, y, ids, offset)

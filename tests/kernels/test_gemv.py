@@ -96,7 +96,7 @@ def test_no_split_is_without_chunks(monkeypatch, n_units):
 
 @of_kinds
 def test_nothing_but_the_result_is_rounded(kind):
-    """Of float16 results all but a few, nearly half-way between two, are the nearest to the exact product."""
+    """All float16 results but a few near half-way cases are nearest to the exact product."""
     m = Matrix.random(kind, 40, 512)
     x = normal(8, 512, dtype=torch.float16)
     wanted = product(m.kind, m.raw, x)
@@ -125,7 +125,7 @@ def test_an_offset_of_the_activations_leaves_the_result(kind, dtype):
 @of_kinds
 def test_a_large_activation_leaves_the_small_ones(kind):
     """Outliers, as layers have them.  A group of 32 is a float32 sum of (code + 1024) x, so an outlier costs its group
-    bits even where its weight is 0: each of the additions behind it rounds by u (code + 1024) step |x| at most, all
+    bits even where its weight is 0: each later addition rounds by u (code + 1024) step |x| at most, all
     by sqrt(32 / 3) of that in the standard deviation, five of which are 16: a fifth of what the others add up to.
     """
     m = Matrix.random(kind, 32, 512)
@@ -225,7 +225,7 @@ def check_routed(
 
 
 class Guarded:
-    """Makes tensors full of NaN in the middle of sevens, and sees afterwards what was written where."""
+    """Allocates tensors of NaN surrounded by sevens, and checks afterwards what was written where."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.made: list[tuple[Tensor, Tensor]] = []
@@ -243,7 +243,7 @@ class Guarded:
             return make(*shape, dtype=x.dtype, device=x.device)
 
         class Torch:
-            """What a launcher uses of torch."""
+            """What the launchers use of torch."""
 
             empty, float32 = staticmethod(make), torch.float32
 
@@ -262,7 +262,7 @@ class Guarded:
 @pytest.mark.parametrize("config", [GemvConfig(32, 2, 3, 1), GemvConfig(16, 1, 2, 2)], ids=["whole", "parts"])
 @pytest.mark.parametrize(("kind", "k"), [("Q5_K", 512), ("Q6_K", 512), ("Q8_0", 512), ("Q8_0", 480), ("Q5_0", 288)])
 def test_gemv_reads_and_writes_nothing_else(kind, k, config, monkeypatch):
-    """Activations between NaN, rows of a matrix between rows of NaN."""
+    """Activations and rows of the matrix have neighbours of NaN."""
     m = Matrix.random(kind, 28, k)
     raw = m.raw.cpu().numpy().copy()
     halves(raw, kind)[:3] = np.nan

@@ -25,7 +25,7 @@ of_kinds = pytest.mark.parametrize("kind", sorted(gemv_float16.FLOAT16_KINDS))
 
 @pytest.fixture(autouse=True)
 def ignore_numpy_overflow():
-    """The interpreter's arithmetic is numpy's, which warns where it gives infinity or no number."""
+    """The interpreter computes with numpy, which warns about infinity and NaN."""
     with np.errstate(over="ignore", invalid="ignore"):
         yield
 
@@ -35,7 +35,7 @@ def normal(*shape, dtype=torch.float32, seed=1):
 
 
 def matrix(kind: str, n: int, k: int) -> tuple[PackedWeights, torch.Tensor]:
-    """Packed weights, and the blocks that they are of; minima lie half the range of codes below zero."""
+    """Packed weights and their blocks; minima are half the range of codes below zero."""
     raw = random_blocks(np.random.default_rng(n + k), kind, n, k)
     ends = raw.reshape(n, -1, BY_NAME[kind].block_bytes)[..., :4].view(np.float16)
     ends[..., 1] = ends[..., 0] * (7.5 if kind == "Q4_K" else 15.5)
@@ -84,7 +84,7 @@ def test_x_comes_to_float16_without_loss(dtype, n_rows, width, block_rows):
 @of_kinds
 @pytest.mark.parametrize("scale", [1e-7, 1e-3, 1.0, 1e3])
 def test_numbers_of_every_size(kind, dtype, scale):
-    """A result is as exact as its chunk's largest number allows, wherever that is, and for one row or many."""
+    """A result is as exact as its chunk's largest number allows, for one row or many."""
     packed, raw = matrix(kind, 70, 512)
     x = (normal(3, 512) * scale).to(dtype)
     x[1, ::2] *= 2.0**-12
@@ -117,7 +117,7 @@ def test_infinity_and_nan_stay_in_their_row(kind, value):
 @of_kinds
 @pytest.mark.parametrize("n_rows", [1, 8, 16, 33, 64])
 def test_a_row_does_not_depend_on_others(kind, dtype, n_rows):
-    """Its neighbours change neither its factor nor its sums, as long as they are multiplied in the same way."""
+    """Other rows change neither its factor nor its sums, as long as the config is the same."""
     packed, _ = matrix(kind, 40, 512)
     x = normal(64, 512, dtype=dtype)[:n_rows].contiguous()
     others = x.clone()

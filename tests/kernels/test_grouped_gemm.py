@@ -1,6 +1,6 @@
 """Grouped GEMM against exact products, and what it reads and writes.
 
-A matrix is rounded to the dtype before it is multiplied, so that is what the products are of.
+The exact products are of matrices rounded to the dtype, as the kernel rounds them.
 """
 
 from __future__ import annotations
@@ -55,8 +55,7 @@ def near(found: Tensor, matrices: Tensor, x: Tensor, pairs: list[int]) -> None:
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("kind", KINDS)
 def test_each_type(kind, dtype):
-    """More columns than a program has, an expert without rows, one with one, one with more than all of its programs
-    take at a time."""
+    """More columns than a program takes, and experts with no pair, one, and more than their programs take at a time."""
     m = Matrix.random(kind, 4 * 40, 512).experts(4)
     check(m, [2] * 17 + [0] + [2, 3] * 14 + [2] * 18, 2, dtype)
 
@@ -81,7 +80,7 @@ def test_all_rows_to_one_expert():
 
 
 def test_only_routed_rows_are_read_and_all_results_written(monkeypatch):
-    """Activations between NaN; experts that nobody goes to are NaN."""
+    """Rows around the activations are NaN, and so are experts without pairs."""
     m = Matrix.random("Q8_0", 4 * 20, 256)
     packed = m.packed.map(lambda p: p.view(4, 20, -1).clone())
     assert packed.steps is not None
@@ -128,7 +127,7 @@ def test_an_mlp_by_gemv_and_by_grouped_gemm(n_rows):
 
 @on_gpu
 def test_a_graph_reads_routing_at_replay():
-    """Nothing on the way waits for the device, and a replay follows other routes."""
+    """Nothing synchronises with the host, and a replay follows other routing."""
     up, down = experts_of("Q4_K", 8, 512, 256), experts_of("Q6_K", 8, 64, 256)
     mlp = ExpertMlp(up.packed, down.packed, "silu", TorchOperations())
     x = normal(300, 256, dtype=torch.bfloat16)

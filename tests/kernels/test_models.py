@@ -1,6 +1,6 @@
 """Whole quantised models on kernels match plain torch within float32 rounding.
 
-The interpreter runs what a GPU would; tests/gpu does the same on one.
+The interpreter runs the kernels; tests/gpu does the same on a GPU.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from tests.families.test_weight_formats import IDS, MODELS, spec_of, with_format
 __all__ = ["spec_of"]  # a fixture
 
 SLICES = [IDS[:20], IDS[20:25], IDS[25:26], IDS[26:27]]
-"""A run as long as those of a prompt, a few tokens, single ones."""
+"""A prompt, a few tokens, single tokens."""
 
 
 def logits(spec: ModelSpec) -> Tensor:

@@ -21,7 +21,7 @@ DTYPES = [torch.float32, torch.float16] + ([torch.bfloat16] if DEVICE == "cuda" 
 
 @pytest.fixture(autouse=True)
 def ignore_numpy_overflow():
-    """Under the interpreter arithmetic is numpy's, which warns where it gives infinity or no number."""
+    """The interpreter computes with numpy, which warns about infinity and NaN."""
     with np.errstate(over="ignore", invalid="ignore"):
         yield
 
@@ -81,7 +81,7 @@ def test_ties_go_to_the_first_expert_and_none_repeats():
 
 
 def test_nan_scores_select_existing_experts():
-    """What comes of it is no number either, but no memory is read that is not the experts'."""
+    """The result is NaN, but only the experts' memory is read."""
     router = router_of(5, 16, 2)
     experts = select_experts(router, torch.full((2, 5), float("nan"), device=DEVICE)).experts
     assert ((experts >= 0) & (experts < 5)).all()

@@ -1,7 +1,7 @@
 """Paged attention against gathered pages and the reference.
 
-Whatever a kernel may not look at is NaN here: free pages, positions of a page in front of the window or behind the last
-token, and the page in front of the pool, which is where a table entry NO_PAGE points.
+Everything a kernel may not read is NaN: free pages, positions of a page before the window or after the last token, and
+the page before the pool, where a table entry NO_PAGE points.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Problem:
 
 
 class Scene:
-    """Queries, pools full of NaN but for what the slices see, and scrambled tables."""
+    """Queries, pools of NaN except for what the slices see, and scrambled tables."""
 
     def __init__(self, p: Problem) -> None:
         self.p = p
@@ -77,7 +77,7 @@ class Scene:
         self.starts = torch.tensor(p.starts, device=DEVICE)
 
     def pool(self, n_pages: int, d: int) -> PagedTensor:
-        shape = (n_pages + 1, PAGE_TOKENS, self.p.n_kv_heads)  # what is in front of page 0 is no page
+        shape = (n_pages + 1, PAGE_TOKENS, self.p.n_kv_heads)  # the page before page 0 does not exist
         if self.p.kv is not None:
             return DensePages(torch.full((*shape, d), float("nan"), dtype=self.p.kv, device=DEVICE)[1:])
         groups = -(-d // 32)

@@ -25,12 +25,12 @@ def layer(
 
 
 def kernels(a: Layer, y: Tensor, ids: list[int]) -> Tensor:
-    """Outputs; moves the states of ``a`` on."""
+    """Run the kernels; updates the states of ``a``."""
     return recurrent_gated_delta_net(y, a.conv_states, a.states, torch.tensor(ids, device=DEVICE), a.params)
 
 
 def check(a: Layer, y: Tensor, ids: list[int]) -> Tensor:
-    """Beside the block's run, with the roundings of single tokens: so these kernels go."""
+    """Compare with the block, within the roundings of single tokens, as these kernels compute."""
     return a.check(partial(kernels, a), y, ids, one_by_one(a.net), form_of(a.net))
 
 

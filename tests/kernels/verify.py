@@ -1,4 +1,4 @@
-"""Runs the full matrix of kernel tests and, when it passes, records what it was run with in verified.txt.
+"""Run the full matrix of kernel tests and, if it passes, record what it ran with in verified.txt.
 
     python -m tests.kernels.verify [PYTEST ARGUMENTS]
 
@@ -18,12 +18,12 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 RECORD = Path(__file__).with_name("verified.txt")
 SOURCES = (
-    "daemons/ops/**/*.py",  # kernels, their launchers, and the torch forms beside which they are tested
+    "daemons/ops/**/*.py",  # kernels, their launchers, and the torch forms they are tested against
     "daemons/weights/packed.py",
     "daemons/weights/dequant.py",
     "lucevisor/model/quant_types.py",
     "tests/kernels/**/*.py",
-    "tests/numerics.py",  # how near is near
+    "tests/numerics.py",  # tolerances
 )
 VERSIONS = ("torch", "triton")
 
