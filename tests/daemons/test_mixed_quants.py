@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 
 import gguf
@@ -37,8 +38,14 @@ def stored(kind: str, rows: int, rng: np.random.Generator) -> np.ndarray:
     return random_blocks(rng, kind, rows, K)
 
 
+@dataclass(frozen=True, repr=False)  # hypothesis prints arguments
+class Mixed:
+    files: GgufFiles
+    numbers: dict[str, np.ndarray]
+
+
 @pytest.fixture(scope="module")
-def model(tmp_path_factory) -> tuple[GgufFiles, dict[str, np.ndarray]]:
+def model(tmp_path_factory) -> Mixed:
     """A file with a matrix and a stack of experts of every type, and their numbers as gguf reads them."""
     path = tmp_path_factory.mktemp("mixed") / "m.gguf"
     rng = np.random.default_rng(5)
@@ -55,7 +62,7 @@ def model(tmp_path_factory) -> tuple[GgufFiles, dict[str, np.ndarray]]:
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    return open_model([Path(path)]), numbers
+    return Mixed(open_model([Path(path)]), numbers)
 
 
 def weights_of(files: GgufFiles, names: list[str], backend: Backend, dtype: Dtype) -> WeightLoader:
@@ -76,7 +83,7 @@ def assert_float32(found: torch.Tensor, x: torch.Tensor, matrix: np.ndarray) -> 
 @pytest.mark.parametrize("backend", [Backend.CPU, Backend.CUDA])
 @pytest.mark.parametrize("kind", KINDS)
 def test_each_type_in_float32_is_the_product_with_the_reference_numbers(model, kind, backend):
-    files, numbers = model
+    files, numbers = model.files, model.numbers
     name = f"{kind}.weight"
     weights = weights_of(files, [name], backend, Dtype.FLOAT32)
     product = weights.linear(name)
@@ -91,7 +98,7 @@ def test_each_type_in_float32_is_the_product_with_the_reference_numbers(model, k
 
 @pytest.mark.parametrize("kind", sorted(NATIVE))
 def test_bfloat16_forms_on_the_cpu_stay_near(model, kind):
-    files, numbers = model
+    files, numbers = model.files, model.numbers
     name = f"{kind}.weight"
     weights = weights_of(files, [name], Backend.CPU, Dtype.BFLOAT16)
     product = weights.linear(name)
@@ -112,7 +119,7 @@ def test_bfloat16_forms_on_the_cpu_stay_near(model, kind):
     backend=st.sampled_from([Backend.CPU, Backend.CUDA]),
 )
 def test_one_product_over_rows_of_several_types_keeps_their_order(model, parts, backend):
-    files, numbers = model
+    files, numbers = model.files, model.numbers
     wanted, rows = [], []
     for kind, start, n in parts:
         stop = min(N, start + n)
@@ -130,7 +137,7 @@ def test_one_product_over_rows_of_several_types_keeps_their_order(model, parts, 
     backend=st.sampled_from([Backend.CPU, Backend.CUDA]),
 )
 def test_stacks_of_experts_of_every_type(model, kinds, backend):
-    files, numbers = model
+    files, numbers = model.files, model.numbers
     names = [f"{kind}_exps.weight" for kind in kinds]
     experts = weights_of(files, names, backend, Dtype.FLOAT32).experts(*names)
     wanted = np.concatenate([numbers[name] for name in names], axis=1)

@@ -54,7 +54,7 @@ async def request_for(loaded: Config) -> MeasurementRequest:
 def keep(request: MeasurementRequest, factors: tuple[float, float]) -> None:
     """A made file: target i takes ``factors[i]`` ms a layer and token."""
     timings = [[Timing(f / 1e3, f / 10) for _ in spans] for f, spans in zip(factors, request.spans, strict=True)]
-    write(request, request.answered(timings, "2026-01-02 03:04 UTC"))
+    write(request, request.to_speeds(timings, "2026-01-02 03:04 UTC"))
 
 
 PLAN = """
