@@ -66,9 +66,9 @@ class TritonRouter:
         self.router = router
 
     def __call__(self, x: Tensor) -> RoutedExperts:
-        few = x.shape[0] <= MAX_DECODE_TOKENS
+        decode = x.shape[0] <= MAX_DECODE_TOKENS
         return select_experts(
-            self.router, router_gemv(x.contiguous(), self.router.weight) if few else self.router.scores(x)
+            self.router, router_gemv(x.contiguous(), self.router.weight) if decode else self.router.scores(x)
         )
 
 
@@ -97,7 +97,7 @@ class TritonOperations:
         return moe_combine(results, weights, shared, shared_gate)
 
     def paged_attention(self, *, window: int, scale: float, softcap: float) -> PagedAttention | None:
-        def few(q: Tensor, keys: PagedTensor, values: PagedTensor, where: PagedQuery) -> Tensor:
+        def attend(q: Tensor, keys: PagedTensor, values: PagedTensor, where: PagedQuery) -> Tensor:
             return paged_attention(
                 q,
                 keys,
@@ -112,7 +112,7 @@ class TritonOperations:
                 max_length=where.max_length,
             )
 
-        return few
+        return attend
 
     def gated_delta_net(self, weights: GatedDeltaNetParams) -> GatedDeltaNetOp | None:
         return TritonGatedDeltaNet(weights)

@@ -169,9 +169,9 @@ def qk_norm_rope_kernel(
     squares = tl.sum(a * a + b * b, axis=1)
     if BLOCK_REST > 0:
         k = 2 * HALF + tl.arange(0, BLOCK_REST)[None, :]
-        kept = inside & (k < D)
-        rest = tl.load(x + k, mask=kept, other=0.0).to(tl.float32)
-        rest_scale = tl.load(weight + k, mask=kept, other=0.0)
+        unrotated = inside & (k < D)
+        rest = tl.load(x + k, mask=unrotated, other=0.0).to(tl.float32)
+        rest_scale = tl.load(weight + k, mask=unrotated, other=0.0)
         squares += tl.sum(rest * rest, axis=1)
     inverse = tl.rsqrt(squares / D + eps)[:, None]
     a *= inverse * a_scale
@@ -179,7 +179,7 @@ def qk_norm_rope_kernel(
     tl.store(out + j, (a * c - b * s).to(out.dtype.element_ty), mask=rotated)
     tl.store(out + HALF + j, (b * c + a * s).to(out.dtype.element_ty), mask=rotated)
     if BLOCK_REST > 0:
-        tl.store(out + k, (rest * inverse * rest_scale).to(out.dtype.element_ty), mask=kept)
+        tl.store(out + k, (rest * inverse * rest_scale).to(out.dtype.element_ty), mask=unrotated)
 
 
 def qk_norm_rope_tile(d: int, half: int) -> tuple[int, int, int]:

@@ -27,13 +27,13 @@ def router_gemv_kernel(x, weight, out, n_scores, E: tl.constexpr, ROWS: tl.const
     """Program (i, t): ROWS products of row t of x [T, E].  ``weight`` float32 [n_scores, E], ``out`` [T, n_scores]."""
     token = tl.program_id(1).to(tl.int64)
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    kept = tl.minimum(row, n_scores - 1)[:, None] * E
+    weight_row = tl.minimum(row, n_scores - 1)[:, None] * E
     total = tl.zeros([ROWS, BLOCK], tl.float32)
     for first in tl.static_range(0, E, BLOCK):
         column = first + tl.arange(0, BLOCK)
         inside = column < E
         value = tl.load(x + token * E + column, mask=inside, other=0.0).to(tl.float32)
-        total += tl.load(weight + kept + column[None, :], mask=inside[None, :], other=0.0) * value[None, :]
+        total += tl.load(weight + weight_row + column[None, :], mask=inside[None, :], other=0.0) * value[None, :]
     tl.store(out + token * n_scores + row, tl.sum(total, axis=1), mask=row < n_scores)
 
 
