@@ -25,7 +25,7 @@ COMMANDS = {
     "logits": ("lucevisor.cli.logits", "Run token ids through the pipeline and save logits and hidden states."),
     "cache": ("lucevisor.cli.cache", "List, verify, prune and remove snapshots on disk."),
     "chat": ("lucevisor.cli.chat", "Talk to a running supervisor."),
-    "demo": ("lucevisor.cli.demo", "Start the bundled model over two daemons, ask, restart one, ask again."),
+    "demo": ("lucevisor.cli.demo", "Start the bundled model over two daemons, ask questions, restart one, ask again."),
 }
 
 
@@ -66,6 +66,6 @@ def main() -> None:
         click.echo(f"lucevisor: {e}", err=True)
         code = e.exit_code
     except BrokenPipeError:
-        sys.stderr.close()  # the reader of our output went away
+        sys.stderr.close()  # the reader of the output is gone
         code = ExitCode.FAILED
     sys.exit(int(code) if isinstance(code, int) else 0)

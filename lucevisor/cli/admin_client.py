@@ -1,4 +1,4 @@
-"""Speak to a running supervisor over its admin socket: plain HTTP of the standard library, quick to import."""
+"""Client of a running supervisor's admin socket: HTTP from the standard library, cheap to import."""
 
 from __future__ import annotations
 
@@ -24,8 +24,7 @@ class _UnixConnection(http.client.HTTPConnection):
 
 
 class AdminClient:
-    """Calls raise NotRunningError when nobody listens, LucevisorError with the supervisor's own words when it
-    refuses."""
+    """Calls raise NotRunningError if nothing listens, LucevisorError with the supervisor's message if it refuses."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -33,7 +32,7 @@ class AdminClient:
     def call(
         self, method: str, target: str, body: dict[str, Any] | None = None, timeout_s: float = 30.0
     ) -> dict[str, Any]:
-        """One request, its JSON answer."""
+        """Send one request; return the JSON response."""
         connection = _UnixConnection(self._path, timeout_s)
         try:
             connection.request(method, target, json.dumps(body) if body is not None else None)
@@ -44,7 +43,7 @@ class AdminClient:
                 f"{self._path}: no answer within {timeout_s:.0f} s; the supervisor is stuck, see its log"
             ) from None
         except (ConnectionError, FileNotFoundError, NotADirectoryError, http.client.HTTPException) as e:
-            raise NotRunningError(f"{self._path}: nobody answers ({e}); the supervisor is gone") from e
+            raise NotRunningError(f"{self._path}: no answer ({e}); the supervisor is gone") from e
         finally:
             connection.close()
         answer = json.loads(raw)
@@ -53,13 +52,13 @@ class AdminClient:
         return dict(answer)
 
     def lines(self, target: str) -> Iterator[str]:
-        """Lines of a streamed answer, as they come."""
+        """Yield the lines of a streamed response as they arrive."""
         connection = _UnixConnection(self._path, 1e6)
         try:
             connection.request("GET", target)
             for line in connection.getresponse():
                 yield line.decode()
         except (ConnectionError, FileNotFoundError, NotADirectoryError) as e:
-            raise NotRunningError(f"{self._path}: nobody answers ({e}); the supervisor is gone") from e
+            raise NotRunningError(f"{self._path}: no answer ({e}); the supervisor is gone") from e
         finally:
             connection.close()

@@ -21,11 +21,11 @@ if TYPE_CHECKING:
 @click.command()
 @target_options
 @click.option("--system", help="System prompt.")
-@click.option("--think", is_flag=True, help="Let the model think first, where it can.")
+@click.option("--think", is_flag=True, help="Enable thinking, if the model supports it.")
 @click.option("--temperature", default=0.7, show_default=True)
 def chat(name: str | None, socket: Path | None, system: str | None, think: bool, temperature: float) -> int:
-    """Talk to the model.  An empty line or Ctrl-D ends; /new forgets the conversation.  LUCEVISOR_API_KEY is the
-    key, if any."""
+    """Talk to the model.  An empty line or Ctrl-D ends the chat; /new starts a new conversation.  LUCEVISOR_API_KEY
+    is the API key, if any."""
     status = AdminClient(find(name, socket).socket).call("GET", "/status")
     client = connect(status["url"], os.environ.get("LUCEVISOR_API_KEY", ""))
     opening: list[dict[str, Any]] = [{"role": "system", "content": system}] if system else []
@@ -54,7 +54,7 @@ def _answer(client: OpenAI, model: str, messages: list[dict[str, Any]], think: b
     try:
         stream = client.chat.completions.create(
             model=model,
-            messages=messages,  # type: ignore[arg-type]  # plain dicts are what the API takes
+            messages=messages,  # type: ignore[arg-type]  # the API takes plain dicts
             temperature=temperature,
             stream=True,
             extra_body={"chat_template_kwargs": {"enable_thinking": think}},

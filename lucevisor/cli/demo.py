@@ -1,4 +1,4 @@
-"""``lucevisor demo``: the whole thing in half a minute, on any machine with a cpu."""
+"""``lucevisor demo``: a tour of the features in half a minute, on any machine with a cpu."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def demo(config: Path | None, overrides: tuple[str, ...], max_tokens: int) -> in
     from lucevisor.cli.start import start
 
     with tempfile.TemporaryDirectory(prefix="lucevisor-demo-") as directory:
-        os.environ["XDG_RUNTIME_DIR"] = directory  # a demo leaves nothing behind, and disturbs no supervisor that runs
+        os.environ["XDG_RUNTIME_DIR"] = directory  # leave nothing behind, and disturb no running supervisor
         arguments = [str(config or demo_config()), "--name", "demo", "--daemon", "--set", "server.port=0"]
         for override in overrides:
             arguments += ["--set", override]

@@ -1,4 +1,4 @@
-"""``lucevisor doctor``: is each group's interpreter fit to run its part?"""
+"""``lucevisor doctor``: checks each group's interpreter, devices and numbers."""
 
 from __future__ import annotations
 

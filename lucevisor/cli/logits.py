@@ -1,4 +1,4 @@
-"""``lucevisor logits``: the numbers behind the tokens, to compare placements."""
+"""``lucevisor logits``: logits and hidden states of token ids, to compare placements."""
 
 from __future__ import annotations
 

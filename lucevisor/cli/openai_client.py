@@ -1,4 +1,4 @@
-"""The `openai` client on a running supervisor: what `chat` and `demo` speak through, like any other program."""
+"""The `openai` client of a running supervisor, for `chat` and `demo`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 def connect(url: str, key: str = "") -> OpenAI:
-    """A client of the endpoint at ``url``.  Raises LucevisorError when the `openai` package is missing."""
+    """Return a client of the endpoint at ``url``.  Raises LucevisorError if the `openai` package is missing."""
     try:
         from openai import OpenAI
     except ImportError as e:

@@ -1,4 +1,4 @@
-"""Commands of an operator that speak to a running supervisor: stop, status, restart, logs."""
+"""Commands that control a running supervisor: stop, status, restart, logs."""
 
 from __future__ import annotations
 
@@ -19,11 +19,9 @@ from lucevisor.errors import ExitCode, LucevisorError, NotRunningError
 
 @click.command()
 @target_options
-@click.option(
-    "--timeout", "timeout_s", type=Seconds(), default=30.0, show_default=True, help="Seconds to wait for the end."
-)
+@click.option("--timeout", "timeout_s", type=Seconds(), default=30.0, show_default=True, help="Seconds to wait.")
 def stop(name: str | None, socket: Path | None, timeout_s: float) -> int:
-    """Stop a supervisor and its daemons.  Run it twice to hurry."""
+    """Stop a supervisor and its daemons.  Run it twice to shorten the deadlines."""
     target = find(name, socket)
     try:
         AdminClient(target.socket).call("POST", "/stop")
@@ -45,7 +43,7 @@ def stop(name: str | None, socket: Path | None, timeout_s: float) -> int:
 @target_options
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def status(name: str | None, socket: Path | None, as_json: bool) -> int:
-    """Show what runs where."""
+    """Show groups, devices, memory and speed."""
     answer = AdminClient(find(name, socket).socket).call("GET", "/status")
     if as_json:
         click.echo(json.dumps(answer, indent=2))
@@ -56,7 +54,7 @@ def status(name: str | None, socket: Path | None, as_json: bool) -> int:
 
 @click.command()
 @click.argument("group", required=False)
-@click.option("--rolling", is_flag=True, help="All groups, one after the other.")
+@click.option("--rolling", is_flag=True, help="Restart all groups, one by one.")
 @click.option("--now", is_flag=True, help="Do not wait for running requests.")
 @target_options
 def restart(group: str | None, rolling: bool, now: bool, name: str | None, socket: Path | None) -> int:
@@ -76,10 +74,10 @@ def restart(group: str | None, rolling: bool, now: bool, name: str | None, socke
 
 @click.command()
 @click.argument("group", required=False)
-@click.option("-f", "--follow", is_flag=True, help="Go on printing as lines come.")
+@click.option("-f", "--follow", is_flag=True, help="Keep printing new lines.")
 @target_options
 def logs(group: str | None, follow: bool, name: str | None, socket: Path | None) -> int:
-    """Print the log, of GROUP alone when named."""
+    """Print the log, or only that of GROUP."""
     target: Running = find(name, socket)
     query = f"?follow={int(follow)}" + (f"&group={quote(group, safe='')}" if group else "")
     try:

@@ -1,4 +1,4 @@
-"""Arguments that several commands share."""
+"""Options shared by several commands."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def config_argument(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def target_options(function: Callable[..., Any]) -> Callable[..., Any]:
-    """``--name`` and ``--socket``: which running supervisor is meant."""
+    """``--name`` and ``--socket``: select a running supervisor."""
     function = click.option("--socket", type=click.Path(path_type=Path), help="Admin socket of the supervisor.")(
         function
     )

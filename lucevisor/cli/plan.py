@@ -1,4 +1,4 @@
-"""``lucevisor plan``: what would go where, from the header of the model and the free memory of the devices."""
+"""``lucevisor plan``: the placement, from the model's header and the devices' free memory."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from lucevisor.errors import ExitCode
 @click.command()
 @config_argument
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
-@click.option("--no-probe", is_flag=True, help="Do not ask the groups' interpreters which devices there are.")
-@click.option("--measure", is_flag=True, help="Measure how fast the devices are, for an automatic split, and keep it.")
+@click.option("--no-probe", is_flag=True, help="Do not query the groups' interpreters for devices.")
+@click.option("--measure", is_flag=True, help="Measure the devices' speed for an automatic split, and store it.")
 def plan(config: Path, overrides: tuple[str, ...], as_json: bool, no_probe: bool, measure: bool) -> int:
     """Show shards, bytes of weights and state per device, what does not fit and by how much.  Loads no weights, but a
     few layers with --measure."""
@@ -31,7 +31,7 @@ def plan(config: Path, overrides: tuple[str, ...], as_json: bool, no_probe: bool
     from lucevisor.placement.result import Infeasible
 
     if measure and no_probe:
-        raise click.UsageError("--measure asks the groups' interpreters, --no-probe keeps from asking them: give one")
+        raise click.UsageError("--measure queries the groups' interpreters, --no-probe forbids it: use one of them")
     loaded = load(config, overrides)
     logs.configure(loaded.log.format, loaded.log.level)
     model = open_model(loaded, lambda what: click.echo(f"fetching {what}", err=True))

@@ -1,4 +1,4 @@
-"""What a start looks like on a terminal: one bar a shard; plain lines elsewhere."""
+"""Progress of a start: one bar per shard on a terminal, plain lines elsewhere."""
 
 from __future__ import annotations
 
@@ -44,10 +44,10 @@ class StartDisplay:
         self._end_bars()
 
     def state(self, group: str, state: State, reason: str) -> None:
-        """A group changed its state; the log says so too."""
+        """Called when a group changes its state, which is also logged."""
 
     def progress(self, group: str, progress: Progress) -> None:
-        """A shard loaded some more."""
+        """Called when a shard has loaded more bytes."""
         key = (group, progress.stage, progress.device)
         title = f"{group}:{progress.device} {progress.phase}"
         if self._bars is not None:
@@ -62,7 +62,7 @@ class StartDisplay:
             logs.print_line(f"loading {title} {10 * tenths}% of {progress.total_bytes} bytes")
 
     def ready(self, service: Service) -> None:
-        """The endpoint serves."""
+        """Called when the endpoint is ready."""
         self._end_bars()
         self._tasks.clear()
         self._tenths.clear()
@@ -78,13 +78,13 @@ class StartDisplay:
 
 
 class SilentDisplay:
-    """An observer that shows nothing."""
+    """An observer that does nothing."""
 
     def state(self, group: str, state: State, reason: str) -> None:
-        """Nothing to show."""
+        """Do nothing."""
 
     def progress(self, group: str, progress: Progress) -> None:
-        """Nothing to show."""
+        """Do nothing."""
 
     def ready(self, service: Service) -> None:
-        """Nothing to show."""
+        """Do nothing."""

@@ -54,7 +54,7 @@ def _in_background(config: Path, overrides: tuple[str, ...], name: str, timeout_
     command = [sys.executable, "-m", "lucevisor", "start", str(config.resolve()), "--name", name, "--detached"]
     for override in overrides:
         command += ["--set", override]
-    # Once it serves it writes to its log only, so a pipe that nobody reads any more does it no harm.
+    # Once it serves, it writes to its log only, so a pipe without a reader does no harm.
     process = subprocess.Popen(
         command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, start_new_session=True
     )

@@ -1,4 +1,4 @@
-"""Tokenizer built from the metadata of a GGUF file: strings to token ids, ids to bytes.
+"""Tokenizer: byte-level BPE between strings and token ids, built from the metadata of a GGUF file.
 
 Knows no chat format: the caller marks which text may become control tokens (`Segment.trusted`).
 Invariant: ids equal those of the model's Hugging Face tokenizer, except that markers in untrusted segments are plain
