@@ -143,8 +143,8 @@ def test_stacks_of_experts_of_every_type(model, kinds, backend):
     wanted = np.concatenate([numbers[name] for name in names], axis=1)
     x = torch.randn(2, K, generator=torch.Generator().manual_seed(3))
     for e in range(X):
-        assert_float32(experts.one(e)(x), x, wanted[e])
-    some = experts.some(torch.tensor([2, 0, 2]), torch.float32)
+        assert_float32(experts.linear(e)(x), x, wanted[e])
+    some = experts.dequantised(torch.tensor([2, 0, 2]), torch.float32)
     np.testing.assert_array_equal(some.numpy(), wanted[[2, 0, 2]])
 
 

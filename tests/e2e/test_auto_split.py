@@ -86,7 +86,7 @@ async def test_plan_and_start_follow_what_was_measured(cache, config, tmp_path):
     assert [d["layers"] for d in latency["devices"]] == [[0, 1], [1, 8]]
     assert [d["layers"] for d in throughput["devices"]] == [[0, 2], [2, 8]]
     assert (latency["goal"], latency["speeds_measured"]) == ("latency", "2026-01-02 03:04 UTC")
-    assert "left:0: 1 layer takes 3 ms a token, 300 ms for 512 at once" in latency["reasons"]
+    assert "left:0: 1 layer takes 3 ms per token, 300 ms for 512 tokens at once" in latency["reasons"]
     assert latency["max_context"] == 4096  # the other automatic sizes hold as with any split
     assert latency["pages"]["full"] >= 8 * 64
     async with running(config, tmp_path, ["placement.goal=throughput"]) as service:
