@@ -34,11 +34,11 @@ _FOLLOWED_METHODS: Final = frozenset(["join", "replace"])
 
 
 class RaisedByTemplate(JinjaError):
-    """The template itself refused its input through `raise_exception`."""
+    """The template rejected its input with `raise_exception`."""
 
 
 class _OriginCodeGenerator(CodeGenerator):
-    """Compiles string literals to traced ones; the hooks are those that Jinja's own native types use."""
+    """Compiles string literals to traced ones, with the hooks that Jinja's native types use."""
 
     def visit_Const(self, node: nodes.Const, frame: Frame) -> None:
         self.write(_source(node.as_const(frame.eval_ctx)))
@@ -46,7 +46,7 @@ class _OriginCodeGenerator(CodeGenerator):
     def visit_TemplateData(self, node: nodes.TemplateData, frame: Frame) -> None:
         try:
             self.write(_source(str(node.as_const(frame.eval_ctx))))
-        except nodes.Impossible:  # escaping is switched on or off while rendering; such text counts as foreign
+        except nodes.Impossible:  # autoescaping changes while rendering: such text counts as foreign
             super().visit_TemplateData(node, frame)
 
     def visit_Concat(self, node: nodes.Concat, frame: Frame) -> None:
@@ -92,7 +92,7 @@ def _source(value: object) -> str:
 
 
 class _GenerationTag(Extension):
-    """`{% generation %}` marks what the assistant writes, for training; here it only opens a scope."""
+    """`{% generation %}` marks the assistant's text for training; here it only opens a scope."""
 
     tags = {"generation"}  # noqa: RUF012  # Jinja declares it as an instance attribute
 
@@ -103,7 +103,7 @@ class _GenerationTag(Extension):
 
 
 class _TemplateNamespace(Namespace):
-    """Jinja's `namespace()` without names that begin with an underscore, as transformers has it."""
+    """Jinja's `namespace()` without names that start with an underscore, as in transformers."""
 
     def __init__(*args: Any, **kwargs: Any) -> None:  # no named self: `namespace(self=1)` is legal
         for name in dict(*args[1:], **kwargs):
@@ -121,7 +121,7 @@ def _refuse_underscore(name: object) -> None:
 
 
 class _TemplateDict:
-    """Stands for `dict`, whose unbound methods could change the arguments of a render."""
+    """Replaces `dict`, whose unbound methods could modify the arguments of a rendering."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> dict[Any, Any]:
         return dict(*args, **kwargs)
@@ -131,7 +131,7 @@ class _TemplateDict:
 
 
 class _BoundedTemplate(Template):
-    """A compiled template, each rendering of which has a budget of its own."""
+    """A compiled template with a budget per rendering."""
 
     def render(self, *args: Any, **kwargs: Any) -> str:
         with template_limits.budget():
@@ -144,7 +144,7 @@ class TemplateLanguage(ImmutableSandboxedEnvironment):
     code_generator_class = _OriginCodeGenerator
     template_class = _BoundedTemplate
     intercepted_binops = frozenset(["+", "*", "**", "%"])
-    concat = staticmethod(concatenate)  # Jinja's own way to give something else than text
+    concat = staticmethod(concatenate)  # Jinja's hook for results other than str
     own = staticmethod(TracedText.own)
     step = staticmethod(template_limits.step)
     nested = staticmethod(template_limits.nested)
@@ -154,7 +154,7 @@ class TemplateLanguage(ImmutableSandboxedEnvironment):
         super().__init__(trim_blocks=True, lstrip_blocks=True, extensions=extensions)
         self.filters.update(tojson=_to_json, join=_join, replace=_replace, indent=_indent)
         self.filters = {name: template_limits.counted_filter(name, each) for name, each in self.filters.items()}
-        del self.globals["lipsum"]  # any amount of text, and no chat template's business
+        del self.globals["lipsum"]  # generates unlimited text, and no chat template needs it
         self.globals.update(
             raise_exception=_raise_exception,
             strftime_now=lambda layout: clock().strftime(layout),
@@ -163,7 +163,7 @@ class TemplateLanguage(ImmutableSandboxedEnvironment):
         )
 
     def call(__self, __context: Context, __obj: Any, *args: Any, **kwargs: Any) -> Any:
-        """Call something for a template; a plain string's `join` and `replace` keep the origin of their arguments."""
+        """Call a function for a template; `join` and `replace` of a plain string keep the origin of their arguments."""
         owner = getattr(__obj, "__self__", None)
         if isinstance(owner, str) and not isinstance(owner, TracedText) and __obj.__name__ in _FOLLOWED_METHODS:
             __obj = getattr(TracedText.of(owner), __obj.__name__)
@@ -180,14 +180,14 @@ class TemplateLanguage(ImmutableSandboxedEnvironment):
         return made
 
     def _parse(self, source: str, name: str | None, filename: str | None) -> nodes.Template:
-        """Parse a template and let each round of its loops count as a step."""
+        """Parse a template, and count each iteration of its loops as a step."""
         if len(source) > template_limits.MAX_SOURCE_CHARS:
             raise template_limits.TemplateLimitExceeded(f"has more than {template_limits.MAX_SOURCE_CHARS} characters")
         tree = super()._parse(source, name, filename)
         for loop in tree.find_all(nodes.For):
             count = nodes.Call(nodes.EnvironmentAttribute("step"), [], [], None, None, lineno=loop.lineno)
             loop.body.insert(0, nodes.ExprStmt(count, lineno=loop.lineno))
-            if loop.test is not None:  # looked at also for the rounds that it leaves out
+            if loop.test is not None:  # also count the iterations that it skips
                 loop.test = nodes.And(nodes.Not(count), loop.test, lineno=loop.lineno)
         return tree
 
@@ -203,7 +203,7 @@ def _to_json(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """Return JSON as transformers writes it: no HTML escapes, characters as they are, keys in order of insertion."""
+    """Return JSON as in transformers: no HTML escapes, no ASCII escapes, keys in insertion order."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
