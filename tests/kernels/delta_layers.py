@@ -142,7 +142,7 @@ def form_of(net: GatedDeltaNet, offset: int = 0) -> Form:
     """The block on a whole slice."""
 
     def form(y: Tensor, left: Tensor, s: Tensor) -> Results:
-        states = {id(net.conv_states): left, id(net.states): s}
+        states = {id(net.convolution): left, id(net.states): s}
         group = SimpleNamespace(
             n_slices=y.shape[0],
             n_tokens=y.shape[1],
@@ -151,7 +151,7 @@ def form_of(net: GatedDeltaNet, offset: int = 0) -> Form:
             store_state=lambda pool, value: states.update({id(pool): value}),
         )
         out = net._mix(group, y)  # type: ignore[arg-type]
-        return out, states[id(net.conv_states)], states[id(net.states)]
+        return out, states[id(net.convolution)], states[id(net.states)]
 
     return form
 

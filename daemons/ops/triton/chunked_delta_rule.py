@@ -117,7 +117,7 @@ def delta_rule_state_kernel(
     qkv,  # [B n, C]
     pairs,  # [B, chunks, N_VALUE, 2, SIZE, SIZE]
     decays,  # [B, chunks, N_VALUE, 2, SIZE]
-    conv_states,  # [states, TAPS - 1, C]
+    conv_states,  # [states, CONV_WIDTH - 1, C]
     states,  # [states, N_VALUE, DIM, DIM]
     ids,  # [B]
     n, offset, n_chunks, y_stride,

@@ -33,9 +33,9 @@ def causal_conv1d_kernel(
     y,  # [B n, columns]
     qkv,  # [B n, C]
     gates,  # [B n, N_VALUE, 2]: what S keeps of itself, and beta
-    conv_states,  # [states, TAPS - 1, C]
+    conv_states,  # [states, CONV_WIDTH - 1, C]
     ids,  # [B]
-    conv_weight,  # [TAPS, C]
+    conv_weight,  # [CONV_WIDTH, C]
     decay_rates,  # [N_VALUE]
     dt_bias,  # [N_VALUE]
     n,
@@ -112,7 +112,7 @@ def delta_rule_recurrent_kernel(
     qkv,  # [B n, C]
     gates,  # [B n, N_VALUE, 2]
     out,  # [B n, N_VALUE DIM]
-    conv_states,  # [states, TAPS - 1, C]
+    conv_states,  # [states, CONV_WIDTH - 1, C]
     states,  # [states, N_VALUE, DIM, DIM]
     ids,  # [B]
     norm,  # [DIM]
