@@ -13,6 +13,8 @@ from array import array
 from dataclasses import dataclass, field
 from itertools import pairwise
 
+from gguf.constants import GGUFValueType
+
 from lucevisor.model.quant_types import TYPES, GgmlType
 
 MAX_TENSORS = 1 << 20
@@ -67,12 +69,22 @@ class GgufHeader:
     data_offset: int
 
 
-_SCALARS: dict[int, tuple[str, int]] = {
-    0: ("<B", 1), 1: ("<b", 1), 2: ("<H", 2), 3: ("<h", 2), 4: ("<I", 4), 5: ("<i", 4), 6: ("<f", 4), 7: ("<?", 1),
-    10: ("<Q", 8), 11: ("<q", 8), 12: ("<d", 8),
-}  # fmt: skip
-_ARRAY_CODES = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "B", 10: "Q", 11: "q", 12: "d"}
-_STRING, _ARRAY = 8, 9
+_FORMATS = {
+    GGUFValueType.UINT8: "B",
+    GGUFValueType.INT8: "b",
+    GGUFValueType.UINT16: "H",
+    GGUFValueType.INT16: "h",
+    GGUFValueType.UINT32: "I",
+    GGUFValueType.INT32: "i",
+    GGUFValueType.FLOAT32: "f",
+    GGUFValueType.BOOL: "?",
+    GGUFValueType.UINT64: "Q",
+    GGUFValueType.INT64: "q",
+    GGUFValueType.FLOAT64: "d",
+}
+_SCALARS = {kind.value: (f"<{code}", struct.calcsize(f"<{code}")) for kind, code in _FORMATS.items()}
+_ARRAY_CODES = {kind.value: code.replace("?", "B") for kind, code in _FORMATS.items()}  # array has no code for bool
+_STRING, _ARRAY = GGUFValueType.STRING.value, GGUFValueType.ARRAY.value
 
 
 def _least_bytes(kind: int) -> int:
