@@ -121,8 +121,12 @@ class SharedChunks:
         return 0 if choice is None else choice.beside_short
 
     def expects_short(self, now: float) -> bool:
-        """Whether a short prompt started recently."""
-        return now < self._short_until
+        """Whether a short prompt started recently.
+
+        Not before whole chunks were measured: where sizes have kernels of their own, what small steps cost says little
+        of them.
+        """
+        return now < self._short_until and self._times.measured_s(self._full) is not None
 
     def chunk(self, start: int) -> int:
         """Return the tokens of a long prompt's next chunk, which begins at position ``start``.

@@ -77,6 +77,11 @@ class StepTimes:
             self._stale = False
         return self._cost
 
+    def measured_s(self, n_tokens: int) -> float | None:
+        """Return the median seconds of steps of about so many tokens near the start of a prompt; None while unknown."""
+        steps = self._steps.get((n_tokens.bit_length(), 0), ())
+        return _middle(steps)[1] if len(steps) >= _LEAST_STEPS else None
+
 
 def _middle(steps: Iterable[_Point]) -> _Point:
     """Return the step of median time for its tokens, the faster one of two."""

@@ -1,4 +1,5 @@
 """Models as described by their GGUF files: header parser, quant types, one spec per family, weight layout, fingerprint.
 
-Both sides import this package, so it depends only on the standard library and msgspec, and on nothing of the project.
+Both sides import this package, so it depends only on the standard library, msgspec and gguf's constants,
+and on nothing of the project.
 """

@@ -20,7 +20,7 @@ def piece(n: int, start: int = 0) -> Slice:
 def known(cost: StepCost, full: int = 512, n_stages: int = 2) -> SharedChunks:
     chunks = SharedChunks(n_stages, full)
     for _ in range(3):
-        for n in (40, 256):
+        for n in (40, 256, full):
             for start in (0, 3000):
                 chunks.measured([piece(n, start)], cost.step_s(n, start))
     return chunks
@@ -137,3 +137,15 @@ def test_a_chunk_waits_for_the_head_and_until_the_last_stage_needs_it() -> None:
     assert not chunks.may_follow(slow_tail, 1.2 * step_s, 0)  # one is at work there and one waits
     slow_tail.answered(2 * step_s)
     assert chunks.may_follow(slow_tail, 2 * step_s, 0)
+
+
+def test_no_room_is_kept_before_whole_chunks_were_measured() -> None:
+    chunks = SharedChunks(2, 512)
+    for _ in range(3):
+        for n in (40, 256):
+            chunks.measured([piece(n)], SLOW.step_s(n))
+    chunks.started(20, 0.0)
+    assert not chunks.expects_short(1.0)
+    for _ in range(2):
+        chunks.measured([piece(512)], SLOW.step_s(512))
+    assert chunks.expects_short(1.0)

@@ -86,6 +86,25 @@ def test_the_same_on_machines_less_regular(name: str, more: dict[str, object]) -
     assert long >= 0.88
 
 
+@pytest.mark.parametrize("n_stages", [1, 2])
+def test_a_long_prompt_after_short_ones_is_not_slowed_down(n_stages: int) -> None:
+    """Short steps run other kernels: what they cost says nothing of larger ones, which nearly all cost the same."""
+
+    def long_s(*, after_short: bool) -> list[float]:
+        pipeline = TimedPipeline(n_stages=n_stages, overhead_s=0.014, token_s=0.00014, gemm_tokens=32, gemm_s=0.075)
+        for turn in range(8):
+            for i in range(9 if after_short else 0):
+                pipeline.submit(f"short{turn}-{i}", 16, 32)
+                pipeline.run()
+            pipeline.submit(f"long{turn}", 2048, 1)
+            pipeline.run()
+        return pipeline.first_token_s("long")
+
+    alone, after = long_s(after_short=False), long_s(after_short=True)
+    assert median(after) <= 1.2 * median(alone)
+    assert max(after) <= 2.0 * median(alone)
+
+
 def test_the_first_token_of_a_short_prompt_waits_for_few_small_chunks() -> None:
     """The bound of docs/scheduling.md, for a prompt that finds a place and nothing but long prompts beside it."""
     pipeline = TimedPipeline()

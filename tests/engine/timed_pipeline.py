@@ -1,6 +1,7 @@
 """A scheduler on a pipeline whose steps take simulated time: a virtual clock, no threads, the same result every time.
 
 A stage takes ``overhead_s + tokens * (token_s + position * depth_s)`` for a step and works on one at a time, in order.
+A step of more than ``gemm_tokens`` takes ``gemm_s`` at least: weights are dequantised for it, whatever its size.
 The defaults are those measured on one core of an EPYC (Zen 4) with the demo model, two groups.
 """
 
@@ -72,6 +73,8 @@ class TimedPipeline:
     overhead_s: float = 0.008
     token_s: float = 0.000385
     depth_s: float = 0.0
+    gemm_tokens: int = 0
+    gemm_s: float = 0.0
     outside_s: float = 0.0  # of the time to the first token: HTTP and tokenising
     jitter: float = 0.0  # a stage takes up to this share more or less
     shares: tuple[float, ...] = ()  # of the time above, by stage; 1 each by default
@@ -139,7 +142,8 @@ class TimedPipeline:
     def step_s(self, step: Step) -> float:
         """What a stage takes for a step, without jitter."""
         work_s = sum(len(s.tokens) * (self.token_s + self.depth_s * (s.start + len(s.tokens) / 2)) for s in step.slices)
-        return self.overhead_s + work_s
+        least_s = self.gemm_s if step.n_tokens > self.gemm_tokens else 0.0
+        return max(least_s, self.overhead_s + work_s)
 
     def _send(self) -> None:
         while (plan := self.scheduler.next_plan(self.now)) is not None:
