@@ -28,6 +28,7 @@ class Model:
     tensors: dict[str, tuple[int, ...]] = field(default_factory=dict)
 
 
+# Long: one statement per hyperparameter, and splitting it would hide which depend on which.
 def gemma4(
     *,
     n_layers: int,
@@ -110,6 +111,7 @@ def gemma4(
     return Model("gemma4", metadata, t)
 
 
+# Long: one statement per hyperparameter, and splitting it would hide which depend on which.
 def laguna(
     *,
     n_layers: int,

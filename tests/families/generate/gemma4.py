@@ -50,6 +50,7 @@ def kinds_of(draw: Draw, n_layers: int) -> tuple[list[bool], int]:
     return sliding, draw.between(0, most)
 
 
+# Long: one statement per hyperparameter, and splitting it would hide which depend on which.
 def gemma4(draw: Draw) -> Made:
     """Per-layer inputs or experts or neither; sharing; values that are keys; heads of two sizes."""
     n_layers, n_heads = draw.between(3, 7), draw.one(2, 3, 4, 6)

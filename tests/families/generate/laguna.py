@@ -10,6 +10,7 @@ from tests.families.generate.made import PLAIN, Draw, Made, Value, build, ends, 
 from tests.families.generate.qwen import ATTENTION, DENSE, HEAD_NORMS, divided
 
 
+# Long: one statement per hyperparameter, and splitting it would hide which depend on which.
 def laguna(draw: Draw) -> Made:
     """Heads that differ by layer, a gate for each head or each element, any pattern of sliding layers."""
     n_layers, n_kv, d = draw.between(2, 6), draw.between(1, 3), 4 * draw.between(2, 9)
