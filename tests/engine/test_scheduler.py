@@ -136,6 +136,8 @@ def test_beside_a_short_prompt_a_long_one_gets_small_chunks_and_leaves_a_step_fr
 
 def test_a_while_after_the_last_short_prompt_long_ones_get_whole_chunks_again() -> None:
     scheduler = Scheduler(limits(prefill_chunk=256, max_step_tokens=300, pools=PoolSizes(64, 0, 4)))
+    for n in (40, 40, 128, 128, 256, 256):
+        scheduler.chunks.measured([Slice(0, 0, [7] * n, False)], 0.008 + n * 0.000385)
     scheduler.submit(request("short", n=1), 0.0)
     for p in plans(scheduler, 0.0):
         scheduler.apply(answer(p), 0.0)
