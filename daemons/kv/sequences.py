@@ -17,7 +17,16 @@ from daemons.errors import StateError
 from daemons.kv.pools import Pools
 from lucevisor.model.values import PAGE_TOKENS, Space, Tier
 from lucevisor.protocol.loading import PoolSizes
-from lucevisor.protocol.steps import CloseSequence, CopyPage, CopyState, OpenSequence, Operation, SetPages, ZeroState
+from lucevisor.protocol.steps import (
+    CloseSequence,
+    CopyPage,
+    CopyState,
+    OpenSequence,
+    Operation,
+    SetPages,
+    UseState,
+    ZeroState,
+)
 
 NO_PAGE = -1
 """A skipped table entry: a sliding sequence may start past its first window."""
@@ -98,6 +107,9 @@ class Sequences:
                 self._check_live("ZeroState", state)
                 for pool in self.pools:
                     pool.zero_state(state)
+            case UseState(sequence, state):
+                self._check_live("UseState", state)
+                self.get(sequence, "UseState").state = state
 
     def _check_unit(self, where: str, space: Space, unit: int) -> None:
         if not 0 <= unit < self.units[space]:

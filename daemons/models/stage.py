@@ -172,8 +172,8 @@ def _check_plan(plan: StagePlan) -> None:
         reason = "a stage either embeds tokens or reads a boundary"
     elif plan.output != (plan.target is None):
         reason = "a stage either makes logits or writes a boundary"
-    elif plan.model or plan.captures:
-        reason = "this daemon runs one model and captures no layers"
+    elif plan.captures:
+        reason = "this daemon captures no layers"
     else:
         for a, b in pairwise(plan.shards):
             if a.layers.stop != b.layers.start:

@@ -8,7 +8,7 @@ Header, little-endian (docs/protocol.md):
     offset 0   4s   magic b"LVSR"
            4   u16  protocol version
            6   u8   kind (messages.MessageKind)
-           7   u8   flags: the target stage of a STEP, zero for all other kinds
+           7   u8   flags: the target stage of a STEP or DRAFT_STEP, zero for all other kinds
            8   u64  request id
           16   u32  metadata length, bytes
           20   u32  payload length, bytes
@@ -72,6 +72,7 @@ LIMITS: dict[MessageKind, Limits] = {
         MAX_PAYLOAD_BYTES,
         "at most 15 bytes per log-probability pair; payload: float32 logits of 256 rows of a 262,144-word vocabulary",
     ),
+    MessageKind.DRAFT_STEP: Limits(MAX_METADATA_BYTES, 0, "as Step, and a few ids per slice"),
     MessageKind.FAILED: Limits(1 * MIB, 0, "a traceback"),
     MessageKind.RESET: Limits(4 * KIB, 0, "one number"),
     MessageKind.CHECK: Limits(1 * MIB, 0, "paths, as in Load"),
@@ -92,7 +93,7 @@ LIMITS: dict[MessageKind, Limits] = {
     MessageKind.LOG_LINE: Limits(256 * KIB, 0, "one record; the sender truncates long texts"),
 }
 
-MAX_FLAGS: dict[MessageKind, int] = {MessageKind.STEP: 255}
+MAX_FLAGS: dict[MessageKind, int] = {MessageKind.STEP: 255, MessageKind.DRAFT_STEP: 255}
 """Largest flags value per kind.  A Step's flags hold its target stage: one record serves every stage of a daemon."""
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from enum import StrEnum
 from typing import NamedTuple
 
 import msgspec
@@ -48,6 +49,8 @@ class StagePlan(msgspec.Struct, frozen=True):
     ``embedding``: the first shard embeds token ids instead of reading boundary rows; ``output``: the last shard
     computes logits and samples instead of writing rows.  ``source`` and ``target`` index ``Load.arenas``: the incoming
     boundary, None exactly with ``embedding``, and the outgoing one, None exactly with ``output``.
+    ``captures``: its layers whose residual stream, after the layer, the drafter reads: rows [T, n E] in that order, in
+    ``Load.arenas[capture_target]``, or if that is None in memory of this daemon, which runs the draft stage too.
     """
 
     stage: int
@@ -56,12 +59,47 @@ class StagePlan(msgspec.Struct, frozen=True):
     target: int | None
     embedding: bool
     output: bool
-    model: int = 0  # which of the deployment's models the layers belong to; 0: the served model
-    captures: list[int] = []  # layers whose residual stream is kept for a drafter
+    captures: list[int] = []
+    capture_target: int | None = None
+
+
+class DraftKind(StrEnum):
+    """A drafter model: how drafts are made and what state it keeps."""
+
+    DFLASH = "dflash"  # versions 1 and 2, told apart by their tensors
+    MTP = "mtp"  # of the served model's file, or a file of its own
+
+
+class CaptureSource(msgspec.Struct, frozen=True):
+    """Where the draft stage reads the captures of a stage: ``arena`` indexes ``Load.arenas``; None: in this daemon."""
+
+    stage: int
+    layers: list[int]
+    arena: int | None
+
+
+class DraftPlan(msgspec.Struct, frozen=True):
+    """The draft stage: a drafter on one device, run by one daemon after the output stage of each step.
+
+    ``stage`` is the number after the output stage's.  ``files``: of the drafter, in order; the embedding and the output
+    matrix that it lacks are read from the served model's.  ``sources``: in the order of the layers.  Its pools have
+    the page and state ids of the served model's pools.
+    """
+
+    stage: int
+    kind: DraftKind
+    files: list[str]
+    device: int
+    layers: LayerRange  # of the drafter
+    sources: list[CaptureSource]
+    identities: list[FileIdentity] = []  # expected of ``files``; [] = not compared
 
 
 def arena_regions(n_stages: int) -> int:
-    """Regions of an arena, and the most steps in flight: one for each stage, and one that waits at the first."""
+    """Regions of an arena, and the most steps in flight: one for each stage, and one that waits at the first.
+
+    ``n_stages`` includes the draft stage.
+    """
     return n_stages + 1
 
 
@@ -69,9 +107,10 @@ class ArenaPlan(msgspec.Struct, frozen=True):
     """A ring of ``n_regions`` regions of ``region_bytes`` in one memfd.  Descriptors travel with the Load frame, in the
     same order."""
 
-    boundary: int  # index of the boundary: between stage ``boundary`` and ``boundary + 1``
+    boundary: int  # between stage ``boundary`` and the next one; with ``capture`` from that stage to the draft stage
     region_bytes: int
     n_regions: int
+    capture: bool = False
 
 
 class StatePlace(NamedTuple):
@@ -117,6 +156,7 @@ class Load(msgspec.Struct, frozen=True):
     threads: int = 0  # cpu: 0 = torch's choice
     options: dict[str, str] = {}  # model options such as yarn_attn_factor
     identities: list[FileIdentity] = []  # expected of ``files``; [] = not compared
+    draft: DraftPlan | None = None
 
 
 class DeviceUse(msgspec.Struct, frozen=True):

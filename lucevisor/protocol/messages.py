@@ -3,8 +3,9 @@
 A frame's kind selects the record, so metadata carries no type tag; :data:`MESSAGES` is the only table of kinds.
 Records on the hot path (``Step``, ``StepResult``) are encoded as arrays.  No sockets, no tensors.
 
-Direction: ``link`` carries Load, Step, Reset, Check, Save, Restore, Shutdown down and Hello, Loaded, StepResult,
-ResetDone, Failed, Checked, Saved, Restored, TransferFailed up; ``pulse`` carries Heartbeat, Progress and LogLine up.
+Direction: ``link`` carries Load, Step, DraftStep, Reset, Check, Save, Restore, Shutdown down and Hello, Loaded,
+StepResult, ResetDone, Failed, Checked, Saved, Restored, TransferFailed up; ``pulse`` carries Heartbeat, Progress and
+LogLine up.
 
 The records of loading, checks, steps and transfers live in their own modules.  docs/protocol.md is generated from them.
 """
@@ -18,7 +19,7 @@ import msgspec
 
 from lucevisor.protocol.checks import Check, Checked
 from lucevisor.protocol.loading import Hello, Load, Loaded
-from lucevisor.protocol.steps import Reset, ResetDone, Step, StepResult
+from lucevisor.protocol.steps import DraftStep, Reset, ResetDone, Step, StepResult
 from lucevisor.protocol.transfers import Restore, Restored, Save, Saved, TransferFailed
 
 PROTOCOL_VERSION = 1
@@ -43,6 +44,7 @@ class MessageKind(IntEnum):
     RESTORED = 14
     RESET_DONE = 15
     TRANSFER_FAILED = 16
+    DRAFT_STEP = 17
     HEARTBEAT = 32
     PROGRESS = 33
     LOG_LINE = 34
@@ -101,6 +103,7 @@ Message = (
     | Load
     | Loaded
     | Step
+    | DraftStep
     | StepResult
     | Failed
     | Reset
@@ -123,6 +126,7 @@ MESSAGES: dict[MessageKind, type[Message]] = {
     MessageKind.LOAD: Load,
     MessageKind.LOADED: Loaded,
     MessageKind.STEP: Step,
+    MessageKind.DRAFT_STEP: DraftStep,
     MessageKind.STEP_RESULT: StepResult,
     MessageKind.FAILED: Failed,
     MessageKind.RESET: Reset,

@@ -41,6 +41,7 @@ SENDERS: dict[MessageKind, tuple[Channel, Role]] = {
     MessageKind.LOAD: (Channel.LINK, Role.SUPERVISOR),
     MessageKind.LOADED: (Channel.LINK, Role.DAEMON),
     MessageKind.STEP: (Channel.LINK, Role.SUPERVISOR),
+    MessageKind.DRAFT_STEP: (Channel.LINK, Role.SUPERVISOR),
     MessageKind.STEP_RESULT: (Channel.LINK, Role.DAEMON),
     MessageKind.FAILED: (Channel.LINK, Role.DAEMON),
     MessageKind.RESET: (Channel.LINK, Role.SUPERVISOR),
@@ -81,6 +82,7 @@ TRANSITIONS: dict[LinkState, dict[MessageKind, LinkState]] = {
     },
     LinkState.READY: {
         MessageKind.STEP: LinkState.READY,
+        MessageKind.DRAFT_STEP: LinkState.READY,
         MessageKind.STEP_RESULT: LinkState.READY,
         MessageKind.RESET: LinkState.READY,
         MessageKind.RESET_DONE: LinkState.READY,

@@ -87,7 +87,15 @@ class ZeroState(msgspec.Struct, frozen=True, array_like=True, tag=6):
     state: int
 
 
-Operation = OpenSequence | CloseSequence | SetPages | CopyPage | CopyState | ZeroState
+class UseState(msgspec.Struct, frozen=True, array_like=True, tag=7):
+    """Make ``state`` the live recurrent state of a sequence: the commit of a verify slice, whose ``Slice.states`` it
+    is one of."""
+
+    sequence: int
+    state: int
+
+
+Operation = OpenSequence | CloseSequence | SetPages | CopyPage | CopyState | ZeroState | UseState
 
 
 class Slice(msgspec.Struct, frozen=True, array_like=True):
@@ -96,6 +104,9 @@ class Slice(msgspec.Struct, frozen=True, array_like=True):
     ``sample``: sample the next token from the last row.  A decode is a slice of one token, a prefill chunk is longer.
     A verify slice ends with ``n_drafts`` draft tokens: one token is sampled from the row before the first draft, and
     one from the row of each draft that equals the token sampled before it, up to the first rejected draft.
+    ``states``: recurrent states to write after each of the last ``len(states)`` tokens, all different; [] keeps only
+    the state after the last token, in place.  ``n_ahead``: tokens to draft behind the one sampled last.
+    ``draft_from``: the draft stage attends to positions from there on; it has no state of earlier ones.
     """
 
     sequence: int
@@ -103,6 +114,9 @@ class Slice(msgspec.Struct, frozen=True, array_like=True):
     tokens: list[int]
     sample: bool
     n_drafts: int = 0
+    states: list[int] = []
+    n_ahead: int = 0
+    draft_from: int = 0
 
 
 class Step(msgspec.Struct, frozen=True, array_like=True):
@@ -133,6 +147,27 @@ class Sampled(msgspec.Struct, frozen=True, array_like=True):
     top: list[tuple[int, float]] = []
 
 
+class DraftStep(msgspec.Struct, frozen=True, array_like=True):
+    """A step for the draft stage, after the output stage ran it: operations, then the drafter's state of all slices,
+    then drafts where ``Slice.n_ahead`` asks for them.  Answered by a StepResult of the draft stage.
+
+    ``tokens[i]``: sampled for slice i, [] if it samples none.  None: the output stage of this daemon knows them, and
+    the message may be sent before it has answered.
+    """
+
+    step: Step
+    tokens: list[list[int]] | None = None
+
+
+class Drafted(msgspec.Struct, frozen=True, array_like=True):
+    """Drafts of a sequence: tokens expected to follow the one sampled last, and the probability the drafter gives
+    each."""
+
+    sequence: int
+    tokens: list[int]
+    probabilities: list[float] = []
+
+
 class StepResult(msgspec.Struct, frozen=True, array_like=True):
     """A stage finished a step; its boundary rows, if any, are in the arena region."""
 
@@ -142,6 +177,7 @@ class StepResult(msgspec.Struct, frozen=True, array_like=True):
     compute_s: float = 0.0  # from receiving the plan to rows ready
     wait_s: float = 0.0  # how long the compute thread waited for this plan
     segments: list[tuple[str, list[int]]] = []  # payload: (name, shape) of consecutive float32 arrays
+    drafts: list[Drafted] = []  # of the draft stage
 
 
 class Reset(msgspec.Struct, frozen=True):
