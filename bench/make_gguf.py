@@ -1,17 +1,19 @@
 """GGUF files of full-size shapes with random weights, for measuring speed and memory where no real file can be had.
 
-    python bench/make_gguf.py --shape qwen3.6-27b --out 27b.gguf [--stats]
+    python bench/make_gguf.py --shape qwen3.6-27b --out 27b.gguf [--counting] [--stats]
 
 Shapes are those of published models, types the Q4_K_M mix as llama.cpp deals it out.  Blocks are random bits
 with small scales, so that activations stay finite; the texts that come out mean nothing.  A name with "tiny-" in front
-is the same family with few layers and a small vocabulary.
+is the same family with few layers and a small vocabulary; "-mtp" has the model's MTP head, "-dflash2" is its drafter.
+With --counting the model's next token is the last one plus 1, so drafts can be made that are right: the embedding
+outweighs what the layers add to it, and row i + 1 of the output matrix is row i of the embedding.
 """
 
 import argparse
 import os
 import time
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import gguf
@@ -21,6 +23,10 @@ KINDS = gguf.GGMLQuantizationType
 POOL_BYTES = 48 << 20
 PIECE_BYTES = 16 << 20
 ALIGNMENT = 32
+VOCABULARY_TENSORS = ("token_embd.weight", "selector_predecessor.weight")  # a drafter has no embedding of its own
+ENDS = ("token_embd.weight", "output.weight")
+COUNTING_SCALE = 3000
+"""Factor of the embedding of a counting model: what 64 layers add to the residual stream is a few per cent of it."""
 
 
 @dataclass(frozen=True)
@@ -31,6 +37,7 @@ class Model:
     name: str
     metadata: dict
     tensors: dict
+    counting: bool = False
 
     @property
     def n_layers(self):
@@ -38,17 +45,19 @@ class Model:
 
     @property
     def vocabulary(self):
-        return self.tensors["token_embd.weight"][0]
+        return next(shape[0] for name, shape in self.tensors.items() if name in VOCABULARY_TENSORS)
 
 
-def qwen(name, *, n_layers, embedding, width, heads, delta_heads, vocabulary, experts=None, dim=256, delta_dim=128):
+def qwen(
+    name, *, n_layers, embedding, width, heads, delta_heads, vocabulary, experts=None, dim=256, delta_dim=128, mtp=False
+):
     """Qwen3.5 and 3.6.  ``heads``: query and kv; ``delta_heads``: key and value; ``experts``: count, used (of
-    ``width``, with a shared one as wide).
+    ``width``, with a shared one as wide); ``mtp``: with an MTP head behind the last layer.
     """
     e, f, (h, hk), (nk, nv), conv = embedding, width, heads, delta_heads, 4
     inner, channels = nv * delta_dim, (2 * nk + nv) * delta_dim
     metadata = {
-        "block_count": n_layers,
+        "block_count": n_layers + mtp,
         "context_length": 262144,
         "embedding_length": e,
         "feed_forward_length": f,
@@ -66,14 +75,19 @@ def qwen(name, *, n_layers, embedding, width, heads, delta_heads, vocabulary, ex
         "ssm.inner_size": inner,
         "full_attention_interval": 4,
     }
+    if mtp:
+        metadata["nextn_predict_layers"] = 1
     if experts:
         metadata |= {"expert_count": experts[0], "expert_used_count": experts[1]}
         metadata |= {"expert_feed_forward_length": f, "expert_shared_feed_forward_length": f}
     t = {"token_embd.weight": (vocabulary, e), "output.weight": (vocabulary, e), "output_norm.weight": (e,)}
-    for i in range(n_layers):
+    for i in range(n_layers + mtp):
         b = f"blk.{i}."
         t |= {b + "attn_norm.weight": (e,), b + "post_attention_norm.weight": (e,)}
-        if (i + 1) % 4 == 0:
+        if i == n_layers:
+            t |= {b + "nextn.eh_proj.weight": (e, 2 * e), b + "nextn.shared_head_norm.weight": (e,)}
+            t |= {b + "nextn.enorm.weight": (e,), b + "nextn.hnorm.weight": (e,)}
+        if (i + 1) % 4 == 0 or i == n_layers:
             t |= {b + "attn_q.weight": (2 * h * dim, e), b + "attn_k.weight": (hk * dim, e)}
             t |= {b + "attn_v.weight": (hk * dim, e), b + "attn_output.weight": (e, h * dim)}
             t |= {b + "attn_q_norm.weight": (dim,), b + "attn_k_norm.weight": (dim,)}
@@ -182,6 +196,44 @@ def laguna(name, *, n_layers, embedding, width, heads, n_kv_heads, dim, experts,
     return Model("laguna", name, metadata, t)
 
 
+def dflash2(name, *, n_layers, embedding, width, heads, dim, captures, vocabulary, window, group=16, rank=256, block=8):
+    """A DFlash 2 drafter.  ``heads``: query and kv; ``captures``: layers of the target, counted by their inputs."""
+    e, (h, hk), taps = embedding, heads, 2
+    metadata = {
+        "block_count": n_layers,
+        "context_length": 262144,
+        "embedding_length": e,
+        "feed_forward_length": width,
+        "attention.head_count": h,
+        "attention.head_count_kv": hk,
+        "attention.key_length": dim,
+        "attention.value_length": dim,
+        "attention.layer_norm_rms_epsilon": 1e-6,
+        "attention.causal": False,
+        "attention.sliding_window": window,
+        "attention.sliding_window_pattern": [True] * n_layers,
+        "rope.freq_base": 1e7,
+        "block_size": block,
+        "conv_kernel_size": taps,
+        "conv_group_size": group,
+        "selector_rank": rank,
+        "selector_top_k": 16,
+        "target_layers": list(captures),
+    }
+    t = {"fc.weight": (e, len(captures) * e), "enc.output_norm.weight": (e,), "output_norm.weight": (e,)}
+    t |= {"selector_predecessor.weight": (vocabulary, rank), "selector_successor.weight": (vocabulary, rank)}
+    t["selector_hidden.weight"] = (rank, e)
+    for i in range(n_layers):
+        b = f"blk.{i}."
+        t |= {b + "attn_norm.weight": (e,), b + "ffn_norm.weight": (e,)} | dense(b, e, width)
+        t |= {b + "attn_q.weight": (h * dim, e), b + "attn_k.weight": (hk * dim, e), b + "attn_v.weight": (hk * dim, e)}
+        t |= {b + "attn_output.weight": (e, h * dim)}
+        t |= {b + "attn_q_norm.weight": (dim,), b + "attn_k_norm.weight": (dim,)}
+        for part in ("attn", "ffn"):
+            t |= {f"{b}{part}_conv_base": (2, taps, e), f"{b}{part}_conv_proj.weight": (2 * taps * e // group, e)}
+    return Model("dflash", name, metadata, t)
+
+
 def dense(b, e, f, suffix=""):
     names = {"gate": (f, e), "up": (f, e), "down": (e, f)}
     return {f"{b}ffn_{name}{suffix}.weight": shape for name, shape in names.items()}
@@ -199,6 +251,14 @@ SHAPES = {
         "Qwen3.6 27B shape", n_layers=64, embedding=5120, width=17408, heads=(24, 4), delta_heads=(16, 48),
         vocabulary=248320,
     ),
+    "qwen3.6-27b-mtp": lambda: qwen(
+        "Qwen3.6 27B shape with an MTP head", n_layers=64, embedding=5120, width=17408, heads=(24, 4),
+        delta_heads=(16, 48), vocabulary=248320, mtp=True,
+    ),
+    "qwen3.6-27b-dflash2": lambda: dflash2(
+        "DFlash 2 shape for 27B", n_layers=5, embedding=5120, width=17408, heads=(32, 8), dim=128,
+        captures=(6, 20, 34, 48, 62), vocabulary=248320, window=2048,
+    ),
     "qwen3.6-35b-a3b": lambda: qwen(
         "Qwen3.6 35B A3B shape", n_layers=40, embedding=2048, width=512, heads=(16, 2), delta_heads=(16, 32),
         vocabulary=248320, experts=(256, 8),
@@ -214,6 +274,14 @@ SHAPES = {
     "tiny-qwen3.6-27b": lambda: qwen(
         "tiny dense", n_layers=4, embedding=256, width=512, heads=(4, 2), delta_heads=(2, 4), vocabulary=1024, dim=64,
         delta_dim=64,
+    ),
+    "tiny-qwen3.6-27b-mtp": lambda: qwen(
+        "tiny dense with an MTP head", n_layers=4, embedding=256, width=512, heads=(4, 2), delta_heads=(2, 4),
+        vocabulary=1024, dim=64, delta_dim=64, mtp=True,
+    ),
+    "tiny-qwen3.6-27b-dflash2": lambda: dflash2(
+        "tiny DFlash 2", n_layers=2, embedding=256, width=512, heads=(4, 2), dim=64, captures=(1, 2, 3),
+        vocabulary=1024, window=128, rank=256,
     ),
     "tiny-qwen3.6-35b-a3b": lambda: qwen(
         "tiny experts", n_layers=4, embedding=256, width=256, heads=(4, 2), delta_heads=(2, 4), vocabulary=1024,
@@ -232,9 +300,10 @@ SHAPES = {
 
 def kind_of(model, name, shape):
     """Type of a tensor in the Q4_K_M mix.  Rows that are no whole blocks of 256 take Q5_0 for Q4_K, Q8_0 for Q6_K."""
-    if len(shape) < 2 or "conv1d" in name or "ffn_gate_inp" in name:
+    if len(shape) < 2 or "conv1d" in name or "ffn_gate_inp" in name or name.endswith("_conv_base"):
         return KINDS.F32
-    wide = name == "output.weight" or (name == "token_embd.weight" and "output.weight" not in model.tensors)
+    embedding = name == "token_embd.weight" and (model.counting or "output.weight" not in model.tensors)
+    wide = name == "output.weight" or embedding
     if name.startswith("blk."):
         i, n = int(name.split(".")[1]), model.n_layers
         more = i < n // 8 or i >= 7 * n // 8 or (i - n // 8) % 3 == 2
@@ -280,7 +349,11 @@ def write(path, model, seed=1):
             if kind == KINDS.F32:
                 put(fd, vector(name, shape, rng).tobytes(), header + at)
                 continue
+            if model.counting and name == "output.weight":
+                continue
             block_bytes, data, done = gguf.GGML_QUANT_SIZES[kind][1], pools[kind], 0
+            if model.counting and name == "token_embd.weight":
+                data = pool(kind, rng, total, COUNTING_SCALE)
             most = min(PIECE_BYTES, len(data)) // block_bytes * block_bytes
             while done < n_bytes:
                 n = min(most, n_bytes - done)
@@ -289,10 +362,22 @@ def write(path, model, seed=1):
                 done += n
         with ThreadPoolExecutor(os.cpu_count()) as threads:
             list(threads.map(lambda job: put(fd, *job), jobs))
+        if model.counting:
+            follow(fd, *({name: (header + at, n, shape) for name, shape, _, at, n in rows}[x] for x in ENDS))
         os.fsync(fd)
     finally:
         os.close(fd)
     return header + total
+
+
+def follow(fd, embedding, output):
+    """Make row i + 1 of the output matrix row i of the embedding; each is (offset, bytes, shape), of one type."""
+    (source, n_bytes, shape), (target, *same) = embedding, output
+    assert same == [n_bytes, shape]
+    row = n_bytes // shape[0]
+    put(fd, os.pread(fd, row, source + n_bytes - row), target)
+    for at in range(0, n_bytes - row, PIECE_BYTES):
+        put(fd, os.pread(fd, min(PIECE_BYTES, n_bytes - row - at), source + at), target + row + at)
 
 
 def write_header(path, model, rows):
@@ -311,6 +396,8 @@ def write_header(path, model, rows):
     writer.add_token_types([1] * n_bytes + [3] * n_special + [1] * (len(tokens) - n_bytes - n_special))
     writer.add_token_merges(["Ġ t", "Ġ a"])
     writer.add_eos_token_id(n_bytes + 2)
+    if model.architecture == "dflash":
+        writer.add_mask_token_id(model.vocabulary - 1)
     for name, shape, kind, _, n_bytes in rows:
         writer.add_tensor_info(name, shape, np.dtype(np.float32), n_bytes, raw_dtype=kind)
     writer.write_header_to_file()
@@ -342,8 +429,8 @@ def byte_characters():
     return [chr(b) for b in printable] + [chr(256 + i) for i in range(256 - len(printable))]
 
 
-def pool(kind, rng, total):
-    """Random blocks of a type, with scales that keep the weights at a standard deviation of about 0.015."""
+def pool(kind, rng, total, factor=1):
+    """Random blocks of a type, with scales that keep the weights at a standard deviation of about 0.015 x factor."""
     block_bytes = gguf.GGML_QUANT_SIZES[kind][1]
     n = max(64, min(POOL_BYTES, total) // block_bytes)
     blocks = rng.integers(0, 256, size=(n, block_bytes), dtype=np.uint8)
@@ -354,7 +441,7 @@ def pool(kind, rng, total):
         KINDS.Q5_0: {0: 1.6e-3},
     }
     for offset, value in scales[kind].items():
-        blocks[:, offset : offset + 2] = np.frombuffer(np.float16(value).tobytes(), np.uint8)
+        blocks[:, offset : offset + 2] = np.frombuffer(np.float16(factor * value).tobytes(), np.uint8)
     return memoryview(blocks.reshape(-1))
 
 
@@ -365,6 +452,8 @@ def vector(name, shape, rng):
         return np.where(np.arange(shape[0]) < shape[0] // 4, 1.0, 1e30).astype(np.float32)
     if "norm" in name or "scale" in name:
         return 1 + 0.05 * x
+    if name.endswith("_conv_base"):  # tap 0, the current token, is near 1
+        return 0.05 * x + (np.arange(shape[1]) == 0).astype(np.float32)[:, None]
     if name.endswith("ssm_a"):
         return -np.exp(x) - np.float32(0.05)
     return (0.3 if "conv1d" in name else 0.03) * x
@@ -381,9 +470,10 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", choices=SHAPES, required=True)
     parser.add_argument("--out", type=Path, help="file to write")
+    parser.add_argument("--counting", action="store_true", help="the next token is the last one plus 1")
     parser.add_argument("--stats", action="store_true", help="print what it holds")
     options = parser.parse_args()
-    model = SHAPES[options.shape]()
+    model = replace(SHAPES[options.shape](), counting=options.counting)
     if options.stats:
         print(stats(model))
     if options.out:

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from fractions import Fraction
 from pathlib import Path
 
@@ -20,7 +21,7 @@ from lucevisor.model.values import Backend, Dtype, LayerRange
 from lucevisor.model.weight_layout import weight_bytes
 
 ROOT = Path(__file__).parents[2]
-TINY = [name for name in SHAPES if name.startswith("tiny-")]
+TINY = [name for name in SHAPES if name.startswith("tiny-") and not name.endswith(("-mtp", "-dflash2"))]
 
 
 @pytest.mark.parametrize(
@@ -28,6 +29,7 @@ TINY = [name for name in SHAPES if name.startswith("tiny-")]
     [
         ("qwen3.6-27b", 26_895_998_464, 16.54),
         ("qwen3.6-35b-a3b", 34_660_610_688, 21.16),
+        ("qwen3.6-27b-dflash2", 1.92e9, None),
         ("gemma4-26b-a4b", 25.2e9, None),
         ("laguna-xs.2", 33.4e9, None),
     ],
@@ -92,3 +94,16 @@ def test_the_benchmark_runs_on_two_cpu_groups(tmp_path):
     }
     assert "prefill_tokens_per_s" in done.stdout
     assert sorted(path.name for path in tmp_path.iterdir()) == ["m.gguf", "out.json"]
+
+
+def test_a_counting_model_follows_each_token_with_the_next(tmp_path):
+    """Its output matrix is the embedding, one row later; the embedding outweighs the rest."""
+    path = tmp_path / "m.gguf"
+    write(path, replace(SHAPES["tiny-qwen3.6-27b"](), counting=True))
+    tensors = {t.name: t for t in gguf.GGUFReader(path).tensors}
+    embedding, output = (
+        gguf.dequantize(tensors[name].data, tensors[name].tensor_type)
+        for name in ("token_embd.weight", "output.weight")
+    )
+    np.testing.assert_array_equal(np.roll(embedding, 1, axis=0), output)
+    assert embedding.std() > 30
