@@ -143,7 +143,7 @@ class ModelRunner:
                 elif isinstance(operation, CloseSequence):
                     self._sampler.close(operation.sequence)
             for slice_ in step.slices:
-                self._sampler.count(slice_.sequence, slice_.tokens)
+                self._sampler.count(slice_.sequence, slice_.tokens[: slice_.n_context])
 
     def _sample(
         self, stage: LoadedStage, step: Step, rows: Tensor, payload: list[Tensor], segments: list[tuple[str, list[int]]]
@@ -153,18 +153,14 @@ class ModelRunner:
             payload.append(logits)
             segments.append(("logits", list(logits.shape)))
         wanted: list[int] = []
-        sequences: list[int] = []
-        positions: list[int] = []
         end = 0
         for slice_ in step.slices:
             end += len(slice_.tokens)
             if slice_.sample:
-                wanted.append(end - 1)
-                sequences.append(slice_.sequence)
-                positions.append(slice_.start + len(slice_.tokens))
+                wanted += range(end - 1 - slice_.n_drafts, end)
         if not wanted or self._sampler is None:
             return []
-        return self._sampler.sample(sequences, positions, stage.logits(rows, wanted))
+        return self._sampler.sample([s for s in step.slices if s.sample], stage.logits(rows, wanted))
 
 
 def _open_planned(load: Load) -> GgufFiles:

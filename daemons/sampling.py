@@ -1,18 +1,19 @@
-"""Logits to tokens, on the output stage: penalties, bias, temperature, filters, one draw per row.
+"""Logits to tokens, on the output stage: penalties, bias, temperature, filters, one draw per row, acceptance of drafts.
 
-A draw depends on (seed, position, logits) alone, so batching, placement and restarts do not change it.
+A draw depends on (seed, position, logits) alone, so batching, placement, restarts and drafts do not change it.
 Order: penalties, bias, temperature, top_k, top_p, min_p (each filter acts on the distribution the previous one left).
 Knows token ids and logits only; sequences are ids.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
-from lucevisor.protocol.steps import Sampled, Sampling
+from lucevisor.protocol.steps import Sampled, Sampling, Slice
 
 CANDIDATES = 1024
 """Rows whose filters keep fewer tokens than this need no full sort of the vocabulary."""
@@ -47,114 +48,180 @@ class Sampler:
 
     vocabulary: int
     device: torch.device
-    rows: dict[int, SamplingState] = field(default_factory=dict)
+    states: dict[int, SamplingState] = field(default_factory=dict)
 
     def open(self, sequence: int, sampling: Sampling, history: list[int]) -> None:
         """Start a sequence, replacing any with that id; ``history``: ids of its context that no step will carry."""
-        row = SamplingState(sampling)
+        state = SamplingState(sampling)
         if sampling.penalised:
-            row.counts = torch.zeros(self.vocabulary, dtype=torch.int32, device=self.device)
+            state.counts = torch.zeros(self.vocabulary, dtype=torch.int32, device=self.device)
         if sampling.logit_bias:
-            row.bias_ids = torch.tensor(list(sampling.logit_bias), dtype=torch.long, device=self.device)
-            row.bias = torch.tensor(list(sampling.logit_bias.values()), dtype=torch.float32, device=self.device)
+            state.bias_ids = torch.tensor(list(sampling.logit_bias), dtype=torch.long, device=self.device)
+            state.bias = torch.tensor(list(sampling.logit_bias.values()), dtype=torch.float32, device=self.device)
         if sampling.banned:
-            row.banned = torch.tensor(sampling.banned, dtype=torch.long, device=self.device)
-        self.rows[sequence] = row
+            state.banned = torch.tensor(sampling.banned, dtype=torch.long, device=self.device)
+        self.states[sequence] = state
         self.count(sequence, history)
 
     def close(self, sequence: int) -> None:
-        self.rows.pop(sequence, None)
+        self.states.pop(sequence, None)
 
     def reset(self) -> None:
-        self.rows.clear()
+        self.states.clear()
 
-    def count(self, sequence: int, ids: list[int]) -> None:
-        """Count tokens that enter the context of ``sequence``; call once per token."""
-        row = self.rows.get(sequence)
-        if row is not None and row.counts is not None and ids:
+    def count(self, sequence: int, ids: Sequence[int]) -> None:
+        """Count tokens that enter the context of ``sequence``; once per token, and drafts only when accepted."""
+        state = self.states.get(sequence)
+        if state is not None and state.counts is not None and ids:
             index = torch.tensor(ids, dtype=torch.long, device=self.device)
-            row.counts.index_add_(0, index, torch.ones_like(index, dtype=torch.int32))
+            state.counts.index_add_(0, index, torch.ones_like(index, dtype=torch.int32))
 
-    def sample(self, sequences: list[int], positions: list[int], logits: Tensor) -> list[Sampled]:
-        """Draw the token at ``positions[i]`` of ``sequences[i]`` from ``logits`` [n, V] float32 (changed in place)."""
-        rows = [self.rows[s] for s in sequences]
-        reports = self._reports(rows, logits)
-        for i, row in enumerate(rows):
-            adjust(row, logits[i])
-        tokens = [0] * len(rows)
-        greedy = [i for i, row in enumerate(rows) if row.sampling.greedy]
-        drawn = [i for i, row in enumerate(rows) if not row.sampling.greedy]
-        if greedy:
-            chosen = (logits if not drawn else logits[greedy]).argmax(dim=-1).tolist()
-            for i, token in zip(greedy, chosen, strict=True):
-                tokens[i] = token
-        if drawn:
-            u = [uniform(rows[i].sampling.seed, positions[i]) for i in drawn]
-            tokens_drawn = draw(logits if not greedy else logits[drawn], [rows[i].sampling for i in drawn], u)
-            for i, token in zip(drawn, tokens_drawn, strict=True):
-                tokens[i] = token
-        return [_sampled(s, t, reports.get(i)) for i, (s, t) in enumerate(zip(sequences, tokens, strict=True))]
+    def sample(self, slices: Sequence[Slice], logits: Tensor) -> list[Sampled]:
+        """Tokens of each slice: the one after its context, then one after each accepted draft, which is counted.
 
-    def _reports(self, rows: list[SamplingState], logits: Tensor) -> dict[int, tuple[Tensor, list[tuple[int, float]]]]:
-        """Log-probabilities of the model itself (before penalties and temperature), for rows that ask for them."""
-        out: dict[int, tuple[Tensor, list[tuple[int, float]]]] = {}
-        for i, row in enumerate(rows):
-            n = row.sampling.n_top_logprobs
-            if n >= 0:
-                logprobs = torch.log_softmax(logits[i], dim=-1)
-                values, ids = logprobs.topk(min(n, self.vocabulary)) if n else (logprobs[:0], logprobs[:0].long())
-                out[i] = (logprobs, list(zip(ids.tolist(), values.tolist(), strict=True)))
+        ``logits`` float32 [n, V], changed in place: the last ``n_drafts + 1`` rows of each slice.  All rows are drawn
+        at once, each as if the drafts before it were accepted.
+        """
+        rows, positions, blocks, reports = list[Sampling](), list[int](), list[Tensor](), list[_Report | None]()
+        for slice_ in slices:
+            state, drafts = self.states[slice_.sequence], slice_.drafts
+            block = logits[len(rows) : len(rows) + 1 + len(drafts)]
+            reports.append(_report(block, state.sampling.n_top_logprobs))
+            adjust(state, block, drafts)
+            rows += [state.sampling] * (1 + len(drafts))
+            end = slice_.start + len(slice_.tokens)
+            positions += range(end - len(drafts), end + 1)
+            blocks.append(block)
+        drawn, at = _draw_rows(logits, rows, positions), 0
+        out: list[Sampled] = []
+        for slice_, report in zip(slices, reports, strict=True):
+            drafts = slice_.drafts
+            tokens = _accepted(drawn[at : at + 1 + len(drafts)], drafts)
+            at += 1 + len(drafts)
+            self.count(slice_.sequence, drafts[: len(tokens) - 1])
+            out += _sampled(slice_.sequence, tokens, report)
         return out
 
 
-def _sampled(sequence: int, token: int, report: tuple[Tensor, list[tuple[int, float]]] | None) -> Sampled:
-    if report is None:
-        return Sampled(sequence, token)
-    logprobs, top = report
-    return Sampled(sequence, token, float(logprobs[token]), top)
+def _accepted(drawn: list[int], drafts: list[int]) -> list[int]:
+    """The drawn tokens up to the first that differs from its draft, or all of them."""
+    n = next((i for i, (token, draft) in enumerate(zip(drawn, drafts, strict=False)) if token != draft), len(drafts))
+    return drawn[: n + 1]
 
 
-def adjust(row: SamplingState, x: Tensor) -> None:
-    """Apply penalties, bias and bans of ``row`` to logits ``x`` [V], in place.
+def adjust(state: SamplingState, x: Tensor, drafts: Sequence[int] = ()) -> None:
+    """Apply penalties, bias and bans to logits ``x`` [n, V] in place; row i follows the first i ``drafts``.
 
     Repetition penalty as in Keskar et al. 2019 (CTRL); presence and frequency penalties as in the OpenAI API.
     """
-    s = row.sampling
-    if row.counts is not None:
-        seen = row.counts > 0
+    s = state.sampling
+    if state.counts is not None:
+        counts = _counts_at_rows(state.counts, drafts)
+        seen = counts > 0
         if s.repetition_penalty != 1.0:
             scaled = torch.where(x > 0, x / s.repetition_penalty, x * s.repetition_penalty)
             x.copy_(torch.where(seen, scaled, x))
-        x.sub_(row.counts * s.frequency_penalty + seen * s.presence_penalty)
-    if row.bias_ids is not None and row.bias is not None:
-        x.index_add_(0, row.bias_ids, row.bias)
-    if row.banned is not None:
-        x.index_fill_(0, row.banned, float("-inf"))
+        x.sub_(counts * s.frequency_penalty + seen * s.presence_penalty)
+    if state.bias_ids is not None and state.bias is not None:
+        x.index_add_(1, state.bias_ids, state.bias.expand(x.shape[0], -1))
+    if state.banned is not None:
+        x.index_fill_(1, state.banned, float("-inf"))
 
 
-def draw(x: Tensor, samplings: list[Sampling], u: list[float]) -> list[int]:
+def _counts_at_rows(counts: Tensor, drafts: Sequence[int]) -> Tensor:
+    """``counts`` [V] and the first i drafts, for each row i: [1 + drafts, V]."""
+    if not drafts:
+        return counts.unsqueeze(0)
+    n = 1 + len(drafts)
+    where = torch.tensor(
+        [(row, token) for i, token in enumerate(drafts, 1) for row in range(i, n)], device=counts.device
+    )
+    ones = counts.new_ones(()).expand(len(where))
+    return counts.repeat(n, 1).index_put_(tuple(where.unbind(1)), ones, accumulate=True)
+
+
+# ---- log-probabilities
+
+
+@dataclass(slots=True)
+class _Report:
+    """Log-probabilities of the model itself, before penalties and temperature: [n, V], and the best of each row."""
+
+    logprobs: Tensor
+    values: Tensor
+    ids: Tensor
+
+
+def _report(logits: Tensor, n_top: int) -> _Report | None:
+    """The report of rows [n, V], which may then be changed; None unless asked for."""
+    if n_top < 0:
+        return None
+    logprobs = torch.log_softmax(logits, dim=-1)
+    return _Report(logprobs, *logprobs.topk(min(n_top, logits.shape[-1])))
+
+
+def _sampled(sequence: int, tokens: list[int], report: _Report | None) -> list[Sampled]:
+    if report is None:
+        return [Sampled(sequence, token) for token in tokens]
+    n = len(tokens)
+    index = torch.tensor(tokens, device=report.logprobs.device).unsqueeze(1)
+    own = report.logprobs[:n].gather(1, index).squeeze(1).tolist()
+    top = zip(report.ids[:n].tolist(), report.values[:n].tolist(), strict=True)
+    return [
+        Sampled(sequence, token, logprob, list(zip(ids, values, strict=True)))
+        for token, logprob, (ids, values) in zip(tokens, own, top, strict=True)
+    ]
+
+
+# ---- draws
+
+
+def _draw_rows(logits: Tensor, rows: Sequence[Sampling], positions: Sequence[int]) -> list[int]:
+    """A token for each row of adjusted logits [n, V], greedy or drawn for its position."""
+    greedy = [i for i, s in enumerate(rows) if s.greedy]
+    drawn = [i for i, s in enumerate(rows) if not s.greedy]
+    tokens = [0] * len(rows)
+    if greedy:
+        _put(tokens, greedy, _take(logits, greedy).argmax(dim=-1).tolist())
+    if drawn:
+        u = [uniform(rows[i].seed, positions[i]) for i in drawn]
+        _put(tokens, drawn, draw(_take(logits, drawn), [rows[i] for i in drawn], u))
+    return tokens
+
+
+def _take(x: Tensor, rows: list[int]) -> Tensor:
+    """Some rows of x, in ascending order; x itself if they are all."""
+    return x if len(rows) == x.shape[0] else x[rows]
+
+
+def _put(tokens: list[int], rows: list[int], found: list[int]) -> None:
+    for i, token in zip(rows, found, strict=True):
+        tokens[i] = token
+
+
+def draw(x: Tensor, samplings: Sequence[Sampling], u: Sequence[float]) -> list[int]:
     """Draw one id a row from adjusted logits ``x`` [n, V]; ``u[i]`` in [0, 1) decides row i."""
     device = x.device
     temperature = torch.tensor([[s.temperature] for s in samplings], dtype=torch.float32, device=device)
     scaled = x / temperature
     point = torch.tensor([[v] for v in u], dtype=torch.float64, device=device)
-    plain = [s.top_k <= 0 and s.top_p >= 1.0 and s.min_p <= 0.0 for s in samplings]
-    if all(plain):
-        return _inverse_cdf(torch.softmax(scaled, dim=-1, dtype=torch.float64), point).tolist()
+    filtered = [i for i, s in enumerate(samplings) if s.top_k > 0 or s.top_p < 1.0 or s.min_p > 0.0]
+    plain = [i for i, s in enumerate(samplings) if not (s.top_k > 0 or s.top_p < 1.0 or s.min_p > 0.0)]
+    tokens = [0] * len(samplings)
+    if plain:
+        p = torch.softmax(_take(scaled, plain), dim=-1, dtype=torch.float64)
+        _put(tokens, plain, _inverse_cdf(p, _take(point, plain)).tolist())
     width = min(x.shape[-1], max(CANDIDATES, *(s.top_k for s in samplings)))
-    tokens, complete = _filtered(scaled, samplings, point, width)
-    for i, ok in enumerate(complete):
-        if plain[i]:
-            tokens[i] = int(
-                _inverse_cdf(torch.softmax(scaled[i : i + 1], dim=-1, dtype=torch.float64), point[i : i + 1])
-            )
-        elif not ok:  # a flat distribution: the kept set is wider than the candidates
-            again, _ = _filtered(scaled[i : i + 1], samplings[i : i + 1], point[i : i + 1], x.shape[-1])
-            tokens[i] = again[0]
+    while filtered:
+        settings = [samplings[i] for i in filtered]
+        found, complete = _filtered(_take(scaled, filtered), settings, _take(point, filtered), width)
+        _put(tokens, filtered, found)
+        # the rest are flat distributions: what the filters keep is wider than the candidates
+        filtered, width = [i for i, ok in zip(filtered, complete, strict=True) if not ok], x.shape[-1]
     return tokens
 
 
-def _filtered(scaled: Tensor, samplings: list[Sampling], point: Tensor, width: int) -> tuple[list[int], list[bool]]:
+def _filtered(scaled: Tensor, samplings: Sequence[Sampling], point: Tensor, width: int) -> tuple[list[int], list[bool]]:
     """Draw among the ``width`` most likely ids; second result: whether the filters certainly keep no others."""
     device, vocabulary = scaled.device, scaled.shape[-1]
     values, ids = scaled.topk(width, dim=-1)

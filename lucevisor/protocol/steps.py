@@ -118,6 +118,15 @@ class Slice(msgspec.Struct, frozen=True, array_like=True):
     n_ahead: int = 0
     draft_from: int = 0
 
+    @property
+    def n_context(self) -> int:
+        """Tokens before the drafts: those that are certain."""
+        return len(self.tokens) - self.n_drafts
+
+    @property
+    def drafts(self) -> list[int]:
+        return self.tokens[self.n_context :]
+
 
 class Step(msgspec.Struct, frozen=True, array_like=True):
     """A step plan: operations, in order, then the slices, then the outputs to return.

@@ -9,10 +9,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from daemons.sampling import Sampler, SamplingState, adjust, draw, uniform
-from lucevisor.protocol.steps import Sampling
+from lucevisor.protocol.steps import Sampling, Slice
 from tests.numerics import UNIT, bound
 
 CPU = torch.device("cpu")
+
+
+def plain(sequence: int, position: int) -> Slice:
+    """A decode whose sampled token is at ``position``."""
+    return Slice(sequence, position - 1, [0], True)
 
 
 def kept_by_hand(logits: np.ndarray, s: Sampling) -> np.ndarray:
@@ -109,11 +114,10 @@ def test_penalties_count_history_and_carried_tokens() -> None:
     sampler = Sampler(6, CPU)
     sampler.open(4, s, history=[1, 1])
     sampler.count(4, [1, 2])
-    row = sampler.rows[4]
-    x = torch.tensor([1.0, 4.0, -1.0, 3.0, 0.0, 0.0])
-    adjust(row, x)
+    x = torch.tensor([[1.0, 4.0, -1.0, 3.0, 0.0, 0.0]])
+    adjust(sampler.states[4], x)
     expected = [1.0, 4 / 2 - 0.5 - 3 * 0.25, -1 * 2 - 0.5 - 0.25, 3.0, 0.0, 0.0]
-    assert x.tolist() == expected  # float32 holds all of them
+    assert x[0].tolist() == expected  # float32 holds all of them
 
 
 def test_repetition_penalty_is_that_of_transformers() -> None:
@@ -123,17 +127,17 @@ def test_repetition_penalty_is_that_of_transformers() -> None:
     expected = transformers.RepetitionPenaltyLogitsProcessor(1.7)(seen, logits.clone())
     sampler = Sampler(50, CPU)
     sampler.open(0, Sampling(repetition_penalty=1.7), history=seen[0].tolist())
-    got = logits[0].clone()
-    adjust(sampler.rows[0], got)
+    got = logits.clone()
+    adjust(sampler.states[0], got)
     # each side rounds the penalty and one operation
-    assert bool(((got.double() - expected[0].double()).abs() <= 4 * UNIT * expected[0].double().abs()).all())
+    assert bool(((got.double() - expected.double()).abs() <= 4 * UNIT * expected.double().abs()).all())
 
 
 def test_bias_decides_and_banned_ids_never_appear() -> None:
     x = torch.zeros(10)
     sampler = Sampler(10, CPU)
     sampler.open(0, Sampling(temperature=0, logit_bias={3: 5.0, 4: 6.0}, banned=(4,)), [])
-    assert sampler.sample([0], [5], x[None])[0].token == 3
+    assert sampler.sample([plain(0, 5)], x[None])[0].token == 3
 
 
 def test_greedy_and_drawn_rows_share_a_batch_and_logprobs_are_the_models_own() -> None:
@@ -142,17 +146,116 @@ def test_greedy_and_drawn_rows_share_a_batch_and_logprobs_are_the_models_own() -
     sampler.open(0, Sampling(temperature=0, n_top_logprobs=3), [])
     sampler.open(1, Sampling(temperature=0.5, seed=11, n_top_logprobs=0), [])
     exact, allowed = bound(lambda x: torch.log_softmax(x, dim=-1).unsqueeze(-1), logits)  # of each by itself
-    greedy, drawn = sampler.sample([0, 1], [9, 9], logits.clone())
+    greedy, drawn = sampler.sample([plain(0, 9), plain(1, 9)], logits.clone())
     assert greedy.token == int(logits[0].argmax())
     assert abs(greedy.logprob - float(exact[0, greedy.token])) <= float(allowed[0, greedy.token])
     assert [i for i, _ in greedy.top] == exact[0, :, 0].topk(3).indices.tolist()
     assert greedy.top[0] == (greedy.token, greedy.logprob)
     assert abs(drawn.logprob - float(exact[1, drawn.token])) <= float(allowed[1, drawn.token])
     assert drawn.top == []
-    assert sampler.sample([1], [9], logits[1:].clone())[0].token == drawn.token
+    assert sampler.sample([plain(1, 9)], logits[1:].clone())[0].token == drawn.token
 
 
 def test_row_without_settings_is_left_alone() -> None:
-    x = torch.arange(4.0)
-    adjust(SamplingState(Sampling()), x)
-    assert x.tolist() == [0, 1, 2, 3]
+    x = torch.arange(8.0).view(2, 4)
+    adjust(SamplingState(Sampling()), x, [1])
+    assert x.flatten().tolist() == list(range(8))
+
+
+# ---- drafts
+
+
+class TokenTree:
+    """A made-up model: the logits after a text depend on all of it, so a wrong draft makes other rows."""
+
+    def __init__(self, vocabulary: int) -> None:
+        self.vocabulary = vocabulary
+
+    def rows(self, text: list[int], n: int) -> torch.Tensor:
+        """Logits after the last n tokens of ``text``."""
+        made = []
+        for end in range(len(text) - n + 1, len(text) + 1):
+            g = torch.Generator().manual_seed(hash(tuple(text[:end])) & 0xFFFFFFFF)
+            made.append(torch.randn(self.vocabulary, generator=g) * 2)
+        return torch.stack(made)
+
+
+samplings = st.builds(
+    Sampling,
+    temperature=st.sampled_from([0.0, 0.7, 1.5]),
+    top_k=st.sampled_from([0, 3, 9]),
+    top_p=st.sampled_from([1.0, 0.6]),
+    min_p=st.sampled_from([0.0, 0.1]),
+    seed=st.integers(0, 2**63),
+    repetition_penalty=st.sampled_from([1.0, 1.9]),
+    presence_penalty=st.sampled_from([0.0, 1.5]),
+    frequency_penalty=st.sampled_from([0.0, 2.5, -1.0]),
+    logit_bias=st.sampled_from([{}, {2: 3.0, 5: -4.0}]),
+    n_top_logprobs=st.sampled_from([-1, 0, 2]),
+    banned=st.sampled_from([(), (1, 7)]),
+)
+
+
+@given(
+    st.lists(samplings, min_size=1, max_size=3),
+    st.lists(st.integers(0, 11), min_size=1, max_size=5),
+    st.data(),
+)
+def test_any_drafts_give_the_tokens_of_plain_sampling(settings: list[Sampling], prompt: list[int], data) -> None:
+    """Tokens, log-probabilities and penalties' counts; sequences with and without drafts share the steps."""
+    model, n_tokens = TokenTree(12), 10
+    sampler, texts, found = Sampler(12, CPU), {}, {}
+    for s, sampling in enumerate(settings):
+        plainly, texts[s], found[s] = Sampler(12, CPU), list(prompt), []
+        plainly.open(s, sampling, prompt[:-1])
+        sampler.open(s, sampling, prompt[:-1])
+        while len(texts[s]) < len(prompt) + n_tokens:
+            plainly.count(s, texts[s][-1:])
+            found[s] += plainly.sample([plain(s, len(texts[s]))], model.rows(texts[s], 1))
+            texts[s].append(found[s][-1].token)
+    wanted, texts, found = found, {s: list(prompt) for s in texts}, {s: [] for s in found}
+    while live := [s for s in texts if len(found[s]) < n_tokens]:
+        slices, rows = [], []
+        for s in live:
+            right = [x.token for x in wanted[s][len(found[s]) :]]
+            n = data.draw(st.integers(0, min(4, len(right) - 1)))
+            drafts = [t if data.draw(st.integers(0, 3)) else (t + 1) % 12 for t in right[:n]]
+            slices.append(Slice(s, len(texts[s]) - 1, [texts[s][-1], *drafts], True, n))
+            sampler.count(s, texts[s][-1:])
+            rows.append(model.rows(texts[s] + drafts, 1 + n))
+        sampled = sampler.sample(slices, torch.cat(rows))
+        assert [x.sequence for x in sampled] == sorted(x.sequence for x in sampled)
+        for x in sampled:
+            texts[x.sequence].append(x.token)
+            found[x.sequence].append(x)
+    for s, sampling in enumerate(settings):
+        assert [(x.token, x.logprob, x.top) for x in found[s]] == [(x.token, x.logprob, x.top) for x in wanted[s]]
+        if sampling.penalised:
+            assert sampler.states[s].counts is not None
+            assert sampler.states[s].counts.tolist() == np.bincount(texts[s][:-1], minlength=12).tolist()
+
+
+def test_a_slice_accepts_drafts_up_to_the_first_wrong_one() -> None:
+    sampler = Sampler(8, CPU)
+    for s in range(5):
+        sampler.open(s, Sampling(temperature=0), [])
+    best = [3, 4, 5, 6]
+    rows = torch.zeros(4, 8)
+    rows[range(4), best] = 1.0
+    drafts = [[3, 4, 5], [3, 4, 7], [3, 0, 5], [1, 4, 5], [3, 3, 3]]
+    slices = [Slice(s, 10, [9, *d], True, 3) for s, d in enumerate(drafts)]
+    found = sampler.sample(slices, rows.repeat(5, 1))
+    tokens = [[x.token for x in found if x.sequence == s] for s in range(5)]
+    assert tokens == [[3, 4, 5, 6], [3, 4, 5], [3, 4], [3], [3, 4]]
+
+
+def test_rejected_drafts_leave_no_count() -> None:
+    sampler = Sampler(8, CPU)
+    sampler.open(0, Sampling(temperature=0, presence_penalty=2.0), [])
+    sampler.count(0, [6])
+    rows = torch.zeros(3, 8)
+    rows[:, 1], rows[:, 2] = 1.0, 0.5  # 1 is best until it is in the text, then 2
+    found = sampler.sample([Slice(0, 0, [6, 1, 1], True, 2)], rows)
+    assert [x.token for x in found] == [1, 2]
+    assert sampler.states[0].counts is not None
+    assert sampler.states[0].counts.tolist() == [0, 1, 0, 0, 0, 0, 1, 0]  # 2 will be carried by the next slice
