@@ -17,7 +17,7 @@ from torch import Tensor
 from daemons.errors import StateError
 from daemons.kv.pools import Pools
 from daemons.ops.paged import PagedTensor, Q8Pages
-from lucevisor.model.spec import ModelSpec
+from lucevisor.model.spec import LayerSpec, ModelSpec
 from lucevisor.model.values import PAGE_TOKENS, Q8_GROUP, SCALE, Space, q8_groups
 from lucevisor.protocol.transfers import SlotPlace, SnapshotTensor
 
@@ -90,16 +90,29 @@ class Conversion:
         return f"{'q8_0' if self.scale_offset >= 0 else self.dtype} to {here}"
 
 
-class StateMap:
-    """Finds the state of this daemon's layers in their pools."""
+@dataclass(frozen=True, slots=True)
+class DraftPools:
+    """The layers of a drafter and their pools."""
 
-    def __init__(self, spec: ModelSpec, pools: Iterable[Pools]) -> None:
-        self.spec = spec
-        self._pools = {layer: p for p in pools for layer in range(p.layers.start, p.layers.stop)}
+    layers: Sequence[LayerSpec]
+    pools: Pools
+
+
+class StateMap:
+    """Finds the state of this daemon's layers, and of the drafter's if it runs here, in their pools."""
+
+    def __init__(self, spec: ModelSpec, pools: Iterable[Pools], draft: DraftPools | None = None) -> None:
+        of_target = [(False, spec.layers, one) for one in pools]
+        of_draft = [] if draft is None else [(True, draft.layers, draft.pools)]
+        self._layers: dict[tuple[bool, int], tuple[LayerSpec, Pools]] = {
+            (is_draft, i): (layers[i], one)
+            for is_draft, layers, one in (*of_target, *of_draft)
+            for i in range(one.layers.start, one.layers.stop)
+        }
 
     @property
     def devices(self) -> list[torch.device]:
-        return list(dict.fromkeys(p.device for p in self._pools.values()))
+        return list(dict.fromkeys(pools.device for _, pools in self._layers.values()))
 
     def to_save(self, place: SlotPlace, tensors: Sequence[SnapshotTensor]) -> list[StateSegment]:
         """The segments of a Save.  Raises StateError."""
@@ -114,13 +127,13 @@ class StateMap:
         self, place: SlotPlace, tensors: Sequence[SnapshotTensor]
     ) -> tuple[list[StateSegment], list[Conversion]]:
         """The segments of a Restore to copy, and those to convert.  Raises StateError."""
-        scales = {(t.layer, t.kind): t for t in tensors if t.kind.endswith(SCALE)}
+        scales = {(t.draft, t.layer, t.kind): t for t in tensors if t.kind.endswith(SCALE)}
         segments: list[StateSegment] = []
         conversions: list[Conversion] = []
         for tensor in tensors:
             if tensor.kind.endswith(SCALE):
                 continue
-            scale = scales.pop((tensor.layer, tensor.kind + SCALE), None)
+            scale = scales.pop((tensor.draft, tensor.layer, tensor.kind + SCALE), None)
             if self._same_format(tensor, scale):
                 segments += self._segments(place, tensor)
                 segments += self._segments(place, scale) if scale is not None else []
@@ -182,15 +195,18 @@ class StateMap:
 
     # ---- where it lies
 
-    def _pool(self, tensor: SnapshotTensor) -> Pools:
-        found = self._pools.get(tensor.layer)
+    def _layer(self, tensor: SnapshotTensor) -> tuple[LayerSpec, Pools]:
+        found = self._layers.get((tensor.draft, tensor.layer))
         if found is None:
-            raise StateError(f"tensor {tensor.name}", f"layer {tensor.layer} is not on this daemon")
+            whose = "of the drafter " if tensor.draft else ""
+            raise StateError(f"tensor {tensor.name}", f"layer {tensor.layer} {whose}is not on this daemon")
         return found
 
+    def _pool(self, tensor: SnapshotTensor) -> Pools:
+        return self._layer(tensor)[1]
+
     def _space(self, tensor: SnapshotTensor) -> Space:
-        self._pool(tensor)
-        return self.spec.layers[tensor.layer].space
+        return self._layer(tensor)[0].space
 
     def _paged(self, tensor: SnapshotTensor) -> PagedTensor:
         try:

@@ -10,6 +10,7 @@ class SnapshotTensor(msgspec.Struct, frozen=True, array_like=True):
 
     ``kind`` identifies it within its ``layer``: the name of a state tensor, with suffix ``.scale`` for the scales of
     q8_0.  Axis 0 of a paged tensor is positions, starting at ``first`` (window layers keep only visible positions).
+    ``draft``: of the drafter, whose layers are numbered by themselves.
     """
 
     name: str
@@ -20,6 +21,7 @@ class SnapshotTensor(msgspec.Struct, frozen=True, array_like=True):
     offset: int  # from the start of the file
     n_bytes: int
     first: int = 0
+    draft: bool = False
 
 
 class SlotPlace(msgspec.Struct, frozen=True, array_like=True):

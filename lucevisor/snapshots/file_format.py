@@ -20,8 +20,9 @@ import msgspec
 from lucevisor.model.values import PAGE_TOKENS, Dtype
 from lucevisor.protocol.transfers import SnapshotTensor
 from lucevisor.snapshots.layout import (
-    DRAFTER,
+    DRAFT,
     ITEM_BYTES,
+    TARGET,
     Fault,
     NextToken,
     SlotRecord,
@@ -64,11 +65,10 @@ def lay_out(model: StateModel, slot: SlotRecord) -> SnapshotHeader:
     if not 0 < n <= MAX_TOKENS:
         raise ValueError(f"a snapshot of {n} tokens; give 1 to {MAX_TOKENS}")
     tensors = slot_tensors(model.layers, n, model.kv_dtype)
-    tensors += [
-        SnapshotTensor(DRAFTER + t.name, -1, t.name, t.dtype, t.shape, 0, tensor_bytes(t.dtype, t.shape))
-        for t in slot.drafter
-    ]
-    tensors.sort(key=lambda t: -ITEM_BYTES[t.dtype])  # stable: those of a drafter come last of their size
+    draft = model.draft if slot.with_draft else None
+    if draft is not None:
+        tensors += slot_tensors(draft.layers, n, model.kv_dtype, draft=True)
+        tensors.sort(key=lambda t: -ITEM_BYTES[t.dtype])  # stable: those of a drafter come last of their size
     snapshot = SnapshotHeader(
         fingerprint=model.fingerprint,
         architecture=model.architecture,
@@ -81,6 +81,7 @@ def lay_out(model: StateModel, slot: SlotRecord) -> SnapshotHeader:
         tensors=_placed(tensors, 0),
         checksums={t.name: NO_CHECKSUM for t in tensors},
         data_start=0,
+        draft_fingerprint=draft.fingerprint if draft is not None else "",
     )
     start = -(-(LENGTH_BYTES + len(_json(snapshot))) // DATA_ALIGNMENT) * DATA_ALIGNMENT
     return replace(snapshot, tensors=_placed(tensors, start), data_start=start)
@@ -88,8 +89,10 @@ def lay_out(model: StateModel, slot: SlotRecord) -> SnapshotHeader:
 
 def max_header_bytes(model: StateModel) -> int:
     """Return the most bytes in front of a model's tensors, apart from HEADER_BYTES_PER_TOKEN for each token."""
-    longest = lay_out(model, SlotRecord((0,), 0.0))
+    longest = lay_out(model, SlotRecord((0,), 0.0, with_draft=True))
     tensors = slot_tensors(model.layers, MAX_TOKENS, model.kv_dtype)  # with the longest numbers
+    if model.draft is not None:
+        tensors += slot_tensors(model.draft.layers, MAX_TOKENS, model.kv_dtype, draft=True)
     header = replace(longest, tensors=_placed(tensors, 0), data_start=0)
     return LENGTH_BYTES + len(_json(header)) + _MAX_RECORD_BYTES + DATA_ALIGNMENT
 
@@ -131,6 +134,7 @@ def _json(s: SnapshotHeader) -> bytes:
         "model_fingerprint": s.fingerprint,
         "model_architecture": s.architecture,
         "model_name": s.model,
+        "draft_fingerprint": s.draft_fingerprint,
         "page_tokens": str(PAGE_TOKENS),
         "dtype": s.dtype.value,
         "kv_dtype": s.kv_dtype.value,
@@ -220,6 +224,7 @@ class _Parser:
             tensors=tensors,
             checksums=checksums,
             data_start=self.data_start,
+            draft_fingerprint=self.metadata.get("draft_fingerprint", ""),
         )
 
     def _foreign(self, key: str, reason: str) -> SnapshotError:
@@ -298,19 +303,17 @@ class _Parser:
                 raise self._foreign(f"tensor {name}", f"dtype {row.dtype[:20]!r}, shape {list(row.shape)[:8]}")
             if start != at or stop - start != tensor_bytes(row.dtype, row.shape):
                 raise self._foreign(f"tensor {name}", f"bytes {start} to {stop} do not follow {at} or fit its shape")
-            layer, kind = _layer_and_kind(name)
+            layer, kind, draft = _layer_and_kind(name)
             first, offset = firsts.get(name, 0), self.data_start + at
-            found.append(SnapshotTensor(name, layer, kind, row.dtype, row.shape, offset, stop - start, first))
+            found.append(SnapshotTensor(name, layer, kind, row.dtype, row.shape, offset, stop - start, first, draft))
             at = stop
         return tuple(found)
 
 
-def _layer_and_kind(name: str) -> tuple[int, str]:
-    """``layers.12.k`` -> (12, "k"); a drafter's tensor has layer -1."""
-    if name.startswith(DRAFTER):
-        return -1, name.removeprefix(DRAFTER)
+def _layer_and_kind(name: str) -> tuple[int, str, bool]:
+    """Return layer, kind and whether it is the drafter's: ``layers.12.k`` -> (12, "k", False)."""
     head, _, rest = name.partition(".")
     number, _, kind = rest.partition(".")
-    if head != "layers" or not (number.isascii() and number.isdigit() and len(number) < 6) or not kind:
+    if head not in (TARGET, DRAFT) or not (number.isascii() and number.isdigit() and len(number) < 6) or not kind:
         raise SnapshotError(Fault.FOREIGN, f"tensor {name[:80]}", "is not a tensor of any layer")
-    return int(number), kind
+    return int(number), kind, head == DRAFT

@@ -19,8 +19,8 @@ from lucevisor.model.values import SCALE, Dtype, LayerRange, Space
 from lucevisor.protocol.transfers import SnapshotTensor
 
 Q8_GROUP = 32
-DRAFTER = "drafter."
-"""Prefix of a drafter's tensors: stored and checked like the others, never loaded into the target's layers."""
+TARGET, DRAFT = "layers", "draft"
+"""First part of a tensor's name: it is of a layer of the model, or of its drafter."""
 ITEM_BYTES = {"F32": 4, "BF16": 2, "F16": 2, "I8": 1}
 """The number formats of the file, as safetensors writes them."""
 
@@ -70,8 +70,16 @@ class NextToken(msgspec.Struct, frozen=True):
 
 
 @dataclass(frozen=True, slots=True)
+class DraftModel:
+    """What defines the state of a drafter."""
+
+    fingerprint: str
+    layers: tuple[LayerSpec, ...] = field(repr=False)
+
+
+@dataclass(frozen=True, slots=True)
 class StateModel:
-    """What defines the state of a loaded model."""
+    """What defines the state of a loaded model and its drafter."""
 
     fingerprint: str
     architecture: str
@@ -79,20 +87,12 @@ class StateModel:
     dtype: Dtype  # of activations: it decides the last bits of states
     kv_dtype: Dtype
     layers: tuple[LayerSpec, ...] = field(repr=False)
+    draft: DraftModel | None = None
 
     @property
     def whole_only(self) -> bool:
         """Whether a slot is usable at its full length only: a recurrent state or window belongs to one position."""
-        return any(layer.space is not Space.FULL for layer in self.layers)
-
-
-@dataclass(frozen=True, slots=True)
-class DraftTensor:
-    """A tensor of a drafter's state; ``name`` without the leading ``drafter.``."""
-
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
+        return whole_only(self.layers)
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,12 +102,15 @@ class SlotRecord:
     tokens: Sequence[int]
     created_s: float  # Unix time
     next_token: NextToken | None = None
-    drafter: tuple[DraftTensor, ...] = ()
+    with_draft: bool = False  # the drafter's state is there too
 
 
 @dataclass(frozen=True, slots=True)
 class SnapshotHeader:
-    """A header, read or to be written.  ``packed_tokens``: ids as little-endian uint32."""
+    """A header, read or to be written.  ``packed_tokens``: ids as little-endian uint32.
+
+    ``draft_fingerprint``: of the drafter whose state it holds too, or empty.
+    """
 
     fingerprint: str
     architecture: str
@@ -120,6 +123,7 @@ class SnapshotHeader:
     tensors: tuple[SnapshotTensor, ...] = field(repr=False)
     checksums: Mapping[str, str] = field(repr=False)  # tensor name -> xxh3_64, 16 hex digits
     data_start: int
+    draft_fingerprint: str = ""
 
     @property
     def n_tokens(self) -> int:
@@ -135,13 +139,19 @@ class SnapshotHeader:
 
     def of_layers(self, layers: LayerRange) -> list[SnapshotTensor]:
         """Return the tensors that a daemon with these layers writes and reads."""
-        return [t for t in self.tensors if t.layer in layers and not t.name.startswith(DRAFTER)]
+        return [t for t in self.tensors if t.layer in layers and not t.draft]
 
-    def of_drafter(self) -> list[SnapshotTensor]:
-        return [t for t in self.tensors if t.name.startswith(DRAFTER)]
+    def of_draft(self) -> list[SnapshotTensor]:
+        """Return the tensors that the daemon of the draft stage writes and reads."""
+        return [t for t in self.tensors if t.draft]
 
 
 # ---- tensors
+
+
+def whole_only(layers: Sequence[LayerSpec]) -> bool:
+    """Return whether state of these layers is usable at its full length only."""
+    return any(layer.space is not Space.FULL for layer in layers)
 
 
 def first_visible(layer: LayerSpec, n_tokens: int) -> int:
@@ -149,10 +159,13 @@ def first_visible(layer: LayerSpec, n_tokens: int) -> int:
     return max(0, n_tokens - layer.window + 1) if layer.space is Space.WINDOW and layer.window else 0
 
 
-def slot_tensors(layers: Sequence[LayerSpec], n_tokens: int, kv_dtype: Dtype) -> list[SnapshotTensor]:
+def slot_tensors(
+    layers: Sequence[LayerSpec], n_tokens: int, kv_dtype: Dtype, *, draft: bool = False
+) -> list[SnapshotTensor]:
     """Return the tensors of a slot of ``n_tokens``, with offsets 0, sorted by item size, layer and kind.
 
-    In this order each tensor starts at a multiple of its item size, whatever the lengths.
+    In this order each tensor starts at a multiple of its item size, whatever the lengths.  ``draft``: the layers are
+    a drafter's.
     """
     found: list[SnapshotTensor] = []
     for layer in layers:
@@ -160,9 +173,9 @@ def slot_tensors(layers: Sequence[LayerSpec], n_tokens: int, kv_dtype: Dtype) ->
         for state in layer.state:
             shape = state.shape if layer.space is Space.RECURRENT else (n_tokens - first, *state.shape[1:])
             for kind, dtype, extents in _stored(state.name, state.dtype or kv_dtype, shape):
-                name = f"layers.{layer.index}.{kind}"
+                name = f"{DRAFT if draft else TARGET}.{layer.index}.{kind}"
                 n_bytes = tensor_bytes(dtype, extents)
-                found.append(SnapshotTensor(name, layer.index, kind, dtype, extents, 0, n_bytes, first))
+                found.append(SnapshotTensor(name, layer.index, kind, dtype, extents, 0, n_bytes, first, draft))
     return sorted(found, key=lambda t: (-ITEM_BYTES[t.dtype], t.layer, t.kind))
 
 
@@ -192,7 +205,7 @@ def pack_tokens(tokens: Sequence[int]) -> bytes:
 def check_fits(snapshot: SnapshotHeader, model: StateModel) -> None:
     """Raise SnapshotError unless the file holds exactly the state of this model's layers.
 
-    Another kv dtype is accepted: the daemons convert.
+    Another kv dtype is accepted: the daemons convert.  The state of another drafter is not looked at.
     """
     if snapshot.fingerprint != model.fingerprint:
         raise SnapshotError(
@@ -201,8 +214,21 @@ def check_fits(snapshot: SnapshotHeader, model: StateModel) -> None:
             f"is that of {snapshot.model!r} ({snapshot.fingerprint[:16]}), running is {model.name!r} "
             f"({model.fingerprint[:16]})",
         )
-    wanted = {t.name: t for t in slot_tensors(model.layers, snapshot.n_tokens, snapshot.kv_dtype)}
-    found = {t.name: t for t in snapshot.tensors if not t.name.startswith(DRAFTER)}
+    n, kv_dtype = snapshot.n_tokens, snapshot.kv_dtype
+    _check_tensors([t for t in snapshot.tensors if not t.draft], slot_tensors(model.layers, n, kv_dtype))
+    if model.draft is not None and holds_draft(snapshot, model, n):
+        _check_tensors(snapshot.of_draft(), slot_tensors(model.draft.layers, n, kv_dtype, draft=True))
+
+
+def holds_draft(snapshot: SnapshotHeader, model: StateModel, n_tokens: int) -> bool:
+    """Return whether the file holds the state of the drafter that runs, for its first ``n_tokens``."""
+    if model.draft is None or snapshot.draft_fingerprint != model.draft.fingerprint:
+        return False
+    return n_tokens == snapshot.n_tokens or not whole_only(model.draft.layers)
+
+
+def _check_tensors(tensors: Sequence[SnapshotTensor], expected: Sequence[SnapshotTensor]) -> None:
+    wanted, found = ({t.name: t for t in some} for some in (expected, tensors))
     for name in wanted.keys() - found.keys() | found.keys() - wanted.keys():
         raise SnapshotError(
             Fault.MISFIT, f"tensor {name}", "is missing" if name in wanted else "is not one of this model"

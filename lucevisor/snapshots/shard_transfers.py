@@ -28,14 +28,17 @@ class TransferFile(Protocol):
 
     def tensors(self, layers: LayerRange) -> list[SnapshotTensor]: ...
 
-    def n_bytes(self, layers: LayerRange) -> int: ...
+    def draft_tensors(self) -> list[SnapshotTensor]: ...
+
+    def n_bytes(self, tensors: Sequence[SnapshotTensor]) -> int: ...
 
 
 class ShardTransfers:
-    """``layers[g]``: the layer ranges of group g."""
+    """``layers[g]``: the layer ranges of group g.  ``draft_group``: the group that runs the draft stage, or empty."""
 
-    def __init__(self, layers: Mapping[str, Sequence[LayerRange]]) -> None:
+    def __init__(self, layers: Mapping[str, Sequence[LayerRange]], draft_group: str = "") -> None:
         self._layers = {group: tuple(ranges) for group, ranges in layers.items()}
+        self._draft_group = draft_group
         self._links: dict[str, Link] = {}
         self._transfers = TransferTable()
         self._ends: dict[int, asyncio.Future[Transfer]] = {}
@@ -70,27 +73,38 @@ class ShardTransfers:
         return self._begin(TransferKind.SAVE, Save, file, place)
 
     def restore(self, file: TransferFile, place: SlotPlace) -> asyncio.Future[Transfer]:
-        """Let every daemon read its tensors; the future completes when all are done with the file."""
+        """Let every daemon read its tensors; the future completes when all are done with the file.
+
+        A daemon that runs the drafter alone may fail or be away: ``Transfer.without`` then names its group.
+        """
         return self._begin(TransferKind.RESTORE, Restore, file, place)
 
     def _begin(
         self, kind: TransferKind, message: type[Save | Restore], file: TransferFile, place: SlotPlace
     ) -> asyncio.Future[Transfer]:
-        n_bytes = {group: sum(file.n_bytes(r) for r in ranges) for group, ranges in self._layers.items()}
-        transfer = self._transfers.start(kind, n_bytes)
+        tensors = self._tensors(file)
+        n_bytes = {group: file.n_bytes(own) for group, own in tensors.items()}
+        optional = {self._draft_group} - self._layers.keys() if kind is TransferKind.RESTORE else set()
+        transfer = self._transfers.start(kind, n_bytes, optional)
         end = self._ends[transfer.id] = asyncio.get_running_loop().create_future()
-        for group, ranges in self._layers.items():
-            tensors = [tensor for r in ranges for tensor in file.tensors(r)]
+        for group, own in tensors.items():
             link = self._links.get(group)
             problem = "it is away" if link is None else ""
             if link is not None:
                 try:
-                    link.send(message(transfer.id, file.file, place, tensors), request_id=transfer.id, fds=[file.fd])
+                    link.send(message(transfer.id, file.file, place, own), request_id=transfer.id, fds=[file.fd])
                 except (ProtocolError, OSError) as error:
                     problem = str(error)
             if problem:
                 self._end(self._transfers.failed(group, transfer.id, f"group {group} could not be asked: {problem}"))
         return end
+
+    def _tensors(self, file: TransferFile) -> dict[str, list[SnapshotTensor]]:
+        """Return what each group writes or reads."""
+        tensors = {group: [t for r in ranges for t in file.tensors(r)] for group, ranges in self._layers.items()}
+        if drafts := file.draft_tensors():
+            tensors[self._draft_group] = tensors.get(self._draft_group, []) + drafts
+        return tensors
 
     def _end(self, transfer: Transfer | None) -> None:
         if transfer is not None:

@@ -14,13 +14,13 @@ from lucevisor.snapshots.layout import StateModel, slot_tensors
 
 
 class FileSizes:
-    """Sizes of one model's files, without drafter tensors."""
+    """Sizes of one model's files, the drafter's tensors included."""
 
     def __init__(self, model: StateModel) -> None:
         self._fixed_bytes = max_header_bytes(model)
         self._token_bytes = HEADER_BYTES_PER_TOKEN
         self._window_bytes: Counter[int] = Counter()  # by window: bytes of one position
-        for layer in model.layers:
+        for layer in (*model.layers, *(model.draft.layers if model.draft is not None else ())):
             n_bytes = sum(tensor.n_bytes for tensor in slot_tensors([layer], 1, model.kv_dtype))
             if layer.space is Space.RECURRENT:
                 self._fixed_bytes += n_bytes

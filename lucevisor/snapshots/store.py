@@ -36,6 +36,7 @@ from lucevisor.snapshots.layout import (
     SnapshotHeader,
     StateModel,
     check_fits,
+    holds_draft,
 )
 from lucevisor.snapshots.policy import CacheFile, FileKind, SnapshotEntry, SnapshotMatch, read_name
 from lucevisor.snapshots.writer import PendingSnapshot, SnapshotWriter
@@ -60,7 +61,7 @@ class OpenSnapshot:
     """A matching file, open to restore its first ``n_tokens``.  ``check`` verifies its tensors.
 
     ``converted``: empty if states are restored bit for bit, else what differs.  ``next_token`` is None without a
-    record, or if only part of the slot is used.
+    record, or if only part of the slot is used.  ``with_draft``: the drafter's state is in it and usable.
     """
 
     entry: SnapshotEntry
@@ -69,6 +70,7 @@ class OpenSnapshot:
     n_tokens: int
     next_token: NextToken | None
     converted: str
+    with_draft: bool = False
     closed: bool = False
 
     @property
@@ -82,9 +84,12 @@ class OpenSnapshot:
     def tensors(self, layers: LayerRange) -> list[SnapshotTensor]:
         return self.snapshot.of_layers(layers)
 
-    def n_bytes(self, layers: LayerRange) -> int:
-        """Bytes that a daemon with these layers reads: the first rows of each tensor if part of the slot is used."""
-        return sum(t.n_bytes for t in self.tensors(layers)) * self.n_tokens // self.snapshot.n_tokens
+    def draft_tensors(self) -> list[SnapshotTensor]:
+        return self.snapshot.of_draft() if self.with_draft else []
+
+    def n_bytes(self, tensors: Sequence[SnapshotTensor]) -> int:
+        """Bytes that a daemon reads of ``tensors``: the first rows of each if part of the slot is used."""
+        return sum(t.n_bytes for t in tensors) * self.n_tokens // self.snapshot.n_tokens
 
 
 @dataclass(slots=True)
@@ -259,7 +264,8 @@ class SnapshotStore:
             if (known := self._index.get(entry.file)) is not None:
                 self._index.put(replace(known, used_s=self._clock()))
         record = snapshot.next_token if n == snapshot.n_tokens else None
-        return OpenSnapshot(entry, fd, snapshot, n, record, self._converted(snapshot))
+        with_draft = holds_draft(snapshot, self.model, n)
+        return OpenSnapshot(entry, fd, snapshot, n, record, self._converted(snapshot), with_draft)
 
     def _converted(self, snapshot: SnapshotHeader) -> str:
         pairs = [

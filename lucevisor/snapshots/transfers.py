@@ -6,7 +6,7 @@ or is lost, never earlier, even after a failure: until then it owns its pages an
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from dataclasses import dataclass, field
 from enum import StrEnum
 
@@ -18,7 +18,10 @@ class TransferKind(StrEnum):
 
 @dataclass(slots=True)
 class Transfer:
-    """``expected_bytes``: by group.  ``problem``: why it failed; empty so far or on success."""
+    """``expected_bytes``: by group.  ``problem``: why it failed; empty so far or on success.
+
+    ``optional``: groups whose failure does not fail the transfer; ``without``: those of them that failed, and why.
+    """
 
     id: int
     kind: TransferKind
@@ -27,6 +30,8 @@ class Transfer:
     n_bytes: int = 0
     converted: str = ""
     problem: str = ""
+    optional: frozenset[str] = frozenset()
+    without: dict[str, str] = field(default_factory=dict)
 
     @property
     def ended(self) -> bool:
@@ -43,12 +48,14 @@ class TransferTable:
     def __len__(self) -> int:
         return len(self._open)
 
-    def start(self, kind: TransferKind, expected_bytes: Mapping[str, int]) -> Transfer:
+    def start(
+        self, kind: TransferKind, expected_bytes: Mapping[str, int], optional: Set[str] = frozenset()
+    ) -> Transfer:
         """Start a transfer that waits for every group named.  Raises ValueError without groups."""
         if not expected_bytes:
             raise ValueError(f"a {kind.value} without groups; name at least one")
         self._next += 1
-        transfer = Transfer(self._next, kind, dict(expected_bytes), set(expected_bytes))
+        transfer = Transfer(self._next, kind, dict(expected_bytes), set(expected_bytes), optional=frozenset(optional))
         self._open[transfer.id] = transfer
         return transfer
 
@@ -79,7 +86,10 @@ class TransferTable:
 
     def _strike(self, transfer: Transfer, group: str, problem: str) -> Transfer | None:
         transfer.waiting.discard(group)
-        transfer.problem = transfer.problem or problem
+        if problem and group in transfer.optional:
+            transfer.without[group] = problem
+        else:
+            transfer.problem = transfer.problem or problem
         if not transfer.ended:
             return None
         del self._open[transfer.id]

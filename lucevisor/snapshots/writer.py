@@ -13,7 +13,7 @@ import secrets
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -72,9 +72,12 @@ class PendingSnapshot:
     def tensors(self, layers: LayerRange) -> list[SnapshotTensor]:
         return self.snapshot.of_layers(layers)
 
-    def n_bytes(self, layers: LayerRange) -> int:
-        """Bytes that a daemon with these layers writes."""
-        return sum(t.n_bytes for t in self.tensors(layers))
+    def draft_tensors(self) -> list[SnapshotTensor]:
+        return self.snapshot.of_draft()
+
+    def n_bytes(self, tensors: Sequence[SnapshotTensor]) -> int:
+        """Bytes that a daemon writes of ``tensors``."""
+        return sum(t.n_bytes for t in tensors)
 
 
 class SnapshotWriter:

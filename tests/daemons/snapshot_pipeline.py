@@ -138,9 +138,9 @@ class SlotPipeline:
         window = [self.free[Space.WINDOW].pop() for _ in range(n - first)] if Space.WINDOW in has else []
         return SlotPlace(n_tokens, full, window, first, state)
 
-    def save(self, store: SnapshotStore, tokens, place, next_token=None):
+    def save(self, store: SnapshotStore, tokens, place, next_token=None, *, with_draft=False):
         """Save a slot; returns the entry."""
-        writing = store.begin(SlotRecord(list(tokens), 100.0, next_token))
+        writing = store.begin(SlotRecord(list(tokens), 100.0, next_token, with_draft))
         answers = self.transfer(Save, writing, place)
         return store.finish(writing, sum(a.n_bytes for a in answers))
 
@@ -151,9 +151,9 @@ class SlotPipeline:
         try:
             store.check(reading)
             answers = self.transfer(Restore, reading, place)
-            expected = [sum(reading.n_bytes(s.layers) for s in stage.plan.shards) for stage in self.stages]
-            failed = any(isinstance(a, TransferFailed) for a in answers)
-            assert failed or sum(a.n_bytes for a in answers) == sum(expected)
+            parts = [reading.tensors(shard.layers) for stage in self.stages for shard in stage.plan.shards]
+            n_bytes = sum(map(reading.n_bytes, [*parts, reading.draft_tensors()]))
+            assert any(isinstance(a, TransferFailed) for a in answers) or sum(a.n_bytes for a in answers) == n_bytes
             return answers
         finally:
             store.close_snapshot(reading)
@@ -170,13 +170,15 @@ class SlotPipeline:
         self.apply(*operations)
 
     def transfer(self, kind, file, place):
-        """Send every stage its order and wait for all answers."""
+        """Send every daemon its order and wait for all answers; the drafter is in the last one."""
         self.answers = []
-        for stage, transfers in zip(self.stages, self.transfers, strict=True):
-            tensors = [t for shard in stage.plan.shards for t in file.tensors(shard.layers)]
+        parts = [[t for shard in stage.plan.shards for t in file.tensors(shard.layers)] for stage in self.stages]
+        parts += [[] for _ in self.transfers[len(parts) :]]
+        parts[-1] += file.draft_tensors()
+        for tensors, transfers in zip(parts, self.transfers, strict=True):
             transfers.submit(kind(7, file.file, place, tensors), os.dup(file.fd))
         with self._came:
-            assert self._came.wait_for(lambda: len(self.answers) == len(self.stages), 30)
+            assert self._came.wait_for(lambda: len(self.answers) == len(parts), 30)
         return self.answers
 
     def _answer(self, message, request_id):

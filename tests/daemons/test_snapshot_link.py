@@ -146,7 +146,7 @@ def test_a_slot_survives_its_daemon(start, tmp_path):
     reading = store.open_for_restore(store.scan()[0])
     restored = two.ask(Restore(13, reading.file, SlotPlace(N, [9, 4, 7], state=2), reading.tensors(ALL)), [reading.fd])
     store.check(reading)
-    assert restored == Restored(13, reading.n_bytes(ALL), restored.seconds)
+    assert restored == Restored(13, reading.n_bytes(reading.tensors(ALL)), restored.seconds)
     operations = [OpenSequence(0, 1, GREEDY), CopyState(2, 1), SetPages(0, Space.FULL, 0, [9, 4, 7])]
     assert two.greedy(operations, N, [3, 1], 12) == wanted
     assert reading.entry.file == entry.file

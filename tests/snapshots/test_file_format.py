@@ -4,6 +4,7 @@ import base64
 import json
 import struct
 import zlib
+from dataclasses import replace
 from math import prod
 
 import numpy as np
@@ -23,13 +24,14 @@ from lucevisor.snapshots.file_format import (
     parse,
 )
 from lucevisor.snapshots.layout import (
-    DraftTensor,
+    DraftModel,
     Fault,
     NextToken,
     SlotRecord,
     SnapshotError,
     StateModel,
     check_fits,
+    holds_draft,
     slot_tensors,
 )
 from tests.snapshots.snapshot_bytes import rewritten
@@ -44,8 +46,8 @@ LAYERS = (
 )
 
 
-def model(kv_dtype=Dtype.FLOAT32, layers=LAYERS, dtype=Dtype.FLOAT32):
-    return StateModel(FINGERPRINT, "made", "Made 1B", dtype, kv_dtype, layers)
+def model(kv_dtype=Dtype.FLOAT32, layers=LAYERS, dtype=Dtype.FLOAT32, draft=None):
+    return StateModel(FINGERPRINT, "made", "Made 1B", dtype, kv_dtype, layers, draft)
 
 
 def slot(n=100, **more):
@@ -279,13 +281,54 @@ def test_each_daemon_gets_its_own_layers():
     assert sorted(t.name for part in parts for t in part) == sorted(t.name for t in snapshot.tensors)
 
 
-def test_a_drafters_state_is_kept():
-    made = slot(10, drafter=(DraftTensor("layers.0.k", "BF16", (10, 2, 4)), DraftTensor("ring", "F32", (7,))))
-    snapshot = lay_out(model(), made)
+def drafter(mark="d" * 64, layers=LAYERS[1:2]):
+    return DraftModel(mark, tuple(replace(layer, index=i) for i, layer in enumerate(layers)))
+
+
+def test_a_drafters_state_is_beside_the_models():
+    own = model(draft=drafter())
+    snapshot = lay_out(own, slot(10, with_draft=True))
     found = parse(pack(snapshot), snapshot.file_bytes)
-    assert {t.name: t.layer for t in found.of_drafter()} == {"drafter.layers.0.k": -1, "drafter.ring": -1}
-    assert not any(t.name.startswith("drafter") for t in found.of_layers(LayerRange(-1, 9)))
-    check_fits(found, model())
+    assert found == snapshot
+    drafts = found.of_draft()
+    assert {t.name for t in drafts} == {"draft.0.k", "draft.0.v"}
+    assert {t.layer for t in drafts} == {0}
+    assert {t.name for t in found.of_layers(LayerRange(0, 4))} == {t.name for t in lay_out(own, slot(10)).tensors}
+    assert found.draft_fingerprint == "d" * 64
+    check_fits(found, own)
+    assert holds_draft(found, own, 10)
+    assert holds_draft(found, own, 9)  # its layers attend to all positions: any beginning is good
+
+
+@pytest.mark.parametrize(
+    ("made_with", "runs_with"),
+    [
+        (drafter(), None),
+        (drafter(), drafter("e" * 64, LAYERS[:1])),
+        (None, drafter()),
+    ],
+)
+def test_the_models_state_is_usable_without_the_drafters(made_with, runs_with):
+    snapshot = lay_out(model(draft=made_with), slot(10, with_draft=True))
+    running = model(draft=runs_with)
+    check_fits(snapshot, running)
+    assert not holds_draft(snapshot, running, 10)
+
+
+def test_a_drafters_recurrent_state_is_of_one_length():
+    recurrent = [layer for layer in LAYERS if layer.space is Space.RECURRENT]
+    running = model(draft=drafter(layers=recurrent[:1]))
+    snapshot = lay_out(running, slot(10, with_draft=True))
+    assert holds_draft(snapshot, running, 10)
+    assert not holds_draft(snapshot, running, 9)
+
+
+def test_a_missing_tensor_of_the_drafter_is_named():
+    snapshot = lay_out(model(draft=drafter(layers=LAYERS[1:2])), slot(10, with_draft=True))
+    grown = model(draft=drafter(layers=(LAYERS[1], LAYERS[1])))
+    with pytest.raises(SnapshotError, match=r"tensor draft\.1\.[kv].*is missing") as caught:
+        check_fits(snapshot, grown)
+    assert caught.value.fault is Fault.MISFIT
 
 
 def test_whole_only():

@@ -30,6 +30,14 @@ def test_a_failure_waits_for_the_others():
     assert one.problem == "disk full"
 
 
+def test_a_group_that_may_fail_does_not_fail_the_transfer():
+    transfers = TransferTable()
+    one = transfers.start(TransferKind.RESTORE, {"left": 10, "draft": 5}, {"draft"})
+    assert transfers.answered("left", one.id, 10) is None
+    assert transfers.lost("draft", "killed") == [one]
+    assert (one.problem, one.without) == ("", {"draft": "group draft was lost: killed"})
+
+
 def test_a_lost_daemon_ends_its_transfers():
     transfers = TransferTable()
     one, two = start(transfers, "left", "right"), start(transfers, "left")
