@@ -71,6 +71,10 @@ START_LIMITER: Final = web.AppKey("start_limiter", LoopLimiter)
 """Limits how many handlers start per iteration of the loop: each runs 0.1 ms before it first waits."""
 
 
+IGNORED_BEFORE: Final = web.AppKey("ignored_before", set[str])
+"""Names of parameters without effect that were logged."""
+
+
 def request_id_of(request: web.Request) -> str:
     """Return the client's x-request-id if it is 1 to 128 printable ASCII characters without spaces, else a new id."""
     sent = request.headers.get("x-request-id", "")

@@ -21,7 +21,8 @@ class GenerationOptions(msgspec.Struct, frozen=True, kw_only=True):
     """The options of a generation request.
 
     ``max_tokens`` None: up to the end of the context.  ``turn_ends``: offsets of complete chat messages, per prompt.
-    ``echoes``: the text of each prompt if it is to be repeated, else empty.
+    ``echoes``: the text of each prompt if it is to be repeated, else empty.  ``stop_ids``: tokens that end the answer
+    besides the model's own.  ``ignored``: names of parameters without effect.
     """
 
     sampling: Sampling
@@ -30,6 +31,8 @@ class GenerationOptions(msgspec.Struct, frozen=True, kw_only=True):
     n: int = 1
     ignore_eos: bool = False
     stops: tuple[str, ...] = ()
+    stop_ids: tuple[int, ...] = ()
+    ignored: tuple[str, ...] = ()
     stream: bool = False
     include_usage: bool = False
     token_ids: bool = False

@@ -11,7 +11,16 @@ import time
 from aiohttp import web
 
 from lucevisor.api.connections import ConnectionRunner
-from lucevisor.api.context import ACTIVE, BUFFERED_BODIES, METRICS, PORTS, START_LIMITER, ActiveRequests, BufferedBodies
+from lucevisor.api.context import (
+    ACTIVE,
+    BUFFERED_BODIES,
+    IGNORED_BEFORE,
+    METRICS,
+    PORTS,
+    START_LIMITER,
+    ActiveRequests,
+    BufferedBodies,
+)
 from lucevisor.api.limiter import LoopLimiter
 from lucevisor.api.metrics import Metrics
 from lucevisor.api.middleware import request_middleware, set_headers, wait_until_idle
@@ -36,6 +45,7 @@ def create_app(ports: Ports) -> web.Application:
     app[METRICS] = Metrics(ports)
     app[ACTIVE] = ActiveRequests()
     app[BUFFERED_BODIES] = BufferedBodies()
+    app[IGNORED_BEFORE] = set()
     app[START_LIMITER] = LoopLimiter(_STARTS_PER_ITERATION)
     app.on_response_prepare.append(set_headers)
     app.on_shutdown.append(_close_preprocessor)

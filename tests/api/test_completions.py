@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
+import structlog
 
 from tests.api.scripted_model import MODEL, dice, ids_of, say, tokenizer
 
@@ -140,3 +141,31 @@ class TestRefusals:
         status, answer = await client.ask(PLAIN, fields)
         assert (status, answer["error"]["param"]) == (400, param)
         assert client.rig.n_busy == 0
+
+
+class TestParametersOfOtherServers:
+    async def test_those_without_effect_are_named_in_a_header_and_once_in_the_log(self, client):
+        client.rig.stage.script = say(" world")
+        fields = {"prompt": "Hello", "cache_prompt": True, "verbosity": "low"}
+        with structlog.testing.capture_logs() as lines:
+            for stream in (False, True, False):
+                async with client.session.post(client.url + PLAIN, json={**fields, "stream": stream}) as response:
+                    assert response.status == 200
+                    assert response.headers["X-Lucevisor-Ignored"] == "cache_prompt, verbosity"
+                    await response.read()
+        assert [line["parameters"] for line in lines if "parameters" in line] == [["cache_prompt", "verbosity"]]
+
+    async def test_a_stop_token_ends_the_answer(self, client):
+        client.rig.stage.script = say(" one two three")
+        stop = ids_of(" one two three")[1]
+        _, answer = await client.ask(PLAIN, {"prompt": "Hello", "stop_token_ids": [stop], "return_token_ids": True})
+        choice = answer["choices"][0]
+        assert choice["finish_reason"] == "stop"
+        assert choice["token_ids"][0] == ids_of(" one two three")[0]
+        assert len(choice["token_ids"]) <= 2
+        assert answer["usage"]["completion_tokens"] == 2
+
+    async def test_a_stop_token_outside_the_vocabulary_is_refused(self, client):
+        status, answer = await client.ask(PLAIN, {"prompt": "Hello", "stop_token_ids": [1, 10**9]})
+        assert status == 400
+        assert answer["error"]["param"] == "stop_token_ids[1]"

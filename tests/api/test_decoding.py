@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from typing import Any, get_args
+
 import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lucevisor.api.errors import ApiError
-from lucevisor.api.prompts.decoding import to_record
-from lucevisor.api.prompts.schemas import HARMLESS, NEUTRAL, REFUSED, ChatBody, CompletionBody, TokenizeBody
+from lucevisor.api.prompts.decoding import ignored, to_record
+from lucevisor.api.prompts.schemas import ALIASES, HARMLESS, NEUTRAL, REFUSED, ChatBody, CompletionBody, TokenizeBody
 
 CHAT = {"messages": [{"role": "user", "content": "Hi"}]}
 
@@ -121,8 +123,29 @@ class TestOtherParameters:
         assert "did you mean include_usage?" in error.message
 
     @pytest.mark.parametrize("name", sorted(HARMLESS))
-    def test_harmless_ones_are_taken(self, name):
-        to_record(ChatBody, CHAT | {name: "anything"})
+    def test_harmless_ones_are_taken_and_named_if_their_type_is_right(self, name):
+        examples = {bool: False, int: 3, str: "x", dict[str, str]: {"a": "b"}, dict[str, Any]: {"a": 1}}
+        kind = HARMLESS[name]
+        good = examples[kind] if kind in examples else get_args(kind)[0]
+        to_record(ChatBody, CHAT | {name: good})
+        to_record(ChatBody, CHAT | {name: None})
+        assert ignored(CHAT | {name: good}) == (name,)
+        assert ignored(CHAT | {name: None}) == ()
+        assert refused(ChatBody, CHAT | {name: [1.5]}).param == name
+
+    def test_llama_cpp_names_are_obeyed(self):
+        assert to_record(ChatBody, CHAT | {"repeat_penalty": 1.5, "n_predict": 7}) == to_record(
+            ChatBody, CHAT | {"repetition_penalty": 1.5, "max_tokens": 7}
+        )
+        error = refused(ChatBody, CHAT | {"repeat_penalty": -1})
+        assert error.param == "repeat_penalty"
+        assert error.message.startswith("repeat_penalty: ")
+        assert refused(ChatBody, CHAT | {"n_predict": 7, "max_tokens": 8}).param == "max_tokens"
+
+    @pytest.mark.parametrize("name", sorted(ALIASES))
+    def test_other_names_stand_for_parameters(self, name):
+        assert ALIASES[name] in ChatBody.__struct_fields__
+        assert name not in ChatBody.__struct_fields__
 
     @pytest.mark.parametrize("name", sorted(REFUSED))
     def test_refused_ones_are_named_unless_null(self, name):
@@ -138,13 +161,13 @@ class TestOtherParameters:
 
     def test_no_table_hides_a_parameter_that_is_supported(self):
         known = {*ChatBody.__struct_fields__, *CompletionBody.__struct_fields__}
-        assert not known & (HARMLESS | REFUSED.keys() | NEUTRAL.keys())
+        assert not known & (HARMLESS.keys() | REFUSED.keys() | NEUTRAL.keys())
 
     def test_every_parameter_of_the_openai_client_is_known_or_refused_by_name(self):
         from openai.types import completion_create_params as plain
         from openai.types.chat import completion_create_params as chat
 
-        accounted = HARMLESS | REFUSED.keys() | NEUTRAL.keys()
+        accounted = HARMLESS.keys() | REFUSED.keys() | NEUTRAL.keys()
         chat_names = set(chat.CompletionCreateParamsBase.__annotations__)
         plain_names = set(plain.CompletionCreateParamsBase.__annotations__)
         assert chat_names - accounted <= set(ChatBody.__struct_fields__)

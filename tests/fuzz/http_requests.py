@@ -48,7 +48,7 @@ BODIES = {
 }
 FIELDS = sorted(
     {name for kind in (ChatBody, CompletionBody, TokenizeBody, DetokenizeBody) for name in kind.__struct_fields__}
-    | HARMLESS | REFUSED.keys() | NEUTRAL.keys() | {"nonsense", ""}
+    | HARMLESS.keys() | REFUSED.keys() | NEUTRAL.keys() | {"nonsense", ""}
 )  # fmt: skip
 LITERALS = (
     *("null", "true", "0", "-1", "1.5", "1e999", "-1e999", "NaN", "Infinity", "2147483648", "9223372036854775808"),

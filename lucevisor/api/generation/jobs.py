@@ -46,7 +46,7 @@ def make_jobs(prepared: PreparedRequest, output: OutputOptions, ports: Ports, re
                 prompt=prompt,
                 max_tokens=room if options.max_tokens is None else options.max_tokens,
                 sampling=msgspec.structs.replace(options.sampling, seed=seed_of_choice(options.sampling.seed, i)),
-                stop_ids=frozenset() if options.ignore_eos else ports.tokenizer.eos_ids,
+                stop_ids=frozenset(options.stop_ids) | (frozenset() if options.ignore_eos else ports.tokenizer.eos_ids),
                 turn_boundaries=tuple(options.turn_ends[p]),
             )
             jobs.append(Job(request=request, processor=OutputProcessor(ports.tokenizer, output), new_prompt=i == 0))
@@ -80,9 +80,11 @@ class Job:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerationPlan:
-    """A request ready for the engine.  `prompt_param` is the parameter that held the prompt."""
+    """A request ready for the engine.  `prompt_param` is the parameter that held the prompt; `ignored` names those
+    without effect."""
 
     jobs: Sequence[Job]
     formatter: ResponseFormatter
     stream: bool
     prompt_param: str
+    ignored: tuple[str, ...]

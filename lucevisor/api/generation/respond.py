@@ -13,10 +13,11 @@ from dataclasses import replace
 from typing import Final
 
 import msgspec
+import structlog
 from aiohttp import web
 
 from lucevisor.api.access import api_key_of
-from lucevisor.api.context import METRICS, PORTS, RequestContext, context_of
+from lucevisor.api.context import IGNORED_BEFORE, METRICS, PORTS, RequestContext, context_of
 from lucevisor.api.errors import from_refusal, from_request_error, unavailable
 from lucevisor.api.generation.jobs import GenerationPlan
 from lucevisor.api.generation.merge import MergedEvents, merged
@@ -28,6 +29,10 @@ from lucevisor.api.output.usage import UsageTotals
 from lucevisor.api.ports import HandlePort, Ports
 from lucevisor.engine.request import FinishedEvent, SubmitError, TokenEvent
 
+log = structlog.get_logger("lucevisor.api")
+
+IGNORED_HEADER: Final = "X-Lucevisor-Ignored"
+"""Header with the names of the request's parameters that have no effect."""
 _LONG_PROMPT: Final = 4096  # ids; the loop gets a turn after each prompt as long as this
 _QUICK_RECORDS: Final = 2000  # tokens and log-probabilities that are encoded in a millisecond or two
 
@@ -37,18 +42,27 @@ async def respond(request: web.Request, plan: GenerationPlan) -> web.StreamRespo
     ports, context = request.app[PORTS], context_of(request)
     # Without required keys, a client could send many different ones and take many shares.
     key = key_id(api_key_of(request)) if ports.keys.required else ""
+    headers = {IGNORED_HEADER: ", ".join(plan.ignored)} if plan.ignored else {}
+    _log_once(plan.ignored, request.app[IGNORED_BEFORE])
     await _submit(ports, plan, context, key)
     run = _Response(plan, context, request.app[METRICS])
     try:
         async with merged(context.handles) as events:
             if plan.stream:
-                stream = context.stream = EventStream(request, ports.settings.write_timeout_s)
+                stream = context.stream = EventStream(request, ports.settings.write_timeout_s, headers)
                 await run.stream(events, stream, ports.settings.keepalive_s)
                 return stream.response
             body = await run.full(events, ports.settings.keepalive_s)
     except GenerationFailed as failure:
         raise from_request_error(failure.error, ports.retry_after_s()) from None
-    return web.Response(body=body, content_type="application/json")
+    return web.Response(body=body, content_type="application/json", headers=headers)
+
+
+def _log_once(names: Sequence[str], before: set[str]) -> None:
+    """Log the parameters that no request gave before."""
+    if new := set(names) - before:
+        before |= new
+        log.info("parameters without effect were sent", parameters=sorted(new))
 
 
 async def _submit(ports: Ports, plan: GenerationPlan, context: RequestContext, key: str) -> None:

@@ -7,6 +7,7 @@ status; a later error is the last event, and only a complete stream ends with `[
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Mapping
 
 import msgspec
 from aiohttp import web
@@ -19,7 +20,7 @@ class ClientGone(Exception):
 class EventStream:
     """Writes events to one client, and disconnects it if it reads nothing for `write_timeout_s`."""
 
-    def __init__(self, request: web.Request, write_timeout_s: float) -> None:
+    def __init__(self, request: web.Request, write_timeout_s: float, headers: Mapping[str, str]) -> None:
         self._request = request
         self._timeout_s = write_timeout_s
         self._encoder = msgspec.json.Encoder()
@@ -28,6 +29,7 @@ class EventStream:
                 "Content-Type": "text/event-stream; charset=utf-8",
                 "Cache-Control": "no-cache",
                 "X-Accel-Buffering": "no",  # nginx would buffer events
+                **headers,
             }
         )
 

@@ -11,8 +11,8 @@ from typing import Any
 from lucevisor.api.errors import ApiError, bad_parameter
 from lucevisor.api.ports import Ports
 from lucevisor.api.prepared import GenerationOptions, PreparedRequest
-from lucevisor.api.prompts.checks import check_choices, check_common, check_length, check_tokens
-from lucevisor.api.prompts.decoding import to_record
+from lucevisor.api.prompts.checks import check_choices, check_common, check_length, check_stop_ids, check_tokens
+from lucevisor.api.prompts.decoding import ignored, to_record
 from lucevisor.api.prompts.messages import check_messages, check_tools
 from lucevisor.api.prompts.sampling import random_seed, sampling_params
 from lucevisor.api.prompts.schemas import ChatBody, ToolChoice
@@ -43,6 +43,8 @@ def read_chat(fields: dict[str, Any], ports: Ports) -> PreparedRequest:
         n=check_choices(body.n, 1),
         ignore_eos=bool(body.ignore_eos),
         stops=body.stops,
+        stop_ids=check_stop_ids(body, ports),
+        ignored=ignored(fields),
         stream=bool(body.stream),
         include_usage=bool(body.stream_options and body.stream_options.include_usage),
         token_ids=bool(body.return_token_ids),

@@ -59,6 +59,15 @@ def _overflow(what: str, param: str, max_context: int) -> ApiError:
     )
 
 
+def check_stop_ids(body: GenerationBody, ports: Ports) -> tuple[int, ...]:
+    """Return the ids that end the answer; raises ApiError for one that is not a token."""
+    n_vocab = ports.tokenizer.n_vocab
+    for index, token in enumerate(body.stop_token_ids or ()):
+        if token >= n_vocab:
+            raise bad_parameter(f"stop_token_ids[{index}]", f"{token} is not a token id; use 0 to {n_vocab - 1}")
+    return tuple(body.stop_token_ids or ())
+
+
 def check_choices(n: int | None, n_prompts: int) -> int:
     """Return the number of choices per prompt; raises ApiError when there are too many in all."""
     n = n or 1

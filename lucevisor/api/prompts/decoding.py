@@ -12,7 +12,7 @@ from typing import Any, Final, TypeVar
 import msgspec
 
 from lucevisor.api.errors import ApiError, bad_parameter
-from lucevisor.api.prompts.schemas import HARMLESS, NEUTRAL, REFUSED
+from lucevisor.api.prompts.schemas import ALIASES, HARMLESS, NEUTRAL, REFUSED
 from lucevisor.errors import show
 
 Body = TypeVar("Body", bound=msgspec.Struct)
@@ -46,13 +46,18 @@ def decode_object(raw: bytes) -> dict[str, Any]:
 def to_record(kind: type[Body], fields: dict[str, Any]) -> Body:
     """Convert a decoded object into `kind`; raises ApiError 400 naming the invalid parameter.
 
-    Parameters in `HARMLESS` are ignored; those in `REFUSED`, and values other than those in `NEUTRAL`, are rejected.
+    Parameters in `HARMLESS` have no effect; those in `REFUSED`, and values other than those in `NEUTRAL`, are rejected.
     """
     known = kind.__struct_fields__
     kept: dict[str, Any] = {}
+    written: dict[str, str] = {}  # parameter -> its other name, as the client wrote it
     for name, value in fields.items():
-        if name in known:
-            kept[name] = value
+        standard = ALIASES.get(name, name)
+        if standard in known:
+            if kept.setdefault(standard, value) != value:
+                raise bad_parameter(name, f"{show(value)} contradicts the same parameter by another name; send one")
+            if standard != name:
+                written[standard] = name
         elif name in REFUSED and value is not None:
             raise bad_parameter(name, REFUSED[name], "unsupported_parameter")
         elif name in NEUTRAL and value is not None and value not in NEUTRAL[name]:
@@ -60,12 +65,31 @@ def to_record(kind: type[Body], fields: dict[str, Any]) -> Body:
             raise bad_parameter(
                 name, f"{show(value)} is not supported; leave it out or send {neutral}", "unsupported_value"
             )
-        elif name not in HARMLESS and name not in REFUSED and name not in NEUTRAL:
+        elif name in HARMLESS:
+            _check_type(HARMLESS[name], name, value)
+        elif name not in REFUSED and name not in NEUTRAL:
             shown = name if len(name) <= _MAX_NAME_CHARS else name[:_MAX_NAME_CHARS] + "…"
             raise bad_parameter(
                 shown, f"is not a parameter of this endpoint{_nearest(shown, known)}", "unknown_parameter"
             )
-    return convert(kind, kept)
+    try:
+        return convert(kind, kept)
+    except ApiError as error:
+        if error.param not in written:
+            raise
+        raise bad_parameter(written[error.param], error.message.partition(": ")[2]) from None
+
+
+def ignored(fields: dict[str, Any]) -> tuple[str, ...]:
+    """Return the names of the parameters that a request gives and that have no effect, in order."""
+    return tuple(sorted(name for name in fields if name in HARMLESS and fields[name] is not None))
+
+
+def _check_type(kind: Any, name: str, value: object) -> None:
+    try:
+        msgspec.convert(value, kind | None)
+    except (msgspec.ValidationError, RecursionError, OverflowError) as error:
+        raise _translate(str(error), msgspec.Struct, value, name) from None
 
 
 def convert(kind: type[Body], value: object, where: str = "") -> Body:

@@ -1,7 +1,8 @@
 """Schemas of the request bodies, and of parameters that are ignored or rejected.
 
-Knows names, types and ranges, not what a value means.  Invariant: no parameter is dropped silently.  Parameters that
-cannot change the answer are in `HARMLESS`; those that could are in `REFUSED`, with the reason; others are unknown.
+Knows names, types and ranges, not what a value means.  Invariant: no parameter is dropped silently.  Parameters
+without effect are in `HARMLESS`; those that would change the answer are in `REFUSED`, with the reason; others are
+unknown.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from msgspec import Meta
 
 MAX_STOPS = 16
 MAX_STOP_CHARS = 1024
+MAX_STOP_IDS = 1024
 MAX_TOP_LOGPROBS = 20
 MAX_BIASES = 4096
 MAX_CHOICES = 128
@@ -32,20 +34,34 @@ Fraction = Annotated[float, Meta(ge=0, le=1)]
 OpenAiPenalty = Annotated[float, Meta(ge=-2, le=2)]
 StopText = Annotated[str, Meta(min_length=1, max_length=MAX_STOP_CHARS)]
 
-HARMLESS: Final = frozenset(
-    {
-        "user",
-        "store",
-        "metadata",
-        "service_tier",
-        "safety_identifier",
-        "prompt_cache_key",
-        "prompt_cache_retention",
-        "prompt_cache_options",
-        "prediction",
-    }
-)
-"""Parameters of OpenAI's API about accounts, storage and speed, which do not affect the generated tokens."""
+ALIASES: Final[dict[str, str]] = {
+    "n_predict": "max_tokens",
+    "repeat_penalty": "repetition_penalty",
+}
+"""llama.cpp's names of parameters."""
+
+HARMLESS: Final[dict[str, Any]] = {
+    "cache_prompt": bool,
+    "id_slot": int,
+    "metadata": dict[str, str],
+    "prediction": dict[str, Any],
+    "priority": int,
+    "prompt_cache_key": str,
+    "prompt_cache_options": dict[str, Any],
+    "prompt_cache_retention": str,
+    "safety_identifier": str,
+    "service_tier": Literal["auto", "default", "flex", "scale", "priority"],
+    "slot_id": int,
+    "store": bool,
+    "strict": bool,
+    "timings_per_token": bool,
+    "user": str,
+    "verbosity": Literal["low", "medium", "high"],
+}
+"""Parameters that are accepted without effect, and their types: about accounts, storage and speed, or only a wish.
+
+The response names them in a header.
+"""
 
 NOT_HERE: Final = "is not supported by this server; leave it out"
 
@@ -57,7 +73,6 @@ REFUSED: Final[dict[str, str]] = {
     "guided_regex": "is not supported yet; leave it out",
     "guided_grammar": "is not supported yet; leave it out",
     "grammar": "is not supported yet; leave it out",
-    "min_tokens": NOT_HERE,
     "moderation": NOT_HERE,
     "suffix": "is not supported: the model continues text, it does not fill gaps; leave it out",
     "web_search_options": "is not supported: this server does not search the web; leave it out",
@@ -66,8 +81,17 @@ REFUSED: Final[dict[str, str]] = {
 
 NEUTRAL: Final[dict[str, tuple[object, ...]]] = {
     "modalities": (["text"],),
-    "verbosity": ("medium",),
     "best_of": (1,),
+    "dry_multiplier": (0,),
+    "dynatemp_range": (0,),
+    "length_penalty": (1,),
+    "min_tokens": (0,),
+    "n_probs": (0,),
+    "mirostat": (0,),
+    "spaces_between_special_tokens": (True,),
+    "top_n_sigma": (-1, 0),
+    "typical_p": (1,),
+    "xtc_probability": (0,),
     "use_beam_search": (False,),
     "skip_special_tokens": (True,),
     "add_generation_prompt": (True,),
@@ -100,6 +124,7 @@ class GenerationBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     repetition_penalty: Annotated[float, Meta(ge=0.01, le=100)] | None = None
     max_tokens: Count | None = None
     ignore_eos: Flag = None
+    stop_token_ids: Annotated[list[Annotated[int, Meta(ge=0)]], Meta(max_length=MAX_STOP_IDS)] | None = None
     stream: Flag = None
     stream_options: StreamOptions | None = None
     return_token_ids: Flag = None

@@ -48,4 +48,6 @@ def plan_chat(prepared: PreparedRequest, ports: Ports, response: ResponseId) -> 
         include_usage=options.include_usage,
     )
     jobs = make_jobs(prepared, output_options, ports, response)
-    return GenerationPlan(jobs=jobs, formatter=formatter, stream=options.stream, prompt_param="messages")
+    return GenerationPlan(
+        jobs=jobs, formatter=formatter, stream=options.stream, prompt_param="messages", ignored=options.ignored
+    )

@@ -38,4 +38,6 @@ def plan_completion(prepared: PreparedRequest, ports: Ports, response: ResponseI
         include_usage=options.include_usage,
     )
     jobs = make_jobs(prepared, OutputOptions(stops=options.stops), ports, response)
-    return GenerationPlan(jobs=jobs, formatter=formatter, stream=options.stream, prompt_param="prompt")
+    return GenerationPlan(
+        jobs=jobs, formatter=formatter, stream=options.stream, prompt_param="prompt", ignored=options.ignored
+    )
