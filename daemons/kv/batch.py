@@ -20,7 +20,7 @@ from daemons.kv.sequences import NO_PAGE, OpenedSequence, Sequences
 from daemons.ops.attention import visible
 from daemons.ops.basic import Rope
 from daemons.ops.delta_rule import CHUNK
-from daemons.ops.operations import SHORT_SLICE, PagedQuery
+from daemons.ops.operations import MAX_DECODE_TOKENS, SHORT_SLICE, PagedQuery
 from daemons.ops.paged import Pages
 from lucevisor.model.pages import first_visible, first_visible_page, pages_of
 from lucevisor.model.spec import ModelSpec
@@ -36,13 +36,17 @@ class SliceGroup:
     """Slices of ``n`` tokens each.  ``offset``: how far inside a chunk they start; 0 for up to SHORT_SLICE tokens.
 
     Chunks of longer slices end at multiples of CHUNK, so only slices with equal offsets can share a group.
+    ``n_states``: after how many of its last tokens each slice keeps a recurrent state of its own; 0: only the live
+    state changes.
     """
 
     n: int
     offset: int
+    n_states: int = 0
     rows: list[int] = field(default_factory=list)  # first row of each slice
     starts: list[int] = field(default_factory=list)
     sequences: list[OpenedSequence] = field(default_factory=list)
+    states: list[list[int]] = field(default_factory=list)  # the states each slice writes, after its last tokens
 
     @property
     def contiguous(self) -> bool:
@@ -58,6 +62,11 @@ class SliceGroup:
         """Upper bound of :attr:`end` that rarely changes: the next power of two, at least MIN_GRAPH_LENGTH."""
         return max(MIN_GRAPH_LENGTH, 1 << (self.end - 1).bit_length())
 
+    @property
+    def state_columns(self) -> int:
+        """Tokens of a slice for which the metadata name a state to write: all of a slice for decode kernels."""
+        return self.n if self.n <= MAX_DECODE_TOKENS else 0
+
 
 class GraphKey(NamedTuple):
     """What a short step's launches depend on: B slices of n tokens that attend to at most ``max_length`` positions."""
@@ -72,22 +81,28 @@ class Layout:
 
     def __init__(self, slices: Sequence[Slice], sequences: Sequences, spec: ModelSpec) -> None:
         self.n_rows = sum(len(s.tokens) for s in slices)
-        self.spaces = [s for s in (Space.FULL, Space.WINDOW) if s in spec.spaces()]
+        spaces = spec.spaces()
+        self.spaces = [s for s in (Space.FULL, Space.WINDOW) if s in spaces]
         self.groups: list[SliceGroup] = []
         columns = np.empty((2 + len(self.spaces), self.n_rows), dtype=np.int64)
-        by_key: dict[tuple[int, int], SliceGroup] = {}
-        row, seen = 0, set[int]()
+        by_key: dict[tuple[int, int, int], SliceGroup] = {}
+        row, seen, used = 0, set[int](), set[int]()
         for s in slices:
             n = len(s.tokens)
             where = f"slice of sequence {s.sequence} at {s.start}"
             sequence = sequences.get(s.sequence, where)
             _check_slice(s, where, seen, spec.vocabulary)
+            states = s.states or [sequence.state]
+            if Space.RECURRENT in spaces:
+                _check_states(s, where, sequence, sequences, used)
+            elif s.states:
+                raise StateError(where, f"{len(s.states)} recurrent states to write, and the model has none")
             columns[0, row : row + n] = s.tokens
             columns[1, row : row + n] = np.arange(s.start, s.start + n)
             for at, space in enumerate(self.spaces, 2):
                 window = spec.window if space is Space.WINDOW else 0
                 columns[at, row : row + n] = _slots(sequence, space, s, window, where)
-            key = (n, s.start % CHUNK if n > SHORT_SLICE else 0)
+            key = (n, s.start % CHUNK if n > SHORT_SLICE else 0, 0 if states == [sequence.state] else len(states))
             group = by_key.get(key)
             if group is None:
                 group = by_key[key] = SliceGroup(*key)
@@ -95,13 +110,14 @@ class Layout:
             group.rows.append(row)
             group.starts.append(s.start)
             group.sequences.append(sequence)
+            group.states.append(states)
             row += n
         self.metadata = np.concatenate([columns.ravel(), *(self._group_numbers(g) for g in self.groups)])
 
     @property
     def graph_key(self) -> GraphKey | None:
         """None unless all slices have the same number of tokens, at most SHORT_SLICE."""
-        if len(self.groups) != 1 or self.groups[0].n > SHORT_SLICE:
+        if len(self.groups) != 1 or self.groups[0].n > SHORT_SLICE or self.groups[0].n_states:
             return None
         group = self.groups[0]
         return GraphKey(len(group.starts), group.n, group.max_length)
@@ -118,8 +134,14 @@ class Layout:
 
     @staticmethod
     def _group_numbers(group: SliceGroup) -> np.ndarray:
-        """Starts, table rows, states, and the rows of the step unless they are one range."""
+        """Starts, table rows, live states, the states to write, and the rows of the step unless they are one range.
+
+        States to write are [B, state_columns]: after each token of a slice, -1 for none.
+        """
         numbers = group.starts + [s.row for s in group.sequences] + [s.state for s in group.sequences]
+        if group.state_columns:
+            for states in group.states:
+                numbers += [-1] * (group.n - len(states)) + states
         if not group.contiguous:
             numbers += [row + i for row in group.rows for i in range(group.n)]
         return np.asarray(numbers, dtype=np.int64)
@@ -131,11 +153,28 @@ def _check_slice(s: Slice, where: str, seen: set[int], vocabulary: int) -> None:
     seen.add(s.sequence)
     if not s.tokens or s.start < 0:
         raise StateError(where, f"{len(s.tokens)} tokens at position {s.start}")
-    if s.n_drafts:
-        raise StateError(where, f"{s.n_drafts} drafts: this daemon does not verify drafts yet")
+    if not 0 <= s.n_drafts < len(s.tokens) or (s.n_drafts and not s.sample):
+        how = "samples" if s.sample else "samples nothing"
+        raise StateError(where, f"{s.n_drafts} drafts among {len(s.tokens)} tokens of a slice that {how}")
     if min(s.tokens) < 0 or max(s.tokens) >= vocabulary:
         bad = next(t for t in s.tokens if not 0 <= t < vocabulary)
         raise StateError(where, f"token id {bad} is outside the vocabulary of {vocabulary}")
+
+
+def _check_states(s: Slice, where: str, sequence: OpenedSequence, sequences: Sequences, used: set[int]) -> None:
+    """Raise StateError unless the slice may read and write its recurrent states, which join ``used``."""
+    n, n_states = len(s.tokens), len(s.states)
+    if s.n_drafts and n_states != s.n_drafts + 1:
+        raise StateError(where, f"{n_states} states to write; {s.n_drafts} drafts take {s.n_drafts + 1}")
+    if n_states and not n_states <= n <= MAX_DECODE_TOKENS:
+        limit = f"a slice that keeps states has as many tokens or more, and at most {MAX_DECODE_TOKENS}"
+        raise StateError(where, f"{n_states} states to write in a slice of {n} tokens: {limit}")
+    for state in s.states:
+        sequences.check_live(where, state)
+    for state in [*s.states, sequence.state] if sequence.state not in s.states else s.states:
+        if state in used:
+            raise StateError(where, f"recurrent state {state} is used twice in this step")
+        used.add(state)
 
 
 def _slots(sequence: OpenedSequence, space: Space, s: Slice, window: int, where: str) -> np.ndarray | int:
@@ -165,14 +204,17 @@ class Group:
         self.layout, self.tables = layout, tables
         self.n_slices, self.n_tokens, self.offset = b, n, layout.offset
         self.starts, self.table_rows, self.states = metadata[:b], metadata[b : 2 * b], metadata[2 * b : 3 * b]
+        self.n_states, end = layout.n_states, (3 + layout.state_columns) * b
+        self.kept_states = metadata[3 * b : end].view(b, layout.state_columns)
         self.rows: slice | Tensor = (
-            slice(layout.rows[0], layout.rows[0] + b * n) if layout.contiguous else metadata[3 * b :]
+            slice(layout.rows[0], layout.rows[0] + b * n) if layout.contiguous else metadata[end:]
         )
         self.is_whole_step = layout.contiguous and b * n == n_rows
         self._memo: dict[tuple[Space, int], tuple[Pages, Tensor | None]] = {}
         ids = [s.state for s in layout.sequences]
         host = metadata.device.type == "cpu"  # a CUDA graph would replay a baked-in address
         self.state_run = ids[0] if host and ids == list(range(ids[0], ids[0] + b)) else None
+        self._kept = layout.states[0] if host and b == 1 else None
 
     def take(self, x: Tensor) -> Tensor:
         """Rows of the step [T, ...] -> [B, n, ...]."""
@@ -193,6 +235,16 @@ class Group:
             target = pool.narrow(0, self.state_run, self.n_slices)
             if target.data_ptr() != value.data_ptr():
                 target.copy_(value)
+
+    def kept_row(self, pool: Tensor, token: int) -> Tensor | None:
+        """Memory of the state kept after a token, [1, *shape]; None if none is, or where no view can be it."""
+        at = token - self.n_tokens + self.n_states
+        return None if self._kept is None or at < 0 else pool.narrow(0, self._kept[at], 1)
+
+    def keep_states(self, pool: Tensor, token: int, values: Tensor) -> None:
+        """Write the states after k tokens from ``token`` on, [B, k, *shape]; those after the last n_states are kept."""
+        ids = self.kept_states[:, token : token + values.shape[1]]
+        pool.index_copy_(0, ids.reshape(-1), values.flatten(0, 1))
 
     def query(self, space: Space) -> PagedQuery:
         """The group's queries, for attention that reads pages in place."""
@@ -257,7 +309,7 @@ class Batch:
         self.slots: dict[Space, Tensor] = {s: metadata[i * n : (i + 1) * n] for i, s in enumerate(layout.spaces, 2)}
         self.groups: list[Group] = []
         for group in layout.groups:
-            size = len(group.starts) * (3 if group.contiguous else 3 + group.n)
+            size = len(group.starts) * (3 + group.state_columns + (0 if group.contiguous else group.n))
             self.groups.append(Group(group, metadata[at : at + size], tables, n))
             at += size
         self._rope_tables: dict[int, tuple[Tensor, Tensor]] = {}

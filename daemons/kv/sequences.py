@@ -104,11 +104,11 @@ class Sequences:
                 for pool in self.pools:
                     pool.copy_state(source, target)
             case ZeroState(state):
-                self._check_live("ZeroState", state)
+                self.check_live("ZeroState", state)
                 for pool in self.pools:
                     pool.zero_state(state)
             case UseState(sequence, state):
-                self._check_live("UseState", state)
+                self.check_live("UseState", state)
                 self.get(sequence, "UseState").state = state
 
     def _check_unit(self, where: str, space: Space, unit: int) -> None:
@@ -116,7 +116,8 @@ class Sequences:
             kind = "state" if space is Space.RECURRENT else f"page of space {space.value}"
             raise StateError(where, f"{kind} {unit} is outside the pool of {self.units[space]}")
 
-    def _check_live(self, where: str, state: int) -> None:
+    def check_live(self, where: str, state: int) -> None:
+        """Raise StateError unless ``state`` may be a live recurrent state."""
         self._check_unit(where, Space.RECURRENT, state)
         if self._tier(state) is Tier.HOST:
             raise StateError(where, f"state {state} lies in host memory, where checkpoints are; a live one cannot")
@@ -131,7 +132,7 @@ class Sequences:
         if not self._free_rows:
             raise StateError(where, f"{self.max_sequences} sequences are open, the most this daemon was loaded for")
         if self.units[Space.RECURRENT]:
-            self._check_live(where, operation.state)
+            self.check_live(where, operation.state)
         self.by_id[operation.sequence] = OpenedSequence(operation.sequence, self._free_rows.pop(), operation.state)
 
     def _set_pages(self, operation: SetPages) -> None:

@@ -258,8 +258,10 @@ class GatedDeltaNet:
     def _mix(self, group: Group, y: Tensor) -> Tensor:
         """Input columns [B, n, C + ...] to gated outputs [B, n, N, Dv], float32; advances the group's states."""
         s, b, n = self.shape, group.n_slices, group.n_tokens
-        if self.gated_delta_net is not None and (
-            self.gated_delta_net.max_tokens is None or n <= self.gated_delta_net.max_tokens
+        if (
+            self.gated_delta_net is not None
+            and (self.gated_delta_net.max_tokens is None or n <= self.gated_delta_net.max_tokens)
+            and not group.n_states
         ):
             found = self.gated_delta_net(y.flatten(0, 1), self.convolution, self.states, group.states, group.offset)
             return found.view(b, n, s.n_value, s.dim)
@@ -267,7 +269,11 @@ class GatedDeltaNet:
             y = y.float()
         mixed, z, alpha, beta = y.split_with_sizes(self.columns, dim=-1)
         mixed, window = convolve(mixed, group.load_state(self.convolution), self.w.conv_weight)
-        group.store_state(self.convolution, window[:, n:])
+        if group.n_states:
+            windows = window.unfold(1, window.shape[1] - n, 1)[:, 1 + n - group.n_states :]
+            group.keep_states(self.convolution, n - group.n_states, windows.transpose(2, 3))
+        else:
+            group.store_state(self.convolution, window[:, n:])
         qk, v = F.silu(mixed).split_with_sizes(self.channels, dim=-1)
         qk = self.qk_norm.float32(qk.view(b, n, 2 * s.n_key, s.dim)).view(b, n, 2, s.n_key, s.dim)
         if s.n_value != s.n_key:
@@ -279,6 +285,8 @@ class GatedDeltaNet:
     def _recur(self, group: Group, qk: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> Tensor:
         """qk [B, n, 2, N, D], v [B, n, N, D], g and beta [B, n, N] -> o [B, n, N, D]"""
         state = group.load_state(self.states)
+        if group.n_states:
+            return self._recur_by_token(group, state, qk, v, g.exp_(), beta)
         if group.n_tokens == 1:
             out = step(state, qk, v, g.exp_(), beta)
         else:
@@ -286,3 +294,15 @@ class GatedDeltaNet:
             out, state = chunked(state, q, k, v, (g, beta), group.offset)
         group.store_state(self.states, state)
         return out
+
+    def _recur_by_token(self, group: Group, state: Tensor, *inputs: Tensor) -> Tensor:
+        """:meth:`_recur` of qk, v, exp(g) and beta as single steps, which keeps the states after the last tokens."""
+        out, first = [], group.n_tokens - group.n_states
+        for token, (qk, v, decay, beta) in enumerate(zip(*(torch.split(x, 1, dim=1) for x in inputs), strict=True)):
+            row = group.kept_row(self.states, token)
+            after = torch.empty_like(state) if row is None else row
+            out.append(step(state, qk, v, decay, beta, after))
+            if row is None and token >= first:
+                group.keep_states(self.states, token, after.unsqueeze(1))
+            state = after
+        return torch.cat(out, dim=1)

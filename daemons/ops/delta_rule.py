@@ -33,15 +33,19 @@ def convolve(inputs: Tensor, left: Tensor, conv_weight: Tensor) -> tuple[Tensor,
     return out, window
 
 
-def step(state: Tensor, qk: Tensor, v: Tensor, decay: Tensor, beta: Tensor) -> Tensor:
+def step(state: Tensor, qk: Tensor, v: Tensor, decay: Tensor, beta: Tensor, target: Tensor | None = None) -> Tensor:
     """One token per sequence: update ``state`` [B, N, Dk, Dv] in place, return o [B, 1, N, Dv].
 
     ``qk`` [B, 1, 2, N, Dk] queries and keys; v [B, 1, N, Dv]; ``decay`` = exp(g) and beta [B, 1, N].
+    ``target``, when given, gets the new state; ``state`` then keeps the old one, unless it is the same memory.
     """
     b, n, dk, dv = state.shape
     q, k = qk.transpose(0, 2).reshape(2, b * n, 1, dk).unbind(0)
     s = state.view(b * n, dk, dv)
-    s.mul_(decay.reshape(-1, 1, 1))
+    if target is None:
+        s.mul_(decay.reshape(-1, 1, 1))
+    else:
+        s = torch.mul(s, decay.reshape(-1, 1, 1), out=target.view(b * n, dk, dv))
     error = torch.baddbmm(v.reshape(b * n, 1, dv), k, s, alpha=-1.0).mul_(beta.reshape(-1, 1, 1))
     s.addcmul_(k.transpose(1, 2), error)
     return torch.bmm(q, s).view(b, 1, n, dv)

@@ -1,6 +1,7 @@
 """Pools, page tables and step layouts: every operation of a step, every contradiction."""
 
 import random
+from dataclasses import replace
 
 import pytest
 import torch
@@ -299,12 +300,88 @@ def test_short_slices_of_equal_length_are_one_group_wherever_they_start(
     assert (layout.graph_key is not None) == (n <= SHORT_SLICE)
 
 
-def test_drafts_are_refused_until_they_can_be_rolled_back() -> None:
-    spec, _, sequences = make()
-    sequences.apply(opened(1))
-    table_of(sequences, 1, [0])
-    with pytest.raises(StateError, match="2 drafts: this daemon does not verify drafts yet"):
-        Layout([Slice(1, 0, [1, 2, 3], True, 2)], sequences, spec)
+@pytest.mark.parametrize(
+    ("slice_", "message"),
+    [
+        (Slice(1, 0, [1, 2, 3], True, 3), "3 drafts among 3 tokens"),
+        (Slice(1, 0, [1, 2, 3], True, -1), "-1 drafts among 3 tokens"),
+        (Slice(1, 0, [1, 2, 3], False, 1, [0, 3]), "1 drafts among 3 tokens of a slice that samples nothing"),
+        (Slice(1, 0, [1, 2, 3], True, 2), "0 states to write; 2 drafts take 3"),
+        (Slice(1, 0, [1, 2, 3], True, 2, [0, 3]), "2 states to write; 2 drafts take 3"),
+        (Slice(1, 0, [1, 2], True, 0, [0, 2, 3]), "3 states to write in a slice of 2 tokens"),
+        (Slice(1, 0, [1] * 17, True, 0, [0]), "1 states to write in a slice of 17 tokens"),
+        (Slice(1, 0, [1, 2, 3], True, 2, [0, 3, 5]), "state 5 is outside the pool of 5"),
+        (Slice(1, 0, [1, 2, 3], True, 2, [0, -1, 3]), "state -1 is outside the pool of 5"),
+        (Slice(1, 0, [1, 2, 3], True, 2, [0, 4, 3]), "state 4 lies in host memory"),
+        (Slice(1, 0, [1, 2, 3], True, 2, [0, 3, 3]), "recurrent state 3 is used twice in this step"),
+        (Slice(1, 0, [1, 2, 3], True, 2, [0, 1, 3]), "recurrent state 1 is used twice in this step"),
+    ],
+)
+def test_verify_slices_that_contradict_themselves_or_others_are_refused(slice_: Slice, message: str) -> None:
+    """Sequence 2 has a slice of one token in the same step; its live state is 1."""
+    sizes = PoolSizes(full_pages=12, window_pages=8, states=5, host_states=1)
+    spec = make_spec()
+    sequences = Sequences([Pools(spec, LayerRange(0, 4), CPU, Dtype.FLOAT32, sizes)], sizes, max_sequences=3)
+    for s in (1, 2):
+        sequences.apply(opened(s, s - 1))
+        for space in (Space.FULL, Space.WINDOW):
+            table_of(sequences, s, [s], space)
+    for slices in ([slice_, Slice(2, 0, [1], True)], [Slice(2, 0, [1], True), slice_]):
+        with pytest.raises(StateError) as caught:
+            Layout(slices, sequences, spec)
+        assert message in str(caught.value)
+        assert caught.value.where == "slice of sequence 1 at 0" or "twice" in message
+
+
+def test_a_model_without_recurrent_layers_writes_no_states() -> None:
+    spec = make_spec()
+    spec = replace(spec, layers=spec.layers[:1])
+    sizes = PoolSizes(full_pages=12, window_pages=0, states=0)
+    sequences = Sequences([Pools(spec, LayerRange(0, 1), CPU, Dtype.FLOAT32, sizes)], sizes, max_sequences=3)
+    sequences.apply(opened())
+    table_of(sequences, 1, [3])
+    assert Layout([Slice(1, 0, [1, 2, 3], True, 2)], sequences, spec).n_rows == 3
+    with pytest.raises(StateError, match="2 recurrent states to write, and the model has none"):
+        Layout([Slice(1, 0, [1, 2, 3], True, 1, [0, 1])], sequences, spec)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.data())
+def test_states_are_kept_where_the_slices_say(data: st.DataObject) -> None:
+    """Any slices with and without states to write: each kept state goes to its row, and no other row changes."""
+    spec, pools, sequences = make()
+    free = data.draw(st.permutations(range(5)))
+    slices, wanted = [], {}
+    for s in range(data.draw(st.integers(1, 3))):
+        live, free = free[0], free[1:]
+        sequences.apply(opened(s, live))
+        for space in (Space.FULL, Space.WINDOW):
+            table_of(sequences, s, [s], space)
+        n = data.draw(st.integers(1, 4))
+        n_states = data.draw(st.integers(0, min(n, len(free) - 2 + s, 3)))  # the next sequences need one each
+        used = [live, *free[: n_states - 1]] if data.draw(st.booleans()) else list(free[:n_states])
+        states = data.draw(st.permutations(used)) if n_states else []
+        free = [state for state in free if state not in states]
+        slices.append(Slice(s, 0, [s] * n, True, 0, states))
+        wanted |= {state: (s, n - len(states) + i) for i, state in enumerate(states)} or {live: (s, n - 1)}
+    pool = pools.state(2, "conv")
+    pool.fill_(-1.0)
+    for group in batch_of(spec, sequences, slices).groups:
+        ids = torch.tensor([slices[sequence.id].sequence for sequence in group.layout.sequences])
+        after = (ids[:, None] * 10.0 + torch.arange(group.n_tokens))[:, :, None, None].expand(-1, -1, *pool.shape[1:])
+        if group.n_states == 0:
+            group.store_state(pool, after[:, -1])
+            continue
+        first = group.n_tokens - group.n_states
+        assert group.kept_row(pool, first - 1) is None
+        row = group.kept_row(pool, first)
+        if row is not None:
+            row.copy_(after[:, first])
+            first += 1
+        group.keep_states(pool, first, after[:, first:])
+    found = {i: float(value) for i, value in enumerate(pool[:, 0, 0]) if value >= 0}
+    assert found == {state: s * 10.0 + token for state, (s, token) in wanted.items()}
+    assert bool((pool == pool[:, :1, :1]).all())
 
 
 @settings(max_examples=60, deadline=None)

@@ -11,8 +11,8 @@ from daemons.warm import STEP_TOKENS, warm_up
 from lucevisor.model.values import Backend, Dtype, LayerRange
 from lucevisor.protocol.loading import Load, ShardPlan, StagePlan
 from lucevisor.protocol.messages import Progress
+from tests.families.golden import FIXTURES, opened
 from tests.families.pipeline import Pipeline, load_stages, pools_of
-from tests.families.test_golden import FIXTURES, opened
 
 
 @pytest.mark.parametrize("name", FIXTURES)

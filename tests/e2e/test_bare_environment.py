@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from tests.e2e.service import GOLDEN, running, write_config
-from tests.families.test_golden import opened
+from tests.families.golden import opened
 
 DAEMON_PACKAGES = ("torch", "numpy", "gguf", "msgspec")
 

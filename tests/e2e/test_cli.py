@@ -17,7 +17,7 @@ import torch
 
 from tests.e2e.process import DEMO, ROOT, Cli, alive, wait_until
 from tests.e2e.service import GOLDEN, write_config
-from tests.families.test_golden import opened
+from tests.families.golden import opened
 
 
 def test_demo_answers_restarts_a_shard_and_leaves_nothing(cli: Cli) -> None:

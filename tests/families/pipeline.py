@@ -4,7 +4,7 @@ would.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
@@ -15,10 +15,20 @@ from daemons.models.stage import LoadedStage
 from lucevisor.model.spec import ModelSpec
 from lucevisor.model.values import PAGE_TOKENS, Backend, Dtype, LayerRange, Space
 from lucevisor.protocol.loading import Load, PoolSizes, ShardPlan, StagePlan
-from lucevisor.protocol.steps import CloseSequence, OpenSequence, Operation, Sampling, SetPages, Slice, Step, ZeroState
+from lucevisor.protocol.steps import (
+    CloseSequence,
+    OpenSequence,
+    Operation,
+    Sampling,
+    SetPages,
+    Slice,
+    Step,
+    UseState,
+    ZeroState,
+)
 
 PAGES = 61
-STATES = 16
+STATES = 32
 
 
 def pools_of(spec: ModelSpec) -> PoolSizes:
@@ -64,6 +74,7 @@ class Text:
 
     state: int
     length: int = 0
+    kept: list[int] = field(default_factory=list)  # the states of the last verify slice
     pages: dict[Space, list[int | None]] = field(default_factory=dict)
 
 
@@ -98,11 +109,17 @@ class Pipeline:
 
     def run(self, *parts: tuple[int, Sequence[int]], want_hidden: bool = False) -> Tensor:
         """Append tokens to sequences in one step; logits [T, V] of every row, in the order of the parts."""
+        return self.verify(*((sequence, tokens, 0) for sequence, tokens in parts), want_hidden=want_hidden)
+
+    def verify(self, *parts: tuple[int, Sequence[int], int], want_hidden: bool = False) -> Tensor:
+        """The same, where the last tokens of each part are drafts, in the number it ends with.  See :meth:`accept`."""
         operations: list[Operation] = []
         slices = []
-        for sequence, tokens in parts:
+        for sequence, tokens, n_drafts in parts:
             text = self.texts[sequence]
-            slices.append(Slice(sequence, text.length, list(tokens), True))
+            if n_drafts and Space.RECURRENT in self.spec.spaces():
+                text.kept = [text.state] + [self.free_states.pop() for _ in range(n_drafts)]
+            slices.append(Slice(sequence, text.length, list(tokens), True, n_drafts, list(text.kept)))
             operations += self._grow(sequence, text, len(tokens))
         step = Step(1, 0, operations, slices, want_hidden=want_hidden)
         rows: Tensor | None = None
@@ -114,6 +131,30 @@ class Pipeline:
             self.hidden += out.hidden
         assert rows is not None
         return self.stages[-1].logits(rows, None)
+
+    def accept(self, sequence: int, n_drafts: int, n_accepted: int) -> None:
+        """Keep the first ``n_accepted`` of the ``n_drafts`` of the last step."""
+        text = self.texts[sequence]
+        text.length -= n_drafts - n_accepted
+        if text.kept:
+            text.state = text.kept.pop(n_accepted)
+            self.free_states += text.kept
+            text.kept = []
+            self._apply([UseState(sequence, text.state)])
+
+    def speculate(
+        self, sequence: int, prompt: Sequence[int], n: int, draft: Callable[[list[int]], list[int]]
+    ) -> list[int]:
+        """:meth:`greedy` with drafts: ``draft`` continues what was generated so far."""
+        out = [int(self.run((sequence, prompt))[-1].argmax())]
+        while len(out) < n:
+            drafts = draft(out)[: n - 1 - len(out)]
+            found = self.verify((sequence, [out[-1], *drafts], len(drafts))).argmax(dim=-1).tolist()
+            right = [a == b for a, b in zip(drafts, found, strict=False)]
+            n_accepted = [*right, False].index(False)
+            out += found[: n_accepted + 1]
+            self.accept(sequence, len(drafts), n_accepted)
+        return out
 
     def _grow(self, sequence: int, text: Text, n: int) -> list[Operation]:
         """Pages for ``n`` more positions; those that no later query sees go back first, and may be dealt out at

@@ -2,68 +2,17 @@
 
 from __future__ import annotations
 
-from functools import cache, cached_property
 from itertools import combinations
-from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
-from lucevisor.model.families import open_spec
 from lucevisor.model.values import Backend, Dtype, LayerRange, Space
 from lucevisor.model.weight_layout import weight_bytes
-from tests.families.pipeline import How, Pipeline, load_stages
-from tests.families.rounding import Bounds, Formats, assert_same_tokens, bounds, explained, middle_error
-
-GOLDEN = Path(__file__).parents[1] / "data" / "golden"
-FIXTURES = ("qwen3", "qwen35", "qwen35moe", "gemma4_e2b", "gemma4_moe", "laguna", "laguna_mscale")
-OPTIONS = {"laguna": {"yarn_attn_factor": "file"}}
-"""The golden file ``laguna`` holds an attention factor that only transformers obeys."""
-
-
-class Golden:
-    """A model, what is expected of it, and its stages unsplit."""
-
-    def __init__(self, name: str) -> None:
-        self.name = name
-        self.spec = open_spec(GOLDEN / name / "model.gguf", OPTIONS.get(name))
-        with np.load(GOLDEN / name / "golden.npz") as z:
-            self.ids: list[int] = z["input_ids"].tolist()
-            self.logits = torch.from_numpy(z["logits"])
-            self.hidden = torch.from_numpy(z["hidden"])
-            self.prompt = self.ids[: int(z["prompt_len"])]
-            self.greedy: list[int] = z["greedy"].tolist()
-        self.whole = load_stages(self.spec)
-
-    def pipeline(self, stages=None, **options) -> Pipeline:
-        return Pipeline(self.spec, stages or self.whole, **options)
-
-    @cached_property
-    def bounds(self) -> Bounds:
-        return bounds(self.spec, self.ids)
-
-    def explained(self, formats: Formats) -> float:
-        return explained(self.spec, self.ids, self.bounds.logits.exact, formats)
-
-    def assert_logits(self, found: Tensor) -> None:
-        """Logits of the first ids are the golden ones, as near as two float32 runs must be."""
-        self.bounds.assert_logits(found, self.logits, slice(len(found)))
-
-    def assert_tokens(self, found: list[int]) -> None:
-        assert_same_tokens(self.spec, self.prompt, found, self.greedy)
-
-    def layer_splits(self) -> list[int]:
-        return [b for b in range(1, self.spec.n_layers) if self.spec.legal_boundary(b)]
-
-
-opened = cache(Golden)
-
-
-@pytest.fixture(params=FIXTURES)
-def golden(request) -> Golden:
-    return opened(request.param)
+from tests.families.golden import FIXTURES, Golden, opened
+from tests.families.pipeline import How, load_stages
+from tests.families.rounding import Formats, assert_same_tokens, middle_error
 
 
 def test_logits_and_every_layer(golden):

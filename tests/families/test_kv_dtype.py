@@ -16,9 +16,9 @@ from hypothesis import strategies as st
 
 from daemons.ops.paged import Pages, Q8Pages
 from lucevisor.model.values import Q8_GROUP, Dtype, Space, q8_groups
+from tests.families.golden import opened
 from tests.families.pipeline import How, load_stages, pools_of
 from tests.families.rounding import Formats, middle_error
-from tests.families.test_golden import opened
 from tests.numerics import UNIT, q8_error
 
 NAMES = ("qwen3", "qwen35", "qwen35moe", "laguna", "gemma4_e2b", "gemma4_moe")

@@ -6,8 +6,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from tests.families.golden import opened
 from tests.families.rounding import assert_same_tokens
-from tests.families.test_golden import opened
 from tests.numerics import Exact, bound
 
 

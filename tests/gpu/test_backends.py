@@ -18,6 +18,7 @@ from lucevisor.model.families import open_spec
 from lucevisor.model.values import Dtype
 from tests.e2e.process import DEMO, Cli
 from tests.e2e.service import GOLDEN, generate, running
+from tests.families.golden import opened
 from tests.families.rounding import (
     MIDDLE_SAFETY,
     Bounds,
@@ -27,7 +28,6 @@ from tests.families.rounding import (
     middle_error,
     narrowed,
 )
-from tests.families.test_golden import opened
 
 pytestmark = pytest.mark.gpu
 

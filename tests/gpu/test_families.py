@@ -10,9 +10,9 @@ import torch
 
 from daemons.device import prepare
 from lucevisor.model.values import Backend, Dtype
+from tests.families.golden import FIXTURES, opened
 from tests.families.pipeline import How, Pipeline, load_stages
 from tests.families.rounding import Formats, bounds, middle_error
-from tests.families.test_golden import FIXTURES, opened
 from tests.families.test_weight_formats import IDS, MIXES, MODELS, logits, spec_of
 
 pytestmark = [

@@ -13,8 +13,8 @@ from daemons.graphs import CAPTURE_AT, CudaGraphs
 from daemons.models.stage import LoadedStage
 from lucevisor.model.values import Backend, Dtype, Space
 from lucevisor.protocol.steps import SetPages
+from tests.families.golden import FIXTURES, opened
 from tests.families.pipeline import How, Pipeline, load_stages
-from tests.families.test_golden import FIXTURES, opened
 
 pytestmark = [
     pytest.mark.gpu,

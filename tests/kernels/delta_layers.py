@@ -147,6 +147,7 @@ def form_of(net: GatedDeltaNet, offset: int = 0) -> Form:
             n_slices=y.shape[0],
             n_tokens=y.shape[1],
             offset=offset,
+            n_states=0,
             load_state=lambda pool: states[id(pool)],
             store_state=lambda pool, value: states.update({id(pool): value}),
         )
