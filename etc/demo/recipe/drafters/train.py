@@ -173,7 +173,7 @@ def train_dflash(
     say(name, shape, f"{sum(p.numel() for p in model.parameters()):,} parameters")
     loader = Loader(target, data, args.tokens, shape.capture, args.seed, args.reuse)
     fit(model, loader, lambda b: dflash_loss(model, b, args.soft, args.gamma), args, seconds, name, log)
-    write_dflash(args.out / f"demo-{name}-q8_0.gguf", model)
+    write_dflash(args.out / f"demo-qwen35-22m-{name}-q8_0.gguf", model)
     log.append({"drafter": name, **evaluate_dflash(model, held, args.eval_rows)})
     say(name, json.dumps(log[-1]))
 
@@ -187,7 +187,7 @@ def train_mtp(
     say(name, f"{sum(p.numel() for p in model.parameters()):,} parameters")
     loader = Loader(target, data, args.tokens, (), args.seed, args.reuse)
     fit(model, loader, lambda b: mtp_loss(model, b, args.depth, args.soft, args.tokens // 4), args, seconds, name, log)
-    write_mtp(args.out / f"demo-{name}-q8_0.gguf", model)
+    write_mtp(args.out / f"demo-qwen35-22m-{name}-q8_0.gguf", model)
     log.append({"drafter": name, **evaluate_mtp(model, held, args.eval_rows, 3)})
     say(name, json.dumps(log[-1]))
 
