@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
@@ -24,11 +24,10 @@ CAPTURE_AT = 2
 MAX_GRAPHS = 64
 """Graphs kept; the least recently used one is dropped."""
 
-Work = Callable[[Tensor | None, Batch], Tensor]
-"""What is captured: boundary rows (None with an embedding) and a batch to the shard's output rows."""
+Output = TypeVar("Output")
 
 
-def capture(device: torch.device, work: Callable[[], Tensor], pool: Any) -> tuple[torch.cuda.CUDAGraph, Tensor]:
+def capture(device: torch.device, work: Callable[[], Output], pool: Any) -> tuple[torch.cuda.CUDAGraph, Output]:
     """Capture the launches of ``work`` without running them; its result lies in ``pool``'s memory.
 
     Raises torch's RuntimeError when ``work`` synchronises with the device or memory runs out.
@@ -48,15 +47,15 @@ def capture(device: torch.device, work: Callable[[], Tensor], pool: Any) -> tupl
 
 
 @dataclass(slots=True)
-class CapturedGraph:
+class CapturedGraph(Generic[Output]):
     """A graph with its static inputs and output."""
 
     graph: torch.cuda.CUDAGraph
     metadata: Tensor
     rows: Tensor | None
-    out: Tensor
+    out: Output
 
-    def replay(self, rows: Tensor | None, layout: Layout) -> Tensor:
+    def replay(self, rows: Tensor | None, layout: Layout) -> Output:
         self.metadata.copy_(layout.pinned(), non_blocking=True)
         if rows is not None and self.rows is not None:
             self.rows.copy_(rows, non_blocking=True)
@@ -65,21 +64,23 @@ class CapturedGraph:
 
 
 @dataclass(slots=True)
-class CudaGraphs:
-    """The CUDA graphs of one shard on one GPU.  A result is valid until the next step."""
+class CudaGraphs(Generic[Output]):
+    """The CUDA graphs of one shard on one GPU.  ``work``: boundary rows (None with an embedding) and a batch to the
+    shard's output, which is valid until the next step.
+    """
 
     device: torch.device
-    work: Work
+    work: Callable[[Tensor | None, Batch], Output]
     max_tokens: int  # longer steps synchronise with the device and run eagerly
     warn: Callable[[str], None] = lambda _: None
     _seen: dict[GraphKey, int] = field(default_factory=dict)
-    _graphs: OrderedDict[GraphKey, CapturedGraph] = field(default_factory=OrderedDict)
+    _graphs: OrderedDict[GraphKey, CapturedGraph[Output]] = field(default_factory=OrderedDict)
     _tables: dict[Space, tuple[int, int]] = field(default_factory=dict)
     _pool: Any = None  # torch's handle of the memory that all graphs share
     _uncapturable: set[GraphKey] = field(default_factory=set)
 
-    def run(self, rows: Tensor | None, layout: Layout, tables: dict[Space, Tensor]) -> Tensor:
-        """The shard's rows of a step: replayed when its key has a graph, eager otherwise.  Captures a repeated key."""
+    def run(self, rows: Tensor | None, layout: Layout, tables: dict[Space, Tensor]) -> Output:
+        """The shard's output of a step: replayed if its key has a graph, eager otherwise.  Captures a repeated key."""
         key = layout.graph_key
         if key is None or layout.n_rows > self.max_tokens or key in self._uncapturable:
             return self.work(rows, Batch(layout, tables, layout.on(self.device)))
@@ -103,7 +104,7 @@ class CudaGraphs:
 
     def _capture(
         self, key: GraphKey, rows: Tensor | None, layout: Layout, tables: dict[Space, Tensor]
-    ) -> CapturedGraph | None:
+    ) -> CapturedGraph[Output] | None:
         """Capture the step without running it; None when torch refuses."""
         metadata = layout.on(self.device)
         static_rows = None if rows is None else torch.empty_like(rows, device=self.device)

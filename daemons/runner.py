@@ -1,7 +1,8 @@
 """The daemon's part of the data path: the stages of one model, executing prefill chunks and decode steps.  READ FIRST.
 
 ``run_step``: state operations, boundary rows in, the stage's layers, boundary rows out, and at the output stage logits
-and sampling.  Decides nothing: ids, pages and order come from the supervisor.
+and sampling.  ``run_draft``: the same step for the draft stage: captures and sampled tokens in, drafts out.
+Decides nothing: ids, pages and order come from the supervisor.
 """
 
 from __future__ import annotations
@@ -10,26 +11,40 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
+from importlib import import_module
 from pathlib import Path
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from daemons import device as devices
 from daemons.boundary import BoundaryBuffer, SharedMemoryBuffer
-from daemons.errors import LoadError
+from daemons.draft.inputs import DraftInputs
+from daemons.errors import LoadError, StateError
+from daemons.kv.pools import Pools
 from daemons.models.stage import LoadedStage
 from daemons.pulse import Reporter
 from daemons.sampling import Sampler
-from daemons.snapshots.state_map import StateMap
+from daemons.snapshots.state_map import DraftPools, StateMap
 from daemons.warm import warm_up
 from lucevisor.model.families import read_spec
 from lucevisor.model.gguf_files import GgufFiles, open_model
+from lucevisor.model.spec import LayerSpec, ModelSpec
 from lucevisor.model.values import Backend, FileIdentity
 from lucevisor.protocol.arena import Arena
 from lucevisor.protocol.loading import DeviceUse, Load, Loaded, StagePlan
 from lucevisor.protocol.messages import Progress
-from lucevisor.protocol.steps import CloseSequence, OpenSequence, Sampled, Step, StepResult
+from lucevisor.protocol.steps import (
+    CloseSequence,
+    Drafted,
+    DraftStep,
+    OpenSequence,
+    Operation,
+    Sampled,
+    Step,
+    StepResult,
+)
 
 
 @dataclass(slots=True)
@@ -40,8 +55,27 @@ class StepOutput:
     payload: list[Tensor]
 
 
+class DraftStage(Protocol):
+    """The draft stage: a drafter and its pools on one device."""
+
+    device: torch.device
+    layers: Sequence[LayerSpec]
+    pools: list[Pools]
+    kernels: dict[str, str]
+    warnings: list[str]
+
+    def apply(self, operations: Sequence[Operation]) -> None: ...
+
+    def run(self, step: Step, captures: Sequence[Tensor], tokens: Sequence[Sequence[int]]) -> list[Drafted]:
+        """``captures[i]``: rows [T, n E] of source i, on any device; ``tokens[i]``: sampled for slice i."""
+
+    def reset(self) -> None: ...
+
+    def usage(self) -> list[DeviceUse]: ...
+
+
 class ModelRunner:
-    """The stages of one daemon, after :meth:`load`."""
+    """The stages of one daemon and its draft stage, either of which it may lack; after :meth:`load`."""
 
     def __init__(self, load: Load, backend: Backend, arenas: Sequence[Arena]) -> None:
         self._load = load
@@ -52,12 +86,18 @@ class ModelRunner:
         self.spec = read_spec(_open_planned(load), load.options)
         pinned = backend is not Backend.CPU
         self._boundaries: list[BoundaryBuffer] = [
-            SharedMemoryBuffer(arena, load.dtype, self.spec.boundary_width, pinned=pinned) for arena in arenas
+            SharedMemoryBuffer(arena, load.dtype, _width(load, i, self.spec), pinned=pinned)
+            for i, arena in enumerate(arenas)
         ]
+        self._draft: DraftStage | None = None
+        self._draft_inputs = None if load.draft is None else DraftInputs(load.draft, self._boundaries)
 
     @classmethod
     def load(cls, load: Load, backend: Backend, fds: Sequence[int], reporter: Reporter) -> tuple[ModelRunner, Loaded]:
-        """Attach the arenas, load and warm up every stage.  Raises GgufError, ArenaError, LoadError or DeviceError."""
+        """Attach the arenas, load and warm up every stage, and load the draft stage.
+
+        Raises GgufError, ArenaError, LoadError or DeviceError.
+        """
         started = time.monotonic()
         if len(fds) != len(load.arenas):
             raise ValueError(f"Load names {len(load.arenas)} arenas, {len(fds)} descriptors arrived")
@@ -74,11 +114,25 @@ class ModelRunner:
             kernels |= stage.kernels
             if plan.output:
                 runner._sampler = Sampler(runner.spec.vocabulary, stage.device)
+        if load.draft is not None:
+            draft = runner._load_draft(reporter)
+            uses += draft.usage()
+            kernels |= draft.kernels
         assert runner.spec.files is not None
         identities = _unchanged(runner.spec.files)
         loaded = Loaded(uses, kernels, time.monotonic() - started, identities)
         runner._warm_up(reporter)
         return runner, loaded
+
+    def _load_draft(self, reporter: Reporter) -> DraftStage:
+        assert self._load.draft is not None
+        output_stage = next((self.stages[p.stage] for p in self._load.stages if p.output), None)
+        made = import_module("daemons.draft.stage").DraftStage
+        draft: DraftStage = made.load(self.spec, self._load, self._backend, reporter.progress, output_stage)
+        for warning in draft.warnings:
+            reporter.log("warning", warning, stage=self._load.draft.stage)
+        self._draft = draft
+        return draft
 
     def _warm_up(self, reporter: Reporter) -> None:
         """Compile the kernels of the stages that have any."""
@@ -112,16 +166,44 @@ class ModelRunner:
                 hidden = torch.stack([h.float().cpu() for h in out.hidden])  # layers may be on several devices
                 payload.append(hidden)
                 segments.append(("hidden", list(hidden.shape)))
+            self._hand_over(plan, step, out.captures)
             if plan.target is not None:
                 self._boundaries[plan.target].write(step.region, out.rows)
             else:
                 sampled = self._sample(stage, step, out.rows, payload, segments)
+        if plan.output and self._draft_inputs is not None:
+            self._draft_inputs.keep_tokens(step, sampled)
         result = StepResult(step.step_id, stage_index, sampled, time.monotonic() - started, wait_s, segments)
         return StepOutput(result, payload)
 
+    def _hand_over(self, plan: StagePlan, step: Step, captures: Tensor | None) -> None:
+        """Hand a stage's captures to the draft stage, in this daemon or in another."""
+        if captures is None:
+            return
+        if plan.capture_target is not None:
+            self._boundaries[plan.capture_target].write(step.region, captures)
+        elif self._draft_inputs is not None:
+            self._draft_inputs.keep_captures(step, plan.stage, captures)
+
+    @torch.inference_mode()
+    def run_draft(self, message: DraftStep, wait_s: float) -> StepOutput:
+        """Execute a step on the draft stage, after the output stage ran it.  Raises StateError."""
+        started, step = time.monotonic(), message.step
+        if self._draft is None or self._draft_inputs is None:
+            raise StateError(f"draft step {step.step_id}", "this daemon has no draft stage")
+        plan = self._draft_inputs.plan
+        captures, tokens = self._draft_inputs.take(message)
+        self._draft.apply(step.operations)
+        drafts = self._draft.run(step, captures, tokens) if step.n_tokens else []
+        if any(source.arena is not None for source in plan.sources):
+            devices.synchronize(self._draft.device)  # the next step of this region may overwrite the captures
+        elapsed = time.monotonic() - started
+        return StepOutput(StepResult(step.step_id, plan.stage, [], elapsed, wait_s, [], drafts), [])
+
     def state_map(self) -> StateMap:
         """Where the state of every layer is."""
-        return StateMap(self.spec, [shard.pools for stage in self.stages.values() for shard in stage.shards])
+        draft = None if self._draft is None else DraftPools(self._draft.layers, self._draft.pools[0])
+        return StateMap(self.spec, [shard.pools for stage in self.stages.values() for shard in stage.shards], draft)
 
     def reset(self) -> None:
         """Drop every sequence of every stage."""
@@ -129,9 +211,14 @@ class ModelRunner:
             stage.reset()
         if self._sampler is not None:
             self._sampler.reset()
+        if self._draft is not None:
+            self._draft.reset()
+        if self._draft_inputs is not None:
+            self._draft_inputs.reset()
 
     def free_bytes(self) -> list[int]:
-        indices = sorted({s.device for p in self._load.stages for s in p.shards})
+        of_draft = [] if self._load.draft is None else [self._load.draft.device]
+        indices = sorted({*of_draft, *(s.device for p in self._load.stages for s in p.shards)})
         return [devices.memory_free(devices.torch_device(self._backend, i)) for i in indices]
 
     def _apply(self, stage: LoadedStage, plan: StagePlan, step: Step) -> None:
@@ -161,6 +248,19 @@ class ModelRunner:
         if not wanted or self._sampler is None:
             return []
         return self._sampler.sample([s for s in step.slices if s.sample], stage.logits(rows, wanted))
+
+
+def _width(load: Load, arena: int, spec: ModelSpec) -> int:
+    """Numbers a row has in an arena.  Raises LoadError for an arena that no stage uses."""
+    if not load.arenas[arena].capture:
+        return spec.boundary_width
+    layers = [plan.captures for plan in load.stages if plan.capture_target == arena]
+    if load.draft is not None:
+        layers += [source.layers for source in load.draft.sources if source.arena == arena]
+    if len(layers) != 1:
+        reason = f"{len(layers)} stages of this daemon write or read it instead of one"
+        raise LoadError(f"arena {arena} for captures", reason, "correct the plan", configuration=True)
+    return len(layers[0]) * spec.hidden_size
 
 
 def _open_planned(load: Load) -> GgufFiles:

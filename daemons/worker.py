@@ -35,7 +35,7 @@ from lucevisor.protocol.frames import Frame
 from lucevisor.protocol.loading import Hello, Load
 from lucevisor.protocol.messages import PROTOCOL_VERSION, Failed, Shutdown
 from lucevisor.protocol.source_hash import source_hash
-from lucevisor.protocol.steps import Reset, ResetDone, Step
+from lucevisor.protocol.steps import DraftStep, Reset, ResetDone, Step
 from lucevisor.protocol.transfers import Restore, Save
 
 
@@ -114,8 +114,8 @@ class _MessageLoop:
     def _handle(self, frame: Frame) -> int | None:
         """Return None to go on, or the exit code."""
         match frame.message:
-            case Step() as step:
-                return self._step(step, frame.flags)
+            case Step() | DraftStep() as message:
+                return self._step(message, frame.flags)
             case Load() as load:
                 return self._load(load, frame.fds)
             case Save() | Restore() as order if self._transfers is not None:
@@ -140,15 +140,20 @@ class _MessageLoop:
                     "",
                 )
 
-    def _step(self, step: Step, stage: int) -> int | None:
+    def _step(self, message: Step | DraftStep, stage: int) -> int | None:
         wait_s = time.monotonic() - self._idle_since
+        step = message.step if isinstance(message, DraftStep) else message
         self._reporter.phase("step", step.step_id)
         try:
             if self._runtime is None:
                 raise ValueError("step before load")
-            outcome = self._runtime.run_step(step, stage, wait_s)
+            if isinstance(message, DraftStep):
+                outcome = self._runtime.run_draft(message, wait_s)
+            else:
+                outcome = self._runtime.run_step(message, stage, wait_s)
         except Exception as e:  # process boundary: report, then exit
-            return self._fail(f"step {step.step_id}", e, f"stage {stage}")
+            where = "the draft stage" if isinstance(message, DraftStep) else f"stage {stage}"
+            return self._fail(f"step {step.step_id}", e, where)
         payload = [t.contiguous().numpy().data for t in outcome.payload]
         self._link.send(outcome.result, request_id=step.step_id, payload=payload)
         self._reporter.step_done(step.n_tokens)
@@ -159,9 +164,9 @@ class _MessageLoop:
         try:
             self._runtime, loaded = ModelRunner.load(load, self._options.backend, fds, self._reporter)
         except Exception as e:  # process boundary: report, then exit
-            return self._fail(
-                "load", e, ", ".join(f"device {s.device} layers {s.layers}" for p in load.stages for s in p.shards)
-            )
+            places = [f"device {s.device} layers {s.layers}" for p in load.stages for s in p.shards]
+            places += [] if load.draft is None else [f"device {load.draft.device} draft stage"]
+            return self._fail("load", e, ", ".join(places))
         self._transfers = TransferExecutor(
             self._runtime.state_map(),
             lambda answer, request_id: self._link.send(answer, request_id=request_id),

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -29,7 +30,10 @@ from lucevisor.protocol.loading import DeviceUse, PoolSizes, ShardPlan
 
 @dataclass(frozen=True, slots=True)
 class ShardConfig:
-    """What to build: one shard of ``spec``, with the embedding or the output matrix where set."""
+    """What to build: one shard of ``spec``, with the embedding or the output matrix where set.
+
+    ``captures``: its layers, ascending, whose residual stream a drafter reads.
+    """
 
     spec: ModelSpec
     plan: ShardPlan
@@ -39,6 +43,16 @@ class ShardConfig:
     dtype: Dtype
     kv_dtype: Dtype
     pools: PoolSizes
+    captures: tuple[int, ...] = ()
+
+
+class ShardOutput(NamedTuple):
+    """``rows``: boundary rows [T, boundary width], with an output matrix [T, E].  ``captures`` [T, n E]: the residual
+    stream after each captured layer; None without any.
+    """
+
+    rows: Tensor
+    captures: Tensor | None
 
 
 class ShardModel:
@@ -60,6 +74,7 @@ class ShardModel:
             self.output: Callable[[Tensor], Tensor] | None = family.output() if config.output else None
         finally:
             weights.close()
+        self.captured = [i in config.captures for i in range(layers.start, layers.stop)]
         self.weight_bytes = weights.n_bytes
         n_routed = max((spec.layers[i].n_routed for i in range(layers.start, layers.stop)), default=0)
         self.max_async_tokens = selector.max_async_pairs // max(1, n_routed)
@@ -72,8 +87,8 @@ class ShardModel:
             what = f"{self.pools.host_nbytes} bytes of checkpoints in host memory"
             self.warnings.append(f"{what} cannot be page-locked: prefix slots are slower to use on {self.device}")
 
-    def run(self, rows: Tensor | None, batch: Batch, hidden: list[Tensor] | None = None) -> Tensor:
-        """Boundary rows [T, boundary width] through the layers to boundary rows, or with an output to rows [T, E].
+    def run(self, rows: Tensor | None, batch: Batch, hidden: list[Tensor] | None = None) -> ShardOutput:
+        """Boundary rows [T, boundary width] through the layers.
 
         ``hidden``, when given, collects the residual stream after the embedding and after every layer.
         """
@@ -83,11 +98,15 @@ class ShardModel:
         h = self.from_boundary(rows, batch)
         if self.embedding is not None and hidden is not None:
             hidden.append(h)
-        for layer in self.layers:
+        captures: list[Tensor] = []
+        for layer, captured in zip(self.layers, self.captured, strict=True):
             h = layer(h, batch)
+            if captured:
+                captures.append(h)
             if hidden is not None:
                 hidden.append(h)
-        return h if self.output is not None else self.to_boundary(h, batch)
+        rows = h if self.output is not None else self.to_boundary(h, batch)
+        return ShardOutput(rows, torch.cat(captures, dim=-1) if captures else None)
 
     def usage(self) -> DeviceUse:
         return DeviceUse(

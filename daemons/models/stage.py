@@ -32,10 +32,13 @@ class StageOutput:
     """``rows`` [T, boundary_width], at the output stage [T, E], in the load's dtype on the last shard's device.
 
     ``hidden``, if wanted: the residual stream [T, E] after the embedding and after each layer, on the same device.
+    ``captures`` [T, n E]: that after each of the plan's captured layers; None without any.  Rows and captures are valid
+    until the next step.
     """
 
     rows: Tensor
     hidden: list[Tensor] = field(default_factory=list)
+    captures: Tensor | None = None
 
 
 class LoadedStage:
@@ -82,6 +85,7 @@ class LoadedStage:
                 dtype=load.dtype,
                 kv_dtype=load.kv_dtype,
                 pools=load.pools,
+                captures=tuple(layer for layer in plan.captures if layer in shard.layers),
             )
             for i, shard in enumerate(plan.shards)
         ]
@@ -127,6 +131,7 @@ class LoadedStage:
         self.sequences.flush()
         layout = Layout(step.slices, self.sequences, self.spec)
         hidden: list[Tensor] | None = [] if step.want_hidden else None
+        captures: list[Tensor] = []
         for shard, graphs in zip(self.shards, self.graphs, strict=True):
             device = shard.device
             tables = self.sequences.tables(device)
@@ -134,11 +139,14 @@ class LoadedStage:
                 h = stream_dtype(h, self.dtype, device)
             with launching(device):
                 if graphs is None or hidden is not None:
-                    h = shard.run(h, Batch(layout, tables, layout.on(device)), hidden)
+                    h, captured = shard.run(h, Batch(layout, tables, layout.on(device)), hidden)
                 else:
-                    h = graphs.run(h, layout, tables)
+                    h, captured = graphs.run(h, layout, tables)
+            if captured is not None:
+                captures.append(captured.to(self.device, non_blocking=True))
         assert h is not None
-        return StageOutput(h, [x.to(self.device) for x in hidden or []])
+        joined = torch.cat(captures, dim=-1) if len(captures) > 1 else next(iter(captures), None)
+        return StageOutput(h, [x.to(self.device) for x in hidden or []], joined)
 
     @torch.inference_mode()
     def logits(self, rows: Tensor, indices: Sequence[int] | None) -> Tensor:
@@ -172,8 +180,12 @@ def _check_plan(plan: StagePlan) -> None:
         reason = "a stage either embeds tokens or reads a boundary"
     elif plan.output != (plan.target is None):
         reason = "a stage either makes logits or writes a boundary"
-    elif plan.captures:
-        reason = "this daemon captures no layers"
+    elif not all(a < b for a, b in pairwise(plan.captures)):
+        reason = f"the captured layers {plan.captures} are not in ascending order"
+    elif outside := [i for i in plan.captures if not any(i in shard.layers for shard in plan.shards)]:
+        reason = f"it captures the layers {outside}, which it does not have"
+    elif plan.capture_target is not None and not plan.captures:
+        reason = "it has an arena for captures, and captures no layer"
     else:
         for a, b in pairwise(plan.shards):
             if a.layers.stop != b.layers.start:

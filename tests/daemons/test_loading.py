@@ -258,8 +258,10 @@ def test_impossible_plans_are_refused(files, shards, message):
         ({"source": 0}, "a stage either embeds tokens or reads a boundary"),
         ({"output": False}, "a stage either makes logits or writes a boundary"),
         ({"target": 0}, "a stage either makes logits or writes a boundary"),
-        ({"model": 1}, "one model"),
-        ({"captures": [1]}, "captures no layers"),
+        ({"captures": [1, 4]}, r"it captures the layers \[4\], which it does not have"),
+        ({"captures": [2, 1]}, r"the captured layers \[2, 1\] are not in ascending order"),
+        ({"captures": [2, 2]}, "not in ascending order"),
+        ({"capture_target": 0}, "it has an arena for captures, and captures no layer"),
     ],
 )
 def test_roles_that_contradict_the_boundaries_are_refused(files, change, message):

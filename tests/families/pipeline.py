@@ -51,7 +51,11 @@ class How:
 
 
 def load_stages(
-    spec: ModelSpec, layer_split: Sequence[int] = (), how: How | None = None, shards: bool = False
+    spec: ModelSpec,
+    layer_split: Sequence[int] = (),
+    how: How | None = None,
+    shards: bool = False,
+    captures: Sequence[int] = (),
 ) -> list[LoadedStage]:
     """One stage per range of ``layer_split``; with ``shards`` one stage that holds them all as shards."""
     how = how or How()
@@ -61,7 +65,16 @@ def load_stages(
     load = Load([], how.dtype, how.kv_dtype, [], [], pools_of(spec), max_sequences=16, max_step_tokens=512)
     last = len(groups) - 1
     plans = [
-        StagePlan(i, g, i - 1 if i else None, i if i < last else None, i == 0, i == last) for i, g in enumerate(groups)
+        StagePlan(
+            i,
+            group,
+            i - 1 if i else None,
+            i if i < last else None,
+            embedding=i == 0,
+            output=i == last,
+            captures=[layer for layer in captures if any(layer in shard.layers for shard in group)],
+        )
+        for i, group in enumerate(groups)
     ]
     return [LoadedStage.load(spec, plan, load, how.backend, lambda _: None) for plan in plans]
 
@@ -89,6 +102,7 @@ class Pipeline:
         self.free_states = [(i * 7 + 3) % STATES for i in range(STATES)]
         self.texts: dict[int, Text] = {}
         self.hidden: list[Tensor] = []
+        self.captures: list[Tensor | None] = []  # of each stage
         for stage in stages:
             stage.reset()
 
@@ -123,12 +137,13 @@ class Pipeline:
             operations += self._grow(sequence, text, len(tokens))
         step = Step(1, 0, operations, slices, want_hidden=want_hidden)
         rows: Tensor | None = None
-        self.hidden = []
+        self.hidden, self.captures = [], []
         for stage in self.stages:
             stage.apply(step.operations)
             out = stage.forward(step, rows)
             rows = out.rows
             self.hidden += out.hidden
+            self.captures.append(out.captures)
         assert rows is not None
         return self.stages[-1].logits(rows, None)
 

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from daemons.device import prepare
 from daemons.graphs import CAPTURE_AT, CudaGraphs
+from daemons.models.shard import ShardOutput
 from daemons.models.stage import LoadedStage
 from lucevisor.model.values import Backend, Dtype, Space
 from lucevisor.protocol.steps import SetPages
@@ -115,9 +116,9 @@ def test_a_failed_capture_is_reported_and_the_step_runs_eagerly() -> None:
     stage.warn = said.append
     work = graphs.work
 
-    def waiting(rows: Tensor | None, batch: object) -> Tensor:
+    def waiting(rows: Tensor | None, batch: object) -> ShardOutput:
         out = work(rows, batch)  # type: ignore[arg-type]
-        out.sum().item()
+        out.rows.sum().item()
         return out
 
     graphs.work = waiting

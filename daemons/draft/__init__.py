@@ -1,0 +1,1 @@
+"""The draft stage of speculative decoding."""

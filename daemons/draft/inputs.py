@@ -1,0 +1,79 @@
+"""What a daemon hands to its draft stage for a step: captures of the target's layers, and the tokens sampled.
+
+Knows no drafter.  Invariant: of a step whose DraftStep ran, and of those before it, nothing is kept.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from daemons.boundary import BoundaryBuffer
+from daemons.errors import StateError
+from lucevisor.protocol.loading import DraftPlan
+from lucevisor.protocol.steps import DraftStep, Sampled, Step
+
+
+@dataclass(slots=True)
+class _Kept:
+    """Of one step: captures by stage, and the tokens sampled for each slice if the output stage is here."""
+
+    captures: dict[int, Tensor] = field(default_factory=dict)
+    tokens: list[list[int]] | None = None
+
+
+class DraftInputs:
+    """Keeps what the stages of this daemon make for the draft stage, and reads the rest from arenas."""
+
+    def __init__(self, plan: DraftPlan, boundaries: Sequence[BoundaryBuffer]) -> None:
+        self.plan, self._boundaries = plan, boundaries
+        self._kept: dict[int, _Kept] = {}
+
+    def keep_captures(self, step: Step, stage: int, captures: Tensor) -> None:
+        """Keep a copy of a stage's captures: the next step may overwrite them."""
+        self._of(step).captures[stage] = captures.clone()
+
+    def keep_tokens(self, step: Step, sampled: Sequence[Sampled]) -> None:
+        by_sequence: dict[int, list[int]] = {}
+        for found in sampled:
+            by_sequence.setdefault(found.sequence, []).append(found.token)
+        self._of(step).tokens = [by_sequence.get(s.sequence, []) for s in step.slices]
+
+    def _of(self, step: Step) -> _Kept:
+        return self._kept.setdefault(step.step_id, _Kept())
+
+    def take(self, message: DraftStep) -> tuple[list[Tensor], list[list[int]]]:
+        """Captures [T, n E] of each source, valid during the step, and the tokens sampled for each slice.
+
+        Raises StateError when they are not in this daemon.
+        """
+        step, where = message.step, f"draft step {message.step.step_id}"
+        kept = self._release(step.step_id)
+        tokens = kept.tokens if message.tokens is None else message.tokens
+        if tokens is None or len(tokens) != len(step.slices):
+            found = "no" if tokens is None else f"{len(tokens)} lists of"
+            raise StateError(where, f"{found} sampled tokens for {len(step.slices)} slices")
+        captures = []
+        for source in self.plan.sources if step.n_tokens else ():
+            if source.arena is not None:
+                rows = self._boundaries[source.arena].read(step.region, step.n_tokens)
+            elif source.stage in kept.captures:
+                rows = kept.captures[source.stage]
+            else:
+                raise StateError(where, f"stage {source.stage} of this daemon has kept no captures of it")
+            captures.append(rows)
+        return captures, tokens
+
+    def _release(self, step_id: int) -> _Kept:
+        """What is kept of a step; forgets it and all steps before it."""
+        while step_id in self._kept:
+            first = next(iter(self._kept))
+            kept = self._kept.pop(first)
+            if first == step_id:
+                return kept
+        return _Kept()
+
+    def reset(self) -> None:
+        self._kept.clear()
