@@ -51,7 +51,7 @@ class Family(ABC):
 
     def embedding(self) -> Callable[[Batch], Tensor]:
         """Token ids to boundary rows [T, boundary width]."""
-        return Embedding(self.w.table("token_embd.weight"))
+        return Embedding(self.w.table("token_embd.weight"), self.spec.embedding_scale)
 
     def from_boundary(self, rows: Tensor, batch: Batch) -> Tensor:
         """Boundary rows to the residual stream [T, E]; anything else they carry goes into ``batch`` for the layers."""

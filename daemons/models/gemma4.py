@@ -14,7 +14,7 @@ from torch import Tensor
 
 from daemons.kv.batch import Batch
 from daemons.kv.pools import Pools
-from daemons.models.blocks import Attention, AttentionShape, Block, Embedding, Family, GatedMlp, QkNormRope
+from daemons.models.blocks import Attention, AttentionShape, Block, Family, GatedMlp, QkNormRope
 from daemons.models.loader import WeightLoader
 from daemons.models.moe import build_experts, build_router
 from daemons.ops.basic import rope
@@ -118,7 +118,7 @@ class Gemma4Family(Family):
         self.inputs = LayerInputs(self.p, weights, len(pools.layers)) if self.p.layer_input else None
 
     def embedding(self) -> Callable[[Batch], Tensor]:
-        embedding = Embedding(self.w.table("token_embd.weight"), math.sqrt(self.p.hidden_size))
+        embedding = super().embedding()
         if self.inputs is None:
             return embedding
 

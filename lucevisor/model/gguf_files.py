@@ -26,7 +26,7 @@ from lucevisor.model.gguf_header import (
 )
 from lucevisor.model.values import FileIdentity
 
-_PART = re.compile(r"^(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf$")
+_PART = re.compile(r"^(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.(?P<suffix>gguf|safetensors)$")
 _HEADER_READS = (1 << 20, 16 << 20, MAX_HEADER_BYTES)
 _CUT = "unexpected end of file: it was truncated after it was opened; download it again"
 
@@ -46,9 +46,7 @@ class OpenFile:
         self.path, self._header, self._header_bytes = path, "", 0
         status = self._opened = os.fstat(self._fd)
         if not stat.S_ISREG(status.st_mode):
-            raise GgufError(str(path), "file", "is not a regular file: name a .gguf file")
-        if status.st_size < 24:
-            raise GgufError(str(path), "byte 0", "the file is too short to be a GGUF file: download it again")
+            raise GgufError(str(path), "file", "is not a regular file: name a model file")
         self.n_bytes = status.st_size
 
     def fileno(self) -> int:
@@ -75,8 +73,14 @@ class OpenFile:
             start, n = start + len(part), n - len(part)
         return parts[0] if len(parts) == 1 else b"".join(parts)
 
+    def keep_header(self, header: bytes | memoryview) -> None:
+        """Make the file's first bytes, its parsed header, part of its identity."""
+        self._header_bytes, self._header = len(header), sha256(header).hexdigest()
+
     def header(self) -> GgufHeader:
-        """Parse the header, reading only as much as needed.  Raises GgufError."""
+        """Parse the GGUF header, reading only as much as needed.  Raises GgufError."""
+        if self.n_bytes < 24:
+            raise GgufError(str(self.path), "byte 0", "the file is too short to be a GGUF file: download it again")
         for n in _HEADER_READS:
             data = self.read(0, min(n, self.n_bytes))
             try:
@@ -85,8 +89,7 @@ class OpenFile:
                 if len(data) < min(n, self.n_bytes):
                     raise GgufError(str(self.path), f"byte {len(data)}", _CUT) from None
                 continue
-            self._header_bytes = header.data_offset
-            self._header = sha256(memoryview(data)[: header.data_offset]).hexdigest()
+            self.keep_header(memoryview(data)[: header.data_offset])
             return header
         raise AssertionError("the last read covers the longest header allowed")
 
@@ -137,7 +140,8 @@ def part_paths(path: Path) -> tuple[Path, ...]:
     n, number = int(match["count"]), int(match["number"])
     if not 1 <= number <= n:
         raise GgufError(str(path), "split file", f"its name says part {number} of {n}: restore its original name")
-    parts = tuple(path.with_name(f"{match['stem']}-{i:05d}-of-{n:05d}.gguf") for i in range(1, n + 1))
+    names = (f"{match['stem']}-{i:05d}-of-{n:05d}.{match['suffix']}" for i in range(1, n + 1))
+    parts = tuple(path.with_name(name) for name in names)
     missing = [p.name for p in parts if not p.exists()]
     if missing:
         raise GgufError(

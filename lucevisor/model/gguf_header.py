@@ -220,7 +220,7 @@ def _tensor_table(
         seen.add(info.name)
         rows.append(info)
     start = (reader.at + alignment - 1) // alignment * alignment
-    _check_overlap(reader, rows)
+    check_overlap(reader.file, rows)
     tensors: dict[str, TensorInfo] = {}
     for info in rows:
         stop = start + info.offset + info.n_bytes
@@ -233,13 +233,13 @@ def _tensor_table(
     return GgufHeader(version, metadata, tensors, start)
 
 
-def _check_overlap(reader: _HeaderReader, rows: list[TensorInfo]) -> None:
-    """Refuse overlapping tensors: a damaged offset would otherwise load garbage silently."""
+def check_overlap(file: str, rows: list[TensorInfo]) -> None:
+    """Refuse overlapping tensors: a damaged offset would otherwise load garbage silently.  Raises GgufError."""
     by_offset = sorted(rows, key=lambda row: row.offset)
     for before, after in pairwise(by_offset):
         if before.offset + before.n_bytes > after.offset:
             raise GgufError(
-                reader.file,
+                file,
                 f"tensor {after.name!r}",
                 f"its data overlaps that of {before.name!r}: the file is damaged, download it again",
             )

@@ -82,7 +82,7 @@ class ModelSpec:
     """A model of some family.  ``params``: the family's own frozen record of hyperparameters.
 
     ``boundary_width``: numbers per token that cross a boundary (hidden states plus the family's additions).
-    ``options``: the model options that affect this file.
+    ``embedding_scale`` multiplies rows of the token table.  ``options``: the model options that affect this file.
     """
 
     architecture: str
@@ -98,6 +98,7 @@ class ModelSpec:
     params: object
     shared_tensors: Mapping[str, tuple[int, ...]] = field(default_factory=dict)  # small, loaded by every shard
     options: frozenset[str] = frozenset()
+    embedding_scale: float = 1.0
     skipped: tuple[str, ...] = ()  # unused tensors of the file, such as an MTP block
     files: GgufFiles | None = field(default=None, repr=False, compare=False)
 
@@ -241,6 +242,7 @@ def assemble(
     *,
     carried: int = 0,
     shared: Mapping[str, tuple[int, ...]] | None = None,
+    embedding_scale: float = 1.0,
 ) -> ModelSpec:
     """Build the spec of a model with token embedding, output norm and output matrix (lm_head; the embedding if tied).
 
@@ -278,6 +280,7 @@ def assemble(
         boundary_width=hidden_size + carried,
         params=params,
         shared_tensors=shared_tensors,
+        embedding_scale=embedding_scale,
         options=frozenset({"yarn_attn_factor"} if keys.has("rope.scaling.yarn_attn_factor") else ()),
         skipped=tuple(name for name in files.tensors if name not in used),
         files=files,
@@ -295,7 +298,7 @@ def check_tensors(files: GgufFiles, expected: Mapping[str, tuple[int, ...]]) -> 
         if found.shape != shape:
             raise GgufError(
                 str(files.paths[found.part]),
-                f"tensor {name!r}",
+                f"tensor {found.name!r}",
                 f"has shape {list(found.shape)}, the metadata require {list(shape)}",
             )
 

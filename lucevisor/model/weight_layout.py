@@ -25,12 +25,21 @@ class TensorRole(StrEnum):
     EXACT = "exact"  # norms, biases, and small matrices that are F32 in every file
 
 
-LOOKUPS = frozenset({"token_embd.weight", "per_layer_token_embd.weight"})
-EXACT_SUFFIXES = ("ssm_conv1d.weight", "ffn_gate_inp.weight", "ffn_gate_inp_shexp.weight")
+LOOKUPS = frozenset(
+    {
+        "token_embd.weight",
+        "per_layer_token_embd.weight",
+        "selector_predecessor.weight",
+        "selector_successor.weight",
+    }
+)
+EXACT_SUFFIXES = ("ssm_conv1d.weight", "_conv_base", "ffn_gate_inp.weight", "ffn_gate_inp_shexp.weight")
 """Matrices computed in float32 by every implementation: convolution weights and routers."""
 DENSE_FORMATS = frozenset({WeightFormat.FLOAT32, WeightFormat.BFLOAT16, WeightFormat.FLOAT16})
 QUANTISED_FORMATS = frozenset({WeightFormat.BLOCKS, WeightFormat.PACKED})
 """Formats that keep the file's own codes and scales."""
+ROW_INDEXED = DENSE_FORMATS | QUANTISED_FORMATS
+"""Formats of a matrix from which single rows can be read."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +113,9 @@ def non_layer_layouts(
             shared = name in output_tensors and _row_indexed(files, name, shape, backend, dtype)
             if not shared:
                 out.append(_tensor_layout(files, name, shape, role, backend, dtype))
-    for name, shape in (*spec.shared_tensors.items(), *output_tensors.items()):
+    for name, shape in spec.shared_tensors.items():
+        out.append(_tensor_layout(files, name, shape, _role(name, shape), backend, dtype))
+    for name, shape in output_tensors.items():
         out.append(_tensor_layout(files, name, shape, matrix_role(name, shape), backend, dtype))
     return out
 
@@ -126,8 +137,7 @@ def weight_bytes(
 
 
 def _row_indexed(files: GgufFiles, name: str, shape: tuple[int, ...], backend: Backend, dtype: Dtype) -> bool:
-    fmt = weight_format(tensor(files, name).kind, shape, backend, dtype)
-    return fmt in QUANTISED_FORMATS or fmt in DENSE_FORMATS
+    return weight_format(tensor(files, name).kind, shape, backend, dtype) in ROW_INDEXED
 
 
 def _files(spec: ModelSpec) -> GgufFiles:

@@ -1,7 +1,7 @@
 """Headers of ``qwen35`` and ``qwen35moe`` models of any size, written with the gguf package.
 
 The data behind them is a hole in the file: 16 GB take a few kilobytes of disk.  Types follow llama.cpp's Q4_K_M
-mix.
+mix, or its IQ4_XS one.
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ class Shape:
     vocabulary: int = 1024
     tied: bool = False
     context: int = 4096
-    mix: Literal["q4_k_m", "q8_0", "f32"] = "q4_k_m"
+    mix: Literal["q4_k_m", "iq4_xs", "q8_0", "f32"] = "q4_k_m"
+    mtp: bool = False  # an MTP head behind the last layer
     n_experts: int = 0
     n_used: int = 0
 
@@ -95,10 +96,13 @@ def tensors(s: Shape) -> dict[str, tuple[int, ...]]:
     if not s.tied:
         out["output.weight"] = (s.vocabulary, e)
     out["output_norm.weight"] = (e,)
-    for i in range(s.n_layers):
+    for i in range(s.n_layers + s.mtp):
         b = f"blk.{i}."
         out |= {b + "attn_norm.weight": (e,), b + "post_attention_norm.weight": (e,)}
-        if (i + 1) % 4 == 0:
+        if i == s.n_layers:
+            out |= {f"{b}nextn.{norm}.weight": (e,) for norm in ("enorm", "hnorm", "shared_head_norm")}
+            out[b + "nextn.eh_proj.weight"] = (e, 2 * e)
+        if (i + 1) % 4 == 0 or i == s.n_layers:
             out |= {
                 b + "attn_q.weight": (2 * s.n_heads * s.head_dim, e),
                 b + "attn_k.weight": (s.n_kv_heads * s.head_dim, e),
@@ -154,7 +158,9 @@ def kind_of(name: str, shape: tuple[int, ...], s: Shape) -> gguf.GGMLQuantizatio
     i, n = int(name.split(".")[1]), s.n_layers
     more_bits = i < n // 8 or i >= 7 * n // 8 or (i - n // 8) % 3 == 2
     precious = any(part in name for part in ("attn_v.", "attn_qkv.", "ffn_down"))
-    return kinds.Q6_K if precious and more_bits else kinds.Q4_K
+    if precious and more_bits:
+        return kinds.Q6_K
+    return kinds.Q4_K if s.mix == "q4_k_m" else kinds.IQ4_XS
 
 
 def metadata(s: Shape) -> dict[str, int | float]:
@@ -165,25 +171,29 @@ def metadata(s: Shape) -> dict[str, int | float]:
         "expert_feed_forward_length": s.feed_forward,
         "expert_shared_feed_forward_length": s.feed_forward,
     }
-    return (experts if s.n_experts else {}) | {
-        "block_count": s.n_layers,
-        "context_length": s.context,
-        "embedding_length": s.embedding,
-        "feed_forward_length": s.feed_forward,
-        "attention.head_count": s.n_heads,
-        "attention.head_count_kv": s.n_kv_heads,
-        "attention.key_length": s.head_dim,
-        "attention.value_length": s.head_dim,
-        "attention.layer_norm_rms_epsilon": 1e-6,
-        "rope.freq_base": 1e7,
-        "rope.dimension_count": s.head_dim // 4,
-        "ssm.conv_kernel": 4,
-        "ssm.state_size": s.delta_dim,
-        "ssm.group_count": s.key_heads,
-        "ssm.time_step_rank": s.value_heads,
-        "ssm.inner_size": s.value_heads * s.delta_dim,
-        "full_attention_interval": 4,
-    }
+    return (
+        (experts if s.n_experts else {})
+        | ({"nextn_predict_layers": 1} if s.mtp else {})
+        | {
+            "block_count": s.n_layers + s.mtp,
+            "context_length": s.context,
+            "embedding_length": s.embedding,
+            "feed_forward_length": s.feed_forward,
+            "attention.head_count": s.n_heads,
+            "attention.head_count_kv": s.n_kv_heads,
+            "attention.key_length": s.head_dim,
+            "attention.value_length": s.head_dim,
+            "attention.layer_norm_rms_epsilon": 1e-6,
+            "rope.freq_base": 1e7,
+            "rope.dimension_count": s.head_dim // 4,
+            "ssm.conv_kernel": 4,
+            "ssm.state_size": s.delta_dim,
+            "ssm.group_count": s.key_heads,
+            "ssm.time_step_rank": s.value_heads,
+            "ssm.inner_size": s.value_heads * s.delta_dim,
+            "full_attention_interval": 4,
+        }
+    )
 
 
 def write(path: Path, s: Shape, *, name: str = "synthetic", without: str = "", reshape: str = "") -> Path:

@@ -18,6 +18,14 @@ FAMILIES: dict[str, Callable[[GgufFiles, Mapping[str, str]], ModelSpec]] = {
     "qwen35moe": qwen35moe.spec,
 }
 
+REFUSED = (
+    ("qwen4exp", "(Qwen3.8-Flash-Next) is another architecture than Qwen3.8-27B's, which this version does not run"),
+    ("dflash", "is a drafter, not a model: name it in draft.path, and the model it drafts for in model.path"),
+    ("dflash-draft", "is a drafter, not a model: name it in draft.path, and the model it drafts for in model.path"),
+    ("gemma4-assistant", "is a drafter for Gemma 4, which this version does not run: draft.kind = lookup needs none"),
+)
+"""Architectures that users may try, and what to say."""
+
 
 def read_spec(files: GgufFiles, options: Mapping[str, str] | None = None) -> ModelSpec:
     """Read the spec of an open model.  ``options``: as in ``Load.options``.  Raises GgufError for an unknown
@@ -25,11 +33,10 @@ def read_spec(files: GgufFiles, options: Mapping[str, str] | None = None) -> Mod
     architecture = files.metadata.get("general.architecture")
     family = FAMILIES.get(architecture) if isinstance(architecture, str) else None
     if family is None:
-        raise GgufError(
-            str(files.paths[0]),
-            "metadata value 'general.architecture'",
-            f"{architecture!r} is not a family this version runs: {', '.join(sorted(FAMILIES))}",
-        )
+        reason = f"{architecture!r} is not a family this version runs: {', '.join(sorted(FAMILIES))}"
+        if isinstance(architecture, str):
+            reason = next((f"{architecture!r} {text}" for end, text in REFUSED if architecture.endswith(end)), reason)
+        raise GgufError(str(files.paths[0]), "metadata value 'general.architecture'", reason)
     return family(files, options or {})
 
 

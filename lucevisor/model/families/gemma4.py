@@ -6,6 +6,7 @@ routed experts beside the dense feed-forward.  A full layer without a value matr
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -198,4 +199,5 @@ def spec(files: GgufFiles, options: Mapping[str, str]) -> ModelSpec:
         shared["per_layer_proj_norm.weight"] = (p.layer_input,)
     # the embedding row crosses boundaries too: each shard computes its layers' inputs from it
     carried = p.hidden_size if p.layer_input else 0
-    return assemble(files, keys, p, layers, carried=carried, shared=shared)
+    scale = math.sqrt(p.hidden_size)
+    return assemble(files, keys, p, layers, carried=carried, shared=shared, embedding_scale=scale)

@@ -1,6 +1,6 @@
 """Family ``qwen35``: Qwen3.5 / Qwen3.6 dense.  Three gated delta net layers, then one gated full-attention layer.
 
-Metadata and tensors: docs/families.md.  An MTP block at the end of the file is skipped.
+Metadata and tensors: docs/families.md.  An MTP block at the end of the file is a drafter, not a layer.
 """
 
 from __future__ import annotations

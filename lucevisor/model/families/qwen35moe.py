@@ -30,13 +30,18 @@ def expert_tensors(files: GgufFiles, p: Qwen35MoeParams, i: int) -> dict[str, tu
     }
 
 
-def spec(files: GgufFiles, options: Mapping[str, str]) -> ModelSpec:
-    """Read the spec of a ``qwen35moe`` file.  Option ``yarn_attn_factor``: see :mod:`lucevisor.model.rope`."""
-    keys = Keys(files.metadata, "qwen35moe", str(files.paths[0]))
+def moe_hyperparameters(keys: Keys, options: Mapping[str, str]) -> Qwen35MoeParams:
+    """Read and cross-check the metadata.  Raises GgufError naming the key."""
     dense = hyperparameters(keys, keys.file, options)
     width = None
     if dense.feed_forward:
         width = dense.feed_forward // keys.integer("expert_used_count")
     experts = read_experts(keys, width=width, shared_width=dense.feed_forward or None, gating=1)
-    p = Qwen35MoeParams(**{f.name: getattr(dense, f.name) for f in fields(dense)}, experts=experts)
-    return build(files, keys, p, lambda i: expert_tensors(files, p, i), experts.n_used)
+    return Qwen35MoeParams(**{f.name: getattr(dense, f.name) for f in fields(dense)}, experts=experts)
+
+
+def spec(files: GgufFiles, options: Mapping[str, str]) -> ModelSpec:
+    """Read the spec of a ``qwen35moe`` file.  Option ``yarn_attn_factor``: see :mod:`lucevisor.model.rope`."""
+    keys = Keys(files.metadata, "qwen35moe", str(files.paths[0]))
+    p = moe_hyperparameters(keys, options)
+    return build(files, keys, p, lambda i: expert_tensors(files, p, i), p.experts.n_used)

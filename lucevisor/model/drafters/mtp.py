@@ -1,0 +1,135 @@
+"""Multi-token-prediction (MTP, "nextn") heads of the families ``qwen35`` and ``qwen35moe``.
+
+A head is the block behind the last layer of the model's own file, or alone in a file with the same keys.  Embedding,
+output norm and output matrix are the target's, also where a separate file has copies of them.  Maths:
+docs/speculation.md.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from lucevisor.model.drafters.spec import EMBEDDING, LM_HEAD, DraftSpec, joined, refuse, with_tensors
+from lucevisor.model.families.qwen35 import Qwen35Params, dense_tensors, hyperparameters, mixer_tensors
+from lucevisor.model.families.qwen35moe import Qwen35MoeParams, expert_tensors, moe_hyperparameters
+from lucevisor.model.gguf_files import GgufFiles
+from lucevisor.model.gguf_header import GgufError
+from lucevisor.model.spec import (
+    Keys,
+    LayerSpec,
+    ModelSpec,
+    StateTensor,
+    attention_state,
+    check_tensors,
+    main_quant,
+    model_name,
+)
+from lucevisor.model.values import Dtype, Space
+
+FAMILIES = ("qwen35", "qwen35moe")
+MAX_DRAFTS = 15
+"""A head sees its own drafts as input: acceptance falls with each."""
+DEFAULT_DRAFTS = 3
+OUTPUT_NORM = "output_norm.weight"
+_HEAD_NORM = "nextn.shared_head_norm.weight"
+_OWN = {"nextn.embed_tokens.weight": EMBEDDING, "nextn.shared_head_head.weight": LM_HEAD}
+"""An embedding and an output matrix that only the head uses; published files have none."""
+
+
+@dataclass(frozen=True, slots=True)
+class MtpParams:
+    """Hyperparameters.  ``family`` and ``block``: the decoder layer inside the head, layer 0 of the drafter."""
+
+    family: str
+    block: Qwen35Params
+
+
+def read(files: GgufFiles, target: ModelSpec, options: Mapping[str, str]) -> DraftSpec:
+    """Read and check the head of ``target`` in ``files``.  Raises GgufError naming file and key or tensor."""
+    file = str(files.paths[0])
+    architecture = files.metadata.get("general.architecture")
+    if target.architecture not in FAMILIES or architecture != target.architecture:
+        known = " and ".join(FAMILIES)
+        reason = f"is {architecture!r}: an MTP head is of its model's family, here {target.architecture!r}, of {known}"
+        raise GgufError(file, "metadata value 'general.architecture'", reason)
+    keys = Keys(files.metadata, target.architecture, file)
+    p = _block(keys, target, options)
+    own = _head_tensors(files, target)
+    shared, layer = _tensors(own, p)
+    vocabulary = (target.vocabulary, p.hidden_size)
+    lm_head = LM_HEAD if LM_HEAD in {*own.tensors, *target.output_tensors} else EMBEDDING
+    from_target = frozenset({EMBEDDING, OUTPUT_NORM, lm_head} - own.tensors.keys())
+    assert target.files is not None
+    both = joined(own, target.files, sorted(from_target))
+    if _HEAD_NORM not in own.tensors:
+        both = with_tensors(both, both.tensors | {_HEAD_NORM: both.tensors[OUTPUT_NORM]})
+    ends: dict[str, tuple[int, ...]] = {EMBEDDING: vocabulary, lm_head: vocabulary}
+    for expected in (shared, layer, ends):
+        check_tensors(both, expected)
+    for name, info in own.tensors.items():
+        if name not in {**shared, **layer, **ends}:
+            raise refuse(own, info, "is unknown to this version, so the head would draft garbage")
+    n_routed = p.experts.n_used if isinstance(p, Qwen35MoeParams) else 0
+    attention = LayerSpec(
+        0, Space.FULL, layer, attention_state(p.n_kv_heads, p.head_dim, p.head_dim), n_routed=n_routed
+    )
+    hidden = StateTensor("hidden", (p.hidden_size,), Dtype.FLOAT32)
+    model = ModelSpec(
+        architecture="mtp",
+        name=model_name(files),
+        quant=main_quant(own),
+        hidden_size=p.hidden_size,
+        vocabulary=target.vocabulary,
+        context_tokens=target.context_tokens,
+        layers=(attention, LayerSpec(1, Space.RECURRENT, {}, (hidden,))),
+        embedding_tensors={EMBEDDING: vocabulary},
+        output_tensors={lm_head: vocabulary},
+        boundary_width=p.hidden_size,
+        params=MtpParams(target.architecture, p),
+        shared_tensors=shared,
+        embedding_scale=target.embedding_scale,
+        files=both,
+    )
+    return DraftSpec(model, 1, own, from_target, (target.n_layers - 1,), MAX_DRAFTS, DEFAULT_DRAFTS)
+
+
+def _block(keys: Keys, target: ModelSpec, options: Mapping[str, str]) -> Qwen35Params:
+    n = keys.integer("nextn_predict_layers", 0, low=0)
+    if not n:
+        reason = "is missing: the file has no MTP head; use one that was converted with it, or another draft.kind"
+        raise keys.error("nextn_predict_layers", reason)
+    if n > 1:
+        raise keys.error("nextn_predict_layers", f"is {n}: heads of more than one layer are not supported")
+    p = moe_hyperparameters(keys, options) if keys.prefix == "qwen35moe" else hyperparameters(keys, keys.file, options)
+    for key, found, expected in (
+        ("block_count", p.n_layers + 1, target.n_layers + 1),
+        ("embedding_length", p.hidden_size, target.hidden_size),
+    ):
+        if found != expected:
+            raise keys.error(
+                key, f"is {found}, expected {expected}: the head belongs to another model than {target.name}"
+            )
+    return replace(p, n_layers=2, recurrent=(False, True))
+
+
+def _head_tensors(files: GgufFiles, target: ModelSpec) -> GgufFiles:
+    """The tensors of the head: its block is layer 0."""
+    prefix, head = f"blk.{target.n_layers}.", "blk.0."
+    found = {name.removeprefix(prefix): info for name, info in files.tensors.items() if name.startswith(prefix)}
+    if not found:
+        reason = f"is missing: the file has no block {target.n_layers}, where an MTP head of {target.name} would be"
+        raise GgufError(str(files.paths[0]), f"tensor {prefix + 'nextn.eh_proj.weight'!r}", reason)
+    return with_tensors(
+        files,
+        {_OWN.get(name) or (name if name.startswith("nextn.") else head + name): info for name, info in found.items()},
+    )
+
+
+def _tensors(files: GgufFiles, p: Qwen35Params) -> tuple[dict[str, tuple[int, ...]], dict[str, tuple[int, ...]]]:
+    """Shapes of the head's own tensors, and of its decoder layer."""
+    e = p.hidden_size
+    norms = ("nextn.enorm.weight", "nextn.hnorm.weight", _HEAD_NORM, OUTPUT_NORM)
+    shared: dict[str, tuple[int, ...]] = {"nextn.eh_proj.weight": (e, 2 * e), **dict.fromkeys(norms, (e,))}
+    mlp = expert_tensors(files, p, 0) if isinstance(p, Qwen35MoeParams) else dense_tensors(p, 0)
+    return shared, mixer_tensors(p, 0) | mlp

@@ -1,0 +1,91 @@
+"""Drafter spec: the layers of a drafter as a :class:`ModelSpec`, and what it takes from its target."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+
+from lucevisor.model.gguf_files import GgufFiles
+from lucevisor.model.gguf_header import GgufError, TensorInfo
+from lucevisor.model.quant_types import weight_format
+from lucevisor.model.spec import ModelSpec
+from lucevisor.model.values import Backend, Dtype, LayerRange
+from lucevisor.model.weight_layout import ROW_INDEXED, TensorLayout, shard_layouts
+
+MAX_DRAFT_TOKENS = 31
+"""Drafts of one block: with the token they follow no more than a step can have without being split."""
+EMBEDDING = "token_embd.weight"
+LM_HEAD = "output.weight"
+
+
+@dataclass(frozen=True, slots=True)
+class DraftSpec:
+    """A drafter of one target model.
+
+    ``model``: architecture "dflash" or "mtp", layers and state as of any model; its ``files`` also have the tensors
+    that are read from the target's files, named in ``from_target``.  ``files``: the drafter's own, tensors under the
+    names of ``model``.  ``captures``: ascending layers of the target whose residual stream, after the layer, the
+    drafter reads.  ``max_drafts`` and ``default_drafts``: tokens of one draft.
+    """
+
+    model: ModelSpec
+    version: int
+    files: GgufFiles
+    from_target: frozenset[str]
+    captures: tuple[int, ...]
+    max_drafts: int
+    default_drafts: int
+
+    @property
+    def layers(self) -> LayerRange:
+        return LayerRange(0, self.model.n_layers)
+
+    def layouts(self, backend: Backend, dtype: Dtype, *, with_output: bool, with_embedding: bool) -> list[TensorLayout]:
+        """The tensors that its device holds for it alone.
+
+        ``with_output``: the device has the target's output matrix, from where it is shared; ``with_embedding``: in the
+        same stage the token table, too.  Without the table, a tied output matrix serves where rows of it can be read.
+        """
+        table = with_embedding or (with_output and self._is_table(backend, dtype))
+        return shard_layouts(
+            self.model,
+            self.layers,
+            embedding=not (table and EMBEDDING in self.from_target),
+            output=not (with_output and self._lm_head in self.from_target),
+            backend=backend,
+            dtype=dtype,
+        )
+
+    @property
+    def _lm_head(self) -> str:
+        return next(iter(self.model.output_tensors))
+
+    def _is_table(self, backend: Backend, dtype: Dtype) -> bool:
+        """Whether the target's output matrix is its embedding, in a format from which rows can be read."""
+        name = self._lm_head
+        if name != EMBEDDING or self.model.files is None:
+            return False
+        tensor = self.model.files.tensors[name]
+        fmt = weight_format(tensor.kind, tensor.shape, backend, dtype)
+        # bfloat16 matrices of a cpu are packed in an order of their own
+        return fmt in ROW_INDEXED and (backend is not Backend.CPU or dtype is Dtype.FLOAT32)
+
+
+def with_tensors(files: GgufFiles, tensors: Mapping[str, TensorInfo]) -> GgufFiles:
+    """The same files with other tensors, or the same ones under other names."""
+    return replace(files, tensors=dict(tensors))
+
+
+def joined(own: GgufFiles, target: GgufFiles, names: Iterable[str]) -> GgufFiles:
+    """``own`` with the tensors ``names`` of ``target``, in one table over the files of both."""
+    if own.parts == target.parts:
+        return with_tensors(own, own.tensors | {name: target.tensors[name] for name in names})
+    n = len(own.parts)
+    found = (target.tensors[name] for name in names)
+    taken = {t.name: replace(t, part=t.part + n) for t in found}
+    return replace(own, paths=own.paths + target.paths, tensors=own.tensors | taken, parts=own.parts + target.parts)
+
+
+def refuse(files: GgufFiles, tensor: TensorInfo, reason: str) -> GgufError:
+    """The error to raise for a tensor of a drafter."""
+    return GgufError(str(files.paths[tensor.part]), f"tensor {tensor.name!r}", reason)

@@ -1,0 +1,331 @@
+"""Specs of DFlash drafters: every form of file leads to the same layers, and what does not fit is refused by name."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+
+import gguf
+import numpy as np
+import pytest
+
+from lucevisor.model.drafters import DraftSpec, draft_paths, open_draft, read_draft_spec
+from lucevisor.model.drafters.checkpoint import MAX_CONFIG_BYTES
+from lucevisor.model.drafters.dflash import default_captures
+from lucevisor.model.families import open_spec
+from lucevisor.model.gguf_header import GgufError
+from lucevisor.model.spec import ModelSpec
+from lucevisor.model.values import Backend, Dtype
+from lucevisor.model.weight_layout import TensorRole
+from tests.model.drafter_files import (
+    DFLASH2,
+    DFLASH2_CONFIG,
+    LUCEBOX,
+    TARGET,
+    UPSTREAM,
+    checkpoint,
+    copy,
+    narrow,
+    tensors_of,
+    write_safetensors,
+)
+
+DRAFT = "qwen35-dflash-draft"
+
+
+@cache
+def target(path: Path = TARGET) -> ModelSpec:
+    return open_spec(path)
+
+
+def read(path: Path, model: ModelSpec | None = None) -> DraftSpec:
+    return read_draft_spec(open_draft(draft_paths(path)), model or target(), "dflash")
+
+
+def older(path: Path) -> Path:
+    """The drafter as files before Lucebox's converter had it."""
+
+    def rename(name: str) -> str:
+        name = name.replace("dflash.fc", "dflash_fc").replace("dflash.hidden_norm", "dflash_hidden_norm")
+        return name.replace("ffn_norm", "post_attention_norm")
+
+    prefix = "dflash-draft"
+    reader = gguf.GGUFReader(LUCEBOX)
+    found = {k: f.contents() for k, f in reader.fields.items() if k.startswith(DRAFT)}
+    keys = dict.fromkeys(found) | {k.replace(DRAFT, prefix): v for k, v in found.items()}
+    keys |= {"general.architecture": prefix, f"{prefix}.dflash.target_layer_ids": None}
+    return copy(path, LUCEBOX, keys=keys, rename=rename)
+
+
+# ---- DFlash
+
+
+@pytest.fixture(params=["upstream", "lucebox", "checkpoint", "checkpoint-bf16"])
+def form(request, tmp_path) -> Path:
+    """The same drafter in every form."""
+    if request.param.startswith("checkpoint"):
+        return checkpoint(tmp_path / "drafter", UPSTREAM, dtype="BF16" if request.param.endswith("bf16") else "F32")
+    return {"upstream": UPSTREAM, "lucebox": LUCEBOX}[request.param]
+
+
+def test_every_form_is_the_same_drafter(form):
+    wanted, found = read(UPSTREAM), read(form)
+    assert found.model.params.eps == pytest.approx(wanted.model.params.eps, rel=1e-7)  # float32 in a GGUF file
+    assert replace(found.model.params, eps=wanted.model.params.eps) == wanted.model.params
+    assert found.model.layers == wanted.model.layers
+    assert (found.version, found.captures, found.max_drafts) == (1, (1, 3, 5), 7)
+    assert found.from_target == {"token_embd.weight", "output.weight"}
+    p = found.model.params
+    assert (p.windows, p.causal, p.mask_token) == ((24, 24, 0), (True, True, False), 287)
+    for name, array in tensors_of(UPSTREAM).items():
+        info = found.model.files.tensors[name]
+        raw = narrow(array, info.kind.name)
+        assert info.shape == array.shape
+        assert found.model.files.read(info) == raw
+    for name in found.from_target:
+        files = target().files
+        assert found.model.files.read(found.model.files.tensors[name]) == files.read(files.tensors[name])
+
+
+def test_older_files_have_other_names_and_count_the_captures(tmp_path):
+    found, wanted = read(older(tmp_path / "old.gguf")), read(LUCEBOX)
+    assert found.model.params == wanted.model.params
+    assert found.files.tensors.keys() == wanted.files.tensors.keys()
+    assert found.captures == default_captures(8, 3) == (1, 3, 5)
+
+
+def test_default_captures_are_those_of_the_published_drafters():
+    assert default_captures(64, 5) == (1, 16, 31, 46, 61)
+    assert default_captures(40, 5) == (1, 10, 19, 28, 37)
+    assert default_captures(60, 6) == (1, 12, 23, 35, 46, 57)
+    assert default_captures(8, 1) == (4,)
+
+
+@pytest.mark.parametrize("form", ["gguf", "checkpoint"])
+def test_dflash2_is_told_apart_by_its_tensors(form, tmp_path):
+    path = DFLASH2 if form == "gguf" else checkpoint(tmp_path, DFLASH2, DFLASH2_CONFIG)
+    found = read(path)
+    p = found.model.params
+    assert (found.version, found.captures, found.max_drafts) == (2, (1, 3, 5), 7)
+    assert (p.selector.taps, p.selector.group, p.selector.rank, p.selector.top_k) == (2, 16, 16, 6)
+    assert (p.windows, p.causal) == ((24,) * 3, (False,) * 3)
+    layouts = {x.name: x for x in found.layouts(Backend.CUDA, Dtype.BFLOAT16, with_output=True, with_embedding=True)}
+    assert layouts["selector_predecessor.weight"].role is TensorRole.LOOKUP
+    assert layouts["selector_hidden.weight"].role is TensorRole.MATRIX
+    assert layouts["blk.0.attn_conv_base"].role is TensorRole.EXACT
+    assert layouts.keys() == found.files.tensors.keys()
+
+
+def test_causality_of_the_whole_model_overrides_that_of_sliding_layers(tmp_path):
+    for causal in (True, False):
+        path = copy(tmp_path / f"{causal}.gguf", UPSTREAM, keys={"dflash.attention.causal": causal})
+        assert read(path).model.params.causal == (causal,) * 3
+    assert read(checkpoint(tmp_path / "hf", UPSTREAM, {"is_causal": False})).model.params.causal == (False,) * 3
+
+
+def test_a_split_checkpoint(tmp_path):
+    whole = checkpoint(tmp_path / "whole", UPSTREAM)
+    split = tmp_path / "split"
+    split.mkdir()
+    (split / "config.json").write_bytes((whole / "config.json").read_bytes())
+    raw = (whole / "model.safetensors").read_bytes()
+    n = int.from_bytes(raw[:8], "little")
+    entries, data = json.loads(raw[8 : 8 + n]), raw[8 + n :]
+    del entries["__metadata__"]
+    names = sorted(entries)
+    for number, part in enumerate((names[::2], names[1::2]), 1):
+        own, at = {}, b""
+        for name in part:
+            a, b = entries[name]["data_offsets"]
+            own[name] = entries[name] | {"data_offsets": [len(at), len(at) + b - a]}
+            at += data[a:b]
+        write_safetensors(split / f"model-{number:05d}-of-00002.safetensors", own, at)
+    found, wanted = read(split / "model-00002-of-00002.safetensors"), read(whole)
+    assert len(found.files.parts) == 3
+    for name, info in wanted.files.tensors.items():
+        assert found.files.read(found.files.tensors[name]) == wanted.files.read(info)
+    (split / "model-00002-of-00002.safetensors").unlink()
+    with pytest.raises(GgufError, match="1 of 2 parts are missing"):
+        read(split)
+
+
+def test_a_checkpoint_that_changes_is_noticed(tmp_path):
+    files = open_draft(draft_paths(checkpoint(tmp_path, UPSTREAM)))
+    assert files.changed() == []
+    assert files.other_headers() == []
+    (tmp_path / "config.json").write_text("{}" + " " * 99)
+    assert files.changed() == [tmp_path / "config.json"]
+    assert files.other_headers() == [tmp_path / "config.json"]
+
+
+def test_a_larger_block_than_a_step_can_have_is_drafted_in_part(tmp_path):
+    assert read(copy(tmp_path / "64.gguf", UPSTREAM, keys={"dflash.block_size": 64})).max_drafts == 31
+
+
+VECTOR = np.ones(64, np.float32)
+REFUSED = {
+    "another architecture": (UPSTREAM, {"keys": {"general.architecture": "llama"}}, "not a DFlash drafter"),
+    "DSpark": (UPSTREAM, {"extra": {"markov_head.weight": VECTOR}}, "tensor 'markov_head.weight': .*DSpark"),
+    "DSpark by key": (UPSTREAM, {"keys": {"dflash.sample_from_anchor": True}}, "dflash.sample_from_anchor: .*DSpark"),
+    "Domino": (UPSTREAM, {"extra": {"blk.0.gru_ih.weight": VECTOR}}, "tensor 'blk.0.gru_ih.weight': .*Domino"),
+    "sinks": (UPSTREAM, {"extra": {"blk.0.attn_sinks.weight": VECTOR}}, "'blk.0.attn_sinks.weight': .*sinks"),
+    "d2t": (UPSTREAM, {"extra": {"d2t": VECTOR}}, "tensor 'd2t': .*vocabulary of its own"),
+    "Laguna": (LUCEBOX, {"extra": {"blk.0.attn_gate.weight": VECTOR}}, "'blk.0.attn_gate.weight': .*Laguna"),
+    "unknown": (UPSTREAM, {"extra": {"blk.0.new.weight": VECTOR}}, "'blk.0.new.weight': it is unknown"),
+    "convolution without selector": (
+        DFLASH2,
+        {"rename": lambda n: None if "selector" in n else n, "keys": {"dflash.selector_top_k": None}},
+        "conv_.* it is unknown",
+    ),
+    "a missing layer": (UPSTREAM, {"rename": lambda n: None if "blk.2.attn_q.w" in n else n}, "'blk.2.attn_q.weight'"),
+    "another width": (UPSTREAM, {"keys": {"dflash.embedding_length": 32}}, "embedding_length: is 32.* has 64"),
+    "another vocabulary": (LUCEBOX, {"keys": {f"{DRAFT}.vocab_size": 999}}, "vocab_size: is 999.* another model"),
+    "another tokenizer": (UPSTREAM, {"keys": {"tokenizer.ggml.tokens": ["a"]}}, "has 1 tokens.* has 288"),
+    "codebooks of another vocabulary": (
+        DFLASH2,
+        {
+            "rename": lambda n: None if n == "selector_successor.weight" else n.removeprefix("x."),
+            "extra": {"x.selector_successor.weight": np.ones((100, 16), np.float32)},
+        },
+        r"'selector_successor.weight': has shape \[100, 16\].*\[288, 16\]",
+    ),
+    "captures past the end": (UPSTREAM, {"keys": {"dflash.target_layers": [2, 4, 9]}}, "target_layers: .* of the 8"),
+    "captures before the start": (UPSTREAM, {"keys": {"dflash.target_layers": [0, 4, 6]}}, "counted from 1"),
+    "captures in disorder": (LUCEBOX, {"keys": {f"{DRAFT}.dflash.target_layer_ids": [3, 1, 5]}}, "counted from 0"),
+    "fewer captures": (UPSTREAM, {"keys": {"dflash.target_layers": [2, 4]}}, "target_layers: .*reads 3 layers"),
+    "no captures in DFlash 2": (DFLASH2, {"keys": {"dflash.target_layers": None}}, "target_layers: is missing"),
+    "no mask token": (UPSTREAM, {"keys": {"tokenizer.ggml.mask_token_id": None}}, "mask_token_id: is missing"),
+    "a mask token outside": (UPSTREAM, {"keys": {"tokenizer.ggml.mask_token_id": 288}}, "mask_token_id: is 288"),
+    "no pattern": (UPSTREAM, {"keys": {"dflash.attention.sliding_window_pattern": None}}, "which layers slide"),
+    "another activation": (UPSTREAM, {"keys": {"dflash.hidden_act": "gelu"}}, "hidden_act: .*'gelu'"),
+    "scaled values": (UPSTREAM, {"keys": {"dflash.attention.value_scale": 0.5}}, "value_scale: is not 1"),
+    "groups that do not fit": (DFLASH2, {"keys": {"dflash.conv_group_size": 48}}, "conv_group_size: .*divide 64"),
+    "an embedding without output": (
+        UPSTREAM,
+        {"extra": {"token_embd.weight": np.ones((288, 64), np.float32)}},
+        "'token_embd.weight': comes without 'output.weight'",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_does_not_fit_is_refused_by_name(case, tmp_path):
+    source, changes, message = REFUSED[case]
+    path = copy(tmp_path / "drafter.gguf", source, **changes)
+    with pytest.raises(GgufError, match=message) as raised:
+        read(path)
+    assert raised.value.file == str(path)
+
+
+CONFIG_REFUSED = {
+    "another model": ({"architectures": ["Qwen3ForCausalLM"]}, "architectures.*DFlashDraftModel"),
+    "no width": ({"hidden_size": None}, "'hidden_size': is missing"),
+    "no mask token": ({"dflash_config": {"target_layer_ids": [1, 3, 5]}}, "'mask_token_id': is missing"),
+    "no base": ({"rope_theta": None}, "'rope_theta': is missing"),
+    "scaled positions": ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "rope_parameters.*'yarn'"),
+    "no window": ({"sliding_window": None}, "'sliding_window': is missing"),
+    "unknown layers": ({"layer_types": ["linear_attention"] * 3}, "layer_types.*linear_attention"),
+    "strange captures": ({"dflash_config": {"mask_token_id": 287, "target_layer_ids": "all"}}, "target_layer_ids.*all"),
+    "another target": ({"num_target_layers": 9}, "num_target_layers: is 9.* has 8"),
+    "a width that is text": ({"hidden_size": "64"}, "embedding_length: is '64'"),
+}
+
+
+@pytest.mark.parametrize("case", CONFIG_REFUSED)
+def test_a_configuration_that_does_not_fit_is_refused(case, tmp_path):
+    config, message = CONFIG_REFUSED[case]
+    with pytest.raises(GgufError, match=message):
+        read(checkpoint(tmp_path, UPSTREAM, config))
+
+
+def test_a_new_place_of_the_rope_base_is_read(tmp_path):
+    moved = {"rope_theta": None, "rope_parameters": {"rope_type": "default", "rope_theta": 1e7}}
+    assert read(checkpoint(tmp_path, UPSTREAM, moved)).model.params.rotary == read(UPSTREAM).model.params.rotary
+
+
+HEADERS = {
+    "not JSON": (b"{]", "is not a JSON object"),
+    "nested without end": (b"[" * 99_999, "is not a JSON object"),
+    "an unknown dtype": (b'{"a":{"dtype":"I64","shape":[1],"data_offsets":[0,8]}}', "tensor 'a': has dtype 'I64'"),
+    "a scalar": (b'{"a":{"dtype":"F32","shape":[],"data_offsets":[0,4]}}', r"tensor 'a': has shape \[\]"),
+    "a negative extent": (b'{"a":{"dtype":"F32","shape":[-1],"data_offsets":[0,4]}}', "tensor 'a': has shape"),
+    "other bytes": (b'{"a":{"dtype":"F32","shape":[2],"data_offsets":[0,4]}}', "does not take bytes 0 to 4"),
+    "past the end": (b'{"a":{"dtype":"F32","shape":[2],"data_offsets":[16,24]}}', "ends at byte .* truncated"),
+    "overlap": (
+        b'{"a":{"dtype":"F32","shape":[2],"data_offsets":[0,8]},"b":{"dtype":"F32","shape":[2],"data_offsets":[4,12]}}',
+        "tensor 'b': its data overlaps that of 'a'",
+    ),
+    "no entry": (b'{"a":[1,2]}', "tensor 'a': its entry cannot be read"),
+}
+
+
+@pytest.mark.parametrize("case", HEADERS)
+def test_a_damaged_safetensors_header_is_refused(case, tmp_path):
+    header, message = HEADERS[case]
+    checkpoint(tmp_path, UPSTREAM)
+    (tmp_path / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + bytes(16))
+    with pytest.raises(GgufError, match=message):
+        open_draft(draft_paths(tmp_path))
+
+
+@pytest.mark.parametrize("n", [0, 1, 1 << 62])
+def test_a_safetensors_header_of_no_possible_length_is_refused(n, tmp_path):
+    checkpoint(tmp_path, UPSTREAM)
+    (tmp_path / "model.safetensors").write_bytes(n.to_bytes(8, "little") + bytes(64))
+    with pytest.raises(GgufError, match=f"a header of {n} bytes in a file of 72"):
+        open_draft(draft_paths(tmp_path))
+
+
+def test_a_directory_without_a_checkpoint_is_refused(tmp_path):
+    with pytest.raises(GgufError, match=r"neither model\.safetensors"):
+        draft_paths(tmp_path)
+
+
+# ---- bytes
+
+
+def test_shared_tensors_take_no_memory_of_their_own():
+    found = read(UPSTREAM)
+
+    def names(**has) -> set[str]:
+        return {x.name for x in found.layouts(Backend.CPU, Dtype.FLOAT32, **has)}
+
+    own = set(found.files.tensors)
+    assert names(with_output=True, with_embedding=True) == own
+    assert names(with_output=True, with_embedding=False) == own | {"token_embd.weight"}
+    assert names(with_output=False, with_embedding=False) == own | found.from_target
+
+
+@pytest.mark.parametrize(
+    ("backend", "dtype", "shared"),
+    [(Backend.CPU, Dtype.FLOAT32, True), (Backend.CPU, Dtype.BFLOAT16, False), (Backend.CUDA, Dtype.BFLOAT16, True)],
+)
+def test_a_tied_output_matrix_serves_as_the_table_where_its_rows_can_be_read(backend, dtype, shared, tmp_path):
+    path = copy(tmp_path / "tied.gguf", TARGET, rename=lambda n: None if n == "output.weight" else n)
+    found = read(UPSTREAM, target(path))
+    assert found.from_target == {"token_embd.weight"}
+    layouts = found.layouts(backend, dtype, with_output=True, with_embedding=False)
+    assert ("token_embd.weight" not in {x.name for x in layouts}) == shared
+
+
+# ---- other releases
+
+
+def test_the_next_architecture_is_refused_with_its_own_message(tmp_path):
+    path = copy(tmp_path / "m.gguf", TARGET, keys={"general.architecture": "qwen4exp"})
+    with pytest.raises(GgufError, match=r"Qwen3\.8-Flash-Next"):
+        open_spec(path)
+
+
+@pytest.mark.parametrize("drafter", [UPSTREAM, LUCEBOX])
+def test_a_drafter_in_the_place_of_a_model_is_called_one(drafter):
+    with pytest.raises(GgufError, match=r"is a drafter, not a model: name it in draft\.path"):
+        open_spec(drafter)
+
+
+def test_a_configuration_of_any_size_is_not_read(tmp_path):
+    checkpoint(tmp_path, UPSTREAM, {"comment": "x" * MAX_CONFIG_BYTES})
+    with pytest.raises(GgufError, match=f"at most {MAX_CONFIG_BYTES} are allowed"):
+        open_draft(draft_paths(tmp_path))
