@@ -14,12 +14,12 @@ from dataclasses import dataclass
 from typing import Final
 
 from lucevisor.engine.chunking import SharedChunks
+from lucevisor.engine.drafting import Drafting
 from lucevisor.engine.limits import EngineLimits
 from lucevisor.engine.request import RequestState
-from lucevisor.engine.sequence import LiveSequence, RequestRecord
-from lucevisor.engine.step import ScheduledStep
+from lucevisor.engine.sequence import RequestRecord
+from lucevisor.engine.step import ScheduledSlice, ScheduledStep
 from lucevisor.model.values import PAGE_TOKENS
-from lucevisor.protocol.steps import Slice
 
 MAX_SKIPPED_STEPS: Final = 4
 """Steps in a row that may skip a prompt for shorter ones; twice as many while the first stage is never free."""
@@ -59,32 +59,6 @@ class StepBudget:
         return record.live.n_prefill > self.chunks.max_short_tokens
 
 
-@dataclass(frozen=True, slots=True)
-class ScheduledSlice:
-    """A slice that was chosen for the next step: from ``live.n_scheduled`` to ``stop``."""
-
-    record: RequestRecord
-    live: LiveSequence
-    stop: int
-
-    @property
-    def n_prefill(self) -> int:
-        """Tokens to prefill of the prompt it is a slice of; 0 for a decode."""
-        return self.live.n_prefill if self.record.state is RequestState.PREFILL else 0
-
-    def schedule(self, step_id: int) -> Slice:
-        """Return the slice for the step ``step_id``, and count its tokens as scheduled."""
-        live, tokens = self.live, self.record.tokens
-        n_drafts = max(0, self.stop - len(tokens))
-        wanted = tokens[live.n_scheduled : self.stop] + live.drafts[:n_drafts]
-        found = Slice(live.sequence, live.n_scheduled, wanted, sample=self.stop >= len(tokens), n_drafts=n_drafts)
-        live.drafts = []
-        live.n_computed, live.n_scheduled = self.stop - n_drafts, self.stop
-        live.last_step = step_id
-        self.record.n_in_flight += 1
-        return found
-
-
 def has_others(live: Iterable[RequestRecord], chunk: int) -> bool:
     """Return whether a decode runs, or a prompt that fits into a chunk."""
     return any(
@@ -94,7 +68,11 @@ def has_others(live: Iterable[RequestRecord], chunk: int) -> bool:
 
 
 def choose_slices(
-    records: Collection[RequestRecord], in_flight: Collection[ScheduledStep], limits: EngineLimits, budget: StepBudget
+    records: Collection[RequestRecord],
+    in_flight: Collection[ScheduledStep],
+    limits: EngineLimits,
+    budget: StepBudget,
+    drafting: Drafting,
 ) -> list[ScheduledSlice]:
     """Choose the slices of a step by waiting time, size and token budget; pages are allocated afterwards."""
     decodes, prompts = [], []
@@ -102,21 +80,15 @@ def choose_slices(
         if record.live is not None and record.live.n_scheduled < len(record.tokens):
             if record.state is RequestState.PREFILL:
                 prompts.append(record)
-            else:
-                stop = record.next_stop(record.live.n_scheduled, limits.prefill_chunk)
-                decodes.append(ScheduledSlice(record, record.live, stop))
+            elif not record.live.awaiting:
+                decodes.append(ScheduledSlice(record, record.live, len(record.tokens)))
     waiting = [record for record in prompts if budget.should_wait(record)]
     if waiting:
         prompts = [record for record in prompts if record not in waiting]
         decodes.clear()  # they go with its next chunk: a step of their own would delay it
     decodes.sort(key=lambda one: (one.live.last_step, one.record.arrival))
-    chosen: list[ScheduledSlice] = []
-    n_left = limits.max_step_tokens
-    for one in decodes[: _n_decodes(records, in_flight, budget.n_stages)]:
-        n_tokens = one.stop - one.live.n_scheduled
-        if n_tokens <= n_left:
-            chosen.append(one)
-            n_left -= n_tokens
+    chosen = drafting.with_drafts(decodes[: _n_decodes(records, in_flight, budget.n_stages, drafting)])
+    n_left = limits.max_step_tokens - sum(one.n_tokens for one in chosen)
     return chosen + _choose_prompts(prompts, limits, budget, n_left, alone=not chosen)
 
 
@@ -165,9 +137,14 @@ def _turn(record: RequestRecord, budget: StepBudget) -> tuple[bool, int, int, in
     return not overdue, live.last_step if overdue else 0, budget.level(record.request.key_id), n_left, record.arrival
 
 
-def _n_decodes(records: Collection[RequestRecord], in_flight: Collection[ScheduledStep], n_stages: int) -> int:
-    """Return the size of a micro-batch of decodes; 0 while every stage has one."""
-    if sum(step.decodes for step in in_flight) >= n_stages:
+def _n_decodes(
+    records: Collection[RequestRecord], in_flight: Collection[ScheduledStep], n_stages: int, drafting: Drafting
+) -> int:
+    """Return the size of a micro-batch of decodes; 0 while every stage has one.
+
+    A micro-batch whose drafts are being made counts: its verification would wait behind that of another one.
+    """
+    if sum(step.decodes for step in in_flight) + drafting.n_drafting >= n_stages:
         return 0
     n_decoding = sum(record.state is RequestState.DECODE for record in records)
     return -(-n_decoding // n_stages)

@@ -14,8 +14,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import copy
-import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -24,7 +22,7 @@ from lucevisor import awake
 from lucevisor.engine import validation
 from lucevisor.engine.handle import RequestHandle
 from lucevisor.engine.limits import EngineLimits
-from lucevisor.engine.pipeline import Pipeline, PipelineFailure, PipelineResult, StepInFlight
+from lucevisor.engine.pipeline import Pipeline, PipelineFailure, PipelineResult, StageLink, StepInFlight
 from lucevisor.engine.request import (
     ContextOverflow,
     FinishedEvent,
@@ -34,22 +32,19 @@ from lucevisor.engine.request import (
     RequestError,
     TokenEvent,
 )
-from lucevisor.engine.rows import IdsOutput, RowCollector, RowsMissing
+from lucevisor.engine.rows import IdsOutput, RowCollector, RowsMissing, RowSteps
 from lucevisor.engine.scheduler import Events, Scheduler
 from lucevisor.engine.sequence import WantedRows
-from lucevisor.engine.statistics import CacheStatistics, EngineStatistics, RateWindow, StepTotals
+from lucevisor.engine.statistics import EngineStatistics, RateWindow, StepTotals
 from lucevisor.engine.step import WrongResult
+from lucevisor.engine.waits import RetryAfter
 from lucevisor.kv.prefix_cache import PrefixIndex
 from lucevisor.kv.prefix_records import PrefixMatch, Reservation
 from lucevisor.kv.prefix_tree import PrefixSlot
 from lucevisor.kv.tokens import TokenBuffer
 from lucevisor.model.values import Space
-from lucevisor.protocol.steps import Sampling
+from lucevisor.protocol.steps import Sampling, StepResult
 from lucevisor.protocol.transfers import SlotPlace
-
-_RETRY_S = (1, 600)  # bounds of Retry-After: a client that asks more often gains nothing
-_RETRY_UNKNOWN_S = 5  # before anything was measured
-_RETRY_VALID_S = 1.0  # an estimate is reused for so long, so that refusing costs nothing
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,16 +52,17 @@ class EngineSettings:
     """``max_queue``: requests that may wait.  ``rate_window_s``: the span of ``tokens_per_s`` in statistics.
     ``validate``: check all accounts whenever the engine is idle; raises AccountingError from there.
 
-    ``on_step`` sees every finished step (for histograms), ``on_pipeline_failed`` why the pipeline failed (for
-    supervision; the engine has detached it by then).
+    ``on_step`` sees every finished step (for histograms), ``on_pipeline_failed`` why the pipeline failed and
+    ``on_drafter_lost`` why the drafter was (for supervision; the engine has detached it by then).
     """
 
     max_queue: int
     rate_window_s: float = 10.0
     validate: bool = False
     clock: Callable[[], float] = time.monotonic
-    on_step: Callable[[PipelineResult], None] | None = None
-    on_pipeline_failed: Callable[[PipelineFailure], None] | None = None
+    on_step: Callable[[PipelineResult], None] = lambda _: None
+    on_pipeline_failed: Callable[[PipelineFailure], None] = lambda _: None
+    on_drafter_lost: Callable[[str], None] = lambda _: None
 
 
 class Engine:
@@ -82,15 +78,14 @@ class Engine:
         self._unavailable = "the model is being loaded"
         self._refusal = ""  # set for good by drain and close
         self._handles: dict[str, RequestHandle] = {}
-        self._collectors: dict[str, RowCollector] = {}
-        self._row_steps: dict[int, str] = {}  # step id -> request whose rows the step brings back
+        self._rows = RowSteps()
         self._outbox: Events = []
         self._changed = asyncio.Event()
         self._n_own = 0  # requests of ours: ids runs and probes
         self.on_submit: Callable[[GenerationRequest], bool] = lambda _: False
         self._totals = StepTotals()
         self._generated = RateWindow(settings.rate_window_s, self._clock())
-        self._retry = (-math.inf, 0)  # when it was estimated, and Retry-After
+        self._retry = RetryAfter()
 
     # ---- requests
 
@@ -119,15 +114,14 @@ class Engine:
         request = GenerationRequest(
             request_id=request_id, prompt=TokenBuffer(ids), max_tokens=1, sampling=Sampling(temperature=0.0)
         )
-        collector = RowCollector(len(request.prompt), hidden=want_hidden)
-        self._collectors[request_id] = collector
+        collector = self._rows.open(request_id, RowCollector(len(request.prompt), hidden=want_hidden))
         try:
             with self._submit(request, WantedRows(hidden=want_hidden, rows=rows_per_step)) as handle:
                 async for event in handle:
                     if isinstance(event, FinishedEvent) and event.error is not None:
                         raise RowsMissing(f"the ids did not go through: {event.error.message}")
         finally:
-            del self._collectors[request_id]
+            self._rows.close(request_id)
         return collector.output()
 
     # ---- the pipeline
@@ -146,7 +140,28 @@ class Engine:
             raise RuntimeError("a pipeline is attached already; detach it first")
         self._pipeline = pipeline
         pipeline.on_first_stage_done = self._on_first_stage_done
+        pipeline.on_drafted = self._on_drafted
+        pipeline.on_drafter_lost = self._on_drafter_lost
         self._scheduler.attach(pipeline.n_stages)
+        self._proceed([])
+
+    def attach_drafter(self, link: StageLink, *, with_output: bool) -> None:
+        """Draft with the draft stage behind ``link``, whose daemon holds no sequences yet.
+
+        ``with_output``: it is the output stage's daemon.  Raises RuntimeError without a pipeline or with a drafter,
+        ValueError if the limits have no room for one.
+        """
+        if self._pipeline is None:
+            raise RuntimeError("there is no pipeline to attach a drafter to; attach one first")
+        self._scheduler.attach_drafter(with_output=with_output)
+        self._pipeline.attach_drafter(link, with_output=with_output)
+        self._proceed([])
+
+    def detach_drafter(self) -> None:
+        """Go on without drafts.  Does nothing without a drafter; the pipeline takes its own along when it goes."""
+        if self._pipeline is not None:
+            self._pipeline.detach_drafter()
+        self._scheduler.detach_drafter()
         self._proceed([])
 
     def detach(self, error: RequestError, *, permanent: bool = False) -> None:
@@ -159,7 +174,7 @@ class Engine:
             self._pipeline.close()
             self._pipeline = None
         self._unavailable = error.message
-        self._row_steps.clear()
+        self._rows.forget_steps()
         now = self._clock()
         events = self._scheduler.fail_all(error, now)
         if permanent:
@@ -170,7 +185,9 @@ class Engine:
         """Apply a finished step; the pipeline's ``on_result``."""
         now = self._clock()
         self._totals.add(result)
-        self._scheduler.chunks.measured(result.step.slices, max(stage.compute_s for stage in result.results))
+        stages_s = [stage.compute_s for stage in result.results]
+        self._scheduler.chunks.measured(result.step.slices, max(stages_s))
+        self._scheduler.drafting.measured(result.step.slices, stages_s)
         n_before = self._scheduler.n_generated_tokens
         try:
             events = self._scheduler.apply(result.results[-1], now)
@@ -180,22 +197,33 @@ class Engine:
                 PipelineFailure(last, "protocol_error", f"stage {last}, the last, sent a wrong result: {error}")
             )
             return
-        self._collect(result)
+        self._rows.collect(result)
         self._generated.add(self._scheduler.n_generated_tokens - n_before, now)
         self._proceed(events)
-        if self._settings.on_step is not None:
-            self._settings.on_step(result)
+        self._settings.on_step(result)
 
     def _on_first_stage_done(self) -> None:
         """Send what waited for the first stage."""
         if self._scheduler.first_stage_done(self._clock()):
             self._proceed([])
 
+    def _on_drafted(self, result: StepResult) -> None:
+        """Let the sequences go on that waited for these drafts."""
+        try:
+            self._scheduler.drafting.answered(result)
+        except WrongResult as error:
+            self._on_drafter_lost(f"it sent a wrong result: {error}")
+        else:
+            self._proceed([])
+
+    def _on_drafter_lost(self, reason: str) -> None:
+        self.detach_drafter()
+        self._settings.on_drafter_lost(reason)
+
     def on_failed(self, failure: PipelineFailure) -> None:
         """Detach a failed pipeline and pass the failure on; the pipeline's ``on_failed``."""
         self.detach(RequestError(failure.code, failure.message))
-        if self._settings.on_pipeline_failed is not None:
-            self._settings.on_pipeline_failed(failure)
+        self._settings.on_pipeline_failed(failure)
 
     def oldest_in_flight(self) -> StepInFlight | None:
         """Return the step a daemon has worked on for longest, for the watchdog."""
@@ -208,7 +236,7 @@ class Engine:
 
         For the orderly restart of a group: new requests are still accepted, and wait.
         """
-        self._scheduler.admitting = False
+        self._scheduler.admission.open = False
         return await self._wait(lambda: self._scheduler.n_running == 0 and self._scheduler.n_in_flight == 0, timeout_s)
 
     async def drain(self, timeout_s: float) -> bool:
@@ -223,21 +251,8 @@ class Engine:
 
     def statistics(self) -> EngineStatistics:
         """Return counts and rates as of now."""
-        now = self._clock()
-        return EngineStatistics(
-            ready=self.ready,
-            reason="" if self.ready else self._refusal or self._unavailable,
-            running=self._scheduler.n_running,
-            queued=self._scheduler.n_queued,
-            in_flight=self._scheduler.n_in_flight,
-            tokens_per_s=self._generated.rate(now),
-            window_s=self._settings.rate_window_s,
-            generated_tokens=self._scheduler.n_generated_tokens,
-            preemptions=self._scheduler.n_preemptions,
-            pages={str(space): use for space, use in self._scheduler.pools.use().items()},
-            steps=copy.deepcopy(self._totals),
-            cache=CacheStatistics.of(self._scheduler.reuse),
-        )
+        reason = "" if self.ready else self._refusal or self._unavailable
+        return EngineStatistics.of(self._scheduler, self._totals, self._generated, self._clock(), reason)
 
     # ---- prefix slots, for snapshots
 
@@ -250,7 +265,7 @@ class Engine:
         """Wait until every stage has done all that was decided up to now; False if the pipeline fails first."""
         pipeline, goal = self._pipeline, self._scheduler.flush()
         self._proceed([])
-        while pipeline is not None and pipeline is self._pipeline and self._scheduler.last_applied < goal:
+        while pipeline is not None and pipeline is self._pipeline and self._scheduler.last_finished < goal:
             self._changed.clear()
             await self._changed.wait()
         return pipeline is not None and pipeline is self._pipeline
@@ -285,12 +300,13 @@ class Engine:
             return None
         return reservation
 
-    def adopt(self, tokens: Sequence[int], reservation: Reservation) -> PrefixSlot | None:
+    def adopt(self, tokens: Sequence[int], reservation: Reservation, *, drafted: bool = False) -> PrefixSlot | None:
         """Publish a restored prefix, pinned; ``release`` it once the requests that wait for it have started.
 
-        None if it is not kept: the pipeline failed meanwhile, or it is not worth caching.
+        ``drafted``: the drafter's state was restored, too.  None if it is not kept: the pipeline failed meanwhile, or
+        it is not worth caching.
         """
-        slot = self.prefixes.adopt(tokens, reservation, self._clock())
+        slot = self.prefixes.adopt(tokens, reservation, self._clock(), drafted=drafted)
         self._proceed([])
         return slot
 
@@ -307,8 +323,7 @@ class Engine:
         For snapshot files.  The caller keeps the place pinned or reserved.  None if the pipeline fails, the context is
         too short, or the only running request needs the pages.
         """
-        index = self.prefixes
-        match = index.match_of(place) if isinstance(place, PrefixSlot) else place.match
+        match = self.prefixes.match_of(place) if isinstance(place, PrefixSlot) else place.match
         sampling = Sampling(temperature=0.0, n_top_logprobs=n_top)
         prompt = TokenBuffer(tokens)
         prompt.append(token)
@@ -338,7 +353,7 @@ class Engine:
         if not self.ready:
             raise NotReady(self._refusal or self._unavailable)
         if self._scheduler.n_queued >= self._settings.max_queue:
-            raise QueueFull(self._scheduler.n_queued, self._retry_after_s(self._clock()))
+            raise QueueFull(self._scheduler.n_queued, self._retry.seconds(self._scheduler.wait_s, self._clock()))
 
     def _submit(
         self,
@@ -349,8 +364,7 @@ class Engine:
         probe: PrefixMatch | None = None,
     ) -> RequestHandle:
         self._scheduler.submit(request, self._clock(), wanted, hold=hold, probe=probe)
-        handle = RequestHandle(request.request_id, self._cancel)
-        self._handles[request.request_id] = handle
+        handle = self._handles[request.request_id] = RequestHandle(request.request_id, self._cancel)
         self._proceed([])
         return handle
 
@@ -361,9 +375,8 @@ class Engine:
         """Send every possible step, then deliver events: shards start before readers do."""
         self._outbox += events
         while self._pipeline is not None and (plan := self._scheduler.next_plan(self._clock())) is not None:
-            if plan.step.want_logits:
-                self._row_steps[plan.step.step_id] = plan.request_ids[0]
-            self._pipeline.submit(plan.step)
+            self._rows.planned(plan)
+            self._pipeline.submit(plan.step, opening=plan.opening)
         if self._scheduler.starving:
             self._outbox += self._scheduler.end_probes(self._clock())
         # A dead link reenters here through on_failed; the outbox keeps events in order.
@@ -375,19 +388,6 @@ class Engine:
         self._changed.set()
         if self._settings.validate and self._scheduler.idle:
             validation.check(self._scheduler)
-
-    def _collect(self, result: PipelineResult) -> None:
-        request_id = self._row_steps.pop(result.step.step_id, None)
-        if request_id is not None and request_id in self._collectors:
-            self._collectors[request_id].add(result)
-
-    def _retry_after_s(self, now: float) -> int:
-        """Estimate when those that wait now will have started."""
-        if now - self._retry[0] >= _RETRY_VALID_S:
-            wait_s, (least, most) = self._scheduler.wait_s(), _RETRY_S
-            seconds = _RETRY_UNKNOWN_S if wait_s is None else min(most, max(least, math.ceil(wait_s)))
-            self._retry = (now, seconds)
-        return self._retry[1]
 
     async def _wait(self, done: Callable[[], bool], timeout_s: float) -> bool:
         try:

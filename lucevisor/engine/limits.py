@@ -9,7 +9,21 @@ from lucevisor.kv.page_pool import PagePools
 from lucevisor.kv.prefix_records import PrefixSettings
 from lucevisor.model.pages import max_window_pages, pages_of
 from lucevisor.model.values import PAGE_TOKENS, Space
-from lucevisor.protocol.loading import PoolSizes
+from lucevisor.protocol.loading import PoolSizes, arena_regions
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SpeculationSettings:
+    """Limits of speculative decoding.  ``max_drafts``: drafts that a slice may verify; 0: none, it is off.
+
+    ``drafter``: a draft stage may be attached.  ``lookup``: drafts are also looked up in the sequence's own tokens.
+    ``n_vocabulary``: ids that the model can embed; drafts outside are refused.
+    """
+
+    max_drafts: int = 0
+    drafter: bool = False
+    lookup: bool = False
+    n_vocabulary: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -17,8 +31,9 @@ class EngineLimits:
     """What the scheduler may use.  ``pools`` is the record sent in Load.  Raises ValueError naming the wrong field.
 
     ``max_step_tokens`` bounds a step and with it how long a decode may wait for the prefill chunks beside it; one chunk
-    and one token of every sequence always fit, so neither starves.  ``window_tokens``: positions that a sliding layer
-    sees, itself included; None without such layers.  ``prefix``: what prefix slots may take; off by default.
+    and one token of every sequence with its drafts always fit, so neither starves.  ``window_tokens``: positions that a
+    sliding layer sees, itself included; None without such layers.  ``prefix``: what prefix slots may take; off by
+    default, as is ``speculation``.
     """
 
     max_sequences: int
@@ -29,6 +44,7 @@ class EngineLimits:
     pools: PoolSizes
     window_tokens: int | None = None
     prefix: PrefixSettings = field(default_factory=PrefixSettings)
+    speculation: SpeculationSettings = field(default_factory=SpeculationSettings)
 
     def __post_init__(self) -> None:
         for name in ("max_sequences", "prefill_chunk"):
@@ -36,12 +52,29 @@ class EngineLimits:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be 1 or more")
         if self.max_context < 2:
             raise ValueError(f"max_context is {self.max_context}; a token of prompt and one more need 2")
-        least = self.prefill_chunk + self.max_sequences
+        self._check_speculation()
+        n_drafts = self.speculation.max_drafts
+        least = self.prefill_chunk + self.max_sequences * (1 + n_drafts)
         if self.max_step_tokens < least:
+            each = f" * (1 + {n_drafts} drafts)" if n_drafts else ""
             raise ValueError(
-                f"max_step_tokens is {self.max_step_tokens}; prefill_chunk + max_sequences = {least} is the least"
+                f"max_step_tokens is {self.max_step_tokens}; prefill_chunk + max_sequences{each} = {least} is the least"
             )
         self._check_pools()
+
+    def _check_speculation(self) -> None:
+        speculation = self.speculation
+        if not 0 <= speculation.max_drafts < self.prefill_chunk:  # window pages are counted for such slices
+            raise ValueError(
+                f"speculation.max_drafts is {speculation.max_drafts}; it must be 0 or more and less than prefill_chunk "
+                f"= {self.prefill_chunk}"
+            )
+        if speculation.max_drafts and speculation.n_vocabulary < 1:
+            raise ValueError(
+                f"speculation.n_vocabulary is {speculation.n_vocabulary}; drafts are checked by it, so give 1 or more"
+            )
+        if speculation.drafter and Space.FULL not in self.spaces:
+            raise ValueError("speculation.drafter needs pages of space full: a drafter keeps its state under their ids")
 
     def _check_pools(self) -> None:
         if not self.spaces:
@@ -69,6 +102,10 @@ class EngineLimits:
                     f"pools.window_pages is {self.pools.window_pages}; one sequence needs {least} for a window of "
                     f"{self.window_tokens} tokens and chunks of {self.prefill_chunk}"
                 )
+
+    def n_regions(self, n_stages: int) -> int:
+        """Return how many regions each arena of ``n_stages`` target stages has: the draft stage reads them, too."""
+        return arena_regions(n_stages + self.speculation.drafter)
 
     @property
     def page_tokens(self) -> int:

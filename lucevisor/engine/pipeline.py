@@ -2,8 +2,9 @@
 
 The hot path is plain callbacks: no task, no queue of its own, and frames for later stages are encoded while the first
 one works.  Knows neither requests nor pages; whoever reads the links calls :meth:`Pipeline.receive`.
+A draft stage behind the last one gets every step that was submitted since it was attached, in the same order.
 Invariant: a stage answers its steps in the order they were sent to it; any other answer fails the pipeline, because the
-two sides no longer agree on what the shards hold.
+two sides no longer agree on what the shards hold.  Whatever the draft stage does wrong only detaches it.
 """
 
 from __future__ import annotations
@@ -14,10 +15,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from msgspec.structs import replace
+
 from lucevisor.engine.request import ErrorCode
 from lucevisor.protocol.codec import encode
 from lucevisor.protocol.errors import LocalProtocolError, ProtocolError
-from lucevisor.protocol.steps import Step, StepResult
+from lucevisor.protocol.steps import DraftStep, Operation, Step, StepResult
 
 _NO_PAYLOAD = memoryview(b"")
 
@@ -65,14 +68,27 @@ class StepInFlight:
     elapsed_s: float
 
 
+@dataclass(slots=True, eq=False)
+class _DraftStage:
+    """An attached drafter.  ``with_output``: in the output stage's daemon.  ``waiting``: (step id, when it was sent) of
+    the steps to answer."""
+
+    link: StageLink
+    with_output: bool
+    waiting: deque[tuple[int, float]] = field(default_factory=deque)
+
+
 @dataclass(slots=True)
 class _PipelineStep:
-    """A step on its way.  ``frames[i]`` is for stage ``first_stage + 1 + i``."""
+    """A step on its way.  ``frames[i]`` is for stage ``first_stage + 1 + i``.  ``draft``: the draft stage that gets it,
+    if it is attached by then, with the operations ``opening`` in place of the step's own."""
 
     step: Step
     first_stage: int
     started_at: float
     sent_at: float  # to the stage it is at
+    draft: _DraftStage | None = None
+    opening: Sequence[Operation] | None = None
     frames: list[bytes] = field(default_factory=list)
     results: list[StepResult] = field(default_factory=list)
     payloads: list[memoryview] = field(default_factory=list)
@@ -84,7 +100,8 @@ class Pipeline:
     run several).
 
     Made when every daemon is ready and holds no sequences.  ``on_result`` gets each step that the last stage answered,
-    in the order of the answers; ``on_failed`` is called at most once, and nothing after it.
+    in the order of the answers; ``on_failed`` is called at most once, and nothing after it.  ``on_drafted`` gets the
+    draft stage's answers; ``on_drafter_lost`` is told why it was detached.
     """
 
     def __init__(
@@ -103,7 +120,11 @@ class Pipeline:
         self._at_stage: list[deque[_PipelineStep]] = [deque() for _ in stages]  # in the order sent
         self._answered_at: dict[int, float] = {}  # by link: a daemon has one compute thread for all its stages
         self._open = True
+        self._draft: _DraftStage | None = None
+        self._had_drafter = False
         self.on_first_stage_done: Callable[[], None] = lambda: None  # not called by a pipeline of one stage
+        self.on_drafted: Callable[[StepResult], None] = lambda _: None
+        self.on_drafter_lost: Callable[[str], None] = lambda _: None
 
     @property
     def n_stages(self) -> int:
@@ -115,8 +136,23 @@ class Pipeline:
         """Steps that the last stage has not answered."""
         return sum(len(steps) for steps in self._at_stage)
 
-    def submit(self, step: Step, *, first_stage: int = 0) -> None:
-        """Send a step to ``first_stage``, from where it goes on to the last one.
+    def attach_drafter(self, link: StageLink, *, with_output: bool) -> None:
+        """Send the steps submitted from now on to a draft stage, too, whose number is ``n_stages``.
+
+        ``with_output``: its daemon is the last stage's, so it gets a step together with it.  It holds no sequences yet.
+        Raises RuntimeError if there is one.
+        """
+        if self._draft is not None:
+            raise RuntimeError("a drafter is attached already; detach it first")
+        self._draft, self._had_drafter = _DraftStage(link, with_output), True
+
+    def detach_drafter(self) -> None:
+        """Send it nothing more, and ignore what it answers.  Does nothing without one."""
+        self._draft = None
+
+    def submit(self, step: Step, *, first_stage: int = 0, opening: Sequence[Operation] | None = None) -> None:
+        """Send a step to ``first_stage``, from where it goes on to the last one, and to the draft stage if it passes
+        all stages; that gets the operations ``opening``, if given, in place of the step's own.
 
         The boundary rows that a later ``first_stage`` reads must be in the arena already.  Raises ValueError when there
         is no such stage.  A dead link fails the pipeline through ``on_failed`` before this returns.
@@ -126,7 +162,8 @@ class Pipeline:
         if not self._open:
             return
         now = self._clock()
-        entry = _PipelineStep(step, first_stage, started_at=now, sent_at=now)
+        draft = None if first_stage else self._draft
+        entry = _PipelineStep(step, first_stage, started_at=now, sent_at=now, draft=draft, opening=opening)
         self._at_stage[first_stage].append(entry)
         if self._send(entry, first_stage):
             # The first stage works already: encode for the others meanwhile.
@@ -138,6 +175,9 @@ class Pipeline:
             return
         now = self._clock()
         stage = result.stage
+        if stage == self.n_stages and self._had_drafter:
+            self._receive_drafts(result, now)
+            return
         if not 0 <= stage < self.n_stages:
             self.fail(0, "protocol_error", f"a daemon answered for stage {stage}; there are {self.n_stages}")
             return
@@ -152,6 +192,12 @@ class Pipeline:
         entry.results.append(result)
         entry.payloads.append(payload)
         if stage + 1 == self.n_stages:
+            if entry.draft is not None and not entry.draft.with_output:
+                drawn = {
+                    piece.sequence: [s.token for s in result.sampled if s.sequence == piece.sequence]
+                    for piece in entry.step.slices
+                }
+                self._send_draft(entry, list(drawn.values()))
             seconds = now - entry.started_at
             results, payloads, hops_s = tuple(entry.results), tuple(entry.payloads), tuple(entry.hops_s)
             self._on_result(PipelineResult(entry.step, results, payloads, hops_s, seconds))
@@ -175,17 +221,23 @@ class Pipeline:
         A step that waits behind others at its daemon has not begun, so its time counts from the daemon's last answer.
         """
         oldest: StepInFlight | None = None
-        for stage, waiting in enumerate(self._at_stage):
-            if waiting:
-                sent_at = waiting[0].sent_at
-                begun_at = max(sent_at, self._answered_at.get(id(self._links[stage]), sent_at))
-                if oldest is None or now - begun_at > oldest.elapsed_s:
-                    oldest = StepInFlight(waiting[0].step.step_id, stage, now - begun_at)
+        first = [
+            (self._links[stage], stage, waiting[0].step.step_id, waiting[0].sent_at)
+            for stage, waiting in enumerate(self._at_stage)
+            if waiting
+        ]
+        if self._draft is not None and self._draft.waiting:
+            first.append((self._draft.link, self.n_stages, *self._draft.waiting[0]))
+        for link, stage, step_id, sent_at in first:
+            begun_at = max(sent_at, self._answered_at.get(id(link), sent_at))
+            if oldest is None or now - begun_at > oldest.elapsed_s:
+                oldest = StepInFlight(step_id, stage, now - begun_at)
         return oldest
 
     def close(self) -> None:
-        """Forget all steps; no callback comes after this."""
+        """Forget all steps and the drafter; no callback comes after this."""
         self._open = False
+        self._draft = None
         for waiting in self._at_stage:
             waiting.clear()
 
@@ -201,7 +253,40 @@ class Pipeline:
         except (ProtocolError, OSError) as error:
             self.fail(stage, "shard_lost", f"step {step.step_id} could not be sent to stage {stage}: {error}")
             return False
+        if stage + 1 == self.n_stages and entry.draft is not None and entry.draft.with_output:
+            self._send_draft(entry, None)  # its daemon will know the tokens
         return True
+
+    def _send_draft(self, entry: _PipelineStep, tokens: list[list[int]] | None) -> None:
+        """Send a step to the draft stage, unless that was detached meanwhile."""
+        draft, step = entry.draft, entry.step
+        if draft is None or draft is not self._draft:
+            return
+        if entry.opening is not None:
+            step = replace(step, operations=list(entry.opening))
+        try:
+            draft.link.send(encode(DraftStep(step, tokens), request_id=step.step_id, flags=self.n_stages))
+        except (ProtocolError, OSError) as error:
+            self._lose_drafter(f"step {step.step_id} could not be sent to the draft stage: {error}")
+        else:
+            draft.waiting.append((step.step_id, self._clock()))
+
+    def _receive_drafts(self, result: StepResult, now: float) -> None:
+        draft = self._draft
+        if draft is None:
+            return  # it was detached before it answered
+        due, _ = draft.waiting[0] if draft.waiting else (None, 0.0)
+        if due != result.step_id:
+            expected = "no step" if due is None else f"step {due}"
+            self._lose_drafter(f"the draft stage answered step {result.step_id} while {expected} was due")
+            return
+        draft.waiting.popleft()
+        self._answered_at[id(draft.link)] = now
+        self.on_drafted(result)
+
+    def _lose_drafter(self, reason: str) -> None:
+        self._draft = None
+        self.on_drafter_lost(reason)
 
     @staticmethod
     def _frame(step: Step, stage: int) -> bytes:

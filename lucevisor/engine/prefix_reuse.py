@@ -128,8 +128,9 @@ class PrefixReuse:
                 operations.append(SetPages(sequence, space, first, list(pages)))
         for growth in growths:
             operations.append(SetPages(sequence, growth.space, growth.first, growth.pages))
-            n_tokens = position % PAGE_TOKENS
-            operations.append(CopyPage(growth.space, match.tail[growth.space], growth.pages[0], n_tokens))
+            source, n_tokens = match.tail[growth.space], position % PAGE_TOKENS
+            self._pools[growth.space].stamp(growth.pages, self._pools[growth.space].epoch_of(source))
+            operations.append(CopyPage(growth.space, source, growth.pages[0], n_tokens))
         return live, operations
 
     def started(self, record: RequestRecord, match: PrefixMatch, now: float) -> None:

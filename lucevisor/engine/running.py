@@ -9,15 +9,15 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator
 
-from lucevisor.engine.batching import ScheduledSlice
 from lucevisor.engine.limits import EngineLimits
 from lucevisor.engine.prefix_reuse import PrefixReuse
-from lucevisor.engine.sequence import RequestRecord
+from lucevisor.engine.sequence import LiveSequence, RequestRecord
+from lucevisor.engine.step import ScheduledSlice
 from lucevisor.kv.page_pool import PageAllocator, PagePools
 from lucevisor.kv.prefix_records import PrefixMatch
 from lucevisor.kv.prefix_tree import NO_STATE
 from lucevisor.model.values import Space
-from lucevisor.protocol.steps import CloseSequence, Operation, SetPages
+from lucevisor.protocol.steps import CloseSequence, Operation, SetPages, UseState
 
 
 class RunningRequests(Collection[RequestRecord]):
@@ -64,11 +64,34 @@ class RunningRequests(Collection[RequestRecord]):
 
     def grow(self, chosen: ScheduledSlice) -> list[Operation] | None:
         """Give a sequence the pages of its next slice.  None, taking nothing, when too few are free."""
-        live = chosen.live
-        growths = live.table.grow(live.n_scheduled, chosen.stop)
-        if growths is None:
-            return None
-        return [SetPages(live.sequence, growth.space, growth.first, growth.pages) for growth in growths]
+        return self._grow(chosen.live, chosen.stop, 0)
+
+    def extend(self, live: LiveSequence, stop: int, n_ahead: int = 0) -> list[Operation]:
+        """Give a sequence the pages of drafts up to ``stop``, and of ``n_ahead`` more that only the drafter writes.
+
+        Nothing when that would take pages from other sequences; prefix slots give theirs.
+        """
+        needs, index = live.table.missing(stop, n_ahead), self._reuse.index
+        if not needs or not index.can_reclaim(needs, {}) or not index.reclaim(needs):
+            return []
+        return self._grow(live, stop, n_ahead) or []
+
+    def release_ahead(self) -> bool:
+        """Release the pages behind the tokens of all sequences, which only drafts would fill; False if there are none.
+
+        What is drafted in steps in flight is still written there, and nobody reads it: drafts are cut to the pages.
+        """
+        lives = [(record.live, len(record.tokens)) for record in self._records.values() if record.live is not None]
+        return sum(live.table.shrink(max(n_tokens, live.n_scheduled)) for live, n_tokens in lives) > 0
+
+    def settle(self, live: LiveSequence, first_state: int) -> list[Operation]:
+        """Give back what a verified slice took for its rejected drafts.  ``first_state``: the live one before it."""
+        live.n_scheduled = live.n_computed
+        if not live.draft_states:
+            return []
+        self._pools[Space.RECURRENT].release(live.draft_states)
+        live.draft_states = []
+        return [] if live.state == first_state else [UseState(live.sequence, live.state)]
 
     def close(self, record: RequestRecord) -> list[Operation]:
         """Release all that a request holds in the shards; does nothing when it has no sequence."""
@@ -78,10 +101,19 @@ class RunningRequests(Collection[RequestRecord]):
         live.table.release()
         if live.state != NO_STATE:
             self._pools[Space.RECURRENT].release([live.state])
+        if live.draft_states:
+            self._pools[Space.RECURRENT].release(live.draft_states)
         self.sequence_ids.release([live.sequence])
         del self._records[live.sequence]
         record.live = None
         return [CloseSequence(live.sequence)]
+
+    @staticmethod
+    def _grow(live: LiveSequence, stop: int, n_ahead: int) -> list[Operation] | None:
+        growths = live.table.grow(live.n_scheduled, stop, n_ahead)
+        if growths is None:
+            return None
+        return [SetPages(live.sequence, growth.space, growth.first, growth.pages) for growth in growths]
 
     def _fits(self, record: RequestRecord, match: PrefixMatch) -> bool:
         """Whether there is room for a request beside what the running ones still need."""
@@ -91,7 +123,7 @@ class RunningRequests(Collection[RequestRecord]):
         for other in self._records.values():
             for space, n in self._limits.pages_needed(len(other.tokens)).items():
                 held = 0 if other.live is None else len(other.live.table.held(space))
-                needs[space] += max(0, n - held) + 1  # promised to it, and one to grow by
+                needs[space] += max(0, n + 1 - held)  # promised to it, and one to grow by
         if Space.RECURRENT in self._pools:
             needs[Space.RECURRENT] = 1
         return self._reuse.index.can_reclaim(needs, {Space.FULL: match.full, Space.WINDOW: match.window})

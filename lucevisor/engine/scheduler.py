@@ -14,13 +14,16 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Collection, Iterable, Sequence
+from dataclasses import replace
 from functools import partial
 
+from lucevisor.engine.admission import Admission
 from lucevisor.engine.backlog import Backlog
-from lucevisor.engine.batching import ScheduledSlice, StepBudget, choose_slices, has_others
+from lucevisor.engine.batching import StepBudget, choose_slices, has_others
 from lucevisor.engine.chunking import SharedChunks
+from lucevisor.engine.drafting import Drafting
 from lucevisor.engine.limits import EngineLimits
-from lucevisor.engine.prefix_reuse import NO_MATCH, PrefixReuse
+from lucevisor.engine.prefix_reuse import PrefixReuse
 from lucevisor.engine.queue import RequestQueue
 from lucevisor.engine.request import (
     Event,
@@ -34,10 +37,9 @@ from lucevisor.engine.request import (
 from lucevisor.engine.running import RunningRequests
 from lucevisor.engine.sequence import RequestRecord, WantedRows
 from lucevisor.engine.shares import KeyShares
-from lucevisor.engine.step import ScheduledSequence, ScheduledStep, StepPlan, drawn_tokens
+from lucevisor.engine.step import ScheduledSequence, ScheduledSlice, ScheduledStep, StepPlan, drawn_tokens
 from lucevisor.engine.waits import WaitEstimate
 from lucevisor.kv.prefix_records import PrefixMatch
-from lucevisor.model.values import Space
 from lucevisor.protocol.loading import arena_regions
 from lucevisor.protocol.steps import Operation, Sampled, Step, StepResult
 
@@ -52,7 +54,6 @@ class Scheduler:
         """``n_stages``: of the pipeline, until ``attach`` gives another number."""
         self.limits = limits
         self.n_stages = n_stages
-        self.admitting = True  # False: queued requests wait, running ones go on
         self.starving = False  # the only running request needs pages that pins or reservations hold
         self.n_preemptions = 0
         self.n_generated_tokens = 0
@@ -60,9 +61,11 @@ class Scheduler:
         self.pools = limits.make_pools()
         self.reuse = PrefixReuse(limits, self.pools)
         self.running = RunningRequests(limits, self.pools, self.reuse)
+        self.drafting = Drafting(limits, self.pools, self.running)
         self._records: dict[str, RequestRecord] = {}
         self._shares = KeyShares(credit=4 * limits.prefill_chunk)
         self._queue = RequestQueue(self._shares)
+        self.admission = Admission(self._queue, self.running, self.reuse, self._shares)
         self.chunks = SharedChunks(n_stages, limits.prefill_chunk)
         self._waits = WaitEstimate()
         self._operations: list[Operation] = []
@@ -103,6 +106,12 @@ class Scheduler:
     def idle(self) -> bool:
         """Whether no request is left and no step is in flight."""
         return not self._records and not self.in_flight
+
+    @property
+    def last_finished(self) -> int:
+        """The last step that every stage has done, the draft stage included."""
+        waiting = self.drafting.outstanding
+        return min(self.last_applied, waiting[0].step_id - 1) if waiting else self.last_applied
 
     def wait_s(self) -> float | None:
         """Return the seconds until a new request would start; None before enough was measured."""
@@ -159,6 +168,7 @@ class Scheduler:
         self.reuse.index.clear()
         ending = [*self.running, *(record for record in self._queue if record.probe is not None)]
         events = [self._finish(record, "error", now, error=error) for record in ending]
+        self.drafting.detach()  # it goes with the pipeline
         self.in_flight.clear()
         self._backlog.clear()
         self._waits.stopped()
@@ -186,19 +196,33 @@ class Scheduler:
             self.n_stages = n_stages
             self.chunks = SharedChunks(n_stages, self.limits.prefill_chunk)
             self._backlog = Backlog(n_stages)
-        self.admitting = True
+        self.admission.open = True
+
+    def attach_drafter(self, *, with_output: bool) -> None:
+        """Ask a fresh drafter from the next step on; ``with_output``: it runs in the output stage's daemon.
+
+        Raises ValueError if the limits have no room for one, RuntimeError if there is one.
+        """
+        self.drafting.attach(with_output=with_output, opening=bool(self.running or self._operations))
+
+    def detach_drafter(self) -> None:
+        """Go on without drafts.  Does nothing without a drafter."""
+        self.drafting.detach()
 
     def next_plan(self, now: float) -> StepPlan | None:
         """Return the next step for the pipeline, or None if there is none until a result or a request comes."""
-        if len(self.in_flight) >= arena_regions(self.n_stages):
+        n_unfinished = self._last_step - self.last_finished
+        if len(self.in_flight) >= arena_regions(self.n_stages) or n_unfinished >= self.limits.n_regions(self.n_stages):
             return None
-        self._admit(now)
+        if self.drafting.opening:  # what waits for a step was planned before; the drafter gets its outcome
+            return replace(self._plan([], now), opening=self.drafting.open_running())
+        self._operations += self.admission.admit(now, self._last_step, self.chunks)
         budget = self._budget(now)
-        while chosen := choose_slices(list(self.running), self.in_flight, self.limits, budget):
+        while chosen := choose_slices(list(self.running), self.in_flight, self.limits, budget, self.drafting):
             # Securing pages may preempt all that were chosen while older requests are in flight: choose again.
             n_preemptions = self.n_preemptions
             if secured := self._secure(chosen):
-                return self._plan(secured, now)
+                return self._plan([self._fit(one) for one in secured], now)
             if n_preemptions == self.n_preemptions:
                 break
         return self._plan([], now) if self._flushing else None
@@ -206,7 +230,7 @@ class Scheduler:
     def flush(self) -> int:
         """Send waiting operations with the next plan, even if it carries no slice.
 
-        Returns the step after whose result every stage has done all that was decided up to now.
+        Returns the step after which (``last_finished``) every stage has done all that was decided up to now.
         """
         self._flushing = bool(self._operations)
         return self._last_step + self._flushing
@@ -225,29 +249,16 @@ class Scheduler:
         drawn = drawn_tokens(self.in_flight[0] if self.in_flight else None, result)
         scheduled = self.in_flight.popleft()
         self._backlog.answered(now)
-        self._waits.applied(scheduled, self.running, now, idle=not self.in_flight)
+        self._waits.applied(scheduled, drawn, self.running, now, idle=not self.in_flight)
         self.last_applied = scheduled.step_id
         events: Events = []
         for sequence, part in scheduled.parts.items():
             part.record.n_in_flight -= 1
             events += self._take(part, drawn.get(sequence, []), now)
+        self.drafting.applied(scheduled)
         return events
 
-    def propose(self, request_id: str, drafts: Sequence[int]) -> None:
-        """Speculative decoding: verify ``drafts``, the expected tokens, with the next slice of a decoding request.
-
-        Drops those beyond the request's last token.  Does nothing if the request is over, has no token yet, or waits
-        for a token in flight.  Raises ValueError for models with recurrent layers, whose state cannot be rolled back.
-        """
-        if Space.RECURRENT in self.pools:
-            raise ValueError("drafts cannot be verified: the state of recurrent layers cannot be rolled back")
-        record = self._records.get(request_id)
-        if record is None or record.live is None or record.state is not RequestState.DECODE:
-            return
-        if record.live.n_scheduled < len(record.tokens):
-            record.live.drafts = list(drafts[: record.max_tokens - record.n_generated - 1])
-
-    # ---- inside: admission and choice
+    # ---- inside: choice, pages, plans
 
     def _budget(self, now: float) -> StepBudget:
         whole = self.limits.prefill_chunk
@@ -256,44 +267,6 @@ class Scheduler:
         # Keys closer together than a chunk count as equal: the shortest prompt goes first.
         n_stages, step_id = self.n_stages, self._last_step + 1
         return StepBudget(step_id, n_stages, self.chunks, shared, follow, lambda key: self._shares.lead(key) // whole)
-
-    def _admit(self, now: float) -> None:
-        waiting = deque(() if self.running.full else self._queue.in_order(self.running))
-        while waiting:
-            record = waiting.popleft()
-            # A preempted request waits for its token in flight, which must not be drawn twice.
-            admitting = (self.admitting or record.probe is not None) and not record.n_in_flight
-            if not admitting or self.running.full:
-                return
-            if self.reuse.must_wait(record, self.running):
-                continue
-            match = self.reuse.match(record)
-            # The slot it would share may be the only one to evict for the rest of it: then start without.
-            if not self._start(record, match, now) and (
-                record.probe is not None or not match.position or not self._start(record, NO_MATCH, now)
-            ):
-                return
-            if self._shares.contested:  # its prompt now counts for its key
-                waiting = deque(self._queue.sorted(waiting, self.running))
-
-    def _start(self, record: RequestRecord, match: PrefixMatch, now: float) -> bool:
-        """Start a queued request with what is cached of it; False while there is no room for it."""
-        operations = self.running.open(record, match)
-        if operations is None or record.live is None:
-            return False
-        self._operations += operations
-        self._queue.start(record)
-        record.move(RequestState.PREFILL)
-        if record.started_at is None:
-            record.started_at = now
-        record.live.n_prefill = len(record.tokens) - record.live.n_computed
-        record.live.last_step = self._last_step
-        if record.probe is None:
-            self.chunks.started(record.live.n_prefill, now)
-        self.reuse.started(record, match, now)
-        return True
-
-    # ---- inside: pages and plans
 
     def _secure(self, chosen: list[ScheduledSlice]) -> list[ScheduledSlice]:
         """Give every slice its pages, oldest request first; if too few are free, evict slots, then preempt the youngest
@@ -307,13 +280,18 @@ class Scheduler:
                     self._operations += operations
                     secured.append(one)
                     break
-                if self.reuse.index.reclaim(one.live.table.missing(one.stop)):
+                if self.reuse.index.reclaim(one.live.table.missing(one.stop)) or self.running.release_ahead():
                     continue
                 if len(self.running) == 1 and self.reuse.index.pinning:
                     self.starving = True
                     break  # a snapshot is being written or read: its pages come back by themselves
                 self._preempt(self.running.youngest)
         return secured
+
+    def _fit(self, one: ScheduledSlice) -> ScheduledSlice:
+        fitted, operations = self.drafting.fit(one)
+        self._operations += operations
+        return fitted
 
     def _preempt(self, record: RequestRecord) -> None:
         self._operations += self.running.close(record)
@@ -323,13 +301,13 @@ class Scheduler:
 
     def _plan(self, chosen: list[ScheduledSlice], now: float) -> StepPlan:
         self._last_step += 1
-        slices = [one.schedule(self._last_step) for one in chosen]
+        slices = [one.schedule(self._last_step, self.drafting.draft_from(one.live)) for one in chosen]
         self._shares.charge((one.record.request.key_id, len(s.tokens)) for one, s in zip(chosen, slices, strict=True))
         self.chunks.charge((one.n_prefill, s) for one, s in zip(chosen, slices, strict=True))
         wanted = chosen[0].record.wanted if chosen else None
         step = Step(
             step_id=self._last_step,
-            region=self._last_step % arena_regions(self.n_stages),
+            region=self._last_step % self.limits.n_regions(self.n_stages),
             operations=self._operations,
             slices=slices,
             want_logits=wanted is not None,
@@ -339,10 +317,14 @@ class Scheduler:
         self._flushing = False
         for one in chosen:  # with the next step: the states are those at the end of this one's slices
             self._operations += self.reuse.advanced(one.record, now)
-        parts = {s.sequence: ScheduledSequence(one.record, one.live, s) for one, s in zip(chosen, slices, strict=True)}
+        parts = {
+            s.sequence: ScheduledSequence(one.record, one.live, s, one.n_proposed, one.looked_up)
+            for one, s in zip(chosen, slices, strict=True)
+        }
         decodes = any(one.record.state is RequestState.DECODE for one in chosen)
         self._waits.planned(now)
         self.in_flight.append(ScheduledStep(step.step_id, parts, decodes))
+        self.drafting.planned(self.in_flight[-1])
         self._backlog.sent(self.chunks.step_s(slices), now)
         return StepPlan(step, tuple(one.record.request.request_id for one in chosen))
 
@@ -351,14 +333,18 @@ class Scheduler:
     def _take(self, part: ScheduledSequence, drawn: Sequence[Sampled], now: float) -> Events:
         """Append the tokens drawn for a slice; all but the last are accepted drafts, which are computed already."""
         record, live = part.record, part.live
+        state = live.state
         events: Events = []
         for i, sampled in enumerate(drawn):
             if record.ended:
                 break
-            live.n_computed += i + 1 < len(drawn)
+            if i + 1 < len(drawn) and record.live is live:
+                live.accept(i)
             events += self._accept(record, sampled, now)
         if part.slice.n_drafts:
-            live.n_scheduled = live.n_computed
+            self.drafting.verified(part, len(drawn) - 1)
+            if record.live is live:
+                self._operations += self.running.settle(live, state)
         return events
 
     def _accept(self, record: RequestRecord, sampled: Sampled, now: float) -> Events:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from dataclasses import dataclass, field
 
+from lucevisor.engine.lookup import NgramIndex
 from lucevisor.engine.request import (
     TRANSITIONS,
     FinishedEvent,
@@ -23,6 +24,7 @@ from lucevisor.kv.page_table import PageTable
 from lucevisor.kv.prefix_records import PrefixMatch
 from lucevisor.kv.prefix_tree import Origin
 from lucevisor.kv.tokens import TokenBuffer
+from lucevisor.protocol.steps import Drafted
 
 
 class InvalidTransition(Exception):
@@ -47,6 +49,8 @@ class LiveSequence:
     Stages run steps in order, so a later step finds what an earlier one computes: ``tokens[:n_computed]`` count as soon
     as their step is planned.  ``n_scheduled`` also counts drafts that are being verified.  When the verdict comes,
     ``n_computed`` grows by the accepted drafts and ``n_scheduled`` falls back to it: pages behind it hold nothing.
+    ``draft_states[i]`` is the recurrent state after draft i of those; the one after the last accepted draft becomes the
+    live one.
     """
 
     sequence: int
@@ -54,9 +58,18 @@ class LiveSequence:
     table: PageTable
     n_computed: int = 0
     n_scheduled: int = 0  # n_computed, and the drafts under verification
-    drafts: list[int] = field(default_factory=list)  # proposed to follow the tokens; the next slice verifies them
+    draft_states: list[int] = field(default_factory=list)
+    awaiting: int = 0  # the step whose drafts it waits for; 0: none
+    drafted: Drafted | None = None  # drafts that follow its tokens; the next slice verifies them
+    draft_from: tuple[int, int] = (0, 0)  # draft epoch, and the first position whose state the drafter has
     n_prefill: int = 0  # tokens to compute when it started
     last_step: int = 0  # the last step with a slice of it
+
+    def accept(self, draft: int) -> None:
+        """Count a draft as computed, and make the state after it the live one.  Call once each, in order."""
+        self.n_computed += 1
+        if self.draft_states:
+            self.state, self.draft_states[draft] = self.draft_states[draft], self.state
 
 
 @dataclass(slots=True, eq=False)
@@ -97,6 +110,7 @@ class RequestRecord:
     prefix: PrefixUse = field(default_factory=PrefixUse)
     size: int = 0  # tokens to prefill, as estimated when it was queued
     n_passed: int = 0  # tokens of later requests that started before it
+    ngrams: NgramIndex | None = None  # of its tokens; None before drafts are looked up there
     started_at: float | None = None
     first_token_at: float | None = None
 
@@ -127,15 +141,14 @@ class RequestRecord:
         self.state = state
 
     def next_stop(self, start: int, chunk: int) -> int:
-        """Return where a slice that begins at ``start`` ends.
+        """Return where a slice that begins at ``start`` ends, its drafts not counted.
 
         Slices end at absolute multiples of the chunk size and at the prompt's checkpoints, so that a prompt computed
         from the middle has the same slices as one computed whole.
         """
         if self.wanted is not None:
             chunk = min(chunk, self.wanted.rows)
-        n_drafts = len(self.live.drafts) if self.live is not None else 0
-        stop = min(len(self.tokens) + n_drafts, (start // chunk + 1) * chunk)
+        stop = min(len(self.tokens), (start // chunk + 1) * chunk)
         checkpoint_positions = self.prefix.checkpoint_positions
         at = bisect_right(checkpoint_positions, start)
         return min(stop, checkpoint_positions[at]) if at < len(checkpoint_positions) else stop

@@ -6,13 +6,18 @@ guessed.
 
 from __future__ import annotations
 
+import copy
 import math
 from collections import deque
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from lucevisor.engine.pipeline import PipelineResult
 from lucevisor.engine.prefix_reuse import PrefixReuse
 from lucevisor.kv.page_pool import PageUse
+
+if TYPE_CHECKING:
+    from lucevisor.engine.scheduler import Scheduler
 
 _BUCKETS = 100
 
@@ -23,7 +28,7 @@ class RateWindow:
     def __init__(self, window_s: float, now: float) -> None:
         if window_s <= 0:
             raise ValueError(f"a window of {window_s} s cannot be measured; give more than 0")
-        self._window_s = window_s
+        self.window_s = window_s
         self._bucket_s = window_s / _BUCKETS
         self._started_at = now
         self._buckets: deque[tuple[int, int]] = deque()  # (bucket number, events)
@@ -39,12 +44,12 @@ class RateWindow:
     def rate(self, now: float) -> float:
         """Return events a second, over the window or the time since the start where that is shorter."""
         self._forget(now)
-        seconds = min(self._window_s, now - self._started_at)
+        seconds = min(self.window_s, now - self._started_at)
         return sum(n for _, n in self._buckets) / max(seconds, self._bucket_s)
 
     def _forget(self, now: float) -> None:
         # A bucket half outside the window goes: the rate is at most a hundredth too low, never too high.
-        oldest = math.ceil((now - self._started_at - self._window_s) / self._bucket_s)
+        oldest = math.ceil((now - self._started_at - self.window_s) / self._bucket_s)
         while self._buckets and self._buckets[0][0] < oldest:
             self._buckets.popleft()
 
@@ -149,3 +154,23 @@ class EngineStatistics:
     pages: dict[str, PageUse]  # by space
     steps: StepTotals
     cache: CacheStatistics = field(default_factory=CacheStatistics)
+
+    @classmethod
+    def of(
+        cls, scheduler: Scheduler, totals: StepTotals, generated: RateWindow, now: float, reason: str
+    ) -> EngineStatistics:
+        """Return the counts as of now; ``reason``: why the engine is not ready, or empty."""
+        return cls(
+            ready=not reason,
+            reason=reason,
+            running=scheduler.n_running,
+            queued=scheduler.n_queued,
+            in_flight=scheduler.n_in_flight,
+            tokens_per_s=generated.rate(now),
+            window_s=generated.window_s,
+            generated_tokens=scheduler.n_generated_tokens,
+            preemptions=scheduler.n_preemptions,
+            pages={str(space): use for space, use in scheduler.pools.use().items()},
+            steps=copy.deepcopy(totals),
+            cache=CacheStatistics.of(scheduler.reuse),
+        )

@@ -1,14 +1,16 @@
 """Scheduled steps: which requests a step carries, and whether a result answers it.
 
-Records and one check; decides nothing.  Invariant: a result is applied whole or refused whole.
+Records and checks; decides nothing.  Invariant: a result is applied whole or refused whole.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+from lucevisor.engine.request import RequestState
 from lucevisor.engine.sequence import LiveSequence, RequestRecord
-from lucevisor.protocol.steps import Sampled, Slice, Step, StepResult
+from lucevisor.protocol.steps import Drafted, Operation, Sampled, Slice, Step, StepResult
 
 
 class WrongResult(Exception):
@@ -17,19 +19,81 @@ class WrongResult(Exception):
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """A step to send; ``request_ids[i]`` owns ``step.slices[i]``."""
+    """A step to send; ``request_ids[i]`` owns ``step.slices[i]``.
+
+    ``opening``: the operations that the draft stage, just attached, gets in place of the step's own.
+    """
 
     step: Step
     request_ids: tuple[str, ...]
+    opening: Sequence[Operation] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ScheduledSlice:
+    """A slice that was chosen for the next step: from ``live.n_scheduled`` to ``stop``, then ``drafts``.
+
+    ``n_proposed``: of the drafts, those before the padding; ``looked_up``: they come from its own tokens.  ``states``
+    and ``n_ahead`` as in Slice.
+    """
+
+    record: RequestRecord
+    live: LiveSequence
+    stop: int
+    drafts: Sequence[int] = ()
+    n_proposed: int = 0
+    looked_up: bool = False
+    states: Sequence[int] = ()
+    n_ahead: int = 0
+
+    @property
+    def samples(self) -> bool:
+        """Whether a token is sampled after it."""
+        return self.stop >= len(self.record.tokens)
+
+    @property
+    def n_tokens(self) -> int:
+        """Rows of the slice, drafts included."""
+        return self.stop - self.live.n_scheduled + len(self.drafts)
+
+    @property
+    def n_prefill(self) -> int:
+        """Tokens to prefill of the prompt it is a slice of; 0 for a decode."""
+        return self.live.n_prefill if self.record.state is RequestState.PREFILL else 0
+
+    def schedule(self, step_id: int, draft_from: int) -> Slice:
+        """Return the slice for the step ``step_id``, and count its tokens as scheduled."""
+        live, n_drafts = self.live, len(self.drafts)
+        found = Slice(
+            live.sequence,
+            live.n_scheduled,
+            [*self.record.tokens[live.n_scheduled : self.stop], *self.drafts],
+            sample=self.samples,
+            n_drafts=n_drafts,
+            states=[*self.states],
+            n_ahead=self.n_ahead,
+            draft_from=draft_from,
+        )
+        live.drafted = None
+        live.draft_states = [*self.states[1:]]
+        live.n_computed, live.n_scheduled = self.stop, self.stop + n_drafts
+        live.last_step = step_id
+        self.record.n_in_flight += 1
+        return found
 
 
 @dataclass(frozen=True, slots=True)
 class ScheduledSequence:
-    """A request's slice in a step.  ``live``: its sequence then; by the time of the result it may have another."""
+    """A request's slice in a step.  ``live``: its sequence then; by the time of the result it may have another.
+
+    ``n_proposed`` and ``looked_up`` as in ScheduledSlice.
+    """
 
     record: RequestRecord
     live: LiveSequence
     slice: Slice
+    n_proposed: int = 0
+    looked_up: bool = False
 
     @property
     def drafts(self) -> list[int]:
@@ -44,6 +108,11 @@ class ScheduledStep:
     step_id: int
     parts: dict[int, ScheduledSequence]
     decodes: bool
+
+    @property
+    def n_ahead(self) -> int:
+        """The most drafts that a slice asks for."""
+        return max((part.slice.n_ahead for part in self.parts.values()), default=0)
 
 
 def drawn_tokens(scheduled: ScheduledStep | None, result: StepResult) -> dict[int, list[Sampled]]:
@@ -66,3 +135,20 @@ def drawn_tokens(scheduled: ScheduledStep | None, result: StepResult) -> dict[in
         if accepted != drafts[: len(accepted)]:
             raise WrongResult(f"step {result.step_id} verified {drafts} of sequence {sequence} and accepted {accepted}")
     return drawn
+
+
+def check_drafts(scheduled: ScheduledStep, drafts: Sequence[Drafted], n_vocabulary: int) -> None:
+    """Raise WrongResult when the draft stage's answer has drafts that its step did not ask for."""
+    asked = {sequence: part.slice.n_ahead for sequence, part in scheduled.parts.items()}
+    for drafted in drafts:
+        n_ahead = asked.pop(drafted.sequence, 0)
+        if len(drafted.tokens) > n_ahead or not n_ahead:
+            raise WrongResult(
+                f"step {scheduled.step_id} asked for {n_ahead} drafts of sequence {drafted.sequence}, "
+                f"{len(drafted.tokens)} came"
+            )
+        if drafted.probabilities and len(drafted.probabilities) != len(drafted.tokens):
+            n = len(drafted.probabilities)
+            raise WrongResult(f"step {scheduled.step_id} has {n} probabilities for {len(drafted.tokens)} drafts")
+        if not all(0 <= token < n_vocabulary for token in drafted.tokens):
+            raise WrongResult(f"step {scheduled.step_id} has drafts {drafted.tokens} outside of {n_vocabulary} ids")

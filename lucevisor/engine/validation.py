@@ -51,7 +51,7 @@ def _sequence_owners(scheduler: Scheduler) -> Iterator[Owner]:
             if space is not Space.RECURRENT:
                 yield Owner(name, scheduler.pools[space], live.table.held(space))
             elif live.state != NO_STATE:
-                yield Owner(name, scheduler.pools[space], [live.state])
+                yield Owner(name, scheduler.pools[space], [live.state, *live.draft_states])
 
 
 def _sequence_problems(scheduler: Scheduler) -> Iterator[str]:

@@ -9,16 +9,21 @@ Pure; ``now`` is an argument.  Invariant: without a measured rate there is no es
 from __future__ import annotations
 
 import heapq
-from collections.abc import Collection, Iterable, Sequence
+import math
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Final
 
 from lucevisor.engine.request import Reason, RequestState
 from lucevisor.engine.sequence import RequestRecord
 from lucevisor.engine.step import ScheduledStep
+from lucevisor.protocol.steps import Sampled
 
 HALF_LIFE_S: Final = 30.0
 """Seconds of work after which a measurement counts half."""
 _MAX_SIMULATED: Final = 1024  # requests; the wait of a longer queue is proportional
+_RETRY_S: Final = (1, 600)  # bounds of Retry-After: a client that asks more often gains nothing
+_RETRY_UNKNOWN_S: Final = 5  # before anything was measured
+_RETRY_VALID_S: Final = 1.0
 
 
 class _Rate:
@@ -35,6 +40,22 @@ class _Rate:
     @property
     def seconds_per_token(self) -> float | None:
         return self._seconds / self._tokens if self._tokens and self._seconds else None
+
+
+class RetryAfter:
+    """Retry-After of a refused request, from an estimate of the wait; reused for a while, so that refusing is cheap."""
+
+    def __init__(self) -> None:
+        self._estimated_at = -math.inf
+        self._seconds = 0
+
+    def seconds(self, wait_s: Callable[[], float | None], now: float) -> int:
+        """Return when those that wait now will have started, in whole seconds."""
+        if now - self._estimated_at >= _RETRY_VALID_S:
+            estimate, (least, most) = wait_s(), _RETRY_S
+            self._seconds = _RETRY_UNKNOWN_S if estimate is None else min(most, max(least, math.ceil(estimate)))
+            self._estimated_at = now
+        return self._seconds
 
 
 class WaitEstimate:
@@ -55,16 +76,27 @@ class WaitEstimate:
         """Note that the steps in flight are lost."""
         self._counted_until = None
 
-    def applied(self, scheduled: ScheduledStep, live: Collection[RequestRecord], now: float, *, idle: bool) -> None:
-        """Note a step's result before it is applied; ``idle``: no other step is in flight."""
+    def applied(
+        self,
+        scheduled: ScheduledStep,
+        drawn: Mapping[int, Sequence[Sampled]],
+        live: Collection[RequestRecord],
+        now: float,
+        *,
+        idle: bool,
+    ) -> None:
+        """Note a step's result before it is applied: ``drawn`` tokens by sequence.  ``idle``: no other step is in
+        flight.
+        """
         seconds = now - (now if self._counted_until is None else self._counted_until)
         self._counted_until = None if idle else now
         keep = 0.5 ** (seconds / HALF_LIFE_S)
-        prompt = [p for p in scheduled.parts.values() if p.record.state is RequestState.PREFILL]
+        prompt = {s: part for s, part in scheduled.parts.items() if part.record.state is RequestState.PREFILL}
         if any(record.state is RequestState.PREFILL for record in live):
-            self._prompts.add(sum(len(part.slice.tokens) for part in prompt), seconds, keep)
+            self._prompts.add(sum(len(part.slice.tokens) for part in prompt.values()), seconds, keep)
         if n_decoding := sum(record.state is RequestState.DECODE for record in live):
-            self._answers.add(len(scheduled.parts) - len(prompt), seconds * n_decoding, keep)
+            n_tokens = sum(len(tokens) for sequence, tokens in drawn.items() if sequence not in prompt)
+            self._answers.add(n_tokens, seconds * n_decoding, keep)
 
     def finished(self, record: RequestRecord, reason: Reason) -> None:
         """Note how long the answer of a finished request was; errors say nothing about it."""

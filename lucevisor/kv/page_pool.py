@@ -39,6 +39,8 @@ class PageAllocator:
         self.name = name
         self.tier = tier
         self._first = first
+        self.epoch = 0  # stamped on ids that are allocated
+        self._epochs = [0] * n_total
         self._ref_counts = [0] * n_total
         self._cached: set[int] = set()
         self._n_evictable = 0
@@ -91,7 +93,17 @@ class PageAllocator:
         taken = [heappop(self._free) for _ in range(n)]
         for page in taken:
             self._ref_counts[page - self._first] = 1
+        self.stamp(taken, self.epoch)
         return taken
+
+    def stamp(self, pages: Iterable[int], epoch: int) -> None:
+        """Set the draft epoch of ids: where they were written, if not by whoever allocated them."""
+        for page in pages:
+            self._epochs[page - self._first] = epoch
+
+    def epoch_of(self, page: int) -> int:
+        """Return the draft epoch of an id in use: while which drafter it was allocated; 0: none was attached."""
+        return self._epochs[page - self._first]
 
     def retain(self, pages: Iterable[int]) -> None:
         """Add an owner to each id, once per occurrence.  Raises PageError, changing nothing, if one is free."""
@@ -175,6 +187,7 @@ class PageUse:
 class PagePools:
     """One allocator per space of the model: pages of ``full`` and ``window``, states of ``recurrent``.
 
+    A drafter keeps its keys and values under the ids of ``full`` pages: each carries the draft epoch of its allocation.
     ``slot_pools`` is where prefix slots allocate: the same allocators, unless recurrent checkpoints live in host
     memory.  Then slots get all host states and these pools all device states, so neither takes from the other.
     """
@@ -183,6 +196,7 @@ class PagePools:
         """``pools``: sizes as sent in Load."""
         sizes = {Space.FULL: pools.full_pages, Space.WINDOW: pools.window_pages, Space.RECURRENT: pools.device_states}
         self._allocators = {space: PageAllocator(sizes[space], f"space {space}") for space in sorted(spaces)}
+        self._n_epochs = 0
         self.slot_pools = self
         if pools.host_states and Space.RECURRENT in self:
             self.slot_pools = copy(self)
@@ -216,6 +230,15 @@ class PagePools:
     def fits(self, needs: Mapping[Space, int]) -> bool:
         """Whether ``needs[space]`` ids are free in every space."""
         return all(n <= self._allocators[space].n_free for space, n in needs.items())
+
+    def begin_draft_epoch(self) -> None:
+        """A drafter is attached: it has no state of what was computed before."""
+        self._n_epochs += 1
+        self[Space.FULL].epoch = self._n_epochs
+
+    def end_draft_epoch(self) -> None:
+        """The drafter is detached: nothing allocated from now on has its state."""
+        self[Space.FULL].epoch = 0
 
     def use(self) -> dict[Space, PageUse]:
         """Ids in use by space, device and host together."""

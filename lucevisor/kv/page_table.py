@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 from lucevisor.kv.page_pool import PagePools
 from lucevisor.model.pages import first_visible_page, pages_of
-from lucevisor.model.values import Space
+from lucevisor.model.values import PAGE_TOKENS, Space
 
 PAGED = (Space.FULL, Space.WINDOW)
 
@@ -62,19 +62,33 @@ class PageTable:
         entries = self._entries[space]
         return entries.pages[max(0, start - entries.first_held) : max(0, stop - entries.first_held)]
 
-    def missing(self, n_tokens: int) -> dict[Space, int]:
-        """Return the pages that positions ``0 .. n_tokens - 1`` need beyond those held; only spaces that need some."""
-        n_pages = pages_of(n_tokens)
-        return {space: n_pages - entries.stop for space, entries in self._entries.items() if n_pages > entries.stop}
+    def missing(self, n_tokens: int, n_ahead: int = 0) -> dict[Space, int]:
+        """Return the pages that positions ``0 .. n_tokens - 1`` need beyond those held; only spaces that need some.
 
-    def grow(self, start: int, stop: int) -> list[Growth] | None:
-        """Allocate pages for a slice ``[start, stop)``, after releasing the window pages that it cannot see.
+        ``n_ahead``: positions behind those that need pages of ``full`` alone, for drafts.
+        """
+        needs = {space: pages_of(n_tokens) - entries.stop for space, entries in self._entries.items()}
+        if n_ahead:
+            needs[Space.FULL] = pages_of(n_tokens + n_ahead) - self._entries[Space.FULL].stop
+        return {space: n for space, n in needs.items() if n > 0}
+
+    def draft_from(self) -> int:
+        """Return the first position from which all ``full`` pages are of the current draft epoch."""
+        pages, pool = self._entries[Space.FULL].pages, self._pools[Space.FULL]
+        n_old = len(pages)
+        while n_old and pool.epoch_of(pages[n_old - 1]) == pool.epoch:
+            n_old -= 1
+        return n_old * PAGE_TOKENS
+
+    def grow(self, start: int, stop: int, n_ahead: int = 0) -> list[Growth] | None:
+        """Allocate pages for a slice ``[start, stop)``, after releasing the window pages that it cannot see, and pages
+        of ``full`` for ``n_ahead`` positions more.
 
         Released pages are invisible to this slice and all later ones, so another sequence may get them in the same
         step.  Returns None, allocating nothing, if a space has too few free pages.
         """
         self._slide(start)
-        needs = self.missing(stop)
+        needs = self.missing(stop, n_ahead)
         if not needs:  # 63 of 64 decodes
             return []
         taken = self._pools.allocate(needs)
@@ -87,9 +101,23 @@ class PageTable:
             entries.pages += pages
         return growths
 
+    def shrink(self, n_tokens: int) -> int:
+        """Release the pages behind positions ``0 .. n_tokens - 1``; return how many."""
+        n_released = 0
+        for space, entries in self._entries.items():
+            n_kept = max(0, pages_of(n_tokens) - entries.first_held)
+            self._pools[space].release(entries.pages[n_kept:])
+            n_released += len(entries.pages) - min(n_kept, len(entries.pages))
+            del entries.pages[n_kept:]
+        return n_released
+
     def held(self, space: Space) -> list[int]:
         """Return the pages owned in a space, oldest first."""
         return list(self._entries[space].pages) if space in self._entries else []
+
+    def growths(self) -> list[Growth]:
+        """Return all entries held, as if they were new."""
+        return [Growth(space, e.first_held, list(e.pages)) for space, e in self._entries.items() if e.pages]
 
     def release(self) -> None:
         """Release all pages; the table is empty afterwards."""

@@ -176,13 +176,20 @@ class PrefixIndex:
         if ids is None:
             return None
         reservation = Reservation(n_tokens, first, ids)
+        if Space.FULL in ids:
+            pool = self._pools[Space.FULL]
+            reservation.draft_epoch = pool.epoch
+            pool.stamp(ids[Space.FULL], 0)  # until it is known that the file has the drafter's state
         self._reservations.add(reservation)
         return reservation
 
-    def adopt(self, tokens: Sequence[int], reservation: Reservation, now: float) -> PrefixSlot | None:
+    def adopt(
+        self, tokens: Sequence[int], reservation: Reservation, now: float, *, drafted: bool = False
+    ) -> PrefixSlot | None:
         """Publish a prefix whose bytes are complete in its reserved ids; ``tokens`` has the reserved length.
 
-        The slot is pinned, so that the waiting request finds it.  Returns None if the shards lost their state in the
+        The slot is pinned, so that the waiting request finds it.  ``drafted``: the bytes include the state of the
+        drafter that was attached when they were reserved.  Returns None if the shards lost their state in the
         meantime, or the slot was evicted right away.
         """
         if reservation not in self._reservations:
@@ -190,6 +197,8 @@ class PrefixIndex:
         if len(tokens) != reservation.n_tokens:
             raise ValueError(f"{len(tokens)} tokens are adopted into ids reserved for {reservation.n_tokens}")
         self._reservations.remove(reservation)
+        if drafted and Space.FULL in reservation.ids:
+            self._pools[Space.FULL].stamp(reservation.ids[Space.FULL], reservation.draft_epoch)
         source = SlotSource(reservation.n_tokens, reservation.entries, reservation.state, "disk")
         reservation.ids.pop(Space.RECURRENT, None)  # the index takes it over
         slot = self.publish(tokens, source, now, pinned=True)

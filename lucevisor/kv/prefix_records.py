@@ -48,11 +48,15 @@ class PrefixMatch:
 
 @dataclass(slots=True, eq=False)
 class Reservation:
-    """Fresh ids for a prefix being restored, held until it is adopted or cancelled."""
+    """Fresh ids for a prefix being restored, held until it is adopted or cancelled.
+
+    ``draft_epoch``: of their allocation.
+    """
 
     n_tokens: int
     first_window: int
     ids: dict[Space, list[int]]
+    draft_epoch: int = 0
 
     @property
     def state(self) -> int:

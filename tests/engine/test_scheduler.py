@@ -343,7 +343,7 @@ def test_a_result_without_a_step_is_refused() -> None:
 def test_nothing_is_admitted_while_admission_is_off() -> None:
     scheduler = decoding(limits(), "a")
     scheduler.submit(request("b"), 0.0)
-    scheduler.admitting = False
+    scheduler.admission.open = False
     assert [p.request_ids for p in plans(scheduler)] == [("a",)]
-    scheduler.admitting = True
+    scheduler.admission.open = True
     assert [p.request_ids for p in plans(scheduler)] == [("b",)]

@@ -13,7 +13,8 @@ from lucevisor.engine.pipeline import Pipeline, PipelineFailure, PipelineResult
 from lucevisor.engine.request import Event, FinishedEvent, GenerationRequest, RequestError, TokenEvent
 from lucevisor.model.values import Space
 from lucevisor.protocol.loading import PoolSizes
-from lucevisor.protocol.steps import Sampling
+from lucevisor.protocol.steps import Sampling, Step
+from tests.engine.toy_drafter import ToyDrafter, drafter_daemon
 from tests.engine.toy_pipeline import ToyDaemon, ToyLimits, ToyModel, run_all, toy_daemons
 
 LOST = RequestError("shard_lost", "group left was killed; send the request again")
@@ -49,6 +50,7 @@ class ToyEngine:
         self._alone: dict[str, list[int]] = {}
         self.now = 0.0
         self.failures: list[PipelineFailure] = []
+        self.lost: list[str] = []  # why drafters were lost
         self.steps: list[PipelineResult] = []
         self.engine = Engine(
             limits,
@@ -57,19 +59,52 @@ class ToyEngine:
                 clock=lambda: self.now,
                 on_step=self.steps.append,
                 on_pipeline_failed=self.failures.append,
+                on_drafter_lost=self.lost.append,
                 validate=True,
             ),
         )
         self.daemons: list[ToyDaemon] = []
         self.links: list[ToyDaemon] = []
         self.pipeline: Pipeline | None = None
+        self.drafter: ToyDrafter | None = None
+        self.texts: dict[int, list[int]] = {}  # prompt and answer by seed, for the drafter
 
     def attach(self) -> None:
         """Fresh daemons, and a pipeline over them."""
-        told = ToyLimits(self.model.n_stages, self.limits.max_sequences, self.limits.max_step_tokens)
-        self.daemons, self.links = toy_daemons(self.model, self.limits.pools, told, self.homes)
+        self.daemons, self.links = toy_daemons(self.model, self.limits.pools, self._told, self.homes)
         self.pipeline = Pipeline(self.links, self.engine.on_result, self.engine.on_failed, clock=lambda: self.now)
         self.engine.attach(self.pipeline)
+
+    def attach_drafter(self, *, with_output: bool, wrong: int = 0) -> None:
+        """A fresh drafter: in the output stage's daemon, or in one of its own."""
+        regions = self.links[0].stages[0].regions
+        self.drafter = ToyDrafter(
+            self.model, self.limits.pools, regions, lambda sampling: self.texts[sampling.seed], wrong
+        )
+        if with_output:
+            home = self.links[-1]
+            home.drafter = self.drafter
+        else:
+            home = drafter_daemon(self.drafter, self._told)
+            self.daemons.append(home)
+        self.engine.attach_drafter(home, with_output=with_output)
+
+    def lose_drafter(self) -> None:
+        """The drafter's daemon dies, if it has one of its own; else it is detached and forgets its steps."""
+        for home in [daemon for daemon in self.daemons if daemon.drafter is not None]:
+            if home.stages:
+                home.drafter = None
+                kept = [(flags, message) for flags, message in home.inbox if isinstance(message, Step)]
+                home.inbox.clear()
+                home.inbox.extend(kept)
+            else:
+                self.daemons.remove(home)
+        self.engine.detach_drafter()
+
+    @property
+    def _told(self) -> ToyLimits:
+        limits, n_stages = self.limits, self.model.n_stages
+        return ToyLimits(n_stages, limits.max_sequences, limits.max_step_tokens, limits.n_regions(n_stages))
 
     def lose(self) -> None:
         """A daemon dies: the engine is told, and its pipeline is gone."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import numpy as np
 
@@ -23,6 +24,7 @@ from lucevisor.protocol.steps import (
     CloseSequence,
     CopyPage,
     CopyState,
+    DraftStep,
     OpenSequence,
     Sampled,
     Sampling,
@@ -30,6 +32,7 @@ from lucevisor.protocol.steps import (
     Slice,
     Step,
     StepResult,
+    UseState,
     ZeroState,
 )
 
@@ -37,6 +40,7 @@ VOCABULARY = 97
 _MASK = (1 << 61) - 1
 _POISON = 0xDEAD  # what a state holds before anybody has set it
 _EMPTY = (-1, _POISON)  # what a page holds: at each offset the position it was written for, and a value
+_NO_PAYLOAD = memoryview(b"")
 _NO_PAGE = -1  # entry of a window table that starts behind its beginning
 
 
@@ -102,6 +106,7 @@ class _Open:
     counts: int
     n_tokens: int | None = None  # not known before the first slice: it may begin with what a prefix slot holds
     n_drafts: int = 0  # of them, those of the last slice that the next one may take back
+    states: list[int] = field(default_factory=list)  # written by the last slice
     tables: dict[Space, list[int]] = field(default_factory=dict)
 
 
@@ -117,6 +122,7 @@ class ToyStage:
         self.states = [_POISON] * pools.states
         self.n_live_states = pools.device_states  # those behind them are in host memory
         self.sequences: dict[int, _Open] = {}
+        self.sampled: dict[int, list[Sampled]] = {}  # by step, for a drafter in the same daemon
 
     def run(self, step: Step, max_sequences: int) -> tuple[StepResult, list[np.ndarray]]:
         """Execute a step; the payload arrays come along."""
@@ -129,7 +135,7 @@ class ToyStage:
             raise Violation(f"step {step.step_id} carries two slices of a sequence: {named}")
         rows_in = (
             self._read_region(step)
-            if self.stage
+            if self.stage and step.slices
             else [mix(t, s.start + i) for s in step.slices for i, t in enumerate(s.tokens)]
         )
         rows_out: list[int] = []
@@ -139,7 +145,9 @@ class ToyStage:
             rows_out += rows
             if self.stage == self.model.n_stages - 1:
                 sampled += self._sample(self.sequences[piece.sequence], piece, rows)
-        self.regions[self.stage, step.region] = (step.step_id, rows_out)
+        self.sampled[step.step_id] = sampled
+        if step.slices:
+            self.regions[self.stage, step.region] = (step.step_id, rows_out)
         arrays, segments = self._payload(step, rows_in, rows_out)
         return StepResult(step.step_id, self.stage, sampled, compute_s=0.25, wait_s=0.5, segments=segments), arrays
 
@@ -187,6 +195,10 @@ class ToyStage:
                     raise Violation(f"pages {pages} are outside the pool of space {space}")
                 table += [_NO_PAGE] * (first - len(table))
                 table[first : first + len(pages)] = pages
+            case UseState(sequence=sequence, state=state):
+                if sequence not in self.sequences or state not in self.sequences[sequence].states:
+                    raise Violation(f"state {state} is not one that the last slice of sequence {sequence} wrote")
+                self.sequences[sequence].state = state
             case ZeroState(state=state):
                 self._check_live(state)
                 self.states[state] = 0
@@ -214,8 +226,10 @@ class ToyStage:
             raise Violation(
                 f"sequence {piece.sequence}: slice at {piece.start}, {sequence.n_tokens} tokens are computed"
             )
-        if piece.n_drafts and (not piece.sample or Space.RECURRENT in self.model.spaces):
+        if piece.n_drafts and not piece.sample:
             raise Violation(f"sequence {piece.sequence}: {piece.n_drafts} drafts that cannot be verified")
+        after = self._states_after(sequence, piece)
+        state = self.states[sequence.state] if after else 0
         out = []
         for position, row in enumerate(rows, start=piece.start):
             value = mix(row, position, self.stage)
@@ -227,11 +241,27 @@ class ToyStage:
                 self._page(sequence, Space.WINDOW, position)[position % PAGE_TOKENS] = (position, value)
                 parts.append(self._sum(sequence, Space.WINDOW, max(0, position - self.model.window + 1), position))
             if Space.RECURRENT in self.model.spaces:
-                self.states[sequence.state] = mix(self.states[sequence.state], row)
-                parts.append(self.states[sequence.state])
+                state = mix(state, row)
+                parts.append(state)
+                if len(rows) - len(out) <= len(after):
+                    self.states[after[len(out) - len(rows)]] = state
             out.append(mix(*parts))
         sequence.n_tokens, sequence.n_drafts = piece.start + len(rows), piece.n_drafts
         return out
+
+    def _states_after(self, sequence: _Open, piece: Slice) -> list[int]:
+        """The states that a slice writes after its last tokens."""
+        if Space.RECURRENT not in self.model.spaces:
+            return []
+        states = piece.states or [sequence.state]
+        if states[0] != sequence.state or len(set(states)) != len(states) or len(states) != 1 + piece.n_drafts:
+            raise Violation(
+                f"sequence {piece.sequence} has state {sequence.state}; its slice with {piece.n_drafts} drafts writes "
+                f"{states}"
+            )
+        self._check_live(max(states))
+        sequence.states = states
+        return states
 
     def _page(self, sequence: _Open, space: Space, position: int) -> list[tuple[int, int]]:
         table = sequence.tables.get(space, [])
@@ -269,12 +299,19 @@ def toy_row(row: int, width: int) -> list[float]:
     return [float(mix(row, i) % 1000) for i in range(width)]
 
 
+class ToyDraftStage(Protocol):
+    """A drafter in a toy daemon; see toy_drafter.py."""
+
+    def run_drafts(self, message: DraftStep, sampled: list[Sampled] | None) -> StepResult: ...
+
+
 class ToyDaemon:
     """Runs one or several stages, one step at a time in the order received.  It is a StageLink as well."""
 
     def __init__(self, stages: dict[int, ToyStage], limits: ToyLimits):
         self.stages, self.limits = stages, limits
-        self.inbox: deque[tuple[int, Step]] = deque()
+        self.drafter: ToyDraftStage | None = None
+        self.inbox: deque[tuple[int, Step | DraftStep]] = deque()
         self.dead = False
         self._connection = Connection(Role.DAEMON)
         self._connection.state = LinkState.READY
@@ -284,20 +321,28 @@ class ToyDaemon:
             raise BrokenPipeError("the daemon is dead")
         self._connection.receive(message)
         for frame in self._connection.events():
-            assert isinstance(frame.message, Step)
-            if frame.request_id != frame.message.step_id:
+            step = frame.message.step if isinstance(frame.message, DraftStep) else frame.message
+            assert isinstance(step, Step)
+            if frame.request_id != step.step_id:
                 raise Violation("the request id of a step's frame is not its step id")
+            assert isinstance(frame.message, Step | DraftStep)
             self.inbox.append((frame.flags, frame.message))
 
     def run_one(self) -> tuple[StepResult, memoryview]:
         """Execute the oldest step received."""
-        stage, step = self.inbox.popleft()
+        stage, message = self.inbox.popleft()
+        step = message.step if isinstance(message, DraftStep) else message
         if step.n_tokens > self.limits.max_step_tokens:
             raise Violation(
                 f"step {step.step_id} has {step.n_tokens} tokens, {self.limits.max_step_tokens} were announced"
             )
-        if not 0 <= step.region <= self.limits.n_stages:
+        if not 0 <= step.region < (self.limits.n_regions or self.limits.n_stages + 1):
             raise Violation(f"there is no region {step.region}")
+        if isinstance(message, DraftStep):
+            if stage != self.limits.n_stages or self.drafter is None:
+                raise Violation(f"step {step.step_id} is drafted at stage {stage}")
+            output = self.stages.get(stage - 1)
+            return self.drafter.run_drafts(message, output.sampled.get(step.step_id) if output else None), _NO_PAYLOAD
         result, arrays = self.stages[stage].run(step, self.limits.max_sequences)
         payload = memoryview(bytearray(b"".join(a.tobytes() for a in arrays)))
         payload_segments(result, payload)  # must fit together
@@ -311,6 +356,7 @@ class ToyLimits:
     n_stages: int
     max_sequences: int
     max_step_tokens: int
+    n_regions: int = 0  # 0: one more than stages
 
 
 def toy_daemons(

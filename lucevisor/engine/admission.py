@@ -1,0 +1,72 @@
+"""Admission: which waiting requests start now, and with what is cached of them.
+
+Pure.  The order is the queue's; whether there is room is decided by running.py.  Invariant: the first request that does
+not fit holds up those behind it, so none is starved by smaller ones.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+
+from lucevisor.engine.chunking import SharedChunks
+from lucevisor.engine.prefix_reuse import NO_MATCH, PrefixReuse
+from lucevisor.engine.queue import RequestQueue
+from lucevisor.engine.request import RequestState
+from lucevisor.engine.running import RunningRequests
+from lucevisor.engine.sequence import RequestRecord
+from lucevisor.engine.shares import KeyShares
+from lucevisor.kv.prefix_records import PrefixMatch
+from lucevisor.protocol.steps import Operation
+
+
+class Admission:
+    """Starts requests of the queue."""
+
+    def __init__(self, queue: RequestQueue, running: RunningRequests, reuse: PrefixReuse, shares: KeyShares) -> None:
+        self.open = True  # False: only probes start; the others wait
+        self._queue = queue
+        self._running = running
+        self._reuse = reuse
+        self._shares = shares
+
+    def admit(self, now: float, last_step: int, chunks: SharedChunks) -> list[Operation]:
+        """Start all requests there is room for; return the operations that open their sequences."""
+        operations: list[Operation] = []
+        waiting = deque(() if self._running.full else self._queue.in_order(self._running))
+        while waiting:
+            record = waiting.popleft()
+            # A preempted request waits for its token in flight, which must not be drawn twice.
+            admitting = (self.open or record.probe is not None) and not record.n_in_flight
+            if not admitting or self._running.full:
+                break
+            if self._reuse.must_wait(record, self._running):
+                continue
+            match = self._reuse.match(record)
+            opened = self._start(record, match, now, last_step, chunks)
+            if opened is None and record.probe is None and match.position:
+                # The slot it would share may be the only one to evict for the rest of it: then start without.
+                opened = self._start(record, NO_MATCH, now, last_step, chunks)
+            if opened is None:
+                break
+            operations += opened
+            if self._shares.contested:  # its prompt now counts for its key
+                waiting = deque(self._queue.sorted(waiting, self._running))
+        return operations
+
+    def _start(
+        self, record: RequestRecord, match: PrefixMatch, now: float, last_step: int, chunks: SharedChunks
+    ) -> list[Operation] | None:
+        """Start a queued request with what is cached of it; None while there is no room for it."""
+        operations = self._running.open(record, match)
+        if operations is None or record.live is None:
+            return None
+        self._queue.start(record)
+        record.move(RequestState.PREFILL)
+        if record.started_at is None:
+            record.started_at = now
+        record.live.n_prefill = len(record.tokens) - record.live.n_computed
+        record.live.last_step = last_step
+        if record.probe is None:
+            chunks.started(record.live.n_prefill, now)
+        self._reuse.started(record, match, now)
+        return operations

@@ -1,0 +1,283 @@
+"""The scheduler's side of speculative decoding: drafts to ask for, drafts to verify, and the drafter they come from.
+
+Pure.  A drafter is asked with the slice behind whose token it drafts; the sequence then waits for the drafts
+(``LiveSequence.awaiting``) and its next slice verifies them.  Drafts take only what nobody else needs: pages and states
+that are free, or that prefix slots can give.  How many is decided in speculation.py.  docs/scheduling.md has the rules.
+
+Invariants: a sequence waits only for a step that the attached drafter has yet to answer; drafts never reach behind a
+request's last token, nor behind the pages of its sequence.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Final
+
+from lucevisor.engine.limits import EngineLimits
+from lucevisor.engine.lookup import NgramIndex
+from lucevisor.engine.request import RequestState
+from lucevisor.engine.running import RunningRequests
+from lucevisor.engine.sequence import LiveSequence, RequestRecord
+from lucevisor.engine.speculation import Speculation
+from lucevisor.engine.step import ScheduledSequence, ScheduledSlice, ScheduledStep, WrongResult, check_drafts
+from lucevisor.kv.page_pool import PagePools
+from lucevisor.kv.prefix_tree import NO_STATE
+from lucevisor.model.values import Space
+from lucevisor.protocol.steps import Drafted, OpenSequence, Operation, SetPages, Slice, StepResult, ZeroState
+
+INDEXED_TOKENS: Final = 4096
+"""Tokens of a sequence that one step adds to its n-grams: about a millisecond."""
+_MEAN_OF: Final = 8  # steps
+
+
+class Drafting:
+    """Drafts of the running sequences."""
+
+    def __init__(self, limits: EngineLimits, pools: PagePools, running: RunningRequests) -> None:
+        self._settings = limits.speculation
+        self._max_context = limits.max_context
+        self._pools = pools
+        self._running = running
+        self._keeps_checkpoints = limits.prefix.max_slots > 0 and not pools.copies_states
+        self.speculation = Speculation(self._settings.max_drafts, self._settings.n_vocabulary)
+        self.attached = False
+        self.opening = False  # the next step opens the running sequences at the drafter
+        self.outstanding: deque[ScheduledStep] = deque()  # steps that the drafter has yet to answer
+        self._n_sampled = 0  # of them, those that the output stage has answered, at the front
+        self._overlaps = False  # the drafter works beside the output stage
+        self._step_s = self._draft_s = 0.0  # of recent decodes, at the slowest stage and the drafter
+
+    # ---- the drafter
+
+    def attach(self, *, with_output: bool, opening: bool) -> None:
+        """Ask a drafter from the next step on, which runs in the output stage's daemon (``with_output``) or beside it.
+
+        ``opening``: sequences are open in the shards, which it has to open, too.
+
+        Raises ValueError if the limits have no room for one, RuntimeError if there is one.
+        """
+        if not self._settings.drafter:
+            raise ValueError("no drafter can be attached: the arenas have no region for it (speculation.drafter)")
+        if self.attached:
+            raise RuntimeError("a drafter is attached already; detach it first")
+        self.attached, self.opening, self._overlaps = True, opening, not with_output
+        self._draft_s = 0.0
+        self._pools.begin_draft_epoch()
+
+    def detach(self) -> None:
+        """Expect no drafts any more; the sequences that wait for some go on without."""
+        if self.attached:
+            self.attached = self.opening = False
+            self.outstanding.clear()
+            self._n_sampled = 0
+            self._pools.end_draft_epoch()
+            for record in self._running:
+                if record.live is not None:
+                    record.live.awaiting = 0
+
+    def open_running(self) -> list[Operation]:
+        """Return the operations that open all running sequences at a drafter without any."""
+        self.opening = False
+        operations: list[Operation] = []
+        for record in self._running:
+            live = record.live
+            if live is None:
+                continue
+            operations.append(OpenSequence(live.sequence, live.state, record.request.sampling))
+            if live.state != NO_STATE:
+                operations.append(ZeroState(live.state))
+            operations += [SetPages(live.sequence, g.space, g.first, g.pages) for g in live.table.growths()]
+        return operations
+
+    @property
+    def n_drafting(self) -> int:
+        """Micro-batches of decodes whose drafts are being made."""
+        return sum(bool(step.decodes and step.n_ahead) for step in list(self.outstanding)[: self._n_sampled])
+
+    def n_groups(self, n_stages: int) -> int:
+        """Return into how many groups decoding sequences are dealt; a group is verified, then drafted.
+
+        One for each stage.  One more for a drafter that takes about as long as a stage and works beside it: then what a
+        smaller group costs more is less than what either would wait for the other.
+        """
+        overlaps = self.attached and self._overlaps and self._step_s / 2 < self._draft_s < 2 * self._step_s
+        return n_stages + overlaps
+
+    # ---- plans
+
+    def with_drafts(self, decodes: Sequence[ScheduledSlice]) -> list[ScheduledSlice]:
+        """Add drafts to decodes that share a step, before their pages are secured."""
+        if not self._settings.max_drafts:
+            return [*decodes]
+        found = [self._drafts_of(one.record, one.live) for one in decodes]
+        if not any(drafted.tokens for drafted, _ in found):
+            return [*decodes]
+        records = [(one.record, drafted) for one, (drafted, _) in zip(decodes, found, strict=True)]
+        wanted = self.speculation.n_verify(records, self._n_decoding)
+        widths = []
+        for one in decodes:
+            n_left = one.record.max_tokens - one.record.n_generated - 1
+            width = wanted.get(one.record.request.request_id, 0)
+            widths.append(max(0, min(width, self._settings.max_drafts, n_left)))
+        widths = self._within_states(widths)
+        return [
+            _padded(one, width, drafted, looked_up)
+            for one, width, (drafted, looked_up) in zip(decodes, widths, found, strict=True)
+        ]
+
+    def fit(self, one: ScheduledSlice) -> tuple[ScheduledSlice, list[Operation]]:
+        """Return a slice that has its own pages with pages and states for its drafts and for those to ask for.
+
+        As many drafts as that leaves room for.  Call it in the order of the step's slices, and plan all of them.
+        """
+        live, table = one.live, one.live.table
+        n_drafts = len(one.drafts)
+        operations = self._running.extend(live, one.stop + n_drafts) if n_drafts else []
+        while n_drafts and table.missing(one.stop + n_drafts):
+            n_drafts -= 1
+        states: list[int] = []
+        if n_drafts and live.state != NO_STATE:
+            n_drafts = min(n_drafts, self._n_free_states)
+            taken = self._pools[Space.RECURRENT].allocate(n_drafts) or []
+            states = [live.state, *taken] if taken else []
+        stop, n_ahead = one.stop + n_drafts, self._n_ahead(one, n_drafts)
+        if n_ahead:
+            operations += self._running.extend(live, stop, n_ahead + 1)
+            while n_ahead and table.missing(stop, n_ahead + 1):
+                n_ahead -= 1
+        n_proposed = min(one.n_proposed, n_drafts)
+        drafts = one.drafts[:n_drafts]
+        return replace(one, drafts=drafts, n_proposed=n_proposed, states=states, n_ahead=n_ahead), operations
+
+    def draft_from(self, live: LiveSequence) -> int:
+        """Return the first position of a sequence whose state the drafter has; 0 without a drafter."""
+        if not self.attached:
+            return 0
+        epoch, position = live.draft_from
+        if epoch != (now := self._pools[Space.FULL].epoch):
+            position = live.table.draft_from()
+            live.draft_from = now, position
+        return position
+
+    def planned(self, step: ScheduledStep) -> None:
+        """Note a step that is sent to the drafter, too, if there is one."""
+        if self.attached:
+            self.outstanding.append(step)
+        if self._settings.lookup:
+            for part in step.parts.values():
+                self._index(part.record)
+
+    # ---- results
+
+    def applied(self, scheduled: ScheduledStep) -> None:
+        """Let the sequences of a step wait for their drafts, now that the output stage has answered it."""
+        if not self.outstanding or scheduled.step_id < self.outstanding[0].step_id:
+            return  # planned before the drafter was attached
+        self._n_sampled += 1
+        for part in scheduled.parts.values():
+            if part.slice.n_ahead and part.record.live is part.live:
+                part.live.awaiting = scheduled.step_id
+
+    def answered(self, result: StepResult) -> None:
+        """Take the drafts of a step, so that its sequences go on.  Raises WrongResult, changing nothing, if they do not
+        answer the oldest step that the drafter has yet to answer.
+        """
+        expected = self.outstanding[0] if self._n_sampled else None
+        if expected is None or expected.step_id != result.step_id:
+            due = "none" if expected is None else f"step {expected.step_id}"
+            raise WrongResult(f"the draft stage answered step {result.step_id} while {due} was due")
+        check_drafts(expected, result.drafts, self._settings.n_vocabulary)
+        self.outstanding.popleft()
+        self._n_sampled -= 1
+        by_sequence = {drafted.sequence: drafted for drafted in result.drafts}
+        for sequence, part in expected.parts.items():
+            if part.record.live is not part.live or part.live.awaiting != expected.step_id:
+                continue
+            part.live.awaiting = 0
+            if (drafted := by_sequence.get(sequence)) is not None:
+                part.live.drafted = drafted
+                self.speculation.drafted(part.record, drafted)
+        pieces = [part.slice for part in expected.parts.values()]
+        if expected.n_ahead and _all_decodes(pieces):
+            n_asked = sum(piece.n_ahead > 0 for piece in pieces)
+            self.speculation.measured_draft(n_asked, expected.n_ahead, result.compute_s)
+            self._draft_s += (result.compute_s - self._draft_s) / _MEAN_OF
+
+    def verified(self, part: ScheduledSequence, n_accepted: int) -> None:
+        """Note a verdict on the drafts of a slice."""
+        if part.n_proposed:
+            n_accepted = min(n_accepted, part.n_proposed)
+            self.speculation.verified(part.record, part.n_proposed, n_accepted, looked_up=part.looked_up)
+
+    def measured(self, slices: Sequence[Slice], stages_s: Sequence[float]) -> None:
+        """Note how long each stage took for a step."""
+        if self._settings.max_drafts and slices and _all_decodes(slices):
+            self.speculation.measured(sum(len(piece.tokens) for piece in slices), len(slices), sum(stages_s))
+            self._step_s += (max(stages_s) - self._step_s) / _MEAN_OF
+
+    # ---- inside
+
+    @property
+    def _n_decoding(self) -> int:
+        return sum(record.state is RequestState.DECODE for record in self._running)
+
+    @property
+    def _n_free_states(self) -> int:
+        """States that no sequence has, but for one for the next checkpoint of every prompt that is being computed."""
+        n_prompts = sum(record.state is RequestState.PREFILL for record in self._running)
+        return max(0, self._pools[Space.RECURRENT].n_free - n_prompts * self._keeps_checkpoints)
+
+    def _within_states(self, widths: list[int]) -> list[int]:
+        """Cut the longest slices until there is a recurrent state for every draft."""
+        if Space.RECURRENT not in self._pools:
+            return widths
+        n_free, most = self._n_free_states, max(widths)
+        while sum(min(width, most) for width in widths) > n_free:
+            most -= 1
+        return [min(width, most) for width in widths]
+
+    def _n_ahead(self, one: ScheduledSlice, n_drafts: int) -> int:
+        """Return how many drafts to ask for behind the token that a slice samples."""
+        record = one.record
+        if not self.attached or not one.samples or record.uncached or self.draft_from(one.live) >= one.stop:
+            return 0
+        most = min(
+            self._settings.max_drafts,
+            record.max_tokens - record.n_generated - 2,  # the last token needs no draft
+            self._max_context - (one.stop + n_drafts) - 1,
+        )
+        return min(most, self.speculation.n_ahead(record, self._n_decoding)) if most > 0 else 0
+
+    def _drafts_of(self, record: RequestRecord, live: LiveSequence) -> tuple[Drafted, bool]:
+        """Return the drafts that follow a sequence's tokens, and whether they were looked up there."""
+        if self._settings.lookup:
+            ngrams = self._index(record)
+            found = ngrams.propose(self._settings.max_drafts) if len(ngrams) == len(record.tokens) else []
+            if found:
+                return Drafted(live.sequence, found), True
+        return live.drafted or Drafted(live.sequence, []), False
+
+    def _index(self, record: RequestRecord) -> NgramIndex:
+        """Bring the n-grams of a request up to date, or nearer to it."""
+        if record.ngrams is None:
+            record.ngrams = NgramIndex()
+        known = len(record.ngrams)
+        record.ngrams.extend(record.tokens[known : known + INDEXED_TOKENS])
+        return record.ngrams
+
+
+def _padded(one: ScheduledSlice, width: int, drafted: Drafted, looked_up: bool) -> ScheduledSlice:
+    """Return a decode with ``width`` drafts: what lacks repeats the last one."""
+    if not width:
+        return one
+    drafts = drafted.tokens[:width]
+    last = drafts[-1] if drafts else one.record.tokens[-1]
+    padded = drafts + [last] * (width - len(drafts))
+    return replace(one, drafts=padded, n_proposed=len(drafts), looked_up=looked_up)
+
+
+def _all_decodes(slices: Sequence[Slice]) -> bool:
+    """Whether a step computes no prompt."""
+    return all(piece.sample and len(piece.tokens) == 1 + piece.n_drafts for piece in slices)

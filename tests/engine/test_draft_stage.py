@@ -1,0 +1,170 @@
+"""The pipeline's draft stage: which steps it gets, when and with what, and that its loss is not the pipeline's."""
+
+from __future__ import annotations
+
+import pytest
+
+from lucevisor.engine.pipeline import Pipeline, PipelineFailure, PipelineResult, StepInFlight
+from lucevisor.protocol.connection import Connection
+from lucevisor.protocol.errors import LinkClosed
+from lucevisor.protocol.states import LinkState, Role
+from lucevisor.protocol.steps import CloseSequence, DraftStep, Sampled, Slice, Step, StepResult
+
+
+class Wire:
+    """A link that decodes what it is given: ``sent`` holds (stage, the message)."""
+
+    def __init__(self) -> None:
+        self.sent: list[tuple[int, Step | DraftStep]] = []
+        self.error: Exception | None = None
+        self._connection = Connection(Role.DAEMON)
+        self._connection.state = LinkState.READY
+
+    def send(self, message: bytes, /) -> None:
+        if self.error is not None:
+            raise self.error
+        self._connection.receive(message)
+        for frame in self._connection.events():
+            assert isinstance(frame.message, Step | DraftStep)
+            step = frame.message.step if isinstance(frame.message, DraftStep) else frame.message
+            assert frame.request_id == step.step_id
+            self.sent.append((frame.flags, frame.message))
+
+
+class Bench:
+    """Two stages on a wire each; the drafter beside the last one, or on wire 2."""
+
+    def __init__(self, *, with_output: bool) -> None:
+        self.now = 0.0
+        self.wires = [Wire(), Wire(), Wire()]
+        self.results: list[PipelineResult] = []
+        self.failures: list[PipelineFailure] = []
+        self.log: list[str] = []
+        self.pipeline = Pipeline(self.wires[:2], self._result, self.failures.append, clock=lambda: self.now)
+        self.pipeline.on_drafted = lambda result: self.log.append(f"drafts {result.step_id}")
+        self.pipeline.on_drafter_lost = self.log.append
+        self.drafter = self.wires[1 if with_output else 2]
+        self.with_output = with_output
+
+    def attach(self) -> None:
+        self.pipeline.attach_drafter(self.drafter, with_output=self.with_output)
+
+    def _result(self, result: PipelineResult) -> None:
+        self.log.append(f"result {result.step.step_id}")
+        self.results.append(result)
+
+
+def step(step_id: int) -> Step:
+    return Step(step_id, 0, [], [Slice(4, 0, [7, 8], True), Slice(2, 0, [1], True), Slice(3, 0, [5], False)])
+
+
+SAMPLED = [Sampled(4, 42), Sampled(2, 9), Sampled(2, 10)]
+
+
+def test_in_the_output_stages_daemon_a_step_goes_to_the_drafter_right_behind_the_last_stage() -> None:
+    bench = Bench(with_output=True)
+    bench.attach()
+    bench.pipeline.submit(step(1))
+    assert bench.drafter.sent == []
+    bench.pipeline.receive(StepResult(1, 0))
+    assert bench.drafter.sent == [(1, step(1)), (2, DraftStep(step(1), None))]
+    bench.pipeline.receive(StepResult(1, 1, SAMPLED))
+    bench.pipeline.receive(StepResult(1, 2))
+    assert bench.log == ["result 1", "drafts 1"]
+
+
+def test_in_another_daemon_it_gets_a_step_with_the_tokens_once_they_are_known_and_before_anybody_else() -> None:
+    bench = Bench(with_output=False)
+    bench.attach()
+    bench.pipeline.submit(step(1))
+    bench.pipeline.receive(StepResult(1, 0))
+    assert bench.drafter.sent == []
+    sent_before: list[int] = []
+    bench.pipeline._on_result = lambda _: sent_before.append(len(bench.drafter.sent))
+    bench.pipeline.receive(StepResult(1, 1, SAMPLED))
+    assert bench.drafter.sent == [(2, DraftStep(step(1), [[42], [9, 10], []]))]
+    assert sent_before == [1]
+
+
+@pytest.mark.parametrize("with_output", [True, False])
+def test_it_gets_only_steps_submitted_while_it_is_attached(*, with_output: bool) -> None:
+    bench = Bench(with_output=with_output)
+    bench.pipeline.submit(step(1))
+    bench.attach()
+    bench.pipeline.submit(step(2), opening=[CloseSequence(5)])
+    bench.pipeline.submit(step(3), first_stage=1)  # a replay
+    bench.pipeline.receive(StepResult(3, 1, SAMPLED))
+    for stage in (0, 1):
+        for step_id in (1, 2):
+            bench.pipeline.receive(StepResult(step_id, stage, SAMPLED))
+    sent = [message for _, message in bench.drafter.sent if isinstance(message, DraftStep)]
+    assert [message.step for message in sent] == [Step(2, 0, [CloseSequence(5)], step(2).slices)]
+    bench.pipeline.detach_drafter()
+    bench.pipeline.receive(StepResult(2, 2))  # too late, and no harm
+    assert bench.log == ["result 3", "result 1", "result 2"]
+    assert not bench.failures
+
+
+@pytest.mark.parametrize("error", [LinkClosed("group draft", "link", "wait"), BrokenPipeError("gone")])
+def test_a_dead_drafter_is_lost_and_the_pipeline_goes_on(error: Exception) -> None:
+    bench = Bench(with_output=False)
+    bench.attach()
+    bench.drafter.error = error
+    bench.pipeline.submit(step(1))
+    bench.pipeline.receive(StepResult(1, 0))
+    bench.pipeline.receive(StepResult(1, 1, SAMPLED))
+    lost, result = bench.log
+    assert lost.startswith("step 1 could not be sent to the draft stage: ")
+    assert result == "result 1"
+    bench.pipeline.submit(step(2))
+    bench.pipeline.receive(StepResult(2, 0))
+    bench.pipeline.receive(StepResult(2, 1, SAMPLED))
+    assert bench.log[2:] == ["result 2"]
+    assert not bench.failures
+
+
+def test_a_drafter_that_answers_out_of_order_is_lost() -> None:
+    bench = Bench(with_output=False)
+    bench.attach()
+    bench.pipeline.receive(StepResult(1, 2))
+    assert bench.log == ["the draft stage answered step 1 while no step was due"]
+    bench.attach()
+    for step_id in (1, 2):
+        bench.pipeline.submit(step(step_id))
+        bench.pipeline.receive(StepResult(step_id, 0))
+        bench.pipeline.receive(StepResult(step_id, 1, SAMPLED))
+    bench.pipeline.receive(StepResult(2, 2))
+    assert bench.log[-1] == "the draft stage answered step 2 while step 1 was due"
+    assert not bench.failures
+
+
+def test_without_a_drafter_nobody_may_answer_for_it() -> None:
+    bench = Bench(with_output=False)
+    bench.pipeline.submit(step(1))
+    bench.pipeline.receive(StepResult(1, 2))
+    assert [failure.message for failure in bench.failures] == ["a daemon answered for stage 2; there are 2"]
+
+
+def test_there_is_one_drafter_at_a_time() -> None:
+    bench = Bench(with_output=True)
+    bench.attach()
+    with pytest.raises(RuntimeError, match="attached already"):
+        bench.attach()
+
+
+@pytest.mark.parametrize("with_output", [True, False])
+def test_the_watchdog_sees_the_step_that_the_drafter_works_on(*, with_output: bool) -> None:
+    bench = Bench(with_output=with_output)
+    bench.attach()
+    bench.pipeline.submit(step(1))
+    bench.now = 1.0
+    bench.pipeline.receive(StepResult(1, 0))
+    bench.now = 3.0
+    assert bench.pipeline.oldest_in_flight(4.0) == StepInFlight(1, 1, 3.0)
+    bench.pipeline.receive(StepResult(1, 1, SAMPLED))
+    assert bench.pipeline.oldest_in_flight(4.0) == StepInFlight(1, 2, 1.0)
+    bench.pipeline.receive(StepResult(1, 2))
+    assert bench.pipeline.oldest_in_flight(4.0) is None
+    bench.pipeline.submit(step(2))
+    bench.pipeline.close()
+    assert bench.pipeline.oldest_in_flight(9.0) is None

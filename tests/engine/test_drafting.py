@@ -1,0 +1,477 @@
+"""Drafts and what they may take: the drafter's coming and going, pages, states, regions, micro-batches."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+
+import pytest
+
+from lucevisor.engine import validation
+from lucevisor.engine.limits import EngineLimits, SpeculationSettings
+from lucevisor.engine.request import FinishedEvent
+from lucevisor.engine.scheduler import Scheduler
+from lucevisor.engine.sequence import LiveSequence, RequestRecord
+from lucevisor.engine.speculation import Speculation
+from lucevisor.engine.step import StepPlan, WrongResult
+from lucevisor.kv.prefix_records import PrefixSettings
+from lucevisor.model.values import Space
+from lucevisor.protocol.loading import PoolSizes
+from lucevisor.protocol.steps import (
+    CloseSequence,
+    Drafted,
+    OpenSequence,
+    Sampled,
+    SetPages,
+    Slice,
+    StepResult,
+    UseState,
+    ZeroState,
+)
+from tests.engine.scheduler_steps import plans
+from tests.engine.toy_engine import HYBRID, ToyEngine, limits, request
+from tests.engine.toy_pipeline import VOCABULARY
+
+FULL = frozenset({Space.FULL})
+
+
+def speculating(max_drafts: int = 4, *, lookup: bool = False, **changes: object) -> EngineLimits:
+    settings = SpeculationSettings(max_drafts=max_drafts, drafter=True, lookup=lookup, n_vocabulary=VOCABULARY)
+    usual = {"spaces": FULL, "pools": PoolSizes(16, 0, 0), "speculation": settings, "max_step_tokens": 128}
+    return limits(**{**usual, **changes})
+
+
+class Bench:
+    """A scheduler with a drafter, answered by hand.  All drawn tokens are 7."""
+
+    def __init__(self, bounds: EngineLimits, n_stages: int = 1, *, with_output: bool = True) -> None:
+        self.scheduler = Scheduler(bounds, n_stages)
+        self.scheduler.attach_drafter(with_output=with_output)
+
+    def submit(self, *names: str, n: int = 50, n_prompt: int = 3) -> None:
+        for name in names:
+            self.scheduler.submit(request(name, [sum(name.encode()), *range(n_prompt - 1)], n), 0.0)
+
+    def plan(self) -> StepPlan:
+        [plan] = plans(self.scheduler)
+        return plan
+
+    def answer(self, plan: StepPlan, n_accepted: int = 0, seconds: float = 0.0) -> None:
+        """The output stage's result, with so many drafts of each slice accepted."""
+        sampled = []
+        for piece in plan.step.slices:
+            sure = len(piece.tokens) - piece.n_drafts
+            drawn = [*piece.tokens[sure:][:n_accepted], 7] if piece.sample else []
+            sampled += [Sampled(piece.sequence, token) for token in drawn]
+        self.scheduler.apply(StepResult(plan.step.step_id, self.scheduler.n_stages - 1, sampled), 0.0)
+        self.scheduler.drafting.measured(plan.step.slices, [seconds])
+        validation.check(self.scheduler)
+
+    def draft(self, plan: StepPlan, token: int = 9, n: int = 99, seconds: float = 0.0) -> None:
+        """The draft stage's result: the same token again and again."""
+        drafts = [Drafted(s.sequence, [token] * min(n, s.n_ahead)) for s in plan.step.slices if s.n_ahead]
+        result = StepResult(plan.step.step_id, self.scheduler.n_stages, drafts=drafts, compute_s=seconds)
+        self.scheduler.drafting.answered(result)
+        validation.check(self.scheduler)
+
+    def live(self, name: str) -> LiveSequence:
+        record = next(r for r in self.scheduler.running if r.request.request_id == name)
+        assert record.live is not None
+        return record.live
+
+
+# ---- the drafter comes and goes
+
+
+def test_a_sequence_waits_for_its_drafts_and_goes_on_without_when_the_drafter_is_detached() -> None:
+    bench = Bench(speculating())
+    bench.submit("a")
+    first = bench.plan()
+    assert first.step.slices[0].n_ahead == 4
+    bench.answer(first)
+    assert plans(bench.scheduler) == []
+    bench.scheduler.detach_drafter()
+    following = bench.plan()
+    assert [(len(s.tokens), s.n_drafts, s.n_ahead) for s in following.step.slices] == [(1, 0, 0)]
+    bench.answer(following)
+    assert bench.plan().step.slices[0].n_ahead == 0
+
+
+def test_drafts_that_came_are_verified_though_the_drafter_is_gone() -> None:
+    bench = Bench(speculating())
+    bench.submit("a")
+    first = bench.plan()
+    bench.answer(first)
+    bench.draft(first)
+    bench.scheduler.detach_drafter()
+    assert bench.plan().step.slices == [Slice(0, 3, [7, 9, 9, 9, 9], True, 4)]
+
+
+def test_a_drafter_attached_later_opens_what_runs_and_has_nothing_of_it() -> None:
+    bench = Bench(speculating(spaces=HYBRID, pools=PoolSizes(16, 0, 9)))
+    bench.scheduler.detach_drafter()
+    bench.submit("a", "b")
+    bench.answer(bench.plan())
+    bench.answer(bench.plan())
+    bench.scheduler.cancel("a", 0.0)
+    bench.scheduler.attach_drafter(with_output=True)
+    opening, step = plans(bench.scheduler)
+    assert (opening.step.operations, opening.step.slices) == ([CloseSequence(0)], [])
+    live = bench.live("b")
+    pages = live.table.held(Space.FULL)
+    sampling = request("b").sampling
+    assert opening.opening == [
+        OpenSequence(1, live.state, sampling), ZeroState(live.state), SetPages(1, Space.FULL, 0, pages)
+    ]  # fmt: skip
+    assert step.opening is None
+    assert [(s.draft_from, s.n_ahead) for s in step.step.slices] == [(64, 0)]  # nothing to attend to
+
+
+def test_it_is_asked_again_once_a_page_of_its_own_epoch_has_tokens() -> None:
+    bench = Bench(speculating())
+    bench.scheduler.detach_drafter()
+    bench.submit("a", n_prompt=60)
+    bench.answer(bench.plan())
+    bench.scheduler.attach_drafter(with_output=True)
+    opening, step = plans(bench.scheduler)
+    for plan in (opening, step):
+        bench.answer(plan)
+        bench.draft(plan)
+    asked = []
+    for _ in range(6):
+        plan = bench.plan()
+        [piece] = plan.step.slices
+        asked.append((piece.start, piece.draft_from, piece.n_ahead))
+        bench.answer(plan)
+        bench.draft(plan, n=0)
+    assert asked == [(61, 64, 0), (62, 64, 0), (63, 64, 0), (64, 64, 4), (65, 64, 4), (66, 64, 4)]
+
+
+def test_without_a_drafter_in_the_limits_none_can_be_attached_and_there_is_one_at_most() -> None:
+    scheduler = Scheduler(limits())
+    with pytest.raises(ValueError, match="no region"):
+        scheduler.attach_drafter(with_output=True)
+    bench = Bench(speculating())
+    with pytest.raises(RuntimeError, match="attached already"):
+        bench.scheduler.attach_drafter(with_output=True)
+
+
+# ---- what the draft stage answers
+
+
+@pytest.mark.parametrize(
+    ("drafts", "words"),
+    [
+        ([Drafted(0, [1] * 5)], "asked for 4 drafts of sequence 0, 5 came"),
+        ([Drafted(1, [1])], "asked for 0 drafts of sequence 1"),
+        ([Drafted(0, [1]), Drafted(0, [1])], "asked for 0 drafts of sequence 0"),
+        ([Drafted(0, [VOCABULARY])], "outside of 97 ids"),
+        ([Drafted(0, [-1])], "outside of 97 ids"),
+        ([Drafted(0, [1, 2], [0.5])], "1 probabilities for 2 drafts"),
+    ],
+)
+def test_wrong_drafts_are_refused_whole(drafts: Sequence[Drafted], words: str) -> None:
+    bench = Bench(speculating())
+    bench.submit("a")
+    plan = bench.plan()
+    bench.answer(plan)
+    with pytest.raises(WrongResult, match=words):
+        bench.scheduler.drafting.answered(StepResult(plan.step.step_id, 1, drafts=[*drafts]))
+    assert bench.live("a").awaiting == plan.step.step_id
+
+
+def test_drafts_before_the_output_stage_answered_are_wrong() -> None:
+    bench = Bench(speculating())
+    bench.submit("a")
+    with pytest.raises(WrongResult, match="while none was due"):
+        bench.draft(bench.plan())
+
+
+def test_a_drafter_that_sends_wrong_drafts_is_lost_and_requests_go_on() -> None:
+    toy = ToyEngine(speculating())
+    toy.attach()
+    one = request("a", range(10), n=6)
+    toy.texts[one.sampling.seed] = [200] * 99  # it drafts ids that there are not
+    toy.attach_drafter(with_output=False)
+    assert toy.drafter is not None
+    toy.drafter._take = lambda piece, new: None  # type: ignore[method-assign]
+    toy.drafter._draft = lambda piece, new: [200]  # type: ignore[method-assign]
+    handle = toy.engine.submit(one)
+    toy.run()
+    assert toy.lost == ["it sent a wrong result: step 1 has drafts [200] outside of 97 ids"]
+    assert isinstance(handle.finished, FinishedEvent)
+    assert handle.finished.reason == "length"
+    assert not toy.failures
+
+
+# ---- pages and states
+
+
+def test_drafts_are_cut_to_the_pages_there_are() -> None:
+    bench = Bench(speculating(pools=PoolSizes(3, 0, 0)))
+    bench.submit("a", "b", n_prompt=61)
+    both = plans(bench.scheduler)
+    assert [plan.step.slices[0].n_ahead for plan in both] == [4, 2]  # the third page is for a's 65th position and on
+    for plan in both:
+        bench.answer(plan)
+        bench.draft(plan)
+    assert [(s.n_drafts, s.n_ahead) for s in bench.plan().step.slices] == [(4, 4), (2, 0)]
+    assert bench.scheduler.n_preemptions == 0
+
+
+def test_a_request_that_needs_a_page_gets_it_from_drafts_of_others_before_any_is_preempted() -> None:
+    bench = Bench(speculating(pools=PoolSizes(3, 0, 0), max_sequences=2))
+    bench.submit("a", n_prompt=60, n=60)
+    first = bench.plan()
+    assert len(bench.live("a").table.held(Space.FULL)) == 2  # for drafts up to position 64
+    bench.answer(first)
+    bench.draft(first, n=0)
+    bench.submit("b", n_prompt=60, n=3)
+    while bench.scheduler.n_running < 2:
+        plan = bench.plan()
+        bench.answer(plan)
+        bench.draft(plan, n=0)
+    assert bench.scheduler.n_preemptions == 0
+
+
+def test_every_draft_of_a_recurrent_model_takes_a_state_until_the_verdict() -> None:
+    bench = Bench(speculating(spaces=HYBRID, pools=PoolSizes(16, 0, 9)))
+    states = bench.scheduler.pools[Space.RECURRENT]
+    bench.submit("a")
+    first = bench.plan()
+    bench.answer(first)
+    bench.draft(first)
+    verify = bench.plan()
+    [piece] = verify.step.slices
+    assert (piece.states, states.n_used) == ([0, 1, 2, 3, 4], 5)
+    bench.answer(verify, n_accepted=2)
+    assert (states.n_used, bench.live("a").state) == (1, 2)
+    bench.draft(verify)
+    following = bench.plan()
+    assert following.step.operations[0] == UseState(0, 2)
+    assert following.step.slices[0].states[0] == 2
+    bench.answer(following)  # nothing accepted: the live state stays
+    assert bench.live("a").state == 2
+    bench.draft(following, n=0)
+    assert not any(isinstance(operation, UseState) for operation in bench.plan().step.operations)
+
+
+def test_few_states_are_shared_so_that_slices_stay_equal() -> None:
+    bench = Bench(speculating(spaces=HYBRID, pools=PoolSizes(16, 0, 7)))
+    bench.submit("a", "b", "c")
+    first = bench.plan()
+    bench.answer(first)
+    bench.draft(first)
+    assert [s.n_drafts for s in bench.plan().step.slices] == [1, 1, 1]  # of 4 states beside the live ones
+
+
+def test_a_prompt_that_is_computed_keeps_a_state_for_its_checkpoint() -> None:
+    cached = PrefixSettings(max_slots=4, memory_bytes=1 << 30, min_tokens=1)
+    bench = Bench(speculating(spaces=HYBRID, pools=PoolSizes(16, 0, 5), prefix=cached))
+    bench.submit("a", n_prompt=10)
+    first = bench.plan()
+    bench.answer(first)
+    bench.submit("b", n_prompt=200)
+    bench.draft(first)
+    step = plans(bench.scheduler)[0]
+    n_free = bench.scheduler.pools[Space.RECURRENT].n_free
+    assert [s.n_drafts for s in step.step.slices if s.n_drafts] == [2]
+    assert n_free == 1
+
+
+def test_a_cancelled_request_returns_the_states_of_drafts_under_verification() -> None:
+    bench = Bench(speculating(spaces=HYBRID, pools=PoolSizes(16, 0, 9)))
+    bench.submit("a")
+    first = bench.plan()
+    bench.answer(first)
+    bench.draft(first)
+    verify = bench.plan()
+    bench.scheduler.cancel("a", 0.0)
+    assert bench.scheduler.pools[Space.RECURRENT].n_used == 0
+    bench.answer(verify, n_accepted=3)
+    assert bench.scheduler.pools[Space.RECURRENT].n_used == 0
+
+
+# ---- epochs
+
+
+def test_restored_pages_have_the_drafters_state_only_if_the_file_had_it() -> None:
+    cached = PrefixSettings(max_slots=4, memory_bytes=1 << 30, min_tokens=1)
+    for drafted, expected in ((False, 64), (True, 0)):
+        bench = Bench(speculating(prefix=cached))
+        index = bench.scheduler.reuse.index
+        reservation = index.reserve(64)
+        assert reservation is not None
+        slot = index.adopt([1, *range(63)], reservation, 0.0, drafted=drafted)
+        assert slot is not None
+        bench.scheduler.submit(request("a", [1, *range(70)], 5), 0.0)
+        [piece] = bench.plan().step.slices
+        assert (piece.start, piece.draft_from) == (64, expected)
+
+
+def test_a_copied_page_keeps_its_epoch() -> None:
+    cached = PrefixSettings(max_slots=4, memory_bytes=1 << 30, min_tokens=1)
+    bench = Bench(speculating(prefix=cached, spaces=HYBRID, pools=PoolSizes(16, 0, 9)))
+    bench.submit("a", n_prompt=80, n=2)
+    while bench.scheduler.n_running or bench.scheduler.n_queued:
+        for plan in plans(bench.scheduler):
+            bench.answer(plan)
+            bench.draft(plan)
+    bench.scheduler.detach_drafter()
+    bench.scheduler.attach_drafter(with_output=True)
+    prompt = [ord("a"), *range(79), 7, 8]
+    bench.scheduler.submit(request("b", prompt, 2), 0.0)
+    pieces = [piece for plan in plans(bench.scheduler) for piece in plan.step.slices]
+    assert [(piece.start, piece.draft_from) for piece in pieces] == [(81, 128)]
+
+
+# ---- order and overlap
+
+
+def test_with_the_output_stage_a_micro_batch_is_drafted_before_the_next_one_is_verified() -> None:
+    """The daemon does one after the other, so those that are ready wait and go together."""
+    bench = Bench(speculating())
+    bench.submit("a")
+    first = bench.plan()
+    bench.answer(first)
+    bench.draft(first)
+    verify = bench.plan()
+    bench.submit("b")
+    prompt = bench.plan()
+    bench.answer(verify)
+    bench.answer(prompt)
+    bench.draft(verify, n=0)
+    together = plans(bench.scheduler)
+    assert [plan.request_ids for plan in together] == [("a",)]  # b's drafts are not made yet, nor in the way
+    bench.draft(prompt)
+    assert plans(bench.scheduler) == []
+    bench.answer(together[0])
+    assert plans(bench.scheduler) == []  # a's are being made
+    bench.draft(together[0])
+    assert bench.plan().request_ids == ("a", "b")
+
+
+@pytest.mark.parametrize(("drafting_s", "n"), [(0.1, 2), (1.0, 1), (3.0, 2)])
+def test_beside_the_output_stage_a_drafter_as_slow_as_a_stage_gets_a_group_of_its_own(
+    drafting_s: float, n: int
+) -> None:
+    bench = Bench(speculating(), with_output=False)
+    bench.submit("a", "b")
+    first = bench.plan()
+    bench.answer(first)
+    bench.draft(first)
+    for _ in range(50):
+        for plan in plans(bench.scheduler):
+            bench.answer(plan, seconds=1.0)
+            bench.draft(plan, n=0, seconds=drafting_s)
+        if not bench.scheduler.n_running:
+            break
+    sizes = [len(plan.step.slices) for plan in plans(bench.scheduler)]
+    assert max(sizes, default=0) <= 2
+    assert bench.scheduler.drafting.n_groups(1) == (2 if n == 1 else 1)
+
+
+def test_drafting_of_one_micro_batch_overlaps_the_verification_of_another() -> None:
+    bench = Bench(speculating(), n_stages=2)
+    bench.submit("a", "b")
+    first = plans(bench.scheduler)[0]
+    bench.answer(first)
+    bench.draft(first)
+    one, two = plans(bench.scheduler)
+    assert (one.request_ids, two.request_ids) == (("a",), ("b",))
+    bench.answer(one)
+    bench.draft(one)
+    three = bench.plan()  # a again, while b is verified
+    assert three.request_ids == ("a",)
+    bench.answer(two)
+    bench.answer(three)  # b's drafts are being made
+    assert plans(bench.scheduler) == []
+    bench.draft(two)
+    assert bench.plan().request_ids == ("b",)
+
+
+def test_a_step_keeps_its_region_until_the_draft_stage_has_read_it() -> None:
+    bench = Bench(speculating(prefill_chunk=64, max_context=1024), n_stages=1)
+    bench.submit("a", n_prompt=600)
+    sent = plans(bench.scheduler)
+    assert len(sent) == 2  # as many as without a drafter
+    for plan in sent:
+        bench.answer(plan)
+    more = plans(bench.scheduler)
+    assert [plan.step.region for plan in sent + more] == [1, 2, 0]  # the third and last region
+    bench.draft(sent[0])
+    assert [plan.step.region for plan in plans(bench.scheduler)] == [1]
+
+
+def test_a_flush_waits_for_the_drafter() -> None:
+    async def check() -> None:
+        toy = ToyEngine(speculating())
+        toy.attach()
+        one = request("a", range(10), n=2)
+        toy.texts[one.sampling.seed] = [*one.prompt, *toy.alone(one)]
+        toy.attach_drafter(with_output=False)
+        toy.engine.submit(one)
+        synchronized = asyncio.create_task(toy.engine.synchronize())
+        await asyncio.sleep(0)
+        target, drafter = toy.daemons
+        assert toy.pipeline is not None
+        toy.pipeline.receive(*target.run_one())
+        await asyncio.sleep(0)
+        assert toy.engine._scheduler.last_applied == 1
+        assert not synchronized.done()
+        toy.pipeline.receive(*drafter.run_one())
+        assert await synchronized
+        toy.run()
+
+    asyncio.run(check())
+
+
+# ---- what the policy is told
+
+
+class Recorder(Speculation):
+    """Verifies two drafts of every slice, and writes down what it is told."""
+
+    def __init__(self) -> None:
+        super().__init__(4, VOCABULARY)
+        self.told: list[tuple[object, ...]] = []
+
+    def n_verify(self, drafts: Sequence[tuple[RequestRecord, Drafted]], n_decoding: int) -> dict[str, int]:
+        self.told.append(("verify", [len(drafted.tokens) for _, drafted in drafts], n_decoding))
+        return {record.request.request_id: 2 for record, _ in drafts}
+
+    def verified(self, record: RequestRecord, n_drafts: int, n_accepted: int, *, looked_up: bool) -> None:
+        self.told.append((record.request.request_id, n_drafts, n_accepted, looked_up))
+
+    def measured(self, n_rows: int, n_slices: int, seconds: float) -> None:
+        self.told.append(("step", n_rows, n_slices, seconds))
+
+    def measured_draft(self, n_slices: int, n_ahead: int, seconds: float) -> None:
+        self.told.append(("drafts", n_slices, n_ahead, seconds))
+
+
+def test_padding_makes_slices_equal_and_counts_as_no_draft() -> None:
+    bench = Bench(speculating())
+    policy = bench.scheduler.drafting.speculation = Recorder()
+    bench.submit("a", "b")
+    first = bench.plan()
+    bench.answer(first)
+    sequence = bench.live("a").sequence
+    result = StepResult(first.step.step_id, 1, drafts=[Drafted(sequence, [9])], compute_s=0.5)
+    bench.scheduler.drafting.answered(result)
+    verify = bench.plan()
+    assert [s.tokens for s in verify.step.slices] == [[7, 9, 9], [7, 7, 7]]
+    bench.answer(verify, n_accepted=2, seconds=2.0)
+    assert policy.told == [("verify", [1, 0], 2), ("a", 1, 1, False), ("step", 6, 2, 2.0)]
+    bench.draft(verify, seconds=3.0)
+    assert policy.told[3:] == [("drafts", 2, 4, 3.0)]
+
+
+def test_what_followed_the_same_tokens_before_is_verified_in_place_of_the_drafters_drafts() -> None:
+    bench = Bench(speculating(lookup=True))
+    bench.scheduler.submit(request("a", [1, 2, 3, 7, 5, 6, 8, 1, 2, 3], 20), 0.0)
+    first = bench.plan()
+    bench.answer(first)
+    bench.draft(first, token=9)
+    [piece] = bench.plan().step.slices
+    assert piece.tokens == [7, 5, 6, 8, 1]

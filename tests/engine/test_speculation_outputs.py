@@ -1,0 +1,224 @@
+"""Speculation changes no token: requests over toy daemons with a drafter that comes and goes, and any widths."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import pytest
+from hypothesis import event, given, settings
+from hypothesis import strategies as st
+
+from lucevisor.engine import drafting, validation
+from lucevisor.engine.handle import RequestHandle
+from lucevisor.engine.limits import EngineLimits, SpeculationSettings
+from lucevisor.engine.lookup import NgramIndex
+from lucevisor.engine.request import GenerationRequest
+from lucevisor.engine.sequence import RequestRecord
+from lucevisor.engine.speculation import Speculation
+from lucevisor.kv.prefix_records import PrefixSettings
+from lucevisor.model.pages import max_window_pages
+from lucevisor.model.values import Space
+from lucevisor.protocol.loading import PoolSizes
+from lucevisor.protocol.steps import Drafted, Sampling
+from tests.engine.toy_engine import ALL_SPACES, HYBRID, LOST, ToyEngine, events_of, told
+from tests.engine.toy_pipeline import VOCABULARY, mix
+
+
+class AnyWidth(Speculation):
+    """Any number of drafts for any step, padding and too many included."""
+
+    def __init__(self, max_drafts: int, seed: int) -> None:
+        super().__init__(max_drafts, VOCABULARY)
+        self.most, self.seed, self.n = max_drafts, seed, 0
+
+    def _any(self) -> int:
+        self.n += 1
+        return mix(self.seed, self.n) % (self.most + 3)
+
+    def n_ahead(self, record: RequestRecord, n_decoding: int) -> int:
+        return self._any()
+
+    def n_verify(self, drafts: Sequence[tuple[RequestRecord, Drafted]], n_decoding: int) -> dict[str, int]:
+        widths = [len(drafted.tokens) for _, drafted in drafts]
+        chosen = [widths, [max(widths)] * len(widths), [min(widths)] * len(widths), [self._any() for _ in widths]]
+        names = [record.request.request_id for record, _ in drafts]
+        return dict(zip(names, chosen[self._any() % 4], strict=True))
+
+
+@contextmanager
+def lookups(toy: ToyEngine, wrong: int) -> Iterator[None]:
+    """N-grams that match in every second place, and of whose proposals one in ``wrong`` is wrong."""
+
+    class Ngrams(NgramIndex):
+        def propose(self, most: int) -> list[int]:
+            n = len(self._tokens)
+            text = next(text for text in toy.texts.values() if text[:n] == self._tokens)
+            found = text[n : n + most] if n % 2 else []
+            return [(t + 1) % VOCABULARY if mix(n, i) % wrong == 0 else t for i, t in enumerate(found)]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(drafting, "NgramIndex", Ngrams)
+        yield
+
+
+@dataclass(frozen=True)
+class Scenario:
+    limits: EngineLimits
+    n_stages: int
+    with_output: bool
+    wrong: int
+    requests: tuple[GenerationRequest, ...]
+    actions: tuple[tuple[str, int], ...]
+
+
+def limits_of(draw: st.DrawFn) -> EngineLimits:
+    spaces = draw(st.sampled_from([HYBRID, ALL_SPACES, frozenset({Space.FULL}), frozenset({Space.FULL, Space.WINDOW})]))
+    max_sequences = draw(st.integers(1, 4))
+    chunk = draw(st.sampled_from([7, 32, 64, 100]))
+    window = draw(st.sampled_from([1, 40, 64, 130])) if Space.WINDOW in spaces else None
+    max_context = draw(st.sampled_from([150, 260]))
+    max_drafts = draw(st.integers(1, 6))
+    n_window = max_window_pages(window, chunk, max_context) + draw(st.integers(0, 3)) if window is not None else 0
+    slots = draw(st.sampled_from([0, 0, 3]))
+    n_states = max_sequences + draw(st.integers(0, 2 * max_drafts)) + slots
+    cached = PrefixSettings(max_slots=slots, memory_bytes=1 << 30, min_tokens=draw(st.sampled_from([1, 40])))
+    return EngineLimits(
+        max_sequences=max_sequences,
+        max_context=max_context,
+        prefill_chunk=chunk,
+        max_step_tokens=chunk + max_sequences * (1 + max_drafts) + draw(st.sampled_from([0, 100])),
+        spaces=spaces,
+        pools=PoolSizes(draw(st.sampled_from([3, 4, 6, 12])), n_window, n_states),
+        window_tokens=window,
+        prefix=cached,
+        speculation=SpeculationSettings(
+            max_drafts=max_drafts, drafter=True, lookup=draw(st.booleans()), n_vocabulary=VOCABULARY
+        ),
+    )
+
+
+@st.composite
+def scenarios(draw: st.DrawFn) -> Scenario:
+    limits = limits_of(draw)
+    requests = []
+    for i in range(draw(st.integers(1, 6))):
+        n_prompt = draw(st.sampled_from([5, 30, 63, 64, 65, 100]))
+        first = draw(st.sampled_from([0, 0, i]))  # some begin alike
+        same = draw(st.sampled_from([0, 60, n_prompt]))
+        prompt = [1 + i, *((first + k * k) % 97 if k < same else (i + k) % 97 for k in range(n_prompt - 1))]
+        prompt[0] = 7 if first == 0 else prompt[0]
+        requests.append(
+            GenerationRequest(
+                request_id=f"r{i}",
+                prompt=tuple(prompt),
+                max_tokens=draw(st.sampled_from([1, 2, 20, 45])),
+                sampling=Sampling(seed=i, presence_penalty=draw(st.sampled_from([0.0, 0.5]))),
+                stop_ids=frozenset(draw(st.sampled_from([(), (), (5, 11, 50)]))),
+                turn_boundaries=draw(st.sampled_from([(), (n_prompt // 2,)])),
+            )
+        )
+    kinds = ["submit", "submit", "work", "many", "many", "cancel", "lose", "attach", "detach", "swap"]
+    actions = draw(st.lists(st.tuples(st.sampled_from(kinds), st.integers(0, 11)), min_size=5, max_size=30))
+    wrong = draw(st.sampled_from([0, 1, 3]))
+    return Scenario(limits, draw(st.integers(1, 3)), draw(st.booleans()), wrong, tuple(requests), tuple(actions))
+
+
+class Play:
+    """Plays a scenario and checks accounts after every action."""
+
+    def __init__(self, scenario: Scenario) -> None:
+        self.scenario = scenario
+        self.toy = ToyEngine(scenario.limits, n_stages=scenario.n_stages)
+        for one in scenario.requests:
+            answer = self.toy.model.alone(one.prompt, one.sampling, one.max_tokens, frozenset())
+            self.toy.texts[one.sampling.seed] = [*one.prompt, *answer]
+        drafting = self.toy.engine._scheduler.drafting
+        drafting.speculation = AnyWidth(scenario.limits.speculation.max_drafts, scenario.wrong)
+        self.waiting = list(scenario.requests)
+        self.handles: dict[str, RequestHandle] = {}
+        self.n_drafted = 0
+
+    def act(self, kind: str, index: int) -> None:
+        self.toy.now += 0.01
+        match kind:
+            case "submit" if self.waiting:
+                one = self.waiting.pop(0)
+                if len(one.prompt) < self.scenario.limits.capacity_tokens:
+                    self.handles[one.request_id] = self.toy.engine.submit(one)
+            case "work":
+                self.toy.work(index)
+            case "many":
+                for i in range(4 * index):
+                    self.toy.work(i * index)
+            case "cancel" if self.handles:
+                [*self.handles.values()][index % len(self.handles)].cancel()
+            case "lose" if index < 3:
+                self.toy.lose()
+                self.toy.attach()
+                self.attach()
+            case "attach" if not self.toy.engine._scheduler.drafting.attached:
+                self.attach()
+            case "detach":
+                self.toy.lose_drafter()
+            case "swap":
+                self.toy.lose_drafter()
+                self.attach()
+        validation.check(self.toy.engine._scheduler)
+        self.check_sharing()
+
+    def attach(self) -> None:
+        if self.toy.drafter is not None:
+            self.n_drafted += self.toy.drafter.n_drafted
+        self.toy.attach_drafter(with_output=self.scenario.with_output, wrong=self.scenario.wrong)
+
+    def check_sharing(self) -> None:
+        """Pages behind what is computed are their sequence's alone."""
+        scheduler = self.toy.engine._scheduler
+        for record in scheduler.running:
+            assert record.live is not None
+            first = -(-record.live.n_computed // 64)
+            for space in (Space.FULL, Space.WINDOW):
+                if space in scheduler.pools:
+                    pages = record.live.table.entries(space, first, 1 << 20)
+                    assert all(scheduler.pools[space].ref_count(page) == 1 for page in pages)
+
+    def play(self) -> None:
+        self.toy.attach()
+        self.attach()
+        for kind, index in self.scenario.actions:
+            self.act(kind, index)
+        while self.waiting:
+            self.act("submit", 0)
+        self.toy.run()
+
+    async def check(self) -> None:
+        for one in self.scenario.requests:
+            if one.request_id not in self.handles:
+                continue
+            ids, finished = told(await events_of(self.handles[one.request_id]))
+            expected = self.toy.alone(one)
+            event(finished.reason)
+            if finished.reason in ("stop", "length"):
+                assert ids == expected
+            else:
+                assert ids == expected[: len(ids)]
+                assert (finished.error == LOST) == (finished.reason == "error")
+        statistics = self.toy.engine.statistics()
+        event(f"preempted: {statistics.preemptions > 0}")
+        assert (statistics.running, statistics.queued, statistics.in_flight) == (0, 0, 0)
+        assert all(use.used == use.evictable for use in statistics.pages.values())
+        assert (self.toy.failures, self.toy.lost) == ([], [])
+        assert self.toy.drafter is not None
+        event(f"drafted: {self.n_drafted + self.toy.drafter.n_drafted > 0}")
+
+
+@settings(max_examples=150, deadline=None)
+@given(scenarios())
+def test_speculation_changes_no_token(scenario: Scenario) -> None:
+    play = Play(scenario)
+    with lookups(play.toy, scenario.wrong + 1):
+        play.play()
+    asyncio.run(play.check())

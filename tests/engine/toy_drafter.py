@@ -1,0 +1,130 @@
+"""A draft stage in memory: test equipment for the pure core of the engine.
+
+Like a real one it keeps pages and states under the ids of the target's, and learns tokens from the steps it gets.  It
+checks that everything it may attend to is there: positions from ``draft_from`` on must hold what was computed for the
+tokens of the request, in its own pages, and the states that the plan names must be those of the last token kept.  What
+it drafts comes from the oracle, wrong as often as it is told.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from lucevisor.model.values import PAGE_TOKENS, Space
+from lucevisor.protocol.loading import PoolSizes
+from lucevisor.protocol.steps import (
+    CopyState,
+    Drafted,
+    DraftStep,
+    OpenSequence,
+    Sampled,
+    Sampling,
+    Slice,
+    StepResult,
+    UseState,
+)
+from tests.engine.toy_pipeline import VOCABULARY, ToyDaemon, ToyLimits, ToyModel, ToyStage, Violation, mix
+
+Oracle = Callable[[Sampling], list[int]]
+"""All tokens of the request with this sampling, prompt and answer: every request has a seed of its own."""
+
+
+class ToyDrafter(ToyStage):
+    """``wrong``: of so many drafts, one is wrong (0: none).  ``captures``: the regions of the target's arenas."""
+
+    def __init__(
+        self,
+        model: ToyModel,
+        pools: PoolSizes,
+        captures: dict[tuple[int, int], tuple[int, list[int]]],
+        oracle: Oracle,
+        wrong: int,
+        n_most: int = 100,
+    ) -> None:
+        super().__init__(model, model.n_stages, pools, {})
+        self._captures, self._oracle, self._wrong, self._n_most = captures, oracle, wrong, n_most
+        self.n_drafted = 0
+        self._after: dict[int, tuple[int, int]] = {}  # by state: the position and token it was written after
+
+    def run_drafts(self, message: DraftStep, sampled: list[Sampled] | None) -> StepResult:
+        """Execute a step; ``sampled``: by the output stage of its daemon."""
+        step = message.step
+        for operation in step.operations:
+            self._operate(operation)
+            if isinstance(operation, CopyState):
+                self._after[operation.target] = self._after.get(operation.source, (-1, -1))
+        for stage in range(self.model.n_stages if step.slices else 0):
+            if self._captures[stage, step.region][0] != step.step_id:
+                raise Violation(f"region {step.region} was overwritten before step {step.step_id} was drafted")
+        tokens = message.tokens
+        if tokens is None:
+            if sampled is None:
+                raise Violation(f"nobody in this daemon knows the tokens of step {step.step_id}")
+            tokens = [[s.token for s in sampled if s.sequence == piece.sequence] for piece in step.slices]
+        drafts = []
+        for piece, new in zip(step.slices, tokens, strict=True):
+            self._take(piece, new)
+            if piece.n_ahead:
+                drafts.append(Drafted(piece.sequence, self._draft(piece, new)))
+        return StepResult(step.step_id, self.stage, compute_s=0.25, drafts=[d for d in drafts if d.tokens])
+
+    def _operate(self, operation: object) -> None:
+        if isinstance(operation, OpenSequence) and operation.history:
+            operation = OpenSequence(operation.sequence, operation.state, operation.sampling)
+        if isinstance(operation, UseState) and not self.sequences[operation.sequence].states:
+            self.sequences[operation.sequence].state = operation.state  # attached between a verify step and its verdict
+        else:
+            super()._operate(operation)
+
+    def _take(self, piece: Slice, new: list[int]) -> None:
+        """Keep the state of a slice's tokens."""
+        sequence = self.sequences.get(piece.sequence)
+        if sequence is None:
+            raise Violation(f"a slice of sequence {piece.sequence}, which is not open")
+        right = self._oracle(sequence.sampling)
+        sure = piece.tokens[: len(piece.tokens) - piece.n_drafts]
+        if right[piece.start : piece.start + len(sure)] != sure:
+            raise Violation(f"sequence {piece.sequence}: tokens at {piece.start} are not those of its request")
+        if bool(new) != piece.sample:
+            raise Violation(f"sequence {piece.sequence}: sampled {new}, sample is {piece.sample}")
+        if Space.RECURRENT in self.model.spaces and piece.start > piece.draft_from:
+            before = (piece.start - 1, right[piece.start - 1])
+            if self._after.get(sequence.state) != before:
+                raise Violation(
+                    f"state {sequence.state} of sequence {piece.sequence} is that after "
+                    f"{self._after.get(sequence.state)}, not after {before}"
+                )
+        after = self._states_after(sequence, piece)
+        for i, token in enumerate(piece.tokens):
+            position = piece.start + i
+            self._page(sequence, Space.FULL, position)[position % PAGE_TOKENS] = (position, mix(token, position))
+            if len(piece.tokens) - i <= len(after):
+                self._after[after[i - len(piece.tokens)]] = (position, token)
+
+    def _draft(self, piece: Slice, new: list[int]) -> list[int]:
+        """Attend to all there is, and draft behind the token sampled last."""
+        sequence = self.sequences[piece.sequence]
+        right = self._oracle(sequence.sampling)
+        stop = piece.start + len(piece.tokens) - piece.n_drafts + len(new) - 1  # the position of the last new token
+        if piece.draft_from >= stop:
+            raise Violation(f"sequence {piece.sequence}: drafts asked without context, {piece.draft_from} to {stop}")
+        for position in range(piece.draft_from, stop):
+            held = self._page(sequence, Space.FULL, position)[position % PAGE_TOKENS]
+            if held != (position, mix(right[position], position)):
+                raise Violation(f"sequence {piece.sequence}: the drafter has {held} for position {position}")
+        last = piece.start + len(piece.tokens) + piece.n_ahead
+        for position in range(stop, last + 1):  # noise, overwritten by what is kept
+            self._page(sequence, Space.FULL, position)[position % PAGE_TOKENS] = (-1, 0)
+        found = right[stop + 1 : stop + 1 + min(piece.n_ahead, self._n_most)]
+        self.n_drafted += len(found)
+        return [
+            (t + 1) % VOCABULARY if self._wrong and mix(stop, i, piece.sequence) % self._wrong == 0 else t
+            for i, t in enumerate(found)
+        ]
+
+
+def drafter_daemon(drafter: ToyDrafter, limits: ToyLimits) -> ToyDaemon:
+    """A daemon that runs the draft stage alone."""
+    daemon = ToyDaemon({}, limits)
+    daemon.drafter = drafter
+    return daemon
