@@ -1,4 +1,5 @@
-"""Finds the model file: a path, or ``hf:owner/repo/file`` downloaded through huggingface_hub into its cache.
+"""Finds the file of the model or of its drafter: a path, or ``hf:owner/repo/file`` downloaded through huggingface_hub
+into its cache.
 
 Requests, authentication and cache layout are huggingface_hub's.  Added here: an interrupted download resumes where it
 stopped, also in another process (huggingface_hub forgets what it has when its call ends), and progress is printed as
@@ -16,7 +17,7 @@ import shutil
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any, BinaryIO, cast
 
 from lucevisor.config import Config
@@ -26,7 +27,9 @@ from lucevisor.errors import ConfigError
 if TYPE_CHECKING:
     from huggingface_hub import HfFileMetadata
 
-_PART = re.compile(r"-(\d{5})-of-(\d{5})\.gguf$")
+_PART = re.compile(r"-(\d{5})-of-(\d{5})(\.gguf|\.safetensors)$")
+_CHECKPOINT = ".safetensors"
+_CHECKPOINT_CONFIG = "config.json"
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 _UNFINISHED = ".lucevisor.incomplete"
 
@@ -36,24 +39,35 @@ def part_names(file: str) -> list[str]:
     match = _PART.search(file)
     if match is None:
         return [file]
-    return [f"{file[: match.start()]}-{i:05d}-of-{match[2]}.gguf" for i in range(1, int(match[2]) + 1)]
+    return [f"{file[: match.start()]}-{i:05d}-of-{match[2]}{match[3]}" for i in range(1, int(match[2]) + 1)]
 
 
-def resolve(config: Config, notify: Callable[[str], None] = lambda _: None) -> Path:
+def resolve_model(config: Config, notify: Callable[[str], None] = lambda _: None) -> Path:
     """Return the path of the model's (first) file on this machine, downloading it from the hub if need be.
 
     ``notify`` gets lines of progress; on a terminal huggingface_hub shows its own bar instead.  With HF_HUB_OFFLINE=1,
     or while the hub does not answer, the cache is used.  Raises ConfigError naming ``model.path``.
     """
-    source = config.model.source
+    return _resolve(config, "model.path", config.model.source, notify)
+
+
+def resolve_drafter(config: Config, source: Path | HubFile, notify: Callable[[str], None] = lambda _: None) -> Path:
+    """Return the path of the drafter's (first) file, or of its directory, in the same way.
+
+    Raises ConfigError naming ``draft.path``.
+    """
+    return _resolve(config, "draft.path", source, notify, directories=True)
+
+
+def _resolve(
+    config: Config, key: str, source: Path | HubFile, notify: Callable[[str], None], *, directories: bool = False
+) -> Path:
     if isinstance(source, HubFile):
-        return _Download(config, source, notify).run()
-    if not source.is_file():
-        why = "is a directory" if source.is_dir() else "there is no such file"
-        raise ConfigError(
-            "model.path", str(source), why, "a path is relative to the configuration file", file=str(config.file)
-        )
-    return source
+        return _Download(config, key, source, notify).run()
+    if source.is_file() or (directories and source.is_dir()):
+        return source
+    why = "is a directory" if source.is_dir() else "there is no such file"
+    raise ConfigError(key, str(source), why, "a path is relative to the configuration file", file=str(config.file))
 
 
 class _Counted(io.FileIO):
@@ -77,15 +91,18 @@ class _Counted(io.FileIO):
 
 @dataclass(frozen=True, slots=True)
 class _Download:
-    """One model from the hub: all parts from one commit of its repository."""
+    """One model from the hub: all parts from one commit of its repository.  ``key``: what names it."""
 
     config: Config
+    key: str
     source: HubFile
     notify: Callable[[str], None]
 
     def run(self) -> Path:
         """Fetch all parts and return the path of the first."""
         names = part_names(self.source.file)
+        if self.source.file.endswith(_CHECKPOINT):
+            names.append(str(PurePosixPath(self.source.file).with_name(_CHECKPOINT_CONFIG)))
         first = self._part(names[0], None)
         for name in names[1:]:
             self._part(name, first.relative_to(self._folder() / "snapshots").parts[0])
@@ -207,7 +224,8 @@ class _Download:
         return self._error(why, "check the network, HF_ENDPOINT and the disk, and start again: the download resumes")
 
     def _error(self, why: str, hint: str) -> ConfigError:
-        return ConfigError("model.path", self.config.model.path, why, hint, file=str(self.config.file))
+        value = f"hf:{self.source.repo_id}/{self.source.file}"
+        return ConfigError(self.key, value, why, hint, file=str(self.config.file))
 
     def _cache(self) -> Path:
         from huggingface_hub import constants

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +33,7 @@ from lucevisor.api.server import create_app, serve
 from lucevisor.app import collector, logs
 from lucevisor.app.cache_operations import CacheOperations, figures
 from lucevisor.app.log_reader import LogReader
-from lucevisor.app.model_source import resolve
+from lucevisor.app.model_files import open_model
 from lucevisor.app.open_files import connections_within, raise_limit
 from lucevisor.app.rundir import RunDirectory
 from lucevisor.app.status import status
@@ -43,28 +43,12 @@ from lucevisor.deployment.service import Observer, Service
 from lucevisor.engine.core import Engine
 from lucevisor.engine.rows import max_rows_per_step
 from lucevisor.errors import ConfigError, ExitCode, unusable
-from lucevisor.model.families import open_spec
-from lucevisor.model.gguf_files import part_paths
-from lucevisor.model.gguf_header import GgufError
 from lucevisor.snapshots.tools import check_directory
 from lucevisor.supervision.states import State
 from lucevisor.text.template import ChatTemplate
 from lucevisor.text.tokenizer import Tokenizer
 
 log = structlog.get_logger("lucevisor")
-
-
-def open_model(config: Config, notify: Callable[[str], None] = lambda _: None) -> ServedModel:
-    """Find the model's file and read its header.  Raises ConfigError naming ``model.path``."""
-    path = resolve(config, notify)
-    try:
-        spec = open_spec(path, {"yarn_attn_factor": config.model.yarn_attn_factor})
-        files = part_paths(path)
-    except (GgufError, OSError) as e:
-        raise ConfigError(
-            "model.path", config.model.path, str(e), "name a file of a family this version runs", file=str(config.file)
-        ) from e
-    return ServedModel(spec, files, config.model.name or spec.name)
 
 
 def run(config: Config, name: str, observer: Observer, *, to_terminal: bool = True) -> ExitCode:

@@ -20,7 +20,7 @@ from lucevisor.supervision.probe import Probe
 @click.option("--layer", default=0, show_default=True, help="Layer whose numbers are compared.")
 def doctor(config: Path, overrides: tuple[str, ...], layer: int) -> int:
     """Check each group of CONFIG: imports, torch build, devices, memory, arena mapping, one layer's numbers."""
-    from lucevisor.app.run import open_model
+    from lucevisor.app.model_files import open_model
     from lucevisor.deployment.probe import check_arena, each_group
 
     loaded = load(config, overrides)

@@ -22,7 +22,7 @@ def plan(config: Path, overrides: tuple[str, ...], as_json: bool, no_probe: bool
     """Show shards, bytes of weights and state per device, what does not fit and by how much.  Loads no weights, but a
     few layers with --measure."""
     from lucevisor.app import logs
-    from lucevisor.app.run import open_model
+    from lucevisor.app.model_files import open_model
     from lucevisor.deployment.probe import inventory
     from lucevisor.deployment.speeds import read, speeds_for, wanted
     from lucevisor.placement.explain import as_json as plan_json
@@ -43,7 +43,7 @@ def plan(config: Path, overrides: tuple[str, ...], as_json: bool, no_probe: bool
     else:
         request = wanted(model.spec, loaded, found)
         speeds = None if request is None else read(request, model.spec)
-    result = make_plan(model.spec, loaded, found, speeds)
+    result = make_plan(model.spec, loaded, found, speeds, model.draft_spec)
     click.echo(json.dumps(plan_json(result), indent=2) if as_json else text(result))
     for notice in loaded.notices:
         click.echo(f"notice: {notice}", err=True)

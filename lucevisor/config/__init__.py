@@ -4,6 +4,7 @@
 `effects` knows which keys have no effect, `load` ties them together, `docs` generates docs/configuration.md.
 """
 
+from lucevisor.config.draft import DraftConfig
 from lucevisor.config.effects import not_yet_effective
 from lucevisor.config.load import load
 from lucevisor.config.resolve import read_api_keys
@@ -11,7 +12,6 @@ from lucevisor.config.schema import Config
 from lucevisor.config.sections import (
     Backend,
     CacheConfig,
-    DraftConfig,
     DType,
     EngineConfig,
     GroupConfig,

@@ -35,7 +35,6 @@ class Inert:
 
 
 UNIMPLEMENTED: Mapping[str, Unimplemented] = {
-    "draft.kind": Unimplemented("speculative decoding", lambda value: value != "off", True, "nearest: off"),
     "kvflash.pool_tokens": Unimplemented("KV Flash", lambda value: value != 0, True, "nearest: 0"),
     "pflash.mode": Unimplemented("PFlash", lambda value: value != "off", True, "nearest: off"),
     "recovery.hold_s": Unimplemented(
@@ -87,7 +86,7 @@ INERT: tuple[Inert, ...] = (
         ("draft.path", "draft.device"),
         lambda config: config.draft.kind == "lookup",
         "has no effect: the lookup drafter needs no model",
-        "remove the key, or set draft.kind to dflash",
+        "remove the key, or set draft.kind to auto",
     ),
     Inert(
         ("kvflash.policy", "kvflash.tau"),

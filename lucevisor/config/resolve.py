@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from lucevisor.config.draft import DRAFTER_CHOICES
 from lucevisor.config.schema import GROUPS
 from lucevisor.config.sections import visible_devices_variable
 from lucevisor.config.strict import Refused, choose
@@ -50,8 +51,8 @@ def resolve(pending: PendingConfig) -> None:
     """Check the values against each other, and replace devices by resolved ones."""
     _check_groups(pending)
     _check_split(pending)
-    _resolve_devices(pending)
     _resolve_draft(pending)
+    _resolve_devices(pending)
     _check_server(pending)
 
 
@@ -191,7 +192,7 @@ def _resolve_device(device: DeviceRef, groups: Mapping[str, str | None]) -> Devi
 def _check_every_group_has_a_device(pending: PendingConfig, devices: Sequence[DeviceRef]) -> None:
     used = {device.group for device in devices}
     drafter: DeviceRef | None = pending.values.get("draft.device")
-    if drafter is not None and pending.values.get("draft.kind") == "dflash":
+    if drafter is not None and pending.values.get("draft.kind") in DRAFTER_CHOICES:
         used.add(drafter.group)
     for name in pending.group_names:
         if name not in used:
@@ -207,10 +208,10 @@ def _check_every_group_has_a_device(pending: PendingConfig, devices: Sequence[De
 def _resolve_draft(pending: PendingConfig) -> None:
     device: DeviceRef | None = pending.values.get("draft.device")
     if device is not None:
-        found = _resolve_one(pending, "draft.device", device, "")
-        pending.values["draft.device"] = found
+        pending.values["draft.device"] = _resolve_one(pending, "draft.device", device, "")
     if pending.values.get("draft.kind") == "dflash" and pending.values.get("draft.path") == "":
-        pending.refuse("draft.path", "", "is empty, and draft.kind = dflash needs a drafter", "name the drafter's file")
+        hint = "name the drafter's file; nearest: draft.kind = auto"
+        pending.refuse("draft.path", "", "is empty, and draft.kind = dflash needs a drafter", hint)
 
 
 def _check_server(pending: PendingConfig) -> None:

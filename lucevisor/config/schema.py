@@ -13,9 +13,9 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, get_type_hints
 
+from lucevisor.config.draft import DraftConfig
 from lucevisor.config.sections import (
     CacheConfig,
-    DraftConfig,
     EngineConfig,
     GroupConfig,
     Key,

@@ -22,7 +22,6 @@ from lucevisor.config.values import (
     DeviceRef,
     HubFile,
     LayerSplit,
-    MaybeDevice,
     RestartLimit,
     Restarts,
     Split,
@@ -79,7 +78,7 @@ class ModelConfig:
     @property
     def source(self) -> Path | HubFile:
         """Where the file is: a local path, or a file on the hub."""
-        return hub_file(self.path) if self.path.startswith(HUB_PREFIX) else Path(self.path)
+        return source_of(self.path)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -300,25 +299,6 @@ class CacheConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DraftConfig:
-    """Speculative decoding: cheaply drafted tokens that the model verifies in one step. It never changes answers."""
-
-    kind: Annotated[
-        Literal["off", "lookup", "dflash"],
-        Key(
-            Choice(("off", "lookup", "dflash")),
-            "`lookup` repeats what followed the same tokens before, `dflash` runs a drafter model.",
-        ),
-    ] = "off"
-    path: Annotated[str, Key(FilePath(hub=True), "The drafter's file; required for `dflash`.")] = ""
-    device: Annotated[DeviceRef | None, Key(MaybeDevice(), "Where the drafter runs. Empty: the last stage.")] = None
-    width: Annotated[
-        int | AutoWord,
-        Key(OrAuto(Whole(1, 64)), "Tokens verified in one step. `auto`: chosen by recent acceptance.", "tokens"),
-    ] = "auto"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class KvFlashConfig:
     """KV Flash: long contexts in a bounded pool on the device, with the other pages in host memory."""
 
@@ -392,6 +372,11 @@ class LogConfig:
         Literal["debug", "info", "warning", "error"],
         Key(Choice(("debug", "info", "warning", "error")), "Lowest level that is logged."),
     ] = "info"
+
+
+def source_of(path: str) -> Path | HubFile:
+    """Return where a model's file is: a local path, or a file on the hub."""
+    return hub_file(path) if path.startswith(HUB_PREFIX) else Path(path)
 
 
 def visible_devices_variable(backend: Backend) -> str:

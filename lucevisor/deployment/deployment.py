@@ -29,7 +29,7 @@ from lucevisor.engine.request import RequestError
 from lucevisor.errors import LucevisorError
 from lucevisor.placement.planner import plan
 from lucevisor.placement.result import Infeasible, Placement
-from lucevisor.placement.stages import load_message
+from lucevisor.placement.stages import LoadFiles, load_message
 from lucevisor.protocol.arena import Arena
 from lucevisor.protocol.asyncio_link import Link
 from lucevisor.protocol.frames import Frame
@@ -76,7 +76,7 @@ class Deployment:
     ) -> None:
         self.epoch = epoch
         self.placement: Placement | None = None
-        self.buffers: dict[int, Arena] = {}  # by boundary
+        self.buffers: dict[tuple[bool, int], Arena] = {}  # of captures or not, by boundary
         self.transfers: ShardTransfers | None = None
         self._config, self._model, self._weights, self._limits, self._hooks = config, model, weights, limits, hooks
         self._placing = PlacementOnce(len(config.groups), self._place)
@@ -171,9 +171,9 @@ class Deployment:
     async def _make_load(self, group: str, hello: Hello) -> LoadOrder:
         placement = await self._placing.wait(group, hello)
         identities = await self._weights.admit()
-        files = [str(file) for file in self._model.files]
-        load = load_message(placement, group, files, group_threads(self._config, group), identities)
-        return LoadOrder(load, [self.buffers[arena.boundary].fd for arena in load.arenas])
+        files = LoadFiles([str(file) for file in self._model.files], identities)
+        load = load_message(placement, group, files, group_threads(self._config, group))
+        return LoadOrder(load, [self.buffers[arena.capture, arena.boundary].fd for arena in load.arenas])
 
     async def _place(self, hellos: Mapping[str, Hello]) -> Placement:
         await self._weights.settle()
@@ -188,7 +188,7 @@ class Deployment:
                  max_context=result.max_context,
                  devices=[f"{d.device} {d.layers}" for d in result.devices])  # fmt: skip
         self.placement = result
-        self.buffers = {arena.boundary: Arena.create(arena) for arena in result.arenas}
+        self.buffers = {(arena.capture, arena.boundary): Arena.create(arena) for arena in result.arenas}
         self.transfers = ShardTransfers({g: [s.layers for s in result.stages_of(g)] for g in result.groups})
         self._hooks.on_placed(self)
         return result

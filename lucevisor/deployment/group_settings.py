@@ -1,15 +1,26 @@
-"""What the configuration says about one group: devices and threads.  Pure, but for the cores of this process."""
+"""What the configuration says about groups: which hold layers, their devices and threads.
+
+Pure, but for the cores of this process.
+"""
 
 from __future__ import annotations
 
 import os
 
 from lucevisor.config import Config
+from lucevisor.config.draft import DRAFTER_CHOICES
 
 
 def group_devices(config: Config, name: str) -> list[int]:
-    """Indices of the group's devices that the placement names."""
-    return [device.index for device in config.placement.devices if device.group == name]
+    """Indices of the group's devices that the placement or the drafter names."""
+    drafter = config.draft.device if config.draft.kind in DRAFTER_CHOICES else None
+    devices = [*config.placement.devices, *([drafter] if drafter is not None else [])]
+    return list(dict.fromkeys(device.index for device in devices if device.group == name))
+
+
+def target_groups(config: Config) -> list[str]:
+    """Groups that hold layers of the model, in layer order: those that serving needs."""
+    return list(dict.fromkeys(device.group for device in config.placement.devices))
 
 
 def group_threads(config: Config, name: str) -> int:

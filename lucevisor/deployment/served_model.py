@@ -5,7 +5,17 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from lucevisor.model.drafters import DraftSpec
+from lucevisor.model.gguf_files import GgufFiles
 from lucevisor.model.spec import ModelSpec
+
+
+@dataclass(frozen=True, slots=True)
+class ServedDrafter:
+    """A drafter.  ``files``: as they were opened, of the drafter alone or the model's own."""
+
+    spec: DraftSpec
+    files: GgufFiles
 
 
 @dataclass(frozen=True, slots=True)
@@ -15,3 +25,8 @@ class ServedModel:
     spec: ModelSpec
     files: tuple[Path, ...]
     name: str
+    drafter: ServedDrafter | None = None
+
+    @property
+    def draft_spec(self) -> DraftSpec | None:
+        return None if self.drafter is None else self.drafter.spec

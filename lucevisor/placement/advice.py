@@ -12,7 +12,8 @@ from lucevisor.model.values import Dtype, LayerRange
 from lucevisor.placement.dtypes import choose_dtype
 from lucevisor.placement.formatting import format_bytes
 from lucevisor.placement.ranges import SplitError
-from lucevisor.placement.sizing import Sizing, SizingInputs, compute_sizes, most, ranges_by_memory
+from lucevisor.placement.sizer import SizingInputs, most
+from lucevisor.placement.sizing import Sizing, compute_sizes, ranges_by_memory
 
 MIN_CHUNK = 64
 _Ranges = tuple[LayerRange, ...]
@@ -41,6 +42,8 @@ def advise(inputs: SizingInputs, ranges: Sequence[LayerRange], sizing: Sizing) -
 
 def _suggestions(inputs: SizingInputs) -> Iterator[_Suggestion]:
     """Yield changes that may help, the least harmful first."""
+    if inputs.draft is not None:
+        yield _Suggestion(lambda c, r: (replace(c, draft=None), r), lambda *_: "draft.kind = off")
     yield _Suggestion(lambda c, _: (c, ranges_by_memory(c)), _written_split)
     if inputs.pages is not None:
         yield _Suggestion(lambda c, r: (replace(c, pages=None), r), lambda s, _: f"engine.pages = {s.pools.full_pages}")

@@ -13,7 +13,8 @@ from lucevisor.model.values import LayerRange
 from lucevisor.placement.devices import HOST, memories_of
 from lucevisor.placement.partition import Partition, PartitionProblem, RangeCost, fastest_partition
 from lucevisor.placement.ranges import check_boundaries, check_count, legal_boundaries
-from lucevisor.placement.sizing import RangeMemory, SizingInputs, ranges_by_memory, reference_load
+from lucevisor.placement.sizer import SizingInputs
+from lucevisor.placement.sizing import RangeMemory, ranges_by_memory, reference_load
 from lucevisor.placement.speeds import SpeedModel
 
 
@@ -48,10 +49,11 @@ def partition_problem(inputs: SizingInputs, speed_model: SpeedModel, goal: Goal)
     """Return the problem for :func:`fastest_partition`."""
     spec, targets = inputs.spec, inputs.targets
     range_memory = RangeMemory(inputs, *reference_load(inputs))
-    room = {memory.name: memory.usable_bytes for memory in memories_of(targets).values()}
+    room = {
+        memory.name: None if memory.usable_bytes is None else memory.usable_bytes - range_memory.reserved[memory.name]
+        for memory in memories_of(targets).values()
+    }
     host = room.get(HOST)
-    if host is not None:
-        room[HOST] = host = host - range_memory.arena_bytes()
     sharers = Counter(target.memory for target in targets)  # of all memories, only the host's can have several
 
     def cost(i: int, layers: LayerRange) -> RangeCost | None:

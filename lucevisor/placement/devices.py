@@ -5,7 +5,7 @@ Knows no model.  Invariant: all cpu devices of all groups share one memory, ``ho
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from lucevisor.config import Config, DeviceRef
@@ -60,25 +60,38 @@ def target_devices(config: Config, inventory: Inventory | None) -> tuple[TargetD
     targets = []
     for i, device in enumerate(config.placement.devices):
         backend = Backend(config.groups[device.group].backend)
-        found = None if inventory is None else inventory.get(device.group)
-        targets.append(TargetDevice(device, backend, None if found is None else _find(config, i, backend, found)))
+        taken = {other.index for other in config.placement.devices if other.group == device.group}
+        info = find_device(config, f"placement.target_devices[{i}]", device, backend, inventory, taken)
+        targets.append(TargetDevice(device, backend, info))
     return tuple(targets)
 
 
-def _find(config: Config, i: int, backend: Backend, found: Sequence[DeviceInfo]) -> DeviceInfo:
-    device = config.placement.devices[i]
+def find_device(
+    config: Config,
+    key: str,
+    device: DeviceRef,
+    backend: Backend,
+    inventory: Inventory | None,
+    taken: Collection[int] = (),
+) -> DeviceInfo | None:
+    """Return what the group reported of the device that ``key`` names; None if the group was not queried.
+
+    Raises PlacementError for an index that the group does not have, with the nearest that is not ``taken``.
+    """
+    found = None if inventory is None else inventory.get(device.group)
+    if found is None:
+        return None
     by_index = {info.index: info for info in found}
     if backend is Backend.CPU and found:
         return by_index.get(device.index, found[0])
     if device.index in by_index:
         return by_index[device.index]
-    key, file = f"placement.target_devices[{i}]", str(config.file)
+    file = str(config.file)
     if not by_index:
         hint = f"check groups.{device.group}.python and visible_devices: lucevisor doctor lists what that torch sees"
         raise PlacementError(
             key, str(device), f"does not exist: the group {device.group} has no device", hint, file=file
         )
-    taken = {other.index for other in config.placement.devices if other.group == device.group}
     near = min(by_index, key=lambda index: (index in taken, abs(index - device.index)))
     has = ", ".join(f"{device.group}:{index} ({info.name})" for index, info in sorted(by_index.items()))
     hint = f"nearest: {device.group}:{near}" if near not in taken else "remove it: the others are already used"

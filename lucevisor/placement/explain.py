@@ -34,19 +34,23 @@ def placement_of(result: Result) -> Placement:
 
 
 def rows(result: Result) -> list[TableRow]:
-    """Return a row for each shard, in layer order."""
+    """Return a row for each shard, in layer order, and one for the drafter."""
+    p = placement_of(result)
+    devices = [(d, str(d.layers)) for d in p.devices]
+    if p.draft_device is not None:
+        devices.append((p.draft_device, "drafter"))
     return [
         TableRow(
             group=d.device.group,
             device=f"{d.device} {d.name}".strip(),
-            layers=str(d.layers),
+            layers=layers,
             weights=format_bytes(d.weight_bytes),
             state=format_bytes(d.state_bytes),
             workspace=format_bytes(d.workspace_bytes),
             free="unknown" if d.free_bytes is None else format_bytes(d.free_bytes),
             verdict=_verdict(d),
         )
-        for d in placement_of(result).devices
+        for d, layers in devices
     ]
 
 
@@ -94,7 +98,7 @@ def _sizes(p: Placement) -> str:
         pools.append(_counted(p.pools.states, "recurrent state") + in_host)
     sequences = f"{_counted(p.max_sequences, 'sequence')} of {p.max_context} tokens"
     step = f"steps of {p.max_step_tokens} tokens, {sequences}"
-    host = f"boundaries take {format_bytes(p.arena_bytes)} of host memory"
+    host = f"arenas take {format_bytes(p.arena_bytes)} of host memory"
     kept = ", ".join(f"{format_bytes(n_bytes)} of group {group}" for group, n_bytes in p.host_state_bytes.items())
     return f"{', '.join(pools)}; {step}; {host}{f', checkpoints {kept}' if kept else ''}"
 
@@ -110,7 +114,7 @@ def _listed(heading: str, lines: tuple[str, ...] | list[str]) -> str:
 def as_json(result: Result) -> dict[str, object]:
     """Return the output of ``plan --json``.  Bytes are numbers; unknown values are null."""
     p = placement_of(result)
-    verdicts = [d.fits for d in p.devices]
+    verdicts = [d.fits for d in (*p.devices, *([p.draft_device] if p.draft_device is not None else []))]
     fits = False if isinstance(result, Infeasible) else None if None in verdicts else True
     return {
         "fits": fits,
@@ -129,6 +133,7 @@ def as_json(result: Result) -> dict[str, object]:
         },
         "host_state_bytes": p.host_state_bytes,
         "arena_bytes": p.arena_bytes,
+        "draft": _draft_json(p),
         "goal": p.goal or None,
         "speeds_measured": p.measured or None,
         "stages": [
@@ -144,6 +149,20 @@ def as_json(result: Result) -> dict[str, object]:
         "reasons": list(p.reasons),
         "notices": list(p.notices),
         "advice": list(result.advice) if isinstance(result, Infeasible) else [],
+    }
+
+
+def _draft_json(p: Placement) -> dict[str, object]:
+    stage, device = p.draft, p.draft_device
+    return {
+        "kind": stage.kind.value if stage is not None else None,
+        "lookup": p.drafting.lookup,
+        "max_drafts": p.drafting.max_drafts,
+        "fixed": p.drafting.fixed,
+        "left_out": p.draft_left_out or None,
+        "stage": stage.index if stage is not None else None,
+        "captures": list(stage.captures) if stage is not None else [],
+        "device": _device_json(device) if device is not None else None,
     }
 
 

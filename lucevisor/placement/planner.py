@@ -11,17 +11,27 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from lucevisor.config import Auto, Config, Ranges, Split
+from lucevisor.model.drafters import DraftSpec
 from lucevisor.model.pages import pages_of
 from lucevisor.model.spec import ModelSpec
 from lucevisor.model.values import PAGE_TOKENS, Dtype, LayerRange, Space
 from lucevisor.placement.advice import advise
 from lucevisor.placement.auto_split import AutoSplit, automatic
-from lucevisor.placement.devices import Inventory, TargetDevice, memories_of, target_devices
+from lucevisor.placement.devices import Inventory, Memory, TargetDevice, memories_of, target_devices
+from lucevisor.placement.drafting import (
+    DraftInputs,
+    choose_drafting,
+    draft_inputs,
+    draft_stage,
+    left_out,
+    too_dear,
+)
 from lucevisor.placement.dtypes import choose_dtype, choose_kv_dtype
 from lucevisor.placement.ranges import BoundaryMove, SplitError, from_ranges, from_weights, snap_to_legal
 from lucevisor.placement.reasons import Decisions, notices_of, reasons_of
-from lucevisor.placement.result import DevicePlan, Infeasible, Placement, PlacementError
-from lucevisor.placement.sizing import Sizing, SizingInputs, compute_sizes, reserved_slots
+from lucevisor.placement.result import DevicePlan, Drafting, Infeasible, Placement, PlacementError
+from lucevisor.placement.sizer import MemoryUse, SizingInputs
+from lucevisor.placement.sizing import Sizing, compute_sizes, reserved_slots
 from lucevisor.placement.speeds import SpeedModel, Speeds
 from lucevisor.placement.stages import arenas_of, stages_of
 
@@ -30,25 +40,47 @@ DEVICES_KEY = "placement.target_devices"
 
 
 def plan(
-    spec: ModelSpec, config: Config, inventory: Inventory | None = None, speeds: Speeds | None = None
+    spec: ModelSpec,
+    config: Config,
+    inventory: Inventory | None = None,
+    speeds: Speeds | None = None,
+    drafter: DraftSpec | None = None,
 ) -> Placement | Infeasible:
-    """Place ``spec`` on the devices of ``config``.
+    """Place ``spec``, and its ``drafter`` if there is one, on the devices of ``config``.
 
     ``spec.files`` must be set.  ``inventory``: the devices that each group's daemon or probe reported.  Free memory is
     unknown for groups that are missing from it: whether they fit is then not checked, and automatic sizes stay small.
     ``speeds``: measured times of this model on these devices, from which an automatic split is chosen; None: it is
-    chosen by memory.  Raises PlacementError (a ConfigError) for invalid settings: a split that does not match the
-    layers, a device that does not exist, fewer pages than the context needs.
+    chosen by memory.  A drafter is left out if ``draft.kind`` is automatic and it leaves too little for the model.
+    Raises PlacementError (a ConfigError) for invalid settings: a split that does not match the layers, a device that
+    does not exist, fewer pages than the context needs.
     """
     targets = target_devices(config, inventory)
+    draft = draft_inputs(config, drafter, targets, inventory)
+    with_drafter = _plan(spec, config, targets, speeds, draft)
+    if draft is None or config.draft.kind != "auto":
+        return with_drafter
+    without = _plan(spec, config, targets, speeds, None)
+    reason = too_dear(with_drafter, without)
+    return left_out(without, draft, reason) if reason else with_drafter
+
+
+def _plan(
+    spec: ModelSpec,
+    config: Config,
+    targets: tuple[TargetDevice, ...],
+    speeds: Speeds | None,
+    draft: DraftInputs | None,
+) -> Placement | Infeasible:
     dtype = choose_dtype(config.engine.dtype, targets)
     kv_dtype = choose_kv_dtype(config.engine.kv_dtype, dtype.dtype)
-    inputs = sizing_inputs(spec, config, targets, dtype.dtype, kv_dtype.dtype)
+    drafting = choose_drafting(config, draft)
+    inputs = sizing_inputs(spec, config, targets, dtype.dtype, kv_dtype.dtype, draft, drafting)
     auto, ranges, moves = split_layers(inputs, config.placement.split, config, speeds)
     sizing = compute_sizes(inputs, ranges)
-    decisions = Decisions(config, inputs, sizing, (dtype, kv_dtype), moves, auto)
+    decisions = Decisions(config, inputs, sizing, (dtype, kv_dtype), moves, drafting, auto)
     placement = replace(
-        timed(build_placement(inputs, sizing), auto),
+        timed(build_placement(inputs, sizing, drafting), auto),
         options=model_options(config),
         reasons=reasons_of(decisions),
         notices=notices_of(decisions),
@@ -86,10 +118,11 @@ def split_layers(
         raise PlacementError(SPLIT_KEY, text, error.why, error.hint, file=str(config.file)) from None
 
 
-def build_placement(inputs: SizingInputs, sizing: Sizing) -> Placement:
+def build_placement(inputs: SizingInputs, sizing: Sizing, drafting: Drafting) -> Placement:
     """Build a placement from its sizes, without reasons."""
     spec = inputs.spec
     stages = stages_of(sizing.shards)
+    draft = draft_stage(inputs.draft, len(stages))
     return Placement(
         model=spec.name,
         architecture=spec.architecture,
@@ -106,7 +139,10 @@ def build_placement(inputs: SizingInputs, sizing: Sizing) -> Placement:
         window_tokens=spec.window if Space.WINDOW in spec.spaces() else None,
         devices=_device_plans(inputs.targets, sizing),
         stages=stages,
-        arenas=arenas_of(len(stages), sizing.max_step_tokens, spec.boundary_width, inputs.dtype),
+        arenas=arenas_of(stages, sizing.max_step_tokens, spec.boundary_width, spec.hidden_size, inputs.dtype, draft),
+        draft=draft,
+        draft_device=_draft_device(inputs, sizing),
+        drafting=replace(drafting, max_drafts=sizing.max_drafts),
     )
 
 
@@ -124,28 +160,48 @@ def timed(placement: Placement, auto: AutoSplit | None) -> Placement:
 
 def _device_plans(targets: Sequence[TargetDevice], sizing: Sizing) -> tuple[DevicePlan, ...]:
     memories = memories_of(targets)
-    short = {shortage.memory: shortage.short_bytes for shortage in sizing.shortages}
     return tuple(
-        DevicePlan(
-            device=target.device,
-            backend=target.backend,
-            name=target.info.name if target.info is not None else "",
-            memory=target.memory,
-            layers=shard.layers,
-            weight_bytes=use.weight_bytes,
-            state_bytes=use.state_bytes,
-            workspace_bytes=use.workspace_bytes,
-            free_bytes=memories[target.memory].free_bytes,
-            reserve_bytes=memories[target.memory].reserve_bytes,
-            short_bytes=short.get(target.memory, 0),
-            host_state_bytes=use.host_state_bytes,
-        )
+        _device_plan(target, shard.layers, use, memories[target.memory], sizing)
         for target, shard, use in zip(targets, sizing.shards, sizing.uses, strict=True)
     )
 
 
+def _draft_device(inputs: SizingInputs, sizing: Sizing) -> DevicePlan | None:
+    if inputs.draft is None or sizing.draft_use is None:
+        return None
+    target = inputs.draft.target
+    memory = memories_of(inputs.all_targets)[target.memory]
+    return _device_plan(target, inputs.draft.spec.layers, sizing.draft_use, memory, sizing)
+
+
+def _device_plan(
+    target: TargetDevice, layers: LayerRange, use: MemoryUse, memory: Memory, sizing: Sizing
+) -> DevicePlan:
+    short = {shortage.memory: shortage.short_bytes for shortage in sizing.shortages}
+    return DevicePlan(
+        device=target.device,
+        backend=target.backend,
+        name=target.info.name if target.info is not None else "",
+        memory=target.memory,
+        layers=layers,
+        weight_bytes=use.weight_bytes,
+        state_bytes=use.state_bytes,
+        workspace_bytes=use.workspace_bytes,
+        free_bytes=memory.free_bytes,
+        reserve_bytes=memory.reserve_bytes,
+        short_bytes=short.get(target.memory, 0),
+        host_state_bytes=use.host_state_bytes,
+    )
+
+
 def sizing_inputs(
-    spec: ModelSpec, config: Config, targets: tuple[TargetDevice, ...], dtype: Dtype, kv_dtype: Dtype
+    spec: ModelSpec,
+    config: Config,
+    targets: tuple[TargetDevice, ...],
+    dtype: Dtype,
+    kv_dtype: Dtype,
+    draft: DraftInputs | None,
+    drafting: Drafting,
 ) -> SizingInputs:
     """Read the engine section.  Raises PlacementError where two of its keys contradict each other."""
     engine, file = config.engine, str(config.file)
@@ -159,7 +215,9 @@ def sizing_inputs(
         why = f"hold {pages * PAGE_TOKENS} tokens, less than engine.max_context = {max_context}"
         hint = f"nearest: {pages_of(max_context)}, or engine.max_context = {pages * PAGE_TOKENS}"
         raise PlacementError("engine.pages", pages, why, hint, file=file)
-    n_slots, n_slot_pages = reserved_slots(spec, kv_dtype, config.cache.prefix_slots, config.cache.memory)
+    n_slots, n_slot_pages = reserved_slots(
+        spec, kv_dtype, config.cache.prefix_slots, config.cache.memory, None if draft is None else draft.spec.model
+    )
     return SizingInputs(
         spec=spec,
         targets=targets,
@@ -172,4 +230,6 @@ def sizing_inputs(
         n_slots=n_slots,
         n_slot_pages=n_slot_pages,
         states_in_host=config.cache.states == "host" and n_slots > 0,
+        draft=draft,
+        max_drafts=drafting.max_drafts,
     )

@@ -14,14 +14,9 @@ from lucevisor.placement.dtypes import DtypeChoice
 from lucevisor.placement.formatting import format_bytes, format_seconds
 from lucevisor.placement.partition import SLACK, Partition
 from lucevisor.placement.ranges import BoundaryMove
-from lucevisor.placement.sizing import (
-    SPARE_STATES,
-    UNKNOWN_PAGES,
-    Sizing,
-    SizingInputs,
-    max_usable_pages,
-    reference_load,
-)
+from lucevisor.placement.result import Drafting
+from lucevisor.placement.sizer import SPARE_STATES, SizingInputs
+from lucevisor.placement.sizing import DRAFT_SHARE, UNKNOWN_PAGES, Sizing, max_usable_pages, reference_load
 from lucevisor.placement.speeds import ANSWER_TOKENS, PROMPT_TOKENS
 
 _GROWN = 1.1
@@ -37,6 +32,7 @@ class Decisions:
     sizing: Sizing
     formats: tuple[DtypeChoice, DtypeChoice]  # of activations, of keys and values
     moves: tuple[BoundaryMove, ...]
+    drafting: Drafting
     auto: AutoSplit | None = None  # an automatic split and how it was found
 
 
@@ -47,6 +43,7 @@ def reasons_of(decisions: Decisions) -> tuple[str, ...]:
         *_kept_smaller(decisions),
         _layers(decisions),
         *_speeds(decisions),
+        *_drafts(decisions),
         _context(decisions),
         _pages(decisions),
         *_states(decisions),
@@ -62,6 +59,7 @@ def notices_of(decisions: Decisions) -> tuple[str, ...]:
         *(notice for chosen in decisions.formats for notice in chosen.notices),
         *_moved(decisions),
         *_inert(decisions),
+        *_cut_width(decisions),
     )
 
 
@@ -122,6 +120,23 @@ def _speeds(decisions: Decisions) -> Iterator[str]:
     yield f"speeds were measured {speeds.measured}; plan --measure repeats it"
 
 
+def _drafts(decisions: Decisions) -> Iterator[str]:
+    drafting, draft, n = decisions.drafting, decisions.inputs.draft, decisions.sizing.max_drafts
+    if not n:
+        return
+    width = "as configured" if drafting.fixed else "their number follows what is accepted"
+    looked_up = "looked up in the text" if drafting.lookup else ""
+    by = [] if draft is None else [f"made by {draft.spec.model.name} ({draft.kind}) on {draft.target.device}"]
+    yield f"drafts: {' or '.join([*by, looked_up]).removesuffix(' or ')}, at most {n} of a sequence in a step; {width}"
+    if draft is None:
+        return
+    why = "as configured" if decisions.config.draft.device is not None else "where the last layers are"
+    captures = ", ".join(map(str, draft.spec.captures))
+    yield f"drafter: on {draft.target.device}, {why}; it reads what comes out of layers {captures}"
+    if draft.spec.from_target and not draft.with_output:
+        yield f"drafter: {draft.target.device} holds copies of the model's embedding and output matrix for it"
+
+
 def _context(decisions: Decisions) -> str:
     inputs, sizing = decisions.inputs, decisions.sizing
     chosen, trained = sizing.max_context, inputs.spec.context_tokens
@@ -156,15 +171,21 @@ def _pages(decisions: Decisions) -> str:
 
 
 def _states(decisions: Decisions) -> Iterator[str]:
-    pools, n = decisions.sizing.pools, decisions.inputs.max_sequences
+    pools, n, n_drafts = decisions.sizing.pools, decisions.inputs.max_sequences, decisions.sizing.n_draft_states
+    verifying = f", {n_drafts} for verifying drafts" if n_drafts else ""
     if pools.host_states:
         kept = f"{pools.host_states - SPARE_STATES} for prefix slots, and {SPARE_STATES} spare"
-        yield f"recurrent states {pools.states}: one on the devices for each of {n} sequences; in host memory {kept}"
+        on_devices = f"one on the devices for each of {n} sequences{verifying}"
+        yield f"recurrent states {pools.states}: {on_devices}; in host memory {kept}"
     elif pools.states:
-        n_spare = min(SPARE_STATES, pools.states - n)
-        n_kept = pools.states - n - n_spare
+        n_spare = min(SPARE_STATES, pools.states - n - n_drafts)
+        n_kept = pools.states - n - n_drafts - n_spare
         kept = f", {n_kept} for prefix slots" if n_kept else ""
-        yield f"recurrent states {pools.states}: one for each of {n} sequences{kept}, and {n_spare} spare"
+        yield f"recurrent states {pools.states}: one for each of {n} sequences{verifying}{kept}, and {n_spare} spare"
+    wanted_drafts = n * decisions.sizing.max_drafts
+    if pools.states and n_drafts < wanted_drafts:
+        limit = f"within {DRAFT_SHARE:.0%} of the memory and of the pages; {n} sequences would use {wanted_drafts}"
+        yield f"{n_drafts} states for verifying drafts: as many as fit {limit}"
     if pools.window_pages:
         window = decisions.inputs.spec.window
         kept = " and prefix slots" if decisions.sizing.n_slots else ""
@@ -198,10 +219,11 @@ def _skipped(decisions: Decisions) -> Iterator[str]:
 
 def _memories(decisions: Decisions) -> Iterator[str]:
     """Say how much memory is free and how much of it is kept free."""
-    memories = memories_of(decisions.inputs.targets).values()
+    memories = memories_of(decisions.inputs.all_targets).values()
     for memory in memories:
         if memory.free_bytes is not None:
-            users = [str(target.device) for target in decisions.inputs.targets if target.memory == memory.name]
+            targets = decisions.inputs.all_targets
+            users = list(dict.fromkeys(str(target.device) for target in targets if target.memory == memory.name))
             shared = "" if users == [memory.name] else f" for {', '.join(users)}{' together' if len(users) > 1 else ''}"
             kept = format_bytes(memory.reserve_bytes)
             yield f"{memory.name}: {format_bytes(memory.free_bytes)} are free{shared}; {kept} of that are kept free"
@@ -254,3 +276,10 @@ def _inert(decisions: Decisions) -> Iterator[str]:
             f"engine.max_sequences = {inputs.max_sequences}: engine.pages = {inputs.pages} hold at most {inputs.pages} "
             f"sequences, of {PAGE_TOKENS} tokens each"
         )
+
+
+def _cut_width(decisions: Decisions) -> Iterator[str]:
+    width = decisions.config.draft.width
+    if width != "auto" and decisions.drafting.max_drafts > decisions.sizing.max_drafts:
+        n, chunk = decisions.sizing.max_drafts, decisions.sizing.prefill_chunk
+        yield f"draft.width = {width} is cut to {n}: a step verifies fewer drafts than engine.prefill_chunk, {chunk}"

@@ -9,7 +9,7 @@ from lucevisor.config import DeviceRef
 from lucevisor.errors import ConfigError
 from lucevisor.model.values import Backend, Dtype, LayerRange, Space
 from lucevisor.placement.formatting import format_bytes
-from lucevisor.protocol.loading import ArenaPlan, PoolSizes
+from lucevisor.protocol.loading import ArenaPlan, DraftKind, PoolSizes
 
 
 class PlacementError(ConfigError):
@@ -39,6 +39,36 @@ class Stage:
     def layers(self) -> LayerRange:
         """All layers of the stage."""
         return LayerRange(self.shards[0].layers.start, self.shards[-1].layers.stop)
+
+
+@dataclass(frozen=True, slots=True)
+class Drafting:
+    """``max_drafts``: of one sequence in one step, 0: nothing drafts.  ``fixed``: always so many.  ``lookup``: in the
+    sequence's own tokens, beside a drafter or alone."""
+
+    lookup: bool = False
+    max_drafts: int = 0
+    fixed: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class DraftStage:
+    """The drafter on its device, behind the output stage.  ``index``: the number after the output stage's.
+
+    ``layers``: of the drafter; ``captures``: the model's layers whose hidden states it reads, in its own order.
+    """
+
+    index: int
+    device: DeviceRef
+    backend: Backend
+    kind: DraftKind
+    layers: LayerRange
+    captures: tuple[int, ...]
+
+    @property
+    def group(self) -> str:
+        """The group that runs it."""
+        return self.device.group
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,9 +112,10 @@ class DevicePlan:
 class Placement:
     """Where each layer goes, and every size that daemons and engine must agree on.
 
-    ``devices`` and ``stages`` are in layer order; ``arenas[b]`` lies between stages b and b + 1.  ``reasons`` explain
-    the choices, ``notices`` are logged at start.  ``goal`` and ``measured``: the goal of an automatic split and when
-    its speeds were measured; empty unless it was chosen by speed.
+    ``devices`` and ``stages`` are in layer order; ``arenas[b]`` lies between stages b and b + 1, and those of captures
+    follow.  ``draft`` and ``draft_device`` are None without a drafter, ``draft_left_out`` says why there is none.
+    ``reasons`` explain the choices, ``notices`` are logged at start.  ``goal`` and ``measured``: the goal of an
+    automatic split and when its speeds were measured; empty unless it was chosen by speed.
     """
 
     model: str
@@ -103,6 +134,10 @@ class Placement:
     devices: tuple[DevicePlan, ...]
     stages: tuple[Stage, ...]
     arenas: tuple[ArenaPlan, ...]
+    draft: DraftStage | None = None
+    draft_device: DevicePlan | None = None
+    draft_left_out: str = ""
+    drafting: Drafting = field(default_factory=Drafting)
     options: Mapping[str, str] = field(default_factory=dict)
     reasons: tuple[str, ...] = ()
     notices: tuple[str, ...] = ()
@@ -111,8 +146,9 @@ class Placement:
 
     @property
     def groups(self) -> tuple[str, ...]:
-        """Names of the groups, in the order of their first stages."""
-        return tuple(dict.fromkeys(stage.group for stage in self.stages))
+        """Names of the groups, in the order of their first stages, the draft stage last."""
+        draft = () if self.draft is None else (self.draft.group,)
+        return tuple(dict.fromkeys((*(stage.group for stage in self.stages), *draft)))
 
     @property
     def arena_bytes(self) -> int:

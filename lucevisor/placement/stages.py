@@ -1,17 +1,18 @@
 """Groups shards into stages, and makes the arenas and the Load message of each group.  Pure.
 
 Invariant: neighbouring stages belong to different groups (consecutive shards of one group form one stage), and exactly
-one arena lies between two stages.
+one arena lies between two stages, and between a stage with captures and a draft stage of another group.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 
 from lucevisor.config import DeviceRef
 from lucevisor.model.values import Backend, Dtype, FileIdentity, LayerRange, dtype_bytes
-from lucevisor.placement.result import Placement, Shard, Stage
-from lucevisor.protocol.loading import ArenaPlan, Load, ShardPlan, StagePlan, arena_regions
+from lucevisor.placement.result import DraftStage, Placement, Shard, Stage
+from lucevisor.protocol.loading import ArenaPlan, CaptureSource, DraftPlan, Load, ShardPlan, StagePlan, arena_regions
 
 
 def shards_of(
@@ -34,47 +35,106 @@ def stages_of(shards: Sequence[Shard]) -> tuple[Stage, ...]:
     return tuple(Stage(i, part[0].device.group, tuple(part)) for i, part in enumerate(merged))
 
 
-def arenas_of(n_stages: int, max_step_tokens: int, boundary_width: int, dtype: Dtype) -> tuple[ArenaPlan, ...]:
-    """Return one arena per boundary, with one region per step in flight; a region holds the rows of one step."""
-    region_bytes = max_step_tokens * dtype_bytes(dtype, boundary_width)
-    return tuple(ArenaPlan(boundary, region_bytes, arena_regions(n_stages)) for boundary in range(n_stages - 1))
+def arenas_of(
+    stages: Sequence[Stage],
+    max_step_tokens: int,
+    boundary_width: int,
+    hidden_size: int,
+    dtype: Dtype,
+    draft: DraftStage | None = None,
+) -> tuple[ArenaPlan, ...]:
+    """Return one arena per boundary, then one from each capturing stage to a draft stage in another group.
+
+    Each has one region per step in flight; a region holds the rows of one step.
+    """  # fmt: skip
+    n_regions = arena_regions(len(stages) + (draft is not None))
+    boundary_bytes = max_step_tokens * dtype_bytes(dtype, boundary_width)
+    arenas = [ArenaPlan(boundary, boundary_bytes, n_regions) for boundary in range(len(stages) - 1)]
+    for stage in stages:
+        captures = captures_of(stage, draft)
+        if draft is not None and captures and stage.group != draft.group:
+            capture_bytes = max_step_tokens * dtype_bytes(dtype, len(captures) * hidden_size)
+            arenas.append(ArenaPlan(stage.index, capture_bytes, n_regions, capture=True))
+    return tuple(arenas)
+
+
+def captures_of(stage: Stage, draft: DraftStage | None) -> list[int]:
+    """Return the layers of a stage that the draft stage reads, in the drafter's order."""
+    return [] if draft is None else [layer for layer in draft.captures if layer in stage.layers]
+
+
+@dataclass(frozen=True, slots=True)
+class LoadFiles:
+    """Absolute paths of all parts of a model, or of a drafter, and the expected state of each; () = not compared."""
+
+    paths: Sequence[str]
+    identities: Sequence[FileIdentity] = ()
 
 
 def load_message(
-    placement: Placement, group: str, files: Sequence[str], threads: int = 0, identities: Sequence[FileIdentity] = ()
+    placement: Placement, group: str, files: LoadFiles, threads: int = 0, draft_files: LoadFiles | None = None
 ) -> Load:
     """Return the Load message for the daemon of ``group``.
 
-    ``files``: absolute paths of all parts of the model; ``identities``: the expected state of each file, or none.
-    ``Load.arenas`` are those at either end of the group's stages, each once, in pipeline order: send one descriptor
-    for each, in this order.  Raises KeyError when the group has no stage.
+    ``draft_files``: for the group of the draft stage; None: without the drafter.  ``Load.arenas`` are those at either
+    end of the group's stages, each once, in the order of ``placement.arenas``: send one descriptor for each, in this
+    order.  Raises KeyError when the group has no stage.
     """
-    own = placement.stages_of(group)
-    if not own:
+    own, draft = placement.stages_of(group), None
+    if placement.draft is not None and placement.draft.group == group:
+        if draft_files is None:
+            placement = replace(placement, draft=None)
+        draft = placement.draft
+    if not own and draft is None:
         raise KeyError(f"the group {group} has no stage in this placement")
-    n_boundaries = len(placement.arenas)
-    touched = sorted({b for stage in own for b in (stage.index - 1, stage.index) if 0 <= b < n_boundaries})
-    place = {boundary: i for i, boundary in enumerate(touched)}
+    arenas = [arena for arena in placement.arenas if _touches(placement, arena, group)]
+    place = {(arena.capture, arena.boundary): i for i, arena in enumerate(arenas)}
     return Load(
-        files=list(files),
+        files=list(files.paths),
         dtype=placement.dtype,
         kv_dtype=placement.kv_dtype,
         stages=[
             StagePlan(
                 stage=stage.index,
                 shards=[ShardPlan(shard.device.index, shard.layers) for shard in stage.shards],
-                source=place.get(stage.index - 1),
-                target=place.get(stage.index),
+                source=place.get((False, stage.index - 1)),
+                target=place.get((False, stage.index)),
                 embedding=stage.shards[0].first,
                 output=stage.shards[-1].last,
+                captures=captures_of(stage, placement.draft),
+                capture_target=place.get((True, stage.index)),
             )
             for stage in own
         ],
-        arenas=[placement.arenas[b] for b in touched],
+        arenas=arenas,
         pools=placement.pools,
         max_sequences=placement.max_sequences,
         max_step_tokens=placement.max_step_tokens,
         threads=threads,
         options=dict(placement.options),
-        identities=list(identities),
+        identities=list(files.identities),
+        draft=None if draft is None or draft_files is None else _draft_plan(placement, draft, place, draft_files),
+    )
+
+
+def _touches(placement: Placement, arena: ArenaPlan, group: str) -> bool:
+    """Whether ``group`` runs a stage at either end of an arena."""
+    from_group = placement.stages[arena.boundary].group
+    if arena.capture:
+        return placement.draft is not None and group in (from_group, placement.draft.group)
+    return group in (from_group, placement.stages[arena.boundary + 1].group)
+
+
+def _draft_plan(
+    placement: Placement, draft: DraftStage, place: Mapping[tuple[bool, int], int], files: LoadFiles
+) -> DraftPlan:
+    captures = [(stage.index, captures_of(stage, draft)) for stage in placement.stages]
+    return DraftPlan(
+        stage=draft.index,
+        kind=draft.kind,
+        files=list(files.paths),
+        device=draft.device.index,
+        layers=draft.layers,
+        sources=[CaptureSource(stage, layers, place.get((True, stage))) for stage, layers in captures if layers],
+        identities=list(files.identities),
     )

@@ -23,11 +23,11 @@ KEPT = ("PATH", "PYTHONPATH", "LD_LIBRARY_PATH", "VIRTUAL_ENV", "COVERAGE_PROCES
 QUICK = """
 import sys
 from pathlib import Path
-from lucevisor.app.model_source import resolve
+from lucevisor.app.model_source import resolve_model
 from lucevisor.config import load
 from lucevisor.errors import ConfigError
 try:
-    print(resolve(load(Path(sys.argv[1]), ()), lambda what: print("fetching", what, file=sys.stderr)))
+    print(resolve_model(load(Path(sys.argv[1]), ()), lambda what: print("fetching", what, file=sys.stderr)))
 except ConfigError as error:
     print(error, file=sys.stderr)
     sys.exit(int(error.exit_code))

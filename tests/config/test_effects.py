@@ -34,7 +34,6 @@ def box(tmp_path):
 @pytest.mark.parametrize(
     ("override", "key"),
     [
-        ("draft.kind=lookup", "draft.kind"),
         ("kvflash.pool_tokens=4096", "kvflash.pool_tokens"),
         ("kvflash.pool_tokens=auto", "kvflash.pool_tokens"),
         ("pflash.mode=auto", "pflash.mode"),
@@ -51,10 +50,28 @@ def test_features_that_would_change_answers_are_refused_until_they_exist(box, ov
     assert error.hint
 
 
-def test_a_refused_feature_is_still_checked_whole(box):
+def test_everything_wrong_with_a_drafter_is_told_at_once(box):
     with pytest.raises(ConfigError) as caught:
         load(box, ["draft.kind=dflash", "draft.device=gone:0"])
-    assert [error.key for error in caught.value.errors] == ["draft.kind", "draft.device", "draft.path"]
+    assert [error.key for error in caught.value.errors] == ["draft.device", "draft.path"]
+    assert "nearest: draft.kind = auto" in caught.value.errors[1].hint
+
+
+@pytest.mark.parametrize(
+    ("overrides", "keys"),
+    [
+        (["draft.kind=off", "draft.path=d.gguf", "draft.width=3"], ["draft.path", "draft.width"]),
+        (["draft.kind=off", "draft.device=gpu:0"], ["draft.device"]),
+        (
+            ["draft.kind=lookup", "draft.path=d.gguf", "draft.device=gpu:0", "draft.width=3"],
+            ["draft.path", "draft.device"],
+        ),
+    ],
+)
+def test_a_drafter_without_effect_is_told_of(box, overrides, keys):
+    notices = load(box, overrides).notices
+    assert [notice.key for notice in notices] == keys
+    assert all("no effect" in notice.why for notice in notices)
 
 
 def test_switches_at_off_say_nothing(box):
@@ -77,9 +94,6 @@ def test_switches_at_off_say_nothing(box):
         "cache.disk=1GiB",
         "recovery.hold_s=120",
         "recovery.journal=1GiB",
-        "draft.path=drafter.gguf",
-        "draft.device=gpu:0",
-        "draft.width=4",
         "kvflash.policy=qk",
         "kvflash.tau=32",
         "pflash.threshold=1",
@@ -119,6 +133,10 @@ def test_options_with_effect_say_nothing(box):
         "cache.min_tokens=9",
         "cache.checkpoint_pages=1",
         "cache.normalise=fix",
+        "draft.kind=dflash",
+        "draft.path=drafter.gguf",
+        "draft.device=gpu:0",
+        "draft.width=4",
     ]
     assert load(box, used).notices == ()
 
@@ -174,10 +192,6 @@ def attributes_read_outside_config() -> set[tuple[str, str]]:
 
 
 SAMPLES = {
-    "draft.kind": "lookup",
-    "draft.path": "drafter.gguf",
-    "draft.device": "gpu:0",
-    "draft.width": "4",
     "kvflash.pool_tokens": "4096",
     "kvflash.policy": "qk",
     "kvflash.tau": "32",

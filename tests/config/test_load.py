@@ -50,6 +50,30 @@ def test_one_cpu_group_may_hold_several_shards(file):
     assert [str(device) for device in load(file(text)).placement.devices] == ["left:0", "right:0", "left:1"]
 
 
+@pytest.mark.parametrize("kind", ["auto", "mtp", "dflash"])
+@pytest.mark.parametrize("device", ["aside:1", "cuda:1"])
+def test_a_group_may_run_the_drafter_alone(file, kind, device):
+    text = f"""{SMALLEST}
+[groups.aside]
+backend = "cuda"
+[draft]
+kind = "{kind}"
+path = "d.gguf"
+device = "{device}"
+"""
+    config = load(file(text))
+    assert config.draft.device == DeviceRef("aside", 1)
+    assert config.notices == ()
+
+
+@pytest.mark.parametrize("kind", ["off", "lookup"])
+def test_a_group_for_a_drafter_that_does_not_run_has_nothing_to_do(file, kind):
+    path = file(f'{SMALLEST}[groups.aside]\nbackend = "cuda"\n[draft]\nkind = "{kind}"\ndevice = "aside:0"\n')
+    error = error_of(path)
+    assert error.key == "groups.aside"
+    assert "nothing to do" in error.why
+
+
 def test_hub_files_and_interpreters(file, tmp_path):
     text = SMALLEST.replace('"m.gguf"', '"hf:o/r/m.gguf"').replace(
         'backend = "cpu"', 'backend = "cpu"\npython = "v/bin/python"', 1

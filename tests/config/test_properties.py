@@ -78,7 +78,11 @@ VALID = {
         "checkpoint_pages": st.integers(0, 2**20),
         "normalise": st.sampled_from(["off", "fix", "move"]),
     },
-    "draft": {"path": path, "width": auto | st.integers(1, 64)},
+    "draft": {
+        "kind": st.sampled_from(["auto", "off", "lookup", "mtp"]),  # dflash needs a path
+        "path": path,
+        "width": auto | st.integers(1, 64),
+    },
     "kvflash": {"policy": st.sampled_from(["lru", "qk", "drafter"]), "tau": st.integers(1, 2**20)},
     "pflash": {"threshold": st.integers(1, 2**30), "keep_ratio": st.floats(0, 1, exclude_min=True) | st.just(1)},
     "recovery": {

@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from lucevisor.app.run import open_model
+from lucevisor.app.model_files import open_model
 from lucevisor.config import Config, load
 from lucevisor.deployment import speeds as app
 from lucevisor.deployment.cache_files import cache_directory

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from lucevisor.app.run import open_model
+from lucevisor.app.model_files import open_model
 from lucevisor.cli.progress import SilentDisplay
 from lucevisor.config import load
 from lucevisor.deployment import deployment as deployment_module

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import pytest
@@ -23,7 +23,10 @@ MIB = 1 << 20
 BOX = ["cuda:0", "hip:0", "hip:1"]
 BOX_SPLIT = [0.08, 0.46, 0.46]
 CPUS = ["left:0", "right:0"]
-BACKENDS = {"cuda": "cuda", "hip": "hip", "left": "cpu", "right": "cpu", "third": "cpu"}
+BACKENDS = {"cuda": "cuda", "hip": "hip", "left": "cpu", "right": "cpu", "third": "cpu", "draft": "cpu"}
+
+
+OFF: Mapping[str, object] = {"kind": "off"}
 
 
 def gpu(index: int = 0, gib: float = 24, *, bfloat16: bool = True, name: str = "GPU") -> DeviceInfo:
@@ -38,9 +41,13 @@ def cpu(gib: float = 16, *, bfloat16: bool = True) -> DeviceInfo:
     return DeviceInfo(0, "CPU", 2 * int(gib * GIB), int(gib * GIB), "x86_64", dtypes)
 
 
-def configure(folder: Path, devices: Sequence[str], split: object = "auto", **engine: object) -> Config:
-    """Write and load a configuration; groups are those of ``devices``.  Nothing is set aside for prefix slots."""
-    groups = dict.fromkeys(device.split(":")[0] for device in devices)
+def configure(
+    folder: Path, devices: Sequence[str], split: object = "auto", draft: Mapping[str, object] = OFF, **engine: object
+) -> Config:
+    """Write and load a configuration; groups are those of ``devices`` and of the drafter.  Nothing is set aside for
+    prefix slots."""
+    on = [str(draft["device"])] if "device" in draft else []
+    groups = dict.fromkeys(device.split(":")[0] for device in (*devices, *on))
     lines = ["[model]", 'path = "model.gguf"']
     for group in groups:
         lines += [f"[groups.{group}]", f'backend = "{BACKENDS[group]}"']
@@ -49,7 +56,12 @@ def configure(folder: Path, devices: Sequence[str], split: object = "auto", **en
         f"target_devices = {json.dumps(list(devices))}",
         f"target_layer_split = {json.dumps(split)}",
     ]
-    lines += ["[cache]", "prefix_slots = 0"]
+    lines += [
+        "[cache]",
+        "prefix_slots = 0",
+        "[draft]",
+        *(f"{key} = {json.dumps(value)}" for key, value in draft.items()),
+    ]
     lines += ["[engine]", *(f"{key} = {json.dumps(value)}" for key, value in engine.items())]
     path = folder / "plan.toml"
     path.write_text("\n".join(lines) + "\n")

@@ -14,7 +14,7 @@ from lucevisor.model.values import Backend, Dtype, Space
 from lucevisor.placement.explain import text
 from lucevisor.placement.planner import plan
 from lucevisor.placement.result import Placement
-from lucevisor.placement.stages import load_message
+from lucevisor.placement.stages import LoadFiles, load_message
 from tests.placement.made import DEMO, configure
 
 PAGES = 20
@@ -47,7 +47,7 @@ def test_the_plan_counts_the_bits_of_keys_and_values(spec, tmp_path, kv_dtype, b
 
 def test_the_daemon_takes_what_the_plan_says_of_q8_0(spec, tmp_path):
     placement = planned(spec, tmp_path, "q8_0")
-    load = load_message(placement, "left", [str(DEMO)], threads=1)
+    load = load_message(placement, "left", LoadFiles([str(DEMO)]), threads=1)
     (use,) = LoadedStage.load(spec, load.stages[0], load, Backend.CPU, lambda _: None).usage()
     assert use.state_bytes == placement.devices[0].state_bytes
 

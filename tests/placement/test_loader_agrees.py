@@ -12,7 +12,7 @@ from lucevisor.model.families import open_spec
 from lucevisor.model.values import Backend
 from lucevisor.placement.planner import plan
 from lucevisor.placement.result import Placement
-from lucevisor.placement.stages import load_message
+from lucevisor.placement.stages import LoadFiles, load_message
 from tests.placement.made import DEMO, configure
 
 
@@ -27,7 +27,7 @@ def test_weights_and_pools_take_what_was_planned(tmp_path, devices, states, dtyp
     assert isinstance(placement, Placement)
     taken = []
     for group in placement.groups:
-        load = load_message(placement, group, [str(DEMO)], threads=1)
+        load = load_message(placement, group, LoadFiles([str(DEMO)]), threads=1)
         for stage in load.stages:
             taken += LoadedStage.load(spec, stage, load, Backend.CPU, lambda _: None).usage()
     assert [(use.layers, use.weight_bytes, use.state_bytes, use.host_state_bytes) for use in taken] == [

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import pairwise
 from types import SimpleNamespace
 
@@ -11,16 +12,20 @@ from hypothesis import strategies as st
 
 from lucevisor.config import DeviceRef
 from lucevisor.model.values import Backend, Dtype, LayerRange
-from lucevisor.placement.result import Placement
-from lucevisor.placement.stages import arenas_of, load_message, shards_of, stages_of
-from lucevisor.protocol.loading import Load, PoolSizes, ShardPlan
+from lucevisor.placement.result import DraftStage, Placement
+from lucevisor.placement.stages import LoadFiles, arenas_of, load_message, shards_of, stages_of
+from lucevisor.protocol.loading import ArenaPlan, CaptureSource, DraftKind, Load, PoolSizes, ShardPlan
 
 
-def placement(devices: list[str]) -> Placement:
-    """One layer a device."""
+def placement(devices: list[str], draft: str = "", captures: Sequence[int] = ()) -> Placement:
+    """One layer a device, and a drafter of two layers on ``draft``."""
     refs = [DeviceRef(name.split(":")[0], int(name.split(":")[1])) for name in devices]
     shards = shards_of(refs, [Backend.CPU] * len(refs), [LayerRange(i, i + 1) for i in range(len(refs))])
     stages = stages_of(shards)
+    drafter = None
+    if draft:
+        device = DeviceRef(draft.split(":")[0], int(draft.split(":")[1]))
+        drafter = DraftStage(len(stages), device, Backend.CPU, DraftKind.DFLASH, LayerRange(0, 2), tuple(captures))
     return Placement(
         model="m",
         architecture="any",
@@ -37,7 +42,8 @@ def placement(devices: list[str]) -> Placement:
         window_tokens=None,
         devices=(),
         stages=stages,
-        arenas=arenas_of(len(stages), 64, 10, Dtype.BFLOAT16),
+        arenas=arenas_of(stages, 64, 10, 8, Dtype.BFLOAT16, drafter),
+        draft=drafter,
         options={"a": "b"},
     )
 
@@ -49,7 +55,7 @@ def test_a_group_that_comes_again_gets_another_stage():
         (1, "hip", "[1,2)"),
         (2, "cuda", "[2,3)"),
     ]
-    cuda, hip = load_message(p, "cuda", ["/m.gguf"], 3), load_message(p, "hip", ["/m.gguf"])
+    cuda, hip = load_message(p, "cuda", LoadFiles(["/m.gguf"]), 3), load_message(p, "hip", LoadFiles(["/m.gguf"]))
     assert [(s.stage, s.source, s.target) for s in cuda.stages] == [(0, None, 0), (2, 1, None)]
     assert [a.boundary for a in cuda.arenas] == [0, 1]
     assert [(s.stage, s.source, s.target) for s in hip.stages] == [(1, 0, 1)]
@@ -67,12 +73,12 @@ def test_consecutive_shards_of_a_group_are_one_stage():
     assert [[str(shard.device) for shard in s.shards] for s in p.stages] == [["cuda:0"], ["hip:0", "hip:1"]]
     assert len(p.arenas) == 1
     assert p.groups == ("cuda", "hip")
-    hip = load_message(p, "hip", ["/m.gguf"])
+    hip = load_message(p, "hip", LoadFiles(["/m.gguf"]))
     assert hip.stages[0].shards == [ShardPlan(0, LayerRange(1, 2)), ShardPlan(1, LayerRange(2, 3))]
 
 
 def test_one_device_needs_no_arena():
-    load = load_message(placement(["left:0"]), "left", ["/m.gguf"])
+    load = load_message(placement(["left:0"]), "left", LoadFiles(["/m.gguf"]))
     assert load.arenas == []
     assert (load.stages[0].source, load.stages[0].target) == (None, None)
     assert (load.stages[0].embedding, load.stages[0].output) == (True, True)
@@ -81,12 +87,12 @@ def test_one_device_needs_no_arena():
 def test_the_size_of_an_arena():
     p = placement(["left:0", "right:0", "left:1"])
     assert [(a.boundary, a.region_bytes, a.n_regions) for a in p.arenas] == [(0, 64 * 10 * 2, 4), (1, 64 * 10 * 2, 4)]
-    assert arenas_of(2, 64, 10, Dtype.FLOAT32)[0].region_bytes == 64 * 10 * 4
+    assert arenas_of(p.stages, 64, 10, 8, Dtype.FLOAT32)[0].region_bytes == 64 * 10 * 4
     assert p.arena_bytes == 2 * 4 * 1280
 
 
 def test_everything_the_daemon_needs_is_in_its_load():
-    load = load_message(placement(["left:0", "right:0"]), "right", ["/a.gguf", "/b.gguf"])
+    load = load_message(placement(["left:0", "right:0"]), "right", LoadFiles(["/a.gguf", "/b.gguf"]))
     assert load.files == ["/a.gguf", "/b.gguf"]
     assert (load.dtype, load.kv_dtype) == (Dtype.BFLOAT16, Dtype.FLOAT16)
     assert (load.max_sequences, load.max_step_tokens, load.pools) == (4, 64, PoolSizes(8, 0, 5))
@@ -95,7 +101,87 @@ def test_everything_the_daemon_needs_is_in_its_load():
 
 def test_a_group_without_a_stage_has_no_load():
     with pytest.raises(KeyError, match="third"):
-        load_message(placement(["left:0"]), "third", [])
+        load_message(placement(["left:0"]), "third", LoadFiles([]))
+
+
+# ---- the draft stage
+
+FILES = LoadFiles(["/m.gguf"])
+DRAFT_FILES = LoadFiles(["/d.gguf"])
+
+
+def test_a_drafter_beside_the_output_stage_gets_the_captures_of_other_daemons():
+    p = placement(["cuda:0", "hip:0"], "hip:0", [0, 1])
+    assert p.groups == ("cuda", "hip")
+    regions = 4  # three stages in flight, and one step that waits
+    assert p.arenas == (ArenaPlan(0, 64 * 10 * 2, regions), ArenaPlan(0, 64 * 8 * 2, regions, capture=True))
+    cuda, hip = load_message(p, "cuda", FILES), load_message(p, "hip", FILES, draft_files=DRAFT_FILES)
+    assert (cuda.draft, cuda.stages[0].captures, cuda.stages[0].target, cuda.stages[0].capture_target) == (
+        None, [0], 0, 1,
+    )  # fmt: skip
+    assert (hip.stages[0].captures, hip.stages[0].capture_target) == ([1], None)
+    assert hip.draft is not None
+    assert (hip.draft.stage, hip.draft.device, hip.draft.layers, hip.draft.files) == (
+        2, 0, LayerRange(0, 2), ["/d.gguf"],
+    )  # fmt: skip
+    assert hip.draft.sources == [CaptureSource(0, [0], 1), CaptureSource(1, [1], None)]
+    assert hip.arenas == cuda.arenas == list(p.arenas)
+
+
+def test_a_drafter_alone_in_a_group_gets_all_captures_and_no_stage():
+    p = placement(["left:0", "right:0", "right:1"], "third:3", [2, 1])
+    assert p.groups == ("left", "right", "third")
+    assert [(a.boundary, a.capture, a.region_bytes) for a in p.arenas] == [
+        (0, False, 64 * 10 * 2),
+        (1, True, 64 * 2 * 8 * 2),
+    ]
+    right, third = load_message(p, "right", FILES), load_message(p, "third", FILES, draft_files=DRAFT_FILES)
+    assert (right.stages[0].captures, right.stages[0].capture_target) == ([2, 1], 1)
+    assert (third.stages, third.files, third.arenas) == ([], ["/m.gguf"], [p.arenas[1]])
+    assert third.draft is not None
+    assert third.draft.sources == [CaptureSource(1, [2, 1], 0)]
+    assert third.draft.device == 3
+    assert load_message(p, "left", FILES).stages[0].captures == []
+
+
+def test_one_daemon_for_everything_needs_no_arena():
+    p = placement(["left:0"], "left:0", [0])
+    load = load_message(p, "left", FILES, draft_files=DRAFT_FILES)
+    assert load.arenas == []
+    assert load.draft is not None
+    assert load.draft.sources == [CaptureSource(0, [0], None)]
+
+
+@given(
+    groups=st.lists(st.sampled_from("abcd"), min_size=1, max_size=8),
+    drafter=st.sampled_from("abcde"),
+    chosen=st.sets(st.integers(0, 7)),
+)
+def test_every_capture_reaches_the_draft_stage_once(groups, drafter, chosen):
+    counts: dict[str, int] = {}
+    devices = []
+    for group in groups:
+        devices.append(f"{group}:{counts.get(group, 0)}")
+        counts[group] = counts.get(group, 0) + 1
+    captures = sorted(layer for layer in chosen if layer < len(groups))
+    p = placement(devices, f"{drafter}:0", captures)
+    loads = {group: load_message(p, group, FILES, draft_files=DRAFT_FILES) for group in p.groups}
+    (plan,) = [load.draft for load in loads.values() if load.draft is not None]
+    assert [layer for source in plan.sources for layer in source.layers] == captures
+    for source in plan.sources:
+        group = p.stages[source.stage].group
+        (stage,) = [stage for stage in loads[group].stages if stage.stage == source.stage]
+        assert stage.captures == source.layers
+        if group == drafter:
+            assert (source.arena, stage.capture_target) == (None, None)
+        else:
+            read, written = loads[drafter].arenas[source.arena], loads[group].arenas[stage.capture_target]
+            assert read == written
+            assert read.capture
+            assert read.boundary == source.stage
+            assert read.region_bytes == 64 * len(source.layers) * 8 * 2
+    used = [arena for arena in p.arenas if arena.capture]
+    assert len(used) == sum(p.stages[source.stage].group != drafter for source in plan.sources)
 
 
 @given(groups=st.lists(st.sampled_from("abcd"), min_size=1, max_size=12))
@@ -108,7 +194,7 @@ def test_every_boundary_is_the_target_of_one_stage_and_the_source_of_the_next(gr
     p = placement(devices)
     assert all(a.group != b.group for a, b in pairwise(p.stages))
     assert [str(shard.device) for stage in p.stages for shard in stage.shards] == devices
-    loads: list[Load] = [load_message(p, group, []) for group in p.groups]
+    loads: list[Load] = [load_message(p, group, LoadFiles([])) for group in p.groups]
     ends = {}
     for load in loads:
         assert len({a.boundary for a in load.arenas}) == len(load.arenas)

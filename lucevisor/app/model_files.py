@@ -1,0 +1,108 @@
+"""Opens the model that a configuration names, and its drafter: files and headers, no weights.
+
+Invariant: what is wrong with a file that the configuration names is a ConfigError; an MTP head that this version cannot
+read, in a model that was asked for without it, is a warning.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import structlog
+
+from lucevisor.app.model_source import resolve_drafter, resolve_model
+from lucevisor.config import Config
+from lucevisor.deployment.served_model import ServedDrafter, ServedModel
+from lucevisor.errors import NO_VALUE, ConfigError
+from lucevisor.model.drafters import draft_paths, open_draft, read_draft_spec
+from lucevisor.model.families import open_spec
+from lucevisor.model.gguf_files import GgufFiles, part_paths
+from lucevisor.model.gguf_header import GgufError
+from lucevisor.model.spec import ModelSpec
+from lucevisor.placement.planner import model_options
+from lucevisor.protocol.loading import DraftKind
+
+log = structlog.get_logger("lucevisor")
+
+_Notify = Callable[[str], None]
+
+
+def open_model(config: Config, notify: _Notify = lambda _: None) -> ServedModel:
+    """Find the files of the model and of its drafter and read their headers.
+
+    Raises ConfigError naming ``model.path``, ``draft.path``, ``draft.kind`` or a group that has nothing to do.
+    """
+    path = resolve_model(config, notify)
+    try:
+        spec = open_spec(path, model_options(config))
+        files = part_paths(path)
+    except (GgufError, OSError) as error:
+        hint = "name a file of a family this version runs"
+        raise ConfigError("model.path", config.model.path, str(error), hint, file=str(config.file)) from error
+    return ServedModel(spec, files, config.model.name or spec.name, open_drafter(config, spec, notify))
+
+
+def open_drafter(config: Config, target: ModelSpec, notify: _Notify = lambda _: None) -> ServedDrafter | None:
+    """Open the drafter that ``[draft]`` means for ``target``, whose files are open; None without one.
+
+    Raises ConfigError as above.
+    """
+    kind, source = config.draft.kind, config.draft.source
+    if kind in ("off", "lookup"):
+        return None
+    drafter = None
+    if source is not None:
+        path = resolve_drafter(config, source, notify)
+        try:
+            files = open_draft(draft_paths(path))
+            drafter = _read(files, target, kind if kind != "auto" else _kind_of(files, target), config)
+        except (GgufError, OSError) as error:
+            hint = f"name a drafter of {target.name}, or remove the key"
+            raise ConfigError("draft.path", config.draft.path, str(error), hint, file=str(config.file)) from error
+    elif kind == "mtp" or has_mtp_head(target):
+        drafter = _own_head(config, target)
+    if drafter is None:
+        _check_device(config)
+    return drafter
+
+
+def has_mtp_head(target: ModelSpec) -> bool:
+    """Whether the model's file says that it has a multi-token prediction head."""
+    assert target.files is not None
+    n = target.files.metadata.get(f"{target.architecture}.nextn_predict_layers", 0)
+    return isinstance(n, int) and n > 0
+
+
+def _own_head(config: Config, target: ModelSpec) -> ServedDrafter | None:
+    assert target.files is not None
+    try:
+        return _read(target.files, target, DraftKind.MTP, config)
+    except GgufError as error:
+        if config.draft.kind == "auto":
+            log.warning("the model's MTP head is not used", reason=str(error))
+            return None
+        hint = "name a file with the head in draft.path; nearest: auto"
+        raise ConfigError("draft.kind", config.draft.kind, str(error), hint, file=str(config.file)) from error
+
+
+def _read(files: GgufFiles, target: ModelSpec, kind: str, config: Config) -> ServedDrafter:
+    return ServedDrafter(read_draft_spec(files, target, kind, model_options(config)), files)
+
+
+def _kind_of(files: GgufFiles, target: ModelSpec) -> DraftKind:
+    """An MTP head has the architecture of its model."""
+    same = files.metadata.get("general.architecture") == target.architecture
+    return DraftKind.MTP if same else DraftKind.DFLASH
+
+
+def _check_device(config: Config) -> None:
+    """There is no drafter: its device has no effect, and its group must have layers.  Raises ConfigError."""
+    device = config.draft.device
+    if device is None:
+        return
+    why = "the model's file has no MTP head, and draft.path is empty"
+    if device.group not in {target.group for target in config.placement.devices}:
+        reason = f"has no device in placement.target_devices and no drafter to run: {why}"
+        hint = f"name a drafter in draft.path, or remove [groups.{device.group}] and draft.device"
+        raise ConfigError(f"groups.{device.group}", NO_VALUE, reason, hint, file=str(config.file))
+    log.warning("draft.device has no effect", device=str(device), reason=why)

@@ -1,0 +1,128 @@
+"""Which drafter a configuration means, and what is refused before anything starts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from structlog.testing import capture_logs
+
+from lucevisor.app.model_files import open_model
+from lucevisor.config import load
+from lucevisor.errors import ConfigError, ExitCode
+from lucevisor.protocol.loading import DraftKind
+from tests.model.drafter_files import (
+    DFLASH2,
+    DFLASH2_CONFIG,
+    LUCEBOX,
+    MTP,
+    TARGET,
+    UPSTREAM,
+    checkpoint,
+    copy,
+    head_alone,
+)
+
+
+@pytest.fixture
+def box(tmp_path):
+    """Write a configuration with a group ``aside`` if the drafter is to run there; returns what it loads as."""
+
+    def made(model: Path, draft: str, *overrides: str):
+        aside = '[groups.aside]\nbackend = "cpu"\n' if "aside" in draft else ""
+        path = tmp_path / "box.toml"
+        path.write_text(
+            f'[model]\npath = "{model}"\n[groups.left]\nbackend = "cpu"\n{aside}[placement]\n'
+            f'target_devices = ["left:0"]\n[draft]\n{draft}\n'
+        )
+        return load(path, overrides)
+
+    return made
+
+
+def kind_of(model) -> tuple[DraftKind, int] | None:
+    drafter = model.drafter
+    return None if drafter is None else (DraftKind(drafter.spec.model.architecture), drafter.spec.version)
+
+
+def test_a_model_without_a_head_drafts_by_lookup_alone(box):
+    assert open_model(box(TARGET, "")).drafter is None
+
+
+@pytest.mark.parametrize("draft", ["", 'kind = "mtp"', 'kind = "mtp"\nwidth = 2'])
+def test_a_head_of_the_models_file_is_used(box, draft):
+    model = open_model(box(MTP, draft))
+    assert kind_of(model) == (DraftKind.MTP, 1)
+    assert model.drafter.files is model.spec.files
+
+
+@pytest.mark.parametrize("kind", ["off", "lookup"])
+def test_unless_it_is_not_wanted(box, kind):
+    assert open_model(box(MTP, f'kind = "{kind}"')).drafter is None
+
+
+@pytest.mark.parametrize(("path", "version"), [(UPSTREAM, 1), (LUCEBOX, 1), (DFLASH2, 2)])
+@pytest.mark.parametrize("kind", ["", 'kind = "dflash"\n'])
+def test_a_drafter_is_read_as_what_it_is(box, path, version, kind):
+    model = open_model(box(TARGET, f'{kind}path = "{path}"'))
+    assert kind_of(model) == (DraftKind.DFLASH, version)
+    assert model.drafter.files.paths == (path,)
+
+
+def test_a_path_comes_before_the_models_own_head(box, tmp_path):
+    alone = head_alone(tmp_path / "mtp.gguf")
+    model = open_model(box(MTP, f'path = "{alone}"'))
+    assert kind_of(model) == (DraftKind.MTP, 1)
+    assert model.drafter.files.paths == (alone,)
+
+
+def test_a_checkpoint_is_named_by_its_directory_or_its_weights(box, tmp_path):
+    folder = checkpoint(tmp_path / "d", DFLASH2, DFLASH2_CONFIG)
+    for path in (folder, folder / "model.safetensors"):
+        model = open_model(box(TARGET, f'path = "{path}"'))
+        assert kind_of(model) == (DraftKind.DFLASH, 2)
+        assert model.drafter.files.paths == (folder / "config.json", folder / "model.safetensors")
+
+
+@pytest.mark.parametrize(
+    ("model", "draft", "key", "why"),
+    [
+        (TARGET, 'kind = "mtp"', "draft.kind", "has no MTP head"),
+        (TARGET, 'path = "/nowhere/d.gguf"', "draft.path", "there is no such file"),
+        (TARGET, f'path = "{TARGET}"', "draft.path", "has no MTP head"),
+        (TARGET, f'kind = "dflash"\npath = "{MTP}"', "draft.path", "is not a DFlash drafter"),
+        (MTP, f'kind = "mtp"\npath = "{UPSTREAM}"', "draft.path", "is of its model's family"),
+        (TARGET, 'device = "aside:0"', "groups.aside", "no drafter to run"),
+    ],
+)
+def test_a_drafter_that_cannot_be_read_is_refused(box, model, draft, key, why):
+    with pytest.raises(ConfigError) as caught:
+        open_model(box(model, draft))
+    error = caught.value
+    assert (error.key, error.exit_code) == (key, ExitCode.USAGE)
+    assert why in error.why
+    assert error.hint
+
+
+def test_a_damaged_drafter_names_its_file(box, tmp_path):
+    cut = tmp_path / "cut.gguf"
+    cut.write_bytes(UPSTREAM.read_bytes()[:2000])
+    with pytest.raises(ConfigError, match=r"cut\.gguf"):
+        open_model(box(TARGET, f'path = "{cut}"'))
+
+
+def test_a_head_that_cannot_be_read_is_left_alone_unless_it_is_asked_for(box, tmp_path):
+    two = copy(tmp_path / "two.gguf", MTP, keys={"qwen35.nextn_predict_layers": 2, "qwen35.block_count": 10})
+    with capture_logs() as logs:
+        assert open_model(box(two, "")).drafter is None
+    (line,) = [line for line in logs if line["event"] == "the model's MTP head is not used"]
+    assert "heads of more than one layer" in line["reason"]
+    with pytest.raises(ConfigError, match="heads of more than one layer") as caught:
+        open_model(box(two, 'kind = "mtp"'))
+    assert caught.value.key == "draft.kind"
+
+
+def test_a_device_without_a_drafter_is_told_of(box):
+    with capture_logs() as logs:
+        assert open_model(box(TARGET, 'device = "left:0"')).drafter is None
+    assert [line["device"] for line in logs if line["event"] == "draft.device has no effect"] == ["left:0"]

@@ -1,0 +1,328 @@
+"""Where a drafter goes, what it takes, when it is left out, and how many drafts and states there are."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+
+from lucevisor.config import CacheConfig
+from lucevisor.model.drafters import DraftSpec, draft_paths, open_draft, read_draft_spec
+from lucevisor.model.families import open_spec
+from lucevisor.model.spec import ModelSpec
+from lucevisor.model.values import Backend, Dtype, LayerRange, Space
+from lucevisor.placement import sizing
+from lucevisor.placement.explain import as_json, rows, text
+from lucevisor.placement.planner import plan
+from lucevisor.placement.result import Infeasible, Placement, PlacementError
+from lucevisor.placement.sizing import DRAFT_SHARE
+from lucevisor.protocol.loading import DraftKind
+from tests.model.drafter_files import TARGET, UPSTREAM
+from tests.model.qwen35_file import QWEN36_27B, write
+from tests.placement.made import CPUS, GIB, box, configure, cpu, gpu
+
+AUTO = {"kind": "auto"}
+DFLASH = {"kind": "dflash", "path": "d.gguf"}
+
+
+@pytest.fixture(scope="module")
+def small() -> ModelSpec:
+    """Eight layers with recurrent ones, and its DFlash drafter."""
+    return open_spec(TARGET)
+
+
+@pytest.fixture(scope="module")
+def dflash(small) -> DraftSpec:
+    return read_draft_spec(open_draft(draft_paths(UPSTREAM)), small, "dflash")
+
+
+@pytest.fixture(scope="module")
+def head_27b(tmp_path_factory) -> tuple[ModelSpec, DraftSpec]:
+    """The 27B shape in Q4_K_M with an MTP head."""
+    path = tmp_path_factory.mktemp("gguf") / "27b-mtp.gguf"
+    spec = open_spec(write(path, dataclasses.replace(QWEN36_27B, mtp=True)))
+    assert spec.files is not None
+    return spec, read_draft_spec(spec.files, spec, "mtp")
+
+
+def placed(spec: ModelSpec, config, inventory=None, drafter: DraftSpec | None = None) -> Placement:
+    result = plan(spec, config, inventory, drafter=drafter)
+    assert isinstance(result, Placement), result.message
+    return result
+
+
+# ---- where it is and what it takes
+
+
+def test_by_default_it_is_where_the_last_layers_are(small, dflash, tmp_path):
+    p = placed(small, configure(tmp_path, CPUS, [1, 1], DFLASH, dtype="float32"), None, dflash)
+    assert p.draft is not None
+    assert p.draft_device is not None
+    assert (str(p.draft.device), p.draft.index, p.draft.kind) == ("right:0", 2, DraftKind.DFLASH)
+    assert p.draft.captures == dflash.captures
+    assert p.groups == ("left", "right")
+    own = dflash.layouts(Backend.CPU, Dtype.FLOAT32, with_output=True, with_embedding=False)
+    assert p.draft_device.weight_bytes == sum(layout.n_bytes for layout in own)
+    per_page = dflash.model.unit_bytes(Space.FULL, dflash.layers, Dtype.FLOAT32)
+    assert p.draft_device.state_bytes == p.pools.full_pages * per_page
+    assert [(a.boundary, a.capture) for a in p.arenas] == [(0, False), (0, True)]
+    assert {a.n_regions for a in p.arenas} == {4}
+
+
+def test_elsewhere_it_has_copies_of_embedding_and_output_matrix(small, dflash, tmp_path):
+    here, there, one = (
+        placed(small, configure(tmp_path, devices, split, DFLASH | where, dtype="float32"), None, dflash)
+        for devices, split, where in (
+            (CPUS, [1, 1], {}),
+            (CPUS, [1, 1], {"device": "draft:0"}),
+            (["left:0"], [1], {}),
+        )
+    )
+    table = small.vocabulary * small.hidden_size * 4
+    assert here.draft_device is not None
+    assert there.draft_device is not None
+    assert one.draft_device is not None
+    assert there.draft_device.weight_bytes - here.draft_device.weight_bytes == table  # the output matrix
+    assert here.draft_device.weight_bytes - one.draft_device.weight_bytes == table  # the embedding
+    assert there.groups == ("left", "right", "draft")
+    assert len([a for a in there.arenas if a.capture]) == 2
+    assert any("draft:0 holds copies of the model's embedding and output matrix" in reason for reason in there.reasons)
+    assert not any("holds copies of the model's embedding" in reason for reason in here.reasons)
+
+
+def test_an_index_that_does_not_exist_is_refused_with_the_nearest(small, dflash, tmp_path):
+    config = configure(tmp_path, ["left:0"], [1], DFLASH | {"device": "hip:7"}, dtype="float32")
+    with pytest.raises(PlacementError) as caught:
+        plan(small, config, {"left": [cpu()], "hip": [gpu(0), gpu(1)]}, drafter=dflash)
+    assert (caught.value.key, caught.value.value) == ("draft.device", "hip:7")
+    assert caught.value.hint == "nearest: hip:1"
+
+
+def test_every_capture_that_crosses_daemons_has_room_in_host_memory(small, dflash, tmp_path):
+    near = placed(small, configure(tmp_path, CPUS, [1, 1], DFLASH), None, dflash)
+    far = placed(small, configure(tmp_path, CPUS, [1, 1], DFLASH | {"device": "draft:0"}), None, dflash)
+    rows_bytes = far.max_step_tokens * 4 * small.hidden_size * 4  # of a layer, in all regions
+    n_near = sum(layer in near.stages[0].layers for layer in near.draft.captures)  # type: ignore[union-attr]
+    assert far.arena_bytes - near.arena_bytes == (len(dflash.captures) - n_near) * rows_bytes
+
+
+def test_an_mtp_head_has_a_row_for_every_recurrent_state(head_27b, tmp_path):
+    spec, head = head_27b
+    config = configure(tmp_path, ["cuda:0"], [1], AUTO, max_sequences=4, pages=1000, max_context=64000)
+    p = placed(spec, config, {"cuda": [gpu(0, 80)]}, head)
+    assert p.draft_device is not None
+    page_bytes = head.model.unit_bytes(Space.FULL, head.layers, p.kv_dtype)
+    assert p.draft_device.state_bytes == 1000 * page_bytes + p.pools.states * 5120 * 4
+    assert p.draft is not None
+    assert p.draft.captures == (63,)
+
+
+def test_the_drafter_takes_from_the_pages_of_its_device(head_27b, tmp_path):
+    spec, head = head_27b
+    with_head, without = (
+        placed(spec, configure(tmp_path, ["cuda:0"], [1], AUTO, max_sequences=1), {"cuda": [gpu(0, 24)]}, drafter)
+        for drafter in (head, None)
+    )
+    assert with_head.draft is not None
+    assert 0.5 * without.pools.full_pages < with_head.pools.full_pages < without.pools.full_pages
+    device, own = with_head.devices[0], with_head.draft_device
+    assert own is not None
+    assert device.needed_bytes + own.needed_bytes <= (device.free_bytes or 0) - device.reserve_bytes
+    assert own.fits
+
+
+def test_an_automatic_split_leaves_room_for_the_drafter(head_27b, tmp_path):
+    spec, head = head_27b
+    inventory = {"cuda": [gpu(0, 14)], "hip": [gpu(0, 14)]}
+    with_head, without = (
+        placed(spec, configure(tmp_path, ["cuda:0", "hip:0"], "auto", AUTO, max_sequences=1), inventory, drafter)
+        for drafter in (head, None)
+    )
+    assert with_head.draft is not None
+    assert with_head.devices[1].layers.start > without.devices[1].layers.start
+
+
+def test_slots_pay_for_the_drafters_pages_too(head_27b, tmp_path):
+    spec, head = head_27b
+    config = configure(tmp_path, ["cuda:0"], [1], AUTO, max_sequences=4, pages=1000, max_context=64000)
+    config = dataclasses.replace(config, cache=CacheConfig(prefix_slots=32, memory=GIB))
+    state = spec.unit_bytes(Space.RECURRENT, LayerRange(0, 64), Dtype.BFLOAT16)
+    assert GIB // state == GIB // (state + 5120 * 4) == 6
+    tight = dataclasses.replace(config, cache=CacheConfig(prefix_slots=32, memory=6 * state))
+    assert placed(spec, tight, {"cuda": [gpu(0, 80)]}).pools.states - 4 - 32 - 1 == 6
+    n_drafts = 4 * 6  # the head drafts up to 6
+    p = placed(spec, tight, {"cuda": [gpu(0, 80)]}, head)
+    assert p.pools.states - 4 - n_drafts - 1 == 5
+
+
+# ---- when it does not fit
+
+
+def test_an_automatic_drafter_that_does_not_fit_is_left_out(head_27b, tmp_path):
+    spec, head = head_27b
+    config = configure(tmp_path, ["cuda:0"], [1], AUTO, max_sequences=1)
+    for gib in range(17, 24):
+        result = plan(spec, config, {"cuda": [gpu(0, gib)]}, drafter=head)
+        if isinstance(result, Infeasible) or result.draft is None:
+            continue
+        break
+    assert isinstance(result, Placement)
+    assert result.draft is not None
+    without = plan(spec, config, {"cuda": [gpu(0, gib - 1)]}, drafter=head)
+    assert isinstance(without, Placement), "the model alone fits into less"
+    assert (without.draft, without.draft_device) == (None, None)
+    assert without.draft_left_out
+    (notice,) = without.notices
+    assert "the drafter synthetic on cuda:0 is left out" in notice
+    assert "draft.kind = mtp insists on it" in notice
+    assert without.drafting.lookup
+    assert not any(a.capture for a in without.arenas)
+
+
+def test_a_configured_drafter_that_does_not_fit_is_refused_with_the_numbers(head_27b, tmp_path):
+    spec, head = head_27b
+    config = configure(tmp_path, ["cuda:0"], [1], {"kind": "mtp", "device": "hip:0"}, max_sequences=1, pages=600)
+    result = plan(spec, config, {"cuda": [gpu(0, 40)], "hip": [gpu(0, 1)]}, drafter=head)
+    assert isinstance(result, Infeasible)
+    (shortage,) = result.shortages
+    assert [str(device) for device in shortage.devices] == ["hip:0"]
+    assert result.placement.draft_device is not None
+    assert shortage.needed_bytes == result.placement.draft_device.needed_bytes
+    assert "it fits with draft.kind = off" in result.advice
+    assert "hip:0 is" in result.message
+
+
+def test_an_automatic_drafter_on_a_device_of_its_own_is_left_out_with_the_reason(head_27b, tmp_path):
+    spec, head = head_27b
+    config = configure(tmp_path, ["cuda:0"], [1], AUTO | {"device": "hip:0"}, max_sequences=1, pages=600)
+    p = placed(spec, config, {"cuda": [gpu(0, 40)], "hip": [gpu(0, 1)]}, head)
+    assert p.draft is None
+    assert p.draft_left_out.startswith("hip:0 is ")
+    assert p.groups == ("cuda",)
+
+
+def test_an_unknown_device_of_the_drafter_does_not_limit_the_model(head_27b, tmp_path):
+    spec, head = head_27b
+    config = configure(tmp_path, ["cuda:0"], [1], AUTO | {"device": "hip:0"}, max_sequences=2)
+    known = {"cuda": [gpu(0, 60)], "hip": [gpu(0, 60)]}
+    with_both, without_hip = (placed(spec, config, inventory, head) for inventory in (known, {"cuda": known["cuda"]}))
+    assert without_hip.draft is not None
+    assert without_hip.pools == with_both.pools
+    assert without_hip.draft_device is not None
+    assert without_hip.draft_device.fits is None
+
+
+# ---- how many drafts, and the states to verify them in
+
+
+@pytest.mark.parametrize(
+    ("draft", "with_head", "expected"),
+    [
+        ({"kind": "off"}, False, (False, 0, False)),
+        ({"kind": "auto"}, False, (True, 8, False)),
+        ({"kind": "lookup"}, False, (True, 8, False)),
+        ({"kind": "lookup", "width": 3}, False, (True, 3, True)),
+        ({"kind": "auto"}, True, (True, 6, False)),
+        ({"kind": "mtp"}, True, (False, 6, False)),
+        ({"kind": "mtp", "width": 2}, True, (False, 2, True)),
+    ],
+)
+def test_what_drafts(head_27b, tmp_path, draft, with_head, expected):
+    spec, head = head_27b
+    p = placed(spec, configure(tmp_path, ["cuda:0"], [1], draft), None, head if with_head else None)
+    assert (p.drafting.lookup, p.drafting.max_drafts, p.drafting.fixed) == expected
+    assert p.max_step_tokens == 512 + 8 * (1 + expected[1])
+
+
+def test_many_sequences_draft_less_each(head_27b, tmp_path):
+    config = configure(tmp_path, ["cuda:0"], [1], AUTO, max_sequences=100)
+    assert placed(head_27b[0], config).drafting.max_drafts == 5
+
+
+def test_a_width_beyond_the_drafters_is_refused(small, dflash, tmp_path):
+    config = configure(tmp_path, CPUS, [1, 1], DFLASH | {"width": 40})
+    with pytest.raises(PlacementError, match="more than the 7 tokens that the drafter") as caught:
+        plan(small, config, None, drafter=dflash)
+    assert (caught.value.key, caught.value.value, caught.value.hint) == ("draft.width", 40, "nearest: 7")
+
+
+def test_a_width_that_no_chunk_holds_is_cut_and_told_of(small, tmp_path):
+    p = placed(small, configure(tmp_path, CPUS, [1, 1], {"kind": "lookup", "width": 20}, prefill_chunk=8))
+    assert p.drafting.max_drafts == 7
+    assert any("draft.width = 20 is cut to 7" in notice for notice in p.notices)
+
+
+def test_states_for_verification_are_beyond_all_others(head_27b, tmp_path):
+    spec, _ = head_27b
+    config = configure(tmp_path, ["cuda:0"], [1], {"kind": "lookup", "width": 3}, max_sequences=4, pages=1000,
+                       max_context=64000)  # fmt: skip
+    p = placed(spec, config, {"cuda": [gpu(0, 80)]})
+    assert p.pools.states == 4 + 3 * 4 + 1
+    assert any("one for each of 4 sequences, 12 for verifying drafts, and 1 spare" in reason for reason in p.reasons)
+
+
+@pytest.mark.parametrize("gib", [19, 20, 22, 24, 32, 48])
+@pytest.mark.parametrize("max_sequences", [1, 8])
+def test_they_take_their_share_and_never_the_pages_of_others(head_27b, tmp_path, monkeypatch, gib, max_sequences):
+    spec, _ = head_27b
+    draft = {"kind": "lookup", "width": 7}
+    config, inventory = (
+        configure(tmp_path, ["cuda:0"], [1], draft, max_sequences=max_sequences),
+        {"cuda": [gpu(0, gib)]},
+    )
+    drafting = placed(spec, config, inventory)
+    with monkeypatch.context() as patch:
+        patch.setattr(sizing, "DRAFT_SHARE", 0.0)
+        without = placed(spec, config, inventory)
+    n_states = drafting.pools.states - without.pools.states
+    assert without.pools.states == max_sequences + 1
+    assert 0 <= n_states <= 7 * max_sequences
+    assert drafting.pools.full_pages >= (1 - DRAFT_SHARE) * without.pools.full_pages
+    assert drafting.max_context >= (1 - DRAFT_SHARE) * without.max_context
+    state_bytes = spec.unit_bytes(Space.RECURRENT, LayerRange(0, 64), Dtype.BFLOAT16)
+    device = drafting.devices[0]
+    usable = (device.free_bytes or 0) - device.reserve_bytes
+    assert n_states * state_bytes <= DRAFT_SHARE * usable
+    assert device.needed_bytes <= usable
+    if n_states < 7 * max_sequences:
+        assert any(f"{n_states} states for verifying drafts: as many as fit" in reason for reason in drafting.reasons)
+    if gib == 48 and max_sequences == 1:
+        assert n_states == 7
+
+
+def test_a_model_of_attention_layers_needs_none(tmp_path):
+    spec = open_spec(Path(TARGET).parents[1] / "qwen3" / "model.gguf")
+    assert placed(spec, configure(tmp_path, CPUS, [1, 1], AUTO)).pools.states == 0
+
+
+def test_they_are_on_the_device_also_when_checkpoints_are_not(head_27b, tmp_path):
+    spec, _ = head_27b
+    config = configure(tmp_path, ["cuda:0"], [1], {"kind": "lookup", "width": 2}, max_sequences=4, pages=1000,
+                       max_context=64000)  # fmt: skip
+    config = dataclasses.replace(config, cache=CacheConfig(prefix_slots=3, memory=GIB, states="host"))
+    p = placed(spec, config, {"cuda": [gpu(0, 80)]})
+    assert p.pools.device_states == 4 + 2 * 4
+    assert p.pools.host_states == 3 + 1
+
+
+# ---- what is shown
+
+
+def test_the_plan_shows_the_drafter(head_27b, tmp_path):
+    spec, head = head_27b
+    p = placed(spec, configure(tmp_path, ["cuda:0", "hip:0", "hip:1"], [1, 1, 1], AUTO), box(), head)
+    *_, last = rows(p)
+    assert (last.group, last.layers, last.verdict) == ("hip", "drafter", "fits")
+    shown = text(p)
+    assert "drafts: made by synthetic (mtp) on hip:1 or looked up in the text, at most 6 of a sequence" in shown
+    assert "drafter: on hip:1, where the last layers are; it reads what comes out of layers 63" in shown
+    found = as_json(p)["draft"]
+    assert isinstance(found, dict)
+    assert (found["kind"], found["stage"], found["captures"], found["left_out"]) == ("mtp", 2, [63], None)
+    assert found["device"]["device"] == "hip:1"
+    without = as_json(placed(spec, configure(tmp_path, ["cuda:0"], [1]), {"cuda": [gpu(0, 80)]}))["draft"]
+    assert without == {
+        "kind": None, "lookup": False, "max_drafts": 0, "fixed": False, "left_out": None, "stage": None,
+        "captures": [], "device": None,
+    }  # fmt: skip
