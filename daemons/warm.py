@@ -12,6 +12,7 @@ import torch
 
 from daemons import device as devices
 from daemons.models.stage import LoadedStage
+from daemons.ops.operations import MAX_DECODE_TOKENS
 from lucevisor.model.values import PAGE_TOKENS, Space
 from lucevisor.protocol.steps import CloseSequence, OpenSequence, Operation, Sampling, SetPages, Slice, Step, ZeroState
 
@@ -41,7 +42,7 @@ def warm_up(stage: LoadedStage, report: Callable[[int, int], None] = lambda done
             rows = torch.zeros(n, stage.spec.boundary_width, dtype=stage.dtype, device=stage.first_device)
         out = stage.forward(Step(number, 0, [], [Slice(0, start, [0] * n, sample=True)]), rows)
         if stage.output:
-            stage.logits(out.rows, [n - 1])
+            stage.logits(out.rows, range(max(0, n - MAX_DECODE_TOKENS), n))  # a verify slice samples from several rows
         stage.apply([CloseSequence(0)])
     stage.reset()
     for shard in stage.shards:

@@ -117,7 +117,7 @@ class Layout:
     @property
     def graph_key(self) -> GraphKey | None:
         """None unless all slices have the same number of tokens, at most SHORT_SLICE."""
-        if len(self.groups) != 1 or self.groups[0].n > SHORT_SLICE or self.groups[0].n_states:
+        if len(self.groups) != 1 or self.groups[0].n > SHORT_SLICE:
             return None
         group = self.groups[0]
         return GraphKey(len(group.starts), group.n, group.max_length)

@@ -258,12 +258,11 @@ class GatedDeltaNet:
     def _mix(self, group: Group, y: Tensor) -> Tensor:
         """Input columns [B, n, C + ...] to gated outputs [B, n, N, Dv], float32; advances the group's states."""
         s, b, n = self.shape, group.n_slices, group.n_tokens
-        if (
-            self.gated_delta_net is not None
-            and (self.gated_delta_net.max_tokens is None or n <= self.gated_delta_net.max_tokens)
-            and not group.n_states
+        if self.gated_delta_net is not None and (
+            self.gated_delta_net.max_tokens is None or n <= self.gated_delta_net.max_tokens
         ):
-            found = self.gated_delta_net(y.flatten(0, 1), self.convolution, self.states, group.states, group.offset)
+            ids = group.states, group.kept_states
+            found = self.gated_delta_net(y.flatten(0, 1), self.convolution, self.states, *ids, group.offset)
             return found.view(b, n, s.n_value, s.dim)
         if y.dtype != torch.float32:
             y = y.float()

@@ -65,13 +65,16 @@ PagedAttention = Callable[[Tensor, PagedTensor, PagedTensor, PagedQuery], Tensor
 class GatedDeltaNetOp(Protocol):
     """The fused gated delta net: input columns [B n, C + ...] to gated outputs [B n, N D].
 
-    Updates rows ``ids`` [B] of both state pools.
+    Slices of up to MAX_DECODE_TOKENS tokens start from rows ``ids`` [B] of both state pools, and write the state after
+    each token to its row in ``kept`` [B, n], if that is not -1; longer slices update rows ``ids``.
     """
 
     max_tokens: int | None
     """Longest slice it takes, in tokens; None: no limit."""
 
-    def __call__(self, y: Tensor, conv_states: Tensor, states: Tensor, ids: Tensor, offset: int) -> Tensor:
+    def __call__(
+        self, y: Tensor, conv_states: Tensor, states: Tensor, ids: Tensor, kept: Tensor, offset: int
+    ) -> Tensor:
         """``offset``: position of each slice's first token modulo the chunk of the delta rule."""
 
 

@@ -76,6 +76,36 @@ def test_captured_steps_equal_eager_steps(name: str) -> None:
             assert {(p.n_slices, p.n_tokens) for p in graphs._graphs} | optional == expected | optional
 
 
+def verified(c: Pipeline, ids: list[int]) -> Tensor:
+    """Verify slices of five tokens in two sequences, accepted up to any draft; then a decode.  Logits and captures."""
+    found = []
+    for s in (0, 1):
+        c.open(s)
+        c.run((s, ids[: 20 + s]))
+    for accepted in (4, 0, 2, 1, 3, 4):
+        parts = [(s, (ids * 4)[c.texts[s].length :][:5], 4) for s in (0, 1)]
+        found.append(c.verify(*parts))
+        found += [x for x in c.captures if x is not None]
+        for s in (0, 1):
+            c.accept(s, 4, (accepted + s) % 5)
+        found.append(c.run((0, ids[:1]), (1, ids[1:2])))
+    return torch.cat([x.cpu().flatten() for x in found])
+
+
+@pytest.mark.parametrize("name", FIXTURES)
+def test_captured_verify_slices_equal_eager_ones_and_share_their_graph(name: str) -> None:
+    """Whatever states they keep; so do the hidden states that a drafter reads."""
+    golden = opened(name)
+    layers = [0, golden.spec.n_layers - 1]
+    plain, captured = (load_stages(golden.spec, (), EXACT, captures=layers) for _ in range(2))
+    wanted, found = (verified(Pipeline(golden.spec, stages), golden.ids) for stages in (eager(plain), captured))
+    assert torch.equal(found, wanted)
+    [graphs] = graphs_of(captured)
+    keys = [(key.n_slices, key.n_tokens) for key in graphs._graphs]
+    assert set(keys) <= {(2, 1), (2, 5), (1, 20), (1, 21)}
+    assert keys.count((2, 5)) == (graphs.max_tokens >= 10)
+
+
 def test_a_key_is_captured_when_it_repeats() -> None:
     golden = opened(FIXTURES[0])
     [stage] = load_stages(golden.spec, (), EXACT)

@@ -17,10 +17,11 @@ def _cases(dtype: str, n_key: int, n_value: int, dim: int, conv_width: int = 4) 
     name = f"{dtype} {n_key} {n_value} x {dim}"
     activations = {"y": f"*{dtype}", "out": f"*{dtype}"}
     signature = activations | dict.fromkeys(POINTERS, "*fp32")
-    signature |= {"ids": "*i64", "eps": "fp32", "n": "i32", "y_stride": "i32"}
+    signature |= {"ids": "*i64", "kept": "*i64", "eps": "fp32", "n": "i32", "y_stride": "i32"}
     found = []
     for what, kernel, options in (
-        ("convolve", causal_conv1d_kernel, conv1d_options(n_key, n_value, dim, conv_width)),
+        ("convolve", causal_conv1d_kernel, conv1d_options(n_key, n_value, dim, conv_width, keep=True)),
+        ("convolve long", causal_conv1d_kernel, conv1d_options(n_key, n_value, dim, conv_width, keep=False)),
         ("recur", delta_rule_recurrent_kernel, recurrent_options(n_key, n_value, dim, conv_width)),
     ):
         own = {k: v for k, v in signature.items() if k in kernel.arg_names}

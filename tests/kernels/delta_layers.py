@@ -138,6 +138,11 @@ class Layer:
         assert_within(self.states[ids], matrices, what="the state")
 
 
+def only_last(ids: list[int], n: int) -> Tensor:
+    """Rows to write for slices of n tokens that update rows ``ids``: after the last token alone, [B, n]."""
+    return torch.tensor([[-1] * (n - 1) + [state] for state in ids], device=DEVICE)
+
+
 def form_of(net: GatedDeltaNet, offset: int = 0) -> Form:
     """The block on a whole slice."""
 

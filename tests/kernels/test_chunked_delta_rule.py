@@ -17,7 +17,7 @@ from daemons.ops.delta_rule import CHUNK, convolve
 from daemons.ops.triton import chunked_delta_rule, recurrent_delta_rule
 from daemons.ops.triton.chunked_delta_rule import chunked_gated_delta_net
 from daemons.ops.triton.recurrent_delta_rule import recurrent_gated_delta_net
-from tests.kernels.delta_layers import DEVICE, Form, Layer, Results, form_of, one_by_one
+from tests.kernels.delta_layers import DEVICE, Form, Layer, Results, form_of, one_by_one, only_last
 
 HALVES = [torch.float16] + [torch.bfloat16] * (DEVICE == "cuda")
 N_STATES = 5
@@ -41,7 +41,7 @@ class TorchConv1d:
         return self.launch
 
     def launch(self, *pointers: Any, **options: Any) -> None:
-        y, qkv, gates, conv_states, ids, *weights, n, _ = pointers
+        y, qkv, gates, conv_states, ids, _, *weights, n, _ = pointers
         left = conv_states[ids]
         q, k, v, decay, beta = rule_inputs(
             y.float().reshape(len(ids), n, -1), left, weights, options["N_KEY"], options["DIM"]
@@ -181,9 +181,11 @@ def test_decode_prefill_decode() -> None:
 
     def qkv(y: Tensor, ids: list[int]) -> Tensor:
         index = torch.tensor(ids, device=DEVICE)
-        first = recurrent_gated_delta_net(y[:5], a.conv_states, a.states, index, a.params)
+        pools = a.conv_states, a.states
+        first = recurrent_gated_delta_net(y[:5], *pools, index, only_last(ids, 5), a.params)
         middle = kernels(a, y[5:65], ids, 5)
-        return torch.cat([first, middle, recurrent_gated_delta_net(y[65:], a.conv_states, a.states, index, a.params)])
+        last = recurrent_gated_delta_net(y[65:], *pools, index, only_last(ids, len(y) - 65), a.params)
+        return torch.cat([first, middle, last])
 
     a.check(qkv, y, [2], form, form_of(a.net))
 

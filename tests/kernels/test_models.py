@@ -19,14 +19,14 @@ from tests.families.test_weight_formats import IDS, MODELS, spec_of, with_format
 
 __all__ = ["spec_of"]  # a fixture
 
-SLICES = [IDS[:20], IDS[20:25], IDS[25:26], IDS[26:27]]
-"""A prompt, a few tokens, single tokens."""
-
 
 def logits(spec: ModelSpec) -> Tensor:
+    """A prompt, a verify slice of which two drafts are accepted, a few tokens, single tokens."""
     c = Pipeline(spec, with_formats_of(spec, Backend.CUDA, kernels=True))
     c.open(0)
-    return torch.cat([c.run((0, ids)) for ids in SLICES])
+    rows = [c.run((0, IDS[:20])), c.verify((0, [*IDS[20:23], 7, 7], 4))[:3]]
+    c.accept(0, 4, 2)
+    return torch.cat(rows + [c.run((0, ids)) for ids in (IDS[23:25], IDS[25:26], IDS[26:27])])
 
 
 @pytest.mark.timeout(600)  # an interpreter runs the kernels

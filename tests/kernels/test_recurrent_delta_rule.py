@@ -11,7 +11,7 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 from daemons.ops.triton.recurrent_delta_rule import recurrent_gated_delta_net
-from tests.kernels.delta_layers import DEVICE, Layer, form_of, one_by_one
+from tests.kernels.delta_layers import DEVICE, Layer, form_of, one_by_one, only_last
 
 HALVES = [torch.float16] + [torch.bfloat16] * (DEVICE == "cuda")
 N_STATES = 7
@@ -26,7 +26,12 @@ def layer(
 
 def kernels(a: Layer, y: Tensor, ids: list[int]) -> Tensor:
     """Run the kernels; updates the states of ``a``."""
-    return recurrent_gated_delta_net(y, a.conv_states, a.states, torch.tensor(ids, device=DEVICE), a.params)
+    return keeping(a, y, ids, only_last(ids, len(y) // len(ids)))
+
+
+def keeping(a: Layer, y: Tensor, ids: list[int], kept: Tensor) -> Tensor:
+    """Run the kernels from states ``ids``; the state after each token goes to its row in ``kept`` [B, n]."""
+    return recurrent_gated_delta_net(y, a.conv_states, a.states, torch.tensor(ids, device=DEVICE), kept, a.params)
 
 
 def check(a: Layer, y: Tensor, ids: list[int]) -> Tensor:
@@ -107,6 +112,39 @@ def test_several_tokens_equal_single_steps_bit_for_bit() -> None:
         assert torch.equal(other.conv_states, at_once.conv_states)
 
 
+KEPT = {
+    "all, the live one first": (2, [[2, 0, 5, 1, 6]]),
+    "all, the live one last": (6, [[2, 0, 5, 1, 6]]),
+    "all, the live one amid them": (0, [[2, 0, 5, 1, 6]]),
+    "all others": (3, [[2, 0, 5, 1, 6]]),
+    "those after the last tokens": (4, [[-1, -1, 4, 0, 6]]),
+    "of some tokens": (4, [[1, -1, 4, -1, -1]]),
+    "none": (4, [[-1, -1, -1]]),
+    "of several slices": ([5, 1], [[5, 0, 3], [2, 1, 6]]),
+    "of some slices": ([5, 1, 0], [[5, 4, 3], [-1, -1, 1], [-1, -1, 6]]),
+}
+
+
+@pytest.mark.parametrize("name", KEPT)
+@pytest.mark.parametrize("conv_width", [2, 4, 7])
+def test_states_after_each_token_are_those_of_single_steps_bit_for_bit(name: str, conv_width: int) -> None:
+    """The state that a slice reads may be among those it writes, after any token; other rows do not change."""
+    live, kept = KEPT[name]
+    ids, n = live if isinstance(live, list) else [live], len(kept[0])
+    a = layer(1, 3, 16, conv_width)
+    single, wanted = a.twin(), a.twin()
+    y = a.inputs(n * len(ids)).view(len(ids), n, -1)
+    out = keeping(a, y.flatten(0, 1), ids, torch.tensor(kept, device=DEVICE)).view(len(ids), n, -1)
+    for token in range(n):
+        assert torch.equal(kernels(single, y[:, token], ids), out[:, token])
+        for state, rows in zip(ids, kept, strict=True):
+            if rows[token] >= 0:
+                wanted.states[rows[token]] = single.states[state]
+                wanted.conv_states[rows[token]] = single.conv_states[state]
+    assert torch.equal(a.states, wanted.states)
+    assert torch.equal(a.conv_states, wanted.conv_states)
+
+
 def test_other_states_do_not_change() -> None:
     a = layer()
     before = a.conv_states.clone(), a.states.clone()
@@ -124,7 +162,8 @@ def test_rows_of_a_wider_batch() -> None:
     ids = torch.tensor([0, 3, 1], device=DEVICE)[1:]
 
     def run(*_: object) -> Tensor:
-        return recurrent_gated_delta_net(wide[1:, : a.params.columns], a.conv_states, a.states, ids, a.params)
+        rows, kept = wide[1:, : a.params.columns], only_last([3, 1], 3)
+        return recurrent_gated_delta_net(rows, a.conv_states, a.states, ids, kept, a.params)
 
     a.check(run, y, [3, 1], one_by_one(a.net))
 
@@ -133,13 +172,14 @@ def test_rows_of_a_wider_batch() -> None:
 @pytest.mark.skipif(DEVICE == "cpu", reason="no CUDA or HIP device: no graph to capture")
 def test_a_graph_reads_ids_at_replay() -> None:
     a = layer(2, 6, 128)
-    y, ids = a.inputs(3), torch.tensor([0], device=DEVICE)
+    y, ids, kept = a.inputs(3), torch.tensor([0], device=DEVICE), only_last([0], 3)
     kernels(a, y, [6])  # compiled before the capture
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        got = recurrent_gated_delta_net(y, a.conv_states, a.states, ids, a.params)
+        got = recurrent_gated_delta_net(y, a.conv_states, a.states, ids, kept, a.params)
     for state in (4, 1):
         ids.fill_(state)
+        kept.copy_(only_last([state], 3))
         y.copy_(a.inputs(3, seed=state))
 
         def run(*_: object) -> Tensor:

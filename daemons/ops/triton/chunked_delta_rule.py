@@ -233,9 +233,9 @@ def chunked_gated_delta_net(
 ) -> Tensor:
     """Input columns [B n, columns] to gated outputs [B n, n_value dim], in the dtype of ``y``; updates the states.
 
-    Takes what :func:`recurrent_delta_rule.recurrent_gated_delta_net` takes, for n >= conv width - 1 and a ``dim`` that
-    is a power of two, at least 32.  ``offset``: position of each slice's first token modulo CHUNK.  Chunks start at
-    multiples of CHUNK, so splitting a prompt into steps changes only roundings.
+    Takes what :func:`recurrent_delta_rule.recurrent_gated_delta_net` takes but ``kept``, for n >= conv width - 1 and a
+    ``dim`` that is a power of two, at least 32; updates rows ``ids``.  ``offset``: position of each slice's first token
+    modulo CHUNK.  Chunks start at multiples of CHUNK, so splitting a prompt into steps changes only roundings.
     """
     m, conv_width, channels = params, params.conv_weight.shape[0], params.channels
     rows, n_slices = y.shape[0], ids.shape[0]
@@ -259,8 +259,8 @@ def chunked_gated_delta_net(
     out = torch.empty(rows, m.n_value * m.dim, dtype=y.dtype, device=y.device)
     heads, precision = (m.n_key, m.n_value, m.dim), _precision(y.device)
     causal_conv1d_kernel[(2 * m.n_key + m.n_value, rows)](
-        *(y, qkv, gates, conv_states, ids, m.conv_weight, m.decay_rates, m.dt_bias, n, y.stride(0)),
-        **conv1d_options(*heads, conv_width),
+        *(y, qkv, gates, conv_states, ids, ids, m.conv_weight, m.decay_rates, m.dt_bias, n, y.stride(0)),
+        **conv1d_options(*heads, conv_width, keep=False),
     )
     delta_rule_solve_kernel[(m.n_value, n_chunks, n_slices)](
         *(qkv, gates, pairs, decays, n, offset), **solve_options(*heads, precision)

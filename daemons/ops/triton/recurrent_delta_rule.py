@@ -2,7 +2,10 @@
 
 Two launches from input columns to gated outputs; the reference is ``daemons.models.blocks.GatedDeltaNet``.  A program
 holds the whole state S of a value head in registers and walks the tokens of its slice, so long slices are faster with
-``chunked_delta_rule``.  Knows no sequences or steps, only rows of the state pools.
+``chunked_delta_rule``.  Knows no sequences or steps, only rows of the state pools: for each slice the row it reads, and
+for each token the row that gets the state after it, or -1.
+
+Invariant: a row that one slice reads is written by that slice alone, and only by the program that has read its part.
 """
 
 from __future__ import annotations
@@ -13,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from daemons.ops.basic import l2_scale
-from daemons.ops.operations import GatedDeltaNetParams
+from daemons.ops.operations import MAX_DECODE_TOKENS, GatedDeltaNetParams
 
 L2_EPS = 1e-6
 """Epsilon of the l2 norm of queries and keys."""
@@ -28,13 +31,14 @@ def _softplus(x):
     return tl.where(x > 20.0, x, part)
 
 
-@triton.jit(do_not_specialize=["n"], do_not_specialize_on_alignment=["ids"])
+@triton.jit(do_not_specialize=["n"], do_not_specialize_on_alignment=["ids", "kept"])
 def causal_conv1d_kernel(
     y,  # [B n, columns]
     qkv,  # [B n, C]
     gates,  # [B n, N_VALUE, 2]: what S keeps of itself, and beta
     conv_states,  # [states, CONV_WIDTH - 1, C]
     ids,  # [B]
+    kept,  # [B n] with KEEP, else unused
     conv_weight,  # [CONV_WIDTH, C]
     decay_rates,  # [N_VALUE]
     dt_bias,  # [N_VALUE]
@@ -47,11 +51,12 @@ def causal_conv1d_kernel(
     DIM: tl.constexpr,
     CONV_WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
+    KEEP: tl.constexpr,
 ) -> None:
     """One head (of q, k, v) of one token: convolution, silu, l2 norm of q and k, gates of v.
 
-    Grid [2 N_KEY + N_VALUE, B n].  Only reads ``conv_states``, so tokens run in parallel;
-    :func:`delta_rule_recurrent_kernel` updates them.
+    Grid [2 N_KEY + N_VALUE, B n].  Tokens run in parallel.  With KEEP, the windows after them go to their rows of
+    ``conv_states``, except to the row that the slice's tokens read: :func:`delta_rule_recurrent_kernel` writes that.
     """
     head, token = tl.program_id(0), tl.program_id(1) % n
     row = tl.program_id(1).to(tl.int64)
@@ -60,7 +65,12 @@ def causal_conv1d_kernel(
     inside = at < DIM
     channel = head * DIM + at
     inputs = y + row * y_stride
-    window = conv_states + tl.load(ids + row // n) * ((CONV_WIDTH - 1) * C) + channel
+    state = tl.load(ids + row // n)
+    window = conv_states + state * ((CONV_WIDTH - 1) * C) + channel
+    target, target_width = state, 0
+    if KEEP:
+        target = tl.load(kept + row)
+        target_width = tl.where((target >= 0) & (target != state), DIM, 0)
     x = tl.zeros([BLOCK], dtype=tl.float32)
     for i in tl.static_range(CONV_WIDTH):
         back = CONV_WIDTH - 1 - i  # tokens before this one; those before the slice are in the window
@@ -68,7 +78,11 @@ def causal_conv1d_kernel(
         old = tl.load(window + (token + i) * C, mask=at < width, other=0.0)
         new = tl.load(inputs - back * y_stride + channel, mask=at < DIM - width, other=0.0)
         tap = tl.load(conv_weight + i * C + channel, mask=inside, other=0.0)
-        x += (old + new.to(tl.float32)) * tap  # one of the two is 0
+        tap_input = old + new.to(tl.float32)  # one of the two is 0
+        x += tap_input * tap
+        if KEEP and i > 0:
+            at_window = conv_states + (target * (CONV_WIDTH - 1) + i - 1) * C + channel
+            tl.store(at_window, tap_input, mask=at < target_width)
     x = x / (1.0 + tl.exp(-x))
     if head < 2 * N_KEY:
         # the l2 norm is the rms norm times a scale; queries also carry the rule's 1/sqrt(Dk), which is the same number
@@ -84,8 +98,9 @@ def causal_conv1d_kernel(
 
 
 @triton.jit
-def _load_token(qkv, gates, z, at, pair, value, width):
-    """q and k [BLOCK, 2], v, z, decay and beta of one token; ``pair`` [1, 2] and ``value``: where its heads begin.
+def _load_token(qkv, gates, z, kept, at, pair, value, width):
+    """q and k [BLOCK, 2], v, z, decay and beta of one token, and the row its state goes to; ``pair`` [1, 2] and
+    ``value``: where its heads begin.
 
     ``width``: DIM, or 0 after the last token, where nothing is read.
     """
@@ -94,19 +109,20 @@ def _load_token(qkv, gates, z, at, pair, value, width):
     gate = tl.load(z + at, mask=at < width, other=0.0).to(tl.float32)
     decay = tl.load(gates, mask=width > 0, other=0.0)
     beta = tl.load(gates + 1, mask=width > 0, other=0.0)
-    return qk, v, gate, decay, beta
+    target = tl.load(kept, mask=width > 0, other=-1)
+    return qk, v, gate, decay, beta, target
 
 
 @triton.jit
 def _shifted_window(window, y, first, row, channel, mine, n, y_stride, C: tl.constexpr, CONV_WIDTH: tl.constexpr):
-    """The next convolution window: rows n .. n + CONV_WIDTH - 2 of the old window followed by the n inputs."""
+    """The convolution window after n tokens: rows n .. n + CONV_WIDTH - 2 of the old window followed by the inputs."""
     inputs = y + (first + n - (CONV_WIDTH - 1) + row) * y_stride + channel
     old = tl.load(window + (row + n) * C, mask=mine & (row + n < CONV_WIDTH - 1), other=0.0)
     new = tl.load(inputs, mask=mine & (row + n >= CONV_WIDTH - 1), other=0.0)
     return old + new.to(tl.float32)  # one of the two is 0
 
 
-@triton.jit(do_not_specialize=["n"], do_not_specialize_on_alignment=["ids"])
+@triton.jit(do_not_specialize=["n"], do_not_specialize_on_alignment=["ids", "kept"])
 def delta_rule_recurrent_kernel(
     y,  # [B n, columns]
     qkv,  # [B n, C]
@@ -115,16 +131,18 @@ def delta_rule_recurrent_kernel(
     conv_states,  # [states, CONV_WIDTH - 1, C]
     states,  # [states, N_VALUE, DIM, DIM]
     ids,  # [B]
+    kept,  # [B n]
     norm,  # [DIM]
     eps,
     n,
     y_stride,
     N_KEY: tl.constexpr, N_VALUE: tl.constexpr, DIM: tl.constexpr, CONV_WIDTH: tl.constexpr, BLOCK: tl.constexpr,
-    WINDOW_CHANNELS: tl.constexpr, WINDOW_ROWS: tl.constexpr,
+    WINDOW_CHANNELS: tl.constexpr, WINDOW_ROWS: tl.constexpr, TOKENS: tl.constexpr,
 ):  # fmt: skip
-    """One value head of one slice: the delta rule over its n tokens and the gated norm; updates S and the conv window.
+    """One value head of one slice: the delta rule over its n <= TOKENS tokens and the gated norm; keeps each S, and the
+    conv window that replaces the one the slice read.
 
-    Grid [N_VALUE, B].  Each program updates WINDOW_CHANNELS channels of the window, WINDOW_ROWS >= CONV_WIDTH - 1 rows.
+    Grid [N_VALUE, B].  Each program writes WINDOW_CHANNELS channels of the window, WINDOW_ROWS >= CONV_WIDTH - 1 rows.
     """
     j, b = tl.program_id(0), tl.program_id(1)
     C: tl.constexpr = (2 * N_KEY + N_VALUE) * DIM
@@ -132,14 +150,18 @@ def delta_rule_recurrent_kernel(
     at = tl.arange(0, BLOCK)
     inside = at < DIM
     square = inside[:, None] & inside[None, :]
-    matrix = states + (state * N_VALUE + j) * (DIM * DIM) + at[:, None] * DIM + at[None, :]
-    s = tl.load(matrix, mask=square, other=0.0)
+    matrix = states + j * (DIM * DIM) + at[:, None] * DIM + at[None, :]
+    s = tl.load(matrix + state * (N_VALUE * DIM * DIM), mask=square, other=0.0)
+    kept += first
 
     row = tl.arange(0, WINDOW_ROWS)[:, None]
     channel = j * WINDOW_CHANNELS + tl.arange(0, WINDOW_CHANNELS)[None, :]
     window = conv_states + state * ((CONV_WIDTH - 1) * C) + channel
-    mine = (row < CONV_WIDTH - 1) & (channel < C)
-    moved = _shifted_window(window, y, first, row, channel, mine, n, y_stride, C, CONV_WIDTH)
+    token = tl.arange(0, TOKENS)
+    targets = tl.load(kept + token, mask=token < n, other=-1)
+    n_moved = tl.max(tl.where(targets == state, token + 1, 0), axis=0)
+    mine = (row < tl.where(n_moved > 0, CONV_WIDTH - 1, 0)) & (channel < C)  # none if the window stays
+    moved = _shifted_window(window, y, first, row, channel, mine, n_moved, y_stride, C, CONV_WIDTH)
 
     weight = tl.load(norm + at, mask=inside, other=0.0)
     heads = (j % N_KEY + N_KEY * tl.arange(0, 2)[None, :]) * DIM
@@ -148,28 +170,30 @@ def delta_rule_recurrent_kernel(
     gates += (first * N_VALUE + j) * 2
     z = y + first * y_stride + C + j * DIM
     out += first * (N_VALUE * DIM) + j * DIM
-    qk, v, gate, decay, beta = _load_token(qkv, gates, z, at, heads, value, DIM)
-    for token in range(n):
+    qk, v, gate, decay, beta, target = _load_token(qkv, gates, z, kept, at, heads, value, DIM)
+    for i in range(n):
         qkv += C
         gates += 2 * N_VALUE
         z += y_stride
+        kept += 1
         # prefetch the next token's inputs
-        later = _load_token(qkv, gates, z, at, heads, value, tl.where(token + 1 < n, DIM, 0))
+        later = _load_token(qkv, gates, z, kept, at, heads, value, tl.where(i + 1 < n, DIM, 0))
         q, k = tl.split(qk)
         error = (v - decay * tl.sum(s * k[:, None], axis=0)) * beta
         s = s * decay + k[:, None] * error[None, :]
+        if target >= 0:
+            tl.store(matrix + target * (N_VALUE * DIM * DIM), s, mask=square)
         o = tl.sum(s * q[:, None], axis=0)
         o *= tl.rsqrt(tl.sum(o * o, axis=0) / DIM + eps) * weight
         o *= gate / (1.0 + tl.exp(-gate))
         tl.store(out + at, o.to(out.dtype.element_ty), mask=inside)
         out += N_VALUE * DIM
-        qk, v, gate, decay, beta = later
-    tl.store(matrix, s, mask=square)
+        qk, v, gate, decay, beta, target = later
     tl.debug_barrier()  # every thread has read the window before any writes it
     tl.store(window + row * C, moved, mask=mine)
 
 
-def conv1d_options(n_key: int, n_value: int, dim: int, conv_width: int) -> dict[str, float]:
+def conv1d_options(n_key: int, n_value: int, dim: int, conv_width: int, *, keep: bool) -> dict[str, float]:
     """What :func:`causal_conv1d_kernel` is compiled for, and its warps."""
     heads = {
         "N_KEY": n_key,
@@ -177,6 +201,7 @@ def conv1d_options(n_key: int, n_value: int, dim: int, conv_width: int) -> dict[
         "DIM": dim,
         "CONV_WIDTH": conv_width,
         "BLOCK": triton.next_power_of_2(dim),
+        "KEEP": keep,
     }
     return heads | {"EPS": L2_EPS / dim, "SCALE": l2_scale(dim), "num_warps": 1}
 
@@ -186,17 +211,18 @@ def recurrent_options(n_key: int, n_value: int, dim: int, conv_width: int) -> di
     block, part = triton.next_power_of_2(dim), triton.cdiv((2 * n_key + n_value) * dim, n_value)
     heads = {"N_KEY": n_key, "N_VALUE": n_value, "DIM": dim, "CONV_WIDTH": conv_width, "BLOCK": block}
     window = {"WINDOW_CHANNELS": triton.next_power_of_2(part), "WINDOW_ROWS": triton.next_power_of_2(conv_width - 1)}
-    return heads | window | {"num_warps": 8 if block > 64 else 4}
+    return heads | window | {"TOKENS": MAX_DECODE_TOKENS, "num_warps": 8 if block > 64 else 4}
 
 
 def recurrent_gated_delta_net(
-    y: Tensor, conv_states: Tensor, states: Tensor, ids: Tensor, params: GatedDeltaNetParams
+    y: Tensor, conv_states: Tensor, states: Tensor, ids: Tensor, kept: Tensor, params: GatedDeltaNetParams
 ) -> Tensor:
-    """Input columns [B n, columns] to gated outputs [B n, n_value dim], in the dtype of ``y``; updates the states.
+    """Input columns [B n, columns] to gated outputs [B n, n_value dim], in the dtype of ``y``; writes states.
 
-    ``y``: columns q, k, v (the C channels), z, alpha, beta; slice b has rows b n .. b n + n - 1, n from 1 to a few
-    dozen; its last dimension is contiguous.  Updates rows ``ids`` [B] int64, all different, of the float32 pools
-    ``conv_states`` [states, conv width - 1, C] and ``states`` [states, n_value, Dk, Dv].
+    ``y``: columns q, k, v (the C channels), z, alpha, beta; slice b has rows b n .. b n + n - 1, n from 1 to
+    MAX_DECODE_TOKENS; its last dimension is contiguous.  Slices start from rows ``ids`` [B] int64 of the float32 pools
+    ``conv_states`` [states, conv width - 1, C] and ``states`` [states, n_value, Dk, Dv], and write the state after each
+    token to its row in ``kept`` [B, n] int64; -1: to none.  All those of a slice differ from all rows of another.
     """
     m, conv_width, channels = params, params.conv_weight.shape[0], params.channels
     rows, n_slices = y.shape[0], ids.shape[0]
@@ -205,18 +231,20 @@ def recurrent_gated_delta_net(
     assert y.stride(1) == 1
     assert conv_states.shape[1:] == (conv_width - 1, channels)
     assert states.shape[1:] == (m.n_value, m.dim, m.dim)
-    assert all(x.is_contiguous() for x in (conv_states, states, ids))
-    assert [x.dtype for x in (conv_states, states, ids)] == [torch.float32, torch.float32, torch.int64]
+    assert 1 <= n <= MAX_DECODE_TOKENS
+    assert kept.shape == (n_slices, n)
+    assert all(x.is_contiguous() for x in (conv_states, states, ids, kept))
+    assert [x.dtype for x in (conv_states, states, ids, kept)] == [torch.float32] * 2 + [torch.int64] * 2
     qkv = torch.empty(rows, channels, dtype=torch.float32, device=y.device)
     gates = torch.empty(rows, m.n_value, 2, dtype=torch.float32, device=y.device)
     out = torch.empty(rows, m.n_value * m.dim, dtype=y.dtype, device=y.device)
     sizes = (m.n_key, m.n_value, m.dim, conv_width)
     causal_conv1d_kernel[(2 * m.n_key + m.n_value, rows)](
-        *(y, qkv, gates, conv_states, ids, m.conv_weight, m.decay_rates, m.dt_bias, n, y.stride(0)),
-        **conv1d_options(*sizes),
+        *(y, qkv, gates, conv_states, ids, kept, m.conv_weight, m.decay_rates, m.dt_bias, n, y.stride(0)),
+        **conv1d_options(*sizes, keep=True),
     )
     delta_rule_recurrent_kernel[(m.n_value, n_slices)](
-        *(y, qkv, gates, out, conv_states, states, ids, m.norm.weight, m.norm.epsilon, n, y.stride(0)),
+        *(y, qkv, gates, out, conv_states, states, ids, kept, m.norm.weight, m.norm.epsilon, n, y.stride(0)),
         **recurrent_options(*sizes),
     )
     return out
