@@ -171,6 +171,8 @@ class ModelRunner:
                 self._boundaries[plan.target].write(step.region, out.rows)
             else:
                 sampled = self._sample(stage, step, out.rows, payload, segments)
+                if not sampled:  # else drawing waited: steps are not queued on the device, and their time is known
+                    devices.synchronize(stage.device)
         if plan.output and self._draft_inputs is not None:
             self._draft_inputs.keep_tokens(step, sampled)
         result = StepResult(step.step_id, stage_index, sampled, time.monotonic() - started, wait_s, segments)

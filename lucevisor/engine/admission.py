@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import deque
 
+from lucevisor.engine.batching import has_long
 from lucevisor.engine.chunking import SharedChunks
 from lucevisor.engine.prefix_reuse import NO_MATCH, PrefixReuse
 from lucevisor.engine.queue import RequestQueue
@@ -67,6 +68,6 @@ class Admission:
         record.live.n_prefill = len(record.tokens) - record.live.n_computed
         record.live.last_step = last_step
         if record.probe is None:
-            chunks.started(record.live.n_prefill, now)
+            chunks.started(record.live.n_prefill, now, beside_long=has_long(self._running, chunks))
         self._reuse.started(record, match, now)
         return operations

@@ -29,15 +29,16 @@ MAX_SKIPPED_STEPS: Final = 4
 class StepBudget:
     """What prompts may take of the next step.
 
-    ``shared``: others wait or decode beside long prompts, so ``chunks`` limits what a step carries of one, and
-    ``may_follow`` says whether its chunk from a position may be sent now.  ``level``: how far ahead of the other keys a
-    key is, in coarse units.
+    ``shared``: others wait or decode beside long prompts or are expected, so ``chunks`` limits what a step carries of
+    one, by ``others``: whether they are there now.  ``may_follow`` says whether its chunk from a position may be sent
+    now.  ``level``: how far ahead of the other keys a key is, in coarse units.
     """
 
     step_id: int
     n_stages: int
     chunks: SharedChunks
     shared: bool
+    others: bool
     may_follow: Callable[[int], bool]
     level: Callable[[str], int]
 
@@ -63,6 +64,16 @@ def has_others(live: Iterable[RequestRecord], chunk: int) -> bool:
     """Return whether a decode runs, or a prompt that fits into a chunk."""
     return any(
         record.state is RequestState.DECODE or (record.live is not None and record.live.n_prefill <= chunk)
+        for record in live
+    )
+
+
+def has_long(live: Iterable[RequestRecord], chunks: SharedChunks) -> bool:
+    """Return whether a long prompt is computed."""
+    return any(
+        record.state is RequestState.PREFILL
+        and record.live is not None
+        and record.live.n_prefill > chunks.max_short_tokens
         for record in live
     )
 
@@ -98,16 +109,16 @@ def _choose_prompts(
     """Choose slices of prompts, ``n_left`` tokens at most; ``alone``: the step has no decode."""
     chosen: list[ScheduledSlice] = []
     n_short = n_long = 0  # tokens
-    n_left = min(n_left, budget.chunks.max_short_tokens) if budget.shared else n_left
+    max_short = budget.chunks.max_short_tokens if budget.shared else n_left
     for record in sorted(prompts, key=lambda record: _turn(record, budget)):
         live, long = record.live, budget.is_long(record)
         if live is None or (record.wanted is not None and (chosen or not alone)):
             continue
-        most = n_left
+        most = max_short - n_short
         if long:
-            chunk = budget.chunks.beside_short - n_short if n_short else budget.chunks.chunk(live.n_scheduled)
-            most = min(most, chunk - n_long)
-        found = _chunk(record, limits, most)
+            chunk = budget.chunks.chunk(live.n_scheduled, others=budget.others)
+            most = (budget.chunks.beside_short - n_short if n_short else chunk) - n_long
+        found = _chunk(record, limits, min(most, n_left))
         if found is None:
             continue
         chosen.append(found)

@@ -1,7 +1,7 @@
 """Chunked prefill: how many tokens of a long prompt a step carries while others share the pipeline, and when it goes.
 
 Two bounds: the time to the first token of a short prompt that arrives next, and what smaller chunks cost the long ones.
-The second is a budget over time: overhead is paid from a credit that every computed chunk earns.
+The second is a budget over time: what smaller chunks lose is paid from a credit that every computed chunk earns.
 Pure; ``now`` is an argument.  Knows neither requests nor pages.  The model behind it: docs/scheduling.md.
 """
 
@@ -15,7 +15,7 @@ from statistics import median_low
 from typing import Final
 
 from lucevisor.engine.backlog import Backlog
-from lucevisor.engine.step_times import StepCost, StepTimes
+from lucevisor.engine.step_times import MeasuredCost, StepTimes
 from lucevisor.model.values import PAGE_TOKENS
 from lucevisor.protocol.steps import Slice
 
@@ -23,15 +23,24 @@ MAX_SLOWDOWN: Final = 2.5
 """Worst time to the first token of a short prompt beside long ones, as a multiple of alone; measured: at most 3."""
 
 MAX_OVERHEAD_SHARE: Final = 0.12
-"""Share of their time that long prompts may lose to the overhead of smaller chunks.  Their throughput loses about a
-tenth: where one ends and the next begins, small steps waste less.
+"""Share of their time that long prompts may lose to smaller chunks.  Their throughput loses about a tenth: where one
+ends and the next begins, small steps waste less.
 """
 
 HORIZON_S: Final = 5.0
 """Seconds of work over which the budget is kept: after a while without loss, up to twice as much may be lost."""
 
-RECENT_S: Final = 5.0
+RECENT_S: Final = 8.0
 """Seconds after the start of a short prompt in which long ones leave room: its client is likely to ask again."""
+
+MIN_GAIN: Final = 3.0
+"""Where no chunk keeps the time to the first token, a smaller one must shorten a step by this times what it loses."""
+
+BESIDE_DECODES: Final = 512
+"""Tokens of a chunk while others decode or are computed, where longer ones take longer steps..."""
+
+MAX_DECODE_LOSS: Final = 0.75
+"""... and so many cost a long prompt at most this share of its time more than whole chunks."""
 
 MAX_WAIT_SHARE: Final = 0.5
 """A long prompt's chunk is sent if it would wait at the last stage for at most this share of its own time there..."""
@@ -50,14 +59,14 @@ def chunk_sizes(full: int) -> list[int]:
 
 
 @dataclass(slots=True)
-class _FittedChunks:
-    """What is derived from a fit.  ``by_start``: the largest quick chunk from a position, and a whole one's seconds."""
+class _CostChoice:
+    """What is derived from a cost.  ``sizes``: the chunk by position, neighbours and allowed loss."""
 
-    cost: StepCost
+    cost: MeasuredCost
     own_s: float  # a short prompt's step
     max_short_tokens: int = 0
     beside_short: int = 0
-    by_start: dict[int, tuple[int, float]] = field(default_factory=dict)
+    sizes: dict[tuple[int, bool, float], int] = field(default_factory=dict)
 
 
 class SharedChunks:
@@ -72,8 +81,10 @@ class SharedChunks:
         self._short: deque[int] = deque(maxlen=32)
         self._credit_s = 0.0
         self._loss = MAX_OVERHEAD_SHARE  # allowed now
+        self._base = full_chunk  # what the last chunk was chosen instead of
         self._short_until = -math.inf
-        self._last: _FittedChunks | None = None
+        self._beside_until = -math.inf
+        self._last: _CostChoice | None = None
 
     # ---- inputs
 
@@ -81,26 +92,27 @@ class SharedChunks:
         """Note how long the slowest stage of a step took."""
         self._times.add(slices, seconds)
 
-    def started(self, n_tokens: int, now: float) -> None:
-        """Note that a prompt starts with ``n_tokens`` to compute."""
+    def started(self, n_tokens: int, now: float, *, beside_long: bool = False) -> None:
+        """Note that a prompt starts with ``n_tokens`` to compute, perhaps while a long one is computed."""
         if n_tokens <= self.max_short_tokens:
             self._short.append(n_tokens)
             self._short_until = now + RECENT_S
+            self._beside_until = self._short_until if beside_long else self._beside_until
 
     def charge(self, slices: Iterable[tuple[int, Slice]]) -> None:
         """Book the slices of a planned step, each with the tokens of its whole prompt.
 
-        Slices of long prompts earn credit for their work, also whole chunks, and pay for overhead beyond that of whole
-        chunks.  At most ``HORIZON_S`` of work is credited.
+        Slices of long prompts earn credit for their work, also whole chunks, and pay for what they take longer than
+        whole chunks; sizes not measured yet pay what they may cost at most.  At most ``HORIZON_S`` of work is credited.
         """
-        choice, max_short_tokens = self._fitted(), self.max_short_tokens
+        choice, max_short_tokens = self._chosen(), self.max_short_tokens
         pieces = [(len(piece.tokens), piece.start) for n_prefill, piece in slices if n_prefill > max_short_tokens]
         if choice is not None and pieces:
-            overhead_s, part = choice.cost.overhead_s, sum(n for n, _ in pieces) / self._full
-            whole_s = overhead_s * part + sum(choice.cost.work_s(n, start) for n, start in pieces)
-            most = MAX_OVERHEAD_SHARE * HORIZON_S
-            self._credit_s = self._credit_s + MAX_OVERHEAD_SHARE * whole_s - overhead_s * (1 - part)
-            self._credit_s = min(most, max(-most, self._credit_s))
+            cost, most, n_tokens = choice.cost, MAX_OVERHEAD_SHARE * HORIZON_S, sum(n for n, _ in pieces)
+            whole_s = self._pieces_s(cost, self._base) * n_tokens / self._full
+            lost_s = max(0.0, cost.flat_s(n_tokens) - whole_s)
+            earned_s = MAX_OVERHEAD_SHARE * (whole_s + sum(cost.depth_s(n, start) for n, start in pieces))
+            self._credit_s = min(most, max(-most, self._credit_s + earned_s - lost_s))
             if any((start + n) % self._full == 0 for n, start in pieces):
                 self._loss = MAX_OVERHEAD_SHARE * (1 + self._credit_s / most)
 
@@ -111,52 +123,56 @@ class SharedChunks:
         """A prompt of at most so many tokens is short: it is computed in one step, which delays others by no more than
         a chunk.
         """
-        choice = self._fitted()
+        choice = self._chosen()
         return self._half if choice is None else choice.max_short_tokens
 
     @property
     def beside_short(self) -> int:
         """Tokens of a step with short prompts that a long one may fill up to: what is left of their bound."""
-        choice = self._fitted()
+        choice = self._chosen()
         return 0 if choice is None else choice.beside_short
 
     def expects_short(self, now: float) -> bool:
-        """Whether a short prompt started recently.
+        """Whether a short prompt started recently."""
+        return now < self._short_until
 
-        Not before whole chunks were measured: where sizes have kernels of their own, what small steps cost says little
-        of them.
-        """
-        return now < self._short_until and self._times.measured_s(self._full) is not None
+    def came_beside_long(self, now: float) -> bool:
+        """Whether a short prompt started recently while a long one was computed, so that more are likely to."""
+        return now < self._beside_until
 
-    def chunk(self, start: int) -> int:
+    def chunk(self, start: int, *, others: bool) -> int:
         """Return the tokens of a long prompt's next chunk, which begins at position ``start``.
 
-        The largest that keeps the time to the first token, but no smaller than the budget allows.  The budget is read
-        once per whole chunk, because slices of equal size keep every stage busy.
+        The largest that keeps the time to the first token, but no smaller than the budget allows.  ``others`` are there
+        or came lately; else they are only expected.  Whole chunks are measured first, then one size after the other
+        where measured ones promise a gain.  The budget is read once per whole chunk, because slices of equal size keep
+        every stage busy.
         """
-        choice = self._fitted()
-        if choice is None:
-            return self._half
-        if start not in choice.by_start:
-            choice.by_start[start] = self._quick(choice, start), choice.cost.step_s(self._full, start)
-        quick, whole_s = choice.by_start[start]
-        return max(quick, self._cheap(choice, self._loss * whole_s))
+        choice = self._chosen()
+        if choice is None or not choice.cost.measured(self._full):
+            return self._full
+        self._base = self._base_size(choice.cost) if others else self._full
+        key = start, others, self._loss
+        if key not in choice.sizes:
+            size = self._best(choice, start, self._base, self._loss)
+            choice.sizes[key] = self._next_to_measure(choice.cost, size)
+        return choice.sizes[key]
 
     def step_s(self, slices: Iterable[Slice]) -> float:
         """Return the estimated seconds of a stage for a step; 0 while unknown."""
-        choice = self._fitted()
-        return 0.0 if choice is None else choice.cost.seconds(slices)
+        choice = self._chosen()
+        return 0.0 if choice is None else choice.cost.seconds((len(piece.tokens), piece.start) for piece in slices)
 
-    def may_follow(self, backlog: Backlog, now: float, start: int) -> bool:
+    def may_follow(self, backlog: Backlog, now: float, start: int, *, others: bool) -> bool:
         """Whether a long prompt's chunk from ``start`` may be sent now.
 
         Not while the first stage works, so that a short prompt finds at most one chunk there.  Nor before the last
         stage needs it: chunks that pile up before a slower stage would all be in front of a short prompt.
         """
-        choice = self._fitted()
+        choice = self._chosen()
         if not backlog.first_stage_free or choice is None or backlog.empty:
             return backlog.first_stage_free
-        n_tokens = min(self.chunk(start), self._full - start % self._full)
+        n_tokens = min(self.chunk(start, others=others), self._full - start % self._full)
         seconds = choice.cost.step_s(n_tokens, start)
         return (
             backlog.wait_s(seconds, now) <= MAX_WAIT_SHARE * seconds
@@ -165,24 +181,50 @@ class SharedChunks:
 
     # ---- inside
 
-    def _fitted(self) -> _FittedChunks | None:
-        cost = self._times.fit()
+    def _chosen(self) -> _CostChoice | None:
+        cost = self._times.cost()
         if cost is None:
             return None
         if self._last is None or self._last.cost is not cost:
-            choice = _FittedChunks(cost, cost.step_s(median_low(self._short) if self._short else PAGE_TOKENS))
-            quick = self._quick(choice, 0)
-            choice.max_short_tokens = max(quick, self._cheap(choice, MAX_OVERHEAD_SHARE * cost.step_s(self._full)))
+            choice = _CostChoice(cost, cost.step_s(median_low(self._short) if self._short else PAGE_TOKENS))
+            quick = self._best(choice, 0, self._base_size(cost), MAX_OVERHEAD_SHARE)
+            choice.max_short_tokens = quick
             left_s = self._n_stages * (MAX_SLOWDOWN * choice.own_s - cost.step_s(quick))
-            choice.beside_short = max((size for size in self._sizes if cost.step_s(size) <= left_s), default=0)
+            choice.beside_short = max((size for size in self._sizes if cost.most_s(size) <= left_s), default=0)
             self._last = choice
         return self._last
 
-    def _quick(self, choice: _FittedChunks, start: int) -> int:
-        # n chunks and the own step within MAX_SLOWDOWN x n own steps
-        most_s = (MAX_SLOWDOWN - 1 / self._n_stages) * choice.own_s
-        return max((s for s in self._sizes if choice.cost.step_s(s, start) <= most_s), default=self._sizes[0])
+    def _pieces_s(self, cost: MeasuredCost, size: int) -> float:
+        """Return the seconds of a whole chunk in pieces of a size, without what positions before them cost."""
+        n, rest = divmod(self._full, size)
+        return n * cost.flat_s(size) + (cost.flat_s(rest) if rest else 0.0)
 
-    def _cheap(self, choice: _FittedChunks, most_s: float) -> int:
-        """Return the smallest size whose steps cost at most ``most_s`` more than one whole chunk."""
-        return next(s for s in self._sizes if (-(-self._full // s) - 1) * choice.cost.overhead_s <= most_s)
+    def _base_size(self, cost: MeasuredCost) -> int:
+        """Return the largest chunk beside others: the smallest from BESIDE_DECODES whose loss is bearable."""
+        most_s = (1 + MAX_DECODE_LOSS) * cost.flat_s(self._full)
+        sizes = (size for size in self._sizes if size >= min(BESIDE_DECODES, self._full))
+        return next(size for size in sizes if self._pieces_s(cost, size) <= most_s)
+
+    def _best(self, choice: _CostChoice, start: int, base: int, loss: float) -> int:
+        """Return the largest size that keeps the time to the first token, else the smallest that gains enough; of those
+        that ``loss`` allows.
+        """
+        cost, base_s = choice.cost, self._pieces_s(choice.cost, base)
+        whole_s = base_s + cost.depth_s(self._full, start)
+        seconds = {size: cost.step_s(size, start) for size in self._sizes if size <= base}
+        lost = {size: (self._pieces_s(cost, size) - base_s) / whole_s for size in seconds}
+        allowed = [size for size in seconds if size == base or lost[size] <= loss]
+        # n chunks and the own step within MAX_SLOWDOWN x n own steps
+        quick_s = (MAX_SLOWDOWN - 1 / self._n_stages) * choice.own_s
+        quick = max((size for size in allowed if seconds[size] <= quick_s), default=None)
+        gaining = (size for size in allowed if 1 - seconds[size] / seconds[base] >= MIN_GAIN * lost[size])
+        return min(gaining) if quick is None else quick
+
+    def _next_to_measure(self, cost: MeasuredCost, size: int) -> int:
+        """Return ``size`` if steps of it were measured, else the size to measure first: half of the next measured one,
+        so that one that gains nothing costs one more step like it.
+        """
+        if cost.measured(size):
+            return size
+        measured = next(larger for larger in self._sizes if larger > size and cost.measured(larger))
+        return max(size, *(smaller for smaller in self._sizes if 2 * smaller <= measured))

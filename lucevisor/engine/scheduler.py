@@ -261,12 +261,12 @@ class Scheduler:
     # ---- inside: choice, pages, plans
 
     def _budget(self, now: float) -> StepBudget:
-        whole = self.limits.prefill_chunk
-        shared = self.chunks.expects_short(now) or has_others(self.running, self.chunks.max_short_tokens)
-        follow = partial(self.chunks.may_follow, self._backlog, now)
+        others = self.chunks.came_beside_long(now) or has_others(self.running, self.chunks.max_short_tokens)
+        shared = others or self.chunks.expects_short(now)
+        follow = partial(self.chunks.may_follow, self._backlog, now, others=others)
         # Keys closer together than a chunk count as equal: the shortest prompt goes first.
-        n_stages, step_id = self.n_stages, self._last_step + 1
-        return StepBudget(step_id, n_stages, self.chunks, shared, follow, lambda key: self._shares.lead(key) // whole)
+        level, step_id = (lambda key: self._shares.lead(key) // self.limits.prefill_chunk), self._last_step + 1
+        return StepBudget(step_id, self.n_stages, self.chunks, shared, others, follow, level)
 
     def _secure(self, chosen: list[ScheduledSlice]) -> list[ScheduledSlice]:
         """Give every slice its pages, oldest request first; if too few are free, evict slots, then preempt the youngest

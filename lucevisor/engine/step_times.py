@@ -1,19 +1,33 @@
-"""Measured times of prefill steps, and a cost model fitted to them.
+"""Measured times of prefill steps, and the cost of a step of any size by them.
 
-Pure: sizes and seconds in.  The overhead of a step (weights read or dequantised, kernels launched) is what small chunks
-pay more often; a token costs more the more tokens are before it.  Fitted to medians of recent steps of about the same
-size and position, so a step that compiled or was disturbed does not count.
+Pure: sizes and seconds in.  A linear fit (an overhead a step, a token, more with the tokens before it) is taken where
+it tells all measured sizes.  Where it does not, because steps of some sizes run other kernels (on a GPU one of 65
+tokens dequantises all weights and costs what one of 512 does), the cost is the median of recent steps of about a size,
+and a line between measured sizes.  Medians, so a step that compiled or was disturbed does not count.
 """
 
 from __future__ import annotations
 
+import math
+from bisect import bisect_left
 from collections import deque
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from itertools import combinations
+from dataclasses import dataclass, field
+from statistics import median_low
 from typing import Final
 
+from lucevisor.model.values import PAGE_TOKENS
 from lucevisor.protocol.steps import Slice
+
+NEAR: Final = 1.15
+"""Sizes whose ratio is at most this cost about the same for each token; decodes beside a chunk add less."""
+
+MAX_AGE: Final = 4096
+"""Steps after which a size is forgotten that none had: what it cost says little then, and one that gained nothing may
+be tried again."""
+
+MAX_ERROR: Final = 0.1
+"""The fit is taken where it tells every measured size within this share: made of all steps, it is less noisy."""
 
 _KEPT: Final = 9  # steps per class: a few outliers do not move their median
 _LEAST_STEPS: Final = 2
@@ -21,8 +35,8 @@ _LEAST_TOKENS: Final = 16  # of a slice: shorter ones run other kernels, as deco
 _DEPTH_CLASS: Final = 1024  # positions
 _FIT_EVERY: Final = 8  # steps; fitting takes as long as planning some
 
-_Point = tuple[tuple[float, float, float], float]
-"""(1, tokens, tokens x positions before them), seconds."""
+_Step = tuple[int, float, float]
+"""Tokens, tokens x positions before them, seconds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,26 +49,94 @@ class StepCost:
     token_s: float
     depth_s: float = 0.0
 
-    def work_s(self, n_tokens: int, start: int = 0) -> float:
-        """Return the seconds of a slice from position ``start``, without the overhead of its step."""
-        return n_tokens * (self.token_s + self.depth_s * (start + n_tokens / 2))
+    def step_s(self, n_tokens: int, start: int = 0) -> float:
+        """Return the seconds of a step that carries one slice."""
+        return self.overhead_s + n_tokens * (self.token_s + self.depth_s * (start + n_tokens / 2))
+
+
+@dataclass(frozen=True, slots=True)
+class MeasuredCost:
+    """Seconds of a step at the slowest stage.
+
+    ``points``: measured sizes and their seconds at the start of a prompt; both rise.  ``fit`` gives the cost of a
+    position, and of a token beyond the points.
+    """
+
+    fit: StepCost
+    points: tuple[tuple[float, float], ...]
 
     def step_s(self, n_tokens: int, start: int = 0) -> float:
         """Return the seconds of a step that carries one slice."""
-        return self.overhead_s + self.work_s(n_tokens, start)
+        return self.flat_s(n_tokens) + self.depth_s(n_tokens, start)
 
-    def seconds(self, slices: Iterable[Slice]) -> float:
-        """Return the seconds of a step."""
-        return self.overhead_s + sum(self.work_s(len(piece.tokens), piece.start) for piece in slices)
+    def seconds(self, slices: Iterable[tuple[int, int]]) -> float:
+        """Return the seconds of a step with slices of (tokens, start)."""
+        pieces = list(slices)
+        return self.flat_s(sum(n for n, _ in pieces)) + sum(self.depth_s(n, start) for n, start in pieces)
+
+    def flat_s(self, n_tokens: int) -> float:
+        """Return the seconds of a step without what the positions before its slices cost."""
+        at = bisect_left(self.points, (n_tokens, -math.inf))
+        if at == len(self.points):
+            size, seconds = self.points[-1]
+            return seconds + (n_tokens - size) * self.fit.token_s
+        right, right_s = self.points[at]
+        if not at:
+            return max(0.0, right_s - (right - n_tokens) * self.fit.token_s)
+        left, left_s = self.points[at - 1]
+        return left_s + (right_s - left_s) * (n_tokens - left) / (right - left)
+
+    def depth_s(self, n_tokens: int, start: int) -> float:
+        """Return what the positions before a slice, and in it, cost."""
+        return n_tokens * self.fit.depth_s * (start + n_tokens / 2)
+
+    def measured(self, n_tokens: int) -> bool:
+        """Return whether steps of about so many tokens were measured."""
+        return any(max(size, n_tokens) <= NEAR * min(size, n_tokens) for size, _ in self.points)
+
+    def most_s(self, n_tokens: int) -> float:
+        """Return the seconds of a step at the start of a prompt; of the next larger measured size, if this was not."""
+        if self.measured(n_tokens):
+            return self.step_s(n_tokens)
+        return self.step_s(next((math.ceil(size) for size, _ in self.points if size >= n_tokens), n_tokens))
+
+
+@dataclass(slots=True)
+class _SizeClass:
+    """Recent steps of about one size, by depth class."""
+
+    by_depth: dict[int, deque[_Step]] = field(default_factory=dict)
+    last: int = 0  # number of the last step
+
+    @property
+    def n_steps(self) -> int:
+        return sum(map(len, self.by_depth.values()))
+
+    def point(self, depth_s: float) -> tuple[float, float]:
+        """Return the median size, and the median seconds without ``depth_s`` a token and position."""
+        steps = [step for found in self.by_depth.values() for step in found]
+        return median_low(n for n, _, _ in steps), median_low(max(0.0, t - depth_s * depth) for _, depth, t in steps)
+
+    def slopes(self) -> tuple[float, float]:
+        """Return sums of products and of squares, of seconds and positions by token between medians of depth classes:
+        their ratio is the cost of a position.
+        """
+        middles = [_middle(steps) for steps in self.by_depth.values() if len(steps) >= _LEAST_STEPS]
+        pairs = [(depth / n, seconds / n) for n, depth, seconds in middles]
+        mean = [sum(values) / len(pairs) for values in zip(*pairs, strict=True)]
+        return (
+            sum((depth - mean[0]) * (seconds - mean[1]) for depth, seconds in pairs),
+            sum((depth - mean[0]) ** 2 for depth, _ in pairs),
+        )
 
 
 class StepTimes:
-    """Recent prefill steps by size (powers of two) and depth."""
+    """Recent prefill steps by size and depth."""
 
     def __init__(self) -> None:
-        self._steps: dict[tuple[int, int], deque[_Point]] = {}
+        self._classes: dict[tuple[bool, int], _SizeClass] = {}
         self._n_added = 0
-        self._cost: StepCost | None = None
+        self._cost: MeasuredCost | None = None
         self._stale = False
 
     def add(self, slices: Iterable[Slice], seconds: float) -> None:
@@ -64,59 +146,72 @@ class StepTimes:
             return
         n_tokens = sum(n for _, n in pieces)
         depth = sum(n * (start + n / 2) for start, n in pieces if n >= _LEAST_TOKENS)
-        key = n_tokens.bit_length(), (int(depth / n_tokens) // _DEPTH_CLASS).bit_length()
-        self._steps.setdefault(key, deque(maxlen=_KEPT)).append(((1.0, float(n_tokens), depth), seconds))
+        found = self._classes.setdefault(_size_class(n_tokens), _SizeClass())
+        steps = found.by_depth.setdefault((int(depth / n_tokens) // _DEPTH_CLASS).bit_length(), deque(maxlen=_KEPT))
+        steps.append((n_tokens, depth, seconds))
         self._n_added += 1
-        self._stale = self._stale or self._n_added < 4 * _FIT_EVERY or self._n_added % _FIT_EVERY == 0
+        found.last = self._n_added
+        self._stale = self._stale or found.n_steps <= _KEPT or self._n_added % _FIT_EVERY == 0
 
-    def fit(self) -> StepCost | None:
+    def cost(self) -> MeasuredCost | None:
         """Return the cost of steps, renewed every few steps; None before steps of two sizes were seen."""
         if self._stale:
-            points = [_middle(steps) for steps in self._steps.values() if len(steps) >= _LEAST_STEPS]
-            self._cost = _fit(points) if len({features[1] for features, _ in points}) > 1 else None
+            oldest = self._n_added - MAX_AGE
+            # Short prompts may not come for long; what they cost does not depend on chunks.
+            self._classes = {k: found for k, found in self._classes.items() if found.last > oldest or not k[0]}
+            self._cost = self._measure()
             self._stale = False
         return self._cost
 
-    def measured_s(self, n_tokens: int) -> float | None:
-        """Return the median seconds of steps of about so many tokens near the start of a prompt; None while unknown."""
-        steps = self._steps.get((n_tokens.bit_length(), 0), ())
-        return _middle(steps)[1] if len(steps) >= _LEAST_STEPS else None
+    def _measure(self) -> MeasuredCost | None:
+        known = [found for found in self._classes.values() if found.n_steps >= _LEAST_STEPS]
+        if len(known) < 2:
+            return None
+        products, squares = (sum(sums) for sums in zip(*(found.slopes() for found in known), strict=True))
+        depth_s = max(0.0, products / squares) if squares else 0.0
+        points = _rising(sorted(found.point(depth_s) for found in known))
+        overhead_s, token_s = _fit(points)
+        fitted = tuple((size, overhead_s + size * token_s) for size, _ in points)
+        near = all(abs(a - b) <= MAX_ERROR * a for (_, a), (_, b) in zip(points, fitted, strict=True))
+        return MeasuredCost(StepCost(overhead_s, token_s, depth_s), fitted if near else points)
 
 
-def _middle(steps: Iterable[_Point]) -> _Point:
+def _size_class(n_tokens: int) -> tuple[bool, int]:
+    """Four classes from a power of two to the next; a page is the end of one, as GPUs have other kernels beyond it."""
+    return n_tokens > PAGE_TOKENS, round(4 * math.log2(n_tokens))
+
+
+def _rising(points: Sequence[tuple[float, float]]) -> tuple[tuple[float, float], ...]:
+    """Return the points with means in place of runs whose seconds fall: a larger step is no cheaper."""
+    runs: list[list[tuple[float, float]]] = []
+    for point in points:
+        runs.append([point])
+        while len(runs) > 1 and _mean_s(runs[-2]) >= _mean_s(runs[-1]):
+            runs[-2:] = [runs[-2] + runs[-1]]
+    return tuple((size, _mean_s(run)) for run in runs for size in dict.fromkeys(size for size, _ in run))
+
+
+def _mean_s(run: Sequence[tuple[float, float]]) -> float:
+    return sum(seconds for _, seconds in run) / len(run)
+
+
+def _middle(steps: Iterable[_Step]) -> _Step:
     """Return the step of median time for its tokens, the faster one of two."""
-    ordered = sorted(steps, key=lambda point: point[1] / point[0][1])
+    ordered = sorted(steps, key=lambda step: step[2] / step[0])
     return ordered[(len(ordered) - 1) // 2]
 
 
-def _fit(points: Sequence[_Point]) -> StepCost:
-    """Return the least squares of relative errors, so that small steps count as much, without negative terms."""
-    best, least = StepCost(0.0, 0.0), float("inf")
-    for terms in (terms for n in (1, 2, 3) for terms in combinations(range(3), n)):
-        found = _solve([[features[term] / seconds for term in terms] for features, seconds in points])
-        if found is None or min(found) < 0.0:
-            continue
-        values = [0.0, 0.0, 0.0]
-        for term, value in zip(terms, found, strict=True):
-            values[term] = value
-        errors = (sum(v * x for v, x in zip(values, features, strict=True)) / t - 1 for features, t in points)
-        error = sum(e * e for e in errors)
-        if error < least - 1e-9:
-            best, least = StepCost(*values), error
-    return best
-
-
-def _solve(rows: list[list[float]]) -> list[float] | None:
-    """Return x with the least ``|rows x - 1|`` by normal equations; None where the rows leave it open."""
-    n = len(rows[0])
-    scale = [max(row[i] for row in rows) or 1.0 for i in range(n)]
-    rows = [[value / most for value, most in zip(row, scale, strict=True)] for row in rows]
-    matrix = [[sum(r[i] * r[j] for r in rows) for j in range(n)] + [sum(r[i] for r in rows)] for i in range(n)]
-    for i in range(n):  # symmetric and positive: pivots on the diagonal are enough
-        if matrix[i][i] < 1e-6:
-            return None
-        for j in range(n):
-            if j != i:
-                factor = matrix[j][i] / matrix[i][i]
-                matrix[j] = [a - factor * b for a, b in zip(matrix[j], matrix[i], strict=True)]
-    return [matrix[i][n] / matrix[i][i] / scale[i] for i in range(n)]
+def _fit(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
+    """Return overhead and seconds a token, neither negative, with the least squares of relative errors, so that small
+    steps count as much.
+    """
+    rows = [(1 / seconds, size / seconds) for size, seconds in points if seconds > 0]
+    aa, ab, bb = (sum(r[i] * r[j] for r in rows) for i, j in ((0, 0), (0, 1), (1, 1)))
+    a, b = sum(r[0] for r in rows), sum(r[1] for r in rows)
+    determinant = aa * bb - ab * ab
+    if determinant <= 1e-9 * aa * bb:
+        return (0.0, b / bb) if rows else (0.0, 0.0)
+    overhead_s, token_s = (a * bb - b * ab) / determinant, (b * aa - a * ab) / determinant
+    if overhead_s >= 0 and token_s >= 0:
+        return overhead_s, token_s
+    return (0.0, b / bb) if overhead_s < 0 else (a / aa, 0.0)

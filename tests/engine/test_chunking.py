@@ -2,12 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 
 from lucevisor.engine.backlog import Backlog
-from lucevisor.engine.chunking import HORIZON_S, MAX_OVERHEAD_SHARE, MAX_SLOWDOWN, SharedChunks, chunk_sizes
-from lucevisor.engine.step_times import StepCost
+from lucevisor.engine.chunking import (
+    BESIDE_DECODES,
+    HORIZON_S,
+    MAX_DECODE_LOSS,
+    MAX_OVERHEAD_SHARE,
+    MAX_SLOWDOWN,
+    RECENT_S,
+    SharedChunks,
+    chunk_sizes,
+)
+from lucevisor.engine.step_times import MAX_AGE, StepCost
 from lucevisor.protocol.steps import Slice
+from tests.engine.timed_pipeline import gpu_rows_s
 
 SLOW = StepCost(0.008, 0.000385)  # the demo on a core of an EPYC
 GPU = StepCost(0.014, 0.0000205)  # a quarter of a 27B model on an H200
@@ -18,20 +30,22 @@ def piece(n: int, start: int = 0) -> Slice:
 
 
 def known(cost: StepCost, full: int = 512, n_stages: int = 2) -> SharedChunks:
+    """Every size was measured."""
     chunks = SharedChunks(n_stages, full)
     for _ in range(3):
-        for n in (40, 256, full):
+        for n in (40, *chunk_sizes(full)):
             for start in (0, 3000):
                 chunks.measured([piece(n, start)], cost.step_s(n, start))
     return chunks
 
 
-def compute(chunks: SharedChunks, n_tokens: int) -> list[int]:
-    """The pieces of a long prompt."""
+def compute(chunks: SharedChunks, n_tokens: int, seconds: Callable[[int], float], full: int = 512) -> list[int]:
+    """The pieces of a long prompt beside others, each measured when it is computed."""
     at, sizes = 0, []
     while at < n_tokens:
-        n = min(chunks.chunk(at), 512 - at % 512, n_tokens - at)
+        n = min(chunks.chunk(at, others=True), full - at % full, n_tokens - at)
         chunks.charge([(n_tokens, piece(n, at))])
+        chunks.measured([piece(n, at)], seconds(n))
         sizes.append(n)
         at += n
     return sizes
@@ -45,10 +59,11 @@ def test_sizes_make_whole_chunks_of_whole_pages() -> None:
     assert chunk_sizes(7) == [7]
 
 
-def test_half_a_chunk_before_anything_is_known() -> None:
+def test_whole_chunks_before_anything_is_known() -> None:
     for full, half in ((512, 256), (64, 64)):
         chunks = SharedChunks(2, full)
-        assert chunks.chunk(0) == chunks.max_short_tokens == half
+        assert chunks.chunk(0, others=True) == full
+        assert chunks.max_short_tokens == half
         assert chunks.beside_short == 0
         assert chunks.step_s([piece(64)]) == 0.0
 
@@ -66,32 +81,33 @@ def test_half_a_chunk_before_anything_is_known() -> None:
 def test_the_largest_chunk_that_keeps_the_time_to_the_first_token(cost: StepCost, n_stages: int, chunk: int) -> None:
     chunks = known(cost, n_stages=n_stages)
     for _ in range(40):  # alone long enough: all credit there is
-        chunks.charge([(512, piece(512))] * 20)
-    assert chunks.chunk(0) == chunk
+        chunks.charge([(1024, piece(512))] * 20)
+    assert chunks.chunk(0, others=False) == chunk
     first_s = n_stages * cost.step_s(chunk) + cost.step_s(64)
     assert first_s <= MAX_SLOWDOWN * n_stages * cost.step_s(64)
 
 
 def test_chunks_are_smaller_where_tokens_cost_more() -> None:
     chunks = known(StepCost(0.001, 0.0001, 1e-7))
-    assert chunks.chunk(0) == 128
-    assert chunks.chunk(20_000) == 64
+    assert chunks.chunk(0, others=False) == 128
+    assert chunks.chunk(20_000, others=False) == 64
 
 
 @pytest.mark.parametrize("overhead_s", [0.004, 0.008, 0.02, 0.05])
 def test_a_long_prompt_loses_what_the_budget_says(overhead_s: float) -> None:
     cost = StepCost(overhead_s, 0.000385)
     chunks, n_tokens = known(cost), 512 * 400
-    sizes = compute(chunks, n_tokens)
+    sizes = compute(chunks, n_tokens, cost.step_s)
     whole_s = n_tokens / 512 * cost.step_s(512)
     lost_s = sum(cost.step_s(n) for n in sizes) / whole_s - 1
     assert lost_s <= MAX_OVERHEAD_SHARE + MAX_OVERHEAD_SHARE * HORIZON_S / whole_s + 0.002
-    if chunks.chunk(0) > 128:  # it is the budget that bounds them: it is used
+    if chunks.chunk(0, others=True) > 128:  # it is the budget that bounds them: it is used
         assert lost_s >= 0.9 * MAX_OVERHEAD_SHARE
 
 
 def test_pieces_of_a_whole_chunk_are_of_one_size() -> None:
-    sizes = compute(known(StepCost(0.02, 0.000385)), 512 * 100)
+    cost = StepCost(0.02, 0.000385)
+    sizes = compute(known(cost), 512 * 100, cost.step_s)
     at, pieces = 0, dict[int, list[int]]()
     for n in sizes:
         pieces.setdefault(at // 512, []).append(n)
@@ -100,52 +116,151 @@ def test_pieces_of_a_whole_chunk_are_of_one_size() -> None:
     assert all(len(set(found[:-1])) <= 1 for found in pieces.values())
 
 
+# ---- sizes that were not measured
+
+
+def measured(rows_s: Callable[[int], float], *sizes: int, full: int = 512) -> SharedChunks:
+    chunks = SharedChunks(1, full)
+    for n in sizes * 3:
+        chunks.measured([piece(n)], rows_s(n))
+    return chunks
+
+
+def test_sizes_are_measured_from_the_largest_while_they_promise_a_gain() -> None:
+    sizes = compute(measured(SLOW.step_s, 64, 512), 512 * 20, SLOW.step_s)
+    assert sizes[:6] == [256, 256, 128, 128, 128, 128]
+    assert 512 not in sizes
+
+
+def flat_s(n: int) -> float:
+    """Up to 64 rows a step is cheap, so that a line to whole chunks promises much; above, all take the same."""
+    return 0.005 + 0.0002 * n if n <= 64 else 0.08
+
+
+def test_a_size_that_gains_nothing_is_tried_once() -> None:
+    sizes = compute(measured(flat_s, 64, 512), 512 * 40, flat_s)
+    assert sizes == [256, 256] + [512] * 39
+
+
+def test_a_size_is_used_down_to_where_it_gains() -> None:
+    def rows_s(n: int) -> float:
+        return flat_s(n) if n <= 64 else max(0.045, 0.08 * n / 512)
+
+    sizes = compute(measured(rows_s, 64, 512), 512 * 400, rows_s)
+    lost_s = sum(map(rows_s, sizes)) - 400 * rows_s(512)
+    assert set(sizes) == {256}  # half a chunk takes 45 ms, and a quarter no less
+    assert lost_s <= MAX_OVERHEAD_SHARE * (400 * rows_s(512) + HORIZON_S)
+
+
+def test_it_is_tried_again_after_long() -> None:
+    sizes = compute(measured(flat_s, 64, 512), 512 * (MAX_AGE + 100), flat_s)
+    tried = [i for i, n in enumerate(sizes) if n == 256]
+    assert tried[:2] == [0, 1]
+    assert len(tried) == 4
+    assert MAX_AGE <= tried[2] - tried[1] <= MAX_AGE + 16
+
+
+def test_whole_chunks_are_measured_again_after_long() -> None:
+    """So that what is lost is known, also where all chunks are small."""
+    chunks = measured(SLOW.step_s, 64, 512)
+    sizes = compute(chunks, 512 * MAX_AGE // 2, SLOW.step_s)
+    whole = [i for i, n in enumerate(sizes) if n == 512]
+    assert len(whole) >= 2
+    assert whole[0] >= MAX_AGE - 16
+
+
+def test_short_ones_are_no_reason_for_smaller_chunks_on_a_gpu() -> None:
+    """Their steps run other kernels.  A 27B model on one H200: whatever they are, whole chunks are right."""
+    for n_short in (16, 40, 64, 128):
+        rows_s = gpu_rows_s()
+        chunks = measured(rows_s, n_short, 512)
+        assert compute(chunks, 512 * 50, rows_s).count(512) >= 49
+
+
+# ---- chunks of more than 512
+
+
+@pytest.mark.parametrize("n_stages", [1, 2, 3])
+def test_beside_decodes_chunks_are_smaller_where_that_shortens_steps(n_stages: int) -> None:
+    rows_s = gpu_rows_s(n_stages)
+    chunks = SharedChunks(n_stages, 2048)
+    for n in (16, 64, 512, 1024, 2048) * 3:
+        chunks.measured([piece(n)], rows_s(n))
+    assert chunks.chunk(0, others=True) == BESIDE_DECODES
+    assert chunks.chunk(0, others=False) == 2048
+    assert 4 * rows_s(512) <= (1 + MAX_DECODE_LOSS) * rows_s(2048)
+
+
+def test_beside_decodes_chunks_are_whole_where_smaller_ones_take_as_long() -> None:
+    """A small model on a fast GPU, where launching takes longer than computing."""
+
+    def rows_s(n: int) -> float:
+        return 0.004 if n <= 64 else 0.05
+
+    chunks = measured(rows_s, 16, 64, 2048, full=2048)
+    sizes = compute(chunks, 2048 * 50, rows_s, full=2048)
+    assert sizes.count(2048) >= 49
+
+
+# ---- what is short, and when it is expected
+
+
 def test_short_prompts_are_what_the_bound_is_measured_by() -> None:
     chunks = known(SLOW)
     for _ in range(9):
         chunks.started(20, 0.0)
         chunks.measured([piece(40)], SLOW.step_s(40))
-    for _ in range(8):
-        chunks.measured([piece(256)], SLOW.step_s(256))
-    compute(chunks, 512)
-    assert chunks.expects_short(4.9)
-    assert not chunks.expects_short(5.1)
+    compute(chunks, 512, SLOW.step_s)
+    assert chunks.expects_short(RECENT_S - 0.1)
+    assert not chunks.expects_short(RECENT_S + 0.1)
     assert chunks.max_short_tokens >= 64
+
+
+def test_short_prompts_that_came_beside_long_ones_are_remembered() -> None:
+    chunks = known(SLOW)
+    chunks.started(20, 0.0)
+    assert not chunks.came_beside_long(0.1)
+    chunks.started(20, 1.0, beside_long=True)
+    chunks.started(20, 2.0)
+    assert chunks.came_beside_long(RECENT_S + 0.9)
+    assert not chunks.came_beside_long(RECENT_S + 1.1)
+    chunks.started(4000, 20.0, beside_long=True)  # itself a long one
+    assert not chunks.came_beside_long(20.1)
 
 
 def test_a_short_prompts_step_is_filled_only_where_the_bound_leaves_room() -> None:
     assert known(SLOW).beside_short < 128
     assert known(GPU).beside_short == 512
+    assert measured(gpu_rows_s(), 40, 64, 512).beside_short <= 64  # what 65 rows take is not known: as 512, perhaps
 
 
 def test_a_chunk_waits_for_the_head_and_until_the_last_stage_needs_it() -> None:
     chunks, backlog = known(GPU), Backlog(2)
     step_s = GPU.step_s(512)
-    assert chunks.may_follow(backlog, 0.0, 0)
+    assert chunks.may_follow(backlog, 0.0, 0, others=True)
     backlog.sent(step_s, 0.0)
-    assert not chunks.may_follow(backlog, 0.01, 0)  # the head works
+    assert not chunks.may_follow(backlog, 0.01, 0, others=True)  # the head works
     backlog.first_stage_done(step_s)
-    assert chunks.may_follow(backlog, step_s, 0)  # the tail works on one: the next comes when it is done
+    assert chunks.may_follow(backlog, step_s, 0, others=True)  # the tail works on one: the next comes when it is done
     backlog.sent(step_s, step_s)
     backlog.first_stage_done(2 * step_s)
-    assert chunks.may_follow(backlog, 2 * step_s, 0)  # due now
+    assert chunks.may_follow(backlog, 2 * step_s, 0, others=True)  # due now
     slow_tail = Backlog(2)
     slow_tail.sent(step_s, 0.0)
     slow_tail.first_stage_done(step_s)
     slow_tail.sent(step_s, step_s)
     slow_tail.first_stage_done(1.2 * step_s)
-    assert not chunks.may_follow(slow_tail, 1.2 * step_s, 0)  # one is at work there and one waits
+    assert not chunks.may_follow(slow_tail, 1.2 * step_s, 0, others=True)  # one is at work there and one waits
     slow_tail.answered(2 * step_s)
-    assert chunks.may_follow(slow_tail, 2 * step_s, 0)
+    assert chunks.may_follow(slow_tail, 2 * step_s, 0, others=True)
 
 
-def test_no_room_is_kept_before_whole_chunks_were_measured() -> None:
+def test_chunks_are_whole_until_whole_ones_were_measured() -> None:
     chunks = SharedChunks(2, 512)
     for _ in range(3):
         for n in (40, 256):
             chunks.measured([piece(n)], SLOW.step_s(n))
-    chunks.started(20, 0.0)
-    assert not chunks.expects_short(1.0)
+    assert chunks.chunk(0, others=True) == 512
     for _ in range(2):
         chunks.measured([piece(512)], SLOW.step_s(512))
-    assert chunks.expects_short(1.0)
+    assert chunks.chunk(0, others=True) == 128

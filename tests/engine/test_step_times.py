@@ -1,11 +1,14 @@
-"""The cost of a step, fitted to measured ones."""
+"""The cost of a step by measured ones: a line where it tells them all, else medians by size."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 
-from lucevisor.engine.step_times import StepCost, StepTimes
+from lucevisor.engine.step_times import MAX_AGE, MAX_ERROR, MeasuredCost, StepCost, StepTimes
 from lucevisor.protocol.steps import Slice
+from tests.engine.timed_pipeline import gpu_rows_s
 
 
 def slices(*sizes: int, start: int = 0) -> list[Slice]:
@@ -33,7 +36,7 @@ def seen(cost: StepCost, sizes: tuple[int, ...] = (40, 256), starts: tuple[int, 
     ],
 )
 def test_a_cost_is_found_again(cost: StepCost) -> None:
-    found = seen(cost, starts=(0, 1500, 5000)).fit()
+    found = seen(cost, starts=(0, 1500, 5000)).cost()
     assert found is not None
     for n, start in ((64, 0), (512, 0), (128, 3000), (512, 8000)):
         assert found.step_s(n, start) == pytest.approx(cost.step_s(n, start), rel=1e-3)
@@ -48,15 +51,15 @@ def test_depth_is_no_overhead_of_small_steps() -> None:
             times.add(slices(512, start=start), cost.step_s(512, start))
         times.add(slices(416, start=3584), cost.step_s(416, 3584))
         times.add(slices(64), cost.step_s(64))
-    found = times.fit()
+    found = times.cost()
     assert found is not None
-    assert found.overhead_s == pytest.approx(cost.overhead_s, rel=0.01)
-    assert found.depth_s == pytest.approx(cost.depth_s, rel=0.01)
+    assert found.fit.overhead_s == pytest.approx(cost.overhead_s, rel=0.01)
+    assert found.fit.depth_s == pytest.approx(cost.depth_s, rel=0.01)
 
 
 def test_nothing_is_known_before_two_sizes_were_seen() -> None:
-    assert StepTimes().fit() is None
-    assert seen(StepCost(0.008, 0.000385), sizes=(128,)).fit() is None
+    assert StepTimes().cost() is None
+    assert seen(StepCost(0.008, 0.000385), sizes=(128,)).cost() is None
 
 
 def test_steps_that_compiled_or_were_disturbed_do_not_count() -> None:
@@ -64,29 +67,98 @@ def test_steps_that_compiled_or_were_disturbed_do_not_count() -> None:
     times = seen(cost)
     times.add(slices(256), 5.0)
     times.add(slices(40), 3.0)
-    found = times.fit()
+    found = times.cost()
     assert found is not None
     assert found.step_s(512) == pytest.approx(cost.step_s(512))
 
 
 def test_decodes_and_short_slices_say_nothing() -> None:
     times = seen(StepCost(0.008, 0.000385))
-    before = times.fit()
+    before = times.cost()
     for _ in range(40):
         times.add(slices(*[1] * 60), 1.0)
-    assert times.fit() == before
+    assert times.cost() == before
 
 
 def test_times_that_fall_with_size_are_noise() -> None:
     times = StepTimes()
     for n, seconds in ((40, 0.2), (256, 0.1)) * 3:
         times.add(slices(n), seconds)
-    found = times.fit()
+    found = times.cost()
     assert found is not None
-    assert min(found.overhead_s, found.token_s, found.depth_s) >= 0.0
+    assert min(found.fit.overhead_s, found.fit.token_s, found.fit.depth_s) >= 0.0
     assert 0.1 <= found.step_s(128) <= 0.2
 
 
 def test_a_step_costs_its_overhead_once() -> None:
-    cost = StepCost(0.01, 0.001, 1e-6)
-    assert cost.seconds(slices(10, 20, start=100)) == pytest.approx(0.01 + 0.03 + 1e-6 * (10 * 105 + 20 * 110))
+    cost = MeasuredCost(StepCost(0.01, 0.001, 1e-6), ((10, 0.02), (40, 0.05)))
+    assert cost.seconds([(10, 100), (20, 100)]) == pytest.approx(0.01 + 0.03 + 1e-6 * (10 * 105 + 20 * 110))
+
+
+# ---- costs that are no line
+
+
+def by_size(rows_s: Callable[[int], float], *sizes: int) -> MeasuredCost:
+    times = StepTimes()
+    for n in sizes * 3:
+        times.add(slices(n), rows_s(n))
+    found = times.cost()
+    assert found is not None
+    return found
+
+
+def test_measured_sizes_cost_what_was_measured() -> None:
+    rows_s = gpu_rows_s()
+    found = by_size(rows_s, 16, 64, 128, 512, 2048)
+    for n in (16, 64, 128, 512, 2048):
+        assert found.measured(n)
+        assert found.step_s(n) == found.most_s(n) == rows_s(n)
+    for n in (65, 256, 1024):
+        at = [m for m in (64, 128, 512, 2048) if m < n][-1]
+        assert rows_s(at) < found.step_s(n) < rows_s(4 * at)
+
+
+def test_sizes_between_measured_ones_cost_at_most_what_the_larger_one_does() -> None:
+    found = by_size(gpu_rows_s(), 16, 64, 512)
+    for n in (100, 256, 440):
+        assert not found.measured(n)
+        assert found.step_s(n) < found.most_s(n) == gpu_rows_s()(512)
+    assert found.measured(520)  # decodes ride with a chunk
+    assert found.most_s(4096) == found.step_s(4096) > found.step_s(512)
+
+
+def test_a_line_is_taken_only_where_it_tells_every_size() -> None:
+    """It is made of all steps: what a size has of noise is averaged out."""
+    line = StepCost(0.008, 0.000385)
+    for error in (0.5 * MAX_ERROR, 3 * MAX_ERROR):
+
+        def rows_s(n: int, error: float = error) -> float:
+            return line.step_s(n) * (1 + error * (n == 128))
+
+        found = by_size(rows_s, 32, 64, 128, 256, 512)
+        off = found.step_s(128) / line.step_s(128) - 1
+        assert off < 0.5 * error if error < MAX_ERROR else off == pytest.approx(error)
+
+
+def test_a_whole_chunk_alone_costs_no_positions() -> None:
+    """Larger steps have more positions before their tokens: only steps of one size tell what those cost."""
+    times = StepTimes()
+    for n in (16, 64, 2048) * 3:
+        times.add(slices(n), gpu_rows_s()(n))
+    found = times.cost()
+    assert found is not None
+    assert found.fit.depth_s == 0.0
+    assert found.step_s(2048, 30_000) == gpu_rows_s()(2048)
+
+
+def test_sizes_nobody_had_for_long_are_forgotten_but_short_ones() -> None:
+    rows_s = gpu_rows_s()
+    times = StepTimes()
+    for n in (40, 256) * 3:
+        times.add(slices(n), rows_s(n))
+    for _ in range(MAX_AGE + 16):
+        times.add(slices(512), rows_s(512))
+    found = times.cost()
+    assert found is not None
+    assert found.measured(40)
+    assert not found.measured(256)

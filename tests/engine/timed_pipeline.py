@@ -1,7 +1,7 @@
 """A scheduler on a pipeline whose steps take simulated time: a virtual clock, no threads, the same result every time.
 
 A stage takes ``overhead_s + tokens * (token_s + position * depth_s)`` for a step and works on one at a time, in order.
-A step of more than ``gemm_tokens`` takes ``gemm_s`` at least: weights are dequantised for it, whatever its size.
+``rows_s`` gives what a step of so many rows takes in place of overhead and tokens, for kernels that go by size.
 The defaults are those measured on one core of an EPYC (Zen 4) with the demo model, two groups.
 """
 
@@ -19,12 +19,28 @@ from lucevisor.engine.limits import EngineLimits
 from lucevisor.engine.request import FinishedEvent
 from lucevisor.engine.scheduler import Scheduler
 from lucevisor.engine.step import StepPlan
+from lucevisor.model.values import PAGE_TOKENS
 from lucevisor.protocol.loading import PoolSizes
 from lucevisor.protocol.steps import Sampled, Step, StepResult
 from tests.engine.toy_engine import HYBRID, request
 
 STOP = 5
 """The id that ends an answer."""
+
+
+def gpu_rows_s(n_stages: int = 1) -> Callable[[int], float]:
+    """What a 27B model takes on one H200, on each of ``n_stages`` if there are more.
+
+    Up to 64 rows weights are multiplied as they are packed; above, all are dequantised, and up to 512 rows launching
+    takes longer than computing.
+    """
+
+    def seconds(n_rows: int) -> float:
+        if n_rows <= PAGE_TOKENS:
+            return (0.0105 + 0.0004 * n_rows) / n_stages
+        return max(0.075 + 0.00004 * n_rows, 0.045 + 0.0001 * n_rows) / n_stages
+
+    return seconds
 
 
 def demo_limits(**changes: object) -> EngineLimits:
@@ -38,6 +54,12 @@ def demo_limits(**changes: object) -> EngineLimits:
         "pools": PoolSizes(full_pages=1024, window_pages=0, states=9),
     }
     return EngineLimits(**{**usual, **changes})  # type: ignore[arg-type]
+
+
+def gpu_limits(prefill_chunk: int) -> EngineLimits:
+    """What the planner gives a 27B model on a GPU with room."""
+    pools = PoolSizes(full_pages=4096, window_pages=0, states=9)
+    return demo_limits(prefill_chunk=prefill_chunk, max_step_tokens=prefill_chunk + 8, max_context=32768, pools=pools)
 
 
 @dataclass
@@ -73,8 +95,7 @@ class TimedPipeline:
     overhead_s: float = 0.008
     token_s: float = 0.000385
     depth_s: float = 0.0
-    gemm_tokens: int = 0
-    gemm_s: float = 0.0
+    rows_s: Callable[[int], float] | None = None
     outside_s: float = 0.0  # of the time to the first token: HTTP and tokenising
     jitter: float = 0.0  # a stage takes up to this share more or less
     shares: tuple[float, ...] = ()  # of the time above, by stage; 1 each by default
@@ -141,9 +162,9 @@ class TimedPipeline:
 
     def step_s(self, step: Step) -> float:
         """What a stage takes for a step, without jitter."""
-        work_s = sum(len(s.tokens) * (self.token_s + self.depth_s * (s.start + len(s.tokens) / 2)) for s in step.slices)
-        least_s = self.gemm_s if step.n_tokens > self.gemm_tokens else 0.0
-        return max(least_s, self.overhead_s + work_s)
+        n_rows = step.n_tokens
+        flat_s = self.overhead_s + n_rows * self.token_s if self.rows_s is None else self.rows_s(n_rows)
+        return flat_s + self.depth_s * sum(len(s.tokens) * (s.start + len(s.tokens) / 2) for s in step.slices)
 
     def _send(self) -> None:
         while (plan := self.scheduler.next_plan(self.now)) is not None:
