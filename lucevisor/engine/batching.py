@@ -98,7 +98,9 @@ def choose_slices(
         prompts = [record for record in prompts if record not in waiting]
         decodes.clear()  # they go with its next chunk: a step of their own would delay it
     decodes.sort(key=lambda one: (one.live.last_step, one.record.arrival))
-    chosen = drafting.with_drafts(decodes[: _n_decodes(records, in_flight, budget.n_stages, drafting)])
+    chosen = drafting.with_drafts(
+        decodes[: _n_decodes(records, in_flight, drafting.n_groups(budget.n_stages), drafting)]
+    )
     n_left = limits.max_step_tokens - sum(one.n_tokens for one in chosen)
     return chosen + _choose_prompts(prompts, limits, budget, n_left, alone=not chosen)
 
@@ -151,11 +153,12 @@ def _turn(record: RequestRecord, budget: StepBudget) -> tuple[bool, int, int, in
 def _n_decodes(
     records: Collection[RequestRecord], in_flight: Collection[ScheduledStep], n_stages: int, drafting: Drafting
 ) -> int:
-    """Return the size of a micro-batch of decodes; 0 while every stage has one.
+    """Return the size of a micro-batch of decodes; 0 while all of them are under way.
 
     A micro-batch whose drafts are being made counts: its verification would wait behind that of another one.
     """
-    if sum(step.decodes for step in in_flight) + drafting.n_drafting >= n_stages:
+    n_groups = drafting.n_groups(n_stages)
+    if sum(step.decodes for step in in_flight) + drafting.n_drafting >= n_groups:
         return 0
     n_decoding = sum(record.state is RequestState.DECODE for record in records)
-    return -(-n_decoding // n_stages)
+    return -(-n_decoding // n_groups)

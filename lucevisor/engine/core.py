@@ -185,9 +185,7 @@ class Engine:
         """Apply a finished step; the pipeline's ``on_result``."""
         now = self._clock()
         self._totals.add(result)
-        stages_s = [stage.compute_s for stage in result.results]
-        self._scheduler.chunks.measured(result.step.slices, max(stages_s))
-        self._scheduler.drafting.measured(result.step.slices, stages_s)
+        self._scheduler.measured(result.step.slices, [stage.compute_s for stage in result.results])
         n_before = self._scheduler.n_generated_tokens
         try:
             events = self._scheduler.apply(result.results[-1], now)

@@ -48,6 +48,7 @@ class Drafting:
         self._n_sampled = 0  # of them, those that the output stage has answered, at the front
         self._overlaps = False  # the drafter works beside the output stage
         self._step_s = self._draft_s = 0.0  # of recent decodes, at the slowest stage and the drafter
+        self._n_decoding = self._n_prompts = 0  # running, when the next step was begun
 
     # ---- the drafter
 
@@ -111,6 +112,8 @@ class Drafting:
         """Add drafts to decodes that share a step, before their pages are secured."""
         if not self._settings.max_drafts:
             return [*decodes]
+        self._n_prompts = sum(record.state is RequestState.PREFILL for record in self._running)
+        self._n_decoding = len(self._running) - self._n_prompts
         found = [self._drafts_of(one.record, one.live) for one in decodes]
         if not any(drafted.tokens for drafted, _ in found):
             return [*decodes]
@@ -139,8 +142,8 @@ class Drafting:
             n_drafts -= 1
         states: list[int] = []
         if n_drafts and live.state != NO_STATE:
-            n_drafts = min(n_drafts, self._n_free_states)
             taken = self._pools[Space.RECURRENT].allocate(n_drafts) or []
+            n_drafts = len(taken)
             states = [live.state, *taken] if taken else []
         stop, n_ahead = one.stop + n_drafts, self._n_ahead(one, n_drafts)
         if n_ahead:
@@ -177,7 +180,7 @@ class Drafting:
             return  # planned before the drafter was attached
         self._n_sampled += 1
         for part in scheduled.parts.values():
-            if part.slice.n_ahead and part.record.live is part.live:
+            if part.slice.n_ahead:
                 part.live.awaiting = scheduled.step_id
 
     def answered(self, result: StepResult) -> None:
@@ -200,7 +203,7 @@ class Drafting:
                 part.live.drafted = drafted
                 self.speculation.drafted(part.record, drafted)
         pieces = [part.slice for part in expected.parts.values()]
-        if expected.n_ahead and _all_decodes(pieces):
+        if expected.n_ahead and all_decodes(pieces):
             n_asked = sum(piece.n_ahead > 0 for piece in pieces)
             self.speculation.measured_draft(n_asked, expected.n_ahead, result.compute_s)
             self._draft_s += (result.compute_s - self._draft_s) / _MEAN_OF
@@ -212,22 +215,17 @@ class Drafting:
             self.speculation.verified(part.record, part.n_proposed, n_accepted, looked_up=part.looked_up)
 
     def measured(self, slices: Sequence[Slice], stages_s: Sequence[float]) -> None:
-        """Note how long each stage took for a step."""
-        if self._settings.max_drafts and slices and _all_decodes(slices):
+        """Note how long each stage took for a step of decodes."""
+        if self._settings.max_drafts and slices:
             self.speculation.measured(sum(len(piece.tokens) for piece in slices), len(slices), sum(stages_s))
             self._step_s += (max(stages_s) - self._step_s) / _MEAN_OF
 
     # ---- inside
 
     @property
-    def _n_decoding(self) -> int:
-        return sum(record.state is RequestState.DECODE for record in self._running)
-
-    @property
     def _n_free_states(self) -> int:
         """States that no sequence has, but for one for the next checkpoint of every prompt that is being computed."""
-        n_prompts = sum(record.state is RequestState.PREFILL for record in self._running)
-        return max(0, self._pools[Space.RECURRENT].n_free - n_prompts * self._keeps_checkpoints)
+        return max(0, self._pools[Space.RECURRENT].n_free - self._n_prompts * self._keeps_checkpoints)
 
     def _within_states(self, widths: list[int]) -> list[int]:
         """Cut the longest slices until there is a recurrent state for every draft."""
@@ -278,6 +276,6 @@ def _padded(one: ScheduledSlice, width: int, drafted: Drafted, looked_up: bool) 
     return replace(one, drafts=padded, n_proposed=len(drafts), looked_up=looked_up)
 
 
-def _all_decodes(slices: Sequence[Slice]) -> bool:
+def all_decodes(slices: Sequence[Slice]) -> bool:
     """Whether a step computes no prompt."""
     return all(piece.sample and len(piece.tokens) == 1 + piece.n_drafts for piece in slices)

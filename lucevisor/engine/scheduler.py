@@ -21,7 +21,7 @@ from lucevisor.engine.admission import Admission
 from lucevisor.engine.backlog import Backlog
 from lucevisor.engine.batching import StepBudget, choose_slices, has_others
 from lucevisor.engine.chunking import SharedChunks
-from lucevisor.engine.drafting import Drafting
+from lucevisor.engine.drafting import Drafting, all_decodes
 from lucevisor.engine.limits import EngineLimits
 from lucevisor.engine.prefix_reuse import PrefixReuse
 from lucevisor.engine.queue import RequestQueue
@@ -41,7 +41,7 @@ from lucevisor.engine.step import ScheduledSequence, ScheduledSlice, ScheduledSt
 from lucevisor.engine.waits import WaitEstimate
 from lucevisor.kv.prefix_records import PrefixMatch
 from lucevisor.protocol.loading import arena_regions
-from lucevisor.protocol.steps import Operation, Sampled, Step, StepResult
+from lucevisor.protocol.steps import Operation, Sampled, Slice, Step, StepResult
 
 Events = list[tuple[str, Event]]
 """(request id, event) pairs, in order."""
@@ -258,6 +258,13 @@ class Scheduler:
         self.drafting.applied(scheduled)
         return events
 
+    def measured(self, slices: Sequence[Slice], stages_s: Sequence[float]) -> None:
+        """Note how long each stage took for a step."""
+        if all_decodes(slices):
+            self.drafting.measured(slices, stages_s)
+        else:
+            self.chunks.measured(slices, max(stages_s))
+
     # ---- inside: choice, pages, plans
 
     def _budget(self, now: float) -> StepBudget:
@@ -302,7 +309,9 @@ class Scheduler:
     def _plan(self, chosen: list[ScheduledSlice], now: float) -> StepPlan:
         self._last_step += 1
         slices = [one.schedule(self._last_step, self.drafting.draft_from(one.live)) for one in chosen]
-        self._shares.charge((one.record.request.key_id, len(s.tokens)) for one, s in zip(chosen, slices, strict=True))
+        self._shares.charge(
+            (one.record.request.key_id, len(s.tokens) - s.n_drafts) for one, s in zip(chosen, slices, strict=True)
+        )
         self.chunks.charge((one.n_prefill, s) for one, s in zip(chosen, slices, strict=True))
         wanted = chosen[0].record.wanted if chosen else None
         step = Step(
@@ -344,6 +353,7 @@ class Scheduler:
         if part.slice.n_drafts:
             self.drafting.verified(part, len(drawn) - 1)
             if record.live is live:
+                self._shares.charge([(record.request.key_id, len(drawn) - 1)])
                 self._operations += self.running.settle(live, state)
         return events
 

@@ -64,7 +64,7 @@ class Bench:
             drawn = [*piece.tokens[sure:][:n_accepted], 7] if piece.sample else []
             sampled += [Sampled(piece.sequence, token) for token in drawn]
         self.scheduler.apply(StepResult(plan.step.step_id, self.scheduler.n_stages - 1, sampled), 0.0)
-        self.scheduler.drafting.measured(plan.step.slices, [seconds])
+        self.scheduler.measured(plan.step.slices, [seconds])
         validation.check(self.scheduler)
 
     def draft(self, plan: StepPlan, token: int = 9, n: int = 99, seconds: float = 0.0) -> None:
@@ -91,6 +91,7 @@ def test_a_sequence_waits_for_its_drafts_and_goes_on_without_when_the_drafter_is
     bench.answer(first)
     assert plans(bench.scheduler) == []
     bench.scheduler.detach_drafter()
+    assert bench.scheduler.pools[Space.FULL].epoch == 0
     following = bench.plan()
     assert [(len(s.tokens), s.n_drafts, s.n_ahead) for s in following.step.slices] == [(1, 0, 0)]
     bench.answer(following)
@@ -219,19 +220,52 @@ def test_drafts_are_cut_to_the_pages_there_are() -> None:
     assert bench.scheduler.n_preemptions == 0
 
 
-def test_a_request_that_needs_a_page_gets_it_from_drafts_of_others_before_any_is_preempted() -> None:
-    bench = Bench(speculating(pools=PoolSizes(3, 0, 0), max_sequences=2))
-    bench.submit("a", n_prompt=60, n=60)
-    first = bench.plan()
-    assert len(bench.live("a").table.held(Space.FULL)) == 2  # for drafts up to position 64
-    bench.answer(first)
-    bench.draft(first, n=0)
-    bench.submit("b", n_prompt=60, n=3)
-    while bench.scheduler.n_running < 2:
-        plan = bench.plan()
+def looked_up(names: str, n: int, bounds: EngineLimits) -> list[tuple[str, list[int]]]:
+    """The first decodes of requests of 61 tokens whose next tokens, 7 and on, occurred before: (name, tokens)."""
+    bench = Bench(bounds)
+    bench.scheduler.detach_drafter()
+    for name in names:
+        bench.scheduler.submit(request(name, [1, 2, 3, 7, 5, 6, 8, 4, *range(40, 90), 1, 2, 3], n), 0.0)
+    for plan in plans(bench.scheduler):
         bench.answer(plan)
-        bench.draft(plan, n=0)
+    plan = bench.plan()
+    return [(name, s.tokens) for name, s in zip(plan.request_ids, plan.step.slices, strict=True)]
+
+
+def test_looked_up_drafts_are_cut_to_the_pages_there_are() -> None:
+    found = looked_up("ab", 50, speculating(lookup=True, pools=PoolSizes(3, 0, 0)))
+    assert found == [("a", [7, 5, 6, 8, 4]), ("b", [7, 5, 6])]  # the third page is a's
+
+
+def test_looked_up_drafts_end_before_the_last_token() -> None:
+    assert looked_up("a", 4, speculating(lookup=True)) == [("a", [7, 5, 6])]
+
+
+def test_a_request_that_needs_a_page_gets_one_that_is_kept_for_drafts_before_any_is_preempted() -> None:
+    bench = Bench(speculating(2, pools=PoolSizes(3, 0, 0)))
+    bench.submit("a", n_prompt=62)
+    bench.submit("b", n_prompt=63)
+    for _ in range(2):
+        for plan in plans(bench.scheduler):
+            bench.answer(plan)
+            bench.draft(plan, n=0)
+    assert [len(bench.live(name).table.held(Space.FULL)) for name in "ab"] == [2, 1]
+    assert [s.start for s in bench.plan().step.slices] == [63, 64]
+    assert [len(bench.live(name).table.held(Space.FULL)) for name in "ab"] == [1, 2]
     assert bench.scheduler.n_preemptions == 0
+
+
+def test_pages_of_drafts_under_verification_are_kept() -> None:
+    bench = Bench(speculating())
+    bench.submit("a", n_prompt=62)
+    first = bench.plan()
+    bench.answer(first)
+    bench.draft(first)
+    verify = bench.plan()
+    assert not bench.scheduler.running.release_ahead()
+    bench.answer(verify)
+    assert bench.scheduler.running.release_ahead()
+    assert len(bench.live("a").table.held(Space.FULL)) == 1
 
 
 def test_every_draft_of_a_recurrent_model_takes_a_state_until_the_verdict() -> None:
@@ -440,6 +474,9 @@ class Recorder(Speculation):
         self.told.append(("verify", [len(drafted.tokens) for _, drafted in drafts], n_decoding))
         return {record.request.request_id: 2 for record, _ in drafts}
 
+    def drafted(self, record: RequestRecord, drafted: Drafted) -> None:
+        self.told.append((record.request.request_id, len(drafted.tokens)))
+
     def verified(self, record: RequestRecord, n_drafts: int, n_accepted: int, *, looked_up: bool) -> None:
         self.told.append((record.request.request_id, n_drafts, n_accepted, looked_up))
 
@@ -462,9 +499,10 @@ def test_padding_makes_slices_equal_and_counts_as_no_draft() -> None:
     verify = bench.plan()
     assert [s.tokens for s in verify.step.slices] == [[7, 9, 9], [7, 7, 7]]
     bench.answer(verify, n_accepted=2, seconds=2.0)
-    assert policy.told == [("verify", [1, 0], 2), ("a", 1, 1, False), ("step", 6, 2, 2.0)]
+    assert policy.told == [("a", 1), ("verify", [1, 0], 2), ("a", 1, 1, False), ("step", 6, 2, 2.0)]
+    bench.scheduler.cancel("a", 0.0)
     bench.draft(verify, seconds=3.0)
-    assert policy.told[3:] == [("drafts", 2, 4, 3.0)]
+    assert policy.told[4:] == [("b", 4), ("drafts", 2, 4, 3.0)]
 
 
 def test_what_followed_the_same_tokens_before_is_verified_in_place_of_the_drafters_drafts() -> None:

@@ -15,9 +15,10 @@ from lucevisor.engine import drafting, validation
 from lucevisor.engine.handle import RequestHandle
 from lucevisor.engine.limits import EngineLimits, SpeculationSettings
 from lucevisor.engine.lookup import NgramIndex
-from lucevisor.engine.request import GenerationRequest
+from lucevisor.engine.request import GenerationRequest, RequestState
 from lucevisor.engine.sequence import RequestRecord
 from lucevisor.engine.speculation import Speculation
+from lucevisor.engine.step import StepPlan
 from lucevisor.kv.prefix_records import PrefixSettings
 from lucevisor.model.pages import max_window_pages
 from lucevisor.model.values import Space
@@ -114,14 +115,14 @@ def scenarios(draw: st.DrawFn) -> Scenario:
             GenerationRequest(
                 request_id=f"r{i}",
                 prompt=tuple(prompt),
-                max_tokens=draw(st.sampled_from([1, 2, 20, 45])),
+                max_tokens=draw(st.sampled_from([1, 20, 45, 90])),
                 sampling=Sampling(seed=i, presence_penalty=draw(st.sampled_from([0.0, 0.5]))),
                 stop_ids=frozenset(draw(st.sampled_from([(), (), (5, 11, 50)]))),
                 turn_boundaries=draw(st.sampled_from([(), (n_prompt // 2,)])),
             )
         )
-    kinds = ["submit", "submit", "work", "many", "many", "cancel", "lose", "attach", "detach", "swap"]
-    actions = draw(st.lists(st.tuples(st.sampled_from(kinds), st.integers(0, 11)), min_size=5, max_size=30))
+    kinds = ["submit", "work", "work", "many", "many", "cancel", "lose", "attach", "detach", "swap"]
+    actions = draw(st.lists(st.tuples(st.sampled_from(kinds), st.integers(0, 11)), min_size=10, max_size=40))
     wrong = draw(st.sampled_from([0, 1, 3]))
     return Scenario(limits, draw(st.integers(1, 3)), draw(st.booleans()), wrong, tuple(requests), tuple(actions))
 
@@ -151,7 +152,7 @@ class Play:
             case "work":
                 self.toy.work(index)
             case "many":
-                for i in range(4 * index):
+                for i in range(2 * index):
                     self.toy.work(i * index)
             case "cancel" if self.handles:
                 [*self.handles.values()][index % len(self.handles)].cancel()
@@ -188,6 +189,8 @@ class Play:
     def play(self) -> None:
         self.toy.attach()
         self.attach()
+        self.act("submit", 0)
+        self.act("submit", 0)
         for kind, index in self.scenario.actions:
             self.act(kind, index)
         while self.waiting:
@@ -222,3 +225,32 @@ def test_speculation_changes_no_token(scenario: Scenario) -> None:
     with lookups(play.toy, scenario.wrong + 1):
         play.play()
     asyncio.run(play.check())
+
+
+@settings(max_examples=60, deadline=None)
+@given(scenarios())
+def test_who_has_drafts_is_verified_before_others_are_twice(scenario: Scenario) -> None:
+    """Decoding sequences that are ready are left out by no more steps of decodes than there are micro-batches."""
+    play = Play(scenario)
+    scheduler = play.toy.engine._scheduler
+    n_steps, ready_since, longest = 0, {}, 0
+    plan_next = scheduler.next_plan
+
+    def next_plan(now: float) -> StepPlan | None:
+        nonlocal n_steps, longest
+        plan = plan_next(now)
+        if plan is not None and scheduler.in_flight[-1].decodes:
+            n_steps += 1
+        for record in scheduler.running:
+            live = record.live
+            assert live is not None
+            ready = record.state is RequestState.DECODE and not live.awaiting and live.n_scheduled < len(record.tokens)
+            if not ready:
+                ready_since.pop(live, None)
+            longest = max(longest, n_steps - ready_since.setdefault(live, n_steps) if ready else 0)
+        return plan
+
+    with pytest.MonkeyPatch.context() as patch, lookups(play.toy, scenario.wrong + 1):
+        patch.setattr(scheduler, "next_plan", next_plan)
+        play.play()
+    assert longest <= scenario.n_stages + 1

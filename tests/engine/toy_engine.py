@@ -104,7 +104,13 @@ class ToyEngine:
     @property
     def _told(self) -> ToyLimits:
         limits, n_stages = self.limits, self.model.n_stages
-        return ToyLimits(n_stages, limits.max_sequences, limits.max_step_tokens, limits.n_regions(n_stages))
+        return ToyLimits(
+            n_stages,
+            limits.max_sequences,
+            limits.max_step_tokens,
+            limits.n_regions(n_stages),
+            limits.max_context,
+        )
 
     def lose(self) -> None:
         """A daemon dies: the engine is told, and its pipeline is gone."""

@@ -336,6 +336,9 @@ class ToyDaemon:
             raise Violation(
                 f"step {step.step_id} has {step.n_tokens} tokens, {self.limits.max_step_tokens} were announced"
             )
+        stop = max((piece.start + len(piece.tokens) + piece.n_ahead for piece in step.slices), default=0)
+        if self.limits.max_context and stop > self.limits.max_context:
+            raise Violation(f"step {step.step_id} reaches position {stop}, {self.limits.max_context} were announced")
         if not 0 <= step.region < (self.limits.n_regions or self.limits.n_stages + 1):
             raise Violation(f"there is no region {step.region}")
         if isinstance(message, DraftStep):
@@ -357,6 +360,7 @@ class ToyLimits:
     max_sequences: int
     max_step_tokens: int
     n_regions: int = 0  # 0: one more than stages
+    max_context: int = 0  # 0: any
 
 
 def toy_daemons(

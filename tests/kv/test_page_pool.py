@@ -187,3 +187,17 @@ def test_without_states_in_host_memory_slots_and_sequences_share_all_pools(space
     pools = PagePools(spaces, PoolSizes(full_pages=4, window_pages=0, states=5, host_states=5 * (len(spaces) == 1)))
     assert pools.slot_pools is pools
     assert not pools.copies_states
+
+
+def test_pages_carry_the_draft_epoch_of_their_allocation_and_0_without_a_drafter() -> None:
+    pools = PagePools([Space.FULL, Space.RECURRENT], PoolSizes(8, 0, 2, host_states=1))
+    full = pools[Space.FULL]
+    assert pools.slot_pools[Space.FULL] is full
+    pages = []
+    for change in (lambda: None, pools.begin_draft_epoch, pools.end_draft_epoch, pools.begin_draft_epoch):
+        change()
+        pages += full.allocate(1) or []
+    assert [full.epoch_of(page) for page in pages] == [0, 1, 0, 2]
+    full.release([pages[0]])
+    assert full.allocate(1) == [pages[0]]
+    assert full.epoch_of(pages[0]) == 2
