@@ -7,7 +7,7 @@ knows no sequence, step or family name.  Families combine blocks in ``Family.lay
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -19,7 +19,7 @@ from daemons.kv.pools import Pools
 from daemons.models.loader import WeightLoader
 from daemons.ops.attention import attention
 from daemons.ops.basic import RmsNorm, Rope, l2_scale
-from daemons.ops.delta_rule import chunked, convolve, step
+from daemons.ops.delta_rule import by_token, chunked, convolve, step
 from daemons.ops.linear import Linear, Table
 from daemons.ops.operations import SHORT_SLICE, GatedDeltaNetParams, Norm, Operations
 from daemons.ops.paged import PagedTensor
@@ -285,7 +285,7 @@ class GatedDeltaNet:
         """qk [B, n, 2, N, D], v [B, n, N, D], g and beta [B, n, N] -> o [B, n, N, D]"""
         state = group.load_state(self.states)
         if group.n_states:
-            return self._recur_by_token(group, state, qk, v, g.exp_(), beta)
+            return by_token(state, qk, v, (g.exp_(), beta), self._states_after(group, state))
         if group.n_tokens == 1:
             out = step(state, qk, v, g.exp_(), beta)
         else:
@@ -294,14 +294,11 @@ class GatedDeltaNet:
         group.store_state(self.states, state)
         return out
 
-    def _recur_by_token(self, group: Group, state: Tensor, *inputs: Tensor) -> Tensor:
-        """:meth:`_recur` of qk, v, exp(g) and beta as single steps, which keeps the states after the last tokens."""
-        out, first = [], group.n_tokens - group.n_states
-        for token, (qk, v, decay, beta) in enumerate(zip(*(torch.split(x, 1, dim=1) for x in inputs), strict=True)):
+    def _states_after(self, group: Group, state: Tensor) -> Iterator[Tensor]:
+        """Memory for the state after each token; states that are kept and have no memory of their own are copied."""
+        for token in range(group.n_tokens):
             row = group.kept_row(self.states, token)
             after = torch.empty_like(state) if row is None else row
-            out.append(step(state, qk, v, decay, beta, after))
-            if row is None and token >= first:
+            yield after
+            if row is None and token >= group.n_tokens - group.n_states:
                 group.keep_states(self.states, token, after.unsqueeze(1))
-            state = after
-        return torch.cat(out, dim=1)
