@@ -77,7 +77,7 @@ class Scenario:
 
 def limits_of(draw: st.DrawFn) -> EngineLimits:
     spaces = draw(st.sampled_from([HYBRID, ALL_SPACES, frozenset({Space.FULL}), frozenset({Space.FULL, Space.WINDOW})]))
-    max_sequences = draw(st.integers(1, 4))
+    max_sequences = draw(st.sampled_from([1, 2, 4, 8]))
     chunk = draw(st.sampled_from([7, 32, 64, 100]))
     window = draw(st.sampled_from([1, 40, 64, 130])) if Space.WINDOW in spaces else None
     max_context = draw(st.sampled_from([150, 260]))
@@ -92,7 +92,9 @@ def limits_of(draw: st.DrawFn) -> EngineLimits:
         prefill_chunk=chunk,
         max_step_tokens=chunk + max_sequences * (1 + max_drafts) + draw(st.sampled_from([0, 100])),
         spaces=spaces,
-        pools=PoolSizes(draw(st.sampled_from([3, 4, 6, 12])), n_window, n_states),
+        pools=PoolSizes(
+            draw(st.sampled_from([3, 6, 12, 24])), n_window * draw(st.sampled_from([1, max_sequences])), n_states
+        ),
         window_tokens=window,
         prefix=cached,
         speculation=SpeculationSettings(
@@ -105,7 +107,7 @@ def limits_of(draw: st.DrawFn) -> EngineLimits:
 def scenarios(draw: st.DrawFn) -> Scenario:
     limits = limits_of(draw)
     requests = []
-    for i in range(draw(st.integers(1, 6))):
+    for i in range(draw(st.integers(1, 8))):
         n_prompt = draw(st.sampled_from([5, 30, 63, 64, 65, 100]))
         first = draw(st.sampled_from([0, 0, i]))  # some begin alike
         same = draw(st.sampled_from([0, 60, n_prompt]))
@@ -189,8 +191,8 @@ class Play:
     def play(self) -> None:
         self.toy.attach()
         self.attach()
-        self.act("submit", 0)
-        self.act("submit", 0)
+        for _ in range(4):
+            self.act("submit", 0)
         for kind, index in self.scenario.actions:
             self.act(kind, index)
         while self.waiting:
@@ -227,7 +229,7 @@ def test_speculation_changes_no_token(scenario: Scenario) -> None:
     asyncio.run(play.check())
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(scenarios())
 def test_who_has_drafts_is_verified_before_others_are_twice(scenario: Scenario) -> None:
     """Decoding sequences that are ready are left out by no more steps of decodes than there are micro-batches."""
