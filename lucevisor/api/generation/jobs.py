@@ -13,6 +13,7 @@ from typing import Protocol
 
 import msgspec
 
+from lucevisor.api.output.envelope import Envelope
 from lucevisor.api.output.processor import ChoiceDelta, OutputOptions, OutputProcessor
 from lucevisor.api.output.usage import UsageTotals
 from lucevisor.api.ports import Ports
@@ -51,6 +52,17 @@ def make_jobs(prepared: PreparedRequest, output: OutputOptions, ports: Ports, re
             )
             jobs.append(Job(request=request, processor=OutputProcessor(ports.tokenizer, output), new_prompt=i == 0))
     return jobs
+
+
+def make_envelope(prepared: PreparedRequest, ports: Ports, response: ResponseId) -> Envelope:
+    """Return what all objects of the response have in common."""
+    return Envelope(
+        response_id=response.response_id,
+        created_s=response.created_s,
+        model=ports.model.name,
+        fingerprint=ports.model.fingerprint,
+        include_usage=prepared.options.include_usage,
+    )
 
 
 class ResponseFormatter(Protocol):

@@ -9,29 +9,28 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from lucevisor.api.output.envelope import Envelope
 from lucevisor.api.output.logprobs import chat_logprobs, encode_items
 from lucevisor.api.output.processor import ChoiceDelta, TokenRecord
 from lucevisor.api.output.usage import UsageTotals
 from lucevisor.text.output_parser import ContentDelta, ReasoningDelta, ToolCallDelta
 from lucevisor.text.tokenizer import Tokenizer
 
+_CHUNK = "chat.completion.chunk"
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChatFormatter:
-    """`response_id`, `created_s` (Unix time) and `fingerprint` are in every chunk."""
+    """One response.  `token_ids`: they were requested."""
 
-    response_id: str
-    created_s: int
-    model: str
-    fingerprint: str
+    envelope: Envelope
     tokenizer: Tokenizer
     logprobs: bool
     token_ids: bool
-    include_usage: bool
 
     def first_chunk(self, index: int) -> object:
         """Return the chunk that names the role."""
-        return self._chunk([self._choice(index, {"role": "assistant", "content": ""}, ChoiceDelta(None))])
+        return self._chunk(self._choice(index, {"role": "assistant", "content": ""}, ChoiceDelta(None)))
 
     def chunk(self, index: int, delta: ChoiceDelta) -> object:
         """Return the chunk of a delta; the finish reason has a chunk of its own, with an empty delta."""
@@ -45,39 +44,23 @@ class ChatFormatter:
                 fields["tool_calls"] = [{"index": call.index, **self._tool_call(index, call)}]
             case None:
                 pass
-        return self._chunk([self._choice(index, fields, delta)])
+        return self._chunk(self._choice(index, fields, delta))
 
     def usage_chunk(self, totals: UsageTotals) -> object | None:
         """Return the last chunk, with the usage and no choice, or None if it was not requested."""
-        if not self.include_usage:
-            return None
-        return {**self._chunk([]), "usage": totals.usage(), "timings": totals.timings_json()}
+        return self.envelope.usage_chunk(_CHUNK, totals)
 
     def full(self, choices: Sequence[Sequence[ChoiceDelta]], totals: UsageTotals) -> object:
         """Return the whole response as one object."""
         return {
-            **self._head("chat.completion"),
+            **self.envelope.head("chat.completion"),
             "choices": [self._full_choice(index, deltas) for index, deltas in enumerate(choices)],
             "usage": totals.usage(),
             "timings": totals.timings_json(),
         }
 
-    def _head(self, kind: str) -> dict[str, object]:
-        head: dict[str, object] = {
-            "id": self.response_id,
-            "object": kind,
-            "created": self.created_s,
-            "model": self.model,
-        }
-        if self.fingerprint:
-            head["system_fingerprint"] = self.fingerprint
-        return head
-
-    def _chunk(self, choices: list[object]) -> dict[str, object]:
-        chunk = {**self._head("chat.completion.chunk"), "choices": choices}
-        if self.include_usage:
-            chunk["usage"] = None
-        return chunk
+    def _chunk(self, choice: object) -> object:
+        return self.envelope.chunk(_CHUNK, [choice])
 
     def _choice(self, index: int, fields: dict[str, object], delta: ChoiceDelta) -> dict[str, object]:
         choice: dict[str, object] = {
@@ -122,5 +105,5 @@ class ChatFormatter:
 
     def _tool_call(self, index: int, call: ToolCallDelta) -> dict[str, object]:
         # Globally unique, as the response id is; clients send it back with the tool's result.
-        call_id = f"call_{self.response_id.rpartition('-')[2]}{index:02d}{call.index:02d}"
+        call_id = f"call_{self.envelope.response_id.rpartition('-')[2]}{index:02d}{call.index:02d}"
         return {"id": call_id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}

@@ -8,41 +8,38 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from lucevisor.api.output.envelope import Envelope
 from lucevisor.api.output.logprobs import completion_logprobs, encode_items
 from lucevisor.api.output.processor import ChoiceDelta, TokenRecord
 from lucevisor.api.output.usage import UsageTotals
 from lucevisor.text.output_parser import ContentDelta
 from lucevisor.text.tokenizer import Tokenizer
 
+_KIND = "text_completion"
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CompletionFormatter:
     """`n`: choices per prompt; `echoes`: the text of each prompt if it is to be repeated, else empty."""
 
-    response_id: str
-    created_s: int
-    model: str
-    fingerprint: str
+    envelope: Envelope
     tokenizer: Tokenizer
     n: int
     echoes: tuple[str, ...]
     logprobs: bool
     token_ids: bool
-    include_usage: bool
 
     def first_chunk(self, index: int) -> object | None:
         """Return the chunk that echoes the prompt, or None if that was not requested."""
-        return self._chunk([self._choice(index, self._echo(index), ChoiceDelta(None))]) if self.echoes else None
+        return self._chunk(self._choice(index, self._echo(index), ChoiceDelta(None))) if self.echoes else None
 
     def chunk(self, index: int, delta: ChoiceDelta) -> object:
         """Return the chunk of a delta; the finish reason comes in one of its own, with an empty text."""
-        return self._chunk([self._choice(index, _text(delta), delta)])
+        return self._chunk(self._choice(index, _text(delta), delta))
 
     def usage_chunk(self, totals: UsageTotals) -> object | None:
         """Return the last chunk, with the usage and no choice, or None if it was not requested."""
-        if not self.include_usage:
-            return None
-        return {**self._chunk([]), "usage": totals.usage(), "timings": totals.timings_json()}
+        return self.envelope.usage_chunk(_KIND, totals)
 
     def full(self, choices: Sequence[Sequence[ChoiceDelta]], totals: UsageTotals) -> object:
         """Return the whole response as one object."""
@@ -55,27 +52,13 @@ class CompletionFormatter:
                 deltas[-1].finish_reason,
             )
             told.append(self._choice(index, self._echo(index) + "".join(map(_text, deltas)), joined, full=True))
-        return {**self._head(), "choices": told, "usage": totals.usage(), "timings": totals.timings_json()}
+        return {**self.envelope.head(_KIND), "choices": told, "usage": totals.usage(), "timings": totals.timings_json()}
 
     def _echo(self, index: int) -> str:
         return self.echoes[index // self.n] if self.echoes else ""
 
-    def _head(self) -> dict[str, object]:
-        head: dict[str, object] = {
-            "id": self.response_id,
-            "object": "text_completion",
-            "created": self.created_s,
-            "model": self.model,
-        }
-        if self.fingerprint:
-            head["system_fingerprint"] = self.fingerprint
-        return head
-
-    def _chunk(self, choices: list[object]) -> dict[str, object]:
-        chunk = {**self._head(), "choices": choices}
-        if self.include_usage:
-            chunk["usage"] = None
-        return chunk
+    def _chunk(self, choice: object) -> object:
+        return self.envelope.chunk(_KIND, [choice])
 
     def _choice(self, index: int, text: str, delta: ChoiceDelta, *, full: bool = False) -> dict[str, object]:
         choice: dict[str, object] = {

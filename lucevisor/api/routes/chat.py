@@ -7,7 +7,7 @@ from functools import partial
 from aiohttp import web
 
 from lucevisor.api.context import PORTS
-from lucevisor.api.generation.jobs import GenerationPlan, ResponseId, make_jobs
+from lucevisor.api.generation.jobs import GenerationPlan, ResponseId, make_envelope, make_jobs
 from lucevisor.api.generation.respond import respond
 from lucevisor.api.output.chat import ChatFormatter
 from lucevisor.api.output.processor import OutputOptions
@@ -38,14 +38,10 @@ def plan_chat(prepared: PreparedRequest, ports: Ports, response: ResponseId) -> 
         one_tool_call=options.one_tool_call,
     )
     formatter = ChatFormatter(
-        response_id=response.response_id,
-        created_s=response.created_s,
-        model=ports.model.name,
-        fingerprint=ports.model.fingerprint,
+        envelope=make_envelope(prepared, ports, response),
         tokenizer=ports.tokenizer,
         logprobs=options.logprobs,
         token_ids=options.token_ids,
-        include_usage=options.include_usage,
     )
     jobs = make_jobs(prepared, output_options, ports, response)
     return GenerationPlan(

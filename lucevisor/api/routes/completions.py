@@ -5,7 +5,7 @@ from __future__ import annotations
 from aiohttp import web
 
 from lucevisor.api.context import PORTS
-from lucevisor.api.generation.jobs import GenerationPlan, ResponseId, make_jobs
+from lucevisor.api.generation.jobs import GenerationPlan, ResponseId, make_envelope, make_jobs
 from lucevisor.api.generation.respond import respond
 from lucevisor.api.output.completion import CompletionFormatter
 from lucevisor.api.output.processor import OutputOptions
@@ -26,16 +26,12 @@ def plan_completion(prepared: PreparedRequest, ports: Ports, response: ResponseI
     """Return the jobs of a request and the formatter of its response."""
     options = prepared.options
     formatter = CompletionFormatter(
-        response_id=response.response_id,
-        created_s=response.created_s,
-        model=ports.model.name,
-        fingerprint=ports.model.fingerprint,
+        envelope=make_envelope(prepared, ports, response),
         tokenizer=ports.tokenizer,
         n=options.n,
         echoes=options.echoes,
         logprobs=options.logprobs,
         token_ids=options.token_ids,
-        include_usage=options.include_usage,
     )
     jobs = make_jobs(prepared, OutputOptions(stops=options.stops), ports, response)
     return GenerationPlan(
