@@ -238,11 +238,6 @@ def register_host(buffer: memoryview) -> bool:
     return done
 
 
-def unregister_host(buffer: memoryview) -> None:
-    """Undo a :func:`register_host` that returned True, before the memory is unmapped."""
-    _unregister(torch.frombuffer(buffer, dtype=torch.uint8).data_ptr())
-
-
 def _unregister(address: int) -> None:
     if int(_runtime().cudaHostUnregister(address)) != 0:
         _clear_last_error()
