@@ -6,6 +6,16 @@ from lucevisor.config import load
 from lucevisor.errors import ConfigErrors
 from tests.config.boxes import SMALLEST, TWO_VENDORS, error_of, errors_of
 
+DEVICES = '["left:0", "right:0"]'
+"""The devices of the smallest file."""
+
+
+def assert_told(error, key: str, why: str, hint: str) -> None:
+    assert error.key == key
+    assert why in error.why
+    assert hint in error.hint
+
+
 # --- what is refused, one error each
 
 
@@ -97,10 +107,8 @@ def test_one_wrong_setting(file, more, key, value, why, hint):
     errors = errors_of(file(text))
     error = errors[0]
     assert len(errors) == 1 or more.startswith("[groups]"), [str(each) for each in errors]
-    assert error.key == key
     assert value is None or error.value == value
-    assert why in error.why
-    assert hint in error.hint
+    assert_told(error, key, why, hint)
 
 
 @pytest.mark.parametrize(
@@ -120,53 +128,7 @@ def test_one_wrong_setting(file, more, key, value, why, hint):
         ),
         ('backend = "cpu"\n[placement]', "\n[placement]", "groups.right.backend", "is missing", "cpu, cuda, hip"),
         (
-            '["left:0", "right:0"]',
-            '["left:0", "right:0", "left:0"]',
-            "placement.target_devices[2]",
-            "is the same device",
-            "nearest: left:1",
-        ),
-        (
-            '["left:0", "right:0"]',
-            '["left:0", "rihgt:0"]',
-            "placement.target_devices[1]",
-            "no group is named rihgt",
-            "nearest: right:0",
-        ),
-        (
-            '["left:0", "right:0"]',
-            '["left:0", "hip:0"]',
-            "placement.target_devices[1]",
-            "no group has the backend hip",
-            "left:0, right:0",
-        ),
-        (
-            '["left:0", "right:0"]',
-            '["left:0", "cpu:1"]',
-            "placement.target_devices[1]",
-            "is ambiguous: 2 groups",
-            "left:1, right:1",
-        ),
-        (
-            '["left:0", "right:0"]',
-            '["left:0", "right:01"]',
-            "placement.target_devices[1]",
-            "is not GROUP:INDEX",
-            "nearest: right:1",
-        ),
-        (
-            '["left:0", "right:0"]',
-            '["left:0", "right: 1"]',
-            "placement.target_devices[1]",
-            "is not GROUP:INDEX",
-            "nearest: right:1",
-        ),
-        ('["left:0", "right:0"]', '["left:0", 0]', "placement.target_devices[1]", "is an integer, not GROUP:INDEX", ""),
-        ('["left:0", "right:0"]', '"left:0"', "placement.target_devices", "is text, not a list", ""),
-        ('["left:0", "right:0"]', "[]", "placement.target_devices", "is empty", "at least 1"),
-        ('["left:0", "right:0"]', '["left:0"]', "groups.right", "would have nothing to do", "add right:0"),
-        (
-            'target_devices = ["left:0", "right:0"]',
+            f"target_devices = {DEVICES}",
             "",
             "placement.target_devices",
             "is missing",
@@ -176,10 +138,26 @@ def test_one_wrong_setting(file, more, key, value, why, hint):
 )
 def test_one_wrong_line_of_the_smallest_file(file, old, new, key, why, hint):
     assert old in SMALLEST
-    error = error_of(file(SMALLEST.replace(old, new)))
-    assert error.key == key
-    assert why in error.why
-    assert hint in error.hint
+    assert_told(error_of(file(SMALLEST.replace(old, new))), key, why, hint)
+
+
+@pytest.mark.parametrize(
+    ("devices", "key", "why", "hint"),
+    [
+        ('["left:0", "right:0", "left:0"]', "placement.target_devices[2]", "is the same device", "nearest: left:1"),
+        ('["left:0", "rihgt:0"]', "placement.target_devices[1]", "no group is named rihgt", "nearest: right:0"),
+        ('["left:0", "hip:0"]', "placement.target_devices[1]", "no group has the backend hip", "left:0, right:0"),
+        ('["left:0", "cpu:1"]', "placement.target_devices[1]", "is ambiguous: 2 groups", "left:1, right:1"),
+        ('["left:0", "right:01"]', "placement.target_devices[1]", "is not GROUP:INDEX", "nearest: right:1"),
+        ('["left:0", "right: 1"]', "placement.target_devices[1]", "is not GROUP:INDEX", "nearest: right:1"),
+        ('["left:0", 0]', "placement.target_devices[1]", "is an integer, not GROUP:INDEX", ""),
+        ('"left:0"', "placement.target_devices", "is text, not a list", ""),
+        ("[]", "placement.target_devices", "is empty", "at least 1"),
+        ('["left:0"]', "groups.right", "would have nothing to do", "add right:0"),
+    ],
+)
+def test_one_wrong_list_of_devices(file, devices, key, why, hint):
+    assert_told(error_of(file(SMALLEST.replace(DEVICES, devices))), key, why, hint)
 
 
 @pytest.mark.parametrize(
@@ -202,10 +180,7 @@ def test_one_wrong_line_of_the_smallest_file(file, old, new, key, why, hint):
     ],
 )
 def test_one_wrong_split(file, split, key, why, hint):
-    error = error_of(file(f"{SMALLEST}target_layer_split = {split}\n"))
-    assert error.key == key
-    assert why in error.why
-    assert hint in error.hint
+    assert_told(error_of(file(f"{SMALLEST}target_layer_split = {split}\n")), key, why, hint)
 
 
 def test_the_same_device_under_two_names(file):
@@ -239,7 +214,7 @@ def test_visible_devices_bound_the_index_and_stand_once(file):
 
 
 def test_all_errors_are_told_at_once(file):
-    text = SMALLEST.replace('["left:0", "right:0"]', '["left:0", "rite:0"]') + "[server]\nport = 'x'\nhots = 1\n[lgo]\n"
+    text = SMALLEST.replace(DEVICES, '["left:0", "rite:0"]') + "[server]\nport = 'x'\nhots = 1\n[lgo]\n"
     with pytest.raises(ConfigErrors) as caught:
         load(file(text), ["engine.pages=0"])
     assert [error.key for error in caught.value.errors] == [
