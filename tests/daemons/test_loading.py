@@ -23,8 +23,8 @@ from lucevisor.model.weight_layout import shard_layouts, weight_bytes
 from lucevisor.protocol.loading import Load, ShardPlan, StagePlan
 from lucevisor.protocol.messages import Progress
 from lucevisor.protocol.steps import Slice, Step
-from tests.daemons.stages import POOLS, Pipeline, load_stages
 from tests.daemons.tiny_models import Tiny, write
+from tests.families.pipeline import How, Pipeline, load_stages, pools_of
 from tests.families.rounding import Formats, bounds, explained, middle_error
 from tests.numerics import BFLOAT16, Narrow, narrow_error, product_error
 
@@ -59,19 +59,19 @@ def make_shard(
     """A shard with the weight formats of ``backend``, computed on the cpu."""
     plan = ShardPlan(0, layers or LayerRange(0, spec.n_layers))
     kv = Dtype.FLOAT32 if dtype is Dtype.FLOAT32 else dtype
-    config = ShardConfig(spec, plan, embedding, output, backend, dtype, kv, POOLS)
+    config = ShardConfig(spec, plan, embedding, output, backend, dtype, kv, pools_of(spec))
     with torch.inference_mode():
         return ShardModel(config, KernelSelector(CPU, TORCH[dtype]), report or (lambda done, total: None))
 
 
 def stage_of(shard: ShardModel, spec, dtype=Dtype.FLOAT32) -> LoadedStage:
-    load = Load([], dtype, dtype, [], [], POOLS, 16, 512)
+    load = Load([], dtype, dtype, [], [], pools_of(spec), 16, 512)
     return LoadedStage(spec, StagePlan(0, [shard.plan], None, None, embedding=True, output=True), load, [shard])
 
 
-def logits(stages: list[LoadedStage]) -> torch.Tensor:
-    c = Pipeline(stages)
-    c.open(0, 3)
+def logits(spec, stages: list[LoadedStage] | None = None) -> torch.Tensor:
+    c = Pipeline(spec, stages or load_stages(spec))
+    c.open(0)
     return torch.cat((c.run((0, IDS[:70])), c.run_in_chunks(0, IDS[70:], 1)))
 
 
@@ -91,8 +91,8 @@ def test_loaded_bytes_are_the_planned_bytes(files, kinds, backend, dtype, tied):
 
 
 def test_quantised_weights_are_the_same_float32_numbers(files):
-    wanted = logits(load_stages(open_spec(files(NATIVE, expand=True, tied=False))))
-    found = logits(load_stages(open_spec(files(NATIVE, tied=False))))
+    wanted = logits(open_spec(files(NATIVE, expand=True, tied=False)))
+    found = logits(open_spec(files(NATIVE, tied=False)))
     assert torch.equal(found, wanted)
     assert float(wanted.std()) > 0.1
 
@@ -104,8 +104,8 @@ def test_a_tied_table_of_another_form_than_the_head(files):
     assert sorted((r.role.value, r.format.value) for r in kept if r.name == "token_embd.weight") == [
         ("lookup", "blocks"), ("matrix", "int8"),
     ]  # fmt: skip
-    exact = logits(load_stages(spec))
-    error = middle_error(logits(load_stages(spec, dtype=Dtype.BFLOAT16)), exact)
+    exact = logits(spec)
+    error = middle_error(logits(spec, load_stages(spec, how=How(Dtype.BFLOAT16))), exact)
     assert error <= explained(spec, IDS, exact, Formats(Dtype.BFLOAT16, packed=True))
 
 
@@ -115,7 +115,7 @@ def test_accelerator_forms_compute_the_same(files, kinds, tied):
     """What a GPU would hold (blocks, expanded at each call), run here in float32."""
     spec = open_spec(files(kinds, tied=tied))
     shard = make_shard(spec, Backend.CUDA)
-    assert bounds(spec, IDS).logits.worst(logits([stage_of(shard, spec)])) <= 1
+    assert bounds(spec, IDS).logits.worst(logits(spec, [stage_of(shard, spec)])) <= 1
     forms = {r.format.value for r in shard_layouts(
         spec, LayerRange(0, 4), embedding=True, output=True, backend=Backend.CUDA, dtype=Dtype.FLOAT32
     )}  # fmt: skip
@@ -144,9 +144,9 @@ def test_packed_cpu_forms_stay_near_the_dequantised_product(files, kind):
 @pytest.mark.parametrize("kinds", [NATIVE, ["Q4_K"], ["IQ3_S"]])
 def test_reading_in_small_chunks_changes_nothing(files, kinds, dtype, monkeypatch):
     spec = open_spec(files(kinds))
-    wanted = logits(load_stages(spec, dtype=dtype))
+    wanted = logits(spec, load_stages(spec, how=How(dtype)))
     monkeypatch.setattr("daemons.models.loader.BATCH_BYTES", 5000)
-    assert torch.equal(logits(load_stages(spec, dtype=dtype)), wanted)
+    assert torch.equal(logits(spec, load_stages(spec, how=How(dtype))), wanted)
 
 
 def test_row_ranges_of_several_matrices_come_in_the_order_asked_for(files, monkeypatch):
@@ -166,7 +166,7 @@ def test_row_ranges_of_several_matrices_come_in_the_order_asked_for(files, monke
 
 
 def test_what_was_chosen_and_converted_is_told(files):
-    stage = load_stages(open_spec(files(["IQ3_S", "Q4_K", "Q8_0"])), dtype=Dtype.BFLOAT16)[0]
+    stage = load_stages(open_spec(files(["IQ3_S", "Q4_K", "Q8_0"])), how=How(Dtype.BFLOAT16))[0]
     assert any(text.startswith("int4") for text in stage.kernels.values())
     assert stage.kernels["cpu linear Q8_0"].startswith("int8")
     (warning,) = stage.warnings
@@ -179,7 +179,7 @@ def test_progress_reaches_the_total(files, monkeypatch):
     monkeypatch.setattr("daemons.models.loader.BATCH_BYTES", 60000)
     spec = open_spec(files(NATIVE))
     seen: list[Progress] = []
-    load = Load([], Dtype.FLOAT32, Dtype.FLOAT32, [], [], POOLS, 4, 64)
+    load = Load([], Dtype.FLOAT32, Dtype.FLOAT32, [], [], pools_of(spec), 4, 64)
     plan = StagePlan(
         2, [ShardPlan(0, LayerRange(0, 2)), ShardPlan(0, LayerRange(2, 4))], None, None, embedding=True, output=True
     )
@@ -243,7 +243,7 @@ def test_a_type_nobody_can_read_names_the_tensor(files):
 )
 def test_impossible_plans_are_refused(files, shards, message):
     spec = open_spec(files(["Q8_0"]))
-    load = Load([], Dtype.FLOAT32, Dtype.FLOAT32, [], [], POOLS, 4, 64)
+    load = Load([], Dtype.FLOAT32, Dtype.FLOAT32, [], [], pools_of(spec), 4, 64)
     plan = StagePlan(0, [ShardPlan(d, LayerRange(a, b)) for d, a, b in shards], None, None, embedding=True, output=True)
     with pytest.raises((LoadError, DeviceError)) as caught:
         LoadedStage.load(spec, plan, load, Backend.CPU, lambda _: None)
@@ -266,7 +266,7 @@ def test_impossible_plans_are_refused(files, shards, message):
 )
 def test_roles_that_contradict_the_boundaries_are_refused(files, change, message):
     spec = open_spec(files(["Q8_0"]))
-    load = Load([], Dtype.FLOAT32, Dtype.FLOAT32, [], [], POOLS, 4, 64)
+    load = Load([], Dtype.FLOAT32, Dtype.FLOAT32, [], [], pools_of(spec), 4, 64)
     plan = StagePlan(0, [ShardPlan(0, LayerRange(0, 4))], None, None, embedding=True, output=True)
     with pytest.raises(LoadError, match=message):
         LoadedStage.load(spec, msgspec.structs.replace(plan, **change), load, Backend.CPU, lambda _: None)
@@ -279,13 +279,13 @@ def test_unknown_families_and_unopened_files_are_refused(files):
     with pytest.raises(LoadError, match="files are not opened"):
         load_stages(dataclasses.replace(spec, files=None))
     with pytest.raises(DeviceError, match="q8_0 is a format of attention state"):
-        load_stages(spec, dtype=Dtype.Q8_0)
+        load_stages(spec, how=How(Dtype.Q8_0))
 
 
 def test_steps_that_do_not_fit_the_stage_are_refused(files):
     spec = open_spec(files(["Q8_0"]))
-    c = Pipeline(load_stages(spec, [[2], []]))
-    c.open(0, 0)
+    c = Pipeline(spec, load_stages(spec, [2]))
+    c.open(0)
     first, last = c.stages
     with pytest.raises(StateError, match="513 tokens, this daemon was loaded for steps of up to 512"):
         first.forward(Step(1, 0, [], [Slice(0, 0, [1] * 513, True)]), None)

@@ -20,8 +20,8 @@ from lucevisor.model.gguf_files import GgufFiles, open_model
 from lucevisor.model.quant_types import BY_NAME, CPU_INT4, CPU_INT8, NATIVE, REPACKED, WeightFormat, format_bytes
 from lucevisor.model.values import Backend, Dtype
 from lucevisor.model.weight_layout import TensorLayout, TensorRole, tensor_format
-from tests.daemons.stages import load_stages
 from tests.daemons.tiny_models import Tiny, random_blocks, write
+from tests.families.pipeline import load_stages
 from tests.numerics import BFLOAT16, Narrow, narrow_error, product_error
 
 CONVERTED = ["IQ2_XXS", "IQ3_S", "TQ1_0", "TQ2_0"]

@@ -54,14 +54,16 @@ def load_stages(
     spec: ModelSpec,
     layer_split: Sequence[int] = (),
     how: How | None = None,
-    shards: bool = False,
+    shard_split: Sequence[int] = (),
     captures: Sequence[int] = (),
 ) -> list[LoadedStage]:
-    """One stage per range of ``layer_split``; with ``shards`` one stage that holds them all as shards."""
+    """One stage per range of ``layer_split``; where it lies in ``shard_split``, a stage's range is cut into shards."""
     how = how or How()
-    boundaries = [0, *layer_split, spec.n_layers]
-    ranges = [ShardPlan(0, LayerRange(a, b)) for a, b in pairwise(boundaries)]
-    groups = [ranges] if shards else [[r] for r in ranges]
+    groups: list[list[ShardPlan]] = [[]]
+    for start, stop in pairwise(sorted({0, *layer_split, *shard_split, spec.n_layers})):
+        if start in layer_split:
+            groups.append([])
+        groups[-1].append(ShardPlan(0, LayerRange(start, stop)))
     load = Load([], how.dtype, how.kv_dtype, [], [], pools_of(spec), max_sequences=16, max_step_tokens=512)
     last = len(groups) - 1
     plans = [
@@ -112,14 +114,14 @@ class Pipeline:
         operations: list[Operation] = [OpenSequence(sequence, state, Sampling())]
         if Space.RECURRENT in self.spec.spaces():
             operations.append(ZeroState(state))
-        self._apply(operations)
+        self.apply(operations)
 
     def close(self, sequence: int) -> None:
         text = self.texts.pop(sequence)
         for space, pages in text.pages.items():
             self.free[space] += [page for page in pages if page is not None]
         self.free_states.append(text.state)
-        self._apply([CloseSequence(sequence)])
+        self.apply([CloseSequence(sequence)])
 
     def run(self, *parts: tuple[int, Sequence[int]], want_hidden: bool = False) -> Tensor:
         """Append tokens to sequences in one step; logits [T, V] of every row, in the order of the parts."""
@@ -155,7 +157,7 @@ class Pipeline:
             text.state = text.kept.pop(n_accepted)
             self.free_states += text.kept
             text.kept = []
-            self._apply([UseState(sequence, text.state)])
+            self.apply([UseState(sequence, text.state)])
 
     def speculate(
         self, sequence: int, prompt: Sequence[int], n: int, draft: Callable[[list[int]], list[int]]
@@ -199,6 +201,6 @@ class Pipeline:
             out.append(int(self.run((sequence, [out[-1]]))[-1].argmax()))
         return out
 
-    def _apply(self, operations: list[Operation]) -> None:
+    def apply(self, operations: list[Operation]) -> None:
         for stage in self.stages:
             stage.apply(operations)

@@ -7,7 +7,6 @@ disagree with the specs under test.
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -15,8 +14,7 @@ import gguf
 import numpy as np
 
 from tests.daemons.tiny_models import random_blocks
-
-Value = int | float | bool | str | list[int] | list[bool]
+from tests.model.gguf_writing import Value, finish, finish_with_hole, new_file
 
 
 @dataclass(frozen=True)
@@ -295,38 +293,9 @@ def write(
     path: Path, model: Model, kind: str = "Q4_K", *, without: str = "", changed: dict[str, Value] | None = None
 ) -> Path:
     """Write the header of ``model`` and a hole of the size of its data; ``without`` leaves a tensor out."""
-    writer = gguf.GGUFWriter(path, model.architecture)
-    for key, value in (model.metadata | (changed or {})).items():
-        _add(writer, f"{model.architecture}.{key}", value)
-    n_data = 0
-    for name, shape in model.tensors.items():
-        if name == without:
-            continue
-        quant = kind_of(name, shape, kind)
-        block, block_bytes = gguf.GGML_QUANT_SIZES[quant]
-        n_bytes = int(np.prod(shape, dtype=np.int64)) // block * block_bytes
-        writer.add_tensor_info(name, shape, np.dtype(np.float32), n_bytes, raw_dtype=quant)
-        n_data += -(-n_bytes // 32) * 32
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_ti_data_to_file()
-    writer.close()
-    os.truncate(path, -(-path.stat().st_size // 32) * 32 + n_data)
-    return path
-
-
-def _add(writer: gguf.GGUFWriter, key: str, value: Value) -> None:
-    match value:
-        case bool():
-            writer.add_bool(key, value)
-        case int():
-            writer.add_uint32(key, value)
-        case float():
-            writer.add_float32(key, value)
-        case str():
-            writer.add_string(key, value)
-        case list():
-            writer.add_array(key, value)
+    writer = new_file(path, model.architecture, model.metadata | (changed or {}))
+    infos = [(name, shape, kind_of(name, shape, kind)) for name, shape in model.tensors.items() if name != without]
+    return finish_with_hole(path, writer, infos)
 
 
 def write_data(path: Path, model: Model, kinds: list[str], *, expand: bool = False, seed: int = 0) -> Path:
@@ -334,9 +303,7 @@ def write_data(path: Path, model: Model, kinds: list[str], *, expand: bool = Fal
     F32.
     """
     rng = np.random.default_rng(seed)
-    writer = gguf.GGUFWriter(path, model.architecture)
-    for key, value in model.metadata.items():
-        _add(writer, f"{model.architecture}.{key}", value)
+    writer = new_file(path, model.architecture, model.metadata)
     turn = 0
     for name, shape in model.tensors.items():
         if kind_of(name, shape, "Q8_0") is gguf.GGMLQuantizationType.F32 or "conv1d" in name:
@@ -345,10 +312,7 @@ def write_data(path: Path, model: Model, kinds: list[str], *, expand: bool = Fal
         kind = "BF16" if name == "per_layer_model_proj.weight" else kinds[turn % len(kinds)]
         turn += kind != "BF16"
         _add_matrix(writer, name, shape, (kind, expand), rng)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    finish(writer)
     return path
 
 

@@ -16,7 +16,8 @@ from tests.numerics import Bound
 def test_captures_of_every_layer_split_are_the_golden_hidden_states(golden: Golden, shards: bool) -> None:
     n, cuts = golden.spec.n_layers, golden.layer_splits()[1::2]
     layers = sorted({0, 1, n // 2, n - 1})
-    c = golden.pipeline(load_stages(golden.spec, cuts, shards=shards, captures=layers))
+    split = {"shard_split" if shards else "layer_split": cuts}
+    c = golden.pipeline(load_stages(golden.spec, **split, captures=layers))
     c.open(0)
     c.run((0, golden.ids))
     borders = [0, n] if shards else [0, *cuts, n]

@@ -10,12 +10,16 @@ from torch import Tensor
 
 from lucevisor.model.values import Backend, Dtype, LayerRange, Space
 from lucevisor.model.weight_layout import weight_bytes
+from lucevisor.protocol.steps import CopyPage, CopyState, SetPages
 from tests.families.golden import FIXTURES, Golden, opened
-from tests.families.pipeline import How, load_stages
+from tests.families.pipeline import How, Pipeline, load_stages
 from tests.families.rounding import Formats, assert_same_tokens, middle_error
+from tests.numerics import bound
 
 
-def test_logits_and_every_layer(golden):
+@pytest.mark.parametrize("name", [*FIXTURES, "qwen35_mtp"])
+def test_logits_and_every_layer(name):
+    golden = opened(name)
     c = golden.pipeline()
     c.open(3)
     logits = c.run((3, golden.ids), want_hidden=True)
@@ -29,25 +33,48 @@ def test_greedy_tokens(golden):
     golden.assert_tokens(c.greedy(0, golden.prompt, 32))
 
 
-def test_every_cut_in_two(golden):
+def test_every_cut_in_two_changes_no_bit(golden):
     assert golden.layer_splits()
+    whole, hidden, tokens = everything(golden.pipeline(), golden)
     for cut in golden.layer_splits():
         c = golden.pipeline(load_stages(golden.spec, [cut]))
-        c.open(0)
-        logits = c.run((0, golden.ids), want_hidden=True)
-        golden.bounds.assert_layers(c.hidden, golden.hidden)
-        golden.assert_logits(logits)
-        c.close(0)
-        c.open(1)
-        golden.assert_tokens(c.greedy(1, golden.prompt, 32))
+        found = everything(c, golden)
+        assert torch.equal(found[0], whole)
+        assert all(torch.equal(a, b) for a, b in zip(found[1], hidden, strict=True))
+        assert found[2] == tokens
 
 
-def test_cuts_in_three_as_stages_and_as_shards(golden):
-    for i, layer_split in enumerate(list(combinations(golden.layer_splits(), 2))[::4]):
-        c = golden.pipeline(load_stages(golden.spec, layer_split, shards=i % 2 == 1))
+def everything(c: Pipeline, golden: Golden) -> tuple[Tensor, list[Tensor], list[int]]:
+    """Logits, hidden states and greedy tokens of a pipeline."""
+    c.open(0)
+    logits, hidden = c.run((0, golden.ids), want_hidden=True), c.hidden
+    c.close(0)
+    c.open(1)
+    return logits, hidden, c.greedy(1, golden.prompt, 12)
+
+
+def test_stages_and_shards_change_no_bit(golden):
+    """Three parts: as stages, as shards, and both; and every layer a shard of its own."""
+    cuts = golden.layer_splits()
+    plans = [([], cuts)]
+    for i, (a, b) in enumerate(list(combinations(cuts, 2))[::4]):
+        plans.append([([a, b], []), ([], [a, b]), ([a], [b]), ([b], [a])][i % 4])
+    c = golden.pipeline()
+    c.open(0)
+    wanted = c.run_in_chunks(0, golden.ids, 29)
+    for layer_split, shard_split in plans:
+        c = golden.pipeline(load_stages(golden.spec, layer_split, shard_split=shard_split))
         c.open(0)
-        golden.assert_logits(c.run_in_chunks(0, golden.ids, 29))
-        assert len(c.stages) == (1 if i % 2 else 3)
+        assert torch.equal(c.run_in_chunks(0, golden.ids, 29), wanted)
+        assert len(c.stages) == len(layer_split) + 1
+        assert sum(len(stage.usage()) for stage in c.stages) == len(layer_split) + len(shard_split) + 1
+
+
+def test_the_last_stage_computes_only_the_rows_asked_for(golden):
+    stage, rows = golden.whole[0], torch.randn(5, golden.spec.hidden_size)
+    some, all_rows = stage.logits(rows, [4, 1]), stage.logits(rows, None)
+    assert some.shape == (2, golden.spec.vocabulary)
+    assert bound(lambda rows: stage.logits(rows, None)[[4, 1]], rows).worst(some, all_rows[[4, 1]]) <= 1
 
 
 @pytest.mark.parametrize("size", [1, 7, 64])
@@ -129,6 +156,29 @@ def test_reused_pages_and_states_hold_nothing_of_the_last_text(golden):
         c.close(s)
     c.open(0)
     golden.assert_logits(c.run_in_chunks(0, golden.ids, 24))
+
+
+def test_a_prefix_is_continued_from_copies():
+    """A second sequence starts from a copied state, a shared full page and a copy of the partial one."""
+    golden = opened("qwen35")
+    c = golden.pipeline()
+    c.open(0)
+    c.run((0, golden.ids[:70]))
+    first, kept = c.texts[0], c.free_states.pop()
+    c.apply([CopyState(first.state, kept)])
+    c.run((0, [1, 2]))  # the first text goes its own way
+    c.open(1)
+    second, own = c.texts[1], c.free[Space.FULL].pop()
+    shared, partial = first.pages[Space.FULL]
+    second.pages[Space.FULL], second.length = [shared, own], 70
+    c.apply(
+        [
+            CopyState(kept, second.state),
+            CopyPage(Space.FULL, partial, own, 6),
+            SetPages(1, Space.FULL, 0, [shared, own]),
+        ]
+    )
+    golden.bounds.assert_logits(c.run((1, golden.ids[70:])), golden.logits, slice(70, None))
 
 
 def test_shards_load_what_the_plan_counts(golden):

@@ -1,18 +1,17 @@
 """Headers of ``qwen35`` and ``qwen35moe`` models of any size, written with the gguf package.
 
-The data behind them is a hole in the file: 16 GB take a few kilobytes of disk.  Types follow llama.cpp's Q4_K_M
-mix, or its IQ4_XS one.
+The data behind them is a hole in the file.  Types follow llama.cpp's Q4_K_M mix, or its IQ4_XS one.
 """
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 import gguf
-import numpy as np
+
+from tests.model.gguf_writing import finish_with_hole, new_file
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -201,23 +200,11 @@ def write(path: Path, s: Shape, *, name: str = "synthetic", without: str = "", r
 
     ``without`` leaves a tensor out, ``reshape`` gives one a row too many.
     """
-    writer = gguf.GGUFWriter(path, s.architecture)
+    writer = new_file(path, s.architecture, metadata(s))
     writer.add_name(name)
-    for key, value in metadata(s).items():
-        (writer.add_float32 if isinstance(value, float) else writer.add_uint32)(f"{s.architecture}.{key}", value)
-    n_data = 0
+    infos = []
     for tensor, written in tensors(s).items():
         shape = (written[0] + 1, *written[1:]) if tensor == reshape else written
-        kind = kind_of(tensor, shape, s)
-        block, block_bytes = gguf.GGML_QUANT_SIZES[kind]
-        n_bytes = int(np.prod(shape, dtype=np.int64)) // block * block_bytes
         if tensor != without:
-            writer.add_tensor_info(tensor, shape, np.dtype(np.float32), n_bytes, raw_dtype=kind)
-            n_data += -(-n_bytes // 32) * 32
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_ti_data_to_file()
-    writer.close()
-    n_header = -(-path.stat().st_size // 32) * 32
-    os.truncate(path, n_header + n_data)
-    return path
+            infos.append((tensor, shape, kind_of(tensor, shape, s)))
+    return finish_with_hole(path, writer, infos)

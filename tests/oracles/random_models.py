@@ -10,14 +10,14 @@ import math
 from collections.abc import Mapping
 from pathlib import Path
 
-import gguf
 import numpy as np
 import torch
 
-from tests.families.generate.made import Made, Value, add_value
+from tests.families.generate.made import Made
 from tests.families.generate.qwen import divided
 from tests.families.shapes import SMALL_GEMMA4_EXPERTS, SMALL_GEMMA4_INPUTS, SMALL_LAGUNA, Model
 from tests.model import qwen35_file
+from tests.model.gguf_writing import Value, finish, new_file
 
 VOCABULARY = 320
 _DENSE = qwen35_file.Shape(n_layers=4, feed_forward=256, vocabulary=VOCABULARY)
@@ -86,17 +86,12 @@ def write_made(path: Path, made: Made) -> Path:
 
 
 def write_file(path: Path, architecture: str, metadata: Mapping[str, Value], tensors: Mapping[str, np.ndarray]) -> Path:
-    writer = gguf.GGUFWriter(path, architecture)
+    writer = new_file(path, architecture, metadata)
     writer.add_tokenizer_model("none")
     writer.add_vocab_size(len(tensors["token_embd.weight"]))
-    for key, value in metadata.items():
-        add_value(writer, f"{architecture}.{key}", value)
     for name, numbers in tensors.items():
         writer.add_tensor(name, numbers)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    finish(writer)
     return path
 
 

@@ -10,14 +10,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-import gguf
 import numpy as np
 import torch
 from torch import Tensor, nn
 
+from tests.model.gguf_writing import Value, finish, new_file
 from tests.numerics import RUNS, Bound, Exact
 
-Value = int | float | bool | str | list[int] | list[bool]
 T = TypeVar("T")
 
 VECTORS: dict[str, tuple[float, float]] = {
@@ -72,7 +71,12 @@ class Made:
         return int(self.metadata["block_count"])
 
     def write(self, path: Path) -> Path:
-        return write_gguf(path, self.architecture, self.metadata, self.tensors)
+        """All tensors in F32."""
+        writer = new_file(path, self.architecture, self.metadata)
+        for name, tensor in self.tensors.items():
+            writer.add_tensor(name, np.ascontiguousarray(tensor.detach().to(torch.float32).numpy()))
+        finish(writer)
+        return path
 
 
 def build(
@@ -128,34 +132,6 @@ def ends(state: dict[str, Tensor], *, tied: bool, norm_shift: float = 0.0) -> di
         "output_norm.weight": state["model.norm.weight"] + norm_shift,
     }
     return out if tied else out | {"output.weight": state["lm_head.weight"]}
-
-
-def write_gguf(path: Path, architecture: str, metadata: dict[str, Value], tensors: dict[str, Tensor]) -> Path:
-    """All tensors in F32."""
-    writer = gguf.GGUFWriter(path, architecture)
-    for key, value in metadata.items():
-        add_value(writer, f"{architecture}.{key}", value)
-    for name, tensor in tensors.items():
-        writer.add_tensor(name, np.ascontiguousarray(tensor.detach().to(torch.float32).numpy()))
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return path
-
-
-def add_value(writer: gguf.GGUFWriter, key: str, value: Value) -> None:
-    match value:
-        case bool():
-            writer.add_bool(key, value)
-        case int():
-            writer.add_uint32(key, value)
-        case float():
-            writer.add_float32(key, value)
-        case str():
-            writer.add_string(key, value)
-        case list():
-            writer.add_array(key, value)
 
 
 def reference(model: nn.Module, ids: Sequence[int]) -> tuple[Bound, bool]:

@@ -1,0 +1,60 @@
+"""GGUF files that tests write: metadata under the architecture's prefix, and full-size files whose data are a hole."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+import gguf
+import numpy as np
+
+Value = int | float | bool | str | list[int] | list[bool]
+TensorInfo = tuple[str, tuple[int, ...], gguf.GGMLQuantizationType]
+"""Name, row-major shape and type."""
+
+
+def new_file(path: Path, architecture: str, metadata: Mapping[str, Value]) -> gguf.GGUFWriter:
+    """A writer that has the metadata."""
+    writer = gguf.GGUFWriter(path, architecture)
+    for key, value in metadata.items():
+        _add(writer, f"{architecture}.{key}", value)
+    return writer
+
+
+def _add(writer: gguf.GGUFWriter, key: str, value: Value) -> None:
+    match value:
+        case bool():
+            writer.add_bool(key, value)
+        case int():
+            writer.add_uint32(key, value)
+        case float():
+            writer.add_float32(key, value)
+        case str():
+            writer.add_string(key, value)
+        case list():
+            writer.add_array(key, value)
+
+
+def finish(writer: gguf.GGUFWriter) -> None:
+    """Write everything that was added."""
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def finish_with_hole(path: Path, writer: gguf.GGUFWriter, tensors: Iterable[TensorInfo]) -> Path:
+    """Write the header with ``tensors``, and a hole of the size of their data: 16 GB take a few kilobytes of disk."""
+    n_data = 0
+    for name, shape, kind in tensors:
+        block, block_bytes = gguf.GGML_QUANT_SIZES[kind]
+        n_bytes = int(np.prod(shape, dtype=np.int64)) // block * block_bytes
+        writer.add_tensor_info(name, shape, np.dtype(np.float32), n_bytes, raw_dtype=kind)
+        n_data += -(-n_bytes // 32) * 32
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_ti_data_to_file()
+    writer.close()
+    os.truncate(path, -(-path.stat().st_size // 32) * 32 + n_data)
+    return path
