@@ -69,8 +69,9 @@ slow: setup kernels
 oracle: setup $(ORACLE)/.ready
 	LUCEVISOR_ORACLE_PYTHON=$(abspath $(ORACLE))/bin/python $(BIN)/python -m pytest -m slow tests/oracles
 
-# llama.cpp from source, 4 to 12 minutes on two cores. Its GELU in float32: the stock build takes it from a table of halves. Its
-# kernels for AVX2 on x86, where its AMX path crashes in prefill, and for the machine's own processor elsewhere.
+# llama.cpp from source, 4 to 12 minutes on two cores. Its GELU in float32: the stock build takes it from a table of halves, and no
+# bound tells that from a wrong formula. Its kernels for AVX2 on x86, where its AMX path crashes in prefill, and for the machine's
+# own processor elsewhere.
 GGML_CPU := $(if $(filter x86_64 amd64,$(shell uname -m)),-DGGML_NATIVE=OFF $(if $(shell grep -m1 -ow avx2 /proc/cpuinfo),\
 	-DGGML_SSE42=ON -DGGML_AVX=ON -DGGML_AVX2=ON -DGGML_FMA=ON -DGGML_F16C=ON -DGGML_BMI2=ON,\
 	-DGGML_SSE42=OFF -DGGML_AVX=OFF -DGGML_AVX2=OFF -DGGML_FMA=OFF -DGGML_F16C=OFF -DGGML_BMI2=OFF),-DGGML_NATIVE=ON)

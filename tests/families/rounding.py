@@ -40,6 +40,10 @@ class Bounds(NamedTuple):
             assert worst <= 1.0, f"the first difference is behind {where}: {worst:.2f} times what rounding explains"
 
 
+class UnclearChoiceError(AssertionError):
+    """Which experts are chosen hangs on rounding, so there is no bound: take other tokens."""
+
+
 def load_exact(load: Callable[[], list[LoadedStage]]) -> list[LoadedStage]:
     """Stages whose pools are float64, to run within :class:`Exact`."""
 
@@ -55,8 +59,15 @@ def load_exact(load: Callable[[], list[LoadedStage]]) -> list[LoadedStage]:
     return stages
 
 
-def bounds(spec: ModelSpec, ids: Sequence[int], load: Callable[[], list[LoadedStage]] | None = None) -> Bounds:
-    """Of one step that runs all of ``ids``.  Raises where a choice of experts hangs on rounding: it has no bound."""
+def bounds(
+    spec: ModelSpec,
+    ids: Sequence[int],
+    load: Callable[[], list[LoadedStage]] | None = None,
+    perturbed: Exact | None = None,
+) -> Bounds:
+    """Of one step that runs all of ``ids``.  ``perturbed``: with which roundings (None: those of our float32 path).
+    Raises UnclearChoiceError.
+    """
     stages = load_exact(load or (lambda: load_stages(spec)))
 
     def run(mode: Exact, n: int) -> tuple[Tensor, Tensor]:
@@ -68,12 +79,12 @@ def bounds(spec: ModelSpec, ids: Sequence[int], load: Callable[[], list[LoadedSt
             logits = pipeline.run(*((i, ids) for i in range(n)), want_hidden=True)
             return logits.unflatten(0, (n, -1)), torch.stack(pipeline.hidden).unflatten(1, (n, -1))
 
-    exact, perturbed = Exact(), Exact(seed=0)
+    exact, perturbed = Exact(), perturbed or Exact(seed=0)
     logits, hidden = run(exact, 1)
     others, others_hidden = run(perturbed, RUNS)  # every row is perturbed by itself
     for one, many in zip(exact.choices, perturbed.choices, strict=True):
         if not torch.equal(one.repeat(RUNS, 1), many):
-            raise AssertionError(f"{spec.name}: which experts are chosen hangs on rounding; take other tokens")
+            raise UnclearChoiceError(f"{spec.name}: which experts are chosen hangs on rounding; take other tokens")
     return Bounds(Bound.of(logits[0], others), Bound.of(hidden[:, 0], others_hidden.transpose(0, 1)))
 
 

@@ -35,6 +35,6 @@ def measured(pytestconfig) -> dict[str, str]:
 
 def pytest_terminal_summary(terminalreporter, config):
     if rows := config.stash.get(MEASURED, {}):
-        terminalreporter.section("compared with llama.cpp: largest differences of logits")
+        terminalreporter.section("compared with llama.cpp: the row of logits farthest apart")
         for name, text in rows.items():
             terminalreporter.write_line(f"{name}: {text}")

@@ -1,46 +1,46 @@
 """Our float32 cpu logits beside llama.cpp's, at every position: the golden files, the demo model, random models of many
 shapes, and random models in every mix that llama.cpp quantises to.
 
-Differences are the largest of any logit at any position.  llama.cpp rounds the activations that meet a quantised
-matrix (to 8 bits; to half precision for F16 and BF16), so its run of a quantised file is not float32 arithmetic.  Its
-run of the same numbers in F32 is: the file, dequantised by llama.cpp itself.  That is what ours must agree with.
+Each row must be as near as rounding explains (``tests/oracles/rounding.py``).  llama.cpp rounds the activations that
+meet a quantised matrix (to 8 bits; to half precision for F16 and BF16), so its run of a quantised file is not float32
+arithmetic.  Its run of the same numbers in F32 is: the file, dequantised by llama.cpp itself.  That is what ours must
+agree with.
 """
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import replace
+from itertools import count
 from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
+import torch.nn.functional as F
 from gguf import GGUFReader
+from torch import Tensor
 
 from lucevisor.model.families import open_spec
 from lucevisor.model.quant_types import NATIVE
+from lucevisor.model.spec import ModelSpec
 from lucevisor.text.tokenizer import Tokenizer
 from tests.families.generate import FAMILIES
 from tests.families.pipeline import Pipeline, load_stages
+from tests.families.rounding import UnclearChoiceError
 from tests.families.test_generated import ALL, made_with_clear_choices
-from tests.oracles.gelu import gelu_of
+from tests.numerics import Bound
 from tests.oracles.peer import Peer, PeerError
 from tests.oracles.random_models import MODELS, VOCABULARY, write, write_made
+from tests.oracles.rounding import bound_between
 from tests.text.vocabularies import DEMO_GGUF, ROOT, demo_metadata
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
 
-TOLERANCE = 1e-2
-"""A choice, not a bound: how llama.cpp orders its sums and approximates exp is its own affair and changes with its
-version, so tests/numerics.py does not model it.  Measured are 6e-6 to 3.5e-4, with a stock build up to 6.6e-3
-(docs/families.md).  Wrong formulas start at 0.024 (docs/numerics.md).
-"""
-STOCK_GELU = 6e-2
-"""How far Gemma's logits may be from a llama.cpp whose GELU is the half-precision table: a choice as well.  The table
-rounds argument and result of each GELU to 11 bits; 3.7e-2 was measured.
-"""
 GOLDEN = ROOT / "tests/data/golden"
 FILES = ("qwen3", "qwen35", "qwen35_mtp", "qwen35moe", "gemma4_e2b", "gemma4_moe", "laguna", "laguna_mscale")
 """Ours computes ``laguna`` by the formula for YaRN's factor here; llama.cpp knows nothing else."""
-IDS = [(i * 31 + 7) % VOCABULARY for i in range(80)]
+N_TOKENS = 80
 
 MIXES = {
     **{kind: kind for kind in ("F16", "BF16", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q2_K", "Q6_K", "IQ4_NL")},
@@ -59,22 +59,32 @@ REFUSALS = {
 """What llama.cpp does not open, by words of its message."""
 
 
-def ours(path: Path, ids: list[int]) -> np.ndarray:
-    spec = open_spec(path)
+def ours(spec: ModelSpec, ids: list[int]) -> Tensor:
     pipeline = Pipeline(spec, load_stages(spec))
     pipeline.open(0)
-    return pipeline.run((0, ids)).numpy()
+    return pipeline.run((0, ids))
+
+
+def apart(found: Tensor, theirs: np.ndarray, bound: Bound) -> tuple[float, str]:
+    """How far ours is from theirs, in parts of what rounding explains, and that for the table of results."""
+    wanted = torch.from_numpy(theirs)
+    assert found.shape == wanted.shape
+    worst = bound.worst(found, wanted)
+    return worst, f"{worst:.2f} of what rounding explains ({float((found - wanted).abs().max()):.1e})"
+
+
+def assert_near(
+    label: str, spec: ModelSpec, ids: list[int], theirs: np.ndarray, bound: Bound, measured, more=""
+) -> None:
+    worst, text = apart(ours(spec, ids), theirs, bound)
+    measured[label] = text + more
+    assert worst <= 1.0, f"{label}: {text}"
 
 
 def beta_fast_of(path: Path) -> float | None:
     """What llama.cpp must be told of a file: see the last test."""
     found = [field.contents() for key, field in GGUFReader(path).fields.items() if key.endswith("yarn_beta_fast")]
     return found[0] if found else None
-
-
-def apart(a: np.ndarray, b: np.ndarray) -> float:
-    assert a.shape == b.shape
-    return float(np.abs(a - b).max())
 
 
 def golden_ids(name: str) -> list[int]:
@@ -86,92 +96,102 @@ def types_of(path: Path) -> set[str]:
     return {tensor.tensor_type.name for tensor in GGUFReader(path).tensors}
 
 
-@pytest.fixture(scope="session")
-def stock(here, tmp_path_factory) -> bool:
-    """Whether this llama.cpp takes GELU from its table: it is nearer to one of the two by far."""
-    path, ids = GOLDEN / "gemma4_moe/model.gguf", golden_ids("gemma4_moe")
-    [theirs] = Peer(tmp_path_factory.mktemp("stock")).logits(ids, path)
-    with gelu_of(stock=True):
-        table = apart(ours(path, ids), theirs)
-    exact = apart(ours(path, ids), theirs)
-    assert min(table, exact) < 0.5 * max(table, exact)
-    return table < exact
+def with_bound(path: Path) -> tuple[ModelSpec, list[int], Bound]:
+    """A model, and the first tokens whose choices of experts do not hang on rounding."""
+    spec = open_spec(path)
+    for first in count(7):
+        ids = [(i * 31 + first) % VOCABULARY for i in range(N_TOKENS)]
+        with suppress(UnclearChoiceError):
+            return spec, ids, bound_between(spec, ids)
+    raise AssertionError
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_golden_files(name, peer, stock, measured):
-    path, ids = GOLDEN / name / "model.gguf", golden_ids(name)
-    [theirs] = peer.logits(ids, path)
-    exact = apart(ours(path, ids), theirs)
-    if not (stock and name.startswith("gemma4")):
-        measured[name] = f"{exact:.1e}"
-        assert exact < TOLERANCE
-        return
-    with gelu_of(stock):
-        found = apart(ours(path, ids), theirs)
-    measured[name] = f"{found:.1e} with GELU by ggml's table, {exact:.1e} without"
-    assert found < TOLERANCE
-    assert exact < STOCK_GELU
+def test_golden_files(name, peer, measured):
+    spec, ids = open_spec(GOLDEN / name / "model.gguf"), golden_ids(name)
+    [theirs] = peer.logits(ids, GOLDEN / name / "model.gguf")
+    assert_near(name, spec, ids, theirs, bound_between(spec, ids), measured)
+
+
+@pytest.mark.parametrize("name", ["gemma4_e2b", "gemma4_moe"])
+def test_the_smallest_wrong_formula_is_outside(name, peer, measured, monkeypatch):
+    """GELU's erf form for its tanh form, on our side."""
+    spec, ids = open_spec(GOLDEN / name / "model.gguf"), golden_ids(name)
+    [theirs] = peer.logits(ids, GOLDEN / name / "model.gguf")
+    bound, gelu = bound_between(spec, ids), F.gelu
+    monkeypatch.setattr(F, "gelu", lambda x, approximate: gelu(x))
+    worst, measured[f"{name} with erf for tanh"] = apart(ours(spec, ids), theirs, bound)
+    assert worst > 1
 
 
 @pytest.mark.filterwarnings("ignore")  # transformers' own
 @pytest.mark.parametrize("family", FAMILIES)
-def test_random_models_of_many_shapes(family, peer, stock, measured):
+def test_random_models_of_many_shapes(family, peer, measured):
     """The same models as against transformers; each agrees, or is refused for a reason that is known."""
-    worst, opened = 0.0, 0
+    worst, opened = (0.0, ""), 0
     for seed in range(ALL):
-        made, ids, _, _ = made_with_clear_choices(family, seed)
-        path = write_made(peer.folder / "model.gguf", made)
+        found = random_model(family, seed, peer)
+        if found is not None:
+            spec, ids, theirs, bound = found
+            worst, opened = max(worst, apart(ours(spec, ids), theirs, bound)), opened + 1
+            assert worst[0] <= 1.0, f"seed {seed}: {worst[1]}"
+    measured[f"random {family}"] = f"{worst[1]}, {opened} of {ALL} models opened"
+    assert opened >= ALL // 2
+
+
+def random_model(family: str, seed: int, peer: Peer) -> tuple[ModelSpec, list[int], np.ndarray, Bound] | None:
+    """A model, tokens, llama.cpp's logits and what is allowed; None: llama.cpp refuses it for a reason we know."""
+    path = peer.folder / "model.gguf"
+    for first in count(seed, 1000):
+        made, ids, _, _ = made_with_clear_choices(family, first)
+        write_made(path, made)
         try:
             [theirs] = peer.logits(ids, path, beta_fast=beta_fast_of(path))
         except PeerError as error:
             if any(words in str(error) for words in REFUSALS):
-                continue
+                return None
             raise
-        with gelu_of(stock):
-            difference = apart(ours(path, ids), theirs)
-        assert difference < TOLERANCE, f"seed {seed}"
-        worst, opened = max(worst, difference), opened + 1
-    measured[f"random {family}"] = f"{worst:.1e}, {opened} of {ALL} models opened"
-    assert opened >= ALL // 2
+        spec = open_spec(path)
+        with suppress(UnclearChoiceError):
+            return spec, ids, theirs, bound_between(spec, ids)
+    raise AssertionError
 
 
 @pytest.mark.parametrize("mix", MIXES)
 @pytest.mark.parametrize("name", MODELS)
-def test_quantised_files(name, mix, peer, stock, measured):
+def test_quantised_files(name, mix, peer, measured):
     if mix == "MXFP4_MOE" and "expert_count" not in MODELS[name].metadata:
         pytest.skip("llama.cpp gives MXFP4 to experts only, and this model has none")
     source, quantised, expanded = (peer.folder / f"{n}.gguf" for n in ("source", "quantised", "expanded"))
     peer.quantize(write(source, MODELS[name]), (quantised, mix), (expanded, "F32"))
     assert MIXES[mix] in types_of(quantised)
     assert types_of(expanded) == {"F32"}
-    compare(f"{name} {mix}", quantised, expanded, IDS, peer, stock, measured)
+    assert_near_its_float32_run(f"{name} {mix}", quantised, expanded, with_bound(quantised), peer, measured)
 
 
 def test_the_mixes_hold_every_native_type():
     assert set(MIXES.values()) >= NATIVE
 
 
-def test_the_demo_model(peer, stock, measured):
+def test_the_demo_model(peer, measured):
     text = (ROOT / "etc/demo/recipe/README.md").read_text()
-    ids = Tokenizer.from_gguf(demo_metadata()).encode(text)[:300]
+    spec, ids = open_spec(DEMO_GGUF), Tokenizer.from_gguf(demo_metadata()).encode(text)[:300]
     expanded = peer.folder / "expanded.gguf"
     peer.quantize(DEMO_GGUF, (expanded, "F32"))
-    compare("demo model Q4_K_M", DEMO_GGUF, expanded, ids, peer, stock, measured)
+    found = spec, ids, bound_between(spec, ids)
+    assert_near_its_float32_run("demo model Q4_K_M", DEMO_GGUF, expanded, found, peer, measured)
 
 
-def compare(label: str, quantised: Path, expanded: Path, ids: list[int], peer: Peer, stock: bool, measured) -> None:
-    """Ours of the quantised file with theirs of the same numbers in F32, and with theirs of the file itself."""
+def assert_near_its_float32_run(
+    label: str, quantised: Path, expanded: Path, model: tuple[ModelSpec, list[int], Bound], peer: Peer, measured
+) -> None:
+    """Ours of the quantised file beside theirs of the same numbers in F32.  How far theirs of the file itself is from
+    that is told, not tested: it is llama.cpp's own affair.
+    """
+    spec, ids, bound = model
     theirs, exact = peer.logits(ids, quantised, expanded, beta_fast=beta_fast_of(quantised))
-    with gelu_of(stock):
-        found = ours(quantised, ids)
-    to_exact, to_theirs, own = apart(found, exact), apart(found, theirs), apart(exact, theirs)
-    measured[label] = (
-        f"{to_exact:.1e} from its float32 run; from its quantised run {to_theirs:.2g}, as its float32 run is: {own:.2g}"
-        f" (logits spread {exact.std():.2g})"
-    )
-    assert to_exact < TOLERANCE
-    assert to_theirs < own + TOLERANCE
+    own = f"; its rounding of activations: {np.abs(exact - theirs).max():.2g} (logits spread {exact.std():.2g})"
+    assert_near(label, spec, ids, exact, bound, measured, own)
 
 
 def test_llama_cpp_does_not_read_how_fast_laguna_turns(peer, measured):
@@ -179,12 +199,13 @@ def test_llama_cpp_does_not_read_how_fast_laguna_turns(peer, measured):
     model = MODELS["laguna"]
     assert model.metadata["rope.scaling.yarn_beta_fast"] == 64.0
     says_32 = replace(model, metadata=model.metadata | {"rope.scaling.yarn_beta_fast": 32.0})
-    slow, fast = write(peer.folder / "32.gguf", says_32), write(peer.folder / "64.gguf", model)
-    theirs_slow, theirs_fast = peer.logits(IDS, slow, fast)
-    [told] = peer.logits(IDS, fast, beta_fast=64.0)
+    spec, ids, bound = with_bound(write(peer.folder / "64.gguf", model))
+    slow, slow_ids, slow_bound = with_bound(write(peer.folder / "32.gguf", says_32))
+    assert slow_ids == ids
+    theirs_slow, theirs_fast = peer.logits(ids, peer.folder / "32.gguf", peer.folder / "64.gguf")
+    [told] = peer.logits(ids, peer.folder / "64.gguf", beta_fast=64.0)
     assert np.array_equal(theirs_slow, theirs_fast)
-    assert apart(ours(slow, IDS), theirs_slow) < TOLERANCE
-    assert apart(ours(fast, IDS), told) < TOLERANCE
-    distance = apart(ours(fast, IDS), theirs_fast)
-    measured["laguna, yarn_beta_fast 64 against llama.cpp's 32"] = f"{distance:.2g}"
-    assert distance > 0.1
+    assert_near("laguna, yarn_beta_fast 32", slow, ids, theirs_slow, slow_bound, measured)
+    assert_near("laguna, yarn_beta_fast 64, llama.cpp told", spec, ids, told, bound, measured)
+    worst, measured["laguna, yarn_beta_fast 64, llama.cpp not told"] = apart(ours(spec, ids), theirs_fast, bound)
+    assert worst > 1
