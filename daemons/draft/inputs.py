@@ -1,6 +1,7 @@
 """What a daemon hands to its draft stage for a step: captures of the target's layers, and the tokens sampled.
 
-Knows no drafter.  Invariant: of a step whose DraftStep ran, and of those before it, nothing is kept.
+Knows no drafter.  Invariants: of a step whose DraftStep ran, and of those before it, nothing is kept; nor of more steps
+than may be in flight, so a draft stage that gets no steps (it was detached) costs no memory.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from torch import Tensor
 
 from daemons.boundary import BoundaryBuffer
 from daemons.errors import StateError
-from lucevisor.protocol.loading import DraftPlan
+from lucevisor.protocol.loading import DraftPlan, arena_regions
 from lucevisor.protocol.steps import DraftStep, Sampled, Step
 
 
@@ -30,6 +31,7 @@ class DraftInputs:
     def __init__(self, plan: DraftPlan, boundaries: Sequence[BoundaryBuffer]) -> None:
         self.plan, self._boundaries = plan, boundaries
         self._kept: dict[int, _Kept] = {}
+        self._most = arena_regions(plan.stage + 1)
 
     def keep_captures(self, step: Step, stage: int, captures: Tensor) -> None:
         """Keep a copy of a stage's captures: the next step may overwrite them."""
@@ -42,7 +44,10 @@ class DraftInputs:
         self._of(step).tokens = [by_sequence.get(s.sequence, []) for s in step.slices]
 
     def _of(self, step: Step) -> _Kept:
-        return self._kept.setdefault(step.step_id, _Kept())
+        kept = self._kept.setdefault(step.step_id, _Kept())
+        if len(self._kept) > self._most:
+            del self._kept[next(iter(self._kept))]
+        return kept
 
     def take(self, message: DraftStep) -> tuple[list[Tensor], list[list[int]]]:
         """Captures [T, n E] of each source, valid during the step, and the tokens sampled for each slice.
