@@ -1,0 +1,251 @@
+"""A daemon's draft stage gets the captures and the sampled tokens of each step, from this daemon and from others."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+
+import pytest
+import torch
+from torch import Tensor
+
+from daemons.errors import LoadError, StateError
+from daemons.runner import ModelRunner
+from lucevisor.model.values import Backend, Dtype, LayerRange, Space
+from lucevisor.protocol.arena import Arena
+from lucevisor.protocol.loading import (
+    ArenaPlan,
+    CaptureSource,
+    DeviceUse,
+    DraftKind,
+    DraftPlan,
+    Load,
+    ShardPlan,
+    StagePlan,
+)
+from lucevisor.protocol.steps import (
+    CloseSequence,
+    Drafted,
+    DraftStep,
+    OpenSequence,
+    Operation,
+    Sampling,
+    SetPages,
+    Slice,
+    Step,
+    ZeroState,
+)
+from tests.families.golden import Golden, opened
+from tests.families.pipeline import load_stages, pools_of
+
+LAYERS = [0, 2, 3, 7]
+CUT = 3
+
+
+class Recorder:
+    """Stands for a drafter: keeps what it is given, and drafts the token sampled last."""
+
+    def __init__(self) -> None:
+        self.device, self.kernels = torch.device("cpu"), {"cpu drafter": "none"}
+        self.operations: list[Operation] = []
+        self.steps: list[object] = []
+
+    def apply(self, operations: Sequence[Operation]) -> None:
+        self.operations += operations
+
+    def run(self, step: Step, captures: Sequence[Tensor], tokens: Sequence[Sequence[int]]) -> list[Drafted]:
+        self.steps.append((step.step_id, [rows.clone() for rows in captures], [list(t) for t in tokens]))
+        return [Drafted(s.sequence, t[-1:]) for s, t in zip(step.slices, tokens, strict=True) if s.n_ahead]
+
+    def reset(self) -> None:
+        self.steps.append("reset")
+
+    def usage(self) -> list[DeviceUse]:
+        return [DeviceUse(0, LayerRange(0, 1), 11, 22, 33)]
+
+
+@pytest.fixture(autouse=True)
+def drafter(monkeypatch: pytest.MonkeyPatch) -> None:
+    def load(runner: ModelRunner, _: object) -> Recorder:
+        runner._draft = Recorder()
+        return runner._draft
+
+    monkeypatch.setattr(ModelRunner, "_load_draft", load)
+
+
+class Reporter:
+    def progress(self, _: object) -> None:
+        pass
+
+    def log(self, level: str, event: str, **fields: object) -> None:
+        pass
+
+
+@pytest.fixture
+def golden() -> Golden:
+    return opened("qwen35")
+
+
+def draft_plan(*arenas: int | None) -> DraftPlan:
+    """Stage 0 has layers before CUT, stage 1 the others."""
+    own = [[i for i in LAYERS if i < CUT], [i for i in LAYERS if i >= CUT]]
+    sources = [CaptureSource(stage, own[stage], arena) for stage, arena in enumerate(arenas)]
+    return DraftPlan(2, DraftKind.DFLASH, ["none"], 0, LayerRange(0, 1), sources)
+
+
+def stage_plan(
+    golden: Golden, stage: int, *, source: int | None, target: int | None, captures: int | None
+) -> StagePlan:
+    layers = LayerRange(0, CUT) if stage == 0 else LayerRange(CUT, golden.spec.n_layers)
+    taken = [i for i in LAYERS if i in layers]
+    return StagePlan(stage, [ShardPlan(0, layers)], source, target, stage == 0, stage == 1, taken, captures)
+
+
+class Daemons:
+    """Runners of several daemons over the same arenas."""
+
+    def __init__(self, golden: Golden, arenas: Sequence[ArenaPlan]) -> None:
+        self.golden = golden
+        self.arenas = [Arena.create(plan) for plan in arenas]
+
+    def runner(
+        self, stages: list[StagePlan], used: list[int], draft: DraftPlan | None
+    ) -> tuple[ModelRunner, list[DeviceUse]]:
+        """``used``: its arenas, in the order of its Load."""
+        load = Load(
+            files=[str(path) for path in self.golden.spec.files.paths],
+            dtype=Dtype.FLOAT32,
+            kv_dtype=Dtype.FLOAT32,
+            stages=stages,
+            arenas=[self.arenas[i].plan for i in used],
+            pools=pools_of(self.golden.spec),
+            max_sequences=4,
+            max_step_tokens=80,
+            draft=draft,
+        )
+        fds = [os.dup(self.arenas[i].fd) for i in used]
+        runner, loaded = ModelRunner.load(load, Backend.CPU, fds, Reporter())
+        return runner, loaded.shards
+
+
+def arena_plan(golden: Golden, boundary: int, n_columns: int, capture: bool) -> ArenaPlan:
+    return ArenaPlan(boundary, 80 * n_columns * 4, 4, capture)
+
+
+def boundary(golden: Golden) -> ArenaPlan:
+    return arena_plan(golden, 0, golden.spec.boundary_width, capture=False)
+
+
+def captured(golden: Golden, stage: int) -> ArenaPlan:
+    n = len([i for i in LAYERS if (i < CUT) == (stage == 0)])
+    return arena_plan(golden, stage, n * golden.spec.hidden_size, capture=True)
+
+
+@pytest.fixture(params=["same daemon", "with the output stage", "alone"])
+def daemons(request: pytest.FixtureRequest, golden: Golden) -> Iterator[tuple[ModelRunner, ...]]:
+    """The runners of stage 0, stage 1 and the draft stage."""
+    made = Daemons(golden, [boundary(golden), captured(golden, 0), captured(golden, 1)])
+    plans = {"source": None, "target": 0}, {"source": 0, "target": None}
+    if request.param == "same daemon":
+        stages = [stage_plan(golden, i, **plans[i], captures=None) for i in (0, 1)]
+        runner, _ = made.runner(stages, [0], draft_plan(None, None))
+        yield runner, runner, runner
+    elif request.param == "with the output stage":
+        first, _ = made.runner([stage_plan(golden, 0, **plans[0], captures=1)], [0, 1], None)
+        second, _ = made.runner([stage_plan(golden, 1, **plans[1], captures=None)], [0, 1], draft_plan(1, None))
+        yield first, second, second
+    else:
+        first, _ = made.runner([stage_plan(golden, 0, **plans[0], captures=1)], [0, 1], None)
+        second, _ = made.runner([stage_plan(golden, 1, **plans[1], captures=1)], [0, 2], None)
+        third, uses = made.runner([], [1, 2], draft_plan(0, 1))
+        assert uses == Recorder().usage()
+        assert len(third.free_bytes()) == 1
+        yield first, second, third
+
+
+def step(number: int, start: int, tokens: list[int], n_drafts: int = 0, **more: object) -> Step:
+    states = list(range(n_drafts + 1)) if n_drafts else []
+    slices = [Slice(5, start, tokens, True, n_drafts, states, n_ahead=3)]
+    return Step(number, number % 4, slices=slices, **more)  # type: ignore[arg-type]
+
+
+def opening(golden: Golden) -> list[Operation]:
+    return [OpenSequence(5, 0, Sampling(temperature=0)), ZeroState(0), SetPages(5, Space.FULL, 0, [7, 3])]
+
+
+def test_captures_and_tokens_of_each_step(
+    daemons: tuple[ModelRunner, ModelRunner, ModelRunner], golden: Golden
+) -> None:
+    """Two steps are in flight: both run on all stages before the draft stage runs the first."""
+    first, second, third = daemons
+    ids = golden.ids
+    steps = [step(8, 0, ids[:30], operations=opening(golden)), step(9, 30, [ids[30], ids[31], ids[32]], 2)]
+    whole = golden.pipeline(load_stages(golden.spec))
+    whole.open(5)
+    wanted, sampled = [], []
+    for one in steps:
+        logits = whole.verify((5, one.slices[0].tokens, one.slices[0].n_drafts), want_hidden=True)
+        wanted.append([whole.hidden[i + 1] for i in LAYERS])
+        first.run_step(one, 0, 0.0)
+        sampled.append([s.token for s in second.run_step(one, 1, 0.0).result.sampled])
+        assert sampled[-1][0] == int(logits[-1 - one.slices[0].n_drafts].argmax())
+    for one, hidden, tokens in zip(steps, wanted, sampled, strict=True):
+        answer = third.run_draft(DraftStep(one, None if second is third else [tokens]), 0.25).result
+        assert (answer.step_id, answer.stage, answer.wait_s, answer.sampled) == (one.step_id, 2, 0.25, [])
+        assert answer.drafts == [Drafted(5, tokens[-1:])]
+        step_id, captures, given = third._draft.steps[-1]
+        assert (step_id, given) == (one.step_id, [tokens])
+        assert torch.equal(torch.cat(captures, dim=-1), torch.cat(hidden, dim=-1))
+    assert third._draft.operations == opening(golden)
+
+
+def test_steps_without_tokens_and_without_sampled_tokens(daemons: tuple[ModelRunner, ...], golden: Golden) -> None:
+    first, second, third = daemons
+    silent = Step(1, 0, opening(golden), [Slice(5, 0, golden.ids[:4], False)])
+    for one, tokens in ((silent, [[]]), (Step(2, 1, [CloseSequence(5)]), [])):
+        first.run_step(one, 0, 0.0)
+        assert second.run_step(one, 1, 0.0).result.sampled == []
+        assert third.run_draft(DraftStep(one, None if second is third else tokens), 0.0).result.drafts == []
+    assert [number for number, *_ in third._draft.steps] == [1]
+    assert third._draft.operations[-1] == CloseSequence(5)
+
+
+def test_nothing_is_kept_of_steps_that_ran_or_were_reset(golden: Golden) -> None:
+    made = Daemons(golden, [boundary(golden)])
+    stages = [
+        stage_plan(golden, 0, source=None, target=0, captures=None),
+        stage_plan(golden, 1, source=0, target=None, captures=None),
+    ]
+    runner, _ = made.runner(stages, [0], draft_plan(None, None))
+
+    def run(*numbers: int) -> None:
+        for i in numbers:
+            one = step(i, i, golden.ids[i : i + 1], operations=opening(golden) if i == 0 else [])
+            for stage in (0, 1):
+                runner.run_step(one, stage, 0.0)
+
+    run(0, 1, 2)
+    runner.run_draft(DraftStep(step(1, 1, golden.ids[1:2])), 0.0)  # that of step 0 was never asked for
+    assert list(runner._draft_inputs._kept) == [2]
+    for number in (0, 1, 3):
+        with pytest.raises(StateError, match=f"draft step {number}: no sampled tokens for 1 slices"):
+            runner.run_draft(DraftStep(step(number, 1, [4])), 0.0)
+        with pytest.raises(StateError, match="stage 0 of this daemon has kept no captures of it"):
+            runner.run_draft(DraftStep(step(number, 1, [4]), [[4]]), 0.0)
+    with pytest.raises(StateError, match="2 lists of sampled tokens for 1 slices"):
+        runner.run_draft(DraftStep(step(2, 2, golden.ids[2:3]), [[4], [5]]), 0.0)
+    run(3)
+    runner.reset()
+    assert not runner._draft_inputs._kept
+    assert runner._draft.steps[-1] == "reset"
+
+
+def test_a_daemon_without_a_draft_stage_refuses_its_steps(golden: Golden) -> None:
+    runner, _ = Daemons(golden, []).runner([], [], None)
+    with pytest.raises(StateError, match="draft step 4: this daemon has no draft stage"):
+        runner.run_draft(DraftStep(step(4, 0, [1])), 0.0)
+
+
+def test_an_arena_for_captures_that_nobody_uses_is_refused(golden: Golden) -> None:
+    with pytest.raises(LoadError, match="arena 0 for captures: 0 stages of this daemon write or read it"):
+        Daemons(golden, [captured(golden, 0)]).runner([], [0], None)
