@@ -11,9 +11,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from importlib import import_module
 from pathlib import Path
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -21,26 +19,25 @@ from torch import Tensor
 from daemons import device as devices
 from daemons.boundary import BoundaryBuffer, SharedMemoryBuffer
 from daemons.draft.inputs import DraftInputs
+from daemons.draft.stage import DraftStage
 from daemons.errors import LoadError, StateError
-from daemons.kv.pools import Pools
+from daemons.identities import expect, unchanged
 from daemons.models.stage import LoadedStage
 from daemons.pulse import Reporter
 from daemons.sampling import Sampler
 from daemons.snapshots.state_map import DraftPools, StateMap
 from daemons.warm import warm_up
 from lucevisor.model.families import read_spec
-from lucevisor.model.gguf_files import GgufFiles, open_model
-from lucevisor.model.spec import LayerSpec, ModelSpec
-from lucevisor.model.values import Backend, FileIdentity
+from lucevisor.model.gguf_files import open_model
+from lucevisor.model.spec import ModelSpec
+from lucevisor.model.values import Backend
 from lucevisor.protocol.arena import Arena
 from lucevisor.protocol.loading import DeviceUse, Load, Loaded, StagePlan
 from lucevisor.protocol.messages import Progress
 from lucevisor.protocol.steps import (
     CloseSequence,
-    Drafted,
     DraftStep,
     OpenSequence,
-    Operation,
     Sampled,
     Step,
     StepResult,
@@ -55,25 +52,6 @@ class StepOutput:
     payload: list[Tensor]
 
 
-class DraftStage(Protocol):
-    """The draft stage: a drafter and its pools on one device."""
-
-    device: torch.device
-    layers: Sequence[LayerSpec]
-    pools: list[Pools]
-    kernels: dict[str, str]
-    warnings: list[str]
-
-    def apply(self, operations: Sequence[Operation]) -> None: ...
-
-    def run(self, step: Step, captures: Sequence[Tensor], tokens: Sequence[Sequence[int]]) -> list[Drafted]:
-        """``captures[i]``: rows [T, n E] of source i, on any device; ``tokens[i]``: sampled for slice i."""
-
-    def reset(self) -> None: ...
-
-    def usage(self) -> list[DeviceUse]: ...
-
-
 class ModelRunner:
     """The stages of one daemon and its draft stage, either of which it may lack; after :meth:`load`."""
 
@@ -83,7 +61,8 @@ class ModelRunner:
         self.stages: dict[int, LoadedStage] = {}
         self._plans: dict[int, StagePlan] = {p.stage: p for p in load.stages}
         self._sampler: Sampler | None = None
-        self.spec = read_spec(_open_planned(load), load.options)
+        files = expect(open_model([Path(f) for f in load.files]), load.identities)
+        self.spec = read_spec(files, load.options)
         pinned = backend is not Backend.CPU
         self._boundaries: list[BoundaryBuffer] = [
             SharedMemoryBuffer(arena, load.dtype, _width(load, i, self.spec), pinned=pinned)
@@ -119,7 +98,7 @@ class ModelRunner:
             uses += draft.usage()
             kernels |= draft.kernels
         assert runner.spec.files is not None
-        identities = _unchanged(runner.spec.files)
+        identities = unchanged(runner.spec.files)
         loaded = Loaded(uses, kernels, time.monotonic() - started, identities)
         runner._warm_up(reporter)
         return runner, loaded
@@ -127,8 +106,7 @@ class ModelRunner:
     def _load_draft(self, reporter: Reporter) -> DraftStage:
         assert self._load.draft is not None
         output_stage = next((self.stages[p.stage] for p in self._load.stages if p.output), None)
-        made = import_module("daemons.draft.stage").DraftStage
-        draft: DraftStage = made.load(self.spec, self._load, self._backend, reporter.progress, output_stage)
+        draft = DraftStage.load(self.spec, self._load, self._backend, reporter.progress, output_stage)
         for warning in draft.warnings:
             reporter.log("warning", warning, stage=self._load.draft.stage)
         self._draft = draft
@@ -263,23 +241,3 @@ def _width(load: Load, arena: int, spec: ModelSpec) -> int:
         reason = f"{len(layers)} stages of this daemon write or read it instead of one"
         raise LoadError(f"arena {arena} for captures", reason, "correct the plan", configuration=True)
     return len(layers[0]) * spec.hidden_size
-
-
-def _open_planned(load: Load) -> GgufFiles:
-    """Open the model's files.  Raises GgufError; LoadError when they are not those the supervisor means."""
-    files = open_model([Path(f) for f in load.files])
-    wanted = load.identities or files.identities
-    changed = [path for path, a, b in zip(files.paths, files.identities, wanted, strict=True) if a != b]
-    if changed:
-        reason = "the file is not the one that the supervisor asked for: it was changed or replaced meanwhile"
-        raise LoadError(str(changed[0]), reason, "leave the file alone while a daemon loads it")
-    return files
-
-
-def _unchanged(files: GgufFiles) -> list[FileIdentity]:
-    """Identities of the files read.  Raises LoadError when a part changed meanwhile."""
-    changed = files.changed()
-    if changed:
-        reason = "the file was changed while it was loaded, so the weights read are inconsistent"
-        raise LoadError(str(changed[0]), reason, "leave the file alone while a daemon loads it")
-    return list(files.identities)

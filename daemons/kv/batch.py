@@ -8,7 +8,8 @@ together, so a hundred decoding sequences are one call.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from copy import copy
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -37,7 +38,7 @@ class SliceGroup:
 
     Chunks of longer slices end at multiples of CHUNK, so only slices with equal offsets can share a group.
     ``n_states``: after how many of its last tokens each slice keeps a recurrent state of its own; 0: only the live
-    state changes.
+    state changes.  ``lows``: first position that each slice attends to; empty: all of them.
     """
 
     n: int
@@ -47,6 +48,7 @@ class SliceGroup:
     starts: list[int] = field(default_factory=list)
     sequences: list[OpenedSequence] = field(default_factory=list)
     states: list[list[int]] = field(default_factory=list)  # the states each slice writes, after its last tokens
+    lows: list[int] = field(default_factory=list)
 
     @property
     def contiguous(self) -> bool:
@@ -77,9 +79,14 @@ class GraphKey(NamedTuple):
 
 
 class Layout:
-    """The host side: the groups, and one int64 array with all metadata a device needs."""
+    """The host side: the groups, and one int64 array with all metadata a device needs.
 
-    def __init__(self, slices: Sequence[Slice], sequences: Sequences, spec: ModelSpec) -> None:
+    ``bounded``: slices attend to positions from ``Slice.draft_from`` on.
+    """
+
+    def __init__(
+        self, slices: Sequence[Slice], sequences: Sequences, spec: ModelSpec, *, bounded: bool = False
+    ) -> None:
         self.n_rows = sum(len(s.tokens) for s in slices)
         spaces = spec.spaces()
         self.spaces = [s for s in (Space.FULL, Space.WINDOW) if s in spaces]
@@ -111,6 +118,10 @@ class Layout:
             group.starts.append(s.start)
             group.sequences.append(sequence)
             group.states.append(states)
+            if bounded:
+                if not 0 <= s.draft_from <= s.start:
+                    raise StateError(where, f"it attends to positions from {s.draft_from} on")
+                group.lows.append(s.draft_from)
             row += n
         self.metadata = np.concatenate([columns.ravel(), *(self._group_numbers(g) for g in self.groups)])
 
@@ -134,7 +145,8 @@ class Layout:
 
     @staticmethod
     def _group_numbers(group: SliceGroup) -> np.ndarray:
-        """Starts, table rows, live states, the states to write, and the rows of the step unless they are one range.
+        """Starts, table rows, live states, the states to write, the first positions to attend to if there are bounds,
+        and the rows of the step unless they are one range.
 
         States to write are [B, state_columns]: after each token of a slice, -1 for none.
         """
@@ -142,6 +154,7 @@ class Layout:
         if group.state_columns:
             for states in group.states:
                 numbers += [-1] * (group.n - len(states)) + states
+        numbers += group.lows
         if not group.contiguous:
             numbers += [row + i for row in group.rows for i in range(group.n)]
         return np.asarray(numbers, dtype=np.int64)
@@ -206,15 +219,24 @@ class Group:
         self.starts, self.table_rows, self.states = metadata[:b], metadata[b : 2 * b], metadata[2 * b : 3 * b]
         self.n_states, end = layout.n_states, (3 + layout.state_columns) * b
         self.kept_states = metadata[3 * b : end].view(b, layout.state_columns)
+        self.lows = metadata[end : end + b] if layout.lows else None
         self.rows: slice | Tensor = (
-            slice(layout.rows[0], layout.rows[0] + b * n) if layout.contiguous else metadata[end:]
+            slice(layout.rows[0], layout.rows[0] + b * n) if layout.contiguous else metadata[end + len(layout.lows) :]
         )
         self.is_whole_step = layout.contiguous and b * n == n_rows
-        self._memo: dict[tuple[Space, int], tuple[Pages, Tensor | None]] = {}
+        self._memo: dict[tuple[Space, int, bool], tuple[Pages, Tensor | None]] = {}
         ids = [s.state for s in layout.sequences]
         host = metadata.device.type == "cpu"  # a CUDA graph would replay a baked-in address
         self.state_run = ids[0] if host and ids == list(range(ids[0], ids[0] + b)) else None
         self._kept = layout.states[0] if host and b == 1 else None
+
+    def token(self, token: int) -> Group:
+        """The group of one token of each slice, which writes no state."""
+        rows, starts = list(range(self.n_slices)), [start + token for start in self.layout.starts]
+        layout = replace(self.layout, n=1, n_states=0, rows=rows, starts=starts)
+        lows = [] if self.lows is None else [self.lows]
+        parts = (self.starts + token, self.table_rows, self.states, torch.full_like(self.states, -1), *lows)
+        return Group(layout, torch.cat(parts), self.tables, self.n_slices)
 
     def take(self, x: Tensor) -> Tensor:
         """Rows of the step [T, ...] -> [B, n, ...]."""
@@ -248,21 +270,28 @@ class Group:
 
     def query(self, space: Space) -> PagedQuery:
         """The group's queries, for attention that reads pages in place."""
-        return PagedQuery(self.tables[space], self.table_rows, self.starts, self.n_tokens, self.layout.max_length)
+        table, max_length = self.tables[space], self.layout.max_length
+        return PagedQuery(table, self.table_rows, self.starts, self.n_tokens, max_length, self.lows)
 
-    def keys(self, space: Space, window: int) -> tuple[Pages, Tensor | None]:
-        """Pages to read and the mask [B, 1, n, L] (None: all visible), shared by the layers of a space and window."""
-        found = self._memo.get((space, window))
+    def keys(self, space: Space, window: int, causal: bool = True) -> tuple[Pages, Tensor | None]:
+        """Pages to read and the mask [B, 1, n, L] (None: all visible), shared by the layers that attend alike."""
+        key = space, window, causal
+        found = self._memo.get(key)
         if found is None:
-            found = self._memo[space, window] = (
-                self._single(space, window) if self.n_slices == 1 else self._padded(space, window)
-            )
+            found = self._memo[key] = self._single(*key) if self.n_slices == 1 else self._padded(*key)
         return found
 
-    def _single(self, space: Space, window: int) -> tuple[Pages, Tensor | None]:
+    def _lows(self, window: int) -> list[int]:
+        """The first position that each slice sees."""
+        lows = self.layout.lows or [0] * self.n_slices
+        if not window:
+            return lows
+        return [max(low, first_visible(s, window)) for s, low in zip(self.layout.starts, lows, strict=True)]
+
+    def _single(self, space: Space, window: int, causal: bool) -> tuple[Pages, Tensor | None]:
         """One slice: exactly the positions it sees, so a decode row needs no mask."""
         start, end = self.layout.starts[0], self.layout.end
-        low = first_visible(start, window) if window else 0
+        [low] = self._lows(window)
         first, count = low // PAGE_TOKENS, pages_of(end) - low // PAGE_TOKENS
         sequence, table = self.layout.sequences[0], self.tables[space]
         skip = low - first * PAGE_TOKENS
@@ -271,13 +300,13 @@ class Group:
         else:
             index = table[:, first : first + count].index_select(0, self.table_rows).view(-1)
             pages = Pages(index, 1, skip, end - low)
-        if self.n_tokens == 1:
+        if self.n_tokens == 1 or not (causal or window):
             return pages, None
         device = self.starts.device
         queries = torch.arange(start, end, device=device)
-        return pages, visible(queries[None], torch.arange(low, end, device=device)[None], window)
+        return pages, visible(queries[None], torch.arange(low, end, device=device)[None], window, causal)
 
-    def _padded(self, space: Space, window: int) -> tuple[Pages, Tensor | None]:
+    def _padded(self, space: Space, window: int, causal: bool) -> tuple[Pages, Tensor | None]:
         """Several slices: padded to the pages of the longest one, and masked."""
         table, starts, device = self.tables[space], self.starts, self.starts.device
         lows = [first_visible_page(s, window) if window else 0 for s in self.layout.starts]
@@ -295,7 +324,7 @@ class Group:
             positions = torch.arange(count * PAGE_TOKENS, device=device).expand(self.n_slices, -1)
         pages = Pages(index.reshape(-1), self.n_slices, 0, count * PAGE_TOKENS)
         queries = starts[:, None] + torch.arange(self.n_tokens, device=device)
-        return pages, visible(queries, positions, window)
+        return pages, visible(queries, positions, window, causal, self.lows)
 
 
 class Batch:
@@ -309,12 +338,34 @@ class Batch:
         self.slots: dict[Space, Tensor] = {s: metadata[i * n : (i + 1) * n] for i, s in enumerate(layout.spaces, 2)}
         self.groups: list[Group] = []
         for group in layout.groups:
-            size = len(group.starts) * (3 + group.state_columns + (0 if group.contiguous else group.n))
+            n_columns = 3 + group.state_columns + bool(group.lows) + (0 if group.contiguous else group.n)
+            size = len(group.starts) * n_columns
             self.groups.append(Group(group, metadata[at : at + size], tables, n))
             at += size
         self._rope_tables: dict[int, tuple[Tensor, Tensor]] = {}
         self.carried: Tensor | None = None
         self.layer_inputs: Tensor | None = None
+
+    def by_token(self) -> list[Batch]:
+        """Batches of the first, second, ... token of every slice, to run one after the other.  All slices must have
+        the same length."""
+        [group] = self.groups
+        b, n = group.n_slices, group.n_tokens
+        positions, slots = self._columns(self.positions, n), {s: self._columns(x, n) for s, x in self.slots.items()}
+        ids = self._columns(self.ids, n)
+        out = []
+        for token in range(n):
+            one = copy(self)
+            one.n_rows, one.ids, one.positions = b, ids[token], positions[token]
+            one.slots = {space: x[token] for space, x in slots.items()}
+            one.groups, one._rope_tables = [group.token(token)], {}
+            out.append(one)
+        return out
+
+    @staticmethod
+    def _columns(x: Tensor, n: int) -> Tensor:
+        """[B n] of slices of n tokens -> [n, B]"""
+        return x.view(-1, n).t().contiguous()
 
     def rope_tables(self, rope: Rope) -> tuple[Tensor, Tensor]:
         """cos and sin of the step's positions, computed once for all layers that share ``rope``."""

@@ -122,7 +122,7 @@ class AttentionShape:
 
     ``gate`` columns follow q and k in the input product: H D for a gate per element, H for one per head, 0 for none;
     ``softplus`` replaces the sigmoid.  ``key_values``: values are the keys before norm and rotation.  ``window`` 0: all
-    positions.
+    positions.  Without ``causal`` the tokens of a slice see each other.
     """
 
     n_heads: int
@@ -135,10 +135,11 @@ class AttentionShape:
     softcap: float = 0.0
     softplus: bool = False
     key_values: bool = False
+    causal: bool = True
 
 
 class Attention:
-    """Causal attention over paged keys and values.
+    """Attention over paged keys and values.
 
     ``inputs`` makes columns q (H D), k (K D), gate, v (K D; none if values are keys).  ``positions`` has a norm weight
     per head [H + K, D], so q and k are normed, rotated and cast together.  ``value_norm`` acts on each head of v.
@@ -158,11 +159,21 @@ class Attention:
         self.keys, self.values = pages
         self.value_norm, self.operations = value_norm, operations
         s = shape
-        self.paged_attention = operations.paged_attention(window=s.window, scale=s.scale, softcap=s.softcap)
+        self.paged_attention = operations.paged_attention(
+            window=s.window, scale=s.scale, softcap=s.softcap, causal=s.causal
+        )
         self.heads = [s.n_heads, s.n_kv_heads]
         self.columns = [sum(self.heads) * s.head_dim, s.gate, 0 if s.key_values else s.n_kv_heads * s.head_dim]
 
     def __call__(self, x: Tensor, batch: Batch) -> Tensor:
+        q, gate = self.write(x, batch)
+        out = batch.map_groups(self._attend, q)
+        if self.shape.gate:
+            return self.output(self.operations.output_gate(out, gate, self.shape.softplus))
+        return self.output(out.reshape(batch.n_rows, -1))
+
+    def write(self, x: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
+        """Write keys and values of the rows; returns their queries [T, H, D] and gates."""
         s = self.shape
         rows, d = batch.n_rows, s.head_dim
         qk, gate, v = self.inputs(x).split_with_sizes(self.columns, dim=-1)
@@ -173,16 +184,13 @@ class Attention:
             slots = batch.slots[s.space]
             self.keys.write(slots, k)
             self.values.write(slots, v if self.value_norm is None else self.value_norm(v))
-        out = batch.map_groups(self._attend, q)
-        if s.gate:
-            return self.output(self.operations.output_gate(out, gate, s.softplus))
-        return self.output(out.reshape(rows, -1))
+        return q, gate
 
     def _attend(self, group: Group, q: Tensor) -> Tensor:
         if self.paged_attention is not None and group.n_tokens <= SHORT_SLICE:
             found = self.paged_attention(q.flatten(0, 1), self.keys, self.values, group.query(self.shape.space))
             return found.view(q.shape[0], q.shape[1], *found.shape[1:])
-        pages, mask = group.keys(self.shape.space, self.shape.window)
+        pages, mask = group.keys(self.shape.space, self.shape.window, self.shape.causal)
         k, v = self.keys.read(pages, q.dtype), self.values.read(pages, q.dtype)
         return attention(q, k, v, mask, scale=self.shape.scale, softcap=self.shape.softcap)
 

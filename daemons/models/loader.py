@@ -60,6 +60,7 @@ class WeightLoader:
     converted: dict[str, tuple[int, int]] = field(
         default_factory=dict
     )  # type -> bytes in the file, bytes on the device
+    tables: dict[str, Table] = field(default_factory=dict)  # those built
     staging: StagingBuffers = field(init=False)
     progress: ProgressMeter = field(init=False)
     _layouts: dict[tuple[str, TensorRole], TensorLayout] = field(init=False)
@@ -137,7 +138,8 @@ class WeightLoader:
             weight = self._dense([_shard_part(layout)], self._dtype_of(layout))
         if shared:
             self._shared[name] = (layout.kind, weight)
-        return self.selector.table(layout.kind, weight, layout.shape[-1])
+        table = self.tables[name] = self.selector.table(layout.kind, weight, layout.shape[-1])
+        return table
 
     # ---- layouts
 

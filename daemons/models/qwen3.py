@@ -31,18 +31,24 @@ class Qwen3Family(Family):
 
     def layer(self, index: int) -> Block:
         b = f"blk.{index}."
-        gate_up = self.w.linear(b + "ffn_gate.weight", b + "ffn_up.weight")
-        mlp = GatedMlp(gate_up, self.w.linear(b + "ffn_down.weight"), self.operations)
-        return PreNormLayer(
-            self.norm(b + "attn_norm.weight"), self.attention(index), self.norm(b + "ffn_norm.weight"), mlp
-        )
+        attention, mlp = self.attention(index), self.mlp(index)
+        return PreNormLayer(self.norm(b + "attn_norm.weight"), attention, self.norm(b + "ffn_norm.weight"), mlp)
 
-    def attention(self, index: int) -> Block:
+    def mlp(self, index: int) -> Block:
+        b = f"blk.{index}."
+        gate_up = self.w.linear(b + "ffn_gate.weight", b + "ffn_up.weight")
+        return GatedMlp(gate_up, self.w.linear(b + "ffn_down.weight"), self.operations)
+
+    def attention_shape(self, index: int) -> AttentionShape:
+        p = self.p
+        return AttentionShape(p.n_heads, p.n_kv_heads, p.head_dim, p.head_dim**-0.5)
+
+    def attention(self, index: int) -> Attention:
         p, b, d = self.p, f"blk.{index}.", self.p.head_dim
         inputs = self.w.linear(b + "attn_q.weight", b + "attn_k.weight", b + "attn_v.weight")
         q_norm, k_norm = self.w.exact(b + "attn_q_norm.weight"), self.w.exact(b + "attn_k_norm.weight")
         per_head = torch.cat((q_norm.expand(p.n_heads, -1), k_norm.expand(p.n_kv_heads, -1)))
-        shape = AttentionShape(p.n_heads, p.n_kv_heads, d, d**-0.5)
+        shape = self.attention_shape(index)
         pages = self.pools.paged(index, "k"), self.pools.paged(index, "v")
         positions = QkNormRope(self.operations.norm(per_head, d, p.eps), self.rope, self.operations)
         return Attention(shape, inputs, self.w.linear(b + "attn_output.weight"), pages, positions, self.operations)

@@ -34,7 +34,7 @@ class Qwen35Family(Family):
 
     def layer(self, index: int) -> Block:
         b = f"blk.{index}."
-        mixer = self.delta_net(index) if self.p.recurrent[index] else self.attention(index)
+        mixer: Block = self.delta_net(index) if self.p.recurrent[index] else self.attention(index)
         return PreNormLayer(
             self.norm(b + "attn_norm.weight"), mixer, self.norm(b + "post_attention_norm.weight"), self.mlp(index)
         )
@@ -44,7 +44,7 @@ class Qwen35Family(Family):
         gate_up = self.w.linear(b + "ffn_gate.weight", b + "ffn_up.weight")
         return GatedMlp(gate_up, self.w.linear(b + "ffn_down.weight"), self.operations)
 
-    def attention(self, index: int) -> Block:
+    def attention(self, index: int) -> Attention:
         p, b = self.p, f"blk.{index}."
         d = p.head_dim
         # rows of attn_q alternate per head, query then gate: take all queries first, so that q and k are adjacent

@@ -74,6 +74,7 @@ class ShardModel:
             self.output: Callable[[Tensor], Tensor] | None = family.output() if config.output else None
         finally:
             weights.close()
+        self.table = weights.tables.get("token_embd.weight")  # None without the embedding
         self.captured = [i in config.captures for i in range(layers.start, layers.stop)]
         self.weight_bytes = weights.n_bytes
         n_routed = max((spec.layers[i].n_routed for i in range(layers.start, layers.stop)), default=0)

@@ -18,13 +18,17 @@ from torch import Tensor
 from lucevisor.model.workspace import SCORE_ELEMENTS
 
 
-def visible(queries: Tensor, keys: Tensor, window: int) -> Tensor:
-    """Causal mask ``[B, 1, n, L]``, limited to the last ``window`` positions if there is a window.
+def visible(queries: Tensor, keys: Tensor, window: int, causal: bool = True, lows: Tensor | None = None) -> Tensor:
+    """Mask ``[B, 1, n, L]``: positions up to the query, without ``causal`` up to the last query of its slice; limited
+    to the last ``window`` positions if there is a window, and to those from ``lows`` [B] on.
 
     ``queries`` [B, n] and ``keys`` [B, L] are positions; a window includes the query itself; 0: none.
     """
     q, k = queries[:, None, :, None], keys[:, None, None, :]
-    return k <= q if window == 0 else (k <= q) & (k > q - window)
+    mask = k <= (q if causal else q[:, :, -1:].expand_as(q))
+    if window:
+        mask = mask & (k > q - window)
+    return mask if lows is None else mask & (k >= lows[:, None, None, None])
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *, scale: float, softcap: float = 0.0) -> Tensor:

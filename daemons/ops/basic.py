@@ -121,6 +121,20 @@ def act_and_mul(x: Tensor, activation: str) -> Tensor:
     raise ValueError(f"activation {activation!r} is neither silu nor gelu_tanh")
 
 
+def block_convolution(x: Tensor, delta: Tensor, base: Tensor, side: int, n: int) -> Tensor:
+    """See :meth:`daemons.ops.operations.Operations.block_convolution`.  Tap o is the row o before; before the first row
+    of a slice there are zeros.
+    """
+    width, taps = x.shape[1], base.shape[1]
+    delta = delta.view(len(x), 2, taps, -1, 1)[:, side].float()
+    kernels = (base[side].view(taps, delta.shape[2], -1) + delta).view(-1, n, taps, width)
+    rows = x.float().view(-1, n, width)
+    out = kernels[:, :, 0] * rows
+    for tap in range(1, min(taps, n)):
+        out[:, tap:].addcmul_(kernels[:, tap:, tap], rows[:, :-tap])
+    return out.view(x.shape).to(x.dtype)
+
+
 def l2_scale(width: int) -> float:
     """Factor between the rms norm and the l2 norm of a vector of ``width`` numbers."""
     return 1.0 / math.sqrt(width)

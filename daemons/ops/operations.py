@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from daemons.ops.basic import RmsNorm, act_and_mul, rotate
+from daemons.ops.basic import RmsNorm, act_and_mul, block_convolution, rotate
 from daemons.ops.paged import PagedTensor
 from daemons.ops.router import RouteFn, Router
 
@@ -48,7 +48,8 @@ class PagedQuery:
     """Where the queries of B slices of n tokens are, and which pages they read.
 
     ``tables`` [rows, pages] and ``rows`` [B]: which pages; ``starts`` [B]: position of each slice's first token;
-    ``max_length``: an upper bound of the position after any slice's last token.
+    ``max_length``: an upper bound of the position after any slice's last token; ``lows`` [B]: the first position that
+    each slice sees; None: 0.
     """
 
     tables: Tensor
@@ -56,6 +57,7 @@ class PagedQuery:
     starts: Tensor
     n_tokens: int
     max_length: int
+    lows: Tensor | None = None
 
 
 PagedAttention = Callable[[Tensor, PagedTensor, PagedTensor, PagedQuery], Tensor]
@@ -131,11 +133,21 @@ class Operations(Protocol):
         ``shared_gate`` float32 [T] (None: 1).  Has the dtype of ``results``.
         """
 
-    def paged_attention(self, *, window: int, scale: float, softcap: float) -> PagedAttention | None:
-        """Attention of slices of up to SHORT_SLICE tokens over pages in place, or None."""
+    def paged_attention(
+        self, *, window: int, scale: float, softcap: float, causal: bool = True
+    ) -> PagedAttention | None:
+        """Attention of slices of up to SHORT_SLICE tokens over pages in place, or None.
+
+        Without ``causal`` the tokens of a slice see each other.
+        """
 
     def gated_delta_net(self, weights: GatedDeltaNetParams) -> GatedDeltaNetOp | None:
         """The fused gated delta net, or None."""
+
+    def block_convolution(self, x: Tensor, delta: Tensor, base: Tensor, side: int, n: int) -> Tensor:
+        """Convolve slices of ``n`` rows of x [B n, E] with kernels of their own: ``base[side]`` of [2, taps, E] float32
+        plus ``delta`` [B n, 2 taps groups], whose numbers neighbouring channels share.  Has x's dtype.
+        """
 
 
 class TorchOperations:
@@ -166,8 +178,13 @@ class TorchOperations:
             return out
         return out + (shared if shared_gate is None else shared * shared_gate.unsqueeze(1).to(shared.dtype))
 
-    def paged_attention(self, *, window: int, scale: float, softcap: float) -> PagedAttention | None:
+    def paged_attention(
+        self, *, window: int, scale: float, softcap: float, causal: bool = True
+    ) -> PagedAttention | None:
         return None
 
     def gated_delta_net(self, weights: GatedDeltaNetParams) -> GatedDeltaNetOp | None:
         return None
+
+    def block_convolution(self, x: Tensor, delta: Tensor, base: Tensor, side: int, n: int) -> Tensor:
+        return block_convolution(x, delta, base, side, n)

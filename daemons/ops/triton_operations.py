@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from daemons.ops.basic import block_convolution
 from daemons.ops.operations import (
     MAX_DECODE_TOKENS,
     GatedDeltaNetOp,
@@ -98,7 +99,9 @@ class TritonOperations:
     ) -> Tensor:
         return moe_combine(results, weights, shared, shared_gate)
 
-    def paged_attention(self, *, window: int, scale: float, softcap: float) -> PagedAttention | None:
+    def paged_attention(
+        self, *, window: int, scale: float, softcap: float, causal: bool = True
+    ) -> PagedAttention | None:
         def attend(q: Tensor, keys: PagedTensor, values: PagedTensor, where: PagedQuery) -> Tensor:
             return paged_attention(
                 q,
@@ -112,9 +115,14 @@ class TritonOperations:
                 scale=scale,
                 softcap=softcap,
                 max_length=where.max_length,
+                causal=causal,
+                lows=where.lows,
             )
 
         return attend
 
     def gated_delta_net(self, weights: GatedDeltaNetParams) -> GatedDeltaNetOp | None:
         return TritonGatedDeltaNet(weights)
+
+    def block_convolution(self, x: Tensor, delta: Tensor, base: Tensor, side: int, n: int) -> Tensor:
+        return block_convolution(x, delta, base, side, n)

@@ -105,6 +105,7 @@ class Pipeline:
         self.texts: dict[int, Text] = {}
         self.hidden: list[Tensor] = []
         self.captures: list[Tensor | None] = []  # of each stage
+        self.step = Step(0, 0)  # the last one
         for stage in stages:
             stage.reset()
 
@@ -137,7 +138,7 @@ class Pipeline:
                 text.kept = [text.state] + [self.free_states.pop() for _ in range(n_drafts)]
             slices.append(Slice(sequence, text.length, list(tokens), True, n_drafts, list(text.kept)))
             operations += self._grow(sequence, text, len(tokens))
-        step = Step(1, 0, operations, slices, want_hidden=want_hidden)
+        step = self.step = Step(1, 0, operations, slices, want_hidden=want_hidden)
         rows: Tensor | None = None
         self.hidden, self.captures = [], []
         for stage in self.stages:

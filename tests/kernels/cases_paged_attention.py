@@ -15,7 +15,15 @@ H200, SMALL = DeviceLimits(132, 227 << 10, 2), DeviceLimits(60, 64 << 10, 2)
 
 
 def _attention(
-    dtype: str, kv: str, d: int, group: int, n: int, *, capped: bool = False, device: DeviceLimits = SMALL
+    dtype: str,
+    kv: str,
+    d: int,
+    group: int,
+    n: int,
+    *,
+    capped: bool = False,
+    drafts: bool = False,
+    device: DeviceLimits = SMALL,
 ) -> Case:
     """``n`` tokens a slice; ``kv``: dtype of the pages, or q8_0.  One that merges; a single split writes ``dtype``."""
     quantised = kv == "q8_0"
@@ -28,17 +36,22 @@ def _attention(
     stored = -(-d // 32) * 32 if quantised else d
     width = 1 << (stored - 1).bit_length()
     constants = {"K": 8, "G": group, "D": d, "DV": d, "DK_STORED": stored, "DV_STORED": stored, "CAPPED": capped}
+    constants["CAUSAL"] = not drafts
+    if drafts:
+        signature["lows"] = "*i64"
+    else:
+        constants["lows"] = None
     constants |= {"M": tile.rows, "N": tile.tokens, "WIDTH": width, "VALUE_WIDTH": width}
     for scales in ("key_scales", "value_scales"):
         if quantised:
             signature[scales] = "*fp16"
         else:
             constants[scales] = None
-    loose = ("table_rows", "starts", "window", "n", "n_splits", "n_rows", "table_stride", "scale", "softcap")
+    loose = ("table_rows", "starts", "lows", "window", "n", "n_splits", "n_rows", "table_stride", "scale", "softcap")
     aligned = tuple(name for name in signature if name not in loose)
     options = {"num_warps": tile.n_warps, "num_stages": tile.n_stages}
     return Case(
-        f"paged_attention {dtype} over {kv} {d} {group}x{n}",
+        f"paged_attention {dtype} over {kv} {d} {group}x{n}" + (" of drafts" if drafts else ""),
         paged_attention_kernel,
         signature,
         constants,
@@ -63,6 +76,7 @@ def _merge(dtype: str, d: int) -> Case:
 CASES = [
     _attention("fp16", "fp16", 128, 4, 1, device=DeviceLimits(60, 64 << 10, 0)),
     _attention("bf16", "bf16", 256, 6, 1),
+    _attention("bf16", "bf16", 128, 4, 8, drafts=True),
     _attention("fp16", "q8_0", 80, 8, 4),
     *for_some(
         _attention("bf16", "bf16", 256, 8, 1, device=H200),

@@ -30,7 +30,9 @@ KINDS = [torch.float32, torch.float16] + ([torch.bfloat16] if DEVICE == "cuda" e
 
 @dataclass(frozen=True)
 class Problem:
-    """Slices of ``n`` tokens that end at ``lengths``; ``kv``: dtype of the pages, None for q8_0."""
+    """Slices of ``n`` tokens that end at ``lengths``; ``kv``: dtype of the pages, None for q8_0; ``lows``: the first
+    position that each sees.
+    """
 
     lengths: tuple[int, ...]
     n: int = 1
@@ -42,6 +44,8 @@ class Problem:
     dtype: torch.dtype = torch.float32
     kv: torch.dtype | None = torch.float32
     value_dim: int = 0  # 0: as keys
+    causal: bool = True
+    lows: tuple[int, ...] = ()
 
     @property
     def starts(self) -> list[int]:
@@ -64,8 +68,11 @@ class Scene:
         order = torch.randperm(len(counts) + 2, generator=generator)[: len(counts)]
         self.tables = torch.full((len(counts) + 2, max(counts) + 3), NO_PAGE, dtype=torch.int32)
         self.table_rows = order.to(DEVICE)
-        for row, start, length, count in zip(order.tolist(), p.starts, p.lengths, counts, strict=True):
-            low = max(0, start - p.window + 1) if p.window else 0
+        self.lows = torch.tensor(p.lows, device=DEVICE) if p.lows else None
+        lows = p.lows or (0,) * len(counts)
+        for row, start, length, count, low in zip(order.tolist(), p.starts, p.lengths, counts, lows, strict=True):
+            if p.window:
+                low = max(low, start - p.window + 1)
             pages = torch.tensor([free.pop() for _ in range(count - low // PAGE_TOKENS)])
             self.tables[row, low // PAGE_TOKENS : count] = pages
             at = torch.arange(low, length)
@@ -98,6 +105,8 @@ class Scene:
             scale=0.3,
             softcap=p.softcap,
             max_length=max(p.lengths),
+            causal=p.causal,
+            lows=self.lows,
             n_splits=n_splits,
         )
 
@@ -112,7 +121,8 @@ class Scene:
             k, v = (pool.read(pages, p.dtype).float().nan_to_num_() for pool in (self.keys, self.values))
             positions = torch.arange(length, device=DEVICE)
             rows = slice(b * p.n, (b + 1) * p.n)
-            mask = visible(positions[None, start:], positions[None], p.window)
+            lows = None if self.lows is None else self.lows[b : b + 1]
+            mask = visible(positions[None, start:], positions[None], p.window, p.causal, lows)
             form = partial(reference, mask=mask, scale=0.3, softcap=p.softcap)
             assert_near(found[rows][None], form, self.q[rows][None], k, v, rounded=float(v.abs().max()))
 
@@ -161,6 +171,20 @@ def test_more_query_rows_than_a_tile(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("n", [1, 4])
 def test_pages_before_the_window_are_never_read(window: int, n: int) -> None:
     Scene(Problem((n, 192, 257), n, 2, n_kv_heads=1, window=window)).check(2)
+
+
+@pytest.mark.parametrize("window", [0, 20, 129])
+@pytest.mark.parametrize(("causal", "lows"), [(False, ()), (True, (0, 64, 100)), (False, (0, 63, 186))])
+def test_drafts_see_each_other_and_nothing_before_the_drafters_state(
+    causal: bool, lows: tuple[int, ...], window: int
+) -> None:
+    problem = Problem((8, 192, 257), 8, 4, n_kv_heads=1, window=window, causal=causal, lows=lows)
+    for n_splits in (1, 3):
+        Scene(problem).check(n_splits)
+
+
+def test_one_token_that_sees_itself_alone() -> None:
+    Scene(Problem((1, 65, 128), lows=(0, 64, 127))).check(2)
 
 
 def test_soft_cap() -> None:

@@ -1,8 +1,8 @@
-"""Paged attention: causal attention of few query tokens per slice over keys and values in place, in their pages.
+"""Paged attention: attention of few query tokens per slice over keys and values in place, in their pages.
 
-For decode, draft verification and the end of a prompt.  Flash decoding in two launches: each program computes the
-softmax of one split of a slice's visible positions, then splits are merged.  The torch form gathers the pages and calls
-``daemons.ops.attention.reference``.
+For decode, draft verification, the end of a prompt, and drafters, whose tokens may see each other.  Flash decoding in
+two launches: each program computes the softmax of one split of a slice's visible positions, then splits are merged.
+The torch form gathers the pages and calls ``daemons.ops.attention.reference``.
 
 Invariant: launches depend only on what the host knows (the number of splits), never on lengths on the device; a short
 slice leaves some splits empty.
@@ -67,13 +67,13 @@ def _split_blocks(low, end, split, n_splits, N: tl.constexpr):
     return begin, stop
 
 
-@triton.jit(do_not_specialize=["table_rows", "starts", "window", "n", "n_splits", "table_stride", "n_rows"])
+@triton.jit(do_not_specialize=["table_rows", "starts", "lows", "window", "n", "n_splits", "table_stride", "n_rows"])
 def paged_attention_kernel(
-    q, keys, key_scales, values, value_scales, tables, table_rows, starts, partials, sums,
+    q, keys, key_scales, values, value_scales, tables, table_rows, starts, lows, partials, sums,
     scale, softcap, window, n, n_splits, n_rows, table_stride, token_stride, head_stride,
     K: tl.constexpr, G: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, DK_STORED: tl.constexpr,
-    DV_STORED: tl.constexpr, CAPPED: tl.constexpr, M: tl.constexpr, N: tl.constexpr, WIDTH: tl.constexpr,
-    VALUE_WIDTH: tl.constexpr,
+    DV_STORED: tl.constexpr, CAPPED: tl.constexpr, CAUSAL: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
+    WIDTH: tl.constexpr, VALUE_WIDTH: tl.constexpr,
 ):  # fmt: skip
     """One kv head of a slice, M query rows (token-major) and one split of its positions, N at a time.
 
@@ -84,6 +84,8 @@ def paged_attention_kernel(
     split = tl.program_id(1)
     start = tl.load(starts + b).to(tl.int32)
     low, end = tl.maximum(start - window + 1, 0), start + n
+    if lows is not None:
+        low = tl.maximum(low, tl.load(lows + b).to(tl.int32))
     begin, stop = _split_blocks(low, end, split, n_splits, N)
 
     m = tl.program_id(0) * M + tl.arange(0, M)
@@ -109,7 +111,9 @@ def paged_attention_kernel(
         s = tl.dot(queries, tl.trans(k), input_precision="ieee") * scale
         if CAPPED:
             s = softcap - 2.0 * softcap / (tl.exp2(s * (2.0 * to_log2 / softcap)) + 1.0)  # softcap tanh(s / softcap)
-        visible = (key[None, :] <= position[:, None]) & (key[None, :] > position[:, None] - window)
+        visible = inside[None, :] & (key[None, :] > position[:, None] - window)
+        if CAUSAL:
+            visible = visible & (key[None, :] <= position[:, None])
         s = tl.where(visible, s * to_log2, float("-inf"))
         higher = tl.maximum(top, tl.max(s, 1))
         weight = tl.exp2(s - higher[:, None])
@@ -249,13 +253,16 @@ def paged_attention(
     scale: float,
     softcap: float,
     max_length: int,
+    causal: bool = True,
+    lows: Tensor | None = None,
     n_splits: int | None = None,
 ) -> Tensor:
     """Attend ``q`` [B n, H, D], slice after slice, to the pages of their sequences; returns [B n, H, Dv] of q's dtype.
 
     Slice b is at positions ``starts[b]`` .. ``starts[b] + n - 1``; position p of it is in page
     ``tables[table_rows[b], p // 64]`` (integers [rows, pages], [B], [B], on the device).  A query sees positions up to
-    its own and, with a ``window``, the last ``window`` of them; pages before the window are never read.  ``softcap`` 0:
+    its own, without ``causal`` up to the last one of its slice; with a ``window``, only those less than ``window``
+    before it; with ``lows`` [B], only those from ``lows[b]`` on.  Pages before these are never read.  ``softcap`` 0:
     none.  ``max_length``: an upper bound of the position after any slice's last token, not used with ``n_splits``.
     Arithmetic is float32, except that factors of the two products have q's dtype.
     """
@@ -265,6 +272,7 @@ def paged_attention(
     assert n_rows == n_slices * n
     assert n_heads == group * n_kv_heads
     assert starts.shape == table_rows.shape == (n_slices,)
+    assert lows is None or (lows.is_contiguous() and lows.shape == starts.shape)
     _check_layout(q, keys, values, tables, table_rows, starts)
     device = device_limits(q.device)
     tile = attention_tile(group * n, max(d, dv), q.element_size(), device)
@@ -278,11 +286,11 @@ def paged_attention(
     if n_splits > 1:
         partials = torch.empty(n_splits, n_rows, n_heads, dv, dtype=torch.float32, device=q.device)
     paged_attention_kernel[n_row_blocks, n_splits, n_slices * n_kv_heads](
-        q, _numbers(keys), _scales(keys), _numbers(values), _scales(values), tables, table_rows, starts, partials, sums,
-        scale, softcap, window or 1 << 30, n, n_splits, n_rows, tables.stride(0), q.stride(0), q.stride(1),
+        q, _numbers(keys), _scales(keys), _numbers(values), _scales(values), tables, table_rows, starts, lows, partials,
+        sums, scale, softcap, window or 1 << 30, n, n_splits, n_rows, tables.stride(0), q.stride(0), q.stride(1),
         K=n_kv_heads, G=group, D=d, DV=dv, DK_STORED=_numbers(keys).shape[3], DV_STORED=_numbers(values).shape[3],
-        CAPPED=softcap > 0.0, M=tile.rows, N=tile.tokens, WIDTH=_tile_width(keys), VALUE_WIDTH=_tile_width(values),
-        num_warps=tile.n_warps, num_stages=tile.n_stages,
+        CAPPED=softcap > 0.0, CAUSAL=causal, M=tile.rows, N=tile.tokens, WIDTH=_tile_width(keys),
+        VALUE_WIDTH=_tile_width(values), num_warps=tile.n_warps, num_stages=tile.n_stages,
     )  # fmt: skip
     if n_splits > 1:
         width = min(64, triton.next_power_of_2(dv))

@@ -7,14 +7,13 @@ Reads the GGUF layouts of llama.cpp (architecture ``dflash``) and of Lucebox and
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 from lucevisor.model.drafters.spec import EMBEDDING, LM_HEAD, MAX_DRAFT_TOKENS, DraftSpec, joined, refuse, with_tensors
+from lucevisor.model.families.qwen3 import Qwen3Params, hyperparameters, layer_tensors
 from lucevisor.model.gguf_files import GgufFiles
 from lucevisor.model.gguf_header import GgufError, TensorInfo
-from lucevisor.model.rope import Rotary, read_rotary
 from lucevisor.model.spec import (
-    MAX_LAYERS,
     Keys,
     LayerSpec,
     ModelSpec,
@@ -61,18 +60,13 @@ class Selector:
 
 
 @dataclass(frozen=True, slots=True)
-class DflashParams:
-    """Hyperparameters.  ``windows``: of each layer, 0: all positions; ``causal``: whether a position of a block sees
-    only earlier ones of it, in each layer.  ``features``: numbers per token that are captured."""
+class DflashParams(Qwen3Params):
+    """Hyperparameters of ``qwen3``, whose layers a drafter has, and its own.
 
-    n_layers: int
-    hidden_size: int
-    feed_forward: int
-    n_heads: int
-    n_kv_heads: int
-    head_dim: int
-    rotary: Rotary
-    eps: float
+    ``features``: numbers per token that are captured.  ``windows``: of each layer, 0: all positions.  ``causal``: for
+    each layer, whether a position of a block sees only earlier ones of it.
+    """
+
     features: int
     windows: tuple[int, ...]
     causal: tuple[bool, ...]
@@ -174,19 +168,10 @@ def _hyperparameters(keys: Keys, files: GgufFiles, target: ModelSpec) -> tuple[D
     n_target = keys.integer("num_target_layers", target.n_layers)
     if n_target != target.n_layers:
         raise keys.error("num_target_layers", f"is {n_target}, {target.name} has {target.n_layers}: {_OTHER}")
-    n_layers, head_dim = keys.integer("block_count", high=MAX_LAYERS), keys.head_dim()
-    n_heads, n_kv_heads = keys.integer("attention.head_count"), keys.integer("attention.head_count_kv")
-    keys.check_heads(n_heads, n_kv_heads)
-    windows, causal = _masks(keys, n_layers)
+    layers = hyperparameters(keys, {})
+    windows, causal = _masks(keys, layers.n_layers)
     p = DflashParams(
-        n_layers=n_layers,
-        hidden_size=hidden_size,
-        feed_forward=keys.integer("feed_forward_length"),
-        n_heads=n_heads,
-        n_kv_heads=n_kv_heads,
-        head_dim=head_dim,
-        rotary=read_rotary(keys, head_dim, {}),
-        eps=keys.number("attention.layer_norm_rms_epsilon", above=0.0),
+        **{f.name: getattr(layers, f.name) for f in fields(layers)},
         features=tensor(files, "fc.weight").shape[-1],
         windows=windows,
         causal=causal,
@@ -194,7 +179,7 @@ def _hyperparameters(keys: Keys, files: GgufFiles, target: ModelSpec) -> tuple[D
         embedding_scale=keys.number("embedding_scale", target.embedding_scale, above=0.0),
         logit_scale=keys.number("logit_scale", 1.0, above=0.0),
         softcap=keys.number("final_logit_softcapping", 0.0),
-        selector=_selector(keys, files, hidden_size),
+        selector=_selector(keys, files, target),
     )
     return p, keys.integer(_nested(keys, "block_size"), 16, low=2, high=1024)
 
@@ -235,18 +220,18 @@ def _masks(keys: Keys, n_layers: int) -> tuple[tuple[int, ...], tuple[bool, ...]
     return tuple(window if s else 0 for s in sliding), tuple(causal)
 
 
-def _selector(keys: Keys, files: GgufFiles, hidden_size: int) -> Selector | None:
+def _selector(keys: Keys, files: GgufFiles, target: ModelSpec) -> Selector | None:
     """DFlash 2 is told apart by its tensors: architecture and layout are those of version 1."""
     if "selector_hidden.weight" not in files.tensors and not keys.has("selector_top_k"):
         return None
     found = Selector(
         taps=keys.integer("conv_kernel_size", high=64),
-        group=keys.integer("conv_group_size", high=hidden_size),
+        group=keys.integer("conv_group_size", high=target.hidden_size),
         rank=keys.integer("selector_rank"),
-        top_k=keys.integer("selector_top_k", high=MAX_TOP_K),
+        top_k=keys.integer("selector_top_k", high=min(MAX_TOP_K, target.vocabulary)),
     )
-    if hidden_size % found.group:
-        raise keys.error("conv_group_size", f"is {found.group}, which does not divide {hidden_size} channels")
+    if target.hidden_size % found.group:
+        raise keys.error("conv_group_size", f"is {found.group}, which does not divide {target.hidden_size} channels")
     return found
 
 
@@ -266,25 +251,15 @@ def _shared_tensors(p: DflashParams, vocabulary: int) -> dict[str, tuple[int, ..
 
 def _layer_tensors(p: DflashParams) -> list[dict[str, tuple[int, ...]]]:
     """Shapes of the tensors of each layer."""
-    e, f, d, s = p.hidden_size, p.feed_forward, p.head_dim, p.selector
-    layer: dict[str, tuple[int, ...]] = {
-        "attn_norm.weight": (e,),
-        "ffn_norm.weight": (e,),
-        "attn_q.weight": (p.n_heads * d, e),
-        "attn_k.weight": (p.n_kv_heads * d, e),
-        "attn_v.weight": (p.n_kv_heads * d, e),
-        "attn_q_norm.weight": (d,),
-        "attn_k_norm.weight": (d,),
-        "attn_output.weight": (e, p.n_heads * d),
-        "ffn_gate.weight": (f, e),
-        "ffn_up.weight": (f, e),
-        "ffn_down.weight": (e, f),
-    }
-    if s is not None:
-        for part in ("attn", "ffn"):
-            layer[f"{part}_conv_base"] = (2, s.taps, e)
-            layer[f"{part}_conv_proj.weight"] = (2 * s.taps * e // s.group, e)
-    return [{f"blk.{i}.{name}": shape for name, shape in layer.items()} for i in range(p.n_layers)]
+    e, s, out = p.hidden_size, p.selector, []
+    for i in range(p.n_layers):
+        layer = layer_tensors(p, i)
+        if s is not None:
+            for part in (f"blk.{i}.attn", f"blk.{i}.ffn"):
+                layer[f"{part}_conv_base"] = (2, s.taps, e)
+                layer[f"{part}_conv_proj.weight"] = (2 * s.taps * e // s.group, e)
+        out.append(layer)
+    return out
 
 
 def _refuse_extras(files: GgufFiles, known: set[str]) -> None:

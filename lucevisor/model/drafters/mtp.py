@@ -32,6 +32,8 @@ MAX_DRAFTS = 15
 """A head sees its own drafts as input: acceptance falls with each."""
 DEFAULT_DRAFTS = 3
 OUTPUT_NORM = "output_norm.weight"
+HIDDEN_LAYER = 1
+"""The layer of the drafter whose state is the last hidden state of a sequence; layer 0 is the head."""
 _HEAD_NORM = "nextn.shared_head_norm.weight"
 _OWN = {"nextn.embed_tokens.weight": EMBEDDING, "nextn.shared_head_head.weight": LM_HEAD}
 """An embedding and an output matrix that only the head uses; published files have none."""
@@ -82,7 +84,7 @@ def read(files: GgufFiles, target: ModelSpec, options: Mapping[str, str]) -> Dra
         hidden_size=p.hidden_size,
         vocabulary=target.vocabulary,
         context_tokens=target.context_tokens,
-        layers=(attention, LayerSpec(1, Space.RECURRENT, {}, (hidden,))),
+        layers=(attention, LayerSpec(HIDDEN_LAYER, Space.RECURRENT, {}, (hidden,))),
         embedding_tensors={EMBEDDING: vocabulary},
         output_tensors={lm_head: vocabulary},
         boundary_width=p.hidden_size,

@@ -51,18 +51,19 @@ class DraftSpec:
             self.model,
             self.layers,
             embedding=not (table and EMBEDDING in self.from_target),
-            output=not (with_output and self._lm_head in self.from_target),
+            output=not (with_output and self.lm_head in self.from_target),
             backend=backend,
             dtype=dtype,
         )
 
     @property
-    def _lm_head(self) -> str:
+    def lm_head(self) -> str:
+        """The tensor that is the output matrix."""
         return next(iter(self.model.output_tensors))
 
     def _is_table(self, backend: Backend, dtype: Dtype) -> bool:
         """Whether the target's output matrix is its embedding, in a format from which rows can be read."""
-        name = self._lm_head
+        name = self.lm_head
         if name != EMBEDDING or self.model.files is None:
             return False
         tensor = self.model.files.tensors[name]

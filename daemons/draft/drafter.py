@@ -1,0 +1,61 @@
+"""What all drafters have in common: the weights of the vocabulary, and the two things a drafter does.
+
+Knows no step and no sampled tokens; a drafter works on batches, like the blocks it is made of.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from daemons.kv.batch import Batch
+from daemons.ops.linear import Linear, Table
+
+
+class VocabularyWeights(NamedTuple):
+    """The embedding and the output matrix, in most cases the target's."""
+
+    table: Table
+    lm_head: Linear
+
+
+class Drafts(NamedTuple):
+    """Tokens [B, n], and the probability [B, n] float32 that the drafter gives each."""
+
+    tokens: Tensor
+    probabilities: Tensor
+
+
+class Drafter(ABC):
+    """A drafter model on one device."""
+
+    starts_from_hidden = False
+    """Whether a draft starts from the hidden state of the token before the newest."""
+
+    def __init__(self, vocabulary: VocabularyWeights) -> None:
+        self.vocabulary = vocabulary
+
+    @abstractmethod
+    def extend(self, captures: Tensor | None, batch: Batch) -> Tensor:
+        """Add rows [T, n E] captured from the target to the context; returns hidden states [T, E]."""
+
+    @abstractmethod
+    def draft_tokens(self, newest: int, n: int) -> list[int]:
+        """The tokens that are rows of a draft of ``n`` tokens behind ``newest``; the first is ``newest``."""
+
+    @abstractmethod
+    def first_visible(self, draft_from: int) -> int:
+        """The first position that a draft attends to where the context begins at ``draft_from``."""
+
+    @abstractmethod
+    def draft(self, hidden: Tensor | None, batch: Batch) -> Drafts:
+        """Draft behind each slice of :meth:`draft_tokens`.  ``hidden`` [B, E]: see ``starts_from_hidden``."""
+
+
+def most_likely(logits: Tensor) -> Drafts:
+    """The likeliest token of each row of float32 logits [..., V]."""
+    best, tokens = logits.max(dim=-1)
+    return Drafts(tokens, torch.exp(best - torch.logsumexp(logits, dim=-1)))

@@ -1,0 +1,216 @@
+"""The draft stage: a drafter with its pools on one device, run after the output stage of each step.
+
+:meth:`DraftStage.run` first adds the step's tokens to the drafter's context, then drafts behind the tokens that were
+sampled.  Pages and states have the ids of the target's.  Invariants: steps run in the order given; rows of
+rejected drafts are overwritten by the step that follows, so nothing is rolled back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import groupby
+from pathlib import Path
+from typing import NamedTuple
+
+import msgspec
+import torch
+from torch import Tensor
+
+from daemons.device import launching, memory_free, prepare, torch_device, torch_dtype
+from daemons.draft.dflash import Dflash
+from daemons.draft.drafter import Drafter, Drafts
+from daemons.draft.mtp import Mtp
+from daemons.draft.vocabulary import shared_weights, vocabulary_weights
+from daemons.errors import StateError
+from daemons.identities import expect, unchanged
+from daemons.kv.batch import Batch, Layout
+from daemons.kv.pools import Pools
+from daemons.kv.sequences import Sequences
+from daemons.models.loader import WeightLoader
+from daemons.models.stage import LoadedStage
+from daemons.ops.selection import KernelSelector
+from lucevisor.model.drafters import open_draft, read_draft_spec
+from lucevisor.model.drafters.spec import DraftSpec
+from lucevisor.model.spec import LayerSpec, ModelSpec
+from lucevisor.model.values import Backend, Space
+from lucevisor.protocol.loading import DeviceUse, DraftKind, DraftPlan, Load
+from lucevisor.protocol.messages import Progress
+from lucevisor.protocol.steps import Drafted, Operation, SetPages, Slice, Step
+
+DRAFTERS: dict[DraftKind, type[Dflash] | type[Mtp]] = {DraftKind.DFLASH: Dflash, DraftKind.MTP: Mtp}
+
+
+class DraftJob(NamedTuple):
+    """A draft to make: ``n`` tokens behind ``newest``, which is at ``position``.
+
+    ``row``: that of the step which holds the token before; ``at``: index of the slice.
+    """
+
+    slice: Slice
+    at: int
+    newest: int
+    position: int
+    row: int
+
+    @property
+    def n(self) -> int:
+        return self.slice.n_ahead
+
+
+class DraftStage:
+    """A loaded draft stage; see :meth:`load`."""
+
+    def __init__(self, spec: DraftSpec, load: Load, drafter: Drafter, pools: Pools, weights: WeightLoader) -> None:
+        assert load.draft is not None
+        self.spec, self.plan, self.drafter = spec, load.draft, drafter
+        self.layers: Sequence[LayerSpec] = spec.model.layers
+        self.device, self.dtype = pools.device, torch_dtype(load.dtype)
+        self.pools = [pools]
+        self.sequences = Sequences(self.pools, load.pools, load.max_sequences)
+        self.kernels = {f"{name} (drafter)": kernel for name, kernel in weights.selector.selected.items()}
+        self.warnings = list(weights.selector.warnings)
+        self.weight_bytes = weights.n_bytes
+        self._spaces = spec.model.spaces()
+
+    @classmethod
+    @torch.inference_mode()
+    def load(
+        cls,
+        target: ModelSpec,
+        load: Load,
+        backend: Backend,
+        progress: Callable[[Progress], None],
+        output_stage: LoadedStage | None,
+    ) -> DraftStage:
+        """Load the drafter of ``load.draft`` for the open model ``target``.
+
+        ``output_stage``: that of this daemon, if it has it; what it holds on the same device is shared.  Raises
+        GgufError for files that do not fit, LoadError (file, tensor) or DeviceError (device, tensor, bytes).
+        """
+        plan = load.draft
+        assert plan is not None
+        prepare(backend, load.threads)
+        spec = _open_spec(target, load, plan)
+        device, dtype = torch_device(backend, plan.device), torch_dtype(load.dtype)
+        selector = KernelSelector(device, dtype)
+        progress(Progress(plan.stage, plan.device, 0, 0, "pools"))
+        pools = Pools(spec.model, spec.layers, device, load.kv_dtype, load.pools)
+        shared = shared_weights(output_stage, device)
+        layouts = spec.layouts(
+            backend, load.dtype, with_output=shared.lm_head is not None, with_embedding=shared.table is not None
+        )
+
+        def report(done: int, total: int) -> None:
+            progress(Progress(plan.stage, plan.device, done, total, "read"))
+
+        assert spec.model.files is not None
+        weights = WeightLoader(spec.model.files, layouts, selector, report)
+        try:
+            drafter = DRAFTERS[plan.kind](spec, vocabulary_weights(spec, weights, shared), weights, pools)
+        finally:
+            weights.close()
+        unchanged(spec.files)
+        return cls(spec, load, drafter, pools, weights)
+
+    @torch.inference_mode()
+    def apply(self, operations: Sequence[Operation]) -> None:
+        """Apply the target's state operations in order.  Raises StateError at the first invalid one."""
+        for operation in operations:
+            if not isinstance(operation, SetPages) or operation.space in self._spaces:
+                self.sequences.apply(operation)
+
+    @torch.inference_mode()
+    def run(self, step: Step, captures: Sequence[Tensor], tokens: Sequence[Sequence[int]]) -> list[Drafted]:
+        """Extend the context by the step's tokens, then draft where a slice asks for it and sampled a token.
+
+        ``captures``: rows [T, n E] of each source, on any device; ``tokens[i]``: sampled for slice i.  Raises
+        StateError for what contradicts the plan or the tables.
+        """
+        if not step.slices:
+            return []
+        features, jobs = self._features(step, captures), self._jobs(step, tokens)
+        self.sequences.flush()
+        slices: Sequence[Slice] = step.slices
+        if Space.RECURRENT not in self._spaces:
+            slices = [msgspec.structs.replace(s, states=[]) if s.states else s for s in slices]
+        tables = self.sequences.tables(self.device)
+        with launching(self.device):
+            layout = Layout(slices, self.sequences, self.spec.model)
+            hidden = self.drafter.extend(features, Batch(layout, tables, layout.on(self.device)))
+            made = [self._draft(list(alike), hidden) for _, alike in groupby(jobs, key=lambda job: job.n)]
+        rows = [
+            row for drafts in made for row in zip(drafts.tokens.tolist(), drafts.probabilities.tolist(), strict=True)
+        ]
+        found = {job.at: Drafted(job.slice.sequence, *row) for job, row in zip(jobs, rows, strict=True)}
+        return [found[at] for at in sorted(found)]
+
+    def reset(self) -> None:
+        """Drop all sequences; weights and pools stay."""
+        self.sequences.reset()
+
+    def usage(self) -> list[DeviceUse]:
+        """Memory of the drafter, measured."""
+        [pools] = self.pools
+        free, host = memory_free(self.device), pools.host_nbytes
+        return [DeviceUse(self.plan.device, self.spec.layers, self.weight_bytes, pools.nbytes, free, host)]
+
+    def _features(self, step: Step, captures: Sequence[Tensor]) -> Tensor:
+        """Captures of all layers, [T, n E] on this device."""
+        shapes = [list(rows.shape) for rows in captures]
+        width = self.spec.model.hidden_size
+        wanted = [[step.n_tokens, len(source.layers) * width] for source in self.plan.sources]
+        if shapes != wanted:
+            raise StateError(f"draft step {step.step_id}", f"captures of shapes {shapes}, expected {wanted}")
+        rows = [r.to(device=self.device, dtype=self.dtype, non_blocking=True) for r in captures]
+        return rows[0] if len(rows) == 1 else torch.cat(rows, dim=-1)
+
+    def _jobs(self, step: Step, tokens: Sequence[Sequence[int]]) -> list[DraftJob]:
+        """The drafts to make, those of equal length behind each other."""
+        if len(tokens) != len(step.slices):
+            where = f"draft step {step.step_id}"
+            raise StateError(where, f"sampled tokens of {len(tokens)} slices, the step has {len(step.slices)}")
+        jobs, row = [], 0
+        for at, (s, sampled) in enumerate(zip(step.slices, tokens, strict=True)):
+            if s.n_ahead and sampled:
+                if s.n_ahead > self.spec.max_drafts or len(sampled) > s.n_drafts + 1:
+                    most = f"{s.n_drafts + 1} are the most, and {self.spec.max_drafts} drafts ahead"
+                    reason = f"{len(sampled)} tokens sampled and {s.n_ahead} drafts ahead: {most}"
+                    raise StateError(f"slice of sequence {s.sequence} at {s.start}", reason)
+                n_kept = s.n_context + len(sampled) - 1  # tokens of the slice that precede the newest
+                jobs.append(DraftJob(s, at, sampled[-1], s.start + n_kept, row + n_kept - 1))
+            row += len(s.tokens)
+        return sorted(jobs, key=lambda job: job.n)
+
+    def draft_batch(self, jobs: Sequence[DraftJob]) -> Batch:
+        """The rows of drafts of equal length."""
+        drafter, n = self.drafter, jobs[0].n
+        slices = [
+            Slice(
+                job.slice.sequence,
+                job.position,
+                drafter.draft_tokens(job.newest, n),
+                sample=True,
+                draft_from=drafter.first_visible(job.slice.draft_from),
+            )
+            for job in jobs
+        ]
+        layout = Layout(slices, self.sequences, self.spec.model, bounded=True)
+        return Batch(layout, self.sequences.tables(self.device), layout.on(self.device))
+
+    def _draft(self, jobs: Sequence[DraftJob], hidden: Tensor) -> Drafts:
+        """Drafts of equal length."""
+        rows = None
+        if self.drafter.starts_from_hidden:
+            index = torch.tensor([job.row for job in jobs], dtype=torch.int64)
+            if self.device.type != "cpu":
+                index = index.pin_memory().to(self.device, non_blocking=True)
+            rows = hidden.index_select(0, index)
+        return self.drafter.draft(rows, self.draft_batch(jobs))
+
+
+def _open_spec(target: ModelSpec, load: Load, plan: DraftPlan) -> DraftSpec:
+    """Open the drafter's files, which may be the target's."""
+    assert target.files is not None
+    paths = tuple(Path(file) for file in plan.files)
+    files = target.files if paths == target.files.paths else expect(open_draft(paths), plan.identities)
+    return read_draft_spec(files, target, plan.kind, load.options)

@@ -1,0 +1,30 @@
+"""Identities of the files that a daemon loads: those that the supervisor means, the same before and after reading."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from daemons.errors import LoadError
+from lucevisor.model.gguf_files import GgufFiles
+from lucevisor.model.values import FileIdentity
+
+ADVICE = "leave the file alone while a daemon loads it"
+
+
+def expect(files: GgufFiles, identities: Sequence[FileIdentity]) -> GgufFiles:
+    """``files``, just opened.  Raises LoadError when they are not those of the identities, if there are any."""
+    wanted = identities or files.identities
+    changed = [path for path, a, b in zip(files.paths, files.identities, wanted, strict=True) if a != b]
+    if changed:
+        reason = "the file is not the one that the supervisor asked for: it was changed or replaced meanwhile"
+        raise LoadError(str(changed[0]), reason, ADVICE)
+    return files
+
+
+def unchanged(files: GgufFiles) -> list[FileIdentity]:
+    """Identities of the files read.  Raises LoadError when one changed meanwhile."""
+    changed = files.changed()
+    if changed:
+        reason = "the file was changed while it was loaded, so the weights read are inconsistent"
+        raise LoadError(str(changed[0]), reason, ADVICE)
+    return list(files.identities)

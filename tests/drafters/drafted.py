@@ -1,0 +1,158 @@
+"""Golden drafters behind their targets: a pipeline that drafts, verifies and accepts as the supervisor would."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from unittest import mock
+
+import msgspec
+import numpy as np
+import torch
+from torch import Tensor
+
+from daemons.draft import stage as stage_module
+from daemons.draft.stage import DraftStage
+from daemons.models.stage import LoadedStage
+from lucevisor.model.drafters import draft_paths, open_draft, read_draft_spec
+from lucevisor.model.spec import ModelSpec
+from lucevisor.model.values import PAGE_TOKENS, Space
+from lucevisor.protocol.loading import CaptureSource, DraftKind, DraftPlan, Load
+from lucevisor.protocol.steps import Drafted, OpenSequence, Operation, Sampling, SetPages, Slice, Step
+from tests.families.pipeline import How, Pipeline, Text, pools_of
+from tests.model.drafter_files import GOLDEN
+from tests.numerics import RUNS, Bound, Exact
+
+
+def golden(name: str) -> dict[str, Tensor]:
+    """The arrays of a drafter's golden file."""
+    with np.load(GOLDEN / name / "golden.npz") as z:
+        return {key: torch.from_numpy(z[key]) for key in z.files}
+
+
+def load_draft(
+    target: ModelSpec,
+    path: Path,
+    kind: DraftKind = DraftKind.DFLASH,
+    how: How | None = None,
+    output_stage: LoadedStage | None = None,
+    sources: Sequence[int] = (),
+) -> DraftStage:
+    """A draft stage.  ``sources``: how many captured layers each source has; default: one source."""
+    how, paths = how or How(), draft_paths(path)
+    spec = read_draft_spec(open_draft(paths), target, kind)
+    left, plans = list(spec.captures), []
+    for stage, n in enumerate(sources or [len(left)]):
+        plans.append(CaptureSource(stage, left[:n], None))
+        left = left[n:]
+    plan = DraftPlan(1, kind, [str(p) for p in paths], 0, spec.layers, plans)
+    load = Load(
+        [], how.dtype, how.kv_dtype, [], [], pools_of(target), max_sequences=16, max_step_tokens=512, draft=plan
+    )
+    return DraftStage.load(target, load, how.backend, lambda _: None, output_stage)
+
+
+class DraftedPipeline(Pipeline):
+    """A pipeline with a drafter.  Pages for drafts are dealt out before they are asked for."""
+
+    def __init__(self, spec: ModelSpec, stages: list[LoadedStage], draft: DraftStage) -> None:
+        self.draft_stage, self.n_ahead = draft, draft.spec.max_drafts
+        draft.reset()
+        super().__init__(spec, stages)
+
+    def _apply(self, operations: list[Operation]) -> None:
+        super()._apply(operations)
+        self.draft_stage.apply(operations)
+
+    def _grow(self, sequence: int, text: Text, n: int) -> list[Operation]:
+        operations = super()._grow(sequence, text, n)
+        pages = text.pages[Space.FULL]
+        while len(pages) * PAGE_TOKENS < text.length + self.n_ahead + 1:
+            pages.append(self.free[Space.FULL].pop())
+            operations.append(SetPages(sequence, Space.FULL, len(pages) - 1, pages[-1:]))
+        return operations
+
+    def draft(
+        self, tokens: Sequence[Sequence[int]], n_ahead: int | Sequence[int], draft_from: int = 0
+    ) -> list[Drafted]:
+        """Run the draft stage on the last step, of which ``tokens`` were sampled."""
+        ahead = [n_ahead] * len(tokens) if isinstance(n_ahead, int) else n_ahead
+        slices = [
+            msgspec.structs.replace(s, n_ahead=n, draft_from=draft_from)
+            for s, n in zip(self.step.slices, ahead, strict=True)
+        ]
+        step = msgspec.structs.replace(self.step, slices=slices)
+        self.draft_stage.apply(step.operations)
+        captures = [rows for rows in self.captures if rows is not None]
+        return self.draft_stage.run(step, captures, tokens)
+
+    def trace(self, prompt: Sequence[int], n: int, n_ahead: int, chunk: int = 512) -> list[tuple[int, list[int], int]]:
+        """Speculative decoding of ``n`` tokens: of every block its first position, the drafts, and how many were
+        right.  The tokens: see ``texts``; sequence 0.
+        """
+        self.open(0)
+        for at in range(0, len(prompt), chunk):
+            part = prompt[at : at + chunk]
+            logits = self.run((0, part))
+            last = at + chunk >= len(prompt)
+            sampled = [int(logits[-1].argmax())] if last else []
+            drafts = self.draft([sampled], n_ahead)
+        out, blocks = sampled, []
+        while len(out) < n:
+            [drafted] = drafts
+            start = self.texts[0].length
+            found = self.verify((0, [out[-1], *drafted.tokens], n_ahead)).argmax(dim=-1).tolist()
+            right = [a == b for a, b in zip(drafted.tokens, found, strict=False)]
+            n_accepted = [*right, False].index(False)
+            tokens = found[: n_accepted + 1]
+            drafts = self.draft([tokens], n_ahead)
+            self.accept(0, n_ahead, n_accepted)
+            blocks.append((start, drafted.tokens, n_accepted))
+            out += tokens
+        self.generated = out[:n]
+        return blocks
+
+
+def wanted_trace(name: str) -> list[tuple[int, list[int], int]]:
+    z = golden(name)
+    columns = (z["spec_block_start"], z["spec_draft_tokens"], z["spec_accepted"])
+    return list(zip(*(x.tolist() for x in columns), strict=True))
+
+
+def load_exact_draft(load: Callable[[], DraftStage]) -> DraftStage:
+    """A draft stage whose pools are float64, to run within :class:`Exact`."""
+
+    def pools(*args: object) -> object:
+        with Exact():
+            return made(*args)  # type: ignore[arg-type]
+
+    made = stage_module.Pools
+    with mock.patch.object(stage_module, "Pools", pools):
+        return load()
+
+
+def bounds_of(run: Callable[[], Sequence[Tensor]]) -> list[Bound]:
+    """What rounding explains of the rows of each tensor of ``run()``, whose pools are float64."""
+
+    def within(mode: Exact) -> Sequence[Tensor]:
+        with mode:
+            return run()
+
+    exact, perturbed = within(Exact()), [within(Exact(seed)) for seed in range(RUNS)]
+    return [Bound.of(one, torch.stack(many)) for one, *many in zip(exact, *perturbed, strict=True)]
+
+
+def assert_explained(bounds: Sequence[Bound], found: Sequence[Tensor], wanted: Sequence[Tensor]) -> None:
+    """Tensors are as near as two float32 runs must be."""
+    for bound, ours, theirs in zip(bounds, found, wanted, strict=False):
+        worst = bound.worst(ours, theirs)
+        assert worst <= 1.0, f"{worst:.2f} times as far apart as rounding explains"
+
+
+def context(stage: DraftStage, features: Tensor, ids: Sequence[int], newest: int, n_ahead: int) -> list[Drafted]:
+    """Give a new sequence 0 of a stage the features of a whole prompt, and draft behind ``newest``."""
+
+    stage.reset()
+    stage.apply([OpenSequence(0, 0, Sampling()), SetPages(0, Space.FULL, 0, [5, 3])])
+    step = Step(1, 0, [], [Slice(0, 0, list(ids), sample=True, n_ahead=n_ahead)])
+    return stage.run(step, [features], [[newest]])
