@@ -26,7 +26,7 @@ from daemons.models.stage import LoadedStage
 from daemons.pulse import Reporter
 from daemons.sampling import Sampler
 from daemons.snapshots.state_map import DraftPools, StateMap
-from daemons.warm import warm_up
+from daemons.warm import warm_up, warm_up_draft
 from lucevisor.model.families import read_spec
 from lucevisor.model.gguf_files import open_model
 from lucevisor.model.spec import ModelSpec
@@ -109,6 +109,7 @@ class ModelRunner:
         draft = DraftStage.load(self.spec, self._load, self._backend, reporter.progress, output_stage)
         for warning in draft.warnings:
             reporter.log("warning", warning, stage=self._load.draft.stage)
+        draft.warn = partial(reporter.log, "warning", stage=self._load.draft.stage)
         self._draft = draft
         return draft
 
@@ -118,6 +119,11 @@ class ModelRunner:
             stage = self.stages[plan.stage]
             if any(stage.graphs):
                 self._warm_up_stage(stage, plan, reporter)
+        if self._draft is not None and self._draft.graphs is not None:
+            draft = self._draft.plan
+            warm_up_draft(
+                self._draft, lambda n, of: reporter.progress(Progress(draft.stage, draft.device, n, of, "warm up"))
+            )
 
     def _warm_up_stage(self, stage: LoadedStage, plan: StagePlan, reporter: Reporter) -> None:
         started, device = time.monotonic(), plan.shards[0].device

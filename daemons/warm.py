@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 import torch
 
 from daemons import device as devices
+from daemons.draft.stage import DraftStage
 from daemons.models.stage import LoadedStage
 from daemons.ops.operations import MAX_DECODE_TOKENS
 from lucevisor.model.values import PAGE_TOKENS, Space
@@ -47,6 +48,26 @@ def warm_up(stage: LoadedStage, report: Callable[[int, int], None] = lambda done
     stage.reset()
     for shard in stage.shards:
         devices.synchronize(shard.device)
+
+
+def warm_up_draft(stage: DraftStage, report: Callable[[int, int], None] = lambda done, total: None) -> None:
+    """The same for a draft stage: it extends contexts by every kind of step and makes drafts of several lengths."""
+    n_positions = stage.sequences.units[Space.FULL] * PAGE_TOKENS
+    most = stage.spec.max_drafts
+    ahead = sorted({1, 2, 3, 4, stage.spec.default_drafts, most})
+    lengths = [(start, n) for start, n in _slices(n_positions - most - 1, stage.max_step_tokens)]
+    steps = [(start, n, 0) for start, n in lengths] + [(start, 1, k) for start, n in lengths if n == 1 for k in ahead]
+    width = stage.spec.model.hidden_size
+    for number, (start, n, k) in enumerate(steps):
+        report(number, len(steps))
+        table = list(range((start + n + most) // PAGE_TOKENS + 1))
+        state: list[Operation] = [ZeroState(0)] if stage.sequences.units[Space.RECURRENT] else []
+        stage.apply([*state, OpenSequence(0, 0, Sampling()), SetPages(0, Space.FULL, 0, table)])
+        captures = [torch.zeros(n, len(source.layers) * width) for source in stage.plan.sources]
+        stage.run(Step(number, 0, [], [Slice(0, start, [0] * n, sample=True, n_ahead=k)]), captures, [[0]])
+        stage.apply([CloseSequence(0)])
+    stage.reset()
+    devices.synchronize(stage.device)
 
 
 def _slices(n_positions: int, max_tokens: int) -> Iterator[tuple[int, int]]:

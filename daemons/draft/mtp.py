@@ -53,13 +53,9 @@ class Mtp(Drafter):
 
     def _shift(self, group: Group, hidden: Tensor) -> Tensor:
         """Hidden states [B, n, E] of the tokens before; keeps the last ones."""
-        n, before = group.n_tokens, group.load_state(self.states).unsqueeze(1)
+        before = group.load_state(self.states).unsqueeze(1)
         shifted = torch.cat((before, hidden[:, :-1]), dim=1)
-        if group.n_states:
-            first = n - group.n_states
-            group.keep_states(self.states, first, hidden[:, first:])
-        else:
-            group.store_state(self.states, hidden[:, -1])
+        group.keep_all(self.states, hidden)
         return shifted
 
     def _inputs(self, ids: Tensor, hidden: Tensor) -> Tensor:

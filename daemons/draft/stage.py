@@ -22,6 +22,7 @@ from daemons.draft.drafter import Drafter, Drafts
 from daemons.draft.mtp import Mtp
 from daemons.draft.vocabulary import shared_weights, vocabulary_weights
 from daemons.errors import StateError
+from daemons.graphs import CudaGraphs
 from daemons.identities import expect, unchanged
 from daemons.kv.batch import Batch, Layout
 from daemons.kv.pools import Pools
@@ -57,6 +58,13 @@ class DraftJob(NamedTuple):
         return self.slice.n_ahead
 
 
+class DraftGraphs(NamedTuple):
+    """CUDA graphs of a drafter's two forwards."""
+
+    extend: CudaGraphs[Tensor]
+    draft: CudaGraphs[Drafts]
+
+
 class DraftStage:
     """A loaded draft stage; see :meth:`load`."""
 
@@ -66,11 +74,21 @@ class DraftStage:
         self.layers: Sequence[LayerSpec] = spec.model.layers
         self.device, self.dtype = pools.device, torch_dtype(load.dtype)
         self.pools = [pools]
+        self.max_step_tokens = load.max_step_tokens
         self.sequences = Sequences(self.pools, load.pools, load.max_sequences)
         self.kernels = {f"{name} (drafter)": kernel for name, kernel in weights.selector.selected.items()}
         self.warnings = list(weights.selector.warnings)
         self.weight_bytes = weights.n_bytes
         self._spaces = spec.model.spaces()
+        self.warn: Callable[[str], None] = self.warnings.append
+        self.graphs: DraftGraphs | None = None
+        if weights.selector.kernels and self.device.type != "cpu":
+            n_routed = max(layer.n_routed for layer in self.layers)
+            most = weights.selector.max_async_pairs // max(1, n_routed)
+            self.graphs = DraftGraphs(
+                CudaGraphs(self.device, drafter.extend, most, lambda text: self.warn(text)),
+                CudaGraphs(self.device, drafter.draft, most, lambda text: self.warn(text)),
+            )
 
     @classmethod
     @torch.inference_mode()
@@ -133,14 +151,16 @@ class DraftStage:
         slices: Sequence[Slice] = step.slices
         if Space.RECURRENT not in self._spaces:
             slices = [msgspec.structs.replace(s, states=[]) if s.states else s for s in slices]
-        tables = self.sequences.tables(self.device)
+        layout = Layout(slices, self.sequences, self.spec.model)
         with launching(self.device):
-            layout = Layout(slices, self.sequences, self.spec.model)
-            hidden = self.drafter.extend(features, Batch(layout, tables, layout.on(self.device)))
-            made = [self._draft(list(alike), hidden) for _, alike in groupby(jobs, key=lambda job: job.n)]
-        rows = [
-            row for drafts in made for row in zip(drafts.tokens.tolist(), drafts.probabilities.tolist(), strict=True)
-        ]
+            if self.graphs is None:
+                hidden = self.drafter.extend(features, self._batch(layout))
+            else:
+                hidden = self.graphs.extend.run(features, layout, self.sequences.tables(self.device))
+            rows: list[tuple[list[int], list[float]]] = []
+            for _, alike in groupby(jobs, key=lambda job: job.n):
+                drafts = self._draft(list(alike), hidden)  # valid until the next ones
+                rows += zip(drafts.tokens.tolist(), drafts.probabilities.tolist(), strict=True)
         found = {job.at: Drafted(job.slice.sequence, *row) for job, row in zip(jobs, rows, strict=True)}
         return [found[at] for at in sorted(found)]
 
@@ -181,7 +201,10 @@ class DraftStage:
             row += len(s.tokens)
         return sorted(jobs, key=lambda job: job.n)
 
-    def draft_batch(self, jobs: Sequence[DraftJob]) -> Batch:
+    def _batch(self, layout: Layout) -> Batch:
+        return Batch(layout, self.sequences.tables(self.device), layout.on(self.device))
+
+    def draft_layout(self, jobs: Sequence[DraftJob]) -> Layout:
         """The rows of drafts of equal length."""
         drafter, n = self.drafter, jobs[0].n
         slices = [
@@ -194,8 +217,11 @@ class DraftStage:
             )
             for job in jobs
         ]
-        layout = Layout(slices, self.sequences, self.spec.model, bounded=True)
-        return Batch(layout, self.sequences.tables(self.device), layout.on(self.device))
+        return Layout(slices, self.sequences, self.spec.model, bounded=True)
+
+    def draft_batch(self, jobs: Sequence[DraftJob]) -> Batch:
+        """:meth:`draft_layout` on the device."""
+        return self._batch(self.draft_layout(jobs))
 
     def _draft(self, jobs: Sequence[DraftJob], hidden: Tensor) -> Drafts:
         """Drafts of equal length."""
@@ -205,7 +231,10 @@ class DraftStage:
             if self.device.type != "cpu":
                 index = index.pin_memory().to(self.device, non_blocking=True)
             rows = hidden.index_select(0, index)
-        return self.drafter.draft(rows, self.draft_batch(jobs))
+        layout = self.draft_layout(jobs)
+        if self.graphs is None:
+            return self.drafter.draft(rows, self._batch(layout))
+        return self.graphs.draft.run(rows, layout, self.sequences.tables(self.device))
 
 
 def _open_spec(target: ModelSpec, load: Load, plan: DraftPlan) -> DraftSpec:

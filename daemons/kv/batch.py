@@ -37,8 +37,8 @@ class SliceGroup:
     """Slices of ``n`` tokens each.  ``offset``: how far inside a chunk they start; 0 for up to SHORT_SLICE tokens.
 
     Chunks of longer slices end at multiples of CHUNK, so only slices with equal offsets can share a group.
-    ``n_states``: after how many of its last tokens each slice keeps a recurrent state of its own; 0: only the live
-    state changes.  ``lows``: first position that each slice attends to; empty: all of them.
+    ``n_states``: after how many of its last tokens each slice keeps a recurrent state; 0: only the live one changes.
+    ``lows``: first position that each slice attends to; empty: all of them.
     """
 
     n: int
@@ -216,6 +216,7 @@ class Group:
         b, n = len(layout.starts), layout.n
         self.layout, self.tables = layout, tables
         self.n_slices, self.n_tokens, self.offset = b, n, layout.offset
+        self.max_length = layout.max_length
         self.starts, self.table_rows, self.states = metadata[:b], metadata[b : 2 * b], metadata[2 * b : 3 * b]
         self.n_states, end = layout.n_states, (3 + layout.state_columns) * b
         self.kept_states = metadata[3 * b : end].view(b, layout.state_columns)
@@ -236,7 +237,9 @@ class Group:
         layout = replace(self.layout, n=1, n_states=0, rows=rows, starts=starts)
         lows = [] if self.lows is None else [self.lows]
         parts = (self.starts + token, self.table_rows, self.states, torch.full_like(self.states, -1), *lows)
-        return Group(layout, torch.cat(parts), self.tables, self.n_slices)
+        group = Group(layout, torch.cat(parts), self.tables, self.n_slices)
+        group.max_length = self.max_length  # a CUDA graph of all tokens is valid for this bound
+        return group
 
     def take(self, x: Tensor) -> Tensor:
         """Rows of the step [T, ...] -> [B, n, ...]."""
@@ -268,10 +271,21 @@ class Group:
         ids = self.kept_states[:, token : token + values.shape[1]]
         pool.index_copy_(0, ids.reshape(-1), values.flatten(0, 1))
 
+    def keep_all(self, pool: Tensor, values: Tensor) -> None:
+        """Write those of the states after all tokens, [B, n, *shape], that are kept; same launches for all ids."""
+        if not self.layout.state_columns:
+            self.store_state(pool, values[:, -1])
+            return
+        ids, last = self.kept_states, self.kept_states[:, -1:]
+        unkept = (ids < 0).view(*ids.shape, *[1] * (values.dim() - 2))
+        # the state after the last token is always kept: the others write the same there
+        values = torch.where(unkept, values[:, -1:], values)
+        pool.index_copy_(0, torch.where(ids < 0, last, ids).reshape(-1), values.flatten(0, 1))
+
     def query(self, space: Space) -> PagedQuery:
         """The group's queries, for attention that reads pages in place."""
-        table, max_length = self.tables[space], self.layout.max_length
-        return PagedQuery(table, self.table_rows, self.starts, self.n_tokens, max_length, self.lows)
+        table = self.tables[space]
+        return PagedQuery(table, self.table_rows, self.starts, self.n_tokens, self.max_length, self.lows)
 
     def keys(self, space: Space, window: int, causal: bool = True) -> tuple[Pages, Tensor | None]:
         """Pages to read and the mask [B, 1, n, L] (None: all visible), shared by the layers that attend alike."""
@@ -347,8 +361,7 @@ class Batch:
         self.layer_inputs: Tensor | None = None
 
     def by_token(self) -> list[Batch]:
-        """Batches of the first, second, ... token of every slice, to run one after the other.  All slices must have
-        the same length."""
+        """Batches of the first, second, ... token of every slice, all of one length, to run one after the other."""
         [group] = self.groups
         b, n = group.n_slices, group.n_tokens
         positions, slots = self._columns(self.positions, n), {s: self._columns(x, n) for s, x in self.slots.items()}

@@ -60,8 +60,8 @@ class DraftedPipeline(Pipeline):
         draft.reset()
         super().__init__(spec, stages)
 
-    def _apply(self, operations: list[Operation]) -> None:
-        super()._apply(operations)
+    def apply(self, operations: list[Operation]) -> None:
+        super().apply(operations)
         self.draft_stage.apply(operations)
 
     def _grow(self, sequence: int, text: Text, n: int) -> list[Operation]:

@@ -20,6 +20,7 @@ from daemons.draft.mtp import Mtp
 from daemons.draft.stage import DraftStage
 from daemons.errors import LoadError, StateError
 from daemons.kv.batch import Batch, Layout
+from daemons.warm import warm_up_draft
 from lucevisor.model.drafters import draft_paths, open_draft
 from lucevisor.model.families import open_spec
 from lucevisor.model.spec import ModelSpec
@@ -262,6 +263,15 @@ def test_captures_of_several_sources_are_one(kind):
     parts = [x.contiguous() for x in text.captures[:50].split([64, driver.width - 64], dim=-1)]
     [found] = split.run(step, parts, [[text.ids[50]]])
     assert_same(found, alone(stage, 2, 50, 4))
+
+
+def test_a_warm_stage_drafts_the_same(stage):
+    wanted = alone(load_again(stage), 5, 40, 4)
+    seen: list[int] = []
+    warm_up_draft(stage, lambda done, total: seen.append(done))
+    assert len(seen) > 10
+    assert not stage.sequences.by_id
+    assert_same(alone(stage, 5, 40, 4), wanted)
 
 
 # ---- weights of the vocabulary

@@ -1,0 +1,47 @@
+"""Drafters on a GPU: captured drafts equal eager ones, and the traces of the golden files."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from daemons.device import prepare
+from lucevisor.model.families import open_spec
+from lucevisor.model.values import Backend, Dtype
+from lucevisor.protocol.loading import DraftKind
+from tests.drafters.drafted import DraftedPipeline, golden, load_draft, wanted_trace
+from tests.families.pipeline import How, load_stages
+from tests.model.drafter_files import DFLASH2, MTP, TARGET, UPSTREAM
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA or HIP device"),
+]
+EXACT = How(Dtype.FLOAT32, Dtype.FLOAT32, Backend.CUDA)
+GOLDEN = {
+    "dflash": (TARGET, UPSTREAM, DraftKind.DFLASH, 7),
+    "dflash2": (TARGET, DFLASH2, DraftKind.DFLASH, 7),
+    "qwen35_mtp_draft": (MTP, MTP, DraftKind.MTP, 4),
+}
+
+
+@pytest.mark.parametrize("graphs", [True, False])
+@pytest.mark.parametrize("name", GOLDEN)
+def test_the_whole_trace(name: str, graphs: bool) -> None:
+    """64 tokens: every block has the golden drafts and acceptances; with graphs all keys are captured."""
+    prepare(Backend.CUDA, 0)
+    model, path, kind, n_ahead = GOLDEN[name]
+    target = open_spec(model)
+    draft = load_draft(target, path, kind, EXACT)
+    captures = draft.spec.captures
+    pipeline = DraftedPipeline(target, load_stages(target, how=EXACT, captures=captures), draft)
+    assert draft.graphs is not None
+    captured = draft.graphs
+    if not graphs:
+        draft.graphs = None
+    wanted = wanted_trace(name)
+    found = pipeline.trace(golden(name)["input_ids"].tolist()[:40], 64, n_ahead)
+    assert found[: len(wanted)] == wanted
+    for one in captured:
+        assert bool(one._graphs) == graphs
+        assert not one._uncapturable
