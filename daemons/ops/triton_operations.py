@@ -5,7 +5,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from daemons.ops.basic import block_convolution
 from daemons.ops.operations import (
     MAX_DECODE_TOKENS,
     GatedDeltaNetOp,
@@ -17,6 +16,7 @@ from daemons.ops.operations import (
 from daemons.ops.paged import PagedTensor
 from daemons.ops.router import RoutedExperts, RouteFn, Router
 from daemons.ops.triton import basic
+from daemons.ops.triton.block_convolution import block_convolution
 from daemons.ops.triton.chunked_delta_rule import chunked_gated_delta_net
 from daemons.ops.triton.moe import moe_combine, router_gemv, select_experts
 from daemons.ops.triton.paged_attention import paged_attention
