@@ -121,7 +121,6 @@ class Pipeline:
         self._answered_at: dict[int, float] = {}  # by link: a daemon has one compute thread for all its stages
         self._open = True
         self._draft: _DraftStage | None = None
-        self._had_drafter = False
         self.on_first_stage_done: Callable[[], None] = lambda: None  # not called by a pipeline of one stage
         self.on_drafted: Callable[[StepResult], None] = lambda _: None
         self.on_drafter_lost: Callable[[str], None] = lambda _: None
@@ -144,7 +143,7 @@ class Pipeline:
         """
         if self._draft is not None:
             raise RuntimeError("a drafter is attached already; detach it first")
-        self._draft, self._had_drafter = _DraftStage(link, with_output), True
+        self._draft = _DraftStage(link, with_output)
 
     def detach_drafter(self) -> None:
         """Send it nothing more, and ignore what it answers.  Does nothing without one."""
@@ -175,7 +174,7 @@ class Pipeline:
             return
         now = self._clock()
         stage = result.stage
-        if stage == self.n_stages and self._had_drafter:
+        if stage == self.n_stages:
             self._receive_drafts(result, now)
             return
         if not 0 <= stage < self.n_stages:
@@ -274,7 +273,7 @@ class Pipeline:
     def _receive_drafts(self, result: StepResult, now: float) -> None:
         draft = self._draft
         if draft is None:
-            return  # it was detached before it answered
+            return  # it was detached, or the pipeline replaced, before it answered
         due, _ = draft.waiting[0] if draft.waiting else (None, 0.0)
         if due != result.step_id:
             expected = "no step" if due is None else f"step {due}"

@@ -90,7 +90,7 @@ def test_one_daemon_may_run_several_stages() -> None:
     [
         (StepResult(2, 0), "stage 0 answered step 2 while step 1 was due"),
         (StepResult(1, 1), "stage 1 answered step 1 while no step was due"),
-        (StepResult(1, 2), "answered for stage 2; there are 2"),
+        (StepResult(1, 3), "answered for stage 3; there are 2"),
         (StepResult(1, -1), "answered for stage -1"),
     ],
 )
