@@ -98,9 +98,7 @@ def choose_slices(
         prompts = [record for record in prompts if record not in waiting]
         decodes.clear()  # they go with its next chunk: a step of their own would delay it
     decodes.sort(key=lambda one: (one.live.last_step, one.record.arrival))
-    chosen = drafting.with_drafts(
-        decodes[: _n_decodes(records, in_flight, drafting.n_groups(budget.n_stages), drafting)]
-    )
+    chosen = drafting.with_drafts(decodes[: _n_decodes(records, in_flight, budget.n_stages, drafting)])
     n_left = limits.max_step_tokens - sum(one.n_tokens for one in chosen)
     return chosen + _choose_prompts(prompts, limits, budget, n_left, alone=not chosen)
 

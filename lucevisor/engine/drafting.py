@@ -11,12 +11,12 @@ request's last token, nor behind the pages of its sequence.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Final
 
 from lucevisor.engine.limits import EngineLimits
-from lucevisor.engine.lookup import NgramIndex
+from lucevisor.engine.lookup import INDEX_TOKENS, NgramLookup
 from lucevisor.engine.request import RequestState
 from lucevisor.engine.running import RunningRequests
 from lucevisor.engine.sequence import LiveSequence, RequestRecord
@@ -27,8 +27,6 @@ from lucevisor.kv.prefix_tree import NO_STATE
 from lucevisor.model.values import Space
 from lucevisor.protocol.steps import Drafted, OpenSequence, Operation, SetPages, Slice, StepResult, ZeroState
 
-INDEXED_TOKENS: Final = 4096
-"""Tokens of a sequence that one step adds to its n-grams: about a millisecond."""
 _MEAN_OF: Final = 8  # steps
 
 
@@ -41,7 +39,7 @@ class Drafting:
         self._pools = pools
         self._running = running
         self._keeps_checkpoints = limits.prefix.max_slots > 0 and not pools.copies_states
-        self.speculation = Speculation(self._settings.max_drafts, self._settings.n_vocabulary)
+        self.speculation = Speculation(self._settings.max_drafts, self._settings.kind, fixed=self._settings.fixed)
         self.attached = False
         self.opening = False  # the next step opens the running sequences at the drafter
         self.outstanding: deque[ScheduledStep] = deque()  # steps that the drafter has yet to answer
@@ -104,6 +102,7 @@ class Drafting:
         smaller group costs more is less than what either would wait for the other.
         """
         overlaps = self.attached and self._overlaps and self._step_s / 2 < self._draft_s < 2 * self._step_s
+        self.speculation.n_groups = n_stages + overlaps
         return n_stages + overlaps
 
     # ---- plans
@@ -114,10 +113,11 @@ class Drafting:
             return [*decodes]
         self._n_prompts = sum(record.state is RequestState.PREFILL for record in self._running)
         self._n_decoding = len(self._running) - self._n_prompts
-        found = [self._drafts_of(one.record, one.live) for one in decodes]
-        if not any(drafted.tokens for drafted, _ in found):
+        if self._settings.lookup:
+            self._index(one.record for one in decodes)
+        records = [(one.record, self._candidates(one)) for one in decodes]
+        if not any(drafted.tokens for _, drafted in records):
             return [*decodes]
-        records = [(one.record, drafted) for one, (drafted, _) in zip(decodes, found, strict=True)]
         wanted = self.speculation.n_verify(records, self._n_decoding)
         widths = []
         for one in decodes:
@@ -125,10 +125,7 @@ class Drafting:
             width = wanted.get(one.record.request.request_id, 0)
             widths.append(max(0, min(width, self._settings.max_drafts, n_left)))
         widths = self._within_states(widths)
-        return [
-            _padded(one, width, drafted, looked_up)
-            for one, width, (drafted, looked_up) in zip(decodes, widths, found, strict=True)
-        ]
+        return [_padded(one, width, drafted) for one, width, (_, drafted) in zip(decodes, widths, records, strict=True)]
 
     def fit(self, one: ScheduledSlice) -> tuple[ScheduledSlice, list[Operation]]:
         """Return a slice that has its own pages with pages and states for its drafts and for those to ask for.
@@ -169,8 +166,8 @@ class Drafting:
         if self.attached:
             self.outstanding.append(step)
         if self._settings.lookup:
-            for part in step.parts.values():
-                self._index(part.record)
+            records = [part.record for part in step.parts.values()]  # of prompts: while the shards compute them
+            self._index(one for one in records if one.state is RequestState.PREFILL and not one.uncached)
 
     # ---- results
 
@@ -212,7 +209,7 @@ class Drafting:
         """Note a verdict on the drafts of a slice."""
         if part.n_proposed:
             n_accepted = min(n_accepted, part.n_proposed)
-            self.speculation.verified(part.record, part.n_proposed, n_accepted, looked_up=part.looked_up)
+            self.speculation.verified(part.record, part.n_proposed, n_accepted)
 
     def measured(self, slices: Sequence[Slice], stages_s: Sequence[float]) -> None:
         """Note how long each stage took for a step of decodes."""
@@ -248,32 +245,28 @@ class Drafting:
         )
         return min(most, self.speculation.n_ahead(record, self._n_decoding)) if most > 0 else 0
 
-    def _drafts_of(self, record: RequestRecord, live: LiveSequence) -> tuple[Drafted, bool]:
-        """Return the drafts that follow a sequence's tokens, and whether they were looked up there."""
-        if self._settings.lookup:
-            ngrams = self._index(record)
-            found = ngrams.propose(self._settings.max_drafts) if len(ngrams) == len(record.tokens) else []
-            if found:
-                return Drafted(live.sequence, found), True
-        return live.drafted or Drafted(live.sequence, []), False
+    def _candidates(self, one: ScheduledSlice) -> Drafted:
+        """Return the drafts that may follow a sequence's tokens."""
+        return self.speculation.candidates(one.record, one.live.drafted or Drafted(one.live.sequence, []))
 
-    def _index(self, record: RequestRecord) -> NgramIndex:
-        """Bring the n-grams of a request up to date, or nearer to it."""
-        if record.ngrams is None:
-            record.ngrams = NgramIndex()
-        known = len(record.ngrams)
-        record.ngrams.extend(record.tokens[known : known + INDEXED_TOKENS])
-        return record.ngrams
+    @staticmethod
+    def _index(records: Iterable[RequestRecord]) -> None:
+        """Bring the n-grams of requests up to date, or nearer to it."""
+        n_left = INDEX_TOKENS
+        for record in records:
+            if record.lookup is None:
+                record.lookup = NgramLookup(record.tokens)
+            n_left -= record.lookup.index(n_left)
 
 
-def _padded(one: ScheduledSlice, width: int, drafted: Drafted, looked_up: bool) -> ScheduledSlice:
+def _padded(one: ScheduledSlice, width: int, drafted: Drafted) -> ScheduledSlice:
     """Return a decode with ``width`` drafts: what lacks repeats the last one."""
     if not width:
         return one
     drafts = drafted.tokens[:width]
     last = drafts[-1] if drafts else one.record.tokens[-1]
     padded = drafts + [last] * (width - len(drafts))
-    return replace(one, drafts=padded, n_proposed=len(drafts), looked_up=looked_up)
+    return replace(one, drafts=padded, n_proposed=len(drafts))
 
 
 def all_decodes(slices: Sequence[Slice]) -> bool:

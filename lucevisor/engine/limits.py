@@ -9,7 +9,7 @@ from lucevisor.kv.page_pool import PagePools
 from lucevisor.kv.prefix_records import PrefixSettings
 from lucevisor.model.pages import max_window_pages, pages_of
 from lucevisor.model.values import PAGE_TOKENS, Space
-from lucevisor.protocol.loading import PoolSizes, arena_regions
+from lucevisor.protocol.loading import DraftKind, PoolSizes, arena_regions
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -17,12 +17,15 @@ class SpeculationSettings:
     """Limits of speculative decoding.  ``max_drafts``: drafts that a slice may verify; 0: none, it is off.
 
     ``drafter``: a draft stage may be attached.  ``lookup``: drafts are also looked up in the sequence's own tokens.
-    ``n_vocabulary``: ids that the model can embed; drafts outside are refused.
+    ``kind``: of the drafter.  ``fixed``: always ``max_drafts``, whatever that costs.  ``n_vocabulary``: ids that the
+    model can embed; drafts outside are refused.
     """
 
     max_drafts: int = 0
     drafter: bool = False
     lookup: bool = False
+    kind: DraftKind = DraftKind.MTP
+    fixed: bool = False
     n_vocabulary: int = 0
 
 

@@ -1,36 +1,108 @@
-"""Prompt lookup decoding: drafts are what followed the last tokens when they occurred before in the same sequence.
+"""Prompt lookup decoding (n-gram lookup): drafts that repeat what followed the same tokens earlier in the sequence.
 
-Pure.  Invariant: only tokens of the sequence itself are proposed.
+Pure.  Hash chains over n-grams, as in LZ77 compressors: ``_heads`` holds the newest occurrence of a bucket, ``_older``
+the one before each.  Four bytes a token and 256 KiB a sequence; indexing and matching are bounded per call, so a
+prompt of 262,144 tokens delays nobody.
+Invariant: a match never reaches behind what is indexed, and drafts continue the newest of the longest matches seen.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from array import array
+from dataclasses import dataclass
 from typing import Final
 
-LENGTH: Final = 4
-"""Tokens that must occur again before what followed them is proposed."""
+from lucevisor.kv.tokens import TokenBuffer
+
+MIN_MATCH: Final = 3
+"""Tokens that must agree: pairs recur by chance in any text."""
+MAX_MATCH: Final = 8
+"""Tokens compared: acceptance hardly grows beyond."""
+MAX_CANDIDATES: Final = 16
+"""Occurrences tried: a match takes microseconds, however often a text repeats itself."""
+INDEX_TOKENS: Final = 2048
+"""Tokens indexed per call, about half a millisecond."""
+
+_N_BUCKETS: Final = 1 << 16
+_MASK: Final = _N_BUCKETS - 1
+_FACTORS: Final = (40503, 69069, 30345)  # odd, of about 16 bits, so that close ids fall into different buckets
 
 
-class NgramIndex:
-    """The n-grams of a growing sequence, and where each occurred last."""
+@dataclass(frozen=True, slots=True)
+class NgramMatch:
+    """``tokens[start - length : start]`` are the last ``length`` tokens of the sequence; ``start`` followed them."""
 
-    def __init__(self) -> None:
-        self._tokens: list[int] = []
-        self._after: dict[tuple[int, ...], int] = {}  # by n-gram that is not the last one: the position behind it
+    start: int
+    length: int
 
-    def __len__(self) -> int:
-        """Return how many tokens it knows."""
-        return len(self._tokens)
 
-    def extend(self, tokens: Sequence[int]) -> None:
-        """Append tokens."""
-        for token in tokens:
-            if len(self._tokens) >= LENGTH:
-                self._after[tuple(self._tokens[-LENGTH:])] = len(self._tokens)
-            self._tokens.append(token)
+class NgramLookup:
+    """The index of one sequence; ``tokens`` may grow at its end."""
 
-    def propose(self, most: int) -> list[int]:
-        """Return up to ``most`` tokens that are likely to follow; [] without a match."""
-        at = self._after.get(tuple(self._tokens[-LENGTH:]))
-        return [] if at is None else self._tokens[at : at + most]
+    def __init__(self, tokens: TokenBuffer) -> None:
+        self._tokens = tokens
+        self._heads = array("i", [-1]) * _N_BUCKETS
+        self._older = array("i", [-1]) * (MIN_MATCH - 1)  # by last position of an n-gram
+
+    @property
+    def n_waiting(self) -> int:
+        """Tokens that are not indexed yet; the last one waits for its successor."""
+        return max(0, len(self._tokens) - 1 - len(self._older))
+
+    def index(self, limit: int = INDEX_TOKENS) -> int:
+        """Index at most ``limit`` tokens more, oldest first; return how many."""
+        start = len(self._older)
+        n = min(limit, self.n_waiting)
+        if n <= 0:
+            return 0
+        ids = self._tokens[start - MIN_MATCH + 1 : start + n]
+        heads, older = self._heads, self._older
+        p, q, r = _FACTORS
+        for at, (a, b, c) in enumerate(zip(ids, ids[1:], ids[2:], strict=False), start):
+            bucket = (a * p ^ b * q ^ c * r) & _MASK
+            older.append(heads[bucket])
+            heads[bucket] = at
+        return n
+
+    def match(self) -> NgramMatch | None:
+        """Return the longest match of the last tokens among the newest candidates, the newest of equal ones."""
+        n = len(self._tokens)
+        tail = self._tokens[max(0, n - MAX_MATCH) :]
+        if n <= MIN_MATCH:
+            return None
+        a, b, c = tail[-MIN_MATCH:]
+        p, q, r = _FACTORS
+        at, best = self._heads[(a * p ^ b * q ^ c * r) & _MASK], NgramMatch(0, MIN_MATCH - 1)
+        for _ in range(MAX_CANDIDATES):
+            if at < 0:
+                break
+            length = _n_common_suffix(self._tokens[max(0, at + 1 - len(tail)) : at + 1], tail)
+            if length > best.length:
+                best = NgramMatch(at + 1, length)
+                if length == len(tail):
+                    break
+            at = self._older[at]
+        return best if best.start else None
+
+    def continuation(self, match: NgramMatch, n: int) -> list[int]:
+        """Return the ``n`` tokens that followed a match; where they reach the end, the repetition goes on."""
+        found = self._tokens[match.start : match.start + n]
+        period = len(self._tokens) - match.start
+        while len(found) < n:
+            found.append(found[len(found) - period])
+        return found
+
+    def propose(self, n: int) -> list[int]:
+        """Return ``n`` drafts, or none without a match."""
+        self.index()
+        found = self.match()
+        return self.continuation(found, n) if found is not None else []
+
+
+def _n_common_suffix(one: list[int], other: list[int]) -> int:
+    n = 0
+    for a, b in zip(reversed(one), reversed(other), strict=False):
+        if a != b:
+            break
+        n += 1
+    return n

@@ -327,7 +327,7 @@ class Scheduler:
         for one in chosen:  # with the next step: the states are those at the end of this one's slices
             self._operations += self.reuse.advanced(one.record, now)
         parts = {
-            s.sequence: ScheduledSequence(one.record, one.live, s, one.n_proposed, one.looked_up)
+            s.sequence: ScheduledSequence(one.record, one.live, s, one.n_proposed)
             for one, s in zip(chosen, slices, strict=True)
         }
         decodes = any(one.record.state is RequestState.DECODE for one in chosen)

@@ -9,7 +9,8 @@ from __future__ import annotations
 from bisect import bisect_right
 from dataclasses import dataclass, field
 
-from lucevisor.engine.lookup import NgramIndex
+from lucevisor.engine.acceptance import RequestAcceptance
+from lucevisor.engine.lookup import NgramLookup
 from lucevisor.engine.request import (
     TRANSITIONS,
     FinishedEvent,
@@ -110,7 +111,8 @@ class RequestRecord:
     prefix: PrefixUse = field(default_factory=PrefixUse)
     size: int = 0  # tokens to prefill, as estimated when it was queued
     n_passed: int = 0  # tokens of later requests that started before it
-    ngrams: NgramIndex | None = None  # of its tokens; None before drafts are looked up there
+    lookup: NgramLookup | None = None  # of its tokens; None before drafts are looked up there
+    acceptance: RequestAcceptance = field(default_factory=RequestAcceptance)
     started_at: float | None = None
     first_token_at: float | None = None
 

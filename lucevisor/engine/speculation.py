@@ -1,41 +1,368 @@
-"""How many tokens to draft and to verify.
+"""Speculative decoding: how many tokens to draft and how many drafts to verify, by what was accepted and what it cost.
 
-Pure.  Invariant: it never asks for more than ``max_drafts``.
+Pure: verdicts and measured times in, widths out; no clock.  It maximises expected tokens a second of all sequences that
+share a step.  docs/speculation.md has the rules and what they were measured to do.
+
+Invariants: it never asks for more than ``max_drafts``; what drafting costs more than it saves stays within a budget
+(``Allowance``), whatever drafter and machine do.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Final
 
+from lucevisor.engine.acceptance import AcceptanceModel, RequestAcceptance, expected_tokens
+from lucevisor.engine.draft_costs import PRIORS, BatchCosts, DraftTimes, own_widths, uneven
 from lucevisor.engine.sequence import RequestRecord
+from lucevisor.protocol.loading import DraftKind
 from lucevisor.protocol.steps import Drafted
+
+LEAST_GAIN: Final = 1.03
+"""What drafting must promise over plain decoding, and keep by measured times: estimates are no better than that."""
+UNSURE_GAIN: Final = 0.05
+"""What it must promise more, over the root of the plain steps that were measured: their jitter."""
+LOSS_SHARE: Final = 0.015
+"""Of decode time that drafting may lose against plain decoding, over what it gained."""
+MOST_LOSS: Final = 8.0
+"""Plain steps that drafting may be behind by: these and 1.5 % are less than 2 % of 2,000 steps."""
+RESUME_SHARE: Final = 0.25
+"""Of ``MOST_LOSS``, to be earned before drafts go on after all of it was lost: some rounds in a row, not one."""
+PROBE_SHARE: Final = 0.01
+"""Of decode time for probes: steps of a width that is not the best known one, to measure it."""
+MOST_PROBES: Final = 6.0
+"""Plain steps of saved-up probe budget: enough for a probe of any width at the start."""
+PROBE_STEPS: Final = 3
+"""Steps of a probe: the first two of a new shape compile and capture."""
+PROBE_GAIN: Final = 1.05
+"""What a width must promise over the best known one to be measured."""
+STALE_STEPS: Final = 256
+"""Steps after which a width's time may be measured again."""
+STALE_PLAIN_STEPS: Final = 64
+"""The same for plain decoding, by which losses are counted; less while few plain steps were measured."""
+PLAIN_INTERVAL: Final = 4
+"""Steps between measurements of plain decoding, for each one that was made."""
+CHOICE_STEPS: Final = 8
+"""Steps for which a choice holds: choosing takes 0.1 ms, and estimates move slowly."""
+EAGER_STEPS: Final = 64
+"""Steps at the start, each with a choice of its own."""
+FREE_SHARE: Final = 0.01
+"""Of a round: drafts that cost no more than this are asked for too, and their probabilities decide about verifying."""
+OUTLIER: Final = 2.0
+"""A step is charged no more than this times what such steps take: plain steps are disturbed as often.  The first two of
+a shape, which compile and capture, are charged what is expected of them: that is paid once."""
+
+
+LOOKUP_FIRST_CHANCE: Final = 0.6
+"""Chance of a first looked-up draft before any was verified."""
+LOOKUP_PROBABILITIES: Final = {3: 0.35, 4: 0.45, 5: 0.55, 6: 0.65, 7: 0.75, 8: 0.85}
+"""By matching tokens: what a looked-up draft reports as its probability; verdicts calibrate it."""
+
+
+class Allowance:
+    """Plain steps that may be lost: a share of the time, saved up to ``most``; ``balance`` is what is left."""
+
+    def __init__(self, share: float, most: float) -> None:
+        self._share, self._most = share, most
+        self.balance = most
+        self.spent = False  # nothing was left, and RESUME_SHARE was not earned yet
+
+    def earn(self, steps: float) -> None:
+        """Count decode time."""
+        self.gain(self._share * steps)
+
+    def gain(self, steps: float) -> None:
+        """Count what was saved, or lost if negative."""
+        self.balance = min(self._most, self.balance + steps)
+        self.spent = self.balance < (RESUME_SHARE * self._most if self.spent else 0.0)
+
+
+@dataclass(slots=True)
+class _Probe:
+    """``n_left`` steps of ``width`` drafts with ``n_slices`` slices, to be measured within ``n_steps_left`` steps.
+
+    ``expected``: drafts of a slice that are accepted by the estimate it was paid for by.
+    """
+
+    n_slices: int
+    width: int
+    n_left: int
+    n_steps_left: int
+    expected: float
+
+
+@dataclass(frozen=True, slots=True)
+class _Choice:
+    """Drafts to ask for, and the best known tokens a second.  ``own``: by request, where widths are unequal."""
+
+    width: int
+    rate: float
+    chosen_at: int
+    own: dict[str, int] = field(default_factory=dict)
 
 
 class Speculation:
-    """A fixed width: all that may be drafted is drafted, and all drafts are verified."""
+    """Widths of a batch; one per engine."""
 
-    def __init__(self, max_drafts: int, n_vocabulary: int) -> None:
+    def __init__(self, max_drafts: int, kind: DraftKind = DraftKind.MTP, *, fixed: bool = False) -> None:
+        """``fixed``: always ``max_drafts``, whatever they cost."""
+        self.n_groups = 1  # micro-batches that share the decoding sequences
         self._max_drafts = max_drafts
+        self._fixed = fixed
+        self._models = [AcceptanceModel(PRIORS[kind].first_chance), AcceptanceModel(LOOKUP_FIRST_CHANCE, trusted=True)]
+        self._times = DraftTimes(PRIORS[kind])
+        self._loss = Allowance(LOSS_SHARE, MOST_LOSS)
+        self._probes = Allowance(PROBE_SHARE, MOST_PROBES)
+        self._probe: _Probe | None = None
+        self._choices: dict[int, _Choice] = {}  # by slices
+        self._active: dict[str, tuple[int, RequestAcceptance]] = {}  # by request: when drafts were asked for last
+        self._renew_at = 0  # choices made before are made again
+        self._n_measured = 0
+        self._n_slices = 1  # of the last step
+
+    # ---- what the scheduler asks
 
     def n_ahead(self, record: RequestRecord, n_decoding: int) -> int:
         """Return how many drafts to ask for behind the next sampled token; 0: none."""
-        return self._max_drafts
+        if self._fixed:
+            return self._max_drafts
+        self._active[record.request.request_id] = self._n_measured, record.acceptance
+        n_slices = max(1, -(-n_decoding // self.n_groups))
+        if record.acceptance.copying and n_slices == 1:
+            return 0  # its own tokens are drafts enough
+        probe = self._probe
+        if probe is not None and probe.n_slices == n_slices:
+            return probe.width
+        choice, now = self._choices.get(n_slices), self._n_measured
+        hold = CHOICE_STEPS if now > EAGER_STEPS else 1
+        if choice is None or now >= choice.chosen_at + hold or choice.chosen_at < self._renew_at:
+            choice = self._choices[n_slices] = self._choose(n_slices)
+        return choice.own.get(record.request.request_id, choice.width)
+
+    def candidates(self, record: RequestRecord, drafted: Drafted) -> Drafted:
+        """Return the drafts to consider for the next slice: those of the draft stage, if any, or those found in the
+        sequence's own tokens where more of them are likely to be accepted.
+        """
+        own, lookup, own.looked_up = record.acceptance, record.lookup, False
+        match = lookup.match() if lookup is not None and not lookup.n_waiting else None
+        if lookup is not None and match is not None:
+            found = [LOOKUP_PROBABILITIES[match.length]] * self._max_drafts
+            promised = self._tokens(own, True, len(found), found)[-1]
+            if promised > self._tokens(own, False, len(drafted.tokens), drafted.probabilities)[-1]:
+                own.looked_up = True
+                drafted = Drafted(drafted.sequence, lookup.continuation(match, self._max_drafts), found)
+        own.copying = own.copying and own.looked_up
+        own.probabilities = drafted.probabilities
+        return drafted
 
     def n_verify(self, drafts: Sequence[tuple[RequestRecord, Drafted]], n_decoding: int) -> dict[str, int]:
         """Return by request id how many drafts the next slices verify, all of one step.
 
         0: a plain decode.  More than there are: padding makes the slices of a step equally long.
         """
-        return {record.request.request_id: len(drafted.tokens) for record, drafted in drafts}
+        self._n_slices = len(drafts)
+        widths = self._widths(drafts)
+        return {record.request.request_id: n for (record, _), n in zip(drafts, widths, strict=True)}
+
+    # ---- what it is told
 
     def drafted(self, record: RequestRecord, drafted: Drafted) -> None:
         """Note drafts of the draft stage."""
+        self._models[False].drafted(record.acceptance.rates[False], drafted.probabilities)
 
-    def verified(self, record: RequestRecord, n_drafts: int, n_accepted: int, *, looked_up: bool) -> None:
-        """Note a verdict on drafts, padding left out.  ``looked_up``: they were not the draft stage's."""
+    def verified(self, record: RequestRecord, n_drafts: int, n_accepted: int) -> None:
+        """Note a verdict on candidates, padding left out."""
+        own = record.acceptance
+        self._models[own.looked_up].verified(own.rates[own.looked_up], own.probabilities, n_drafts, n_accepted)
+        own.copying = own.looked_up and n_accepted == n_drafts
+        self._loss.gain(n_accepted / self._n_slices)
+        if self._probe is not None:  # a check that succeeds pays for the next one
+            self._probes.gain((n_accepted - self._probe.expected) / self._n_slices)
+        if not n_accepted:
+            self._renew_at = self._n_measured
 
     def measured(self, n_rows: int, n_slices: int, seconds: float) -> None:
         """Note how long the stages took for a step of decodes, one after the other."""
+        steps = self._times.steps
+        expected, warm = steps.seconds(n_rows, n_slices), steps.n_known(n_rows, n_slices) > 0
+        self._times.add_step(n_rows, n_slices, seconds)
+        plain_s = steps.seconds(n_slices, n_slices)
+        self._n_measured += 1
+        if self._loss.spent:
+            self._renew_at = self._n_measured
+        if plain_s is None or expected is None:
+            return
+        charged = min(seconds, OUTLIER * expected if warm else expected)
+        self._earn(charged / plain_s)
+        if n_rows > n_slices:
+            self._loss.gain(1 - LEAST_GAIN * charged / plain_s)
+        self._end_probe(n_rows, n_slices)
 
     def measured_draft(self, n_slices: int, n_ahead: int, seconds: float) -> None:
         """Note how long the draft stage took for a step of decodes that asked for ``n_ahead`` drafts each."""
+        drafts = self._times.drafts
+        expected, warm = drafts.seconds(n_ahead, n_slices), drafts.n_known(n_ahead, n_slices) > 0
+        drafts.add(n_ahead, n_slices, seconds)
+        plain_s = self._times.steps.seconds(n_slices, n_slices)
+        if plain_s is not None:
+            expected = seconds if expected is None else expected
+            charged = min(seconds, OUTLIER * expected if warm else expected) / plain_s
+            self._earn(charged)
+            self._loss.gain(-LEAST_GAIN * charged)
+
+    # ---- inside: drafts to ask for
+
+    def _earn(self, steps: float) -> None:
+        self._loss.earn(steps)
+        self._probes.earn(steps)
+
+    def _costs(self, n_slices: int) -> BatchCosts | None:
+        plain_s = self._times.steps.seconds(n_slices, n_slices)
+        return BatchCosts(self._times, n_slices, plain_s) if plain_s is not None else None
+
+    def _choose(self, n_slices: int) -> _Choice:
+        costs, now = self._costs(n_slices), self._n_measured
+        if costs is None:
+            return _Choice(0, 0.0, now)  # the first step of all shows what plain decoding takes
+        each = self._expected()
+        mean = [sum(column) / len(each) for column in zip(*each.values(), strict=True)]
+        rounds = [costs.round_s(width) for width in range(self._max_drafts + 1)]
+        rates = [n_slices * n / s for n, s in zip(mean, rounds, strict=True)]
+        best = max(range(len(rates)), key=rates.__getitem__)
+        if rates[best] < (LEAST_GAIN + UNSURE_GAIN / math.sqrt(costs.n_plain or 1)) * rates[0]:
+            best = 0
+        if self._loss.spent:
+            self._fade()  # whatever promised to pay off did not
+            return _Choice(0, rates[0], now)
+        own, rate = self._own_choice(costs, each, rates[best])
+        if rate < (LEAST_GAIN if self._times.uneven_known else PROBE_GAIN) * rates[best]:
+            own, rate = {}, rates[best]
+        drafting = best > 0 or bool(own)
+        if self._probe is None and (width := self._probe_width(costs, rate, mean, rounds, drafting)) is not None:
+            return _Choice(width, rate, now)
+        if own:
+            return _Choice(max(own.values()), rate, now, own)
+        return _Choice(self._with_free(costs, best, rounds[best]) if best else 0, rate, now)
+
+    def _expected(self) -> dict[str, list[float]]:
+        """Return the tokens of a slice with 0, 1, ... drafts, by request that decodes."""
+        oldest = self._n_measured - 2 * self.n_groups
+        self._active = {name: entry for name, entry in self._active.items() if entry[0] >= oldest}
+        model, n = self._models[False], self._max_drafts
+        return {name: expected_tokens(model.chances(own.rates[False], n)) for name, (_, own) in self._active.items()}
+
+    def _probe_width(
+        self, costs: BatchCosts, rate: float, mean: Sequence[float], rounds: Sequence[float], drafting: bool
+    ) -> int | None:
+        """Begin to measure a width that is worth it, if the probe budget has room, and return it.
+
+        ``rate``: the best known tokens a second; ``drafting``: with drafts.
+        """
+        n_slices = costs.n_slices
+        lost = [(s - n_slices * n / rate) / costs.plain_s for n, s in zip(mean, rounds, strict=True)]
+        wanted: list[int] = []
+        if drafting and not costs.is_known(0, min(STALE_PLAIN_STEPS, PLAIN_INTERVAL * costs.n_plain)):
+            wanted.append(0)
+        for width in range(1, self._max_drafts + 1):
+            promised = n_slices * mean[width] / costs.optimistic_s(width)
+            if promised > PROBE_GAIN * rate and not costs.is_known(width, STALE_STEPS):
+                wanted.append(width)
+        if not drafting and self._may_check():
+            wanted.append(max(range(1, self._max_drafts + 1), key=lambda width: mean[width] / rounds[width]))
+        for width in wanted:
+            if PROBE_STEPS * lost[width] <= self._probes.balance:
+                if not drafting:
+                    self._fade()
+                n_steps = PROBE_STEPS if width or not costs.is_known(0, 1 << 62) else 1
+                self._probes.gain(-n_steps * lost[width])
+                self._probe = _Probe(n_slices, width, n_steps, 4 * n_steps, mean[width] - 1)
+                return width
+        return None
+
+    def _may_check(self) -> bool:
+        """Whether acceptance may be checked while drafting is off: early in a request, else if much is saved up."""
+        new = any(not own.rates[False].verdicts for _, own in self._active.values())
+        return new or self._probes.balance >= MOST_PROBES / 2
+
+    def _fade(self) -> None:
+        for _, own in self._active.values():
+            self._models[False].fade(own.rates[False])
+
+    def _own_choice(self, costs: BatchCosts, each: dict[str, list[float]], rate: float) -> tuple[dict[str, int], float]:
+        """Return a width for every request, and the tokens a second they yield; none where that is not possible."""
+        ratio = self._times.uneven_ratio
+        if costs.n_slices == 1 or len(each) != costs.n_slices:
+            return {}, 0.0
+        tokens = list(each.values())
+        least = rate * ratio * costs.row_s(costs.n_slices)
+        widths = uneven(own_widths(tokens, least), tokens)
+        if not any(widths):
+            return {}, 0.0
+        seconds = ratio * costs.verify_s(sum(widths)) + costs.draft_s(max(widths))
+        found = sum(one[width] for one, width in zip(tokens, widths, strict=True)) / seconds
+        return dict(zip(each, widths, strict=True)), found
+
+    def _with_free(self, costs: BatchCosts, best: int, round_s: float) -> int:
+        """Return the largest width whose drafts cost hardly more than those of the best one."""
+        most = costs.draft_s(best) + FREE_SHARE * round_s
+        return max(width for width in range(best, self._max_drafts + 1) if costs.draft_s(width) <= most)
+
+    def _end_probe(self, n_rows: int, n_slices: int) -> None:
+        probe = self._probe
+        if probe is None:
+            return
+        probe.n_steps_left -= 1
+        if n_slices == probe.n_slices and n_rows == n_slices * (1 + probe.width):
+            probe.n_left -= 1
+        if not probe.n_left or not probe.n_steps_left or n_slices != probe.n_slices:
+            self._probe = None
+            self._renew_at = self._n_measured
+
+    # ---- inside: drafts to verify
+
+    def _widths(self, drafts: Sequence[tuple[RequestRecord, Drafted]]) -> list[int]:
+        n_slices = len(drafts)
+        counts = [min(self._max_drafts, len(drafted.tokens)) for _, drafted in drafts]
+        most, costs = max(counts), self._costs(n_slices)
+        if self._fixed:
+            return [most] * n_slices
+        if costs is None or self._loss.spent:
+            return [0] * n_slices
+        if self._probe is not None and self._probe.width:
+            return [min(most, self._probe.width)] * n_slices
+        choice = self._choices.get(n_slices)
+        rate = max(choice.rate if choice is not None else 0.0, n_slices / costs.plain_s)
+        tokens = [
+            self._tokens(record.acceptance, record.acceptance.looked_up, n, drafted.probabilities)
+            for (record, drafted), n in zip(drafts, counts, strict=True)
+        ]
+        worth = [
+            sum(each[min(width, len(each) - 1)] for each in tokens) - rate * costs.verify_s(n_slices * width)
+            for width in range(most + 1)
+        ]
+        best = max(range(most + 1), key=worth.__getitem__)
+        if n_slices > 1:
+            ratio = self._times.uneven_ratio
+            own_best = uneven(own_widths(tokens, rate * ratio * costs.row_s(n_slices * most)), tokens)
+            found = sum(each[width] for each, width in zip(tokens, own_best, strict=True))
+            # A first try may cost a step: it must promise as much as a probe.
+            least = 0.0 if self._times.uneven_known else (PROBE_GAIN - 1) * found
+            if found - rate * ratio * costs.verify_s(sum(own_best)) > worth[best] + least:
+                return own_best
+        if not best and any(record.acceptance.looked_up for record, _ in drafts):
+            best = self._check_lookups(costs)
+        return [best] * n_slices
+
+    def _tokens(self, own: RequestAcceptance, looked_up: bool, n: int, probabilities: Sequence[float]) -> list[float]:
+        """Return the tokens expected of a slice with 0, 1, ... n drafts."""
+        return expected_tokens(self._models[looked_up].offered(own.rates[looked_up], n, probabilities))
+
+    def _check_lookups(self, costs: BatchCosts) -> int:
+        """Return how many looked-up drafts to verify although they promise nothing, to learn whether they still do."""
+        lost = costs.verify_s(costs.n_slices) / costs.plain_s - 1
+        if PROBE_STEPS * lost > self._probes.balance:
+            return 0
+        self._probes.gain(-lost)
+        return 1

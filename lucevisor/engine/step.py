@@ -33,8 +33,7 @@ class StepPlan:
 class ScheduledSlice:
     """A slice that was chosen for the next step: from ``live.n_scheduled`` to ``stop``, then ``drafts``.
 
-    ``n_proposed``: of the drafts, those before the padding; ``looked_up``: they come from its own tokens.  ``states``
-    and ``n_ahead`` as in Slice.
+    ``n_proposed``: of the drafts, those before the padding.  ``states`` and ``n_ahead`` as in Slice.
     """
 
     record: RequestRecord
@@ -42,7 +41,6 @@ class ScheduledSlice:
     stop: int
     drafts: Sequence[int] = ()
     n_proposed: int = 0
-    looked_up: bool = False
     states: Sequence[int] = ()
     n_ahead: int = 0
 
@@ -86,14 +84,13 @@ class ScheduledSlice:
 class ScheduledSequence:
     """A request's slice in a step.  ``live``: its sequence then; by the time of the result it may have another.
 
-    ``n_proposed`` and ``looked_up`` as in ScheduledSlice.
+    ``n_proposed`` as in ScheduledSlice.
     """
 
     record: RequestRecord
     live: LiveSequence
     slice: Slice
     n_proposed: int = 0
-    looked_up: bool = False
 
     @property
     def drafts(self) -> list[int]:

@@ -36,7 +36,9 @@ FULL = frozenset({Space.FULL})
 
 
 def speculating(max_drafts: int = 4, *, lookup: bool = False, **changes: object) -> EngineLimits:
-    settings = SpeculationSettings(max_drafts=max_drafts, drafter=True, lookup=lookup, n_vocabulary=VOCABULARY)
+    settings = SpeculationSettings(
+        max_drafts=max_drafts, drafter=True, lookup=lookup, fixed=True, n_vocabulary=VOCABULARY
+    )
     usual = {"spaces": FULL, "pools": PoolSizes(16, 0, 0), "speculation": settings, "max_step_tokens": 128}
     return limits(**{**usual, **changes})
 
@@ -467,7 +469,7 @@ class Recorder(Speculation):
     """Verifies two drafts of every slice, and writes down what it is told."""
 
     def __init__(self) -> None:
-        super().__init__(4, VOCABULARY)
+        super().__init__(4, fixed=True)
         self.told: list[tuple[object, ...]] = []
 
     def n_verify(self, drafts: Sequence[tuple[RequestRecord, Drafted]], n_decoding: int) -> dict[str, int]:
@@ -477,8 +479,8 @@ class Recorder(Speculation):
     def drafted(self, record: RequestRecord, drafted: Drafted) -> None:
         self.told.append((record.request.request_id, len(drafted.tokens)))
 
-    def verified(self, record: RequestRecord, n_drafts: int, n_accepted: int, *, looked_up: bool) -> None:
-        self.told.append((record.request.request_id, n_drafts, n_accepted, looked_up))
+    def verified(self, record: RequestRecord, n_drafts: int, n_accepted: int) -> None:
+        self.told.append((record.request.request_id, n_drafts, n_accepted))
 
     def measured(self, n_rows: int, n_slices: int, seconds: float) -> None:
         self.told.append(("step", n_rows, n_slices, seconds))
@@ -499,7 +501,7 @@ def test_padding_makes_slices_equal_and_counts_as_no_draft() -> None:
     verify = bench.plan()
     assert [s.tokens for s in verify.step.slices] == [[7, 9, 9], [7, 7, 7]]
     bench.answer(verify, n_accepted=2, seconds=2.0)
-    assert policy.told == [("a", 1), ("verify", [1, 0], 2), ("a", 1, 1, False), ("step", 6, 2, 2.0)]
+    assert policy.told == [("a", 1), ("verify", [1, 0], 2), ("a", 1, 1), ("step", 6, 2, 2.0)]
     bench.scheduler.cancel("a", 0.0)
     bench.draft(verify, seconds=3.0)
     assert policy.told[4:] == [("b", 4), ("drafts", 2, 4, 3.0)]
@@ -507,7 +509,7 @@ def test_padding_makes_slices_equal_and_counts_as_no_draft() -> None:
 
 def test_what_followed_the_same_tokens_before_is_verified_in_place_of_the_drafters_drafts() -> None:
     bench = Bench(speculating(lookup=True))
-    bench.scheduler.submit(request("a", [1, 2, 3, 7, 5, 6, 8, 1, 2, 3], 20), 0.0)
+    bench.scheduler.submit(request("a", [*range(20, 27), 7, 5, 6, 8, 1, *range(20, 27)], 20), 0.0)
     first = bench.plan()
     bench.answer(first)
     bench.draft(first, token=9)

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from lucevisor.engine import drafting, validation
 from lucevisor.engine.handle import RequestHandle
 from lucevisor.engine.limits import EngineLimits, SpeculationSettings
-from lucevisor.engine.lookup import NgramIndex
+from lucevisor.engine.lookup import MAX_MATCH, NgramLookup, NgramMatch
 from lucevisor.engine.request import GenerationRequest, RequestState
 from lucevisor.engine.sequence import RequestRecord
 from lucevisor.engine.speculation import Speculation
@@ -32,7 +32,7 @@ class AnyWidth(Speculation):
     """Any number of drafts for any step, padding and too many included."""
 
     def __init__(self, max_drafts: int, seed: int) -> None:
-        super().__init__(max_drafts, VOCABULARY)
+        super().__init__(max_drafts)
         self.most, self.seed, self.n = max_drafts, seed, 0
 
     def _any(self) -> int:
@@ -53,15 +53,18 @@ class AnyWidth(Speculation):
 def lookups(toy: ToyEngine, wrong: int) -> Iterator[None]:
     """N-grams that match in every second place, and of whose proposals one in ``wrong`` is wrong."""
 
-    class Ngrams(NgramIndex):
-        def propose(self, most: int) -> list[int]:
+    class Ngrams(NgramLookup):
+        def match(self) -> NgramMatch | None:
             n = len(self._tokens)
-            text = next(text for text in toy.texts.values() if text[:n] == self._tokens)
-            found = text[n : n + most] if n % 2 else []
-            return [(t + 1) % VOCABULARY if mix(n, i) % wrong == 0 else t for i, t in enumerate(found)]
+            return NgramMatch(n, MAX_MATCH) if n % 2 else None
+
+        def continuation(self, match: NgramMatch, n: int) -> list[int]:
+            text = next(text for text in toy.texts.values() if text[: match.start] == self._tokens)
+            found = text[match.start : match.start + n]
+            return [(t + 1) % VOCABULARY if mix(match.start, i) % wrong == 0 else t for i, t in enumerate(found)]
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(drafting, "NgramIndex", Ngrams)
+        patch.setattr(drafting, "NgramLookup", Ngrams)
         yield
 
 

@@ -1,0 +1,188 @@
+"""How likely drafts are to be accepted: by position, and by the probability that the drafter gives them.
+
+Pure.  A chance is that of a draft after those before it were accepted.  Counts forget exponentially, so a text that
+becomes easier or harder shows within a few verifications; what was not seen yet follows from what was: a request from
+all requests, a position from the one before it, the first position from the kind of drafter.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate
+from operator import mul
+from typing import Final
+
+REQUEST_MEMORY: Final = 24
+"""Observations of a position that a request remembers: some 100 tokens, about a paragraph or a function."""
+ALL_MEMORY: Final = 96
+"""The same over all requests: a few answers."""
+PRIOR_WEIGHT: Final = 4.0
+"""Observations that a prior counts as: after four of its own a request weighs as much as all others."""
+POSITION_DECAY: Final = 0.97
+"""A draft behind an accepted one is a little less likely to be accepted, before it was ever seen: published rates by
+position fall by 0 to 10 % from one to the next."""
+FADED_WEIGHT: Final = 6.0
+"""Observations that are left of what was learned once drafting has been off for a while."""
+SURPRISE: Final = 0.01
+"""Chance of a run of equal verdicts on first drafts that shows that the text has changed: what was learned fades."""
+_BIN_EDGES: Final = (0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.98)
+_LOSS_MEMORY: Final = 200
+_LEAST: Final = 0.01  # chances are kept this far from 0 and 1: one surprise must not outweigh hundreds of hits
+
+
+@dataclass(slots=True)
+class Rate:
+    """Accepted of tried drafts, forgetting with every new one."""
+
+    accepted: float = 0.0
+    tried: float = 0.0
+
+    def add(self, accepted: float, memory: int) -> None:
+        keep = 1 - 1 / memory
+        self.accepted = self.accepted * keep + accepted
+        self.tried = self.tried * keep + 1
+
+    def fade(self) -> None:
+        share = min(1.0, FADED_WEIGHT / self.tried) if self.tried else 1.0
+        self.accepted *= share
+        self.tried *= share
+
+    def mean(self, prior: float) -> float:
+        return (self.accepted + PRIOR_WEIGHT * prior) / (self.tried + PRIOR_WEIGHT)
+
+
+class Rates(list[Rate]):
+    """Rates by position."""
+
+    def add(self, position: int, accepted: float, memory: int) -> None:
+        while len(self) <= position:
+            self.append(Rate())
+        self[position].add(accepted, memory)
+
+    def mean(self, position: int, prior: float) -> float:
+        return self[position].mean(prior) if position < len(self) else prior
+
+
+@dataclass(slots=True)
+class PositionRates:
+    """Rates of a request, or of all: of verdicts, and the chances that reported probabilities promised (``offered``),
+    also of drafts that were not verified.
+    """
+
+    verdicts: Rates = field(default_factory=Rates)
+    offered: Rates = field(default_factory=Rates)
+    _run: tuple[bool, float] = (False, 1.0)  # the last verdict on a first draft, and the chance of its run
+
+    def fade(self) -> None:
+        for rate in (*self.verdicts, *self.offered):
+            rate.fade()
+
+    def surprised(self, accepted: bool, chance: float) -> bool:
+        """Count a verdict on a first draft of that chance; return whether the run of such verdicts is a surprise."""
+        likely = chance if accepted else 1 - chance
+        likely *= self._run[1] if accepted == self._run[0] else 1.0
+        self._run = accepted, 1.0 if likely < SURPRISE else likely
+        return likely < SURPRISE
+
+
+@dataclass(slots=True)
+class RequestAcceptance:
+    """What was accepted of a request's drafts: ``rates[looked_up]``.
+
+    ``probabilities`` and ``looked_up``: of the drafts that are offered or under verification.  ``copying``: the last
+    ones were looked up, and all of them accepted.
+    """
+
+    rates: tuple[PositionRates, PositionRates] = field(default_factory=lambda: (PositionRates(), PositionRates()))
+    probabilities: Sequence[float] = ()
+    looked_up: bool = False
+    copying: bool = False
+
+
+class AcceptanceModel:
+    """What was accepted of one source of drafts, over all requests.
+
+    Predicts by position and by reported probability, and uses whichever predicted better lately.
+    """
+
+    def __init__(self, first_chance: float, *, trusted: bool = False) -> None:
+        """``first_chance``: of a first draft before anything was seen; ``trusted``: probabilities tell more than it."""
+        self._first_chance = first_chance
+        self._all = PositionRates()
+        self._bins = [Rate() for _ in range(len(_BIN_EDGES) + 1)]
+        self._loss_by_position, self._loss_by_probability = float(trusted), 0.0
+
+    @property
+    def by_probability(self) -> bool:
+        """Whether reported probabilities predict better than positions."""
+        return self._loss_by_probability < self._loss_by_position
+
+    def fade(self, own: PositionRates) -> None:
+        """Trust what was learned less: it was long ago, or turned out wrong."""
+        self._all.fade()
+        own.fade()
+
+    def chances(self, own: PositionRates, n: int) -> list[float]:
+        """Return the chances of ``n`` drafts of a request before they are made."""
+        if self.by_probability:
+            return self._means(self._all.offered, own.offered, n)
+        return self._means(self._all.verdicts, own.verdicts, n)
+
+    def offered(self, own: PositionRates, n: int, probabilities: Sequence[float]) -> list[float]:
+        """Return the chances of ``n`` drafts; ``probabilities``: as the drafter reported them, or none."""
+        if len(probabilities) >= n and self.by_probability:
+            return self._by_probability(probabilities[:n])
+        return self._means(self._all.verdicts, own.verdicts, n)
+
+    def drafted(self, own: PositionRates, probabilities: Sequence[float]) -> None:
+        """Learn what probabilities a request's drafts have, whether or not they are verified."""
+        for position, chance in enumerate(self._by_probability(probabilities)):
+            own.offered.add(position, chance, REQUEST_MEMORY)
+            self._all.offered.add(position, chance, ALL_MEMORY)
+
+    def verified(self, own: PositionRates, probabilities: Sequence[float], n_drafts: int, n_accepted: int) -> None:
+        """Learn from the verdict on a request's drafts."""
+        n_seen = min(n_drafts, n_accepted + 1)
+        by_position = self._means(self._all.verdicts, own.verdicts, n_seen)
+        by_probability = self._by_probability(probabilities[:n_seen]) if len(probabilities) >= n_seen else None
+        if own.surprised(n_accepted > 0, by_position[0]):
+            self.fade(own)
+        for position in range(n_seen):
+            accepted = position < n_accepted
+            if by_probability is not None:
+                self._score(by_position[position], by_probability[position], accepted)
+                self._bins[_bin(probabilities[position])].add(accepted, ALL_MEMORY)
+            own.verdicts.add(position, accepted, REQUEST_MEMORY)
+            self._all.verdicts.add(position, accepted, ALL_MEMORY)
+
+    def _means(self, of_all: Rates, own: Rates, n: int) -> list[float]:
+        found, before = [], self._first_chance / POSITION_DECAY
+        for position in range(n):
+            before = of_all.mean(position, before * POSITION_DECAY)
+            found.append(own.mean(position, before))
+        return found
+
+    def _by_probability(self, probabilities: Sequence[float]) -> list[float]:
+        return [self._bins[_bin(p)].mean(p) for p in probabilities]
+
+    def _score(self, by_position: float, by_probability: float, accepted: bool) -> None:
+        keep = 1 - 1 / _LOSS_MEMORY
+        self._loss_by_position = keep * self._loss_by_position + _loss(by_position, accepted)
+        self._loss_by_probability = keep * self._loss_by_probability + _loss(by_probability, accepted)
+
+
+def expected_tokens(chances: Sequence[float]) -> list[float]:
+    """Return the tokens a verify slice yields on average with its first 0, 1, ... len(chances) drafts."""
+    return list(accumulate(accumulate(chances, mul), initial=1.0))
+
+
+def _bin(probability: float) -> int:
+    return bisect_right(_BIN_EDGES, probability)
+
+
+def _loss(chance: float, accepted: bool) -> float:
+    chance = min(1 - _LEAST, max(_LEAST, chance))
+    return -math.log(chance if accepted else 1 - chance)

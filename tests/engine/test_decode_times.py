@@ -1,0 +1,118 @@
+"""Estimated times of steps: shapes measured and not, warming up, outliers, a machine that slows down."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lucevisor.engine.decode_times import DecodeTimes
+
+SHARE = 0.05
+
+
+def times(*shapes: tuple[int, int, float], n: int = 5) -> DecodeTimes:
+    """``shapes``: (rows, slices, seconds), each measured ``n`` times."""
+    found = DecodeTimes(SHARE)
+    for n_rows, n_slices, seconds in shapes:
+        for _ in range(n):
+            found.add(n_rows, n_slices, seconds)
+    return found
+
+
+def test_nothing_is_known_before_a_step() -> None:
+    assert DecodeTimes(SHARE).seconds(1, 1) is None
+    assert DecodeTimes(SHARE).age(1, 1) is None
+
+
+def test_the_first_step_tells_about_all_shapes() -> None:
+    assert times((1, 1, 0.01), n=1).seconds(5, 1) == pytest.approx(0.01 * (1 + 4 * SHARE))
+    assert times((5, 1, 0.012), n=1).seconds(1, 1) == pytest.approx(0.012 / (1 + 4 * SHARE))
+
+
+def test_between_known_rows_the_estimate_is_linear() -> None:
+    found = times((1, 1, 0.010), (8, 1, 0.017))
+    assert found.seconds(1, 1) == pytest.approx(0.010)
+    assert found.seconds(4, 1) == pytest.approx(0.013)
+    assert found.seconds(8, 1) == pytest.approx(0.017)
+
+
+def test_slices_that_were_not_measured_follow_the_nearest() -> None:
+    found = times((2, 2, 0.010), (10, 2, 0.018), (16, 16, 0.050))
+    assert found.seconds(6, 3) == pytest.approx(0.014)
+
+
+def test_beyond_the_known_rows_others_show_how_steps_grow() -> None:
+    """Of three slices only plain steps were measured, at 12 ms; those of two show that eight rows take 1.5 x two."""
+    found = times((2, 2, 0.010), (8, 2, 0.016), (3, 3, 0.012))
+    assert found.seconds(6, 3) == pytest.approx(0.012 * 0.014 / 0.011)
+
+
+def test_steps_that_compile_or_capture_do_not_count_once_others_came() -> None:
+    found = times((1, 1, 0.010))
+    found.add(4, 1, 0.7)
+    assert found.seconds(4, 1) == pytest.approx(0.010 * (1 + 3 * SHARE))  # at most what is assumed
+    found.add(4, 1, 0.05)
+    found.add(4, 1, 0.012)
+    assert found.seconds(4, 1) == pytest.approx(0.012)
+    assert found.age(4, 1) == 0
+
+
+def test_a_first_step_that_was_fast_is_believed() -> None:
+    found = times((1, 1, 0.010))
+    found.add(4, 1, 0.0101)
+    assert found.seconds(4, 1) == pytest.approx(0.0101)
+
+
+def test_the_age_of_a_shape_counts_steps_of_all() -> None:
+    found = times((1, 1, 0.01), (2, 1, 0.011))
+    assert (found.age(1, 1), found.age(2, 1), found.age(3, 1)) == (5, 0, None)
+
+
+def test_outliers_do_not_count() -> None:
+    found = times((1, 1, 0.010), n=20)
+    for _ in range(4):
+        found.add(1, 1, 1.0)
+    assert found.seconds(1, 1) == pytest.approx(0.010, rel=0.35)  # the level moves by 7 % at an outlier, and comes back
+    for _ in range(60):
+        found.add(1, 1, 0.010)
+    assert found.seconds(1, 1) == pytest.approx(0.010, rel=0.02)
+
+
+def test_jitter_of_a_fifth_is_averaged_out() -> None:
+    found, rng = DecodeTimes(SHARE), random.Random(0)
+    for _ in range(200):
+        found.add(1, 1, 0.010 * rng.uniform(0.8, 1.2))
+    # 32 steps: the mean of the middle half has a standard deviation of about 2.5 %; three of them.
+    assert found.seconds(1, 1) == pytest.approx(0.010, rel=0.075)
+
+
+def test_shapes_that_are_not_used_follow_a_machine_that_slows_down() -> None:
+    found = times((1, 1, 0.010), (8, 1, 0.014), n=30)
+    for _ in range(100):
+        found.add(8, 1, 0.028)
+    # A tenth a step: after the 16 steps that move the middle of 32, 0.9^16 = 18 % of the change (in logarithms) is left
+    # to the shape itself, so 2^0.82 = 1.77 of 2 reaches the others.
+    assert found.seconds(1, 1) == pytest.approx(0.0177, rel=0.05)
+
+
+def test_a_time_that_is_not_one_is_left_out() -> None:
+    found = times((1, 1, 0.010))
+    found.add(1, 1, 0.0)
+    assert found.seconds(1, 1) == pytest.approx(0.010)
+
+
+@given(
+    st.lists(st.tuples(st.integers(1, 64), st.integers(1, 8), st.floats(1e-4, 1.0)), min_size=1, max_size=40),
+    st.integers(1, 200),
+    st.integers(1, 16),
+)
+def test_an_estimate_is_always_a_time(steps: list[tuple[int, int, float]], n_rows: int, n_slices: int) -> None:
+    found = DecodeTimes(SHARE)
+    for rows, slices, seconds in steps:
+        found.add(max(rows, slices), slices, seconds)
+    seconds_found = found.seconds(n_rows, n_slices)
+    assert seconds_found is not None
+    assert 0 < seconds_found < 1e3
