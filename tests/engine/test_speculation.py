@@ -88,7 +88,8 @@ def test_drafting_turns_itself_off_and_on_again(name: str) -> None:
     simulation.drafters[0] = Drafter(BAD)
     simulation.decode(100)
     run = simulation.decode(900)
-    assert run.widths.count(0) > 0.9 * len(run.widths)
+    # Probes have 1 % of the time; one of an MTP head's drafts costs a tenth of a step.
+    assert run.widths.count(0) > 0.8 * len(run.widths)
     simulation.drafters[0] = Drafter(GOOD)
     simulation.decode(300)
     assert simulation.decode(1000).rate > 0.93 * best_rate(simulation)  # one run: acceptance varies by 2 %
