@@ -14,7 +14,7 @@ from torch import Tensor
 from generate import Sequences
 from target import Target
 
-WIDTHS = (64, 96, 128, 160, 192, 256, 320, 384, 512, 640, 896)
+WIDTHS = (64, 80, 96, 128, 160, 192, 256, 320, 384, 512, 640, 768)  # all divide the tokens of a batch
 
 POOL = 16
 

@@ -47,7 +47,7 @@ def matrix(rows: int, columns: int, scale: float = 1.0) -> nn.Linear:
 
 
 class BlockConv(nn.Module):
-    """Two taps along the block before and after a sublayer, with weights that depend on the sublayer's input."""
+    """Two taps along the block before (side 0) and after (side 1) a sublayer; their weights depend on its input."""
 
     def __init__(self, width: int, group: int) -> None:
         super().__init__()
@@ -57,18 +57,20 @@ class BlockConv(nn.Module):
         self.base = nn.Parameter(base)
         self.proj = matrix(4 * self.groups, width, 0.1)
 
-    def kernels(self, x: Tensor) -> Tensor:
-        """[..., B, side, tap, E] from the sublayer's input [..., B, E]."""
-        delta = self.proj(x).unflatten(-1, (2, 2, self.groups))
-        return self.base + delta.repeat_interleave(self.group, -1)
+    def delta(self, x: Tensor) -> Tensor:
+        """[..., side, tap, group] from the sublayer's input [..., E]."""
+        return self.proj(x).unflatten(-1, (2, 2, self.groups))
 
-    @staticmethod
-    def apply_side(x: Tensor, kernels: Tensor, side: int) -> Tensor:
+    def forward(self, x: Tensor, delta: Tensor, side: int) -> Tensor:
         before = F.pad(x[..., :-1, :], (0, 0, 1, 0))
-        return kernels[..., side, 0, :] * x + kernels[..., side, 1, :] * before
+        weights = self.base[side].to(x.dtype).unflatten(-1, (self.groups, self.group)) + delta[..., side, :, :, None]
+        grouped = (y.unflatten(-1, (self.groups, self.group)) for y in (x, before))
+        return sum(weights[..., tap, :, :] * y for tap, y in enumerate(grouped)).flatten(-2)
 
 
 class Layer(nn.Module):
+    """In parts of constant shape (but for attention) that torch.compile can take: N blocks of 8 rows."""
+
     def __init__(self, shape: DFlashShape, width: int, eps: float) -> None:
         super().__init__()
         s, self.shape = shape, shape
@@ -83,46 +85,44 @@ class Layer(nn.Module):
         self.attn_conv = BlockConv(width, s.conv_group) if s.conv_group else None
         self.ffn_conv = BlockConv(width, s.conv_group) if s.conv_group else None
 
-    def heads(self, x: Tensor) -> Tensor:
-        return x.unflatten(-1, (-1, self.shape.head_dim))
+    def key_value(self, x: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """[..., Hk, D] each, of features or of block rows [..., E] at positions [...]."""
+        k, v = (m(x).unflatten(-1, (-1, self.shape.head_dim)) for m in (self.attn_k, self.attn_v))
+        return rope(self.attn_k_norm(k), positions[..., None], self.shape.head_dim, self.shape.theta), v
 
-    def context(self, c: Tensor) -> tuple[Tensor, Tensor]:
-        """Keys and values [B, Hk, T, D] of the fused features [B, T, E]."""
-        positions = torch.arange(c.shape[1], device=c.device)[None, :, None]
-        k = rope(self.attn_k_norm(self.heads(self.attn_k(c))), positions, self.shape.head_dim, self.shape.theta)
-        return k.transpose(1, 2), self.heads(self.attn_v(c)).transpose(1, 2)
+    def before(self, h: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+        """q, k, v [N, 8, heads, D] and the convolutions' delta, of rows h [N, 8, E] at positions [N, 8]."""
+        x, delta = self.attn_norm(h), None
+        if self.attn_conv is not None:
+            delta = self.attn_conv.delta(x)
+            x = self.attn_conv(x, delta, 0)
+        q = self.attn_q_norm(self.attn_q(x).unflatten(-1, (-1, self.shape.head_dim)))
+        q = rope(q, positions[..., None], self.shape.head_dim, self.shape.theta)
+        return q, *self.key_value(x, positions), delta
 
-    def attention(self, x: Tensor, context: tuple[Tensor, Tensor], anchors: Tensor, hidden: Tensor) -> Tensor:
-        """x [B, A, N, E]; context keys [B, Hk, T, D]; ``hidden`` [B, 1, A, 1, T]: context a block must not see."""
-        s, (batch, blocks, n, _) = self.shape, x.shape
-        positions = (anchors[..., None] + torch.arange(n, device=x.device))[..., None]
-        q = rope(self.attn_q_norm(self.heads(self.attn_q(x))), positions, s.head_dim, s.theta)
-        k = rope(self.attn_k_norm(self.heads(self.attn_k(x))), positions, s.head_dim, s.theta)
-        v = self.heads(self.attn_v(x))
-        q = q.view(batch, blocks, n, s.kv_heads, -1, s.head_dim).permute(0, 3, 1, 4, 2, 5) * s.head_dim**-0.5
-        k, v = (y.permute(0, 3, 1, 2, 4) for y in (k, v))  # [B, Hk, A, N, D]
-        flat = q.flatten(3, 4)  # [B, Hk, A, G * N, D]
-        far = (flat.flatten(2, 3) @ context[0].mT).unflatten(2, (blocks, -1)).masked_fill(hidden, float("-inf"))
-        weights = torch.cat((far, flat @ k.mT), -1).float().softmax(-1).to(x.dtype)
-        far_weights, near_weights = weights.split((far.shape[-1], n), -1)
-        out = (far_weights.flatten(2, 3) @ context[1]).view(flat.shape) + near_weights @ v
-        out = out.unflatten(3, (-1, n)).permute(0, 2, 4, 1, 3, 5).flatten(3)
-        return self.attn_output(out)
-
-    def mlp(self, x: Tensor) -> Tensor:
-        return self.ffn_down(F.silu(self.ffn_gate(x)) * self.ffn_up(x))
-
-    def forward(self, h: Tensor, context: tuple[Tensor, Tensor], anchors: Tensor, hidden: Tensor) -> Tensor:
-        x = self.attn_norm(h)
-        if self.attn_conv is None or self.ffn_conv is None:
-            h = h + self.attention(x, context, anchors, hidden)
-            return h + self.mlp(self.ffn_norm(h))
-        kernels = self.attn_conv.kernels(x)
-        out = self.attention(BlockConv.apply_side(x, kernels, 0), context, anchors, hidden)
-        h = h + BlockConv.apply_side(out, kernels, 1)
+    def after(self, h: Tensor, out: Tensor, delta: Tensor | None) -> Tensor:
+        """The rest of the layer, from the attention's output [N, 8, H * D]."""
+        o = self.attn_output(out)
+        if self.attn_conv is not None:
+            o = self.attn_conv(o, delta, 1)
+        h = h + o
         x = self.ffn_norm(h)
-        kernels = self.ffn_conv.kernels(x)
-        return h + BlockConv.apply_side(self.mlp(BlockConv.apply_side(x, kernels, 0)), kernels, 1)
+        if self.ffn_conv is None:
+            return h + self.ffn_down(F.silu(self.ffn_gate(x)) * self.ffn_up(x))
+        delta = self.ffn_conv.delta(x)
+        x = self.ffn_conv(x, delta, 0)
+        return h + self.ffn_conv(self.ffn_down(F.silu(self.ffn_gate(x)) * self.ffn_up(x)), delta, 1)
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, context: tuple[Tensor, Tensor], seen: Tensor) -> Tensor:
+        """Attention of the blocks [N, 8, heads, D] of B sequences to their context [B, T, Hk, D] and themselves.
+
+        seen [B, 1, A * 8, T + A * 8]: which keys a row sees.
+        """
+        batch, group = context[0].shape[0], self.shape.heads // self.shape.kv_heads
+        q, k, v = (y.reshape(batch, -1, *y.shape[2:]) for y in (q, k, v))
+        k, v = (torch.cat(pair, 1).repeat_interleave(group, 2) for pair in ((context[0], k), (context[1], v)))
+        out = F.scaled_dot_product_attention(*(y.transpose(1, 2) for y in (q, k, v)), attn_mask=seen)
+        return out.transpose(1, 2).flatten(2)
 
 
 class Selector(nn.Module):
@@ -163,18 +163,30 @@ class DFlash(nn.Module):
         vocabulary = target.embedding.shape[0]
         self.selector = Selector(width, vocabulary, shape.selector_rank) if shape.selector_rank else None
 
+    def fuse(self, features: Tensor) -> Tensor:
+        return self.feature_norm(self.fc(features))
+
     def forward(self, features: Tensor, ids: Tensor, anchors: Tensor) -> Tensor:
-        """Hidden states [B, A, N, E] of blocks that begin with the token at ``anchors`` [B, A]; ids [B, T]."""
-        c = self.feature_norm(self.fc(features))
-        block = torch.full((*anchors.shape, self.shape.block), self.target.mask_token, device=ids.device)
-        block[..., 0] = ids.gather(1, anchors)
-        h = F.embedding(block, self.target.embedding)
-        hidden = (
-            torch.arange(ids.shape[1], device=ids.device) >= anchors[..., None]
-        )  # the anchor's own feature comes later
+        """Hidden states [B, A, 8, E] of blocks that begin with the token at ``anchors`` [B, A]; ids [B, T]."""
+        (batch, length), n = ids.shape, self.shape.block
+        tokens = torch.full((*anchors.shape, n), self.target.mask_token, device=ids.device)
+        tokens[..., 0] = ids.gather(1, anchors)
+        h = F.embedding(
+            tokens.view(-1, n), self.target.embedding
+        ).requires_grad_()  # as in the next layer: one compilation
+        positions = (anchors[..., None] + torch.arange(n, device=ids.device)).view(-1, n)
+        columns = torch.arange(length, device=ids.device)
+        blocks = torch.arange(anchors.shape[1], device=ids.device).repeat_interleave(n)
+        far = columns < anchors.repeat_interleave(n, 1)[..., None]  # the anchor's own feature comes later
+        near = (blocks[:, None] == blocks).expand(batch, -1, -1)
+        seen = torch.cat((far, near), -1)[:, None]
+        fused, context_positions = self.fuse(features.flatten(0, 1)), columns.repeat(batch)
         for layer in self.layers:
-            h = layer(h, layer.context(c), anchors, hidden[:, None, :, None])
-        return self.output_norm(h)
+            context = layer.key_value(fused, context_positions)
+            context = tuple(y.unflatten(0, (batch, length)) for y in context)
+            q, k, v, delta = layer.before(h, positions)
+            h = layer.after(h, layer.attend(q, k, v, context, seen).view(h.shape[0], n, -1), delta)
+        return self.output_norm(h).unflatten(0, anchors.shape)
 
     @torch.no_grad()
     def drafts(self, features: Tensor, ids: Tensor, anchors: Tensor) -> Tensor:
@@ -202,3 +214,9 @@ class DFlash(nn.Module):
 
     def settings(self) -> dict[str, object]:
         return asdict(self.shape)
+
+
+def compile_parts() -> None:
+    """Compile what has the same shape in all batches of a training."""
+    for owner, name in ((Layer, "before"), (Layer, "after"), (Layer, "key_value"), (DFlash, "fuse")):
+        setattr(owner, name, torch.compile(getattr(owner, name), dynamic=False))

@@ -101,10 +101,7 @@ class Generator:
         rows, found = max(1, 131_072 // width), []
         for a in range(0, len(prompts), rows):
             cut = slice(a, a + rows)
-            part = State(
-                *({i: t[cut] for i, t in kept.items()} for kept in (state.keys, state.values, state.conv, state.delta))
-            )
-            hidden, _ = self.target.prefill(ids[cut], lengths[cut], state=part)
+            hidden, _ = self.target.prefill(ids[cut], lengths[cut], state=state.part(cut))
             found.append(hidden[torch.arange(len(hidden), device=ids.device), lengths[cut] - 1])
         self.positions.copy_(lengths)
         return self.target.head(torch.cat(found))

@@ -32,13 +32,21 @@ class Mtp(nn.Module):
         self.shared_head_norm.weight.data.copy_(target.w["output_norm.weight"])
         self.eh_proj.weight.data[:, width:] += torch.eye(width)
 
-    def qkv(self, x: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """q scaled, gate [B, H, T, D] and k, v [B, Hk, T, D]; positions [T]."""
+    def before(self, e: Tensor, g: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+        """u [N, E], q and gate [N, H, D], k and v [N, Hk, D] of rows at positions [N]."""
         t = self.target
-        q, gate = (y.transpose(1, 2) for y in self.attn_q(x).unflatten(-1, (t.heads, 2 * t.head_dim)).chunk(2, -1))
-        k, v = (m(x).unflatten(-1, (t.kv_heads, t.head_dim)).transpose(1, 2) for m in (self.attn_k, self.attn_v))
-        q = rope(self.attn_q_norm(q), positions, t.n_rot, t.theta) * t.head_dim**-0.5
-        return q, gate, rope(self.attn_k_norm(k), positions, t.n_rot, t.theta), v
+        u = self.eh_proj(torch.cat((self.enorm(e), self.hnorm(g)), -1))
+        x = self.attn_norm(u)
+        q, gate = self.attn_q(x).unflatten(-1, (t.heads, 2 * t.head_dim)).chunk(2, -1)
+        k, v = (m(x).unflatten(-1, (t.kv_heads, t.head_dim)) for m in (self.attn_k, self.attn_v))
+        q, k = (rope(y, positions[:, None], t.n_rot, t.theta) for y in (self.attn_q_norm(q), self.attn_k_norm(k)))
+        return u, q, gate, k, v
+
+    def after(self, u: Tensor, out: Tensor, gate: Tensor) -> Tensor:
+        """m [N, E] from the attention's output [N, H, D]."""
+        u = u + self.attn_output((out * gate.sigmoid()).flatten(1))
+        x = self.post_attention_norm(u)
+        return self.shared_head_norm(u + self.ffn_down(F.silu(self.ffn_gate(x)) * self.ffn_up(x)))
 
     def chain(self, hidden: Tensor, ids: Tensor, depth: int, drafting: bool) -> list[Tensor]:
         """The head's outputs m [B, T, E] of drafts 1 to ``depth``; column c of draft d is row p = c + d, position c + d.
@@ -46,35 +54,25 @@ class Mtp(nn.Module):
         hidden [B, T, E] and ids [B, T] of whole sequences.  Column c begins with token x_{c+1} and the target's
         hidden of position c.  ``drafting`` feeds drafted tokens back, not those of the sequence.
         """
-        t, length = self.target, ids.shape[1]
+        t, (batch, length) = self.target, ids.shape
         columns = torch.arange(length, device=ids.device)
-        later = columns[None] > columns[:, None]
-        group = t.heads // t.kv_heads
-        first: tuple[Tensor, Tensor] | None = None
-        own: list[tuple[Tensor, Tensor]] = []  # keys and values of a column's earlier drafts
+        # keys: the true rows up to the column's own, then the column's own earlier drafts
+        seen, own = columns[:, None] >= columns, columns[:, None] == columns
+        keys: list[Tensor] = []
+        values: list[Tensor] = []
         out: list[Tensor] = []
-        tokens, g = ids.roll(-1, 1), hidden
+        tokens, g = ids.roll(-1, 1), hidden.flatten(0, 1).requires_grad_()  # as in later drafts: one compilation
         for d in range(1, depth + 1):
-            e = self.enorm(F.embedding(tokens, t.embedding).to(g.dtype))
-            u = self.eh_proj(torch.cat((e, self.hnorm(g)), -1))
-            q, gate, k, v = self.qkv(self.attn_norm(u), columns + d)
-            k, v = (y.repeat_interleave(group, 1) for y in (k, v))
-            if first is None:
-                first = k, v
-            else:
-                own.append((k, v))
-            far = (q @ first[0].mT).masked_fill(later, float("-inf"))
-            near = [(q * key).sum(-1, keepdim=True) for key, _ in own]
-            weights = torch.cat([far, *near], -1).float().softmax(-1).to(v.dtype)
-            mixed = weights[..., :length] @ first[1]
-            for n, (_, value) in enumerate(own):
-                mixed = mixed + weights[..., length + n, None] * value
-            u = u + self.attn_output((mixed * gate.sigmoid()).transpose(1, 2).flatten(-2))
-            x = self.post_attention_norm(u)
-            u = u + self.ffn_down(F.silu(self.ffn_gate(x)) * self.ffn_up(x))
-            g = self.shared_head_norm(u)
-            out.append(g)
-            tokens = F.linear(g, t.embedding.to(g.dtype)).argmax(-1) if drafting else ids.roll(-1 - d, 1)
+            e = F.embedding(tokens.flatten(), t.embedding)
+            u, q, gate, k, v = self.before(e, g, (columns + d).repeat(batch))
+            q, k, v = (y.unflatten(0, (batch, length)).transpose(1, 2) for y in (q, k, v))
+            keys.append(k.repeat_interleave(t.heads // t.kv_heads, 1))
+            values.append(v.repeat_interleave(t.heads // t.kv_heads, 1))
+            mask = torch.cat((seen, *[own] * (d - 1)), 1)
+            mixed = F.scaled_dot_product_attention(q, torch.cat(keys, 2), torch.cat(values, 2), attn_mask=mask)
+            g = self.after(u, mixed.transpose(1, 2).reshape(-1, t.heads, t.head_dim), gate)
+            out.append(g.unflatten(0, (batch, length)))
+            tokens = F.linear(out[-1], t.embedding.to(g.dtype)).argmax(-1) if drafting else ids.roll(-1 - d, 1)
         return out
 
     @torch.no_grad()
@@ -92,3 +90,9 @@ class Mtp(nn.Module):
             part = name.removesuffix(".weight")
             out[f"{block}{'nextn.' if part in extra else ''}{name}"] = weight
         return out
+
+
+def compile_parts() -> None:
+    """Compile what has the same shape in all batches of a training."""
+    for name in ("before", "after"):
+        setattr(Mtp, name, torch.compile(getattr(Mtp, name), dynamic=False))

@@ -45,8 +45,8 @@ class Muon:
             momentum.lerp_(grads, 0.05)
             update = orthogonal(grads.lerp(momentum, 0.95))
             scale = self.lr * rate * max(1.0, group[0].shape[0] / group[0].shape[1]) ** 0.5
-            for p, u in zip(group, update, strict=True):
-                p.mul_(1 - self.lr * rate * self.decay).sub_(u, alpha=scale)
+            torch._foreach_mul_(group, 1 - self.lr * rate * self.decay)
+            torch._foreach_sub_(group, list(update.unbind()), alpha=scale)
         for settings in self.adam.param_groups:
             settings["lr"] = self.adam_lr * rate
         self.adam.step()

@@ -1,8 +1,8 @@
 """Tokenize the drafters' prompts: chats cut before an assistant turn, chats about recombined names, raw text.
 
-A drafter must follow the target where it knows the answer by heart and where it invents one. So half of the
-training prompts are the target's own training chats, and half are the same chats with the names of their objects
-replaced by names that do not exist (the module of one object, the last part of another). The hold-out rule is
+A drafter must follow the target where it knows the answer by heart and where it invents one. So some of the training
+prompts are the target's own training chats, and most are such chats with the names of their objects replaced by names
+that do not exist (the module of one object, the last part of another). The hold-out rule is
 build_corpus.py's: a chat about a held-out object gives a held-out prompt, and a training prompt that mentions one is dropped.
 
 Writes prompts.npz: ``tokens`` (uint16), ``starts`` (offsets, n + 1), ``expected`` (length of the corpus's answer, to
@@ -54,17 +54,23 @@ def answer_chars(chat: Chat, turn: int) -> int:
     return len(json.dumps({k: v for k, v in message.items() if k != "role"}))
 
 
-def recombine(chat: Chat, names: list[str], rng: random.Random) -> tuple[Chat, str]:
-    """The chat with another name, and that name: the module of one object and the last part of another."""
+def recombine(chat: Chat, names: list[str], titles: list[str], rng: random.Random) -> tuple[Chat, str]:
+    """The chat about something that does not exist, and its name: the module of one object and the last part of another,
+    or the beginning of one section's title and the end of another's."""
     topic = chat["topic"]
-    new = f"{rng.choice(names).rpartition('.')[0]}.{rng.choice(names).rpartition('.')[2]}"
-    (old_owner, _, old_last), (new_owner, _, new_last) = topic.rpartition("."), new.rpartition(".")
+    if chat["kind"] == "section":
+        first, second = (rng.choice(titles).split() for _ in range(2))
+        new = " ".join(first[: (len(first) + 1) // 2] + second[len(second) // 2 :])
+        swaps = [(topic.rstrip("?."), new.rstrip("?.")), (topic.rstrip("?.").lower(), new.rstrip("?.").lower())]
+    else:
+        new = f"{rng.choice(names).rpartition('.')[0]}.{rng.choice(names).rpartition('.')[2]}"
+        (old_owner, _, old_last), (new_owner, _, new_last) = topic.rpartition("."), new.rpartition(".")
+        swaps = [(topic, new), (old_last, new_last), (old_owner, new_owner)]
 
     def swap(text: str) -> str:
-        text = text.replace(topic, new)
-        for old, fresh in ((old_last, new_last), (old_owner, new_owner)):
+        for old, fresh in swaps:
             if len(old) > 2:
-                text = re.sub(rf"(?<![\w.]){re.escape(old)}(?![\w.])", lambda _, to=fresh: to, text)
+                text = re.sub(rf"(?<![\w.]){re.escape(old)}(?!\w)", lambda _, to=fresh: to, text)
         return text
 
     messages = [
@@ -109,12 +115,17 @@ def choose(
     picked = rng.sample(train, min(args.chats, len(train)))
     chosen = [(c["kind"], c, rng.choice(turns(c))) for c in picked]
     named = [c for c in train if re.fullmatch(r"[\w.]+\.\w+", c["topic"] or "")]
-    for chat in rng.choices(named, k=args.recombined):
-        fresh, name = recombine(chat, names, rng)
+    sections = [c for c in train if c["kind"] == "section"]
+    titles = sorted({c["topic"] for c in sections})
+    for chat in rng.choices(named, k=args.recombined - args.recombined // 8) + rng.choices(
+        sections, k=args.recombined // 8
+    ):
+        fresh, name = recombine(chat, names, titles, rng)
         if name not in topics:
             chosen.append(("recombined", fresh, rng.choice(turns(fresh))))
     chosen = [x for x in chosen if not any(mentions(m["content"], held_words) for m in x[1]["messages"][: x[2]])]
     # the numbered chats (tools, expressions) are held out by their place in the corpus, which may differ between builds
+    rng = random.Random(args.seed)  # whatever was drawn before
     about = [c for c in held if c["topic"]]
     rng.shuffle(about)
     return chosen, [(c["kind"], c, rng.choice(turns(c))) for c in about[: args.held_out]]
@@ -140,9 +151,9 @@ def main() -> None:
     parser.add_argument("--corpus", type=Path, required=True, help="folder written by build_corpus.py")
     parser.add_argument("--tokenizer", type=Path, required=True)
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--chats", type=int, default=150_000)
-    parser.add_argument("--recombined", type=int, default=130_000)
-    parser.add_argument("--raw", type=int, default=20_000)
+    parser.add_argument("--chats", type=int, default=80_000)
+    parser.add_argument("--recombined", type=int, default=200_000)
+    parser.add_argument("--raw", type=int, default=8_000)
     parser.add_argument("--held-out", type=int, default=1024)
     parser.add_argument("--tests", type=int, default=100, help="held-out prompts in held-out.json")
     parser.add_argument("--seed", type=int, default=1)

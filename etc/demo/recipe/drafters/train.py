@@ -18,11 +18,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+import dflash
+import mtp
 from acceptance import evaluate_dflash, evaluate_mtp
 from data import Batch, Loader
 from dflash import DFlash, DFlashShape
 from generate import Sequences, continue_prompts
 from gguf_files import write_dflash, write_mtp
+from kernels import MixedLoss
 from mtp import Mtp
 from optimizer import Muon
 from target import Target
@@ -32,31 +35,6 @@ START = time.monotonic()
 
 def say(*words: object) -> None:
     print(f"[{time.monotonic() - START:6.1f} s]", *words, flush=True)
-
-
-class MixedLoss(torch.autograd.Function):
-    """Per row -sum(t log softmax(logits)), t = (1 - soft) onehot(label) + soft softmax(teacher); small in memory."""
-
-    @staticmethod
-    def forward(ctx: Any, logits: Tensor, teacher: Tensor, label: Tensor, soft: float) -> Tensor:
-        log_q = logits.float().log_softmax(-1)
-        t = teacher.float().softmax(-1).mul_(soft)
-        t.scatter_add_(1, label[:, None], torch.full_like(t[:, :1], 1 - soft))
-        loss = -(t * log_q).sum(-1)
-        ctx.save_for_backward(log_q.exp_().sub_(t).to(logits.dtype))
-        return loss
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
-        (difference,) = ctx.saved_tensors
-        return difference * grads[0][:, None].to(difference.dtype), None, None, None
-
-
-def mixed_loss(logits: Tensor, hidden: Tensor, label: Tensor, target: Target, soft: float) -> Tensor:
-    """Loss per row; ``hidden`` [R, E] is the target's where it chose the label."""
-    with torch.no_grad():
-        teacher = target.head(hidden)
-    return MixedLoss.apply(logits, teacher, label, soft)
 
 
 def choose_anchors(batch: Batch, count: int) -> tuple[Tensor, Tensor]:
@@ -72,42 +50,48 @@ def dflash_loss(model: DFlash, batch: Batch, soft: float, gamma: float) -> tuple
     """Loss of one step and the share of right tokens per position."""
     n, target = model.shape.block - 1, model.target
     anchors, real = choose_anchors(batch, batch.ids.shape[1] // 8)
-    hidden = model(batch.features, batch.ids, anchors)[..., 1:, :]
-    at = anchors[..., None] + torch.arange(1, n + 1, device=anchors.device)  # positions of the drafted tokens
+    hidden = model(batch.features, batch.ids, anchors)[..., 1:, :].flatten(0, 2)
+    steps = torch.arange(n, device=anchors.device)
+    at = anchors[..., None] + steps + 1  # positions of the drafted tokens [B, A, n]
     kept = real[..., None] & (at < batch.length[:, None, None])
-    rows, steps, places = (x[kept] for x in torch.broadcast_tensors(
-        torch.arange(len(at), device=at.device)[:, None, None], torch.arange(n, device=at.device), at))  # fmt: skip
-    label, before = batch.ids[rows, places], batch.ids[rows, places - 1]
-    hidden, teacher = hidden[kept], batch.hidden[rows, places - 1]
+    at = at.clamp(max=batch.ids.shape[1] - 1).flatten(1)
+    label, before = batch.ids.gather(1, at).flatten(), batch.ids.gather(1, at - 1).flatten()
+    weight = (torch.exp(-steps / gamma) * kept).flatten()
+    weight = weight / weight.sum()
+    rows = (at - 1)[..., None].expand(-1, -1, target.width)
+    teacher = target.head(batch.hidden.gather(1, rows)).flatten(0, 1).detach()
     logits = F.linear(hidden, target.embedding.to(hidden.dtype))
-    weight = torch.exp(-steps / gamma)
-    total = (mixed_loss(logits, teacher, label, target, soft) * weight).sum()
+    total, right = MixedLoss.apply(logits, teacher, label, weight, soft)
     if model.selector is not None:
-        logits = logits + F.linear(model.selector.gate(before, hidden), model.selector.successor.weight)
-        total = total + (mixed_loss(logits, teacher, label, target, soft) * weight).sum()
-    right = (logits.detach().argmax(-1) == label).float()
-    per_step = torch.zeros(n, device=at.device).index_add_(0, steps, right)
-    return total / weight.sum(), per_step / torch.bincount(steps, minlength=n).clamp(min=1)
+        logits = logits + F.linear(model.selector.gate(before, hidden), model.selector.successor.weight).to(
+            logits.dtype
+        )
+        paired, right = MixedLoss.apply(logits, teacher, label, weight, soft)
+        total = total + paired
+    per_step = (right.view(kept.shape) * kept).sum((0, 1)) / kept.sum((0, 1)).clamp(min=1)
+    return total, per_step
 
 
-def mtp_loss(model: Mtp, batch: Batch, depth: int, soft: float, rows_per_depth: int) -> tuple[Tensor, Tensor]:
+def mtp_loss(model: Mtp, batch: Batch, depth: int, soft: float) -> tuple[Tensor, Tensor]:
+    """Loss of one step, over half of the batch's rows, and the share of right tokens per draft."""
+    target, length = model.target, batch.ids.shape[1]
     outputs = model.chain(batch.hidden, batch.ids, depth, False)
-    columns = torch.arange(batch.ids.shape[1], device=batch.ids.device)
-    total, right = torch.zeros((), device=batch.ids.device), []
-    for d, output in enumerate(
-        outputs, 1
-    ):  # column c predicts x_{c + 1 + d}; c + 1 is at least the first generated token
-        valid = (columns + 1 >= batch.prompt[:, None]) & (columns + 1 + d < batch.length[:, None])
-        rows, places = valid.nonzero(as_tuple=True)
-        if len(rows) > rows_per_depth:
-            pick = torch.randperm(len(rows), device=rows.device)[:rows_per_depth]
-            rows, places = rows[pick], places[pick]
-        label = batch.ids[rows, places + 1 + d]
-        logits = F.linear(output[rows, places], model.target.embedding.to(output.dtype))
-        loss = mixed_loss(logits, batch.hidden[rows, places + d], label, model.target, soft)
-        total = total + loss.mean() * 0.8 ** (d - 1)
-        right.append((logits.detach().argmax(-1) == label).float().mean())
-    return total, torch.stack(right)
+    columns = torch.arange(length, device=batch.ids.device)
+    # column c predicts x_{c + 1 + d}; c + 1 is at least the first generated token
+    valid = (columns + 1 >= batch.prompt[:, None]) & (columns + 2 < batch.length[:, None])
+    keys = torch.rand(valid.shape, device=valid.device).masked_fill(~valid, -1).flatten()
+    rows = keys.topk(len(keys) // 2).indices
+    sequence, column = rows // length, rows % length
+    total, shares = torch.zeros((), device=rows.device), []
+    for d, output in enumerate(outputs, 1):
+        kept = (valid.flatten()[rows] & (column + 1 + d < batch.length[sequence])).float()
+        label = batch.ids[sequence, (column + 1 + d).clamp(max=length - 1)]
+        teacher = target.head(batch.hidden[sequence, (column + d).clamp(max=length - 1)]).detach()
+        logits = F.linear(output.flatten(0, 1)[rows], target.embedding.to(output.dtype))
+        loss, right = MixedLoss.apply(logits, teacher, label, kept / kept.sum().clamp(min=1), soft)
+        total = total + loss * 0.8 ** (d - 1)
+        shares.append((right * kept).sum() / kept.sum().clamp(min=1))
+    return total, torch.stack(shares)
 
 
 def fit(
@@ -115,6 +99,7 @@ def fit(
     seconds: float, name: str, log: list[dict[str, Any]],
 ) -> None:  # fmt: skip
     """Train by the clock: warm-up, constant rate, linear decay to 0 in the last 60%."""
+    torch.compiler.set_stance("default")
     optimizer = Muon(model, args.lr, args.adam_lr, args.decay)
     start, step, mark = time.monotonic(), 0, time.monotonic()
     cuda = loader.target.device == "cuda"
@@ -148,6 +133,7 @@ def fit(
         elif cuda and step % 4 == 0:
             torch.cuda.synchronize()  # keeps the clock honest
     say(name, step, "steps")
+    torch.compiler.set_stance("force_eager")  # evaluation has other shapes
 
 
 def check_generation(target: Target, held: Sequences) -> None:
@@ -186,7 +172,7 @@ def train_mtp(
     model = Mtp(target, int(target.meta["qwen35.feed_forward_length"])).to(target.device)
     say(name, f"{sum(p.numel() for p in model.parameters()):,} parameters")
     loader = Loader(target, data, args.tokens, (), args.seed, args.reuse)
-    fit(model, loader, lambda b: mtp_loss(model, b, args.depth, args.soft, args.tokens // 4), args, seconds, name, log)
+    fit(model, loader, lambda b: mtp_loss(model, b, args.depth, args.soft), args, seconds, name, log)
     write_mtp(args.out / f"demo-qwen35-22m-{name}-q8_0.gguf", model)
     log.append({"drafter": name, **evaluate_mtp(model, held, args.eval_rows, 3)})
     say(name, json.dumps(log[-1]))
@@ -226,19 +212,20 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--left", type=float, default=0.05, help="share of a batch that may be cut off")
     parser.add_argument("--reuse", type=int, default=4, help="steps on a batch, on average")
     parser.add_argument("--sampled", type=float, default=0.4, help="share of continuations that begin sampled")
-    parser.add_argument("--tokens", type=int, default=32_768, help="tokens of a training batch")
+    parser.add_argument("--tokens", type=int, default=15_360, help="tokens of a training batch")
     parser.add_argument("--steps", type=int, default=0, help="end after so many steps (0: by the clock)")
     parser.add_argument("--warmup", type=int, default=100)
-    parser.add_argument("--lr", type=float, default=0.01, help="Muon's rate")
+    parser.add_argument("--lr", type=float, default=0.02, help="Muon's rate")
     parser.add_argument("--adam-lr", type=float, default=2e-3)
     parser.add_argument("--decay", type=float, default=0.05)
     parser.add_argument("--soft", type=float, default=0.5, help="share of the target's distribution in the loss")
-    parser.add_argument("--gamma", type=float, default=4.0, help="positions after which a block's weights fall by e")
+    parser.add_argument("--gamma", type=float, default=3.0, help="positions after which a block's weights fall by e")
     parser.add_argument("--depth", type=int, default=4, help="chained drafts of the MTP head")
     parser.add_argument("--capture", type=int, nargs="+", default=(1, 3, 5, 6))
     parser.add_argument("--layers", type=int, default=2)
     parser.add_argument("--ffn", type=int, default=1024)
     parser.add_argument("--rank", type=int, default=64, help="selector rank of DFlash 2")
+    parser.add_argument("--compile", action="store_true", help="compile the drafters' parts")
     parser.add_argument("--eval-rows", type=int, default=1024)
     parser.add_argument("--log-every", type=int, default=200)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
@@ -269,6 +256,10 @@ def main() -> None:
     args.out.mkdir(parents=True, exist_ok=True)
     torch.manual_seed(args.seed)
     torch.set_float32_matmul_precision("high")
+    if args.compile:
+        torch._dynamo.config.suppress_errors = True  # rather slow than not at all
+        dflash.compile_parts()
+        mtp.compile_parts()
     target = Target(args.model, args.device, torch.bfloat16 if args.device == "cuda" else torch.float32)
     say("target read;", vars(args))
     held, data = texts(target, args)
