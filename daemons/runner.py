@@ -20,7 +20,7 @@ from daemons import device as devices
 from daemons.boundary import BoundaryBuffer, SharedMemoryBuffer
 from daemons.draft.inputs import DraftInputs
 from daemons.draft.stage import DraftStage
-from daemons.errors import LoadError, StateError
+from daemons.errors import DeviceError, LoadError, StateError
 from daemons.identities import expect, unchanged
 from daemons.models.stage import LoadedStage
 from daemons.pulse import Reporter
@@ -29,6 +29,7 @@ from daemons.snapshots.state_map import DraftPools, StateMap
 from daemons.warm import warm_up, warm_up_draft
 from lucevisor.model.families import read_spec
 from lucevisor.model.gguf_files import open_model
+from lucevisor.model.gguf_header import GgufError
 from lucevisor.model.spec import ModelSpec
 from lucevisor.model.values import Backend
 from lucevisor.protocol.arena import Arena
@@ -93,15 +94,32 @@ class ModelRunner:
             kernels |= stage.kernels
             if plan.output:
                 runner._sampler = Sampler(runner.spec.vocabulary, stage.device)
-        if load.draft is not None:
-            draft = runner._load_draft(reporter)
-            uses += draft.usage()
-            kernels |= draft.kernels
+        problem = runner._try_to_load_draft(reporter) if load.draft is not None else ""
+        draft = runner._draft
         assert runner.spec.files is not None
         identities = unchanged(runner.spec.files)
-        loaded = Loaded(uses, kernels, time.monotonic() - started, identities)
+        if draft is not None:
+            kernels |= draft.kernels
+            identities += draft.spec.files.identities
+        use = draft.usage()[0] if draft is not None else None
+        loaded = Loaded(uses, kernels, time.monotonic() - started, identities, use, problem)
         runner._warm_up(reporter)
         return runner, loaded
+
+    def _try_to_load_draft(self, reporter: Reporter) -> str:
+        """Load the draft stage; return why it cannot be loaded if the daemon has other stages, which go on without.
+
+        Raises as :meth:`load` does if it has none.
+        """
+        try:
+            self._draft = self._load_draft(reporter)
+        except (GgufError, LoadError, DeviceError, OSError) as error:
+            if not self._load.stages:
+                raise
+            reporter.log("error", "the drafter cannot be loaded", reason=str(error))
+            self._draft_inputs = None
+            return f"the drafter cannot be loaded: {error}"
+        return ""
 
     def _load_draft(self, reporter: Reporter) -> DraftStage:
         assert self._load.draft is not None
@@ -110,7 +128,6 @@ class ModelRunner:
         for warning in draft.warnings:
             reporter.log("warning", warning, stage=self._load.draft.stage)
         draft.warn = partial(reporter.log, "warning", stage=self._load.draft.stage)
-        self._draft = draft
         return draft
 
     def _warm_up(self, reporter: Reporter) -> None:

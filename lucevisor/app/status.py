@@ -31,8 +31,34 @@ def status(service: Service, name: str, url: str) -> dict[str, Any]:
         },
         "groups": [_group(service, g) for g in service.groups.values()],
         "engine": _engine(statistics),
-        "draft": {"kind": "off"},
+        "draft": _draft(service),
         "cache": _cache(service, statistics.cache if statistics is not None else CacheStatistics()),
+    }
+
+
+def _draft(service: Service) -> dict[str, Any]:
+    """``kind``: of the drafter, else "lookup" or "off".  ``state``: "attached" while a drafter drafts, "detached" while
+    it does not, and ``reason`` why; "none" without one.
+    """
+    placement, drafter = service.placement, service.model.drafter
+    configured = service.config.draft.kind
+    if placement is None:
+        return {"kind": configured, "state": "none", "reason": ""}
+    stage, drafting = placement.draft, placement.drafting
+    group = service.groups[stage.group] if stage is not None else None
+    use = group.loaded.draft if group is not None and group.loaded is not None else None
+    kind = stage.kind.value if stage is not None else "lookup" if drafting.lookup and drafting.max_drafts else "off"
+    return {
+        "kind": kind,
+        "lookup": drafting.lookup and drafting.max_drafts > 0,
+        "max_drafts": drafting.max_drafts,
+        "name": drafter.spec.model.name if drafter is not None else "",
+        "file": str(drafter.files.paths[0]) if drafter is not None else "",
+        "device": str(stage.device) if stage is not None else "",
+        "weight_bytes": use.weight_bytes if use is not None else 0,
+        "state_bytes": use.state_bytes if use is not None else 0,
+        "state": "none" if drafter is None else "attached" if service.deployment.drafting else "detached",
+        "reason": service.deployment.draft_reason(),
     }
 
 

@@ -101,6 +101,9 @@ def _print_status(s: dict[str, Any]) -> None:
         console.print(f"reason: {s['reason']}", highlight=False)
     m, e = s["model"], s["engine"]
     console.print(f"{m['name']} ({m['architecture']}, {m['layers']} layers, {m['quant']})", highlight=False)
+    if (draft := s["draft"])["state"] != "none":
+        why = f": {draft['reason']}" if draft["reason"] else ""
+        console.print(f"drafter {draft['name']} ({draft['kind']}) is {draft['state']}{why}", highlight=False)
     table = Table("group", "backend", "state", "pid", "restarts", "device", "layers", "weights", "state bytes", "free")
     for g in s["groups"]:
         for d in g["devices"] or [NO_DEVICE]:

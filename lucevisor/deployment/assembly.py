@@ -1,8 +1,8 @@
 """Joins READY daemons into a pipeline and attaches it to the engine: where supervision and engine meet.
 
-When every group is READY, each daemon drops its sequences (Reset) and says so (ResetDone); only then is a pipeline over
-their links attached.  When a daemon is lost, the pipeline is closed at once and running requests end with an error that
-names the group.
+When every group with layers is READY, each daemon drops its sequences (Reset) and says so (ResetDone); only then is a
+pipeline over their links attached.  When a daemon is lost, the pipeline is closed at once and running requests end with
+an error that names the group.
 Invariant: a pipeline is attached only while every link of it is READY and was reset after the last loss.
 """
 
@@ -13,6 +13,7 @@ from dataclasses import replace
 
 import structlog
 
+from lucevisor.deployment.draft_assembly import DraftAssembly
 from lucevisor.engine.core import Engine
 from lucevisor.engine.pipeline import Pipeline, PipelineFailure
 from lucevisor.engine.request import RequestError
@@ -25,12 +26,19 @@ log = structlog.get_logger("assembly")
 
 
 class PipelineAssembly:
-    """``stage_groups[s]`` is the group that runs stage s.  ``on_change`` is called when ``complete`` changes."""
+    """``stage_groups[s]`` is the group that runs stage s, ``draft_group`` the one that runs the draft stage, if any.
+    ``on_change`` is called when ``complete`` or ``drafting`` changes."""
 
-    def __init__(self, engine: Engine, stage_groups: Sequence[str], on_change: Callable[[], None]) -> None:
+    def __init__(
+        self, engine: Engine, stage_groups: Sequence[str], on_change: Callable[[], None], draft_group: str = ""
+    ) -> None:
         self._engine = engine
         self._stage_groups = list(stage_groups)
         self._on_change = on_change
+        self._draft: DraftAssembly | None = None
+        if draft_group:
+            alone, with_output = draft_group not in stage_groups, draft_group == stage_groups[-1]
+            self._draft = DraftAssembly(engine, draft_group, alone=alone, with_output=with_output, on_change=on_change)
         self._links: dict[str, Link] = {}
         self._resetting: set[str] = set()
         self._token = 0  # of the last Reset
@@ -43,13 +51,23 @@ class PipelineAssembly:
         return self._pipeline is not None
 
     @property
+    def drafting(self) -> bool:
+        """Whether a drafter is attached."""
+        return self._draft is not None and self._draft.attached
+
+    @property
     def resetting(self) -> frozenset[str]:
         """The groups that have yet to answer a Reset."""
-        return frozenset(self._resetting)
+        drafter = {self._draft.group} if self._draft is not None and self._draft.resetting else set()
+        return frozenset(self._resetting | drafter)
 
-    def ready(self, group: str, link: Link) -> None:
-        """A daemon finished loading."""
+    def ready(self, group: str, link: Link, *, with_draft: bool = False) -> None:
+        """A daemon finished loading; ``with_draft``: the drafter, too."""
         if self._closed:  # it was loading when the supervisor was told to stop
+            return
+        if self._draft is not None and group == self._draft.group and with_draft:
+            self._draft.ready(link)
+        if group not in self._stage_groups:
             return
         self._links[group] = link
         if set(self._links) == set(self._stage_groups):
@@ -62,14 +80,25 @@ class PipelineAssembly:
                     return
 
     def lost(self, group: str, reason: str) -> None:
-        """A daemon is gone or going."""
-        self._links.pop(group, None)
-        self._resetting.clear()
-        self._close(RequestError("shard_lost", _lost(group, reason)))
+        """A daemon is gone or going.  Of one that runs the drafter alone, requests notice nothing."""
+        if self._draft is not None and group == self._draft.group:
+            self._draft.lost(reason)
+        if group in self._stage_groups:
+            self._links.pop(group, None)
+            self._resetting.clear()
+            self._close(RequestError("shard_lost", _lost(group, reason)))
+
+    def detach_drafter(self, reason: str) -> None:
+        """Draft no more until the drafter's daemon, or the pipeline, is a new one."""
+        if self._draft is not None:
+            self._draft.detach(reason)
 
     def frame(self, group: str, frame: Frame) -> None:
         """Take a frame of a READY daemon's link.  Answers to an earlier Reset or pipeline are dropped."""
         match frame.message:
+            case ResetDone(token) if group not in self._stage_groups:
+                if self._draft is not None and group == self._draft.group:
+                    self._draft.reset_done(token)
             case ResetDone(token):
                 if token == self._token and group in self._resetting:
                     self._resetting.discard(group)
@@ -78,9 +107,12 @@ class PipelineAssembly:
             case StepResult() as result if self._pipeline is not None:
                 if self._runs(group, result.stage):
                     self._pipeline.receive(result, frame.payload)
-                else:  # the pipeline would blame the group whose stage it is
+                elif group in self._stage_groups:  # the pipeline would blame the group whose stage it is
                     text = f"group {group} answered for stage {result.stage}, which it does not run"
                     self._pipeline.fail(self._stage_groups.index(group), "protocol_error", text)
+                else:
+                    text = f"group {group} answered for stage {result.stage}, which it does not run"
+                    self._pipeline.lose_drafter("protocol_error", text)
             case _:
                 pass
 
@@ -92,6 +124,8 @@ class PipelineAssembly:
         self._close(error)
 
     def _runs(self, group: str, stage: int) -> bool:
+        if stage == len(self._stage_groups):
+            return self._draft is not None and self._draft.group == group
         return 0 <= stage < len(self._stage_groups) and self._stage_groups[stage] == group
 
     def _attach(self) -> None:
@@ -99,11 +133,15 @@ class PipelineAssembly:
         self._pipeline = Pipeline(links, self._engine.on_result, self._failed)
         log.info("pipeline ready", stages=self._stage_groups)
         self._engine.attach(self._pipeline)
+        if self._draft is not None and self._pipeline is not None:  # the first step may have failed already
+            self._draft.pipeline_attached()
         self._on_change()
 
     def _failed(self, failure: PipelineFailure) -> None:
         """The pipeline ended itself: a daemon answered out of order, or a step could not be sent."""
         self._pipeline = None
+        if self._draft is not None:
+            self._draft.pipeline_detached()
         if failure.code == "shard_lost":
             failure = replace(failure, message=_lost(self._stage_groups[failure.stage], failure.message))
         self._engine.on_failed(failure)
@@ -113,6 +151,8 @@ class PipelineAssembly:
         if self._pipeline is not None:
             self._pipeline.close()
             self._pipeline = None
+            if self._draft is not None:
+                self._draft.pipeline_detached()
             self._engine.detach(error)
             self._on_change()
 

@@ -17,12 +17,12 @@ import structlog
 
 from lucevisor.config import Config
 from lucevisor.deployment.assembly import PipelineAssembly
-from lucevisor.deployment.group_settings import group_devices, group_threads
+from lucevisor.deployment.group_settings import group_devices, group_threads, target_groups
 from lucevisor.deployment.placing import PlacementOnce
 from lucevisor.deployment.served_model import ServedModel
+from lucevisor.deployment.served_weights import ServedWeights
 from lucevisor.deployment.speeds import speeds_for
 from lucevisor.deployment.watchdog import Work, watch
-from lucevisor.deployment.weights import ModelWeights
 from lucevisor.engine.core import Engine
 from lucevisor.engine.pipeline import PipelineFailure
 from lucevisor.engine.request import RequestError
@@ -69,7 +69,7 @@ class Deployment:
         epoch: int,
         config: Config,
         model: ServedModel,
-        weights: ModelWeights,
+        weights: ServedWeights,
         launcher: Launcher,
         limits: SupervisionLimits,
         hooks: DeploymentHooks,
@@ -79,8 +79,12 @@ class Deployment:
         self.buffers: dict[tuple[bool, int], Arena] = {}  # of captures or not, by boundary
         self.transfers: ShardTransfers | None = None
         self._config, self._model, self._weights, self._limits, self._hooks = config, model, weights, limits, hooks
-        self._placing = PlacementOnce(len(config.groups), self._place)
+        needed = target_groups(config)
+        self._placing = PlacementOnce(needed, self._place, config.groups.keys() - needed)
         self._links: dict[str, Link] = {}  # of READY groups
+        self._draft_loaded = False  # by its READY group
+        self._draft_problem = ""  # why its group runs without it
+        self._detached = ""  # why the engine stopped using it
         self._engine: Engine | None = None
         self._assembly: PipelineAssembly | None = None
         self._watchdog: asyncio.Task[None] | None = None
@@ -131,25 +135,32 @@ class Deployment:
 
     @property
     def loaded(self) -> bool:
-        """Whether every group is READY."""
-        return len(self._links) == len(self.groups)
+        """Whether every group with layers is READY."""
+        return self._links.keys() >= set(target_groups(self._config))
 
     def serve(self, engine: Engine) -> None:
-        """Attach to ``engine`` as soon as every group is READY, and again after each loss.
+        """Attach to ``engine`` as soon as every group with layers is READY, and again after each loss; the drafter
+        whenever it is there.
 
         Call it when the deployment is placed, and when no other one serves ``engine``.
         """
         assert self.placement is not None
         self._engine = engine
-        stage_groups = [stage.group for stage in self.placement.stages]
-        self._assembly = PipelineAssembly(engine, stage_groups, self._hooks.on_change)
+        stage_groups, draft = [stage.group for stage in self.placement.stages], self.placement.draft
+        draft_group = "" if draft is None else draft.group
+        self._assembly = PipelineAssembly(engine, stage_groups, self._hooks.on_change, draft_group)
         for group, link in self._links.items():
-            self._assembly.ready(group, link)
+            self._assembly.ready(group, link, with_draft=group == draft_group and self._draft_loaded)
 
     @property
     def complete(self) -> bool:
         """Whether the engine runs steps on this deployment."""
         return self._assembly is not None and self._assembly.complete
+
+    @property
+    def drafting(self) -> bool:
+        """Whether a drafter is attached to the engine."""
+        return self._assembly is not None and self._assembly.drafting
 
     def release(self, error: RequestError) -> None:
         """Detach from the engine for good; running requests end with ``error``."""
@@ -166,20 +177,63 @@ class Deployment:
         # Later: the engine may be in the middle of sending.
         asyncio.get_running_loop().call_soon(self.groups[group].distrust, failure.message)
 
+    def drafter_failed(self, failure: PipelineFailure) -> None:
+        """The engine dropped its drafter, and goes on without it until the drafter's daemon is a new one."""
+        self._detached = failure.message
+        if self._assembly is not None:
+            self._assembly.detach_drafter(failure.message)
+        group = self.draft_group
+        alone = group not in target_groups(self._config)
+        if alone and failure.code != "shard_lost":  # of a closed link supervision hears
+            asyncio.get_running_loop().call_soon(self.groups[group].distrust, failure.message)
+
+    # ---- the drafter
+
+    @property
+    def draft_group(self) -> str:
+        """The group of the draft stage; empty without one."""
+        return "" if self.placement is None or self.placement.draft is None else self.placement.draft.group
+
+    def draft_reason(self) -> str:
+        """Why a drafter that is configured is not attached; empty when it is, or there is none."""
+        if self.drafting or self.placement is None or self._model.drafter is None:
+            return ""
+        if self.placement.draft is None:
+            return f"it is left out: {self.placement.draft_left_out}"
+        group = self.groups[self.draft_group]
+        if group.state is not State.READY:
+            return f"group {group.name} is {group.state.name}" + (f": {group.reason}" if group.reason else "")
+        return self._draft_problem or self._detached or "the pipeline is being put together"
+
     # ---- callbacks of supervision
 
     async def _make_load(self, group: str, hello: Hello) -> LoadOrder:
         placement = await self._placing.wait(group, hello)
-        identities = await self._weights.admit()
-        files = LoadFiles([str(file) for file in self._model.files], identities)
-        load = load_message(placement, group, files, group_threads(self._config, group))
+        if group not in placement.groups:
+            raise LucevisorError(f"it has nothing to run: the drafter is left out: {placement.draft_left_out}")
+        files, draft_files = await self._weights.model_files(), None
+        if group == self.draft_group:
+            draft_files = await self._draft_files(alone=not placement.stages_of(group))
+        load = load_message(placement, group, files, group_threads(self._config, group), draft_files)
         return LoadOrder(load, [self.buffers[arena.capture, arena.boundary].fd for arena in load.arenas])
+
+    async def _draft_files(self, *, alone: bool) -> LoadFiles | None:
+        """Return the drafter's files; None when they cannot be used and the daemon has layers to serve."""
+        self._draft_problem = ""
+        try:
+            return await self._weights.draft_files()
+        except LucevisorError as error:
+            if alone:
+                raise
+            self._draft_problem = str(error)
+            log.error("the drafter is not loaded", group=self.draft_group, reason=str(error))
+            return None
 
     async def _place(self, hellos: Mapping[str, Hello]) -> Placement:
         await self._weights.settle()
         inventory = {group: hello.devices for group, hello in hellos.items()}
         speeds = await speeds_for(self._model.spec, self._model.files, self._config, inventory)
-        result = plan(self._model.spec, self._config, inventory, speeds)
+        result = plan(self._model.spec, self._config, inventory, speeds, self._model.draft_spec)
         if isinstance(result, Infeasible):
             raise LucevisorError(result.message)
         for notice in result.notices:
@@ -189,7 +243,8 @@ class Deployment:
                  devices=[f"{d.device} {d.layers}" for d in result.devices])  # fmt: skip
         self.placement = result
         self.buffers = {(arena.capture, arena.boundary): Arena.create(arena) for arena in result.arenas}
-        self.transfers = ShardTransfers({g: [s.layers for s in result.stages_of(g)] for g in result.groups})
+        layers = {stage.group: [own.layers for own in result.stages_of(stage.group)] for stage in result.stages}
+        self.transfers = ShardTransfers(layers, self.draft_group)
         self._hooks.on_placed(self)
         return result
 
@@ -197,17 +252,23 @@ class Deployment:
         """Why a daemon's weights must not join those of the others; empty when they are the same model's."""
         if self._weights.admitted(loaded.identities):
             return ""
-        return f"group {group} read another state of the model file than the one that runs"
+        return f"group {group} read another state of the files than the one that runs"
 
-    def _on_ready(self, group: str, link: Link, _hello: Hello, _loaded: Loaded) -> None:
+    def _on_ready(self, group: str, link: Link, _hello: Hello, loaded: Loaded) -> None:
         self._links[group] = link
+        with_draft = False
+        if group == self.draft_group:
+            self._draft_problem = self._draft_problem or loaded.draft_problem
+            with_draft = self._draft_loaded = not self._draft_problem
         if self.transfers is not None:
             self.transfers.ready(group, link)
         if self._assembly is not None:
-            self._assembly.ready(group, link)
+            self._assembly.ready(group, link, with_draft=with_draft)
 
     def _on_lost(self, group: str, reason: str) -> None:
         self._links.pop(group, None)
+        if group == self.draft_group:
+            self._draft_loaded = False
         if self._assembly is not None:
             self._assembly.lost(group, reason)
         if self.transfers is not None:
@@ -232,7 +293,10 @@ class Deployment:
         task.add_done_callback(self._drains.discard)
 
     async def _drain(self, group: str, child: int) -> None:
-        await self._hooks.drain()
+        if group in target_groups(self._config):
+            await self._hooks.drain()
+        elif self._assembly is not None:
+            self._assembly.detach_drafter("its group is restarted")
         self.groups[group].drained(child)
 
     def _on_heartbeat(self, group: str, heartbeat: Heartbeat) -> None:
@@ -250,6 +314,8 @@ class Deployment:
             return
         oldest = self._engine.oldest_in_flight() if self._assembly.complete else None
         if oldest is not None:
-            yield Work(self.placement.stages[oldest.stage].group, f"step {oldest.step_id} at stage {oldest.stage}")
+            drafts = oldest.stage == len(self.placement.stages)
+            group = self.draft_group if drafts else self.placement.stages[oldest.stage].group
+            yield Work(group, f"step {oldest.step_id} at stage {oldest.stage}")
         for group in self._assembly.resetting:
             yield Work(group, "a reset")

@@ -1,5 +1,7 @@
 """One running supervisor: its engine, weights and snapshots, and the deployment that serves them.  Knows no HTTP.
 
+Requests are served while every group with layers is; one that runs the drafter alone may be missing.
+
 Order at start: start the deployment's groups, place the model when all have said hello, make the engine for that
 placement, load; beside loading, hash the weights and open the snapshots.
 Order at stop: let requests end, save prefix slots, end what still runs, stop the groups, close the files.
@@ -25,9 +27,10 @@ from lucevisor.config import Config
 from lucevisor.deployment.cache_files import cache_directory
 from lucevisor.deployment.deployment import Deployment, DeploymentHooks
 from lucevisor.deployment.engine_limits import engine_limits
+from lucevisor.deployment.group_settings import target_groups
 from lucevisor.deployment.readiness import Readiness
 from lucevisor.deployment.served_model import ServedModel
-from lucevisor.deployment.weights import ModelWeights
+from lucevisor.deployment.served_weights import ServedWeights
 from lucevisor.engine.core import Engine, EngineSettings
 from lucevisor.engine.pipeline import PipelineFailure, PipelineResult
 from lucevisor.engine.request import RequestError
@@ -76,12 +79,12 @@ class Service:
         limits: SupervisionLimits | None = None,
     ) -> None:
         self.config, self.model = config, model
+        self._target_groups = target_groups(config)
         self.engine: Engine | None = None
         self.snapshots: SnapshotManager | None = None
         self.restart_reasons: dict[str, Counter[str]] = {name: Counter() for name in config.groups}
         self._observer, self._on_engine = observer, on_engine
-        assert model.spec.files is not None
-        self._weights = ModelWeights(model.spec.files, cache_directory())
+        self._weights = ServedWeights(model, cache_directory())
         self._opening: asyncio.Task[None] | None = None  # while snapshots are wanted and not open yet
         self._saving: asyncio.Task[int] | None = None
         self._changed = asyncio.Event()
@@ -193,11 +196,14 @@ class Service:
             self.restart_reasons[group]["operator"] += 1
             await one.wait(State.STARTING, State.FAILED, timeout_s=2 * RESTART_S)
             tried = (State.LOADING, State.READY, State.FAILED)
-            await self._until(
-                lambda: self.state in ("ready", "draining") or (self.state == "failed" and one.state in tried)
-            )
+            if group in self._target_groups:
+                await self._until(
+                    lambda: self.state in ("ready", "draining") or (self.state == "failed" and one.state in tried)
+                )
+            else:  # it runs the drafter alone
+                await self._until(lambda: self.state == "draining" or one.state in (State.READY, State.FAILED))
             if self.state == "draining" or one.state is State.FAILED:
-                raise NotReadyError(f"group {group} did not come back: {self.reason()}")
+                raise NotReadyError(f"group {group} did not come back: {self.reason() or one.reason}")
 
     # ---- state
 
@@ -205,7 +211,7 @@ class Service:
     def state(self) -> ServiceState:
         if self._stopping is not None:
             return "draining"
-        if any(g.state is State.FAILED for g in self.groups.values()):
+        if any(self.groups[name].state is State.FAILED for name in self._target_groups):
             return "failed"
         if self.deployment.complete and self._opening is None:
             return "ready"
@@ -219,8 +225,8 @@ class Service:
             return "the supervisor is stopping"
         parts = [
             f"group {name} is {g.state.name}" + (f": {g.reason}" if g.reason else "")
-            for name, g in self.groups.items()
-            if g.state is not State.READY
+            for name in self._target_groups
+            if (g := self.groups[name]).state is not State.READY
         ]
         if not parts and self._opening is not None:
             return f"the weights are being hashed for cache.dir, {self._weights.progress()}: once for each model file"
@@ -228,7 +234,7 @@ class Service:
 
     def ready_in_s(self) -> float | None:
         """Return in how many seconds requests are likely to be served, or None when that is unknown."""
-        return None if self._stopping is not None else self._readiness.wait_s(self.groups, time.monotonic())
+        return None if self._stopping is not None else self._readiness.wait_s(self._target_groups, time.monotonic())
 
     # ---- hooks of the deployment
 
@@ -238,10 +244,12 @@ class Service:
         settings = EngineSettings(
             max_queue=self.config.server.max_queue,
             on_pipeline_failed=self._on_pipeline_failed,
+            on_drafter_lost=self.deployment.drafter_failed,
             on_step=self._on_step,
             validate=enabled(os.environ),
         )
-        self.engine = Engine(engine_limits(self.config.cache, self.model.spec, placement), settings)
+        drafter = self.model.drafter.spec.model if placement.draft is not None and self.model.drafter else None
+        self.engine = Engine(engine_limits(self.config.cache, self.model.spec, placement, drafter), settings)
         deployment.serve(self.engine)
         if self.config.cache.dir and self.config.cache.prefix_slots:
             self._opening = asyncio.create_task(self._open_snapshots(self.engine, deployment), name="open snapshots")
@@ -251,7 +259,7 @@ class Service:
         self._readiness.changed(group, state, time.monotonic())
         if state is State.BACKOFF:
             self.restart_reasons[group]["lack" if self.groups[group].lacking else "failure"] += 1
-        if self.engine is not None and not self.deployment.complete:
+        if self.engine is not None and not self.deployment.complete and group in self._target_groups:
             away = RequestError("shard_lost", f"{self.reason()}; send the request again later")
             self.engine.detach(away, permanent=state is State.FAILED)
         self._observer.state(group, state, reason)
@@ -283,11 +291,13 @@ class Service:
         try:
             if not self._weights.fits_memory():
                 await self._loaded.wait()  # two readers at two places would read the disk twice
-            digests = await self._weights.digests()
-            assert deployment.placement is not None
-            assert deployment.transfers is not None
+            digests = await self._weights.model.digests()
+            placement, transfers = deployment.placement, deployment.transfers
+            assert placement is not None
+            assert transfers is not None
+            draft = await self._weights.draft_model() if placement.draft is not None else None
             found = await open_snapshots(
-                engine, self.config.cache, self.model.spec, digests, deployment.placement, deployment.transfers
+                engine, self.config.cache, self.model.spec, digests, placement, transfers, draft
             )
             found.start()
             self.snapshots = found

@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -45,10 +45,17 @@ class WeightsChangedError(LucevisorError):
 
 
 class ModelWeights:
-    """``files``: as the supervisor opened them.  ``directory``: where digests are kept."""
+    """``files``: as the supervisor opened them.  ``directory``: where digests are kept.  ``what``: for messages."""
 
-    def __init__(self, files: GgufFiles, directory: Path) -> None:
-        self._files, self._directory = files, directory
+    def __init__(
+        self,
+        files: GgufFiles,
+        directory: Path,
+        *,
+        reopen: Callable[[Sequence[Path]], GgufFiles] = open_model,
+        what: str = "the model",
+    ) -> None:
+        self._files, self._directory, self._reopen, self._what = files, directory, reopen, what
         self._admitted = {files.identities}
         self._known: dict[str, str] | None = None
         self._hashing: asyncio.Task[dict[str, str]] | None = None
@@ -64,7 +71,7 @@ class ModelWeights:
         try:
             changed = self._files.changed() or await asyncio.to_thread(self._files.other_headers)
         except OSError as error:
-            raise LucevisorError(f"the model cannot be read: {error}") from error
+            raise LucevisorError(f"{self._what} cannot be read: {error}") from error
         if changed:
             reason = f"{changed[0]} was changed while the supervisor started: start again when the file is complete"
             raise WeightsChangedError(reason)
@@ -123,9 +130,9 @@ class ModelWeights:
             known = await asyncio.to_thread(_now_among, self._files.paths, tuple(self._admitted))
             if known is not None:
                 return known
-            files = await asyncio.to_thread(open_model, self._files.paths)
+            files = await asyncio.to_thread(self._reopen, self._files.paths)
         except (GgufError, OSError) as error:
-            raise LucevisorError(f"the model cannot be read any more: {error}") from error
+            raise LucevisorError(f"{self._what} cannot be read any more: {error}") from error
         identities = files.identities
         if identities not in self._admitted:
             if identities not in self._comparing:
@@ -182,7 +189,7 @@ class ModelWeights:
         except DigestsStopped as error:
             raise LucevisorError("the supervisor is stopping") from error
         except (GgufError, OSError) as error:
-            raise LucevisorError(f"the model cannot be read: {error}") from error
+            raise LucevisorError(f"{self._what} cannot be read: {error}") from error
         log.info("weights hashed", n_bytes=progress.total_bytes, seconds=round(time.monotonic() - started, 3))
         if unsettled_s(identities, began_ns) <= 0:
             await asyncio.to_thread(digest_cache.write, self._directory, identities, found)

@@ -62,7 +62,7 @@ class EngineSettings:
     clock: Callable[[], float] = time.monotonic
     on_step: Callable[[PipelineResult], None] = lambda _: None
     on_pipeline_failed: Callable[[PipelineFailure], None] = lambda _: None
-    on_drafter_lost: Callable[[str], None] = lambda _: None
+    on_drafter_lost: Callable[[PipelineFailure], None] = lambda _: None
 
 
 class Engine:
@@ -210,13 +210,14 @@ class Engine:
         try:
             self._scheduler.drafting.answered(result)
         except WrongResult as error:
-            self._on_drafter_lost(f"it sent a wrong result: {error}")
+            text = f"the draft stage sent a wrong result: {error}"
+            self._on_drafter_lost(PipelineFailure(result.stage, "protocol_error", text))
         else:
             self._proceed([])
 
-    def _on_drafter_lost(self, reason: str) -> None:
+    def _on_drafter_lost(self, failure: PipelineFailure) -> None:
         self.detach_drafter()
-        self._settings.on_drafter_lost(reason)
+        self._settings.on_drafter_lost(failure)
 
     def on_failed(self, failure: PipelineFailure) -> None:
         """Detach a failed pipeline and pass the failure on; the pipeline's ``on_failed``."""

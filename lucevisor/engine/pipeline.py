@@ -123,7 +123,7 @@ class Pipeline:
         self._draft: _DraftStage | None = None
         self.on_first_stage_done: Callable[[], None] = lambda: None  # not called by a pipeline of one stage
         self.on_drafted: Callable[[StepResult], None] = lambda _: None
-        self.on_drafter_lost: Callable[[str], None] = lambda _: None
+        self.on_drafter_lost: Callable[[PipelineFailure], None] = lambda _: None
 
     @property
     def n_stages(self) -> int:
@@ -214,6 +214,12 @@ class Pipeline:
             self.close()
             self._on_failed(PipelineFailure(stage, code, message))
 
+    def lose_drafter(self, code: ErrorCode, message: str) -> None:
+        """Detach the drafter and call ``on_drafter_lost``.  Does nothing without one."""
+        if self._draft is not None:
+            self._draft = None
+            self.on_drafter_lost(PipelineFailure(self.n_stages, code, message))
+
     def oldest_in_flight(self, now: float) -> StepInFlight | None:
         """Return the step that a daemon has worked on for longest, or None when all stages are idle.
 
@@ -266,7 +272,7 @@ class Pipeline:
         try:
             draft.link.send(encode(DraftStep(step, tokens), request_id=step.step_id, flags=self.n_stages))
         except (ProtocolError, OSError) as error:
-            self._lose_drafter(f"step {step.step_id} could not be sent to the draft stage: {error}")
+            self.lose_drafter("shard_lost", f"step {step.step_id} could not be sent to the draft stage: {error}")
         else:
             draft.waiting.append((step.step_id, self._clock()))
 
@@ -277,15 +283,12 @@ class Pipeline:
         due, _ = draft.waiting[0] if draft.waiting else (None, 0.0)
         if due != result.step_id:
             expected = "no step" if due is None else f"step {due}"
-            self._lose_drafter(f"the draft stage answered step {result.step_id} while {expected} was due")
+            text = f"the draft stage answered step {result.step_id} while {expected} was due"
+            self.lose_drafter("protocol_error", text)
             return
         draft.waiting.popleft()
         self._answered_at[id(draft.link)] = now
         self.on_drafted(result)
-
-    def _lose_drafter(self, reason: str) -> None:
-        self._draft = None
-        self.on_drafter_lost(reason)
 
     @staticmethod
     def _frame(step: Step, stage: int) -> bytes:

@@ -206,6 +206,13 @@ class PrefixIndex:
         self.trim()
         return slot
 
+    def drafted(self, slot: PrefixSlot) -> bool:
+        """Whether the drafter that is attached has the state of all of a slot."""
+        if Space.FULL not in self._pools:
+            return False
+        pool = self._pools[Space.FULL]
+        return pool.epoch > 0 and all(pool.epoch_of(page) == pool.epoch for page in slot.pages(Space.FULL))
+
     def cancel(self, reservation: Reservation) -> None:
         """Release the ids of a reservation.  Does nothing if it was adopted, cancelled or cleared already."""
         if reservation in self._reservations:

@@ -176,4 +176,6 @@ class Loaded(msgspec.Struct, frozen=True):
     shards: list[DeviceUse]
     kernels: dict[str, str]  # op or quant type -> implementation selected for it
     seconds: float  # to load the weights, without compiling kernels
-    identities: list[FileIdentity] = []  # of the files that were read, the same before and after reading
+    identities: list[FileIdentity] = []  # of the files that were read, the drafter's last: the same before and after
+    draft: DeviceUse | None = None  # of the draft stage
+    draft_problem: str = ""  # why the draft stage does not run although other stages of the daemon do

@@ -32,7 +32,7 @@ from lucevisor.model.values import Dtype, Space
 from lucevisor.placement.result import Placement
 from lucevisor.protocol.transfers import SlotPlace
 from lucevisor.snapshots.async_store import AsyncSnapshotStore
-from lucevisor.snapshots.layout import Fault, NextToken, SlotRecord, StateModel
+from lucevisor.snapshots.layout import DraftModel, Fault, NextToken, SlotRecord, StateModel
 from lucevisor.snapshots.policy import (
     Candidate,
     SavePolicy,
@@ -70,10 +70,12 @@ async def open_snapshots(
     digests: Mapping[str, str],
     placement: Placement,
     shards: ShardTransfers,
+    draft: DraftModel | None = None,
 ) -> SnapshotManager:
-    """Open and scan ``cache.dir``; call ``start`` next.  ``digests``: of all tensors.  Raises ConfigError."""
+    """Open and scan ``cache.dir``; call ``start`` next.  ``digests``: of all tensors; ``draft``: of the drafter that is
+    placed.  Raises ConfigError."""
     mark = await asyncio.to_thread(fingerprint, spec, digests, placement.options)
-    model = StateModel(mark, spec.architecture, spec.name, placement.dtype, placement.kv_dtype, spec.layers)
+    model = StateModel(mark, spec.architecture, spec.name, placement.dtype, placement.kv_dtype, spec.layers, draft)
     store = AsyncSnapshotStore(SnapshotStore(Path(cache.dir), model, cache.disk))
     await store.scan()
     return SnapshotManager(engine, store, shards, SavePolicy(cache.min_tokens, cache.disk))
@@ -195,12 +197,14 @@ class SnapshotManager:
         slot = None
         try:
             opened = await self.store.open_for_restore(match.entry, match.n_tokens)
+            opened.with_draft = opened.with_draft and reservation.draft_epoch > 0  # a drafter is attached
             try:
                 problem = await self._fill(match, opened, reservation, lambda: self._resume(under_way))
                 problem = problem or await self._judge(opened, reservation)
             finally:
                 self.store.store.close_snapshot(opened)
-            if not problem and (slot := self._engine.adopt(opened.tokens, reservation)) is None:
+            drafted = opened.with_draft
+            if not problem and (slot := self._engine.adopt(opened.tokens, reservation, drafted=drafted)) is None:
                 problem = "a daemon was lost in the meantime"
         except SnapshotRefused:  # logged and counted by the store
             return None
@@ -212,7 +216,7 @@ class SnapshotManager:
             return None
         self.store.store.restored(opened, seconds)
         log.info("snapshot restored", file=match.entry.file, n_tokens=match.n_tokens, seconds=round(seconds, 4),
-                 converted=opened.converted)  # fmt: skip
+                 converted=opened.converted, with_draft=drafted)  # fmt: skip
         return slot
 
     async def _fill(
@@ -220,7 +224,8 @@ class SnapshotManager:
     ) -> str:
         """Read and checksum the file; return the problem, empty on success.  Raises SnapshotRefused.
 
-        ``late`` is called on timeout; the pages stay reserved until the daemons are done.
+        ``late`` is called on timeout; the pages stay reserved until the daemons are done.  Where only the drafter's
+        state could not be read, ``opened.with_draft`` becomes False.
         """
         ids = reservation.ids
         place = SlotPlace(
@@ -231,6 +236,9 @@ class SnapshotManager:
         check = asyncio.create_task(self.store.check(opened))
         transfer, overdue = await self._await(self.shards.restore(opened, place), TRANSFER_S, late)
         await check
+        for group, reason in transfer.without.items():
+            opened.with_draft = False
+            log.warning("snapshot restored without the drafter's state", file=opened.file, group=group, reason=reason)
         if not transfer.problem:
             self.meter.add_read(match.n_bytes, time.monotonic() - started)
         return overdue or transfer.problem
@@ -312,7 +320,8 @@ class SnapshotManager:
                 return False
             unsealed: PendingSnapshot | None = None
             try:
-                pending = unsealed = await self.store.begin(SlotRecord(slot.tokens, time.time(), record))
+                slot_record = SlotRecord(slot.tokens, time.time(), record, self._engine.prefixes.drafted(slot))
+                pending = unsealed = await self.store.begin(slot_record)
                 late = "the daemons or the disk took too long"
                 transfer, overdue = await self._await(
                     self.shards.save(pending, place), deadline_s,

@@ -8,17 +8,22 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
+from dataclasses import replace
 
 from lucevisor.deployment.assembly import PipelineAssembly
 from lucevisor.engine.core import Engine, EngineSettings
+from lucevisor.engine.handle import RequestHandle
+from lucevisor.engine.limits import SpeculationSettings
 from lucevisor.engine.pipeline import PipelineFailure
+from lucevisor.engine.request import GenerationRequest
 from lucevisor.protocol.errors import LinkClosed
 from lucevisor.protocol.frames import Frame
 from lucevisor.protocol.loading import PoolSizes
 from lucevisor.protocol.messages import MessageKind
 from lucevisor.protocol.steps import Reset, ResetDone, StepResult
+from tests.engine.toy_drafter import ToyDrafter
 from tests.engine.toy_engine import HYBRID, limits
-from tests.engine.toy_pipeline import ToyDaemon, ToyLimits, ToyModel, ToyStage
+from tests.engine.toy_pipeline import VOCABULARY, ToyDaemon, ToyLimits, ToyModel, ToyStage
 
 
 def frame(message: StepResult | ResetDone, payload: bytes | memoryview = b"") -> Frame:
@@ -29,12 +34,13 @@ def frame(message: StepResult | ResetDone, payload: bytes | memoryview = b"") ->
 class Process:
     """One daemon from READY to its death, and the supervisor's link to it."""
 
-    def __init__(self, stages: dict[int, ToyStage], told: ToyLimits) -> None:
+    def __init__(self, stages: dict[int, ToyStage], told: ToyLimits, drafter: ToyDrafter | None = None) -> None:
         self.alive = True
         self.inbox: deque[Reset | bytes] = deque()
         self.resets = 0
         self.last_reset = 0
         self._daemon = ToyDaemon(stages, told)
+        self._daemon.drafter = drafter
 
     def send(self, message: Reset | bytes) -> None:
         if not self.alive:
@@ -47,43 +53,77 @@ class Process:
         if isinstance(message, Reset):
             self.resets += 1
             self.last_reset = message.token
-            for stage in self._daemon.stages.values():
+            drafter = [self._daemon.drafter] if isinstance(self._daemon.drafter, ToyDrafter) else []
+            for stage in (*self._daemon.stages.values(), *drafter):
                 stage.sequences.clear()
             return frame(ResetDone(message.token))
         self._daemon.send(message)
         return frame(*self._daemon.run_one())
 
 
-class Groups:
-    """``homes[s]``: the group that runs stage s."""
+DRAFTING = SpeculationSettings(max_drafts=4, drafter=True, n_vocabulary=VOCABULARY)
 
-    def __init__(self, homes: Sequence[str]) -> None:
-        self.homes = list(homes)
+
+class Groups:
+    """``homes[s]``: the group that runs stage s; ``draft``: the one that runs the draft stage, if any."""
+
+    def __init__(self, homes: Sequence[str], draft: str = "") -> None:
+        self.homes, self.draft = list(homes), draft
         n = len(homes)
         self.limits = limits(max_sequences=2, pools=PoolSizes(16, 0, 2))
+        if draft:
+            self.limits = replace(self.limits, pools=PoolSizes(16, 0, 10), speculation=DRAFTING)
+        self.texts: dict[int, list[int]] = {}  # prompt and answer by seed, for the drafter
+        self.drafters_lost: list[PipelineFailure] = []
         self.model = ToyModel(n, HYBRID, None)
         self.regions: dict[tuple[int, int], tuple[int, list[int]]] = {}  # shared memory outlives daemons
         self.failures: list[PipelineFailure] = []
         self.changes = 0
         self.engine = Engine(
-            self.limits, EngineSettings(max_queue=100, on_pipeline_failed=self.failures.append, validate=True)
+            self.limits,
+            EngineSettings(
+                max_queue=100,
+                on_pipeline_failed=self.failures.append,
+                on_drafter_lost=self._drafter_lost,
+                validate=True,
+            ),
         )
-        self.assembly = PipelineAssembly(self.engine, self.homes, self._changed)
+        self.assembly = PipelineAssembly(self.engine, self.homes, self._changed, draft)
         self.processes: dict[str, Process] = {}  # those that supervision holds for READY
 
     def _changed(self) -> None:
         self.changes += 1
 
-    def ready(self, group: str, *, alive: bool = True) -> Process:
+    def _drafter_lost(self, failure: PipelineFailure) -> None:
+        """What a deployment does."""
+        self.drafters_lost.append(failure)
+        self.assembly.detach_drafter(failure.message)
+
+    def submit(self, one: GenerationRequest) -> RequestHandle:
+        """Submit a request whose drafts the drafter knows."""
+        alone = self.model.alone(one.prompt, one.sampling, one.max_tokens, one.stop_ids)
+        self.texts[one.sampling.seed] = [*one.prompt, *alone]
+        return self.engine.submit(one)
+
+    def ready(self, group: str, *, alive: bool = True, with_draft: bool = True) -> Process:
         """A new daemon of the group finished loading; not ``alive``: those were its last words."""
         assert group not in self.processes
-        told = ToyLimits(len(self.homes), self.limits.max_sequences, self.limits.max_step_tokens)
+        n_stages = len(self.homes)
+        told = ToyLimits(
+            n_stages, self.limits.max_sequences, self.limits.max_step_tokens, self.limits.n_regions(n_stages)
+        )
         stages = {
             s: ToyStage(self.model, s, self.limits.pools, self.regions) for s, g in enumerate(self.homes) if g == group
         }
-        process = self.processes[group] = Process(stages, told)
+        with_draft = with_draft and group == self.draft
+        drafter = None
+        if with_draft:
+            drafter = ToyDrafter(
+                self.model, self.limits.pools, self.regions, lambda sampling: self.texts[sampling.seed], wrong=3
+            )
+        process = self.processes[group] = Process(stages, told, drafter)
         process.alive = alive
-        self.assembly.ready(group, process)  # type: ignore[arg-type]  # what it uses of a Link
+        self.assembly.ready(group, process, with_draft=with_draft)  # type: ignore[arg-type]  # what it uses of a Link
         return process
 
     def die(self, group: str) -> None:

@@ -24,6 +24,8 @@ min_tokens = {min_tokens}
 prefix_slots = {slots}
 states = "{states}"
 dir = "{directory}"
+[draft]
+kind = "off"  # tests count the tokens that are computed
 """
 SPLITS = {1: "1", 2: "0.5,0.5", 3: "0.08,0.46,0.46"}
 PROMPT = [random.Random(3).randrange(5, 500) for _ in range(300)]

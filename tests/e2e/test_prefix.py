@@ -12,10 +12,11 @@ from typing import Any
 import pytest
 
 from lucevisor.model.families import open_spec
-from tests.e2e.conversations import ANSWER, MODELS, Told, converse
+from tests.e2e.conversations import ANSWER, DEMO, MODELS, Told, converse
 from tests.e2e.process import DEMO as DEMO_CONFIG
 from tests.e2e.process import Cli
 from tests.e2e.service import running, write_config
+from tests.model.drafter_files import UPSTREAM
 
 CONFIG = """
 [engine]
@@ -27,7 +28,11 @@ pages = 1000
 min_tokens = 64
 prefix_slots = {}
 states = "{}"
+[draft]
+{}
 """
+PLAIN = 'kind = "off"'
+"""Without drafts every token is computed once: tests count them."""
 
 
 async def arms(model: Path, directory: Path, n_conversations: int, states: str = "device") -> tuple[Told, Told, Told]:
@@ -38,7 +43,7 @@ async def arms(model: Path, directory: Path, n_conversations: int, states: str =
         groups, ranges = {"a": 1}, [f"0-{spec.n_layers}"]
 
     def config(n_slots: int) -> Path:
-        return write_config(directory, model, groups, ranges, CONFIG.format(n_slots, states))
+        return write_config(directory, model, groups, ranges, CONFIG.format(n_slots, states, PLAIN))
 
     async with running(config(0), directory) as service:
         off = await converse(service, spec.vocabulary, n_conversations)
@@ -78,6 +83,27 @@ def check(off: Told, cold: Told, warm: Told) -> None:
 @pytest.mark.parametrize(("name", "states"), [("demo", "device"), ("qwen35", "device"), ("qwen35", "host")])
 async def test_cache_off_cold_and_warm_give_the_same_tokens(name: str, states: str, tmp_path: Path) -> None:
     check(*await arms(MODELS[name], tmp_path, 4, states))
+
+
+@pytest.mark.parametrize(
+    ("name", "drafter"),
+    [("demo", DEMO.with_name("demo-qwen35-22m-dflash2-q8_0.gguf")), ("qwen35", UPSTREAM), ("qwen3", None)],
+)
+async def test_drafts_change_neither_answers_nor_what_is_remembered(
+    name: str, drafter: Path | None, tmp_path: Path
+) -> None:
+    told = []
+    for draft in (PLAIN, 'kind = "lookup"' if drafter is None else f'path = "{drafter}"'):
+        spec = open_spec(MODELS[name])
+        ranges = [f"0-{spec.n_layers // 2}", f"{spec.n_layers // 2}-{spec.n_layers}"]
+        config = write_config(tmp_path, MODELS[name], {"a": 1, "b": 1}, ranges, CONFIG.format(300, "device", draft))
+        async with running(config, tmp_path) as service:
+            told += [await converse(service, spec.vocabulary, 4) for _ in range(2)]
+            assert service.engine is not None
+            assert all(use.used == use.evictable for use in service.engine.statistics().pages.values())
+            assert service.deployment.drafting == (draft != PLAIN and drafter is not None)
+    plain, drafted = told[:2], told[2:]
+    assert [(one.answers, one.cached) for one in plain] == [(one.answers, one.cached) for one in drafted]
 
 
 @pytest.mark.slow

@@ -42,7 +42,7 @@ class Bench:
         self.log: list[str] = []
         self.pipeline = Pipeline(self.wires[:2], self._result, self.failures.append, clock=lambda: self.now)
         self.pipeline.on_drafted = lambda result: self.log.append(f"drafts {result.step_id}")
-        self.pipeline.on_drafter_lost = self.log.append
+        self.pipeline.on_drafter_lost = lambda failure: self.log.append(failure.message)
         self.drafter = self.wires[1 if with_output else 2]
         self.with_output = with_output
 

@@ -201,7 +201,9 @@ def test_a_drafter_that_sends_wrong_drafts_is_lost_and_requests_go_on() -> None:
     toy.drafter._draft = lambda piece, new: [200]  # type: ignore[method-assign]
     handle = toy.engine.submit(one)
     toy.run()
-    assert toy.lost == ["it sent a wrong result: step 1 has drafts [200] outside of 97 ids"]
+    (failure,) = toy.lost
+    assert failure.code == "protocol_error"
+    assert failure.message == "the draft stage sent a wrong result: step 1 has drafts [200] outside of 97 ids"
     assert isinstance(handle.finished, FinishedEvent)
     assert handle.finished.reason == "length"
     assert not toy.failures

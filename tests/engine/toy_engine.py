@@ -50,7 +50,7 @@ class ToyEngine:
         self._alone: dict[str, list[int]] = {}
         self.now = 0.0
         self.failures: list[PipelineFailure] = []
-        self.lost: list[str] = []  # why drafters were lost
+        self.lost: list[PipelineFailure] = []  # why drafters were lost
         self.steps: list[PipelineResult] = []
         self.engine = Engine(
             limits,

@@ -1,0 +1,283 @@
+"""A drafter that comes and goes beside a pipeline: when it drafts, who is reset, and that requests never notice."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from lucevisor.engine.handle import RequestHandle
+from lucevisor.engine.request import GenerationRequest, TokenEvent
+from lucevisor.protocol.steps import ResetDone, StepResult
+from tests.deployment.daemon_groups import Groups, frame
+from tests.deployment.test_assembly import drained
+from tests.engine.toy_engine import events_of, request, told
+
+
+def serving(homes: tuple[str, ...] = ("left", "right"), draft: str = "draft") -> Groups:
+    groups = Groups(homes, draft)
+    for group in dict.fromkeys([*homes, draft]):
+        groups.ready(group)
+    groups.work()
+    assert groups.assembly.drafting
+    return groups
+
+
+async def right(groups: Groups, one: GenerationRequest, handle: RequestHandle) -> None:
+    wanted = groups.model.alone(one.prompt, one.sampling, one.max_tokens, frozenset())
+    assert told(await events_of(handle))[0] == wanted
+
+
+def n_steps(groups: Groups) -> int:
+    return groups.engine.statistics().steps.n_steps
+
+
+@pytest.mark.parametrize("draft", ["draft", "left", "right"])
+async def test_drafts_save_steps_wherever_the_drafter_is(draft: str) -> None:
+    groups = serving(("left", "right"), draft)
+    one = request("a", range(40), 60)
+    handle = groups.submit(one)
+    groups.work()
+    await right(groups, one, handle)
+    assert n_steps(groups) < 50
+
+
+def test_requests_are_served_before_the_drafter_is_there() -> None:
+    groups = Groups(["left", "right"], "draft")
+    groups.ready("left")
+    groups.ready("right")
+    groups.work()
+    assert groups.assembly.complete
+    assert not groups.assembly.drafting
+    changes = groups.changes
+    groups.ready("draft")
+    assert not groups.assembly.drafting
+    assert groups.assembly.resetting == {"draft"}
+    groups.answer("draft")
+    assert groups.assembly.drafting
+    assert groups.changes == changes + 1
+
+
+def test_a_drafter_that_is_there_first_waits_for_the_pipeline() -> None:
+    groups = Groups(["left", "right"], "draft")
+    drafter = groups.ready("draft")
+    assert not drafter.inbox
+    assert not groups.assembly.complete
+    groups.ready("left")
+    groups.ready("right")
+    groups.work()
+    assert groups.assembly.drafting
+    assert drafter.resets == 1
+
+
+@pytest.mark.parametrize("how", ["lost", "dead link", "wrong step", "wrong stage"])
+async def test_losing_a_drafter_of_its_own_group_fails_no_request(how: str) -> None:
+    groups = serving()
+    one, two = request("a", range(30), 80), request("b", range(50), 80)
+    handles = [groups.submit(one), groups.submit(two)]
+    for _ in range(20):
+        for group in ("left", "right", "draft"):
+            if groups.processes[group].inbox:
+                groups.answer(group)
+    assert not any(handle.finished for handle in handles)
+    if how == "wrong step":
+        groups.assembly.frame("draft", frame(StepResult(99_999, 2)))
+    elif how == "wrong stage":
+        groups.assembly.frame("draft", frame(StepResult(1, 0)))
+    else:
+        groups.die("draft")
+        for group in ("left", "right") * 4 if how == "dead link" else ():
+            if groups.processes[group].inbox:
+                groups.answer(group)
+    groups.lost("draft")
+    assert not groups.assembly.drafting
+    assert groups.assembly.complete
+    codes = {"lost": [], "dead link": ["shard_lost"]}.get(how, ["protocol_error"])
+    assert [failure.code for failure in groups.drafters_lost] == codes
+    groups.work()
+    for one_, handle in zip((one, two), handles, strict=True):
+        await right(groups, one_, handle)
+    assert groups.failures == []
+    groups.ready("draft")
+    groups.work()
+    assert groups.assembly.drafting
+    assert [p.resets for name, p in groups.processes.items() if name != "draft"] == [1, 1]
+
+
+async def test_a_lost_shard_takes_the_drafter_off_the_engine_and_it_is_reset_for_the_next_pipeline() -> None:
+    groups = serving()
+    groups.submit(request("a", range(30), 80))
+    for _ in range(6):
+        for group in ("left", "right", "draft"):
+            if groups.processes[group].inbox:
+                groups.answer(group)
+    groups.die("right")
+    groups.lost("right")
+    assert not groups.assembly.drafting
+    groups.ready("right")
+    groups.work()
+    assert groups.assembly.drafting
+    assert {name: p.resets for name, p in groups.processes.items()} == {"left": 2, "draft": 2, "right": 1}
+    one = request("b", range(40), 40)
+    handle = groups.submit(one)
+    groups.work()
+    await right(groups, one, handle)
+    assert groups.drafters_lost == []
+
+
+def test_an_answer_to_an_earlier_reset_attaches_nothing() -> None:
+    groups = Groups(["only"], "draft")
+    groups.ready("only")
+    groups.ready("draft")
+    groups.work()
+    groups.die("only")
+    groups.lost("only")
+    groups.assembly.frame("draft", frame(ResetDone(1)))  # the first, once more
+    assert not groups.assembly.drafting
+    groups.ready("only")
+    groups.answer("only")
+    groups.assembly.frame("draft", frame(ResetDone(1)))
+    assert not groups.assembly.drafting
+    groups.answer("draft")
+    assert groups.assembly.drafting
+
+
+def test_a_drafter_of_the_output_stages_daemon_lives_and_dies_with_it() -> None:
+    groups = serving(draft="right")
+    assert [p.resets for p in groups.processes.values()] == [1, 1]
+    groups.die("right")
+    groups.lost("right")
+    assert not groups.assembly.drafting
+    assert not groups.assembly.complete
+    groups.ready("right")
+    groups.work()
+    assert groups.assembly.drafting
+
+
+async def test_a_daemon_that_could_not_load_the_drafter_serves_without() -> None:
+    groups = Groups(["left", "right"], "right")
+    groups.ready("left")
+    groups.ready("right", with_draft=False)
+    groups.work()
+    assert groups.assembly.complete
+    assert not groups.assembly.drafting
+    one = request("a", range(20), 20)
+    handle = groups.submit(one)
+    groups.work()
+    await right(groups, one, handle)
+
+
+def test_a_drafter_with_the_output_stage_that_breaks_the_order_is_not_asked_again() -> None:
+    groups = serving(draft="right")
+    groups.assembly.frame("right", frame(StepResult(99_999, 2)))
+    assert [failure.code for failure in groups.drafters_lost] == ["protocol_error"]
+    assert not groups.assembly.drafting
+    assert groups.assembly.complete
+
+
+class World(RuleBasedStateMachine):
+    """Whatever comes, goes or answers in whatever order: with the drafter alone in its group no request ends by its
+    loss, and every answer is what it would be without drafts."""
+
+    @initialize(
+        homes=st.sampled_from([("a",), ("a", "b"), ("a", "b", "a")]), alone=st.booleans(), last=st.sampled_from([0, -1])
+    )
+    def begin(self, homes: tuple[str, ...], alone: bool, last: int) -> None:
+        self.groups = Groups(homes, "d" if alone else homes[last])
+        self.alone = alone
+        self.names = list(dict.fromkeys([*homes, self.groups.draft]))
+        self.requests: dict[str, tuple[GenerationRequest, RequestHandle]] = {}
+
+    def some(self, draw: int, names: list[str]) -> str:
+        return names[draw % len(names)]
+
+    @property
+    def away(self) -> list[str]:
+        return [n for n in self.names if n not in self.groups.processes]
+
+    @property
+    def here(self) -> list[str]:
+        return [n for n in self.names if n in self.groups.processes]
+
+    @property
+    def busy(self) -> list[str]:
+        return [n for n in self.here if self.groups.processes[n].inbox]
+
+    @precondition(lambda self: self.away)
+    @rule(draw=st.integers(0, 5), with_draft=st.sampled_from([True, True, True, False]))
+    def ready(self, draw: int, with_draft: bool) -> None:
+        group = self.some(draw, self.away)
+        self.groups.ready(group, with_draft=with_draft or self.alone)
+
+    @precondition(lambda self: self.busy)
+    @rule(draw=st.integers(0, 5), n=st.sampled_from([1, 1, 9, 40]))
+    def answer(self, draw: int, n: int) -> None:
+        for _ in range(n):
+            if self.busy:
+                self.groups.answer(self.some(draw, self.busy))
+
+    @precondition(lambda self: self.here)
+    @rule(draw=st.integers(0, 5), heard=st.booleans())
+    def lost(self, draw: int, heard: bool) -> None:
+        """``heard``: the link's end is noticed before a step is sent to it."""
+        group = self.some(draw, self.here)
+        n_running = self.groups.engine.statistics().running
+        self.groups.die(group)
+        if not heard and self.busy:
+            self.groups.answer(self.some(draw, self.busy))
+            n_running = self.groups.engine.statistics().running
+        self.groups.lost(group)
+        kept = self.alone and group == self.groups.draft
+        assert self.groups.engine.statistics().running == (n_running if kept else 0)
+
+    @precondition(lambda self: self.groups.assembly.drafting)
+    @rule()
+    def wrong_answer(self) -> None:
+        n_running = self.groups.engine.statistics().running
+        stage = len(self.groups.homes)
+        self.groups.assembly.frame(self.groups.draft, frame(StepResult(99_999, stage)))
+        assert not self.groups.assembly.drafting
+        assert self.groups.engine.statistics().running == n_running
+        if self.alone:
+            self.groups.lost(self.groups.draft)  # what supervision does about it
+
+    @precondition(lambda self: self.groups.engine.ready)
+    @rule(length=st.integers(1, 150), n=st.integers(1, 40))
+    def submit(self, length: int, n: int) -> None:
+        one = request("r" * (1 + len(self.requests)), range(length), n)  # a seed of its own, for the drafter
+        self.requests[one.request_id] = one, self.groups.submit(one)
+
+    @invariant()
+    def the_drafter_needs_a_pipeline(self) -> None:
+        if self.groups.assembly.drafting:
+            assert self.groups.assembly.complete
+            assert self.groups.draft in self.groups.processes
+
+    @invariant()
+    def what_ended_well_is_right(self) -> None:
+        for one, handle in self.requests.values():
+            if handle.finished is not None and handle.finished.reason == "length":
+                events = drained(handle)
+                if events:
+                    wanted = self.groups.model.alone(one.prompt, one.sampling, one.max_tokens, frozenset())
+                    assert [e.token for e in events if isinstance(e, TokenEvent)] == wanted
+
+    def teardown(self) -> None:
+        if not hasattr(self, "groups"):
+            return
+        for group in self.here:
+            if not self.groups.processes[group].alive:
+                self.groups.lost(group)
+        for group in self.away:
+            self.groups.ready(group)
+        self.groups.work()
+        assert self.groups.engine.ready
+        assert self.groups.assembly.drafting or not self.alone
+        for _, handle in self.requests.values():
+            assert handle.finished is not None
+        self.what_ended_well_is_right()
+
+
+TestWorld = World.TestCase
+TestWorld.settings = settings(max_examples=120, stateful_step_count=50)

@@ -1,0 +1,367 @@
+"""Drafters with real daemons: the same tokens as without, wherever the drafter runs, and whatever becomes of it."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import shutil
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import structlog
+
+from lucevisor.app.model_files import open_model
+from lucevisor.app.status import status
+from lucevisor.cli.progress import SilentDisplay
+from lucevisor.config import load
+from lucevisor.deployment.service import Service
+from lucevisor.errors import LucevisorError
+from lucevisor.protocol.steps import Sampling
+from lucevisor.supervision.states import State
+from tests.e2e.process import DEMO, Cli
+from tests.e2e.service import GOLDEN, generate, running, write_config
+from tests.e2e.test_faults import post
+
+TARGET = GOLDEN / "qwen35" / "model.gguf"
+DFLASH = GOLDEN / "dflash" / "drafter-upstream.gguf"
+DFLASH2 = GOLDEN / "dflash2" / "drafter.gguf"
+MTP = GOLDEN / "qwen35_mtp_draft" / "model.gguf"
+ENGINE = '\n[engine]\ndtype = "float32"\nmax_sequences = {n}\n'
+ASIDE = '[groups.aside]\nbackend = "cpu"\nthreads = 1\n'
+CACHE = """
+[cache]
+min_tokens = 8
+prefix_slots = 100
+dir = "{}"
+"""
+N = 60
+"""Tokens of the golden traces, less the few that the last block may go beyond."""
+
+
+def trace(fixture: str) -> tuple[list[int], list[int]]:
+    """A prompt of the golden trace, and its greedy continuation."""
+    golden = np.load(GOLDEN / fixture / "golden.npz")
+    prompt = [int(i) for i in golden["input_ids"][:40]]
+    greedy = golden["spec_greedy_tokens"] if "spec_greedy_tokens" in golden else golden["input_ids"][40:]
+    return prompt, [int(i) for i in greedy[:N]]
+
+
+def two_groups(tmp_path: Path, model: Path, draft: str, *, n: int = 4, more: str = "", split: str = "0-4 4-8") -> Path:
+    """Groups left and right, and ``aside`` if the drafter is to run there.  Drafts are always made and verified, where
+    `auto` would see that they do not pay with models this small."""
+    draft += "" if "off" in draft or "width" in draft else "\nwidth = 4"
+    extra = (ASIDE if "aside" in draft else "") + f"[draft]\n{draft}\n" + ENGINE.format(n=n) + more
+    return write_config(tmp_path, model, {"left": 1, "right": 1}, split.split(), extra)
+
+
+async def until(condition: Any, seconds: float = 30.0) -> None:
+    async with asyncio.timeout(seconds):
+        while not condition():  # noqa: ASYNC110 - states of several parts have no event in common
+            await asyncio.sleep(0.01)
+
+
+async def drafting(service: Service) -> None:
+    await until(lambda: service.deployment.drafting)
+
+
+def n_steps(service: Service) -> int:
+    assert service.engine is not None
+    return service.engine.statistics().steps.n_steps
+
+
+# ---- the same tokens, in fewer steps
+
+
+@pytest.mark.parametrize(
+    ("model", "fixture", "draft", "n_most"),
+    [
+        (TARGET, "dflash", f'path = "{DFLASH}"', 30),
+        (TARGET, "dflash", f'path = "{DFLASH}"\ndevice = "left:0"', 30),
+        (TARGET, "dflash", f'path = "{DFLASH}"\ndevice = "aside:0"', 30),
+        (TARGET, "dflash2", f'kind = "dflash"\npath = "{DFLASH2}"', 30),
+        (MTP, "qwen35_mtp_draft", "", 30),
+        (MTP, "qwen35_mtp_draft", 'width = "auto"', N + 5),
+        (MTP, "qwen35_mtp_draft", 'kind = "mtp"\ndevice = "aside:0"', 30),
+        (MTP, "qwen35_mtp_draft", 'kind = "off"', N + 5),
+    ],
+)
+async def test_a_drafter_anywhere_gives_the_golden_tokens(
+    tmp_path: Path, model: Path, fixture: str, draft: str, n_most: int
+) -> None:
+    prompt, wanted = trace(fixture)
+    async with running(two_groups(tmp_path, model, draft), tmp_path) as service:
+        if "off" not in draft:
+            await drafting(service)
+        before = n_steps(service)
+        assert await generate(service, prompt, N) == wanted
+        assert n_steps(service) - before <= n_most
+
+
+async def test_sampled_tokens_are_those_of_plain_decoding(tmp_path: Path) -> None:
+    prompt, _ = trace("dflash")
+    sampling = Sampling(temperature=0.8, top_p=0.9, seed=7, repetition_penalty=1.1)
+    found = []
+    for draft in ('kind = "off"', f'path = "{DFLASH}"', f'path = "{DFLASH}"\ndevice = "aside:0"'):
+        async with running(two_groups(tmp_path, TARGET, draft), tmp_path) as service:
+            if "off" not in draft:
+                await drafting(service)
+            found.append(await generate(service, prompt, 40, sampling))
+    assert found[0] == found[1] == found[2]
+
+
+# ---- a drafter that is lost, restarted, changed or never there
+
+
+@pytest.mark.parametrize("how", ["kill", "restart", "restart now"])
+async def test_8_streams_go_on_when_the_drafters_group_dies(tmp_path: Path, how: str) -> None:
+    prompt, wanted = trace("dflash")
+    config = two_groups(tmp_path, TARGET, f'path = "{DFLASH}"\ndevice = "aside:0"', n=8)
+    prompts = [prompt[i:] for i in range(8)]
+    async with running(config, tmp_path) as service:
+        await drafting(service)
+        alone = [await generate(service, one, 200) for one in prompts]
+        assert alone[0][:N] == wanted
+        aside, engine = service.groups["aside"], service.engine
+        assert engine is not None
+        pid, others = aside.pid, [service.groups[name].pid for name in ("left", "right")]
+        assert pid is not None
+        streams = asyncio.gather(*(generate(service, one, 200) for one in prompts))
+        await until(lambda: engine.statistics().running == 8)
+        if how == "kill":
+            os.kill(pid, signal.SIGKILL)
+            await until(lambda: not service.deployment.drafting)
+            assert service.state == "ready"
+            shown = status(service, "t", "")["draft"]
+            assert shown["state"] == "detached"
+            assert shown["reason"].startswith("group aside is ")
+        else:
+            await service.restart("aside", now=how == "restart now")
+        assert await streams == alone
+        await drafting(service)
+        assert status(service, "t", "")["draft"]["state"] == "attached"
+        assert aside.pid != pid
+        assert [service.groups[name].pid for name in ("left", "right")] == others
+        before = n_steps(service)
+        assert (await generate(service, prompt, N)) == wanted
+        assert n_steps(service) - before < 40, "it drafts again"
+
+
+async def test_killing_the_output_stage_takes_its_drafter_along_and_both_come_back(tmp_path: Path) -> None:
+    prompt, wanted = trace("qwen35_mtp_draft")
+    async with running(two_groups(tmp_path, MTP, ""), tmp_path) as service:
+        await drafting(service)
+        pid = service.groups["right"].pid
+        assert pid is not None
+        os.kill(pid, signal.SIGKILL)
+        await until(lambda: service.state == "degraded")
+        await until(lambda: service.state == "ready" and service.deployment.drafting)
+        assert await generate(service, prompt, N) == wanted
+
+
+async def test_a_drafter_whose_daemon_cannot_start_holds_nothing_up(tmp_path: Path) -> None:
+    prompt, wanted = trace("dflash")
+    config = two_groups(tmp_path, TARGET, f'path = "{DFLASH}"\ndevice = "aside:0"')
+    async with running(config, tmp_path, ["groups.aside.python=/bin/false"]) as service:
+        assert await generate(service, prompt, N) == wanted
+        await until(lambda: service.groups["aside"].state in (State.FAILED, State.BACKOFF))
+        assert service.state == "ready"
+        assert service.reason() == ""
+        assert "group aside is " in status(service, "t", "")["draft"]["reason"]
+
+
+async def test_a_drafter_that_says_nothing_delays_the_start_by_seconds_at_most(tmp_path: Path) -> None:
+    silent = tmp_path / "silent"
+    silent.write_text("#!/bin/sh\nexec sleep 600\n")
+    silent.chmod(0o755)
+    config = two_groups(tmp_path, TARGET, f'path = "{DFLASH}"\ndevice = "aside:0"')
+    started = time.monotonic()
+    async with running(config, tmp_path, [f"groups.aside.python={silent}"]) as service:
+        assert time.monotonic() - started < 30
+        assert service.state == "ready"
+        assert service.groups["aside"].state is State.STARTING
+
+
+def change_one_byte(file: Path) -> None:
+    data = bytearray(file.read_bytes())
+    data[-100] ^= 0x80
+    file.write_bytes(data)
+
+
+@pytest.mark.parametrize("device", ["right:0", "aside:0"])
+async def test_a_changed_drafter_file_is_not_loaded_and_serving_goes_on(tmp_path: Path, device: str) -> None:
+    prompt, wanted = trace("dflash")
+    drafter = Path(shutil.copy(DFLASH, tmp_path / "drafter.gguf"))
+    hashed = CACHE.format(tmp_path / "snapshots")  # before it is ready
+    config = two_groups(tmp_path, TARGET, f'path = "{drafter}"\ndevice = "{device}"', more=hashed)
+    async with running(config, tmp_path) as service:
+        await drafting(service)
+        change_one_byte(drafter)
+        if device == "aside:0":
+            with pytest.raises(LucevisorError, match=r"group aside did not come back: .*drafter\.gguf"):
+                await service.restart("aside", now=True)
+            assert service.groups["aside"].state is State.FAILED
+        else:
+            await service.restart("right", now=True)
+        assert service.state == "ready"
+        shown = status(service, "t", "")["draft"]
+        assert shown["state"] == "detached"
+        assert "drafter.gguf" in shown["reason"]
+        assert await generate(service, prompt, N) == wanted
+        change_one_byte(drafter)  # back
+        await service.restart(device[:-2], now=False)
+        assert await generate(service, prompt, N) == wanted
+
+
+async def test_a_drafter_that_does_not_fit_is_left_out_or_refused(tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.setattr("lucevisor.placement.drafting.too_dear", lambda *_: "host is 1.00 GiB short")
+    monkeypatch.setattr("lucevisor.placement.planner.too_dear", lambda *_: "host is 1.00 GiB short")
+    prompt, wanted = trace("dflash")
+    config = two_groups(tmp_path, TARGET, f'path = "{DFLASH}"\ndevice = "aside:0"')
+    async with running(config, tmp_path) as service:
+        assert await generate(service, prompt, N) == wanted
+        await until(lambda: service.groups["aside"].state is State.FAILED)
+        assert service.state == "ready"
+        shown = status(service, "t", "")["draft"]
+        assert (shown["kind"], shown["state"]) == ("lookup", "detached")
+        assert "left out: host is 1.00 GiB short" in shown["reason"]
+
+
+# ---- snapshots
+
+
+@pytest.fixture
+def told() -> Iterator[list[Any]]:
+    """What is logged, from information on."""
+    structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.INFO))
+    with structlog.testing.capture_logs() as said:
+        yield said
+
+
+def restored(said: list[Any]) -> list[bool]:
+    """For each snapshot that was restored, whether with the drafter's state; forgets what was said."""
+    found = [line["with_draft"] for line in said if line["event"] == "snapshot restored"]
+    said.clear()
+    return found
+
+
+@pytest.mark.parametrize(
+    ("model", "fixture", "drafter"), [(TARGET, "dflash", f'path = "{DFLASH}"'), (MTP, "qwen35_mtp_draft", "")]
+)
+@pytest.mark.usefixtures("computing_is_dear")
+async def test_a_snapshot_holds_the_drafters_state_and_moves_with_it(
+    tmp_path: Path, told: list[Any], model: Path, fixture: str, drafter: str
+) -> None:
+    prompt, wanted = trace(fixture)
+    cache = CACHE.format(tmp_path / "snapshots")
+    at = 20  # the slot ends behind so many tokens of the answer
+    asked, rest = [*prompt, *wanted[:at]], wanted[at:]
+
+    def config(draft: str, split: str) -> Path:
+        return two_groups(tmp_path, model, draft, more=cache, split=split)
+
+    async with running(config(drafter, "0-4 4-8"), tmp_path) as service:
+        await drafting(service)
+        assert await generate(service, prompt, at) == wanted[:at]
+        before = n_steps(service)
+        assert await generate(service, asked, len(rest)) == rest
+        n_warm = n_steps(service) - before
+        assert service.snapshots is not None
+        await service.snapshots.save_all(60.0)
+        entries = service.snapshots.store.store.entries
+        assert any(entry.snapshot.draft_fingerprint for entry in entries)
+
+    for draft, split, expected in (
+        (f'{drafter}\ndevice = "aside:0"', "0-3 3-8", True),
+        (f'{drafter}\ndevice = "left:0"', "0-7 7-8", True),
+        ('kind = "off"', "0-4 4-8", False),
+    ):
+        told.clear()
+        async with running(config(draft, split), tmp_path) as service:
+            if expected:
+                await drafting(service)
+            before = n_steps(service)
+            assert await generate(service, asked, len(rest)) == rest
+            taken = n_steps(service) - before
+        assert restored(told) == [expected], draft
+        if expected:
+            assert taken <= n_warm + 2, "one step judges the snapshot; the drafter knew all of the prompt"
+
+
+@pytest.mark.usefixtures("computing_is_dear")
+async def test_the_snapshot_of_another_drafter_restores_the_model_alone(tmp_path: Path, told: list[Any]) -> None:
+    (prompt, wanted), at = trace("dflash"), 20
+    cache = CACHE.format(tmp_path / "snapshots")
+    asked = {DFLASH: (prompt, wanted[:at]), DFLASH2: ([*prompt, *wanted[:at]], wanted[at:])}
+    for drafter, (tokens, answer) in asked.items():
+        told.clear()
+        async with running(two_groups(tmp_path, TARGET, f'path = "{drafter}"', more=cache), tmp_path) as service:
+            await drafting(service)
+            assert await generate(service, tokens, len(answer)) == answer
+            assert service.snapshots is not None
+            await service.snapshots.save_all(60.0)
+    assert restored(told) == [False]
+
+
+# ---- before anything starts
+
+
+@pytest.mark.parametrize(
+    ("draft", "text"),
+    [
+        (["draft.kind=mtp"], "an MTP head is of its model's family"),
+        (["draft.kind=mtp", "draft.path="], "has no MTP head"),
+        (["draft.path=/nowhere/d.gguf"], "there is no such file"),
+        ([f"draft.path={TARGET}"], "has no MTP head"),
+    ],
+)
+def test_a_drafter_that_cannot_be_read_is_refused_with_exit_code_2(cli: Cli, draft: list[str], text: str) -> None:
+    sets = [part for one in draft for part in ("--set", one)]
+    done = cli.run("start", str(DEMO), "--set", "server.port=0", *sets, check=False)
+    assert done.returncode == 2
+    assert text in done.stderr
+    assert "draft." in done.stderr
+
+
+def test_a_service_can_be_made_without_its_drafter_being_placed(tmp_path: Path) -> None:
+    """`status` and `reason` have no drafter to tell of before the plan is made."""
+
+    async def shown() -> dict[str, Any]:
+        config = load(two_groups(tmp_path, TARGET, f'path = "{DFLASH}"'))
+        return status(Service(config, open_model(config), tmp_path, SilentDisplay()), "t", "")
+
+    assert asyncio.run(shown())["draft"] == {"kind": "auto", "state": "none", "reason": ""}
+
+
+# ---- the demo
+
+
+@pytest.fixture(scope="module")
+def demos() -> Iterator[dict[str, dict[str, Any]]]:
+    """The bundled demo as it is, and without drafts."""
+    cli = Cli()
+    try:
+        yield {
+            "with": cli.start(DEMO, "engine.dtype=float32", name="with"),
+            "without": cli.start(DEMO, "engine.dtype=float32", "draft.kind=off", name="without"),
+        }
+        cli.stop("with")
+        cli.stop("without")
+    finally:
+        cli.close()
+
+
+@pytest.mark.parametrize("question", ["What does os.path.join do?", "Which module reads CSV files?", "How do I sleep?"])
+def test_the_demo_answers_the_same_with_its_drafter(demos: dict[str, dict[str, Any]], question: str) -> None:
+    body = {"messages": [{"role": "user", "content": question}], "temperature": 0, "max_tokens": 80}
+    answers = {name: post(f"{one['url']}/v1/chat/completions", body) for name, one in demos.items()}
+    assert {code for code, _ in answers.values()} == {200}
+    said = {name: answer["choices"][0]["message"]["content"] for name, (_, answer) in answers.items()}
+    assert said["with"] == said["without"]
+    assert demos["with"]["draft"]["kind"] == "dflash"
+    assert demos["without"]["draft"]["kind"] == "off"
