@@ -1,0 +1,256 @@
+"""What speculative decoding costs and gains on a full-size shape: random weights, known acceptance, real daemons.
+
+    python bench/speculation.py --devices cuda:0 [cuda:0] --drafters mtp dflash2 [--json PATH | --save]
+
+The target is a counting model (bench/make_gguf.py): its next token is the last one plus 1, so the benchmark can replace
+the drafts, whose own tokens mean nothing, by ones of which as many are right as --accepted asks for.  Drafter and
+verify steps run as always.  In one run of the service, for each drafter:
+- plain decoding of one stream, and steps of 1, 4, 8 and 16 rows: medians of the stages' compute time;
+- a draft: median of the draft stage's compute time;
+- tokens/s of one stream at each acceptance length, over plain;
+- tokens/s of --streams streams with the adaptive width, over plain.
+Every kind is measured --repeats times in turns; medians.  A device named twice gets two daemons.
+"""
+
+import argparse
+import asyncio
+import json
+import logging
+import statistics
+import sys
+import tempfile
+import time
+from collections import defaultdict
+from dataclasses import replace
+from pathlib import Path
+
+import structlog
+from full_size import Observer, conditions, write_config
+from make_gguf import SHAPES, write
+from memory_watch import Poll, Watcher
+
+from lucevisor.app.run import open_model
+from lucevisor.deployment.service import Service
+from lucevisor.engine.request import GenerationRequest, TokenEvent
+from lucevisor.engine.speculation import Speculation
+from lucevisor.protocol.steps import Drafted, Sampling
+
+VERIFIED = (1, 4, 8, 16)  # rows
+WIDTHS = {"mtp": 15, "dflash2": 7}  # the most drafts of a step
+
+
+class FixedWidth(Speculation):
+    """Drafts and verifies always as many tokens as it is told."""
+
+    width = 0
+    ahead = 0
+
+    def n_ahead(self, record, n_decoding):
+        return self.ahead
+
+    def n_verify(self, drafts, n_decoding):
+        return {record.request.request_id: self.width for record, _ in drafts}
+
+
+class Knob:
+    """Replaces the drafts of a service's engine, and notes the times of its steps and drafts."""
+
+    def __init__(self, service):
+        self.drafting = service.engine._scheduler.drafting
+        self.vocabulary = service.model.spec.vocabulary
+        self.adaptive = self.drafting.speculation
+        self.fixed = FixedWidth(self.drafting._settings.max_drafts, self.vocabulary)
+        self.right = 0
+        self.steps, self.drafts = defaultdict(list), defaultdict(list)
+        drafts_of, measured, answered = self.drafting._drafts_of, self.drafting.measured, self.drafting.answered
+
+        def forced(record, live):
+            drafted, _ = drafts_of(record, live)
+            n = self.fixed.width if self.drafting.speculation is self.fixed else len(drafted.tokens)
+            last = record.tokens[-1]
+            tokens = [(last + 1 + i + (i >= self.right)) % self.vocabulary for i in range(n)]
+            return Drafted(live.sequence, tokens, [0.9 if i < self.right else 0.1 for i in range(n)]), False
+
+        def noted(slices, stages_s):
+            sizes = {len(s.tokens) for s in slices}
+            if len(sizes) == 1:
+                self.steps[len(slices), sizes.pop()].append(sum(stages_s))
+            measured(slices, stages_s)
+
+        def drafted(result):
+            if result.drafts:
+                self.drafts[len(result.drafts), len(result.drafts[0].tokens)].append(result.compute_s)
+            answered(result)
+
+        self.drafting._drafts_of, self.drafting.measured, self.drafting.answered = forced, noted, drafted
+
+    def plain(self):
+        self.drafting.speculation, self.fixed.width, self.fixed.ahead = self.fixed, 0, 0
+
+    def verify(self, width, accepted):
+        """Verify ``width`` drafts a step, of which ``accepted`` - 1 are right."""
+        self.drafting.speculation, self.fixed.width, self.right = self.fixed, width, accepted - 1
+        self.fixed.ahead = min(width, self.drafting._settings.max_drafts)
+
+    def adapt(self, accepted):
+        self.drafting.speculation, self.right = self.adaptive, accepted - 1
+
+
+async def count(service, name, first, n_tokens):
+    """Let the model count from ``first`` on: when each token came.  Raises RuntimeError for a wrong one."""
+    vocabulary = service.model.spec.vocabulary
+    prompt = tuple((first + i) % vocabulary for i in range(16))
+    request = GenerationRequest(request_id=name, prompt=prompt, max_tokens=n_tokens, sampling=Sampling(temperature=0.0))
+    times = []
+    with service.engine.submit(request) as handle:
+        async for event in handle:
+            if not isinstance(event, TokenEvent):
+                break
+            wanted = (prompt[-1] + 1 + len(times)) % vocabulary
+            if event.token != wanted:
+                raise RuntimeError(f"token {len(times)} of {name} is {event.token}, {wanted} is next")
+            times.append(time.perf_counter())
+    if len(times) != n_tokens:
+        raise RuntimeError(f"request {name} gave {len(times)} tokens of {n_tokens}: {event}")
+    return times
+
+
+async def rate(service, name, streams, tokens):
+    """Tokens/s of all streams while all of them decode."""
+    runs = await asyncio.gather(*(count(service, f"{name}-{i}", 300 + 31 * i, tokens) for i in range(streams)))
+    first, last = max(times[0] for times in runs), min(times[-1] for times in runs)
+    return sum(sum(first < t <= last for t in times) for times in runs) / (last - first)
+
+
+async def measure(service, options):
+    """Everything of one drafter."""
+    knob = Knob(service)
+    most = knob.drafting._settings.max_drafts
+    rates = defaultdict(list)
+    for turn in range(options.repeats + 1):
+        if turn == 1:  # the first round captures graphs
+            rates.clear()
+            knob.steps.clear()
+            knob.drafts.clear()
+        knob.plain()
+        rates["plain"].append(await rate(service, f"plain-{turn}", 1, options.tokens))
+        for rows in VERIFIED[1:]:
+            if rows - 1 <= most:
+                knob.verify(rows - 1, 1)
+                await rate(service, f"rows-{rows}-{turn}", 1, options.tokens // 4)
+        for accepted in options.accepted:
+            width = max(options.width, accepted - 1)
+            if width <= most:
+                knob.verify(width, accepted)
+                rates[f"accepted_{accepted}"].append(
+                    await rate(service, f"accepted-{accepted}-{turn}", 1, options.tokens)
+                )
+        if options.streams > 1:
+            knob.plain()
+            rates["streams_plain"].append(await rate(service, f"many-{turn}", options.streams, options.tokens // 2))
+            knob.adapt(options.accepted[0])
+            rates["streams"].append(await rate(service, f"adapt-{turn}", options.streams, options.tokens // 2))
+    middle = {key: statistics.median(values) for key, values in rates.items()}
+    steps = {rows: statistics.median(knob.steps[1, rows]) for rows in VERIFIED if knob.steps[1, rows]}
+    return {
+        "tokens_per_s": middle,
+        "all_tokens_per_s": rates,
+        "speed_up": {k: v / middle["plain"] for k, v in middle.items() if k.startswith("accepted")},
+        "streams_ratio": middle["streams"] / middle["streams_plain"] if options.streams > 1 else None,
+        "step_s": steps,
+        "step_ratio": {rows: seconds / steps[1] for rows, seconds in steps.items()},
+        "draft_s": {n: statistics.median(values) for (b, n), values in knob.drafts.items() if b == 1},
+        "all_step_s": {f"{b}x{n}": statistics.median(values) for (b, n), values in knob.steps.items() if values},
+    }
+
+
+async def serve(config, model, run_dir, options):
+    watcher = Watcher([])
+    poll = Poll(watcher)
+    observer = Observer(poll)
+    service = observer.service = Service(config, model, run_dir, observer)
+    try:
+        await service.start()
+        if not await service.wait_ready(options.timeout):
+            raise RuntimeError(f"not ready: {service.reason()}")
+        while not service.engine._scheduler.drafting.attached:  # noqa: ASYNC110 - it has no event
+            await asyncio.sleep(0.1)
+        return await measure(service, options)
+    finally:
+        await service.stop(0.0)
+        poll.close()
+        watcher.close()
+
+
+def file_of(shape, directory, *, counting):
+    path = directory / f"{shape}.gguf"
+    if not path.exists():
+        write(path, replace(SHAPES[shape](), counting=counting))
+    return path
+
+
+def run(options, directory):
+    """One start of the service for each drafter; returns what is saved."""
+    found = {"shape": options.shape, "devices": options.devices, "settings": options.set, **conditions()}
+    folder = options.files or directory
+    target = file_of(f"{options.shape}-mtp", folder, counting=True)
+    for drafter in options.drafters:
+        settings = [*options.set, f"draft.kind={'mtp' if drafter == 'mtp' else 'dflash'}"]
+        settings += [f"engine.max_sequences={max(8, options.streams)}", f"draft.width={WIDTHS[drafter]}"]
+        if drafter != "mtp":
+            settings.append(f"draft.path={file_of(f'{options.shape}-{drafter}', folder, counting=False)}")
+        config = write_config(directory / f"{drafter}.toml", target, options.devices, settings)
+        run_dir = directory / drafter
+        run_dir.mkdir()
+        found[drafter] = asyncio.run(serve(config, open_model(config), run_dir, options))
+    return found
+
+
+def summary(found, drafters):
+    for drafter in drafters:
+        row = found[drafter]
+        yield f"{drafter}: plain {row['tokens_per_s']['plain']:.1f} tokens/s"
+        yield "  step of n rows over 1: " + ", ".join(f"{n}: {r:.3f}" for n, r in row["step_ratio"].items())
+        step = row["step_s"].get(8, row["step_s"][1])
+        yield "  draft over a step of 8 rows: " + ", ".join(f"{n}: {s / step:.3f}" for n, s in row["draft_s"].items())
+        yield "  speed-up: " + ", ".join(f"{k.split('_')[1]}: {v:.2f}" for k, v in row["speed_up"].items())
+        if row["streams_ratio"]:
+            yield f"  many streams over plain: {row['streams_ratio']:.3f}"
+
+
+def parse(arguments):
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", default="qwen3.6-27b", choices=["qwen3.6-27b", "tiny-qwen3.6-27b"])
+    parser.add_argument("--drafters", nargs="+", default=["mtp", "dflash2"], choices=["mtp", "dflash2"])
+    parser.add_argument("--devices", nargs="+", default=["cuda:0"], help="BACKEND:INDEX, one daemon each")
+    parser.add_argument("--files", type=Path, help="folder of the GGUF files: used when there, else made and kept")
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="over the configuration")
+    parser.add_argument("--width", type=int, default=3, help="drafts a step, where no more are needed")
+    parser.add_argument("--accepted", type=int, nargs="+", default=[3, 5, 8], help="tokens a verify step gives")
+    parser.add_argument("--streams", type=int, default=16)
+    parser.add_argument("--tokens", type=int, default=256, help="tokens a sequence decodes")
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--timeout", type=float, default=300.0, help="seconds for a start")
+    parser.add_argument("--save", action="store_true", help="write bench/results/speculation-SHAPE.json")
+    parser.add_argument("--json", type=Path, help="write to this file")
+    return parser.parse_args(arguments)
+
+
+def main():
+    options = parse(sys.argv[1:])
+    structlog.configure(
+        logger_factory=structlog.PrintLoggerFactory(sys.stderr),
+        wrapper_class=structlog.make_filtering_bound_logger(logging.INFO),
+    )
+    with tempfile.TemporaryDirectory(prefix="speculation-", dir=options.files) as folder:
+        found = run(options, Path(folder))
+    for line in summary(found, options.drafters):
+        print(line)
+    path = Path(__file__).parent / "results" / f"speculation-{options.shape}.json" if options.save else options.json
+    if path:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(found, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

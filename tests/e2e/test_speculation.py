@@ -1,0 +1,200 @@
+"""Drafts never change the output: every drafter, every placement of it, every family, beside plain greedy decoding.
+
+Oracle: the same service without drafts, in float32.  A token may differ only where rounding may swap its rivals
+(tests/families/rounding.py).  The drafters: those of the golden fixtures, whose drafts are partly right, random ones,
+whose drafts are wrong, the demo model's own, and lookup.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import random
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from lucevisor.deployment.service import Service
+from lucevisor.engine.request import GenerationRequest, TokenEvent
+from lucevisor.model.families import open_spec
+from lucevisor.model.spec import ModelSpec
+from lucevisor.protocol.steps import Sampling
+from tests.e2e.conversations import DEMO
+from tests.e2e.drafters import write_random_dflash
+from tests.e2e.service import DATA, GOLDEN, generate_all, running, write_config
+from tests.families.rounding import assert_same_tokens
+
+DEMO_DRAFTERS = DEMO.parent
+FAMILIES = ("qwen3", "qwen35", "qwen35moe", "gemma4_e2b", "gemma4_moe", "laguna_mscale")
+ENGINE = '[engine]\ndtype = "float32"\nprefill_chunk = 64\nmax_sequences = 8\npages = 800\n'
+PLACES = {"tail": "", "head": "a:0", "alone": "d:0"}
+GROUPS = {1: {"a": 1}, 2: {"a": 1, "b": 1}, 3: {"a": 1, "b": 1, "c": 1}}
+
+
+@dataclass(frozen=True)
+class Case:
+    """A target, a kind of drafter and its file ("random": made for the target; "": the kind needs none)."""
+
+    model: Path
+    kind: str
+    drafter: str = ""
+    prompts: str = ""  # golden.npz of prompts that the drafter was trained on
+
+    def draft_file(self, directory: Path) -> Path | None:
+        if self.drafter == "random":
+            return write_random_dflash(directory / "drafter.gguf", spec_of(self.model))
+        return Path(self.drafter) if self.drafter else None
+
+
+GOLDEN_TARGET = GOLDEN / "qwen35" / "model.gguf"
+MTP = GOLDEN / "qwen35_mtp_draft"
+CASES = {
+    **{f"{name}-random": Case(GOLDEN / name / "model.gguf", "dflash", "random") for name in FAMILIES},
+    **{f"{name}-lookup": Case(GOLDEN / name / "model.gguf", "lookup") for name in FAMILIES},
+    "dflash": Case(GOLDEN_TARGET, "dflash", str(GOLDEN / "dflash" / "drafter-upstream.gguf"), "dflash"),
+    "dflash-lucebox": Case(GOLDEN_TARGET, "dflash", str(GOLDEN / "dflash" / "drafter-lucebox.gguf"), "dflash"),
+    "dflash2": Case(GOLDEN_TARGET, "dflash", str(GOLDEN / "dflash2" / "drafter.gguf"), "dflash2"),
+    "mtp": Case(MTP / "model.gguf", "mtp", "", "qwen35_mtp_draft"),
+    "demo-dflash": Case(DEMO, "dflash", str(DEMO_DRAFTERS / "demo-qwen35-22m-dflash2-q8_0.gguf")),
+    "demo-mtp": Case(DEMO, "mtp", str(DEMO_DRAFTERS / "demo-qwen35-22m-mtp-q8_0.gguf")),
+}
+
+
+@cache
+def spec_of(model: Path) -> ModelSpec:
+    return open_spec(model)
+
+
+def prompts_of(case: Case, n: int) -> list[list[int]]:
+    """Prompts that the drafter knows, then random ones; of the demo model, held-out questions."""
+    if case.model == DEMO:
+        stored = json.loads((DATA / "demo-prompts.json").read_text())
+        return [prompt["tokens"] for prompt in stored][:n]
+    known = []
+    if case.prompts:
+        with np.load(GOLDEN / case.prompts / "golden.npz") as golden:
+            ids = golden["input_ids"].tolist()
+        known = [ids[:40], ids[:24], ids[:16]]
+    rng = random.Random(7)
+    made = [[rng.randrange(256) for _ in range(rng.randrange(10, 90))] for _ in range(n)]
+    return [*known, *made][:n]
+
+
+def config_of(case: Case, directory: Path, n_groups: int, place: str, cache_dir: Path | None = None) -> Path:
+    draft = [f'[draft]\nkind = "{case.kind}"']
+    if (file := case.draft_file(directory)) is not None:
+        draft.append(f'path = "{file}"')
+    if case.kind != "lookup" and PLACES[place]:
+        draft.append(f'device = "{PLACES[place]}"')
+    alone = '[groups.d]\nbackend = "cpu"\nthreads = 1\n' if place == "alone" and case.kind != "lookup" else ""
+    kept = f'[cache]\nmin_tokens = 8\ndir = "{cache_dir or ""}"\n'
+    groups = GROUPS[n_groups]
+    path = write_config(directory, case.model, groups, ["0-1"] * n_groups, f"{ENGINE}{kept}{alone}" + "\n".join(draft))
+    ranges = str(["0-1"] * n_groups).replace("'", '"')
+    path.write_text(path.read_text().replace(ranges, str([1.0] * n_groups)))
+    return path
+
+
+async def answers(
+    service: Service, prompts: list[list[int]], turns: list[int], n: int, streams: int
+) -> list[list[int]]:
+    """Greedy answers, ``streams`` at a time, beside a neighbour that is aborted; a turn of prompt i ends at
+    ``turns[i]``.
+    """
+    gate, found = asyncio.Semaphore(streams), {}
+
+    async def one(i: int) -> None:
+        async with gate:
+            found[i], finished = await generate_all(service, prompts[i], n, turns=[turns[i]])
+            assert finished.reason == "length", finished
+
+    async with asyncio.TaskGroup() as tasks:
+        tasks.create_task(abort_one(service, prompts[0][:7], n))
+        for i in range(len(prompts)):
+            tasks.create_task(one(i))
+    return [found[i] for i in range(len(prompts))]
+
+
+async def abort_one(service: Service, prompt: list[int], n: int) -> None:
+    assert service.engine is not None
+    request = GenerationRequest(
+        request_id=f"aborted-{random.random()}",
+        prompt=tuple(prompt),
+        max_tokens=n,
+        sampling=Sampling(temperature=0.0),
+    )
+    seen = 0
+    with contextlib.suppress(StopAsyncIteration), service.engine.submit(request) as handle:
+        async for event in handle:
+            seen += isinstance(event, TokenEvent)
+            if seen == 5:
+                return
+
+
+async def plain(case: Case, directory: Path, prompts: list[list[int]], turns: list[int], n: int) -> list[list[int]]:
+    off = Case(case.model, "off")
+    async with running(config_of(off, directory, 1, "tail"), directory / "plain") as service:
+        return await answers(service, prompts, turns, n, 8)
+
+
+def assert_lossless(case: Case, prompts: list[list[int]], found: list[list[int]], wanted: list[list[int]]) -> None:
+    for prompt, some, other in zip(prompts, found, wanted, strict=True):
+        assert_same_tokens(spec_of(case.model), prompt, some, other)
+
+
+async def check(
+    case: Case, tmp_path: Path, n_groups: int, place: str, n_prompts: int, n: int, n_streams: int = 8
+) -> None:
+    """Fresh, restored from memory, and after a restart from disk."""
+    for name in ("plain", "one", "two"):
+        (tmp_path / name).mkdir()
+    prompts = prompts_of(case, n_prompts)
+    turns = [len(prompt) - 1 for prompt in prompts]
+    wanted = await plain(case, tmp_path, prompts, turns, n)
+    again = [prompt + answer[: n // 2] for prompt, answer in zip(prompts, wanted, strict=True)]
+    rest = [answer[n // 2 :] for answer in wanted]
+    config = config_of(case, tmp_path, n_groups, place, tmp_path / "cache")
+    async with running(config, tmp_path / "one") as service:
+        assert service.engine is not None
+        assert_lossless(case, prompts, await answers(service, prompts, turns, n, n_streams), wanted)
+        assert_lossless(case, again, await answers(service, again, turns, n - n // 2, 8), rest)
+        assert service.engine.statistics().cache.n_hits
+    async with running(config, tmp_path / "two") as service:
+        assert service.engine is not None
+        assert_lossless(case, again, await answers(service, again, turns, n - n // 2, 8), rest)
+        if case.prompts:  # of the others some are computed sooner than read
+            assert service.engine.statistics().cache.tokens["disk"]
+
+
+SHORT = [
+    ("dflash", 2, "tail"), ("dflash2", 2, "alone"), ("mtp", 2, "tail"), ("demo-dflash", 2, "tail"), ("mtp", 1, "alone"),
+    ("laguna_mscale-random", 2, "head"), ("gemma4_e2b-random", 2, "alone"), ("qwen35moe-lookup", 2, "tail"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "n_groups", "place"), SHORT)
+async def test_output_is_that_of_plain_decoding(name: str, n_groups: int, place: str, tmp_path: Path) -> None:
+    await check(CASES[name], tmp_path, n_groups, place, n_prompts=6, n=32)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("n_groups", GROUPS)
+@pytest.mark.parametrize("name", CASES)
+async def test_output_of_many_prompts_is_that_of_plain_decoding(
+    name: str, n_groups: int, place: str, tmp_path: Path
+) -> None:
+    case = CASES[name]
+    if case.kind == "lookup" and place != "tail":
+        pytest.skip("lookup runs on no device")
+    await check(case, tmp_path, n_groups, place, n_prompts=100, n=128)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CASES)
+async def test_output_of_one_stream_is_that_of_plain_decoding(name: str, tmp_path: Path) -> None:
+    await check(CASES[name], tmp_path, 2, "tail", n_prompts=20, n=64, n_streams=1)
