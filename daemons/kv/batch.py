@@ -1,8 +1,7 @@
 """The rows of one step, arranged for the blocks: positions, slots to write, pages to read.
 
 A :class:`Layout` is built on the host once per step, a :class:`Batch` once per device; all layers of all shards share
-it.  Rows keep the order of the slices.  Slices of equal length form a :class:`Group` and are attended and updated
-together, so a hundred decoding sequences are one call.
+it.  Rows keep the order of the slices.  Slices of equal length form a :class:`Group`, which is one call of each block.
 """
 
 from __future__ import annotations
