@@ -10,6 +10,7 @@ from lucevisor.config.load import load
 from lucevisor.config.resolve import read_api_keys
 from lucevisor.config.schema import Config
 from lucevisor.config.sections import (
+    USUAL_CHUNK,
     Backend,
     CacheConfig,
     DType,
@@ -37,6 +38,7 @@ from lucevisor.config.values import (
 )
 
 __all__ = [
+    "USUAL_CHUNK",
     "Auto",
     "Backend",
     "CacheConfig",

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Final, Literal
 
 from lucevisor.config.names import Environment, FilePath, Host, Origin, VisibleDevice
 from lucevisor.config.strict import AUTO, Choice, Flag, Line, OrAuto, Real, Several, Size, ValueType, Whole
@@ -32,6 +32,9 @@ Backend = Literal["cpu", "cuda", "hip"]
 DType = Literal["auto", "float32", "bfloat16", "float16"]
 KvDType = Literal["auto", "float32", "float16", "bfloat16", "q8_0"]
 AutoWord = Literal["auto"]
+
+USUAL_CHUNK: Final = 512
+"""Tokens of an automatic prefill chunk where a longer one gains nothing or does not fit."""
 Goal = Literal["latency", "throughput"]
 Normalise = Literal["off", "fix", "move"]
 NORMALISE: tuple[Normalise, ...] = ("off", "fix", "move")
@@ -198,13 +201,14 @@ class EngineConfig:
         int, Key(Whole(1, 4096), "Sequences that run concurrently; others wait in the queue.", "sequences")
     ] = 8
     prefill_chunk: Annotated[
-        int,
+        int | AutoWord,
         Key(
-            Whole(1, 2**20),
-            "Longest slice of a prompt in one step; shorter slices keep other streams smoother.",
+            OrAuto(Whole(1, 2**20)),
+            "Longest slice of a prompt in one step; at most 512 while others decode, if that makes steps shorter. "
+            "`auto`: 2048 on GPUs with memory for it, else 512.",
             "tokens",
         ),
-    ] = 512
+    ] = "auto"
     pages: Annotated[
         int | AutoWord,
         Key(
@@ -213,6 +217,11 @@ class EngineConfig:
             "pages",
         ),
     ] = "auto"
+
+    @property
+    def least_chunk(self) -> int:
+        """The prefill chunk; where it is automatic, the one that memory does not matter for."""
+        return USUAL_CHUNK if self.prefill_chunk == "auto" else self.prefill_chunk
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

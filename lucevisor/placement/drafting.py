@@ -75,7 +75,7 @@ def choose_drafting(config: Config, draft: DraftInputs | None) -> Drafting:
     most = LOOKUP_DRAFTS if draft is None else draft.spec.max_drafts
     if width == "auto":
         wanted = most if draft is None else min(most, 2 * draft.spec.default_drafts)
-        return Drafting(lookup, min(wanted, max(MIN_DRAFTS, engine.prefill_chunk // engine.max_sequences)))
+        return Drafting(lookup, min(wanted, max(MIN_DRAFTS, engine.least_chunk // engine.max_sequences)))
     if draft is not None and width > most:
         why = f"is more than the {most} tokens that the drafter {draft.spec.model.name} drafts"
         raise PlacementError("draft.width", width, why, f"nearest: {most}", file=str(config.file))

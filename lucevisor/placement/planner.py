@@ -17,6 +17,7 @@ from lucevisor.model.spec import ModelSpec
 from lucevisor.model.values import PAGE_TOKENS, Dtype, LayerRange, Space
 from lucevisor.placement.advice import advise
 from lucevisor.placement.auto_split import AutoSplit, automatic
+from lucevisor.placement.chunks import choose_chunk
 from lucevisor.placement.devices import Inventory, Memory, TargetDevice, memories_of, target_devices
 from lucevisor.placement.drafting import (
     DraftInputs,
@@ -77,7 +78,10 @@ def _plan(
     drafting = choose_drafting(config, draft)
     inputs = sizing_inputs(spec, config, targets, dtype.dtype, kv_dtype.dtype, draft, drafting)
     auto, ranges, moves = split_layers(inputs, config.placement.split, config, speeds)
-    sizing = compute_sizes(inputs, ranges)
+    if config.engine.prefill_chunk == "auto":
+        inputs, sizing = choose_chunk(inputs, ranges)
+    else:
+        sizing = compute_sizes(inputs, ranges)
     decisions = Decisions(config, inputs, sizing, (dtype, kv_dtype), moves, drafting, auto)
     placement = replace(
         timed(build_placement(inputs, sizing, drafting), auto),
@@ -224,7 +228,7 @@ def sizing_inputs(
         dtype=dtype,
         kv_dtype=kv_dtype,
         max_sequences=engine.max_sequences,
-        prefill_chunk=engine.prefill_chunk,
+        prefill_chunk=engine.least_chunk,
         max_context=max_context,
         pages=pages,
         n_slots=n_slots,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from lucevisor.config import Auto, Config, WeightedSplit
+from lucevisor.config import USUAL_CHUNK, Auto, Config, WeightedSplit
 from lucevisor.model.pages import pages_of
 from lucevisor.model.values import PAGE_TOKENS, Space
 from lucevisor.placement.auto_split import AutoSplit
@@ -46,6 +46,7 @@ def reasons_of(decisions: Decisions) -> tuple[str, ...]:
         *_drafts(decisions),
         _context(decisions),
         _pages(decisions),
+        *_chunk(decisions),
         *_states(decisions),
         *_weights(decisions),
         *_skipped(decisions),
@@ -170,6 +171,16 @@ def _pages(decisions: Decisions) -> str:
             return f"pages {n}: as many as fit in {memory}; {enough} would use {most}"
 
 
+def _chunk(decisions: Decisions) -> Iterator[str]:
+    """Say why an automatic prefill chunk is not the usual one."""
+    chunk, automatic = decisions.sizing.prefill_chunk, decisions.config.engine.prefill_chunk == "auto"
+    if automatic and chunk > USUAL_CHUNK:
+        yield (
+            f"prefill_chunk {chunk}: GPUs compute prompts faster so, and there is memory for it; at most {USUAL_CHUNK} "
+            "while others decode"
+        )
+
+
 def _states(decisions: Decisions) -> Iterator[str]:
     pools, n, n_drafts = decisions.sizing.pools, decisions.inputs.max_sequences, decisions.sizing.n_draft_states
     verifying = f", {n_drafts} for verifying drafts" if n_drafts else ""
@@ -252,7 +263,7 @@ def _inert(decisions: Decisions) -> Iterator[str]:
             f"engine.max_context = {inputs.max_context} exceeds the {spec.context_tokens} tokens the model was trained "
             "for: answers may get worse beyond that"
         )
-    if engine.prefill_chunk > sizing.prefill_chunk and "engine.prefill_chunk" in decisions.config.set_keys:
+    if engine.prefill_chunk != "auto" and engine.prefill_chunk > sizing.prefill_chunk:
         yield f"engine.prefill_chunk = {engine.prefill_chunk} is cut to max_context = {context}"
     if spec.spaces() == {Space.RECURRENT} and engine.kv_dtype != "auto":
         yield f"engine.kv_dtype = {engine.kv_dtype} has no effect: the model has no attention layers"

@@ -204,6 +204,53 @@ def test_nothing_is_noted_about_defaults_and_what_is_fully_used(demo, tmp_path):
     assert placed(demo, configure(tmp_path, CPUS, **used)).notices == ()
 
 
+# ---- the prefill chunk
+
+
+def test_chunks_are_long_where_gpus_have_memory_for_them(big, tmp_path):
+    one = {"cuda": [gpu(0, 120)]}
+    p = placed(big, configure(tmp_path, ["cuda:0"]), one)
+    assert (p.prefill_chunk, p.max_step_tokens) == (2048, 2056)
+    assert any(reason.startswith("prefill_chunk 2048: ") for reason in p.reasons)
+    usual = placed(big, configure(tmp_path, ["cuda:0"], prefill_chunk=512), one)
+    assert p.max_context == usual.max_context
+    assert 0.9 * usual.pools.full_pages <= p.pools.full_pages < usual.pools.full_pages
+
+
+@pytest.mark.parametrize(("gib", "chunk"), [(20, 512), (26, 1024), (120, 2048)])
+def test_chunks_do_not_take_much_of_the_context(big, tmp_path, gib, chunk):
+    """The mask of a step is as long as the context."""
+    inventory = {"cuda": [gpu(0, gib)]}
+    p = placed(big, configure(tmp_path, ["cuda:0"]), inventory)
+    usual = placed(big, configure(tmp_path, ["cuda:0"], prefill_chunk=512), inventory)
+    longer = placed(big, configure(tmp_path, ["cuda:0"], prefill_chunk=2 * chunk), inventory)
+    assert p.prefill_chunk == chunk
+    assert p.max_context >= 0.9 * usual.max_context
+    assert p.pools.full_pages >= 0.9 * usual.pools.full_pages
+    assert chunk == 2048 or longer.pools.full_pages < 0.9 * usual.pools.full_pages
+
+
+@pytest.mark.parametrize(
+    ("devices", "inventory"),
+    [
+        (CPUS, {"left": [cpu()], "right": [cpu()]}),
+        (["cuda:0", "left:0"], {"cuda": [gpu(0, 80)], "left": [cpu()]}),
+        (["cuda:0"], None),
+    ],
+    ids=["cpus", "a cpu behind a gpu", "unknown memory"],
+)
+def test_chunks_are_short_elsewhere(demo, tmp_path, devices, inventory):
+    p = placed(demo, configure(tmp_path, devices), inventory)
+    assert p.prefill_chunk == 512
+    assert not any(reason.startswith("prefill_chunk") for reason in p.reasons)
+
+
+def test_a_configured_chunk_stays(big, tmp_path):
+    for chunk in (256, 4096):
+        p = placed(big, configure(tmp_path, ["cuda:0"], prefill_chunk=chunk), {"cuda": [gpu(0, 120)]})
+        assert p.prefill_chunk == chunk
+
+
 # ---- refused, wrong
 
 

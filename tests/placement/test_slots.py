@@ -56,7 +56,7 @@ def test_states_are_as_many_as_the_memory_holds_and_no_more_than_slots(big, tmp_
 
 
 def test_automatic_pages_leave_room_for_them(big, tmp_path):
-    config = configure(tmp_path, ["cuda:0"], max_sequences=4, max_context=32768)
+    config = configure(tmp_path, ["cuda:0"], max_sequences=4, max_context=32768, prefill_chunk=512)
     without, with_slots = (placed(big, c, 24) for c in (config, cached(config)))
     assert with_slots.pools.states == without.pools.states + 6
     fewer = without.pools.full_pages - with_slots.pools.full_pages
@@ -65,7 +65,7 @@ def test_automatic_pages_leave_room_for_them(big, tmp_path):
 
 
 def test_they_give_way_before_the_model_does_not_fit(big, tmp_path):
-    config = configure(tmp_path, ["cuda:0"], max_sequences=1, pages=300, max_context=19200)
+    config = configure(tmp_path, ["cuda:0"], max_sequences=1, pages=300, max_context=19200, prefill_chunk=512)
     [device] = placed(big, config, 40).devices
     least = device.needed_bytes + 3.5 * STATE_27B
     p = next(
@@ -136,7 +136,7 @@ def test_in_host_memory_the_devices_hold_the_states_of_sequences_only(big, tmp_p
 
 
 def test_in_host_memory_they_cost_no_pages(big, tmp_path):
-    config = configure(tmp_path, ["cuda:0"], max_sequences=4, max_context=32768)
+    config = configure(tmp_path, ["cuda:0"], max_sequences=4, max_context=32768, prefill_chunk=512)
     without, with_slots = (placed(big, c, 24) for c in (config, cached(config, states="host")))
     assert with_slots.pools.host_states == 7
     assert with_slots.pools.full_pages >= without.pools.full_pages
@@ -145,7 +145,7 @@ def test_in_host_memory_they_cost_no_pages(big, tmp_path):
 @pytest.mark.parametrize("devices", [["left:0"], ["cuda:0", "left:0"]])
 def test_host_memory_that_is_known_is_not_promised_twice(devices, big, tmp_path):
     """Checkpoints of every shard count where the host's free memory is known, and give way before a start does."""
-    config = configure(tmp_path, devices, max_sequences=1, pages=300, max_context=19200)
+    config = configure(tmp_path, devices, max_sequences=1, pages=300, max_context=19200, prefill_chunk=512)
     found = {"cuda": [gpu(0, 80)], "left": [cpu(200)]}
     wanted = cached(config, memory=8 * GIB, states="host")
     roomy = plan(big, wanted, found)
@@ -154,7 +154,7 @@ def test_host_memory_that_is_known_is_not_promised_twice(devices, big, tmp_path)
     assert roomy.pools.host_states == 32 + 1
     need = on_host + sum(d.host_state_bytes for d in roomy.devices) + roomy.arena_bytes
     split = [f"{d.layers.start}-{d.layers.stop}" for d in roomy.devices]
-    fixed = configure(tmp_path, devices, split, max_sequences=1, pages=300, max_context=19200)
+    fixed = configure(tmp_path, devices, split, max_sequences=1, pages=300, max_context=19200, prefill_chunk=512)
     wanted = cached(fixed, memory=8 * GIB, states="host")
     tight = (need - 2.5 * STATE_27B) / 0.9 / GIB  # a tenth is left alone
     less = plan(big, wanted, {**found, "left": [cpu(tight)]})
