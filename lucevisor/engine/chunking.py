@@ -20,7 +20,11 @@ from lucevisor.model.values import PAGE_TOKENS
 from lucevisor.protocol.steps import Slice
 
 MAX_SLOWDOWN: Final = 2.5
-"""Worst time to the first token of a short prompt beside long ones, as a multiple of alone; measured: at most 3."""
+"""Worst time to the first token of a short prompt beside long ones, as a multiple of alone, where smaller chunks are
+cheap..."""
+
+PROMISED_SLOWDOWN: Final = 3.0
+"""... and where they are not: the 95th percentile is to be at most that."""
 
 MAX_OVERHEAD_SHARE: Final = 0.12
 """Share of their time that long prompts may lose to smaller chunks.  Their throughput loses about a tenth: where one
@@ -37,9 +41,9 @@ MIN_GAIN: Final = 3.0
 """Where no chunk keeps the time to the first token, a smaller one must shorten a step by this times what it loses."""
 
 BESIDE_DECODES: Final = 512
-"""Tokens of a chunk while others decode or are computed, where longer ones take longer steps..."""
+"""Tokens of a chunk while others decode or are computed, where longer ones take too long for a short prompt..."""
 
-MAX_DECODE_LOSS: Final = 0.75
+MAX_DECODE_LOSS: Final = 0.9
 """... and so many cost a long prompt at most this share of its time more than whole chunks."""
 
 MAX_WAIT_SHARE: Final = 0.5
@@ -151,7 +155,7 @@ class SharedChunks:
         choice = self._chosen()
         if choice is None or not choice.cost.measured(self._full):
             return self._full
-        self._base = self._base_size(choice.cost) if others else self._full
+        self._base = self._base_size(choice.cost, choice.own_s) if others else self._full
         key = start, others, self._loss
         if key not in choice.sizes:
             size = self._best(choice, start, self._base, self._loss)
@@ -187,7 +191,7 @@ class SharedChunks:
             return None
         if self._last is None or self._last.cost is not cost:
             choice = _CostChoice(cost, cost.step_s(median_low(self._short) if self._short else PAGE_TOKENS))
-            quick = self._best(choice, 0, self._base_size(cost), MAX_OVERHEAD_SHARE)
+            quick = self._best(choice, 0, self._base_size(cost, choice.own_s), MAX_OVERHEAD_SHARE)
             choice.max_short_tokens = quick
             left_s = self._n_stages * (MAX_SLOWDOWN * choice.own_s - cost.step_s(quick))
             choice.beside_short = max((size for size in self._sizes if cost.most_s(size) <= left_s), default=0)
@@ -199,26 +203,33 @@ class SharedChunks:
         n, rest = divmod(self._full, size)
         return n * cost.flat_s(size) + (cost.flat_s(rest) if rest else 0.0)
 
-    def _base_size(self, cost: MeasuredCost) -> int:
-        """Return the largest chunk beside others: the smallest from BESIDE_DECODES whose loss is bearable."""
-        most_s = (1 + MAX_DECODE_LOSS) * cost.flat_s(self._full)
-        sizes = (size for size in self._sizes if size >= min(BESIDE_DECODES, self._full))
-        return next(size for size in sizes if self._pieces_s(cost, size) <= most_s)
+    def _base_size(self, cost: MeasuredCost, own_s: float) -> int:
+        """Return the largest chunk beside others: the largest that keeps the bound, else the smallest whose loss is
+        bearable; from BESIDE_DECODES tokens.
+        """
+        sizes = [size for size in self._sizes if size >= min(BESIDE_DECODES, self._full)]
+        most_s, quick_s = (1 + MAX_DECODE_LOSS) * cost.flat_s(self._full), self._quick_s(own_s, PROMISED_SLOWDOWN)
+        bearable = next(size for size in sizes if self._pieces_s(cost, size) <= most_s)
+        return max((size for size in sizes if size > bearable and cost.flat_s(size) <= quick_s), default=bearable)
+
+    def _quick_s(self, own_s: float, slowdown: float) -> float:
+        """Return the longest step of a long prompt that keeps the time to the first token: ``n`` of them and the own
+        step take ``slowdown`` x ``n`` own steps.
+        """
+        return (slowdown - 1 / self._n_stages) * own_s
 
     def _best(self, choice: _CostChoice, start: int, base: int, loss: float) -> int:
         """Return the largest size that keeps the time to the first token, else the smallest that gains enough; of those
         that ``loss`` allows.
         """
-        cost, base_s = choice.cost, self._pieces_s(choice.cost, base)
-        whole_s = base_s + cost.depth_s(self._full, start)
+        cost, whole_s = choice.cost, choice.cost.step_s(self._full, start)
         seconds = {size: cost.step_s(size, start) for size in self._sizes if size <= base}
-        lost = {size: (self._pieces_s(cost, size) - base_s) / whole_s for size in seconds}
+        lost = {size: (self._pieces_s(cost, size) - cost.flat_s(self._full)) / whole_s for size in seconds}
         allowed = [size for size in seconds if size == base or lost[size] <= loss]
-        # n chunks and the own step within MAX_SLOWDOWN x n own steps
-        quick_s = (MAX_SLOWDOWN - 1 / self._n_stages) * choice.own_s
+        quick_s = self._quick_s(choice.own_s, MAX_SLOWDOWN)
         quick = max((size for size in allowed if seconds[size] <= quick_s), default=None)
         gaining = (size for size in allowed if 1 - seconds[size] / seconds[base] >= MIN_GAIN * lost[size])
-        return min(gaining) if quick is None else quick
+        return min(gaining, default=base) if quick is None else quick
 
     def _next_to_measure(self, cost: MeasuredCost, size: int) -> int:
         """Return ``size`` if steps of it were measured, else the size to measure first: half of the next measured one,

@@ -13,6 +13,7 @@ from bisect import bisect_left
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from statistics import median_low
 from typing import Final
 
@@ -182,17 +183,9 @@ def _size_class(n_tokens: int) -> tuple[bool, int]:
 
 
 def _rising(points: Sequence[tuple[float, float]]) -> tuple[tuple[float, float], ...]:
-    """Return the points with means in place of runs whose seconds fall: a larger step is no cheaper."""
-    runs: list[list[tuple[float, float]]] = []
-    for point in points:
-        runs.append([point])
-        while len(runs) > 1 and _mean_s(runs[-2]) >= _mean_s(runs[-1]):
-            runs[-2:] = [runs[-2] + runs[-1]]
-    return tuple((size, _mean_s(run)) for run in runs for size in dict.fromkeys(size for size, _ in run))
-
-
-def _mean_s(run: Sequence[tuple[float, float]]) -> float:
-    return sum(seconds for _, seconds in run) / len(run)
+    """Return the points with no size dearer than a larger one: steps are disturbed to be slower, seldom faster."""
+    seconds = accumulate((s for _, s in reversed(points)), min)
+    return tuple((size, s) for (size, _), s in zip(points, reversed([*seconds]), strict=True))
 
 
 def _middle(steps: Iterable[_Step]) -> _Step:

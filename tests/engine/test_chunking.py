@@ -13,13 +13,14 @@ from lucevisor.engine.chunking import (
     MAX_DECODE_LOSS,
     MAX_OVERHEAD_SHARE,
     MAX_SLOWDOWN,
+    PROMISED_SLOWDOWN,
     RECENT_S,
     SharedChunks,
     chunk_sizes,
 )
 from lucevisor.engine.step_times import MAX_AGE, StepCost
 from lucevisor.protocol.steps import Slice
-from tests.engine.timed_pipeline import gpu_rows_s
+from tests.engine.timed_pipeline import gpu_rows_s, h200_rows_s
 
 SLOW = StepCost(0.008, 0.000385)  # the demo on a core of an EPYC
 GPU = StepCost(0.014, 0.0000205)  # a quarter of a 27B model on an H200
@@ -189,6 +190,18 @@ def test_beside_decodes_chunks_are_smaller_where_that_shortens_steps(n_stages: i
     assert chunks.chunk(0, others=True) == BESIDE_DECODES
     assert chunks.chunk(0, others=False) == 2048
     assert 4 * rows_s(512) <= (1 + MAX_DECODE_LOSS) * rows_s(2048)
+
+
+@pytest.mark.parametrize("n_stages", [1, 2, 3])
+def test_beside_decodes_chunks_are_as_large_as_the_bound_allows(n_stages: int) -> None:
+    rows_s = h200_rows_s(n_stages)
+    chunks = SharedChunks(n_stages, 2048)
+    for n in (16, 64, 512, 704, 1024, 2048) * 3:
+        chunks.measured([piece(n)], rows_s(n))
+    own_s = rows_s(64)
+    found = chunks.chunk(0, others=True)
+    assert found == 1024
+    assert n_stages * rows_s(found) + own_s <= PROMISED_SLOWDOWN * n_stages * own_s
 
 
 def test_beside_decodes_chunks_are_whole_where_smaller_ones_take_as_long() -> None:

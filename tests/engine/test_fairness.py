@@ -10,12 +10,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lucevisor.engine.batching import MAX_SKIPPED_STEPS
-from lucevisor.engine.chunking import MAX_SLOWDOWN, MAX_WAIT_SHARE
+from lucevisor.engine.chunking import MAX_SLOWDOWN, MAX_WAIT_SHARE, PROMISED_SLOWDOWN
 from lucevisor.engine.limits import EngineLimits
 from lucevisor.engine.queue import PATIENCE
 from lucevisor.model.values import PAGE_TOKENS
 from lucevisor.protocol.loading import PoolSizes
-from tests.engine.timed_pipeline import TimedPipeline, demo_limits, gpu_limits, gpu_rows_s, p95
+from tests.engine.timed_pipeline import TimedPipeline, demo_limits, gpu_limits, gpu_rows_s, h200_rows_s, p95
 
 LONG = 4000
 
@@ -88,14 +88,20 @@ def test_the_same_on_machines_less_regular(name: str, more: dict[str, object]) -
     assert long >= 0.88
 
 
+GPUS = {"kernels limit": gpu_rows_s, "launching limits": h200_rows_s}
+
+
+@pytest.mark.parametrize("gpu", GPUS)
 @pytest.mark.parametrize("chunk", [512, 2048])
 @pytest.mark.parametrize("n_stages", [1, 2, 3])
 @pytest.mark.parametrize("jitter", [0.0, 0.1])
-def test_long_prompts_after_short_ones_keep_their_throughput_on_a_gpu(chunk: int, n_stages: int, jitter: float) -> None:
-    """Short steps run other kernels: what they cost says nothing of larger ones, which nearly all cost the same."""
+def test_long_prompts_after_short_ones_keep_their_throughput_on_a_gpu(
+    gpu: str, chunk: int, n_stages: int, jitter: float
+) -> None:
+    """Short steps run other kernels: what they cost says nothing of larger ones."""
 
     def long_s(*, after_short: bool) -> list[float]:
-        pipeline = TimedPipeline(gpu_limits(chunk), n_stages, rows_s=gpu_rows_s(n_stages), jitter=jitter)
+        pipeline = TimedPipeline(gpu_limits(chunk), n_stages, rows_s=GPUS[gpu](n_stages), jitter=jitter)
         for turn in range(20):
             for i in range(9 if after_short else 0):
                 pipeline.submit(f"short{turn}-{i}", 16, 32)
@@ -111,23 +117,27 @@ def test_long_prompts_after_short_ones_keep_their_throughput_on_a_gpu(chunk: int
     assert max(after) <= (1.01 if not jitter else 1.2) * median(alone)
 
 
+@pytest.mark.parametrize("gpu", GPUS)
 @pytest.mark.parametrize("n_stages", [1, 2, 3])
-@pytest.mark.parametrize("jitter", [0.0, 0.1])
-def test_four_short_clients_beside_two_long_prompts_on_a_gpu(n_stages: int, jitter: float) -> None:
-    """Whole chunks keep both bounds there."""
-    rows_s = gpu_rows_s(n_stages)
-    first, long = four_beside_two(130, limits=gpu_limits(512), n_stages=n_stages, rows_s=rows_s, jitter=jitter)
+def test_four_short_clients_beside_two_long_prompts_on_a_gpu(gpu: str, n_stages: int) -> None:
+    """Whole chunks of 512 keep both bounds there."""
+    rows_s = GPUS[gpu](n_stages)
+    first, long = four_beside_two(130, limits=gpu_limits(512), n_stages=n_stages, rows_s=rows_s, jitter=0.1)
     assert first <= 3.0
     assert long >= 0.9
 
 
+@pytest.mark.parametrize(("gpu", "chunk"), [("kernels limit", 512), ("launching limits", 1024)])
 @pytest.mark.parametrize("n_stages", [1, 2, 3])
-def test_chunks_of_2048_alone_cost_short_prompts_no_more_than_chunks_of_512(n_stages: int) -> None:
-    """Beside short prompts and decodes the long ones get chunks of 512, and are as fast as with those alone."""
-    rows_s = gpu_rows_s(n_stages)
-    first, long = four_beside_two(130, limits=gpu_limits(2048), n_stages=n_stages, rows_s=rows_s)
-    assert first <= 3.0
-    assert long >= 0.9 * rows_s(2048) / (4 * rows_s(512))
+def test_the_same_with_chunks_of_2048(gpu: str, chunk: int, n_stages: int) -> None:
+    """Beside others the long ones get the largest chunks that keep the bound, and lose a tenth of what those give.
+
+    A step takes up to a tenth more here, and one of 512 tokens the whole bound where kernels limit.
+    """
+    rows_s = GPUS[gpu](n_stages)
+    first, long = four_beside_two(130, limits=gpu_limits(2048), n_stages=n_stages, rows_s=rows_s, jitter=0.1)
+    assert first <= 1.1 * PROMISED_SLOWDOWN
+    assert long >= 0.9 * rows_s(2048) / (2048 / chunk * rows_s(chunk))
 
 
 @pytest.mark.parametrize("n_stages", [1, 2, 3])

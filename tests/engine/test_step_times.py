@@ -140,6 +140,18 @@ def test_a_line_is_taken_only_where_it_tells_every_size() -> None:
         assert off < 0.5 * error if error < MAX_ERROR else off == pytest.approx(error)
 
 
+def test_a_size_that_was_disturbed_costs_no_more_than_a_larger_one() -> None:
+    """The first steps of a size load kernels and take memory."""
+    rows_s = gpu_rows_s()
+    times = StepTimes()
+    for n in (16, 64, 512, 704, 1024) * 3:
+        times.add(slices(n), rows_s(n) + 0.4 * (n == 704))
+    found = times.cost()
+    assert found is not None
+    assert found.step_s(704) == found.step_s(1024) == rows_s(1024)
+    assert found.step_s(512) == rows_s(512)
+
+
 def test_a_whole_chunk_alone_costs_no_positions() -> None:
     """Larger steps have more positions before their tokens: only steps of one size tell what those cost."""
     times = StepTimes()

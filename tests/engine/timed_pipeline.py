@@ -29,16 +29,26 @@ STOP = 5
 
 
 def gpu_rows_s(n_stages: int = 1) -> Callable[[int], float]:
-    """What a 27B model takes on one H200, on each of ``n_stages`` if there are more.
+    """What a 27B model takes on a GPU, on each of ``n_stages``, if its kernels are what limits it.
 
-    Up to 64 rows weights are multiplied as they are packed; above, all are dequantised, and up to 512 rows launching
-    takes longer than computing.
+    Up to 64 rows weights are multiplied as they are packed; above, all are dequantised.
     """
 
     def seconds(n_rows: int) -> float:
         if n_rows <= PAGE_TOKENS:
             return (0.0105 + 0.0004 * n_rows) / n_stages
         return max(0.075 + 0.00004 * n_rows, 0.045 + 0.0001 * n_rows) / n_stages
+
+    return seconds
+
+
+def h200_rows_s(n_stages: int = 1) -> Callable[[int], float]:
+    """What it took on an H200: 16 tokens are one CUDA graph; from there to some 600, launching limits."""
+
+    def seconds(n_rows: int) -> float:
+        if n_rows <= 16:
+            return 0.017 / n_stages
+        return max(0.066 + 0.000016 * n_rows, 0.022 + 0.000091 * n_rows) / n_stages
 
     return seconds
 
