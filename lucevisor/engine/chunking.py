@@ -123,6 +123,11 @@ class SharedChunks:
     # ---- answers
 
     @property
+    def cost(self) -> MeasuredCost | None:
+        """What steps take by measured ones; None before steps of two sizes were."""
+        return self._times.cost()
+
+    @property
     def max_short_tokens(self) -> int:
         """A prompt of at most so many tokens is short: it is computed in one step, which delays others by no more than
         a chunk.
@@ -186,7 +191,7 @@ class SharedChunks:
     # ---- inside
 
     def _chosen(self) -> _CostChoice | None:
-        cost = self._times.cost()
+        cost = self.cost
         if cost is None:
             return None
         if self._last is None or self._last.cost is not cost:

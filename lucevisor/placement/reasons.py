@@ -175,10 +175,7 @@ def _chunk(decisions: Decisions) -> Iterator[str]:
     """Say why an automatic prefill chunk is not the usual one."""
     chunk, automatic = decisions.sizing.prefill_chunk, decisions.config.engine.prefill_chunk == "auto"
     if automatic and chunk > USUAL_CHUNK:
-        yield (
-            f"prefill_chunk {chunk}: GPUs compute prompts faster so, and there is memory for it; at most {USUAL_CHUNK} "
-            "while others decode"
-        )
+        yield f"prefill_chunk {chunk}: GPUs compute prompts faster so, and there is memory for it; less beside others"
 
 
 def _states(decisions: Decisions) -> Iterator[str]:
