@@ -204,8 +204,8 @@ class EngineConfig:
         int | AutoWord,
         Key(
             OrAuto(Whole(1, 2**20)),
-            "Longest slice of a prompt in one step; while others decode slices are shorter, by what steps take. `auto`: "
-            "2048 on GPUs with memory for it, else 512.",
+            "Longest slice of a prompt in one step; while others decode slices are shorter, by what steps take. "
+            "`auto`: 2048 on GPUs with memory for it, else 512.",
             "tokens",
         ),
     ] = "auto"
