@@ -117,7 +117,9 @@ CASES: dict[str, Callable[[], tuple[str, bytes, int, str | None]]] = {
     "10 MB of arrays": lambda: (CHAT, b'{"messages":[' + b"[]," * 3_300_000 + b"[]]}", 400, "invalid_value"),
     "10 MB of objects": lambda: (
         CHAT,
-        b'{"messages":[{"role":"user","content":"Hi"}],"max_tokens":2,"metadata":[' + b'{"a":1},' * 1_250_000 + b"1]}",
+        b'{"messages":[{"role":"user","content":"Hi"}],"max_tokens":2,"prediction":{"x":['
+        + b'{"a":1},' * 1_250_000
+        + b"1]}}",
         200,
         None,
     ),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Sequence
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -47,6 +48,8 @@ class Recorder:
 
     def __init__(self) -> None:
         self.device, self.kernels = torch.device("cpu"), {"cpu drafter": "none"}
+        self.spec = SimpleNamespace(files=SimpleNamespace(identities=[]))
+        self.graphs = None
         self.operations: list[Operation] = []
         self.steps: list[object] = []
 
@@ -125,7 +128,7 @@ class Daemons:
         )
         fds = [os.dup(self.arenas[i].fd) for i in used]
         runner, loaded = ModelRunner.load(load, Backend.CPU, fds, Reporter())
-        return runner, loaded.shards
+        return runner, [loaded.draft] if loaded.draft is not None else []
 
 
 def arena_plan(golden: Golden, boundary: int, n_columns: int, capture: bool) -> ArenaPlan:

@@ -32,6 +32,8 @@ pages = {{n_pages}}
 [cache]
 min_tokens = 64
 prefix_slots = {N_SLOTS}
+[draft]
+kind = "off"
 """
 
 

@@ -85,7 +85,7 @@ def verified(c: Pipeline, ids: list[int]) -> Tensor:
     for accepted in (4, 0, 2, 1, 3, 4):
         parts = [(s, (ids * 4)[c.texts[s].length :][:5], 4) for s in (0, 1)]
         found.append(c.verify(*parts))
-        found += [x for x in c.captures if x is not None]
+        found += [x.clone() for x in c.captures if x is not None]  # the next step overwrites them
         for s in (0, 1):
             c.accept(s, 4, (accepted + s) % 5)
         found.append(c.run((0, ids[:1]), (1, ids[1:2])))
