@@ -7,14 +7,14 @@ the walk from anchor to anchor gives what decoding would have accepted.
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import torch
 
-from data import Loader
+from data import FLAG, Batch, Loader, Sequences
 from dflash import DFlash
-from generate import Sequences
 from mtp import Mtp
 
 
@@ -47,46 +47,44 @@ def summary(accepted: dict[str, list[tuple[int, list[int]]]], n: int) -> dict[st
     }
 
 
-def _evaluate(loader: Loader, held: Sequences, rows: int, draft: Any, n: int) -> dict[str, Any]:
+Draft = Callable[[Batch, torch.Tensor, int], torch.Tensor]
+
+
+def _evaluate(loader: Loader, rows: int, draft: Draft, n: int) -> dict[str, Any]:
+    source = loader.sources[0]
+    held, lengths = source.data, source.data.lengths()
     accepted: dict[str, list[tuple[int, list[int]]]] = defaultdict(list)
-    lengths = held.lengths()
     order = np.argsort(lengths[:rows], kind="stable")
     order = order[lengths[order] - held.prompt[order] >= 2]
     for a in range(0, len(order), 16):
         chosen = order[a : a + 16]
-        batch = loader.rows(chosen, -(-int(lengths[chosen].max()) // 32) * 32)
-        drafts = draft(batch).cpu().numpy()
+        batch = loader.rows(source, chosen, -(-int(lengths[chosen].max()) // 32) * 32)
+        prompt, made = held.prompt[chosen], lengths[chosen] - held.prompt[chosen]
+        drafts = draft(batch, torch.from_numpy(prompt).to(batch.ids.device), int(made.max())).cpu().numpy()
         for row, i in enumerate(chosen):
-            tokens = held.tokens[held.starts[i] : held.starts[i + 1]].astype(np.int64)
-            found = walk(tokens, int(held.prompt[i]), drafts[row])
-            accepted[str(held.kinds[i])].append((len(tokens) - int(held.prompt[i]) - 1, found))
+            tokens = (held.tokens[held.starts[i] : held.starts[i + 1]] & ~FLAG).astype(np.int64)
+            accepted[str(held.kinds[i])].append((made[row] - 1, walk(tokens, int(prompt[row]), drafts[row])))
     return summary(accepted, n)
 
 
 def evaluate_dflash(model: DFlash, held: Sequences, rows: int) -> dict[str, Any]:
     target = model.target
-    loader = Loader(target, held, 1, model.shape.capture, 0)
 
-    def draft(batch: Any) -> torch.Tensor:
-        count = int((batch.length - batch.prompt).max())
-        anchors = (batch.prompt[:, None] + torch.arange(count, device=target.device)).clamp(max=batch.ids.shape[1] - 1)
+    def draft(batch: Batch, prompt: torch.Tensor, count: int) -> torch.Tensor:
+        anchors = (prompt[:, None] + torch.arange(count, device=prompt.device)).clamp(max=batch.ids.shape[1] - 1)
         with torch.autocast("cuda", torch.bfloat16, enabled=target.device == "cuda"):
             return model.drafts(batch.features, batch.ids, anchors)
 
-    return _evaluate(loader, held, rows, draft, model.shape.block - 1)
+    return _evaluate(Loader(target, [(held, 1.0)], 1, model.shape.capture, 0), rows, draft, model.shape.block - 1)
 
 
-def evaluate_mtp(model: Mtp, held: Sequences, rows: int, count: int) -> dict[str, Any]:
+def evaluate_mtp(model: Mtp, held: Sequences, rows: int, n: int) -> dict[str, Any]:
     target = model.target
-    loader = Loader(target, held, 1, (), 0)
 
-    def draft(batch: Any) -> torch.Tensor:
+    def draft(batch: Batch, prompt: torch.Tensor, count: int) -> torch.Tensor:
         with torch.autocast("cuda", torch.bfloat16, enabled=target.device == "cuda"):
-            drafts = model.drafts(batch.hidden, batch.ids, count)
-        columns = (
-            batch.prompt[:, None] - 1 + torch.arange(int((batch.length - batch.prompt).max()), device=target.device)
-        )
-        index = columns.clamp(max=drafts.shape[1] - 1)[..., None].expand(-1, -1, count)
-        return drafts.gather(1, index)
+            drafts = model.drafts(batch.hidden, batch.ids, n)
+        columns = (prompt[:, None] - 1 + torch.arange(count, device=prompt.device)).clamp(max=drafts.shape[1] - 1)
+        return drafts.gather(1, columns[..., None].expand(-1, -1, n))
 
-    return _evaluate(loader, held, rows, draft, count)
+    return _evaluate(Loader(target, [(held, 1.0)], 1, (), 0), rows, draft, n)

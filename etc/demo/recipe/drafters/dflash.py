@@ -40,6 +40,13 @@ class Norm(nn.Module):
         return F.rms_norm(x, self.weight.shape, self.weight.to(x.dtype), self.eps)
 
 
+def spread(x: Tensor, n: int, dim: int) -> Tensor:
+    """Each entry along ``dim`` (0 or more) n times; a CUDA graph can hold it."""
+    shape = list(x.shape)
+    shape.insert(dim + 1, n)
+    return x.unsqueeze(dim + 1).expand(shape).flatten(dim, dim + 1)
+
+
 def matrix(rows: int, columns: int, scale: float = 1.0) -> nn.Linear:
     layer = nn.Linear(columns, rows, bias=False)
     nn.init.normal_(layer.weight, std=scale * columns**-0.5)
@@ -120,7 +127,7 @@ class Layer(nn.Module):
         """
         batch, group = context[0].shape[0], self.shape.heads // self.shape.kv_heads
         q, k, v = (y.reshape(batch, -1, *y.shape[2:]) for y in (q, k, v))
-        k, v = (torch.cat(pair, 1).repeat_interleave(group, 2) for pair in ((context[0], k), (context[1], v)))
+        k, v = (spread(torch.cat(pair, 1), group, 2) for pair in ((context[0], k), (context[1], v)))
         out = F.scaled_dot_product_attention(*(y.transpose(1, 2) for y in (q, k, v)), attn_mask=seen)
         return out.transpose(1, 2).flatten(2)
 
@@ -136,7 +143,8 @@ class Selector(nn.Module):
         nn.init.normal_(self.successor.weight, std=0.02)
 
     def gate(self, before: Tensor, hidden: Tensor) -> Tensor:
-        return F.embedding(before, self.predecessor.weight) * self.hidden(hidden)
+        rows = self.predecessor.weight.index_select(0, before.flatten())
+        return rows.view(*before.shape, -1) * self.hidden(hidden)
 
     def walk(self, logits: Tensor, hidden: Tensor, anchor: Tensor, top_k: int) -> Tensor:
         """Drafts [..., N] from logits [..., N, V], hidden [..., N, E] and the anchor token [...]."""
@@ -176,8 +184,8 @@ class DFlash(nn.Module):
         ).requires_grad_()  # as in the next layer: one compilation
         positions = (anchors[..., None] + torch.arange(n, device=ids.device)).view(-1, n)
         columns = torch.arange(length, device=ids.device)
-        blocks = torch.arange(anchors.shape[1], device=ids.device).repeat_interleave(n)
-        far = columns < anchors.repeat_interleave(n, 1)[..., None]  # the anchor's own feature comes later
+        blocks = spread(torch.arange(anchors.shape[1], device=ids.device), n, 0)
+        far = columns < spread(anchors, n, 1)[..., None]  # the anchor's own feature comes later
         near = (blocks[:, None] == blocks).expand(batch, -1, -1)
         seen = torch.cat((far, near), -1)[:, None]
         fused, context_positions = self.fuse(features.flatten(0, 1)), columns.repeat(batch)

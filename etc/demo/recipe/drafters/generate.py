@@ -3,41 +3,16 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from data import FLAG, Sequences
 from target import State, Target
 
 TEMPERATURE = 0.7
-Arrays = dict[str, np.ndarray]
-
-
-@dataclass
-class Sequences:
-    """Prompts with continuations: sequence i is tokens[starts[i]:starts[i + 1]], the first prompt[i] of them its prompt."""
-
-    tokens: np.ndarray  # uint16
-    starts: np.ndarray
-    prompt: np.ndarray
-    kinds: np.ndarray
-
-    def __len__(self) -> int:
-        return len(self.prompt)
-
-    def save(self, path: Path) -> None:
-        np.savez_compressed(path, tokens=self.tokens, starts=self.starts, prompt=self.prompt, kinds=self.kinds)
-
-    @staticmethod
-    def load(path: Path) -> Sequences:
-        data = np.load(path)
-        return Sequences(data["tokens"], data["starts"], data["prompt"], data["kinds"])
-
-    def lengths(self) -> np.ndarray:
-        return np.diff(self.starts)
 
 
 class Generator:
@@ -144,10 +119,8 @@ def load_prompts(path: Path, split: int) -> tuple[list[np.ndarray], np.ndarray, 
 
 
 def pack(prompts: list[np.ndarray], made: list[np.ndarray], kinds: np.ndarray) -> Sequences:
-    rows = [np.concatenate(pair) for pair in zip(prompts, made, strict=True)]
-    return Sequences(
-        np.concatenate(rows), np.cumsum([0] + [len(r) for r in rows]), np.array([len(p) for p in prompts]), kinds
-    )
+    rows = [np.concatenate((p, m | FLAG)) for p, m in zip(prompts, made, strict=True)]
+    return Sequences.join(rows, np.array([len(p) for p in prompts]), kinds)
 
 
 def continue_prompts(

@@ -73,7 +73,8 @@ def write_dflash(path: Path, model: DFlash) -> None:
     w.add_bool("dflash.attention.causal", False)
     if s.selector_rank:
         add_settings(w, "dflash", {
-            "conv_kernel_size": 2, "conv_group_size": s.conv_group, "selector_rank": s.selector_rank, "selector_top_k": s.selector_top_k,
+            "conv_kernel_size": 2, "conv_group_size": s.conv_group,
+            "selector_rank": s.selector_rank, "selector_top_k": s.selector_top_k,
         })  # fmt: skip
     finish(w, model.tensors())
 

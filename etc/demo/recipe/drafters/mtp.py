@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dflash import Norm, matrix
+from dflash import Norm, matrix, spread
 from target import Target, rope
 
 
@@ -66,8 +66,8 @@ class Mtp(nn.Module):
             e = F.embedding(tokens.flatten(), t.embedding)
             u, q, gate, k, v = self.before(e, g, (columns + d).repeat(batch))
             q, k, v = (y.unflatten(0, (batch, length)).transpose(1, 2) for y in (q, k, v))
-            keys.append(k.repeat_interleave(t.heads // t.kv_heads, 1))
-            values.append(v.repeat_interleave(t.heads // t.kv_heads, 1))
+            keys.append(spread(k, t.heads // t.kv_heads, 1))
+            values.append(spread(v, t.heads // t.kv_heads, 1))
             mask = torch.cat((seen, *[own] * (d - 1)), 1)
             mixed = F.scaled_dot_product_attention(q, torch.cat(keys, 2), torch.cat(values, 2), attn_mask=mask)
             g = self.after(u, mixed.transpose(1, 2).reshape(-1, t.heads, t.head_dim), gate)

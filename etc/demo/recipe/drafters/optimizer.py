@@ -1,4 +1,7 @@
-"""Muon for matrices (momentum, orthogonalised), Adam for the rest, under one learning rate schedule."""
+"""Muon for matrices (momentum, orthogonalised), Adam for the rest, under one learning rate schedule.
+
+A step reads its rate from the device and never waits for it, so that a CUDA graph can hold it.
+"""
 
 from __future__ import annotations
 
@@ -20,35 +23,41 @@ def orthogonal(x: Tensor) -> Tensor:
     return (y.mT if tall else y).float()
 
 
-class Muon:
-    """Steps of all parameters; ``rate`` scales the peak rates of both parts."""
+class Optimizer:
+    """Muon and Adam; ``rate`` [] on the device scales the peak rates of both."""
 
     def __init__(self, model: nn.Module, lr: float, adam_lr: float, decay: float) -> None:
         self.lr, self.adam_lr, self.decay = lr, adam_lr, decay
+        self.parameters = list(model.parameters())
+        self.rate = torch.zeros((), device=self.parameters[0].device)
+        self.count = torch.zeros_like(self.rate)
         groups: dict[tuple[int, int], list[nn.Parameter]] = defaultdict(list)
-        others = []
+        self.others = []
         for name, p in model.named_parameters():
             if p.ndim == 2 and not name.startswith(("selector.predecessor", "selector.successor")):
                 groups[p.shape[0], p.shape[1]].append(p)
             else:
-                others.append(p)
+                self.others.append(p)
         self.groups = list(groups.values())
         self.momentum = [torch.zeros(len(g), *g[0].shape, device=g[0].device) for g in self.groups]
-        self.adam = torch.optim.AdamW(others, lr=adam_lr, betas=(0.9, 0.98), weight_decay=0.0)
-        self.parameters = list(model.parameters())
+        self.first = [torch.zeros_like(p) for p in self.others]
+        self.second = [torch.zeros_like(p) for p in self.others]
 
     @torch.no_grad()
-    def step(self, rate: float) -> None:
+    def step(self) -> None:
         nn.utils.clip_grad_norm_(self.parameters, 1.0)
         for group, momentum in zip(self.groups, self.momentum, strict=True):
             grads = torch.stack([p.grad for p in group])
             momentum.lerp_(grads, 0.05)
-            update = orthogonal(grads.lerp(momentum, 0.95))
-            scale = self.lr * rate * max(1.0, group[0].shape[0] / group[0].shape[1]) ** 0.5
-            torch._foreach_mul_(group, 1 - self.lr * rate * self.decay)
-            torch._foreach_sub_(group, list(update.unbind()), alpha=scale)
-        for settings in self.adam.param_groups:
-            settings["lr"] = self.adam_lr * rate
-        self.adam.step()
+            scale = self.lr * max(1.0, group[0].shape[0] / group[0].shape[1]) ** 0.5
+            updates = orthogonal(grads.lerp(momentum, 0.95)) * (scale * self.rate)
+            for p, update in zip(group, updates, strict=True):
+                p.mul_(1 - self.lr * self.decay * self.rate).sub_(update)
+        self.count += 1
+        bias1, bias2 = 1 - 0.9**self.count, 1 - 0.98**self.count
+        for p, first, second in zip(self.others, self.first, self.second, strict=True):
+            first.lerp_(p.grad, 0.1)
+            second.lerp_(p.grad.square(), 0.02)
+            p.sub_(self.adam_lr * self.rate / bias1 * first / ((second / bias2).sqrt() + 1e-8))
         for p in self.parameters:
             p.grad = None

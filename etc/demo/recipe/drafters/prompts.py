@@ -5,14 +5,16 @@ prompts are the target's own training chats, and most are such chats with the na
 that do not exist (the module of one object, the last part of another). The hold-out rule is
 build_corpus.py's: a chat about a held-out object gives a held-out prompt, and a training prompt that mentions one is dropped.
 
-Writes prompts.npz: ``tokens`` (uint16), ``starts`` (offsets, n + 1), ``expected`` (length of the corpus's answer, to
-batch prompts of like length), ``kinds`` and ``split`` (0 train, 1 held out), and held-out.json for tests.
+Writes docs_train.bin.xz (the documentation, as encode.py would), held-out.json for tests, and prompts.npz: ``tokens``
+(uint16), ``starts`` (offsets, n + 1), ``expected`` (length of the corpus's answer, to batch prompts of like length),
+``kinds`` and ``split`` (0 train, 1 held out).
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import lzma
 import random
 import re
 from pathlib import Path
@@ -91,6 +93,17 @@ def raw_prompts(path: Path, tokenizer: Renderer, count: int, rng: random.Random)
     return [ids[: rng.randint(16, 160)] for ids in tokenizer.ids(texts) if len(ids) > 160]
 
 
+def write_docs(corpus: Path, path: Path, tokenizer: Renderer, length: int) -> None:
+    """The documentation as encode.py writes texts: pieces of ``length`` tokens, all of which count."""
+    end = tokenizer.hf.convert_tokens_to_ids("<|endoftext|>")
+    with (corpus / "raw.jsonl").open() as file:
+        texts = [row["text"] for row in map(json.loads, file) if row["kind"] == "docs" and not row["val"]]
+    rows = [ids[a : a + length] for ids in tokenizer.ids(texts) for a in range(0, len(ids), length)]
+    tokens = np.array([t | 0x8000 for row in rows for t in (*row, end)], "<u2")
+    path.write_bytes(lzma.compress(tokens.tobytes(), preset=9))
+    print(f"{path.name}: {len(rows):,} pieces, {len(tokens):,} tokens, {path.stat().st_size:,} bytes")
+
+
 def read_chats(path: Path) -> tuple[list[Chat], list[Chat]]:
     train: list[Chat] = []
     held: list[Chat] = []
@@ -151,15 +164,16 @@ def main() -> None:
     parser.add_argument("--corpus", type=Path, required=True, help="folder written by build_corpus.py")
     parser.add_argument("--tokenizer", type=Path, required=True)
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--chats", type=int, default=80_000)
-    parser.add_argument("--recombined", type=int, default=200_000)
-    parser.add_argument("--raw", type=int, default=8_000)
+    parser.add_argument("--chats", type=int, default=20_000)
+    parser.add_argument("--recombined", type=int, default=120_000)
+    parser.add_argument("--raw", type=int, default=4_000)
     parser.add_argument("--held-out", type=int, default=1024)
     parser.add_argument("--tests", type=int, default=100, help="held-out prompts in held-out.json")
     parser.add_argument("--seed", type=int, default=1)
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
     rng, renderer = random.Random(args.seed), Renderer(args.tokenizer)
+    write_docs(args.corpus, args.out / "docs_train.bin.xz", renderer, 300)
     train, held = choose(*read_chats(args.corpus / "chat.jsonl"), args, rng)
 
     rows: list[tuple[list[int], int, str, int]] = []  # ids, expected answer tokens, kind, split

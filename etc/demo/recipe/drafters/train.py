@@ -1,15 +1,16 @@
 """Generate, train and evaluate the demo model's drafters on one GPU, each part within its seconds.
 
-Text: the target's own continuations (generate.py). Loss of a drafted token: cross-entropy against half the token that
-came, half the target's distribution there. Figures: tokens per verify step of greedy decoding on held-out prompts.
+Text: the target's own continuations (generate.py), and the corpus it was trained on. Loss of a drafted token:
+cross-entropy against half the token that came, half the target's distribution there. Figures: tokens per verify step
+of greedy decoding on held-out prompts.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,14 +22,15 @@ from torch import Tensor, nn
 import dflash
 import mtp
 from acceptance import evaluate_dflash, evaluate_mtp
-from data import Batch, Loader
+from data import Batch, Loader, Sequences, read_corpus
 from dflash import DFlash, DFlashShape
-from generate import Sequences, continue_prompts
+from generate import continue_prompts
 from gguf_files import write_dflash, write_mtp
 from kernels import MixedLoss
 from mtp import Mtp
-from optimizer import Muon
+from optimizer import Optimizer
 from target import Target
+from trainer import Loss, Trainer
 
 START = time.monotonic()
 
@@ -38,23 +40,23 @@ def say(*words: object) -> None:
 
 
 def choose_anchors(batch: Batch, count: int) -> tuple[Tensor, Tensor]:
-    """Random anchors [B, A] among the generated tokens but the last, and which of them are real."""
-    columns = torch.arange(batch.ids.shape[1], device=batch.ids.device)
-    valid = (columns >= batch.prompt[:, None]) & (columns < batch.length[:, None] - 1)
+    """Random anchors [B, A]: tokens that count and are followed by such; and which of them are real."""
+    valid = batch.counts & batch.counts.roll(-1, 1)
+    valid[:, -1] = False
     keys = torch.rand(valid.shape, device=valid.device).masked_fill(~valid, -1)
-    value, anchors = keys.topk(min(count, keys.shape[1]), -1)
+    value, anchors = keys.topk(count, -1)
     return anchors, value >= 0
 
 
 def dflash_loss(model: DFlash, batch: Batch, soft: float, gamma: float) -> tuple[Tensor, Tensor]:
     """Loss of one step and the share of right tokens per position."""
-    n, target = model.shape.block - 1, model.target
+    n, target, last = model.shape.block - 1, model.target, batch.ids.shape[1] - 1
     anchors, real = choose_anchors(batch, batch.ids.shape[1] // 8)
     hidden = model(batch.features, batch.ids, anchors)[..., 1:, :].flatten(0, 2)
     steps = torch.arange(n, device=anchors.device)
     at = anchors[..., None] + steps + 1  # positions of the drafted tokens [B, A, n]
-    kept = real[..., None] & (at < batch.length[:, None, None])
-    at = at.clamp(max=batch.ids.shape[1] - 1).flatten(1)
+    inside, at = at <= last, at.clamp(max=last).flatten(1)
+    kept = (inside & batch.counts.gather(1, at).view(inside.shape)).cumprod(-1) * real[..., None]
     label, before = batch.ids.gather(1, at).flatten(), batch.ids.gather(1, at - 1).flatten()
     weight = (torch.exp(-steps / gamma) * kept).flatten()
     weight = weight / weight.sum()
@@ -63,10 +65,8 @@ def dflash_loss(model: DFlash, batch: Batch, soft: float, gamma: float) -> tuple
     logits = F.linear(hidden, target.embedding.to(hidden.dtype))
     total, right = MixedLoss.apply(logits, teacher, label, weight, soft)
     if model.selector is not None:
-        logits = logits + F.linear(model.selector.gate(before, hidden), model.selector.successor.weight).to(
-            logits.dtype
-        )
-        paired, right = MixedLoss.apply(logits, teacher, label, weight, soft)
+        pairs = F.linear(model.selector.gate(before, hidden), model.selector.successor.weight)
+        paired, right = MixedLoss.apply(logits + pairs.to(logits.dtype), teacher, label, weight, soft)
         total = total + paired
     per_step = (right.view(kept.shape) * kept).sum((0, 1)) / kept.sum((0, 1)).clamp(min=1)
     return total, per_step
@@ -76,105 +76,125 @@ def mtp_loss(model: Mtp, batch: Batch, depth: int, soft: float) -> tuple[Tensor,
     """Loss of one step, over half of the batch's rows, and the share of right tokens per draft."""
     target, length = model.target, batch.ids.shape[1]
     outputs = model.chain(batch.hidden, batch.ids, depth, False)
-    columns = torch.arange(length, device=batch.ids.device)
-    # column c predicts x_{c + 1 + d}; c + 1 is at least the first generated token
-    valid = (columns + 1 >= batch.prompt[:, None]) & (columns + 2 < batch.length[:, None])
-    keys = torch.rand(valid.shape, device=valid.device).masked_fill(~valid, -1).flatten()
-    rows = keys.topk(len(keys) // 2).indices
+    counts = F.pad(batch.counts, (0, depth + 2))
+    # column c drafts x_{c + 2} first, and then on; x_{c + 1} counts too
+    kept = torch.stack([counts[:, d + 1 : d + 1 + length] for d in range(depth + 1)], -1).cumprod(-1)[..., 1:]
+    keys = torch.rand(batch.ids.shape, device=batch.ids.device) + kept[..., 0]
+    rows = keys.flatten().topk(keys.numel() // 2).indices
     sequence, column = rows // length, rows % length
+    weights = kept.flatten(0, 1).index_select(0, rows).float()
     total, shares = torch.zeros((), device=rows.device), []
     for d, output in enumerate(outputs, 1):
-        kept = (valid.flatten()[rows] & (column + 1 + d < batch.length[sequence])).float()
         label = batch.ids[sequence, (column + 1 + d).clamp(max=length - 1)]
         teacher = target.head(batch.hidden[sequence, (column + d).clamp(max=length - 1)]).detach()
-        logits = F.linear(output.flatten(0, 1)[rows], target.embedding.to(output.dtype))
-        loss, right = MixedLoss.apply(logits, teacher, label, kept / kept.sum().clamp(min=1), soft)
+        logits = F.linear(output.flatten(0, 1).index_select(0, rows), target.embedding.to(output.dtype))
+        weight = weights[:, d - 1] / weights[:, d - 1].sum().clamp(min=1)
+        loss, right = MixedLoss.apply(logits, teacher, label, weight, soft)
         total = total + loss * 0.8 ** (d - 1)
-        shares.append((right * kept).sum() / kept.sum().clamp(min=1))
+        shares.append((right * weight).sum())
     return total, torch.stack(shares)
 
 
+class Progress:
+    """Prints and logs running means, and the loss on the same held-out batches each time."""
+
+    def __init__(self, name: str, every: int, loss_of: Loss, held: list[Batch], log: list[dict[str, Any]]) -> None:
+        self.name, self.every, self.loss_of, self.held, self.log = name, every, loss_of, held, log
+        self.mean: Tensor | None = None
+        self.start = self.mark = time.monotonic()
+
+    def validate(self) -> list[float]:
+        entries = []
+        for batch in self.held:
+            with torch.no_grad(), torch.autocast("cuda", torch.bfloat16, enabled=batch.ids.is_cuda):
+                loss, right = self.loss_of(batch)
+            entries.append(torch.cat((loss[None].float(), right)))
+        return [round(v, 4) for v in torch.stack(entries).mean(0).tolist()]
+
+    def add(self, step: int, entry: Tensor) -> None:
+        self.mean = entry.clone() if self.mean is None else self.mean.lerp(entry, 0.01)
+        if step % self.every:
+            return
+        with torch.compiler.set_stance("force_eager"):
+            held = self.validate()
+        train = [round(v, 4) for v in self.mean.tolist()]
+        took, self.mark = time.monotonic() - self.mark, time.monotonic()
+        speed = round(took / self.every * 1e3, 1)
+        entry = {"drafter": self.name, "step": step, "train": train, "held": held, "ms": speed}
+        self.log.append({**entry, "seconds": round(self.mark - self.start, 1)})
+        say(self.name, step, "loss and right: train", train, "held", held, f"{speed} ms a step")
+
+
 def fit(
-    model: nn.Module, loader: Loader, loss_of: Callable[[Batch], tuple[Tensor, Tensor]], args: argparse.Namespace,
-    seconds: float, name: str, log: list[dict[str, Any]],
+    model: nn.Module, loader: Loader, held: Sequences, loss_of: Loss, args: argparse.Namespace, seconds: float, name: str,
+    log: list[dict[str, Any]],
 ) -> None:  # fmt: skip
     """Train by the clock: warm-up, constant rate, linear decay to 0 in the last 60%."""
     torch.compiler.set_stance("default")
-    optimizer = Muon(model, args.lr, args.adam_lr, args.decay)
-    start, step, mark = time.monotonic(), 0, time.monotonic()
-    cuda = loader.target.device == "cuda"
-    mean: Tensor | None = None
-    while True:
-        progress = max((time.monotonic() - start) / seconds, step / args.steps if args.steps else 0.0)
-        if progress >= 1:
-            break
-        batch = loader.next()
-        with torch.autocast("cuda", torch.bfloat16, enabled=cuda):
-            loss, right = loss_of(batch)
-        loss.backward()
-        optimizer.step(min(1.0, (step + 1) / args.warmup, (1 - progress) / 0.6))
-        step += 1
-        entry = torch.cat((loss.detach()[None].float(), right))
-        mean = entry if mean is None else mean.lerp(entry, 0.02)
-        if step % args.log_every == 0:
-            values = [round(v, 4) for v in mean.tolist()]  # waits for the device
-            took, mark = time.monotonic() - mark, time.monotonic()
-            log.append({"drafter": name, "step": step, "loss": values[0], "right": values[1:], "seconds": mark - start})
-            say(
-                name,
-                "step",
-                step,
-                "loss",
-                values[0],
-                "right",
-                values[1:],
-                f"{took / args.log_every * 1e3:.1f} ms a step",
-            )
-        elif cuda and step % 4 == 0:
-            torch.cuda.synchronize()  # keeps the clock honest
-    say(name, step, "steps")
+    optimizer = Optimizer(model, args.lr, args.adam_lr, args.decay)
+    trainer = Trainer(model, loss_of, optimizer, args.graphs and loader.target.device == "cuda")
+    fixed = Loader(loader.target, [(held, 1.0)], args.tokens, loader.capture, args.seed)
+    start, step = time.monotonic(), 0
+    with torch.cuda.stream(trainer.stream) if trainer.stream else contextlib.nullcontext():
+        progress = Progress(name, args.log_every, loss_of, [fixed.fresh() for _ in range(args.held_batches)], log)
+        while True:
+            done = max((time.monotonic() - start) / seconds, step / args.steps if args.steps else 0.0)
+            if done >= 1:
+                break
+            rate = min(1.0, (step + 1) / args.warmup, (1 - done) / 0.6)
+            entry = trainer.step(loader.next(), rate)
+            step += 1
+            progress.add(step, entry)
+            if trainer.stream and step % 8 == 0:
+                trainer.stream.synchronize()  # keeps the clock honest
+    if trainer.stream:
+        torch.cuda.synchronize()
+    say(name, step, "steps,", len(trainer.graphs), "graphs")
     torch.compiler.set_stance("force_eager")  # evaluation has other shapes
 
 
 def check_generation(target: Target, held: Sequences) -> None:
     """Decoding (its own kernel, a CUDA graph) must choose what a prefill over the whole sequence chooses."""
-    loader = Loader(target, held, 1, (), 0)
+    loader = Loader(target, [(held, 1.0)], 1, (), 0)
     chosen = np.arange(min(64, len(held)))
-    batch = loader.rows(chosen, int(held.lengths()[chosen].max()))
+    batch = loader.rows(loader.sources[0], chosen, int(held.lengths()[chosen].max()))
     same = target.head(batch.hidden).argmax(-1)[:, :-1] == batch.ids[:, 1:]
-    at = torch.arange(1, batch.ids.shape[1], device=same.device)
-    made = (at >= batch.prompt[:, None]) & (at < batch.length[:, None])
-    share = float(same[made].float().mean())
+    share = float(same[batch.counts[:, 1:]].float().mean())
     say(f"{share:.4f} of the generated tokens are a prefill's choice")
     if share < 0.97:  # narrow formats flip a few near-ties
         raise RuntimeError("batched decoding disagrees with prefill")
 
 
-def train_dflash(
-    target: Target, data: Sequences, held: Sequences, shape: DFlashShape, name: str, seconds: float, args: argparse.Namespace,
-    log: list[dict[str, Any]],
+def train_one(
+    target: Target, sources: list[tuple[Sequences, float]], held: Sequences, name: str, seconds: float,
+    args: argparse.Namespace, log: list[dict[str, Any]],
 ) -> None:  # fmt: skip
+    """Train a drafter, write its file and measure it."""
     torch.manual_seed(args.seed)
-    model = DFlash(shape, target).to(target.device)
-    say(name, shape, f"{sum(p.numel() for p in model.parameters()):,} parameters")
-    loader = Loader(target, data, args.tokens, shape.capture, args.seed, args.reuse)
-    fit(model, loader, lambda b: dflash_loss(model, b, args.soft, args.gamma), args, seconds, name, log)
-    write_dflash(args.out / f"demo-qwen35-22m-{name}-q8_0.gguf", model)
-    log.append({"drafter": name, **evaluate_dflash(model, held, args.eval_rows)})
-    say(name, json.dumps(log[-1]))
+    model: DFlash | Mtp
+    if name.startswith("mtp"):
+        model, capture = Mtp(target, int(target.meta["qwen35.feed_forward_length"])).to(target.device), ()
+    else:
+        rank, group = (args.rank, 16) if name.startswith("dflash2") else (0, 0)
+        shape = DFlashShape(tuple(args.capture), args.layers, ffn=args.ffn, conv_group=group, selector_rank=rank)
+        model, capture = DFlash(shape, target).to(target.device), shape.capture
+    say(name, f"{sum(p.numel() for p in model.parameters()):,} parameters", getattr(model, "shape", ""))
 
+    def loss_of(batch: Batch) -> tuple[Tensor, Tensor]:
+        if isinstance(model, Mtp):
+            return mtp_loss(model, batch, args.depth, args.soft)
+        return dflash_loss(model, batch, args.soft, args.gamma)
 
-def train_mtp(
-    target: Target, data: Sequences, held: Sequences, name: str, seconds: float, args: argparse.Namespace,
-    log: list[dict[str, Any]],
-) -> None:  # fmt: skip
-    torch.manual_seed(args.seed)
-    model = Mtp(target, int(target.meta["qwen35.feed_forward_length"])).to(target.device)
-    say(name, f"{sum(p.numel() for p in model.parameters()):,} parameters")
-    loader = Loader(target, data, args.tokens, (), args.seed, args.reuse)
-    fit(model, loader, lambda b: mtp_loss(model, b, args.depth, args.soft), args, seconds, name, log)
-    write_mtp(args.out / f"demo-qwen35-22m-{name}-q8_0.gguf", model)
-    log.append({"drafter": name, **evaluate_mtp(model, held, args.eval_rows, 3)})
+    loader = Loader(target, sources, args.tokens, capture, args.seed, args.reuse)
+    fit(model, loader, held, loss_of, args, seconds, name, log)
+    path = args.out / f"demo-qwen35-22m-{name}-q8_0.gguf"
+    if isinstance(model, Mtp):
+        write_mtp(path, model)
+        found = evaluate_mtp(model, held, args.eval_rows, 3)
+    else:
+        write_dflash(path, model)
+        found = evaluate_dflash(model, held, args.eval_rows)
+    log.append({"drafter": name, **found})
     say(name, json.dumps(log[-1]))
 
 
@@ -206,6 +226,13 @@ def arguments() -> argparse.Namespace:
         metavar="NAME:SECONDS[:OPTION=VALUE,...]",
         help="dflash..., dflash2... or mtp..., its training time, options of its own such as lr=0.02,capture=1+3+5",
     )
+    parser.add_argument(
+        "--corpus",
+        nargs="*",
+        default=(),
+        metavar="FILE:SHARE",
+        help="files of encode.py to train on too; the generated sequences have share 1",
+    )
     parser.add_argument("--generate", type=float, default=60, help="seconds of generation")
     parser.add_argument("--batch", type=int, default=2048, help="sequences generated at a time")
     parser.add_argument("--new", type=int, default=256, help="tokens generated at most")
@@ -226,6 +253,8 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--ffn", type=int, default=1024)
     parser.add_argument("--rank", type=int, default=64, help="selector rank of DFlash 2")
     parser.add_argument("--compile", action="store_true", help="compile the drafters' parts")
+    parser.add_argument("--graphs", action="store_true", help="record whole steps as CUDA graphs")
+    parser.add_argument("--held-batches", type=int, default=3, help="fixed held-out batches for the log")
     parser.add_argument("--eval-rows", type=int, default=1024)
     parser.add_argument("--log-every", type=int, default=200)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
@@ -239,13 +268,13 @@ def texts(target: Target, args: argparse.Namespace) -> tuple[Sequences, Sequence
         return Sequences.load(args.sequences / "held.npz"), Sequences.load(args.sequences / "train.npz")
     rows = min(args.batch, args.eval_rows)
     held = continue_prompts(target, args.prompts, 1, rows, args.new, args.generate, args.seed, 0.0, 0.0)
-    say(f"{len(held):,} held-out sequences, {len(held.tokens) - held.prompt.sum():,} tokens generated")
+    say(f"{len(held):,} held-out sequences, {held.made():,} tokens generated")
     held.save(args.out / "held.npz")
     check_generation(target, held)
     data = continue_prompts(
         target, args.prompts, 0, args.batch, args.new, args.generate, args.seed, args.sampled, args.left
     )
-    say(f"{len(data):,} sequences, {len(data.tokens) - data.prompt.sum():,} tokens generated")
+    say(f"{len(data):,} sequences, {data.made():,} tokens generated")
     data.save(args.out / "train.npz")
     say("saved")
     return held, data
@@ -264,14 +293,13 @@ def main() -> None:
     say("target read;", vars(args))
     held, data = texts(target, args)
     log: list[dict[str, Any]] = []
+    sources = [(data, 1.0)]
+    for item in args.corpus:
+        path, _, share = item.rpartition(":")
+        sources.append((read_corpus(Path(path), target.meta["tokenizer.ggml.padding_token_id"]), float(share)))
+        say(f"{path}: {len(sources[-1][0]):,} texts, {len(sources[-1][0].tokens):,} tokens")
     for name, seconds, own in args.jobs:
-        job = argparse.Namespace(**{**vars(args), **own})
-        if name.startswith("mtp"):
-            train_mtp(target, data, held, name, seconds, job, log)
-        else:
-            rank, group = (job.rank, 16) if name.startswith("dflash2") else (0, 0)
-            shape = DFlashShape(tuple(job.capture), job.layers, ffn=job.ffn, conv_group=group, selector_rank=rank)
-            train_dflash(target, data, held, shape, name, seconds, job, log)
+        train_one(target, sources, held, name, seconds, argparse.Namespace(**{**vars(args), **own}), log)
         (args.out / "log.json").write_text(json.dumps(log, indent=1) + "\n")
     if args.device == "cuda":
         say(f"peak memory {torch.cuda.max_memory_allocated() / 2**30:.1f} GiB")
