@@ -1,7 +1,7 @@
 """Time to the first token of short prompts, alone and beside long ones, and what the long ones lose by it.
 
     python bench/fairness.py [--model FILE] [--backend cpu|cuda|hip] [--groups 2] [--long 4000] [--short 64]
-                             [--answer 16] [--pause 3] [--seconds 45] [--rounds 3] [--name NAME] [--save]
+                             [--answer 16] [--pause 3] [--seconds 45] [--rounds 3] [--threads N] [--name NAME] [--save]
 
 A supervisor with real daemons, asked over HTTP by another process: four clients that ask, read the answer, pause and
 ask again, and two long prompts that are sent again as soon as both are computed.  A round measures the long prompts
@@ -41,7 +41,7 @@ def configuration(options, directory):
     for name in names:
         text += f'[groups.{name}]\nbackend = "{options.backend}"\n'
         if options.backend == "cpu":
-            text += f"threads = {max(1, os.cpu_count() // options.groups)}\n"
+            text += f"threads = {options.threads or max(1, os.cpu_count() // options.groups)}\n"
     devices = ", ".join(f'"{name}:0"' for name in names)
     text += f"""
 [placement]
@@ -184,6 +184,7 @@ def main():
     parser.add_argument("--pause", type=float, default=3.0)
     parser.add_argument("--seconds", type=float, default=45.0)
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--threads", type=int, default=0, help="of a cpu group; default: its share of the cores")
     parser.add_argument("--name", default="")
     parser.add_argument("--save", action="store_true")
     options = parser.parse_args()

@@ -58,18 +58,23 @@ class Knob:
     def __init__(self, service):
         self.drafting = service.engine._scheduler.drafting
         self.vocabulary = service.model.spec.vocabulary
-        self.adaptive = self.drafting.speculation
-        self.fixed = FixedWidth(self.drafting._settings.max_drafts, self.vocabulary)
+        settings = self.drafting._settings
+        self.adaptive = Speculation(
+            settings.max_drafts, settings.kind
+        )  # draft.width, for the widest step, fixes the service's
+        self.fixed = FixedWidth(settings.max_drafts)
         self.right = 0
         self.steps, self.drafts = defaultdict(list), defaultdict(list)
-        drafts_of, measured, answered = self.drafting._drafts_of, self.drafting.measured, self.drafting.answered
+        measured, answered = self.drafting.measured, self.drafting.answered
 
-        def forced(record, live):
-            drafted, _ = drafts_of(record, live)
-            n = self.fixed.width if self.drafting.speculation is self.fixed else len(drafted.tokens)
-            last = record.tokens[-1]
+        def forced(one):
+            drafted, own = one.live.drafted, one.record.acceptance
+            n = self.fixed.width if self.drafting.speculation is self.fixed else len(drafted.tokens) if drafted else 0
+            last = one.record.tokens[-1]
             tokens = [(last + 1 + i + (i >= self.right)) % self.vocabulary for i in range(n)]
-            return Drafted(live.sequence, tokens, [0.9 if i < self.right else 0.1 for i in range(n)]), False
+            own.looked_up = own.copying = False
+            own.probabilities = [0.9 if i < self.right else 0.1 for i in range(n)]
+            return Drafted(one.live.sequence, tokens, own.probabilities)
 
         def noted(slices, stages_s):
             sizes = {len(s.tokens) for s in slices}
@@ -82,7 +87,7 @@ class Knob:
                 self.drafts[len(result.drafts), len(result.drafts[0].tokens)].append(result.compute_s)
             answered(result)
 
-        self.drafting._drafts_of, self.drafting.measured, self.drafting.answered = forced, noted, drafted
+        self.drafting._candidates, self.drafting.measured, self.drafting.answered = forced, noted, drafted
 
     def plain(self):
         self.drafting.speculation, self.fixed.width, self.fixed.ahead = self.fixed, 0, 0
