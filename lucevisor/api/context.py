@@ -34,6 +34,8 @@ class RequestContext:
     prompt_tokens: int = 0
     cached_tokens: int = 0
     generated_tokens: int = 0
+    accepted_tokens: int = 0  # of them, drafts
+    rejected_tokens: int = 0  # drafts beside them
     queue_s: float = 0.0
     first_token_s: float | None = None
     fields: dict[str, object] = field(default_factory=dict)  # more for the log line

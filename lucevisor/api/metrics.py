@@ -17,6 +17,7 @@ from prometheus_client.openmetrics import exposition as openmetrics
 from prometheus_client.registry import Collector
 
 from lucevisor.api.ports import Ports, SnapshotMetrics
+from lucevisor.engine.draft_statistics import DraftStatistics
 from lucevisor.engine.statistics import EngineStatistics
 from lucevisor.supervision.states import State
 
@@ -148,6 +149,7 @@ def _engine(now: EngineStatistics) -> Iterator[Metric]:
     for index, boundary in enumerate(now.steps.boundaries):
         hop.add_metric([str(index)], boundary.n_hops, boundary.seconds)
     yield hop
+    yield from _drafts(now.drafts)
     cached = CounterMetricFamily(
         _P + "cached_prompt_tokens", "Prompt tokens taken from prefix slots, by tier.", labels=["tier"]
     )
@@ -159,6 +161,40 @@ def _engine(now: EngineStatistics) -> Iterator[Metric]:
     yield CounterMetricFamily(_P + "prefix_prompts", "Prompts that were started.", value=now.cache.n_prompts)
     yield CounterMetricFamily(_P + "prefix_hits", "Prompts that started with a cached prefix.", value=now.cache.n_hits)
     yield CounterMetricFamily(_P + "prefix_evictions", "Slots evicted for others.", value=now.cache.n_evictions)
+
+
+def _drafts(now: DraftStatistics) -> Iterator[Metric]:
+    total = now.total
+    yield CounterMetricFamily(_P + "draft_steps", "Steps for which the draft stage made drafts.", value=now.n_steps)
+    yield CounterMetricFamily(_P + "draft_tokens", "Tokens drafted, or looked up and verified.", value=total.n_drafted)
+    yield CounterMetricFamily(
+        _P + "draft_upkeep_seconds", "Time of the draft stage for all but drafts.", value=now.upkeep_s
+    )
+    families = {
+        name: CounterMetricFamily(_P + name, text, labels=["origin", *more])
+        for name, text, *more in (
+            ("verify_slices", "Decodes that verified drafts, by origin of the sequence's prefix."),
+            ("verified_tokens", "Drafts that were verified."),
+            ("accepted_tokens", "Drafts that were accepted."),
+            ("verified_tokens_per_position", "Drafts that were verified, by position in the slice.", "position"),
+            ("accepted_tokens_per_position", "Drafts that were accepted, by position in the slice.", "position"),
+            ("draft_seconds", "Time of the draft stage for drafts."),
+            ("verify_seconds", "Time of all other stages for slices with drafts."),
+        )
+    }
+    for origin, counts in now.by_origin.items():
+        for name, value in (
+            ("verify_slices", counts.n_verify),
+            ("verified_tokens", counts.n_verified),
+            ("accepted_tokens", counts.n_accepted),
+            ("draft_seconds", counts.draft_s),
+            ("verify_seconds", counts.verify_s),
+        ):
+            families[name].add_metric([origin], value)
+        for position, (n_verified, n_accepted) in enumerate(zip(counts.verified, counts.accepted, strict=True)):
+            families["verified_tokens_per_position"].add_metric([origin, str(position)], n_verified)
+            families["accepted_tokens_per_position"].add_metric([origin, str(position)], n_accepted)
+    yield from families.values()
 
 
 def _snapshots(now: SnapshotMetrics) -> Iterator[Metric]:

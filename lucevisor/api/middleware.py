@@ -135,6 +135,8 @@ def _account(request: web.Request, context: RequestContext, status: int) -> None
             "prompt_tokens": context.prompt_tokens,
             "cached_tokens": context.cached_tokens,
             "generated_tokens": context.generated_tokens,
+            "accepted_tokens": context.accepted_tokens,
+            "rejected_tokens": context.rejected_tokens,
             "queue_s": round(context.queue_s, 6),
             "first_token_s": None if context.first_token_s is None else round(context.first_token_s, 6),
         }

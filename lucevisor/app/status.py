@@ -7,6 +7,7 @@ from typing import Any
 
 from lucevisor.app.cache_operations import figures
 from lucevisor.deployment.service import Service
+from lucevisor.engine.draft_statistics import DraftCounts, DraftStatistics
 from lucevisor.engine.statistics import CacheStatistics, EngineStatistics
 from lucevisor.protocol.loading import DeviceUse
 from lucevisor.supervision.group import GroupSupervisor
@@ -31,14 +32,15 @@ def status(service: Service, name: str, url: str) -> dict[str, Any]:
         },
         "groups": [_group(service, g) for g in service.groups.values()],
         "engine": _engine(statistics),
-        "draft": _draft(service),
+        "draft": _draft(service, statistics),
         "cache": _cache(service, statistics.cache if statistics is not None else CacheStatistics()),
     }
 
 
-def _draft(service: Service) -> dict[str, Any]:
+def _draft(service: Service, now: EngineStatistics | None) -> dict[str, Any]:
     """``kind``: of the drafter, else "lookup" or "off".  ``state``: "attached" while a drafter drafts, "detached" while
-    it does not, and ``reason`` why; "none" without one.
+    it does not, and ``reason`` why; "none" without one.  ``paused``: why decoding is plain at present although it
+    could draft.  The counts: docs/speculation.md.
     """
     placement, drafter = service.placement, service.model.drafter
     configured = service.config.draft.kind
@@ -48,6 +50,8 @@ def _draft(service: Service) -> dict[str, Any]:
     group = service.groups[stage.group] if stage is not None else None
     use = group.loaded.draft if group is not None and group.loaded is not None else None
     kind = stage.kind.value if stage is not None else "lookup" if drafting.lookup and drafting.max_drafts else "off"
+    state = "none" if drafter is None else "attached" if service.deployment.drafting else "detached"
+    drafts = now.drafts if now is not None else DraftStatistics()
     return {
         "kind": kind,
         "lookup": drafting.lookup and drafting.max_drafts > 0,
@@ -57,8 +61,34 @@ def _draft(service: Service) -> dict[str, Any]:
         "device": str(stage.device) if stage is not None else "",
         "weight_bytes": use.weight_bytes if use is not None else 0,
         "state_bytes": use.state_bytes if use is not None else 0,
-        "state": "none" if drafter is None else "attached" if service.deployment.drafting else "detached",
+        "state": state,
         "reason": service.deployment.draft_reason(),
+        "paused": now.no_drafts if now is not None and state != "detached" else "",
+        "width": now.draft_width if now is not None else 0,
+        "steps": drafts.n_steps,
+        **_draft_counts(drafts.total),
+        "upkeep_s": round(drafts.upkeep_s, 6),
+        "lookups": {
+            "slices": drafts.lookups.n_verify,
+            "verified": drafts.lookups.n_verified,
+            "accepted": drafts.lookups.n_accepted,
+        },
+        "origins": {origin: _draft_counts(counts) for origin, counts in drafts.by_origin.items()},
+    }
+
+
+def _draft_counts(counts: DraftCounts) -> dict[str, Any]:
+    return {
+        "acceptance_length": round(counts.acceptance_length, 3),
+        "tokens_per_step": round(counts.tokens_per_step, 3),
+        "plain_slices": counts.n_plain,
+        "verify_slices": counts.n_verify,
+        "drafted": counts.n_drafted,
+        "verified": counts.n_verified,
+        "accepted": counts.n_accepted,
+        "acceptance_by_position": [round(share, 3) for share in counts.acceptance_by_position],
+        "draft_s": round(counts.draft_s, 6),
+        "verify_s": round(counts.verify_s, 6),
     }
 
 

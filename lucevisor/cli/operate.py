@@ -101,9 +101,6 @@ def _print_status(s: dict[str, Any]) -> None:
         console.print(f"reason: {s['reason']}", highlight=False)
     m, e = s["model"], s["engine"]
     console.print(f"{m['name']} ({m['architecture']}, {m['layers']} layers, {m['quant']})", highlight=False)
-    if (draft := s["draft"])["state"] != "none":
-        why = f": {draft['reason']}" if draft["reason"] else ""
-        console.print(f"drafter {draft['name']} ({draft['kind']}) is {draft['state']}{why}", highlight=False)
     table = Table("group", "backend", "state", "pid", "restarts", "device", "layers", "weights", "state bytes", "free")
     for g in s["groups"]:
         for d in g["devices"] or [NO_DEVICE]:
@@ -117,8 +114,45 @@ def _print_status(s: dict[str, Any]) -> None:
     pages = f"pages {p['used']} of {p['total']}"
     work = f"running {e['running']}, queued {e['queued']}, {e['tokens_per_s']} tokens/s, {pages}"
     console.print(work, highlight=False)
-    for line in _cache_lines(s["cache"]):
+    for line in [*_draft_lines(s["draft"]), *_cache_lines(s["cache"])]:
         console.print(line, highlight=False)
+
+
+SHOWN_POSITIONS = 8
+
+
+def _draft_lines(d: dict[str, Any]) -> list[str]:
+    """The drafter and, once drafts were verified, what became of them; each line fits 80 columns, names aside."""
+    lines = []
+    if d["state"] != "none":
+        where, why = f" on {d['device']}" if d["device"] else "", f": {d['reason']}" if d["reason"] else ""
+        lines.append(f"drafter {d['name']} ({d['kind']}){where} is {d['state']}{why}")
+    if d.get("paused"):
+        lines.append(f"  paused: {d['paused']}")
+    if not d.get("verify_slices"):
+        return lines
+    n_looked_up = d["lookups"]["slices"]
+    positions = " ".join(f"{share:.2f}" for share in d["acceptance_by_position"][:SHOWN_POSITIONS])
+    apart = [
+        f"{origin} {one['acceptance_length']:.2f} ({one['verify_slices']} slices)"
+        for origin, one in d["origins"].items()
+        if one["verify_slices"]
+    ]
+    return [
+        *lines,
+        f"  {d['acceptance_length']:.2f} tokens a verify slice ({d['tokens_per_step']:.2f} with plain ones), "
+        f"width {d['width']}",
+        f"  accepted {d['accepted']} of {d['verified']} verified, of {d['drafted']} drafted; "
+        f"looked up {n_looked_up} slices",
+        f"  accepted by position: {positions}",
+        f"  tokens a verify slice, {', '.join(apart)}",
+        f"  drafting took {_seconds(d['draft_s'])}, verifying {_seconds(d['verify_s'])}, "
+        f"the drafter's context {_seconds(d['upkeep_s'])}",
+    ]
+
+
+def _seconds(seconds: float) -> str:
+    return f"{1e3 * seconds:.1f} ms" if seconds < 1 else f"{seconds:.1f} s"
 
 
 def _cache_lines(c: dict[str, Any]) -> list[str]:

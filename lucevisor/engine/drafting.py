@@ -15,6 +15,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Final
 
+from lucevisor.engine.draft_statistics import DraftStatistics, PrefixOrigin, StepShare
 from lucevisor.engine.limits import EngineLimits
 from lucevisor.engine.lookup import INDEX_TOKENS, NgramLookup
 from lucevisor.engine.request import RequestState
@@ -25,7 +26,7 @@ from lucevisor.engine.step import ScheduledSequence, ScheduledSlice, ScheduledSt
 from lucevisor.kv.page_pool import PagePools
 from lucevisor.kv.prefix_tree import NO_STATE
 from lucevisor.model.values import Space
-from lucevisor.protocol.steps import Drafted, OpenSequence, Operation, SetPages, Slice, StepResult, ZeroState
+from lucevisor.protocol.steps import Drafted, OpenSequence, Operation, Sampled, SetPages, Slice, StepResult, ZeroState
 
 _MEAN_OF: Final = 8  # steps
 
@@ -40,6 +41,7 @@ class Drafting:
         self._running = running
         self._keeps_checkpoints = limits.prefix.max_slots > 0 and not pools.copies_states
         self.speculation = Speculation(self._settings.max_drafts, self._settings.kind, fixed=self._settings.fixed)
+        self.statistics = DraftStatistics()
         self.attached = False
         self.opening = False  # the next step opens the running sequences at the drafter
         self.outstanding: deque[ScheduledStep] = deque()  # steps that the drafter has yet to answer
@@ -199,17 +201,35 @@ class Drafting:
             if (drafted := by_sequence.get(sequence)) is not None:
                 part.live.drafted = drafted
                 self.speculation.drafted(part.record, drafted)
+        self._count_drafts(expected, by_sequence, result.compute_s)
         pieces = [part.slice for part in expected.parts.values()]
         if expected.n_ahead and all_decodes(pieces):
             n_asked = sum(piece.n_ahead > 0 for piece in pieces)
             self.speculation.measured_draft(n_asked, expected.n_ahead, result.compute_s)
             self._draft_s += (result.compute_s - self._draft_s) / _MEAN_OF
 
-    def verified(self, part: ScheduledSequence, n_accepted: int) -> None:
-        """Note a verdict on the drafts of a slice."""
+    def drawn(self, part: ScheduledSequence, drawn: Sequence[Sampled]) -> None:
+        """Note the tokens drawn for a slice, before its request takes them; all but the last are accepted drafts."""
+        record, n_accepted = part.record, len(drawn) - 1
         if part.n_proposed:
-            n_accepted = min(n_accepted, part.n_proposed)
-            self.speculation.verified(part.record, part.n_proposed, n_accepted)
+            self.speculation.verified(record, part.n_proposed, min(n_accepted, part.n_proposed))
+        if record.ended or record.first_token_at is None or not is_decode(part.slice):
+            return
+        ends = [i for i, one in enumerate(drawn) if one.token in record.request.stop_ids]
+        if ends:  # the request ends there
+            n_accepted = min(n_accepted, ends[0] + 1)
+        looked_up = record.acceptance.looked_up
+        self.statistics.decoded(_origin(record), part.n_proposed, n_accepted, looked_up=looked_up)
+        record.n_drafts += max(part.n_proposed, n_accepted)
+        record.n_accepted += n_accepted
+
+    def stepped(self, step: ScheduledStep, seconds: float) -> None:
+        """Note how long the stages took for a step, one after the other."""
+        shares = []
+        for part in step.parts.values():
+            n_rows = len(part.slice.tokens)
+            shares.append(StepShare(_origin(part.record), n_rows, n_rows if part.slice.n_drafts else 0))
+        self.statistics.stepped(shares, seconds)
 
     def measured(self, slices: Sequence[Slice], stages_s: Sequence[float]) -> None:
         """Note how long each stage took for a step of decodes."""
@@ -218,6 +238,14 @@ class Drafting:
             self._step_s += (max(stages_s) - self._step_s) / _MEAN_OF
 
     # ---- inside
+
+    def _count_drafts(self, step: ScheduledStep, drafts: dict[int, Drafted], seconds: float) -> None:
+        shares, n_drafted = [], []
+        for sequence, part in step.parts.items():
+            n_rows = len(part.slice.tokens) + part.slice.n_ahead
+            shares.append(StepShare(_origin(part.record), n_rows, n_rows if part.slice.n_ahead else 0))
+            n_drafted.append(len(drafts[sequence].tokens) if sequence in drafts else 0)
+        self.statistics.drafted(shares, n_drafted, seconds)
 
     @property
     def _n_free_states(self) -> int:
@@ -271,4 +299,13 @@ def _padded(one: ScheduledSlice, width: int, drafted: Drafted) -> ScheduledSlice
 
 def all_decodes(slices: Sequence[Slice]) -> bool:
     """Whether a step computes no prompt."""
-    return all(piece.sample and len(piece.tokens) == 1 + piece.n_drafts for piece in slices)
+    return all(is_decode(piece) for piece in slices)
+
+
+def is_decode(piece: Slice) -> bool:
+    """Whether a slice has one token that is certain, and samples."""
+    return piece.sample and piece.n_context == 1
+
+
+def _origin(record: RequestRecord) -> PrefixOrigin:
+    return "restored" if record.prefix.cached else "fresh"

@@ -64,11 +64,16 @@ class GenerationRequest:
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """Tokens of a request: of the prompt, of it taken from a prefix slot, and generated (the stop id included)."""
+    """Tokens of a request: of the prompt, of it taken from a prefix slot, and generated (the stop id included).
+
+    ``accepted_tokens``: of the generated ones, drafts; ``draft_tokens``: drafts that were verified.
+    """
 
     prompt_tokens: int
     cached_tokens: int
     generated_tokens: int
+    draft_tokens: int = 0
+    accepted_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,11 +95,15 @@ class RequestError:
 
 @dataclass(frozen=True, slots=True)
 class TokenEvent:
-    """A generated token; its log-probability and the best (id, log-probability) pairs if requested."""
+    """A generated token; its log-probability and the best (id, log-probability) pairs if requested.
+
+    ``drafted``: it was an accepted draft.
+    """
 
     token: int
     logprob: float | None = None
     top: tuple[tuple[int, float], ...] = ()
+    drafted: bool = False
 
 
 @dataclass(frozen=True, slots=True)

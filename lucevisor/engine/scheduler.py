@@ -260,6 +260,8 @@ class Scheduler:
 
     def measured(self, slices: Sequence[Slice], stages_s: Sequence[float]) -> None:
         """Note how long each stage took for a step."""
+        if self.in_flight:
+            self.drafting.stepped(self.in_flight[0], sum(stages_s))
         if all_decodes(slices):
             self.drafting.measured(slices, stages_s)
         else:
@@ -344,20 +346,20 @@ class Scheduler:
         record, live = part.record, part.live
         state = live.state
         events: Events = []
+        if drawn:
+            self.drafting.drawn(part, drawn)
         for i, sampled in enumerate(drawn):
             if record.ended:
                 break
             if i + 1 < len(drawn) and record.live is live:
                 live.accept(i)
-            events += self._accept(record, sampled, now)
-        if part.slice.n_drafts:
-            self.drafting.verified(part, len(drawn) - 1)
-            if record.live is live:
-                self._shares.charge([(record.request.key_id, len(drawn) - 1)])
-                self._operations += self.running.settle(live, state)
+            events += self._accept(record, sampled, now, drafted=i + 1 < len(drawn))
+        if part.slice.n_drafts and record.live is live:
+            self._shares.charge([(record.request.key_id, len(drawn) - 1)])
+            self._operations += self.running.settle(live, state)
         return events
 
-    def _accept(self, record: RequestRecord, sampled: Sampled, now: float) -> Events:
+    def _accept(self, record: RequestRecord, sampled: Sampled, now: float, *, drafted: bool) -> Events:
         request = record.request
         record.tokens.append(sampled.token)
         self.n_generated_tokens += not record.uncached
@@ -367,7 +369,8 @@ class Scheduler:
             record.move(RequestState.DECODE)
         if sampled.token in request.stop_ids:
             return [self._finish(record, "stop", now, stop_id=sampled.token)]
-        events: Events = [(request.request_id, TokenEvent(sampled.token, sampled.logprob, tuple(sampled.top)))]
+        event = TokenEvent(sampled.token, sampled.logprob, tuple(sampled.top), drafted)
+        events: Events = [(request.request_id, event)]
         if record.n_generated >= record.max_tokens:
             events.append(self._finish(record, "length", now))
         return events

@@ -113,6 +113,8 @@ class RequestRecord:
     n_passed: int = 0  # tokens of later requests that started before it
     lookup: NgramLookup | None = None  # of its tokens; None before drafts are looked up there
     acceptance: RequestAcceptance = field(default_factory=RequestAcceptance)
+    n_drafts: int = 0  # verified for it
+    n_accepted: int = 0  # of them
     started_at: float | None = None
     first_token_at: float | None = None
 
@@ -163,7 +165,9 @@ class RequestRecord:
         first = now if self.first_token_at is None else self.first_token_at
         return FinishedEvent(
             reason=reason,
-            usage=Usage(len(self.request.prompt), self.prefix.cached or 0, self.n_generated),
+            usage=Usage(
+                len(self.request.prompt), self.prefix.cached or 0, self.n_generated, self.n_drafts, self.n_accepted
+            ),
             timings=Timings(started - self.submitted_at, first - started, now - first),
             error=error,
             stop_id=stop_id,

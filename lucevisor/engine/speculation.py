@@ -166,6 +166,22 @@ class Speculation:
         widths = self._widths(drafts)
         return {record.request.request_id: n for (record, _), n in zip(drafts, widths, strict=True)}
 
+    @property
+    def width(self) -> int:
+        """Drafts that are asked for at present, the most of any request."""
+        return self._max_drafts if self._fixed else self._latest.width
+
+    @property
+    def no_drafts(self) -> str:
+        """Why no drafts are asked for at present; empty while they are, or before that was decided."""
+        if self._fixed:
+            return ""
+        if self._loss.spent:
+            return "drafts took more time than they saved; they are tried again now and then"
+        if self.width or not self._latest.rate:
+            return ""
+        return "the drafter is not asked: by times and acceptance plain decoding is faster"
+
     # ---- what it is told
 
     def drafted(self, record: RequestRecord, drafted: Drafted) -> None:
@@ -213,6 +229,10 @@ class Speculation:
             self._loss.gain(-LEAST_GAIN * charged)
 
     # ---- inside: drafts to ask for
+
+    @property
+    def _latest(self) -> _Choice:
+        return max(self._choices.values(), key=lambda choice: choice.chosen_at, default=_Choice(0, 0.0, 0))
 
     def _earn(self, steps: float) -> None:
         self._loss.earn(steps)

@@ -12,6 +12,7 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from lucevisor.engine.draft_statistics import DraftStatistics
 from lucevisor.engine.pipeline import PipelineResult
 from lucevisor.engine.prefix_reuse import PrefixReuse
 from lucevisor.kv.page_pool import PageUse
@@ -154,6 +155,9 @@ class EngineStatistics:
     pages: dict[str, PageUse]  # by space
     steps: StepTotals
     cache: CacheStatistics = field(default_factory=CacheStatistics)
+    drafts: DraftStatistics = field(default_factory=DraftStatistics)
+    draft_width: int = 0  # drafts that are asked for at present
+    no_drafts: str = ""  # why that is 0 although the drafter is there
 
     @classmethod
     def of(
@@ -173,4 +177,7 @@ class EngineStatistics:
             pages={str(space): use for space, use in scheduler.pools.use().items()},
             steps=copy.deepcopy(totals),
             cache=CacheStatistics.of(scheduler.reuse),
+            drafts=copy.deepcopy(scheduler.drafting.statistics),
+            draft_width=scheduler.drafting.speculation.width if scheduler.drafting.attached else 0,
+            no_drafts=scheduler.drafting.speculation.no_drafts,
         )

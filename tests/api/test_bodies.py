@@ -41,6 +41,7 @@ class TestRequestIds:
         assert (line["method"], line["path"], line["status"]) == ("POST", CHAT, 200)
         assert line["prompt_tokens"] > 0
         assert line["generated_tokens"] > 0
+        assert (line["accepted_tokens"], line["rejected_tokens"]) == (0, 0)
         assert line["duration_s"] >= line["first_token_s"] > 0
 
 

@@ -43,7 +43,11 @@ class TestWhole:
                 "completion_tokens": n,
                 "total_tokens": n_prompt + n,
                 "prompt_tokens_details": {"cached_tokens": 0},
-                "completion_tokens_details": {"reasoning_tokens": 0},
+                "completion_tokens_details": {
+                    "reasoning_tokens": 0,
+                    "accepted_prediction_tokens": 0,
+                    "rejected_prediction_tokens": 0,
+                },
             },
         }
         assert client.rig.n_busy == 0

@@ -31,7 +31,11 @@ class TestWhole:
                 "completion_tokens": n,
                 "total_tokens": n + n_prompt,
                 "prompt_tokens_details": {"cached_tokens": 0},
-                "completion_tokens_details": {"reasoning_tokens": 0},
+                "completion_tokens_details": {
+                    "reasoning_tokens": 0,
+                    "accepted_prediction_tokens": 0,
+                    "rejected_prediction_tokens": 0,
+                },
             },
         }
 

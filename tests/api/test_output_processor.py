@@ -119,6 +119,24 @@ class TestStops:
         assert consumed == ids_of("one two STOP three")[: len(consumed)]
         assert usage.generated == len(consumed) < len(ids_of("one two STOP three"))
 
+    def test_accepted_drafts_behind_a_stop_count_as_rejected(self):
+        ids = ids_of("one two STOP three")
+        last = FinishedEvent(
+            "cancelled", Usage(3, 0, len(ids), draft_tokens=len(ids), accepted_tokens=len(ids)), TIMINGS
+        )
+        reader = plain("STOP")
+        for i in ids:
+            reader.token(TokenEvent(i, drafted=True))
+        _, usage = reader.finish(last)
+        assert usage.accepted == usage.generated < len(ids)
+        assert usage.accepted + usage.rejected == len(ids)
+
+    def test_a_stop_id_may_be_an_accepted_draft(self):
+        reader = plain()
+        reader.token(TokenEvent(5, drafted=True))
+        _, usage = reader.finish(FinishedEvent("stop", Usage(3, 0, 2, 3, 2), TIMINGS, None, EOS))
+        assert (usage.generated, usage.accepted, usage.rejected) == (2, 2, 1)
+
     def test_nothing_is_taken_after_the_end(self):
         reader = plain("x")
         for token in ids_of("x"):

@@ -53,8 +53,10 @@ def test_chat_streamed_and_whole_are_the_same_text_and_usage(client: openai.Open
     assert whole.choices[0].finish_reason == "length"
     assert [c.choices[0].finish_reason for c in chunks if c.choices and c.choices[0].finish_reason] == ["length"]
     assert chunks[-1].choices == []
-    assert chunks[-1].usage == whole.usage
-    assert whole.usage.completion_tokens == 40
+    for usage in (chunks[-1].usage, whole.usage):  # how many drafts were accepted may differ
+        assert usage.completion_tokens == 40
+        assert usage.prompt_tokens == whole.usage.prompt_tokens
+        assert 0 <= usage.completion_tokens_details.accepted_prediction_tokens < 40
 
 
 def test_a_whole_answer_ends_with_stop(client: openai.OpenAI) -> None:

@@ -65,8 +65,8 @@ class Bench:
             sure = len(piece.tokens) - piece.n_drafts
             drawn = [*piece.tokens[sure:][:n_accepted], 7] if piece.sample else []
             sampled += [Sampled(piece.sequence, token) for token in drawn]
-        self.scheduler.apply(StepResult(plan.step.step_id, self.scheduler.n_stages - 1, sampled), 0.0)
         self.scheduler.measured(plan.step.slices, [seconds])
+        self.scheduler.apply(StepResult(plan.step.step_id, self.scheduler.n_stages - 1, sampled), 0.0)
         validation.check(self.scheduler)
 
     def draft(self, plan: StepPlan, token: int = 9, n: int = 99, seconds: float = 0.0) -> None:
@@ -503,7 +503,7 @@ def test_padding_makes_slices_equal_and_counts_as_no_draft() -> None:
     verify = bench.plan()
     assert [s.tokens for s in verify.step.slices] == [[7, 9, 9], [7, 7, 7]]
     bench.answer(verify, n_accepted=2, seconds=2.0)
-    assert policy.told == [("a", 1), ("verify", [1, 0], 2), ("a", 1, 1), ("step", 6, 2, 2.0)]
+    assert policy.told == [("a", 1), ("verify", [1, 0], 2), ("step", 6, 2, 2.0), ("a", 1, 1)]
     bench.scheduler.cancel("a", 0.0)
     bench.draft(verify, seconds=3.0)
     assert policy.told[4:] == [("b", 4), ("drafts", 2, 4, 3.0)]

@@ -155,6 +155,7 @@ class _Response:
         deltas, usage = job.processor.finish(event)
         self._totals.add(usage, event.timings, new_prompt=job.new_prompt)
         context.cached_tokens = self._totals.cached
+        context.accepted_tokens, context.rejected_tokens = self._totals.accepted, self._totals.rejected
         context.generated_tokens += usage.generated - self._n_tokens[index]  # the id that ended it, if any
         self._n_open -= 1
         return deltas

@@ -50,12 +50,16 @@ class ChoiceDelta:
 
 @dataclass(frozen=True, slots=True)
 class ChoiceUsage:
-    """Token counts of one choice.  `generated` includes the stop token and `reasoning` tokens."""
+    """Token counts of one choice.  `generated` includes the stop token, `reasoning` tokens and `accepted` drafts;
+    `rejected`: drafts that were verified and are not in it.
+    """
 
     prompt: int
     cached: int
     generated: int
     reasoning: int
+    accepted: int
+    rejected: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,6 +86,7 @@ class OutputProcessor:
         self._n_chars = 0
         self._n_tokens = 0
         self._n_reasoning = 0
+        self._n_accepted = 0
         self._n_calls = 0
         self.ended = False
 
@@ -90,6 +95,7 @@ class OutputProcessor:
         if self.ended:
             return []
         self._n_tokens += 1
+        self._n_accepted += event.drafted
         self._held.append(TokenRecord(event, self._n_chars))
         text = self._detokenizer.push(event.token)
         self._n_chars += len(text)
@@ -122,7 +128,12 @@ class OutputProcessor:
             end_ids += (event.stop_id,)
         deltas.append(ChoiceDelta(None, tuple(self._held), end_ids, self._reason(event, cut)))
         self._held.clear()
-        usage = ChoiceUsage(event.usage.prompt_tokens, event.usage.cached_tokens, self._n_tokens, self._n_reasoning)
+        told = event.usage
+        n_accepted = self._n_accepted if cut else told.accepted_tokens
+        n_rejected = told.draft_tokens - n_accepted
+        usage = ChoiceUsage(
+            told.prompt_tokens, told.cached_tokens, self._n_tokens, self._n_reasoning, n_accepted, n_rejected
+        )
         return deltas, usage
 
     def _parse(self, text: str) -> list[OutputEvent]:

@@ -19,6 +19,8 @@ class UsageTotals:
     cached: int = 0
     generated: int = 0
     reasoning: int = 0
+    accepted: int = 0
+    rejected: int = 0
     timings: Timings | None = None
 
     def add(self, usage: ChoiceUsage, timings: Timings, *, new_prompt: bool) -> None:
@@ -28,6 +30,8 @@ class UsageTotals:
             self.cached += usage.cached
         self.generated += usage.generated
         self.reasoning += usage.reasoning
+        self.accepted += usage.accepted
+        self.rejected += usage.rejected
         self.timings = timings
 
     def usage(self) -> dict[str, object]:
@@ -37,7 +41,11 @@ class UsageTotals:
             "completion_tokens": self.generated,
             "total_tokens": self.prompt + self.generated,
             "prompt_tokens_details": {"cached_tokens": self.cached},
-            "completion_tokens_details": {"reasoning_tokens": self.reasoning},
+            "completion_tokens_details": {
+                "reasoning_tokens": self.reasoning,
+                "accepted_prediction_tokens": self.accepted,
+                "rejected_prediction_tokens": self.rejected,
+            },
         }
 
     def timings_json(self) -> dict[str, float]:
