@@ -20,7 +20,10 @@ from lucevisor.errors import show
 OPEN_PATHS: Final = frozenset({"/health", "/ready"})
 """For load balancers, which have no key."""
 
-_ALLOW_HEADERS: Final = "authorization, content-type, x-api-key, x-request-id"
+_ALLOW_HEADERS: Final = (
+    "authorization, content-type, x-api-key, x-request-id, "
+    "anthropic-version, anthropic-beta, anthropic-dangerous-direct-browser-access"
+)
 
 
 def check_access(request: web.Request, settings: ApiSettings, keys: ApiKeys) -> None:

@@ -1,7 +1,7 @@
 """Errors as clients see them: status, type, code and parameter.
 
-Knows OpenAI's error body and the engine's errors, no handler.  Invariant: every message says what is wrong and what to
-do, and no traceback ever leaves the process.
+Knows the error bodies of OpenAI and Anthropic and the engine's errors, no handler.  Invariant: every message says what
+is wrong and what to do, and no traceback ever leaves the process.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ CLIENT_CLOSED = 499
 """Status, in logs and metrics, of a request whose client disconnected; never sent."""
 
 _TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
+_ANTHROPIC_TYPES = {**_TYPES, 404: "not_found_error", 413: "request_too_large", 503: "overloaded_error"}
 
 
 class ApiError(Exception):
@@ -52,6 +53,15 @@ class ApiError(Exception):
     def body(self) -> dict[str, object]:
         """Return OpenAI's error body; in a stream it is the data of the last event."""
         return {"error": {"message": self.message, "type": self.type, "param": self.param, "code": self.code}}
+
+    def anthropic_body(self, request_id: str | None = None) -> dict[str, object]:
+        """Return Anthropic's error body; in a stream it is the data of the last event."""
+        kind = _ANTHROPIC_TYPES.get(self.status, "api_error" if self.status >= 500 else "invalid_request_error")
+        message = self.message
+        if self.code == "context_length_exceeded":  # agents look for these words, and shorten the conversation
+            message = f"prompt is too long: {message}"
+        body: dict[str, object] = {"type": "error", "error": {"type": kind, "message": message}}
+        return body if request_id is None else {**body, "request_id": request_id}
 
 
 def bad_parameter(param: str, why: str, code: str = "invalid_value") -> ApiError:

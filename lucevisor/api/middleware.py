@@ -79,7 +79,7 @@ async def _serve(request: web.Request, context: RequestContext, handler: Handler
         log.exception("request failed")
         failure = internal_error(context.request_id)
     context.fields["error"] = failure.message
-    return await _fail(context, failure)
+    return await _fail(request, context, failure)
 
 
 async def _admitted(request: web.Request, handler: Handler) -> web.StreamResponse:
@@ -93,23 +93,29 @@ async def _admitted(request: web.Request, handler: Handler) -> web.StreamRespons
     return await handler(request)
 
 
-async def _fail(context: RequestContext, failure: ApiError) -> tuple[int, web.StreamResponse]:
+async def _fail(request: web.Request, context: RequestContext, failure: ApiError) -> tuple[int, web.StreamResponse]:
     stream = context.stream
     if stream is not None and stream.started:
         try:
-            await stream.fail(failure.body())
+            await stream.fail(failure)
         except ClientGone as gone:
             context.fields["dropped"] = str(gone)
         return failure.status, stream.response
+    body = failure.anthropic_body(context.request_id) if _is_anthropic(request) else failure.body()
     response = web.Response(
         status=failure.status,
-        body=msgspec.json.encode(failure.body()),
+        body=msgspec.json.encode(body),
         content_type="application/json",
         headers=failure.headers,
     )
     if failure.status in (408, 413, 415):
         response.force_close()  # do not read the rest of the body
     return failure.status, response
+
+
+def _is_anthropic(request: web.Request) -> bool:
+    """Return whether a request is to Anthropic's API; its errors and one header have other names."""
+    return request.path == "/v1/messages" or request.path.startswith("/v1/messages/")
 
 
 def _from_http(request: web.Request, error: web.HTTPException) -> ApiError:
@@ -151,6 +157,8 @@ async def set_headers(request: web.Request, response: web.StreamResponse) -> Non
         request.protocol.answering()
     if has_context(request):
         response.headers["x-request-id"] = context_of(request).request_id
+        if _is_anthropic(request):
+            response.headers["request-id"] = context_of(request).request_id
     response.headers.update(cors_headers(request.headers.get("Origin"), request.app[PORTS].settings))
 
 

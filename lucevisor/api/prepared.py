@@ -13,7 +13,7 @@ import msgspec
 
 from lucevisor.protocol.steps import Sampling
 
-BodyKind = Literal["chat", "completion", "tokenize", "detokenize"]
+BodyKind = Literal["chat", "completion", "messages", "count_tokens", "tokenize", "detokenize"]
 """Which endpoint a body is for."""
 
 
@@ -22,7 +22,8 @@ class GenerationOptions(msgspec.Struct, frozen=True, kw_only=True):
 
     ``max_tokens`` None: up to the end of the context.  ``turn_ends``: offsets of complete chat messages, per prompt.
     ``echoes``: the text of each prompt if it is to be repeated, else empty.  ``stop_ids``: tokens that end the answer
-    besides the model's own.  ``ignored``: names of parameters without effect.
+    besides the model's own.  ``ignored``: names of parameters without effect.  ``show_reasoning``: the client wants its
+    text; only the Messages API asks.
     """
 
     sampling: Sampling
@@ -39,6 +40,7 @@ class GenerationOptions(msgspec.Struct, frozen=True, kw_only=True):
     logprobs: bool = False
     tools: list[dict[str, Any]] = []
     reasoning_open: bool = False
+    show_reasoning: bool = True
     one_tool_call: bool = False
     echoes: tuple[str, ...] = ()
 

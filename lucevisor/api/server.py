@@ -25,7 +25,7 @@ from lucevisor.api.limiter import LoopLimiter
 from lucevisor.api.metrics import Metrics
 from lucevisor.api.middleware import request_middleware, set_headers, wait_until_idle
 from lucevisor.api.ports import Ports
-from lucevisor.api.routes import info
+from lucevisor.api.routes import anthropic, info
 from lucevisor.api.routes.chat import chat_completions
 from lucevisor.api.routes.completions import completions
 from lucevisor.api.routes.openapi import openapi
@@ -53,6 +53,8 @@ def create_app(ports: Ports) -> web.Application:
         [
             web.post("/v1/chat/completions", chat_completions),
             web.post("/v1/completions", completions),
+            web.post("/v1/messages", anthropic.messages),
+            web.post("/v1/messages/count_tokens", anthropic.count_tokens),
             web.get("/v1/models", info.models),
             web.get("/v1/models/{id:.+}", info.model),
             web.post("/tokenize", tokenize),

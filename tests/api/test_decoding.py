@@ -129,8 +129,8 @@ class TestOtherParameters:
         good = examples[kind] if kind in examples else get_args(kind)[0]
         to_record(ChatBody, CHAT | {name: good})
         to_record(ChatBody, CHAT | {name: None})
-        assert ignored(CHAT | {name: good}) == (name,)
-        assert ignored(CHAT | {name: None}) == ()
+        assert ignored(ChatBody, CHAT | {name: good}) == (name,)
+        assert ignored(ChatBody, CHAT | {name: None}) == ()
         assert refused(ChatBody, CHAT | {name: [1.5]}).param == name
 
     def test_llama_cpp_names_are_obeyed(self):

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from lucevisor.api.prompts.anthropic_schemas import RULES
 from lucevisor.api.prompts.schemas import HARMLESS, NEUTRAL, REFUSED, ChatBody, CompletionBody
 from tests.api.scripted_model import MODEL, dice
 
@@ -106,6 +107,44 @@ prompts = (
 )
 plain_bodies = body_of(CompletionBody, {"prompt": prompts | anything})
 
+blocks = st.fixed_dictionaries(
+    {"type": st.sampled_from(["text", "thinking", "tool_use", "tool_result", "image", "redacted_thinking"]) | scalars},
+    optional={
+        "text": texts | scalars,
+        "thinking": texts | scalars,
+        "id": texts,
+        "tool_use_id": texts,
+        "name": texts,
+        "input": st.dictionaries(texts, anything, max_size=2) | anything,
+        "content": texts | st.lists(parts, max_size=2) | anything,
+        "is_error": st.booleans(),
+        "cache_control": anything,
+    },
+)
+anthropic_messages = st.fixed_dictionaries(
+    {
+        "role": st.sampled_from(["user", "assistant", "system"]) | scalars,
+        "content": texts | st.lists(blocks, max_size=3),
+    }
+)
+anthropic_tools = st.fixed_dictionaries({"name": texts, "input_schema": st.dictionaries(texts, anything, max_size=2)})
+anthropic_bodies = st.fixed_dictionaries(
+    {"messages": st.lists(anthropic_messages, max_size=3), **few_tokens},
+    optional={
+        "system": texts | st.lists(blocks, max_size=2),
+        "tools": st.lists(anthropic_tools | anything, max_size=2),
+        "tool_choice": st.fixed_dictionaries({"type": st.sampled_from(["auto", "any", "tool", "none"])}) | anything,
+        "thinking": st.fixed_dictionaries({"type": st.sampled_from(["adaptive", "disabled"])}) | anything,
+        "output_config": st.fixed_dictionaries({"effort": st.sampled_from(["low", "max"])}) | anything,
+        "stop_sequences": st.lists(texts, max_size=3) | anything,
+        "stream": st.booleans() | anything,
+        "top_k": numbers,
+        "temperature": numbers,
+        "name \u2028 \x00": anything,
+        **dict.fromkeys([*RULES.harmless, *RULES.refused, *RULES.neutral], anything),
+    },
+)
+
 
 @st.composite
 def requests(draw):
@@ -167,10 +206,28 @@ def test_bodies(server, connection, case):
     assert server.do(lambda rig: rig.n_busy) == 0
 
 
+@given(anthropic_bodies, st.booleans())
+@settings(max_examples=200, deadline=None, suppress_health_check=list(HealthCheck))
+def test_anthropic_bodies(server, connection, body, counted):
+    path = "/v1/messages/count_tokens" if counted else "/v1/messages"
+    status, kind, raw = post(connection, path, json.dumps(body).encode())
+    assert status in (200, 400, 413, 429), raw
+    if status != 200:
+        told = json.loads(raw)
+        assert set(told) == {"type", "error", "request_id"}
+        assert told["error"]["message"]
+        assert len(raw) < 2000
+    elif kind.startswith("text/event-stream"):
+        assert raw.endswith(b'data: {"type":"message_stop"}\n\n')
+    else:
+        assert json.loads(raw)["input_tokens" if counted else "content"] is not None
+    assert server.do(lambda rig: rig.n_busy) == 0
+
+
 @given(st.binary(max_size=200) | st.text(max_size=100).map(str.encode))
 @settings(max_examples=100, deadline=None, suppress_health_check=list(HealthCheck))
 def test_bytes(server, connection, data):
-    for path in ("/v1/chat/completions", "/v1/completions", "/tokenize", "/detokenize"):
+    for path in ("/v1/chat/completions", "/v1/completions", "/v1/messages", "/tokenize", "/detokenize"):
         status, _, raw = post(connection, path, data)
         assert status in (400, 404), raw
         assert json.loads(raw)["error"]["message"]

@@ -15,6 +15,7 @@ import msgspec
 
 from lucevisor.api.output.envelope import Envelope
 from lucevisor.api.output.processor import ChoiceDelta, OutputOptions, OutputProcessor
+from lucevisor.api.output.sse import EventFormat
 from lucevisor.api.output.usage import UsageTotals
 from lucevisor.api.ports import Ports
 from lucevisor.api.prepared import PreparedRequest
@@ -32,7 +33,7 @@ class ResponseId:
     @classmethod
     def now(cls, prefix: str) -> ResponseId:
         """Return a new id that starts with `prefix`."""
-        return cls(f"{prefix}-{secrets.token_hex(12)}", int(time.time()))
+        return cls(prefix + secrets.token_hex(12), int(time.time()))
 
 
 def make_jobs(prepared: PreparedRequest, output: OutputOptions, ports: Ports, response: ResponseId) -> list[Job]:
@@ -65,17 +66,20 @@ def make_envelope(prepared: PreparedRequest, ports: Ports, response: ResponseId)
     )
 
 
-class ResponseFormatter(Protocol):
-    """Formats the JSON of one endpoint.  `index` is the index of a choice."""
+class ResponseFormatter(EventFormat, Protocol):
+    """Formats the JSON of one response of one endpoint.  `index` is the index of a choice.
 
-    def first_chunk(self, index: int) -> object | None:
-        """Return the event that opens a choice in a stream, or None."""
+    A response is either streamed (start, delta, end, or failure) or full.
+    """
 
-    def chunk(self, index: int, delta: ChoiceDelta) -> object:
-        """Return the event of one delta."""
+    def start(self, index: int) -> Sequence[object]:
+        """Return the events that open a choice in a stream."""
 
-    def usage_chunk(self, totals: UsageTotals) -> object | None:
-        """Return the last event, with the usage, or None if it was not requested."""
+    def delta(self, index: int, delta: ChoiceDelta) -> Sequence[object]:
+        """Return the events of one delta."""
+
+    def end(self, totals: UsageTotals) -> Sequence[object]:
+        """Return the last events, after those of all choices."""
 
     def full(self, choices: Sequence[Sequence[ChoiceDelta]], totals: UsageTotals) -> object:
         """Return the body of a response that is not streamed."""

@@ -49,7 +49,7 @@ async def respond(request: web.Request, plan: GenerationPlan) -> web.StreamRespo
     try:
         async with merged(context.handles) as events:
             if plan.stream:
-                stream = context.stream = EventStream(request, ports.settings.write_timeout_s, headers)
+                stream = context.stream = EventStream(request, ports.settings.write_timeout_s, headers, plan.formatter)
                 await run.stream(events, stream, ports.settings.keepalive_s)
                 return stream.response
             body = await run.full(events, ports.settings.keepalive_s)
@@ -108,14 +108,12 @@ class _Response:
                 continue
             index, event = item
             deltas = self._read(index, event)
-            if not opened[index]:
-                opened[index] = True
-                if (first := formatter.first_chunk(index)) is not None:
-                    await stream.send(first)
+            wire = [] if opened[index] else [*formatter.start(index)]
+            opened[index] = True
             for delta in deltas:
-                await stream.send(formatter.chunk(index, delta))
-        if (usage := formatter.usage_chunk(self._totals)) is not None:
-            await stream.send(usage)
+                wire += formatter.delta(index, delta)
+            await stream.send(wire)
+        await stream.send(formatter.end(self._totals))
         await stream.finish()
 
     async def full(self, events: MergedEvents, patience_s: float) -> bytes:

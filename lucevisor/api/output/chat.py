@@ -8,7 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
+from lucevisor.api.errors import ApiError
 from lucevisor.api.output.envelope import Envelope
 from lucevisor.api.output.logprobs import chat_logprobs, encode_items
 from lucevisor.api.output.processor import ChoiceDelta, TokenRecord
@@ -28,11 +30,13 @@ class ChatFormatter:
     logprobs: bool
     token_ids: bool
 
-    def first_chunk(self, index: int) -> object:
+    named_events: ClassVar[bool] = False
+
+    def start(self, index: int) -> Sequence[object]:
         """Return the chunk that names the role."""
         return self._chunk(self._choice(index, {"role": "assistant", "content": ""}, ChoiceDelta(None)))
 
-    def chunk(self, index: int, delta: ChoiceDelta) -> object:
+    def delta(self, index: int, delta: ChoiceDelta) -> Sequence[object]:
         """Return the chunk of a delta; the finish reason has a chunk of its own, with an empty delta."""
         fields: dict[str, object] = {}
         match delta.event:
@@ -46,9 +50,13 @@ class ChatFormatter:
                 pass
         return self._chunk(self._choice(index, fields, delta))
 
-    def usage_chunk(self, totals: UsageTotals) -> object | None:
-        """Return the last chunk, with the usage and no choice, or None if it was not requested."""
+    def end(self, totals: UsageTotals) -> Sequence[object]:
+        """Return the chunk with the usage and no choice, if it was requested."""
         return self.envelope.usage_chunk(_CHUNK, totals)
+
+    def failure(self, error: ApiError) -> Sequence[object]:
+        """Return the error's body."""
+        return [error.body()]
 
     def full(self, choices: Sequence[Sequence[ChoiceDelta]], totals: UsageTotals) -> object:
         """Return the whole response as one object."""
@@ -59,8 +67,8 @@ class ChatFormatter:
             "timings": totals.timings_json(),
         }
 
-    def _chunk(self, choice: object) -> object:
-        return self.envelope.chunk(_CHUNK, [choice])
+    def _chunk(self, choice: object) -> Sequence[object]:
+        return [self.envelope.chunk(_CHUNK, [choice])]
 
     def _choice(self, index: int, fields: dict[str, object], delta: ChoiceDelta) -> dict[str, object]:
         choice: dict[str, object] = {

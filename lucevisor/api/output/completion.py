@@ -7,7 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
+from lucevisor.api.errors import ApiError
 from lucevisor.api.output.envelope import Envelope
 from lucevisor.api.output.logprobs import completion_logprobs, encode_items
 from lucevisor.api.output.processor import ChoiceDelta, TokenRecord
@@ -29,17 +31,23 @@ class CompletionFormatter:
     logprobs: bool
     token_ids: bool
 
-    def first_chunk(self, index: int) -> object | None:
-        """Return the chunk that echoes the prompt, or None if that was not requested."""
-        return self._chunk(self._choice(index, self._echo(index), ChoiceDelta(None))) if self.echoes else None
+    named_events: ClassVar[bool] = False
 
-    def chunk(self, index: int, delta: ChoiceDelta) -> object:
+    def start(self, index: int) -> Sequence[object]:
+        """Return the chunk that echoes the prompt, if that was requested."""
+        return self._chunk(self._choice(index, self._echo(index), ChoiceDelta(None))) if self.echoes else ()
+
+    def delta(self, index: int, delta: ChoiceDelta) -> Sequence[object]:
         """Return the chunk of a delta; the finish reason comes in one of its own, with an empty text."""
         return self._chunk(self._choice(index, _text(delta), delta))
 
-    def usage_chunk(self, totals: UsageTotals) -> object | None:
-        """Return the last chunk, with the usage and no choice, or None if it was not requested."""
+    def end(self, totals: UsageTotals) -> Sequence[object]:
+        """Return the chunk with the usage and no choice, if it was requested."""
         return self.envelope.usage_chunk(_KIND, totals)
+
+    def failure(self, error: ApiError) -> Sequence[object]:
+        """Return the error's body."""
+        return [error.body()]
 
     def full(self, choices: Sequence[Sequence[ChoiceDelta]], totals: UsageTotals) -> object:
         """Return the whole response as one object."""
@@ -57,8 +65,8 @@ class CompletionFormatter:
     def _echo(self, index: int) -> str:
         return self.echoes[index // self.n] if self.echoes else ""
 
-    def _chunk(self, choice: object) -> object:
-        return self.envelope.chunk(_KIND, [choice])
+    def _chunk(self, choice: object) -> Sequence[object]:
+        return [self.envelope.chunk(_KIND, [choice])]
 
     def _choice(self, index: int, text: str, delta: ChoiceDelta, *, full: bool = False) -> dict[str, object]:
         choice: dict[str, object] = {

@@ -39,8 +39,8 @@ class Envelope:
             chunk["usage"] = None
         return chunk
 
-    def usage_chunk(self, kind: str, totals: UsageTotals) -> dict[str, object] | None:
-        """Return the last chunk, with the usage and no choice, or None if it was not requested."""
+    def usage_chunk(self, kind: str, totals: UsageTotals) -> list[object]:
+        """Return the last chunk, with the usage and no choice, if it was requested."""
         if not self.include_usage:
-            return None
-        return {**self.chunk(kind, []), "usage": totals.usage(), "timings": totals.timings_json()}
+            return []
+        return [{**self.chunk(kind, []), "usage": totals.usage(), "timings": totals.timings_json()}]

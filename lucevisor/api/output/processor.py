@@ -39,13 +39,15 @@ class TokenRecord:
 class ChoiceDelta:
     """What one or several tokens added to a choice.  `event` is None where they added nothing that is shown.
 
-    `token_ids` are the ids of `tokens`, and at the end the id that ended the choice.
+    `token_ids` are the ids of `tokens`, and at the end the id that ended the choice.  `stop` is the stop string that
+    ended it, if one did.
     """
 
     event: OutputEvent | None
     tokens: tuple[TokenRecord, ...] = ()
     token_ids: tuple[int, ...] = ()
     finish_reason: FinishReason | None = None
+    stop: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,7 +128,7 @@ class OutputProcessor:
         if event.stop_id is not None and not cut:
             self._n_tokens += 1
             end_ids += (event.stop_id,)
-        deltas.append(ChoiceDelta(None, tuple(self._held), end_ids, self._reason(event, cut)))
+        deltas.append(ChoiceDelta(None, tuple(self._held), end_ids, self._reason(event, cut), self._stop.matched))
         self._held.clear()
         told = event.usage
         n_accepted = self._n_accepted if cut else told.accepted_tokens

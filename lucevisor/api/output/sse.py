@@ -1,27 +1,47 @@
 """A response of server-sent events, started as late as possible.
 
 Knows HTTP, no JSON schema.  Invariant: the head is sent with the first event, so an earlier error still sets the
-status; a later error is the last event, and only a complete stream ends with `[DONE]`.
+status; the events of a later error are the last, and only a complete stream ends as its API says (`[DONE]`).
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from typing import Protocol
 
 import msgspec
 from aiohttp import web
+
+from lucevisor.api.errors import ApiError
 
 
 class ClientGone(Exception):
     """The client disconnected, or read nothing for so long that it was disconnected."""
 
 
+class EventFormat(Protocol):
+    """How an API writes its streams.
+
+    `named_events`: each event carries its `type` as its name, and the last one ends the stream; otherwise events have
+    no name, and `[DONE]` ends it.
+    """
+
+    @property
+    def named_events(self) -> bool: ...
+
+    def failure(self, error: ApiError) -> Sequence[object]:
+        """Return the events that end a stream that fails."""
+
+
 class EventStream:
     """Writes events to one client, and disconnects it if it reads nothing for `write_timeout_s`."""
 
-    def __init__(self, request: web.Request, write_timeout_s: float, headers: Mapping[str, str]) -> None:
+    def __init__(
+        self, request: web.Request, write_timeout_s: float, headers: Mapping[str, str], event_format: EventFormat
+    ) -> None:
         self._request = request
+        self._format = event_format
         self._timeout_s = write_timeout_s
         self._encoder = msgspec.json.Encoder()
         self.response = web.StreamResponse(
@@ -38,9 +58,10 @@ class EventStream:
         """Whether the head was sent, so that the status can no longer change."""
         return self.response.prepared
 
-    async def send(self, event: object) -> None:
-        """Send one event with JSON data; raises ClientGone."""
-        await self._write(b"data: " + self._encoder.encode(event) + b"\n\n")
+    async def send(self, events: Sequence[object]) -> None:
+        """Send events with JSON data, in one write; raises ClientGone."""
+        if events:
+            await self._write(b"".join(map(self._encoded, events)))
 
     async def comment(self) -> None:
         """Send a comment, which clients skip, so that proxies keep the connection open."""
@@ -48,13 +69,20 @@ class EventStream:
 
     async def finish(self) -> None:
         """End a complete stream."""
-        await self._write(b"data: [DONE]\n\n")
+        if not self._format.named_events:
+            await self._write(b"data: [DONE]\n\n")
         await self._end()
 
-    async def fail(self, body: object) -> None:
-        """End a started stream with an error event and no `[DONE]`; raises ClientGone."""
-        await self.send(body)
+    async def fail(self, error: ApiError) -> None:
+        """End a started stream with an error and no `[DONE]`; raises ClientGone."""
+        await self.send(self._format.failure(error))
         await self._end()
+
+    def _encoded(self, event: object) -> bytes:
+        data = b"data: " + self._encoder.encode(event) + b"\n\n"
+        if self._format.named_events and isinstance(event, dict):
+            return f"event: {event['type']}\n".encode() + data
+        return data
 
     async def _write(self, data: bytes) -> None:
         try:

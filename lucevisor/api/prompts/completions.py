@@ -36,7 +36,7 @@ def read_completion(fields: dict[str, Any], ports: Ports) -> PreparedRequest:
         ignore_eos=bool(body.ignore_eos),
         stops=body.stops,
         stop_ids=check_stop_ids(body, ports),
-        ignored=ignored(fields),
+        ignored=ignored(CompletionBody, fields),
         stream=bool(body.stream),
         include_usage=bool(body.stream_options and body.stream_options.include_usage),
         token_ids=bool(body.return_token_ids),

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import difflib
 import re
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any, Final, TypeVar
 
 import msgspec
@@ -17,6 +19,7 @@ from lucevisor.errors import show
 
 Body = TypeVar("Body", bound=msgspec.Struct)
 _MAX_NAME_CHARS: Final = 80  # of an unknown parameter, in the answer
+_MISSPELT: Final = 0.8  # similarity from which an unknown parameter counts as a misspelt one
 _PATH: Final = re.compile(r" - at `\$(?P<path>[^`]*)`$")
 _UNKNOWN: Final = re.compile(r"^Object contains unknown field `(?P<name>.*)`$", re.DOTALL)
 _MISSING: Final = re.compile(r"^Object missing required field `(?P<name>.*)`$")
@@ -43,31 +46,47 @@ def decode_object(raw: bytes) -> dict[str, Any]:
     return value
 
 
-def to_record(kind: type[Body], fields: dict[str, Any]) -> Body:
-    """Convert a decoded object into `kind`; raises ApiError 400 naming the invalid parameter.
+@dataclass(frozen=True, kw_only=True)
+class ParameterRules:
+    """How an API treats parameters that its bodies do not declare.
 
-    Parameters in `HARMLESS` have no effect; those in `REFUSED`, and values other than those in `NEUTRAL`, are rejected.
+    `harmless`: accepted without effect, with their types; `refused`: rejected with the reason; `neutral`: accepted with
+    these values only; `aliases`: other names of declared ones.  `open`: unknown parameters count as harmless unless
+    they look like a misspelt declared one, as its clients send new ones with every version.
     """
+
+    harmless: Mapping[str, Any]
+    refused: Mapping[str, str]
+    neutral: Mapping[str, tuple[object, ...]]
+    aliases: Mapping[str, str]
+    open: bool = False
+
+
+OPENAI: Final = ParameterRules(harmless=HARMLESS, refused=REFUSED, neutral=NEUTRAL, aliases=ALIASES)
+
+
+def to_record(kind: type[Body], fields: dict[str, Any], rules: ParameterRules = OPENAI) -> Body:
+    """Convert a decoded object into `kind`; raises ApiError 400 naming the invalid parameter."""
     known = kind.__struct_fields__
     kept: dict[str, Any] = {}
     written: dict[str, str] = {}  # parameter -> its other name, as the client wrote it
     for name, value in fields.items():
-        standard = ALIASES.get(name, name)
+        standard = rules.aliases.get(name, name)
         if standard in known:
             if kept.setdefault(standard, value) != value:
                 raise bad_parameter(name, f"{show(value)} contradicts the same parameter by another name; send one")
             if standard != name:
                 written[standard] = name
-        elif name in REFUSED and value is not None:
-            raise bad_parameter(name, REFUSED[name], "unsupported_parameter")
-        elif name in NEUTRAL and value is not None and value not in NEUTRAL[name]:
-            neutral = " or ".join(show(v) for v in NEUTRAL[name])
+        elif name in rules.refused and value is not None:
+            raise bad_parameter(name, rules.refused[name], "unsupported_parameter")
+        elif name in rules.neutral and value is not None and value not in rules.neutral[name]:
+            neutral = " or ".join(show(v) for v in rules.neutral[name])
             raise bad_parameter(
                 name, f"{show(value)} is not supported; leave it out or send {neutral}", "unsupported_value"
             )
-        elif name in HARMLESS:
-            _check_type(HARMLESS[name], name, value)
-        elif name not in REFUSED and name not in NEUTRAL:
+        elif name in rules.harmless:
+            _check_type(rules.harmless[name], name, value)
+        elif name not in rules.refused and name not in rules.neutral and not (rules.open and _is_new(name, known)):
             shown = name if len(name) <= _MAX_NAME_CHARS else name[:_MAX_NAME_CHARS] + "…"
             raise bad_parameter(
                 shown, f"is not a parameter of this endpoint{_nearest(shown, known)}", "unknown_parameter"
@@ -80,9 +99,21 @@ def to_record(kind: type[Body], fields: dict[str, Any]) -> Body:
         raise bad_parameter(written[error.param], error.message.partition(": ")[2]) from None
 
 
-def ignored(fields: dict[str, Any]) -> tuple[str, ...]:
-    """Return the names of the parameters that a request gives and that have no effect, in order."""
-    return tuple(sorted(name for name in fields if name in HARMLESS and fields[name] is not None))
+def ignored(kind: type[Body], fields: dict[str, Any], rules: ParameterRules = OPENAI) -> tuple[str, ...]:
+    """Return the names of the parameters that an accepted request gives and that have no effect, in order."""
+    effective = {*kind.__struct_fields__, *rules.refused, *rules.neutral, *rules.aliases}
+    return tuple(sorted(_header_text(name) for name in fields if fields[name] is not None and name not in effective))
+
+
+def _is_new(name: str, known: tuple[str, ...]) -> bool:
+    """Return whether an unknown parameter is none of the known ones misspelt."""
+    return not difflib.get_close_matches(name[:_MAX_NAME_CHARS], known, n=1, cutoff=_MISSPELT)
+
+
+def _header_text(name: str) -> str:
+    """Return a name that an HTTP header can hold."""
+    shown = name if len(name) <= _MAX_NAME_CHARS else name[:_MAX_NAME_CHARS] + "..."
+    return shown.encode("ascii", "backslashreplace").decode() if shown.isprintable() else ascii(shown)
 
 
 def _check_type(kind: Any, name: str, value: object) -> None:

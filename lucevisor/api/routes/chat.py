@@ -12,7 +12,7 @@ from lucevisor.api.generation.respond import respond
 from lucevisor.api.output.chat import ChatFormatter
 from lucevisor.api.output.processor import OutputOptions
 from lucevisor.api.ports import Ports
-from lucevisor.api.prepared import PreparedRequest
+from lucevisor.api.prepared import GenerationOptions, PreparedRequest
 from lucevisor.api.prompts.chat import read_chat
 from lucevisor.api.prompts.prepare import prepare
 from lucevisor.text.output_parser import OutputParser
@@ -22,28 +22,32 @@ async def chat_completions(request: web.Request) -> web.StreamResponse:
     """Handle one chat request."""
     prepared = await prepare(request, "chat", read_chat)
     assert isinstance(prepared, PreparedRequest)
-    return await respond(request, plan_chat(prepared, request.app[PORTS], ResponseId.now("chatcmpl")))
+    return await respond(request, plan_chat(prepared, request.app[PORTS], ResponseId.now("chatcmpl-")))
 
 
 def plan_chat(prepared: PreparedRequest, ports: Ports, response: ResponseId) -> GenerationPlan:
     """Return the jobs of a request and the formatter of its response."""
     options = prepared.options
-    assert ports.template is not None
-    output_format = ports.template.output_format
-    output_options = OutputOptions(
-        stops=options.stops,
-        make_parser=partial(OutputParser, options.reasoning_open, options.tools, output_format),
-        visible=output_format.visible_ids(ports.tokenizer),
-        reasoning_open=options.reasoning_open,
-        one_tool_call=options.one_tool_call,
-    )
     formatter = ChatFormatter(
         envelope=make_envelope(prepared, ports, response),
         tokenizer=ports.tokenizer,
         logprobs=options.logprobs,
         token_ids=options.token_ids,
     )
-    jobs = make_jobs(prepared, output_options, ports, response)
+    jobs = make_jobs(prepared, chat_output(options, ports), ports, response)
     return GenerationPlan(
         jobs=jobs, formatter=formatter, stream=options.stream, prompt_param="messages", ignored=options.ignored
+    )
+
+
+def chat_output(options: GenerationOptions, ports: Ports) -> OutputOptions:
+    """Return how the tokens of a chat request are read, in all APIs that have messages."""
+    assert ports.template is not None
+    output_format = ports.template.output_format
+    return OutputOptions(
+        stops=options.stops,
+        make_parser=partial(OutputParser, options.reasoning_open, options.tools, output_format),
+        visible=output_format.visible_ids(ports.tokenizer),
+        reasoning_open=options.reasoning_open,
+        one_tool_call=options.one_tool_call,
     )

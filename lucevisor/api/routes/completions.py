@@ -19,7 +19,7 @@ async def completions(request: web.Request) -> web.StreamResponse:
     """Handle one completion request."""
     prepared = await prepare(request, "completion", read_completion)
     assert isinstance(prepared, PreparedRequest)
-    return await respond(request, plan_completion(prepared, request.app[PORTS], ResponseId.now("cmpl")))
+    return await respond(request, plan_completion(prepared, request.app[PORTS], ResponseId.now("cmpl-")))
 
 
 def plan_completion(prepared: PreparedRequest, ports: Ports, response: ResponseId) -> GenerationPlan:

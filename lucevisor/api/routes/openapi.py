@@ -12,11 +12,14 @@ import msgspec
 from aiohttp import web
 
 from lucevisor import __version__
+from lucevisor.api.prompts.anthropic_schemas import CountTokensBody, MessagesBody
 from lucevisor.api.prompts.schemas import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
 
 _BODIES: Final[dict[str, tuple[type[msgspec.Struct], str]]] = {
     "/v1/chat/completions": (ChatBody, "Create a chat completion."),
     "/v1/completions": (CompletionBody, "Create a completion of a text or of token ids."),
+    "/v1/messages": (MessagesBody, "Create a message, as Anthropic's API does."),
+    "/v1/messages/count_tokens": (CountTokensBody, "Count the tokens of a prompt."),
     "/tokenize": (TokenizeBody, "Convert a text to token ids."),
     "/detokenize": (DetokenizeBody, "Convert token ids to text."),
 }
@@ -29,9 +32,19 @@ _READS: Final = {
     "/metrics": "Return the metrics for Prometheus.",
     "/openapi.json": "Return this document.",
 }
-_STREAMED: Final = frozenset({"/v1/chat/completions", "/v1/completions"})
+_STREAMED: Final = frozenset({"/v1/chat/completions", "/v1/completions", "/v1/messages"})
+_TEXT: Final = {"type": "string"}
+_ANTHROPIC_ERROR: Final = {
+    "type": "object",
+    "required": ["type", "error", "request_id"],
+    "properties": {
+        "type": {"const": "error"},
+        "error": {"type": "object", "required": ["type", "message"], "properties": {"type": _TEXT, "message": _TEXT}},
+        "request_id": _TEXT,
+    },
+}
 _ERRORS: Final = {
-    "400": "A parameter is invalid; error.param names it.",
+    "400": "A parameter is invalid; the error names it.",
     "401": "The API key is missing or wrong.",
     "404": "The model is not served here.",
     "413": "The body is too large.",
@@ -51,9 +64,10 @@ def _document() -> bytes:
         [kind for kind, _ in _BODIES.values()], ref_template="#/components/schemas/{name}"
     )
     nullable_text = {"type": ["string", "null"]}
-    fields = {"message": {"type": "string"}, "type": {"type": "string"}, "param": nullable_text, "code": nullable_text}
+    fields = {"message": _TEXT, "type": _TEXT, "param": nullable_text, "code": nullable_text}
     error = {"type": "object", "required": list(fields), "properties": fields}
     schemas["Error"] = {"type": "object", "required": ["error"], "properties": {"error": error}}
+    schemas["AnthropicError"] = _ANTHROPIC_ERROR
     paths: dict[str, Any] = {path: {"post": _post(path, *body)} for path, body in _BODIES.items()}
     paths |= {path: {"get": _get(path, summary)} for path, summary in _READS.items()}
     return msgspec.json.encode(
@@ -63,9 +77,12 @@ def _document() -> bytes:
             "paths": paths,
             "components": {
                 "schemas": schemas,
-                "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}},
+                "securitySchemes": {
+                    "key": {"type": "http", "scheme": "bearer"},
+                    "header": {"type": "apiKey", "in": "header", "name": "x-api-key"},
+                },
             },
-            "security": [{}, {"key": []}],
+            "security": [{}, {"key": []}, {"header": []}],
         }
     )
 
@@ -79,7 +96,10 @@ def _post(path: str, kind: type[msgspec.Struct], summary: str) -> dict[str, Any]
         "summary": summary,
         "operationId": path.strip("/").replace("/", "_"),
         "requestBody": {"required": True, "content": {"application/json": body}},
-        "responses": {"200": {"description": "The answer.", "content": content}, **_error_responses(tuple(_ERRORS))},
+        "responses": {
+            "200": {"description": "The answer.", "content": content},
+            **_error_responses(path, tuple(_ERRORS)),
+        },
     }
 
 
@@ -87,13 +107,14 @@ def _get(path: str, summary: str) -> dict[str, Any]:
     operation: dict[str, Any] = {
         "summary": summary,
         "operationId": path.strip("/").replace("/", "_").replace("{id}", "one").replace(".", "_"),
-        "responses": {"200": {"description": "The answer."}, **_error_responses(("401",))},
+        "responses": {"200": {"description": "The answer."}, **_error_responses(path, ("401",))},
     }
     if "{id}" in path:
         operation["parameters"] = [{"name": "id", "in": "path", "required": True, "schema": {"type": "string"}}]
     return operation
 
 
-def _error_responses(statuses: tuple[str, ...]) -> dict[str, Any]:
-    content = {"application/json": {"schema": {"$ref": "#/components/schemas/Error"}}}
+def _error_responses(path: str, statuses: tuple[str, ...]) -> dict[str, Any]:
+    name = "AnthropicError" if path.startswith("/v1/messages") else "Error"
+    content = {"application/json": {"schema": {"$ref": f"#/components/schemas/{name}"}}}
     return {status: {"description": _ERRORS[status], "content": content} for status in statuses}

@@ -1,0 +1,310 @@
+"""The bodies of Anthropic's Messages API as chat completion requests.
+
+Pure: translates names and structure and leaves meaning, limits and the chat template to chat.py.  Invariant: an error
+names the field as the client wrote it (`messages.0.content.1.type`), also where chat.py found it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Final
+
+import msgspec
+
+from lucevisor.api.errors import ApiError, bad_parameter
+from lucevisor.api.ports import Ports
+from lucevisor.api.prepared import PreparedRequest
+from lucevisor.api.prompts.anthropic_schemas import (
+    RULES,
+    CountTokensBody,
+    MessagesBody,
+    PromptBody,
+    TextBlock,
+    ThinkingBlock,
+    Tool,
+    ToolResultBlock,
+    ToolUseBlock,
+)
+from lucevisor.api.prompts.chat import read_chat
+from lucevisor.api.prompts.decoding import convert, ignored, to_record
+from lucevisor.errors import show
+from lucevisor.text.template import ChatTemplate
+
+_ROLES: Final = ("user", "assistant", "system")
+_FAILED: Final = "The tool failed:"
+_CHAT_MESSAGE: Final = re.compile(r"messages\[(\d+)\]")
+_CHAT_NAMES: Final = (
+    ("enable_thinking", "thinking"),
+    ("chat_template_kwargs.reasoning_effort", "output_config.effort"),
+    ("parallel_tool_calls", "tool_choice.disable_parallel_tool_use"),
+    ("response_format.json_schema", "output_config.format"),
+    ("response_format", "output_config.format"),
+    ("stop", "stop_sequences"),
+)
+"""Parameters of chat completions, and those of this API that they were made from."""
+
+_Block = tuple[str, dict[str, Any]]
+"""A content block and where it is."""
+
+
+@dataclass(slots=True)
+class _Chat:
+    """A chat request in the making.  `origins`: where each message comes from; `unused`: fields without effect."""
+
+    fields: dict[str, Any] = field(default_factory=dict)
+    messages: list[dict[str, Any]] = field(default_factory=list)
+    origins: list[str] = field(default_factory=list)
+    unused: list[str] = field(default_factory=list)
+
+    def add(self, message: dict[str, Any], origin: str) -> None:
+        """Append a message."""
+        self.messages.append(message)
+        self.origins.append(origin)
+
+
+def read_messages(fields: dict[str, Any], ports: Ports) -> PreparedRequest:
+    """Prepare the request in a decoded body; raises ApiError naming the field at fault."""
+    return _read(MessagesBody, fields, ports)
+
+
+def read_count_tokens(fields: dict[str, Any], ports: Ports) -> bytes:
+    """Return the response to a decoded body: how many tokens its prompt has, also beyond the context."""
+    prepared = _read(CountTokensBody, fields, replace(ports, max_context=0))
+    return msgspec.json.encode({"input_tokens": len(prepared.prompts[0])})
+
+
+def _read(kind: type[PromptBody], fields: dict[str, Any], ports: Ports) -> PreparedRequest:
+    try:
+        body = to_record(kind, fields, RULES)
+        chat = _translated(body, ports.template)
+    except ApiError as error:
+        raise _renamed(error, error.param) from None
+    try:
+        prepared = read_chat(chat.fields, ports)
+    except ApiError as error:
+        raise _renamed(error, _origin(error.param, chat.origins)) from None
+    options = msgspec.structs.replace(
+        prepared.options,
+        ignored=tuple(sorted({*ignored(kind, fields, RULES), *chat.unused})),
+        show_reasoning=body.thinking is None or body.thinking.display != "omitted",
+    )
+    return PreparedRequest(options, prepared.prompts)
+
+
+def _translated(body: PromptBody, template: ChatTemplate | None) -> _Chat:
+    chat = _Chat()
+    if isinstance(body.system, str):
+        chat.add({"role": "system", "content": body.system}, "system")
+    elif body.system:
+        chat.add({"role": "system", "content": _texts(_located(body.system, "system"))}, "system")
+    for index, message in enumerate(body.messages):
+        _add_message(chat, message, f"messages[{index}]")
+    if body.messages and chat.messages[-1]["role"] == "assistant":
+        raise bad_parameter(
+            f"messages[{len(body.messages) - 1}]",
+            "the last message is the assistant's: continuing an answer is not supported; end with a user's message",
+            "unsupported_value",
+        )
+    chat.fields = {"model": body.model, "messages": chat.messages}
+    if body.tools is not None:
+        chat.fields["tools"] = [_tool(tool, f"tools[{index}]") for index, tool in enumerate(body.tools)]
+    _translate_choice(body, chat)
+    _translate_thinking(body, chat, template)
+    _translate_output(body, chat, template)
+    if isinstance(body, MessagesBody):
+        chat.fields |= {
+            "max_tokens": body.max_tokens,
+            "stop": body.stop_sequences or None,
+            "stream": body.stream,
+            "temperature": body.temperature,
+            "top_k": body.top_k,
+            "top_p": body.top_p,
+        }
+    return chat
+
+
+def _add_message(chat: _Chat, raw: dict[str, Any], where: str) -> None:
+    role, content = raw.get("role"), raw.get("content")
+    if role not in _ROLES:
+        raise bad_parameter(f"{where}.role", f"{show(role)} is not a role; use user or assistant")
+    where += ".content"
+    if content is None:
+        raise bad_parameter(where, "is missing; it is required", "missing_required_parameter")
+    if isinstance(content, str):
+        chat.add({"role": role, "content": content}, where)
+    elif not isinstance(content, list) or not all(isinstance(block, dict) for block in content):
+        raise bad_parameter(where, "is neither a string nor an array of content blocks")
+    elif role == "assistant":
+        chat.add(_assistant_message(_located(content, where)), where)
+    elif not content:
+        raise bad_parameter(where, "is an empty array; send text")
+    else:
+        _add_blocks(chat, role, _located(content, where), where)
+
+
+def _located(blocks: Sequence[dict[str, Any]], where: str) -> list[_Block]:
+    return [(f"{where}[{index}]", block) for index, block in enumerate(blocks)]
+
+
+def _add_blocks(chat: _Chat, role: str, blocks: Sequence[_Block], where: str) -> None:
+    """Append a message for each result of a tool, and one for each run of text between them."""
+    texts: list[_Block] = []
+    for block_where, block in blocks:
+        if block.get("type") != "tool_result":
+            texts.append((block_where, block))
+            continue
+        if texts:
+            chat.add({"role": role, "content": _texts(texts)}, where)
+            texts = []
+        chat.add(_tool_message(block, block_where), block_where)
+    if texts:
+        chat.add({"role": role, "content": _texts(texts)}, where)
+
+
+def _texts(blocks: Sequence[_Block]) -> str | list[dict[str, str]]:
+    """Return the text of one block, or the parts of several; raises ApiError for a block of another type."""
+    texts = []
+    for where, block in blocks:
+        if (kind := block.get("type")) != "text":
+            raise _unsupported(kind, where)
+        texts.append(convert(TextBlock, block, where).text)
+    return texts[0] if len(texts) == 1 else [{"type": "text", "text": text} for text in texts]
+
+
+def _unsupported(kind: object, where: str) -> ApiError:
+    return bad_parameter(
+        f"{where}.type", f"{show(kind)} is not supported here; this server reads text only", "unsupported_content"
+    )
+
+
+def _tool_message(raw: dict[str, Any], where: str) -> dict[str, Any]:
+    block = convert(ToolResultBlock, raw, where)
+    content: str | list[dict[str, str]] = ""
+    if isinstance(block.content, str):
+        content = block.content
+    elif block.content:
+        content = _texts(_located(block.content, f"{where}.content"))
+    if block.is_error:  # chat templates have no place for it
+        content = (
+            [{"type": "text", "text": _FAILED}, *content] if isinstance(content, list) else f"{_FAILED}\n{content}"
+        )
+    return {"role": "tool", "tool_call_id": block.tool_use_id, "content": content}
+
+
+def _assistant_message(blocks: Sequence[_Block]) -> dict[str, Any]:
+    texts, thoughts, calls = [], [], []
+    for where, raw in blocks:
+        match raw.get("type"):
+            case "text":
+                texts.append(convert(TextBlock, raw, where).text)
+            case "thinking":
+                thoughts.append(convert(ThinkingBlock, raw, where).thinking)
+            case "redacted_thinking":  # another server's; only that one can read it
+                pass
+            case "tool_use":
+                call = convert(ToolUseBlock, raw, where)
+                function = {"name": call.name, "arguments": call.input}
+                calls.append({"id": call.id, "type": "function", "function": function})
+            case kind:
+                raise _unsupported(kind, where)
+    message: dict[str, Any] = {"role": "assistant", "content": "".join(texts)}
+    if any(thoughts):
+        message["reasoning_content"] = "".join(thoughts)
+    if calls:
+        message["tool_calls"] = calls
+    return message
+
+
+def _tool(raw: dict[str, Any], where: str) -> dict[str, Any]:
+    if (kind := raw.get("type")) not in (None, "custom"):
+        raise bad_parameter(
+            f"{where}.type",
+            f"{show(kind)} is not supported: this server runs no tools, and the model knows none by heart; "
+            "send tools with an input_schema",
+            "unsupported_value",
+        )
+    tool = convert(Tool, raw, where)
+    function: dict[str, Any] = {"name": tool.name, "parameters": tool.input_schema}
+    if tool.description is not None:
+        function["description"] = tool.description
+    if tool.strict is not None:
+        function["strict"] = tool.strict
+    return {"type": "function", "function": function}
+
+
+def _translate_choice(body: PromptBody, chat: _Chat) -> None:
+    if (choice := body.tool_choice) is None:
+        return
+    match choice.type:
+        case "tool":
+            if choice.name is None:
+                raise bad_parameter("tool_choice.name", "is missing; it is required", "missing_required_parameter")
+            chat.fields["tool_choice"] = {"type": "function", "function": {"name": choice.name}}
+        case "any":
+            chat.fields["tool_choice"] = "required"
+        case kind:
+            chat.fields["tool_choice"] = kind
+    if choice.disable_parallel_tool_use:
+        chat.fields["parallel_tool_calls"] = False
+
+
+def _translate_thinking(body: PromptBody, chat: _Chat, template: ChatTemplate | None) -> None:
+    """Switch thinking as requested, absent means off; where the template has no switch the model does as it does."""
+    thinking = body.thinking
+    wish = thinking is not None and thinking.type != "disabled"
+    if thinking is not None and thinking.type == "enabled":
+        if thinking.budget_tokens is None:
+            raise bad_parameter("thinking.budget_tokens", "is missing; it is required", "missing_required_parameter")
+        if isinstance(body, MessagesBody) and thinking.budget_tokens >= body.max_tokens:
+            raise bad_parameter(
+                "thinking.budget_tokens", f"{thinking.budget_tokens} leaves nothing of max_tokens = {body.max_tokens}"
+            )
+        chat.unused.append("thinking.budget_tokens")
+    if template is None:
+        return
+    if "enable_thinking" in template.source:
+        chat.fields["enable_thinking"] = wish
+    elif thinking is not None and wish != (template.output_format.reasoning is not None):
+        chat.unused.append("thinking")
+
+
+def _translate_output(body: PromptBody, chat: _Chat, template: ChatTemplate | None) -> None:
+    config = body.output_config
+    if config is not None and config.effort is not None:
+        if template is not None and "reasoning_effort" in template.source:
+            chat.fields["chat_template_kwargs"] = {"reasoning_effort": config.effort}
+        else:
+            chat.unused.append("output_config.effort")
+    form = (config.format if config is not None else None) or body.output_format
+    if form is not None:
+        chat.fields["response_format"] = {
+            "type": "json_schema",
+            "json_schema": {"name": "answer", "schema": form.schema, "strict": True},
+        }
+
+
+def _origin(param: str | None, origins: Sequence[str]) -> str | None:
+    """Return this API's name of a parameter of the chat request."""
+    if param is None:
+        return None
+    if found := _CHAT_MESSAGE.match(param):
+        return origins[int(found[1])] + param[found.end() :].removeprefix(".content")
+    if param.startswith("tools["):
+        return param.replace(".function.parameters", ".input_schema", 1).replace(".function", "", 1)
+    for chat_name, name in _CHAT_NAMES:
+        if param == chat_name or param.startswith(f"{chat_name}."):
+            return name + param[len(chat_name) :]
+    return param
+
+
+def _renamed(error: ApiError, param: str | None) -> ApiError:
+    """Return the error about `param`, written as Anthropic does, with dots before indices."""
+    if error.param is None or param is None:
+        return error
+    dotted = re.sub(r"\[(\d+)\]", r".\1", param)
+    message = error.message
+    if message.startswith(error.param):
+        message = dotted + message[len(error.param) :]
+    return ApiError(error.status, message, code=error.code, param=dotted, headers=error.headers)

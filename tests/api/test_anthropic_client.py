@@ -1,0 +1,385 @@
+"""The unmodified `anthropic` client against the server: its types, its accumulator, its errors."""
+
+from __future__ import annotations
+
+import json
+import urllib.request
+
+import anthropic
+import msgspec
+import pytest
+from anthropic.lib.streaming._messages import accumulate_event
+from anthropic.types import RawMessageStreamEvent
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from pydantic import TypeAdapter
+
+from lucevisor.api.keys import ApiKeys
+from lucevisor.api.output.anthropic import MessageFormatter
+from lucevisor.api.output.processor import ChoiceDelta
+from lucevisor.api.output.usage import UsageTotals
+from lucevisor.text.output_parser import OutputParser
+from lucevisor.text.template import ChatTemplate
+from tests.api.conftest import Live
+from tests.api.scripted_model import MODEL, Rig, ids_of, metadata, say, tokenizer
+
+HI = [{"role": "user", "content": "Hi"}]
+ADD = {
+    "name": "add",
+    "description": "Adds.",
+    "input_schema": {"type": "object", "properties": {"a": {"type": "integer"}}},
+}
+CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
+THINK = {"type": "enabled", "budget_tokens": 32}
+EVENT = TypeAdapter(RawMessageStreamEvent)
+OUTPUT_FORMAT = ChatTemplate.from_gguf(metadata()).output_format
+
+
+@pytest.fixture(scope="module")
+def server():
+    one = Live(Rig)
+    yield one
+    one.close()
+
+
+@pytest.fixture(scope="module")
+def client(server):
+    with anthropic.Anthropic(base_url=server.url, api_key="none", max_retries=0, timeout=20) as one:
+        yield one
+
+
+def script(server, value, step_s=0.0):
+    def put(rig):
+        rig.stage.script, rig.stage.step_s = value, step_s
+
+    server.do(put)
+
+
+def prompt_of(server):
+    return server.do(lambda rig: tokenizer().decode(rig.stage.opened[-1].prompt, skip_special=False))
+
+
+def ask(client, messages=HI, **more):
+    return client.messages.create(**{"model": MODEL, "max_tokens": 64, "messages": messages, **more})
+
+
+def streamed(client, messages=HI, **more):
+    """Stream; return the raw events' types and the final message that the client adds up."""
+    with client.messages.stream(**{"model": MODEL, "max_tokens": 64, "messages": messages, **more}) as stream:
+        types = [event.type for event in stream]
+        return types, stream.get_final_message()
+
+
+def same(first, second):
+    """Whether two messages differ in their ids only."""
+    told = [message.model_dump(exclude={"id"}) for message in (first, second)]
+    for one in told:
+        for block in one["content"]:
+            block.pop("id", None)
+            block.pop("parsed_output", None)
+    return told[0] == told[1]
+
+
+class TestWhole:
+    def test_text(self, client, server):
+        script(server, say("Hello, wörld 🎉!"))
+        answer = ask(client)
+        assert answer.id.startswith("msg_")
+        assert (answer.type, answer.role, answer.model) == ("message", "assistant", MODEL)
+        assert [block.model_dump(exclude_none=True) for block in answer.content] == [
+            {"type": "text", "text": "Hello, wörld 🎉!"}
+        ]
+        assert (answer.stop_reason, answer.stop_sequence) == ("end_turn", None)
+        assert answer.usage.output_tokens == len(ids_of("Hello, wörld 🎉!")) + 1
+        assert answer.usage.input_tokens == client.messages.count_tokens(model=MODEL, messages=HI).input_tokens
+        assert answer._request_id
+
+    def test_stop_reasons(self, client, server):
+        script(server, say("one two three", end=False))
+        assert ask(client, max_tokens=2).stop_reason == "max_tokens"
+        assert ask(client, max_tokens=4096).stop_reason == "model_context_window_exceeded"
+        answer = ask(client, stop_sequences=["nothing", "three"])
+        assert (answer.stop_reason, answer.stop_sequence) == ("stop_sequence", "three")
+        assert answer.content[0].text == "one two "
+
+    def test_an_empty_answer_has_no_block(self, client, server):
+        script(server, say([8184]))
+        assert ask(client).content == []
+
+    def test_system_prompt_in_blocks(self, client, server):
+        script(server, say("Yes."))
+        system = [
+            {"type": "text", "text": "Be brief.", "cache_control": {"type": "ephemeral"}},
+            {"type": "text", "text": "Be kind."},
+        ]
+        ask(client, system=system)
+        assert prompt_of(server).startswith("<|im_start|>system\nBe brief.\nBe kind.<|im_end|>")
+        ask(client, system="Be brief.")
+        assert prompt_of(server).startswith("<|im_start|>system\nBe brief.<|im_end|>")
+
+    def test_sampling(self, client, server):
+        ask(client, metadata={"user_id": "ann"}, extra_body={"temperature": 0.5, "top_p": 0.9, "top_k": 7})
+        seen = server.do(lambda rig: rig.stage.opened[-1].sampling)
+        assert (seen.temperature, seen.top_p, seen.top_k) == (0.5, 0.9, 7)
+
+    def test_thinking(self, client, server):
+        script(server, say("Hm.\n</think>\n\nYes."))
+        answer = ask(client, thinking=THINK)
+        assert [block.type for block in answer.content] == ["thinking", "text"]
+        assert (answer.content[0].thinking, answer.content[1].text) == ("Hm.", "Yes.")
+        assert answer.content[0].signature
+        assert answer.usage.output_tokens_details.thinking_tokens > 0
+        hidden = ask(client, thinking={"type": "adaptive", "display": "omitted"})
+        assert (hidden.content[0].thinking, hidden.content[1].text) == ("", "Yes.")
+        assert hidden.content[0].signature
+
+    def test_thinking_is_off_unless_requested(self, client, server):
+        script(server, say("Yes."))
+        ask(client)
+        assert prompt_of(server).endswith("</think>\n\n")
+        ask(client, thinking={"type": "disabled"})
+        assert prompt_of(server).endswith("</think>\n\n")
+
+    def test_a_conversation_with_tools(self, client, server):
+        script(server, say("Hm.\n</think>\n\nLet me add.\n" + CALL + "\n" + CALL))
+        first = ask(client, tools=[ADD], thinking=THINK)
+        assert [block.type for block in first.content] == ["thinking", "text", "tool_use", "tool_use"]
+        assert first.stop_reason == "tool_use"
+        uses = [block for block in first.content if block.type == "tool_use"]
+        assert [(use.name, use.input) for use in uses] == [("add", {"a": 1})] * 2
+        assert uses[0].id != uses[1].id
+        results = [
+            {"type": "tool_result", "tool_use_id": uses[0].id, "content": "two"},
+            {
+                "type": "tool_result",
+                "tool_use_id": uses[1].id,
+                "content": [{"type": "text", "text": "no such number"}],
+                "is_error": True,
+            },
+            {"type": "text", "text": "Go on."},
+        ]
+        history = [*HI, {"role": "assistant", "content": first.content}, {"role": "user", "content": results}]
+        script(server, say("Two."))
+        second = ask(client, history, tools=[ADD])
+        assert second.content[0].text == "Two."
+        prompt = prompt_of(server)
+        assert "Let me add." in prompt
+        assert prompt.count('{"name": "add", "arguments": {"a": 1}}') == 2
+        assert "<tool_response>\ntwo\n</tool_response>" in prompt
+        assert "<tool_response>\nThe tool failed:\nno such number\n</tool_response>" in prompt
+        assert prompt.index("no such number") < prompt.index("Go on.")
+        assert "unsigned" not in prompt
+
+    def test_one_call_at_a_time(self, client, server):
+        script(server, say(CALL + "\n" + CALL, end=False))
+        answer = ask(client, tools=[ADD], tool_choice={"type": "auto", "disable_parallel_tool_use": True})
+        assert [block.type for block in answer.content] == ["tool_use"]
+
+    def test_tool_choice_none_offers_none(self, client, server):
+        script(server, say("No."))
+        ask(client, tools=[ADD], tool_choice={"type": "none"})
+        assert "add" not in prompt_of(server)
+
+    def test_tokens_beyond_the_context_are_counted(self, client):
+        long = [{"role": "user", "content": "word " * 4000}]
+        assert client.messages.count_tokens(model=MODEL, messages=long, tools=[ADD], system="x").input_tokens > 4000
+
+
+class TestStream:
+    def test_the_documented_order(self, client, server):
+        script(server, say("Hm.\n</think>\n\nYes.\n" + CALL))
+        stream = ask(client, thinking=THINK, tools=[ADD], stream=True)
+        events = list(stream)
+        order = []
+        for event in events:
+            kind = event.delta.type if event.type == "content_block_delta" else event.type
+            if order[-1:] != [kind]:
+                order.append(kind)
+        block = ["content_block_start", "content_block_stop"]
+        assert order == [
+            "message_start",
+            block[0], "thinking_delta", "signature_delta", block[1],
+            block[0], "text_delta", block[1],
+            block[0], "input_json_delta", block[1],
+            "message_delta", "message_stop",
+        ]  # fmt: skip
+        assert [e.index for e in events if e.type == "content_block_start"] == [0, 1, 2]
+        assert events[0].message.content == []
+        assert events[0].message.stop_reason is None
+        assert events[0].message.usage.input_tokens > 0
+        assert events[-2].delta.stop_reason == "tool_use"
+
+    @pytest.mark.parametrize(
+        ("text", "more"),
+        [
+            ("Hello, wörld 🎉!", {}),
+            ("Hm.\n</think>\n\nYes.\n" + CALL + "\n" + CALL, {"thinking": THINK, "tools": [ADD]}),
+            ("Hm.\n</think>\n\nYes.", {"thinking": {"type": "adaptive", "display": "omitted"}}),
+            ("one two three", {"stop_sequences": ["three"]}),
+            ("one two three", {"max_tokens": 2}),
+        ],
+    )
+    def test_the_client_adds_up_what_is_sent_whole(self, client, server, text, more):
+        script(server, say(text))
+        types, final = streamed(client, **more)
+        assert types[0] == "message_start"
+        assert types[-1] == "message_stop"
+        assert same(final, ask(client, **more))
+
+    def test_pings_and_names(self, server):
+        script(server, say("Hi."))
+        body = json.dumps({"model": MODEL, "max_tokens": 8, "messages": HI, "stream": True}).encode()
+        request = urllib.request.Request(
+            server.url + "/v1/messages?beta=true", body, {"content-type": "application/json"}
+        )
+        with urllib.request.urlopen(request, timeout=20) as reply:
+            parts = reply.read().decode().split("\n\n")
+        assert parts[1] == 'event: ping\ndata: {"type":"ping"}'
+        assert parts[-2] == 'event: message_stop\ndata: {"type":"message_stop"}'
+        assert parts[-1] == ""
+        for part in parts[:-1]:
+            name, _, data = part.removeprefix("event: ").partition("\ndata: ")
+            assert json.loads(data)["type"] == name
+
+    def test_a_failure_on_the_way(self, client, server):
+        script(server, say("word ", end=False), step_s=0.002)
+        stream = ask(client, stream=True, max_tokens=400)
+        seen = [next(stream) for _ in range(4)]
+        server.do(Rig.lose)
+        with pytest.raises(anthropic.APIStatusError, match="group left was killed") as caught:
+            seen += list(stream)
+        assert caught.value.body["error"]["type"] == "overloaded_error"
+        assert seen[-1].type == "content_block_delta"
+        server.do(Rig.attach)
+
+
+class TestErrors:
+    @pytest.mark.parametrize(
+        ("fields", "name"),
+        [
+            ({"max_tokens": 0}, "max_tokens"),
+            ({"messages": []}, "messages"),
+            ({"messages": [{"role": "robot", "content": "x"}]}, "messages.0.role"),
+            ({"messages": [{"role": "user"}]}, "messages.0.content"),
+            ({"messages": [{"role": "user", "content": []}]}, "messages.0.content"),
+            ({"messages": [{"role": "user", "content": [1]}]}, "messages.0.content"),
+            ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "messages.0.content.0.type"),
+            ({"messages": [*HI, {"role": "assistant", "content": "The"}]}, "messages.1"),
+            (
+                {"messages": [{"role": "user", "content": [{"type": "tool_result", "tool_use_id": 1}]}]},
+                "messages.0.content.0.tool_use_id",
+            ),
+            (
+                {
+                    "messages": [
+                        {
+                            "role": "user",
+                            "content": [{"type": "tool_result", "tool_use_id": "t", "content": [{"type": "document"}]}],
+                        }
+                    ]
+                },
+                "messages.0.content.0.content.0.type",
+            ),
+            (
+                {"messages": [{"role": "assistant", "content": [{"type": "server_tool_use"}]}, *HI]},
+                "messages.0.content.0.type",
+            ),
+            ({"system": [{"type": "text"}]}, "system.0.text"),
+            ({"tools": [{"name": "a"}]}, "tools.0.input_schema"),
+            ({"tools": [{"name": "", "input_schema": {}}]}, "tools.0.name"),
+            ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "tools.0.type"),
+            ({"tools": [ADD], "tool_choice": {"type": "tool"}}, "tool_choice.name"),
+            ({"tool_choice": {"type": "auto"}}, "tool_choice"),
+            ({"stop_sequences": [""]}, "stop_sequences.0"),
+            ({"stop_sequences": ["x"] * 17}, "stop_sequences"),
+            ({"extra_body": {"temperature": 3}}, "temperature"),
+            ({"thinking": {"type": "enabled"}}, "thinking.budget_tokens"),
+            ({"thinking": {"type": "enabled", "budget_tokens": 64}}, "thinking.budget_tokens"),
+            ({"extra_body": {"tempratur": 1}}, "tempratur"),
+            ({"extra_body": {"mcp_servers": [{"url": "x"}]}}, "mcp_servers"),
+            ({"extra_body": {"stop": "x"}}, "stop"),
+            ({"metadata": "ann"}, "metadata"),
+        ],
+    )
+    def test_a_bad_request_names_the_field(self, client, fields, name):
+        with pytest.raises(anthropic.BadRequestError) as caught:
+            ask(client, **fields)
+        assert caught.value.body["error"]["type"] == "invalid_request_error"
+        assert caught.value.body["error"]["message"].startswith(f"{name}: ")
+        assert caught.value.body["request_id"] == caught.value.request_id
+
+    def test_a_prompt_that_is_too_long(self, client):
+        with pytest.raises(anthropic.BadRequestError, match="prompt is too long"):
+            ask(client, [{"role": "user", "content": "word " * 600}])
+
+    def test_another_model(self, client):
+        with pytest.raises(anthropic.NotFoundError) as caught:
+            ask(client, model="claude-17")
+        assert caught.value.body["error"]["type"] == "not_found_error"
+
+    def test_paths_and_methods(self, client, server):
+        with pytest.raises(anthropic.NotFoundError) as caught:
+            client.get("/v1/messages/batches", cast_to=object)
+        assert caught.value.body["error"]["type"] == "not_found_error"
+
+    def test_keys(self):
+        one = Live(lambda: Rig(keys=ApiKeys(["right"])))
+        try:
+            for given in ({"api_key": "right"}, {"auth_token": "right", "api_key": None}):
+                with anthropic.Anthropic(base_url=one.url, max_retries=0, **given) as client:
+                    assert ask(client).content[0].text == "Hello!"
+            with (
+                anthropic.Anthropic(base_url=one.url, max_retries=0, api_key="wrong") as client,
+                pytest.raises(anthropic.AuthenticationError) as caught,
+            ):
+                ask(client)
+            assert caught.value.body["error"]["type"] == "authentication_error"
+        finally:
+            one.close()
+
+    def test_fields_without_effect_are_named(self, client):
+        answer = client.messages.with_raw_response.create(
+            model=MODEL, max_tokens=64, messages=HI, thinking=THINK, service_tier="auto",
+            extra_body={"context_management": {"edits": []}, "brand_new": 1}, extra_headers={"anthropic-beta": "x"},
+        )  # fmt: skip
+        assert answer.headers["x-lucevisor-ignored"] == (
+            "brand_new, context_management, service_tier, thinking.budget_tokens"
+        )
+
+
+texts = st.lists(
+    st.sampled_from(
+        ["Hm.", "\n", " ", "</think>", "<think>", CALL, "<tool_call>", "</tool_call>", "{", "é🎉", "<", "a"]
+    ),
+    max_size=8,
+).map("".join)
+
+
+@given(texts, st.lists(st.integers(1, 12), min_size=1, max_size=6), st.booleans(), st.booleans())
+@settings(max_examples=100)
+def test_any_chunking_adds_up_to_the_same_message(text, sizes, thinks, shows):
+    tools = [{"type": "function", "function": {"name": "add", "parameters": {}}}]
+    totals = UsageTotals(prompt=9, cached=4, generated=5, reasoning=2)
+
+    def formatter():
+        return MessageFormatter(response_id="msg_1", model="m", n_prompt=9, max_tokens=5, show_reasoning=shows)
+
+    def deltas(parts):
+        parser = OutputParser(thinks, tools, OUTPUT_FORMAT)
+        events = [event for part in parts for event in parser.push(part)] + parser.flush()
+        return [*(ChoiceDelta(event) for event in events), ChoiceDelta(None, finish_reason="stop")]
+
+    parts, at, n = [], 0, 0
+    while at < len(text):
+        parts.append(text[at : at + sizes[n % len(sizes)]])
+        at += sizes[n % len(sizes)]
+        n += 1
+    stream = formatter()
+    events = [*stream.start(0), *(e for d in deltas(parts) for e in stream.delta(0, d)), *stream.end(totals)]
+    message = None
+    for event in json.loads(json.dumps(events)):
+        if event["type"] != "ping":
+            message = accumulate_event(event=EVENT.validate_python(event), current_snapshot=message, json_bufs={})
+    whole = json.loads(msgspec.json.encode(formatter().full([deltas([text])], totals)))
+    told = message.model_dump(exclude_none=True)
+    assert told == {k: v for k, v in whole.items() if v is not None}
