@@ -1,7 +1,7 @@
 """Converts OpenAI chat messages into what chat templates expect.
 
 Knows the message schema and what a template supports (`TemplateTraits`), not Jinja. Invariant: client text is never
-changed, only its structure: parts are joined, JSON arguments decoded, roles and fields renamed.
+changed, only its structure: parts and system messages are joined, JSON arguments decoded, roles and fields renamed.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from lucevisor.errors import LucevisorError
 
 _MAX_DIGITS: Final = 1000
 _REASONING_FIELDS: Final = ("reasoning_content", "thinking", "reasoning")
+_SYSTEM: Final = ("system", "developer")
 # Text parts of a message, and the field with the text.
 _TEXT_PARTS: Final = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
 
@@ -26,16 +27,20 @@ class TemplateError(LucevisorError):
 
 @dataclass(frozen=True)
 class TemplateTraits:
-    """What a template supports: a list of content parts, the role `developer`, tool results inside a call."""
+    """What a template supports: a list of content parts, the role `developer`, tool results inside a call, system
+    messages besides the first message."""
 
     content_parts: bool
     developer_role: bool
     embedded_tool_responses: bool
+    more_system_messages: bool
 
 
 def prepare_messages(messages: Sequence[Mapping[str, object]], traits: TemplateTraits) -> list[dict[str, object]]:
     """Return the messages in the template's form; raises TemplateError naming the message and field at fault."""
     prepared = [_prepare(message, f"messages[{index}]", traits) for index, message in enumerate(messages)]
+    if not traits.more_system_messages:
+        prepared = _with_one_system_message(prepared)
     return _embed_tool_responses(prepared) if traits.embedded_tool_responses else prepared
 
 
@@ -122,6 +127,25 @@ def _encodable(value: object) -> object:
     if isinstance(value, dict):
         return {_encodable(key): _encodable(item) for key, item in value.items()}
     return value
+
+
+def _with_one_system_message(messages: Sequence[dict[str, object]]) -> list[dict[str, object]]:
+    """Join the system messages that open a chat, and make later ones the user's, as coding agents send both."""
+    n_opening = next((i for i, m in enumerate(messages) if m["role"] not in _SYSTEM), len(messages))
+    rest = [{**m, "role": "user"} if m["role"] in _SYSTEM else m for m in messages[n_opening:]]
+    if n_opening < 2:
+        return [*messages[:n_opening], *rest]
+    contents = [m.get("content") or "" for m in messages[:n_opening]]
+    joined: object
+    if all(isinstance(content, str) for content in contents):
+        joined = "\n\n".join(map(str, contents))
+    else:
+        joined = [part for content in contents for part in _parts(content)]
+    return [{**messages[0], "content": joined}, *rest]
+
+
+def _parts(content: object) -> list[object]:
+    return content if isinstance(content, list) else [{"type": "text", "text": content}]
 
 
 def _embed_tool_responses(messages: Sequence[dict[str, object]]) -> list[dict[str, object]]:

@@ -4,7 +4,8 @@ Knows no HTTP or tensors. `ChatTemplate.render` runs the file's Jinja template o
 operation (trim, split, `in`, JSON) sees the true text, and learns from `TracedText` which characters the template
 wrote. Only those may form control tokens: `<|im_end|>` from a client, whole or in parts that the template joins, or in
 a tool's name, is tokenised as plain text.
-Invariant: `RenderedPrompt.text` equals the result of transformers' `apply_chat_template` for the same arguments.
+Invariant: `RenderedPrompt.text` equals the result of transformers' `apply_chat_template` for the same arguments, unless
+the template would refuse or drop a system message.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ _FAULTS: Final = (
     *(JinjaError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError, MemoryError),
 )
 _RESERVED: Final = frozenset(["messages", "tools", "add_generation_prompt"])
-_PROBE: Final = "probe of content parts"
+_PROBE: Final = "probe of what is rendered"
 
 
 @dataclass(frozen=True)
@@ -90,6 +91,7 @@ class ChatTemplate:
             content_parts=self._takes_content_parts(),
             developer_role="developer" in source,
             embedded_tool_responses="tool_responses" in source and "tool_call_id" not in source,
+            more_system_messages=self._takes_more_system_messages(),
         )
 
     @classmethod
@@ -171,3 +173,16 @@ class ChatTemplate:
         except TemplateError:
             return False
         return _PROBE in text and repr(_PROBE) not in text
+
+    def _takes_more_system_messages(self) -> bool:
+        """Return whether system messages are rendered wherever they are; many templates refuse or drop later ones."""
+        opening = [{"role": "system", "content": "first"}, {"role": "system", "content": _PROBE}]
+        user = {"role": "user", "content": "hello"}
+        try:
+            texts = [
+                self._run({**self._tokens, "messages": messages, "add_generation_prompt": False})
+                for messages in ([*opening, user], [opening[0], user, opening[1]])
+            ]
+        except TemplateError:
+            return False
+        return all(_PROBE in text for text in texts)

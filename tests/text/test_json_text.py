@@ -127,7 +127,9 @@ def test_arguments_are_json_whatever_a_model_writes(text, kind):
         assert call is None or isinstance(strict(call.arguments), dict)
 
 
-TRAITS = TemplateTraits(content_parts=False, developer_role=False, embedded_tool_responses=False)
+TRAITS = TemplateTraits(
+    content_parts=False, developer_role=False, embedded_tool_responses=False, more_system_messages=True
+)
 
 
 def arguments_of(text):

@@ -214,6 +214,30 @@ class TestMessages:
         knows = source("{% for m in messages %}{{ 'DEV' if m.role == 'developer' else m.role }};{% endfor %}")
         assert knows.render([{"role": "developer", "content": ""}]).text == "DEV;"
 
+    def test_system_messages_that_the_template_refuses_or_drops_keep_their_text(self):
+        """Coding agents send several, also after the first question."""
+        chat = [
+            {"role": "system", "content": "A."},
+            {"role": "developer", "content": [{"type": "text", "text": "B."}]},
+            {"role": "user", "content": "C."},
+            {"role": "system", "content": "D."},
+        ]
+        first = "{% if m.role == 'system' and not loop.first %}{{ raise_exception('first only') }}{% endif %}"
+        each = "{{ m.role }}: {{ m.content }};"
+        refuses = source("{% for m in messages %}" + first + each + "{% endfor %}")
+        drops = source(
+            "{% for m in messages %}{% if m.role == 'user' or loop.first %}" + each + "{% endif %}{% endfor %}"
+        )
+        takes = source("{% for m in messages %}" + each + "{% endfor %}")
+        assert refuses.render(chat).text == drops.render(chat).text == "system: A.\n\nB.;user: C.;user: D.;"
+        assert takes.render(chat).text == "system: A.;system: B.;user: C.;system: D.;"
+        parts = source(
+            "{% for m in messages %}"
+            + first
+            + "{{ m.role }}:{% for p in m.content %}{{ p.text }};{% endfor %}{% endfor %}"
+        )
+        assert parts.render(chat[1:2] * 2).text == "system:B.;B.;"
+
     def test_reasoning_has_one_name_for_templates(self):
         template = source("{{ messages[0].reasoning_content }}|{{ messages[0].thinking }}")
         for name in ("reasoning_content", "reasoning", "thinking"):
