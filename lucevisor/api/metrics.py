@@ -18,6 +18,7 @@ from prometheus_client.registry import Collector
 
 from lucevisor.api.ports import Ports, SnapshotMetrics
 from lucevisor.engine.draft_statistics import DraftStatistics
+from lucevisor.engine.recovery import RecoveryStatistics
 from lucevisor.engine.statistics import EngineStatistics
 from lucevisor.supervision.states import State
 
@@ -130,6 +131,7 @@ class _StateCollector(Collector):
 def _engine(now: EngineStatistics) -> Iterator[Metric]:
     yield GaugeMetricFamily(_P + "requests_running", "Requests that hold pages in the shards.", value=now.running)
     yield GaugeMetricFamily(_P + "requests_queued", "Requests that wait in the queue.", value=now.queued)
+    yield from _recovery(now.recovery)
     pages = GaugeMetricFamily(_P + "pages", "Pages of a space by location.", labels=["space", "where"])
     for space, use in now.pages.items():
         pages.add_metric([space, "device"], use.used - use.evictable)
@@ -195,6 +197,21 @@ def _drafts(now: DraftStatistics) -> Iterator[Metric]:
             families["verified_tokens_per_position"].add_metric([origin, str(position)], n_verified)
             families["accepted_tokens_per_position"].add_metric([origin, str(position)], n_accepted)
     yield from families.values()
+
+
+def _recovery(now: RecoveryStatistics) -> Iterator[Metric]:
+    yield GaugeMetricFamily(_P + "requests_held", "Requests that wait for a daemon that was lost.", value=now.held)
+    pauses = SummaryMetricFamily(
+        _P + "pause_seconds", "From the loss of a daemon until requests were computed again.", labels=["reason"]
+    )
+    pauses.add_metric(["loss"], now.n_pauses, now.pause_s)
+    yield pauses
+    yield CounterMetricFamily(
+        _P + "recovered_sequences", "Requests that were running at a loss and went on.", value=now.n_sequences
+    )
+    yield CounterMetricFamily(
+        _P + "recovered_tokens", "Tokens of such requests that were computed again.", value=now.n_tokens
+    )
 
 
 def _snapshots(now: SnapshotMetrics) -> Iterator[Metric]:

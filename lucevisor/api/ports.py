@@ -39,6 +39,10 @@ class HandlePort(Protocol):
 class EnginePort(Protocol):
     """The engine, as seen by the API."""
 
+    @property
+    def holding(self) -> bool:
+        """Whether requests wait for a daemon that was lost."""
+
     def submit(self, request: GenerationRequest, /) -> HandlePort:
         """Queue a request; raises lucevisor.engine.request.SubmitError if it is rejected."""
 

@@ -8,6 +8,7 @@ from typing import Any
 from lucevisor.app.cache_operations import figures
 from lucevisor.deployment.service import Service
 from lucevisor.engine.draft_statistics import DraftCounts, DraftStatistics
+from lucevisor.engine.recovery import RecoveryStatistics
 from lucevisor.engine.statistics import CacheStatistics, EngineStatistics
 from lucevisor.protocol.loading import DeviceUse
 from lucevisor.supervision.group import GroupSupervisor
@@ -157,15 +158,29 @@ def _device(group: str, use: DeviceUse, free: dict[int, int]) -> dict[str, Any]:
     }
 
 
+def _recovery(now: RecoveryStatistics) -> dict[str, Any]:
+    """``held_s``: for how long requests wait for a lost daemon now; the rest is counted since the start."""
+    return {
+        "held_s": round(now.held_s, 3),
+        "pauses": now.n_pauses,
+        "pause_s": round(now.pause_s, 3),
+        "longest_pause_s": round(now.longest_pause_s, 3),
+        "sequences": now.n_sequences,
+        "tokens": now.n_tokens,
+    }
+
+
 def _engine(statistics: EngineStatistics | None) -> dict[str, Any]:
     if statistics is None:
         pages_of_none = {"total": 0, "used": 0, "cached": 0, "host": 0}
-        return {"running": 0, "queued": 0, "held": 0, "tokens_per_s": 0.0, "pages": pages_of_none}
+        nothing = {"running": 0, "queued": 0, "held": 0, "tokens_per_s": 0.0, "pages": pages_of_none}
+        return nothing | {"recovery": _recovery(RecoveryStatistics())}
     pages = statistics.pages.values()
     return {
         "running": statistics.running,
         "queued": statistics.queued,
-        "held": 0,
+        "held": statistics.recovery.held,
+        "recovery": _recovery(statistics.recovery),
         "tokens_per_s": round(statistics.tokens_per_s, 2),
         "generated_tokens": statistics.generated_tokens,
         "preemptions": statistics.preemptions,

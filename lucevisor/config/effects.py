@@ -37,9 +37,6 @@ class Inert:
 UNIMPLEMENTED: Mapping[str, Unimplemented] = {
     "kvflash.pool_tokens": Unimplemented("KV Flash", lambda value: value != 0, True, "nearest: 0"),
     "pflash.mode": Unimplemented("PFlash", lambda value: value != "off", True, "nearest: off"),
-    "recovery.hold_s": Unimplemented(
-        "holding requests over a restart", lambda value: value != 0, False, "set it to 0 or remove the key"
-    ),
     "recovery.journal": Unimplemented("the journal", lambda value: value != 0, False, "set it to 0 or remove the key"),
     "recovery.spares": Unimplemented("spare daemons", lambda value: value != 0, True, "nearest: 0"),
 }

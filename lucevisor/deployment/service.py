@@ -28,12 +28,14 @@ from lucevisor.deployment.cache_files import cache_directory
 from lucevisor.deployment.deployment import Deployment, DeploymentHooks
 from lucevisor.deployment.engine_limits import engine_limits
 from lucevisor.deployment.group_settings import target_groups
+from lucevisor.deployment.holding import watch_holds
 from lucevisor.deployment.readiness import Readiness
 from lucevisor.deployment.served_model import ServedModel
 from lucevisor.deployment.served_weights import ServedWeights
-from lucevisor.engine.core import Engine, EngineSettings
+from lucevisor.engine.core import Engine
 from lucevisor.engine.pipeline import PipelineFailure, PipelineResult
 from lucevisor.engine.request import RequestError
+from lucevisor.engine.settings import EngineSettings
 from lucevisor.engine.validation import enabled
 from lucevisor.errors import LucevisorError, NotReadyError, unusable
 from lucevisor.placement.result import Placement
@@ -87,6 +89,7 @@ class Service:
         self._weights = ServedWeights(model, cache_directory())
         self._opening: asyncio.Task[None] | None = None  # while snapshots are wanted and not open yet
         self._saving: asyncio.Task[int] | None = None
+        self._holding: asyncio.Task[None] | None = None
         self._changed = asyncio.Event()
         self._loaded = asyncio.Event()  # all groups together, once
         self._stopping: asyncio.Task[None] | None = None
@@ -153,6 +156,8 @@ class Service:
             await self.engine.drain(drain_s)
             await self._save_all(SAVE_S)
         self._end_requests()
+        if self._holding is not None:
+            self._holding.cancel()
         await self.deployment.stop(stop_s)
         await self._weights.close()
         if self._opening is not None:  # it ends by itself, unless the disk hangs
@@ -243,6 +248,7 @@ class Service:
         assert placement is not None
         settings = EngineSettings(
             max_queue=self.config.server.max_queue,
+            hold_s=self.config.recovery.hold_s,
             on_pipeline_failed=self._on_pipeline_failed,
             on_drafter_lost=self.deployment.drafter_failed,
             on_step=self._on_step,
@@ -251,6 +257,8 @@ class Service:
         drafter = self.model.drafter.spec.model if placement.draft is not None and self.model.drafter else None
         self.engine = Engine(engine_limits(self.config.cache, self.model.spec, placement, drafter), settings)
         deployment.serve(self.engine)
+        if settings.hold_s > 0:
+            self._holding = asyncio.create_task(watch_holds(self.engine, settings.hold_s), name="watch holds")
         if self.config.cache.dir and self.config.cache.prefix_slots:
             self._opening = asyncio.create_task(self._open_snapshots(self.engine, deployment), name="open snapshots")
         self._on_engine(self.engine)

@@ -3,8 +3,9 @@
 One thread, no task of its own: every entry (a request, a cancellation, a result, a pipeline that comes or goes) changes
 the scheduler, sends all steps that have become possible, then delivers events.  Knows ids only: no text, no sockets, no
 pages.
-When a daemon is lost, running requests end with the error, since their state in the shards is gone; queued and
-preempted ones wait for the next pipeline.  New requests are refused with NotReady meanwhile.
+When a daemon is lost, requests are held (recovery.py): running ones go back to the queue with all their tokens, new
+ones are taken, and the next pipeline computes them.  Without a hold running ones end with the error, and new ones are
+refused with NotReady.
 
 Invariant: a request that submit returned gets exactly one FinishedEvent, even if the pipeline fails or the engine is
 closed.
@@ -14,15 +15,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 from lucevisor import awake
 from lucevisor.engine import validation
 from lucevisor.engine.handle import RequestHandle
 from lucevisor.engine.limits import EngineLimits
 from lucevisor.engine.pipeline import Pipeline, PipelineFailure, PipelineResult, StageLink, StepInFlight
+from lucevisor.engine.recovery import Recovery
 from lucevisor.engine.request import (
     ContextOverflow,
     FinishedEvent,
@@ -35,6 +35,7 @@ from lucevisor.engine.request import (
 from lucevisor.engine.rows import IdsOutput, RowCollector, RowsMissing, RowSteps
 from lucevisor.engine.scheduler import Events, Scheduler
 from lucevisor.engine.sequence import WantedRows
+from lucevisor.engine.settings import EngineSettings
 from lucevisor.engine.statistics import EngineStatistics, RateWindow, StepTotals
 from lucevisor.engine.step import WrongResult
 from lucevisor.engine.waits import RetryAfter
@@ -47,24 +48,6 @@ from lucevisor.protocol.steps import Sampling, StepResult
 from lucevisor.protocol.transfers import SlotPlace
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EngineSettings:
-    """``max_queue``: requests that may wait.  ``rate_window_s``: the span of ``tokens_per_s`` in statistics.
-    ``validate``: check all accounts whenever the engine is idle; raises AccountingError from there.
-
-    ``on_step`` sees every finished step (for histograms), ``on_pipeline_failed`` why the pipeline failed and
-    ``on_drafter_lost`` why the drafter was (for supervision; the engine has detached it by then).
-    """
-
-    max_queue: int
-    rate_window_s: float = 10.0
-    validate: bool = False
-    clock: Callable[[], float] = time.monotonic
-    on_step: Callable[[PipelineResult], None] = lambda _: None
-    on_pipeline_failed: Callable[[PipelineFailure], None] = lambda _: None
-    on_drafter_lost: Callable[[PipelineFailure], None] = lambda _: None
-
-
 class Engine:
     """Requests in, events out, over the attached pipeline."""
 
@@ -75,6 +58,7 @@ class Engine:
         self._clock = settings.clock
         self._scheduler = Scheduler(limits)
         self._pipeline: Pipeline | None = None
+        self.recovery = Recovery(settings.hold_s)
         self._unavailable = "the model is being loaded"
         self._refusal = ""  # set for good by drain and close
         self._handles: dict[str, RequestHandle] = {}
@@ -92,7 +76,7 @@ class Engine:
     def submit(self, request: GenerationRequest) -> RequestHandle:
         """Queue a request and start it when there is room, or hold it until ``resume`` if ``on_submit`` returns True.
 
-        Raises NotReady without a pipeline or while draining, QueueFull, InvalidRequest, ContextOverflow.
+        Raises NotReady without a pipeline or a hold, or while draining, QueueFull, InvalidRequest, ContextOverflow.
         """
         self._check_taking()
         return self._submit(request, None, hold=self.on_submit(request))
@@ -128,11 +112,16 @@ class Engine:
 
     @property
     def ready(self) -> bool:
-        """Whether new requests are taken."""
+        """Whether requests are served."""
         return self._pipeline is not None and not self._refusal
 
+    @property
+    def holding(self) -> bool:
+        """Whether requests wait for a daemon that was lost."""
+        return self.recovery.holding
+
     def attach(self, pipeline: Pipeline) -> None:
-        """Use a pipeline whose daemons hold no sequences; queued requests start.
+        """Use a pipeline whose daemons hold no sequences; queued and held requests start.
 
         Raises RuntimeError when one is attached already.
         """
@@ -143,6 +132,7 @@ class Engine:
         pipeline.on_drafted = self._on_drafted
         pipeline.on_drafter_lost = self._on_drafter_lost
         self._scheduler.attach(pipeline.n_stages)
+        self.recovery.end(self._clock())
         self._proceed([])
 
     def attach_drafter(self, link: StageLink, *, with_output: bool) -> None:
@@ -165,18 +155,22 @@ class Engine:
         self._proceed([])
 
     def detach(self, error: RequestError, *, permanent: bool = False) -> None:
-        """Drop the pipeline: end running requests with ``error``, and refuse new ones with its message.
+        """Drop the pipeline, and hold requests until the next attach; without a hold, end running ones with ``error``
+        and refuse new ones with its message.
 
-        Queued requests wait for the next attach; ``permanent`` (none will come by itself) ends them too.  It may be
-        called again, and a later attach, say after an operator's restart, serves again.
+        ``permanent`` (no pipeline will come by itself) ends queued requests, too.  It may be called again, and a later
+        attach, say after an operator's restart, serves again.
         """
+        now = self._clock()
         if self._pipeline is not None:
             self._pipeline.close()
             self._pipeline = None
+            self.recovery.begin(now)
+        if permanent:
+            self.recovery.give_up()
         self._unavailable = error.message
         self._rows.forget_steps()
-        now = self._clock()
-        events = self._scheduler.fail_all(error, now)
+        events = self._scheduler.lose_all(error, now, self.recovery.keep)
         if permanent:
             events += self._scheduler.fail_queued(error, now)
         self._proceed(events)
@@ -251,7 +245,9 @@ class Engine:
     def statistics(self) -> EngineStatistics:
         """Return counts and rates as of now."""
         reason = "" if self.ready else self._refusal or self._unavailable
-        return EngineStatistics.of(self._scheduler, self._totals, self._generated, self._clock(), reason)
+        return EngineStatistics.of(
+            self._scheduler, self._totals, self._generated, self.recovery, self._clock(), reason=reason
+        )
 
     # ---- prefix slots, for snapshots
 
@@ -349,7 +345,7 @@ class Engine:
         return f"{what}-{self._n_own}"
 
     def _check_taking(self) -> None:
-        if not self.ready:
+        if self._refusal or not (self.ready or self.recovery.holding):
             raise NotReady(self._refusal or self._unavailable)
         if self._scheduler.n_queued >= self._settings.max_queue:
             raise QueueFull(self._scheduler.n_queued, self._retry.seconds(self._scheduler.wait_s, self._clock()))

@@ -1,7 +1,7 @@
 """Statistics of speculation since the start: drafts made, verified and accepted, acceptance length, times.
 
 Pure: counts in, sums out.  Decides nothing; speculation.py does, by what was accepted of late.  Counts are kept apart
-by the origin of a sequence's prefix, so that an acceptance that suffers from a restore shows.
+by the origin of a sequence's prefix, so that an acceptance that suffers from a restore or a recovery shows.
 
 Invariants: accepted <= verified <= drafted; a decode yields one token and one more for every accepted draft, except
 where the stop id was a draft: then none follows it.  The times of a step are shared out by rows and add up to it.
@@ -14,9 +14,10 @@ from dataclasses import dataclass, field
 from itertools import zip_longest
 from typing import Final, Literal
 
-PrefixOrigin = Literal["fresh", "restored"]
-"""Of a sequence: all of its prompt was computed for it, or it began with a prefix slot, of memory or from disk."""
-ORIGINS: Final[tuple[PrefixOrigin, ...]] = ("fresh", "restored")
+PrefixOrigin = Literal["fresh", "restored", "recovered"]
+"""Of a sequence: all of its prompt was computed for it, it began with a prefix slot, of memory or from disk, or it
+went on after the loss of a daemon."""
+ORIGINS: Final[tuple[PrefixOrigin, ...]] = ("fresh", "restored", "recovered")
 
 
 @dataclass(slots=True)

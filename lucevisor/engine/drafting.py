@@ -308,4 +308,6 @@ def is_decode(piece: Slice) -> bool:
 
 
 def _origin(record: RequestRecord) -> PrefixOrigin:
+    if record.n_losses:
+        return "recovered"
     return "restored" if record.prefix.cached else "fresh"

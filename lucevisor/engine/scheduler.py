@@ -13,7 +13,7 @@ flight; a finished request is in no list.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -160,12 +160,14 @@ class Scheduler:
         record = self._records.get(request_id)
         return [] if record is None else [self._finish(record, "cancelled", now)]
 
-    def fail_all(self, error: RequestError, now: float) -> Events:
-        """End the running requests with ``error``, because the shards lost their sequences; queued ones stay.
+    def lose_all(self, error: RequestError, now: float, keep: Callable[[RequestRecord], bool]) -> Events:
+        """The shards lost all sequences: requeue the running requests to ``keep``, and end the others with ``error``.
 
-        Preempted requests count as queued: their tokens are all here, so they continue when the shards are back.
+        Queued requests have all their tokens here, so they go on when the shards are back.
         """
         self.reuse.index.clear()
+        for record in [record for record in self.running if keep(record)]:
+            self._requeue(record)
         ending = [*self.running, *(record for record in self._queue if record.probe is not None)]
         events = [self._finish(record, "error", now, error=error) for record in ending]
         self.drafting.detach()  # it goes with the pipeline
@@ -278,9 +280,8 @@ class Scheduler:
         return StepBudget(step_id, self.n_stages, self.chunks, shared, others, follow, level)
 
     def _secure(self, chosen: list[ScheduledSlice]) -> list[ScheduledSlice]:
-        """Give every slice its pages, oldest request first; if too few are free, evict slots, then preempt the youngest
-        request.  Returns the slices that have them.
-        """
+        """Give every slice its pages, oldest request first, evicting slots and then preempting the youngest request if
+        too few are free.  Returns the slices that have them."""
         secured = []
         for one in sorted(chosen, key=lambda one: one.record.arrival):
             while one.record.live is one.live:  # not preempted for an older one, nor for itself
@@ -294,7 +295,8 @@ class Scheduler:
                 if len(self.running) == 1 and self.reuse.index.pinning:
                     self.starving = True
                     break  # a snapshot is being written or read: its pages come back by themselves
-                self._preempt(self.running.youngest)
+                self._requeue(self.running.youngest)
+                self.n_preemptions += 1
         return secured
 
     def _fit(self, one: ScheduledSlice) -> ScheduledSlice:
@@ -302,11 +304,10 @@ class Scheduler:
         self._operations += operations
         return fitted
 
-    def _preempt(self, record: RequestRecord) -> None:
+    def _requeue(self, record: RequestRecord) -> None:
         self._operations += self.running.close(record)
         record.move(RequestState.QUEUED)
         self._queue.add(record)
-        self.n_preemptions += 1
 
     def _plan(self, chosen: list[ScheduledSlice], now: float) -> StepPlan:
         self._last_step += 1

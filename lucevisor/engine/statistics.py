@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 from lucevisor.engine.draft_statistics import DraftStatistics
 from lucevisor.engine.pipeline import PipelineResult
 from lucevisor.engine.prefix_reuse import PrefixReuse
+from lucevisor.engine.recovery import Recovery, RecoveryStatistics
 from lucevisor.kv.page_pool import PageUse
 
 if TYPE_CHECKING:
@@ -158,10 +159,18 @@ class EngineStatistics:
     drafts: DraftStatistics = field(default_factory=DraftStatistics)
     draft_width: int = 0  # drafts that are asked for at present
     no_drafts: str = ""  # why that is 0 although the drafter is there
+    recovery: RecoveryStatistics = field(default_factory=RecoveryStatistics)
 
     @classmethod
     def of(
-        cls, scheduler: Scheduler, totals: StepTotals, generated: RateWindow, now: float, reason: str
+        cls,
+        scheduler: Scheduler,
+        totals: StepTotals,
+        generated: RateWindow,
+        recovery: Recovery,
+        now: float,
+        *,
+        reason: str,
     ) -> EngineStatistics:
         """Return the counts as of now; ``reason``: why the engine is not ready, or empty."""
         return cls(
@@ -180,4 +189,5 @@ class EngineStatistics:
             drafts=copy.deepcopy(scheduler.drafting.statistics),
             draft_width=scheduler.drafting.speculation.width if scheduler.drafting.attached else 0,
             no_drafts=scheduler.drafting.speculation.no_drafts,
+            recovery=recovery.statistics(len(scheduler.unfinished), now),
         )

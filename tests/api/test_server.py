@@ -10,12 +10,13 @@ import aiohttp
 import pytest
 from structlog.testing import capture_logs
 
+from lucevisor.api.generation import respond
 from lucevisor.api.ports import ApiSettings, NotReadyPart
 from lucevisor.api.server import create_app, drain, serve
 from lucevisor.errors import ConfigError
 from tests.api.conftest import until
 from tests.api.raw_http import BODY, CHAT, head, raw_post
-from tests.api.scripted_model import Rig, say
+from tests.api.scripted_model import LOST, Rig, say
 
 
 def endless(rig, step_s=0.002):
@@ -132,6 +133,36 @@ class TestLostShard:
         asked = asyncio.create_task(client.chat())
         await until(lambda: client.rig.engine.statistics().generated_tokens > 2)
         client.rig.lose()
+        status, answer = await asked
+        assert (status, answer["error"]["code"]) == (503, "shard_lost")
+
+
+class TestHeld:
+    async def test_a_stream_gets_comments_and_goes_on(self, client, monkeypatch):
+        monkeypatch.setattr(respond, "_HELD_S", 0.02)
+        client.rig.engine.recovery.hold_s = 60.0
+        endless(client.rig)
+        async with client.session.post(client.url + CHAT, json={**BODY, "stream": True}) as response:
+            await response.content.readuntil(b"word")
+            client.rig.lose()
+            metrics = await (await client.session.get(client.url + "/metrics")).text()
+            assert "lucevisor_requests_held 1.0" in metrics
+            text = await response.content.readuntil(b": waiting\n\n")
+            assert b"error" not in text
+            client.rig.attach()
+            assert b": waiting" not in await response.content.readuntil(b"word")
+        metrics = await (await client.session.get(client.url + "/metrics")).text()
+        assert 'lucevisor_pause_seconds_count{reason="loss"} 1.0' in metrics
+        assert "lucevisor_recovered_sequences_total 1.0" in metrics
+
+    async def test_one_that_has_not_begun_may_still_get_a_503(self, client, monkeypatch):
+        monkeypatch.setattr(respond, "_HELD_S", 0.02)
+        client.rig.engine.recovery.hold_s = 60.0
+        client.rig.lose()
+        asked = asyncio.create_task(client.chat(stream=True))
+        await until(lambda: client.rig.engine.statistics().recovery.held == 1)
+        await asyncio.sleep(0.1)
+        client.rig.engine.detach(LOST, permanent=True)
         status, answer = await asked
         assert (status, answer["error"]["code"]) == (503, "shard_lost")
 

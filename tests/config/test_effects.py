@@ -92,7 +92,6 @@ def test_switches_at_off_say_nothing(box):
     "override",
     [
         "cache.disk=1GiB",
-        "recovery.hold_s=120",
         "recovery.journal=1GiB",
         "kvflash.policy=qk",
         "kvflash.tau=32",
@@ -198,7 +197,6 @@ SAMPLES = {
     "pflash.mode": "auto",
     "pflash.threshold": "1",
     "pflash.keep_ratio": "0.5",
-    "recovery.hold_s": "60",
     "recovery.journal": "1GiB",
     "recovery.spares": "1",
 }
@@ -228,6 +226,6 @@ def test_a_key_that_no_code_reads_says_so_when_set(box, key):
         assert "has no effect" in notice.why
 
 
-@pytest.mark.parametrize("key", ["recovery.hold_s", "recovery.journal"])
+@pytest.mark.parametrize("key", ["recovery.journal"])
 def test_a_default_that_asks_for_a_missing_feature_says_so_when_written_down(box, key):
     assert [notice.key for notice in load(box, [f"{key}={field_key(key).default}"]).notices] == [key]

@@ -11,11 +11,12 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from lucevisor.deployment.assembly import PipelineAssembly
-from lucevisor.engine.core import Engine, EngineSettings
+from lucevisor.engine.core import Engine
 from lucevisor.engine.handle import RequestHandle
 from lucevisor.engine.limits import SpeculationSettings
 from lucevisor.engine.pipeline import PipelineFailure
 from lucevisor.engine.request import GenerationRequest
+from lucevisor.engine.settings import EngineSettings
 from lucevisor.protocol.errors import LinkClosed
 from lucevisor.protocol.frames import Frame
 from lucevisor.protocol.loading import PoolSizes

@@ -129,7 +129,7 @@ def test_a_preempted_request_waits_for_its_token_under_way() -> None:
 
 def test_a_preempted_request_goes_on_after_the_shards_were_lost() -> None:
     scheduler, _ = preempted()
-    assert [name for name, _ in scheduler.fail_all(ERROR, 0.0)] == ["a"]
+    assert [name for name, _ in scheduler.lose_all(ERROR, 0.0, lambda _: False)] == ["a"]
     assert [p.request_ids for p in plans(scheduler)] == [("b",), ("b",)]
 
 

@@ -57,7 +57,7 @@ def test_lost_shards_forget_everything() -> None:
     run_one(scheduler, request("a", range(200), n=1))
     scheduler.submit(request("b", range(200), n=50), 0.0)
     scheduler.next_plan(0.0)
-    scheduler.fail_all(LOST, 0.0)
+    scheduler.lose_all(LOST, 0.0, lambda _: False)
     assert scheduler.reuse.index.slots == []
     assert {use.used for use in scheduler.pools.use().values()} == {0}
     assert slices(run_one(scheduler, request("c", range(200), n=1)), "c")[0][0] == 0

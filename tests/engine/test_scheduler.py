@@ -301,7 +301,7 @@ def test_lost_shards_end_running_requests_and_keep_queued_ones() -> None:
     for name in "abc":
         scheduler.submit(request(name), 0.0)
     plans(scheduler)
-    events = scheduler.fail_all(ERROR, 1.0)
+    events = scheduler.lose_all(ERROR, 1.0, lambda _: False)
     assert [name for name, _ in events] == ["a", "b"]
     for _, finished in events:
         assert isinstance(finished, FinishedEvent)

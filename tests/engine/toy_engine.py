@@ -6,11 +6,12 @@ import asyncio
 from collections.abc import Sequence
 from dataclasses import replace
 
-from lucevisor.engine.core import Engine, EngineSettings
+from lucevisor.engine.core import Engine
 from lucevisor.engine.handle import RequestHandle
 from lucevisor.engine.limits import EngineLimits
 from lucevisor.engine.pipeline import Pipeline, PipelineFailure, PipelineResult
 from lucevisor.engine.request import Event, FinishedEvent, GenerationRequest, RequestError, TokenEvent
+from lucevisor.engine.settings import EngineSettings
 from lucevisor.model.values import Space
 from lucevisor.protocol.loading import PoolSizes
 from lucevisor.protocol.steps import Sampling, Step
@@ -44,7 +45,15 @@ def request(name: str, prompt: Sequence[int] = (1, 2, 3), n: int = 4, **more: ob
 class ToyEngine:
     """``now`` is the clock.  ``homes[s]`` names the daemon of stage s when stages share daemons."""
 
-    def __init__(self, limits: EngineLimits, *, n_stages: int = 1, max_queue: int = 1000, homes: Sequence[int] = ()):
+    def __init__(
+        self,
+        limits: EngineLimits,
+        *,
+        n_stages: int = 1,
+        max_queue: int = 1000,
+        homes: Sequence[int] = (),
+        hold_s: float = 0.0,
+    ):
         self.limits, self.homes = limits, homes
         self.model = ToyModel(n_stages, limits.spaces, limits.window_tokens)
         self._alone: dict[str, list[int]] = {}
@@ -56,6 +65,7 @@ class ToyEngine:
             limits,
             EngineSettings(
                 max_queue=max_queue,
+                hold_s=hold_s,
                 clock=lambda: self.now,
                 on_step=self.steps.append,
                 on_pipeline_failed=self.failures.append,

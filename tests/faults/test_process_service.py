@@ -37,7 +37,7 @@ def config_of(tmp_path: Path, limit: int = 5, **how: str) -> Path:
         text += f'[groups.{name}]\nbackend = "cpu"\nthreads = 1\n'
         text += f'env = {{ TINY = "{how.get(name, "")}", TINY_ONCE = "{tmp_path / name if limit > 1 else ""}" }}\n'
     text += '[placement]\ntarget_devices = ["left:0", "right:0"]\ntarget_layer_split = [0.5, 0.5]\n'
-    text += f'[recovery]\nrestart_limit = "{limit}/60s"\n'
+    text += f'[recovery]\nrestart_limit = "{limit}/60s"\nhold_s = 0\n'
     (tmp_path / "config.toml").write_text(text)
     return tmp_path / "config.toml"
 

@@ -33,6 +33,7 @@ log = structlog.get_logger("lucevisor.api")
 
 IGNORED_HEADER: Final = "X-Lucevisor-Ignored"
 """Header with the names of the request's parameters that have no effect."""
+_HELD_S: Final = 1.0  # seconds between the comments of a stream while its request is held
 _LONG_PROMPT: Final = 4096  # ids; the loop gets a turn after each prompt as long as this
 _QUICK_RECORDS: Final = 2000  # tokens and log-probabilities that are encoded in a millisecond or two
 
@@ -50,7 +51,7 @@ async def respond(request: web.Request, plan: GenerationPlan) -> web.StreamRespo
         async with merged(context.handles) as events:
             if plan.stream:
                 stream = context.stream = EventStream(request, ports.settings.write_timeout_s, headers, plan.formatter)
-                await run.stream(events, stream, ports.settings.keepalive_s)
+                await run.stream(events, stream, ports)
                 return stream.response
             body = await run.full(events, ports.settings.keepalive_s)
     except GenerationFailed as failure:
@@ -97,15 +98,25 @@ class _Response:
         self._n_tokens = [0] * len(plan.jobs)
         self._cut: set[int] = set()  # choices ended by a stop string or tool call; ignore their further tokens
 
-    async def stream(self, events: MergedEvents, stream: EventStream, keepalive_s: float) -> None:
-        """Send each delta as it comes."""
+    async def stream(self, events: MergedEvents, stream: EventStream, ports: Ports) -> None:
+        """Send each delta as it comes, and comments when there is none for a while.
+
+        A request that is held before its first event gets none sooner than others: its status can still be an error's.
+        """
         formatter = self._plan.formatter
         opened = [False] * len(self._plan.jobs)
+        keepalive_s = ports.settings.keepalive_s
+        silent_s, look_s = 0.0, min(keepalive_s, _HELD_S)
         while self._n_open:
-            item = await events.next(keepalive_s)
+            item = await events.next(look_s)
             if item is None:
-                await stream.comment()
+                silent_s += look_s
+                held = stream.started and ports.engine is not None and ports.engine.holding
+                if held or silent_s >= keepalive_s:
+                    silent_s = 0.0
+                    await stream.comment()
                 continue
+            silent_s = 0.0
             index, event = item
             deltas = self._read(index, event)
             wire = [] if opened[index] else [*formatter.start(index)]

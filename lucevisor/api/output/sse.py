@@ -64,7 +64,7 @@ class EventStream:
             await self._write(b"".join(map(self._encoded, events)))
 
     async def comment(self) -> None:
-        """Send a comment, which clients skip, so that proxies keep the connection open."""
+        """Send a comment, which clients skip, so that they and proxies keep the connection open."""
         await self._write(b": waiting\n\n")
 
     async def finish(self) -> None:

@@ -1,0 +1,94 @@
+"""Holds requests while a daemon is away: since when, for how long, and what such pauses cost clients.
+
+Pure; ``now`` (seconds, monotonic) is an argument.  Knows neither daemons nor steps.  Held requests keep all their
+tokens and nothing in the shards; they go on once every shard is back.
+Invariants: a hold begins only when a pipeline that served is lost, and ends once, by a new pipeline or by giving up; a
+request that was running at MAX_LOSSES losses in a row, without a token in between, is not tried again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass, replace
+from typing import Final
+
+from lucevisor.engine.sequence import RequestRecord
+
+MAX_LOSSES: Final = 4
+"""Losses in a row that end a request: it may be what kills the daemon, and others would never be served again."""
+
+
+@dataclass(frozen=True, slots=True)
+class RecoveryStatistics:
+    """Since the start.  ``held``: requests that wait for a daemon now, ``held_s``: for how long.
+
+    A pause lasts from the loss of a pipeline until the next one.  ``n_sequences``: requests that were running at a loss
+    and went on; ``n_tokens``: their tokens that are computed again.
+    """
+
+    held: int = 0
+    held_s: float = 0.0
+    n_pauses: int = 0
+    pause_s: float = 0.0
+    longest_pause_s: float = 0.0
+    n_sequences: int = 0
+    n_tokens: int = 0
+
+
+class Recovery:
+    """The hold of an engine.  ``hold_s`` 0: requests are never held."""
+
+    def __init__(self, hold_s: float) -> None:
+        self.hold_s = hold_s
+        self.changed = asyncio.Event()  # set when a hold begins or ends
+        self.since: float | None = None  # the present hold's begin
+        self._totals = RecoveryStatistics()
+
+    @property
+    def holding(self) -> bool:
+        """Whether requests wait for a daemon."""
+        return self.since is not None
+
+    def begin(self, now: float) -> None:
+        """The pipeline is lost."""
+        if self.hold_s > 0 and self.since is None:
+            self.since = now
+            self.changed.set()
+
+    def end(self, now: float) -> None:
+        """There is a pipeline again.  Does nothing without a hold."""
+        if self.since is not None:
+            seconds, totals = now - self.since, self._totals
+            self._totals = replace(
+                totals,
+                n_pauses=totals.n_pauses + 1,
+                pause_s=totals.pause_s + seconds,
+                longest_pause_s=max(totals.longest_pause_s, seconds),
+            )
+        self.give_up()
+
+    def give_up(self) -> None:
+        """Hold nothing any more.  Does nothing without a hold."""
+        if self.since is not None:
+            self.since = None
+            self.changed.set()
+
+    def keep(self, record: RequestRecord) -> bool:
+        """Whether a request that was running when the shards were lost is held; counts the loss."""
+        if not self.holding or record.probe is not None:
+            return False
+        n_known = len(record.tokens)
+        record.n_losses = 1 if n_known > record.lost_at else record.n_losses + 1
+        record.lost_at = n_known
+        if record.n_losses >= MAX_LOSSES:
+            return False
+        totals = self._totals
+        n_tokens = totals.n_tokens + (record.live.n_computed if record.live is not None else 0)
+        self._totals = replace(totals, n_sequences=totals.n_sequences + 1, n_tokens=n_tokens)
+        return True
+
+    def statistics(self, n_unfinished: int, now: float) -> RecoveryStatistics:
+        """Return the counts as of now; ``n_unfinished``: requests that run or wait."""
+        if self.since is None:
+            return self._totals
+        return replace(self._totals, held=n_unfinished, held_s=now - self.since)

@@ -1,0 +1,32 @@
+"""What the owner of an engine sets, and the hooks through which it hears.
+
+Invariant: hooks are called from inside the engine, so they must return at once and not call it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from lucevisor.engine.pipeline import PipelineFailure, PipelineResult
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineSettings:
+    """``max_queue``: requests that may wait.  ``hold_s``: how long the owner lets requests wait for a lost daemon
+    before it ends them; 0: not at all.  ``rate_window_s``: the span of ``tokens_per_s`` in statistics.
+    ``validate``: check all accounts whenever the engine is idle; raises AccountingError from there.
+
+    ``on_step`` sees every finished step (for histograms), ``on_pipeline_failed`` why the pipeline failed and
+    ``on_drafter_lost`` why the drafter was (for supervision; the engine has detached it by then).
+    """
+
+    max_queue: int
+    hold_s: float = 0.0
+    rate_window_s: float = 10.0
+    validate: bool = False
+    clock: Callable[[], float] = time.monotonic
+    on_step: Callable[[PipelineResult], None] = lambda _: None
+    on_pipeline_failed: Callable[[PipelineFailure], None] = lambda _: None
+    on_drafter_lost: Callable[[PipelineFailure], None] = lambda _: None

@@ -1,0 +1,175 @@
+"""Daemons killed and stopped at random moments beside eight streams: nobody notices more than a pause.
+
+Oracle: the same service before the first fault, in float32.  Greedy and seeded requests, prompts of one to four chunks.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import random
+import signal
+import statistics
+import time
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+from lucevisor.app.model_files import open_model
+from lucevisor.cli.progress import SilentDisplay
+from lucevisor.config import load
+from lucevisor.deployment.service import Service
+from lucevisor.engine.request import FinishedEvent, NotReady
+from lucevisor.protocol.steps import Sampling
+from lucevisor.supervision.policy import SupervisionLimits
+from lucevisor.supervision.states import State
+from tests.e2e.service import generate, generate_all
+from tests.e2e.test_speculation import CASES, Case, config_of, prompts_of
+
+N_STREAMS = 8
+N_TOKENS = 30
+SAMPLINGS = (Sampling(temperature=0.0), Sampling(temperature=0.8, top_p=0.95, seed=11, presence_penalty=0.5))
+
+
+@contextlib.asynccontextmanager
+async def serving(
+    case: Case, tmp_path: Path, n_groups: int, place: str = "tail", **limits: float
+) -> AsyncIterator[Service]:
+    """A service whose groups are restarted at once, as often as it takes."""
+    config = load(config_of(case, tmp_path, n_groups, place), ["recovery.restart_limit=9999/60s"])
+    brisk = SupervisionLimits(backoff_first_s=0.02, backoff_most_s=0.02, **limits)  # type: ignore[arg-type]
+    service = Service(config, open_model(config), tmp_path, SilentDisplay(), limits=brisk)
+    try:
+        await service.start()
+        assert await service.wait_ready(60.0), service.reason()
+        yield service
+    finally:
+        await service.stop(0.0)
+
+
+class Streams:
+    """Eight streams that ask again as soon as they have their answer."""
+
+    def __init__(self, service: Service, prompts: list[list[int]]) -> None:
+        self.service = service
+        self.asked = [(prompt, SAMPLINGS[i % 2]) for i, prompt in enumerate(prompts)]
+        self.right: list[list[int]] = []
+        self.n_answers = 0
+        self.wrong: list[object] = []
+        self._ended = False
+
+    async def learn(self) -> None:
+        """What the answers are without a fault."""
+        self.right = [await generate(self.service, prompt, N_TOKENS, how) for prompt, how in self.asked]
+
+    async def stream(self, first: int) -> None:
+        i = first
+        while not self._ended:
+            prompt, how = self.asked[i % len(self.asked)]
+            tokens, finished = await generate_all(self.service, prompt, N_TOKENS, how)
+            if tokens != self.right[i % len(self.asked)] or finished.error is not None:
+                self.wrong.append((i % len(self.asked), tokens, finished))
+            self.n_answers += 1
+            i += N_STREAMS + 1
+
+    @contextlib.asynccontextmanager
+    async def running(self) -> AsyncIterator[None]:
+        async with asyncio.TaskGroup() as tasks:
+            for i in range(N_STREAMS):
+                tasks.create_task(self.stream(i))
+            yield
+            self._ended = True
+
+
+async def fault(service: Service, group: str, signal_number: signal.Signals) -> float:
+    """Send a signal to a group's daemon; return how long requests paused."""
+    pid = service.groups[group].pid
+    assert pid is not None
+    began = time.monotonic()
+    os.kill(pid, signal_number)
+    async with asyncio.timeout(60):
+        while service.groups[group].pid == pid or service.state != "ready":  # noqa: ASYNC110
+            await asyncio.sleep(0.005)
+    return time.monotonic() - began
+
+
+async def faults(streams: Streams, n: int, rng: random.Random, signal_number: signal.Signals) -> list[float]:
+    """Faults of each group in turn, at random moments; every fourth hits another group while one is away."""
+    service, pauses = streams.service, []
+    names = list(service.groups)
+    for i in range(n):
+        await asyncio.sleep(rng.uniform(0.0, 0.25))
+        also = names[(i + 1) % len(names)]
+        async with asyncio.TaskGroup() as tasks:
+            first = tasks.create_task(fault(service, names[i % len(names)], signal_number))
+            if i % 4 == 3:
+                await asyncio.sleep(rng.uniform(0.0, 0.1))
+                if service.groups[also].state is State.READY:
+                    tasks.create_task(fault(service, also, signal_number))
+        pauses.append(first.result())
+    return pauses
+
+
+CONFIGURATIONS = [
+    pytest.param(Case(CASES["qwen35-random"].model, "off"), 2, "tail", id="recurrent, 2 groups"),
+    pytest.param(CASES["mtp"], 3, "tail", id="recurrent, mtp drafter, 3 groups"),
+    pytest.param(CASES["gemma4_e2b-random"], 2, "alone", id="sliding, drafter in a group of its own"),
+]
+
+
+@pytest.mark.parametrize(("case", "n_groups", "place"), CONFIGURATIONS)
+@pytest.mark.parametrize("n_faults", [2, pytest.param(200, marks=pytest.mark.slow)])
+async def test_kills_change_no_token(tmp_path: Path, case: Case, n_groups: int, place: str, n_faults: int) -> None:
+    async with serving(case, tmp_path, n_groups, place) as service:
+        streams = Streams(service, prompts_of(case, 9))
+        await streams.learn()
+        async with streams.running():
+            pauses = await faults(streams, n_faults, random.Random(n_groups), signal.SIGKILL)
+        print(f"{n_faults} kills, {streams.n_answers} answers: pause {statistics.median(pauses):.2f} s, "
+              f"worst {max(pauses):.2f} s")  # fmt: skip
+        assert streams.wrong == []
+        assert service.engine is not None
+        now = service.engine.statistics()
+        assert now.recovery.n_pauses >= 1
+        assert now.recovery.n_sequences >= 1
+        assert now.running == now.queued == 0
+
+
+@pytest.mark.parametrize("n_faults", [1, pytest.param(20, marks=pytest.mark.slow)])
+async def test_stopped_daemons_change_no_token(tmp_path: Path, n_faults: int) -> None:
+    case = CASES["dflash"]
+    async with serving(case, tmp_path, 2, heartbeat_s=0.8, busy_heartbeat_s=0.8, stacks_s=0.1) as service:
+        streams = Streams(service, prompts_of(case, 9))
+        await streams.learn()
+        async with streams.running():
+            await faults(streams, n_faults, random.Random(1), signal.SIGSTOP)
+        assert streams.wrong == []
+
+
+async def test_what_is_held_too_long_ends_with_an_error_that_says_so(tmp_path: Path) -> None:
+    case = Case(CASES["qwen35-random"].model, "off")
+    path = config_of(case, tmp_path, 2, "tail")
+    config = load(path, ["recovery.hold_s=0.2"])
+    slow = SupervisionLimits(backoff_first_s=2.0)
+    service = Service(config, open_model(config), tmp_path, SilentDisplay(), limits=slow)
+    try:
+        await service.start()
+        assert await service.wait_ready(60.0), service.reason()
+        prompt = prompts_of(case, 1)[0]
+        asked = asyncio.create_task(generate_all(service, prompt, 2000))
+        await asyncio.sleep(0.1)
+        os.kill(service.groups["b"].pid or 0, signal.SIGKILL)
+        _, finished = await asked
+        assert isinstance(finished, FinishedEvent)
+        assert finished.error is not None
+        assert finished.error.code == "shard_lost"
+        assert "group b" in finished.error.message
+        assert "held for 0.2 s (recovery.hold_s)" in finished.error.message
+        with pytest.raises(NotReady):
+            await generate(service, prompt, 4)
+        assert await service.wait_ready(60.0)
+        await generate(service, prompt, 4)
+    finally:
+        await service.stop(0.0)

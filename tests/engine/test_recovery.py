@@ -1,0 +1,128 @@
+"""Requests that are held while a daemon is away: who is kept, who is ended, and that no token changes."""
+
+from __future__ import annotations
+
+import asyncio
+from unittest import mock
+
+import pytest
+from hypothesis import event, given, settings
+
+from lucevisor.engine import recovery
+from lucevisor.engine.recovery import MAX_LOSSES
+from lucevisor.engine.request import NotReady, RequestError
+from lucevisor.model.values import Space
+from lucevisor.protocol.loading import PoolSizes
+from tests.engine.test_speculation_outputs import Play, Scenario, lookups, scenarios
+from tests.engine.toy_engine import LOST, ToyEngine, events_of, limits, request, told
+
+
+def ready(**changes: object) -> ToyEngine:
+    toy = ToyEngine(limits(**changes), n_stages=2, hold_s=60.0)
+    toy.attach()
+    return toy
+
+
+async def test_a_loss_changes_no_token_of_what_runs_waits_and_comes() -> None:
+    toy = ready(max_sequences=2, pools=PoolSizes(16, 0, 2))
+    asked = [request(name, range(i, 90 + i), n=20) for i, name in enumerate("abcd")]
+    handles = [toy.engine.submit(one) for one in asked[:3]]
+    for i in range(30):
+        toy.work(i)
+    toy.lose()
+    assert not toy.engine.ready
+    handles.append(toy.engine.submit(asked[3]))  # it waits with the others
+    toy.now = 4.0
+    assert toy.engine.statistics().recovery.held == 4
+    assert toy.engine.statistics().recovery.held_s == 4.0
+    assert all(handle.finished is None for handle in handles)
+    toy.attach()
+    toy.run()
+    for one, handle in zip(asked, handles, strict=True):
+        assert told(await events_of(handle))[0] == toy.alone(one)
+    after = toy.engine.statistics().recovery
+    assert (after.held, after.held_s, after.n_pauses, after.pause_s, after.n_sequences) == (0, 0.0, 1, 4.0, 2)
+    assert after.n_tokens > 2 * 90
+
+
+async def test_an_engine_that_was_never_served_holds_nothing() -> None:
+    toy = ToyEngine(limits(), hold_s=60.0)
+    toy.engine.detach(LOST)
+    assert not toy.engine.holding
+    with pytest.raises(NotReady):
+        toy.engine.submit(request("a"))
+
+
+@pytest.mark.parametrize("error", [LOST, RequestError("shutting_down", "the server stops")])
+async def test_a_loss_for_good_ends_what_is_held(error: RequestError) -> None:
+    toy = ready(max_sequences=1)
+    handles = [toy.engine.submit(request(name)) for name in "ab"]
+    toy.lose()
+    assert toy.engine.holding
+    toy.engine.detach(error, permanent=True)
+    assert not toy.engine.holding
+    assert [handle.finished.error for handle in handles if handle.finished] == [error, error]
+    with pytest.raises(NotReady, match=error.message):
+        toy.engine.submit(request("c"))
+    toy.attach()
+    assert toy.engine.statistics().recovery.n_pauses == 0  # nobody waited to its end
+
+
+async def test_a_held_request_may_be_cancelled() -> None:
+    toy = ready()
+    handle = toy.engine.submit(request("a"))
+    toy.work(0)
+    toy.lose()
+    handle.cancel()
+    assert handle.finished is not None
+    assert handle.finished.reason == "cancelled"
+    toy.attach()
+    toy.run()
+    assert toy.engine.statistics().pages[str(Space.FULL)].used == 0
+
+
+async def test_what_may_kill_a_daemon_is_not_tried_for_ever() -> None:
+    toy = ready()
+    killer = toy.engine.submit(request("a", n=30))
+    for _ in range(MAX_LOSSES - 1):
+        toy.work(0)
+        toy.lose()
+        assert killer.finished is None
+        toy.attach()
+    toy.lose()
+    assert killer.finished is not None
+    assert killer.finished.error == LOST
+
+
+async def test_a_request_that_makes_progress_survives_any_number_of_losses() -> None:
+    toy = ready()
+    one = request("a", n=3 * MAX_LOSSES)
+    handle = toy.engine.submit(one)
+    while handle.finished is None:
+        n_known = toy.engine.statistics().generated_tokens
+        while toy.engine.statistics().generated_tokens < n_known + 1 and handle.finished is None:
+            toy.work(0)
+        toy.lose()
+        toy.attach()
+    assert told(await events_of(handle))[0] == toy.alone(one)
+
+
+@settings(max_examples=150, deadline=None)
+@given(scenarios())
+def test_losses_change_no_token(scenario: Scenario) -> None:
+    """Requests over toy daemons with any limits, drafters and widths: whatever is lost, all get their tokens."""
+    play = Play(scenario, hold_s=60.0)
+    with lookups(play.toy, scenario.wrong + 1), mock.patch.object(recovery, "MAX_LOSSES", 1000):
+        play.play()
+
+    async def check() -> None:
+        for name, handle in play.handles.items():
+            one = next(one for one in scenario.requests if one.request_id == name)
+            ids, finished = told(await events_of(handle))
+            event(finished.reason)
+            assert finished.error is None
+            expected = play.toy.alone(one)
+            assert ids == (expected[: len(ids)] if finished.reason == "cancelled" else expected)
+        event(f"recovered: {play.toy.engine.statistics().recovery.n_sequences > 0}")
+
+    asyncio.run(check())
