@@ -62,7 +62,7 @@ def test_the_draft_stages_time_is_that_of_drafts_or_upkeep() -> None:
     )
     statistics.drafted([StepShare("fresh", 1, 0)], [0], 0.5)
     assert (statistics.n_steps, statistics.total.n_drafted) == (1, 5)
-    assert [statistics.by_origin[one].draft_s for one in ORIGINS] == pytest.approx([0.4, 0.4])
+    assert [statistics.by_origin[one].draft_s for one in ORIGINS] == pytest.approx([0.4, 0.4, 0.0])
     assert statistics.upkeep_s == pytest.approx(0.8 + 0.5)
 
 
