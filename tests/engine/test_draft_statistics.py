@@ -128,7 +128,7 @@ def test_counts_agree_with_the_tokens_of_fresh_and_restored_requests(*, with_out
         answers.append((sum(isinstance(token, TokenEvent) and token.drafted for token in tokens), finished))
         prompt = [*prompt, *answer]
     drafts = toy.engine.statistics().drafts
-    for origin, (n_flagged, finished) in zip(ORIGINS, answers, strict=True):
+    for origin, (n_flagged, finished) in zip(ORIGINS[:2], answers, strict=True):
         counts, usage = drafts.by_origin[origin], finished.usage
         assert (usage.cached_tokens > 0) == (origin == "restored")
         assert 0 < counts.n_accepted < counts.n_verified
