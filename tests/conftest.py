@@ -4,6 +4,8 @@ Workers side by side share the cores: torch in each of them, and in the daemons 
 
 What a supervisor keeps for later starts (XDG_CACHE_HOME) goes into a directory of this run.
 
+The garbage collector passes over what exists after collection, all modules and tests: half a second a full collection.
+
 Where there is no GPU, Triton's kernels run under its interpreter, which the environment chooses when they are imported.
 
 Hypothesis: a test says how many examples it is worth. Profile ``ci`` tries half of them (but no fewer than LEAST, where
@@ -12,6 +14,7 @@ the test has as many), always the same, so that a failure is the change's and co
 """
 
 import atexit
+import gc
 import os
 import shutil
 import signal
@@ -52,6 +55,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         machine.settings = scaled(machine.settings, deep)
     for test in tests:  # the decorator refuses to be applied twice
         test._hypothesis_internal_use_settings = scaled(test._hypothesis_internal_use_settings, deep)
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()
 
 
 def scaled(own: settings, deep: bool) -> settings:

@@ -102,6 +102,7 @@ def test_what_another_start_made_meanwhile_is_kept():
 
 @pytest.mark.parametrize("there", ["a file", "a file above", "a broken link"])
 def test_a_directory_that_cannot_be_made(runtime, there, monkeypatch):
+    monkeypatch.setattr(rundir, "_REMOVED_S", 0.1)
     if there == "a file":
         (runtime / "lucevisor").write_text("")
     elif there == "a file above":

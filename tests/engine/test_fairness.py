@@ -15,6 +15,7 @@ from lucevisor.engine.limits import EngineLimits
 from lucevisor.engine.queue import PATIENCE
 from lucevisor.model.values import PAGE_TOKENS
 from lucevisor.protocol.loading import PoolSizes
+from tests.combinations import combinations
 from tests.engine.timed_pipeline import TimedPipeline, demo_limits, gpu_limits, gpu_rows_s, h200_rows_s, p95
 
 LONG = 4000
@@ -79,11 +80,17 @@ def test_four_short_clients_beside_two_long_prompts(name: str) -> None:
     assert long >= 0.9
 
 
+IRREGULAR: dict[str, dict[str, object]] = {
+    "jitter": {"jitter": 0.1},
+    "slow tail": {"jitter": 0.1, "shares": (1.0, 1.1)},
+}
+
+
 @pytest.mark.parametrize("name", MACHINES)
-@pytest.mark.parametrize("more", [{"jitter": 0.1}, {"jitter": 0.1, "shares": (1.0, 1.1)}], ids=["jitter", "slow tail"])
-def test_the_same_on_machines_less_regular(name: str, more: dict[str, object]) -> None:
+@pytest.mark.parametrize("how", [pytest.param("jitter", marks=pytest.mark.slow), "slow tail"])
+def test_the_same_on_machines_less_regular(name: str, how: str) -> None:
     """Where the tail is slower than the head, chunks must not pile up before it."""
-    first, long = four_beside_two(250, **MACHINES[name], **more)
+    first, long = four_beside_two(250, **MACHINES[name], **IRREGULAR[how])
     assert first <= 3.0
     assert long >= 0.88
 
@@ -91,10 +98,7 @@ def test_the_same_on_machines_less_regular(name: str, more: dict[str, object]) -
 GPUS = {"kernels limit": gpu_rows_s, "launching limits": h200_rows_s}
 
 
-@pytest.mark.parametrize("gpu", GPUS)
-@pytest.mark.parametrize("chunk", [512, 2048])
-@pytest.mark.parametrize("n_stages", [1, 2, 3])
-@pytest.mark.parametrize("jitter", [0.0, 0.1])
+@combinations(jitter=[0.0, 0.1], n_stages=[1, 2, 3], chunk=[512, 2048], gpu=GPUS)
 def test_long_prompts_after_short_ones_keep_their_throughput_on_a_gpu(
     gpu: str, chunk: int, n_stages: int, jitter: float
 ) -> None:
@@ -117,8 +121,7 @@ def test_long_prompts_after_short_ones_keep_their_throughput_on_a_gpu(
     assert max(after) <= (1.01 if not jitter else 1.2) * median(alone)
 
 
-@pytest.mark.parametrize("gpu", GPUS)
-@pytest.mark.parametrize("n_stages", [1, 2, 3])
+@combinations(n_stages=[1, 2, 3], gpu=GPUS)
 def test_four_short_clients_beside_two_long_prompts_on_a_gpu(gpu: str, n_stages: int) -> None:
     """Whole chunks of 512 keep both bounds there."""
     rows_s = GPUS[gpu](n_stages)
@@ -127,21 +130,19 @@ def test_four_short_clients_beside_two_long_prompts_on_a_gpu(gpu: str, n_stages:
     assert long >= 0.9
 
 
-@pytest.mark.parametrize(("gpu", "chunk"), [("kernels limit", 512), ("launching limits", 1024)])
-@pytest.mark.parametrize("n_stages", [1, 2, 3])
-def test_the_same_with_chunks_of_2048(gpu: str, chunk: int, n_stages: int) -> None:
+@combinations(n_stages=[1, 2, 3], gpu=GPUS)
+def test_the_same_with_chunks_of_2048(gpu: str, n_stages: int) -> None:
     """Beside others the long ones get the largest chunks that keep the bound, and lose a tenth of what those give.
 
     A step takes up to a tenth more here, and one of 512 tokens the whole bound where kernels limit.
     """
-    rows_s = GPUS[gpu](n_stages)
+    rows_s, chunk = GPUS[gpu](n_stages), {"kernels limit": 512, "launching limits": 1024}[gpu]
     first, long = four_beside_two(130, limits=gpu_limits(2048), n_stages=n_stages, rows_s=rows_s, jitter=0.1)
     assert first <= 1.1 * PROMISED_SLOWDOWN
     assert long >= 0.9 * rows_s(2048) / (2048 / chunk * rows_s(chunk))
 
 
-@pytest.mark.parametrize("n_stages", [1, 2, 3])
-@pytest.mark.parametrize("jitter", [0.0, 0.1])
+@combinations(n_stages=[1, 2, 3], jitter=[0.0, 0.1])
 def test_smaller_chunks_are_used_on_a_gpu_where_they_pay(n_stages: int, jitter: float) -> None:
     """A slow GPU: short steps are a third cheaper for their rows, yet a whole chunk takes 7 times as long as one."""
 

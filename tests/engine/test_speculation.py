@@ -13,6 +13,7 @@ from lucevisor.engine.sequence import RequestRecord
 from lucevisor.engine.speculation import LOSS_SHARE, MOST_LOSS, Allowance, Speculation
 from lucevisor.protocol.loading import DraftKind
 from lucevisor.protocol.steps import Drafted
+from tests.combinations import combinations
 from tests.engine.draft_simulation import Drafter, Machine, Simulation, cpu_demo, fixed_rate, h200_dflash, h200_mtp
 from tests.engine.toy_engine import request
 
@@ -26,6 +27,7 @@ CODE = [0.92, 0.91, 0.77, 0.83, 0.83, 0.78, 0.75]
 """Chances by position: those published for an MTP head of a 27B model."""
 GOOD = [0.85, 0.8, 0.8, 0.75, 0.75, 0.7, 0.7]
 PROSE = [0.5, 0.45, 0.4, 0.4]
+TEXTS = {"code": CODE, "good": GOOD, "prose": PROSE}
 BAD = [0.0]
 
 
@@ -39,39 +41,32 @@ def best_rate(simulation: Simulation, n_tokens: int = 20_000) -> float:
     return max(fixed_rate(simulation.machine, simulation.drafters, width, n_tokens) for width in range(MAX + 1))
 
 
-@pytest.mark.parametrize("jitter", [0.0, 0.2])
-@pytest.mark.parametrize("n_slices", [1, 4, 16])
-@pytest.mark.parametrize("chances", [CODE, GOOD, PROSE], ids=["code", "good", "prose"])
-@pytest.mark.parametrize("name", MACHINES)
-def test_within_five_percent_of_the_best_fixed_width(
-    name: str, chances: list[float], n_slices: int, jitter: float
-) -> None:
+@combinations(name=MACHINES, text=TEXTS, n_slices=[1, 4, 16], jitter=[0.0, 0.2])
+def test_within_five_percent_of_the_best_fixed_width(name: str, text: str, n_slices: int, jitter: float) -> None:
     """After the first 1,000 tokens, and without what compiling and capturing take, which is paid once.
 
     The mean of four runs of 1,500 tokens or more: acceptance alone makes it vary by about 1 %.
     """
     rates = []
     for seed in range(4):
-        simulation = simulate(name, [Drafter(chances) for _ in range(n_slices)], jitter, seed)
+        simulation = simulate(name, [Drafter(TEXTS[text]) for _ in range(n_slices)], jitter, seed)
         simulation.decode(1000)
         simulation.machine = replace(simulation.machine, first_s=0.0)
         rates.append(simulation.decode(1500 if n_slices == 1 else 400).rate)
     assert sum(rates) / len(rates) > 0.95 * best_rate(simulation)
 
 
-@pytest.mark.parametrize("chances", [CODE, GOOD, PROSE], ids=["code", "good", "prose"])
-def test_drafting_pays_from_the_first_request_on(chances: list[float]) -> None:
+@pytest.mark.parametrize("text", TEXTS)
+def test_drafting_pays_from_the_first_request_on(text: str) -> None:
     """The first 64 tokens of a cold server: plain decoding is measured once, then drafts are verified."""
     rates = []
     for seed in range(8):
-        simulation = simulate("cpu", [Drafter(chances)], 0.1, seed)
+        simulation = simulate("cpu", [Drafter(TEXTS[text])], 0.1, seed)
         rates.append(simulation.decode(64).rate)
     assert sum(rates) / len(rates) > 0.7 * best_rate(simulation)
 
 
-@pytest.mark.parametrize("jitter", [0.0, 0.2])
-@pytest.mark.parametrize("n_slices", [1, 4, 16])
-@pytest.mark.parametrize("name", MACHINES)
+@combinations(name=MACHINES, n_slices=[1, 4, 16], jitter=[0.0, 0.2])
 def test_a_useless_drafter_costs_three_percent_at_most(name: str, n_slices: int, jitter: float) -> None:
     """Over 2,000 tokens; shapes are warm, as those costs are paid once."""
     machine, kind = MACHINES[name]

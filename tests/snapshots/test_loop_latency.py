@@ -10,7 +10,6 @@ import asyncio
 import gc
 import random
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -103,12 +102,10 @@ class Rig:
 
 
 @pytest.fixture
-def quiet() -> Iterator[None]:
+def quiet() -> None:
     """As in a running supervisor: what exists at the start is not collected again."""
     gc.collect()
     gc.freeze()
-    yield
-    gc.unfreeze()
 
 
 def prepare(spaces: frozenset[Space], directory: Path) -> tuple[SnapshotStore, TokenBuffer, TokenBuffer]:
