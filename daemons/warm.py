@@ -1,17 +1,22 @@
-"""Warm-up: run every kind of step that compiles kernels, so that no request waits for a compiler.
+"""Warm-up: run every kind of step that compiles kernels, and capture the CUDA graphs that speculation uses first.
 
-A kernel compiles at its first launch, for a second or more, and is cached on disk for later starts.  The steps run
-through a stage like real ones, on pages and a state that are still free, and leave no sequence open.
+A kernel compiles at its first launch, for a second or more, and is cached on disk for later starts; a graph takes tens
+of milliseconds, which a client would wait for whenever the width changes.  The steps run through a stage like real
+ones, on pages and states that are still free, and leave no sequence open.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
 
 import torch
 
 from daemons import device as devices
 from daemons.draft.stage import DraftStage
+from daemons.graphs import CAPTURE_AT, MAX_GRAPHS
+from daemons.kv.sequences import Sequences
 from daemons.models.stage import LoadedStage
 from daemons.ops.operations import MAX_DECODE_TOKENS
 from lucevisor.model.values import PAGE_TOKENS, Space
@@ -23,51 +28,123 @@ step runs too.
 """
 SPLIT_START = 512
 """A position from which decode attention is split."""
+GRAPH_ENDS = (512, 1024, 256, 2048, 128)
+"""Where the steps end that are captured: one for each bound of the attended length, the commonest first.  Graphs of
+longer contexts are captured when they come to be used.
+"""
+WARM_GRAPHS = MAX_GRAPHS - 24
+"""Graphs captured at load, so that those of several sequences find room."""
+GRAPH_SECONDS = 5.0
+"""Capturing ends after so long, whatever is left."""
+GRAPH_MEMORY = 1 << 29
+"""Free bytes of the device below which no graph is captured at load: a graph takes a few MiB."""
+
+Report = Callable[[int, int], None]
+"""(steps done, of how many)."""
 
 
-def warm_up(stage: LoadedStage, report: Callable[[int, int], None] = lambda done, total: None) -> None:
-    """Run all steps and wait for them.  ``report(done, total)`` is called before each."""
-    sizes = {space: units for space, units in stage.sequences.units.items() if units}
+class WarmStep(NamedTuple):
+    """A slice of ``n`` tokens at ``start``, of which ``n_drafts`` are verified, and ``n_ahead`` drafts behind it."""
+
+    start: int
+    n: int
+    n_drafts: int = 0
+    n_ahead: int = 0
+
+
+def warm_up(stage: LoadedStage, report: Report = lambda done, total: None) -> None:
+    """Run all steps and wait for them."""
+    sizes = stage.sequences.units
     pages = min(
-        (n for space, n in sizes.items() if space is not Space.RECURRENT), default=SPLIT_START // PAGE_TOKENS + 4
+        (n for space, n in sizes.items() if n and space is not Space.RECURRENT), default=SPLIT_START // PAGE_TOKENS + 4
     )
-    slices = list(_slices(pages * PAGE_TOKENS, stage.max_step_tokens))
-    for number, (start, n) in enumerate(slices):
-        report(number, len(slices))  # often enough for the load's deadline, however slow the compiler is
-        table = list(range((start + n - 1) // PAGE_TOKENS + 1))
-        states: list[Operation] = [ZeroState(0)] if Space.RECURRENT in sizes else []
-        tables = [SetPages(0, space, 0, table) for space in sizes if space is not Space.RECURRENT]
-        stage.apply([*states, OpenSequence(0, 0, Sampling()), *tables])
+    n_states = stage.sequences.sizes.device_states if sizes[Space.RECURRENT] else MAX_DECODE_TOKENS
+    steps = [WarmStep(start, n) for start, n in _slices(pages * PAGE_TOKENS, stage.max_step_tokens)]
+    most = min(1 + stage.max_drafts, n_states, MAX_DECODE_TOKENS, stage.max_step_tokens)
+    verifies = [WarmStep(0, n, n - 1) for n in range(1, most + 1)] if stage.max_drafts else []
+
+    def run(number: int, one: WarmStep) -> None:
+        stage.apply(_opening(stage.sequences, one.start + one.n, one.n_drafts + 1))
         rows = None
         if not stage.embedding:
-            rows = torch.zeros(n, stage.spec.boundary_width, dtype=stage.dtype, device=stage.first_device)
-        out = stage.forward(Step(number, 0, [], [Slice(0, start, [0] * n, sample=True)]), rows)
+            rows = torch.zeros(one.n, stage.spec.boundary_width, dtype=stage.dtype, device=stage.first_device)
+        states = list(range(one.n)) if one.n_drafts and sizes[Space.RECURRENT] else []
+        piece = Slice(0, one.start, [0] * one.n, sample=True, n_drafts=one.n_drafts, states=states)
+        out = stage.forward(Step(number, 0, [], [piece]), rows)
         if stage.output:
-            stage.logits(out.rows, range(max(0, n - MAX_DECODE_TOKENS), n))  # a verify slice samples from several rows
+            stage.logits(out.rows, range(max(0, one.n - MAX_DECODE_TOKENS), one.n))
         stage.apply([CloseSequence(0)])
+
+    _run_all(steps, _captured(verifies, pages * PAGE_TOKENS), stage.device, run, report)
     stage.reset()
     for shard in stage.shards:
         devices.synchronize(shard.device)
 
 
-def warm_up_draft(stage: DraftStage, report: Callable[[int, int], None] = lambda done, total: None) -> None:
-    """The same for a draft stage: it extends contexts by every kind of step and makes drafts of several lengths."""
-    n_positions = stage.sequences.units[Space.FULL] * PAGE_TOKENS
+def warm_up_draft(stage: DraftStage, report: Report = lambda done, total: None) -> None:
+    """The same for a draft stage: it extends contexts by every kind of step and makes drafts of all widths."""
     most = stage.spec.max_drafts
-    ahead = sorted({1, 2, 3, 4, stage.spec.default_drafts, most})
-    lengths = [(start, n) for start, n in _slices(n_positions - most - 1, stage.max_step_tokens)]
-    steps = [(start, n, 0) for start, n in lengths] + [(start, 1, k) for start, n in lengths if n == 1 for k in ahead]
+    n_positions = stage.sequences.units[Space.FULL] * PAGE_TOKENS - most - 1
+    lengths = list(_slices(n_positions, stage.max_step_tokens))
+    steps = [WarmStep(start, n) for start, n in lengths]
+    ahead = sorted({*range(1, stage.max_drafts + 1), stage.spec.default_drafts, most})
+    steps += [WarmStep(start, 1, 0, k) for start, n in lengths if n == 1 for k in ahead]
+    used = range(1, 1 + stage.max_drafts)
+    verifies = [WarmStep(0, 1 + k, 0, k) for k in used] + [WarmStep(0, 1, 0, stage.max_drafts)] * bool(used)
     width = stage.spec.model.hidden_size
-    for number, (start, n, k) in enumerate(steps):
-        report(number, len(steps))
-        table = list(range((start + n + most) // PAGE_TOKENS + 1))
-        state: list[Operation] = [ZeroState(0)] if stage.sequences.units[Space.RECURRENT] else []
-        stage.apply([*state, OpenSequence(0, 0, Sampling()), SetPages(0, Space.FULL, 0, table)])
-        captures = [torch.zeros(n, len(source.layers) * width) for source in stage.plan.sources]
-        stage.run(Step(number, 0, [], [Slice(0, start, [0] * n, sample=True, n_ahead=k)]), captures, [[0]])
+
+    def run(number: int, one: WarmStep) -> None:
+        stage.apply(_opening(stage.sequences, one.start + one.n + most + 1, 1))
+        captures = [torch.zeros(one.n, len(source.layers) * width) for source in stage.plan.sources]
+        piece = Slice(0, one.start, [0] * one.n, sample=True, n_ahead=one.n_ahead)
+        stage.run(Step(number, 0, [], [piece]), captures, [[0]])
         stage.apply([CloseSequence(0)])
+
+    # Drafts lie behind a slice: within the same bound of the length.
+    _run_all(steps, _captured(verifies, n_positions, room=most + 1), stage.device, run, report)
     stage.reset()
     devices.synchronize(stage.device)
+
+
+def _run_all(
+    steps: Sequence[WarmStep],
+    captured: Sequence[WarmStep],
+    device: torch.device,
+    run: Callable[[int, WarmStep], None],
+    report: Report,
+) -> None:
+    """Run ``steps`` once, and as many of ``captured`` as time and memory allow until their graphs are captured.
+
+    The report before each is often enough for the load's deadline, however slow the compiler is.
+    """
+    total = len(steps) + len(captured)
+    for number, one in enumerate(steps):
+        report(number, total)
+        run(number, one)
+    devices.synchronize(device)
+    ends_at = time.monotonic() + GRAPH_SECONDS
+    for number, one in enumerate(captured, len(steps)):
+        if time.monotonic() > ends_at or devices.memory_free(device) < GRAPH_MEMORY:
+            return
+        report(number, total)
+        for _ in range(CAPTURE_AT):
+            run(number, one)
+        devices.synchronize(device)
+
+
+def _opening(sequences: Sequences, n_tokens: int, n_states: int) -> list[Operation]:
+    """Operations that open a sequence with pages for ``n_tokens``, and empty the states that it may write."""
+    spaces = [space for space, n in sequences.units.items() if n]
+    states = [ZeroState(i) for i in range(n_states)] if Space.RECURRENT in spaces else []
+    table = list(range((n_tokens - 1) // PAGE_TOKENS + 1))
+    tables = [SetPages(0, space, 0, table) for space in spaces if space is not Space.RECURRENT]
+    return [*states, OpenSequence(0, 0, Sampling()), *tables]
+
+
+def _captured(steps: Sequence[WarmStep], n_positions: int, room: int = 0) -> list[WarmStep]:
+    """Return the steps again for each bound of the length, ending ``room`` before it, if they fit ``n_positions``."""
+    ends = [end - room for end in GRAPH_ENDS if end <= n_positions]
+    return [one._replace(start=end - one.n) for end in ends for one in steps][:WARM_GRAPHS]
 
 
 def _slices(n_positions: int, max_tokens: int) -> Iterator[tuple[int, int]]:

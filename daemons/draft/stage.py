@@ -74,7 +74,7 @@ class DraftStage:
         self.layers: Sequence[LayerSpec] = spec.model.layers
         self.device, self.dtype = pools.device, torch_dtype(load.dtype)
         self.pools = [pools]
-        self.max_step_tokens = load.max_step_tokens
+        self.max_step_tokens, self.max_drafts = load.max_step_tokens, min(load.max_drafts, spec.max_drafts)
         self.sequences = Sequences(self.pools, load.pools, load.max_sequences)
         self.kernels = {f"{name} (drafter)": kernel for name, kernel in weights.selector.selected.items()}
         self.warnings = list(weights.selector.warnings)

@@ -30,6 +30,10 @@ from lucevisor.protocol.steps import (
 
 NO_PAGE = -1
 """A skipped table entry: a sliding sequence may start past its first window."""
+MIN_ENTRIES = 1024
+"""Entries of a device's table at first, 65,536 positions: a table that grows moves, and the CUDA graphs that read it
+are captured again.
+"""
 MAX_ENTRIES = 1 << 20
 """Longest page table: 64 Mi positions.  A larger index is a broken plan, not a long text."""
 
@@ -57,7 +61,7 @@ class Sequences:
     def __init__(self, pools: Sequence[Pools], sizes: PoolSizes, max_sequences: int) -> None:
         self.pools = list(pools)
         self.units = {Space.FULL: sizes.full_pages, Space.WINDOW: sizes.window_pages, Space.RECURRENT: sizes.states}
-        self._sizes = sizes
+        self.sizes = sizes
         self.max_sequences = max_sequences
         self.by_id: dict[int, OpenedSequence] = {}
         self._free_rows = list(range(max_sequences - 1, -1, -1))
@@ -123,7 +127,7 @@ class Sequences:
             raise StateError(where, f"state {state} lies in host memory, where checkpoints are; a live one cannot")
 
     def _tier(self, state: int) -> Tier:
-        return self._sizes.place_of_state(state).tier
+        return self.sizes.place_of_state(state).tier
 
     def _open(self, operation: OpenSequence) -> None:
         where = f"OpenSequence {operation.sequence}"
@@ -187,7 +191,9 @@ class Sequences:
         table = tables.get(space)
         have = 0 if table is None else table.shape[1]
         if table is None or have < entries:
-            grown = torch.zeros(self.max_sequences, max(entries, 2 * have, 64), dtype=torch.int32, device=device)
+            grown = torch.zeros(
+                self.max_sequences, max(entries, 2 * have, MIN_ENTRIES), dtype=torch.int32, device=device
+            )
             if table is not None:
                 grown[:, :have] = table
             tables[space] = table = grown

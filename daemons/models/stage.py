@@ -49,7 +49,7 @@ class LoadedStage:
         self.embedding, self.output = shards[0].embedding is not None, shards[-1].output is not None
         self.first_device, self.device = shards[0].device, shards[-1].device
         self.dtype = torch_dtype(load.dtype)
-        self.max_step_tokens = load.max_step_tokens
+        self.max_step_tokens, self.max_drafts = load.max_step_tokens, load.max_drafts
         self.sequences = Sequences([s.pools for s in shards], load.pools, load.max_sequences)
         self.kernels: dict[str, str] = {}
         for shard in shards:

@@ -112,6 +112,7 @@ def load_message(
         max_step_tokens=placement.max_step_tokens,
         threads=threads,
         options=dict(placement.options),
+        max_drafts=placement.drafting.max_drafts,
         identities=list(files.identities),
         draft=None if draft is None or draft_files is None else _draft_plan(placement, draft, place, draft_files),
     )

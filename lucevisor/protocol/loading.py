@@ -143,7 +143,7 @@ class PoolSizes(msgspec.Struct, frozen=True):
 
 
 class Load(msgspec.Struct, frozen=True):
-    """Load these layers and run them."""
+    """Load these layers and run them.  ``max_drafts``: the most that a slice verifies; 0: none, here or anywhere."""
 
     files: list[str]  # absolute paths of the GGUF parts, in order
     dtype: Dtype  # of activations and of boundary activations
@@ -157,6 +157,7 @@ class Load(msgspec.Struct, frozen=True):
     options: dict[str, str] = {}  # model options such as yarn_attn_factor
     identities: list[FileIdentity] = []  # expected of ``files``; [] = not compared
     draft: DraftPlan | None = None
+    max_drafts: int = 0
 
 
 class DeviceUse(msgspec.Struct, frozen=True):

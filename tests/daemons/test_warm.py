@@ -2,17 +2,26 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
+from daemons import warm
+from daemons.draft.stage import DraftStage
+from daemons.graphs import CAPTURE_AT
 from daemons.kv.batch import Batch
 from daemons.models.stage import LoadedStage
 from daemons.runner import ModelRunner
-from daemons.warm import STEP_TOKENS, warm_up
-from lucevisor.model.values import Backend, Dtype, LayerRange
-from lucevisor.protocol.loading import Load, ShardPlan, StagePlan
+from daemons.warm import GRAPH_ENDS, STEP_TOKENS, WARM_GRAPHS, warm_up, warm_up_draft
+from lucevisor.model.families import open_spec
+from lucevisor.model.values import Backend, Dtype, LayerRange, Space
+from lucevisor.protocol.loading import DraftKind, Load, ShardPlan, StagePlan
 from lucevisor.protocol.messages import Progress
+from lucevisor.protocol.steps import Slice
+from tests.drafters.drafted import DraftedPipeline, golden, load_draft, wanted_trace
 from tests.families.golden import FIXTURES, opened
 from tests.families.pipeline import Pipeline, load_stages, pools_of
+from tests.model.drafter_files import MTP, TARGET, UPSTREAM
 
 
 @pytest.mark.parametrize("name", FIXTURES)
@@ -44,6 +53,77 @@ def test_a_small_pool_is_warmed_as_far_as_it_reaches(monkeypatch: pytest.MonkeyP
     stage.sequences.units = {space: min(n, 1) for space, n in stage.sequences.units.items()}
     warm_up(stage)
     assert not stage.sequences.by_id
+
+
+def watched_slices(monkeypatch: pytest.MonkeyPatch, kind: type, method: str) -> list[Slice]:
+    """The slices of all steps that a stage runs from now on."""
+    seen: list[Slice] = []
+    run = getattr(kind, method)
+
+    def watched(self, step, *more):
+        seen.extend(step.slices)
+        return run(self, step, *more)
+
+    monkeypatch.setattr(kind, method, watched)
+    return seen
+
+
+@pytest.mark.parametrize("name", FIXTURES)
+def test_verify_slices_run_until_they_are_captured(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    fixture = opened(name)
+    stages = load_stages(fixture.spec, fixture.layer_splits()[:1])
+    recurrent = Space.RECURRENT in fixture.spec.spaces()
+    for stage in stages:
+        stage.max_drafts = 4
+        with monkeypatch.context() as patch:
+            seen = watched_slices(patch, LoadedStage, "forward")
+            warm_up(stage)
+        ends = [s.start + len(s.tokens) for s in seen if s.n_drafts == 4]
+        assert ends == [end for end in GRAPH_ENDS for _ in range(CAPTURE_AT)]
+        kept = {(len(s.tokens), len(s.states)) for s in seen if s.n_drafts}
+        assert kept == {(n, n * recurrent) for n in range(2, 6)}
+        assert not stage.sequences.by_id
+    c = Pipeline(fixture.spec, stages)
+    c.open(0)
+    fixture.assert_logits(c.run((0, fixture.ids)))
+
+
+@pytest.mark.parametrize(
+    ("bound", "value", "n"), [("GRAPH_SECONDS", -1.0, 0), ("GRAPH_MEMORY", 1 << 60, 0), ("", 0, WARM_GRAPHS)]
+)
+def test_capturing_is_bounded(bound: str, value: float, n: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    fixture = opened("qwen35")
+    [stage] = load_stages(fixture.spec)
+    stage.max_drafts = 15
+    if bound:
+        monkeypatch.setattr(warm, bound, value)
+    seen = watched_slices(monkeypatch, LoadedStage, "forward")
+    warm_up(stage)
+    ordinary = {(start, size) for start in (0, warm.SPLIT_START) for size in STEP_TOKENS}
+    assert len([s for s in seen if (s.start, len(s.tokens)) not in ordinary]) == CAPTURE_AT * n
+
+
+@pytest.mark.parametrize(
+    ("name", "model", "path", "kind", "n"),
+    [("dflash", TARGET, UPSTREAM, DraftKind.DFLASH, 7), ("qwen35_mtp_draft", MTP, MTP, DraftKind.MTP, 4)],
+)
+def test_a_warm_drafter_drafts_the_golden_trace(
+    name: str, model: Path, path: Path, kind: DraftKind, n: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target = open_spec(model)
+    draft = load_draft(target, path, kind)
+    draft.max_drafts = n
+    with monkeypatch.context() as patch:
+        seen = watched_slices(patch, DraftStage, "run")
+        warm_up_draft(draft)
+    assert {s.n_ahead for s in seen} >= set(range(n + 1))
+    verified = [(len(s.tokens), s.n_ahead) for s in seen if s.start > warm.SPLIT_START]
+    for k in range(1, n + 1):
+        assert verified.count((1 + k, k)) == 2 * CAPTURE_AT, "for the bounds 1024 and 2048"
+    assert not draft.sequences.by_id
+    pipeline = DraftedPipeline(target, load_stages(target, captures=draft.spec.captures), draft)
+    wanted = wanted_trace(name)
+    assert pipeline.trace(golden(name)["input_ids"].tolist()[:40], 64, n)[: len(wanted)] == wanted
 
 
 class ReporterSpy:

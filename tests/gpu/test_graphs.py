@@ -10,6 +10,7 @@ from torch import Tensor
 
 from daemons.device import prepare
 from daemons.graphs import CAPTURE_AT, CudaGraphs
+from daemons.kv.sequences import MIN_ENTRIES
 from daemons.models.shard import ShardOutput
 from daemons.models.stage import LoadedStage
 from lucevisor.model.values import Backend, Dtype, Space
@@ -128,7 +129,7 @@ def test_graphs_are_captured_again_when_a_table_grows() -> None:
     for c in pipelines:
         c.open(0)
         rows = [c.run((0, [token])).cpu() for token in golden.ids[:6]]
-        for n_entries in (100, 300):
+        for n_entries in (MIN_ENTRIES, 3 * MIN_ENTRIES):
             for stage in c.stages:
                 stage.apply([SetPages(0, Space.FULL, 1, [1] * n_entries)])  # behind what the sequence has filled
             rows += [c.run((0, [token])).cpu() for token in golden.ids[:6]]

@@ -1,0 +1,47 @@
+"""After the warm-up of a GPU, a verify slice of any width and its drafts are replayed from the first time on."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from daemons.device import prepare
+from daemons.graphs import CudaGraphs
+from daemons.warm import warm_up, warm_up_draft
+from lucevisor.model.families import open_spec
+from lucevisor.model.values import Backend, Dtype
+from lucevisor.protocol.loading import DraftKind
+from tests.drafters.drafted import DraftedPipeline, golden, load_draft, wanted_trace
+from tests.families.pipeline import How, load_stages
+from tests.model.drafter_files import DFLASH2, MTP, TARGET
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA or HIP device"),
+]
+EXACT = How(Dtype.FLOAT32, Dtype.FLOAT32, Backend.CUDA)
+
+
+@pytest.mark.parametrize(
+    ("name", "model", "path", "kind", "n"),
+    [("dflash2", TARGET, DFLASH2, DraftKind.DFLASH, 7), ("qwen35_mtp_draft", MTP, MTP, DraftKind.MTP, 4)],
+)
+def test_no_graph_is_captured_while_a_client_waits(
+    name: str, model: Path, path: Path, kind: DraftKind, n: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prepare(Backend.CUDA, 0)
+    target = open_spec(model)
+    draft = load_draft(target, path, kind, EXACT)
+    stages = load_stages(target, how=EXACT, captures=draft.spec.captures)
+    draft.max_drafts = stages[0].max_drafts = n
+    for stage in stages:
+        warm_up(stage)
+    warm_up_draft(draft)
+    pipeline = DraftedPipeline(target, stages, draft)
+    captured: list[object] = []
+    monkeypatch.setattr(CudaGraphs, "_capture", lambda self, key, *more: captured.append(key))
+    wanted = wanted_trace(name)
+    assert pipeline.trace(golden(name)["input_ids"].tolist()[:40], 64, n)[: len(wanted)] == wanted
+    assert not captured
