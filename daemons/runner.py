@@ -8,7 +8,7 @@ Decides nothing: ids, pages and order come from the supervisor.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -40,9 +40,13 @@ from lucevisor.protocol.steps import (
     DraftStep,
     OpenSequence,
     Sampled,
+    Slice,
     Step,
     StepResult,
 )
+
+MaskSource = Callable[[int, list[Slice]], Tensor | None]
+"""Returns the masks of a step and its slices when they are there; see MaskInbox.take."""
 
 
 @dataclass(slots=True)
@@ -149,8 +153,10 @@ class ModelRunner:
         reporter.log("info", "kernels are ready", stage=plan.stage, seconds=seconds)
 
     @torch.inference_mode()
-    def run_step(self, step: Step, stage_index: int, wait_s: float) -> StepOutput:
-        """Execute one step on one of the stages."""
+    def run_step(
+        self, step: Step, stage_index: int, wait_s: float, masks: MaskSource = lambda step_id, slices: None
+    ) -> StepOutput:
+        """Execute one step on one of the stages; ``masks`` is asked before constrained slices are sampled."""
         started = time.monotonic()
         stage, plan = self.stages[stage_index], self._plans[stage_index]
         self._apply(stage, plan, step)
@@ -171,7 +177,7 @@ class ModelRunner:
             if plan.target is not None:
                 self._boundaries[plan.target].write(step.region, out.rows)
             else:
-                sampled = self._sample(stage, step, out.rows, payload, segments)
+                sampled = self._sample(stage, step, out.rows, masks, payload, segments)
                 if not sampled:  # else drawing waited: steps are not queued on the device, and their time is known
                     devices.synchronize(stage.device)
         if plan.output and self._draft_inputs is not None:
@@ -202,11 +208,6 @@ class ModelRunner:
             devices.synchronize(self._draft.device)  # the next step of this region may overwrite the captures
         elapsed = time.monotonic() - started
         return StepOutput(StepResult(step.step_id, plan.stage, [], elapsed, wait_s, [], drafts), [])
-
-    def flush(self) -> None:
-        """Bring all state up to date: before it is read."""
-        if self._draft is not None:
-            self._draft.flush()
 
     def state_map(self) -> StateMap:
         """Where the state of every layer is."""
@@ -241,7 +242,13 @@ class ModelRunner:
                 self._sampler.count(slice_.sequence, slice_.tokens[: slice_.n_context])
 
     def _sample(
-        self, stage: LoadedStage, step: Step, rows: Tensor, payload: list[Tensor], segments: list[tuple[str, list[int]]]
+        self,
+        stage: LoadedStage,
+        step: Step,
+        rows: Tensor,
+        masks: MaskSource,
+        payload: list[Tensor],
+        segments: list[tuple[str, list[int]]],
     ) -> list[Sampled]:
         if step.want_logits:
             logits = stage.logits(rows, None).cpu()
@@ -255,7 +262,10 @@ class ModelRunner:
                 wanted += range(end - 1 - slice_.n_drafts, end)
         if not wanted or self._sampler is None:
             return []
-        return self._sampler.sample([s for s in step.slices if s.sample], stage.logits(rows, wanted))
+        logits = stage.logits(rows, wanted)  # on a device it is queued by now: the masks arrive meanwhile
+        slices = [s for s in step.slices if s.sample]
+        found = masks(step.step_id, slices) if any(s.masked for s in slices) else None
+        return self._sampler.sample(slices, logits, found)
 
 
 def _width(load: Load, arena: int, spec: ModelSpec) -> int:

@@ -1,7 +1,7 @@
-"""Logits to tokens, on the output stage: penalties, bias, temperature, filters, one draw per row, acceptance of drafts.
+"""Logits to tokens, on the output stage: penalties, bias, masks, temperature, filters, draws, acceptance of drafts.
 
 A draw depends on (seed, position, logits) alone, so batching, placement, restarts and drafts do not change it.
-Order: penalties, bias, temperature, top_k, top_p, min_p (each filter acts on the distribution the previous one left).
+Order: penalties, bias, masks, temperature, top_k, top_p, min_p (each filter acts on what the previous one left).
 Knows token ids and logits only; sequences are ids.
 """
 
@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from daemons.masks import apply_masks
 from lucevisor.protocol.steps import Sampled, Sampling, Slice
 
 CANDIDATES = 1024
@@ -76,18 +77,22 @@ class Sampler:
             index = torch.tensor(ids, dtype=torch.long, device=self.device)
             state.counts.index_add_(0, index, torch.ones_like(index, dtype=torch.int32))
 
-    def sample(self, slices: Sequence[Slice], logits: Tensor) -> list[Sampled]:
+    def sample(self, slices: Sequence[Slice], logits: Tensor, masks: Tensor | None = None) -> list[Sampled]:
         """Tokens of each slice: the one after its context, then one after each accepted draft, which is counted.
 
-        ``logits`` float32 [n, V], changed in place: the last ``n_drafts + 1`` rows of each slice.  All rows are drawn
-        at once, each as if the drafts before it were accepted.
+        ``logits`` float32 [n, V], changed in place: the last ``n_drafts + 1`` rows of each slice.  ``masks`` uint8 [m,
+        bytes]: those of the masked slices.  All rows are drawn at once, each as if the drafts before it were accepted.
         """
         rows, positions, blocks, reports = list[Sampling](), list[int](), list[Tensor](), list[_Report | None]()
+        n_masked = 0
         for slice_ in slices:
             state, drafts = self.states[slice_.sequence], slice_.drafts
             block = logits[len(rows) : len(rows) + 1 + len(drafts)]
             reports.append(_report(block, state.sampling.n_top_logprobs))
             adjust(state, block, drafts)
+            if slice_.masked and masks is not None:
+                apply_masks(block, masks[n_masked : n_masked + len(block)])
+                n_masked += len(block)
             rows += [state.sampling] * (1 + len(drafts))
             end = slice_.start + len(slice_.tokens)
             positions += range(end - len(drafts), end + 1)
@@ -145,7 +150,7 @@ def _counts_at_rows(counts: Tensor, drafts: Sequence[int]) -> Tensor:
 
 @dataclass(slots=True)
 class _Report:
-    """Log-probabilities of the model itself, before penalties and temperature: [n, V], and the best of each row."""
+    """Log-probabilities of the model itself, before penalties, masks and temperature: [n, V]; the best of each row."""
 
     logprobs: Tensor
     values: Tensor

@@ -21,6 +21,7 @@ import lucevisor
 from daemons import device as devices
 from daemons.check import run_check
 from daemons.errors import DaemonError, describe
+from daemons.masks import MaskInbox
 from daemons.options import Options
 from daemons.pulse import Reporter
 from daemons.runner import ModelRunner
@@ -91,6 +92,7 @@ def _version(package: str) -> str:
 class _MessageLoop:
     def __init__(self, link: BlockingLink, reporter: Reporter, options: Options) -> None:
         self._link, self._reporter, self._options = link, reporter, options
+        self._inbox = MaskInbox(link)
         self._runtime: ModelRunner | None = None
         self._transfers: TransferExecutor | None = None
         self._broken = False
@@ -99,7 +101,7 @@ class _MessageLoop:
     def run(self) -> int:
         while True:
             try:
-                frame = self._link.receive()
+                frame = self._inbox.receive()
             except ProtocolError as e:
                 self._reporter.log("error", "link broken", reason=str(e))
                 return EXIT_FAILED
@@ -118,13 +120,13 @@ class _MessageLoop:
                 return self._step(message, frame.flags)
             case Load() as load:
                 return self._load(load, frame.fds)
-            case Save() | Restore() as order if self._transfers is not None and self._runtime is not None:
-                self._runtime.flush()
+            case Save() | Restore() as order if self._transfers is not None:
                 self._transfers.submit(order, *frame.fds)
                 return None
             case Reset(token) if self._runtime is not None:
                 self._end_transfers("the supervisor dropped every sequence")
                 self._runtime.reset()
+                self._inbox.clear()
                 self._link.send(ResetDone(token))
                 return None
             case Check() as order:
@@ -151,7 +153,7 @@ class _MessageLoop:
             if isinstance(message, DraftStep):
                 outcome = self._runtime.run_draft(message, wait_s)
             else:
-                outcome = self._runtime.run_step(message, stage, wait_s)
+                outcome = self._runtime.run_step(message, stage, wait_s, self._inbox.take)
         except Exception as e:  # process boundary: report, then exit
             where = "the draft stage" if isinstance(message, DraftStep) else f"stage {stage}"
             return self._fail(f"step {step.step_id}", e, where)

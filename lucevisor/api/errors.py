@@ -54,15 +54,6 @@ class ApiError(Exception):
         """Return OpenAI's error body; in a stream it is the data of the last event."""
         return {"error": {"message": self.message, "type": self.type, "param": self.param, "code": self.code}}
 
-    def renamed(self, param: str) -> ApiError:
-        """Return the same error about a parameter by another name."""
-        if not self.param:
-            return self
-        message = self.message
-        if message.startswith(self.param):
-            message = param + message[len(self.param) :]
-        return ApiError(self.status, message, code=self.code, param=param, headers=self.headers)
-
     def anthropic_body(self, request_id: str | None = None) -> dict[str, object]:
         """Return Anthropic's error body; in a stream it is the data of the last event."""
         kind = _ANTHROPIC_TYPES.get(self.status, "api_error" if self.status >= 500 else "invalid_request_error")
@@ -105,7 +96,7 @@ def from_refusal(error: SubmitError, prompt_param: str, retry_after_s: int) -> A
 
 
 def from_request_error(error: RequestError, retry_after_s: int) -> ApiError:
-    """Translate the failure of a running request: 503 if a retry can succeed, else 500."""
+    """Translate the failure of a running request: 503 if a retry can succeed, 400 for its grammar, else 500."""
     if error.code in ("shard_lost", "shutting_down"):
         return unavailable(error.message, retry_after_s, error.code)
-    return ApiError(500, error.message, code=error.code)
+    return ApiError(400 if error.code == "constraint_failed" else 500, error.message, code=error.code)

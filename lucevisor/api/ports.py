@@ -16,6 +16,7 @@ from lucevisor.api.keys import ApiKeys
 from lucevisor.api.prepared import BodyKind, EncodedResponse, PreparedRequest
 from lucevisor.engine.request import Event, GenerationRequest
 from lucevisor.engine.statistics import EngineStatistics
+from lucevisor.text.grammar.matcher import GrammarCompiler
 from lucevisor.text.preamble import Normalise
 from lucevisor.text.template import ChatTemplate
 from lucevisor.text.tokenizer import Tokenizer
@@ -156,8 +157,6 @@ class ApiSettings:
     max_bodies_bytes: int = 256 * 1024 * 1024  # of all bodies in memory; beyond it: 429
     preprocess_memory_bytes: int = 1024 * 1024 * 1024  # per body; beyond it: 413
     preprocess_timeout_s: float = 60.0  # per body; beyond it: 413
-    stored_responses: int = 1024  # of the Responses API; the least recently used go first
-    stored_bytes: int = 64 * 1024 * 1024  # of all of them, with their conversations
     max_waiting_bodies: int = 1024  # bodies waiting for a worker; beyond it: 429
     write_timeout_s: float = 60.0  # a client that reads nothing for so long is disconnected
     head_timeout_s: float = 10.0  # from the connection, or the first byte of a later request, to the end of the head
@@ -205,6 +204,10 @@ class Ports:
     engine: EnginePort | None = None
     max_context: int = 0  # tokens; 0: not known yet
     max_sequences: int = 0
+    grammars: GrammarCompiler = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.grammars = GrammarCompiler(self.tokenizer)
 
     def retry_after_s(self) -> int:
         """Return the Retry-After of a 503 while the pipeline is down."""

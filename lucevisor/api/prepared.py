@@ -7,31 +7,22 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Final, Literal
+from typing import Any, Literal
 
 import msgspec
 
 from lucevisor.protocol.steps import Sampling
+from lucevisor.text.grammar.matcher import Grammar
 
-BodyKind = Literal["chat", "completion", "messages", "count_tokens", "responses", "tokenize", "detokenize"]
+BodyKind = Literal["chat", "completion", "messages", "count_tokens", "tokenize", "detokenize"]
 """Which endpoint a body is for."""
 
 
-class ResponseOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """What the Responses API needs besides.
+class OutputGrammar(msgspec.Struct, frozen=True, kw_only=True):
+    """The grammar of the whole output in llguidance's notation, and the parameter it comes from."""
 
-    ``echo``: JSON object of the request's fields that the response repeats.  ``items``: JSON array of the request's own
-    input items.  ``store``: keep the response.  ``summary``: send reasoning as its summary.  ``encrypted``: send
-    reasoning encoded too.  ``namespaces``: of the functions that have one, by the name that the model knows.
-    """
-
-    echo: bytes
-    items: bytes
-    previous_id: str | None
-    store: bool
-    summary: bool
-    encrypted: bool
-    namespaces: dict[str, str]
+    grammar: str
+    param: str
 
 
 class GenerationOptions(msgspec.Struct, frozen=True, kw_only=True):
@@ -40,7 +31,7 @@ class GenerationOptions(msgspec.Struct, frozen=True, kw_only=True):
     ``max_tokens`` None: up to the end of the context.  ``turn_ends``: offsets of complete chat messages, per prompt.
     ``echoes``: the text of each prompt if it is to be repeated, else empty.  ``stop_ids``: tokens that end the answer
     besides the model's own.  ``ignored``: names of parameters without effect.  ``show_reasoning``: the client wants its
-    text; only the Messages API asks.
+    text; only the Messages API asks.  ``grammar``: what the output must be.
     """
 
     sampling: Sampling
@@ -51,6 +42,7 @@ class GenerationOptions(msgspec.Struct, frozen=True, kw_only=True):
     stops: tuple[str, ...] = ()
     stop_ids: tuple[int, ...] = ()
     ignored: tuple[str, ...] = ()
+    grammar: OutputGrammar | None = None
     stream: bool = False
     include_usage: bool = False
     token_ids: bool = False
@@ -60,11 +52,7 @@ class GenerationOptions(msgspec.Struct, frozen=True, kw_only=True):
     show_reasoning: bool = True
     one_tool_call: bool = False
     echoes: tuple[str, ...] = ()
-    response: ResponseOptions | None = None
 
-
-STORED_RESPONSES: Final = "stored_responses"
-"""Member that the server adds to a body of the Responses API: items of earlier responses, by their ids."""
 
 EncodedResponse = list[bytes]
 """The body of a response that needs no model, in parts."""
@@ -72,7 +60,8 @@ EncodedResponse = list[bytes]
 
 @dataclass(frozen=True, slots=True)
 class PreparedRequest:
-    """A request with the token ids of its prompts."""
+    """A request with the token ids of its prompts, and the grammar of its options once it is compiled."""
 
     options: GenerationOptions
     prompts: list[Sequence[int]]
+    grammar: Grammar | None = None

@@ -21,6 +21,7 @@ from lucevisor import awake
 from lucevisor.engine import validation
 from lucevisor.engine.handle import RequestHandle
 from lucevisor.engine.limits import EngineLimits
+from lucevisor.engine.masking import MaskMaker
 from lucevisor.engine.pipeline import Pipeline, PipelineFailure, PipelineResult, StageLink, StepInFlight
 from lucevisor.engine.recovery import Recovery
 from lucevisor.engine.request import (
@@ -63,6 +64,7 @@ class Engine:
         self._refusal = ""  # set for good by drain and close
         self._handles: dict[str, RequestHandle] = {}
         self._rows = RowSteps()
+        self._masks = MaskMaker(self._cancel, threaded=settings.mask_threads)
         self._outbox: Events = []
         self._changed = asyncio.Event()
         self._n_own = 0  # requests of ours: ids runs and probes
@@ -241,6 +243,7 @@ class Engine:
         """End all requests with ``error`` and refuse new ones from now on."""
         self._refusal = self._refusal or error.message
         self.detach(error, permanent=True)
+        self._masks.close()
 
     def statistics(self) -> EngineStatistics:
         """Return counts and rates as of now."""
@@ -363,15 +366,16 @@ class Engine:
         self._proceed([])
         return handle
 
-    def _cancel(self, request_id: str) -> None:
-        self._proceed(self._scheduler.cancel(request_id, self._clock()))
+    def _cancel(self, request_id: str, error: RequestError | None = None) -> None:
+        self._proceed(self._scheduler.cancel(request_id, self._clock(), error))
 
     def _proceed(self, events: Events) -> None:
         """Send every possible step, then deliver events: shards start before readers do."""
         self._outbox += events
-        while self._pipeline is not None and (plan := self._scheduler.next_plan(self._clock())) is not None:
+        while (pipeline := self._pipeline) and (plan := self._scheduler.next_plan(self._clock())) is not None:
             self._rows.planned(plan)
-            self._pipeline.submit(plan.step, opening=plan.opening)
+            pipeline.submit(plan.step, opening=plan.opening)
+            self._masks.planned(plan, pipeline)
         if self._scheduler.starving:
             self._outbox += self._scheduler.end_probes(self._clock())
         # A dead link reenters here through on_failed; the outbox keeps events in order.

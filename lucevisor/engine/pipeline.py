@@ -17,10 +17,11 @@ from typing import Protocol
 
 from msgspec.structs import replace
 
+from lucevisor.engine.constraint import MadeMasks
 from lucevisor.engine.request import ErrorCode
 from lucevisor.protocol.codec import encode
 from lucevisor.protocol.errors import LocalProtocolError, ProtocolError
-from lucevisor.protocol.steps import DraftStep, Operation, Step, StepResult
+from lucevisor.protocol.steps import DraftStep, Masks, Operation, Step, StepResult
 
 _NO_PAYLOAD = memoryview(b"")
 
@@ -28,8 +29,8 @@ _NO_PAYLOAD = memoryview(b"")
 class StageLink(Protocol):
     """The link to the daemon that runs a stage."""
 
-    def send(self, message: bytes, /) -> None:
-        """Send one encoded frame without waiting, and never call the pipeline from inside.
+    def send(self, message: bytes | Masks, /, *, payload: Sequence[bytearray] = ()) -> None:
+        """Send one encoded frame, or masks with their rows, without waiting; never call the pipeline from inside.
 
         Raises ProtocolError or OSError when the link is dead.
         """
@@ -167,6 +168,17 @@ class Pipeline:
         if self._send(entry, first_stage):
             # The first stage works already: encode for the others meanwhile.
             entry.frames = [self._frame(step, stage) for stage in range(first_stage + 1, self.n_stages)]
+
+    def send_masks(self, made: MadeMasks) -> None:
+        """Send the masks of a submitted step to the output stage, which may have the step already or not."""
+        if not self._open:
+            return
+        stage = self.n_stages - 1
+        try:
+            self._links[stage].send(made.message, payload=made.payload)
+        except (ProtocolError, OSError) as error:
+            text = f"masks of step {made.message.step_id} could not be sent to stage {stage}: {error}"
+            self.fail(stage, "shard_lost", text)
 
     def receive(self, result: StepResult, payload: memoryview = _NO_PAYLOAD) -> None:
         """Take a stage's answer: send the step on, or pass it to ``on_result`` when the stage was the last."""

@@ -11,11 +11,12 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Final, Literal
 
+from lucevisor.engine.constraint import Constraint
 from lucevisor.errors import LucevisorError
 from lucevisor.protocol.steps import Sampling
 
 Reason = Literal["stop", "length", "cancelled", "error"]
-ErrorCode = Literal["shard_lost", "protocol_error", "shutting_down"]
+ErrorCode = Literal["shard_lost", "protocol_error", "shutting_down", "constraint_failed"]
 
 
 class RequestState(Enum):
@@ -50,7 +51,8 @@ class GenerationRequest:
     Give long prompts as a :class:`TokenBuffer`: anything else is packed on the event loop.  ``request_id`` is unique
     among unfinished requests.  The engine lowers ``max_tokens`` to what context and pages
     allow.  ``turn_boundaries``: positions of the prompt where a chat turn ends, ascending; prefix slots checkpoint
-    there.  ``key_id`` identifies its API key (never the key itself); keys get fair shares.
+    there.  ``key_id`` identifies its API key (never the key itself); keys get fair shares.  ``constraint``: what the
+    output must be; of this request alone.
     """
 
     request_id: str
@@ -60,6 +62,7 @@ class GenerationRequest:
     stop_ids: frozenset[int] = frozenset()
     turn_boundaries: tuple[int, ...] = ()
     key_id: str = ""
+    constraint: Constraint | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -37,7 +37,7 @@ from lucevisor.engine.request import (
 from lucevisor.engine.running import RunningRequests
 from lucevisor.engine.sequence import RequestRecord, WantedRows
 from lucevisor.engine.shares import KeyShares
-from lucevisor.engine.step import ScheduledSequence, ScheduledSlice, ScheduledStep, StepPlan, drawn_tokens
+from lucevisor.engine.step import ScheduledSequence, ScheduledSlice, ScheduledStep, StepPlan, drawn_tokens, mask_jobs
 from lucevisor.engine.waits import WaitEstimate
 from lucevisor.kv.prefix_records import PrefixMatch
 from lucevisor.protocol.loading import arena_regions
@@ -155,10 +155,10 @@ class Scheduler:
             self.reuse.resize(record)
             self._queue.resized()
 
-    def cancel(self, request_id: str, now: float) -> Events:
-        """End a request and free its ids.  Does nothing if it is over already."""
+    def cancel(self, request_id: str, now: float, error: RequestError | None = None) -> Events:
+        """End a request, as failed if there is an ``error``, and free its ids.  Does nothing if it is over already."""
         record = self._records.get(request_id)
-        return [] if record is None else [self._finish(record, "cancelled", now)]
+        return [] if record is None else [self._finish(record, "error" if error else "cancelled", now, error=error)]
 
     def lose_all(self, error: RequestError, now: float, keep: Callable[[RequestRecord], bool]) -> Events:
         """The shards lost all sequences: requeue the running requests to ``keep``, and end the others with ``error``.
@@ -338,7 +338,7 @@ class Scheduler:
         self.in_flight.append(ScheduledStep(step.step_id, parts, decodes))
         self.drafting.planned(self.in_flight[-1])
         self._backlog.sent(self.chunks.step_s(slices), now)
-        return StepPlan(step, tuple(one.record.request.request_id for one in chosen))
+        return StepPlan(step, tuple(one.record.request.request_id for one in chosen), mask_jobs(parts.values()))
 
     # ---- inside: results and ends
 

@@ -17,6 +17,7 @@ class EngineSettings:
     """``max_queue``: requests that may wait.  ``hold_s``: how long the owner lets requests wait for a lost daemon
     before it ends them; 0: not at all.  ``rate_window_s``: the span of ``tokens_per_s`` in statistics.
     ``validate``: check all accounts whenever the engine is idle; raises AccountingError from there.
+    ``mask_threads`` False: masks are made on the calling thread.
 
     ``on_step`` sees every finished step (for histograms), ``on_pipeline_failed`` why the pipeline failed and
     ``on_drafter_lost`` why the drafter was (for supervision; the engine has detached it by then).
@@ -26,6 +27,7 @@ class EngineSettings:
     hold_s: float = 0.0
     rate_window_s: float = 10.0
     validate: bool = False
+    mask_threads: bool = True
     clock: Callable[[], float] = time.monotonic
     on_step: Callable[[PipelineResult], None] = lambda _: None
     on_pipeline_failed: Callable[[PipelineFailure], None] = lambda _: None

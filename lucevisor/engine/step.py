@@ -5,9 +5,10 @@ Records and checks; decides nothing.  Invariant: a result is applied whole or re
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from lucevisor.engine.constraint import MaskJob
 from lucevisor.engine.request import RequestState
 from lucevisor.engine.sequence import LiveSequence, RequestRecord
 from lucevisor.protocol.steps import Drafted, Operation, Sampled, Slice, Step, StepResult
@@ -19,13 +20,14 @@ class WrongResult(Exception):
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """A step to send; ``request_ids[i]`` owns ``step.slices[i]``.
+    """A step to send; ``request_ids[i]`` owns ``step.slices[i]``, and its masked slices get masks from ``mask_jobs``.
 
     ``opening``: the operations that the draft stage, just attached, gets in place of the step's own.
     """
 
     step: Step
     request_ids: tuple[str, ...]
+    mask_jobs: Sequence[MaskJob] = ()
     opening: Sequence[Operation] | None = None
 
 
@@ -71,6 +73,7 @@ class ScheduledSlice:
             states=[*self.states],
             n_ahead=self.n_ahead,
             draft_from=draft_from,
+            masked=self.samples and self.record.request.constraint is not None,
         )
         live.drafted = None
         live.draft_states = [*self.states[1:]]
@@ -110,6 +113,18 @@ class ScheduledStep:
     def n_ahead(self) -> int:
         """The most drafts that a slice asks for."""
         return max((part.slice.n_ahead for part in self.parts.values()), default=0)
+
+
+def mask_jobs(parts: Iterable[ScheduledSequence]) -> list[MaskJob]:
+    """Return the masks to make for the masked slices of a step, in their order."""
+    jobs = []
+    for part in parts:
+        request, constraint = part.record.request, part.record.request.constraint
+        if part.slice.masked and constraint is not None:
+            start = constraint.n_tokens
+            tokens = part.record.tokens[len(request.prompt) + start :]
+            jobs.append(MaskJob(request.request_id, constraint, start, tokens, part.drafts))
+    return jobs
 
 
 def drawn_tokens(scheduled: ScheduledStep | None, result: StepResult) -> dict[int, list[Sampled]]:

@@ -73,6 +73,7 @@ LIMITS: dict[MessageKind, Limits] = {
         "at most 15 bytes per log-probability pair; payload: float32 logits of 256 rows of a 262,144-word vocabulary",
     ),
     MessageKind.DRAFT_STEP: Limits(MAX_METADATA_BYTES, 0, "as Step, and a few ids per slice"),
+    MessageKind.MASKS: Limits(4 * KIB, 64 * MIB, "three numbers; payload: 2,048 rows of a 262,144-word vocabulary"),
     MessageKind.FAILED: Limits(1 * MIB, 0, "a traceback"),
     MessageKind.RESET: Limits(4 * KIB, 0, "one number"),
     MessageKind.CHECK: Limits(1 * MIB, 0, "paths, as in Load"),

@@ -3,7 +3,7 @@
 A frame's kind selects the record, so metadata carries no type tag; :data:`MESSAGES` is the only table of kinds.
 Records on the hot path (``Step``, ``StepResult``) are encoded as arrays.  No sockets, no tensors.
 
-Direction: ``link`` carries Load, Step, DraftStep, Reset, Check, Save, Restore, Shutdown down and Hello, Loaded,
+Direction: ``link`` carries Load, Step, DraftStep, Masks, Reset, Check, Save, Restore, Shutdown down and Hello, Loaded,
 StepResult, ResetDone, Failed, Checked, Saved, Restored, TransferFailed up; ``pulse`` carries Heartbeat, Progress and
 LogLine up.
 
@@ -19,7 +19,7 @@ import msgspec
 
 from lucevisor.protocol.checks import Check, Checked
 from lucevisor.protocol.loading import Hello, Load, Loaded
-from lucevisor.protocol.steps import DraftStep, Reset, ResetDone, Step, StepResult
+from lucevisor.protocol.steps import DraftStep, Masks, Reset, ResetDone, Step, StepResult
 from lucevisor.protocol.transfers import Restore, Restored, Save, Saved, TransferFailed
 
 PROTOCOL_VERSION = 1
@@ -45,6 +45,7 @@ class MessageKind(IntEnum):
     RESET_DONE = 15
     TRANSFER_FAILED = 16
     DRAFT_STEP = 17
+    MASKS = 18
     HEARTBEAT = 32
     PROGRESS = 33
     LOG_LINE = 34
@@ -104,6 +105,7 @@ Message = (
     | Loaded
     | Step
     | DraftStep
+    | Masks
     | StepResult
     | Failed
     | Reset
@@ -127,6 +129,7 @@ MESSAGES: dict[MessageKind, type[Message]] = {
     MessageKind.LOADED: Loaded,
     MessageKind.STEP: Step,
     MessageKind.DRAFT_STEP: DraftStep,
+    MessageKind.MASKS: Masks,
     MessageKind.STEP_RESULT: StepResult,
     MessageKind.FAILED: Failed,
     MessageKind.RESET: Reset,

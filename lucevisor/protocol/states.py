@@ -42,6 +42,7 @@ SENDERS: dict[MessageKind, tuple[Channel, Role]] = {
     MessageKind.LOADED: (Channel.LINK, Role.DAEMON),
     MessageKind.STEP: (Channel.LINK, Role.SUPERVISOR),
     MessageKind.DRAFT_STEP: (Channel.LINK, Role.SUPERVISOR),
+    MessageKind.MASKS: (Channel.LINK, Role.SUPERVISOR),
     MessageKind.STEP_RESULT: (Channel.LINK, Role.DAEMON),
     MessageKind.FAILED: (Channel.LINK, Role.DAEMON),
     MessageKind.RESET: (Channel.LINK, Role.SUPERVISOR),
@@ -83,6 +84,7 @@ TRANSITIONS: dict[LinkState, dict[MessageKind, LinkState]] = {
     LinkState.READY: {
         MessageKind.STEP: LinkState.READY,
         MessageKind.DRAFT_STEP: LinkState.READY,
+        MessageKind.MASKS: LinkState.READY,
         MessageKind.STEP_RESULT: LinkState.READY,
         MessageKind.RESET: LinkState.READY,
         MessageKind.RESET_DONE: LinkState.READY,

@@ -107,6 +107,7 @@ class Slice(msgspec.Struct, frozen=True, array_like=True):
     ``states``: recurrent states to write after each of the last ``len(states)`` tokens, all different; [] keeps only
     the state after the last token, in place.  ``n_ahead``: tokens to draft behind the one sampled last.
     ``draft_from``: the draft stage attends to positions from there on; it has no state of earlier ones.
+    ``masked``: a Masks message says which tokens each of its rows may draw.
     """
 
     sequence: int
@@ -117,6 +118,7 @@ class Slice(msgspec.Struct, frozen=True, array_like=True):
     states: list[int] = []
     n_ahead: int = 0
     draft_from: int = 0
+    masked: bool = False
 
     @property
     def n_context(self) -> int:
@@ -145,6 +147,19 @@ class Step(msgspec.Struct, frozen=True, array_like=True):
     @property
     def n_tokens(self) -> int:
         return sum(len(s.tokens) for s in self.slices)
+
+
+class Masks(msgspec.Struct, frozen=True, array_like=True):
+    """Which tokens the rows of a step's masked slices may draw, for the output stage.  It comes before or after the
+    Step; sampling waits for it, the layers do not.
+
+    Payload: ``n_rows`` bit rows of ``row_bytes`` each, for the masked slices in order, ``n_drafts + 1`` rows a slice;
+    token t is allowed if bit ``t % 8`` of byte ``t // 8`` is set.  Tokens behind the row are not.
+    """
+
+    step_id: int
+    n_rows: int
+    row_bytes: int
 
 
 class Sampled(msgspec.Struct, frozen=True, array_like=True):

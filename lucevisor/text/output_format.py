@@ -56,6 +56,12 @@ class OutputFormat:
                     return opened > closed
         return False
 
+    def reasoning_after(self, prompt: str) -> ReasoningTags | None:
+        """Return the tags of the reasoning that may follow a prompt: none after a block that the template closed."""
+        if self.reasoning is None or prompt.rstrip().endswith(self.reasoning.close):
+            return None
+        return self.reasoning
+
     def _reasoning_tags(self) -> Iterable[str]:
         return (self.reasoning.open, self.reasoning.close) if self.reasoning else ()
 

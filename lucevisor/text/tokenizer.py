@@ -123,6 +123,11 @@ class Tokenizer:
         self.token_bytes(token_id)
         return self._vocabulary.types[token_id] in _HIDDEN_TYPES
 
+    def is_text(self, token_id: int) -> bool:
+        """Return whether a token is ordinary text: no marker, and in use."""
+        unused = self._vocabulary.types[token_id] == TokenType.UNUSED
+        return bool(self._bytes[token_id]) and not unused and not self._is_marker(token_id)
+
     def turn_ends(self, ids: Sequence[int]) -> list[int]:
         """Return the ascending offsets at which chat messages are complete, whitespace after the end token included.
 

@@ -26,7 +26,7 @@ from lucevisor.model.values import Space
 from lucevisor.protocol.connection import Connection
 from lucevisor.protocol.loading import PoolSizes
 from lucevisor.protocol.states import LinkState, Role
-from lucevisor.protocol.steps import CloseSequence, OpenSequence, Sampled, Sampling, Step, StepResult
+from lucevisor.protocol.steps import CloseSequence, Masks, OpenSequence, Sampled, Sampling, Step, StepResult
 from lucevisor.text.template import ChatTemplate
 from lucevisor.text.tokenizer import Tokenizer
 
@@ -115,7 +115,9 @@ class ScriptedStage:
         self._connection = Connection(Role.DAEMON)
         self._connection.state = LinkState.READY
 
-    def send(self, message: bytes, /) -> None:
+    def send(self, message: bytes | Masks, /, *, payload: Sequence[bytearray] = ()) -> None:
+        if isinstance(message, Masks):
+            return  # the script obeys them
         self._connection.receive(message)
         for frame in self._connection.events():
             assert isinstance(frame.message, Step)

@@ -137,7 +137,7 @@ CASES: dict[str, Callable[[], tuple[str, bytes, int, str | None]]] = {
         CHAT,
         chat(response_format={"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA}}),
         400,
-        "unsupported_value",
+        "invalid_grammar",
     ),
     "biases for every token": lambda: (
         CHAT,

@@ -25,7 +25,7 @@ from lucevisor.model.values import Space
 from lucevisor.protocol.loading import PoolSizes
 from lucevisor.protocol.steps import Drafted, Sampling
 from tests.engine.toy_engine import ALL_SPACES, HYBRID, LOST, ToyEngine, events_of, told
-from tests.engine.toy_pipeline import VOCABULARY, mix
+from tests.engine.toy_pipeline import VOCABULARY, ToyConstraint, mix
 
 
 class AnyWidth(Speculation):
@@ -124,6 +124,7 @@ def scenarios(draw: st.DrawFn) -> Scenario:
                 sampling=Sampling(seed=i, presence_penalty=draw(st.sampled_from([0.0, 0.5]))),
                 stop_ids=frozenset(draw(st.sampled_from([(), (), (5, 11, 50)]))),
                 turn_boundaries=draw(st.sampled_from([(), (n_prompt // 2,)])),
+                constraint=ToyConstraint(i) if draw(st.booleans()) else None,
             )
         )
     kinds = ["submit", "work", "work", "many", "many", "cancel", "lose", "attach", "detach", "swap"]
@@ -139,7 +140,7 @@ class Play:
         self.scenario = scenario
         self.toy = ToyEngine(scenario.limits, n_stages=scenario.n_stages, hold_s=hold_s)
         for one in scenario.requests:
-            answer = self.toy.model.alone(one.prompt, one.sampling, one.max_tokens, frozenset())
+            answer = self.toy.model.alone(one.prompt, one.sampling, one.max_tokens, frozenset(), one.constraint)
             self.toy.texts[one.sampling.seed] = [*one.prompt, *answer]
         drafting = self.toy.engine._scheduler.drafting
         drafting.speculation = AnyWidth(scenario.limits.speculation.max_drafts, scenario.wrong)

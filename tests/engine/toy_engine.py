@@ -16,7 +16,7 @@ from lucevisor.model.values import Space
 from lucevisor.protocol.loading import PoolSizes
 from lucevisor.protocol.steps import Sampling, Step
 from tests.engine.toy_drafter import ToyDrafter, drafter_daemon
-from tests.engine.toy_pipeline import ToyDaemon, ToyLimits, ToyModel, run_all, toy_daemons
+from tests.engine.toy_pipeline import ToyConstraint, ToyDaemon, ToyLimits, ToyModel, run_all, toy_daemons
 
 LOST = RequestError("shard_lost", "group left was killed; send the request again")
 HYBRID = frozenset({Space.FULL, Space.RECURRENT})
@@ -71,6 +71,7 @@ class ToyEngine:
                 on_pipeline_failed=self.failures.append,
                 on_drafter_lost=self.lost.append,
                 validate=True,
+                mask_threads=False,
             ),
         )
         self.daemons: list[ToyDaemon] = []
@@ -154,7 +155,10 @@ class ToyEngine:
         """What the toy model generates for this request alone."""
         if request.request_id not in self._alone:
             n = min(request.max_tokens, self.limits.capacity_tokens - len(request.prompt))
-            self._alone[request.request_id] = self.model.alone(request.prompt, request.sampling, n, request.stop_ids)
+            assert isinstance(request.constraint, ToyConstraint | None)
+            self._alone[request.request_id] = self.model.alone(
+                request.prompt, request.sampling, n, request.stop_ids, request.constraint
+            )
         return self._alone[request.request_id]
 
 

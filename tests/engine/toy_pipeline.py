@@ -16,7 +16,7 @@ from typing import Protocol
 import numpy as np
 
 from lucevisor.model.values import PAGE_TOKENS, Space
-from lucevisor.protocol.codec import payload_segments
+from lucevisor.protocol.codec import encode, payload_segments
 from lucevisor.protocol.connection import Connection
 from lucevisor.protocol.loading import PoolSizes
 from lucevisor.protocol.states import LinkState, Role
@@ -25,6 +25,7 @@ from lucevisor.protocol.steps import (
     CopyPage,
     CopyState,
     DraftStep,
+    Masks,
     OpenSequence,
     Sampled,
     Sampling,
@@ -57,9 +58,45 @@ def mix(*numbers: int) -> int:
     return value
 
 
-def draw(row: int, sampling: Sampling, position: int, counts: int) -> int:
-    """The token after a row: a function of (seed, position, row) and of what was counted for the penalties, if any."""
-    return mix(row, sampling.seed, position, counts if sampling.penalised else 0) % VOCABULARY
+def draw(row: int, sampling: Sampling, position: int, counts: int, allowed: Sequence[int] = range(VOCABULARY)) -> int:
+    """The token after a row: a function of (seed, position, row), of what was counted for the penalties, if any, and of
+    the allowed ids."""
+    return allowed[mix(row, sampling.seed, position, counts if sampling.penalised else 0) % len(allowed)]
+
+
+class ToyConstraint:
+    """Which ids may follow depends on all before; one in three is allowed."""
+
+    row_bytes = -(-VOCABULARY // 8)
+
+    def __init__(self, seed: int, fails_at: int = -1) -> None:
+        self._seed, self._fails_at = seed, fails_at
+        self._output: list[int] = []
+
+    @property
+    def n_tokens(self) -> int:
+        return len(self._output)
+
+    def masks(self, start: int, tokens: Sequence[int], drafts: Sequence[int]) -> bytearray:
+        if start > len(self._output):
+            raise Violation(f"output from {start} on, {len(self._output)} tokens are known")
+        for token in tokens[len(self._output) - start :]:
+            if token not in self.allowed(self._output):
+                raise Violation(f"{token} is not allowed after {self._output}")
+            self._output.append(token)
+        if len(self._output) == self._fails_at:
+            raise RuntimeError("too much work")
+        return bytearray().join(self._row([*self._output, *drafts[:i]]) for i in range(1 + len(drafts)))
+
+    def allowed(self, output: Sequence[int]) -> list[int]:
+        """The ids that may follow an output."""
+        state = mix(self._seed, *output)
+        return [t for t in range(VOCABULARY) if mix(state, t) % 3 == 0 or t == state % VOCABULARY]
+
+    def _row(self, output: Sequence[int]) -> bytes:
+        allowed = np.zeros(8 * self.row_bytes, dtype=np.uint8)
+        allowed[self.allowed(output)] = 1
+        return np.packbits(allowed, bitorder="little").tobytes()
 
 
 @dataclass(frozen=True)
@@ -70,7 +107,14 @@ class ToyModel:
     spaces: frozenset[Space]
     window: int | None
 
-    def alone(self, prompt: Sequence[int], sampling: Sampling, n_tokens: int, stop_ids: frozenset[int]) -> list[int]:
+    def alone(
+        self,
+        prompt: Sequence[int],
+        sampling: Sampling,
+        n_tokens: int,
+        stop_ids: frozenset[int],
+        constraint: ToyConstraint | None = None,
+    ) -> list[int]:
         """What the model generates for one request, the stop id included, computed without pages or batches."""
         tokens = list(prompt)
         kept: list[list[int]] = [[] for _ in range(self.n_stages)]
@@ -80,7 +124,8 @@ class ToyModel:
         for i in range(len(prompt) + n_tokens):
             if i == len(tokens):
                 counts = sum(mix(t) for t in tokens) & _MASK
-                tokens.append(draw(row, sampling, i, counts))
+                allowed = range(VOCABULARY) if constraint is None else constraint.allowed(tokens[len(prompt) :])
+                tokens.append(draw(row, sampling, i, counts, allowed))
                 if tokens[i] in stop_ids or len(tokens) == len(prompt) + n_tokens:
                     break
             row = mix(tokens[i], i)
@@ -124,8 +169,11 @@ class ToyStage:
         self.sequences: dict[int, _Open] = {}
         self.sampled: dict[int, list[Sampled]] = {}  # by step, for a drafter in the same daemon
 
-    def run(self, step: Step, max_sequences: int) -> tuple[StepResult, list[np.ndarray]]:
-        """Execute a step; the payload arrays come along."""
+    def run(
+        self, step: Step, max_sequences: int, masks: np.ndarray | None = None
+    ) -> tuple[StepResult, list[np.ndarray]]:
+        """Execute a step; the payload arrays come along.  ``masks``: of its masked slices, a bit a token."""
+        n_masked = 0
         for operation in step.operations:
             self._operate(operation)
             if len(self.sequences) > max_sequences:
@@ -144,20 +192,29 @@ class ToyStage:
             rows = self._slice(piece, rows_in[len(rows_out) : len(rows_out) + len(piece.tokens)])
             rows_out += rows
             if self.stage == self.model.n_stages - 1:
-                sampled += self._sample(self.sequences[piece.sequence], piece, rows)
+                own = None
+                if piece.masked:
+                    if masks is None:
+                        raise Violation(f"step {step.step_id} has no masks")
+                    own = masks[n_masked : n_masked + 1 + piece.n_drafts]
+                    n_masked += len(own)
+                sampled += self._sample(self.sequences[piece.sequence], piece, rows, own)
+        if masks is not None and n_masked != len(masks):
+            raise Violation(f"step {step.step_id} has {len(masks)} masks for {n_masked} rows")
         self.sampled[step.step_id] = sampled
         if step.slices:
             self.regions[self.stage, step.region] = (step.step_id, rows_out)
         arrays, segments = self._payload(step, rows_in, rows_out)
         return StepResult(step.step_id, self.stage, sampled, compute_s=0.25, wait_s=0.5, segments=segments), arrays
 
-    def _sample(self, sequence: _Open, piece: Slice, rows: list[int]) -> list[Sampled]:
+    def _sample(self, sequence: _Open, piece: Slice, rows: list[int], masks: np.ndarray | None) -> list[Sampled]:
         """Draw after the last token, or, of a slice with drafts, after each one up to the first that is wrong."""
         sure = len(piece.tokens) - piece.n_drafts
         sequence.counts = (sequence.counts + sum(mix(t) for t in piece.tokens[:sure])) & _MASK
         sampled: list[Sampled] = []
         for i in range(sure, len(piece.tokens) + 1) if piece.sample else ():
-            token = draw(rows[i - 1], sequence.sampling, piece.start + i, sequence.counts)
+            allowed = range(VOCABULARY) if masks is None else np.flatnonzero(masks[i - sure]).tolist()
+            token = draw(rows[i - 1], sequence.sampling, piece.start + i, sequence.counts, allowed)
             sampled.append(Sampled(piece.sequence, token))
             if i == len(piece.tokens) or piece.tokens[i] != token:
                 break
@@ -312,15 +369,23 @@ class ToyDaemon:
         self.stages, self.limits = stages, limits
         self.drafter: ToyDraftStage | None = None
         self.inbox: deque[tuple[int, Step | DraftStep]] = deque()
+        self.masks: dict[int, np.ndarray] = {}  # by step: [rows, V]
         self.dead = False
         self._connection = Connection(Role.DAEMON)
         self._connection.state = LinkState.READY
 
-    def send(self, message: bytes, /) -> None:
+    def send(self, message: bytes | Masks, /, *, payload: Sequence[bytearray] = ()) -> None:
         if self.dead:
             raise BrokenPipeError("the daemon is dead")
-        self._connection.receive(message)
+        if isinstance(message, Masks):
+            message = encode(message, payload_bytes=sum(map(len, payload)))
+        self._connection.receive(b"".join([message, *payload]))
         for frame in self._connection.events():
+            if isinstance(frame.message, Masks):
+                rows = np.frombuffer(frame.payload, dtype=np.uint8).reshape(frame.message.n_rows, -1)
+                bits = np.unpackbits(rows, axis=1, bitorder="little")[:, :VOCABULARY]
+                self.masks[frame.message.step_id] = bits
+                continue
             step = frame.message.step if isinstance(frame.message, DraftStep) else frame.message
             assert isinstance(step, Step)
             if frame.request_id != step.step_id:
@@ -346,7 +411,8 @@ class ToyDaemon:
                 raise Violation(f"step {step.step_id} is drafted at stage {stage}")
             output = self.stages.get(stage - 1)
             return self.drafter.run_drafts(message, output.sampled.get(step.step_id) if output else None), _NO_PAYLOAD
-        result, arrays = self.stages[stage].run(step, self.limits.max_sequences)
+        masks = self.masks.pop(step.step_id, None) if stage == self.limits.n_stages - 1 else None
+        result, arrays = self.stages[stage].run(step, self.limits.max_sequences, masks)
         payload = memoryview(bytearray(b"".join(a.tobytes() for a in arrays)))
         payload_segments(result, payload)  # must fit together
         return result, payload

@@ -50,6 +50,7 @@ def make_jobs(prepared: PreparedRequest, output: OutputOptions, ports: Ports, re
                 sampling=msgspec.structs.replace(options.sampling, seed=seed_of_choice(options.sampling.seed, i)),
                 stop_ids=frozenset(options.stop_ids) | (frozenset() if options.ignore_eos else ports.tokenizer.eos_ids),
                 turn_boundaries=tuple(options.turn_ends[p]),
+                constraint=None if prepared.grammar is None else prepared.grammar.matcher(),
             )
             jobs.append(Job(request=request, processor=OutputProcessor(ports.tokenizer, output), new_prompt=i == 0))
     return jobs

@@ -12,11 +12,13 @@ from lucevisor.api.errors import ApiError, bad_parameter
 from lucevisor.api.ports import Ports
 from lucevisor.api.prepared import GenerationOptions, PreparedRequest
 from lucevisor.api.prompts.checks import check_choices, check_common, check_length, check_stop_ids, check_tokens
+from lucevisor.api.prompts.constraint import output_grammar, requested_form
 from lucevisor.api.prompts.decoding import ignored, to_record
 from lucevisor.api.prompts.messages import check_messages, check_tools
 from lucevisor.api.prompts.sampling import random_seed, sampling_params
 from lucevisor.api.prompts.schemas import ChatBody, ToolChoice
 from lucevisor.errors import show
+from lucevisor.text.output_format import ReasoningTags
 from lucevisor.text.preamble import normalised
 from lucevisor.text.template import ChatTemplate, EncodedPrompt, TemplateError
 
@@ -25,7 +27,6 @@ def read_chat(fields: dict[str, Any], ports: Ports) -> PreparedRequest:
     """Prepare the request in a decoded body; raises ApiError naming the parameter at fault."""
     body = to_record(ChatBody, fields)
     check_common(body, ports)
-    _check_format(body)
     if body.top_logprobs is not None and not body.logprobs:
         raise bad_parameter("top_logprobs", "is given without logprobs; send logprobs: true as well")
     if ports.template is None:
@@ -34,7 +35,8 @@ def read_chat(fields: dict[str, Any], ports: Ports) -> PreparedRequest:
         )
     tools = check_tools(body.tools or [], _choice(body))
     messages = normalised(check_messages(body.messages), ports.settings.normalise)
-    encoded, reasoning_open = _render(body, messages, tools, ports, ports.template)
+    form = requested_form(body)
+    encoded, reasoning_open, tags = _render(body, messages, tools, ports, ports.template)
     n_top_logprobs = (body.top_logprobs or 0) if body.logprobs else -1
     options = GenerationOptions(
         sampling=sampling_params(body, ports, random_seed(), n_top_logprobs),
@@ -45,6 +47,7 @@ def read_chat(fields: dict[str, Any], ports: Ports) -> PreparedRequest:
         stops=body.stops,
         stop_ids=check_stop_ids(body, ports),
         ignored=ignored(ChatBody, fields),
+        grammar=output_grammar(form, ports, tags, inside=reasoning_open),
         stream=bool(body.stream),
         include_usage=bool(body.stream_options and body.stream_options.include_usage),
         token_ids=bool(body.return_token_ids),
@@ -54,15 +57,6 @@ def read_chat(fields: dict[str, Any], ports: Ports) -> PreparedRequest:
         one_tool_call=body.parallel_tool_calls is False,
     )
     return PreparedRequest(options, [tuple(encoded.ids)])
-
-
-def _check_format(body: ChatBody) -> None:
-    if body.response_format is not None and body.response_format.type != "text":
-        raise bad_parameter(
-            "response_format",
-            f"type {show(body.response_format.type)} is not supported yet; use text, describe the format in a message",
-            "unsupported_value",
-        )
 
 
 def _choice(body: ChatBody) -> object:
@@ -79,8 +73,8 @@ def _max_tokens(body: ChatBody) -> int | None:
 
 def _render(
     body: ChatBody, messages: list[dict[str, Any]], tools: list[dict[str, Any]], ports: Ports, template: ChatTemplate
-) -> tuple[EncodedPrompt, bool]:
-    """Return the prompt's ids and whether it ends inside reasoning."""
+) -> tuple[EncodedPrompt, bool, ReasoningTags | None]:
+    """Return the prompt's ids, whether it ends inside reasoning, and the tags of reasoning if it may follow."""
     if tools and (template.output_format.tools is None or "tools" not in template.source):
         raise bad_parameter(
             "tools", "the model's chat template does not support tools; leave them out", "unsupported_parameter"
@@ -103,7 +97,7 @@ def _render(
     check_length(prompt.text, "messages", ports)
     encoded = prompt.encoded(ports.tokenizer)
     check_tokens(len(encoded.ids), "messages", ports)
-    return encoded, prompt.reasoning_open
+    return encoded, prompt.reasoning_open, template.output_format.reasoning_after(prompt.text)
 
 
 def _thinking(body: ChatBody, template: ChatTemplate) -> bool | None:

@@ -12,6 +12,7 @@ from lucevisor.api.errors import bad_parameter
 from lucevisor.api.ports import Ports
 from lucevisor.api.prepared import GenerationOptions, PreparedRequest
 from lucevisor.api.prompts.checks import check_choices, check_common, check_length, check_stop_ids, check_tokens
+from lucevisor.api.prompts.constraint import output_grammar, requested_form
 from lucevisor.api.prompts.decoding import ignored, to_record
 from lucevisor.api.prompts.sampling import random_seed, sampling_params
 from lucevisor.api.prompts.schemas import MAX_ECHO_CHARS, CompletionBody
@@ -37,6 +38,7 @@ def read_completion(fields: dict[str, Any], ports: Ports) -> PreparedRequest:
         stops=body.stops,
         stop_ids=check_stop_ids(body, ports),
         ignored=ignored(CompletionBody, fields),
+        grammar=output_grammar(requested_form(body), ports),
         stream=bool(body.stream),
         include_usage=bool(body.stream_options and body.stream_options.include_usage),
         token_ids=bool(body.return_token_ids),

@@ -7,7 +7,8 @@ the bytes of all bodies in memory are bounded.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, Final
 
 from aiohttp import web
@@ -16,6 +17,7 @@ from lucevisor.api.context import BUFFERED_BODIES, PORTS, BufferedBodies
 from lucevisor.api.errors import ApiError
 from lucevisor.api.ports import ApiSettings, Ports
 from lucevisor.api.prepared import BodyKind, EncodedResponse, PreparedRequest
+from lucevisor.api.prompts.constraint import compiled, constrains
 from lucevisor.api.prompts.decoding import decode_object
 from lucevisor.errors import show
 
@@ -23,32 +25,36 @@ INLINE_BYTES: Final = 4 * 1024
 """Bodies up to this size are processed on the event loop: at most 2 ms of template and tokens."""
 
 Reader = Callable[[dict[str, Any], Ports], PreparedRequest | bytes]
-Amend = Callable[[list[bytes]], Awaitable[int]]
-"""Adds to the parts of a body; returns how many bytes."""
 
 
-async def prepare(
-    request: web.Request, kind: BodyKind, reader: Reader, amend: Amend | None = None
-) -> PreparedRequest | EncodedResponse:
-    """Return the request prepared from the body, or the response to it; raises ApiError.
-
-    `amend` may add to the parts of the body before they are decoded.
-    """
+async def prepare(request: web.Request, kind: BodyKind, reader: Reader) -> PreparedRequest | EncodedResponse:
+    """Return the request prepared from the body, or the response to it; raises ApiError."""
     ports, bodies = request.app[PORTS], request.app[BUFFERED_BODIES]
     body: list[bytes] = []
     try:
         await _read_body(request, ports.settings, bodies, body)
-        if amend is not None:
-            bodies.n_bytes += await amend(body)
-        if sum(map(len, body)) <= INLINE_BYTES:
-            await bodies.limiter.acquire()
-            read = reader(decode_object(b"".join(body)), ports)
-            return [read] if isinstance(read, bytes) else read
-        if ports.preprocessor is None:
-            raise too_large(INLINE_BYTES)
-        return await ports.preprocessor.read(kind, body, ports)
+        read = await _read(kind, reader, body, ports, bodies)
     finally:
         bodies.n_bytes -= sum(map(len, body))
+    if isinstance(read, PreparedRequest) and read.options.grammar is not None:
+        # Off the loop: the worker has found that it compiles within its bounds.
+        return replace(read, grammar=await asyncio.to_thread(compiled, read.options.grammar, ports))
+    return read
+
+
+async def _read(
+    kind: BodyKind, reader: Reader, body: list[bytes], ports: Ports, bodies: BufferedBodies
+) -> PreparedRequest | EncodedResponse:
+    """Read a whole body where it belongs: a grammar is compiled in a worker, which may crash or be killed."""
+    if sum(map(len, body)) <= INLINE_BYTES:
+        await bodies.limiter.acquire()
+        fields = decode_object(b"".join(body))
+        if ports.preprocessor is None or not constrains(fields):
+            read = reader(fields, ports)
+            return [read] if isinstance(read, bytes) else read
+    if ports.preprocessor is None:
+        raise too_large(INLINE_BYTES)
+    return await ports.preprocessor.read(kind, body, ports)
 
 
 async def _read_body(request: web.Request, settings: ApiSettings, bodies: BufferedBodies, body: list[bytes]) -> None:

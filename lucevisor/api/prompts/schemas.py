@@ -42,6 +42,8 @@ ALIASES: Final[dict[str, str]] = {
 
 HARMLESS: Final[dict[str, Any]] = {
     "cache_prompt": bool,
+    "guided_decoding_backend": str,
+    "guided_whitespace_pattern": str,
     "id_slot": int,
     "metadata": dict[str, str],
     "prediction": dict[str, Any],
@@ -69,10 +71,6 @@ REFUSED: Final[dict[str, str]] = {
     "audio": "is not supported: this server answers with text only; leave it out",
     "function_call": "is deprecated and not supported; use tool_choice",
     "functions": "is deprecated and not supported; use tools",
-    "guided_json": "is not supported yet; leave it out and ask for the format in the prompt",
-    "guided_regex": "is not supported yet; leave it out",
-    "guided_grammar": "is not supported yet; leave it out",
-    "grammar": "is not supported yet; leave it out",
     "moderation": NOT_HERE,
     "suffix": "is not supported: the model continues text, it does not fill gaps; leave it out",
     "web_search_options": "is not supported: this server does not search the web; leave it out",
@@ -107,6 +105,36 @@ class StreamOptions(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     include_obfuscation: Flag = None  # padding against traffic analysis: never sent
 
 
+class JsonSchemaFormat(msgspec.Struct):
+    """The schema of a response format.  `strict`: refuse keywords that cannot be enforced."""
+
+    schema: dict[str, Any] | None = None
+    name: str | None = None
+    description: str | None = None
+    strict: Flag = None
+
+
+class ResponseFormat(msgspec.Struct):
+    """The requested response format; `schema` is llama.cpp's place for one."""
+
+    type: str
+    json_schema: JsonSchemaFormat | None = None
+    schema: dict[str, Any] | None = None
+
+
+class StructuredOutputs(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """vLLM's `structured_outputs`: one of its forms."""
+
+    json: dict[str, Any] | str | None = None
+    regex: str | None = None
+    choice: list[str] | None = None
+    grammar: str | None = None
+    json_object: Flag = None
+    disable_any_whitespace: Flag = None
+    disable_fallback: Flag = None
+    whitespace_pattern: str | None = None
+
+
 class GenerationBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """Parameters common to chat and plain completions.  None: absent, the default applies."""
 
@@ -128,6 +156,15 @@ class GenerationBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     stream: Flag = None
     stream_options: StreamOptions | None = None
     return_token_ids: Flag = None
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
+    guided_json: dict[str, Any] | str | None = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
+    json_schema: dict[str, Any] | None = None  # llama.cpp's
+    grammar: str | None = None  # llama.cpp's
+    regex: str | None = None
 
     @property
     def stops(self) -> tuple[str, ...]:
@@ -150,12 +187,6 @@ class ToolChoice(msgspec.Struct):
     function: NamedFunction | None = None
 
 
-class ResponseFormat(msgspec.Struct):
-    """The requested response format; only its type is read."""
-
-    type: str
-
-
 class ChatBody(GenerationBody, kw_only=True, forbid_unknown_fields=True):
     """POST /v1/chat/completions.  Messages and tools stay plain for the chat template; messages.py validates them."""
 
@@ -169,7 +200,6 @@ class ChatBody(GenerationBody, kw_only=True, forbid_unknown_fields=True):
     enable_thinking: Flag = None
     reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
-    response_format: ResponseFormat | None = None
 
 
 class CompletionBody(GenerationBody, kw_only=True, forbid_unknown_fields=True):

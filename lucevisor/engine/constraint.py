@@ -1,0 +1,70 @@
+"""Constrained output as the engine sees it: a request's constraint, and the masks that a step needs of it.
+
+Knows token ids and bits, no grammars.  Invariant: one caller at a time uses a constraint, as the masks of a step are
+made after its plan and before its result.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from lucevisor.protocol.steps import Masks
+
+
+class Constraint(Protocol):
+    """What the output of one request must be."""
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of one mask, 8 tokens each."""
+
+    @property
+    def n_tokens(self) -> int:
+        """Tokens of the output taken so far."""
+
+    def masks(self, start: int, tokens: Sequence[int], drafts: Sequence[int]) -> bytearray:
+        """Take the output's ``tokens`` from ``start`` on, which may overlap those taken before; return a mask of what
+        may follow them, and one behind each draft.
+
+        Masks are ``row_bytes`` each, as in Masks; those behind a forbidden draft are not read and may hold anything.
+        Called from any thread; runs without the interpreter lock for most of the time.  Raises an error that says why
+        it cannot go on, for example because the grammar takes too much work.
+        """
+
+
+@dataclass(frozen=True, slots=True)
+class MaskJob:
+    """The masks to make for one slice: of what follows ``tokens``, which are the output's from ``start`` on, and each
+    draft."""
+
+    request_id: str
+    constraint: Constraint
+    start: int
+    tokens: Sequence[int]
+    drafts: Sequence[int]
+
+
+@dataclass(frozen=True, slots=True)
+class MadeMasks:
+    """The masks of a step, rows in the order of its slices; ``failures``: (request id, why) of constraints that failed,
+    whose rows allow everything."""
+
+    message: Masks
+    payload: list[bytearray]
+    failures: list[tuple[str, str]]
+
+
+def make_masks(step_id: int, jobs: Sequence[MaskJob]) -> MadeMasks:
+    """Make the masks of (some slices of) a step."""
+    payload, failures = [], []
+    row_bytes = jobs[0].constraint.row_bytes
+    n_rows = sum(1 + len(job.drafts) for job in jobs)
+    for job in jobs:
+        try:
+            payload.append(job.constraint.masks(job.start, job.tokens, job.drafts))
+        except Exception as error:  # whatever a grammar does, the output stage waits for masks
+            failures.append((job.request_id, str(error)))
+            payload.append(bytearray(b"\xff") * (row_bytes * (1 + len(job.drafts))))
+    return MadeMasks(Masks(step_id, n_rows, row_bytes), payload, failures)

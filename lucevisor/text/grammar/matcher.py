@@ -1,0 +1,164 @@
+"""Compiled grammars over a model's tokens, and matchers that follow one output, on llguidance.
+
+Knows tokens and grammars, no requests.  Invariants: a matcher never takes a token that its grammar forbids; when the
+grammar is complete only tokens that end the answer are allowed; work and memory of a grammar are bounded.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Sequence
+from typing import Final
+
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
+
+from lucevisor.errors import LucevisorError
+from lucevisor.text.tokenizer import Tokenizer
+
+MAX_CACHED: Final = 32
+"""Compiled grammars that are kept for the next request with the same one."""
+
+# Fuel is llguidance's measure of work; its documentation gives 14 to 50 thousand a millisecond.
+_INITIAL_FUEL: Final = 1_000_000
+_STEP_FUEL: Final = 200_000
+_STEP_ITEMS: Final = 50_000
+_LEXER_STATES: Final = 50_000  # 1 to 2 KiB each
+_GRAMMAR_SYMBOLS: Final = 200_000
+_ROW_ITEMS: Final = 20_000  # of one state of the parser: alternatives that are open at once
+_ALL: Final = 0xFF
+
+
+class GrammarError(LucevisorError):
+    """A grammar is malformed or takes too much work; the message is llguidance's."""
+
+
+class Matcher:
+    """Follows one output.  For any thread, one at a time."""
+
+    def __init__(self, matcher: LLMatcher, n_vocab: int) -> None:
+        self._matcher = matcher
+        self._lock = threading.Lock()
+        self.row_bytes = -(-n_vocab // 8)
+        self.n_tokens = 0
+
+    def masks(self, start: int, tokens: Sequence[int], drafts: Sequence[int]) -> bytearray:
+        """Take the output's ``tokens`` from ``start`` on, but for those taken before; return the mask of what may
+        follow, then one behind each draft, ``row_bytes`` each.
+
+        Token t is allowed if bit ``t % 8`` of byte ``t // 8`` is set.  Masks behind a forbidden draft, or one that ends
+        the answer, allow everything.  Raises GrammarError.
+        """
+        with self._lock:
+            self._take(tokens[self.n_tokens - start :])
+            rows = bytearray([_ALL]) * (self.row_bytes * (1 + len(drafts)))
+            n_taken = 0
+            for index in range(1 + len(drafts)):
+                mask = self._matcher.compute_bitmask()
+                self._check()
+                at = index * self.row_bytes
+                rows[at : at + self.row_bytes] = mask[: self.row_bytes]
+                if index == len(drafts) or not self._try(drafts[index]):
+                    break
+                n_taken += 1
+            self._matcher.rollback(n_taken)
+            self._check()
+            return rows
+
+    def _take(self, tokens: Sequence[int]) -> None:
+        for token in tokens:
+            if not self._matcher.consume_token(token):
+                raise GrammarError(self._matcher.get_error() or f"token {token} does not follow")
+            self.n_tokens += 1
+
+    def _try(self, token: int) -> bool:
+        """Take a token if it is allowed and more may follow it."""
+        if self._matcher.is_stopped() or not self._matcher.validate_tokens([token]):
+            return False
+        return self._matcher.consume_token(token)
+
+    def _check(self) -> None:
+        if self._matcher.is_error():
+            raise GrammarError(self._matcher.get_error())
+
+
+class Grammar:
+    """A compiled grammar."""
+
+    def __init__(self, matcher: LLMatcher, n_vocab: int) -> None:
+        self._matcher = matcher
+        self._n_vocab = n_vocab
+
+    def matcher(self) -> Matcher:
+        """Return a matcher at the start of an output."""
+        return Matcher(self._matcher.deep_copy(), self._n_vocab)
+
+
+class GrammarCompiler:
+    """Compiles grammars for one tokenizer; for any thread, one at a time."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._tokens: LLTokenizer | None = None
+        self._kept: OrderedDict[str, Grammar] = OrderedDict()
+        self._lock = threading.Lock()
+        self._limits = LLParserLimits(
+            initial_lexer_fuel=_INITIAL_FUEL,
+            step_lexer_fuel=_STEP_FUEL,
+            step_max_items=_STEP_ITEMS,
+            max_items_in_row=_ROW_ITEMS,
+            max_lexer_states=_LEXER_STATES,
+            max_grammar_size=_GRAMMAR_SYMBOLS,
+            verbose_errors=False,
+        )
+
+    def compile(self, grammar: str) -> Grammar:
+        """Compile a grammar in llguidance's notation.  Raises GrammarError.
+
+        Runs without the interpreter lock; the first call also takes in the vocabulary.
+        """
+        with self._lock:
+            if grammar in self._kept:
+                self._kept.move_to_end(grammar)
+                return self._kept[grammar]
+            if self._tokens is None:
+                self._tokens = _tokens(self._tokenizer)
+            matcher = LLMatcher(self._tokens, grammar, log_level=0, limits=self._limits)
+            compiled = Grammar(matcher, self._tokenizer.n_vocab)
+            _try_out(compiled)
+            self._kept[grammar] = compiled
+            if len(self._kept) > MAX_CACHED:
+                self._kept.popitem(last=False)
+            return compiled
+
+
+def _try_out(grammar: Grammar) -> None:
+    """Take one allowed token.  Much is built at first use: a grammar that is too big for it fails here."""
+    matcher = grammar.matcher()
+    mask = matcher.masks(0, [], [])
+    first = next((index for index, byte in enumerate(mask) if byte), None)
+    if first is None:
+        raise GrammarError("it allows no output")
+    token = 8 * first + (mask[first] & -mask[first]).bit_length() - 1
+    matcher.masks(0, [], [token])
+
+
+class _Vocabulary:
+    """A tokenizer as llguidance reads it."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self.eos_token_id = min(tokenizer.eos_ids)
+        self.bos_token_id = tokenizer.bos
+        self.tokens = [tokenizer.token_bytes(i) for i in range(tokenizer.n_vocab)]
+        self.special_token_ids = [i for i in range(tokenizer.n_vocab) if not tokenizer.is_text(i)]
+        self._tokenizer = tokenizer
+
+    def __call__(self, text: str | bytes) -> list[int]:
+        return self._tokenizer.encode(text if isinstance(text, str) else text.decode("utf-8", errors="replace"))
+
+
+def _tokens(tokenizer: Tokenizer) -> LLTokenizer:
+    if not tokenizer.eos_ids:
+        raise GrammarError("the model's vocabulary has no token that ends an answer, so output cannot be constrained")
+    words = TokenizerWrapper(_Vocabulary(tokenizer))
+    return LLTokenizer(words, n_vocab=tokenizer.n_vocab, eos_token=sorted(tokenizer.eos_ids))

@@ -1,0 +1,146 @@
+"""Constrained output over a running supervisor: the unmodified `openai` client, the demo model, real daemons."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import json
+import re
+from collections.abc import Iterator
+from typing import Any, Literal
+
+import jsonschema
+import openai
+import pytest
+from pydantic import BaseModel, ConfigDict, Field
+
+QUESTION = [{"role": "user", "content": "What does os.path.join do? Answer as JSON."}]
+
+
+class Closed(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+
+class Part(Closed):
+    kind: Literal["argument", "result"]
+    optional: bool
+
+
+class Answer(Closed):
+    module: str = Field(max_length=12)
+    parts: list[Part] = Field(min_length=1, max_length=3)
+    level: int = Field(ge=1, le=5)
+
+
+@pytest.fixture
+def client(endpoint: str) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=endpoint, api_key="none", max_retries=0) as one:
+        yield one
+
+
+def ask(client: openai.OpenAI, **more: Any) -> Any:
+    model = client.models.list().data[0].id
+    return client.chat.completions.create(model=model, **({"messages": QUESTION, "max_tokens": 200} | more))
+
+
+def test_parse_gives_an_object_of_the_class(client: openai.OpenAI) -> None:
+    model = client.models.list().data[0].id
+    answer = client.chat.completions.parse(
+        model=model, messages=QUESTION, response_format=Answer, max_tokens=200, seed=5
+    )
+    assert answer.choices[0].finish_reason == "stop"
+    assert isinstance(answer.choices[0].message.parsed, Answer)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_json_object_is_one(client: openai.OpenAI, seed: int) -> None:
+    # The model may think first; a short one keeps the test short.
+    answer = ask(
+        client,
+        response_format={"type": "json_object"},
+        seed=seed,
+        max_tokens=400,
+        extra_body={"enable_thinking": False, "guided_json": None},
+        logit_bias={"92": 20.0},
+    )
+    text = answer.choices[0].message.content
+    if answer.choices[0].finish_reason == "stop":
+        assert isinstance(json.loads(text), dict)
+    else:
+        assert text.startswith("{")
+
+
+def test_streams_and_choices_beside_plain_requests(client: openai.OpenAI) -> None:
+    schema = Answer.model_json_schema()
+    format = {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema, "strict": True}}
+
+    def plain() -> str:
+        return str(ask(client, temperature=0, max_tokens=60).choices[0].message.content)
+
+    alone = plain()
+    with concurrent.futures.ThreadPoolExecutor(4) as pool:
+        beside = [pool.submit(plain) for _ in range(2)]
+        chunks = list(ask(client, response_format=format, n=3, seed=3, stream=True, logprobs=True, top_logprobs=2))
+        assert {one.result() for one in beside} == {alone}
+    for index in range(3):
+        text = "".join(c.delta.content or "" for chunk in chunks for c in chunk.choices if c.index == index)
+        jsonschema.validate(json.loads(text), schema)
+
+
+@pytest.mark.parametrize(
+    ("extra", "pattern"),
+    [
+        ({"guided_regex": r"[a-c]{3}-\d{2}"}, r"[a-c]{3}-\d{2}"),
+        ({"regex": r"v\d\.\d"}, r"v\d\.\d"),
+        ({"guided_choice": ["yes", 'no, "never"', "ä/b"]}, 'yes|no, "never"|ä/b'),
+        ({"guided_grammar": 'root ::= "(" [0-9]+ ("," [0-9]+)? ")"'}, r"\(\d+(,\d+)?\)"),
+        ({"grammar": 'start: "a" B\nB: /[xy]{2}/'}, "a[xy]{2}"),
+        ({"json_schema": {"enum": ["left", 7]}}, '"left"|7'),
+        ({"guided_json": '{"type": "boolean"}'}, "true|false"),
+        ({"structured_outputs": {"regex": "[ab]{4}"}}, "[ab]{4}"),
+        ({"structured_outputs": {"choice": ["one", "two"]}}, "one|two"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_every_form_is_kept(client: openai.OpenAI, extra: dict[str, Any], pattern: str) -> None:
+    answer = ask(client, extra_body=extra | {"enable_thinking": False}, temperature=1.3, seed=11, max_tokens=60)
+    if answer.choices[0].finish_reason == "stop":
+        assert re.fullmatch(pattern, answer.choices[0].message.content)
+    else:
+        assert "+" in pattern
+
+
+def test_a_plain_completion_is_constrained_too(client: openai.OpenAI) -> None:
+    model = client.models.list().data[0].id
+    answer = client.completions.create(
+        model=model, prompt="x = ", max_tokens=20, extra_body={"guided_choice": ["12", "13"]}
+    )
+    assert answer.choices[0].text in ("12", "13")
+
+
+@pytest.mark.parametrize(
+    ("extra", "param", "told"),
+    [
+        ({"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "thing"}}}},
+         "response_format", "Invalid type: thing"),
+        ({"guided_regex": "[0-9"}, "guided_regex", "unclosed character class"),
+        ({"grammar": "root ::= nothing"}, "grammar", "'nothing' not found"),
+        ({"guided_json": "{"}, "guided_json", "JSON"),
+        ({"guided_choice": []}, "guided_choice", "0 options"),
+        ({"regex": "a", "guided_regex": "a"}, "regex", "guided_regex"),
+        ({"regex": "a", "ignore_eos": True}, "ignore_eos", "regex"),
+        ({"response_format": {"type": "yaml"}}, "response_format.type", "yaml"),
+        ({"grammar": "start: " + "(" * 20000 + "A" + ")" * 20000 + "\nA: /a/"}, None, ""),
+        ({"regex": "((a{1000}){1000}){1000}"}, "regex", ""),
+    ],
+    ids=["type", "regex", "grammar", "json", "choice", "two", "eos", "format", "deep", "big"],
+)  # fmt: skip
+def test_what_cannot_be_constrained_is_refused(
+    client: openai.OpenAI, extra: dict[str, Any], param: str | None, told: str
+) -> None:
+    with pytest.raises(openai.APIStatusError) as caught:
+        ask(client, extra_body=extra)
+    assert caught.value.status_code in (400, 413)
+    if param is not None:
+        assert caught.value.param == param  # type: ignore[attr-defined]
+        assert told in caught.value.message
+    assert ask(client, max_tokens=1).choices  # it still serves

@@ -1,0 +1,106 @@
+"""Constrained requests over toy daemons: masks go with their steps, a constraint that fails ends its request only."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Sequence
+
+from lucevisor.engine.constraint import MadeMasks, make_masks
+from lucevisor.engine.masking import MaskMaker
+from lucevisor.engine.request import FinishedEvent, RequestError, TokenEvent
+from lucevisor.engine.step import MaskJob, StepPlan
+from lucevisor.protocol.loading import PoolSizes
+from lucevisor.protocol.steps import Step
+from tests.engine.toy_engine import LOST, ToyEngine, events_of, limits, request, told
+from tests.engine.toy_pipeline import ToyConstraint
+
+
+def toy(n_stages: int = 2) -> ToyEngine:
+    one = ToyEngine(limits(max_sequences=8, pools=PoolSizes(40, 0, 8), max_step_tokens=200), n_stages=n_stages)
+    one.attach()
+    return one
+
+
+async def test_constrained_requests_run_beside_plain_ones() -> None:
+    engine = toy()
+    requests = [request(f"r{i}", range(i, 70), n=30, constraint=ToyConstraint(i) if i % 2 else None) for i in range(6)]
+    handles = [engine.engine.submit(one) for one in requests]
+    engine.run()
+    for one, handle in zip(requests, handles, strict=True):
+        ids, finished = told(await events_of(handle))
+        assert (ids, finished.reason) == (engine.alone(one), "length")
+    masked = [[piece.masked for piece in step.step.slices] for step in engine.steps]
+    assert any(any(step) and not all(step) for step in masked)  # they shared steps
+
+
+async def test_a_prompt_in_chunks_is_masked_where_it_samples() -> None:
+    engine = toy()
+    handle = engine.engine.submit(request("a", range(200), n=3, constraint=ToyConstraint(1)))
+    engine.run()
+    assert told(await events_of(handle))[0] == engine.alone(request("a", range(200), n=3, constraint=ToyConstraint(1)))
+    for step in engine.steps:
+        assert all(piece.masked == piece.sample for piece in step.step.slices)
+
+
+async def test_a_constraint_that_fails_ends_its_request_with_the_reason() -> None:
+    engine = toy()
+    failing = engine.engine.submit(request("a", n=20, constraint=ToyConstraint(1, fails_at=5)))
+    others = [request("b", n=20, constraint=ToyConstraint(2)), request("c", n=20)]
+    handles = [engine.engine.submit(one) for one in others]
+    engine.run()
+    *tokens, finished = await events_of(failing)
+    assert len([event for event in tokens if isinstance(event, TokenEvent)]) == 5
+    assert isinstance(finished, FinishedEvent)
+    assert finished.error is not None
+    assert finished.error.code == "constraint_failed"
+    assert "too much work" in finished.error.message
+    for one, handle in zip(others, handles, strict=True):
+        assert told(await events_of(handle))[0] == engine.alone(one)
+    assert not engine.failures
+    assert all(use.used == use.evictable for use in engine.engine.statistics().pages.values())
+
+
+async def test_a_lost_pipeline_leaves_constraints_where_the_output_is() -> None:
+    """The next pipeline computes the same tokens again; the constraint takes none of them twice."""
+    engine = ToyEngine(limits(), n_stages=1, hold_s=60.0)
+    engine.attach()
+    one = request("a", n=30, constraint=ToyConstraint(4))
+    handle = engine.engine.submit(one)
+    for _ in range(12):
+        engine.work(0)
+    engine.engine.detach(LOST)
+    engine.attach()
+    engine.run()
+    ids, finished = told(await events_of(handle))
+    assert (ids, finished.reason) == (engine.alone(one), "length")
+
+
+class _Recorded:
+    """The pipeline's part that masks go to."""
+
+    def __init__(self) -> None:
+        self.made: list[MadeMasks] = []
+        self.came = asyncio.Event()
+
+    def send_masks(self, made: MadeMasks) -> None:
+        assert threading.current_thread() is threading.main_thread()
+        self.made.append(made)
+        self.came.set()
+
+
+def jobs_of(constraints: Sequence[ToyConstraint]) -> list[MaskJob]:
+    return [MaskJob(f"r{i}", one, 0, [], [3] * (i % 3)) for i, one in enumerate(constraints)]
+
+
+async def test_threads_make_the_same_masks_in_the_order_of_the_slices() -> None:
+    errors: list[tuple[str, RequestError]] = []
+    maker, pipeline = MaskMaker(lambda name, error: errors.append((name, error))), _Recorded()
+    constraints = [ToyConstraint(i, fails_at=0 if i == 7 else -1) for i in range(23)]
+    maker.planned(StepPlan(Step(5, 0), (), jobs_of(constraints)), pipeline)  # type: ignore[arg-type]
+    await asyncio.wait_for(pipeline.came.wait(), 10)
+    expected = make_masks(5, jobs_of([ToyConstraint(i, fails_at=0 if i == 7 else -1) for i in range(23)]))
+    assert pipeline.made == [expected]
+    assert [name for name, _ in errors] == ["r7"]
+    assert set(expected.payload[7]) == {0xFF}
+    maker.close()

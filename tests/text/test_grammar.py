@@ -1,0 +1,230 @@
+"""Grammars over real and small vocabularies: what masks allow is what the grammar allows, at every draft."""
+
+from __future__ import annotations
+
+import functools
+import json
+import random
+import re
+
+import jsonschema
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lucevisor.text.grammar import forms
+from lucevisor.text.grammar.matcher import GrammarCompiler, GrammarError, Matcher
+from lucevisor.text.output_format import THINK, ReasoningTags
+from lucevisor.text.tokenizer import Tokenizer
+from tests.text.vocabularies import CONTROL, USER_DEFINED, byte_metadata, demo_metadata
+
+MARKERS = {"<|endoftext|>": CONTROL, "<|im_end|>": CONTROL, "<think>": USER_DEFINED, "</think>": USER_DEFINED}
+
+
+@functools.cache
+def tokenizer(name: str = "small") -> Tokenizer:
+    return Tokenizer.from_gguf(demo_metadata() if name == "demo" else byte_metadata("qwen2", MARKERS))
+
+
+@functools.cache
+def compiler(name: str = "small") -> GrammarCompiler:
+    return GrammarCompiler(tokenizer(name))
+
+
+def matcher(
+    part: forms.Part, name: str = "small", tags: ReasoningTags | None = None, *, inside: bool = False
+) -> Matcher:
+    whole = forms.after_reasoning(part, tags, tokenizer(name), inside=inside)
+    return compiler(name).compile(whole).matcher()
+
+
+def allowed(row: bytes | bytearray, name: str = "small") -> list[int]:
+    return [i for i in range(tokenizer(name).n_vocab) if row[i // 8] >> (i % 8) & 1]
+
+
+def first(one: Matcher, output: list[int], name: str = "small") -> list[int]:
+    """The tokens that may follow an output."""
+    return allowed(one.masks(0, output, []), name)
+
+
+def written(part: forms.Part, rng: random.Random, n_most: int, name: str = "small") -> str | None:
+    """A random text of a grammar, with a liking for its end; None when it takes too long."""
+    one, output = matcher(part, name), list[int]()
+    while len(output) < n_most:
+        choices = first(one, output, name)
+        ends = [i for i in choices if i in tokenizer(name).eos_ids]
+        if ends and (len(ends) == len(choices) or rng.random() < 0.3):
+            return tokenizer(name).decode(output)
+        closing = [i for i in choices if tokenizer(name).token_bytes(i)[:1] in (b'"', b"}", b"]")]
+        output.append(rng.choice(closing if closing and rng.random() < 0.3 else [i for i in choices if i not in ends]))
+    return None
+
+
+SCHEMAS = [
+    {"type": "boolean"},
+    {"type": "integer", "minimum": -3, "maximum": 12},
+    {"type": "array", "items": {"enum": ["a", 1, None]}, "minItems": 1, "maxItems": 4},
+    {"type": "object", "properties": {"a": {"type": "string", "maxLength": 4}, "b": {"type": "number"}},
+     "required": ["a"], "additionalProperties": False},
+    {"anyOf": [{"type": "null"}, {"type": "string", "pattern": "^[a-f]{2,5}$"}]},
+    {"$defs": {"n": {"type": "object", "properties": {"k": {"anyOf": [{"$ref": "#/$defs/n"}, {"type": "null"}]}},
+     "required": ["k"], "additionalProperties": False}}, "$ref": "#/$defs/n"},
+]  # fmt: skip
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.sampled_from(SCHEMAS), st.integers(0, 2**32), st.sampled_from(["small", "demo"]))
+def test_whatever_masks_allow_is_json_of_the_schema(schema: dict[str, object], seed: int, name: str) -> None:
+    text = written(forms.json_schema(schema), random.Random(seed), 300, name)
+    if text is not None:
+        jsonschema.validate(json.loads(text), schema)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.sampled_from(SCHEMAS), st.integers(0, 2**32), st.integers(0, 12), st.integers(0, 5), st.booleans())
+def test_the_mask_behind_a_draft_is_the_one_after_taking_it(
+    schema: dict[str, object], seed: int, n_before: int, n_drafts: int, straying: bool
+) -> None:
+    """Drafts that are allowed, then perhaps one that is not; the matcher itself stays where it was."""
+    rng, part = random.Random(seed), forms.json_schema(schema)
+    output = list[int]()
+    for _ in range(n_before + n_drafts):
+        choices = [i for i in first(matcher(part), output) if i not in tokenizer().eos_ids]
+        if not choices:
+            break
+        output.append(rng.choice(choices))
+    before, drafts = output[:n_before], output[n_before:]
+    tail = [rng.randrange(tokenizer().n_vocab) for _ in range(2)] if straying else []
+    one = matcher(part)
+    rows = one.masks(0, before, [*drafts, *tail])
+    assert len(rows) == one.row_bytes * (1 + len(drafts) + len(tail))
+    for i in range(1 + len(drafts)):
+        row = rows[i * one.row_bytes : (i + 1) * one.row_bytes]
+        assert allowed(row) == first(matcher(part), before + drafts[:i])
+    assert allowed(one.masks(len(before), [], [])) == first(matcher(part), before)
+    assert one.n_tokens == len(before)
+
+
+def test_tokens_that_were_taken_are_not_taken_again() -> None:
+    ids = tokenizer().encode("[1,2]")
+    part = forms.json_schema({"type": "array", "items": {"type": "integer"}})
+    one = matcher(part)
+    one.masks(0, ids[:3], [])
+    assert allowed(one.masks(1, ids[1:4], [])) == first(matcher(part), ids[:4])
+    assert one.n_tokens == 4
+
+
+def test_a_token_that_does_not_follow_is_an_error() -> None:
+    one = matcher(forms.regex("a+"))
+    with pytest.raises(GrammarError):
+        one.masks(0, tokenizer().encode("b"), [])
+
+
+@pytest.mark.parametrize(
+    ("part", "texts", "others"),
+    [
+        (forms.regex(r"\d{2}/[^/]*"), ["12/", "99/é"], ["1/", "12", "12//"]),
+        (forms.choice(["yes", 'say "no"', "ä\n/b"]), ["yes", 'say "no"', "ä\n/b"], ["y", "yesyes", "no"]),
+        (forms.grammar('root ::= "a" b+ # tail\nb ::= [x-z] | "-" b'), ["ax", "a-xz"], ["a", "ax-"]),
+        (forms.grammar('start: "a" B*\nB: /[xy]/'), ["a", "axy"], ["x"]),
+        (forms.any_object(), ["{}", '{"a": [1, {"b": null}]}'], ["[]", "1", '{"a"}']),
+    ],
+    ids=["regex", "choice", "gbnf", "lark", "object"],
+)
+@pytest.mark.parametrize("name", ["small", "demo"])
+def test_a_form_allows_its_texts_and_no_others(
+    part: forms.Part, texts: list[str], others: list[str], name: str
+) -> None:
+    for text in [*texts, *others]:
+        one, ids = matcher(part, name), tokenizer(name).encode(text)
+        choices, steps = first(one, [], name), 0
+        while steps < len(ids) and ids[steps] in choices:
+            steps += 1
+            choices = allowed(one.masks(0, ids[:steps], []), name)
+        complete = steps == len(ids) and set(choices) & tokenizer(name).eos_ids
+        assert bool(complete) == (text in texts), text
+
+
+class TestReasoning:
+    PART = forms.choice(["yes", "no"])
+
+    def open(self) -> int:
+        return tokenizer().token_id("<think>") or 0
+
+    def close(self) -> int:
+        return tokenizer().token_id("</think>") or 0
+
+    def test_it_may_come_first_and_must_be_closed(self) -> None:
+        one = matcher(self.PART, tags=THINK)
+        starts = {tokenizer().token_bytes(i) for i in first(one, [])}
+        assert starts == {b"y", b"n", b"<think>"}
+        thinking = first(one, [self.open()])
+        assert set(thinking) == set(range(tokenizer().n_vocab)) - tokenizer().eos_ids
+        behind = first(one, [self.open(), *tokenizer().encode("hm"), self.close()])
+        assert {tokenizer().token_bytes(i) for i in behind} == {b"y", b"n", b"\n", b"\n\n"}
+
+    def test_a_prompt_inside_reasoning_must_close_it(self) -> None:
+        one = matcher(self.PART, tags=THINK, inside=True)
+        assert tokenizer().encode("x")[0] in first(one, [])
+        assert not tokenizer().eos_ids & set(first(one, []))
+        assert tokenizer().encode("x")[0] not in first(one, [self.close()])
+
+    def test_tags_that_are_text_work_too(self) -> None:
+        tags = ReasoningTags("[THINK]", "[/THINK]")
+        one = matcher(self.PART, tags=tags)
+        ids = tokenizer().encode("[THINK]is it?[/TH[/THINK]ye")
+        assert {tokenizer().token_bytes(i) for i in first(one, ids)} == {b"s"}
+
+    def test_markers_are_no_text_of_a_string(self) -> None:
+        one = matcher(forms.json_schema({"type": "string"}))
+        assert self.open() not in first(one, tokenizer().encode('"a'))
+
+
+@pytest.mark.parametrize(
+    ("make", "told"),
+    [
+        (lambda: forms.json_schema({"type": "thing"}), "Invalid type"),
+        (lambda: forms.json_schema({"type": "string", "minLength": 5, "maxLength": 2}), "nsatisfiable"),
+        (lambda: forms.regex("[0-9"), "unclosed"),
+        (lambda: forms.regex("((a{1000}){1000}){1000}"), "too many"),
+        (lambda: forms.regex("a" * 200_000), "more than"),
+        (lambda: forms.json_schema({"enum": [str(i) for i in range(100_000)]}), "more than"),
+        (lambda: forms.choice(["a" * 200_000]), "more than"),
+        (lambda: forms.grammar("root ::= other"), "not found"),
+        (lambda: forms.grammar("root = 3"), "::="),
+        (lambda: forms.grammar("root ::= " + "(" * 50_000), "nested too deep"),
+        (lambda: {"lark_grammar": "start: " + "(" * 50_000}, "nested"),
+        (lambda: forms.grammar("start: nothing"), "nothing"),
+    ],
+)
+def test_what_is_malformed_or_too_big_is_said(make: object, told: str) -> None:
+    with pytest.raises(GrammarError, match=re.escape(told)):
+        matcher(make())  # type: ignore[operator]
+
+
+def test_an_unknown_keyword_is_left_out_only_where_asked() -> None:
+    schema = {"type": "array", "uniqueItems": True, "items": {"type": "boolean"}}
+    with pytest.raises(GrammarError, match="uniqueItems"):
+        matcher(forms.json_schema(schema))
+    matcher(forms.json_schema(schema, lenient=True))
+
+
+def test_blanks_are_bounded() -> None:
+    one = matcher(forms.json_schema({"type": "array"}))
+    assert tokenizer().encode(" ")[0] in first(one, tokenizer().encode("["))
+    assert tokenizer().encode(" ")[0] not in first(one, tokenizer().encode("[ "))
+
+
+def test_without_a_token_that_ends_answers_nothing_can_be_constrained() -> None:
+    bare = Tokenizer.from_gguf(byte_metadata("qwen2", {}))
+    with pytest.raises(GrammarError, match="no token that ends"):
+        GrammarCompiler(bare).compile(forms.after_reasoning(forms.any_object(), None, bare, inside=False))
+
+
+def test_the_same_grammar_is_compiled_once_and_its_matchers_are_independent() -> None:
+    whole = forms.after_reasoning(forms.regex("ab"), None, tokenizer(), inside=False)
+    grammar = compiler().compile(whole)
+    assert compiler().compile(whole) is grammar
+    one, other = grammar.matcher(), grammar.matcher()
+    one.masks(0, tokenizer().encode("a"), [])
+    assert first(other, []) == tokenizer().encode("a")
