@@ -19,7 +19,9 @@ import os
 import shutil
 import signal
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -55,6 +57,29 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         machine.settings = scaled(machine.settings, deep)
     for test in tests:  # the decorator refuses to be applied twice
         test._hypothesis_internal_use_settings = scaled(test._hypothesis_internal_use_settings, deep)
+
+
+def pytest_xdist_auto_num_workers() -> int:
+    """Three on two cores: a quarter of the time tests wait for timers, disks and other processes."""
+    n_cores = len(os.sched_getaffinity(0))
+    return n_cores + n_cores // 2
+
+
+@pytest.fixture(scope="session")
+def forker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    """Forks daemons; nothing is started before the first."""
+    from tests.daemon_forks import Forker  # imports the project, for which the environment above is set first
+
+    one = Forker(tmp_path_factory.mktemp("forker"))
+    yield one
+    one.close()
+
+
+@pytest.fixture
+def forked_daemons(forker: Any) -> Iterator[None]:
+    """Services within this process fork their daemons."""
+    with forker.installed():
+        yield
 
 
 def pytest_collection_finish() -> None:

@@ -1,9 +1,11 @@
 """Daemons forked from one process that has imported torch already, instead of an interpreter for each.
 
 Importing torch is 2 s of the processor and most of a daemon's start. A fork is the same process otherwise: its own pid
-and session, a child of this one, the descriptors, environment and directory that the supervisor gave it, the same
-``daemons.main``. Tests of the start itself (tests/supervision, tests/deployment, everything that runs the command line)
-start interpreters; so does a group with a ``python`` of its own.
+and session, a child of its supervisor, the descriptors, environment and directory that the supervisor gave it, the same
+``daemons.main``. The supervisor is this process, or one that :meth:`Forker.command` runs: that one gets a forking
+process of its own, a fork as well, since only a descendant's forks can become its children. Tests of the start itself
+(tests/supervision, tests/deployment, some of tests/e2e/test_cli.py) start interpreters; so does a group with a
+``python`` of its own.
 
 As a script: the process that forks. It serves requests on its standard input until that closes.
 """
@@ -26,22 +28,30 @@ from types import SimpleNamespace
 from typing import Any
 
 if __name__ != "__main__":  # the process that forks holds what a daemon imports, and no more
+    import lucevisor
     from lucevisor.supervision import child
     from lucevisor.supervision.staging import stage_packages
 
 _PR_SET_CHILD_SUBREAPER = 36
 _ABOVE_ALL = 512  # descriptor numbers while the inherited ones are put in their places
 _START_S = 60.0
+_CHANNEL = "LUCEVISOR_FORKER"  # descriptor that a command of `Forker.command` finds its forking process by
 
 
 class Forker:
     """The process to fork from, started when it is first needed. ``directory`` gets the packages that it imports."""
 
-    def __init__(self, directory: Path) -> None:
-        directory.mkdir(exist_ok=True)
-        self._staging = stage_packages(directory).directory
+    def __init__(self, directory: Path, channel: socket.socket | None = None) -> None:
+        self._directory = directory
         self._process: subprocess.Popen[bytes] | None = None
-        self._channel: socket.socket | None = None
+        self._channel = channel
+
+    @classmethod
+    def inherited(cls) -> Forker:
+        """The forking process that :meth:`command` gave to this one."""
+        channel = socket.socket(fileno=int(os.environ.pop(_CHANNEL)))
+        channel.set_inheritable(False)
+        return cls(Path(), channel)
 
     @contextmanager
     def installed(self) -> Iterator[None]:
@@ -59,49 +69,57 @@ class Forker:
         """Fork a daemon; ``options`` as ``supervision.child`` gives them. Other interpreters and other code are
         started.
         """
-        if argv[0] != sys.executable or (cwd / "daemons").resolve() != (self._staging / "daemons").resolve():
+        own = Path(lucevisor.__file__).resolve().parents[1] / "daemons"
+        if argv[0] != sys.executable or (cwd / "daemons").resolve() != own:
             return subprocess.Popen(argv, env=env, cwd=cwd, **options)
         ordinary = {"stdin": -3, "stdout": -1, "stderr": -1, "bufsize": 0, "start_new_session": True}
         assert {k: v for k, v in options.items() if k != "pass_fds"} == ordinary, options
-        self._become_subreaper(True)  # the fork is orphaned at once, and so ours
+        out, their_out = os.pipe()
+        err, their_err = os.pipe()
+        inherited = options["pass_fds"]
+        arguments = list(argv[argv.index("daemons") + 1 :])
         try:
-            self._start()
-            return Fork(*self._fork(argv, env, cwd, options["pass_fds"]))
+            request = {"arguments": arguments, "env": dict(env), "directory": str(cwd), "fds": [1, 2, *inherited]}
+            return Fork(self._fork(request, [their_out, their_err, *inherited]), out, err)
         finally:
-            self._become_subreaper(False)  # supervisors that leave their starter go to init as ever
+            os.close(their_out)
+            os.close(their_err)
+
+    def command(self, argv: Sequence[str], *, env: dict[str, str], cwd: Path, output: int, errors: int) -> int:
+        """Execute a command as a child of this process, with ``output`` and ``errors`` as its standard output and
+        error and a forking process for what it starts (:meth:`inherited`). Returns its pid, to be waited for.
+        """
+        request = {"command": list(argv), "env": dict(env), "directory": str(cwd), "fds": [1, 2]}
+        return self._fork(request, [output, errors])
 
     def close(self) -> None:
         if self._process is not None and self._channel is not None:
             self._channel.close()
             self._process.wait(timeout=_START_S)
 
-    def _start(self) -> None:
+    def _start(self) -> socket.socket:
         if self._channel is not None:
-            return
+            return self._channel
+        self._directory.mkdir(exist_ok=True)
         self._channel, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        environment = os.environ | {"PYTHONPATH": str(self._staging), "PYTHONIOENCODING": "utf-8:backslashreplace"}
+        staging = stage_packages(self._directory).directory
+        environment = os.environ | {"PYTHONPATH": str(staging), "PYTHONIOENCODING": "utf-8:backslashreplace"}
         environment |= {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
         command = [sys.executable, "-u", "-X", "faulthandler", __file__]
         self._process = subprocess.Popen(command, stdin=theirs, env=environment, start_new_session=True)
         theirs.close()
         self._channel.settimeout(_START_S)
+        return self._channel
 
-    def _fork(self, argv: Sequence[str], env: dict[str, str], cwd: Path, fds: Sequence[int]) -> tuple[int, int, int]:
-        """Its pid and the ends of its standard output and error."""
-        out, their_out = os.pipe()
-        err, their_err = os.pipe()
-        numbers = [1, 2, *fds]
-        arguments = list(argv[argv.index("daemons") + 1 :])
-        request = {"arguments": arguments, "env": dict(env), "directory": str(cwd), "fds": numbers}
-        assert self._channel is not None
+    def _fork(self, request: dict[str, Any], fds: Sequence[int]) -> int:
+        """The fork's pid. ``request["fds"]``: the numbers that it has ``fds`` under."""
+        self._become_subreaper(True)  # the fork is orphaned at once, and so ours
         try:
-            socket.send_fds(
-                self._channel, [json.dumps(request | {"parent": os.getpid()}).encode()], [their_out, their_err, *fds]
-            )
-            return int(self._channel.recv(32)), out, err
+            channel = self._start()
+            socket.send_fds(channel, [json.dumps(request | {"parent": os.getpid()}).encode()], fds)
+            return int(channel.recv(32))
         finally:
-            os.close(their_out)
-            os.close(their_err)
+            self._become_subreaper(False)  # supervisors that leave their starter go to init as ever
 
     @staticmethod
     def _become_subreaper(on: bool) -> None:
@@ -130,7 +148,7 @@ class Fork:
 
 
 def _serve(channel: socket.socket) -> list[str]:
-    """Fork at every request. Returns in the fork, with the daemon's arguments."""
+    """Fork at every request. Returns in a daemon, with its arguments."""
     while True:
         data, fds, _, _ = socket.recv_fds(channel, 1 << 20, 8)
         if not data:
@@ -140,8 +158,13 @@ def _serve(channel: socket.socket) -> list[str]:
         if not between:
             pid = os.fork()
             if not pid:
-                channel.detach()  # its number becomes the daemon's standard input
-                return _become_a_daemon(json.loads(data), fds)
+                channel.detach()  # _take_over closes it, or gives its number to standard input
+                request = json.loads(data)
+                _take_over(request, fds)
+                if "command" in request:
+                    return _execute(request["command"])
+                arguments: list[str] = request["arguments"]
+                return arguments
             os.write(writing, str(pid).encode())
             os._exit(0)
         os.waitpid(between, 0)  # now the fork has the parent it shall have
@@ -151,7 +174,19 @@ def _serve(channel: socket.socket) -> list[str]:
         channel.send(pid_text)
 
 
-def _become_a_daemon(request: dict[str, Any], fds: Sequence[int]) -> list[str]:
+def _execute(command: Sequence[str]) -> list[str]:  # noqa: RET503 - execv does not return
+    """Execute the command beside a forking process of its own; returns in that one's forks."""
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    if not os.fork():
+        ours.close()
+        return _serve(theirs)
+    ours.set_inheritable(True)
+    os.environ[_CHANNEL] = str(ours.fileno())
+    os.execv(command[0], command)
+
+
+def _take_over(request: dict[str, Any], fds: Sequence[int]) -> None:
+    """Become a child of the requester, in a session of its own, with what it gave."""
     while os.getppid() != request["parent"]:
         time.sleep(0.0002)
     os.setsid()
@@ -166,8 +201,6 @@ def _become_a_daemon(request: dict[str, Any], fds: Sequence[int]) -> list[str]:
     os.environ.clear()
     os.environ.update(request["env"])
     os.chdir(request["directory"])
-    arguments: list[str] = request["arguments"]
-    return arguments
 
 
 if __name__ == "__main__":

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from lucevisor.deployment.deployment import Deployment, DeploymentHooks
 from lucevisor.deployment.service import Service
 from lucevisor.engine.request import RequestError
@@ -34,6 +36,7 @@ def second(service: Service, directory: Path) -> Deployment:
     return Deployment(2, service.config, service.model, service._weights, launcher, SupervisionLimits(), hooks)
 
 
+@pytest.mark.usefixtures("forked_daemons")
 async def test_a_later_epoch_loads_beside_the_one_that_serves_and_takes_its_engine_over(tmp_path):
     config = write_config(tmp_path, GOLDEN / "qwen3" / "model.gguf", {"left": 1, "right": 1}, ["0-2", "2-4"])
     async with running(config, tmp_path) as service:

@@ -16,6 +16,11 @@ from tests.e2e.process import DEMO, Cli
 
 
 @pytest.fixture(autouse=True)
+def _every_test(forked_daemons: None, quiet_log: None) -> None:
+    """What all tests here use."""
+
+
+@pytest.fixture
 def quiet_log() -> Iterator[None]:
     """Warnings and errors only, so that a failure's output shows what matters."""
     structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.WARNING))
@@ -24,23 +29,9 @@ def quiet_log() -> Iterator[None]:
 
 
 @pytest.fixture(scope="session")
-def forker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Forker]:
-    one = Forker(tmp_path_factory.mktemp("forker"))
-    yield one
-    one.close()
-
-
-@pytest.fixture(autouse=True)
-def _forked_daemons(forker: Forker) -> Iterator[None]:
-    """Services within this process fork their daemons; those of the command line are started as a user's are."""
-    with forker.installed():
-        yield
-
-
-@pytest.fixture(scope="session")
-def demo_status() -> Iterator[dict[str, Any]]:
+def demo_status(forker: Forker) -> Iterator[dict[str, Any]]:
     """Status of a running demo supervisor, shared by tests that leave it as it was."""
-    cli = Cli()
+    cli = Cli(forker)
     try:
         yield cli.start(DEMO, "engine.dtype=float32", "engine.max_sequences=8")
         cli.stop()
@@ -55,8 +46,16 @@ def endpoint(demo_status: dict[str, Any]) -> str:
 
 
 @pytest.fixture
-def cli() -> Iterator[Cli]:
-    """The command line with a run directory of its own."""
+def cli(forker: Forker) -> Iterator[Cli]:
+    """The command line with a run directory of its own; its daemons are forked."""
+    one = Cli(forker)
+    yield one
+    one.close()
+
+
+@pytest.fixture
+def user_cli() -> Iterator[Cli]:
+    """The same with daemons that are started as a user's are."""
     one = Cli()
     yield one
     one.close()

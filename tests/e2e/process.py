@@ -2,22 +2,28 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import select
 import shutil
 import signal
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import psutil
 
 from lucevisor.cli.admin_client import AdminClient
+from lucevisor.errors import NotRunningError
+from tests.daemon_forks import Forker
 
 ROOT = Path(__file__).parents[2]
 DEMO = ROOT / "etc" / "demo.toml"
+STARTS_DAEMONS = ("start", "plan", "doctor", "logits", "demo")
 
 
 def wait_until(condition: Any, seconds: float, what: str) -> None:
@@ -28,20 +34,51 @@ def wait_until(condition: Any, seconds: float, what: str) -> None:
 
 
 class Cli:
-    """Runs commands with a run directory of its own (short: socket paths are limited to 107 bytes)."""
+    """Runs commands with a run directory of its own (short: socket paths are limited to 107 bytes).
 
-    def __init__(self) -> None:
+    With a ``forker`` the daemons of :meth:`run` and :meth:`start` are forked, and :meth:`start` runs what ``--daemon``
+    does, without the command that starts it and waits.
+    """
+
+    def __init__(self, forker: Forker | None = None) -> None:
         self.runtime = Path(tempfile.mkdtemp(prefix="lv"))
         self.env = os.environ | {"XDG_RUNTIME_DIR": str(self.runtime), "NO_COLOR": "1"}
+        self._forker = forker
         self._started: list[subprocess.Popen[str]] = []
+        self._forked: list[int] = []
 
     def run(self, *arguments: str, timeout_s: float = 60.0, check: bool = True) -> subprocess.CompletedProcess[str]:
-        done = subprocess.run(
-            [sys.executable, "-m", "lucevisor", *arguments],
-            env=self.env, text=True, capture_output=True, timeout=timeout_s, check=False,
-        )  # fmt: skip
+        if self._forker is not None and arguments[0] in STARTS_DAEMONS:
+            done = self._run_forked(arguments, timeout_s)
+        else:
+            done = subprocess.run(
+                [sys.executable, "-m", "lucevisor", *arguments],
+                env=self.env, text=True, capture_output=True, timeout=timeout_s, check=False,
+            )  # fmt: skip
         assert not check or done.returncode == 0, f"{arguments}: {done.returncode}\n{done.stdout}\n{done.stderr}"
         return done
+
+    def _run_forked(self, arguments: Sequence[str], timeout_s: float) -> subprocess.CompletedProcess[str]:
+        with tempfile.TemporaryFile("w+") as output, tempfile.TemporaryFile("w+") as errors:
+            pid = self._fork(arguments, output.fileno(), errors.fileno())
+            ended = os.pidfd_open(pid)
+            try:
+                if not select.select([ended], [], [], timeout_s)[0]:
+                    raise subprocess.TimeoutExpired(arguments, timeout_s)
+            finally:
+                os.close(ended)
+            code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+            self._forked.remove(pid)
+            output.seek(0)
+            errors.seek(0)
+            return subprocess.CompletedProcess(arguments, code, output.read(), errors.read())
+
+    def _fork(self, arguments: Sequence[str], output: int, errors: int) -> int:
+        assert self._forker is not None
+        command = [sys.executable, "-m", "tests.forked_command", *arguments]
+        pid = self._forker.command(command, env=self.env, cwd=ROOT, output=output, errors=errors)
+        self._forked.append(pid)
+        return pid
 
     def popen(self, *arguments: str) -> subprocess.Popen[str]:
         return self.popen_raw([sys.executable, "-m", "lucevisor", *arguments])
@@ -56,7 +93,23 @@ class Cli:
 
     def start(self, config: Path = DEMO, *overrides: str, name: str = "t") -> dict[str, Any]:
         sets = [part for o in ("server.port=0", *overrides) for part in ("--set", o)]
-        self.run("start", str(config), "--daemon", "--name", name, "--timeout", "60", *sets, timeout_s=90)
+        if self._forker is None:
+            self.run("start", str(config), "--daemon", "--name", name, "--timeout", "60", *sets, timeout_s=90)
+            return self.status(name)
+        with (self.runtime / f"output-{name}").open("wb") as output:
+            pid = self._fork(
+                ["start", str(config), "--name", name, "--detached", *sets], output.fileno(), output.fileno()
+            )
+
+        def ready() -> bool:
+            assert alive(pid), (self.runtime / f"output-{name}").read_text()
+            with contextlib.suppress(NotRunningError):
+                status = self.status(name)
+                assert status["state"] != "failed", status["reason"]
+                return bool(status["state"] == "ready")
+            return False
+
+        wait_until(ready, 60, "ready")
         return self.status(name)
 
     def socket(self, name: str = "t") -> Path:
@@ -76,6 +129,8 @@ class Cli:
                 process.send_signal(signal.SIGKILL)
         for started in self._started:  # a zombie or an open pipe would be found by another test
             started.communicate(timeout=10)
+        for pid in self._forked:
+            os.waitpid(pid, 0)
         shutil.rmtree(self.runtime, ignore_errors=True)
 
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-import subprocess
-import sys
+import os
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,7 @@ from lucevisor.deployment.probe import inventory
 from lucevisor.deployment.speeds import SpeedFile, path_of, speeds_for, wanted, write
 from lucevisor.placement.speeds import MeasurementRequest
 from lucevisor.protocol.checks import Timing
-from tests.e2e.process import ROOT
+from tests.e2e.process import ROOT, Cli
 from tests.e2e.service import generate, running
 
 MODEL = ROOT / "etc" / "demo" / "demo-qwen35-22m-q4_k_m.gguf"
@@ -57,32 +56,18 @@ def keep(request: MeasurementRequest, factors: tuple[float, float]) -> None:
     write(request, request.to_speeds(timings, "2026-01-02 03:04 UTC"))
 
 
-PLAN = """
-import sys
-from pathlib import Path
-
-from lucevisor.cli import main
-from tests.daemon_forks import Forker
-
-directory, *sys.argv[1:] = sys.argv[1:]
-with Forker(Path(directory)).installed():
-    main()
-"""
-
-
-async def planned(config: Path, *overrides: str) -> dict[str, Any]:
-    """What the command says, run with the test's own cache directory; the daemons that it asks are forked."""
+async def planned(cli: Cli, config: Path, *overrides: str) -> dict[str, Any]:
+    """What the command says, run with the test's own cache directory."""
+    cli.env["XDG_CACHE_HOME"] = os.environ["XDG_CACHE_HOME"]
     sets = [part for o in overrides for part in ("--set", o)]
-    command = [sys.executable, "-c", PLAN, str(config.parent / "forker"), "plan", str(config), "--json", *sets]
-    done = await asyncio.to_thread(subprocess.run, command, cwd=ROOT, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
+    done = await asyncio.to_thread(cli.run, "plan", str(config), "--json", *sets)
     return dict(json.loads(done.stdout))
 
 
-async def test_plan_and_start_follow_what_was_measured(cache, config, tmp_path):
+async def test_plan_and_start_follow_what_was_measured(cache, config, tmp_path, cli):
     keep(await request_for(load(config)), (3.0, 1.0))
-    latency = await planned(config)
-    throughput = await planned(config, "placement.goal=throughput")
+    latency = await planned(cli, config)
+    throughput = await planned(cli, config, "placement.goal=throughput")
     assert [d["layers"] for d in latency["devices"]] == [[0, 1], [1, 8]]
     assert [d["layers"] for d in throughput["devices"]] == [[0, 2], [2, 8]]
     assert (latency["goal"], latency["speeds_measured"]) == ("latency", "2026-01-02 03:04 UTC")
@@ -96,7 +81,7 @@ async def test_plan_and_start_follow_what_was_measured(cache, config, tmp_path):
     assert len(list(cache.glob("speeds-*"))) == 1  # nothing was measured
 
 
-async def test_the_first_start_measures_and_the_next_remembers(cache, config, tmp_path):
+async def test_the_first_start_measures_and_the_next_remembers(cache, config, tmp_path, cli):
     async with running(config, tmp_path) as service:
         assert service.placement is not None
         first = service.placement
@@ -105,7 +90,7 @@ async def test_the_first_start_measures_and_the_next_remembers(cache, config, tm
         assert all(d.decode_s is not None and d.decode_s > 0 for d in first.devices)
     [file] = cache.glob("speeds-*")
     assert msgspec.json.decode(file.read_bytes(), type=SpeedFile).speeds.measured == first.measured
-    shown = await planned(config)
+    shown = await planned(cli, config)
     assert [d["layers"] for d in shown["devices"]] == [[d.layers.start, d.layers.stop] for d in first.devices]
 
 

@@ -20,8 +20,8 @@ from tests.e2e.service import GOLDEN, write_config
 from tests.families.golden import opened
 
 
-def test_demo_answers_restarts_a_shard_and_leaves_nothing(cli: Cli) -> None:
-    done = cli.run("demo", "--max-tokens", "60", timeout_s=100)
+def test_demo_answers_restarts_a_shard_and_leaves_nothing(user_cli: Cli) -> None:
+    done = user_cli.run("demo", "--max-tokens", "60", timeout_s=100)
     assert done.stdout.count("Q: ") == 4
     assert "join" in done.stdout.split("A: ")[1].lower()
     assert "left:0 [0," in done.stdout
@@ -63,26 +63,26 @@ def test_status_shows_groups_ranges_and_memory(demo_status: dict[str, Any]) -> N
     assert demo_status["engine"]["tokens_per_s"] == 0
 
 
-def test_operating_a_running_supervisor(cli: Cli) -> None:
-    first = cli.start()
-    assert "left" in cli.run("status").stdout
-    assert json.loads(cli.run("status", "--json").stdout)["groups"] == cli.status()["groups"]
-    out = cli.run("restart", "right").stdout
+def test_operating_a_running_supervisor(user_cli: Cli) -> None:
+    first = user_cli.start()
+    assert "left" in user_cli.run("status").stdout
+    assert json.loads(user_cli.run("status", "--json").stdout)["groups"] == user_cli.status()["groups"]
+    out = user_cli.run("restart", "right").stdout
     assert "group right is ready" in out
-    now = cli.status()
+    now = user_cli.status()
     assert now["groups"][1]["pid"] != first["groups"][1]["pid"]
     assert now["groups"][1]["restarts"] == 1
-    assert "there is no group 'middle'" in cli.run("restart", "middle", check=False).stderr
-    rolled = cli.run("restart", "--rolling", "--now").stdout
+    assert "there is no group 'middle'" in user_cli.run("restart", "middle", check=False).stderr
+    rolled = user_cli.run("restart", "--rolling", "--now").stdout
     assert "group left is ready" in rolled
-    lines = [json.loads(line) for line in cli.run("logs", "left").stdout.splitlines()]
+    lines = [json.loads(line) for line in user_cli.run("logs", "left").stdout.splitlines()]
     assert lines
     assert {line["group"] for line in lines} == {"left"}
-    clash = cli.run("start", str(DEMO), "--name", "t", "--set", "server.port=0", check=False)
+    clash = user_cli.run("start", str(DEMO), "--name", "t", "--set", "server.port=0", check=False)
     assert clash.returncode == 1
     assert "runs already" in clash.stderr
-    cli.stop()
-    assert cli.run("status", check=False).returncode == 3
+    user_cli.stop()
+    assert user_cli.run("status", check=False).returncode == 3
 
 
 def test_plan_prints_shards_and_bytes_and_what_does_not_fit(cli: Cli) -> None:
@@ -95,8 +95,8 @@ def test_plan_prints_shards_and_bytes_and_what_does_not_fit(cli: Cli) -> None:
     assert "[4,8)" in short.stdout
 
 
-def test_doctor_passes_on_this_machine_and_names_a_missing_interpreter(cli: Cli, tmp_path: Path) -> None:
-    done = cli.run("doctor", str(DEMO))
+def test_doctor_passes_on_this_machine_and_names_a_missing_interpreter(user_cli: Cli, tmp_path: Path) -> None:
+    done = user_cli.run("doctor", str(DEMO))
     assert "all groups are fit" in done.stdout
     assert "arena" in done.stdout
     broken = tmp_path / "broken.toml"
@@ -105,7 +105,7 @@ def test_doctor_passes_on_this_machine_and_names_a_missing_interpreter(cli: Cli,
         .replace('path = "demo/', f'path = "{DEMO.parent}/demo/')
         .replace("[groups.right]", '[groups.right]\npython = "/nowhere/python"')
     )
-    bad = cli.run("doctor", str(broken), check=False)
+    bad = user_cli.run("doctor", str(broken), check=False)
     assert bad.returncode == 1
     assert "/nowhere/python" in bad.stdout
 

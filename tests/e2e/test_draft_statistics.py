@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from tests.daemon_forks import Forker
 from tests.e2e.process import DEMO, Cli
 from tests.e2e.test_faults import post
 
@@ -19,9 +20,9 @@ QUESTION = {"role": "user", "content": "What does os.path.join do?"}
 
 
 @pytest.fixture(scope="module")
-def demo() -> Iterator[Cli]:
+def demo(forker: Forker) -> Iterator[Cli]:
     """The bundled demo; it always drafts, where `auto` would go by the machine's speed."""
-    cli = Cli()
+    cli = Cli(forker)
     try:
         cli.start(DEMO, "engine.dtype=float32", f"draft.width={WIDTH}", "cache.min_tokens=8", "log.format=json")
         yield cli

@@ -24,6 +24,7 @@ from lucevisor.deployment.service import Service
 from lucevisor.errors import LucevisorError
 from lucevisor.protocol.steps import Sampling
 from lucevisor.supervision.states import State
+from tests.daemon_forks import Forker
 from tests.e2e.process import DEMO, Cli
 from tests.e2e.service import GOLDEN, generate, running, write_config
 from tests.e2e.test_faults import post
@@ -347,9 +348,9 @@ def test_a_service_can_be_made_without_its_drafter_being_placed(tmp_path: Path) 
 
 
 @pytest.fixture(scope="module")
-def demos() -> Iterator[dict[str, dict[str, Any]]]:
+def demos(forker: Forker) -> Iterator[dict[str, dict[str, Any]]]:
     """The bundled demo as it is, and without drafts."""
-    cli = Cli()
+    cli = Cli(forker)
     try:
         yield {
             "with": cli.start(DEMO, "engine.dtype=float32", name="with"),

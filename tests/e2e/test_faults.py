@@ -18,6 +18,7 @@ from typing import Any
 import psutil
 import pytest
 
+from tests.daemon_forks import Forker
 from tests.e2e.process import DEMO, Cli, alive, wait_until
 
 QUESTION = {"messages": [{"role": "user", "content": "What does os.path.join do?"}], "temperature": 0, "max_tokens": 24}
@@ -39,9 +40,9 @@ def answer(status: dict[str, Any], **more: Any) -> str:
 
 
 @pytest.fixture(scope="module")
-def shared() -> Iterator[Cli]:
+def shared(forker: Forker) -> Iterator[Cli]:
     """A supervisor for tests that kill its daemons and wait until it is ready again."""
-    cli = Cli()
+    cli = Cli(forker)
     try:
         cli.start(DEMO, "recovery.restart_limit=9/60s", "engine.dtype=float32")
         yield cli
@@ -189,7 +190,7 @@ def ask_stop(socket: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "delay_s", [0.0, 0.6, 1.5, 3.0, *(pytest.param(s, marks=pytest.mark.slow) for s in (0.3, 1.0, 2.2))]
+    "delay_s", [0.0, 0.6, 1.5, *(pytest.param(s, marks=pytest.mark.slow) for s in (0.3, 1.0, 2.2, 3.0))]
 )
 def test_a_stop_in_each_phase_of_the_start_is_clean(cli: Cli, delay_s: float) -> None:
     process = cli.popen("start", str(DEMO), "--name", "t", "--set", "server.port=0")

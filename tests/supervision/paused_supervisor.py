@@ -56,5 +56,5 @@ async def main(run_dir: str, n_tokens: int) -> None:
 
 
 structlog.configure(logger_factory=structlog.PrintLoggerFactory(sys.stderr))
-with Forker(Path(sys.argv[1]) / "forker").installed(), asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+with Forker.inherited().installed(), asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
     runner.run(main(sys.argv[1], int(sys.argv[2])))
