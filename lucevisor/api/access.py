@@ -138,7 +138,7 @@ def preflight(request: web.Request, settings: ApiSettings) -> web.Response | Non
     if "Access-Control-Allow-Origin" not in cors_headers(request.headers.get("Origin"), settings):
         return None
     headers = {
-        "Access-Control-Allow-Methods": "GET, POST, OPTIONS",
+        "Access-Control-Allow-Methods": "GET, POST, DELETE, OPTIONS",
         "Access-Control-Allow-Headers": _ALLOW_HEADERS,
         "Access-Control-Max-Age": "600",
     }

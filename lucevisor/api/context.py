@@ -17,6 +17,7 @@ from lucevisor.api.limiter import LoopLimiter
 from lucevisor.api.metrics import Metrics
 from lucevisor.api.output.sse import EventStream
 from lucevisor.api.ports import HandlePort, Ports
+from lucevisor.api.response_store import ResponseStore
 
 PORTS: Final = web.AppKey("ports", Ports)
 METRICS: Final = web.AppKey("metrics", Metrics)
@@ -69,6 +70,7 @@ class BufferedBodies:
 
 
 BUFFERED_BODIES: Final = web.AppKey("buffered_bodies", BufferedBodies)
+RESPONSE_STORE: Final = web.AppKey("response_store", ResponseStore)
 START_LIMITER: Final = web.AppKey("start_limiter", LoopLimiter)
 """Limits how many handlers start per iteration of the loop: each runs 0.1 ms before it first waits."""
 

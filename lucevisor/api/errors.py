@@ -54,6 +54,15 @@ class ApiError(Exception):
         """Return OpenAI's error body; in a stream it is the data of the last event."""
         return {"error": {"message": self.message, "type": self.type, "param": self.param, "code": self.code}}
 
+    def renamed(self, param: str) -> ApiError:
+        """Return the same error about a parameter by another name."""
+        if not self.param:
+            return self
+        message = self.message
+        if message.startswith(self.param):
+            message = param + message[len(self.param) :]
+        return ApiError(self.status, message, code=self.code, param=param, headers=self.headers)
+
     def anthropic_body(self, request_id: str | None = None) -> dict[str, object]:
         """Return Anthropic's error body; in a stream it is the data of the last event."""
         kind = _ANTHROPIC_TYPES.get(self.status, "api_error" if self.status >= 500 else "invalid_request_error")

@@ -157,6 +157,8 @@ class ApiSettings:
     max_bodies_bytes: int = 256 * 1024 * 1024  # of all bodies in memory; beyond it: 429
     preprocess_memory_bytes: int = 1024 * 1024 * 1024  # per body; beyond it: 413
     preprocess_timeout_s: float = 60.0  # per body; beyond it: 413
+    stored_responses: int = 1024  # of the Responses API; the least recently used go first
+    stored_bytes: int = 64 * 1024 * 1024  # of all of them, with their conversations
     max_waiting_bodies: int = 1024  # bodies waiting for a worker; beyond it: 429
     write_timeout_s: float = 60.0  # a client that reads nothing for so long is disconnected
     head_timeout_s: float = 10.0  # from the connection, or the first byte of a later request, to the end of the head

@@ -7,14 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Final, Literal
 
 import msgspec
 
 from lucevisor.protocol.steps import Sampling
 from lucevisor.text.grammar.matcher import Grammar
 
-BodyKind = Literal["chat", "completion", "messages", "count_tokens", "tokenize", "detokenize"]
+BodyKind = Literal["chat", "completion", "messages", "count_tokens", "responses", "tokenize", "detokenize"]
 """Which endpoint a body is for."""
 
 
@@ -23,6 +23,23 @@ class OutputGrammar(msgspec.Struct, frozen=True, kw_only=True):
 
     grammar: str
     param: str
+
+
+class ResponseOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """What the Responses API needs besides.
+
+    ``echo``: JSON object of the request's fields that the response repeats.  ``items``: JSON array of the request's own
+    input items.  ``store``: keep the response.  ``summary``: send reasoning as its summary.  ``encrypted``: send
+    reasoning encoded too.  ``namespaces``: of the functions that have one, by the name that the model knows.
+    """
+
+    echo: bytes
+    items: bytes
+    previous_id: str | None
+    store: bool
+    summary: bool
+    encrypted: bool
+    namespaces: dict[str, str]
 
 
 class GenerationOptions(msgspec.Struct, frozen=True, kw_only=True):
@@ -52,7 +69,11 @@ class GenerationOptions(msgspec.Struct, frozen=True, kw_only=True):
     show_reasoning: bool = True
     one_tool_call: bool = False
     echoes: tuple[str, ...] = ()
+    response: ResponseOptions | None = None
 
+
+STORED_RESPONSES: Final = "stored_responses"
+"""Member that the server adds to a body of the Responses API: items of earlier responses, by their ids."""
 
 EncodedResponse = list[bytes]
 """The body of a response that needs no model, in parts."""

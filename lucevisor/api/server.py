@@ -17,6 +17,7 @@ from lucevisor.api.context import (
     IGNORED_BEFORE,
     METRICS,
     PORTS,
+    RESPONSE_STORE,
     START_LIMITER,
     ActiveRequests,
     BufferedBodies,
@@ -25,7 +26,8 @@ from lucevisor.api.limiter import LoopLimiter
 from lucevisor.api.metrics import Metrics
 from lucevisor.api.middleware import request_middleware, set_headers, wait_until_idle
 from lucevisor.api.ports import Ports
-from lucevisor.api.routes import anthropic, info
+from lucevisor.api.response_store import ResponseStore
+from lucevisor.api.routes import anthropic, info, responses
 from lucevisor.api.routes.chat import chat_completions
 from lucevisor.api.routes.completions import completions
 from lucevisor.api.routes.openapi import openapi
@@ -46,6 +48,7 @@ def create_app(ports: Ports) -> web.Application:
     app[ACTIVE] = ActiveRequests()
     app[BUFFERED_BODIES] = BufferedBodies()
     app[IGNORED_BEFORE] = set()
+    app[RESPONSE_STORE] = ResponseStore(ports.settings.stored_responses, ports.settings.stored_bytes)
     app[START_LIMITER] = LoopLimiter(_STARTS_PER_ITERATION)
     app.on_response_prepare.append(set_headers)
     app.on_shutdown.append(_close_preprocessor)
@@ -55,6 +58,9 @@ def create_app(ports: Ports) -> web.Application:
             web.post("/v1/completions", completions),
             web.post("/v1/messages", anthropic.messages),
             web.post("/v1/messages/count_tokens", anthropic.count_tokens),
+            web.post("/v1/responses", responses.create_response),
+            web.get("/v1/responses/{id}", responses.get_response),
+            web.delete("/v1/responses/{id}", responses.delete_response),
             web.get("/v1/models", info.models),
             web.get("/v1/models/{id:.+}", info.model),
             web.post("/tokenize", tokenize),

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from lucevisor.api.prompts import responses_schemas
 from lucevisor.api.prompts.anthropic_schemas import RULES
 from lucevisor.api.prompts.schemas import HARMLESS, NEUTRAL, REFUSED, ChatBody, CompletionBody
 from tests.api.scripted_model import MODEL, dice
@@ -144,6 +145,48 @@ anthropic_bodies = st.fixed_dictionaries(
         **dict.fromkeys([*RULES.harmless, *RULES.refused, *RULES.neutral], anything),
     },
 )
+response_items = st.fixed_dictionaries(
+    {"type": st.sampled_from(["message", "reasoning", "function_call", "function_call_output"]) | scalars},
+    optional={
+        "role": st.sampled_from(["user", "assistant", "system", "developer"]) | scalars,
+        "content": texts | st.lists(st.fixed_dictionaries({"type": st.just("input_text"), "text": texts})) | anything,
+        "summary": st.lists(st.fixed_dictionaries({"text": texts}), max_size=2) | anything,
+        "encrypted_content": texts,
+        "call_id": texts,
+        "name": texts,
+        "arguments": texts | st.just('{"a": 1}'),
+        "namespace": texts,
+        "output": texts | anything,
+    },
+)
+response_tools = st.fixed_dictionaries(
+    {"type": st.sampled_from(["function", "namespace", "web_search"])},
+    optional={
+        "name": texts,
+        "parameters": anything,
+        "tools": st.lists(anything, max_size=2),
+        "external_web_access": anything,
+    },
+)
+response_bodies = st.fixed_dictionaries(
+    {"input": texts | st.lists(response_items, max_size=4), "max_output_tokens": st.integers(1, 4)},
+    optional={
+        "instructions": texts,
+        "previous_response_id": st.sampled_from(["resp_1", ""]) | anything,
+        "stored_responses": anything,
+        "tools": st.lists(response_tools | anything, max_size=2),
+        "tool_choice": st.sampled_from(["auto", "none"]) | anything,
+        "reasoning": st.fixed_dictionaries({"effort": st.sampled_from(["none", "high"]), "summary": scalars})
+        | anything,
+        "text": st.fixed_dictionaries({"verbosity": st.just("low")}) | anything,
+        "include": st.lists(st.sampled_from(["reasoning.encrypted_content", "message.output_text.logprobs"]) | texts),
+        "top_logprobs": st.integers(-1, 3),
+        "store": st.booleans() | anything,
+        "stream": st.booleans() | anything,
+        "metadata": st.dictionaries(texts, texts, max_size=2) | anything,
+        **dict.fromkeys([*responses_schemas.RULES.harmless, *responses_schemas.RULES.refused], anything),
+    },
+)
 
 
 @st.composite
@@ -224,10 +267,31 @@ def test_anthropic_bodies(server, connection, body, counted):
     assert server.do(lambda rig: rig.n_busy) == 0
 
 
+@given(response_bodies)
+@settings(max_examples=200, deadline=None, suppress_health_check=list(HealthCheck))
+def test_response_bodies(server, connection, body):
+    status, kind, raw = post(connection, "/v1/responses", json.dumps(body).encode())
+    assert status in (200, 400, 404, 413, 429), raw
+    if status == 200 and kind.startswith("text/event-stream"):
+        assert json.loads(raw.rpartition(b"data: ")[2])["type"] in ("response.completed", "response.incomplete")
+    elif status == 200:
+        assert json.loads(raw)["status"] in ("completed", "incomplete")
+    else:
+        check(status, kind, raw)
+    assert server.do(lambda rig: rig.n_busy) == 0
+
+
 @given(st.binary(max_size=200) | st.text(max_size=100).map(str.encode))
 @settings(max_examples=100, deadline=None, suppress_health_check=list(HealthCheck))
 def test_bytes(server, connection, data):
-    for path in ("/v1/chat/completions", "/v1/completions", "/v1/messages", "/tokenize", "/detokenize"):
+    for path in (
+        "/v1/chat/completions",
+        "/v1/completions",
+        "/v1/messages",
+        "/v1/responses",
+        "/tokenize",
+        "/detokenize",
+    ):
         status, _, raw = post(connection, path, data)
         assert status in (400, 404), raw
         assert json.loads(raw)["error"]["message"]

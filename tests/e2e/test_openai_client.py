@@ -161,6 +161,42 @@ def test_a_tool_is_called(client: openai.OpenAI) -> None:
     assert json.loads(call.function.arguments)["name"]
 
 
+def test_responses_streamed_and_whole_are_the_same_text(client: openai.OpenAI) -> None:
+    arguments: dict[str, Any] = {"input": QUESTION[0]["content"], "temperature": 0}
+    whole = client.responses.create(model=model_of(client), **arguments)
+    with client.responses.stream(model=model_of(client), **arguments) as stream:
+        text = "".join(event.delta for event in stream if event.type == "response.output_text.delta")
+        final = stream.get_final_response()
+    assert text == whole.output_text == final.output_text
+    assert "os.path.join" in text
+    assert client.responses.retrieve(final.id).output_text == text
+    more = client.responses.create(
+        model=model_of(client), input="Which module reads CSV files?", previous_response_id=final.id, temperature=0
+    )
+    assert more.output_text
+    assert more.usage.input_tokens > final.usage.total_tokens
+
+
+def test_responses_call_a_function_and_answer_its_output(client: openai.OpenAI) -> None:
+    tool = {
+        "type": "function",
+        "name": "get_doc",
+        "description": "Get the documentation of a Python object.",
+        "parameters": {"type": "object", "properties": {"name": {"type": "string"}}, "required": ["name"]},
+        "strict": False,
+    }
+    arguments: dict[str, Any] = {"model": model_of(client), "tools": [tool], "temperature": 0, "store": False}
+    conversation: list[Any] = [{"role": "user", "content": "Look up the documentation of os.path.join."}]
+    first = client.responses.create(input=conversation, **arguments)
+    call = first.output[-1]
+    assert call.type == "function_call"
+    assert call.name == "get_doc"
+    assert json.loads(call.arguments)["name"]
+    output = {"type": "function_call_output", "call_id": call.call_id, "output": "Join one or more path segments."}
+    second = client.responses.create(input=[*conversation, *first.output, output], max_output_tokens=40, **arguments)
+    assert second.output_text
+
+
 def test_errors_are_the_client_s_typed_exceptions(client: openai.OpenAI) -> None:
     with pytest.raises(openai.BadRequestError, match="temperature"):
         ask(client, temperature=9)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any, Final
 
 import msgspec
@@ -27,41 +27,25 @@ from lucevisor.api.prompts.anthropic_schemas import (
     ToolResultBlock,
     ToolUseBlock,
 )
-from lucevisor.api.prompts.chat import read_chat
 from lucevisor.api.prompts.decoding import convert, ignored, to_record
+from lucevisor.api.prompts.draft import ChatDraft
 from lucevisor.errors import show
 from lucevisor.text.template import ChatTemplate
 
 _ROLES: Final = ("user", "assistant", "system")
 _FAILED: Final = "The tool failed:"
-_CHAT_MESSAGE: Final = re.compile(r"messages\[(\d+)\]")
-_CHAT_NAMES: Final = (
-    ("enable_thinking", "thinking"),
-    ("chat_template_kwargs.reasoning_effort", "output_config.effort"),
-    ("parallel_tool_calls", "tool_choice.disable_parallel_tool_use"),
-    ("response_format.json_schema", "output_config.format"),
-    ("response_format", "output_config.format"),
-    ("stop", "stop_sequences"),
-)
-"""Parameters of chat completions, and those of this API that they were made from."""
+_CHAT_NAMES: Final = {
+    "enable_thinking": "thinking",
+    "chat_template_kwargs.reasoning_effort": "output_config.effort",
+    "parallel_tool_calls": "tool_choice.disable_parallel_tool_use",
+    "response_format.json_schema": "output_config.format",
+    "response_format": "output_config.format",
+    "stop": "stop_sequences",
+}
+"""Parameters of chat completions, and those of this API that they are made from."""
 
 _Block = tuple[str, dict[str, Any]]
 """A content block and where it is."""
-
-
-@dataclass(slots=True)
-class _Chat:
-    """A chat request in the making.  `origins`: where each message comes from; `unused`: fields without effect."""
-
-    fields: dict[str, Any] = field(default_factory=dict)
-    messages: list[dict[str, Any]] = field(default_factory=list)
-    origins: list[str] = field(default_factory=list)
-    unused: list[str] = field(default_factory=list)
-
-    def add(self, message: dict[str, Any], origin: str) -> None:
-        """Append a message."""
-        self.messages.append(message)
-        self.origins.append(origin)
 
 
 def read_messages(fields: dict[str, Any], ports: Ports) -> PreparedRequest:
@@ -79,12 +63,9 @@ def _read(kind: type[PromptBody], fields: dict[str, Any], ports: Ports) -> Prepa
     try:
         body = to_record(kind, fields, RULES)
         chat = _translated(body, ports.template)
+        prepared = chat.read(ports, _CHAT_NAMES)
     except ApiError as error:
-        raise _renamed(error, error.param) from None
-    try:
-        prepared = read_chat(chat.fields, ports)
-    except ApiError as error:
-        raise _renamed(error, _origin(error.param, chat.origins)) from None
+        raise error.renamed(_anthropic_name(error.param or "")) from None
     options = msgspec.structs.replace(
         prepared.options,
         ignored=tuple(sorted({*ignored(kind, fields, RULES), *chat.unused})),
@@ -93,12 +74,18 @@ def _read(kind: type[PromptBody], fields: dict[str, Any], ports: Ports) -> Prepa
     return PreparedRequest(options, prepared.prompts)
 
 
-def _translated(body: PromptBody, template: ChatTemplate | None) -> _Chat:
-    chat = _Chat()
+def _anthropic_name(param: str) -> str:
+    """Return a field's name as Anthropic writes it, with dots before indices."""
+    dotted = re.sub(r"\[(\d+)\]", r".\1", param)
+    return re.sub(r"^(tools\.\d+)\.parameters", r"\1.input_schema", dotted)
+
+
+def _translated(body: PromptBody, template: ChatTemplate | None) -> ChatDraft:
+    chat = ChatDraft()
     if isinstance(body.system, str):
-        chat.add({"role": "system", "content": body.system}, "system")
+        chat.add_message({"role": "system", "content": body.system}, "system")
     elif body.system:
-        chat.add({"role": "system", "content": _texts(_located(body.system, "system"))}, "system")
+        chat.add_message({"role": "system", "content": _texts(_located(body.system, "system"))}, "system")
     for index, message in enumerate(body.messages):
         _add_message(chat, message, f"messages[{index}]")
     if body.messages and chat.messages[-1]["role"] == "assistant":
@@ -107,9 +94,9 @@ def _translated(body: PromptBody, template: ChatTemplate | None) -> _Chat:
             "the last message is the assistant's: continuing an answer is not supported; end with a user's message",
             "unsupported_value",
         )
-    chat.fields = {"model": body.model, "messages": chat.messages}
-    if body.tools is not None:
-        chat.fields["tools"] = [_tool(tool, f"tools[{index}]") for index, tool in enumerate(body.tools)]
+    chat.fields = {"model": body.model}
+    for index, tool in enumerate(body.tools or ()):
+        chat.add_tool(_function(tool, f"tools[{index}]"), f"tools[{index}]")
     _translate_choice(body, chat)
     _translate_thinking(body, chat, template)
     _translate_output(body, chat, template)
@@ -125,7 +112,7 @@ def _translated(body: PromptBody, template: ChatTemplate | None) -> _Chat:
     return chat
 
 
-def _add_message(chat: _Chat, raw: dict[str, Any], where: str) -> None:
+def _add_message(chat: ChatDraft, raw: dict[str, Any], where: str) -> None:
     role, content = raw.get("role"), raw.get("content")
     if role not in _ROLES:
         raise bad_parameter(f"{where}.role", f"{show(role)} is not a role; use user or assistant")
@@ -133,11 +120,11 @@ def _add_message(chat: _Chat, raw: dict[str, Any], where: str) -> None:
     if content is None:
         raise bad_parameter(where, "is missing; it is required", "missing_required_parameter")
     if isinstance(content, str):
-        chat.add({"role": role, "content": content}, where)
+        chat.add_message({"role": role, "content": content}, where)
     elif not isinstance(content, list) or not all(isinstance(block, dict) for block in content):
         raise bad_parameter(where, "is neither a string nor an array of content blocks")
     elif role == "assistant":
-        chat.add(_assistant_message(_located(content, where)), where)
+        chat.add_message(_assistant_message(_located(content, where)), where)
     elif not content:
         raise bad_parameter(where, "is an empty array; send text")
     else:
@@ -148,7 +135,7 @@ def _located(blocks: Sequence[dict[str, Any]], where: str) -> list[_Block]:
     return [(f"{where}[{index}]", block) for index, block in enumerate(blocks)]
 
 
-def _add_blocks(chat: _Chat, role: str, blocks: Sequence[_Block], where: str) -> None:
+def _add_blocks(chat: ChatDraft, role: str, blocks: Sequence[_Block], where: str) -> None:
     """Append a message for each result of a tool, and one for each run of text between them."""
     texts: list[_Block] = []
     for block_where, block in blocks:
@@ -156,11 +143,11 @@ def _add_blocks(chat: _Chat, role: str, blocks: Sequence[_Block], where: str) ->
             texts.append((block_where, block))
             continue
         if texts:
-            chat.add({"role": role, "content": _texts(texts)}, where)
+            chat.add_message({"role": role, "content": _texts(texts)}, where)
             texts = []
-        chat.add(_tool_message(block, block_where), block_where)
+        chat.add_message(_tool_message(block, block_where), block_where)
     if texts:
-        chat.add({"role": role, "content": _texts(texts)}, where)
+        chat.add_message({"role": role, "content": _texts(texts)}, where)
 
 
 def _texts(blocks: Sequence[_Block]) -> str | list[dict[str, str]]:
@@ -217,7 +204,7 @@ def _assistant_message(blocks: Sequence[_Block]) -> dict[str, Any]:
     return message
 
 
-def _tool(raw: dict[str, Any], where: str) -> dict[str, Any]:
+def _function(raw: dict[str, Any], where: str) -> dict[str, Any]:
     if (kind := raw.get("type")) not in (None, "custom"):
         raise bad_parameter(
             f"{where}.type",
@@ -226,15 +213,15 @@ def _tool(raw: dict[str, Any], where: str) -> dict[str, Any]:
             "unsupported_value",
         )
     tool = convert(Tool, raw, where)
-    function: dict[str, Any] = {"name": tool.name, "parameters": tool.input_schema}
-    if tool.description is not None:
-        function["description"] = tool.description
-    if tool.strict is not None:
-        function["strict"] = tool.strict
-    return {"type": "function", "function": function}
+    return {
+        "name": tool.name,
+        "description": tool.description,
+        "parameters": tool.input_schema,
+        "strict": tool.strict,
+    }
 
 
-def _translate_choice(body: PromptBody, chat: _Chat) -> None:
+def _translate_choice(body: PromptBody, chat: ChatDraft) -> None:
     if (choice := body.tool_choice) is None:
         return
     match choice.type:
@@ -250,7 +237,7 @@ def _translate_choice(body: PromptBody, chat: _Chat) -> None:
         chat.fields["parallel_tool_calls"] = False
 
 
-def _translate_thinking(body: PromptBody, chat: _Chat, template: ChatTemplate | None) -> None:
+def _translate_thinking(body: PromptBody, chat: ChatDraft, template: ChatTemplate | None) -> None:
     """Switch thinking as requested, absent means off; where the template has no switch the model does as it does."""
     thinking = body.thinking
     wish = thinking is not None and thinking.type != "disabled"
@@ -270,7 +257,7 @@ def _translate_thinking(body: PromptBody, chat: _Chat, template: ChatTemplate | 
         chat.unused.append("thinking")
 
 
-def _translate_output(body: PromptBody, chat: _Chat, template: ChatTemplate | None) -> None:
+def _translate_output(body: PromptBody, chat: ChatDraft, template: ChatTemplate | None) -> None:
     config = body.output_config
     if config is not None and config.effort is not None:
         if template is not None and "reasoning_effort" in template.source:
@@ -283,28 +270,3 @@ def _translate_output(body: PromptBody, chat: _Chat, template: ChatTemplate | No
             "type": "json_schema",
             "json_schema": {"name": "answer", "schema": form.schema, "strict": True},
         }
-
-
-def _origin(param: str | None, origins: Sequence[str]) -> str | None:
-    """Return this API's name of a parameter of the chat request."""
-    if param is None:
-        return None
-    if found := _CHAT_MESSAGE.match(param):
-        return origins[int(found[1])] + param[found.end() :].removeprefix(".content")
-    if param.startswith("tools["):
-        return param.replace(".function.parameters", ".input_schema", 1).replace(".function", "", 1)
-    for chat_name, name in _CHAT_NAMES:
-        if param == chat_name or param.startswith(f"{chat_name}."):
-            return name + param[len(chat_name) :]
-    return param
-
-
-def _renamed(error: ApiError, param: str | None) -> ApiError:
-    """Return the error about `param`, written as Anthropic does, with dots before indices."""
-    if error.param is None or param is None:
-        return error
-    dotted = re.sub(r"\[(\d+)\]", r".\1", param)
-    message = error.message
-    if message.startswith(error.param):
-        message = dotted + message[len(error.param) :]
-    return ApiError(error.status, message, code=error.code, param=dotted, headers=error.headers)

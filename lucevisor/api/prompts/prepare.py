@@ -7,7 +7,7 @@ the bytes of all bodies in memory are bounded.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from typing import Any, Final
 
@@ -25,14 +25,23 @@ INLINE_BYTES: Final = 4 * 1024
 """Bodies up to this size are processed on the event loop: at most 2 ms of template and tokens."""
 
 Reader = Callable[[dict[str, Any], Ports], PreparedRequest | bytes]
+Amend = Callable[[list[bytes]], Awaitable[int]]
+"""Adds to the parts of a body; returns how many bytes."""
 
 
-async def prepare(request: web.Request, kind: BodyKind, reader: Reader) -> PreparedRequest | EncodedResponse:
-    """Return the request prepared from the body, or the response to it; raises ApiError."""
+async def prepare(
+    request: web.Request, kind: BodyKind, reader: Reader, amend: Amend | None = None
+) -> PreparedRequest | EncodedResponse:
+    """Return the request prepared from the body, or the response to it; raises ApiError.
+
+    `amend` may add to the parts of the body before they are decoded.
+    """
     ports, bodies = request.app[PORTS], request.app[BUFFERED_BODIES]
     body: list[bytes] = []
     try:
         await _read_body(request, ports.settings, bodies, body)
+        if amend is not None:
+            bodies.n_bytes += await amend(body)
         read = await _read(kind, reader, body, ports, bodies)
     finally:
         bodies.n_bytes -= sum(map(len, body))

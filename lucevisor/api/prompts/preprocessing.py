@@ -38,7 +38,15 @@ JOB: Final = struct.Struct("!BIQ")
 REPLY: Final = struct.Struct("!BQ")
 """From the worker: an outcome and the length of the record that follows; after PREPARED, the ids of the prompts."""
 
-KINDS: Final[tuple[BodyKind, ...]] = ("chat", "completion", "messages", "count_tokens", "tokenize", "detokenize")
+KINDS: Final[tuple[BodyKind, ...]] = (
+    "chat",
+    "completion",
+    "messages",
+    "count_tokens",
+    "responses",
+    "tokenize",
+    "detokenize",
+)
 READY, PREPARED, ANSWER, REFUSED, DEFECT = range(5)
 
 _PART_BYTES: Final = 256 * 1024  # of a long answer: 10 MB in one piece take 10 ms to copy

@@ -25,7 +25,7 @@ import psutil
 from lucevisor.api.errors import ApiError
 from lucevisor.api.ports import ApiSettings, ModelCard, Ports
 from lucevisor.api.prepared import BodyKind, PreparedRequest
-from lucevisor.api.prompts import anthropic, chat, completions, tokenize
+from lucevisor.api.prompts import anthropic, chat, completions, responses, tokenize
 from lucevisor.api.prompts.decoding import decode_object
 from lucevisor.api.prompts.preprocessing import (
     ANSWER,
@@ -50,6 +50,7 @@ _READERS: Final[Mapping[BodyKind, Callable[[dict[str, Any], Ports], PreparedRequ
     "completion": completions.read_completion,
     "messages": anthropic.read_messages,
     "count_tokens": anthropic.read_count_tokens,
+    "responses": responses.read_response,
     "tokenize": tokenize.read_tokenize,
     "detokenize": tokenize.read_detokenize,
 }

@@ -13,6 +13,7 @@ from aiohttp import web
 
 from lucevisor import __version__
 from lucevisor.api.prompts.anthropic_schemas import CountTokensBody, MessagesBody
+from lucevisor.api.prompts.responses_schemas import ResponsesBody
 from lucevisor.api.prompts.schemas import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
 
 _BODIES: Final[dict[str, tuple[type[msgspec.Struct], str]]] = {
@@ -20,19 +21,21 @@ _BODIES: Final[dict[str, tuple[type[msgspec.Struct], str]]] = {
     "/v1/completions": (CompletionBody, "Create a completion of a text or of token ids."),
     "/v1/messages": (MessagesBody, "Create a message, as Anthropic's API does."),
     "/v1/messages/count_tokens": (CountTokensBody, "Count the tokens of a prompt."),
+    "/v1/responses": (ResponsesBody, "Create a response, as OpenAI's Responses API does."),
     "/tokenize": (TokenizeBody, "Convert a text to token ids."),
     "/detokenize": (DetokenizeBody, "Convert token ids to text."),
 }
 _READS: Final = {
     "/v1/models": "List the served model.",
     "/v1/models/{id}": "Describe one model.",
+    "/v1/responses/{id}": "Return a stored response.",
     "/props": "Return the server's properties.",
     "/health": "Return 200 while the server is alive.",
     "/ready": "Return whether the pipeline is ready, and what is not.",
     "/metrics": "Return the metrics for Prometheus.",
     "/openapi.json": "Return this document.",
 }
-_STREAMED: Final = frozenset({"/v1/chat/completions", "/v1/completions", "/v1/messages"})
+_STREAMED: Final = frozenset({"/v1/chat/completions", "/v1/completions", "/v1/messages", "/v1/responses"})
 _TEXT: Final = {"type": "string"}
 _ANTHROPIC_ERROR: Final = {
     "type": "object",
@@ -46,7 +49,7 @@ _ANTHROPIC_ERROR: Final = {
 _ERRORS: Final = {
     "400": "A parameter is invalid; the error names it.",
     "401": "The API key is missing or wrong.",
-    "404": "The model is not served here.",
+    "404": "The model is not served here, or the response is not stored.",
     "413": "The body is too large.",
     "429": "The queue is full; retry after Retry-After seconds.",
     "503": "The pipeline is not ready; retry after Retry-After seconds.",
@@ -69,7 +72,8 @@ def _document() -> bytes:
     schemas["Error"] = {"type": "object", "required": ["error"], "properties": {"error": error}}
     schemas["AnthropicError"] = _ANTHROPIC_ERROR
     paths: dict[str, Any] = {path: {"post": _post(path, *body)} for path, body in _BODIES.items()}
-    paths |= {path: {"get": _get(path, summary)} for path, summary in _READS.items()}
+    paths |= {path: {"get": _simple(path, "get", summary)} for path, summary in _READS.items()}
+    paths["/v1/responses/{id}"]["delete"] = _simple("/v1/responses/{id}", "delete", "Forget a stored response.")
     return msgspec.json.encode(
         {
             "openapi": "3.1.0",
@@ -103,11 +107,14 @@ def _post(path: str, kind: type[msgspec.Struct], summary: str) -> dict[str, Any]
     }
 
 
-def _get(path: str, summary: str) -> dict[str, Any]:
+def _simple(path: str, method: str, summary: str) -> dict[str, Any]:
+    """Return an operation without a body."""
+    name = path.strip("/").replace("/", "_").replace("{id}", "one").replace(".", "_")
+    statuses = ("401", "404") if "{id}" in path else ("401",)
     operation: dict[str, Any] = {
         "summary": summary,
-        "operationId": path.strip("/").replace("/", "_").replace("{id}", "one").replace(".", "_"),
-        "responses": {"200": {"description": "The answer."}, **_error_responses(path, ("401",))},
+        "operationId": name if method == "get" else f"{method}_{name}",
+        "responses": {"200": {"description": "The answer."}, **_error_responses(path, statuses)},
     }
     if "{id}" in path:
         operation["parameters"] = [{"name": "id", "in": "path", "required": True, "schema": {"type": "string"}}]
