@@ -209,6 +209,11 @@ class ModelRunner:
         elapsed = time.monotonic() - started
         return StepOutput(StepResult(step.step_id, plan.stage, [], elapsed, wait_s, [], drafts), [])
 
+    def flush(self) -> None:
+        """Bring all state up to date: before it is read."""
+        if self._draft is not None:
+            self._draft.flush()
+
     def state_map(self) -> StateMap:
         """Where the state of every layer is."""
         draft = None if self._draft is None else DraftPools(self._draft.layers, self._draft.pools[0])

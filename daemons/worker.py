@@ -120,7 +120,8 @@ class _MessageLoop:
                 return self._step(message, frame.flags)
             case Load() as load:
                 return self._load(load, frame.fds)
-            case Save() | Restore() as order if self._transfers is not None:
+            case Save() | Restore() as order if self._transfers is not None and self._runtime is not None:
+                self._runtime.flush()
                 self._transfers.submit(order, *frame.fds)
                 return None
             case Reset(token) if self._runtime is not None:

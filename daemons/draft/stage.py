@@ -1,8 +1,9 @@
 """The draft stage: a drafter with its pools on one device, run after the output stage of each step.
 
 :meth:`DraftStage.run` first adds the step's tokens to the drafter's context, then drafts behind the tokens that were
-sampled.  Pages and states have the ids of the target's.  Invariants: steps run in the order given; rows of
-rejected drafts are overwritten by the step that follows, so nothing is rolled back.
+sampled; rows of plain decodes wait until something needs them (deferred.py).  Pages and states have the ids of the
+target's.  Invariants: steps run in the order given; rows of rejected drafts are overwritten by the step that follows,
+so nothing is rolled back.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import torch
 from torch import Tensor
 
 from daemons.device import launching, memory_free, prepare, torch_device, torch_dtype
+from daemons.draft.deferred import DeferredRows
 from daemons.draft.dflash import Dflash
 from daemons.draft.drafter import Drafter, Drafts
 from daemons.draft.mtp import Mtp
@@ -76,6 +78,7 @@ class DraftStage:
         self.pools = [pools]
         self.max_step_tokens, self.max_drafts = load.max_step_tokens, min(load.max_drafts, spec.max_drafts)
         self.sequences = Sequences(self.pools, load.pools, load.max_sequences)
+        self._deferred = DeferredRows()
         self.kernels = {f"{name} (drafter)": kernel for name, kernel in weights.selector.selected.items()}
         self.warnings = list(weights.selector.warnings)
         self.weight_bytes = weights.n_bytes
@@ -133,6 +136,8 @@ class DraftStage:
     @torch.inference_mode()
     def apply(self, operations: Sequence[Operation]) -> None:
         """Apply the target's state operations in order.  Raises StateError at the first invalid one."""
+        if not self._deferred.allows(operations):
+            self.flush()
         for operation in operations:
             if not isinstance(operation, SetPages) or operation.space in self._spaces:
                 self.sequences.apply(operation)
@@ -147,11 +152,12 @@ class DraftStage:
         if not step.slices:
             return []
         features, jobs = self._features(step, captures), self._jobs(step, tokens)
-        self.sequences.flush()
-        slices: Sequence[Slice] = step.slices
-        if Space.RECURRENT not in self._spaces:
-            slices = [msgspec.structs.replace(s, states=[]) if s.states else s for s in slices]
-        layout = Layout(slices, self.sequences, self.spec.model)
+        if jobs or not self._deferred.takes(step.slices):
+            self.flush()
+        layout = self._layout(step.slices)  # checked in any case: an error names its own step
+        if not jobs and self._deferred.takes(step.slices):
+            self._deferred.add(step.slices, features)
+            return []
         with launching(self.device):
             if self.graphs is None:
                 hidden = self.drafter.extend(features, self._batch(layout))
@@ -164,8 +170,17 @@ class DraftStage:
         found = {job.at: Drafted(job.slice.sequence, *row) for job, row in zip(jobs, rows, strict=True)}
         return [found[at] for at in sorted(found)]
 
+    @torch.inference_mode()
+    def flush(self) -> None:
+        """Add the rows that wait to the context: before anything reads or copies it."""
+        if self._deferred.n_rows:
+            slices, features = self._deferred.take()
+            with launching(self.device):  # of any length: a graph of each would be used once
+                self.drafter.extend(features, self._batch(self._layout(slices)))
+
     def reset(self) -> None:
         """Drop all sequences; weights and pools stay."""
+        self._deferred.clear()
         self.sequences.reset()
 
     def usage(self) -> list[DeviceUse]:
@@ -200,6 +215,12 @@ class DraftStage:
                 jobs.append(DraftJob(s, at, sampled[-1], s.start + n_kept, row + n_kept - 1))
             row += len(s.tokens)
         return sorted(jobs, key=lambda job: job.n)
+
+    def _layout(self, slices: Sequence[Slice]) -> Layout:
+        self.sequences.flush()
+        if Space.RECURRENT not in self._spaces:
+            slices = [msgspec.structs.replace(s, states=[]) if s.states else s for s in slices]
+        return Layout(slices, self.sequences, self.spec.model)
 
     def _batch(self, layout: Layout) -> Batch:
         return Batch(layout, self.sequences.tables(self.device), layout.on(self.device))

@@ -16,6 +16,7 @@ from tests.e2e.process import DEMO, Cli
 from tests.e2e.test_faults import post
 
 WIDTH = 4
+ORIGINS = ("fresh", "restored")
 QUESTION = {"role": "user", "content": "What does os.path.join do?"}
 
 
@@ -68,7 +69,7 @@ def test_usage_metrics_status_and_log_agree_with_the_tokens(demo: Cli) -> None:
     assert fresh["prompt_tokens_details"]["cached_tokens"] == 0 < restored["prompt_tokens_details"]["cached_tokens"]
 
     now, counted = demo.status()["draft"], metrics(demo)
-    for origin, usage in (("fresh", fresh), ("restored", restored)):
+    for origin, usage in zip(ORIGINS, (fresh, restored), strict=True):
         details, told = usage["completion_tokens_details"], now["origins"][origin]
         n_accepted, n_rejected = details["accepted_prediction_tokens"], details["rejected_prediction_tokens"]
         assert n_accepted > 0
@@ -90,7 +91,7 @@ def test_usage_metrics_status_and_log_agree_with_the_tokens(demo: Cli) -> None:
 
     lines = map(json.loads, demo.run("logs").stdout.splitlines())
     logged = [line for line in lines if line.get("event") == "request" and "accepted_tokens" in line]
-    assert [line["accepted_tokens"] for line in logged] == [now["origins"][one]["accepted"] for one in now["origins"]]
+    assert [line["accepted_tokens"] for line in logged] == [now["origins"][one]["accepted"] for one in ORIGINS]
 
 
 def test_status_tells_of_drafts_in_80_columns(demo: Cli) -> None:
