@@ -27,7 +27,16 @@ MAX_OPTIONS: Final = 1024
 
 FIELDS: Final = frozenset(
     [
-        *("response_format", "output_config", "output_format", "structured_outputs", "grammar", "json_schema", "regex"),
+        *(
+            "response_format",
+            "text",
+            "output_config",
+            "output_format",
+            "structured_outputs",
+            "grammar",
+            "json_schema",
+            "regex",
+        ),
         *("guided_json", "guided_regex", "guided_choice", "guided_grammar"),
     ]
 )
