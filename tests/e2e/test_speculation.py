@@ -32,7 +32,8 @@ from tests.families.rounding import assert_same_tokens
 
 DEMO_DRAFTERS = DEMO.parent
 FAMILIES = ("qwen3", "qwen35", "qwen35moe", "gemma4_e2b", "gemma4_moe", "laguna_mscale")
-ENGINE = '[engine]\ndtype = "float32"\nprefill_chunk = 64\nmax_sequences = 8\npages = 800\n'
+ENGINE = '[engine]\ndtype = "float32"\nprefill_chunk = 64\nmax_sequences = 8\n'
+WIDTH = 5  # drafts of a step: fixed, else useless drafters are soon asked no more; the demo model's adapts
 PLACES = {"tail": "", "head": "a:0", "alone": "d:0"}
 GROUPS = {1: {"a": 1}, 2: {"a": 1, "b": 1}, 3: {"a": 1, "b": 1, "c": 1}}
 
@@ -86,16 +87,21 @@ def prompts_of(case: Case, n: int) -> list[list[int]]:
     return [*known, *made][:n]
 
 
-def config_of(case: Case, directory: Path, n_groups: int, place: str, cache_dir: Path | None = None) -> Path:
+def config_of(
+    case: Case, directory: Path, n_groups: int, place: str, cache_dir: Path | None = None, n_prompts: int = 8
+) -> Path:
     draft = [f'[draft]\nkind = "{case.kind}"']
+    if case.model != DEMO and case.kind != "off":
+        draft.append(f"width = {WIDTH}")
     if (file := case.draft_file(directory)) is not None:
         draft.append(f'path = "{file}"')
     if case.kind != "lookup" and PLACES[place]:
         draft.append(f'device = "{PLACES[place]}"')
     alone = '[groups.d]\nbackend = "cpu"\nthreads = 1\n' if place == "alone" and case.kind != "lookup" else ""
-    kept = f'[cache]\nmin_tokens = 8\ndir = "{cache_dir or ""}"\n'
+    kept = f'[cache]\nmin_tokens = 8\nprefix_slots = {4 * n_prompts + 8}\ndir = "{cache_dir or ""}"\n'
+    engine = f"{ENGINE}pages = {200 + 20 * n_prompts}\n"
     groups = GROUPS[n_groups]
-    path = write_config(directory, case.model, groups, ["0-1"] * n_groups, f"{ENGINE}{kept}{alone}" + "\n".join(draft))
+    path = write_config(directory, case.model, groups, ["0-1"] * n_groups, f"{engine}{kept}{alone}" + "\n".join(draft))
     ranges = str(["0-1"] * n_groups).replace("'", '"')
     path.write_text(path.read_text().replace(ranges, str([1.0] * n_groups)))
     return path
@@ -145,7 +151,9 @@ async def plain(case: Case, directory: Path, prompts: list[list[int]], turns: li
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not kept.exists():
             off = Case(case.model, "off")
-            async with running(config_of(off, directory, 1, "tail"), directory / "plain") as service:
+            async with running(
+                config_of(off, directory, 1, "tail", n_prompts=len(prompts)), directory / "plain"
+            ) as service:
                 kept.write_text(json.dumps(await answers(service, prompts, turns, n, 8)))
         found: list[list[int]] = json.loads(kept.read_text())
     return found
@@ -167,7 +175,7 @@ async def check(
     wanted = await plain(case, tmp_path, prompts, turns, n)
     again = [prompt + answer[: n // 2] for prompt, answer in zip(prompts, wanted, strict=True)]
     rest = [answer[n // 2 :] for answer in wanted]
-    config = config_of(case, tmp_path, n_groups, place, tmp_path / "cache")
+    config = config_of(case, tmp_path, n_groups, place, tmp_path / "cache", n_prompts)
     async with running(config, tmp_path / "one") as service:
         assert service.engine is not None
         assert_lossless(case, prompts, await answers(service, prompts, turns, n, n_streams), wanted)

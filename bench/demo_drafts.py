@@ -1,0 +1,138 @@
+"""What the demo model's drafter gains on prompts it was not trained on: the real model, real text, real daemons.
+
+    python bench/demo_drafts.py [--prompts 100] [--tokens 128] [--set draft.width=3] [--save]
+
+Two services of etc/demo.toml, one as it is and one without drafts.  Each held-out question (tests/data) is asked of
+both in turns, greedily, then its answer is continued from the middle, from a prefix slot in memory.  In bfloat16 a
+tie may part the answers, so tokens/s are compared, not texts.  Records
+- acceptance length (tokens a verify step) and tokens a decode, fresh and restored, and acceptance by position;
+- tokens/s of the answers, first token to last, with drafts over without;
+- the means of a plain step, a verify step and a draft.
+--set goes to the service with drafts, --both to both.  --save writes bench/results/demo-drafts-NAME.json.
+"""
+
+import argparse
+import asyncio
+import json
+import os
+import platform
+import tempfile
+import time
+from contextlib import AsyncExitStack
+from pathlib import Path
+
+from full_size import Observer, conditions
+from memory_watch import Poll, Watcher
+
+from lucevisor.app.model_files import open_model
+from lucevisor.config import load
+from lucevisor.deployment.service import Service
+from lucevisor.engine.request import GenerationRequest, TokenEvent
+from lucevisor.protocol.steps import Sampling
+
+ROOT = Path(__file__).parents[1]
+QUESTIONS = ROOT / "tests" / "data" / "demo-prompts.json"
+END_OF_TURN = 8184
+
+
+async def start(stack, settings, directory):
+    """A service that runs until the stack is closed."""
+    watcher = Watcher([])
+    poll = Poll(watcher)
+    config = load(ROOT / "etc" / "demo.toml", settings)
+    service = Service(config, open_model(config), directory, Observer(poll))
+    stack.push_async_callback(service.stop, 0.0)
+    stack.callback(watcher.close)
+    stack.callback(poll.close)
+    await service.start()
+    if not await service.wait_ready(120.0):
+        raise RuntimeError(f"not ready: {service.reason()}")
+    return service
+
+
+async def answer(service, name, prompt, n_tokens):
+    """Tokens of a greedy answer, and the seconds from the first to the last."""
+    request = GenerationRequest(
+        request_id=name, prompt=tuple(prompt), max_tokens=n_tokens, sampling=Sampling(temperature=0.0),
+        stop_ids=frozenset({END_OF_TURN}),
+    )  # fmt: skip
+    tokens, times = [], []
+    with service.engine.submit(request) as handle:
+        async for event in handle:
+            if isinstance(event, TokenEvent):
+                tokens.append(event.token)
+                times.append(time.perf_counter())
+    return tokens, times[-1] - times[0] if times else 0.0
+
+
+async def measure(options, directory):
+    """Ask both services everything; returns what is saved."""
+    prompts = [one["tokens"] for one in json.loads(QUESTIONS.read_text())][: options.prompts]
+    async with AsyncExitStack() as stack:
+        services = {}
+        for name, settings in (("plain", ["draft.kind=off"]), ("drafts", options.set)):
+            (directory / name).mkdir()
+            services[name] = await start(stack, ["cache.min_tokens=16", *options.both, *settings], directory / name)
+        while not services["drafts"].engine._scheduler.drafting.attached:  # noqa: ASYNC110 - it has no event
+            await asyncio.sleep(0.05)
+        totals = {name: {"fresh": [0, 0.0], "restored": [0, 0.0]} for name in services}
+        n_same = 0
+        for i, prompt in enumerate([prompts[0], *prompts]):
+            answers = {}
+            for name in services if i % 2 else reversed(services):
+                tokens, seconds = await answer(services[name], f"{name}-{i}", prompt, options.tokens)
+                half = prompt + tokens[: len(tokens) // 2]
+                more, more_s = await answer(services[name], f"{name}-{i}-more", half, options.tokens // 2)
+                answers[name] = tokens
+                if i:  # the first warms up
+                    for origin, n, s in (("fresh", len(tokens), seconds), ("restored", len(more), more_s)):
+                        totals[name][origin][0] += max(0, n - 1)
+                        totals[name][origin][1] += s
+            n_same += bool(i) and answers["plain"] == answers["drafts"]
+        statistics = services["drafts"].engine.statistics().drafts
+    return {"equal_answers": n_same, **figures(totals, statistics)}
+
+
+def figures(totals, statistics):
+    """Rates, ratios and acceptance."""
+    rates = {name: {origin: n / s for origin, (n, s) in part.items() if s} for name, part in totals.items()}
+    found = {"tokens_per_s": rates}
+    found["speed_up"] = {origin: rates["drafts"][origin] / rates["plain"][origin] for origin in rates["plain"]}
+    for origin, counts in statistics.by_origin.items():
+        if counts.n_verify:
+            found[origin] = {
+                "acceptance_length": counts.acceptance_length,
+                "tokens_per_step": counts.tokens_per_step,
+                "verify_steps": counts.n_verify,
+                "plain_steps": counts.n_plain,
+                "acceptance_by_position": counts.acceptance_by_position,
+                "verify_step_s": counts.verify_s / counts.n_verify,
+                "draft_s": counts.draft_s / counts.n_verify,
+            }
+    lookups = statistics.lookups
+    found["lookups"] = {"steps": lookups.n_verify, "verified": lookups.n_verified, "accepted": lookups.n_accepted}
+    return found
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--prompts", type=int, default=100)
+    parser.add_argument("--tokens", type=int, default=128, help="tokens of an answer at most")
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="of the service with drafts")
+    parser.add_argument("--both", action="append", default=[], metavar="KEY=VALUE", help="of both services")
+    parser.add_argument("--name", default=f"cpu-{platform.machine()}")
+    parser.add_argument("--save", action="store_true")
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        found = asyncio.run(measure(options, Path(folder)))
+    settings = {"set": options.set, "both": options.both, "prompts": options.prompts, "tokens": options.tokens}
+    found = {**settings, "load_average": os.getloadavg()[0], **conditions(), **found}
+    print(json.dumps({k: v for k, v in found.items() if k not in conditions()}, indent=1))
+    if options.save:
+        path = ROOT / "bench" / "results" / f"demo-drafts-{options.name}.json"
+        path.write_text(json.dumps(found, indent=1) + "\n")
+        print(f"written to {path}")
+
+
+if __name__ == "__main__":
+    main()
