@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Final, Protocol
 
 from lucevisor.protocol.steps import Masks
 
@@ -24,6 +24,12 @@ class Constraint(Protocol):
     def n_tokens(self) -> int:
         """Tokens of the output taken so far."""
 
+    def n_valid(self, start: int, tokens: Sequence[int], drafts: Sequence[int]) -> int:
+        """Take tokens as ``masks`` does; return how many ``drafts`` may follow them.
+
+        Called on the event loop, so it takes microseconds, or says 0 from then on.  Never raises.
+        """
+
     def masks(self, start: int, tokens: Sequence[int], drafts: Sequence[int]) -> bytearray:
         """Take the output's ``tokens`` from ``start`` on, which may overlap those taken before; return a mask of what
         may follow them, and one behind each draft.
@@ -32,6 +38,19 @@ class Constraint(Protocol):
         Called from any thread; runs without the interpreter lock for most of the time.  Raises an error that says why
         it cannot go on, for example because the grammar takes too much work.
         """
+
+
+MAX_MASK_BYTES: Final = 8 * 1024 * 1024
+"""Masks of one step, where drafts would make them more: a link may queue twice as much."""
+
+
+def within_masks(widths: Sequence[int], constraints: Sequence[Constraint | None]) -> list[int]:
+    """Cut the longest slices with a constraint until the masks of a step, ``1 + width`` each, are small enough."""
+    rows = [one.row_bytes if one is not None else 0 for one in constraints]
+    most = max(widths, default=0)
+    while most and sum(n * (1 + min(width, most)) for n, width in zip(rows, widths, strict=True)) > MAX_MASK_BYTES:
+        most -= 1
+    return [min(width, most) if n else width for n, width in zip(rows, widths, strict=True)]
 
 
 @dataclass(frozen=True, slots=True)

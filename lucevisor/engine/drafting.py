@@ -15,6 +15,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Final
 
+from lucevisor.engine.constraint import within_masks
 from lucevisor.engine.draft_statistics import DraftStatistics, PrefixOrigin, StepShare
 from lucevisor.engine.limits import EngineLimits
 from lucevisor.engine.lookup import INDEX_TOKENS, NgramLookup
@@ -22,7 +23,7 @@ from lucevisor.engine.request import RequestState
 from lucevisor.engine.running import RunningRequests
 from lucevisor.engine.sequence import LiveSequence, RequestRecord
 from lucevisor.engine.speculation import Speculation
-from lucevisor.engine.step import ScheduledSequence, ScheduledSlice, ScheduledStep, WrongResult, check_drafts
+from lucevisor.engine.step import ScheduledSequence, ScheduledSlice, ScheduledStep, WrongResult, check_drafts, unseen
 from lucevisor.kv.page_pool import PagePools
 from lucevisor.kv.prefix_tree import NO_STATE
 from lucevisor.model.values import Space
@@ -126,7 +127,7 @@ class Drafting:
             n_left = one.record.max_tokens - one.record.n_generated - 1
             width = wanted.get(one.record.request.request_id, 0)
             widths.append(max(0, min(width, self._settings.max_drafts, n_left)))
-        widths = self._within_states(widths)
+        widths = within_masks(self._within_states(widths), [one.record.request.constraint for one in decodes])
         return [_padded(one, width, drafted) for one, width, (_, drafted) in zip(decodes, widths, records, strict=True)]
 
     def fit(self, one: ScheduledSlice) -> tuple[ScheduledSlice, list[Operation]]:
@@ -274,8 +275,13 @@ class Drafting:
         return min(most, self.speculation.n_ahead(record, self._n_decoding)) if most > 0 else 0
 
     def _candidates(self, one: ScheduledSlice) -> Drafted:
-        """Return the drafts that may follow a sequence's tokens."""
-        return self.speculation.candidates(one.record, one.live.drafted or Drafted(one.live.sequence, []))
+        """Return the drafts that may follow a sequence's tokens, up to the first that its constraint forbids."""
+        found = self.speculation.candidates(one.record, one.live.drafted or Drafted(one.live.sequence, []))
+        constraint = one.record.request.constraint
+        if constraint is None or not found.tokens:
+            return found
+        n = constraint.n_valid(*unseen(one.record, constraint), found.tokens)
+        return Drafted(found.sequence, found.tokens[:n], found.probabilities[:n])
 
     @staticmethod
     def _index(records: Iterable[RequestRecord]) -> None:

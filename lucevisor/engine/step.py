@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from lucevisor.engine.constraint import MaskJob
+from lucevisor.engine.constraint import Constraint, MaskJob
 from lucevisor.engine.request import RequestState
 from lucevisor.engine.sequence import LiveSequence, RequestRecord
 from lucevisor.protocol.steps import Drafted, Operation, Sampled, Slice, Step, StepResult
@@ -121,10 +121,14 @@ def mask_jobs(parts: Iterable[ScheduledSequence]) -> list[MaskJob]:
     for part in parts:
         request, constraint = part.record.request, part.record.request.constraint
         if part.slice.masked and constraint is not None:
-            start = constraint.n_tokens
-            tokens = part.record.tokens[len(request.prompt) + start :]
-            jobs.append(MaskJob(request.request_id, constraint, start, tokens, part.drafts))
+            jobs.append(MaskJob(request.request_id, constraint, *unseen(part.record, constraint), part.drafts))
     return jobs
+
+
+def unseen(record: RequestRecord, constraint: Constraint) -> tuple[int, list[int]]:
+    """Return the tokens of a request's output that its constraint has not taken, and the place of the first."""
+    start = constraint.n_tokens
+    return start, record.tokens[len(record.request.prompt) + start :]
 
 
 def drawn_tokens(scheduled: ScheduledStep | None, result: StepResult) -> dict[int, list[Sampled]]:

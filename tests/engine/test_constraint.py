@@ -6,14 +6,19 @@ import asyncio
 import threading
 from collections.abc import Sequence
 
-from lucevisor.engine.constraint import MadeMasks, make_masks
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lucevisor.engine.constraint import MAX_MASK_BYTES, MadeMasks, MaskJob, make_masks, within_masks
+from lucevisor.engine.limits import SpeculationSettings
 from lucevisor.engine.masking import MaskMaker
 from lucevisor.engine.request import FinishedEvent, RequestError, TokenEvent
-from lucevisor.engine.step import MaskJob, StepPlan
+from lucevisor.engine.step import ScheduledSlice, StepPlan
 from lucevisor.protocol.loading import PoolSizes
 from lucevisor.protocol.steps import Step
 from tests.engine.toy_engine import LOST, ToyEngine, events_of, limits, request, told
-from tests.engine.toy_pipeline import ToyConstraint
+from tests.engine.toy_pipeline import VOCABULARY, ToyConstraint
 
 
 def toy(n_stages: int = 2) -> ToyEngine:
@@ -74,6 +79,55 @@ async def test_a_lost_pipeline_leaves_constraints_where_the_output_is() -> None:
     engine.run()
     ids, finished = told(await events_of(handle))
     assert (ids, finished.reason) == (engine.alone(one), "length")
+
+
+@pytest.mark.parametrize("wrong", [1, 2, 0])
+async def test_drafts_that_the_grammar_forbids_are_not_verified(wrong: int) -> None:
+    spec = SpeculationSettings(max_drafts=4, drafter=True, n_vocabulary=VOCABULARY)
+    engine = ToyEngine(limits(max_step_tokens=200, pools=PoolSizes(16, 0, 20), speculation=spec), n_stages=1)
+    requests = [request(f"r{i}", range(i, 30), n=40, constraint=ToyConstraint(i) if i else None) for i in range(3)]
+    for one in requests:
+        engine.texts[one.sampling.seed] = [*one.prompt, *engine.alone(one)]
+    engine.attach()
+    engine.attach_drafter(with_output=True, wrong=wrong)
+    drafting = engine.engine._scheduler.drafting
+    with_drafts, n_proposed = drafting.with_drafts, 0
+
+    def checked(decodes: Sequence[ScheduledSlice]) -> list[ScheduledSlice]:
+        nonlocal n_proposed
+        found = with_drafts(decodes)
+        for one in found:
+            constraint, output = one.record.request.constraint, one.record.tokens[len(one.record.request.prompt) :]
+            if isinstance(constraint, ToyConstraint):
+                n_proposed += one.n_proposed
+                for i in range(one.n_proposed):
+                    assert one.drafts[i] in constraint.allowed([*output, *one.drafts[:i]])
+        return found
+
+    drafting.with_drafts = checked  # type: ignore[method-assign]
+    handles = [engine.engine.submit(one) for one in requests]
+    engine.run()
+    for one, handle in zip(requests, handles, strict=True):
+        assert told(await events_of(handle))[0] == engine.alone(one)
+    assert n_proposed or wrong == 1
+
+
+@given(st.lists(st.tuples(st.integers(0, 15), st.booleans()), min_size=1, max_size=400))
+def test_masks_of_a_step_are_bounded_by_shorter_drafts(slices: list[tuple[int, bool]]) -> None:
+    class Wide(ToyConstraint):
+        row_bytes = 31_040
+
+    constraints = [Wide(0) if masked else None for _, masked in slices]
+    widths = [width for width, _ in slices]
+    cut = within_masks(widths, constraints)
+    n_masked = sum(one is not None for one in constraints)
+    n_rows = sum(1 + n for n, one in zip(cut, constraints, strict=True) if one is not None)
+    assert 31_040 * n_rows <= MAX_MASK_BYTES or all(
+        n == 0 for n, one in zip(cut, constraints, strict=True) if one is not None
+    )
+    assert all(a == b for a, b, one in zip(cut, widths, constraints, strict=True) if one is None)
+    if 31_040 * (n_masked + sum(widths)) <= MAX_MASK_BYTES:
+        assert cut == widths
 
 
 class _Recorded:

@@ -77,6 +77,10 @@ class ToyConstraint:
     def n_tokens(self) -> int:
         return len(self._output)
 
+    def n_valid(self, start: int, tokens: Sequence[int], drafts: Sequence[int]) -> int:
+        output = [*self._output[:start], *tokens]
+        return next((i for i, t in enumerate(drafts) if t not in self.allowed([*output, *drafts[:i]])), len(drafts))
+
     def masks(self, start: int, tokens: Sequence[int], drafts: Sequence[int]) -> bytearray:
         if start > len(self._output):
             raise Violation(f"output from {start} on, {len(self._output)} tokens are known")

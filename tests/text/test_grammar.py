@@ -105,6 +105,28 @@ def test_the_mask_behind_a_draft_is_the_one_after_taking_it(
     assert one.n_tokens == len(before)
 
 
+@settings(max_examples=60, deadline=None)
+@given(st.sampled_from(SCHEMAS), st.integers(0, 2**32), st.integers(0, 10), st.integers(0, 6))
+def test_valid_drafts_are_those_that_masks_allow(
+    schema: dict[str, object], seed: int, n_before: int, n_drafts: int
+) -> None:
+    rng, part = random.Random(seed), forms.json_schema(schema)
+    output, drafts = list[int](), list[int]()
+    for i in range(n_before + n_drafts):
+        choices = first(matcher(part), output + drafts) if i < n_before or rng.random() < 0.8 else []
+        choices = [t for t in choices if t not in tokenizer().eos_ids]
+        (output if i < n_before else drafts).append(rng.choice(choices) if choices else rng.randrange(255))
+        if not choices:
+            break
+    if len(output) == n_before:
+        right = 0
+        while right < len(drafts) and drafts[right] in first(matcher(part), output + drafts[:right]):
+            right += 1
+        one = matcher(part)
+        assert one.n_valid(0, output, drafts) == right
+        assert allowed(one.masks(0, output, [])) == first(matcher(part), output)
+
+
 def test_tokens_that_were_taken_are_not_taken_again() -> None:
     ids = tokenizer().encode("[1,2]")
     part = forms.json_schema({"type": "array", "items": {"type": "integer"}})

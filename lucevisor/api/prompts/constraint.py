@@ -27,17 +27,9 @@ MAX_OPTIONS: Final = 1024
 
 FIELDS: Final = frozenset(
     [
-        *(
-            "response_format",
-            "text",
-            "output_config",
-            "output_format",
-            "structured_outputs",
-            "grammar",
-            "json_schema",
-            "regex",
-        ),
+        *("response_format", "structured_outputs", "grammar", "json_schema", "regex"),
         *("guided_json", "guided_regex", "guided_choice", "guided_grammar"),
+        *("text", "output_config", "output_format"),  # of the Responses and Messages API
     ]
 )
 """Parameters that may constrain the output."""

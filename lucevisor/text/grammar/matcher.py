@@ -7,6 +7,7 @@ grammar is complete only tokens that end the answer are allowed; work and memory
 from __future__ import annotations
 
 import threading
+import time
 from collections import OrderedDict
 from collections.abc import Sequence
 from typing import Final
@@ -27,6 +28,7 @@ _LEXER_STATES: Final = 50_000  # 1 to 2 KiB each
 _GRAMMAR_SYMBOLS: Final = 200_000
 _ROW_ITEMS: Final = 20_000  # of one state of the parser: alternatives that are open at once
 _ALL: Final = 0xFF
+_SLOW_S: Final = 0.002  # looking at drafts takes some 10 us
 
 
 class GrammarError(LucevisorError):
@@ -39,6 +41,7 @@ class Matcher:
     def __init__(self, matcher: LLMatcher, n_vocab: int) -> None:
         self._matcher = matcher
         self._lock = threading.Lock()
+        self._slow = False
         self.row_bytes = -(-n_vocab // 8)
         self.n_tokens = 0
 
@@ -64,6 +67,23 @@ class Matcher:
             self._matcher.rollback(n_taken)
             self._check()
             return rows
+
+    def n_valid(self, start: int, tokens: Sequence[int], drafts: Sequence[int]) -> int:
+        """Take tokens as ``masks`` does; return how many ``drafts`` the grammar allows behind them.
+
+        Once that took long it says 0, so that callers that must not wait lose a millisecond or two once.
+        """
+        if self._slow or not self._lock.acquire(blocking=False):
+            return 0
+        started = time.perf_counter()
+        try:
+            self._take(tokens[self.n_tokens - start :])
+            return self._matcher.validate_tokens(list(drafts))
+        except GrammarError:
+            return 0  # the next masks say why
+        finally:
+            self._lock.release()
+            self._slow = time.perf_counter() - started > _SLOW_S
 
     def _take(self, tokens: Sequence[int]) -> None:
         for token in tokens:
