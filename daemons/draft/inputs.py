@@ -18,7 +18,7 @@ from lucevisor.protocol.steps import DraftStep, Sampled, Step
 
 
 @dataclass(slots=True)
-class _Kept:
+class _KeptStep:
     """Of one step: captures by stage, and the tokens sampled for each slice if the output stage is here."""
 
     captures: dict[int, Tensor] = field(default_factory=dict)
@@ -30,7 +30,7 @@ class DraftInputs:
 
     def __init__(self, plan: DraftPlan, boundaries: Sequence[BoundaryBuffer]) -> None:
         self.plan, self._boundaries = plan, boundaries
-        self._kept: dict[int, _Kept] = {}
+        self._kept: dict[int, _KeptStep] = {}
         self._most = arena_regions(plan.stage + 1)
 
     def keep_captures(self, step: Step, stage: int, captures: Tensor) -> None:
@@ -43,8 +43,8 @@ class DraftInputs:
             by_sequence.setdefault(found.sequence, []).append(found.token)
         self._of(step).tokens = [by_sequence.get(s.sequence, []) for s in step.slices]
 
-    def _of(self, step: Step) -> _Kept:
-        kept = self._kept.setdefault(step.step_id, _Kept())
+    def _of(self, step: Step) -> _KeptStep:
+        kept = self._kept.setdefault(step.step_id, _KeptStep())
         if len(self._kept) > self._most:
             del self._kept[next(iter(self._kept))]
         return kept
@@ -71,14 +71,14 @@ class DraftInputs:
             captures.append(rows)
         return captures, tokens
 
-    def _release(self, step_id: int) -> _Kept:
+    def _release(self, step_id: int) -> _KeptStep:
         """What is kept of a step; forgets it and all steps before it."""
         while step_id in self._kept:
             first = next(iter(self._kept))
             kept = self._kept.pop(first)
             if first == step_id:
                 return kept
-        return _Kept()
+        return _KeptStep()
 
     def reset(self) -> None:
         self._kept.clear()

@@ -23,7 +23,7 @@ from lucevisor.protocol.loading import PoolSizes
 
 
 @dataclass(frozen=True, slots=True)
-class _Shape:
+class _StateShape:
     """Layers with equal shapes share an allocation."""
 
     space: Space
@@ -42,11 +42,11 @@ class Pools:
         self.units = {Space.FULL: sizes.full_pages, Space.WINDOW: sizes.window_pages, Space.RECURRENT: sizes.states}
         self._sizes = sizes
         self.page_locked = True  # of the states in host memory, if there are any
-        members: dict[_Shape, list[int]] = {}
+        members: dict[_StateShape, list[int]] = {}
         for i in range(layers.start, layers.stop):
             layer = spec.layers[i]
             for t in layer.state:
-                members.setdefault(_Shape(layer.space, t.name, t.shape, t.dtype or kv_dtype), []).append(i)
+                members.setdefault(_StateShape(layer.space, t.name, t.shape, t.dtype or kv_dtype), []).append(i)
         self._stacks: list[tuple[Space, list[Tensor]]] = []
         self._paged: dict[tuple[int, str], PagedTensor] = {}
         self._states: dict[tuple[int, str], Tensor] = {}
@@ -55,7 +55,7 @@ class Pools:
         for shape, indices in members.items():
             self._allocate(shape, indices)
 
-    def _allocate(self, shape: _Shape, indices: list[int]) -> None:
+    def _allocate(self, shape: _StateShape, indices: list[int]) -> None:
         recurrent = shape.space is Space.RECURRENT
         n = (len(indices), self._sizes.device_states if recurrent else self.units[shape.space])
         quantised = shape.dtype is Dtype.Q8_0
@@ -85,7 +85,7 @@ class Pools:
             else:
                 self._paged[i, shape.name] = DensePages(tensors[0][at])
 
-    def _allocate_host(self, shape: _Shape, indices: list[int], dtype: torch.dtype) -> None:
+    def _allocate_host(self, shape: _StateShape, indices: list[int], dtype: torch.dtype) -> None:
         n = self._sizes.host_states
         host, locked = host_zeros((len(indices), n, *shape.shape), dtype, self.device)
         self.page_locked &= locked or not n

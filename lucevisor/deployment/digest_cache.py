@@ -30,7 +30,7 @@ _DIGEST = re.compile("[0-9a-f]{32}")
 log = structlog.get_logger("weights")
 
 
-class _Kept(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class _KeptDigests(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The contents of a file.  ``version`` changes with the layout or the hash."""
 
     version: Literal[1] = 1
@@ -38,7 +38,7 @@ class _Kept(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     digests: dict[str, str]
     check: str = ""  # sha256 of the rest
 
-    def checked(self) -> _Kept:
+    def checked(self) -> _KeptDigests:
         plain = msgspec.structs.replace(self, check="")
         return msgspec.structs.replace(self, check=sha256(msgspec.json.encode(plain)).hexdigest())
 
@@ -54,7 +54,7 @@ def read(directory: Path, identities: Sequence[FileIdentity], tensors: Collectio
     try:
         with path.open("rb") as file:
             data = file.read(MAX_BYTES + 1)
-        kept = msgspec.json.decode(data, type=_Kept)
+        kept = msgspec.json.decode(data, type=_KeptDigests)
     except FileNotFoundError:
         return None
     except (OSError, msgspec.MsgspecError, UnicodeError, RecursionError) as error:
@@ -67,7 +67,7 @@ def read(directory: Path, identities: Sequence[FileIdentity], tensors: Collectio
     return kept.digests
 
 
-def _reject_reason(kept: _Kept, identities: Sequence[FileIdentity], tensors: Collection[str]) -> str:
+def _reject_reason(kept: _KeptDigests, identities: Sequence[FileIdentity], tensors: Collection[str]) -> str:
     if kept.check != kept.checked().check:
         return "it is damaged: its checksum does not match"
     if kept.identities != tuple(identities) or kept.digests.keys() != set(tensors):
@@ -78,7 +78,7 @@ def _reject_reason(kept: _Kept, identities: Sequence[FileIdentity], tensors: Col
 def write(directory: Path, identities: Sequence[FileIdentity], digests: dict[str, str]) -> None:
     """Keep ``digests``.  Logs a warning when they cannot be written."""
     path = path_of(directory, identities)
-    data = msgspec.json.encode(_Kept(identities=tuple(identities), digests=digests).checked())
+    data = msgspec.json.encode(_KeptDigests(identities=tuple(identities), digests=digests).checked())
     try:
         write_atomically(path, data)
         _prune(directory)

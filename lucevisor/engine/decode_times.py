@@ -22,7 +22,7 @@ _MAX_LEVEL_STEP: Final = 2.0  # an outlier counts as no more than this ratio
 
 
 @dataclass(slots=True)
-class _Shape:
+class _ShapeTimes:
     """Recent steps of a shape, divided by the level they were measured at."""
 
     n_added: int = 0
@@ -47,7 +47,7 @@ class DecodeTimes:
     def __init__(self, row_share: float) -> None:
         """``row_share``: what one more row takes, of a step of one row, before it was measured."""
         self._row_share = row_share
-        self._shapes: dict[tuple[int, int], _Shape] = {}
+        self._shapes: dict[tuple[int, int], _ShapeTimes] = {}
         self._rows: dict[int, list[int]] = {}  # row counts known, ascending, by slices
         self._level = 1.0
         self._n_added = 0
@@ -57,7 +57,7 @@ class DecodeTimes:
         if seconds <= 0:
             return
         self._n_added += 1
-        shape = self._shapes.setdefault((n_rows, n_slices), _Shape())
+        shape = self._shapes.setdefault((n_rows, n_slices), _ShapeTimes())
         if shape.steps:
             ratio = seconds / (self._level * shape.typical)
             self._level *= min(_MAX_LEVEL_STEP, max(1 / _MAX_LEVEL_STEP, ratio)) ** _LEVEL_SHARE

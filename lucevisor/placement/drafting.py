@@ -13,7 +13,7 @@ from lucevisor.config import Config
 from lucevisor.model.drafters import DraftSpec
 from lucevisor.model.values import Backend
 from lucevisor.placement.devices import Inventory, TargetDevice, find_device
-from lucevisor.placement.result import Drafting, DraftStage, Infeasible, Placement, PlacementError
+from lucevisor.placement.result import DraftPolicy, Infeasible, PlacedDrafter, Placement, PlacementError
 from lucevisor.protocol.loading import DraftKind
 
 LOOKUP_DRAFTS = 8
@@ -25,7 +25,7 @@ MIN_DRAFTS = 4
 
 
 @dataclass(frozen=True, slots=True)
-class DraftInputs:
+class DrafterSizing:
     """A drafter on ``target``.  ``with_output``, ``with_embedding``: these weights of the model are there, too."""
 
     spec: DraftSpec
@@ -40,7 +40,7 @@ class DraftInputs:
 
 def draft_inputs(
     config: Config, drafter: DraftSpec | None, targets: Sequence[TargetDevice], inventory: Inventory | None
-) -> DraftInputs | None:
+) -> DrafterSizing | None:
     """Place the drafter where ``draft.device`` says, else beside the last layers.
 
     Raises PlacementError for a device that does not exist.
@@ -55,7 +55,7 @@ def draft_inputs(
         target = TargetDevice(device, backend, find_device(config, "draft.device", device, backend, inventory))
     one_stage = all(each.device.group == output.device.group for each in targets)
     with_output = _same_place(target, output)
-    return DraftInputs(drafter, target, with_output, with_output and one_stage and _same_place(target, targets[0]))
+    return DrafterSizing(drafter, target, with_output, with_output and one_stage and _same_place(target, targets[0]))
 
 
 def _same_place(a: TargetDevice, b: TargetDevice) -> bool:
@@ -63,7 +63,7 @@ def _same_place(a: TargetDevice, b: TargetDevice) -> bool:
     return a.device == b.device or (a.device.group == b.device.group and a.backend is Backend.CPU)
 
 
-def choose_drafting(config: Config, draft: DraftInputs | None) -> Drafting:
+def choose_drafting(config: Config, draft: DrafterSizing | None) -> DraftPolicy:
     """Choose what drafts beside ``draft``, and the width.  Raises PlacementError for one beyond the drafter's.
 
     An automatic width lets all sequences together draft about a chunk, as their steps get that much longer.
@@ -71,23 +71,23 @@ def choose_drafting(config: Config, draft: DraftInputs | None) -> Drafting:
     lookup = config.draft.kind in ("auto", "lookup")
     width, engine = config.draft.width, config.engine
     if draft is None and not lookup:
-        return Drafting()
+        return DraftPolicy()
     most = LOOKUP_DRAFTS if draft is None else draft.spec.max_drafts
     if width == "auto":
         wanted = most if draft is None else min(most, 2 * draft.spec.default_drafts)
-        return Drafting(lookup, min(wanted, max(MIN_DRAFTS, engine.least_chunk // engine.max_sequences)))
+        return DraftPolicy(lookup, min(wanted, max(MIN_DRAFTS, engine.least_chunk // engine.max_sequences)))
     if draft is not None and width > most:
         why = f"is more than the {most} tokens that the drafter {draft.spec.model.name} drafts"
         raise PlacementError("draft.width", width, why, f"nearest: {most}", file=str(config.file))
-    return Drafting(lookup, width, fixed=True)
+    return DraftPolicy(lookup, width, fixed=True)
 
 
-def draft_stage(draft: DraftInputs | None, n_stages: int) -> DraftStage | None:
+def draft_stage(draft: DrafterSizing | None, n_stages: int) -> PlacedDrafter | None:
     """Return the stage behind the last of ``n_stages``."""
     if draft is None:
         return None
     target, spec = draft.target, draft.spec
-    return DraftStage(n_stages, target.device, target.backend, draft.kind, spec.layers, spec.captures)
+    return PlacedDrafter(n_stages, target.device, target.backend, draft.kind, spec.layers, spec.captures)
 
 
 def too_dear(result: Placement | Infeasible, without: Placement | Infeasible) -> str:
@@ -102,7 +102,7 @@ def too_dear(result: Placement | Infeasible, without: Placement | Infeasible) ->
     return f"the longest sequence that fits would be {result.max_context} tokens instead of {without.max_context}"
 
 
-def left_out(result: Placement | Infeasible, draft: DraftInputs, reason: str) -> Placement | Infeasible:
+def left_out(result: Placement | Infeasible, draft: DrafterSizing, reason: str) -> Placement | Infeasible:
     """Return a plan without the drafter that says so."""
     kind, name = draft.kind, draft.spec.model.name
     notice = f"the drafter {name} on {draft.target.device} is left out: {reason}; draft.kind = {kind} insists on it"

@@ -20,7 +20,7 @@ from lucevisor.placement.auto_split import AutoSplit, automatic
 from lucevisor.placement.chunks import choose_chunk
 from lucevisor.placement.devices import Inventory, Memory, TargetDevice, memories_of, target_devices
 from lucevisor.placement.drafting import (
-    DraftInputs,
+    DrafterSizing,
     choose_drafting,
     draft_inputs,
     draft_stage,
@@ -30,7 +30,7 @@ from lucevisor.placement.drafting import (
 from lucevisor.placement.dtypes import choose_dtype, choose_kv_dtype
 from lucevisor.placement.ranges import BoundaryMove, SplitError, from_ranges, from_weights, snap_to_legal
 from lucevisor.placement.reasons import Decisions, notices_of, reasons_of
-from lucevisor.placement.result import DevicePlan, Drafting, Infeasible, Placement, PlacementError
+from lucevisor.placement.result import DevicePlan, DraftPolicy, Infeasible, Placement, PlacementError
 from lucevisor.placement.sizer import MemoryUse, SizingInputs
 from lucevisor.placement.sizing import Sizing, compute_sizes, reserved_slots
 from lucevisor.placement.speeds import SpeedModel, Speeds
@@ -71,7 +71,7 @@ def _plan(
     config: Config,
     targets: tuple[TargetDevice, ...],
     speeds: Speeds | None,
-    draft: DraftInputs | None,
+    draft: DrafterSizing | None,
 ) -> Placement | Infeasible:
     dtype = choose_dtype(config.engine.dtype, targets)
     kv_dtype = choose_kv_dtype(config.engine.kv_dtype, dtype.dtype)
@@ -122,7 +122,7 @@ def split_layers(
         raise PlacementError(SPLIT_KEY, text, error.why, error.hint, file=str(config.file)) from None
 
 
-def build_placement(inputs: SizingInputs, sizing: Sizing, drafting: Drafting) -> Placement:
+def build_placement(inputs: SizingInputs, sizing: Sizing, drafting: DraftPolicy) -> Placement:
     """Build a placement from its sizes, without reasons."""
     spec = inputs.spec
     stages = stages_of(sizing.shards)
@@ -204,8 +204,8 @@ def sizing_inputs(
     targets: tuple[TargetDevice, ...],
     dtype: Dtype,
     kv_dtype: Dtype,
-    draft: DraftInputs | None,
-    drafting: Drafting,
+    draft: DrafterSizing | None,
+    drafting: DraftPolicy,
 ) -> SizingInputs:
     """Read the engine section.  Raises PlacementError where two of its keys contradict each other."""
     engine, file = config.engine, str(config.file)

@@ -14,7 +14,7 @@ from lucevisor.placement.dtypes import DtypeChoice
 from lucevisor.placement.formatting import format_bytes, format_seconds
 from lucevisor.placement.partition import SLACK, Partition
 from lucevisor.placement.ranges import BoundaryMove
-from lucevisor.placement.result import Drafting
+from lucevisor.placement.result import DraftPolicy
 from lucevisor.placement.sizer import SPARE_STATES, SizingInputs
 from lucevisor.placement.sizing import DRAFT_SHARE, UNKNOWN_PAGES, Sizing, max_usable_pages, reference_load
 from lucevisor.placement.speeds import ANSWER_TOKENS, PROMPT_TOKENS
@@ -32,7 +32,7 @@ class Decisions:
     sizing: Sizing
     formats: tuple[DtypeChoice, DtypeChoice]  # of activations, of keys and values
     moves: tuple[BoundaryMove, ...]
-    drafting: Drafting
+    drafting: DraftPolicy
     auto: AutoSplit | None = None  # an automatic split and how it was found
 
 

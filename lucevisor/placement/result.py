@@ -42,7 +42,7 @@ class Stage:
 
 
 @dataclass(frozen=True, slots=True)
-class Drafting:
+class DraftPolicy:
     """``max_drafts``: of one sequence in one step, 0: nothing drafts.  ``fixed``: always so many.  ``lookup``: in the
     sequence's own tokens, beside a drafter or alone."""
 
@@ -52,7 +52,7 @@ class Drafting:
 
 
 @dataclass(frozen=True, slots=True)
-class DraftStage:
+class PlacedDrafter:
     """The drafter on its device, behind the output stage.  ``index``: the number after the output stage's.
 
     ``layers``: of the drafter; ``captures``: the model's layers whose hidden states it reads, in its own order.
@@ -134,10 +134,10 @@ class Placement:
     devices: tuple[DevicePlan, ...]
     stages: tuple[Stage, ...]
     arenas: tuple[ArenaPlan, ...]
-    draft: DraftStage | None = None
+    draft: PlacedDrafter | None = None
     draft_device: DevicePlan | None = None
     draft_left_out: str = ""
-    drafting: Drafting = field(default_factory=Drafting)
+    drafting: DraftPolicy = field(default_factory=DraftPolicy)
     options: Mapping[str, str] = field(default_factory=dict)
     reasons: tuple[str, ...] = ()
     notices: tuple[str, ...] = ()

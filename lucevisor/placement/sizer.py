@@ -14,7 +14,7 @@ from lucevisor.model.spec import ModelSpec
 from lucevisor.model.values import Dtype, Space, dtype_bytes
 from lucevisor.placement.cost import CostModel, StepSizes
 from lucevisor.placement.devices import HOST, Memory, TargetDevice, memories_of
-from lucevisor.placement.drafting import DraftInputs
+from lucevisor.placement.drafting import DrafterSizing
 from lucevisor.placement.result import Shard
 from lucevisor.protocol.loading import PoolSizes, arena_regions
 
@@ -44,7 +44,7 @@ class SizingInputs:
     n_slots: int = 0
     n_slot_pages: int = 0
     states_in_host: bool = False
-    draft: DraftInputs | None = None
+    draft: DrafterSizing | None = None
     max_drafts: int = 0
     n_draft_states: int = 0
     models: dict[tuple[str, Dtype, Dtype], CostModel] = field(default_factory=dict, repr=False, compare=False)

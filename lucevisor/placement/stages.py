@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 from lucevisor.config import DeviceRef
 from lucevisor.model.values import Backend, Dtype, FileIdentity, LayerRange, dtype_bytes
-from lucevisor.placement.result import DraftStage, Placement, Shard, Stage
+from lucevisor.placement.result import PlacedDrafter, Placement, Shard, Stage
 from lucevisor.protocol.loading import ArenaPlan, CaptureSource, DraftPlan, Load, ShardPlan, StagePlan, arena_regions
 
 
@@ -41,7 +41,7 @@ def arenas_of(
     boundary_width: int,
     hidden_size: int,
     dtype: Dtype,
-    draft: DraftStage | None = None,
+    draft: PlacedDrafter | None = None,
 ) -> tuple[ArenaPlan, ...]:
     """Return one arena per boundary, then one from each capturing stage to a draft stage in another group.
 
@@ -58,7 +58,7 @@ def arenas_of(
     return tuple(arenas)
 
 
-def captures_of(stage: Stage, draft: DraftStage | None) -> list[int]:
+def captures_of(stage: Stage, draft: PlacedDrafter | None) -> list[int]:
     """Return the layers of a stage that the draft stage reads, in the drafter's order."""
     return [] if draft is None else [layer for layer in draft.captures if layer in stage.layers]
 
@@ -127,7 +127,7 @@ def _touches(placement: Placement, arena: ArenaPlan, group: str) -> bool:
 
 
 def _draft_plan(
-    placement: Placement, draft: DraftStage, place: Mapping[tuple[bool, int], int], files: LoadFiles
+    placement: Placement, draft: PlacedDrafter, place: Mapping[tuple[bool, int], int], files: LoadFiles
 ) -> DraftPlan:
     captures = [(stage.index, captures_of(stage, draft)) for stage in placement.stages]
     return DraftPlan(

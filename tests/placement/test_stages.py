@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from lucevisor.config import DeviceRef
 from lucevisor.model.values import Backend, Dtype, LayerRange
-from lucevisor.placement.result import DraftStage, Placement
+from lucevisor.placement.result import PlacedDrafter, Placement
 from lucevisor.placement.stages import LoadFiles, arenas_of, load_message, shards_of, stages_of
 from lucevisor.protocol.loading import ArenaPlan, CaptureSource, DraftKind, Load, PoolSizes, ShardPlan
 
@@ -25,7 +25,7 @@ def placement(devices: list[str], draft: str = "", captures: Sequence[int] = ())
     drafter = None
     if draft:
         device = DeviceRef(draft.split(":")[0], int(draft.split(":")[1]))
-        drafter = DraftStage(len(stages), device, Backend.CPU, DraftKind.DFLASH, LayerRange(0, 2), tuple(captures))
+        drafter = PlacedDrafter(len(stages), device, Backend.CPU, DraftKind.DFLASH, LayerRange(0, 2), tuple(captures))
     return Placement(
         model="m",
         architecture="any",

@@ -67,6 +67,7 @@ def _split_blocks(low, end, split, n_splits, N: tl.constexpr):
     return begin, stop
 
 
+# Long: its parameters and one pass over a tile, which would be passed on whole.
 @triton.jit(do_not_specialize=["table_rows", "starts", "lows", "window", "n", "n_splits", "table_stride", "n_rows"])
 def paged_attention_kernel(
     q, keys, key_scales, values, value_scales, tables, table_rows, starts, lows, partials, sums,

@@ -31,6 +31,7 @@ def _softplus(x):
     return tl.where(x > 20.0, x, part)
 
 
+# Long: its parameters and one pass over a tile, which would be passed on whole.
 @triton.jit(do_not_specialize=["n"], do_not_specialize_on_alignment=["ids", "kept"])
 def causal_conv1d_kernel(
     y,  # [B n, columns]
@@ -122,6 +123,7 @@ def _shifted_window(window, y, first, row, channel, mine, n, y_stride, C: tl.con
     return old + new.to(tl.float32)  # one of the two is 0
 
 
+# Long: its parameters and one pass over a tile, which would be passed on whole.
 @triton.jit(do_not_specialize=["n"], do_not_specialize_on_alignment=["ids", "kept"])
 def delta_rule_recurrent_kernel(
     y,  # [B n, columns]

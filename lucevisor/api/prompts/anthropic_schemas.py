@@ -42,7 +42,7 @@ RULES: Final = ParameterRules(
 )
 
 
-class ToolChoice(msgspec.Struct):
+class AnthropicToolChoice(msgspec.Struct):
     """Whether and which tools are called."""
 
     type: Literal["auto", "any", "tool", "none"]
@@ -58,7 +58,7 @@ class Thinking(msgspec.Struct):
     display: Literal["summarized", "omitted"] | None = None
 
 
-class OutputFormat(msgspec.Struct):
+class AnthropicOutputFormat(msgspec.Struct):
     """The requested format of the answer."""
 
     type: Literal["json_schema"]
@@ -69,7 +69,7 @@ class OutputConfig(msgspec.Struct):
     """Effort and format of the answer."""
 
     effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
-    format: OutputFormat | None = None
+    format: AnthropicOutputFormat | None = None
 
 
 class PromptBody(msgspec.Struct, kw_only=True):
@@ -79,10 +79,10 @@ class PromptBody(msgspec.Struct, kw_only=True):
     model: str | None = None
     system: str | list[dict[str, Any]] | None = None
     tools: list[dict[str, Any]] | None = None
-    tool_choice: ToolChoice | None = None
+    tool_choice: AnthropicToolChoice | None = None
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
-    output_format: OutputFormat | None = None
+    output_format: AnthropicOutputFormat | None = None
 
 
 class CountTokensBody(PromptBody, kw_only=True):

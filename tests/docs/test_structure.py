@@ -1,0 +1,54 @@
+"""What keeps the code readable: short files and functions, one class of a name."""
+
+from __future__ import annotations
+
+import ast
+from collections import defaultdict
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+FILE_LINES, FUNCTION_LINES = 400, 60
+
+
+@cache
+def sources() -> dict[Path, str]:
+    return {p.relative_to(ROOT): p.read_text() for top in ("lucevisor", "daemons") for p in (ROOT / top).rglob("*.py")}
+
+
+def test_no_file_is_long() -> None:
+    assert {str(path): n for path, text in sources().items() if (n := text.count("\n")) > FILE_LINES} == {}
+
+
+def long_functions(text: str) -> list[str]:
+    """Functions of more than FUNCTION_LINES without a reason: a comment "Long: ..." above it."""
+    lines, found = text.splitlines(), []
+    for node in ast.walk(ast.parse(text)):
+        if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            continue
+        assert node.end_lineno is not None
+        first = min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)])
+        if node.end_lineno - node.lineno >= FUNCTION_LINES and "# Long: " not in lines[max(0, first - 2)]:
+            found.append(node.name)
+    return found
+
+
+def test_no_function_is_long_without_a_reason() -> None:
+    assert {str(path): found for path, text in sources().items() if (found := long_functions(text))} == {}
+
+
+@pytest.mark.parametrize(("above", "found"), [("", ["f"]), ("# Long: a table.\n", []), ("# short\n", ["f"])])
+def test_a_long_function_is_found(above: str, found: list[str]) -> None:
+    body = "    x = 1\n" * FUNCTION_LINES
+    assert long_functions(f"{above}@decorated\ndef f():\n{body}") == found
+
+
+def test_no_two_classes_have_one_name() -> None:
+    places = defaultdict(list)
+    for path, text in sources().items():
+        for node in ast.walk(ast.parse(text)):
+            if isinstance(node, ast.ClassDef):
+                places[node.name].append(str(path))
+    assert {name: paths for name, paths in places.items() if len(paths) > 1} == {}
