@@ -60,6 +60,7 @@ class Tokenizer:
         }
         self._markers: Mapping[str, int] = markers
         self._marker_pattern = _any_of(markers)
+        self.markers = tuple(sorted(markers, key=len, reverse=True))  # texts, the longest first
         self.n_vocab = len(vocabulary.tokens)
         self.eos_ids = vocabulary.eos_ids
         self.bos = vocabulary.bos

@@ -5,6 +5,7 @@ from __future__ import annotations
 import concurrent.futures
 import json
 import re
+import urllib.request
 from collections.abc import Iterator
 from typing import Any, Literal
 
@@ -109,6 +110,77 @@ def test_every_form_is_kept(client: openai.OpenAI, extra: dict[str, Any], patter
         assert "+" in pattern
 
 
+def weather(*, strict: bool) -> dict[str, Any]:
+    properties = {"city": {"type": "string", "maxLength": 8}, "unit": {"enum": ["C", "F"]}}
+    schema = {"type": "object", "properties": properties, "required": ["city", "unit"], "additionalProperties": False}
+    return {"type": "function", "function": {"name": "get_weather", "parameters": schema, "strict": strict}}
+
+
+CLOCK = {"type": "function", "function": {"name": "clock", "parameters": {"type": "object", "properties": {}}}}
+
+
+def arguments_of(answer: Any) -> list[tuple[str, Any]]:
+    message = answer.choices[0].message
+    assert answer.choices[0].finish_reason == "tool_calls"
+    assert message.content is None
+    calls = [(call.function.name, json.loads(call.function.arguments)) for call in message.tool_calls]
+    for name, arguments in calls:
+        if name == "get_weather":
+            jsonschema.validate(arguments, weather(strict=True)["function"]["parameters"])
+    return calls
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_a_required_or_named_tool_is_called(client: openai.OpenAI, seed: int) -> None:
+    tools = [weather(strict=False), CLOCK]
+    more: dict[str, Any] = {"tools": tools, "seed": seed, "temperature": 1.2}
+    calls = arguments_of(ask(client, tool_choice="required", parallel_tool_calls=False, **more))
+    assert len(calls) == 1
+    named = {"type": "function", "function": {"name": "get_weather"}}
+    assert [name for name, _ in arguments_of(ask(client, tool_choice=named, **more))] == ["get_weather"]
+
+
+def test_a_strict_tool_is_called_by_its_schema_or_not_at_all(client: openai.OpenAI) -> None:
+    answer = ask(client, tools=[weather(strict=True)], seed=1, max_tokens=120)
+    for call in answer.choices[0].message.tool_calls or ():
+        jsonschema.validate(json.loads(call.function.arguments), weather(strict=True)["function"]["parameters"])
+
+
+def test_a_form_leaves_room_for_tools(client: openai.OpenAI) -> None:
+    """Beside response_format the model may call a tool; whatever it does has one of the two forms."""
+    format = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"enum": ["yes", "no"]}, "strict": True}}
+    for seed in range(3):
+        answer = ask(client, tools=[weather(strict=True)], response_format=format, seed=seed, temperature=1.5)
+        if answer.choices[0].finish_reason == "tool_calls":
+            arguments_of(answer)
+        else:
+            assert json.loads(answer.choices[0].message.content) in ("yes", "no")
+
+
+def test_the_other_apis_constrain_too(client: openai.OpenAI, endpoint: str) -> None:
+    model = client.models.list().data[0].id
+    schema = {"type": "object", "properties": {"a": {"type": "boolean"}}, "required": ["a"],
+              "additionalProperties": False}  # fmt: skip
+    form = {"type": "json_schema", "name": "x", "schema": schema, "strict": True}
+    answer = client.responses.create(model=model, input="Yes?", text={"format": form}, max_output_tokens=60)  # type: ignore[call-overload]
+    jsonschema.validate(json.loads(answer.output_text), schema)
+    body = {
+        "model": model,
+        "max_tokens": 120,
+        "messages": [{"role": "user", "content": "Weather?"}],
+        "tools": [{"name": "get_weather", "input_schema": weather(strict=True)["function"]["parameters"]}],
+        "tool_choice": {"type": "any", "disable_parallel_tool_use": True},
+    }
+    request = urllib.request.Request(
+        f"{endpoint}/messages", json.dumps(body).encode(), {"content-type": "application/json"}
+    )
+    with urllib.request.urlopen(request) as reply:
+        told = json.load(reply)
+    [block] = [block for block in told["content"] if block["type"] == "tool_use"]
+    assert told["stop_reason"] == "tool_use"
+    jsonschema.validate(block["input"], weather(strict=True)["function"]["parameters"])
+
+
 def test_a_plain_completion_is_constrained_too(client: openai.OpenAI) -> None:
     model = client.models.list().data[0].id
     answer = client.completions.create(
@@ -128,11 +200,13 @@ def test_a_plain_completion_is_constrained_too(client: openai.OpenAI) -> None:
         ({"guided_choice": []}, "guided_choice", "0 options"),
         ({"regex": "a", "guided_regex": "a"}, "regex", "guided_regex"),
         ({"regex": "a", "ignore_eos": True}, "ignore_eos", "regex"),
+        ({"tools": [{"type": "function", "function": {"name": "f", "parameters": {"type": "thing"}}}],
+          "tool_choice": "required"}, "tool_choice", "Invalid type"),
         ({"response_format": {"type": "yaml"}}, "response_format.type", "yaml"),
         ({"grammar": "start: " + "(" * 20000 + "A" + ")" * 20000 + "\nA: /a/"}, None, ""),
         ({"regex": "((a{1000}){1000}){1000}"}, "regex", ""),
     ],
-    ids=["type", "regex", "grammar", "json", "choice", "two", "eos", "format", "deep", "big"],
+    ids=["type", "regex", "grammar", "json", "choice", "two", "eos", "tool", "format", "deep", "big"],
 )  # fmt: skip
 def test_what_cannot_be_constrained_is_refused(
     client: openai.OpenAI, extra: dict[str, Any], param: str | None, told: str

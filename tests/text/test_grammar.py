@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from lucevisor.text.grammar import forms
 from lucevisor.text.grammar.matcher import GrammarCompiler, GrammarError, Matcher
+from lucevisor.text.grammar.rules import Rules
 from lucevisor.text.output_format import THINK, ReasoningTags
 from lucevisor.text.tokenizer import Tokenizer
 from tests.text.vocabularies import CONTROL, USER_DEFINED, byte_metadata, demo_metadata
@@ -34,7 +35,8 @@ def compiler(name: str = "small") -> GrammarCompiler:
 def matcher(
     part: forms.Part, name: str = "small", tags: ReasoningTags | None = None, *, inside: bool = False
 ) -> Matcher:
-    whole = forms.after_reasoning(part, tags, tokenizer(name), inside=inside)
+    rules = Rules(tokenizer(name))
+    whole = rules.grammar(rules.after_reasoning(rules.part(part), tags, inside=inside))
     return compiler(name).compile(whole).matcher()
 
 
@@ -240,11 +242,12 @@ def test_blanks_are_bounded() -> None:
 def test_without_a_token_that_ends_answers_nothing_can_be_constrained() -> None:
     bare = Tokenizer.from_gguf(byte_metadata("qwen2", {}))
     with pytest.raises(GrammarError, match="no token that ends"):
-        GrammarCompiler(bare).compile(forms.after_reasoning(forms.any_object(), None, bare, inside=False))
+        GrammarCompiler(bare).compile('{"grammars": [{"lark_grammar": "start: \\"a\\""}]}')
 
 
 def test_the_same_grammar_is_compiled_once_and_its_matchers_are_independent() -> None:
-    whole = forms.after_reasoning(forms.regex("ab"), None, tokenizer(), inside=False)
+    rules = Rules(tokenizer())
+    whole = rules.grammar(rules.part(forms.regex("ab")))
     grammar = compiler().compile(whole)
     assert compiler().compile(whole) is grammar
     one, other = grammar.matcher(), grammar.matcher()

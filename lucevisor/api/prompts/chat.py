@@ -12,11 +12,11 @@ from lucevisor.api.errors import ApiError, bad_parameter
 from lucevisor.api.ports import Ports
 from lucevisor.api.prepared import GenerationOptions, PreparedRequest
 from lucevisor.api.prompts.checks import check_choices, check_common, check_length, check_stop_ids, check_tokens
-from lucevisor.api.prompts.constraint import output_grammar, requested_form
+from lucevisor.api.prompts.constraint import output_grammar, requested_calls, requested_form
 from lucevisor.api.prompts.decoding import ignored, to_record
 from lucevisor.api.prompts.messages import check_messages, check_tools
 from lucevisor.api.prompts.sampling import random_seed, sampling_params
-from lucevisor.api.prompts.schemas import ChatBody, ToolChoice
+from lucevisor.api.prompts.schemas import ChatBody
 from lucevisor.errors import show
 from lucevisor.text.output_format import ReasoningTags
 from lucevisor.text.preamble import normalised
@@ -33,9 +33,10 @@ def read_chat(fields: dict[str, Any], ports: Ports) -> PreparedRequest:
         raise ApiError(
             400, "the model's file has no chat template; use /v1/completions", code="no_chat_template", param="model"
         )
-    tools = check_tools(body.tools or [], _choice(body))
+    tools = check_tools(body.tools or [], body.tool_choice)
     messages = normalised(check_messages(body.messages), ports.settings.normalise)
     form = requested_form(body)
+    calls = requested_calls(tools, body.tool_choice, form, parallel=body.parallel_tool_calls is not False)
     encoded, reasoning_open, tags = _render(body, messages, tools, ports, ports.template)
     n_top_logprobs = (body.top_logprobs or 0) if body.logprobs else -1
     options = GenerationOptions(
@@ -47,7 +48,7 @@ def read_chat(fields: dict[str, Any], ports: Ports) -> PreparedRequest:
         stops=body.stops,
         stop_ids=check_stop_ids(body, ports),
         ignored=ignored(ChatBody, fields),
-        grammar=output_grammar(form, ports, tags, inside=reasoning_open),
+        grammar=output_grammar(form, ports, tags, inside=reasoning_open, calls=calls),
         stream=bool(body.stream),
         include_usage=bool(body.stream_options and body.stream_options.include_usage),
         token_ids=bool(body.return_token_ids),
@@ -57,11 +58,6 @@ def read_chat(fields: dict[str, Any], ports: Ports) -> PreparedRequest:
         one_tool_call=body.parallel_tool_calls is False,
     )
     return PreparedRequest(options, [tuple(encoded.ids)])
-
-
-def _choice(body: ChatBody) -> object:
-    """Return tool_choice as a string; an object that names a tool counts as "required": neither is supported."""
-    return "required" if isinstance(body.tool_choice, ToolChoice) else body.tool_choice
 
 
 def _max_tokens(body: ChatBody) -> int | None:

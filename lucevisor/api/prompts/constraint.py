@@ -6,7 +6,7 @@ be enforced is refused with the parameter's name.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -15,12 +15,15 @@ import msgspec
 from lucevisor.api.errors import bad_parameter
 from lucevisor.api.ports import Ports
 from lucevisor.api.prepared import OutputGrammar
-from lucevisor.api.prompts.schemas import GenerationBody, JsonSchemaFormat, ResponseFormat
+from lucevisor.api.prompts.schemas import GenerationBody, JsonSchemaFormat, ResponseFormat, ToolChoice
 from lucevisor.errors import show
 from lucevisor.text.grammar import forms
+from lucevisor.text.grammar.calls import MAX_CALLS, Function, calls_in_text, calls_only, functions
 from lucevisor.text.grammar.forms import Part
 from lucevisor.text.grammar.matcher import Grammar, GrammarError
+from lucevisor.text.grammar.rules import Rules
 from lucevisor.text.output_format import ReasoningTags
+from lucevisor.text.tools import ToolFormat, Tools
 
 MAX_OPTIONS: Final = 1024
 """Texts of a choice."""
@@ -43,9 +46,30 @@ class Form:
     part: Part
 
 
+@dataclass(frozen=True, slots=True)
+class Calls:
+    """Calls of tools that an answer may have; ``required``: it consists of them, ``n_most`` at most."""
+
+    param: str
+    offered: Sequence[Function]
+    n_most: int
+    required: bool = False
+
+
 def constrains(fields: Mapping[str, object]) -> bool:
     """Return whether a decoded body may ask for constrained output."""
+    tools, choice = fields.get("tools"), fields.get("tool_choice")
+    if choice not in (None, "auto", "none") or (isinstance(tools, list) and any(map(_is_strict, tools))):
+        return True
     return any(fields.get(name) is not None for name in FIELDS)
+
+
+def _is_strict(tool: object) -> bool:
+    """Whether a tool of any of the APIs asks for its schema to be enforced."""
+    if not isinstance(tool, Mapping):
+        return False
+    function = tool.get("function")
+    return bool(tool.get("strict") or (isinstance(function, Mapping) and function.get("strict")))
 
 
 def requested_form(body: GenerationBody) -> Form | None:
@@ -58,19 +82,59 @@ def requested_form(body: GenerationBody) -> Form | None:
     return found[0] if found else None
 
 
+def requested_calls(tools: Tools, choice: object, form: Form | None, *, parallel: bool) -> Calls | None:
+    """Return the calls that the answer must or may have; None: if any, they are as the model writes them.
+
+    ``tools``: those offered; ``choice``: the decoded tool_choice, checked.  Calls are constrained where they are
+    required, beside a form, and where a tool is strict.
+    """
+    if isinstance(choice, ToolChoice) and choice.function is not None:
+        return Calls("tool_choice", functions(tools, [choice.function.name]), 1, required=True)
+    offered, n_most = functions(tools), MAX_CALLS if parallel else 1
+    if choice == "required":
+        return Calls("tool_choice", offered, n_most, required=True)
+    if offered and (form is not None or any(one.strict for one in offered)):
+        return Calls("tools", offered, n_most)
+    return None
+
+
 def output_grammar(
-    form: Form | None, ports: Ports, tags: ReasoningTags | None = None, *, inside: bool = False
+    form: Form | None,
+    ports: Ports,
+    tags: ReasoningTags | None = None,
+    *,
+    inside: bool = False,
+    calls: Calls | None = None,
 ) -> OutputGrammar | None:
-    """Return the checked grammar of an answer of this form; raises ApiError if it does not compile.
+    """Return the checked grammar of an answer, None if nothing constrains it; raises ApiError if it does not compile.
 
     ``tags``: those of the model's reasoning if it may come first; ``inside``: the prompt ends inside it.
     """
-    if form is None:
+    rules = Rules(ports.tokenizer)
+    tool_format = ports.template.output_format.tools if ports.template is not None else None
+    if calls is not None and tool_format is not None:
+        try:
+            start = _with_calls(rules, tool_format, calls, form)
+        except GrammarError as error:
+            raise _refused(calls.param, error) from None
+        param = calls.param if form is None or calls.required else form.param
+    elif form is not None:
+        start, param = rules.part(form.part), form.param
+    else:
         return None
-    whole = forms.after_reasoning(form.part, tags, ports.tokenizer, inside=inside)
-    grammar = OutputGrammar(grammar=whole, param=form.param)
+    if form is not None or (calls is not None and calls.required):
+        start = rules.after_reasoning(start, tags, inside=inside)
+    grammar = OutputGrammar(grammar=rules.grammar(start), param=param)
     compiled(grammar, ports)
     return grammar
+
+
+def _with_calls(rules: Rules, tool_format: ToolFormat, calls: Calls, form: Form | None) -> str:
+    """The answer: calls, calls or a form, or text with calls in it."""
+    if not calls.required and form is None:
+        return calls_in_text(rules, tool_format, calls.offered)
+    only = calls_only(rules, tool_format, calls.offered, n_most=calls.n_most)
+    return only if calls.required or form is None else f"({only} | {rules.part(form.part)})"
 
 
 def compiled(grammar: OutputGrammar, ports: Ports) -> Grammar:

@@ -10,9 +10,9 @@ from typing import Any, Final
 
 import msgspec
 
-from lucevisor.api.errors import ApiError, bad_parameter
+from lucevisor.api.errors import bad_parameter
 from lucevisor.api.prompts.decoding import convert
-from lucevisor.api.prompts.schemas import MAX_TOOL_VALUES
+from lucevisor.api.prompts.schemas import MAX_TOOL_VALUES, ToolChoice
 from lucevisor.errors import show
 
 ROLES: Final = ("system", "developer", "user", "assistant", "tool")
@@ -137,25 +137,18 @@ def _check_tool(raw: dict[str, Any], where: str) -> str:
         raise bad_parameter(f"{where}.function", "is missing; it is required", "missing_required_parameter")
     if not tool.function.name:
         raise bad_parameter(f"{where}.function.name", "is empty; give the function a name")
-    if tool.function.strict:
-        raise bad_parameter(
-            f"{where}.function.strict",
-            "true is not supported yet: generation is not constrained to the schema; leave it out",
-            "unsupported_value",
-        )
     return tool.function.name
 
 
 def _check_choice(choice: object, names: list[str]) -> None:
-    if choice in (None, "none") or (choice == "auto" and names):
+    if choice in (None, "none"):
         return
-    if choice == "auto":
+    if isinstance(choice, ToolChoice):
+        if choice.type != "function" or choice.function is None:
+            raise bad_parameter("tool_choice.type", f"{show(choice.type)} is not supported; use function and its name")
+        if choice.function.name not in names:
+            raise bad_parameter("tool_choice.function.name", f"{show(choice.function.name)} is not one of the tools")
+    elif choice not in ("auto", "required"):
+        raise bad_parameter("tool_choice", f"{show(choice)} is not a choice; use auto, none, required or a function")
+    elif not names:
         raise bad_parameter("tool_choice", "is given without tools; send tools or leave it out")
-    if isinstance(choice, str) and choice != "required":
-        raise bad_parameter("tool_choice", f"{show(choice)} is not a choice; use auto or none")
-    raise ApiError(
-        400,
-        "tool_choice: only auto and none are supported: the model decides whether it calls a tool",
-        code="unsupported_value",
-        param="tool_choice",
-    )

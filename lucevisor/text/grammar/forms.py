@@ -1,7 +1,7 @@
 """Forms of constrained output as llguidance grammars: JSON schema, regular expression, grammar, choice.
 
-Pure.  Knows llguidance's notation, no requests and no tokens but those of the reasoning tags.  Invariant: what it
-returns is well-formed JSON; whether the grammar in it is valid, compiling tells.
+Pure.  Knows llguidance's notation, neither requests nor tokens.  Invariant: what it returns is well-formed JSON;
+compiling tells whether the grammar in it is valid.
 """
 
 from __future__ import annotations
@@ -14,8 +14,6 @@ from llguidance import LLMatcher
 from llguidance.gbnf_to_lark import GbnfToLarkError, gbnf_to_lark, is_lark_syntax
 
 from lucevisor.text.grammar.matcher import GrammarError
-from lucevisor.text.output_format import ReasoningTags
-from lucevisor.text.tokenizer import Tokenizer
 
 Part = dict[str, Any]
 """One grammar of llguidance's notation: {"lark_grammar": ...} or {"json_schema": ...}."""
@@ -69,33 +67,6 @@ def grammar(text: str) -> Part:
         raise GrammarError("it is nested too deep") from None
     except Exception as error:  # the converter raises bare Exceptions
         raise GrammarError(str(error)) from None
-
-
-def after_reasoning(part: Part, tags: ReasoningTags | None, tokenizer: Tokenizer, *, inside: bool) -> str:
-    """Return the whole grammar: reasoning as the model likes, then ``part``.
-
-    ``inside``: the prompt ends inside reasoning, which must be closed; otherwise it may be opened or not.  ``tags``
-    None: the answer has no reasoning.  Tokens that end the answer are forbidden within it.
-    """
-    if tags is None:
-        return json.dumps({"grammars": [part]})
-    rest = "thought NL?" if inside else f"({_tag(tags.open, tokenizer)} thought NL?)?"
-    lark = f"start: {rest} @body\n{_until('thought', tags.close, tokenizer)}NL: /\\n{{1,2}}/\n"
-    return json.dumps({"grammars": [{"lark_grammar": lark}, {"name": "body", **part}]})
-
-
-def _until(rule: str, tag: str, tokenizer: Tokenizer) -> str:
-    """A rule for anything but the end of the answer, up to and with a tag."""
-    token = tokenizer.token_id(tag)
-    if token is None:
-        return f"{rule}[lazy]: /(.|\\n)*/ {json.dumps(tag)}\n"
-    others = ",".join(str(i) for i in sorted({token, *tokenizer.eos_ids}))
-    return f"{rule}: <[^{others}]>* <[{token}]>\n"
-
-
-def _tag(tag: str, tokenizer: Tokenizer) -> str:
-    token = tokenizer.token_id(tag)
-    return json.dumps(tag) if token is None else f"<[{token}]>"
 
 
 def _bounded(text: str) -> str:

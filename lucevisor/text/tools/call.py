@@ -83,7 +83,7 @@ def read_value(text: str, schema: Mapping[str, object] | None) -> object:
 
     Undeclared parameters are read as JSON if they are JSON.
     """
-    kinds = _kinds(schema) if schema is not None else set()
+    kinds = schema_types(schema) if schema is not None else set()
     if kinds and kinds <= {"string"}:
         return text
     try:
@@ -110,7 +110,7 @@ def _function(tool: Mapping[str, object]) -> Mapping[str, object]:
     return function if isinstance(function, Mapping) else {}
 
 
-def _kinds(schema: Mapping[str, object]) -> set[str]:
+def schema_types(schema: Mapping[str, object]) -> set[str]:
     """Return the type names that a schema allows, as far as it says."""
     named = schema.get("type")
     kinds = {named} if isinstance(named, str) else set()
@@ -118,7 +118,7 @@ def _kinds(schema: Mapping[str, object]) -> set[str]:
     for key in ("anyOf", "oneOf"):
         options = schema.get(key)
         for option in options if isinstance(options, list) else []:
-            kinds |= _kinds(option) if isinstance(option, Mapping) else set()
+            kinds |= schema_types(option) if isinstance(option, Mapping) else set()
     choices = schema.get("enum")
     if not kinds and isinstance(choices, list) and all(isinstance(choice, str) for choice in choices):
         kinds = {"string"}

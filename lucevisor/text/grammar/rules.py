@@ -1,0 +1,108 @@
+"""A grammar in Lark's notation, put together rule by rule, with a model's markers as tokens.
+
+Knows llguidance's notation and a tokenizer, no tool formats.  Invariant: text from outside enters only as a quoted
+string or as JSON, so it cannot change the grammar around it.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from lucevisor.text.grammar.forms import json_schema
+from lucevisor.text.output_format import ReasoningTags
+from lucevisor.text.tokenizer import Tokenizer
+
+ANYTHING = "/(.|\\n)*/"
+"""Any text, without markers."""
+
+
+class Rules:
+    """Rules added so far.  Methods return expressions for use in other rules."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._lines: list[str] = []
+        self._n_names = 0
+        self.parts: list[dict[str, Any]] = []  # grammars that rules refer to
+        self._markers = re.compile("|".join(map(re.escape, tokenizer.markers)) or "(?!)")
+
+    def add(self, expression: str, *, lazy: bool = False) -> str:
+        """Add a rule; ``lazy``: it ends as early as it can."""
+        name = self.reserve()
+        self._lines.append(f"{name}{'[lazy]' if lazy else ''}: {expression}")
+        return name
+
+    def reserve(self) -> str:
+        """The name of a rule that ``define`` adds later, so that it may refer to itself."""
+        self._n_names += 1
+        return f"r{self._n_names}"
+
+    def define(self, name: str, expression: str) -> None:
+        """Add the rule of a reserved name."""
+        self._lines.append(f"{name}: {expression}")
+
+    def part(self, part: Mapping[str, Any]) -> str:
+        """A whole grammar of its own."""
+        name = f"part{len(self.parts)}"
+        self.parts.append({**part, "name": name})
+        return f"@{name}"
+
+    def text(self, text: str) -> str:
+        """This text; the markers in it as tokens."""
+        pieces, end = list[str](), 0
+        for match in self._markers.finditer(text):
+            pieces += [_quoted(text[end : match.start()]), f"<[{self._tokenizer.token_id(match.group())}]>"]
+            end = match.end()
+        pieces.append(_quoted(text[end:]))
+        return " ".join(piece for piece in pieces if piece)
+
+    def one_of(self, texts: Iterable[str]) -> str:
+        """One of these texts."""
+        return self.add(" | ".join(self.text(text) for text in texts))
+
+    def json(self, schema: Mapping[str, Any], *, lenient: bool) -> str:
+        """JSON by a schema."""
+        return self.part(json_schema(schema, lenient=lenient))
+
+    def until(self, tag: str, *, markers: bool = False) -> str:
+        """Any text up to and with a tag; ``markers``: it may have markers in it, but no end of the answer."""
+        token = self._first_marker(tag)
+        if token is None:
+            return self.add(f"{ANYTHING} {_quoted(tag)}", lazy=True)
+        return f"{self._but(token) if markers else ANYTHING} {self.text(tag)}"
+
+    def without(self, tag: str) -> str:
+        """Any text, as long as a tag does not begin in it, if that is a marker."""
+        token = self._first_marker(tag)
+        return ANYTHING if token is None else self._but(token)
+
+    def grammar(self, start: str) -> str:
+        """The whole grammar: what ``start`` describes."""
+        lark = "\n".join([f"start: {start}", *self._lines, ""])
+        return json.dumps({"grammars": [{"lark_grammar": lark}, *self.parts]})
+
+    def after_reasoning(self, answer: str, tags: ReasoningTags | None, *, inside: bool) -> str:
+        """Reasoning as the model likes, then ``answer``.
+
+        ``inside``: the prompt ends inside reasoning, which must be closed; otherwise it may be opened or not.  ``tags``
+        None: there is none.  Tokens that end the answer are forbidden within it.
+        """
+        if tags is None:
+            return answer
+        thought = self.add(f"{self.until(tags.close, markers=True)} /\\n{{0,2}}/")
+        return f"{thought} {answer}" if inside else f"({self.text(tags.open)} {thought})? {answer}"
+
+    def _first_marker(self, tag: str) -> int | None:
+        match = self._markers.match(tag)
+        return self._tokenizer.token_id(match.group()) if match else None
+
+    def _but(self, token: int) -> str:
+        others = ",".join(str(i) for i in sorted({token, *self._tokenizer.eos_ids}))
+        return self.add(f"<[^{others}]>*")
+
+
+def _quoted(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False) if text else ""

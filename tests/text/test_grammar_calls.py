@@ -1,0 +1,174 @@
+"""Grammars of tool calls: whatever they allow, the family's parser reads as a call of an offered tool that fits."""
+
+from __future__ import annotations
+
+import functools
+import json
+import random
+
+import jsonschema
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lucevisor.text.grammar.calls import calls_in_text, calls_only, functions
+from lucevisor.text.grammar.matcher import GrammarCompiler, GrammarError, Matcher
+from lucevisor.text.grammar.rules import Rules
+from lucevisor.text.output_format import OutputFormat
+from lucevisor.text.output_parser import ContentDelta, OutputParser, ToolCallDelta
+from lucevisor.text.tokenizer import Tokenizer
+from lucevisor.text.tools import FORMATS
+from tests.text.vocabularies import CONTROL, USER_DEFINED, byte_metadata
+
+GEMMA, PAIRS, XML, JSON = (tool_format for _, tool_format in FORMATS)
+NAMES = {"json": JSON, "xml": XML, "pairs": PAIRS, "gemma": GEMMA}
+
+
+def tool(name: str, properties: dict[str, object], required: list[str], strict: bool = True, **more: object) -> dict:
+    parameters = {"type": "object", "properties": properties, "required": required, "additionalProperties": False}
+    return {
+        "type": "function",
+        "function": {"name": name, "parameters": parameters | more, "strict": strict},
+    }
+
+
+NODE = {"type": "object", "properties": {"next": {"anyOf": [{"$ref": "#/$defs/node"}, {"type": "null"}]}},
+        "required": ["next"], "additionalProperties": False}  # fmt: skip
+TOOLS = [
+    tool("get_weather", {"city": {"type": "string", "maxLength": 6}, "unit": {"enum": ["C", "F"]}}, ["city"]),
+    tool(
+        "add-numbers",
+        {"x": {"type": "integer", "minimum": 0, "maximum": 99}, "y": {"type": "number"}, "exact": {"type": "boolean"}},
+        ["x", "exact"],
+    ),
+    tool("nothing", {}, []),
+    tool(
+        "nested",
+        {"rows": {"type": "array", "items": {"enum": [1, None]}, "minItems": 1, "maxItems": 3}, "node": NODE},
+        ["node"],
+        **{"$defs": {"node": NODE}},
+    ),
+]
+
+
+@functools.cache
+def tokenizer(markers: bool) -> Tokenizer:
+    """Tags as tokens of their own, or as plain text."""
+    tags = {tag: USER_DEFINED for _, one in FORMATS for tag in one.tags} if markers else {}
+    # Without the quote as a token Gemma's strings have no end that text could not have.
+    tags |= {'<|"|>': USER_DEFINED, "<|im_end|>": CONTROL, "<think>": USER_DEFINED}
+    return Tokenizer.from_gguf(byte_metadata("qwen2", tags))
+
+
+@functools.cache
+def compiler(markers: bool) -> GrammarCompiler:
+    return GrammarCompiler(tokenizer(markers))
+
+
+def matcher(kind: str, tools: list[dict], *, markers: bool = True, only: bool = True, n_most: int = 32) -> Matcher:
+    rules = Rules(tokenizer(markers))
+    if only:
+        start = calls_only(rules, NAMES[kind], functions(tools), n_most=n_most)
+    else:
+        start = calls_in_text(rules, NAMES[kind], functions(tools))
+    return compiler(markers).compile(rules.grammar(start)).matcher()
+
+
+def written(one: Matcher, rng: random.Random, markers: bool, begin: str = "", n_most: int = 400) -> str | None:
+    """A random text of a grammar after ``begin``, with a liking for what closes; None when it takes too long."""
+    words = tokenizer(markers)
+    output = words.encode(begin, parse_special=True)
+    while len(output) < n_most:
+        row = one.masks(0, output, [])
+        choices = [i for i in range(words.n_vocab) if row[i // 8] >> (i % 8) & 1]
+        assert choices, words.decode(output, skip_special=False)
+        ends = [i for i in choices if i in words.eos_ids]
+        if ends and (len(ends) == len(choices) or rng.random() < 0.5):
+            return words.decode(output, skip_special=False)
+        rest = [i for i in choices if i not in ends]
+        closing = [i for i in rest if words.token_bytes(i)[:1] in (b'"', b"}", b"]", b"<", b"\n")]
+        output.append(rng.choice(closing if closing and rng.random() < 0.5 else rest))
+    return None
+
+
+def parsed(text: str, kind: str, tools: list[dict]) -> tuple[str, list[tuple[str, object]]]:
+    parser = OutputParser(False, tools, OutputFormat(None, NAMES[kind]))
+    events = [*parser.push(text), *parser.flush()]
+    calls = [(e.name, json.loads(e.arguments)) for e in events if isinstance(e, ToolCallDelta)]
+    return "".join(e.text for e in events if isinstance(e, ContentDelta)), calls
+
+
+def check(calls: list[tuple[str, object]], tools: list[dict]) -> None:
+    schemas = {one["function"]["name"]: one["function"]["parameters"] for one in tools}
+    for name, arguments in calls:
+        jsonschema.validate(arguments, schemas[name])
+
+
+@settings(max_examples=120, deadline=None)
+@given(
+    st.sampled_from(sorted(NAMES)),
+    st.booleans(),
+    st.integers(0, 2**32),
+    st.lists(st.sampled_from(range(4)), min_size=1, unique=True),
+)
+def test_what_is_written_is_read_as_calls_that_fit(kind: str, markers: bool, seed: int, offered: list[int]) -> None:
+    tools = [TOOLS[i] for i in offered]
+    text = written(matcher(kind, tools, markers=markers), random.Random(seed), markers)
+    if text is not None:
+        content, calls = parsed(text, kind, tools)
+        assert calls, text
+        assert not content.strip(), text
+        check(calls, tools)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.sampled_from(sorted(NAMES)), st.booleans(), st.integers(0, 2**32))
+def test_text_is_free_and_calls_in_it_fit(kind: str, markers: bool, seed: int) -> None:
+    one = matcher(kind, TOOLS, markers=markers, only=False)
+    begin = "Let me see.\n" + NAMES[kind].open
+    text = written(one, random.Random(seed), markers, begin)
+    if text is not None:
+        content, calls = parsed(text, kind, TOOLS)
+        assert calls, text
+        assert content.startswith("Let me see.")
+        check(calls, TOOLS)
+
+
+@pytest.mark.parametrize("kind", sorted(NAMES))
+def test_plain_text_is_allowed_beside_strict_tools(kind: str) -> None:
+    one = matcher(kind, TOOLS, only=False)
+    ids = tokenizer(True).encode("No tool is needed: 1 < 2 <think>.", parse_special=True)
+    row = one.masks(0, ids, [])
+    (end,) = tokenizer(True).eos_ids
+    assert row[end // 8] >> (end % 8) & 1
+
+
+@pytest.mark.parametrize("kind", sorted(NAMES))
+def test_one_call_is_one(kind: str) -> None:
+    for seed in range(5):
+        text = written(matcher(kind, TOOLS[:2], n_most=1), random.Random(seed), True)
+        assert text is None or len(parsed(text, kind, TOOLS)[1]) == 1
+
+
+@pytest.mark.parametrize("kind", sorted(NAMES))
+def test_a_tool_without_a_schema_takes_any_arguments(kind: str) -> None:
+    tools = [{"type": "function", "function": {"name": "free"}}]
+    found = [written(matcher(kind, tools, n_most=1), random.Random(seed), True) for seed in range(12)]
+    calls = [parsed(text, kind, tools)[1] for text in found if text is not None]
+    assert calls
+    assert all(len(one) == 1 and one[0][0] == "free" and isinstance(one[0][1], dict) for one in calls)
+
+
+@pytest.mark.parametrize("kind", ["xml", "pairs", "gemma"])
+def test_a_strict_schema_that_the_format_cannot_enforce_is_refused_by_keyword(kind: str) -> None:
+    pattern = tool("f", {"a": {"type": "string", "pattern": "^a+$"}}, ["a"])
+    with pytest.raises(GrammarError, match="pattern"):
+        matcher(kind, [pattern])
+    matcher(kind, [tool("f", {"a": {"type": "string", "pattern": "^a+$"}}, ["a"], strict=False)])
+
+
+def test_names_and_values_cannot_break_out_of_the_grammar() -> None:
+    evil = tool('x" | /.*/ "', {'k" }\nstart: "': {"enum": ['"', "\\", "\n", "/"]}}, ['k" }\nstart: "'])
+    for kind in ("json", "gemma"):
+        text = written(matcher(kind, [evil], n_most=1), random.Random(3), True)
+        assert text is None or 'x" | /.*/ "' in text or json.dumps('x" | /.*/ "')[1:-1] in text
