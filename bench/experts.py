@@ -21,8 +21,8 @@ from daemons.device import prepare
 from daemons.ops import packed_linear
 from daemons.ops.experts import BlockExperts
 from daemons.ops.moe import ExpertMlp
-from daemons.ops.packed_linear import PackedExperts
 from daemons.ops.router import RoutedExperts
+from daemons.ops.selection import KernelSelector
 from daemons.ops.triton_operations import TritonOperations
 from daemons.weights.packed import unpack
 from lucevisor.model.quant_types import BY_NAME
@@ -38,10 +38,10 @@ ARMS = ("chosen", "each pair", "grouped", "plain torch")
 def matrices(kind_name, n_experts, n, k, device):
     """The same experts as packed weights and as blocks."""
     kind = BY_NAME[kind_name]
-    packed = random_packed(kind, n_experts * n, k, device)
-    raw = unpack(kind, packed, k).contiguous()
-    apart = packed.map(lambda tensor: tensor.view(n_experts, n, -1))
-    return PackedExperts(kind, apart, k), BlockExperts(kind, raw.view(n_experts, n, -1), k)
+    packed = random_packed(kind, n, k, device, n_experts)
+    raw = unpack(packed, k).contiguous()
+    selector = KernelSelector(device, torch.bfloat16)
+    return selector.packed_experts(packed, k), BlockExperts(kind, raw.view(n_experts, n, -1), k)
 
 
 def limits(arm):

@@ -1,4 +1,4 @@
-"""GEMV and GEMM with packed weights: Triton kernels against plain torch, on one GPU.
+"""GEMV and GEMM with packed weights: the selected kernels against plain torch, on one GPU.
 
     python bench/kernels.py [--device cuda:0] [--rounds 5] [--name NAME] [--save]
 
@@ -19,7 +19,7 @@ import torch
 
 from daemons.device import prepare
 from daemons.ops.linear import BlockLinear
-from daemons.ops.packed_linear import PackedLinear
+from daemons.ops.selection import KernelSelector
 from daemons.weights.packed import empty_packed, unpack
 from lucevisor.model.quant_types import BY_NAME
 from lucevisor.model.values import Backend
@@ -38,17 +38,14 @@ ROWS = (1, 8, 32, 512)
 CACHE_BYTES = 300_000_000
 
 
-def random_packed(kind, n, k, device):
+def random_packed(kind, n, k, device, n_matrices=None):
     """Random codes, small scales."""
-    packed = empty_packed(kind, n, k, device)
-    for tensor in packed.tensors():
-        if tensor.dtype == torch.float16:
-            tensor.normal_(std=1e-3)
-        else:
-            limits = torch.iinfo(tensor.dtype)
-            tensor.random_(limits.min, limits.max)
+    packed = empty_packed(kind, n, k, device, n_matrices)
+    packed.tiles.random_(0, 255)
+    if packed.steps is not None:
+        packed.steps.copy_(torch.randn(packed.steps.shape, device=device) * 1e-3)
     if kind.name in ("Q4_K", "Q5_K"):
-        packed.scales.view(n, -1, 4)[..., 3] = 0x04000400  # d and dmin
+        packed.scales[..., 3] = 0x04000400  # d and dmin
     return packed
 
 
@@ -75,13 +72,14 @@ def seconds(graph, count):
 
 
 def measure(options):
-    rows_of_table = []
+    """The rows of the table, and what was selected."""
+    rows_of_table, selector = [], KernelSelector(options.device, torch.bfloat16)
     for name, kind_name, n, k in MATRICES:
         kind = BY_NAME[kind_name]
         n_bytes = n * k // kind.block_elements * kind.block_bytes
         copies = [random_packed(kind, n, k, options.device) for _ in range(max(2, CACHE_BYTES // n_bytes + 1))]
-        kernels = [PackedLinear(kind, packed, k) for packed in copies]
-        plain = [BlockLinear(kind, unpack(kind, packed, k), k) for packed in copies[:2]]
+        kernels = [selector.packed_linear(packed, k) for packed in copies]
+        plain = [BlockLinear(kind, unpack(packed, k), k) for packed in copies[:2]]
         for rows in ROWS:
             x = torch.randn(rows, k, device=options.device, dtype=torch.bfloat16)
             wanted, found = plain[0](x).float(), kernels[0](x).float()
@@ -98,7 +96,7 @@ def measure(options):
                 }
             )  # fmt: skip
             del graphs
-    return rows_of_table
+    return rows_of_table, selector.selected | dict.fromkeys(selector.warnings, "")
 
 
 def conditions(options):
@@ -122,7 +120,7 @@ def main():
     torch.cuda.set_device(options.device)
     where = conditions(options)
     with torch.inference_mode():
-        found = measure(options)
+        found, where["kernels"] = measure(options)
     print(", ".join(f"{name} {value}" for name, value in where.items()))
     print(f"{'product':44} | {'kernel':>10} | {'plain':>10} | ratio |   GB/s")
     for row in found:

@@ -2,8 +2,8 @@
 
 Reads with pread into a small staging buffer and converts batch by batch, so the host holds one batch at a time; the
 page cache keeps the file for the next start.  Tensor names are only keys here.
-Invariant: when a shard is built, ``n_bytes`` equals the planner's ``weight_bytes``, minus row padding where the device
-has no kernels.
+Invariant: when a shard is built, ``n_bytes`` equals the planner's ``weight_bytes``, minus padding: of matrices that
+share their last tile, of all where the device has no kernels.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from daemons.ops.experts import ConcatExperts, ExpertWeights
 from daemons.ops.linear import ConcatLinear, Linear, Table
 from daemons.ops.selection import KernelSelector
 from daemons.weights.dequant import dequantise, four_bit
-from daemons.weights.packed import PackedWeights, empty_packed, repack
+from daemons.weights.packed import PackedWeights, empty_packed
 from daemons.weights.reading import HostMemory, ProgressMeter, StagingBuffers, TensorChunk, row_count
 from lucevisor.model.gguf_files import GgufFiles
 from lucevisor.model.quant_types import DENSE, INT4_GROUP, NATIVE, GgmlType, WeightFormat, format_bytes
@@ -109,8 +109,7 @@ class WeightLoader:
         rows = [Rows(r.name, ((e * r.shape[1], (e + 1) * r.shape[1]),)) for e in range(n_experts) for r in layouts]
         if layouts[0].format in QUANTISED_FORMATS:
             if self.selector.repacks(layouts[0].format):
-                weights = self._packed(rows).map(lambda tensor: tensor.view(n_experts, -1, tensor.shape[-1]))
-                return self.selector.packed_experts(layouts[0].kind, weights, n_columns)
+                return self.selector.packed_experts(self._packed(rows, n_experts), n_columns)
             raw = self._raw(rows)
             return self.selector.expert_blocks(layouts[0].kind, raw.view(n_experts, -1, raw.shape[-1]), n_columns)
         kinds = {r.kind.name for r in layouts}
@@ -159,13 +158,13 @@ class WeightLoader:
         if rows[0].name in self._shared:
             kind, weight = self._shared[rows[0].name]
             if isinstance(weight, PackedWeights):
-                return self.selector.packed_linear(kind, weight, first.shape[-1])
+                return self.selector.packed_linear(weight, first.shape[-1])
             if first.format in QUANTISED_FORMATS:
                 return self.selector.blocks(kind, weight, first.shape[-1])
             return self.selector.dense(kinds, weight, indexed=True)
         if first.format in QUANTISED_FORMATS:
             if self.selector.repacks(first.format):
-                return self.selector.packed_linear(first.kind, self._packed(rows), first.shape[-1])
+                return self.selector.packed_linear(self._packed(rows), first.shape[-1])
             return self.selector.blocks(first.kind, self._raw(rows), first.shape[-1])
         if first.format is WeightFormat.INT4:
             return self.selector.int4(kinds, *self._int4(rows))
@@ -183,18 +182,17 @@ class WeightLoader:
                 at += raw.shape[0]
         return out
 
-    def _packed(self, rows: list[Rows]) -> PackedWeights:
+    def _packed(self, rows: list[Rows], n_matrices: int | None = None) -> PackedWeights:
+        """One matrix, or ``n_matrices`` of equally many rows."""
         chunks = self._tensor_chunks(rows)
-        kind, n, columns = chunks[0].tensor.kind, _total(chunks), chunks[0].width
-        with self._allocating(chunks, format_bytes(kind, (n, columns), WeightFormat.PACKED)):
-            out = empty_packed(kind, n, columns, self.selector.device)
+        several = n_matrices or 1
+        kind, n, columns = chunks[0].tensor.kind, _total(chunks) // several, chunks[0].width
+        with self._allocating(chunks, format_bytes(kind, (several, n, columns), WeightFormat.PACKED)):
+            out = empty_packed(kind, n, columns, self.selector.device, n_matrices)
         self.n_bytes += out.nbytes
-        to = out.tensors()
         for at, parts in self._batches(chunks, 1, expanded=False):
             # in one launch: with many small experts in a batch, launches would take longer than the work
-            raw = torch.cat([rows for _, rows in parts])
-            for target, tensor in zip(to, repack(kind, raw).tensors(), strict=True):
-                target[at : at + raw.shape[0]] = tensor
+            out.write(at, torch.cat([rows for _, rows in parts]))
         return out
 
     def _dense(self, rows: list[Rows], dtype: torch.dtype) -> Tensor:

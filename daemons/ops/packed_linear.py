@@ -1,6 +1,8 @@
-"""Linear layers and experts with packed weights, on Triton kernels.  For GPUs."""
+"""Linear layers and experts with packed weights, on Triton kernels and, for one row, CUDA C++.  For GPUs."""
 
 from __future__ import annotations
+
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
@@ -13,22 +15,45 @@ from daemons.ops.triton.dequant import dequantise_packed
 from daemons.ops.triton.gemv import MAX_GEMV_ROWS, packed_gemv
 from daemons.ops.triton.grouped_gemm import packed_grouped_gemm
 from daemons.weights.packed import PackedWeights, empty_packed
-from lucevisor.model.quant_types import BY_NAME, CHUNK, GgmlType
+from lucevisor.model.quant_types import BY_NAME, CHUNK, TILE_ROWS
 
 MAX_GEMV_PAIRS = 320
 """(token, expert) pairs up to which each is a gemv of its own; above, a grouped gemm."""
 
 
-class PackedLinear:
-    """A matrix ``[N, K]``: gemv on its codes up to MAX_GEMV_ROWS, above a library gemm on dequantised rows."""
+MAX_ROW_GEMV_PAIRS = 8
+"""Pairs up to which ``row_gemv`` multiplies them, the experts of one token: with more, Triton's kernel is no slower."""
 
-    def __init__(self, kind: GgmlType, packed: PackedWeights, n_columns: int) -> None:
-        self.kind, self.packed, self.n_columns = kind, packed, n_columns
-        self.n_out, self.n_bytes = packed.codes.shape[0], packed.nbytes
+
+class RowGemv(Protocol):
+    """One row times packed weights, or one row for each (token, expert) pair; see ``daemons.ops.cuda.gemv``."""
+
+    def __call__(
+        self, packed: PackedWeights, x: Tensor, experts: Tensor | None = None, pairs_per_row: int = 1
+    ) -> Tensor: ...
+
+
+class PackedLinear:
+    """A matrix ``[N, K]``: gemv on its codes up to MAX_GEMV_ROWS, above a library gemm on dequantised rows.
+
+    ``row_gemv``: for one row; None: as for more.
+    """
+
+    def __init__(self, packed: PackedWeights, n_columns: int, row_gemv: RowGemv | None = None) -> None:
+        self.packed, self.n_columns, self.row_gemv = packed, n_columns, row_gemv
+        self.n_out, self.n_bytes = packed.n_rows, packed.nbytes
+
+    @property
+    def implementation(self) -> str:
+        """What runs for how many rows, for the report of kernel selection."""
+        few = f"triton to {MAX_GEMV_ROWS} rows, dequantised beyond"
+        return f"packed, {few}" if self.row_gemv is None else f"packed, cuda c++ for a row, {few}"
 
     def __call__(self, x: Tensor) -> Tensor:
+        if x.shape[0] == 1 and self.row_gemv is not None:
+            return self.row_gemv(self.packed, x)
         if x.shape[0] <= MAX_GEMV_ROWS:
-            return packed_gemv(self.kind, self.packed, x.contiguous())
+            return packed_gemv(self.packed, x.contiguous())
         step = rows_at_a_time(self.n_columns)
         if step >= self.n_out:
             return F.linear(x, self._dequantised(x.dtype, 0, self.n_out))
@@ -39,37 +64,46 @@ class PackedLinear:
         return out
 
     def _dequantised(self, dtype: torch.dtype, first: int, n: int) -> Tensor:
-        return dequantise_packed(self.kind, self.packed, dtype, first, n).narrow(1, 0, self.n_columns)
+        return dequantise_packed(self.packed, dtype, first, n).narrow(1, 0, self.n_columns)
 
 
 class PackedExperts:
-    """Matrices ``[X, N, K]``; see :class:`daemons.ops.experts.ExpertWeights`."""
+    """Matrices ``[X, N, K]``; see :class:`daemons.ops.experts.ExpertWeights`.  ``row_gemv`` as in PackedLinear."""
 
     max_async_pairs = UNLIMITED_PAIRS
 
-    def __init__(self, kind: GgmlType, packed: PackedWeights, n_columns: int) -> None:
-        self.kind, self.packed = kind, packed
-        self.n_experts, self.n_out = packed.codes.shape[:2]
+    def __init__(self, packed: PackedWeights, n_columns: int, row_gemv: RowGemv | None = None) -> None:
+        self.packed, self.row_gemv = packed, row_gemv
+        self.n_experts, self.n_out = packed.tiles.shape[0], packed.n_rows
         self.n_columns, self.n_elements, self.n_bytes = n_columns, self.n_out * n_columns, packed.nbytes
 
+    @property
+    def implementation(self) -> str:
+        """What runs for how many pairs, for the report of kernel selection."""
+        if self.row_gemv is None:
+            return "packed, triton"
+        return f"packed, cuda c++ to {MAX_ROW_GEMV_PAIRS} pairs, triton beyond"
+
     def linear(self, expert: int) -> PackedLinear:
-        return PackedLinear(self.kind, self.packed.map(lambda tensor: tensor[expert]), self.n_columns)
+        return PackedLinear(self.packed.matrix(expert), self.n_columns, self.row_gemv)
 
     def dequantised(self, experts: Tensor, dtype: torch.dtype) -> Tensor:
-        packed = self.packed.map(lambda tensor: tensor.index_select(0, experts).flatten(0, 1))
-        numbers = dequantise_packed(self.kind, packed, dtype)
-        return numbers.view(-1, self.n_out, numbers.shape[1]).narrow(2, 0, self.n_columns)
+        tiles = self.packed.tiles.index_select(0, experts).flatten(0, 1)
+        numbers = dequantise_packed(PackedWeights(self.packed.kind, tiles, tiles.shape[0] * TILE_ROWS), dtype)
+        return numbers.view(experts.shape[0], -1, numbers.shape[1])[:, : self.n_out, : self.n_columns]
 
     def grouped_gemm(self, x: Tensor, pairs: ExpertPairs, pairs_per_row: int) -> Tensor:
+        if len(pairs) <= MAX_ROW_GEMV_PAIRS and self.row_gemv is not None:
+            return self.row_gemv(self.packed, x, pairs.experts, pairs_per_row)
         if len(pairs) <= MAX_GEMV_PAIRS:
-            return packed_gemv(self.kind, self.packed, x.contiguous(), pairs.experts, pairs_per_row)
-        return packed_grouped_gemm(self.kind, self.packed, x.contiguous(), pairs, pairs_per_row)
+            return packed_gemv(self.packed, x.contiguous(), pairs.experts, pairs_per_row)
+        return packed_grouped_gemm(self.packed, x.contiguous(), pairs, pairs_per_row)
 
 
 def probe(device: torch.device, dtype: torch.dtype) -> None:
     """Multiply a small matrix; raises whatever Triton raises where it cannot compile or run."""
-    kind = BY_NAME["Q4_K"]
-    packed = empty_packed(kind, 32, CHUNK, device).map(torch.zeros_like)
-    product = packed_gemv(kind, packed, torch.ones(1, CHUNK, dtype=dtype, device=device))
+    packed = empty_packed(BY_NAME["Q4_K"], 32, CHUNK, device)
+    packed.tiles.zero_()
+    product = packed_gemv(packed, torch.ones(1, CHUNK, dtype=dtype, device=device))
     if bool(product.any()):
         raise RuntimeError("a product with zeros is not zero")

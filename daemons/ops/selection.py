@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from importlib.util import find_spec
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -31,6 +32,9 @@ from daemons.ops.operations import Operations, TorchOperations
 from daemons.weights.packed import PackedWeights
 from lucevisor.model.quant_types import GgmlType, WeightFormat
 
+if TYPE_CHECKING:
+    from daemons.ops.cuda.gemv import CudaGemv
+
 
 @dataclass(slots=True)
 class KernelSelector:
@@ -46,6 +50,7 @@ class KernelSelector:
     warnings: list[str] = field(default_factory=list)
     """What costs speed here and can be fixed."""
     operations: Operations = field(init=False)
+    _row_gemv: CudaGemv | None = field(init=False, default=None)
     max_async_pairs: int = UNLIMITED_PAIRS
     """(token, expert) pairs up to which none of the experts built here synchronises with the host."""
 
@@ -57,6 +62,10 @@ class KernelSelector:
                 self.warnings.append(f"{self.device} runs plain torch, many times slower than kernels: {reason}")
         self.operations = _kernels() if self.kernels else TorchOperations()
         self._note("layers", "triton" if self.kernels else "torch")
+        if self.kernels and self.device.type == "cuda" and torch.version.cuda and self.dtype != torch.float32:
+            self._row_gemv, reason = _cuda_gemv(self.device, self.dtype)
+            if reason:
+                self.warnings.append(f"{self.device} decodes with Triton kernels, slower than CUDA C++: {reason}")
 
     def repacks(self, fmt: WeightFormat) -> bool:
         """Whether a matrix of that format is repacked here."""
@@ -88,19 +97,27 @@ class KernelSelector:
         self._note(f"linear {kind.name}", f"blocks, dequantised to {_name(self.dtype)} at each call")
         return BlockLinear(kind, raw, n_columns)
 
-    def packed_linear(self, kind: GgmlType, packed: PackedWeights, n_columns: int) -> Linear:
+    def packed_linear(self, packed: PackedWeights, n_columns: int) -> Linear:
         """A packed matrix."""
         from daemons.ops.packed_linear import PackedLinear
 
-        self._note(f"linear {kind.name}", "packed, triton")
-        return PackedLinear(kind, packed, n_columns)
+        product = PackedLinear(packed, n_columns, self._row_gemv_of(packed))
+        self._note(f"linear {packed.kind.name}", product.implementation)
+        return product
 
-    def packed_experts(self, kind: GgmlType, packed: PackedWeights, n_columns: int) -> ExpertWeights:
-        """Repacked quant blocks of experts, tensors ``[X, N, *]``."""
+    def packed_experts(self, packed: PackedWeights, n_columns: int) -> ExpertWeights:
+        """Packed matrices of experts."""
         from daemons.ops.packed_linear import PackedExperts
 
-        self._note(f"experts {kind.name}", "packed, triton")
-        return self._experts(PackedExperts(kind, packed, n_columns))
+        experts = PackedExperts(packed, n_columns, self._row_gemv_of(packed))
+        self._note(f"experts {packed.kind.name}", experts.implementation)
+        return self._experts(experts)
+
+    def _row_gemv_of(self, packed: PackedWeights) -> CudaGemv | None:
+        """The CUDA C++ kernel where there is one for this matrix, compiled."""
+        if self._row_gemv is None or not self._row_gemv.prepare(packed.kind.name, packed.n_chunks):
+            return None
+        return self._row_gemv
 
     def _experts(self, matrices: ExpertWeights) -> ExpertWeights:
         self.max_async_pairs = min(self.max_async_pairs, matrices.max_async_pairs)
@@ -140,7 +157,7 @@ class KernelSelector:
         """A lookup table: raw blocks are uint8."""
         if isinstance(weight, PackedWeights):
             self._note(f"lookup {kind.name}", "packed, rows dequantised after the lookup")
-            return PackedTable(kind, weight, n_columns, self.dtype)
+            return PackedTable(weight, n_columns, self.dtype)
         if weight.dtype == torch.uint8:
             self._note(f"lookup {kind.name}", "blocks, rows dequantised after the lookup")
             return BlockTable(kind, weight, self.dtype)
@@ -165,6 +182,19 @@ def triton_reject_reason(device: torch.device, dtype: torch.dtype) -> str:
         first = str(error).strip().partition("\n")[0]
         return f"Triton cannot compile for it ({type(error).__name__}: {first}); it needs a C compiler and a driver"
     return ""
+
+
+def _cuda_gemv(device: torch.device, dtype: torch.dtype) -> tuple[CudaGemv | None, str]:
+    """The CUDA C++ kernel, or why it cannot run and how to fix it; neither on a GPU that is too old."""
+    from daemons.ops.cuda.gemv import MIN_CAPABILITY, cuda_gemv
+
+    if torch.cuda.get_device_capability(device) < MIN_CAPABILITY:
+        return None, ""
+    try:
+        with launching(device):
+            return cuda_gemv(device, dtype), ""
+    except Exception as error:  # no NVRTC, one that does not know the GPU, an old driver: all alike
+        return None, f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
 
 
 def _kernels() -> Operations:

@@ -1,117 +1,191 @@
-"""Packed weights: quant blocks repacked so that a GPU loads each of their parts in wide, aligned words.
+"""Packed weights: quant blocks repacked into tiles of 16 rows x 256 columns, each of them contiguous.
 
-Only the order of a row's bytes changes: :func:`repack` and :func:`unpack` are inverse, on any device.  A chunk is 256
-numbers, and ``element`` counts within it.  Rows are zero-padded to a multiple of 256, to ``K`` numbers.
+A kernel copies a tile as a whole or loads its parts in wide, aligned words.  Only the order of bytes changes:
+:func:`repack` and :func:`unpack` are inverse, on any device.  A chunk is 256 columns, and ``element`` counts within it.
+Rows are zero-padded to a multiple of 256 columns, matrices to a multiple of 16 rows.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lucevisor.model.quant_types import CHUNK, GgmlType, padded_columns, row_bytes
+from lucevisor.model.quant_types import CHUNK, TILE_ROWS, GgmlType, padded_columns, padded_rows, row_bytes
 
-# Tensors by type:
+# A tile is the concatenation of its parts.  A part [A, 16, B] has B fields of each row, A times.  By type:
 #
-# Q4_K, Q5_K  codes   int32 [N, K/8]    word 16 h + w (h < 2, w < 16), field i < 4: low four bits of the elements
-#                                       32 (4 h + i) + 2 w (bits 4 i) and its neighbour + 1 (bits 16 + 4 i)
-#             high    int16 [N, K/16]   Q5_K: fifth bits of the elements 32 j + 2 w (bit j of w) and + 1 (bit 8 + j)
-#             scales  int32 [N, K/64]   half j & 1 of word j >> 1 (of four): scale of 32 | minimum << 6 | bits << 12;
-#                                       bits of the low halves: d, of the high ones: dmin, both f16, lowest first
-# Q6_K        codes   int32 [N, K/8]    word 8 h + w (h < 4, w < 8), field i < 4: low four bits of the elements
-#                                       16 (4 h + i) + 2 w (bits 4 i) and its neighbour + 1 (bits 16 + 4 i)
-#             high    int32 [N, K/16]   word 8 g + w (g < 2), field i < 8: upper two bits of the elements
-#                                       16 (8 g + i) + 2 w (bits 2 i) and its neighbour + 1 (bits 16 + 2 i)
-#             scales  int32 [N, K/64]   byte j & 3 of word j >> 2: scale of 16, signed
-#             steps   f16   [N, K/256]  d
-# Q4_0, Q5_0  codes   as Q4_K; high as Q5_K; steps f16 [N, K/32] d
-# Q4_1, Q5_1  codes   as Q4_K; high as Q5_K; steps int32 [N, K/32] d | m << 16, both f16
-# Q8_0        codes   int8  [N, K]      as stored; steps f16 [N, K/32] d
+# Q4_K, Q5_K  codes   int32 [2, 16, 16]  word w of half h, field i < 4: low four bits of the elements
+#                                        32 (4 h + i) + 2 w (bits 4 i) and its neighbour + 1 (bits 16 + 4 i)
+#             high    int16 [1, 16, 16]  Q5_K: fifth bits of the elements 32 j + 2 w (bit j of w) and + 1 (bit 8 + j)
+#             scales  int32 [1, 16, 4]   half j & 1 of word j >> 1: scale of 32 | minimum << 6 | bits << 12;
+#                                        bits of the low halves: d, of the high ones: dmin, both f16, lowest first
+# Q6_K        codes   int32 [4, 16, 8]   word w of h, field i < 4: low four bits of the elements
+#                                        16 (4 h + i) + 2 w (bits 4 i) and its neighbour + 1 (bits 16 + 4 i)
+#             high    int32 [2, 16, 8]   word w of g, field i < 8: upper two bits of the elements
+#                                        16 (8 g + i) + 2 w (bits 2 i) and its neighbour + 1 (bits 16 + 2 i)
+#             scales  int32 [1, 16, 4]   byte j & 3 of word j >> 2: scale of 16, signed
+#             steps   f16   [1, 16, 1]   d
+# Q4_0, Q5_0  codes   as Q4_K; high as Q5_K; steps f16 [1, 16, 8] d of each 32
+# Q4_1, Q5_1  codes   as Q4_K; high as Q5_K; steps int32 [1, 16, 8] d | m << 16, both f16
+# Q8_0        codes   int8  [8, 16, 32]  as stored; steps f16 [1, 16, 8] d
 #
-# Neighbours lie 16 bits apart in a word, so one shift and mask yields both halves of a pair of 16-bit floats.
+# Neighbours lie 16 bits apart in a word, so one shift and mask yields both halves of a pair of 16-bit floats.  A part's
+# 16 rows adjoin, so that the lanes of a warp that hold rows g and t-th words load from all banks of shared memory.
 
 
-@dataclass(frozen=True, slots=True)
+class TilePart(NamedTuple):
+    """A part ``[groups, TILE_ROWS, width]`` of a tile: ``name`` is its field in :class:`PackedWeights`."""
+
+    name: str
+    dtype: torch.dtype
+    groups: int
+    width: int
+
+    @property
+    def n_bytes(self) -> int:
+        return self.groups * TILE_ROWS * self.width * self.dtype.itemsize
+
+
+_CODES4 = TilePart("codes", torch.int32, 2, 16)
+_HIGH1 = TilePart("high", torch.int16, 1, 16)
+_SCALES = TilePart("scales", torch.int32, 1, 4)
+_STEPS = TilePart("steps", torch.float16, 1, 8)
+_STEP_PAIRS = TilePart("steps", torch.int32, 1, 8)
+TILES: dict[str, tuple[TilePart, ...]] = {
+    "Q4_K": (_CODES4, _SCALES),
+    "Q5_K": (_CODES4, _HIGH1, _SCALES),
+    "Q6_K": (
+        TilePart("codes", torch.int32, 4, 8),
+        TilePart("high", torch.int32, 2, 8),
+        _SCALES,
+        TilePart("steps", torch.float16, 1, 1),
+    ),
+    "Q4_0": (_CODES4, _STEPS),
+    "Q5_0": (_CODES4, _HIGH1, _STEPS),
+    "Q4_1": (_CODES4, _STEP_PAIRS),
+    "Q5_1": (_CODES4, _HIGH1, _STEP_PAIRS),
+    "Q8_0": (TilePart("codes", torch.int8, 8, 32), _STEPS),
+}
+"""Quant type -> the parts of its tiles, in the order in which they lie."""
+
+
+def tile_bytes(kind: str) -> int:
+    """Bytes of a tile: those of its 16 rows in the file."""
+    return sum(part.n_bytes for part in TILES[kind])
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class PackedWeights:
-    """The parts of quant blocks as tensors ``[..., N, *]``; None where the type has no such part."""
+    """A matrix of ``n_rows`` rows, or X of them.
+
+    ``tiles``: uint8 [..., ceil(n_rows / 16), K / 256, bytes of a tile].  ``codes``, ``high``, ``scales``, ``steps``:
+    its parts as views [..., ceil(n_rows / 16), K / 256, A, 16, B]; None where the type has no such part.
+    """
+
+    kind: GgmlType
+    tiles: Tensor
+    n_rows: int
+    codes: Tensor = field(init=False)
+    high: Tensor | None = field(init=False, default=None)
+    scales: Tensor | None = field(init=False, default=None)
+    steps: Tensor | None = field(init=False, default=None)
+
+    def __post_init__(self) -> None:
+        at = 0
+        for part in TILES[self.kind.name]:
+            view = self.tiles[..., at : at + part.n_bytes].view(part.dtype)
+            object.__setattr__(self, part.name, _split(view, -1, part.groups, TILE_ROWS, part.width))
+            at += part.n_bytes
+
+    @property
+    def nbytes(self) -> int:
+        return self.tiles.nbytes
+
+    @property
+    def n_chunks(self) -> int:
+        return self.tiles.shape[-2]
+
+    def parts(self) -> list[Tensor]:
+        """The parts that exist, in the order in which they lie."""
+        return [getattr(self, part.name) for part in TILES[self.kind.name]]
+
+    def matrix(self, i: int) -> PackedWeights:
+        """Matrix ``i`` of several."""
+        return PackedWeights(self.kind, self.tiles[i], self.n_rows)
+
+    def write(self, first: int, raw: Tensor) -> None:
+        """Pack quant blocks ``[n, row_bytes]`` uint8 as the rows from ``first`` on, of one matrix after the other."""
+        rows = torch.arange(first, first + raw.shape[0], device=raw.device)
+        tile, row = self._places(rows)
+        missing = row_bytes(self.kind, self.n_chunks * CHUNK) - raw.shape[1]
+        if missing:
+            raw = F.pad(raw, (0, missing))
+        blocks = raw.view(raw.shape[0], -1, self.kind.block_bytes)
+        for part, target, values in zip(
+            TILES[self.kind.name], self._by_row(), _REPACK[self.kind.name](blocks), strict=True
+        ):
+            target[tile, row] = values.view(raw.shape[0], self.n_chunks, part.groups, part.width)
+
+    def blocks(self, rows: Tensor, n_columns: int) -> Tensor:
+        """The quant blocks ``[n, row_bytes]`` uint8 of ``rows`` [n], counted through one matrix after the other."""
+        tile, row = self._places(rows)
+        found = {
+            part.name: view[tile, row].flatten(1)
+            for part, view in zip(TILES[self.kind.name], self._by_row(), strict=True)
+        }
+        out = torch.cat(list(_UNPACK[self.kind.name](_Rows(**found))), dim=-1)
+        return out.view(rows.shape[0], -1)[:, : row_bytes(self.kind, n_columns)]
+
+    def _places(self, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """Tile and row in it of each of ``rows``."""
+        within = rows % self.n_rows
+        return rows // self.n_rows * self.tiles.shape[-3] + within // TILE_ROWS, within % TILE_ROWS
+
+    def _by_row(self) -> Iterator[Tensor]:
+        """The parts as ``[tiles, 16, K / 256, A, B]``."""
+        for part in self.parts():
+            yield (part.flatten(0, 1) if part.ndim == 6 else part).permute(0, 3, 1, 2, 4)
+
+
+class _Rows(NamedTuple):
+    """The fields of rows ``[N, *]``, chunk after chunk."""
 
     codes: Tensor
     high: Tensor | None = None
     scales: Tensor | None = None
     steps: Tensor | None = None
 
-    def tensors(self) -> list[Tensor]:
-        """The tensors that exist, in field order."""
-        return [t for t in (self.codes, self.high, self.scales, self.steps) if t is not None]
 
-    @property
-    def nbytes(self) -> int:
-        return sum(t.nbytes for t in self.tensors())
-
-    def map(self, change: Callable[[Tensor], Tensor]) -> PackedWeights:
-        """Apply ``change`` to every tensor."""
-        found = [None if t is None else change(t) for t in (self.codes, self.high, self.scales, self.steps)]
-        assert found[0] is not None
-        return PackedWeights(found[0], *found[1:])
-
-
-@dataclass(frozen=True, slots=True)
-class _PackedField:
-    """``bits`` per number of the matrix, stored as ``dtype``."""
-
-    dtype: torch.dtype
-    bits: float
-
-
-_CODES4 = _PackedField(torch.int32, 4)
-_HIGH1 = _PackedField(torch.int16, 1)
-_LAYOUTS: dict[str, tuple[_PackedField | None, ...]] = {
-    "Q4_K": (_CODES4, None, _PackedField(torch.int32, 0.5), None),
-    "Q5_K": (_CODES4, _HIGH1, _PackedField(torch.int32, 0.5), None),
-    "Q6_K": (
-        _CODES4,
-        _PackedField(torch.int32, 2),
-        _PackedField(torch.int32, 0.5),
-        _PackedField(torch.float16, 1 / 16),
-    ),
-    "Q4_0": (_CODES4, None, None, _PackedField(torch.float16, 0.5)),
-    "Q5_0": (_CODES4, _HIGH1, None, _PackedField(torch.float16, 0.5)),
-    "Q4_1": (_CODES4, None, None, _PackedField(torch.int32, 1)),
-    "Q5_1": (_CODES4, _HIGH1, None, _PackedField(torch.int32, 1)),
-    "Q8_0": (_PackedField(torch.int8, 8), None, None, _PackedField(torch.float16, 0.5)),
-}
-
-
-def empty_packed(kind: GgmlType, n_rows: int, n_columns: int, device: torch.device) -> PackedWeights:
-    """Uninitialised packed weights of a matrix."""
-    k = padded_columns(n_columns)
-    made = [
-        None
-        if p is None
-        else torch.empty(n_rows, round(k * p.bits) // (8 * p.dtype.itemsize), dtype=p.dtype, device=device)
-        for p in _LAYOUTS[kind.name]
-    ]
-    assert made[0] is not None
-    return PackedWeights(made[0], *made[1:])
+def empty_packed(
+    kind: GgmlType, n_rows: int, n_columns: int, device: torch.device, n_matrices: int | None = None
+) -> PackedWeights:
+    """Uninitialised packed weights of a matrix, or of ``n_matrices``; rows that fill a tile up are zero."""
+    shape = (padded_rows(n_rows) // TILE_ROWS, padded_columns(n_columns) // CHUNK, tile_bytes(kind.name))
+    several = () if n_matrices is None else (n_matrices,)
+    tiles = torch.empty(*several, *shape, dtype=torch.uint8, device=device)
+    if n_rows % TILE_ROWS:
+        tiles[..., -1, :, :] = 0
+    return PackedWeights(kind, tiles, n_rows)
 
 
 def repack(kind: GgmlType, raw: Tensor) -> PackedWeights:
-    """Quant blocks ``[N, row_bytes]`` uint8 to packed weights, on the same device."""
-    n_columns = raw.shape[1] // kind.block_bytes * kind.block_elements
-    missing = row_bytes(kind, padded_columns(n_columns)) - raw.shape[1]
-    if missing:
-        raw = F.pad(raw, (0, missing))
-    return _REPACK[kind.name](raw.view(raw.shape[0], -1, kind.block_bytes))
+    """Quant blocks ``[N, row_bytes]`` or ``[X, N, row_bytes]`` uint8 to packed weights, on the same device."""
+    *several, n_rows, n_bytes = raw.shape
+    n_columns = n_bytes // kind.block_bytes * kind.block_elements
+    out = empty_packed(kind, n_rows, n_columns, raw.device, *several)
+    out.write(0, raw.reshape(-1, n_bytes))
+    return out
 
 
-def unpack(kind: GgmlType, packed: PackedWeights, n_columns: int) -> Tensor:
-    """Packed weights ``[N, *]`` back to the quant blocks ``[N, row_bytes]`` uint8."""
-    out = torch.cat(list(_UNPACK[kind.name](packed)), dim=-1)
-    return out.view(packed.codes.shape[0], -1)[:, : row_bytes(kind, n_columns)]
+def unpack(packed: PackedWeights, n_columns: int) -> Tensor:
+    """Packed weights back to the quant blocks ``[N, row_bytes]`` uint8 of all matrices."""
+    n_rows = packed.n_rows * (packed.tiles.shape[0] if packed.tiles.ndim == 4 else 1)
+    return packed.blocks(torch.arange(n_rows, device=packed.tiles.device), n_columns)
 
 
 # ---- words of codes
@@ -197,22 +271,25 @@ def _k_bytes(codes: Tensor) -> Tensor:
     return (nibbles[..., 0, :] | (nibbles[..., 1, :] << 4)).flatten(-2)
 
 
-def _q4_k(b: Tensor) -> PackedWeights:
-    return PackedWeights(_words(_k_codes(b[..., 16:144]), 4, 32), None, _k_scale_words(b).flatten(1))
+def _q4_k(b: Tensor) -> Iterator[Tensor]:
+    yield _words(_k_codes(b[..., 16:144]), 4, 32)
+    yield _k_scale_words(b)
 
 
-def _q4_k_blocks(p: PackedWeights) -> Iterator[Tensor]:
+def _q4_k_blocks(p: _Rows) -> Iterator[Tensor]:
     assert p.scales is not None
     yield _k_scale_bytes(_split(p.scales, 1, -1, 4))
     yield _k_bytes(_codes(p.codes, 4, 32))
 
 
-def _q5_k(b: Tensor) -> PackedWeights:
+def _q5_k(b: Tensor) -> Iterator[Tensor]:
     fifth = ((b[..., 16:48].unsqueeze(-2) >> _shifts(1, b.device)) & 1).flatten(-2)
-    return PackedWeights(_words(_k_codes(b[..., 48:176]), 4, 32), _words(fifth, 1, 32), _k_scale_words(b).flatten(1))
+    yield _words(_k_codes(b[..., 48:176]), 4, 32)
+    yield _words(fifth, 1, 32)
+    yield _k_scale_words(b)
 
 
-def _q5_k_blocks(p: PackedWeights) -> Iterator[Tensor]:
+def _q5_k_blocks(p: _Rows) -> Iterator[Tensor]:
     assert p.scales is not None
     assert p.high is not None
     yield _k_scale_bytes(_split(p.scales, 1, -1, 4))
@@ -224,21 +301,16 @@ def _q5_k_blocks(p: PackedWeights) -> Iterator[Tensor]:
 # ---- Q6_K: l 0:128, h 128:192, scales 192:208, d 208:210
 
 
-def _q6_k(b: Tensor) -> PackedWeights:
+def _q6_k(b: Tensor) -> Iterator[Tensor]:
     low = _low_high(_split(b[..., 0:128], -1, 2, 64)).flatten(-3)
     high = ((_split(b[..., 128:192], -1, 2, 1, 32) >> _shifts(2, b.device)) & 3).flatten(-3)
-    return PackedWeights(
-        _words(low, 4, 16),
-        _words(high, 2, 16),
-        b[..., 192:208]
-        .clone(memory_format=torch.contiguous_format)
-        .view(torch.int32)
-        .flatten(1),  # clone: a single row would alias its input
-        b[..., 208:210].contiguous().view(torch.float16).flatten(1),
-    )
+    yield _words(low, 4, 16)
+    yield _words(high, 2, 16)
+    yield b[..., 192:208].clone(memory_format=torch.contiguous_format).view(torch.int32)
+    yield b[..., 208:210].contiguous().view(torch.float16)
 
 
-def _q6_k_blocks(p: PackedWeights) -> Iterator[Tensor]:
+def _q6_k_blocks(p: _Rows) -> Iterator[Tensor]:
     assert p.high is not None
     assert p.scales is not None
     assert p.steps is not None
@@ -274,7 +346,7 @@ def _simple_high(h: Tensor) -> Tensor:
     return _words(_split(bits.flatten(1), 1, -1, CHUNK), 1, 32)
 
 
-def _simple_blocks(p: PackedWeights) -> Iterator[Tensor]:
+def _simple_blocks(p: _Rows) -> Iterator[Tensor]:
     assert p.steps is not None
     yield _bytes_of(_split(p.steps, 1, -1, 1))
     if p.high is not None:
@@ -284,37 +356,44 @@ def _simple_blocks(p: PackedWeights) -> Iterator[Tensor]:
     yield nibbles[..., 0, :] | (nibbles[..., 1, :] << 4)
 
 
-def _q4_0(b: Tensor) -> PackedWeights:
-    return PackedWeights(_simple_codes(b[..., 2:18]), steps=_steps(b))
+def _q4_0(b: Tensor) -> Iterator[Tensor]:
+    yield _simple_codes(b[..., 2:18])
+    yield _steps(b)
 
 
-def _q4_1(b: Tensor) -> PackedWeights:
-    return PackedWeights(_simple_codes(b[..., 4:20]), steps=_pairs(b))
+def _q4_1(b: Tensor) -> Iterator[Tensor]:
+    yield _simple_codes(b[..., 4:20])
+    yield _pairs(b)
 
 
-def _q5_0(b: Tensor) -> PackedWeights:
-    return PackedWeights(_simple_codes(b[..., 6:22]), _simple_high(b[..., 2:6]), steps=_steps(b))
+def _q5_0(b: Tensor) -> Iterator[Tensor]:
+    yield _simple_codes(b[..., 6:22])
+    yield _simple_high(b[..., 2:6])
+    yield _steps(b)
 
 
-def _q5_1(b: Tensor) -> PackedWeights:
-    return PackedWeights(_simple_codes(b[..., 8:24]), _simple_high(b[..., 4:8]), steps=_pairs(b))
+def _q5_1(b: Tensor) -> Iterator[Tensor]:
+    yield _simple_codes(b[..., 8:24])
+    yield _simple_high(b[..., 4:8])
+    yield _pairs(b)
 
 
-def _q8_0(b: Tensor) -> PackedWeights:
-    return PackedWeights(b[..., 2:34].contiguous().view(torch.int8).flatten(1), steps=_steps(b))
+def _q8_0(b: Tensor) -> Iterator[Tensor]:
+    yield b[..., 2:34].contiguous().view(torch.int8)
+    yield _steps(b)
 
 
-def _q8_0_blocks(p: PackedWeights) -> Iterator[Tensor]:
+def _q8_0_blocks(p: _Rows) -> Iterator[Tensor]:
     assert p.steps is not None
     yield _bytes_of(_split(p.steps, 1, -1, 1))
     yield _bytes_of(_split(p.codes, 1, -1, 32))
 
 
-_REPACK: dict[str, Callable[[Tensor], PackedWeights]] = {
+_REPACK: dict[str, Callable[[Tensor], Iterator[Tensor]]] = {
     "Q4_K": _q4_k, "Q5_K": _q5_k, "Q6_K": _q6_k, "Q8_0": _q8_0,
     "Q4_0": _q4_0, "Q4_1": _q4_1, "Q5_0": _q5_0, "Q5_1": _q5_1,
 }  # fmt: skip
-_UNPACK: dict[str, Callable[[PackedWeights], Iterator[Tensor]]] = {
+_UNPACK: dict[str, Callable[[_Rows], Iterator[Tensor]]] = {
     "Q4_K": _q4_k_blocks, "Q5_K": _q5_k_blocks, "Q6_K": _q6_k_blocks, "Q8_0": _q8_0_blocks,
     "Q4_0": _simple_blocks, "Q4_1": _simple_blocks, "Q5_0": _simple_blocks, "Q5_1": _simple_blocks,
 }  # fmt: skip

@@ -38,6 +38,8 @@ REPACKED = frozenset({"Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q
 """The types of :data:`NATIVE` that have kernels and are repacked on a GPU."""
 CHUNK = 256
 """Row granularity of repacked weights: rows of 32-element blocks are zero-padded to a multiple of this."""
+TILE_ROWS = 16
+"""Rows of a tile of repacked weights: matrices take the memory of a multiple of this."""
 
 CPU_INT4 = frozenset({"Q4_0", "Q4_1", "Q4_K"})
 """Converted by a bfloat16 cpu shard to torch's packed int4, in groups of INT4_GROUP."""
@@ -98,6 +100,11 @@ def padded_columns(n_columns: int) -> int:
     return -(-n_columns // CHUNK) * CHUNK
 
 
+def padded_rows(n_rows: int) -> int:
+    """``n_rows`` rounded up to a multiple of :data:`TILE_ROWS`."""
+    return -(-n_rows // TILE_ROWS) * TILE_ROWS
+
+
 def format_bytes(kind: GgmlType, shape: tuple[int, ...], fmt: WeightFormat) -> int:
     """Bytes of a tensor on the device in that format; for PACKED an upper bound."""
     n = 1
@@ -116,4 +123,5 @@ def format_bytes(kind: GgmlType, shape: tuple[int, ...], fmt: WeightFormat) -> i
         case WeightFormat.BLOCKS:
             return rows * row_bytes(kind, shape[-1])
         case WeightFormat.PACKED:
-            return rows * row_bytes(kind, padded_columns(shape[-1]))
+            matrices, last = (rows // shape[-2], shape[-2]) if len(shape) > 1 else (1, rows)
+            return matrices * padded_rows(last) * row_bytes(kind, padded_columns(shape[-1]))

@@ -7,7 +7,7 @@ from dataclasses import replace
 import torch
 
 from daemons.ops.triton import dequant, gemv, gemv_float16, split_k
-from daemons.weights.packed import empty_packed
+from daemons.weights.packed import empty_packed, tile_bytes
 from lucevisor.model.quant_types import BY_NAME
 from tests.kernels.targets import ONE_EACH, TARGETS, Case, for_some
 
@@ -48,7 +48,9 @@ def _gemv(
     integers = ("n_rows", "n_out", "n_chunks", "width", "n_splits", "pairs_per_row")
     signature = pointers | {name: "i32" for name in integers if name not in fixed}
     config = split_k.GemvTile()
-    constants = absent | fixed | {"KIND": kind, "BM": rows, "BN": config.columns, "PADDED": padded}
+    constants = (
+        absent | fixed | {"KIND": kind, "TILE": tile_bytes(kind), "BM": rows, "BN": config.columns, "PADDED": padded}
+    )
     options = {"num_warps": config.n_warps, "num_stages": config.n_stages}
     suffix = f"{' experts' * per_expert}{'' if parts else ' direct'}{' narrow' * bool(fixed)}{' padded' * padded}"
     name = f"gemv {kind} {dtype} {rows}{suffix}"
@@ -77,7 +79,7 @@ def _gemv_float16(kind: str, rows: int = 8, *, out: str = "fp32", per_expert: bo
             f"{name} {fma_backend}",
             gemv_float16.gemv_float16_kernel,
             signature,
-            absent | {"KIND": kind, "BM": rows, "BN": config.columns, "FMA": fma_backend},
+            absent | {"KIND": kind, "TILE": tile_bytes(kind), "BM": rows, "BN": config.columns, "FMA": fma_backend},
             (*pointers, "n_out"),
             options,
             targets,
@@ -111,7 +113,7 @@ def _dequantise(kind: str, dtype: str) -> Case:
     pointers |= {"out": f"*{dtype}"}
     signature = pointers | dict.fromkeys(("first_row", "n_rows", "n_chunks"), "i32")
     options = {"num_warps": 4, "enable_fp_fusion": False}
-    constants = absent | {"KIND": kind, "BN": 8}
+    constants = absent | {"KIND": kind, "TILE": tile_bytes(kind), "BN": 8}
     return Case(f"dequantise {kind} {dtype}", dequant.dequantise_kernel, signature, constants, tuple(pointers), options)
 
 

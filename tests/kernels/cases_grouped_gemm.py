@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from daemons.ops.triton import grouped_gemm
+from daemons.weights.packed import tile_bytes
 from tests.kernels.cases_gemv import random_packed
 from tests.kernels.targets import Case, for_some
 
@@ -13,7 +14,13 @@ def _grouped(kind: str, dtype: str, n_pairs: int, *, padded: bool = False) -> Ca
     pointers |= {"x": f"*{dtype}", "sorted_pairs": "*i64", "offsets": "*i64", "out": f"*{dtype}"}
     signature = pointers | dict.fromkeys(("n_out", "n_chunks", "width", "pairs_per_row"), "i32")
     config = grouped_gemm.grouped_gemm_config(n_pairs, 64)
-    constants = absent | {"KIND": kind, "BM": config.rows, "BN": config.columns, "PADDED": padded}
+    constants = absent | {
+        "KIND": kind,
+        "TILE": tile_bytes(kind),
+        "BM": config.rows,
+        "BN": config.columns,
+        "PADDED": padded,
+    }
     options = {"num_warps": config.n_warps, "num_stages": config.n_stages}
     name = f"grouped {kind} {dtype} {config.rows}x{config.columns}{' padded' * padded}"
     return Case(name, grouped_gemm.grouped_gemm_kernel, signature, constants, (*pointers, "n_out", "width"), options)

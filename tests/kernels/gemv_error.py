@@ -8,7 +8,6 @@ instead of rounding, always to one side.
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -110,10 +109,10 @@ def _affine(kind: GgmlType, raw: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     packed, n_columns = repack(kind, raw), raw.shape[1] // kind.block_bytes * kind.block_elements
 
     def of_code(code: int) -> Tensor:
-        codes = torch.full_like(packed.codes, code if kind.name == "Q8_0" else code * 0x11111111)
-        high = None if packed.high is None else torch.zeros_like(packed.high)
-        blocks = unpack(kind, replace(packed, codes=codes, high=high), n_columns)
-        return dequantise(kind, blocks, torch.float32).double()
+        packed.codes.fill_(code if kind.name == "Q8_0" else code * 0x11111111)
+        if packed.high is not None:
+            packed.high.zero_()
+        return dequantise(kind, unpack(packed, n_columns), torch.float32).double()
 
     return dequantise(kind, raw, torch.float32).double(), of_code(1) - of_code(0), of_code(0)
 

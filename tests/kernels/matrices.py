@@ -62,7 +62,7 @@ class Matrix:
 
     def experts(self, n_experts: int) -> Matrix:
         """The same rows as matrices of experts."""
-        packed = self.packed.map(lambda p: p.view(n_experts, -1, p.shape[-1]))
+        packed = repack(self.kind, self.raw.view(n_experts, -1, self.raw.shape[-1]))
         return Matrix(self.kind, self.raw, packed, self.numbers.view(n_experts, -1, self.numbers.shape[-1]))
 
     def blocks_of(self, expert: int) -> Tensor:
@@ -70,7 +70,7 @@ class Matrix:
         return self.raw.view(*self.numbers.shape[:-1], -1)[expert]
 
     def check(self, x: Tensor, config: GemvConfig | None = None) -> Tensor:
-        found = packed_gemv(self.kind, self.packed, x, config=config)
+        found = packed_gemv(self.packed, x, config=config)
         assert_gemv(found, x, self.kind, self.raw)
         return found
 

@@ -27,15 +27,15 @@ __all__ = ["ignore_numpy_overflow"]  # a fixture
 def test_numbers_are_those_of_dequantise(kind, dtype):
     m = Matrix.random(kind, 9, 512)
     wanted = dequantise(m.kind, m.raw, dtype)
-    assert torch.equal(bits(dequantise_packed(m.kind, m.packed, dtype)), bits(wanted))
+    assert torch.equal(bits(dequantise_packed(m.packed, dtype)), bits(wanted))
     for first, n in ((3, 5), (8, 1)):
-        assert torch.equal(bits(dequantise_packed(m.kind, m.packed, dtype, first, n)), bits(wanted[first : first + n]))
+        assert torch.equal(bits(dequantise_packed(m.packed, dtype, first, n)), bits(wanted[first : first + n]))
 
 
 @pytest.mark.parametrize("kind", SHORT)
 def test_rows_are_zero_padded_to_chunks(kind):
     m = Matrix.random(kind, 9, 352)
-    found = dequantise_packed(m.kind, m.packed, torch.float32)
+    found = dequantise_packed(m.packed, torch.float32)
     assert torch.equal(bits(found[:, :352]), bits(dequantise(m.kind, m.raw, torch.float32)))
     assert found.shape == (9, 512)
     assert not bool(found[:, 352:].any())
@@ -45,6 +45,6 @@ def test_rows_are_zero_padded_to_chunks(kind):
 @of_kinds
 def test_extreme_scales_give_the_same_bits(kind, dtype):
     m = Matrix.of(kind, extreme(kind))
-    found = dequantise_packed(m.kind, m.packed, dtype)
+    found = dequantise_packed(m.packed, dtype)
     assert torch.equal(bits(found), bits(dequantise(m.kind, m.raw, dtype)))
     assert not bool(found.isnan().any())

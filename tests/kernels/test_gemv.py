@@ -16,7 +16,7 @@ from daemons.ops.triton.dequant import dequantise_packed
 from daemons.ops.triton.gemv import MAX_GEMV_ROWS, packed_gemv
 from daemons.ops.triton.split_k import GemvConfig
 from daemons.weights.dequant import dequantise
-from daemons.weights.packed import repack
+from daemons.weights.packed import PackedWeights, repack
 from lucevisor.model.quant_types import BY_NAME
 from tests.kernels.gemv_error import assert_gemv, product
 from tests.kernels.limits import UNITS
@@ -132,7 +132,7 @@ def test_a_large_activation_leaves_the_small_ones(kind):
     x = normal(4, 512, dtype=torch.float16)
     others = x.double() @ m.numbers.t()
     x[:, 5], x[1, 40] = 3000.0, -2000.0
-    found, wanted = packed_gemv(m.kind, m.packed, x), x.double() @ m.numbers.t()
+    found, wanted = packed_gemv(m.packed, x), x.double() @ m.numbers.t()
     over = (found.double() - wanted).abs() - UNITS[x.dtype] * wanted.abs()
     n_codes = 1 << int(kind[1])
     step = 2 * m.numbers.abs().max() / n_codes
@@ -164,9 +164,9 @@ def test_lowest_codes_and_scales(kind):
 def test_a_row_does_not_depend_on_others():
     m = Matrix.random("Q4_K", 31, 256)
     x = normal(6, 256, dtype=torch.float16)
-    together = packed_gemv(m.kind, m.packed, x)
+    together = packed_gemv(m.packed, x)
     x[3] = 60000
-    beside = packed_gemv(m.kind, m.packed, x)
+    beside = packed_gemv(m.packed, x)
     keep = [0, 1, 2, 4, 5]
     assert torch.equal(together[keep], beside[keep])
     assert not torch.equal(together[3], beside[3])
@@ -215,7 +215,7 @@ def check_routed(
     m: Matrix, experts: list[int], pairs_per_row: int, dtype: torch.dtype, config: GemvConfig | None = None
 ) -> None:
     x = normal(len(experts) // pairs_per_row, m.numbers.shape[-1], dtype=dtype)
-    found = packed_gemv(m.kind, m.packed, x, torch.tensor(experts, device=DEVICE), pairs_per_row, config)
+    found = packed_gemv(m.packed, x, torch.tensor(experts, device=DEVICE), pairs_per_row, config)
     assert found.shape == (len(experts), m.numbers.shape[1])
     for p, expert in enumerate(experts):
         assert_gemv(found[p : p + 1], x[p // pairs_per_row : p // pairs_per_row + 1], m.kind, m.blocks_of(expert))
@@ -263,19 +263,19 @@ class Guarded:
 @pytest.mark.parametrize(("kind", "k"), [("Q5_K", 512), ("Q6_K", 512), ("Q8_0", 512), ("Q8_0", 480), ("Q5_0", 288)])
 def test_gemv_reads_and_writes_nothing_else(kind, k, config, monkeypatch):
     """Activations and rows of the matrix have neighbours of NaN."""
-    m = Matrix.random(kind, 28, k)
+    m = Matrix.random(kind, 64, k)
     raw = m.raw.cpu().numpy().copy()
-    halves(raw, kind)[:3] = np.nan
-    halves(raw, kind)[-5:] = np.nan
-    packed = repack(m.kind, torch.from_numpy(raw).to(DEVICE)).map(lambda p: p[3:-5])
+    halves(raw, kind)[:16] = np.nan
+    halves(raw, kind)[16 + 28 :] = np.nan
+    packed = PackedWeights(m.kind, repack(m.kind, torch.from_numpy(raw).to(DEVICE)).tiles[1:3], 28)
     wide = torch.full((9, k), float("nan"), dtype=torch.float16, device=DEVICE)
     wide[2:5] = normal(3, k, dtype=torch.float16)
     x = wide[2:5]
     with monkeypatch.context() as patch:
         guarded = Guarded(patch)
-        found = packed_gemv(m.kind, packed, x, config=config)
+        found = packed_gemv(packed, x, config=config)
     guarded.check()
-    assert_gemv(found, x, m.kind, m.raw[3:-5])
+    assert_gemv(found, x, m.kind, m.raw[16 : 16 + 28])
 
 
 def test_gemv_of_expert_pairs_writes_nothing_else(monkeypatch):
@@ -283,7 +283,7 @@ def test_gemv_of_expert_pairs_writes_nothing_else(monkeypatch):
     experts, x = torch.tensor([2, 1, 2], device=DEVICE), normal(3, 512, dtype=torch.float16)
     with monkeypatch.context() as patch:
         guarded = Guarded(patch)
-        packed_gemv(m.kind, m.packed, x, experts, 1, GemvConfig(16, 1, 2, 2))
+        packed_gemv(m.packed, x, experts, 1, GemvConfig(16, 1, 2, 2))
     guarded.check()
 
 
@@ -292,7 +292,7 @@ def test_dequantisation_writes_nothing_else(kind, monkeypatch):
     m = Matrix.random(kind, 7, 256)
     with monkeypatch.context() as patch:
         guarded = Guarded(patch)
-        dequantise_packed(m.kind, m.packed, torch.float16, 1, 3)
+        dequantise_packed(m.packed, torch.float16, 1, 3)
     guarded.check()
 
 
@@ -306,14 +306,14 @@ def test_dequantisation_writes_nothing_else(kind, monkeypatch):
 def test_a_graph_reads_activations_at_replay(kind, dtype):
     m, stacked = Matrix.random(kind, 200, 2048), Matrix.random(kind, 5 * 40, 2048).experts(5)
     x, experts = normal(4, 2048, dtype=dtype), torch.tensor([0, 1, 2, 3, 4, 0, 1, 2], device=DEVICE)
-    packed_gemv(m.kind, m.packed, x)  # compiled before the capture
-    packed_gemv(stacked.kind, stacked.packed, x, experts, 2)
-    dequantise_packed(m.kind, m.packed, dtype)
+    packed_gemv(m.packed, x)  # compiled before the capture
+    packed_gemv(stacked.packed, x, experts, 2)
+    dequantise_packed(m.packed, dtype)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        found = packed_gemv(m.kind, m.packed, x)
-        pairs = packed_gemv(stacked.kind, stacked.packed, x, experts, 2)
-        numbers = dequantise_packed(m.kind, m.packed, dtype)
+        found = packed_gemv(m.packed, x)
+        pairs = packed_gemv(stacked.packed, x, experts, 2)
+        numbers = dequantise_packed(m.packed, dtype)
     for seed in (5, 6):
         x.copy_(normal(4, 2048, seed=seed))
         experts.copy_(experts.flip(0) if seed == 5 else torch.full_like(experts, 3))
@@ -337,26 +337,24 @@ def test_other_row_and_pair_counts_compile_nothing(kind):
 
     def run(rows: range, counts: range) -> None:
         for n in rows:
-            packed_gemv(m.kind, m.packed, normal(n, 2048, dtype=torch.float16))
+            packed_gemv(m.packed, normal(n, 2048, dtype=torch.float16))
         for n in counts:
             experts = torch.arange(16 * n, device=DEVICE)[: n * 2] % 5
-            packed_gemv(stacked.kind, stacked.packed, normal(n, 2048, dtype=torch.float16), experts, 2)
-            packed_gemv(stacked.kind, stacked.packed, normal(2 * n, 2048, dtype=torch.float16), experts)
+            packed_gemv(stacked.packed, normal(n, 2048, dtype=torch.float16), experts, 2)
+            packed_gemv(stacked.packed, normal(2 * n, 2048, dtype=torch.float16), experts)
         for first in (0, 1, 16):
-            dequantise_packed(m.kind, m.packed, torch.float16, first, 200 - 2 * first)
+            dequantise_packed(m.packed, torch.float16, first, 200 - 2 * first)
 
     def gemv_config(block_rows: int, n_splits: int) -> GemvConfig:
         tile = gemv_float16.float16_tile(block_rows) if kind == "Q4_K" else split_k.GemvTile()
         return GemvConfig(tile.columns, tile.n_warps, tile.n_stages, n_splits)
 
     for n_splits in (1, 4):  # a sum is needed, or none
-        packed_gemv(m.kind, m.packed, normal(3, 2048, dtype=torch.float16), config=gemv_config(8, n_splits))
-        packed_gemv(m.kind, m.packed, normal(9, 2048, dtype=torch.float16), config=gemv_config(16, n_splits))
+        packed_gemv(m.packed, normal(3, 2048, dtype=torch.float16), config=gemv_config(8, n_splits))
+        packed_gemv(m.packed, normal(9, 2048, dtype=torch.float16), config=gemv_config(16, n_splits))
         experts = torch.tensor([1, 2], device=DEVICE)
-        packed_gemv(
-            stacked.kind, stacked.packed, normal(1, 2048, dtype=torch.float16), experts, 2, gemv_config(1, n_splits)
-        )
-    dequantise_packed(m.kind, m.packed, torch.float16, 3, 5)
+        packed_gemv(stacked.packed, normal(1, 2048, dtype=torch.float16), experts, 2, gemv_config(1, n_splits))
+    dequantise_packed(m.packed, torch.float16, 3, 5)
     before = compiled()
     assert before > 0
     run(range(1, 17), range(1, 40))

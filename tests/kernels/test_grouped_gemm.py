@@ -39,7 +39,7 @@ def check(
 ) -> Tensor:
     """``m``: matrices [X, N, K]."""
     x = normal(len(pairs) // pairs_per_row, m.numbers.shape[-1], dtype=dtype)
-    found = packed_grouped_gemm(m.kind, m.packed, x, pairs_of(pairs, m.numbers.shape[0]), pairs_per_row, config)
+    found = packed_grouped_gemm(m.packed, x, pairs_of(pairs, m.numbers.shape[0]), pairs_per_row, config)
     assert found.dtype == dtype
     near(found, m.numbers, x[torch.arange(len(pairs)) // pairs_per_row], pairs)
     return found
@@ -82,7 +82,7 @@ def test_all_rows_to_one_expert():
 def test_only_routed_rows_are_read_and_all_results_written(monkeypatch):
     """Rows around the activations are NaN, and so are experts without pairs."""
     m = Matrix.random("Q8_0", 4 * 20, 256)
-    packed = m.packed.map(lambda p: p.view(4, 20, -1).clone())
+    packed = m.experts(4).packed
     assert packed.steps is not None
     packed.steps[1] = float("nan")
     wide = torch.full((20, 256), float("nan"), dtype=torch.float16, device=DEVICE)
@@ -96,7 +96,7 @@ def test_only_routed_rows_are_read_and_all_results_written(monkeypatch):
     with monkeypatch.context() as patch:
         if DEVICE == "cuda":  # the interpreter makes tensors too
             patch.setattr(Tensor, "new_empty", filled)
-        found = packed_grouped_gemm(m.kind, packed, wide[3:13], pairs_of(pairs, 4), 1, SMALL)
+        found = packed_grouped_gemm(packed, wide[3:13], pairs_of(pairs, 4), 1, SMALL)
     assert bool(found.isfinite().all())
     near(found, m.experts(4).numbers, wide[3:13], pairs)
 

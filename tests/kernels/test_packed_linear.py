@@ -78,8 +78,8 @@ def normal(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 1) -> Te
 @of_each
 def test_gemv_and_gemm(kind, dtype, few_programs):
     type_, raw = blocks(kind, 13, 256)
-    product = PackedLinear(type_, repack(type_, raw), 256)
-    assert (product.n_out, product.n_bytes) == (13, raw.nbytes)
+    product = PackedLinear(repack(type_, raw), 256)
+    assert (product.n_out, product.n_bytes) == (13, raw.nbytes // 13 * 16)
     x = normal(MAX_GEMV_ROWS + 1, 256, dtype=dtype)
     assert_gemv(product(x[:MAX_GEMV_ROWS]), x[:MAX_GEMV_ROWS], type_, raw)
     assert_gemm(product(x), x, dequantise(type_, raw, torch.float32))
@@ -88,7 +88,7 @@ def test_gemv_and_gemm(kind, dtype, few_programs):
 @pytest.mark.parametrize("at_a_time", [1, 8, 9])
 def test_large_matrices_are_dequantised_in_parts(at_a_time, monkeypatch):
     type_, raw = blocks("Q8_0", 17, 256)
-    product = PackedLinear(type_, repack(type_, raw), 256)
+    product = PackedLinear(repack(type_, raw), 256)
     x = normal(MAX_GEMV_ROWS + 1, 256)
     monkeypatch.setattr(packed_linear, "rows_at_a_time", lambda n_columns: at_a_time)
     seen = []
@@ -101,7 +101,7 @@ def test_large_matrices_are_dequantised_in_parts(at_a_time, monkeypatch):
 
 def test_columns_of_a_wider_input(few_programs):
     type_, raw = blocks("Q4_K", 21, 256)
-    product = PackedLinear(type_, repack(type_, raw), 256)
+    product = PackedLinear(repack(type_, raw), 256)
     wide = normal(MAX_GEMV_ROWS + 1, 400)
     few, many = wide[:3, 100:356], wide[:, 100:356]
     assert torch.equal(product(few), product(few.contiguous()))
@@ -121,8 +121,8 @@ class Both(NamedTuple):
 
 def experts_of(kind: str, n_experts: int, n: int, k: int) -> Both:
     type_, raw = blocks(kind, n_experts * n, k)
-    packed = repack(type_, raw).map(lambda p: p.view(n_experts, n, -1))
-    return Both(PackedExperts(type_, packed, k), BlockExperts(type_, raw.view(n_experts, n, -1), k))
+    packed = repack(type_, raw.view(n_experts, n, -1))
+    return Both(PackedExperts(packed, k), BlockExperts(type_, raw.view(n_experts, n, -1), k))
 
 
 def assert_routed(found: Tensor, x: Tensor, chosen: Tensor, experts: BlockExperts) -> None:
@@ -134,7 +134,8 @@ def assert_routed(found: Tensor, x: Tensor, chosen: Tensor, experts: BlockExpert
 @of_each
 def test_experts_packed_and_as_blocks(kind, dtype, few_programs):
     a, b = experts_of(kind, 4, 12, 256)
-    assert (a.n_experts, a.n_out, a.n_elements, a.n_bytes) == (b.n_experts, b.n_out, b.n_elements, b.n_bytes)
+    assert (a.n_experts, a.n_out, a.n_elements) == (b.n_experts, b.n_out, b.n_elements)
+    assert a.n_bytes == b.n_bytes // 12 * 16
     x, chosen = normal(2, 256, dtype=dtype), torch.tensor([2, 0, 3, 2], device=DEVICE)
     assert torch.equal(a.dequantised(chosen[1:], dtype), b.dequantised(chosen[1:], dtype))
     assert_routed(a.grouped_gemm(x, ExpertPairs(chosen, 4), 2), x, chosen, b)
@@ -186,8 +187,8 @@ def test_experts_of_two_types(few_programs):
 def test_rows_of_a_table_are_the_same_bits(kind, dtype):
     type_, raw = blocks(kind, 50, 512)
     ids = torch.tensor([7, 0, 49, 7, 13], device=DEVICE)
-    a, b = PackedTable(type_, repack(type_, raw), 512, dtype), BlockTable(type_, raw, dtype)
-    assert a.n_bytes == b.n_bytes
+    a, b = PackedTable(repack(type_, raw), 512, dtype), BlockTable(type_, raw, dtype)
+    assert a.n_bytes == b.n_bytes // 50 * 64
     assert a(ids).dtype == dtype
     assert torch.equal(a(ids), b(ids))
 
@@ -216,14 +217,14 @@ def test_packed_weights_are_read_chunk_by_chunk(kind, tmp_path, monkeypatch):
     weights.close()
     stored = {t.name: torch.from_numpy(np.array(t.data)) for t in gguf.GGUFReader(path).tensors if t.name in (gate, up)}
     assert isinstance(product, PackedLinear)
-    found = unpack(product.kind, product.packed, product.n_columns)
+    found = unpack(product.packed, product.n_columns)
     assert torch.equal(found, torch.cat([stored[gate], stored[up]]))
     assert product.n_bytes == weights.n_bytes == sum(r.n_bytes for r in kept if r.name in (gate, up))
     weights = weights_of(path, kept)
     product = weights.linear(Rows(gate, ((10, 12), (0, 3))), Rows(up))
     weights.close()
     wanted = torch.cat([stored[gate][10:12], stored[gate][0:3], stored[up]])
-    assert torch.equal(unpack(product.kind, product.packed, product.n_columns), wanted)
+    assert torch.equal(unpack(product.packed, product.n_columns), wanted)
 
 
 def test_a_tied_output_matrix_is_held_once(tmp_path):
@@ -244,4 +245,4 @@ def test_a_model_takes_its_planned_bytes(spec_of):
     stages = with_formats_of(spec_of("qwen35moe", "k"), Backend.CUDA, kernels=True)
     chosen = [v for k, v in stages[0].kernels.items() if "linear Q" in k or "experts Q" in k]
     assert chosen
-    assert set(chosen) == {"packed, triton"}
+    assert all(form.startswith("packed, ") for form in chosen)

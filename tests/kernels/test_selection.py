@@ -39,7 +39,7 @@ def test_the_reject_reason(monkeypatch):
 
 
 def test_a_wrong_product_rejects_triton(monkeypatch):
-    monkeypatch.setattr(packed_linear, "packed_gemv", lambda kind, packed, x: torch.ones(1, 32))
+    monkeypatch.setattr(packed_linear, "packed_gemv", lambda packed, x: torch.ones(1, 32))
     assert "a product with zeros is not zero" in triton_reject_reason(CPU, torch.float16)
 
 

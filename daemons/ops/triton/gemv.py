@@ -26,8 +26,8 @@ from daemons.ops.triton.codes import (
 )
 from daemons.ops.triton.gemv_float16 import FLOAT16_KINDS, packed_gemv_float16
 from daemons.ops.triton.split_k import GemvConfig, GemvTile, gemv_config, reduce_splits, rows_per_program, split_buffer
-from daemons.weights.packed import PackedWeights
-from lucevisor.model.quant_types import CHUNK, GgmlType, padded_columns
+from daemons.weights.packed import PackedWeights, tile_bytes
+from lucevisor.model.quant_types import CHUNK
 
 MAX_GEMV_ROWS = 64
 """Rows that :func:`packed_gemv` takes at most."""
@@ -43,11 +43,15 @@ def _group_dot(numbers, x_at, total, row_mask, x, OFFSET: tl.constexpr, BN: tl.c
 
 
 @triton.jit
-def _add_chunk_q8_0(acc, x, x_at, codes, steps, at, row_mask, chunk, width, PADDED: tl.constexpr):
-    """``acc`` plus one chunk of Q8_0.  ``at`` [BN]: the chunk's index in the packed tensors."""
+def _add_chunk_q8_0(
+    acc, x, x_at, codes, steps, tile, row, row_mask, chunk, width, TILE: tl.constexpr, PADDED: tl.constexpr
+):
+    """``acc`` plus one chunk of Q8_0.  ``tile``, ``row`` [BN]: where each row of the matrix lies."""
+    code_at = (codes + tile * TILE + row * 32)[:, None] + tl.arange(0, 32)[None, :]
+    step_at = steps + tile * (TILE // 2) + row * 8
     for j in tl.static_range(8):
-        code = tl.load(codes + at[:, None] * 256 + 32 * j + tl.arange(0, 32)[None, :]).to(x.dtype.element_ty)
-        scale = tl.load(steps + at * 8 + j).to(tl.float32)
+        code = tl.load(code_at + 512 * j).to(x.dtype.element_ty)
+        scale = tl.load(step_at + j).to(tl.float32)
         mask = column_mask(row_mask, chunk * 256 + 32 * j, width, PADDED)
         part = tl.dot(code, tl.load(x_at + 32 * j, mask=mask[None, :], other=0.0), input_precision="ieee")
         acc += scale[:, None] * part
@@ -56,30 +60,32 @@ def _add_chunk_q8_0(acc, x, x_at, codes, steps, at, row_mask, chunk, width, PADD
 
 @triton.jit
 def _add_chunk_q6_k(
-    acc, x, x_at, sums, codes, high, scales, steps, at, row_mask,
-    WIDTH: tl.constexpr, BN: tl.constexpr, BM: tl.constexpr,
+    acc, x, x_at, sums, codes, high, scales, steps, tile, row, row_mask,
+    TILE: tl.constexpr, WIDTH: tl.constexpr, BN: tl.constexpr, BM: tl.constexpr,
 ):  # fmt: skip
     """``acc`` plus one chunk of Q6_K.  ``sums``: the chunk's group sums of x, WIDTH apart."""
-    pair = tl.arange(0, 8)[None, :]
+    word_at = (tile * (TILE // 4) + row * 8)[:, None] + tl.arange(0, 8)[None, :]
+    scale_at = scales + tile * (TILE // 4) + row * 4
     inner = tl.zeros([BN, BM], tl.float32)
     for g in tl.static_range(2):
-        bits = tl.load(high + at[:, None] * 16 + 8 * g + pair)
+        bits = tl.load(high + word_at + 128 * g)
         for i in tl.static_range(8):
             if i % 4 == 0:
-                words = tl.load(codes + at[:, None] * 32 + 16 * g + 2 * i + pair)
-                four = tl.load(scales + at * 4 + 2 * g + i // 4)
+                words = tl.load(codes + word_at + 256 * g + 32 * i)
+                four = tl.load(scale_at + 2 * g + i // 4)
             code = ((words >> (4 * (i % 4))) & 0x000F000F) | upper_bits(bits, i)
             total = tl.load(sums + (8 * g + i) * WIDTH)
             numbers = biased_codes(code, x, BN, 16)
             part = _group_dot(numbers, x_at + 128 * g + 16 * i, total, row_mask, x, 32.0, BN, BM)
             inner += ((four << (24 - 8 * (i % 4))) >> 24).to(tl.float32)[:, None] * part
-    return acc + tl.load(steps + at).to(tl.float32)[:, None] * inner
+    return acc + tl.load(steps + tile * (TILE // 2) + row).to(tl.float32)[:, None] * inner
 
 
 @triton.jit
 def _add_chunk_q4(
-    acc, x, x_at, sums, codes, high, scales, steps, at, row_mask, chunk, width,
-    KIND: tl.constexpr, WIDTH: tl.constexpr, BN: tl.constexpr, BM: tl.constexpr, PADDED: tl.constexpr,
+    acc, x, x_at, sums, codes, high, scales, steps, tile, row, row_mask, chunk, width,
+    KIND: tl.constexpr, TILE: tl.constexpr, WIDTH: tl.constexpr, BN: tl.constexpr, BM: tl.constexpr,
+    PADDED: tl.constexpr,
 ):  # fmt: skip
     """``acc`` plus one chunk of a type with 4 or 5-bit codes.  ``sums`` as in :func:`_add_chunk_q6_k`."""
     OFFSET: tl.constexpr = 16.0 if KIND == "Q5_0" else 8.0 if KIND == "Q4_0" else 0.0
@@ -88,11 +94,16 @@ def _add_chunk_q4(
     pair = tl.arange(0, 16)[None, :]
     inner, mins = tl.zeros([BN, BM], tl.float32), tl.zeros([BN, BM], tl.float32)
     if HAS_FIFTH_BIT:
-        bits = spread_bits(tl.load(high + at[:, None] * 16 + pair))
+        bits = spread_bits(tl.load(high + (tile * (TILE // 2) + row * 16)[:, None] + pair))
     if K_QUANT:
-        d_dmin = load_d_dmin(scales + at * 4)
+        scale_at = scales + tile * (TILE // 4) + row * 4
+        d_dmin = load_d_dmin(scale_at)
+    elif KIND == "Q4_1" or KIND == "Q5_1":
+        step_at = steps + tile * (TILE // 4) + row * 8
+    else:
+        step_at = steps + tile * (TILE // 2) + row * 8
     for h in tl.static_range(2):
-        words = tl.load(codes + at[:, None] * 32 + 16 * h + pair)
+        words = tl.load(codes + (tile * (TILE // 4) + row * 16)[:, None] + 256 * h + pair)
         for i in tl.static_range(4):
             code = (words >> (4 * i)) & 0x000F000F
             if HAS_FIFTH_BIT:
@@ -102,14 +113,14 @@ def _add_chunk_q4(
             numbers = biased_codes(code, x, BN, 32)
             part = _group_dot(numbers, x_at + 128 * h + 32 * i, total, mask, x, OFFSET, BN, BM)
             if K_QUANT:
-                word = tl.load(scales + at * 4 + 2 * h + i // 2) >> (16 * (i % 2))
+                word = tl.load(scale_at + 2 * h + i // 2) >> (16 * (i % 2))
                 inner += (word & 63).to(tl.float32)[:, None] * part
                 mins += ((word >> 6) & 63).to(tl.float32)[:, None] * total[None, :]
             elif KIND == "Q4_1" or KIND == "Q5_1":
-                step = tl.load(steps + at * 8 + 4 * h + i)
+                step = tl.load(step_at + 4 * h + i)
                 inner += low_float16(step)[:, None] * part + low_float16(step >> 16)[:, None] * total[None, :]
             else:
-                inner += tl.load(steps + at * 8 + 4 * h + i).to(tl.float32)[:, None] * part
+                inner += tl.load(step_at + 4 * h + i).to(tl.float32)[:, None] * part
     if K_QUANT:
         return acc + (low_float16(d_dmin)[:, None] * inner - low_float16(d_dmin >> 16)[:, None] * mins)
     else:
@@ -119,18 +130,20 @@ def _add_chunk_q4(
 @triton.jit(do_not_specialize=["n_rows", "n_splits", "pairs_per_row"])
 def gemv_kernel(
     x, sums, codes, high, scales, steps, experts, out, n_rows, n_out, n_chunks, width, n_splits, pairs_per_row,
-    KIND: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, PADDED: tl.constexpr,
+    KIND: tl.constexpr, TILE: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, PADDED: tl.constexpr,
 ):  # fmt: skip
     """Program (i, s, z): BN columns of the product, split s of the chunks, all rows.  ``out`` [n_splits, rows, n_out].
 
-    With ``experts`` [pairs], row z of the result is row z // pairs_per_row of x times matrix experts[z].
+    TILE: bytes of a tile.  With ``experts`` [pairs], row z of the result is row z // pairs_per_row of x times matrix
+    experts[z].
     """
     L: tl.constexpr = 16 if KIND == "Q6_K" else 32
     GROUPS: tl.constexpr = 256 // L
     WIDTH: tl.constexpr = BM if experts is None else 1
     split = tl.program_id(1)
     columns = tl.program_id(0) * BN + tl.arange(0, BN)
-    weight_row = tl.minimum(columns, n_out - 1).to(tl.int64)
+    weight_row = tl.minimum(columns, n_out - 1)
+    first_tile, tile_row = (weight_row // 16).to(tl.int64), weight_row % 16
     m = tl.arange(0, BM)
     if experts is None:
         row_mask, row, sum_row, out_row = m < n_rows, m, m, m
@@ -139,24 +152,25 @@ def gemv_kernel(
         row_mask, row, sum_row, out_row = m == 0, z // pairs_per_row + m * 0, m * 0, z + m * 0
         if KIND != "Q8_0":
             sums += (z // pairs_per_row) * n_chunks * GROUPS
-        weight_row += tl.load(experts + z) * n_out
+        first_tile += tl.load(experts + z) * tl.cdiv(n_out, 16)
     x_at = x + row[None, :].to(tl.int64) * width + tl.arange(0, L)[:, None]
     acc = tl.zeros([BN, BM], tl.float32)
     for chunk in range(split * n_chunks // n_splits, (split + 1) * n_chunks // n_splits):
-        at = weight_row * n_chunks + chunk
+        tile = first_tile * n_chunks + chunk
         chunk_x = x_at + chunk * 256
         if KIND == "Q8_0":
-            acc = _add_chunk_q8_0(acc, x, chunk_x, codes, steps, at, row_mask, chunk, width, PADDED)
+            acc = _add_chunk_q8_0(acc, x, chunk_x, codes, steps, tile, tile_row, row_mask, chunk, width, TILE, PADDED)
         else:
             chunk_sums = sums + chunk * (GROUPS * WIDTH) + sum_row
             if KIND == "Q6_K":
                 acc = _add_chunk_q6_k(
-                    acc, x, chunk_x, chunk_sums, codes, high, scales, steps, at, row_mask, WIDTH, BN, BM
-                )
+                    acc, x, chunk_x, chunk_sums, codes, high, scales, steps, tile, tile_row, row_mask,
+                    TILE, WIDTH, BN, BM,
+                )  # fmt: skip
             else:
                 acc = _add_chunk_q4(
-                    acc, x, chunk_x, chunk_sums, codes, high, scales, steps, at, row_mask, chunk, width,
-                    KIND, WIDTH, BN, BM, PADDED,
+                    acc, x, chunk_x, chunk_sums, codes, high, scales, steps, tile, tile_row, row_mask, chunk, width,
+                    KIND, TILE, WIDTH, BN, BM, PADDED,
                 )  # fmt: skip
     to_row = split * n_rows + out_row.to(tl.int64)
     inside = (columns < n_out)[:, None] & row_mask[None, :]
@@ -176,7 +190,6 @@ def group_sums_kernel(x, sums, n_rows, n_groups, width, L: tl.constexpr, BM: tl.
 
 
 def packed_gemv(
-    kind: GgmlType,
     packed: PackedWeights,
     x: Tensor,
     experts: Tensor | None = None,
@@ -189,16 +202,16 @@ def packed_gemv(
     p // pairs_per_row of x times matrix experts[p]; T and P are not limited then.
     """
     n_rows, width = x.shape
-    n_out, n_chunks = packed.codes.shape[-2], padded_columns(width) // CHUNK
+    kind, n_out, n_chunks = packed.kind.name, packed.n_rows, packed.n_chunks
     assert x.is_contiguous()
     assert experts is not None or n_rows <= MAX_GEMV_ROWS
-    if kind.name in FLOAT16_KINDS and x.dtype != torch.float32:
-        return packed_gemv_float16(kind, packed, x, experts, pairs_per_row, config)
-    size = 16 if kind.name == "Q6_K" else 32
+    if kind in FLOAT16_KINDS and x.dtype != torch.float32:
+        return packed_gemv_float16(packed, x, experts, pairs_per_row, config)
+    size = 16 if kind == "Q6_K" else 32
     block_rows = rows_per_program(n_rows, experts)
     n_results, n_deep = (n_rows, 1) if experts is None else (experts.shape[0], experts.shape[0])
     sums = None
-    if kind.name != "Q8_0":
+    if kind != "Q8_0":
         n_groups, blocks = n_chunks * CHUNK // size, triton.cdiv(n_rows, block_rows)
         sums = torch.empty(blocks, n_groups, block_rows, dtype=torch.float32, device=x.device)
         grid = (triton.cdiv(n_groups, SUM_BLOCK), blocks)
@@ -209,7 +222,7 @@ def packed_gemv(
     gemv_kernel[(triton.cdiv(n_out, config.columns), config.n_splits, n_deep)](
         x, sums, packed.codes, packed.high, packed.scales, packed.steps, experts, parts,
         n_results, n_out, n_chunks, width, config.n_splits, pairs_per_row,
-        KIND=kind.name, BM=max(block_rows, 8), BN=config.columns, PADDED=width % CHUNK != 0,
+        KIND=kind, TILE=tile_bytes(kind), BM=max(block_rows, 8), BN=config.columns, PADDED=width % CHUNK != 0,
         num_warps=config.n_warps, num_stages=config.n_stages,
     )  # fmt: skip
     reduce_splits(parts, out)

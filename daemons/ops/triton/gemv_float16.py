@@ -14,8 +14,8 @@ from torch import Tensor
 
 from daemons.ops.triton.codes import bitcast_float16, d_dmin_of, fifth_bits, low_float16, spread_bits
 from daemons.ops.triton.split_k import GemvConfig, GemvTile, gemv_config, reduce_splits, rows_per_program, split_buffer
-from daemons.weights.packed import PackedWeights
-from lucevisor.model.quant_types import CHUNK, GgmlType, padded_columns
+from daemons.weights.packed import PackedWeights, tile_bytes
+from lucevisor.model.quant_types import CHUNK
 
 FLOAT16_KINDS = frozenset({"Q4_K", "Q5_K"})
 """Quant types with integer group scales and minima."""
@@ -70,10 +70,10 @@ def _group_scales(word, BN: tl.constexpr, FMA: tl.constexpr):
 
 
 @triton.jit
-def _dot_minima(scales, at, total, BN: tl.constexpr, FMA: tl.constexpr):
+def _dot_minima(scale_at, total, BN: tl.constexpr, FMA: tl.constexpr):
     """[BN, BM]: a chunk's eight minima times ``total`` [16, BM], the group sums of x and their rounding errors."""
     eight = (tl.arange(0, 8) % 4)[None, :]
-    minima = ((tl.load(scales + at[:, None] * 4 + eight) >> 6) & 0x003F003F) | 0x64006400
+    minima = ((tl.load(scale_at[:, None] + eight) >> 6) & 0x003F003F) | 0x64006400
     unit = tl.full([BN, 8], 0x3C003C00, tl.int32)
     minima = _fma_half2(minima, unit, tl.full([BN, 8], -0x1BFF1C00, tl.int32), 2, FMA)
     return tl.dot(bitcast_float16(minima, BN, 16), total)
@@ -82,12 +82,13 @@ def _dot_minima(scales, at, total, BN: tl.constexpr, FMA: tl.constexpr):
 @triton.jit(do_not_specialize=["n_rows", "n_splits", "pairs_per_row"])
 def gemv_float16_kernel(
     x, factors, totals, codes, high, scales, experts, out, n_rows, n_out, n_chunks, n_splits, pairs_per_row,
-    KIND: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, FMA: tl.constexpr,
+    KIND: tl.constexpr, TILE: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, FMA: tl.constexpr,
 ):  # fmt: skip
     """As ``gemv_kernel``, for ``x``, ``factors`` and ``totals`` from :func:`gemv_float16_prepare_kernel`."""
     WIDTH: tl.constexpr = BM if experts is None else 1
     columns = tl.program_id(0) * BN + tl.arange(0, BN)
-    weight_row = tl.minimum(columns, n_out - 1).to(tl.int64)
+    weight_row = tl.minimum(columns, n_out - 1)
+    first_tile, tile_row = (weight_row // 16).to(tl.int64), weight_row % 16
     m = tl.arange(0, BM)
     if experts is None:
         row_mask, row, sum_row, out_row = m < n_rows, m, m, m
@@ -96,24 +97,25 @@ def gemv_float16_kernel(
         row_mask, row, sum_row, out_row = m == 0, z // pairs_per_row + m * 0, m * 0, z + m * 0
         factors += (z // pairs_per_row) * n_chunks
         totals += (z // pairs_per_row) * n_chunks * 16
-        weight_row += tl.load(experts + z) * n_out
+        first_tile += tl.load(experts + z) * tl.cdiv(n_out, 16)
     x_at = x + row[None, :].to(tl.int64) * (n_chunks * 256) + tl.arange(0, 32)[:, None]
     total_at = totals + tl.arange(0, 16)[:, None] + sum_row[None, :] * 16
     pair = tl.arange(0, 16)[None, :]
     acc = tl.zeros([BN, BM], tl.float32)
     split = tl.program_id(1)
     for chunk in range(split * n_chunks // n_splits, (split + 1) * n_chunks // n_splits):
-        at = weight_row * n_chunks + chunk
+        tile = first_tile * n_chunks + chunk
+        scale_at = scales + tile * (TILE // 4) + tile_row * 4
         xs = x_at + chunk * 256
         inner = tl.zeros([BN, BM], tl.float32)
-        first = tl.load(scales + at * 4)
-        second = tl.load(scales + at * 4 + 1)
-        third = tl.load(scales + at * 4 + 2)
-        fourth = tl.load(scales + at * 4 + 3)
+        first = tl.load(scale_at)
+        second = tl.load(scale_at + 1)
+        third = tl.load(scale_at + 2)
+        fourth = tl.load(scale_at + 3)
         if KIND == "Q5_K":
-            bits = spread_bits(tl.load(high + at[:, None] * 16 + pair))
+            bits = spread_bits(tl.load(high + (tile * (TILE // 2) + tile_row * 16)[:, None] + pair))
         for h in tl.static_range(2):
-            words = tl.load(codes + at[:, None] * 32 + 16 * h + pair)
+            words = tl.load(codes + (tile * (TILE // 4) + tile_row * 16)[:, None] + 256 * h + pair)
             for i in tl.static_range(4):
                 if i % 2 == 0:
                     word = (first if i == 0 else second) if h == 0 else third if i == 0 else fourth
@@ -129,7 +131,7 @@ def gemv_float16_kernel(
                 mask = tl.load(xs + 128 * h + 32 * i, mask=row_mask[None, :], other=0.0)
                 inner = tl.dot(bitcast_float16(scaled, BN, 32), mask, inner)
         total = tl.load(total_at + chunk * (16 * WIDTH), mask=row_mask[None, :], other=0.0)
-        low = _dot_minima(scales, at, total, BN, FMA)
+        low = _dot_minima(scale_at, total, BN, FMA)
         d_dmin = d_dmin_of(first, second, third, fourth)
         factor = tl.load(factors + chunk * WIDTH + sum_row, mask=row_mask, other=0.0)
         acc += factor[None, :] * (low_float16(d_dmin)[:, None] * inner - low_float16(d_dmin >> 16)[:, None] * low)
@@ -182,7 +184,6 @@ def float16_tile(block_rows: int) -> GemvTile:
 
 
 def packed_gemv_float16(
-    kind: GgmlType,
     packed: PackedWeights,
     x: Tensor,
     experts: Tensor | None,
@@ -191,7 +192,7 @@ def packed_gemv_float16(
 ) -> Tensor:
     """See :func:`daemons.ops.triton.gemv.packed_gemv`; x is float16 or bfloat16."""
     n_rows, width = x.shape
-    n_out, n_chunks = packed.codes.shape[-2], padded_columns(width) // CHUNK
+    kind, n_out, n_chunks = packed.kind.name, packed.n_rows, packed.n_chunks
     block_rows = rows_per_program(n_rows, experts)
     blocks = triton.cdiv(n_rows, block_rows)
     numbers = torch.empty(n_rows, n_chunks * CHUNK, dtype=torch.float16, device=x.device)
@@ -208,7 +209,7 @@ def packed_gemv_float16(
     gemv_float16_kernel[(triton.cdiv(n_out, config.columns), config.n_splits, n_deep)](
         numbers, factors, totals, packed.codes, packed.high, packed.scales, experts, parts,
         n_results, n_out, n_chunks, config.n_splits, pairs_per_row,
-        KIND=kind.name, BM=max(block_rows, 8), BN=config.columns, FMA=fma_backend(x.device),
+        KIND=kind, TILE=tile_bytes(kind), BM=max(block_rows, 8), BN=config.columns, FMA=fma_backend(x.device),
         num_warps=config.n_warps, num_stages=config.n_stages,
     )  # fmt: skip
     reduce_splits(parts, out)

@@ -24,14 +24,14 @@ from daemons.ops.triton.codes import (
     spread_bits,
     upper_bits,
 )
-from daemons.weights.packed import PackedWeights
-from lucevisor.model.quant_types import CHUNK, GgmlType, padded_columns
+from daemons.weights.packed import PackedWeights, tile_bytes
+from lucevisor.model.quant_types import CHUNK
 
 
 @triton.jit(do_not_specialize=["pairs_per_row"])
 def grouped_gemm_kernel(
     x, codes, high, scales, steps, sorted_pairs, offsets, out, n_out, n_chunks, width, pairs_per_row,
-    KIND: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, PADDED: tl.constexpr,
+    KIND: tl.constexpr, TILE: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, PADDED: tl.constexpr,
 ):  # fmt: skip
     """Program (i, e, s): BN columns for every n-th tile of BM pairs of expert e, from tile s on.
 
@@ -44,7 +44,7 @@ def grouped_gemm_kernel(
     while place < stop:
         _gemm_tile(
             x, codes, high, scales, steps, sorted_pairs, out,
-            n_out, n_chunks, width, pairs_per_row, expert, place, stop, KIND, BM, BN, PADDED,
+            n_out, n_chunks, width, pairs_per_row, expert, place, stop, KIND, TILE, BM, BN, PADDED,
         )  # fmt: skip
         place += tl.num_programs(2) * BM
 
@@ -52,14 +52,15 @@ def grouped_gemm_kernel(
 @triton.jit
 def _gemm_tile(
     x, codes, high, scales, steps, sorted_pairs, out, n_out, n_chunks, width, pairs_per_row, expert, place, stop,
-    KIND: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, PADDED: tl.constexpr,
+    KIND: tl.constexpr, TILE: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, PADDED: tl.constexpr,
 ):  # fmt: skip
     """One tile: up to BM sorted pairs in [``place``, ``stop``)."""
     L: tl.constexpr = 16 if KIND == "Q6_K" else 32
     HAS_FIFTH_BIT: tl.constexpr = KIND == "Q5_K" or KIND == "Q5_0" or KIND == "Q5_1"
     K_QUANT: tl.constexpr = KIND == "Q4_K" or KIND == "Q5_K"
     columns = tl.program_id(0) * BN + tl.arange(0, BN)
-    weight_row = tl.minimum(columns, n_out - 1).to(tl.int64) + expert * n_out
+    weight_row = tl.minimum(columns, n_out - 1)
+    first_tile, tile_row = expert * tl.cdiv(n_out, 16) + weight_row // 16, weight_row % 16
     places = place + tl.arange(0, BM)
     row_mask = places < stop
     pair_ids = tl.load(sorted_pairs + places, mask=row_mask, other=0)
@@ -68,37 +69,39 @@ def _gemm_tile(
     word = tl.arange(0, L // 2)[None, :]
     acc = tl.zeros([BN, BM], tl.float32)
     for chunk in range(n_chunks):
-        at = weight_row * n_chunks + chunk
+        tile = first_tile * n_chunks + chunk
+        words_at, halves_at = tile * (TILE // 4), tile * (TILE // 2)
         if KIND == "Q6_K":
-            d = tl.load(steps + at).to(tl.float32)
+            d = tl.load(steps + halves_at + tile_row).to(tl.float32)
         elif KIND != "Q8_0":
             if HAS_FIFTH_BIT:
-                bits = spread_bits(tl.load(high + at[:, None] * 16 + word))
+                bits = spread_bits(tl.load(high + (halves_at + tile_row * 16)[:, None] + word))
             if K_QUANT:
-                d_dmin = load_d_dmin(scales + at * 4)
+                d_dmin = load_d_dmin(scales + words_at + tile_row * 4)
         for j in tl.static_range(256 // L):
             if KIND == "Q8_0":
-                code = tl.load(codes + at[:, None] * 256 + 32 * j + element).to(tl.float32)
-                number = tl.load(steps + at * 8 + j).to(tl.float32)[:, None] * code
+                code = tl.load(codes + (tile * TILE + tile_row * 32)[:, None] + 512 * j + element).to(tl.float32)
+                number = tl.load(steps + halves_at + tile_row * 8 + j).to(tl.float32)[:, None] * code
             elif KIND == "Q6_K":
                 if j % 8 == 0:
-                    bits = tl.load(high + at[:, None] * 16 + j + word)
+                    bits = tl.load(high + (words_at + tile_row * 8)[:, None] + 16 * j + word)
                 if j % 4 == 0:
-                    words = tl.load(codes + at[:, None] * 32 + 2 * j + word)
-                    four = tl.load(scales + at * 4 + j // 4)
+                    words = tl.load(codes + (words_at + tile_row * 8)[:, None] + 32 * j + word)
+                    four = tl.load(scales + words_at + tile_row * 4 + j // 4)
                 number = dequantise_q6_k(
                     ((words >> (4 * (j % 4))) & 0x000F000F) | upper_bits(bits, j % 8), four, d, j, BN
                 )
             else:
                 if j % 4 == 0:
-                    words = tl.load(codes + at[:, None] * 32 + 4 * j + word)
+                    words = tl.load(codes + (words_at + tile_row * 16)[:, None] + 64 * j + word)
                 both = (words >> (4 * (j % 4))) & 0x000F000F
                 if HAS_FIFTH_BIT:
                     both |= fifth_bits(bits, j)
                 if K_QUANT:
-                    number = dequantise_q4_k(both, tl.load(scales + at * 4 + j // 2), d_dmin, j, BN)
+                    number = dequantise_q4_k(both, tl.load(scales + words_at + tile_row * 4 + j // 2), d_dmin, j, BN)
                 else:
-                    number = dequantise_q4(both, tl.load(steps + at * 8 + j), KIND, BN)
+                    step_at = words_at if KIND == "Q4_1" or KIND == "Q5_1" else halves_at
+                    number = dequantise_q4(both, tl.load(steps + step_at + tile_row * 8 + j), KIND, BN)
             mask = column_mask(row_mask, chunk * 256 + L * j, width, PADDED)
             part = tl.load(x_at + chunk * 256 + L * j, mask=mask[None, :], other=0.0)
             acc = tl.dot(number.to(x.dtype.element_ty), part, acc, input_precision="ieee")
@@ -126,7 +129,6 @@ def grouped_gemm_config(n_pairs: int, n_experts: int) -> GroupedGemmConfig:
 
 
 def packed_grouped_gemm(
-    kind: GgmlType,
     packed: PackedWeights,
     x: Tensor,
     pairs: ExpertPairs,
@@ -138,15 +140,15 @@ def packed_grouped_gemm(
     ``packed``: matrices [X, N, *].
     """
     assert x.is_contiguous()
-    n_experts, n_out = packed.codes.shape[:2]
+    kind, n_experts, n_out = packed.kind.name, packed.tiles.shape[0], packed.n_rows
     width = x.shape[1]
     config = config or grouped_gemm_config(len(pairs), n_experts)
     out = x.new_empty(len(pairs), n_out)
     sorted_pairs, offsets = pairs.sorted_by_expert
     grouped_gemm_kernel[(triton.cdiv(n_out, config.columns), n_experts, config.programs_per_expert)](
         x, packed.codes, packed.high, packed.scales, packed.steps, sorted_pairs, offsets, out,
-        n_out, padded_columns(width) // CHUNK, width, pairs_per_row,
-        KIND=kind.name, BM=config.rows, BN=config.columns, PADDED=width % CHUNK != 0,
+        n_out, packed.n_chunks, width, pairs_per_row,
+        KIND=kind, TILE=tile_bytes(kind), BM=config.rows, BN=config.columns, PADDED=width % CHUNK != 0,
         num_warps=config.n_warps, num_stages=config.n_stages,
     )  # fmt: skip
     return out

@@ -1,0 +1,111 @@
+// Single PTX instructions: arithmetic on pairs of float16, matrix units, shared memory, asynchronous copies, launches.
+// No headers, so that NVRTC compiles it without a CUDA installation.
+#pragma once
+
+typedef unsigned char u8;
+typedef unsigned short u16;
+typedef unsigned int u32;
+typedef unsigned long long u64;
+
+#define DEVICE __device__ __forceinline__
+
+// ---- pairs of float16 in a word
+
+DEVICE u32 fma_half2(u32 a, u32 b, u32 c) {
+  u32 d;
+  asm("fma.rn.f16x2 %0, %1, %2, %3;" : "=r"(d) : "r"(a), "r"(b), "r"(c));
+  return d;
+}
+
+DEVICE u32 add_half2(u32 a, u32 b) {
+  u32 d;
+  asm("add.rn.f16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b));
+  return d;
+}
+
+DEVICE u32 mul_half2(u32 a, u32 b) {
+  u32 d;
+  asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b));
+  return d;
+}
+
+DEVICE u32 pack_half2(float low, float high) {
+  u32 d;
+  asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(d) : "f"(high), "f"(low));
+  return d;
+}
+
+DEVICE u32 both_low(u32 a) { return __byte_perm(a, a, 0x1010); }
+DEVICE u32 both_high(u32 a) { return __byte_perm(a, a, 0x3232); }
+
+DEVICE float low_float(u32 a) {
+  float f;
+  asm("{.reg .b16 l, h; mov.b32 {l, h}, %1; cvt.f32.f16 %0, l;}" : "=f"(f) : "r"(a));
+  return f;
+}
+
+DEVICE float high_float(u32 a) { return low_float(a >> 16); }
+
+// (a & MASK) | b in one instruction: b has to be in a register, or the compiler splits it in two.
+template <u32 MASK> DEVICE u32 and_or(u32 a, u32 b) {
+  u32 d;
+  asm("lop3.b32 %0, %1, %2, %3, 0xEA;" : "=r"(d) : "r"(a), "n"(MASK), "r"(b));
+  return d;
+}
+
+DEVICE u32 in_register(u32 value) {
+  u32 d;
+  asm volatile("mov.b32 %0, %1;" : "=r"(d) : "r"(value));
+  return d;
+}
+
+// ---- matrix units: c [16, 8] += a [16, 16] b [16, 8].  Lane 4 g + t holds rows g and g + 8 of a at columns 2 t, + 1 (a0,
+// a1) and 2 t + 8, + 9 (a2, a3), the same columns of b's column g (b0, b1), and columns 2 t, + 1 of c's rows.
+
+DEVICE void mma(float (&c)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
+  asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+      : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+      : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
+}
+
+// ---- shared memory
+
+DEVICE u32 shared_address(const void* p) { return (u32)__cvta_generic_to_shared(p); }
+
+DEVICE uint4 load_shared16(u32 at) {
+  uint4 v;
+  asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(at));
+  return v;
+}
+
+DEVICE uint2 load_shared8(u32 at) {
+  uint2 v;
+  asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];" : "=r"(v.x), "=r"(v.y) : "r"(at));
+  return v;
+}
+
+DEVICE u32 load_shared4(u32 at) {
+  u32 v;
+  asm volatile("ld.shared.u32 %0, [%1];" : "=r"(v) : "r"(at));
+  return v;
+}
+
+DEVICE u32 load_shared2(u32 at) {
+  u16 v;
+  asm volatile("ld.shared.u16 %0, [%1];" : "=h"(v) : "r"(at));
+  return v;
+}
+
+// ---- programmatic dependent launch (sm_90): a kernel may start before the one ahead of it ended, up to its wait
+
+DEVICE void launch_dependents() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+
+DEVICE void wait_for_inputs() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}

@@ -1,0 +1,115 @@
+"""The CUDA C++ GEMV against float64 products of the dequantised matrix, on an NVIDIA GPU from sm_80 on."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.kernels.limits import UNITS
+from tests.kernels.matrices import DEVICE, SHORT, Matrix, normal
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(
+        not torch.cuda.is_available() or bool(torch.version.hip) or torch.cuda.get_device_capability() < (8, 0),
+        reason="needs an NVIDIA GPU from sm_80 on",
+    ),
+]
+
+from daemons.ops.cuda.gemv import DTYPES, KINDS, CudaGemv, cuda_gemv  # noqa: E402
+from daemons.ops.selection import KernelSelector  # noqa: E402
+
+SHAPES = (
+    *((31, 256), (100, 3072), (1000, 6144), (48, 2048)),
+    *((16480, 5120), (5120, 6144), (5120, 17408)),  # Qwen3.6 27B
+    *((12352, 2048), (2048, 4096), (2048, 512)),  # Qwen3.6 35B-A3B, Laguna
+    *((8192, 2816), (2816, 2112), (2816, 704)),  # Gemma 4
+    *((6144, 4096), (4096, 12288)),  # Qwen3
+)
+"""Rows of W and columns: less than a tile, and those of the families."""
+of_kinds = pytest.mark.parametrize("kind", sorted(KINDS))
+of_dtypes = pytest.mark.parametrize("dtype", list(DTYPES), ids=str)
+
+
+def assert_near(found: Tensor, wanted: Tensor) -> None:
+    """Within the rounding of the results, at most a unit of each, and a quarter more for the sums."""
+    assert bool(found.isfinite().all())
+    assert float((found.double() - wanted).norm() / wanted.norm()) < 1.25 * UNITS[found.dtype]
+
+
+@pytest.mark.parametrize("defines", [(), ("NO_BULK_COPIES",)], ids=["sm_90", "sm_80"])
+@of_dtypes
+@of_kinds
+def test_one_row(kind, dtype, defines):
+    """On a newer GPU the copies of an older one too."""
+    gemv = CudaGemv(torch.device("cuda", 0), dtype, *defines)
+    for n, k in SHAPES:
+        if k % 256 and kind not in SHORT:
+            continue
+        m = Matrix.random(kind, n, k)
+        x = (normal(1, k) * normal(1, k, seed=2) ** 3).to(dtype)
+        assert gemv.prepare(kind, m.packed.n_chunks)
+        found = gemv(m.packed, x)
+        assert_near(found, x.double() @ m.numbers.t())
+        assert torch.equal(found, gemv(m.packed, x))
+
+
+@of_dtypes
+@of_kinds
+def test_expert_pairs(kind, dtype):
+    gemv = cuda_gemv(torch.device("cuda", 0), dtype)
+    experts = torch.tensor([3, 0, 6, 6, 1, 2, 5, 4] * 2, device=DEVICE)
+    for n, k, pairs_per_row in ((1024, 2048, 8), (2048, 512, 1), (40, 256, 2)):
+        m = Matrix.random(kind, 7 * n, k).experts(7)
+        x = normal(len(experts) // pairs_per_row, k, dtype=dtype)
+        gemv.prepare(kind, m.packed.n_chunks)
+        found = gemv(m.packed, x, experts, pairs_per_row)
+        wanted = [x[p // pairs_per_row].double() @ m.numbers[e].t() for p, e in enumerate(experts.tolist())]
+        assert_near(found, torch.stack(wanted))
+
+
+def test_a_row_at_any_address():
+    gemv = cuda_gemv(torch.device("cuda", 0), torch.bfloat16)
+    m, x = Matrix.random("Q4_K", 40, 512), normal(1, 520, dtype=torch.bfloat16)
+    gemv.prepare("Q4_K", 2)
+    assert torch.equal(gemv(m.packed, x[:, 3:515]), gemv(m.packed, x[:, 3:515].contiguous()))
+
+
+def test_a_graph_of_dependent_products_reads_what_the_one_before_wrote():
+    """They start before it ended: each waits for it."""
+    gemv = cuda_gemv(torch.device("cuda", 0), torch.bfloat16)
+    m = Matrix.random("Q4_K", 4096, 4096)
+    gemv.prepare("Q4_K", 16)
+    x = normal(1, 4096, dtype=torch.bfloat16)
+    scale = float(1 / m.numbers.std() / 64)
+
+    def chain(x: Tensor) -> Tensor:
+        for _ in range(20):
+            x = gemv(m.packed, gemv(m.packed, x) * scale)
+            x = x * scale
+        return x
+
+    chain(x)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = chain(x)
+    for seed in (5, 6):
+        x.copy_(normal(1, 4096, seed=seed))
+        graph.replay()
+        wanted = x
+        for _ in range(20):
+            wanted = gemv(m.packed, wanted)
+            torch.cuda.synchronize()
+            wanted = gemv(m.packed, wanted * scale)
+            torch.cuda.synchronize()
+            wanted = wanted * scale
+        assert torch.equal(found, wanted)
+
+
+def test_a_gpu_selects_it_and_says_so():
+    selector = KernelSelector(torch.device("cuda", 0), torch.bfloat16)
+    assert selector.warnings == []
+    selector.packed_linear(Matrix.random("Q4_K", 40, 512).packed, 512)
+    assert selector.selected["cuda:0 linear Q4_K"].startswith("packed, cuda c++ for a row")
+    assert KernelSelector(torch.device("cuda", 0), torch.float32).warnings == []

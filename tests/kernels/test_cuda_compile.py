@@ -1,0 +1,64 @@
+"""CUDA C++ becomes machine code for every supported architecture, without a GPU, by NVRTC."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+
+from daemons.ops.cuda.compiler import CompileError, nvrtc
+from daemons.ops.cuda.gemv import DTYPES, KINDS, SharedMemory, compile_gemv, gemv_shape
+
+ARCHITECTURES = ("sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120")
+H200 = SharedMemory(132, 233472, 232448)
+ADA = SharedMemory(128, 102400, 101376)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def compiler():
+    try:
+        nvrtc()
+    except CompileError as error:
+        pytest.skip(str(error))
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_every_kind_compiles(architecture):
+    """Depths and dtypes in turn: each of them for some kind."""
+    variants = itertools.cycle(itertools.product((4, 3, 2), DTYPES))
+    for kind, (depth, dtype) in zip(sorted(KINDS), variants, strict=False):
+        assert compile_gemv(architecture, kind, depth, dtype).startswith(b"\x7fELF")
+
+
+def test_copies_of_older_gpus_compile_for_newer_ones():
+    """So that a test on a newer GPU can run them."""
+    assert compile_gemv("sm_90", "Q6_K", 3, torch.bfloat16, "NO_BULK_COPIES")
+
+
+def test_a_failure_says_what_the_compiler_said():
+    with pytest.raises(CompileError, match=r"gemv.cu for sm_90: (.|\n)*error"):
+        compile_gemv("sm_90", "Q4_K", 4, torch.bfloat16, "COLUMNS=1")
+    with pytest.raises(CompileError, match="sm_1"):
+        compile_gemv("sm_1", "Q4_K", 4, torch.bfloat16)
+
+
+@pytest.mark.parametrize("limits", [H200, ADA], ids=["h200", "ada"])
+@pytest.mark.parametrize("kind", sorted(KINDS))
+def test_blocks_fit_a_multiprocessor(kind, limits):
+    deepest = 5
+    for n_chunks in (1, 8, 20, 24, 68, 112):
+        shape = gemv_shape(kind, n_chunks, limits)
+        if shape is None:
+            assert limits is ADA
+            continue
+        assert shape.shared_bytes <= limits.block_shared_bytes
+        assert shape.per_processor * (shape.shared_bytes + 1024) <= limits.shared_bytes
+        assert shape.depth <= deepest or shape.per_processor == 1
+        deepest = shape.depth
+    assert gemv_shape(kind, 1 << 12, limits) is None  # too wide for any block
+
+
+def test_shared_memory_is_filled_with_tiles_in_flight():
+    found = [gemv_shape("Q4_K", n_chunks, H200) for n_chunks in (20, 24, 68, 128)]
+    assert [(s.depth, s.per_processor) for s in found if s is not None] == [(4, 2), (4, 2), (4, 2), (2, 2)]
