@@ -86,6 +86,10 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
+def pytest_sessionfinish() -> None:
+    gc.unfreeze()  # extensions complain at exit of what is left
+
+
 def scaled(own: settings, deep: bool) -> settings:
     n = own.max_examples
     return settings(own, max_examples=DEEP * n if deep else max(n // 2, min(n, LEAST)))

@@ -197,8 +197,11 @@ def test_only_requests_of_a_killed_daemon_fail(box: Box, n_clients: int, victims
     assert "Traceback" not in output, output
 
 
-@pytest.mark.parametrize("how", ["full", "read-only", "not a directory", "no permission"])
-def test_a_run_directory_that_cannot_be_used_is_one_sentence_and_exit_code_2(box: Box, how: str) -> None:
+@pytest.mark.parametrize(
+    ("how", "more"),
+    [("full", ""), ("full", " --daemon"), ("read-only", ""), ("not a directory", " --daemon"), ("no permission", "")],
+)
+def test_a_run_directory_that_cannot_be_used_is_one_sentence_and_exit_code_2(box: Box, how: str, more: str) -> None:
     runtime = box.cli.runtime
     prepare = {
         "full": f"dd if=/dev/zero of={runtime}/filler bs=1k 2>/dev/null",
@@ -207,11 +210,10 @@ def test_a_run_directory_that_cannot_be_used_is_one_sentence_and_exit_code_2(box
         "no permission": f"mkdir {runtime}/lucevisor && mount -t proc proc {runtime}/lucevisor",
     }[how]
     start = f'{prepare}; exec "{sys.executable}" -m lucevisor start "{DEMO}" --name t --set server.port=0'
-    for more in ("", " --daemon"):
-        command = mounted(runtime, 64, "sh", "-c", start + more)
-        done = subprocess.run(command, env=box.cli.env, capture_output=True, text=True, timeout=60, check=False)
-        assert done.returncode == 2, done.stderr
-        lines = done.stderr.splitlines()
-        assert len(lines) == 1, done.stderr
-        assert lines[0].startswith(f'lucevisor: XDG_RUNTIME_DIR = "{runtime}/lucevisor'), done.stderr
-        assert "cannot be used" in lines[0]
+    command = mounted(runtime, 64, "sh", "-c", start + more)
+    done = subprocess.run(command, env=box.cli.env, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 2, done.stderr
+    lines = done.stderr.splitlines()
+    assert len(lines) == 1, done.stderr
+    assert lines[0].startswith(f'lucevisor: XDG_RUNTIME_DIR = "{runtime}/lucevisor'), done.stderr
+    assert "cannot be used" in lines[0]

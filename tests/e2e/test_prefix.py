@@ -82,7 +82,7 @@ def check(off: Told, cold: Told, warm: Told) -> None:
 
 @pytest.mark.parametrize(("name", "states"), [("demo", "device"), ("qwen35", "device"), ("qwen35", "host")])
 async def test_cache_off_cold_and_warm_give_the_same_tokens(name: str, states: str, tmp_path: Path) -> None:
-    check(*await arms(MODELS[name], tmp_path, 4, states))
+    check(*await arms(MODELS[name], tmp_path, 3, states))
 
 
 @pytest.mark.parametrize(
@@ -98,7 +98,7 @@ async def test_drafts_change_neither_answers_nor_what_is_remembered(
         ranges = [f"0-{spec.n_layers // 2}", f"{spec.n_layers // 2}-{spec.n_layers}"]
         config = write_config(tmp_path, MODELS[name], {"a": 1, "b": 1}, ranges, CONFIG.format(300, "device", draft))
         async with running(config, tmp_path) as service:
-            told += [await converse(service, spec.vocabulary, 4) for _ in range(2)]
+            told += [await converse(service, spec.vocabulary, 3) for _ in range(2)]
             assert service.engine is not None
             assert all(use.used == use.evictable for use in service.engine.statistics().pages.values())
             assert service.deployment.drafting == (draft != PLAIN and drafter is not None)

@@ -58,10 +58,13 @@ async def four_arms(place: Place, n: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "states"), [("demo", "device"), ("qwen35", "device"), ("qwen35", "host"), ("gemma4_e2b", "device")]
+    ("name", "states", "n"),
+    [("demo", "device", 2), ("qwen35", "device", 3), ("qwen35", "host", 2), ("gemma4_e2b", "device", 2)],
 )
-async def test_off_cold_warm_and_after_a_restart_give_the_same_tokens(name: str, states: str, tmp_path: Path) -> None:
-    await four_arms(Place(MODELS[name], tmp_path, states), 3)
+async def test_off_cold_warm_and_after_a_restart_give_the_same_tokens(
+    name: str, states: str, n: int, tmp_path: Path
+) -> None:
+    await four_arms(Place(MODELS[name], tmp_path, states), n)
 
 
 @pytest.mark.slow
