@@ -105,8 +105,10 @@ async def test_a_daemon_killed_while_it_saves_leaves_no_file_and_nothing_wrong(g
         await ask(service, [9, *PROMPT], [])
         await until(lambda: told_of(service)["failed"] > 0)
         await until(lambda: service.state == "ready")
-        assert not list(place.snapshots.glob("*.partial"))
-        assert place.files() == before
+        # The request is computed again and its slot may be saved then; nothing else has a file.
+        await until(lambda: len(place.files()) == told_of(service)["saved"])
+        await until(lambda: not list(place.snapshots.glob("*.partial")))
+        assert set(before) <= set(place.files())
         answer, finished = await ask(service, PROMPT, [])
         assert (answer, finished.usage.cached_tokens > 200) == (expected, True)
 
