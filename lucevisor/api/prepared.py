@@ -48,7 +48,8 @@ class GenerationOptions(msgspec.Struct, frozen=True, kw_only=True):
     ``max_tokens`` None: up to the end of the context.  ``turn_ends``: offsets of complete chat messages, per prompt.
     ``echoes``: the text of each prompt if it is to be repeated, else empty.  ``stop_ids``: tokens that end the answer
     besides the model's own.  ``ignored``: names of parameters without effect.  ``show_reasoning``: the client wants its
-    text; only the Messages API asks.  ``grammar``: what the output must be.
+    text; only the Messages API asks.  ``grammar``: what the output must be.  ``max_thinking_tokens`` None: no
+    limit of its own.
     """
 
     sampling: Sampling
@@ -60,6 +61,7 @@ class GenerationOptions(msgspec.Struct, frozen=True, kw_only=True):
     stop_ids: tuple[int, ...] = ()
     ignored: tuple[str, ...] = ()
     grammar: OutputGrammar | None = None
+    max_thinking_tokens: int | None = None
     stream: bool = False
     include_usage: bool = False
     token_ids: bool = False

@@ -41,12 +41,16 @@ def test_streamed_and_whole_are_the_same_message(client: anthropic.Anthropic) ->
     assert whole.usage.input_tokens + whole.usage.cache_read_input_tokens == n
 
 
-def test_thinking(client: anthropic.Anthropic) -> None:
-    thinking = {"type": "enabled", "budget_tokens": 100}
-    answer = client.messages.create(**arguments(client, max_tokens=300, thinking=thinking))
-    assert answer.content[0].type == "thinking"
-    assert answer.content[0].thinking
-    assert all("<think>" not in str(block) for block in answer.content)
+def test_thinking_within_its_budget_and_an_answer_after_it(client: anthropic.Anthropic) -> None:
+    for budget in (100, 8):
+        thinking = {"type": "enabled", "budget_tokens": budget}
+        answer = client.messages.create(**arguments(client, max_tokens=400, thinking=thinking))
+        assert [block.type for block in answer.content] == ["thinking", "text"]
+        assert answer.content[0].thinking
+        assert answer.content[1].text
+        assert answer.stop_reason == "end_turn"
+        assert answer.usage.output_tokens_details.thinking_tokens <= budget + 8  # and the end that is forced
+        assert all("think>" not in str(block) for block in answer.content)
 
 
 def test_a_tool_is_called_and_its_result_is_answered(client: anthropic.Anthropic) -> None:

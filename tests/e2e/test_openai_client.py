@@ -142,6 +142,17 @@ def test_thinking_comes_apart_from_the_answer(client: openai.OpenAI) -> None:
     assert answer.usage.completion_tokens_details.reasoning_tokens > 0
 
 
+def test_thinking_within_a_budget_and_then_json(client: openai.OpenAI) -> None:
+    answer = ask(
+        client, max_tokens=200, response_format={"type": "json_object"},
+        extra_body={"max_thinking_tokens": 8, "enable_thinking": True},
+    )  # fmt: skip
+    message = answer.choices[0].message
+    assert message.reasoning_content
+    assert answer.usage.completion_tokens_details.reasoning_tokens <= 16
+    assert message.content.startswith("{")
+
+
 def test_a_tool_is_called(client: openai.OpenAI) -> None:
     tool = {
         "type": "function",

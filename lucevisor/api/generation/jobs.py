@@ -9,7 +9,7 @@ import secrets
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Final, Protocol
 
 import msgspec
 
@@ -20,7 +20,12 @@ from lucevisor.api.output.usage import UsageTotals
 from lucevisor.api.ports import Ports
 from lucevisor.api.prepared import PreparedRequest
 from lucevisor.api.prompts.sampling import seed_of_choice
+from lucevisor.engine.constraint import Constraint
 from lucevisor.engine.request import GenerationRequest
+from lucevisor.text.reasoning_budget import ReasoningBudget
+
+_ANSWER_TOKENS: Final = 1024
+"""Tokens that a thinking budget leaves for the answer, or a quarter of those allowed if they are few."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,10 +55,22 @@ def make_jobs(prepared: PreparedRequest, output: OutputOptions, ports: Ports, re
                 sampling=msgspec.structs.replace(options.sampling, seed=seed_of_choice(options.sampling.seed, i)),
                 stop_ids=frozenset(options.stop_ids) | (frozenset() if options.ignore_eos else ports.tokenizer.eos_ids),
                 turn_boundaries=tuple(options.turn_ends[p]),
-                constraint=None if prepared.grammar is None else prepared.grammar.matcher(),
+                constraint=_constraint(prepared, output, ports, room),
             )
             jobs.append(Job(request=request, processor=OutputProcessor(ports.tokenizer, output), new_prompt=i == 0))
     return jobs
+
+
+def _constraint(prepared: PreparedRequest, output: OutputOptions, ports: Ports, room: int) -> Constraint | None:
+    """Return what one choice must be: its grammar, its thinking budget with room for an answer, both or neither."""
+    options = prepared.options
+    matcher = None if prepared.grammar is None else prepared.grammar.matcher()
+    tags = None if ports.template is None else ports.template.output_format.reasoning
+    if options.max_thinking_tokens is None or tags is None:
+        return matcher
+    limit = min(options.max_tokens or room, room)
+    n_tokens = min(options.max_thinking_tokens, limit - min(_ANSWER_TOKENS, limit // 4))
+    return ReasoningBudget(n_tokens, tags, ports.tokenizer, inside=output.reasoning_open, inner=matcher)
 
 
 def make_envelope(prepared: PreparedRequest, ports: Ports, response: ResponseId) -> Envelope:

@@ -29,6 +29,7 @@ from lucevisor.api.prompts.anthropic_schemas import (
 )
 from lucevisor.api.prompts.decoding import convert, ignored, to_record
 from lucevisor.api.prompts.draft import ChatDraft
+from lucevisor.api.prompts.schemas import EFFORT_BUDGETS
 from lucevisor.errors import show
 from lucevisor.text.template import ChatTemplate
 
@@ -36,6 +37,7 @@ _ROLES: Final = ("user", "assistant", "system")
 _FAILED: Final = "The tool failed:"
 _CHAT_NAMES: Final = {
     "enable_thinking": "thinking",
+    "max_thinking_tokens": "thinking.budget_tokens",
     "chat_template_kwargs.reasoning_effort": "output_config.effort",
     "parallel_tool_calls": "tool_choice.disable_parallel_tool_use",
     "response_format.json_schema": "output_config.format",
@@ -248,7 +250,7 @@ def _translate_thinking(body: PromptBody, chat: ChatDraft, template: ChatTemplat
             raise bad_parameter(
                 "thinking.budget_tokens", f"{thinking.budget_tokens} leaves nothing of max_tokens = {body.max_tokens}"
             )
-        chat.unused.append("thinking.budget_tokens")
+        chat.fields["max_thinking_tokens"] = thinking.budget_tokens
     if template is None:
         return
     if "enable_thinking" in template.source:
@@ -263,7 +265,7 @@ def _translate_output(body: PromptBody, chat: ChatDraft, template: ChatTemplate 
         if template is not None and "reasoning_effort" in template.source:
             chat.fields["chat_template_kwargs"] = {"reasoning_effort": config.effort}
         else:
-            chat.unused.append("output_config.effort")
+            chat.fields.setdefault("max_thinking_tokens", EFFORT_BUDGETS.get(config.effort))
     form = (config.format if config is not None else None) or body.output_format
     if form is not None:
         chat.fields["response_format"] = {

@@ -16,7 +16,7 @@ from lucevisor.api.prompts.constraint import output_grammar, requested_calls, re
 from lucevisor.api.prompts.decoding import ignored, to_record
 from lucevisor.api.prompts.messages import check_messages, check_tools
 from lucevisor.api.prompts.sampling import random_seed, sampling_params
-from lucevisor.api.prompts.schemas import ChatBody
+from lucevisor.api.prompts.schemas import EFFORT_BUDGETS, ChatBody
 from lucevisor.errors import show
 from lucevisor.text.output_format import ReasoningTags
 from lucevisor.text.preamble import normalised
@@ -49,6 +49,7 @@ def read_chat(fields: dict[str, Any], ports: Ports) -> PreparedRequest:
         stop_ids=check_stop_ids(body, ports),
         ignored=ignored(ChatBody, fields),
         grammar=output_grammar(form, ports, tags, inside=reasoning_open, calls=calls),
+        max_thinking_tokens=None if tags is None else _thinking_budget(body, ports.template),
         stream=bool(body.stream),
         include_usage=bool(body.stream_options and body.stream_options.include_usage),
         token_ids=bool(body.return_token_ids),
@@ -65,6 +66,12 @@ def _max_tokens(body: ChatBody) -> int | None:
     if old is not None and new is not None and old != new:
         raise bad_parameter("max_completion_tokens", f"{new} contradicts max_tokens = {old}; send one of them")
     return old if new is None else new
+
+
+def _thinking_budget(body: ChatBody, template: ChatTemplate) -> int | None:
+    if body.max_thinking_tokens is not None or "reasoning_effort" in template.source:
+        return body.max_thinking_tokens
+    return EFFORT_BUDGETS.get(body.reasoning_effort or "")
 
 
 def _render(

@@ -37,8 +37,13 @@ StopText = Annotated[str, Meta(min_length=1, max_length=MAX_STOP_CHARS)]
 ALIASES: Final[dict[str, str]] = {
     "n_predict": "max_tokens",
     "repeat_penalty": "repetition_penalty",
+    "thinking_budget_tokens": "max_thinking_tokens",
+    "thinking_token_budget": "max_thinking_tokens",
 }
-"""llama.cpp's names of parameters."""
+"""llama.cpp's and vLLM's names of parameters."""
+
+EFFORT_BUDGETS: Final[dict[str, int]] = {"low": 1024, "medium": 8192}
+"""Tokens of thinking by effort, for chat templates that do not know effort; a higher one has no limit."""
 
 HARMLESS: Final[dict[str, Any]] = {
     "cache_prompt": bool,
@@ -199,6 +204,7 @@ class ChatBody(GenerationBody, kw_only=True, forbid_unknown_fields=True):
     top_logprobs: Annotated[int, Meta(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
     enable_thinking: Flag = None
     reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
+    max_thinking_tokens: Annotated[int, Meta(ge=0, le=2**31 - 1)] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
 
 

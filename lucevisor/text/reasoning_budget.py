@@ -1,0 +1,150 @@
+"""A thinking budget: reasoning is closed by force after a number of tokens, so that there is room for an answer.
+
+Knows tokens and the tags of reasoning, no requests.  A budget constrains an output as a grammar's matcher does, and may
+have one inside it.  Invariants: nothing is forced outside reasoning, nor within a character; what is forced is the end
+of the reasoning once, token by token.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Final
+
+from lucevisor.text.grammar.matcher import Matcher
+from lucevisor.text.output_format import ReasoningTags
+from lucevisor.text.tokenizer import Tokenizer
+
+_ALL: Final = 0xFF
+
+
+@dataclass(frozen=True, slots=True)
+class _State:
+    """Where an output is.  `tail`: bytes that may begin a tag; `fresh`: only whitespace so far; `n_forced`: tokens of
+    the end of the reasoning taken since the budget was spent."""
+
+    inside: bool
+    left: int
+    tail: bytes = b""
+    fresh: bool = True
+    n_forced: int = 0
+
+
+class ReasoningBudget:
+    """Follows one output.  For any thread, one at a time.
+
+    `n_tokens`: how many tokens of reasoning are allowed; `inside`: the prompt ends inside reasoning; `inner`: what else
+    the output must be.
+    """
+
+    def __init__(
+        self, n_tokens: int, tags: ReasoningTags, tokenizer: Tokenizer, *, inside: bool, inner: Matcher | None = None
+    ) -> None:
+        self._tokenizer = tokenizer
+        self._open, self._close = tags.open.encode(), tags.close.encode()
+        self._inline = tags.inline
+        self._ending = tokenizer.encode(f"\n{tags.close}\n\n", parse_special=True)
+        self._inner = inner
+        self._state = _State(inside, n_tokens)
+        self._lock = threading.Lock()
+        self.row_bytes = -(-tokenizer.n_vocab // 8)
+        self.n_tokens = 0
+
+    def masks(self, start: int, tokens: Sequence[int], drafts: Sequence[int]) -> bytearray:
+        """Take the output's `tokens` from `start` on, but for those taken before; return the mask of what may follow,
+        and one behind each draft, as `Matcher.masks` does.  Raises GrammarError.
+        """
+        with self._lock:
+            self._take(tokens[self.n_tokens - start :])
+            if self._inner is not None:
+                rows = self._inner.masks(start, tokens, drafts)
+            else:
+                rows = bytearray([_ALL]) * (self.row_bytes * (1 + len(drafts)))
+            state = self._state
+            for index in range(1 + len(drafts)):
+                if (forced := self._forced(state)) is not None:
+                    self._allow_only(rows, index, forced)
+                    if index < len(drafts) and drafts[index] != forced:
+                        break  # what follows a forbidden draft is not read
+                if index < len(drafts):
+                    state = self._after(state, drafts[index])
+            return rows
+
+    def n_valid(self, start: int, tokens: Sequence[int], drafts: Sequence[int]) -> int:
+        """Take tokens as `masks` does; return how many `drafts` may follow them."""
+        if not self._lock.acquire(blocking=False):
+            return 0
+        try:
+            self._take(tokens[self.n_tokens - start :])
+            n_drafts = len(drafts) if self._inner is None else self._inner.n_valid(start, tokens, drafts)
+            state = self._state
+            for index in range(n_drafts):
+                if self._forced(state) not in (None, drafts[index]):
+                    return index
+                state = self._after(state, drafts[index])
+            return n_drafts
+        finally:
+            self._lock.release()
+
+    def _take(self, tokens: Sequence[int]) -> None:
+        for token in tokens:
+            self._state = self._after(self._state, token)
+            self.n_tokens += 1
+
+    def _forced(self, state: _State) -> int | None:
+        """Return the only token that may follow, or None."""
+        spent = state.inside and state.left <= 0 and not _within_character(state.tail)
+        if state.n_forced < len(self._ending) and (spent or state.n_forced):
+            return self._ending[state.n_forced]
+        return None
+
+    def _after(self, state: _State, token: int) -> _State:
+        """Return the state after a token, whether it was forced or not."""
+        forced = self._forced(state)
+        n_forced = state.n_forced
+        if forced is not None:  # a grammar inside may have had its way
+            n_forced = n_forced + 1 if token == forced else len(self._ending)
+        text = state.tail + self._tokenizer.token_bytes(token)
+        if state.inside:
+            if self._close in text:
+                rest = text[text.index(self._close) + len(self._close) :]
+                return replace(state, inside=False, tail=rest, fresh=False, n_forced=n_forced)
+            return replace(state, left=state.left - 1, tail=text[-_kept(self._close) :], n_forced=n_forced)
+        return self._after_text(replace(state, n_forced=n_forced), text)
+
+    def _after_text(self, state: _State, text: bytes) -> _State:
+        """Return the state after text outside reasoning, where the opening tag may count."""
+        if self._inline:
+            if self._open in text:
+                return replace(state, inside=True, tail=text[text.index(self._open) + len(self._open) :])
+            return replace(state, tail=text[-_kept(self._open) :])
+        if not state.fresh:
+            return replace(state, tail=b"")
+        begun = text.lstrip()
+        if begun.startswith(self._open):
+            return replace(state, inside=True, fresh=False, tail=begun[len(self._open) :])
+        return replace(state, tail=begun) if self._open.startswith(begun) else replace(state, fresh=False, tail=b"")
+
+    def _allow_only(self, rows: bytearray, index: int, token: int) -> None:
+        """Allow one token in a row, unless what else the output must be forbids it."""
+        at = index * self.row_bytes
+        if rows[at + token // 8] >> (token % 8) & 1:
+            rows[at : at + self.row_bytes] = bytes(self.row_bytes)
+            rows[at + token // 8] = 1 << (token % 8)
+
+
+def _kept(tag: bytes) -> int:
+    """Return how many bytes may begin a tag, or a character."""
+    return max(len(tag) - 1, 3)
+
+
+def _within_character(text: bytes) -> bool:
+    """Return whether text ends within a UTF-8 character."""
+    for length in range(1, min(3, len(text)) + 1):
+        byte = text[-length]
+        if byte >= 0xC0:
+            return length < (2 if byte < 0xE0 else 3 if byte < 0xF0 else 4)
+        if byte < 0x80:
+            return False
+    return False
