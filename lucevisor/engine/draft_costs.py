@@ -1,7 +1,7 @@
 """What rounds of drafting cost and yield: seconds by width, tokens a second, and the widths of a batch.
 
-Pure.  A round is a verify step and the drafts after it.  Widths are even (the same for all slices of a step, so that a
-CUDA graph fits) or each request's own; which pays follows from measured steps.
+Pure.  A round gives every sequence a verify step and the drafts after it.  Widths are even (the same for all slices of
+a step, so that a CUDA graph fits) or each request's own; which pays follows from measured steps.
 """
 
 from __future__ import annotations
@@ -18,6 +18,8 @@ from lucevisor.protocol.loading import DraftKind
 ROW_SHARE: Final = 0.05
 """Assumed cost of one more row, of a step of one: between a GPU (0.02) and a small CPU (0.06)."""
 _KEPT_RATIOS: Final = 9
+_UPKEEP_STEPS: Final = 128
+"""Steps over which upkeep is averaged: most take nothing, one in up to 64 does the work of all."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +46,8 @@ class DraftTimes:
     prior: DrafterPrior
     steps: DecodeTimes = field(default_factory=lambda: DecodeTimes(ROW_SHARE))
     drafts: DecodeTimes = field(init=False)
+    upkeep_share: float = 0.0  # of a plain step, that the draft stage takes for a step when it is not asked for drafts
+    _n_upkeep: int = 0
     _n_uneven: int = 0
     _uneven: deque[float] = field(default_factory=lambda: deque(maxlen=_KEPT_RATIOS))
 
@@ -60,6 +64,11 @@ class DraftTimes:
         if expected is not None and self._n_uneven > WARM_STEPS:
             self._uneven.append(seconds / expected)
 
+    def add_upkeep(self, share: float) -> None:
+        """Count what the draft stage took for a step without drafts, of a plain step."""
+        self._n_upkeep = min(_UPKEEP_STEPS, self._n_upkeep + 1)
+        self.upkeep_share += (share - self.upkeep_share) / self._n_upkeep
+
     @property
     def uneven_ratio(self) -> float:
         """How much longer a step of unequal slices takes; 1 before it was measured."""
@@ -72,12 +81,42 @@ class DraftTimes:
 
 
 @dataclass(frozen=True, slots=True)
+class BatchSchedule:
+    """How the micro-batches of ``n_decoding`` sequences share stages and drafter.
+
+    ``n_groups`` take turns, each with the next stage while another has the one before; without drafts ``n_stages``
+    would.  ``slowest``: share of the slowest stage in a step's time.  ``apart``: the drafter works beside the output
+    stage, not in its place.
+    """
+
+    n_decoding: int = 1
+    n_groups: int = 1
+    n_stages: int = 1
+    slowest: float = 1.0
+    apart: bool = False
+
+    def round_s(self, step_s: float, draft_s: float = 0.0, n_groups: int = 0) -> float:
+        """Return the seconds until each group had a step and its drafts: what one takes on its way, or what the busiest
+        device does for all of them (``n_groups``, if given).
+        """
+        busiest_s = self.slowest * step_s
+        busiest_s = max(busiest_s, draft_s) if self.apart else busiest_s + draft_s
+        return max(step_s + draft_s, (n_groups or self.n_groups) * busiest_s)
+
+    @property
+    def pace(self) -> float:
+        """Seconds of a round without drafts, over those of a step."""
+        return self.round_s(1.0)
+
+
+@dataclass(frozen=True, slots=True)
 class BatchCosts:
     """Estimates for steps of ``n_slices``; ``plain_s``: of a plain one."""
 
     times: DraftTimes
     n_slices: int
     plain_s: float
+    schedule: BatchSchedule = BatchSchedule()
 
     def verify_s(self, n_drafts: int) -> float:
         """Return the seconds of a step that verifies so many drafts, all slices together."""
@@ -92,11 +131,27 @@ class BatchCosts:
 
     def round_s(self, width: int) -> float:
         """Return the seconds of a round with ``width`` drafts for every slice."""
-        return self.verify_s(self.n_slices * width) + self.draft_s(width)
+        if not width:
+            return self._plain_round_s(self.upkeep_s)
+        return self.schedule.round_s(self.verify_s(self.n_slices * width), self.draft_s(width))
+
+    @property
+    def bare_round_s(self) -> float:
+        """Seconds of a round of plain decoding without any drafter."""
+        return self._plain_round_s(0.0)
+
+    @property
+    def upkeep_s(self) -> float:
+        """Seconds that the draft stage takes for a step when it is not asked for drafts."""
+        return self.times.upkeep_share * self.plain_s
+
+    def stages_s(self, n_drafts: int) -> float:
+        """Return what verifying so many drafts takes of a round."""
+        return self.schedule.pace * self.verify_s(n_drafts)
 
     def row_s(self, n_drafts: int) -> float:
         """Return what a row of a draft costs on average, up to so many drafts."""
-        return (self.verify_s(n_drafts) - self.plain_s) / n_drafts
+        return self.schedule.pace * (self.verify_s(n_drafts) - self.plain_s) / n_drafts
 
     def is_known(self, width: int, max_age: int) -> bool:
         """Whether a step with ``width`` drafts for every slice was measured, and lately."""
@@ -113,7 +168,18 @@ class BatchCosts:
         assumed_s = self.verify_s(self.n_slices * width)
         smaller = [w for w in range(width) if self.is_known(w, 1 << 62)]
         smaller_s = self.verify_s(self.n_slices * smaller[-1]) if smaller else self.plain_s
-        return (min(smaller_s, assumed_s) + assumed_s) / 2 + self.draft_s(width)
+        return self.schedule.round_s((min(smaller_s, assumed_s) + assumed_s) / 2, self.draft_s(width))
+
+    def _plain_round_s(self, upkeep_s: float) -> float:
+        """Seconds of a round without drafts: with as many groups as there are now, or with one for each stage."""
+        schedule = self.schedule
+        seconds = schedule.round_s(self.plain_s, upkeep_s)
+        if schedule.n_groups > schedule.n_stages:
+            n_slices = -(-schedule.n_decoding // schedule.n_stages)
+            plain_s = self.times.steps.seconds(n_slices, n_slices)
+            if plain_s is not None:
+                seconds = min(seconds, schedule.round_s(plain_s, upkeep_s, schedule.n_stages))
+        return seconds
 
 
 def own_widths(tokens: Sequence[Sequence[float]], least: float) -> list[int]:
@@ -134,3 +200,13 @@ def uneven(widths: list[int], tokens: Sequence[Sequence[float]]) -> list[int]:
     drafting = [i for i, width in enumerate(widths) if width]
     least = min(drafting, key=lambda i: tokens[i][widths[i]] - tokens[i][widths[i] - 1])
     return [width - (i == least) for i, width in enumerate(widths)]
+
+
+@dataclass(frozen=True, slots=True)
+class WidthChoice:
+    """Drafts to ask for, and the best known tokens a second.  ``own``: by request, where widths are unequal."""
+
+    width: int
+    rate: float
+    chosen_at: int
+    own: dict[str, int] = field(default_factory=dict)

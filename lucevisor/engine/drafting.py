@@ -13,7 +13,6 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from typing import Final
 
 from lucevisor.engine.constraint import within_masks
 from lucevisor.engine.draft_statistics import DraftStatistics, PrefixOrigin, StepShare
@@ -28,8 +27,6 @@ from lucevisor.kv.page_pool import PagePools
 from lucevisor.kv.prefix_tree import NO_STATE
 from lucevisor.model.values import Space
 from lucevisor.protocol.steps import Drafted, OpenSequence, Operation, Sampled, SetPages, Slice, StepResult, ZeroState
-
-_MEAN_OF: Final = 8  # steps
 
 
 class Drafting:
@@ -48,7 +45,6 @@ class Drafting:
         self.outstanding: deque[ScheduledStep] = deque()  # steps that the drafter has yet to answer
         self._n_sampled = 0  # of them, those that the output stage has answered, at the front
         self._overlaps = False  # the drafter works beside the output stage
-        self._step_s = self._draft_s = 0.0  # of recent decodes, at the slowest stage and the drafter
         self._n_decoding = self._n_prompts = 0  # running, when the next step was begun
 
     # ---- the drafter
@@ -65,7 +61,6 @@ class Drafting:
         if self.attached:
             raise RuntimeError("a drafter is attached already; detach it first")
         self.attached, self.opening, self._overlaps = True, opening, not with_output
-        self._draft_s = 0.0
         self._pools.begin_draft_epoch()
 
     def detach(self) -> None:
@@ -99,14 +94,9 @@ class Drafting:
         return sum(bool(step.decodes and step.n_ahead) for step in list(self.outstanding)[: self._n_sampled])
 
     def n_groups(self, n_stages: int) -> int:
-        """Return into how many groups decoding sequences are dealt; a group is verified, then drafted.
-
-        One for each stage.  One more for a drafter that takes about as long as a stage and works beside it: then what a
-        smaller group costs more is less than what either would wait for the other.
-        """
-        overlaps = self.attached and self._overlaps and self._step_s / 2 < self._draft_s < 2 * self._step_s
-        self.speculation.n_groups = n_stages + overlaps
-        return n_stages + overlaps
+        """Return into how many groups decoding sequences are dealt; a group is verified, then drafted."""
+        self.speculation.apart = self.attached and self._overlaps
+        return self.speculation.choose_groups(n_stages)
 
     # ---- plans
 
@@ -204,10 +194,13 @@ class Drafting:
                 self.speculation.drafted(part.record, drafted)
         self._count_drafts(expected, by_sequence, result.compute_s)
         pieces = [part.slice for part in expected.parts.values()]
-        if expected.n_ahead and all_decodes(pieces):
+        if not pieces or not all_decodes(pieces):
+            return
+        if not expected.n_ahead:
+            self.speculation.measured_upkeep(len(pieces), result.compute_s)
+        else:
             n_asked = sum(piece.n_ahead > 0 for piece in pieces)
             self.speculation.measured_draft(n_asked, expected.n_ahead, result.compute_s)
-            self._draft_s += (result.compute_s - self._draft_s) / _MEAN_OF
 
     def drawn(self, part: ScheduledSequence, drawn: Sequence[Sampled]) -> None:
         """Note the tokens drawn for a slice, before its request takes them; all but the last are accepted drafts."""
@@ -235,8 +228,8 @@ class Drafting:
     def measured(self, slices: Sequence[Slice], stages_s: Sequence[float]) -> None:
         """Note how long each stage took for a step of decodes."""
         if self._settings.max_drafts and slices:
-            self.speculation.measured(sum(len(piece.tokens) for piece in slices), len(slices), sum(stages_s))
-            self._step_s += (max(stages_s) - self._step_s) / _MEAN_OF
+            n_rows = sum(len(piece.tokens) for piece in slices)
+            self.speculation.measured(n_rows, len(slices), sum(stages_s), max(stages_s))
 
     # ---- inside
 

@@ -11,11 +11,27 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from typing import Final
 
 from lucevisor.engine.acceptance import AcceptanceModel, RequestAcceptance, expected_tokens
-from lucevisor.engine.draft_costs import PRIORS, BatchCosts, DraftTimes, own_widths, uneven
+from lucevisor.engine.draft_budget import (
+    LOSS_SHARE,
+    MOST_LOSS,
+    MOST_PROBES,
+    PROBE_SHARE,
+    UPKEEP_SHARE,
+    Allowance,
+    WidthProbe,
+)
+from lucevisor.engine.draft_costs import (
+    PRIORS,
+    BatchCosts,
+    BatchSchedule,
+    DraftTimes,
+    WidthChoice,
+    own_widths,
+    uneven,
+)
 from lucevisor.engine.sequence import RequestRecord
 from lucevisor.protocol.loading import DraftKind
 from lucevisor.protocol.steps import Drafted
@@ -24,16 +40,6 @@ LEAST_GAIN: Final = 1.03
 """What drafting must promise over plain decoding, and keep by measured times: estimates are no better than that."""
 UNSURE_GAIN: Final = 0.05
 """What it must promise more, over the root of the plain steps that were measured: their jitter."""
-LOSS_SHARE: Final = 0.015
-"""Of decode time that drafting may lose against plain decoding, over what it gained."""
-MOST_LOSS: Final = 8.0
-"""Plain steps that drafting may be behind by: these and 1.5 % are less than 2 % of 2,000 steps."""
-RESUME_SHARE: Final = 0.25
-"""Of ``MOST_LOSS``, to be earned before drafts go on after all of it was lost: some rounds in a row, not one."""
-PROBE_SHARE: Final = 0.01
-"""Of decode time for probes: steps of a width that is not the best known one, to measure it."""
-MOST_PROBES: Final = 6.0
-"""Plain steps of saved-up probe budget: enough for a probe of any width at the start."""
 PROBE_STEPS: Final = 3
 """Steps of a probe: the first two of a new shape compile and capture."""
 PROBE_GAIN: Final = 1.05
@@ -46,6 +52,8 @@ PLAIN_INTERVAL: Final = 4
 """Steps between measurements of plain decoding, for each one that was made."""
 CHOICE_STEPS: Final = 8
 """Steps for which a choice holds: choosing takes 0.1 ms, and estimates move slowly."""
+SLOWEST_STEPS: Final = 16
+"""Steps over which the share of the slowest stage is averaged."""
 EAGER_STEPS: Final = 64
 """Steps at the start, each with a choice of its own."""
 FREE_SHARE: Final = 0.01
@@ -53,54 +61,10 @@ FREE_SHARE: Final = 0.01
 OUTLIER: Final = 2.0
 """A step is charged no more than this times what such steps take: plain steps are disturbed as often.  The first two of
 a shape, which compile and capture, are charged what is expected of them: that is paid once."""
-
-
 LOOKUP_FIRST_CHANCE: Final = 0.6
 """Chance of a first looked-up draft before any was verified."""
 LOOKUP_PROBABILITIES: Final = {3: 0.35, 4: 0.45, 5: 0.55, 6: 0.65, 7: 0.75, 8: 0.85}
 """By matching tokens: what a looked-up draft reports as its probability; verdicts calibrate it."""
-
-
-class Allowance:
-    """Plain steps that may be lost: a share of the time, saved up to ``most``; ``balance`` is what is left."""
-
-    def __init__(self, share: float, most: float) -> None:
-        self._share, self._most = share, most
-        self.balance = most
-        self.spent = False  # nothing was left, and RESUME_SHARE was not earned yet
-
-    def earn(self, steps: float) -> None:
-        """Count decode time."""
-        self.gain(self._share * steps)
-
-    def gain(self, steps: float) -> None:
-        """Count what was saved, or lost if negative."""
-        self.balance = min(self._most, self.balance + steps)
-        self.spent = self.balance < (RESUME_SHARE * self._most if self.spent else 0.0)
-
-
-@dataclass(slots=True)
-class _Probe:
-    """``n_left`` steps of ``width`` drafts with ``n_slices`` slices, to be measured within ``n_steps_left`` steps.
-
-    ``expected``: drafts of a slice that are accepted by the estimate it was paid for by.
-    """
-
-    n_slices: int
-    width: int
-    n_left: int
-    n_steps_left: int
-    expected: float
-
-
-@dataclass(frozen=True, slots=True)
-class _Choice:
-    """Drafts to ask for, and the best known tokens a second.  ``own``: by request, where widths are unequal."""
-
-    width: int
-    rate: float
-    chosen_at: int
-    own: dict[str, int] = field(default_factory=dict)
 
 
 class Speculation:
@@ -108,19 +72,23 @@ class Speculation:
 
     def __init__(self, max_drafts: int, kind: DraftKind = DraftKind.MTP, *, fixed: bool = False) -> None:
         """``fixed``: always ``max_drafts``, whatever they cost."""
-        self.n_groups = 1  # micro-batches that share the decoding sequences
+        self.n_groups = self.n_stages = 1  # micro-batches that share the decoding sequences; stages
+        self.apart = False  # the drafter works beside the output stage
         self._max_drafts = max_drafts
         self._fixed = fixed
         self._models = [AcceptanceModel(PRIORS[kind].first_chance), AcceptanceModel(LOOKUP_FIRST_CHANCE, trusted=True)]
         self._times = DraftTimes(PRIORS[kind])
         self._loss = Allowance(LOSS_SHARE, MOST_LOSS)
         self._probes = Allowance(PROBE_SHARE, MOST_PROBES)
-        self._probe: _Probe | None = None
-        self._choices: dict[int, _Choice] = {}  # by slices
+        self._probe: WidthProbe | None = None
+        self._choices: dict[int, WidthChoice] = {}  # by slices
         self._active: dict[str, tuple[int, RequestAcceptance]] = {}  # by request: when drafts were asked for last
         self._renew_at = 0  # choices made before are made again
         self._n_measured = 0
-        self._n_slices = 1  # of the last step
+        self._n_slices = self._n_decoding = 1  # of the last step; sequences that decode
+        self._slowest = 1.0  # share of the slowest stage in the time of a step
+        self._step_s: float | None = None  # the last step
+        self._groups_at = 0
 
     # ---- what the scheduler asks
 
@@ -129,6 +97,7 @@ class Speculation:
         if self._fixed:
             return self._max_drafts
         self._active[record.request.request_id] = self._n_measured, record.acceptance
+        self._n_decoding = n_decoding
         n_slices = max(1, -(-n_decoding // self.n_groups))
         if record.acceptance.copying and n_slices == 1:
             return 0  # its own tokens are drafts enough
@@ -162,7 +131,7 @@ class Speculation:
 
         0: a plain decode.  More than there are: padding makes the slices of a step equally long.
         """
-        self._n_slices = len(drafts)
+        self._n_slices, self._n_decoding = len(drafts), n_decoding
         widths = self._widths(drafts)
         return {record.request.request_id: n for (record, _), n in zip(drafts, widths, strict=True)}
 
@@ -170,6 +139,14 @@ class Speculation:
     def width(self) -> int:
         """Drafts that are asked for at present, the most of any request."""
         return self._max_drafts if self._fixed else self._latest.width
+
+    def choose_groups(self, n_stages: int) -> int:
+        """Return the micro-batches to deal sequences into: one a stage, one more if a drafter apart makes it pay."""
+        self.n_stages = n_stages
+        if self._n_measured >= self._groups_at or not n_stages <= self.n_groups <= n_stages + 1:
+            self._groups_at = self._n_measured + CHOICE_STEPS
+            self.n_groups = n_stages + (self.apart and self._pays_more_groups())
+        return self.n_groups
 
     @property
     def no_drafts(self) -> str:
@@ -199,21 +176,24 @@ class Speculation:
         if not n_accepted:
             self._renew_at = self._n_measured
 
-    def measured(self, n_rows: int, n_slices: int, seconds: float) -> None:
-        """Note how long the stages took for a step of decodes, one after the other."""
+    def measured(self, n_rows: int, n_slices: int, seconds: float, slowest_s: float | None = None) -> None:
+        """Note how long the stages took for a step of decodes, one after the other, and the slowest of several."""
         steps = self._times.steps
         expected, warm = steps.seconds(n_rows, n_slices), steps.n_known(n_rows, n_slices) > 0
         self._times.add_step(n_rows, n_slices, seconds)
-        plain_s = steps.seconds(n_slices, n_slices)
+        if slowest_s is not None and seconds > 0:
+            self._slowest += (slowest_s / seconds - self._slowest) / SLOWEST_STEPS
         self._n_measured += 1
         if self._loss.spent:
             self._renew_at = self._n_measured
-        if plain_s is None or expected is None:
+        costs = self._costs(n_slices)
+        if costs is None or expected is None:
             return
-        charged = min(seconds, OUTLIER * expected if warm else expected)
-        self._earn(charged / plain_s)
+        self._step_s = min(seconds, OUTLIER * expected if warm else expected)
+        charged = costs.schedule.pace * self._step_s / costs.bare_round_s
+        self._earn(charged)
         if n_rows > n_slices:
-            self._loss.gain(1 - LEAST_GAIN * charged / plain_s)
+            self._loss.gain(1 - LEAST_GAIN * charged)
         self._end_probe(n_rows, n_slices)
 
     def measured_draft(self, n_slices: int, n_ahead: int, seconds: float) -> None:
@@ -221,33 +201,50 @@ class Speculation:
         drafts = self._times.drafts
         expected, warm = drafts.seconds(n_ahead, n_slices), drafts.n_known(n_ahead, n_slices) > 0
         drafts.add(n_ahead, n_slices, seconds)
-        plain_s = self._times.steps.seconds(n_slices, n_slices)
-        if plain_s is not None:
+        costs = self._costs(n_slices)
+        if costs is not None:
             expected = seconds if expected is None else expected
-            charged = min(seconds, OUTLIER * expected if warm else expected) / plain_s
+            charged = self._delay(costs, min(seconds, OUTLIER * expected if warm else expected))
             self._earn(charged)
             self._loss.gain(-LEAST_GAIN * charged)
+
+    def measured_upkeep(self, n_slices: int, seconds: float) -> None:
+        """Note how long the draft stage took for a step of decodes behind which it was asked for nothing."""
+        costs = self._costs(n_slices)
+        if costs is not None:
+            self._times.add_upkeep(seconds / costs.plain_s)
+            self._loss.gain(-min(UPKEEP_SHARE, self._delay(costs, costs.upkeep_s)))
 
     # ---- inside: drafts to ask for
 
     @property
-    def _latest(self) -> _Choice:
-        return max(self._choices.values(), key=lambda choice: choice.chosen_at, default=_Choice(0, 0.0, 0))
+    def _latest(self) -> WidthChoice:
+        return max(self._choices.values(), key=lambda choice: choice.chosen_at, default=WidthChoice(0, 0.0, 0))
 
     def _earn(self, steps: float) -> None:
         self._loss.earn(steps)
         self._probes.earn(steps)
 
-    def _costs(self, n_slices: int) -> BatchCosts | None:
+    def _costs(self, n_slices: int = 0, n_groups: int = 0) -> BatchCosts | None:
+        """Costs with ``n_groups`` micro-batches (0: the present ones), of steps of ``n_slices`` (0: what follows)."""
+        n, n_groups = max(1, self._n_decoding), n_groups or self.n_groups
+        n_slices = n_slices or -(-n // n_groups)
         plain_s = self._times.steps.seconds(n_slices, n_slices)
-        return BatchCosts(self._times, n_slices, plain_s) if plain_s is not None else None
+        if plain_s is None:
+            return None
+        schedule = BatchSchedule(n, min(n_groups, n), min(self.n_stages, n), self._slowest, self.apart)
+        return BatchCosts(self._times, n_slices, plain_s, schedule)
 
-    def _choose(self, n_slices: int) -> _Choice:
+    def _delay(self, costs: BatchCosts, draft_s: float) -> float:
+        """Return by how many plain rounds such work of the draft stage delays a round."""
+        step_s = self._step_s or costs.plain_s
+        return (costs.schedule.round_s(step_s, draft_s) - costs.schedule.round_s(step_s)) / costs.bare_round_s
+
+    def _choose(self, n_slices: int) -> WidthChoice:
         costs, now = self._costs(n_slices), self._n_measured
         if costs is None:
-            return _Choice(0, 0.0, now)  # the first step of all shows what plain decoding takes
-        each = self._expected()
-        mean = [sum(column) / len(each) for column in zip(*each.values(), strict=True)]
+            return WidthChoice(0, 0.0, now)  # the first step of all shows what plain decoding takes
+        each, mean = self._expected(), [*self._mean_tokens().values()]
         rounds = [costs.round_s(width) for width in range(self._max_drafts + 1)]
         rates = [n_slices * n / s for n, s in zip(mean, rounds, strict=True)]
         best = max(range(len(rates)), key=rates.__getitem__)
@@ -255,16 +252,31 @@ class Speculation:
             best = 0
         if self._loss.spent:
             self._fade()  # whatever promised to pay off did not
-            return _Choice(0, rates[0], now)
+            return WidthChoice(0, rates[0], now)
         own, rate = self._own_choice(costs, each, rates[best])
         if rate < (LEAST_GAIN if self._times.uneven_known else PROBE_GAIN) * rates[best]:
             own, rate = {}, rates[best]
         drafting = best > 0 or bool(own)
         if self._probe is None and (width := self._probe_width(costs, rate, mean, rounds, drafting)) is not None:
-            return _Choice(width, rate, now)
+            return WidthChoice(width, rate, now)
         if own:
-            return _Choice(max(own.values()), rate, now, own)
-        return _Choice(self._with_free(costs, best, rounds[best]) if best else 0, rate, now)
+            return WidthChoice(max(own.values()), rate, now, own)
+        return WidthChoice(self._with_free(costs, best, rounds[best]) if best else 0, rate, now)
+
+    def _pays_more_groups(self) -> bool:
+        usual, more = self._costs(n_groups=self.n_stages), self._costs(n_groups=self.n_stages + 1)
+        if usual is None or more is None or (self._loss.spent and not self._fixed):
+            return False
+        mean = self._mean_tokens()
+        best = max((n / more.round_s(width) for width, n in mean.items() if width), default=0.0)
+        return best > LEAST_GAIN * max(n / usual.round_s(width) for width, n in mean.items())
+
+    def _mean_tokens(self) -> dict[int, float]:
+        """Return the tokens of a slice on average, by width; of a fixed one what it yields does not matter."""
+        if self._fixed:
+            return {self._max_drafts: 1.0}
+        each = self._expected() or {"": [1.0]}
+        return dict(enumerate(sum(column) / len(each) for column in zip(*each.values(), strict=True)))
 
     def _expected(self) -> dict[str, list[float]]:
         """Return the tokens of a slice with 0, 1, ... drafts, by request that decodes."""
@@ -281,7 +293,7 @@ class Speculation:
         ``rate``: the best known tokens a second; ``drafting``: with drafts.
         """
         n_slices = costs.n_slices
-        lost = [(s - n_slices * n / rate) / costs.plain_s for n, s in zip(mean, rounds, strict=True)]
+        lost = [(s - n_slices * n / rate) / costs.bare_round_s for n, s in zip(mean, rounds, strict=True)]
         wanted: list[int] = []
         if drafting and not costs.is_known(0, min(STALE_PLAIN_STEPS, PLAIN_INTERVAL * costs.n_plain)):
             wanted.append(0)
@@ -297,7 +309,7 @@ class Speculation:
                     self._fade()
                 n_steps = PROBE_STEPS if width or not costs.is_known(0, 1 << 62) else 1
                 self._probes.gain(-n_steps * lost[width])
-                self._probe = _Probe(n_slices, width, n_steps, 4 * n_steps, mean[width] - 1)
+                self._probe = WidthProbe(n_slices, width, n_steps, 4 * n_steps, mean[width] - 1)
                 return width
         return None
 
@@ -320,7 +332,7 @@ class Speculation:
         widths = uneven(own_widths(tokens, least), tokens)
         if not any(widths):
             return {}, 0.0
-        seconds = ratio * costs.verify_s(sum(widths)) + costs.draft_s(max(widths))
+        seconds = costs.schedule.round_s(ratio * costs.verify_s(sum(widths)), costs.draft_s(max(widths)))
         found = sum(one[width] for one, width in zip(tokens, widths, strict=True)) / seconds
         return dict(zip(each, widths, strict=True)), found
 
@@ -353,13 +365,13 @@ class Speculation:
         if self._probe is not None and self._probe.width:
             return [min(most, self._probe.width)] * n_slices
         choice = self._choices.get(n_slices)
-        rate = max(choice.rate if choice is not None else 0.0, n_slices / costs.plain_s)
+        rate = max(choice.rate if choice is not None else 0.0, n_slices / costs.round_s(0))
         tokens = [
             self._tokens(record.acceptance, record.acceptance.looked_up, n, drafted.probabilities)
             for (record, drafted), n in zip(drafts, counts, strict=True)
         ]
         worth = [
-            sum(each[min(width, len(each) - 1)] for each in tokens) - rate * costs.verify_s(n_slices * width)
+            sum(each[min(width, len(each) - 1)] for each in tokens) - rate * costs.stages_s(n_slices * width)
             for width in range(most + 1)
         ]
         best = max(range(most + 1), key=worth.__getitem__)
@@ -369,7 +381,7 @@ class Speculation:
             found = sum(each[width] for each, width in zip(tokens, own_best, strict=True))
             # A first try may cost a step: it must promise as much as a probe.
             least = 0.0 if self._times.uneven_known else (PROBE_GAIN - 1) * found
-            if found - rate * ratio * costs.verify_s(sum(own_best)) > worth[best] + least:
+            if found - rate * ratio * costs.stages_s(sum(own_best)) > worth[best] + least:
                 return own_best
         if not best and any(record.acceptance.looked_up for record, _ in drafts):
             best = self._check_lookups(costs)

@@ -21,7 +21,8 @@ from tests.engine.toy_engine import request
 class Machine:
     """``verify_s(rows, slices)`` and ``draft_s(slices, n_ahead)``; ``uneven``: factor for slices of unequal lengths,
     which no CUDA graph replays.  ``jitter``: a step takes up to this share more or less.  ``first_s``: what the first
-    two steps of a shape take more, to compile and capture.
+    two steps of a shape take more, to compile and capture.  ``upkeep_s``: what the draft stage takes for a step when it
+    is not asked for drafts.  ``apart``: it works beside the stage, else in its place.
     """
 
     verify_s: Callable[[int, int], float]
@@ -29,6 +30,8 @@ class Machine:
     uneven: float = 1.0
     jitter: float = 0.0
     first_s: float = 0.0
+    upkeep_s: float = 0.0
+    apart: bool = False
 
 
 def cpu_demo(jitter: float = 0.0) -> Machine:
@@ -94,12 +97,16 @@ class Run:
 
 @dataclass
 class Simulation:
-    """``n_slices`` requests decode for ever, each with its drafter."""
+    """``n_slices`` requests decode for ever, each with its drafter, over a pipeline of one stage.
+
+    ``groups``: micro-batches; None: as the policy chooses.
+    """
 
     machine: Machine
     drafters: list[Drafter]
     policy: Speculation
     seed: int = 0
+    groups: int | None = None
     _numbers: Iterator[int] = field(default_factory=itertools.count)
 
     def __post_init__(self) -> None:
@@ -111,6 +118,9 @@ class Simulation:
         self.slowness = 1.0
         self.shapes: set[tuple[int, ...]] = set()  # widths of the steps
         self._seen: dict[object, int] = {}
+        self._ready_at: list[float] = []  # by request: when its next step may begin
+        self._stage_free_at = self._drafter_free_at = 0.0
+        self.policy.apart = self.machine.apart
         for drafter in self.drafters:
             self._join(drafter)
 
@@ -121,7 +131,7 @@ class Simulation:
 
     def replace(self, drafters: list[Drafter]) -> None:
         """The requests end, and as many others begin."""
-        self.records, self.n_tokens, self.drafters = [], [], []
+        self.records, self.n_tokens, self.drafters, self._ready_at = [], [], [], []
         self.drafts.clear()
         for drafter in drafters:
             self.join(drafter)
@@ -130,62 +140,86 @@ class Simulation:
         name = f"r{next(self._numbers)}"
         self.records.append(RequestRecord(request(name, range(10), n=100), 0, 100, 0.0))
         self.n_tokens.append(0)
+        self._ready_at.append(self._stage_free_at)
 
     def decode(self, n_tokens: int) -> Run:
         """Until every request has on average so many tokens more; returns what they came to."""
-        self.run = Run()
+        self.run, began_at = Run(), self._stage_free_at
         while self.run.n_tokens < n_tokens * len(self.records):
             self._cycle()
+        self.run.seconds = self._stage_free_at - began_at
         return self.run
 
     def _cycle(self) -> None:
+        """One step, of the requests that were ready first, and the draft stage's work for it."""
         m, run = len(self.records), self.run
+        n_groups = self.policy.n_groups = self.groups or self.policy.choose_groups(1)
+        chosen = sorted(sorted(range(m), key=self._ready_at.__getitem__)[: -(-m // n_groups)])
+        records = [self.records[i] for i in chosen]
         none = (Drafted(0, []), list[bool]())
-        drafts = [self.drafts.get(r.request.request_id, none)[0] for r in self.records]
-        offered = [(r, self.policy.candidates(r, drafted)) for r, drafted in zip(self.records, drafts, strict=True)]
-        chosen = self.policy.n_verify(offered, m) if self.drafts else {}
-        widths = [chosen.get(r.request.request_id, 0) for r in self.records]
-        ahead = [self.policy.n_ahead(r, m) for r in self.records]
-        rows, uneven = m + sum(widths), len(set(widths)) > 1
-        true_s = self.machine.verify_s(rows, m) * (self.machine.uneven if uneven else 1.0)
-        seconds = self._timed(true_s, ("v", *widths))
+        drafts = [self.drafts.get(r.request.request_id, none) for r in records]
+        offered = [(r, self.policy.candidates(r, drafted)) for r, (drafted, _) in zip(records, drafts, strict=True)]
+        wanted = self.policy.n_verify(offered, m) if any(drafted.tokens for drafted, _ in drafts) else {}
+        widths = [wanted.get(r.request.request_id, 0) for r in records]
+        ahead = [self.policy.n_ahead(r, m) for r in records]
+        n, rows, uneven = len(chosen), len(chosen) + sum(widths), len(set(widths)) > 1
+        true_s = self.machine.verify_s(rows, n) * (self.machine.uneven if uneven else 1.0)
+        began_at = max(self._stage_free_at, *(self._ready_at[i] for i in chosen))
+        told_s, seconds = self._timed(true_s, ("v", *widths))
+        self._stage_free_at = done_at = began_at + seconds
         run.widths.append(widths[0])
         self.shapes.add(tuple(widths))
-        self.policy.measured(rows, m, seconds)
+        self.policy.measured(rows, n, told_s)
         n_new = 0
-        for i, (record, width) in enumerate(zip(self.records, widths, strict=True)):
-            n_accepted = 0
-            if width and record.request.request_id in self.drafts:  # else it is padding
-                right = self.drafts[record.request.request_id][1][:width]
-                n_accepted = [*right, False].index(False)
+        for i, record, width, (_, accepted) in zip(chosen, records, widths, drafts, strict=True):
+            right = accepted[:width]  # what lacks is padding
+            n_accepted = [*right, False].index(False)
+            if right:
                 self.policy.verified(record, len(right), n_accepted)
             self.n_tokens[i] += 1 + n_accepted
             n_new += 1 + n_accepted
+            self.drafts.pop(record.request.request_id, None)
         run.n_tokens += n_new
         run.plain_s += n_new / m * self.machine.verify_s(m, m) * self.slowness
-        self.drafts.clear()
-        if any(ahead):
-            self._draft(ahead)
+        drafted_at = self._work_of_drafter(chosen, ahead, done_at)
+        for i, n_ahead in zip(chosen, ahead, strict=True):
+            self._ready_at[i] = drafted_at if n_ahead else done_at
 
-    def _draft(self, ahead: Sequence[int]) -> None:
+    def _work_of_drafter(self, chosen: Sequence[int], ahead: Sequence[int], done_at: float) -> float:
+        """Let the draft stage work on a step; returns when its answer is there."""
+        began_at = max(done_at, self._drafter_free_at) if self.machine.apart else done_at
+        if any(ahead):
+            seconds = self._draft(chosen, ahead)
+        else:
+            seconds = self.machine.upkeep_s * self.slowness
+            if seconds:
+                self.policy.measured_upkeep(len(chosen), seconds)
+        if self.machine.apart:
+            self._drafter_free_at = began_at + seconds
+        else:
+            self._stage_free_at = began_at + seconds
+        return began_at + seconds
+
+    def _draft(self, chosen: Sequence[int], ahead: Sequence[int]) -> float:
         m, most = sum(n > 0 for n in ahead), max(ahead)
-        seconds = self._timed(self.machine.draft_s(m, most), ("d", m, most))
-        self.policy.measured_draft(m, most, seconds)
-        for i, (record, n) in enumerate(zip(self.records, ahead, strict=True)):
+        told_s, seconds = self._timed(self.machine.draft_s(m, most), ("d", m, most))
+        self.policy.measured_draft(m, most, told_s)
+        for i, n in zip(chosen, ahead, strict=True):
             if n:
+                record = self.records[i]
                 probabilities, right = self.drafters[i].draft(n, self.n_tokens[i], self.rng)
                 drafted = Drafted(i, [1] * n, probabilities)
                 self.drafts[record.request.request_id] = drafted, right
                 self.policy.drafted(record, drafted)
+        return seconds
 
-    def _timed(self, seconds: float, shape: tuple[object, ...]) -> float:
-        """Let a step pass.  Returns what the policy is told; jitter is left out of the run's own time."""
+    def _timed(self, seconds: float, shape: tuple[object, ...]) -> tuple[float, float]:
+        """Return what the policy is told that a step takes, and what it takes, which has no jitter."""
         seconds *= self.slowness
         self._seen[shape] = self._seen.get(shape, 0) + 1
         warm = self._seen[shape] <= 2 and any(shape[1:])  # plain decoding was warmed up at load
-        first_s = self.machine.first_s * (0.25 if shape[0] == "d" else 1.0)
-        self.run.seconds += seconds + first_s * warm
-        return seconds * (1 + self.machine.jitter * self.rng.uniform(-1, 1)) + first_s * warm
+        first_s = self.machine.first_s * (0.25 if shape[0] == "d" else 1.0) * warm
+        return seconds * (1 + self.machine.jitter * self.rng.uniform(-1, 1)) + first_s, seconds + first_s
 
 
 def fixed_rate(machine: Machine, drafters: list[Drafter], width: int, n_tokens: int = 20_000) -> float:
@@ -200,3 +234,10 @@ def fixed_rate(machine: Machine, drafters: list[Drafter], width: int, n_tokens: 
             total += n_new
         seconds += machine.verify_s(m * (1 + width), m) + (machine.draft_s(m, width) if width else 0.0)
     return total / seconds
+
+
+def overlapped_rate(machine: Machine, drafters: list[Drafter], width: int, n_tokens: int = 4000) -> float:
+    """The same with a drafter in a daemon of its own and as many micro-batches as are best, 1 or 2."""
+    policies = [(groups, Speculation(width, fixed=True)) for groups in (1, 2)]
+    runs = [Simulation(machine, [*drafters], policy, 1, groups).decode(n_tokens) for groups, policy in policies]
+    return max(run.rate for run in runs)

@@ -8,13 +8,24 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from lucevisor.engine.draft_budget import LOSS_SHARE, MOST_LOSS, Allowance
+from lucevisor.engine.draft_costs import BatchSchedule
 from lucevisor.engine.lookup import NgramLookup
 from lucevisor.engine.sequence import RequestRecord
-from lucevisor.engine.speculation import LOSS_SHARE, MOST_LOSS, Allowance, Speculation
+from lucevisor.engine.speculation import Speculation
 from lucevisor.protocol.loading import DraftKind
 from lucevisor.protocol.steps import Drafted
 from tests.combinations import combinations
-from tests.engine.draft_simulation import Drafter, Machine, Simulation, cpu_demo, fixed_rate, h200_dflash, h200_mtp
+from tests.engine.draft_simulation import (
+    Drafter,
+    Machine,
+    Simulation,
+    cpu_demo,
+    fixed_rate,
+    h200_dflash,
+    h200_mtp,
+    overlapped_rate,
+)
 from tests.engine.toy_engine import request
 
 MAX = 7
@@ -147,6 +158,62 @@ def test_probabilities_that_tell_good_drafts_from_bad_ones_are_used(n_slices: in
     simulation = simulate("cpu", [Drafter([0.7], 0.8) for _ in range(n_slices)], 0.05)
     simulation.decode(1000)
     assert simulation.decode(2000).rate > 1.05 * best_rate(simulation)
+
+
+def beside(draft_s: float, row_share: float = 0.015) -> Machine:
+    """A drafter in a daemon of its own; a step takes 10 ms."""
+    return Machine(
+        lambda rows, slices: 0.01 * (1 + row_share * (rows - 1)), lambda slices, n: draft_s, jitter=0.05, apart=True
+    )
+
+
+@pytest.mark.parametrize("row_share", [0.015, 0.5])
+@pytest.mark.parametrize("draft_s", [0.006, 0.012])
+@pytest.mark.parametrize("n_slices", [1, 4])
+def test_a_drafter_beside_the_stages_is_used_as_far_as_it_pays(n_slices: int, draft_s: float, row_share: float) -> None:
+    """Where steps of half the sequences are no cheaper, micro-batches gain nothing; where they are, drafting hides."""
+    machine, drafters = beside(draft_s, row_share), [Drafter(CODE) for _ in range(n_slices)]
+    rates = []
+    for seed in range(3):
+        simulation = Simulation(machine, [*drafters], Speculation(MAX, DraftKind.DFLASH), seed)
+        simulation.decode(500)
+        rates.append(simulation.decode(1500 // n_slices).rate)
+    plain = n_slices / machine.verify_s(n_slices, n_slices)
+    best = max(plain, *(overlapped_rate(machine, drafters, width) for width in range(1, MAX + 1, 2)))
+    assert sum(rates) / len(rates) > 0.9 * best
+
+
+@pytest.mark.parametrize("row_share", [0.015, 0.5])
+@pytest.mark.parametrize("n_slices", [1, 4])
+def test_a_useless_drafter_beside_the_stages_costs_little(n_slices: int, row_share: float) -> None:
+    policy = Speculation(MAX, DraftKind.DFLASH)
+    run = Simulation(beside(0.008, row_share), [Drafter(BAD) for _ in range(n_slices)], policy).decode(2000)
+    assert run.seconds < 1.03 * run.plain_s
+
+
+def test_upkeep_counts_for_plain_decoding_and_never_ends_drafting_for_good() -> None:
+    """Plain steps take 6 % more with the drafter; its drafts gain 4 % over plain steps without it."""
+    machine = Machine(lambda rows, slices: 0.01, lambda slices, n: 0.005 + 1e-9 * n, upkeep_s=0.0006)
+    simulation = Simulation(machine, [Drafter([0.56, 0.0])], Speculation(MAX, DraftKind.DFLASH))
+    simulation.decode(1000)
+    simulation.drafters[0] = Drafter(BAD)
+    simulation.decode(3000)
+    assert simulation.decode(300).widths.count(0) > 250
+    simulation.drafters[0] = Drafter(GOOD)
+    simulation.decode(400)
+    assert simulation.decode(500).widths.count(0) < 50
+
+
+def test_rounds_of_micro_batches() -> None:
+    """Ten seconds of stages: what one group waits for, or what the busiest device does for all."""
+    assert BatchSchedule().round_s(10, 4) == 14
+    two = BatchSchedule(8, n_groups=2, n_stages=2, slowest=0.5)
+    assert (two.round_s(10), two.pace) == (10, 1)
+    assert two.round_s(10, 4) == 18, "the output stage does 5 + 4 for each group"
+    assert replace(two, apart=True).round_s(10, 4) == 14, "the first group's drafts are made beside the second's step"
+    assert replace(two, apart=True).round_s(10, 12) == 24, "the drafter is the busiest"
+    assert replace(two, apart=True, n_groups=3).round_s(10, 4) == 15
+    assert replace(two, slowest=0.8).pace == 1.6
 
 
 @settings(max_examples=25, deadline=None)

@@ -1,0 +1,57 @@
+"""What speculation may lose: a share of decode time, saved up to a limit and spent by drafts that do not pay off.
+
+Pure; counts in plain decode steps.  Invariant: over any stretch, no more is lost than was saved up before and earned in
+it, but for the step that overdraws the balance.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+LOSS_SHARE: Final = 0.015
+"""Of decode time that drafting may lose against plain decoding, over what it gained."""
+MOST_LOSS: Final = 8.0
+"""Plain steps that drafting may be behind by: these and 1.5 % are less than 2 % of 2,000 steps."""
+RESUME_SHARE: Final = 0.25
+"""Of ``MOST_LOSS``, to be earned before drafts go on after all of it was lost: some rounds in a row, not one."""
+UPKEEP_SHARE: Final = LOSS_SHARE / 2
+"""Of decode time that the drafter's upkeep is charged at most: no decision avoids it, and drafts must be tried again
+whatever it is.
+"""
+PROBE_SHARE: Final = 0.01
+"""Of decode time for probes: steps of a width that is not the best known one, to measure it."""
+MOST_PROBES: Final = 6.0
+"""Plain steps of saved-up probe budget: enough for a probe of any width at the start."""
+
+
+class Allowance:
+    """Plain steps that may be lost: a share of the time, saved up to ``most``; ``balance`` is what is left."""
+
+    def __init__(self, share: float, most: float) -> None:
+        self._share, self._most = share, most
+        self.balance = most
+        self.spent = False  # nothing was left, and RESUME_SHARE was not earned yet
+
+    def earn(self, steps: float) -> None:
+        """Count decode time."""
+        self.gain(self._share * steps)
+
+    def gain(self, steps: float) -> None:
+        """Count what was saved, or lost if negative."""
+        self.balance = min(self._most, self.balance + steps)
+        self.spent = self.balance < (RESUME_SHARE * self._most if self.spent else 0.0)
+
+
+@dataclass(slots=True)
+class WidthProbe:
+    """``n_left`` steps of ``width`` drafts with ``n_slices`` slices, to be measured within ``n_steps_left`` steps.
+
+    ``expected``: drafts of a slice that are accepted by the estimate it was paid for by.
+    """
+
+    n_slices: int
+    width: int
+    n_left: int
+    n_steps_left: int
+    expected: float
