@@ -37,7 +37,6 @@ class Inert:
 UNIMPLEMENTED: Mapping[str, Unimplemented] = {
     "kvflash.pool_tokens": Unimplemented("KV Flash", lambda value: value != 0, True, "nearest: 0"),
     "pflash.mode": Unimplemented("PFlash", lambda value: value != "off", True, "nearest: off"),
-    "recovery.journal": Unimplemented("the journal", lambda value: value != 0, False, "set it to 0 or remove the key"),
     "recovery.spares": Unimplemented("spare daemons", lambda value: value != 0, True, "nearest: 0"),
 }
 """Keys that are validated but not implemented. Rejected if ignoring them would change answers or break a promise."""
@@ -90,6 +89,12 @@ INERT: tuple[Inert, ...] = (
         lambda config: config.kvflash.pool_tokens == 0,
         "has no effect while kvflash.pool_tokens is 0",
         "remove the key, or set kvflash.pool_tokens",
+    ),
+    Inert(
+        ("recovery.journal",),
+        lambda config: config.recovery.hold_s == 0,
+        "has no effect while recovery.hold_s is 0",
+        "remove the key, or set recovery.hold_s",
     ),
     Inert(
         ("pflash.threshold", "pflash.keep_ratio"),

@@ -1,14 +1,15 @@
 """Joins READY daemons into a pipeline and attaches it to the engine: where supervision and engine meet.
 
 When every group with layers is READY, each daemon drops its sequences (Reset) and says so (ResetDone); only then is a
-pipeline over their links attached.  When a daemon is lost, the pipeline is closed at once and running requests end with
-an error that names the group.
-Invariant: a pipeline is attached only while every link of it is READY and was reset after the last loss.
+pipeline over their links attached.  When a daemon is lost, its stages are lost to the pipeline, and only its successor
+is reset and rebuilt (engine/recovery_stages.py).  Where the engine cannot do that, the pipeline is closed at once, and
+all daemons are reset for the next one.
+Invariant: steps go to READY daemons only, which were reset since they were lost or the pipeline was closed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 
 import structlog
@@ -40,6 +41,7 @@ class PipelineAssembly:
             alone, with_output = draft_group not in stage_groups, draft_group == stage_groups[-1]
             self._draft = DraftAssembly(engine, draft_group, alone=alone, with_output=with_output, on_change=on_change)
         self._links: dict[str, Link] = {}
+        self._lost: set[str] = set()  # groups whose stages the pipeline has lost
         self._resetting: set[str] = set()
         self._token = 0  # of the last Reset
         self._pipeline: Pipeline | None = None
@@ -48,7 +50,7 @@ class PipelineAssembly:
     @property
     def complete(self) -> bool:
         """Whether requests are being served."""
-        return self._pipeline is not None
+        return self._pipeline is not None and not self._lost
 
     @property
     def drafting(self) -> bool:
@@ -71,22 +73,19 @@ class PipelineAssembly:
             return
         self._links[group] = link
         if set(self._links) == set(self._stage_groups):
-            self._token += 1
-            self._resetting = set(self._links)
-            for one in self._links.values():
-                try:
-                    one.send(Reset(self._token))
-                except ProtocolError:  # the link's on_closed tells supervision, which calls lost()
-                    return
+            self._reset(self._lost or self._links.keys())
 
     def lost(self, group: str, reason: str) -> None:
         """A daemon is gone or going.  Of one that runs the drafter alone, requests notice nothing."""
+        if group in self._stage_groups:
+            known = self._links.pop(group, None) is not None
+            self._resetting.clear()
+            if known or group not in self._lost:  # else a dead link was told of before
+                self._lose(group, RequestError("shard_lost", _lost(group, reason)))
         if self._draft is not None and group == self._draft.group:
             self._draft.lost(reason)
-        if group in self._stage_groups:
-            self._links.pop(group, None)
-            self._resetting.clear()
-            self._close(RequestError("shard_lost", _lost(group, reason)))
+            if group in self._lost:
+                self._draft.pipeline_detached()  # until it is rebuilt
 
     def detach_drafter(self, reason: str) -> None:
         """Draft no more until the drafter's daemon, or the pipeline, is a new one."""
@@ -103,7 +102,7 @@ class PipelineAssembly:
                 if token == self._token and group in self._resetting:
                     self._resetting.discard(group)
                     if not self._resetting:
-                        self._attach()
+                        self._all_reset()
             case StepResult() as result if self._pipeline is not None:
                 if self._runs(group, result.stage):
                     self._pipeline.receive(result, frame.payload)
@@ -128,9 +127,65 @@ class PipelineAssembly:
             return self._draft is not None and self._draft.group == group
         return 0 <= stage < len(self._stage_groups) and self._stage_groups[stage] == group
 
+    def _reset(self, groups: Collection[str]) -> None:
+        self._token += 1
+        self._resetting = set(groups)
+        for group in groups:
+            try:
+                self._links[group].send(Reset(self._token))
+            except ProtocolError:  # the link's on_closed tells supervision, which calls lost()
+                return
+
+    def _all_reset(self) -> None:
+        if not self._lost:
+            self._attach()
+            return
+        links = {stage: self._links[g] for stage, g in enumerate(self._stage_groups) if g in self._lost}
+        log.info("rebuilding", groups=sorted(self._lost))
+        if not self._engine.restore(links, self._restored):
+            self._restored(False)  # it gave up meanwhile
+
+    def _restored(self, rebuilt: bool) -> None:
+        """The engine rebuilt the lost stages, or detached the pipeline since it cannot."""
+        lost, self._lost = self._lost, set()
+        if rebuilt:
+            log.info("rebuilt", groups=sorted(lost))
+            if self._draft is not None and self._draft.group in lost:
+                self._draft.pipeline_attached()
+        else:
+            self._forget()
+            if set(self._links) == set(self._stage_groups):
+                self._reset(self._links.keys())
+        self._on_change()
+
+    def _lose(self, group: str, error: RequestError) -> None:
+        """The pipeline loses the stages of a group, or is closed."""
+        if self._pipeline is None:
+            return
+        stages = [stage for stage, name in enumerate(self._stage_groups) if name == group]
+        if self._engine.lose_stages(stages, error):
+            self._lost.add(group)
+        else:
+            self._forget()
+        self._on_change()
+
+    def _forget(self) -> None:
+        """The engine has no pipeline any more."""
+        self._pipeline = None
+        self._lost.clear()
+        if self._draft is not None:
+            self._draft.pipeline_detached()
+
+    def _on_dead_link(self, failure: PipelineFailure) -> bool:
+        if not self._engine.rebuilds:
+            return False
+        self.lost(self._stage_groups[failure.stage], failure.message)
+        return True
+
     def _attach(self) -> None:
         links = [self._links[group] for group in self._stage_groups]
         self._pipeline = Pipeline(links, self._engine.on_result, self._failed)
+        self._pipeline.on_dead_link = self._on_dead_link
         log.info("pipeline ready", stages=self._stage_groups)
         self._engine.attach(self._pipeline)
         if self._draft is not None and self._pipeline is not None:  # the first step may have failed already
@@ -139,9 +194,7 @@ class PipelineAssembly:
 
     def _failed(self, failure: PipelineFailure) -> None:
         """The pipeline ended itself: a daemon answered out of order, or a step could not be sent."""
-        self._pipeline = None
-        if self._draft is not None:
-            self._draft.pipeline_detached()
+        self._forget()
         if failure.code == "shard_lost":
             failure = replace(failure, message=_lost(self._stage_groups[failure.stage], failure.message))
         self._engine.on_failed(failure)
@@ -149,10 +202,7 @@ class PipelineAssembly:
 
     def _close(self, error: RequestError) -> None:
         if self._pipeline is not None:
-            self._pipeline.close()
-            self._pipeline = None
-            if self._draft is not None:
-                self._draft.pipeline_detached()
+            self._forget()
             self._engine.detach(error)
             self._on_change()
 

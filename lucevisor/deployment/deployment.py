@@ -312,7 +312,7 @@ class Deployment:
         """What the daemons work on.  Of all steps only the one begun first: those behind it wait for it."""
         if self._assembly is None or self._engine is None or self.placement is None:
             return
-        oldest = self._engine.oldest_in_flight() if self._assembly.complete else None
+        oldest = self._engine.oldest_in_flight()
         if oldest is not None:
             drafts = oldest.stage == len(self.placement.stages)
             group = self.draft_group if drafts else self.placement.stages[oldest.stage].group

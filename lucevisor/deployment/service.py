@@ -29,6 +29,7 @@ from lucevisor.deployment.deployment import Deployment, DeploymentHooks
 from lucevisor.deployment.engine_limits import engine_limits
 from lucevisor.deployment.group_settings import target_groups
 from lucevisor.deployment.holding import watch_holds
+from lucevisor.deployment.journal_rows import journal_rows
 from lucevisor.deployment.readiness import Readiness
 from lucevisor.deployment.served_model import ServedModel
 from lucevisor.deployment.served_weights import ServedWeights
@@ -246,9 +247,12 @@ class Service:
     def _on_placed(self, deployment: Deployment) -> None:
         placement = deployment.placement
         assert placement is not None
+        rows = journal_rows(deployment.buffers, placement, self.config.recovery)
         settings = EngineSettings(
             max_queue=self.config.server.max_queue,
             hold_s=self.config.recovery.hold_s,
+            rows=rows,
+            journal_pages=rows.n_pages if rows is not None else 0,
             on_pipeline_failed=self._on_pipeline_failed,
             on_drafter_lost=self.deployment.drafter_failed,
             on_step=self._on_step,
@@ -269,7 +273,10 @@ class Service:
             self.restart_reasons[group]["lack" if self.groups[group].lacking else "failure"] += 1
         if self.engine is not None and not self.deployment.complete and group in self._target_groups:
             away = RequestError("shard_lost", f"{self.reason()}; send the request again later")
-            self.engine.detach(away, permanent=state is State.FAILED)
+            if state is State.FAILED:
+                self.engine.detach(away, permanent=True)
+            else:
+                self.engine.away(away)
         self._observer.state(group, state, reason)
         self._notify()
 

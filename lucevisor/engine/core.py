@@ -15,15 +15,18 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 from lucevisor import awake
 from lucevisor.engine import validation
 from lucevisor.engine.handle import RequestHandle
+from lucevisor.engine.journal import make_journal
 from lucevisor.engine.limits import EngineLimits
 from lucevisor.engine.masking import MaskMaker
 from lucevisor.engine.pipeline import Pipeline, PipelineFailure, PipelineResult, StageLink, StepInFlight
 from lucevisor.engine.recovery import Recovery
+from lucevisor.engine.recovery_rebuild import CannotRebuild
+from lucevisor.engine.recovery_stages import StageRecovery
 from lucevisor.engine.request import (
     ContextOverflow,
     FinishedEvent,
@@ -59,6 +62,8 @@ class Engine:
         self._clock = settings.clock
         self._scheduler = Scheduler(limits)
         self._pipeline: Pipeline | None = None
+        journal = make_journal(settings.rows, self._scheduler.pools, settings.journal_pages)
+        self._stages = StageRecovery(self._scheduler, journal)
         self.recovery = Recovery(settings.hold_s)
         self._unavailable = "the model is being loaded"
         self._refusal = ""  # set for good by drain and close
@@ -115,12 +120,17 @@ class Engine:
     @property
     def ready(self) -> bool:
         """Whether requests are served."""
-        return self._pipeline is not None and not self._refusal
+        return self._pipeline is not None and not self._stages.active and not self._refusal
 
     @property
     def holding(self) -> bool:
         """Whether requests wait for a daemon that was lost."""
         return self.recovery.holding
+
+    @property
+    def rebuilds(self) -> bool:
+        """Whether lost stages may be rebuilt while others keep what they have."""
+        return self._stages.enabled and self.recovery.hold_s > 0
 
     def attach(self, pipeline: Pipeline) -> None:
         """Use a pipeline whose daemons hold no sequences; queued and held requests start.
@@ -133,6 +143,7 @@ class Engine:
         pipeline.on_first_stage_done = self._on_first_stage_done
         pipeline.on_drafted = self._on_drafted
         pipeline.on_drafter_lost = self._on_drafter_lost
+        self._stages.attach(pipeline, lambda: self._proceed([]))
         self._scheduler.attach(pipeline.n_stages)
         self.recovery.end(self._clock())
         self._proceed([])
@@ -167,7 +178,9 @@ class Engine:
         if self._pipeline is not None:
             self._pipeline.close()
             self._pipeline = None
-            self.recovery.begin(now)
+            if not self._stages.active:
+                self.recovery.begin(now)
+        self._stages.detach()
         if permanent:
             self.recovery.give_up()
         self._unavailable = error.message
@@ -177,9 +190,49 @@ class Engine:
             events += self._scheduler.fail_queued(error, now)
         self._proceed(events)
 
+    def away(self, error: RequestError) -> None:
+        """Say in ``error``'s words why requests are not served."""
+        self._unavailable = error.message
+
+    def lose_stages(self, stages: Collection[int], error: RequestError) -> bool:
+        """The daemon of some stages is lost: hold requests until ``restore``, and keep what the other stages have.
+
+        False: that is impossible, so it does what ``detach`` does.
+        """
+        if self._pipeline is None or not self.rebuilds or not self._stages.lose(self._pipeline, stages):
+            self.detach(error)
+            return False
+        now = self._clock()
+        self.recovery.begin(now)
+        self._unavailable = error.message
+        self._proceed(self._scheduler.fail_running(error, now, self.recovery.survives))
+        return True
+
+    def restore(self, links: Mapping[int, StageLink], on_end: Callable[[bool], None]) -> bool:
+        """Rebuild all lost stages in the daemons behind ``links``, by stage, which hold no sequences.
+
+        ``on_end`` hears whether that worked; if not, the pipeline is detached by then.  False: no stage is lost.
+        """
+        found = self._stages.found(links, on_end)
+        self._proceed([])
+        return found
+
+    def _rebuild(self) -> None:
+        """Go on with the rebuild of lost stages."""
+        try:
+            if self._stages.advance(self._clock()):
+                self.recovery.rebuilt(self._stages.n_tokens)
+                if not self._stages.active:  # a new daemon may be lost again already
+                    self.recovery.end(self._clock())
+                    self._stages.end(rebuilt=True)
+        except CannotRebuild as error:
+            self.detach(RequestError("shard_lost", f"{self._unavailable}; {error}"))
+            self._stages.end(rebuilt=False)
+
     def on_result(self, result: PipelineResult) -> None:
         """Apply a finished step; the pipeline's ``on_result``."""
         now = self._clock()
+        self._stages.finished(result.step.step_id)
         self._totals.add(result)
         self._scheduler.measured(result.step.slices, [stage.compute_s for stage in result.results])
         n_before = self._scheduler.n_generated_tokens
@@ -372,8 +425,13 @@ class Engine:
     def _proceed(self, events: Events) -> None:
         """Send every possible step, then deliver events: shards start before readers do."""
         self._outbox += events
-        while (pipeline := self._pipeline) and (plan := self._scheduler.next_plan(self._clock())) is not None:
+        if self._stages.active:
+            self._rebuild()
+        while (pipeline := self._pipeline) is not None and not self._stages.active:
+            if (plan := self._scheduler.next_plan(self._clock())) is None:
+                break
             self._rows.planned(plan)
+            self._stages.planned(plan.step, self._scheduler.in_flight[-1].lives)
             pipeline.submit(plan.step, opening=plan.opening)
             self._masks.planned(plan, pipeline)
         if self._scheduler.starving:

@@ -3,6 +3,7 @@
 The hot path is plain callbacks: no task, no queue of its own, and frames for later stages are encoded while the first
 one works.  Knows neither requests nor pages; whoever reads the links calls :meth:`Pipeline.receive`.
 A draft stage behind the last one gets every step that was submitted since it was attached, in the same order.
+Where a daemon is lost, the steps on their way wait for its stages, and go on when others run these.
 Invariant: a stage answers its steps in the order they were sent to it; any other answer fails the pipeline, because the
 two sides no longer agree on what the shards hold.  Whatever the draft stage does wrong only detaches it.
 """
@@ -11,7 +12,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -81,8 +82,8 @@ class _DraftStage:
 
 @dataclass(slots=True)
 class _PipelineStep:
-    """A step on its way.  ``frames[i]`` is for stage ``first_stage + 1 + i``.  ``draft``: the draft stage that gets it,
-    if it is attached by then, with the operations ``opening`` in place of the step's own."""
+    """A step on its way.  ``frames``: encoded for later stages.  ``draft``: the draft stage that gets it, if it is
+    attached by then, with the operations ``opening`` in place of the step's own."""
 
     step: Step
     first_stage: int
@@ -90,7 +91,8 @@ class _PipelineStep:
     sent_at: float  # to the stage it is at
     draft: _DraftStage | None = None
     opening: Sequence[Operation] | None = None
-    frames: list[bytes] = field(default_factory=list)
+    frames: dict[int, bytes] = field(default_factory=dict)
+    done: set[int] = field(default_factory=set)  # rebuilt stages, which had its operations
     results: list[StepResult] = field(default_factory=list)
     payloads: list[memoryview] = field(default_factory=list)
     hops_s: list[float] = field(default_factory=list)
@@ -121,10 +123,15 @@ class Pipeline:
         self._at_stage: list[deque[_PipelineStep]] = [deque() for _ in stages]  # in the order sent
         self._answered_at: dict[int, float] = {}  # by link: a daemon has one compute thread for all its stages
         self._open = True
+        self.lost: set[int] = set()  # stages whose daemon is away: steps wait for them
+        self._rebuilding: dict[tuple[int, int], tuple[StageLink, float]] = {}  # by (stage, step id); when it was sent
         self._draft: _DraftStage | None = None
         self.on_first_stage_done: Callable[[], None] = lambda: None  # not called by a pipeline of one stage
         self.on_drafted: Callable[[StepResult], None] = lambda _: None
         self.on_drafter_lost: Callable[[PipelineFailure], None] = lambda _: None
+        self.on_rows: Callable[[Step, int], None] = lambda _, __: None  # a stage, not the last, has written a step's
+        self.on_rebuilt: Callable[[int], None] = lambda _: None  # a stage has answered a step that rebuilds it
+        self.on_dead_link: Callable[[PipelineFailure], bool] = lambda _: False  # whether the stage may be lost instead
 
     @property
     def n_stages(self) -> int:
@@ -167,7 +174,7 @@ class Pipeline:
         self._at_stage[first_stage].append(entry)
         if self._send(entry, first_stage):
             # The first stage works already: encode for the others meanwhile.
-            entry.frames = [self._frame(step, stage) for stage in range(first_stage + 1, self.n_stages)]
+            entry.frames = {stage: self._frame(step, stage) for stage in range(first_stage + 1, self.n_stages)}
 
     def send_masks(self, made: MadeMasks) -> None:
         """Send the masks of a submitted step to the output stage, which may have the step already or not."""
@@ -192,6 +199,9 @@ class Pipeline:
         if not 0 <= stage < self.n_stages:
             self.fail(0, "protocol_error", f"a daemon answered for stage {stage}; there are {self.n_stages}")
             return
+        if stage in self.lost:
+            self._receive_rebuilt(result)
+            return
         waiting = self._at_stage[stage]
         if not waiting or waiting[0].step.step_id != result.step_id:
             expected = f"step {waiting[0].step.step_id}" if waiting else "no step"
@@ -215,7 +225,10 @@ class Pipeline:
             return
         entry.sent_at = now
         self._at_stage[stage + 1].append(entry)
-        if self._send(entry, stage + 1):
+        sent = self._send(entry, stage + 1)
+        if self._open:
+            self.on_rows(entry.step, stage)
+        if sent and self._open:
             entry.hops_s.append(self._clock() - now)
             if stage == 0:
                 self.on_first_stage_done()
@@ -241,10 +254,11 @@ class Pipeline:
         first = [
             (self._links[stage], stage, waiting[0].step.step_id, waiting[0].sent_at)
             for stage, waiting in enumerate(self._at_stage)
-            if waiting
+            if waiting and stage not in self.lost
         ]
         if self._draft is not None and self._draft.waiting:
             first.append((self._draft.link, self.n_stages, *self._draft.waiting[0]))
+        first += [(link, *place, sent_at) for place, (link, sent_at) in self._rebuilding.items()]
         for link, stage, step_id, sent_at in first:
             begun_at = max(sent_at, self._answered_at.get(id(link), sent_at))
             if oldest is None or now - begun_at > oldest.elapsed_s:
@@ -255,20 +269,77 @@ class Pipeline:
         """Forget all steps and the drafter; no callback comes after this."""
         self._open = False
         self._draft = None
+        self._rebuilding.clear()
         for waiting in self._at_stage:
             waiting.clear()
 
+    # ---- lost stages
+
+    @property
+    def settled(self) -> bool:
+        """Whether all steps on their way wait for lost stages, and the drafter for nothing."""
+        drafting = self._draft is not None and self._draft.waiting
+        return not drafting and not any(
+            waiting for stage, waiting in enumerate(self._at_stage) if stage not in self.lost
+        )
+
+    def lose(self, stages: Iterable[int]) -> None:
+        """Send nothing more to these stages, and take no answers of them."""
+        self.lost.update(stages)
+        self._rebuilding.clear()
+
+    def waiting_for(self, stage: int) -> list[Step]:
+        """Return the steps that wait for a lost stage, in order."""
+        return [entry.step for entry in self._at_stage[stage]]
+
+    def rebuild(self, stage: int, step: Step, link: StageLink) -> None:
+        """Send a step to the new daemon of a lost stage alone; ``on_rebuilt`` hears of its answer."""
+        self._rebuilding[stage, step.step_id] = (link, self._clock())
+        link.send(self._frame(step, stage))
+
+    def find(self, links: Mapping[int, StageLink], steps: Mapping[int, Step]) -> None:
+        """Send the waiting steps on: the daemons behind ``links`` run the lost stages now.
+
+        ``steps``: what to send in place of steps on their way, by id.  The new daemons got all operations of these
+        already.  A dead link is lost again.
+        """
+        found, self.lost = self.lost, set()
+        self._rebuilding.clear()
+        for stage, link in links.items():
+            self._links[stage] = link
+        waiting = [(stage, entry) for stage in sorted(found) for entry in self._at_stage[stage]]
+        for stage, entry in waiting:
+            entry.step = steps.get(entry.step.step_id, entry.step)
+            entry.done |= found
+            bare, rest = replace(entry.step, operations=[]), range(stage, self.n_stages)
+            entry.frames = {s: self._frame(bare if s in entry.done else entry.step, s) for s in rest}
+        for stage, entry in waiting:
+            entry.sent_at = self._clock()
+            if not self._send(entry, stage):
+                return
+
+    def _receive_rebuilt(self, result: StepResult) -> None:
+        """Take the answer to a step that rebuilds a stage; others were sent before the loss."""
+        place = (result.stage, result.step_id)
+        if place in self._rebuilding:
+            self._answered_at[id(self._rebuilding.pop(place)[0])] = self._clock()
+            self.on_rebuilt(result.stage)
+
     def _send(self, entry: _PipelineStep, stage: int) -> bool:
-        step, later = entry.step, stage - entry.first_stage
+        step = entry.step
+        if stage in self.lost:
+            return True
         try:
-            self._links[stage].send(entry.frames[later - 1] if later else self._frame(step, stage))
+            self._links[stage].send(entry.frames.pop(stage, b"") or self._frame(step, stage))
         except (
             LocalProtocolError
         ) as error:  # the step is not a message: a defect here, and no later step would be right
             self.fail(stage, "protocol_error", f"step {step.step_id} cannot be sent: {error}")
             return False
         except (ProtocolError, OSError) as error:
-            self.fail(stage, "shard_lost", f"step {step.step_id} could not be sent to stage {stage}: {error}")
+            text = f"step {step.step_id} could not be sent to stage {stage}: {error}"
+            if not self.on_dead_link(PipelineFailure(stage, "shard_lost", text)):
+                self.fail(stage, "shard_lost", text)
             return False
         if stage + 1 == self.n_stages and entry.draft is not None and entry.draft.with_output:
             self._send_draft(entry, None)  # its daemon will know the tokens

@@ -22,8 +22,9 @@ MAX_LOSSES: Final = 4
 class RecoveryStatistics:
     """Since the start.  ``held``: requests that wait for a daemon now, ``held_s``: for how long.
 
-    A pause lasts from the loss of a pipeline until the next one.  ``n_sequences``: requests that were running at a loss
-    and went on; ``n_tokens``: their tokens that are computed again.
+    A pause lasts from a loss until steps are planned again.  ``n_sequences``: requests that were running at a loss and
+    went on, once for each loss.  ``n_tokens``: their tokens that all stages computed again; ``n_rebuilt``: lost stages
+    alone.
     """
 
     held: int = 0
@@ -33,6 +34,7 @@ class RecoveryStatistics:
     longest_pause_s: float = 0.0
     n_sequences: int = 0
     n_tokens: int = 0
+    n_rebuilt: int = 0
 
 
 class Recovery:
@@ -42,6 +44,7 @@ class Recovery:
         self.hold_s = hold_s
         self.changed = asyncio.Event()  # set when a hold begins or ends
         self.since: float | None = None  # the present hold's begin
+        self._n_losses = 0
         self._totals = RecoveryStatistics()
 
     @property
@@ -50,7 +53,8 @@ class Recovery:
         return self.since is not None
 
     def begin(self, now: float) -> None:
-        """The pipeline is lost."""
+        """The pipeline is lost, or a stage of it."""
+        self._n_losses += 1
         if self.hold_s > 0 and self.since is None:
             self.since = now
             self.changed.set()
@@ -73,19 +77,26 @@ class Recovery:
             self.since = None
             self.changed.set()
 
+    def survives(self, record: RequestRecord) -> bool:
+        """Count the last loss under a running request, once; return whether it is held."""
+        if record.loss != self._n_losses:
+            n_known = len(record.tokens)
+            record.n_losses = 1 if n_known > record.lost_at else record.n_losses + 1
+            record.loss, record.lost_at = self._n_losses, n_known
+            self._totals = replace(self._totals, n_sequences=self._totals.n_sequences + 1)
+        return record.n_losses < MAX_LOSSES
+
     def keep(self, record: RequestRecord) -> bool:
-        """Whether a request that was running when the shards were lost is held; counts the loss."""
-        if not self.holding or record.probe is not None:
+        """Whether a running request whose sequence all shards have lost is held."""
+        if not self.holding or record.probe is not None or not self.survives(record):
             return False
-        n_known = len(record.tokens)
-        record.n_losses = 1 if n_known > record.lost_at else record.n_losses + 1
-        record.lost_at = n_known
-        if record.n_losses >= MAX_LOSSES:
-            return False
-        totals = self._totals
-        n_tokens = totals.n_tokens + (record.live.n_computed if record.live is not None else 0)
-        self._totals = replace(totals, n_sequences=totals.n_sequences + 1, n_tokens=n_tokens)
+        if record.live is not None:
+            self._totals = replace(self._totals, n_tokens=self._totals.n_tokens + record.live.n_computed)
         return True
+
+    def rebuilt(self, n_tokens: int) -> None:
+        """Count what lost stages computed again."""
+        self._totals = replace(self._totals, n_rebuilt=self._totals.n_rebuilt + n_tokens)
 
     def statistics(self, n_unfinished: int, now: float) -> RecoveryStatistics:
         """Return the counts as of now; ``n_unfinished``: requests that run or wait."""

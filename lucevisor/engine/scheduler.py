@@ -185,6 +185,10 @@ class Scheduler:
         """End the queued requests with ``error``."""
         return [self._finish(record, "error", now, error=error) for record in list(self._queue)]
 
+    def fail_running(self, error: RequestError, now: float, keep: Callable[[RequestRecord], bool]) -> Events:
+        """End the running requests that are not to ``keep`` with ``error``."""
+        return [self._finish(record, "error", now, error=error) for record in [*self.running] if not keep(record)]
+
     def end_probes(self, now: float) -> Events:
         """End the waiting probes, whose pages the only running request needs."""
         self.starving = False
@@ -216,8 +220,8 @@ class Scheduler:
         n_unfinished = self._last_step - self.last_finished
         if len(self.in_flight) >= arena_regions(self.n_stages) or n_unfinished >= self.limits.n_regions(self.n_stages):
             return None
-        if self.drafting.opening:  # what waits for a step was planned before; the drafter gets its outcome
-            return replace(self._plan([], now), opening=self.drafting.open_running())
+        if self.drafting.opening:
+            return self.cut(now)
         self._operations += self.admission.admit(now, self._last_step, self.chunks)
         budget = self._budget(now)
         while chosen := choose_slices(list(self.running), self.in_flight, self.limits, budget, self.drafting):
@@ -227,7 +231,13 @@ class Scheduler:
                 return self._plan([self._fit(one) for one in secured], now)
             if n_preemptions == self.n_preemptions:
                 break
-        return self._plan([], now) if self._flushing else None
+        return self.cut(now) if self._flushing else None
+
+    def cut(self, now: float) -> StepPlan | None:
+        """Return a step without slices that carries all waiting operations, or None if there are none."""
+        if self.drafting.opening:  # what waits for a step was planned before; the drafter gets its outcome
+            return replace(self._plan([], now), opening=self.drafting.open_running())
+        return self._plan([], now) if self._operations else None
 
     def flush(self) -> int:
         """Send waiting operations with the next plan, even if it carries no slice.

@@ -9,13 +9,15 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from lucevisor.engine.journal import RowStore
 from lucevisor.engine.pipeline import PipelineFailure, PipelineResult
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineSettings:
     """``max_queue``: requests that may wait.  ``hold_s``: how long the owner lets requests wait for a lost daemon
-    before it ends them; 0: not at all.  ``rate_window_s``: the span of ``tokens_per_s`` in statistics.
+    before it ends them; 0: not at all.  ``rows`` and ``journal_pages``: the memory of the journal; None: there is none,
+    and all stages compute again what one has lost.  ``rate_window_s``: the span of ``tokens_per_s`` in statistics.
     ``validate``: check all accounts whenever the engine is idle; raises AccountingError from there.
     ``mask_threads`` False: masks are made on the calling thread.
 
@@ -25,6 +27,8 @@ class EngineSettings:
 
     max_queue: int
     hold_s: float = 0.0
+    rows: RowStore | None = None
+    journal_pages: int = 0
     rate_window_s: float = 10.0
     validate: bool = False
     mask_threads: bool = True

@@ -110,6 +110,11 @@ class ScheduledStep:
     decodes: bool
 
     @property
+    def lives(self) -> dict[int, LiveSequence]:
+        """The sequences of its slices, by id."""
+        return {sequence: part.live for sequence, part in self.parts.items()}
+
+    @property
     def n_ahead(self) -> int:
         """The most drafts that a slice asks for."""
         return max((part.slice.n_ahead for part in self.parts.values()), default=0)

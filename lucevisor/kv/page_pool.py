@@ -41,6 +41,7 @@ class PageAllocator:
         self._first = first
         self.epoch = 0  # stamped on ids that are allocated
         self._epochs = [0] * n_total
+        self._generations = [0] * n_total
         self._ref_counts = [0] * n_total
         self._cached: set[int] = set()
         self._n_evictable = 0
@@ -93,6 +94,7 @@ class PageAllocator:
         taken = [heappop(self._free) for _ in range(n)]
         for page in taken:
             self._ref_counts[page - self._first] = 1
+            self._generations[page - self._first] += 1
         self.stamp(taken, self.epoch)
         return taken
 
@@ -104,6 +106,10 @@ class PageAllocator:
     def epoch_of(self, page: int) -> int:
         """Return the draft epoch of an id in use: while which drafter it was allocated; 0: none was attached."""
         return self._epochs[page - self._first]
+
+    def generation_of(self, page: int) -> int:
+        """Return how often an id was allocated: what is filed under an earlier generation is not its content."""
+        return self._generations[page - self._first]
 
     def retain(self, pages: Iterable[int]) -> None:
         """Add an owner to each id, once per occurrence.  Raises PageError, changing nothing, if one is free."""

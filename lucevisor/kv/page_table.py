@@ -31,6 +31,7 @@ class Growth:
 class _Entries:
     first_held: int = 0  # entries below were released
     pages: list[int] = field(default_factory=list)  # pages[i] is entry first_held + i
+    slid: list[int] = field(default_factory=list)  # those released, which steps in flight may still see
 
     @property
     def stop(self) -> int:
@@ -115,6 +116,11 @@ class PageTable:
         """Return the pages owned in a space, oldest first."""
         return list(self._entries[space].pages) if space in self._entries else []
 
+    def known(self, space: Space) -> Growth:
+        """Return all entries there ever were, as one growth: those that slid out of the window belong to others now."""
+        e = self._entries[space]
+        return Growth(space, e.first_held - len(e.slid), [*e.slid, *e.pages])
+
     def growths(self) -> list[Growth]:
         """Return all entries held, as if they were new."""
         return [Growth(space, e.first_held, list(e.pages)) for space, e in self._entries.items() if e.pages]
@@ -132,5 +138,6 @@ class PageTable:
         n_old = min(len(entries.pages), first_visible_page(start, self._window_tokens) - entries.first_held)
         if n_old > 0:
             self._pools[Space.WINDOW].release(entries.pages[:n_old])
+            entries.slid += entries.pages[:n_old]
             del entries.pages[:n_old]
             entries.first_held += n_old

@@ -72,7 +72,7 @@ def test_the_sample_file_loads_as_it_is_and_with_every_key_set(tmp_path):
     _, text = uncommented(ETC / "lucevisor.toml")
     (tmp_path / "lucevisor.toml").write_text(text)
     config = load(tmp_path / "lucevisor.toml")
-    assert {notice.key for notice in config.notices} == {"recovery.journal"}
+    assert config.notices == ()
 
 
 def test_the_demo():

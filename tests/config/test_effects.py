@@ -92,7 +92,6 @@ def test_switches_at_off_say_nothing(box):
     "override",
     [
         "cache.disk=1GiB",
-        "recovery.journal=1GiB",
         "kvflash.policy=qk",
         "kvflash.tau=32",
         "pflash.threshold=1",
@@ -163,7 +162,7 @@ def test_allow_open_beside_keys_is_told_of(box, tmp_path):
 
 
 def test_notices_come_in_the_order_of_the_file_once_each(box):
-    config = load(box, ["recovery.journal=1GiB", "cache.disk=1GiB", "groups.gpu.threads=2"])
+    config = load(box, ["recovery.hold_s=0", "recovery.journal=1GiB", "cache.disk=1GiB", "groups.gpu.threads=2"])
     keys = [notice.key for notice in config.notices]
     assert keys == ["groups.gpu.threads", "cache.disk", "recovery.journal"]
 
@@ -197,7 +196,6 @@ SAMPLES = {
     "pflash.mode": "auto",
     "pflash.threshold": "1",
     "pflash.keep_ratio": "0.5",
-    "recovery.journal": "1GiB",
     "recovery.spares": "1",
 }
 """A value other than the default for each key that no code reads."""
@@ -224,8 +222,3 @@ def test_a_key_that_no_code_reads_says_so_when_set(box, key):
         (notice,) = load(box, [override]).notices
         assert notice.key == key
         assert "has no effect" in notice.why
-
-
-@pytest.mark.parametrize("key", ["recovery.journal"])
-def test_a_default_that_asks_for_a_missing_feature_says_so_when_written_down(box, key):
-    assert [notice.key for notice in load(box, [f"{key}={field_key(key).default}"]).notices] == [key]

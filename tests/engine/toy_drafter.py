@@ -23,7 +23,7 @@ from lucevisor.protocol.steps import (
     StepResult,
     UseState,
 )
-from tests.engine.toy_pipeline import VOCABULARY, ToyDaemon, ToyLimits, ToyModel, ToyStage, Violation, mix
+from tests.engine.toy_pipeline import PLACED, VOCABULARY, ToyDaemon, ToyLimits, ToyModel, ToyStage, Violation, mix
 
 Oracle = Callable[[Sampling], list[int]]
 """All tokens of the request with this sampling, prompt and answer: every request has a seed of its own."""
@@ -54,7 +54,7 @@ class ToyDrafter(ToyStage):
             if isinstance(operation, CopyState):
                 self._after[operation.target] = self._after.get(operation.source, (-1, -1))
         for stage in range(self.model.n_stages if step.slices else 0):
-            if self._captures[stage, step.region][0] != step.step_id:
+            if self._captures[stage, step.region][0] not in (step.step_id, PLACED):
                 raise Violation(f"region {step.region} was overwritten before step {step.step_id} was drafted")
         tokens = message.tokens
         if tokens is None:

@@ -16,7 +16,7 @@ from lucevisor.model.values import Space
 from lucevisor.protocol.loading import PoolSizes
 from lucevisor.protocol.steps import Sampling, Step
 from tests.engine.toy_drafter import ToyDrafter, drafter_daemon
-from tests.engine.toy_pipeline import ToyConstraint, ToyDaemon, ToyLimits, ToyModel, run_all, toy_daemons
+from tests.engine.toy_pipeline import ToyConstraint, ToyDaemon, ToyLimits, ToyModel, ToyRows, run_all, toy_daemons
 
 LOST = RequestError("shard_lost", "group left was killed; send the request again")
 HYBRID = frozenset({Space.FULL, Space.RECURRENT})
@@ -53,8 +53,11 @@ class ToyEngine:
         max_queue: int = 1000,
         homes: Sequence[int] = (),
         hold_s: float = 0.0,
+        journal_pages: int = 0,
     ):
-        self.limits, self.homes = limits, homes
+        self.limits, self.homes = limits, homes or range(n_stages)
+        self.rows = ToyRows()
+        self.n_rebuilt = self.n_given_up = 0  # recoveries
         self.model = ToyModel(n_stages, limits.spaces, limits.window_tokens)
         self._alone: dict[str, list[int]] = {}
         self.now = 0.0
@@ -66,6 +69,8 @@ class ToyEngine:
             EngineSettings(
                 max_queue=max_queue,
                 hold_s=hold_s,
+                rows=self.rows,
+                journal_pages=journal_pages,
                 clock=lambda: self.now,
                 on_step=self.steps.append,
                 on_pipeline_failed=self.failures.append,
@@ -82,7 +87,8 @@ class ToyEngine:
 
     def attach(self) -> None:
         """Fresh daemons, and a pipeline over them."""
-        self.daemons, self.links = toy_daemons(self.model, self.limits.pools, self._told, self.homes)
+        homes = self.homes if len(self.homes) == self.model.n_stages else range(self.model.n_stages)
+        self.daemons, self.links = toy_daemons(self.model, self.limits.pools, self._told, homes, self.rows.regions)
         self.pipeline = Pipeline(self.links, self.engine.on_result, self.engine.on_failed, clock=lambda: self.now)
         self.engine.attach(self.pipeline)
 
@@ -112,6 +118,32 @@ class ToyEngine:
                 self.daemons.remove(home)
         self.engine.detach_drafter()
 
+    def crash(self, index: int) -> bool:
+        """A daemon with stages dies; return whether its stages can be rebuilt."""
+        home = [daemon for daemon in self.daemons if daemon.stages][index]
+        self.daemons.remove(home)
+        if home.drafter is not None:
+            home.drafter = None
+            self.engine.detach_drafter()
+        return self.engine.lose_stages(home.stages.keys(), LOST)
+
+    def come_back(self) -> None:
+        """New daemons for all stages that are lost."""
+        assert self.pipeline is not None
+        lost = [stage for stage in range(self.model.n_stages) if self.links[stage] not in self.daemons]
+        for daemon in self.daemons:
+            if daemon.stages.keys() & self.pipeline.lost:
+                raise AssertionError("a daemon that was rebuilt in part must be reset")
+        fresh, links = toy_daemons(self.model, self.limits.pools, self._told, self.homes, self.rows.regions)
+        self.daemons += [one for one in fresh if one.stages.keys() & set(lost)]
+        for stage in lost:
+            self.links[stage] = links[stage]
+        self.engine.restore({stage: links[stage] for stage in lost}, self._ended)
+
+    def _ended(self, rebuilt: bool) -> None:
+        self.n_rebuilt += rebuilt
+        self.n_given_up += not rebuilt
+
     @property
     def _told(self) -> ToyLimits:
         limits, n_stages = self.limits, self.model.n_stages
@@ -139,7 +171,8 @@ class ToyEngine:
         if not busy:
             return False
         assert self.pipeline is not None
-        assert self.pipeline.n_in_flight <= self.model.n_stages + 1
+        with_slices = {e.step.step_id for waiting in self.pipeline._at_stage for e in waiting if e.step.slices}
+        assert len(with_slices) <= self.model.n_stages + 1
         self.pipeline.receive(*busy[index % len(busy)].run_one())
         return True
 

@@ -15,6 +15,7 @@ from typing import Protocol
 
 import numpy as np
 
+from lucevisor.engine.journal import RowCopy
 from lucevisor.model.values import PAGE_TOKENS, Space
 from lucevisor.protocol.codec import encode, payload_segments
 from lucevisor.protocol.connection import Connection
@@ -43,6 +44,12 @@ _POISON = 0xDEAD  # what a state holds before anybody has set it
 _EMPTY = (-1, _POISON)  # what a page holds: at each offset the position it was written for, and a value
 _NO_PAYLOAD = memoryview(b"")
 _NO_PAGE = -1  # entry of a window table that starts behind its beginning
+
+
+Regions = dict[tuple[int, int], tuple[int, list[int]]]
+"""By boundary and region: the step that wrote the rows, and the rows."""
+PLACED = -1
+"""In place of a step: the journal wrote the rows."""
 
 
 class Violation(AssertionError):
@@ -162,9 +169,7 @@ class _Open:
 class ToyStage:
     """One stage: its pools, its sequences, its boundary regions (``regions`` is shared with its neighbours)."""
 
-    def __init__(
-        self, model: ToyModel, stage: int, pools: PoolSizes, regions: dict[tuple[int, int], tuple[int, list[int]]]
-    ):
+    def __init__(self, model: ToyModel, stage: int, pools: PoolSizes, regions: Regions):
         self.model, self.stage, self.regions = model, stage, regions
         sizes = {Space.FULL: pools.full_pages, Space.WINDOW: pools.window_pages}
         self.pages = {space: [[_EMPTY] * PAGE_TOKENS for _ in range(n)] for space, n in sizes.items()}
@@ -227,7 +232,7 @@ class ToyStage:
 
     def _read_region(self, step: Step) -> list[int]:
         step_id, rows = self.regions[self.stage - 1, step.region]
-        if step_id != step.step_id:
+        if step_id not in (step.step_id, PLACED):
             raise Violation(
                 f"region {step.region} was overwritten by step {step_id} before step {step.step_id} was read"
             )
@@ -422,6 +427,32 @@ class ToyDaemon:
         return result, payload
 
 
+class ToyRows:
+    """The journal's memory over the regions of toy daemons."""
+
+    def __init__(self) -> None:
+        self.regions: Regions = {}
+        self._blocks: dict[int, list[int]] = {}
+
+    def _block(self, block: int) -> list[int]:
+        return self._blocks.setdefault(block, [0] * PAGE_TOKENS)
+
+    def file(self, boundary: int, region: int, copies: Sequence[RowCopy]) -> None:
+        for one in copies:
+            rows = self.regions[boundary, region][1][one.row : one.row + one.n]
+            assert len(rows) == one.n
+            self._block(one.block)[one.offset : one.offset + one.n] = rows
+
+    def place(self, boundary: int, region: int, copies: Sequence[RowCopy]) -> None:
+        rows = [0] * max(one.row + one.n for one in copies)
+        for one in copies:
+            rows[one.row : one.row + one.n] = self._block(one.block)[one.offset : one.offset + one.n]
+        self.regions[boundary, region] = (PLACED, rows)
+
+    def copy(self, source: int, target: int, n_rows: int) -> None:
+        self._block(target)[:n_rows] = self._block(source)[:n_rows]
+
+
 @dataclass(frozen=True)
 class ToyLimits:
     """What daemons were told in Load."""
@@ -434,10 +465,17 @@ class ToyLimits:
 
 
 def toy_daemons(
-    model: ToyModel, pools: PoolSizes, limits: ToyLimits, homes: Sequence[int] = ()
+    model: ToyModel,
+    pools: PoolSizes,
+    limits: ToyLimits,
+    homes: Sequence[int] = (),
+    regions: Regions | None = None,
 ) -> tuple[list[ToyDaemon], list[ToyDaemon]]:
-    """Return fresh daemons, and for each stage the one that runs it; ``homes[s]`` names the daemon of stage s."""
-    regions: dict[tuple[int, int], tuple[int, list[int]]] = {}
+    """Return fresh daemons, and for each stage the one that runs it; ``homes[s]`` names the daemon of stage s.
+
+    ``regions``: the shared memory, if it is there already.
+    """
+    regions = {} if regions is None else regions
     homes = homes or range(model.n_stages)
     stages = {s: ToyStage(model, s, pools, regions) for s in range(model.n_stages)}
     daemons = {home: ToyDaemon({s: stages[s] for s in stages if homes[s] == home}, limits) for home in homes}

@@ -1,0 +1,229 @@
+"""The journal: boundary activations of what running sequences have computed, in host memory, by page and generation.
+
+A lost shard is rebuilt from the rows that its stage was given, without computing those of the others again.  Pure: this
+file knows which rows lie where; a :class:`RowStore` copies them.  Rows are filed when a stage has answered, after the
+step went on, so no step waits for it.
+Invariants: what is read for a position is what was computed last for it, in the page's present generation, or nothing;
+the journal never holds more than ``n_blocks`` pages of rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple, Protocol
+
+from lucevisor.engine.sequence import LiveSequence
+from lucevisor.kv.page_pool import PageAllocator, PagePools
+from lucevisor.model.values import PAGE_TOKENS, Space
+from lucevisor.protocol.steps import CopyPage, Step
+
+_SWEEP_EVERY = 64  # rows that find no block, until one is looked for again
+
+
+class RowCopy(NamedTuple):
+    """``n`` rows of a step, from its row ``row`` on, and of a block, from its row ``offset`` on."""
+
+    block: int
+    offset: int
+    row: int
+    n: int
+
+
+class RowStore(Protocol):
+    """The memory of the journal, and that of the boundaries."""
+
+    def file(self, boundary: int, region: int, copies: Sequence[RowCopy]) -> None:
+        """Copy rows of a step from its region."""
+
+    def place(self, boundary: int, region: int, copies: Sequence[RowCopy]) -> None:
+        """Copy rows into a step's region."""
+
+    def copy(self, source: int, target: int, n_rows: int) -> None:
+        """Copy the first rows of a block to another."""
+
+
+class PageKey(NamedTuple):
+    """A page of space ``full`` in one of its lives."""
+
+    page: int
+    generation: int
+
+
+@dataclass(slots=True)
+class _Block:
+    """``n_rows``: of the page's first positions, how many have rows."""
+
+    index: int
+    generation: int
+    n_rows: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class _Span:
+    """Consecutive positions of one sequence: rows of a step from ``row`` on, in pages from that of ``start`` on."""
+
+    sequence: int
+    start: int
+    stop: int
+    row: int
+    keys: list[PageKey]
+
+    def parts(self) -> list[tuple[PageKey, int, int, int]]:
+        """(page, offset in it, row, rows) for each page."""
+        found, position = [], self.start
+        for key in self.keys:
+            offset = position % PAGE_TOKENS
+            n = min(PAGE_TOKENS - offset, self.stop - position)
+            found.append((key, offset, self.row + position - self.start, n))
+            position += n
+        return found
+
+
+@dataclass(frozen=True, slots=True)
+class _Filing:
+    """What a step adds: copies of pages, then its slices."""
+
+    region: int
+    copied: list[tuple[PageKey, PageKey, int]]
+    spans: list[_Span] = field(default_factory=list)
+
+
+class Journal:
+    """Rows by boundary and page.  ``pages``: the allocator of space ``full``."""
+
+    def __init__(self, store: RowStore, pages: PageAllocator, n_blocks: int) -> None:
+        self._store, self._pages = store, pages
+        self._free = list(range(n_blocks - 1, -1, -1))
+        self._blocks: dict[tuple[int, int], _Block] = {}  # by boundary and page, oldest first
+        self._filings: dict[int, _Filing] = {}  # by step
+        self._n_refused = 0
+
+    @property
+    def n_used(self) -> int:
+        """Blocks in use."""
+        return len(self._blocks)
+
+    def planned(self, step: Step, lives: Mapping[int, LiveSequence]) -> None:
+        """Note what a step will have computed; ``lives``: the sequences of its slices."""
+        copied = [
+            (self._key(one.source), self._key(one.target), one.n_tokens)
+            for one in step.operations
+            if isinstance(one, CopyPage) and one.space is Space.FULL
+        ]
+        filing, row = _Filing(step.region, copied), 0
+        for piece in step.slices:
+            stop = piece.start + len(piece.tokens)
+            filing.spans.append(self._span(lives[piece.sequence], piece.start, stop, row))
+            row += len(piece.tokens)
+        if copied or row:
+            self._filings[step.step_id] = filing
+
+    def without(self, step_id: int, sequences: Collection[int]) -> None:
+        """Some slices were taken out of a step that is on its way."""
+        filing = self._filings.get(step_id)
+        if filing is None:
+            return
+        row, kept = 0, []
+        for span in filing.spans:
+            if span.sequence not in sequences:
+                kept.append(replace(span, row=row))
+                row += span.stop - span.start
+        filing.spans[:] = kept
+
+    def answered(self, step_id: int, boundary: int) -> None:
+        """A stage has written the rows of a step to a boundary: file them."""
+        filing = self._filings.get(step_id)
+        if filing is None:
+            return
+        for source, target, n_rows in filing.copied:
+            known = self._find(boundary, source)
+            if known is not None and known.n_rows >= n_rows and (block := self._take(boundary, target)) is not None:
+                self._store.copy(known.index, block.index, n_rows)
+                block.n_rows = n_rows
+        copies = []
+        for key, offset, row, n in [part for span in filing.spans for part in span.parts()]:
+            block = self._take(boundary, key)
+            if block is None or block.n_rows < offset:
+                continue  # no room, or a gap that nobody can fill
+            copies.append(RowCopy(block.index, offset, row, n))
+            block.n_rows = max(block.n_rows, offset + n)
+        if copies:
+            self._store.file(boundary, filing.region, copies)
+
+    def finished(self, step_id: int) -> None:
+        """The last stage has answered a step."""
+        self._filings.pop(step_id, None)
+
+    def forget(self) -> None:
+        """Drop everything: the shards lost their sequences."""
+        self._filings.clear()
+        self._free += [block.index for block in self._blocks.values()]
+        self._blocks.clear()
+
+    def find(self, boundary: int, live: LiveSequence, start: int, stop: int, row: int = 0) -> list[RowCopy] | None:
+        """Return where the rows of some positions lie, to be placed from ``row`` on; None if one is missing."""
+        copies = []
+        for key, offset, at, n in self._span(live, start, stop, row).parts():
+            block = self._find(boundary, key)
+            if block is None or block.n_rows < offset + n:
+                return None
+            copies.append(RowCopy(block.index, offset, at, n))
+        return copies
+
+    def place(self, boundary: int, region: int, copies: Sequence[RowCopy]) -> None:
+        """Write rows to where the next stage reads them."""
+        self._store.place(boundary, region, copies)
+
+    # ---- inside
+
+    def _key(self, page: int) -> PageKey:
+        return PageKey(page, self._pages.generation_of(page))
+
+    def _span(self, live: LiveSequence, start: int, stop: int, row: int) -> _Span:
+        pages = live.table.entries(Space.FULL, start // PAGE_TOKENS, -(-stop // PAGE_TOKENS))
+        return _Span(live.sequence, start, stop, row, [self._key(page) for page in pages])
+
+    def _find(self, boundary: int, key: PageKey) -> _Block | None:
+        block = self._blocks.get((boundary, key.page))
+        return block if block is not None and block.generation == key.generation else None
+
+    def _take(self, boundary: int, key: PageKey) -> _Block | None:
+        """Return the block of a page; None if there is no room for it, or it has a later generation already."""
+        block = self._blocks.get((boundary, key.page))
+        if block is None:
+            if not self._free and not self._sweep():
+                return None
+            block = self._blocks[boundary, key.page] = _Block(self._free.pop(), key.generation)
+        elif block.generation != key.generation:
+            if block.generation > key.generation:
+                return None
+            block.generation, block.n_rows = key.generation, 0
+        return block
+
+    def _sweep(self) -> bool:
+        """Free the blocks of pages that have no owner, then those that prefix slots alone own, oldest first."""
+        self._n_refused += 1
+        if self._n_refused % _SWEEP_EVERY != 1:
+            return False
+        pages = self._pages
+        unused = [
+            place
+            for place, block in self._blocks.items()
+            if pages.ref_count(place[1]) == 0 or pages.generation_of(place[1]) != block.generation
+        ]
+        if not unused:
+            cached = [place for place in self._blocks if pages.evictable(place[1])]
+            unused = cached[: -(-len(cached) // 2)]
+        for place in unused:
+            self._free.append(self._blocks.pop(place).index)
+        if unused:
+            self._n_refused = 0
+        return bool(unused)
+
+
+def make_journal(store: RowStore | None, pools: PagePools, n_blocks: int) -> Journal | None:
+    """Return the journal over a store; None without one, or where the model has no pages of space ``full``."""
+    if store is None or n_blocks < 1 or Space.FULL not in pools:
+        return None
+    return Journal(store, pools[Space.FULL], n_blocks)

@@ -1,0 +1,205 @@
+"""What rebuilds a lost stage: tables and states of the running sequences, then their tokens through its layers alone.
+
+Pure.  A new daemon gets the tables as they are after all steps that were planned, then every sequence up to its first
+slice in a step that it has to run; these steps follow without their operations.  Rows come from the journal; a stage
+with the embedding needs none.  Knows ids and rows, neither links nor bytes.
+Invariant: no page is written that another sequence, rebuilt before or needed by a waiting step, reads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Final
+
+from msgspec.structs import replace
+
+from lucevisor.engine.journal import Journal, RowCopy
+from lucevisor.engine.limits import EngineLimits
+from lucevisor.engine.sequence import LiveSequence, RequestRecord
+from lucevisor.kv.page_pool import PagePools
+from lucevisor.kv.prefix_tree import NO_STATE
+from lucevisor.model.pages import first_visible_page, pages_of
+from lucevisor.model.values import Space
+from lucevisor.protocol.steps import OpenSequence, Operation, SetPages, Slice, Step, ZeroState
+
+FIRST_STEP: Final = 1 << 40
+"""Ids of steps that rebuild a stage begin here, where no scheduler's come to."""
+
+
+class CannotRebuild(Exception):
+    """A stage cannot be rebuilt alone, so all stages compute the sequences again.  The message says why."""
+
+
+@dataclass(frozen=True, slots=True)
+class RebuildStep:
+    """A step for one stage alone.  ``rows``: where the journal has its boundary rows."""
+
+    step: Step
+    rows: Sequence[RowCopy] = ()
+
+
+@dataclass(slots=True)
+class RebuildPlan:
+    """The steps that rebuild a stage, in order; ``n_tokens`` in all."""
+
+    steps: list[RebuildStep] = field(default_factory=list)
+    n_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class WaitingSteps:
+    """Steps on their way when the stages are rebuilt, by the lost stage that they wait for."""
+
+    by_stage: Mapping[int, Sequence[Step]]
+
+    def first_starts(self) -> dict[int, int]:
+        """Return where the first slice of each sequence starts."""
+        starts: dict[int, int] = {}
+        for step in sorted((s for steps in self.by_stage.values() for s in steps), key=lambda s: s.step_id):
+            for piece in step.slices:
+                starts.setdefault(piece.sequence, piece.start)
+        return starts
+
+    def behind(self, stage: int) -> list[Step]:
+        """Return the steps that ``stage`` had answered before it was lost, in order."""
+        found = [step for at, steps in self.by_stage.items() if at > stage for step in steps]
+        return sorted(found, key=lambda step: step.step_id)
+
+
+class Rebuilder:
+    """Plans the rebuild of stages from the running ``records``."""
+
+    def __init__(
+        self,
+        limits: EngineLimits,
+        pools: PagePools,
+        journal: Journal,
+        records: Sequence[RequestRecord],
+        waiting: WaitingSteps,
+        n_regions: int,
+    ) -> None:
+        self._limits, self._pools, self._journal, self._waiting = limits, pools, journal, waiting
+        self._n_regions = n_regions
+        starts = waiting.first_starts()
+        self._stops = {
+            record.live: (record, starts.get(record.live.sequence, record.live.n_computed))
+            for record in records
+            if record.live is not None
+        }
+        self._n_steps = 0
+        self._check_window_pages()
+
+    def plan(self, stage: int) -> RebuildPlan:
+        """Return the steps that rebuild a stage.  Raises CannotRebuild if rows are missing or pages are too few."""
+        plan = RebuildPlan()
+        plan.steps.append(RebuildStep(self._step(self._opening(), [])))
+        rebuilt: set[int] = set()  # window pages
+        for live, (record, stop) in self._stops.items():
+            spare = self._spare_pages(live, stop, rebuilt)
+            for start, end in self._chunks(stop):
+                tokens = [*record.tokens[start:end]]
+                step = self._step(self._window_tables(live, start, end, stop, spare), [
+                    Slice(live.sequence, start, tokens, sample=False)
+                ])  # fmt: skip
+                plan.steps.append(RebuildStep(step, self.rows(stage, step)))
+                plan.n_tokens += end - start
+            if stop and Space.WINDOW in self._pools:
+                plan.steps.append(RebuildStep(self._step(self._tables(live, Space.WINDOW), [])))
+                rebuilt.update(page for _, page in self._window_pages(live, stop))
+        for step in self._waiting.behind(stage):
+            alone = replace(step, step_id=self._next_id(), operations=[])
+            plan.steps.append(RebuildStep(alone, self.rows(stage, alone)))
+        return plan
+
+    def rows(self, stage: int, step: Step) -> list[RowCopy]:
+        """Return where the rows of a step for a stage lie.  Raises CannotRebuild if any is missing."""
+        if stage == 0:
+            return []
+        lives = {live.sequence: live for live in self._stops}
+        found: list[RowCopy] = []
+        row = 0
+        for piece in step.slices:
+            n = len(piece.tokens)
+            copies = self._journal.find(stage - 1, lives[piece.sequence], piece.start, piece.start + n, row)
+            if copies is None:
+                raise CannotRebuild(f"the journal lacks rows of positions {piece.start} to {piece.start + n - 1}")
+            found += copies
+            row += n
+        return found
+
+    # ---- inside
+
+    def _step(self, operations: list[Operation], slices: list[Slice]) -> Step:
+        step_id = self._next_id()
+        return Step(step_id, step_id % self._n_regions, operations, slices)
+
+    def _next_id(self) -> int:
+        self._n_steps += 1
+        return FIRST_STEP + self._n_steps
+
+    def _chunks(self, stop: int) -> Iterator[tuple[int, int]]:
+        chunk = self._limits.prefill_chunk
+        for start in range(0, stop, chunk):
+            yield start, min(stop, start + chunk)
+
+    def _opening(self) -> list[Operation]:
+        operations: list[Operation] = []
+        for live, (record, _) in self._stops.items():
+            operations.append(OpenSequence(live.sequence, live.state, record.request.sampling))
+            if live.state != NO_STATE:
+                operations.append(ZeroState(live.state))
+            for space in (Space.FULL, Space.WINDOW):
+                operations += self._tables(live, space)
+        return operations
+
+    def _tables(self, live: LiveSequence, space: Space) -> list[Operation]:
+        if space not in self._pools:
+            return []
+        known = live.table.known(space)
+        return [SetPages(live.sequence, space, known.first, known.pages)] if known.pages else []
+
+    # ---- window pages: a sequence needs those it has released again while it is computed from the start
+
+    def _check_window_pages(self) -> None:
+        """Raise CannotRebuild if a released page that a waiting step still sees has another's rebuilt positions."""
+        if Space.WINDOW not in self._pools:
+            return
+        needed: dict[int, LiveSequence] = {}
+        for live, (_, stop) in self._stops.items():
+            held = set(live.table.held(Space.WINDOW))
+            for _, page in self._window_pages(live, stop):
+                other = needed.setdefault(page, live)
+                if other is not live and not (page in held and page in other.table.held(Space.WINDOW)):
+                    raise CannotRebuild("a window page was given to another sequence while steps waited for the stage")
+
+    def _window_pages(self, live: LiveSequence, stop: int) -> list[tuple[int, int]]:
+        """Return the entries below ``stop`` that a token there sees, and their pages."""
+        assert self._limits.window_tokens is not None
+        known, first = live.table.known(Space.WINDOW), first_visible_page(stop, self._limits.window_tokens)
+        entries = range(max(first, known.first), pages_of(stop))
+        return [(entry, known.pages[entry - known.first]) for entry in entries]
+
+    def _spare_pages(self, live: LiveSequence, stop: int, rebuilt: set[int]) -> list[int]:
+        """Return window pages that may hold what the sequence has released, until others are rebuilt."""
+        if Space.WINDOW not in self._pools:
+            return []
+        own = {page for _, page in self._window_pages(live, stop)}
+        return [page for page in self._pools[Space.WINDOW].ids if page not in rebuilt and page not in own]
+
+    def _window_tables(self, live: LiveSequence, start: int, end: int, stop: int, spare: list[int]) -> list[Operation]:
+        """Return the window table for a chunk of a sequence that is rebuilt up to ``stop``: its own pages from the last
+        window on, spare ones, used in turn, before."""
+        window = self._limits.window_tokens
+        if window is None:
+            return []
+        first, last = first_visible_page(start, window), pages_of(end)
+        own = live.table.known(Space.WINDOW)
+        first_own = max(own.first, first_visible_page(stop, window))
+        n_spare = min(last, first_own) - first
+        if n_spare <= 0:
+            return []
+        if n_spare > len(spare):
+            raise CannotRebuild(f"{n_spare} window pages are needed for a while, {len(spare)} are there")
+        pages = [spare[entry % len(spare)] for entry in range(first, first + n_spare)]
+        return [SetPages(live.sequence, Space.WINDOW, first, pages)]

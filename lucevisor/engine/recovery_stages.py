@@ -1,0 +1,199 @@
+"""Brings lost stages of a pipeline back while all others keep what they have.
+
+Steps on their way wait for the lost stages; when new daemons run these, each is rebuilt (recovery_rebuild.py), and the
+steps go on.  To the scheduler that is one long step.  Knows no sockets; the owner says which stages are lost and who
+runs them now.
+Invariant: nothing is planned from a loss until all lost stages are rebuilt.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping
+from typing import Final
+
+from msgspec.structs import replace
+
+from lucevisor.engine.journal import Journal
+from lucevisor.engine.pipeline import Pipeline, StageLink
+from lucevisor.engine.recovery_rebuild import CannotRebuild, Rebuilder, RebuildStep, WaitingSteps
+from lucevisor.engine.scheduler import Scheduler
+from lucevisor.engine.sequence import LiveSequence
+from lucevisor.protocol.errors import ProtocolError
+from lucevisor.protocol.steps import Step
+
+_IN_FLIGHT: Final = 2
+"""Steps that a stage under rebuild has at once: one runs, one waits."""
+
+
+class StageRecovery:
+    """Lost stages of the pipeline that is attached.  Without a ``journal`` no stage is ever rebuilt."""
+
+    def __init__(self, scheduler: Scheduler, journal: Journal | None) -> None:
+        self._scheduler, self._journal = scheduler, journal
+        self._pipeline: Pipeline | None = None  # while stages of it are lost
+        self._links: dict[int, StageLink] = {}
+        self._to_send: dict[int, deque[RebuildStep]] = {}
+        self._regions: dict[int, deque[int]] = {}  # of the steps that each stage has
+        self._steps: dict[int, Step] = {}  # on their way, without what is of no use any more
+        self._rows: list[tuple[int, RebuildStep]] = []  # by stage: of the steps on their way
+        self._on_end: Callable[[bool], None] = lambda _: None
+        self.n_tokens = 0  # of the sequences, once for each stage
+        self.n_done = 0
+
+    @property
+    def enabled(self) -> bool:
+        """Whether there is a journal."""
+        return self._journal is not None
+
+    @property
+    def active(self) -> bool:
+        """Whether stages are lost."""
+        return self._pipeline is not None
+
+    def attach(self, pipeline: Pipeline, proceed: Callable[[], None]) -> None:
+        """File the rows of a new pipeline; call ``proceed`` whenever ``advance`` may do more."""
+        if self._journal is None:
+            return
+
+        def answered(step: Step, stage: int) -> None:
+            assert self._journal is not None
+            self._journal.answered(step.step_id, stage)
+            if self.active:
+                proceed()
+
+        def rebuilt(stage: int) -> None:
+            self._regions[stage].popleft()
+            proceed()
+
+        pipeline.on_rows, pipeline.on_rebuilt = answered, rebuilt
+
+    def detach(self) -> None:
+        """There is no pipeline any more, and nothing in the shards."""
+        self._pipeline = None
+        self._to_send.clear()
+        if self._journal is not None:
+            self._journal.forget()
+
+    def planned(self, step: Step, lives: Mapping[int, LiveSequence]) -> None:
+        """Note a step that is sent."""
+        if self._journal is not None:
+            self._journal.planned(step, lives)
+
+    def finished(self, step_id: int) -> None:
+        """Note a step that the last stage has answered."""
+        if self._journal is not None:
+            self._journal.finished(step_id)
+
+    def lose(self, pipeline: Pipeline, stages: Iterable[int]) -> bool:
+        """These stages are lost, too, or again: begin anew when all have new daemons.  False: no stage would be left,
+        or there is no journal.
+        """
+        lost = {*stages, *pipeline.lost}
+        if self._journal is None or len(lost) == pipeline.n_stages:
+            return False
+        self._pipeline = pipeline
+        pipeline.lose(lost)
+        self._links.clear()
+        self._to_send.clear()
+        return True
+
+    def found(self, links: Mapping[int, StageLink], on_end: Callable[[bool], None]) -> bool:
+        """All lost stages have daemons that hold no sequences; ``on_end`` hears whether they were rebuilt.  False: no
+        stage is lost.
+        """
+        self._links, self._on_end = dict(links), on_end
+        return self.active
+
+    def advance(self, now: float) -> bool:
+        """Do what is possible; return whether that was the last of it, and the pipeline is whole.
+
+        Raises CannotRebuild.
+        """
+        if self._pipeline is None or not self._links:
+            return False
+        if not self._to_send:
+            while self._pipeline.settled and (plan := self._scheduler.cut(now)) is not None:
+                self.planned(plan.step, {})
+                self._pipeline.submit(plan.step, opening=plan.opening)
+            if not self._pipeline.settled:
+                return False
+            self._begin(self._pipeline)
+        for stage, steps in self._to_send.items():
+            regions = self._regions[stage]
+            if self._to_send.get(stage - 1) or self._regions.get(stage - 1):
+                continue  # the stage before writes where this one would read
+            while steps and len(regions) < _IN_FLIGHT and steps[0].step.region not in regions:
+                self._send(self._pipeline, stage, steps.popleft())
+        if any(self._to_send.values()) or any(self._regions.values()):
+            return False
+        self._finish(self._pipeline)
+        return True
+
+    def end(self, *, rebuilt: bool) -> None:
+        """Tell the owner how it ended."""
+        on_end, self._on_end = self._on_end, lambda _: None
+        on_end(rebuilt)
+
+    # ---- inside
+
+    def _begin(self, pipeline: Pipeline) -> None:
+        scheduler, index = self._scheduler, self._scheduler.reuse.index
+        assert self._journal is not None
+        if index.pinning:
+            raise CannotRebuild("a prefix slot is being saved or restored")
+        index.clear()
+        lost = sorted(pipeline.lost)
+        ended = self._drop_ended()
+        for step_id, sequences in ended.items():
+            self._journal.without(step_id, sequences)
+        waiting = {stage: [self._without(step, ended) for step in pipeline.waiting_for(stage)] for stage in lost}
+        self._steps = {step.step_id: step for steps in waiting.values() for step in steps}
+        n_regions = scheduler.limits.n_regions(scheduler.n_stages)
+        rebuilder = Rebuilder(
+            scheduler.limits, scheduler.pools, self._journal, [*scheduler.running], WaitingSteps(waiting), n_regions
+        )
+        plans = {stage: rebuilder.plan(stage) for stage in lost}
+        found = [(stage, step, rebuilder.rows(stage, step)) for stage, steps in waiting.items() for step in steps]
+        self._rows = [(stage, RebuildStep(step, rows)) for stage, step, rows in found if rows]
+        self._to_send = {stage: deque(plan.steps) for stage, plan in plans.items()}
+        self._regions = {stage: deque() for stage in plans}
+        self.n_tokens, self.n_done = sum(plan.n_tokens for plan in plans.values()), 0
+
+    def _drop_ended(self) -> dict[int, set[int]]:
+        """Forget the slices of sequences that were closed since; return them by step."""
+        ended: dict[int, set[int]] = {}
+        for scheduled in self._scheduler.in_flight:
+            for sequence, part in [*scheduled.parts.items()]:
+                if part.record.live is not part.live:
+                    del scheduled.parts[sequence]
+                    part.record.n_in_flight -= 1
+                    ended.setdefault(scheduled.step_id, set()).add(sequence)
+        return ended
+
+    @staticmethod
+    def _without(step: Step, ended: Mapping[int, set[int]]) -> Step:
+        if step.step_id not in ended:
+            return step
+        if step.want_logits:
+            raise CannotRebuild("a step returns rows of a sequence that was closed since")
+        kept = [piece for piece in step.slices if piece.sequence not in ended[step.step_id]]
+        return replace(step, slices=kept)
+
+    def _send(self, pipeline: Pipeline, stage: int, one: RebuildStep) -> None:
+        if one.rows and self._journal is not None:
+            self._journal.place(stage - 1, one.step.region, one.rows)
+        self._regions[stage].append(one.step.region)
+        with contextlib.suppress(ProtocolError, OSError):  # it was lost again, of which the owner hears
+            pipeline.rebuild(stage, one.step, self._links[stage])
+        self.n_done += sum(len(piece.tokens) for piece in one.step.slices)
+
+    def _finish(self, pipeline: Pipeline) -> None:
+        """Let the steps on their way go on."""
+        for stage, one in self._rows:
+            assert self._journal is not None
+            self._journal.place(stage - 1, one.step.region, one.rows)
+        self._pipeline = None
+        self._to_send.clear()
+        pipeline.find(self._links, self._steps)
