@@ -209,9 +209,12 @@ def _recovery(now: RecoveryStatistics) -> Iterator[Metric]:
     yield CounterMetricFamily(
         _P + "recovered_sequences", "Requests that were running at a loss and went on.", value=now.n_sequences
     )
-    yield CounterMetricFamily(
-        _P + "recovered_tokens", "Tokens of such requests that were computed again.", value=now.n_tokens
+    tokens = CounterMetricFamily(
+        _P + "recovered_tokens", "Their tokens computed again: by lost stages alone, or by all.", labels=["how"]
     )
+    tokens.add_metric(["rebuilt"], now.n_rebuilt)
+    tokens.add_metric(["recomputed"], now.n_tokens)
+    yield tokens
 
 
 def _snapshots(now: SnapshotMetrics) -> Iterator[Metric]:

@@ -166,7 +166,8 @@ def _recovery(now: RecoveryStatistics) -> dict[str, Any]:
         "pause_s": round(now.pause_s, 3),
         "longest_pause_s": round(now.longest_pause_s, 3),
         "sequences": now.n_sequences,
-        "tokens": now.n_tokens,
+        "rebuilt_tokens": now.n_rebuilt,
+        "recomputed_tokens": now.n_tokens,
     }
 
 

@@ -92,7 +92,7 @@ INERT: tuple[Inert, ...] = (
     ),
     Inert(
         ("recovery.journal",),
-        lambda config: config.recovery.hold_s == 0,
+        lambda config: config.recovery.hold_s == 0 and config.recovery.journal != 0,
         "has no effect while recovery.hold_s is 0",
         "remove the key, or set recovery.hold_s",
     ),

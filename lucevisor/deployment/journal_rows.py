@@ -1,7 +1,7 @@
 """The memory of the journal: boundary rows, copied between the arenas and blocks of one page each.
 
 Knows bytes, neither sequences nor steps.  Memory is taken from the system when a block is first written.
-Invariant: never more than the configured bytes.
+Invariant: never more than ``Placement.journal_bytes``.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 import numpy.typing as npt
 
-from lucevisor.config import RecoveryConfig
 from lucevisor.engine.journal import RowCopy
 from lucevisor.model.values import PAGE_TOKENS
 from lucevisor.placement.result import Placement
@@ -24,7 +23,7 @@ class JournalRows:
 
     def __init__(self, arenas: Mapping[int, Arena], row_bytes: int, n_bytes: int) -> None:
         self.n_pages = n_bytes // (PAGE_TOKENS * row_bytes)
-        memory = mmap.mmap(-1, max(1, self.n_pages) * PAGE_TOKENS * row_bytes)
+        memory = mmap.mmap(-1, self.n_pages * PAGE_TOKENS * row_bytes)
         self._blocks = np.frombuffer(memory, dtype=np.uint8).reshape(-1, PAGE_TOKENS, row_bytes)
         self._regions = {
             (boundary, region): _rows(arena.region(region), row_bytes)
@@ -54,13 +53,10 @@ def _rows(region: memoryview, row_bytes: int) -> npt.NDArray[np.uint8]:
     return found[: len(found) // row_bytes * row_bytes].reshape(-1, row_bytes)
 
 
-def journal_rows(
-    buffers: Mapping[tuple[bool, int], Arena], placement: Placement, recovery: RecoveryConfig
-) -> JournalRows | None:
-    """Return the journal's memory for a placement; None where it is off, or nothing could be rebuilt."""
-    arenas = {boundary: arena for (capture, boundary), arena in buffers.items() if not capture}
-    if not arenas or not recovery.journal or not recovery.hold_s:
+def journal_rows(buffers: Mapping[tuple[bool, int], Arena], placement: Placement) -> JournalRows | None:
+    """Return the journal's memory for a placement; None without a journal."""
+    if not placement.journal_bytes:
         return None
+    arenas = {boundary: arena for (capture, boundary), arena in buffers.items() if not capture}
     row_bytes = arenas[0].plan.region_bytes // placement.max_step_tokens
-    rows = JournalRows(arenas, row_bytes, recovery.journal)
-    return rows if rows.n_pages else None
+    return JournalRows(arenas, row_bytes, placement.journal_bytes)

@@ -247,7 +247,7 @@ class Service:
     def _on_placed(self, deployment: Deployment) -> None:
         placement = deployment.placement
         assert placement is not None
-        rows = journal_rows(deployment.buffers, placement, self.config.recovery)
+        rows = journal_rows(deployment.buffers, placement)
         settings = EngineSettings(
             max_queue=self.config.server.max_queue,
             hold_s=self.config.recovery.hold_s,

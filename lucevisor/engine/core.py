@@ -14,7 +14,6 @@ closed.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 from collections.abc import Callable, Collection, Mapping, Sequence
 
 from lucevisor import awake
@@ -24,17 +23,16 @@ from lucevisor.engine.journal import make_journal
 from lucevisor.engine.limits import EngineLimits
 from lucevisor.engine.masking import MaskMaker
 from lucevisor.engine.pipeline import Pipeline, PipelineFailure, PipelineResult, StageLink, StepInFlight
+from lucevisor.engine.prefix_access import PrefixAccess
 from lucevisor.engine.recovery import Recovery
 from lucevisor.engine.recovery_rebuild import CannotRebuild
 from lucevisor.engine.recovery_stages import StageRecovery
 from lucevisor.engine.request import (
-    ContextOverflow,
     FinishedEvent,
     GenerationRequest,
     NotReady,
     QueueFull,
     RequestError,
-    TokenEvent,
 )
 from lucevisor.engine.rows import IdsOutput, RowCollector, RowsMissing, RowSteps
 from lucevisor.engine.scheduler import Events, Scheduler
@@ -43,16 +41,12 @@ from lucevisor.engine.settings import EngineSettings
 from lucevisor.engine.statistics import EngineStatistics, RateWindow, StepTotals
 from lucevisor.engine.step import WrongResult
 from lucevisor.engine.waits import RetryAfter
-from lucevisor.kv.prefix_cache import PrefixIndex
-from lucevisor.kv.prefix_records import PrefixMatch, Reservation
-from lucevisor.kv.prefix_tree import PrefixSlot
+from lucevisor.kv.prefix_records import PrefixMatch
 from lucevisor.kv.tokens import TokenBuffer
-from lucevisor.model.values import Space
 from lucevisor.protocol.steps import Sampling, StepResult
-from lucevisor.protocol.transfers import SlotPlace
 
 
-class Engine:
+class Engine(PrefixAccess):
     """Requests in, events out, over the attached pipeline."""
 
     def __init__(self, limits: EngineLimits, settings: EngineSettings) -> None:
@@ -187,7 +181,7 @@ class Engine:
         self._rows.forget_steps()
         events = self._scheduler.lose_all(error, now, self.recovery.keep)
         if permanent:
-            events += self._scheduler.fail_queued(error, now)
+            events += self._scheduler.fail(self._scheduler.queued, error, now)
         self._proceed(events)
 
     def away(self, error: RequestError) -> None:
@@ -205,7 +199,8 @@ class Engine:
         now = self._clock()
         self.recovery.begin(now)
         self._unavailable = error.message
-        self._proceed(self._scheduler.fail_running(error, now, self.recovery.survives))
+        lost = [record for record in self._scheduler.running if not self.recovery.survives(record)]
+        self._proceed(self._scheduler.fail(lost, error, now))
         return True
 
     def restore(self, links: Mapping[int, StageLink], on_end: Callable[[bool], None]) -> bool:
@@ -222,6 +217,9 @@ class Engine:
         try:
             if self._stages.advance(self._clock()):
                 self.recovery.rebuilt(self._stages.n_tokens)
+                for plan in self._stages.masked():
+                    if self._pipeline is not None:
+                        self._masks.planned(plan, self._pipeline)
                 if not self._stages.active:  # a new daemon may be lost again already
                     self.recovery.end(self._clock())
                     self._stages.end(rebuilt=True)
@@ -304,95 +302,6 @@ class Engine:
         return EngineStatistics.of(
             self._scheduler, self._totals, self._generated, self.recovery, self._clock(), reason=reason
         )
-
-    # ---- prefix slots, for snapshots
-
-    @property
-    def prefixes(self) -> PrefixIndex:
-        """The prefix index: to look at, to set hooks, to pin."""
-        return self._scheduler.reuse.index
-
-    async def synchronize(self) -> bool:
-        """Wait until every stage has done all that was decided up to now; False if the pipeline fails first."""
-        pipeline, goal = self._pipeline, self._scheduler.flush()
-        self._proceed([])
-        while pipeline is not None and pipeline is self._pipeline and self._scheduler.last_finished < goal:
-            self._changed.clear()
-            await self._changed.wait()
-        return pipeline is not None and pipeline is self._pipeline
-
-    async def export(self, slot: PrefixSlot) -> SlotPlace | None:
-        """Pin a slot and return its place once its bytes are there in every stage.
-
-        Nothing writes to its first ``n_tokens`` positions until the caller calls ``release``.  None, without a pin, if
-        the slot is gone or the pipeline fails.
-        """
-        self.prefixes.pin(slot)
-        if slot.alive and await self.synchronize() and slot.alive:
-            full, window = (slot.pages(space) for space in (Space.FULL, Space.WINDOW))
-            return SlotPlace(slot.n_tokens, full, window, slot.first_window, slot.state)
-        self.release(slot)
-        return None
-
-    def release(self, slot: PrefixSlot) -> None:
-        """Undo the pin of ``export``."""
-        self.prefixes.unpin(slot)
-        self._proceed([])
-
-    async def reserve(self, n_tokens: int) -> Reservation | None:
-        """Allocate pages and a state for a prefix of ``n_tokens``, to which no step in flight writes any more.
-
-        The caller must ``adopt`` it once every stage has its bytes, or ``cancel_reservation``.  None if there is no
-        room or the pipeline fails.
-        """
-        reservation = self.prefixes.reserve(n_tokens)
-        if reservation is not None and not await self.synchronize():
-            self.cancel_reservation(reservation)
-            return None
-        return reservation
-
-    def adopt(self, tokens: Sequence[int], reservation: Reservation, *, drafted: bool = False) -> PrefixSlot | None:
-        """Publish a restored prefix, pinned; ``release`` it once the requests that wait for it have started.
-
-        ``drafted``: the drafter's state was restored, too.  None if it is not kept: the pipeline failed meanwhile, or
-        it is not worth caching.
-        """
-        slot = self.prefixes.adopt(tokens, reservation, self._clock(), drafted=drafted)
-        self._proceed([])
-        return slot
-
-    def cancel_reservation(self, reservation: Reservation) -> None:
-        """Free reserved pages.  Does nothing if they are freed or adopted already."""
-        self.prefixes.cancel(reservation)
-        self._proceed([])
-
-    async def next_token(
-        self, place: PrefixSlot | Reservation, tokens: Sequence[int], token: int, n_top: int
-    ) -> TokenEvent | None:
-        """Return the greedy token after ``tokens``, which lie at ``place``, and ``token``, with ``n_top`` logprobs.
-
-        For snapshot files.  The caller keeps the place pinned or reserved.  None if the pipeline fails, the context is
-        too short, or the only running request needs the pages.
-        """
-        match = self.prefixes.match_of(place) if isinstance(place, PrefixSlot) else place.match
-        sampling = Sampling(temperature=0.0, n_top_logprobs=n_top)
-        prompt = TokenBuffer(tokens)
-        prompt.append(token)
-        request = GenerationRequest(request_id=self._own_id("probe"), prompt=prompt, max_tokens=1, sampling=sampling)
-        if self._pipeline is None:
-            return None
-        found = None
-        with contextlib.suppress(ContextOverflow), self._submit(request, None, probe=match) as handle:
-            async for event in handle:
-                found = event if isinstance(event, TokenEvent) else found
-        return found
-
-    async def wait_for_capacity(self) -> None:
-        """Wait until the queue is empty and another sequence could start."""
-        scheduler = self._scheduler
-        while self._pipeline is None or scheduler.n_queued or scheduler.n_running >= scheduler.limits.max_sequences:
-            self._changed.clear()
-            await self._changed.wait()
 
     # ---- inside
 

@@ -51,7 +51,7 @@ class PageKey(NamedTuple):
 
 
 @dataclass(slots=True)
-class _Block:
+class _PageRows:
     """``n_rows``: of the page's first positions, how many have rows."""
 
     index: int
@@ -95,7 +95,7 @@ class Journal:
     def __init__(self, store: RowStore, pages: PageAllocator, n_blocks: int) -> None:
         self._store, self._pages = store, pages
         self._free = list(range(n_blocks - 1, -1, -1))
-        self._blocks: dict[tuple[int, int], _Block] = {}  # by boundary and page, oldest first
+        self._blocks: dict[tuple[int, int], _PageRows] = {}  # by boundary and page, oldest first
         self._filings: dict[int, _Filing] = {}  # by step
         self._n_refused = 0
 
@@ -184,17 +184,17 @@ class Journal:
         pages = live.table.entries(Space.FULL, start // PAGE_TOKENS, -(-stop // PAGE_TOKENS))
         return _Span(live.sequence, start, stop, row, [self._key(page) for page in pages])
 
-    def _find(self, boundary: int, key: PageKey) -> _Block | None:
+    def _find(self, boundary: int, key: PageKey) -> _PageRows | None:
         block = self._blocks.get((boundary, key.page))
         return block if block is not None and block.generation == key.generation else None
 
-    def _take(self, boundary: int, key: PageKey) -> _Block | None:
+    def _take(self, boundary: int, key: PageKey) -> _PageRows | None:
         """Return the block of a page; None if there is no room for it, or it has a later generation already."""
         block = self._blocks.get((boundary, key.page))
         if block is None:
             if not self._free and not self._sweep():
                 return None
-            block = self._blocks[boundary, key.page] = _Block(self._free.pop(), key.generation)
+            block = self._blocks[boundary, key.page] = _PageRows(self._free.pop(), key.generation)
         elif block.generation != key.generation:
             if block.generation > key.generation:
                 return None

@@ -177,15 +177,17 @@ class Pipeline:
             entry.frames = {stage: self._frame(step, stage) for stage in range(first_stage + 1, self.n_stages)}
 
     def send_masks(self, made: MadeMasks) -> None:
-        """Send the masks of a submitted step to the output stage, which may have the step already or not."""
-        if not self._open:
-            return
+        """Send the masks of a submitted step to the output stage, which may have the step already or not.
+
+        Not to a lost one: whoever runs it next gets them again.
+        """
         stage = self.n_stages - 1
+        if not self._open or stage in self.lost:
+            return
         try:
             self._links[stage].send(made.message, payload=made.payload)
         except (ProtocolError, OSError) as error:
-            text = f"masks of step {made.message.step_id} could not be sent to stage {stage}: {error}"
-            self.fail(stage, "shard_lost", text)
+            self._dead_link(stage, f"masks of step {made.message.step_id} could not be sent to stage {stage}: {error}")
 
     def receive(self, result: StepResult, payload: memoryview = _NO_PAYLOAD) -> None:
         """Take a stage's answer: send the step on, or pass it to ``on_result`` when the stage was the last."""
@@ -337,13 +339,15 @@ class Pipeline:
             self.fail(stage, "protocol_error", f"step {step.step_id} cannot be sent: {error}")
             return False
         except (ProtocolError, OSError) as error:
-            text = f"step {step.step_id} could not be sent to stage {stage}: {error}"
-            if not self.on_dead_link(PipelineFailure(stage, "shard_lost", text)):
-                self.fail(stage, "shard_lost", text)
+            self._dead_link(stage, f"step {step.step_id} could not be sent to stage {stage}: {error}")
             return False
         if stage + 1 == self.n_stages and entry.draft is not None and entry.draft.with_output:
             self._send_draft(entry, None)  # its daemon will know the tokens
         return True
+
+    def _dead_link(self, stage: int, text: str) -> None:
+        if not self.on_dead_link(PipelineFailure(stage, "shard_lost", text)):
+            self.fail(stage, "shard_lost", text)
 
     def _send_draft(self, entry: _PipelineStep, tokens: list[list[int]] | None) -> None:
         """Send a step to the draft stage, unless that was detached meanwhile."""

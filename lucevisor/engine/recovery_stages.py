@@ -20,6 +20,7 @@ from lucevisor.engine.pipeline import Pipeline, StageLink
 from lucevisor.engine.recovery_rebuild import CannotRebuild, Rebuilder, RebuildStep, WaitingSteps
 from lucevisor.engine.scheduler import Scheduler
 from lucevisor.engine.sequence import LiveSequence
+from lucevisor.engine.step import StepPlan, mask_jobs
 from lucevisor.protocol.errors import ProtocolError
 from lucevisor.protocol.steps import Step
 
@@ -39,6 +40,7 @@ class StageRecovery:
         self._steps: dict[int, Step] = {}  # on their way, without what is of no use any more
         self._rows: list[tuple[int, RebuildStep]] = []  # by stage: of the steps on their way
         self._on_end: Callable[[bool], None] = lambda _: None
+        self._output_lost = False
         self.n_tokens = 0  # of the sequences, once for each stage
         self.n_done = 0
 
@@ -131,6 +133,13 @@ class StageRecovery:
         self._finish(self._pipeline)
         return True
 
+    def masked(self) -> list[StepPlan]:
+        """Return the steps that went on whose masks are to be made again, since the output stage was lost."""
+        if not self._output_lost:
+            return []
+        jobs = {one.step_id: mask_jobs(one.parts.values()) for one in self._scheduler.in_flight}
+        return [StepPlan(step, (), jobs[step_id]) for step_id, step in self._steps.items() if jobs[step_id]]
+
     def end(self, *, rebuilt: bool) -> None:
         """Tell the owner how it ended."""
         on_end, self._on_end = self._on_end, lambda _: None
@@ -145,6 +154,7 @@ class StageRecovery:
             raise CannotRebuild("a prefix slot is being saved or restored")
         index.clear()
         lost = sorted(pipeline.lost)
+        self._output_lost = pipeline.n_stages - 1 in pipeline.lost
         ended = self._drop_ended()
         for step_id, sequences in ended.items():
             self._journal.without(step_id, sequences)
@@ -172,12 +182,13 @@ class StageRecovery:
                     ended.setdefault(scheduled.step_id, set()).add(sequence)
         return ended
 
-    @staticmethod
-    def _without(step: Step, ended: Mapping[int, set[int]]) -> Step:
+    def _without(self, step: Step, ended: Mapping[int, set[int]]) -> Step:
         if step.step_id not in ended:
             return step
         if step.want_logits:
             raise CannotRebuild("a step returns rows of a sequence that was closed since")
+        if any(piece.masked for piece in step.slices) and not self._output_lost:
+            raise CannotRebuild("the output stage has masks of a sequence that was closed since")
         kept = [piece for piece in step.slices if piece.sequence not in ended[step.step_id]]
         return replace(step, slices=kept)
 

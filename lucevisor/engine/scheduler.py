@@ -161,15 +161,11 @@ class Scheduler:
         return [] if record is None else [self._finish(record, "error" if error else "cancelled", now, error=error)]
 
     def lose_all(self, error: RequestError, now: float, keep: Callable[[RequestRecord], bool]) -> Events:
-        """The shards lost all sequences: requeue the running requests to ``keep``, and end the others with ``error``.
-
-        Queued requests have all their tokens here, so they go on when the shards are back.
-        """
+        """The shards lost all sequences: requeue the running requests to ``keep``, end the others with ``error``."""
         self.reuse.index.clear()
         for record in [record for record in self.running if keep(record)]:
             self._requeue(record)
-        ending = [*self.running, *(record for record in self._queue if record.probe is not None)]
-        events = [self._finish(record, "error", now, error=error) for record in ending]
+        events = self.fail([*self.running, *(one for one in self._queue if one.probe is not None)], error, now)
         self.drafting.detach()  # it goes with the pipeline
         self.in_flight.clear()
         self._backlog.clear()
@@ -181,18 +177,14 @@ class Scheduler:
             record.n_in_flight = 0
         return events
 
-    def fail_queued(self, error: RequestError, now: float) -> Events:
-        """End the queued requests with ``error``."""
-        return [self._finish(record, "error", now, error=error) for record in list(self._queue)]
-
-    def fail_running(self, error: RequestError, now: float, keep: Callable[[RequestRecord], bool]) -> Events:
-        """End the running requests that are not to ``keep`` with ``error``."""
-        return [self._finish(record, "error", now, error=error) for record in [*self.running] if not keep(record)]
+    def fail(self, records: Iterable[RequestRecord], error: RequestError, now: float) -> Events:
+        """End unfinished requests with ``error``."""
+        return [self._finish(record, "error", now, error=error) for record in [*records]]
 
     def end_probes(self, now: float) -> Events:
         """End the waiting probes, whose pages the only running request needs."""
         self.starving = False
-        return [self._finish(record, "cancelled", now) for record in [*self._queue] if record.probe is not None]
+        return [self._finish(one, "cancelled", now) for one in [*self._queue] if one.probe is not None]
 
     # ---- steps
 
@@ -225,11 +217,10 @@ class Scheduler:
         self._operations += self.admission.admit(now, self._last_step, self.chunks)
         budget = self._budget(now)
         while chosen := choose_slices(list(self.running), self.in_flight, self.limits, budget, self.drafting):
-            # Securing pages may preempt all that were chosen while older requests are in flight: choose again.
             n_preemptions = self.n_preemptions
             if secured := self._secure(chosen):
                 return self._plan([self._fit(one) for one in secured], now)
-            if n_preemptions == self.n_preemptions:
+            if n_preemptions == self.n_preemptions:  # else all that were chosen were preempted: choose again
                 break
         return self.cut(now) if self._flushing else None
 
@@ -240,10 +231,8 @@ class Scheduler:
         return self._plan([], now) if self._operations else None
 
     def flush(self) -> int:
-        """Send waiting operations with the next plan, even if it carries no slice.
-
-        Returns the step after which (``last_finished``) every stage has done all that was decided up to now.
-        """
+        """Send waiting operations with the next plan, even without a slice, and return the step after which
+        (``last_finished``) every stage has done all that was decided up to now."""
         self._flushing = bool(self._operations)
         return self._last_step + self._flushing
 
@@ -310,9 +299,9 @@ class Scheduler:
         return secured
 
     def _fit(self, one: ScheduledSlice) -> ScheduledSlice:
-        fitted, operations = self.drafting.fit(one)
+        one, operations = self.drafting.fit(one)
         self._operations += operations
-        return fitted
+        return one
 
     def _requeue(self, record: RequestRecord) -> None:
         self._operations += self.running.close(record)

@@ -98,7 +98,8 @@ def _sizes(p: Placement) -> str:
         pools.append(_counted(p.pools.states, "recurrent state") + in_host)
     sequences = f"{_counted(p.max_sequences, 'sequence')} of {p.max_context} tokens"
     step = f"steps of {p.max_step_tokens} tokens, {sequences}"
-    host = f"arenas take {format_bytes(p.arena_bytes)} of host memory"
+    journal = f" and the journal up to {format_bytes(p.journal_bytes)}" if p.journal_bytes else ""
+    host = f"arenas take {format_bytes(p.arena_bytes)}{journal} of host memory"
     kept = ", ".join(f"{format_bytes(n_bytes)} of group {group}" for group, n_bytes in p.host_state_bytes.items())
     return f"{', '.join(pools)}; {step}; {host}{f', checkpoints {kept}' if kept else ''}"
 
@@ -133,6 +134,7 @@ def as_json(result: Result) -> dict[str, object]:
         },
         "host_state_bytes": p.host_state_bytes,
         "arena_bytes": p.arena_bytes,
+        "journal_bytes": p.journal_bytes,
         "draft": _draft_json(p),
         "goal": p.goal or None,
         "speeds_measured": p.measured or None,

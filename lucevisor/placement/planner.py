@@ -10,11 +10,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from lucevisor.config import Auto, Config, Ranges, Split
+from lucevisor.config import Auto, Config, Ranges, RecoveryConfig, Split
 from lucevisor.model.drafters import DraftSpec
 from lucevisor.model.pages import pages_of
 from lucevisor.model.spec import ModelSpec
-from lucevisor.model.values import PAGE_TOKENS, Dtype, LayerRange, Space
+from lucevisor.model.values import PAGE_TOKENS, Dtype, LayerRange, Space, dtype_bytes
 from lucevisor.placement.advice import advise
 from lucevisor.placement.auto_split import AutoSplit, automatic
 from lucevisor.placement.chunks import choose_chunk
@@ -35,6 +35,7 @@ from lucevisor.placement.sizer import MemoryUse, SizingInputs
 from lucevisor.placement.sizing import Sizing, compute_sizes, reserved_slots
 from lucevisor.placement.speeds import SpeedModel, Speeds
 from lucevisor.placement.stages import arenas_of, stages_of
+from lucevisor.protocol.loading import PoolSizes
 
 SPLIT_KEY = "placement.target_layer_split"
 DEVICES_KEY = "placement.target_devices"
@@ -84,7 +85,7 @@ def _plan(
         sizing = compute_sizes(inputs, ranges)
     decisions = Decisions(config, inputs, sizing, (dtype, kv_dtype), moves, drafting, auto)
     placement = replace(
-        timed(build_placement(inputs, sizing, drafting), auto),
+        timed(build_placement(inputs, sizing, drafting, config.recovery), auto),
         options=model_options(config),
         reasons=reasons_of(decisions),
         notices=notices_of(decisions),
@@ -122,7 +123,15 @@ def split_layers(
         raise PlacementError(SPLIT_KEY, text, error.why, error.hint, file=str(config.file)) from None
 
 
-def build_placement(inputs: SizingInputs, sizing: Sizing, drafting: DraftPolicy) -> Placement:
+def journal_bytes(spec: ModelSpec, dtype: Dtype, n_stages: int, pools: PoolSizes, recovery: RecoveryConfig) -> int:
+    """Return the most host memory that the journal takes: rows of every page at every boundary, within its limit."""
+    if not recovery.hold_s:
+        return 0
+    page_bytes = PAGE_TOKENS * dtype_bytes(dtype, spec.boundary_width)
+    return min(recovery.journal // page_bytes, (n_stages - 1) * pools.full_pages) * page_bytes
+
+
+def build_placement(inputs: SizingInputs, sizing: Sizing, drafting: DraftPolicy, recovery: RecoveryConfig) -> Placement:
     """Build a placement from its sizes, without reasons."""
     spec = inputs.spec
     stages = stages_of(sizing.shards)
@@ -144,6 +153,7 @@ def build_placement(inputs: SizingInputs, sizing: Sizing, drafting: DraftPolicy)
         devices=_device_plans(inputs.targets, sizing),
         stages=stages,
         arenas=arenas_of(stages, sizing.max_step_tokens, spec.boundary_width, spec.hidden_size, inputs.dtype, draft),
+        journal_bytes=journal_bytes(spec, inputs.dtype, len(stages), sizing.pools, recovery),
         draft=draft,
         draft_device=_draft_device(inputs, sizing),
         drafting=replace(drafting, max_drafts=sizing.max_drafts),

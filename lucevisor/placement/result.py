@@ -113,7 +113,8 @@ class Placement:
     """Where each layer goes, and every size that daemons and engine must agree on.
 
     ``devices`` and ``stages`` are in layer order; ``arenas[b]`` lies between stages b and b + 1, and those of captures
-    follow.  ``draft`` and ``draft_device`` are None without a drafter, ``draft_left_out`` says why there is none.
+    follow.  ``journal_bytes``: the most host memory that the journal takes.  ``draft`` and ``draft_device`` are None
+    without a drafter, ``draft_left_out`` says why there is none.
     ``reasons`` explain the choices, ``notices`` are logged at start.  ``goal`` and ``measured``: the goal of an
     automatic split and when its speeds were measured; empty unless it was chosen by speed.
     """
@@ -134,6 +135,7 @@ class Placement:
     devices: tuple[DevicePlan, ...]
     stages: tuple[Stage, ...]
     arenas: tuple[ArenaPlan, ...]
+    journal_bytes: int = 0
     draft: PlacedDrafter | None = None
     draft_device: DevicePlan | None = None
     draft_left_out: str = ""

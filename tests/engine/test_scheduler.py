@@ -314,9 +314,9 @@ def test_lost_shards_end_running_requests_and_keep_queued_ones() -> None:
         SetPages(0, Space.FULL, 0, [0]),
     ]
     scheduler.apply(answer(plan), 1.0)
-    assert [name for name, _ in scheduler.fail_queued(ERROR, 1.0)] == []
+    assert [name for name, _ in scheduler.fail(scheduler.queued, ERROR, 1.0)] == []
     scheduler.submit(request("d"), 1.0)
-    assert [name for name, _ in scheduler.fail_queued(ERROR, 1.0)] == ["d"]
+    assert [name for name, _ in scheduler.fail(scheduler.queued, ERROR, 1.0)] == ["d"]
 
 
 @pytest.mark.parametrize(

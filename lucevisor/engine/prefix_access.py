@@ -1,0 +1,138 @@
+"""What snapshots ask of an engine: prefix slots that stay put while daemons write them, and places for those they read.
+
+A part of the engine (core.py), which gives it what it lacks.  Knows no files.
+Invariant: nothing writes to a place that was handed out until it is released, adopted or cancelled.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Callable, Sequence
+
+from lucevisor.engine.handle import RequestHandle
+from lucevisor.engine.pipeline import Pipeline
+from lucevisor.engine.request import ContextOverflow, GenerationRequest, TokenEvent
+from lucevisor.engine.scheduler import Events, Scheduler
+from lucevisor.engine.sequence import WantedRows
+from lucevisor.kv.prefix_cache import PrefixIndex
+from lucevisor.kv.prefix_records import PrefixMatch, Reservation
+from lucevisor.kv.prefix_tree import PrefixSlot
+from lucevisor.kv.tokens import TokenBuffer
+from lucevisor.model.values import Space
+from lucevisor.protocol.steps import Sampling
+from lucevisor.protocol.transfers import SlotPlace
+
+
+class PrefixAccess:
+    """The engine's side of snapshots."""
+
+    _scheduler: Scheduler
+    _pipeline: Pipeline | None
+    _changed: asyncio.Event
+    _clock: Callable[[], float]
+
+    @property
+    def prefixes(self) -> PrefixIndex:
+        """The prefix index: to look at, to set hooks, to pin."""
+        return self._scheduler.reuse.index
+
+    async def synchronize(self) -> bool:
+        """Wait until every stage has done all that was decided up to now; False if the pipeline fails first."""
+        pipeline, goal = self._pipeline, self._scheduler.flush()
+        self._proceed([])
+        while pipeline is not None and pipeline is self._pipeline and self._scheduler.last_finished < goal:
+            self._changed.clear()
+            await self._changed.wait()
+        return pipeline is not None and pipeline is self._pipeline
+
+    async def export(self, slot: PrefixSlot) -> SlotPlace | None:
+        """Pin a slot and return its place once its bytes are there in every stage.
+
+        Nothing writes to its first ``n_tokens`` positions until the caller calls ``release``.  None, without a pin, if
+        the slot is gone or the pipeline fails.
+        """
+        self.prefixes.pin(slot)
+        if slot.alive and await self.synchronize() and slot.alive:
+            full, window = (slot.pages(space) for space in (Space.FULL, Space.WINDOW))
+            return SlotPlace(slot.n_tokens, full, window, slot.first_window, slot.state)
+        self.release(slot)
+        return None
+
+    def release(self, slot: PrefixSlot) -> None:
+        """Undo the pin of ``export``."""
+        self.prefixes.unpin(slot)
+        self._proceed([])
+
+    async def reserve(self, n_tokens: int) -> Reservation | None:
+        """Allocate pages and a state for a prefix of ``n_tokens``, to which no step in flight writes any more.
+
+        The caller must ``adopt`` it once every stage has its bytes, or ``cancel_reservation``.  None if there is no
+        room or the pipeline fails.
+        """
+        reservation = self.prefixes.reserve(n_tokens)
+        if reservation is not None and not await self.synchronize():
+            self.cancel_reservation(reservation)
+            return None
+        return reservation
+
+    def adopt(self, tokens: Sequence[int], reservation: Reservation, *, drafted: bool = False) -> PrefixSlot | None:
+        """Publish a restored prefix, pinned; ``release`` it once the requests that wait for it have started.
+
+        ``drafted``: the drafter's state was restored, too.  None if it is not kept: the pipeline failed meanwhile, or
+        it is not worth caching.
+        """
+        slot = self.prefixes.adopt(tokens, reservation, self._clock(), drafted=drafted)
+        self._proceed([])
+        return slot
+
+    def cancel_reservation(self, reservation: Reservation) -> None:
+        """Free reserved pages.  Does nothing if they are freed or adopted already."""
+        self.prefixes.cancel(reservation)
+        self._proceed([])
+
+    async def next_token(
+        self, place: PrefixSlot | Reservation, tokens: Sequence[int], token: int, n_top: int
+    ) -> TokenEvent | None:
+        """Return the greedy token after ``tokens``, which lie at ``place``, and ``token``, with ``n_top`` logprobs.
+
+        For snapshot files.  The caller keeps the place pinned or reserved.  None if the pipeline fails, the context is
+        too short, or the only running request needs the pages.
+        """
+        match = self.prefixes.match_of(place) if isinstance(place, PrefixSlot) else place.match
+        sampling = Sampling(temperature=0.0, n_top_logprobs=n_top)
+        prompt = TokenBuffer(tokens)
+        prompt.append(token)
+        request = GenerationRequest(request_id=self._own_id("probe"), prompt=prompt, max_tokens=1, sampling=sampling)
+        if self._pipeline is None:
+            return None
+        found = None
+        with contextlib.suppress(ContextOverflow), self._submit(request, None, probe=match) as handle:
+            async for event in handle:
+                found = event if isinstance(event, TokenEvent) else found
+        return found
+
+    async def wait_for_capacity(self) -> None:
+        """Wait until the queue is empty and another sequence could start."""
+        scheduler = self._scheduler
+        while self._pipeline is None or scheduler.n_queued or scheduler.n_running >= scheduler.limits.max_sequences:
+            self._changed.clear()
+            await self._changed.wait()
+
+    # ---- of the engine
+
+    def _proceed(self, events: Events) -> None:
+        raise NotImplementedError
+
+    def _own_id(self, what: str) -> str:
+        raise NotImplementedError
+
+    def _submit(
+        self,
+        request: GenerationRequest,
+        wanted: WantedRows | None,
+        *,
+        hold: bool = False,
+        probe: PrefixMatch | None = None,
+    ) -> RequestHandle:
+        raise NotImplementedError

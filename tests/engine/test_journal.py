@@ -1,0 +1,120 @@
+"""The journal: what is filed is found for the same page in the same life, and nothing else; memory is bounded."""
+
+from __future__ import annotations
+
+from lucevisor.engine.journal import Journal, make_journal
+from lucevisor.engine.sequence import LiveSequence
+from lucevisor.kv.page_pool import PagePools
+from lucevisor.kv.page_table import PageTable
+from lucevisor.model.values import Space
+from lucevisor.protocol.loading import PoolSizes
+from lucevisor.protocol.steps import CopyPage, Slice, Step
+from tests.engine.toy_pipeline import ToyRows
+
+N_STEPS = 100
+
+
+class Bench:
+    """A journal over one boundary; rows are numbers."""
+
+    def __init__(self, n_blocks: int, n_pages: int = 8) -> None:
+        self.pools = PagePools({Space.FULL}, PoolSizes(n_pages, 0, 0))
+        self.rows = ToyRows()
+        self.journal = Journal(self.rows, self.pools[Space.FULL], n_blocks)
+        self.n_steps = 0
+
+    def sequence(self, n_tokens: int) -> LiveSequence:
+        live = LiveSequence(0, -1, PageTable(self.pools, None))
+        assert live.table.grow(0, n_tokens) is not None
+        return live
+
+    def file(self, live: LiveSequence, start: int, values: list[int], *operations: CopyPage) -> None:
+        self.n_steps += 1
+        slices = [Slice(live.sequence, start, values, sample=False)] if values else []
+        self.journal.planned(Step(self.n_steps, 0, [*operations], slices), {live.sequence: live})
+        self.rows.regions[0, 0] = (self.n_steps, values)
+        self.journal.answered(self.n_steps, 0)
+        self.journal.finished(self.n_steps)
+
+    def read(self, live: LiveSequence, start: int, stop: int) -> list[int] | None:
+        copies = self.journal.find(0, live, start, stop)
+        if copies is None:
+            return None
+        self.journal.place(0, 1, copies)
+        return self.rows.regions[0, 1][1]
+
+
+def test_rows_are_found_across_pages_and_the_last_ones_count() -> None:
+    bench = Bench(8)
+    live = bench.sequence(150)
+    bench.file(live, 0, [*range(100)])
+    assert bench.read(live, 0, 101) is None
+    bench.file(live, 90, [*range(1090, 1150)])  # what was drafted there was wrong
+    assert bench.read(live, 0, 150) == [*range(90), *range(1090, 1150)]
+    assert bench.read(live, 60, 70) == [*range(60, 70)]
+
+
+def test_rows_behind_a_gap_are_not_found() -> None:
+    bench = Bench(8)
+    live = bench.sequence(64)
+    bench.file(live, 10, [1, 2, 3])
+    assert bench.read(live, 10, 13) is None
+
+
+def test_a_page_in_its_next_life_has_no_rows() -> None:
+    bench = Bench(8)
+    live = bench.sequence(64)
+    bench.file(live, 0, [*range(64)])
+    live.table.release()
+    again = bench.sequence(64)
+    assert again.table.held(Space.FULL) == [0]
+    assert bench.read(again, 0, 64) is None
+    bench.file(again, 0, [7] * 30)
+    assert bench.read(again, 0, 30) == [7] * 30
+    assert bench.read(again, 0, 31) is None
+
+
+def test_a_copied_page_has_the_rows_that_were_copied() -> None:
+    bench = Bench(8)
+    first, second = bench.sequence(40), bench.sequence(60)
+    bench.file(first, 0, [*range(40)])
+    [source], [target] = first.table.held(Space.FULL), second.table.held(Space.FULL)
+    bench.file(second, 20, [5] * 3, CopyPage(Space.FULL, source, target, 20))
+    assert bench.read(second, 0, 23) == [*range(20), 5, 5, 5]
+    assert bench.read(second, 0, 24) is None
+
+
+def test_memory_is_bounded_and_pages_without_owners_give_theirs() -> None:
+    bench = Bench(2)
+    old, live = bench.sequence(128), bench.sequence(128)
+    bench.file(old, 0, [1] * 128)
+    bench.file(live, 0, [2] * 128)
+    assert bench.journal.n_used == 2
+    assert bench.read(live, 0, 1) is None
+    old.table.release()
+    for _ in range(70):  # it looks for room now and then
+        bench.file(live, 0, [2] * 128)
+    assert bench.read(live, 0, 128) == [2] * 128
+    assert bench.journal.n_used == 2
+
+
+def test_slices_that_were_taken_out_leave_no_hole() -> None:
+    bench = Bench(8)
+    gone, kept = bench.sequence(64), bench.sequence(64)
+    gone.sequence = 1
+    step = Step(1, 0, [], [Slice(1, 0, [1] * 5, sample=False), Slice(0, 0, [2] * 3, sample=False)])
+    bench.journal.planned(step, {0: kept, 1: gone})
+    bench.journal.without(1, {1})
+    bench.rows.regions[0, 0] = (1, [2] * 3)
+    bench.journal.answered(1, 0)
+    assert bench.read(kept, 0, 3) == [2] * 3
+    assert bench.read(gone, 0, 1) is None
+
+
+def test_there_is_no_journal_without_pages_or_memory() -> None:
+    recurrent = PagePools({Space.RECURRENT}, PoolSizes(0, 0, 4))
+    full = PagePools({Space.FULL}, PoolSizes(4, 0, 0))
+    assert make_journal(ToyRows(), recurrent, 8) is None
+    assert make_journal(None, full, 8) is None
+    assert make_journal(ToyRows(), full, 0) is None
+    assert make_journal(ToyRows(), full, 8) is not None
