@@ -17,8 +17,10 @@ from lucevisor.api.keys import ApiKeys
 from lucevisor.api.ports import ApiSettings
 from lucevisor.errors import show
 
-OPEN_PATHS: Final = frozenset({"/health", "/ready"})
-"""For load balancers, which have no key."""
+OPEN_PATHS: Final = frozenset({"/health", "/ready", "/"})
+"""For load balancers, which have no key, and for browsers: the status page says nothing before it is given one."""
+ADMIN_PATHS: Final = "/admin/"
+"""Below it an admin key is needed."""
 
 _ALLOW_HEADERS: Final = (
     "authorization, content-type, x-api-key, x-request-id, "
@@ -26,21 +28,24 @@ _ALLOW_HEADERS: Final = (
 )
 
 
-def check_access(request: web.Request, settings: ApiSettings, keys: ApiKeys) -> None:
-    """Raise ApiError 401 or 403 for a request that must not be served."""
-    if keys.required:
-        if request.path not in OPEN_PATHS:
-            _check_key(request, keys)
-    elif not settings.allow_open:
+def check_access(request: web.Request, settings: ApiSettings, keys: ApiKeys, admin_keys: ApiKeys) -> None:
+    """Raise ApiError 401 or 403 for a request that must not be served.  An admin key is an API key too."""
+    if not keys.required and not settings.allow_open:
         _check_local(request, settings.host)
+    if request.path.startswith(ADMIN_PATHS):
+        if not admin_keys.required:
+            raise ApiError(403, "no admin key is configured; set server.admin_keys_file", code="no_admin_keys")
+        _check_key(request, admin_keys, "admin")
+    elif keys.required and request.path not in OPEN_PATHS:
+        _check_key(request, keys, "API", also=admin_keys)
 
 
-def _check_key(request: web.Request, keys: ApiKeys) -> None:
+def _check_key(request: web.Request, keys: ApiKeys, kind: str, also: ApiKeys | None = None) -> None:
     token = api_key_of(request)
     if not token:
-        raise _unauthorised("no API key was sent; send it as Authorization: Bearer KEY")
-    if not keys.accepts(token):
-        raise _unauthorised("the API key is not one of this server's")
+        raise _unauthorised(f"no {kind} key was sent; send it as Authorization: Bearer KEY")
+    if not keys.accepts(token) and not (also is not None and also.accepts(token)):
+        raise _unauthorised(f"the {kind} key is not one of this server's")
 
 
 def api_key_of(request: web.Request) -> str:

@@ -30,6 +30,7 @@ class RequestContext:
 
     request_id: str
     started_s: float
+    path: str = ""
     stream: EventStream | None = None
     handles: Sequence[HandlePort] = ()
     prompt_tokens: int = 0
@@ -56,6 +57,22 @@ class ActiveRequests:
     def __init__(self) -> None:
         self.contexts: set[RequestContext] = set()
         self.draining = False
+
+    def generating(self, now: float) -> list[dict[str, object]]:
+        """Return those that wait for tokens or get them, the oldest first: ``requests`` of the status JSON."""
+        contexts = sorted((c for c in self.contexts if c.handles), key=lambda c: c.started_s)
+        return [
+            {
+                "id": c.request_id,
+                "path": c.path,
+                "elapsed_s": round(now - c.started_s, 3),
+                "first_token_s": None if c.first_token_s is None else round(c.first_token_s, 3),
+                "prompt_tokens": c.prompt_tokens,
+                "generated_tokens": c.generated_tokens,
+                "accepted_tokens": c.accepted_tokens,
+            }
+            for c in contexts
+        ]
 
 
 ACTIVE: Final = web.AppKey("active", ActiveRequests)

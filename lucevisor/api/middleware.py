@@ -34,7 +34,7 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 log = structlog.get_logger("lucevisor.api")
 
-_QUIET = OPEN_PATHS | {"/metrics"}
+_QUIET = OPEN_PATHS | {"/metrics", "/status"}
 _STATUS_MESSAGES = {
     404: ("no such path", "not_found"),
     405: ("the method is not allowed for this path", "method_not_allowed"),
@@ -45,7 +45,7 @@ _STATUS_MESSAGES = {
 async def request_middleware(request: web.Request, handler: Handler) -> web.StreamResponse:
     """Serve one request: aiohttp middleware."""
     await request.app[START_LIMITER].acquire()
-    context = RequestContext(request_id_of(request), time.monotonic())
+    context = RequestContext(request_id_of(request), time.monotonic(), path=request.path)
     attach(request, context)
     active = request.app[ACTIVE]
     active.contexts.add(context)
@@ -86,7 +86,7 @@ async def _admitted(request: web.Request, handler: Handler) -> web.StreamRespons
     ports = request.app[PORTS]
     if is_preflight(request) and (answer := preflight(request, ports.settings)) is not None:
         return answer
-    check_access(request, ports.settings, ports.keys)
+    check_access(request, ports.settings, ports.keys, ports.admin_keys)
     if request.app[ACTIVE].draining and request.path not in _QUIET:
         raise unavailable("the server is shutting down", ports.settings.retry_after_s, "shutting_down")
     check_content_encoding(request)

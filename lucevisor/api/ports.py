@@ -16,6 +16,7 @@ from lucevisor.api.keys import ApiKeys
 from lucevisor.api.prepared import BodyKind, EncodedResponse, PreparedRequest
 from lucevisor.engine.request import Event, GenerationRequest
 from lucevisor.engine.statistics import EngineStatistics
+from lucevisor.errors import LucevisorError
 from lucevisor.text.grammar.matcher import GrammarCompiler
 from lucevisor.text.preamble import Normalise
 from lucevisor.text.template import ChatTemplate
@@ -178,6 +179,14 @@ def _not_known() -> float | None:
     return None
 
 
+def _no_status() -> dict[str, object]:
+    return {}
+
+
+def _no_restart(group: str, now: bool, /) -> None:
+    raise LucevisorError(f"group {group!r} cannot be restarted here")
+
+
 def _no_groups() -> Sequence[GroupMetrics]:
     return ()
 
@@ -197,9 +206,12 @@ class Ports:
     preprocessor: PreprocessorPort | None = None  # None: long bodies are rejected
     defaults: SamplingDefaults = field(default_factory=SamplingDefaults)
     keys: ApiKeys = field(default_factory=ApiKeys)
+    admin_keys: ApiKeys = field(default_factory=ApiKeys)  # none: no restarts over HTTP
     settings: ApiSettings = field(default_factory=ApiSettings)
     ready_in_s: Callable[[], float | None] = _not_known  # None: not known
     groups: Callable[[], Sequence[GroupMetrics]] = _no_groups
+    status: Callable[[], Mapping[str, object]] = _no_status  # the JSON of `lucevisor status --json`
+    restart: Callable[[str, bool], None] = _no_restart  # begin it; True: do not wait for running requests
     snapshots: Callable[[], SnapshotMetrics | None] = _no_snapshots  # None while they are off
     log_drops: Callable[[], Mapping[str, int]] = dict  # log records that were not written, by sink
     banned: tuple[int, ...] = ()  # ids never sampled: unused rows of the vocabulary

@@ -27,7 +27,7 @@ from lucevisor.api.metrics import Metrics
 from lucevisor.api.middleware import request_middleware, set_headers, wait_until_idle
 from lucevisor.api.ports import Ports
 from lucevisor.api.response_store import ResponseStore
-from lucevisor.api.routes import anthropic, info, responses
+from lucevisor.api.routes import anthropic, info, page, responses
 from lucevisor.api.routes.chat import chat_completions
 from lucevisor.api.routes.completions import completions
 from lucevisor.api.routes.openapi import openapi
@@ -70,6 +70,9 @@ def create_app(ports: Ports) -> web.Application:
             web.get("/ready", info.ready),
             web.get("/metrics", info.metrics),
             web.get("/openapi.json", openapi),
+            web.get("/", page.page),
+            web.get("/status", page.status),
+            web.post("/admin/restart", page.restart),
         ]
     )
     return app

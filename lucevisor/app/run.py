@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ import uvloop
 from aiohttp import web
 
 from lucevisor.api.admin import create_admin_app, serve_admin
+from lucevisor.api.context import ACTIVE
 from lucevisor.api.keys import ApiKeys
 from lucevisor.api.ports import (
     ApiSettings,
@@ -35,6 +37,7 @@ from lucevisor.app.cache_operations import CacheOperations, figures
 from lucevisor.app.log_reader import LogReader
 from lucevisor.app.model_files import open_model
 from lucevisor.app.open_files import connections_within, raise_limit
+from lucevisor.app.progress import KeptProgress
 from lucevisor.app.rundir import RunDirectory
 from lucevisor.app.status import status
 from lucevisor.config import Config, read_api_keys
@@ -42,7 +45,7 @@ from lucevisor.deployment.served_model import ServedModel
 from lucevisor.deployment.service import Observer, Service
 from lucevisor.engine.core import Engine
 from lucevisor.engine.rows import max_rows_per_step
-from lucevisor.errors import ConfigError, ExitCode, unusable
+from lucevisor.errors import ConfigError, ExitCode, LucevisorError, unusable
 from lucevisor.snapshots.tools import check_directory
 from lucevisor.supervision.states import State
 from lucevisor.text.template import ChatTemplate
@@ -114,7 +117,10 @@ class Supervisor:
         self.url = ""
         self._tokenizer = Tokenizer.from_gguf(model.spec.files.metadata if model.spec.files is not None else {})
         self._ports = self._make_ports()
-        self.service = Service(config, model, run_dir.path, observer, self._on_engine)
+        self._progress = KeptProgress(observer)
+        self.service = Service(config, model, run_dir.path, self._progress, self._on_engine)
+        self._app = create_app(self._ports)
+        self._restarts: set[asyncio.Task[None]] = set()
         self.cache = CacheOperations(self.service)
         self._stop_asked = asyncio.Event()
         self._n_stops = 0
@@ -137,7 +143,7 @@ class Supervisor:
             raise unusable(self.run_dir.path, error) from error
         http: web.AppRunner | None = None
         try:
-            http, self.url = await serve(create_app(self._ports), self.config.server.host, self.config.server.port)
+            http, self.url = await serve(self._app, self.config.server.host, self.config.server.port)
             if self._ports.preprocessor is not None:
                 self._ports.preprocessor.start(self._ports)
             collector.quieten()
@@ -159,7 +165,8 @@ class Supervisor:
     # ---- for operators (lucevisor.api.admin.AdminPort)
 
     def status(self) -> dict[str, Any]:
-        return status(self.service, self.run_dir.name, self.url)
+        requests = self._app[ACTIVE].generating(time.monotonic())
+        return status(self.service, self.run_dir.name, self.url, self._progress, requests)
 
     async def wait_ready(self, timeout_s: float) -> bool:
         return await self.service.wait_ready(timeout_s)
@@ -176,6 +183,20 @@ class Supervisor:
     async def restart(self, groups: list[str], *, now: bool) -> None:
         for group in groups or list(self.service.groups):
             await self.service.restart(group, now=now)
+
+    def _begin_restart(self, group: str, now: bool) -> None:
+        """Restart a group in the background; raises LucevisorError if there is none of that name."""
+        if group not in self.service.groups:
+            raise LucevisorError(f"there is no group {group!r}: the groups are {', '.join(self.service.groups)}")
+        task = asyncio.create_task(self._restart_one(group, now), name=f"restart {group}")
+        self._restarts.add(task)
+        task.add_done_callback(self._restarts.discard)
+
+    async def _restart_one(self, group: str, now: bool) -> None:
+        try:
+            await self.service.restart(group, now=now)
+        except LucevisorError as error:
+            log.warning("not restarted", group=group, reason=str(error))
 
     async def follow_log(self, group: str | None, *, follow: bool) -> AsyncIterator[str]:
         """Yield the lines of this run's log, oldest first; with ``follow`` also later ones."""
@@ -217,6 +238,7 @@ class Supervisor:
             ready_in_s=lambda: self.service.ready_in_s(),
             defaults=SamplingDefaults.from_gguf(metadata),
             keys=ApiKeys(read_api_keys(Path(server.api_keys_file)) if server.api_keys_file else ()),
+            admin_keys=ApiKeys(_admin_keys(server.admin_keys_file)),
             settings=ApiSettings(
                 host=server.host,
                 allow_open=server.allow_open,
@@ -225,6 +247,8 @@ class Supervisor:
                 max_connections=min(server.max_connections, most_connections),
             ),
             groups=self._group_figures,
+            status=self.status,
+            restart=self._begin_restart,
             snapshots=self._snapshot_figures,
             log_drops=logs.dropped,
             banned=tuple(range(self._tokenizer.n_vocab, self.model.spec.vocabulary)),
@@ -256,6 +280,10 @@ class Supervisor:
     def _snapshot_figures(self) -> SnapshotMetrics | None:
         snapshots = self.service.snapshots
         return figures(snapshots.store) if snapshots is not None else None
+
+
+def _admin_keys(file: str) -> tuple[str, ...]:
+    return read_api_keys(Path(file), "server.admin_keys_file") if file else ()
 
 
 async def logits_of(config: Config, model: ServedModel, run_dir: Path, ids: list[int], observer: Observer) -> Any:

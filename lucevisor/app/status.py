@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from typing import Any
 
 from lucevisor.app.cache_operations import figures
+from lucevisor.app.progress import KeptProgress
 from lucevisor.deployment.service import Service
 from lucevisor.engine.draft_statistics import DraftCounts, DraftStatistics
 from lucevisor.engine.recovery import RecoveryStatistics
 from lucevisor.engine.statistics import CacheStatistics, EngineStatistics
+from lucevisor.kv.page_pool import PageUse
+from lucevisor.model.values import Space
 from lucevisor.protocol.loading import DeviceUse
 from lucevisor.supervision.group import GroupSupervisor
 
 
-def status(service: Service, name: str, url: str) -> dict[str, Any]:
-    """Return the whole status; never blocks."""
+def status(
+    service: Service, name: str, url: str, progress: KeptProgress, requests: list[dict[str, object]]
+) -> dict[str, Any]:
+    """Return the whole status; never blocks.  ``ready_in_s``: the likely end of what keeps it from serving, or None."""
     spec = service.model.spec
     statistics = service.engine.statistics() if service.engine is not None else None
     return {
@@ -24,6 +30,7 @@ def status(service: Service, name: str, url: str) -> dict[str, Any]:
         "url": url,
         "state": service.state,
         "reason": service.reason(),
+        "ready_in_s": None if service.state == "ready" else service.ready_in_s(),
         "model": {
             "name": service.model.name,
             "architecture": spec.architecture,
@@ -31,8 +38,9 @@ def status(service: Service, name: str, url: str) -> dict[str, Any]:
             "quant": spec.quant,
             "file": str(service.model.files[0]),
         },
-        "groups": [_group(service, g) for g in service.groups.values()],
+        "groups": [_group(service, g, progress) for g in service.groups.values()],
         "engine": _engine(statistics),
+        "requests": requests,
         "draft": _draft(service, statistics),
         "cache": _cache(service, statistics.cache if statistics is not None else CacheStatistics()),
     }
@@ -120,7 +128,8 @@ def _cache(service: Service, now: CacheStatistics) -> dict[str, Any]:
     }
 
 
-def _group(service: Service, group: GroupSupervisor) -> dict[str, Any]:
+def _group(service: Service, group: GroupSupervisor, progress: KeptProgress) -> dict[str, Any]:
+    """``state_s``: for how long it has been in its state; ``loading``: phase and bytes while it loads."""
     placement = service.placement
     stages = placement.stages_of(group.name) if placement is not None else ()
     used = {u.layers: u for u in group.loaded.shards} if group.loaded is not None else {}
@@ -134,11 +143,13 @@ def _group(service: Service, group: GroupSupervisor) -> dict[str, Any]:
         "backend": group.config.backend,
         "pid": group.pid,
         "state": group.state.name.lower(),
+        "state_s": round(progress.state_s(group.name), 3),
         "reason": group.reason,
+        "loading": progress.loading(group.name),
         "restarts": group.restarts,
         "quarantined": group.quarantined,
         "stages": [s.index for s in stages],
-        "devices": [_device(group.name, u, free) for u in used.values()],
+        "devices": [_device(group, u, free) for u in used.values()],
         "rss_bytes": group.heartbeat.rss_bytes if group.heartbeat is not None else 0,
         "torch": group.hello.torch if group.hello is not None else "",
         "python": group.hello.executable if group.hello is not None else "",
@@ -147,14 +158,18 @@ def _group(service: Service, group: GroupSupervisor) -> dict[str, Any]:
     }
 
 
-def _device(group: str, use: DeviceUse, free: dict[int, int]) -> dict[str, Any]:
+def _device(group: GroupSupervisor, use: DeviceUse, free: dict[int, int]) -> dict[str, Any]:
+    info = {device.index: device for device in group.hello.devices} if group.hello is not None else {}
+    known = info.get(use.device)
     return {
-        "device": f"{group}:{use.device}",
+        "device": f"{group.name}:{use.device}",
+        "name": known.name if known is not None else "",
         "layers": [use.layers.start, use.layers.stop],
         "weight_bytes": use.weight_bytes,
         "state_bytes": use.state_bytes,
         "host_state_bytes": use.host_state_bytes,
         "free_bytes": free.get(use.device, use.free_bytes),
+        "total_bytes": known.total_bytes if known is not None else 0,
     }
 
 
@@ -171,12 +186,26 @@ def _recovery(now: RecoveryStatistics) -> dict[str, Any]:
     }
 
 
+def _pages(spaces: Mapping[str, PageUse]) -> dict[str, Any]:
+    """Pages of 64 tokens, without recurrent states; ``spaces`` has both apart, with the totals that `plan` shows."""
+    pages = [use for space, use in spaces.items() if space != Space.RECURRENT]
+    return {
+        "total": sum(p.total for p in pages),
+        "used": sum(p.used - p.evictable for p in pages),
+        "cached": sum(p.evictable for p in pages),  # held by prefix slots alone
+        "host": 0,
+        "spaces": {
+            space: {"total": p.total, "used": p.used - p.evictable, "cached": p.evictable}
+            for space, p in spaces.items()
+        },
+    }
+
+
 def _engine(statistics: EngineStatistics | None) -> dict[str, Any]:
+    """``compute_s`` and ``wait_s`` of a stage, ``seconds`` of a boundary: totals since the start, for rates."""
     if statistics is None:
-        pages_of_none = {"total": 0, "used": 0, "cached": 0, "host": 0}
-        nothing = {"running": 0, "queued": 0, "held": 0, "tokens_per_s": 0.0, "pages": pages_of_none}
-        return nothing | {"recovery": _recovery(RecoveryStatistics())}
-    pages = statistics.pages.values()
+        nothing = {"running": 0, "queued": 0, "held": 0, "tokens_per_s": 0.0, "pages": _pages({})}
+        return nothing | {"recovery": _recovery(RecoveryStatistics()), "stages": [], "boundaries": []}
     return {
         "running": statistics.running,
         "queued": statistics.queued,
@@ -185,18 +214,16 @@ def _engine(statistics: EngineStatistics | None) -> dict[str, Any]:
         "tokens_per_s": round(statistics.tokens_per_s, 2),
         "generated_tokens": statistics.generated_tokens,
         "preemptions": statistics.preemptions,
-        "pages": {
-            "total": sum(p.total for p in pages),
-            "used": sum(p.used - p.evictable for p in pages),
-            "cached": sum(p.evictable for p in pages),  # held by prefix slots alone
-            "host": 0,
-        },
+        "pages": _pages(statistics.pages),
         "stages": [
             {
                 "steps": s.n_steps,
                 "compute_ms": round(1e3 * s.compute_s / s.n_steps, 3) if s.n_steps else 0.0,
                 "wait_ms": round(1e3 * s.wait_s / s.n_steps, 3) if s.n_steps else 0.0,
+                "compute_s": round(s.compute_s, 6),
+                "wait_s": round(s.wait_s, 6),
             }
             for s in statistics.steps.stages
         ],
+        "boundaries": [{"hops": b.n_hops, "seconds": round(b.seconds, 6)} for b in statistics.steps.boundaries],
     }

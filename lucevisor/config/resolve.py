@@ -56,13 +56,12 @@ def resolve(pending: PendingConfig) -> None:
     _check_server(pending)
 
 
-def read_api_keys(path: Path) -> tuple[str, ...]:
+def read_api_keys(path: Path, key: str = "server.api_keys_file") -> tuple[str, ...]:
     """Return the keys in a file, one per line; empty lines and lines that start with `#` are skipped.
 
-    Raises ConfigError if the file cannot be read, has no key, or a key could not be sent in a header. No message shows
-    a key.
+    Raises ConfigError about the configuration key `key` if the file cannot be read, has no key, or a key could not be
+    sent in a header. No message shows a key.
     """
-    key = "server.api_keys_file"
     try:
         lines = _text_lines(path)
     except UnicodeDecodeError:
@@ -216,19 +215,22 @@ def _resolve_draft(pending: PendingConfig) -> None:
 
 def _check_server(pending: PendingConfig) -> None:
     host, file, is_open = (pending.values.get(f"server.{key}") for key in ("host", "api_keys_file", "allow_open"))
-    if file:
-        try:
-            read_api_keys(Path(file))
-            if Path(file).stat().st_mode & stat.S_IROTH:
-                why, hint = "can be read by every user of this machine", f"chmod 600 {file}"
-                pending.notices.append(Notice(key="server.api_keys_file", value=file, why=why, hint=hint))
-        except ConfigError as error:
-            pending.refuse(error.key, error.value, error.why, error.hint)
-        except OSError as error:
-            pending.refuse(
-                "server.api_keys_file", file, f"cannot be read: {error.strerror}", "name a readable text file"
-            )
+    for key in ("server.api_keys_file", "server.admin_keys_file"):
+        if named := pending.values.get(key):
+            _check_keys_file(pending, key, named)
     if host is not None and file == "" and is_open is False and not is_loopback(host):
         why = "can be reached from other machines, and no API key would be required"
         hint = "set server.api_keys_file, or server.allow_open = true to serve everyone; nearest: 127.0.0.1"
         pending.refuse("server.host", host, why, hint)
+
+
+def _check_keys_file(pending: PendingConfig, key: str, file: str) -> None:
+    try:
+        read_api_keys(Path(file), key)
+        if Path(file).stat().st_mode & stat.S_IROTH:
+            why, hint = "can be read by every user of this machine", f"chmod 600 {file}"
+            pending.notices.append(Notice(key=key, value=file, why=why, hint=hint))
+    except ConfigError as error:
+        pending.refuse(error.key, error.value, error.why, error.hint)
+    except OSError as error:
+        pending.refuse(key, file, f"cannot be read: {error.strerror}", "name a readable text file")

@@ -240,6 +240,9 @@ class ServerConfig:
             "is required.",
         ),
     ] = ""
+    admin_keys_file: Annotated[
+        str, Key(FilePath(), "Like `api_keys_file`: keys that may also restart groups over HTTP. Empty: nobody may.")
+    ] = ""
     allow_open: Annotated[bool, Key(Flag(), "Serve other machines without an API key.")] = False
     max_queue: Annotated[
         int, Key(Whole(1, 2**20), "Requests that may wait in the queue; further ones get 429.", "requests")

@@ -21,11 +21,11 @@ PREFLIGHT = {"Access-Control-Request-Method": "POST", "Access-Control-Request-He
 BODY = {"messages": [{"role": "user", "content": "Hi"}]}
 
 
-def access(path="/v1/models", *, remote="127.0.0.1", keys=(), headers=(), **settings):
+def access(path="/v1/models", *, remote="127.0.0.1", keys=(), admin=(), headers=(), **settings):
     """Status that a request of this kind is refused with, or 200."""
     request = make_mocked_request("GET", path, headers=dict(headers)).clone(remote=remote)
     try:
-        check_access(request, ApiSettings(**settings), ApiKeys(keys))
+        check_access(request, ApiSettings(**settings), ApiKeys(keys), ApiKeys(admin))
     except ApiError as error:
         return error.status
     return 200
@@ -94,6 +94,16 @@ class TestWithKeys:
         assert access(keys=["one", "two"], headers=headers, allow_open=True) == status
         assert access("/health", keys=["one"], headers=headers) == 200
         assert access("/metrics", keys=["one", "two"], headers=headers) == status
+
+    def test_admin_keys_are_for_admin_paths_and_open_the_rest(self):
+        sent = {"x-api-key": "root"}
+        assert access("/admin/restart", headers=sent) == 403
+        assert access("/admin/restart", keys=["one"], headers={"x-api-key": "one"}) == 403
+        assert access("/admin/restart", keys=["one"], admin=["root"], headers={"x-api-key": "one"}) == 401
+        assert access("/admin/restart", keys=["one"], admin=["root"], headers=sent) == 200
+        assert access("/admin/restart", admin=["root"], headers=sent, remote="192.168.1.5") == 403
+        assert access("/status", keys=["one"], admin=["root"], headers=sent) == 200
+        assert access("/status", admin=["root"]) == 200
 
     def test_from_anywhere(self):
         assert access(remote="203.0.113.9", keys=["one"], headers={"x-api-key": "one"}) == 200

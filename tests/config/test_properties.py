@@ -308,6 +308,6 @@ def test_the_refused_features_are_the_ones_the_valid_files_leave_out():
         everything
         - drawn
         - {"placement.target_devices", "placement.target_layer_split", "placement.goal"}
-        - {"draft.device", "server.api_keys_file"}
+        - {"draft.device", "server.api_keys_file", "server.admin_keys_file"}
     )
     assert left_out == REFUSED

@@ -151,7 +151,7 @@ class _Response:
         if isinstance(event, TokenEvent):
             if index in self._cut:
                 return []
-            self._note_token(index)
+            self._note_token(index, drafted=event.drafted)
             deltas = job.processor.token(event)
             if job.processor.ended:
                 self._cut.add(index)
@@ -169,7 +169,7 @@ class _Response:
         self._n_open -= 1
         return deltas
 
-    def _note_token(self, index: int) -> None:
+    def _note_token(self, index: int, *, drafted: bool) -> None:
         now = time.monotonic()
         last = self._last_token_s[index]
         if last is not None:
@@ -183,3 +183,4 @@ class _Response:
         self._last_token_s[index] = now
         self._n_tokens[index] += 1
         self._context.generated_tokens += 1
+        self._context.accepted_tokens += drafted

@@ -15,6 +15,7 @@ from lucevisor import __version__
 from lucevisor.api.prompts.anthropic_schemas import CountTokensBody, MessagesBody
 from lucevisor.api.prompts.responses_schemas import ResponsesBody
 from lucevisor.api.prompts.schemas import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
+from lucevisor.api.routes.page import RestartBody
 
 _BODIES: Final[dict[str, tuple[type[msgspec.Struct], str]]] = {
     "/v1/chat/completions": (ChatBody, "Create a chat completion."),
@@ -24,6 +25,7 @@ _BODIES: Final[dict[str, tuple[type[msgspec.Struct], str]]] = {
     "/v1/responses": (ResponsesBody, "Create a response, as OpenAI's Responses API does."),
     "/tokenize": (TokenizeBody, "Convert a text to token ids."),
     "/detokenize": (DetokenizeBody, "Convert token ids to text."),
+    "/admin/restart": (RestartBody, "Begin the restart of a group's daemon; needs an admin key."),
 }
 _READS: Final = {
     "/v1/models": "List the served model.",
@@ -34,7 +36,10 @@ _READS: Final = {
     "/ready": "Return whether the pipeline is ready, and what is not.",
     "/metrics": "Return the metrics for Prometheus.",
     "/openapi.json": "Return this document.",
+    "/": "Return the status page.",
+    "/status": "Return the status, as `lucevisor status --json` prints it.",
 }
+_ADMIN: Final = frozenset({"/admin/restart"})
 _STREAMED: Final = frozenset({"/v1/chat/completions", "/v1/completions", "/v1/messages", "/v1/responses"})
 _TEXT: Final = {"type": "string"}
 _ANTHROPIC_ERROR: Final = {
@@ -49,11 +54,15 @@ _ANTHROPIC_ERROR: Final = {
 _ERRORS: Final = {
     "400": "A parameter is invalid; the error names it.",
     "401": "The API key is missing or wrong.",
+    "403": "No admin key is configured.",
     "404": "The model is not served here, or the response is not stored.",
+    "409": "The group is not known, or the supervisor is stopping.",
     "413": "The body is too large.",
     "429": "The queue is full; retry after Retry-After seconds.",
     "503": "The pipeline is not ready; retry after Retry-After seconds.",
 }
+_POST_ERRORS: Final = ("400", "401", "404", "413", "429", "503")
+_ADMIN_ERRORS: Final = ("400", "401", "403", "409", "413")
 
 
 async def openapi(_: web.Request) -> web.Response:
@@ -101,15 +110,15 @@ def _post(path: str, kind: type[msgspec.Struct], summary: str) -> dict[str, Any]
         "operationId": path.strip("/").replace("/", "_"),
         "requestBody": {"required": True, "content": {"application/json": body}},
         "responses": {
-            "200": {"description": "The answer.", "content": content},
-            **_error_responses(path, tuple(_ERRORS)),
+            "202" if path in _ADMIN else "200": {"description": "The answer.", "content": content},
+            **_error_responses(path, _ADMIN_ERRORS if path in _ADMIN else _POST_ERRORS),
         },
     }
 
 
 def _simple(path: str, method: str, summary: str) -> dict[str, Any]:
     """Return an operation without a body."""
-    name = path.strip("/").replace("/", "_").replace("{id}", "one").replace(".", "_")
+    name = path.strip("/").replace("/", "_").replace("{id}", "one").replace(".", "_") or "page"
     statuses = ("401", "404") if "{id}" in path else ("401",)
     operation: dict[str, Any] = {
         "summary": summary,

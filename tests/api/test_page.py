@@ -1,0 +1,123 @@
+"""The status page without a browser: what is served, to whom, under which policy; with one: tests/e2e/test_page.py."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import hashlib
+import re
+import time
+
+import pytest
+
+from lucevisor.api.context import ACTIVE
+from lucevisor.api.keys import ApiKeys
+from lucevisor.api.routes.page import document
+from lucevisor.errors import LucevisorError
+from tests.api.conftest import until
+from tests.api.scripted_model import Rig
+
+RESTART = "/admin/restart"
+
+
+async def page(client):
+    async with client.session.get(client.url + "/") as response:
+        return response, await response.text()
+
+
+def inline(tag, text):
+    (found,) = re.findall(f"<{tag}>(.*?)</{tag}>", text, re.DOTALL)
+    return found
+
+
+async def test_the_policy_admits_the_pages_own_script_and_style_only(client):
+    response, text = await page(client)
+    assert response.status == 200
+    assert response.headers["Content-Type"] == "text/html; charset=utf-8"
+    policy = dict(rule.split(" ", 1) for rule in response.headers["Content-Security-Policy"].split("; "))
+    assert policy["default-src"] == policy["base-uri"] == policy["form-action"] == policy["frame-ancestors"] == "'none'"
+    assert policy["connect-src"] == "'self'"
+    assert (policy["require-trusted-types-for"], policy["trusted-types"]) == ("'script'", "'none'")
+    for tag in ("script", "style"):
+        digest = base64.b64encode(hashlib.sha256(inline(tag, text).encode()).digest()).decode()
+        assert policy[f"{tag}-src"] == f"'sha256-{digest}'"
+
+
+def test_it_loads_nothing_and_makes_no_markup_of_strings():
+    text = document()[0].decode()
+    assert not re.search(r"\b(?:https?:)?//[a-z0-9-]+\.", text), "an address of another machine"
+    assert not re.findall(r"\s(?:src|style|on[a-z]+)=", text.replace(inline("script", text), ""))
+    for sink in ("innerHTML", "outerHTML", "insertAdjacentHTML", "document.write", "eval(", "Function(", "srcdoc"):
+        assert sink not in text
+    assert inline("script", text).count("</") == 0  # or the script would end there
+
+
+async def test_with_keys_the_page_is_open_and_says_nothing(start):
+    rig = Rig(keys=ApiKeys(["s3cret"]), status=lambda: {"name": "box"})
+    client = await start(rig)
+    response, text = await page(client)
+    assert response.status == 200
+    assert rig.ports.model.name not in text
+    assert (await client.ask("/status"))[0] == 401
+    good = {"Authorization": "Bearer s3cret"}
+    assert await client.ask("/status", headers=good) == (200, {"name": "box", "admin": False})
+
+
+async def test_numbers_that_are_none_become_null(start):
+    client = await start(Rig(status=lambda: {"free": float("nan"), "most": float("inf")}))
+    assert await client.ask("/status") == (200, {"free": None, "most": None, "admin": False})
+
+
+class TestRestart:
+    @pytest.fixture
+    async def asked(self):
+        return []
+
+    @pytest.fixture
+    async def desk(self, start, asked):
+        def restart(group, now):
+            if group != "left":
+                raise LucevisorError(f"there is no group {group!r}: the groups are left")
+            asked.append((group, now))
+
+        return await start(Rig(keys=ApiKeys(["client"]), admin_keys=ApiKeys(["admin"]), restart=restart))
+
+    async def test_needs_an_admin_key(self, desk, asked):
+        for headers in ({}, {"x-api-key": "client"}, {"x-api-key": "other"}):
+            assert (await desk.ask(RESTART, {"group": "left"}, headers=headers))[0] == 401
+        assert asked == []
+        admin = {"x-api-key": "admin"}
+        assert await desk.ask(RESTART, {"group": "left"}, headers=admin) == (202, {"restarting": "left"})
+        assert (await desk.ask(RESTART, {"group": "left", "now": True}, headers=admin))[0] == 202
+        assert asked == [("left", False), ("left", True)]
+        assert (await desk.ask("/v1/models", headers=admin))[0] == 200  # it is an API key too
+
+    async def test_a_wrong_order_is_refused_by_name(self, desk, asked):
+        admin = {"x-api-key": "admin"}
+        status, answer = await desk.ask(RESTART, {"group": "middle"}, headers=admin)
+        assert (status, answer["error"]["code"]) == (409, "not_restarted")
+        assert "the groups are left" in answer["error"]["message"]
+        for body in ({}, {"group": 3}, {"group": "left", "soon": True}, []):
+            assert (await desk.ask(RESTART, body, headers=admin))[0] == 400
+        assert asked == []
+
+    async def test_without_admin_keys_nobody_may(self, start, asked):
+        client = await start(Rig(restart=lambda *order: asked.append(order)))
+        status, answer = await client.ask(RESTART, {"group": "left"}, headers={"x-api-key": ""})
+        assert (status, answer["error"]["code"]) == (403, "no_admin_keys")
+        assert "server.admin_keys_file" in answer["error"]["message"]
+        assert asked == []
+
+
+async def test_requests_in_flight_are_listed_while_they_run(client):
+    active = client.runner.app[ACTIVE]
+    client.rig.stage.held = True
+    body = {"prompt": "Hi", "max_tokens": 3}
+    call = asyncio.create_task(client.ask("/v1/completions", body, headers={"x-request-id": "mine"}))
+    await until(lambda: active.generating(time.monotonic()))
+    [one] = active.generating(time.monotonic())
+    assert (one["id"], one["path"], one["first_token_s"]) == ("mine", "/v1/completions", None)
+    assert one["generated_tokens"] == 0
+    client.rig.stage.release()
+    assert (await call)[0] == 200
+    assert active.generating(time.monotonic()) == []
