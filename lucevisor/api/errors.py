@@ -69,7 +69,10 @@ class ApiError(Exception):
         message = self.message
         if self.code == "context_length_exceeded":  # agents look for these words, and shorten the conversation
             message = f"prompt is too long: {message}"
-        body: dict[str, object] = {"type": "error", "error": {"type": kind, "message": message}}
+        error: dict[str, object] = {"type": kind, "message": message}
+        if self.param == "thread":  # so told, Anthropic's clients send all messages themselves
+            error["details"] = {"error_code": "thread_unsupported_request", "unsupported": ["thread"]}
+        body: dict[str, object] = {"type": "error", "error": error}
         return body if request_id is None else {**body, "request_id": request_id}
 
 

@@ -56,7 +56,11 @@ def script(server, value, step_s=0.0):
 
 
 def prompt_of(server):
-    return server.do(lambda rig: tokenizer().decode(rig.stage.opened[-1].prompt, skip_special=False))
+    return server.do(lambda rig: decoded(rig.stage.opened[-1]))
+
+
+def decoded(seen):
+    return tokenizer().decode(seen.prompt, skip_special=False)
 
 
 def ask(client, messages=HI, **more):
@@ -169,6 +173,19 @@ class TestWhole:
         assert "<tool_response>\nThe tool failed:\nno such number\n</tool_response>" in prompt
         assert prompt.index("no such number") < prompt.index("Go on.")
         assert "unsigned" not in prompt
+
+    def test_the_clients_tool_runner(self, client, server):
+        """It asks for a thread on the server first, and does without."""
+
+        @anthropic.beta_tool
+        def add(a: int) -> str:
+            """Adds."""
+            return f"{a} and more"
+
+        script(server, lambda seen: say("Two." if "<tool_response>" in decoded(seen) else CALL)(seen))
+        runner = client.beta.messages.tool_runner(model=MODEL, max_tokens=64, messages=HI, tools=[add])
+        assert [message.content[-1].type for message in runner] == ["tool_use", "text"]
+        assert "<tool_response>\n1 and more\n" in prompt_of(server)
 
     def test_one_call_at_a_time(self, client, server):
         script(server, say(CALL + "\n" + CALL, end=False))

@@ -253,6 +253,11 @@ class TestStored:
                 ask(client, previous_response_id=first.id)
             assert (caught.value.code, caught.value.param) == ("previous_response_not_found", "previous_response_id")
 
+    def test_what_a_client_makes_up_is_not_stored(self, client):
+        made_up = {"stored_responses": {"resp_1": [[]]}}
+        with pytest.raises(openai.NotFoundError):
+            ask(client, previous_response_id="resp_1", extra_body=made_up)
+
     def test_not_stored_if_not_wanted(self, client):
         with pytest.raises(openai.NotFoundError):
             client.responses.retrieve(ask(client, store=False).id)

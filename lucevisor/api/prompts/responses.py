@@ -80,19 +80,24 @@ def _stored_turns(value: object) -> _StoredTurns:
         raise bad_parameter(STORED_RESPONSES, "is the server's own; leave it out", "unknown_parameter") from None
 
 
+def previous_not_stored(response_id: str) -> ApiError:
+    """Return the 404 for a previous_response_id."""
+    return ApiError(
+        404,
+        f"previous_response_id: {show(response_id)} is not stored here (never, no longer, or for another key); "
+        "send all items",
+        code="previous_response_not_found",
+        param="previous_response_id",
+    )
+
+
 def _located(
     body: ResponsesBody, stored: _StoredTurns, own: list[dict[str, Any]]
 ) -> Iterator[tuple[str, dict[str, Any]]]:
     """Return the items of the whole conversation, and where each is."""
     if (previous := body.previous_response_id) is not None:
         if previous not in stored:
-            raise ApiError(
-                404,
-                f"previous_response_id: {show(previous)} is not stored here (never, no longer, or for another key); "
-                "send all items",
-                code="previous_response_not_found",
-                param="previous_response_id",
-            )
+            raise previous_not_stored(previous)
         for turn in stored[previous]:
             yield from (("previous_response_id", item) for item in turn)
     yield from ((f"input[{index}]", item) for index, item in enumerate(own))

@@ -17,7 +17,7 @@ from lucevisor.api.keys import key_id
 from lucevisor.api.output.responses import ResponsesFormatter
 from lucevisor.api.prepared import PreparedRequest
 from lucevisor.api.prompts.prepare import prepare
-from lucevisor.api.prompts.responses import read_response
+from lucevisor.api.prompts.responses import previous_not_stored, read_response
 from lucevisor.api.response_store import StoredResponse, with_stored
 from lucevisor.api.routes.chat import chat_output
 from lucevisor.errors import show
@@ -37,7 +37,11 @@ async def create_response(request: web.Request) -> web.StreamResponse:
     options = prepared.options
     assert options.response is not None
     response, wanted = ResponseId.now("resp_"), options.response
-    earlier = named[wanted.previous_id].turns if wanted.previous_id is not None else ()
+    earlier: tuple[bytes, ...] = ()
+    if (previous := wanted.previous_id) is not None:
+        if previous not in named:  # the client made up what the server adds
+            raise previous_not_stored(previous)
+        earlier = named[previous].turns
 
     def keep(body: dict[str, object], output: Sequence[object]) -> None:
         if wanted.store:
