@@ -18,6 +18,7 @@ COMMANDS = {
     "start": ("lucevisor.cli.start", "Start the daemons and serve an OpenAI-compatible endpoint."),
     "stop": ("lucevisor.cli.operate", "Stop a running supervisor."),
     "status": ("lucevisor.cli.operate", "Show groups, layers, memory, speed."),
+    "top": ("lucevisor.cli.top", "Watch speed, load, memory and requests."),
     "restart": ("lucevisor.cli.operate", "Restart the daemon of a group."),
     "logs": ("lucevisor.cli.operate", "Print the log of a running supervisor."),
     "plan": ("lucevisor.cli.plan", "Show where layers, weights and state would go, without loading."),

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import io
 import json
+import re
 import signal
 import subprocess
 import sys
 import time
+import urllib.request
+from collections import deque
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +18,10 @@ import numpy as np
 import psutil
 import pytest
 import torch
+from rich.console import Console
 
+from lucevisor.cli.status_view import status_view
+from lucevisor.cli.top import screen
 from tests.e2e.process import DEMO, ROOT, Cli, alive, wait_until
 from tests.e2e.service import GOLDEN, write_config
 from tests.families.golden import opened
@@ -61,6 +68,27 @@ def test_status_shows_groups_ranges_and_memory(demo_status: dict[str, Any]) -> N
             assert d["free_bytes"] > 0
     assert demo_status["model"] == demo_status["model"] | {"architecture": "qwen35", "layers": 8, "quant": "Q4_K"}
     assert demo_status["engine"]["tokens_per_s"] == 0
+
+
+def test_page_counts_are_those_of_plan_and_metrics(demo_status: dict[str, Any], cli: Cli) -> None:
+    plan = json.loads(
+        cli.run("plan", str(DEMO), "--json", "--set", "engine.dtype=float32", "--set", "engine.max_sequences=8").stdout
+    )
+    pages = demo_status["engine"]["pages"]
+    assert pages["spaces"]["full"]["total"] == pages["total"] == plan["pages"]["full"]
+    assert pages["spaces"]["recurrent"]["total"] == plan["pages"]["states"]
+    with urllib.request.urlopen(f"{demo_status['url']}/metrics") as answer:
+        metrics = answer.read().decode()
+    counted = re.findall(r'^lucevisor_pages\{space="full",where="\w+"\} ([\d.e+]+)', metrics, re.MULTILINE)
+    assert sum(map(float, counted)) == pages["total"]
+
+
+def test_status_and_top_of_a_real_supervisor(demo_status: dict[str, Any]) -> None:
+    console = Console(file=io.StringIO(), width=80)
+    console.print(status_view(demo_status), screen(demo_status, demo_status, 1.0, deque()))
+    text = console.file.getvalue()  # type: ignore[attr-defined]
+    assert text.count("left:0") == 2
+    assert max(map(len, text.splitlines())) <= 80
 
 
 def test_operating_a_running_supervisor(user_cli: Cli) -> None:

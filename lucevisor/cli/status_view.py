@@ -1,0 +1,159 @@
+"""The status JSON as text for a terminal of 80 columns and more: `lucevisor status`, and the parts that `top` shares.
+
+Knows the fields of the status, no socket.  Invariant: names and reasons are text, never markup of the terminal library.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from rich import box
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from lucevisor.placement.formatting import format_bytes, format_seconds
+
+Status = dict[str, Any]
+
+STYLES = {"ready": "green", "attached": "green", "failed": "bold red", "quarantined": "bold red", "stopped": "dim"}
+CHANGING = "yellow"
+"""Style of the states in between, such as loading or backoff."""
+
+SHOWN_POSITIONS = 8
+
+
+def styled_state(state: str) -> Text:
+    """Return a state in its colour."""
+    return Text(state, STYLES.get(state, CHANGING))
+
+
+def status_view(status: Status) -> RenderableType:
+    """Return everything that `lucevisor status` prints."""
+    engine = status["engine"]
+    work = f"running {engine['running']}, queued {engine['queued']}, held {engine['held']}; "
+    lines = [
+        f"{work}{engine['tokens_per_s']} tokens/s",
+        page_line(engine["pages"]["spaces"]),
+        *draft_lines(status["draft"]),
+        *cache_lines(status["cache"]),
+    ]
+    return Group(
+        *headline(status), shard_table(status), *problem_lines(status), *(Text(line) for line in lines if line)
+    )
+
+
+def headline(status: Status) -> Iterator[Text]:
+    """Yield name, state, address and model."""
+    yield Text.assemble(
+        (status["name"], "bold"), " ", styled_state(status["state"]), f"  {status['url']}  pid {status['pid']}"
+    )
+    model = status["model"]
+    yield Text(f"{model['name']} ({model['architecture']}, {model['layers']} layers, {model['quant']})")
+
+
+def shard_table(status: Status) -> Table:
+    """Return a row for each device, and one for a group that has none now."""
+    table = Table(box=box.SIMPLE, padding=(0, 1, 0, 0), pad_edge=False)
+    for title in ("device", "layers", "state"):
+        table.add_column(title, overflow="fold", min_width=6)
+    for title in ("pid", "restarts", "weights", "state", "free"):
+        table.add_column(title, justify="right", no_wrap=True)
+    for group in status["groups"]:
+        for device in group["devices"] or [None]:
+            process = (str(group["pid"] or "-"), str(group["restarts"]))
+            if device is None:
+                table.add_row(Text(group["name"]), "-", styled_state(group["state"]), *process, "-", "-", "-")
+                continue
+            start, stop = device["layers"]
+            sizes = (format_bytes(device[key]) for key in ("weight_bytes", "state_bytes", "free_bytes"))
+            state = styled_state(group["state"])
+            table.add_row(Text(device["device"]), Text(f"[{start},{stop})"), state, *process, *sizes)
+    return table
+
+
+def problem_lines(status: Status) -> Iterator[Text]:
+    """Yield what keeps the endpoint from serving, group by group, and how loading goes."""
+    for group in status["groups"]:
+        if group["state"] == "ready":
+            continue
+        age, why = format_seconds(group["state_s"]), f": {group['reason']}" if group["reason"] else ""
+        yield Text.assemble(f"group {group['name']} is ", styled_state(group["state"]), f" for {age}{why}")
+        if (loading := group["loading"]) is not None:
+            done, total = loading["done_bytes"], loading["total_bytes"]
+            share = done / total if total else 0.0
+            sizes = f" {loading['phase']} {format_bytes(done)} of {format_bytes(total)}"
+            yield Text.assemble("  ", bar((share, "cyan"), width=30), sizes)
+    if status["reason"] and all(group["state"] == "ready" for group in status["groups"]):
+        yield Text(status["reason"], CHANGING)
+    if status["ready_in_s"] is not None:
+        yield Text(f"likely to serve in {format_seconds(status['ready_in_s'])}")
+
+
+def page_line(spaces: dict[str, dict[str, int]]) -> str:
+    """Return pages and recurrent states in use; the totals are those of `lucevisor plan`."""
+    parts = [
+        f"{space} {'states' if space == 'recurrent' else 'pages'} {use['used']} of {use['total']}"
+        + (f" ({use['cached']} cached)" if use["cached"] else "")
+        for space, use in spaces.items()
+    ]
+    return ", ".join(parts)
+
+
+def bar(*parts: tuple[float, str], width: int) -> Text:
+    """Return a bar of ``width`` columns; each part is a share of 1 and a style."""
+    text, done, share = Text(), 0, 0.0
+    for part, style in parts:
+        share = min(1.0, share + max(0.0, part))
+        cells = round(share * width) - done
+        text.append("━" * cells, style)
+        done += cells
+    return text.append("─" * (width - done), "dim")
+
+
+def draft_lines(d: dict[str, Any]) -> list[str]:
+    """The drafter and, once drafts were verified, what became of them; each line fits 80 columns, names aside."""
+    lines = []
+    if d["state"] != "none":
+        where, why = f" on {d['device']}" if d["device"] else "", f": {d['reason']}" if d["reason"] else ""
+        lines.append(f"drafter {d['name']} ({d['kind']}){where} is {d['state']}{why}")
+    if d.get("paused"):
+        lines.append(f"  paused: {d['paused']}")
+    if not d.get("verify_slices"):
+        return lines
+    n_looked_up = d["lookups"]["slices"]
+    positions = " ".join(f"{share:.2f}" for share in d["acceptance_by_position"][:SHOWN_POSITIONS])
+    apart = [
+        f"{origin} {one['acceptance_length']:.2f} ({one['verify_slices']} slices)"
+        for origin, one in d["origins"].items()
+        if one["verify_slices"]
+    ]
+    return [
+        *lines,
+        f"  {d['acceptance_length']:.2f} tokens a verify slice ({d['tokens_per_step']:.2f} with plain ones), "
+        f"width {d['width']}",
+        f"  accepted {d['accepted']} of {d['verified']} verified, of {d['drafted']} drafted; "
+        f"looked up {n_looked_up} slices",
+        f"  accepted by position: {positions}",
+        f"  tokens a verify slice, {', '.join(apart)}",
+        f"  drafting took {format_seconds(d['draft_s'])}, verifying {format_seconds(d['verify_s'])}, "
+        f"the drafter's context {format_seconds(d['upkeep_s'])}",
+    ]
+
+
+def cache_lines(c: dict[str, Any]) -> list[str]:
+    """What is remembered of prompts, and the snapshots when they are on."""
+    lines = []
+    if c["max_slots"]:
+        memory = f"{format_bytes(c['bytes'])} of {format_bytes(c['memory'])}"
+        reused = f"{c['hits']} of {c['prompts']} prompts began with one"
+        lines.append(f"prefix slots {c['prefix_slots']} of {c['max_slots']}, {memory}; {reused}")
+        if n_tokens := sum(c["tokens"].values()):
+            lines.append(f"  {n_tokens} tokens not computed")
+    if c["dir"]:
+        failed = "".join(f", {n} {reason}" for reason, n in c["failures"].items())
+        disk = f"{format_bytes(c['snapshot_bytes'])} of {format_bytes(c['disk'])}"
+        lines.append(f"snapshots {c['snapshots']}, {disk}; saved {c['saved']}, restored {c['restored']}{failed}")
+        lines.append(f"  in {c['dir']}")
+    return lines

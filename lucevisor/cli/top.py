@@ -1,0 +1,182 @@
+"""``lucevisor top``: the running box, redrawn every second.
+
+Invariant: shares of time are of what passed between two answers of the supervisor, never averages since the start.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import click
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+
+from lucevisor.app.rundir import find
+from lucevisor.cli.admin_client import AdminClient
+from lucevisor.cli.options import Seconds, target_options
+from lucevisor.cli.status_view import (
+    Status,
+    bar,
+    draft_lines,
+    headline,
+    page_line,
+    problem_lines,
+    styled_state,
+)
+from lucevisor.errors import ExitCode
+from lucevisor.placement.formatting import format_bytes, format_seconds
+
+_BLOCKS = "▁▂▃▄▅▆▇█"
+_HISTORY = 60
+_MOST_REQUESTS = 20
+_BAR = 24
+
+
+@dataclass(frozen=True, slots=True)
+class StageLoad:
+    """What a stage did between two answers; ``compute`` and ``wait`` are shares of that time."""
+
+    name: str
+    n_steps: int
+    compute: float
+    wait: float
+    step_s: float
+    waits_for: str
+
+
+@click.command()
+@target_options
+@click.option("--every", "every_s", type=Seconds(), default=1.0, show_default=True, help="Seconds between two looks.")
+def top(name: str | None, socket: Path | None, every_s: float) -> int:
+    """Watch tokens/s, load and wait of each stage, memory and requests; Ctrl-C ends it.
+
+    Where the output is no terminal, it is printed once, after two looks.
+    """
+    client = AdminClient(find(name, socket).socket)
+    console = Console()
+    every_s = max(0.1, every_s)
+    before, speeds = client.call("GET", "/status"), deque[float](maxlen=_HISTORY)
+    began = time.monotonic()
+    try:
+        if not console.is_terminal:
+            time.sleep(every_s)
+            console.print(screen(before, client.call("GET", "/status"), time.monotonic() - began, speeds))
+            return ExitCode.DONE
+        with Live(Text("asking"), console=console, screen=True, auto_refresh=False) as live:
+            while True:
+                time.sleep(every_s)
+                now, at = client.call("GET", "/status"), time.monotonic()
+                speeds.append(now["engine"]["tokens_per_s"])
+                live.update(screen(before, now, at - began, speeds), refresh=True)
+                before, began = now, at
+    except KeyboardInterrupt:
+        return ExitCode.DONE
+
+
+def stage_loads(before: Status, now: Status, seconds: float) -> list[StageLoad]:
+    """Return the load of each stage over ``seconds``: the stages of a pipeline wait for the one before them."""
+    names = {index: group["name"] for group in now["groups"] for index in group["stages"]}
+    loads = []
+    for index, stage in enumerate(now["engine"]["stages"]):
+        earlier = before["engine"]["stages"][index] if index < len(before["engine"]["stages"]) else None
+        zero = {"steps": 0, "compute_s": 0.0, "wait_s": 0.0}
+        steps, compute_s, wait_s = (stage[key] - (earlier or zero)[key] for key in ("steps", "compute_s", "wait_s"))
+        busy = steps > 0 and seconds > 0
+        compute = min(1.0, max(0.0, compute_s) / seconds) if busy else 0.0
+        loads.append(
+            StageLoad(
+                name=f"{index} {names.get(index, 'drafter')}",
+                n_steps=max(0, steps),
+                compute=compute,
+                wait=min(1.0 - compute, max(0.0, wait_s) / seconds) if busy else 0.0,
+                step_s=compute_s / steps if steps > 0 else 0.0,
+                waits_for=f"{index - 1} {names.get(index - 1, '')}".strip() if index else "the next step",
+            )
+        )
+    return loads
+
+
+def screen(before: Status, now: Status, seconds: float, speeds: deque[float]) -> RenderableType:
+    """Return all of it for one pair of answers."""
+    engine = now["engine"]
+    counts = f"  running {engine['running']}  queued {engine['queued']}  held {engine['held']}"
+    speed = Text.assemble((f"{engine['tokens_per_s']:8.1f}", "bold"), " tokens/s ", (_spark(speeds), "cyan"), counts)
+    parts: list[RenderableType] = [
+        *headline(now), speed, *problem_lines(now), Text(),
+        _stages(stage_loads(before, now, seconds)), Text(),
+        _memory(now), Text(),
+        Text(page_line(engine["pages"]["spaces"])),
+        *(Text(line) for line in draft_lines(now["draft"])[:3]), Text(),
+        _requests(now["requests"]),
+    ]  # fmt: skip
+    return Group(*parts)
+
+
+def _spark(speeds: deque[float]) -> str:
+    most = max(speeds, default=0.0)
+    recent = list(speeds)[-20:]
+    return "".join(_BLOCKS[round((len(_BLOCKS) - 1) * v / most)] if most else _BLOCKS[0] for v in recent)
+
+
+def _table(*titles: str) -> Table:
+    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="dim")
+    for title in titles:
+        table.add_column(title, no_wrap=True)
+    return table
+
+
+def _stages(loads: list[StageLoad]) -> Table:
+    table = _table("stage", "computes ━ waits ━", "", "a step", "waits for")
+    for load in loads:
+        shown = bar((load.compute, "green"), (load.wait, "yellow"), width=_BAR)
+        if not load.n_steps:
+            table.add_row(Text(load.name), shown, "idle", "", "")
+            continue
+        shares = f"{load.compute:4.0%} {load.wait:4.0%}"
+        table.add_row(Text(load.name), shown, shares, format_seconds(load.step_s), Text(load.waits_for))
+    return table
+
+
+def _memory(now: Status) -> Table:
+    table = _table("device", "weights ━ state ━ other ━", "", "group", "state")
+    for group in now["groups"]:
+        for device in group["devices"]:
+            weights, state, free = (device[key] for key in ("weight_bytes", "state_bytes", "free_bytes"))
+            total = max(device["total_bytes"], weights + state + free, 1)
+            other = max(0, total - weights - state - free)
+            parts = ((weights / total, "blue"), (state / total, "magenta"), (other / total, "white"))
+            sizes = f"{format_bytes(free)} of {format_bytes(total)} free"
+            table.add_row(
+                Text(device["device"]),
+                bar(*parts, width=_BAR),
+                sizes,
+                Text(group["name"]),
+                styled_state(group["state"]),
+            )
+    return table
+
+
+def _requests(requests: list[Status]) -> RenderableType:
+    if not requests:
+        return Text("no request in flight", "dim")
+    table = _table("request", "for", "first", "prompt", "generated", "drafts")
+    for one in requests[:_MOST_REQUESTS]:
+        table.add_row(*_request_cells(one))
+    return Group(table, Text(f"and {len(requests) - _MOST_REQUESTS} more")) if len(requests) > _MOST_REQUESTS else table
+
+
+def _request_cells(one: Status) -> Iterator[Text]:
+    first = one["first_token_s"]
+    yield Text(one["id"][:20])
+    yield Text(format_seconds(one["elapsed_s"]))
+    yield Text("waits", "yellow") if first is None else Text(format_seconds(first))
+    yield Text(str(one["prompt_tokens"]))
+    yield Text(str(one["generated_tokens"]))
+    share = f" {one['accepted_tokens'] / one['generated_tokens']:.0%}" if one["generated_tokens"] else ""
+    yield Text(f"{one['accepted_tokens']}{share}")

@@ -1,0 +1,125 @@
+"""`status` and `top` as text: they fit 80 columns, and names are never markup."""
+
+from __future__ import annotations
+
+import copy
+import io
+from collections import deque
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from rich.console import Console
+
+from lucevisor.cli.status_view import bar, status_view
+from lucevisor.cli.top import screen, stage_loads
+
+STAGE = {"steps": 1000, "compute_s": 2.0, "wait_s": 1.0}
+
+
+def group(name, stage, start, stop, **more):
+    device = {
+        "device": f"{name}:0", "layers": [start, stop], "weight_bytes": 141 << 30, "state_bytes": 40 << 30,
+        "free_bytes": 3 << 28, "total_bytes": 200 << 30,
+    }  # fmt: skip
+    return {
+        "name": name, "pid": 4_194_304, "state": "ready", "state_s": 5.0, "reason": "", "loading": None,
+        "restarts": 12, "stages": [stage], "devices": [device],
+    } | more  # fmt: skip
+
+
+def request(name, first_token_s, n_generated):
+    return {
+        "id": name, "elapsed_s": 123.4, "first_token_s": first_token_s, "prompt_tokens": 262_144,
+        "generated_tokens": n_generated, "accepted_tokens": n_generated // 2,
+    }  # fmt: skip
+
+
+def status(**more):
+    use = {"total": 262_144, "used": 1_072, "cached": 99_999}
+    draft = {
+        "kind": "dflash", "name": "drafter", "device": "right:0", "state": "attached", "reason": "", "paused": "",
+        "verify_slices": 0,
+    }  # fmt: skip
+    cache = {
+        "max_slots": 32, "prefix_slots": 31, "bytes": 1 << 29, "memory": 1 << 30, "prompts": 99_999, "hits": 88_888,
+        "tokens": {"memory": 1_000_000, "disk": 5}, "dir": "/var/cache/lucevisor", "disk": 20 << 30, "snapshots": 12,
+        "snapshot_bytes": 1 << 33, "saved": 1, "restored": 2, "failures": {},
+    }  # fmt: skip
+    return {
+        "name": "box", "pid": 1, "url": "http://127.0.0.1:8080", "state": "ready", "reason": "", "ready_in_s": None,
+        "model": {"name": "qwen3.6-27b", "architecture": "qwen35", "layers": 64, "quant": "Q4_K"},
+        "groups": [group("left", 0, 0, 32), group("right", 1, 32, 64)],
+        "engine": {
+            "running": 8, "queued": 120, "held": 0, "tokens_per_s": 1234.5,
+            "pages": {"spaces": {"full": use, "recurrent": use}}, "stages": [dict(STAGE), dict(STAGE)],
+        },
+        "requests": [request("req-0123456789abcdef01234567", None, 0), request("x" * 128, 0.5, 100_000)],
+        "draft": draft, "cache": cache,
+    } | more  # fmt: skip
+
+
+def printed(view, width=80):
+    output = io.StringIO()
+    Console(file=output, width=width).print(view)
+    return output.getvalue()
+
+
+def test_status_fits_80_columns():
+    text = printed(status_view(status()))
+    assert max(map(len, text.splitlines())) <= 80
+    for words in (
+        "box ready  http://127.0.0.1:8080  pid 1",
+        "full pages 1072 of 262144 (99999 cached)",
+        "prefix slots 31 of 32, 512.0 MiB of 1.00 GiB",
+    ):
+        assert words in text
+    assert [line.split()[:3] for line in text.splitlines() if ":0 " in line and "[" in line] == [
+        ["left:0", "[0,32)", "ready"],
+        ["right:0", "[32,64)", "ready"],
+    ]
+
+
+def test_a_group_that_is_away_says_why_and_how_far_it_is():
+    loading = {"phase": "read", "done_bytes": 1 << 30, "total_bytes": 4 << 30}
+    away = group("right", 1, 32, 64, state="loading", reason="it was killed", loading=loading, devices=[])
+    told = status(state="degraded", groups=[group("left", 0, 0, 32), away], ready_in_s=12.0)
+    for view in (status_view(told), screen(told, told, 1.0, deque())):
+        text = printed(view)
+        assert "group right is loading for 5.00 s: it was killed" in text
+        assert "━" * 8 + "─" * 22 + " read 1.00 GiB of 4.00 GiB" in text
+        assert "likely to serve in 12.00 s" in text
+
+
+def test_names_are_text():
+    odd = "[red]x[/red]"
+    told = status(name=odd, reason="[/]", state="degraded")
+    told["groups"][0] |= {"name": odd, "state": "backoff", "reason": "[/no]", "devices": []}
+    told["requests"][0]["id"] = odd
+    assert printed(status_view(told)).count(odd) >= 2
+    assert odd in printed(screen(told, told, 1.0, deque()))
+    assert "[/no]" in printed(status_view(told))
+
+
+@pytest.mark.parametrize("width", [80, 200])
+def test_top_fits(width):
+    text = printed(screen(status(), status(), 1.0, deque([1.0, 5.0, 0.0])), width)
+    assert max(map(len, text.splitlines())) <= width
+    assert "waits" in text
+    assert "50000 50%" in text
+
+
+def test_loads_are_of_the_time_between_two_answers():
+    before = status()
+    now = copy.deepcopy(before)
+    now["engine"]["stages"][0] |= {"steps": 1100, "compute_s": 2.5, "wait_s": 1.2}
+    first, second = stage_loads(before, now, 1.0)
+    assert (first.name, first.n_steps, first.waits_for) == ("0 left", 100, "the next step")
+    assert (first.compute, first.step_s) == pytest.approx((0.5, 0.005))
+    assert first.wait == pytest.approx(0.2)
+    assert (second.n_steps, second.compute, second.waits_for) == (0, 0.0, "0 left")
+
+
+@given(st.lists(st.floats(-1, 3), max_size=4), st.integers(1, 200))
+def test_a_bar_is_as_wide_as_it_should_be(shares, width):
+    assert len(bar(*((share, "red") for share in shares), width=width).plain) == width
