@@ -202,9 +202,12 @@ def _drafts(now: DraftStatistics) -> Iterator[Metric]:
 def _recovery(now: RecoveryStatistics) -> Iterator[Metric]:
     yield GaugeMetricFamily(_P + "requests_held", "Requests that wait for a daemon that was lost.", value=now.held)
     pauses = SummaryMetricFamily(
-        _P + "pause_seconds", "From the loss of a daemon until requests were computed again.", labels=["reason"]
+        _P + "pause_seconds",
+        "From the loss of a daemon, or its restart, until requests were computed again.",
+        labels=["reason"],
     )
-    pauses.add_metric(["loss"], now.n_pauses, now.pause_s)
+    for reason, of_reason in now.pauses.items():
+        pauses.add_metric([reason], of_reason.n, of_reason.seconds)
     yield pauses
     yield CounterMetricFamily(
         _P + "recovered_sequences", "Requests that were running at a loss and went on.", value=now.n_sequences

@@ -177,8 +177,8 @@ def _recovery(now: RecoveryStatistics) -> dict[str, Any]:
     """``held_s``: for how long requests wait for a lost daemon now; the rest is counted since the start."""
     return {
         "held_s": round(now.held_s, 3),
-        "pauses": now.n_pauses,
-        "pause_s": round(now.pause_s, 3),
+        "pauses": {reason: one.n for reason, one in now.pauses.items()},
+        "pause_s": {reason: round(one.seconds, 3) for reason, one in now.pauses.items()},
         "longest_pause_s": round(now.longest_pause_s, 3),
         "sequences": now.n_sequences,
         "rebuilt_tokens": now.n_rebuilt,

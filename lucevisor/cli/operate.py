@@ -63,13 +63,14 @@ def status(name: str | None, socket: Path | None, as_json: bool) -> int:
 @click.command()
 @click.argument("group", required=False)
 @click.option("--rolling", is_flag=True, help="Restart all groups, one by one.")
-@click.option("--now", is_flag=True, help="Do not wait for running requests.")
+@click.option("--now", is_flag=True, help="Do not wait for the steps on their way, and save no prefix slots.")
 @target_options
 def restart(group: str | None, rolling: bool, now: bool, name: str | None, socket: Path | None) -> int:
     """Restart GROUP's daemon (or all, --rolling); returns when the endpoint serves again."""
     if (group is None) == (not rolling):
         raise click.UsageError("name a GROUP, or give --rolling for all of them")
     target = find(name, socket)
+    before = AdminClient(target.socket).call("GET", "/status")["engine"]
     began = time.monotonic()
     order: dict[str, Any] = {"groups": [] if rolling else [group], "now": now}
     answer = AdminClient(target.socket).call("POST", "/restart", order, timeout_s=3600.0)
@@ -77,7 +78,19 @@ def restart(group: str | None, rolling: bool, now: bool, name: str | None, socke
     for one in done:
         click.echo(f"group {one['name']} is {one['state']}, pid {one['pid']}, restarts {one['restarts']}")
     click.echo(f"{target.name} is {answer['state']} after {time.monotonic() - began:.1f} s")
+    click.echo(_recovered(before["recovery"], answer["engine"]["recovery"]))
     return ExitCode.DONE
+
+
+def _recovered(before: dict[str, Any], now: dict[str, Any]) -> str:
+    """What became of the requests that ran."""
+    paused_s = sum(now["pause_s"].values()) - sum(before["pause_s"].values())
+    names = ("sequences", "rebuilt_tokens", "recomputed_tokens")
+    sequences, rebuilt, recomputed = (now[name] - before[name] for name in names)
+    if not sequences:
+        return f"no request was running; new ones waited {paused_s:.1f} s"
+    done = f"{rebuilt} tokens rebuilt by the restarted groups alone, {recomputed} computed again by all"
+    return f"requests paused {paused_s:.1f} s in all; sequences that went on: {sequences}; {done}"
 
 
 @click.command()

@@ -1,13 +1,18 @@
 """The memory of the journal: boundary rows, copied between the arenas and blocks of one page each.
 
-Knows bytes, neither sequences nor steps.  Memory is taken from the system when a block is first written.
-Invariant: never more than ``Placement.journal_bytes``.
+Knows bytes, neither sequences nor steps.  Memory is taken from the system when a block is first written.  Rows of long
+steps are copied in a thread, beside the event loop and the daemons.
+Invariants: never more than ``Placement.journal_bytes``; copies happen in the order asked for.
 """
 
 from __future__ import annotations
 
 import mmap
-from collections.abc import Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
+from typing import Final
 
 import numpy as np
 import numpy.typing as npt
@@ -17,6 +22,8 @@ from lucevisor.model.values import PAGE_TOKENS
 from lucevisor.placement.result import Placement
 from lucevisor.protocol.arena import Arena
 
+_QUICK_BYTES: Final = 256 * 1024  # copied in some 30 us
+
 
 class JournalRows:
     """``arenas``: by boundary, all with rows of ``row_bytes``.  ``n_pages``: blocks that fit into ``n_bytes``."""
@@ -24,28 +31,57 @@ class JournalRows:
     def __init__(self, arenas: Mapping[int, Arena], row_bytes: int, n_bytes: int) -> None:
         self.n_pages = n_bytes // (PAGE_TOKENS * row_bytes)
         memory = mmap.mmap(-1, self.n_pages * PAGE_TOKENS * row_bytes)
+        memory.madvise(mmap.MADV_HUGEPAGE)  # a first touch of 4 KiB pages costs as much as the copy
         self._blocks = np.frombuffer(memory, dtype=np.uint8).reshape(-1, PAGE_TOKENS, row_bytes)
         self._regions = {
             (boundary, region): _rows(arena.region(region), row_bytes)
             for boundary, arena in arenas.items()
             for region in range(arena.plan.n_regions)
         }
+        self._row_bytes = row_bytes
+        self._thread: ThreadPoolExecutor | None = None
+        self._waiting: deque[tuple[int, Future[None]]] = deque()  # copies in the thread, and the region they read
 
     def file(self, boundary: int, region: int, copies: Sequence[RowCopy]) -> None:
-        """Copy rows of a step from its region."""
+        """Copy rows of a step from its region, sooner or later."""
+        n_bytes = sum(one.n for one in copies) * self._row_bytes
+        self._in_order(region, n_bytes, partial(self._file, boundary, region, copies))
+
+    def free(self, region: int) -> None:
+        """Wait until no copy reads a region any more."""
+        while any(of == region for of, _ in self._waiting):
+            self._waiting.popleft()[1].result()
+
+    def _file(self, boundary: int, region: int, copies: Sequence[RowCopy]) -> None:
         rows = self._regions[boundary, region]
         for block, offset, row, n in copies:
             self._blocks[block, offset : offset + n] = rows[row : row + n]
 
     def place(self, boundary: int, region: int, copies: Sequence[RowCopy]) -> None:
         """Copy rows into a step's region."""
+        while self._waiting:
+            self._waiting.popleft()[1].result()
         rows = self._regions[boundary, region]
         for block, offset, row, n in copies:
             rows[row : row + n] = self._blocks[block, offset : offset + n]
 
     def copy(self, source: int, target: int, n_rows: int) -> None:
         """Copy the first rows of a block to another."""
+        self._in_order(-1, n_rows * self._row_bytes, partial(self._copy, source, target, n_rows))
+
+    def _copy(self, source: int, target: int, n_rows: int) -> None:
         self._blocks[target, :n_rows] = self._blocks[source, :n_rows]
+
+    def _in_order(self, region: int, n_bytes: int, copy: Callable[[], None]) -> None:
+        """Copy now if that is quick and nothing waits, else in the thread."""
+        while self._waiting and self._waiting[0][1].done():
+            self._waiting.popleft()[1].result()
+        if not self._waiting and n_bytes <= _QUICK_BYTES:
+            copy()
+            return
+        if self._thread is None:
+            self._thread = ThreadPoolExecutor(1, thread_name_prefix="journal")
+        self._waiting.append((region, self._thread.submit(copy)))
 
 
 def _rows(region: memoryview, row_bytes: int) -> npt.NDArray[np.uint8]:

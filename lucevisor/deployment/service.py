@@ -281,7 +281,12 @@ class Service:
         self._notify()
 
     async def _drain_for_restart(self) -> None:
-        if self.engine is not None and await self.engine.quiesce(RESTART_S / 2):
+        if self.engine is None:
+            return
+        if self.config.recovery.hold_s:
+            await self._save_all(SAVE_S)
+            await self.engine.pause(RESTART_S / 2)
+        elif await self.engine.quiesce(RESTART_S / 2):
             await self._save_all(SAVE_S)
 
     def _on_pipeline_failed(self, failure: PipelineFailure) -> None:

@@ -58,6 +58,7 @@ class Engine(PrefixAccess):
         self._pipeline: Pipeline | None = None
         journal = make_journal(settings.rows, self._scheduler.pools, settings.journal_pages)
         self._stages = StageRecovery(self._scheduler, journal)
+        self._paused = False
         self.recovery = Recovery(settings.hold_s)
         self._unavailable = "the model is being loaded"
         self._refusal = ""  # set for good by drain and close
@@ -114,7 +115,7 @@ class Engine(PrefixAccess):
     @property
     def ready(self) -> bool:
         """Whether requests are served."""
-        return self._pipeline is not None and not self._stages.active and not self._refusal
+        return self._pipeline is not None and self._planning and not self._refusal
 
     @property
     def holding(self) -> bool:
@@ -139,6 +140,7 @@ class Engine(PrefixAccess):
         pipeline.on_drafter_lost = self._on_drafter_lost
         self._stages.attach(pipeline, lambda: self._proceed([]))
         self._scheduler.attach(pipeline.n_stages)
+        self._paused = False
         self.recovery.end(self._clock())
         self._proceed([])
 
@@ -173,7 +175,7 @@ class Engine(PrefixAccess):
             self._pipeline.close()
             self._pipeline = None
             if not self._stages.active:
-                self.recovery.begin(now)
+                self.recovery.begin(now, "restart" if self._paused else "loss")
         self._stages.detach()
         if permanent:
             self.recovery.give_up()
@@ -197,7 +199,7 @@ class Engine(PrefixAccess):
             self.detach(error)
             return False
         now = self._clock()
-        self.recovery.begin(now)
+        self.recovery.begin(now, "restart" if self._paused else "loss")
         self._unavailable = error.message
         lost = [record for record in self._scheduler.running if not self.recovery.survives(record)]
         self._proceed(self._scheduler.fail(lost, error, now))
@@ -221,6 +223,7 @@ class Engine(PrefixAccess):
                     if self._pipeline is not None:
                         self._masks.planned(plan, self._pipeline)
                 if not self._stages.active:  # a new daemon may be lost again already
+                    self._paused = False
                     self.recovery.end(self._clock())
                     self._stages.end(rebuilt=True)
         except CannotRebuild as error:
@@ -277,10 +280,20 @@ class Engine(PrefixAccess):
 
     # ---- the end
 
+    async def pause(self, timeout_s: float) -> bool:
+        """Plan no step until lost stages are rebuilt or a pipeline is attached; return whether those on their way were
+        done in time.  Requests are held meanwhile.
+
+        For the orderly restart of a group.
+        """
+        self._paused = True
+        self.recovery.begin(self._clock(), "restart")
+        return await self._wait(lambda: not self._paused or self._scheduler.n_in_flight == 0, timeout_s)
+
     async def quiesce(self, timeout_s: float) -> bool:
         """Start no queued request until the next attach; return whether the running ones ended in time.
 
-        For the orderly restart of a group: new requests are still accepted, and wait.
+        For the orderly restart of a group without holds: new requests are still accepted, and wait.
         """
         self._scheduler.admission.open = False
         return await self._wait(lambda: self._scheduler.n_running == 0 and self._scheduler.n_in_flight == 0, timeout_s)
@@ -304,6 +317,10 @@ class Engine(PrefixAccess):
         )
 
     # ---- inside
+
+    @property
+    def _planning(self) -> bool:
+        return not self._paused and not self._stages.active
 
     def _own_id(self, what: str) -> str:
         self._n_own += 1
@@ -336,13 +353,15 @@ class Engine(PrefixAccess):
         self._outbox += events
         if self._stages.active:
             self._rebuild()
-        while (pipeline := self._pipeline) is not None and not self._stages.active:
+        while (pipeline := self._pipeline) is not None and self._planning:
             if (plan := self._scheduler.next_plan(self._clock())) is None:
                 break
             self._rows.planned(plan)
-            self._stages.planned(plan.step, self._scheduler.in_flight[-1].lives)
+            lives = self._scheduler.in_flight[-1].lives
+            self._stages.free(plan.step.region)
             pipeline.submit(plan.step, opening=plan.opening)
             self._masks.planned(plan, pipeline)
+            self._stages.planned(plan.step, lives)  # the shards work already
         if self._scheduler.starving:
             self._outbox += self._scheduler.end_probes(self._clock())
         # A dead link reenters here through on_failed; the outbox keeps events in order.

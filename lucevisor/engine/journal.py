@@ -34,7 +34,10 @@ class RowStore(Protocol):
     """The memory of the journal, and that of the boundaries."""
 
     def file(self, boundary: int, region: int, copies: Sequence[RowCopy]) -> None:
-        """Copy rows of a step from its region."""
+        """Copy rows of a step from its region, at once or later, but in the order of the calls."""
+
+    def free(self, region: int) -> None:
+        """Wait until no copy reads a region any more: another step will be written there."""
 
     def place(self, boundary: int, region: int, copies: Sequence[RowCopy]) -> None:
         """Copy rows into a step's region."""
@@ -150,6 +153,10 @@ class Journal:
             block.n_rows = max(block.n_rows, offset + n)
         if copies:
             self._store.file(boundary, filing.region, copies)
+
+    def free(self, region: int) -> None:
+        """A step with rows in a region is about to be sent."""
+        self._store.free(region)
 
     def finished(self, step_id: int) -> None:
         """The last stage has answered a step."""

@@ -9,8 +9,9 @@ request that was running at MAX_LOSSES losses in a row, without a token in betwe
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass, replace
-from typing import Final
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Final, Literal
 
 from lucevisor.engine.sequence import RequestRecord
 
@@ -18,19 +19,30 @@ MAX_LOSSES: Final = 4
 """Losses in a row that end a request: it may be what kills the daemon, and others would never be served again."""
 
 
+PauseReason = Literal["loss", "restart"]
+"""Why requests paused: a daemon was lost, or an operator restarted it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Pauses:
+    """Pauses of one reason, and their seconds in all."""
+
+    n: int = 0
+    seconds: float = 0.0
+
+
 @dataclass(frozen=True, slots=True)
 class RecoveryStatistics:
     """Since the start.  ``held``: requests that wait for a daemon now, ``held_s``: for how long.
 
-    A pause lasts from a loss until steps are planned again.  ``n_sequences``: requests that were running at a loss and
-    went on, once for each loss.  ``n_tokens``: their tokens that all stages computed again; ``n_rebuilt``: lost stages
-    alone.
+    A pause lasts from a loss, or the last step before a restart, until steps are planned again.  ``n_sequences``:
+    requests that were running then and went on, once for each pause.  ``n_tokens``: their tokens that all stages
+    computed again; ``n_rebuilt``: lost stages alone.
     """
 
     held: int = 0
     held_s: float = 0.0
-    n_pauses: int = 0
-    pause_s: float = 0.0
+    pauses: Mapping[PauseReason, Pauses] = field(default_factory=lambda: {"loss": Pauses(), "restart": Pauses()})
     longest_pause_s: float = 0.0
     n_sequences: int = 0
     n_tokens: int = 0
@@ -44,6 +56,7 @@ class Recovery:
         self.hold_s = hold_s
         self.changed = asyncio.Event()  # set when a hold begins or ends
         self.since: float | None = None  # the present hold's begin
+        self._reason: PauseReason = "loss"
         self._n_losses = 0
         self._totals = RecoveryStatistics()
 
@@ -52,23 +65,19 @@ class Recovery:
         """Whether requests wait for a daemon."""
         return self.since is not None
 
-    def begin(self, now: float) -> None:
-        """The pipeline is lost, or a stage of it."""
-        self._n_losses += 1
+    def begin(self, now: float, reason: PauseReason = "loss") -> None:
+        """The pipeline is lost, or a stage of it, or it is paused to restart one."""
+        self._n_losses += reason == "loss"
         if self.hold_s > 0 and self.since is None:
-            self.since = now
+            self.since, self._reason = now, reason
             self.changed.set()
 
     def end(self, now: float) -> None:
         """There is a pipeline again.  Does nothing without a hold."""
         if self.since is not None:
-            seconds, totals = now - self.since, self._totals
-            self._totals = replace(
-                totals,
-                n_pauses=totals.n_pauses + 1,
-                pause_s=totals.pause_s + seconds,
-                longest_pause_s=max(totals.longest_pause_s, seconds),
-            )
+            seconds, totals, before = now - self.since, self._totals, self._totals.pauses[self._reason]
+            pauses = {**totals.pauses, self._reason: Pauses(before.n + 1, before.seconds + seconds)}
+            self._totals = replace(totals, pauses=pauses, longest_pause_s=max(totals.longest_pause_s, seconds))
         self.give_up()
 
     def give_up(self) -> None:
@@ -80,8 +89,8 @@ class Recovery:
     def survives(self, record: RequestRecord) -> bool:
         """Count the last loss under a running request, once; return whether it is held."""
         if record.loss != self._n_losses:
-            n_known = len(record.tokens)
-            record.n_losses = 1 if n_known > record.lost_at else record.n_losses + 1
+            n_known, counts = len(record.tokens), self._reason == "loss"
+            record.n_losses = counts if n_known > record.lost_at else record.n_losses + counts
             record.loss, record.lost_at = self._n_losses, n_known
             self._totals = replace(self._totals, n_sequences=self._totals.n_sequences + 1)
         return record.n_losses < MAX_LOSSES

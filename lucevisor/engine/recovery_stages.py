@@ -78,6 +78,11 @@ class StageRecovery:
         if self._journal is not None:
             self._journal.forget()
 
+    def free(self, region: int) -> None:
+        """A step is about to be sent that writes to a region."""
+        if self._journal is not None:
+            self._journal.free(region)
+
     def planned(self, step: Step, lives: Mapping[int, LiveSequence]) -> None:
         """Note a step that is sent."""
         if self._journal is not None:

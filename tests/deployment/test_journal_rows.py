@@ -29,3 +29,21 @@ def test_rows_come_back_at_another_place_and_region() -> None:
     assert (copied == written[4:14]).all()
     del found, copied
     arena.close()
+
+
+def test_long_copies_are_made_beside_and_in_order() -> None:
+    row_bytes = 64 * 1024
+    arena = Arena.create(ArenaPlan(boundary=0, region_bytes=64 * row_bytes, n_regions=2))
+    rows = JournalRows({0: arena}, row_bytes, 3 * 64 * row_bytes)
+    first, second = (np.full((64, row_bytes), n, dtype=np.uint8) for n in (1, 2))
+    arena.region(0)[:] = first.tobytes()
+    rows.file(0, 0, [RowCopy(0, 0, 0, 64)])  # long: in the thread
+    rows.copy(0, 1, 64)
+    rows.free(0)
+    arena.region(0)[:] = second.tobytes()
+    rows.file(0, 0, [RowCopy(0, 0, 0, 1)])  # short, but behind the others
+    rows.place(0, 1, [RowCopy(0, 0, 0, 2), RowCopy(1, 62, 2, 2)])
+    found = np.frombuffer(arena.region(1), dtype=np.uint8).reshape(-1, row_bytes)[:4]
+    assert found[:, 0].tolist() == [2, 1, 1, 1]
+    del found
+    arena.close()

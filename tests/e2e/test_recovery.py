@@ -132,10 +132,27 @@ async def test_kills_change_no_token(tmp_path: Path, case: Case, n_groups: int, 
         assert streams.wrong == []
         assert service.engine is not None
         now = service.engine.statistics()
-        assert now.recovery.n_pauses >= 1
+        assert now.recovery.pauses["loss"].n >= 1
         assert now.recovery.n_sequences >= 1
         assert now.recovery.n_rebuilt > now.recovery.n_tokens  # nearly always by the lost stages alone
         assert now.running == now.queued == 0
+
+
+@pytest.mark.parametrize("n_rounds", [1, pytest.param(40, marks=pytest.mark.slow)])
+async def test_restarts_of_all_groups_change_no_token(tmp_path: Path, n_rounds: int) -> None:
+    async with serving(CASES["mtp"], tmp_path, 3) as service:
+        streams = Streams(service, prompts_of(CASES["mtp"], 9))
+        await streams.learn()
+        async with streams.running():
+            for _ in range(n_rounds):
+                for group in service.groups:
+                    await service.restart(group, now=False)
+        assert streams.wrong == []
+        assert service.engine is not None
+        now = service.engine.statistics().recovery
+        assert (now.pauses["restart"].n, now.pauses["loss"].n) == (3 * n_rounds, 0)
+        assert now.n_rebuilt > 0
+        assert now.n_tokens == 0
 
 
 @pytest.mark.parametrize("n_faults", [1, pytest.param(20, marks=pytest.mark.slow)])

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import event, given, settings
 
 from lucevisor.engine import recovery
-from lucevisor.engine.recovery import MAX_LOSSES
+from lucevisor.engine.recovery import MAX_LOSSES, Pauses
 from lucevisor.engine.request import NotReady, RequestError
 from lucevisor.model.values import Space
 from lucevisor.protocol.loading import PoolSizes
@@ -41,7 +41,7 @@ async def test_a_loss_changes_no_token_of_what_runs_waits_and_comes() -> None:
     for one, handle in zip(asked, handles, strict=True):
         assert told(await events_of(handle))[0] == toy.alone(one)
     after = toy.engine.statistics().recovery
-    assert (after.held, after.held_s, after.n_pauses, after.pause_s, after.n_sequences) == (0, 0.0, 1, 4.0, 2)
+    assert (after.held, after.held_s, after.pauses["loss"], after.n_sequences) == (0, 0.0, Pauses(1, 4.0), 2)
     assert after.n_tokens > 2 * 90
 
 
@@ -65,7 +65,7 @@ async def test_a_loss_for_good_ends_what_is_held(error: RequestError) -> None:
     with pytest.raises(NotReady, match=error.message):
         toy.engine.submit(request("c"))
     toy.attach()
-    assert toy.engine.statistics().recovery.n_pauses == 0  # nobody waited to its end
+    assert toy.engine.statistics().recovery.pauses["loss"].n == 0  # nobody waited to its end
 
 
 async def test_a_held_request_may_be_cancelled() -> None:

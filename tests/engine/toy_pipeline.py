@@ -443,6 +443,9 @@ class ToyRows:
             assert len(rows) == one.n
             self._block(one.block)[one.offset : one.offset + one.n] = rows
 
+    def free(self, region: int) -> None:
+        """All copies were made at once."""
+
     def place(self, boundary: int, region: int, copies: Sequence[RowCopy]) -> None:
         rows = [0] * max(one.row + one.n for one in copies)
         for one in copies:

@@ -1,0 +1,226 @@
+"""What the journal costs, and how long a lost shard takes to come back.
+
+    python bench/recovery.py [--model FILE] [--backend cpu|cuda|hip] [--groups 2] [--tokens 2048] [--streams 4]
+                             [--rounds 5] [--kills 2] [--dtype auto] [--save]
+
+Real daemons, requests straight into the engine.  Cost: the same prompts, then the same decodes, in turns on a service
+with the journal and on one without; the first round is not counted.  Recovery: each group's daemon is killed in turn
+beside decoding streams of ``--tokens`` of context; from its READY on a shard is rebuilt from the journal.  --save
+writes bench/results/recovery-NAME.json.
+"""
+
+import argparse
+import asyncio
+import contextlib
+import json
+import logging
+import os
+import platform
+import random
+import signal
+import statistics
+import tempfile
+import time
+from pathlib import Path
+
+import structlog
+import uvloop
+from prefix import DEMO, ROOT, Observer
+
+from lucevisor.config import load
+from lucevisor.deployment.served_model import ServedModel
+from lucevisor.deployment.service import Service
+from lucevisor.engine.request import GenerationRequest, TokenEvent
+from lucevisor.model.families import open_spec
+from lucevisor.protocol.steps import Sampling
+from lucevisor.supervision.states import State
+
+N_DECODED = 64
+
+
+def configuration(options, directory, journal):
+    names = [f"g{i}" for i in range(options.groups)]
+    text = f'[model]\npath = "{options.model}"\n'
+    for name in names:
+        text += f'[groups.{name}]\nbackend = "{options.backend}"\n'
+        if options.backend == "cpu":
+            text += f"threads = {max(1, os.cpu_count() // options.groups)}\n"
+    devices = ", ".join(f'"{name}:0"' for name in names)
+    pages = (options.tokens // 64 + 64) * options.streams
+    text += f"""
+[placement]
+target_devices = [{devices}]
+target_layer_split = {[1] * options.groups}
+[engine]
+dtype = "{options.dtype}"
+max_sequences = {options.streams}
+max_context = {options.tokens + 4000}
+pages = {pages}
+[cache]
+prefix_slots = 0
+[draft]
+kind = "off"
+[recovery]
+journal = "{journal}"
+restart_limit = "999/60s"
+"""
+    path = Path(directory) / f"{journal}.toml"
+    path.write_text(text)
+    return path
+
+
+@contextlib.asynccontextmanager
+async def running(path, directory):
+    loaded = load(path)
+    model = Path(loaded.model.path)
+    service = Service(loaded, ServedModel(open_spec(model), (model,), model.stem), Path(directory), Observer())
+    try:
+        await service.start()
+        if not await service.wait_ready(600.0):
+            raise SystemExit(service.reason())
+        yield service
+    finally:
+        await service.stop(0.0)
+
+
+async def ask(service, prompt, n, on_token=lambda: None):
+    request = GenerationRequest(
+        request_id=f"bench-{random.random()}",
+        prompt=tuple(prompt),
+        max_tokens=n,
+        sampling=Sampling(temperature=0.0),
+    )
+    tokens = []
+    with service.engine.submit(request) as handle:
+        async for event in handle:
+            if isinstance(event, TokenEvent):
+                tokens.append(event.token)
+                on_token()
+            elif event.error is not None:
+                raise SystemExit(event.error.message)
+    return tokens
+
+
+async def speeds(service, prompts):
+    """Prompt tokens a second of all prompts at once, and tokens a second of the same prompts' answers."""
+    n_first, first = 0, asyncio.Event()
+    started = time.perf_counter()
+
+    async def one(prompt):
+        nonlocal n_first
+        n = 0
+
+        def on_token():
+            nonlocal n, n_first
+            n += 1
+            n_first += n == 1
+            if n_first == len(prompts):
+                first.set()
+
+        await ask(service, prompt, N_DECODED, on_token)
+
+    tasks = [asyncio.create_task(one(prompt)) for prompt in prompts]
+    await first.wait()
+    between = time.perf_counter()
+    await asyncio.gather(*tasks)
+    ended = time.perf_counter()
+    n_prompt = sum(map(len, prompts))
+    return n_prompt / (between - started), len(prompts) * N_DECODED / (ended - started)
+
+
+async def until(condition):
+    while not condition():  # noqa: ASYNC110 - states of several parts have no event in common
+        await asyncio.sleep(0.001)
+
+
+async def kill(service, group):
+    """Kill a group's daemon beside the streams; seconds of the pause, of its load, and from READY to serving."""
+    engine, one = service.engine, service.groups[group]
+    before = engine.statistics().recovery
+    pid = one.pid
+    os.kill(pid, signal.SIGKILL)
+    await until(lambda: one.pid != pid and one.state is State.READY)
+    ready = time.perf_counter()
+    await until(lambda: service.state == "ready")
+    rebuild_s = time.perf_counter() - ready
+    now = engine.statistics().recovery
+    return {
+        "group": group,
+        "pause_s": now.pauses["loss"].seconds - before.pauses["loss"].seconds,
+        "load_s": one.loaded.seconds,
+        "rebuild_s": rebuild_s,
+        "rebuilt_tokens": now.n_rebuilt - before.n_rebuilt,
+        "recomputed_tokens": now.n_tokens - before.n_tokens,
+    }
+
+
+async def measure(options):
+    rng = random.Random(1)
+    found = {"on": [], "off": []}
+    kills = []
+    with tempfile.TemporaryDirectory() as directory:
+        paths = {"on": configuration(options, directory, "8GiB"), "off": configuration(options, directory, "0")}
+        async with running(paths["on"], directory) as on, running(paths["off"], directory) as off:
+            vocabulary = on.model.spec.vocabulary
+
+            def prompts():
+                return [[rng.randrange(vocabulary) for _ in range(options.tokens)] for _ in range(options.streams)]
+
+            for i in range(options.rounds + 1):
+                asked = prompts()
+                for name, service in (("on", on), ("off", off)) if i % 2 else (("off", off), ("on", on)):
+                    measured = await speeds(service, asked)
+                    if i:
+                        found[name].append(measured)
+            asked = prompts()
+            right = [await ask(on, prompt, 8) for prompt in asked]
+            for i in range(options.kills):
+                for group in on.groups:
+                    streams = [asyncio.create_task(ask(on, prompt, 3000)) for prompt in asked]
+                    await until(lambda: on.engine.statistics().running == len(asked))
+                    await asyncio.sleep(1.0 + 0.1 * i)
+                    kills.append(await kill(on, group))
+                    for stream in streams:
+                        stream.cancel()
+                    await asyncio.gather(*streams, return_exceptions=True)
+            again = [await ask(on, prompt, 8) for prompt in asked]
+            if options.dtype == "float32" and again != right:
+                raise SystemExit("answers changed")
+    return found, kills
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", type=Path, default=DEMO)
+    parser.add_argument("--backend", default="cpu", choices=("cpu", "cuda", "hip"))
+    parser.add_argument("--groups", type=int, default=2)
+    parser.add_argument("--tokens", type=int, default=2048)
+    parser.add_argument("--streams", type=int, default=4)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--kills", type=int, default=2)
+    parser.add_argument("--dtype", default="auto")
+    parser.add_argument("--name", default="cpu")
+    parser.add_argument("--save", action="store_true")
+    options = parser.parse_args()
+    structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.ERROR))
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        found, kills = runner.run(measure(options))
+    rows = {}
+    for i, what in enumerate(("prefill, tokens/s", "all, tokens/s of answers")):
+        on, off = (statistics.median(run[i] for run in found[name]) for name in ("on", "off"))
+        rows[what] = {"on": on, "off": off, "ratio": on / off}
+        print(f"{what}: {on:.0f} with the journal, {off:.0f} without: {on / off:.3f}")
+    for one in kills:
+        speed = one["rebuilt_tokens"] / one["rebuild_s"] if one["rebuild_s"] else 0.0
+        times = f"pause {one['pause_s']:.2f} s, load {one['load_s']:.2f} s, rebuild {one['rebuild_s']:.2f} s"
+        counts = f"{one['rebuilt_tokens']} tokens, {speed:.0f}/s, recomputed {one['recomputed_tokens']}"
+        print(f"{one['group']}: {times} of {counts}")
+    if options.save:
+        result = {"options": vars(options) | {"model": options.model.name}, "machine": platform.processor(),
+                  "cost": rows, "kills": kills}  # fmt: skip
+        path = ROOT / "bench" / "results" / f"recovery-{options.name}.json"
+        path.write_text(json.dumps(result, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()
