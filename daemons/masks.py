@@ -7,6 +7,7 @@ no grammars.  Invariant: frames other than masks come out in the order of the li
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -65,11 +66,14 @@ class MaskInbox:
         return True
 
 
-def apply_masks(x: Tensor, masks: Tensor) -> None:
-    """Set the logits ``x`` [n, V] of forbidden tokens to -inf in place; ``masks`` uint8 [n, bytes], 8 tokens a byte."""
+def apply_masks(x: Tensor, masks: Tensor, rows: Sequence[int]) -> None:
+    """Set what ``masks`` uint8 [m, bytes], 8 tokens a byte, forbid in the ``rows`` of logits ``x`` [n, V] to -inf."""
     shifts = torch.arange(8, dtype=torch.uint8, device=x.device)
     bits = (masks.to(x.device, non_blocking=True).unsqueeze(-1) >> shifts) & 1
-    forbidden = bits.flatten(1) == 0
-    n = min(x.shape[1], forbidden.shape[1])
-    x[:, :n].masked_fill_(forbidden[:, :n], float("-inf"))
-    x[:, n:] = float("-inf")
+    forbidden = bits.flatten(1)[:, : x.shape[1]] == 0
+    forbidden = torch.nn.functional.pad(forbidden, (0, x.shape[1] - forbidden.shape[1]), value=True)
+    if len(rows) == x.shape[0]:
+        x.masked_fill_(forbidden, float("-inf"))
+    else:
+        index = torch.tensor(rows, device=x.device)
+        x.index_copy_(0, index, x[index].masked_fill_(forbidden, float("-inf")))

@@ -84,19 +84,20 @@ class Sampler:
         bytes]: those of the masked slices.  All rows are drawn at once, each as if the drafts before it were accepted.
         """
         rows, positions, blocks, reports = list[Sampling](), list[int](), list[Tensor](), list[_Report | None]()
-        n_masked = 0
+        masked = list[int]()
         for slice_ in slices:
             state, drafts = self.states[slice_.sequence], slice_.drafts
             block = logits[len(rows) : len(rows) + 1 + len(drafts)]
             reports.append(_report(block, state.sampling.n_top_logprobs))
             adjust(state, block, drafts)
-            if slice_.masked and masks is not None:
-                apply_masks(block, masks[n_masked : n_masked + len(block)])
-                n_masked += len(block)
+            if slice_.masked:
+                masked += range(len(rows), len(rows) + len(block))
             rows += [state.sampling] * (1 + len(drafts))
             end = slice_.start + len(slice_.tokens)
             positions += range(end - len(drafts), end + 1)
             blocks.append(block)
+        if masks is not None:
+            apply_masks(logits, masks, masked)
         drawn, at = _draw_rows(logits, rows, positions), 0
         out: list[Sampled] = []
         for slice_, report in zip(slices, reports, strict=True):

@@ -29,15 +29,17 @@ def packed(allowed: np.ndarray) -> torch.Tensor:
     return torch.from_numpy(np.packbits(allowed.astype(np.uint8), axis=1, bitorder="little"))
 
 
-@given(st.integers(1, 70), st.integers(1, 3), st.integers(0, 20), st.integers(0, 2**32 - 1))
+@given(st.integers(1, 70), st.integers(1, 4), st.integers(0, 20), st.integers(0, 2**32 - 1))
 def test_rows_keep_what_is_allowed_and_lose_the_rest(vocabulary: int, n: int, n_padding: int, seed: int) -> None:
     rng = np.random.default_rng(seed)
-    allowed = rng.integers(0, 2, (n, vocabulary))
+    rows = sorted(rng.choice(n, rng.integers(1, n + 1), replace=False).tolist())
+    allowed = rng.integers(0, 2, (len(rows), vocabulary))
     x = torch.from_numpy(rng.normal(size=(n, vocabulary + n_padding)).astype(np.float32))
     expected = x.clone()
-    expected[:, :vocabulary][torch.from_numpy(allowed == 0)] = -torch.inf
-    expected[:, vocabulary:] = -torch.inf  # rows of the matrix without a token
-    apply_masks(x, packed(allowed))
+    for row, keeps in zip(rows, allowed, strict=True):
+        expected[row, :vocabulary][torch.from_numpy(keeps == 0)] = -torch.inf
+        expected[row, vocabulary:] = -torch.inf  # rows of the matrix without a token
+    apply_masks(x, packed(allowed), rows)
     assert torch.equal(x, expected)
 
 
