@@ -35,6 +35,9 @@ class Drafter(ABC):
     starts_from_hidden = False
     """Whether a draft starts from the hidden state of the token before the newest."""
 
+    first_row = 0
+    """Where the rows of a draft begin, from the position of the newest token on."""
+
     def __init__(self, vocabulary: VocabularyWeights) -> None:
         self.vocabulary = vocabulary
 

@@ -21,6 +21,7 @@ from daemons.device import launching, memory_free, prepare, torch_device, torch_
 from daemons.draft.deferred import DeferredRows
 from daemons.draft.dflash import Dflash
 from daemons.draft.drafter import Drafter, Drafts
+from daemons.draft.gemma4_assistant import Gemma4Assistant
 from daemons.draft.mtp import Mtp
 from daemons.draft.vocabulary import shared_weights, vocabulary_weights
 from daemons.errors import StateError
@@ -33,14 +34,21 @@ from daemons.models.loader import WeightLoader
 from daemons.models.stage import LoadedStage
 from daemons.ops.selection import KernelSelector
 from lucevisor.model.drafters import open_draft, read_draft_spec
+from lucevisor.model.drafters.dflash import DflashParams
+from lucevisor.model.drafters.gemma4_assistant import AssistantParams
+from lucevisor.model.drafters.mtp import MtpParams
 from lucevisor.model.drafters.spec import DraftSpec
 from lucevisor.model.spec import LayerSpec, ModelSpec
 from lucevisor.model.values import Backend, Space
-from lucevisor.protocol.loading import DeviceUse, DraftKind, DraftPlan, Load
+from lucevisor.protocol.loading import DeviceUse, DraftPlan, Load
 from lucevisor.protocol.messages import Progress
 from lucevisor.protocol.steps import Drafted, Operation, SetPages, Slice, Step
 
-DRAFTERS: dict[DraftKind, type[Dflash] | type[Mtp]] = {DraftKind.DFLASH: Dflash, DraftKind.MTP: Mtp}
+DRAFTERS: dict[type, type[Dflash] | type[Mtp] | type[Gemma4Assistant]] = {
+    DflashParams: Dflash,
+    MtpParams: Mtp,
+    AssistantParams: Gemma4Assistant,
+}
 
 
 class DraftJob(NamedTuple):
@@ -127,7 +135,7 @@ class DraftStage:
         assert spec.model.files is not None
         weights = WeightLoader(spec.model.files, layouts, selector, report)
         try:
-            drafter = DRAFTERS[plan.kind](spec, vocabulary_weights(spec, weights, shared), weights, pools)
+            drafter = DRAFTERS[type(spec.model.params)](spec, vocabulary_weights(spec, weights, shared), weights, pools)
         finally:
             weights.close()
         unchanged(spec.files)
@@ -231,7 +239,7 @@ class DraftStage:
         slices = [
             Slice(
                 job.slice.sequence,
-                job.position,
+                job.position + drafter.first_row,
                 drafter.draft_tokens(job.newest, n),
                 sample=True,
                 draft_from=drafter.first_visible(job.slice.draft_from),

@@ -14,7 +14,7 @@ from lucevisor.app.model_source import resolve_drafter, resolve_model
 from lucevisor.config import Config
 from lucevisor.deployment.served_model import ServedDrafter, ServedModel
 from lucevisor.errors import NO_VALUE, ConfigError
-from lucevisor.model.drafters import draft_paths, open_draft, read_draft_spec
+from lucevisor.model.drafters import draft_paths, gemma4_assistant, open_draft, read_draft_spec
 from lucevisor.model.families import open_spec
 from lucevisor.model.gguf_files import GgufFiles, part_paths
 from lucevisor.model.gguf_header import GgufError
@@ -90,9 +90,9 @@ def _read(files: GgufFiles, target: ModelSpec, kind: str, config: Config) -> Ser
 
 
 def _kind_of(files: GgufFiles, target: ModelSpec) -> DraftKind:
-    """An MTP head has the architecture of its model."""
-    same = files.metadata.get("general.architecture") == target.architecture
-    return DraftKind.MTP if same else DraftKind.DFLASH
+    """An MTP head has the architecture of its model, an assistant one of its own."""
+    is_head = files.metadata.get("general.architecture") in (target.architecture, gemma4_assistant.ARCHITECTURE)
+    return DraftKind.MTP if is_head else DraftKind.DFLASH
 
 
 def _check_device(config: Config) -> None:

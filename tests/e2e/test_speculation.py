@@ -26,21 +26,23 @@ from lucevisor.model.families import open_spec
 from lucevisor.model.spec import ModelSpec
 from lucevisor.protocol.steps import Sampling
 from tests.e2e.conversations import DEMO
-from tests.e2e.drafters import write_random_dflash
+from tests.e2e.drafters import write_random_assistant, write_random_dflash
 from tests.e2e.service import DATA, GOLDEN, generate_all, running, write_config
 from tests.families.rounding import assert_same_tokens
 
 DEMO_DRAFTERS = DEMO.parent
 FAMILIES = ("qwen3", "qwen35", "qwen35moe", "gemma4_e2b", "gemma4_moe", "laguna_mscale")
+ASSISTED = ("gemma4_e2b", "gemma4_moe")
 ENGINE = '[engine]\ndtype = "float32"\nprefill_chunk = 64\nmax_sequences = 8\n'
 WIDTH = 5  # drafts of a step: fixed, else useless drafters are soon asked no more; the demo model's adapts
 PLACES = {"tail": "", "head": "a:0", "alone": "d:0"}
+RANDOM = {"random": write_random_dflash, "assistant": write_random_assistant}
 GROUPS = {1: {"a": 1}, 2: {"a": 1, "b": 1}, 3: {"a": 1, "b": 1, "c": 1}}
 
 
 @dataclass(frozen=True)
 class Case:
-    """A target, a kind of drafter and its file ("random": made for the target; "": the kind needs none)."""
+    """A target, a kind of drafter and its file (of RANDOM: made for the target; "": the kind needs none)."""
 
     model: Path
     kind: str
@@ -48,8 +50,8 @@ class Case:
     prompts: str = ""  # golden.npz of prompts that the drafter was trained on
 
     def draft_file(self, directory: Path) -> Path | None:
-        if self.drafter == "random":
-            return write_random_dflash(directory / "drafter.gguf", spec_of(self.model))
+        if self.drafter in RANDOM:
+            return RANDOM[self.drafter](directory / "drafter.gguf", spec_of(self.model))
         return Path(self.drafter) if self.drafter else None
 
 
@@ -61,6 +63,7 @@ CASES = {
     "dflash": Case(GOLDEN_TARGET, "dflash", str(GOLDEN / "dflash" / "drafter-upstream.gguf"), "dflash"),
     "dflash-lucebox": Case(GOLDEN_TARGET, "dflash", str(GOLDEN / "dflash" / "drafter-lucebox.gguf"), "dflash"),
     "dflash2": Case(GOLDEN_TARGET, "dflash", str(GOLDEN / "dflash2" / "drafter.gguf"), "dflash2"),
+    **{f"{name}-assistant": Case(GOLDEN / name / "model.gguf", "mtp", "assistant") for name in ASSISTED},
     "mtp": Case(MTP / "model.gguf", "mtp", "", "qwen35_mtp_draft"),
     "demo-dflash": Case(DEMO, "dflash", str(DEMO_DRAFTERS / "demo-qwen35-22m-dflash2-q8_0.gguf")),
     "demo-mtp": Case(DEMO, "mtp", str(DEMO_DRAFTERS / "demo-qwen35-22m-mtp-q8_0.gguf")),
@@ -190,7 +193,7 @@ async def check(
 
 SHORT = [
     ("dflash", 2, "tail"), ("dflash2", 2, "alone"), ("mtp", 2, "tail"), ("demo-dflash", 2, "tail"), ("mtp", 1, "alone"),
-    ("laguna_mscale-random", 2, "head"), ("gemma4_e2b-random", 2, "alone"), ("qwen35moe-lookup", 2, "tail"),
+    ("laguna_mscale-random", 2, "head"), ("gemma4_e2b-assistant", 2, "alone"), ("qwen35moe-lookup", 2, "tail"),
 ]  # fmt: skip
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from lucevisor.model.drafters import dflash, mtp
+from lucevisor.model.drafters import dflash, gemma4_assistant, mtp
 from lucevisor.model.drafters.checkpoint import CONFIG, checkpoint_paths, open_checkpoint
 from lucevisor.model.drafters.spec import DraftSpec
 from lucevisor.model.gguf_files import GgufFiles, open_model, part_paths
@@ -36,4 +36,8 @@ def read_draft_spec(
     ``kind``: a :class:`lucevisor.protocol.loading.DraftKind`; ``files``: those of the target for a head inside them;
     ``options``: the target's.  Raises GgufError when they do not fit.
     """
-    return dflash.read(files, target) if kind == "dflash" else mtp.read(files, target, options or {})
+    if kind == "dflash":
+        return dflash.read(files, target)
+    if files.metadata.get("general.architecture") == gemma4_assistant.ARCHITECTURE:
+        return gemma4_assistant.read(files, target)
+    return mtp.read(files, target, options or {})

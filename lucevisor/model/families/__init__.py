@@ -22,7 +22,7 @@ REFUSED = (
     ("qwen4exp", "(Qwen3.8-Flash-Next) is another architecture than Qwen3.8-27B's, which this version does not run"),
     ("dflash", "is a drafter, not a model: name it in draft.path, and the model it drafts for in model.path"),
     ("dflash-draft", "is a drafter, not a model: name it in draft.path, and the model it drafts for in model.path"),
-    ("gemma4-assistant", "is a drafter for Gemma 4, which this version does not run: draft.kind = lookup needs none"),
+    ("gemma4-assistant", "is a drafter, not a model: name it in draft.path, and the model it drafts for in model.path"),
 )
 """Architectures that users may try, and what to say."""
 

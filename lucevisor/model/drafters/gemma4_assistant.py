@@ -1,0 +1,226 @@
+"""Gemma 4 assistants: small models whose layers have queries only and attend to keys and values of their target.
+
+Those keys and values are made again from captures, with the target's own matrices, so that the drafter may run on any
+device and its state follows that of the target like any drafter's.  Maths: docs/speculation.md.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from lucevisor.model.drafters.spec import EMBEDDING, LM_HEAD, DraftSpec, joined, refuse, with_tensors
+from lucevisor.model.families.gemma4 import Gemma4Layer, Gemma4Params, attention_tensors, feed_forward_tensors
+from lucevisor.model.gguf_files import GgufFiles
+from lucevisor.model.gguf_header import GgufError
+from lucevisor.model.rope import Rotary
+from lucevisor.model.spec import (
+    MAX_LAYERS,
+    Keys,
+    LayerSpec,
+    ModelSpec,
+    attention_state,
+    check_tensors,
+    main_quant,
+    model_name,
+    tensor,
+)
+from lucevisor.model.values import Space
+
+ARCHITECTURE = "gemma4-assistant"
+MAX_DRAFTS = 15
+DEFAULT_DRAFTS = 3
+ROPE_FREQS = "rope_freqs.weight"
+PRE_PROJECTION, POST_PROJECTION = "nextn.pre_projection.weight", "nextn.post_projection.weight"
+TARGET_NORM, TARGET_ROPE_FREQS = "target.output_norm.weight", "target.rope_freqs.weight"
+"""Names that the target's tensors have here, beside those of the drafter."""
+
+
+@dataclass(frozen=True, slots=True)
+class KeyValueSource:
+    """A layer of the target whose keys and values are read.  ``layer``: of the drafter, where they are kept; ``at``:
+    index among the captures of the residual stream that goes into it.
+    """
+
+    layer: int
+    at: int
+    of_target: Gemma4Layer
+
+
+@dataclass(frozen=True, slots=True)
+class AssistantParams:
+    """Hyperparameters.  ``block``: of the drafter's own layers; ``hidden_at``: index of the target's last layer among
+    the captures; ``rotary``: of the keys, sliding and full; ``eps``: of the target's norms.
+    """
+
+    block: Gemma4Params
+    sources: tuple[KeyValueSource, ...]
+    hidden_at: int
+    rotary: tuple[Rotary, Rotary]
+    eps: float
+
+
+def read(files: GgufFiles, target: ModelSpec) -> DraftSpec:
+    """Read and check an assistant of ``target``.  Raises GgufError naming file and key or tensor."""
+    keys = Keys(files.metadata, ARCHITECTURE, str(files.paths[0]))
+    of_target = target.params
+    if not isinstance(of_target, Gemma4Params):
+        reason = f"is {ARCHITECTURE!r}, a drafter for gemma4 models; {target.name} is {target.architecture}"
+        raise GgufError(keys.file, "metadata value 'general.architecture'", reason)
+    _check_width(keys, target)
+    sliding = _sliding(keys)
+    last = {
+        kind: max((i for i, one in enumerate(of_target.layers) if one.sliding is kind and of_target.owns(i)), default=0)
+        for kind in sorted(set(sliding))
+    }
+    if 0 in last.values():
+        reason = f"is not one of {target.name}: what goes into its first layer cannot be captured"
+        raise keys.error("attention.sliding_window_pattern", reason)
+    captures = tuple(sorted({target.n_layers - 1, *(i - 1 for i in last.values())}))
+    n = len(sliding)
+    sources = {
+        kind: KeyValueSource(n + at, captures.index(i - 1), of_target.layers[i])
+        for at, (kind, i) in enumerate(last.items())
+    }
+    block = _block(keys, of_target, sliding, {kind: source.layer for kind, source in sources.items()})
+    params = AssistantParams(
+        block=block,
+        sources=tuple(sources.values()),
+        hidden_at=captures.index(target.n_layers - 1),
+        rotary=(of_target.rotary_sliding, of_target.rotary),
+        eps=of_target.eps,
+    )
+    layers = [_own_layer(files, params, i) for i in range(n)]
+    layers += [_kept_layer(source, target.hidden_size) for source in sources.values()]
+    taken = {f"blk.{sources[kind].layer}.": f"blk.{i}." for kind, i in last.items()}
+    model, own, from_target = _assembled(files, target, params, tuple(layers), taken)
+    return DraftSpec(model, 1, own, from_target, captures, MAX_DRAFTS, DEFAULT_DRAFTS)
+
+
+def _check_width(keys: Keys, target: ModelSpec) -> None:
+    width = keys.integer("embedding_length_out")
+    if width != target.hidden_size:
+        reason = f"is {width}, expected {target.hidden_size}: the drafter belongs to another model than {target.name}"
+        raise keys.error("embedding_length_out", reason)
+
+
+def _sliding(keys: Keys) -> list[bool]:
+    found = keys.flags("attention.sliding_window_pattern", keys.integer("block_count", high=MAX_LAYERS))
+    if found is None:
+        raise keys.error("attention.sliding_window_pattern", "is missing")
+    return found
+
+
+def _block(keys: Keys, of_target: Gemma4Params, sliding: list[bool], kept_in: Mapping[bool, int]) -> Gemma4Params:
+    """Hyperparameters of the drafter's layers.  Heads are those of the keys that they read."""
+    heads = {one.sliding: one for i, one in enumerate(of_target.layers) if of_target.owns(i)}
+    dims = {True: keys.head_dim("_swa"), False: keys.head_dim()}
+    n_heads, widths = keys.integer("attention.head_count"), keys.integers("feed_forward_length", len(sliding))
+    for kind in set(sliding):
+        keys.check_heads(n_heads, heads[kind].n_kv_heads)
+        if dims[kind] != heads[kind].head_dim:
+            key = "attention.key_length" + ("_swa" if kind else "")
+            raise keys.error(key, f"is {dims[kind]}, and the model's keys have {heads[kind].head_dim}")
+    layers = [
+        Gemma4Layer(kind, heads[kind].n_kv_heads, dims[kind], width, kept_in[kind], key_values=False)
+        for kind, width in zip(sliding, widths, strict=True)
+    ]
+    narrow, full = dims[True], dims[False]
+    return Gemma4Params(
+        hidden_size=keys.integer("embedding_length"),
+        n_heads=n_heads,
+        window=keys.integer("attention.sliding_window"),
+        layers=tuple(layers),
+        rotary=Rotary(
+            keys.even("rope.dimension_count", full, most=full), keys.number("rope.freq_base", 1e6, above=0.0)
+        ),
+        rotary_sliding=Rotary(
+            keys.even("rope.dimension_count_swa", narrow, most=narrow),
+            keys.number("rope.freq_base_swa", 1e4, above=0.0),
+        ),
+        eps=keys.number("attention.layer_norm_rms_epsilon", above=0.0),
+        layer_input=0,
+        softcap=0.0,
+        experts=None,
+    )
+
+
+def _own_layer(files: GgufFiles, params: AssistantParams, i: int) -> LayerSpec:
+    """A layer of queries.  Its window counts the token that the target computed last, and those before it."""
+    p, layer = params.block, params.block.layers[i]
+    tensors = attention_tensors(p, i) | feed_forward_tensors(files, p, i)
+    window = p.window + 1 if layer.sliding else 0
+    return LayerSpec(i, Space.FULL, tensors, (), window=window, shares_with=layer.source)
+
+
+def _kept_layer(source: KeyValueSource, hidden_size: int) -> LayerSpec:
+    """Where the keys and values of a target's layer are kept: norms and matrices that make them."""
+    layer, b = source.of_target, f"blk.{source.layer}."
+    kv, d = layer.n_kv_heads * layer.head_dim, layer.head_dim
+    tensors: dict[str, tuple[int, ...]] = {
+        b + "attn_norm.weight": (hidden_size,),
+        b + "attn_k.weight": (kv, hidden_size),
+        b + "attn_k_norm.weight": (d,),
+    }
+    if not layer.key_values:
+        tensors[b + "attn_v.weight"] = (kv, hidden_size)
+    return LayerSpec(source.layer, Space.FULL, tensors, attention_state(layer.n_kv_heads, d, d))
+
+
+def _assembled(
+    files: GgufFiles,
+    target: ModelSpec,
+    params: AssistantParams,
+    layers: tuple[LayerSpec, ...],
+    taken: Mapping[str, str],
+) -> tuple[ModelSpec, GgufFiles, frozenset[str]]:
+    """The spec, the drafter's own tensors, and the names of those that are the target's.
+
+    ``taken``: prefixes of the target's layers here and there.
+    """
+    assert target.files is not None
+    p, e, v = params.block, target.hidden_size, target.vocabulary
+    own = with_tensors(files, {LM_HEAD if name == EMBEDDING else name: t for name, t in files.tensors.items()})
+    of_target = {EMBEDDING: EMBEDDING, TARGET_NORM: "output_norm.weight", TARGET_ROPE_FREQS: ROPE_FREQS}
+    for here, there in taken.items():
+        names = [name for layer in layers for name in layer.tensors if name.startswith(here)]
+        of_target |= {name: there + name.removeprefix(here) for name in names}
+    if ROPE_FREQS not in own.tensors:  # it has no full layer
+        of_target[ROPE_FREQS] = ROPE_FREQS
+    both, n = joined(own, target.files, ()), len(own.parts)
+    found = {here: tensor(target.files, there) for here, there in of_target.items()}
+    both = with_tensors(both, own.tensors | {here: replace(t, part=t.part + n) for here, t in found.items()})
+    pairs = (p.rotary.n // 2,)
+    shared: dict[str, tuple[int, ...]] = {
+        PRE_PROJECTION: (p.hidden_size, 2 * e),
+        POST_PROJECTION: (e, p.hidden_size),
+        "output_norm.weight": (p.hidden_size,),
+        ROPE_FREQS: pairs if ROPE_FREQS in own.tensors else (params.rotary[1].n // 2,),
+        TARGET_NORM: (e,),
+        TARGET_ROPE_FREQS: (params.rotary[1].n // 2,),
+    }
+    ends: dict[str, tuple[int, ...]] = {EMBEDDING: (v, e), LM_HEAD: (v, p.hidden_size)}
+    groups = (shared, ends, *(layer.tensors for layer in layers))
+    for expected in groups:
+        check_tensors(both, expected)
+    known = {name for expected in groups for name in expected}
+    for name, info in own.tensors.items():
+        if name not in known:
+            raise refuse(own, info, "is unknown to this version, so the drafter would draft garbage")
+    model = ModelSpec(
+        architecture="mtp",
+        name=model_name(files),
+        quant=main_quant(files),
+        hidden_size=e,
+        vocabulary=v,
+        context_tokens=target.context_tokens,
+        layers=layers,
+        embedding_tensors={EMBEDDING: ends[EMBEDDING]},
+        output_tensors={LM_HEAD: ends[LM_HEAD]},
+        boundary_width=e,
+        params=params,
+        shared_tensors=shared,
+        embedding_scale=target.embedding_scale,
+        files=both,
+    )
+    return model, own, frozenset(of_target)
