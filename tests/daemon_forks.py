@@ -208,4 +208,10 @@ if __name__ == "__main__":
     import daemons.worker  # noqa: F401 - what takes so long
     from daemons.main import main
 
-    sys.exit(main(_serve(socket.socket(fileno=0))))
+    try:
+        code: object = main(_serve(socket.socket(fileno=0)))
+    except SystemExit as end:
+        code = end.code
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code if isinstance(code, int) else 0)  # taking torch down, module by module, is 0.2 s of the processor

@@ -17,6 +17,7 @@ import pytest
 import structlog
 
 from lucevisor.app.model_files import open_model
+from lucevisor.app.progress import KeptProgress
 from lucevisor.app.status import status
 from lucevisor.cli.progress import SilentDisplay
 from lucevisor.config import load
@@ -69,6 +70,11 @@ async def until(condition: Any, seconds: float = 30.0) -> None:
 
 async def drafting(service: Service) -> None:
     await until(lambda: service.deployment.drafting)
+
+
+def draft_of(service: Service) -> dict[str, Any]:
+    """What the status says of the drafter."""
+    return dict(status(service, "t", "", KeptProgress(SilentDisplay()), [])["draft"])
 
 
 def n_steps(service: Service) -> int:
@@ -143,14 +149,14 @@ async def test_8_streams_go_on_when_the_drafters_group_dies(tmp_path: Path, how:
             os.kill(pid, signal.SIGKILL)
             await until(lambda: not service.deployment.drafting)
             assert service.state == "ready"
-            shown = status(service, "t", "")["draft"]
+            shown = draft_of(service)
             assert shown["state"] == "detached"
             assert shown["reason"].startswith("group aside is ")
         else:
             await service.restart("aside", now=how == "restart now")
         assert await streams == _alone
         await drafting(service)
-        assert status(service, "t", "")["draft"]["state"] == "attached"
+        assert draft_of(service)["state"] == "attached"
         assert aside.pid != pid
         assert [service.groups[name].pid for name in ("left", "right")] == others
         before = n_steps(service)
@@ -178,7 +184,7 @@ async def test_a_drafter_whose_daemon_cannot_start_holds_nothing_up(tmp_path: Pa
         await until(lambda: service.groups["aside"].state in (State.FAILED, State.BACKOFF))
         assert service.state == "ready"
         assert service.reason() == ""
-        assert "group aside is " in status(service, "t", "")["draft"]["reason"]
+        assert "group aside is " in draft_of(service)["reason"]
 
 
 async def test_a_drafter_that_says_nothing_delays_the_start_by_seconds_at_most(tmp_path: Path) -> None:
@@ -215,7 +221,7 @@ async def test_a_changed_drafter_file_is_not_loaded_and_serving_goes_on(tmp_path
         else:
             await service.restart("right", now=True)
         assert service.state == "ready"
-        shown = status(service, "t", "")["draft"]
+        shown = draft_of(service)
         assert shown["state"] == "detached"
         assert "drafter.gguf" in shown["reason"]
         assert await generate(service, prompt, N) == wanted
@@ -233,7 +239,7 @@ async def test_a_drafter_that_does_not_fit_is_left_out_or_refused(tmp_path: Path
         assert await generate(service, prompt, N) == wanted
         await until(lambda: service.groups["aside"].state is State.FAILED)
         assert service.state == "ready"
-        shown = status(service, "t", "")["draft"]
+        shown = draft_of(service)
         assert (shown["kind"], shown["state"]) == ("lookup", "detached")
         assert "left out: host is 1.00 GiB short" in shown["reason"]
 
@@ -339,9 +345,9 @@ def test_a_service_can_be_made_without_its_drafter_being_placed(tmp_path: Path) 
 
     async def shown() -> dict[str, Any]:
         config = load(two_groups(tmp_path, TARGET, f'path = "{DFLASH}"'))
-        return status(Service(config, open_model(config), tmp_path, SilentDisplay()), "t", "")
+        return draft_of(Service(config, open_model(config), tmp_path, SilentDisplay()))
 
-    assert asyncio.run(shown())["draft"] == {"kind": "auto", "state": "none", "reason": ""}
+    assert asyncio.run(shown()) == {"kind": "auto", "state": "none", "reason": ""}
 
 
 # ---- the demo
