@@ -19,10 +19,12 @@ ROOT = Path(__file__).parents[2]
 RECORD = Path(__file__).with_name("verified.txt")
 SOURCES = (
     "daemons/ops/**/*.py",  # kernels, their launchers, and the torch forms they are tested against
+    "daemons/ops/cuda/*.cu*",
     "daemons/weights/packed.py",
     "daemons/weights/dequant.py",
     "lucevisor/model/quant_types.py",
     "tests/kernels/**/*.py",
+    "tests/kernels/emulation/*",
     "tests/numerics.py",  # tolerances
 )
 VERSIONS = ("torch", "triton")

@@ -7,19 +7,11 @@
 #ifdef FLOAT16_ACTIVATIONS
 DEVICE float low_activation(u32 a) { return low_float(a); }
 DEVICE float high_activation(u32 a) { return high_float(a); }
-DEVICE u16 to_activation(float v) {
-  u16 d;
-  asm("cvt.rn.f16.f32 %0, %1;" : "=h"(d) : "f"(v));
-  return d;
-}
+DEVICE u16 to_activation(float v) { return to_float16(v); }
 #else
 DEVICE float low_activation(u32 a) { return __uint_as_float(a << 16); }
 DEVICE float high_activation(u32 a) { return __uint_as_float(a & 0xFFFF0000u); }
-DEVICE u16 to_activation(float v) {
-  u16 d;
-  asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(d) : "f"(v));
-  return d;
-}
+DEVICE u16 to_activation(float v) { return to_bfloat16(v); }
 #endif
 
 struct ScaledChunk {

@@ -1,6 +1,8 @@
 // Single PTX instructions: arithmetic on pairs of float16, matrix units, shared memory, asynchronous copies, launches.
-// No headers, so that NVRTC compiles it without a CUDA installation.
-#pragma once
+// No other file has any, so that another header can take this one's place (tests/kernels/emulation).  It includes nothing,
+// so that NVRTC compiles it without a CUDA installation.
+#ifndef PTX_CUH
+#define PTX_CUH
 
 typedef unsigned char u8;
 typedef unsigned short u16;
@@ -45,6 +47,18 @@ DEVICE float low_float(u32 a) {
 }
 
 DEVICE float high_float(u32 a) { return low_float(a >> 16); }
+
+DEVICE u16 to_float16(float v) {
+  u16 d;
+  asm("cvt.rn.f16.f32 %0, %1;" : "=h"(d) : "f"(v));
+  return d;
+}
+
+DEVICE u16 to_bfloat16(float v) {
+  u16 d;
+  asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(d) : "f"(v));
+  return d;
+}
 
 // (a & MASK) | b in one instruction: b has to be in a register, or the compiler splits it in two.
 template <u32 MASK> DEVICE u32 and_or(u32 a, u32 b) {
@@ -96,6 +110,47 @@ DEVICE u32 load_shared2(u32 at) {
   return v;
 }
 
+// ---- asynchronous copies of 16 bytes from global to shared memory, awaited in the order of their groups
+
+DEVICE void copy_async16(u32 to, const u8* from) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
+}
+
+DEVICE void end_copy_group() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+
+// Waits until at most PENDING of this thread's groups are not there.
+template <int PENDING> DEVICE void wait_for_copies() { asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory"); }
+
+// ---- bulk copies (sm_90), awaited on an mbarrier of one arrival
+
+#if __CUDA_ARCH__ >= 900 && !defined(NO_BULK_COPIES)
+#define BULK_COPIES
+#endif
+
+#ifdef BULK_COPIES
+DEVICE void init_barrier(u32 barrier) { asm volatile("mbarrier.init.shared.b64 [%0], 1;" ::"r"(barrier) : "memory"); }
+
+// Barriers are seen by other threads and by the copy engine.
+DEVICE void publish_barriers() {
+  asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+}
+
+template <int BYTES> DEVICE void copy_bulk(u32 to, const u8* from, u32 barrier) {
+  asm volatile("mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;" ::"r"(barrier), "n"(BYTES) : "memory");
+  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to),
+               "l"(from), "n"(BYTES), "r"(barrier)
+               : "memory");
+}
+
+DEVICE void wait_for_barrier(u32 barrier, u32 parity) {
+  asm volatile("{.reg .pred p; AGAIN: mbarrier.try_wait.parity.shared.b64 p, [%0], %1; @p bra DONE; bra AGAIN; DONE:}" ::"r"(
+                   barrier),
+               "r"(parity)
+               : "memory");
+}
+#endif
+
 // ---- programmatic dependent launch (sm_90): a kernel may start before the one ahead of it ended, up to its wait
 
 DEVICE void launch_dependents() {
@@ -109,3 +164,5 @@ DEVICE void wait_for_inputs() {
   asm volatile("griddepcontrol.wait;" ::: "memory");
 #endif
 }
+
+#endif

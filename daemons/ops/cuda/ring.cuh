@@ -4,10 +4,6 @@
 
 #include "ptx.cuh"
 
-#if __CUDA_ARCH__ >= 900 && !defined(NO_BULK_COPIES)
-#define BULK_COPIES
-#endif
-
 template <int SLOTS, int BYTES, int STRIDE> struct Ring {
   static constexpr int BARRIER_BYTES = 8 * SLOTS;
   const u8* next;  // to copy
@@ -19,9 +15,8 @@ template <int SLOTS, int BYTES, int STRIDE> struct Ring {
       : next(first), left(count), units(units), barriers(barriers), slot(0), parity(0) {
 #ifdef BULK_COPIES
     if ((threadIdx.x & 31) == 0) {
-      for (int i = 0; i < SLOTS; i++) asm volatile("mbarrier.init.shared.b64 [%0], 1;" ::"r"(barriers + 8 * i) : "memory");
-      asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
-      asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+      for (int i = 0; i < SLOTS; i++) init_barrier(barriers + 8 * i);
+      publish_barriers();
     }
     __syncwarp();
 #endif
@@ -32,13 +27,9 @@ template <int SLOTS, int BYTES, int STRIDE> struct Ring {
   // The address of the oldest unit, once it is there.
   DEVICE u32 wait() {
 #ifdef BULK_COPIES
-    asm volatile(
-        "{.reg .pred p; AGAIN: mbarrier.try_wait.parity.shared.b64 p, [%0], %1; @p bra DONE; bra AGAIN; DONE:}" ::"r"(
-            barriers + 8 * slot),
-        "r"(parity)
-        : "memory");
+    wait_for_barrier(barriers + 8 * slot, parity);
 #else
-    asm volatile("cp.async.wait_group %0;" ::"n"(SLOTS - 1) : "memory");
+    wait_for_copies<SLOTS - 1>();
     __syncwarp();
 #endif
     return units + slot * BYTES;
@@ -59,24 +50,15 @@ template <int SLOTS, int BYTES, int STRIDE> struct Ring {
     int lane = threadIdx.x & 31;
     if (left > 0) {
 #ifdef BULK_COPIES
-      if (lane == 0) {
-        u32 barrier = barriers + 8 * to;
-        asm volatile("mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;" ::"r"(barrier), "n"(BYTES) : "memory");
-        asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
-                         units + to * BYTES),
-                     "l"(next), "n"(BYTES), "r"(barrier)
-                     : "memory");
-      }
+      if (lane == 0) copy_bulk<BYTES>(units + to * BYTES, next, barriers + 8 * to);
 #else
-      for (int at = 16 * lane; at < BYTES; at += 512)
-        asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(units + to * BYTES + at), "l"(next + at)
-                     : "memory");
+      for (int at = 16 * lane; at < BYTES; at += 512) copy_async16(units + to * BYTES + at, next + at);
 #endif
       next += STRIDE;
       left--;
     }
 #ifndef BULK_COPIES
-    asm volatile("cp.async.commit_group;" ::: "memory");  // empty ones too: they are counted
+    end_copy_group();  // empty ones too: they are counted
 #endif
   }
 };

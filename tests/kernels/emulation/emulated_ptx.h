@@ -1,0 +1,283 @@
+// Takes the place of daemons/ops/cuda/ptx.cuh: a thread of a block is a fiber on the cpu, its instructions are plain C++.
+//
+// Fibers run in a random order from one meeting point (barrier, shuffle, matrix product) to the next, warps stand still now and
+// then, and a copy happens at its start or not before the wait for it, so that a missing wait or barrier shows as wrong numbers.  Shared memory begins
+// as NaN.  A block in which all threads wait for ever ends the process with a message.
+#define PTX_CUH
+#include <cmath>
+#include <cstdint>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <algorithm>
+#include <random>
+#include <vector>
+#include <ucontext.h>
+
+typedef unsigned char u8;
+typedef unsigned short u16;
+typedef unsigned int u32;
+typedef unsigned long long u64;
+struct Dim3 { u32 x, y, z; };
+struct uint2 { u32 x, y; };
+struct alignas(16) uint4 { u32 x, y, z, w; };
+struct alignas(8) float2 { float x, y; };
+struct alignas(16) float4 { float x, y, z, w; };
+static uint2 make_uint2(u32 x, u32 y) { return {x, y}; }
+static uint4 make_uint4(u32 x, u32 y, u32 z, u32 w) { return {x, y, z, w}; }
+static float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
+using std::max;
+using std::min;
+
+#define DEVICE inline
+#define __global__
+#define __shared__
+#define __align__(n)
+#define __launch_bounds__(...)
+#ifndef NO_BULK_COPIES
+#define BULK_COPIES
+#endif
+
+alignas(128) u8 memory[1 << 18];  // shared memory of the block that runs
+
+// ---- fibers
+
+constexpr int STACK_BYTES = 1 << 16;
+struct Copy { u32 to; const u8* from; u32 n_bytes; };
+struct Meeting { int arrived = 0, generation = 0; };
+struct Fiber {
+  ucontext_t context;
+  std::vector<u8> stack;
+  bool done;
+  std::vector<std::vector<Copy>> groups;  // copies that are not there yet, the last group still open
+};
+static std::vector<Fiber> fibers;
+static ucontext_t scheduler;
+static int running;
+static std::mt19937 random_bits;
+static u64 moves;  // meetings that were passed and copies that were made: none in a sweep is a deadlock
+static Dim3 threadIdx, blockIdx, gridDim, blockDim;
+
+static void yield() {
+  int self = running;
+  swapcontext(&fibers[self].context, &scheduler);
+  running = self;
+  threadIdx.x = self;
+}
+
+static void meet(Meeting& m, int n) {
+  int generation = m.generation;
+  moves++;
+  if (++m.arrived == n) {
+    m.arrived = 0;
+    m.generation++;
+  } else {
+    while (m.generation == generation) yield();
+  }
+}
+
+static Meeting of_block, of_teams[32], of_warps[32];
+static u32 exchanged[32][2][32][6];  // [warp][parity][lane]: a warp can be one meeting ahead only
+
+template <class F> static void meet_warp(F&& put) {
+  int warp = threadIdx.x / 32;
+  put(exchanged[warp][of_warps[warp].generation % 2][threadIdx.x % 32]);
+  meet(of_warps[warp], 32);
+}
+static u32 (&what_was_put())[32][6] {
+  int warp = threadIdx.x / 32;
+  return exchanged[warp][(of_warps[warp].generation + 1) % 2];
+}
+
+static void __syncthreads() { meet(of_block, blockDim.x); }
+static void __syncwarp() { meet_warp([](u32*) {}); }
+
+// ---- CUDA's own functions
+
+static u32 __float_as_uint(float f) { u32 u; memcpy(&u, &f, 4); return u; }
+static float __uint_as_float(u32 u) { float f; memcpy(&f, &u, 4); return f; }
+static u32 __byte_perm(u32 a, u32 b, u32 selector) {
+  u64 bytes = (u64)b << 32 | a;
+  u32 d = 0;
+  for (int i = 0; i < 4; i++) d |= (u32)(bytes >> (8 * (selector >> (4 * i) & 7)) & 0xFF) << (8 * i);
+  return d;
+}
+static u32 __shfl_xor_sync(u32, u32 value, int mask) {
+  meet_warp([&](u32* slot) { slot[0] = value; });
+  return what_was_put()[(threadIdx.x % 32) ^ mask][0];
+}
+static float __shfl_xor_sync(u32 members, float value, int mask) {
+  return __uint_as_float(__shfl_xor_sync(members, __float_as_uint(value), mask));
+}
+static u32 __reduce_max_sync(u32, u32 value) {
+  meet_warp([&](u32* slot) { slot[0] = value; });
+  u32 largest = 0;
+  for (auto& slot : what_was_put()) largest = max(largest, slot[0]);
+  return largest;
+}
+
+// ---- arithmetic
+
+static float half_at(u32 word, int i) {
+  u16 bits = (u16)(word >> (16 * i));
+  _Float16 h;
+  memcpy(&h, &bits, 2);
+  return (float)h;
+}
+static u32 halves(double low, double high) {
+  _Float16 h[2] = {(_Float16)low, (_Float16)high};
+  u32 word;
+  memcpy(&word, h, 4);
+  return word;
+}
+static u32 fma_half2(u32 a, u32 b, u32 c) {
+  return halves((double)half_at(a, 0) * half_at(b, 0) + half_at(c, 0), (double)half_at(a, 1) * half_at(b, 1) + half_at(c, 1));
+}
+static u32 add_half2(u32 a, u32 b) { return halves((double)half_at(a, 0) + half_at(b, 0), (double)half_at(a, 1) + half_at(b, 1)); }
+static u32 mul_half2(u32 a, u32 b) { return halves((double)half_at(a, 0) * half_at(b, 0), (double)half_at(a, 1) * half_at(b, 1)); }
+static u32 pack_half2(float low, float high) { return halves(low, high); }
+static u32 both_low(u32 a) { return __byte_perm(a, a, 0x1010); }
+static u32 both_high(u32 a) { return __byte_perm(a, a, 0x3232); }
+static float low_float(u32 a) { return half_at(a, 0); }
+static float high_float(u32 a) { return half_at(a, 1); }
+static u16 to_float16(float v) { return (u16)halves(v, 0); }
+static u16 to_bfloat16(float v) {
+  u32 u = __float_as_uint(v);
+  return (u & 0x7FFFFFFF) > 0x7F800000 ? 0x7FFF : (u16)((u + 0x7FFF + (u >> 16 & 1)) >> 16);
+}
+template <u32 MASK> static u32 and_or(u32 a, u32 b) { return (a & MASK) | b; }
+static u32 in_register(u32 value) { return value; }
+
+static void mma(float (&c)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
+  meet_warp([&](u32* s) { s[0] = a0, s[1] = a1, s[2] = a2, s[3] = a3, s[4] = b0, s[5] = b1; });
+  auto& put = what_was_put();
+  int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
+  for (int i = 0; i < 4; i++) {
+    double sum = c[i];
+    for (int k = 0; k < 16; k++) {
+      u32 a = put[g * 4 + k % 8 / 2][i / 2 + k / 8 * 2], b = put[(2 * t + i % 2) * 4 + k % 8 / 2][4 + k / 8];
+      sum += (double)half_at(a, k % 2) * half_at(b, k % 2);
+    }
+    c[i] = (float)sum;
+  }
+}
+
+// ---- shared memory and copies
+
+static u32 shared_address(const void* p) { return (u32)((const u8*)p - memory); }
+template <class T> static T load_shared(u32 at) {
+  T v;
+  memcpy(&v, memory + at, sizeof(T));
+  return v;
+}
+static uint4 load_shared16(u32 at) { return load_shared<uint4>(at); }
+static uint2 load_shared8(u32 at) { return load_shared<uint2>(at); }
+static u32 load_shared4(u32 at) { return load_shared<u32>(at); }
+static u32 load_shared2(u32 at) { return load_shared<u16>(at); }
+
+static void make(const Copy& c) {
+  memcpy(memory + c.to, c.from, c.n_bytes);
+  moves++;
+}
+
+static void copy_async16(u32 to, const u8* from) {
+  auto& groups = fibers[running].groups;
+  if (groups.empty()) groups.emplace_back();
+  if (random_bits() % 2) make({to, from, 16});
+  else groups.back().push_back({to, from, 16});
+}
+static void end_copy_group() {
+  auto& groups = fibers[running].groups;
+  if (groups.empty()) groups.emplace_back();
+  groups.emplace_back();
+}
+template <int PENDING> static void wait_for_copies() {
+  auto& groups = fibers[running].groups;
+  while (groups.size() > PENDING + 1) {
+    for (auto& c : groups.front()) make(c);
+    groups.erase(groups.begin());
+  }
+}
+
+struct Barrier { u32 parity; bool pending; Copy copy; };
+static std::vector<Barrier> barriers_at;  // by address over 8
+
+static void init_barrier(u32 barrier) { barriers_at[barrier / 8] = {0, false, {}}; }
+static void publish_barriers() {}
+static void land(Barrier& b) {
+  make(b.copy);
+  b.pending = false;
+  b.parity ^= 1;
+}
+template <int BYTES> static void copy_bulk(u32 to, const u8* from, u32 barrier) {
+  Barrier& b = barriers_at[barrier / 8];
+  b.copy = {to, from, BYTES};
+  b.pending = true;
+  if (random_bits() % 2) land(b);
+}
+static void wait_for_barrier(u32 barrier, u32 parity) {
+  Barrier& b = barriers_at[barrier / 8];
+  while (b.parity == parity) {
+    if (b.pending) land(b);
+    else yield();
+  }
+}
+
+static void launch_dependents() {}
+static void wait_for_inputs() {}
+
+// ---- running a block
+
+static void (*kernel_of_fiber)();
+
+static void fiber_main() {
+  kernel_of_fiber();
+  fibers[running].done = true;
+  moves++;
+  swapcontext(&fibers[running].context, &scheduler);
+}
+
+static void run_grid(int grid_x, int grid_y, int n_threads, int seed, void (*kernel)()) {
+  random_bits.seed(seed);
+  kernel_of_fiber = kernel;
+  gridDim = {(u32)grid_x, (u32)grid_y, 1};
+  blockDim = {(u32)n_threads, 1, 1};
+  fibers.resize(n_threads);
+  std::vector<int> order(n_threads);
+  for (int i = 0; i < n_threads; i++) order[i] = i;
+  for (int block = 0; block < grid_x * grid_y; block++) {
+    blockIdx = {(u32)(block % grid_x), (u32)(block / grid_x), 0};
+    memset(memory, 0xFF, sizeof(memory));
+    barriers_at.assign(sizeof(memory) / 8, {0, false, {}});
+    of_block = {};
+    for (auto* meetings : {of_teams, of_warps}) std::fill(meetings, meetings + 32, Meeting{});
+    for (auto& f : fibers) {
+      f.stack.resize(STACK_BYTES);
+      f.done = false;
+      f.groups.clear();
+      getcontext(&f.context);
+      f.context.uc_stack.ss_sp = f.stack.data();
+      f.context.uc_stack.ss_size = STACK_BYTES;
+      makecontext(&f.context, fiber_main, 0);
+    }
+    int still = 0, sweeps = 0;  // the warp that stands still, for how many sweeps over all fibers
+    for (bool all_done = false; !all_done; sweeps--) {
+      all_done = true;
+      u64 before = moves;
+      if (sweeps <= 0) still = random_bits() % (n_threads / 32), sweeps = random_bits() % 100;
+      std::shuffle(order.begin(), order.end(), random_bits);
+      for (int i : order) {
+        if (fibers[i].done) continue;
+        all_done = false;
+        if (i / 32 == still && sweeps > 0) continue;
+        running = i;
+        threadIdx = {(u32)i, 0, 0};
+        swapcontext(&scheduler, &fibers[i].context);
+      }
+      if (!all_done && moves == before && sweeps <= 0) {
+        fprintf(stderr, "deadlock in block (%u, %u)\n", blockIdx.x, blockIdx.y);
+        abort();
+      }
+    }
+  }
+}
