@@ -21,6 +21,7 @@ import structlog
 from aiohttp import web
 
 from lucevisor.api.errors import ApiError
+from lucevisor.api.log_query import LogQuery
 from lucevisor.errors import LucevisorError, show
 
 log = structlog.get_logger("lucevisor.admin")
@@ -65,7 +66,7 @@ class AdminPort(Protocol):
     async def restart(self, groups: list[str], *, now: bool) -> None:
         """Restart groups one by one; return when the pipeline is READY again.  Raises LucevisorError."""
 
-    def follow_log(self, group: str | None, *, follow: bool) -> AsyncIterator[str]: ...
+    def follow_log(self, query: LogQuery) -> AsyncIterator[str]: ...
 
 
 class Restart(msgspec.Struct, forbid_unknown_fields=True):
@@ -165,8 +166,8 @@ def _seconds(request: web.Request, name: str) -> float:
 
 
 def create_admin_app(port: AdminPort) -> web.Application:
-    """Routes: GET /status, GET /ready?timeout_s=, POST /stop, POST /restart, GET /logs?group=&follow=, GET /cache, POST
-    /cache/verify, /cache/prune, /cache/rm."""
+    """Routes: GET /status, GET /ready?timeout_s=, POST /stop, POST /restart, GET /logs with the fields of LogQuery, GET
+    /cache, POST /cache/verify, /cache/prune, /cache/rm."""
 
     async def status(_: web.Request) -> web.Response:
         return _json(port.status())
@@ -184,9 +185,13 @@ def create_admin_app(port: AdminPort) -> web.Application:
         return _json(port.status())
 
     async def logs(request: web.Request) -> web.StreamResponse:
+        try:
+            query = msgspec.convert(dict(request.query), LogQuery, strict=False)
+        except msgspec.ValidationError as e:
+            raise ApiError(400, f"the query is invalid: {e}") from None
         response = web.StreamResponse(headers={"content-type": "application/x-ndjson"})
         await response.prepare(request)
-        async for line in port.follow_log(request.query.get("group"), follow=request.query.get("follow") == "1"):
+        async for line in port.follow_log(query):
             await response.write(line.encode())
         await response.write_eof()
         return response

@@ -26,6 +26,8 @@ import structlog
 from structlog.stdlib import ProcessorFormatter
 from structlog.typing import EventDict, Processor, WrappedLogger
 
+from lucevisor.app.log_lines import ConsoleLine
+
 FILE: Final = "supervisor.jsonl"
 FILE_BYTES: Final = 8 * 2**20
 N_OLD_FILES: Final = 3
@@ -283,11 +285,7 @@ def dropped() -> Mapping[str, int]:
 def _renderer(form: str, *, is_terminal: bool) -> Processor:
     if form == "json" or (form == "auto" and not is_terminal):
         return structlog.processors.JSONRenderer(ensure_ascii=False)
-    return structlog.dev.ConsoleRenderer(
-        colors=is_terminal,
-        pad_event_to=24,
-        exception_formatter=structlog.dev.plain_traceback,  # the rich one shows local variables: prompts
-    )
+    return ConsoleLine(colors=is_terminal)
 
 
 def _formatter(renderer: Processor) -> ProcessorFormatter:

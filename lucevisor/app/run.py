@@ -10,9 +10,10 @@ import asyncio
 import os
 import signal
 import time
+from collections import deque
 from collections.abc import AsyncIterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import structlog
 import uvloop
@@ -21,6 +22,7 @@ from aiohttp import web
 from lucevisor.api.admin import create_admin_app, serve_admin
 from lucevisor.api.context import ACTIVE
 from lucevisor.api.keys import ApiKeys
+from lucevisor.api.log_query import LogQuery
 from lucevisor.api.ports import (
     ApiSettings,
     GroupMetrics,
@@ -34,6 +36,7 @@ from lucevisor.api.prompts.preprocessing import Preprocessor
 from lucevisor.api.server import create_app, serve
 from lucevisor.app import collector, logs
 from lucevisor.app.cache_operations import CacheOperations, figures
+from lucevisor.app.log_lines import wanted
 from lucevisor.app.log_reader import LogReader
 from lucevisor.app.model_files import open_model
 from lucevisor.app.open_files import connections_within, raise_limit
@@ -54,7 +57,13 @@ from lucevisor.text.tokenizer import Tokenizer
 log = structlog.get_logger("lucevisor")
 
 
-def run(config: Config, name: str, observer: Observer, *, to_terminal: bool = True) -> ExitCode:
+class Display(Observer, Protocol):
+    """Watches a start, and is told the address."""
+
+    def listening(self, url: str) -> None: ...
+
+
+def run(config: Config, name: str, observer: Display, *, to_terminal: bool = True) -> ExitCode:
     """Serve until stopped; log to the run directory and, with ``to_terminal``, to standard error.
 
     Raises LucevisorError for what keeps it from starting at all.
@@ -81,7 +90,7 @@ def run(config: Config, name: str, observer: Observer, *, to_terminal: bool = Tr
 
 
 async def _run(
-    config: Config, model: ServedModel, run_dir: RunDirectory, observer: Observer, early: EarlySignals
+    config: Config, model: ServedModel, run_dir: RunDirectory, observer: Display, early: EarlySignals
 ) -> ExitCode:
     return await Supervisor(config, model, run_dir, observer).run(early)
 
@@ -112,11 +121,12 @@ class EarlySignals:
 class Supervisor:
     """A service, its HTTP endpoint and its admin socket.  Create it in a running loop."""
 
-    def __init__(self, config: Config, model: ServedModel, run_dir: RunDirectory, observer: Observer) -> None:
+    def __init__(self, config: Config, model: ServedModel, run_dir: RunDirectory, observer: Display) -> None:
         self.config, self.model, self.run_dir = config, model, run_dir
         self.url = ""
         self._tokenizer = Tokenizer.from_gguf(model.spec.files.metadata if model.spec.files is not None else {})
         self._ports = self._make_ports()
+        self._display = observer
         self._progress = KeptProgress(observer)
         self.service = Service(config, model, run_dir.path, self._progress, self._on_engine)
         self._app = create_app(self._ports)
@@ -147,6 +157,7 @@ class Supervisor:
             if self._ports.preprocessor is not None:
                 self._ports.preprocessor.start(self._ports)
             collector.quieten()
+            self._display.listening(self.url)
             log.info("listening", url=self.url, name=self.run_dir.name, pid=os.getpid())
             started = asyncio.ensure_future(self.service.start())
             asked = asyncio.ensure_future(self._stop_asked.wait())
@@ -198,17 +209,21 @@ class Supervisor:
         except LucevisorError as error:
             log.warning("not restarted", group=group, reason=str(error))
 
-    async def follow_log(self, group: str | None, *, follow: bool) -> AsyncIterator[str]:
-        """Yield the lines of this run's log, oldest first; with ``follow`` also later ones."""
+    async def follow_log(self, query: LogQuery) -> AsyncIterator[str]:
+        """Yield the lines of this run's log that are wanted, oldest first; with ``follow`` also later ones."""
         reader = LogReader(self.run_dir.log / logs.FILE)
+        kept: deque[str] | None = None if query.last is None else deque(maxlen=query.last)
         try:
             while True:
                 lines = await reader.lines()
-                for line in lines:
-                    if group is None or f'"group": "{group}"' in line:
-                        yield line
+                found = [line for line in lines if wanted(line, query)]
+                if kept is not None:
+                    kept.extend(found)  # until all that is there has been read
+                    found, kept = ([], kept) if lines else (list(kept), None)
+                for line in found:
+                    yield line
                 if not lines:
-                    if not follow or self._stop_asked.is_set():
+                    if not query.follow or self._stop_asked.is_set():
                         return
                     await asyncio.sleep(0.2)
         finally:

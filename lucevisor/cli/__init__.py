@@ -20,7 +20,7 @@ COMMANDS = {
     "status": ("lucevisor.cli.operate", "Show groups, layers, memory, speed."),
     "top": ("lucevisor.cli.top", "Watch speed, load, memory and requests."),
     "restart": ("lucevisor.cli.operate", "Restart the daemon of a group."),
-    "logs": ("lucevisor.cli.operate", "Print the log of a running supervisor."),
+    "logs": ("lucevisor.cli.logs", "Print the log of a running supervisor."),
     "plan": ("lucevisor.cli.plan", "Show where layers, weights and state would go, without loading."),
     "doctor": ("lucevisor.cli.doctor", "Check each group's interpreter, devices, memory and numbers."),
     "logits": ("lucevisor.cli.logits", "Run token ids through the pipeline and save logits and hidden states."),

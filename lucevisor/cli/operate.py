@@ -1,4 +1,4 @@
-"""Commands that control a running supervisor: stop, status, restart, logs."""
+"""Commands that control a running supervisor: stop, status, restart."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ import sys
 import time
 from pathlib import Path
 from typing import Any
-from urllib.parse import quote
 
 import click
 
-from lucevisor.app.rundir import Running, find, is_locked
+from lucevisor.app.rundir import find, is_locked
 from lucevisor.cli.admin_client import AdminClient
 from lucevisor.cli.options import Seconds, target_options
+from lucevisor.cli.watch import call_and_watch
 from lucevisor.errors import ExitCode, LucevisorError, NotRunningError
 
 PIPED_COLUMNS = 80
@@ -73,7 +73,7 @@ def restart(group: str | None, rolling: bool, now: bool, name: str | None, socke
     before = AdminClient(target.socket).call("GET", "/status")["engine"]
     began = time.monotonic()
     order: dict[str, Any] = {"groups": [] if rolling else [group], "now": now}
-    answer = AdminClient(target.socket).call("POST", "/restart", order, timeout_s=3600.0)
+    answer = call_and_watch(AdminClient(target.socket), "restart", "/restart", order, timeout_s=3600.0)
     done = [g for g in answer["groups"] if rolling or g["name"] == group]
     for one in done:
         click.echo(f"group {one['name']} is {one['state']}, pid {one['pid']}, restarts {one['restarts']}")
@@ -91,19 +91,3 @@ def _recovered(before: dict[str, Any], now: dict[str, Any]) -> str:
         return f"no request was running; new ones waited {paused_s:.1f} s"
     done = f"{rebuilt} tokens rebuilt by the restarted groups alone, {recomputed} computed again by all"
     return f"requests paused {paused_s:.1f} s in all; sequences that went on: {sequences}; {done}"
-
-
-@click.command()
-@click.argument("group", required=False)
-@click.option("-f", "--follow", is_flag=True, help="Keep printing new lines.")
-@target_options
-def logs(group: str | None, follow: bool, name: str | None, socket: Path | None) -> int:
-    """Print the log, or only that of GROUP."""
-    target: Running = find(name, socket)
-    query = f"?follow={int(follow)}" + (f"&group={quote(group, safe='')}" if group else "")
-    try:
-        for line in AdminClient(target.socket).lines(f"/logs{query}"):
-            click.echo(line, nl=False)
-    except KeyboardInterrupt:
-        pass
-    return ExitCode.DONE

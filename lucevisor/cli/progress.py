@@ -1,80 +1,34 @@
-"""Progress of a start: one bar per shard on a terminal, plain lines elsewhere."""
+"""The live view of a start in the foreground: groups, load progress, what is waited for; then the address.
+
+On a terminal it is drawn in place, and again whenever a daemon is replaced; elsewhere its news are log records.
+"""
 
 from __future__ import annotations
 
 import sys
+import time
 from types import TracebackType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+import structlog
 
 from lucevisor.app import logs
+from lucevisor.app.progress import KeptProgress
 from lucevisor.config import Config
 from lucevisor.supervision.states import State
 
 if TYPE_CHECKING:
-    from rich.progress import Progress as Bars
-    from rich.progress import TaskID
+    from rich.console import Console, RenderableType
+    from rich.live import Live
 
     from lucevisor.deployment.service import Service
     from lucevisor.protocol.messages import Progress
 
+_COMING = frozenset({State.STARTING, State.LOADING, State.BACKOFF})
+_ENDING = frozenset({State.STOPPING, State.STOPPED, State.FAILED})
+_QUARTERS = 4
 
-class StartDisplay:
-    """An observer of the service: shows loading, then the address, then gets out of the way."""
-
-    def __init__(self, config: Config) -> None:
-        self._config = config
-        self._bars: Bars | None = None
-        self._tasks: dict[tuple[str, int, int], TaskID] = {}
-        self._tenths: dict[tuple[str, int, int], int] = {}
-        self._announced = False
-
-    def __enter__(self) -> StartDisplay:
-        if sys.stderr.isatty():
-            from rich.console import Console
-            from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
-
-            columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
-            self._bars = Progress(*columns, console=Console(stderr=True), transient=True)
-            self._bars.start()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._end_bars()
-
-    def state(self, group: str, state: State, reason: str) -> None:
-        """Called when a group changes its state, which is also logged."""
-
-    def progress(self, group: str, progress: Progress) -> None:
-        """Called when a shard has loaded more bytes."""
-        key = (group, progress.stage, progress.device)
-        title = f"{group}:{progress.device} {progress.phase}"
-        if self._bars is not None:
-            task = self._tasks.get(key)
-            if task is None:
-                task = self._tasks[key] = self._bars.add_task(title, total=progress.total_bytes)
-            self._bars.update(task, completed=progress.done_bytes, total=progress.total_bytes, description=title)
-            return
-        tenths = 10 * progress.done_bytes // max(1, progress.total_bytes)
-        if tenths > self._tenths.get(key, -1):
-            self._tenths[key] = tenths
-            logs.print_line(f"loading {title} {10 * tenths}% of {progress.total_bytes} bytes")
-
-    def ready(self, service: Service) -> None:
-        """Called when the endpoint is ready."""
-        self._end_bars()
-        self._tasks.clear()
-        self._tenths.clear()
-        if not self._announced and service.placement is not None:
-            self._announced = True
-            devices = ", ".join(f"{d.device} layers {d.layers}" for d in service.placement.devices)
-            logs.print_line(f"ready: {service.model.name} ({service.model.spec.quant}) over {devices}")
-
-    def _end_bars(self) -> None:
-        if self._bars is not None:
-            self._bars.stop()
-            self._bars = None
+log = structlog.get_logger("lucevisor")
 
 
 class SilentDisplay:
@@ -88,3 +42,124 @@ class SilentDisplay:
 
     def ready(self, service: Service) -> None:
         """Do nothing."""
+
+    def listening(self, url: str) -> None:
+        """Do nothing."""
+
+
+class StartDisplay:
+    """An observer of the service and of its address.  ``with`` it, the live view is on."""
+
+    def __init__(self, config: Config) -> None:
+        self._config = config
+        self._kept = KeptProgress(SilentDisplay())
+        self._states = dict.fromkeys(config.groups, (State.STOPPED, ""))
+        self._quarters: dict[tuple[str, int, int], int] = {}
+        self._url = ""
+        self._announced = self._away = False
+        self._began = time.monotonic()
+        self._console: Console | None = None  # one for all views: the log writes through it
+        self._live: Live | None = None
+
+    def __enter__(self) -> StartDisplay:
+        if sys.stderr.isatty():
+            from rich.console import Console
+
+            self._console = Console(stderr=True)
+            self._begin()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._end()
+        self._console = None
+
+    def listening(self, url: str) -> None:
+        """Called when the endpoint has its address, long before it is ready."""
+        self._url = url
+
+    def state(self, group: str, state: State, reason: str) -> None:
+        """Called when a group changes its state, which is also logged."""
+        self._kept.state(group, state, reason)
+        self._states[group] = state, reason
+        if state in _ENDING:
+            self._end()
+        elif state in _COMING and self._announced:
+            if not self._away:
+                self._away = True
+                self._began = time.monotonic()
+            self._begin()
+
+    def progress(self, group: str, progress: Progress) -> None:
+        """Called when a shard has loaded more bytes."""
+        self._kept.progress(group, progress)
+        if self._console is not None or not progress.total_bytes:
+            return
+        key = (group, progress.stage, progress.device)
+        quarters = _QUARTERS * progress.done_bytes // progress.total_bytes
+        if quarters > self._quarters.get(key, 0):
+            self._quarters[key] = quarters
+            percent = 100 * quarters // _QUARTERS
+            device = f"{group}:{progress.device}"
+            log.info("loading", group=group, device=device, phase=progress.phase, percent=percent,
+                     bytes=progress.total_bytes)  # fmt: skip
+
+    def ready(self, service: Service) -> None:
+        """Called whenever requests are served, again and again."""
+        self._end()
+        self._quarters.clear()
+        seconds = time.monotonic() - self._began
+        if self._announced and self._away:
+            self._say(f"ready again after {seconds:.1f} s")
+        elif not self._announced and service.placement is not None:
+            self._announced = True
+            devices = ", ".join(f"{d.device} layers {d.layers}" for d in service.placement.devices)
+            if self._console is None:
+                log.info("ready", model=service.model.name, url=self._url, devices=devices, seconds=round(seconds, 3))
+            self._say(f"ready after {seconds:.1f} s: {service.model.name} ({service.model.spec.quant}) over {devices}")
+            for line in first_request(self._url, keys=bool(self._config.server.api_keys_file)):
+                self._say(line)
+        self._away = False
+
+    def _say(self, line: str) -> None:
+        if self._console is not None:
+            logs.print_line(line)
+
+    def _begin(self) -> None:
+        if self._console is not None and self._live is None:
+            from rich.live import Live
+
+            self._live = Live(get_renderable=self._view, console=self._console, transient=True, redirect_stdout=False)
+            self._live.start()
+
+    def _end(self) -> None:
+        live, self._live = self._live, None
+        if live is not None:
+            live.stop()
+
+    def _view(self) -> RenderableType:
+        """Return what is to be drawn; called by the view's own thread."""
+        from lucevisor.cli.status_view import wait_view
+
+        groups: list[dict[str, Any]] = [
+            {
+                "name": name,
+                "state": state.value,
+                "reason": reason,
+                "state_s": self._kept.state_s(name),
+                "loading": self._kept.loading(name),
+            }
+            for name, (state, reason) in list(self._states.items())
+            if state is not State.STOPPED  # not asked to start yet
+        ]
+        return wait_view("restart" if self._announced else "start", groups, time.monotonic() - self._began)
+
+
+def first_request(url: str, *, keys: bool) -> list[str]:
+    """Return the address, and a curl command in lines that fit 80 columns."""
+    lines = [f"open {url} in a browser, or ask:", f"curl {url}/v1/chat/completions \\"]
+    if keys:
+        lines.append("  -H 'authorization: Bearer KEY' \\")
+    content = '{"messages": [{"role": "user", "content": "What does os.path.join do?"}]}'
+    return [*lines, "  -H 'content-type: application/json' \\", f"  -d '{content}'"]

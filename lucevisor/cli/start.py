@@ -6,6 +6,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import click
 
@@ -13,6 +14,7 @@ from lucevisor.app.rundir import check_name, is_locked, runtime_root
 from lucevisor.cli.admin_client import AdminClient
 from lucevisor.cli.options import Seconds, config_argument
 from lucevisor.cli.progress import SilentDisplay, StartDisplay
+from lucevisor.cli.watch import Watch
 from lucevisor.config import load
 from lucevisor.errors import ExitCode, LucevisorError, NotReadyError, NotRunningError
 
@@ -58,14 +60,25 @@ def _in_background(config: Path, overrides: tuple[str, ...], name: str, timeout_
     process = subprocess.Popen(
         command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, start_new_session=True
     )
+    with Watch("start") as watch:
+        status = _until_ready(process, AdminClient(directory / "admin.sock"), name, timeout_s, watch)
+    if status is None:
+        return ExitCode.USAGE
+    click.echo(f"{name} is ready at {status['url']} (pid {status['pid']})")
+    return ExitCode.DONE
+
+
+def _until_ready(
+    process: subprocess.Popen[bytes], client: AdminClient, name: str, timeout_s: float, watch: Watch
+) -> dict[str, Any] | None:
+    """Return the status of a supervisor that is ready, None if it refused its configuration."""
     deadline = time.monotonic() + timeout_s
-    client = AdminClient(directory / "admin.sock")
     while time.monotonic() < deadline:
         if process.poll() is not None:
             said = process.stderr.read().decode(errors="replace") if process.stderr is not None else ""
             if process.returncode == ExitCode.USAGE:  # it says what is wrong with the configuration: nothing to add
                 click.echo(said, err=True, nl=False)
-                return ExitCode.USAGE
+                return None
             raise LucevisorError(
                 f"the supervisor ended with code {process.returncode} before it was ready:\n{said[-4000:]}"
             )
@@ -75,8 +88,8 @@ def _in_background(config: Path, overrides: tuple[str, ...], name: str, timeout_
             time.sleep(0.1)
             continue
         if status["state"] == "ready":
-            click.echo(f"{name} is ready at {status['url']} (pid {status['pid']})")
-            return ExitCode.DONE
+            return status
+        watch.show(status)
         if status["state"] == "failed":
             raise LucevisorError(
                 f"{name} failed to start: {status['reason']}; it still runs: `lucevisor stop --name {name}`"

@@ -5,7 +5,7 @@ Knows the fields of the status, no socket.  Invariant: names and reasons are tex
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from rich import box
@@ -75,20 +75,33 @@ def shard_table(status: Status) -> Table:
 
 def problem_lines(status: Status) -> Iterator[Text]:
     """Yield what keeps the endpoint from serving, group by group, and how loading goes."""
-    for group in status["groups"]:
-        if group["state"] == "ready":
-            continue
-        age, why = format_seconds(group["state_s"]), f": {group['reason']}" if group["reason"] else ""
-        yield Text.assemble(f"group {group['name']} is ", styled_state(group["state"]), f" for {age}{why}")
-        if (loading := group["loading"]) is not None:
-            done, total = loading["done_bytes"], loading["total_bytes"]
-            share = done / total if total else 0.0
-            sizes = f" {loading['phase']} {format_bytes(done)} of {format_bytes(total)}"
-            yield Text.assemble("  ", bar((share, "cyan"), width=30), sizes)
+    yield from group_lines(status["groups"])
     if status["reason"] and all(group["state"] == "ready" for group in status["groups"]):
         yield Text(status["reason"], CHANGING)
     if status["ready_in_s"] is not None:
         yield Text(f"likely to serve in {format_seconds(status['ready_in_s'])}")
+
+
+def group_lines(groups: Sequence[Status]) -> Iterator[Text]:
+    """Yield a line for each group that is not ready, and a bar below it once something of it is loaded."""
+    for group in groups:
+        if group["state"] == "ready":
+            continue
+        age, why = format_seconds(group["state_s"]), f": {group['reason']}" if group["reason"] else ""
+        yield Text.assemble(f"group {group['name']} is ", styled_state(group["state"]), f" for {age}{why}")
+        loading = group["loading"]
+        if loading is not None and loading["done_bytes"] and loading["total_bytes"]:
+            done, total = loading["done_bytes"], loading["total_bytes"]
+            sizes = f" {loading['phase']} {format_bytes(done)} of {format_bytes(total)}"
+            yield Text.assemble("  ", bar((done / total, "cyan"), width=30), sizes)
+
+
+def wait_view(what: str, groups: Sequence[Status], elapsed_s: float) -> RenderableType:
+    """Return the live view of a start or restart: groups that are not ready, the time passed, what is waited for."""
+    away = [group for group in groups if group["state"] != "ready"]
+    waiting = ", ".join(f"group {group['name']}" for group in away) or "the pipeline"
+    last = Text.assemble((f"{what}: {elapsed_s:.1f} s", "bold"), f", waiting for {waiting}")
+    return Group(*group_lines(groups), last)
 
 
 def page_line(spaces: dict[str, dict[str, int]]) -> str:

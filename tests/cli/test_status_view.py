@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+import json
 from collections import deque
 
 import pytest
@@ -11,7 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
-from lucevisor.cli.status_view import bar, status_view
+from lucevisor.cli.progress import first_request
+from lucevisor.cli.status_view import bar, status_view, wait_view
 from lucevisor.cli.top import screen, stage_loads
 
 STAGE = {"steps": 1000, "compute_s": 2.0, "wait_s": 1.0}
@@ -123,3 +125,20 @@ def test_loads_are_of_the_time_between_two_answers():
 @given(st.lists(st.floats(-1, 3), max_size=4), st.integers(1, 200))
 def test_a_bar_is_as_wide_as_it_should_be(shares, width):
     assert len(bar(*((share, "red") for share in shares), width=width).plain) == width
+
+
+def test_the_live_view_says_what_is_waited_for_and_has_no_empty_bars():
+    loading = {"phase": "read", "done_bytes": 0, "total_bytes": 4 << 30}
+    away = group("right", 1, 32, 64, state="loading", reason="hello", loading=loading)
+    text = printed(wait_view("start", [group("left", 0, 0, 32), away], 3.25))
+    assert text.splitlines() == ["group right is loading for 5.00 s: hello", "start: 3.2 s, waiting for group right"]
+    loading["done_bytes"] = 2 << 30
+    assert "━" * 15 + "─" * 15 + " read 2.00 GiB of 4.00 GiB" in printed(wait_view("start", [away], 3.25))
+    assert printed(wait_view("start", [], 0.0)) == "start: 0.0 s, waiting for the pipeline\n"
+
+
+@pytest.mark.parametrize("url", ["http://127.0.0.1:8080", "http://[fe80::1]:65535"])
+def test_the_curl_lines_fit_80_columns(url):
+    lines = first_request(url, keys=True)
+    assert max(map(len, lines)) <= 80
+    assert json.loads(lines[-1].removeprefix("  -d '").removesuffix("'"))["messages"]

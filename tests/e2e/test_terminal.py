@@ -1,0 +1,78 @@
+"""The commands in a terminal of 80 columns: the live view of a start and a restart, the log."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import pty
+import re
+import select
+import signal
+import struct
+import sys
+import termios
+import time
+
+import pytest
+
+from tests.e2e.process import DEMO, Cli
+
+pytestmark = pytest.mark.slow
+
+NEXT = re.compile(r"[\r\n]+|\x1b\[\d*[A-HJK]")  # what moves the cursor elsewhere
+CONTROL = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
+
+
+def in_terminal(cli: Cli, *arguments: str, interrupt_after: str = "", seconds: float = 60.0) -> tuple[int, list[str]]:
+    """Run a command in a terminal; return its exit code and all lines it ever drew, without control codes.
+
+    ``interrupt_after``: what must appear before it gets SIGINT.
+    """
+    pid, terminal = pty.fork()
+    if pid == 0:
+        env = {k: v for k, v in cli.env.items() if k != "NO_COLOR"} | {"TERM": "xterm-256color"}
+        os.execve(sys.executable, [sys.executable, "-m", "lucevisor", *arguments], env)
+    fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", 40, 80, 0, 0))
+    drawn, deadline, interrupted = b"", time.monotonic() + seconds, not interrupt_after
+    while time.monotonic() < deadline:
+        if select.select([terminal], [], [], 0.1)[0]:
+            try:
+                data = os.read(terminal, 1 << 16)
+            except OSError:  # the other end is closed
+                break
+            drawn += data
+        if not interrupted and interrupt_after.encode() in drawn:
+            interrupted = True
+            os.kill(pid, signal.SIGINT)
+    else:
+        os.kill(pid, signal.SIGKILL)
+    os.close(terminal)
+    code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    return code, [CONTROL.sub("", line) for line in NEXT.split(drawn.decode())]
+
+
+def test_a_start_in_the_foreground_ends_with_the_address_and_a_request_to_copy(user_cli: Cli) -> None:
+    code, lines = in_terminal(
+        user_cli, "start", str(DEMO), "--name", "t", "--set", "server.port=0", interrupt_after="  -d '"
+    )
+    text = "\n".join(lines)
+    assert code == 0, text
+    assert re.search(r"^group (left|right) is starting for .*start asked$", text, re.MULTILINE)
+    assert re.search(r"^start: \d+\.\d s, waiting for group left, group right$", text, re.MULTILINE)
+    assert re.search(r"^curl http://127\.0\.0\.1:\d+/v1/chat/completions \\$", text, re.MULTILINE)
+    assert not re.search(r"^\s*─{30} ", text, re.MULTILINE)  # no empty bars
+    assert [line for line in lines if len(line) > 80] == []
+
+
+def test_a_start_a_restart_and_the_log_of_a_supervisor_in_the_background(user_cli: Cli) -> None:
+    code, lines = in_terminal(user_cli, "start", str(DEMO), "--name", "t", "--daemon", "--set", "server.port=0")
+    assert code == 0
+    assert any(line.startswith("start: ") for line in lines)
+    assert any("t is ready at http://" in line for line in lines)
+    code, lines = in_terminal(user_cli, "restart", "right")
+    assert code == 0
+    assert any(re.fullmatch(r"restart: \d+\.\d s, waiting for group right", line) for line in lines)
+    code, lines = in_terminal(user_cli, "logs", "-n", "5")
+    assert code == 0
+    assert len([line for line in lines if re.match(r"\d\d:\d\d:\d\d\.\d{3} \[", line)]) == 5
+    user_cli.stop()
