@@ -1,0 +1,66 @@
+"""litellm: the same server by OpenAI's and by Anthropic's API."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import litellm
+from pydantic import BaseModel
+from scenario import LOOK_UP, MODEL, QUESTION, URL, run
+
+
+class Answer(BaseModel):
+    module: Literal["os", "os.path", "re"]
+    level: Literal[1, 2, 3]
+
+
+OPENAI = {"model": f"openai/{MODEL}", "api_base": f"{URL}/v1", "api_key": "none", "temperature": 0}
+ANTHROPIC = {"model": f"anthropic/{MODEL}", "api_base": URL, "api_key": "none", "temperature": 0}
+ASK = [{"role": "user", "content": QUESTION}]
+TOOL = {
+    "type": "function",
+    "function": {
+        "name": "get_doc",
+        "description": "Get the documentation of a Python object.",
+        "parameters": {"type": "object", "properties": {"name": {"type": "string"}}, "required": ["name"]},
+    },
+}
+
+
+def chat(**where: Any) -> None:
+    assert litellm.completion(messages=ASK, max_tokens=40, **where).choices[0].message.content
+
+
+def stream(**where: Any) -> None:
+    parts = litellm.completion(messages=ASK, max_tokens=40, stream=True, **where)
+    assert "".join(part.choices[0].delta.content or "" for part in parts)
+
+
+def tools(**where: Any) -> None:
+    looked_up = [{"role": "user", "content": LOOK_UP}]
+    answer = litellm.completion(messages=looked_up, max_tokens=200, tools=[TOOL], tool_choice="required", **where)
+    assert answer.choices[0].message.tool_calls
+
+
+def schema(**where: Any) -> None:
+    answer = litellm.completion(messages=ASK, max_tokens=200, response_format=Answer, **where)
+    Answer.model_validate_json(answer.choices[0].message.content)
+
+
+def responses() -> None:
+    assert litellm.responses(input=QUESTION, max_output_tokens=40, **OPENAI).output
+
+
+run(
+    {
+        "openai: chat": lambda: chat(**OPENAI),
+        "openai: streamed": lambda: stream(**OPENAI),
+        "openai: tool required": lambda: tools(**OPENAI),
+        "openai: response_format": lambda: schema(**OPENAI),
+        "openai: responses": responses,
+        "anthropic: chat": lambda: chat(**ANTHROPIC),
+        "anthropic: streamed": lambda: stream(**ANTHROPIC),
+        "anthropic: tool required": lambda: tools(**ANTHROPIC),
+        "anthropic: response_format": lambda: schema(**ANTHROPIC),
+    }
+)
