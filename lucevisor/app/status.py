@@ -181,6 +181,7 @@ def _recovery(now: RecoveryStatistics) -> dict[str, Any]:
         "pause_s": {reason: round(one.seconds, 3) for reason, one in now.pauses.items()},
         "longest_pause_s": round(now.longest_pause_s, 3),
         "sequences": now.n_sequences,
+        "rebuilding_tokens": {"done": now.rebuilding[0], "of": now.rebuilding[1]},
         "rebuilt_tokens": now.n_rebuilt,
         "recomputed_tokens": now.n_tokens,
     }

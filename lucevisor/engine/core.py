@@ -60,6 +60,7 @@ class Engine(PrefixAccess):
         self._stages = StageRecovery(self._scheduler, journal)
         self._paused = False
         self.recovery = Recovery(settings.hold_s)
+        self.recovery.progress = lambda: self._stages.progress
         self._unavailable = "the model is being loaded"
         self._refusal = ""  # set for good by drain and close
         self._handles: dict[str, RequestHandle] = {}

@@ -9,7 +9,7 @@ request that was running at MAX_LOSSES losses in a row, without a token in betwe
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Final, Literal
 
@@ -37,7 +37,8 @@ class RecoveryStatistics:
 
     A pause lasts from a loss, or the last step before a restart, until steps are planned again.  ``n_sequences``:
     requests that were running then and went on, once for each pause.  ``n_tokens``: their tokens that all stages
-    computed again; ``n_rebuilt``: lost stages alone.
+    computed again; ``n_rebuilt``: lost stages alone.  ``rebuilding``: tokens done in the present rebuild, and of how
+    many.
     """
 
     held: int = 0
@@ -47,6 +48,7 @@ class RecoveryStatistics:
     n_sequences: int = 0
     n_tokens: int = 0
     n_rebuilt: int = 0
+    rebuilding: tuple[int, int] = (0, 0)
 
 
 class Recovery:
@@ -56,6 +58,7 @@ class Recovery:
         self.hold_s = hold_s
         self.changed = asyncio.Event()  # set when a hold begins or ends
         self.since: float | None = None  # the present hold's begin
+        self.progress: Callable[[], tuple[int, int]] = lambda: (0, 0)  # tokens of the present rebuild: done, and of
         self._reason: PauseReason = "loss"
         self._n_losses = 0
         self._totals = RecoveryStatistics()
@@ -111,4 +114,4 @@ class Recovery:
         """Return the counts as of now; ``n_unfinished``: requests that run or wait."""
         if self.since is None:
             return self._totals
-        return replace(self._totals, held=n_unfinished, held_s=now - self.since)
+        return replace(self._totals, held=n_unfinished, held_s=now - self.since, rebuilding=self.progress())

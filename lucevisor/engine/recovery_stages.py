@@ -54,6 +54,11 @@ class StageRecovery:
         """Whether stages are lost."""
         return self._pipeline is not None
 
+    @property
+    def progress(self) -> tuple[int, int]:
+        """Tokens that lost stages have computed again, and of how many."""
+        return (self.n_done, self.n_tokens) if self._to_send else (0, 0)
+
     def attach(self, pipeline: Pipeline, proceed: Callable[[], None]) -> None:
         """File the rows of a new pipeline; call ``proceed`` whenever ``advance`` may do more."""
         if self._journal is None:

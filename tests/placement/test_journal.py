@@ -1,0 +1,38 @@
+"""The journal's memory in a plan: what can be filled, within its limit."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+from lucevisor.model.spec import ModelSpec
+from lucevisor.model.values import PAGE_TOKENS
+from lucevisor.placement.explain import as_json, text
+from lucevisor.placement.result import Placement
+from tests.placement.made import configure, placed
+
+
+def planned(spec: ModelSpec, folder: Path, devices: list[str], **recovery: float) -> Placement:
+    config = configure(folder, devices)
+    return placed(spec, replace(config, recovery=replace(config.recovery, **recovery)))  # type: ignore[arg-type]
+
+
+def test_it_takes_no_more_than_all_pages_at_all_boundaries(demo: ModelSpec, tmp_path: Path) -> None:
+    found = planned(demo, tmp_path, ["left:0", "right:0"])
+    row_bytes = found.arenas[0].region_bytes // found.max_step_tokens
+    assert found.journal_bytes == found.pools.full_pages * PAGE_TOKENS * row_bytes
+    assert "the journal up to" in text(found)
+    assert as_json(found)["journal_bytes"] == found.journal_bytes
+
+
+def test_its_limit_is_kept_in_whole_pages(demo: ModelSpec, tmp_path: Path) -> None:
+    all_bytes = planned(demo, tmp_path, ["left:0", "right:0"]).journal_bytes
+    found = planned(demo, tmp_path, ["left:0", "right:0"], journal=all_bytes - 1)
+    assert all_bytes - 64 * 4 * 8192 < found.journal_bytes < all_bytes
+
+
+def test_without_a_boundary_or_a_hold_there_is_none(demo: ModelSpec, tmp_path: Path) -> None:
+    alone = planned(demo, tmp_path, ["left:0"])
+    assert alone.journal_bytes == planned(demo, tmp_path, ["left:0", "right:0"], hold_s=0.0).journal_bytes == 0
+    assert planned(demo, tmp_path, ["left:0", "right:0"], journal=0).journal_bytes == 0
+    assert "journal" not in text(alone)
