@@ -126,6 +126,7 @@ class Supervisor:
         self.url = ""
         self._tokenizer = Tokenizer.from_gguf(model.spec.files.metadata if model.spec.files is not None else {})
         self._ports = self._make_ports()
+        self._ports.grammars.prepare()
         self._display = observer
         self._progress = KeptProgress(observer)
         self.service = Service(config, model, run_dir.path, self._progress, self._on_engine)

@@ -83,7 +83,7 @@ def make_masks(step_id: int, jobs: Sequence[MaskJob]) -> MadeMasks:
     for job in jobs:
         try:
             payload.append(job.constraint.masks(job.start, job.tokens, job.drafts))
-        except Exception as error:  # whatever a grammar does, the output stage waits for masks
+        except BaseException as error:  # a panic of compiled code, too: the output stage waits for masks
             failures.append((job.request_id, str(error)))
             payload.append(bytearray(b"\xff") * (row_bytes * (1 + len(job.drafts))))
     return MadeMasks(Masks(step_id, n_rows, row_bytes), payload, failures)

@@ -49,14 +49,19 @@ class ReasoningBudget:
         self._state = _State(inside, n_tokens)
         self._lock = threading.Lock()
         self.row_bytes = -(-tokenizer.n_vocab // 8)
-        self.n_tokens = 0
+        self._n_taken = 0
+
+    @property
+    def n_tokens(self) -> int:
+        """Tokens of the output taken so far, by what is inside, too: that may lag behind."""
+        return self._n_taken if self._inner is None else min(self._n_taken, self._inner.n_tokens)
 
     def masks(self, start: int, tokens: Sequence[int], drafts: Sequence[int]) -> bytearray:
         """Take the output's `tokens` from `start` on, but for those taken before; return the mask of what may follow,
         and one behind each draft, as `Matcher.masks` does.  Raises GrammarError.
         """
         with self._lock:
-            self._take(tokens[self.n_tokens - start :])
+            self._take(tokens[self._n_taken - start :])
             if self._inner is not None:
                 rows = self._inner.masks(start, tokens, drafts)
             else:
@@ -76,7 +81,7 @@ class ReasoningBudget:
         if not self._lock.acquire(blocking=False):
             return 0
         try:
-            self._take(tokens[self.n_tokens - start :])
+            self._take(tokens[self._n_taken - start :])
             n_drafts = len(drafts) if self._inner is None else self._inner.n_valid(start, tokens, drafts)
             state = self._state
             for index in range(n_drafts):
@@ -90,7 +95,7 @@ class ReasoningBudget:
     def _take(self, tokens: Sequence[int]) -> None:
         for token in tokens:
             self._state = self._after(self._state, token)
-            self.n_tokens += 1
+            self._n_taken += 1
 
     def _forced(self, state: _State) -> int | None:
         """Return the only token that may follow, or None."""

@@ -139,6 +139,7 @@ CASES: dict[str, Callable[[], tuple[str, bytes, int, str | None]]] = {
         400,
         "invalid_grammar",
     ),
+    "an expression that explodes": lambda: (CHAT, chat(regex="((a{1000}){1000}){1000}"), 400, "invalid_grammar"),
     "biases for every token": lambda: (
         CHAT,
         chat(logit_bias={str(i): 1 for i in range(100_000)}),

@@ -26,7 +26,7 @@ ENGINE = '[engine]\ndtype = "float32"\nmax_sequences = 8\npages = 400\n'
 DRAFTER = DEMO.parent / "demo-qwen35-22m-dflash2-q8_0.gguf"
 MODELS = {"random": GOLDEN / "qwen35" / "model.gguf", "demo": DEMO}
 DRAFTS = {"random": '[draft]\nkind = "lookup"\nwidth = 3\n', "demo": f'[draft]\nkind = "dflash"\npath = "{DRAFTER}"\n'}
-MOST_TOKENS = 700
+MOST_TOKENS = 500
 END_BIAS = {"random": 3.0, "demo": 9.0}  # the demo would go on with digits for ever where a schema bounds no number
 FORMATS = jsonschema.FormatChecker(["date", "uuid", "ipv4", "email"])  # `time` of the library is not RFC 3339's
 
@@ -84,10 +84,14 @@ def check(model: str, wanted: list[Schema], directory: Path) -> None:
         return found
 
     plain, drafted = asyncio.run(both())
+    unfinished = []
     for schema, (tokens, end), (others, _) in zip(wanted, plain, drafted, strict=True):
-        assert end.reason == "stop", (schema, words.decode(tokens))
-        jsonschema.validate(json.loads(words.decode(tokens)), schema, format_checker=FORMATS)
         assert others == tokens, schema
+        if end.reason == "stop":
+            jsonschema.validate(json.loads(words.decode(tokens)), schema, format_checker=FORMATS)
+        else:
+            unfinished.append((schema, words.decode(tokens)))
+    assert not unfinished
 
 
 def test_a_random_model_gives_valid_answers_with_and_without_drafts(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import random
@@ -172,3 +173,23 @@ def test_names_and_values_cannot_break_out_of_the_grammar() -> None:
     for kind in ("json", "gemma"):
         text = written(matcher(kind, [evil], n_most=1), random.Random(3), True)
         assert text is None or 'x" | /.*/ "' in text or json.dumps('x" | /.*/ "')[1:-1] in text
+
+
+KEYWORDS = [
+    *("type", "properties", "required", "items", "enum", "const", "anyOf", "$ref", "$defs", "x", "pattern", "minimum"),
+    *("minLength", "maxLength", "minItems", "maxItems", "additionalProperties"),
+]
+TEXTS = ["string", "object", "array", "#", "#/$defs/x", "}/"]
+wild = st.recursive(
+    st.none() | st.booleans() | st.integers(-3, 5) | st.sampled_from(TEXTS),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(KEYWORDS), inner, max_size=4),
+    max_leaves=12,
+)
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.sampled_from(sorted(NAMES)), st.booleans(), st.dictionaries(st.sampled_from(KEYWORDS), wild, max_size=5))
+def test_whatever_is_sent_as_a_schema_compiles_or_is_refused(kind: str, strict: bool, schema: dict) -> None:
+    tools = [{"type": "function", "function": {"name": "f", "parameters": schema, "strict": strict}}]
+    with contextlib.suppress(GrammarError):
+        matcher(kind, tools, n_most=1)

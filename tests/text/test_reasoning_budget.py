@@ -6,6 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from lucevisor.text.grammar import matcher
+from lucevisor.text.grammar.matcher import GrammarCompiler
 from lucevisor.text.output_format import CHANNEL, THINK
 from lucevisor.text.reasoning_budget import ReasoningBudget
 from lucevisor.text.tokenizer import Tokenizer
@@ -107,3 +109,20 @@ def test_the_number_of_valid_drafts_is_that_of_the_masks(n, words, more):
     for index, draft in enumerate(drafts[: n_valid + 1]):
         only = allowed(rows, index, budget.row_bytes)
         assert (only in (None, draft)) == (index < n_valid)
+
+
+def test_a_grammar_inside_that_is_not_asked_about_drafts_misses_no_token(monkeypatch):
+    """Looking at drafts took it long once, so it says 0 and takes nothing; the masks bring it up to date."""
+    monkeypatch.setattr(matcher, "_SLOW_S", -1.0)
+    compiled = GrammarCompiler(TOKENIZER).compile('{"grammars": [{"lark_grammar": "start: /a+b/"}]}')
+    budget = ReasoningBudget(5, THINK, TOKENIZER, inside=False, inner=compiled.matcher())
+    a, b = TOKENIZER.encode("a")[0], TOKENIZER.encode("b")[0]
+    output = []
+    for _ in range(4):
+        start = budget.n_tokens
+        budget.n_valid(start, output[start:], [b])
+        start = budget.n_tokens
+        row = budget.masks(start, output[start:], [])
+        assert row[a // 8] >> (a % 8) & 1
+        output.append(a)
+    assert budget.n_tokens == 3

@@ -104,7 +104,7 @@ def _framed(outcome: int, record: bytes) -> tuple[bytes, bytes]:
 def _make_ports(setup: Setup) -> Ports:
     tokenizer = Tokenizer.from_gguf(setup.metadata)
     tokenizer.bound  # noqa: B018 - build it now, not while a request waits
-    return Ports(
+    ports = Ports(
         model=ModelCard(name=setup.model, created_s=0),
         tokenizer=tokenizer,
         template=ChatTemplate.from_gguf(setup.metadata),
@@ -113,6 +113,8 @@ def _make_ports(setup: Setup) -> Ports:
         settings=replace(ApiSettings(), normalise=setup.normalise),
         banned=setup.banned,
     )
+    ports.grammars.prepare()
+    return ports
 
 
 def _limit_memory(more_bytes: int) -> None:

@@ -13,7 +13,7 @@ from typing import Any, Final
 
 from lucevisor.text.grammar.gemma_values import gemma_value
 from lucevisor.text.grammar.matcher import GrammarError
-from lucevisor.text.grammar.rules import Rules
+from lucevisor.text.grammar.rules import Rules, repeated
 from lucevisor.text.tools import ToolFormat, Tools
 from lucevisor.text.tools.argument_pairs import ArgumentPairs
 from lucevisor.text.tools.call import schema_types
@@ -63,8 +63,14 @@ def calls_in_text(rules: Rules, tool_format: ToolFormat, offered: Sequence[Funct
 
 def _rest_of_call(rules: Rules, tool_format: ToolFormat, offered: Sequence[Function]) -> str:
     """A call behind its opening tag."""
-    write = _WRITERS[type(tool_format)]
-    return rules.add(" | ".join(f"({write(rules, one)} {rules.text(tool_format.close)})" for one in offered))
+    write, calls = _WRITERS[type(tool_format)], list[str]()
+    for one in offered:
+        try:
+            calls.append(f"({write(rules, one)} {rules.text(tool_format.close)})")
+        except (TypeError, ValueError, LookupError, AttributeError, RecursionError) as error:
+            told = f"{type(error).__name__}: {error}"
+            raise GrammarError(f"parameters of {one.name}: they are no JSON schema ({told})") from None
+    return rules.add(" | ".join(calls))
 
 
 def _json_object(rules: Rules, function: Function) -> str:
@@ -142,8 +148,7 @@ def _bare_value(rules: Rules, schema: _Schema, end: str, *, lenient: bool) -> st
     if "string" in kinds and isinstance(choices, list) and all(isinstance(choice, str) for choice in choices):
         return f"({rules.one_of(choices)}) {rules.text(end)}"
     if kinds == {"string"} and ("minLength" in schema or "maxLength" in schema):
-        least, most = int(schema.get("minLength", 0)), schema.get("maxLength", "")
-        return f"/[^<]{{{least},{most}}}/ {rules.text(end)}"
+        return f"/[^<]{repeated(schema, 'minLength', 'maxLength')}/ {rules.text(end)}"
     if "string" in kinds:
         if not lenient and "pattern" in schema:
             raise GrammarError("this model's call format cannot enforce a pattern")

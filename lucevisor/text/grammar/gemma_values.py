@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 from lucevisor.text.grammar.matcher import GrammarError
-from lucevisor.text.grammar.rules import ANYTHING, Rules
+from lucevisor.text.grammar.rules import ANYTHING, Rules, repeated
 
 _Schema = Mapping[str, Any]
 _QUOTE: Final = '<|"|>'
@@ -62,9 +62,7 @@ class _ValueWriter:
         if kind == "array":
             return self._array(schema)
         if kind == "string":
-            bounds = "{%s,%s}" % (schema.get("minLength", 0), schema.get("maxLength", ""))  # noqa: UP031 - braces
-            text = "*" if bounds == "{0,}" else bounds
-            return self._string(f"/(.|\\n){text}/")
+            return self._string(f"/(.|\\n){repeated(schema, 'minLength', 'maxLength')}/")
         kept = {key: value for key, value in schema.items() if key not in ("anyOf", "oneOf", "properties", "items")}
         return self._rules.json({**kept, "type": kind}, lenient=not self._strict)
 
@@ -87,11 +85,12 @@ class _ValueWriter:
 
     def _array(self, schema: _Schema) -> str:
         item = self._rules.add(self.value(schema.get("items", True)))
-        least, most = int(schema.get("minItems", 0)), schema.get("maxItems")
+        repeated(schema, "minItems", "maxItems")  # they are numbers
+        least, most = schema.get("minItems", 0), schema.get("maxItems")
         if most == 0:
             return '"[" "]"'
-        more = f'("," {item}){{{max(0, least - 1)},{"" if most is None else int(most) - 1}}}'
-        return f'"[" ({item} {more}){"?" if least == 0 else ""} "]"'
+        bounds = f"{{{max(0, least - 1)},{'' if most is None else most - 1}}}"
+        return f'"[" ({item} ("," {item}){bounds}){"?" if least == 0 else ""} "]"'
 
     def _constant(self, value: object) -> str:
         if isinstance(value, str):

@@ -53,7 +53,7 @@ class Matcher:
         the answer, allow everything.  Raises GrammarError.
         """
         with self._lock:
-            self._take(tokens[self.n_tokens - start :])
+            self._take(start, tokens)
             rows = bytearray([_ALL]) * (self.row_bytes * (1 + len(drafts)))
             n_taken = 0
             for index in range(1 + len(drafts)):
@@ -77,7 +77,7 @@ class Matcher:
             return 0
         started = time.perf_counter()
         try:
-            self._take(tokens[self.n_tokens - start :])
+            self._take(start, tokens)
             return self._matcher.validate_tokens(list(drafts))
         except GrammarError:
             return 0  # the next masks say why
@@ -85,8 +85,10 @@ class Matcher:
             self._lock.release()
             self._slow = time.perf_counter() - started > _SLOW_S
 
-    def _take(self, tokens: Sequence[int]) -> None:
-        for token in tokens:
+    def _take(self, start: int, tokens: Sequence[int]) -> None:
+        if start > self.n_tokens:
+            raise GrammarError(f"tokens {self.n_tokens} to {start} of the output are missing")
+        for token in tokens[self.n_tokens - start :]:
             if not self._matcher.consume_token(token):
                 raise GrammarError(self._matcher.get_error() or f"token {token} does not follow")
             self.n_tokens += 1
@@ -132,11 +134,16 @@ class GrammarCompiler:
             verbose_errors=False,
         )
 
-    def compile(self, grammar: str) -> Grammar:
-        """Compile a grammar in llguidance's notation.  Raises GrammarError.
+    def prepare(self) -> None:
+        """Take in the vocabulary, which holds the interpreter lock: 1 s and 100 MB for 248,320 tokens, 10 ms for 8,192.
 
-        Runs without the interpreter lock; the first call also takes in the vocabulary.
+        Call it before anything is served; otherwise the first ``compile`` does this.
         """
+        if self._tokenizer.eos_ids and self._tokens is None:
+            self._tokens = _tokens(self._tokenizer)
+
+    def compile(self, grammar: str) -> Grammar:
+        """Compile a grammar in llguidance's notation, without the interpreter lock.  Raises GrammarError."""
         with self._lock:
             if grammar in self._kept:
                 self._kept.move_to_end(grammar)

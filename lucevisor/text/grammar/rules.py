@@ -12,6 +12,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from lucevisor.text.grammar.forms import json_schema
+from lucevisor.text.grammar.matcher import GrammarError
 from lucevisor.text.output_format import ReasoningTags
 from lucevisor.text.tokenizer import Tokenizer
 
@@ -102,6 +103,15 @@ class Rules:
     def _but(self, token: int) -> str:
         others = ",".join(str(i) for i in sorted({token, *self._tokenizer.eos_ids}))
         return self.add(f"<[^{others}]>*")
+
+
+def repeated(schema: Mapping[str, Any], least: str, most: str) -> str:
+    """The repetition between two bounds of a schema, by their keywords.  Raises GrammarError if one is no number."""
+    bounds = [schema.get(least, 0), schema.get(most, "")]
+    for name, bound in zip((least, most), bounds, strict=True):
+        if bound != "" and not (isinstance(bound, int) and bound >= 0):
+            raise GrammarError(f"{name} is not a number of 0 or more")
+    return f"{{{bounds[0]},{bounds[1]}}}"
 
 
 def _quoted(text: str) -> str:
