@@ -1,10 +1,10 @@
-"""GEMV and GEMM with packed weights: the selected kernels against plain torch, on one GPU.
+"""GEMV and GEMM with packed weights: the selected kernels against Triton's alone and plain torch, on one GPU.
 
     python bench/kernels.py [--device cuda:0] [--rounds 5] [--name NAME] [--save]
 
 Matrices of the 27B shape, random blocks, bfloat16 activations.  A CUDA graph of each product runs over as many copies
-of the matrix as do not fit a GPU's cache, so that neither launches nor caches count; kernel and plain torch take turns
-within a round.  `GB/s`: bytes of the packed matrix over the time; plain torch dequantises the matrix first.
+of the matrix as do not fit a GPU's cache, so that neither launches nor caches count; the three take turns within a
+round.  `GB/s`: bytes of the packed matrix over the time; plain torch dequantises the matrix first.
 --save writes bench/results/kernels-NAME.json.
 """
 
@@ -19,6 +19,7 @@ import torch
 
 from daemons.device import prepare
 from daemons.ops.linear import BlockLinear
+from daemons.ops.packed_linear import PackedLinear
 from daemons.ops.selection import KernelSelector
 from daemons.weights.packed import empty_packed, unpack
 from lucevisor.model.quant_types import BY_NAME
@@ -34,7 +35,7 @@ MATRICES = (
     ("down", "Q8_0", 5120, 17408),
     ("down", "Q4_0", 5120, 17408),
 )
-ROWS = (1, 8, 32, 512)
+ROWS = (1, 2, 8, 16, 32, 512)
 CACHE_BYTES = 300_000_000
 
 
@@ -79,6 +80,7 @@ def measure(options):
         n_bytes = n * k // kind.block_elements * kind.block_bytes
         copies = [random_packed(kind, n, k, options.device) for _ in range(max(2, CACHE_BYTES // n_bytes + 1))]
         kernels = [selector.packed_linear(packed, k) for packed in copies]
+        triton = [PackedLinear(packed, k) for packed in copies]
         plain = [BlockLinear(kind, unpack(packed, k), k) for packed in copies[:2]]
         for rows in ROWS:
             x = torch.randn(rows, k, device=options.device, dtype=torch.bfloat16)
@@ -86,15 +88,23 @@ def measure(options):
             error = float((found - wanted).norm() / wanted.norm())
             if not error < 1e-2:
                 raise SystemExit(f"{kind_name} {n} x {k}, {rows} rows: relative error {error}")
-            graphs = [captured(kernels, x), captured(plain, x)]
+            graphs = [captured(products, x) for products in (kernels, triton, plain)]
             times = [[seconds(*graph) for graph in graphs] for _ in range(options.rounds + 1)][1:]
-            ours, theirs = (statistics.median(t[i] for t in times) for i in range(2))
+            ours, tritons, theirs = (statistics.median(t[i] for t in times) for i in range(3))
             rows_of_table.append(
                 {
-                    "matrix": name, "kind": kind_name, "shape": [n, k], "rows": rows, "kernel_us": 1e6 * ours,
-                    "plain_us": 1e6 * theirs, "ratio": ours / theirs, "GB/s": n_bytes / ours / 1e9, "error": error,
+                    "matrix": name,
+                    "kind": kind_name,
+                    "shape": [n, k],
+                    "rows": rows,
+                    "kernel_us": 1e6 * ours,
+                    "triton_us": 1e6 * tritons,
+                    "plain_us": 1e6 * theirs,
+                    "ratio": ours / theirs,
+                    "GB/s": n_bytes / ours / 1e9,
+                    "error": error,
                 }
-            )  # fmt: skip
+            )
             del graphs
     return rows_of_table, selector.selected | dict.fromkeys(selector.warnings, "")
 
@@ -122,12 +132,12 @@ def main():
     with torch.inference_mode():
         found, where["kernels"] = measure(options)
     print(", ".join(f"{name} {value}" for name, value in where.items()))
-    print(f"{'product':44} | {'kernel':>10} | {'plain':>10} | ratio |   GB/s")
+    print(f"{'product':44} | {'kernel':>10} | {'triton':>10} | {'plain':>10} | ratio |   GB/s")
     for row in found:
         label = f"{row['matrix']} {row['kind']} {row['shape'][0]} x {row['shape'][1]}, {row['rows']} rows"
         print(
-            f"{label:44} | {row['kernel_us']:7.1f} us | {row['plain_us']:7.1f} us | {row['ratio']:.3f} | "
-            f"{row['GB/s']:6.0f}"
+            f"{label:44} | {row['kernel_us']:7.1f} us | {row['triton_us']:7.1f} us | {row['plain_us']:7.1f} us | "
+            f"{row['ratio']:.3f} | {row['GB/s']:6.0f}"
         )
     if options.save:
         path = Path(__file__).parent / "results" / f"kernels-{options.name}.json"
