@@ -19,6 +19,7 @@ from lucevisor.api.output.processor import ChoiceDelta
 from lucevisor.api.output.responses import ResponsesFormatter
 from lucevisor.api.output.usage import UsageTotals
 from lucevisor.api.prepared import ResponseOptions
+from lucevisor.api.prompts.constraint import constrains
 from lucevisor.text.output_parser import OutputParser
 from lucevisor.text.template import ChatTemplate
 from tests.api.conftest import Live
@@ -198,6 +199,11 @@ class TestTools:
         assert '"name": "maths.add"' in prompt_of(server)
         ask(client, [{"role": "user", "content": "Hi"}, call.to_dict()], tools=spaces, store=False)
         assert '<tool_call>\n{"name": "maths.add", "arguments": {"a": 1}}' in prompt_of(server)
+
+    def test_strict_functions_are_compiled_in_a_worker(self):
+        for tool in ({**ADD, "strict": True}, {"type": "namespace", "name": "n", "tools": [{**ADD, "strict": True}]}):
+            assert constrains({"tools": [tool]})
+        assert not constrains({"tools": [ADD, {"type": "namespace", "name": "n", "tools": [ADD]}]})
 
     def test_choices(self, client, server):
         script(server, say("No."))

@@ -65,6 +65,8 @@ def _read(kind: type[PromptBody], fields: dict[str, Any], ports: Ports) -> Prepa
     try:
         body = to_record(kind, fields, RULES)
         chat = _translated(body, ports.template)
+        if isinstance(body, CountTokensBody):
+            _leave_open(chat)
         prepared = chat.read(ports, _CHAT_NAMES)
     except ApiError as error:
         raise error.renamed(_anthropic_name(error.param or "")) from None
@@ -74,6 +76,15 @@ def _read(kind: type[PromptBody], fields: dict[str, Any], ports: Ports) -> Prepa
         show_reasoning=body.thinking is None or body.thinking.display != "omitted",
     )
     return PreparedRequest(options, prepared.prompts)
+
+
+def _leave_open(chat: ChatDraft) -> None:
+    """Drop what constrains the answer: it is no part of the prompt, and takes time to compile."""
+    chat.fields.pop("response_format", None)
+    if chat.fields.get("tool_choice") != "none":
+        chat.fields.pop("tool_choice", None)
+    for tool in chat.tools:
+        tool["function"].pop("strict", None)
 
 
 def _anthropic_name(param: str) -> str:

@@ -68,8 +68,9 @@ def _is_strict(tool: object) -> bool:
     """Whether a tool of any of the APIs asks for its schema to be enforced."""
     if not isinstance(tool, Mapping):
         return False
-    function = tool.get("function")
-    return bool(tool.get("strict") or (isinstance(function, Mapping) and function.get("strict")))
+    inner = tool.get("tools")  # of a namespace
+    asked = (tool, tool.get("function"), *(inner if isinstance(inner, list) else ()))
+    return any(isinstance(one, Mapping) and one.get("strict") for one in asked)
 
 
 def requested_form(body: GenerationBody) -> Form | None:
