@@ -24,7 +24,7 @@ from lucevisor.protocol.messages import MessageKind
 from lucevisor.protocol.steps import Reset, ResetDone, StepResult
 from tests.engine.toy_drafter import ToyDrafter
 from tests.engine.toy_engine import HYBRID, limits
-from tests.engine.toy_pipeline import VOCABULARY, ToyDaemon, ToyLimits, ToyModel, ToyStage
+from tests.engine.toy_pipeline import VOCABULARY, ToyDaemon, ToyLimits, ToyModel, ToyRows, ToyStage
 
 
 def frame(message: StepResult | ResetDone, payload: bytes | memoryview = b"") -> Frame:
@@ -68,7 +68,7 @@ DRAFTING = SpeculationSettings(max_drafts=4, drafter=True, n_vocabulary=VOCABULA
 class Groups:
     """``homes[s]``: the group that runs stage s; ``draft``: the one that runs the draft stage, if any."""
 
-    def __init__(self, homes: Sequence[str], draft: str = "") -> None:
+    def __init__(self, homes: Sequence[str], draft: str = "", hold_s: float = 0.0, journal_pages: int = 0) -> None:
         self.homes, self.draft = list(homes), draft
         n = len(homes)
         self.limits = limits(max_sequences=2, pools=PoolSizes(16, 0, 2))
@@ -77,13 +77,17 @@ class Groups:
         self.texts: dict[int, list[int]] = {}  # prompt and answer by seed, for the drafter
         self.drafters_lost: list[PipelineFailure] = []
         self.model = ToyModel(n, HYBRID, None)
-        self.regions: dict[tuple[int, int], tuple[int, list[int]]] = {}  # shared memory outlives daemons
+        self.rows = ToyRows()
+        self.regions = self.rows.regions  # shared memory outlives daemons
         self.failures: list[PipelineFailure] = []
         self.changes = 0
         self.engine = Engine(
             self.limits,
             EngineSettings(
                 max_queue=100,
+                hold_s=hold_s,
+                rows=self.rows,
+                journal_pages=journal_pages,
                 on_pipeline_failed=self.failures.append,
                 on_drafter_lost=self._drafter_lost,
                 validate=True,

@@ -1,0 +1,217 @@
+"""Daemons that are lost while requests are held: who is reset and rebuilt, and that all requests get their tokens."""
+
+from __future__ import annotations
+
+from unittest import mock
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from lucevisor.engine import recovery
+from lucevisor.engine.handle import RequestHandle
+from lucevisor.engine.request import GenerationRequest, RequestError
+from lucevisor.protocol.steps import StepResult
+from tests.deployment.daemon_groups import Groups, frame
+from tests.engine.toy_engine import events_of, request, told
+
+
+def serving(*homes: str, draft: str = "") -> Groups:
+    groups = Groups(homes, draft, hold_s=60.0, journal_pages=100)
+    for group in dict.fromkeys([*groups.homes, *([draft] if draft else [])]):
+        groups.ready(group)
+    groups.work()
+    assert groups.engine.ready
+    return groups
+
+
+def compute(groups: Groups, n: int) -> None:
+    for _ in range(n):
+        for group in groups.processes:
+            if groups.processes[group].inbox:
+                groups.answer(group)
+
+
+@pytest.mark.parametrize("victim", ["left", "right"])
+async def test_only_the_lost_daemon_is_reset(victim: str) -> None:
+    groups = serving("left", "right")
+    other = "right" if victim == "left" else "left"
+    asked = [request(name, range(100), n=30) for name in "ab"]
+    handles = [groups.engine.submit(one) for one in asked]
+    compute(groups, 12)
+    groups.die(victim)
+    groups.lost(victim)
+    assert not groups.assembly.complete
+    assert groups.engine.holding
+    groups.ready(victim)
+    groups.work()
+    assert groups.assembly.complete
+    assert groups.processes[other].resets == 1, "that of the start"
+    for one, handle in zip(asked, handles, strict=True):
+        assert told(await events_of(handle))[0] == groups.model.alone(one.prompt, one.sampling, 30, frozenset())
+    assert groups.failures == []
+    assert groups.engine.statistics().recovery.n_rebuilt > 0
+
+
+async def test_a_group_of_two_stages_is_rebuilt_at_both() -> None:
+    groups = serving("left", "right", "left")
+    one = request("a", range(100), n=30)
+    handle = groups.engine.submit(one)
+    compute(groups, 15)
+    groups.lost("left")
+    groups.ready("left")
+    groups.work()
+    assert told(await events_of(handle))[0] == groups.model.alone(one.prompt, one.sampling, 30, frozenset())
+    assert groups.processes["right"].resets == 1
+
+
+@pytest.mark.parametrize("draft", ["right", "aside"])
+async def test_a_drafter_goes_on_or_is_attached_again(draft: str) -> None:
+    groups = serving("left", "right", draft=draft)
+    one = request("a", range(100), n=60)
+    handle = groups.submit(one)
+    compute(groups, 15)
+    groups.lost("right")
+    assert groups.assembly.drafting == (draft == "aside")
+    groups.ready("right")
+    groups.work()
+    assert groups.assembly.drafting
+    assert told(await events_of(handle))[0] == groups.model.alone(one.prompt, one.sampling, 60, frozenset())
+    assert groups.drafters_lost == []
+
+
+async def test_a_dead_link_is_a_loss_before_supervision_hears_of_it() -> None:
+    groups = serving("left", "right")
+    groups.die("left")
+    one = request("a")
+    handle = groups.engine.submit(one)
+    assert not groups.assembly.complete
+    assert handle.finished is None
+    groups.lost("left")
+    groups.ready("left")
+    groups.work()
+    assert told(await events_of(handle))[0] == groups.model.alone(one.prompt, one.sampling, 4, frozenset())
+    assert groups.engine.statistics().recovery.n_sequences == 1
+
+
+async def test_after_a_hold_that_was_given_up_all_are_reset() -> None:
+    groups = serving("left", "right")
+    handle = groups.engine.submit(request("a", n=30))
+    groups.lost("left")
+    groups.engine.detach(RequestError("shard_lost", "held for too long"), permanent=True)
+    assert handle.finished is not None
+    groups.ready("left")
+    groups.work()
+    assert groups.assembly.complete
+    assert [p.resets for p in groups.processes.values()] == [2, 2]
+    groups.engine.submit(request("b"))
+    groups.work()
+
+
+class Losses(RuleBasedStateMachine):
+    """Whatever comes, goes, answers or breaks in whatever order: requests that are not cancelled get their tokens."""
+
+    @initialize(
+        homes=st.sampled_from([("a", "b"), ("a", "b", "a"), ("a", "b", "c")]),
+        draft=st.sampled_from(["", "last", "aside"]),
+        pages=st.sampled_from([100, 100, 3]),
+    )
+    def begin(self, homes: tuple[str, ...], draft: str, pages: int) -> None:
+        self.patch = mock.patch.object(recovery, "MAX_LOSSES", 1000)
+        self.patch.start()
+        self.groups = Groups(homes, homes[-1] if draft == "last" else draft, hold_s=60.0, journal_pages=pages)
+        self.names = list(dict.fromkeys([*homes, *([draft] if draft == "aside" else [])]))
+        self.requests: list[tuple[GenerationRequest, RequestHandle]] = []
+        for name in self.names:
+            self.groups.ready(name)
+        self.groups.work()
+        self.n_mended = 0
+
+    @property
+    def away(self) -> list[str]:
+        return [n for n in self.names if n not in self.groups.processes]
+
+    @property
+    def here(self) -> list[str]:
+        return [n for n in self.names if n in self.groups.processes]
+
+    @property
+    def busy(self) -> list[str]:
+        return [n for n in self.here if self.groups.processes[n].inbox]
+
+    @precondition(lambda self: self.away)
+    @rule(draw=st.integers(0, 5), alive=st.sampled_from([True, True, True, False]))
+    def ready(self, draw: int, alive: bool) -> None:
+        self.groups.ready(self.away[draw % len(self.away)], alive=alive)
+
+    @precondition(lambda self: self.busy)
+    @rule(draw=st.integers(0, 5), n=st.sampled_from([1, 1, 5, 20]))
+    def answer(self, draw: int, n: int) -> None:
+        for i in range(n):
+            if self.busy:
+                self.groups.answer(self.busy[(draw + i) % len(self.busy)])
+
+    @precondition(lambda self: self.here)
+    @rule(draw=st.integers(0, 5))
+    def die(self, draw: int) -> None:
+        self.groups.die(self.here[draw % len(self.here)])
+
+    @precondition(lambda self: self.here)
+    @rule(draw=st.integers(0, 5))
+    def lost(self, draw: int) -> None:
+        self.groups.lost(self.here[draw % len(self.here)])
+        self.n_mended = len(self.groups.failures)
+
+    @precondition(lambda self: self.groups.engine.ready)
+    @rule(draw=st.integers(0, 5))
+    def break_the_order(self, draw: int) -> None:
+        homes = [n for n in self.here if n in self.groups.homes]
+        self.groups.assembly.frame(homes[draw % len(homes)], frame(StepResult(99_999, 0)))
+
+    @rule(length=st.integers(1, 150), n=st.integers(1, 20))
+    def submit(self, length: int, n: int) -> None:
+        one = request(f"r{len(self.requests)}", range(length), n)
+        if self.groups.engine.ready or self.groups.engine.holding:
+            self.requests.append((one, self.groups.submit(one)))
+
+    @precondition(lambda self: self.requests)
+    @rule(draw=st.integers(0, 50))
+    def cancel(self, draw: int) -> None:
+        self.requests[draw % len(self.requests)][1].cancel()
+
+    @invariant()
+    def nobody_fails(self) -> None:
+        for _, handle in self.requests if hasattr(self, "requests") else ():
+            assert handle.finished is None or handle.finished.error is None
+
+    def teardown(self) -> None:
+        if not hasattr(self, "groups"):
+            return
+        try:
+            for group in self.here:  # what broke the order is replaced; so is all else
+                self.groups.lost(group)
+            for group in self.names:
+                self.groups.ready(group)
+            self.groups.work()
+            assert self.groups.engine.ready
+            assert self.groups.assembly.complete
+            for one, handle in self.requests:
+                assert handle.finished is not None
+                tokens = [event.token for event in _unread(handle) if hasattr(event, "token")]
+                wanted = self.groups.model.alone(one.prompt, one.sampling, one.max_tokens, frozenset())
+                assert tokens == wanted[: len(tokens)]
+                assert handle.finished.reason == "cancelled" or tokens == wanted
+        finally:
+            self.patch.stop()
+
+
+def _unread(handle: RequestHandle) -> list[object]:
+    found: list[object] = []
+    while not handle._events.empty():
+        found.append(handle._events.get_nowait())
+    return found
+
+
+TestLosses = Losses.TestCase
+TestLosses.settings = settings(max_examples=60, stateful_step_count=40)
