@@ -136,12 +136,17 @@ class StartDisplay:
     def _end(self) -> None:
         live, self._live = self._live, None
         if live is not None:
+            live.refresh()  # empty now: a record that is written while it stops finds an empty line
             live.stop()
 
     def _view(self) -> RenderableType:
         """Return what is to be drawn; called by the view's own thread."""
+        from rich.text import Text
+
         from lucevisor.cli.status_view import wait_view
 
+        if self._live is None:
+            return Text()
         groups: list[dict[str, Any]] = [
             {
                 "name": name,
