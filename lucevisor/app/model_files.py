@@ -17,7 +17,7 @@ from lucevisor.errors import NO_VALUE, ConfigError
 from lucevisor.model.drafters import draft_paths, gemma4_assistant, open_draft, read_draft_spec
 from lucevisor.model.families import open_spec
 from lucevisor.model.gguf_files import GgufFiles, part_paths
-from lucevisor.model.gguf_header import GgufError
+from lucevisor.model.gguf_header import GgufError, TruncatedFileError
 from lucevisor.model.spec import ModelSpec
 from lucevisor.placement.planner import model_options
 from lucevisor.protocol.loading import DraftKind
@@ -37,8 +37,9 @@ def open_model(config: Config, notify: _Notify = lambda _: None) -> ServedModel:
         spec = open_spec(path, model_options(config))
         files = part_paths(path)
     except (GgufError, OSError) as error:
-        hint = "name a file of a family this version runs"
-        raise ConfigError("model.path", config.model.path, str(error), hint, file=str(config.file)) from error
+        hint = "" if isinstance(error, TruncatedFileError) else "name a file of a family this version runs"
+        why = str(error).removeprefix(f"{config.model.path}: ")
+        raise ConfigError("model.path", config.model.path, why, hint, file=str(config.file)) from error
     return ServedModel(spec, files, config.model.name or spec.name, open_drafter(config, spec, notify))
 
 

@@ -44,6 +44,7 @@ from lucevisor.app.progress import KeptProgress
 from lucevisor.app.rundir import RunDirectory
 from lucevisor.app.status import status
 from lucevisor.config import Config, read_api_keys
+from lucevisor.deployment.preflight import check_before_start
 from lucevisor.deployment.served_model import ServedModel
 from lucevisor.deployment.service import Observer, Service
 from lucevisor.engine.core import Engine
@@ -77,6 +78,7 @@ def run(config: Config, name: str, observer: Display, *, to_terminal: bool = Tru
         except OSError as error:
             raise unusable(run_dir.path, error) from error
         model = open_model(config, lambda what: log.info("fetching", what=what))
+        check_before_start(config, model.spec)
         if config.cache.dir and config.cache.prefix_slots:
             check_directory(Path(config.cache.dir))
         early.stop_raising()

@@ -10,7 +10,7 @@ import click
 
 from lucevisor.cli.options import config_argument
 from lucevisor.config import load
-from lucevisor.errors import ExitCode
+from lucevisor.errors import NO_VALUE, ConfigError, ConfigErrors, ExitCode
 
 
 @click.command()
@@ -23,6 +23,7 @@ def plan(config: Path, overrides: tuple[str, ...], as_json: bool, no_probe: bool
     few layers with --measure."""
     from lucevisor.app import logs
     from lucevisor.app.model_files import open_model
+    from lucevisor.deployment.preflight import check_before_start
     from lucevisor.deployment.probe import inventory
     from lucevisor.deployment.speeds import read, speeds_for, wanted
     from lucevisor.placement.explain import as_json as plan_json
@@ -35,9 +36,14 @@ def plan(config: Path, overrides: tuple[str, ...], as_json: bool, no_probe: bool
     loaded = load(config, overrides)
     logs.configure(loaded.log.format, loaded.log.level)
     model = open_model(loaded, lambda what: click.echo(f"fetching {what}", err=True))
+    if not no_probe:
+        check_before_start(loaded, model.spec)
     found, problems = ({}, {}) if no_probe else asyncio.run(inventory(loaded))
-    for group, problem in problems.items():
-        click.echo(f"group {group}: {problem}; its memory is taken as unknown", err=True)
+    if problems:
+        hint = "`lucevisor doctor` says more; --no-probe plans without asking, with unknown memory"
+        raise ConfigErrors(
+            [ConfigError(f"groups.{name}", NO_VALUE, why, hint, file=str(config)) for name, why in problems.items()]
+        )
     if measure:
         speeds = asyncio.run(speeds_for(model.spec, model.files, loaded, found, fresh=True))
     else:

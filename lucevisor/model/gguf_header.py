@@ -47,6 +47,10 @@ class TruncatedHeaderError(GgufError):
     """The data ends inside the header, but the file does not: parse again with more data."""
 
 
+class TruncatedFileError(GgufError):
+    """Tensors of the header lie behind the end of the file."""
+
+
 @dataclass(frozen=True, slots=True)
 class TensorInfo:
     """One tensor: ``shape`` is row-major (the reverse of GGUF's order), ``offset`` counts from its file's start."""
@@ -221,15 +225,14 @@ def _tensor_table(
         rows.append(info)
     start = (reader.at + alignment - 1) // alignment * alignment
     check_overlap(reader.file, rows)
-    tensors: dict[str, TensorInfo] = {}
-    for info in rows:
-        stop = start + info.offset + info.n_bytes
-        if stop > total:
-            raise GgufError(
-                reader.file, f"tensor {info.name!r}",
-                f"its data ends at byte {stop}, the file at {total}: the file is truncated, download it again",
-            )  # fmt: skip
-        tensors[info.name] = TensorInfo(info.name, info.kind, info.shape, start + info.offset, info.n_bytes)
+    needed = max((start + info.offset + info.n_bytes for info in rows), default=start)
+    if needed > total:
+        cut = next(info.name for info in rows if start + info.offset + info.n_bytes > total)
+        missing = f"{needed - total} of {needed} bytes are missing, the file is truncated: download it again"
+        raise TruncatedFileError(reader.file, f"tensor {cut!r}", missing)
+    tensors = {
+        info.name: TensorInfo(info.name, info.kind, info.shape, start + info.offset, info.n_bytes) for info in rows
+    }
     return GgufHeader(version, metadata, tensors, start)
 
 

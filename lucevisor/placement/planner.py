@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from lucevisor.config import Auto, Config, Ranges, RecoveryConfig, Split
+from lucevisor.config import Auto, Config, Ranges, RecoveryConfig, Split, WeightedSplit
 from lucevisor.model.drafters import DraftSpec
 from lucevisor.model.pages import pages_of
 from lucevisor.model.spec import ModelSpec
@@ -28,7 +28,7 @@ from lucevisor.placement.drafting import (
     too_dear,
 )
 from lucevisor.placement.dtypes import choose_dtype, choose_kv_dtype
-from lucevisor.placement.ranges import BoundaryMove, SplitError, from_ranges, from_weights, snap_to_legal
+from lucevisor.placement.ranges import BoundaryMove, SplitError, check_count, from_ranges, from_weights, snap_to_legal
 from lucevisor.placement.reasons import Decisions, notices_of, reasons_of
 from lucevisor.placement.result import DevicePlan, DraftPolicy, Infeasible, Placement, PlacementError
 from lucevisor.placement.sizer import MemoryUse, SizingInputs
@@ -110,17 +110,34 @@ def split_layers(
             speed_model = None if speeds is None else SpeedModel.of(inputs.spec, speeds)
             auto = automatic(inputs, speed_model, config.placement.goal)
             return auto, auto.ranges, ()
-        if isinstance(split, Ranges):
-            ranges = from_ranges(split.values, n_layers)
-        else:
-            ranges = from_weights(split.values, n_layers)
-        return None, *snap_to_legal(ranges, inputs.spec.legal_boundary)
+        return None, *snap_to_legal(_ranges_of(split, n_layers), inputs.spec.legal_boundary)
     except SplitError as error:
-        if error.of_devices:
-            key, value = DEVICES_KEY, [str(device) for device in config.placement.devices]
-            raise PlacementError(key, value, error.why, error.hint, file=str(config.file)) from None
-        text = config.placement.split_text()
-        raise PlacementError(SPLIT_KEY, text, error.why, error.hint, file=str(config.file)) from None
+        raise _refused(error, config) from None
+
+
+def configured_ranges(config: Config, n_layers: int) -> tuple[LayerRange, ...] | None:
+    """Return the layer ranges as configured, None for an automatic split.  Raises PlacementError, before any device is
+    known.
+    """
+    split = config.placement.split
+    try:
+        if isinstance(split, Auto):
+            check_count(len(config.placement.devices), n_layers)
+            return None
+        return _ranges_of(split, n_layers)
+    except SplitError as error:
+        raise _refused(error, config) from None
+
+
+def _ranges_of(split: WeightedSplit | Ranges, n_layers: int) -> tuple[LayerRange, ...]:
+    return from_ranges(split.values, n_layers) if isinstance(split, Ranges) else from_weights(split.values, n_layers)
+
+
+def _refused(error: SplitError, config: Config) -> PlacementError:
+    if error.of_devices:
+        key, value = DEVICES_KEY, [str(device) for device in config.placement.devices]
+        return PlacementError(key, value, error.why, error.hint, file=str(config.file))
+    return PlacementError(SPLIT_KEY, config.placement.split_text(), error.why, error.hint, file=str(config.file))
 
 
 def journal_bytes(spec: ModelSpec, dtype: Dtype, n_stages: int, pools: PoolSizes, recovery: RecoveryConfig) -> int:

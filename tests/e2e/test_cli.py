@@ -128,6 +128,17 @@ def test_plan_prints_shards_and_bytes_and_what_does_not_fit(cli: Cli) -> None:
     assert "[4,8)" in short.stdout
 
 
+def test_plan_does_not_say_that_it_fits_when_a_group_cannot_run(cli: Cli) -> None:
+    for override in ("groups.right.python=/nowhere/python", "groups.right.cores=8191"):
+        done = cli.run("plan", str(DEMO), "--set", override, check=False)
+        assert (done.returncode, done.stdout) == (2, ""), done
+        assert override.partition("=")[0] in done.stderr
+    done = cli.run("start", str(DEMO), "--name", "t", "--set", "placement.target_layer_split=0-4,4-9", check=False)
+    assert done.returncode == 2
+    assert "numbered 0 to 7" in done.stderr
+    assert not cli.socket().parent.exists()
+
+
 def test_doctor_passes_on_this_machine_and_names_a_missing_interpreter(user_cli: Cli, tmp_path: Path) -> None:
     done = user_cli.run("doctor", str(DEMO))
     assert "all groups are fit" in done.stdout

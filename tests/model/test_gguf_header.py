@@ -140,7 +140,7 @@ BAD = {
     "empty": (b"", "byte 0", "not a GGUF file"),
     "cut in the counts": (GOOD[:12], "tensor count", "truncated"),
     "cut in a value": (raw.header(GOOD_ENTRIES, [])[:90], "metadata", "truncated"),
-    "cut in the data": (GOOD[:-1], "tensor 'v'", "ends at byte"),
+    "cut in the data": (GOOD[:-1], "tensor 'v'", "bytes are missing"),
     "version 1": (raw.header([], [], 1), "version", "only 2 and 3"),
     "big-endian": (raw.header([], [], 3 << 24), "version", "big-endian"),
     "absurd tensor count": (b"GGUF" + struct.pack("<IQQ", 3, 1 << 19, 0) + bytes(64), "tensor count", "bytes are left"),

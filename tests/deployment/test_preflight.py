@@ -1,0 +1,91 @@
+"""What is refused before a daemon is started: key, value, nearest choice."""
+
+from __future__ import annotations
+
+import os
+import stat
+import sys
+from pathlib import Path
+
+import pytest
+
+from lucevisor.app.model_files import open_model
+from lucevisor.config import load
+from lucevisor.deployment.preflight import check_before_start
+from lucevisor.errors import ConfigError, ExitCode
+
+DEMO = Path(__file__).parents[2] / "etc" / "demo.toml"
+
+
+def refused(*overrides):
+    config = load(DEMO, [*overrides, "draft.kind=off"])
+    with pytest.raises(ConfigError) as caught:
+        check_before_start(config, open_model(config).spec)
+    assert caught.value.exit_code == ExitCode.USAGE
+    return caught.value
+
+
+@pytest.fixture
+def bare_python(tmp_path):
+    """An interpreter without packages: this one without its site-packages."""
+    script = tmp_path / "python"
+    script.write_text(f'#!/bin/sh\nexec "{sys.executable}" -S "$@"\n')
+    script.chmod(script.stat().st_mode | stat.S_IXUSR)
+    return script
+
+
+def test_the_demo_is_fine():
+    config = load(DEMO)
+    check_before_start(config, open_model(config).spec)
+
+
+def test_a_split_past_the_last_layer():
+    error = refused("placement.target_layer_split=0-4,4-9")
+    assert error.key == "placement.target_layer_split"
+    assert "the model has 8, numbered 0 to 7" in error.why
+    assert error.hint == 'nearest: ["0-4", "4-8"]'
+
+
+def test_cores_that_do_not_exist():
+    usable = sorted(os.sched_getaffinity(0))
+    error = refused(f"groups.right.cores={usable[0]},8191")
+    assert (error.key, error.value) == ("groups.right.cores", [usable[0], 8191])
+    assert "core 8191 does not exist" in error.why
+    assert error.hint == f"nearest: {sorted({usable[0], usable[-1]})}"
+
+
+@pytest.mark.parametrize(("python", "why"), [("/nowhere/python", "executable"), ("no-such-python", "not on PATH")])
+def test_an_interpreter_that_is_missing(python, why):
+    error = refused(f"groups.right.python={python}")
+    assert (error.key, error.value) == ("groups.right.python", python)
+    assert why in error.why
+
+
+def test_an_interpreter_without_torch(bare_python):
+    error = refused(f"groups.right.python={bare_python}")
+    assert (error.key, error.value) == ("groups.right.python", str(bare_python))
+    assert f"{bare_python} has no torch, gguf, msgspec, numpy" in error.why
+    assert f"{bare_python} -m pip install torch gguf msgspec numpy" in error.hint
+
+
+def test_everything_at_once(bare_python):
+    error = refused(
+        f"groups.left.python={bare_python}", "groups.right.python=/nowhere/python", "groups.right.cores=8191",
+        "placement.target_layer_split=0-4,4-9",
+    )  # fmt: skip
+    assert [one.key for one in error.errors] == [
+        "placement.target_layer_split", "groups.right.cores", "groups.right.python", "groups.left.python",
+    ]  # fmt: skip
+
+
+def test_a_truncated_file_says_what_is_missing_once(tmp_path):
+    whole = DEMO.parent / "demo" / "demo-qwen35-22m-q4_k_m.gguf"
+    cut = tmp_path / "cut.gguf"
+    cut.write_bytes(whole.read_bytes()[:8_000_000])
+    with pytest.raises(ConfigError) as caught:
+        open_model(load(DEMO, [f"model.path={cut}", "draft.kind=off"]))
+    text, n_missing = str(caught.value), whole.stat().st_size - 8_000_000
+    assert caught.value.key == "model.path"
+    assert text.count(str(cut)) == text.count("is truncated") == 1
+    assert f"{n_missing} of {whole.stat().st_size} bytes are missing" in text
+    assert "family" not in text
