@@ -225,7 +225,7 @@ def _tensor_table(
         rows.append(info)
     start = (reader.at + alignment - 1) // alignment * alignment
     check_overlap(reader.file, rows)
-    needed = max((start + info.offset + info.n_bytes for info in rows), default=start)
+    needed = max((start + info.offset + info.n_bytes for info in rows), default=0)
     if needed > total:
         cut = next(info.name for info in rows if start + info.offset + info.n_bytes > total)
         missing = f"{needed - total} of {needed} bytes are missing, the file is truncated: download it again"
