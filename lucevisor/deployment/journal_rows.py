@@ -16,11 +16,14 @@ from typing import Final
 
 import numpy as np
 import numpy.typing as npt
+import structlog
 
 from lucevisor.engine.journal import RowCopy
 from lucevisor.model.values import PAGE_TOKENS
 from lucevisor.placement.result import Placement
 from lucevisor.protocol.arena import Arena
+
+log = structlog.get_logger("journal")
 
 _QUICK_BYTES: Final = 256 * 1024  # copied in some 30 us
 
@@ -30,7 +33,7 @@ class JournalRows:
 
     def __init__(self, arenas: Mapping[int, Arena], row_bytes: int, n_bytes: int) -> None:
         self.n_pages = n_bytes // (PAGE_TOKENS * row_bytes)
-        memory = mmap.mmap(-1, self.n_pages * PAGE_TOKENS * row_bytes)
+        memory = mmap.mmap(-1, self.n_pages * PAGE_TOKENS * row_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         memory.madvise(mmap.MADV_HUGEPAGE)  # a first touch of 4 KiB pages costs as much as the copy
         self._blocks = np.frombuffer(memory, dtype=np.uint8).reshape(-1, PAGE_TOKENS, row_bytes)
         self._regions = {
@@ -90,9 +93,14 @@ def _rows(region: memoryview, row_bytes: int) -> npt.NDArray[np.uint8]:
 
 
 def journal_rows(buffers: Mapping[tuple[bool, int], Arena], placement: Placement) -> JournalRows | None:
-    """Return the journal's memory for a placement; None without a journal."""
+    """Return the journal's memory for a placement; None without one, or where the system does not give so much."""
     if not placement.journal_bytes:
         return None
     arenas = {boundary: arena for (capture, boundary), arena in buffers.items() if not capture}
     row_bytes = arenas[0].plan.region_bytes // placement.max_step_tokens
-    return JournalRows(arenas, row_bytes, placement.journal_bytes)
+    try:
+        return JournalRows(arenas, row_bytes, placement.journal_bytes)
+    except OSError as error:
+        log.warning("no journal: all shards compute again what one has lost", reason=str(error),
+                    hint=f"lower recovery.journal, now {placement.journal_bytes} bytes")  # fmt: skip
+        return None
