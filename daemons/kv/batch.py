@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from daemons.errors import StateError
+from daemons.kv.checks import check_slice, check_states
 from daemons.kv.sequences import NO_PAGE, OpenedSequence, Sequences
 from daemons.ops.attention import visible
 from daemons.ops.basic import Rope
@@ -38,6 +39,7 @@ class SliceGroup:
     Chunks of longer slices end at multiples of CHUNK, so only slices with equal offsets can share a group.
     ``n_states``: after how many of its last tokens each slice keeps a recurrent state; 0: only the live one changes.
     ``lows``: first position that each slice attends to; empty: all of them.
+    In space full positions are places in the table, which pages that were paged out left: ``full_starts``, ``lows``.
     """
 
     n: int
@@ -45,6 +47,7 @@ class SliceGroup:
     n_states: int = 0
     rows: list[int] = field(default_factory=list)  # first row of each slice
     starts: list[int] = field(default_factory=list)
+    full_starts: list[int] = field(default_factory=list)
     sequences: list[OpenedSequence] = field(default_factory=list)
     states: list[list[int]] = field(default_factory=list)  # the states each slice writes, after its last tokens
     lows: list[int] = field(default_factory=list)
@@ -53,15 +56,13 @@ class SliceGroup:
     def contiguous(self) -> bool:
         return all(b - a == self.n for a, b in zip(self.rows, self.rows[1:], strict=False))
 
-    @property
-    def end(self) -> int:
-        """One past the last position of any slice."""
-        return max(self.starts) + self.n
+    def starts_in(self, space: Space) -> list[int]:
+        return self.full_starts if space is Space.FULL else self.starts
 
     @property
     def max_length(self) -> int:
-        """Upper bound of :attr:`end` that rarely changes: the next power of two, at least MIN_GRAPH_LENGTH."""
-        return max(MIN_GRAPH_LENGTH, 1 << (self.end - 1).bit_length())
+        """Upper bound of what a slice attends to that rarely changes: a power of two, at least MIN_GRAPH_LENGTH."""
+        return max(MIN_GRAPH_LENGTH, 1 << (max(self.full_starts) + self.n - 1).bit_length())
 
     @property
     def state_columns(self) -> int:
@@ -97,10 +98,10 @@ class Layout:
             n = len(s.tokens)
             where = f"slice of sequence {s.sequence} at {s.start}"
             sequence = sequences.get(s.sequence, where)
-            _check_slice(s, where, seen, spec.vocabulary)
+            check_slice(s, where, seen, spec.vocabulary)
             states = s.states or [sequence.state]
             if Space.RECURRENT in spaces:
-                _check_states(s, where, sequence, sequences, used)
+                check_states(s, where, sequence, sequences, used)
             elif s.states:
                 raise StateError(where, f"{len(s.states)} recurrent states to write, and the model has none")
             columns[0, row : row + n] = s.tokens
@@ -115,12 +116,13 @@ class Layout:
                 self.groups.append(group)
             group.rows.append(row)
             group.starts.append(s.start)
+            group.full_starts.append(s.start - sequence.out_tokens)
             group.sequences.append(sequence)
             group.states.append(states)
             if bounded:
                 if not 0 <= s.draft_from <= s.start:
                     raise StateError(where, f"it attends to positions from {s.draft_from} on")
-                group.lows.append(s.draft_from)
+                group.lows.append(sequence.place(s.draft_from))
             row += n
         self.metadata = np.concatenate([columns.ravel(), *(self._group_numbers(g) for g in self.groups)])
 
@@ -144,12 +146,13 @@ class Layout:
 
     @staticmethod
     def _group_numbers(group: SliceGroup) -> np.ndarray:
-        """Starts, table rows, live states, the states to write, the first positions to attend to if there are bounds,
-        and the rows of the step unless they are one range.
+        """Starts, those in space full, table rows, live states, the states to write, the first positions to attend to
+        if there are bounds, and the rows of the step unless they are one range.
 
         States to write are [B, state_columns]: after each token of a slice, -1 for none.
         """
-        numbers = group.starts + [s.row for s in group.sequences] + [s.state for s in group.sequences]
+        numbers = group.starts + group.full_starts
+        numbers += [s.row for s in group.sequences] + [s.state for s in group.sequences]
         if group.state_columns:
             for states in group.states:
                 numbers += [-1] * (group.n - len(states)) + states
@@ -159,47 +162,18 @@ class Layout:
         return np.asarray(numbers, dtype=np.int64)
 
 
-def _check_slice(s: Slice, where: str, seen: set[int], vocabulary: int) -> None:
-    if s.sequence in seen:
-        raise StateError(where, "the sequence has another slice in this step")
-    seen.add(s.sequence)
-    if not s.tokens or s.start < 0:
-        raise StateError(where, f"{len(s.tokens)} tokens at position {s.start}")
-    if not 0 <= s.n_drafts < len(s.tokens) or (s.n_drafts and not s.sample):
-        how = "samples" if s.sample else "samples nothing"
-        raise StateError(where, f"{s.n_drafts} drafts among {len(s.tokens)} tokens of a slice that {how}")
-    if min(s.tokens) < 0 or max(s.tokens) >= vocabulary:
-        bad = next(t for t in s.tokens if not 0 <= t < vocabulary)
-        raise StateError(where, f"token id {bad} is outside the vocabulary of {vocabulary}")
-
-
-def _check_states(s: Slice, where: str, sequence: OpenedSequence, sequences: Sequences, used: set[int]) -> None:
-    """Raise StateError unless the slice may read and write its recurrent states, which join ``used``."""
-    n, n_states = len(s.tokens), len(s.states)
-    if s.n_drafts and n_states != s.n_drafts + 1:
-        raise StateError(where, f"{n_states} states to write; {s.n_drafts} drafts take {s.n_drafts + 1}")
-    if n_states and not n_states <= n <= MAX_DECODE_TOKENS:
-        limit = f"a slice that keeps states has as many tokens or more, and at most {MAX_DECODE_TOKENS}"
-        raise StateError(where, f"{n_states} states to write in a slice of {n} tokens: {limit}")
-    for state in s.states:
-        sequences.check_live(where, state)
-    for state in [*s.states, sequence.state] if sequence.state not in s.states else s.states:
-        if state in used:
-            raise StateError(where, f"recurrent state {state} is used twice in this step")
-        used.add(state)
-
-
 def _slots(sequence: OpenedSequence, space: Space, s: Slice, window: int, where: str) -> np.ndarray | int:
     """Slots ``page * 64 + offset`` of the slice's positions.  Raises StateError when a page is missing."""
     table, n = sequence.pages.get(space, []), len(s.tokens)
-    first, last = s.start // PAGE_TOKENS, (s.start + n - 1) // PAGE_TOKENS
-    oldest = first_visible_page(s.start, window) if window else first  # a full table has no gaps
-    if last >= len(table) or NO_PAGE in table[oldest : last + 1]:
+    start = s.start - (sequence.out_tokens if space is Space.FULL else 0)
+    first, last = start // PAGE_TOKENS, (start + n - 1) // PAGE_TOKENS
+    oldest = first_visible_page(start, window) if window else first  # a full table has no gaps
+    if last >= len(table) or NO_PAGE in table[oldest : last + 1] or start < sequence.gap * PAGE_TOKENS:
         missing = f"the {space.value} table of {len(table)} entries lacks a page for"
-        raise StateError(where, f"{missing} positions {oldest * PAGE_TOKENS} to {s.start + n - 1}")
+        raise StateError(where, f"{missing} positions {s.start - start + oldest * PAGE_TOKENS} to {s.start + n - 1}")
     if n == 1:
-        return table[first] * PAGE_TOKENS + s.start % PAGE_TOKENS
-    at = np.arange(s.start, s.start + n)
+        return table[first] * PAGE_TOKENS + start % PAGE_TOKENS
+    at = np.arange(start, start + n)
     pages = np.asarray(table[first : last + 1], dtype=np.int64)
     found: np.ndarray = pages[at // PAGE_TOKENS - first] * PAGE_TOKENS + at % PAGE_TOKENS
     return found
@@ -216,9 +190,10 @@ class Group:
         self.layout, self.tables = layout, tables
         self.n_slices, self.n_tokens, self.offset = b, n, layout.offset
         self.max_length = layout.max_length
-        self.starts, self.table_rows, self.states = metadata[:b], metadata[b : 2 * b], metadata[2 * b : 3 * b]
-        self.n_states, end = layout.n_states, (3 + layout.state_columns) * b
-        self.kept_states = metadata[3 * b : end].view(b, layout.state_columns)
+        self.starts, self.full_starts = metadata[:b], metadata[b : 2 * b]
+        self.table_rows, self.states = metadata[2 * b : 3 * b], metadata[3 * b : 4 * b]
+        self.n_states, end = layout.n_states, (4 + layout.state_columns) * b
+        self.kept_states = metadata[4 * b : end].view(b, layout.state_columns)
         self.lows = metadata[end : end + b] if layout.lows else None
         self.rows: slice | Tensor = (
             slice(layout.rows[0], layout.rows[0] + b * n) if layout.contiguous else metadata[end + len(layout.lows) :]
@@ -232,10 +207,12 @@ class Group:
 
     def token(self, token: int) -> Group:
         """The group of one token of each slice, which writes no state."""
-        rows, starts = list(range(self.n_slices)), [start + token for start in self.layout.starts]
-        layout = replace(self.layout, n=1, n_states=0, rows=rows, starts=starts)
+        starts, full = ([start + token for start in s] for s in (self.layout.starts, self.layout.full_starts))
+        rows = list(range(self.n_slices))
+        layout = replace(self.layout, n=1, n_states=0, rows=rows, starts=starts, full_starts=full)
+        at = (self.starts + token, self.full_starts + token)
         lows = [] if self.lows is None else [self.lows]
-        parts = (self.starts + token, self.table_rows, self.states, torch.full_like(self.states, -1), *lows)
+        parts = (*at, self.table_rows, self.states, torch.full_like(self.states, -1), *lows)
         group = Group(layout, torch.cat(parts), self.tables, self.n_slices)
         group.max_length = self.max_length  # a CUDA graph of all tokens is valid for this bound
         return group
@@ -284,7 +261,11 @@ class Group:
     def query(self, space: Space) -> PagedQuery:
         """The group's queries, for attention that reads pages in place."""
         table = self.tables[space]
-        return PagedQuery(table, self.table_rows, self.starts, self.n_tokens, self.max_length, self.lows)
+        return PagedQuery(table, self.table_rows, self.starts_in(space), self.n_tokens, self.max_length, self.lows)
+
+    def starts_in(self, space: Space) -> Tensor:
+        """Where the slices start in the table of a space, [B]."""
+        return self.full_starts if space is Space.FULL else self.starts
 
     def keys(self, space: Space, window: int, causal: bool = True) -> tuple[Pages, Tensor | None]:
         """Pages to read and the mask [B, 1, n, L] (None: all visible), shared by the layers that attend alike."""
@@ -294,17 +275,17 @@ class Group:
             found = self._memo[key] = self._single(*key) if self.n_slices == 1 else self._padded(*key)
         return found
 
-    def _lows(self, window: int) -> list[int]:
+    def _lows(self, space: Space, window: int) -> list[int]:
         """The first position that each slice sees."""
         lows = self.layout.lows or [0] * self.n_slices
         if not window:
             return lows
-        return [max(low, first_visible(s, window)) for s, low in zip(self.layout.starts, lows, strict=True)]
+        return [max(low, first_visible(s, window)) for s, low in zip(self.layout.starts_in(space), lows, strict=True)]
 
     def _single(self, space: Space, window: int, causal: bool) -> tuple[Pages, Tensor | None]:
         """One slice: exactly the positions it sees, so a decode row needs no mask."""
-        start, end = self.layout.starts[0], self.layout.end
-        [low] = self._lows(window)
+        [start], [low] = self.layout.starts_in(space), self._lows(space, window)
+        end = start + self.n_tokens
         first, count = low // PAGE_TOKENS, pages_of(end) - low // PAGE_TOKENS
         sequence, table = self.layout.sequences[0], self.tables[space]
         skip = low - first * PAGE_TOKENS
@@ -321,12 +302,10 @@ class Group:
 
     def _padded(self, space: Space, window: int, causal: bool) -> tuple[Pages, Tensor | None]:
         """Several slices: padded to the pages of the longest one, and masked."""
-        table, starts, device = self.tables[space], self.starts, self.starts.device
-        lows = [first_visible_page(s, window) if window else 0 for s in self.layout.starts]
-        count = (
-            max((s + self.n_tokens - 1) // PAGE_TOKENS - low for s, low in zip(self.layout.starts, lows, strict=True))
-            + 1
-        )
+        table, starts, device = self.tables[space], self.starts_in(space), self.starts.device
+        on_host = self.layout.starts_in(space)
+        lows = [first_visible_page(s, window) if window else 0 for s in on_host]
+        count = max((s + self.n_tokens - 1) // PAGE_TOKENS - low for s, low in zip(on_host, lows, strict=True)) + 1
         if window:
             first = (starts - window + 1).clamp_(min=0) // PAGE_TOKENS
             columns = (first[:, None] + torch.arange(count, device=device)).clamp_(max=table.shape[1] - 1)
@@ -351,7 +330,7 @@ class Batch:
         self.slots: dict[Space, Tensor] = {s: metadata[i * n : (i + 1) * n] for i, s in enumerate(layout.spaces, 2)}
         self.groups: list[Group] = []
         for group in layout.groups:
-            n_columns = 3 + group.state_columns + bool(group.lows) + (0 if group.contiguous else group.n)
+            n_columns = 4 + group.state_columns + bool(group.lows) + (0 if group.contiguous else group.n)
             size = len(group.starts) * n_columns
             self.groups.append(Group(group, metadata[at : at + size], tables, n))
             at += size

@@ -23,6 +23,7 @@ from lucevisor.protocol.steps import (
     CopyState,
     OpenSequence,
     Operation,
+    PageOut,
     SetPages,
     UseState,
     ZeroState,
@@ -43,6 +44,7 @@ class OpenedSequence:
     """One sequence.  ``row``: its row in the device tables.
 
     ``breaks[space]``: first entry whose page id is not the previous one plus 1; the table's length when there is none.
+    ``n_out`` entries of the ``full`` table, from ``gap`` on, were paged out: those behind them moved up.
     """
 
     id: int
@@ -50,9 +52,21 @@ class OpenedSequence:
     state: int
     pages: dict[Space, list[int]] = field(default_factory=dict)
     breaks: dict[Space, int] = field(default_factory=dict)
+    gap: int = 0
+    n_out: int = 0
 
     def table(self, space: Space) -> list[int]:
         return self.pages.setdefault(space, [])
+
+    @property
+    def out_tokens(self) -> int:
+        """Positions that were paged out: by so much those behind them moved up in the ``full`` table."""
+        return self.n_out * PAGE_TOKENS
+
+    def place(self, position: int) -> int:
+        """Return where ``position``, or the first resident one behind it, lies in the ``full`` table."""
+        gap = self.gap * PAGE_TOKENS
+        return position if position <= gap else max(gap, position - self.out_tokens)
 
 
 class Sequences:
@@ -111,6 +125,8 @@ class Sequences:
                 self.check_live("ZeroState", state)
                 for pool in self.pools:
                     pool.zero_state(state)
+            case PageOut():
+                self._page_out(operation)
             case UseState(sequence, state):
                 self.check_live("UseState", state)
                 self.get(sequence, "UseState").state = state
@@ -147,6 +163,10 @@ class Sequences:
         for page in operation.pages:
             self._check_unit(where, operation.space, page)
         table, first = sequence.table(operation.space), operation.first
+        if sequence.n_out and operation.space is Space.FULL:
+            if first < sequence.gap + sequence.n_out:
+                raise StateError(where, f"entry {first} lies before those that were paged out, or among them")
+            first -= sequence.n_out
         if not 0 <= first <= MAX_ENTRIES - len(operation.pages):
             raise StateError(where, f"entry {first} is outside a table of at most {MAX_ENTRIES}")
         if operation.space is Space.FULL and first > len(table):
@@ -157,6 +177,21 @@ class Sequences:
         for i, page in enumerate(operation.pages, first):
             changed[sequence.row, i] = page
         self._find_break(sequence, operation.space, first)
+
+    def _page_out(self, operation: PageOut) -> None:
+        where = f"PageOut of sequence {operation.sequence}"
+        sequence = self.get(operation.sequence, where)
+        table, first, n = sequence.table(Space.FULL), operation.first, operation.n
+        gap = first - sequence.n_out
+        if n < 1 or not 0 <= gap <= len(table) or (sequence.n_out and gap != sequence.gap):
+            what = f"entries {first} to {first + n - 1} of {len(table) + sequence.n_out}"
+            raise StateError(where, f"{what}; {sequence.n_out} from entry {sequence.gap} on are out already")
+        del table[gap : gap + n]
+        sequence.gap, sequence.n_out = gap, sequence.n_out + n
+        changed = self._changed[Space.FULL]
+        for i, page in enumerate(table[gap:], gap):
+            changed[sequence.row, i] = page
+        self._find_break(sequence, Space.FULL, gap)
 
     @staticmethod
     def _find_break(sequence: OpenedSequence, space: Space, first: int) -> None:

@@ -20,6 +20,7 @@ from lucevisor.api.ports import Ports, SnapshotMetrics
 from lucevisor.engine.draft_statistics import DraftStatistics
 from lucevisor.engine.recovery import RecoveryStatistics
 from lucevisor.engine.statistics import EngineStatistics
+from lucevisor.model.values import Space
 from lucevisor.supervision.states import State
 
 _P: Final = "lucevisor_"
@@ -137,6 +138,7 @@ def _engine(now: EngineStatistics) -> Iterator[Metric]:
         pages.add_metric([space, "device"], use.used - use.evictable)
         pages.add_metric([space, "cached"], use.evictable)
         pages.add_metric([space, "free"], use.total - use.used)
+    pages.add_metric([Space.FULL, "out"], now.pages_out)
     yield pages
     step = SummaryMetricFamily(_P + "step_seconds", "Time a stage computed on a step.", labels=["stage"])
     wait = SummaryMetricFamily(_P + "stage_wait_seconds", "Time a stage waited for a step.", labels=["stage"])

@@ -187,14 +187,17 @@ def _recovery(now: RecoveryStatistics) -> dict[str, Any]:
     }
 
 
-def _pages(spaces: Mapping[str, PageUse]) -> dict[str, Any]:
-    """Pages of 64 tokens, without recurrent states; ``spaces`` has both apart, with the totals that `plan` shows."""
+def _pages(spaces: Mapping[str, PageUse], n_out: int = 0) -> dict[str, Any]:
+    """Pages of 64 tokens, without recurrent states; ``spaces`` has both apart, with the totals that `plan` shows.
+    ``n_out``: paged out by KV Flash.
+    """
     pages = [use for space, use in spaces.items() if space != Space.RECURRENT]
     return {
         "total": sum(p.total for p in pages),
         "used": sum(p.used - p.evictable for p in pages),
         "cached": sum(p.evictable for p in pages),  # held by prefix slots alone
         "host": 0,
+        "out": n_out,
         "spaces": {
             space: {"total": p.total, "used": p.used - p.evictable, "cached": p.evictable}
             for space, p in spaces.items()
@@ -215,7 +218,7 @@ def _engine(statistics: EngineStatistics | None) -> dict[str, Any]:
         "tokens_per_s": round(statistics.tokens_per_s, 2),
         "generated_tokens": statistics.generated_tokens,
         "preemptions": statistics.preemptions,
-        "pages": _pages(statistics.pages),
+        "pages": _pages(statistics.pages, statistics.pages_out),
         "stages": [
             {
                 "steps": s.n_steps,

@@ -35,7 +35,7 @@ def status_view(status: Status) -> RenderableType:
     work = f"running {engine['running']}, queued {engine['queued']}, held {engine['held']}; "
     lines = [
         f"{work}{engine['tokens_per_s']} tokens/s",
-        page_line(engine["pages"]["spaces"]),
+        page_line(engine["pages"]),
         *draft_lines(status["draft"]),
         *cache_lines(status["cache"]),
     ]
@@ -104,14 +104,14 @@ def wait_view(what: str, groups: Sequence[Status], elapsed_s: float) -> Renderab
     return Group(*group_lines(groups), last)
 
 
-def page_line(spaces: dict[str, dict[str, int]]) -> str:
+def page_line(pages: dict[str, Any]) -> str:
     """Return pages and recurrent states in use; the totals are those of `lucevisor plan`."""
     parts = [
         f"{space} {'states' if space == 'recurrent' else 'pages'} {use['used']} of {use['total']}"
         + (f" ({use['cached']} cached)" if use["cached"] else "")
-        for space, use in spaces.items()
+        for space, use in pages["spaces"].items()
     ]
-    return ", ".join(parts)
+    return ", ".join([*parts, f"{pages['out']} paged out"] if pages["out"] else parts)
 
 
 def bar(*parts: tuple[float, str], width: int) -> Text:

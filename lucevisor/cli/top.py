@@ -111,7 +111,7 @@ def screen(before: Status, now: Status, seconds: float, speeds: deque[float]) ->
         *headline(now), speed, *problem_lines(now), Text(),
         _stages(stage_loads(before, now, seconds)), Text(),
         _memory(now), Text(),
-        Text(page_line(engine["pages"]["spaces"])),
+        Text(page_line(engine["pages"])),
         *(Text(line) for line in draft_lines(now["draft"])[:3]), Text(),
         _requests(now["requests"]),
     ]  # fmt: skip

@@ -35,7 +35,10 @@ class Inert:
 
 
 UNIMPLEMENTED: Mapping[str, Unimplemented] = {
-    "kvflash.pool_tokens": Unimplemented("KV Flash", lambda value: value != 0, True, "nearest: 0"),
+    "kvflash.pool_tokens": Unimplemented(
+        "an automatic pool of KV Flash", lambda value: value == "auto", True, "give a number of tokens, such as 8192"
+    ),
+    "kvflash.policy": Unimplemented("this policy of KV Flash", lambda value: value != "lru", True, "nearest: lru"),
     "pflash.mode": Unimplemented("PFlash", lambda value: value != "off", True, "nearest: off"),
     "recovery.spares": Unimplemented("spare daemons", lambda value: value != 0, True, "nearest: 0"),
 }
@@ -95,6 +98,12 @@ INERT: tuple[Inert, ...] = (
         lambda config: config.recovery.hold_s == 0 and config.recovery.journal != 0,
         "has no effect while recovery.hold_s is 0",
         "remove the key, or set recovery.hold_s",
+    ),
+    Inert(
+        ("kvflash.tau",),
+        lambda config: config.kvflash.policy == "lru",
+        "has no effect: policy lru makes no selections",
+        "remove the key",
     ),
     Inert(
         ("pflash.threshold", "pflash.keep_ratio"),

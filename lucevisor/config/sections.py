@@ -312,16 +312,18 @@ class CacheConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KvFlashConfig:
-    """KV Flash: long contexts in a bounded pool on the device, with the other pages in host memory."""
+    """KV Flash: any context in a bounded number of pages. Beyond them answers change. See docs/kv-flash.md."""
 
     pool_tokens: Annotated[
-        int | AutoWord, Key(OrAuto(Whole(0, 2**31 - 1)), "Tokens kept on the devices; 0 is off.", "tokens")
+        int | AutoWord,
+        Key(OrAuto(Whole(0, 2**31 - 1)), "Kept of each sequence, in pages of 64, at least 512; 0 is off.", "tokens"),
     ] = 0
     policy: Annotated[
-        Literal["lru", "qk", "drafter"],
+        Literal["lru", "qk", "drafter", "exact"],
         Key(
-            Choice(("lru", "qk", "drafter")),
-            "What ranks the pages: last use, the query's score, or the drafter's attention.",
+            Choice(("lru", "qk", "drafter", "exact")),
+            "Which pages stay. `lru`: the first and the last ones; `qk`: by the query's score; `drafter`: by its "
+            "attention; `exact`: all are read, the others from host memory.",
         ),
     ] = "lru"
     tau: Annotated[int, Key(Whole(1, 2**20), "Tokens between two selections of the pages to keep.", "tokens")] = 64

@@ -5,6 +5,7 @@ from __future__ import annotations
 from lucevisor.config import CacheConfig
 from lucevisor.engine.limits import EngineLimits, SpeculationSettings
 from lucevisor.kv.prefix_records import PrefixSettings
+from lucevisor.kv.residency import Residency
 from lucevisor.model.spec import ModelSpec
 from lucevisor.placement.result import Placement
 from lucevisor.placement.sizing import slot_unit_bytes
@@ -24,6 +25,7 @@ def engine_limits(
         pools=placement.pools,
         window_tokens=placement.window_tokens,
         prefix=_prefix_settings(cache, spec, placement, drafter),
+        residency=None if placement.pool_pages is None else Residency(placement.pool_pages),
         speculation=_speculation_settings(spec, placement),
     )
 

@@ -20,13 +20,13 @@ from lucevisor.engine.limits import EngineLimits
 from lucevisor.engine.lookup import INDEX_TOKENS, NgramLookup
 from lucevisor.engine.request import RequestState
 from lucevisor.engine.running import RunningRequests
-from lucevisor.engine.sequence import LiveSequence, RequestRecord
+from lucevisor.engine.sequence import LiveSequence, RequestRecord, page_operations
 from lucevisor.engine.speculation import Speculation
 from lucevisor.engine.step import ScheduledSequence, ScheduledSlice, ScheduledStep, WrongResult, check_drafts, unseen
 from lucevisor.kv.page_pool import PagePools
 from lucevisor.kv.prefix_tree import NO_STATE
 from lucevisor.model.values import Space
-from lucevisor.protocol.steps import Drafted, OpenSequence, Operation, Sampled, SetPages, Slice, StepResult, ZeroState
+from lucevisor.protocol.steps import Drafted, OpenSequence, Operation, Sampled, Slice, StepResult, ZeroState
 
 
 class Drafting:
@@ -85,7 +85,8 @@ class Drafting:
             operations.append(OpenSequence(live.sequence, live.state, record.request.sampling))
             if live.state != NO_STATE:
                 operations.append(ZeroState(live.state))
-            operations += [SetPages(live.sequence, g.space, g.first, g.pages) for g in live.table.growths()]
+            for growth in live.table.growths():
+                operations += page_operations(live.sequence, growth)
         return operations
 
     @property

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from lucevisor.engine.request import ContextOverflow, GenerationRequest, InvalidRequest
 from lucevisor.kv.page_pool import PagePools
 from lucevisor.kv.prefix_records import PrefixSettings
+from lucevisor.kv.residency import Residency
 from lucevisor.model.pages import max_window_pages, pages_of
 from lucevisor.model.values import PAGE_TOKENS, Space
 from lucevisor.protocol.loading import DraftKind, PoolSizes, arena_regions
@@ -36,7 +37,7 @@ class EngineLimits:
     ``max_step_tokens`` bounds a step and with it how long a decode may wait for the prefill chunks beside it; one chunk
     and one token of every sequence with its drafts always fit, so neither starves.  ``window_tokens``: positions that a
     sliding layer sees, itself included; None without such layers.  ``prefix``: what prefix slots may take; off by
-    default, as is ``speculation``.
+    default, as is ``speculation``.  ``residency``: the bound of KV Flash; None: off.
     """
 
     max_sequences: int
@@ -48,6 +49,7 @@ class EngineLimits:
     window_tokens: int | None = None
     prefix: PrefixSettings = field(default_factory=PrefixSettings)
     speculation: SpeculationSettings = field(default_factory=SpeculationSettings)
+    residency: Residency | None = None
 
     def __post_init__(self) -> None:
         for name in ("max_sequences", "prefill_chunk"):
@@ -84,6 +86,8 @@ class EngineLimits:
             raise ValueError("spaces is empty; name the spaces of the model's layers")
         if Space.FULL in self.spaces and self.pools.full_pages < 1:
             raise ValueError(f"pools.full_pages is {self.pools.full_pages}; the model needs 1 or more")
+        if self.residency is not None:
+            self._check_residency(self.residency)
         if self.pools.host_states < 0:
             raise ValueError(f"pools.host_states is {self.pools.host_states}; give 0 or more")
         if Space.RECURRENT in self.spaces and self.pools.device_states < self.max_sequences:
@@ -106,14 +110,29 @@ class EngineLimits:
                     f"{self.window_tokens} tokens and chunks of {self.prefill_chunk}"
                 )
 
+    def _check_residency(self, residency: Residency) -> None:
+        if Space.FULL not in self.spaces:
+            raise ValueError("residency is given, and the model has no pages of space full")
+        least = min(residency.pool_pages, pages_of(self.max_context))
+        if self.pools.full_pages < least:
+            raise ValueError(f"pools.full_pages is {self.pools.full_pages}; one sequence keeps {least} resident")
+        if self.prefill_chunk > residency.max_chunk:
+            raise ValueError(
+                f"prefill_chunk is {self.prefill_chunk}; {residency.max_chunk} is the most beside the protected pages "
+                f"of {residency.pool_pages} resident ones"
+            )
+
     def n_regions(self, n_stages: int) -> int:
         """Return how many regions each arena of ``n_stages`` target stages has: the draft stage reads them, too."""
         return arena_regions(n_stages + self.speculation.drafter)
 
     @property
     def page_tokens(self) -> int:
-        """Positions the ``full`` pool holds; without such layers only ``max_context`` bounds a sequence."""
-        return self.pools.full_pages * PAGE_TOKENS if Space.FULL in self.spaces else self.max_context
+        """Positions of a sequence that the ``full`` pool allows; ``max_context`` without such layers, or where pages
+        are paged out.
+        """
+        bounded = Space.FULL in self.spaces and self.residency is None
+        return self.pools.full_pages * PAGE_TOKENS if bounded else self.max_context
 
     @property
     def capacity_tokens(self) -> int:
@@ -131,10 +150,15 @@ class EngineLimits:
             raise ContextOverflow(n_prompt, self.max_context, self.page_tokens)
         return min(request.max_tokens, capacity - n_prompt)
 
+    def stays_resident(self, n_tokens: int) -> bool:
+        """Whether no page of so long a sequence is paged out."""
+        return self.residency is None or pages_of(n_tokens) <= self.residency.pool_pages
+
     def pages_needed(self, n_tokens: int) -> dict[Space, int]:
         """Return how many pages of each space ``n_tokens`` of a sequence hold at once."""
         n_pages = pages_of(n_tokens)
-        needs = {Space.FULL: n_pages} if Space.FULL in self.spaces else {}
+        n_full = n_pages if self.residency is None else min(n_pages, self.residency.pool_pages)
+        needs = {Space.FULL: n_full} if Space.FULL in self.spaces else {}
         if self.window_tokens is not None:
             most = max_window_pages(self.window_tokens, self.prefill_chunk, self.max_context)
             needs[Space.WINDOW] = min(n_pages, most)

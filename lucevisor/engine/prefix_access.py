@@ -68,8 +68,10 @@ class PrefixAccess:
         """Allocate pages and a state for a prefix of ``n_tokens``, to which no step in flight writes any more.
 
         The caller must ``adopt`` it once every stage has its bytes, or ``cancel_reservation``.  None if there is no
-        room or the pipeline fails.
+        room, KV Flash would page some of it out, or the pipeline fails.
         """
+        if not self._scheduler.limits.stays_resident(n_tokens + 1):
+            return None
         reservation = self.prefixes.reserve(n_tokens)
         if reservation is not None and not await self.synchronize():
             self.cancel_reservation(reservation)

@@ -17,7 +17,7 @@ from typing import Literal
 from lucevisor.engine.checkpoints import find_checkpoints
 from lucevisor.engine.limits import EngineLimits
 from lucevisor.engine.request import RequestState
-from lucevisor.engine.sequence import LiveSequence, RequestRecord
+from lucevisor.engine.sequence import LiveSequence, RequestRecord, page_operations
 from lucevisor.kv.page_pool import PagePools
 from lucevisor.kv.page_table import PageTable
 from lucevisor.kv.prefix_cache import PrefixIndex
@@ -58,6 +58,8 @@ class PrefixReuse:
         use.checkpoints = find_checkpoints(
             len(request.prompt), turns, self._limits.prefix, block_granular=self.index.block_granular
         )
+        stays = self._limits.stays_resident
+        use.checkpoints = {at: origin for at, origin in use.checkpoints.items() if stays(at + 1)}
         use.checkpoint_positions = list(use.checkpoints)
         self.resize(record)
 
@@ -101,7 +103,8 @@ class PrefixReuse:
         self, record: RequestRecord, sequence: int, match: PrefixMatch
     ) -> tuple[LiveSequence, list[Operation]] | None:
         """Open a sequence that starts with ``match``.  None, taking nothing, if too few ids are free."""
-        position, table = match.position, PageTable(self._pools, self._limits.window_tokens)
+        position, limits = match.position, self._limits
+        table = PageTable(self._pools, limits.window_tokens, limits.residency)
         table.adopt(match.full, match.first_window, match.window)
         if match.slot is not None:
             self.index.pin(match.slot)  # until its last page and its state are copied
@@ -127,7 +130,7 @@ class PrefixReuse:
             if pages:
                 operations.append(SetPages(sequence, space, first, list(pages)))
         for growth in growths:
-            operations.append(SetPages(sequence, growth.space, growth.first, growth.pages))
+            operations += page_operations(sequence, growth)
             source, n_tokens = match.tail[growth.space], position % PAGE_TOKENS
             self._pools[growth.space].stamp(growth.pages, self._pools[growth.space].epoch_of(source))
             operations.append(CopyPage(growth.space, source, growth.pages[0], n_tokens))
@@ -151,7 +154,7 @@ class PrefixReuse:
     def advanced(self, record: RequestRecord, now: float) -> list[Operation]:
         """Publish a slot if the slice just planned ends at a checkpoint."""
         live, use = record.live, record.prefix
-        if live is None or record.uncached:
+        if live is None or record.uncached or not self._is_whole(live):
             return []
         origin: Origin | None = use.checkpoints.get(live.n_computed)
         if origin is None and live.n_computed and live.n_computed == use.branch_position:
@@ -166,7 +169,7 @@ class PrefixReuse:
         The slot takes over its state, unless slots keep theirs in host memory: then it is copied there.
         """
         live = record.live
-        if live is None or not live.n_computed or record.uncached:
+        if live is None or not live.n_computed or record.uncached or not self._is_whole(live):
             return []
         if self._pools.copies_states:
             return self._remember(record, live, "generation", now)
@@ -201,6 +204,10 @@ class PrefixReuse:
             state = taken
         slot = index.publish(record.tokens, SlotSource(n, live.table.entries, state, origin), now)
         return [CopyState(live.state, state)] if slot is not None and state != NO_STATE else []
+
+    def _is_whole(self, live: LiveSequence) -> bool:
+        """Whether no page was paged out, nor would be for the next token."""
+        return not live.table.n_out and self._limits.stays_resident(live.n_computed + 1)
 
     def _last_slice_end(self, record: RequestRecord, n_tokens: int) -> int:
         """Return the last position up to ``n_tokens`` at which a slice of the prompt ends."""

@@ -88,6 +88,8 @@ class Rebuilder:
             if record.live is not None
         }
         self._n_steps = 0
+        if any(live.table.n_out for live in self._stops):
+            raise CannotRebuild("pages of a sequence were paged out: what is behind them cannot be computed alone")
         self._check_window_pages()
 
     def plan(self, stage: int) -> RebuildPlan:

@@ -11,13 +11,13 @@ from collections.abc import Collection, Iterator
 
 from lucevisor.engine.limits import EngineLimits
 from lucevisor.engine.prefix_reuse import PrefixReuse
-from lucevisor.engine.sequence import LiveSequence, RequestRecord
+from lucevisor.engine.sequence import LiveSequence, RequestRecord, page_operations
 from lucevisor.engine.step import ScheduledSlice
 from lucevisor.kv.page_pool import PageAllocator, PagePools
 from lucevisor.kv.prefix_records import PrefixMatch
 from lucevisor.kv.prefix_tree import NO_STATE
-from lucevisor.model.values import Space
-from lucevisor.protocol.steps import CloseSequence, Operation, SetPages, UseState
+from lucevisor.model.values import PAGE_TOKENS, Space
+from lucevisor.protocol.steps import CloseSequence, Operation, UseState
 
 
 class RunningRequests(Collection[RequestRecord]):
@@ -72,6 +72,8 @@ class RunningRequests(Collection[RequestRecord]):
         Nothing when that would take pages from other sequences; prefix slots give theirs.
         """
         needs, index = live.table.missing(stop, n_ahead), self._reuse.index
+        if live.table.surplus(stop + n_ahead):  # drafts end with their page, so they change no residency
+            return []
         if not needs or not index.can_reclaim(needs, {}) or not index.reclaim(needs):
             return []
         return self._grow(live, stop, n_ahead) or []
@@ -113,7 +115,7 @@ class RunningRequests(Collection[RequestRecord]):
         growths = live.table.grow(live.n_scheduled, stop, n_ahead)
         if growths is None:
             return None
-        return [SetPages(live.sequence, growth.space, growth.first, growth.pages) for growth in growths]
+        return [operation for growth in growths for operation in page_operations(live.sequence, growth)]
 
     def _fits(self, record: RequestRecord, match: PrefixMatch) -> bool:
         """Whether there is room for a request beside what the running ones still need."""
@@ -121,9 +123,9 @@ class RunningRequests(Collection[RequestRecord]):
         if Space.FULL in needs:
             needs[Space.FULL] -= len(match.full)
         for other in self._records.values():
-            for space, n in self._limits.pages_needed(len(other.tokens)).items():
+            for space, n in self._limits.pages_needed(len(other.tokens) + PAGE_TOKENS).items():
                 held = 0 if other.live is None else len(other.live.table.held(space))
-                needs[space] += max(0, n + 1 - held)  # promised to it, and one to grow by
+                needs[space] += max(0, n - held)  # promised to it, and one to grow by
         if Space.RECURRENT in self._pools:
             needs[Space.RECURRENT] = 1
         return self._reuse.index.can_reclaim(needs, {Space.FULL: match.full, Space.WINDOW: match.window})

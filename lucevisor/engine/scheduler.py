@@ -289,7 +289,7 @@ class Scheduler:
                     self._operations += operations
                     secured.append(one)
                     break
-                if self.reuse.index.reclaim(one.live.table.missing(one.stop)) or self.running.release_ahead():
+                if self.reuse.index.reclaim(one.live.table.needs(one.stop)) or self.running.release_ahead():
                     continue
                 if len(self.running) == 1 and self.reuse.index.pinning:
                     self.starving = True

@@ -21,11 +21,11 @@ from lucevisor.engine.request import (
     Timings,
     Usage,
 )
-from lucevisor.kv.page_table import PageTable
+from lucevisor.kv.page_table import Growth, PageTable
 from lucevisor.kv.prefix_records import PrefixMatch
 from lucevisor.kv.prefix_tree import Origin
 from lucevisor.kv.tokens import TokenBuffer
-from lucevisor.protocol.steps import Drafted
+from lucevisor.protocol.steps import Drafted, Operation, PageOut, SetPages
 
 
 class InvalidTransition(Exception):
@@ -71,6 +71,13 @@ class LiveSequence:
         self.n_computed += 1
         if self.draft_states:
             self.state, self.draft_states[draft] = self.draft_states[draft], self.state
+
+
+def page_operations(sequence: int, growth: Growth) -> list[Operation]:
+    """Return the operations that give the shards the new entries of a table."""
+    out = growth.paged_out
+    leaving: list[Operation] = [PageOut(sequence, out.start, len(out))] if out else []
+    return [*leaving, SetPages(sequence, growth.space, growth.first, growth.pages)]
 
 
 @dataclass(slots=True, eq=False)

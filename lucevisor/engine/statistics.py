@@ -154,6 +154,7 @@ class EngineStatistics:
     generated_tokens: int
     preemptions: int
     pages: dict[str, PageUse]  # by space
+    pages_out: int  # of running sequences, paged out by KV Flash
     steps: StepTotals
     cache: CacheStatistics = field(default_factory=CacheStatistics)
     drafts: DraftStatistics = field(default_factory=DraftStatistics)
@@ -184,6 +185,7 @@ class EngineStatistics:
             generated_tokens=scheduler.n_generated_tokens,
             preemptions=scheduler.n_preemptions,
             pages={str(space): use for space, use in scheduler.pools.use().items()},
+            pages_out=sum(record.live.table.n_out for record in scheduler.running if record.live is not None),
             steps=copy.deepcopy(totals),
             cache=CacheStatistics.of(scheduler.reuse),
             drafts=copy.deepcopy(scheduler.drafting.statistics),

@@ -5,7 +5,16 @@ The planner sizes pools by these formulas, the engine allocates by them and the 
 
 from __future__ import annotations
 
+from typing import Final
+
 from lucevisor.model.values import PAGE_TOKENS
+
+HEAD_PAGES: Final = 1
+"""KV Flash: first pages of a sequence that always stay; models put much of their attention there."""
+TAIL_PAGES: Final = 4
+"""KV Flash: pages before a slice that always stay."""
+MIN_POOL_PAGES: Final = 8
+"""KV Flash: the least pool that can be configured."""
 
 
 def pages_of(n_tokens: int) -> int:
@@ -35,3 +44,15 @@ def max_window_pages(window_tokens: int, slice_tokens: int, max_context: int) ->
 def max_slot_window_pages(window_tokens: int) -> int:
     """Return the most window pages one prefix slot holds: they fill w - 1 positions and may start inside a page."""
     return pages_of(window_tokens - 1) + 1
+
+
+def pool_pages(n_tokens: int) -> int:
+    """Return the pages of a sequence that KV Flash keeps resident for a configured pool of ``n_tokens``."""
+    return max(MIN_POOL_PAGES, pages_of(n_tokens))
+
+
+def max_resident_chunk(n_pool_pages: int) -> int:
+    """Return the tokens of the longest slice with KV Flash: it takes at most half of the pool, and leaves room for the
+    protected pages.
+    """
+    return min(n_pool_pages // 2, n_pool_pages - HEAD_PAGES - TAIL_PAGES) * PAGE_TOKENS

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Final
 
+from lucevisor.model.pages import max_resident_chunk
 from lucevisor.model.values import Backend, LayerRange
 from lucevisor.placement.devices import memories_of
 from lucevisor.placement.sizer import SizingInputs
@@ -31,7 +32,8 @@ def choose_chunk(inputs: SizingInputs, ranges: Sequence[LayerRange]) -> tuple[Si
     memories = memories_of(inputs.all_targets).values()
     known = all(memory.usable_bytes is not None for memory in memories)
     if known and usual.fits and not any(target.backend is Backend.CPU for target in inputs.targets):
-        for chunk in LONG_CHUNKS:
+        most = max(LONG_CHUNKS) if inputs.pool_pages is None else max_resident_chunk(inputs.pool_pages)
+        for chunk in (chunk for chunk in LONG_CHUNKS if chunk <= most):
             longer_inputs = replace(inputs, prefill_chunk=chunk)
             longer = compute_sizes(longer_inputs, ranges)
             if longer.fits and _leaves_enough(longer, usual):

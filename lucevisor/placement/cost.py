@@ -43,11 +43,14 @@ LIBRARY_BYTES = 96 << 20
 
 @dataclass(frozen=True, slots=True)
 class StepSizes:
-    """Sizes of steps and pools.  ``n_together``: sequences decoded in one step."""
+    """Sizes of steps and pools.  ``n_together``: sequences decoded in one step.  ``resident``: positions of a sequence
+    in space full that are attended to at once.
+    """
 
     max_tokens: int
     max_sequences: int
     max_context: int
+    resident: int
     n_together: int
     pools: PoolSizes
 
@@ -114,9 +117,9 @@ class CostModel:
         if layer.space is Space.RECURRENT:
             rows = max((prod(t.shape[:-1]) for t in layer.state), default=0)
             return steps.max_tokens * rows * RULE_COPIES * 4 + steps.n_together * self._units[i] * 2
-        seen, n_pages = steps.max_context, steps.pools.full_pages
+        seen, n_pages = steps.resident, steps.pools.full_pages
         if layer.space is Space.WINDOW:
-            n_pages = steps.pools.window_pages
+            seen, n_pages = steps.max_context, steps.pools.window_pages
             if layer.window:
                 seen = min(seen, layer.window - 1 + steps.max_tokens)
         source = i if layer.shares_with is None else layer.shares_with

@@ -97,6 +97,8 @@ def _sizes(p: Placement) -> str:
         in_host = f" ({p.pools.host_states} of them in host memory)" if p.pools.host_states else ""
         pools.append(_counted(p.pools.states, "recurrent state") + in_host)
     sequences = f"{_counted(p.max_sequences, 'sequence')} of {p.max_context} tokens"
+    if p.pool_pages is not None:
+        sequences += f" with at most {_counted(p.pool_pages, 'page')} each on the devices"
     step = f"steps of {p.max_step_tokens} tokens, {sequences}"
     journal = f" and the journal up to {format_bytes(p.journal_bytes)}" if p.journal_bytes else ""
     host = f"arenas take {format_bytes(p.arena_bytes)}{journal} of host memory"
@@ -128,6 +130,7 @@ def as_json(result: Result) -> dict[str, object]:
         "max_step_tokens": p.max_step_tokens,
         "pages": {
             "full": p.pools.full_pages,
+            "resident": p.pool_pages,
             "window": p.pools.window_pages,
             "states": p.pools.states,
             "host_states": p.pools.host_states,

@@ -12,7 +12,7 @@ from dataclasses import replace
 
 from lucevisor.config import Auto, Config, Ranges, RecoveryConfig, Split, WeightedSplit
 from lucevisor.model.drafters import DraftSpec
-from lucevisor.model.pages import pages_of
+from lucevisor.model.pages import max_resident_chunk, pages_of, pool_pages
 from lucevisor.model.spec import ModelSpec
 from lucevisor.model.values import PAGE_TOKENS, Dtype, LayerRange, Space, dtype_bytes
 from lucevisor.placement.advice import advise
@@ -163,6 +163,7 @@ def build_placement(inputs: SizingInputs, sizing: Sizing, drafting: DraftPolicy,
         max_context=sizing.max_context,
         max_sequences=inputs.max_sequences,
         prefill_chunk=sizing.prefill_chunk,
+        pool_pages=inputs.pool_pages,
         max_step_tokens=sizing.max_step_tokens,
         pools=sizing.pools,
         spaces=spec.spaces(),
@@ -241,11 +242,15 @@ def sizing_inputs(
     if max_context is not None and max_context < 2:
         why = "leaves no room for an answer: one prompt token and one generated token need 2"
         raise PlacementError("engine.max_context", max_context, why, "nearest: 2", file=file)
-    paged = Space.FULL in spec.spaces()
-    if paged and pages is not None and max_context is not None and pages < pages_of(max_context):
-        why = f"hold {pages * PAGE_TOKENS} tokens, less than engine.max_context = {max_context}"
-        hint = f"nearest: {pages_of(max_context)}, or engine.max_context = {pages * PAGE_TOKENS}"
-        raise PlacementError("engine.pages", pages, why, hint, file=file)
+    paged, flash_tokens, chunk = Space.FULL in spec.spaces(), config.kvflash.pool_tokens, engine.least_chunk
+    pool = pool_pages(flash_tokens) if paged and flash_tokens != "auto" and flash_tokens else None
+    if paged and pages is not None and max_context is not None:
+        least = pages_of(max_context) if pool is None else min(pool, pages_of(max_context))
+        if pages < least:
+            of = f"engine.max_context = {max_context}" if pool is None else "kvflash.pool_tokens of one sequence"
+            smaller = f", or engine.max_context = {pages * PAGE_TOKENS}" if pool is None else ""
+            why = f"hold {pages * PAGE_TOKENS} tokens, less than {of}"
+            raise PlacementError("engine.pages", pages, why, f"nearest: {least}{smaller}", file=file)
     n_slots, n_slot_pages = reserved_slots(
         spec, kv_dtype, config.cache.prefix_slots, config.cache.memory, None if draft is None else draft.spec.model
     )
@@ -255,12 +260,13 @@ def sizing_inputs(
         dtype=dtype,
         kv_dtype=kv_dtype,
         max_sequences=engine.max_sequences,
-        prefill_chunk=engine.least_chunk,
+        prefill_chunk=chunk if pool is None else min(chunk, max_resident_chunk(pool)),
         max_context=max_context,
         pages=pages,
         n_slots=n_slots,
         n_slot_pages=n_slot_pages,
         states_in_host=config.cache.states == "host" and n_slots > 0,
+        pool_pages=pool,
         draft=draft,
         max_drafts=drafting.max_drafts,
     )

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from lucevisor.config import USUAL_CHUNK, Auto, Config, WeightedSplit
-from lucevisor.model.pages import pages_of
+from lucevisor.model.pages import HEAD_PAGES, MIN_POOL_PAGES, TAIL_PAGES, max_resident_chunk, pages_of
 from lucevisor.model.values import PAGE_TOKENS, Space
 from lucevisor.placement.auto_split import AutoSplit
 from lucevisor.placement.devices import memories_of
@@ -46,6 +46,7 @@ def reasons_of(decisions: Decisions) -> tuple[str, ...]:
         *_drafts(decisions),
         _context(decisions),
         _pages(decisions),
+        *_residency(decisions),
         *_chunk(decisions),
         *_states(decisions),
         *_weights(decisions),
@@ -61,6 +62,7 @@ def notices_of(decisions: Decisions) -> tuple[str, ...]:
         *_moved(decisions),
         *_inert(decisions),
         *_cut_width(decisions),
+        *_rounded_pool(decisions),
     )
 
 
@@ -158,7 +160,9 @@ def _pages(decisions: Decisions) -> str:
     if Space.FULL not in decisions.inputs.spec.spaces():
         return "pages 0: no layer of the model attends to all positions"
     slots = " and prefix slots" if decisions.inputs.n_slot_pages else ""
-    enough = f"{decisions.inputs.max_sequences} sequences of {sizing.max_context} tokens{slots}"
+    resident = decisions.inputs.sequence_pages(sizing.max_context) * PAGE_TOKENS
+    each = f"{sizing.max_context} tokens" if resident >= sizing.max_context else f"{resident} resident tokens"
+    enough = f"{decisions.inputs.max_sequences} sequences of {each}{slots}"
     match sizing.bound:
         case "configured":
             return f"pages {n}: as configured"
@@ -169,6 +173,30 @@ def _pages(decisions: Decisions) -> str:
         case memory:
             most = max_usable_pages(decisions.inputs, sizing.max_context)
             return f"pages {n}: as many as fit in {memory}; {enough} would use {most}"
+
+
+def _residency(decisions: Decisions) -> Iterator[str]:
+    """Say what KV Flash keeps of a sequence."""
+    pool, context = decisions.inputs.pool_pages, decisions.sizing.max_context
+    if pool is None:
+        return
+    if pool >= pages_of(context):
+        yield f"kvflash: {pool} pages hold the whole context, so no page is paged out"
+        return
+    protected = f"the first {HEAD_PAGES} and the {TAIL_PAGES} before a slice always stay"
+    yield f"kvflash: {pool} pages of a sequence stay on the devices, policy lru, {protected}; older ones are not read"
+
+
+def _rounded_pool(decisions: Decisions) -> Iterator[str]:
+    pool, wanted = decisions.inputs.pool_pages, decisions.config.kvflash.pool_tokens
+    if pool is None:
+        return
+    if pool * PAGE_TOKENS != wanted:
+        rule = f"whole pages, at least {MIN_POOL_PAGES} of them"
+        yield f"kvflash.pool_tokens = {wanted} is rounded to {pool * PAGE_TOKENS}: {rule}"
+    chunk, most = decisions.config.engine.prefill_chunk, max_resident_chunk(pool)
+    if chunk != "auto" and chunk > most and decisions.sizing.prefill_chunk == most:
+        yield f"engine.prefill_chunk = {chunk} is cut to {most}: with KV Flash a slice takes at most half of the pool"
 
 
 def _chunk(decisions: Decisions) -> Iterator[str]:
@@ -260,7 +288,7 @@ def _inert(decisions: Decisions) -> Iterator[str]:
             f"engine.max_context = {inputs.max_context} exceeds the {spec.context_tokens} tokens the model was trained "
             "for: answers may get worse beyond that"
         )
-    if engine.prefill_chunk != "auto" and engine.prefill_chunk > sizing.prefill_chunk:
+    if engine.prefill_chunk != "auto" and engine.prefill_chunk > sizing.prefill_chunk == context:
         yield f"engine.prefill_chunk = {engine.prefill_chunk} is cut to max_context = {context}"
     if spec.spaces() == {Space.RECURRENT} and engine.kv_dtype != "auto":
         yield f"engine.kv_dtype = {engine.kv_dtype} has no effect: the model has no attention layers"
@@ -272,7 +300,7 @@ def _inert(decisions: Decisions) -> Iterator[str]:
     if Space.FULL not in spec.spaces():
         yield f"engine.pages = {inputs.pages} has no effect: no layer of the model attends to all positions"
         return
-    most = inputs.max_sequences * pages_of(context) + inputs.n_slot_pages
+    most = inputs.max_sequences * inputs.sequence_pages(context) + inputs.n_slot_pages
     if inputs.pages > most:
         slots = f", prefix slots {inputs.n_slot_pages} of them" if inputs.n_slot_pages else ""
         yield (

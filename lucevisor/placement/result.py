@@ -115,6 +115,7 @@ class Placement:
     ``devices`` and ``stages`` are in layer order; ``arenas[b]`` lies between stages b and b + 1, and those of captures
     follow.  ``journal_bytes``: the most host memory that the journal takes.  ``draft`` and ``draft_device`` are None
     without a drafter, ``draft_left_out`` says why there is none.
+    ``pool_pages``: the most pages of a sequence on the devices with KV Flash; None: all.
     ``reasons`` explain the choices, ``notices`` are logged at start.  ``goal`` and ``measured``: the goal of an
     automatic split and when its speeds were measured; empty unless it was chosen by speed.
     """
@@ -140,6 +141,7 @@ class Placement:
     draft_device: DevicePlan | None = None
     draft_left_out: str = ""
     drafting: DraftPolicy = field(default_factory=DraftPolicy)
+    pool_pages: int | None = None
     options: Mapping[str, str] = field(default_factory=dict)
     reasons: tuple[str, ...] = ()
     notices: tuple[str, ...] = ()

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from lucevisor.model.pages import max_slot_window_pages, max_window_pages, pages_of
 from lucevisor.model.spec import ModelSpec
-from lucevisor.model.values import Dtype, Space, dtype_bytes
+from lucevisor.model.values import PAGE_TOKENS, Dtype, Space, dtype_bytes
 from lucevisor.placement.cost import CostModel, StepSizes
 from lucevisor.placement.devices import HOST, Memory, TargetDevice, memories_of
 from lucevisor.placement.drafting import DrafterSizing
@@ -28,6 +28,7 @@ class SizingInputs:
 
     ``n_slots``: prefix slots to reserve states and window pages for; fewer if that many do not fit.  ``n_slot_pages``:
     pages that slots may fill beside those of sequences.  ``states_in_host``: the states of slots are in host memory.
+    ``pool_pages``: the most pages of a sequence with KV Flash; None: off.
     ``draft``: a drafter beside the shards; ``max_drafts``: of a sequence in one step; ``n_draft_states``: recurrent
     states for verification, beyond all others.
     ``models`` caches the cost models of these inputs and of those derived from them, which share the spec.
@@ -44,6 +45,7 @@ class SizingInputs:
     n_slots: int = 0
     n_slot_pages: int = 0
     states_in_host: bool = False
+    pool_pages: int | None = None
     draft: DrafterSizing | None = None
     max_drafts: int = 0
     n_draft_states: int = 0
@@ -62,6 +64,11 @@ class SizingInputs:
         if key not in self.models:
             self.models[key] = CostModel(spec, self.dtype, self.kv_dtype)
         return self.models[key]
+
+    def sequence_pages(self, n_tokens: int) -> int:
+        """Pages that a sequence of ``n_tokens`` keeps on the devices."""
+        n_pages = pages_of(n_tokens)
+        return n_pages if self.pool_pages is None else min(n_pages, self.pool_pages)
 
     @property
     def all_targets(self) -> tuple[TargetDevice, ...]:
@@ -189,7 +196,8 @@ class Sizer:
         n = self.inputs.max_sequences
         # decoding sequences are dealt into as many steps as there are stages
         pools = self.pools(max_context, n_pages)
-        return StepSizes(self.max_tokens(max_context), n, max_context, -(-n // self.n_stages), pools)
+        resident = min(max_context, self.inputs.sequence_pages(max_context) * PAGE_TOKENS)
+        return StepSizes(self.max_tokens(max_context), n, max_context, resident, -(-n // self.n_stages), pools)
 
     def needed_bytes(self, memory: str, max_context: int, n_pages: int) -> int:
         """Bytes that all shards and the drafter take in a memory; in the host's, with the arenas."""

@@ -78,7 +78,7 @@ def slot_unit_bytes(spec: ModelSpec, kv_dtype: Dtype, drafter: ModelSpec | None)
 
 def max_usable_pages(inputs: SizingInputs, max_context: int) -> int:
     """Return the pages that all sequences can fill, plus at most as many again for prefix slots."""
-    n_pages = inputs.max_sequences * pages_of(max_context)
+    n_pages = inputs.max_sequences * inputs.sequence_pages(max_context)
     return n_pages + min(inputs.n_slot_pages, n_pages)
 
 
@@ -165,8 +165,11 @@ def _compute(inputs: SizingInputs, ranges: Sequence[LayerRange]) -> Sizing:
 
 def reference_load(inputs: SizingInputs) -> tuple[int, int]:
     """Return context and pages for automatic ranges: as configured, else one sequence of REFERENCE_TOKENS."""
-    pages = inputs.pages or pages_of(inputs.max_context or min(inputs.spec.context_tokens, REFERENCE_TOKENS))
-    return inputs.max_context or min(inputs.spec.context_tokens, pages * PAGE_TOKENS), pages
+    context = inputs.max_context or min(inputs.spec.context_tokens, REFERENCE_TOKENS)
+    pages = inputs.pages or inputs.sequence_pages(context)
+    if inputs.max_context or inputs.pool_pages is not None:
+        return context, pages
+    return min(inputs.spec.context_tokens, pages * PAGE_TOKENS), pages
 
 
 def ranges_by_memory(inputs: SizingInputs) -> tuple[LayerRange, ...]:
@@ -253,13 +256,13 @@ def _context(sizer: Sizer) -> int:
         return inputs.max_context
     limit = inputs.spec.context_tokens
     highest = pages_of(limit)
-    if inputs.pages is not None:
-        highest = min(highest, inputs.pages)
-    elif not sizer.all_known:
-        highest = min(highest, UNKNOWN_PAGES)
+    room = inputs.pages if inputs.pages is not None else highest if sizer.all_known else UNKNOWN_PAGES
+    if room < inputs.sequence_pages(limit):
+        highest = room
 
     def fits(n: int) -> bool:
-        context, n_pages = min(limit, n * PAGE_TOKENS), n if inputs.pages is None else inputs.pages
+        context = min(limit, n * PAGE_TOKENS)
+        n_pages = inputs.sequence_pages(context) if inputs.pages is None else inputs.pages
         return all(sizer.fits(memory, context, n_pages) for memory in sizer.memories.values())
 
     found = most(highest, lambda n: n == 0 or fits(n))
@@ -273,7 +276,7 @@ def _pages(sizer: Sizer, max_context: int) -> tuple[int, str]:
     inputs = sizer.inputs
     if inputs.pages is not None:
         return inputs.pages, "configured"
-    least, enough = pages_of(max_context), max_usable_pages(inputs, max_context)
+    least, enough = inputs.sequence_pages(max_context), max_usable_pages(inputs, max_context)
     highest, bound = enough, "enough"
     if not sizer.all_known and max(least, UNKNOWN_PAGES) < highest:
         highest, bound = max(least, UNKNOWN_PAGES), "unknown"

@@ -95,7 +95,16 @@ class UseState(msgspec.Struct, frozen=True, array_like=True, tag=7):
     state: int
 
 
-Operation = OpenSequence | CloseSequence | SetPages | CopyPage | CopyState | ZeroState | UseState
+class PageOut(msgspec.Struct, frozen=True, array_like=True, tag=8):
+    """Entries ``[first, first + n)`` leave the ``full`` table of a sequence: later slices do not attend to their
+    positions.  All other entries keep their numbers.  What left a table is one range."""
+
+    sequence: int
+    first: int
+    n: int
+
+
+Operation = OpenSequence | CloseSequence | SetPages | CopyPage | CopyState | ZeroState | UseState | PageOut
 
 
 class Slice(msgspec.Struct, frozen=True, array_like=True):

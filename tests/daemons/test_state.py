@@ -24,6 +24,7 @@ from lucevisor.protocol.steps import (
     CopyPage,
     CopyState,
     OpenSequence,
+    PageOut,
     Sampling,
     SetPages,
     Slice,
@@ -155,6 +156,8 @@ def test_copies_of_pages_and_states(kv_dtype):
         (CopyPage(Space.FULL, 0, 1, 65), "65 tokens of a page of 64"),
         (CopyPage(Space.RECURRENT, 0, 1, 4), "4 tokens of a page"),
         (CopyState(0, -1), "CopyState: state -1 is outside the pool of 5"),
+        (PageOut(1, 0, 0), "PageOut of sequence 1: entries 0 to -1 of 0"),
+        (PageOut(1, 1, 2), "PageOut of sequence 1: entries 1 to 2 of 0; 0 from entry 0 on are out already"),
         (ZeroState(99), "ZeroState: state 99 is outside the pool of 5"),
     ],
 )
@@ -168,6 +171,35 @@ def test_impossible_operations_are_refused_and_change_nothing(operation, message
     assert caught.value.advice
     assert list(sequences.by_id) == [1]
     assert not any(sequences.by_id[1].pages.values())
+
+
+def test_entries_behind_those_paged_out_keep_their_numbers():
+    _, _, sequences = make()
+    sequences.apply(opened())
+    sequences.apply(SetPages(1, Space.FULL, 0, [3, 4, 5, 6, 7]))
+    sequences.apply(PageOut(1, 1, 2))
+    sequences.apply(SetPages(1, Space.FULL, 5, [8]))
+    sequences.apply(PageOut(1, 3, 1))
+    one = sequences.get(1, "test")
+    sequences.flush()
+    table = sequences.tables(CPU)[Space.FULL][one.row]
+    assert one.pages[Space.FULL] == table[:3].tolist() == [3, 7, 8]
+    assert one.breaks[Space.FULL] == 1
+    places = {0: 0, 63: 63, 64: 64, 100: 64, 255: 64, 256: 64, 257: 65, 383: 191}
+    assert {position: one.place(position) for position in places} == places
+    for wrong in (SetPages(1, Space.FULL, 2, [9]), PageOut(1, 0, 1), PageOut(1, 5, 1)):
+        with pytest.raises(StateError):
+            sequences.apply(wrong)
+    with pytest.raises(StateError, match="lacks a page for positions 128 to 128"):
+        Layout([Slice(1, 128, [1], True)], sequences, full_only())
+    layout = Layout([Slice(1, 260, [1], True)], sequences, full_only())
+    assert layout.metadata[2] == 7 * PAGE_TOKENS + 4
+    assert layout.groups[0].max_length == 128
+
+
+def full_only() -> ModelSpec:
+    spec = make_spec()
+    return replace(spec, layers=spec.layers[:1])
 
 
 def test_the_most_sequences_can_be_open_and_be_opened_again():

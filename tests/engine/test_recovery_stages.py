@@ -10,6 +10,7 @@ from hypothesis import Phase, event, given, settings
 from hypothesis import strategies as st
 
 from lucevisor.engine import recovery
+from lucevisor.kv.residency import Residency
 from lucevisor.protocol.loading import PoolSizes
 from tests.engine.test_speculation_outputs import Play, Scenario, lookups, scenarios
 from tests.engine.toy_engine import ALL_SPACES, ToyEngine, events_of, limits, request, told
@@ -62,6 +63,22 @@ async def test_without_room_in_the_journal_all_stages_compute_again() -> None:
     toy.attach()
     toy.run()
     assert told(await events_of(handle))[0] == toy.alone(one)
+
+
+async def test_sequences_with_pages_paged_out_are_computed_again() -> None:
+    toy = ready(2, max_context=900, residency=Residency(6))
+    handle = toy.engine.submit(request("a", range(600), n=20))
+    while not toy.engine.statistics().generated_tokens:
+        toy.work(0)
+    assert toy.crash(1)
+    toy.come_back()
+    for i in range(12):
+        toy.work(i)
+    assert toy.n_given_up == 1
+    toy.attach()
+    toy.run()
+    tokens, finished = told(await events_of(handle))
+    assert (len(tokens), finished.reason) == (20, "length")
 
 
 class Crashes(Play):

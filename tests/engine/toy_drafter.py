@@ -109,6 +109,8 @@ class ToyDrafter(ToyStage):
         if piece.draft_from >= stop:
             raise Violation(f"sequence {piece.sequence}: drafts asked without context, {piece.draft_from} to {stop}")
         for position in range(piece.draft_from, stop):
+            if sequence.is_out(Space.FULL, position):
+                continue
             held = self._page(sequence, Space.FULL, position)[position % PAGE_TOKENS]
             if held != (position, mix(right[position], position)):
                 raise Violation(f"sequence {piece.sequence}: the drafter has {held} for position {position}")

@@ -28,6 +28,7 @@ from lucevisor.protocol.steps import (
     DraftStep,
     Masks,
     OpenSequence,
+    PageOut,
     Sampled,
     Sampling,
     SetPages,
@@ -44,6 +45,7 @@ _POISON = 0xDEAD  # what a state holds before anybody has set it
 _EMPTY = (-1, _POISON)  # what a page holds: at each offset the position it was written for, and a value
 _NO_PAYLOAD = memoryview(b"")
 _NO_PAGE = -1  # entry of a window table that starts behind its beginning
+_OUT = -2  # entry of a full table that was paged out
 
 
 Regions = dict[tuple[int, int], tuple[int, list[int]]]
@@ -165,6 +167,11 @@ class _Open:
     states: list[int] = field(default_factory=list)  # written by the last slice
     tables: dict[Space, list[int]] = field(default_factory=dict)
 
+    def is_out(self, space: Space, position: int) -> bool:
+        """Whether the page of a position was paged out."""
+        entry, table = position // PAGE_TOKENS, self.tables.get(space, [])
+        return entry < len(table) and table[entry] == _OUT
+
 
 class ToyStage:
     """One stage: its pools, its sequences, its boundary regions (``regions`` is shared with its neighbours)."""
@@ -261,6 +268,8 @@ class ToyStage:
                     raise Violation(f"pages {pages} are outside the pool of space {space}")
                 table += [_NO_PAGE] * (first - len(table))
                 table[first : first + len(pages)] = pages
+            case PageOut(sequence=sequence, first=first, n=n):
+                self._page_out(sequence, first, n)
             case UseState(sequence=sequence, state=state):
                 if sequence not in self.sequences or state not in self.sequences[sequence].states:
                     raise Violation(f"state {state} is not one that the last slice of sequence {sequence} wrote")
@@ -277,6 +286,14 @@ class ToyStage:
                 self.pages[space][target][:n] = self.pages[space][source][:n]
             case other:
                 raise Violation(f"an operation nobody plans: {other}")
+
+    def _page_out(self, sequence: int, first: int, n: int) -> None:
+        table = self.sequences[sequence].tables.setdefault(Space.FULL, [])
+        if first + n > len(table) + (n if first == len(table) else 0) or _OUT in table[first : first + n]:
+            raise Violation(f"sequence {sequence}: entries {first} + {n} of {len(table)} cannot be paged out")
+        if _OUT in table and table[first - 1] != _OUT:
+            raise Violation(f"sequence {sequence}: entries {first} + {n} leave a second gap")
+        table[first : first + n] = [_OUT] * n
 
     def _check_live(self, state: int) -> None:
         if state >= self.n_live_states:
@@ -332,13 +349,15 @@ class ToyStage:
     def _page(self, sequence: _Open, space: Space, position: int) -> list[tuple[int, int]]:
         table = sequence.tables.get(space, [])
         entry = position // PAGE_TOKENS
-        if entry >= len(table) or table[entry] == _NO_PAGE:
+        if entry >= len(table) or table[entry] < 0:
             raise Violation(f"position {position} has no page in space {space}")
         return self.pages[space][table[entry]]
 
     def _sum(self, sequence: _Open, space: Space, first: int, last: int) -> int:
         total = 0
         for start in range(first - first % PAGE_TOKENS, last + 1, PAGE_TOKENS):
+            if sequence.is_out(space, start):
+                continue
             page = self._page(sequence, space, start)
             low = max(first, start)
             for position, (written_for, value) in enumerate(page[low - start : last + 1 - start], low):

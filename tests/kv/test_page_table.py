@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from lucevisor.kv.page_pool import PagePools
 from lucevisor.kv.page_table import Growth, PageTable
+from lucevisor.kv.residency import Residency
 from lucevisor.model.pages import first_visible_page, max_window_pages, pages_of
 from lucevisor.model.values import PAGE_TOKENS, Space
 from lucevisor.protocol.loading import PoolSizes
@@ -74,3 +75,40 @@ def test_every_position_a_slice_sees_has_a_page_and_no_more_are_held(window: int
         start = stop
     table.release()
     assert pools[Space.WINDOW].n_used == pools[Space.FULL].n_used == 0
+
+
+def test_old_pages_leave_behind_the_first_and_are_taken_again() -> None:
+    pools = PagePools([Space.FULL], PoolSizes(7, 0, 0))
+    table = PageTable(pools, None, Residency(6))
+    assert table.grow(0, 384) == [Growth(Space.FULL, 0, [0, 1, 2, 3, 4, 5])]
+    assert table.surplus(385) == range(1, 2)
+    assert table.needs(385) == {}
+    assert table.grow(384, 385) == [Growth(Space.FULL, 6, [1], range(1, 2))]
+    assert table.grow(385, 577) == [Growth(Space.FULL, 7, [2, 3, 4], range(2, 5))]
+    assert (table.n_out, table.held(Space.FULL)) == (4, [0, 5, 1, 2, 3, 4])
+    assert table.growths() == [Growth(Space.FULL, 0, [0]), Growth(Space.FULL, 5, [5, 1, 2, 3, 4], range(1, 5))]
+    assert table.shrink(449) == 2
+    assert table.held(Space.FULL) == [0, 5, 1, 2]
+    table.release()
+    assert (table.n_out, pools[Space.FULL].n_used) == (0, 0)
+
+
+def test_shared_pages_leave_the_table_and_stay_with_their_other_owners() -> None:
+    pools = PagePools([Space.FULL], PoolSizes(8, 0, 0))
+    first, second = (PageTable(pools, None, Residency(6)) for _ in range(2))
+    first.grow(0, 384)
+    second.adopt(first.held(Space.FULL), 0, [])
+    assert second.needs(385 + 128) == {Space.FULL: 3}
+    assert second.grow(384, 385 + 128) is None  # what it pages out would not become free
+    assert second.held(Space.FULL) == first.held(Space.FULL)
+    assert second.grow(384, 385) == [Growth(Space.FULL, 6, [6], range(1, 2))]
+    assert pools[Space.FULL].ref_count(1) == 1
+
+
+def test_the_draft_epoch_counts_positions_that_are_out() -> None:
+    pools = PagePools([Space.FULL], PoolSizes(8, 0, 0))
+    table = PageTable(pools, None, Residency(6))
+    table.grow(0, 384)
+    pools.begin_draft_epoch()
+    table.grow(384, 512)
+    assert table.draft_from() == 384

@@ -103,7 +103,13 @@ def test_json_holds_the_numbers(fitting, short):
     assert shown["fits"] is True
     assert shown["model"] == {"name": "lucevisor-demo-22m", "architecture": "qwen35", "layers": 8, "quant": "Q4_K"}
     pools = fitting.pools
-    assert shown["pages"] == {"full": pools.full_pages, "window": 0, "states": pools.states, "host_states": 0}
+    assert shown["pages"] == {
+        "full": pools.full_pages,
+        "resident": None,
+        "window": 0,
+        "states": pools.states,
+        "host_states": 0,
+    }
     assert [d["layers"] for d in shown["devices"]] == [[0, 2], [2, 6], [6, 8]]
     assert [d["weight_bytes"] for d in shown["devices"]] == [d.weight_bytes for d in fitting.devices]
     assert shown["stages"] == [

@@ -1,0 +1,222 @@
+"""KV Flash in the engine: long requests in few pages, whatever runs beside them.
+
+Every token is checked against the toy model with the pages masked that a plan's slices leave out.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+from hypothesis import event, given, settings
+from hypothesis import strategies as st
+
+from lucevisor.engine.limits import EngineLimits, SpeculationSettings
+from lucevisor.engine.request import FinishedEvent, GenerationRequest
+from lucevisor.engine.scheduler import Scheduler
+from lucevisor.kv.prefix_records import PrefixSettings
+from lucevisor.kv.residency import Residency
+from lucevisor.model.pages import HEAD_PAGES, max_window_pages, pages_of
+from lucevisor.model.values import PAGE_TOKENS, Space
+from lucevisor.protocol.loading import PoolSizes
+from lucevisor.protocol.steps import Sampling, Slice
+from tests.engine.toy_engine import HYBRID, ToyEngine, events_of, limits, request, told
+from tests.engine.toy_pipeline import VOCABULARY, ToyModel, draw, mix
+
+POOL = Residency(6)
+PLAIN = frozenset({Space.FULL})
+SLIDING = frozenset({Space.FULL, Space.WINDOW})
+
+
+def bounds(spaces: frozenset[Space] = PLAIN, *, full_pages: int = 12, drafts: int = 0, slots: int = 0) -> EngineLimits:
+    window = 40 if Space.WINDOW in spaces else None
+    n_states = 3 * (1 + drafts) if Space.RECURRENT in spaces else 0
+    n_window = 3 * (max_window_pages(window, 64, 900) + 1) if window is not None else 0
+    return limits(
+        max_sequences=3,
+        max_context=900,
+        max_step_tokens=64 + 3 * (1 + drafts) + 30,
+        spaces=spaces,
+        pools=PoolSizes(full_pages, n_window, n_states),
+        window_tokens=window,
+        residency=POOL,
+        speculation=SpeculationSettings(max_drafts=drafts, lookup=drafts > 0, n_vocabulary=VOCABULARY),
+        prefix=PrefixSettings(max_slots=slots, memory_bytes=1 << 20, min_tokens=64, unit_bytes=dict.fromkeys(Space, 1)),
+    )
+
+
+@dataclass
+class Masked:
+    """The toy model over the slices of one sequence, with what they leave out masked."""
+
+    model: ToyModel
+
+    def __post_init__(self) -> None:
+        n = self.model.n_stages
+        self.values: list[list[int]] = [[] for _ in range(n)]  # by stage and position
+        self.states: list[list[int]] = [[0] for _ in range(n)]  # after so many positions
+
+    def rows(self, piece: Slice) -> list[int]:
+        """The rows of a slice at the end of the last stage."""
+        n_pages = pages_of(piece.start + len(piece.tokens))
+        oldest = HEAD_PAGES + max(0, n_pages - POOL.pool_pages)
+        out = []
+        for position, token in enumerate(piece.tokens, piece.start):
+            row = mix(token, position)
+            resident = [p for p in range(position + 1) if not HEAD_PAGES <= p // PAGE_TOKENS < oldest]
+            for stage in range(self.model.n_stages):
+                values, states = self.values[stage], self.states[stage]
+                values[position:] = [mix(row, position, stage)]
+                states[position + 1 :] = [mix(states[position], row)]
+                parts = [row, sum(values[p] for p in resident)]
+                if self.model.window is not None:
+                    parts.append(sum(values[max(0, position - self.model.window + 1) :]))
+                if Space.RECURRENT in self.model.spaces:
+                    parts.append(states[-1])
+                row = mix(*parts)
+            out.append(row)
+        return out
+
+
+def check_tokens(toy: ToyEngine) -> None:
+    """Every token of the steps is the one the masked model draws; drafts end with their page."""
+    texts: dict[int, Masked] = {}
+    sampling: dict[int, Sampling] = {}
+    for result in toy.steps:
+        for operation in result.step.operations:
+            if hasattr(operation, "sampling"):
+                texts[operation.sequence], sampling[operation.sequence] = Masked(toy.model), operation.sampling
+        found = list(result.results[-1].sampled)
+        for piece in result.step.slices:
+            rows, stop = texts[piece.sequence].rows(piece), piece.start + len(piece.tokens)
+            if pages_of(stop) > POOL.pool_pages:
+                assert pages_of(stop) == pages_of(piece.start + piece.n_context)
+            for at in range(piece.n_context, len(piece.tokens) + 1) if piece.sample else ():
+                token = draw(rows[at - 1], sampling[piece.sequence], piece.start + at, 0)
+                assert found.pop(0).token == token
+                if at == len(piece.tokens) or piece.tokens[at] != token:
+                    break
+        assert not found
+
+
+@st.composite
+def requests(draw_: st.DrawFn) -> list[GenerationRequest]:
+    found = []
+    for i in range(draw_(st.integers(1, 4))):
+        n_prompt, period = draw_(st.sampled_from([5, 63, 300, 385, 500])), draw_(st.integers(2, 40))
+        prompt = [k % period for k in range(n_prompt)]
+        found.append(request(f"r{i}", prompt, draw_(st.sampled_from([1, 20, 90]))))
+    return found
+
+
+@settings(max_examples=20, deadline=None)
+@given(
+    st.sampled_from([PLAIN, SLIDING, HYBRID]),
+    st.integers(1, 2),
+    st.sampled_from([6, 9, 18]),
+    st.sampled_from([0, 3]),
+    requests(),
+    st.lists(st.tuples(st.sampled_from(["work", "cancel"]), st.integers(0, 40)), max_size=8),
+)
+def test_tokens_are_those_of_the_resident_pages(spaces, n_stages, full_pages, drafts, wanted, actions) -> None:
+    toy = ToyEngine(bounds(spaces, full_pages=full_pages, drafts=drafts), n_stages=n_stages)
+    toy.attach()
+    handles = {one.request_id: toy.engine.submit(one) for one in wanted}
+    for kind, n in actions:
+        if kind == "cancel":
+            handles[f"r{n % len(wanted)}"].cancel()
+        for i in range(n):
+            toy.work(i)
+    toy.run()
+    check_tokens(toy)
+    assert toy.engine.statistics().pages["full"].used == 0
+    event(f"preemptions: {min(2, toy.engine.statistics().preemptions)}")
+
+
+async def answer(bound: EngineLimits, asked: GenerationRequest) -> list[int]:
+    toy = ToyEngine(bound)
+    toy.attach()
+    handle = toy.engine.submit(asked)
+    toy.run()
+    tokens, finished = told(await events_of(handle))
+    assert finished.reason == "length"
+    return tokens
+
+
+async def test_drafts_change_no_token() -> None:
+    asked = request("a", [k % 7 for k in range(500)], 200)
+    assert await answer(bounds(drafts=3), asked) == await answer(bounds(), asked)
+
+
+async def test_a_context_within_the_pool_is_computed_as_without() -> None:
+    asked = request("a", range(97), 200)
+    toy = ToyEngine(bounds())
+    assert await answer(bounds(), asked) == toy.alone(asked)
+
+
+def test_two_long_sequences_run_beside_each_other() -> None:
+    toy = ToyEngine(bounds(full_pages=12))
+    toy.attach()
+    for name in "ab":
+        toy.engine.submit(request(name, [ord(name) % 97] * 600, 100))
+    toy.run()
+    now = toy.engine.statistics()
+    assert now.preemptions == 0
+    assert sum(len(result.step.slices) == 2 for result in toy.steps) > 90
+    check_tokens(toy)
+
+
+def test_pages_that_are_out_are_counted() -> None:
+    toy = ToyEngine(bounds())
+    toy.attach()
+    toy.engine.submit(request("a", [1] * 600, 100))
+    while toy.engine.statistics().generated_tokens < 3:
+        toy.work(0)
+    assert toy.engine.statistics().pages_out == pages_of(603) - POOL.pool_pages
+
+
+async def test_slots_hold_whole_prefixes_only() -> None:
+    toy = ToyEngine(bounds(slots=8, full_pages=30))
+    toy.attach()
+    short, long = [k * k % 97 for k in range(200)], [(k * k + 1) % 97 for k in range(700)]
+    for name, prompt in (("a", short), ("b", long), ("c", short), ("d", long)):
+        handle = toy.engine.submit(request(name, prompt, 3))
+        toy.run()
+        finished = (await events_of(handle))[-1]
+        assert isinstance(finished, FinishedEvent)
+        assert bool(finished.usage.cached_tokens) == (name == "c")
+    assert all(slot.n_tokens <= POOL.pool_pages * PAGE_TOKENS for slot in toy.engine.prefixes.slots)
+
+
+def test_a_second_long_prompt_does_not_wait_for_a_slot_that_is_never_made() -> None:
+    scheduler = Scheduler(bounds(slots=8, full_pages=30))
+    for name in "ab":
+        scheduler.submit(request(name, [5] * 700, 3), 0.0)
+    scheduler.next_plan(0.0)
+    assert scheduler.n_running == 2
+
+
+async def test_a_file_that_would_be_paged_out_is_not_restored() -> None:
+    """What it predicts next was computed from all of its pages."""
+    toy = ToyEngine(bounds(slots=8, full_pages=30))
+    toy.attach()
+    assert await toy.engine.reserve(384) is None
+    reservation = await toy.engine.reserve(383)
+    assert reservation is not None
+    toy.engine.cancel_reservation(reservation)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"pools": PoolSizes(5, 0, 0)}, "pools.full_pages is 5; one sequence keeps 6 resident"),
+        ({"prefill_chunk": 65, "max_step_tokens": 99}, "prefill_chunk is 65; 64 is the most"),
+        ({"spaces": frozenset({Space.RECURRENT}), "pools": PoolSizes(0, 0, 3)}, "no pages of space full"),
+    ],
+)
+def test_limits_that_leave_no_page_to_evict_are_refused(changes: dict[str, object], message: str) -> None:
+    usual = {"max_sequences": 3, "max_context": 900, "spaces": PLAIN, "pools": PoolSizes(12, 0, 0)}
+    with pytest.raises(ValueError, match=message):
+        limits(**{**usual, "residency": POOL, **changes})
+    with pytest.raises(ValueError, match="pool_pages is 5; 6 is the least"):
+        Residency(5)

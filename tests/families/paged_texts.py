@@ -1,0 +1,71 @@
+"""Texts whose pages are paged out by the supervisor's own page tables, through real stages."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from daemons.models.stage import LoadedStage
+from lucevisor.engine.sequence import page_operations
+from lucevisor.kv.page_pool import PagePools
+from lucevisor.kv.page_table import PageTable
+from lucevisor.kv.residency import Residency
+from lucevisor.model.spec import ModelSpec
+from lucevisor.model.values import Space
+from lucevisor.protocol.steps import OpenSequence, Operation, Sampling, Slice, Step, ZeroState
+from tests.families.pipeline import STATES, pools_of
+
+
+class Texts:
+    """Sequences with page tables of their own, whose slices go through the stages."""
+
+    def __init__(self, spec: ModelSpec, stages: Sequence[LoadedStage], residency: Residency | None) -> None:
+        self.spec, self.stages, self.residency = spec, stages, residency
+        self.pools = PagePools(self.spec.spaces(), pools_of(self.spec))
+        self.tables: dict[int, PageTable] = {}
+        self.lengths: dict[int, int] = {}
+        for stage in stages:
+            stage.reset()
+
+    def run(self, **parts: Sequence[int]) -> Tensor:
+        """Logits [T, V] of a slice of each sequence, in one step."""
+        operations: list[Operation] = []
+        slices = []
+        for name, tokens in parts.items():
+            s, n = ord(name), len(tokens)
+            if s not in self.tables:
+                self.tables[s] = PageTable(self.pools, self.spec.window or None, self.residency)
+                self.lengths[s] = 0
+                operations.append(OpenSequence(s, s % STATES, Sampling()))
+                if Space.RECURRENT in self.spec.spaces():
+                    operations.append(ZeroState(s % STATES))
+            table, start = self.tables[s], self.lengths[s]
+            growths = table.grow(start, start + n)
+            assert growths is not None
+            operations += [operation for growth in growths for operation in page_operations(s, growth)]
+            if self.residency is not None:
+                assert len(table.held(Space.FULL)) <= self.residency.pool_pages
+            slices.append(Slice(s, start, list(tokens), True))
+            self.lengths[s] += n
+        step, rows = Step(1, 0, operations, slices), None
+        for stage in self.stages:
+            stage.apply(step.operations)
+            rows = stage.forward(step, rows).rows
+        assert rows is not None
+        return self.stages[-1].logits(rows, None)
+
+
+def tokens_at(start: int, n: int, vocabulary: int) -> list[int]:
+    """Some text from a position on."""
+    return [(7 * i + i * i // 5) % vocabulary for i in range(start, start + n)]
+
+
+def run(spec: ModelSpec, stages: Sequence[LoadedStage], chunks: Sequence[int], residency: Residency | None) -> Tensor:
+    """Logits [T, V] of a text in slices of these lengths."""
+    texts, start, logits = Texts(spec, stages, residency), 0, []
+    for n in chunks:
+        logits.append(texts.run(a=tokens_at(start, n, spec.vocabulary)))
+        start += n
+    return torch.cat(logits)

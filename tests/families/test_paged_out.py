@@ -1,0 +1,93 @@
+"""KV Flash in every family: attention over resident pages equals attention over all pages with the others masked."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from daemons.kv.batch import Group
+from daemons.ops.paged import Pages
+from lucevisor.kv.residency import Residency
+from lucevisor.model.pages import HEAD_PAGES
+from lucevisor.model.values import PAGE_TOKENS, Space
+from tests.families.golden import Golden
+from tests.families.paged_texts import Texts, run, tokens_at
+from tests.families.pipeline import load_stages
+
+POOL = Residency(9)
+CHUNKS = {
+    "whole chunks": [256, 256, 256, 132],
+    "chunks across pages": [100, 37, 190, 256, 1, 1, 130, 185],
+    "decodes": [256, 256, 62, 1, 1, 1, 1, 60, 1, 1, 1, 1],
+}
+
+
+def n_out_at(chunks: list[int]) -> dict[int, int]:
+    """By the start of each slice, how many pages behind the head are out."""
+    found, start, n_pages = {}, 0, 0
+    for n in chunks:
+        n_pages = -(-(start + n) // PAGE_TOKENS)
+        found[start] = max(0, n_pages - POOL.pool_pages)
+        start += n
+    return found
+
+
+def masked(n_out: dict[int, int]) -> object:
+    """``Group.keys`` over a whole table, in which the positions that are out are masked."""
+    real = Group.keys
+
+    def keys(group: Group, space: Space, window: int, causal: bool = True) -> tuple[Pages, Tensor | None]:
+        pages, mask = real(group, space, window, causal)
+        start = group.layout.starts[0]
+        if space is not Space.FULL or not n_out[start]:
+            return pages, mask
+        assert not window
+        shown = torch.ones(1, 1, group.n_tokens, start + group.n_tokens, dtype=torch.bool) if mask is None else mask
+        out = torch.zeros(shown.shape[-1], dtype=torch.bool)
+        out[HEAD_PAGES * PAGE_TOKENS : (HEAD_PAGES + n_out[start]) * PAGE_TOKENS] = True
+        return pages, shown & ~out
+
+    return keys
+
+
+@pytest.mark.parametrize("how", CHUNKS)
+def test_resident_pages_are_what_is_attended_to(golden: Golden, how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    chunks = CHUNKS[how]
+    splits = golden.layer_splits()[: list(CHUNKS).index(how)]  # one to three stages
+    found = run(golden.spec, load_stages(golden.spec, splits), chunks, POOL)
+    full = run(golden.spec, golden.whole, chunks, None)
+    monkeypatch.setattr(Group, "keys", masked(n_out_at(chunks)))
+    expected = run(golden.spec, golden.whole, chunks, None)
+    scale = float(expected.abs().max())
+    assert float((found - expected).abs().max()) <= 2e-5 * scale
+    assert float((full - expected).abs().max()) > 1e-3 * scale  # what is out would have mattered
+
+
+def test_a_pool_as_large_as_the_context_changes_no_bit(golden: Golden) -> None:
+    chunks = CHUNKS["chunks across pages"]
+    stages = load_stages(golden.spec, golden.layer_splits()[:2])
+    assert torch.equal(run(golden.spec, stages, chunks, Residency(16)), run(golden.spec, stages, chunks, None))
+
+
+def test_sequences_with_unequal_gaps_share_a_step(golden: Golden) -> None:
+    n_tokens, v = {"a": 700, "b": 100, "c": 640}, golden.spec.vocabulary
+    steps = [{"a": 1, "b": 1, "c": 1}, {"a": 3, "b": 3, "c": 60}, {"a": 1, "b": 1, "c": 1}]
+
+    def prompts(texts: Texts, names: str) -> None:
+        for name in names:
+            for start in range(0, n_tokens[name], 256):
+                texts.run(**{name: tokens_at(start, min(256, n_tokens[name] - start), v)})
+
+    expected: dict[str, list[Tensor]] = {}
+    for name in n_tokens:
+        alone = Texts(golden.spec, golden.whole, POOL)
+        prompts(alone, name)
+        expected[name] = [alone.run(**{name: tokens_at(i, part[name], v)}) for i, part in enumerate(steps)]
+    together = Texts(golden.spec, golden.whole, POOL)
+    prompts(together, "abc")
+    for i, part in enumerate(steps):
+        rows = together.run(**{name: tokens_at(i, n, v) for name, n in part.items()}).split(list(part.values()))
+        for name, found in zip(part, rows, strict=True):
+            wanted = expected[name][i]
+            assert float((found - wanted).abs().max()) <= 2e-5 * float(wanted.abs().max())

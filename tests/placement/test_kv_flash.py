@@ -1,0 +1,63 @@
+"""The planner with KV Flash: pages for resident tokens only, whatever the context."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from lucevisor.config import Config, KvFlashConfig
+from lucevisor.model.pages import HEAD_PAGES, TAIL_PAGES, max_resident_chunk, pages_of, pool_pages
+from lucevisor.model.spec import ModelSpec
+from lucevisor.placement.explain import as_json, text
+from tests.placement.made import configure, cpu, gpu, placed, wrong
+
+
+def flash(config: Config, pool_tokens: int) -> Config:
+    return dataclasses.replace(config, kvflash=KvFlashConfig(pool_tokens=pool_tokens))
+
+
+def test_a_context_that_did_not_fit_does(big: ModelSpec, tmp_path) -> None:
+    inventory = {"cuda": [gpu(0, 24)]}
+    config = configure(tmp_path, ["cuda:0"], max_sequences=2)
+    without, bounded = placed(big, config, inventory), placed(big, flash(config, 8192), inventory)
+    assert without.max_context < bounded.max_context == big.context_tokens
+    assert bounded.pools.full_pages == 2 * 128
+    assert bounded.pool_pages == 128
+    assert "at most 128 pages each on the devices" in text(bounded)
+    assert as_json(bounded)["pages"]["resident"] == 128
+    assert any("kvflash: 128 pages of a sequence stay" in reason for reason in bounded.reasons)
+
+
+def test_state_and_workspace_do_not_depend_on_the_context(big: ModelSpec, tmp_path) -> None:
+    inventory = {"cuda": [gpu(0, 40)]}
+    uses = set()
+    for context in (16384, 65536, 262144):
+        config = configure(tmp_path, ["cuda:0"], max_sequences=2, max_context=context)
+        [device] = placed(big, flash(config, 8192), inventory).devices
+        uses.add((device.state_bytes, device.workspace_bytes))
+    assert len(uses) == 1
+
+
+@pytest.mark.parametrize(("wanted", "pages"), [(1, 8), (512, 8), (513, 9), (8192, 128)])
+def test_a_pool_is_whole_pages_and_leaves_room(demo: ModelSpec, tmp_path, wanted: int, pages: int) -> None:
+    p = placed(demo, flash(configure(tmp_path, ["left:0"], prefill_chunk=2048), wanted), {"left": [cpu()]})
+    assert p.pool_pages == pool_pages(wanted) == pages
+    assert any(f"rounded to {64 * pages}" in notice for notice in p.notices) == (wanted != 64 * pages)
+    assert p.prefill_chunk == min(2048, max_resident_chunk(pages))
+    assert any("engine.prefill_chunk = 2048 is cut" in notice for notice in p.notices) == (p.prefill_chunk < 2048)
+    assert pages_of(p.prefill_chunk) + HEAD_PAGES + TAIL_PAGES <= pages
+
+
+def test_pages_for_less_than_one_pool_are_refused(demo: ModelSpec, tmp_path) -> None:
+    config = configure(tmp_path, ["left:0"], pages=10, max_context=4096)
+    error = wrong(demo, flash(config, 1024), {"left": [cpu()]})
+    assert error.key == "engine.pages"
+    assert "less than kvflash.pool_tokens of one sequence" in str(error)
+    assert placed(demo, flash(config, 512), {"left": [cpu()]}).max_context == 4096
+
+
+def test_a_pool_that_holds_the_context_says_so(demo: ModelSpec, tmp_path) -> None:
+    config = configure(tmp_path, ["left:0"], max_context=1024)
+    p = placed(demo, flash(config, 4096), {"left": [cpu()]})
+    assert any("hold the whole context" in reason for reason in p.reasons)
