@@ -209,6 +209,11 @@ class TestWhole:
         long = [{"role": "user", "content": "word " * 4000}]
         assert client.messages.count_tokens(model=MODEL, messages=long, tools=[ADD], system="x").input_tokens > 4000
 
+    def test_models(self, client):
+        (one,) = client.models.list()
+        assert (one.id, one.max_input_tokens, one.created_at.year) == (MODEL, 512, 2023)
+        assert client.models.retrieve(MODEL).capabilities.thinking.supported
+
 
 class TestStream:
     def test_the_documented_order(self, client, server):

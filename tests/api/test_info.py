@@ -14,8 +14,15 @@ from tests.api.scripted_model import MODEL, Rig, say
 
 
 async def test_models(client):
-    card = {"id": MODEL, "object": "model", "created": 1_700_000_000, "owned_by": "lucevisor"}
-    assert await client.ask("/v1/models") == (200, {"object": "list", "data": [card]})
+    supported = {"image_input": False, "structured_outputs": True, "thinking": True, "tools": True}
+    card = {
+        "id": MODEL, "object": "model", "created": 1_700_000_000, "owned_by": "lucevisor", "max_model_len": 512,
+        "type": "model", "display_name": MODEL, "created_at": "2023-11-14T22:13:20Z",
+        "max_input_tokens": 512, "max_tokens": 512,
+        "capabilities": {name: {"supported": here} for name, here in supported.items()},
+    }  # fmt: skip
+    found = {"object": "list", "data": [card], "has_more": False, "first_id": MODEL, "last_id": MODEL}
+    assert await client.ask("/v1/models") == (200, found)
     assert await client.ask(f"/v1/models/{MODEL}") == (200, card)
     assert await client.ask("/v1/models/scripted%2Fdemo") == (200, card)
     status, answer = await client.ask("/v1/models/other")

@@ -5,25 +5,29 @@ Nothing here runs the model or waits for it.
 
 from __future__ import annotations
 
+from datetime import UTC, datetime
+
 import msgspec
 from aiohttp import web
 
 from lucevisor import __version__
 from lucevisor.api.context import METRICS, PORTS
-from lucevisor.api.ports import ModelCard
+from lucevisor.api.ports import Ports
 from lucevisor.api.prompts.checks import check_model
+from lucevisor.text.output_format import OutputFormat
 
 
 async def models(request: web.Request) -> web.Response:
-    """GET /v1/models."""
-    return _json({"object": "list", "data": [_model(request.app[PORTS].model)]})
+    """GET /v1/models, in the shapes of OpenAI's and Anthropic's lists at once."""
+    one = _model(request.app[PORTS])
+    return _json({"object": "list", "data": [one], "has_more": False, "first_id": one["id"], "last_id": one["id"]})
 
 
 async def model(request: web.Request) -> web.Response:
     """GET /v1/models/{id}; ids may hold slashes."""
     ports = request.app[PORTS]
     check_model(request.match_info["id"], ports)
-    return _json(_model(ports.model))
+    return _json(_model(ports))
 
 
 async def props(request: web.Request) -> web.Response:
@@ -70,8 +74,29 @@ async def metrics(request: web.Request) -> web.Response:
     return web.Response(body=body, headers={"Content-Type": content_type})
 
 
-def _model(card: ModelCard) -> dict[str, object]:
-    return {"id": card.name, "object": "model", "created": card.created_s, "owned_by": "lucevisor"}
+def _model(ports: Ports) -> dict[str, object]:
+    """Return the model with OpenAI's fields, vLLM's `max_model_len` and Anthropic's fields."""
+    card, template, context = ports.model, ports.template, ports.max_context or None  # not known yet
+    output = OutputFormat() if template is None else template.output_format
+    supported = {
+        "image_input": False,
+        "structured_outputs": True,
+        "thinking": output.reasoning is not None,
+        "tools": template is not None and output.tools is not None and "tools" in template.source,
+    }
+    return {
+        "id": card.name,
+        "object": "model",
+        "created": card.created_s,
+        "owned_by": "lucevisor",
+        "max_model_len": context,
+        "type": "model",
+        "display_name": card.name,
+        "created_at": datetime.fromtimestamp(card.created_s, UTC).isoformat().replace("+00:00", "Z"),
+        "max_input_tokens": context,
+        "max_tokens": context,
+        "capabilities": {name: {"supported": here} for name, here in supported.items()},
+    }
 
 
 def _json(body: object, status: int = 200) -> web.Response:
