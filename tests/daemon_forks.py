@@ -16,10 +16,12 @@ import ctypes
 import fcntl
 import json
 import os
+import select
 import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -91,6 +93,24 @@ class Forker:
         """
         request = {"command": list(argv), "env": dict(env), "directory": str(cwd), "fds": [1, 2]}
         return self._fork(request, [output, errors])
+
+    def run(
+        self, argv: Sequence[str], *, env: dict[str, str], cwd: Path, timeout_s: float
+    ) -> subprocess.CompletedProcess[str]:
+        """Execute a :meth:`command` to its end."""
+        with tempfile.TemporaryFile("w+") as output, tempfile.TemporaryFile("w+") as errors:
+            pid = self.command(argv, env=env, cwd=cwd, output=output.fileno(), errors=errors.fileno())
+            ended = os.pidfd_open(pid)
+            in_time = select.select([ended], [], [], timeout_s)[0]
+            os.close(ended)
+            if not in_time:
+                os.kill(pid, signal.SIGKILL)
+            code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+            if not in_time:
+                raise subprocess.TimeoutExpired(argv, timeout_s)
+            output.seek(0)
+            errors.seek(0)
+            return subprocess.CompletedProcess(argv, code, output.read(), errors.read())
 
     def close(self) -> None:
         if self._process is not None and self._channel is not None:

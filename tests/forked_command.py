@@ -1,10 +1,20 @@
-"""The command line of a test (:meth:`tests.daemon_forks.Forker.command`): its daemons are forked."""
+"""What :meth:`tests.daemon_forks.Forker.command` runs: a script, or ``lucevisor`` for the command line, with arguments.
+Daemons that it starts are forked.
+"""
 
 from __future__ import annotations
+
+import runpy
+import sys
+from pathlib import Path
 
 from lucevisor.cli import main
 from tests.daemon_forks import Forker
 
 if __name__ == "__main__":
+    del sys.argv[0]
     with Forker.inherited().installed():
-        main()
+        if sys.argv[0] == "lucevisor":
+            main()
+        sys.path.insert(0, str(Path(sys.argv[0]).parent))
+        runpy.run_path(sys.argv[0], run_name="__main__")

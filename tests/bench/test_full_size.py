@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 from dataclasses import replace
 from fractions import Fraction
@@ -69,13 +68,14 @@ def test_files_open_and_every_tensor_is_used(shape, tmp_path):
             assert abs(values.mean()) < 0.01, t.name
 
 
-def test_the_benchmark_runs_on_two_cpu_groups(tmp_path):
+def test_the_benchmark_runs_on_two_cpu_groups(tmp_path, forker):
     command = [
-        sys.executable, "bench/full_size.py", "--shape", TINY[0], "--devices", "cpu:0", "cpu:0", "--tokens", "4",
+        sys.executable, "-m", "tests.forked_command", "bench/full_size.py",
+        "--shape", TINY[0], "--devices", "cpu:0", "cpu:0", "--tokens", "4",
         "--prompt", "70", "--repeats", "1", "--json", str(tmp_path / "out.json"), "--set", "engine.dtype=float32",
         "--file", str(tmp_path / "m.gguf"),
     ]  # fmt: skip
-    done = subprocess.run(command, cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True)
+    done = forker.run(command, env=os.environ | {"OMP_NUM_THREADS": "1"}, cwd=ROOT, timeout_s=100)
     assert done.returncode == 0, done.stderr
     found = json.loads((tmp_path / "out.json").read_text())
     for kind in ("cold", "warm"):

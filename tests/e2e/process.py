@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import os
-import select
 import shutil
 import signal
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +21,7 @@ from tests.daemon_forks import Forker
 
 ROOT = Path(__file__).parents[2]
 DEMO = ROOT / "etc" / "demo.toml"
+FORKED = (sys.executable, "-m", "tests.forked_command", "lucevisor")
 STARTS_DAEMONS = ("start", "plan", "doctor", "logits", "demo")
 
 
@@ -49,7 +48,7 @@ class Cli:
 
     def run(self, *arguments: str, timeout_s: float = 60.0, check: bool = True) -> subprocess.CompletedProcess[str]:
         if self._forker is not None and arguments[0] in STARTS_DAEMONS:
-            done = self._run_forked(arguments, timeout_s)
+            done = self._forker.run([*FORKED, *arguments], env=self.env, cwd=ROOT, timeout_s=timeout_s)
         else:
             done = subprocess.run(
                 [sys.executable, "-m", "lucevisor", *arguments],
@@ -57,28 +56,6 @@ class Cli:
             )  # fmt: skip
         assert not check or done.returncode == 0, f"{arguments}: {done.returncode}\n{done.stdout}\n{done.stderr}"
         return done
-
-    def _run_forked(self, arguments: Sequence[str], timeout_s: float) -> subprocess.CompletedProcess[str]:
-        with tempfile.TemporaryFile("w+") as output, tempfile.TemporaryFile("w+") as errors:
-            pid = self._fork(arguments, output.fileno(), errors.fileno())
-            ended = os.pidfd_open(pid)
-            try:
-                if not select.select([ended], [], [], timeout_s)[0]:
-                    raise subprocess.TimeoutExpired(arguments, timeout_s)
-            finally:
-                os.close(ended)
-            code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-            self._forked.remove(pid)
-            output.seek(0)
-            errors.seek(0)
-            return subprocess.CompletedProcess(arguments, code, output.read(), errors.read())
-
-    def _fork(self, arguments: Sequence[str], output: int, errors: int) -> int:
-        assert self._forker is not None
-        command = [sys.executable, "-m", "tests.forked_command", *arguments]
-        pid = self._forker.command(command, env=self.env, cwd=ROOT, output=output, errors=errors)
-        self._forked.append(pid)
-        return pid
 
     def popen(self, *arguments: str) -> subprocess.Popen[str]:
         return self.popen_raw([sys.executable, "-m", "lucevisor", *arguments])
@@ -96,21 +73,26 @@ class Cli:
         if self._forker is None:
             self.run("start", str(config), "--daemon", "--name", name, "--timeout", "60", *sets, timeout_s=90)
             return self.status(name)
-        with (self.runtime / f"output-{name}").open("wb") as output:
-            pid = self._fork(
-                ["start", str(config), "--name", name, "--detached", *sets], output.fileno(), output.fileno()
-            )
+        command = [*FORKED, "start", str(config), "--name", name, "--detached", *sets]
+        with (self.runtime / f"output-{name}").open("wb") as file:
+            fd = file.fileno()
+            pid = self._forker.command(command, env=self.env, cwd=ROOT, output=fd, errors=fd)
+        self._forked.append(pid)
 
         def ready() -> bool:
             assert alive(pid), (self.runtime / f"output-{name}").read_text()
-            with contextlib.suppress(NotRunningError):
-                status = self.status(name)
-                assert status["state"] != "failed", status["reason"]
-                return bool(status["state"] == "ready")
-            return False
+            return self.ready(name)
 
         wait_until(ready, 60, "ready")
         return self.status(name)
+
+    def ready(self, name: str = "t") -> bool:
+        """Whether it serves; also False before it listens."""
+        with contextlib.suppress(NotRunningError):
+            status = self.status(name)
+            assert status["state"] != "failed", status["reason"]
+            return bool(status["state"] == "ready")
+        return False
 
     def socket(self, name: str = "t") -> Path:
         return self.runtime / "lucevisor" / name / "admin.sock"

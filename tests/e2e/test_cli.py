@@ -40,8 +40,7 @@ def test_demo_answers_restarts_a_shard_and_leaves_nothing(user_cli: Cli) -> None
 
 def test_ctrl_c_in_the_foreground_stops_everything_within_five_seconds(cli: Cli) -> None:
     process = cli.popen("start", str(DEMO), "--name", "t", "--set", "server.port=0")
-    wait_until(cli.socket().exists, 20, "the admin socket")
-    wait_until(lambda: cli.status()["state"] == "ready", 30, "ready")
+    wait_until(cli.ready, 50, "ready")
     children = psutil.Process(process.pid).children(recursive=True)
     assert len(children) == 3  # two daemons and a preprocessing worker
     began = time.monotonic()

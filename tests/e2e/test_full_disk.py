@@ -6,6 +6,7 @@ The file system is a tmpfs in a mount namespace of the supervisor's own; the tes
 from __future__ import annotations
 
 import concurrent.futures
+import contextlib
 import json
 import os
 import shutil
@@ -22,6 +23,7 @@ from typing import Any
 import pytest
 
 from lucevisor.cli.admin_client import AdminClient
+from lucevisor.errors import NotRunningError
 from tests.app.test_logs import fill
 from tests.e2e.process import DEMO, Cli, wait_until
 
@@ -62,7 +64,7 @@ class Box:
         self.process = self.cli.popen_raw(mounted(self.cli.runtime, n_kib, *command))
         wait_until(lambda: self.process.poll() is not None or self.socket.exists(), 60, "the admin socket")
         assert self.process.poll() is None, self.process.communicate()
-        wait_until(lambda: self.status()["state"] == "ready", 60, "ready")
+        wait_until(self.ready, 60, "ready")
         return self.status()
 
     @property
@@ -75,6 +77,11 @@ class Box:
 
     def status(self) -> dict[str, Any]:
         return AdminClient(self.socket).call("GET", "/status")
+
+    def ready(self) -> bool:
+        with contextlib.suppress(NotRunningError):  # the socket is there before anybody listens
+            return bool(self.status()["state"] == "ready")
+        return False
 
     def group(self, name: str) -> dict[str, Any]:
         return next(g for g in self.status()["groups"] if g["name"] == name)

@@ -22,9 +22,7 @@ N_FILES = 200
 def test_connections_leave_descriptors_for_daemons_and_never_fail_a_group(cli: Cli) -> None:
     command = shlex.join([sys.executable, "-m", "lucevisor", "start", str(DEMO), "--name", "t"])
     cli.popen_raw(["sh", "-c", f"ulimit -n {N_FILES}; exec {command} --set server.port=0"])
-    admin = cli.runtime / "lucevisor" / "t" / "admin.sock"
-    wait_until(admin.exists, 60, "the admin socket")
-    wait_until(lambda: cli.status()["state"] == "ready", 90, "ready")
+    wait_until(cli.ready, 90, "ready")
     status = cli.status()
     before = answer(status)
     host, port = status["url"].removeprefix("http://").split(":")
