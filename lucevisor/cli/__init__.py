@@ -6,6 +6,7 @@ Exit codes: 0 done, 1 failed while running, 2 wrong usage or configuration, 3 no
 
 from __future__ import annotations
 
+import difflib
 import importlib
 import sys
 
@@ -30,6 +31,23 @@ COMMANDS = {
 }
 
 
+EXAMPLES = {
+    "start": ("lucevisor start etc/demo.toml", "lucevisor start box.toml --daemon --set server.port=0"),
+    "stop": ("lucevisor stop --name box",),
+    "status": ("lucevisor status", "lucevisor status --json | jq .engine.tokens_per_s"),
+    "top": ("lucevisor top --every 0.5",),
+    "restart": ("lucevisor restart hip", "lucevisor restart --rolling --now"),
+    "logs": ("lucevisor logs -f -n 20", "lucevisor logs hip --since 10m --level warning"),
+    "plan": ("lucevisor plan box.toml", "lucevisor plan box.toml --set placement.target_layer_split=0.3,0.7"),
+    "doctor": ("lucevisor doctor box.toml",),
+    "logits": ("lucevisor logits box.toml --ids ids.json --out logits.npz",),
+    "cache": ("lucevisor cache ls", "lucevisor cache prune --to 10GiB"),
+    "chat": ("lucevisor chat --system 'Answer in one sentence.'",),
+    "demo": ("lucevisor demo",),
+}
+EXIT_CODES = "Exit codes: 0 done, 1 it failed, 2 wrong usage or configuration, 3 nothing runs, 4 not ready in time."
+
+
 class _Lazy(click.Group):
     """Knows the commands' names and one-line help; imports a command when it is used."""
 
@@ -41,14 +59,24 @@ class _Lazy(click.Group):
             return None
         command = getattr(importlib.import_module(COMMANDS[cmd_name][0]), cmd_name)
         assert isinstance(command, click.Command)
+        command.epilog = "\n".join(["\b", "Examples:", *(f"  {line}" for line in EXAMPLES[cmd_name])])
         return command
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        """Find the command; one that does not exist is refused with the nearest that does."""
+        if args and args[0] not in COMMANDS and not args[0].startswith("-"):
+            near = difflib.get_close_matches(args[0], COMMANDS, 1, 0.5)
+            ctx.fail(f"there is no command {args[0]!r}" + (f"; did you mean {near[0]!r}?" if near else ""))
+        return super().resolve_command(ctx, args)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         with formatter.section("Commands"):
             formatter.write_dl([(name, text) for name, (_, text) in COMMANDS.items()])
 
 
-@click.group(cls=_Lazy, context_settings={"help_option_names": ["-h", "--help"]})
+@click.group(cls=_Lazy, epilog=EXIT_CODES, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(__version__, prog_name="lucevisor")
 def cli() -> None:
     """One machine for local language models out of GPUs that cannot share one process."""

@@ -1,8 +1,18 @@
-"""``lucevisor chat``: a conversation in the terminal."""
+"""``lucevisor chat``: a conversation in the terminal, with line editing, history and markdown.
+
+Where the output is no terminal, answers are plain text.  Invariant: what was not answered is not part of the
+conversation that the next question is sent with.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import difflib
 import os
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,61 +26,217 @@ from lucevisor.errors import ExitCode
 
 if TYPE_CHECKING:
     from openai import OpenAI
+    from openai.types.chat import ChatCompletionChunk
+    from rich.console import Console
+
+HELP = """\
+/new                  begin a new conversation
+/system TEXT          set the system prompt and begin a new conversation; without TEXT: none
+/temperature NUMBER   0 is the likeliest answer, 2 the most varied
+/think on|off         let the model think first, if it can
+/help                 this list
+/quit, Ctrl-D         end
+A line that ends with \\ goes on in the next one. Ctrl-C stops an answer."""
+COMMANDS = ("/new", "/system", "/temperature", "/think", "/help", "/quit")
+HISTORY_LINES = 1000
+
+
+@dataclass
+class Conversation:
+    """What is sent with a question."""
+
+    system: str = ""
+    think: bool = False
+    temperature: float = 0.7
+    messages: list[dict[str, Any]] = field(default_factory=list)
+
+    def sent(self) -> list[dict[str, Any]]:
+        """Return all messages, the system prompt first."""
+        return [*([{"role": "system", "content": self.system}] if self.system else []), *self.messages]
+
+    def obey(self, line: str) -> str | None:
+        """Carry out a line that begins with a slash; return what to say, or None for the end."""
+        name, _, rest = line.partition(" ")
+        rest = rest.strip()
+        if name == "/quit":
+            return None
+        if name in ("/new", "/system"):
+            self.messages.clear()
+            if name == "/new":
+                return "a new conversation"
+            self.system = rest
+            return "a new conversation with this system prompt" if rest else "a new conversation without system prompt"
+        if name == "/think" and rest in ("on", "off"):
+            self.think = rest == "on"
+            return f"thinking is {rest}"
+        if name == "/temperature":
+            with contextlib.suppress(ValueError):
+                if 0 <= (value := float(rest)) <= 2:
+                    self.temperature = value
+                    return f"temperature {value:g}"
+            return "/temperature takes a number from 0 to 2"
+        if name == "/think":
+            return "/think takes on or off"
+        if name == "/help":
+            return HELP
+        near = difflib.get_close_matches(name, COMMANDS, 1, 0.5)
+        return f"there is no command {name}; " + (f"did you mean {near[0]}?" if near else "/help lists them")
 
 
 @click.command()
 @target_options
-@click.option("--system", help="System prompt.")
+@click.option("--system", default="", help="System prompt.")
 @click.option("--think", is_flag=True, help="Enable thinking, if the model supports it.")
-@click.option("--temperature", default=0.7, show_default=True)
-def chat(name: str | None, socket: Path | None, system: str | None, think: bool, temperature: float) -> int:
-    """Talk to the model.  An empty line or Ctrl-D ends the chat; /new starts a new conversation.  LUCEVISOR_API_KEY
-    is the API key, if any."""
+@click.option("--temperature", type=click.FloatRange(0, 2), default=0.7, show_default=True)
+def chat(name: str | None, socket: Path | None, system: str, think: bool, temperature: float) -> int:
+    """Talk to the model; /help lists the commands of the chat, Ctrl-D ends it.  LUCEVISOR_API_KEY is the API key, if
+    any."""
+    from rich.console import Console
+
     status = AdminClient(find(name, socket).socket).call("GET", "/status")
     client = connect(status["url"], os.environ.get("LUCEVISOR_API_KEY", ""))
-    opening: list[dict[str, Any]] = [{"role": "system", "content": system}] if system else []
-    messages = list(opening)
-    click.echo(f"{status['model']['name']} at {status['url']}; an empty line ends", err=True)
-    while True:
-        try:
-            said = input("> ").strip()
-        except (EOFError, KeyboardInterrupt):
-            return ExitCode.DONE
-        if not said:
-            return ExitCode.DONE
-        if said == "/new":
-            messages = list(opening)
-            continue
-        messages.append({"role": "user", "content": said})
-        answer = _answer(client, status["model"]["name"], messages, think, temperature)
-        messages.append({"role": "assistant", "content": answer})
+    talk = Conversation(system, think, temperature)
+    console = Console(highlight=False)
+    click.echo(f"{status['model']['name']} at {status['url']}; /help lists commands, Ctrl-D ends", err=True)
+    with _line_editing():
+        while (line := _read()) is not None:
+            if not line:
+                continue
+            if line.startswith("/"):
+                said = talk.obey(line)
+                if said is None:
+                    break
+                click.echo(said, err=True)
+                continue
+            talk.messages.append({"role": "user", "content": line})
+            if answer := _answer(client, console, status["model"]["name"], talk):
+                talk.messages.append({"role": "assistant", "content": answer})
+            else:
+                talk.messages.pop()
+    return ExitCode.DONE
 
 
-def _answer(client: OpenAI, model: str, messages: list[dict[str, Any]], think: bool, temperature: float) -> str:
+@contextlib.contextmanager
+def _line_editing() -> Iterator[None]:
+    """Edit lines with the keys of readline, and keep their history for later chats."""
+    if not sys.stdin.isatty():
+        yield
+        return
+    import readline
+
+    state = Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state")
+    file = state / "lucevisor" / "chat_history"
+    readline.set_history_length(HISTORY_LINES)
+    readline.set_completer_delims(" ")
+    readline.set_completer(_completion)
+    readline.parse_and_bind("tab: complete")
+    with contextlib.suppress(OSError):
+        readline.read_history_file(file)
+    try:
+        yield
+    finally:
+        with contextlib.suppress(OSError):  # a chat is no reason to fail for its history
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.touch(0o600)
+            readline.write_history_file(file)
+
+
+def _completion(text: str, index: int) -> str | None:
+    found = [name for name in COMMANDS if name.startswith(text)] if text else []
+    return found[index] if index < len(found) else None
+
+
+def _read() -> str | None:
+    """Return the next question or command, None at the end."""
+    lines: list[str] = []
+    try:
+        while True:
+            line = input("… " if lines else "> ")
+            lines.append(line.removesuffix("\\"))
+            if not line.endswith("\\"):
+                return "\n".join(lines).strip()
+    except (EOFError, KeyboardInterrupt):
+        click.echo(err=True)
+        return None
+
+
+def _answer(client: OpenAI, console: Console, model: str, talk: Conversation) -> str:
+    """Ask, show the answer as it comes, and return it; empty if there is none."""
     import openai
-    from openai.types.chat import ChatCompletionChunk
 
-    parts: list[str] = []
+    shown = _Shown(console)
+    messages: Any = talk.sent()  # the API takes plain dicts, its types do not
     try:
         stream = client.chat.completions.create(
             model=model,
-            messages=messages,  # type: ignore[arg-type]  # the API takes plain dicts
-            temperature=temperature,
+            messages=messages,
+            temperature=talk.temperature,
             stream=True,
-            extra_body={"chat_template_kwargs": {"enable_thinking": think}},
+            stream_options={"include_usage": True},
+            extra_body={"chat_template_kwargs": {"enable_thinking": talk.think}},
         )
-        for chunk in stream:
-            assert isinstance(chunk, ChatCompletionChunk)
-            for choice in chunk.choices:
-                thought = getattr(choice.delta, "reasoning_content", None)
-                if thought:
-                    click.secho(thought, nl=False, dim=True)
-                if choice.delta.content:
-                    parts.append(choice.delta.content)
-                    click.echo(choice.delta.content, nl=False)
-    except openai.OpenAIError as e:
-        click.echo(f"\n[{e}]", err=True)
+        with shown:
+            for chunk in stream:
+                shown.add(chunk)
+    except openai.OpenAIError as error:
+        click.echo(f"[{error}]", err=True)
     except KeyboardInterrupt:
-        click.echo("\n[interrupted]", err=True)
-    click.echo()
-    return "".join(parts)
+        click.echo("[stopped]", err=True)
+    return shown.text
+
+
+class _Shown:
+    """An answer on its way: markdown that is redrawn on a terminal, text elsewhere; at the end its speed."""
+
+    def __init__(self, console: Console) -> None:
+        from rich.live import Live
+
+        self.text = ""
+        self._thought = ""
+        self._console = console
+        self._first_s = 0.0
+        self._speed = ""
+        self._live: Live | None = None
+        if console.is_terminal:
+            self._live = Live(console=console, transient=True, refresh_per_second=8, vertical_overflow="ellipsis")
+
+    def __enter__(self) -> _Shown:
+        if self._live is not None:
+            self._live.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._live is None:
+            click.echo()
+            return
+        self._live.stop()
+        self._console.print(self._view())
+        if self._speed:
+            self._console.print(self._speed, style="dim")
+
+    def add(self, chunk: ChatCompletionChunk) -> None:
+        """Show one more piece of the stream."""
+        for choice in chunk.choices:
+            thought = getattr(choice.delta, "reasoning_content", None) or ""
+            said = choice.delta.content or ""
+            if (thought or said) and not self._first_s:
+                self._first_s = time.monotonic()
+            self._thought += thought
+            self.text += said
+            if self._live is None:
+                click.echo(said, nl=False)
+        if chunk.usage is not None:
+            n, seconds = chunk.usage.completion_tokens, time.monotonic() - self._first_s
+            self._speed = f"{chunk.usage.prompt_tokens} → {n} tokens"
+            if self._first_s and n > 1 and seconds > 0:
+                self._speed += f", {(n - 1) / seconds:.1f} tokens/s"
+        if self._live is not None:
+            self._live.update(self._view())
+
+    def _view(self) -> Any:
+        from rich.console import Group
+        from rich.markdown import Markdown
+        from rich.text import Text
+
+        parts = [Text(self._thought.strip(), style="dim")] if self._thought.strip() else []
+        return Group(*parts, Markdown(self.text))

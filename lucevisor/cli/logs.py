@@ -52,12 +52,7 @@ def logs(
     group: str | None, follow: bool, last: int | None, since_s: float | None, level: str, as_json: bool,
     name: str | None, socket: Path | None,
 ) -> int:  # fmt: skip
-    """Print the log, or only that of GROUP.  Elsewhere than on a terminal the lines are JSON.
-
-    \b
-    lucevisor logs -f -n 20
-    lucevisor logs right --since 10m --level warning
-    """
+    """Print the log, or only that of GROUP.  Elsewhere than on a terminal the lines are JSON."""
     client = AdminClient(find(name, socket).socket)
     if group is not None:
         _check_group(client, group)
