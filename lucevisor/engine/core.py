@@ -59,7 +59,7 @@ class Engine(PrefixAccess):
         journal = make_journal(settings.rows, self._scheduler.pools, settings.journal_pages)
         self._stages = StageRecovery(self._scheduler, journal)
         self._paused = False
-        self.recovery = Recovery(settings.hold_s)
+        self.recovery = Recovery(settings.hold_s, settings.max_losses)
         self.recovery.progress = lambda: self._stages.progress
         self._unavailable = "the model is being loaded"
         self._refusal = ""  # set for good by drain and close

@@ -3,7 +3,8 @@
 Pure; ``now`` (seconds, monotonic) is an argument.  Knows neither daemons nor steps.  Held requests keep all their
 tokens and nothing in the shards; they go on once every shard is back.
 Invariants: a hold begins only when a pipeline that served is lost, and ends once, by a new pipeline or by giving up; a
-request that was running at MAX_LOSSES losses in a row, without a token in between, is not tried again.
+request that was running at ``max_losses`` losses in a row, without a token in between, is not tried again: it may be
+what kills the daemon, and others would never be served again.
 """
 
 from __future__ import annotations
@@ -11,13 +12,9 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Final, Literal
+from typing import Literal
 
 from lucevisor.engine.sequence import RequestRecord
-
-MAX_LOSSES: Final = 4
-"""Losses in a row that end a request: it may be what kills the daemon, and others would never be served again."""
-
 
 PauseReason = Literal["loss", "restart"]
 """Why requests paused: a daemon was lost, or an operator restarted it."""
@@ -54,8 +51,8 @@ class RecoveryStatistics:
 class Recovery:
     """The hold of an engine.  ``hold_s`` 0: requests are never held."""
 
-    def __init__(self, hold_s: float) -> None:
-        self.hold_s = hold_s
+    def __init__(self, hold_s: float, max_losses: int) -> None:
+        self.hold_s, self._max_losses = hold_s, max_losses
         self.changed = asyncio.Event()  # set when a hold begins or ends
         self.since: float | None = None  # the present hold's begin
         self.progress: Callable[[], tuple[int, int]] = lambda: (0, 0)  # tokens of the present rebuild: done, and of
@@ -96,7 +93,7 @@ class Recovery:
             record.n_losses = counts if n_known > record.lost_at else record.n_losses + counts
             record.loss, record.lost_at = self._n_losses, n_known
             self._totals = replace(self._totals, n_sequences=self._totals.n_sequences + 1)
-        return record.n_losses < MAX_LOSSES
+        return record.n_losses < self._max_losses
 
     def keep(self, record: RequestRecord) -> bool:
         """Whether a running request whose sequence all shards have lost is held."""

@@ -16,7 +16,8 @@ from lucevisor.engine.pipeline import PipelineFailure, PipelineResult
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineSettings:
     """``max_queue``: requests that may wait.  ``hold_s``: how long the owner lets requests wait for a lost daemon
-    before it ends them; 0: not at all.  ``rows`` and ``journal_pages``: the memory of the journal; None: there is none,
+    before it ends them; 0: not at all.  ``max_losses``: losses in a row, without a token in between, that end a
+    running request.  ``rows`` and ``journal_pages``: the memory of the journal; None: there is none,
     and all stages compute again what one has lost.  ``rate_window_s``: the span of ``tokens_per_s`` in statistics.
     ``validate``: check all accounts whenever the engine is idle; raises AccountingError from there.
     ``mask_threads`` False: masks are made on the calling thread.
@@ -27,6 +28,7 @@ class EngineSettings:
 
     max_queue: int
     hold_s: float = 0.0
+    max_losses: int = 4
     rows: RowStore | None = None
     journal_pages: int = 0
     rate_window_s: float = 10.0

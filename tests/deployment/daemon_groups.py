@@ -86,6 +86,7 @@ class Groups:
             EngineSettings(
                 max_queue=100,
                 hold_s=hold_s,
+                max_losses=1000,
                 rows=self.rows,
                 journal_pages=journal_pages,
                 on_pipeline_failed=self.failures.append,

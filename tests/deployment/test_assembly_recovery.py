@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from unittest import mock
-
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from lucevisor.engine import recovery
 from lucevisor.engine.handle import RequestHandle
 from lucevisor.engine.request import GenerationRequest, RequestError
 from lucevisor.protocol.steps import StepResult
@@ -118,8 +115,6 @@ class Losses(RuleBasedStateMachine):
         pages=st.sampled_from([100, 100, 3]),
     )
     def begin(self, homes: tuple[str, ...], draft: str, pages: int) -> None:
-        self.patch = mock.patch.object(recovery, "MAX_LOSSES", 1000)
-        self.patch.start()
         self.groups = Groups(homes, homes[-1] if draft == "last" else draft, hold_s=60.0, journal_pages=pages)
         self.names = list(dict.fromkeys([*homes, *([draft] if draft == "aside" else [])]))
         self.requests: list[tuple[GenerationRequest, RequestHandle]] = []
@@ -188,22 +183,19 @@ class Losses(RuleBasedStateMachine):
     def teardown(self) -> None:
         if not hasattr(self, "groups"):
             return
-        try:
-            for group in self.here:  # what broke the order is replaced; so is all else
-                self.groups.lost(group)
-            for group in self.names:
-                self.groups.ready(group)
-            self.groups.work()
-            assert self.groups.engine.ready
-            assert self.groups.assembly.complete
-            for one, handle in self.requests:
-                assert handle.finished is not None
-                tokens = [event.token for event in _unread(handle) if hasattr(event, "token")]
-                wanted = self.groups.model.alone(one.prompt, one.sampling, one.max_tokens, frozenset())
-                assert tokens == wanted[: len(tokens)]
-                assert handle.finished.reason == "cancelled" or tokens == wanted
-        finally:
-            self.patch.stop()
+        for group in self.here:  # what broke the order is replaced; so is all else
+            self.groups.lost(group)
+        for group in self.names:
+            self.groups.ready(group)
+        self.groups.work()
+        assert self.groups.engine.ready
+        assert self.groups.assembly.complete
+        for one, handle in self.requests:
+            assert handle.finished is not None
+            tokens = [event.token for event in _unread(handle) if hasattr(event, "token")]
+            wanted = self.groups.model.alone(one.prompt, one.sampling, one.max_tokens, frozenset())
+            assert tokens == wanted[: len(tokens)]
+            assert handle.finished.reason == "cancelled" or tokens == wanted
 
 
 def _unread(handle: RequestHandle) -> list[object]:

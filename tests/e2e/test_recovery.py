@@ -57,7 +57,7 @@ class Streams:
         self.asked = [(prompt, SAMPLINGS[i % 2]) for i, prompt in enumerate(prompts)]
         self.right: list[list[int]] = []
         self.n_answers = 0
-        self.wrong: list[object] = []
+        self.wrong: list[str] = []
         self._ended = False
 
     async def learn(self) -> None:
@@ -69,8 +69,12 @@ class Streams:
         while not self._ended:
             prompt, how = self.asked[i % len(self.asked)]
             tokens, finished = await generate_all(self.service, prompt, N_TOKENS, how)
-            if tokens != self.right[i % len(self.asked)] or finished.error is not None:
-                self.wrong.append((i % len(self.asked), tokens, finished))
+            right = self.right[i % len(self.asked)]
+            if finished.error is not None:
+                self.wrong.append(f"prompt {i % len(self.asked)}: {finished.error.message}")
+            elif tokens != right:
+                at = next(at for at, (a, b) in enumerate(zip(tokens, right, strict=True)) if a != b)
+                self.wrong.append(f"prompt {i % len(self.asked)}: token {at} is {tokens[at]}, not {right[at]}")
             self.n_answers += 1
             i += N_STREAMS + 1
 

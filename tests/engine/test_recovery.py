@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-from unittest import mock
 
 import pytest
 from hypothesis import event, given, settings
 
-from lucevisor.engine import recovery
-from lucevisor.engine.recovery import MAX_LOSSES, Pauses
+from lucevisor.engine.recovery import Pauses
 from lucevisor.engine.request import NotReady, RequestError
 from lucevisor.model.values import Space
 from lucevisor.protocol.loading import PoolSizes
 from tests.engine.test_speculation_outputs import Play, Scenario, lookups, scenarios
 from tests.engine.toy_engine import LOST, ToyEngine, events_of, limits, request, told
+
+N_LOSSES = 4  # in a row
 
 
 def ready(**changes: object) -> ToyEngine:
@@ -84,7 +84,7 @@ async def test_a_held_request_may_be_cancelled() -> None:
 async def test_what_may_kill_a_daemon_is_not_tried_for_ever() -> None:
     toy = ready()
     killer = toy.engine.submit(request("a", n=30))
-    for _ in range(MAX_LOSSES - 1):
+    for _ in range(N_LOSSES - 1):
         toy.work(0)
         toy.lose()
         assert killer.finished is None
@@ -96,7 +96,7 @@ async def test_what_may_kill_a_daemon_is_not_tried_for_ever() -> None:
 
 async def test_a_request_that_makes_progress_survives_any_number_of_losses() -> None:
     toy = ready()
-    one = request("a", n=3 * MAX_LOSSES)
+    one = request("a", n=3 * N_LOSSES)
     handle = toy.engine.submit(one)
     while handle.finished is None:
         n_known = toy.engine.statistics().generated_tokens
@@ -112,7 +112,7 @@ async def test_a_request_that_makes_progress_survives_any_number_of_losses() -> 
 def test_losses_change_no_token(scenario: Scenario) -> None:
     """Requests over toy daemons with any limits, drafters and widths: whatever is lost, all get their tokens."""
     play = Play(scenario, hold_s=60.0)
-    with lookups(play.toy, scenario.wrong + 1), mock.patch.object(recovery, "MAX_LOSSES", 1000):
+    with lookups(play.toy, scenario.wrong + 1):
         play.play()
 
     async def check() -> None:

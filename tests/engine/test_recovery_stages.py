@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from unittest import mock
 
 import pytest
 from hypothesis import Phase, event, given, settings
 from hypothesis import strategies as st
 
-from lucevisor.engine import recovery
 from lucevisor.kv.residency import Residency
 from lucevisor.protocol.loading import PoolSizes
 from tests.engine.test_speculation_outputs import Play, Scenario, lookups, scenarios
@@ -130,7 +128,7 @@ class Crashes(Play):
 @given(scenarios(), st.sampled_from([200, 200, 4]))
 def test_crashes_change_no_token(scenario: Scenario, pages: int) -> None:
     play = Crashes(scenario, pages)
-    with lookups(play.toy, scenario.wrong + 1), mock.patch.object(recovery, "MAX_LOSSES", 1000):
+    with lookups(play.toy, scenario.wrong + 1):
         play.play()
 
     async def check() -> None:

@@ -138,7 +138,9 @@ class Play:
 
     def __init__(self, scenario: Scenario, hold_s: float = 0.0, journal_pages: int = 0) -> None:
         self.scenario = scenario
-        self.toy = ToyEngine(scenario.limits, n_stages=scenario.n_stages, hold_s=hold_s, journal_pages=journal_pages)
+        self.toy = ToyEngine(
+            scenario.limits, n_stages=scenario.n_stages, hold_s=hold_s, journal_pages=journal_pages, max_losses=1000
+        )
         for one in scenario.requests:
             answer = self.toy.model.alone(one.prompt, one.sampling, one.max_tokens, frozenset(), one.constraint)
             self.toy.texts[one.sampling.seed] = [*one.prompt, *answer]

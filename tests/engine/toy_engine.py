@@ -54,6 +54,7 @@ class ToyEngine:
         homes: Sequence[int] = (),
         hold_s: float = 0.0,
         journal_pages: int = 0,
+        max_losses: int = 4,
     ):
         self.limits, self.homes = limits, homes or range(n_stages)
         self.rows = ToyRows()
@@ -69,6 +70,7 @@ class ToyEngine:
             EngineSettings(
                 max_queue=max_queue,
                 hold_s=hold_s,
+                max_losses=max_losses,
                 rows=self.rows,
                 journal_pages=journal_pages,
                 clock=lambda: self.now,
