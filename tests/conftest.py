@@ -8,8 +8,8 @@ The garbage collector passes over what exists after collection, all modules and 
 
 Where there is no GPU, Triton's kernels run under its interpreter, which the environment chooses when they are imported.
 
-Hypothesis: a test says how many examples it is worth. Profile ``ci`` tries half of them (but no fewer than LEAST, where
-the test has as many), always the same, so that a failure is the change's and comes back when run again; ``deep``
+Hypothesis: a test says how many examples it is worth. Profile ``ci`` tries a third of them (but no fewer than LEAST,
+where the test has as many), always the same, so that a failure is the change's and comes back when run again; ``deep``
 (``make slow``) tries DEEP times as many, others each time.
 """
 
@@ -92,4 +92,4 @@ def pytest_sessionfinish() -> None:
 
 def scaled(own: settings, deep: bool) -> settings:
     n = own.max_examples
-    return settings(own, max_examples=DEEP * n if deep else max(n // 2, min(n, LEAST)))
+    return settings(own, max_examples=DEEP * n if deep else max(n // 3, min(n, LEAST)))
