@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lucevisor.text.grammar.calls import calls_in_text, calls_only, functions
+from lucevisor.text.grammar.forms import json_schema
 from lucevisor.text.grammar.matcher import GrammarCompiler, GrammarError, Matcher
 from lucevisor.text.grammar.rules import Rules
 from lucevisor.text.output_format import OutputFormat
@@ -193,3 +194,6 @@ def test_whatever_is_sent_as_a_schema_compiles_or_is_refused(kind: str, strict: 
     tools = [{"type": "function", "function": {"name": "f", "parameters": schema, "strict": strict}}]
     with contextlib.suppress(GrammarError):
         matcher(kind, tools, n_most=1)
+    with contextlib.suppress(GrammarError):
+        rules = Rules(tokenizer(True))
+        compiler(True).compile(rules.grammar(rules.part(json_schema(schema, lenient=not strict))))

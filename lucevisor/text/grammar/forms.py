@@ -14,6 +14,7 @@ from llguidance import LLMatcher
 from llguidance.gbnf_to_lark import GbnfToLarkError, gbnf_to_lark, is_lark_syntax
 
 from lucevisor.text.grammar.matcher import GrammarError
+from lucevisor.text.grammar.schemas import closed
 
 Part = dict[str, Any]
 """One grammar of llguidance's notation: {"lark_grammar": ...} or {"json_schema": ...}."""
@@ -26,16 +27,18 @@ _WHITESPACE: Final = r"( |\n[ \t]{0,40})"
 
 
 def json_schema(schema: Mapping[str, Any], *, lenient: bool = False) -> Part:
-    """JSON that a schema describes; ``lenient``: keywords that cannot be enforced are left out, not refused.
+    """JSON that a schema describes, without properties that it does not name unless it says so (schemas.py).
+
+    ``lenient``: keywords that cannot be enforced are left out, not refused.
 
     Raises GrammarError for a schema that is too long; so do the other forms.
     """
+    options = {"whitespace_pattern": _WHITESPACE, "lenient": lenient}
     try:
         _bounded(json.dumps(schema))
+        return {"json_schema": {**closed(schema), "x-guidance": options}}
     except RecursionError:
         raise GrammarError("it is nested too deep") from None
-    options = {"whitespace_pattern": _WHITESPACE, "lenient": lenient}
-    return {"json_schema": {**schema, "x-guidance": options}}
 
 
 def any_object() -> Part:
