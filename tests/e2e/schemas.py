@@ -20,7 +20,14 @@ def text(most: int = 6, **more: Any) -> Schema:
 
 FLAG: Schema = {"type": "boolean"}
 SMALL: Schema = {"type": "integer", "minimum": 0, "maximum": 20}
-PATTERNS = ("^[a-c]{2,4}$", r"^\d{3}-\d{2}$", "^(left|right)$", "^[A-Z][a-z]{1,3}$", r"^v\d+(\.\d+){1,2}$", "^$|^x+$")
+PATTERNS = (
+    "^[a-c]{2,4}$",
+    r"^\d{3}-\d{2}$",
+    "^(left|right)$",
+    "^[A-Z][a-z]{1,3}$",
+    r"^v\d{1,3}(\.\d{1,3}){1,2}$",
+    "^$|^x+$",
+)
 CHOICES = (0, 1, -2.5, "a", "b c", 'd"e', None, True, [], [1], {"k": "v"})
 NAMES = ("id", "name", "kind", "x-y", "größe", "a.b", "n 1", "very_long_property_name")
 FORMATS = ("date", "time", "date-time", "uuid", "ipv4")
