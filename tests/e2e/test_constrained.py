@@ -140,6 +140,35 @@ def test_a_required_or_named_tool_is_called(client: openai.OpenAI, seed: int) ->
     assert [name for name, _ in arguments_of(ask(client, tool_choice=named, **more))] == ["get_weather"]
 
 
+def test_parsed_tools_are_instances_of_their_class(client: openai.OpenAI) -> None:
+    model = client.models.list().data[0].id
+    answer = client.chat.completions.parse(
+        model=model,
+        messages=QUESTION,
+        tools=[openai.pydantic_function_tool(Answer)],
+        tool_choice="required",
+        parallel_tool_calls=False,
+        max_tokens=300,
+        seed=2,
+    )
+    [call] = answer.choices[0].message.tool_calls or []
+    assert isinstance(call.function.parsed_arguments, Answer)
+
+
+def test_reasoning_is_free_and_the_answer_has_its_form(client: openai.OpenAI) -> None:
+    answer = ask(
+        client,
+        response_format={"type": "json_schema", "json_schema": {"name": "x", "schema": {"enum": ["yes", "no"]}}},
+        extra_body={"enable_thinking": True, "max_thinking_tokens": 60},
+        max_tokens=200,
+        seed=1,
+    )
+    message = answer.choices[0].message
+    assert json.loads(message.content) in ("yes", "no")
+    assert message.reasoning_content
+    assert answer.choices[0].finish_reason == "stop"
+
+
 def test_a_strict_tool_is_called_by_its_schema_or_not_at_all(client: openai.OpenAI) -> None:
     answer = ask(client, tools=[weather(strict=True)], seed=1, max_tokens=120)
     for call in answer.choices[0].message.tool_calls or ():
