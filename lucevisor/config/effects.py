@@ -35,9 +35,6 @@ class Inert:
 
 
 UNIMPLEMENTED: Mapping[str, Unimplemented] = {
-    "kvflash.pool_tokens": Unimplemented(
-        "an automatic pool of KV Flash", lambda value: value == "auto", True, "give a number of tokens, such as 8192"
-    ),
     "kvflash.policy": Unimplemented("this policy of KV Flash", lambda value: value != "lru", True, "nearest: lru"),
     "pflash.mode": Unimplemented("PFlash", lambda value: value != "off", True, "nearest: off"),
     "recovery.spares": Unimplemented("spare daemons", lambda value: value != 0, True, "nearest: 0"),

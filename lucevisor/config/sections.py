@@ -316,7 +316,7 @@ class KvFlashConfig:
 
     pool_tokens: Annotated[
         int | AutoWord,
-        Key(OrAuto(Whole(0, 2**31 - 1)), "Kept of each sequence, in pages of 64, at least 512; 0 is off.", "tokens"),
+        Key(OrAuto(Whole(0, 2**31 - 1)), "Kept per sequence, 512 or more; 0: off; `auto`: up to 16384.", "tokens"),
     ] = 0
     policy: Annotated[
         Literal["lru", "qk", "drafter", "exact"],

@@ -28,6 +28,7 @@ from lucevisor.placement.drafting import (
     too_dear,
 )
 from lucevisor.placement.dtypes import choose_dtype, choose_kv_dtype
+from lucevisor.placement.flash_pool import choose_pool
 from lucevisor.placement.ranges import BoundaryMove, SplitError, check_count, from_ranges, from_weights, snap_to_legal
 from lucevisor.placement.reasons import Decisions, notices_of, reasons_of
 from lucevisor.placement.result import DevicePlan, DraftPolicy, Infeasible, Placement, PlacementError
@@ -79,10 +80,7 @@ def _plan(
     drafting = choose_drafting(config, draft)
     inputs = sizing_inputs(spec, config, targets, dtype.dtype, kv_dtype.dtype, draft, drafting)
     auto, ranges, moves = split_layers(inputs, config.placement.split, config, speeds)
-    if config.engine.prefill_chunk == "auto":
-        inputs, sizing = choose_chunk(inputs, ranges)
-    else:
-        sizing = compute_sizes(inputs, ranges)
+    inputs, sizing = _sized(inputs, ranges, config)
     decisions = Decisions(config, inputs, sizing, (dtype, kv_dtype), moves, drafting, auto)
     placement = replace(
         timed(build_placement(inputs, sizing, drafting, config.recovery), auto),
@@ -93,6 +91,19 @@ def _plan(
     if sizing.fits:
         return placement
     return Infeasible(placement, sizing.shortages, advise(inputs, ranges, sizing))
+
+
+def _sized(inputs: SizingInputs, ranges: Sequence[LayerRange], config: Config) -> tuple[SizingInputs, Sizing]:
+    """Choose what is automatic of the prefill chunk and of the pool of KV Flash, and return the sizes."""
+    auto_pool = inputs.pool_pages is not None and config.kvflash.pool_tokens == "auto"
+    if auto_pool:
+        inputs = choose_pool(inputs, ranges, config.engine.least_chunk)
+    if config.engine.prefill_chunk == "auto":
+        inputs, sizing = choose_chunk(inputs, ranges)
+        if not auto_pool:
+            return inputs, sizing
+        inputs = choose_pool(inputs, ranges, inputs.prefill_chunk)  # a longer one takes memory
+    return inputs, compute_sizes(inputs, ranges)
 
 
 def model_options(config: Config) -> dict[str, str]:
@@ -243,7 +254,9 @@ def sizing_inputs(
         why = "leaves no room for an answer: one prompt token and one generated token need 2"
         raise PlacementError("engine.max_context", max_context, why, "nearest: 2", file=file)
     paged, flash_tokens, chunk = Space.FULL in spec.spaces(), config.kvflash.pool_tokens, engine.least_chunk
-    pool = pool_pages(flash_tokens) if paged and flash_tokens != "auto" and flash_tokens else None
+    pool = None
+    if paged and flash_tokens:
+        pool = pool_pages(0 if flash_tokens == "auto" else flash_tokens)  # the least until ranges are known
     if paged and pages is not None and max_context is not None:
         least = pages_of(max_context) if pool is None else min(pool, pages_of(max_context))
         if pages < least:

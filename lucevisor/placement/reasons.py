@@ -11,6 +11,7 @@ from lucevisor.model.values import PAGE_TOKENS, Space
 from lucevisor.placement.auto_split import AutoSplit
 from lucevisor.placement.devices import memories_of
 from lucevisor.placement.dtypes import DtypeChoice
+from lucevisor.placement.flash_pool import MAX_AUTO_PAGES
 from lucevisor.placement.formatting import format_bytes, format_seconds
 from lucevisor.placement.partition import SLACK, Partition
 from lucevisor.placement.ranges import BoundaryMove
@@ -184,14 +185,17 @@ def _residency(decisions: Decisions) -> Iterator[str]:
         yield f"kvflash: {pool} pages hold the whole context, so no page is paged out"
         return
     protected = f"the first {HEAD_PAGES} and the {TAIL_PAGES} before a slice always stay"
-    yield f"kvflash: {pool} pages of a sequence stay on the devices, policy lru, {protected}; older ones are not read"
+    why = ""
+    if decisions.config.kvflash.pool_tokens == "auto":
+        why = f"as many as the devices hold for {decisions.inputs.max_sequences} sequences, up to {MAX_AUTO_PAGES}: "
+    yield f"kvflash: {why}{pool} pages of a sequence stay there, policy lru, {protected}; older ones are not read"
 
 
 def _rounded_pool(decisions: Decisions) -> Iterator[str]:
     pool, wanted = decisions.inputs.pool_pages, decisions.config.kvflash.pool_tokens
     if pool is None:
         return
-    if pool * PAGE_TOKENS != wanted:
+    if wanted not in ("auto", pool * PAGE_TOKENS):
         rule = f"whole pages, at least {MIN_POOL_PAGES} of them"
         yield f"kvflash.pool_tokens = {wanted} is rounded to {pool * PAGE_TOKENS}: {rule}"
     chunk, most = decisions.config.engine.prefill_chunk, max_resident_chunk(pool)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Literal
 
 import pytest
 
@@ -13,7 +14,7 @@ from lucevisor.placement.explain import as_json, text
 from tests.placement.made import configure, cpu, gpu, placed, wrong
 
 
-def flash(config: Config, pool_tokens: int) -> Config:
+def flash(config: Config, pool_tokens: int | Literal["auto"]) -> Config:
     return dataclasses.replace(config, kvflash=KvFlashConfig(pool_tokens=pool_tokens))
 
 
@@ -61,3 +62,23 @@ def test_a_pool_that_holds_the_context_says_so(demo: ModelSpec, tmp_path) -> Non
     config = configure(tmp_path, ["left:0"], max_context=1024)
     p = placed(demo, flash(config, 4096), {"left": [cpu()]})
     assert any("hold the whole context" in reason for reason in p.reasons)
+
+
+def test_an_automatic_pool_gives_every_sequence_one(big: ModelSpec, tmp_path) -> None:
+    pools = []
+    for n, gib in ((1, 24), (8, 24), (32, 24), (8, 40)):
+        config = flash(configure(tmp_path, ["cuda:0"], max_sequences=n), "auto")
+        p = placed(big, config, {"cuda": [gpu(0, gib)]})
+        assert p.pool_pages is not None
+        assert p.pools.full_pages >= n * p.pool_pages
+        assert p.max_context == big.context_tokens
+        assert p.prefill_chunk <= max_resident_chunk(p.pool_pages)
+        assert any(f"{n} sequences, up to 256: {p.pool_pages} pages" in reason for reason in p.reasons)
+        pools.append(p.pool_pages)
+    assert pools[0] == pools[3] == 256
+    assert 256 > pools[2] >= 8
+
+
+def test_an_automatic_pool_on_a_host(demo: ModelSpec, tmp_path) -> None:
+    config = flash(configure(tmp_path, ["left:0"], max_sequences=4), "auto")
+    assert placed(demo, config, {"left": [cpu()]}).pool_pages == 256
