@@ -76,6 +76,14 @@ def shard_table(status: Status) -> Table:
 def problem_lines(status: Status) -> Iterator[Text]:
     """Yield what keeps the endpoint from serving, group by group, and how loading goes."""
     yield from group_lines(status["groups"])
+    engine = status["engine"]
+    if engine["held"]:
+        held_s = format_seconds(engine["recovery"]["held_s"])
+        yield Text(f"{engine['held']} requests are held for {held_s}", CHANGING)
+    rebuilding = engine["recovery"]["rebuilding_tokens"]
+    if rebuilding["of"]:
+        share, counts = rebuilding["done"] / rebuilding["of"], f"{rebuilding['done']} of {rebuilding['of']}"
+        yield Text.assemble("  ", bar((share, "cyan"), width=30), f" rebuilt {counts} tokens")
     if status["reason"] and all(group["state"] == "ready" for group in status["groups"]):
         yield Text(status["reason"], CHANGING)
     if status["ready_in_s"] is not None:

@@ -35,7 +35,9 @@ from lucevisor.placement.formatting import format_bytes, format_seconds
 _BLOCKS = "▁▂▃▄▅▆▇█"
 _HISTORY = 60
 _MOST_REQUESTS = 20
-_BAR = 24
+_BAR = (24, 72)
+"""Columns of a bar on narrow and on wide terminals."""
+_BESIDE_BAR = 56
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,14 +68,16 @@ def top(name: str | None, socket: Path | None, every_s: float) -> int:
     try:
         if not console.is_terminal:
             time.sleep(every_s)
-            console.print(screen(before, client.call("GET", "/status"), time.monotonic() - began, speeds))
+            console.print(
+                screen(before, client.call("GET", "/status"), time.monotonic() - began, speeds, console.width)
+            )
             return ExitCode.DONE
         with Live(Text("asking"), console=console, screen=True, auto_refresh=False) as live:
             while True:
                 time.sleep(every_s)
                 now, at = client.call("GET", "/status"), time.monotonic()
                 speeds.append(now["engine"]["tokens_per_s"])
-                live.update(screen(before, now, at - began, speeds), refresh=True)
+                live.update(screen(before, now, at - began, speeds, console.width), refresh=True)
                 before, began = now, at
     except KeyboardInterrupt:
         return ExitCode.DONE
@@ -102,15 +106,16 @@ def stage_loads(before: Status, now: Status, seconds: float) -> list[StageLoad]:
     return loads
 
 
-def screen(before: Status, now: Status, seconds: float, speeds: deque[float]) -> RenderableType:
-    """Return all of it for one pair of answers."""
+def screen(before: Status, now: Status, seconds: float, speeds: deque[float], width: int = 80) -> RenderableType:
+    """Return all of it for one pair of answers, ``width`` columns wide at most."""
+    bar_width = min(_BAR[1], max(_BAR[0], width - _BESIDE_BAR))
     engine = now["engine"]
     counts = f"  running {engine['running']}  queued {engine['queued']}  held {engine['held']}"
     speed = Text.assemble((f"{engine['tokens_per_s']:8.1f}", "bold"), " tokens/s ", (_spark(speeds), "cyan"), counts)
     parts: list[RenderableType] = [
         *headline(now), speed, *problem_lines(now), Text(),
-        _stages(stage_loads(before, now, seconds)), Text(),
-        _memory(now), Text(),
+        _stages(stage_loads(before, now, seconds), bar_width), Text(),
+        _memory(now, bar_width), Text(),
         Text(page_line(engine["pages"])),
         *(Text(line) for line in draft_lines(now["draft"])[:3]), Text(),
         _requests(now["requests"]),
@@ -131,10 +136,10 @@ def _table(*titles: str) -> Table:
     return table
 
 
-def _stages(loads: list[StageLoad]) -> Table:
+def _stages(loads: list[StageLoad], bar_width: int) -> Table:
     table = _table("stage", "computes ━ waits ━", "", "a step", "waits for")
     for load in loads:
-        shown = bar((load.compute, "green"), (load.wait, "yellow"), width=_BAR)
+        shown = bar((load.compute, "green"), (load.wait, "yellow"), width=bar_width)
         if not load.n_steps:
             table.add_row(Text(load.name), shown, "idle", "", "")
             continue
@@ -143,7 +148,7 @@ def _stages(loads: list[StageLoad]) -> Table:
     return table
 
 
-def _memory(now: Status) -> Table:
+def _memory(now: Status, bar_width: int) -> Table:
     table = _table("device", "weights ━ state ━ other ━", "", "group", "state")
     for group in now["groups"]:
         for device in group["devices"]:
@@ -154,7 +159,7 @@ def _memory(now: Status) -> Table:
             sizes = f"{format_bytes(free)} of {format_bytes(total)} free"
             table.add_row(
                 Text(device["device"]),
-                bar(*parts, width=_BAR),
+                bar(*parts, width=bar_width),
                 sizes,
                 Text(group["name"]),
                 styled_state(group["state"]),

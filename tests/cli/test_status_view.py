@@ -54,7 +54,8 @@ def status(**more):
         "groups": [group("left", 0, 0, 32), group("right", 1, 32, 64)],
         "engine": {
             "running": 8, "queued": 120, "held": 0, "tokens_per_s": 1234.5,
-            "pages": {"spaces": {"full": use, "recurrent": use}}, "stages": [dict(STAGE), dict(STAGE)],
+            "recovery": {"held_s": 0.0, "rebuilding_tokens": {"done": 0, "of": 0}},
+            "pages": {"out": 0, "spaces": {"full": use, "recurrent": use}}, "stages": [dict(STAGE), dict(STAGE)],
         },
         "requests": [request("req-0123456789abcdef01234567", None, 0), request("x" * 128, 0.5, 100_000)],
         "draft": draft, "cache": cache,
@@ -93,6 +94,14 @@ def test_a_group_that_is_away_says_why_and_how_far_it_is():
         assert "likely to serve in 12.00 s" in text
 
 
+def test_requests_that_are_held_and_a_rebuild():
+    told = status(state="degraded")
+    told["engine"] |= {"held": 3, "recovery": {"held_s": 2.5, "rebuilding_tokens": {"done": 100, "of": 200}}}
+    text = printed(status_view(told))
+    assert "3 requests are held for 2.50 s" in text
+    assert "━" * 15 + "─" * 15 + " rebuilt 100 of 200 tokens" in text
+
+
 def test_names_are_text():
     odd = "[red]x[/red]"
     told = status(name=odd, reason="[/]", state="degraded")
@@ -105,7 +114,7 @@ def test_names_are_text():
 
 @pytest.mark.parametrize("width", [80, 200])
 def test_top_fits(width):
-    text = printed(screen(status(), status(), 1.0, deque([1.0, 5.0, 0.0])), width)
+    text = printed(screen(status(), status(), 1.0, deque([1.0, 5.0, 0.0]), width), width)
     assert max(map(len, text.splitlines())) <= width
     assert "waits" in text
     assert "50000 50%" in text

@@ -55,7 +55,7 @@ function draw(now, at) {
   drawShards(now, colours);
   drawWaits(now, at);
   drawRequests(now.requests);
-  drawPages(now.engine.pages.spaces);
+  drawPages(now.engine.pages);
   drawDrafts(now.draft);
   last = { now, at };
 }
@@ -80,13 +80,18 @@ function loadingLine(group) {
 
 function drawRecovery(now) {
   const away = now.groups.filter((group) => group.state !== "ready");
-  byId("recovery").hidden = now.state === "ready" && !away.length;
+  const { done, of: all } = now.engine.recovery.rebuilding_tokens;
+  byId("recovery").hidden = now.state === "ready" && !away.length && !now.engine.held && !all;
   const parts = [make("h2", "", now.state === "starting" ? "Starting" : "Recovery")];
   const soon = now.ready_in_s == null ? "" : `; serves again in about ${duration(now.ready_in_s)}`;
   if (now.engine.held) {
     const since = duration(now.engine.recovery.held_s);
     parts.push(make("p", "", `${count(now.engine.held)} requests are held since ${since}${soon}`));
   } else if (soon) parts.push(make("p", "", soon.slice(2)));
+  if (all) {
+    const text = `rebuilt ${count(done)} of ${count(all)} tokens`;
+    parts.push(make("div", "line", make("div", "small", text), bar("rebuild", [["done", done / all, text]])));
+  }
   for (const group of away) {
     const why = group.reason ? `: ${group.reason}` : "";
     parts.push(make("div", "small", `group ${group.name} is ${group.state} for ${duration(group.state_s)}${why}`));
@@ -228,13 +233,14 @@ function drawRequests(requests) {
   fill(byId("requests"), make("table", "", make("thead", "", head), make("tbody", "", ...rows)));
 }
 
-function drawPages(spaces) {
+function drawPages({ spaces, out }) {
   const lines = Object.entries(spaces).map(([space, use]) => {
     const what = space === "recurrent" ? "states" : "pages";
     const text = `${count(use.used)} used, ${count(use.cached)} cached, ${count(use.total)} in all`;
     const parts = [["used", use.used / use.total, `used ${use.used}`], ["cached", use.cached / use.total, `cached ${use.cached}`]];
     return make("div", "line", make("div", "row", make("span", "", `${space} ${what}`), make("span", "small", text)), bar(space, parts));
   });
+  if (out) lines.push(make("div", "small", `${count(out)} pages are in host memory`));
   fill(byId("pages"), ...(lines.length ? lines : [make("div", "small", "Not placed yet.")]));
 }
 
