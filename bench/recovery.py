@@ -2,11 +2,13 @@
 
     python bench/recovery.py [--model FILE] [--backend cpu|cuda|hip] [--groups 2] [--tokens 2048] [--streams 4]
                              [--rounds 5] [--kills 2] [--dtype auto] [--save]
+    python bench/recovery.py --journal
 
 Real daemons, requests straight into the engine.  Cost: the same prompts, then the same decodes, in turns on a service
 with the journal and on one without; the first round is not counted.  Recovery: each group's daemon is killed in turn
 beside decoding streams of ``--tokens`` of context; from its READY on a shard is rebuilt from the journal.  --save
-writes bench/results/recovery-NAME.json.
+writes bench/results/recovery-NAME.json.  --journal times the journal alone, without daemons, with rows of 10 KiB: what
+the event loop does for a chunk and for a decode step, and when a chunk's rows are copied.
 """
 
 import argparse
@@ -28,14 +30,24 @@ import uvloop
 from prefix import DEMO, ROOT, Observer
 
 from lucevisor.config import load
+from lucevisor.deployment.journal_rows import JournalRows
 from lucevisor.deployment.served_model import ServedModel
 from lucevisor.deployment.service import Service
+from lucevisor.engine.journal import Journal
 from lucevisor.engine.request import GenerationRequest, TokenEvent
+from lucevisor.engine.sequence import LiveSequence
+from lucevisor.kv.page_pool import PagePools
+from lucevisor.kv.page_table import PageTable
 from lucevisor.model.families import open_spec
-from lucevisor.protocol.steps import Sampling
+from lucevisor.model.values import Space
+from lucevisor.protocol.arena import Arena
+from lucevisor.protocol.loading import ArenaPlan, PoolSizes
+from lucevisor.protocol.steps import Sampling, Slice, Step
 from lucevisor.supervision.states import State
 
 N_DECODED = 64
+CHUNK = 2048
+ROW_BYTES = 10 * 1024  # of the 27B shape in bfloat16
 
 
 def configuration(options, directory, journal):
@@ -189,6 +201,31 @@ async def measure(options):
     return found, kills
 
 
+def journal_alone():
+    pools = PagePools({Space.FULL}, PoolSizes(2000, 0, 0))
+    rows = JournalRows({0: Arena.create(ArenaPlan(0, CHUNK * ROW_BYTES, 3))}, ROW_BYTES, 2 << 30)
+    journal = Journal(rows, pools[Space.FULL], rows.n_pages)
+    lives = {i: LiveSequence(i, -1, PageTable(pools, None)) for i in range(8)}
+    for live in lives.values():
+        live.table.grow(0, 8000)
+
+    def file(step_id, slices):
+        step = Step(step_id, 0, [], slices)
+        started = time.perf_counter()
+        journal.planned(step, lives)
+        journal.answered(step_id, 0)
+        journal.finished(step_id)
+        between = time.perf_counter()
+        rows.free(0)
+        return between - started, time.perf_counter() - started
+
+    chunks = [file(1 + 2 * i + at, [Slice(i, at * CHUNK, [1] * CHUNK, sample=False)]) for i in lives for at in (0, 1)]
+    decodes = [file(100 + k, [Slice(i, 2 * CHUNK + k, [1], sample=True) for i in lives]) for k in range(2000)]
+    loop_s, copied_s = (statistics.median(one[i] for one in chunks) for i in (0, 1))
+    print(f"chunk of {CHUNK} tokens: {1e3 * loop_s:.2f} ms of the event loop, copied after {1e3 * copied_s:.1f} ms")
+    print(f"decode step of {len(lives)}: {1e6 * statistics.median(one[0] for one in decodes):.0f} us of the event loop")
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=Path, default=DEMO)
@@ -201,7 +238,11 @@ def main():
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--name", default="cpu")
     parser.add_argument("--save", action="store_true")
+    parser.add_argument("--journal", action="store_true")
     options = parser.parse_args()
+    if options.journal:
+        journal_alone()
+        return
     structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.ERROR))
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         found, kills = runner.run(measure(options))
