@@ -240,7 +240,7 @@ function drawPages({ spaces, out }) {
     const parts = [["used", use.used / use.total, `used ${use.used}`], ["cached", use.cached / use.total, `cached ${use.cached}`]];
     return make("div", "line", make("div", "row", make("span", "", `${space} ${what}`), make("span", "small", text)), bar(space, parts));
   });
-  if (out) lines.push(make("div", "small", `${count(out)} pages are in host memory`));
+  if (out) lines.push(make("div", "small", `${count(out)} pages of running sequences are paged out`));
   fill(byId("pages"), ...(lines.length ? lines : [make("div", "small", "Not placed yet.")]));
 }
 
