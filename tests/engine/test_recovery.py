@@ -107,7 +107,7 @@ async def test_a_request_that_makes_progress_survives_any_number_of_losses() -> 
     assert told(await events_of(handle))[0] == toy.alone(one)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(scenarios())
 def test_losses_change_no_token(scenario: Scenario) -> None:
     """Requests over toy daemons with any limits, drafters and widths: whatever is lost, all get their tokens."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 
 import pytest
-from hypothesis import Phase, event, given, settings
+from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
 from lucevisor.kv.residency import Residency
@@ -124,7 +124,7 @@ class Crashes(Play):
         self.toy.run()
 
 
-@settings(max_examples=300, deadline=None, phases=[Phase.generate], report_multiple_bugs=False)
+@settings(max_examples=160, deadline=None)
 @given(scenarios(), st.sampled_from([200, 200, 4]))
 def test_crashes_change_no_token(scenario: Scenario, pages: int) -> None:
     play = Crashes(scenario, pages)
