@@ -53,3 +53,10 @@ def test_the_map_of_packages_is_the_tree():
         listed = set(re.findall(r"^  (\w+)/", part, re.MULTILINE))
         tree = {path.parent.name for path in (ROOT / root).glob("*/__init__.py")}
         assert listed == tree, root
+
+
+def test_decisions_are_numbered_once_and_as_their_titles_say():
+    decisions = sorted((ROOT / "docs" / "adr").glob("*.md"))
+    assert [page.name[:4] for page in decisions] == [f"{n:04}" for n in range(1, len(decisions) + 1)]
+    wrong = [page.name for page in decisions if not re.match(rf"# {int(page.name[:4])}\. ", page.read_text())]
+    assert not wrong
