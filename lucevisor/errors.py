@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import ClassVar, Final
 
 _KEY_CHARS = 120
-_VALUE_CHARS = 80
+_VALUE_CHARS = 160  # a path, mostly
 _MAX_SHOWN = 50
 
 
