@@ -76,8 +76,9 @@ class _StepWork:
         """Return the callback of a part, for the thread that made it."""
 
         def callback(future: Future[MadeMasks]) -> None:
+            made = future.result()
             with contextlib.suppress(RuntimeError):  # the loop was closed meanwhile
-                self._loop.call_soon_threadsafe(self._take, index, future.result())
+                self._loop.call_soon_threadsafe(self._take, index, made)
 
         return callback
 

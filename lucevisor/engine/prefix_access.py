@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 
 from lucevisor.engine.handle import RequestHandle
@@ -24,7 +25,7 @@ from lucevisor.protocol.steps import Sampling
 from lucevisor.protocol.transfers import SlotPlace
 
 
-class PrefixAccess:
+class PrefixAccess(ABC):
     """The engine's side of snapshots."""
 
     _scheduler: Scheduler
@@ -123,12 +124,15 @@ class PrefixAccess:
 
     # ---- of the engine
 
+    @abstractmethod
     def _proceed(self, events: Events) -> None:
-        raise NotImplementedError
+        """Send the steps that have become possible, then deliver events."""
 
+    @abstractmethod
     def _own_id(self, what: str) -> str:
-        raise NotImplementedError
+        """Return an id for a request of the engine's own."""
 
+    @abstractmethod
     def _submit(
         self,
         request: GenerationRequest,
@@ -137,4 +141,4 @@ class PrefixAccess:
         hold: bool = False,
         probe: PrefixMatch | None = None,
     ) -> RequestHandle:
-        raise NotImplementedError
+        """Queue a request, or one of the engine's own."""
