@@ -21,33 +21,15 @@ import time
 from contextlib import AsyncExitStack
 from pathlib import Path
 
-from full_size import Observer, conditions
-from memory_watch import Poll, Watcher
+from full_size import conditions
+from services import ROOT, running
 
-from lucevisor.app.model_files import open_model
-from lucevisor.config import load
-from lucevisor.deployment.service import Service
 from lucevisor.engine.request import GenerationRequest, TokenEvent
 from lucevisor.protocol.steps import Sampling
 
-ROOT = Path(__file__).parents[1]
+CONFIG = ROOT / "etc" / "demo.toml"
 QUESTIONS = ROOT / "tests" / "data" / "demo-prompts.json"
 END_OF_TURN = 8184
-
-
-async def start(stack, settings, directory):
-    """A service that runs until the stack is closed."""
-    watcher = Watcher([])
-    poll = Poll(watcher)
-    config = load(ROOT / "etc" / "demo.toml", settings)
-    service = Service(config, open_model(config), directory, Observer(poll))
-    stack.push_async_callback(service.stop, 0.0)
-    stack.callback(watcher.close)
-    stack.callback(poll.close)
-    await service.start()
-    if not await service.wait_ready(120.0):
-        raise RuntimeError(f"not ready: {service.reason()}")
-    return service
 
 
 async def answer(service, name, prompt, n_tokens):
@@ -72,7 +54,8 @@ async def measure(options, directory):
         services = {}
         for name, settings in (("plain", ["draft.kind=off"]), ("drafts", options.set)):
             (directory / name).mkdir()
-            services[name] = await start(stack, ["cache.min_tokens=16", *options.both, *settings], directory / name)
+            settings = ["cache.min_tokens=16", *options.both, *settings]
+            services[name] = await stack.enter_async_context(running(CONFIG, directory / name, settings))
         while not services["drafts"].engine._scheduler.drafting.attached:  # noqa: ASYNC110 - it has no event
             await asyncio.sleep(0.05)
         totals = {name: {"fresh": [0, 0.0], "restored": [0, 0.0]} for name in services}

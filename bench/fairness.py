@@ -26,9 +26,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import aiohttp
+from services import DEMO, ROOT, groups_toml
 
-ROOT = Path(__file__).parents[1]
-DEMO = ROOT / "etc" / "demo" / "demo-qwen35-22m-q4_k_m.gguf"
 N_SHORT, N_LONG = 4, 2
 FIRST_ID, IDS = 300, 5000  # ordinary tokens
 WARM_S = 3.0
@@ -36,17 +35,8 @@ WARM_S = 3.0
 
 def configuration(options, directory):
     """A TOML file for the asked groups."""
-    names = [f"g{i}" for i in range(options.groups)]
-    text = f'[model]\npath = "{options.model}"\n'
-    for name in names:
-        text += f'[groups.{name}]\nbackend = "{options.backend}"\n'
-        if options.backend == "cpu":
-            text += f"threads = {options.threads or max(1, os.cpu_count() // options.groups)}\n"
-    devices = ", ".join(f'"{name}:0"' for name in names)
-    text += f"""
-[placement]
-target_devices = [{devices}]
-target_layer_split = {[1] * options.groups}
+    text = groups_toml(options, options.threads)
+    text += """
 [cache]
 prefix_slots = 0
 [server]

@@ -13,7 +13,6 @@ more, by which the restored state is judged).  --save writes bench/results/prefi
 
 import argparse
 import asyncio
-import contextlib
 import json
 import logging
 import os
@@ -27,16 +26,11 @@ from pathlib import Path
 
 import structlog
 import uvloop
+from services import DEMO, groups_toml, running
 
-from lucevisor.config import load
-from lucevisor.deployment.served_model import ServedModel
-from lucevisor.deployment.service import Service
 from lucevisor.engine.request import FinishedEvent, GenerationRequest, TokenEvent
-from lucevisor.model.families import open_spec
 from lucevisor.protocol.steps import Sampling
 
-ROOT = Path(__file__).parents[1]
-DEMO = ROOT / "etc" / "demo" / "demo-qwen35-22m-q4_k_m.gguf"
 ENDING = 2
 ARMS = ("floor", "computed, cache off", "computed, cache on", "from memory", "from disk")
 SAVED_S = 120.0
@@ -44,18 +38,9 @@ SAVED_S = 120.0
 
 def configuration(options, directory, n_slots):
     """A TOML file for the asked groups."""
-    names = [f"g{i}" for i in range(options.groups)]
-    text = f'[model]\npath = "{options.model}"\n'
-    for name in names:
-        text += f'[groups.{name}]\nbackend = "{options.backend}"\n'
-        if options.backend == "cpu":
-            text += f"threads = {max(1, os.cpu_count() // options.groups)}\n"
-    devices = ", ".join(f'"{name}:0"' for name in names)
     pages = (max(options.tokens) // 64 + 2) * (options.rounds + 3) * (len(options.tokens) + 1)
+    text = groups_toml(options)
     text += f"""
-[placement]
-target_devices = [{devices}]
-target_layer_split = {[1] * options.groups}
 [engine]
 dtype = "{options.dtype}"
 max_sequences = 1
@@ -70,29 +55,6 @@ memory = "{options.memory}"
     path = Path(directory) / f"{n_slots}.toml"
     path.write_text(text)
     return path
-
-
-class Observer:
-    """Watches nothing."""
-
-    def state(self, *_):
-        pass
-
-    progress = ready = state
-
-
-@contextlib.asynccontextmanager
-async def running(path, directory):
-    loaded = load(path)
-    model = Path(loaded.model.path)
-    service = Service(loaded, ServedModel(open_spec(model), (model,), model.stem), Path(directory), Observer())
-    try:
-        await service.start()
-        if not await service.wait_ready(600.0):
-            raise SystemExit(service.reason())
-        yield service
-    finally:
-        await service.stop(0.0)
 
 
 async def first_token(service, prompt, n_cached, n_more=0):

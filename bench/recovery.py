@@ -13,7 +13,6 @@ the event loop does for a chunk and for a decode step, and when a chunk's rows a
 
 import argparse
 import asyncio
-import contextlib
 import json
 import logging
 import os
@@ -27,18 +26,14 @@ from pathlib import Path
 
 import structlog
 import uvloop
-from prefix import DEMO, ROOT, Observer
+from services import DEMO, ROOT, groups_toml, running
 
-from lucevisor.config import load
 from lucevisor.deployment.journal_rows import JournalRows
-from lucevisor.deployment.served_model import ServedModel
-from lucevisor.deployment.service import Service
 from lucevisor.engine.journal import Journal
 from lucevisor.engine.request import GenerationRequest, TokenEvent
 from lucevisor.engine.sequence import LiveSequence
 from lucevisor.kv.page_pool import PagePools
 from lucevisor.kv.page_table import PageTable
-from lucevisor.model.families import open_spec
 from lucevisor.model.values import Space
 from lucevisor.protocol.arena import Arena
 from lucevisor.protocol.loading import ArenaPlan, PoolSizes
@@ -51,18 +46,9 @@ ROW_BYTES = 10 * 1024  # of the 27B shape in bfloat16
 
 
 def configuration(options, directory, journal):
-    names = [f"g{i}" for i in range(options.groups)]
-    text = f'[model]\npath = "{options.model}"\n'
-    for name in names:
-        text += f'[groups.{name}]\nbackend = "{options.backend}"\n'
-        if options.backend == "cpu":
-            text += f"threads = {max(1, os.cpu_count() // options.groups)}\n"
-    devices = ", ".join(f'"{name}:0"' for name in names)
     pages = (options.tokens // 64 + 64) * options.streams
+    text = groups_toml(options)
     text += f"""
-[placement]
-target_devices = [{devices}]
-target_layer_split = {[1] * options.groups}
 [engine]
 dtype = "{options.dtype}"
 max_sequences = {options.streams}
@@ -79,20 +65,6 @@ restart_limit = "999/60s"
     path = Path(directory) / f"{journal}.toml"
     path.write_text(text)
     return path
-
-
-@contextlib.asynccontextmanager
-async def running(path, directory):
-    loaded = load(path)
-    model = Path(loaded.model.path)
-    service = Service(loaded, ServedModel(open_spec(model), (model,), model.stem), Path(directory), Observer())
-    try:
-        await service.start()
-        if not await service.wait_ready(600.0):
-            raise SystemExit(service.reason())
-        yield service
-    finally:
-        await service.stop(0.0)
 
 
 async def ask(service, prompt, n, on_token=lambda: None):

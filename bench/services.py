@@ -1,0 +1,49 @@
+"""What the benchmarks that run a service in their own process share: its configuration's groups, its start and stop."""
+
+import contextlib
+import os
+from pathlib import Path
+
+from lucevisor.app.model_files import open_model
+from lucevisor.config import load
+from lucevisor.deployment.service import Service
+
+ROOT = Path(__file__).parents[1]
+DEMO = ROOT / "etc" / "demo" / "demo-qwen35-22m-q4_k_m.gguf"
+
+
+class Observer:
+    """Watches nothing."""
+
+    def state(self, *_):
+        pass
+
+    progress = ready = state
+
+
+def groups_toml(options, threads=0):
+    """``options.groups`` equal groups of ``options.backend`` for ``options.model``; cpu groups share the cores, or have
+    ``threads`` each.
+    """
+    names = [f"g{i}" for i in range(options.groups)]
+    text = f'[model]\npath = "{options.model}"\n'
+    for name in names:
+        text += f'[groups.{name}]\nbackend = "{options.backend}"\n'
+        if options.backend == "cpu":
+            text += f"threads = {threads or max(1, os.cpu_count() // options.groups)}\n"
+    devices = ", ".join(f'"{name}:0"' for name in names)
+    return f"{text}[placement]\ntarget_devices = [{devices}]\ntarget_layer_split = {[1] * options.groups}\n"
+
+
+@contextlib.asynccontextmanager
+async def running(path, directory, settings=(), timeout_s=600.0):
+    """The service of a configuration file, READY; stopped at the end.  SystemExit with the reason if it is not."""
+    config = load(path, settings)
+    service = Service(config, open_model(config), Path(directory), Observer())
+    try:
+        await service.start()
+        if not await service.wait_ready(timeout_s):
+            raise SystemExit(service.reason())
+        yield service
+    finally:
+        await service.stop(0.0)
