@@ -10,6 +10,9 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import replace
 
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, precondition, rule
+
 from lucevisor.deployment.assembly import PipelineAssembly
 from lucevisor.engine.core import Engine
 from lucevisor.engine.handle import RequestHandle
@@ -149,3 +152,34 @@ class Groups:
         """Until nobody has anything to do."""
         while busy := [g for g, p in self.processes.items() if p.inbox and p.alive]:
             self.answer(busy[0])
+
+
+class GroupMachine(RuleBasedStateMachine):
+    """The groups of a property test, and daemons that answer in any order; ``begin``, an ``initialize`` rule, makes
+    ``groups`` and ``names``."""
+
+    groups: Groups
+    names: list[str]
+
+    def some(self, draw: int, names: list[str]) -> str:
+        return names[draw % len(names)]
+
+    @property
+    def away(self) -> list[str]:
+        return [n for n in self.names if n not in self.groups.processes]
+
+    @property
+    def here(self) -> list[str]:
+        return [n for n in self.names if n in self.groups.processes]
+
+    @property
+    def busy(self) -> list[str]:
+        return [n for n in self.here if self.groups.processes[n].inbox]
+
+    @precondition(lambda self: self.busy)
+    @rule(draw=st.integers(0, 5), n=st.sampled_from([1, 1, 9, 40]), turns=st.booleans())
+    def answer(self, draw: int, n: int, turns: bool) -> None:
+        """``turns``: the daemons take turns, else each goes on as long as it can."""
+        for i in range(n):
+            if self.busy:
+                self.groups.answer(self.some(draw + i * turns, self.busy))

@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from hypothesis.stateful import initialize, invariant, precondition, rule
 
 from lucevisor.engine.handle import RequestHandle
 from lucevisor.engine.request import FinishedEvent, GenerationRequest, NotReady, RequestError, TokenEvent
 from lucevisor.protocol.steps import StepResult
-from tests.deployment.daemon_groups import Groups, frame
+from tests.deployment.daemon_groups import GroupMachine, Groups, frame
 from tests.engine.toy_engine import events_of, request, told
 
 STOPPED = RequestError("shutting_down", "the supervisor is stopping; send the request to another one, or again later")
@@ -182,7 +182,7 @@ def test_after_close_no_daemon_makes_a_pipeline() -> None:
     assert not late.assembly.complete
 
 
-class World(RuleBasedStateMachine):
+class World(GroupMachine):
     """Whatever comes, goes, answers or breaks in whatever order: a pipeline when and only when all are ready and reset,
     right tokens or an error, and none of what a request is owed is missing."""
 
@@ -198,32 +198,10 @@ class World(RuleBasedStateMachine):
         """Whether the pipeline ended itself, and nobody was lost since."""
         return len(self.groups.failures) > self.n_mended
 
-    def some(self, draw: int, names: list[str]) -> str:
-        return names[draw % len(names)]
-
-    @property
-    def away(self) -> list[str]:
-        return [n for n in self.names if n not in self.groups.processes]
-
-    @property
-    def here(self) -> list[str]:
-        return [n for n in self.names if n in self.groups.processes]
-
-    @property
-    def busy(self) -> list[str]:
-        return [n for n in self.here if self.groups.processes[n].inbox]
-
     @precondition(lambda self: self.away)
     @rule(draw=st.integers(0, 5), alive=st.sampled_from([True, True, True, False]))
     def ready(self, draw: int, alive: bool) -> None:
         self.groups.ready(self.some(draw, self.away), alive=alive)
-
-    @precondition(lambda self: self.busy)
-    @rule(draw=st.integers(0, 5), n=st.sampled_from([1, 1, 1, 9]))
-    def answer(self, draw: int, n: int) -> None:
-        for _ in range(n):
-            if self.busy:
-                self.groups.answer(self.some(draw, self.busy))
 
     @precondition(lambda self: self.here)
     @rule(draw=st.integers(0, 5))

@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from hypothesis.stateful import initialize, invariant, precondition, rule
 
 from lucevisor.engine.handle import RequestHandle
 from lucevisor.engine.request import GenerationRequest, RequestError
 from lucevisor.protocol.steps import StepResult
-from tests.deployment.daemon_groups import Groups, frame
+from tests.deployment.daemon_groups import GroupMachine, Groups, frame
 from tests.engine.toy_engine import events_of, request, told
 
 
@@ -106,7 +106,7 @@ async def test_after_a_hold_that_was_given_up_all_are_reset() -> None:
     groups.work()
 
 
-class Losses(RuleBasedStateMachine):
+class Losses(GroupMachine):
     """Whatever comes, goes, answers or breaks in whatever order: requests that are not cancelled get their tokens."""
 
     @initialize(
@@ -123,39 +123,20 @@ class Losses(RuleBasedStateMachine):
         self.groups.work()
         self.n_mended = 0
 
-    @property
-    def away(self) -> list[str]:
-        return [n for n in self.names if n not in self.groups.processes]
-
-    @property
-    def here(self) -> list[str]:
-        return [n for n in self.names if n in self.groups.processes]
-
-    @property
-    def busy(self) -> list[str]:
-        return [n for n in self.here if self.groups.processes[n].inbox]
-
     @precondition(lambda self: self.away)
     @rule(draw=st.integers(0, 5), alive=st.sampled_from([True, True, True, False]))
     def ready(self, draw: int, alive: bool) -> None:
-        self.groups.ready(self.away[draw % len(self.away)], alive=alive)
-
-    @precondition(lambda self: self.busy)
-    @rule(draw=st.integers(0, 5), n=st.sampled_from([1, 1, 5, 20]))
-    def answer(self, draw: int, n: int) -> None:
-        for i in range(n):
-            if self.busy:
-                self.groups.answer(self.busy[(draw + i) % len(self.busy)])
+        self.groups.ready(self.some(draw, self.away), alive=alive)
 
     @precondition(lambda self: self.here)
     @rule(draw=st.integers(0, 5))
     def die(self, draw: int) -> None:
-        self.groups.die(self.here[draw % len(self.here)])
+        self.groups.die(self.some(draw, self.here))
 
     @precondition(lambda self: self.here)
     @rule(draw=st.integers(0, 5))
     def lost(self, draw: int) -> None:
-        self.groups.lost(self.here[draw % len(self.here)])
+        self.groups.lost(self.some(draw, self.here))
         self.n_mended = len(self.groups.failures)
 
     @precondition(lambda self: self.groups.engine.ready)

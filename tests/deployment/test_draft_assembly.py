@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from hypothesis.stateful import initialize, invariant, precondition, rule
 
 from lucevisor.engine.handle import RequestHandle
 from lucevisor.engine.request import GenerationRequest, TokenEvent
 from lucevisor.protocol.steps import ResetDone, StepResult
-from tests.deployment.daemon_groups import Groups, frame
+from tests.deployment.daemon_groups import GroupMachine, Groups, frame
 from tests.deployment.test_assembly import drained
 from tests.engine.toy_engine import events_of, request, told
 
@@ -176,7 +176,7 @@ def test_a_drafter_with_the_output_stage_that_breaks_the_order_is_not_asked_agai
     assert groups.assembly.complete
 
 
-class World(RuleBasedStateMachine):
+class World(GroupMachine):
     """Whatever comes, goes or answers in whatever order: with the drafter alone in its group no request ends by its
     loss, and every answer is what it would be without drafts."""
 
@@ -189,33 +189,11 @@ class World(RuleBasedStateMachine):
         self.names = list(dict.fromkeys([*homes, self.groups.draft]))
         self.requests: dict[str, tuple[GenerationRequest, RequestHandle]] = {}
 
-    def some(self, draw: int, names: list[str]) -> str:
-        return names[draw % len(names)]
-
-    @property
-    def away(self) -> list[str]:
-        return [n for n in self.names if n not in self.groups.processes]
-
-    @property
-    def here(self) -> list[str]:
-        return [n for n in self.names if n in self.groups.processes]
-
-    @property
-    def busy(self) -> list[str]:
-        return [n for n in self.here if self.groups.processes[n].inbox]
-
     @precondition(lambda self: self.away)
     @rule(draw=st.integers(0, 5), with_draft=st.sampled_from([True, True, True, False]))
     def ready(self, draw: int, with_draft: bool) -> None:
         group = self.some(draw, self.away)
         self.groups.ready(group, with_draft=with_draft or self.alone)
-
-    @precondition(lambda self: self.busy)
-    @rule(draw=st.integers(0, 5), n=st.sampled_from([1, 1, 9, 40]))
-    def answer(self, draw: int, n: int) -> None:
-        for _ in range(n):
-            if self.busy:
-                self.groups.answer(self.some(draw, self.busy))
 
     @precondition(lambda self: self.here)
     @rule(draw=st.integers(0, 5), heard=st.booleans())
