@@ -1,0 +1,43 @@
+"""A shard daemon that loads its stages and computes nothing: a step each PACED_STEP_S seconds, which samples PACED_IDS.
+
+    PACED_STEP_S=0.01 PACED_IDS=300,301 python bench/paced_daemon.py --group=... (the arguments of `python -m daemons`)
+
+Started by bench/streams.py as a group's interpreter.  Protocol, arenas and state operations are a real daemon's.
+"""
+
+import os
+import sys
+import time
+
+sys.path[0] = os.environ["PYTHONPATH"]  # the supervisor's staging directory, as `python -m daemons` has it
+
+import torch  # noqa: E402
+
+from daemons import runner  # noqa: E402
+from daemons.main import main  # noqa: E402
+from lucevisor.protocol.steps import Sampled, StepResult  # noqa: E402
+
+STEP_S = float(os.environ["PACED_STEP_S"])
+IDS = [int(number) for number in os.environ["PACED_IDS"].split(",")]
+_due_s = 0.0
+
+
+@torch.inference_mode()
+def run_step(self, step, stage_index, wait_s, masks=None):
+    """In place of ModelRunner.run_step.  After a pause the step takes no time."""
+    global _due_s
+    started = time.monotonic()
+    _due_s = max(_due_s + STEP_S, started)
+    stage, plan = self.stages[stage_index], self._plans[stage_index]
+    self._apply(stage, plan, step)
+    sampled = []
+    if step.n_tokens:
+        if plan.target is None:
+            sampled = [Sampled(s.sequence, IDS[(s.start + len(s.tokens)) % len(IDS)]) for s in step.slices if s.sample]
+        time.sleep(max(0.0, _due_s - time.monotonic()))
+    result = StepResult(step.step_id, stage_index, sampled, time.monotonic() - started, wait_s)
+    return runner.StepOutput(result, [])
+
+
+runner.ModelRunner.run_step = run_step
+sys.exit(main(sys.argv[1:]))
