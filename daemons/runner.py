@@ -240,7 +240,7 @@ class ModelRunner:
         if plan.output and self._sampler is not None:
             for operation in step.operations:
                 if isinstance(operation, OpenSequence):
-                    self._sampler.open(operation.sequence, operation.sampling, operation.history)
+                    self._sampler.open(operation.sequence, operation.sampling, operation.history, operation.mu)
                 elif isinstance(operation, CloseSequence):
                     self._sampler.close(operation.sequence)
             for slice_ in step.slices:

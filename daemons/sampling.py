@@ -1,7 +1,9 @@
 """Logits to tokens, on the output stage: penalties, bias, masks, temperature, filters, draws, acceptance of drafts.
 
-A draw depends on (seed, position, logits) alone, so batching, placement, restarts and drafts do not change it.
-Order: penalties, bias, masks, temperature, top_k, top_p, min_p (each filter acts on what the previous one left).
+A draw depends on (seed, position, logits, tokens before) alone, so batching, placement, restarts and drafts do not
+change it.
+Order: penalties, DRY, bias, masks, temperature, then mirostat or filters: top_k, top_p, min_p (each acts on what the
+previous one left), and those of truncation.py.
 Knows token ids and logits only; sequences are ids.
 """
 
@@ -14,10 +16,15 @@ import torch
 from torch import Tensor
 
 from daemons.masks import apply_masks
+from daemons.repetition import Breakers, Context, breakers_by_head, penalise_repetition
+from daemons.truncation import filtered, mirostat_keeps, next_mu
 from lucevisor.protocol.steps import Sampled, Sampling, Slice
 
 CANDIDATES = 1024
 """Rows whose filters keep fewer tokens than this need no full sort of the vocabulary."""
+
+_XTC = 1 << 40
+"""Added to a position: the number that decides whether XTC acts there."""
 
 _MASK = (1 << 64) - 1
 
@@ -34,13 +41,19 @@ def uniform(seed: int, position: int) -> float:
 
 @dataclass(slots=True)
 class SamplingState:
-    """Sampling state of one sequence.  ``counts`` [V] int32: occurrences of each id in prompt and output."""
+    """Sampling state of one sequence.  ``counts`` [V] int32: occurrences of each id in prompt and output.
+
+    ``context``: the ids in order, and ``breakers``, for DRY.  ``mu``: where mirostat stands.
+    """
 
     sampling: Sampling
+    mu: float = 0.0
     counts: Tensor | None = None
     bias_ids: Tensor | None = None
     bias: Tensor | None = None
     banned: Tensor | None = None
+    context: Context | None = None
+    breakers: Breakers = field(default_factory=dict)
 
 
 @dataclass(slots=True)
@@ -51,9 +64,14 @@ class Sampler:
     device: torch.device
     states: dict[int, SamplingState] = field(default_factory=dict)
 
-    def open(self, sequence: int, sampling: Sampling, history: list[int]) -> None:
-        """Start a sequence, replacing any with that id; ``history``: ids of its context that no step will carry."""
+    def open(self, sequence: int, sampling: Sampling, history: list[int], mu: float | None = None) -> None:
+        """Start a sequence, replacing any with that id; ``history``: ids of its context that no step will carry;
+        ``mu``: where mirostat stands, None at its start."""
         state = SamplingState(sampling)
+        if sampling.mirostat is not None:
+            state.mu = 2 * sampling.mirostat.tau if mu is None else mu
+        if sampling.dry is not None:
+            state.context, state.breakers = Context(), breakers_by_head(sampling.dry)
         if sampling.penalised:
             state.counts = torch.zeros(self.vocabulary, dtype=torch.int32, device=self.device)
         if sampling.logit_bias:
@@ -73,7 +91,11 @@ class Sampler:
     def count(self, sequence: int, ids: Sequence[int]) -> None:
         """Count tokens that enter the context of ``sequence``; once per token, and drafts only when accepted."""
         state = self.states.get(sequence)
-        if state is not None and state.counts is not None and ids:
+        if state is None or not ids:
+            return
+        if state.context is not None:
+            state.context.extend(ids)
+        if state.counts is not None:
             index = torch.tensor(ids, dtype=torch.long, device=self.device)
             state.counts.index_add_(0, index, torch.ones_like(index, dtype=torch.int32))
 
@@ -81,7 +103,8 @@ class Sampler:
         """Tokens of each slice: the one after its context, then one after each accepted draft, which is counted.
 
         ``logits`` float32 [n, V], changed in place: the last ``n_drafts + 1`` rows of each slice.  ``masks`` uint8 [m,
-        bytes]: those of the masked slices.  All rows are drawn at once, each as if the drafts before it were accepted.
+        bytes]: those of the masked slices.  All rows are drawn at once, each as if the drafts before it were accepted,
+        but for mirostat, which draws in order.
         """
         rows, positions, blocks, reports = list[Sampling](), list[int](), list[Tensor](), list[_Report | None]()
         masked = list[int]()
@@ -100,12 +123,17 @@ class Sampler:
             apply_masks(logits, masks, masked)
         drawn, at = _draw_rows(logits, rows, positions), 0
         out: list[Sampled] = []
-        for slice_, report in zip(slices, reports, strict=True):
-            drafts = slice_.drafts
-            tokens = _accepted(drawn[at : at + 1 + len(drafts)], drafts)
-            at += 1 + len(drafts)
+        for slice_, block, report in zip(slices, blocks, reports, strict=True):
+            state, drafts = self.states[slice_.sequence], slice_.drafts
+            end = at + 1 + len(drafts)
+            mus: list[float] = []
+            if state.sampling.uses_mirostat:
+                tokens, mus = _draw_mirostat(block, state, positions[at:end], drafts)
+            else:
+                tokens = _accepted(drawn[at:end], drafts)
+            at = end
             self.count(slice_.sequence, drafts[: len(tokens) - 1])
-            out += _sampled(slice_.sequence, tokens, report)
+            out += _sampled(slice_.sequence, tokens, report, mus)
         return out
 
 
@@ -128,6 +156,9 @@ def adjust(state: SamplingState, x: Tensor, drafts: Sequence[int] = ()) -> None:
             scaled = torch.where(x > 0, x / s.repetition_penalty, x * s.repetition_penalty)
             x.copy_(torch.where(seen, scaled, x))
         x.sub_(counts * s.frequency_penalty + seen * s.presence_penalty)
+    if state.context is not None and s.dry is not None:
+        for i, row in enumerate(x):
+            penalise_repetition(row, state.context.followed_by(drafts[:i]), s.dry, state.breakers)
     if state.bias_ids is not None and state.bias is not None:
         x.index_add_(1, state.bias_ids, state.bias.expand(x.shape[0], -1))
     if state.banned is not None:
@@ -166,16 +197,17 @@ def _report(logits: Tensor, n_top: int) -> _Report | None:
     return _Report(logprobs, *logprobs.topk(min(n_top, logits.shape[-1])))
 
 
-def _sampled(sequence: int, tokens: list[int], report: _Report | None) -> list[Sampled]:
+def _sampled(sequence: int, tokens: list[int], report: _Report | None, mus: list[float]) -> list[Sampled]:
+    standing: Sequence[float | None] = mus or [None] * len(tokens)
     if report is None:
-        return [Sampled(sequence, token) for token in tokens]
+        return [Sampled(sequence, token, mu=mu) for token, mu in zip(tokens, standing, strict=True)]
     n = len(tokens)
     index = torch.tensor(tokens, device=report.logprobs.device).unsqueeze(1)
     own = report.logprobs[:n].gather(1, index).squeeze(1).tolist()
     top = zip(report.ids[:n].tolist(), report.values[:n].tolist(), strict=True)
     return [
-        Sampled(sequence, token, logprob, list(zip(ids, values, strict=True)))
-        for token, logprob, (ids, values) in zip(tokens, own, top, strict=True)
+        Sampled(sequence, token, logprob, list(zip(ids, values, strict=True)), mu)
+        for token, logprob, (ids, values), mu in zip(tokens, own, top, standing, strict=True)
     ]
 
 
@@ -183,16 +215,43 @@ def _sampled(sequence: int, tokens: list[int], report: _Report | None) -> list[S
 
 
 def _draw_rows(logits: Tensor, rows: Sequence[Sampling], positions: Sequence[int]) -> list[int]:
-    """A token for each row of adjusted logits [n, V], greedy or drawn for its position."""
+    """A token for each row of adjusted logits [n, V], greedy or drawn for its position; 0 for those of mirostat."""
     greedy = [i for i, s in enumerate(rows) if s.greedy]
-    drawn = [i for i, s in enumerate(rows) if not s.greedy]
+    sorting = [i for i, s in enumerate(rows) if s.sorts and not s.greedy and not s.uses_mirostat]
+    drawn = [i for i, s in enumerate(rows) if not (s.greedy or s.sorts or s.uses_mirostat)]
     tokens = [0] * len(rows)
+    for i in sorting:
+        s, position = rows[i], positions[i]
+        p, ids = filtered(logits[i] / s.temperature, s, uniform(s.seed, position + _XTC))
+        tokens[i] = int(ids[_index(p, uniform(s.seed, position))])
     if greedy:
         _put(tokens, greedy, _take(logits, greedy).argmax(dim=-1).tolist())
     if drawn:
         u = [uniform(rows[i].seed, positions[i]) for i in drawn]
         _put(tokens, drawn, draw(_take(logits, drawn), [rows[i] for i in drawn], u))
     return tokens
+
+
+def _draw_mirostat(
+    block: Tensor, state: SamplingState, positions: Sequence[int], drafts: Sequence[int]
+) -> tuple[list[int], list[float]]:
+    """Draw from adjusted logits [n, V] of one sequence up to the first rejected draft; with each, mu after it."""
+    s, tokens, mus = state.sampling, list[int](), list[float]()
+    assert s.mirostat is not None
+    for i, (row, position) in enumerate(zip(block, positions, strict=True)):
+        p, ids = mirostat_keeps(row / s.temperature, s.mirostat, state.mu)
+        chosen = _index(p, uniform(s.seed, position))
+        state.mu = next_mu(float(p[chosen]), s.mirostat, state.mu)
+        tokens.append(int(ids[chosen]))
+        mus.append(state.mu)
+        if i < len(drafts) and tokens[-1] != drafts[i]:
+            break
+    return tokens, mus
+
+
+def _index(p: Tensor, u: float) -> int:
+    """The index that ``u`` in [0, 1) decides on, of probabilities ``p`` [n]."""
+    return int(_inverse_cdf(p[None], p.new_tensor([[u]]))[0])
 
 
 def _take(x: Tensor, rows: list[int]) -> Tensor:

@@ -122,8 +122,8 @@ class PrefixReuse:
         state = states[0] if states else NO_STATE
         live = LiveSequence(sequence, state, table, n_computed=position, n_scheduled=position)
         sampling = record.request.sampling
-        history = record.tokens[:position] if sampling.penalised else []
-        operations: list[Operation] = [OpenSequence(sequence, state, sampling, history)]
+        history = record.tokens[:position] if sampling.needs_history else []
+        operations: list[Operation] = [OpenSequence(sequence, state, sampling, history, record.mu)]
         if state != NO_STATE:
             operations.append(CopyState(match.state, state) if position else ZeroState(state))
         for space, first, pages in ((Space.FULL, 0, match.full), (Space.WINDOW, match.first_window, match.window)):

@@ -148,7 +148,7 @@ class Rebuilder:
     def _opening(self) -> list[Operation]:
         operations: list[Operation] = []
         for live, (record, _) in self._stops.items():
-            operations.append(OpenSequence(live.sequence, live.state, record.request.sampling))
+            operations.append(OpenSequence(live.sequence, live.state, record.request.sampling, mu=record.mu))
             if live.state != NO_STATE:
                 operations.append(ZeroState(live.state))
             for space in (Space.FULL, Space.WINDOW):

@@ -361,7 +361,7 @@ class Scheduler:
 
     def _accept(self, record: RequestRecord, sampled: Sampled, now: float, *, drafted: bool) -> Events:
         request = record.request
-        record.tokens.append(sampled.token)
+        record.append(sampled)
         self.n_generated_tokens += not record.uncached
         if record.first_token_at is None:
             record.first_token_at = now

@@ -25,7 +25,7 @@ from lucevisor.kv.page_table import Growth, PageTable
 from lucevisor.kv.prefix_records import PrefixMatch
 from lucevisor.kv.prefix_tree import Origin
 from lucevisor.kv.tokens import TokenBuffer
-from lucevisor.protocol.steps import Drafted, Operation, PageOut, SetPages
+from lucevisor.protocol.steps import Drafted, Operation, PageOut, Sampled, SetPages
 
 
 class InvalidTransition(Exception):
@@ -112,6 +112,7 @@ class RequestRecord:
     wanted: WantedRows | None = None
     probe: PrefixMatch | None = None  # an internal request: it starts from there, before others, and is not counted
     tokens: TokenBuffer = field(default_factory=TokenBuffer)
+    mu: float | None = None  # where mirostat stands after the last token
     state: RequestState = RequestState.QUEUED
     live: LiveSequence | None = None
     n_in_flight: int = 0  # steps in flight that carry a slice of it
@@ -145,6 +146,11 @@ class RequestRecord:
     def n_generated(self) -> int:
         """Tokens generated so far, the stop id included."""
         return len(self.tokens) - len(self.request.prompt)
+
+    def append(self, sampled: Sampled) -> None:
+        """Add a sampled token."""
+        self.tokens.append(sampled.token)
+        self.mu = sampled.mu
 
     def move(self, state: RequestState) -> None:
         """Change the state.  Raises InvalidTransition if TRANSITIONS does not allow it."""

@@ -10,13 +10,37 @@ import msgspec
 from lucevisor.model.values import Space
 
 
+class Dry(msgspec.Struct, frozen=True, array_like=True):
+    """Settings of the DRY penalty: a token that would continue a repetition of n >= ``allowed_length`` tokens loses
+    ``multiplier * base ** (n - allowed_length)``.
+
+    ``last_n``: tokens of the context that are searched, -1 all.  ``breakers``: token sequences that no repetition
+    extends across, a head with its tail each.
+    """
+
+    multiplier: float
+    base: float = 1.75
+    allowed_length: int = 2
+    last_n: int = -1
+    breakers: tuple[tuple[int, ...], ...] = ()
+
+
+class Mirostat(msgspec.Struct, frozen=True, array_like=True):
+    """Settings of mirostat ``version`` 1 or 2: a target surprise ``tau`` in bits, approached at rate ``eta``."""
+
+    version: int
+    tau: float = 5.0
+    eta: float = 0.1
+
+
 class Sampling(msgspec.Struct, frozen=True, array_like=True):
     """Sampling parameters of one sequence: how the output stage turns logits into a token.
 
     ``temperature`` 0 is greedy.  ``top_k`` 0, ``top_p`` 1 and ``min_p`` 0 disable a filter; ``repetition_penalty`` 1,
-    ``presence_penalty`` 0 and ``frequency_penalty`` 0 disable a penalty.  Penalties count prompt and output.  The
-    result depends on (``seed``, position, logits) alone, not on batch, placement or restarts.  ``n_top_logprobs`` -1:
-    no log-probabilities; n >= 0: of the sampled token and the n best.
+    ``presence_penalty`` 0 and ``frequency_penalty`` 0 disable a penalty, ``typical_p`` 1, ``top_n_sigma`` 0 and
+    ``xtc_probability`` 0 a filter.  Penalties count prompt and output.  ``mirostat`` replaces the filters.  The result
+    depends on (``seed``, position, logits, tokens before) alone, not on batch, placement or restarts.
+    ``n_top_logprobs`` -1: no log-probabilities; n >= 0: of the sampled token and the n best.
     """
 
     temperature: float = 1.0
@@ -30,6 +54,12 @@ class Sampling(msgspec.Struct, frozen=True, array_like=True):
     logit_bias: dict[int, float] = {}
     n_top_logprobs: int = -1
     banned: tuple[int, ...] = ()  # ids never sampled (vocabulary padding, ignore_eos)
+    typical_p: float = 1.0
+    top_n_sigma: float = 0.0
+    xtc_probability: float = 0.0
+    xtc_threshold: float = 0.1
+    dry: Dry | None = None
+    mirostat: Mirostat | None = None
 
     @property
     def greedy(self) -> bool:
@@ -39,15 +69,30 @@ class Sampling(msgspec.Struct, frozen=True, array_like=True):
     def penalised(self) -> bool:
         return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
 
+    @property
+    def needs_history(self) -> bool:
+        """Whether the tokens before count."""
+        return self.penalised or self.dry is not None
+
+    @property
+    def uses_mirostat(self) -> bool:
+        return self.mirostat is not None and not self.greedy
+
+    @property
+    def sorts(self) -> bool:
+        """Whether a filter looks at the whole vocabulary in order of probability."""
+        return self.typical_p < 1.0 or self.top_n_sigma > 0.0 or self.xtc_probability > 0.0
+
 
 class OpenSequence(msgspec.Struct, frozen=True, array_like=True, tag=1):
     """Start a sequence.  ``state`` is its live recurrent state.  ``history``, the context tokens that no slice will
-    carry, initialises the penalties."""
+    carry, initialises the penalties.  ``mu``: where mirostat stands; None at the start."""
 
     sequence: int
     state: int
     sampling: Sampling
     history: list[int] = []
+    mu: float | None = None
 
 
 class CloseSequence(msgspec.Struct, frozen=True, array_like=True, tag=2):
@@ -172,12 +217,14 @@ class Masks(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Sampled(msgspec.Struct, frozen=True, array_like=True):
-    """A sampled token, with its ``logprob`` and the ``top`` (id, log-probability) pairs where requested."""
+    """A sampled token, with its ``logprob`` and the ``top`` (id, log-probability) pairs where requested, and where
+    mirostat stands after it."""
 
     sequence: int
     token: int
     logprob: float | None = None
     top: list[tuple[int, float]] = []
+    mu: float | None = None
 
 
 class DraftStep(msgspec.Struct, frozen=True, array_like=True):

@@ -10,9 +10,10 @@ from hypothesis import strategies as st
 
 from lucevisor.api.errors import ApiError
 from lucevisor.api.ports import ModelCard, Ports, SamplingDefaults
-from lucevisor.api.prompts.sampling import sampling_params, seed_of_choice
+from lucevisor.api.prompts.sampling import n_top_logprobs, sampling_params, seed_of_choice
 from lucevisor.api.prompts.schemas import GenerationBody
-from lucevisor.protocol.steps import Sampling
+from lucevisor.protocol.steps import Mirostat, Sampling
+from lucevisor.text.sequence_breakers import breaker_tokens
 from tests.api.scripted_model import tokenizer
 
 PORTS = Ports(
@@ -72,6 +73,62 @@ def test_a_temperature_that_float32_cannot_divide_by_is_greedy(asked, given):
 
 def test_minus_one_switches_top_k_off():
     assert sampling_params(GenerationBody(top_k=-1), PORTS, 0, -1).top_k == 0
+
+
+def test_samplers_of_llama_cpp_arrive():
+    body = GenerationBody(
+        typical_p=0.5,
+        top_n_sigma=1.5,
+        xtc_probability=0.25,
+        dry_multiplier=0.8,
+        dry_allowed_length=3,
+        dry_sequence_breakers=["\n"],
+        mirostat=2,
+        mirostat_tau=4.0,
+    )
+    sampling = sampling_params(body, PORTS, 0, -1)
+    assert (sampling.typical_p, sampling.top_n_sigma) == (0.5, 1.5)
+    assert (sampling.xtc_probability, sampling.xtc_threshold) == (0.25, 0.1)
+    assert sampling.mirostat == Mirostat(2, 4.0, 0.1)
+    assert sampling.dry is not None
+    assert (sampling.dry.multiplier, sampling.dry.base, sampling.dry.allowed_length) == (0.8, 1.75, 3)
+    heads = {tokenizer().token_bytes(head) for head, *tail in sampling.dry.breakers if not tail}
+    assert b"\n" in heads
+    assert all(b"\n" in word for word in heads)
+
+
+@pytest.mark.parametrize(
+    "off",
+    [{"mirostat": 0}, {"dry_multiplier": 0.0, "dry_base": 2.0}, {"dry_multiplier": 1.0, "dry_penalty_last_n": 0},
+     {"typical_p": 1.0}, {"xtc_probability": 0.0}, {"top_n_sigma": -1.0}],
+)  # fmt: skip
+def test_values_that_switch_a_sampler_off(off):
+    assert sampling_params(GenerationBody(**off), PORTS, 7, -1) == sampling_params(GenerationBody(), PORTS, 7, -1)
+
+
+def test_a_breaker_over_several_tokens_has_a_head_and_a_tail():
+    found = breaker_tokens(tokenizer(), ("ab:",))
+    words = [[tokenizer().token_bytes(token) for token in one] for one in found]
+    assert [b"a", b"b", b":"] in words
+    assert all(b"".join(one).endswith(b"ab:") or b"ab:" in one[0] for one in words)
+
+
+def test_breakers_that_are_everywhere_are_refused(monkeypatch):
+    monkeypatch.setattr("lucevisor.text.sequence_breakers.MAX_SEQUENCES", 100)
+    with pytest.raises(ApiError, match="dry_sequence_breakers: the breakers are in"):
+        sampling_params(GenerationBody(dry_multiplier=1.0, dry_sequence_breakers=["e"]), PORTS, 0, -1)
+
+
+@pytest.mark.parametrize(
+    ("n_probs", "wanted", "result"), [(None, None, -1), (0, None, -1), (0, 4, 4), (3, None, 3), (3, 3, 3)]
+)
+def test_n_probs_is_another_name_of_logprobs(n_probs, wanted, result):
+    assert n_top_logprobs(GenerationBody(n_probs=n_probs), wanted, "logprobs") == result
+
+
+def test_n_probs_that_contradict_logprobs():
+    with pytest.raises(ApiError, match="n_probs: 3 contradicts top_logprobs = 5"):
+        n_top_logprobs(GenerationBody(n_probs=3), 5, "top_logprobs")
 
 
 @pytest.mark.parametrize("key", ["", "x", "-1", "+1", " 1", "1.0", "8192", "1_0", "٣", "9" * 5000])

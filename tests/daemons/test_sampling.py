@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import pytest
 import torch
@@ -9,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from daemons.sampling import Sampler, SamplingState, adjust, draw, uniform
-from lucevisor.protocol.steps import Sampling, Slice
+from lucevisor.protocol.steps import Dry, Mirostat, Sampling, Slice
 from tests.numerics import UNIT, bound
 
 CPU = torch.device("cpu")
@@ -193,6 +195,11 @@ samplings = st.builds(
     logit_bias=st.sampled_from([{}, {2: 3.0, 5: -4.0}]),
     n_top_logprobs=st.sampled_from([-1, 0, 2]),
     banned=st.sampled_from([(), (1, 7)]),
+    typical_p=st.sampled_from([1.0, 1.0, 0.6]),
+    top_n_sigma=st.sampled_from([0.0, 0.0, 1.5]),
+    xtc_probability=st.sampled_from([0.0, 0.0, 0.5]),
+    dry=st.sampled_from([None, None, Dry(1.5, 1.75, 1), Dry(0.8, 2.0, 2, 8, ((3,), (5, 6)))]),
+    mirostat=st.sampled_from([None, None, Mirostat(1, 2.0, 0.4), Mirostat(2, 2.0, 0.4)]),
 )
 
 
@@ -233,6 +240,51 @@ def test_any_drafts_give_the_tokens_of_plain_sampling(settings: list[Sampling], 
         if sampling.penalised:
             assert sampler.states[s].counts is not None
             assert sampler.states[s].counts.tolist() == np.bincount(texts[s][:-1], minlength=12).tolist()
+
+
+@given(samplings, st.lists(st.integers(0, 11), min_size=1, max_size=5), st.integers(1, 9))
+def test_a_sequence_opened_again_goes_on_as_before(sampling: Sampling, prompt: list[int], n_before: int) -> None:
+    """After a preemption or a lost daemon: the supervisor knows its tokens and where mirostat stands."""
+    model = TokenTree(12)
+    texts = []
+    for opened_again in (False, True):
+        sampler, text, mu = Sampler(12, CPU), list(prompt), None
+        sampler.open(0, sampling, prompt[:-1])
+        for i in range(10):
+            if opened_again and i == n_before:
+                sampler = Sampler(12, CPU)
+                sampler.open(0, sampling, text[:-1] if sampling.needs_history else [], mu)
+            sampler.count(0, text[-1:])
+            [sampled] = sampler.sample([plain(0, len(text))], model.rows(text, 1))
+            text.append(sampled.token)
+            mu = sampled.mu
+        assert (mu is None) == (not sampling.uses_mirostat)
+        texts.append(text)
+    assert texts[0] == texts[1]
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_mirostat_reaches_its_surprise(version: int) -> None:
+    s = Sampling(seed=5, mirostat=Mirostat(version, 3.0, 0.1))
+    sampler = Sampler(200, CPU)
+    sampler.open(0, s, [])
+    logits, surprises = torch.randn(200, generator=torch.Generator().manual_seed(4)) * 2, []
+    logprobs = torch.log_softmax(logits, dim=0)
+    for position in range(400):
+        [sampled] = sampler.sample([plain(0, position)], logits[None].clone())
+        surprises.append(-float(logprobs[sampled.token]) / math.log(2))
+    # the estimates of both versions are coarse: of the model's own 4.8 bits they leave about 3
+    assert 2.0 < sum(surprises[100:]) / 300 < 4.0
+
+
+def test_xtc_acts_as_often_as_asked_and_removes_the_best() -> None:
+    logits = torch.tensor([3.0, 2.9, 2.8, -9.0])
+    sampler = Sampler(4, CPU)
+    sampler.open(0, Sampling(seed=3, xtc_probability=0.25, top_k=3), [])
+    drawn = [sampler.sample([plain(0, i)], logits[None].clone())[0].token for i in range(3000)]
+    # without XTC each has about a third; with it only token 2, the least likely above the threshold, is left
+    assert 0.21 < drawn.count(0) / 3000 < 0.33
+    assert 0.40 < drawn.count(2) / 3000 < 0.56
 
 
 def test_a_slice_accepts_drafts_up_to_the_first_wrong_one() -> None:

@@ -22,7 +22,7 @@ from lucevisor.cli.progress import SilentDisplay
 from lucevisor.config import load
 from lucevisor.deployment.service import Service
 from lucevisor.engine.request import FinishedEvent, NotReady
-from lucevisor.protocol.steps import Sampling
+from lucevisor.protocol.steps import Dry, Mirostat, Sampling
 from lucevisor.supervision.policy import SupervisionLimits
 from lucevisor.supervision.states import State
 from tests.e2e.service import generate, generate_all
@@ -30,7 +30,12 @@ from tests.e2e.test_speculation import CASES, Case, config_of, prompts_of
 
 N_STREAMS = 8
 N_TOKENS = 30
-SAMPLINGS = (Sampling(temperature=0.0), Sampling(temperature=0.8, top_p=0.95, seed=11, presence_penalty=0.5))
+SAMPLINGS = (
+    Sampling(temperature=0.0),
+    Sampling(temperature=0.8, top_p=0.95, seed=11, presence_penalty=0.5),
+    Sampling(temperature=0.0, dry=Dry(1.0, breakers=((10,),))),
+    Sampling(temperature=0.9, seed=12, mirostat=Mirostat(2, 3.0, 0.2), frequency_penalty=0.2),
+)
 
 
 @contextlib.asynccontextmanager
@@ -54,7 +59,7 @@ class Streams:
 
     def __init__(self, service: Service, prompts: list[list[int]]) -> None:
         self.service = service
-        self.asked = [(prompt, SAMPLINGS[i % 2]) for i, prompt in enumerate(prompts)]
+        self.asked = [(prompt, SAMPLINGS[i % len(SAMPLINGS)]) for i, prompt in enumerate(prompts)]
         self.right: list[list[int]] = []
         self.n_answers = 0
         self.wrong: list[str] = []

@@ -15,7 +15,7 @@ from lucevisor.api.prompts.checks import check_choices, check_common, check_leng
 from lucevisor.api.prompts.constraint import output_grammar, requested_calls, requested_form
 from lucevisor.api.prompts.decoding import ignored, to_record
 from lucevisor.api.prompts.messages import check_messages, check_tools
-from lucevisor.api.prompts.sampling import random_seed, sampling_params
+from lucevisor.api.prompts.sampling import n_top_logprobs, random_seed, sampling_params
 from lucevisor.api.prompts.schemas import EFFORT_BUDGETS, ChatBody
 from lucevisor.errors import show
 from lucevisor.text.output_format import ReasoningTags
@@ -38,9 +38,9 @@ def read_chat(fields: dict[str, Any], ports: Ports) -> PreparedRequest:
     form = requested_form(body)
     calls = requested_calls(tools, body.tool_choice, form, parallel=body.parallel_tool_calls is not False)
     encoded, reasoning_open, tags = _render(body, messages, tools, ports, ports.template)
-    n_top_logprobs = (body.top_logprobs or 0) if body.logprobs else -1
+    n_top = n_top_logprobs(body, (body.top_logprobs or 0) if body.logprobs else None, "top_logprobs")
     options = GenerationOptions(
-        sampling=sampling_params(body, ports, random_seed(), n_top_logprobs),
+        sampling=sampling_params(body, ports, random_seed(), n_top),
         turn_ends=[encoded.turn_ends],
         max_tokens=_max_tokens(body),
         n=check_choices(body.n, 1),
@@ -53,7 +53,7 @@ def read_chat(fields: dict[str, Any], ports: Ports) -> PreparedRequest:
         stream=bool(body.stream),
         include_usage=bool(body.stream_options and body.stream_options.include_usage),
         token_ids=bool(body.return_token_ids),
-        logprobs=bool(body.logprobs),
+        logprobs=n_top >= 0,
         tools=tools,
         reasoning_open=reasoning_open,
         one_tool_call=body.parallel_tool_calls is False,

@@ -14,7 +14,7 @@ from lucevisor.api.prepared import GenerationOptions, PreparedRequest
 from lucevisor.api.prompts.checks import check_choices, check_common, check_length, check_stop_ids, check_tokens
 from lucevisor.api.prompts.constraint import output_grammar, requested_form
 from lucevisor.api.prompts.decoding import ignored, to_record
-from lucevisor.api.prompts.sampling import random_seed, sampling_params
+from lucevisor.api.prompts.sampling import n_top_logprobs, random_seed, sampling_params
 from lucevisor.api.prompts.schemas import MAX_ECHO_CHARS, CompletionBody
 from lucevisor.text.tokenizer import Tokenizer
 
@@ -23,14 +23,15 @@ def read_completion(fields: dict[str, Any], ports: Ports) -> PreparedRequest:
     """Prepare the request in a decoded body; raises ApiError naming the parameter at fault."""
     body = to_record(CompletionBody, fields)
     check_common(body, ports)
-    if body.echo and body.logprobs is not None:
+    n_top = n_top_logprobs(body, body.logprobs, "logprobs")
+    if body.echo and n_top >= 0:
         raise bad_parameter(
             "logprobs", "are not available for an echoed prompt; send echo or logprobs, not both", "unsupported_value"
         )
     n = check_choices(body.n, count_prompts(body.prompt))
     prompts = read_prompts(body.prompt, ports)
     options = GenerationOptions(
-        sampling=sampling_params(body, ports, random_seed(), -1 if body.logprobs is None else body.logprobs),
+        sampling=sampling_params(body, ports, random_seed(), n_top),
         turn_ends=[[] for _ in prompts],
         max_tokens=body.max_tokens,
         n=n,
@@ -42,7 +43,7 @@ def read_completion(fields: dict[str, Any], ports: Ports) -> PreparedRequest:
         stream=bool(body.stream),
         include_usage=bool(body.stream_options and body.stream_options.include_usage),
         token_ids=bool(body.return_token_ids),
-        logprobs=body.logprobs is not None,
+        logprobs=n_top >= 0,
         echoes=_echoes(prompts, n, ports.tokenizer) if body.echo else (),
     )
     return PreparedRequest(options, [tuple(prompt.ids) for prompt in prompts])

@@ -19,6 +19,7 @@ from lucevisor.api.ports import ApiSettings, Ports
 from lucevisor.api.prepared import BodyKind, EncodedResponse, PreparedRequest
 from lucevisor.api.prompts.constraint import compiled, constrains
 from lucevisor.api.prompts.decoding import decode_object
+from lucevisor.api.prompts.sampling import searches_vocabulary
 from lucevisor.errors import show
 
 INLINE_BYTES: Final = 4 * 1024
@@ -58,7 +59,7 @@ async def _read(
     if sum(map(len, body)) <= INLINE_BYTES:
         await bodies.limiter.acquire()
         fields = decode_object(b"".join(body))
-        if ports.preprocessor is None or not constrains(fields):
+        if ports.preprocessor is None or not (constrains(fields) or searches_vocabulary(fields)):
             read = reader(fields, ports)
             return [read] if isinstance(read, bytes) else read
     if ports.preprocessor is None:

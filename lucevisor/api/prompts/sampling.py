@@ -7,12 +7,18 @@ request samples exactly as the same request with n = 1.
 from __future__ import annotations
 
 import secrets
+from typing import Any, Final
 
 from lucevisor.api.errors import bad_parameter
 from lucevisor.api.ports import Ports, SamplingDefaults
 from lucevisor.api.prompts.schemas import MAX_BIASES, GenerationBody
 from lucevisor.errors import show
-from lucevisor.protocol.steps import Sampling
+from lucevisor.protocol.steps import Dry, Mirostat, Sampling
+from lucevisor.text.sequence_breakers import TooManyTokens, breaker_tokens
+from lucevisor.text.tokenizer import Tokenizer
+
+BREAKERS: Final = ("\n", ":", '"', "*")
+"""Default of dry_sequence_breakers, as in llama.cpp."""
 
 _SEEDS = 2**63
 _COLDEST = 1e-4
@@ -44,7 +50,53 @@ def sampling_params(body: GenerationBody, ports: Ports, seed: int, n_top_logprob
         logit_bias=_logit_bias(body, ports.tokenizer.n_vocab),
         n_top_logprobs=n_top_logprobs,
         banned=tuple(sorted({*ports.banned, *eos})),
+        typical_p=_or(body.typical_p, 1.0),
+        top_n_sigma=max(0.0, _or(body.top_n_sigma, 0.0)),
+        xtc_probability=_or(body.xtc_probability, 0.0),
+        xtc_threshold=_or(body.xtc_threshold, 0.1),
+        dry=_dry(body, ports.tokenizer),
+        mirostat=_mirostat(body),
     )
+
+
+def searches_vocabulary(fields: dict[str, Any]) -> bool:
+    """Whether reading the body looks at every token: too long for the event loop."""
+    return bool(fields.get("dry_multiplier"))
+
+
+def n_top_logprobs(body: GenerationBody, wanted: int | None, name: str) -> int:
+    """Return how many log-probabilities to return with each token; -1: none.
+
+    `wanted`: by the endpoint's own parameter `name`; llama.cpp's `n_probs` says the same.
+    """
+    if not body.n_probs:
+        return -1 if wanted is None else wanted
+    if wanted is not None and wanted != body.n_probs:
+        raise bad_parameter("n_probs", f"{body.n_probs} contradicts {name} = {wanted}; send one of them")
+    return body.n_probs
+
+
+def _dry(body: GenerationBody, tokenizer: Tokenizer) -> Dry | None:
+    if not body.dry_multiplier or body.dry_penalty_last_n == 0:
+        return None
+    texts = BREAKERS if body.dry_sequence_breakers is None else tuple(body.dry_sequence_breakers)
+    try:
+        breakers = breaker_tokens(tokenizer, texts)
+    except TooManyTokens as error:
+        raise bad_parameter("dry_sequence_breakers", f"{error}; leave it out") from None
+    return Dry(
+        multiplier=body.dry_multiplier,
+        base=_or(body.dry_base, 1.75),
+        allowed_length=2 if body.dry_allowed_length is None else body.dry_allowed_length,
+        last_n=-1 if body.dry_penalty_last_n is None else body.dry_penalty_last_n,
+        breakers=breakers,
+    )
+
+
+def _mirostat(body: GenerationBody) -> Mirostat | None:
+    if not body.mirostat:
+        return None
+    return Mirostat(body.mirostat, _or(body.mirostat_tau, 5.0), _or(body.mirostat_eta, 0.1))
 
 
 def seed_of_choice(seed: int, index: int) -> int:

@@ -17,6 +17,8 @@ MAX_STOP_CHARS = 1024
 MAX_STOP_IDS = 1024
 MAX_TOP_LOGPROBS = 20
 MAX_BIASES = 4096
+MAX_BREAKERS = 16
+MAX_BREAKER_CHARS = 40
 MAX_CHOICES = 128
 """Choices of one request over all its prompts; each is a sequence of its own."""
 MAX_ECHO_CHARS = 4 * 1024 * 1024
@@ -32,6 +34,7 @@ Count = Annotated[int, Meta(ge=1, le=2**31 - 1)]
 Flag = bool | None
 Fraction = Annotated[float, Meta(ge=0, le=1)]
 OpenAiPenalty = Annotated[float, Meta(ge=-2, le=2)]
+BreakerText = Annotated[str, Meta(min_length=1, max_length=MAX_BREAKER_CHARS)]
 StopText = Annotated[str, Meta(min_length=1, max_length=MAX_STOP_CHARS)]
 
 ALIASES: Final[dict[str, str]] = {
@@ -85,16 +88,10 @@ REFUSED: Final[dict[str, str]] = {
 NEUTRAL: Final[dict[str, tuple[object, ...]]] = {
     "modalities": (["text"],),
     "best_of": (1,),
-    "dry_multiplier": (0,),
     "dynatemp_range": (0,),
     "length_penalty": (1,),
     "min_tokens": (0,),
-    "n_probs": (0,),
-    "mirostat": (0,),
     "spaces_between_special_tokens": (True,),
-    "top_n_sigma": (-1, 0),
-    "typical_p": (1,),
-    "xtc_probability": (0,),
     "use_beam_search": (False,),
     "skip_special_tokens": (True,),
     "add_generation_prompt": (True,),
@@ -155,6 +152,19 @@ class GenerationBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     presence_penalty: OpenAiPenalty | None = None
     frequency_penalty: OpenAiPenalty | None = None
     repetition_penalty: Annotated[float, Meta(ge=0.01, le=100)] | None = None
+    typical_p: Fraction | None = None  # from here on as in llama.cpp
+    top_n_sigma: Annotated[float, Meta(ge=-1, le=1000)] | None = None
+    xtc_probability: Fraction | None = None
+    xtc_threshold: Fraction | None = None
+    dry_multiplier: Annotated[float, Meta(ge=0, le=100)] | None = None
+    dry_base: Annotated[float, Meta(ge=1, le=100)] | None = None
+    dry_allowed_length: Annotated[int, Meta(ge=1, le=2**31 - 1)] | None = None
+    dry_penalty_last_n: Annotated[int, Meta(ge=-1, le=2**31 - 1)] | None = None
+    dry_sequence_breakers: Annotated[list[BreakerText], Meta(max_length=MAX_BREAKERS)] | None = None
+    mirostat: Literal[0, 1, 2] | None = None
+    mirostat_tau: Annotated[float, Meta(ge=0, le=100)] | None = None
+    mirostat_eta: Fraction | None = None
+    n_probs: Annotated[int, Meta(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
     max_tokens: Count | None = None
     ignore_eos: Flag = None
     stop_token_ids: Annotated[list[Annotated[int, Meta(ge=0)]], Meta(max_length=MAX_STOP_IDS)] | None = None

@@ -1,0 +1,52 @@
+"""Token sequences in which a breaker's text begins and ends, so that the DRY penalty finds it however it is tokenised.
+
+Knows texts and tokens.  Invariant: every place of a text where a breaker ends is found by one of its sequences, if the
+breaker begins in one token and goes on with the tokens that it has alone.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Final
+
+from lucevisor.text.tokenizer import Tokenizer
+
+MAX_SEQUENCES: Final = 16384
+
+
+class TooManyTokens(Exception):
+    """A breaker is in so many tokens that hardly any text lies between two of them."""
+
+
+def breaker_tokens(tokenizer: Tokenizer, texts: tuple[str, ...]) -> tuple[tuple[int, ...], ...]:
+    """Return the token sequences of all breakers: one token each, or a token that ends with a breaker's beginning and
+    the tokens of its rest.  Looks at the whole vocabulary.  Raises TooManyTokens."""
+    found = {sequence for text in texts for sequence in _sequences(tokenizer, text)}
+    if len(found) > MAX_SEQUENCES:
+        raise TooManyTokens(f"the breakers are in {len(found)} tokens, more than {MAX_SEQUENCES}")
+    return tuple(sorted(found))
+
+
+@lru_cache(maxsize=64)
+def _sequences(tokenizer: Tokenizer, text: str) -> tuple[tuple[int, ...], ...]:
+    raw, found = text.encode("utf-8", "surrogatepass"), list[tuple[int, ...]]()
+    beginnings = [raw[:n] for n in range(len(raw) - 1, 0, -1)]
+    for token in range(tokenizer.n_vocab):
+        word = tokenizer.token_bytes(token)
+        if raw in word:
+            found.append((token,))
+            continue
+        found += [
+            (token, *tokenizer.encode(rest))
+            for beginning in beginnings
+            if word.endswith(beginning) and (rest := _decoded(raw[len(beginning) :]))
+        ]
+    return tuple(found)
+
+
+def _decoded(raw: bytes) -> str:
+    """Return bytes as text, "" if they are not."""
+    try:
+        return raw.decode()
+    except UnicodeDecodeError:
+        return ""
