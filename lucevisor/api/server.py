@@ -1,12 +1,13 @@
-"""Application and server: routes, binding, draining.
+"""Application and server: routes, serving, draining.
 
 Knows routes and sockets; handlers are in `routes`.  Invariant: after `drain` no request is in service.
 """
 
 from __future__ import annotations
 
-import errno
+import socket
 import time
+from collections.abc import Sequence
 
 from aiohttp import web
 
@@ -23,6 +24,7 @@ from lucevisor.api.context import (
     BufferedBodies,
 )
 from lucevisor.api.limiter import LoopLimiter
+from lucevisor.api.listening import BACKLOG, url_of
 from lucevisor.api.metrics import Metrics
 from lucevisor.api.middleware import request_middleware, set_headers, wait_until_idle
 from lucevisor.api.ports import Ports
@@ -32,9 +34,7 @@ from lucevisor.api.routes.chat import chat_completions
 from lucevisor.api.routes.completions import completions
 from lucevisor.api.routes.openapi import openapi
 from lucevisor.api.routes.tokenize import detokenize, tokenize
-from lucevisor.errors import ConfigError, LucevisorError
 
-_BACKLOG = 1024  # connections that wait to be accepted; the kernel caps it at net.core.somaxconn
 _CLOSING_S = 2.0
 _LAST_EVENTS_S = 1.0
 _STARTS_PER_ITERATION = 16
@@ -83,23 +83,13 @@ async def _close_preprocessor(app: web.Application) -> None:
         await preprocessor.close()
 
 
-async def serve(app: web.Application, host: str, port: int) -> tuple[web.AppRunner, str]:
-    """Listen on `host`:`port` (0: any free port); return the runner and the URL.  `await runner.cleanup()` ends it.
-
-    Raises ConfigError when the address is wrong or taken.
-    """
+async def serve(app: web.Application, sockets: Sequence[socket.socket]) -> tuple[web.AppRunner, str]:
+    """Serve on listening sockets; return the runner and the URL.  `await runner.cleanup()` ends it and closes them."""
     runner = ConnectionRunner(app, app[PORTS].settings, app[METRICS], _CLOSING_S)
     await runner.setup()
-    try:
-        await web.TCPSite(runner, host, port, backlog=_BACKLOG).start()
-    except (OSError, OverflowError) as error:
-        await runner.cleanup()
-        raise _cannot_bind(host, port, error) from None
-    bound_host, bound_port = runner.addresses[0][:2]
-    if bound_host in ("0.0.0.0", "::"):
-        bound_host = "127.0.0.1" if bound_host == "0.0.0.0" else "::1"
-    shown = f"[{bound_host}]" if ":" in bound_host else bound_host
-    return runner, f"http://{shown}:{bound_port}"
+    for sock in sockets:
+        await web.SockSite(runner, sock, backlog=BACKLOG).start()
+    return runner, url_of(sockets[0])
 
 
 async def drain(runner: web.AppRunner, deadline_s: float) -> bool:
@@ -119,21 +109,3 @@ async def drain(runner: web.AppRunner, deadline_s: float) -> bool:
         context.cancel()
     await wait_until_idle(lambda: len(active), _LAST_EVENTS_S + max(0.0, deadline_s - (time.monotonic() - started)))
     return False
-
-
-def _cannot_bind(host: str, port: int, error: Exception) -> LucevisorError:
-    number = getattr(error, "errno", None)
-    if number == errno.EADDRINUSE:
-        return ConfigError(
-            "server.port",
-            port,
-            f"is taken on {host}",
-            "stop the process that listens there, or use another port, or 0 for any free one",
-        )
-    if number in (errno.EACCES, errno.EPERM):
-        return ConfigError("server.port", port, "cannot be bound by this user", "use a port above 1023")
-    if isinstance(error, OverflowError):
-        return ConfigError("server.port", port, "is not a port", "use 0 to 65535")
-    return ConfigError(
-        "server.host", host, f"cannot be bound: {error}", "use an address of this machine, such as 127.0.0.1"
-    )

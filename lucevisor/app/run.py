@@ -22,6 +22,7 @@ from aiohttp import web
 from lucevisor.api.admin import create_admin_app, serve_admin
 from lucevisor.api.context import ACTIVE
 from lucevisor.api.keys import ApiKeys
+from lucevisor.api.listening import adopt, listen
 from lucevisor.api.log_query import LogQuery
 from lucevisor.api.ports import (
     ApiSettings,
@@ -43,6 +44,7 @@ from lucevisor.app.open_files import connections_within, raise_limit
 from lucevisor.app.progress import KeptProgress
 from lucevisor.app.rundir import RunDirectory
 from lucevisor.app.status import status
+from lucevisor.app.systemd import Notifier, SystemdReport, listen_sockets, watchdog_s
 from lucevisor.config import Config, read_api_keys
 from lucevisor.deployment.preflight import check_before_start
 from lucevisor.deployment.served_model import ServedModel
@@ -54,6 +56,9 @@ from lucevisor.snapshots.tools import check_directory
 from lucevisor.supervision.states import State
 from lucevisor.text.template import ChatTemplate
 from lucevisor.text.tokenizer import Tokenizer
+
+FETCH_S = 6 * 3600.0
+"""What systemd grants the download of a model file."""
 
 log = structlog.get_logger("lucevisor")
 
@@ -77,7 +82,7 @@ def run(config: Config, name: str, observer: Display, *, to_terminal: bool = Tru
             logs.configure(config.log.format, config.log.level, run_dir.log, to_terminal=to_terminal)
         except OSError as error:
             raise unusable(run_dir.path, error) from error
-        model = open_model(config, lambda what: log.info("fetching", what=what))
+        model = open_model(config, _fetching)
         check_before_start(config, model.spec)
         if config.cache.dir and config.cache.prefix_slots:
             check_directory(Path(config.cache.dir))
@@ -89,6 +94,12 @@ def run(config: Config, name: str, observer: Display, *, to_terminal: bool = Tru
     finally:
         logs.close()
         run_dir.close()
+
+
+def _fetching(what: str) -> None:
+    """Called when a model file is about to be downloaded, which blocks."""
+    log.info("fetching", what=what)
+    Notifier().send(STATUS=f"fetching {what}", EXTEND_TIMEOUT_USEC=int(FETCH_S * 1e6))
 
 
 async def _run(
@@ -155,8 +166,10 @@ class Supervisor:
         except OSError as error:
             raise unusable(self.run_dir.path, error) from error
         http: web.AppRunner | None = None
+        report = asyncio.create_task(SystemdReport(Notifier(), self._in_a_line, watchdog_s()).run(), name="systemd")
         try:
-            http, self.url = await serve(self._app, self.config.server.host, self.config.server.port)
+            address = self.config.server.host, self.config.server.port
+            http, self.url = await serve(self._app, adopt(listen_sockets(), *address) or listen(*address))
             if self._ports.preprocessor is not None:
                 self._ports.preprocessor.start(self._ports)
             collector.quieten()
@@ -173,8 +186,15 @@ class Supervisor:
             if http is not None:
                 await http.cleanup()
             await admin.cleanup()
+            report.cancel()
         log.info("stopped", name=self.run_dir.name)
         return ExitCode.DONE
+
+    def _in_a_line(self) -> tuple[str, str]:
+        """Return the state, and what `systemctl status` shows of it."""
+        state = self.service.state
+        text = f"{self.service.model.name} at {self.url}" if state == "ready" else self.service.reason()
+        return state, f"{state}: {text}"
 
     # ---- for operators (lucevisor.api.admin.AdminPort)
 

@@ -7,6 +7,7 @@
 from lucevisor.config.draft import DraftConfig
 from lucevisor.config.effects import not_yet_effective
 from lucevisor.config.load import load
+from lucevisor.config.log import LogConfig
 from lucevisor.config.resolve import read_api_keys
 from lucevisor.config.schema import Config
 from lucevisor.config.sections import (
@@ -18,7 +19,6 @@ from lucevisor.config.sections import (
     GroupConfig,
     KvDType,
     KvFlashConfig,
-    LogConfig,
     ModelConfig,
     PFlashConfig,
     PlacementConfig,

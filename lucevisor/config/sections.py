@@ -255,6 +255,10 @@ class ServerConfig:
             "connections",
         ),
     ] = 1024
+    drain_s: Annotated[
+        float,
+        Key(Real(0.01, 86400.0), "How long a stop waits for running requests; then they end with an error.", "seconds"),
+    ] = 2.0
     cors_origins: Annotated[
         tuple[str, ...],
         Key(Several(Origin()), "Origins whose pages may call the endpoint from a browser. Empty: none."),
@@ -372,20 +376,6 @@ class RecoveryConfig:
             "Most restarts of one group in a period; after one more the group is FAILED until `lucevisor restart`.",
         ),
     ] = _RESTART_LIMIT
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LogConfig:
-    """Logging to standard error and the run directory."""
-
-    format: Annotated[
-        Literal["auto", "console", "json"],
-        Key(Choice((AUTO, "console", "json")), "`auto`: console on a terminal, JSON otherwise."),
-    ] = "auto"
-    level: Annotated[
-        Literal["debug", "info", "warning", "error"],
-        Key(Choice(("debug", "info", "warning", "error")), "Lowest level that is logged."),
-    ] = "info"
 
 
 def source_of(path: str) -> Path | HubFile:

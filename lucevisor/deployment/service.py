@@ -50,12 +50,12 @@ from lucevisor.supervision.states import State
 
 ServiceState = Literal["ready", "starting", "degraded", "failed", "draining"]
 
-DRAIN_S = 2.0
 SAVE_S = 10.0
 STOP_S = 2.0
 RESTART_S = 30.0
-"""Deadlines of a first stop: running requests have DRAIN_S to end, prefix slots SAVE_S to be saved, daemons STOP_S to
-exit before SIGKILL.  An orderly restart waits RESTART_S / 2 for running requests and kills after RESTART_S."""
+"""Deadlines of a first stop: running requests have ``server.drain_s`` to end, prefix slots SAVE_S to be saved, daemons
+STOP_S to exit before SIGKILL.  An orderly restart waits RESTART_S / 2 for running requests, and kills after RESTART_S.
+"""
 
 log = structlog.get_logger("service")
 
@@ -140,9 +140,11 @@ class Service:
             self._changed.clear()
             await self._changed.wait()
 
-    async def stop(self, drain_s: float = DRAIN_S, stop_s: float = STOP_S) -> None:
-        """Stop everything.  All callers share one shutdown; a further call with shorter deadlines shortens it."""
+    async def stop(self, drain_s: float | None = None, stop_s: float = STOP_S) -> None:
+        """Stop everything; ``drain_s`` None is the configured time.  All callers share one shutdown; a further call
+        with shorter deadlines shortens it."""
         if self._stopping is None:
+            drain_s = self.config.server.drain_s if drain_s is None else drain_s
             self._stopping = asyncio.create_task(self._stop(drain_s, stop_s), name="stop")
         elif stop_s < STOP_S:
             if self._saving is not None:
@@ -154,7 +156,9 @@ class Service:
     async def _stop(self, drain_s: float, stop_s: float) -> None:
         self._notify()
         if self.engine is not None and self.deployment.complete and drain_s > 0:
-            await self.engine.drain(drain_s)
+            if not await self.engine.drain(drain_s):
+                now = self.engine.statistics()
+                log.warning("requests end at the stop", running=now.running, queued=now.queued, waited_s=drain_s)
             await self._save_all(SAVE_S)
         self._end_requests()
         if self._holding is not None:

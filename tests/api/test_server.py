@@ -11,6 +11,7 @@ import pytest
 from structlog.testing import capture_logs
 
 from lucevisor.api.generation import respond
+from lucevisor.api.listening import listen
 from lucevisor.api.ports import ApiSettings, NotReadyPart
 from lucevisor.api.server import create_app, drain, serve
 from lucevisor.errors import ConfigError
@@ -26,22 +27,22 @@ def endless(rig, step_s=0.002):
 
 class TestBinding:
     async def test_port_0_is_a_free_port(self):
-        runner, url = await serve(create_app(Rig().ports), "127.0.0.1", 0)
+        runner, url = await serve(create_app(Rig().ports), listen("127.0.0.1", 0))
         assert url.startswith("http://127.0.0.1:")
         assert not url.endswith(":0")
         await runner.cleanup()
 
     async def test_any_address_is_told_as_one_that_can_be_asked(self):
-        runner, url = await serve(create_app(Rig().ports), "0.0.0.0", 0)
+        runner, url = await serve(create_app(Rig().ports), listen("0.0.0.0", 0))
         async with aiohttp.ClientSession() as session, session.get(url + "/health") as response:
             assert response.status == 200
         await runner.cleanup()
 
     async def test_a_taken_port(self):
-        runner, url = await serve(create_app(Rig().ports), "127.0.0.1", 0)
+        runner, url = await serve(create_app(Rig().ports), listen("127.0.0.1", 0))
         port = int(url.rpartition(":")[2])
         with pytest.raises(ConfigError, match=rf"server\.port = {port}: is taken on 127\.0\.0\.1"):
-            await serve(create_app(Rig().ports), "127.0.0.1", port)
+            await serve(create_app(Rig().ports), listen("127.0.0.1", port))
         await runner.cleanup()
 
     @pytest.mark.parametrize(
@@ -49,7 +50,7 @@ class TestBinding:
     )
     async def test_addresses_that_cannot_be_bound(self, host, port, key):
         with pytest.raises(ConfigError) as caught:
-            await serve(create_app(Rig().ports), host, port)
+            await serve(create_app(Rig().ports), listen(host, port))
         assert caught.value.key == key
 
 

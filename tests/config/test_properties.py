@@ -66,6 +66,7 @@ VALID = {
         "allow_open": st.booleans(),
         "max_queue": st.integers(1, 2**20),
         "max_connections": st.integers(1, 2**16),
+        "drain_s": st.floats(0.01, 86400.0),
         "cors_origins": st.lists(st.sampled_from(["*", "http://a", "https://b:1", "tauri://c"]), unique=True),
     },
     "cache": {

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -60,9 +61,9 @@ class Cli:
     def popen(self, *arguments: str) -> subprocess.Popen[str]:
         return self.popen_raw([sys.executable, "-m", "lucevisor", *arguments])
 
-    def popen_raw(self, command: list[str]) -> subprocess.Popen[str]:
+    def popen_raw(self, command: list[str], pass_fds: Sequence[int] = ()) -> subprocess.Popen[str]:
         process = subprocess.Popen(
-            command,
+            command, cwd=ROOT, pass_fds=pass_fds,
             env=self.env, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True,
         )  # fmt: skip
         self._started.append(process)

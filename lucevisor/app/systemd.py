@@ -1,0 +1,121 @@
+"""What systemd is told of a supervisor (sd_notify), and the sockets it opened for it (LISTEN_FDS).
+
+Knows the environment variables and the datagrams of NOTIFY_SOCKET, sd_notify(3), and how a service does, nothing else
+of it.  Invariant: without systemd nothing is sent; and a message that cannot be sent disturbs nobody.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+import time
+from collections.abc import Callable, Mapping
+from typing import Final
+
+import structlog
+
+log = structlog.get_logger("lucevisor.systemd")
+
+_FIRST_FD: Final = 3
+_SEND_S: Final = 0.02
+_LOOK_S: Final = 0.25
+EXTEND_S: Final = 30.0
+"""While a supervisor starts or stops it asks for this much more time, again and again.  Its own deadlines bound both,
+and one whose event loop hangs stops asking."""
+
+Look = Callable[[], tuple[str, str]]
+"""Returns ``state`` of the status JSON and one line about it."""
+
+
+class Notifier:
+    """Sends assignments to the socket that ``NOTIFY_SOCKET`` names; does nothing if it names none."""
+
+    def __init__(self, environ: Mapping[str, str] = os.environ) -> None:
+        address = environ.get("NOTIFY_SOCKET", "")
+        self._address = "\0" + address[1:] if address.startswith("@") else address
+        if address and address[0] not in "/@":
+            log.warning("systemd is told nothing", reason=f"NOTIFY_SOCKET={address} is not a Unix socket")
+            self._address = ""
+
+    def __bool__(self) -> bool:
+        return bool(self._address)
+
+    def send(self, **values: object) -> None:
+        """Send one message, such as ``READY=1``; an error is logged."""
+        if not self._address:
+            return
+        lines = (f"{name}={str(value).replace(chr(10), ' ')}" for name, value in values.items())
+        try:
+            with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sock:
+                sock.settimeout(_SEND_S)  # a full queue: systemd is busy
+                sock.connect(self._address)
+                sock.send("\n".join(lines).encode())
+        except OSError as error:
+            log.warning("systemd was not told", what=", ".join(values), reason=str(error))
+
+
+def watchdog_s(environ: Mapping[str, str] = os.environ, pid: int | None = None) -> float:
+    """Return the watchdog's interval that systemd expects of this process, 0 for none."""
+    if environ.get("WATCHDOG_PID", str(pid or os.getpid())) != str(pid or os.getpid()):
+        return 0.0
+    interval = environ.get("WATCHDOG_USEC", "")
+    return int(interval) / 1e6 if interval.isdecimal() else 0.0
+
+
+class SystemdReport:
+    """Keeps systemd informed while :meth:`run` runs: start, state, watchdog, stop."""
+
+    def __init__(self, notifier: Notifier, look: Look, watchdog: float) -> None:
+        self._notifier, self._look = notifier, look
+        self._tick_s = min(_LOOK_S, watchdog / 4) if watchdog else _LOOK_S
+        self._watched = watchdog > 0
+        self._status = ""
+        self._ready = self._stopping = False
+
+    async def run(self) -> None:
+        """Report until cancelled."""
+        extended_s = -EXTEND_S
+        while self._notifier:
+            state, status = self._look()
+            now = time.monotonic()
+            if state == "draining":
+                self.stopping()
+            if (state == "starting" or self._stopping) and now - extended_s > EXTEND_S / 4:
+                extended_s = now
+                self._notifier.send(EXTEND_TIMEOUT_USEC=int(EXTEND_S * 1e6))
+            if status != self._status:
+                self._status = status
+                self._notifier.send(STATUS=status)
+            if state == "ready" and not self._ready:
+                self.ready()
+            if self._watched:
+                self._notifier.send(WATCHDOG=1)
+            await asyncio.sleep(self._tick_s)
+
+    def ready(self) -> None:
+        """Requests are served, for the first time or again after :meth:`reloading`."""
+        self._ready = True
+        self._notifier.send(READY=1)
+
+    def reloading(self) -> None:
+        """A reload begins; :meth:`ready` ends it."""
+        self._notifier.send(RELOADING=1, MONOTONIC_USEC=time.monotonic_ns() // 1000)
+
+    def stopping(self) -> None:
+        """The stop has begun."""
+        if not self._stopping:
+            self._stopping = True
+            self._notifier.send(STOPPING=1)
+
+
+def listen_sockets(environ: Mapping[str, str] = os.environ, pid: int | None = None) -> list[socket.socket]:
+    """Return the stream sockets that systemd opened for this process, close-on-exec; none without ``LISTEN_FDS``."""
+    count = environ.get("LISTEN_FDS", "")
+    if environ.get("LISTEN_PID") != str(pid or os.getpid()) or not count.isdecimal():
+        return []
+    found = []
+    for fd in range(_FIRST_FD, _FIRST_FD + int(count)):
+        os.set_inheritable(fd, False)
+        found.append(socket.socket(fileno=fd))
+    return found

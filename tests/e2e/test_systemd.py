@@ -1,0 +1,71 @@
+"""A supervisor as systemd runs it: notifications, a socket opened for it, a stop that keeps what was computed."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import sys
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+from tests.app.test_systemd import Manager
+from tests.e2e.process import DEMO, Cli, alive, wait_until
+
+RULES = "\n".join(f"import module_{i}  # rule {i}" for i in range(60))
+
+
+def post(url: str, body: dict[str, Any]) -> dict[str, Any]:
+    request = urllib.request.Request(url, json.dumps(body).encode(), {"content-type": "application/json"})
+    with urllib.request.urlopen(request, timeout=60) as reply:
+        answer: dict[str, Any] = json.load(reply)
+    return answer
+
+
+def complete(url: str, prompt: list[int]) -> tuple[list[int], int]:
+    """Ids of 16 more tokens, and how many of the prompt were cached."""
+    body = {"prompt": prompt, "max_tokens": 16, "temperature": 0, "ignore_eos": True, "return_token_ids": True}
+    answer = post(f"{url}/v1/completions", body)
+    return answer["choices"][0]["token_ids"], answer["usage"]["prompt_tokens_details"]["cached_tokens"]
+
+
+def test_a_service_of_systemd_starts_serves_stops_and_goes_on_warm(cli: Cli, tmp_path: Path) -> None:
+    manager = Manager(str(tmp_path / "notify"))
+    cli.env |= manager.environ | {"WATCHDOG_USEC": "2000000"}
+    cache = ("engine.dtype=float32", f"cache.dir={tmp_path / 'cache'}", "cache.min_tokens=64")
+    sets = [part for one in cache for part in ("--set", one)]
+    with socket.create_server(("127.0.0.1", 0)) as sock:
+        os.set_inheritable(sock.fileno(), True)
+        url = f"http://127.0.0.1:{sock.getsockname()[1]}"
+        command = [sys.executable, "-m", "lucevisor", "start", str(DEMO), "--name", "t", *sets]
+        command += ["--set", f"server.port={sock.getsockname()[1]}"]
+        activated = [sys.executable, "-m", "tests.socket_activation", str(sock.fileno()), *command]
+        process = cli.popen_raw(activated, pass_fds=[sock.fileno()])
+        wait_until(lambda: "READY=1" in manager.read(), 60, "READY=1")
+        status = cli.status()
+        assert (status["url"], status["pid"]) == (url, process.pid)
+        asked = post(f"{url}/tokenize", {"content": RULES})["tokens"]
+        answer, n_cached = complete(url, asked)
+        assert n_cached == 0
+        asked += answer
+        right, _ = complete(url, asked)
+        wait_until(lambda: manager.read().count("WATCHDOG=1") > 2, 10, "a watchdog that is fed")
+        process.send_signal(signal.SIGTERM)
+        output, _ = process.communicate(timeout=30)
+        assert process.returncode == 0, output
+    said = [line for line in manager.read() if line != "WATCHDOG=1"]
+    assert said.index("EXTEND_TIMEOUT_USEC=30000000") < said.index("READY=1")
+    assert f"STATUS=ready: lucevisor-demo-22m at {url}" in said
+    assert said.index("READY=1") < said.index("STOPPING=1") < len(said) - 1
+    assert said[said.index("STOPPING=1") + 1] == "EXTEND_TIMEOUT_USEC=30000000"
+    assert not any(alive(group["pid"]) for group in status["groups"])
+
+    again = cli.start(DEMO, *cache)
+    tokens, n_cached = complete(again["url"], asked)
+    assert n_cached > 64
+    assert tokens == right
+    assert cli.status()["cache"]["tokens"]["disk"] == n_cached
+    cli.stop()
+    manager.sock.close()
