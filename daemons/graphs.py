@@ -8,8 +8,10 @@ the eager step; nothing that synchronises with the device is captured.
 
 from __future__ import annotations
 
+import gc
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
@@ -27,6 +29,21 @@ MAX_GRAPHS = 64
 Output = TypeVar("Output")
 
 
+@contextmanager
+def _no_collection() -> Iterator[None]:
+    """Hold Python's garbage collector back: a cycle freed while a stream captures may unlock host memory or drop
+    another graph, which the driver refuses then: the capture is lost, and the memory stays locked at an address that
+    others get next.
+    """
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
 def capture(device: torch.device, work: Callable[[], Output], pool: Any) -> tuple[torch.cuda.CUDAGraph, Output]:
     """Capture the launches of ``work`` without running them; its result lies in ``pool``'s memory.
 
@@ -35,7 +52,7 @@ def capture(device: torch.device, work: Callable[[], Output], pool: Any) -> tupl
     graph = torch.cuda.CUDAGraph()
     stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
     stream.wait_stream(torch.cuda.current_stream(device))
-    with torch.cuda.stream(stream):
+    with torch.cuda.stream(stream), _no_collection():
         # thread_local: other threads of the daemon may copy snapshots meanwhile
         graph.capture_begin(pool=pool, capture_error_mode="thread_local")
         try:

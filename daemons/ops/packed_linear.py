@@ -26,7 +26,7 @@ MAX_ROW_GEMV_PAIRS = 8
 
 
 class RowGemv(Protocol):
-    """One row times packed weights, or one row for each (token, expert) pair; see ``daemons.ops.cuda.gemv``."""
+    """A few rows times packed weights, or one row for each (token, expert) pair; see ``daemons.ops.cuda.gemv``."""
 
     def __call__(
         self, packed: PackedWeights, x: Tensor, experts: Tensor | None = None, pairs_per_row: int = 1
@@ -36,21 +36,23 @@ class RowGemv(Protocol):
 class PackedLinear:
     """A matrix ``[N, K]``: gemv on its codes up to MAX_GEMV_ROWS, above a library gemm on dequantised rows.
 
-    ``row_gemv``: for one row; None: as for more.
+    ``row_gemv``: for up to ``max_rows``; None: as for more.
     """
 
-    def __init__(self, packed: PackedWeights, n_columns: int, row_gemv: RowGemv | None = None) -> None:
-        self.packed, self.n_columns, self.row_gemv = packed, n_columns, row_gemv
+    def __init__(
+        self, packed: PackedWeights, n_columns: int, row_gemv: RowGemv | None = None, max_rows: int = 1
+    ) -> None:
+        self.packed, self.n_columns, self.row_gemv, self.max_rows = packed, n_columns, row_gemv, max_rows
         self.n_out, self.n_bytes = packed.n_rows, packed.nbytes
 
     @property
     def implementation(self) -> str:
         """What runs for how many rows, for the report of kernel selection."""
-        few = f"triton to {MAX_GEMV_ROWS} rows, dequantised beyond"
-        return f"packed, {few}" if self.row_gemv is None else f"packed, cuda c++ for a row, {few}"
+        few = "" if self.row_gemv is None else f"cuda c++ to {self.max_rows} rows, "
+        return f"packed, {few}triton to {MAX_GEMV_ROWS}, dequantised beyond"
 
     def __call__(self, x: Tensor) -> Tensor:
-        if x.shape[0] == 1 and self.row_gemv is not None:
+        if self.row_gemv is not None and 1 <= x.shape[0] <= self.max_rows:
             return self.row_gemv(self.packed, x)
         if x.shape[0] <= MAX_GEMV_ROWS:
             return packed_gemv(self.packed, x.contiguous())

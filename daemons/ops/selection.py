@@ -101,7 +101,7 @@ class KernelSelector:
         """A packed matrix."""
         from daemons.ops.packed_linear import PackedLinear
 
-        product = PackedLinear(packed, n_columns, self._row_gemv_of(packed))
+        product = PackedLinear(packed, n_columns, *self._row_gemv_of(packed))
         self._note(f"linear {packed.kind.name}", product.implementation)
         return product
 
@@ -109,15 +109,14 @@ class KernelSelector:
         """Packed matrices of experts."""
         from daemons.ops.packed_linear import PackedExperts
 
-        experts = PackedExperts(packed, n_columns, self._row_gemv_of(packed))
+        experts = PackedExperts(packed, n_columns, self._row_gemv_of(packed)[0])
         self._note(f"experts {packed.kind.name}", experts.implementation)
         return self._experts(experts)
 
-    def _row_gemv_of(self, packed: PackedWeights) -> CudaGemv | None:
-        """The CUDA C++ kernel where there is one for this matrix, compiled."""
-        if self._row_gemv is None or not self._row_gemv.prepare(packed.kind.name, packed.n_chunks):
-            return None
-        return self._row_gemv
+    def _row_gemv_of(self, packed: PackedWeights) -> tuple[CudaGemv | None, int]:
+        """The CUDA C++ kernels for this matrix, compiled, and for how many rows there are some."""
+        n_rows = 0 if self._row_gemv is None else self._row_gemv.prepare(packed.kind.name, packed.n_chunks)
+        return (self._row_gemv if n_rows else None), n_rows
 
     def _experts(self, matrices: ExpertWeights) -> ExpertWeights:
         self.max_async_pairs = min(self.max_async_pairs, matrices.max_async_pairs)

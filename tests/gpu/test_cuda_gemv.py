@@ -55,6 +55,23 @@ def test_one_row(kind, dtype, defines):
         assert torch.equal(found, gemv(m.packed, x))
 
 
+@pytest.mark.parametrize("n_rows", [2, 7, 8, 9, 16])
+@of_dtypes
+@of_kinds
+def test_several_rows(kind, dtype, n_rows):
+    gemv = CudaGemv(torch.device("cuda", 0), dtype)
+    for n, k in SHAPES:
+        if k % 256 and kind not in SHORT:
+            continue
+        m = Matrix.random(kind, n, k)
+        if gemv.prepare(kind, m.packed.n_chunks) < n_rows:
+            continue
+        x = (normal(n_rows, k) * normal(n_rows, k, seed=2) ** 3).to(dtype)
+        found = gemv(m.packed, x)
+        assert_near(found, x.double() @ m.numbers.t())
+        assert torch.equal(found, gemv(m.packed, x))
+
+
 @of_dtypes
 @of_kinds
 def test_expert_pairs(kind, dtype):
@@ -111,5 +128,5 @@ def test_a_gpu_selects_it_and_says_so():
     selector = KernelSelector(torch.device("cuda", 0), torch.bfloat16)
     assert selector.warnings == []
     selector.packed_linear(Matrix.random("Q4_K", 40, 512).packed, 512)
-    assert selector.selected["cuda:0 linear Q4_K"].startswith("packed, cuda c++ for a row")
+    assert selector.selected["cuda:0 linear Q4_K"].startswith("packed, cuda c++ to 16 rows")
     assert KernelSelector(torch.device("cuda", 0), torch.float32).warnings == []

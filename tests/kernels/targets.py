@@ -35,6 +35,9 @@ TARGETS = {
 }
 """Name -> backend, architecture, threads of a warp."""
 
+PDL_TARGETS = ("sm_90", "sm_120")
+"""Those with programmatic dependent launch."""
+
 
 @dataclass(frozen=True)
 class Case:
@@ -75,13 +78,16 @@ def compiled(case: Case, target: str) -> Any:
     from triton.compiler import ASTSource, compile
 
     names = case.kernel.arg_names
+    constants = {"PDL": target in PDL_TARGETS} if "PDL" in names else {}
+    constants |= case.constants
     signature = {n: case.signature.get(n, "constexpr") for n in names}
-    missing = [n for n in names if n not in case.signature and n not in case.constants]
+    missing = [n for n in names if n not in case.signature and n not in constants]
     if missing:
         raise ValueError(f"{case.name}: neither type nor value of {missing}")
     attributes = {(names.index(n),): [["tt.divisibility", 16]] for n in case.aligned}
-    source = ASTSource(case.kernel, signature=signature, constexprs=case.constants, attrs=attributes)
-    return compile(source, target=GPUTarget(*TARGETS[target]), options=dict(case.options))
+    source = ASTSource(case.kernel, signature=signature, constexprs=constants, attrs=attributes)
+    options = dict(case.options) | ({"launch_pdl": True} if constants.get("PDL") else {})
+    return compile(source, target=GPUTarget(*TARGETS[target]), options=options)
 
 
 def dealt(found: list[Case]) -> dict[str, list[Case]]:

@@ -8,7 +8,16 @@ import pytest
 import torch
 
 from daemons.ops.cuda.compiler import CompileError, nvrtc
-from daemons.ops.cuda.gemv import DTYPES, KINDS, SharedMemory, compile_gemv, gemv_shape
+from daemons.ops.cuda.gemv import (
+    DTYPES,
+    KINDS,
+    RowsShape,
+    SharedMemory,
+    compile_gemv,
+    compile_gemv_rows,
+    gemv_shape,
+    rows_shape,
+)
 
 ARCHITECTURES = ("sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120")
 H200 = SharedMemory(132, 233472, 232448)
@@ -41,6 +50,31 @@ def test_a_failure_says_what_the_compiler_said():
         compile_gemv("sm_90", "Q4_K", 4, torch.bfloat16, "COLUMNS=1")
     with pytest.raises(CompileError, match="sm_1"):
         compile_gemv("sm_1", "Q4_K", 4, torch.bfloat16)
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_several_rows_compile(architecture):
+    """8 and 16 rows, depths and dtypes in turn."""
+    variants = itertools.cycle(itertools.product((1, 2), (3, 2), DTYPES))
+    for kind, (tiles, depth, dtype) in zip(sorted(KINDS), variants, strict=False):
+        assert compile_gemv_rows(architecture, kind, RowsShape(tiles, depth, 0, 1), dtype).startswith(b"\x7fELF")
+
+
+@pytest.mark.parametrize("kind", sorted(KINDS))
+def test_rows_fit_shared_memory_in_the_fewest_splits(kind):
+    for n_rows in (2, 8, 9, 16):
+        before = 1
+        for n_chunks in (1, 8, 20, 24, 68):
+            shape = rows_shape(kind, n_chunks, n_rows, H200)
+            if shape is None:
+                assert n_rows > 8
+                assert n_chunks == 68
+                continue
+            assert shape.shared_bytes <= H200.block_shared_bytes
+            assert shape.tiles_of_rows == -(-n_rows // 8)
+            assert before <= shape.n_splits <= n_chunks
+            before = shape.n_splits
+    assert rows_shape(kind, 68, 8, ADA) is None
 
 
 @pytest.mark.parametrize("limits", [H200, ADA], ids=["h200", "ada"])

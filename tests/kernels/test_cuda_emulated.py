@@ -18,7 +18,7 @@ from torch import Tensor
 from daemons.ops.cuda import gemv
 from daemons.ops.cuda.compiler import SOURCES
 from daemons.weights.dequant import dequantise
-from daemons.weights.packed import PackedWeights, repack, tile_bytes
+from daemons.weights.packed import PackedWeights, repack
 from lucevisor.model.quant_types import BY_NAME
 from tests.daemons.tiny_models import random_blocks
 
@@ -28,24 +28,24 @@ pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="no g++")
 
 @pytest.fixture(scope="module")
 def library(tmp_path_factory):
-    """Compiles ``emulation/gemv.cpp`` as gemv.cu is compiled for a GPU, once for each set of constants."""
+    """Compiles ``emulation/NAME.cpp`` as NAME.cu is compiled for a GPU, once for each set of constants."""
     made: dict[tuple[str, ...], ctypes.CDLL] = {}
 
-    def get(kind: str, depth: int, *defines: str) -> ctypes.CDLL:
-        constants = (
-            f"KIND={kind}",
-            f"TILE_BYTES={tile_bytes(kind)}",
-            f"DEPTH={depth}",
-            f"WARPS={gemv.WARPS}",
-            *defines,
-        )
-        if constants not in made:
-            target = tmp_path_factory.mktemp("emulated") / "gemv.so"
+    def get(name: str, constants: tuple[str, ...]) -> ctypes.CDLL:
+        if (name, *constants) not in made:
+            target = tmp_path_factory.mktemp("emulated") / f"{name}.so"
             options = ["-std=c++17", "-O1", "-shared", "-fPIC", "-w", f"-I{EMULATION}", f"-I{SOURCES}"]
-            command = ["g++", *options, *(f"-D{c}" for c in constants), str(EMULATION / "gemv.cpp"), "-o", str(target)]
+            command = [
+                "g++",
+                *options,
+                *(f"-D{c}" for c in constants),
+                str(EMULATION / f"{name}.cpp"),
+                "-o",
+                str(target),
+            ]
             subprocess.run(command, check=True, capture_output=True, text=True)
-            made[constants] = ctypes.CDLL(str(target))
-        return made[constants]
+            made[name, *constants] = ctypes.CDLL(str(target))
+        return made[name, *constants]
 
     return get
 
@@ -85,7 +85,7 @@ def test_one_row(kind, copies, library):
     for n, k, n_blocks in ((100, 2560, 3), (31, 256, 4), (16, 5120, 1)):
         packed, numbers = matrix(kind, n, k)
         x = torch.randn(1, k, generator=torch.Generator().manual_seed(1)).bfloat16()
-        found = multiplied(library(kind, 3, *copies), packed, x, n_blocks, None, 1)
+        found = multiplied(library("gemv", (*gemv.gemv_constants(kind, 3), *copies)), packed, x, n_blocks, None, 1)
         check(found, x.double() @ numbers.t())
 
 
@@ -95,5 +95,27 @@ def test_expert_pairs_in_float16(kind, columns, library):
     packed, numbers = matrix(kind, 3, 20, columns)
     experts = torch.tensor([2, 0, 1, 1])
     x = torch.randn(2, columns, generator=torch.Generator().manual_seed(1)).half()
-    found = multiplied(library(kind, 2, "FLOAT16_ACTIVATIONS"), packed, x, 2, experts, 2)
+    constants = (*gemv.gemv_constants(kind, 2), "FLOAT16_ACTIVATIONS")
+    found = multiplied(library("gemv", constants), packed, x, 2, experts, 2)
     check(found, torch.stack([x[p // 2].double() @ numbers[e].t() for p, e in enumerate(experts.tolist())]))
+
+
+@pytest.mark.parametrize(
+    ("kind", "n_rows", "copies"),
+    [(k, (5, 16)[i % 2], ("NO_BULK_COPIES",) if i % 3 else ()) for i, k in enumerate(sorted(gemv.KINDS))],
+)
+def test_several_rows(kind, n_rows, copies, library):
+    """As many splits as there are, some teams without a tile, a tile that is not full."""
+    for n, k, n_blocks, n_splits in ((100, 2560, 2, 1), (31, 1280, 1, 2)):
+        packed, numbers = matrix(kind, n, k)
+        x = torch.randn(n_rows, k, generator=torch.Generator().manual_seed(1)).bfloat16()
+        shape = gemv.RowsShape(-(-n_rows // 8), 2, 0, n_splits)
+        out, parts = torch.full((2, n_rows, n), 7.0, dtype=x.dtype), torch.full((n_splits + 1, n_rows, n), 7.0)
+        pointers = (ctypes.c_void_p(t.data_ptr()) for t in (packed.tiles, x, out, parts))
+        run = library("gemv_rows", (*gemv.rows_constants(kind, shape), *copies)).run_gemv_rows
+        run(n_blocks, n_splits, 32 * gemv.ROWS_WARPS, n, *pointers, n_rows, n, packed.n_chunks, k)
+        if n_splits > 1:
+            assert bool((out == 7).all())
+            out[0] = parts[:-1].sum(dim=0)
+        assert bool((parts[-1] == 7).all()), "more than the parts was written"
+        check(out, x.double() @ numbers.t())

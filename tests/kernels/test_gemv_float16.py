@@ -52,7 +52,9 @@ def prepared(x, block_rows):
     totals = torch.zeros(blocks, n_chunks, block_rows, 16, dtype=torch.float16, device=DEVICE)
     grid = (n_chunks, -(-n_rows // gemv_float16.PREPARE_ROWS))
     gemv_float16.gemv_float16_prepare_kernel[grid](
-        x, numbers, factors, totals, n_rows, n_chunks, width, block_rows, gemv_float16.PREPARE_ROWS, num_warps=4
+        *(x, numbers, factors, totals, n_rows, n_chunks, width, block_rows, gemv_float16.PREPARE_ROWS),
+        PDL=False,
+        num_warps=4,
     )
     by_row = factors.transpose(1, 2).flatten(0, 1), totals.transpose(1, 2).flatten(0, 1)
     return numbers, *(t[:n_rows].float() for t in by_row)

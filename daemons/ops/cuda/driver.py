@@ -75,7 +75,7 @@ class Kernel:
                     f"{shared_bytes} bytes of shared memory for {name}",
                 )
         self._attribute = _Attribute(_PROGRAMMATIC_SERIALIZATION, 0, 1)
-        self._n_attributes = int(dependent and torch.cuda.get_device_capability(device) >= (9, 0))
+        self.dependent = dependent and torch.cuda.get_device_capability(device) >= (9, 0)
         self._launch = driver.cuLaunchKernelEx
 
     def __call__(
@@ -89,5 +89,5 @@ class Kernel:
         pointers = (ctypes.c_void_p * len(values))(*(ctypes.addressof(v) for v in values))
         stream = torch.cuda.current_stream(self.device).cuda_stream
         attributes = ctypes.addressof(self._attribute)
-        config = _Config(*grid, 1, n_threads, 1, 1, shared_bytes, stream, attributes, self._n_attributes)
+        config = _Config(*grid, 1, n_threads, 1, 1, shared_bytes, stream, attributes, int(self.dependent))
         _check(self._launch(ctypes.byref(config), self._function, pointers, None), f"launching {self.name}")

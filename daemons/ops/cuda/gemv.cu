@@ -1,48 +1,53 @@
 // One row of activations times packed weights, or one row for each (token, expert) pair.
 //
-// A block multiplies a run of neighbouring tiles of 16 rows with its row, which it keeps in shared memory.  Its warps take the
-// chunks of 256 columns in turn, each from a ring of its own that fills before the activations are waited for; a tile's
-// partial sums are added in the order of the warps.  Compiled with KIND (a class of tiles.cuh), its TILE_BYTES, WARPS of a
-// block and DEPTH of their rings.
+// Blocks take tiles of 16 rows in turn and multiply them with a row, which they keep in shared memory.  A block's warps take
+// the chunks of 256 columns in turn, each from a ring of its own that fills before the activations are waited for; after
+// ROUND tiles their partial sums are added, in the order of the warps.  Compiled with KIND (a class of tiles.cuh), its TILE_BYTES, WARPS of a
+// block, DEPTH of their rings and ROUND.
 
 #include "activations.cuh"
 #include "ring.cuh"
 #include "tiles.cuh"
 
 constexpr int ROWS = 16, COLUMNS = 256, AT_ONCE = 3;
-constexpr int STRIDE = WARPS * KIND::BYTES;
 
 static_assert(KIND::BYTES == TILE_BYTES);
-typedef Ring<DEPTH, KIND::BYTES, STRIDE> Weights;
+typedef Ring<DEPTH, KIND::BYTES, WARPS> Weights;
 
 // What a block keeps in shared memory, in this order
 struct Shared {
   u8* units;
   u64* barriers;
-  float* partial;  // [2, WARPS, ROWS]
+  float* partial;  // [2, ROUND, WARPS, ROWS]
   float* factors;  // [chunks], rounded up to a multiple of four
   u16* sums;       // [chunks, 16]: of eight groups, then their rounding errors
   u8* numbers;     // [chunks, 256] float16
 
   DEVICE Shared(u8* start, int n_chunks) {
     units = start;
-    barriers = (u64*)(units + DEPTH * STRIDE);
+    barriers = (u64*)(units + DEPTH * WARPS * KIND::BYTES);
     partial = (float*)(barriers + WARPS * DEPTH);
-    factors = partial + 2 * WARPS * ROWS;
+    factors = partial + 2 * ROUND * WARPS * ROWS;
     sums = (u16*)(factors + (n_chunks + 3) / 4 * 4);
     numbers = (u8*)(sums + (KIND::SUMS ? 16 * n_chunks : 0));
   }
 };
 
+// A warp scales a chunk, eight neighbouring numbers a lane.
 DEVICE void keep_chunk(const Shared& s, int chunk, uint4 raw, int lane) {
-  ScaledChunk scaled = scale_chunk(raw);
-  *(uint4*)(s.numbers + chunk * 512 + lane * 16) = scaled.numbers;
-  if (KIND::SUMS && lane % 4 == 0) {
-    u32 rounded = pack_half2(scaled.sum, 0.f);
-    s.sums[chunk * 16 + lane / 4] = (u16)rounded;
-    s.sums[chunk * 16 + 8 + lane / 4] = (u16)pack_half2(scaled.sum - low_float(rounded), 0.f);
+  Power power(__reduce_max_sync(~0u, largest_of(raw)));
+  float sum;
+  *(uint4*)(s.numbers + chunk * 512 + lane * 16) = scaled(raw, power.scale, sum);
+  if (KIND::SUMS) {
+    sum += __shfl_xor_sync(~0u, sum, 1);
+    sum += __shfl_xor_sync(~0u, sum, 2);
+    if (lane % 4 == 0) {
+      u32 rounded = pack_half2(sum, 0.f);
+      s.sums[chunk * 16 + lane / 4] = (u16)rounded;
+      s.sums[chunk * 16 + 8 + lane / 4] = (u16)pack_half2(sum - low_float(rounded), 0.f);
+    }
   }
-  if (lane == 0) s.factors[chunk] = scaled.factor;
+  if (lane == 0) s.factors[chunk] = power.back;
 }
 
 DEVICE void keep_row(const Shared& s, const u16* x, int n_chunks, int width, int warp, int lane) {
@@ -72,38 +77,45 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 2)
     out += (long long)pair * n_out;
   }
   Shared s(memory, n_chunks);
-  int first = (long long)n_tiles * blockIdx.x / gridDim.x, stop = (long long)n_tiles * (blockIdx.x + 1) / gridDim.x;
-  int n_units = ((stop - first) * n_chunks - warp + WARPS - 1) / WARPS;
-  Weights ring(tiles + ((long long)first * n_chunks + warp) * KIND::BYTES, n_units,
-               shared_address(s.units) + warp * DEPTH * KIND::BYTES,
+  int n_mine = (n_tiles - (int)blockIdx.x + (int)gridDim.x - 1) / (int)gridDim.x;
+  long long run_bytes = (long long)n_chunks * KIND::BYTES;
+  Weights ring(tiles + blockIdx.x * run_bytes, warp, n_chunks, (gridDim.x - 1) * run_bytes,
+               (n_mine * n_chunks - warp + WARPS - 1) / WARPS, shared_address(s.units) + warp * DEPTH * KIND::BYTES,
                shared_address(s.barriers) + warp * Weights::BARRIER_BYTES);
   if (!experts) wait_for_inputs();
   keep_row(s, x, n_chunks, width, warp, lane);
   __syncthreads();
   u32 x_at = shared_address(s.numbers) + lane % 4 * KIND::LANE, sums_at = shared_address(s.sums) + lane % 4 * 4;
   int chunk = warp;
-  for (int tile = first; tile < stop; tile++) {
-    float sum[4] = {};
+  float* partial = s.partial;
+  for (int first = 0; first < n_mine; first += ROUND) {
+    int n = min(ROUND, n_mine - first);
+    for (int i = 0; i < n; i++) {
+      float sum[1][4] = {};
 #pragma unroll 1
-    for (; chunk < n_chunks; chunk += WARPS) {
-      KIND weights;
-      weights.load(ring.wait(), lane);
-      weights.template add<64>(sum, Activations{x_at + chunk * 512, sums_at + chunk * 32, s.factors[chunk]});
-      ring.release();
-    }
-    chunk -= n_chunks;
-    float* partial = s.partial + tile % 2 * (WARPS * ROWS);  // two, so that one barrier a tile is enough
-    if (lane % 4 == 0) {
-      partial[warp * ROWS + lane / 4] = sum[0];
-      partial[warp * ROWS + lane / 4 + 8] = sum[2];
+      for (; chunk < n_chunks; chunk += WARPS) {
+        KIND weights;
+        weights.load(ring.wait(), lane);
+        float factor = s.factors[chunk];
+        Activations row[1] = {{x_at + chunk * 512, sums_at + chunk * 32, {factor, factor}}};
+        weights.template add<Order<64, 16>>(sum, row);
+        ring.release();
+      }
+      chunk -= n_chunks;
+      if (lane % 4 == 0) {
+        partial[(i * WARPS + warp) * ROWS + lane / 4] = sum[0][0];
+        partial[(i * WARPS + warp) * ROWS + lane / 4 + 8] = sum[0][2];
+      }
     }
     __syncthreads();
-    int row = tile * ROWS + lane;
-    if (warp == tile % WARPS && lane < ROWS && row < n_out) {
+    int i = threadIdx.x / ROWS, within = threadIdx.x % ROWS;
+    int row = ((int)blockIdx.x + (first + i) * (int)gridDim.x) * ROWS + within;
+    if (i < n && row < n_out) {
       float total = 0.f;
 #pragma unroll
-      for (int w = 0; w < WARPS; w++) total += partial[w * ROWS + lane];
+      for (int w = 0; w < WARPS; w++) total += partial[(i * WARPS + w) * ROWS + within];
       out[row] = to_activation(total);
     }
+    partial = s.partial + (partial == s.partial ? ROUND * WARPS * ROWS : 0);  // two, so that one barrier is enough
   }
 }

@@ -110,6 +110,9 @@ DEVICE u32 load_shared2(u32 at) {
   return v;
 }
 
+// Waits for the other warps of a team of N threads; `team` < 15.
+template <int N> DEVICE void wait_for_team(int team) { asm volatile("bar.sync %0, %1;" ::"r"(team + 1), "n"(N) : "memory"); }
+
 // ---- asynchronous copies of 16 bytes from global to shared memory, awaited in the order of their groups
 
 DEVICE void copy_async16(u32 to, const u8* from) {

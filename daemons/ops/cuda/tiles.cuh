@@ -8,12 +8,17 @@
 
 #include "ptx.cuh"
 
-// Where a warp's activations are in shared memory.  Those of group j of 32 columns: x + j GROUP, 16 bytes a lane (of group j
-// of 16: x + j GROUP / 2, 8 bytes).
+// Where a warp's activations are in shared memory: of a chunk of 256 columns and up to eight rows, columns of the product.
+// Those of group j of 32 columns: x + j GROUP, 16 bytes a lane (of group j of 16: x + j GROUP / 2, 8 bytes).
 struct Activations {
-  u32 x;        // this lane's, of a chunk of 256 columns
-  u32 sums;     // of the columns 2 t and 2 t + 1 of eight groups: float16 pair; 16 bytes on its rounding error
-  float factor; // what the chunk was divided by
+  u32 x;            // this lane's numbers
+  u32 sums;         // of row g over groups 2 t and 2 t + 1: float16 pair; LOW bytes on their rounding errors
+  float factors[2]; // what rows 2 t and 2 t + 1 were divided by
+};
+
+// How they lie
+template <int GROUP_BYTES, int LOW_BYTES> struct Order {
+  static constexpr int GROUP = GROUP_BYTES, LOW = LOW_BYTES;
 };
 
 constexpr u32 MAGIC = 0x64006400;  // 1024 twice
@@ -67,24 +72,26 @@ template <bool FIFTH> struct IntegerScales {
     }
   }
 
-  template <int GROUP> DEVICE void add(float (&sum)[4], const Activations& x) const {
+  template <class ORDER, int N> DEVICE void add(float (&sum)[N][4], const Activations (&x)[N]) const {
     u32 magic = in_register(MAGIC);
-    float even[4] = {}, odd[4] = {};  // two chains hide the latency of the matrix units
-    groups<0, GROUP>(even, odd, x, magic);
-    groups<1, GROUP>(even, odd, x, magic);
-    groups<2, GROUP>(even, odd, x, magic);
-    groups<3, GROUP>(even, odd, x, magic);
+    float even[N][4] = {}, odd[N][4] = {};  // two chains hide the latency of the matrix units
+    groups<0, ORDER>(even, odd, x, magic);
+    groups<1, ORDER>(even, odd, x, magic);
+    groups<2, ORDER>(even, odd, x, magic);
+    groups<3, ORDER>(even, odd, x, magic);
     u32 low[2];
 #pragma unroll
     for (int r = 0; r < 2; r++) low[r] = add_half2(and_or<0x003F003Fu>(minima[r] >> 6, magic), 0xE400E400u);
-    float minimum[4] = {};
-    mma(minimum, low[0], low[1], low[0], low[1], load_shared4(x.sums), load_shared4(x.sums + 16));
 #pragma unroll
-    for (int r = 0; r < 2; r++) {
-      u32 d_dmin = d_and_dmin(scales[r]);
+    for (int n = 0; n < N; n++) {
+      float minimum[4] = {};
+      mma(minimum, low[0], low[1], low[0], low[1], load_shared4(x[n].sums), load_shared4(x[n].sums + ORDER::LOW));
 #pragma unroll
-      for (int i = 2 * r; i < 2 * r + 2; i++)
-        sum[i] += x.factor * (low_float(d_dmin) * (even[i] + odd[i]) - high_float(d_dmin) * minimum[i]);
+      for (int i = 0; i < 4; i++) {
+        u32 d_dmin = d_and_dmin(scales[i / 2]);
+        float product = low_float(d_dmin) * (even[n][i] + odd[n][i]) - high_float(d_dmin) * minimum[i];
+        sum[n][i] += x[n].factors[i % 2] * product;
+      }
     }
   }
 
@@ -93,21 +100,22 @@ template <bool FIFTH> struct IntegerScales {
     return ((s.x >> 12) & 0x000F000Fu) | ((s.y >> 8) & 0x00F000F0u) | ((s.z >> 4) & 0x0F000F00u) | (s.w & 0xF000F000u);
   }
 
-  // Groups 2 n and 2 n + 1
-  template <int N, int GROUP> DEVICE void groups(float (&even)[4], float (&odd)[4], const Activations& x, u32 magic) const {
+  // Groups 2 W and 2 W + 1
+  template <int W, class ORDER, int N>
+  DEVICE void groups(float (&even)[N][4], float (&odd)[N][4], const Activations (&x)[N], u32 magic) const {
     u32 scale[2], bias[2];
 #pragma unroll
     for (int r = 0; r < 2; r++) {
-      u32 word = N == 0 ? scales[r].x : N == 1 ? scales[r].y : N == 2 ? scales[r].z : scales[r].w;
+      u32 word = W == 0 ? scales[r].x : W == 1 ? scales[r].y : W == 2 ? scales[r].z : scales[r].w;
       scale[r] = fma_half2(and_or<0x003F003Fu>(word, magic), 0x2C003C00u, 0xD400E400u);  // even, odd / 16
       bias[r] = mul_half2(scale[r], 0xE400E400u);
     }
-    group<2 * N, GROUP>(even, x, both_low(scale[0]), both_low(bias[0]), both_low(scale[1]), both_low(bias[1]), magic);
-    group<2 * N + 1, GROUP>(odd, x, both_high(scale[0]), both_high(bias[0]), both_high(scale[1]), both_high(bias[1]), magic);
+    group<2 * W, ORDER>(even, x, both_low(scale[0]), both_low(bias[0]), both_low(scale[1]), both_low(bias[1]), magic);
+    group<2 * W + 1, ORDER>(odd, x, both_high(scale[0]), both_high(bias[0]), both_high(scale[1]), both_high(bias[1]), magic);
   }
 
-  template <int J, int GROUP>
-  DEVICE void group(float (&c)[4], const Activations& x, u32 scale0, u32 bias0, u32 scale1, u32 bias1, u32 magic) const {
+  template <int J, class ORDER, int N>
+  DEVICE void group(float (&c)[N][4], const Activations (&x)[N], u32 scale0, u32 bias0, u32 scale1, u32 bias1, u32 magic) const {
     u32 a0 = fma_half2(codes[0].template biased<J, 0>(magic), scale0, bias0);
     u32 a1 = fma_half2(codes[1].template biased<J, 0>(magic), scale1, bias1);
     u32 a2 = fma_half2(codes[0].template biased<J, 1>(magic), scale0, bias0);
@@ -116,9 +124,12 @@ template <bool FIFTH> struct IntegerScales {
     u32 a5 = fma_half2(codes[1].template biased<J, 2>(magic), scale1, bias1);
     u32 a6 = fma_half2(codes[0].template biased<J, 3>(magic), scale0, bias0);
     u32 a7 = fma_half2(codes[1].template biased<J, 3>(magic), scale1, bias1);
-    uint4 b = load_shared16(x.x + J * GROUP);
-    mma(c, a0, a1, a2, a3, b.x, b.y);
-    mma(c, a4, a5, a6, a7, b.z, b.w);
+#pragma unroll
+    for (int n = 0; n < N; n++) {
+      uint4 b = load_shared16(x[n].x + J * ORDER::GROUP);
+      mma(c[n], a0, a1, a2, a3, b.x, b.y);
+      mma(c[n], a4, a5, a6, a7, b.z, b.w);
+    }
   }
 };
 
@@ -129,23 +140,26 @@ template <class SELF> struct FloatScales {
   static constexpr bool SUMS = false;
   uint4 steps[2];
 
-  template <int GROUP> DEVICE void add(float (&sum)[4], const Activations& x) const {
+  template <class ORDER, int N> DEVICE void add(float (&sum)[N][4], const Activations (&x)[N]) const {
     u32 magic = in_register(MAGIC);
-    float inner[4] = {};
-    group<0, GROUP>(inner, x, magic);
-    group<1, GROUP>(inner, x, magic);
-    group<2, GROUP>(inner, x, magic);
-    group<3, GROUP>(inner, x, magic);
-    group<4, GROUP>(inner, x, magic);
-    group<5, GROUP>(inner, x, magic);
-    group<6, GROUP>(inner, x, magic);
-    group<7, GROUP>(inner, x, magic);
+    float inner[N][4] = {};
+    group<0, ORDER>(inner, x, magic);
+    group<1, ORDER>(inner, x, magic);
+    group<2, ORDER>(inner, x, magic);
+    group<3, ORDER>(inner, x, magic);
+    group<4, ORDER>(inner, x, magic);
+    group<5, ORDER>(inner, x, magic);
+    group<6, ORDER>(inner, x, magic);
+    group<7, ORDER>(inner, x, magic);
 #pragma unroll
-    for (int i = 0; i < 4; i++) sum[i] += x.factor * inner[i];
+    for (int n = 0; n < N; n++)
+#pragma unroll
+      for (int i = 0; i < 4; i++) sum[n][i] += x[n].factors[i % 2] * inner[n][i];
   }
 
  private:
-  template <int J, int GROUP> DEVICE void group(float (&inner)[4], const Activations& x, u32 magic) const {
+  template <int J, class ORDER, int N>
+  DEVICE void group(float (&inner)[N][4], const Activations (&x)[N], u32 magic) const {
     const SELF& self = *(const SELF*)this;
     u32 a[2][4];
 #pragma unroll
@@ -155,16 +169,20 @@ template <class SELF> struct FloatScales {
       a[r][2] = self.template number<J, 2>(r, magic);
       a[r][3] = self.template number<J, 3>(r, magic);
     }
-    float c[4] = {};
-    uint4 b = load_shared16(x.x + J * GROUP);
-    mma(c, a[0][0], a[1][0], a[0][1], a[1][1], b.x, b.y);
-    mma(c, a[0][2], a[1][2], a[0][3], a[1][3], b.z, b.w);
+    float scale[2];
 #pragma unroll
     for (int r = 0; r < 2; r++) {
       u32 word = J / 2 == 0 ? steps[r].x : J / 2 == 1 ? steps[r].y : J / 2 == 2 ? steps[r].z : steps[r].w;
-      float scale = J % 2 ? high_float(word) : low_float(word);
-      inner[2 * r] += scale * c[2 * r];
-      inner[2 * r + 1] += scale * c[2 * r + 1];
+      scale[r] = J % 2 ? high_float(word) : low_float(word);
+    }
+#pragma unroll
+    for (int n = 0; n < N; n++) {
+      float c[4] = {};
+      uint4 b = load_shared16(x[n].x + J * ORDER::GROUP);
+      mma(c, a[0][0], a[1][0], a[0][1], a[1][1], b.x, b.y);
+      mma(c, a[0][2], a[1][2], a[0][3], a[1][3], b.z, b.w);
+#pragma unroll
+      for (int i = 0; i < 4; i++) inner[n][i] += scale[i / 2] * c[i];
     }
   }
 };
@@ -231,35 +249,44 @@ struct Q6_K {
     }
   }
 
-  template <int GROUP> DEVICE void add(float (&sum)[4], const Activations& x) const {
+  template <class ORDER, int N> DEVICE void add(float (&sum)[N][4], const Activations (&x)[N]) const {
     u32 magic = in_register(MAGIC);
-    float inner[4] = {};
-    four_groups<0, GROUP>(inner, x, magic);
-    four_groups<1, GROUP>(inner, x, magic);
-    four_groups<2, GROUP>(inner, x, magic);
-    four_groups<3, GROUP>(inner, x, magic);
+    float inner[N][4] = {};
+    four_groups<0, ORDER>(inner, x, magic);
+    four_groups<1, ORDER>(inner, x, magic);
+    four_groups<2, ORDER>(inner, x, magic);
+    four_groups<3, ORDER>(inner, x, magic);
 #pragma unroll
-    for (int i = 0; i < 4; i++) sum[i] += x.factor * low_float(steps[i / 2]) * inner[i];
+    for (int n = 0; n < N; n++)
+#pragma unroll
+      for (int i = 0; i < 4; i++) sum[n][i] += x[n].factors[i % 2] * low_float(steps[i / 2]) * inner[n][i];
   }
 
  private:
-  template <int H, int GROUP> DEVICE void four_groups(float (&inner)[4], const Activations& x, u32 magic) const {
-    group<4 * H, GROUP>(inner, x, magic);
-    group<4 * H + 1, GROUP>(inner, x, magic);
-    group<4 * H + 2, GROUP>(inner, x, magic);
-    group<4 * H + 3, GROUP>(inner, x, magic);
+  template <int H, class ORDER, int N>
+  DEVICE void four_groups(float (&inner)[N][4], const Activations (&x)[N], u32 magic) const {
+    group<4 * H, ORDER>(inner, x, magic);
+    group<4 * H + 1, ORDER>(inner, x, magic);
+    group<4 * H + 2, ORDER>(inner, x, magic);
+    group<4 * H + 3, ORDER>(inner, x, magic);
   }
 
-  template <int J, int GROUP> DEVICE void group(float (&inner)[4], const Activations& x, u32 magic) const {
-    float c[4] = {};
-    uint2 b = load_shared8(x.x + J / 2 * GROUP + J % 2 * (GROUP / 2));
-    mma(c, number<J, 0>(0, magic), number<J, 0>(1, magic), number<J, 1>(0, magic), number<J, 1>(1, magic), b.x, b.y);
+  template <int J, class ORDER, int N>
+  DEVICE void group(float (&inner)[N][4], const Activations (&x)[N], u32 magic) const {
+    u32 a0 = number<J, 0>(0, magic), a1 = number<J, 0>(1, magic), a2 = number<J, 1>(0, magic), a3 = number<J, 1>(1, magic);
+    float scale[2];
 #pragma unroll
     for (int r = 0; r < 2; r++) {
       u32 four = J / 4 == 0 ? scales[r].x : J / 4 == 1 ? scales[r].y : J / 4 == 2 ? scales[r].z : scales[r].w;
-      float scale = (float)(signed char)(four >> (8 * (J % 4)));
-      inner[2 * r] += scale * c[2 * r];
-      inner[2 * r + 1] += scale * c[2 * r + 1];
+      scale[r] = (float)(signed char)(four >> (8 * (J % 4)));
+    }
+#pragma unroll
+    for (int n = 0; n < N; n++) {
+      float c[4] = {};
+      uint2 b = load_shared8(x[n].x + J / 2 * ORDER::GROUP + J % 2 * (ORDER::GROUP / 2));
+      mma(c, a0, a1, a2, a3, b.x, b.y);
+#pragma unroll
+      for (int i = 0; i < 4; i++) inner[n][i] += scale[i / 2] * c[i];
     }
   }
 

@@ -14,6 +14,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from daemons.ops.triton.dependent_launch import dependent_launch, wait_for_inputs
+
 TILE = 1024
 """Numbers per program: 16 bytes of half precision per thread."""
 
@@ -35,7 +37,9 @@ def rms_norm_kernel(
     D: tl.constexpr,
     BLOCK: tl.constexpr,
     ROWS: tl.constexpr,
+    PDL: tl.constexpr,
 ) -> None:
+    wait_for_inputs(PDL)
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, BLOCK)[None, :]
     mask = (row < n_rows)[:, None] & (column < D)
@@ -62,7 +66,9 @@ def add_rms_norm_kernel(
     eps,
     D: tl.constexpr,
     BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
 ) -> None:
+    wait_for_inputs(PDL)
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     mask = column < D
@@ -109,6 +115,7 @@ def rms_norm(x: Tensor, weight: Tensor | None, eps: float, out_dtype: torch.dtyp
         BLOCK=block,
         ROWS=rows,
         num_warps=warps,
+        **dependent_launch(x.device),
     )
     return out
 
@@ -125,7 +132,11 @@ def add_rms_norm(h: Tensor, delta: Tensor, weight: Tensor, eps: float) -> tuple[
     out = torch.empty_like(total)
     block, _, warps = norm_tile(d)
     add_rms_norm_kernel[(tokens,)](
-        h, delta, weight, total, out, h.stride(0), delta.stride(0), eps, D=d, BLOCK=block, num_warps=warps
+        *(h, delta, weight, total, out, h.stride(0), delta.stride(0), eps),
+        D=d,
+        BLOCK=block,
+        num_warps=warps,
+        **dependent_launch(h.device),
     )
     return total, out
 
@@ -150,7 +161,9 @@ def qk_norm_rope_kernel(
     BLOCK_HALF: tl.constexpr,
     BLOCK_REST: tl.constexpr,  # 0: every dim is rotated
     ROWS: tl.constexpr,
+    PDL: tl.constexpr,
 ) -> None:
+    wait_for_inputs(PDL)
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     head, token = row % n_heads, (row // n_heads).to(tl.int64)
     x += (token * token_stride + head * head_stride)[:, None]
@@ -220,6 +233,7 @@ def qk_norm_rope(x: Tensor, weight: Tensor, eps: float, cos: Tensor, sin: Tensor
         BLOCK_REST=block_rest,
         ROWS=rows,
         num_warps=4,
+        **dependent_launch(x.device),
     )
     return out
 
@@ -235,7 +249,9 @@ def act_and_mul_kernel(
     row_stride,
     GELU: tl.constexpr,
     BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
 ) -> None:
+    wait_for_inputs(PDL)
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = column < n_columns
@@ -259,7 +275,9 @@ def output_gate_kernel(
     PER_HEAD: tl.constexpr,
     SOFTPLUS: tl.constexpr,
     BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
 ) -> None:
+    wait_for_inputs(PDL)
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = column < n_columns
@@ -287,7 +305,11 @@ def act_and_mul(x: Tensor, activation: str) -> Tensor:
     assert x.stride(1) == 1
     out = torch.empty((tokens, f), dtype=x.dtype, device=x.device)
     act_and_mul_kernel[(tokens, triton.cdiv(f, TILE))](
-        x, out, f, x.stride(0), GELU=activation == "gelu_tanh", BLOCK=TILE, num_warps=4
+        *(x, out, f, x.stride(0)),
+        GELU=activation == "gelu_tanh",
+        BLOCK=TILE,
+        num_warps=4,
+        **dependent_launch(x.device),
     )
     return out
 
@@ -318,5 +340,6 @@ def output_gate(out: Tensor, gate: Tensor, kind: str) -> Tensor:
         SOFTPLUS=kind == "softplus",
         BLOCK=TILE,
         num_warps=4,
+        **dependent_launch(out.device),
     )
     return result

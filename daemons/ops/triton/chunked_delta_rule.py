@@ -19,6 +19,7 @@ from torch import Tensor
 
 from daemons.ops.delta_rule import CHUNK
 from daemons.ops.operations import GatedDeltaNetParams
+from daemons.ops.triton.dependent_launch import dependent_launch
 from daemons.ops.triton.recurrent_delta_rule import causal_conv1d_kernel, conv1d_options
 
 VALUES = 32
@@ -261,6 +262,7 @@ def chunked_gated_delta_net(
     causal_conv1d_kernel[(2 * m.n_key + m.n_value, rows)](
         *(y, qkv, gates, conv_states, ids, ids, m.conv_weight, m.decay_rates, m.dt_bias, n, y.stride(0)),
         **conv1d_options(*heads, conv_width, keep=False),
+        **dependent_launch(y.device),
     )
     delta_rule_solve_kernel[(m.n_value, n_chunks, n_slices)](
         *(qkv, gates, pairs, decays, n, offset), **solve_options(*heads, precision)

@@ -24,6 +24,7 @@ from daemons.ops.triton.codes import (
     spread_bits,
     upper_bits,
 )
+from daemons.ops.triton.dependent_launch import dependent_launch, wait_for_inputs
 from daemons.ops.triton.gemv_float16 import FLOAT16_KINDS, packed_gemv_float16
 from daemons.ops.triton.split_k import GemvConfig, GemvTile, gemv_config, reduce_splits, rows_per_program, split_buffer
 from daemons.weights.packed import PackedWeights, tile_bytes
@@ -131,12 +132,14 @@ def _add_chunk_q4(
 def gemv_kernel(
     x, sums, codes, high, scales, steps, experts, out, n_rows, n_out, n_chunks, width, n_splits, pairs_per_row,
     KIND: tl.constexpr, TILE: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, PADDED: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """Program (i, s, z): BN columns of the product, split s of the chunks, all rows.  ``out`` [n_splits, rows, n_out].
 
     TILE: bytes of a tile.  With ``experts`` [pairs], row z of the result is row z // pairs_per_row of x times matrix
     experts[z].
     """
+    wait_for_inputs(PDL)
     L: tl.constexpr = 16 if KIND == "Q6_K" else 32
     GROUPS: tl.constexpr = 256 // L
     WIDTH: tl.constexpr = BM if experts is None else 1
@@ -178,8 +181,11 @@ def gemv_kernel(
 
 
 @triton.jit(do_not_specialize=["n_rows"])
-def group_sums_kernel(x, sums, n_rows, n_groups, width, L: tl.constexpr, BM: tl.constexpr, BLOCK: tl.constexpr):
+def group_sums_kernel(
+    x, sums, n_rows, n_groups, width, L: tl.constexpr, BM: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
+):
     """Program (i, z): sums of x over BLOCK groups, for BM rows.  ``sums`` [z, n_groups, BM]; zero outside x."""
+    wait_for_inputs(PDL)
     group = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     row = tl.program_id(1) * BM + tl.arange(0, BM)
     at = row[None, :].to(tl.int64) * width + group[:, None] * L
@@ -215,7 +221,14 @@ def packed_gemv(
         n_groups, blocks = n_chunks * CHUNK // size, triton.cdiv(n_rows, block_rows)
         sums = torch.empty(blocks, n_groups, block_rows, dtype=torch.float32, device=x.device)
         grid = (triton.cdiv(n_groups, SUM_BLOCK), blocks)
-        group_sums_kernel[grid](x, sums, n_rows, n_groups, width, size, block_rows, SUM_BLOCK, num_warps=4)
+        group_sums_kernel[grid](
+            *(x, sums, n_rows, n_groups, width),
+            L=size,
+            BM=block_rows,
+            BLOCK=SUM_BLOCK,
+            num_warps=4,
+            **dependent_launch(x.device),
+        )
     config = config or gemv_config(GemvTile(), n_deep, n_out, n_chunks, x.device)
     out = x.new_empty(n_results, n_out)
     parts = split_buffer(out, config.n_splits)
@@ -223,7 +236,7 @@ def packed_gemv(
         x, sums, packed.codes, packed.high, packed.scales, packed.steps, experts, parts,
         n_results, n_out, n_chunks, width, config.n_splits, pairs_per_row,
         KIND=kind, TILE=tile_bytes(kind), BM=max(block_rows, 8), BN=config.columns, PADDED=width % CHUNK != 0,
-        num_warps=config.n_warps, num_stages=config.n_stages,
+        num_warps=config.n_warps, num_stages=config.n_stages, **dependent_launch(x.device),
     )  # fmt: skip
     reduce_splits(parts, out)
     return out

@@ -13,6 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from daemons.ops.triton.codes import bitcast_float16, d_dmin_of, fifth_bits, low_float16, spread_bits
+from daemons.ops.triton.dependent_launch import dependent_launch, wait_for_inputs
 from daemons.ops.triton.split_k import GemvConfig, GemvTile, gemv_config, reduce_splits, rows_per_program, split_buffer
 from daemons.weights.packed import PackedWeights, tile_bytes
 from lucevisor.model.quant_types import CHUNK
@@ -83,8 +84,10 @@ def _dot_minima(scale_at, total, BN: tl.constexpr, FMA: tl.constexpr):
 def gemv_float16_kernel(
     x, factors, totals, codes, high, scales, experts, out, n_rows, n_out, n_chunks, n_splits, pairs_per_row,
     KIND: tl.constexpr, TILE: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, FMA: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """As ``gemv_kernel``, for ``x``, ``factors`` and ``totals`` from :func:`gemv_float16_prepare_kernel`."""
+    wait_for_inputs(PDL)
     WIDTH: tl.constexpr = BM if experts is None else 1
     columns = tl.program_id(0) * BN + tl.arange(0, BN)
     weight_row = tl.minimum(columns, n_out - 1)
@@ -142,7 +145,7 @@ def gemv_float16_kernel(
 
 @triton.jit(do_not_specialize=["n_rows"])
 def gemv_float16_prepare_kernel(
-    x, numbers, factors, totals, n_rows, n_chunks, width, BM: tl.constexpr, ROWS: tl.constexpr
+    x, numbers, factors, totals, n_rows, n_chunks, width, BM: tl.constexpr, ROWS: tl.constexpr, PDL: tl.constexpr
 ):
     """Program (c, r): scale chunk c of ROWS rows of x [T, width] to float16.
 
@@ -150,6 +153,7 @@ def gemv_float16_prepare_kernel(
     [blocks, n_chunks, BM], powers of two, and ``totals`` float16 [blocks, n_chunks, BM, 16]: sums of numbers over the
     eight groups of 32, then their rounding errors.
     """
+    wait_for_inputs(PDL)
     chunk = tl.program_id(0)
     row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, 256)[None, :]
@@ -199,7 +203,11 @@ def packed_gemv_float16(
     factors = torch.empty(blocks, n_chunks, block_rows, dtype=torch.float32, device=x.device)
     totals = torch.empty(blocks, n_chunks, block_rows, 16, dtype=torch.float16, device=x.device)
     gemv_float16_prepare_kernel[(n_chunks, triton.cdiv(n_rows, PREPARE_ROWS))](
-        x, numbers, factors, totals, n_rows, n_chunks, width, block_rows, PREPARE_ROWS, num_warps=4
+        *(x, numbers, factors, totals, n_rows, n_chunks, width),
+        BM=block_rows,
+        ROWS=PREPARE_ROWS,
+        num_warps=4,
+        **dependent_launch(x.device),
     )
     n_deep = 1 if experts is None else experts.shape[0]
     n_results = n_rows if experts is None else n_deep
@@ -210,7 +218,7 @@ def packed_gemv_float16(
         numbers, factors, totals, packed.codes, packed.high, packed.scales, experts, parts,
         n_results, n_out, n_chunks, config.n_splits, pairs_per_row,
         KIND=kind, TILE=tile_bytes(kind), BM=max(block_rows, 8), BN=config.columns, FMA=fma_backend(x.device),
-        num_warps=config.n_warps, num_stages=config.n_stages,
+        num_warps=config.n_warps, num_stages=config.n_stages, **dependent_launch(x.device),
     )  # fmt: skip
     reduce_splits(parts, out)
     return out

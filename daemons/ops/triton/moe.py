@@ -13,6 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from daemons.ops.router import MIN_WEIGHT_SUM, RoutedExperts, Router
+from daemons.ops.triton.dependent_launch import dependent_launch, wait_for_inputs
 
 ROUTER_ROWS = 2
 """Rows of the router's matrix per program: few, so that all multiprocessors read it."""
@@ -23,8 +24,11 @@ COMBINE_BLOCK = 256
 
 
 @triton.jit
-def router_gemv_kernel(x, weight, out, n_scores, E: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+def router_gemv_kernel(
+    x, weight, out, n_scores, E: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
+):
     """Program (i, t): ROWS products of row t of x [T, E].  ``weight`` float32 [n_scores, E], ``out`` [T, n_scores]."""
+    wait_for_inputs(PDL)
     token = tl.program_id(1).to(tl.int64)
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     weight_row = tl.minimum(row, n_scores - 1)[:, None] * E
@@ -54,8 +58,10 @@ def router_topk_kernel(
     SIGMOID: tl.constexpr,
     NORMALISE: tl.constexpr,
     HAS_SHARED_GATE: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """Program t: the top-k experts of row t.  Ties go to the first expert."""
+    wait_for_inputs(PDL)
     token = tl.program_id(0).to(tl.int64)
     index = tl.arange(0, BLOCK)
     mask = index < X
@@ -102,8 +108,10 @@ def moe_combine_kernel(
     shared_stride,
     K: tl.constexpr,
     BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """Program (t, i): BLOCK columns of row t, summed in the order of the weights."""
+    wait_for_inputs(PDL)
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = column < n_columns
@@ -130,7 +138,12 @@ def router_gemv(x: Tensor, weight: Tensor) -> Tensor:
     out = torch.empty(tokens, n_scores, dtype=torch.float32, device=x.device)
     block = min(ROUTER_BLOCK, triton.next_power_of_2(width))
     router_gemv_kernel[(triton.cdiv(n_scores, ROUTER_ROWS), tokens)](
-        x, weight, out, n_scores, E=width, ROWS=ROUTER_ROWS, BLOCK=block, num_warps=4
+        *(x, weight, out, n_scores),
+        E=width,
+        ROWS=ROUTER_ROWS,
+        BLOCK=block,
+        num_warps=4,
+        **dependent_launch(x.device),
     )
     return out
 
@@ -159,6 +172,7 @@ def select_experts(router: Router, scores: Tensor) -> RoutedExperts:
         NORMALISE=router.normalise,
         HAS_SHARED_GATE=router.has_shared_gate,
         num_warps=1,
+        **dependent_launch(scores.device),
     )
     return RoutedExperts(experts, weights, shared_gate)
 
@@ -184,5 +198,6 @@ def moe_combine(results: Tensor, weights: Tensor, shared: Tensor | None, shared_
         K=k,
         BLOCK=COMBINE_BLOCK,
         num_warps=4,
+        **dependent_launch(results.device),
     )
     return out

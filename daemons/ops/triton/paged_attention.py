@@ -22,6 +22,7 @@ import triton.language as tl
 from torch import Tensor
 
 from daemons.ops.paged import PagedTensor, Q8Pages
+from daemons.ops.triton.dependent_launch import dependent_launch, wait_for_inputs
 from lucevisor.model.values import PAGE_TOKENS, Q8_GROUP
 
 PROGRAMS_PER_PROCESSOR = 2
@@ -74,13 +75,14 @@ def paged_attention_kernel(
     scale, softcap, window, n, n_splits, n_rows, table_stride, token_stride, head_stride,
     K: tl.constexpr, G: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, DK_STORED: tl.constexpr,
     DV_STORED: tl.constexpr, CAPPED: tl.constexpr, CAUSAL: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
-    WIDTH: tl.constexpr, VALUE_WIDTH: tl.constexpr,
+    WIDTH: tl.constexpr, VALUE_WIDTH: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One kv head of a slice, M query rows (token-major) and one split of its positions, N at a time.
 
     Writes the split's output, as a softmax of its own, to ``partials`` [splits, n_rows, K G, DV] and the log2 of the
     sum of its weights to ``sums`` [splits, n_rows, K G].
     """
+    wait_for_inputs(PDL)
     b, kv = tl.program_id(2) // K, tl.program_id(2) % K
     split = tl.program_id(1)
     start = tl.load(starts + b).to(tl.int32)
@@ -137,11 +139,13 @@ def paged_attention_kernel(
 
 @triton.jit(do_not_specialize=["n_splits", "n_rows"])
 def paged_attention_merge_kernel(
-    partials, sums, out, n_splits, n_rows, D: tl.constexpr, SPLITS: tl.constexpr, WIDTH: tl.constexpr
-) -> None:
+    partials, sums, out, n_splits, n_rows,
+    D: tl.constexpr, SPLITS: tl.constexpr, WIDTH: tl.constexpr, PDL: tl.constexpr,
+) -> None:  # fmt: skip
     """WIDTH columns of a row of ``out`` [n_rows, D], merged from ``partials`` [splits, n_rows, D] and ``sums``
     [splits, n_rows], SPLITS at a time.
     """
+    wait_for_inputs(PDL)
     row, d = tl.program_id(0).to(tl.int64), tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
     top = tl.full([1], _LOWEST, tl.float32)
     total = tl.zeros([1], tl.float32)
@@ -291,11 +295,12 @@ def paged_attention(
         sums, scale, softcap, window or 1 << 30, n, n_splits, n_rows, tables.stride(0), q.stride(0), q.stride(1),
         K=n_kv_heads, G=group, D=d, DV=dv, DK_STORED=_numbers(keys).shape[3], DV_STORED=_numbers(values).shape[3],
         CAPPED=softcap > 0.0, CAUSAL=causal, M=tile.rows, N=tile.tokens, WIDTH=_tile_width(keys),
-        VALUE_WIDTH=_tile_width(values), num_warps=tile.n_warps, num_stages=tile.n_stages,
+        VALUE_WIDTH=_tile_width(values), num_warps=tile.n_warps, num_stages=tile.n_stages, **dependent_launch(q.device),
     )  # fmt: skip
     if n_splits > 1:
         width = min(64, triton.next_power_of_2(dv))
         paged_attention_merge_kernel[n_rows * n_heads, -(-dv // width)](
-            partials, sums, out, n_splits, n_rows * n_heads, D=dv, SPLITS=64, WIDTH=width, num_warps=4
-        )
+            partials, sums, out, n_splits, n_rows * n_heads, D=dv, SPLITS=64, WIDTH=width, num_warps=4,
+            **dependent_launch(q.device),
+        )  # fmt: skip
     return out

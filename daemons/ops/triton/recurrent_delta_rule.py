@@ -17,6 +17,7 @@ from torch import Tensor
 
 from daemons.ops.basic import l2_scale
 from daemons.ops.operations import MAX_DECODE_TOKENS, GatedDeltaNetParams
+from daemons.ops.triton.dependent_launch import dependent_launch, wait_for_inputs
 
 L2_EPS = 1e-6
 """Epsilon of the l2 norm of queries and keys."""
@@ -53,12 +54,14 @@ def causal_conv1d_kernel(
     CONV_WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
     KEEP: tl.constexpr,
+    PDL: tl.constexpr,
 ) -> None:
     """One head (of q, k, v) of one token: convolution, silu, l2 norm of q and k, gates of v.
 
     Grid [2 N_KEY + N_VALUE, B n].  Tokens run in parallel.  With KEEP, the windows after them go to their rows of
     ``conv_states``, except to the row that the slice's tokens read: :func:`delta_rule_recurrent_kernel` writes that.
     """
+    wait_for_inputs(PDL)
     head, token = tl.program_id(0), tl.program_id(1) % n
     row = tl.program_id(1).to(tl.int64)
     C: tl.constexpr = (2 * N_KEY + N_VALUE) * DIM
@@ -139,13 +142,14 @@ def delta_rule_recurrent_kernel(
     n,
     y_stride,
     N_KEY: tl.constexpr, N_VALUE: tl.constexpr, DIM: tl.constexpr, CONV_WIDTH: tl.constexpr, BLOCK: tl.constexpr,
-    WINDOW_CHANNELS: tl.constexpr, WINDOW_ROWS: tl.constexpr, TOKENS: tl.constexpr,
+    WINDOW_CHANNELS: tl.constexpr, WINDOW_ROWS: tl.constexpr, TOKENS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One value head of one slice: the delta rule over its n <= TOKENS tokens and the gated norm; keeps each S, and the
     conv window that replaces the one the slice read.
 
     Grid [N_VALUE, B].  Each program writes WINDOW_CHANNELS channels of the window, WINDOW_ROWS >= CONV_WIDTH - 1 rows.
     """
+    wait_for_inputs(PDL)
     j, b = tl.program_id(0), tl.program_id(1)
     C: tl.constexpr = (2 * N_KEY + N_VALUE) * DIM
     state, first = tl.load(ids + b), b.to(tl.int64) * n
@@ -244,9 +248,11 @@ def recurrent_gated_delta_net(
     causal_conv1d_kernel[(2 * m.n_key + m.n_value, rows)](
         *(y, qkv, gates, conv_states, ids, kept, m.conv_weight, m.decay_rates, m.dt_bias, n, y.stride(0)),
         **conv1d_options(*sizes, keep=True),
+        **dependent_launch(y.device),
     )
     delta_rule_recurrent_kernel[(m.n_value, n_slices)](
         *(y, qkv, gates, out, conv_states, states, ids, kept, m.norm.weight, m.norm.epsilon, n, y.stride(0)),
         **recurrent_options(*sizes),
+        **dependent_launch(y.device),
     )
     return out

@@ -13,6 +13,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from daemons.ops.triton.dependent_launch import dependent_launch, wait_for_inputs
+
 WARPS_PER_PROCESSOR = 36
 """Warps per multiprocessor that splitting aims for: enough to hide memory latency."""
 MIN_CHUNKS = 2
@@ -20,8 +22,9 @@ MIN_CHUNKS = 2
 
 
 @triton.jit(do_not_specialize=["n_splits", "size"])
-def split_sum_kernel(parts, out, n_splits, size, BLOCK: tl.constexpr):
+def split_sum_kernel(parts, out, n_splits, size, BLOCK: tl.constexpr, PDL: tl.constexpr):
     """Program i: BLOCK numbers of ``out`` [size], the sum of ``parts`` [n_splits, size]."""
+    wait_for_inputs(PDL)
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     total = tl.zeros([BLOCK], tl.float32)
     for _ in range(n_splits):
@@ -78,4 +81,6 @@ def split_buffer(out: Tensor, n_splits: int) -> Tensor:
 def reduce_splits(parts: Tensor, out: Tensor) -> None:
     """Sum the splits of :func:`split_buffer` into ``out``."""
     if parts is not out:
-        split_sum_kernel[(triton.cdiv(out.numel(), 512),)](parts, out, parts.shape[0], out.numel(), 512, num_warps=4)
+        split_sum_kernel[(triton.cdiv(out.numel(), 512),)](
+            *(parts, out, parts.shape[0], out.numel()), BLOCK=512, num_warps=4, **dependent_launch(out.device)
+        )

@@ -92,6 +92,8 @@ static u32 (&what_was_put())[32][6] {
 static void __syncthreads() { meet(of_block, blockDim.x); }
 static void __syncwarp() { meet_warp([](u32*) {}); }
 
+template <int N> static void wait_for_team(int team) { meet(of_teams[team], N); }
+
 // ---- CUDA's own functions
 
 static u32 __float_as_uint(float f) { u32 u; memcpy(&u, &f, 4); return u; }
