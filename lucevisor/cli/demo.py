@@ -13,6 +13,7 @@ import click
 from lucevisor.cli.admin_client import AdminClient
 from lucevisor.cli.openai_client import connect
 from lucevisor.errors import ExitCode, LucevisorError
+from lucevisor.source_tree import locate
 
 if TYPE_CHECKING:
     from openai import OpenAI
@@ -25,12 +26,10 @@ QUESTIONS = [
 
 
 def demo_config() -> Path:
-    """etc/demo.toml of the source tree this package runs from."""
-    path = Path(__file__).resolve().parents[2] / "etc" / "demo.toml"
+    """etc/demo.toml, of the source tree or of the installed package."""
+    path = locate("etc") / "demo.toml"
     if not path.is_file():
-        raise LucevisorError(
-            f"{path} is not there: the demo needs the source tree; give another configuration with --config"
-        )
+        raise LucevisorError(f"{path} is missing: install lucevisor again, or give a configuration with --config")
     return path
 
 

@@ -16,6 +16,7 @@ from pathlib import Path
 import lucevisor
 from lucevisor.errors import LucevisorError
 from lucevisor.protocol.source_hash import SHARED_PACKAGES, source_hash
+from lucevisor.source_tree import locate
 
 _NAME = "staging"
 
@@ -35,12 +36,12 @@ def stage_packages(run_dir: Path) -> StagedPackages:
     """Create `run_dir/staging`, replacing that of an earlier run.
 
     Raises LucevisorError naming the path when `run_dir` belongs to another user, or when the `daemons` package is not
-    beside `lucevisor`.
+    there.
     """
     own = Path(lucevisor.__file__).resolve().parent
-    daemons = own.parent / "daemons"
+    daemons = locate("daemons")
     if not (daemons / "__main__.py").is_file():
-        raise LucevisorError(f"{daemons}: the daemons package is missing beside {own}; install lucevisor again")
+        raise LucevisorError(f"{daemons}: the daemons' code is missing; install lucevisor again")
     found = os.lstat(run_dir)
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid():
         raise LucevisorError(f"{run_dir} is not a directory of user {os.geteuid()}; remove it or set XDG_RUNTIME_DIR")

@@ -3,53 +3,24 @@ supervisor's."""
 
 from __future__ import annotations
 
-import importlib.metadata
-import re
 import subprocess
 import sys
-import venv
 from pathlib import Path
 
 import pytest
 import torch
 
+from tests.e2e.environments import make_environment
 from tests.e2e.service import GOLDEN, running, write_config
 from tests.families.golden import opened
 
 DAEMON_PACKAGES = ("torch", "numpy", "gguf", "msgspec")
 
 
-def closure(names: tuple[str, ...]) -> set[str]:
-    """Distributions that ``names`` need, as installed here, extras left out."""
-    found: set[str] = set()
-    todo = list(names)
-    while todo:
-        name = re.sub(r"[-_.]+", "-", todo.pop()).lower()
-        if name in found:
-            continue
-        try:
-            needs = importlib.metadata.distribution(name).requires or []
-        except importlib.metadata.PackageNotFoundError:
-            continue  # not needed on this platform
-        found.add(name)
-        todo += [re.split(r"[\s;<>=!~\[(]", n, maxsplit=1)[0] for n in needs if "extra ==" not in n]
-    return found
-
-
 @pytest.fixture(scope="module")
 def bare_python(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A virtual environment of its own with links to exactly those distributions."""
-    home = tmp_path_factory.mktemp("bare")
-    venv.create(home, with_pip=False)
-    site = next((home / "lib").glob("python*/site-packages"))
-    for name in closure(DAEMON_PACKAGES):
-        distribution = importlib.metadata.distribution(name)
-        tops = {f.parts[0] for f in distribution.files or [] if not f.parts[0].startswith(("..", "__pycache__"))}
-        for top in tops:
-            if (site / top).is_symlink():
-                continue  # a namespace package of several distributions: they lie in one directory
-            (site / top).symlink_to(Path(str(distribution.locate_file(top))))
-    return home / "bin" / "python"
+    """The interpreter of an environment with exactly those distributions."""
+    return make_environment(tmp_path_factory.mktemp("bare"), DAEMON_PACKAGES)
 
 
 def test_the_environment_is_bare(bare_python: Path) -> None:

@@ -1,0 +1,17 @@
+"""Where the parts of the source tree outside this package are: beside it, or inside it where a wheel was installed.
+
+The wheel has `daemons` as `lucevisor/_daemons`, so that the supervisor's environment has no importable package of that
+name, and the demo as `lucevisor/_etc` (`[tool.hatch.build.targets.wheel]` in pyproject.toml).
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal
+
+
+def locate(part: Literal["daemons", "etc"]) -> Path:
+    """Return the directory of a part; it does not exist where the installation is broken."""
+    own = Path(__file__).resolve().parent
+    installed = own / f"_{part}"
+    return installed if installed.is_dir() else own.parent / part
