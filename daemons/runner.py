@@ -25,6 +25,7 @@ from daemons.identities import expect, unchanged
 from daemons.models.stage import LoadedStage
 from daemons.pulse import Reporter
 from daemons.sampling import Sampler
+from daemons.scoring import score
 from daemons.snapshots.state_map import DraftPools, StateMap
 from daemons.warm import warm_up, warm_up_draft
 from lucevisor.model.families import read_spec
@@ -40,6 +41,7 @@ from lucevisor.protocol.steps import (
     DraftStep,
     OpenSequence,
     Sampled,
+    Scored,
     Slice,
     Step,
     StepResult,
@@ -163,6 +165,7 @@ class ModelRunner:
         payload: list[Tensor] = []
         segments: list[tuple[str, list[int]]] = []
         sampled: list[Sampled] = []
+        scored: list[Scored] = []
         n_tokens = step.n_tokens
         if n_tokens:
             rows_in = None
@@ -177,12 +180,15 @@ class ModelRunner:
             if plan.target is not None:
                 self._boundaries[plan.target].write(step.region, out.rows)
             else:
+                scored = self._score(stage, step, out.rows)
                 sampled = self._sample(stage, step, out.rows, masks, payload, segments)
                 if not sampled:  # else drawing waited: steps are not queued on the device, and their time is known
                     devices.synchronize(stage.device)
         if plan.output and self._draft_inputs is not None:
             self._draft_inputs.keep_tokens(step, sampled)
-        result = StepResult(step.step_id, stage_index, sampled, time.monotonic() - started, wait_s, segments)
+        result = StepResult(
+            step.step_id, stage_index, sampled, time.monotonic() - started, wait_s, segments, scored=scored
+        )
         return StepOutput(result, payload)
 
     def _hand_over(self, plan: StagePlan, step: Step, captures: Tensor | None) -> None:
@@ -245,6 +251,12 @@ class ModelRunner:
                     self._sampler.close(operation.sequence)
             for slice_ in step.slices:
                 self._sampler.count(slice_.sequence, slice_.tokens[: slice_.n_context])
+
+    def _score(self, stage: LoadedStage, step: Step, rows: Tensor) -> list[Scored]:
+        if self._sampler is None or not any(s.scored for s in step.slices):
+            return []
+        states = self._sampler.states
+        return score(step.slices, partial(stage.logits, rows), lambda s: states[s].sampling.n_top_logprobs)
 
     def _sample(
         self,

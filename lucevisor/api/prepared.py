@@ -49,7 +49,7 @@ class GenerationOptions(msgspec.Struct, frozen=True, kw_only=True):
     ``echoes``: the text of each prompt if it is to be repeated, else empty.  ``stop_ids``: tokens that end the answer
     besides the model's own.  ``ignored``: names of parameters without effect.  ``show_reasoning``: the client wants its
     text; only the Messages API asks.  ``grammar``: what the output must be.  ``max_thinking_tokens`` None: no
-    limit of its own.
+    limit of its own.  ``score_prompt``: log-probabilities of the prompt's tokens are wanted, too.
     """
 
     sampling: Sampling
@@ -71,6 +71,7 @@ class GenerationOptions(msgspec.Struct, frozen=True, kw_only=True):
     show_reasoning: bool = True
     one_tool_call: bool = False
     echoes: tuple[str, ...] = ()
+    score_prompt: bool = False
     response: ResponseOptions | None = None
 
 

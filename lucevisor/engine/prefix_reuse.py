@@ -71,7 +71,7 @@ class PrefixReuse:
         """Return the cached prefix of a request; none if all its rows are wanted."""
         if record.probe is not None:
             return record.probe
-        if record.uncached or not self.index.enabled:
+        if record.computes_prompt or not self.index.enabled:
             return NO_MATCH
         use = record.prefix
         if use.lookup is None or use.lookup[0] != self.index.version:
@@ -85,7 +85,7 @@ class PrefixReuse:
         """
         if record.prefix.held:
             return True
-        if record.uncached or not self.index.enabled:
+        if record.computes_prompt or not self.index.enabled:
             return False
         reached = self.match(record).position + PAGE_TOKENS
         for other in running:

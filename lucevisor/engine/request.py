@@ -52,7 +52,8 @@ class GenerationRequest:
     among unfinished requests.  The engine lowers ``max_tokens`` to what context and pages
     allow.  ``turn_boundaries``: positions of the prompt where a chat turn ends, ascending; prefix slots checkpoint
     there.  ``key_id`` identifies its API key (never the key itself); keys get fair shares.  ``constraint``: what the
-    output must be; of this request alone.
+    output must be; of this request alone.  ``score_prompt``: tell the log-probabilities of the prompt's tokens, too,
+    with the FinishedEvent.
     """
 
     request_id: str
@@ -63,6 +64,15 @@ class GenerationRequest:
     turn_boundaries: tuple[int, ...] = ()
     key_id: str = ""
     constraint: Constraint | None = None
+    score_prompt: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class TokenScore:
+    """Log-probability of a token of the prompt, and the best (id, log-probability) pairs at its place."""
+
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,6 +132,7 @@ class FinishedEvent:
     timings: Timings
     error: RequestError | None = None
     stop_id: int | None = None
+    prompt_scores: tuple[TokenScore, ...] = ()  # of all tokens of the prompt but the first
 
 
 Event = TokenEvent | FinishedEvent

@@ -248,6 +248,7 @@ class Scheduler:
         one more for each accepted draft; tokens after the end of a request are dropped.
         """
         drawn = drawn_tokens(self.in_flight[0] if self.in_flight else None, result)
+        self.in_flight[0].take_scores(result.scored)
         scheduled = self.in_flight.popleft()
         self._backlog.answered(now)
         self._waits.applied(scheduled, drawn, self.running, now, idle=not self.in_flight)

@@ -19,6 +19,7 @@ from lucevisor.engine.request import (
     RequestError,
     RequestState,
     Timings,
+    TokenScore,
     Usage,
 )
 from lucevisor.kv.page_table import Growth, PageTable
@@ -113,6 +114,7 @@ class RequestRecord:
     probe: PrefixMatch | None = None  # an internal request: it starts from there, before others, and is not counted
     tokens: TokenBuffer = field(default_factory=TokenBuffer)
     mu: float | None = None  # where mirostat stands after the last token
+    scores: dict[int, TokenScore] = field(default_factory=dict)  # of the prompt's tokens, by position
     state: RequestState = RequestState.QUEUED
     live: LiveSequence | None = None
     n_in_flight: int = 0  # steps in flight that carry a slice of it
@@ -146,6 +148,15 @@ class RequestRecord:
     def n_generated(self) -> int:
         """Tokens generated so far, the stop id included."""
         return len(self.tokens) - len(self.request.prompt)
+
+    @property
+    def computes_prompt(self) -> bool:
+        """Whether all rows of its prompt are wanted, so that no cached prefix can stand for them."""
+        return self.uncached or self.request.score_prompt
+
+    def scored(self, start: int, stop: int) -> list[int]:
+        """Return the tokens behind positions ``[start, stop)`` whose log-probabilities are wanted."""
+        return [*self.tokens[start + 1 : min(stop + 1, len(self.request.prompt))]] if self.request.score_prompt else []
 
     def append(self, sampled: Sampled) -> None:
         """Add a sampled token."""
@@ -187,4 +198,5 @@ class RequestRecord:
             timings=Timings(started - self.submitted_at, first - started, now - first),
             error=error,
             stop_id=stop_id,
+            prompt_scores=tuple(self.scores[at] for at in sorted(self.scores)),
         )

@@ -9,9 +9,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from lucevisor.engine.constraint import Constraint, MaskJob
-from lucevisor.engine.request import RequestState
+from lucevisor.engine.request import RequestState, TokenScore
 from lucevisor.engine.sequence import LiveSequence, RequestRecord
-from lucevisor.protocol.steps import Drafted, Operation, Sampled, Slice, Step, StepResult
+from lucevisor.protocol.steps import Drafted, Operation, Sampled, Scored, Slice, Step, StepResult
 
 
 class WrongResult(Exception):
@@ -74,6 +74,7 @@ class ScheduledSlice:
             n_ahead=self.n_ahead,
             draft_from=draft_from,
             masked=self.samples and self.record.request.constraint is not None,
+            scored=self.record.scored(live.n_scheduled, self.stop),
         )
         live.drafted = None
         live.draft_states = [*self.states[1:]]
@@ -113,6 +114,15 @@ class ScheduledStep:
     def lives(self) -> dict[int, LiveSequence]:
         """The sequences of its slices, by id."""
         return {sequence: part.live for sequence, part in self.parts.items()}
+
+    def take_scores(self, scored: Sequence[Scored]) -> None:
+        """Give the requests the scores of their prompts.  Raises WrongResult, changing nothing, if others came."""
+        asked = {(s, part.slice.start + 1, len(part.slice.scored)) for s, part in self.parts.items()}
+        if {(one.sequence, one.start, len(one.logprobs)) for one in scored} != {one for one in asked if one[2]}:
+            raise WrongResult(f"step {self.step_id} asked for other scores than the result has")
+        for one in scored:
+            for at, (logprob, top) in enumerate(zip(one.logprobs, one.tops, strict=True), one.start):
+                self.parts[one.sequence].record.scores[at] = TokenScore(logprob, tuple(top))
 
     @property
     def n_ahead(self) -> int:

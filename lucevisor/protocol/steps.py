@@ -162,6 +162,7 @@ class Slice(msgspec.Struct, frozen=True, array_like=True):
     the state after the last token, in place.  ``n_ahead``: tokens to draft behind the one sampled last.
     ``draft_from``: the draft stage attends to positions from there on; it has no state of earlier ones.
     ``masked``: a Masks message says which tokens each of its rows may draw.
+    ``scored[i]``: the token that follows row i, whose log-probability is wanted.
     """
 
     sequence: int
@@ -173,6 +174,7 @@ class Slice(msgspec.Struct, frozen=True, array_like=True):
     n_ahead: int = 0
     draft_from: int = 0
     masked: bool = False
+    scored: list[int] = []
 
     @property
     def n_context(self) -> int:
@@ -227,6 +229,16 @@ class Sampled(msgspec.Struct, frozen=True, array_like=True):
     mu: float | None = None
 
 
+class Scored(msgspec.Struct, frozen=True, array_like=True):
+    """Log-probabilities of given tokens of a sequence from position ``start`` on, and of the best (id,
+    log-probability) pairs at each; their number is that of the sampled tokens."""
+
+    sequence: int
+    start: int
+    logprobs: list[float]
+    tops: list[list[tuple[int, float]]]
+
+
 class DraftStep(msgspec.Struct, frozen=True, array_like=True):
     """A step for the draft stage, after the output stage ran it: operations, then the drafter's state of all slices,
     then drafts where ``Slice.n_ahead`` asks for them.  Answered by a StepResult of the draft stage.
@@ -258,6 +270,7 @@ class StepResult(msgspec.Struct, frozen=True, array_like=True):
     wait_s: float = 0.0  # how long the compute thread waited for this plan
     segments: list[tuple[str, list[int]]] = []  # payload: (name, shape) of consecutive float32 arrays
     drafts: list[Drafted] = []  # of the draft stage
+    scored: list[Scored] = []  # of the output stage
 
 
 class Reset(msgspec.Struct, frozen=True):

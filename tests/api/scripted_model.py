@@ -27,6 +27,7 @@ from lucevisor.protocol.connection import Connection
 from lucevisor.protocol.loading import PoolSizes
 from lucevisor.protocol.states import LinkState, Role
 from lucevisor.protocol.steps import CloseSequence, Masks, OpenSequence, Sampled, Sampling, Step, StepResult
+from lucevisor.protocol.steps import Scored as PromptScores
 from lucevisor.text.template import ChatTemplate
 from lucevisor.text.tokenizer import Tokenizer
 
@@ -146,9 +147,12 @@ class ScriptedStage:
                 self.opened.append(self.sequences[operation.sequence])
             elif isinstance(operation, CloseSequence):
                 del self.sequences[operation.sequence]
-        sampled = []
+        sampled, scored = [], []
         for piece in step.slices:
             seen = self.sequences[piece.sequence]
+            if piece.scored:
+                tops = [[(token, -0.5)][: seen.sampling.n_top_logprobs] for token in piece.scored]
+                scored.append(PromptScores(piece.sequence, piece.start + 1, [-0.5] * len(tops), tops))
             seen.prompt += piece.tokens[: max(0, len(piece.tokens) if not seen.generated else 0)]
             if piece.sample:
                 token, scores = self.script(seen)
@@ -159,7 +163,7 @@ class ScriptedStage:
                     if n < 0
                     else Sampled(piece.sequence, token, dict(scores)[token], scores[:n])
                 )
-        return StepResult(step.step_id, 0, sampled, compute_s=0.25, wait_s=0.125)
+        return StepResult(step.step_id, 0, sampled, compute_s=0.25, wait_s=0.125, scored=scored)
 
 
 class Rig:

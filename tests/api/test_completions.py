@@ -88,6 +88,27 @@ class TestWhole:
         _, answer = await client.ask(PLAIN, {"prompt": ids_of("Hello"), "echo": True})
         assert answer["choices"][0]["text"] == "Hello b"
 
+    async def test_echo_with_logprobs(self, client):
+        client.rig.stage.script = say(" b")
+        prompt = "Once upon a time"
+        body = {"prompt": [prompt, prompt, "Hello"], "echo": True, "logprobs": 1, "n": 2}
+        for _ in range(2):  # a cached prefix has no log-probabilities: the prompt is computed again
+            _, answer = await client.ask(PLAIN, body)
+            assert [c["text"] for c in answer["choices"]] == [prompt + " b"] * 4 + ["Hello b"] * 2
+            for choice in answer["choices"]:
+                told = choice["logprobs"]
+                assert "".join(told["tokens"]) == choice["text"]
+                assert told["text_offset"] == [len("".join(told["tokens"][:i])) for i in range(len(told["tokens"]))]
+                n_prompt = len(ids_of(choice["text"].removesuffix(" b")))
+                assert told["token_logprobs"] == [None, *[-0.5] * (n_prompt - 1), -0.25]
+                assert told["top_logprobs"][0] is None
+                assert told["top_logprobs"][1:n_prompt] == [{t: -0.5} for t in told["tokens"][1:n_prompt]]
+
+    async def test_too_many_logprobs_of_a_prompt(self, client, monkeypatch):
+        monkeypatch.setattr("lucevisor.api.prompts.completions.MAX_PROMPT_SCORES", 10)
+        status, answer = await client.ask(PLAIN, {"prompt": ids_of("Hello") * 4, "echo": True, "logprobs": 2})
+        assert (status, answer["error"]["param"]) == (400, "logprobs")
+
 
 class TestStream:
     async def test_it_adds_up_to_the_whole(self, client):
@@ -133,7 +154,7 @@ class TestRefusals:
             ({"prompt": {}}, "prompt"),
             ({"prompt": [True]}, "prompt[0]"),
             ({"prompt": "x", "logprobs": 21}, "logprobs"),
-            ({"prompt": "x", "logprobs": 1, "echo": True}, "logprobs"),
+            ({"prompt": "x", "logprobs": 1, "echo": True, "stream": True}, "stream"),
             ({"prompt": "x", "best_of": 2}, "best_of"),
             ({"prompt": "x", "suffix": "y"}, "suffix"),
             ({"prompt": "x", "messages": []}, "messages"),

@@ -13,9 +13,12 @@ import numpy as np
 import pytest
 import torch
 
+from lucevisor.deployment.service import Service
+from lucevisor.engine.request import FinishedEvent, GenerationRequest, TokenScore
 from lucevisor.engine.rows import IdsOutput
 from lucevisor.model.families import open_spec
 from lucevisor.model.spec import ModelSpec
+from lucevisor.protocol.steps import Sampling
 from tests.e2e.service import GOLDEN, generate, running, write_config
 from tests.families.rounding import Bounds, assert_same_tokens, bounds
 
@@ -65,6 +68,40 @@ async def test_every_split_gives_the_golden_numbers(split: str, tmp_path: Path) 
             assert_same_tokens(qwen35()[0], p, found, wanted)
         pages = service.engine.statistics().pages
         assert {space: use.used for space, use in pages.items()} == dict.fromkeys(pages, 0)
+
+
+@pytest.mark.parametrize("groups", [{"a": 1}, {"a": 1, "b": 1}], ids=str)
+async def test_prompts_have_the_golden_log_probabilities(groups: dict[str, int], tmp_path: Path) -> None:
+    """Also where more prompts run than fit, so that some are preempted and computed again."""
+    golden = np.load(GOLDEN / "qwen35" / "golden.npz")
+    ids, logits = golden["input_ids"].tolist(), torch.from_numpy(golden["logits"])
+    wanted = torch.log_softmax(logits.double(), dim=-1)
+    allowed = 2 * qwen35()[1].logits.allowed  # of the token's own logit and of the sum of all
+    extra = '[engine]\ndtype = "float32"\nprefill_chunk = 64\nmax_sequences = 3\npages = 5\n'
+    ranges = ["0-8"] if len(groups) == 1 else ["0-5", "5-8"]
+    config = write_config(tmp_path, GOLDEN / "qwen35" / "model.gguf", groups, ranges, extra)
+
+    async def scores(service: Service, number: int) -> tuple[TokenScore, ...]:
+        assert service.engine is not None
+        sampling = Sampling(temperature=0.0, n_top_logprobs=2)
+        request = GenerationRequest(
+            request_id=str(number), prompt=ids, max_tokens=60, sampling=sampling, score_prompt=True
+        )
+        with service.engine.submit(request) as handle:
+            *_, last = [event async for event in handle]
+        assert isinstance(last, FinishedEvent)
+        return last.prompt_scores
+
+    async with running(config, tmp_path) as service:
+        found = await asyncio.gather(*(scores(service, i) for i in range(4)))
+        assert service.engine is not None
+        assert service.engine.statistics().preemptions
+    for one in found:
+        assert len(one) == len(ids) - 1
+        for at, (score, token) in enumerate(zip(one, ids[1:], strict=True)):
+            assert abs(score.logprob - float(wanted[at, token])) <= allowed[at]
+            assert len(score.top) == 2
+            assert score.top[0][1] == pytest.approx(float(wanted[at].max()), abs=float(allowed[at]))
 
 
 async def test_a_file_with_an_mtp_block_gives_the_same_numbers(tmp_path: Path) -> None:

@@ -56,6 +56,7 @@ def make_jobs(prepared: PreparedRequest, output: OutputOptions, ports: Ports, re
                 stop_ids=frozenset(options.stop_ids) | (frozenset() if options.ignore_eos else ports.tokenizer.eos_ids),
                 turn_boundaries=tuple(options.turn_ends[p]),
                 constraint=_constraint(prepared, output, ports, room),
+                score_prompt=options.score_prompt,
             )
             jobs.append(Job(request=request, processor=OutputProcessor(ports.tokenizer, output), new_prompt=i == 0))
     return jobs

@@ -135,7 +135,8 @@ class _Response:
             if item is not None:
                 index, event = item
                 choices[index] += self._read(index, event)
-        if sum(map(len, choices)) * (1 + self._n_scores()) <= _QUICK_RECORDS:
+        n_scored = sum(len(job.request.prompt) for job in self._plan.jobs if job.request.score_prompt)
+        if (sum(map(len, choices)) + n_scored) * (1 + self._n_scores()) <= _QUICK_RECORDS:
             return self._encoded(choices)
         return await asyncio.to_thread(self._encoded, choices)
 

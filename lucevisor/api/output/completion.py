@@ -11,8 +11,8 @@ from typing import ClassVar
 
 from lucevisor.api.errors import ApiError
 from lucevisor.api.output.envelope import Envelope
-from lucevisor.api.output.logprobs import completion_logprobs, encode_items
-from lucevisor.api.output.processor import ChoiceDelta, TokenRecord
+from lucevisor.api.output.logprobs import completion_logprobs, echoed_logprobs, encode_items
+from lucevisor.api.output.processor import ChoiceDelta
 from lucevisor.api.output.usage import UsageTotals
 from lucevisor.text.output_parser import ContentDelta
 from lucevisor.text.tokenizer import Tokenizer
@@ -22,7 +22,10 @@ _KIND = "text_completion"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CompletionFormatter:
-    """`n`: choices per prompt; `echoes`: the text of each prompt if it is to be repeated, else empty."""
+    """`n`: choices per prompt; `echoes`: the text of each prompt if it is to be repeated, else empty.
+
+    `scored`: the prompts, if log-probabilities of their tokens are wanted, else empty.
+    """
 
     envelope: Envelope
     tokenizer: Tokenizer
@@ -30,6 +33,7 @@ class CompletionFormatter:
     echoes: tuple[str, ...]
     logprobs: bool
     token_ids: bool
+    scored: Sequence[Sequence[int]] = ()
 
     named_events: ClassVar[bool] = False
 
@@ -58,6 +62,7 @@ class CompletionFormatter:
                 tuple(token for delta in deltas for token in delta.tokens),
                 tuple(token_id for delta in deltas for token_id in delta.token_ids),
                 deltas[-1].finish_reason,
+                prompt_scores=deltas[-1].prompt_scores,
             )
             told.append(self._choice(index, self._echo(index) + "".join(map(_text, deltas)), joined, full=True))
         return {**self.envelope.head(_KIND), "choices": told, "usage": totals.usage(), "timings": totals.timings_json()}
@@ -72,18 +77,22 @@ class CompletionFormatter:
         choice: dict[str, object] = {
             "index": index,
             "text": text,
-            "logprobs": self._logprobs(delta.tokens, full=full),
+            "logprobs": self._logprobs(index, delta, full=full),
             "finish_reason": delta.finish_reason,
         }
         if self.token_ids:
             choice["token_ids"] = list(delta.token_ids)
         return choice
 
-    def _logprobs(self, tokens: Sequence[TokenRecord], *, full: bool) -> object:
-        if not self.logprobs or not (tokens or full):
+    def _logprobs(self, index: int, delta: ChoiceDelta, *, full: bool) -> object:
+        if not self.logprobs or not (delta.tokens or full):
             return None
-        told = completion_logprobs(self.tokenizer, tokens)
-        return {**told, "top_logprobs": encode_items(told["top_logprobs"])} if full else told
+        if self.scored:
+            prompt, n_echo = self.scored[index // self.n], len(self._echo(index))
+            told = echoed_logprobs(self.tokenizer, prompt, delta.prompt_scores, delta.tokens, n_echo)
+        else:
+            told = completion_logprobs(self.tokenizer, delta.tokens)
+        return told | {"top_logprobs": encode_items(told["top_logprobs"])} if full else told
 
 
 def _text(delta: ChoiceDelta) -> str:

@@ -8,10 +8,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import msgspec
 
 from lucevisor.api.output.processor import TokenRecord
+from lucevisor.engine.request import TokenEvent, TokenScore
+from lucevisor.text.detokenizer import Detokenizer
 from lucevisor.text.tokenizer import Tokenizer
 
 LEAST = -9999.0
@@ -40,7 +43,7 @@ def chat_logprobs(tokenizer: Tokenizer, tokens: Iterable[TokenRecord]) -> dict[s
     return {"content": content, "refusal": None}
 
 
-def completion_logprobs(tokenizer: Tokenizer, tokens: Sequence[TokenRecord]) -> dict[str, object]:
+def completion_logprobs(tokenizer: Tokenizer, tokens: Sequence[TokenRecord]) -> dict[str, list[Any]]:
     """Return a plain completion's `logprobs`; offsets count from the start of the generated text."""
     tops = []
     for t in tokens:
@@ -55,6 +58,28 @@ def completion_logprobs(tokenizer: Tokenizer, tokens: Sequence[TokenRecord]) -> 
         "top_logprobs": tops,
         "text_offset": [t.offset for t in tokens],
     }
+
+
+def echoed_logprobs(
+    tokenizer: Tokenizer,
+    prompt: Sequence[int],
+    scores: Sequence[TokenScore],
+    tokens: Sequence[TokenRecord],
+    n_echo: int,
+) -> dict[str, list[Any]]:
+    """Return `logprobs` of an echoed prompt and its completion; the first token has none, as nothing is before it.
+
+    `n_echo`: characters of the echo; offsets count from its start.
+    """
+    records, text, at = list[TokenRecord](), Detokenizer(tokenizer), 0
+    for token, score in zip(prompt, [TokenScore(0.0), *scores], strict=True):
+        records.append(TokenRecord(TokenEvent(token, score.logprob, score.top), at))
+        at += len(text.push(token))
+    told = completion_logprobs(tokenizer, records)
+    of_answer = completion_logprobs(tokenizer, tokens)
+    told["token_logprobs"][0] = told["top_logprobs"][0] = None
+    of_answer["text_offset"] = [n_echo + offset for offset in of_answer["text_offset"]]
+    return {name: told[name] + of_answer[name] for name in told}
 
 
 def encode_items(items: object) -> list[msgspec.Raw]:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from lucevisor.engine.request import FinishedEvent, RequestError, TokenEvent
+from lucevisor.engine.request import FinishedEvent, RequestError, TokenEvent, TokenScore
 from lucevisor.text.detokenizer import Detokenizer
 from lucevisor.text.output_parser import ContentDelta, OutputEvent, OutputParser, ReasoningDelta, ToolCallDelta
 from lucevisor.text.stop import StopMatcher
@@ -40,7 +40,7 @@ class ChoiceDelta:
     """What one or several tokens added to a choice.  `event` is None where they added nothing that is shown.
 
     `token_ids` are the ids of `tokens`, and at the end the id that ended the choice.  `stop` is the stop string that
-    ended it, if one did.
+    ended it, if one did.  `prompt_scores`: at the end, of all tokens of the prompt but the first, if wanted.
     """
 
     event: OutputEvent | None
@@ -48,6 +48,7 @@ class ChoiceDelta:
     token_ids: tuple[int, ...] = ()
     finish_reason: FinishReason | None = None
     stop: str | None = None
+    prompt_scores: tuple[TokenScore, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,7 +129,8 @@ class OutputProcessor:
         if event.stop_id is not None and not cut:
             self._n_tokens += 1
             end_ids += (event.stop_id,)
-        deltas.append(ChoiceDelta(None, tuple(self._held), end_ids, self._reason(event, cut), self._stop.matched))
+        reason, scores = self._reason(event, cut), event.prompt_scores
+        deltas.append(ChoiceDelta(None, tuple(self._held), end_ids, reason, self._stop.matched, scores))
         self._held.clear()
         told = event.usage
         n_accepted = self._n_accepted if cut else told.accepted_tokens

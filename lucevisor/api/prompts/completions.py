@@ -15,7 +15,7 @@ from lucevisor.api.prompts.checks import check_choices, check_common, check_leng
 from lucevisor.api.prompts.constraint import output_grammar, requested_form
 from lucevisor.api.prompts.decoding import ignored, to_record
 from lucevisor.api.prompts.sampling import n_top_logprobs, random_seed, sampling_params
-from lucevisor.api.prompts.schemas import MAX_ECHO_CHARS, CompletionBody
+from lucevisor.api.prompts.schemas import MAX_ECHO_CHARS, MAX_PROMPT_SCORES, CompletionBody
 from lucevisor.text.tokenizer import Tokenizer
 
 
@@ -24,12 +24,15 @@ def read_completion(fields: dict[str, Any], ports: Ports) -> PreparedRequest:
     body = to_record(CompletionBody, fields)
     check_common(body, ports)
     n_top = n_top_logprobs(body, body.logprobs, "logprobs")
-    if body.echo and n_top >= 0:
+    score_prompt = bool(body.echo) and n_top >= 0
+    if score_prompt and body.stream:
         raise bad_parameter(
-            "logprobs", "are not available for an echoed prompt; send echo or logprobs, not both", "unsupported_value"
+            "stream", "true is not available with echo and logprobs; leave one of them out", "unsupported_value"
         )
     n = check_choices(body.n, count_prompts(body.prompt))
     prompts = read_prompts(body.prompt, ports)
+    if score_prompt:
+        _check_scores(prompts, n, n_top)
     options = GenerationOptions(
         sampling=sampling_params(body, ports, random_seed(), n_top),
         turn_ends=[[] for _ in prompts],
@@ -45,6 +48,7 @@ def read_completion(fields: dict[str, Any], ports: Ports) -> PreparedRequest:
         token_ids=bool(body.return_token_ids),
         logprobs=n_top >= 0,
         echoes=_echoes(prompts, n, ports.tokenizer) if body.echo else (),
+        score_prompt=score_prompt,
     )
     return PreparedRequest(options, [tuple(prompt.ids) for prompt in prompts])
 
@@ -66,6 +70,15 @@ def _echoes(prompts: list[Prompt], n: int, tokenizer: Tokenizer) -> tuple[str, .
             f"would repeat {n_chars} characters, more than {MAX_ECHO_CHARS}; leave it out or request fewer choices",
         )
     return echoes
+
+
+def _check_scores(prompts: list[Prompt], n: int, n_top: int) -> None:
+    n_scores = n * (1 + n_top) * sum(len(prompt.ids) for prompt in prompts)
+    if n_scores > MAX_PROMPT_SCORES:
+        reason = (
+            f"of the prompts would be {n_scores}, more than {MAX_PROMPT_SCORES}; request fewer, or of fewer choices"
+        )
+        raise bad_parameter("logprobs", reason)
 
 
 def count_prompts(prompt: str | list[str | int | list[int]]) -> int:

@@ -32,6 +32,7 @@ def plan_completion(prepared: PreparedRequest, ports: Ports, response: ResponseI
         echoes=options.echoes,
         logprobs=options.logprobs,
         token_ids=options.token_ids,
+        scored=prepared.prompts if options.score_prompt else (),
     )
     jobs = make_jobs(prepared, OutputOptions(stops=options.stops), ports, response)
     return GenerationPlan(
