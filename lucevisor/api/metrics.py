@@ -215,10 +215,11 @@ def _recovery(now: RecoveryStatistics) -> Iterator[Metric]:
         _P + "recovered_sequences", "Requests that were running at a loss and went on.", value=now.n_sequences
     )
     tokens = CounterMetricFamily(
-        _P + "recovered_tokens", "Their tokens computed again: by lost stages alone, or by all.", labels=["how"]
+        _P + "recovered_tokens", "Their tokens: computed again by lost stages alone or by all, or kept.", labels=["how"]
     )
     tokens.add_metric(["rebuilt"], now.n_rebuilt)
     tokens.add_metric(["recomputed"], now.n_tokens)
+    tokens.add_metric(["kept"], now.n_kept)
     yield tokens
 
 

@@ -184,6 +184,7 @@ def _recovery(now: RecoveryStatistics) -> dict[str, Any]:
         "rebuilding_tokens": {"done": now.rebuilding[0], "of": now.rebuilding[1]},
         "rebuilt_tokens": now.n_rebuilt,
         "recomputed_tokens": now.n_tokens,
+        "kept_tokens": now.n_kept,
     }
 
 

@@ -85,9 +85,9 @@ def restart(group: str | None, rolling: bool, now: bool, name: str | None, socke
 def _recovered(before: dict[str, Any], now: dict[str, Any]) -> str:
     """What became of the requests that ran."""
     paused_s = sum(now["pause_s"].values()) - sum(before["pause_s"].values())
-    names = ("sequences", "rebuilt_tokens", "recomputed_tokens")
-    sequences, rebuilt, recomputed = (now[name] - before[name] for name in names)
+    names = ("sequences", "kept_tokens", "rebuilt_tokens", "recomputed_tokens")
+    sequences, kept, rebuilt, recomputed = (now[name] - before[name] for name in names)
     if not sequences:
         return f"no request was running; new ones waited {paused_s:.1f} s"
-    done = f"{rebuilt} tokens rebuilt by the restarted groups alone, {recomputed} computed again by all"
+    done = f"{kept} tokens kept, {rebuilt} computed again by the restarted groups alone, {recomputed} by all"
     return f"requests paused {paused_s:.1f} s in all; sequences that went on: {sequences}; {done}"

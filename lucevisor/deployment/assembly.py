@@ -42,6 +42,7 @@ class PipelineAssembly:
             self._draft = DraftAssembly(engine, draft_group, alone=alone, with_output=with_output, on_change=on_change)
         self._links: dict[str, Link] = {}
         self._lost: set[str] = set()  # groups whose stages the pipeline has lost
+        self._kept: set[str] = set()  # of the daemons there are, those that took over the state of their predecessors
         self._resetting: set[str] = set()
         self._token = 0  # of the last Reset
         self._pipeline: Pipeline | None = None
@@ -63,8 +64,8 @@ class PipelineAssembly:
         drafter = {self._draft.group} if self._draft is not None and self._draft.resetting else set()
         return frozenset(self._resetting | drafter)
 
-    def ready(self, group: str, link: Link, *, with_draft: bool = False) -> None:
-        """A daemon finished loading; ``with_draft``: the drafter, too."""
+    def ready(self, group: str, link: Link, *, with_draft: bool = False, kept: bool = False) -> None:
+        """A daemon finished loading; ``with_draft``: the drafter, too; ``kept``: it has the state that was frozen."""
         if self._closed:  # it was loading when the supervisor was told to stop
             return
         if self._draft is not None and group == self._draft.group and with_draft:
@@ -72,6 +73,8 @@ class PipelineAssembly:
         if group not in self._stage_groups:
             return
         self._links[group] = link
+        if kept:
+            self._kept.add(group)
         if set(self._links) == set(self._stage_groups):
             self._reset(self._lost or self._links.keys())
 
@@ -79,6 +82,7 @@ class PipelineAssembly:
         """A daemon is gone or going.  Of one that runs the drafter alone, requests notice nothing."""
         if group in self._stage_groups:
             known = self._links.pop(group, None) is not None
+            self._kept.discard(group)
             self._resetting.clear()
             if known or group not in self._lost:  # else a dead link was told of before
                 self._lose(group, RequestError("shard_lost", _lost(group, reason)))
@@ -142,12 +146,13 @@ class PipelineAssembly:
             return
         links = {stage: self._links[g] for stage, g in enumerate(self._stage_groups) if g in self._lost}
         log.info("rebuilding", groups=sorted(self._lost))
-        if not self._engine.restore(links, self._restored):
+        if not self._engine.restore(links, self._restored, kept=self._lost <= self._kept):
             self._restored(False)  # it gave up meanwhile
 
     def _restored(self, rebuilt: bool) -> None:
         """The engine rebuilt the lost stages, or detached the pipeline since it cannot."""
         lost, self._lost = self._lost, set()
+        self._kept.clear()
         if rebuilt:
             log.info("rebuilt", groups=sorted(lost))
             if self._draft is not None and self._draft.group in lost:

@@ -10,7 +10,8 @@ Invariant: what a daemon says reaches the deployment that started it, and no oth
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterator, Mapping
+import time
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping
 from dataclasses import dataclass
 
 import structlog
@@ -22,10 +23,12 @@ from lucevisor.deployment.placing import PlacementOnce
 from lucevisor.deployment.served_model import ServedModel
 from lucevisor.deployment.served_weights import ServedWeights
 from lucevisor.deployment.speeds import speeds_for
+from lucevisor.deployment.state_memory import StateMemory
 from lucevisor.deployment.watchdog import Work, watch
 from lucevisor.engine.core import Engine
 from lucevisor.engine.pipeline import PipelineFailure
 from lucevisor.engine.request import RequestError
+from lucevisor.engine.standstill import FrozenState
 from lucevisor.errors import LucevisorError
 from lucevisor.placement.planner import plan
 from lucevisor.placement.result import Infeasible, Placement
@@ -50,12 +53,13 @@ class DeploymentHooks:
     """What the owner of a deployment gives and hears; all are called from the event loop.
 
     ``on_placed`` is called once, before any daemon loads: the moment to call ``serve`` unless another deployment
-    serves.  ``drain`` lets running requests end before a daemon is restarted.  ``on_change``: ``complete`` may have
+    serves.  ``drain`` brings requests to rest before a daemon is restarted, and returns what the shards hold then, if
+    its successor may take it over.  ``on_change``: ``complete`` may have
     changed, or a daemon was lost.
     """
 
     on_placed: Callable[[Deployment], None]
-    drain: Callable[[], Awaitable[None]]
+    drain: Callable[[], Awaitable[FrozenState | None]]
     on_change: Callable[[], None]
     on_state: Callable[[str, State, str], None]
     on_progress: Callable[[str, Progress], None]
@@ -85,10 +89,11 @@ class Deployment:
         self._draft_loaded = False  # by its READY group
         self._draft_problem = ""  # why its group runs without it
         self._detached = ""  # why the engine stopped using it
+        self._handed: dict[str, StateMemory] = {}  # by group, for its next daemon
         self._engine: Engine | None = None
         self._assembly: PipelineAssembly | None = None
         self._watchdog: asyncio.Task[None] | None = None
-        self._drains: set[asyncio.Task[None]] = set()  # the loop itself holds tasks weakly
+        self._tasks: set[asyncio.Task[None]] = set()  # the loop itself holds tasks weakly
         callbacks = Callbacks(
             make_load=self._make_load,
             check_loaded=self._check_loaded,
@@ -130,6 +135,8 @@ class Deployment:
         self._placing.cancel()
         for buffer in self.buffers.values():
             buffer.close()
+        for memory in self._handed.values():
+            memory.close()
 
     # ---- serving
 
@@ -262,7 +269,10 @@ class Deployment:
             with_draft = self._draft_loaded = not self._draft_problem
         if self.transfers is not None:
             self.transfers.ready(group, link)
-        if self._assembly is not None:
+        memory = self._handed.pop(group, None)
+        if memory is not None:
+            self._begin(self._take_over(group, link, memory, with_draft=with_draft), f"state for {group}")
+        elif self._assembly is not None:
             self._assembly.ready(group, link, with_draft=with_draft)
 
     def _on_lost(self, group: str, reason: str) -> None:
@@ -284,20 +294,65 @@ class Deployment:
     def _on_state(self, group: str, state: State, reason: str) -> None:
         if self.placement is None and state in (State.BACKOFF, State.FAILED):
             self._placing.forget(group)
+        if state is State.FAILED and group in self._handed:
+            self._handed.pop(group).close()
         self._hooks.on_state(group, state, reason)
 
     def _on_draining(self, group: str, child: int) -> None:
-        task = asyncio.create_task(self._drain(group, child), name=f"drain for {group}")
-        task.add_done_callback(lambda done: done.cancelled() or done.exception())  # seen: the deadline goes on anyway
-        self._drains.add(task)
-        task.add_done_callback(self._drains.discard)
+        self._begin(self._drain(group, child), f"drain for {group}")
+
+    def _begin(self, work: Coroutine[object, object, None], name: str) -> None:
+        task = asyncio.create_task(work, name=name)
+        task.add_done_callback(lambda done: done.cancelled() or done.exception())  # seen: deadlines go on anyway
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
 
     async def _drain(self, group: str, child: int) -> None:
         if group in target_groups(self._config):
-            await self._hooks.drain()
+            frozen = await self._hooks.drain()
+            if frozen is not None:
+                await self._hand_over(group, frozen)
         elif self._assembly is not None:
             self._assembly.detach_drafter("its group is restarted")
         self.groups[group].drained(child)
+
+    # ---- state that outlives a daemon
+
+    async def _hand_over(self, group: str, frozen: FrozenState) -> None:
+        """Copy what a group's layers hold to host memory, for its next daemon; without it that one computes again."""
+        assert self.placement is not None
+        assert self.transfers is not None
+        ranges = [stage.layers for stage in self.placement.stages_of(group)]
+        layers = [layer for layer in self._model.spec.layers if any(layer.index in one for one in ranges)]
+        began = time.monotonic()
+        try:
+            memory = StateMemory(layers, self.placement.kv_dtype, frozen.units)
+        except (LucevisorError, OSError) as error:
+            log.warning("state is not kept", group=group, reason=str(error))
+            return
+        try:
+            await memory.save(self.transfers, [group])
+        except LucevisorError as error:
+            log.warning("state is not kept", group=group, reason=str(error))
+            memory.close()
+        else:
+            self._handed[group] = memory
+            log.info("state exported", group=group, n_bytes=memory.n_bytes, seconds=round(time.monotonic() - began, 3))
+
+    async def _take_over(self, group: str, link: Link, memory: StateMemory, *, with_draft: bool) -> None:
+        """Let a new daemon read what its predecessor held, then join the others."""
+        assert self.transfers is not None
+        kept, began = True, time.monotonic()
+        try:
+            await memory.restore(self.transfers, [group])
+            log.info("state imported", group=group, n_bytes=memory.n_bytes, seconds=round(time.monotonic() - began, 3))
+        except LucevisorError as error:
+            kept = False
+            log.warning("state is not kept", group=group, reason=str(error))
+        finally:
+            memory.close()
+        if self._assembly is not None and self._links.get(group) is link:
+            self._assembly.ready(group, link, with_draft=with_draft, kept=kept)
 
     def _on_heartbeat(self, group: str, heartbeat: Heartbeat) -> None:
         log.debug("heartbeat", group=group, phase=heartbeat.phase, busy_s=round(heartbeat.busy_s, 3))

@@ -37,6 +37,7 @@ from lucevisor.engine.core import Engine
 from lucevisor.engine.pipeline import PipelineFailure, PipelineResult
 from lucevisor.engine.request import RequestError
 from lucevisor.engine.settings import EngineSettings
+from lucevisor.engine.standstill import FrozenState
 from lucevisor.engine.validation import enabled
 from lucevisor.errors import LucevisorError, NotReadyError, unusable
 from lucevisor.placement.result import Placement
@@ -285,14 +286,15 @@ class Service:
         self._observer.state(group, state, reason)
         self._notify()
 
-    async def _drain_for_restart(self) -> None:
+    async def _drain_for_restart(self) -> FrozenState | None:
         if self.engine is None:
-            return
+            return None
         if self.config.recovery.hold_s:
             await self._save_all(SAVE_S)
-            await self.engine.pause(RESTART_S / 2)
-        elif await self.engine.quiesce(RESTART_S / 2):
+            return await self.engine.freeze(RESTART_S / 2)
+        if await self.engine.quiesce(RESTART_S / 2):
             await self._save_all(SAVE_S)
+        return None
 
     def _on_pipeline_failed(self, failure: PipelineFailure) -> None:
         self.deployment.pipeline_failed(failure)

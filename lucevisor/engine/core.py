@@ -16,14 +16,12 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Collection, Mapping, Sequence
 
-from lucevisor import awake
 from lucevisor.engine import validation
 from lucevisor.engine.handle import RequestHandle
 from lucevisor.engine.journal import make_journal
 from lucevisor.engine.limits import EngineLimits
 from lucevisor.engine.masking import MaskMaker
 from lucevisor.engine.pipeline import Pipeline, PipelineFailure, PipelineResult, StageLink, StepInFlight
-from lucevisor.engine.prefix_access import PrefixAccess
 from lucevisor.engine.recovery import Recovery
 from lucevisor.engine.recovery_rebuild import CannotRebuild
 from lucevisor.engine.recovery_stages import StageRecovery
@@ -38,6 +36,7 @@ from lucevisor.engine.rows import IdsOutput, RowCollector, RowsMissing, RowSteps
 from lucevisor.engine.scheduler import Events, Scheduler
 from lucevisor.engine.sequence import WantedRows
 from lucevisor.engine.settings import EngineSettings
+from lucevisor.engine.standstill import Standstill
 from lucevisor.engine.statistics import EngineStatistics, RateWindow, StepTotals
 from lucevisor.engine.step import WrongResult
 from lucevisor.engine.waits import RetryAfter
@@ -46,7 +45,7 @@ from lucevisor.kv.tokens import TokenBuffer
 from lucevisor.protocol.steps import Sampling, StepResult
 
 
-class Engine(PrefixAccess):
+class Engine(Standstill):
     """Requests in, events out, over the attached pipeline."""
 
     def __init__(self, limits: EngineLimits, settings: EngineSettings) -> None:
@@ -206,12 +205,13 @@ class Engine(PrefixAccess):
         self._proceed(self._scheduler.fail(lost, error, now))
         return True
 
-    def restore(self, links: Mapping[int, StageLink], on_end: Callable[[bool], None]) -> bool:
+    def restore(self, links: Mapping[int, StageLink], on_end: Callable[[bool], None], *, kept: bool = False) -> bool:
         """Rebuild all lost stages in the daemons behind ``links``, by stage, which hold no sequences.
 
-        ``on_end`` hears whether that worked; if not, the pipeline is detached by then.  False: no stage is lost.
+        ``kept``: they have the bytes of what was frozen before the loss, so nothing is computed again.  ``on_end``
+        hears whether that worked; if not, the pipeline is detached by then.  False: no stage is lost.
         """
-        found = self._stages.found(links, on_end)
+        found = self._stages.found(links, on_end, kept=kept)
         self._proceed([])
         return found
 
@@ -219,7 +219,7 @@ class Engine(PrefixAccess):
         """Go on with the rebuild of lost stages."""
         try:
             if self._stages.advance(self._clock()):
-                self.recovery.rebuilt(self._stages.n_tokens)
+                self.recovery.rebuilt(self._stages.n_tokens, self._stages.n_kept)
                 for plan in self._stages.masked():
                     if self._pipeline is not None:
                         self._masks.planned(plan, self._pipeline)
@@ -280,29 +280,6 @@ class Engine(PrefixAccess):
         return None if self._pipeline is None else self._pipeline.oldest_in_flight(self._clock())
 
     # ---- the end
-
-    async def pause(self, timeout_s: float) -> bool:
-        """Plan no step until lost stages are rebuilt or a pipeline is attached; return whether those on their way were
-        done in time.  Requests are held meanwhile.
-
-        For the orderly restart of a group.
-        """
-        self._paused = True
-        self.recovery.begin(self._clock(), "restart")
-        return await self._wait(lambda: not self._paused or self._scheduler.n_in_flight == 0, timeout_s)
-
-    async def quiesce(self, timeout_s: float) -> bool:
-        """Start no queued request until the next attach; return whether the running ones ended in time.
-
-        For the orderly restart of a group without holds: new requests are still accepted, and wait.
-        """
-        self._scheduler.admission.open = False
-        return await self._wait(lambda: self._scheduler.n_running == 0 and self._scheduler.n_in_flight == 0, timeout_s)
-
-    async def drain(self, timeout_s: float) -> bool:
-        """Refuse new requests; return whether all accepted ones ended in time."""
-        self._refusal = self._refusal or "the server is shutting down"
-        return await self._wait(lambda: self._scheduler.idle, timeout_s)
 
     def close(self, error: RequestError) -> None:
         """End all requests with ``error`` and refuse new ones from now on."""
@@ -374,13 +351,3 @@ class Engine(PrefixAccess):
         self._changed.set()
         if self._settings.validate and self._scheduler.idle:
             validation.check(self._scheduler)
-
-    async def _wait(self, done: Callable[[], bool], timeout_s: float) -> bool:
-        try:
-            async with awake.timeout(timeout_s):
-                while not done():
-                    self._changed.clear()
-                    await self._changed.wait()
-        except TimeoutError:
-            return False
-        return True

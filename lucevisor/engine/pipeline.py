@@ -299,11 +299,11 @@ class Pipeline:
         self._rebuilding[stage, step.step_id] = (link, self._clock())
         link.send(self._frame(step, stage))
 
-    def find(self, links: Mapping[int, StageLink], steps: Mapping[int, Step]) -> None:
+    def find(self, links: Mapping[int, StageLink], steps: Mapping[int, Step], *, operated: bool = True) -> None:
         """Send the waiting steps on: the daemons behind ``links`` run the lost stages now.
 
-        ``steps``: what to send in place of steps on their way, by id.  The new daemons got all operations of these
-        already.  A dead link is lost again.
+        ``steps``: what to send in place of steps on their way, by id.  ``operated``: the new daemons got all operations
+        of these already.  A dead link is lost again.
         """
         found, self.lost = self.lost, set()
         self._rebuilding.clear()
@@ -312,7 +312,7 @@ class Pipeline:
         waiting = [(stage, entry) for stage in sorted(found) for entry in self._at_stage[stage]]
         for stage, entry in waiting:
             entry.step = steps.get(entry.step.step_id, entry.step)
-            entry.done |= found
+            entry.done |= found if operated else set()
             bare, rest = replace(entry.step, operations=[]), range(stage, self.n_stages)
             entry.frames = {s: self._frame(bare if s in entry.done else entry.step, s) for s in rest}
         for stage, entry in waiting:

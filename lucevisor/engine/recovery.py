@@ -34,8 +34,8 @@ class RecoveryStatistics:
 
     A pause lasts from a loss, or the last step before a restart, until steps are planned again.  ``n_sequences``:
     requests that were running then and went on, once for each pause.  ``n_tokens``: their tokens that all stages
-    computed again; ``n_rebuilt``: lost stages alone.  ``rebuilding``: tokens done in the present rebuild, and of how
-    many.
+    computed again; ``n_rebuilt``: lost stages alone; ``n_kept``: those whose state was handed to a new daemon.
+    ``rebuilding``: tokens done in the present rebuild, and of how many.
     """
 
     held: int = 0
@@ -45,6 +45,7 @@ class RecoveryStatistics:
     n_sequences: int = 0
     n_tokens: int = 0
     n_rebuilt: int = 0
+    n_kept: int = 0
     rebuilding: tuple[int, int] = (0, 0)
 
 
@@ -57,7 +58,7 @@ class Recovery:
         self.since: float | None = None  # the present hold's begin
         self.progress: Callable[[], tuple[int, int]] = lambda: (0, 0)  # tokens of the present rebuild: done, and of
         self._reason: PauseReason = "loss"
-        self._n_losses = 0
+        self._n_begun = 0  # losses and restarts
         self._totals = RecoveryStatistics()
 
     @property
@@ -67,7 +68,7 @@ class Recovery:
 
     def begin(self, now: float, reason: PauseReason = "loss") -> None:
         """The pipeline is lost, or a stage of it, or it is paused to restart one."""
-        self._n_losses += reason == "loss"
+        self._n_begun += 1
         if self.hold_s > 0 and self.since is None:
             self.since, self._reason = now, reason
             self.changed.set()
@@ -87,11 +88,11 @@ class Recovery:
             self.changed.set()
 
     def survives(self, record: RequestRecord) -> bool:
-        """Count the last loss under a running request, once; return whether it is held."""
-        if record.loss != self._n_losses:
+        """Count the last loss or restart under a running request, once; return whether it is held."""
+        if record.loss != self._n_begun:
             n_known, counts = len(record.tokens), self._reason == "loss"
             record.n_losses = counts if n_known > record.lost_at else record.n_losses + counts
-            record.loss, record.lost_at = self._n_losses, n_known
+            record.loss, record.lost_at = self._n_begun, n_known
             self._totals = replace(self._totals, n_sequences=self._totals.n_sequences + 1)
         return record.n_losses < self._max_losses
 
@@ -103,9 +104,10 @@ class Recovery:
             self._totals = replace(self._totals, n_tokens=self._totals.n_tokens + record.live.n_computed)
         return True
 
-    def rebuilt(self, n_tokens: int) -> None:
-        """Count what lost stages computed again."""
-        self._totals = replace(self._totals, n_rebuilt=self._totals.n_rebuilt + n_tokens)
+    def rebuilt(self, n_tokens: int, n_kept: int) -> None:
+        """Count what lost stages computed again, and the tokens whose state new daemons took over."""
+        totals = self._totals
+        self._totals = replace(totals, n_rebuilt=totals.n_rebuilt + n_tokens, n_kept=totals.n_kept + n_kept)
 
     def statistics(self, n_unfinished: int, now: float) -> RecoveryStatistics:
         """Return the counts as of now; ``n_unfinished``: requests that run or wait."""

@@ -1,7 +1,8 @@
 """Brings lost stages of a pipeline back while all others keep what they have.
 
 Steps on their way wait for the lost stages; when new daemons run these, each is rebuilt (recovery_rebuild.py), and the
-steps go on.  To the scheduler that is one long step.  Knows no sockets; the owner says which stages are lost and who
+steps go on.  Where state was frozen before the loss and the new daemons have it, they only open the sequences as of
+then.  To the scheduler that is one long step.  Knows no sockets; the owner says which stages are lost and who
 runs them now.
 Invariant: nothing is planned from a loss until all lost stages are rebuilt.
 """
@@ -10,26 +11,26 @@ from __future__ import annotations
 
 import contextlib
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Final
 
 from msgspec.structs import replace
 
 from lucevisor.engine.journal import Journal
 from lucevisor.engine.pipeline import Pipeline, StageLink
-from lucevisor.engine.recovery_rebuild import CannotRebuild, Rebuilder, RebuildStep, WaitingSteps
+from lucevisor.engine.recovery_rebuild import FIRST_STEP, CannotRebuild, Rebuilder, RebuildStep, WaitingSteps
 from lucevisor.engine.scheduler import Scheduler
 from lucevisor.engine.sequence import LiveSequence
 from lucevisor.engine.step import StepPlan, mask_jobs
 from lucevisor.protocol.errors import ProtocolError
-from lucevisor.protocol.steps import Step
+from lucevisor.protocol.steps import Operation, Step
 
 _IN_FLIGHT: Final = 2
 """Steps that a stage under rebuild has at once: one runs, one waits."""
 
 
 class StageRecovery:
-    """Lost stages of the pipeline that is attached.  Without a ``journal`` no stage is ever rebuilt."""
+    """Lost stages of the pipeline that is attached.  Without a ``journal`` only frozen state brings one back."""
 
     def __init__(self, scheduler: Scheduler, journal: Journal | None) -> None:
         self._scheduler, self._journal = scheduler, journal
@@ -41,13 +42,17 @@ class StageRecovery:
         self._rows: list[tuple[int, RebuildStep]] = []  # by stage: of the steps on their way
         self._on_end: Callable[[bool], None] = lambda _: None
         self._output_lost = False
+        self._opening: Sequence[Operation] | None = None  # of what was frozen; None: steps were planned since
+        self._n_frozen = 0
+        self._kept = False  # the new daemons have what was frozen
+        self.n_kept = 0  # tokens of the sequences whose state new daemons took over
         self.n_tokens = 0  # of the sequences, once for each stage
         self.n_done = 0
 
     @property
     def enabled(self) -> bool:
-        """Whether there is a journal."""
-        return self._journal is not None
+        """Whether a stage may be lost alone: there is a journal, or frozen state."""
+        return self._journal is not None or self._opening is not None
 
     @property
     def active(self) -> bool:
@@ -61,12 +66,10 @@ class StageRecovery:
 
     def attach(self, pipeline: Pipeline, proceed: Callable[[], None]) -> None:
         """File the rows of a new pipeline; call ``proceed`` whenever ``advance`` may do more."""
-        if self._journal is None:
-            return
 
         def answered(step: Step, stage: int) -> None:
-            assert self._journal is not None
-            self._journal.answered(step.step_id, stage)
+            if self._journal is not None:
+                self._journal.answered(step.step_id, stage)
             if self.active:
                 proceed()
 
@@ -78,10 +81,16 @@ class StageRecovery:
 
     def detach(self) -> None:
         """There is no pipeline any more, and nothing in the shards."""
-        self._pipeline = None
+        self._pipeline = self._opening = None
         self._to_send.clear()
         if self._journal is not None:
             self._journal.forget()
+
+    def freeze(self, opening: Sequence[Operation], n_tokens: int) -> None:
+        """All stages have done all that was decided; ``opening`` opens the running sequences, of ``n_tokens``, in a
+        daemon that has their state.  It holds until a step is planned that computes.
+        """
+        self._opening, self._n_frozen = [*opening], n_tokens
 
     def free(self, region: int) -> None:
         """A step is about to be sent that writes to a region."""
@@ -90,6 +99,8 @@ class StageRecovery:
 
     def planned(self, step: Step, lives: Mapping[int, LiveSequence]) -> None:
         """Note a step that is sent."""
+        if step.slices:
+            self._opening = None
         if self._journal is not None:
             self._journal.planned(step, lives)
 
@@ -99,11 +110,13 @@ class StageRecovery:
             self._journal.finished(step_id)
 
     def lose(self, pipeline: Pipeline, stages: Iterable[int]) -> bool:
-        """These stages are lost, too, or again: begin anew when all have new daemons.  False: no stage would be left,
-        or there is no journal.
+        """These stages are lost, too, or again: begin anew when all have new daemons.  False: nothing is frozen, and no
+        stage would be left, or there is no journal.
         """
         lost = {*stages, *pipeline.lost}
-        if self._journal is None or len(lost) == pipeline.n_stages:
+        if pipeline.lost:
+            self._opening = None  # it is of use for one loss, the one that it was made for
+        if self._opening is None and (self._journal is None or len(lost) == pipeline.n_stages):
             return False
         self._pipeline = pipeline
         pipeline.lose(lost)
@@ -111,11 +124,11 @@ class StageRecovery:
         self._to_send.clear()
         return True
 
-    def found(self, links: Mapping[int, StageLink], on_end: Callable[[bool], None]) -> bool:
-        """All lost stages have daemons that hold no sequences; ``on_end`` hears whether they were rebuilt.  False: no
-        stage is lost.
+    def found(self, links: Mapping[int, StageLink], on_end: Callable[[bool], None], *, kept: bool) -> bool:
+        """All lost stages have daemons that hold no sequences, but if ``kept`` all bytes that were frozen; ``on_end``
+        hears whether they were rebuilt.  False: no stage is lost.
         """
-        self._links, self._on_end = dict(links), on_end
+        self._links, self._on_end, self._kept = dict(links), on_end, kept
         return self.active
 
     def advance(self, now: float) -> bool:
@@ -159,11 +172,17 @@ class StageRecovery:
 
     def _begin(self, pipeline: Pipeline) -> None:
         scheduler, index = self._scheduler, self._scheduler.reuse.index
-        assert self._journal is not None
+        lost = sorted(pipeline.lost)
+        self._kept = self._kept and self._opening is not None
+        self.n_tokens = self.n_done = self.n_kept = 0
+        if self._kept:
+            self._reopen(lost)
+            return
+        if self._journal is None:
+            raise CannotRebuild("there is no journal")
         if index.pinning:
             raise CannotRebuild("a prefix slot is being saved or restored")
         index.clear()
-        lost = sorted(pipeline.lost)
         self._output_lost = pipeline.n_stages - 1 in pipeline.lost
         ended = self._drop_ended()
         for step_id, sequences in ended.items():
@@ -179,7 +198,16 @@ class StageRecovery:
         self._rows = [(stage, RebuildStep(step, rows)) for stage, step, rows in found if rows]
         self._to_send = {stage: deque(plan.steps) for stage, plan in plans.items()}
         self._regions = {stage: deque() for stage in plans}
-        self.n_tokens, self.n_done = sum(plan.n_tokens for plan in plans.values()), 0
+        self.n_tokens = sum(plan.n_tokens for plan in plans.values())
+
+    def _reopen(self, lost: Sequence[int]) -> None:
+        """Open the sequences as they were frozen; the steps that wait carry what was decided since."""
+        assert self._opening is not None
+        step = Step(FIRST_STEP, 0, [*self._opening], [])
+        self._steps, self._rows, self._output_lost = {}, [], False
+        self._to_send = {stage: deque([RebuildStep(step)]) for stage in lost}
+        self._regions = {stage: deque() for stage in lost}
+        self.n_kept = self._n_frozen * len(lost)
 
     def _drop_ended(self) -> dict[int, set[int]]:
         """Forget the slices of sequences that were closed since; return them by step."""
@@ -217,4 +245,4 @@ class StageRecovery:
             self._journal.place(stage - 1, one.step.region, one.rows)
         self._pipeline = None
         self._to_send.clear()
-        pipeline.find(self._links, self._steps)
+        pipeline.find(self._links, self._steps, operated=not self._kept)

@@ -121,7 +121,7 @@ class RequestRecord:
     prefix: PrefixUse = field(default_factory=PrefixUse)
     size: int = 0  # tokens to prefill, as estimated when it was queued
     n_passed: int = 0  # tokens of later requests that started before it
-    loss: int = 0  # the last loss of shards while it ran
+    loss: int = 0  # the last loss or restart of shards while it ran
     n_losses: int = 0  # losses in a row without a token in between
     lost_at: int = 0  # its tokens at the last loss
     lookup: NgramLookup | None = None  # of its tokens; None before drafts are looked up there

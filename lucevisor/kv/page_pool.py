@@ -77,6 +77,10 @@ class PageAllocator:
         """Whether the prefix index is the only owner of an id."""
         return page in self._cached and self._ref_counts[page - self._first] == 1
 
+    def in_use(self) -> list[int]:
+        """Return the ids with at least one owner, in order."""
+        return [page for page, n in enumerate(self._ref_counts, self._first) if n]
+
     def ref_count(self, page: int) -> int:
         """Number of owners, prefix index included; 0 means free.  Raises PageError if the id is not of this pool."""
         self._check([page])
@@ -245,6 +249,14 @@ class PagePools:
     def end_draft_epoch(self) -> None:
         """The drafter is detached: nothing allocated from now on has its state."""
         self[Space.FULL].epoch = 0
+
+    def in_use(self) -> dict[Space, list[int]]:
+        """Return the ids in use by space, device and host together."""
+        found = {space: one.in_use() for space, one in self._allocators.items()}
+        for space, cached in self.slot_pools._allocators.items():
+            if cached is not self._allocators[space]:
+                found[space] += cached.in_use()
+        return found
 
     def use(self) -> dict[Space, PageUse]:
         """Ids in use by space, device and host together."""

@@ -179,6 +179,24 @@ def slot_tensors(
     return sorted(found, key=lambda t: (-ITEM_BYTES[t.dtype], t.layer, t.kind))
 
 
+def unit_tensors(layers: Sequence[LayerSpec], n_tokens: int, kv_dtype: Dtype) -> list[SnapshotTensor]:
+    """Return the tensors, with offsets 0, of pages that hold ``n_tokens`` positions, or of one recurrent state; the
+    ``layers`` are of one space.
+    """
+    return [
+        SnapshotTensor(
+            f"{TARGET}.{layer.index}.{kind}", layer.index, kind, dtype, extents, 0, tensor_bytes(dtype, extents)
+        )
+        for layer in layers
+        for state in layer.state
+        for kind, dtype, extents in _stored(
+            state.name,
+            state.dtype or kv_dtype,
+            state.shape if layer.space is Space.RECURRENT else (n_tokens, *state.shape[1:]),
+        )
+    ]
+
+
 def _stored(kind: str, dtype: Dtype, shape: tuple[int, ...]) -> list[tuple[str, str, tuple[int, ...]]]:
     """Return (kind, dtype, shape) as stored: q8_0 as int8 codes plus a float16 scale per group of 32."""
     if dtype is not Dtype.Q8_0:

@@ -7,7 +7,7 @@ daemon has answered or is lost; until then it owns its pages and descriptor.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Protocol
 
 from lucevisor.model.values import LayerRange
@@ -68,21 +68,33 @@ class ShardTransfers:
                 return False
         return True
 
-    def save(self, file: TransferFile, place: SlotPlace) -> asyncio.Future[Transfer]:
-        """Let every daemon write its tensors; the future completes when all are done with the file."""
-        return self._begin(TransferKind.SAVE, Save, file, place)
+    def save(
+        self, file: TransferFile, place: SlotPlace, groups: Collection[str] | None = None
+    ) -> asyncio.Future[Transfer]:
+        """Let every daemon, or those of ``groups``, write its tensors; the future completes when all are done with the
+        file.
+        """
+        return self._begin(TransferKind.SAVE, Save, file, place, groups)
 
-    def restore(self, file: TransferFile, place: SlotPlace) -> asyncio.Future[Transfer]:
-        """Let every daemon read its tensors; the future completes when all are done with the file.
+    def restore(
+        self, file: TransferFile, place: SlotPlace, groups: Collection[str] | None = None
+    ) -> asyncio.Future[Transfer]:
+        """Let every daemon, or those of ``groups``, read its tensors; the future completes when all are done with the
+        file.
 
         A daemon that runs the drafter alone may fail or be away: ``Transfer.without`` then names its group.
         """
-        return self._begin(TransferKind.RESTORE, Restore, file, place)
+        return self._begin(TransferKind.RESTORE, Restore, file, place, groups)
 
     def _begin(
-        self, kind: TransferKind, message: type[Save | Restore], file: TransferFile, place: SlotPlace
+        self,
+        kind: TransferKind,
+        message: type[Save | Restore],
+        file: TransferFile,
+        place: SlotPlace,
+        groups: Collection[str] | None,
     ) -> asyncio.Future[Transfer]:
-        tensors = self._tensors(file)
+        tensors = {group: own for group, own in self._tensors(file).items() if groups is None or group in groups}
         n_bytes = {group: file.n_bytes(own) for group, own in tensors.items()}
         optional = {self._draft_group} - self._layers.keys() if kind is TransferKind.RESTORE else set()
         transfer = self._transfers.start(kind, n_bytes, optional)

@@ -12,11 +12,21 @@ from lucevisor.engine.limits import EngineLimits
 from lucevisor.engine.pipeline import Pipeline, PipelineFailure, PipelineResult
 from lucevisor.engine.request import Event, FinishedEvent, GenerationRequest, RequestError, TokenEvent
 from lucevisor.engine.settings import EngineSettings
+from lucevisor.engine.standstill import FrozenState
 from lucevisor.model.values import Space
 from lucevisor.protocol.loading import PoolSizes
 from lucevisor.protocol.steps import Sampling, Step
 from tests.engine.toy_drafter import ToyDrafter, drafter_daemon
-from tests.engine.toy_pipeline import ToyConstraint, ToyDaemon, ToyLimits, ToyModel, ToyRows, run_all, toy_daemons
+from tests.engine.toy_pipeline import (
+    ToyConstraint,
+    ToyDaemon,
+    ToyLimits,
+    ToyModel,
+    ToyRows,
+    ToyStage,
+    run_all,
+    toy_daemons,
+)
 
 LOST = RequestError("shard_lost", "group left was killed; send the request again")
 HYBRID = frozenset({Space.FULL, Space.RECURRENT})
@@ -82,6 +92,7 @@ class ToyEngine:
             ),
         )
         self.daemons: list[ToyDaemon] = []
+        self.dead: dict[int, ToyStage] = {}  # stages of daemons that died
         self.links: list[ToyDaemon] = []
         self.pipeline: Pipeline | None = None
         self.drafter: ToyDrafter | None = None
@@ -124,13 +135,14 @@ class ToyEngine:
         """A daemon with stages dies; return whether its stages can be rebuilt."""
         home = [daemon for daemon in self.daemons if daemon.stages][index]
         self.daemons.remove(home)
+        self.dead |= home.stages
         if home.drafter is not None:
             home.drafter = None
             self.engine.detach_drafter()
         return self.engine.lose_stages(home.stages.keys(), LOST)
 
-    def come_back(self) -> None:
-        """New daemons for all stages that are lost."""
+    def come_back(self, kept: FrozenState | None = None) -> None:
+        """New daemons for all stages that are lost; they have what was frozen, if given, and nothing else."""
         assert self.pipeline is not None
         lost = [stage for stage in range(self.model.n_stages) if self.links[stage] not in self.daemons]
         for daemon in self.daemons:
@@ -140,7 +152,9 @@ class ToyEngine:
         self.daemons += [one for one in fresh if one.stages.keys() & set(lost)]
         for stage in lost:
             self.links[stage] = links[stage]
-        self.engine.restore({stage: links[stage] for stage in lost}, self._ended)
+            if kept is not None:
+                links[stage].stages[stage].take_over(self.dead[stage], kept.units)
+        self.engine.restore({stage: links[stage] for stage in lost}, self._ended, kept=kept is not None)
 
     def _ended(self, rebuilt: bool) -> None:
         self.n_rebuilt += rebuilt

@@ -9,7 +9,8 @@ without pages, batches or steps: the oracle.  A rule between supervisor and daem
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from copy import deepcopy
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -222,6 +223,15 @@ class ToyStage:
             self.regions[self.stage, step.region] = (step.step_id, rows_out)
         arrays, segments = self._payload(step, rows_in, rows_out)
         return StepResult(step.step_id, self.stage, sampled, compute_s=0.25, wait_s=0.5, segments=segments), arrays
+
+    def take_over(self, other: ToyStage, units: Mapping[Space, Sequence[int]]) -> None:
+        """Hold in these pages and states what another process of this stage held."""
+        for space, ids in units.items():
+            ours, theirs = (
+                (self.states, other.states) if space is Space.RECURRENT else (self.pages[space], other.pages[space])
+            )
+            for i in ids:
+                ours[i] = deepcopy(theirs[i])
 
     def _sample(self, sequence: _Open, piece: Slice, rows: list[int], masks: np.ndarray | None) -> list[Sampled]:
         """Draw after the last token, or, of a slice with drafts, after each one up to the first that is wrong."""

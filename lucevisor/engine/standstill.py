@@ -1,0 +1,108 @@
+"""What brings an engine to rest for an operator: nothing is planned, and the state of all stages can be taken along.
+
+A part of the engine (core.py), which gives it what it lacks.  Knows ids; who reads their bytes is its caller.
+Invariant: what a FrozenState names keeps its bytes in every daemon that lives on, until steps are planned again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from lucevisor import awake
+from lucevisor.engine.prefix_access import PrefixAccess
+from lucevisor.engine.recovery import PauseReason, Recovery
+from lucevisor.engine.recovery_stages import StageRecovery
+from lucevisor.engine.sequence import RequestRecord, page_operations
+from lucevisor.model.values import Space
+from lucevisor.protocol.steps import OpenSequence, Operation
+
+
+@dataclass(frozen=True, slots=True)
+class FrozenState:
+    """All state that sequences and prefix slots have in the shards, between two steps.
+
+    ``units``: the pages and states in use, by space.  ``opening``: what opens the running sequences over them in a
+    daemon that has these units.  ``n_tokens``: of these sequences.
+    """
+
+    units: Mapping[Space, Sequence[int]]
+    opening: Sequence[Operation]
+    n_tokens: int
+
+
+class Standstill(PrefixAccess):
+    """The engine's side of orderly stops."""
+
+    _stages: StageRecovery
+    _paused: bool
+    _refusal: str
+    recovery: Recovery
+
+    async def freeze(self, timeout_s: float, reason: PauseReason = "restart") -> FrozenState | None:
+        """Plan no step until lost stages are there again or a pipeline is attached, and wait until those on their way
+        are done; requests are held meanwhile.
+
+        Returns what the shards hold then, which :meth:`restore` or ``attach`` may be told to be kept.  None if it took
+        longer, or the pipeline was lost.
+        """
+        self._paused = True
+        self.recovery.begin(self._clock(), reason)
+        at_rest = await self._wait(lambda: not self._paused or self._pipeline is None or self._flush(), timeout_s)
+        if not at_rest or not self._paused or self._pipeline is None:
+            return None
+        scheduler, pools = self._scheduler, self._scheduler.pools
+        frozen = FrozenState(pools.in_use(), opening_of(scheduler.running), _n_tokens(scheduler.running))
+        self._stages.freeze(frozen.opening, frozen.n_tokens)
+        return frozen
+
+    def _flush(self) -> bool:
+        """Send what waits for a step; return whether every daemon has done all that was decided."""
+        if self._pipeline is None or not self._pipeline.settled or self._scheduler.n_in_flight:
+            return False
+        plan = self._scheduler.cut(self._clock())
+        if plan is not None:
+            self._stages.planned(plan.step, {})
+            self._pipeline.submit(plan.step, opening=plan.opening)
+        return plan is None
+
+    async def quiesce(self, timeout_s: float) -> bool:
+        """Start no queued request until the next attach; return whether the running ones ended in time.
+
+        For the orderly restart of a group without holds: new requests are still accepted, and wait.
+        """
+        self._scheduler.admission.open = False
+        return await self._wait(lambda: self._scheduler.n_running == 0 and self._scheduler.n_in_flight == 0, timeout_s)
+
+    async def drain(self, timeout_s: float) -> bool:
+        """Refuse new requests; return whether all accepted ones ended in time."""
+        self._refusal = self._refusal or "the server is shutting down"
+        return await self._wait(lambda: self._scheduler.idle, timeout_s)
+
+    async def _wait(self, done: Callable[[], bool], timeout_s: float) -> bool:
+        try:
+            async with awake.timeout(timeout_s):
+                while not done():
+                    self._changed.clear()
+                    await self._changed.wait()
+        except TimeoutError:
+            return False
+        return True
+
+
+def opening_of(running: Iterable[RequestRecord]) -> list[Operation]:
+    """Return what opens running sequences, none of which has a step on its way, over the pages and states they have."""
+    operations: list[Operation] = []
+    for record in running:
+        if (live := record.live) is None:
+            continue
+        sampling = record.request.sampling
+        history = [*record.tokens[: live.n_computed]] if sampling.penalised else []
+        operations.append(OpenSequence(live.sequence, live.state, sampling, history))
+        for growth in live.table.growths():
+            operations += page_operations(live.sequence, growth)
+    return operations
+
+
+def _n_tokens(running: Iterable[RequestRecord]) -> int:
+    return sum(record.live.n_computed for record in running if record.live is not None)

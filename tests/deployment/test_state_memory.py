@@ -1,0 +1,86 @@
+"""What daemons hold goes to host memory and from there to other daemons, whatever layers these have."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Collection
+from pathlib import Path
+
+import pytest
+
+from lucevisor.deployment import state_memory
+from lucevisor.deployment.state_memory import StateMemory
+from lucevisor.errors import LucevisorError
+from lucevisor.model.families import open_spec
+from lucevisor.model.values import Dtype, Space
+from lucevisor.protocol.steps import Sampling
+from lucevisor.snapshots.shard_transfers import ShardTransfers
+from tests.e2e.service import GOLDEN, generate, generate_all, running, write_config
+
+PROMPT = list(range(1, 100))
+SAMPLING = Sampling(temperature=0.8, seed=3)
+MODEL = GOLDEN / "qwen35" / "model.gguf"
+
+
+def test_more_than_half_of_the_free_memory_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    layers = open_spec(MODEL).layers
+    units = {Space.FULL: [0, 1, 5], Space.RECURRENT: [2]}
+    memory = StateMemory(layers, Dtype.Q8_0, units)
+    n_bytes, fd = memory.n_bytes, memory._fd
+    memory.close()
+    memory.close()
+    with pytest.raises(OSError, match="descriptor"):
+        os.fstat(fd)
+
+    class Little:
+        available = 2 * n_bytes - 1
+
+    monkeypatch.setattr(state_memory.psutil, "virtual_memory", Little)
+    with pytest.raises(LucevisorError, match=f"takes {n_bytes} bytes, {2 * n_bytes - 1} of host memory are free"):
+        StateMemory(layers, Dtype.Q8_0, units)
+
+
+@pytest.mark.usefixtures("forked_daemons")
+@pytest.mark.parametrize("kv_dtype", ["q8_0", "float32"])
+async def test_a_restart_without_requests_keeps_prefix_slots(tmp_path: Path, kv_dtype: str) -> None:
+    config = write_config(tmp_path, MODEL, {"a": 1}, ["0-8"], "[cache]\nmin_tokens = 8\n")
+    overrides = ["engine.dtype=float32", f"engine.kv_dtype={kv_dtype}", "engine.prefill_chunk=64"]
+    async with running(config, tmp_path, overrides) as service:
+        assert service.engine is not None
+        wanted, _ = await generate_all(service, PROMPT, 8, SAMPLING, turns=(64,))
+        n_slots = service.engine.statistics().cache.n_slots
+        assert n_slots > 0
+        await service.restart("a", now=False)
+        assert service.engine.statistics().cache.n_slots == n_slots
+        found, finished = await generate_all(service, PROMPT, 8, SAMPLING, turns=(64,))
+        assert (found, finished.usage.cached_tokens) == (wanted, 64)
+
+
+class Broken(StateMemory):
+    """Memory that cannot be written, or is gone before it is read."""
+
+    fails = ""
+
+    async def save(self, transfers: ShardTransfers, groups: Collection[str]) -> None:
+        if self.fails == "export":
+            os.dup2(os.open(os.devnull, os.O_RDONLY), self._fd)
+        await super().save(transfers, groups)
+
+    async def restore(self, transfers: ShardTransfers, groups: Collection[str]) -> None:
+        os.ftruncate(self._fd, 0)
+        await super().restore(transfers, groups)
+
+
+@pytest.mark.usefixtures("forked_daemons")
+async def test_what_cannot_be_handed_over_is_computed_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = write_config(tmp_path, MODEL, {"a": 1, "b": 1}, ["0-4", "4-8"], "[cache]\nmin_tokens = 8\n")
+    async with running(config, tmp_path, ["engine.dtype=float32"]) as service:
+        assert service.engine is not None
+        wanted = await generate(service, PROMPT, 8, SAMPLING)
+        monkeypatch.setattr("lucevisor.deployment.deployment.StateMemory", Broken)
+        for fails in ("export", "import"):
+            monkeypatch.setattr(Broken, "fails", fails)
+            assert service.engine.statistics().cache.n_slots > 0
+            await service.restart("b", now=False)
+            assert service.engine.statistics().cache.n_slots == 0
+            assert await generate(service, PROMPT, 8, SAMPLING) == wanted

@@ -1,0 +1,201 @@
+"""State that is frozen, and handed to new daemons: they go on where the old ones stopped, and no token changes."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+from hypothesis import event, given, settings
+
+from lucevisor.engine.standstill import FrozenState
+from lucevisor.kv.prefix_records import PrefixSettings
+from lucevisor.kv.residency import Residency
+from lucevisor.protocol.loading import PoolSizes
+from tests.engine.test_speculation_outputs import Play, Scenario, lookups, scenarios
+from tests.engine.toy_engine import ALL_SPACES, ToyEngine, events_of, limits, request, told
+
+SLOTS = PrefixSettings(max_slots=8, memory_bytes=1 << 30, min_tokens=1)
+
+
+async def freeze(toy: ToyEngine) -> FrozenState:
+    """Let the daemons work until the engine is at rest."""
+    frozen = asyncio.create_task(toy.engine.freeze(60.0))
+    while not frozen.done():
+        await asyncio.sleep(0)
+        toy.work(0)
+    found = frozen.result()
+    assert found is not None
+    return found
+
+
+def ready(n_stages: int, journal_pages: int = 100, **changes: object) -> ToyEngine:
+    toy = ToyEngine(limits(**changes), n_stages=n_stages, hold_s=60.0, journal_pages=journal_pages)
+    toy.attach()
+    return toy
+
+
+@pytest.mark.parametrize(("n_stages", "lost"), [(1, 0), (2, 0), (2, 1), (3, 1)])
+@pytest.mark.parametrize("journal_pages", [0, 100])
+async def test_nothing_is_computed_again_and_slots_are_kept(n_stages: int, lost: int, journal_pages: int) -> None:
+    pools = PoolSizes(24, 16, 8)
+    toy = ready(
+        n_stages, journal_pages, spaces=ALL_SPACES, window_tokens=70, pools=pools, max_step_tokens=200, prefix=SLOTS
+    )
+    asked = [request(name, range(i, 190 + i), n=70, turn_boundaries=(128,)) for i, name in enumerate("ab")]
+    handles = [toy.engine.submit(one) for one in asked]
+    for i in range(30 * n_stages):
+        toy.work(i)
+    frozen = await freeze(toy)
+    assert not toy.work(0)
+    n_steps = len(toy.steps)
+    assert toy.crash(lost)
+    toy.come_back(frozen)
+    toy.run()
+    assert (toy.n_rebuilt, toy.n_given_up) == (1, 0)
+    for one, handle in zip(asked, handles, strict=True):
+        assert told(await events_of(handle))[0] == toy.alone(one)
+    counts = toy.engine.statistics().recovery
+    assert (counts.n_kept, counts.n_rebuilt, counts.n_tokens) == (frozen.n_tokens, 0, 0)
+    assert (counts.n_sequences, counts.pauses["restart"].n, counts.pauses["loss"].n) == (2, 1, 0)
+    assert len(toy.steps) > n_steps
+    again = toy.engine.submit(request("c", range(190), n=5))
+    toy.run()
+    tokens, finished = told(await events_of(again))
+    assert tokens == toy.alone(request("c", range(190), n=5))
+    assert finished.usage.cached_tokens > 0
+
+
+async def test_sequences_with_pages_paged_out_are_kept() -> None:
+    toy = ready(2, max_context=900, residency=Residency(6))
+    handle = toy.engine.submit(request("a", range(600), n=20))
+    while not toy.engine.statistics().generated_tokens:
+        toy.work(0)
+    frozen = await freeze(toy)
+    assert toy.crash(1)
+    toy.come_back(frozen)
+    toy.run()
+    assert (toy.n_rebuilt, toy.n_given_up) == (1, 0)
+    tokens, finished = told(await events_of(handle))
+    assert (len(tokens), finished.reason) == (20, "length")
+
+
+async def test_what_is_decided_meanwhile_is_done_by_the_new_daemon_too() -> None:
+    """A request that is cancelled becomes a prefix slot, whose state is copied to host memory."""
+    toy = ready(2, pools=PoolSizes(24, 0, 8, host_states=4), prefix=SLOTS, max_sequences=2)
+    ended, one = request("a", range(190), n=50), request("b", range(50, 100), n=20)
+    handles = [toy.engine.submit(ended), toy.engine.submit(one)]
+    for i in range(24):
+        toy.work(i)
+    frozen = await freeze(toy)
+    handles[0].cancel()
+    assert toy.crash(1)
+    tokens = [*ended.prompt, *told(await events_of(handles[0]))[0]]
+    toy.come_back(frozen)
+    more = request("c", [*tokens, *range(70)], n=5)
+    handles.append(toy.engine.submit(more))
+    toy.run()
+    assert toy.engine.statistics().recovery.n_kept == frozen.n_tokens
+    for asked, handle in zip((one, more), handles[1:], strict=True):
+        assert told(await events_of(handle))[0] == toy.alone(asked)
+    assert handles[2].finished is not None
+    assert handles[2].finished.usage.cached_tokens == len(tokens) - 1
+
+
+async def test_frozen_state_is_of_no_use_after_another_loss() -> None:
+    toy = ready(3)
+    one = request("a", range(190), n=20)
+    handle = toy.engine.submit(one)
+    for i in range(12):
+        toy.work(i)
+    frozen = await freeze(toy)
+    assert toy.crash(0)
+    assert toy.crash(1)  # the one in the middle
+    toy.come_back(frozen)
+    toy.run()
+    assert told(await events_of(handle))[0] == toy.alone(one)
+    counts = toy.engine.statistics().recovery
+    assert counts.n_kept == 0
+    assert counts.n_rebuilt > 0
+
+
+async def test_a_single_stage_that_cannot_take_over_computes_again() -> None:
+    toy = ready(1, journal_pages=0)
+    one = request("a", range(190), n=20)
+    handle = toy.engine.submit(one)
+    for i in range(5):
+        toy.work(i)
+    await freeze(toy)
+    assert toy.crash(0)
+    toy.come_back(None)
+    assert toy.n_given_up == 1
+    toy.attach()
+    toy.run()
+    assert told(await events_of(handle))[0] == toy.alone(one)
+
+
+async def test_a_pipeline_that_is_lost_meanwhile_freezes_nothing() -> None:
+    toy = ready(2)
+    handle = toy.engine.submit(request("a", range(100)))
+    frozen = asyncio.create_task(toy.engine.freeze(60.0))
+    await asyncio.sleep(0)
+    toy.lose()
+    assert await frozen is None
+    toy.attach()
+    toy.run()
+    assert handle.finished is not None
+    assert handle.finished.reason == "length"
+
+
+class Restarts(Play):
+    """A scenario in which daemons are restarted in order, and requests come, and are cancelled, at every moment of it;
+    some successors have what was frozen, others do not."""
+
+    def __init__(self, scenario: Scenario, loop: asyncio.AbstractEventLoop) -> None:
+        super().__init__(scenario, hold_s=60.0, journal_pages=200)
+        self._loop = loop
+
+    def act(self, kind: str, index: int) -> None:
+        if kind != "lose":
+            super().act(kind, index)
+            return
+        toy = self.toy
+        frozen = self._loop.run_until_complete(freeze(toy))
+        self._meanwhile(index)
+        if not toy.crash(index % self.scenario.n_stages):
+            toy.attach()
+            self.attach()
+            return
+        self._meanwhile(index // 2)
+        toy.come_back(frozen if index % 4 else None)
+        for i in range(index):
+            toy.work(i)
+        self._meanwhile(index // 3)
+        toy.run()
+        event(f"kept: {toy.engine.statistics().recovery.n_kept > 0}")
+        if not toy.engine.ready:
+            toy.attach()
+        if not toy.engine._scheduler.drafting.attached:
+            self.attach()
+
+    def _meanwhile(self, index: int) -> None:
+        super().act(["work", "cancel", "submit"][index % 3], index)
+
+
+@settings(max_examples=80, deadline=None)
+@given(scenarios())
+def test_restarts_change_no_token(scenario: Scenario) -> None:
+    loop = asyncio.new_event_loop()
+    play = Restarts(scenario, loop)
+    with lookups(play.toy, scenario.wrong + 1):
+        play.play()
+
+    async def check() -> None:
+        for name, handle in play.handles.items():
+            one = next(one for one in scenario.requests if one.request_id == name)
+            ids, finished = told(await events_of(handle))
+            assert finished.error is None
+            expected = play.toy.alone(one)
+            assert ids == (expected[: len(ids)] if finished.reason == "cancelled" else expected)
+
+    loop.run_until_complete(check())
+    loop.close()
