@@ -6,6 +6,7 @@ but is not one comes out unchanged.
 
 CONTENT and REASONING pass text on, and hold back what may be the start of a tag and whitespace that a tag may follow.
 CALL collects a call up to its closing tag; if it is not a call, its opening tag is text and the rest is parsed again.
+A call may lack its opening tag, where the format says so.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from typing import Final
 
 from lucevisor.text.output_format import OutputFormat
 from lucevisor.text.stop import overlap
-from lucevisor.text.tools import Tools, has_tool
+from lucevisor.text.tools import Tools, has_tool, read_call
 
 _LINE_ENDS: Final = "\n"
 _BLANKS: Final = " \t\r\n"
@@ -66,12 +67,17 @@ class OutputParser:
         self._text = ""  # received, not yet emitted
         self._events: list[OutputEvent] = []
         self._n_calls = 0
+        self._cut = False
         self._skip = _LINE_ENDS if format.reasoning else ""  # characters to drop at the start of a section
         self._label = ""  # to drop at the start of a reasoning block
         self._fresh = True  # only whitespace so far, so a reasoning tag counts
         self._call_in = _ParserState.CONTENT  # the state that a call interrupts
         self._call_blanks = ""  # whitespace before its opening tag
         self._searched = 0  # in a call: how much of _text has been searched for the closing tag
+        self._unclosed = -1  # in a call: the first closing tag that may be part of a value
+        self._close = ""  # in a call: the closing tag
+        self._opening = ""  # and what began it
+        self._orphan = ""  # closing tag of a call without an opening one, to drop if it follows
         if reasoning_open:
             self._begin(_ParserState.REASONING, _LINE_ENDS)
 
@@ -80,8 +86,12 @@ class OutputParser:
         self._text += text
         return self._advance(final=False)
 
-    def flush(self) -> list[OutputEvent]:
-        """Return the events of held-back text, at the end of the answer."""
+    def flush(self, *, cut: bool = False) -> list[OutputEvent]:
+        """Return the events of held-back text, at the end of the answer.
+
+        ``cut``: the model did not end it, so that a call without its closing tag may lack arguments, and is text.
+        """
+        self._cut = cut
         return self._advance(final=True)
 
     def _advance(self, final: bool) -> list[OutputEvent]:
@@ -117,6 +127,13 @@ class OutputParser:
 
     def _read_beginning(self, final: bool) -> bool:
         """Drop the label and the whitespace at the start of a section; return whether they are complete."""
+        if self._orphan:
+            start = self._text.lstrip()
+            if start.startswith(self._orphan):
+                self._text = start[len(self._orphan) :]
+            elif not final and self._orphan.startswith(start):
+                return False
+            self._orphan = ""
         if self._label:
             if self._text.startswith(self._label):
                 self._text = self._text[len(self._label) :]
@@ -131,7 +148,7 @@ class OutputParser:
         return bool(self._text)
 
     def _tags_to_find(self) -> Sequence[str]:
-        tags = [self._calls.open] if self._calls else []
+        tags = [tag for tag in (self._calls.open, self._calls.bare[0]) if tag] if self._calls else []
         if self._tags and self._state is _ParserState.REASONING:
             tags.append(self._tags.close)
         elif self._tags and self._tags.inline:
@@ -143,10 +160,12 @@ class OutputParser:
         kept = before.rstrip()
         self._emit(kept)
         self._text = after
-        if self._calls and tag == self._calls.open:
+        if self._calls and tag in (self._calls.open, self._calls.bare[0]):
             self._call_in, self._state = self._state, _ParserState.CALL
             self._call_blanks = before[len(kept) :]
-            self._searched = 0
+            self._searched, self._unclosed = 0, -1
+            self._opening = tag
+            self._close = self._calls.close if tag == self._calls.open else self._calls.bare[1]
         else:
             self._begin(
                 _ParserState.CONTENT if self._state is _ParserState.REASONING else _ParserState.REASONING, _LINE_ENDS
@@ -158,36 +177,54 @@ class OutputParser:
         reasoning_end = -1
         if self._call_in is _ParserState.REASONING and self._tags:
             reasoning_end = self._text.find(self._tags.close)
-        while (end := self._text.find(self._calls.close, self._searched)) >= 0:
+        while (end := self._text.find(self._close, self._searched)) >= 0:
             if 0 <= reasoning_end < end:
                 return self._reject_call()
-            if self._accept_call(self._text[:end], self._text[end + len(self._calls.close) :]):
+            if self._accept_call(self._text[:end], self._text[end + len(self._close) :]):
                 return True
             if not self._calls.is_inside_value(self._text[:end]):
                 return self._reject_call()
-            self._searched = end + len(self._calls.close)
+            if self._unclosed < 0:
+                self._unclosed = end
+            self._searched = end + len(self._close)
         if reasoning_end >= 0:
             return self._reject_call()
         if final:  # some models stop before the closing tag: the call is complete
-            cut_tag = overlap(self._text, self._calls.close)
-            return self._accept_call(self._text[: len(self._text) - cut_tag], "") or self._reject_call()
-        self._searched = max(self._searched, len(self._text) - len(self._calls.close) + 1)
+            body = self._text[: len(self._text) - overlap(self._text, self._close)]
+            return (
+                not self._cut and (self._accept_call(body, "", whole=False) or self._accept_unclosed())
+            ) or self._reject_call()
+        self._searched = max(self._searched, len(self._text) - len(self._close) + 1)
         return False
 
-    def _accept_call(self, body: str, rest: str) -> bool:
-        call = self._calls.parse(body, self._tools) if self._calls else None
-        # Reasoning may quote the format: there it is a call only if it names an offered tool.
-        if call is None or (self._call_in is _ParserState.REASONING and not has_tool(self._tools, call.name)):
+    def _accept_call(self, body: str, rest: str, *, whole: bool = True, repair: bool = False) -> bool:
+        assert self._calls is not None
+        bare = self._opening != self._calls.open
+        if bare:
+            call = self._calls.parse(self._opening + body + (self._close if whole else ""), self._tools)
+        elif whole and (repair or not self._calls.is_inside_value(body)):
+            call = read_call(self._calls, body, self._tools)
+        else:
+            call = self._calls.parse(body, self._tools)
+        # Reasoning and answers may quote the format: there it is a call only if it names an offered tool.
+        doubtful = bare or self._call_in is _ParserState.REASONING
+        if call is None or (doubtful and not has_tool(self._tools, call.name)):
             return False
         self._events.append(ToolCallDelta(self._n_calls, call.name, call.arguments))
         self._n_calls += 1
         self._text = rest
         self._begin(_ParserState.CONTENT, _BLANKS)
+        self._orphan = self._calls.close if bare else ""
         return True
+
+    def _accept_unclosed(self) -> bool:
+        """At the end: accept a call up to a closing tag that was part of a value only if the value went on."""
+        end = self._unclosed
+        return end >= 0 and self._accept_call(self._text[:end], self._text[end + len(self._close) :], repair=True)
 
     def _reject_call(self) -> bool:
         self._state = self._call_in
-        self._emit(self._call_blanks + (self._calls.open if self._calls else ""))
+        self._emit(self._call_blanks + self._opening)
         return True
 
     def _begin(self, state: _ParserState, skip: str) -> None:

@@ -123,7 +123,7 @@ class OutputProcessor:
             rest = self._stop.push(self._detokenizer.flush())
             events = self._parse(rest + self._stop.flush())
             if self._parser is not None:
-                events += self._counted(self._parser.flush())
+                events += self._counted(self._parser.flush(cut=event.reason == "length"))
         deltas = self._deltas(events)
         end_ids = tuple(record.event.token for record in self._held)
         if event.stop_id is not None and not cut:

@@ -14,7 +14,7 @@ from lucevisor.text.tools.gemma4 import Gemma4
 from lucevisor.text.tools.json_object import JsonObject
 from lucevisor.text.tools.xml_function import XmlFunction
 
-__all__ = ["FORMATS", "ToolCall", "ToolFormat", "Tools", "detect_tool_format", "has_tool"]
+__all__ = ["FORMATS", "ToolCall", "ToolFormat", "Tools", "detect_tool_format", "has_tool", "read_call"]
 
 # What a template says that is of this format, the most particular first: all but Gemma's write <tool_call> as well.
 FORMATS: Final[tuple[tuple[str, ToolFormat], ...]] = (
@@ -23,6 +23,21 @@ FORMATS: Final[tuple[tuple[str, ToolFormat], ...]] = (
     ("<function=", XmlFunction()),
     ("<tool_call>", JsonObject()),
 )
+
+
+def read_call(tool_format: ToolFormat, body: str, tools: Tools) -> ToolCall | None:
+    """Return the call that the text between the tags is, or None.
+
+    A malformed one counts if it can be repaired, or is written as other models write between the same tags, and names
+    an offered tool.
+    """
+    if (call := tool_format.parse(body, tools)) is not None:
+        return call
+    others = [other for _, other in FORMATS if other.open == tool_format.open and other is not tool_format]
+    for read in (tool_format.repair, *(other.parse for other in others)):
+        if (call := read(body, tools)) is not None and has_tool(tools, call.name):
+            return call
+    return None
 
 
 def detect_tool_format(template: str) -> ToolFormat | None:

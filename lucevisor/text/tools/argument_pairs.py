@@ -12,6 +12,8 @@ _NAME: Final = re.compile(r"\s*([^<\s]+)")
 _PAIR: Final = re.compile(
     r"\s*<arg_key>(.*?)</arg_key>\s*<arg_value>(.*?)</arg_value>(?=\s*(?:<arg_key>|\Z))", re.DOTALL
 )
+_NO_VALUE: Final = re.compile(r"</arg_key>(?!\s*<arg_value>)")
+_NO_KEY: Final = re.compile(r"\A(\s*[^<\s]+\s*)<tool_call>")
 
 
 class ArgumentPairs:
@@ -19,6 +21,7 @@ class ArgumentPairs:
 
     open = "<tool_call>"
     close = "</tool_call>"
+    bare = ("", "")
     tags: Sequence[str] = (open, close, "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>")
 
     def parse(self, body: str, tools: Tools) -> ToolCall | None:
@@ -33,6 +36,10 @@ class ArgumentPairs:
             arguments[key] = read_value(pair.group(2), parameter_schema(tools, name, key))
             end = pair.end()
         return make_call(name, arguments) if not body[end:].strip() else None
+
+    def repair(self, body: str, tools: Tools) -> ToolCall | None:
+        """Add the opening tag of values without one, and of a first key behind a second opening tag of the call."""
+        return self.parse(_NO_VALUE.sub("</arg_key><arg_value>", _NO_KEY.sub(r"\1<arg_key>", body)), tools)
 
     def is_inside_value(self, body: str) -> bool:
         """Say whether the text ends inside a value."""

@@ -46,11 +46,18 @@ class ToolFormat(Protocol):
         """The tag after a call."""
 
     @property
+    def bare(self) -> tuple[str, str]:
+        """The first tag inside a call and its closing one, for models that forget the opening tag; ("", ""): none."""
+
+    @property
     def tags(self) -> Sequence[str]:
         """All tags of the format that may be control tokens of a vocabulary."""
 
     def parse(self, body: str, tools: Tools) -> ToolCall | None:
         """Return the call that the text between the tags is, or None when it is not one."""
+
+    def repair(self, body: str, tools: Tools) -> ToolCall | None:
+        """Return the call that a body means which `parse` refuses, where it can mean nothing else, or None."""
 
     def is_inside_value(self, body: str) -> bool:
         """Say whether `body`, cut before a closing tag, ends inside a value, so that the tag is part of that value."""

@@ -15,9 +15,12 @@ from lucevisor.text.tools.call import ToolCall, Tools, make_call
 _QUOTE: Final = '<|"|>'
 _HEAD: Final = re.compile(r"\s*call:\s*([^\s{]+)\s*\{")
 _KEY: Final = re.compile(r"\s*([^\s:,{}\[\]]+?)\s*:")
+_LENIENT_KEY: Final = re.compile(r"\s*([^\s:=,{}\[\]]+?)\s*[:=]")
+_NOT_BARE: Final = frozenset("\"'<>:=\n")  # in a word without quotes: more than a word is missing there
 _BLANKS: Final = re.compile(r"\s*")
 _JSON_STRING: Final = re.compile(r'"(?:[^"\\]|\\.)*"', re.DOTALL)
 _BARE: Final = re.compile(r"[^,{}\[\]]+")
+_SINGLE: Final = re.compile(r"'([^'\\]*)'(?=\s*[,}\]])")
 
 
 class _Malformed(Exception):
@@ -29,14 +32,22 @@ class Gemma4:
 
     open = "<|tool_call>"
     close = "<tool_call|>"
+    bare = ("", "")
     tags: Sequence[str] = (open, close, _QUOTE)
 
     def parse(self, body: str, tools: Tools) -> ToolCall | None:
         """Return the call, or None when a brace, key or quote is missing."""
+        return self._read(body, lenient=False)
+
+    def repair(self, body: str, tools: Tools) -> ToolCall | None:
+        """Take a missing comma between arguments, `=` for `:`, single quotes, and bare words for strings."""
+        return self._read(body, lenient=True)
+
+    def _read(self, body: str, *, lenient: bool) -> ToolCall | None:
         head = _HEAD.match(body)
         if head is None:
             return None
-        reader = _ValueReader(body, head.end() - 1)
+        reader = _ValueReader(body, head.end() - 1, lenient=lenient)
         try:
             arguments = reader.value(0)
         except _Malformed:
@@ -53,8 +64,9 @@ class Gemma4:
 class _ValueReader:
     """Reads one value after another; `position` is the next character to read."""
 
-    def __init__(self, text: str, position: int) -> None:
+    def __init__(self, text: str, position: int, *, lenient: bool) -> None:
         self._text = text
+        self._lenient = lenient
         self.position = position
 
     def value(self, depth: int) -> object:
@@ -71,6 +83,9 @@ class _ValueReader:
                 raise _Malformed
             text, self.position = self._text[self.position : end], end + len(_QUOTE)
             return text
+        if self._lenient and (quoted := _SINGLE.match(self._text, self.position)):
+            self.position = quoted.end()
+            return quoted.group(1)
         match = _JSON_STRING.match(self._text, self.position) or _BARE.match(self._text, self.position)
         if match is None:
             raise _Malformed
@@ -78,12 +93,15 @@ class _ValueReader:
         try:
             return parse(match.group())
         except ValueError as error:
+            word = match.group().strip()
+            if self._lenient and not set(word) & _NOT_BARE:
+                return word
             raise _Malformed from error
 
     def _object(self, depth: int) -> dict[str, object]:
         result: dict[str, object] = {}
         while not self._take("}"):
-            if result and not self._take(","):
+            if result and not self._take(",") and not self._lenient:
                 raise _Malformed
             key = self._key()
             result[key] = self.value(depth + 1)
@@ -104,7 +122,7 @@ class _ValueReader:
             if end < 0 or not self._take(":"):
                 raise _Malformed
             return key
-        match = _KEY.match(self._text, self.position)
+        match = (_LENIENT_KEY if self._lenient else _KEY).match(self._text, self.position)
         if match is None:
             raise _Malformed
         self.position = match.end()

@@ -10,9 +10,15 @@ from lucevisor.text.json_text import parse
 from lucevisor.text.tools.call import ToolCall, Tools, make_call
 
 _QUOTED_OR_REST: Final = re.compile(r'"(?:[^"\\]|\\.)*"|[^"]+', re.DOTALL)
-
+_CONTROL: Final = re.compile("[\0-\x1f]")
+_FENCED: Final = re.compile(r"\s*```(?:json)?\s*(.*?)\s*```\s*", re.DOTALL)
+_MOST_BRACES: Final = 2  # that a body lacks or has too many
 
 _NAME: Final = re.compile("[^\ud800-\udfff]+")  # JSON can name a lone surrogate, an answer in UTF-8 cannot
+
+
+def _escaped(character: re.Match[str]) -> str:
+    return f"\\u{ord(character[0]):04x}"
 
 
 class JsonObject:
@@ -20,6 +26,7 @@ class JsonObject:
 
     open = "<tool_call>"
     close = "</tool_call>"
+    bare = ("", "")
     tags: Sequence[str] = (open, close)
 
     def parse(self, body: str, tools: Tools) -> ToolCall | None:
@@ -37,6 +44,18 @@ class JsonObject:
         if not isinstance(name, str) or not _NAME.fullmatch(name) or not isinstance(arguments, dict):
             return None
         return make_call(name, arguments)
+
+    def repair(self, body: str, tools: Tools) -> ToolCall | None:
+        """Escape control characters in strings, leave out a Markdown fence, add or drop braces at the end."""
+        fenced = _FENCED.fullmatch(body)
+        pieces = _QUOTED_OR_REST.findall(fenced[1] if fenced else body)
+        text = "".join(_CONTROL.sub(_escaped, piece) if piece.startswith('"') else piece for piece in pieces).strip()
+        depth = sum(piece.count("{") - piece.count("}") for piece in pieces if not piece.startswith('"'))
+        if not -_MOST_BRACES <= depth <= _MOST_BRACES:
+            return None
+        for _ in range(-depth):
+            text = text.removesuffix("}").rstrip()
+        return self.parse(text + "}" * depth, tools)
 
     def is_inside_value(self, body: str) -> bool:
         """Say whether the text ends inside a JSON string."""
