@@ -97,8 +97,8 @@ def opening_of(running: Iterable[RequestRecord]) -> list[Operation]:
         if (live := record.live) is None:
             continue
         sampling = record.request.sampling
-        history = [*record.tokens[: live.n_computed]] if sampling.penalised else []
-        operations.append(OpenSequence(live.sequence, live.state, sampling, history))
+        history = [*record.tokens[: live.n_computed]] if sampling.needs_history else []
+        operations.append(OpenSequence(live.sequence, live.state, sampling, history, record.mu))
         for growth in live.table.growths():
             operations += page_operations(live.sequence, growth)
     return operations
