@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
-from itertools import pairwise
+from itertools import groupby, pairwise
 from math import prod
 
 import torch
@@ -19,6 +19,7 @@ from torch import Tensor
 
 from daemons.device import allocating
 from daemons.errors import LoadError
+from daemons.ops.cpu.library import Tiles
 from daemons.ops.experts import ConcatExperts, ExpertWeights
 from daemons.ops.linear import ConcatLinear, Linear, Table
 from daemons.ops.selection import KernelSelector
@@ -26,8 +27,8 @@ from daemons.weights.dequant import dequantise, four_bit
 from daemons.weights.packed import PackedWeights, empty_packed
 from daemons.weights.reading import HostMemory, ProgressMeter, StagingBuffers, TensorChunk, row_count
 from lucevisor.model.gguf_files import GgufFiles
-from lucevisor.model.quant_types import DENSE, INT4_GROUP, NATIVE, GgmlType, WeightFormat, format_bytes
-from lucevisor.model.weight_layout import QUANTISED_FORMATS, TensorLayout, TensorRole
+from lucevisor.model.quant_types import DENSE, INT4_GROUP, NATIVE, TILE_ROWS, GgmlType, WeightFormat, format_bytes
+from lucevisor.model.weight_layout import QUANTISED_FORMATS, ROW_INDEXED, TensorLayout, TensorRole
 
 BATCH_BYTES = 8 << 20
 """Bytes read and converted at a time, to fit a cpu's caches; accelerators take four times as much per copy."""
@@ -147,7 +148,16 @@ class WeightLoader:
 
     def _mergeable(self, a: Rows, b: Rows) -> bool:
         fa, fb = self._layout(a), self._layout(b)
+        if self._tiled(a) or self._tiled(b):
+            return self._tiled(a) and self._tiled(b)
         return fa.format is fb.format and (fa.format not in QUANTISED_FORMATS or fa.kind is fb.kind)
+
+    def _tiled(self, rows: Rows) -> bool:
+        """Whether C++ kernels multiply the matrix in tiles."""
+        layout = self._layout(rows)
+        if len(layout.shape) != 2 or rows.columns is not None or layout.format in ROW_INDEXED - {WeightFormat.BFLOAT16}:
+            return False
+        return self.selector.tiles(layout.kind, *layout.shape, layout.n_bytes)
 
     def _dtype_of(self, layout: TensorLayout) -> torch.dtype:
         return torch.float32 if layout.format is WeightFormat.FLOAT32 else self.selector.dtype
@@ -166,6 +176,9 @@ class WeightLoader:
             if self.selector.repacks(first.format):
                 return self.selector.packed_linear(self._packed(rows), first.shape[-1])
             return self.selector.blocks(first.kind, self._raw(rows), first.shape[-1])
+        if self._tiled(rows[0]):
+            by_kind = groupby(rows, lambda r: self._layout(r).kind)
+            return self.selector.tiled_linear([self._tiles(list(same)) for _, same in by_kind], first.shape[-1])
         if first.format is WeightFormat.INT4:
             return self.selector.int4(kinds, *self._int4(rows))
         if first.format is WeightFormat.INT8:
@@ -194,6 +207,15 @@ class WeightLoader:
             # in one launch: with many small experts in a batch, launches would take longer than the work
             out.write(at, torch.cat([rows for _, rows in parts]))
         return out
+
+    def _tiles(self, rows: list[Rows]) -> Tiles:
+        kernels, chunks = self.selector.cpu, self._tensor_chunks(rows)
+        assert kernels is not None
+        kind, n, columns = chunks[0].tensor.kind, _total(chunks), chunks[0].width
+        data = self._empty(chunks, (kernels.tiles_bytes(kind, n, columns),), torch.uint8)
+        for at, parts in self._batches(chunks, TILE_ROWS, expanded=False):
+            kernels.pack(kind, torch.cat([raw for _, raw in parts]), data[kernels.tiles_bytes(kind, at, columns) :])
+        return Tiles(kind, n, data)
 
     def _dense(self, rows: list[Rows], dtype: torch.dtype) -> Tensor:
         chunks = self._tensor_chunks(rows)

@@ -14,6 +14,9 @@ import torch
 from torch import Tensor
 
 from daemons.device import launching
+from daemons.ops.cpu.compiler import CpuCompileError
+from daemons.ops.cpu.library import KINDS, CpuKernels, Tiles, cpu_kernels
+from daemons.ops.cpu.linear import TiledLinear
 from daemons.ops.experts import UNLIMITED_PAIRS, BlockExperts, DenseExperts, ExpertWeights, SeparateExperts
 from daemons.ops.linear import (
     Bfloat16CpuLinear,
@@ -51,6 +54,8 @@ class KernelSelector:
     """What costs speed here and can be fixed."""
     operations: Operations = field(init=False)
     _row_gemv: CudaGemv | None = field(init=False, default=None)
+    cpu: CpuKernels | None = field(init=False, default=None)
+    """C++ kernels of a cpu that computes in bfloat16."""
     max_async_pairs: int = UNLIMITED_PAIRS
     """(token, expert) pairs up to which none of the experts built here synchronises with the host."""
 
@@ -60,6 +65,11 @@ class KernelSelector:
             self.kernels = not reason
             if reason and self.device.type != "cpu":
                 self.warnings.append(f"{self.device} runs plain torch, many times slower than kernels: {reason}")
+        if self.device.type == "cpu" and self.dtype == torch.bfloat16:
+            try:
+                self.cpu = cpu_kernels()
+            except CpuCompileError as error:
+                self.warnings.append(f"the cpu computes with torch alone, slower than C++ kernels: {error}")
         self.operations = _kernels() if self.kernels else TorchOperations()
         self._note("layers", "triton" if self.kernels else "torch")
         if self.kernels and self.device.type == "cuda" and torch.version.cuda and self.dtype != torch.float32:
@@ -70,6 +80,12 @@ class KernelSelector:
     def repacks(self, fmt: WeightFormat) -> bool:
         """Whether a matrix of that format is repacked here."""
         return fmt is WeightFormat.PACKED and bool(self.kernels)
+
+    def tiles(self, kind: GgmlType, n_rows: int, n_columns: int, n_bytes: int) -> bool:
+        """Whether a matrix is repacked to tiles for C++ on a cpu: those take no more than the ``n_bytes`` planned."""
+        if self.cpu is None or kind.name not in KINDS:
+            return False
+        return self.cpu.tiles_bytes(kind, n_rows, n_columns) <= n_bytes
 
     def _note(self, what: str, implementation: str) -> None:
         key = f"{self.device} {what}"
@@ -92,6 +108,13 @@ class KernelSelector:
             return Bfloat16CpuLinear(weight)
         self._note(what, f"{_name(weight.dtype)} torch")
         return DenseLinear(weight)
+
+    def tiled_linear(self, parts: list[Tiles], n_columns: int) -> Linear:
+        """Matrices in tiles, one below the other."""
+        assert self.cpu is not None
+        for part in parts:
+            self._note(f"linear {part.kind.name}", TiledLinear.implementation)
+        return TiledLinear(self.cpu, parts, n_columns)
 
     def blocks(self, kind: GgmlType, raw: Tensor, n_columns: int) -> Linear:
         self._note(f"linear {kind.name}", f"blocks, dequantised to {_name(self.dtype)} at each call")

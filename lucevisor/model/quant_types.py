@@ -62,6 +62,7 @@ class WeightFormat(StrEnum):
     FLOAT16 = "float16"
     BLOCKS = "blocks"  # the file's own quant blocks
     PACKED = "packed"  # repacked blocks, rows padded; BLOCKS where kernels cannot be compiled
+    # for a cpu: the file's codes and scales in tiles for C++ kernels, without a compiler torch's packed forms
     INT4 = "int4"
     INT8 = "int8"
 
@@ -106,7 +107,7 @@ def padded_rows(n_rows: int) -> int:
 
 
 def format_bytes(kind: GgmlType, shape: tuple[int, ...], fmt: WeightFormat) -> int:
-    """Bytes of a tensor on the device in that format; for PACKED an upper bound."""
+    """Bytes of a tensor on the device in that format; for PACKED, INT4 and INT8 an upper bound."""
     n = 1
     for d in shape:
         n *= d
@@ -117,7 +118,7 @@ def format_bytes(kind: GgmlType, shape: tuple[int, ...], fmt: WeightFormat) -> i
         case WeightFormat.BFLOAT16 | WeightFormat.FLOAT16:
             return n * 2
         case WeightFormat.INT8:
-            return n + rows * 2
+            return max(n + rows * 2, padded_rows(rows) * row_bytes(kind, shape[-1]))
         case WeightFormat.INT4:
             return n // 2 + n // INT4_GROUP * 4
         case WeightFormat.BLOCKS:

@@ -23,6 +23,7 @@ from lucevisor.model.weight_layout import shard_layouts, weight_bytes
 from lucevisor.protocol.loading import Load, ShardPlan, StagePlan
 from lucevisor.protocol.messages import Progress
 from lucevisor.protocol.steps import Slice, Step
+from tests.daemons.cpu_kernels import needs_cpu_kernels
 from tests.daemons.tiny_models import Tiny, write
 from tests.families.pipeline import How, Pipeline, load_stages, pools_of
 from tests.families.rounding import Formats, bounds, explained, middle_error
@@ -127,7 +128,7 @@ def test_accelerator_forms_compute_the_same(files, kinds, tied):
 
 
 @pytest.mark.parametrize("kind", ["Q4_0", "Q4_K", "Q8_0", "Q5_K", "Q6_K", "BF16"])
-def test_packed_cpu_forms_stay_near_the_dequantised_product(files, kind):
+def test_packed_torch_forms_stay_near_the_dequantised_product(files, kind, without_cpu_kernels):
     spec = open_spec(files([kind]))
     x = torch.randn(3, 256).bfloat16()
     names = ("blk.0.ffn_gate.weight", "blk.0.ffn_up.weight")
@@ -168,13 +169,21 @@ def test_row_ranges_of_several_matrices_come_in_the_order_asked_for(files, monke
     np.testing.assert_array_equal(product.weight.numpy(), wanted)
 
 
+@needs_cpu_kernels
 def test_what_was_chosen_and_converted_is_told(files):
     stage = load_stages(open_spec(files(["IQ3_S", "Q4_K", "Q8_0"])), how=How(Dtype.BFLOAT16))[0]
-    assert any(text.startswith("int4") for text in stage.kernels.values())
-    assert stage.kernels["cpu linear Q8_0"].startswith("int8")
+    assert stage.kernels["cpu linear Q4_K"].startswith("tiles, c++")
     (warning,) = stage.warnings
     assert warning.startswith("IQ3_S tensors are not kept as stored: ")
     assert "bytes on cpu" in warning
+
+
+def test_without_a_compiler_torch_computes_and_that_is_told(files, without_cpu_kernels):
+    stage = load_stages(open_spec(files(["Q4_K", "Q8_0"])), how=How(Dtype.BFLOAT16))[0]
+    assert any(text.startswith("int4") for text in stage.kernels.values())
+    assert stage.kernels["cpu linear Q8_0"].startswith("int8")
+    (warning,) = stage.warnings
+    assert warning == "the cpu computes with torch alone, slower than C++ kernels: no C++ compiler"
 
 
 def test_progress_reaches_the_total(files, monkeypatch):

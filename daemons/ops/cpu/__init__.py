@@ -1,0 +1,1 @@
+"""C++ kernels for cpus with AVX-512 and bfloat16 products, compiled at load."""

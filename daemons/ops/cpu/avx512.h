@@ -1,0 +1,58 @@
+// Sixteen floats at a time, for cpus with AVX-512 and its bfloat16 products.
+#pragma once
+#include <immintrin.h>
+
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <limits>
+
+using Floats = __m512;
+constexpr int LANES = 16;
+
+inline Floats splat(float x) { return _mm512_set1_ps(x); }
+
+inline Floats from_bfloat16(__m256i x) {
+  return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(x), 16));
+}
+inline Floats load_bfloat16(const uint16_t* x) { return from_bfloat16(_mm256_loadu_si256((const __m256i*)x)); }
+inline __m256i to_bfloat16(Floats x) { return (__m256i)_mm512_cvtneps_pbh(x); }
+inline void store_bfloat16(uint16_t* out, Floats x) { _mm256_storeu_si256((__m256i*)out, to_bfloat16(x)); }
+
+inline Floats load_half(const void* x) { return _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)x)); }
+
+inline float one_bfloat16(uint16_t x) {
+  const uint32_t bits = uint32_t(x) << 16;
+  float out;
+  memcpy(&out, &bits, 4);
+  return out;
+}
+
+// e^x to 2 units in the last place: 2^n times a polynomial of the rest (Cephes' expf); below -104 it is 0.
+inline Floats exponential(Floats x) {
+  x = _mm512_max_ps(_mm512_min_ps(x, splat(89.f)), splat(-104.f));
+  const Floats n = _mm512_roundscale_ps(_mm512_mul_ps(x, splat(1.44269504f)), _MM_FROUND_TO_NEAREST_INT);
+  Floats r = _mm512_fnmadd_ps(n, splat(0.693359375f), x);
+  r = _mm512_fnmadd_ps(n, splat(-2.12194440e-4f), r);
+  Floats p = splat(1.9875691500e-4f);
+  p = _mm512_fmadd_ps(p, r, splat(1.3981999507e-3f));
+  p = _mm512_fmadd_ps(p, r, splat(8.3334519073e-3f));
+  p = _mm512_fmadd_ps(p, r, splat(4.1665795894e-2f));
+  p = _mm512_fmadd_ps(p, r, splat(1.6666665459e-1f));
+  p = _mm512_fmadd_ps(p, r, splat(5.0000001201e-1f));
+  p = _mm512_fmadd_ps(_mm512_mul_ps(r, r), p, _mm512_add_ps(r, splat(1.f)));
+  return _mm512_scalef_ps(p, n);
+}
+
+inline Floats sigmoid(Floats x) {
+  return _mm512_div_ps(splat(1.f), _mm512_add_ps(splat(1.f), exponential(_mm512_sub_ps(splat(0.f), x))));
+}
+inline Floats silu(Floats x) { return _mm512_mul_ps(x, sigmoid(x)); }
+// GELU's tanh form: x sigmoid(2 y)
+inline Floats gelu(Floats x) {
+  const Floats cube = _mm512_mul_ps(_mm512_mul_ps(x, x), x);
+  const Floats y = _mm512_mul_ps(splat(1.5957691216f), _mm512_fmadd_ps(splat(0.044715f), cube, x));
+  return _mm512_mul_ps(x, sigmoid(y));
+}
+inline float softplus(float x) { return x > 20.f ? x : std::log1p(std::exp(x)); }
+inline float sigmoid(float x) { return 1.f / (1.f + std::exp(-x)); }

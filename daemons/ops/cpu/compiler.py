@@ -1,0 +1,106 @@
+"""Compile the C++ kernels of this directory with the machine's compiler, for the cpu at hand, and load them.
+
+The library is kept in the user's cache under a name made of sources, compiler and cpu, so only the first daemon of a
+version waits for it (some 5 s).  It is linked to no OpenMP library: it takes torch's, whose threads it shares.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+from fcntl import LOCK_EX, flock
+from functools import cache
+from hashlib import sha256
+from pathlib import Path
+
+SOURCES = Path(__file__).parent
+FLAGS = ("-O3", "-std=c++17", "-fPIC", "-fopenmp", "-march=native")
+NEEDED = frozenset({"avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512_bf16"})
+"""Flags in /proc/cpuinfo of a cpu that can run the kernels."""
+TIMEOUT_S = 300.0
+
+
+class CpuCompileError(Exception):
+    """No library: the message says why."""
+
+
+@cache
+def library() -> ctypes.CDLL:
+    """The compiled kernels.  Raises CpuCompileError."""
+    flags = _cpu_flags()
+    if not flags >= NEEDED:
+        raise CpuCompileError(f"the cpu lacks {', '.join(sorted(NEEDED - flags))}")
+    compiler = next((found for name in _compilers() if (found := shutil.which(name))), None)
+    if compiler is None:
+        raise CpuCompileError("no C++ compiler: install g++, or set CXX")
+    try:
+        return ctypes.CDLL(str(_built(compiler, flags)))
+    except OSError as error:
+        raise CpuCompileError(str(error)) from error
+
+
+def _compilers() -> list[str]:
+    return [name for name in (os.environ.get("CXX"), "g++", "c++") if name]
+
+
+def _cpu_flags() -> frozenset[str]:
+    try:
+        text = Path("/proc/cpuinfo").read_text()
+    except OSError:
+        return frozenset()
+    line = next((line for line in text.splitlines() if line.startswith("flags")), "")
+    return frozenset(line.partition(":")[2].split())
+
+
+def _built(compiler: str, cpu_flags: frozenset[str]) -> Path:
+    """The library's file, compiled unless it is in the cache.  Raises CpuCompileError or OSError."""
+    sources = sorted(p for p in SOURCES.iterdir() if p.suffix in (".cpp", ".h"))
+    digest = sha256(repr((compiler, os.stat(compiler).st_mtime_ns, FLAGS, sorted(cpu_flags))).encode())
+    digest.update(platform.machine().encode())
+    for path in sources:
+        digest.update(path.name.encode() + b"\0" + path.read_bytes())
+    directory = _cache_directory()
+    target = directory / f"cpu-kernels-{digest.hexdigest()[:16]}.so"
+    if target.exists():
+        return target
+    with open(directory / "cpu-kernels.lock", "wb") as lock:
+        flock(lock, LOCK_EX)  # daemons that start together wait for the first
+        if not target.exists():
+            _compile(compiler, target)
+    return target
+
+
+def _cache_directory() -> Path:
+    """A directory of this user's alone, as code is loaded from it."""
+    base = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
+    directory = Path(base) / "lucevisor"
+    try:
+        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if os.access(directory, os.W_OK) and directory.stat().st_uid == os.geteuid():
+            return directory
+    except OSError:
+        pass  # a home that is not there or read-only
+    return Path(tempfile.mkdtemp(prefix="lucevisor-"))
+
+
+def _compile(compiler: str, target: Path) -> None:
+    with tempfile.TemporaryDirectory(dir=target.parent) as scratch:
+        built, made = Path(scratch) / "kernels.o", Path(scratch) / "kernels.so"
+        _run([compiler, *FLAGS, "-c", str(SOURCES / "kernels.cpp"), "-o", str(built)])
+        # without -fopenmp: OpenMP's symbols are found among those of torch's own library
+        _run([compiler, "-shared", str(built), "-o", str(made)])
+        made.replace(target)
+
+
+def _run(command: list[str]) -> None:
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise CpuCompileError(f"{command[0]}: {error}") from error
+    if done.returncode:
+        lines = [line for line in done.stderr.splitlines() if "error" in line] or done.stderr.splitlines()
+        raise CpuCompileError(f"{command[0]}: {lines[0].strip() if lines else f'exit code {done.returncode}'}")

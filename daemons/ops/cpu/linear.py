@@ -1,0 +1,59 @@
+"""Linear layers on tiles of packed weights: C++ for few rows, oneDNN's bfloat16 product beyond."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from daemons.ops.cpu.library import CpuKernels, Tiles
+
+MAX_TILED_ROWS = 32
+"""Rows up to which weights are multiplied as they are packed; beyond, to dequantise them once is faster."""
+SCRATCH_ELEMENTS = 1 << 24
+"""Weights that are dequantised at a time."""
+
+
+class TiledLinear:
+    """Matrices ``[N, K]`` one below the other, bfloat16 activations.
+
+    Up to MAX_TILED_ROWS rows a row's result is the same whatever rows are beside it.
+    """
+
+    implementation = f"tiles, c++ to {MAX_TILED_ROWS} rows, bfloat16 onednn beyond"
+
+    def __init__(self, kernels: CpuKernels, parts: Sequence[Tiles], n_columns: int) -> None:
+        self.kernels, self.parts, self.n_columns = kernels, list(parts), n_columns
+        self.n_out, self.n_bytes = sum(p.n_rows for p in parts), sum(p.data.nbytes for p in parts)
+        self._matrices = kernels.matrices(self.parts)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        if x.shape[0] <= MAX_TILED_ROWS:
+            return self.kernels.multiply(self._matrices, x.contiguous(), self.n_out)
+        batches = list(self._batches())
+        if len(batches) == 1:
+            return F.linear(x, self._dequantised(batches[0]))
+        out, at = x.new_empty(x.shape[0], self.n_out), 0
+        for batch in batches:
+            weight = self._dequantised(batch)
+            out[:, at : at + len(weight)] = F.linear(x, weight)
+            at += len(weight)
+        return out
+
+    def _batches(self) -> Iterator[list[tuple[Tiles, int, int]]]:
+        """Rows that are dequantised together: (tiles, first row, rows)."""
+        step = max(16, SCRATCH_ELEMENTS // self.n_columns // 16 * 16)
+        if self.n_out <= step:
+            yield [(part, 0, part.n_rows) for part in self.parts]
+            return
+        for part in self.parts:
+            for first in range(0, part.n_rows, step):
+                yield [(part, first, min(step, part.n_rows - first))]
+
+    def _dequantised(self, batch: list[tuple[Tiles, int, int]]) -> Tensor:
+        out, at = self.kernels.scratch(sum(n for _, _, n in batch), self.n_columns), 0
+        for part, first, n in batch:
+            self.kernels.dequantise(part, self.n_columns, first, out[at : at + n])
+            at += n
+        return out

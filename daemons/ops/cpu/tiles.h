@@ -1,0 +1,104 @@
+// Tiles of packed weights: 16 rows x one quant block of columns.  A lane of 32 bits is a row, its halves two
+// neighbouring columns, so that `vdpbf16ps` multiplies 16 rows by a pair of activations.
+//
+// A tile is: d f16[16] | m f16[16], if the type has minima | nested types: scales [groups][16] and minima [groups][16],
+// a byte each | groups of columns that share a scale: high bits | codes.  Codes of 4 bits: 64 bytes for 8 columns, nibble
+// i of each 16 bits is of columns 2i (low half) and 2i + 1.  One high bit: 32 of them for a pair of columns.  Two high
+// bits: 64 bytes for 16 columns, bits 2p of each 16 bits are of pair p.  Codes of 8 bits: [pair of columns][row][2].
+#pragma once
+#include "avx512.h"
+
+constexpr int8_t LEVELS[16] = {-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113};
+
+// What a quant type is: columns of a block and of a group with one scale, bits above the low four (4: codes are bytes),
+// whether scales are bytes times d, whether those are signed, whether it has minima and their sign, the value of code 0.
+template <int COLUMNS, int GROUP_, int HIGH_, bool NESTED_, bool SIGNED_, int MIN_, int ZERO_, bool LOOKUP_ = false>
+struct Type {
+  static constexpr int BLOCK = COLUMNS, GROUP = GROUP_, HIGH = HIGH_, MIN = MIN_, ZERO = ZERO_;
+  static constexpr bool NESTED = NESTED_, SIGNED = SIGNED_, LOOKUP = LOOKUP_;
+  static constexpr int GROUPS = BLOCK / GROUP;
+  static constexpr int M = 32, SCALES = MIN ? 64 : 32, MINIMA = SCALES + (NESTED ? GROUPS * 16 : 0);
+  static constexpr int FIRST_GROUP = MINIMA + (NESTED && MIN ? GROUPS * 16 : 0);
+  static constexpr int CODES = HIGH == 4 ? 0 : GROUP * HIGH * 2;  // where they begin in a group
+  static constexpr int GROUP_BYTES = CODES + GROUP * (HIGH == 4 ? 16 : 8);
+  static constexpr int BYTES = FIRST_GROUP + GROUPS * GROUP_BYTES;
+  static constexpr int BIAS = HIGH == 2 ? 128 - ZERO : 0;  // what decoded numbers are too large by
+};
+using Q4_0 = Type<32, 32, 0, false, false, 0, -8>;
+using Q4_1 = Type<32, 32, 0, false, false, 1, 0>;
+using Q5_0 = Type<32, 32, 1, false, false, 0, -16>;
+using Q5_1 = Type<32, 32, 1, false, false, 1, 0>;
+using Q8_0 = Type<32, 32, 4, false, false, 0, 0>;
+using IQ4_NL = Type<32, 32, 0, false, false, 0, 0, true>;
+using IQ4_XS = Type<256, 32, 0, true, true, 0, 0, true>;
+using Q4_K = Type<256, 32, 0, true, false, -1, 0>;
+using Q5_K = Type<256, 32, 1, true, false, -1, 0>;
+using Q6_K = Type<256, 16, 2, true, true, 0, -32>;
+
+// The values of sixteen codes as bfloat16, exact, twice.
+template <class T>
+inline __m512i values(int first) {
+  alignas(64) uint16_t out[32];
+  for (int i = 0; i < 32; i++) {
+    const int code = first + (i & 15);
+    const float value = T::LOOKUP ? float(LEVELS[code & 15]) : float(code + T::ZERO);
+    uint32_t bits;
+    memcpy(&bits, &value, 4);
+    out[i] = uint16_t(bits >> 16);
+  }
+  return _mm512_load_si512(out);
+}
+
+// Decodes codes to bfloat16, exactly: by a table, or, where that would have 64 numbers, as the mantissa of 128 + code.
+template <class T>
+struct Decoder {
+  const __m512i low = values<T>(0), high = values<T>(16);
+  const __m512i nibble = _mm512_set1_epi16(15), six = _mm512_set1_epi16(63), exponent = _mm512_set1_epi16(0x4300);
+
+  // The p-th pair of columns of a group, of 16 rows.
+  inline __attribute__((always_inline)) __m512bh pair(const uint8_t* group, int p) const {
+    if constexpr (T::HIGH == 4) {
+      const __m256i q = _mm256_loadu_si256((const __m256i*)(group + T::CODES + 32 * p));
+      const Floats a = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm256_castsi256_si128(q)));
+      const Floats b = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm256_extracti128_si256(q, 1)));
+      return _mm512_cvtne2ps_pbh(b, a);
+    } else {
+      const __m512i q = _mm512_srli_epi16(_mm512_loadu_si512(group + T::CODES + 64 * (p / 4)), 4 * (p % 4));
+      if constexpr (T::HIGH == 0) return (__m512bh)_mm512_permutexvar_epi16(q, low);
+      if constexpr (T::HIGH == 1) {
+        uint32_t bits;
+        memcpy(&bits, group + 4 * p, 4);
+        const __m512i found = _mm512_permutexvar_epi16(q, low);
+        return (__m512bh)_mm512_mask_permutexvar_epi16(found, __mmask32(bits), q, high);
+      }
+      const __m512i h = _mm512_loadu_si512(group);
+      const int shift = 2 * p - 4;
+      const __m512i bits = shift < 0 ? _mm512_slli_epi16(h, -shift) : _mm512_srli_epi16(h, shift);
+      const __m512i code = _mm512_ternarylogic_epi32(nibble, q, bits, 0xCA);  // nibble ? q : bits
+      return (__m512bh)_mm512_ternarylogic_epi32(code, six, exponent, 0xEA);  // (code & six) | exponent
+    }
+  }
+};
+
+// Scale of a group for 16 rows.  ``d``: that of the tile.
+template <class T>
+inline Floats group_scale(const uint8_t* tile, int group, Floats d) {
+  if constexpr (!T::NESTED) return d;
+  const __m128i bytes = _mm_loadu_si128((const __m128i*)(tile + T::SCALES + 16 * group));
+  return _mm512_mul_ps(_mm512_cvtepi32_ps(T::SIGNED ? _mm512_cvtepi8_epi32(bytes) : _mm512_cvtepu8_epi32(bytes)), d);
+}
+
+// What is added to each weight of a group.  ``m``: the tile's factor, with its sign.
+template <class T>
+inline Floats group_minimum(const uint8_t* tile, int group, Floats m) {
+  if constexpr (!T::NESTED) return m;
+  const __m128i bytes = _mm_loadu_si128((const __m128i*)(tile + T::MINIMA + 16 * group));
+  return _mm512_mul_ps(_mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(bytes)), m);
+}
+
+template <class T>
+inline Floats tile_minimum(const uint8_t* tile) {
+  if constexpr (T::MIN == 0) return splat(0.f);
+  const Floats m = load_half(tile + T::M);
+  return T::MIN < 0 ? _mm512_sub_ps(splat(0.f), m) : m;
+}
