@@ -213,7 +213,8 @@ class EngineConfig:
         int | AutoWord,
         Key(
             OrAuto(Whole(1, 2**31 - 1)),
-            "Pages of 64 tokens in each pool. `auto`: as many as the devices' free memory allows.",
+            "Pages of 64 tokens in each pool. `auto`: as many as sequences and prefix slots can use, and as devices' "
+            "free memory allows; on a cpu a quarter of the usable memory, or one sequence.",
             "pages",
         ),
     ] = "auto"

@@ -1,12 +1,11 @@
-"""What can be refused before any daemon is started: interpreters, cores, the layer split.
+"""What can be refused before any daemon is started: interpreters, their torch, cores, the layer split.
 
-Loads nothing and imports no torch: an interpreter is asked whether it finds the packages, not to import them.
+Loads nothing and imports no torch: an interpreter is asked what it finds, not to import it.
 Invariant: what passes here may still fail at the hello, which knows versions, builds and devices.
 """
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import subprocess
 import sys
@@ -15,20 +14,29 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Final
 
+import msgspec
+
 from lucevisor.config import Config, GroupConfig
+from lucevisor.deployment.installed import installed
 from lucevisor.errors import NO_VALUE, ConfigError, ConfigErrors
 from lucevisor.model.spec import ModelSpec
 from lucevisor.placement.planner import configured_ranges
-from lucevisor.protocol.handshake import MIN_PACKAGES
+from lucevisor.protocol.handshake import MIN_PACKAGES, MIN_TORCH, older
 from lucevisor.supervision.child import SpawnError, find_python
 from lucevisor.supervision.environment import environment
 
 _PACKAGES: Final = ("torch", *sorted(MIN_PACKAGES))
-_SCRIPT: Final = (
-    "import importlib.util as u, sys; print('missing:', *(n for n in sys.argv[1:] if u.find_spec(n) is None))"
-)
+_BUILDS: Final = {"cuda": ("cuda", "a CUDA"), "hip": ("hip", "a ROCm")}
+"""By backend, the constant of torch/version.py that it needs, and the build's name; cpu groups run with any build."""
 _ASK_S: Final = 30.0
 """An interpreter that is silent for so long, on a disk that hangs for example, is left to the daemon's own deadline."""
+
+
+class Installed(msgspec.Struct, frozen=True):
+    """What an interpreter has; see installed.py."""
+
+    missing: list[str]
+    torch: dict[str, str | None]
 
 
 def check_before_start(config: Config, spec: ModelSpec) -> None:
@@ -77,27 +85,45 @@ def _check_interpreters(config: Config) -> Iterator[ConfigError]:
             continue
         asked.setdefault((python, tuple(sorted(group.env.items()))), []).append(name)
     with ThreadPoolExecutor(max(1, len(asked))) as pool:
-        answers = pool.map(lambda item: missing_packages(item[0][0], config.groups[item[1][0]]), asked.items())
-        for (key, names), missing in zip(asked.items(), answers, strict=True):
-            if not missing:
-                continue
+        answers = pool.map(lambda item: look_into(item[0][0], config.groups[item[1][0]]), asked.items())
+        for ((python, _), names), found in zip(asked.items(), answers, strict=True):
             for name in names:
-                value = config.groups[name].python or NO_VALUE
-                why = f"{key[0]} has no {', '.join(missing)}"
-                hint = f"{key[0]} -m pip install {' '.join(missing)}, or name an interpreter that has them"
-                yield ConfigError(f"groups.{name}.python", value, why, hint, file=str(config.file))
+                problem = None if found is None else _problem(python, config.groups[name], found)
+                if problem is not None:
+                    value = config.groups[name].python or NO_VALUE
+                    yield ConfigError(f"groups.{name}.python", value, *problem, file=str(config.file))
 
 
-def missing_packages(python: str, group: GroupConfig) -> list[str]:
-    """Return which of the daemon's packages an interpreter does not find in the group's environment."""
+def _problem(python: str, group: GroupConfig, found: Installed) -> tuple[str, str] | None:
+    """Return why an interpreter cannot run a group, and a hint; None if nothing speaks against it."""
+    if found.missing:
+        names = " ".join(found.missing)
+        why = f"{python} has no {', '.join(found.missing)}"
+        return why, f"{python} -m pip install {names}, or name an interpreter that has them"
+    version = found.torch.get("__version__")
+    if version is None:
+        return None  # no release of torch: its daemon knows more
+    if older(version, MIN_TORCH):
+        return f"torch {version} of {python} is older than {MIN_TORCH}", f"{python} -m pip install --upgrade torch"
+    needed, build = _BUILDS.get(group.backend, ("", ""))
+    if not needed or found.torch.get(needed):
+        return None
+    why = f"torch {version} of {python} is not built for {group.backend}"
+    url = "URL: see https://pytorch.org/get-started/locally"
+    return why, f"{python} -m pip install torch --index-url URL ({url}), or name an interpreter with {build} build"
+
+
+def look_into(python: str, group: GroupConfig) -> Installed | None:
+    """Return what an interpreter has in the group's environment; None if it does not say."""
     if python == sys.executable and not group.env:
-        return [name for name in _PACKAGES if importlib.util.find_spec(name) is None]
+        return msgspec.convert(installed(list(_PACKAGES)), Installed)
     env: Mapping[str, str] = environment(group, 0, Path(os.devnull), os.environ)
+    script = str(Path(__file__).with_name("installed.py"))
     try:
         done = subprocess.run(
-            [python, "-c", _SCRIPT, *_PACKAGES], env=env, capture_output=True, text=True, timeout=_ASK_S, check=False
+            [python, script, *_PACKAGES], env=env, capture_output=True, text=True, timeout=_ASK_S, check=False
         )
-    except (OSError, subprocess.TimeoutExpired):
-        return []
-    first, _, found = done.stdout.partition("missing:")
-    return found.split() if not first and done.returncode == 0 else []
+        first, _, told = done.stdout.partition("installed:")
+        return msgspec.json.decode(told, type=Installed) if not first and done.returncode == 0 else None
+    except (OSError, subprocess.TimeoutExpired, ValueError):
+        return None

@@ -9,7 +9,7 @@ from lucevisor.config import USUAL_CHUNK, Auto, Config, WeightedSplit
 from lucevisor.model.pages import HEAD_PAGES, MIN_POOL_PAGES, TAIL_PAGES, max_resident_chunk, pages_of
 from lucevisor.model.values import PAGE_TOKENS, Space
 from lucevisor.placement.auto_split import AutoSplit
-from lucevisor.placement.devices import memories_of
+from lucevisor.placement.devices import HOST_PAGES, memories_of
 from lucevisor.placement.dtypes import DtypeChoice
 from lucevisor.placement.flash_pool import MAX_AUTO_PAGES
 from lucevisor.placement.formatting import format_bytes, format_seconds
@@ -171,6 +171,10 @@ def _pages(decisions: Decisions) -> str:
             return f"pages {n}: enough for {enough}"
         case "unknown":
             return f"pages {n}: limited because free memory is unknown; engine.pages sets it"
+        case "moderate":
+            most = max_usable_pages(decisions.inputs, sizing.max_context)
+            share = f"{HOST_PAGES:.0%} of the host's usable memory or one sequence"
+            return f"pages {n}: as many as fit in {share}; {enough} would use {most}, and engine.pages sets more"
         case memory:
             most = max_usable_pages(decisions.inputs, sizing.max_context)
             return f"pages {n}: as many as fit in {memory}; {enough} would use {most}"

@@ -14,7 +14,7 @@ from itertools import pairwise
 from lucevisor.model.pages import pages_of
 from lucevisor.model.spec import ModelSpec
 from lucevisor.model.values import PAGE_TOKENS, Backend, Dtype, LayerRange, Space
-from lucevisor.placement.devices import HOST, TargetDevice, memories_of
+from lucevisor.placement.devices import HOST, HOST_PAGES, TargetDevice, memories_of
 from lucevisor.placement.drafting import REFERENCE_TOKENS
 from lucevisor.placement.ranges import balanced_ranges
 from lucevisor.placement.result import Shard, Shortage
@@ -25,6 +25,8 @@ from lucevisor.protocol.loading import PoolSizes
 REBALANCINGS = 3
 UNKNOWN_PAGES = 512
 """Limit of "auto" pages where a device's free memory is unknown: 32768 positions."""
+MODERATE = "moderate"
+"""The bound of automatic pages that take HOST_PAGES of the host's memory."""
 DRAFT_SHARE = 0.25
 """Of each memory and of the pages, what states for verifying drafts may take: they speed up few sequences, pages serve
 all."""
@@ -281,4 +283,24 @@ def _pages(sizer: Sizer, max_context: int) -> tuple[int, str]:
     if not sizer.all_known and max(least, UNKNOWN_PAGES) < highest:
         highest, bound = max(least, UNKNOWN_PAGES), "unknown"
     room, memory = sizer.max_pages(max_context, highest)
+    moderate = max(least, _host_pages(sizer, max_context, room))
+    if moderate < room:
+        return moderate, MODERATE
     return (highest, bound) if room == highest else (max(room, least), memory)
+
+
+def _host_pages(sizer: Sizer, max_context: int, highest: int) -> int:
+    """Return how many pages, up to ``highest``, take at most HOST_PAGES of the host's memory."""
+    host = sizer.memories.get(HOST)
+    if host is None or host.usable_bytes is None:
+        return highest
+    inputs, limit = sizer.inputs, HOST_PAGES * host.usable_bytes
+
+    def state_bytes(n: int) -> int:
+        shards = [s for t, s in zip(inputs.targets, sizer.shards, strict=True) if t.memory == HOST]
+        uses = [sizer.use(shard, max_context, n) for shard in shards]
+        if inputs.draft is not None and inputs.draft.target.memory == HOST:
+            uses.append(sizer.draft_use(max_context, n))
+        return sum(use.state_bytes for use in uses)
+
+    return most(highest, lambda n: state_bytes(n) - state_bytes(0) <= limit)

@@ -52,7 +52,7 @@ def check_hello(hello: Hello, expected: Expected) -> list[HelloProblem]:
     if not hello.torch:
         problems.append(HelloProblem(f"{hello.executable} cannot import torch", _torch_advice(expected, hello)))
         return problems  # backend and devices come from torch
-    if _older(hello.torch, MIN_TORCH):
+    if older(hello.torch, MIN_TORCH):
         problems.append(
             HelloProblem(
                 f"torch {hello.torch} of {hello.executable} is older than {MIN_TORCH}",
@@ -84,7 +84,7 @@ def _version_problems(hello: Hello, expected: Expected) -> list[HelloProblem]:
                 same_code,
             )
         )
-    if _older(hello.python, MIN_PYTHON):
+    if older(hello.python, MIN_PYTHON):
         problems.append(
             HelloProblem(
                 f"{hello.executable} is Python {hello.python}; at least {MIN_PYTHON} is required",
@@ -95,7 +95,7 @@ def _version_problems(hello: Hello, expected: Expected) -> list[HelloProblem]:
         version = hello.packages.get(package, "")
         if not version:
             problems.append(HelloProblem(f"{hello.executable} cannot import {package}", _pip(hello, package, minimum)))
-        elif _older(version, minimum):
+        elif older(version, minimum):
             problems.append(
                 HelloProblem(
                     f"{package} {version} of {hello.executable} is older than {minimum}", _pip(hello, package, minimum)
@@ -132,8 +132,8 @@ def _pip(hello: Hello, package: str, minimum: str) -> str:
     return f"{hello.executable} -m pip install '{package}>={minimum}'"
 
 
-def _older(version: str, minimum: str) -> bool:
-    """Compare versions by their numbers ("2.13.0a0+git1", "3.11.7")."""
+def older(version: str, minimum: str) -> bool:
+    """Compare two versions by their numbers ("2.13.0a0+git1", "3.11.7")."""
     return _numbers(version) < _numbers(minimum)
 
 

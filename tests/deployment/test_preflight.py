@@ -68,6 +68,47 @@ def test_an_interpreter_without_torch(bare_python):
     assert f"{bare_python} -m pip install torch gguf msgspec numpy" in error.hint
 
 
+def python_with_torch(tmp_path, version, cuda, hip):
+    """An interpreter whose torch says that it was built so."""
+    package = tmp_path / "site" / "torch"
+    package.mkdir(parents=True)
+    (package / "__init__.py").write_text("raise RuntimeError('torch must not be imported')")
+    lines = ["from typing import Optional", f"__version__ = {version!r}"]
+    (package / "version.py").write_text("\n".join([*lines, f"cuda: Optional[str] = {cuda!r}", f"hip = {hip!r}"]))
+    script = tmp_path / "python"
+    script.write_text(f'#!/bin/sh\nPYTHONPATH={package.parent} exec "{sys.executable}" "$@"\n')
+    script.chmod(script.stat().st_mode | stat.S_IXUSR)
+    return script
+
+
+@pytest.mark.parametrize(
+    ("version", "cuda", "hip", "backend", "why"),
+    [
+        ("2.13.0+cpu", None, None, "cuda", "torch 2.13.0+cpu of {python} is not built for cuda"),
+        ("2.13.0+rocm7.1", None, "7.1", "cuda", "is not built for cuda"),
+        ("2.13.0", "13.0", None, "hip", "is not built for hip"),
+        ("2.3.1+cu121", "12.1", None, "cuda", "torch 2.3.1+cu121 of {python} is older than 2.4"),
+        ("2.3.1", None, None, "cpu", "is older than 2.4"),
+    ],
+)
+def test_an_interpreter_with_the_wrong_torch(tmp_path, version, cuda, hip, backend, why):
+    python = python_with_torch(tmp_path, version, cuda, hip)
+    error = refused(f"groups.right.python={python}", f"groups.right.backend={backend}")
+    assert (error.key, error.value) == ("groups.right.python", str(python))
+    assert why.format(python=python) in error.why
+    assert f"{python} -m pip install" in error.hint
+
+
+@pytest.mark.parametrize(
+    ("cuda", "hip", "backend"),
+    [("13.0", None, "cuda"), (None, "7.1", "hip"), ("13.0", None, "cpu"), (None, None, "cpu")],
+)
+def test_an_interpreter_with_the_right_torch(tmp_path, cuda, hip, backend):
+    python = python_with_torch(tmp_path, "2.13.0", cuda, hip)
+    config = load(DEMO, [f"groups.right.python={python}", f"groups.right.backend={backend}", "draft.kind=off"])
+    check_before_start(config, open_model(config).spec)
+
+
 def test_everything_at_once(bare_python):
     error = refused(
         f"groups.left.python={bare_python}", "groups.right.python=/nowhere/python", "groups.right.cores=8191",

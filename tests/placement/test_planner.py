@@ -9,8 +9,9 @@ import pytest
 from lucevisor.model.families import open_spec
 from lucevisor.model.pages import pages_of
 from lucevisor.model.quant_types import padded_rows
-from lucevisor.model.values import Dtype, Space
+from lucevisor.model.values import Dtype, LayerRange, Space
 from lucevisor.model.weight_layout import weight_bytes
+from lucevisor.placement.devices import HOST_PAGES, HOST_RESERVE
 from tests.model.qwen35_file import QWEN36_27B, QWEN36_35B_A3B, Shape, write
 from tests.placement.made import BOX, BOX_SPLIT, CPUS, GIB, box, configure, cpu, gpu, placed, refused, wrong
 
@@ -157,6 +158,24 @@ def test_automatic_pages_fill_the_device_that_is_short_and_no_more(big, tmp_path
     assert 0 <= left < 2 * page
     more = configure(tmp_path, BOX, BOX_SPLIT, pages=p.pools.full_pages + 2, max_context=262144)
     assert [s.memory for s in refused(big, more, box()).shortages] == ["hip:1"]
+
+
+def test_automatic_pages_leave_the_host_to_other_programs(demo, tmp_path):
+    """Sequences of 16,384 tokens would fill all of it."""
+    long = dataclasses.replace(demo, context_tokens=1 << 14)
+    host = {"left": [cpu(3)], "right": [cpu(3)]}
+    p = placed(long, configure(tmp_path, CPUS, max_sequences=64), host)
+    page = demo.unit_bytes(Space.FULL, LayerRange(0, demo.n_layers), p.kv_dtype)
+    share = HOST_PAGES * (1 - HOST_RESERVE) * 3 * GIB
+    assert share - 2 * page < p.pools.full_pages * page <= share
+    [reason] = [r for r in p.reasons if r.startswith("pages ")]
+    assert "25% of the host's usable memory or one sequence" in reason
+    assert "engine.pages sets more" in reason
+    longer = dataclasses.replace(demo, context_tokens=1 << 17)
+    one = placed(longer, configure(tmp_path, CPUS, max_sequences=64), host)
+    assert one.pools.full_pages == pages_of(one.max_context)
+    more = placed(long, configure(tmp_path, CPUS, max_sequences=64, pages=p.pools.full_pages + 99), host)
+    assert more.pools.full_pages == p.pools.full_pages + 99
 
 
 def test_the_context_is_lowered_until_one_sequence_fits(big, tmp_path):
