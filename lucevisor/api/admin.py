@@ -239,12 +239,14 @@ def _cache_routes(port: AdminPort) -> list[web.RouteDef]:
 
 
 async def serve_admin(app: web.Application, path: Path) -> web.AppRunner:
-    """Listen on ``path`` (created with mode 0600) until ``runner.cleanup()``."""
+    """Listen on ``path`` (mode 0600), also where another supervisor listens, until ``runner.cleanup()``."""
     runner = web.AppRunner(app, access_log=None, handler_cancellation=True, shutdown_timeout=1.0, auto_decompress=False)
     await runner.setup()
+    new = path.with_suffix(".new")
     old = os.umask(0o177)
     try:
-        await web.UnixSite(runner, str(path)).start()
+        await web.UnixSite(runner, str(new)).start()
     finally:
         os.umask(old)
+    new.replace(path)
     return runner

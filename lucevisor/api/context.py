@@ -52,11 +52,14 @@ _KEY: Final = web.RequestKey("context", RequestContext)
 
 
 class ActiveRequests:
-    """The requests in service, and whether the server accepts more."""
+    """The requests in service, and whether the server accepts more.
+
+    ``closing``: each connection is closed after its response.  ``draining``: new requests are refused.
+    """
 
     def __init__(self) -> None:
         self.contexts: set[RequestContext] = set()
-        self.draining = False
+        self.closing = self.draining = False
 
     def generating(self, now: float) -> list[dict[str, object]]:
         """Return those that wait for tokens or get them, the oldest first: ``requests`` of the status JSON."""

@@ -159,6 +159,9 @@ async def set_headers(request: web.Request, response: web.StreamResponse) -> Non
         response.headers["x-request-id"] = context_of(request).request_id
         if _is_anthropic(request):
             response.headers["request-id"] = context_of(request).request_id
+    if request.app[ACTIVE].closing:
+        response.headers["Connection"] = "close"
+        response.force_close()
     response.headers.update(cors_headers(request.headers.get("Origin"), request.app[PORTS].settings))
 
 

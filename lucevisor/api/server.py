@@ -37,6 +37,7 @@ from lucevisor.api.routes.tokenize import detokenize, tokenize
 
 _CLOSING_S = 2.0
 _LAST_EVENTS_S = 1.0
+_LINGER_S = 1.0
 _STARTS_PER_ITERATION = 16
 
 
@@ -93,19 +94,37 @@ async def serve(app: web.Application, sockets: Sequence[socket.socket]) -> tuple
 
 
 async def drain(runner: web.AppRunner, deadline_s: float) -> bool:
-    """Accept no more requests and wait for running ones; return whether all ended before the deadline.
+    """Accept no more connections, close those that are open after their next response, and wait until all requests have
+    ended; return whether they did before the deadline.
 
-    Requests that did not are cancelled: their clients get an error event, or a 503 if nothing was sent yet.
+    Clients with an open connection may still send a request while others run, and for a moment longer.  Requests that
+    do not end in time are cancelled: their clients get an error event, or a 503 if nothing was sent yet.
     """
-    if runner.app[ACTIVE].draining is False:
-        runner.app[ACTIVE].draining = True
+    active = runner.app[ACTIVE]
+    if not active.closing:
+        active.closing = True
         for site in list(runner.sites):
             await site.stop()
     started = time.monotonic()
-    active = runner.app[ACTIVE].contexts
-    if await wait_until_idle(lambda: len(active), deadline_s):
-        return True
-    for context in list(active):
+    ended = await _wait_until_quiet(runner, deadline_s)
+    active.draining = True
+    for context in list(active.contexts):
         context.cancel()
-    await wait_until_idle(lambda: len(active), _LAST_EVENTS_S + max(0.0, deadline_s - (time.monotonic() - started)))
+    left_s = max(0.0, deadline_s - (time.monotonic() - started))
+    await wait_until_idle(lambda: len(active.contexts), _LAST_EVENTS_S + left_s)
+    return ended
+
+
+async def _wait_until_quiet(runner: web.AppRunner, deadline_s: float) -> bool:
+    """Wait until nothing is in service and no connection is open, or all have been idle for a moment."""
+    end = time.monotonic() + deadline_s
+    contexts, server = runner.app[ACTIVE].contexts, runner.server
+    while await wait_until_idle(lambda: len(contexts), end - time.monotonic()):
+        if server is None or not server.connections:
+            return True
+        await wait_until_idle(
+            lambda: 0 if contexts else len(server.connections), min(_LINGER_S, end - time.monotonic())
+        )
+        if not contexts:
+            return True
     return False

@@ -18,6 +18,8 @@ class KeptProgress:
 
     def __init__(self, observer: Observer) -> None:
         self._observer = observer
+        self.announced = True
+        """Whether the observer is told that requests are served."""
         self._since: dict[str, float] = {}
         self._loading: set[str] = set()
         self._shards: dict[str, dict[tuple[int, int], Progress]] = {}
@@ -40,7 +42,8 @@ class KeptProgress:
 
     def ready(self, service: Service) -> None:
         """Called when the endpoint is ready."""
-        self._observer.ready(service)
+        if self.announced:
+            self._observer.ready(service)
 
     def state_s(self, group: str) -> float:
         """Return for how many seconds a group has been in its state."""

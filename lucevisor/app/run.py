@@ -17,9 +17,7 @@ from typing import Any, Protocol
 
 import structlog
 import uvloop
-from aiohttp import web
 
-from lucevisor.api.admin import create_admin_app, serve_admin
 from lucevisor.api.context import ACTIVE
 from lucevisor.api.keys import ApiKeys
 from lucevisor.api.listening import adopt, listen
@@ -34,9 +32,10 @@ from lucevisor.api.ports import (
     SnapshotMetrics,
 )
 from lucevisor.api.prompts.preprocessing import Preprocessor
-from lucevisor.api.server import create_app, serve
+from lucevisor.api.server import create_app
 from lucevisor.app import collector, logs
 from lucevisor.app.cache_operations import CacheOperations, figures
+from lucevisor.app.endpoint import Endpoint
 from lucevisor.app.log_lines import wanted
 from lucevisor.app.log_reader import LogReader
 from lucevisor.app.model_files import open_model
@@ -44,6 +43,7 @@ from lucevisor.app.open_files import connections_within, raise_limit
 from lucevisor.app.progress import KeptProgress
 from lucevisor.app.rundir import RunDirectory
 from lucevisor.app.status import status
+from lucevisor.app.succession import Succession, refuse_without_room
 from lucevisor.app.systemd import Notifier, SystemdReport, listen_sockets, watchdog_s
 from lucevisor.config import Config, read_api_keys
 from lucevisor.deployment.preflight import check_before_start
@@ -69,14 +69,19 @@ class Display(Observer, Protocol):
     def listening(self, url: str) -> None: ...
 
 
-def run(config: Config, name: str, observer: Display, *, to_terminal: bool = True) -> ExitCode:
+def run(
+    config: Config, name: str, observer: Display, *, to_terminal: bool = True, take_over_s: float | None = None
+) -> ExitCode:
     """Serve until stopped; log to the run directory and, with ``to_terminal``, to standard error.
 
+    ``take_over_s``: take over from a running supervisor of the same name, which then has so long to finish requests.
     Raises LucevisorError for what keeps it from starting at all.
     """
     early = EarlySignals()
     run_dir = RunDirectory(name)
-    run_dir.claim()
+    if take_over_s is None or not run_dir.join():
+        take_over_s = None
+        run_dir.claim()
     try:
         try:
             logs.configure(config.log.format, config.log.level, run_dir.log, to_terminal=to_terminal)
@@ -88,7 +93,7 @@ def run(config: Config, name: str, observer: Display, *, to_terminal: bool = Tru
             check_directory(Path(config.cache.dir))
         early.stop_raising()
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            return runner.run(_run(config, model, run_dir, observer, early))
+            return runner.run(_run(config, model, run_dir, observer, take_over_s, early))
     except KeyboardInterrupt:  # stopped before there was anything to stop
         return ExitCode.DONE
     finally:
@@ -103,9 +108,14 @@ def _fetching(what: str) -> None:
 
 
 async def _run(
-    config: Config, model: ServedModel, run_dir: RunDirectory, observer: Display, early: EarlySignals
+    config: Config,
+    model: ServedModel,
+    run_dir: RunDirectory,
+    observer: Display,
+    take_over_s: float | None,
+    early: EarlySignals,
 ) -> ExitCode:
-    return await Supervisor(config, model, run_dir, observer).run(early)
+    return await Supervisor(config, model, run_dir, observer, take_over_s).run(early)
 
 
 class EarlySignals:
@@ -134,19 +144,30 @@ class EarlySignals:
 class Supervisor:
     """A service, its HTTP endpoint and its admin socket.  Create it in a running loop."""
 
-    def __init__(self, config: Config, model: ServedModel, run_dir: RunDirectory, observer: Display) -> None:
+    def __init__(
+        self,
+        config: Config,
+        model: ServedModel,
+        run_dir: RunDirectory,
+        observer: Display,
+        take_over_s: float | None = None,
+    ) -> None:
         self.config, self.model, self.run_dir = config, model, run_dir
-        self.url = ""
         self._tokenizer = Tokenizer.from_gguf(model.spec.files.metadata if model.spec.files is not None else {})
         self._ports = self._make_ports()
         self._ports.grammars.prepare()
         self._display = observer
+        self._stop_asked = asyncio.Event()
         self._progress = KeptProgress(observer)
-        self.service = Service(config, model, run_dir.path, self._progress, self._on_engine)
+        self.service = Service(config, model, run_dir.own, self._progress, self._on_engine)
         self._app = create_app(self._ports)
+        self._endpoint = Endpoint(self._app, self, run_dir.socket)
+        self._report = SystemdReport(self._in_a_line)
+        self._succession = Succession(
+            self.service, self._endpoint, run_dir, self._report, take_over_s, self._stop_asked.set
+        )
         self._restarts: set[asyncio.Task[None]] = set()
         self.cache = CacheOperations(self.service)
-        self._stop_asked = asyncio.Event()
         self._n_stops = 0
         self._hurried_stops: set[asyncio.Task[None]] = set()
 
@@ -161,37 +182,63 @@ class Supervisor:
             log.warning("configuration", notice=str(notice))
         for marker in self._ports.template.lost_markers(self._tokenizer) if self._ports.template is not None else []:
             log.warning("chat template writes a marker in a way that makes it ordinary text", marker=marker)
+        self._report.use(Notifier(), watchdog_s())
+        report = asyncio.create_task(self._report.run(), name="systemd")
         try:
-            admin = await serve_admin(create_admin_app(self), self.run_dir.socket)
-        except OSError as error:
-            raise unusable(self.run_dir.path, error) from error
-        http: web.AppRunner | None = None
-        report = asyncio.create_task(SystemdReport(Notifier(), self._in_a_line, watchdog_s()).run(), name="systemd")
-        try:
-            address = self.config.server.host, self.config.server.port
-            http, self.url = await serve(self._app, adopt(listen_sockets(), *address) or listen(*address))
-            if self._ports.preprocessor is not None:
-                self._ports.preprocessor.start(self._ports)
-            collector.quieten()
-            self._display.listening(self.url)
-            log.info("listening", url=self.url, name=self.run_dir.name, pid=os.getpid())
-            started = asyncio.ensure_future(self.service.start())
+            started = asyncio.ensure_future(self._start())
             asked = asyncio.ensure_future(self._stop_asked.wait())
             await asyncio.wait({started, asked}, return_when=asyncio.FIRST_COMPLETED)
             if started.done():
                 started.result()
             await asked
         finally:
+            await self._succession.close()
             await self.service.stop()
-            if http is not None:
-                await http.cleanup()
-            await admin.cleanup()
+            await self._endpoint.close()
             report.cancel()
         log.info("stopped", name=self.run_dir.name)
         return ExitCode.DONE
 
+    async def _start(self) -> None:
+        """Listen, then start the groups; the other way round to take over from another supervisor."""
+        server = self.config.server
+        if not self._succession.pending:
+            await self._endpoint.open_admin()
+            sockets = adopt(listen_sockets(), server.host, server.port)
+            await self._endpoint.open(sockets or listen(server.host, server.port))
+            self._prepare()
+            self._listening()
+            self._succession.offer_it()
+            await self.service.start()
+            return
+        self._progress.announced = False
+        await self.service.start()
+        if await self.service.wait_ready(None):
+            self._prepare()
+            await self._succession.take_over(server)
+            self._listening()
+            self._progress.announced = True
+            self._progress.ready(self.service)
+        elif not self._stop_asked.is_set():
+            raise refuse_without_room(self.service)
+
+    def _prepare(self) -> None:
+        if self._ports.preprocessor is not None:
+            self._ports.preprocessor.start(self._ports)
+        collector.quieten()
+
+    def _listening(self) -> None:
+        self._display.listening(self.url)
+        log.info("listening", url=self.url, name=self.run_dir.name, pid=os.getpid())
+
+    @property
+    def url(self) -> str:
+        return self._endpoint.url
+
     def _in_a_line(self) -> tuple[str, str]:
         """Return the state, and what `systemctl status` shows of it."""
+        if self._succession.pending:
+            return "starting", f"about to take over: {self.service.reason() or 'ready'}"
         state = self.service.state
         text = f"{self.service.model.name} at {self.url}" if state == "ready" else self.service.reason()
         return state, f"{state}: {text}"

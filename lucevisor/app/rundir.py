@@ -1,7 +1,8 @@
 """The run directory of a supervisor: ``$XDG_RUNTIME_DIR/lucevisor/NAME`` (or ``/run/lucevisor/NAME``), mode 0700.
 
-Holds ``lock``, ``pid``, ``admin.sock``, ``log/`` and the daemons' package directory.  A lock held on ``lock`` means
-"running"; anything else may be stale.  A pid is trusted only together with its boot id and start time.
+Holds ``lock``, ``pid``, ``admin.sock``, ``handover.sock``, ``log/`` and ``process-PID/`` with the daemons' packages.  A
+lock held on ``lock`` means "running"; anything else may be stale.  A pid is trusted only together with its boot id and
+start time.  A supervisor that takes over from another one joins it here until it is given the lock.
 """
 
 from __future__ import annotations
@@ -19,6 +20,8 @@ from lucevisor.errors import ConfigError, LucevisorError, NotRunningError, unusa
 
 _CLAIM_S = 0.5  # `is_locked` of others holds the lock for moments
 _REMOVED_S = 5.0  # how much longer to try while other starts and stops remove the directory
+
+_OWN = "process-"
 
 NAME = re.compile(r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,63}$")
 
@@ -64,20 +67,38 @@ def check_name(name: str) -> str:
 
 
 class RunDirectory:
-    """Claimed by the supervisor for its lifetime.  ``close`` removes it and is idempotent."""
+    """Claimed by the supervisor for its lifetime, or joined, and adopted later.  ``close`` removes what belongs to this
+    process and is idempotent.
+    """
 
     def __init__(self, name: str) -> None:
         self.name = check_name(name)
         self.path = runtime_root() / name
         self._lock: int | None = None
+        self._joined = False
 
     @property
     def socket(self) -> Path:
         return self.path / "admin.sock"
 
     @property
+    def handover(self) -> Path:
+        return self.path / "handover.sock"
+
+    @property
     def log(self) -> Path:
         return self.path / "log"
+
+    @property
+    def own(self) -> Path:
+        """The part that belongs to this process alone."""
+        return self.path / f"{_OWN}{os.getpid()}"
+
+    @property
+    def lock(self) -> int:
+        """The descriptor that holds the name; only between ``claim`` or ``adopt`` and ``release``."""
+        assert self._lock is not None
+        return self._lock
 
     def claim(self) -> None:
         """Create the directory and take the lock.
@@ -88,13 +109,53 @@ class RunDirectory:
             raise LucevisorError(f"{self.socket}: too long for a socket: use a shorter --name or XDG_RUNTIME_DIR")
         try:
             self._lock = self._take_lock()
-            for stale in (self.socket, self.path / "pid"):
+            for stale in (self.socket, self.handover, self.path / "pid"):
                 stale.unlink(missing_ok=True)
-            self.log.mkdir(exist_ok=True)
-            (self.path / "pid").write_text(f"{os.getpid()} {boot_id()} {start_ticks(os.getpid())}\n")
+            for entry in self.path.glob(f"{_OWN}*"):
+                if not _is_of_another(entry) and not (self._joined and entry == self.own):
+                    shutil.rmtree(entry, ignore_errors=True)
+            if not self._joined:
+                self._make_own()
+            self._write_pid()
         except OSError as error:
             self.close()
             raise unusable(self.path, error) from error
+
+    def join(self) -> bool:
+        """Use the directory beside the supervisor that holds it; False when there is none.
+
+        Raises ConfigError when the directory cannot be used.
+        """
+        if not is_locked(self.path):
+            return False
+        try:
+            self._make_own()
+        except OSError as error:
+            raise unusable(self.path, error) from error
+        self._joined = True
+        return True
+
+    def adopt(self, lock: int) -> None:
+        """Hold the name by the lock of the supervisor that gave it away.  Raises LucevisorError if it is of another."""
+        if not os.path.samestat(os.fstat(lock), (self.path / "lock").stat()):
+            raise LucevisorError(f"{self.path}: the lock that was handed over is not that of this directory")
+        self._lock = lock
+        self._write_pid()
+
+    def release(self) -> None:
+        """Give the name away: whoever was given the lock holds it from now on."""
+        os.close(self.lock)
+        self._lock = None
+
+    def _make_own(self) -> None:
+        self.log.mkdir(exist_ok=True)
+        shutil.rmtree(self.own, ignore_errors=True)
+        self.own.mkdir(mode=0o700)
+
+    def _write_pid(self) -> None:
+        new = self.own / "pid"
+        new.write_text(f"{os.getpid()} {boot_id()} {start_ticks(os.getpid())}\n")
+        new.replace(self.path / "pid")
 
     def _take_lock(self) -> int:
         """Return the descriptor of the lock file.  Tries again when another start or stop removes the file or its
@@ -115,7 +176,7 @@ class RunDirectory:
                 pid = read_pid(self.path)
                 raise AlreadyRunningError(
                     f"a supervisor named {self.name!r} runs already (pid {pid}): stop it with "
-                    f"`lucevisor stop --name {self.name}`, or start this one with another --name"
+                    f"`lucevisor stop --name {self.name}`, start this one with another --name, or with --take-over"
                 )
             time.sleep(0.01)
 
@@ -144,9 +205,13 @@ class RunDirectory:
         """Remove the directory and release the name.  The lock file goes last, so that nothing of another start is
         removed."""
         if self._lock is None:
+            shutil.rmtree(self.own, ignore_errors=True)
             return
         with contextlib.suppress(OSError):
+            others = [entry for entry in self.path.glob(f"{_OWN}*") if _is_of_another(entry)]
             for entry in self.path.iterdir():
+                if entry in others or (others and entry == self.log):
+                    continue  # of one that was about to take over
                 if entry.is_dir() and not entry.is_symlink():
                     shutil.rmtree(entry, ignore_errors=True)
                 elif entry.name != "lock":
@@ -155,6 +220,12 @@ class RunDirectory:
             self.path.rmdir()  # fails when another start has just created a lock file
         os.close(self._lock)
         self._lock = None
+
+
+def _is_of_another(own: Path) -> bool:
+    """Whether a ``process-PID`` is that of another process that runs."""
+    pid = own.name.removeprefix(_OWN)
+    return pid.isdecimal() and int(pid) != os.getpid() and start_ticks(int(pid)) is not None
 
 
 def boot_id() -> str:

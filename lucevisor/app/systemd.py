@@ -18,7 +18,8 @@ import structlog
 log = structlog.get_logger("lucevisor.systemd")
 
 _FIRST_FD: Final = 3
-_SEND_S: Final = 0.02
+_SEND_S: Final = 1.0
+_REPEATED: Final = {"WATCHDOG", "STATUS", "EXTEND_TIMEOUT_USEC"}
 _LOOK_S: Final = 0.25
 EXTEND_S: Final = 30.0
 """While a supervisor starts or stops it asks for this much more time, again and again.  Its own deadlines bound both,
@@ -32,7 +33,7 @@ class Notifier:
     """Sends assignments to the socket that ``NOTIFY_SOCKET`` names; does nothing if it names none."""
 
     def __init__(self, environ: Mapping[str, str] = os.environ) -> None:
-        address = environ.get("NOTIFY_SOCKET", "")
+        self.name = address = environ.get("NOTIFY_SOCKET", "")
         self._address = "\0" + address[1:] if address.startswith("@") else address
         if address and address[0] not in "/@":
             log.warning("systemd is told nothing", reason=f"NOTIFY_SOCKET={address} is not a Unix socket")
@@ -48,7 +49,7 @@ class Notifier:
         lines = (f"{name}={str(value).replace(chr(10), ' ')}" for name, value in values.items())
         try:
             with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sock:
-                sock.settimeout(_SEND_S)  # a full queue: systemd is busy
+                sock.settimeout(0.0 if values.keys() <= _REPEATED else _SEND_S)  # the queue is full: systemd is busy
                 sock.connect(self._address)
                 sock.send("\n".join(lines).encode())
         except OSError as error:
@@ -66,47 +67,59 @@ def watchdog_s(environ: Mapping[str, str] = os.environ, pid: int | None = None) 
 class SystemdReport:
     """Keeps systemd informed while :meth:`run` runs: start, state, watchdog, stop."""
 
-    def __init__(self, notifier: Notifier, look: Look, watchdog: float) -> None:
-        self._notifier, self._look = notifier, look
-        self._tick_s = min(_LOOK_S, watchdog / 4) if watchdog else _LOOK_S
-        self._watched = watchdog > 0
+    def __init__(self, look: Look) -> None:
+        self._look = look
+        self._used = asyncio.Event()
+        self.notifier, self.watchdog_s = Notifier({}), 0.0
         self._status = ""
         self._ready = self._stopping = False
+
+    def use(self, notifier: Notifier, watchdog: float) -> None:
+        """Report to ``notifier``; ``watchdog``: interval that is expected, 0 for none."""
+        self.notifier, self.watchdog_s = notifier, watchdog
+        self._status, self._ready = "", False
+        if notifier:
+            self._used.set()
 
     async def run(self) -> None:
         """Report until cancelled."""
         extended_s = -EXTEND_S
-        while self._notifier:
+        while await self._used.wait():
             state, status = self._look()
             now = time.monotonic()
             if state == "draining":
-                self.stopping()
+                self._stop()
             if (state == "starting" or self._stopping) and now - extended_s > EXTEND_S / 4:
                 extended_s = now
-                self._notifier.send(EXTEND_TIMEOUT_USEC=int(EXTEND_S * 1e6))
+                self.notifier.send(EXTEND_TIMEOUT_USEC=int(EXTEND_S * 1e6))
             if status != self._status:
                 self._status = status
-                self._notifier.send(STATUS=status)
+                self.notifier.send(STATUS=status)
             if state == "ready" and not self._ready:
                 self.ready()
-            if self._watched:
-                self._notifier.send(WATCHDOG=1)
-            await asyncio.sleep(self._tick_s)
+            if self.watchdog_s:
+                self.notifier.send(WATCHDOG=1)
+            await asyncio.sleep(min(_LOOK_S, self.watchdog_s / 4 or _LOOK_S))
 
     def ready(self) -> None:
         """Requests are served, for the first time or again after :meth:`reloading`."""
         self._ready = True
-        self._notifier.send(READY=1)
+        self.notifier.send(READY=1)
 
     def reloading(self) -> None:
         """A reload begins; :meth:`ready` ends it."""
-        self._notifier.send(RELOADING=1, MONOTONIC_USEC=time.monotonic_ns() // 1000)
+        self.notifier.send(RELOADING=1, MONOTONIC_USEC=time.monotonic_ns() // 1000)
 
-    def stopping(self) -> None:
-        """The stop has begun."""
+    def leave(self, main_pid: int) -> None:
+        """Another process is the service from now on, and reports."""
+        self.notifier.send(MAINPID=main_pid)
+        self.notifier = Notifier({})
+        self._used.clear()
+
+    def _stop(self) -> None:
         if not self._stopping:
             self._stopping = True
-            self._notifier.send(STOPPING=1)
+            self.notifier.send(STOPPING=1)
 
 
 def listen_sockets(environ: Mapping[str, str] = os.environ, pid: int | None = None) -> list[socket.socket]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,17 @@ from lucevisor.errors import ExitCode, LucevisorError, NotReadyError, NotRunning
 @click.option("--daemon", is_flag=True, help="Run in the background; return when the endpoint is ready.")
 @click.option("--detached", is_flag=True, hidden=True, help="What --daemon starts: logs to the run directory only.")
 @click.option(
+    "--take-over", is_flag=True, help="Take name and address over from a running supervisor, if there is one."
+)
+@click.option(
+    "--drain",
+    "drain_s",
+    type=Seconds(),
+    default=600.0,
+    show_default=True,
+    help="With --take-over: seconds that requests of the other one have to end.",
+)
+@click.option(
     "--timeout",
     "timeout_s",
     type=Seconds(),
@@ -33,27 +45,38 @@ from lucevisor.errors import ExitCode, LucevisorError, NotReadyError, NotRunning
     help="With --daemon: seconds to wait for READY.",
 )
 def start(
-    config: Path, overrides: tuple[str, ...], name: str | None, daemon: bool, detached: bool, timeout_s: float
+    config: Path,
+    overrides: tuple[str, ...],
+    name: str | None,
+    daemon: bool,
+    detached: bool,
+    take_over: bool,
+    drain_s: float,
+    timeout_s: float,
 ) -> int:
     """Start CONFIG: one daemon per group, one model over all devices, one endpoint."""
     loaded = load(config, overrides)
     chosen = check_name(name or config.stem)
     if daemon:
-        return _in_background(config, overrides, chosen, timeout_s)
+        more = ["--take-over", "--drain", str(drain_s)] if take_over else []
+        return _in_background(config, overrides, chosen, timeout_s, more)
     from lucevisor.app.run import run  # imports the whole supervisor: only where it is needed
 
+    take_over_s = drain_s if take_over else None
     if detached:
-        return int(run(loaded, chosen, SilentDisplay(), to_terminal=False))
+        return int(run(loaded, chosen, SilentDisplay(), to_terminal=False, take_over_s=take_over_s))
     with StartDisplay(loaded) as display:
-        return int(run(loaded, chosen, display))
+        return int(run(loaded, chosen, display, take_over_s=take_over_s))
 
 
-def _in_background(config: Path, overrides: tuple[str, ...], name: str, timeout_s: float) -> int:
+def _in_background(config: Path, overrides: tuple[str, ...], name: str, timeout_s: float, more: Sequence[str]) -> int:
     """Start a foreground supervisor in a session of its own and wait until it serves."""
     directory = runtime_root() / name
-    if is_locked(directory):
-        raise LucevisorError(f"a supervisor named {name!r} runs already: stop it, or give this one another --name")
-    command = [sys.executable, "-m", "lucevisor", "start", str(config.resolve()), "--name", name, "--detached"]
+    if is_locked(directory) and not more:
+        raise LucevisorError(
+            f"a supervisor named {name!r} runs already: stop it, give this one another --name, or use --take-over"
+        )
+    command = [sys.executable, "-m", "lucevisor", "start", str(config.resolve()), "--name", name, "--detached", *more]
     for override in overrides:
         command += ["--set", override]
     # Once it serves, it writes to its log only, so a pipe without a reader does no harm.
@@ -85,6 +108,9 @@ def _until_ready(
         try:
             status = client.call("GET", "/status")
         except NotRunningError:
+            time.sleep(0.1)
+            continue
+        if status["pid"] != process.pid:  # it takes over from this one later
             time.sleep(0.1)
             continue
         if status["state"] == "ready":

@@ -160,7 +160,7 @@ class Service:
             if not await self.engine.drain(drain_s):
                 now = self.engine.statistics()
                 log.warning("requests end at the stop", running=now.running, queued=now.queued, waited_s=drain_s)
-            await self._save_all(SAVE_S)
+            await self.save_prefixes(SAVE_S)
         self._end_requests()
         if self._holding is not None:
             self._holding.cancel()
@@ -183,8 +183,8 @@ class Service:
             self.engine.close(error)
         self.deployment.release(error)
 
-    async def _save_all(self, deadline_s: float) -> None:
-        """Save prefix slots to disk before the shards lose them; a second stop cancels it."""
+    async def save_prefixes(self, deadline_s: float) -> None:
+        """Save prefix slots to ``cache.dir``, if set, before the shards lose them; a hurried stop cancels it."""
         if self.snapshots is not None and self.deployment.complete:
             self._saving = asyncio.create_task(self.snapshots.save_all(deadline_s), name="save all slots")
             with contextlib.suppress(asyncio.CancelledError, TimeoutError):
@@ -290,10 +290,10 @@ class Service:
         if self.engine is None:
             return None
         if self.config.recovery.hold_s:
-            await self._save_all(SAVE_S)
+            await self.save_prefixes(SAVE_S)
             return await self.engine.freeze(RESTART_S / 2)
         if await self.engine.quiesce(RESTART_S / 2):
-            await self._save_all(SAVE_S)
+            await self.save_prefixes(SAVE_S)
         return None
 
     def _on_pipeline_failed(self, failure: PipelineFailure) -> None:

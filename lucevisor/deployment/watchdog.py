@@ -1,4 +1,4 @@
-"""Finds work that a daemon has been busy with for too long.
+"""The watchdog for hung steps: finds work that a daemon has been busy with for too long.
 
 Invariant: work is overdue only when it was seen at every look for `limit_s`, on a clock that stands still while the
 supervisor does: a result that waits in the socket of a stopped supervisor is not the daemon's fault.

@@ -13,7 +13,7 @@ import pytest
 
 from lucevisor.app import rundir
 from lucevisor.app.rundir import AlreadyRunningError, RunDirectory, is_locked, running
-from lucevisor.errors import ConfigError
+from lucevisor.errors import ConfigError, LucevisorError
 
 
 @pytest.fixture(autouse=True)
@@ -128,4 +128,74 @@ def test_a_full_disk(small_disk, monkeypatch):
     assert not one.path.exists(), "nothing is left behind"
     (directory / "filler").unlink()
     one.claim()
+    one.close()
+
+
+OTHER = """
+import sys
+from lucevisor.app.rundir import RunDirectory
+one = RunDirectory("t")
+one.claim()
+print("claimed", flush=True)
+sys.stdin.read(1)
+one.close()
+print("closed", flush=True)
+"""
+
+
+@pytest.fixture
+def other():
+    """Another process that holds the name until a byte is written to it."""
+    process = subprocess.Popen([sys.executable, "-c", OTHER], text=True, stdin=-1, stdout=-1)
+    assert process.stdout.readline() == "claimed\n"
+    yield process
+    process.communicate(timeout=10)
+
+
+def test_a_name_is_handed_over_without_a_moment_in_which_it_is_free(runtime):
+    old, new = RunDirectory("t"), RunDirectory("t")
+    assert not new.join()
+    old.claim()
+    assert new.join()
+    lock = os.dup(old.lock)  # as SCM_RIGHTS does
+    old.release()
+    assert is_locked(old.path)
+    new.adopt(lock)
+    with pytest.raises(AlreadyRunningError):
+        RunDirectory("t").claim()
+    new.close()
+    assert not is_locked(new.path)
+    assert not new.path.exists()
+
+
+def test_a_lock_of_another_directory_is_not_adopted(runtime):
+    RunDirectory("t").claim()
+    other = RunDirectory("u")
+    other.claim()
+    with pytest.raises(LucevisorError, match="is not that of this directory"):
+        RunDirectory("t").adopt(other.lock)
+    other.close()
+
+
+def test_one_that_stops_leaves_what_belongs_to_the_one_that_would_take_over(runtime, other):
+    new = RunDirectory("t")
+    assert new.join()
+    (new.own / "mine").write_text("x")
+    other.stdin.write("x")
+    other.stdin.flush()
+    assert other.stdout.readline() == "closed\n"
+    assert (new.own / "mine").exists()
+    assert new.log.exists()
+    new.claim()
+    assert (new.own / "mine").exists()
+    new.close()
+    assert not new.path.exists()
+
+
+def test_what_killed_supervisors_left_is_removed_by_the_next(runtime):
+    stale = runtime / "lucevisor" / "t" / "process-4194304"  # beyond the largest pid
+    stale.mkdir(parents=True)
+    one = RunDirectory("t")
+    one.claim()
+    assert not stale.exists()
     one.close()

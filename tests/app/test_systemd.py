@@ -104,7 +104,8 @@ async def reported(manager: Manager, states: list[tuple[str, str]], watchdog: fl
             return left[0]
         return left.pop(0)
 
-    report = SystemdReport(Notifier(manager.environ), look, watchdog)
+    report = SystemdReport(look)
+    report.use(Notifier(manager.environ), watchdog)
     task = asyncio.create_task(report.run())
     await seen.wait()
     seen.clear()
@@ -139,7 +140,8 @@ async def test_a_stop_is_said_once_and_asks_for_time(manager: Manager) -> None:
 
 
 async def test_a_reload_says_when_it_began(manager: Manager) -> None:
-    report = SystemdReport(Notifier(manager.environ), lambda: ("ready", ""), 0.0)
+    report = SystemdReport(lambda: ("ready", ""))
+    report.use(Notifier(manager.environ), 0.0)
     before = time.monotonic_ns() // 1000
     report.reloading()
     report.ready()
@@ -176,7 +178,7 @@ def test_sockets_of_systemd_are_adopted_by_the_process_they_are_meant_for() -> N
 @pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="systemd-analyze is not installed")
 def test_the_units_are_valid_and_confined(tmp_path: Path) -> None:
     text = (UNITS / "lucevisor@.service").read_text()
-    assert text.count("/opt/lucevisor/bin/lucevisor ") >= 1
+    assert text.count("/opt/lucevisor/bin/lucevisor ") == 2
     (tmp_path / "lucevisor@demo.service").write_text(text.replace("/opt/lucevisor/bin/lucevisor ", "/bin/true "))
     shutil.copy(UNITS / "lucevisor@.socket", tmp_path / "lucevisor@demo.socket")
     units = [str(tmp_path / f"lucevisor@demo.{kind}") for kind in ("service", "socket")]

@@ -69,30 +69,32 @@ class Cli:
         self._started.append(process)
         return process
 
-    def start(self, config: Path = DEMO, *overrides: str, name: str = "t") -> dict[str, Any]:
+    def start(self, config: Path = DEMO, *overrides: str, name: str = "t", take_over: bool = False) -> dict[str, Any]:
+        """Start a supervisor and return its status when it serves."""
+        more = ["--take-over"] if take_over else []
         sets = [part for o in ("server.port=0", *overrides) for part in ("--set", o)]
         if self._forker is None:
-            self.run("start", str(config), "--daemon", "--name", name, "--timeout", "60", *sets, timeout_s=90)
+            self.run("start", str(config), "--daemon", "--name", name, "--timeout", "60", *more, *sets, timeout_s=90)
             return self.status(name)
-        command = [*FORKED, "start", str(config), "--name", name, "--detached", *sets]
-        with (self.runtime / f"output-{name}").open("wb") as file:
+        command = [*FORKED, "start", str(config), "--name", name, "--detached", *more, *sets]
+        with (self.runtime / f"output-{name}-{len(self._forked)}").open("wb") as file:
             fd = file.fileno()
             pid = self._forker.command(command, env=self.env, cwd=ROOT, output=fd, errors=fd)
         self._forked.append(pid)
 
         def ready() -> bool:
-            assert alive(pid), (self.runtime / f"output-{name}").read_text()
-            return self.ready(name)
+            assert alive(pid), (self.runtime / f"output-{name}-{len(self._forked) - 1}").read_text()
+            return self.ready(name, pid)
 
         wait_until(ready, 60, "ready")
         return self.status(name)
 
-    def ready(self, name: str = "t") -> bool:
-        """Whether it serves; also False before it listens."""
+    def ready(self, name: str = "t", pid: int | None = None) -> bool:
+        """Whether it serves, and is process ``pid``; also False before it listens."""
         with contextlib.suppress(NotRunningError):
             status = self.status(name)
             assert status["state"] != "failed", status["reason"]
-            return bool(status["state"] == "ready")
+            return bool(status["state"] == "ready" and pid in (None, status["pid"]))
         return False
 
     def socket(self, name: str = "t") -> Path:

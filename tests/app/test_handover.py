@@ -1,0 +1,115 @@
+"""Two supervisors' ends of a hand-over, in one process, over a real socket with real descriptors."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from lucevisor.app.handover import HandoverServer, Offer, Request, Taken, take
+from lucevisor.errors import LucevisorError
+
+ASK = Request(pid=7, drain_s=3.0)
+
+
+class Giver:
+    """A supervisor without a service."""
+
+    def __init__(self) -> None:
+        self.lock = os.open("/dev/null", os.O_RDONLY)
+        self.listening = socket.create_server(("127.0.0.1", 0))
+        self.said: list[object] = []
+        self.refuses = ""
+
+    def offer(self) -> tuple[Offer, list[int]]:
+        self.said.append("offer")
+        return Offer(os.getpid(), self.refuses, notify_socket="/n"), [self.lock, self.listening.fileno()]
+
+    def keep(self) -> None:
+        self.said.append("keep")
+
+    async def give_up(self, request: Request) -> None:
+        self.said.append(request)
+
+
+@pytest.fixture
+async def giver(tmp_path: Path) -> AsyncIterator[Giver]:
+    n_before = psutil.Process().num_fds()
+    one = Giver()
+    server = HandoverServer(tmp_path / "handover.sock", one)
+    server.open()
+    yield one
+    await server.close()
+    if server._taken is not None:  # the end of its process would close it
+        server._taken.close()
+    os.close(one.lock)
+    one.listening.close()
+    assert psutil.Process().num_fds() == n_before
+
+
+async def taken_from(path: Path) -> Taken:
+    taken = await take(path / "handover.sock", ASK)
+    assert taken is not None
+    return taken
+
+
+def decline(taken: Taken) -> None:
+    taken._connection.close()
+    os.close(taken.lock)
+    for sock in taken.sockets:
+        sock.close()
+
+
+async def test_sockets_lock_and_what_was_saved(giver: Giver, tmp_path: Path) -> None:
+    taken = await taken_from(tmp_path)
+    assert (taken.offer.pid, taken.offer.notify_socket) == (os.getpid(), "/n")
+    assert os.path.samestat(os.fstat(taken.lock), os.fstat(giver.lock))
+    assert [sock.getsockname() for sock in taken.sockets] == [giver.listening.getsockname()]
+    assert not any(os.get_inheritable(fd) for fd in (taken.lock, taken.sockets[0].fileno()))
+    assert giver.said == ["offer"]
+    await taken.serving()
+    saves = taken.saves()
+    await anext(saves)  # it has saved what it had
+    assert giver.said == ["offer", ASK]
+    await saves.aclose()
+    decline(taken)
+
+
+async def test_one_that_ends_before_it_serves_changes_nothing(giver: Giver, tmp_path: Path) -> None:
+    decline(await taken_from(tmp_path))
+    taken = await taken_from(tmp_path)
+    assert giver.said == ["offer", "keep", "offer"]
+    decline(taken)
+
+
+async def test_a_refusal_is_said(giver: Giver, tmp_path: Path) -> None:
+    giver.refuses = "it is stopping"
+    with pytest.raises(LucevisorError, match="not taken over: it is stopping"):
+        await taken_from(tmp_path)
+    giver.refuses = ""
+    decline(await taken_from(tmp_path))
+
+
+async def test_something_else_than_a_request_gets_no_descriptor(giver: Giver, tmp_path: Path) -> None:
+    for said in (b"GET / HTTP/1.1\r\n\r\n", b'{"pid": 1}', b""):
+        reader, writer = await asyncio.open_unix_connection(str(tmp_path / "handover.sock"))
+        writer.write(said)
+        if not said:
+            writer.close()
+        assert await reader.read() == b""
+        writer.close()
+        await writer.wait_closed()
+    assert "offer" not in giver.said
+    decline(await taken_from(tmp_path))
+
+
+async def test_nobody_is_there(tmp_path: Path) -> None:
+    assert await take(tmp_path / "handover.sock", ASK) is None
+    with socket.socket(socket.AF_UNIX) as stale:
+        stale.bind(str(tmp_path / "handover.sock"))
+    assert await take(tmp_path / "handover.sock", ASK) is None

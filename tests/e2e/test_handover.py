@@ -1,0 +1,174 @@
+"""A supervisor takes over from another one beside eight clients: none is refused, and all get the same tokens."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import threading
+import time
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lucevisor.cli.admin_client import AdminClient
+from tests.app.test_systemd import Manager
+from tests.e2e.process import DEMO, Cli, alive, wait_until
+from tests.e2e.test_systemd import RULES, complete, post
+
+N_CLIENTS = 8
+PAUSE_S = 0.2
+BODY = {"max_tokens": 32, "ignore_eos": True, "return_token_ids": True, "stream": True}
+EXACT = ("engine.dtype=float32",)
+
+
+class Clients:
+    """Threads that each ask over a new connection as soon as they have their answer."""
+
+    def __init__(self, url: str) -> None:
+        self._url = url
+        self._ended = False
+        self.n_answers = 0
+        self.wrong: list[str] = []
+        self.right = [self._ask(i) for i in range(N_CLIENTS)]
+
+    def _ask(self, i: int) -> list[int]:
+        sampling = {"temperature": 0.8, "seed": i} if i % 2 else {"temperature": 0}
+        body = BODY | sampling | {"prompt": f"import module_{i}\n"}
+        request = urllib.request.Request(f"{self._url}/v1/completions", json.dumps(body).encode())
+        request.add_header("content-type", "application/json")
+        ids: list[int] = []
+        with urllib.request.urlopen(request, timeout=60) as reply:
+            for line in reply:
+                if line.startswith(b"data: {"):
+                    event = json.loads(line[6:])
+                    for choice in event["choices"]:
+                        ids += choice.get("token_ids") or []
+        return ids
+
+    def _client(self, i: int) -> None:
+        while not self._ended:
+            try:
+                ids = self._ask(i)
+            except Exception as error:  # whatever a client sees counts
+                self.wrong.append(f"client {i}: {error!r}")
+            else:
+                if ids != self.right[i]:
+                    self.wrong.append(f"client {i}: {ids} instead of {self.right[i]}")
+            self.n_answers += 1
+            time.sleep(PAUSE_S)  # leaves the processor to the start of the other supervisor
+
+    @contextlib.contextmanager
+    def running(self) -> Iterator[None]:
+        threads = [threading.Thread(target=self._client, args=(i,)) for i in range(N_CLIENTS)]
+        for thread in threads:
+            thread.start()
+        try:
+            yield
+        finally:
+            self._ended = True
+            for thread in threads:
+                thread.join(60)
+
+
+@contextlib.contextmanager
+def reading(manager: Manager) -> Iterator[None]:
+    """As systemd does: what nobody reads fills the queue."""
+    ended = threading.Event()
+
+    def read() -> None:
+        while not ended.wait(0.02):
+            manager.read()
+
+    thread = threading.Thread(target=read)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
+
+
+def pids(status: dict[str, Any]) -> list[int]:
+    return [status["pid"], *(group["pid"] for group in status["groups"])]
+
+
+@pytest.mark.parametrize("n_times", [1, pytest.param(5, marks=pytest.mark.slow)])
+def test_eight_clients_notice_nothing_of_a_new_supervisor(cli: Cli, n_times: int, tmp_path: Path) -> None:
+    manager = Manager(str(tmp_path / "notify"))
+    cli.env |= manager.environ
+    status = cli.start(DEMO, *EXACT)
+    clients = Clients(status["url"])
+    with clients.running(), reading(manager):
+        for _ in range(n_times):
+            old, status = status, cli.start(DEMO, *EXACT, take_over=True)
+            assert status["url"] == old["url"]
+            assert not set(pids(status)) & set(pids(old))
+            wait_until(lambda old=old: not any(alive(pid) for pid in pids(old)), 30, "the old one has ended")
+            n_then = clients.n_answers
+            wait_until(lambda n=n_then: clients.n_answers > n + N_CLIENTS, 30, "answers of the new one")
+    assert clients.wrong == []
+    said = manager.read()
+    main = said.index(f"MAINPID={status['pid']}")
+    assert [line.partition("\n")[0] for line in said[:main] if not line.startswith("STATUS")][-1] == "RELOADING=1"
+    assert "READY=1" in said[main:]
+    assert said.count("READY=1") == n_times + 1
+    cli.stop()
+    assert not cli.socket().parent.exists()
+    manager.sock.close()
+
+
+@pytest.mark.slow  # the parts: tests/app/test_handover.py
+def test_a_new_one_that_fails_changes_nothing(cli: Cli, tmp_path: Path) -> None:
+    status = cli.start(DEMO, *EXACT)
+    clients = Clients(status["url"])
+    with clients.running():
+        start = ("start", str(DEMO), "--name", "t", "--take-over", "--set", "engine.dtype=float32")
+        done = cli.run(*start, "--set", "server.port=1", check=False)
+        assert (done.returncode, "the configuration says 127.0.0.1:1" in done.stderr) == (2, True), done.stderr
+        killed = cli.popen(*start, "--set", "server.port=0")
+        wait_until(lambda: len(list(cli.socket().parent.glob("process-*"))) == 2, 10, "it has begun")
+        killed.kill()
+        killed.wait(10)
+    assert clients.wrong == []
+    assert pids(cli.status()) == pids(status)
+    cli.stop()
+
+
+def test_a_killed_supervisor_leaves_nothing_and_the_next_goes_on_warm(cli: Cli, tmp_path: Path) -> None:
+    cache = (*EXACT, f"cache.dir={tmp_path / 'cache'}", "cache.min_tokens=64")
+    status = cli.start(DEMO, *cache)
+    url = status["url"]
+    asked = post(f"{url}/tokenize", {"content": RULES})["tokens"]
+    answer, _ = complete(url, asked)
+    right, _ = complete(url, asked + answer)
+    wait_until(lambda: cli.status()["cache"]["saved"] >= 1, 20, "a file was saved")
+    os.kill(status["pid"], signal.SIGKILL)
+    killed_s = time.monotonic()
+    wait_until(lambda: not any(alive(pid) for pid in pids(status)), 2, "no daemon is left")
+    assert time.monotonic() - killed_s < 2
+    again = cli.start(DEMO, *cache, take_over=True)  # there is nothing to take over
+    tokens, n_cached = complete(again["url"], asked + answer)
+    assert n_cached > 64
+    assert tokens == right
+    assert AdminClient(cli.socket()).call("GET", "/status")["cache"]["tokens"]["disk"] == n_cached
+    cli.stop()
+
+
+def test_a_new_one_uses_what_the_old_one_saved(cli: Cli, tmp_path: Path) -> None:
+    cache = (*EXACT, f"cache.dir={tmp_path / 'cache'}", "cache.min_tokens=64")
+    status = cli.start(DEMO, *cache)
+    asked = post(f"{status['url']}/tokenize", {"content": RULES})["tokens"]
+    answer, _ = complete(status["url"], asked)
+    right, _ = complete(status["url"], asked + answer)
+    new = cli.start(DEMO, *cache, take_over=True)
+    wait_until(lambda: not any(alive(pid) for pid in pids(status)), 30, "the old one has ended")
+    wait_until(lambda: cli.status()["cache"]["snapshots"] >= 1, 10, "its files are known")
+    tokens, n_cached = complete(new["url"], asked + answer)
+    assert n_cached > 64
+    assert tokens == right
+    cli.stop()
