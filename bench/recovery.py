@@ -1,12 +1,13 @@
 """What the journal costs, and how long a lost shard takes to come back.
 
     python bench/recovery.py [--model FILE] [--backend cpu|cuda|hip] [--groups 2] [--tokens 2048] [--streams 4]
-                             [--rounds 5] [--kills 2] [--dtype auto] [--save]
+                             [--rounds 5] [--kills 2] [--spares 0] [--dtype auto] [--save]
     python bench/recovery.py --journal
 
 Real daemons, requests straight into the engine.  Cost: the same prompts, then the same decodes, in turns on a service
 with the journal and on one without; the first round is not counted.  Recovery: each group's daemon is killed in turn
-beside decoding streams of ``--tokens`` of context; from its READY on a shard is rebuilt from the journal.  --save
+beside decoding streams of ``--tokens`` of context; a process is there after ``start_s``, and from its READY on a shard
+is rebuilt from the journal.  --save
 writes bench/results/recovery-NAME.json.  --journal times the journal alone, without daemons, with rows of 10 KiB: what
 the event loop does for a chunk and for a decode step, and when a chunk's rows are copied.
 """
@@ -61,6 +62,7 @@ kind = "off"
 [recovery]
 journal = "{journal}"
 restart_limit = "999/60s"
+spares = {options.spares}
 """
     path = Path(directory) / f"{journal}.toml"
     path.write_text(text)
@@ -121,8 +123,11 @@ async def kill(service, group):
     """Kill a group's daemon beside the streams; seconds of the pause, of its load, and from READY to serving."""
     engine, one = service.engine, service.groups[group]
     before = engine.statistics().recovery
-    pid = one.pid
+    await until(lambda: sum(spare.warm for spare in one.spares) == service.config.recovery.spares)
+    pid, killed = one.pid, time.perf_counter()
     os.kill(pid, signal.SIGKILL)
+    await until(lambda: one.pid != pid and one.state in (State.LOADING, State.READY))
+    start_s = time.perf_counter() - killed
     await until(lambda: one.pid != pid and one.state is State.READY)
     ready = time.perf_counter()
     await until(lambda: service.state == "ready")
@@ -131,6 +136,7 @@ async def kill(service, group):
     return {
         "group": group,
         "pause_s": now.pauses["loss"].seconds - before.pauses["loss"].seconds,
+        "start_s": start_s,
         "load_s": one.loaded.seconds,
         "rebuild_s": rebuild_s,
         "rebuilt_tokens": now.n_rebuilt - before.n_rebuilt,
@@ -207,6 +213,7 @@ def main():
     parser.add_argument("--streams", type=int, default=4)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--kills", type=int, default=2)
+    parser.add_argument("--spares", type=int, default=0)
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--name", default="cpu")
     parser.add_argument("--save", action="store_true")
@@ -225,7 +232,8 @@ def main():
         print(f"{what}: {on:.0f} with the journal, {off:.0f} without: {on / off:.3f}")
     for one in kills:
         speed = one["rebuilt_tokens"] / one["rebuild_s"] if one["rebuild_s"] else 0.0
-        times = f"pause {one['pause_s']:.2f} s, load {one['load_s']:.2f} s, rebuild {one['rebuild_s']:.2f} s"
+        pause, start, load, rebuild = (one[f"{what}_s"] for what in ("pause", "start", "load", "rebuild"))
+        times = f"pause {pause:.2f} s, start {start:.2f} s, load {load:.2f} s, rebuild {rebuild:.2f} s"
         counts = f"{one['rebuilt_tokens']} tokens, {speed:.0f}/s, recomputed {one['recomputed_tokens']}"
         print(f"{one['group']}: {times} of {counts}")
     if options.save:

@@ -120,13 +120,16 @@ class _StateCollector(Collector):
         restarts = CounterMetricFamily(
             _P + "daemon_restarts", "Restarts of shard daemons by reason.", labels=["group", "reason"]
         )
+        spares = GaugeMetricFamily(_P + "spares", "Warm processes that wait to take over.", labels=["group"])
+        spare_bytes = GaugeMetricFamily(_P + "spare_memory_bytes", "Their resident host memory.", labels=["group"])
         for group in self._ports.groups():
+            spares.add_metric([group.name], len(group.spare_bytes))
+            spare_bytes.add_metric([group.name], sum(group.spare_bytes))
             for state in State:
                 states.add_metric([group.name, state.value], float(group.state == state.value))
             for reason, n in group.restarts.items():
                 restarts.add_metric([group.name, reason], n)
-        yield states
-        yield restarts
+        yield from (states, restarts, spares, spare_bytes)
 
 
 def _engine(now: EngineStatistics) -> Iterator[Metric]:

@@ -118,11 +118,13 @@ class NotReadyPart:
 
 @dataclass(frozen=True, slots=True)
 class GroupMetrics:
-    """One backend group for the metrics.  `restarts`: count by reason, from a closed list."""
+    """One backend group for the metrics.  `restarts`: count by reason, from a closed list.  `spare_bytes`: resident, of
+    each spare that is warm."""
 
     name: str
     state: str
     restarts: Mapping[str, int] = field(default_factory=dict)
+    spare_bytes: Sequence[int] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -358,7 +358,12 @@ class Supervisor:
 
     def _group_figures(self) -> list[GroupMetrics]:
         return [
-            GroupMetrics(name, g.state.name.lower(), dict(self.service.restart_reasons[name]))
+            GroupMetrics(
+                name=name,
+                state=g.state.name.lower(),
+                restarts=dict(self.service.restart_reasons[name]),
+                spare_bytes=[spare.rss_bytes for spare in g.spares if spare.warm],
+            )
             for name, g in self.service.groups.items()
         ]
 

@@ -37,7 +37,6 @@ class Inert:
 UNIMPLEMENTED: Mapping[str, Unimplemented] = {
     "kvflash.policy": Unimplemented("this policy of KV Flash", lambda value: value != "lru", True, "nearest: lru"),
     "pflash.mode": Unimplemented("PFlash", lambda value: value != "off", True, "nearest: off"),
-    "recovery.spares": Unimplemented("spare daemons", lambda value: value != 0, True, "nearest: 0"),
 }
 """Keys that are validated but not implemented. Rejected if ignoring them would change answers or break a promise."""
 

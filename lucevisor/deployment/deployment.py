@@ -113,6 +113,7 @@ class Deployment:
                 callbacks,
                 devices=group_devices(config, name),
                 limits=limits,
+                n_spares=config.recovery.spares,
             )
             for name, group in config.groups.items()
         }

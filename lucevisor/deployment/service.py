@@ -54,8 +54,10 @@ ServiceState = Literal["ready", "starting", "degraded", "failed", "draining"]
 SAVE_S = 10.0
 STOP_S = 2.0
 RESTART_S = 30.0
+PREPARE_S = 15.0
 """Deadlines of a first stop: running requests have ``server.drain_s`` to end, prefix slots SAVE_S to be saved, daemons
-STOP_S to exit before SIGKILL.  An orderly restart waits RESTART_S / 2 for running requests, and kills after RESTART_S.
+STOP_S to exit before SIGKILL.  An orderly restart waits PREPARE_S for a warm successor, while requests run, then
+RESTART_S / 2 for them, and kills after RESTART_S.
 """
 
 log = structlog.get_logger("service")
@@ -203,6 +205,10 @@ class Service:
         async with self._restarting:
             if self._stopping is not None:  # perhaps since this call waited for its turn
                 raise LucevisorError("the supervisor is stopping")
+            if not now:
+                with contextlib.suppress(TimeoutError):  # it takes longer without
+                    async with awake.timeout(PREPARE_S):
+                        await one.prepare()
             await one.restart(now=now, deadline_s=RESTART_S)
             self.restart_reasons[group]["operator"] += 1
             await one.wait(State.STARTING, State.FAILED, timeout_s=2 * RESTART_S)

@@ -78,6 +78,10 @@ class Daemon:
         self.link = child.open_link(f"{self.name} link", self._on_link_frame, self._on_link_closed)
         self._pulse = child.open_pulse(f"{self.name} pulse", self._on_pulse_frame, self._on_pulse_closed)
 
+    def enlist(self, number: int, emit: Callable[[ev.Event], None]) -> None:
+        """A spare joins its group under a number of it; ``emit`` gets the events from now on."""
+        self.number, self._emit = number, emit
+
     # ---- instructions of the machine
 
     def send_load(self) -> None:

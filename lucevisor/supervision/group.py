@@ -29,6 +29,7 @@ from lucevisor.supervision.daemon import Daemon
 from lucevisor.supervision.launcher import Launcher
 from lucevisor.supervision.machine import Machine
 from lucevisor.supervision.policy import SupervisionLimits
+from lucevisor.supervision.spares import Spares, SpareUse
 from lucevisor.supervision.states import State
 
 _log = structlog.get_logger("lucevisor.supervision")
@@ -45,7 +46,7 @@ class GroupSupervisor:
     thread.
 
     `threads` is 0 or what the configuration gives a cpu group; `devices` are the indices of the group's devices in
-    use.
+    use; `n_spares` processes are kept warm to take over.
     """
 
     def __init__(
@@ -57,6 +58,7 @@ class GroupSupervisor:
         *,
         devices: Sequence[int] = (0,),
         limits: SupervisionLimits | None = None,
+        n_spares: int = 0,
     ) -> None:
         self.config = config
         self.name = config.name
@@ -70,6 +72,7 @@ class GroupSupervisor:
         self._loop = asyncio.get_running_loop()
         self._clock = awake.AwakeClock()
         self._daemon: Daemon | None = None
+        self._spares = Spares(config.name, n_spares, self._launch, self.limits, self._clock)
         self._timers: dict[ev.Timer, asyncio.TimerHandle] = {}
         self._events: deque[ev.Event] = deque()
         self._pumping = False
@@ -124,6 +127,11 @@ class GroupSupervisor:
         return self._living.heartbeat if self._living else None
 
     @property
+    def spares(self) -> list[SpareUse]:
+        """Processes that wait to take over."""
+        return self._spares.use
+
+    @property
     def output(self) -> dict[str, tuple[str, ...]]:
         """The last lines on stdout and stderr of the present process, or of the last one."""
         lines = self._daemon.child.lines if self._daemon else {}
@@ -146,7 +154,9 @@ class GroupSupervisor:
         deadlines. `drain_s` lets running steps finish; at `deadline_s` the process is killed.
         """
         self._ask(ev.StopAsked(deadline_s, drain_s))
-        return await self._until(self._at_rest, deadline_s + self.limits.reap_s + _BEYOND_S)
+        state = await self._until(self._at_rest, deadline_s + self.limits.reap_s + _BEYOND_S)
+        await self._spares.ended()
+        return state
 
     async def kill(self) -> State:
         """End the process with SIGKILL at once; returns as `stop` does."""
@@ -159,6 +169,10 @@ class GroupSupervisor:
         being stopped or is in quarantine.
         """
         self._ask(ev.RestartAsked(deadline_s, 0.0 if now else deadline_s / 2))
+
+    async def prepare(self) -> bool:
+        """Have a warm process for the next start; return whether there is one.  Does nothing unless READY."""
+        return self.state is State.READY and await self._spares.prepare()
 
     async def wait(self, *states: State, timeout_s: float) -> State:
         """Wait until the group enters one of `states`, or is in one already, and return it. Raises TimeoutError."""
@@ -256,15 +270,25 @@ class GroupSupervisor:
         return self._daemon
 
     def _spawn(self, number: int) -> None:
-        daemon = Daemon(number, self._expected, self._callbacks, self._emit)
+        spare = self._spares.take()
+        if spare is not None:
+            self._daemon = spare
+            spare.enlist(number, self._emit)
+            self._emit(ev.Spawned(number, spare.child.pid))
+            self._emit(ev.HelloReceived(number))
+            return
         try:
-            child = self._launcher.launch(self.config, self._threads, daemon.on_line, daemon.on_ended)
+            self._daemon = self._launch(number, self._emit)
         except SpawnError as error:
             self._emit(ev.SpawnFailed(number, f"groups.{self.name}: {error.reason}", error.configuration))
-            return
-        self._daemon = daemon
-        daemon.adopt(child)
-        self._emit(ev.Spawned(number, child.pid))
+        else:
+            self._emit(ev.Spawned(number, self._daemon.child.pid))
+
+    def _launch(self, number: int, emit: Callable[[ev.Event], None]) -> Daemon:
+        """Start a process.  Raises SpawnError."""
+        daemon = Daemon(number, self._expected, self._callbacks, emit)
+        daemon.adopt(self._launcher.launch(self.config, self._threads, daemon.on_line, daemon.on_ended))
+        return daemon
 
     def _fire(self, timer: ev.Timer) -> None:
         del self._timers[timer]
@@ -284,6 +308,10 @@ class GroupSupervisor:
             if not future.done() and accepts(state):
                 future.set_result(state)
         self._waiting = [waiting for waiting in self._waiting if not waiting[1].done()]
+        if state is State.READY:
+            self._spares.keep()
+        elif state in (State.STOPPED, State.FAILED):
+            self._spares.drop()
         self._callbacks.on_state(self.name, state, reason)
 
     def _at_rest(self, state: State) -> bool:

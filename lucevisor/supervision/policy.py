@@ -33,6 +33,7 @@ class SupervisionLimits:
     backoff_most_s: float = 30.0
     stable_s: float = 60.0  # READY for this long resets the backoff
     lack_pause_s: float = 1.0  # between tries while the supervisor is out of descriptors, memory or processes
+    spare_delay_s: float = 1.0  # from READY until spares are started, which takes a core
     n_restarts: int = 5  # after failures, within any `window_s`; 0: a group that failed stays failed
     window_s: float = 60.0
 

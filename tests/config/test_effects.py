@@ -38,7 +38,6 @@ def box(tmp_path):
         ("kvflash.policy=exact", "kvflash.policy"),
         ("pflash.mode=auto", "pflash.mode"),
         ("pflash.mode=always", "pflash.mode"),
-        ("recovery.spares=1", "recovery.spares"),
     ],
 )
 def test_features_that_would_change_answers_are_refused_until_they_exist(box, override, key):
@@ -194,7 +193,6 @@ SAMPLES = {
     "pflash.mode": "auto",
     "pflash.threshold": "1",
     "pflash.keep_ratio": "0.5",
-    "recovery.spares": "1",
 }
 """A value other than the default for each key that no code reads."""
 

@@ -38,13 +38,18 @@ SAMPLINGS = (
 )
 
 
+PLAIN = Case(CASES["qwen35-random"].model, "off")
+"""Without drafts, and with spares."""
+
+
 @contextlib.asynccontextmanager
 async def serving(
     case: Case, tmp_path: Path, n_groups: int, place: str = "tail", **limits: float
 ) -> AsyncIterator[Service]:
     """A service whose groups are restarted at once, as often as it takes."""
-    config = load(config_of(case, tmp_path, n_groups, place), ["recovery.restart_limit=9999/60s"])
-    brisk = SupervisionLimits(backoff_first_s=0.02, backoff_most_s=0.02, **limits)  # type: ignore[arg-type]
+    overrides = ["recovery.restart_limit=9999/60s", f"recovery.spares={int(case is PLAIN)}"]
+    config = load(config_of(case, tmp_path, n_groups, place), overrides)
+    brisk = SupervisionLimits(backoff_first_s=0.02, backoff_most_s=0.02, spare_delay_s=0.02, **limits)  # type: ignore[arg-type]
     service = Service(config, open_model(config), tmp_path, SilentDisplay(), limits=brisk)
     try:
         await service.start()
@@ -122,7 +127,7 @@ async def faults(streams: Streams, n: int, rng: random.Random, signal_number: si
 
 
 CONFIGURATIONS = [
-    pytest.param(Case(CASES["qwen35-random"].model, "off"), 2, "tail", id="recurrent, 2 groups"),
+    pytest.param(PLAIN, 2, "tail", id="recurrent, 2 groups with spares"),
     pytest.param(CASES["mtp"], 3, "tail", id="recurrent, mtp drafter, 3 groups"),
     pytest.param(CASES["gemma4_e2b-random"], 2, "alone", id="sliding, drafter in a group of its own"),
 ]
@@ -147,7 +152,6 @@ async def test_kills_change_no_token(tmp_path: Path, case: Case, n_groups: int, 
         assert now.running == now.queued == 0
 
 
-QWEN = Case(CASES["qwen35-random"].model, "off")
 GEMMA = Case(CASES["gemma4_e2b-random"].model, "off")
 
 
@@ -158,7 +162,7 @@ GEMMA = Case(CASES["gemma4_e2b-random"].model, "off")
         pytest.param(GEMMA, 2, 1, id="sliding, 2 groups"),
         *(
             pytest.param(case, n, 40, id=f"{name}, many", marks=pytest.mark.slow)
-            for name, case, n in (("mtp", CASES["mtp"], 3), ("sliding", GEMMA, 2), ("one group", QWEN, 1))
+            for name, case, n in (("mtp", CASES["mtp"], 3), ("sliding", GEMMA, 2), ("one group", PLAIN, 1))
         ),
     ],
 )

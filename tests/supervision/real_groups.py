@@ -104,13 +104,13 @@ class Owner:
 
 @asynccontextmanager
 async def tiny_group(
-    run_dir, how="", *, limits=FAST, owner=None, launcher=LocalLauncher, name="left", draining=None, **env
+    run_dir, how="", *, limits=FAST, owner=None, launcher=LocalLauncher, name="left", draining=None, n_spares=0, **env
 ):
     """A stopped group whose daemon behaves as `how` says; killed at the end, whatever the test did."""
     owner = owner or Owner()
     staging = run_dir if isinstance(run_dir, StagedPackages) else stage_tiny(run_dir)
     config = GroupConfig(name=name, backend="cpu", env={"TINY": how, **env})
-    group = GroupSupervisor(config, 1, launcher(staging), owner.callbacks(draining), limits=limits)
+    group = GroupSupervisor(config, 1, launcher(staging), owner.callbacks(draining), limits=limits, n_spares=n_spares)
     try:
         yield group, owner
     finally:

@@ -1,0 +1,185 @@
+"""Warm processes of one group: torch imported, hello said, nothing loaded; one takes over where the present one ends.
+
+Knows neither states nor steps: the group asks for a spare where it would start a process.  A spare that fails concerns
+nobody: it is replaced, later and later.  Invariants: a spare belongs to the group or to this pool, never to both; every
+process that is dropped is killed and waited for.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import structlog
+
+from lucevisor.protocol.messages import Heartbeat
+from lucevisor.supervision import events as ev
+from lucevisor.supervision.child import SpawnError
+from lucevisor.supervision.daemon import Daemon
+from lucevisor.supervision.events import ProcessSignal
+from lucevisor.supervision.policy import SupervisionLimits
+
+_log = structlog.get_logger("lucevisor.supervision")
+
+LaunchSpare = Callable[[int, Callable[[ev.Event], None]], Daemon]
+"""Starts a process as daemon of that number, which emits its events there.  Raises SpawnError."""
+
+
+@dataclass(frozen=True, slots=True)
+class SpareUse:
+    """A spare as `status` shows it.  ``warm``: it has said hello."""
+
+    pid: int
+    warm: bool
+    rss_bytes: int
+
+
+@dataclass(slots=True)
+class _Spare:
+    daemon: Daemon
+    heard_at: float
+    deadline: asyncio.TimerHandle  # of its hello
+    warm: bool = False
+
+    def use(self) -> SpareUse:
+        heartbeat: Heartbeat | None = self.daemon.heartbeat
+        return SpareUse(self.daemon.child.pid, self.warm, heartbeat.rss_bytes if heartbeat is not None else 0)
+
+
+class Spares:
+    """``n``: how many are kept while the group is READY.  ``clock``: of supervision."""
+
+    def __init__(
+        self, group: str, n: int, launch: LaunchSpare, limits: SupervisionLimits, clock: Callable[[], float]
+    ) -> None:
+        self._group, self._n, self._launch, self._limits, self._clock = group, n, launch, limits, clock
+        self._loop = asyncio.get_running_loop()
+        self._spares: dict[int, _Spare] = {}
+        self._ending: dict[int, Daemon] = {}
+        self._n_wanted = n  # one that was prepared included
+        self._n_launched = self._n_failed = 0  # ever; in a row
+        self._later: asyncio.TimerHandle | None = None
+        self._changed = asyncio.Event()
+
+    @property
+    def use(self) -> list[SpareUse]:
+        """The spares that there are."""
+        return [spare.use() for spare in self._spares.values()]
+
+    def keep(self) -> None:
+        """The group is READY: start what is missing, a little later, for it has work to do first."""
+        self._n_failed, self._n_wanted = 0, self._n
+        self._fill_after(self._limits.spare_delay_s)
+
+    async def prepare(self) -> bool:
+        """Start a spare unless there is one; return whether it is warm, at the latest when its hello is overdue."""
+        self._n_wanted = max(1, self._n)
+        if not self._spares:
+            self._start()
+        while self._spares and not any(spare.warm for spare in self._spares.values()):
+            self._changed.clear()
+            await self._changed.wait()
+        return bool(self._spares)
+
+    def take(self) -> Daemon | None:
+        """Give a warm spare away; None without one that was heard of lately."""
+        for number, spare in [*self._spares.items()]:
+            if not spare.warm:
+                continue
+            if self._clock() - spare.heard_at <= self._limits.heartbeat_s:
+                del self._spares[number]
+                return spare.daemon
+            self._drop(number, "no heartbeat within its limit: the process hangs or is stopped")
+        return None
+
+    def drop(self) -> None:
+        """Kill all, and start none before ``keep``."""
+        self._cancel()
+        for number in [*self._spares]:
+            self._drop(number)
+
+    async def ended(self) -> None:
+        """Wait until what was dropped is reaped, or would be quarantined."""
+        try:
+            async with asyncio.timeout(self._limits.reap_s):
+                while self._ending:
+                    self._changed.clear()
+                    await self._changed.wait()
+        except TimeoutError:
+            _log.error(
+                "spares do not end on SIGKILL", group=self._group, pids=[d.child.pid for d in self._ending.values()]
+            )
+
+    # ---- inside
+
+    def _cancel(self) -> None:
+        if self._later is not None:
+            self._later.cancel()
+            self._later = None
+
+    def _fill_after(self, delay_s: float) -> None:
+        self._cancel()
+        self._later = self._loop.call_later(delay_s, self._fill)
+
+    def _fill(self) -> None:
+        self._later = None
+        for number in [*self._spares][self._n_wanted :]:  # prepared for a restart that did not come
+            self._drop(number)
+        while len(self._spares) < self._n and self._start():
+            pass
+
+    def _start(self) -> bool:
+        self._n_launched += 1
+        number = -self._n_launched  # no daemon of a group has such a number
+        try:
+            daemon = self._launch(number, self._take_event)
+        except SpawnError as error:
+            self._failed(error.reason, configuration=error.configuration)
+            return False
+        overdue = f"no hello in {self._limits.hello_s:g} s"
+        deadline = self._loop.call_later(self._limits.hello_s, self._drop, number, overdue)
+        self._spares[number] = _Spare(daemon, self._clock(), deadline)
+        return True
+
+    def _take_event(self, event: ev.Event) -> None:
+        number = getattr(event, "child", 0)
+        spare = self._spares.get(number)
+        match event:
+            case ev.Exited(_, _, _, _):
+                if spare is not None:
+                    self._drop(number, event.how(spare.daemon.child.pid))
+                self._ending.pop(number, None)
+                self._changed.set()
+            case ev.HelloReceived() if spare is not None:
+                spare.deadline.cancel()
+                spare.warm, spare.heard_at, self._n_failed = True, self._clock(), 0
+                _log.info("spare is warm", group=self._group, pid=spare.daemon.child.pid)
+                self._changed.set()
+            case ev.Beat() if spare is not None:
+                spare.heard_at = self._clock()
+            case ev.Failure(_, reason, configuration, _) if spare is not None:
+                self._drop(number, reason, configuration=configuration)
+            case ev.LinkLost(_, reason) if spare is not None:
+                self._drop(number, reason)
+            case _:
+                pass
+
+    def _drop(self, number: int, failure: str = "", *, configuration: bool = False) -> None:
+        """Kill a spare; ``failure``: why, unless it is only not wanted any more."""
+        spare = self._spares.pop(number, None)
+        if spare is None:
+            return
+        spare.deadline.cancel()
+        self._ending[number] = spare.daemon
+        spare.daemon.signal(ProcessSignal.KILL)
+        self._changed.set()
+        if failure:
+            self._failed(failure, configuration=configuration)
+
+    def _failed(self, reason: str, *, configuration: bool) -> None:
+        """Try again later, unless it would fail again."""
+        self._n_failed += 1
+        _log.warning("spare failed", group=self._group, reason=reason)
+        if self._n and not configuration:
+            self._fill_after(min(self._limits.backoff_most_s, self._limits.backoff_first_s * 2.0**self._n_failed))
