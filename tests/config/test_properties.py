@@ -89,6 +89,7 @@ VALID = {
     "recovery": {
         "hold_s": st.floats(0, 86400) | st.integers(0, 86400),
         "journal": size,
+        "spares": st.integers(0, 8),
         "restart_limit": st.builds("{}/{}s".format, st.integers(0, 9999), st.integers(1, 999999)),
     },
     "log": {
