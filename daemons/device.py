@@ -179,14 +179,16 @@ def allocating(device: torch.device, what: str, n_bytes: int, advice: str) -> It
         ) from error
 
 
-def host_zeros(extent: Sequence[int], dtype: torch.dtype, device: torch.device) -> tuple[Tensor, bool]:
+def host_zeros(
+    extent: Sequence[int], dtype: torch.dtype, device: torch.device, what: str, advice: str
+) -> tuple[Tensor, bool]:
     """Zeros in host memory for copies to and from ``device``, and whether these copies are DMA.
 
-    Page-locked for a GPU if possible, for the lifetime of the tensor.  Raises DeviceError when host memory runs out.
+    Page-locked for a GPU if possible, for the lifetime of the tensor.  Raises DeviceError with ``what`` and
+    ``advice`` when host memory runs out.
     """
     n_bytes = prod(extent) * dtype.itemsize
-    advice = "lower cache.prefix_slots or cache.memory, or let the devices hold them: cache.states = device"
-    with allocating(CPU, f"checkpoints of {device}", n_bytes, advice):
+    with allocating(CPU, what, n_bytes, advice):
         if device.type == "cpu" or not n_bytes:
             return torch.zeros(*extent, dtype=dtype), device.type == "cpu"
         try:

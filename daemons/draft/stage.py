@@ -40,7 +40,7 @@ from lucevisor.model.drafters.mtp import MtpParams
 from lucevisor.model.drafters.spec import DraftSpec
 from lucevisor.model.spec import LayerSpec, ModelSpec
 from lucevisor.model.values import Backend, Space
-from lucevisor.protocol.loading import DeviceUse, DraftPlan, Load
+from lucevisor.protocol.loading import DeviceUse, DraftPlan, Load, PoolSizes
 from lucevisor.protocol.messages import Progress
 from lucevisor.protocol.steps import Drafted, Operation, SetPages, Slice, Step
 
@@ -85,7 +85,7 @@ class DraftStage:
         self.device, self.dtype = pools.device, torch_dtype(load.dtype)
         self.pools = [pools]
         self.max_step_tokens, self.max_drafts = load.max_step_tokens, min(load.max_drafts, spec.max_drafts)
-        self.sequences = Sequences(self.pools, load.pools, load.max_sequences)
+        self.sequences = Sequences(self.pools, _pools_of(load), load.max_sequences)
         self._deferred = DeferredRows()
         self.kernels = {f"{name} (drafter)": kernel for name, kernel in weights.selector.selected.items()}
         self.warnings = list(weights.selector.warnings)
@@ -123,7 +123,7 @@ class DraftStage:
         device, dtype = torch_device(backend, plan.device), torch_dtype(load.dtype)
         selector = KernelSelector(device, dtype)
         progress(Progress(plan.stage, plan.device, 0, 0, "pools"))
-        pools = Pools(spec.model, spec.layers, device, load.kv_dtype, load.pools)
+        pools = Pools(spec.model, spec.layers, device, load.kv_dtype, _pools_of(load))
         shared = shared_weights(output_stage, device)
         layouts = spec.layouts(
             backend, load.dtype, with_output=shared.lm_head is not None, with_embedding=shared.table is not None
@@ -264,6 +264,11 @@ class DraftStage:
         if self.graphs is None:
             return self.drafter.draft(rows, self._batch(layout))
         return self.graphs.draft.run(rows, layout, self.sequences.tables(self.device))
+
+
+def _pools_of(load: Load) -> PoolSizes:
+    """The drafter attends to resident pages alone, and keeps no others."""
+    return msgspec.structs.replace(load.pools, host_pages=0)
 
 
 def _open_spec(target: ModelSpec, load: Load, plan: DraftPlan) -> DraftSpec:

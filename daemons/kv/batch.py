@@ -60,6 +60,11 @@ class SliceGroup:
         return self.full_starts if space is Space.FULL else self.starts
 
     @property
+    def reads_host(self) -> bool:
+        """Whether slices attend to pages in host memory."""
+        return any(sequence.host_rows for sequence in self.sequences)
+
+    @property
     def max_length(self) -> int:
         """Upper bound of what a slice attends to that rarely changes: a power of two, at least MIN_GRAPH_LENGTH."""
         return max(MIN_GRAPH_LENGTH, 1 << (max(self.full_starts) + self.n - 1).bit_length())
@@ -128,8 +133,8 @@ class Layout:
 
     @property
     def graph_key(self) -> GraphKey | None:
-        """None unless all slices have the same number of tokens, at most SHORT_SLICE."""
-        if len(self.groups) != 1 or self.groups[0].n > SHORT_SLICE:
+        """None unless all slices have the same number of tokens, at most SHORT_SLICE, and read device memory alone."""
+        if len(self.groups) != 1 or self.groups[0].n > SHORT_SLICE or self.groups[0].reads_host:
             return None
         group = self.groups[0]
         return GraphKey(len(group.starts), group.n, group.max_length)
@@ -168,7 +173,8 @@ def _slots(sequence: OpenedSequence, space: Space, s: Slice, window: int, where:
     start = s.start - (sequence.out_tokens if space is Space.FULL else 0)
     first, last = start // PAGE_TOKENS, (start + n - 1) // PAGE_TOKENS
     oldest = first_visible_page(start, window) if window else first  # a full table has no gaps
-    if last >= len(table) or NO_PAGE in table[oldest : last + 1] or start < sequence.gap * PAGE_TOKENS:
+    last_out = sequence.out[-1] if space is Space.FULL and sequence.out else -1
+    if last >= len(table) or NO_PAGE in table[oldest : last + 1] or s.start < (last_out + 1) * PAGE_TOKENS:
         missing = f"the {space.value} table of {len(table)} entries lacks a page for"
         raise StateError(where, f"{missing} positions {s.start - start + oldest * PAGE_TOKENS} to {s.start + n - 1}")
     if n == 1:

@@ -9,6 +9,7 @@ positions behind a mask are finite.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
 
@@ -16,6 +17,7 @@ import torch
 from torch import Tensor
 
 from daemons.device import allocating, host_zeros, torch_dtype
+from daemons.ops.host_pages import HostLayer, HostPages
 from daemons.ops.paged import DensePages, PagedTensor, Q8Pages
 from lucevisor.model.spec import ModelSpec
 from lucevisor.model.values import Q8_GROUP, Dtype, LayerRange, Space, Tier, q8_groups
@@ -41,7 +43,7 @@ class Pools:
         self.device, self.layers = device, layers
         self.units = {Space.FULL: sizes.full_pages, Space.WINDOW: sizes.window_pages, Space.RECURRENT: sizes.states}
         self._sizes = sizes
-        self.page_locked = True  # of the states in host memory, if there are any
+        self.states_locked = True  # of the states in host memory, if there are any
         members: dict[_StateShape, list[int]] = {}
         for i in range(layers.start, layers.stop):
             layer = spec.layers[i]
@@ -52,8 +54,11 @@ class Pools:
         self._states: dict[tuple[int, str], Tensor] = {}
         self._host_stacks: list[Tensor] = []  # host part of the recurrent _stacks, in the same order
         self._host_states: dict[tuple[int, str], Tensor] = {}
+        self._host_pages = HostPages(device, sizes.host_pages) if sizes.host_pages else None
         for shape, indices in members.items():
             self._allocate(shape, indices)
+        if self._host_pages is not None:
+            self._host_pages.prepare()
 
     def _allocate(self, shape: _StateShape, indices: list[int]) -> None:
         recurrent = shape.space is Space.RECURRENT
@@ -77,18 +82,25 @@ class Pools:
         self._stacks.append((shape.space, tensors))
         if recurrent:
             self._allocate_host(shape, indices, tensors[0].dtype)
+        hosts = []
+        if self._host_pages is not None and shape.space is Space.FULL:
+            hosts = [self._host_pages.add(tensor) for tensor in tensors]
         for at, i in enumerate(indices):
             if recurrent:
                 self._states[i, shape.name] = tensors[0][at]
-            elif quantised:
-                self._paged[i, shape.name] = Q8Pages(tensors[0][at], tensors[1][at], width)
-            else:
-                self._paged[i, shape.name] = DensePages(tensors[0][at])
+                continue
+            own = [tensor[at] for tensor in tensors]
+            paged = Q8Pages(own[0], own[1], width) if quantised else DensePages(own[0])
+            if self._host_pages is not None and hosts:
+                paged.host = HostLayer([host[at] for host in hosts], self._host_pages)
+            self._paged[i, shape.name] = paged
 
     def _allocate_host(self, shape: _StateShape, indices: list[int], dtype: torch.dtype) -> None:
         n = self._sizes.host_states
-        host, locked = host_zeros((len(indices), n, *shape.shape), dtype, self.device)
-        self.page_locked &= locked or not n
+        advice = "lower cache.prefix_slots or cache.memory, or let the devices hold them: cache.states = device"
+        what = f"checkpoints of {self.device}"
+        host, locked = host_zeros((len(indices), n, *shape.shape), dtype, self.device, what, advice)
+        self.states_locked &= locked or not n
         self._host_stacks.append(host)
         for at, i in enumerate(indices):
             self._host_states[i, shape.name] = host[at]
@@ -111,6 +123,11 @@ class Pools:
         for tensor in self._of(space):
             tensor[:, target, :n_tokens] = tensor[:, source, :n_tokens]
 
+    def page_out(self, pages: Sequence[int], rows: Sequence[int]) -> None:
+        """Copy pages of space full to rows of host memory, in every layer."""
+        if self._host_pages is not None:
+            self._host_pages.page_out(pages, rows)
+
     def copy_state(self, source: int, target: int) -> None:
         """Copy a recurrent state in every layer; at most one of the two is in host memory."""
         to, of = self._sizes.place_of_state(target), self._sizes.place_of_state(source)
@@ -131,11 +148,17 @@ class Pools:
         return [t for s, tensors in self._stacks if s is space for t in tensors]
 
     @property
+    def page_locked(self) -> bool:
+        """Whether copies to and from host memory are DMA."""
+        return self.states_locked and (self._host_pages is None or self._host_pages.page_locked)
+
+    @property
     def nbytes(self) -> int:
         """Bytes on the device."""
         return sum(t.nbytes for _, tensors in self._stacks for t in tensors)
 
     @property
     def host_nbytes(self) -> int:
-        """Bytes of the states in host memory."""
-        return sum(t.nbytes for t in self._host_stacks)
+        """Bytes of the states and pages in host memory."""
+        of_pages = self._host_pages.nbytes if self._host_pages is not None else 0
+        return sum(t.nbytes for t in self._host_stacks) + of_pages

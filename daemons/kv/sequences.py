@@ -7,8 +7,10 @@ Invariant: an operation that contradicts the tables raises StateError and change
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -44,7 +46,8 @@ class OpenedSequence:
     """One sequence.  ``row``: its row in the device tables.
 
     ``breaks[space]``: first entry whose page id is not the previous one plus 1; the table's length when there is none.
-    ``n_out`` entries of the ``full`` table, from ``gap`` on, were paged out: those behind them moved up.
+    ``out``: entries of the ``full`` table that were paged out, ascending: those behind them moved up.  ``host_rows``:
+    where those that are attended to lie in host memory, ascending, as order means nothing to attention.
     """
 
     id: int
@@ -52,8 +55,8 @@ class OpenedSequence:
     state: int
     pages: dict[Space, list[int]] = field(default_factory=dict)
     breaks: dict[Space, int] = field(default_factory=dict)
-    gap: int = 0
-    n_out: int = 0
+    out: list[int] = field(default_factory=list)
+    host_rows: list[int] = field(default_factory=list)
 
     def table(self, space: Space) -> list[int]:
         return self.pages.setdefault(space, [])
@@ -61,19 +64,25 @@ class OpenedSequence:
     @property
     def out_tokens(self) -> int:
         """Positions that were paged out: by so much those behind them moved up in the ``full`` table."""
-        return self.n_out * PAGE_TOKENS
+        return len(self.out) * PAGE_TOKENS
 
     def place(self, position: int) -> int:
         """Return where ``position``, or the first resident one behind it, lies in the ``full`` table."""
-        gap = self.gap * PAGE_TOKENS
-        return position if position <= gap else max(gap, position - self.out_tokens)
+        entry = position // PAGE_TOKENS
+        n_out = bisect_left(self.out, entry)
+        if n_out < len(self.out) and self.out[n_out] == entry:
+            return (entry - n_out) * PAGE_TOKENS
+        return position - n_out * PAGE_TOKENS
 
 
 class Sequences:
     """Tables of all sequences over the pools of a daemon's shards."""
 
-    def __init__(self, pools: Sequence[Pools], sizes: PoolSizes, max_sequences: int) -> None:
-        self.pools = list(pools)
+    def __init__(
+        self, pools: Sequence[Pools], sizes: PoolSizes, max_sequences: int, *, attend_host: bool = False
+    ) -> None:
+        """``attend_host``: attention reads what was paged out in host memory."""
+        self.pools, self.attend_host = list(pools), attend_host
         self.units = {Space.FULL: sizes.full_pages, Space.WINDOW: sizes.window_pages, Space.RECURRENT: sizes.states}
         self.sizes = sizes
         self.max_sequences = max_sequences
@@ -163,10 +172,10 @@ class Sequences:
         for page in operation.pages:
             self._check_unit(where, operation.space, page)
         table, first = sequence.table(operation.space), operation.first
-        if sequence.n_out and operation.space is Space.FULL:
-            if first < sequence.gap + sequence.n_out:
+        if sequence.out and operation.space is Space.FULL:
+            if first <= sequence.out[-1]:
                 raise StateError(where, f"entry {first} lies before those that were paged out, or among them")
-            first -= sequence.n_out
+            first -= len(sequence.out)
         if not 0 <= first <= MAX_ENTRIES - len(operation.pages):
             raise StateError(where, f"entry {first} is outside a table of at most {MAX_ENTRIES}")
         if operation.space is Space.FULL and first > len(table):
@@ -181,17 +190,42 @@ class Sequences:
     def _page_out(self, operation: PageOut) -> None:
         where = f"PageOut of sequence {operation.sequence}"
         sequence = self.get(operation.sequence, where)
-        table, first, n = sequence.table(Space.FULL), operation.first, operation.n
-        gap = first - sequence.n_out
-        if n < 1 or not 0 <= gap <= len(table) or (sequence.n_out and gap != sequence.gap):
-            what = f"entries {first} to {first + n - 1} of {len(table) + sequence.n_out}"
-            raise StateError(where, f"{what}; {sequence.n_out} from entry {sequence.gap} on are out already")
-        del table[gap : gap + n]
-        sequence.gap, sequence.n_out = gap, sequence.n_out + n
-        changed = self._changed[Space.FULL]
-        for i, page in enumerate(table[gap:], gap):
+        table, entries, hosts = sequence.table(Space.FULL), operation.entries, operation.hosts
+        places = self._leaving(where, sequence, entries)
+        if hosts and len(hosts) != len(entries):
+            raise StateError(where, f"{len(hosts)} pages in host memory for {len(entries)} entries")
+        rows = [self._host_row(where, host) for host in hosts] if self.sizes.host_pages else []
+        if places and rows:
+            for pool in self.pools:
+                pool.page_out([table[place] for place in places], rows[: len(places)])
+        for place in reversed(places):
+            del table[place]
+        sequence.out = sorted([*sequence.out, *entries])
+        if self.attend_host:
+            sequence.host_rows = sorted([*sequence.host_rows, *rows])
+        first, changed = min(places, default=len(table)), self._changed[Space.FULL]
+        for i, page in enumerate(table[first:], first):
             changed[sequence.row, i] = page
-        self._find_break(sequence, Space.FULL, gap)
+        self._find_break(sequence, Space.FULL, first)
+
+    @staticmethod
+    def _leaving(where: str, sequence: OpenedSequence, entries: Sequence[int]) -> list[int]:
+        """The places of entries in the ``full`` table; those right behind it were never there."""
+        out, n_places = sequence.out, len(sequence.table(Space.FULL))
+        stop = n_places + len(out)
+        ascending = bool(entries) and entries[0] >= 0 and all(a < b for a, b in pairwise(entries))
+        known = [entry for entry in entries if entry < stop]
+        behind = list(range(stop, stop + len(entries) - len(known)))
+        if not ascending or entries[len(known) :] != behind or not set(known).isdisjoint(out):
+            listed = f"entries {', '.join(map(str, entries)) or 'none'} of {stop}"
+            raise StateError(where, f"{listed}; {len(out)} are out already")
+        return [entry - bisect_left(out, entry) for entry in known]
+
+    def _host_row(self, where: str, page: int) -> int:
+        row = page - self.sizes.full_pages
+        if not 0 <= row < self.sizes.host_pages:
+            raise StateError(where, f"page {page} is outside the {self.sizes.host_pages} pages in host memory")
+        return row
 
     @staticmethod
     def _find_break(sequence: OpenedSequence, space: Space, first: int) -> None:

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from daemons.kv.batch import Batch, Group
 from daemons.kv.pools import Pools
+from daemons.models.host_attention import HostAttention
 from daemons.models.loader import WeightLoader
 from daemons.ops.attention import attention
 from daemons.ops.basic import RmsNorm, Rope, l2_scale
@@ -162,6 +163,10 @@ class Attention:
         self.paged_attention = operations.paged_attention(
             window=s.window, scale=s.scale, softcap=s.softcap, causal=s.causal
         )
+        self.host_attention: HostAttention | None = None
+        if self.keys.host is not None:
+            fused = operations.partial_attention(scale=s.scale, softcap=s.softcap)
+            self.host_attention = HostAttention(self.keys, self.values, fused, s.scale, s.softcap)
         self.heads = [s.n_heads, s.n_kv_heads]
         self.columns = [sum(self.heads) * s.head_dim, s.gate, 0 if s.key_values else s.n_kv_heads * s.head_dim]
 
@@ -187,6 +192,8 @@ class Attention:
         return q, gate
 
     def _attend(self, group: Group, q: Tensor) -> Tensor:
+        if self.host_attention is not None and group.layout.reads_host:
+            return self.host_attention(group, q)
         if self.paged_attention is not None and group.n_tokens <= SHORT_SLICE:
             found = self.paged_attention(q.flatten(0, 1), self.keys, self.values, group.query(self.shape.space))
             return found.view(q.shape[0], q.shape[1], *found.shape[1:])

@@ -85,8 +85,8 @@ class ShardModel:
             for name, (stored, taken) in sorted(weights.converted.items())
         ]
         if not self.pools.page_locked:
-            what = f"{self.pools.host_nbytes} bytes of checkpoints in host memory"
-            self.warnings.append(f"{what} cannot be page-locked: prefix slots are slower to use on {self.device}")
+            what = f"{self.pools.host_nbytes} bytes of checkpoints and pages in host memory"
+            self.warnings.append(f"{what} cannot be page-locked: they are slower to use on {self.device}")
 
     def run(self, rows: Tensor | None, batch: Batch, hidden: list[Tensor] | None = None) -> ShardOutput:
         """Boundary rows [T, boundary width] through the layers.

@@ -50,7 +50,9 @@ class LoadedStage:
         self.first_device, self.device = shards[0].device, shards[-1].device
         self.dtype = torch_dtype(load.dtype)
         self.max_step_tokens, self.max_drafts = load.max_step_tokens, load.max_drafts
-        self.sequences = Sequences([s.pools for s in shards], load.pools, load.max_sequences)
+        self.sequences = Sequences(
+            [s.pools for s in shards], load.pools, load.max_sequences, attend_host=load.attend_host
+        )
         self.kernels: dict[str, str] = {}
         for shard in shards:
             self.kernels |= shard.selector.selected

@@ -9,7 +9,8 @@ values.  Query head h reads kv head h // (H / K).
 
 from __future__ import annotations
 
-from functools import cache
+from collections.abc import Callable, Iterator
+from functools import cache, partial
 
 import torch
 import torch.nn.functional as F
@@ -62,11 +63,22 @@ def _capability_masked() -> bool:
 
 def reference(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *, scale: float, softcap: float = 0.0) -> Tensor:
     """:func:`attention` in plain steps, with a bounded number of float32 scores at a time."""
+    values = v.transpose(1, 2).float()
+    parts = scored_parts(q, k, mask, scale=scale, softcap=softcap)
+    found = [unfolded(torch.matmul(torch.softmax(scores, dim=-1), values)) for scores, unfolded in parts]
+    return torch.cat(found, dim=1).to(q.dtype)
+
+
+def scored_parts(
+    q: Tensor, k: Tensor, mask: Tensor | None, *, scale: float, softcap: float
+) -> Iterator[tuple[Tensor, Callable[[Tensor], Tensor]]]:
+    """Yield float32 scores [B, K, G r, L] of r queries at a time, -inf where masked, and what turns rows
+    [B, K, G r, D] into [B, r, H, D].
+    """
     batch, n, heads, _ = q.shape
     kv_heads, length = k.shape[2], k.shape[1]
-    keys, values = k.permute(0, 2, 3, 1).float(), v.transpose(1, 2).float()
+    keys = k.permute(0, 2, 3, 1).float()
     rows = max(1, SCORE_ELEMENTS // max(1, batch * heads * length))
-    parts = []
     for at in range(0, n, rows):
         part = q[:, at : at + rows]
         scores = torch.matmul(_fold(part.float(), kv_heads), keys).mul_(scale)
@@ -76,8 +88,7 @@ def reference(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *, scale: fl
             hidden = ~mask[:, :, at : at + rows]
             by_group = scores.view(batch, kv_heads, heads // kv_heads, -1, length)
             scores = by_group.masked_fill(hidden.unsqueeze(2), float("-inf")).flatten(2, 3)
-        parts.append(_unfold(torch.matmul(torch.softmax(scores, dim=-1), values), part.shape[1]))
-    return torch.cat(parts, dim=1).to(q.dtype)
+        yield scores, partial(_unfold, n=part.shape[1])
 
 
 def _fold(q: Tensor, kv_heads: int) -> Tensor:

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from daemons.ops.basic import RmsNorm, act_and_mul, block_convolution, rotate
 from daemons.ops.paged import PagedTensor
+from daemons.ops.partial_attention import Partial
 from daemons.ops.router import RouteFn, Router
 
 MAX_DECODE_TOKENS = 16
@@ -62,6 +63,10 @@ class PagedQuery:
 
 PagedAttention = Callable[[Tensor, PagedTensor, PagedTensor, PagedQuery], Tensor]
 """Queries [B n, H, D], pages of keys and values -> [B n, H, D]."""
+
+
+PartialAttention = Callable[[Tensor, PagedTensor, PagedTensor, PagedQuery, bool], Partial]
+"""Like PagedAttention, with the sums of the weights; the last argument: whether it is causal."""
 
 
 class GatedDeltaNetOp(Protocol):
@@ -141,6 +146,9 @@ class Operations(Protocol):
         Without ``causal`` the tokens of a slice see each other.
         """
 
+    def partial_attention(self, *, scale: float, softcap: float) -> PartialAttention | None:
+        """Attention of slices of any length over pages in place that are a part of the keys, or None."""
+
     def gated_delta_net(self, weights: GatedDeltaNetParams) -> GatedDeltaNetOp | None:
         """The fused gated delta net, or None."""
 
@@ -181,6 +189,9 @@ class TorchOperations:
     def paged_attention(
         self, *, window: int, scale: float, softcap: float, causal: bool = True
     ) -> PagedAttention | None:
+        return None
+
+    def partial_attention(self, *, scale: float, softcap: float) -> PartialAttention | None:
         return None
 
     def gated_delta_net(self, weights: GatedDeltaNetParams) -> GatedDeltaNetOp | None:

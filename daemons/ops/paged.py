@@ -5,12 +5,14 @@ Views of a pool's memory; knows no sequences.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from daemons.ops.host_pages import HostLayer
 from lucevisor.model.values import Q8_GROUP
 
 
@@ -31,11 +33,17 @@ class Pages:
 class DensePages:
     """Keys or values of one layer, ``[pages, 64, K, D]``."""
 
-    __slots__ = ("pages", "slots")
+    __slots__ = ("host", "pages", "slots")
 
     def __init__(self, pages: Tensor) -> None:
         self.pages = pages
+        self.host: HostLayer | None = None  # of KV Flash
         self.slots = pages.view(-1, *pages.shape[2:])
+
+    def over(self, parts: Sequence[Tensor]) -> DensePages:
+        """The same over other memory."""
+        [pages] = parts
+        return DensePages(pages)
 
     def write(self, slots: Tensor, rows: Tensor) -> None:
         """Store ``rows`` [T, K, D] at slots ``page * 64 + offset`` [T]."""
@@ -49,10 +57,16 @@ class DensePages:
 class Q8Pages:
     """Keys or values of one layer as q8_0: codes int8 ``[pages, 64, K, D]`` and a float16 scale for 32 numbers."""
 
-    __slots__ = ("codes", "scales", "width")
+    __slots__ = ("codes", "host", "scales", "width")
 
     def __init__(self, codes: Tensor, scales: Tensor, width: int) -> None:
         self.codes, self.scales, self.width = codes, scales, width
+        self.host: HostLayer | None = None  # of KV Flash
+
+    def over(self, parts: Sequence[Tensor]) -> Q8Pages:
+        """The same over other memory."""
+        codes, scales = parts
+        return Q8Pages(codes, scales, self.width)
 
     def write(self, slots: Tensor, rows: Tensor) -> None:
         x = F.pad(rows.float(), (0, -self.width % Q8_GROUP))

@@ -7,19 +7,22 @@ from torch import Tensor
 
 from daemons.ops.operations import (
     MAX_DECODE_TOKENS,
+    SHORT_SLICE,
     GatedDeltaNetOp,
     GatedDeltaNetParams,
     Norm,
     PagedAttention,
     PagedQuery,
+    PartialAttention,
 )
 from daemons.ops.paged import PagedTensor
+from daemons.ops.partial_attention import Partial, merged
 from daemons.ops.router import RoutedExperts, RouteFn, Router
 from daemons.ops.triton import basic
 from daemons.ops.triton.block_convolution import block_convolution
 from daemons.ops.triton.chunked_delta_rule import chunked_gated_delta_net
 from daemons.ops.triton.moe import moe_combine, router_gemv, select_experts
-from daemons.ops.triton.paged_attention import paged_attention
+from daemons.ops.triton.paged_attention import paged_attention, paged_attention_splits
 from daemons.ops.triton.recurrent_delta_rule import recurrent_gated_delta_net
 
 
@@ -118,6 +121,30 @@ class TritonOperations:
                 causal=causal,
                 lows=where.lows,
             )
+
+        return attend
+
+    def partial_attention(self, *, scale: float, softcap: float) -> PartialAttention | None:
+        def attend(q: Tensor, keys: PagedTensor, values: PagedTensor, where: PagedQuery, causal: bool) -> Partial:
+            n = where.n_tokens
+            found = paged_attention_splits(
+                q,
+                keys,
+                values,
+                where.tables,
+                where.rows,
+                where.starts,
+                n,
+                window=0,
+                scale=scale,
+                softcap=softcap,
+                max_length=where.max_length,
+                causal=causal,
+                lows=where.lows,
+                n_splits=None if n <= SHORT_SLICE else 1,  # many rows fill the device, and splits take memory
+            )
+            parts, sums = (x.view(len(x), -1, n, *x.shape[2:]) for x in found)
+            return merged(parts, sums)
 
         return attend
 

@@ -109,6 +109,6 @@ def from_refusal(error: SubmitError, prompt_param: str, retry_after_s: int) -> A
 
 def from_request_error(error: RequestError, retry_after_s: int) -> ApiError:
     """Translate the failure of a running request: 503 if a retry can succeed, 400 for its grammar, else 500."""
-    if error.code in ("shard_lost", "shutting_down"):
+    if error.code in ("shard_lost", "shutting_down", "host_memory_full"):
         return unavailable(error.message, retry_after_s, error.code)
     return ApiError(400 if error.code == "constraint_failed" else 500, error.message, code=error.code)

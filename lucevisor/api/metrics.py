@@ -142,6 +142,8 @@ def _engine(now: EngineStatistics) -> Iterator[Metric]:
         pages.add_metric([space, "cached"], use.evictable)
         pages.add_metric([space, "free"], use.total - use.used)
     pages.add_metric([Space.FULL, "out"], now.pages_out)
+    pages.add_metric([Space.FULL, "host"], now.host_pages.used)
+    pages.add_metric([Space.FULL, "host_free"], now.host_pages.total - now.host_pages.used)
     yield pages
     step = SummaryMetricFamily(_P + "step_seconds", "Time a stage computed on a step.", labels=["stage"])
     wait = SummaryMetricFamily(_P + "stage_wait_seconds", "Time a stage waited for a step.", labels=["stage"])

@@ -189,16 +189,17 @@ def _recovery(now: RecoveryStatistics) -> dict[str, Any]:
     }
 
 
-def _pages(spaces: Mapping[str, PageUse], n_out: int = 0) -> dict[str, Any]:
+def _pages(spaces: Mapping[str, PageUse], n_out: int = 0, host: PageUse | None = None) -> dict[str, Any]:
     """Pages of 64 tokens, without recurrent states; ``spaces`` has both apart, with the totals that `plan` shows.
-    ``n_out``: paged out by KV Flash.
+    ``n_out``: paged out by KV Flash; ``host``: of them, kept in host memory.
     """
     pages = [use for space, use in spaces.items() if space != Space.RECURRENT]
     return {
         "total": sum(p.total for p in pages),
         "used": sum(p.used - p.evictable for p in pages),
         "cached": sum(p.evictable for p in pages),  # held by prefix slots alone
-        "host": 0,
+        "host": 0 if host is None else host.used,
+        "host_total": 0 if host is None else host.total,
         "out": n_out,
         "spaces": {
             space: {"total": p.total, "used": p.used - p.evictable, "cached": p.evictable}
@@ -220,7 +221,7 @@ def _engine(statistics: EngineStatistics | None) -> dict[str, Any]:
         "tokens_per_s": round(statistics.tokens_per_s, 2),
         "generated_tokens": statistics.generated_tokens,
         "preemptions": statistics.preemptions,
-        "pages": _pages(statistics.pages, statistics.pages_out),
+        "pages": _pages(statistics.pages, statistics.pages_out, statistics.host_pages),
         "stages": [
             {
                 "steps": s.n_steps,

@@ -119,7 +119,10 @@ def page_line(pages: dict[str, Any]) -> str:
         + (f" ({use['cached']} cached)" if use["cached"] else "")
         for space, use in pages["spaces"].items()
     ]
-    return ", ".join([*parts, f"{pages['out']} paged out"] if pages["out"] else parts)
+    if pages["out"]:
+        in_host = f" ({pages['host']} of {pages['host_total']} in host memory)" if pages["host_total"] else ""
+        parts.append(f"{pages['out']} paged out{in_host}")
+    return ", ".join(parts)
 
 
 def bar(*parts: tuple[float, str], width: int) -> Text:

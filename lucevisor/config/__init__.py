@@ -6,6 +6,7 @@
 
 from lucevisor.config.draft import DraftConfig
 from lucevisor.config.effects import not_yet_effective
+from lucevisor.config.kvflash import KvFlashConfig
 from lucevisor.config.load import load
 from lucevisor.config.log import LogConfig
 from lucevisor.config.resolve import read_api_keys
@@ -18,7 +19,6 @@ from lucevisor.config.sections import (
     EngineConfig,
     GroupConfig,
     KvDType,
-    KvFlashConfig,
     ModelConfig,
     PFlashConfig,
     PlacementConfig,

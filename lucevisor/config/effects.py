@@ -35,7 +35,9 @@ class Inert:
 
 
 UNIMPLEMENTED: Mapping[str, Unimplemented] = {
-    "kvflash.policy": Unimplemented("this policy of KV Flash", lambda value: value != "lru", True, "nearest: lru"),
+    "kvflash.policy": Unimplemented(
+        "this policy of KV Flash", lambda value: value in ("qk", "drafter"), True, "nearest: lru, or exact"
+    ),
     "pflash.mode": Unimplemented("PFlash", lambda value: value != "off", True, "nearest: off"),
 }
 """Keys that are validated but not implemented. Rejected if ignoring them would change answers or break a promise."""
@@ -84,7 +86,7 @@ INERT: tuple[Inert, ...] = (
         "remove the key, or set draft.kind to auto",
     ),
     Inert(
-        ("kvflash.policy", "kvflash.tau"),
+        ("kvflash.policy", "kvflash.host", "kvflash.tau"),
         lambda config: config.kvflash.pool_tokens == 0,
         "has no effect while kvflash.pool_tokens is 0",
         "remove the key, or set kvflash.pool_tokens",
@@ -97,8 +99,14 @@ INERT: tuple[Inert, ...] = (
     ),
     Inert(
         ("kvflash.tau",),
+        lambda config: config.kvflash.policy in ("lru", "exact"),
+        "has no effect: this kvflash.policy makes no selections",
+        "remove the key",
+    ),
+    Inert(
+        ("kvflash.host",),
         lambda config: config.kvflash.policy == "lru",
-        "has no effect: policy lru makes no selections",
+        "has no effect: policy lru keeps no page in host memory",
         "remove the key",
     ),
     Inert(

@@ -14,13 +14,13 @@ from types import MappingProxyType
 from typing import Any, get_type_hints
 
 from lucevisor.config.draft import DraftConfig
+from lucevisor.config.kvflash import KvFlashConfig
 from lucevisor.config.log import LogConfig
 from lucevisor.config.sections import (
     CacheConfig,
     EngineConfig,
     GroupConfig,
     Key,
-    KvFlashConfig,
     ModelConfig,
     PFlashConfig,
     PlacementConfig,

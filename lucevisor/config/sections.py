@@ -316,25 +316,6 @@ class CacheConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class KvFlashConfig:
-    """KV Flash: any context in a bounded number of pages. Beyond them answers change. See docs/kv-flash.md."""
-
-    pool_tokens: Annotated[
-        int | AutoWord,
-        Key(OrAuto(Whole(0, 2**31 - 1)), "Kept per sequence, 512 or more; 0: off; `auto`: up to 16384.", "tokens"),
-    ] = 0
-    policy: Annotated[
-        Literal["lru", "qk", "drafter", "exact"],
-        Key(
-            Choice(("lru", "qk", "drafter", "exact")),
-            "Which pages stay. `lru`: the first and the last ones; `qk`: by the query's score; `drafter`: by its "
-            "attention; `exact`: all are read, the others from host memory.",
-        ),
-    ] = "lru"
-    tau: Annotated[int, Key(Whole(1, 2**20), "Tokens between two selections of the pages to keep.", "tokens")] = 64
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class PFlashConfig:
     """PFlash: the drafter shortens long prompts to their relevant parts before prefill. It changes what the model
     reads."""

@@ -25,9 +25,13 @@ def engine_limits(
         pools=placement.pools,
         window_tokens=placement.window_tokens,
         prefix=_prefix_settings(cache, spec, placement, drafter),
-        residency=None if placement.pool_pages is None else Residency(placement.pool_pages),
+        residency=_residency(placement),
         speculation=_speculation_settings(spec, placement),
     )
+
+
+def _residency(placement: Placement) -> Residency | None:
+    return None if placement.pool_pages is None else Residency(placement.pool_pages, placement.residency_policy)
 
 
 def _speculation_settings(spec: ModelSpec, placement: Placement) -> SpeculationSettings:

@@ -11,13 +11,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
+from functools import partial
 from typing import Final
 
+from lucevisor.engine.backlog import Backlog
 from lucevisor.engine.chunking import SharedChunks
 from lucevisor.engine.drafting import Drafting
 from lucevisor.engine.limits import EngineLimits
 from lucevisor.engine.request import RequestState
 from lucevisor.engine.sequence import RequestRecord
+from lucevisor.engine.shares import KeyShares
 from lucevisor.engine.step import ScheduledSlice, ScheduledStep
 from lucevisor.model.values import PAGE_TOKENS
 
@@ -58,6 +61,23 @@ class StepBudget:
         if not self.shared or record.live is None or record.wanted is not None:
             return False
         return record.live.n_prefill > self.chunks.max_short_tokens
+
+
+def step_budget(
+    step_id: int,
+    n_stages: int,
+    chunks: SharedChunks,
+    backlog: Backlog,
+    shares: KeyShares,
+    now: float,
+    running: Collection[RequestRecord],
+) -> StepBudget:
+    """Return the budget of a step from what runs, is under way and was measured."""
+    others = chunks.came_beside_long(now) or has_others(running, chunks.max_short_tokens)
+    shared = others or chunks.expects_short(now)
+    follow = partial(chunks.may_follow, backlog, now, others=others)
+    # Keys closer together than a chunk count as equal: the shortest prompt goes first.
+    return StepBudget(step_id, n_stages, chunks, shared, others, follow, lambda key: shares.lead(key) // chunks.full)
 
 
 def has_others(live: Iterable[RequestRecord], chunk: int) -> bool:

@@ -188,6 +188,11 @@ class SharedChunks:
             or backlog.idle_s(seconds) > MAX_IDLE_SHARE * seconds
         )
 
+    @property
+    def full(self) -> int:
+        """Tokens of a whole chunk."""
+        return self._full
+
     # ---- inside
 
     def _chosen(self) -> _CostChoice | None:

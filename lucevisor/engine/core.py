@@ -340,6 +340,8 @@ class Engine(Standstill):
             pipeline.submit(plan.step, opening=plan.opening)
             self._masks.planned(plan, pipeline)
             self._stages.planned(plan.step, lives)  # the shards work already
+        self._outbox += self._scheduler.failed
+        self._scheduler.failed.clear()
         if self._scheduler.starving:
             self._outbox += self._scheduler.end_probes(self._clock())
         # A dead link reenters here through on_failed; the outbox keeps events in order.

@@ -128,11 +128,16 @@ class EngineLimits:
 
     @property
     def page_tokens(self) -> int:
-        """Positions of a sequence that the ``full`` pool allows; ``max_context`` without such layers, or where pages
-        are paged out.
+        """Positions of a sequence that the ``full`` pool allows, with the pages in host memory; ``max_context`` without
+        such layers, or where pages are dropped.
         """
-        bounded = Space.FULL in self.spaces and self.residency is None
-        return self.pools.full_pages * PAGE_TOKENS if bounded else self.max_context
+        if Space.FULL not in self.spaces:
+            return self.max_context
+        if self.residency is None:
+            return self.pools.full_pages * PAGE_TOKENS
+        if not self.residency.keeps_host:
+            return self.max_context
+        return (self.residency.pool_pages + self.pools.host_pages) * PAGE_TOKENS
 
     @property
     def capacity_tokens(self) -> int:
@@ -147,7 +152,8 @@ class EngineLimits:
             raise InvalidRequest("max_tokens", f"is {request.max_tokens}; ask for at least 1 token")
         n_prompt, capacity = len(request.prompt), self.capacity_tokens
         if n_prompt + 1 > capacity:
-            raise ContextOverflow(n_prompt, self.max_context, self.page_tokens)
+            key = "engine.pages" if self.residency is None else "kvflash.host"
+            raise ContextOverflow(n_prompt, self.max_context, self.page_tokens, key)
         return min(request.max_tokens, capacity - n_prompt)
 
     def stays_resident(self, n_tokens: int) -> bool:
@@ -163,6 +169,12 @@ class EngineLimits:
             most = max_window_pages(self.window_tokens, self.prefill_chunk, self.max_context)
             needs[Space.WINDOW] = min(n_pages, most)
         return needs
+
+    def host_pages_needed(self, n_tokens: int) -> int:
+        """Return how many pages of ``n_tokens`` of a sequence lie in host memory."""
+        if self.residency is None or not self.residency.keeps_host:
+            return 0
+        return max(0, pages_of(n_tokens) - self.residency.pool_pages)
 
     def make_pools(self) -> PagePools:
         """Return fresh allocators with every id free."""

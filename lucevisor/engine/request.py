@@ -16,7 +16,7 @@ from lucevisor.errors import LucevisorError
 from lucevisor.protocol.steps import Sampling
 
 Reason = Literal["stop", "length", "cancelled", "error"]
-ErrorCode = Literal["shard_lost", "protocol_error", "shutting_down", "constraint_failed"]
+ErrorCode = Literal["shard_lost", "protocol_error", "shutting_down", "constraint_failed", "host_memory_full"]
 
 
 class RequestState(Enum):
@@ -106,6 +106,12 @@ class RequestError:
     message: str
 
 
+def no_host_memory(what: str) -> RequestError:
+    """Return the error of a request whose pages find no room in host memory."""
+    remedy = "send it again when fewer long requests run, or raise kvflash.host"
+    return RequestError("host_memory_full", f"host memory for pages of KV Flash is full: {what}; {remedy}")
+
+
 @dataclass(frozen=True, slots=True)
 class TokenEvent:
     """A generated token; its log-probability and the best (id, log-probability) pairs if requested.
@@ -163,13 +169,13 @@ class ContextOverflow(SubmitError):
 
     code = "context_length_exceeded"
 
-    def __init__(self, prompt_tokens: int, max_context: int, page_tokens: int) -> None:
+    def __init__(self, prompt_tokens: int, max_context: int, page_tokens: int, key: str = "engine.pages") -> None:
         self.prompt_tokens = prompt_tokens
         self.max_context = max_context
         self.limit_tokens = min(max_context, page_tokens)
         if page_tokens < max_context:
             cause = f"the page pool holds {page_tokens} tokens (max_context is {max_context})"
-            remedy = "or give the pool more memory (engine.pages)"
+            remedy = f"or give the pool more memory ({key})"
         else:
             cause = f"max_context is {max_context}"
             remedy = "or raise engine.max_context"

@@ -117,6 +117,15 @@ class RunningRequests(Collection[RequestRecord]):
             return None
         return [operation for growth in growths for operation in page_operations(live.sequence, growth)]
 
+    def _fits_host(self, record: RequestRecord) -> bool:
+        """Whether what it pages out by the end of its prompt fits beside what the running ones still will."""
+        n_needed = self._limits.host_pages_needed(len(record.tokens))
+        for other in self._records.values() if n_needed else ():
+            if other.live is not None:
+                promised = self._limits.host_pages_needed(len(other.tokens) + PAGE_TOKENS)
+                n_needed += max(0, promised - len(other.live.table.hosts))
+        return n_needed <= self._pools.host_pages.n_free
+
     def _fits(self, record: RequestRecord, match: PrefixMatch) -> bool:
         """Whether there is room for a request beside what the running ones still need."""
         needs = self._limits.pages_needed(len(record.tokens))
@@ -128,4 +137,6 @@ class RunningRequests(Collection[RequestRecord]):
                 needs[space] += max(0, n - held)  # promised to it, and one to grow by
         if Space.RECURRENT in self._pools:
             needs[Space.RECURRENT] = 1
+        if not self._fits_host(record):
+            return False
         return self._reuse.index.can_reclaim(needs, {Space.FULL: match.full, Space.WINDOW: match.window})

@@ -15,11 +15,10 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import replace
-from functools import partial
 
 from lucevisor.engine.admission import Admission
 from lucevisor.engine.backlog import Backlog
-from lucevisor.engine.batching import StepBudget, choose_slices, has_others
+from lucevisor.engine.batching import choose_slices, step_budget
 from lucevisor.engine.chunking import SharedChunks
 from lucevisor.engine.drafting import Drafting, all_decodes
 from lucevisor.engine.limits import EngineLimits
@@ -33,12 +32,14 @@ from lucevisor.engine.request import (
     RequestError,
     RequestState,
     TokenEvent,
+    no_host_memory,
 )
 from lucevisor.engine.running import RunningRequests
 from lucevisor.engine.sequence import RequestRecord, WantedRows
 from lucevisor.engine.shares import KeyShares
 from lucevisor.engine.step import ScheduledSequence, ScheduledSlice, ScheduledStep, StepPlan, drawn_tokens, mask_jobs
 from lucevisor.engine.waits import WaitEstimate
+from lucevisor.kv.page_table import HostMemoryFull
 from lucevisor.kv.prefix_records import PrefixMatch
 from lucevisor.protocol.loading import arena_regions
 from lucevisor.protocol.steps import Operation, Sampled, Slice, Step, StepResult
@@ -55,6 +56,7 @@ class Scheduler:
         self.limits = limits
         self.n_stages = n_stages
         self.starving = False  # the only running request needs pages that pins or reservations hold
+        self.failed: Events = []  # of requests that ended while a step was planned
         self.n_preemptions = 0
         self.n_generated_tokens = 0
         self.last_applied = 0  # the last step whose result was applied
@@ -215,12 +217,13 @@ class Scheduler:
         if self.drafting.opening:
             return self.cut(now)
         self._operations += self.admission.admit(now, self._last_step, self.chunks)
-        budget = self._budget(now)
+        step_id, measured = self._last_step + 1, (self.chunks, self._backlog, self._shares)
+        budget = step_budget(step_id, self.n_stages, *measured, now, self.running)
         while chosen := choose_slices(list(self.running), self.in_flight, self.limits, budget, self.drafting):
-            n_preemptions = self.n_preemptions
-            if secured := self._secure(chosen):
+            n_ended = self.n_preemptions + len(self.failed)
+            if secured := self._secure(chosen, now):
                 return self._plan([self._fit(one) for one in secured], now)
-            if n_preemptions == self.n_preemptions:  # else all that were chosen were preempted: choose again
+            if n_ended == self.n_preemptions + len(self.failed):  # else all that were chosen are gone: choose again
                 break
         return self.cut(now) if self._flushing else None
 
@@ -271,21 +274,17 @@ class Scheduler:
 
     # ---- inside: choice, pages, plans
 
-    def _budget(self, now: float) -> StepBudget:
-        others = self.chunks.came_beside_long(now) or has_others(self.running, self.chunks.max_short_tokens)
-        shared = others or self.chunks.expects_short(now)
-        follow = partial(self.chunks.may_follow, self._backlog, now, others=others)
-        # Keys closer together than a chunk count as equal: the shortest prompt goes first.
-        level, step_id = (lambda key: self._shares.lead(key) // self.limits.prefill_chunk), self._last_step + 1
-        return StepBudget(step_id, self.n_stages, self.chunks, shared, others, follow, level)
-
-    def _secure(self, chosen: list[ScheduledSlice]) -> list[ScheduledSlice]:
+    def _secure(self, chosen: list[ScheduledSlice], now: float) -> list[ScheduledSlice]:
         """Give every slice its pages, oldest request first, evicting slots and then preempting the youngest request if
-        too few are free.  Returns the slices that have them."""
+        too few are free.  Returns the slices that have them; a request whose pages host memory cannot hold ends."""
         secured = []
         for one in sorted(chosen, key=lambda one: one.record.arrival):
             while one.record.live is one.live:  # not preempted for an older one, nor for itself
-                operations = self.running.grow(one)
+                try:
+                    operations = self.running.grow(one)
+                except HostMemoryFull as full:
+                    self.failed.append(self._finish(one.record, "error", now, error=no_host_memory(str(full))))
+                    break
                 if operations is not None:
                     self._operations += operations
                     secured.append(one)

@@ -76,8 +76,9 @@ class LiveSequence:
 
 def page_operations(sequence: int, growth: Growth) -> list[Operation]:
     """Return the operations that give the shards the new entries of a table."""
-    out = growth.paged_out
-    leaving: list[Operation] = [PageOut(sequence, out.start, len(out))] if out else []
+    leaving: list[Operation] = []
+    if growth.paged_out:
+        leaving.append(PageOut(sequence, [*growth.paged_out], [*growth.hosts]))
     return [*leaving, SetPages(sequence, growth.space, growth.first, growth.pages)]
 
 

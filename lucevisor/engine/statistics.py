@@ -155,6 +155,7 @@ class EngineStatistics:
     preemptions: int
     pages: dict[str, PageUse]  # by space
     pages_out: int  # of running sequences, paged out by KV Flash
+    host_pages: PageUse  # what of them is kept in host memory
     steps: StepTotals
     cache: CacheStatistics = field(default_factory=CacheStatistics)
     drafts: DraftStatistics = field(default_factory=DraftStatistics)
@@ -185,6 +186,7 @@ class EngineStatistics:
             generated_tokens=scheduler.n_generated_tokens,
             preemptions=scheduler.n_preemptions,
             pages={str(space): use for space, use in scheduler.pools.use().items()},
+            host_pages=PageUse(scheduler.pools.host_pages.n_used, scheduler.pools.host_pages.n_total),
             pages_out=sum(record.live.table.n_out for record in scheduler.running if record.live is not None),
             steps=copy.deepcopy(totals),
             cache=CacheStatistics.of(scheduler.reuse),

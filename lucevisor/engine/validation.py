@@ -47,6 +47,7 @@ def _sequence_owners(scheduler: Scheduler) -> Iterator[Owner]:
         live, name = record.live, f"request {record.request.request_id}"
         if live is None:
             continue
+        yield Owner(name, scheduler.pools.host_pages, live.table.hosts)
         for space in scheduler.pools.spaces:
             if space is not Space.RECURRENT:
                 yield Owner(name, scheduler.pools[space], live.table.held(space))

@@ -200,12 +200,14 @@ class PagePools:
     A drafter keeps its keys and values under the ids of ``full`` pages: each carries the draft epoch of its allocation.
     ``slot_pools`` is where prefix slots allocate: the same allocators, unless recurrent checkpoints live in host
     memory.  Then slots get all host states and these pools all device states, so neither takes from the other.
+    ``host_pages``: those of space full that KV Flash paged out.
     """
 
     def __init__(self, spaces: Iterable[Space], pools: PoolSizes) -> None:
         """``pools``: sizes as sent in Load."""
         sizes = {Space.FULL: pools.full_pages, Space.WINDOW: pools.window_pages, Space.RECURRENT: pools.device_states}
         self._allocators = {space: PageAllocator(sizes[space], f"space {space}") for space in sorted(spaces)}
+        self.host_pages = PageAllocator(pools.host_pages, "pages in host memory", pools.full_pages, Tier.HOST)
         self._n_epochs = 0
         self.slot_pools = self
         if pools.host_states and Space.RECURRENT in self:

@@ -2,18 +2,19 @@
 
 ``full`` pages live as long as the sequence, or with KV Flash until they are paged out; ``window`` pages are released
 once no later token can see them.  Knows positions and page ids, not tokens, requests or messages.
-Invariant: entries below ``first_held`` were released or never allocated, those paged out are one range behind the head,
-this table owns all others exactly once, and only pages that it allocated itself are written through it.
+Invariant: entries below ``first_held`` were released or never allocated, those paged out have no device page, this
+table owns the pages of all others exactly once, and only pages that it allocated itself are written through it.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from lucevisor.kv.page_pool import PagePools
 from lucevisor.kv.residency import Residency
-from lucevisor.model.pages import HEAD_PAGES, first_visible_page, pages_of
+from lucevisor.model.pages import first_visible_page, pages_of
 from lucevisor.model.values import PAGE_TOKENS, Space
 
 PAGED = (Space.FULL, Space.WINDOW)
@@ -23,25 +24,36 @@ PAGED = (Space.FULL, Space.WINDOW)
 class Growth:
     """New entries of a table: ``table[space][first : first + len(pages)] = pages``.
 
-    ``paged_out``: entries that leave the table before that.
+    ``paged_out``: entries that leave the table before that, ``hosts``: their pages in host memory, if they have some.
     """
 
     space: Space
     first: int
     pages: list[int]
-    paged_out: range = range(0)
+    paged_out: tuple[int, ...] = ()
+    hosts: tuple[int, ...] = ()
+
+
+class HostMemoryFull(Exception):
+    """Pages of a sequence must leave the devices, and too few pages are free in host memory."""
 
 
 @dataclass(slots=True)
 class _Entries:
     first_held: int = 0  # entries below were released
     pages: list[int] = field(default_factory=list)  # entries first_held, ..., without those paged out
-    n_out: int = 0  # entries paged out, from HEAD_PAGES on
+    out: list[int] = field(default_factory=list)  # entries paged out, ascending
+    hosts: list[int] = field(default_factory=list)  # their pages in host memory; empty: they were dropped
     slid: list[int] = field(default_factory=list)  # those released, which steps in flight may still see
 
     @property
     def stop(self) -> int:
-        return self.first_held + self.n_out + len(self.pages)
+        return self.first_held + len(self.out) + len(self.pages)
+
+    def entry_of(self, place: int) -> int:
+        """Return the entry of a page of ``pages``."""
+        n_before = bisect_right(range(len(self.out)), place, key=lambda i: self.out[i] - i)
+        return self.first_held + place + n_before
 
 
 class PageTable:
@@ -70,15 +82,21 @@ class PageTable:
     @property
     def n_out(self) -> int:
         """Pages of ``full`` that were paged out."""
-        return self._entries[Space.FULL].n_out if Space.FULL in self._entries else 0
+        return len(self._entries[Space.FULL].out) if Space.FULL in self._entries else 0
+
+    @property
+    def hosts(self) -> list[int]:
+        """Pages in host memory that it owns."""
+        return list(self._entries[Space.FULL].hosts) if Space.FULL in self._entries else []
 
     def entries(self, space: Space, start: int, stop: int) -> list[int]:
-        """Return the pages of entries ``[start, stop)``, all of them before or behind those paged out; those that it
-        does not hold are left out.
+        """Return the pages of entries ``[start, stop)``, none of them paged out; those that it does not hold are left
+        out.
         """
         entries = self._entries[space]
-        first = entries.first_held + (entries.n_out if start >= HEAD_PAGES else 0)
-        assert not entries.n_out or stop <= HEAD_PAGES or start >= HEAD_PAGES + entries.n_out
+        n_out = bisect_left(entries.out, start)
+        first = entries.first_held + n_out
+        assert n_out == bisect_left(entries.out, stop)
         return entries.pages[max(0, start - first) : max(0, stop - first)]
 
     def missing(self, n_tokens: int, n_ahead: int = 0) -> dict[Space, int]:
@@ -112,14 +130,15 @@ class PageTable:
         n_old = len(pages)
         while n_old and pool.epoch_of(pages[n_old - 1]) == pool.epoch:
             n_old -= 1
-        return (n_old + self.n_out * (n_old > HEAD_PAGES)) * PAGE_TOKENS
+        return (self._entries[Space.FULL].entry_of(n_old - 1) + 1) * PAGE_TOKENS if n_old else 0
 
     def grow(self, start: int, stop: int, n_ahead: int = 0) -> list[Growth] | None:
         """Allocate pages for a slice ``[start, stop)``, after releasing the window pages that it cannot see and those
         that it pushes out, and pages of ``full`` for ``n_ahead`` positions more.
 
         Released pages are invisible to this slice and all later ones, so another sequence may get them in the same
-        step.  Returns None, allocating nothing, if a space has too few free pages.
+        step.  Returns None, allocating nothing, if a space has too few free pages.  Raises HostMemoryFull, changing
+        nothing, if host memory has too few for those that leave.
         """
         self._slide(start)
         needs = self.missing(stop, n_ahead)
@@ -128,33 +147,41 @@ class PageTable:
         surplus = self.surplus(stop) if Space.FULL in needs else range(0)
         if surplus and not self._pools.fits(self.needs(stop)):
             return None
-        paged_out = self._page_out(surplus)
+        out, hosts = self._page_out(surplus)
         taken = self._pools.allocate(needs)
         if taken is None:
             return None
         growths = []
         for space, pages in taken.items():
             entries = self._entries[space]
-            growths.append(Growth(space, entries.stop, pages, paged_out if space is Space.FULL else range(0)))
+            leaving = (out, hosts) if space is Space.FULL else ()
+            growths.append(Growth(space, entries.stop, pages, *leaving))
             entries.pages += pages
         return growths
 
-    def _page_out(self, surplus: range) -> range:
-        """Release resident pages; return their entries."""
-        if not surplus:
-            return surplus
-        entries = self._entries[Space.FULL]
+    def _page_out(self, surplus: range) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Release resident pages; return their entries, and their pages in host memory if they are kept there."""
+        if not surplus or self._residency is None:
+            return (), ()
+        entries, hosts = self._entries[Space.FULL], list[int]()
+        if self._residency.keeps_host:
+            taken = self._pools.host_pages.allocate(len(surplus))
+            if taken is None:
+                free, total = self._pools.host_pages.n_free, self._pools.host_pages.n_total
+                raise HostMemoryFull(f"{len(surplus)} pages leave the devices, {free} of {total} are free")
+            hosts = taken
+        left = [entries.entry_of(place) for place in surplus]
         self._pools[Space.FULL].release(entries.pages[surplus.start : surplus.stop])
         del entries.pages[surplus.start : surplus.stop]
-        left = range(surplus.start + entries.n_out, surplus.stop + entries.n_out)
-        entries.n_out += len(surplus)
-        return left
+        entries.out += left  # behind all that left before
+        entries.hosts += hosts
+        return tuple(left), tuple(hosts)
 
     def shrink(self, n_tokens: int) -> int:
         """Release the pages behind positions ``0 .. n_tokens - 1``; return how many."""
         n_released = 0
         for space, entries in self._entries.items():
-            n_kept = max(0, pages_of(n_tokens) - entries.first_held - entries.n_out)
+            n_kept = max(0, pages_of(n_tokens) - entries.first_held - len(entries.out))
             self._pools[space].release(entries.pages[n_kept:])
             n_released += len(entries.pages) - min(n_kept, len(entries.pages))
             del entries.pages[n_kept:]
@@ -173,10 +200,9 @@ class PageTable:
         """Return all entries held, as if they were new."""
         found = []
         for space, e in self._entries.items():
-            if e.n_out:
-                out = range(HEAD_PAGES, HEAD_PAGES + e.n_out)
-                found.append(Growth(space, 0, e.pages[:HEAD_PAGES]))
-                found.append(Growth(space, out.stop, e.pages[HEAD_PAGES:], out))
+            if e.out:
+                found.append(Growth(space, 0, e.pages[: e.out[0]]))
+                found.append(Growth(space, e.out[-1] + 1, e.pages[e.out[0] :], tuple(e.out), tuple(e.hosts)))
             elif e.pages:
                 found.append(Growth(space, e.first_held, list(e.pages)))
         return found
@@ -185,6 +211,7 @@ class PageTable:
         """Release all pages; the table is empty afterwards."""
         for space, entries in self._entries.items():
             self._pools[space].release(entries.pages)
+            self._pools.host_pages.release(entries.hosts)
             self._entries[space] = _Entries()
 
     def _slide(self, start: int) -> None:

@@ -5,10 +5,12 @@ The planner sizes pools by these formulas, the engine allocates by them and the 
 
 from __future__ import annotations
 
-from typing import Final
+from typing import Final, Literal
 
 from lucevisor.model.values import PAGE_TOKENS
 
+ResidencyPolicy = Literal["lru", "qk", "drafter", "exact"]
+"""KV Flash: which pages of a sequence stay on the devices."""
 HEAD_PAGES: Final = 1
 """KV Flash: first pages of a sequence that always stay; models put much of their attention there."""
 TAIL_PAGES: Final = 4

@@ -6,5 +6,7 @@ DEQUANT_ELEMENTS = 1 << 26
 """Weights of a quantised matrix that are dequantised at a time."""
 SCORE_ELEMENTS = 1 << 26
 """Attention scores, float32, that plain-torch attention holds at a time; masking and softmax hold as many again."""
+HOST_CHUNK_PAGES = 64
+"""Pages in host memory that KV Flash copies to a device at a time, of one layer; two such chunks are there at once."""
 INT8_GEMV_ROWS = 8
 """Rows up to which a cpu multiplies an int8 matrix as stored; for more rows it is widened first."""

@@ -10,6 +10,8 @@ layer frees its part before the next one begins, so the largest layer counts:
     attention    B x pages per sequence x page of a layer                      keys and values, padded to the longest
                  T x (query heads per kv head) x L x (1 + b)                   the mask, as flags and as numbers
                  SCORE_BYTES                                                   float32 on a GPU: scores in plain steps
+    host pages   2 x HOST_CHUNK_PAGES x page of a layer of each shape             chunks on a GPU
+                 T x query heads x head dim x PARTIAL_COPIES x 4               parts of the output that are merged
     output       n_sequences x V x SAMPLING_BYTES                              logits, sorted values and ids, counts
     GPU          min(largest matrix of blocks, DEQUANT_ELEMENTS) (12 + b)      dequantised in parts before GEMM
                  LIBRARY_BYTES                                                 workspace of the BLAS libraries
@@ -30,7 +32,7 @@ from lucevisor.model.quant_types import WeightFormat
 from lucevisor.model.spec import LayerSpec, ModelSpec
 from lucevisor.model.values import Backend, Dtype, Space, dtype_bytes
 from lucevisor.model.weight_layout import QUANTISED_FORMATS, TensorLayout, TensorRole, layer_layouts, non_layer_layouts
-from lucevisor.model.workspace import DEQUANT_ELEMENTS, INT8_GEMV_ROWS, SCORE_ELEMENTS
+from lucevisor.model.workspace import DEQUANT_ELEMENTS, HOST_CHUNK_PAGES, INT8_GEMV_ROWS, SCORE_ELEMENTS
 from lucevisor.placement.result import Shard
 from lucevisor.protocol.loading import PoolSizes
 
@@ -38,6 +40,8 @@ RULE_COPIES = 16
 SCORE_BYTES = 3 * 4 * SCORE_ELEMENTS
 """Scores in float32, masked, and their softmax."""
 SAMPLING_BYTES = 28
+PARTIAL_COPIES = 4
+"""Two parts in float32, and what merging them takes."""
 LIBRARY_BYTES = 96 << 20
 
 
@@ -74,6 +78,7 @@ class CostModel:
         read_as = dtype if kv_dtype is Dtype.Q8_0 else kv_dtype
         self._read = [layer.unit_bytes(read_as) for layer in spec.layers]
         self._groups = [_query_groups(layer) for layer in spec.layers]
+        self._widths = [_output_width(layer) for layer in spec.layers]
         self._layers: dict[tuple[Backend, int], _Weights] = {}
         self._ends: dict[tuple[Backend, bool, bool], _Weights] = {}
 
@@ -91,9 +96,9 @@ class CostModel:
         return sum(units[self.spec.layers[i].space] * self._units[i] for i in _indices(shard))
 
     def host_state_bytes(self, shard: Shard, pools: PoolSizes) -> int:
-        """Bytes of the shard's recurrent states in host memory."""
-        recurrent = (self._units[i] for i in _indices(shard) if self.spec.layers[i].space is Space.RECURRENT)
-        return pools.host_states * sum(recurrent)
+        """Bytes of the shard's recurrent states and pages in host memory."""
+        units = {Space.FULL: pools.host_pages, Space.RECURRENT: pools.host_states}
+        return sum(units.get(self.spec.layers[i].space, 0) * self._units[i] for i in _indices(shard))
 
     def workspace_bytes(self, shard: Shard, steps: StepSizes) -> int:
         """Estimate the workspace of a step; see the module docstring."""
@@ -107,9 +112,15 @@ class CostModel:
         if shard.backend is Backend.CPU:
             few = steps.max_sequences <= INT8_GEMV_ROWS
             return out + 2 * max(0 if few else ends.largest_int8, *(part.largest_int8 for part in layers))
+        out += self._staging_bytes(shard, steps)
         expanded = min(DEQUANT_ELEMENTS, max(part.largest_blocks for part in (ends, *layers)))
         out += expanded * (12 + dtype_bytes(self.dtype, 1)) + LIBRARY_BYTES
         return out + (SCORE_BYTES if self.dtype is Dtype.FLOAT32 else 0)
+
+    def _staging_bytes(self, shard: Shard, steps: StepSizes) -> int:
+        """Chunks of pages in host memory."""
+        full = {self._units[i] for i in _indices(shard) if self.spec.layers[i].space is Space.FULL}
+        return 2 * HOST_CHUNK_PAGES * sum(full) if steps.pools.host_pages else 0
 
     def _mixer_bytes(self, i: int, steps: StepSizes) -> int:
         """Attention or delta rule of layer ``i``."""
@@ -123,7 +134,8 @@ class CostModel:
             if layer.window:
                 seen = min(seen, layer.window - 1 + steps.max_tokens)
         source = i if layer.shares_with is None else layer.shares_with
-        read = steps.n_together * min(n_pages, pages_of(seen) + 1) * self._read[source]
+        partial = steps.max_tokens * self._widths[source] * PARTIAL_COPIES * 4 if steps.pools.host_pages else 0
+        read = partial + steps.n_together * min(n_pages, pages_of(seen) + 1) * self._read[source]
         return read + steps.max_tokens * self._groups[source] * seen * (1 + dtype_bytes(self.dtype, 1))
 
     def _parts(self, shard: Shard) -> list[_Weights]:
@@ -171,7 +183,12 @@ def _largest(matrices: list[TensorLayout], forms: Set[WeightFormat]) -> int:
 def _query_groups(layer: LayerSpec) -> int:
     """Return the query heads per kv head: the width of the attention output over the width of the values."""
     values = next((t for t in layer.state if t.name == "v"), None)
-    output = next((shape for name, shape in layer.tensors.items() if name.endswith("attn_output.weight")), None)
-    if values is None or output is None:
+    width = _output_width(layer)
+    if values is None or not width:
         return 1
-    return max(1, output[-1] // (values.shape[-1] * values.shape[-2]))
+    return max(1, width // (values.shape[-1] * values.shape[-2]))
+
+
+def _output_width(layer: LayerSpec) -> int:
+    """Return the numbers that attention puts out per token; 0 for a layer without."""
+    return next((shape[-1] for name, shape in layer.tensors.items() if name.endswith("attn_output.weight")), 0)

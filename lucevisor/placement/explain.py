@@ -99,11 +99,13 @@ def _sizes(p: Placement) -> str:
     sequences = f"{_counted(p.max_sequences, 'sequence')} of {p.max_context} tokens"
     if p.pool_pages is not None:
         sequences += f" with at most {_counted(p.pool_pages, 'page')} each on the devices"
+        if p.pools.host_pages:
+            sequences += f" and {p.pools.host_pages} in host memory for all"
     step = f"steps of {p.max_step_tokens} tokens, {sequences}"
     journal = f" and the journal up to {format_bytes(p.journal_bytes)}" if p.journal_bytes else ""
     host = f"arenas take {format_bytes(p.arena_bytes)}{journal} of host memory"
     kept = ", ".join(f"{format_bytes(n_bytes)} of group {group}" for group, n_bytes in p.host_state_bytes.items())
-    return f"{', '.join(pools)}; {step}; {host}{f', checkpoints {kept}' if kept else ''}"
+    return f"{', '.join(pools)}; {step}; {host}{f', checkpoints and pages {kept}' if kept else ''}"
 
 
 def _counted(n: int, what: str) -> str:
@@ -134,6 +136,7 @@ def as_json(result: Result) -> dict[str, object]:
             "window": p.pools.window_pages,
             "states": p.pools.states,
             "host_states": p.pools.host_states,
+            "host": p.pools.host_pages,
         },
         "host_state_bytes": p.host_state_bytes,
         "arena_bytes": p.arena_bytes,

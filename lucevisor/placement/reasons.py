@@ -192,7 +192,11 @@ def _residency(decisions: Decisions) -> Iterator[str]:
     why = ""
     if decisions.config.kvflash.pool_tokens == "auto":
         why = f"as many as the devices hold for {decisions.inputs.max_sequences} sequences, up to {MAX_AUTO_PAGES}: "
-    yield f"kvflash: {why}{pool} pages of a sequence stay there, policy lru, {protected}; older ones are not read"
+    policy, n_host = decisions.config.kvflash.policy, decisions.sizing.pools.host_pages
+    older = "older ones are not read"
+    if policy == "exact":
+        older = f"older ones are read from host memory at every step, which has room for {n_host}"
+    yield f"kvflash: {why}{pool} pages of a sequence stay there, policy {policy}, {protected}; {older}"
 
 
 def _rounded_pool(decisions: Decisions) -> Iterator[str]:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from lucevisor.config import DeviceRef
 from lucevisor.errors import ConfigError
+from lucevisor.model.pages import ResidencyPolicy
 from lucevisor.model.values import Backend, Dtype, LayerRange, Space
 from lucevisor.placement.formatting import format_bytes
 from lucevisor.protocol.loading import ArenaPlan, DraftKind, PoolSizes
@@ -115,7 +116,7 @@ class Placement:
     ``devices`` and ``stages`` are in layer order; ``arenas[b]`` lies between stages b and b + 1, and those of captures
     follow.  ``journal_bytes``: the most host memory that the journal takes.  ``draft`` and ``draft_device`` are None
     without a drafter, ``draft_left_out`` says why there is none.
-    ``pool_pages``: the most pages of a sequence on the devices with KV Flash; None: all.
+    ``pool_pages``: the most pages of a sequence on the devices with KV Flash; None: all.  ``residency_policy``: which.
     ``reasons`` explain the choices, ``notices`` are logged at start.  ``goal`` and ``measured``: the goal of an
     automatic split and when its speeds were measured; empty unless it was chosen by speed.
     """
@@ -142,6 +143,7 @@ class Placement:
     draft_left_out: str = ""
     drafting: DraftPolicy = field(default_factory=DraftPolicy)
     pool_pages: int | None = None
+    residency_policy: ResidencyPolicy = "lru"
     options: Mapping[str, str] = field(default_factory=dict)
     reasons: tuple[str, ...] = ()
     notices: tuple[str, ...] = ()
@@ -161,7 +163,7 @@ class Placement:
 
     @property
     def host_state_bytes(self) -> dict[str, int]:
-        """Host memory of recurrent-state checkpoints by group, without groups that have none."""
+        """Host memory of checkpoints and of pages of KV Flash by group, without groups that have none."""
         found: dict[str, int] = {}
         for device in self.devices:
             if device.host_state_bytes:

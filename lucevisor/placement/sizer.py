@@ -7,11 +7,13 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+
+from msgspec import structs
 
 from lucevisor.model.pages import max_slot_window_pages, max_window_pages, pages_of
 from lucevisor.model.spec import ModelSpec
-from lucevisor.model.values import PAGE_TOKENS, Dtype, Space, dtype_bytes
+from lucevisor.model.values import PAGE_TOKENS, Dtype, LayerRange, Space, dtype_bytes
 from lucevisor.placement.cost import CostModel, StepSizes
 from lucevisor.placement.devices import HOST, Memory, TargetDevice, memories_of
 from lucevisor.placement.drafting import DrafterSizing
@@ -28,7 +30,8 @@ class SizingInputs:
 
     ``n_slots``: prefix slots to reserve states and window pages for; fewer if that many do not fit.  ``n_slot_pages``:
     pages that slots may fill beside those of sequences.  ``states_in_host``: the states of slots are in host memory.
-    ``pool_pages``: the most pages of a sequence with KV Flash; None: off.
+    ``pool_pages``: the most pages of a sequence with KV Flash; None: off.  ``host_bytes``: what its pages in host
+    memory may take in all groups together; 0: it keeps none there.
     ``draft``: a drafter beside the shards; ``max_drafts``: of a sequence in one step; ``n_draft_states``: recurrent
     states for verification, beyond all others.
     ``models`` caches the cost models of these inputs and of those derived from them, which share the spec.
@@ -46,6 +49,7 @@ class SizingInputs:
     n_slot_pages: int = 0
     states_in_host: bool = False
     pool_pages: int | None = None
+    host_bytes: int = 0
     draft: DrafterSizing | None = None
     max_drafts: int = 0
     n_draft_states: int = 0
@@ -69,6 +73,12 @@ class SizingInputs:
         """Pages that a sequence of ``n_tokens`` keeps on the devices."""
         n_pages = pages_of(n_tokens)
         return n_pages if self.pool_pages is None else min(n_pages, self.pool_pages)
+
+    @property
+    def most_host_pages(self) -> int:
+        """Pages of all layers that fit into ``host_bytes``."""
+        page_bytes = self.spec.unit_bytes(Space.FULL, LayerRange(0, self.spec.n_layers), self.kv_dtype)
+        return self.host_bytes // page_bytes if page_bytes else 0
 
     @property
     def all_targets(self) -> tuple[TargetDevice, ...]:
@@ -160,7 +170,16 @@ class Sizer:
             + inputs.n_slots * slot_window_pages(inputs.spec),
             states=n_states if recurrent else 0,
             host_states=n_kept if recurrent and inputs.states_in_host else 0,
+            host_pages=self.host_pages(max_context),
         )
+
+    def host_pages(self, max_context: int) -> int:
+        """Pages of KV Flash in host memory: what all sequences can page out, within the budget."""
+        inputs = self.inputs
+        if inputs.pool_pages is None or not inputs.host_bytes:
+            return 0
+        n_out = max(0, pages_of(max_context) - inputs.pool_pages)
+        return min(inputs.max_sequences * n_out, inputs.most_host_pages)
 
     def use(self, shard: Shard, max_context: int, n_pages: int) -> MemoryUse:
         pools, steps = self.pools(max_context, n_pages), self._steps(max_context, n_pages)
@@ -176,7 +195,9 @@ class Sizer:
         draft, model = self.inputs.draft, self.inputs.draft_model()
         assert draft is not None
         assert model is not None
-        pools, steps = self.pools(max_context, n_pages), self._steps(max_context, n_pages)
+        steps = self._steps(max_context, n_pages)
+        pools = structs.replace(steps.pools, host_pages=0)
+        steps = replace(steps, pools=pools)
         shard = Shard(draft.target.device, draft.target.backend, draft.spec.layers, first=True, last=True)
         layouts = draft.spec.layouts(
             draft.target.backend,

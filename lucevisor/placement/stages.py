@@ -115,6 +115,7 @@ def load_message(
         max_drafts=placement.drafting.max_drafts,
         identities=list(files.identities),
         draft=None if draft is None or draft_files is None else _draft_plan(placement, draft, place, draft_files),
+        attend_host=placement.pools.host_pages > 0 and placement.residency_policy == "exact",
     )
 
 

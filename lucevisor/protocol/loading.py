@@ -124,12 +124,14 @@ class PoolSizes(msgspec.Struct, frozen=True):
     """Number of pages and states in each pool, the same in every shard.  Ids run from 0 to n-1.
 
     The last ``host_states`` recurrent states lie in the daemon's host memory: they hold checkpoints, never live states.
+    ``host_pages`` pages of space full lie there, too, with ids from ``full_pages`` on: what KV Flash paged out.
     """
 
     full_pages: int
     window_pages: int
     states: int  # recurrent states: live ones and checkpoints
     host_states: int = 0
+    host_pages: int = 0
 
     def place_of_state(self, state: int) -> StatePlace:
         """Return where a recurrent state lies.  The only place that derives a tier from an id."""
@@ -158,6 +160,7 @@ class Load(msgspec.Struct, frozen=True):
     identities: list[FileIdentity] = []  # expected of ``files``; [] = not compared
     draft: DraftPlan | None = None
     max_drafts: int = 0
+    attend_host: bool = False  # layers attend to pages in host memory, too
 
 
 class DeviceUse(msgspec.Struct, frozen=True):

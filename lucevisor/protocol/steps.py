@@ -141,12 +141,15 @@ class UseState(msgspec.Struct, frozen=True, array_like=True, tag=7):
 
 
 class PageOut(msgspec.Struct, frozen=True, array_like=True, tag=8):
-    """Entries ``[first, first + n)`` leave the ``full`` table of a sequence: later slices do not attend to their
-    positions.  All other entries keep their numbers.  What left a table is one range."""
+    """Entries of the ``full`` table of a sequence, ascending, leave it; all others keep their numbers.
+
+    ``hosts[i]``: the page in host memory that gets the bytes of ``entries[i]``; []: they are dropped.  Entries right
+    behind the table count as having left before the daemon came: nothing is copied.
+    """
 
     sequence: int
-    first: int
-    n: int
+    entries: list[int]
+    hosts: list[int] = []
 
 
 Operation = OpenSequence | CloseSequence | SetPages | CopyPage | CopyState | ZeroState | UseState | PageOut

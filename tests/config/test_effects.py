@@ -35,7 +35,7 @@ def box(tmp_path):
     ("override", "key"),
     [
         ("kvflash.policy=qk", "kvflash.policy"),
-        ("kvflash.policy=exact", "kvflash.policy"),
+        ("kvflash.policy=drafter", "kvflash.policy"),
         ("pflash.mode=auto", "pflash.mode"),
         ("pflash.mode=always", "pflash.mode"),
     ],
@@ -92,6 +92,7 @@ def test_switches_at_off_say_nothing(box):
     [
         "cache.disk=1GiB",
         "kvflash.tau=32",
+        "kvflash.host=1GiB",
         "pflash.threshold=1",
         "pflash.keep_ratio=0.5",
         "server.allow_open=true",
@@ -195,6 +196,8 @@ SAMPLES = {
     "pflash.keep_ratio": "0.5",
 }
 """A value other than the default for each key that no code reads."""
+PARTLY = {"kvflash.policy"}
+"""Keys of which some values are not implemented."""
 
 
 def test_the_keys_that_no_code_reads_are_the_known_ones():
@@ -202,7 +205,7 @@ def test_the_keys_that_no_code_reads_are_the_known_ones():
     keys = {
         f"{name}.{key}": (name, each.field) for name, kind in SECTIONS.items() for key, each in keys_of(kind).items()
     }
-    assert {key for key, place in keys.items() if place not in read} == set(SAMPLES)
+    assert {key for key, place in keys.items() if place not in read} == set(SAMPLES) - PARTLY
     assert set(UNIMPLEMENTED) <= set(SAMPLES)
 
 

@@ -84,7 +84,7 @@ VALID = {
         "path": path,
         "width": auto | st.integers(1, 64),
     },
-    "kvflash": {"pool_tokens": auto | st.integers(0, 2**31 - 1), "tau": st.integers(1, 2**20)},
+    "kvflash": {"pool_tokens": auto | st.integers(0, 2**31 - 1), "tau": st.integers(1, 2**20), "host": size},
     "pflash": {"threshold": st.integers(1, 2**30), "keep_ratio": st.floats(0, 1, exclude_min=True) | st.just(1)},
     "recovery": {
         "hold_s": st.floats(0, 86400) | st.integers(0, 86400),
@@ -150,7 +150,7 @@ def n_bytes(value):
 
 def expected(section, key, value):
     """Return what `as_dict` must say of a value that was written in the file."""
-    if (section, key) in (("cache", "memory"), ("cache", "disk"), ("recovery", "journal")):
+    if (section, key) in (("cache", "memory"), ("cache", "disk"), ("kvflash", "host"), ("recovery", "journal")):
         return n_bytes(value)
     is_path = (section, key) in (("model", "path"), ("draft", "path")) or (key == "python" and "/" in value)
     return str(FILE.parent / value) if is_path and value else value

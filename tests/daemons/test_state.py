@@ -156,8 +156,9 @@ def test_copies_of_pages_and_states(kv_dtype):
         (CopyPage(Space.FULL, 0, 1, 65), "65 tokens of a page of 64"),
         (CopyPage(Space.RECURRENT, 0, 1, 4), "4 tokens of a page"),
         (CopyState(0, -1), "CopyState: state -1 is outside the pool of 5"),
-        (PageOut(1, 0, 0), "PageOut of sequence 1: entries 0 to -1 of 0"),
-        (PageOut(1, 1, 2), "PageOut of sequence 1: entries 1 to 2 of 0; 0 from entry 0 on are out already"),
+        (PageOut(1, []), "PageOut of sequence 1: entries none of 0"),
+        (PageOut(1, [1, 2]), "PageOut of sequence 1: entries 1, 2 of 0; 0 are out already"),
+        (PageOut(1, [0, 1], [12]), "PageOut of sequence 1: 1 pages in host memory for 2 entries"),
         (ZeroState(99), "ZeroState: state 99 is outside the pool of 5"),
     ],
 )
@@ -177,9 +178,9 @@ def test_entries_behind_those_paged_out_keep_their_numbers():
     _, _, sequences = make()
     sequences.apply(opened())
     sequences.apply(SetPages(1, Space.FULL, 0, [3, 4, 5, 6, 7]))
-    sequences.apply(PageOut(1, 1, 2))
+    sequences.apply(PageOut(1, [1, 2]))
     sequences.apply(SetPages(1, Space.FULL, 5, [8]))
-    sequences.apply(PageOut(1, 3, 1))
+    sequences.apply(PageOut(1, [3]))
     one = sequences.get(1, "test")
     sequences.flush()
     table = sequences.tables(CPU)[Space.FULL][one.row]
@@ -187,7 +188,7 @@ def test_entries_behind_those_paged_out_keep_their_numbers():
     assert one.breaks[Space.FULL] == 1
     places = {0: 0, 63: 63, 64: 64, 100: 64, 255: 64, 256: 64, 257: 65, 383: 191}
     assert {position: one.place(position) for position in places} == places
-    for wrong in (SetPages(1, Space.FULL, 2, [9]), PageOut(1, 0, 1), PageOut(1, 5, 1)):
+    for wrong in (SetPages(1, Space.FULL, 2, [9]), PageOut(1, [2]), PageOut(1, [4, 0]), PageOut(1, [7])):
         with pytest.raises(StateError):
             sequences.apply(wrong)
     with pytest.raises(StateError, match="lacks a page for positions 128 to 128"):

@@ -25,3 +25,21 @@ async def test_tokens_are_those_of_the_resident_pages(tmp_path: Path) -> None:
         assert service.placement is not None
         assert (service.placement.pool_pages, service.placement.prefill_chunk) == (8, 192)
         assert await generate(service, prompt, len(wanted)) == wanted
+
+
+async def test_exact_draws_the_tokens_of_the_whole_context(tmp_path: Path) -> None:
+    golden = opened("laguna")
+    prompt = tokens_at(0, 800, golden.spec.vocabulary)
+    texts, wanted = Texts(golden.spec, golden.whole, None), []
+    rows = [texts.run(a=prompt[start : start + 256]) for start in range(0, 800, 256)][-1]
+    for _ in range(40):
+        wanted.append(int(rows[-1].argmax()))
+        rows = texts.run(a=wanted[-1:])
+    config = write_config(tmp_path, GOLDEN / "laguna" / "model.gguf", {"left": 1, "right": 1}, ["0-2", "2-5"])
+    overrides = ["engine.dtype=float32", "engine.max_context=900", "model.yarn_attn_factor=file"]
+    overrides += ["kvflash.pool_tokens=500", "kvflash.policy=exact"]
+    async with running(config, tmp_path, overrides) as service:
+        assert service.placement is not None
+        assert service.placement.pools.host_pages == service.placement.max_sequences * (15 - 8)
+        assert any("room for" in reason for reason in service.placement.reasons)
+        assert await generate(service, prompt, len(wanted)) == wanted

@@ -5,6 +5,7 @@ Every token is checked against the toy model with the pages masked that a plan's
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import dataclass
 
 import pytest
@@ -12,7 +13,7 @@ from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
 from lucevisor.engine.limits import EngineLimits, SpeculationSettings
-from lucevisor.engine.request import FinishedEvent, GenerationRequest
+from lucevisor.engine.request import ContextOverflow, FinishedEvent, GenerationRequest
 from lucevisor.engine.scheduler import Scheduler
 from lucevisor.kv.prefix_records import PrefixSettings
 from lucevisor.kv.residency import Residency
@@ -24,11 +25,15 @@ from tests.engine.toy_engine import HYBRID, ToyEngine, events_of, limits, reques
 from tests.engine.toy_pipeline import VOCABULARY, ToyModel, draw, mix
 
 POOL = Residency(6)
+EXACT = Residency(6, "exact")
 PLAIN = frozenset({Space.FULL})
 SLIDING = frozenset({Space.FULL, Space.WINDOW})
 
 
-def bounds(spaces: frozenset[Space] = PLAIN, *, full_pages: int = 12, drafts: int = 0, slots: int = 0) -> EngineLimits:
+def bounds(
+    spaces: frozenset[Space] = PLAIN, *, full_pages: int = 12, drafts: int = 0, slots: int = 0, host_pages: int = 0
+) -> EngineLimits:
+    """With ``host_pages`` the policy is ``exact``."""
     window = 40 if Space.WINDOW in spaces else None
     n_states = 3 * (1 + drafts) if Space.RECURRENT in spaces else 0
     n_window = 3 * (max_window_pages(window, 64, 900) + 1) if window is not None else 0
@@ -37,9 +42,9 @@ def bounds(spaces: frozenset[Space] = PLAIN, *, full_pages: int = 12, drafts: in
         max_context=900,
         max_step_tokens=64 + 3 * (1 + drafts) + 30,
         spaces=spaces,
-        pools=PoolSizes(full_pages, n_window, n_states),
+        pools=PoolSizes(full_pages, n_window, n_states, host_pages=host_pages),
         window_tokens=window,
-        residency=POOL,
+        residency=EXACT if host_pages else POOL,
         speculation=SpeculationSettings(max_drafts=drafts, lookup=drafts > 0, n_vocabulary=VOCABULARY),
         prefix=PrefixSettings(max_slots=slots, memory_bytes=1 << 20, min_tokens=64, unit_bytes=dict.fromkeys(Space, 1)),
     )
@@ -131,6 +136,76 @@ def test_tokens_are_those_of_the_resident_pages(spaces, n_stages, full_pages, dr
     check_tokens(toy)
     assert toy.engine.statistics().pages["full"].used == 0
     event(f"preemptions: {min(2, toy.engine.statistics().preemptions)}")
+
+
+@settings(max_examples=20, deadline=None)
+@given(
+    st.sampled_from([PLAIN, SLIDING, HYBRID]),
+    st.integers(1, 2),
+    st.sampled_from([6, 9, 18]),
+    st.sampled_from([4, 9, 30]),
+    st.sampled_from([0, 3]),
+    requests(),
+    st.lists(st.tuples(st.sampled_from(["work", "cancel"]), st.integers(0, 40)), max_size=8),
+)
+def test_exact_draws_the_tokens_of_the_whole_context(
+    spaces, n_stages, full_pages, host_pages, drafts, wanted, actions
+) -> None:
+    toy = ToyEngine(bounds(spaces, full_pages=full_pages, host_pages=host_pages, drafts=drafts), n_stages=n_stages)
+    toy.attach()
+    handles = {}
+    for one in wanted:
+        if len(one.prompt) + 1 > (6 + host_pages) * PAGE_TOKENS:
+            with pytest.raises(ContextOverflow, match=r"kvflash\.host"):
+                toy.engine.submit(one)
+        else:
+            handles[one.request_id] = toy.engine.submit(one)
+    for kind, n in actions:
+        if kind == "cancel" and handles:
+            [*handles.values()][n % len(handles)].cancel()
+        for i in range(n):
+            toy.work(i)
+    toy.run()
+    for one in wanted:
+        handle = handles.get(one.request_id)
+        if handle is not None:
+            tokens, finished = told(asyncio.run(events_of(handle)))
+            assert tokens == toy.alone(one)[: len(tokens)]
+            event(finished.reason)
+            if finished.reason == "error":
+                assert finished.error is not None
+                assert finished.error.code == "host_memory_full"
+            elif finished.reason == "length":
+                assert tokens == toy.alone(one)
+    now = toy.engine.statistics()
+    assert now.pages["full"].used == now.host_pages.used == 0
+
+
+def test_a_request_whose_pages_find_no_host_memory_ends_and_others_go_on() -> None:
+    toy = ToyEngine(bounds(host_pages=5))
+    toy.attach()
+    asked = [request(name, [ord(name) % 97] * 500, 300) for name in "ab"]
+    handles = [toy.engine.submit(one) for one in asked]
+    toy.run()
+    (tokens, first), (others, second) = (told(asyncio.run(events_of(handle))) for handle in handles)
+    assert {first.reason, second.reason} == {"length", "error"}
+    failed = first if first.error is not None else second
+    assert failed.error is not None
+    assert failed.error.code == "host_memory_full"
+    assert "kvflash.host" in failed.error.message
+    assert tokens == toy.alone(asked[0])[: len(tokens)]
+    assert others == toy.alone(asked[1])[: len(others)]
+
+
+def test_pages_in_host_memory_are_counted() -> None:
+    toy = ToyEngine(bounds(host_pages=20))
+    toy.attach()
+    toy.engine.submit(request("a", [1] * 600, 100))
+    while toy.engine.statistics().generated_tokens < 3:
+        toy.work(0)
+    now = toy.engine.statistics()
+    assert now.pages_out == now.host_pages.used == pages_of(603) - POOL.pool_pages
+    assert now.host_pages.total == 20
 
 
 async def answer(bound: EngineLimits, asked: GenerationRequest) -> list[int]:

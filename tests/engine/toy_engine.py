@@ -69,7 +69,8 @@ class ToyEngine:
         self.limits, self.homes = limits, homes or range(n_stages)
         self.rows = ToyRows()
         self.n_rebuilt = self.n_given_up = 0  # recoveries
-        self.model = ToyModel(n_stages, limits.spaces, limits.window_tokens)
+        exact = limits.residency is not None and limits.residency.attends_host
+        self.model = ToyModel(n_stages, limits.spaces, limits.window_tokens, attends_host=exact)
         self._alone: dict[str, list[int]] = {}
         self.now = 0.0
         self.failures: list[PipelineFailure] = []

@@ -115,11 +115,14 @@ class ToyConstraint:
 
 @dataclass(frozen=True)
 class ToyModel:
-    """``window``: positions that a window layer sees, itself included; None without such layers."""
+    """``window``: positions that a window layer sees, itself included; None without such layers.  ``attends_host``:
+    full layers see what was paged out to host memory.
+    """
 
     n_stages: int
     spaces: frozenset[Space]
     window: int | None
+    attends_host: bool = False
 
     def alone(
         self,
@@ -167,6 +170,7 @@ class _Open:
     n_drafts: int = 0  # of them, those of the last slice that the next one may take back
     states: list[int] = field(default_factory=list)  # written by the last slice
     tables: dict[Space, list[int]] = field(default_factory=dict)
+    hosts: dict[int, int] = field(default_factory=dict)  # by entry: its page in host memory
 
     def is_out(self, space: Space, position: int) -> bool:
         """Whether the page of a position was paged out."""
@@ -181,6 +185,8 @@ class ToyStage:
         self.model, self.stage, self.regions = model, stage, regions
         sizes = {Space.FULL: pools.full_pages, Space.WINDOW: pools.window_pages}
         self.pages = {space: [[_EMPTY] * PAGE_TOKENS for _ in range(n)] for space, n in sizes.items()}
+        ids = range(pools.full_pages, pools.full_pages + pools.host_pages)
+        self.host_pages = {page: [_EMPTY] * PAGE_TOKENS for page in ids}
         self.states = [_POISON] * pools.states
         self.n_live_states = pools.device_states  # those behind them are in host memory
         self.sequences: dict[int, _Open] = {}
@@ -278,8 +284,8 @@ class ToyStage:
                     raise Violation(f"pages {pages} are outside the pool of space {space}")
                 table += [_NO_PAGE] * (first - len(table))
                 table[first : first + len(pages)] = pages
-            case PageOut(sequence=sequence, first=first, n=n):
-                self._page_out(sequence, first, n)
+            case PageOut():
+                self._page_out(operation)
             case UseState(sequence=sequence, state=state):
                 if sequence not in self.sequences or state not in self.sequences[sequence].states:
                     raise Violation(f"state {state} is not one that the last slice of sequence {sequence} wrote")
@@ -297,13 +303,20 @@ class ToyStage:
             case other:
                 raise Violation(f"an operation nobody plans: {other}")
 
-    def _page_out(self, sequence: int, first: int, n: int) -> None:
-        table = self.sequences[sequence].tables.setdefault(Space.FULL, [])
-        if first + n > len(table) + (n if first == len(table) else 0) or _OUT in table[first : first + n]:
-            raise Violation(f"sequence {sequence}: entries {first} + {n} of {len(table)} cannot be paged out")
-        if _OUT in table and table[first - 1] != _OUT:
-            raise Violation(f"sequence {sequence}: entries {first} + {n} leave a second gap")
-        table[first : first + n] = [_OUT] * n
+    def _page_out(self, operation: PageOut) -> None:
+        sequence, entries = self.sequences[operation.sequence], operation.entries
+        table = sequence.tables.setdefault(Space.FULL, [])
+        for i, entry in enumerate(entries):
+            if entry > len(table) or (entry < len(table) and table[entry] < 0):
+                raise Violation(f"sequence {operation.sequence}: entry {entry} of {len(table)} cannot be paged out")
+            if entry == len(table):  # known to have left before
+                table.append(_OUT)
+                continue
+            if operation.hosts and self.host_pages:
+                self.host_pages[operation.hosts[i]] = list(self.pages[Space.FULL][table[entry]])
+            table[entry] = _OUT
+            if operation.hosts:
+                sequence.hosts[entry] = operation.hosts[i]
 
     def _check_live(self, state: int) -> None:
         if state >= self.n_live_states:
@@ -367,8 +380,11 @@ class ToyStage:
         total = 0
         for start in range(first - first % PAGE_TOKENS, last + 1, PAGE_TOKENS):
             if sequence.is_out(space, start):
-                continue
-            page = self._page(sequence, space, start)
+                if not self.model.attends_host:
+                    continue
+                page = self.host_pages[sequence.hosts[start // PAGE_TOKENS]]
+            else:
+                page = self._page(sequence, space, start)
             low = max(first, start)
             for position, (written_for, value) in enumerate(page[low - start : last + 1 - start], low):
                 if written_for != position:

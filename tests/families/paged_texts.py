@@ -15,7 +15,7 @@ from lucevisor.kv.residency import Residency
 from lucevisor.model.spec import ModelSpec
 from lucevisor.model.values import Space
 from lucevisor.protocol.steps import OpenSequence, Operation, Sampling, Slice, Step, ZeroState
-from tests.families.pipeline import STATES, pools_of
+from tests.families.pipeline import STATES
 
 
 class Texts:
@@ -23,7 +23,7 @@ class Texts:
 
     def __init__(self, spec: ModelSpec, stages: Sequence[LoadedStage], residency: Residency | None) -> None:
         self.spec, self.stages, self.residency = spec, stages, residency
-        self.pools = PagePools(self.spec.spaces(), pools_of(self.spec))
+        self.pools = PagePools(self.spec.spaces(), stages[0].sequences.sizes)
         self.tables: dict[int, PageTable] = {}
         self.lengths: dict[int, int] = {}
         for stage in stages:

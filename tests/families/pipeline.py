@@ -31,23 +31,25 @@ PAGES = 61
 STATES = 32
 
 
-def pools_of(spec: ModelSpec) -> PoolSizes:
+def pools_of(spec: ModelSpec, host_pages: int = 0) -> PoolSizes:
     """PoolSizes with only the spaces that the model has."""
     spaces = spec.spaces()
     return PoolSizes(
         full_pages=PAGES if Space.FULL in spaces else 0,
         window_pages=PAGES - 8 if Space.WINDOW in spaces else 0,
         states=STATES if Space.RECURRENT in spaces else 0,
+        host_pages=host_pages,
     )
 
 
 @dataclass(frozen=True)
 class How:
-    """Number formats and backend of a pipeline."""
+    """Number formats and backend of a pipeline.  ``host_pages``: of KV Flash; attention reads them."""
 
     dtype: Dtype = Dtype.FLOAT32
     kv_dtype: Dtype = Dtype.FLOAT32
     backend: Backend = Backend.CPU
+    host_pages: int = 0
 
 
 def load_stages(
@@ -64,7 +66,8 @@ def load_stages(
         if start in layer_split:
             groups.append([])
         groups[-1].append(ShardPlan(0, LayerRange(start, stop)))
-    load = Load([], how.dtype, how.kv_dtype, [], [], pools_of(spec), max_sequences=16, max_step_tokens=512)
+    pools, most = pools_of(spec, how.host_pages), {"max_sequences": 16, "max_step_tokens": 512}
+    load = Load([], how.dtype, how.kv_dtype, [], [], pools, **most, attend_host=how.host_pages > 0)
     last = len(groups) - 1
     plans = [
         StagePlan(

@@ -33,8 +33,8 @@ def test_pages_that_left_are_not_read(n: int) -> None:
     for s, ids in pages.items():
         sequences.apply(OpenSequence(s, 0, Sampling()))
         sequences.apply(SetPages(s, Space.FULL, 0, ids))
-    sequences.apply(PageOut(1, 1, 3))
-    sequences.apply(PageOut(3, 1, 1))
+    sequences.apply(PageOut(1, [1, 2, 3]))
+    sequences.apply(PageOut(3, [1]))
     sequences.flush()
     keys, values = pools.paged(0, "k"), pools.paged(0, "v")
     for pool in (keys, values):

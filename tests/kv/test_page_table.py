@@ -83,10 +83,10 @@ def test_old_pages_leave_behind_the_first_and_are_taken_again() -> None:
     assert table.grow(0, 384) == [Growth(Space.FULL, 0, [0, 1, 2, 3, 4, 5])]
     assert table.surplus(385) == range(1, 2)
     assert table.needs(385) == {}
-    assert table.grow(384, 385) == [Growth(Space.FULL, 6, [1], range(1, 2))]
-    assert table.grow(385, 577) == [Growth(Space.FULL, 7, [2, 3, 4], range(2, 5))]
+    assert table.grow(384, 385) == [Growth(Space.FULL, 6, [1], (1,))]
+    assert table.grow(385, 577) == [Growth(Space.FULL, 7, [2, 3, 4], (2, 3, 4))]
     assert (table.n_out, table.held(Space.FULL)) == (4, [0, 5, 1, 2, 3, 4])
-    assert table.growths() == [Growth(Space.FULL, 0, [0]), Growth(Space.FULL, 5, [5, 1, 2, 3, 4], range(1, 5))]
+    assert table.growths() == [Growth(Space.FULL, 0, [0]), Growth(Space.FULL, 5, [5, 1, 2, 3, 4], (1, 2, 3, 4))]
     assert table.shrink(449) == 2
     assert table.held(Space.FULL) == [0, 5, 1, 2]
     table.release()
@@ -101,7 +101,7 @@ def test_shared_pages_leave_the_table_and_stay_with_their_other_owners() -> None
     assert second.needs(385 + 128) == {Space.FULL: 3}
     assert second.grow(384, 385 + 128) is None  # what it pages out would not become free
     assert second.held(Space.FULL) == first.held(Space.FULL)
-    assert second.grow(384, 385) == [Growth(Space.FULL, 6, [6], range(1, 2))]
+    assert second.grow(384, 385) == [Growth(Space.FULL, 6, [6], (1,))]
     assert pools[Space.FULL].ref_count(1) == 1
 
 

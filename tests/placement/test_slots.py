@@ -129,7 +129,7 @@ def test_in_host_memory_the_devices_hold_the_states_of_sequences_only(big, tmp_p
     assert f"recurrent states 11: {what}" in in_host.reasons
     shown = text(in_host)
     assert "11 recurrent states (7 of them in host memory); steps" in shown
-    assert f"of host memory, checkpoints {format_bytes(7 * STATE_27B)} of group cuda" in shown
+    assert f"of host memory, checkpoints and pages {format_bytes(7 * STATE_27B)} of group cuda" in shown
     told = json.loads(json.dumps(as_json(in_host)))
     assert (told["pages"]["host_states"], told["host_state_bytes"]) == (7, {"cuda": 7 * STATE_27B})
     assert told["devices"][0]["host_state_bytes"] == 7 * STATE_27B

@@ -245,6 +245,54 @@ def _check_layout(
     assert _numbers(values).is_contiguous()
 
 
+def paged_attention_splits(
+    q: Tensor,
+    keys: PagedTensor,
+    values: PagedTensor,
+    tables: Tensor,
+    table_rows: Tensor,
+    starts: Tensor,
+    n: int,
+    *,
+    window: int,
+    scale: float,
+    softcap: float,
+    max_length: int,
+    causal: bool = True,
+    lows: Tensor | None = None,
+    n_splits: int | None = None,
+    dtype: torch.dtype = torch.float32,
+) -> tuple[Tensor, Tensor]:
+    """:func:`paged_attention` before its splits are merged: outputs [S, B n, H, Dv], a softmax each, and the log2 of
+    the sums of their weights, float32 [S, B n, H].  ``dtype``: of the outputs where there is one split, else float32.
+    """
+    n_rows, n_heads, d = q.shape
+    n_slices, n_kv_heads, dv = n_rows // n, _numbers(keys).shape[2], _width(values)
+    group = n_heads // n_kv_heads
+    assert n_rows == n_slices * n
+    assert n_heads == group * n_kv_heads
+    assert starts.shape == table_rows.shape == (n_slices,)
+    assert lows is None or (lows.is_contiguous() and lows.shape == starts.shape)
+    _check_layout(q, keys, values, tables, table_rows, starts)
+    device = device_limits(q.device)
+    tile = attention_tile(group * n, max(d, dv), q.element_size(), device)
+    n_row_blocks = -(-group * n // tile.rows)
+    if n_splits is None:
+        bound = min(max_length, window + n) if window else max_length
+        n_splits = choose_n_splits(n_row_blocks * n_slices * n_kv_heads, bound, device.processors)
+    sums = torch.empty(n_splits, n_rows, n_heads, dtype=torch.float32, device=q.device)
+    kind = dtype if n_splits == 1 else torch.float32
+    partials = torch.empty(n_splits, n_rows, n_heads, dv, dtype=kind, device=q.device)
+    paged_attention_kernel[n_row_blocks, n_splits, n_slices * n_kv_heads](
+        q, _numbers(keys), _scales(keys), _numbers(values), _scales(values), tables, table_rows, starts, lows, partials,
+        sums, scale, softcap, window or 1 << 30, n, n_splits, n_rows, tables.stride(0), q.stride(0), q.stride(1),
+        K=n_kv_heads, G=group, D=d, DV=dv, DK_STORED=_numbers(keys).shape[3], DV_STORED=_numbers(values).shape[3],
+        CAPPED=softcap > 0.0, CAUSAL=causal, M=tile.rows, N=tile.tokens, WIDTH=_tile_width(keys),
+        VALUE_WIDTH=_tile_width(values), num_warps=tile.n_warps, num_stages=tile.n_stages, **dependent_launch(q.device),
+    )  # fmt: skip
+    return partials, sums
+
+
 def paged_attention(
     q: Tensor,
     keys: PagedTensor,
@@ -271,36 +319,17 @@ def paged_attention(
     none.  ``max_length``: an upper bound of the position after any slice's last token, not used with ``n_splits``.
     Arithmetic is float32, except that factors of the two products have q's dtype.
     """
-    n_rows, n_heads, d = q.shape
-    n_slices, n_kv_heads, dv = n_rows // n, _numbers(keys).shape[2], _width(values)
-    group = n_heads // n_kv_heads
-    assert n_rows == n_slices * n
-    assert n_heads == group * n_kv_heads
-    assert starts.shape == table_rows.shape == (n_slices,)
-    assert lows is None or (lows.is_contiguous() and lows.shape == starts.shape)
-    _check_layout(q, keys, values, tables, table_rows, starts)
-    device = device_limits(q.device)
-    tile = attention_tile(group * n, max(d, dv), q.element_size(), device)
-    n_row_blocks = -(-group * n // tile.rows)
-    if n_splits is None:
-        bound = min(max_length, window + n) if window else max_length
-        n_splits = choose_n_splits(n_row_blocks * n_slices * n_kv_heads, bound, device.processors)
-    out = torch.empty(n_rows, n_heads, dv, dtype=q.dtype, device=q.device)
-    sums = torch.empty(n_splits, n_rows, n_heads, dtype=torch.float32, device=q.device)
-    partials = out  # a single split is the result
-    if n_splits > 1:
-        partials = torch.empty(n_splits, n_rows, n_heads, dv, dtype=torch.float32, device=q.device)
-    paged_attention_kernel[n_row_blocks, n_splits, n_slices * n_kv_heads](
-        q, _numbers(keys), _scales(keys), _numbers(values), _scales(values), tables, table_rows, starts, lows, partials,
-        sums, scale, softcap, window or 1 << 30, n, n_splits, n_rows, tables.stride(0), q.stride(0), q.stride(1),
-        K=n_kv_heads, G=group, D=d, DV=dv, DK_STORED=_numbers(keys).shape[3], DV_STORED=_numbers(values).shape[3],
-        CAPPED=softcap > 0.0, CAUSAL=causal, M=tile.rows, N=tile.tokens, WIDTH=_tile_width(keys),
-        VALUE_WIDTH=_tile_width(values), num_warps=tile.n_warps, num_stages=tile.n_stages, **dependent_launch(q.device),
+    partials, sums = paged_attention_splits(
+        q, keys, values, tables, table_rows, starts, n, window=window, scale=scale, softcap=softcap,
+        max_length=max_length, causal=causal, lows=lows, n_splits=n_splits, dtype=q.dtype,
     )  # fmt: skip
-    if n_splits > 1:
-        width = min(64, triton.next_power_of_2(dv))
-        paged_attention_merge_kernel[n_rows * n_heads, -(-dv // width)](
-            partials, sums, out, n_splits, n_rows * n_heads, D=dv, SPLITS=64, WIDTH=width, num_warps=4,
-            **dependent_launch(q.device),
-        )  # fmt: skip
+    found, n_rows, n_heads, dv = partials.shape
+    if found == 1:
+        return partials[0]
+    out = torch.empty(n_rows, n_heads, dv, dtype=q.dtype, device=q.device)
+    width = min(64, triton.next_power_of_2(dv))
+    paged_attention_merge_kernel[n_rows * n_heads, -(-dv // width)](
+        partials, sums, out, found, n_rows * n_heads, D=dv, SPLITS=64, WIDTH=width, num_warps=4,
+        **dependent_launch(q.device),
+    )  # fmt: skip
     return out
