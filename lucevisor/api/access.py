@@ -13,7 +13,7 @@ from typing import Final
 from aiohttp import web
 
 from lucevisor.api.errors import ApiError
-from lucevisor.api.keys import ApiKeys
+from lucevisor.api.keys import ApiKeys, Caller
 from lucevisor.api.ports import ApiSettings
 from lucevisor.errors import show
 
@@ -28,24 +28,31 @@ _ALLOW_HEADERS: Final = (
 )
 
 
-def check_access(request: web.Request, settings: ApiSettings, keys: ApiKeys, admin_keys: ApiKeys) -> None:
-    """Raise ApiError 401 or 403 for a request that must not be served.  An admin key is an API key too."""
+def check_access(request: web.Request, settings: ApiSettings, keys: ApiKeys, admin_keys: ApiKeys) -> Caller:
+    """Return who sends a request.  An admin key is an API key too.
+
+    Raises ApiError 401 or 403 if it must not be served.
+    """
     if not keys.required and not settings.allow_open:
         _check_local(request, settings.host)
     if request.path.startswith(ADMIN_PATHS):
         if not admin_keys.required:
             raise ApiError(403, "no admin key is configured; set server.admin_keys_file", code="no_admin_keys")
-        _check_key(request, admin_keys, "admin")
-    elif keys.required and request.path not in OPEN_PATHS:
-        _check_key(request, keys, "API", also=admin_keys)
+        return _check_key(request, admin_keys, "admin")
+    # Without required keys, a client could send many different ones and take many shares.
+    if not keys.required or request.path in OPEN_PATHS:
+        return Caller()
+    return _check_key(request, keys, "API", also=admin_keys)
 
 
-def _check_key(request: web.Request, keys: ApiKeys, kind: str, also: ApiKeys | None = None) -> None:
+def _check_key(request: web.Request, keys: ApiKeys, kind: str, also: ApiKeys | None = None) -> Caller:
     token = api_key_of(request)
     if not token:
         raise _unauthorised(f"no {kind} key was sent; send it as Authorization: Bearer KEY")
-    if not keys.accepts(token) and not (also is not None and also.accepts(token)):
+    caller = keys.caller(token) or (also.caller(token) if also is not None else None)
+    if caller is None:
         raise _unauthorised(f"the {kind} key is not one of this server's")
+    return caller
 
 
 def api_key_of(request: web.Request) -> str:

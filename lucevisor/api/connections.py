@@ -164,8 +164,9 @@ class HttpConnection(web.RequestHandler):
         A client that closed both sides looks the same until something is sent to it.  So send an interim response,
         which HTTP/1.1 clients skip: a closed socket answers with a reset.
         """
-        if self._body is None or not self._speaks_11 or not self._body.is_eof():
-            return None
+        of_tls = self._link is not None and self._link.get_extra_info("sslcontext") is not None
+        if self._body is None or not self._speaks_11 or not self._body.is_eof() or of_tls:
+            return None  # a side of TLS cannot be shut down alone
         self._half_closed = True
         self._probe()
         return True

@@ -13,6 +13,7 @@ from typing import Final
 
 from aiohttp import web
 
+from lucevisor.api.keys import Caller
 from lucevisor.api.limiter import LoopLimiter
 from lucevisor.api.metrics import Metrics
 from lucevisor.api.output.sse import EventStream
@@ -31,6 +32,7 @@ class RequestContext:
     request_id: str
     started_s: float
     path: str = ""
+    caller: Caller = field(default_factory=Caller)
     stream: EventStream | None = None
     handles: Sequence[HandlePort] = ()
     prompt_tokens: int = 0
@@ -68,6 +70,7 @@ class ActiveRequests:
             {
                 "id": c.request_id,
                 "path": c.path,
+                "key": c.caller.name,
                 "elapsed_s": round(now - c.started_s, 3),
                 "first_token_s": None if c.first_token_s is None else round(c.first_token_s, 3),
                 "prompt_tokens": c.prompt_tokens,

@@ -1,4 +1,4 @@
-"""API keys: which bearer tokens are accepted.
+"""API keys: which bearer tokens are accepted, and whose they are.
 
 Stores digests only, so a memory dump shows no key and all comparisons have equal length.  Invariant: a check compares
 with every key, so its time reveals nothing about them.
@@ -10,49 +10,54 @@ import hashlib
 import hmac
 import secrets
 from collections.abc import Iterable
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Final
 
-from lucevisor.config import read_api_keys
+from lucevisor.config import ApiKey
 
 _SALT: Final = secrets.token_bytes(32)
 
 
+@dataclass(frozen=True, slots=True)
+class Caller:
+    """Who sent a request: an opaque id for fair shares and stored responses, and the name of the key, if it has one.
+
+    Both are empty where no key is required.
+    """
+
+    id: str = ""
+    name: str = ""
+
+
 class ApiKeys:
-    """The keys in force.  Without a source no key is required; with one, an empty file accepts no one."""
+    """The keys in force.  Without any, no key is required."""
 
-    def __init__(self, source: Path | Iterable[str] = ()) -> None:
-        """Take the keys or the file that holds them; raises ConfigError if it cannot be read."""
-        self._file = source if isinstance(source, Path) else None
-        self._digests: tuple[bytes, ...] = ()
-        self.replace(read_api_keys(source) if isinstance(source, Path) else source)
+    def __init__(self, keys: Iterable[ApiKey] = ()) -> None:
+        self._known: tuple[tuple[bytes, str], ...] = ()
+        self.replace(keys)
 
-    def reload(self) -> None:
-        """Read the file again; raises ConfigError, and keeps the current keys, if it cannot be read."""
-        if self._file is not None:
-            self.replace(read_api_keys(self._file))
-
-    def replace(self, keys: Iterable[str]) -> None:
+    def replace(self, keys: Iterable[ApiKey]) -> None:
         """Replace the keys; running requests continue."""
-        self._digests = tuple(_digest(key) for key in keys)
+        self._known = tuple((_digest(each.key), each.name) for each in keys)
 
     @property
     def required(self) -> bool:
         """Whether requests need a key."""
-        return self._file is not None or bool(self._digests)
+        return bool(self._known)
 
-    def accepts(self, token: str) -> bool:
-        """Return whether `token` is one of the keys, in constant time."""
+    def caller(self, token: str) -> Caller | None:
+        """Return who sends `token`, None if it is not one of the keys; in constant time."""
         shown = _digest(token)
-        found = False
-        for digest in self._digests:
-            found |= hmac.compare_digest(shown, digest)
-        return found
+        found: str | None = None
+        for digest, name in self._known:
+            if hmac.compare_digest(shown, digest):
+                found = name
+        return None if found is None else Caller(_opaque(f"name {found}" if found else f"key {token}"), found)
 
 
-def key_id(token: str) -> str:
-    """Return an opaque id for a key, from which the key cannot be recovered; empty for no key."""
-    return hmac.digest(_SALT, token.encode("utf-8", "surrogateescape"), "sha256").hex()[:16] if token else ""
+def _opaque(text: str) -> str:
+    """Return an id from which `text` cannot be recovered."""
+    return hmac.digest(_SALT, text.encode("utf-8", "surrogateescape"), "sha256").hex()[:16]
 
 
 def _digest(key: str) -> bytes:

@@ -55,11 +55,11 @@ def adopt(sockets: Sequence[socket.socket], host: str, port: int) -> list[socket
     return list(sockets)
 
 
-def url_of(sock: socket.socket) -> str:
+def url_of(sock: socket.socket, scheme: str = "http") -> str:
     """Return the URL at which a socket can be asked."""
     host, port = sock.getsockname()[:2]
     host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+    return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
 
 
 def _addresses(host: str) -> list[tuple[int, str]]:

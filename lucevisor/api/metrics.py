@@ -39,8 +39,11 @@ class Metrics:
             return Counter(_P + name, text, labels, registry=self._registry)
 
         self.requests = counter("requests", "HTTP requests by status; 499: the client disconnected.", ("code",))
-        self.prompt_tokens = counter("prompt_tokens", "Tokens of the prompts of answered requests.")
-        self.generated_tokens = counter("generated_tokens", "Tokens generated for answered requests.")
+        self._prompt_tokens = counter("prompt_tokens", "Tokens of the prompts of answered requests.")
+        self._generated_tokens = counter("generated_tokens", "Tokens generated for answered requests.")
+        self._key_requests = counter("key_requests", "HTTP requests with a named API key, by its name.", ("key",))
+        self._key_prompt_tokens = counter("key_prompt_tokens", "Tokens of their prompts.", ("key",))
+        self._key_generated_tokens = counter("key_generated_tokens", "Tokens generated for them.", ("key",))
         self.time_to_first_token = Histogram(
             _P + "time_to_first_token_seconds",
             "From the head of a request to its first token.",
@@ -64,6 +67,16 @@ class Metrics:
             "connections_dropped", "Connections closed by the server, by deadline or cap.", ("reason",)
         )
         self._registry.register(_StateCollector(ports))
+
+    def answered(self, status: int, key_name: str, n_prompt: int, n_generated: int) -> None:
+        """Count a request that is over, with its prompt and generated tokens."""
+        self.requests.labels(str(status)).inc()
+        self._prompt_tokens.inc(n_prompt)
+        self._generated_tokens.inc(n_generated)
+        if key_name:
+            self._key_requests.labels(key_name).inc()
+            self._key_prompt_tokens.labels(key_name).inc(n_prompt)
+            self._key_generated_tokens.labels(key_name).inc(n_generated)
 
     def render(self, accept: str) -> tuple[bytes, str]:
         """Return all metrics in the exposition format that an Accept header prefers, and the content type."""

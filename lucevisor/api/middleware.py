@@ -86,7 +86,7 @@ async def _admitted(request: web.Request, handler: Handler) -> web.StreamRespons
     ports = request.app[PORTS]
     if is_preflight(request) and (answer := preflight(request, ports.settings)) is not None:
         return answer
-    check_access(request, ports.settings, ports.keys, ports.admin_keys)
+    context_of(request).caller = check_access(request, ports.settings, ports.keys, ports.admin_keys)
     if request.app[ACTIVE].draining and request.path not in _QUIET:
         raise unavailable("the server is shutting down", ports.settings.retry_after_s, "shutting_down")
     check_content_encoding(request)
@@ -126,10 +126,7 @@ def _from_http(request: web.Request, error: web.HTTPException) -> ApiError:
 
 
 def _account(request: web.Request, context: RequestContext, status: int) -> None:
-    metrics = request.app[METRICS]
-    metrics.requests.labels(str(status)).inc()
-    metrics.prompt_tokens.inc(context.prompt_tokens)
-    metrics.generated_tokens.inc(context.generated_tokens)
+    request.app[METRICS].answered(status, context.caller.name, context.prompt_tokens, context.generated_tokens)
     fields: dict[str, object] = {
         "method": request.method,
         "path": request.path,
@@ -146,6 +143,8 @@ def _account(request: web.Request, context: RequestContext, status: int) -> None
             "queue_s": round(context.queue_s, 6),
             "first_token_s": None if context.first_token_s is None else round(context.first_token_s, 6),
         }
+    if context.caller.name:
+        fields["key"] = context.caller.name
     level = "debug" if request.path in _QUIET else "info" if status < 500 else "warning"
     getattr(log, level)("request", **fields, **context.fields)
 

@@ -6,6 +6,7 @@ Knows routes and sockets; handlers are in `routes`.  Invariant: after `drain` no
 from __future__ import annotations
 
 import socket
+import ssl
 import time
 from collections.abc import Sequence
 
@@ -84,13 +85,18 @@ async def _close_preprocessor(app: web.Application) -> None:
         await preprocessor.close()
 
 
-async def serve(app: web.Application, sockets: Sequence[socket.socket]) -> tuple[web.AppRunner, str]:
-    """Serve on listening sockets; return the runner and the URL.  `await runner.cleanup()` ends it and closes them."""
+async def serve(
+    app: web.Application, sockets: Sequence[socket.socket], tls: ssl.SSLContext | None = None
+) -> tuple[web.AppRunner, str]:
+    """Serve on listening sockets; return the runner and the URL.  `await runner.cleanup()` ends it and closes them.
+
+    `tls`: its certificate may be loaded again at any time, for the connections from then on.
+    """
     runner = ConnectionRunner(app, app[PORTS].settings, app[METRICS], _CLOSING_S)
     await runner.setup()
     for sock in sockets:
-        await web.SockSite(runner, sock, backlog=BACKLOG).start()
-    return runner, url_of(sockets[0])
+        await web.SockSite(runner, sock, ssl_context=tls, backlog=BACKLOG).start()
+    return runner, url_of(sockets[0], "http" if tls is None else "https")
 
 
 async def drain(runner: web.AppRunner, deadline_s: float) -> bool:

@@ -7,6 +7,7 @@ over, until :meth:`Endpoint.drain` or :meth:`Endpoint.close`.
 from __future__ import annotations
 
 import socket
+import ssl
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -20,8 +21,11 @@ from lucevisor.errors import unusable
 class Endpoint:
     """``open`` it once."""
 
-    def __init__(self, app: web.Application, port: AdminPort, admin_socket: Path) -> None:
+    def __init__(
+        self, app: web.Application, port: AdminPort, admin_socket: Path, tls: ssl.SSLContext | None = None
+    ) -> None:
         self.url = ""
+        self._tls = tls
         self._app, self._port, self._admin_socket = app, port, admin_socket
         self._http: web.AppRunner | None = None
         self._admin: web.AppRunner | None = None
@@ -37,7 +41,7 @@ class Endpoint:
     async def open(self, sockets: Sequence[socket.socket]) -> None:
         """Serve clients on listening sockets, which it closes."""
         self._sockets = [sock.dup() for sock in sockets]
-        self._http, self.url = await server.serve(self._app, sockets)
+        self._http, self.url = await server.serve(self._app, sockets, self._tls)
 
     @property
     def sockets(self) -> list[int]:

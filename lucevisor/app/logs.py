@@ -248,10 +248,16 @@ def configure(
             ProcessorFormatter.wrap_for_formatter,
         ],
         logger_factory=lambda *_: ours,
-        wrapper_class=structlog.make_filtering_bound_logger(logging.getLevelNamesMapping()[level.upper()]),
         cache_logger_on_first_use=False,
     )
+    set_level(level)
     _open = _Logs(handlers, file)
+
+
+def set_level(level: str) -> None:
+    """Log from this level on."""
+    number = logging.getLevelNamesMapping()[level.upper()]
+    structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(number))
 
 
 def close() -> None:

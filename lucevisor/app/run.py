@@ -1,7 +1,7 @@
 """`lucevisor start` below the command line: builds a service, its HTTP endpoint and its admin socket, and serves.
 
 The first SIGINT or SIGTERM (or `lucevisor stop`) gives running requests a moment to end, the second shortens every
-deadline, the third kills the daemons.
+deadline, the third kills the daemons.  SIGHUP reads the configuration again.
 """
 
 from __future__ import annotations
@@ -41,16 +41,17 @@ from lucevisor.app.log_reader import LogReader
 from lucevisor.app.model_files import open_model
 from lucevisor.app.open_files import connections_within, raise_limit
 from lucevisor.app.progress import KeptProgress
+from lucevisor.app.reload import keys_of, reload, tls_of
 from lucevisor.app.rundir import RunDirectory
-from lucevisor.app.status import status
+from lucevisor.app.signals import EarlySignals, Hangup
+from lucevisor.app.status import Address, status
 from lucevisor.app.succession import Succession, refuse_without_room
 from lucevisor.app.systemd import Notifier, SystemdReport, listen_sockets, watchdog_s
-from lucevisor.config import Config, read_api_keys
+from lucevisor.config import Config
 from lucevisor.deployment.preflight import check_before_start
 from lucevisor.deployment.served_model import ServedModel
 from lucevisor.deployment.service import Observer, Service
 from lucevisor.engine.core import Engine
-from lucevisor.engine.rows import max_rows_per_step
 from lucevisor.errors import ConfigError, ExitCode, LucevisorError, unusable
 from lucevisor.snapshots.tools import check_directory
 from lucevisor.supervision.states import State
@@ -118,29 +119,6 @@ async def _run(
     return await Supervisor(config, model, run_dir, observer, take_over_s).run(early)
 
 
-class EarlySignals:
-    """Handles SIGINT and SIGTERM until the loop does.  Loses none, neither where Python ignores exceptions, in a
-    finaliser, nor between the start of the loop and its handlers.
-    """
-
-    def __init__(self) -> None:
-        self.asked = ""
-        self._raising = True
-        for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, self._on_signal)
-
-    def stop_raising(self) -> None:
-        """Only record signals from now on.  Raises KeyboardInterrupt if there was one."""
-        self._raising = False
-        if self.asked:
-            raise KeyboardInterrupt
-
-    def _on_signal(self, number: int, _: object) -> None:
-        self.asked = signal.Signals(number).name
-        if self._raising:
-            raise KeyboardInterrupt
-
-
 class Supervisor:
     """A service, its HTTP endpoint and its admin socket.  Create it in a running loop."""
 
@@ -153,6 +131,7 @@ class Supervisor:
         take_over_s: float | None = None,
     ) -> None:
         self.config, self.model, self.run_dir = config, model, run_dir
+        self._tls = tls_of(config.server)
         self._tokenizer = Tokenizer.from_gguf(model.spec.files.metadata if model.spec.files is not None else {})
         self._ports = self._make_ports()
         self._ports.grammars.prepare()
@@ -161,7 +140,7 @@ class Supervisor:
         self._progress = KeptProgress(observer)
         self.service = Service(config, model, run_dir.own, self._progress, self._on_engine)
         self._app = create_app(self._ports)
-        self._endpoint = Endpoint(self._app, self, run_dir.socket)
+        self._endpoint = Endpoint(self._app, self, run_dir.socket, self._tls)
         self._report = SystemdReport(self._in_a_line)
         self._succession = Succession(
             self.service, self._endpoint, run_dir, self._report, take_over_s, self._stop_asked.set
@@ -176,8 +155,11 @@ class Supervisor:
         loop = asyncio.get_running_loop()
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(number, self.stop, signal.Signals(number).name)
+        loop.add_signal_handler(signal.SIGHUP, self._on_hangup, early.hangup)
         if early.asked:
             self.stop(early.asked)
+        if early.reload:
+            self.reload()
         for notice in self.config.notices:
             log.warning("configuration", notice=str(notice))
         for marker in self._ports.template.lost_markers(self._tokenizer) if self._ports.template is not None else []:
@@ -247,7 +229,8 @@ class Supervisor:
 
     def status(self) -> dict[str, Any]:
         requests = self._app[ACTIVE].generating(time.monotonic())
-        return status(self.service, self.run_dir.name, self.url, self._progress, requests)
+        address = Address(self.url, self.config.server.tls_cert_file)
+        return status(self.service, self.run_dir.name, address, self._progress, requests)
 
     async def wait_ready(self, timeout_s: float) -> bool:
         return await self.service.wait_ready(timeout_s)
@@ -260,6 +243,24 @@ class Supervisor:
             task = asyncio.create_task(self.service.stop(0.0, 1.0 if self._n_stops == 2 else 0.0), name="hurried stop")
             self._hurried_stops.add(task)
             task.add_done_callback(self._hurried_stops.discard)
+
+    def reload(self) -> None:
+        """Read the configuration again; apply what needs no new deployment, and log what was."""
+        try:
+            done = reload(self.config, self._ports, self._tls)
+        except ConfigError as error:
+            log.error("configuration not reloaded: all stays as it is", reason=str(error))
+            return
+        self.config = done.config
+        log.info("configuration reloaded, with API keys and certificate", changed=list(done.changed))
+        if done.waiting:
+            log.warning("changed keys that wait for the next start", keys=list(done.waiting))
+
+    def _on_hangup(self, hangup: Hangup) -> None:
+        if hangup.ends:
+            self.stop("SIGHUP, the terminal was closed")
+        elif hangup.reloads:
+            self.reload()
 
     async def restart(self, groups: list[str], *, now: bool) -> None:
         for group in groups or list(self.service.groups):
@@ -304,6 +305,7 @@ class Supervisor:
     def _make_ports(self) -> Ports:
         metadata = self.model.spec.files.metadata if self.model.spec.files is not None else {}
         server = self.config.server
+        client_keys, admin_keys = keys_of(server)
         most_connections = connections_within(raise_limit(), len(self.config.groups))
         if most_connections < server.max_connections:
             log.warning("fewer connections", max_connections=most_connections,
@@ -322,8 +324,8 @@ class Supervisor:
             preprocessor=Preprocessor(metadata),
             ready_in_s=lambda: self.service.ready_in_s(),
             defaults=SamplingDefaults.from_gguf(metadata),
-            keys=ApiKeys(read_api_keys(Path(server.api_keys_file)) if server.api_keys_file else ()),
-            admin_keys=ApiKeys(_admin_keys(server.admin_keys_file)),
+            keys=ApiKeys(client_keys),
+            admin_keys=ApiKeys(admin_keys),
             settings=ApiSettings(
                 host=server.host,
                 allow_open=server.allow_open,
@@ -370,22 +372,3 @@ class Supervisor:
     def _snapshot_figures(self) -> SnapshotMetrics | None:
         snapshots = self.service.snapshots
         return figures(snapshots.store) if snapshots is not None else None
-
-
-def _admin_keys(file: str) -> tuple[str, ...]:
-    return read_api_keys(Path(file), "server.admin_keys_file") if file else ()
-
-
-async def logits_of(config: Config, model: ServedModel, run_dir: Path, ids: list[int], observer: Observer) -> Any:
-    """`lucevisor logits`: start the daemons, run ``ids`` through the whole model, stop.  Returns an IdsOutput."""
-    service = Service(config, model, run_dir, observer)
-    try:
-        await service.start()
-        if not await service.wait_ready(None) or service.engine is None or service.placement is None:
-            raise ConfigError("CONFIG", str(config.file), service.reason() or "the model did not become ready")
-        spec = model.spec
-        rows = max_rows_per_step(spec.vocabulary, spec.hidden_size, spec.n_layers, hidden=True)
-        rows = min(service.placement.prefill_chunk, rows)
-        return await service.engine.run_ids(ids, want_hidden=True, rows_per_step=rows)
-    finally:
-        await service.stop(0.0)

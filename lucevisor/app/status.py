@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from lucevisor.app.cache_operations import figures
@@ -18,8 +19,16 @@ from lucevisor.protocol.loading import DeviceUse
 from lucevisor.supervision.group import GroupSupervisor
 
 
+@dataclass(frozen=True, slots=True)
+class Address:
+    """Where the endpoint is; the certificate is empty without TLS."""
+
+    url: str
+    tls_cert_file: str
+
+
 def status(
-    service: Service, name: str, url: str, progress: KeptProgress, requests: list[dict[str, object]]
+    service: Service, name: str, address: Address, progress: KeptProgress, requests: list[dict[str, object]]
 ) -> dict[str, Any]:
     """Return the whole status; never blocks.  ``ready_in_s``: the likely end of what keeps it from serving, or None."""
     spec = service.model.spec
@@ -27,7 +36,8 @@ def status(
     return {
         "name": name,
         "pid": os.getpid(),
-        "url": url,
+        "url": address.url,
+        "tls_cert_file": address.tls_cert_file,
         "state": service.state,
         "reason": service.reason(),
         "ready_in_s": None if service.state == "ready" else service.ready_in_s(),

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import difflib
 import importlib
+import signal
 import sys
 
 import click
@@ -84,6 +85,9 @@ def cli() -> None:
 
 def main() -> None:
     """Entry point: errors are printed without a traceback and become exit codes."""
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) is signal.SIG_DFL:  # nohup ignores SIGHUP
+            signal.signal(number, signal.default_int_handler)  # commands end as at Ctrl-C, and clean up
     try:
         code = cli.main(standalone_mode=False)
     except (click.exceptions.Abort, KeyboardInterrupt):

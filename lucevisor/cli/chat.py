@@ -94,7 +94,7 @@ def chat(name: str | None, socket: Path | None, system: str, think: bool, temper
     from rich.console import Console
 
     status = AdminClient(find(name, socket).socket).call("GET", "/status")
-    client = connect(status["url"], os.environ.get("LUCEVISOR_API_KEY", ""))
+    client = connect(status, os.environ.get("LUCEVISOR_API_KEY", ""))
     talk = Conversation(system, think, temperature)
     console = Console(highlight=False)
     click.echo(f"{status['model']['name']} at {status['url']}; /help lists commands, Ctrl-D ends", err=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import tempfile
 import time
@@ -12,12 +13,14 @@ import click
 
 from lucevisor.cli.admin_client import AdminClient
 from lucevisor.cli.openai_client import connect
-from lucevisor.errors import ExitCode, LucevisorError
+from lucevisor.errors import ExitCode, LucevisorError, NotRunningError
 from lucevisor.source_tree import locate
 
 if TYPE_CHECKING:
     from openai import OpenAI
 
+_STOP_S = 10.0
+_CLAIM_S = 5.0
 QUESTIONS = [
     "What does os.path.join do?",
     "Which function computes a square root?",
@@ -52,12 +55,14 @@ def demo(config: Path | None, overrides: tuple[str, ...], max_tokens: int) -> in
         for override in overrides:
             arguments += ["--set", override]
         began = time.monotonic()
-        start.main(arguments, standalone_mode=False)
-        admin = AdminClient(Path(directory) / "lucevisor" / "demo" / "admin.sock")
+        run_dir = Path(directory) / "lucevisor" / "demo"
+        admin = AdminClient(run_dir / "admin.sock")
+        ready = False
         try:
-            return _run(admin, began, max_tokens)
+            ready = start.main(arguments, standalone_mode=False) == ExitCode.DONE
+            return _run(admin, began, max_tokens) if ready else ExitCode.USAGE
         finally:
-            _stop(admin, Path(directory) / "lucevisor" / "demo")
+            _stop(admin, run_dir, _STOP_S if ready else _CLAIM_S)
 
 
 def _run(admin: AdminClient, began: float, max_tokens: int) -> int:
@@ -66,7 +71,7 @@ def _run(admin: AdminClient, began: float, max_tokens: int) -> int:
         f"started in {time.monotonic() - began:.1f} s: {status['model']['name']}, {status['model']['layers']} layers"
     )
     _print_shards(status)
-    client = connect(status["url"])
+    client = connect(status)
     first = [_ask(client, status, question, max_tokens) for question in QUESTIONS]
     victim = status["groups"][-1]["name"]
     began = time.monotonic()
@@ -110,11 +115,16 @@ def _ask(client: OpenAI, status: dict[str, Any], question: str, max_tokens: int)
     return text
 
 
-def _stop(admin: AdminClient, directory: Path) -> None:
-    admin.call("POST", "/stop")
-    deadline = time.monotonic() + 10
+def _stop(admin: AdminClient, directory: Path, claim_s: float) -> None:
+    """Stop the supervisor; wait ``claim_s`` for one that has just been started, and was interrupted."""
+    claimed_by = time.monotonic() + claim_s
+    while not (directory / "admin.sock").exists() and time.monotonic() < claimed_by:
+        time.sleep(0.02)
+    with contextlib.suppress(NotRunningError):
+        admin.call("POST", "/stop")
+    deadline = time.monotonic() + _STOP_S
     while directory.exists():
         if time.monotonic() > deadline:
-            raise LucevisorError(f"the demo's supervisor did not stop within 10 s; see {directory}")
+            raise LucevisorError(f"the demo's supervisor did not stop within {_STOP_S:.0f} s; see {directory}")
         time.sleep(0.02)
     click.echo("stopped")

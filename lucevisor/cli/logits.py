@@ -38,8 +38,8 @@ def logits(config: Path, overrides: tuple[str, ...], ids_file: Path, out: Path) 
     import uvloop
 
     from lucevisor.app import logs
+    from lucevisor.app.logits import logits_of
     from lucevisor.app.model_files import open_model
-    from lucevisor.app.run import logits_of
 
     loaded = load(config, overrides)
     logs.configure(loaded.log.format, "warning")

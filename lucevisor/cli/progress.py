@@ -5,6 +5,7 @@ On a terminal it is drawn in place, and again whenever a daemon is replaced; els
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import time
 from types import TracebackType
@@ -131,13 +132,16 @@ class StartDisplay:
             from rich.live import Live
 
             self._live = Live(get_renderable=self._view, console=self._console, transient=True, redirect_stdout=False)
-            self._live.start()
+            with contextlib.suppress(OSError):  # the terminal was closed
+                self._live.start()
 
     def _end(self) -> None:
         live, self._live = self._live, None
         if live is not None:
-            live.refresh()  # empty now: a record that is written while it stops finds an empty line
-            live.stop()
+            with contextlib.suppress(OSError):  # the terminal was closed
+                live.refresh()  # empty now: a record that is written while it stops finds an empty line
+            with contextlib.suppress(OSError):
+                live.stop()
 
     def _view(self) -> RenderableType:
         """Return what is to be drawn; called by the view's own thread."""

@@ -4,12 +4,13 @@
 `effects` knows which keys have no effect, `load` ties them together, `docs` generates docs/configuration.md.
 """
 
+from lucevisor.config.api_keys import ApiKey, read_api_keys
+from lucevisor.config.changes import changed_keys
 from lucevisor.config.draft import DraftConfig
 from lucevisor.config.effects import not_yet_effective
 from lucevisor.config.kvflash import KvFlashConfig
 from lucevisor.config.load import load
 from lucevisor.config.log import LogConfig
-from lucevisor.config.resolve import read_api_keys
 from lucevisor.config.schema import Config
 from lucevisor.config.sections import (
     USUAL_CHUNK,
@@ -23,8 +24,9 @@ from lucevisor.config.sections import (
     PFlashConfig,
     PlacementConfig,
     RecoveryConfig,
-    ServerConfig,
 )
+from lucevisor.config.server import ServerConfig
+from lucevisor.config.tls import server_context
 from lucevisor.config.values import (
     Auto,
     DeviceRef,
@@ -39,6 +41,7 @@ from lucevisor.config.values import (
 
 __all__ = [
     "USUAL_CHUNK",
+    "ApiKey",
     "Auto",
     "Backend",
     "CacheConfig",
@@ -62,8 +65,10 @@ __all__ = [
     "ServerConfig",
     "Split",
     "WeightedSplit",
+    "changed_keys",
     "is_loopback",
     "load",
     "not_yet_effective",
     "read_api_keys",
+    "server_context",
 ]

@@ -64,7 +64,7 @@ def from_tree(tree: Mapping[str, object], file: Path, overrides: Sequence[str] =
     resolve(pending)
     if pending.errors:
         raise pending.errors[0] if len(pending.errors) == 1 else ConfigErrors(pending.errors)
-    return _build(pending, file)
+    return dataclasses.replace(_build(pending, file), overrides=tuple(overrides))
 
 
 def _read_tree(path: Path) -> Mapping[str, object]:

@@ -1,7 +1,8 @@
 """Checks across keys: devices against groups, the split against the devices, the endpoint against its API keys.
 
-Knows no TOML, and of the machine only the API keys file. Invariant: `resolve` adds to `PendingConfig.errors` and never
-raises. Invalid values are missing from `PendingConfig.values`, so each is reported once.
+Knows no TOML, and of the machine only the files of keys and of TLS. Invariant: `resolve` adds to
+`PendingConfig.errors` and never raises. Invalid values are missing from `PendingConfig.values`, so each is reported
+once.
 """
 
 from __future__ import annotations
@@ -12,17 +13,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from lucevisor.config.api_keys import read_api_keys
 from lucevisor.config.draft import DRAFTER_CHOICES
 from lucevisor.config.schema import GROUPS
 from lucevisor.config.sections import visible_devices_variable
 from lucevisor.config.strict import Refused, choose
+from lucevisor.config.tls import server_context
 from lucevisor.config.values import BACKENDS, DeviceRef, LayerSplit, Notice, Ranges, Split, WeightedSplit, is_loopback
 from lucevisor.errors import NO_VALUE, ConfigError
 
 OVERRIDE = "--set"
-_LARGEST_KEYS_FILE_BYTES = 2**20
-_MAX_API_KEYS = 4096  # every request is compared with all of them
-_KEYS_FILE_HINT = "name a readable text file with one key per line"
 
 
 @dataclass(slots=True)
@@ -54,51 +54,6 @@ def resolve(pending: PendingConfig) -> None:
     _resolve_draft(pending)
     _resolve_devices(pending)
     _check_server(pending)
-
-
-def read_api_keys(path: Path, key: str = "server.api_keys_file") -> tuple[str, ...]:
-    """Return the keys in a file, one per line; empty lines and lines that start with `#` are skipped.
-
-    Raises ConfigError about the configuration key `key` if the file cannot be read, has no key, or a key could not be
-    sent in a header. No message shows a key.
-    """
-    try:
-        lines = _text_lines(path)
-    except UnicodeDecodeError:
-        raise ConfigError(key, str(path), "is not UTF-8 text", _KEYS_FILE_HINT) from None
-    except (OSError, ValueError) as error:
-        why = f"cannot be read: {getattr(error, 'strerror', None) or error}"
-        raise ConfigError(key, str(path), why, _KEYS_FILE_HINT) from None
-    keys = []
-    for number, line in enumerate(lines, 1):
-        word = line.strip()
-        if not word or word.startswith("#"):
-            continue
-        if not all(33 <= ord(character) <= 126 for character in word):
-            raise ConfigError(
-                key,
-                str(path),
-                f"has a key on line {number} that contains a space or is not ASCII",
-                "write one key per line",
-            )
-        keys.append(word)
-    if len(keys) > _MAX_API_KEYS:
-        why = f"has {len(keys)} keys, more than {_MAX_API_KEYS}"
-        raise ConfigError(key, str(path), why, "remove unused ones")
-    if not keys:
-        raise ConfigError(key, str(path), "has no key", "write one key per line, or remove the setting")
-    return tuple(keys)
-
-
-def _text_lines(path: Path) -> list[str]:
-    """Return the lines of a small regular file; devices and pipes could block. Raises OSError, ValueError."""
-    if not stat.S_ISREG(path.stat().st_mode):
-        raise ValueError("it is not a regular file")
-    with path.open("rb") as file:
-        content = file.read(_LARGEST_KEYS_FILE_BYTES + 1)
-    if len(content) > _LARGEST_KEYS_FILE_BYTES:
-        raise ValueError("it is larger than 1 MiB")
-    return content.decode("utf-8").splitlines()
 
 
 def _check_groups(pending: PendingConfig) -> None:
@@ -218,6 +173,7 @@ def _check_server(pending: PendingConfig) -> None:
     for key in ("server.api_keys_file", "server.admin_keys_file"):
         if named := pending.values.get(key):
             _check_keys_file(pending, key, named)
+    _check_tls(pending)
     if host is not None and file == "" and is_open is False and not is_loopback(host):
         why = "can be reached from other machines, and no API key would be required"
         hint = "set server.api_keys_file, or server.allow_open = true to serve everyone; nearest: 127.0.0.1"
@@ -227,10 +183,29 @@ def _check_server(pending: PendingConfig) -> None:
 def _check_keys_file(pending: PendingConfig, key: str, file: str) -> None:
     try:
         read_api_keys(Path(file), key)
-        if Path(file).stat().st_mode & stat.S_IROTH:
-            why, hint = "can be read by every user of this machine", f"chmod 600 {file}"
-            pending.notices.append(Notice(key=key, value=file, why=why, hint=hint))
+        _warn_if_readable_by_all(pending, key, file)
     except ConfigError as error:
         pending.refuse(error.key, error.value, error.why, error.hint)
     except OSError as error:
         pending.refuse(key, file, f"cannot be read: {error.strerror}", "name a readable text file")
+
+
+def _check_tls(pending: PendingConfig) -> None:
+    cert_file, key_file = (pending.values.get(f"server.{key}") for key in ("tls_cert_file", "tls_key_file"))
+    if cert_file is None or key_file is None or cert_file == key_file == "":
+        return
+    for key, file, other in (("tls_cert_file", cert_file, "tls_key_file"), ("tls_key_file", key_file, "tls_cert_file")):
+        if not file:
+            pending.refuse(f"server.{key}", "", f"is empty, and server.{other} is set", "set both, or none for HTTP")
+            return
+    try:
+        server_context(Path(cert_file), Path(key_file))
+        _warn_if_readable_by_all(pending, "server.tls_key_file", key_file)
+    except ConfigError as error:
+        pending.refuse(error.key, error.value, error.why, error.hint)
+
+
+def _warn_if_readable_by_all(pending: PendingConfig, key: str, file: str) -> None:
+    if Path(file).stat().st_mode & stat.S_IROTH:
+        why, hint = "can be read by every user of this machine", f"chmod 600 {file}"
+        pending.notices.append(Notice(key=key, value=file, why=why, hint=hint))

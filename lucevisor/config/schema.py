@@ -25,8 +25,8 @@ from lucevisor.config.sections import (
     PFlashConfig,
     PlacementConfig,
     RecoveryConfig,
-    ServerConfig,
 )
+from lucevisor.config.server import ServerConfig
 from lucevisor.config.values import Notice
 
 
@@ -48,6 +48,7 @@ class Config:
     log: LogConfig = field(default=LogConfig())
     set_keys: frozenset[str] = field(default=frozenset(), compare=False)
     notices: tuple[Notice, ...] = field(default=(), compare=False)
+    overrides: tuple[str, ...] = field(default=(), compare=False)  # of the command line: `load` takes them again
 
     def as_dict(self) -> dict[str, object]:
         """Return all keys and values as in the file, JSON-compatible; loading it gives an equal configuration."""

@@ -12,8 +12,8 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Annotated, Any, Final, Literal
 
-from lucevisor.config.names import Environment, FilePath, Host, Origin, VisibleDevice
-from lucevisor.config.strict import AUTO, Choice, Flag, Line, OrAuto, Real, Several, Size, ValueType, Whole
+from lucevisor.config.names import Environment, FilePath, VisibleDevice
+from lucevisor.config.strict import AUTO, Choice, Line, OrAuto, Real, Several, Size, ValueType, Whole
 from lucevisor.config.values import (
     BACKENDS,
     HUB_PREFIX,
@@ -223,47 +223,6 @@ class EngineConfig:
     def least_chunk(self) -> int:
         """The prefill chunk; where it is automatic, the one that memory does not matter for."""
         return USUAL_CHUNK if self.prefill_chunk == "auto" else self.prefill_chunk
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ServerConfig:
-    """The HTTP endpoint."""
-
-    host: Annotated[
-        str, Key(Host(), "Address to listen on. Any address but loopback needs `api_keys_file` or `allow_open = true`.")
-    ] = "127.0.0.1"
-    port: Annotated[int, Key(Whole(0, 65535), "Port to listen on; 0: any free one, see `lucevisor status`.")] = 8080
-    api_keys_file: Annotated[
-        str,
-        Key(
-            FilePath(),
-            "File of accepted keys, one per line; empty lines and lines that start with `#` are skipped. Empty: no key "
-            "is required.",
-        ),
-    ] = ""
-    admin_keys_file: Annotated[
-        str, Key(FilePath(), "Like `api_keys_file`: keys that may also restart groups over HTTP. Empty: nobody may.")
-    ] = ""
-    allow_open: Annotated[bool, Key(Flag(), "Serve other machines without an API key.")] = False
-    max_queue: Annotated[
-        int, Key(Whole(1, 2**20), "Requests that may wait in the queue; further ones get 429.", "requests")
-    ] = 256
-    max_connections: Annotated[
-        int,
-        Key(
-            Whole(1, 2**16),
-            "Open connections; a further one replaces the longest idle one, or gets 503.",
-            "connections",
-        ),
-    ] = 1024
-    drain_s: Annotated[
-        float,
-        Key(Real(0.01, 86400.0), "How long a stop waits for running requests; then they end with an error.", "seconds"),
-    ] = 2.0
-    cors_origins: Annotated[
-        tuple[str, ...],
-        Key(Several(Origin()), "Origins whose pages may call the endpoint from a browser. Empty: none."),
-    ] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

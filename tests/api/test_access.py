@@ -14,6 +14,7 @@ from lucevisor.api.access import check_access, cors_headers
 from lucevisor.api.errors import ApiError
 from lucevisor.api.keys import ApiKeys
 from lucevisor.api.ports import ApiSettings
+from lucevisor.config import ApiKey
 from tests.api.scripted_model import Rig
 
 CHAT = "/v1/chat/completions"
@@ -25,7 +26,7 @@ def access(path="/v1/models", *, remote="127.0.0.1", keys=(), admin=(), headers=
     """Status that a request of this kind is refused with, or 200."""
     request = make_mocked_request("GET", path, headers=dict(headers)).clone(remote=remote)
     try:
-        check_access(request, ApiSettings(**settings), ApiKeys(keys), ApiKeys(admin))
+        check_access(request, ApiSettings(**settings), ApiKeys(map(ApiKey, keys)), ApiKeys(map(ApiKey, admin)))
     except ApiError as error:
         return error.status
     return 200
@@ -109,7 +110,7 @@ class TestWithKeys:
         assert access(remote="203.0.113.9", keys=["one"], headers={"x-api-key": "one"}) == 200
 
     async def test_over_a_socket(self, start):
-        rig = Rig(keys=ApiKeys(["s3cret"]))
+        rig = Rig(keys=ApiKeys([ApiKey("s3cret")]))
         client = await start(rig)
         async with client.session.post(client.url + CHAT, json=BODY) as response:
             assert response.status == 401
@@ -140,7 +141,9 @@ class TestOrigins:
         assert (await self.asks(client, "OPTIONS", **PREFLIGHT)).status == 405
 
     async def test_exact_origins(self, start):
-        client = await start(Rig(settings=ApiSettings(cors_origins=("https://app.example",)), keys=ApiKeys(["k"])))
+        client = await start(
+            Rig(settings=ApiSettings(cors_origins=("https://app.example",)), keys=ApiKeys([ApiKey("k")]))
+        )
         preflight = await self.asks(client, "OPTIONS", **PREFLIGHT)  # carries no key, by specification
         assert preflight.status == 204
         assert preflight.headers["Access-Control-Allow-Origin"] == "https://app.example"

@@ -18,6 +18,7 @@ from lucevisor.api.keys import ApiKeys
 from lucevisor.api.output.anthropic import MessageFormatter
 from lucevisor.api.output.processor import ChoiceDelta
 from lucevisor.api.output.usage import UsageTotals
+from lucevisor.config import ApiKey
 from lucevisor.text.output_parser import OutputParser
 from lucevisor.text.template import ChatTemplate
 from tests.api.conftest import Live
@@ -354,7 +355,7 @@ class TestErrors:
         assert caught.value.body["error"]["type"] == "not_found_error"
 
     def test_keys(self):
-        one = Live(lambda: Rig(keys=ApiKeys(["right"])))
+        one = Live(lambda: Rig(keys=ApiKeys([ApiKey("right")])))
         try:
             for given in ({"api_key": "right"}, {"auth_token": "right", "api_key": None}):
                 with anthropic.Anthropic(base_url=one.url, max_retries=0, **given) as client:

@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from lucevisor.api.keys import ApiKeys, key_id
+from lucevisor.api.keys import ApiKeys
+from lucevisor.config import ApiKey
 from lucevisor.engine.core import Engine
 from lucevisor.engine.request import GenerationRequest
 from tests.api.scripted_model import MODEL, Rig
@@ -27,13 +28,14 @@ def submitted(monkeypatch: pytest.MonkeyPatch) -> list[GenerationRequest]:
 
 
 async def test_requests_are_told_apart_by_the_key_they_came_with(start, submitted):
-    client = await start(Rig(keys=ApiKeys(["alpha", "beta"])))
+    keys = ApiKeys([ApiKey("alpha"), ApiKey("beta"), ApiKey("gamma", "ann"), ApiKey("delta", "ann")])
+    client = await start(Rig(keys=keys))
     body = {"model": MODEL, "prompt": "Hi", "max_tokens": 2, "n": 2}
-    for headers in ({"Authorization": "Bearer alpha"}, {"x-api-key": "beta"}, {"x-api-key": "alpha"}):
+    for headers in ({"Authorization": "Bearer alpha"}, {"x-api-key": "beta"}, {"x-api-key": "gamma"}):
         status, _ = await client.ask("/v1/completions", body, headers=headers)
         assert status == 200
     ids = [request.key_id for request in submitted]
-    assert ids == [key_id("alpha")] * 2 + [key_id("beta")] * 2 + [key_id("alpha")] * 2
+    assert ids == [id_ for key in ("alpha", "beta", "delta") for id_ in [keys.caller(key).id] * 2]
     assert not any("alpha" in request.key_id for request in submitted)
 
 

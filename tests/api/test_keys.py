@@ -1,13 +1,13 @@
-"""Keys: who is let in, and what a file that changes does."""
+"""Keys: who is let in, and by which name."""
 
 from __future__ import annotations
 
 import hmac
 
-import pytest
+from lucevisor.api.keys import ApiKeys
+from lucevisor.config import ApiKey
 
-from lucevisor.api.keys import ApiKeys, key_id
-from lucevisor.errors import ConfigError
+ALPHA, BETA = ApiKey("alpha"), ApiKey("beta")
 
 
 def test_without_keys_nobody_is_asked():
@@ -15,10 +15,10 @@ def test_without_keys_nobody_is_asked():
 
 
 def test_each_key_is_accepted_and_nothing_else():
-    keys = ApiKeys(["alpha", "beta"])
+    keys = ApiKeys([ALPHA, BETA])
     assert keys.required
-    assert all(keys.accepts(k) for k in ("alpha", "beta"))
-    assert not any(keys.accepts(k) for k in ("", "alph", "alphabeta", "ALPHA", "é", "alpha\x00", "\udcff"))
+    assert all(keys.caller(k) for k in ("alpha", "beta"))
+    assert not any(keys.caller(k) for k in ("", "alph", "alphabeta", "ALPHA", "é", "alpha\x00", "\udcff"))
 
 
 def test_every_key_is_compared_whichever_matches(monkeypatch):
@@ -29,42 +29,40 @@ def test_every_key_is_compared_whichever_matches(monkeypatch):
         compared.append(len(a) == len(b))
         return real(a, b)
 
-    keys = ApiKeys(["first", "second", "third, which is longer"])
+    keys = ApiKeys(map(ApiKey, ["first", "second", "third, which is longer"]))
     monkeypatch.setattr("lucevisor.api.keys.hmac.compare_digest", spy)
     for token in ("first", "third, which is longer", "none"):
         compared.clear()
-        keys.accepts(token)
+        keys.caller(token)
         assert compared == [True, True, True]
 
 
-def test_a_file_is_read_again(tmp_path):
-    path = tmp_path / "keys"
-    path.write_text("# ours\nold\n\n")
-    keys = ApiKeys(path)
-    assert keys.accepts("old")
-    path.write_text("new\n")
-    assert keys.accepts("old")
-    keys.reload()
-    assert keys.accepts("new")
-    assert not keys.accepts("old")
-
-
-def test_a_broken_file_leaves_the_keys(tmp_path):
-    path = tmp_path / "keys"
-    path.write_text("key\n")
-    keys = ApiKeys(path)
-    path.unlink()
-    with pytest.raises(ConfigError, match="api_keys_file"):
-        keys.reload()
-    assert keys.accepts("key")
+def test_keys_are_replaced():
+    keys = ApiKeys([ALPHA])
+    keys.replace([BETA])
+    assert keys.caller("beta")
+    assert not keys.caller("alpha")
+    keys.replace([])
+    assert not keys.required
 
 
 def test_no_key_is_in_the_object():
-    assert "secret" not in repr(vars(ApiKeys(["secret"])))
+    key = ApiKey("secret", "ann")
+    assert "secret" not in repr(vars(ApiKeys([key]))) + repr(key)
 
 
-def test_a_key_is_told_apart_by_an_id_that_does_not_tell_it():
-    assert key_id("") == ""
-    assert key_id("alpha") == key_id("alpha") != key_id("beta")
-    assert "alpha" not in key_id("alpha")
-    assert len(key_id("\udcff")) == 16
+def test_callers_are_told_apart_by_ids_that_do_not_tell_the_key():
+    keys = ApiKeys([ALPHA, BETA, ApiKey("\udcff")])
+    alpha, beta, odd = (keys.caller(k) for k in ("alpha", "beta", "\udcff"))
+    assert alpha == keys.caller("alpha")
+    assert len({alpha.id, beta.id, odd.id}) == 3
+    assert "alpha" not in alpha.id
+    assert alpha.name == ""
+
+
+def test_keys_of_one_name_are_one_caller():
+    keys = ApiKeys([ApiKey("old", "ann"), ApiKey("new", "ann"), ApiKey("ann"), ApiKey("other", "bob")])
+    ann = keys.caller("old")
+    assert ann == keys.caller("new")
+    assert ann.name == "ann"
+    assert len({keys.caller(k).id for k in ("old", "ann", "other")}) == 3

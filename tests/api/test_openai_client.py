@@ -9,6 +9,7 @@ import openai
 import pytest
 
 from lucevisor.api.keys import ApiKeys
+from lucevisor.config import ApiKey
 from tests.api.scripted_model import MODEL, Rig, dice, ids_of, say
 
 HI = [{"role": "user", "content": "Hi"}]
@@ -168,7 +169,7 @@ class TestErrors:
             client.models.retrieve("gpt-4o")
 
     def test_authentication(self, live):
-        server = live(lambda: Rig(keys=ApiKeys(["right"])))
+        server = live(lambda: Rig(keys=ApiKeys([ApiKey("right")])))
         with openai.OpenAI(base_url=server.url + "/v1", api_key="wrong", max_retries=0) as client:
             with pytest.raises(openai.AuthenticationError):
                 client.models.list()

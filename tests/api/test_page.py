@@ -13,6 +13,7 @@ import pytest
 from lucevisor.api.context import ACTIVE
 from lucevisor.api.keys import ApiKeys
 from lucevisor.api.routes.page import document
+from lucevisor.config import ApiKey
 from lucevisor.errors import LucevisorError
 from tests.api.conftest import until
 from tests.api.scripted_model import Rig
@@ -53,7 +54,7 @@ def test_it_loads_nothing_and_makes_no_markup_of_strings():
 
 
 async def test_with_keys_the_page_is_open_and_says_nothing(start):
-    rig = Rig(keys=ApiKeys(["s3cret"]), status=lambda: {"name": "box"})
+    rig = Rig(keys=ApiKeys([ApiKey("s3cret")]), status=lambda: {"name": "box"})
     client = await start(rig)
     response, text = await page(client)
     assert response.status == 200
@@ -80,7 +81,9 @@ class TestRestart:
                 raise LucevisorError(f"there is no group {group!r}: the groups are left")
             asked.append((group, now))
 
-        return await start(Rig(keys=ApiKeys(["client"]), admin_keys=ApiKeys(["admin"]), restart=restart))
+        return await start(
+            Rig(keys=ApiKeys([ApiKey("client")]), admin_keys=ApiKeys([ApiKey("admin")]), restart=restart)
+        )
 
     async def test_needs_an_admin_key(self, desk, asked):
         for headers in ({}, {"x-api-key": "client"}, {"x-api-key": "other"}):

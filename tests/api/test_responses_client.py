@@ -20,6 +20,7 @@ from lucevisor.api.output.responses import ResponsesFormatter
 from lucevisor.api.output.usage import UsageTotals
 from lucevisor.api.prepared import ResponseOptions
 from lucevisor.api.prompts.constraint import constrains
+from lucevisor.config import ApiKey
 from lucevisor.text.output_parser import OutputParser
 from lucevisor.text.template import ChatTemplate
 from tests.api.conftest import Live
@@ -269,7 +270,7 @@ class TestStored:
             client.responses.retrieve(ask(client, store=False).id)
 
     def test_another_key_finds_nothing(self):
-        one = Live(lambda: Rig(keys=ApiKeys(["ann", "bob"])))
+        one = Live(lambda: Rig(keys=ApiKeys([ApiKey("ann"), ApiKey("bob")])))
         try:
             with openai.OpenAI(base_url=one.url + "/v1", api_key="ann", max_retries=0) as ann:
                 first = ask(ann)

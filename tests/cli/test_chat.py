@@ -54,7 +54,7 @@ def test_a_conversation(live, monkeypatch):  # noqa: F811
     server = live(lambda: Rig())
     server.do(lambda rig: setattr(rig.stage, "script", say("**Hello** there!")))
     monkeypatch.setattr(module, "find", lambda *_: type("Target", (), {"socket": None}))
-    status = {"url": server.url, "model": {"name": MODEL}}
+    status = {"url": server.url, "tls_cert_file": "", "model": {"name": MODEL}}
     monkeypatch.setattr(module.AdminClient, "call", lambda *_: status)
     typed = "/temperature 0\nHi\n\nGo \\\non\n/new\nAgain\n"
     done = CliRunner().invoke(cli, ["chat", "--system", "Be brief."], input=typed)
@@ -73,7 +73,9 @@ def test_what_was_not_answered_is_not_sent_again(live, monkeypatch):  # noqa: F8
     server = live(lambda: Rig())
     server.do(lambda rig: rig.lose())
     monkeypatch.setattr(module, "find", lambda *_: type("Target", (), {"socket": None}))
-    monkeypatch.setattr(module.AdminClient, "call", lambda *_: {"url": server.url, "model": {"name": "wrong"}})
+    monkeypatch.setattr(
+        module.AdminClient, "call", lambda *_: {"url": server.url, "tls_cert_file": "", "model": {"name": "wrong"}}
+    )
     done = CliRunner().invoke(cli, ["chat"], input="One\nTwo\n")
     assert done.exit_code == 0, done.output
     assert done.stderr.count("is not served") + done.stderr.count("model") >= 2

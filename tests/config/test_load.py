@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from lucevisor.config import Auto, DeviceRef, HubFile, Ranges, RestartLimit, WeightedSplit, load, read_api_keys
+from lucevisor.config import ApiKey, Auto, DeviceRef, HubFile, Ranges, RestartLimit, WeightedSplit, load, read_api_keys
 from lucevisor.errors import ConfigError
 from tests.config.boxes import SMALLEST, TWO_VENDORS, error_of
 
@@ -301,9 +301,9 @@ def test_files_that_cannot_be_read(tmp_path, name):
 
 def test_api_keys(file, tmp_path):
     keys = tmp_path / "keys"
-    keys.write_text("# operators\nalpha-1\n\n  beta-2  \n#gamma\n")
+    keys.write_text("# operators\nalpha-1\n\n  beta-2 \t ann@box \n#gamma\n")
     keys.chmod(0o600)
-    assert read_api_keys(keys) == ("alpha-1", "beta-2")
+    assert read_api_keys(keys) == (ApiKey("alpha-1"), ApiKey("beta-2", "ann@box"))
     config = load(file(SMALLEST + "[server]\nhost = '0.0.0.0'\napi_keys_file = 'keys'\n"))
     assert config.server.api_keys_file == str(keys)
     assert config.notices == ()
@@ -314,13 +314,15 @@ def test_api_keys(file, tmp_path):
     [
         (b"", "has no key"),
         (b"# none\n\n", "has no key"),
-        (b"good\nsecret one\n", "line 2"),
+        (b"good\nsecret one more\n", "line 2"),
+        (b"good\nsecret \xc3\xa9\n", "line 2"),
+        (b"".join(b"secret n%d\n" % i for i in range(257)), "has 257 names, more than 256"),
         ("geh\u00e9im\n".encode(), "line 1"),
         (b"\xff\n", "not UTF-8"),
         (b"k\n" * 2**20, "larger than 1 MiB"),
         (b"k\n" * 4097, "has 4097 keys, more than 4096"),
     ],
-    ids=["empty", "comments", "blank", "accent", "latin-1", "large", "many"],
+    ids=["empty", "comments", "words", "name", "names", "accent", "latin-1", "large", "many"],
 )
 def test_key_files_that_are_refused_without_showing_a_key(file, tmp_path, content, why):
     (tmp_path / "keys").write_bytes(content)

@@ -16,12 +16,10 @@ import msgspec
 import structlog
 from aiohttp import web
 
-from lucevisor.api.access import api_key_of
 from lucevisor.api.context import IGNORED_BEFORE, METRICS, PORTS, RequestContext, context_of
 from lucevisor.api.errors import from_refusal, from_request_error, unavailable
 from lucevisor.api.generation.jobs import GenerationPlan
 from lucevisor.api.generation.merge import MergedEvents, merged
-from lucevisor.api.keys import key_id
 from lucevisor.api.metrics import Metrics
 from lucevisor.api.output.processor import ChoiceDelta, GenerationFailed
 from lucevisor.api.output.sse import EventStream
@@ -41,11 +39,9 @@ _QUICK_RECORDS: Final = 2000  # tokens and log-probabilities that are encoded in
 async def respond(request: web.Request, plan: GenerationPlan) -> web.StreamResponse:
     """Run a plan and respond.  Raises ApiError when it is rejected or a sequence fails, ClientGone on a disconnect."""
     ports, context = request.app[PORTS], context_of(request)
-    # Without required keys, a client could send many different ones and take many shares.
-    key = key_id(api_key_of(request)) if ports.keys.required else ""
     headers = {IGNORED_HEADER: ", ".join(plan.ignored)} if plan.ignored else {}
     _log_once(plan.ignored, request.app[IGNORED_BEFORE])
-    await _submit(ports, plan, context, key)
+    await _submit(ports, plan, context)
     run = _Response(plan, context, request.app[METRICS])
     try:
         async with merged(context.handles) as events:
@@ -66,7 +62,7 @@ def _log_once(names: Sequence[str], before: set[str]) -> None:
         log.info("parameters without effect were sent", parameters=sorted(new))
 
 
-async def _submit(ports: Ports, plan: GenerationPlan, context: RequestContext, key: str) -> None:
+async def _submit(ports: Ports, plan: GenerationPlan, context: RequestContext) -> None:
     """Submit every sequence or none; `context` has each immediately, as a drain may happen in between."""
     if ports.engine is None:
         waiting = ", ".join(f"{part.name} is {part.state}" for part in ports.not_ready()) or "it is starting"
@@ -74,7 +70,7 @@ async def _submit(ports: Ports, plan: GenerationPlan, context: RequestContext, k
     context.handles = handles = list[HandlePort]()
     try:
         for job in plan.jobs:
-            handles.append(ports.engine.submit(replace(job.request, key_id=key)))
+            handles.append(ports.engine.submit(replace(job.request, key_id=context.caller.id)))
             if len(job.request.prompt) >= _LONG_PROMPT:
                 await asyncio.sleep(0)
     except BaseException as error:

@@ -8,12 +8,10 @@ from collections.abc import Sequence
 import msgspec
 from aiohttp import web
 
-from lucevisor.api.access import api_key_of
-from lucevisor.api.context import PORTS, RESPONSE_STORE
+from lucevisor.api.context import PORTS, RESPONSE_STORE, context_of
 from lucevisor.api.errors import ApiError
 from lucevisor.api.generation.jobs import GenerationPlan, ResponseId, make_jobs
 from lucevisor.api.generation.respond import respond
-from lucevisor.api.keys import key_id
 from lucevisor.api.output.responses import ResponsesFormatter
 from lucevisor.api.prepared import PreparedRequest
 from lucevisor.api.prompts.prepare import prepare
@@ -25,7 +23,7 @@ from lucevisor.errors import show
 
 async def create_response(request: web.Request) -> web.StreamResponse:
     """Handle one request for a response."""
-    ports, store, key = request.app[PORTS], request.app[RESPONSE_STORE], _key(request)
+    ports, store, key = request.app[PORTS], request.app[RESPONSE_STORE], context_of(request).caller.id
     named: dict[str, StoredResponse] = {}
 
     async def amend(body: list[bytes]) -> int:
@@ -71,7 +69,7 @@ async def create_response(request: web.Request) -> web.StreamResponse:
 async def get_response(request: web.Request) -> web.Response:
     """Return a stored response."""
     name = request.match_info["id"]
-    stored = request.app[RESPONSE_STORE].get(name, _key(request))
+    stored = request.app[RESPONSE_STORE].get(name, context_of(request).caller.id)
     if stored is None:
         raise _not_stored(name)
     return web.Response(body=stored.body, content_type="application/json")
@@ -80,15 +78,10 @@ async def get_response(request: web.Request) -> web.Response:
 async def delete_response(request: web.Request) -> web.Response:
     """Forget a stored response."""
     name = request.match_info["id"]
-    if not request.app[RESPONSE_STORE].delete(name, _key(request)):
+    if not request.app[RESPONSE_STORE].delete(name, context_of(request).caller.id):
         raise _not_stored(name)
     body = {"id": name, "object": "response", "deleted": True}
     return web.Response(body=msgspec.json.encode(body), content_type="application/json")
-
-
-def _key(request: web.Request) -> str:
-    """Return the id of the request's API key; without required keys, all requests share what is stored."""
-    return key_id(api_key_of(request)) if request.app[PORTS].keys.required else ""
 
 
 def _not_stored(name: str) -> ApiError:

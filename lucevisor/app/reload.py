@@ -1,0 +1,69 @@
+"""SIGHUP: reads the configuration again and applies what needs no new deployment.
+
+Invariant: a configuration with an error changes nothing; one without is applied as a whole, but for the keys that only
+a new start applies.
+"""
+
+from __future__ import annotations
+
+import ssl
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Final
+
+from lucevisor.api.ports import Ports
+from lucevisor.app import logs
+from lucevisor.config import ApiKey, Config, ServerConfig, changed_keys, load, read_api_keys, server_context
+
+_KEYS: Final = {"log.level", "server.api_keys_file", "server.admin_keys_file", "server.cors_origins"}
+_TLS_KEYS: Final = {"server.tls_cert_file", "server.tls_key_file"}
+"""With HTTPS on only: a listening socket speaks TLS or does not."""
+
+
+@dataclass(frozen=True, slots=True)
+class Reloaded:
+    """``config``: what is in force now.  ``changed``: keys whose new value is; ``waiting``: keys that need a start."""
+
+    config: Config
+    changed: Sequence[str]
+    waiting: Sequence[str]
+
+
+def reload(config: Config, ports: Ports, tls: ssl.SSLContext | None) -> Reloaded:
+    """Read the file of ``config`` again, and the files of keys and TLS.
+
+    Raises ConfigError, and then changes nothing.
+    """
+    found = load(config.file, config.overrides)
+    client_keys, admin_keys = keys_of(found.server)
+    at_once = set(_KEYS)
+    if tls is not None and found.server.tls_cert_file:
+        at_once |= _TLS_KEYS
+        files = Path(found.server.tls_cert_file), Path(found.server.tls_key_file)
+        server_context(*files)  # a pair that does not fit would leave the context without a key
+        tls.load_cert_chain(*files)
+    ports.keys.replace(client_keys)
+    ports.admin_keys.replace(admin_keys)
+    ports.settings = replace(ports.settings, cors_origins=found.server.cors_origins)
+    logs.set_level(found.log.level)
+    changed = changed_keys(config, found)
+    names = [key.partition(".")[2] for key in at_once if key.startswith("server.")]
+    in_force = replace(
+        config,
+        log=replace(config.log, level=found.log.level),
+        server=replace(config.server, **{name: getattr(found.server, name) for name in names}),
+    )
+    return Reloaded(in_force, [k for k in changed if k in at_once], [k for k in changed if k not in at_once])
+
+
+def tls_of(server: ServerConfig) -> ssl.SSLContext | None:
+    """Return the context of HTTPS, None for HTTP.  Raises ConfigError."""
+    return server_context(Path(server.tls_cert_file), Path(server.tls_key_file)) if server.tls_cert_file else None
+
+
+def keys_of(server: ServerConfig) -> tuple[Sequence[ApiKey], Sequence[ApiKey]]:
+    """Return the keys of clients and of operators.  Raises ConfigError."""
+    clients = read_api_keys(Path(server.api_keys_file)) if server.api_keys_file else ()
+    admins = read_api_keys(Path(server.admin_keys_file), "server.admin_keys_file") if server.admin_keys_file else ()
+    return clients, admins

@@ -1,0 +1,79 @@
+"""Files of API keys: one key per line, with a name behind it or without.
+
+Invariant: no message and no `repr` shows a key.
+"""
+
+from __future__ import annotations
+
+import re
+import stat
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Final
+
+from lucevisor.errors import ConfigError
+
+_LARGEST_FILE_BYTES: Final = 2**20
+_MAX_KEYS: Final = 4096  # every request is compared with all of them
+_MAX_NAMES: Final = 256  # each has metrics of its own
+_NAME: Final = re.compile(r"[A-Za-z0-9_.@-]{1,64}")
+_HINT: Final = "name a readable text file with one key per line"
+
+
+@dataclass(frozen=True, slots=True)
+class ApiKey:
+    """A key and the name of who has it, which may be empty.  Keys of one name are one client."""
+
+    key: str = field(repr=False)
+    name: str = ""
+
+
+def read_api_keys(path: Path, setting: str = "server.api_keys_file") -> tuple[ApiKey, ...]:
+    """Return the keys in a file: lines `KEY` or `KEY NAME`; empty ones and those that start with `#` are skipped.
+
+    Raises ConfigError about the configuration key `setting` if the file cannot be read, has no key, or a key could not
+    be sent in a header.
+    """
+    try:
+        lines = _text_lines(path)
+    except UnicodeDecodeError:
+        raise ConfigError(setting, str(path), "is not UTF-8 text", _HINT) from None
+    except (OSError, ValueError) as error:
+        why = f"cannot be read: {getattr(error, 'strerror', None) or error}"
+        raise ConfigError(setting, str(path), why, _HINT) from None
+    keys = []
+    for number, line in enumerate(lines, 1):
+        key, *names = line.split()[:3] or ["#"]
+        if key.startswith("#"):
+            continue
+        if not all(33 <= ord(character) <= 126 for character in key):
+            why = f"has a key on line {number} that is not ASCII"
+            raise ConfigError(setting, str(path), why, "write one key per line")
+        if len(names) > 1 or not all(map(_NAME.fullmatch, names)):
+            why = f"has more than a key and a name on line {number}"
+            hint = "write KEY or KEY NAME; names have up to 64 letters, digits and any of . _ - @"
+            raise ConfigError(setting, str(path), why, hint)
+        keys.append(ApiKey(key, *names))
+    _check_counts(keys, path, setting)
+    return tuple(keys)
+
+
+def _check_counts(keys: list[ApiKey], path: Path, setting: str) -> None:
+    if len(keys) > _MAX_KEYS:
+        raise ConfigError(setting, str(path), f"has {len(keys)} keys, more than {_MAX_KEYS}", "remove unused ones")
+    if (n_names := len({key.name for key in keys} - {""})) > _MAX_NAMES:
+        why = f"has {n_names} names, more than {_MAX_NAMES}"
+        raise ConfigError(setting, str(path), why, "leave the names of some keys out, or give several keys one name")
+    if not keys:
+        raise ConfigError(setting, str(path), "has no key", "write one key per line, or remove the setting")
+
+
+def _text_lines(path: Path) -> list[str]:
+    """Return the lines of a small regular file; devices and pipes could block.  Raises OSError, ValueError."""
+    if not stat.S_ISREG(path.stat().st_mode):
+        raise ValueError("it is not a regular file")
+    with path.open("rb") as file:
+        content = file.read(_LARGEST_FILE_BYTES + 1)
+    if len(content) > _LARGEST_FILE_BYTES:
+        raise ValueError("it is larger than 1 MiB")
+    return content.decode("utf-8").splitlines()

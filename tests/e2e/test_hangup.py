@@ -1,0 +1,137 @@
+"""SIGHUP: a reload without a lost stream; a closed terminal ends a foreground start in order and no `--daemon`."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import signal
+import ssl
+import subprocess
+import sys
+import time
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from tests.certificates import make_certificate
+from tests.e2e.process import DEMO, ROOT, Cli, alive, wait_until
+
+pytestmark = pytest.mark.slow
+
+
+def in_terminal(cli: Cli, *arguments: str) -> tuple[int, int]:
+    """Start a command in a terminal of its own; return its pid and the terminal's descriptor."""
+    pid, terminal = pty.fork()
+    if pid == 0:
+        os.chdir(ROOT)
+        os.execve(sys.executable, [sys.executable, "-m", "lucevisor", *arguments], cli.env)
+    os.set_blocking(terminal, False)
+    return pid, terminal
+
+
+def shown(terminal: int) -> bytes:
+    try:
+        return os.read(terminal, 1 << 16)
+    except OSError:
+        return b""
+
+
+@pytest.mark.parametrize("early", [False, True], ids=["serving", "starting"])
+def test_a_closed_terminal_ends_a_start_in_the_foreground_and_leaves_nothing(cli: Cli, early: bool) -> None:
+    pid, terminal = in_terminal(cli, "start", str(DEMO), "--name", "t", "--set", "server.port=0")
+    directory = cli.runtime / "lucevisor" / "t"
+    wait_until(lambda: (shown(terminal), directory.exists() if early else cli.ready())[1], 60, "started")
+    os.close(terminal)
+    ended = wait_for(pid, 20)
+    assert os.waitstatus_to_exitcode(ended) == 0
+    assert not directory.exists()
+
+
+def wait_for(pid: int, seconds: float) -> int:
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        found, status = os.waitpid(pid, os.WNOHANG)
+        if found:
+            return status
+        time.sleep(0.02)
+    os.kill(pid, signal.SIGKILL)
+    raise AssertionError(f"process {pid} did not end within {seconds} s")
+
+
+def test_a_closed_terminal_does_not_end_a_daemon(cli: Cli) -> None:
+    pid, terminal = in_terminal(cli, "start", str(DEMO), "--name", "t", "--daemon", "--set", "server.port=0")
+    wait_until(lambda: (shown(terminal), cli.ready())[1], 60, "ready")
+    os.close(terminal)
+    wait_for(pid, 20)
+    supervisor = cli.status()["pid"]
+    os.kill(supervisor, signal.SIGHUP)
+    time.sleep(0.5)
+    assert alive(supervisor)
+    assert cli.ready()
+    cli.stop()
+    assert not (cli.runtime / "lucevisor" / "t").exists()
+
+
+def test_sighup_changes_keys_certificate_and_level_under_a_stream(cli: Cli, tmp_path: Path) -> None:
+    make_certificate(tmp_path, "box")
+    (tmp_path / "keys").write_text("first ann\n")
+    (tmp_path / "keys").chmod(0o600)
+    config = tmp_path / "box.toml"
+    text = DEMO.read_text().replace('"demo/', f'"{ROOT}/etc/demo/')
+    server = '[server]\napi_keys_file = "keys"\ntls_cert_file = "box.crt"\ntls_key_file = "box.key"\n'
+    config.write_text(text[: text.index("[server]")] + server)
+    status = cli.start(config)
+    assert status["url"].startswith("https://")
+    old = ssl.create_default_context(cafile=str(tmp_path / "box.crt"))
+
+    def ask(key: str, context: ssl.SSLContext, **more: Any) -> Any:
+        body = {"messages": [{"role": "user", "content": "What does os.path.join do?"}], "temperature": 0, **more}
+        request = urllib.request.Request(f"{status['url']}/v1/chat/completions", json.dumps(body).encode())
+        request.add_header("Authorization", f"Bearer {key}")
+        request.add_header("Content-Type", "application/json")
+        return urllib.request.urlopen(request, context=context, timeout=60)
+
+    stream = ask("first", old, stream=True, max_tokens=300, ignore_eos=True)
+    assert stream.readline().startswith(b"data: ")
+    make_certificate(tmp_path, "box")
+    (tmp_path / "keys").write_text("second bob\n")
+    os.kill(status["pid"], signal.SIGHUP)
+    log = cli.runtime / "lucevisor" / "t" / "log" / "supervisor.jsonl"
+    wait_until(lambda: "configuration reloaded" in log.read_text(), 10, "reloaded")
+    with pytest.raises(OSError, match=r"certificate|CERTIFICATE"):
+        ask("first", old)
+    new = ssl.create_default_context(cafile=str(tmp_path / "box.crt"))
+    with pytest.raises(OSError, match="401"):
+        ask("first", new)
+    assert ask("second", new, max_tokens=4).status == 200
+    assert stream.read().endswith(b"data: [DONE]\n\n")
+    wait_until(
+        lambda: {"ann", "bob"} <= {json.loads(r).get("key") for r in log.read_text().splitlines()},
+        10,
+        "both are in the log",
+    )
+    chat = subprocess.run(
+        [sys.executable, "-m", "lucevisor", "chat", "--name", "t"], input="What does os.path.join do?\n", text=True,
+        env=cli.env | {"LUCEVISOR_API_KEY": "second"}, capture_output=True, timeout=60, check=True,
+    )  # fmt: skip
+    assert "join" in chat.stdout, chat.stderr
+    cli.stop()
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.parametrize("after_s", [0.5, 5.0])
+def test_a_demo_that_is_ended_leaves_nothing(cli: Cli, tmp_path: Path, number: int, after_s: float) -> None:
+    cli.env["TMPDIR"] = str(tmp_path)
+    process = cli.popen("demo")
+    time.sleep(after_s)
+    process.send_signal(number)
+    output, _ = process.communicate(timeout=30)
+    assert process.returncode == 1, output
+    assert list(tmp_path.iterdir()) == []
+    runtime = str(tmp_path)
+    left = [p.pid for p in psutil.process_iter(["environ"]) if runtime in (p.info["environ"] or {}).get("TMPDIR", "")]
+    assert left == []
