@@ -119,7 +119,7 @@ class TestWithKeys:
         assert (answer["error"]["type"], answer["error"]["code"]) == ("authentication_error", "invalid_api_key")
         good = {"Authorization": "Bearer s3cret"}
         assert (await client.ask(CHAT, BODY, headers=good))[0] == 200
-        rig.ports.keys.replace(["other"])
+        rig.ports.keys.replace([ApiKey("other")])
         assert (await client.ask(CHAT, BODY, headers=good))[0] == 401
         assert (await client.ask("/ready"))[0] == 200
         assert (await client.ask("/v1/nope"))[0] == 401  # paths are not told to strangers either

@@ -311,5 +311,6 @@ def test_the_refused_features_are_the_ones_the_valid_files_leave_out():
         - drawn
         - {"placement.target_devices", "placement.target_layer_split", "placement.goal"}
         - {"draft.device", "server.api_keys_file", "server.admin_keys_file"}
+        - {"server.tls_cert_file", "server.tls_key_file"}
     )
     assert left_out == REFUSED
