@@ -1,6 +1,6 @@
 """Connection limits: deadlines for heads, bodies, writes and idle connections, and a cap on open connections.
 
-aiohttp has a deadline for idle connections only.  Knows HTTP/1.1 framing, no routes.  Invariants: a connection without
+aiohttp has a deadline for idle connections only.  Knows HTTP/1.1 style, no routes.  Invariants: a connection without
 a complete head is closed after `head_timeout_s`, one whose client does not read after `write_timeout_s`; at the cap a
 new connection replaces the one that has been idle longest; a connection with a request in service is never closed to
 make room.

@@ -63,6 +63,10 @@ class ApiError(Exception):
             message = param + message[len(self.param) :]
         return ApiError(self.status, message, code=self.code, param=param, headers=self.headers)
 
+    def ollama_body(self) -> dict[str, object]:
+        """Return Ollama's error body; in a stream it is the last line."""
+        return {"error": self.message}
+
     def anthropic_body(self, request_id: str | None = None) -> dict[str, object]:
         """Return Anthropic's error body; in a stream it is the data of the last event."""
         kind = _ANTHROPIC_TYPES.get(self.status, "api_error" if self.status >= 500 else "invalid_request_error")

@@ -35,6 +35,8 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 log = structlog.get_logger("lucevisor.api")
 
 _QUIET = OPEN_PATHS | {"/metrics", "/status"}
+OLLAMA_PATHS = "/api/"
+"""Paths of Ollama's API; its errors have another shape."""
 _STATUS_MESSAGES = {
     404: ("no such path", "not_found"),
     405: ("the method is not allowed for this path", "method_not_allowed"),
@@ -101,7 +103,9 @@ async def _fail(request: web.Request, context: RequestContext, failure: ApiError
         except ClientGone as gone:
             context.fields["dropped"] = str(gone)
         return failure.status, stream.response
-    body = failure.anthropic_body(context.request_id) if _is_anthropic(request) else failure.body()
+    body = failure.ollama_body() if request.path.startswith(OLLAMA_PATHS) else failure.body()
+    if _is_anthropic(request):
+        body = failure.anthropic_body(context.request_id)
     response = web.Response(
         status=failure.status,
         body=msgspec.json.encode(body),

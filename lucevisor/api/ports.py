@@ -72,6 +72,7 @@ class ModelCard:
     name: str
     created_s: int
     fingerprint: str = ""
+    size_bytes: int = 0
     path: str = ""
     architecture: str = ""
     quant: str = ""

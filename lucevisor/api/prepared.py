@@ -14,7 +14,18 @@ import msgspec
 from lucevisor.protocol.steps import Sampling
 from lucevisor.text.grammar.matcher import Grammar
 
-BodyKind = Literal["chat", "completion", "messages", "count_tokens", "responses", "tokenize", "detokenize"]
+BodyKind = Literal[
+    "chat",
+    "completion",
+    "messages",
+    "count_tokens",
+    "responses",
+    "tokenize",
+    "detokenize",
+    "ollama_chat",
+    "ollama_generate",
+    "ollama_show",
+]
 """Which endpoint a body is for."""
 
 
@@ -49,7 +60,8 @@ class GenerationOptions(msgspec.Struct, frozen=True, kw_only=True):
     ``echoes``: the text of each prompt if it is to be repeated, else empty.  ``stop_ids``: tokens that end the answer
     besides the model's own.  ``ignored``: names of parameters without effect.  ``show_reasoning``: the client wants its
     text; only the Messages API asks.  ``grammar``: what the output must be.  ``max_thinking_tokens`` None: no
-    limit of its own.  ``score_prompt``: log-probabilities of the prompt's tokens are wanted, too.
+    limit of its own.  ``plain``: all text is
+    content.  ``score_prompt``: log-probabilities of the prompt's tokens are wanted, too.
     """
 
     sampling: Sampling
@@ -72,6 +84,7 @@ class GenerationOptions(msgspec.Struct, frozen=True, kw_only=True):
     one_tool_call: bool = False
     echoes: tuple[str, ...] = ()
     score_prompt: bool = False
+    plain: bool = False
     response: ResponseOptions | None = None
 
 

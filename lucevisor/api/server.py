@@ -30,7 +30,7 @@ from lucevisor.api.metrics import Metrics
 from lucevisor.api.middleware import request_middleware, set_headers, wait_until_idle
 from lucevisor.api.ports import Ports
 from lucevisor.api.response_store import ResponseStore
-from lucevisor.api.routes import anthropic, info, page, responses
+from lucevisor.api.routes import anthropic, info, ollama, page, responses
 from lucevisor.api.routes.chat import chat_completions
 from lucevisor.api.routes.completions import completions
 from lucevisor.api.routes.openapi import openapi
@@ -65,6 +65,12 @@ def create_app(ports: Ports) -> web.Application:
             web.delete("/v1/responses/{id}", responses.delete_response),
             web.get("/v1/models", info.models),
             web.get("/v1/models/{id:.+}", info.model),
+            web.post("/api/chat", ollama.chat),
+            web.post("/api/generate", ollama.generate),
+            web.post("/api/show", ollama.show),
+            web.get("/api/tags", ollama.tags),
+            web.get("/api/ps", ollama.running),
+            web.get("/api/version", ollama.version),
             web.post("/tokenize", tokenize),
             web.post("/detokenize", detokenize),
             web.get("/props", info.props),

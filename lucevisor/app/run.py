@@ -314,6 +314,7 @@ class Supervisor:
             model=ModelCard(
                 name=self.model.name,
                 created_s=int(self.model.files[0].stat().st_mtime),
+                size_bytes=sum(file.stat().st_size for file in self.model.files),
                 path=str(self.model.files[0]),
                 architecture=self.model.spec.architecture,
                 quant=self.model.spec.quant,

@@ -13,7 +13,7 @@ import uvloop
 
 from lucevisor.api.listening import listen
 from lucevisor.api.server import create_app, serve
-from tests.api.scripted_model import Rig
+from tests.api.scripted_model import Rig, Script, Seen, tokenizer
 
 
 async def until(condition: Callable[[], object], seconds: float = 3.0) -> None:
@@ -125,3 +125,31 @@ def live() -> Iterator[Callable[..., Live]]:
     yield run
     for server in servers:
         server.close()
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Live]:
+    """A server in a thread, for the tests of a module."""
+    one = Live(Rig)
+    yield one
+    one.close()
+
+
+def script(server: Live, value: Script, step_s: float = 0.0) -> None:
+    """Set what the model answers, and how long a step takes."""
+
+    def put(rig: Rig) -> None:
+        rig.stage.script, rig.stage.step_s = value, step_s
+
+    server.do(put)
+
+
+def decoded(seen: Seen) -> str:
+    """The text of a prompt, with its control tokens."""
+    return tokenizer().decode(seen.prompt, skip_special=False)
+
+
+def prompt_of(server: Live) -> str:
+    """The text of the prompt that came last."""
+    text: str = server.do(lambda rig: decoded(rig.stage.opened[-1]))
+    return text

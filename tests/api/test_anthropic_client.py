@@ -21,8 +21,8 @@ from lucevisor.api.output.usage import UsageTotals
 from lucevisor.config import ApiKey
 from lucevisor.text.output_parser import OutputParser
 from lucevisor.text.template import ChatTemplate
-from tests.api.conftest import Live
-from tests.api.scripted_model import MODEL, Rig, ids_of, metadata, say, tokenizer
+from tests.api.conftest import Live, decoded, prompt_of, script
+from tests.api.scripted_model import MODEL, Rig, ids_of, metadata, say
 
 HI = [{"role": "user", "content": "Hi"}]
 ADD = {
@@ -37,31 +37,9 @@ OUTPUT_FORMAT = ChatTemplate.from_gguf(metadata()).output_format
 
 
 @pytest.fixture(scope="module")
-def server():
-    one = Live(Rig)
-    yield one
-    one.close()
-
-
-@pytest.fixture(scope="module")
 def client(server):
     with anthropic.Anthropic(base_url=server.url, api_key="none", max_retries=0, timeout=20) as one:
         yield one
-
-
-def script(server, value, step_s=0.0):
-    def put(rig):
-        rig.stage.script, rig.stage.step_s = value, step_s
-
-    server.do(put)
-
-
-def prompt_of(server):
-    return server.do(lambda rig: decoded(rig.stage.opened[-1]))
-
-
-def decoded(seen):
-    return tokenizer().decode(seen.prompt, skip_special=False)
 
 
 def ask(client, messages=HI, **more):

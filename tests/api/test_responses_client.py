@@ -23,7 +23,7 @@ from lucevisor.api.prompts.constraint import constrains
 from lucevisor.config import ApiKey
 from lucevisor.text.output_parser import OutputParser
 from lucevisor.text.template import ChatTemplate
-from tests.api.conftest import Live
+from tests.api.conftest import Live, prompt_of, script
 from tests.api.scripted_model import MODEL, Rig, ids_of, metadata, say, tokenizer
 
 ADD = {
@@ -40,27 +40,9 @@ OUTPUT_FORMAT = ChatTemplate.from_gguf(metadata()).output_format
 
 
 @pytest.fixture(scope="module")
-def server():
-    one = Live(Rig)
-    yield one
-    one.close()
-
-
-@pytest.fixture(scope="module")
 def client(server):
     with openai.OpenAI(base_url=server.url + "/v1", api_key="none", max_retries=0, timeout=20) as one:
         yield one
-
-
-def script(server, value, step_s=0.0):
-    def put(rig):
-        rig.stage.script, rig.stage.step_s = value, step_s
-
-    server.do(put)
-
-
-def prompt_of(server):
-    return server.do(lambda rig: tokenizer().decode(rig.stage.opened[-1].prompt, skip_special=False))
 
 
 def ask(client, given="Hi", **more):

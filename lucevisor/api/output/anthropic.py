@@ -14,6 +14,7 @@ import msgspec
 
 from lucevisor.api.errors import ApiError
 from lucevisor.api.output.processor import ChoiceDelta, FinishReason
+from lucevisor.api.output.sse import StreamStyle
 from lucevisor.api.output.usage import UsageTotals
 from lucevisor.text.output_parser import ContentDelta, OutputEvent, ReasoningDelta, ToolCallDelta
 
@@ -40,7 +41,7 @@ class MessageFormatter:
     _finish_reason: FinishReason | None = None
     _stop: str | None = None
 
-    named_events: ClassVar[bool] = True
+    style: ClassVar[StreamStyle] = "named"
 
     def start(self, index: int) -> Sequence[_Event]:
         """Return the events before the first block."""

@@ -14,6 +14,7 @@ from lucevisor.api.errors import ApiError
 from lucevisor.api.output.envelope import Envelope
 from lucevisor.api.output.logprobs import chat_logprobs, encode_items
 from lucevisor.api.output.processor import ChoiceDelta, TokenRecord
+from lucevisor.api.output.sse import StreamStyle
 from lucevisor.api.output.usage import UsageTotals
 from lucevisor.text.output_parser import ContentDelta, ReasoningDelta, ToolCallDelta
 from lucevisor.text.tokenizer import Tokenizer
@@ -30,7 +31,7 @@ class ChatFormatter:
     logprobs: bool
     token_ids: bool
 
-    named_events: ClassVar[bool] = False
+    style: ClassVar[StreamStyle] = "data"
 
     def start(self, index: int) -> Sequence[object]:
         """Return the chunk that names the role."""

@@ -13,6 +13,7 @@ from lucevisor.api.errors import ApiError
 from lucevisor.api.output.envelope import Envelope
 from lucevisor.api.output.logprobs import completion_logprobs, echoed_logprobs, encode_items
 from lucevisor.api.output.processor import ChoiceDelta
+from lucevisor.api.output.sse import StreamStyle
 from lucevisor.api.output.usage import UsageTotals
 from lucevisor.text.output_parser import ContentDelta
 from lucevisor.text.tokenizer import Tokenizer
@@ -35,7 +36,7 @@ class CompletionFormatter:
     token_ids: bool
     scored: Sequence[Sequence[int]] = ()
 
-    named_events: ClassVar[bool] = False
+    style: ClassVar[StreamStyle] = "data"
 
     def start(self, index: int) -> Sequence[object]:
         """Return the chunk that echoes the prompt, if that was requested."""

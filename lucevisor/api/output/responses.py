@@ -16,6 +16,7 @@ from lucevisor.api.carried_reasoning import encode_reasoning
 from lucevisor.api.errors import ApiError
 from lucevisor.api.output.logprobs import chat_logprobs
 from lucevisor.api.output.processor import ChoiceDelta, FinishReason, TokenRecord
+from lucevisor.api.output.sse import StreamStyle
 from lucevisor.api.output.usage import UsageTotals
 from lucevisor.api.prepared import ResponseOptions
 from lucevisor.text.output_parser import ContentDelta, OutputEvent, ReasoningDelta, ToolCallDelta
@@ -55,7 +56,7 @@ class ResponsesFormatter:
     _output: list[_Event] = field(default_factory=list)
     _finish_reason: FinishReason | None = None
 
-    named_events: ClassVar[bool] = True
+    style: ClassVar[StreamStyle] = "named"
 
     def start(self, index: int) -> Sequence[_Event]:
         """Return the events before the first item."""

@@ -1,4 +1,4 @@
-"""A response of server-sent events, started as late as possible.
+"""A response of server-sent events, or of lines, started as late as possible.
 
 Knows HTTP, no JSON schema.  Invariant: the head is sent with the first event, so an earlier error still sets the
 status; the events of a later error are the last, and only a complete stream ends as its API says (`[DONE]`).
@@ -8,27 +8,31 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping, Sequence
-from typing import Protocol
+from typing import Final, Literal, Protocol
 
 import msgspec
 from aiohttp import web
 
 from lucevisor.api.errors import ApiError
 
+StreamStyle = Literal["data", "named", "lines"]
+"""`data`: server-sent events without names, ended by `[DONE]`.  `named`: each carries its `type` as its name, and the
+last one ends the stream.  `lines`: no events, but JSON objects, one a line (Ollama's)."""
+
 
 class ClientGone(Exception):
     """The client disconnected, or read nothing for so long that it was disconnected."""
 
 
-class EventFormat(Protocol):
-    """How an API writes its streams.
+_EVENTS: Final = "text/event-stream; charset=utf-8"
+_TYPES: Final[dict[StreamStyle, str]] = {"data": _EVENTS, "named": _EVENTS, "lines": "application/x-ndjson"}
 
-    `named_events`: each event carries its `type` as its name, and the last one ends the stream; otherwise events have
-    no name, and `[DONE]` ends it.
-    """
+
+class EventFormat(Protocol):
+    """How an API writes its streams."""
 
     @property
-    def named_events(self) -> bool: ...
+    def style(self) -> StreamStyle: ...
 
     def failure(self, error: ApiError) -> Sequence[object]:
         """Return the events that end a stream that fails."""
@@ -46,7 +50,7 @@ class EventStream:
         self._encoder = msgspec.json.Encoder()
         self.response = web.StreamResponse(
             headers={
-                "Content-Type": "text/event-stream; charset=utf-8",
+                "Content-Type": _TYPES[event_format.style],
                 "Cache-Control": "no-cache",
                 "X-Accel-Buffering": "no",  # nginx would buffer events
                 **headers,
@@ -64,12 +68,13 @@ class EventStream:
             await self._write(b"".join(map(self._encoded, events)))
 
     async def comment(self) -> None:
-        """Send a comment, which clients skip, so that they and proxies keep the connection open."""
-        await self._write(b": waiting\n\n")
+        """Send a comment, which clients skip, so that they and proxies keep the connection open.  Lines have none."""
+        if self._format.style != "lines":
+            await self._write(b": waiting\n\n")
 
     async def finish(self) -> None:
         """End a complete stream."""
-        if not self._format.named_events:
+        if self._format.style == "data":
             await self._write(b"data: [DONE]\n\n")
         await self._end()
 
@@ -79,8 +84,10 @@ class EventStream:
         await self._end()
 
     def _encoded(self, event: object) -> bytes:
+        if self._format.style == "lines":
+            return self._encoder.encode(event) + b"\n"
         data = b"data: " + self._encoder.encode(event) + b"\n\n"
-        if self._format.named_events and isinstance(event, dict):
+        if self._format.style == "named" and isinstance(event, dict):
             return f"event: {event['type']}\n".encode() + data
         return data
 

@@ -46,6 +46,9 @@ KINDS: Final[tuple[BodyKind, ...]] = (
     "responses",
     "tokenize",
     "detokenize",
+    "ollama_chat",
+    "ollama_generate",
+    "ollama_show",
 )
 READY, PREPARED, ANSWER, REFUSED, DEFECT = range(5)
 

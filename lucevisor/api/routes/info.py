@@ -74,16 +74,21 @@ async def metrics(request: web.Request) -> web.Response:
     return web.Response(body=body, headers={"Content-Type": content_type})
 
 
-def _model(ports: Ports) -> dict[str, object]:
-    """Return the model with OpenAI's fields, vLLM's `max_model_len` and Anthropic's fields."""
-    card, template, context = ports.model, ports.template, ports.max_context or None  # not known yet
+def abilities(ports: Ports) -> dict[str, bool]:
+    """Return what the model can do with its chat template, by Anthropic's names."""
+    template = ports.template
     output = OutputFormat() if template is None else template.output_format
-    supported = {
+    return {
         "image_input": False,
         "structured_outputs": True,
         "thinking": output.reasoning is not None,
         "tools": template is not None and output.tools is not None and "tools" in template.source,
     }
+
+
+def _model(ports: Ports) -> dict[str, object]:
+    """Return the model with OpenAI's fields, vLLM's `max_model_len` and Anthropic's fields."""
+    card, context = ports.model, ports.max_context or None  # not known yet
     return {
         "id": card.name,
         "object": "model",
@@ -95,7 +100,7 @@ def _model(ports: Ports) -> dict[str, object]:
         "created_at": datetime.fromtimestamp(card.created_s, UTC).isoformat().replace("+00:00", "Z"),
         "max_input_tokens": context,
         "max_tokens": context,
-        "capabilities": {name: {"supported": here} for name, here in supported.items()},
+        "capabilities": {name: {"supported": here} for name, here in abilities(ports).items()},
     }
 
 

@@ -13,6 +13,7 @@ from aiohttp import web
 
 from lucevisor import __version__
 from lucevisor.api.prompts.anthropic_schemas import CountTokensBody, MessagesBody
+from lucevisor.api.prompts.ollama_schemas import OllamaChatBody, OllamaGenerateBody, ShowBody
 from lucevisor.api.prompts.responses_schemas import ResponsesBody
 from lucevisor.api.prompts.schemas import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
 from lucevisor.api.routes.page import RestartBody
@@ -23,6 +24,9 @@ _BODIES: Final[dict[str, tuple[type[msgspec.Struct], str]]] = {
     "/v1/messages": (MessagesBody, "Create a message, as Anthropic's API does."),
     "/v1/messages/count_tokens": (CountTokensBody, "Count the tokens of a prompt."),
     "/v1/responses": (ResponsesBody, "Create a response, as OpenAI's Responses API does."),
+    "/api/chat": (OllamaChatBody, "Continue a chat, as Ollama's API does."),
+    "/api/generate": (OllamaGenerateBody, "Continue a prompt, as Ollama's API does."),
+    "/api/show": (ShowBody, "Describe the served model, as Ollama's API does."),
     "/tokenize": (TokenizeBody, "Convert a text to token ids."),
     "/detokenize": (DetokenizeBody, "Convert token ids to text."),
     "/admin/restart": (RestartBody, "Begin the restart of a group's daemon; needs an admin key."),
@@ -31,6 +35,9 @@ _READS: Final = {
     "/v1/models": "List the served model.",
     "/v1/models/{id}": "Describe one model.",
     "/v1/responses/{id}": "Return a stored response.",
+    "/api/tags": "List the served model, as Ollama's API does.",
+    "/api/ps": "List the loaded model, as Ollama's API does.",
+    "/api/version": "Return the release of Ollama whose fields /api/ has.",
     "/props": "Return the server's properties.",
     "/health": "Return 200 while the server is alive.",
     "/ready": "Return whether the pipeline is ready, and what is not.",
@@ -41,6 +48,7 @@ _READS: Final = {
 }
 _ADMIN: Final = frozenset({"/admin/restart"})
 _STREAMED: Final = frozenset({"/v1/chat/completions", "/v1/completions", "/v1/messages", "/v1/responses"})
+_LINES: Final = frozenset({"/api/chat", "/api/generate"})
 _TEXT: Final = {"type": "string"}
 _ANTHROPIC_ERROR: Final = {
     "type": "object",
@@ -80,6 +88,7 @@ def _document() -> bytes:
     error = {"type": "object", "required": list(fields), "properties": fields}
     schemas["Error"] = {"type": "object", "required": ["error"], "properties": {"error": error}}
     schemas["AnthropicError"] = _ANTHROPIC_ERROR
+    schemas["OllamaError"] = {"type": "object", "required": ["error"], "properties": {"error": _TEXT}}
     paths: dict[str, Any] = {path: {"post": _post(path, *body)} for path, body in _BODIES.items()}
     paths |= {path: {"get": _simple(path, "get", summary)} for path, summary in _READS.items()}
     paths["/v1/responses/{id}"]["delete"] = _simple("/v1/responses/{id}", "delete", "Forget a stored response.")
@@ -102,6 +111,8 @@ def _document() -> bytes:
 
 def _post(path: str, kind: type[msgspec.Struct], summary: str) -> dict[str, Any]:
     content: dict[str, Any] = {"application/json": {"schema": {"type": "object"}}}
+    if path in _LINES:
+        content["application/x-ndjson"] = {}
     if path in _STREAMED:
         content["text/event-stream"] = {}  # events, which OpenAPI 3.1 cannot describe
     body = {"schema": {"$ref": f"#/components/schemas/{kind.__name__}"}}
@@ -132,5 +143,6 @@ def _simple(path: str, method: str, summary: str) -> dict[str, Any]:
 
 def _error_responses(path: str, statuses: tuple[str, ...]) -> dict[str, Any]:
     name = "AnthropicError" if path.startswith("/v1/messages") else "Error"
+    name = "OllamaError" if path.startswith("/api/") else name
     content = {"application/json": {"schema": {"$ref": f"#/components/schemas/{name}"}}}
     return {status: {"description": _ERRORS[status], "content": content} for status in statuses}

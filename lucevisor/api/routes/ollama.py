@@ -1,0 +1,125 @@
+"""Ollama's API, below /api/: chat, generate, and what its clients ask about models."""
+
+from __future__ import annotations
+
+from typing import Final
+
+import msgspec
+from aiohttp import web
+
+from lucevisor import __version__
+from lucevisor.api.context import PORTS
+from lucevisor.api.generation.jobs import GenerationPlan, ResponseId, make_jobs
+from lucevisor.api.generation.respond import respond
+from lucevisor.api.output.ollama import OllamaFormatter, created_at
+from lucevisor.api.output.processor import OutputOptions
+from lucevisor.api.ports import Ports
+from lucevisor.api.prepared import BodyKind, PreparedRequest
+from lucevisor.api.prompts.ollama import read_ollama_chat, read_ollama_generate, read_show
+from lucevisor.api.prompts.prepare import Reader, prepare
+from lucevisor.api.routes.chat import chat_output
+from lucevisor.api.routes.info import abilities
+
+OLLAMA_VERSION: Final = "0.12.0"
+"""The release of Ollama whose fields these routes have; clients refuse to talk to servers that look older."""
+
+
+async def chat(request: web.Request) -> web.StreamResponse:
+    """POST /api/chat."""
+    return await _generated(request, "ollama_chat", read_ollama_chat)
+
+
+async def generate(request: web.Request) -> web.StreamResponse:
+    """POST /api/generate."""
+    return await _generated(request, "ollama_generate", read_ollama_generate)
+
+
+async def _generated(request: web.Request, kind: BodyKind, reader: Reader) -> web.StreamResponse:
+    prepared = await prepare(request, kind, reader)
+    if not isinstance(prepared, PreparedRequest):
+        return web.Response(body=b"".join(prepared), content_type="application/json")
+    ports, options, response = request.app[PORTS], prepared.options, ResponseId.now("")
+    formatter = OllamaFormatter(
+        response_id=response.response_id,
+        model=ports.model.name,
+        tokenizer=ports.tokenizer,
+        chat=kind == "ollama_chat",
+        logprobs=options.logprobs,
+    )
+    output = OutputOptions(stops=options.stops) if options.plain else chat_output(options, ports)
+    plan = GenerationPlan(
+        jobs=make_jobs(prepared, output, ports, response),
+        formatter=formatter,
+        stream=options.stream,
+        prompt_param="messages" if kind == "ollama_chat" else "prompt",
+        ignored=options.ignored,
+    )
+    return await respond(request, plan)
+
+
+async def tags(request: web.Request) -> web.Response:
+    """GET /api/tags: the served model."""
+    return _json({"models": [_model(request.app[PORTS])]})
+
+
+async def running(request: web.Request) -> web.Response:
+    """GET /api/ps: the served model, which is never unloaded."""
+    ports = request.app[PORTS]
+    more = {"expires_at": "9999-12-31T23:59:59Z", "size_vram": ports.model.size_bytes}
+    return _json({"models": [_model(ports) | more | {"context_length": ports.max_context}]})
+
+
+async def show(request: web.Request) -> web.StreamResponse:
+    """POST /api/show."""
+    await prepare(request, "ollama_show", read_show)
+    ports = request.app[PORTS]
+    card, template = ports.model, ports.template
+    able = abilities(ports)
+    capabilities = ["completion", *(name for name in ("tools", "thinking") if able[name])]
+    return _json(
+        {
+            "modelfile": "",
+            "parameters": "\n".join(f"{k} {v}" for k, v in msgspec.to_builtins(ports.defaults).items()),
+            "template": "" if template is None else template.source,
+            "modified_at": created_at(card.created_s),
+            "details": _details(ports),
+            "model_info": {
+                "general.architecture": card.architecture,
+                f"{card.architecture}.context_length": ports.max_context,
+            },
+            "capabilities": capabilities,
+        }
+    )
+
+
+async def version(_: web.Request) -> web.Response:
+    """GET /api/version."""
+    return _json({"version": OLLAMA_VERSION, "lucevisor": __version__})
+
+
+def _model(ports: Ports) -> dict[str, object]:
+    card = ports.model
+    return {
+        "name": card.name,
+        "model": card.name,
+        "modified_at": created_at(card.created_s),
+        "size": card.size_bytes,
+        "digest": card.fingerprint,
+        "details": _details(ports),
+    }
+
+
+def _details(ports: Ports) -> dict[str, object]:
+    card = ports.model
+    return {
+        "parent_model": "",
+        "format": "gguf",
+        "family": card.architecture,
+        "families": [card.architecture],
+        "parameter_size": "",
+        "quantization_level": card.quant,
+    }
+
+
+def _json(body: object) -> web.Response:
+    return web.Response(body=msgspec.json.encode(body), content_type="application/json")

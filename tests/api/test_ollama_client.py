@@ -1,0 +1,195 @@
+"""The unmodified `ollama` client against the server: chat, generate, tools, thinking, formats, errors."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+
+import httpx
+import ollama
+import pytest
+
+from lucevisor.api.keys import ApiKey, ApiKeys
+from tests.api.conftest import Live, decoded, prompt_of, script
+from tests.api.scripted_model import MODEL, Rig, say
+
+HI = [{"role": "user", "content": "Hi"}]
+CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
+
+
+def add(a: int) -> int:
+    """Add.
+
+    Args:
+      a: a number
+    """
+    return a + 1
+
+
+@pytest.fixture(scope="module")
+def client(server: Live) -> Iterator[ollama.Client]:
+    with ollama.Client(host=server.url, timeout=20) as one:
+        yield one
+
+
+def test_chat(server, client):
+    script(server, say("Hello!"))
+    answer = client.chat(MODEL, HI)
+    assert (answer.model, answer.message.role, answer.message.content) == (MODEL, "assistant", "Hello!")
+    assert (answer.done, answer.done_reason) == (True, "stop")
+    assert answer.eval_count == 3
+    assert answer.prompt_eval_count
+    assert answer.total_duration >= answer.prompt_eval_duration + answer.eval_duration > 0
+    assert "Hi" in prompt_of(server)
+
+
+def test_chat_streamed(server, client):
+    script(server, say("one two three"))
+    parts = list(client.chat(MODEL + ":latest", HI, stream=True))
+    assert "".join(part.message.content for part in parts) == "one two three"
+    assert [part.done for part in parts] == [False] * (len(parts) - 1) + [True]
+    assert len(parts) > 2
+    assert parts[-1].eval_count
+    assert parts[0].eval_count is None
+
+
+def test_a_stream_is_the_default_and_has_a_line_an_object(server):
+    script(server, say("one two"))
+    answer = httpx.post(server.url + "/api/chat", json={"model": MODEL, "messages": HI})
+    assert answer.headers["content-type"] == "application/x-ndjson"
+    lines = [json.loads(line) for line in answer.text.splitlines()]
+    assert "".join(line["message"]["content"] for line in lines) == "one two"
+    assert "[DONE]" not in answer.text
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_tools_and_their_results(server, client, stream):
+    script(server, lambda seen: say("Two." if "<tool_response>" in decoded(seen) else "I add. " + CALL)(seen))
+    answer = client.chat(MODEL, HI, tools=[add], stream=stream)
+    parts = list(answer) if stream else [answer]
+    [call] = [call for part in parts for call in part.message.tool_calls or ()]
+    assert (call.function.name, call.function.arguments) == ("add", {"a": 1})
+    assert parts[-1].done_reason == "stop"
+    asked = {"role": "assistant", "content": "I add.", "tool_calls": [call]}
+    again = client.chat(MODEL, [*HI, asked, {"role": "tool", "tool_name": "add", "content": "2"}], tools=[add])
+    assert again.message.content == "Two."
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_thinking(server, client, stream):
+    script(server, say("hm\n</think>\n\nYes."))
+    answer = client.chat(MODEL, HI, think=True, stream=stream)
+    parts = list(answer) if stream else [answer]
+    assert "".join(part.message.thinking or "" for part in parts) == "hm"
+    assert "".join(part.message.content or "" for part in parts) == "Yes."
+    script(server, say("Yes."))
+    assert client.chat(MODEL, HI, think=False).message.content == "Yes."
+    assert prompt_of(server).rstrip().endswith("</think>")
+
+
+def test_options_reach_the_sampler(server, client):
+    script(server, say("one two three", end=False))
+    options = {"seed": 7, "temperature": 0.5, "top_k": 3, "repeat_penalty": 1.5, "num_predict": 2, "mirostat": 2,
+               "num_ctx": 4096, "stop": ["zebra"]}  # fmt: skip
+    answer = client.chat(MODEL, HI, options=options)
+    assert (answer.done_reason, answer.eval_count) == ("length", 2)
+    sampling = server.do(lambda rig: rig.stage.opened[-1].sampling)
+    assert (sampling.seed, sampling.temperature, sampling.top_k, sampling.repetition_penalty) == (7, 0.5, 3, 1.5)
+    assert sampling.mirostat.version == 2
+
+
+def test_what_has_no_effect_is_named(server):
+    script(server, say("x"))
+    body = {"model": MODEL, "messages": HI, "keep_alive": "5m", "options": {"num_ctx": 8, "num_predict": -1}}
+    answer = httpx.post(server.url + "/api/chat", json=body)
+    assert answer.headers["X-Lucevisor-Ignored"] == "keep_alive, options.num_ctx"
+
+
+def test_logprobs(server, client):
+    script(server, say("Hello!"))
+    answer = client.chat(MODEL, HI, logprobs=True, top_logprobs=2)
+    assert "".join(one.token for one in answer.logprobs) == "Hello!"
+    assert {len(one.top_logprobs) for one in answer.logprobs} == {2}
+    parts = list(client.generate(MODEL, "Hi", logprobs=True, stream=True))
+    assert sum(len(part.logprobs or ()) for part in parts) == 2
+
+
+def test_generate(server, client):
+    script(server, say("Hello!"))
+    answer = client.generate(MODEL, "Who?", system="Be brief.")
+    assert (answer.response, answer.done, answer.done_reason) == ("Hello!", True, "stop")
+    assert "Be brief." in prompt_of(server)
+    assert "<|im_start|>user\nWho?" in prompt_of(server)
+    assert "".join(part.response for part in client.generate(MODEL, "Who?", stream=True)) == "Hello!"
+
+
+def test_a_raw_prompt_has_no_template(server, client):
+    script(server, say("<think> time"))
+    answer = client.generate(MODEL, "Once upon a", raw=True, options={"temperature": 0})
+    assert answer.response == "<think> time"
+    assert prompt_of(server) == "Once upon a"
+
+
+@pytest.mark.parametrize(("ask", "reason"), [({}, "load"), ({"keep_alive": 0}, "unload")])
+def test_without_a_prompt_the_model_is_only_asked_for(client, ask, reason):
+    answer = client.generate(MODEL, "", **ask)
+    assert (answer.response, answer.done, answer.done_reason) == ("", True, reason)
+    assert client.chat(MODEL, [], **ask).done_reason == reason
+
+
+def test_what_is_there(client):
+    [model] = client.list().models
+    assert (model.model, model.details.format, model.details.family) == (MODEL, "gguf", "")
+    [running] = client.ps().models
+    assert running.model == MODEL
+    shown = client.show(MODEL)
+    assert {"completion", "tools", "thinking"} == set(shown.capabilities)
+    assert "{%" in shown.template
+
+
+def test_version(server):
+    told = httpx.get(server.url + "/api/version").json()["version"]
+    assert tuple(map(int, told.split("."))) >= (0, 6, 4)  # what editors ask for
+
+
+@pytest.mark.parametrize(
+    ("more", "words"),
+    [
+        ({"model": "other"}, "the model .*other.* does not exist here"),
+        ({"format": "yaml"}, "format: .*yaml.* is not a format"),
+        ({"options": {"temperature": 9}}, "options.temperature: 9"),
+        ({"options": {"temprature": 1}}, "temprature.*did you mean temperature"),
+        ({"think": "much"}, "think: .*much.* is not a level"),
+        ({"messages": [{"role": "user", "content": "x", "images": ["aGk="]}]}, r"messages\[0\].images"),
+        ({"messages": [{"role": "boss", "content": "x"}]}, r"messages\[0\].role"),
+    ],
+)
+def test_refusals_have_ollamas_shape(server, more, words):
+    body = {"model": MODEL, "messages": HI} | more
+    answer = httpx.post(server.url + "/api/chat", json=body)
+    assert answer.status_code == (404 if "model" in more else 400)
+    assert list(answer.json()) == ["error"]
+    assert re.search(words, answer.json()["error"])
+
+
+def test_the_client_raises_what_is_refused(client):
+    with pytest.raises(ollama.ResponseError, match="does not exist here") as caught:
+        client.chat("other", HI)
+    assert caught.value.status_code == 404
+
+
+def test_keys(live):
+    server = live(lambda: Rig(keys=ApiKeys([ApiKey("secret")])))
+    with ollama.Client(host=server.url) as stranger, pytest.raises(ollama.ResponseError) as caught:
+        stranger.list()
+    assert caught.value.status_code == 401
+    with ollama.Client(host=server.url, headers={"Authorization": "Bearer secret"}) as friend:
+        assert friend.list().models
+
+
+def test_a_json_schema_reaches_the_matcher(server):
+    body = {"model": MODEL, "messages": HI, "stream": False, "format": {"type": "nonsense"}}
+    answer = httpx.post(server.url + "/api/chat", json=body, timeout=30)
+    assert answer.status_code == 400
+    assert answer.json()["error"].startswith("format")
