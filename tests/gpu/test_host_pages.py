@@ -1,0 +1,57 @@
+"""KV Flash, policy ``exact``, on a GPU: pages copied on a stream of their own are read as they were written."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from daemons.device import prepare
+from daemons.kv.pools import Pools
+from lucevisor.kv.residency import Residency
+from lucevisor.model.spec import LayerSpec, ModelSpec, attention_state
+from lucevisor.model.values import Backend, Dtype, LayerRange, Space
+from lucevisor.protocol.loading import PoolSizes
+from tests.families.golden import FIXTURES, opened
+from tests.families.paged_texts import run
+from tests.families.pipeline import How, load_stages
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA or HIP device"),
+]
+CHUNKS = [256, 256, 62, *[1] * 70, 100, *[3] * 30]
+
+
+@pytest.mark.parametrize("name", FIXTURES)
+def test_logits_are_those_of_the_whole_context(name: str) -> None:
+    prepare(Backend.CUDA, 0)
+    golden = opened(name)
+    how = How(Dtype.FLOAT32, Dtype.FLOAT32, Backend.CUDA, host_pages=80)
+    found = run(golden.spec, load_stages(golden.spec, golden.layer_splits()[:1], how), CHUNKS, Residency(9, "exact"))
+    wanted = run(golden.spec, golden.whole, CHUNKS, None)
+    assert float((found.cpu() - wanted).abs().max()) <= 1e-4 * float(wanted.abs().max())
+
+
+def test_a_page_may_be_overwritten_at_once() -> None:
+    layers = tuple(LayerSpec(i, Space.FULL, {}, attention_state(2, 64, 64)) for i in range(3))
+    spec = ModelSpec("test", "test", "F32", 16, 100, 4096, layers, {}, {}, 0, None)
+    sizes = PoolSizes(40, 0, 0, host_pages=300)
+    pools = Pools(spec, LayerRange(0, 3), torch.device("cuda", 0), Dtype.BFLOAT16, sizes)
+    wanted: dict[int, float] = {}
+    for turn in range(7):
+        rows = [(turn * 40 + 3 * i) % 280 for i in range(40)]
+        for i in range(3):
+            for name in "kv":
+                paged = pools.paged(i, name).pages
+                paged.copy_(torch.arange(40, device="cuda").view(-1, 1, 1, 1).expand_as(paged) + turn + 100 * i)
+        pools.page_out(list(range(40)), rows)
+        wanted |= {row: float(page + turn) for page, row in enumerate(rows)}
+    for i in range(3):
+        host = pools.paged(i, "k").host
+        assert host is not None
+        order = sorted(wanted)
+        found = []
+        for [[chunk]], places in host.pages.chunks([host], order):
+            found += chunk[places.long(), 5, 1, 7].float().tolist()
+        exact = torch.tensor([wanted[row] + 100 * i for row in order]).to(torch.bfloat16)
+        assert found == exact.tolist()
