@@ -1,9 +1,10 @@
-"""Runs the claude and codex command-line agents, with their own system prompts and tools, against a scripted model.
+"""Runs the claude, codex and aider command-line agents, with their own prompts and tools, against a scripted model.
 
-    python -m tests.clients.command_line_agents DIRECTORY
+    python -m tests.clients.command_line_agents DIRECTORY [NAME...]
 
-DIRECTORY is where `npm install @anthropic-ai/claude-code @openai/codex` was run.  The model calls the agent's shell
-tool to list files, then says what it found; the agent must run the call and print the answer.
+DIRECTORY is where `npm install @anthropic-ai/claude-code @openai/codex` was run; aider gets an environment of its own.
+The model calls the agent's shell tool to list files, then says what it found; the agent must run the call and print
+the answer.  Aider has no tools: the model rewrites a file, and aider must write it.
 """
 
 from __future__ import annotations
@@ -14,6 +15,8 @@ import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
+
+from tests.clients.run import environment
 
 ASK = "List the files."
 ANSWER = "There is one file: notes.txt."
@@ -43,12 +46,21 @@ def codex(npm: Path, url: str, home: Path) -> tuple[list[str], dict[str, str]]:
     return [str(npm / "codex"), "exec", "--skip-git-repo-check", ASK], {"CODEX_HOME": str(home)}
 
 
+def aider(npm: Path, url: str, home: Path) -> tuple[list[str], dict[str, str]]:
+    """Return the command and the environment."""
+    command = str(environment("aider").parent / "aider")
+    switches = ["--yes-always", "--no-git", "--no-check-update", "--analytics-disable", "--no-show-model-warnings"]
+    model = ["--model", "openai/scripted/demo", "--openai-api-base", f"{url}/v1", "--openai-api-key", "none"]
+    return [command, *model, *switches, "--message", ASK, "notes.txt"], {}
+
+
 AGENTS: dict[str, tuple[Callable[..., tuple[list[str], dict[str, str]]], list[str]]] = {
     "claude": (
         claude,
         ["</think>\n\n" + call("Bash", '{"command": "ls", "description": "List files"}'), "</think>\n\n" + ANSWER],
     ),
     "codex": (codex, [call("exec_command", '{"cmd": "ls"}'), ANSWER]),
+    "aider": (aider, [f"</think>\n\nI write it down.\n\nnotes.txt\n```\n{ANSWER}\n```\n"]),
 }
 
 
@@ -78,17 +90,20 @@ def check(name: str, npm: Path) -> str:
         finally:
             server.kill()
             server.communicate()
-    return "" if ANSWER in done.stdout else f"exit code {done.returncode}: {done.stdout[-300:]}{done.stderr[-300:]}"
+        written = (work / "notes.txt").read_text()
+    found = written if name == "aider" else done.stdout
+    return "" if ANSWER in found else f"exit code {done.returncode}: {done.stdout[-300:]}{done.stderr[-300:]}"
 
 
-def main(directory: str) -> None:
+def main(directory: str, names: list[str]) -> None:
     """Run the agents; print a row of docs/clients.md for each."""
     npm = Path(directory, "node_modules", ".bin").resolve()
-    for name in AGENTS:
-        version = subprocess.run([npm / name, "--version"], text=True, capture_output=True, check=True).stdout.strip()
-        error = check(name, npm)
-        print(f"| {name} agent, {version} | a shell call and an answer | {error or 'works'} |", flush=True)
+    for name in names or AGENTS:
+        command = environment("aider").parent / "aider" if name == "aider" else npm / name
+        version = subprocess.run([command, "--version"], text=True, capture_output=True, check=True).stdout.strip()
+        error, did = check(name, npm), "a file rewritten" if name == "aider" else "a shell call and an answer"
+        print(f"| {name} agent, {version} | {did} | {error or 'works'} |", flush=True)
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(sys.argv[1], sys.argv[2:])
