@@ -131,11 +131,14 @@ def _from_http(request: web.Request, error: web.HTTPException) -> ApiError:
 
 def _account(request: web.Request, context: RequestContext, status: int) -> None:
     request.app[METRICS].answered(status, context.caller.name, context.prompt_tokens, context.generated_tokens)
+    duration_s = time.monotonic() - context.started_s
+    if context.handles:
+        request.app[METRICS].generated(duration_s)
     fields: dict[str, object] = {
         "method": request.method,
         "path": request.path,
         "status": status,
-        "duration_s": round(time.monotonic() - context.started_s, 6),
+        "duration_s": round(duration_s, 6),
     }
     if context.handles:
         fields |= {

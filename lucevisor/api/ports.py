@@ -117,15 +117,28 @@ class NotReadyPart:
     reason: str = ""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceMetrics:
+    """Memory of a device in bytes; `name` is GROUP:INDEX.  `total` is 0 where it is not known."""
+
+    name: str
+    weights: int
+    state: int
+    free: int
+    total: int
+
+
 @dataclass(frozen=True, slots=True)
 class GroupMetrics:
     """One backend group for the metrics.  `restarts`: count by reason, from a closed list.  `spare_bytes`: resident, of
-    each spare that is warm."""
+    each spare that is warm.  `rss_bytes`: resident, of the daemon."""
 
     name: str
     state: str
     restarts: Mapping[str, int] = field(default_factory=dict)
     spare_bytes: Sequence[int] = ()
+    rss_bytes: int = 0
+    devices: Sequence[DeviceMetrics] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -221,6 +234,7 @@ class Ports:
     engine: EnginePort | None = None
     max_context: int = 0  # tokens; 0: not known yet
     max_sequences: int = 0
+    boundary_row_bytes: int = 0  # of a token's hidden states, from stage to stage
     grammars: GrammarCompiler = field(init=False)
 
     def __post_init__(self) -> None:

@@ -24,7 +24,6 @@ from lucevisor.api.listening import adopt, listen
 from lucevisor.api.log_query import LogQuery
 from lucevisor.api.ports import (
     ApiSettings,
-    GroupMetrics,
     ModelCard,
     NotReadyPart,
     Ports,
@@ -36,6 +35,7 @@ from lucevisor.api.server import create_app
 from lucevisor.app import collector, logs
 from lucevisor.app.cache_operations import CacheOperations, figures
 from lucevisor.app.endpoint import Endpoint
+from lucevisor.app.group_metrics import group_metrics
 from lucevisor.app.log_lines import wanted
 from lucevisor.app.log_reader import LogReader
 from lucevisor.app.model_files import open_model
@@ -53,6 +53,7 @@ from lucevisor.deployment.served_model import ServedModel
 from lucevisor.deployment.service import Observer, Service
 from lucevisor.engine.core import Engine
 from lucevisor.errors import ConfigError, ExitCode, LucevisorError, unusable
+from lucevisor.model.values import dtype_bytes
 from lucevisor.snapshots.tools import check_directory
 from lucevisor.supervision.states import State
 from lucevisor.text.template import ChatTemplate
@@ -334,7 +335,7 @@ class Supervisor:
                 normalise=self.config.cache.normalise,
                 max_connections=min(server.max_connections, most_connections),
             ),
-            groups=self._group_figures,
+            groups=lambda: group_metrics(self.service),
             status=self.status,
             restart=self._begin_restart,
             snapshots=self._snapshot_figures,
@@ -348,6 +349,7 @@ class Supervisor:
         if placement is not None:
             self._ports.max_context = placement.max_context
             self._ports.max_sequences = placement.max_sequences
+            self._ports.boundary_row_bytes = dtype_bytes(placement.dtype, self.model.spec.boundary_width)
 
     def _not_ready(self) -> list[NotReadyPart]:
         if self.service.state == "ready":
@@ -358,17 +360,6 @@ class Supervisor:
             if g.state is not State.READY
         ]
         return parts or [NotReadyPart("chain", self.service.state, self.service.reason())]
-
-    def _group_figures(self) -> list[GroupMetrics]:
-        return [
-            GroupMetrics(
-                name=name,
-                state=g.state.name.lower(),
-                restarts=dict(self.service.restart_reasons[name]),
-                spare_bytes=[spare.rss_bytes for spare in g.spares if spare.warm],
-            )
-            for name, g in self.service.groups.items()
-        ]
 
     def _snapshot_figures(self) -> SnapshotMetrics | None:
         snapshots = self.service.snapshots

@@ -142,12 +142,6 @@ def _group(service: Service, group: GroupSupervisor, progress: KeptProgress) -> 
     """``state_s``: for how long it has been in its state; ``loading``: phase and bytes while it loads."""
     placement = service.placement
     stages = placement.stages_of(group.name) if placement is not None else ()
-    used = {u.layers: u for u in group.loaded.shards} if group.loaded is not None else {}
-    free = (
-        dict(zip(sorted({u.device for u in used.values()}), group.heartbeat.free_bytes, strict=False))
-        if group.heartbeat
-        else {}
-    )
     return {
         "name": group.name,
         "backend": group.config.backend,
@@ -159,7 +153,7 @@ def _group(service: Service, group: GroupSupervisor, progress: KeptProgress) -> 
         "restarts": group.restarts,
         "quarantined": group.quarantined,
         "stages": [s.index for s in stages],
-        "devices": [_device(group, u, free) for u in used.values()],
+        "devices": devices(group),
         "rss_bytes": group.heartbeat.rss_bytes if group.heartbeat is not None else 0,
         "torch": group.hello.torch if group.hello is not None else "",
         "python": group.hello.executable if group.hello is not None else "",
@@ -167,6 +161,14 @@ def _group(service: Service, group: GroupSupervisor, progress: KeptProgress) -> 
         "spare": any(spare.warm for spare in group.spares),
         "spares": [{"pid": s.pid, "warm": s.warm, "rss_bytes": s.rss_bytes} for s in group.spares],
     }
+
+
+def devices(group: GroupSupervisor) -> list[dict[str, Any]]:
+    """Return the shards of a loaded group, with the memory of their devices; ``free_bytes`` as last reported."""
+    used = {u.layers: u for u in group.loaded.shards} if group.loaded is not None else {}
+    indices = sorted({u.device for u in used.values()})
+    free = dict(zip(indices, group.heartbeat.free_bytes, strict=False)) if group.heartbeat is not None else {}
+    return [_device(group, u, free) for u in used.values()]
 
 
 def _device(group: GroupSupervisor, use: DeviceUse, free: dict[int, int]) -> dict[str, Any]:

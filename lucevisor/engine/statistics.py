@@ -70,6 +70,7 @@ class BoundaryTotals:
     """Hand-overs from stage i to i + 1 since the start: from the answer of i until the step was sent to i + 1."""
 
     n_hops: int = 0
+    n_tokens: int = 0
     seconds: float = 0.0
 
 
@@ -101,6 +102,7 @@ class StepTotals:
         for answer, seconds in zip(result.results, result.hops_s, strict=False):
             boundary = self.boundaries[answer.stage]
             boundary.n_hops += 1
+            boundary.n_tokens += result.step.n_tokens
             boundary.seconds += seconds
 
 

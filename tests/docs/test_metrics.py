@@ -1,0 +1,106 @@
+"""docs/metrics.md lists every metric with its type and labels; the Grafana dashboard asks for nothing else."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import pytest
+from prometheus_client import CollectorRegistry
+
+from lucevisor.api.metrics import Metrics
+from lucevisor.api.ports import DeviceMetrics, GroupMetrics, SnapshotMetrics
+from tests.api.scripted_model import Rig
+
+ROOT = Path(__file__).parents[2]
+PAGE = ROOT / "docs" / "metrics.md"
+DASHBOARD = ROOT / "etc" / "grafana" / "lucevisor.json"
+ROW = re.compile(r"^\| `(\w+)` \| (\w+) \|(.*?)\| .+ \|$", re.MULTILINE)
+SUFFIXES = {
+    "counter": ("",),
+    "gauge": ("",),
+    "summary": ("_count", "_sum"),
+    "histogram": ("_bucket", "_count", "_sum"),
+}
+
+
+@dataclass(frozen=True)
+class Family:
+    """A metric: its name as asked for, without the suffixes of summaries and histograms."""
+
+    name: str
+    kind: str
+    labels: tuple[str, ...]
+
+
+@pytest.fixture
+async def registry() -> CollectorRegistry:
+    """The registry of a server that has all there may be: an engine, groups with devices, snapshots."""
+    rig = Rig()
+    numbers = {field.name: {"full": 1} if field.name == "failures" else 1 for field in fields(SnapshotMetrics)}
+    rig.ports.snapshots = lambda: SnapshotMetrics(**numbers)  # type: ignore[arg-type]
+    device = DeviceMetrics(name="left:0", weights=1, state=2, free=3, total=6)
+    rig.ports.groups = lambda: [GroupMetrics("left", "ready", {"exited": 1}, devices=[device])]
+    return Metrics(rig.ports)._registry
+
+
+def families(registry: CollectorRegistry) -> set[Family]:
+    counted = {family.name: family for family in registry.collect()}
+    labels: dict[str, tuple[str, ...]] = {}
+    for collector in registry._collector_to_names:
+        if hasattr(collector, "_labelnames"):
+            labels[collector._name] = tuple(collector._labelnames)
+    found = set()
+    for name, family in counted.items():
+        if name.startswith("process_"):
+            continue  # of prometheus-client
+        names = labels.get(name) or tuple(getattr(family, "_labelnames", ()))
+        found.add(Family(f"{name}_total" if family.type == "counter" else name, family.type, names))
+    return found
+
+
+def documented() -> set[Family]:
+    return {
+        Family(name, kind, tuple(re.findall(r"`(\w+)`", labels)))
+        for name, kind, labels in ROW.findall(PAGE.read_text())
+    }
+
+
+async def test_every_metric_is_documented_and_no_other(registry: CollectorRegistry) -> None:
+    assert documented() == families(registry)
+
+
+def queries(panels: list[dict[str, Any]]) -> Iterator[tuple[str, str]]:
+    for panel in panels:
+        for target in panel.get("targets", []):
+            yield panel["title"], target["expr"]
+        yield from queries(panel.get("panels", []))
+
+
+def test_every_query_of_the_dashboard_asks_for_metrics_and_labels_that_exist() -> None:
+    dashboard = json.loads(DASHBOARD.read_text())
+    samples = {f.name + suffix: f for f in documented() for suffix in SUFFIXES[f.kind]}
+    found = list(queries(dashboard["panels"]))
+    assert len(found) >= 20
+    for title, query in found:
+        names = re.findall(r"\b(?:lucevisor|process)_\w+", query)
+        assert names, title
+        assert set(names) <= {*samples, "process_resident_memory_bytes"}, title
+        labels = {name for listed in re.findall(r"\bby \(([^)]*)\)", query) for name in listed.split(", ")}
+        labels |= {name for inside in re.findall(r"\{([^}]*)\}", query) for name in re.findall(r"(\w+)\s*[=!]", inside)}
+        known = {label for name in names if name in samples for label in samples[name].labels} | {"le", "instance"}
+        assert labels <= known, title
+        assert query.count("(") == query.count(")"), title
+
+
+def test_the_dashboard_shows_what_an_operator_asks_first() -> None:
+    names = {
+        name for _, query in queries(json.loads(DASHBOARD.read_text())["panels"]) for name in re.findall(r"\w+", query)
+    }
+    needed = {"group_state", "generated_tokens_total", "time_to_first_token_seconds_bucket", "requests_queued", "pages"}
+    needed |= {"device_memory_bytes", "daemon_restarts_total", "pause_seconds_sum", "stage_wait_seconds_sum"}
+    assert {f"lucevisor_{name}" for name in needed} <= names
