@@ -74,6 +74,7 @@ class CapturedGraph(Generic[Output]):
 
     def replay(self, rows: Tensor | None, layout: Layout) -> Output:
         self.metadata.copy_(layout.pinned(), non_blocking=True)
+        layout.fill(self.metadata)
         if rows is not None and self.rows is not None:
             self.rows.copy_(rows, non_blocking=True)
         self.graph.replay()

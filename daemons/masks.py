@@ -34,6 +34,10 @@ class MaskInbox:
             if frame is None or not self._keep(frame):
                 return frame
 
+    def wait(self, timeout_s: float) -> bool:
+        """Wait for a frame, or for the end of the link, for so long at most; whether ``receive`` returns soon."""
+        return bool(self._waiting) or self._link.wait(timeout_s)
+
     def take(self, step_id: int, slices: list[Slice]) -> Tensor | None:
         """The masks of a step, uint8 [rows of its masked slices, bytes], once they are here.
 

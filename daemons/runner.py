@@ -14,10 +14,12 @@ from functools import partial
 from pathlib import Path
 
 import torch
+from msgspec.structs import replace
 from torch import Tensor
 
 from daemons import device as devices
 from daemons.boundary import BoundaryBuffer, SharedMemoryBuffer
+from daemons.deferred import DeferredTokens
 from daemons.draft.inputs import DraftInputs
 from daemons.draft.stage import DraftStage
 from daemons.errors import DeviceError, LoadError, StateError
@@ -53,10 +55,15 @@ MaskSource = Callable[[int, list[Slice]], Tensor | None]
 
 @dataclass(slots=True)
 class StepOutput:
-    """A step result and its payload, float32 arrays."""
+    """A step result and its payload, float32 arrays.
+
+    ``deferred``: the tokens that the result lacks until ``ModelRunner.settle``; the step began at ``started``.
+    """
 
     result: StepResult
     payload: list[Tensor]
+    deferred: DeferredTokens | None = None
+    started: float = 0.0
 
 
 class ModelRunner:
@@ -75,6 +82,7 @@ class ModelRunner:
             SharedMemoryBuffer(arena, load.dtype, _width(load, i, self.spec), pinned=pinned)
             for i, arena in enumerate(arenas)
         ]
+        self._settled_at = 0.0
         self._draft: DraftStage | None = None
         self._draft_inputs = None if load.draft is None else DraftInputs(load.draft, self._boundaries)
 
@@ -156,12 +164,27 @@ class ModelRunner:
 
     @torch.inference_mode()
     def run_step(
-        self, step: Step, stage_index: int, wait_s: float, masks: MaskSource = lambda step_id, slices: None
+        self,
+        step: Step,
+        stage_index: int,
+        wait_s: float,
+        masks: MaskSource = lambda step_id, slices: None,
+        queued: Callable[[], None] = lambda: None,
     ) -> StepOutput:
-        """Execute one step on one of the stages; ``masks`` is asked before constrained slices are sampled."""
+        """Execute one step on one of the stages; ``masks`` is asked before constrained slices are sampled.
+
+        ``queued`` is called before anything waits for the device: the time to settle the step before.  That may be
+        deferred, and this step may be queued behind it, where all stages are here.
+        """
         started = time.monotonic()
         stage, plan = self.stages[stage_index], self._plans[stage_index]
+        fill = None
+        if plan.output and self._sampler is not None:
+            step, fill = self._sampler.known(step)
+        if fill is None:
+            queued()
         self._apply(stage, plan, step)
+        deferred: DeferredTokens | None = None
         payload: list[Tensor] = []
         segments: list[tuple[str, list[int]]] = []
         sampled: list[Sampled] = []
@@ -171,7 +194,7 @@ class ModelRunner:
             rows_in = None
             if plan.source is not None:
                 rows_in = self._boundaries[plan.source].read(step.region, n_tokens)
-            out = stage.forward(step, rows_in)
+            out = stage.forward(step, rows_in, fill)
             if step.want_hidden:
                 hidden = torch.stack([h.float().cpu() for h in out.hidden])  # layers may be on several devices
                 payload.append(hidden)
@@ -181,15 +204,27 @@ class ModelRunner:
                 self._boundaries[plan.target].write(step.region, out.rows)
             else:
                 scored = self._score(stage, step, out.rows)
-                sampled = self._sample(stage, step, out.rows, masks, payload, segments)
-                if not sampled:  # else drawing waited: steps are not queued on the device, and their time is known
+                found = self._sample(stage, step, out.rows, masks, payload, segments, queued)
+                if isinstance(found, DeferredTokens):
+                    deferred = found
+                else:
+                    sampled = found
+                if not found:  # else drawing waited: steps are not queued on the device, and their time is known
                     devices.synchronize(stage.device)
         if plan.output and self._draft_inputs is not None:
             self._draft_inputs.keep_tokens(step, sampled)
         result = StepResult(
             step.step_id, stage_index, sampled, time.monotonic() - started, wait_s, segments, scored=scored
         )
-        return StepOutput(result, payload)
+        return StepOutput(result, payload, deferred, started)
+
+    def settle(self, output: StepOutput) -> StepOutput:
+        """Wait for the deferred tokens of a step."""
+        if output.deferred is None or self._sampler is None:
+            return output
+        sampled, now = self._sampler.settle(output.deferred), time.monotonic()
+        begun, self._settled_at = max(output.started, self._settled_at), now
+        return StepOutput(replace(output.result, sampled=sampled, compute_s=now - begun), output.payload)
 
     def _hand_over(self, plan: StagePlan, step: Step, captures: Tensor | None) -> None:
         """Hand a stage's captures to the draft stage, in this daemon or in another."""
@@ -266,7 +301,8 @@ class ModelRunner:
         masks: MaskSource,
         payload: list[Tensor],
         segments: list[tuple[str, list[int]]],
-    ) -> list[Sampled]:
+        queued: Callable[[], None],
+    ) -> list[Sampled] | DeferredTokens:
         if step.want_logits:
             logits = stage.logits(rows, None).cpu()
             payload.append(logits)
@@ -281,6 +317,12 @@ class ModelRunner:
             return []
         logits = stage.logits(rows, wanted)  # on a device it is queued by now: the masks arrive meanwhile
         slices = [s for s in step.slices if s.sample]
+        # a drafter reads the tokens on the host, and other stages wait for the result
+        alone = self._draft_inputs is None and self._plans[stage.plan.stage].source is None and not step.want_logits
+        deferred = self._sampler.defer(slices, logits) if alone else None
+        queued()
+        if deferred is not None:
+            return deferred
         found = masks(step.step_id, slices) if any(s.masked for s in slices) else None
         return self._sampler.sample(slices, logits, found)
 

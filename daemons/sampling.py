@@ -13,12 +13,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
+from msgspec.structs import replace
 from torch import Tensor
 
+from daemons.deferred import DeferredTokens, Fill
+from daemons.errors import StateError
 from daemons.masks import apply_masks
 from daemons.repetition import Breakers, Context, breakers_by_head, penalise_repetition
 from daemons.truncation import filtered, mirostat_keeps, next_mu
-from lucevisor.protocol.steps import Sampled, Sampling, Slice
+from lucevisor.protocol.steps import PENDING, Sampled, Sampling, Slice, Step
 
 CANDIDATES = 1024
 """Rows whose filters keep fewer tokens than this need no full sort of the vocabulary."""
@@ -63,6 +66,8 @@ class Sampler:
     vocabulary: int
     device: torch.device
     states: dict[int, SamplingState] = field(default_factory=dict)
+    _last: dict[int, int] = field(default_factory=dict)  # the token sampled last, by sequence
+    _deferred: DeferredTokens | None = None  # newer ones, which the host does not know yet
 
     def open(self, sequence: int, sampling: Sampling, history: list[int], mu: float | None = None) -> None:
         """Start a sequence, replacing any with that id; ``history``: ids of its context that no step will carry;
@@ -84,9 +89,57 @@ class Sampler:
 
     def close(self, sequence: int) -> None:
         self.states.pop(sequence, None)
+        self._last.pop(sequence, None)
 
     def reset(self) -> None:
         self.states.clear()
+        self._last.clear()
+        self._deferred = None
+
+    def known(self, step: Step) -> tuple[Step, Fill | None]:
+        """The step with the tokens its pending slices stand for; 0 where only the device knows them, which the second
+        result puts in place.  Raises StateError where none was sampled.
+        """
+        if not any(s.tokens == [PENDING] for s in step.slices):
+            return step, None
+        deferred, slices, places, row = self._deferred, list[Slice](), list[tuple[int, int]](), 0
+        for s in step.slices:
+            if s.tokens == [PENDING]:
+                if deferred is not None and s.sequence in deferred.sequences:
+                    places.append((row, deferred.sequences.index(s.sequence)))
+                    s = replace(s, tokens=[0])
+                elif s.sequence in self._last:
+                    s = replace(s, tokens=[self._last[s.sequence]])
+                else:
+                    raise StateError(f"slice of sequence {s.sequence} at {s.start}", "no token was sampled before it")
+            slices.append(s)
+            row += len(s.tokens)
+        fill = Fill.of(deferred.tokens, places) if deferred is not None and places else None
+        return replace(step, slices=slices), fill
+
+    def defer(self, slices: Sequence[Slice], logits: Tensor) -> DeferredTokens | None:
+        """Draw a token a slice as ``sample`` does, without waiting for the device; ``settle`` brings them.
+
+        None where the host has to look at something in between: then nothing was done.  ``logits`` as for ``sample``.
+        """
+        states = [self.states[s.sequence] for s in slices]
+        samplings = [state.sampling for state in states]
+        if self.device.type == "cpu" or any(s.n_drafts or s.masked for s in slices) or not _draws_blindly(samplings):
+            return None
+        for i, state in enumerate(states):
+            adjust(state, logits[i : i + 1])
+        u = [uniform(s.seed, piece.start + len(piece.tokens)) for s, piece in zip(samplings, slices, strict=True)]
+        tokens = _draw_blindly(logits, samplings, u)
+        self._deferred = DeferredTokens.of([s.sequence for s in slices], tokens)
+        return self._deferred
+
+    def settle(self, deferred: DeferredTokens) -> list[Sampled]:
+        """Wait for deferred tokens.  Call it before the next ``sample``."""
+        found = deferred.settle()
+        self._last |= {sequence: token for sequence, token in found.items() if sequence in self.states}
+        if self._deferred is deferred:
+            self._deferred = None
+        return [Sampled(sequence, token) for sequence, token in found.items()]
 
     def count(self, sequence: int, ids: Sequence[int]) -> None:
         """Count tokens that enter the context of ``sequence``; once per token, and drafts only when accepted."""
@@ -133,6 +186,7 @@ class Sampler:
                 tokens = _accepted(drawn[at:end], drafts)
             at = end
             self.count(slice_.sequence, drafts[: len(tokens) - 1])
+            self._last[slice_.sequence] = tokens[-1]
             out += _sampled(slice_.sequence, tokens, report, mus)
         return out
 
@@ -266,10 +320,8 @@ def _put(tokens: list[int], rows: list[int], found: list[int]) -> None:
 
 def draw(x: Tensor, samplings: Sequence[Sampling], u: Sequence[float]) -> list[int]:
     """Draw one id a row from adjusted logits ``x`` [n, V]; ``u[i]`` in [0, 1) decides row i."""
-    device = x.device
-    temperature = torch.tensor([[s.temperature] for s in samplings], dtype=torch.float32, device=device)
-    scaled = x / temperature
-    point = torch.tensor([[v] for v in u], dtype=torch.float64, device=device)
+    scaled = x / _on(x.device, [[s.temperature] for s in samplings], torch.float32)
+    point = _on(x.device, [[v] for v in u], torch.float64)
     filtered = [i for i, s in enumerate(samplings) if s.top_k > 0 or s.top_p < 1.0 or s.min_p > 0.0]
     plain = [i for i, s in enumerate(samplings) if not (s.top_k > 0 or s.top_p < 1.0 or s.min_p > 0.0)]
     tokens = [0] * len(samplings)
@@ -280,20 +332,48 @@ def draw(x: Tensor, samplings: Sequence[Sampling], u: Sequence[float]) -> list[i
     while filtered:
         settings = [samplings[i] for i in filtered]
         found, complete = _filtered(_take(scaled, filtered), settings, _take(point, filtered), width)
-        _put(tokens, filtered, found)
+        _put(tokens, filtered, found.tolist())
         # the rest are flat distributions: what the filters keep is wider than the candidates
-        filtered, width = [i for i, ok in zip(filtered, complete, strict=True) if not ok], x.shape[-1]
+        filtered, width = [i for i, ok in zip(filtered, complete.tolist(), strict=True) if not ok], x.shape[-1]
     return tokens
 
 
-def _filtered(scaled: Tensor, samplings: Sequence[Sampling], point: Tensor, width: int) -> tuple[list[int], list[bool]]:
+def _draws_blindly(samplings: Sequence[Sampling]) -> bool:
+    """Whether rows are drawn alike, and nothing between logits and token depends on what is found."""
+    if all(s.greedy for s in samplings):
+        return all(s.stateless for s in samplings)
+    if any(s.greedy or s.sorts or not s.stateless for s in samplings):
+        return False
+    bounded = [0 < s.top_k <= CANDIDATES for s in samplings]
+    return all(bounded) or not any(s.top_k > 0 or s.top_p < 1.0 or s.min_p > 0.0 for s in samplings)
+
+
+def _draw_blindly(x: Tensor, samplings: Sequence[Sampling], u: Sequence[float]) -> Tensor:
+    """Draw as ``draw`` does from logits ``x`` [n, V] where ``_draws_blindly``; ids int64 [n] on the device."""
+    if samplings[0].greedy:
+        return x.argmax(dim=-1)
+    scaled = x / _on(x.device, [[s.temperature] for s in samplings], torch.float32)
+    point = _on(x.device, [[v] for v in u], torch.float64)
+    if samplings[0].top_k > 0:
+        return _filtered(scaled, samplings, point, min(x.shape[-1], max(CANDIDATES, *(s.top_k for s in samplings))))[0]
+    return _inverse_cdf(torch.softmax(scaled, dim=-1, dtype=torch.float64), point)
+
+
+def _on(device: torch.device, values: Sequence[Sequence[float]], dtype: torch.dtype) -> Tensor:
+    """A small tensor on a device, without waiting for what is queued there."""
+    if device.type == "cpu":
+        return torch.tensor(values, dtype=dtype)
+    return torch.tensor(values, dtype=dtype, pin_memory=True).to(device, non_blocking=True)
+
+
+def _filtered(scaled: Tensor, samplings: Sequence[Sampling], point: Tensor, width: int) -> tuple[Tensor, Tensor]:
     """Draw among the ``width`` most likely ids; second result: whether the filters certainly keep no others."""
     device, vocabulary = scaled.device, scaled.shape[-1]
     values, ids = scaled.topk(width, dim=-1)
     p = torch.exp(values.double() - torch.logsumexp(scaled.double(), dim=-1, keepdim=True))
-    top_k = torch.tensor([[s.top_k if s.top_k > 0 else vocabulary] for s in samplings], device=device)
-    top_p = torch.tensor([[s.top_p] for s in samplings], dtype=torch.float64, device=device)
-    min_p = torch.tensor([[s.min_p] for s in samplings], dtype=torch.float64, device=device)
+    top_k = _on(device, [[s.top_k if s.top_k > 0 else vocabulary] for s in samplings], torch.int64)
+    top_p = _on(device, [[s.top_p] for s in samplings], torch.float64)
+    min_p = _on(device, [[s.min_p] for s in samplings], torch.float64)
     p = torch.where(torch.arange(width, device=device) < top_k, p, 0.0)
     # with top_k, renormalise over the k kept; without, p is over the whole vocabulary and need not sum to 1 here
     p = p / torch.where(top_k < vocabulary, p.sum(dim=-1, keepdim=True), 1.0)
@@ -301,10 +381,10 @@ def _filtered(scaled: Tensor, samplings: Sequence[Sampling], point: Tensor, widt
     keep = ((below - p) < top_p) & (p >= min_p * p[:, :1])
     keep[:, 0] = True
     complete = (top_k <= width) | (below[:, -1:] >= top_p) & (top_p < 1) | (p[:, -1:] < min_p * p[:, :1])
-    complete |= torch.tensor(width == vocabulary, device=device)
+    complete = complete | (width == vocabulary)
     kept = torch.where(keep, p, 0.0)
     chosen = ids.gather(1, _inverse_cdf(kept, point)[:, None])[:, 0]
-    return chosen.tolist(), complete[:, 0].tolist()
+    return chosen, complete[:, 0]
 
 
 def _inverse_cdf(p: Tensor, point: Tensor) -> Tensor:

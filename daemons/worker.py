@@ -24,7 +24,7 @@ from daemons.errors import DaemonError, describe
 from daemons.masks import MaskInbox
 from daemons.options import Options
 from daemons.pulse import Reporter
-from daemons.runner import ModelRunner
+from daemons.runner import ModelRunner, StepOutput
 from daemons.snapshots.transfers import TransferExecutor
 from lucevisor.model.gguf_header import GgufError
 from lucevisor.model.values import Backend
@@ -38,6 +38,9 @@ from lucevisor.protocol.messages import PROTOCOL_VERSION, Failed, Shutdown
 from lucevisor.protocol.source_hash import source_hash
 from lucevisor.protocol.steps import DraftStep, Reset, ResetDone, Step
 from lucevisor.protocol.transfers import Restore, Save
+
+_POLL_S = 5e-5
+"""How often the daemon looks whether the device is done while no frame comes."""
 
 
 def serve(link: BlockingLink, reporter: Reporter, options: Options) -> int:
@@ -89,6 +92,14 @@ def _version(package: str) -> str:
         return ""
 
 
+class _StepFailed(Exception):
+    """A step failed, and the supervisor was told; ``code`` is the exit code of the process."""
+
+    def __init__(self, code: int) -> None:
+        super().__init__(code)
+        self.code = code
+
+
 class _MessageLoop:
     def __init__(self, link: BlockingLink, reporter: Reporter, options: Options) -> None:
         self._link, self._reporter, self._options = link, reporter, options
@@ -96,25 +107,62 @@ class _MessageLoop:
         self._runtime: ModelRunner | None = None
         self._transfers: TransferExecutor | None = None
         self._broken = False
+        self._deferred: StepOutput | None = None  # of a step that is computed on the device
+        self._n_rows = 0  # of that step
         self._idle_since = time.monotonic()
 
     def run(self) -> int:
         while True:
             try:
-                frame = self._inbox.receive()
+                frame = self._receive()
+                if frame is None:
+                    return EXIT_FAILED if self._broken else 0
+                code = self._handle(frame)
+            except _StepFailed as failed:
+                return failed.code
+            except LinkClosed:
+                raise
             except ProtocolError as e:
                 self._reporter.log("error", "link broken", reason=str(e))
                 return EXIT_FAILED
-            if frame is None:
-                return EXIT_FAILED if self._broken else 0
-            code = self._handle(frame)
             if code is not None:
                 return code
-            self._reporter.phase("idle")
-            self._idle_since = time.monotonic()
+            if self._deferred is None:
+                self._idle()
+
+    def _idle(self) -> None:
+        self._reporter.phase("idle")
+        self._idle_since = time.monotonic()
+
+    def _receive(self) -> Frame | None:
+        """The next frame; meanwhile answer the step on the device when that is done."""
+        while (output := self._deferred) is not None and not self._inbox.wait(_POLL_S):
+            if output.deferred is None or output.deferred.ready:
+                self._answer_deferred()
+                self._idle()
+        return self._inbox.receive()
+
+    def _answer_deferred(self) -> None:
+        """Wait for the step on the device, if there is one, and answer it.  Raises _StepFailed after it said why."""
+        output, self._deferred = self._deferred, None
+        if output is None or self._runtime is None:
+            return
+        try:
+            output = self._runtime.settle(output)
+        except Exception as e:  # process boundary: report, then exit
+            result = output.result
+            raise _StepFailed(self._fail(f"step {result.step_id}", e, f"stage {result.stage}")) from e
+        self._answer(output, self._n_rows)
+
+    def _answer(self, output: StepOutput, n_rows: int) -> None:
+        payload = [t.contiguous().numpy().data for t in output.payload]
+        self._link.send(output.result, request_id=output.result.step_id, payload=payload)
+        self._reporter.step_done(n_rows)
 
     def _handle(self, frame: Frame) -> int | None:
         """Return None to go on, or the exit code."""
+        if not isinstance(frame.message, Step):  # a step may be queued behind the one on the device
+            self._answer_deferred()
         match frame.message:
             case Step() | DraftStep() as message:
                 return self._step(message, frame.flags)
@@ -145,7 +193,7 @@ class _MessageLoop:
                 )
 
     def _step(self, message: Step | DraftStep, stage: int) -> int | None:
-        wait_s = time.monotonic() - self._idle_since
+        wait_s = time.monotonic() - self._idle_since if self._deferred is None else 0.0
         step = message.step if isinstance(message, DraftStep) else message
         self._reporter.phase("step", step.step_id)
         try:
@@ -154,13 +202,16 @@ class _MessageLoop:
             if isinstance(message, DraftStep):
                 outcome = self._runtime.run_draft(message, wait_s)
             else:
-                outcome = self._runtime.run_step(message, stage, wait_s, self._inbox.take)
+                outcome = self._runtime.run_step(message, stage, wait_s, self._inbox.take, self._answer_deferred)
+        except (LinkClosed, _StepFailed):
+            raise
         except Exception as e:  # process boundary: report, then exit
             where = "the draft stage" if isinstance(message, DraftStep) else f"stage {stage}"
             return self._fail(f"step {step.step_id}", e, where)
-        payload = [t.contiguous().numpy().data for t in outcome.payload]
-        self._link.send(outcome.result, request_id=step.step_id, payload=payload)
-        self._reporter.step_done(step.n_tokens)
+        if outcome.deferred is None:
+            self._answer(outcome, step.n_tokens)
+        else:
+            self._deferred, self._n_rows = outcome, step.n_tokens
         return None
 
     def _load(self, load: Load, fds: tuple[int, ...]) -> int | None:

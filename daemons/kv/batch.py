@@ -86,13 +86,15 @@ class GraphKey(NamedTuple):
 class Layout:
     """The host side: the groups, and one int64 array with all metadata a device needs.
 
-    ``bounded``: slices attend to positions from ``Slice.draft_from`` on.
+    ``bounded``: slices attend to positions from ``Slice.draft_from`` on.  ``fill`` puts tokens that only the device
+    knows into metadata that lie there: the id of row i is number i.
     """
 
     def __init__(
         self, slices: Sequence[Slice], sequences: Sequences, spec: ModelSpec, *, bounded: bool = False
     ) -> None:
         self.n_rows = sum(len(s.tokens) for s in slices)
+        self.fill: Callable[[Tensor], None] = lambda metadata: None
         spaces = spec.spaces()
         self.spaces = [s for s in (Space.FULL, Space.WINDOW) if s in spaces]
         self.groups: list[SliceGroup] = []
@@ -147,7 +149,9 @@ class Layout:
         """The metadata on a device."""
         if device.type == "cpu":
             return torch.from_numpy(self.metadata)
-        return self.pinned().to(device, non_blocking=True)
+        metadata = self.pinned().to(device, non_blocking=True)
+        self.fill(metadata)
+        return metadata
 
     @staticmethod
     def _group_numbers(group: SliceGroup) -> np.ndarray:

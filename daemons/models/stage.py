@@ -113,10 +113,11 @@ class LoadedStage:
             self.sequences.apply(operation)
 
     @torch.inference_mode()
-    def forward(self, step: Step, rows_in: Tensor | None) -> StageOutput:
+    def forward(self, step: Step, rows_in: Tensor | None, fill: Callable[[Tensor], None] | None = None) -> StageOutput:
         """Run the step's slices through the stage's layers, after the step's operations were applied.
 
-        ``rows_in`` [T, boundary_width], on any device; ignored by the embedding stage, which reads token ids.
+        ``rows_in`` [T, boundary_width], on any device; ignored by the embedding stage, which reads token ids.  ``fill``
+        as in Layout.
         Raises StateError for slices that contradict the tables.
         """
         n = step.n_tokens
@@ -132,6 +133,8 @@ class LoadedStage:
             raise StateError(where, f"boundary rows {found} for {n} tokens of width {self.spec.boundary_width}")
         self.sequences.flush()
         layout = Layout(step.slices, self.sequences, self.spec)
+        if fill is not None:
+            layout.fill = fill
         hidden: list[Tensor] | None = [] if step.want_hidden else None
         captures: list[Tensor] = []
         for shard, graphs in zip(self.shards, self.graphs, strict=True):

@@ -19,6 +19,7 @@ from lucevisor.engine.chunking import SharedChunks
 from lucevisor.engine.drafting import Drafting
 from lucevisor.engine.limits import EngineLimits
 from lucevisor.engine.request import RequestState
+from lucevisor.engine.run_ahead import choose_ahead
 from lucevisor.engine.sequence import RequestRecord
 from lucevisor.engine.shares import KeyShares
 from lucevisor.engine.step import ScheduledSlice, ScheduledStep
@@ -120,7 +121,8 @@ def choose_slices(
     decodes.sort(key=lambda one: (one.live.last_step, one.record.arrival))
     chosen = drafting.with_drafts(decodes[: _n_decodes(records, in_flight, budget.n_stages, drafting)])
     n_left = limits.max_step_tokens - sum(one.n_tokens for one in chosen)
-    return chosen + _choose_prompts(prompts, limits, budget, n_left, alone=not chosen)
+    chosen += _choose_prompts(prompts, limits, budget, n_left, alone=not chosen)
+    return chosen or choose_ahead(records, in_flight, budget.n_stages, drafting)
 
 
 def _choose_prompts(

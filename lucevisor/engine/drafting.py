@@ -46,6 +46,7 @@ class Drafting:
         self._n_sampled = 0  # of them, those that the output stage has answered, at the front
         self._overlaps = False  # the drafter works beside the output stage
         self._n_decoding = self._n_prompts = 0  # running, when the next step was begun
+        self._promised: dict[str, int] = {}  # drafts that the next step verifies, by request id, as decided before
 
     # ---- the drafter
 
@@ -103,16 +104,11 @@ class Drafting:
 
     def with_drafts(self, decodes: Sequence[ScheduledSlice]) -> list[ScheduledSlice]:
         """Add drafts to decodes that share a step, before their pages are secured."""
-        if not self._settings.max_drafts:
-            return [*decodes]
-        self._n_prompts = sum(record.state is RequestState.PREFILL for record in self._running)
-        self._n_decoding = len(self._running) - self._n_prompts
-        if self._settings.lookup:
-            self._index(one.record for one in decodes)
-        records = [(one.record, self._candidates(one)) for one in decodes]
+        promised, self._promised = self._promised, {}
+        records = self._offered(decodes)
         if not any(drafted.tokens for _, drafted in records):
             return [*decodes]
-        wanted = self.speculation.n_verify(records, self._n_decoding)
+        wanted = promised or self.speculation.n_verify(records, self._n_decoding)
         widths = []
         for one in decodes:
             n_left = one.record.max_tokens - one.record.n_generated - 1
@@ -120,6 +116,14 @@ class Drafting:
             widths.append(max(0, min(width, self._settings.max_drafts, n_left)))
         widths = within_masks(self._within_states(widths), [one.record.request.constraint for one in decodes])
         return [_padded(one, width, drafted) for one, width, (_, drafted) in zip(decodes, widths, records, strict=True)]
+
+    def would_draft(self, ahead: Sequence[ScheduledSlice]) -> bool:
+        """Whether decodes should wait for the tokens they start from, because drafts are likely to follow these."""
+        records = self._offered(ahead)
+        offered = any(drafted.tokens for _, drafted in records)
+        wanted = self.speculation.n_verify(records, self._n_decoding) if offered else {}
+        self._promised = wanted if any(wanted.values()) else {}
+        return bool(self._promised)
 
     def fit(self, one: ScheduledSlice) -> tuple[ScheduledSlice, list[Operation]]:
         """Return a slice that has its own pages with pages and states for its drafts and for those to ask for.
@@ -233,6 +237,16 @@ class Drafting:
             self.speculation.measured(n_rows, len(slices), sum(stages_s), max(stages_s))
 
     # ---- inside
+
+    def _offered(self, decodes: Sequence[ScheduledSlice]) -> list[tuple[RequestRecord, Drafted]]:
+        """Return the drafts there are for decodes; none where drafts are off."""
+        if not self._settings.max_drafts:
+            return []
+        self._n_prompts = sum(record.state is RequestState.PREFILL for record in self._running)
+        self._n_decoding = len(self._running) - self._n_prompts
+        if self._settings.lookup:
+            self._index(one.record for one in decodes)
+        return [(one.record, self._candidates(one)) for one in decodes]
 
     def _count_drafts(self, step: ScheduledStep, drafts: dict[int, Drafted], seconds: float) -> None:
         shares, n_drafted = [], []

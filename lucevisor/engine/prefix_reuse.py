@@ -171,6 +171,8 @@ class PrefixReuse:
         live = record.live
         if live is None or not live.n_computed or record.uncached or not self._is_whole(live):
             return []
+        if live.n_computed > len(record.tokens):
+            return []  # cancelled while it ran ahead: what it computes is not known
         if self._pools.copies_states:
             return self._remember(record, live, "generation", now)
         source = SlotSource(live.n_computed, live.table.entries, live.state, "generation")

@@ -289,6 +289,8 @@ class Scheduler:
                     self._operations += operations
                     secured.append(one)
                     break
+                if one.runs_ahead:
+                    break  # not worth another request's pages
                 if self.reuse.index.reclaim(one.live.table.needs(one.stop)) or self.running.release_ahead():
                     continue
                 if len(self.running) == 1 and self.reuse.index.pinning:

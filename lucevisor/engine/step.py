@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from lucevisor.engine.constraint import Constraint, MaskJob
 from lucevisor.engine.request import RequestState, TokenScore
 from lucevisor.engine.sequence import LiveSequence, RequestRecord
-from lucevisor.protocol.steps import Drafted, Operation, Sampled, Scored, Slice, Step, StepResult
+from lucevisor.protocol.steps import PENDING, Drafted, Operation, Sampled, Scored, Slice, Step, StepResult
 
 
 class WrongResult(Exception):
@@ -52,6 +52,11 @@ class ScheduledSlice:
         return self.stop >= len(self.record.tokens)
 
     @property
+    def runs_ahead(self) -> bool:
+        """Whether it starts from a token that a step in flight samples."""
+        return self.stop > len(self.record.tokens)
+
+    @property
     def n_tokens(self) -> int:
         """Rows of the slice, drafts included."""
         return self.stop - self.live.n_scheduled + len(self.drafts)
@@ -67,7 +72,7 @@ class ScheduledSlice:
         found = Slice(
             live.sequence,
             live.n_scheduled,
-            [*self.record.tokens[live.n_scheduled : self.stop], *self.drafts],
+            [PENDING] if self.runs_ahead else [*self.record.tokens[live.n_scheduled : self.stop], *self.drafts],
             sample=self.samples,
             n_drafts=n_drafts,
             states=[*self.states],

@@ -70,7 +70,8 @@ def _sequence_problems(scheduler: Scheduler) -> Iterator[str]:
             yield f"{name} is {record.state.value} and {'has no' if live is None else 'has a'} sequence"
         if record.n_in_flight != (n := in_flight[record.request.request_id]):
             yield f"{name} counts {record.n_in_flight} steps in flight, {n} carry a slice of it"
-        if live is not None and not live.n_computed <= min(live.n_scheduled, len(record.tokens)):
+        n_planned = len(record.tokens) + (record.n_in_flight > 1)  # one token may run ahead
+        if live is not None and not live.n_computed <= min(live.n_scheduled, n_planned):
             n_tokens = f"{live.n_computed} computed, {live.n_scheduled} scheduled"
             yield f"{name} has {len(record.tokens)} tokens, {n_tokens}"
     names = [record.request.request_id for record in running + queued]

@@ -10,6 +10,7 @@ third process that inherited it would hide the peer's death.
 
 from __future__ import annotations
 
+import select
 import socket
 from collections import deque
 from contextlib import suppress
@@ -90,6 +91,15 @@ class BlockingLink:
     def fileno(self) -> int:
         """The socket's descriptor, -1 after ``close``."""
         return self._sock.fileno()
+
+    def wait(self, timeout_s: float) -> bool:
+        """Wait until a frame has begun to arrive, or the link is dead; False after ``timeout_s``."""
+        if self._frames or self.closed_because is not None or self._sock.fileno() < 0:
+            return True
+        try:
+            return bool(select.select([self._sock], [], [], timeout_s)[0])
+        except (OSError, ValueError):  # close() in another thread
+            return True
 
     def receive(self) -> Frame | None:
         """Block until the next frame; None when the link is dead (``closed_because`` has the reason).

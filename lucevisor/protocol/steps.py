@@ -9,6 +9,10 @@ import msgspec
 
 from lucevisor.model.values import Space
 
+PENDING = -1
+"""The only token of a slice where the supervisor does not know it yet: what the step before sampled for the sequence.
+Only to the daemon of a pipeline of one stage."""
+
 
 class Dry(msgspec.Struct, frozen=True, array_like=True):
     """Settings of the DRY penalty: a token that would continue a repetition of n >= ``allowed_length`` tokens loses
@@ -73,6 +77,11 @@ class Sampling(msgspec.Struct, frozen=True, array_like=True):
     def needs_history(self) -> bool:
         """Whether the tokens before count."""
         return self.penalised or self.dry is not None
+
+    @property
+    def stateless(self) -> bool:
+        """Whether a draw needs its row and position alone, and reports nothing but the token."""
+        return not self.needs_history and self.mirostat is None and self.n_top_logprobs < 0
 
     @property
     def uses_mirostat(self) -> bool:
@@ -156,7 +165,8 @@ Operation = OpenSequence | CloseSequence | SetPages | CopyPage | CopyState | Zer
 
 
 class Slice(msgspec.Struct, frozen=True, array_like=True):
-    """Consecutive tokens of one sequence in a step: ``tokens[i]`` is at position ``start + i``.
+    """Consecutive tokens of one sequence in a step: ``tokens[i]`` is at position ``start + i``; a decode may be
+    ``[PENDING]``.
 
     ``sample``: sample the next token from the last row.  A decode is a slice of one token, a prefill chunk is longer.
     A verify slice ends with ``n_drafts`` draft tokens: one token is sampled from the row before the first draft, and

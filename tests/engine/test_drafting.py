@@ -55,7 +55,8 @@ class Bench:
             self.scheduler.submit(request(name, [sum(name.encode()), *range(n_prompt - 1)], n), 0.0)
 
     def plan(self) -> StepPlan:
-        [plan] = plans(self.scheduler)
+        plan = self.scheduler.next_plan(0.0)
+        assert plan is not None
         return plan
 
     def answer(self, plan: StepPlan, n_accepted: int = 0, seconds: float = 0.0) -> None:

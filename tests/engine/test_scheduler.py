@@ -150,7 +150,7 @@ def test_a_while_after_the_last_short_prompt_long_ones_get_whole_chunks_again() 
     assert [p.step.n_tokens for p in plans(scheduler, RECENT_S + 0.1)] == [128, 256]  # to the next multiple, then whole
 
 
-@pytest.mark.parametrize("n_stages", [1, 2, 3, 4])
+@pytest.mark.parametrize("n_stages", [2, 3, 4])
 def test_decodes_are_dealt_into_as_many_micro_batches_as_there_are_stages(n_stages: int) -> None:
     names = "abcdefgh"
     bounds = limits(max_sequences=8, pools=PoolSizes(64, 0, 8))
@@ -245,8 +245,9 @@ def test_a_stop_id_ends_a_request_is_counted_and_is_no_token_event() -> None:
     scheduler.submit(request("a", stop_ids=frozenset({9})), 1.0)
     [plan] = plans(scheduler, 3.0)
     assert scheduler.apply(answer(plan, 8), 4.0) == [("a", TokenEvent(8))]
-    [plan] = plans(scheduler, 4.0)
+    plan, ahead = plans(scheduler, 4.0)
     [(name, finished)] = scheduler.apply(answer(plan, 9), 10.0)
+    assert scheduler.apply(answer(ahead, 5), 11.0) == []
     assert name == "a"
     assert isinstance(finished, FinishedEvent)
     assert (finished.reason, finished.stop_id, finished.usage) == ("stop", 9, Usage(3, 0, 2))
@@ -343,7 +344,7 @@ def test_a_result_without_a_step_is_refused() -> None:
 
 
 def test_nothing_is_admitted_while_admission_is_off() -> None:
-    scheduler = decoding(limits(), "a")
+    scheduler = decoding(limits(), "a", n_stages=2)
     scheduler.submit(request("b"), 0.0)
     scheduler.admission.open = False
     assert [p.request_ids for p in plans(scheduler)] == [("a",)]

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 import numpy as np
+from msgspec.structs import replace
 
 from lucevisor.engine.journal import RowCopy
 from lucevisor.model.values import PAGE_TOKENS, Space
@@ -23,6 +24,7 @@ from lucevisor.protocol.connection import Connection
 from lucevisor.protocol.loading import PoolSizes
 from lucevisor.protocol.states import LinkState, Role
 from lucevisor.protocol.steps import (
+    PENDING,
     CloseSequence,
     CopyPage,
     CopyState,
@@ -169,6 +171,7 @@ class _Open:
     n_tokens: int | None = None  # not known before the first slice: it may begin with what a prefix slot holds
     n_drafts: int = 0  # of them, those of the last slice that the next one may take back
     states: list[int] = field(default_factory=list)  # written by the last slice
+    drawn: tuple[int, int] | None = None  # the token drawn last and its position
     tables: dict[Space, list[int]] = field(default_factory=dict)
     hosts: dict[int, int] = field(default_factory=dict)  # by entry: its page in host memory
 
@@ -201,6 +204,7 @@ class ToyStage:
             self._operate(operation)
             if len(self.sequences) > max_sequences:
                 raise Violation(f"{len(self.sequences)} sequences are open, {max_sequences} were announced")
+        step = replace(step, slices=[self._known(piece) for piece in step.slices])
         named = [s.sequence for s in step.slices]
         if len(named) != len(set(named)):
             raise Violation(f"step {step.step_id} carries two slices of a sequence: {named}")
@@ -230,6 +234,19 @@ class ToyStage:
         arrays, segments = self._payload(step, rows_in, rows_out)
         return StepResult(step.step_id, self.stage, sampled, compute_s=0.25, wait_s=0.5, segments=segments), arrays
 
+    def _known(self, piece: Slice) -> Slice:
+        """A slice whose token the step before has drawn."""
+        if PENDING not in piece.tokens:
+            return piece
+        if piece.tokens != [PENDING] or self.model.n_stages > 1 or piece.sequence not in self.sequences:
+            raise Violation(f"nobody knows the tokens {piece.tokens} of sequence {piece.sequence}")
+        token, position = self.sequences[piece.sequence].drawn or (0, -1)
+        if position != piece.start:
+            raise Violation(
+                f"sequence {piece.sequence} goes on at {piece.start}, the last token drawn is at {position}"
+            )
+        return replace(piece, tokens=[token])
+
     def take_over(self, other: ToyStage, units: Mapping[Space, Sequence[int]]) -> None:
         """Hold in these pages and states what another process of this stage held."""
         for space, ids in units.items():
@@ -248,6 +265,7 @@ class ToyStage:
             allowed = range(VOCABULARY) if masks is None else np.flatnonzero(masks[i - sure]).tolist()
             token = draw(rows[i - 1], sequence.sampling, piece.start + i, sequence.counts, allowed)
             sampled.append(Sampled(piece.sequence, token))
+            sequence.drawn = token, piece.start + i
             if i == len(piece.tokens) or piece.tokens[i] != token:
                 break
             sequence.counts = (sequence.counts + mix(token)) & _MASK

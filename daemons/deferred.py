@@ -1,0 +1,67 @@
+"""Tokens drawn on a device that the host does not wait for: the step behind can be queued meanwhile.
+
+The step behind reads them where they are (``fill``); the host gets them by an asynchronous copy (``settle``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(slots=True, eq=False)
+class DeferredTokens:
+    """Tokens of a step, one a sequence: ``tokens`` int64 [n] on the device, on their way to ``host``."""
+
+    sequences: list[int]
+    tokens: Tensor
+    host: Tensor
+    copied: torch.cuda.Event
+
+    @classmethod
+    def of(cls, sequences: Sequence[int], tokens: Tensor) -> DeferredTokens:
+        """Start the copy to the host."""
+        host = torch.empty(tokens.shape, dtype=tokens.dtype, pin_memory=True)
+        host.copy_(tokens, non_blocking=True)
+        copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        copied.record(torch.cuda.current_stream(tokens.device))
+        return cls([*sequences], tokens, host, copied)
+
+    @property
+    def ready(self) -> bool:
+        """Whether ``settle`` returns at once."""
+        return bool(self.copied.query())  # type: ignore[no-untyped-call]
+
+    def settle(self) -> dict[int, int]:
+        """Wait for the device; the tokens by sequence."""
+        self.copied.synchronize()
+        return dict(zip(self.sequences, self.host.tolist(), strict=True))
+
+
+@dataclass(frozen=True, slots=True)
+class Fill:
+    """Puts tokens that only the device knows into a step's metadata, whose number i is the id of row i.
+
+    ``runs``: first row, first token and length of each run of neighbours.
+    """
+
+    tokens: Tensor
+    runs: list[tuple[int, int, int]]
+
+    @classmethod
+    def of(cls, tokens: Tensor, places: Sequence[tuple[int, int]]) -> Fill:
+        """``places``: a row and the index of its token, rows ascending."""
+        runs: list[tuple[int, int, int]] = []
+        for row, at in places:
+            if runs and (runs[-1][0] + runs[-1][2], runs[-1][1] + runs[-1][2]) == (row, at):
+                runs[-1] = (*runs[-1][:2], runs[-1][2] + 1)
+            else:
+                runs.append((row, at, 1))
+        return cls(tokens, runs)
+
+    def __call__(self, metadata: Tensor) -> None:
+        for row, at, n in self.runs:
+            metadata[row : row + n].copy_(self.tokens[at : at + n], non_blocking=True)
