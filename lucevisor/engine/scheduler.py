@@ -288,9 +288,8 @@ class Scheduler:
                 if operations is not None:
                     self._operations += operations
                     secured.append(one)
+                if operations is not None or one.runs_ahead:  # which is not worth another request's pages
                     break
-                if one.runs_ahead:
-                    break  # not worth another request's pages
                 if self.reuse.index.reclaim(one.live.table.needs(one.stop)) or self.running.release_ahead():
                     continue
                 if len(self.running) == 1 and self.reuse.index.pinning:
