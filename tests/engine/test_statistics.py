@@ -55,4 +55,4 @@ def test_totals_add_up_by_stage_and_boundary() -> None:
         totals.add(PipelineResult(step, results, (memoryview(b""),) * 2, (0.125,), 4.0))
     assert (totals.n_steps, totals.n_tokens, totals.seconds) == (2, 6, 8.0)
     assert totals.stages == [StageTotals(2, 1.0, 0.5), StageTotals(2, 3.0, 0.5)]
-    assert totals.boundaries == [BoundaryTotals(2, 0.25)]
+    assert totals.boundaries == [BoundaryTotals(2, 6, 0.25)]
