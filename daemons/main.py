@@ -21,6 +21,7 @@ from types import FrameType
 from daemons.errors import describe
 from daemons.options import Options, parse
 from daemons.pulse import Reporter
+from lucevisor.protocol import fault_hooks
 from lucevisor.protocol.blocking_link import BlockingLink
 from lucevisor.protocol.errors import LinkClosed, LocalProtocolError
 from lucevisor.protocol.exit_codes import EXIT_CONFIGURATION, EXIT_FAILED
@@ -46,6 +47,8 @@ def main(argv: Sequence[str]) -> int:
     reporter = Reporter(pulse, on_lost=_terminate_self)
     _exit_in_order_on_sigterm(link_socket, reporter)
     reporter.start()
+    hooks = {"hang": fault_hooks.hold_interpreter, "mute": reporter.mute, "clock": fault_hooks.shift_clock}
+    fault_hooks.listen(hooks)
     try:
         return _serve(link, reporter, options)
     finally:

@@ -46,6 +46,7 @@ class Reporter:
         self._lock = threading.Lock()  # of the counters and the queue; never held while sending
         self._wake = threading.Event()
         self._closing = False
+        self._muted_until_s = 0.0
         self._thread = threading.Thread(target=self._run, name="pulse", daemon=True)
 
     def start(self) -> None:
@@ -78,6 +79,10 @@ class Reporter:
     def memory(self, free_bytes: Sequence[int]) -> None:
         """Set the free bytes of each device for later heartbeats."""
         self._free_bytes = list(free_bytes)
+
+    def mute(self, seconds: float) -> None:
+        """Send no heartbeats for so long: a fault hook."""
+        self._muted_until_s = time.monotonic() + seconds
 
     @property
     def phase_now(self) -> Phase:
@@ -118,13 +123,14 @@ class Reporter:
                 for message in self._take():
                     self._send(message)
                 phase = self._now[0]
-                if time.monotonic() >= due or phase != self._reported:
+                muted = time.monotonic() < self._muted_until_s
+                if not muted and (time.monotonic() >= due or phase != self._reported):
                     self._link.send(self._heartbeat(count))
                     count += 1
                     due = time.monotonic() + HEARTBEAT_S
                 if closing:
                     return
-                self._wake.wait(max(due - time.monotonic(), 0.0))
+                self._wake.wait(HEARTBEAT_S if muted else max(due - time.monotonic(), 0.0))
         except LinkClosed:
             if not self._closing:
                 self._on_lost()

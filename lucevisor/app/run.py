@@ -12,6 +12,7 @@ import signal
 import time
 from collections import deque
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -42,6 +43,7 @@ from lucevisor.app.model_files import open_model
 from lucevisor.app.open_files import connections_within, raise_limit
 from lucevisor.app.progress import KeptProgress
 from lucevisor.app.reload import keys_of, reload, tls_of
+from lucevisor.app.run_options import RunOptions, refuse_faults
 from lucevisor.app.rundir import RunDirectory
 from lucevisor.app.signals import EarlySignals, Hangup
 from lucevisor.app.status import Address, status
@@ -54,6 +56,7 @@ from lucevisor.deployment.service import Observer, Service
 from lucevisor.engine.core import Engine
 from lucevisor.errors import ConfigError, ExitCode, LucevisorError, unusable
 from lucevisor.model.values import dtype_bytes
+from lucevisor.protocol import fault_hooks
 from lucevisor.snapshots.tools import check_directory
 from lucevisor.supervision.states import State
 from lucevisor.text.template import ChatTemplate
@@ -71,31 +74,29 @@ class Display(Observer, Protocol):
     def listening(self, url: str) -> None: ...
 
 
-def run(
-    config: Config, name: str, observer: Display, *, to_terminal: bool = True, take_over_s: float | None = None
-) -> ExitCode:
-    """Serve until stopped; log to the run directory and, with ``to_terminal``, to standard error.
-
-    ``take_over_s``: take over from a running supervisor of the same name, which then has so long to finish requests.
-    Raises LucevisorError for what keeps it from starting at all.
-    """
+def run(config: Config, name: str, observer: Display, options: RunOptions) -> ExitCode:
+    """Serve until stopped; log to the run directory.  Raises LucevisorError for what keeps it from starting at all."""
     early = EarlySignals()
     run_dir = RunDirectory(name)
-    if take_over_s is None or not run_dir.join():
-        take_over_s = None
+    if options.take_over_s is None or not run_dir.join():
+        options = replace(options, take_over_s=None)
         run_dir.claim()
     try:
         try:
-            logs.configure(config.log.format, config.log.level, run_dir.log, to_terminal=to_terminal)
+            logs.configure(config.log.format, config.log.level, run_dir.log, to_terminal=options.to_terminal)
         except OSError as error:
             raise unusable(run_dir.path, error) from error
+        if options.limits is None:
+            refuse_faults(config)
+        else:
+            fault_hooks.listen({"clock": fault_hooks.shift_clock})
         model = open_model(config, _fetching)
         check_before_start(config, model.spec)
         if config.cache.dir and config.cache.prefix_slots:
             check_directory(Path(config.cache.dir))
         early.stop_raising()
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            return runner.run(_run(config, model, run_dir, observer, take_over_s, early))
+            return runner.run(_run(config, model, run_dir, observer, options, early))
     except KeyboardInterrupt:  # stopped before there was anything to stop
         return ExitCode.DONE
     finally:
@@ -114,10 +115,10 @@ async def _run(
     model: ServedModel,
     run_dir: RunDirectory,
     observer: Display,
-    take_over_s: float | None,
+    options: RunOptions,
     early: EarlySignals,
 ) -> ExitCode:
-    return await Supervisor(config, model, run_dir, observer, take_over_s).run(early)
+    return await Supervisor(config, model, run_dir, observer, options).run(early)
 
 
 class Supervisor:
@@ -129,7 +130,7 @@ class Supervisor:
         model: ServedModel,
         run_dir: RunDirectory,
         observer: Display,
-        take_over_s: float | None = None,
+        options: RunOptions,
     ) -> None:
         self.config, self.model, self.run_dir = config, model, run_dir
         self._tls = tls_of(config.server)
@@ -139,12 +140,12 @@ class Supervisor:
         self._display = observer
         self._stop_asked = asyncio.Event()
         self._progress = KeptProgress(observer)
-        self.service = Service(config, model, run_dir.own, self._progress, self._on_engine)
+        self.service = Service(config, model, run_dir.own, self._progress, self._on_engine, options.limits)
         self._app = create_app(self._ports)
         self._endpoint = Endpoint(self._app, self, run_dir.socket, self._tls)
         self._report = SystemdReport(self._in_a_line)
         self._succession = Succession(
-            self.service, self._endpoint, run_dir, self._report, take_over_s, self._stop_asked.set
+            self.service, self._endpoint, run_dir, self._report, options.take_over_s, self._stop_asked.set
         )
         self._restarts: set[asyncio.Task[None]] = set()
         self.cache = CacheOperations(self.service)

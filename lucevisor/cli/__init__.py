@@ -28,6 +28,7 @@ COMMANDS = {
     "logits": ("lucevisor.cli.logits", "Run token ids through the pipeline and save logits and hidden states."),
     "cache": ("lucevisor.cli.cache", "List, verify, prune and remove snapshots on disk."),
     "chat": ("lucevisor.cli.chat", "Talk to a running supervisor."),
+    "chaos": ("lucevisor.cli.chaos", "Inject random faults beside real traffic, and check every answer."),
     "demo": ("lucevisor.cli.demo", "Start the bundled model over two daemons, ask questions, restart one, ask again."),
 }
 
@@ -44,6 +45,7 @@ EXAMPLES = {
     "logits": ("lucevisor logits box.toml --ids ids.json --out logits.npz",),
     "cache": ("lucevisor cache ls", "lucevisor cache prune --to 10GiB"),
     "chat": ("lucevisor chat --system 'Answer in one sentence.'",),
+    "chaos": ("lucevisor chaos --minutes 20", "lucevisor chaos box.toml --seed 7"),
     "demo": ("lucevisor demo",),
 }
 EXIT_CODES = "Exit codes: 0 done, 1 it failed, 2 wrong usage or configuration, 3 nothing runs, 4 not ready in time."

@@ -25,6 +25,7 @@ from lucevisor.errors import ExitCode, LucevisorError, NotReadyError, NotRunning
 @click.option("--name", help="Name for status, stop and the others (default: the file's stem).")
 @click.option("--daemon", is_flag=True, help="Run in the background; return when the endpoint is ready.")
 @click.option("--detached", is_flag=True, hidden=True, help="What --daemon starts: logs to the run directory only.")
+@click.option("--allow-faults", metavar="NAME=SECONDS,...", hidden=True, help="For `chaos`: fault hooks, deadlines.")
 @click.option(
     "--take-over", is_flag=True, help="Take name and address over from a running supervisor, if there is one."
 )
@@ -50,6 +51,7 @@ def start(
     name: str | None,
     daemon: bool,
     detached: bool,
+    allow_faults: str | None,
     take_over: bool,
     drain_s: float,
     timeout_s: float,
@@ -61,12 +63,14 @@ def start(
         more = ["--take-over", "--drain", str(drain_s)] if take_over else []
         return _in_background(config, overrides, chosen, timeout_s, more)
     from lucevisor.app.run import run  # imports the whole supervisor: only where it is needed
+    from lucevisor.app.run_options import RunOptions, fault_limits
 
-    take_over_s = drain_s if take_over else None
+    limits = fault_limits(allow_faults) if allow_faults is not None else None
+    options = RunOptions(to_terminal=not detached, take_over_s=drain_s if take_over else None, limits=limits)
     if detached:
-        return int(run(loaded, chosen, SilentDisplay(), to_terminal=False, take_over_s=take_over_s))
+        return int(run(loaded, chosen, SilentDisplay(), options))
     with StartDisplay(loaded) as display:
-        return int(run(loaded, chosen, display, take_over_s=take_over_s))
+        return int(run(loaded, chosen, display, options))
 
 
 def _in_background(config: Path, overrides: tuple[str, ...], name: str, timeout_s: float, more: Sequence[str]) -> int:

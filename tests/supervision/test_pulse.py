@@ -145,3 +145,17 @@ def test_close_sends_what_waits(ends):
     reporter.close()
     assert receive(supervisor, LogLine, 1)[0].event == "last words"
     assert not lost.is_set()
+
+
+def test_a_muted_pulse_sends_no_heartbeat_and_goes_on_after_it(ends):
+    reporter, supervisor, _ = ends
+    reporter.start()
+    [first] = receive(supervisor, Heartbeat, 1)
+    began = time.monotonic()
+    reporter.mute(1.5)
+    reporter.phase("load")  # would be told at once
+    reporter.log("info", "still here")
+    receive(supervisor, LogLine, 1)
+    [later] = receive(supervisor, Heartbeat, 1)
+    assert time.monotonic() - began >= 1.5
+    assert later.count == first.count + 1

@@ -1,0 +1,1 @@
+"""`lucevisor chaos`: real traffic beside random faults, every answer checked."""

@@ -1,0 +1,205 @@
+"""The faults of `lucevisor chaos`, each from outside the processes it hits, or by a fault hook of theirs.
+
+Knows processes and files, no traffic.  Invariant: a fault has ended when its function returns: processes that it
+stopped run or were replaced, and limits that it set are lifted.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import random
+import resource
+import signal
+import time
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import psutil
+
+from lucevisor.errors import LucevisorError
+from lucevisor.protocol import fault_hooks
+
+READY_S: Final = 120.0
+"""How long a fault may keep the endpoint from being ready."""
+HEARTBEAT_S: Final = 3.0
+"""After this long without a heartbeat a daemon is replaced, while faults are injected."""
+FOREVER_S: Final = 100_000.0
+_POLL_S: Final = 0.02
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """The supervisor that faults are injected into; ``status`` asks it."""
+
+    pid: int
+    hooks: Path
+    cache: Path
+    status: Callable[[], Awaitable[dict[str, Any]]]
+
+    async def daemons(self) -> dict[str, int]:
+        """Pids of the daemons that run, by group."""
+        return {group["name"]: group["pid"] for group in (await self.status())["groups"] if group["pid"]}
+
+    async def ready(self, replaced: int = 0) -> None:
+        """Wait until requests are served and daemon ``replaced`` is gone.  Raises LucevisorError after READY_S."""
+        end_s = time.monotonic() + READY_S
+        while True:
+            status = await self.status()
+            gone = replaced not in [group["pid"] for group in status["groups"]]
+            if status["state"] == "ready" and gone and not status["engine"]["held"]:
+                return
+            if time.monotonic() > end_s:
+                raise LucevisorError(f"not ready again after {READY_S:.0f} s: {status['state']}: {status['reason']}")
+            await asyncio.sleep(_POLL_S)
+
+    def processes(self) -> list[psutil.Process]:
+        """The supervisor and all below it."""
+        with contextlib.suppress(psutil.NoSuchProcess):
+            supervisor = psutil.Process(self.pid)
+            return [supervisor, *supervisor.children(recursive=True)]
+        return []
+
+
+Fault = Callable[[Target, random.Random], Coroutine[None, None, None]]
+
+
+async def _one(target: Target, rng: random.Random) -> int:
+    daemons = await target.daemons()
+    if not daemons:
+        await target.ready()
+        daemons = await target.daemons()
+    return rng.choice(list(daemons.values()))
+
+
+def _signal(pid: int, number: signal.Signals) -> None:
+    with contextlib.suppress(psutil.NoSuchProcess):
+        psutil.Process(pid).send_signal(number)
+
+
+async def kill(target: Target, rng: random.Random) -> None:
+    """SIGKILL to a daemon."""
+    pid = await _one(target, rng)
+    _signal(pid, signal.SIGKILL)
+    await target.ready(pid)
+
+
+async def stop(target: Target, rng: random.Random) -> None:
+    """SIGSTOP to a daemon, until it is replaced."""
+    pid = await _one(target, rng)
+    _signal(pid, signal.SIGSTOP)
+    await target.ready(pid)
+
+
+async def hang(target: Target, rng: random.Random) -> None:
+    """A daemon whose interpreter lock is never given back."""
+    pid = await _one(target, rng)
+    with contextlib.suppress(OSError):  # it may just have been replaced
+        fault_hooks.inject(target.hooks, pid, "hang", FOREVER_S)
+        await target.ready(pid)
+
+
+async def slow(target: Target, rng: random.Random) -> None:
+    """A daemon that runs a fifth of the time, for three seconds."""
+    pid = await _one(target, rng)
+    for _ in range(15):
+        _signal(pid, signal.SIGSTOP)
+        await asyncio.sleep(0.16)
+        _signal(pid, signal.SIGCONT)
+        await asyncio.sleep(0.04)
+
+
+async def memory(target: Target, rng: random.Random) -> None:
+    """A daemon that gets no more memory from the system, for up to four seconds."""
+    pid = await _one(target, rng)
+    with _limited([pid], resource.RLIMIT_AS):
+        await asyncio.sleep(rng.uniform(1.0, 4.0))
+    await target.ready()
+
+
+async def disk(target: Target, rng: random.Random) -> None:
+    """No process can write another byte to any file, for up to four seconds: as with a full disk."""
+    with _limited([process.pid for process in target.processes()], resource.RLIMIT_FSIZE):
+        await asyncio.sleep(rng.uniform(1.0, 4.0))
+    await target.ready()
+
+
+@contextlib.contextmanager
+def _limited(pids: list[int], limit: int) -> Iterator[None]:
+    """The soft limit of processes, and of those they start meanwhile, at 0; then at the hard one again."""
+    before: dict[psutil.Process, tuple[int, int]] = {}
+    try:
+        for pid in pids:
+            with contextlib.suppress(psutil.Error):
+                process = psutil.Process(pid)
+                before[process] = process.rlimit(limit)
+                process.rlimit(limit, (0, before[process][1]))
+        yield
+    finally:
+        children: dict[psutil.Process, tuple[int, int]] = {}
+        for process, limits in before.items():
+            with contextlib.suppress(psutil.Error):
+                process.rlimit(limit, limits)
+                children |= {child: limits for child in process.children(recursive=True) if child not in before}
+        for process, limits in children.items():
+            with contextlib.suppress(psutil.Error):
+                process.rlimit(limit, limits)
+
+
+async def snapshot(target: Target, rng: random.Random) -> None:
+    """A flipped byte in up to four snapshots, and a daemon killed, so that prefixes come from files."""
+    files = sorted(target.cache.glob("*.safetensors"))
+    for file in rng.sample(files, min(4, len(files))):
+        with contextlib.suppress(OSError), file.open("r+b") as writer:
+            at = rng.randrange(file.stat().st_size)
+            writer.seek(at)
+            byte = writer.read(1)[0]
+            writer.seek(at)
+            writer.write(bytes([byte ^ 1 << rng.randrange(8)]))
+    await kill(target, rng)
+
+
+async def pulse(target: Target, rng: random.Random) -> None:
+    """A daemon that computes and sends no heartbeats, for too long or not quite."""
+    pid = await _one(target, rng)
+    with contextlib.suppress(OSError):
+        if rng.random() < 0.5:
+            fault_hooks.inject(target.hooks, pid, "mute", FOREVER_S)
+            await target.ready(pid)
+        else:
+            fault_hooks.inject(target.hooks, pid, "mute", HEARTBEAT_S / 2)
+            await asyncio.sleep(HEARTBEAT_S / 2)
+
+
+async def clock(target: Target, rng: random.Random) -> None:
+    """The wall clocks of all processes jump by up to a week, each by its own amount."""
+    for pid in (target.pid, *(await target.daemons()).values()):
+        with contextlib.suppress(OSError):
+            fault_hooks.inject(target.hooks, pid, "clock", rng.uniform(-1.0, 1.0) * 7 * 86_400)
+    await asyncio.sleep(1.0)
+
+
+async def paused(target: Target, rng: random.Random) -> None:
+    """SIGSTOP to the supervisor, for longer than a daemon may be silent or not."""
+    _signal(target.pid, signal.SIGSTOP)
+    try:
+        await asyncio.sleep(rng.uniform(0.2, 2 * HEARTBEAT_S))
+    finally:
+        _signal(target.pid, signal.SIGCONT)
+    await target.ready()
+
+
+FAULTS: Mapping[str, Fault] = {
+    "kill": kill,
+    "stop": stop,
+    "hang": hang,
+    "slow": slow,
+    "memory exhausted": memory,
+    "disk full": disk,
+    "snapshots damaged": snapshot,
+    "pulse dropped": pulse,
+    "clock jumps": clock,
+    "supervisor paused": paused,
+}

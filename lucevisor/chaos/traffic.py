@@ -1,0 +1,163 @@
+"""Clients that ask the same questions again and again, and know the answers.
+
+Knows HTTP only, no faults.  Invariant: every request ends as right, wrong (other tokens) or lost (anything but a whole
+answer), and is counted once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+import aiohttp
+
+N_CLIENTS: Final = 8
+N_SHORT: Final = 10
+N_LONG: Final = 6
+ANSWER_S: Final = 300.0
+"""An answer that takes longer is lost; requests are held for `recovery.hold_s` at most."""
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """A prompt, and what else is in the body."""
+
+    prompt: tuple[int, ...]
+    n_tokens: int
+    sampling: dict[str, Any]
+
+    def body(self, *, stream: bool) -> dict[str, Any]:
+        """The body of a POST to /v1/completions."""
+        fixed = {"max_tokens": self.n_tokens, "ignore_eos": True, "return_token_ids": True, "stream": stream}
+        return {"prompt": list(self.prompt), **fixed, **self.sampling}
+
+
+@dataclass(slots=True, eq=False)
+class Counts:
+    """Answers, and what was wrong with some."""
+
+    n_right: int = 0
+    wrong: list[str] = field(default_factory=list)
+    lost: list[str] = field(default_factory=list)
+    pause_s: float = 0.0
+    """The longest time that a stream waited for its next token."""
+
+
+class Lost(Exception):
+    """A request that ended otherwise than with an answer."""
+
+
+class Traffic:
+    """``N_CLIENTS`` clients; ``counts`` are those since the last :meth:`count_anew`."""
+
+    def __init__(self, url: str, rng: random.Random) -> None:
+        self._url, self._rng = url, rng
+        self._answers: list[tuple[Question, list[int]]] = []
+        self._session: aiohttp.ClientSession | None = None
+        self._counts: list[Counts] = []
+        self._ended = False
+
+    @asynccontextmanager
+    async def open(self) -> AsyncIterator[None]:
+        """Hold the connections."""
+        timeout = aiohttp.ClientTimeout(total=ANSWER_S)
+        async with aiohttp.ClientSession(timeout=timeout) as self._session:
+            yield
+
+    async def learn(self) -> None:
+        """Ask everything once, one after the other: what the answers are without faults.
+
+        Short prompts; long ones with a common beginning; and the same conversations one turn later, which use what is
+        kept of the first.
+        """
+        rng = self._rng
+        shared = "\n".join(f"def function_{i}(x):\n    return x + {i}" for i in range(40))
+        texts = [f"import module_{i}\n" for i in range(N_SHORT)]
+        texts += [f"{shared}\n# part {i}\n" for i in range(N_LONG)]
+        for i, text in enumerate(texts):
+            sampling = {"temperature": 0} if i % 2 else {"temperature": 0.8, "top_p": 0.95, "seed": i}
+            first = Question(tuple(await self._tokenize(text)), rng.randrange(16, 64), sampling)
+            await self._learn(first)
+            if i >= N_SHORT:
+                later = (*first.prompt, *self._answers[-1][1], *first.prompt[:8])
+                await self._learn(Question(later, rng.randrange(16, 64), sampling))
+
+    async def _learn(self, question: Question) -> None:
+        self._answers.append((question, await self._ask(question, stream=True)))
+
+    async def run(self) -> None:
+        """Ask until :meth:`end`."""
+        async with asyncio.TaskGroup() as clients:
+            for _ in range(N_CLIENTS):
+                clients.create_task(self._client())
+
+    def end(self) -> None:
+        """Ask nothing more; ``run`` returns when all have their answers."""
+        self._ended = True
+
+    @asynccontextmanager
+    async def counting(self) -> AsyncIterator[Counts]:
+        """Count what is answered meanwhile."""
+        counts = Counts()
+        self._counts.append(counts)
+        try:
+            yield counts
+        finally:
+            self._counts.remove(counts)
+
+    async def _client(self) -> None:
+        while not self._ended:
+            question, right = self._rng.choice(self._answers)
+            where = f"prompt of {len(question.prompt)} tokens, {question.sampling}"
+            try:
+                ids = await self._ask(question, stream=self._rng.random() < 0.7)
+            except (Lost, aiohttp.ClientError, TimeoutError, ValueError, KeyError) as error:
+                for counts in self._counts:
+                    counts.lost.append(f"{where}: {type(error).__name__}: {error}")
+                continue
+            for counts in self._counts:
+                if ids == right:
+                    counts.n_right += 1
+                else:
+                    at = next((i for i, (a, b) in enumerate(zip(ids, right, strict=False)) if a != b), len(ids))
+                    counts.wrong.append(f"{where}: token {at} of {len(right)} differs")
+
+    async def _ask(self, question: Question, *, stream: bool) -> list[int]:
+        assert self._session is not None
+        url = f"{self._url}/v1/completions"
+        async with self._session.post(url, json=question.body(stream=stream)) as reply:
+            if reply.status != 200:
+                raise Lost(f"status {reply.status}: {(await reply.text())[:300]}")
+            if not stream:
+                return list((await reply.json())["choices"][0]["token_ids"])
+            return await self._read_stream(reply)
+
+    async def _read_stream(self, reply: aiohttp.ClientResponse) -> list[int]:
+        ids: list[int] = []
+        last_s = time.monotonic()
+        async for line in reply.content:
+            if line == b"data: [DONE]\n":
+                return ids
+            if not line.startswith(b"data: "):
+                continue  # a comment: it waits
+            event = json.loads(line[6:])
+            if "error" in event:
+                raise Lost(str(event["error"])[:300])
+            for choice in event["choices"]:
+                ids += choice.get("token_ids") or []
+            now_s = time.monotonic()
+            for counts in self._counts:
+                counts.pause_s = max(counts.pause_s, now_s - last_s)
+            last_s = now_s
+        raise Lost(f"the stream ended after {len(ids)} tokens")
+
+    async def _tokenize(self, text: str) -> list[int]:
+        assert self._session is not None
+        async with self._session.post(f"{self._url}/tokenize", json={"content": text}) as reply:
+            return list((await reply.json())["tokens"])

@@ -1,0 +1,99 @@
+"""``lucevisor chaos``: random faults beside real traffic, with every answer checked."""
+
+from __future__ import annotations
+
+import json
+import random
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from lucevisor.cli.admin_client import AdminClient
+from lucevisor.cli.demo import demo_config
+from lucevisor.errors import ExitCode
+
+if TYPE_CHECKING:
+    from lucevisor.chaos.run import Report
+
+_N_SHOWN = 5
+
+
+@click.command()
+@click.argument("config", type=click.Path(path_type=Path, exists=True, dir_okay=False), required=False)
+@click.option("--set", "overrides", metavar="KEY=VALUE", multiple=True, help="Override a key.")
+@click.option("--minutes", type=click.FloatRange(0.01, 10_000), default=2.0, show_default=True)
+@click.option("--seed", type=int, help="Of the faults' kinds and times (default: another one every time).")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+def chaos(config: Path | None, overrides: tuple[str, ...], minutes: float, seed: int | None, as_json: bool) -> int:
+    """Start CONFIG (default: the demo) in float32, in a directory of its own, and let eight clients ask it while its
+    processes are killed, stopped, hung and starved at random.  Exit code 1 if an answer was wrong or lost."""
+    from lucevisor.chaos.run import Chaos  # imports the HTTP client
+
+    began_s = time.monotonic()
+
+    def say(what: str) -> None:
+        if not as_json:
+            click.echo(f"{time.monotonic() - began_s:7.1f} s  {what}", err=True)
+
+    def ask(socket: Path, method: str, path: str) -> dict[str, Any]:
+        return AdminClient(socket).call(method, path)
+
+    seed = random.SystemRandom().randrange(10**6) if seed is None else seed
+    report = Chaos(config or demo_config(), list(overrides), ask, seed, say).run(60 * minutes)
+    click.echo(_json(report) if as_json else _table(report))
+    for what in [*report.total.wrong, *report.total.lost, *report.left][:_N_SHOWN]:
+        click.echo(what, err=True)
+    return ExitCode.DONE if report.good else ExitCode.FAILED
+
+
+def _table(report: Report) -> str:
+    """The report in Markdown."""
+    lines = [
+        "| fault | times | right | wrong | lost | longest pause |",
+        "|---|---|---|---|---|---|",
+    ]
+    for name, row in report.rows.items():
+        pause = f"{row.pause_s:.2f} s"
+        lines.append(f"| {name} | {row.times} | {row.n_right} | {len(row.wrong)} | {len(row.lost)} | {pause} |")
+    total = report.total
+    n_faults = sum(row.times for row in report.rows.values())
+    lines.append(
+        f"| all, each answer once | {n_faults} | {total.n_right} | {len(total.wrong)} | {len(total.lost)} "
+        f"| {total.pause_s:.2f} s |"
+    )
+    recovery, cache = report.recovery, report.recovery["cache"]
+    said = [
+        f"{report.seconds:.0f} s, seed {report.seed}; {report.restarts} restarts of daemons",
+        f"{recovery['sequences']} sequences went on",
+        f"{recovery['rebuilt_tokens']} tokens rebuilt by the lost stages alone",
+        f"{recovery['recomputed_tokens']} computed again by all",
+        f"{cache['restored']} snapshots restored, refused: {cache['failures'] or 'none'}",
+        f"descriptors of the supervisor {report.descriptors[0]} before, {report.descriptors[1]} after",
+        f"left over: {', '.join(report.left) or 'nothing'}",
+    ]
+    lines += ["", "; ".join(said)]
+    return "\n".join(lines)
+
+
+def _json(report: Report) -> str:
+    rows = {
+        name: {"times": row.times, "right": row.n_right, "wrong": row.wrong, "lost": row.lost, "pause_s": row.pause_s}
+        for name, row in report.rows.items()
+    }
+    total = report.total
+    answers = {"right": total.n_right, "wrong": total.wrong, "lost": total.lost, "pause_s": total.pause_s}
+    return json.dumps(
+        {
+            "seed": report.seed,
+            "seconds": report.seconds,
+            "faults": rows,
+            "answers": answers,
+            "restarts": report.restarts,
+            "recovery": report.recovery,
+            "descriptors": report.descriptors,
+            "left": report.left,
+        },
+        indent=2,
+    )

@@ -1,0 +1,92 @@
+"""Faults on processes that are real and do nothing."""
+
+from __future__ import annotations
+
+import random
+import resource
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from lucevisor.chaos import faults
+from lucevisor.chaos.faults import FAULTS, Target
+
+LOOP = "import time\nwhile True:\n    time.sleep(0.01)"
+
+
+class Supervised:
+    """Two processes that are replaced when they are killed, as daemons are."""
+
+    def __init__(self, directory: Path) -> None:
+        self.processes = [self._start(), self._start()]
+        self.target = Target(self.processes[0].pid, directory, directory, self.status)
+
+    def _start(self) -> subprocess.Popen[bytes]:
+        return subprocess.Popen([sys.executable, "-c", LOOP])
+
+    async def status(self) -> dict[str, object]:
+        for i, process in enumerate(self.processes):
+            if process.poll() is not None:
+                self.processes[i] = self._start()
+        groups = [{"name": str(i), "pid": process.pid} for i, process in enumerate(self.processes)]
+        return {"state": "ready", "reason": "", "groups": groups, "engine": {"held": 0}}
+
+    def states(self) -> set[str]:
+        return {psutil.Process(process.pid).status() for process in self.processes}
+
+
+@pytest.fixture
+def supervised(tmp_path: Path) -> Iterator[Supervised]:
+    one = Supervised(tmp_path)
+    yield one
+    for process in one.processes:
+        process.kill()
+        process.wait()
+
+
+async def test_kill_replaces_one(supervised: Supervised) -> None:
+    before = [process.pid for process in supervised.processes]
+    await faults.kill(supervised.target, random.Random(1))
+    after = [process.pid for process in supervised.processes]
+    assert len(set(before) & set(after)) == 1
+
+
+@pytest.mark.parametrize("name", ["slow", "supervisor paused"])
+async def test_processes_run_when_a_pause_is_over(
+    supervised: Supervised, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(faults, "HEARTBEAT_S", 0.2)
+    before = [process.pid for process in supervised.processes]
+    await FAULTS[name](supervised.target, random.Random(1))
+    assert [process.pid for process in supervised.processes] == before
+    assert not supervised.states() & {psutil.STATUS_STOPPED, psutil.STATUS_ZOMBIE}
+
+
+@pytest.mark.parametrize("limit", [resource.RLIMIT_AS, resource.RLIMIT_FSIZE])
+def test_limits_are_lifted_also_of_processes_that_were_started_meanwhile(supervised: Supervised, limit: int) -> None:
+    process = psutil.Process(supervised.processes[0].pid)
+    before = process.rlimit(limit)
+    with faults._limited([process.pid], limit):
+        assert process.rlimit(limit) == (0, before[1])
+    assert process.rlimit(limit) == before
+
+
+async def test_a_damaged_snapshot_differs_in_one_bit(supervised: Supervised, tmp_path: Path) -> None:
+    files = [tmp_path / f"{i}.safetensors" for i in range(3)]
+    for file in files:
+        file.write_bytes(bytes(1000))
+    await FAULTS["snapshots damaged"](supervised.target, random.Random(1))
+    for file in files:
+        assert sum(byte.bit_count() for byte in file.read_bytes()) == 1
+        assert file.stat().st_size == 1000
+
+
+@pytest.mark.parametrize("name", ["hang", "pulse dropped", "clock jumps"])
+async def test_a_process_without_hooks_is_left_alone(supervised: Supervised, name: str) -> None:
+    before = [process.pid for process in supervised.processes]
+    await FAULTS[name](supervised.target, random.Random(1))
+    assert [process.pid for process in supervised.processes] == before
