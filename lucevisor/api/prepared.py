@@ -42,6 +42,7 @@ class ResponseOptions(msgspec.Struct, frozen=True, kw_only=True):
     ``echo``: JSON object of the request's fields that the response repeats.  ``items``: JSON array of the request's own
     input items.  ``store``: keep the response.  ``summary``: send reasoning as its summary.  ``encrypted``: send
     reasoning encoded too.  ``namespaces``: of the functions that have one, by the name that the model knows.
+    ``custom``: names of tools whose input is text.
     """
 
     echo: bytes
@@ -51,6 +52,7 @@ class ResponseOptions(msgspec.Struct, frozen=True, kw_only=True):
     summary: bool
     encrypted: bool
     namespaces: dict[str, str]
+    custom: list[str]
 
 
 class GenerationOptions(msgspec.Struct, frozen=True, kw_only=True):
@@ -87,6 +89,9 @@ class GenerationOptions(msgspec.Struct, frozen=True, kw_only=True):
     plain: bool = False
     response: ResponseOptions | None = None
 
+
+CUSTOM_INPUT: Final = "input"
+"""The parameter of the function that a custom tool of the Responses API is to the model."""
 
 STORED_RESPONSES: Final = "stored_responses"
 """Member that the server adds to a body of the Responses API: items of earlier responses, by their ids."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import re
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from threading import Lock
 from typing import Final
@@ -18,6 +18,9 @@ from typing import Final
 from lucevisor.api.prepared import STORED_RESPONSES
 
 _PREVIOUS: Final = re.compile(rb'"previous_response_id"\s*:\s*"(resp_[0-9a-f]{1,64})"')
+_REFERENCE: Final = re.compile(rb'\{[^{}]{0,100}"item_reference"[^{}]{0,100}\}')
+_ITEM: Final = re.compile(rb'"[a-z]{2,3}_([0-9a-f]{1,64})[0-9]{2}"')
+"""Ids of output items hold that of their response."""
 _OVERLAP: Final = 256  # bytes of a part that the search in the next one repeats: more than a match is long
 _MOST_NAMES: Final = 64  # a body names one; more are a client's texts
 
@@ -79,8 +82,7 @@ class ResponseStore:
         before, n_looked_up = b"", 0
         for part in body if self._stored else ():
             text = before + part
-            for match in _PREVIOUS.finditer(text):
-                name = match[1].decode()
+            for name in _names_in(text):
                 if (response := self.get(name, key_id)) is not None:
                     found[name] = response
                 n_looked_up += 1
@@ -89,6 +91,15 @@ class ResponseStore:
             before = text[-_OVERLAP:]
             await asyncio.sleep(0)  # a long body has many parts
         return found
+
+
+def _names_in(text: bytes) -> Iterator[str]:
+    """Yield the responses that a part of a body names, also by their items."""
+    for match in _PREVIOUS.finditer(text):
+        yield match[1].decode()
+    for reference in _REFERENCE.finditer(text) if b'"item_reference"' in text else ():
+        if item := _ITEM.search(reference[0]):
+            yield f"resp_{item[1].decode()}"
 
 
 def with_stored(body: list[bytes], responses: Mapping[str, StoredResponse]) -> int:

@@ -183,6 +183,54 @@ class TestTools:
         ask(client, [{"role": "user", "content": "Hi"}, call.to_dict()], tools=spaces, store=False)
         assert '<tool_call>\n{"name": "maths.add", "arguments": {"a": 1}}' in prompt_of(server)
 
+    @pytest.mark.parametrize("stream", [False, True])
+    def test_custom_tools(self, client, server, stream):
+        grammar = {"type": "grammar", "syntax": "lark", "definition": 'start: "*** Begin Patch"'}
+        tool = {"type": "custom", "name": "apply_patch", "description": "Edits files.", "format": grammar}
+        patch = '*** Begin Patch\n+a "b"\n*** End Patch'
+        call = {"name": "apply_patch", "arguments": {"input": patch}}
+        script(server, say(f"<tool_call>\n{json.dumps(call)}\n</tool_call>"))
+        more = {"model": MODEL, "input": "Hi", "tools": [tool], "store": True}
+        if stream:
+            with client.responses.stream(**more) as events:
+                kinds = [event.type for event in events]
+                answer = events.get_final_response()
+            assert "response.custom_tool_call_input.delta" in kinds
+            assert "response.custom_tool_call_input.done" in kinds
+        else:
+            answer = client.responses.create(**more)
+        (call,) = answer.output
+        assert (call.type, call.name, call.input) == ("custom_tool_call", "apply_patch", patch)
+        prompt = prompt_of(server)
+        assert "Edits files." in prompt
+        assert "must follow this lark grammar" in prompt
+        script(server, say("Done."))
+        output = {"type": "custom_tool_call_output", "call_id": call.call_id, "output": "patched"}
+        ask(client, [{"role": "user", "content": "Hi"}, call.to_dict(), output], tools=[tool], store=False)
+        assert "<tool_response>\npatched" in prompt_of(server)
+        assert "*** End Patch" in prompt_of(server)
+        again = ask(client, [output], previous_response_id=answer.id, tools=[tool])
+        assert again.output_text == "Done."
+
+    def test_other_arguments_of_a_custom_tool_are_its_input(self, client, server):
+        script(server, say(CALL.replace("add", "patch")))
+        (call,) = ask(client, tools=[{"type": "custom", "name": "patch"}]).output
+        assert call.input == '{"a": 1}'
+
+    def test_references_to_items(self, client, server):
+        script(server, say("hm\n</think>\n\nBlue is the word."))
+        first = ask(client, "Which word?", reasoning=HIGH)
+        items = [{"type": "item_reference", "id": item.id} for item in first.output]
+        script(server, say("Yes."))
+        second = ask(client, [{"role": "user", "content": "Which word?"}, *items, {"role": "user", "content": "Sure?"}])
+        assert "Blue is the word." in prompt_of(server)
+        ask(client, "Really?", previous_response_id=second.id)
+        assert prompt_of(server).index("Blue is the word.") < prompt_of(server).index("Really?")
+        client.responses.delete(first.id)
+        with pytest.raises(openai.NotFoundError) as caught:
+            ask(client, items)
+        assert (caught.value.code, caught.value.param) == ("item_not_found", "input[0].id")
+
     def test_strict_functions_are_compiled_in_a_worker(self):
         for tool in ({**ADD, "strict": True}, {"type": "namespace", "name": "n", "tools": [{**ADD, "strict": True}]}):
             assert constrains({"tools": [tool]})
@@ -344,7 +392,7 @@ class TestErrors:
         ("fields", "param"),
         [
             ({"input": []}, "input"),
-            ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0].type"),
+            ({"input": [{"type": "image_generation_call", "id": "x"}]}, "input[0].type"),
             ({"input": [{"role": "robot", "content": "x"}]}, "input[0].role"),
             ({"input": [{"role": "user"}]}, "input[0].content"),
             ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input[0].content[0].type"),
@@ -402,7 +450,7 @@ def test_any_chunking_adds_up_to_the_same_response(text, sizes, thinks, summary)
     echo = {"parallel_tool_calls": True, "tool_choice": "auto", "tools": [], "metadata": {}}
     options = ResponseOptions(
         echo=json.dumps(echo).encode(), items=b"[]", previous_id=None, store=False, summary=summary, encrypted=True,
-        namespaces={},
+        namespaces={}, custom=["patch"],
     )  # fmt: skip
 
     def formatter():

@@ -18,13 +18,14 @@ from lucevisor.api.output.logprobs import chat_logprobs
 from lucevisor.api.output.processor import ChoiceDelta, FinishReason, TokenRecord
 from lucevisor.api.output.sse import StreamStyle
 from lucevisor.api.output.usage import UsageTotals
-from lucevisor.api.prepared import ResponseOptions
+from lucevisor.api.prepared import CUSTOM_INPUT, ResponseOptions
 from lucevisor.text.output_parser import ContentDelta, OutputEvent, ReasoningDelta, ToolCallDelta
 from lucevisor.text.tokenizer import Tokenizer
 
 _Event = dict[str, object]
 _ItemStatus = Literal["in_progress", "completed", "incomplete"]
-_PREFIXES: Final = {"message": "msg_", "reasoning": "rs_", "function_call": "fc_"}
+_PREFIXES: Final = {"message": "msg_", "reasoning": "rs_", "function_call": "fc_", "custom_tool_call": "ctc_"}
+_CALLS: Final = ("function_call", "custom_tool_call")
 
 
 @dataclass(slots=True)
@@ -123,8 +124,11 @@ class ResponsesFormatter:
                 part = "reasoning_summary_text" if self.options.summary else "reasoning_text"
                 return [*events, self._add_text(text, f"response.{part}.delta")]
             case ToolCallDelta():
-                events = [*self._close("completed"), *self._continue("function_call", event)]
-                events.append(self._add_text(event.arguments, "response.function_call_arguments.delta"))
+                custom = event.name in self.options.custom
+                kind, part = ("custom_tool_call", "input") if custom else ("function_call", "arguments")
+                events = [*self._close("completed"), *self._continue(kind, event)]
+                text = _custom_input(event.arguments) if custom else event.arguments
+                events.append(self._add_text(text, f"response.{kind}_{part}.delta"))
                 return [*events, *self._close("completed")]
 
     def _logprobs(self, tokens: Sequence[TokenRecord]) -> list[object]:
@@ -144,7 +148,7 @@ class ResponsesFormatter:
             *closed,
             self._event("response.output_item.added", output_index=index, item=self._item_json(item, "in_progress")),
         ]
-        if kind != "function_call":
+        if kind not in _CALLS:
             events.append(self._event(f"response.{self._part_name()}.added", **self._place(), part=self._part("")))
         return events
 
@@ -164,6 +168,8 @@ class ResponsesFormatter:
         text, place = "".join(item.text), self._place()
         if item.kind == "function_call":
             events = [self._event("response.function_call_arguments.done", **place, arguments=text)]
+        elif item.kind == "custom_tool_call":
+            events = [self._event("response.custom_tool_call_input.done", **place, input=text)]
         else:
             more = {"logprobs": item.logprobs} if item.kind == "message" else {}
             events = [
@@ -179,7 +185,7 @@ class ResponsesFormatter:
     def _place(self) -> _Event:
         assert self._open is not None
         place: _Event = {"item_id": self._open.item_id, "output_index": len(self._output)}
-        if self._open.kind != "function_call":
+        if self._open.kind not in _CALLS:
             place["summary_index" if self._is_summary() else "content_index"] = 0
         return place
 
@@ -215,13 +221,22 @@ class ResponsesFormatter:
             summary, content = (parts, []) if self.options.summary else ([], parts)
             return {**head, "summary": summary, "content": content, "encrypted_content": encrypted}
         assert item.call is not None
+        # Globally unique, as the response id is; clients send it back with the call's output.
+        call_id = f"call_{item.item_id.removeprefix(_PREFIXES[item.kind])}"
+        if item.kind == "custom_tool_call":
+            return {**head, "call_id": call_id, "name": item.call.name, "input": text or ""}
         namespace = self.options.namespaces.get(item.call.name)
         named: _Event = {"name": item.call.name}
         if namespace is not None:
             named = {"name": item.call.name.removeprefix(f"{namespace}."), "namespace": namespace}
-        # Globally unique, as the response id is; clients send it back with the function's output.
-        call_id = f"call_{item.item_id.removeprefix(_PREFIXES[item.kind])}"
         return {**head, "call_id": call_id, **named, "arguments": text or ""}
+
+
+def _custom_input(arguments: str) -> str:
+    """Return the text in the arguments of a custom tool's function; all of them if the model wrote others."""
+    fields = msgspec.json.decode(arguments)
+    text = fields.get(CUSTOM_INPUT)
+    return text if isinstance(text, str) and len(fields) == 1 else arguments
 
 
 def _usage(totals: UsageTotals) -> _Event:

@@ -13,15 +13,17 @@ import msgspec
 
 from lucevisor.api.errors import ApiError, bad_parameter
 from lucevisor.api.ports import Ports
-from lucevisor.api.prepared import STORED_RESPONSES, PreparedRequest, ResponseOptions
+from lucevisor.api.prepared import CUSTOM_INPUT, STORED_RESPONSES, PreparedRequest, ResponseOptions
 from lucevisor.api.prompts.decoding import convert, ignored, to_record
 from lucevisor.api.prompts.draft import ChatDraft
 from lucevisor.api.prompts.responses_items import add_items, function_name
 from lucevisor.api.prompts.responses_schemas import (
     RULES,
     AllowedTools,
+    CustomTool,
     FunctionChoice,
     FunctionTool,
+    ItemReference,
     Namespace,
     ResponsesBody,
 )
@@ -51,9 +53,9 @@ def read_response(fields: dict[str, Any], ports: Ports) -> PreparedRequest:
     chat = ChatDraft()
     if body.instructions:
         chat.add_message({"role": "system", "content": body.instructions}, "instructions")
-    own = [{"role": "user", "content": body.input}] if isinstance(body.input, str) else body.input
+    own = [{"role": "user", "content": body.input}] if isinstance(body.input, str) else _resolved(body.input, stored)
     add_items(chat, _located(body, stored, own))
-    namespaces = _translate_tools(body, chat)
+    namespaces, custom = _translate_tools(body, chat)
     _translate_choice(body, chat)
     _translate_reasoning(body, chat, ports.template)
     _translate_output(body, chat)
@@ -67,6 +69,7 @@ def read_response(fields: dict[str, Any], ports: Ports) -> PreparedRequest:
         summary=body.reasoning is not None and bool(body.reasoning.summary or body.reasoning.generate_summary),
         encrypted=_ENCRYPTED in include,
         namespaces=namespaces,
+        custom=custom,
     )
     names = tuple(sorted({*ignored(ResponsesBody, fields, RULES), *chat.unused}))
     options = msgspec.structs.replace(prepared.options, ignored=names, response=response)
@@ -103,13 +106,30 @@ def _located(
     yield from ((f"input[{index}]", item) for index, item in enumerate(own))
 
 
-def _translate_tools(body: ResponsesBody, chat: ChatDraft) -> dict[str, str]:
-    """Add the functions; return the namespaces of those that have one."""
+def _resolved(items: list[dict[str, Any]], stored: _StoredTurns) -> list[dict[str, Any]]:
+    """Put the items themselves in place of references; raises ApiError 404 for one that is not stored."""
+    known = {item.get("id"): item for turns in stored.values() for turn in turns for item in turn}
+    found = []
+    for index, item in enumerate(items):
+        if item.get("type") == "item_reference":
+            name = convert(ItemReference, item, f"input[{index}]").id
+            if (item := known.get(name, {})) == {}:
+                why = f"input[{index}].id: {show(name)} is not an item of a response stored here; send the item itself"
+                raise ApiError(404, why, code="item_not_found", param=f"input[{index}].id")
+        found.append(item)
+    return found
+
+
+def _translate_tools(body: ResponsesBody, chat: ChatDraft) -> tuple[dict[str, str], list[str]]:
+    """Add the functions; return the namespaces of those that have one, and the names of custom tools."""
     namespaces: dict[str, str] = {}
+    custom: list[str] = []
     for index, raw in enumerate(body.tools or ()):
         where, kind = f"tools[{index}]", raw.get("type")
         if kind == "function":
             _add_function(chat, raw, where, None)
+        elif kind == "custom":
+            custom.append(_add_custom(chat, raw, where))
         elif kind == "namespace":
             space = convert(Namespace, raw, where)
             for inner, function in enumerate(space.tools):
@@ -120,7 +140,20 @@ def _translate_tools(body: ResponsesBody, chat: ChatDraft) -> dict[str, str]:
             chat.unused.append(where)  # a search that must not reach the web has nothing to find here
         else:
             raise _unsupported_tool(kind, where)
-    return namespaces
+    return namespaces, custom
+
+
+def _add_custom(chat: ChatDraft, raw: dict[str, Any], where: str) -> str:
+    """Add a custom tool as a function of one text.  Its grammar is told to the model, and not enforced."""
+    tool = convert(CustomTool, raw, where)
+    grammar = tool.format or {}
+    told = [tool.description or ""]
+    if isinstance(definition := grammar.get("definition"), str):
+        told.append(f"The input must follow this {grammar.get('syntax', '')} grammar:\n{definition}")
+        chat.unused.append(f"{where}.format")
+    schema = {"type": "object", "properties": {CUSTOM_INPUT: {"type": "string"}}, "required": [CUSTOM_INPUT]}
+    chat.add_tool({"name": tool.name, "description": "\n\n".join(filter(None, told)), "parameters": schema}, where)
+    return tool.name
 
 
 def _add_function(chat: ChatDraft, raw: dict[str, Any], where: str, namespace: str | None) -> str:
@@ -134,7 +167,8 @@ def _add_function(chat: ChatDraft, raw: dict[str, Any], where: str, namespace: s
 def _unsupported_tool(kind: object, where: str) -> ApiError:
     return bad_parameter(
         f"{where}.type",
-        f"{show(kind)} is not supported: this server runs no tools itself; send functions, which the client runs",
+        f"{show(kind)} is not supported: this server runs no tools itself; send functions or custom tools, which the "
+        "client runs",
         "unsupported_value",
     )
 
@@ -143,7 +177,7 @@ def _translate_choice(body: ResponsesBody, chat: ChatDraft) -> None:
     choice: object = body.tool_choice
     if isinstance(choice, dict):
         match choice.get("type"):
-            case "function":
+            case "function" | "custom":
                 named = convert(FunctionChoice, choice, "tool_choice")
                 choice = {"type": "function", "function": {"name": named.name}}
             case "allowed_tools":
@@ -151,7 +185,9 @@ def _translate_choice(body: ResponsesBody, chat: ChatDraft) -> None:
                 chat.keep_tools({tool.get("name") for tool in allowed.tools})
                 choice = allowed.mode
             case kind:
-                raise bad_parameter("tool_choice.type", f"{show(kind)} is not supported; use function or allowed_tools")
+                raise bad_parameter(
+                    "tool_choice.type", f"{show(kind)} is not supported; use function, custom or allowed_tools"
+                )
     if choice != "auto" or chat.tools:  # responses say "auto" without tools too, and clients send it back
         chat.fields["tool_choice"] = choice
     chat.fields["parallel_tool_calls"] = body.parallel_tool_calls

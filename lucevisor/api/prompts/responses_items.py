@@ -12,9 +12,11 @@ from typing import Any, Final
 
 from lucevisor.api.carried_reasoning import decode_reasoning
 from lucevisor.api.errors import ApiError, bad_parameter
+from lucevisor.api.prepared import CUSTOM_INPUT
 from lucevisor.api.prompts.decoding import convert
 from lucevisor.api.prompts.draft import ChatDraft
 from lucevisor.api.prompts.responses_schemas import (
+    CustomToolCallItem,
     FunctionCallItem,
     FunctionCallOutputItem,
     MessageItem,
@@ -22,6 +24,8 @@ from lucevisor.api.prompts.responses_schemas import (
 )
 from lucevisor.errors import show
 
+_DONE: Final = ("reasoning", "function_call", "custom_tool_call")
+"""Types of items that the assistant makes, besides messages."""
 _TEXT_PARTS: Final = {"input_text": "text", "output_text": "text", "text": "text", "refusal": "refusal"}
 """Types of parts with text, and the field that holds it."""
 
@@ -49,7 +53,9 @@ def add_items(chat: ChatDraft, items: Iterable[tuple[str, dict[str, Any]]]) -> N
     turn: _Turn | None = None
     for where, item in items:
         kind = item.get("type", "message")  # messages may leave it out
-        if kind in ("reasoning", "function_call") or (kind == "message" and item.get("role") == "assistant"):
+        if kind in ("reasoning", "function_call", "custom_tool_call") or (
+            kind == "message" and item.get("role") == "assistant"
+        ):
             turn = turn or _Turn(where)
             _add_to_turn(turn, kind, item, where)
             continue
@@ -60,7 +66,7 @@ def add_items(chat: ChatDraft, items: Iterable[tuple[str, dict[str, Any]]]) -> N
             message = convert(MessageItem, item, where)
             content = _content(message.content, f"{where}.content")
             chat.add_message({"role": message.role, "content": content}, f"{where}.content")
-        elif kind == "function_call_output":
+        elif kind in ("function_call_output", "custom_tool_call_output"):
             output = convert(FunctionCallOutputItem, item, where)
             content = _content(output.output, f"{where}.output")
             message_fields = {"role": "tool", "tool_call_id": output.call_id, "content": content}
@@ -82,6 +88,10 @@ def _add_to_turn(turn: _Turn, kind: str, item: dict[str, Any], where: str) -> No
         turn.text += [content] if isinstance(content, str) else [part["text"] for part in content]
     elif kind == "reasoning":
         turn.reasoning.append(_reasoning(convert(ReasoningItem, item, where), where))
+    elif kind == "custom_tool_call":
+        custom = convert(CustomToolCallItem, item, where)
+        function = {"name": custom.name, "arguments": {CUSTOM_INPUT: custom.input}}
+        turn.calls.append({"id": custom.call_id, "type": "function", "function": function})
     else:
         call = convert(FunctionCallItem, item, where)
         function = {"name": function_name(call.namespace, call.name), "arguments": call.arguments}

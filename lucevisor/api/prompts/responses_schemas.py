@@ -101,6 +101,14 @@ class FunctionTool(msgspec.Struct):
     strict: Flag = None
 
 
+class CustomTool(msgspec.Struct):
+    """A tool that the client runs on a text."""
+
+    name: str
+    description: str | None = None
+    format: dict[str, Any] | None = None
+
+
 class Namespace(msgspec.Struct):
     """Functions under a common name."""
 
@@ -142,6 +150,20 @@ class FunctionCallOutputItem(msgspec.Struct):
 
     call_id: str
     output: str | list[dict[str, Any]]
+
+
+class CustomToolCallItem(msgspec.Struct):
+    """A call of a custom tool in an earlier answer."""
+
+    call_id: str
+    name: str
+    input: str
+
+
+class ItemReference(msgspec.Struct):
+    """An output item of a stored response."""
+
+    id: str
 
 
 class ReasoningText(msgspec.Struct):
