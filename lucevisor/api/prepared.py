@@ -20,6 +20,7 @@ BodyKind = Literal[
     "messages",
     "count_tokens",
     "responses",
+    "apply_template",
     "tokenize",
     "detokenize",
     "ollama_chat",

@@ -34,7 +34,7 @@ from lucevisor.api.routes import anthropic, info, ollama, page, responses
 from lucevisor.api.routes.chat import chat_completions
 from lucevisor.api.routes.completions import completions
 from lucevisor.api.routes.openapi import openapi
-from lucevisor.api.routes.tokenize import detokenize, tokenize
+from lucevisor.api.routes.tokenize import apply_template, detokenize, tokenize
 
 _CLOSING_S = 2.0
 _LAST_EVENTS_S = 1.0
@@ -71,6 +71,7 @@ def create_app(ports: Ports) -> web.Application:
             web.get("/api/tags", ollama.tags),
             web.get("/api/ps", ollama.running),
             web.get("/api/version", ollama.version),
+            web.post("/apply-template", apply_template),
             web.post("/tokenize", tokenize),
             web.post("/detokenize", detokenize),
             web.get("/props", info.props),

@@ -19,7 +19,7 @@ import pytest
 from lucevisor.api.errors import ApiError
 from lucevisor.api.ports import ApiSettings
 from lucevisor.api.prepared import PreparedRequest
-from lucevisor.api.prompts.chat import read_chat
+from lucevisor.api.prompts.chat import read_apply_template, read_chat
 from lucevisor.api.prompts.completions import read_completion
 from lucevisor.api.prompts.decoding import decode_object
 from lucevisor.api.prompts.prepare import INLINE_BYTES
@@ -31,6 +31,7 @@ from tests.api.scripted_model import Rig, metadata
 READERS = {
     "chat": read_chat,
     "completion": read_completion,
+    "apply_template": read_apply_template,
     "tokenize": read_tokenize,
     "detokenize": read_detokenize,
 }
@@ -65,6 +66,8 @@ BODIES = [
     ("completion", {"prompt": [[1, 2, 3], [4]], "n": 2, "seed": 1, "return_token_ids": True}),
     ("completion", {"prompt": [1, 8192]}),
     ("completion", {"prompt": [5] * 600}),
+    ("apply_template", {"messages": [{"role": "user", "content": "Hi é"}], "enable_thinking": True}),
+    ("apply_template", {"messages": []}),
     ("tokenize", {"content": "Hello é <|im_end|>", "with_pieces": True}),
     ("tokenize", {}),
     ("detokenize", {"tokens": [1, 2, 3, 8184]}),

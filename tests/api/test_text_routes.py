@@ -1,10 +1,10 @@
-"""/tokenize and /detokenize."""
+"""/tokenize, /detokenize and /apply-template."""
 
 from __future__ import annotations
 
 import pytest
 
-from tests.api.scripted_model import ids_of, tokenizer
+from tests.api.scripted_model import Rig, ids_of, tokenizer
 
 
 async def test_there_and_back(client):
@@ -13,6 +13,24 @@ async def test_there_and_back(client):
     assert (status, answer) == (200, {"tokens": ids_of(text), "count": len(ids_of(text))})
     assert (await client.ask("/tokenize", {"prompt": text}))[1] == answer
     assert (await client.ask("/detokenize", {"tokens": answer["tokens"]}))[1] == {"content": text}
+
+
+async def test_the_prompt_of_a_chat_request_is_what_the_model_gets(client):
+    tool = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}
+    body = {"messages": [{"role": "user", "content": "Hi é"}], "tools": [tool], "enable_thinking": False}
+    status, answer = await client.ask("/apply-template", body)
+    assert status == 200
+    assert answer["prompt"].endswith("<|im_start|>assistant\n<think>\n\n</think>\n\n")
+    await client.ask("/v1/chat/completions", body)
+    assert client.rig.stage.opened[-1].prompt == ids_of(answer["prompt"])
+
+
+async def test_a_template_that_is_not_there_or_refuses(client, start):
+    status, answer = await client.ask("/apply-template", {"messages": []})
+    assert (status, answer["error"]["param"]) == (400, "messages")
+    bare = await start(Rig(template=None))
+    status, answer = await bare.ask("/apply-template", {"messages": [{"role": "user", "content": "Hi"}]})
+    assert (status, answer["error"]["code"]) == (400, "no_chat_template")
 
 
 async def test_letters_only(client):

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
+
 from lucevisor.api.errors import ApiError, bad_parameter
 from lucevisor.api.ports import Ports
 from lucevisor.api.prepared import GenerationOptions, PreparedRequest
@@ -18,9 +20,8 @@ from lucevisor.api.prompts.messages import check_messages, check_tools
 from lucevisor.api.prompts.sampling import n_top_logprobs, random_seed, sampling_params
 from lucevisor.api.prompts.schemas import EFFORT_BUDGETS, ChatBody
 from lucevisor.errors import show
-from lucevisor.text.output_format import ReasoningTags
 from lucevisor.text.preamble import normalised
-from lucevisor.text.template import ChatTemplate, EncodedPrompt, TemplateError
+from lucevisor.text.template import ChatTemplate, EncodedPrompt, RenderedPrompt, TemplateError
 
 
 def read_chat(fields: dict[str, Any], ports: Ports) -> PreparedRequest:
@@ -29,15 +30,14 @@ def read_chat(fields: dict[str, Any], ports: Ports) -> PreparedRequest:
     check_common(body, ports)
     if body.top_logprobs is not None and not body.logprobs:
         raise bad_parameter("top_logprobs", "is given without logprobs; send logprobs: true as well")
-    if ports.template is None:
-        raise ApiError(
-            400, "the model's file has no chat template; use /v1/completions", code="no_chat_template", param="model"
-        )
+    template = _template(ports)
     tools = check_tools(body.tools or [], body.tool_choice)
     messages = normalised(check_messages(body.messages), ports.settings.normalise)
     form = requested_form(body)
     calls = requested_calls(tools, body.tool_choice, form, parallel=body.parallel_tool_calls is not False)
-    encoded, reasoning_open, tags = _render(body, messages, tools, ports, ports.template)
+    prompt = _render(body, messages, tools, template)
+    tags = template.output_format.reasoning_after(prompt.text)
+    encoded = _encoded(prompt, ports)
     n_top = n_top_logprobs(body, (body.top_logprobs or 0) if body.logprobs else None, "top_logprobs")
     options = GenerationOptions(
         sampling=sampling_params(body, ports, random_seed(), n_top),
@@ -48,17 +48,36 @@ def read_chat(fields: dict[str, Any], ports: Ports) -> PreparedRequest:
         stops=body.stops,
         stop_ids=check_stop_ids(body, ports),
         ignored=ignored(ChatBody, fields),
-        grammar=output_grammar(form, ports, tags, inside=reasoning_open, calls=calls),
-        max_thinking_tokens=None if tags is None else _thinking_budget(body, ports.template),
+        grammar=output_grammar(form, ports, tags, inside=prompt.reasoning_open, calls=calls),
+        max_thinking_tokens=None if tags is None else _thinking_budget(body, template),
         stream=bool(body.stream),
         include_usage=bool(body.stream_options and body.stream_options.include_usage),
         token_ids=bool(body.return_token_ids),
         logprobs=n_top >= 0,
         tools=tools,
-        reasoning_open=reasoning_open,
+        reasoning_open=prompt.reasoning_open,
         one_tool_call=body.parallel_tool_calls is False,
     )
     return PreparedRequest(options, [tuple(encoded.ids)])
+
+
+def read_apply_template(fields: dict[str, Any], ports: Ports) -> bytes:
+    """Return the response of /apply-template: the prompt that a chat request would be answered for, as text."""
+    body = to_record(ChatBody, fields)
+    check_common(body, ports)
+    tools = check_tools(body.tools or [], body.tool_choice)
+    messages = normalised(check_messages(body.messages), ports.settings.normalise)
+    prompt = _render(body, messages, tools, _template(ports))
+    check_length(prompt.text, "messages", ports)
+    return msgspec.json.encode({"prompt": prompt.text})
+
+
+def _template(ports: Ports) -> ChatTemplate:
+    if ports.template is None:
+        raise ApiError(
+            400, "the model's file has no chat template; use /v1/completions", code="no_chat_template", param="model"
+        )
+    return ports.template
 
 
 def _max_tokens(body: ChatBody) -> int | None:
@@ -75,9 +94,9 @@ def _thinking_budget(body: ChatBody, template: ChatTemplate) -> int | None:
 
 
 def _render(
-    body: ChatBody, messages: list[dict[str, Any]], tools: list[dict[str, Any]], ports: Ports, template: ChatTemplate
-) -> tuple[EncodedPrompt, bool, ReasoningTags | None]:
-    """Return the prompt's ids, whether it ends inside reasoning, and the tags of reasoning if it may follow."""
+    body: ChatBody, messages: list[dict[str, Any]], tools: list[dict[str, Any]], template: ChatTemplate
+) -> RenderedPrompt:
+    """Return the prompt; raises ApiError naming the parameter at fault."""
     if tools and (template.output_format.tools is None or "tools" not in template.source):
         raise bad_parameter(
             "tools", "the model's chat template does not support tools; leave them out", "unsupported_parameter"
@@ -93,14 +112,17 @@ def _render(
     if body.reasoning_effort is not None and "reasoning_effort" in template.source:
         extra.setdefault("reasoning_effort", body.reasoning_effort)
     try:
-        prompt = template.render(messages, tools=tools, enable_thinking=_thinking(body, template), extra=extra)
+        return template.render(messages, tools=tools, enable_thinking=_thinking(body, template), extra=extra)
     except TemplateError as error:
         param = "chat_template_kwargs" if str(error).startswith("chat_template_kwargs") else "messages"
         raise ApiError(400, str(error), code="template_error", param=param) from None
+
+
+def _encoded(prompt: RenderedPrompt, ports: Ports) -> EncodedPrompt:
     check_length(prompt.text, "messages", ports)
     encoded = prompt.encoded(ports.tokenizer)
     check_tokens(len(encoded.ids), "messages", ports)
-    return encoded, prompt.reasoning_open, template.output_format.reasoning_after(prompt.text)
+    return encoded
 
 
 def _thinking(body: ChatBody, template: ChatTemplate) -> bool | None:

@@ -44,6 +44,7 @@ KINDS: Final[tuple[BodyKind, ...]] = (
     "messages",
     "count_tokens",
     "responses",
+    "apply_template",
     "tokenize",
     "detokenize",
     "ollama_chat",

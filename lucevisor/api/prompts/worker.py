@@ -51,6 +51,7 @@ _READERS: Final[Mapping[BodyKind, Callable[[dict[str, Any], Ports], PreparedRequ
     "messages": anthropic.read_messages,
     "count_tokens": anthropic.read_count_tokens,
     "responses": responses.read_response,
+    "apply_template": chat.read_apply_template,
     "tokenize": tokenize.read_tokenize,
     "detokenize": tokenize.read_detokenize,
     "ollama_chat": ollama.read_ollama_chat,

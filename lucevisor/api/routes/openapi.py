@@ -27,6 +27,7 @@ _BODIES: Final[dict[str, tuple[type[msgspec.Struct], str]]] = {
     "/api/chat": (OllamaChatBody, "Continue a chat, as Ollama's API does."),
     "/api/generate": (OllamaGenerateBody, "Continue a prompt, as Ollama's API does."),
     "/api/show": (ShowBody, "Describe the served model, as Ollama's API does."),
+    "/apply-template": (ChatBody, "Return the prompt of a chat request as text."),
     "/tokenize": (TokenizeBody, "Convert a text to token ids."),
     "/detokenize": (DetokenizeBody, "Convert token ids to text."),
     "/admin/restart": (RestartBody, "Begin the restart of a group's daemon; needs an admin key."),
@@ -118,7 +119,7 @@ def _post(path: str, kind: type[msgspec.Struct], summary: str) -> dict[str, Any]
     body = {"schema": {"$ref": f"#/components/schemas/{kind.__name__}"}}
     return {
         "summary": summary,
-        "operationId": path.strip("/").replace("/", "_"),
+        "operationId": path.strip("/").replace("/", "_").replace("-", "_"),
         "requestBody": {"required": True, "content": {"application/json": body}},
         "responses": {
             "202" if path in _ADMIN else "200": {"description": "The answer.", "content": content},

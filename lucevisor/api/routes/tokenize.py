@@ -1,4 +1,4 @@
-"""POST /tokenize and /detokenize, as in llama.cpp's server."""
+"""POST /tokenize, /detokenize and /apply-template, as in llama.cpp's server."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from aiohttp import web
 
 from lucevisor.api.context import PORTS
 from lucevisor.api.output.sse import ClientGone
+from lucevisor.api.prompts.chat import read_apply_template
 from lucevisor.api.prompts.prepare import prepare
 from lucevisor.api.prompts.tokenize import read_detokenize, read_tokenize
 
@@ -15,6 +16,11 @@ from lucevisor.api.prompts.tokenize import read_detokenize, read_tokenize
 async def tokenize(request: web.Request) -> web.StreamResponse:
     """Return the token ids of a text."""
     return await _send(request, await prepare(request, "tokenize", read_tokenize))
+
+
+async def apply_template(request: web.Request) -> web.StreamResponse:
+    """Return the prompt that a chat request would be answered for."""
+    return await _send(request, await prepare(request, "apply_template", read_apply_template))
 
 
 async def detokenize(request: web.Request) -> web.StreamResponse:
