@@ -16,7 +16,7 @@ from torch import Tensor
 from daemons.device import launching
 from daemons.ops.cpu.compiler import CpuCompileError
 from daemons.ops.cpu.library import KINDS, CpuKernels, Tiles, cpu_kernels
-from daemons.ops.cpu.linear import TiledLinear
+from daemons.ops.cpu.linear import CpuBlockTable, TiledLinear
 from daemons.ops.experts import UNLIMITED_PAIRS, BlockExperts, DenseExperts, ExpertWeights, SeparateExperts
 from daemons.ops.linear import (
     Bfloat16CpuLinear,
@@ -70,12 +70,21 @@ class KernelSelector:
                 self.cpu = cpu_kernels()
             except CpuCompileError as error:
                 self.warnings.append(f"the cpu computes with torch alone, slower than C++ kernels: {error}")
-        self.operations = _kernels() if self.kernels else TorchOperations()
-        self._note("layers", "triton" if self.kernels else "torch")
+        self.operations, name = self._layer_operations()
+        self._note("layers", name)
         if self.kernels and self.device.type == "cuda" and torch.version.cuda and self.dtype != torch.float32:
             self._row_gemv, reason = _cuda_gemv(self.device, self.dtype)
             if reason:
                 self.warnings.append(f"{self.device} decodes with Triton kernels, slower than CUDA C++: {reason}")
+
+    def _layer_operations(self) -> tuple[Operations, str]:
+        if self.kernels:
+            return _kernels(), "triton"
+        if self.cpu is not None:
+            from daemons.ops.cpu.operations import CpuOperations
+
+            return CpuOperations(self.cpu), "c++ for short slices, torch beyond"
+        return TorchOperations(), "torch"
 
     def repacks(self, fmt: WeightFormat) -> bool:
         """Whether a matrix of that format is repacked here."""
@@ -180,6 +189,9 @@ class KernelSelector:
         if isinstance(weight, PackedWeights):
             self._note(f"lookup {kind.name}", "packed, rows dequantised after the lookup")
             return PackedTable(weight, n_columns, self.dtype)
+        if weight.dtype == torch.uint8 and self.cpu is not None and kind.name in KINDS:
+            self._note(f"lookup {kind.name}", "blocks, rows dequantised by c++")
+            return CpuBlockTable(self.cpu, kind, weight)
         if weight.dtype == torch.uint8:
             self._note(f"lookup {kind.name}", "blocks, rows dequantised after the lookup")
             return BlockTable(kind, weight, self.dtype)

@@ -26,6 +26,7 @@ COMMANDS = {
     "plan": ("lucevisor.cli.plan", "Show where layers, weights and state would go, without loading."),
     "doctor": ("lucevisor.cli.doctor", "Check each group's interpreter, devices, memory and numbers."),
     "logits": ("lucevisor.cli.logits", "Run token ids through the pipeline and save logits and hidden states."),
+    "bench": ("lucevisor.cli.bench", "Measure prompts and answers a second, also beside llama.cpp."),
     "cache": ("lucevisor.cli.cache", "List, verify, prune and remove snapshots on disk."),
     "chat": ("lucevisor.cli.chat", "Talk to a running supervisor."),
     "chaos": ("lucevisor.cli.chaos", "Inject random faults beside real traffic, and check every answer."),
@@ -43,6 +44,10 @@ EXAMPLES = {
     "plan": ("lucevisor plan box.toml", "lucevisor plan box.toml --set placement.target_layer_split=0.3,0.7"),
     "doctor": ("lucevisor doctor box.toml",),
     "logits": ("lucevisor logits box.toml --ids ids.json --out logits.npz",),
+    "bench": (
+        "lucevisor bench etc/demo.toml",
+        "lucevisor bench box.toml -p 512,4096 -d 0,16384 -s 1,8 --against llama-bench --against-args '-ngl 99'",
+    ),
     "cache": ("lucevisor cache ls", "lucevisor cache prune --to 10GiB"),
     "chat": ("lucevisor chat --system 'Answer in one sentence.'",),
     "chaos": ("lucevisor chaos --minutes 20", "lucevisor chaos box.toml --seed 7"),

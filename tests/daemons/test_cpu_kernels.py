@@ -36,6 +36,8 @@ def test_tiles_hold_the_numbers_of_the_blocks(kind):
     found = torch.empty(24, 512, dtype=torch.bfloat16)
     cpu_kernels().dequantise(tiles, 512, 16, found)
     assert torch.equal(found, wanted[16:])
+    ids = torch.tensor([39, 0, 7])
+    assert torch.equal(cpu_kernels().lookup(kind, raw, ids), wanted[ids])
 
 
 @settings(max_examples=40, deadline=None)

@@ -185,6 +185,26 @@ def test_logits_writes_the_golden_numbers(cli: Cli, tmp_path: Path) -> None:
     golden.bounds.assert_layers(torch.from_numpy(got["hidden"]), golden.hidden)
 
 
+def test_bench_measures_a_configuration_beside_a_llama_bench(cli: Cli, tmp_path: Path) -> None:
+    peer, record = tmp_path / "llama-bench", tmp_path / "figures.json"
+    peer.write_text("#!/bin/sh\necho '[{\"avg_ts\": 2.0}]'\n")
+    peer.chmod(0o700)
+    done = cli.run(
+        *("bench", str(DEMO), "-p", "70", "-n", "6", "-d", "0,65", "-s", "2", "-r", "2"),
+        *("--against", str(peer), "--json", str(record)),
+    )
+    rows = [line.split("  ")[0] for line in done.stdout.splitlines()]
+    assert rows == ["test", "pp70", "tg6", "tg6 @ d65", "tg6 x2"]
+    found = json.loads(record.read_text())
+    assert [t["name"] for t in found["tests"]] == rows[1:]
+    assert all(len(t["rounds"]) == 2 and min(t["rounds"]) > 0 for t in found["tests"])
+    assert [t.get("against_rounds") for t in found["tests"]] == [[2.0, 2.0]] * 3 + [None]
+    assert any("linear" in key for key in found["kernels"])
+    refused = cli.run("bench", str(DEMO), "-p", "1000000", check=False)
+    assert refused.returncode == 1
+    assert "raise engine.max_context" in refused.stderr
+
+
 def test_importing_the_command_line_is_cheap() -> None:
     code = (
         "import sys, lucevisor.cli; print(sorted({'torch','numpy','aiohttp','jinja2','tokenizers'} & set(sys.modules)))"

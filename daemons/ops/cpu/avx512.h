@@ -2,6 +2,7 @@
 #pragma once
 #include <immintrin.h>
 
+#include <algorithm>
 #include <cmath>
 #include <cstdint>
 #include <cstring>
@@ -20,6 +21,15 @@ inline __m256i to_bfloat16(Floats x) { return (__m256i)_mm512_cvtneps_pbh(x); }
 inline void store_bfloat16(uint16_t* out, Floats x) { _mm256_storeu_si256((__m256i*)out, to_bfloat16(x)); }
 
 inline Floats load_half(const void* x) { return _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)x)); }
+
+// Lanes of a row of n numbers that are left from i on, and these numbers.
+inline __mmask16 lanes(long i, long n) { return n - i >= LANES ? 0xffff : __mmask16((1 << (n - i)) - 1); }
+inline Floats load_bfloat16(const uint16_t* x, __mmask16 mask) {
+  return from_bfloat16(_mm256_maskz_loadu_epi16(mask, x));
+}
+inline void store_bfloat16(uint16_t* out, __mmask16 mask, Floats x) {
+  _mm256_mask_storeu_epi16(out, mask, to_bfloat16(x));
+}
 
 inline float one_bfloat16(uint16_t x) {
   const uint32_t bits = uint32_t(x) << 16;

@@ -18,7 +18,7 @@ from hashlib import sha256
 from pathlib import Path
 
 SOURCES = Path(__file__).parent
-FLAGS = ("-O3", "-std=c++17", "-fPIC", "-fopenmp", "-march=native")
+FLAGS = ("-O3", "-std=c++17", "-fPIC", "-fopenmp", "-march=native", "-ffp-contract=off")
 NEEDED = frozenset({"avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512_bf16"})
 """Flags in /proc/cpuinfo of a cpu that can run the kernels."""
 TIMEOUT_S = 300.0

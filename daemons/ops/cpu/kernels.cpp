@@ -1,8 +1,11 @@
 // The entry points that daemons/ops/cpu/library.py calls.
 #include <vector>
 
+#include "delta_net.h"
 #include "gemv.h"
+#include "paged_attention.h"
 #include "repack.h"
+#include "rows.h"
 
 #define FOR_KIND(kind, call)                                                       \
   switch (kind) {                                                                  \
@@ -42,6 +45,14 @@ long dequantise(long kind, const uint8_t* tiles, long n_columns, long first, lon
   return 0;
 }
 
+// Rows of a table of quant blocks, by id.
+long lookup(long kind, const uint8_t* raw, long row_bytes, long n_blocks, const int64_t* ids, long n, uint16_t* out) {
+  for (long i = 0; i < n; i++)
+    FOR_KIND(kind, dequantise_row<T>(raw + ids[i] * row_bytes, n_blocks, row_bytes / n_blocks,
+                                     out + i * n_blocks * T::BLOCK))
+  return 0;
+}
+
 // x bfloat16 [n][n_columns] times the matrices -> out [n][sum of their rows].
 long multiply(const Matrix* matrices, long n_matrices, const uint16_t* x, long n, long n_columns, uint16_t* out,
           long out_stride) {
@@ -66,6 +77,65 @@ long multiply(const Matrix* matrices, long n_matrices, const uint16_t* x, long n
       if (begin < stop) run();
       begin = begin > strips ? begin - strips : 0, end -= strips, column += w.n_rows;
     }
+  }
+  return 0;
+}
+
+long rms_norm(const uint16_t* x, long stride, long n_rows, long heads, long width, const float* weight, long weights,
+              float eps, const uint16_t* delta, uint16_t* sum, uint16_t* out, float* out_float) {
+  const RmsNorm norm{x, delta, weight, sum, out, out_float, stride, heads, weights, width, eps};
+#pragma omp parallel for if (n_rows * width > PARALLEL)
+  for (long r = 0; r < n_rows; r++) norm.row(r);
+  return 0;
+}
+
+long qk_norm_rope(const uint16_t* x, long stride, long n_rows, long heads, long width, const float* weight, float eps,
+                  const float* cosine, const float* sine, long half, uint16_t* out) {
+#pragma omp parallel for if (n_rows * heads * width > PARALLEL)
+  for (long r = 0; r < n_rows; r++)
+    for (long h = 0; h < heads; h++)
+      norm_and_rotate(x + r * stride + h * width, weight ? weight + h * width : nullptr, eps, cosine + r * half,
+                      sine + r * half, half, width, out + (r * heads + h) * width);
+  return 0;
+}
+
+long act_and_mul(const uint16_t* x, long stride, long n_rows, long width, long is_gelu, uint16_t* out) {
+#pragma omp parallel for if (n_rows * width > PARALLEL)
+  for (long r = 0; r < n_rows; r++) act_and_mul_row(x + r * stride, width, is_gelu, out + r * width);
+  return 0;
+}
+
+long output_gate(const uint16_t* x, long n_rows, long heads, long dim, const uint16_t* gate, long gate_stride,
+                 long by_head, long is_softplus, uint16_t* out) {
+#pragma omp parallel for if (n_rows * heads * dim > PARALLEL)
+  for (long r = 0; r < n_rows; r++)
+    output_gate_row(x + r * heads * dim, gate + r * gate_stride, heads, dim, by_head, is_softplus,
+                    out + r * heads * dim);
+  return 0;
+}
+
+long delta_net(const DeltaNet* net) {
+  const long parts = net->channels() / LANES, size = net->dim * net->dim;
+#pragma omp parallel if (net->slices * net->n_value * size > PARALLEL)
+  {
+    static thread_local std::vector<float> scratch;
+    scratch.resize(size);
+#pragma omp for
+    for (long i = 0; i < net->slices * parts; i++) net->convolve(i / parts, i % parts * LANES);
+#pragma omp for
+    for (long i = 0; i < net->slices * net->n_value; i++)
+      net->recur(i / net->n_value, i % net->n_value, scratch.data());
+  }
+  return 0;
+}
+
+long paged_attention(const PagedAttention* a) {
+  static thread_local std::vector<float> memory;
+  switch (a->keys.kind) {
+    case 0: a->run<0>(memory); break;
+    case 1: a->run<1>(memory); break;
+    case 2: a->run<2>(memory); break;
+    default: a->run<3>(memory);
   }
   return 0;
 }

@@ -6,6 +6,7 @@ import ctypes
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,12 +17,25 @@ from lucevisor.model.quant_types import GgmlType, padded_rows
 KINDS = frozenset({"Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL", "IQ4_XS"})
 """Quant types that have tiles."""
 
-_POINTER, _LONG = ctypes.c_void_p, ctypes.c_long
+_POINTER, _LONG, _FLOAT = ctypes.c_void_p, ctypes.c_long, ctypes.c_float
 _SIGNATURES = {
     "tile_bytes": [_LONG],
     "pack": [_LONG, _POINTER, _LONG, _LONG, _LONG, _POINTER],
     "dequantise": [_LONG, _POINTER, _LONG, _LONG, _LONG, _POINTER],
+    "lookup": [_LONG, _POINTER, _LONG, _LONG, _POINTER, _LONG, _POINTER],
     "multiply": [_POINTER, _LONG, _POINTER, _LONG, _LONG, _POINTER, _LONG],
+    "rms_norm": [
+        *(_POINTER, _LONG, _LONG, _LONG, _LONG, _POINTER, _LONG, _FLOAT),
+        *(_POINTER, _POINTER, _POINTER, _POINTER),
+    ],
+    "qk_norm_rope": [
+        *(_POINTER, _LONG, _LONG, _LONG, _LONG, _POINTER, _FLOAT),
+        *(_POINTER, _POINTER, _LONG, _POINTER),
+    ],
+    "act_and_mul": [_POINTER, _LONG, _LONG, _LONG, _LONG, _POINTER],
+    "output_gate": [_POINTER, _LONG, _LONG, _LONG, _POINTER, _LONG, _LONG, _LONG, _POINTER],
+    "delta_net": [_POINTER],
+    "paged_attention": [_POINTER],
 }
 
 
@@ -29,6 +43,39 @@ class _Matrix(ctypes.Structure):
     """kernels.cpp's Matrix."""
 
     _fields_ = (("kind", _LONG), ("n_rows", _LONG), ("tiles", _POINTER))
+
+
+def _structure(**groups: tuple[Any, str]) -> tuple[tuple[str, Any], ...]:
+    """Fields of one C type after the other: ``a=(type, "names of fields")``."""
+    return tuple((name, kind) for kind, names in groups.values() for name in names.split())
+
+
+class DeltaNetArguments(ctypes.Structure):
+    """delta_net.h's DeltaNet."""
+
+    _fields_ = _structure(
+        a=(_POINTER, "y windows states ids kept conv_weight decay_rates dt_bias norm_weight out mixed"),
+        b=(_LONG, "y_stride slices n n_key n_value dim width"),
+        c=(_FLOAT, "norm_eps"),
+    )
+
+
+class PagesArguments(ctypes.Structure):
+    """paged_attention.h's Pages."""
+
+    _fields_ = _structure(a=(_POINTER, "numbers scales"), b=(_LONG, "kind heads width stored"))
+
+
+class AttentionArguments(ctypes.Structure):
+    """paged_attention.h's PagedAttention."""
+
+    _fields_ = _structure(
+        a=(_POINTER, "q"),
+        b=(PagesArguments, "keys values"),
+        c=(_POINTER, "tables rows starts lows out"),
+        d=(_LONG, "stride slices n heads table_stride window causal"),
+        e=(_FLOAT, "scale softcap"),
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,26 +92,34 @@ class CpuKernels:
 
     def __init__(self) -> None:
         """Raises daemons.ops.cpu.compiler.CpuCompileError."""
-        self._library = library()
+        self.calls = library()
         for name, types in _SIGNATURES.items():
-            function = getattr(self._library, name)
+            function = getattr(self.calls, name)
             function.argtypes, function.restype = types, _LONG
         self._scratch = torch.empty(0, dtype=torch.bfloat16)
 
     def tiles_bytes(self, kind: GgmlType, n_rows: int, n_columns: int) -> int:
         """Bytes of the tiles of a matrix."""
         n_tiles = padded_rows(n_rows) // 16 * (n_columns // kind.block_elements)
-        return n_tiles * int(self._library.tile_bytes(kind.id))
+        return n_tiles * int(self.calls.tile_bytes(kind.id))
 
     def pack(self, kind: GgmlType, raw: Tensor, tiles: Tensor) -> None:
         """Quant blocks as in the file, ``raw`` [n, row_bytes], into ``tiles``, rows padded to a multiple of 16."""
         n_rows, row_bytes = raw.shape
         raw = raw.contiguous()
-        self._library.pack(kind.id, raw.data_ptr(), n_rows, row_bytes // kind.block_bytes, row_bytes, tiles.data_ptr())
+        self.calls.pack(kind.id, raw.data_ptr(), n_rows, row_bytes // kind.block_bytes, row_bytes, tiles.data_ptr())
 
     def dequantise(self, tiles: Tiles, n_columns: int, first: int, out: Tensor) -> None:
         """Rows from ``first`` on, a multiple of 16, into ``out`` bfloat16 [n, n_columns]."""
-        self._library.dequantise(tiles.kind.id, tiles.data.data_ptr(), n_columns, first, out.shape[0], out.data_ptr())
+        self.calls.dequantise(tiles.kind.id, tiles.data.data_ptr(), n_columns, first, out.shape[0], out.data_ptr())
+
+    def lookup(self, kind: GgmlType, raw: Tensor, ids: Tensor) -> Tensor:
+        """Rows of a table of quant blocks, ``raw`` [V, row_bytes], by ``ids`` int64 [n] -> [n, columns]."""
+        row_bytes, ids = raw.shape[1], ids.contiguous()
+        n_blocks = row_bytes // kind.block_bytes
+        out = torch.empty(ids.shape[0], n_blocks * kind.block_elements, dtype=torch.bfloat16)
+        self.calls.lookup(kind.id, raw.data_ptr(), row_bytes, n_blocks, ids.data_ptr(), ids.shape[0], out.data_ptr())
+        return out
 
     def matrices(self, parts: Sequence[Tiles]) -> ctypes.Array[_Matrix]:
         """What :meth:`multiply` takes; the caller keeps ``parts``."""
@@ -74,7 +129,7 @@ class CpuKernels:
         """``x`` [n, K] times the matrices one below the other -> [n, n_out].  No row depends on those beside it."""
         rows, n_columns = x.shape
         out = x.new_empty(rows, n_out)
-        self._library.multiply(
+        self.calls.multiply(
             ctypes.addressof(matrices), len(matrices), x.data_ptr(), rows, n_columns, out.data_ptr(), n_out
         )
         return out

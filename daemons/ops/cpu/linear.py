@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from daemons.ops.cpu.library import CpuKernels, Tiles
+from lucevisor.model.quant_types import GgmlType
 
 MAX_TILED_ROWS = 32
 """Rows up to which weights are multiplied as they are packed; beyond, to dequantise them once is faster."""
@@ -57,3 +58,14 @@ class TiledLinear:
             self.kernels.dequantise(part, self.n_columns, first, out[at : at + n])
             at += n
         return out
+
+
+class CpuBlockTable:
+    """See :class:`daemons.ops.linear.BlockTable`."""
+
+    def __init__(self, kernels: CpuKernels, kind: GgmlType, raw: Tensor) -> None:
+        self.kernels, self.kind, self.raw, self.n_bytes = kernels, kind, raw, raw.nbytes
+        assert raw.is_contiguous()
+
+    def __call__(self, ids: Tensor) -> Tensor:
+        return self.kernels.lookup(self.kind, self.raw, ids)

@@ -88,6 +88,29 @@ void put(const Block<T>& block, int row, uint8_t* tile) {
   }
 }
 
+// The numbers of a row as bfloat16, rounded as daemons/weights/dequant.py computes them.
+template <class T>
+void dequantise_row(const uint8_t* raw, long n_blocks, long block_bytes, uint16_t* out) {
+  for (long b = 0; b < n_blocks; b++, raw += block_bytes, out += T::BLOCK) {
+    Block<T> block;
+    read_block<T>(raw, block);
+    const float d = _cvtsh_ss(block.d), m = _cvtsh_ss(block.m);
+    for (int g = 0; g < T::GROUPS; g++) {
+      float scale = d, minimum = m;
+      if (T::NESTED) scale *= T::SIGNED ? float(int8_t(block.scale[g])) : float(block.scale[g]);
+      if (T::NESTED && T::MIN) minimum *= float(block.minimum[g]);
+      alignas(64) float x[T::GROUP];
+      for (int i = 0; i < T::GROUP; i++) {
+        const int code = block.code[g * T::GROUP + i];
+        const int value = T::LOOKUP ? LEVELS[code] : T::HIGH == 4 ? int8_t(code) : code + T::ZERO;
+        const float product = scale * float(value);
+        x[i] = T::MIN ? product + T::MIN * minimum : product;
+      }
+      for (int i = 0; i < T::GROUP; i += LANES) store_bfloat16(out + g * T::GROUP + i, _mm512_load_ps(x + i));
+    }
+  }
+}
+
 template <class T>
 void repack(const uint8_t* raw, long n_rows, long n_blocks, long row_bytes, uint8_t* tiles) {
   const long n_strips = (n_rows + 15) / 16, block_bytes = row_bytes / n_blocks;

@@ -1,0 +1,203 @@
+"""The operations of a layer in C++, for bfloat16 on a cpu: one call where plain torch has up to sixty.
+
+Activations of another dtype go to torch's forms.
+"""
+
+from __future__ import annotations
+
+from ctypes import byref
+
+import torch
+from torch import Tensor
+
+from daemons.ops.basic import RmsNorm
+from daemons.ops.cpu.library import AttentionArguments, CpuKernels, DeltaNetArguments, PagesArguments
+from daemons.ops.operations import (
+    MAX_DECODE_TOKENS,
+    GatedDeltaNetOp,
+    GatedDeltaNetParams,
+    Norm,
+    PagedAttention,
+    PagedQuery,
+    TorchOperations,
+)
+from daemons.ops.paged import PagedTensor, Q8Pages
+
+BFLOAT16 = torch.bfloat16
+MAX_HEAD_DIM = 1024
+MAX_CONV_WIDTH = 8
+DELTA_DIMS = (16, 32, 64, 128)
+"""Head dims of the delta net that are compiled."""
+PAGE_KINDS = {torch.bfloat16: 0, torch.float32: 1, torch.float16: 2}
+Q8_KIND = 3
+
+
+class CpuRmsNorm(RmsNorm):
+    """See :class:`daemons.ops.basic.RmsNorm`."""
+
+    __slots__ = ("kernels", "n_weights")
+
+    def __init__(self, kernels: CpuKernels, weight: Tensor | None, width: int, eps: float) -> None:
+        super().__init__(None if weight is None else weight.contiguous(), width, eps)
+        self.kernels, self.n_weights = kernels, 1 if weight is None else weight.numel() // width
+
+    def __call__(self, x: Tensor) -> Tensor:
+        if x.dtype is not BFLOAT16:
+            return super().__call__(x)
+        out = torch.empty_like(x, memory_format=torch.contiguous_format)
+        self._run(x, out.data_ptr(), 0)
+        return out
+
+    def float32(self, x: Tensor) -> Tensor:
+        if x.dtype is not BFLOAT16:
+            return super().float32(x)
+        out = torch.empty(x.shape)
+        self._run(x, 0, out.data_ptr())
+        return out
+
+    def fused_add(self, h: Tensor, delta: Tensor) -> tuple[Tensor, Tensor]:
+        if h.dtype is not BFLOAT16 or delta.dtype is not BFLOAT16:
+            return super().fused_add(h, delta)
+        h, delta = h.contiguous(), delta.contiguous()
+        total, out = torch.empty_like(h), torch.empty_like(h)
+        self._run(h, out.data_ptr(), 0, delta.data_ptr(), total.data_ptr())
+        return total, out
+
+    def _run(self, x: Tensor, out: int, out_float: int, delta: int = 0, total: int = 0) -> None:
+        width = self.width
+        heads = x.shape[-2] if x.dim() == 3 else 1
+        if x.stride(-1) != 1 or x.dim() > 3 or (heads > 1 and x.stride(1) != width):
+            x = x.contiguous()
+            heads = 1 if x.dim() != 3 else heads
+        stride = width if x.dim() > 3 or x.dim() == 1 else x.stride(0)
+        self.kernels.calls.rms_norm(
+            x.data_ptr(), stride, x.numel() // width, heads, width,
+            0 if self.weight is None else self.weight.data_ptr(), self.n_weights, self.epsilon,
+            delta, total, out, out_float,
+        )  # fmt: skip
+
+
+class CpuGatedDeltaNet:
+    """See :class:`daemons.ops.operations.GatedDeltaNetOp`."""
+
+    max_tokens: int | None = MAX_DECODE_TOKENS
+
+    def __init__(self, kernels: CpuKernels, params: GatedDeltaNetParams) -> None:
+        self.kernels, self.params = kernels, params
+        self.mixed = torch.empty(0)
+        p, weight = params, params.norm.weight
+        assert weight is not None
+        self.constants = p.conv_weight, p.decay_rates, p.dt_bias, weight
+        assert all(x.is_contiguous() and x.dtype == torch.float32 for x in self.constants)
+        self.arguments = DeltaNetArguments(
+            conv_weight=p.conv_weight.data_ptr(), decay_rates=p.decay_rates.data_ptr(), dt_bias=p.dt_bias.data_ptr(),
+            norm_weight=weight.data_ptr(), n_key=p.n_key, n_value=p.n_value, dim=p.dim, width=p.conv_weight.shape[0],
+            norm_eps=p.norm.epsilon,
+        )  # fmt: skip
+
+    def __call__(
+        self, y: Tensor, conv_states: Tensor, states: Tensor, ids: Tensor, kept: Tensor, offset: int
+    ) -> Tensor:
+        a, p, rows, n_slices = self.arguments, self.params, y.shape[0], ids.shape[0]
+        if y.dtype is not BFLOAT16 or y.stride(1) != 1:
+            y = y.to(BFLOAT16).contiguous()
+        if self.mixed.numel() < rows * p.channels:
+            self.mixed = torch.empty(rows * p.channels)
+        out = torch.empty(rows, p.n_value * p.dim, dtype=BFLOAT16)
+        a.y, a.y_stride, a.slices, a.n = y.data_ptr(), y.stride(0), n_slices, rows // n_slices
+        a.windows, a.states, a.ids, a.kept = (x.data_ptr() for x in (conv_states, states, ids, kept))
+        a.out, a.mixed = out.data_ptr(), self.mixed.data_ptr()
+        self.kernels.calls.delta_net(byref(a))
+        return out
+
+
+class CpuPagedAttention:
+    """See :data:`daemons.ops.operations.PagedAttention`."""
+
+    def __init__(self, kernels: CpuKernels, window: int, scale: float, softcap: float, causal: bool) -> None:
+        self.kernels = kernels
+        self.arguments = AttentionArguments(window=window, causal=causal, scale=scale, softcap=softcap)
+        self.pages: tuple[PagedTensor, PagedTensor] | None = None
+
+    def __call__(self, q: Tensor, keys: PagedTensor, values: PagedTensor, where: PagedQuery) -> Tensor:
+        a, rows, heads, tables = self.arguments, q.shape[0], q.shape[1], where.tables
+        if self.pages is None or self.pages[0] is not keys or self.pages[1] is not values:
+            a.keys, a.values, self.pages = _pages(keys), _pages(values), (keys, values)
+        if q.stride(2) != 1 or q.stride(1) != q.shape[2]:
+            q = q.contiguous()
+        out = torch.empty(rows, heads, a.values.width, dtype=BFLOAT16)
+        a.q, a.stride, a.heads, a.out = q.data_ptr(), q.stride(0), heads, out.data_ptr()
+        a.slices, a.n = where.starts.shape[0], where.n_tokens
+        a.tables, a.table_stride = tables.data_ptr(), tables.stride(0)
+        a.rows, a.starts = where.rows.data_ptr(), where.starts.data_ptr()
+        a.lows = 0 if where.lows is None else where.lows.data_ptr()
+        self.kernels.calls.paged_attention(byref(a))
+        return out
+
+
+def _pages(pages: PagedTensor) -> PagesArguments:
+    if isinstance(pages, Q8Pages):
+        numbers, scales, kind, width = pages.codes, pages.scales.data_ptr(), Q8_KIND, pages.width
+    else:
+        numbers, scales, kind, width = pages.pages, 0, PAGE_KINDS[pages.pages.dtype], pages.pages.shape[3]
+    assert numbers.is_contiguous()
+    assert width <= MAX_HEAD_DIM
+    return PagesArguments(numbers.data_ptr(), scales, kind, numbers.shape[2], width, numbers.shape[3])
+
+
+class CpuOperations(TorchOperations):
+    """See :class:`daemons.ops.operations.Operations`."""
+
+    def __init__(self, kernels: CpuKernels) -> None:
+        self.kernels = kernels
+
+    def norm(self, weight: Tensor | None, width: int, eps: float) -> Norm:
+        return CpuRmsNorm(self.kernels, weight, width, eps)
+
+    def act_and_mul(self, x: Tensor, activation: str) -> Tensor:
+        if x.dtype is not BFLOAT16 or x.dim() != 2 or activation not in ("silu", "gelu_tanh"):
+            return super().act_and_mul(x, activation)
+        if x.stride(1) != 1:
+            x = x.contiguous()
+        out = x.new_empty(x.shape[0], x.shape[1] // 2)
+        self.kernels.calls.act_and_mul(
+            x.data_ptr(), x.stride(0), x.shape[0], out.shape[1], activation != "silu", out.data_ptr()
+        )
+        return out
+
+    def output_gate(self, x: Tensor, gate: Tensor, softplus: bool) -> Tensor:
+        if x.dtype is not BFLOAT16 or gate.dtype is not BFLOAT16:
+            return super().output_gate(x, gate, softplus)
+        rows, heads, dim = x.shape
+        x = x.contiguous()
+        if gate.stride(1) != 1:
+            gate = gate.contiguous()
+        out = x.new_empty(rows, heads * dim)
+        self.kernels.calls.output_gate(
+            x.data_ptr(), rows, heads, dim, gate.data_ptr(), gate.stride(0), gate.shape[1] == heads != heads * dim,
+            softplus, out.data_ptr(),
+        )  # fmt: skip
+        return out
+
+    def qk_norm_rope(self, x: Tensor, norm: Norm, cos: Tensor, sin: Tensor) -> Tensor:
+        rows, heads, width = x.shape
+        if x.dtype is not BFLOAT16 or norm.weight is None or norm.weight.numel() != heads * width:
+            return super().qk_norm_rope(x, norm, cos, sin)
+        if x.stride(2) != 1 or x.stride(1) != width:
+            x = x.contiguous()
+        out = torch.empty(x.shape, dtype=BFLOAT16)
+        self.kernels.calls.qk_norm_rope(
+            x.data_ptr(), x.stride(0), rows, heads, width, norm.weight.data_ptr(), norm.epsilon,
+            cos.data_ptr(), sin.data_ptr(), cos.shape[-1], out.data_ptr(),
+        )  # fmt: skip
+        return out
+
+    def paged_attention(
+        self, *, window: int, scale: float, softcap: float, causal: bool = True
+    ) -> PagedAttention | None:
+        return CpuPagedAttention(self.kernels, window, scale, softcap, causal)
+
+    def gated_delta_net(self, weights: GatedDeltaNetParams) -> GatedDeltaNetOp | None:
+        if weights.dim not in DELTA_DIMS or weights.conv_weight.shape[0] > MAX_CONV_WIDTH:
+            return None
+        return CpuGatedDeltaNet(self.kernels, weights)

@@ -1,0 +1,101 @@
+// Norms, rotary positions, activations and gates of rows of bfloat16; arithmetic is float32.
+#pragma once
+#include "avx512.h"
+
+constexpr long PARALLEL = 1 << 15;  // numbers from which more than one thread pays
+
+inline float rms_factor(Floats squares, long width, float eps) {
+  return 1.f / std::sqrt(_mm512_reduce_add_ps(squares) / float(width) + eps);
+}
+
+// RMSNorm of rows of `width` numbers; `heads` of them adjoin, then comes the next after `stride`; `weights` of them have
+// weights of their own.  With `delta` the norm is that of x + delta, rounded and kept in `sum`.
+struct RmsNorm {
+  const uint16_t *x, *delta;
+  const float* weight;
+  uint16_t *sum, *out;
+  float* out_float;
+  long stride, heads, weights, width;
+  float eps;
+
+  void row(long r) const {
+    const uint16_t* in = x + r / heads * stride + r % heads * width;
+    const float* w = weight ? weight + r % weights * width : nullptr;
+    Floats squares = splat(0.f);
+    for (long i = 0; i < width; i += LANES) {
+      const __mmask16 m = lanes(i, width);
+      Floats a = load_bfloat16(in + i, m);
+      if (delta) {
+        a = _mm512_add_ps(a, load_bfloat16(delta + r * width + i, m));
+        store_bfloat16(sum + r * width + i, m, a);
+        a = from_bfloat16(to_bfloat16(a));
+      }
+      squares = _mm512_fmadd_ps(a, a, squares);
+    }
+    const Floats factor = splat(rms_factor(squares, width, eps));
+    if (delta) in = sum + r * width;
+    for (long i = 0; i < width; i += LANES) {
+      const __mmask16 m = lanes(i, width);
+      Floats a = _mm512_mul_ps(load_bfloat16(in + i, m), factor);
+      if (w) a = _mm512_mul_ps(a, _mm512_maskz_loadu_ps(m, w + i));
+      if (out_float)
+        _mm512_mask_storeu_ps(out_float + r * width + i, m, a);
+      else
+        store_bfloat16(out + r * width + i, m, a);
+    }
+  }
+};
+
+// RMSNorm of a head, then rotation of dims j and j + half by the tables of the row.
+inline void norm_and_rotate(const uint16_t* x, const float* w, float eps, const float* cosine, const float* sine,
+                            long half, long width, uint16_t* out) {
+  Floats squares = splat(0.f);
+  for (long i = 0; i < width; i += LANES) {
+    const Floats a = load_bfloat16(x + i, lanes(i, width));
+    squares = _mm512_fmadd_ps(a, a, squares);
+  }
+  const Floats factor = splat(rms_factor(squares, width, eps));
+  const auto normed = [&](long i, __mmask16 m) {
+    const Floats a = _mm512_mul_ps(load_bfloat16(x + i, m), factor);
+    return w ? _mm512_mul_ps(a, _mm512_maskz_loadu_ps(m, w + i)) : a;
+  };
+  for (long i = 0; i < half; i += LANES) {
+    const __mmask16 m = lanes(i, half);
+    const Floats a = normed(i, m), b = normed(half + i, m);
+    const Floats c = _mm512_maskz_loadu_ps(m, cosine + i), s = _mm512_maskz_loadu_ps(m, sine + i);
+    store_bfloat16(out + i, m, _mm512_fnmadd_ps(b, s, _mm512_mul_ps(a, c)));
+    store_bfloat16(out + half + i, m, _mm512_fmadd_ps(b, c, _mm512_mul_ps(a, s)));
+  }
+  for (long i = 2 * half; i < width; i += LANES) {
+    const __mmask16 m = lanes(i, width);
+    store_bfloat16(out + i, m, normed(i, m));
+  }
+}
+
+inline void act_and_mul_row(const uint16_t* x, long width, bool is_gelu, uint16_t* out) {
+  for (long i = 0; i < width; i += LANES) {
+    const __mmask16 m = lanes(i, width);
+    const Floats gate = load_bfloat16(x + i, m), up = load_bfloat16(x + width + i, m);
+    store_bfloat16(out + i, m, _mm512_mul_ps(is_gelu ? gelu(gate) : silu(gate), up));
+  }
+}
+
+// x [heads][dim] times the sigmoid or softplus of `gate`, which has a number for each head or for each of x.
+inline void output_gate_row(const uint16_t* x, const uint16_t* gate, long heads, long dim, bool by_head,
+                            bool is_softplus, uint16_t* out) {
+  for (long h = 0; h < heads; h++)
+    for (long i = 0; i < dim; i += LANES) {
+      const __mmask16 m = lanes(i, dim);
+      const long at = h * dim + i;
+      Floats g = by_head ? splat(one_bfloat16(gate[h])) : load_bfloat16(gate + at, m);
+      if (is_softplus) {
+        alignas(64) float each[LANES];
+        _mm512_store_ps(each, g);
+        for (float& one : each) one = softplus(one);
+        g = _mm512_load_ps(each);
+      } else {
+        g = sigmoid(g);
+      }
+      store_bfloat16(out + at, m, _mm512_mul_ps(load_bfloat16(x + at, m), g));
+    }
+}

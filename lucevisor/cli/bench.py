@@ -1,0 +1,100 @@
+"""``lucevisor bench``: how fast a configuration is, also beside llama.cpp."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import shlex
+import tempfile
+from pathlib import Path
+
+import click
+
+from lucevisor.cli.options import config_argument
+from lucevisor.cli.progress import SilentDisplay
+from lucevisor.config import load
+from lucevisor.errors import ExitCode
+
+PLAIN = ("draft.kind=off", "cache.prefix_slots=0", "cache.dir=")
+"""Settings that make every round the same work; ``--set`` has the last word."""
+
+
+class Numbers(click.ParamType[list[int]]):
+    """Whole numbers, separated by commas."""
+
+    name = "numbers"
+
+    def convert(self, value: object, param: click.Parameter | None, ctx: click.Context | None) -> list[int]:
+        if isinstance(value, list):
+            return value
+        try:
+            numbers = [int(part) for part in str(value).split(",") if part]
+        except ValueError:
+            numbers = [-1]
+        if any(n < 0 for n in numbers):
+            self.fail(f"{value!r} is not a list of numbers such as 1,8", param, ctx)
+        return numbers
+
+
+@click.command()
+@config_argument
+@click.option("-p", "--prompt", "prompts", type=Numbers(), default="512", show_default=True, help="Prompt lengths.")
+@click.option("-n", "--answer", type=click.IntRange(0, 1 << 20), default=128, show_default=True, help="Tokens to make.")
+@click.option("-d", "--depth", "depths", type=Numbers(), default="0", show_default=True, help="Tokens before answers.")
+@click.option("-s", "--streams", type=Numbers(), default="1", show_default=True, help="Answers at once.")
+@click.option("-r", "--rounds", type=click.IntRange(1, 1000), default=3, show_default=True, help="Rounds to measure.")
+@click.option("--json", "json_file", type=click.Path(path_type=Path, dir_okay=False), help="Write figures to a file.")
+@click.option(
+    "--against", type=click.Path(path_type=Path, exists=True, dir_okay=False), help="A llama-bench to run in turns."
+)
+@click.option("--against-args", default="", metavar="ARGS", help="What llama-bench is given, e.g. '-t 2 -fa 1'.")
+def bench(
+    config: Path,
+    overrides: tuple[str, ...],
+    prompts: list[int],
+    answer: int,
+    depths: list[int],
+    streams: list[int],
+    rounds: int,
+    json_file: Path | None,
+    against: Path | None,
+    against_args: str,
+) -> int:
+    """Start the daemons of CONFIG and measure tokens a second: prompts, answers, answers at depth and several at once.
+
+    Without HTTP, drafts and prefix cache; medians of rounds in turns.
+    """
+    import uvloop
+
+    from lucevisor.app import logs
+    from lucevisor.app.benchmark import bench as run
+    from lucevisor.app.benchmark import cases, conditions, table
+    from lucevisor.app.llama_bench import LlamaBench
+    from lucevisor.app.model_files import open_model
+    from lucevisor.deployment.service import Service
+
+    wanted = cases(prompts, answer, depths, streams)
+    if not wanted:
+        raise click.UsageError("nothing to measure: give --prompt or --answer")
+    needed = max((case.streams for case in wanted), default=1)
+    loaded = load(config, (*PLAIN, *([f"engine.max_sequences={needed}"] if needed > 1 else []), *overrides))
+    logs.configure(loaded.log.format, "warning")
+    model = open_model(loaded)
+    file = model.files[0]
+    peer = LlamaBench(against, file, shlex.split(against_args)) if against is not None else None
+    with (
+        tempfile.TemporaryDirectory(prefix="lucevisor-bench-") as directory,
+        asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner,
+    ):
+
+        async def everything() -> tuple[str, dict[str, object]]:
+            service = Service(loaded, model, Path(directory), SilentDisplay())
+            figures, kernels = await run(service, wanted, rounds, peer)
+            tests = [f.as_json() for f in figures]
+            return table(figures), {**conditions(service, file), "tests": tests, "kernels": kernels}
+
+        text, record = runner.run(everything())
+    click.echo(text)
+    if json_file is not None:
+        json_file.write_text(json.dumps(record, indent=1) + "\n")
+    return ExitCode.DONE

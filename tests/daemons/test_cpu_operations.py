@@ -1,0 +1,219 @@
+"""A layer's operations in C++ beside torch's forms in float64, on the same bfloat16 numbers.
+
+C++ computes in float32 and rounds its result to bfloat16 once.
+"""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from daemons.models.blocks import GatedDeltaNet, GatedDeltaNetShape, GatedDeltaNetWeights
+from daemons.ops.attention import attention, visible
+from daemons.ops.basic import RmsNorm, plain_rope, rotate
+from daemons.ops.cpu.library import cpu_kernels
+from daemons.ops.cpu.operations import CpuOperations
+from daemons.ops.linear import DenseLinear
+from daemons.ops.operations import GatedDeltaNetParams, PagedQuery, TorchOperations
+from daemons.ops.paged import DensePages, Q8Pages
+from lucevisor.model.values import Q8_GROUP
+from tests.daemons.cpu_kernels import needs_cpu_kernels
+from tests.numerics import BFLOAT16, UNIT, Exact
+
+pytestmark = needs_cpu_kernels
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(autouse=True)
+def _same_numbers_each_time():
+    torch.manual_seed(1)
+
+
+@pytest.fixture
+def cpu():
+    return CpuOperations(cpu_kernels())
+
+
+def assert_rounded(found, wanted, slack=64):
+    """``found`` is ``wanted`` rounded to bfloat16, within some units of float32 of the largest number."""
+    assert found.dtype == torch.bfloat16
+    assert found.shape == wanted.shape
+    allowed = BFLOAT16 * wanted.abs() + slack * UNIT * wanted.abs().max()
+    assert bool(((found.double() - wanted).abs() <= allowed).all())
+
+
+@pytest.mark.parametrize("shape", [(1, 40), (5, 512), (3, 4, 24), (2, 3, 2, 16)])
+@pytest.mark.parametrize("has_weight", [True, False])
+def test_rms_norm(cpu, shape, has_weight):
+    width = shape[-1]
+    x, weight = torch.randn(*shape[:-1], 3 * width).bfloat16()[..., :width], torch.randn(width) if has_weight else None
+    norm = cpu.norm(weight, width, 1e-6)
+    wanted = RmsNorm(weight, width, 1e-6, CPU)
+    exact = x.double() / (x.double().square().mean(-1, keepdim=True) + 1e-6).sqrt()
+    exact = exact if weight is None else exact * weight.double()
+    assert_rounded(norm(x), exact)
+    torch.testing.assert_close(norm.float32(x), wanted.float32(x), rtol=1e-6, atol=1e-6)
+    if len(shape) == 2:
+        delta = torch.randn(shape).bfloat16()
+        total, normed = norm.fused_add(x, delta)
+        assert torch.equal(total, x + delta)
+        assert torch.equal(normed, norm(total))
+    assert torch.equal(norm(x.float()), wanted(x.float()))
+
+
+@pytest.mark.parametrize(("heads", "width", "n_rotary"), [(6, 64, 64), (3, 40, 12), (2, 32, 16)])
+def test_queries_and_keys_are_normed_and_rotated(cpu, heads, width, n_rotary):
+    x = torch.randn(5, heads * width + 10).bfloat16()[:, : heads * width].view(5, heads, width)
+    weight, rope = torch.randn(heads, width), plain_rope(n_rotary, 10000.0, CPU)
+    tables = rope.tables(torch.tensor([0, 5, 1000, 7, 64]))
+    found = cpu.qk_norm_rope(x, cpu.norm(weight, width, 1e-6), *tables)
+    with Exact():
+        exact = rotate(RmsNorm(weight, width, 1e-6).float32(x.float()), *tables)
+    assert_rounded(found, exact.double())
+
+
+@pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
+def test_activations(cpu, activation):
+    x = torch.randn(3, 2 * 56).mul(4).bfloat16()
+    x[0, :4] = torch.tensor([-100.0, 100.0, 0.0, -20.0])
+    assert_rounded(cpu.act_and_mul(x, activation), TorchOperations().act_and_mul(x.double(), activation))
+    with pytest.raises(ValueError, match="relu"):
+        cpu.act_and_mul(x, "relu")
+
+
+@pytest.mark.parametrize("softplus", [True, False])
+@pytest.mark.parametrize("by_head", [True, False])
+def test_output_gates(cpu, softplus, by_head):
+    x, n = torch.randn(3, 4, 24).bfloat16(), 4 if by_head else 96
+    gate = torch.randn(3, 200).mul(5).bfloat16()[:, 7 : 7 + n]
+    g = gate.double()
+    factor = torch.nn.functional.softplus(g) if softplus else torch.sigmoid(g)
+    assert_rounded(cpu.output_gate(x, gate, softplus), (x.double() * factor.view(3, 4, -1)).reshape(3, -1))
+
+
+# ---- attention
+
+PAGES, TABLE = 40, 24
+
+
+def pages_of(kind, k_heads, width):
+    if kind == "q8_0":
+        padded = -(-width // Q8_GROUP) * Q8_GROUP
+        codes = torch.zeros(PAGES, 64, k_heads, padded, dtype=torch.int8)
+        pages = Q8Pages(codes, torch.zeros(PAGES, 64, k_heads, padded // Q8_GROUP, dtype=torch.float16), width)
+    else:
+        pages = DensePages(torch.zeros(PAGES, 64, k_heads, width, dtype=kind))
+    pages.write(torch.arange(PAGES * 64), torch.randn(PAGES * 64, k_heads, width))
+    return pages
+
+
+def gathered(pages, table, length, width):
+    """[1, length, K, D] of float64"""
+    if isinstance(pages, Q8Pages):
+        x = pages.codes.double().unflatten(-1, (-1, Q8_GROUP)) * pages.scales.double().unsqueeze(-1)
+        x = x.flatten(-2)[..., :width]
+    else:
+        x = pages.pages.double()
+    return x[table.long()].flatten(0, 1)[:length].unsqueeze(0)
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    kind=st.sampled_from([torch.bfloat16, torch.float32, torch.float16, "q8_0"]),
+    heads=st.sampled_from([(4, 2), (2, 2), (6, 1)]),
+    width=st.sampled_from([64, 40, 8]),
+    n=st.integers(1, 32),
+    starts=st.lists(st.integers(0, 1300), min_size=1, max_size=3),
+    window=st.sampled_from([0, 0, 5, 100]),
+    softcap=st.sampled_from([0.0, 3.0]),
+    causal=st.booleans(),
+    lows=st.booleans(),
+)
+def test_attention_over_pages(kind, heads, width, n, starts, window, softcap, causal, lows):
+    torch.manual_seed(2)
+    h, k = heads
+    keys, values = pages_of(kind, k, width), pages_of(kind, k, width)
+    tables = torch.stack([torch.randperm(PAGES)[:TABLE] for _ in range(4)]).int()
+    rows, first = torch.tensor([3, 0, 2][: len(starts)]), torch.tensor(starts)
+    bounds = first // 2 if lows else None
+    q = torch.randn(len(starts) * n, h + 1, width).bfloat16()[:, :h]
+    attend = CpuOperations(cpu_kernels()).paged_attention(window=window, scale=0.3, softcap=softcap, causal=causal)
+    found = attend(q, keys, values, PagedQuery(tables, rows, first, n, 2048, bounds))
+    for b, start in enumerate(starts):
+        length, mine = start + n, slice(b * n, b * n + n)
+        kk, vv = (gathered(p, tables[rows[b]], length, width) for p in (keys, values))
+        at = torch.arange(start, length)[None]
+        mask = visible(at, torch.arange(length)[None], window, causal, None if bounds is None else bounds[b : b + 1])
+        with Exact():
+            exact = attention(q[mine].double()[None], kk, vv, mask, scale=0.3, softcap=softcap)[0]
+        assert_rounded(found[mine], exact.double(), slack=512)
+    if causal:  # a row alone has the same bits
+        alone = PagedQuery(tables, rows[:1], first[:1] + n - 1, 1, 2048, None if bounds is None else bounds[:1])
+        assert torch.equal(attend(q[n - 1 : n], keys, values, alone), found[n - 1 : n])
+
+
+# ---- gated delta net
+
+
+@pytest.mark.parametrize(("n_key", "n_value", "dim"), [(1, 2, 16), (2, 4, 32), (2, 2, 64), (1, 1, 128)])
+@pytest.mark.parametrize("n", [1, 4, 16])
+def test_delta_net_writes_the_state_after_each_token(cpu, n_key, n_value, dim, n):
+    width, slices, states = 4, 2, 60
+    norm = cpu.norm(torch.rand(dim) + 0.5, dim, 1e-6)
+    channels = (2 * n_key + n_value) * dim
+    params = GatedDeltaNetParams(
+        n_key, n_value, dim, torch.randn(width, channels), -torch.rand(n_value), torch.randn(n_value), norm
+    )
+    pool = torch.randn(states, width - 1, channels), torch.randn(states, n_value, dim, dim) * 0.3
+    y = torch.randn(slices * n, params.columns + 6).bfloat16()[:, : params.columns]
+    ids = torch.tensor([3, 9])
+    kept = torch.arange(10, 10 + slices * n).view(slices, n)
+    kept[0, -1] = 3  # in place
+    if n > 1:
+        kept[1, 0] = -1
+    found_pool = [x.clone() for x in pool]
+    found = cpu.gated_delta_net(params)(y, *found_pool, ids, kept, 0)
+
+    shape = GatedDeltaNetShape(n_key, n_value, dim)
+    plain = RmsNorm(norm.weight, dim, 1e-6)
+    weights = GatedDeltaNetWeights(
+        DenseLinear(torch.empty(0, 0)), DenseLinear(torch.empty(0, 0)), params.conv_weight, params.decay_rates,
+        params.dt_bias, plain,
+    )  # fmt: skip
+    for b in range(slices):
+        with Exact():
+            mine = [x[ids[b]].unsqueeze(0) * 1.0 for x in pool]
+            block = GatedDeltaNet(shape, weights, *mine, TorchOperations())
+        for token in range(n):
+            row = b * n + token
+            with Exact():
+                exact = block._mix(OneState(), y[row].float().view(1, 1, -1))
+            assert_rounded(found[row], exact.double().flatten(), slack=1024)
+            target = int(kept[b, token])
+            if target >= 0:
+                for x, wanted in zip(found_pool, mine, strict=True):
+                    difference = (x[target].double() - wanted[0].double()).abs().max()
+                    assert difference <= 512 * UNIT * float(wanted.abs().max())
+    untouched = [i for i in range(states) if i not in {*kept.flatten().tolist()}]
+    assert all(torch.equal(x[untouched], before[untouched]) for x, before in zip(found_pool, pool, strict=True))
+
+    again = [x.clone() for x in pool]
+    net = cpu.gated_delta_net(params)
+    at = ids.clone()
+    for token in range(n):  # one by one: the same bits
+        out = net(y.view(slices, n, -1)[:, token], *again, at, torch.tensor([[20], [21]]), 0)
+        assert torch.equal(out, found.view(slices, n, -1)[:, token])
+        at = torch.tensor([20, 21])
+
+
+class OneState:
+    """A group of one token of one slice, whose state is the pool's only row."""
+
+    n_slices = n_tokens = 1
+    n_states = offset = 0
+
+    def load_state(self, pool):
+        return pool
+
+    def store_state(self, pool, value):
+        pool.copy_(value)
