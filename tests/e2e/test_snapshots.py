@@ -144,7 +144,7 @@ async def test_an_orderly_restart_of_a_group_loses_no_prefix(tmp_path: Path) -> 
         await service.restart("b", now=False)
         again, finished = await ask(service, PROMPT, [])
         assert finished.usage.cached_tokens > 200
-        assert told_of(service)["restored"] == 1
+        assert told_of(service)["restored"] == 0  # the successor of the daemon took its memory over
     assert again == first
 
 
