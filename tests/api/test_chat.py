@@ -14,6 +14,9 @@ CHAT = "/v1/chat/completions"
 MESSAGES = [{"role": "user", "content": "Hi"}]
 TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
 CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
+UNDER_WAY = (
+    6  # tokens sampled until a sequence that its reader cancels ends: steps run ahead, the reader is turns behind
+)
 
 
 class TestWhole:
@@ -113,7 +116,7 @@ class TestWhole:
         client.rig.stage.script = say(CALL + "\n" + CALL, end=False)
         _, answer = await client.chat(tools=[TOOL], parallel_tool_calls=False)
         assert len(answer["choices"][0]["message"]["tool_calls"]) == 1
-        assert len(client.rig.stage.opened[-1].generated) <= answer["usage"]["completion_tokens"] + 2
+        assert len(client.rig.stage.opened[-1].generated) <= answer["usage"]["completion_tokens"] + UNDER_WAY
         assert client.rig.n_busy == 0
 
     async def test_stop_strings(self, client):
@@ -123,7 +126,7 @@ class TestWhole:
         assert (choice["message"]["content"], choice["finish_reason"]) == ("one two ", "stop")
         n = answer["usage"]["completion_tokens"]
         assert n == len(ids_of("one two three"))
-        assert len(client.rig.stage.opened[-1].generated) <= n + 2  # cancelled at once: at most what was under way
+        assert len(client.rig.stage.opened[-1].generated) <= n + UNDER_WAY
         assert client.rig.n_busy == 0
 
     async def test_logprobs(self, client):
