@@ -88,46 +88,67 @@ def mixer(  # noqa: PLR0913
 
 
 @triton.jit
-def _loss(logits, teacher, labels, weights, losses, right, gradient, soft, V: tl.constexpr):  # noqa: N803
+def _loss(  # noqa: PLR0913
+    logits, pairs, teacher, labels, weights, losses, right, gradient, pair_gradient, soft,
+    V: tl.constexpr, PAIRED: tl.constexpr,
+):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     i = tl.arange(0, V)
     x, t = tl.load(logits + row * V + i).to(tl.float32), tl.load(teacher + row * V + i).to(tl.float32)
     here, weight = i == tl.load(labels + row), tl.load(weights + row)
+    wanted = tl.exp(t - tl.max(t, 0))
+    wanted = wanted * (soft / tl.sum(wanted, 0)) + tl.where(here, 1 - soft, 0.0)
     highest = tl.max(x, 0)
     e = tl.exp(x - highest)
     total = tl.sum(e, 0)
-    wanted = tl.exp(t - tl.max(t, 0))
-    wanted = wanted * (soft / tl.sum(wanted, 0)) + tl.where(here, 1 - soft, 0.0)
-    tl.store(losses + row, weight * (highest + tl.log(total) - tl.sum(wanted * x, 0)))
+    loss = highest + tl.log(total) - tl.sum(wanted * x, 0)
+    change = weight * (e / total - wanted)
+    if PAIRED:
+        x += tl.load(pairs + row * V + i).to(tl.float32)
+        highest = tl.max(x, 0)
+        e = tl.exp(x - highest)
+        total = tl.sum(e, 0)
+        loss += highest + tl.log(total) - tl.sum(wanted * x, 0)
+        pair_change = weight * (e / total - wanted)
+        tl.store(pair_gradient + row * V + i, pair_change.to(gradient.dtype.element_ty))
+        change += pair_change
+    tl.store(losses + row, weight * loss)
     tl.store(right + row, (tl.sum(tl.where(here, x, 0.0), 0) >= highest).to(tl.float32))
-    tl.store(gradient + row * V + i, (weight * (e / total - wanted)).to(gradient.dtype.element_ty))
+    tl.store(gradient + row * V + i, change.to(gradient.dtype.element_ty))
 
 
 class MixedLoss(torch.autograd.Function):
     """Sum over rows of -weight * sum(wanted * log softmax(logits)), wanted = (1 - soft) onehot(label) + soft softmax(teacher).
 
-    Also gives which rows have their label as the highest logit [R].
+    With ``pairs`` [R, V], what a selector adds to the logits, the same of logits + pairs is added.  Also gives which
+    rows have their label as the highest of these [R].  Scale the weights, never the loss: the gradients are stored when
+    the loss is computed, as those of the loss itself.
     """
 
     @staticmethod
-    def forward(
-        ctx: Any, logits: Tensor, teacher: Tensor, label: Tensor, weight: Tensor, soft: float
+    def forward(  # noqa: PLR0913
+        ctx: Any, logits: Tensor, pairs: Tensor | None, teacher: Tensor, label: Tensor, weight: Tensor, soft: float
     ) -> tuple[Tensor, Tensor]:
         if logits.is_cuda:
             gradient, losses, right = torch.empty_like(logits), torch.empty_like(weight), torch.empty_like(weight)
+            pair_gradient = None if pairs is None else torch.empty_like(pairs)
             _loss[(len(logits),)](
-                logits, teacher, label, weight, losses, right, gradient, soft, logits.shape[1], num_warps=8
-            )
+                logits, logits if pairs is None else pairs, teacher, label, weight, losses, right, gradient,
+                gradient if pairs is None else pair_gradient, soft, logits.shape[1], pairs is not None, num_warps=16,
+            )  # fmt: skip
         else:
             losses, right, gradient = plain_loss(logits, teacher, label, weight, soft)
-        ctx.save_for_backward(gradient)
+            pair_gradient = None
+            if pairs is not None:
+                paired, right, pair_gradient = plain_loss(logits + pairs, teacher, label, weight, soft)
+                losses, gradient = losses + paired, gradient + pair_gradient
+        ctx.save_for_backward(gradient, pair_gradient)
         ctx.mark_non_differentiable(right)
         return losses.sum(), right
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None, None]:
-        (gradient,) = ctx.saved_tensors
-        return gradient * grads[0].to(gradient.dtype), None, None, None, None
+    def backward(ctx: Any, *_: Tensor) -> tuple[Tensor, Tensor | None, None, None, None, None]:
+        return *ctx.saved_tensors, None, None, None, None
 
 
 def plain_loss(

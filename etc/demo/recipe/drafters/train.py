@@ -63,11 +63,10 @@ def dflash_loss(model: DFlash, batch: Batch, soft: float, gamma: float) -> tuple
     rows = (at - 1)[..., None].expand(-1, -1, target.width)
     teacher = target.head(batch.hidden.gather(1, rows)).flatten(0, 1).detach()
     logits = F.linear(hidden, target.embedding.to(hidden.dtype))
-    total, right = MixedLoss.apply(logits, teacher, label, weight, soft)
+    pairs = None
     if model.selector is not None:
-        pairs = F.linear(model.selector.gate(before, hidden), model.selector.successor.weight)
-        paired, right = MixedLoss.apply(logits + pairs.to(logits.dtype), teacher, label, weight, soft)
-        total = total + paired
+        pairs = F.linear(model.selector.gate(before, hidden), model.selector.successor.weight).to(logits.dtype)
+    total, right = MixedLoss.apply(logits, pairs, teacher, label, weight, soft)
     per_step = (right.view(kept.shape) * kept).sum((0, 1)) / kept.sum((0, 1)).clamp(min=1)
     return total, per_step
 
@@ -89,8 +88,8 @@ def mtp_loss(model: Mtp, batch: Batch, depth: int, soft: float) -> tuple[Tensor,
         teacher = target.head(batch.hidden[sequence, (column + d).clamp(max=length - 1)]).detach()
         logits = F.linear(output.flatten(0, 1).index_select(0, rows), target.embedding.to(output.dtype))
         weight = weights[:, d - 1] / weights[:, d - 1].sum().clamp(min=1)
-        loss, right = MixedLoss.apply(logits, teacher, label, weight, soft)
-        total = total + loss * 0.8 ** (d - 1)
+        loss, right = MixedLoss.apply(logits, None, teacher, label, weight * 0.8 ** (d - 1), soft)
+        total = total + loss
         shares.append((right * weight).sum())
     return total, torch.stack(shares)
 
@@ -176,7 +175,7 @@ def train_one(
         model, capture = Mtp(target, int(target.meta["qwen35.feed_forward_length"])).to(target.device), ()
     else:
         rank, group = (args.rank, 16) if name.startswith("dflash2") else (0, 0)
-        shape = DFlashShape(tuple(args.capture), args.layers, ffn=args.ffn, conv_group=group, selector_rank=rank)
+        shape = DFlashShape(tuple(args.capture), args.layers, kv_heads=args.kv_heads, ffn=args.ffn, conv_group=group, selector_rank=rank)
         model, capture = DFlash(shape, target).to(target.device), shape.capture
     say(name, f"{sum(p.numel() for p in model.parameters()):,} parameters", getattr(model, "shape", ""))
 
@@ -250,13 +249,14 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--depth", type=int, default=4, help="chained drafts of the MTP head")
     parser.add_argument("--capture", type=int, nargs="+", default=(1, 3, 5, 6))
     parser.add_argument("--layers", type=int, default=2)
+    parser.add_argument("--kv-heads", type=int, default=4)
     parser.add_argument("--ffn", type=int, default=1024)
     parser.add_argument("--rank", type=int, default=64, help="selector rank of DFlash 2")
     parser.add_argument("--compile", action="store_true", help="compile the drafters' parts")
     parser.add_argument("--graphs", action="store_true", help="record whole steps as CUDA graphs")
     parser.add_argument("--held-batches", type=int, default=3, help="fixed held-out batches for the log")
     parser.add_argument("--eval-rows", type=int, default=1024)
-    parser.add_argument("--log-every", type=int, default=200)
+    parser.add_argument("--log-every", type=int, default=1000)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--seed", type=int, default=1)
     return parser.parse_args()
