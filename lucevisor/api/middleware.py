@@ -29,6 +29,7 @@ from lucevisor.api.context import (
 )
 from lucevisor.api.errors import CLIENT_CLOSED, ApiError, internal_error, unavailable
 from lucevisor.api.output.sse import ClientGone
+from lucevisor.api.traces import RequestTrace
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
@@ -131,7 +132,8 @@ def _from_http(request: web.Request, error: web.HTTPException) -> ApiError:
 
 def _account(request: web.Request, context: RequestContext, status: int) -> None:
     request.app[METRICS].answered(status, context.caller.name, context.prompt_tokens, context.generated_tokens)
-    duration_s = time.monotonic() - context.started_s
+    ended_s = time.monotonic()
+    duration_s = ended_s - context.started_s
     if context.handles:
         request.app[METRICS].generated(duration_s)
     fields: dict[str, object] = {
@@ -152,8 +154,37 @@ def _account(request: web.Request, context: RequestContext, status: int) -> None
         }
     if context.caller.name:
         fields["key"] = context.caller.name
-    level = "debug" if request.path in _QUIET else "info" if status < 500 else "warning"
+    quiet = request.path in _QUIET
+    if not quiet and (trace_id := _trace(request, context, status, ended_s)):
+        fields["trace_id"] = trace_id
+    level = "debug" if quiet else "info" if status < 500 else "warning"
     getattr(log, level)("request", **fields, **context.fields)
+
+
+def _trace(request: web.Request, context: RequestContext, status: int, ended_s: float) -> str:
+    """Trace a request that is over; return its trace id, empty if it is not traced."""
+    ports = request.app[PORTS]
+    return ports.trace(
+        RequestTrace(
+            method=request.method,
+            path=request.path,
+            status=status,
+            headers={name: request.headers.get(name, "") for name in ("traceparent", "tracestate")},
+            request_id=context.request_id,
+            key=context.caller.name,
+            model=ports.model.name,
+            started_s=context.started_s,
+            ended_s=ended_s,
+            generates=bool(context.handles),
+            queue_s=context.queue_s,
+            first_token_s=context.first_token_s,
+            prompt_tokens=context.prompt_tokens,
+            cached_tokens=context.cached_tokens,
+            generated_tokens=context.generated_tokens,
+            accepted_tokens=context.accepted_tokens,
+            error=str(context.fields.get("error", "")),
+        )
+    )
 
 
 async def set_headers(request: web.Request, response: web.StreamResponse) -> None:

@@ -14,6 +14,7 @@ from typing import Final, Protocol
 
 from lucevisor.api.keys import ApiKeys
 from lucevisor.api.prepared import BodyKind, EncodedResponse, PreparedRequest
+from lucevisor.api.traces import Trace, no_trace
 from lucevisor.engine.request import Event, GenerationRequest
 from lucevisor.engine.statistics import EngineStatistics
 from lucevisor.errors import LucevisorError
@@ -229,6 +230,7 @@ class Ports:
     status: Callable[[], Mapping[str, object]] = _no_status  # the JSON of `lucevisor status --json`
     restart: Callable[[str, bool], None] = _no_restart  # begin it; True: do not wait for running requests
     snapshots: Callable[[], SnapshotMetrics | None] = _no_snapshots  # None while they are off
+    trace: Trace = no_trace  # of every request that is over, but for health checks and the like
     log_drops: Callable[[], Mapping[str, int]] = dict  # log records that were not written, by sink
     banned: tuple[int, ...] = ()  # ids never sampled: unused rows of the vocabulary
     engine: EnginePort | None = None

@@ -33,7 +33,8 @@ from lucevisor.api.ports import (
 )
 from lucevisor.api.prompts.preprocessing import Preprocessor
 from lucevisor.api.server import create_app
-from lucevisor.app import collector, logs
+from lucevisor.api.traces import no_trace
+from lucevisor.app import collector, logs, traces
 from lucevisor.app.cache_operations import CacheOperations, figures
 from lucevisor.app.endpoint import Endpoint
 from lucevisor.app.group_metrics import group_metrics
@@ -134,6 +135,7 @@ class Supervisor:
     ) -> None:
         self.config, self.model, self.run_dir = config, model, run_dir
         self._tls = tls_of(config.server)
+        self._traces = traces.configured()
         self._tokenizer = Tokenizer.from_gguf(model.spec.files.metadata if model.spec.files is not None else {})
         self._ports = self._make_ports()
         self._ports.grammars.prepare()
@@ -179,6 +181,8 @@ class Supervisor:
             await self._succession.close()
             await self.service.stop()
             await self._endpoint.close()
+            if self._traces is not None:
+                await self._traces.close()
             report.cancel()
         log.info("stopped", name=self.run_dir.name)
         return ExitCode.DONE
@@ -340,6 +344,7 @@ class Supervisor:
             status=self.status,
             restart=self._begin_restart,
             snapshots=self._snapshot_figures,
+            trace=self._traces or no_trace,
             log_drops=logs.dropped,
             banned=tuple(range(self._tokenizer.n_vocab, self.model.spec.vocabulary)),
         )
