@@ -8,6 +8,7 @@ sent by a thread of the exporter, so no request waits for a collector.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import threading
 import time
@@ -69,11 +70,17 @@ class Traces:
     async def close(self, seconds: float = _FLUSH_S) -> None:
         """Send what is left, for so long at most."""
         # A thread of its own: an exporter tries again for 10 s or more, and the loop's executor would wait for it.
-        sender = threading.Thread(target=self._provider.shutdown, name="last traces", daemon=True)
-        sender.start()
-        deadline = time.monotonic() + seconds
-        while sender.is_alive() and time.monotonic() < deadline:
-            await asyncio.sleep(0.02)
+        loop, sent = asyncio.get_running_loop(), asyncio.Event()
+
+        def send() -> None:
+            self._provider.shutdown()
+            with contextlib.suppress(RuntimeError):  # too late: the loop is closed
+                loop.call_soon_threadsafe(sent.set)
+
+        threading.Thread(target=send, name="last traces", daemon=True).start()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                await sent.wait()
 
 
 def configured(environ: Mapping[str, str] = os.environ) -> Traces | None:

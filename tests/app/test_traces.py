@@ -67,7 +67,7 @@ async def test_a_request_and_its_parts(client: Any, exporter: InMemorySpanExport
     assert before_ns - 1_000_000 <= whole.start_time == times[0]
     assert times == sorted(times)
     assert times[-1] == whole.end_time
-    assert spans["answer"].end_time - spans["answer"].start_time >= 3 * 5_000_000
+    assert spans["answer"].end_time - spans["answer"].start_time >= 5_000_000  # a step at least
     assert [line["trace_id"] for line in logs if line["event"] == "request"] == [TRACE]
 
 
