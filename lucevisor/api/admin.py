@@ -66,12 +66,23 @@ class AdminPort(Protocol):
     async def restart(self, groups: list[str], *, now: bool) -> None:
         """Restart groups one by one; return when the pipeline is READY again.  Raises LucevisorError."""
 
+    async def reload(self, overrides: list[str]) -> dict[str, object]:
+        """Read the configuration again, with further KEY=VALUE overrides, and go on with it; return the keys that
+        changed.  Raises LucevisorError, after which all is as it was.
+        """
+
     def follow_log(self, query: LogQuery) -> AsyncIterator[str]: ...
 
 
 class Restart(msgspec.Struct, forbid_unknown_fields=True):
     groups: Names
     now: bool = False
+
+
+class Reload(msgspec.Struct, forbid_unknown_fields=True):
+    """``set``: KEY=VALUE overrides."""
+
+    set: Names = []
 
 
 class CacheVerify(msgspec.Struct, forbid_unknown_fields=True):
@@ -166,8 +177,8 @@ def _seconds(request: web.Request, name: str) -> float:
 
 
 def create_admin_app(port: AdminPort) -> web.Application:
-    """Routes: GET /status, GET /ready?timeout_s=, POST /stop, POST /restart, GET /logs with the fields of LogQuery, GET
-    /cache, POST /cache/verify, /cache/prune, /cache/rm."""
+    """Routes: GET /status, GET /ready?timeout_s=, POST /stop, /restart, /reload, GET /logs with the fields of LogQuery,
+    GET /cache, POST /cache/verify, /cache/prune, /cache/rm."""
 
     async def status(_: web.Request) -> web.Response:
         return _json(port.status())
@@ -183,6 +194,11 @@ def create_admin_app(port: AdminPort) -> web.Application:
         command = await _read_command(request, Restart)
         await port.restart(command.groups, now=command.now)
         return _json(port.status())
+
+    async def reload(request: web.Request) -> web.Response:
+        command = await _read_command(request, Reload, b"{}")
+        changed = await port.reload(command.set)
+        return _json({**port.status(), "changed": changed})
 
     async def logs(request: web.Request) -> web.StreamResponse:
         try:
@@ -203,6 +219,7 @@ def create_admin_app(port: AdminPort) -> web.Application:
             web.get("/ready", ready),
             web.post("/stop", stop),
             web.post("/restart", restart),
+            web.post("/reload", reload),
             web.get("/logs", logs),
             *_cache_routes(port),
         ]

@@ -1,7 +1,7 @@
-"""SIGHUP: reads the configuration again and applies what needs no new deployment.
+"""Reads the configuration again and applies what needs no new deployment.  SIGHUP does only that, `lucevisor reload`
+has the service apply the rest first.
 
-Invariant: a configuration with an error changes nothing; one without is applied as a whole, but for the keys that only
-a new start applies.
+Invariant: a configuration with an error changes nothing; one without is applied as a whole, but for the keys that wait.
 """
 
 from __future__ import annotations
@@ -23,23 +23,35 @@ _TLS_KEYS: Final = {"server.tls_cert_file", "server.tls_key_file"}
 
 @dataclass(frozen=True, slots=True)
 class Reloaded:
-    """``config``: what is in force now.  ``changed``: keys whose new value is; ``waiting``: keys that need a start."""
+    """``config``: what is in force now.  ``changed``: keys whose new value is; ``waiting``: keys whose is not."""
 
     config: Config
     changed: Sequence[str]
     waiting: Sequence[str]
 
 
-def reload(config: Config, ports: Ports, tls: ssl.SSLContext | None) -> Reloaded:
-    """Read the file of ``config`` again, and the files of keys and TLS.
+def read_again(config: Config, overrides: Sequence[str] = ()) -> Config:
+    """Return what the file of ``config`` says now, with its overrides and further ones, which replace those of the same
+    key.  Raises ConfigError.
+    """
+    keys = {override.partition("=")[0] for override in overrides}
+    kept = [override for override in config.overrides if override.partition("=")[0] not in keys]
+    return load(config.file, [*kept, *overrides])
+
+
+def keys_at_once(found: Config, tls: ssl.SSLContext | None) -> set[str]:
+    """Return the keys that ``apply`` applies."""
+    return _KEYS | _TLS_KEYS if tls is not None and found.server.tls_cert_file else set(_KEYS)
+
+
+def apply(config: Config, found: Config, ports: Ports, tls: ssl.SSLContext | None) -> Reloaded:
+    """Apply what needs no new deployment of ``found``, and read the files of keys and TLS again.
 
     Raises ConfigError, and then changes nothing.
     """
-    found = load(config.file, config.overrides)
     client_keys, admin_keys = keys_of(found.server)
-    at_once = set(_KEYS)
+    at_once = keys_at_once(found, tls)
     if tls is not None and found.server.tls_cert_file:
-        at_once |= _TLS_KEYS
         files = Path(found.server.tls_cert_file), Path(found.server.tls_key_file)
         server_context(*files)  # a pair that does not fit would leave the context without a key
         tls.load_cert_chain(*files)

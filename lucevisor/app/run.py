@@ -43,7 +43,7 @@ from lucevisor.app.log_reader import LogReader
 from lucevisor.app.model_files import open_model
 from lucevisor.app.open_files import connections_within, raise_limit
 from lucevisor.app.progress import KeptProgress
-from lucevisor.app.reload import keys_of, reload, tls_of
+from lucevisor.app.reload import apply, keys_at_once, keys_of, read_again, tls_of
 from lucevisor.app.run_options import RunOptions, refuse_faults
 from lucevisor.app.rundir import RunDirectory
 from lucevisor.app.signals import EarlySignals, Hangup
@@ -163,7 +163,7 @@ class Supervisor:
         if early.asked:
             self.stop(early.asked)
         if early.reload:
-            self.reload()
+            self._reread()
         for notice in self.config.notices:
             log.warning("configuration", notice=str(notice))
         for marker in self._ports.template.lost_markers(self._tokenizer) if self._ports.template is not None else []:
@@ -250,27 +250,36 @@ class Supervisor:
             self._hurried_stops.add(task)
             task.add_done_callback(self._hurried_stops.discard)
 
-    def reload(self) -> None:
+    def _reread(self) -> None:
         """Read the configuration again; apply what needs no new deployment, and log what was."""
         try:
-            done = reload(self.config, self._ports, self._tls)
+            done = apply(self.config, read_again(self.config), self._ports, self._tls)
         except ConfigError as error:
             log.error("configuration not reloaded: all stays as it is", reason=str(error))
             return
         self.config = done.config
         log.info("configuration reloaded, with API keys and certificate", changed=list(done.changed))
         if done.waiting:
-            log.warning("changed keys that wait for the next start", keys=list(done.waiting))
+            log.warning("changed keys that wait for `lucevisor reload` or a start", keys=list(done.waiting))
 
     def _on_hangup(self, hangup: Hangup) -> None:
         if hangup.ends:
             self.stop("SIGHUP, the terminal was closed")
         elif hangup.reloads:
-            self.reload()
+            self._reread()
 
     async def restart(self, groups: list[str], *, now: bool) -> None:
         for group in groups or list(self.service.groups):
             await self.service.restart(group, now=now)
+
+    async def reload(self, overrides: list[str]) -> dict[str, object]:
+        found = await asyncio.to_thread(read_again, self.config, overrides)
+        await asyncio.to_thread(check_before_start, found, self.model.spec)
+        changed = await self.service.reload(found, keys_at_once(found, self._tls))
+        apply(self.config, found, self._ports, self._tls)
+        self.config = found
+        log.info("configuration reloaded, with API keys and certificate", changed=[*changed])
+        return changed
 
     def _begin_restart(self, group: str, now: bool) -> None:
         """Restart a group in the background; raises LucevisorError if there is none of that name."""

@@ -1,4 +1,4 @@
-"""Commands that control a running supervisor: stop, status, restart."""
+"""Commands that control a running supervisor: stop, status, restart, reload."""
 
 from __future__ import annotations
 
@@ -77,6 +77,33 @@ def restart(group: str | None, rolling: bool, now: bool, name: str | None, socke
     done = [g for g in answer["groups"] if rolling or g["name"] == group]
     for one in done:
         click.echo(f"group {one['name']} is {one['state']}, pid {one['pid']}, restarts {one['restarts']}")
+    click.echo(f"{target.name} is {answer['state']} after {time.monotonic() - began:.1f} s")
+    click.echo(_recovered(before["recovery"], answer["engine"]["recovery"]))
+    return ExitCode.DONE
+
+
+@click.command()
+@click.option(
+    "--set", "overrides", metavar="KEY=VALUE", multiple=True, help="Override a key, beside those given to start."
+)
+@target_options
+def reload(overrides: tuple[str, ...], name: str | None, socket: Path | None) -> int:
+    """Read the configuration again and go on with it: layers move between groups, and no request fails.
+
+    Keys that cannot change while requests run are refused by name, and nothing changes.
+    """
+    target = find(name, socket)
+    before = AdminClient(target.socket).call("GET", "/status")["engine"]
+    began = time.monotonic()
+    answer = call_and_watch(AdminClient(target.socket), "reload", "/reload", {"set": overrides}, timeout_s=3600.0)
+    for key, value in answer["changed"].items():
+        click.echo(f"{key} = {json.dumps(value)}" if value is not None else f"{key} is gone")
+    if not answer["changed"]:
+        click.echo("nothing has changed")
+        return ExitCode.DONE
+    for group in answer["groups"]:
+        layers = ", ".join(f"{one['device']} [{one['layers'][0]},{one['layers'][1]})" for one in group["devices"])
+        click.echo(f"group {group['name']} is {group['state']}, pid {group['pid']}: {layers or 'no layers'}")
     click.echo(f"{target.name} is {answer['state']} after {time.monotonic() - began:.1f} s")
     click.echo(_recovered(before["recovery"], answer["engine"]["recovery"]))
     return ExitCode.DONE

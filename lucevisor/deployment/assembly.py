@@ -121,10 +121,18 @@ class PipelineAssembly:
 
     def close(self, error: RequestError) -> None:
         """Detach for good."""
+        had_one = self._pipeline is not None
+        self.leave()
+        if had_one:
+            self._engine.detach(error)
+            self._on_change()
+
+    def leave(self) -> None:
+        """Have no more to do with the engine, which has no pipeline of these daemons any more, or will hear of that."""
         self._closed = True
         self._links.clear()
         self._resetting.clear()
-        self._close(error)
+        self._forget()
 
     def _runs(self, group: str, stage: int) -> bool:
         if stage == len(self._stage_groups):
@@ -192,7 +200,8 @@ class PipelineAssembly:
         self._pipeline = Pipeline(links, self._engine.on_result, self._failed)
         self._pipeline.on_dead_link = self._on_dead_link
         log.info("pipeline ready", stages=self._stage_groups)
-        self._engine.attach(self._pipeline)
+        kept, self._kept = self._kept, set()
+        self._engine.attach(self._pipeline, kept=kept >= set(self._stage_groups))
         if self._draft is not None and self._pipeline is not None:  # the first step may have failed already
             self._draft.pipeline_attached()
         self._on_change()
@@ -204,12 +213,6 @@ class PipelineAssembly:
             failure = replace(failure, message=_lost(self._stage_groups[failure.stage], failure.message))
         self._engine.on_failed(failure)
         self._on_change()
-
-    def _close(self, error: RequestError) -> None:
-        if self._pipeline is not None:
-            self._forget()
-            self._engine.detach(error)
-            self._on_change()
 
 
 def _lost(group: str, reason: str) -> str:

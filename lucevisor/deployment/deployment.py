@@ -10,8 +10,7 @@ Invariant: what a daemon says reaches the deployment that started it, and no oth
 from __future__ import annotations
 
 import asyncio
-import time
-from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import structlog
@@ -22,8 +21,9 @@ from lucevisor.deployment.group_settings import group_devices, group_threads, ta
 from lucevisor.deployment.placing import PlacementOnce
 from lucevisor.deployment.served_model import ServedModel
 from lucevisor.deployment.served_weights import ServedWeights
+from lucevisor.deployment.sizes import other_sizes, with_sizes
 from lucevisor.deployment.speeds import speeds_for
-from lucevisor.deployment.state_memory import StateMemory
+from lucevisor.deployment.state_memory import StateMemory, export_state, import_state
 from lucevisor.deployment.watchdog import Work, watch
 from lucevisor.engine.core import Engine
 from lucevisor.engine.pipeline import PipelineFailure
@@ -55,7 +55,7 @@ class DeploymentHooks:
     ``on_placed`` is called once, before any daemon loads: the moment to call ``serve`` unless another deployment
     serves.  ``drain`` brings requests to rest before a daemon is restarted, and returns what the shards hold then, if
     its successor may take it over.  ``on_change``: ``complete`` may have
-    changed, or a daemon was lost.
+    changed, or ``loaded``, or a daemon was lost.
     """
 
     on_placed: Callable[[Deployment], None]
@@ -66,7 +66,10 @@ class DeploymentHooks:
 
 
 class Deployment:
-    """Made in a running event loop; ``start``, then ``stop`` and ``close``.  ``epoch`` is for the log."""
+    """Made in a running event loop; ``start``, then ``stop`` and ``close``.  ``epoch`` is for the log.
+
+    ``sizes``: those of the deployment whose engine this one is to serve.
+    """
 
     def __init__(
         self,
@@ -77,6 +80,7 @@ class Deployment:
         launcher: Launcher,
         limits: SupervisionLimits,
         hooks: DeploymentHooks,
+        sizes: Placement | None = None,
     ) -> None:
         self.epoch = epoch
         self.placement: Placement | None = None
@@ -84,6 +88,7 @@ class Deployment:
         self.transfers: ShardTransfers | None = None
         self._config, self._model, self._weights, self._limits, self._hooks = config, model, weights, limits, hooks
         needed = target_groups(config)
+        self._sizes = sizes
         self._placing = PlacementOnce(needed, self._place, config.groups.keys() - needed)
         self._links: dict[str, Link] = {}  # of READY groups
         self._draft_loaded = False  # by its READY group
@@ -142,15 +147,21 @@ class Deployment:
     # ---- serving
 
     @property
+    def needed(self) -> Sequence[str]:
+        """The groups with layers, which serving needs."""
+        return target_groups(self._config)
+
+    @property
     def loaded(self) -> bool:
         """Whether every group with layers is READY."""
-        return self._links.keys() >= set(target_groups(self._config))
+        return self._links.keys() >= set(self.needed)
 
-    def serve(self, engine: Engine) -> None:
+    def serve(self, engine: Engine, kept: Collection[Link] = ()) -> None:
         """Attach to ``engine`` as soon as every group with layers is READY, and again after each loss; the drafter
         whenever it is there.
 
-        Call it when the deployment is placed, and when no other one serves ``engine``.
+        Call it when the deployment is placed, and when no other one serves ``engine``.  ``kept``: the links of daemons
+        that have imported what the engine had frozen.
         """
         assert self.placement is not None
         self._engine = engine
@@ -158,7 +169,8 @@ class Deployment:
         draft_group = "" if draft is None else draft.group
         self._assembly = PipelineAssembly(engine, stage_groups, self._hooks.on_change, draft_group)
         for group, link in self._links.items():
-            self._assembly.ready(group, link, with_draft=group == draft_group and self._draft_loaded)
+            with_draft = group == draft_group and self._draft_loaded
+            self._assembly.ready(group, link, with_draft=with_draft, kept=link in kept)
 
     @property
     def complete(self) -> bool:
@@ -169,6 +181,16 @@ class Deployment:
     def drafting(self) -> bool:
         """Whether a drafter is attached to the engine."""
         return self._assembly is not None and self._assembly.drafting
+
+    @property
+    def links(self) -> Mapping[str, Link]:
+        """The links of the groups that are READY."""
+        return self._links
+
+    def retire(self) -> None:
+        """Have no more to do with the engine, which has left the pipeline."""
+        if self._assembly is not None:
+            self._assembly.leave()
 
     def release(self, error: RequestError) -> None:
         """Detach from the engine for good; running requests end with ``error``."""
@@ -241,9 +263,12 @@ class Deployment:
         await self._weights.settle()
         inventory = {group: hello.devices for group, hello in hellos.items()}
         speeds = await speeds_for(self._model.spec, self._model.files, self._config, inventory)
-        result = plan(self._model.spec, self._config, inventory, speeds, self._model.draft_spec)
+        config = self._config if self._sizes is None else with_sizes(self._config, self._sizes)
+        result = plan(self._model.spec, config, inventory, speeds, self._model.draft_spec)
         if isinstance(result, Infeasible):
             raise LucevisorError(result.message)
+        if self._sizes is not None and (other := other_sizes(result, self._sizes)):
+            raise LucevisorError(other)
         for notice in result.notices:
             log.warning("placement notice", notice=notice)
         log.info("placement", epoch=self.epoch, dtype=str(result.dtype), kv_dtype=str(result.kv_dtype),
@@ -275,6 +300,8 @@ class Deployment:
             self._begin(self._take_over(group, link, memory, with_draft=with_draft), f"state for {group}")
         elif self._assembly is not None:
             self._assembly.ready(group, link, with_draft=with_draft)
+        else:
+            self._hooks.on_change()
 
     def _on_lost(self, group: str, reason: str) -> None:
         self._links.pop(group, None)
@@ -320,38 +347,24 @@ class Deployment:
     # ---- state that outlives a daemon
 
     async def _hand_over(self, group: str, frozen: FrozenState) -> None:
-        """Copy what a group's layers hold to host memory, for its next daemon; without it that one computes again."""
+        """Export a group's state for its next daemon; without it that one computes again."""
         assert self.placement is not None
         assert self.transfers is not None
-        ranges = [stage.layers for stage in self.placement.stages_of(group)]
-        layers = [layer for layer in self._model.spec.layers if any(layer.index in one for one in ranges)]
-        began = time.monotonic()
+        layers = self._model.spec.layers
         try:
-            memory = StateMemory(layers, self.placement.kv_dtype, frozen.units)
-        except (LucevisorError, OSError) as error:
-            log.warning("state is not kept", group=group, reason=str(error))
-            return
-        try:
-            await memory.save(self.transfers, [group])
+            self._handed[group] = await export_state(layers, self.placement, self.transfers, frozen, [group])
         except LucevisorError as error:
             log.warning("state is not kept", group=group, reason=str(error))
-            memory.close()
-        else:
-            self._handed[group] = memory
-            log.info("state exported", group=group, n_bytes=memory.n_bytes, seconds=round(time.monotonic() - began, 3))
 
     async def _take_over(self, group: str, link: Link, memory: StateMemory, *, with_draft: bool) -> None:
         """Let a new daemon read what its predecessor held, then join the others."""
         assert self.transfers is not None
-        kept, began = True, time.monotonic()
+        kept = True
         try:
-            await memory.restore(self.transfers, [group])
-            log.info("state imported", group=group, n_bytes=memory.n_bytes, seconds=round(time.monotonic() - began, 3))
+            await import_state(memory, self.transfers, [group])
         except LucevisorError as error:
             kept = False
             log.warning("state is not kept", group=group, reason=str(error))
-        finally:
-            memory.close()
         if self._assembly is not None and self._links.get(group) is link:
             self._assembly.ready(group, link, with_draft=with_draft, kept=kept)
 

@@ -30,6 +30,7 @@ from lucevisor.deployment.engine_limits import engine_limits
 from lucevisor.deployment.group_settings import target_groups
 from lucevisor.deployment.holding import watch_holds
 from lucevisor.deployment.journal_rows import journal_rows
+from lucevisor.deployment.orders import RESTART_S, STOP_S, Orders
 from lucevisor.deployment.readiness import Readiness
 from lucevisor.deployment.served_model import ServedModel
 from lucevisor.deployment.served_weights import ServedWeights
@@ -39,7 +40,7 @@ from lucevisor.engine.request import RequestError
 from lucevisor.engine.settings import EngineSettings
 from lucevisor.engine.standstill import FrozenState
 from lucevisor.engine.validation import enabled
-from lucevisor.errors import LucevisorError, NotReadyError, unusable
+from lucevisor.errors import LucevisorError, unusable
 from lucevisor.placement.result import Placement
 from lucevisor.protocol.messages import Progress
 from lucevisor.snapshots.manager import SnapshotManager, open_snapshots
@@ -52,13 +53,7 @@ from lucevisor.supervision.states import State
 ServiceState = Literal["ready", "starting", "degraded", "failed", "draining"]
 
 SAVE_S = 10.0
-STOP_S = 2.0
-RESTART_S = 30.0
-PREPARE_S = 15.0
-"""Deadlines of a first stop: running requests have ``server.drain_s`` to end, prefix slots SAVE_S to be saved, daemons
-STOP_S to exit before SIGKILL.  An orderly restart waits PREPARE_S for a warm successor, while requests run, then
-RESTART_S / 2 for them, and kills after RESTART_S.
-"""
+"""How long prefix slots may take to be saved at a stop or a restart."""
 
 log = structlog.get_logger("service")
 
@@ -71,7 +66,7 @@ class Observer(Protocol):
     def ready(self, service: Service) -> None: ...
 
 
-class Service:
+class Service(Orders):
     """Create it in a running loop.  ``on_engine`` is called once, when the model is placed.  ``limits``: deadlines of
     supervision; the configuration limits restarts."""
 
@@ -100,20 +95,36 @@ class Service:
         self._was_ready = False
         self._restarting = asyncio.Lock()
         try:
-            launcher = LocalLauncher(stage_packages(run_dir))
+            self._launcher = LocalLauncher(stage_packages(run_dir))
         except OSError as error:
             raise unusable(run_dir, error) from error
+        self._limits = limits or SupervisionLimits()
+        self._readiness = Readiness(self._limits)
+        self._deployments: list[Deployment] = []  # those with processes
+        self.deployment = self._deploy(config)
+
+    def _deploy(self, config: Config, succeeds: Deployment | None = None) -> Deployment:
+        """Make a deployment; what happens to it is told while it is the present one."""
+        epoch = 1 if succeeds is None else succeeds.epoch + 1
         limit = config.recovery.restart_limit
-        limits = replace(limits or SupervisionLimits(), n_restarts=limit.count, window_s=float(limit.seconds))
-        self._readiness = Readiness(limits)
+        limits = replace(self._limits, n_restarts=limit.count, window_s=float(limit.seconds))
+
+        def on_state(group: str, state: State, reason: str) -> None:
+            self._on_state(group, state, reason) if self.deployment is made else self._changed.set()
+
         hooks = DeploymentHooks(
-            on_placed=self._on_placed,
+            on_placed=self._on_placed if succeeds is None else lambda _: None,
             drain=self._drain_for_restart,
             on_change=self._notify,
-            on_state=self._on_state,
-            on_progress=observer.progress,
+            on_state=on_state,
+            on_progress=lambda group, report: (
+                self._observer.progress(group, report) if self.deployment is made else None
+            ),
         )
-        self.deployment = Deployment(1, config, model, self._weights, launcher, limits, hooks)
+        sizes = None if succeeds is None else succeeds.placement
+        made = Deployment(epoch, config, self.model, self._weights, self._launcher, limits, hooks, sizes)
+        self._deployments.append(made)
+        return made
 
     @property
     def groups(self) -> dict[str, GroupSupervisor]:
@@ -153,7 +164,7 @@ class Service:
             if self._saving is not None:
                 self._saving.cancel()
             self._end_requests()  # before their groups go: the reason is the stop, not a lost shard
-            await self.deployment.stop(stop_s)
+            await self._stop_groups(stop_s)
         await asyncio.shield(self._stopping)
 
     async def _stop(self, drain_s: float, stop_s: float) -> None:
@@ -166,24 +177,19 @@ class Service:
         self._end_requests()
         if self._holding is not None:
             self._holding.cancel()
-        await self.deployment.stop(stop_s)
+        await self._stop_groups(stop_s)
         await self._weights.close()
         if self._opening is not None:  # it ends by itself, unless the disk hangs
             self._loaded.set()
             await asyncio.wait({self._opening}, timeout=STOP_S)
         if self.snapshots is not None:
             await self.snapshots.close()
-        self.deployment.close()
+        for one in self._deployments:
+            one.close()
         self._notify()
 
-    def _end_requests(self) -> None:
-        """End running and queued requests and refuse new ones; idempotent."""
-        error = RequestError(
-            "shutting_down", "the supervisor is stopping; send the request to another one, or again later"
-        )
-        if self.engine is not None:
-            self.engine.close(error)
-        self.deployment.release(error)
+    async def _stop_groups(self, stop_s: float) -> None:
+        await asyncio.gather(*(one.stop(stop_s) for one in self._deployments))
 
     async def save_prefixes(self, deadline_s: float) -> None:
         """Save prefix slots to ``cache.dir``, if set, before the shards lose them; a hurried stop cancels it."""
@@ -193,34 +199,6 @@ class Service:
                 async with awake.timeout(deadline_s + 1.0):  # a disk that hangs does not hold up the stop
                     await self._saving
             self._saving = None
-
-    async def restart(self, group: str, *, now: bool) -> None:
-        """Restart one group's daemon; returns when requests are served again or another group has FAILED.
-
-        Raises LucevisorError naming group and reason.
-        """
-        one = self.groups.get(group)
-        if one is None:
-            raise LucevisorError(f"there is no group {group!r}: the groups are {', '.join(self.groups)}")
-        async with self._restarting:
-            if self._stopping is not None:  # perhaps since this call waited for its turn
-                raise LucevisorError("the supervisor is stopping")
-            if not now:
-                with contextlib.suppress(TimeoutError):  # it takes longer without
-                    async with awake.timeout(PREPARE_S):
-                        await one.prepare()
-            await one.restart(now=now, deadline_s=RESTART_S)
-            self.restart_reasons[group]["operator"] += 1
-            await one.wait(State.STARTING, State.FAILED, timeout_s=2 * RESTART_S)
-            tried = (State.LOADING, State.READY, State.FAILED)
-            if group in self._target_groups:
-                await self._until(
-                    lambda: self.state in ("ready", "draining") or (self.state == "failed" and one.state in tried)
-                )
-            else:  # it runs the drafter alone
-                await self._until(lambda: self.state == "draining" or one.state in (State.READY, State.FAILED))
-            if self.state == "draining" or one.state is State.FAILED:
-                raise NotReadyError(f"group {group} did not come back: {self.reason() or one.reason}")
 
     # ---- state
 
@@ -266,7 +244,7 @@ class Service:
             rows=rows,
             journal_pages=rows.n_pages if rows is not None else 0,
             on_pipeline_failed=self._on_pipeline_failed,
-            on_drafter_lost=self.deployment.drafter_failed,
+            on_drafter_lost=lambda failure: self.deployment.drafter_failed(failure),
             on_step=self._on_step,
             validate=enabled(os.environ),
         )

@@ -9,19 +9,25 @@ from __future__ import annotations
 
 import asyncio
 import os
+import time
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import psutil
+import structlog
 from msgspec.structs import replace
 
+from lucevisor.engine.standstill import FrozenState
 from lucevisor.errors import LucevisorError
 from lucevisor.model.spec import LayerSpec
 from lucevisor.model.values import PAGE_TOKENS, Dtype, LayerRange, Space
+from lucevisor.placement.result import Placement
 from lucevisor.protocol.transfers import SlotPlace, SnapshotTensor
 from lucevisor.snapshots.layout import unit_tensors
 from lucevisor.snapshots.shard_transfers import ShardTransfers
 from lucevisor.snapshots.transfers import Transfer
+
+log = structlog.get_logger("deployment")
 
 _AT_ONCE = 16
 """Transfers that a daemon has at once; it takes 64, and snapshots send it some, too."""
@@ -90,6 +96,45 @@ class StateMemory:
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1
+
+
+async def export_state(
+    layers: Sequence[LayerSpec],
+    placement: Placement,
+    transfers: ShardTransfers,
+    frozen: FrozenState,
+    groups: Collection[str],
+) -> StateMemory:
+    """Copy what the layers of ``groups`` hold to host memory; ``layers``: of the whole model.  Snapshots are refused
+    from now on, and those in progress awaited.  Raises LucevisorError.
+    """
+    ranges = [stage.layers for group in groups for stage in placement.stages_of(group)]
+    own = [layer for layer in layers if any(layer.index in one for one in ranges)]
+    began = time.monotonic()
+    await transfers.quieten("its state is handed to another daemon")
+    try:
+        memory = StateMemory(own, placement.kv_dtype, frozen.units)
+    except OSError as error:
+        raise LucevisorError(f"no host memory for the state: {error}") from error
+    try:
+        await memory.save(transfers, groups)
+    except BaseException:
+        memory.close()
+        raise
+    seconds = round(time.monotonic() - began, 3)
+    log.info("state exported", groups=[*groups], n_bytes=memory.n_bytes, seconds=seconds)
+    return memory
+
+
+async def import_state(memory: StateMemory, transfers: ShardTransfers, groups: Collection[str]) -> None:
+    """Let ``groups`` read what the daemons of their layers held, and give the memory back.  Raises LucevisorError."""
+    began = time.monotonic()
+    try:
+        await memory.restore(transfers, groups)
+    finally:
+        memory.close()
+    seconds = round(time.monotonic() - began, 3)
+    log.info("state imported", groups=[*groups], n_bytes=memory.n_bytes, seconds=seconds)
 
 
 def _places(space: Space, ids: Sequence[int]) -> list[SlotPlace]:

@@ -127,20 +127,26 @@ class Engine(Standstill):
         """Whether lost stages may be rebuilt while others keep what they have."""
         return self._stages.enabled and self.recovery.hold_s > 0
 
-    def attach(self, pipeline: Pipeline) -> None:
+    def attach(self, pipeline: Pipeline, *, kept: bool = False) -> None:
         """Use a pipeline whose daemons hold no sequences; queued and held requests start.
 
-        Raises RuntimeError when one is attached already.
+        ``kept``: they have the bytes of what was frozen before ``part``, so running requests go on as well.  Raises
+        RuntimeError when one is attached already.
         """
         if self._pipeline is not None:
             raise RuntimeError("a pipeline is attached already; detach it first")
+        opening = self._stages.opening if kept else None
+        if opening is None and self._scheduler.n_running:  # parted, and the bytes are not there
+            self.detach(RequestError("shard_lost", self._unavailable))
         self._pipeline = pipeline
         pipeline.on_first_stage_done = self._on_first_stage_done
         pipeline.on_drafted = self._on_drafted
         pipeline.on_drafter_lost = self._on_drafter_lost
         self._stages.attach(pipeline, lambda: self._proceed([]))
-        self._scheduler.attach(pipeline.n_stages)
+        self._scheduler.attach(pipeline.n_stages, opening or ())
         self._paused = False
+        if opening is not None:
+            self.recovery.rebuilt(0, self._stages.n_frozen * pipeline.n_stages)
         self.recovery.end(self._clock())
         self._proceed([])
 

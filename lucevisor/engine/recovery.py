@@ -12,12 +12,14 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Literal
+from typing import Literal, get_args
 
 from lucevisor.engine.sequence import RequestRecord
 
-PauseReason = Literal["loss", "restart"]
-"""Why requests paused: a daemon was lost, or an operator restarted it."""
+PauseReason = Literal["loss", "restart", "reload"]
+"""Why requests paused: a daemon was lost, an operator restarted it, or moved layers to other daemons."""
+
+PAUSE_REASONS: tuple[PauseReason, ...] = get_args(PauseReason)
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +42,7 @@ class RecoveryStatistics:
 
     held: int = 0
     held_s: float = 0.0
-    pauses: Mapping[PauseReason, Pauses] = field(default_factory=lambda: {"loss": Pauses(), "restart": Pauses()})
+    pauses: Mapping[PauseReason, Pauses] = field(default_factory=lambda: dict.fromkeys(PAUSE_REASONS, Pauses()))
     longest_pause_s: float = 0.0
     n_sequences: int = 0
     n_tokens: int = 0

@@ -42,8 +42,8 @@ class StageRecovery:
         self._rows: list[tuple[int, RebuildStep]] = []  # by stage: of the steps on their way
         self._on_end: Callable[[bool], None] = lambda _: None
         self._output_lost = False
-        self._opening: Sequence[Operation] | None = None  # of what was frozen; None: steps were planned since
-        self._n_frozen = 0
+        self.opening: Sequence[Operation] | None = None  # of what was frozen; None: steps were planned since
+        self.n_frozen = 0  # tokens of it
         self._kept = False  # the new daemons have what was frozen
         self.n_kept = 0  # tokens of the sequences whose state new daemons took over
         self.n_tokens = 0  # of the sequences, once for each stage
@@ -52,7 +52,7 @@ class StageRecovery:
     @property
     def enabled(self) -> bool:
         """Whether a stage may be lost alone: there is a journal, or frozen state."""
-        return self._journal is not None or self._opening is not None
+        return self._journal is not None or self.opening is not None
 
     @property
     def active(self) -> bool:
@@ -81,7 +81,7 @@ class StageRecovery:
 
     def detach(self) -> None:
         """There is no pipeline any more, and nothing in the shards."""
-        self._pipeline = self._opening = None
+        self._pipeline = self.opening = None
         self._to_send.clear()
         if self._journal is not None:
             self._journal.forget()
@@ -90,7 +90,7 @@ class StageRecovery:
         """All stages have done all that was decided; ``opening`` opens the running sequences, of ``n_tokens``, in a
         daemon that has their state.  It holds until a step is planned that computes.
         """
-        self._opening, self._n_frozen = [*opening], n_tokens
+        self.opening, self.n_frozen = [*opening], n_tokens
 
     def free(self, region: int) -> None:
         """A step is about to be sent that writes to a region."""
@@ -100,7 +100,7 @@ class StageRecovery:
     def planned(self, step: Step, lives: Mapping[int, LiveSequence]) -> None:
         """Note a step that is sent."""
         if step.slices:
-            self._opening = None
+            self.opening = None
         if self._journal is not None:
             self._journal.planned(step, lives)
 
@@ -115,8 +115,8 @@ class StageRecovery:
         """
         lost = {*stages, *pipeline.lost}
         if pipeline.lost:
-            self._opening = None  # it is of use for one loss, the one that it was made for
-        if self._opening is None and (self._journal is None or len(lost) == pipeline.n_stages):
+            self.opening = None  # it is of use for one loss, the one that it was made for
+        if self.opening is None and (self._journal is None or len(lost) == pipeline.n_stages):
             return False
         self._pipeline = pipeline
         pipeline.lose(lost)
@@ -173,7 +173,7 @@ class StageRecovery:
     def _begin(self, pipeline: Pipeline) -> None:
         scheduler, index = self._scheduler, self._scheduler.reuse.index
         lost = sorted(pipeline.lost)
-        self._kept = self._kept and self._opening is not None
+        self._kept = self._kept and self.opening is not None
         self.n_tokens = self.n_done = self.n_kept = 0
         if self._kept:
             self._reopen(lost)
@@ -202,12 +202,12 @@ class StageRecovery:
 
     def _reopen(self, lost: Sequence[int]) -> None:
         """Open the sequences as they were frozen; the steps that wait carry what was decided since."""
-        assert self._opening is not None
-        step = Step(FIRST_STEP, 0, [*self._opening], [])
+        assert self.opening is not None
+        step = Step(FIRST_STEP, 0, [*self.opening], [])
         self._steps, self._rows, self._output_lost = {}, [], False
         self._to_send = {stage: deque([RebuildStep(step)]) for stage in lost}
         self._regions = {stage: deque() for stage in lost}
-        self.n_kept = self._n_frozen * len(lost)
+        self.n_kept = self.n_frozen * len(lost)
 
     def _drop_ended(self) -> dict[int, set[int]]:
         """Forget the slices of sequences that were closed since; return them by step."""

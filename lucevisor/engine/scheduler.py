@@ -5,7 +5,6 @@ sockets, clocks or text.  The rules, and what they promise: docs/scheduling.md.
 
 Ids may be reused while steps are in flight, because every stage runs its steps in order: what is planned later is
 written later.  Operations that no step carries yet wait in one ordered list for the next plan.
-
 Invariants: only running requests, prefix slots and reservations own ids; a sequence has at most one undrawn token in
 flight; a finished request is in no list.
 """
@@ -49,10 +48,9 @@ Events = list[tuple[str, Event]]
 
 
 class Scheduler:
-    """Requests in, step plans out."""
+    """Requests in, step plans out.  ``n_stages``: of the pipeline, until ``attach`` gives another number."""
 
     def __init__(self, limits: EngineLimits, n_stages: int = 1) -> None:
-        """``n_stages``: of the pipeline, until ``attach`` gives another number."""
         self.limits = limits
         self.n_stages = n_stages
         self.starving = False  # the only running request needs pages that pins or reservations hold
@@ -190,8 +188,9 @@ class Scheduler:
 
     # ---- steps
 
-    def attach(self, n_stages: int) -> None:
-        """Plan for a fresh pipeline of ``n_stages`` stages; queued requests may start."""
+    def attach(self, n_stages: int, opening: Sequence[Operation] = ()) -> None:
+        """Plan for a fresh pipeline of ``n_stages`` stages; queued requests may start.  ``opening``: first of all."""
+        self._operations[:0] = opening
         if n_stages != self.n_stages:
             self.n_stages = n_stages
             self.chunks = SharedChunks(n_stages, self.limits.prefill_chunk)

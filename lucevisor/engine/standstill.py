@@ -10,9 +10,11 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from lucevisor import awake
+from lucevisor.engine.journal import RowStore, make_journal
 from lucevisor.engine.prefix_access import PrefixAccess
 from lucevisor.engine.recovery import PauseReason, Recovery
 from lucevisor.engine.recovery_stages import StageRecovery
+from lucevisor.engine.request import RequestError
 from lucevisor.engine.sequence import RequestRecord, page_operations
 from lucevisor.model.values import Space
 from lucevisor.protocol.steps import OpenSequence, Operation
@@ -36,8 +38,31 @@ class Standstill(PrefixAccess):
 
     _stages: StageRecovery
     _paused: bool
+    _unavailable: str
     _refusal: str
     recovery: Recovery
+
+    def thaw(self) -> None:
+        """Go on after a freeze as if nothing had been.  Does nothing if that is over already."""
+        if self._paused and self._pipeline is not None and not self._stages.active:
+            self._paused = False
+            self.recovery.end(self._clock())
+            self._proceed([])
+
+    def part(self, error: RequestError, rows: RowStore | None, journal_pages: int) -> None:
+        """Leave the pipeline after a freeze; the next one may have what was frozen (``attach``).
+
+        ``error``: says meanwhile why requests are not served.  ``rows``, ``journal_pages``: the memory of the journal
+        over the next pipeline's boundaries.
+        """
+        if self._pipeline is not None:
+            self._pipeline.close()
+            self._pipeline = None
+        self._scheduler.detach_drafter()
+        opening, n_tokens = self._stages.opening or (), self._stages.n_frozen
+        self._stages = StageRecovery(self._scheduler, make_journal(rows, self._scheduler.pools, journal_pages))
+        self._stages.freeze(opening, n_tokens)
+        self._unavailable = error.message
 
     async def freeze(self, timeout_s: float, reason: PauseReason = "restart") -> FrozenState | None:
         """Plan no step until lost stages are there again or a pipeline is attached, and wait until those on their way

@@ -42,10 +42,23 @@ class ShardTransfers:
         self._links: dict[str, Link] = {}
         self._transfers = TransferTable()
         self._ends: dict[int, asyncio.Future[Transfer]] = {}
+        self._refusing = ""  # why no snapshot is saved or restored
 
     def ready(self, group: str, link: Link) -> None:
         """A daemon finished loading."""
         self._links[group] = link
+        self._refusing = ""
+
+    async def quieten(self, reason: str) -> None:
+        """Refuse snapshots until ``resume`` or a daemon is ready, and wait for those in progress: their daemons write
+        pages."""
+        self._refusing = reason
+        while self._ends:
+            await asyncio.wait([*self._ends.values()])
+
+    def resume(self) -> None:
+        """Take snapshots again."""
+        self._refusing = ""
 
     def lost(self, group: str, reason: str) -> None:
         """A daemon is lost, or about to be: it will not answer."""
@@ -101,8 +114,8 @@ class ShardTransfers:
         end = self._ends[transfer.id] = asyncio.get_running_loop().create_future()
         for group, own in tensors.items():
             link = self._links.get(group)
-            problem = "it is away" if link is None else ""
-            if link is not None:
+            problem = "it is away" if link is None else self._refusing if groups is None else ""
+            if link is not None and not problem:
                 try:
                     link.send(message(transfer.id, file.file, place, own), request_id=transfer.id, fds=[file.fd])
                 except (ProtocolError, OSError) as error:

@@ -77,7 +77,7 @@ async def test_what_cannot_be_handed_over_is_computed_again(tmp_path: Path, monk
     async with running(config, tmp_path, ["engine.dtype=float32"]) as service:
         assert service.engine is not None
         wanted = await generate(service, PROMPT, 8, SAMPLING)
-        monkeypatch.setattr("lucevisor.deployment.deployment.StateMemory", Broken)
+        monkeypatch.setattr("lucevisor.deployment.state_memory.StateMemory", Broken)
         for fails in ("export", "import"):
             monkeypatch.setattr(Broken, "fails", fails)
             assert service.engine.statistics().cache.n_slots > 0

@@ -103,6 +103,12 @@ def test_operating_a_running_supervisor(user_cli: Cli) -> None:
     assert "there is no group 'middle'" in user_cli.run("restart", "middle", check=False).stderr
     rolled = user_cli.run("restart", "--rolling", "--now").stdout
     assert "group left is ready" in rolled
+    moved = user_cli.run("reload", "--set", "placement.target_layer_split=3,1").stdout
+    assert 'placement.target_layer_split = "3,1"' in moved or "placement.target_layer_split = [3.0, 1.0]" in moved
+    assert [one["devices"][0]["layers"] for one in user_cli.status()["groups"]] == [[0, 6], [6, 8]]
+    assert user_cli.run("reload").stdout == "nothing has changed\n"
+    refused = user_cli.run("reload", "--set", "engine.max_sequences=3", check=False)
+    assert (refused.returncode, "engine.max_sequences = 3: cannot change" in refused.stderr) == (1, True)
     lines = [json.loads(line) for line in user_cli.run("logs", "left").stdout.splitlines()]
     assert lines
     assert {line["group"] for line in lines} == {"left"}

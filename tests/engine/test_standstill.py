@@ -101,6 +101,49 @@ async def test_what_is_decided_meanwhile_is_done_by_the_new_daemon_too() -> None
     assert handles[2].finished.usage.cached_tokens == len(tokens) - 1
 
 
+@pytest.mark.parametrize("kept", [True, False])
+async def test_all_daemons_are_replaced_and_a_lost_one_is_rebuilt_behind_it(kept: bool) -> None:
+    """What was frozen before does not count any more; the journal of the new pipeline has what came after it."""
+    toy = ready(3, pools=PoolSizes(24, 0, 8))
+    asked = [request(name, range(i, 190 + i), n=70) for i, name in enumerate("ab")]
+    handles = [toy.engine.submit(one) for one in asked]
+    for i in range(40):
+        toy.work(i)
+    frozen = await freeze(toy)
+    handles += [toy.engine.submit(request("c", range(100), n=70))]
+    toy.move(frozen if kept else None)
+    counts = toy.engine.statistics().recovery
+    assert counts.pauses["restart"].n == 1
+    assert (counts.n_kept, counts.n_tokens) == ((3 * frozen.n_tokens, 0) if kept else (0, frozen.n_tokens))
+    for i in range(60):
+        toy.work(i)
+    assert toy.crash(1)
+    toy.come_back()
+    while not toy.engine.ready and toy.work(0):
+        pass
+    if kept:
+        assert toy.n_given_up == 1  # the journal lacks the rows of the earlier pipeline
+        toy.attach()
+    toy.run()
+    for one, handle in zip([*asked, request("c", range(100), n=70)], handles, strict=True):
+        assert told(await events_of(handle))[0] == toy.alone(one)
+
+
+async def test_a_freeze_that_is_over_changes_nothing() -> None:
+    toy = ready(2)
+    one = request("a", range(190), n=20)
+    handle = toy.engine.submit(one)
+    for i in range(8):
+        toy.work(i)
+    await freeze(toy)
+    assert not toy.engine.ready
+    toy.engine.thaw()
+    toy.engine.thaw()
+    assert toy.engine.ready
+    toy.run()
+    assert told(await events_of(handle))[0] == toy.alone(one)
+
+
 async def test_frozen_state_is_of_no_use_after_another_loss() -> None:
     toy = ready(3)
     one = request("a", range(190), n=20)
@@ -147,8 +190,8 @@ async def test_a_pipeline_that_is_lost_meanwhile_freezes_nothing() -> None:
 
 
 class Restarts(Play):
-    """A scenario in which daemons are restarted in order, and requests come, and are cancelled, at every moment of it;
-    some successors have what was frozen, others do not."""
+    """A scenario in which daemons are restarted in order, or all replaced, or not, and requests come, and are
+    cancelled, at every moment of it; some successors have what was frozen, others do not."""
 
     def __init__(self, scenario: Scenario, loop: asyncio.AbstractEventLoop) -> None:
         super().__init__(scenario, hold_s=60.0, journal_pages=200)
@@ -161,6 +204,13 @@ class Restarts(Play):
         toy = self.toy
         frozen = self._loop.run_until_complete(freeze(toy))
         self._meanwhile(index)
+        if index % 5 == 0:
+            toy.engine.thaw()
+            return
+        if index % 5 == 1:
+            toy.move(frozen if index % 2 else None)
+            self.attach()
+            return
         if not toy.crash(index % self.scenario.n_stages):
             toy.attach()
             self.attach()

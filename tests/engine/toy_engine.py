@@ -67,7 +67,7 @@ class ToyEngine:
         max_losses: int = 4,
     ):
         self.limits, self.homes = limits, homes or range(n_stages)
-        self.rows = ToyRows()
+        self.rows, self.journal_pages = ToyRows(), journal_pages
         self.n_rebuilt = self.n_given_up = 0  # recoveries
         exact = limits.residency is not None and limits.residency.attends_host
         self.model = ToyModel(n_stages, limits.spaces, limits.window_tokens, attends_host=exact)
@@ -105,6 +105,17 @@ class ToyEngine:
         self.daemons, self.links = toy_daemons(self.model, self.limits.pools, self._told, homes, self.rows.regions)
         self.pipeline = Pipeline(self.links, self.engine.on_result, self.engine.on_failed, clock=lambda: self.now)
         self.engine.attach(self.pipeline)
+
+    def move(self, kept: FrozenState | None) -> None:
+        """Leave the pipeline for one over other daemons; they have what was frozen, if given, and nothing else."""
+        held = {stage: daemon.stages[stage] for stage, daemon in enumerate(self.links)}
+        self.rows = ToyRows()
+        self.engine.part(LOST, self.rows, self.journal_pages)
+        self.daemons, self.links = toy_daemons(self.model, self.limits.pools, self._told, self.homes, self.rows.regions)
+        for stage, other in held.items() if kept is not None else ():
+            self.links[stage].stages[stage].take_over(other, kept.units)  # type: ignore[union-attr]
+        self.pipeline = Pipeline(self.links, self.engine.on_result, self.engine.on_failed, clock=lambda: self.now)
+        self.engine.attach(self.pipeline, kept=kept is not None)
 
     def attach_drafter(self, *, with_output: bool, wrong: int = 0) -> None:
         """A fresh drafter: in the output stage's daemon, or in one of its own."""

@@ -1,0 +1,175 @@
+"""What an operator may ask of a running service: another process for a group, another configuration.
+
+A part of the service (service.py), which gives it what it lacks.  Invariant: one order is carried out at a time, and
+none once the stop has begun.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from abc import ABC, abstractmethod
+from collections import Counter
+from collections.abc import Callable, Collection
+from typing import Final
+
+from lucevisor import awake
+from lucevisor.config import Config
+from lucevisor.deployment.deployment import Deployment
+from lucevisor.deployment.group_settings import target_groups
+from lucevisor.deployment.journal_rows import journal_rows
+from lucevisor.deployment.reload import READ_LATER, move_state, values_of
+from lucevisor.deployment.served_model import ServedModel
+from lucevisor.engine.core import Engine
+from lucevisor.engine.request import RequestError
+from lucevisor.errors import LucevisorError, NotReadyError
+from lucevisor.protocol.asyncio_link import Link
+from lucevisor.snapshots.manager import SnapshotManager
+from lucevisor.supervision.group import GroupSupervisor
+from lucevisor.supervision.states import State
+
+STOP_S: Final = 2.0
+"""How long daemons have to exit before SIGKILL."""
+RESTART_S: Final = 30.0
+PREPARE_S: Final = 15.0
+"""An orderly restart waits PREPARE_S for a warm successor, while requests run, then RESTART_S / 2 for them, and kills
+after RESTART_S."""
+
+
+class Orders(ABC):
+    """The service's side of restart and reload."""
+
+    config: Config
+    model: ServedModel
+    engine: Engine | None
+    snapshots: SnapshotManager | None
+    deployment: Deployment
+    restart_reasons: dict[str, Counter[str]]
+    _deployments: list[Deployment]
+    _target_groups: list[str]
+    _restarting: asyncio.Lock
+    _stopping: asyncio.Task[None] | None
+
+    async def restart(self, group: str, *, now: bool) -> None:
+        """Restart one group's daemon; returns when requests are served again or another group has FAILED.
+
+        Raises LucevisorError naming group and reason.
+        """
+        one = self.groups.get(group)
+        if one is None:
+            raise LucevisorError(f"there is no group {group!r}: the groups are {', '.join(self.groups)}")
+        async with self._restarting:
+            if self._stopping is not None:  # perhaps since this call waited for its turn
+                raise LucevisorError("the supervisor is stopping")
+            if not now:
+                with contextlib.suppress(TimeoutError):  # it takes longer without
+                    async with awake.timeout(PREPARE_S):
+                        await one.prepare()
+            await one.restart(now=now, deadline_s=RESTART_S)
+            self.restart_reasons[group]["operator"] += 1
+            await one.wait(State.STARTING, State.FAILED, timeout_s=2 * RESTART_S)
+            tried = (State.LOADING, State.READY, State.FAILED)
+            if group in self._target_groups:
+                await self._until(
+                    lambda: self.state in ("ready", "draining") or (self.state == "failed" and one.state in tried)
+                )
+            else:  # it runs the drafter alone
+                await self._until(lambda: self.state == "draining" or one.state in (State.READY, State.FAILED))
+            if self.state == "draining" or one.state is State.FAILED:
+                raise NotReadyError(f"group {group} did not come back: {self.reason() or one.reason}")
+
+    async def reload(self, config: Config, at_once: Collection[str] = ()) -> dict[str, object]:
+        """Go on with another configuration; returns the keys that changed, with their values, when requests are served
+        with it.  ``at_once``: keys that the caller applies.
+
+        Raises LucevisorError, after which all is as it was.
+        """
+        async with self._restarting:
+            no_daemons = READ_LATER.union(at_once)
+            changed = values_of(self.config, config, no_daemons)
+            if self.state != "ready" or self.engine is None or not self.config.recovery.hold_s:
+                reason = self.reason() or "recovery.hold_s is 0, so requests cannot wait for their state"
+                raise NotReadyError(f"nothing is reloaded: {reason}")
+            if no_daemons.issuperset(changed):
+                self.config = config
+                return changed
+            earlier, later = self.deployment, self._deploy(config, self.deployment)
+            try:
+                await later.start()
+                await self._until(lambda: later.loaded or self._stopping is not None or _failed(later) is not None)
+                if not later.loaded:
+                    one = _failed(later)
+                    raise LucevisorError(f"nothing is reloaded: {one or 'the supervisor is stopping'}")
+                links = await move_state(self.engine, earlier, later, self.model.spec)
+            except BaseException:
+                await self._end(later)
+                raise
+            self._switch(self.engine, config, later, links)
+            await self._until(lambda: self.state in ("ready", "failed", "draining"))
+            await self._end(earlier)
+            return changed
+
+    def _switch(self, engine: Engine, config: Config, later: Deployment, links: Collection[Link]) -> None:
+        """Serve with another deployment, whose daemons behind ``links`` have the state."""
+        assert later.placement is not None
+        self.deployment.retire()
+        rows = journal_rows(later.buffers, later.placement)
+        moving = RequestError("shard_lost", "the layers move to other daemons; send the request again later")
+        engine.part(moving, rows, rows.n_pages if rows is not None else 0)
+        self.deployment, self.config, self._target_groups = later, config, target_groups(config)
+        if self.snapshots is not None and later.transfers is not None:
+            self.snapshots.shards = later.transfers
+        for name, group in later.groups.items():
+            self.restart_reasons.setdefault(name, Counter())
+            self._on_state(name, group.state, "reloaded")
+        later.serve(engine, links)
+
+    async def _end(self, deployment: Deployment) -> None:
+        """Stop a deployment that does not serve."""
+        await deployment.stop(STOP_S)
+        if self._stopping is None:
+            self._deployments.remove(deployment)
+            deployment.close()
+
+    def _end_requests(self) -> None:
+        """End running and queued requests and refuse new ones; idempotent."""
+        error = RequestError(
+            "shutting_down", "the supervisor is stopping; send the request to another one, or again later"
+        )
+        if self.engine is not None:
+            self.engine.close(error)
+        self.deployment.release(error)
+
+    # ---- of the service
+
+    @property
+    @abstractmethod
+    def groups(self) -> dict[str, GroupSupervisor]:
+        """The groups of the present deployment, by name."""
+
+    @property
+    @abstractmethod
+    def state(self) -> str:
+        """Whether requests are served."""
+
+    @abstractmethod
+    def reason(self) -> str:
+        """Why requests are not served now; empty when they are."""
+
+    @abstractmethod
+    async def _until(self, condition: Callable[[], bool]) -> None:
+        """Wait until something changed after which ``condition`` holds."""
+
+    @abstractmethod
+    def _deploy(self, config: Config, succeeds: Deployment | None = None) -> Deployment:
+        """Make a deployment that serves nobody yet."""
+
+    @abstractmethod
+    def _on_state(self, group: str, state: State, reason: str) -> None:
+        """Take a state of a group of the present deployment."""
+
+
+def _failed(deployment: Deployment) -> str | None:
+    """Return which of the groups that serving needs is FAILED, and why; None if none is."""
+    needed = {group for group in deployment.needed if deployment.groups[group].state is State.FAILED}
+    return next((f"group {name} is FAILED: {deployment.groups[name].reason}" for name in sorted(needed)), None)

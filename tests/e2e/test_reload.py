@@ -1,0 +1,147 @@
+"""Layers move between groups at run time beside eight streams: no request fails, no token differs.
+
+Oracle: the same service before the first move, in float32, as in test_recovery.py.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import psutil
+import pytest
+
+from lucevisor.config import Config, RestartLimit, load
+from lucevisor.deployment.deployment import Deployment
+from lucevisor.deployment.service import Service
+from lucevisor.deployment.state_memory import StateMemory
+from lucevisor.errors import ConfigErrors, LucevisorError
+from tests.e2e.service import generate
+from tests.e2e.test_recovery import PLAIN, Streams, serving
+from tests.e2e.test_speculation import CASES, Case, prompts_of
+from tests.supervision.real_groups import open_descriptors, zombies
+
+GEMMA = Case(CASES["gemma4_e2b-random"].model, "off")
+GROUP = '[groups.{}]\nbackend = "cpu"\nthreads = 1\n'
+
+
+def changed(service: Service, devices: Sequence[str], split: Sequence[float]) -> Config:
+    """The running configuration with the layers, and the groups, on other devices."""
+    file = service.config.file
+    text = re.sub(r'\[groups\.[a-z]\]\nbackend = "cpu"\nthreads = 1\n', "", file.read_text())
+    groups = "".join(GROUP.format(name) for name in dict.fromkeys(d.partition(":")[0] for d in devices))
+    file.write_text(f"{text}\n{groups}")
+    shares = ",".join(map(str, split))
+    overrides = ["recovery.restart_limit=9999/60s", f"recovery.spares={service.config.recovery.spares}"]
+    overrides += [f"placement.target_devices={','.join(devices)}", f"placement.target_layer_split={shares}"]
+    return load(file, overrides)
+
+
+def layers_of(service: Service) -> list[tuple[str, int, int]]:
+    assert service.placement is not None
+    return [(str(one.device), one.layers.start, one.layers.stop) for one in service.placement.devices]
+
+
+SPLITS = (
+    (["a:0", "b:0", "z:0"], [1.0, 1.0, 1.0]),  # another group
+    (["a:0", "b:0"], [3.0, 1.0]),  # another split
+    (["b:0"], [1.0]),  # all in one
+    (["z:0", "a:0", "z:1"], [1.0, 1.0, 1.0]),  # two stages in one daemon
+    (["a:0", "b:0"], [1.0, 1.0]),
+)
+
+
+@pytest.mark.parametrize(
+    ("case", "n_moves"),
+    [
+        pytest.param(CASES["mtp"], 2, id="recurrent, mtp drafter"),
+        *(
+            pytest.param(case, 40, id=f"{name}, many", marks=pytest.mark.slow)
+            for name, case in (("plain", PLAIN), ("mtp", CASES["mtp"]), ("sliding", GEMMA))
+        ),
+    ],
+)
+async def test_moves_change_no_token(tmp_path: Path, case: Case, n_moves: int) -> None:
+    async with serving(case, tmp_path, 2) as service:
+        streams = Streams(service, prompts_of(case, 9))
+        await streams.learn()
+        async with streams.running():
+            for i in range(n_moves):
+                devices, split = SPLITS[i % len(SPLITS)]
+                await asyncio.sleep(0.1)
+                await service.reload(changed(service, devices, split))
+                assert [name for name, _, _ in layers_of(service)] == devices
+        assert streams.wrong == []
+        assert service.engine is not None
+        now = service.engine.statistics().recovery
+        print(f"{n_moves} moves, {streams.n_answers} answers, {now.n_kept} tokens kept, paused "
+              f"{now.pauses['reload'].seconds:.2f} s, worst {now.longest_pause_s:.2f} s")  # fmt: skip
+        assert (now.pauses["reload"].n, now.pauses["loss"].n) == (n_moves, 0)
+        assert now.n_kept > 0
+        assert (now.n_rebuilt, now.n_tokens) == (0, 0)
+        assert service.engine.statistics().cache.n_slots > 0
+        assert now.held == 0
+
+
+async def test_what_cannot_be_reloaded_changes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with serving(PLAIN, tmp_path, 2) as service:
+        streams = Streams(service, prompts_of(PLAIN, 9))
+        await streams.learn()
+        before, pids = layers_of(service), [group.pid for group in service.groups.values()]
+        wrong = load(service.config.file, ["engine.max_sequences=3", "model.name=other"])
+        with pytest.raises(ConfigErrors) as caught:
+            await service.reload(wrong)
+        assert [error.key for error in caught.value.errors] == ["engine.max_sequences", "model.name"]
+        async with streams.running():
+            config = changed(service, ["a:0", "b:0", "z:0"], [1.0, 1.0, 1.0])
+            monkeypatch.setattr(Deployment, "_check_loaded", lambda _, group, __: "it is z" if group == "z" else "")
+            limited = replace(config.recovery, restart_limit=RestartLimit(0, 60))
+            with pytest.raises(LucevisorError, match="nothing is reloaded: group z is FAILED: it is z"):
+                await service.reload(replace(config, recovery=limited))
+            monkeypatch.undo()
+            monkeypatch.setattr("lucevisor.deployment.reload.import_state", fails)
+            with pytest.raises(LucevisorError, match="the memory is gone"):
+                await service.reload(config)
+        assert streams.wrong == []
+        assert (layers_of(service), [group.pid for group in service.groups.values()]) == (before, pids)
+        assert set(service.groups) == {"a", "b"}
+        drain = load(config.file, [*config.overrides, "server.drain_s=7"])
+        monkeypatch.undo()
+        assert (await service.reload(drain))["server.drain_s"] == 7
+        assert len(layers_of(service)) == 3
+
+
+async def fails(memory: StateMemory, *_: object) -> None:
+    memory.close()
+    raise LucevisorError("the memory is gone")
+
+
+def figures() -> tuple[int, int, int]:
+    """Descriptors, threads and zombies of this process."""
+    return open_descriptors(), len(os.listdir("/proc/self/task")), zombies()
+
+
+@pytest.mark.slow
+async def test_200_moves_in_a_row_leave_nothing(tmp_path: Path) -> None:
+    async with serving(PLAIN, tmp_path, 2) as service:
+        prompt = prompts_of(PLAIN, 1)[0]
+        right = await generate(service, prompt, 8)
+        process = psutil.Process()
+        for i in range(200):
+            devices, split = SPLITS[i % len(SPLITS)]
+            await service.reload(changed(service, devices, split))
+            assert await generate(service, prompt, 8) == right
+            if i == 39:
+                before, memory = figures(), process.memory_info().rss
+            elif i == 199:
+                after, grown = figures(), process.memory_info().rss - memory
+        print(f"{before} after 40 moves, {after} after 200; {grown / 1e6:.1f} MB more")
+        assert after[0] <= before[0]
+        assert after[1] <= before[1] + 1
+        assert after[2] == 0
+        assert grown < 20e6
+        assert len(service._deployments) == 1
