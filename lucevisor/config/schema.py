@@ -47,7 +47,6 @@ class Config:
     recovery: RecoveryConfig = field(default=RecoveryConfig())
     log: LogConfig = field(default=LogConfig())
     set_keys: frozenset[str] = field(default=frozenset(), compare=False)
-    overrides: tuple[str, ...] = field(default=(), compare=False)
     notices: tuple[Notice, ...] = field(default=(), compare=False)
     overrides: tuple[str, ...] = field(default=(), compare=False)  # of the command line: `load` takes them again
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import structlog
 
-from lucevisor.app.reload import keys_of, reload, tls_of
+from lucevisor.app.reload import apply, keys_of, read_again, tls_of
 from lucevisor.config import Config, load
 from lucevisor.errors import ConfigError
 from tests.api.scripted_model import Rig
@@ -37,7 +37,8 @@ class Box:
         )
 
     def reload(self, *overrides: str) -> tuple[list[str], list[str]]:
-        done = reload(replace(self.config, overrides=overrides), self.ports, self.tls)
+        found = read_again(replace(self.config, overrides=overrides))
+        done = apply(self.config, found, self.ports, self.tls)
         self.config = done.config
         return list(done.changed), list(done.waiting)
 
@@ -123,3 +124,10 @@ def test_a_fault_changes_nothing(box: Box, fault: str) -> None:
     assert box.config == before
     assert box.accepts("first")
     assert box.shows() == "old"
+
+
+def test_further_overrides_replace_those_of_the_same_key(box: Box) -> None:
+    started = replace(box.config, overrides=("engine.max_sequences=3", "log.level=error"))
+    found = read_again(started, ["engine.max_sequences=5", "server.max_queue=7"])
+    assert found.overrides == ("log.level=error", "engine.max_sequences=5", "server.max_queue=7")
+    assert (found.engine.max_sequences, found.log.level, found.server.max_queue) == (5, "error", 7)

@@ -95,7 +95,7 @@ async def test_what_cannot_be_reloaded_changes_nothing(tmp_path: Path, monkeypat
         wrong = load(service.config.file, ["engine.max_sequences=3", "model.name=other"])
         with pytest.raises(ConfigErrors) as caught:
             await service.reload(wrong)
-        assert [error.key for error in caught.value.errors] == ["engine.max_sequences", "model.name"]
+        assert [error.key for error in caught.value.errors] == ["model.name", "engine.max_sequences"]
         async with streams.running():
             config = changed(service, ["a:0", "b:0", "z:0"], [1.0, 1.0, 1.0])
             monkeypatch.setattr(Deployment, "_check_loaded", lambda _, group, __: "it is z" if group == "z" else "")
