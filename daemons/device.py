@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import platform
 import sys
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from math import prod
@@ -25,6 +26,9 @@ from lucevisor.protocol.loading import DeviceInfo
 
 _TORCH_DTYPES = {Dtype.FLOAT32: torch.float32, Dtype.BFLOAT16: torch.bfloat16, Dtype.FLOAT16: torch.float16}
 CPU = torch.device("cpu")
+FREE_S = 10.0
+"""How long a load waits for memory: the daemon before it was killed, and drivers free memory behind its end."""
+_POLL_S = 0.05
 _PORTABLE = 1  # cudaHostRegisterPortable and hipHostRegisterPortable: valid for every device of this process
 
 
@@ -162,9 +166,24 @@ def memory_free(device: torch.device) -> int:
     return int(torch.cuda.mem_get_info(device)[0]) + cached
 
 
+def wait_until_free(device: torch.device, n_bytes: int, seconds: float = FREE_S) -> bool:
+    """Wait until so much memory is free: that of a process which has just ended may not be.  Return whether it is."""
+    end_s = time.monotonic() + seconds
+    while memory_free(device) < n_bytes:
+        if time.monotonic() > end_s:
+            return False
+        time.sleep(_POLL_S)
+    return True
+
+
 @contextmanager
 def allocating(device: torch.device, what: str, n_bytes: int, advice: str) -> Iterator[None]:
-    """Turn torch's out-of-memory errors into a DeviceError that says what was allocated and how much."""
+    """Turn torch's out-of-memory errors into a DeviceError that says what was allocated and how much.
+
+    Waits for memory of a GPU that is about to be free.
+    """
+    if device.type != "cpu":
+        wait_until_free(device, n_bytes)
     try:
         yield
     except RuntimeError as error:  # torch.cuda.OutOfMemoryError is one; the cpu allocator raises a bare one

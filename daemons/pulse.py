@@ -82,7 +82,7 @@ class Reporter:
 
     def mute(self, seconds: float) -> None:
         """Send no heartbeats for so long: a fault hook."""
-        self._muted_until_s = time.monotonic() + seconds
+        self._muted_until_s = max(self._muted_until_s, time.monotonic() + seconds)
 
     @property
     def phase_now(self) -> Phase:

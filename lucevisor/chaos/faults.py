@@ -43,14 +43,17 @@ class Target:
         """Pids of the daemons that run, by group."""
         return {group["name"]: group["pid"] for group in (await self.status())["groups"] if group["pid"]}
 
-    async def ready(self, replaced: int = 0) -> None:
-        """Wait until requests are served and daemon ``replaced`` is gone.  Raises LucevisorError after READY_S."""
+    async def ready(self, replaced: int = 0, again: Callable[[], None] = lambda: None) -> None:
+        """Wait until requests are served and daemon ``replaced`` is gone, and do ``again`` what another fault may have
+        undone.  Raises LucevisorError after READY_S."""
         end_s = time.monotonic() + READY_S
         while True:
             status = await self.status()
             gone = replaced not in [group["pid"] for group in status["groups"]]
             if status["state"] == "ready" and gone and not status["engine"]["held"]:
                 return
+            if not gone:
+                again()
             if time.monotonic() > end_s:
                 raise LucevisorError(f"not ready again after {READY_S:.0f} s: {status['state']}: {status['reason']}")
             await asyncio.sleep(_POLL_S)
@@ -90,7 +93,7 @@ async def stop(target: Target, rng: random.Random) -> None:
     """SIGSTOP to a daemon, until it is replaced."""
     pid = await _one(target, rng)
     _signal(pid, signal.SIGSTOP)
-    await target.ready(pid)
+    await target.ready(pid, lambda: _signal(pid, signal.SIGSTOP))
 
 
 async def hang(target: Target, rng: random.Random) -> None:

@@ -84,6 +84,8 @@ class Chaos:
             try:
                 url = self._until_ready(Path(directory), process)
                 asyncio.run(self._run(Path(directory), process.pid, url, seconds))
+            except BaseExceptionGroup as group:
+                raise _first(group) from None
             finally:
                 self._stop(process)
         return self.report
@@ -176,6 +178,12 @@ class Chaos:
             self.report.left.append(f"the supervisor, {STOP_S:.0f} s after SIGTERM")
         _, alive = psutil.wait_procs(below, timeout=2.0)
         self.report.left += [f"process {one.pid}" for one in alive]
+
+
+def _first(group: BaseExceptionGroup[BaseException]) -> BaseException:
+    """Return what a task group ended with."""
+    error = group.exceptions[0]
+    return _first(error) if isinstance(error, BaseExceptionGroup) else error
 
 
 def _socket(directory: Path) -> Path:

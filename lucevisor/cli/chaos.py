@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import random
+import signal
+import sys
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -32,6 +34,7 @@ def chaos(config: Path | None, overrides: tuple[str, ...], minutes: float, seed:
     from lucevisor.chaos.run import Chaos  # imports the HTTP client
 
     began_s = time.monotonic()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(ExitCode.FAILED))  # not without its supervisor
 
     def say(what: str) -> None:
         if not as_json:

@@ -25,6 +25,7 @@ from lucevisor.snapshots.async_store import AsyncSnapshotStore
 from lucevisor.snapshots.layout import Fault
 from lucevisor.snapshots.store import NOT_RESTORED, SnapshotRefused
 from lucevisor.snapshots.writer import FAILED_SAVES
+from tests.another_user import connect_as_nobody, needs_root, open_directory
 from tests.api.scripted_model import Rig
 from tests.snapshots.snapshot_parts import made_model, made_slot, made_store, names, restore, save
 
@@ -321,3 +322,20 @@ async def test_metrics_of_snapshots(start, desk):
 
 async def test_no_metrics_of_snapshots_that_are_off(start):
     assert await snapshot_metrics(await start()) == {}
+
+
+@needs_root
+async def test_another_user_is_refused_though_the_socket_is_open_to_all(tmp_path):
+    with open_directory() as directory:
+        desk = Desk(tmp_path)
+        runner = await serve_admin(create_admin_app(desk), directory / "admin.sock")
+        loop = asyncio.get_running_loop()
+        with connect_as_nobody(directory / "admin.sock") as sock:
+            await loop.sock_sendall(sock, b"GET /status HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
+            answer = b""
+            while part := await loop.sock_recv(sock, 4096):
+                answer += part
+        assert answer.startswith(b"HTTP/1.1 403 ")
+        assert b"uid 65534 may not operate a supervisor of uid 0" in answer
+        await runner.cleanup()
+        desk.store.close()

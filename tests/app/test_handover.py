@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import socket
 from collections.abc import AsyncIterator
@@ -13,6 +14,7 @@ import pytest
 
 from lucevisor.app.handover import HandoverServer, Offer, Request, Taken, take
 from lucevisor.errors import LucevisorError
+from tests.another_user import connect_as_nobody, needs_root, open_directory
 
 ASK = Request(pid=7, drain_s=3.0)
 
@@ -113,3 +115,20 @@ async def test_nobody_is_there(tmp_path: Path) -> None:
     with socket.socket(socket.AF_UNIX) as stale:
         stale.bind(str(tmp_path / "handover.sock"))
     assert await take(tmp_path / "handover.sock", ASK) is None
+
+
+@needs_root
+async def test_another_user_gets_no_descriptor() -> None:
+    with open_directory() as directory:
+        giver = Giver()
+        server = HandoverServer(directory / "handover.sock", giver)
+        server.open()
+        with connect_as_nobody(directory / "handover.sock") as sock:
+            loop = asyncio.get_running_loop()
+            await loop.sock_sendall(sock, b'{"pid": 1, "drain_s": 1.0}')
+            with contextlib.suppress(ConnectionResetError):  # it does not even read the request
+                assert await loop.sock_recv(sock, 4096) == b""
+        assert giver.said == []
+        await server.close()
+        os.close(giver.lock)
+        giver.listening.close()

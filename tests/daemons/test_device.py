@@ -1,5 +1,9 @@
 """What the daemon says about devices."""
 
+import subprocess
+import sys
+import threading
+
 import pytest
 import torch
 
@@ -47,3 +51,29 @@ def test_threads_and_precision(monkeypatch):
         assert torch.get_float32_matmul_precision() == "highest"
     finally:
         torch.set_num_threads(before)
+
+
+HOLDS = """
+import sys
+held = bytearray(1 << 30)
+held[::4096] = b"x" * len(held[::4096])
+print("held", flush=True)
+sys.stdin.read(1)
+"""
+
+
+def test_memory_of_a_process_that_ends_is_waited_for():
+    holder = subprocess.Popen([sys.executable, "-c", HOLDS], stdin=-1, stdout=-1, text=True)
+    assert holder.stdout.readline() == "held\n"
+    wanted = device.memory_free(device.CPU) + (1 << 29)  # half of what it holds more than there is
+    assert not device.wait_until_free(device.CPU, wanted, 0.1)
+    timer = threading.Timer(0.3, holder.kill)
+    timer.start()
+    assert device.wait_until_free(device.CPU, wanted)
+    timer.join()
+    holder.communicate()
+
+
+def test_what_is_free_is_not_waited_for(monkeypatch):
+    monkeypatch.setattr(device.time, "sleep", lambda _: pytest.fail("it waited"))
+    assert device.wait_until_free(device.CPU, 1)

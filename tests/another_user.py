@@ -1,0 +1,38 @@
+"""Connects to a Unix socket as a user without rights, which only root can."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import socket
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+NOBODY = 65534
+
+needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can connect as another user")
+
+
+@contextmanager
+def open_directory() -> Iterator[Path]:
+    """A directory that everybody may enter, as a run directory never is."""
+    path = Path(tempfile.mkdtemp(prefix="lv"))
+    path.chmod(0o755)
+    yield path
+    shutil.rmtree(path)
+
+
+def connect_as_nobody(path: Path) -> socket.socket:
+    path.chmod(0o777)
+    sock = socket.socket(socket.AF_UNIX)
+    os.seteuid(NOBODY)
+    try:
+        sock.connect(str(path))
+    finally:
+        os.seteuid(0)
+    sock.setblocking(False)
+    return sock
